@@ -1,0 +1,77 @@
+# The command runner. `make demo` and `make test` need nothing but Python >= 3.11 (with venv), g++ and make.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+NATIVE := $(shell find ull/native -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt)
+
+.PHONY: demo test lint format native-test sanitize oracle wheel install clean help
+.DEFAULT_GOAL := help
+
+help:  ## list the commands
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+demo: $(VENV)/.installed  ## build the tiny engine, serve it, stream a completion, print latencies
+	@$(BIN)/ull demo
+
+test: $(VENV)/.installed-test  ## linters, types, the test suite
+	$(MAKE) --no-print-directory lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-test  ## ruff, mypy, clang-format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(filter %.cpp %.h,$(NATIVE))
+
+format: $(VENV)/.installed-test  ## rewrite the sources in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(filter %.cpp %.h,$(NATIVE))
+
+# The native unit tests: plain, then under the sanitizers.
+NATIVE_TESTS := .cache/native
+define run_native_tests
+	$(BIN)/cmake -S ull/native -B $(NATIVE_TESTS)/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+	  -DULL_BUILD_MODULE=OFF -DULL_BUILD_TESTS=ON -DCMAKE_BUILD_TYPE=$(3) -DULL_SANITIZE=$(2) > /dev/null
+	$(BIN)/cmake --build $(NATIVE_TESTS)/$(1)
+	$(BIN)/ctest --test-dir $(NATIVE_TESTS)/$(1) --output-on-failure
+endef
+
+native-test: $(VENV)/.installed-test  ## native unit tests
+	$(call run_native_tests,plain,,Release)
+
+sanitize: $(VENV)/.installed-test  ## native unit tests under ASan + UBSan, then TSan
+	$(call run_native_tests,asan,address$(comma)undefined,RelWithDebInfo)
+	$(call run_native_tests,tsan,thread,RelWithDebInfo)
+comma := ,
+
+oracle: $(VENV)/.installed-test  ## compare with transformers, live (installs PyTorch for the CPU)
+	$(PIP) 'torch==2.13.0'
+	$(PIP) 'transformers>=5'
+	$(BIN)/python -m pytest tests/oracle -m oracle
+
+wheel: $(VENV)/.installed-test  ## build a wheel into .cache/wheel and check what is in it
+	rm -rf .cache/wheel
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir .cache/wheel .
+	$(BIN)/python tests/wheel_contents.py .cache/wheel/ull-*.whl
+
+install: $(VENV)/.installed  ## create .venv and install ull into it
+
+# The package is installed editable: Python edits are live, and native edits are rebuilt by the rule below.
+$(VENV)/.created:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) 'scikit-build-core>=0.10' 'nanobind>=2.4' 'cmake>=3.24' 'ninja>=1.11'
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.created pyproject.toml $(NATIVE)
+	@echo "installing ull (compiles the native core)"
+	$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP) --no-build-isolation --editable '.[test]'
+	@touch $@
+
+clean:  ## remove everything that make created
+	rm -rf $(VENV) .cache

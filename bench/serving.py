@@ -1,0 +1,28 @@
+"""What the benchmarks measure: the tiny bundle, and a daemon that serves a bundle on a private ipc socket."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from report import ROOT
+
+from ull.spawn import DaemonProcess
+
+
+def tiny_bundle() -> Path:
+    """engines/tiny.toml compiled into .cache/tiny.ull; built again whenever the recipe or the checkpoint is newer."""
+    bundle = ROOT / ".cache/tiny.ull"
+    sources = [ROOT / "engines/tiny.toml", ROOT / "engines/tiny/model.safetensors"]
+    manifest = bundle / "manifest.json"
+    if not manifest.exists() or manifest.stat().st_mtime < max(source.stat().st_mtime for source in sources):
+        command = [sys.executable, "-m", "ull_build", sources[0], "--output", bundle, "--force", "--quiet"]
+        subprocess.run(command, check=True)
+    return bundle
+
+
+def serve(bundle: Path, **settings: object) -> DaemonProcess:
+    """A daemon on `bundle`; settings are configuration keys with `__` for the dot, e.g. engine__threads=1."""
+    arguments = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
+    return DaemonProcess(bundle, arguments=arguments)

@@ -1,0 +1,1 @@
+"""ull-build: compiles a Hugging Face checkpoint into an engine bundle."""

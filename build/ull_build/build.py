@@ -1,0 +1,244 @@
+"""The build from end to end: checkpoint -> packed weights, vocabulary, tokenizer, quality -> bundle."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+import ull
+from ull.bundle import (
+    FORMAT,
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    TOKENIZER_FILE,
+    VOCABULARY_FILE,
+    WEIGHTS_FILE,
+    FileEntry,
+    Manifest,
+    Model,
+    Precision,
+    Provenance,
+    Quality,
+    TensorError,
+    Tokens,
+    encode_manifest,
+    native_spec,
+    open_bundle,
+    read_tensor_file,
+)
+from ull.errors import CheckpointError
+from ull_build.checkpoint import Checkpoint
+from ull_build.convert import ORIGINAL_BF16, ORIGINAL_F32, convert_checkpoint, plan_weights
+from ull_build.evaluate import EvaluationText, Predictions, check_quality, predict, read_evaluation_text
+from ull_build.output import check_output, require_space, staged_output
+from ull_build.progress import Reporter
+from ull_build.recipe import Recipe
+from ull_build.vocabulary import CheckpointTokenizer, copy_tokenizer_files, read_tokenizer
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to build. `eval_text` None is the default text; `evaluate` False leaves the quality unmeasured."""
+
+    model: Path
+    output: Path
+    name: str
+    target: str = "cpu"
+    precision: Precision = field(default_factory=Precision)
+    context: int | None = None
+    evaluate: bool = True
+    eval_text: Path | None = None
+    eval_tokens: int = 4096
+    max_perplexity_increase: float = 0.01
+    force: bool = False
+    threads: int = 0  # 0: as many as this process may use
+    recipe: dict[str, str | int | float | bool | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """A finished build: where it is, what it is, how long it took."""
+
+    path: Path
+    manifest: Manifest
+    seconds: float
+
+
+def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool = False) -> Settings:
+    """The settings that a recipe asks for."""
+    return Settings(
+        model=Path(recipe.model),
+        output=Path(recipe.output),
+        name=recipe.name,
+        target=recipe.target,
+        precision=Precision(weights=recipe.precision, lm_head=recipe.lm_head, kv=recipe.kv),
+        context=recipe.context,
+        evaluate=evaluate,
+        eval_text=None if recipe.eval_text is None else Path(recipe.eval_text),
+        eval_tokens=recipe.eval_tokens,
+        max_perplexity_increase=recipe.max_perplexity_increase,
+        force=force,
+        recipe=msgspec.to_builtins(recipe),
+    )
+
+
+def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
+    """Builds the bundle at `settings.output`; nothing is left there unless it is complete.
+
+    Raises CheckpointError, BuildError, or OSError when the disk fails.
+    """
+    reporter = reporter or Reporter()
+    start = time.monotonic()
+    output = check_output(settings.output, settings.force)
+    with Checkpoint(settings.model, settings.context) as checkpoint:
+        tokenizer = read_tokenizer(settings.model, checkpoint.model.vocabulary)
+        model = msgspec.structs.replace(checkpoint.model, tokenizer_vocabulary=tokenizer.vocabulary.count)
+        tokens = _special_tokens(checkpoint, tokenizer)
+        text = None
+        if settings.evaluate:
+            text = read_evaluation_text(settings.eval_text, tokenizer, settings.eval_tokens, model.context)
+        require_space(output.parent, _needed_bytes(checkpoint, settings))
+        with staged_output(output) as staging:
+            files, errors = _write_files(checkpoint, tokenizer, settings, staging, reporter)
+            quality = None
+            if text is not None:
+                quality = _measure(checkpoint, model, settings, staging, text, errors, reporter)
+            manifest = Manifest(
+                format=FORMAT,
+                format_version=FORMAT_VERSION,
+                name=settings.name,
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                target=settings.target,  # type: ignore[arg-type]
+                ull_version=ull.__version__,
+                model=model,
+                precision=settings.precision,
+                tokens=tokens,
+                quality=quality,
+                provenance=Provenance(
+                    source=settings.model.resolve().name,
+                    source_sha256=checkpoint.source_sha256(),
+                    recipe=settings.recipe,
+                    builder_version=ull.__version__,
+                ),
+                files=files,
+            )
+            _write_synced(staging / MANIFEST_FILE, encode_manifest(manifest))
+            open_bundle(staging)  # a bundle that ull would refuse must not come into being
+    return BuildResult(output, manifest, time.monotonic() - start)
+
+
+def _special_tokens(checkpoint: Checkpoint, tokenizer: CheckpointTokenizer) -> Tokens:
+    """BOS and EOS of the configuration; the tokenizer's EOS where the configuration has none."""
+    architecture, rows = checkpoint.architecture, checkpoint.model.vocabulary
+    eos = architecture.eos or ([] if tokenizer.eos is None else [tokenizer.eos])
+    for name, identifier in (("bos_token_id", architecture.bos), *(("eos_token_id", item) for item in eos)):
+        if identifier is not None and identifier >= rows:
+            raise CheckpointError(f"`{name}` {identifier} is outside of the embedding's {rows} rows", field=name)
+    return Tokens(bos=architecture.bos, eos=eos, chat_template=tokenizer.has_chat_template)
+
+
+def _original_precision(checkpoint: Checkpoint) -> Precision:
+    """A format that holds the checkpoint's weights without loss."""
+    return ORIGINAL_BF16 if checkpoint.is_bf16 else ORIGINAL_F32
+
+
+def _needed_bytes(checkpoint: Checkpoint, settings: Settings) -> int:
+    """Disk space of a build: the bundle, and for the evaluation the original weights beside it."""
+    precisions = [settings.precision, *([_original_precision(checkpoint)] if settings.evaluate else [])]
+    sizes = (shape.nbytes for precision in precisions for shape in plan_weights(checkpoint, precision).values())
+    return sum(sizes) + (64 << 20)  # tokenizer, vocabulary and manifest
+
+
+def _write_files(
+    checkpoint: Checkpoint, tokenizer: CheckpointTokenizer, settings: Settings, staging: Path, reporter: Reporter
+) -> tuple[dict[str, FileEntry], list[TensorError]]:
+    """Writes all but the manifest; returns the table of files and the error of each linear weight."""
+    title = f"weights to {settings.precision.weights}"
+    weights, errors = _convert(checkpoint, settings.precision, staging / WEIGHTS_FILE, title, reporter)
+    tokenizer.vocabulary.write(staging / VOCABULARY_FILE, checkpoint.model.vocabulary)
+    directory = Path(TOKENIZER_FILE).parent
+    copied = copy_tokenizer_files(settings.model, staging / directory)
+    names = [VOCABULARY_FILE, *(str(directory / name) for name in copied)]
+    return {WEIGHTS_FILE: weights, **{name: _file_entry(staging / name) for name in names}}, errors
+
+
+def _convert(
+    checkpoint: Checkpoint, precision: Precision, path: Path, title: str, reporter: Reporter
+) -> tuple[FileEntry, list[TensorError]]:
+    total = sum(shape.nbytes for shape in plan_weights(checkpoint, precision).values())
+    with reporter.stage(title, total, "bytes") as advance:
+        return convert_checkpoint(checkpoint, precision, path, advance)
+
+
+def _measure(
+    checkpoint: Checkpoint,
+    model: Model,
+    settings: Settings,
+    staging: Path,
+    text: EvaluationText,
+    errors: list[TensorError],
+    reporter: Reporter,
+) -> Quality:
+    """Compares the staged weights with the original ones. Raises BuildError above the recipe's limit."""
+    original_path = staging / "original.safetensors"
+    original_precision = _original_precision(checkpoint)
+    _convert(checkpoint, original_precision, original_path, "original, for comparison", reporter)
+    runs = (
+        ("evaluate original", original_path, original_precision.kv),
+        ("evaluate quantised", staging / WEIGHTS_FILE, settings.precision.kv),
+    )
+    original, quantised = (
+        _predict(title, model, path, kv, text, settings.threads, reporter) for title, path, kv in runs
+    )
+    original_path.unlink()
+    return Quality(
+        eval_text=text.name,
+        eval_tokens=text.predictions,
+        window=text.window,
+        perplexity_original=original.perplexity,
+        perplexity_quantised=quantised.perplexity,
+        perplexity_increase=check_quality(original, quantised, settings.max_perplexity_increase),
+        top1_agreement=original.agreement(quantised),
+        limit=settings.max_perplexity_increase,
+        tensors=errors,
+    )
+
+
+def _predict(
+    title: str, model: Model, path: Path, kv: str, text: EvaluationText, threads: int, reporter: Reporter
+) -> Predictions:
+    spec = native_spec(model, path, read_tensor_file(path), model.context, kv)
+    with reporter.stage(title, len(text.tokens), "tokens") as advance:
+        return predict(spec, text, threads or len(os.sched_getaffinity(0)), _steps(len(text.tokens), advance))
+
+
+def _steps(total: int, advance: Callable[[int], None]) -> Callable[[int, int], None]:
+    """Turns the core's (done, of all) in its own units into advances out of `total`."""
+    reported = 0
+
+    def progress(done: int, of_all: int) -> None:
+        nonlocal reported
+        now = total * done // max(1, of_all)
+        advance(now - reported)
+        reported = now
+
+    return progress
+
+
+def _file_entry(path: Path) -> FileEntry:
+    data = path.read_bytes()
+    return FileEntry(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

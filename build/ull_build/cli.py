@@ -1,0 +1,134 @@
+"""`ull-build`: the command line of the build step.
+
+Exit codes: 0 built, 1 the build failed (one line on stderr), 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import ull
+from ull.errors import RecipeError, UllError
+from ull_build.build import BuildResult, build, settings_from_recipe
+from ull_build.progress import format_amount, make_reporter
+from ull_build.recipe import Recipe, describe_keys, load_recipe, make_recipe
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `ull-build`; returns the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if (options.recipe is None) == (options.model is None):
+        parser.error("give either a RECIPE or --model DIR")
+    if options.recipe is None and options.output is None:
+        parser.error("--model needs --output")
+    try:
+        with _interruptible():
+            recipe = _recipe(options)
+            settings = settings_from_recipe(recipe, evaluate=not options.no_eval, force=options.force)
+            result = build(settings, make_reporter(options.quiet))
+    except UllError as error:
+        # One line, whatever the message quotes.
+        print(f"ull-build: error: {' '.join(error.message.split())}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, RecipeError) else EXIT_FAILED
+    except OSError as error:
+        place = f" ({error.filename})" if error.filename else ""
+        print(f"ull-build: error: {error.strerror or error}{place}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("ull-build: interrupted; nothing was written", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    if not options.quiet:
+        print_summary(result)
+    return 0
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGINT and SIGTERM unwind the build as KeyboardInterrupt, once: a second one must not disturb the cleaning up."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for other in handlers:
+            signal.signal(other, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _parser() -> argparse.ArgumentParser:
+    keys = "\n".join(f"  {key:<24} {meaning}{_default(default)}" for key, default, meaning in describe_keys())
+    parser = argparse.ArgumentParser(
+        prog="ull-build",
+        description="Compiles a Hugging Face checkpoint into an engine bundle for ull.",
+        epilog=f"keys of a recipe (TOML):\n{keys}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("recipe", nargs="?", type=Path, metavar="RECIPE", help="a recipe, e.g. engines/tiny.toml")
+    add("--model", metavar="DIR", help="a Hugging Face checkpoint directory, instead of a recipe")
+    add("--output", metavar="X.ull", help="the bundle to write (default: NAME.ull here)")
+    add("--target", metavar="TARGET", help='what the bundle runs on (default "cpu")')
+    add("--precision", choices=("fp8", "bf16"), help="format of the linear weights (default fp8)")
+    add("--lm-head", choices=("bf16", "fp8"), help="format of the output head (default bf16)")
+    add("--kv", choices=("bf16", "f32"), help="format of the KV cache (default bf16)")
+    add("--context", type=int, metavar="TOKENS", help="tokens a session may hold (default: the model's)")
+    add("--eval-text", metavar="FILE", help="text on which the loss is measured (default: one that comes with ull)")
+    add("--eval-tokens", type=int, metavar="N", help="tokens of it to use at most (default 4096)")
+    add("--max-perplexity-increase", type=float, metavar="F", help="fraction that fails the build (default 0.01)")
+    add("--no-eval", action="store_true", help="do not measure the loss (the manifest's quality is null)")
+    add("--force", action="store_true", help="replace an existing bundle")
+    add("--quiet", action="store_true", help="print nothing but errors")
+    add("--version", action="version", version=f"ull-build {ull.__version__}")
+    return parser
+
+
+def _default(text: str) -> str:
+    return "" if text in ("", "None") else f" ({text})" if text == "required" else f" (default {text})"
+
+
+def _recipe(options: argparse.Namespace) -> Recipe:
+    """The recipe, with what the command line says on top."""
+    names = [name for name in Recipe.__struct_fields__ if hasattr(options, name)]
+    overrides: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.recipe is None:
+        return make_recipe(overrides, "command line")
+    return load_recipe(options.recipe, overrides)
+
+
+def print_summary(result: BuildResult) -> None:
+    """The table at the end of a build."""
+    manifest = result.manifest
+    table = Table(title=f"{manifest.name} -> {result.path}", title_justify="left", show_header=False)
+    size = sum(entry.bytes for entry in manifest.files.values())
+    table.add_row("size", format_amount(size, "bytes"))
+    table.add_row("precision", f"{manifest.precision.weights}, lm_head {manifest.precision.lm_head}")
+    if manifest.quality is None:
+        table.add_row("quality", "not measured (--no-eval)")
+    else:
+        quality = manifest.quality
+        table.add_row("perplexity, original", f"{quality.perplexity_original:.4f}")
+        change = f"{quality.perplexity_quantised:.4f} ({quality.perplexity_increase:+.3%}, limit {quality.limit:.2%})"
+        table.add_row("perplexity, built", change)
+        table.add_row("top-1 agreement", f"{quality.top1_agreement:.2%} of {quality.eval_tokens} tokens")
+        worst = max(quality.tensors, key=lambda item: item.relative_error)
+        error = f"{worst.relative_error:.3%} ({worst.name})" if worst.relative_error else "none"
+        table.add_row("largest tensor error", error)
+    table.add_row("time", f"{result.seconds:.1f} s")
+    Console(highlight=False).print(table)

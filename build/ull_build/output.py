@@ -1,0 +1,86 @@
+"""Where a bundle is written: a temporary sibling directory that is renamed when it is complete, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ull.bundle import FORMAT, MANIFEST_FILE
+from ull.errors import BuildError
+
+
+def check_output(output: Path, force: bool) -> Path:
+    """The resolved output path. Raises BuildError when something is in the way that may not be replaced."""
+    output = output.resolve()
+    parent = output.parent
+    if not parent.is_dir():
+        raise BuildError(f"the directory {parent} does not exist; create it first", field="output")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise BuildError(f"the directory {parent} is not writable", field="output")
+    if output.exists():
+        if not is_bundle(output):
+            raise BuildError(f"{output} exists and is not an engine bundle; it stays untouched", field="output")
+        if not force:
+            raise BuildError(f"{output} exists; replace it with --force, or choose another --output", field="output")
+    return output
+
+
+def is_bundle(path: Path) -> bool:
+    """True for a directory whose manifest says that it is an engine bundle, be it damaged or of another version."""
+    try:
+        manifest = json.loads((path / MANIFEST_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
+
+
+@contextmanager
+def staged_output(output: Path) -> Iterator[Path]:
+    """A temporary sibling of `output` to build in; renamed to it at the end, removed if anything goes wrong.
+
+    A bundle that is already there is replaced: renamed away, and deleted once the new one stands in its place. An
+    interrupt may come between any two steps: either the old bundle or the new one is in place after it.
+    """
+    mark = f"{os.getpid()}-{secrets.token_hex(4)}"
+    staging = output.with_name(f".{output.name}.building-{mark}")
+    old = output.with_name(f".{output.name}.old-{mark}")
+    try:
+        try:
+            staging.mkdir()
+        except OSError as error:
+            raise BuildError(f"cannot create {staging}: {error.strerror}", field="output") from error
+        yield staging
+        if output.exists():
+            output.rename(old)
+        staging.rename(output)
+        _sync_directory(output.parent)
+    finally:
+        if old.exists() and not output.exists():
+            old.rename(output)
+        for leftover in (staging, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _sync_directory(path: Path) -> None:
+    """Makes renames in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def require_space(directory: Path, needed: int) -> None:
+    """Raises BuildError when the disk under `directory` has less than `needed` bytes left."""
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise BuildError(
+            f"the build needs {needed / 1e9:.1f} GB in {directory}, only {free / 1e9:.1f} GB are free; "
+            "free some space or choose another --output",
+            field="output",
+        )

@@ -1,0 +1,107 @@
+"""Recipes: `engines/NAME.toml`, what to build and how. Every key is documented here, once, with unit and default."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ull.errors import RecipeError
+
+TARGETS = ("cpu",)
+PLANNED_TARGETS = ("sm_90a",)
+
+
+class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One build. Paths are relative to the recipe's directory (`output`: to the current one)."""
+
+    model: Annotated[str, Meta(min_length=1, description="directory of the Hugging Face checkpoint")]
+    name: Annotated[str, Meta(min_length=1, description="name of the engine; default: the recipe's or output's name")]
+    output: Annotated[str, Meta(min_length=1, description="bundle to write; default: NAME.ull")]
+    target: Annotated[str, Meta(description='what the bundle runs on; "cpu" is the only one so far')] = "cpu"
+    precision: Annotated[
+        Literal["fp8", "bf16"],
+        Meta(description="format of the linear weights; fp8 is E4M3 with one scale per output channel"),
+    ] = "fp8"
+    lm_head: Annotated[Literal["bf16", "fp8"], Meta(description="format of the output head")] = "bf16"
+    kv: Annotated[Literal["bf16", "f32"], Meta(description="format of the KV cache")] = "bf16"
+    context: Annotated[
+        int | None, Meta(description="tokens a session may hold; default: the model's max_position_embeddings")
+    ] = None
+    eval_text: Annotated[
+        str | None, Meta(description="UTF-8 text on which the loss is measured; default: a text that comes with ull")
+    ] = None
+    eval_tokens: Annotated[
+        int, Meta(ge=2, le=1 << 24, description="tokens of eval_text to use at most; more is slower and more exact")
+    ] = 4096
+    max_perplexity_increase: Annotated[
+        float, Meta(description="fraction by which perplexity may rise before the build fails (0.01 = 1%)")
+    ] = 0.01
+
+    def __post_init__(self) -> None:
+        if self.context is not None and self.context < 1:
+            raise ValueError("`context` must be at least 1 token")
+        if not math.isfinite(self.max_perplexity_increase):
+            raise ValueError("`max_perplexity_increase` must be finite")
+
+
+def load_recipe(path: Path, overrides: dict[str, Any]) -> Recipe:
+    """Reads a recipe; `overrides` (from the command line) win. Paths come out relative to the current directory.
+
+    Raises RecipeError naming the key, and for an unknown key the nearest valid one.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RecipeError(f"no recipe at {path}", field=str(path)) from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}", field=str(path)) from error
+    for key in ("model", "eval_text"):
+        if isinstance(values.get(key), str):
+            values[key] = str(path.parent / values[key])
+    values.setdefault("name", path.stem)
+    return make_recipe({**values, **overrides}, str(path))
+
+
+def make_recipe(values: dict[str, Any], origin: str) -> Recipe:
+    """Checks the keys and values of a recipe; `origin` is where they come from, for messages."""
+    known = Recipe.__struct_fields__
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean `{near[0]}`?" if near else f"valid keys: {', '.join(known)}"
+            raise RecipeError(f"{origin}: unknown key `{key}`; {hint}", field=key)
+    if "model" not in values:
+        raise RecipeError(f"{origin}: `model` is missing; it names the checkpoint's directory", field="model")
+    if "name" in values and "output" not in values:
+        values = {**values, "output": f"{values['name']}.ull"}
+    elif "output" in values and "name" not in values:
+        values = {**values, "name": Path(values["output"]).name.removesuffix(".ull")}
+    try:
+        recipe = msgspec.convert(values, type=Recipe)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        _, found, key = text.rpartition(" - at `$.")
+        raise RecipeError(f"{origin}: {text.replace('$.', '')}", field=key.rstrip("`") if found else None) from error
+    if recipe.target not in TARGETS:
+        state = "is not built by this version yet" if recipe.target in PLANNED_TARGETS else "is unknown"
+        raise RecipeError(
+            f'{origin}: target "{recipe.target}" {state}; use "{TARGETS[0]}", which runs on any x86-64 or ARM machine',
+            field="target",
+        )
+    return recipe
+
+
+def describe_keys() -> list[tuple[str, str, str]]:
+    """(key, default, meaning) of every key, for help texts: read from the struct, so that they cannot disagree."""
+    rows = []
+    for field in msgspec.structs.fields(Recipe):
+        meta = next((item for item in getattr(field.type, "__metadata__", ()) if isinstance(item, Meta)), None)
+        default = "required" if field.name == "model" else "" if field.required else repr(field.default)
+        rows.append((field.name, default, (meta.description or "") if meta else ""))
+    return rows

@@ -1,0 +1,293 @@
+"""Random models for the executor tests: a NumPy packer of the bundle's tensor layout and a float64 reference forward.
+
+Written from the bundle contract, independently of both `ull_build` and the C++ code, so that each checks the others.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+TILE = 32
+BF16 = ml_dtypes.bfloat16
+FP8 = ml_dtypes.float8_e4m3fn
+DTYPES = {np.dtype(np.float32): "F32", np.dtype(BF16): "BF16", np.dtype(FP8): "F8_E4M3"}
+INTERLEAVED = np.stack([np.arange(16), np.arange(16, 32)], axis=1).reshape(-1)  # position -> row
+
+
+def llama3_frequencies(head_dim: int, theta: float, factor: float, low: float, high: float, original: int) -> np.ndarray:
+    """Rotary frequencies with Llama 3's scaling (transformers `_compute_llama3_parameters`), float32 [head_dim / 2]."""
+    frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2) / head_dim)
+    wavelength = 2 * np.pi / frequencies
+    smooth = (original / wavelength - low) / (high - low)
+    blended = (1 - smooth) * frequencies / factor + smooth * frequencies
+    scaled = np.where(wavelength > original / low, frequencies / factor, frequencies)
+    medium = (wavelength <= original / low) & (wavelength >= original / high)
+    return np.where(medium, blended, scaled).astype(np.float32)
+
+
+@dataclass
+class Dims:
+    """The shape of a random model, and which options of the family it uses."""
+
+    hidden: int = 64
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    intermediate: int = 96
+    vocabulary: int = 100
+    context: int = 320
+    rms_epsilon: float = 1e-5
+    qk_norm: bool = False
+    bias: bool = False  # on qkv, o, gate_up and down
+    tied: bool = True
+    windows: tuple[int, ...] = ()
+    inv_freq: np.ndarray | None = None
+    weights: str = "f32"  # f32, bf16 or fp8
+    lm_head: str = "f32"
+    embedding: str = "f32"
+    kv: str = "f32"
+    seed: int = 0
+    spread: float = 1.0  # of attention scores and MLP activations
+
+
+@dataclass
+class Layer:
+    """Float64 weights of one layer, already rounded to what the bundle stores."""
+
+    attn_norm: np.ndarray
+    mlp_norm: np.ndarray
+    qkv: np.ndarray
+    o: np.ndarray
+    gate: np.ndarray
+    up: np.ndarray
+    down: np.ndarray
+    bias: dict[str, np.ndarray] = field(default_factory=dict)
+    q_norm: np.ndarray | None = None
+    k_norm: np.ndarray | None = None
+
+
+def quantise_fp8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """-> (FP8 codes, float32 scale per row); magnitudes below the smallest normal become 0 or that normal."""
+    scale = (np.abs(rows).max(axis=1) / 448.0).astype(np.float32)
+    scale[scale == 0] = 1.0
+    scaled = (rows / scale[:, None]).astype(np.float32)
+    smallest = 2.0**-6
+    small = np.abs(scaled) < smallest
+    scaled = np.where(small, np.where(np.abs(scaled) < smallest / 2, 0.0, np.copysign(smallest, scaled)), scaled)
+    return np.clip(scaled, -448, 448).astype(FP8), scale
+
+
+def pad_rows(rows: np.ndarray) -> np.ndarray:
+    """Pads the first axis with zeros to a multiple of 32."""
+    missing = -len(rows) % TILE
+    return np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)]) if missing else rows
+
+
+def pack_rows(rows: np.ndarray) -> np.ndarray:
+    """[N, K] -> [tiles, K, 32] with the interleaving of the element type."""
+    tiles = pad_rows(rows).reshape(-1, TILE, rows.shape[1])
+    if rows.dtype != np.float32:
+        tiles = tiles[:, INTERLEAVED]
+    return np.ascontiguousarray(tiles.transpose(0, 2, 1))
+
+
+def pad_vector(values: np.ndarray) -> np.ndarray:
+    """Pads with zeros to a multiple of 64 bytes."""
+    multiple = 64 // values.itemsize
+    return np.concatenate([values, np.zeros(-len(values) % multiple, values.dtype)])
+
+
+class RandomModel:
+    """A random model: its tensors as the bundle stores them, and `reference()` in float64."""
+
+    def __init__(self, dims: Dims) -> None:
+        self.dims = dims
+        self.random = np.random.default_rng(dims.seed)
+        self.tensors: dict[str, np.ndarray] = {}
+        d = dims
+        self.layers = [self._layer(f"layers.{i}.") for i in range(d.layers)]
+        self.norm = self._vector("norm", 1.0 + 0.1 * self.random.standard_normal(d.hidden))
+        embedding = self.random.standard_normal((d.vocabulary, d.hidden))
+        if d.tied and d.lm_head != "fp8":
+            self.embedding = self.lm_head = self._linear("lm_head", embedding, d.lm_head)
+        else:
+            stored = embedding.astype(BF16 if d.embedding == "bf16" else np.float32)
+            self.tensors["embed.weight"] = self._pad_table(stored)
+            self.embedding = stored.astype(np.float64)
+            head = embedding if d.tied else self.random.standard_normal((d.vocabulary, d.hidden))
+            self.lm_head = self._linear("lm_head", head, d.lm_head)
+        if d.inv_freq is None:
+            d.inv_freq = (1.0 / 10000.0 ** (np.arange(0, d.head_dim, 2) / d.head_dim)).astype(np.float32)
+        self.windows = list(d.windows) or [0] * d.layers
+
+    def _pad_table(self, table: np.ndarray) -> np.ndarray:
+        rows = len(table)
+        while rows * table.shape[1] * table.itemsize % 64:
+            rows += 1
+        return np.concatenate([table, np.zeros((rows - len(table), table.shape[1]), table.dtype)])
+
+    def _vector(self, name: str, values: np.ndarray) -> np.ndarray:
+        stored = values.astype(np.float32 if self.dims.weights == "f32" else BF16)
+        self.tensors[name] = pad_vector(stored)
+        return stored.astype(np.float64)
+
+    def _store(self, name: str, rows: np.ndarray, precision: str) -> np.ndarray:
+        """Stores rows (a multiple of 32 where they are tile-aligned) -> what the executor computes with."""
+        if precision == "fp8":
+            codes, scale = quantise_fp8(rows)
+            self.tensors[f"{name}.weight"] = pack_rows(codes)
+            padded = np.ones(-(-len(rows) // TILE) * TILE, np.float32)
+            padded[: len(rows)] = scale
+            self.tensors[f"{name}.scale"] = padded
+            return codes.astype(np.float64) * scale[:, None].astype(np.float64)
+        stored = rows.astype(np.float32 if precision == "f32" else BF16)
+        self.tensors[f"{name}.weight"] = pack_rows(stored)
+        return stored.astype(np.float64)
+
+    def _linear(self, name: str, rows: np.ndarray, precision: str) -> np.ndarray:
+        return self._store(name, rows / np.sqrt(rows.shape[1]), precision)
+
+    def _bias(self, name: str, values: np.ndarray) -> np.ndarray:
+        stored = values.astype(np.float32 if self.dims.weights == "f32" else BF16)
+        self.tensors[f"{name}.bias"] = pad_rows(stored)
+        return stored.astype(np.float64)
+
+    def _layer(self, prefix: str) -> Layer:
+        d, normal = self.dims, self.random.standard_normal
+        attn_norm = self._vector(prefix + "attn_norm", 1.0 + 0.1 * normal(d.hidden))
+        mlp_norm = self._vector(prefix + "mlp_norm", 1.0 + 0.1 * normal(d.hidden))
+        rows = (d.heads + 2 * d.kv_heads) * d.head_dim
+        qkv = self._linear(prefix + "qkv", normal((rows, d.hidden)) * d.spread, d.weights)
+        o = self._linear(prefix + "o", normal((d.hidden, d.heads * d.head_dim)), d.weights)
+        gate = pad_rows(normal((d.intermediate, d.hidden)) * d.spread)
+        up = pad_rows(normal((d.intermediate, d.hidden)))
+        gate[d.intermediate :] = 0
+        up[d.intermediate :] = 0
+        alternating = np.stack([gate.reshape(-1, TILE, d.hidden), up.reshape(-1, TILE, d.hidden)], axis=1)
+        stored = self._linear(prefix + "gate_up", alternating.reshape(-1, d.hidden), d.weights)
+        stored = stored.reshape(-1, 2, TILE, d.hidden)
+        down = self._linear(prefix + "down", normal((d.hidden, d.intermediate)), d.weights)
+        layer = Layer(
+            attn_norm,
+            mlp_norm,
+            qkv,
+            o,
+            stored[:, 0].reshape(-1, d.hidden)[: d.intermediate],
+            stored[:, 1].reshape(-1, d.hidden)[: d.intermediate],
+            down,
+        )
+        if d.bias:
+            layer.bias["qkv"] = self._bias(prefix + "qkv", 0.2 * normal(rows))
+            layer.bias["o"] = self._bias(prefix + "o", 0.2 * normal(d.hidden))
+            layer.bias["down"] = self._bias(prefix + "down", 0.2 * normal(d.hidden))
+            gate_up = np.zeros((len(stored), 2, TILE))
+            for half in range(2):
+                values = np.zeros(len(stored) * TILE)
+                values[: d.intermediate] = 0.2 * normal(d.intermediate)
+                gate_up[:, half] = values.reshape(-1, TILE)
+            kept = self._bias(prefix + "gate_up", gate_up.reshape(-1)).reshape(-1, 2, TILE)
+            layer.bias["gate"] = kept[:, 0].reshape(-1)[: d.intermediate]
+            layer.bias["up"] = kept[:, 1].reshape(-1)[: d.intermediate]
+        if d.qk_norm:
+            layer.q_norm = self._vector(prefix + "q_norm", 1.0 + 0.1 * normal(d.head_dim))
+            layer.k_norm = self._vector(prefix + "k_norm", 1.0 + 0.1 * normal(d.head_dim))
+        return layer
+
+    def save(self, path: Path) -> dict[str, Any]:
+        """Writes weights.safetensors (header padded, tensors on multiples of 64) -> the native spec."""
+        header: dict[str, Any] = {}
+        position = 0
+        for name, tensor in self.tensors.items():
+            assert tensor.nbytes % 64 == 0, name
+            header[name] = {
+                "dtype": DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [position, position + tensor.nbytes],
+            }
+            position += tensor.nbytes
+        text = json.dumps(header).encode()
+        text += b" " * (-(8 + len(text)) % 64)
+        with path.open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for tensor in self.tensors.values():
+                file.write(tensor.tobytes())
+        start = 8 + len(text)
+        d = self.dims
+        return {
+            "hidden": d.hidden,
+            "layers": d.layers,
+            "heads": d.heads,
+            "kv_heads": d.kv_heads,
+            "head_dim": d.head_dim,
+            "intermediate": d.intermediate,
+            "vocabulary": d.vocabulary,
+            "context": d.context,
+            "rms_epsilon": d.rms_epsilon,
+            "kv_dtype": d.kv,
+            "qk_norm": d.qk_norm,
+            "inv_freq": d.inv_freq,
+            "windows": self.windows,
+            "path": str(path),
+            "tensors": {
+                name: (
+                    start + entry["data_offsets"][0],
+                    entry["data_offsets"][1] - entry["data_offsets"][0],
+                    entry["dtype"],
+                    tuple(entry["shape"]),
+                )
+                for name, entry in header.items()
+            },
+        }
+
+    def reference(self, tokens: np.ndarray) -> np.ndarray:
+        """Logits [T, vocabulary] of the whole sequence, in float64, as Hugging Face defines the family."""
+        d = self.dims
+        group = d.heads // d.kv_heads
+        count = len(tokens)
+        positions = np.arange(count)
+        assert d.inv_freq is not None
+        angles = (positions[:, None].astype(np.float32) * d.inv_freq[None]).astype(np.float64)
+        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]  # [T, 1, head_dim / 2]
+
+        def rms(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+            return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + d.rms_epsilon) * weight
+
+        def rotate(x: np.ndarray) -> np.ndarray:
+            a, b = np.split(x, 2, axis=-1)
+            return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+        hidden = self.embedding[tokens]
+        for layer, window in zip(self.layers, self.windows, strict=True):
+            x = rms(hidden, layer.attn_norm)
+            qkv = x @ layer.qkv.T + layer.bias.get("qkv", 0.0)
+            q, k, v = np.split(qkv, [d.heads * d.head_dim, (d.heads + d.kv_heads) * d.head_dim], axis=-1)
+            q = q.reshape(count, d.heads, d.head_dim)
+            k = k.reshape(count, d.kv_heads, d.head_dim)
+            v = v.reshape(count, d.kv_heads, d.head_dim)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q, k = rms(q, layer.q_norm), rms(k, layer.k_norm)
+            q, k = rotate(q), rotate(k)
+            if d.kv == "bf16":
+                k, v = k.astype(BF16).astype(np.float64), v.astype(BF16).astype(np.float64)
+            k, v = k.repeat(group, axis=1), v.repeat(group, axis=1)
+            scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(d.head_dim)
+            distance = positions[:, None] - positions[None]
+            visible = (distance >= 0) & ((distance < window) if window else True)
+            scores = np.where(visible, scores, -np.inf)
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            weights /= weights.sum(axis=-1, keepdims=True)
+            mixed = np.einsum("hts,shd->thd", weights, v).reshape(count, -1)
+            hidden = hidden + mixed @ layer.o.T + layer.bias.get("o", 0.0)
+            x = rms(hidden, layer.mlp_norm)
+            gate = x @ layer.gate.T + layer.bias.get("gate", 0.0)
+            up = x @ layer.up.T + layer.bias.get("up", 0.0)
+            hidden = hidden + (gate / (1 + np.exp(-gate)) * up) @ layer.down.T + layer.bias.get("down", 0.0)
+        return rms(hidden, self.norm) @ self.lm_head.T

@@ -1,0 +1,171 @@
+"""Admission: every field that cannot be served is named, with what would be right."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import CHAT_TEMPLATE, tokenizer_json
+
+from ull.admission import Admission, Limits
+from ull.errors import RequestError
+from ull.tokenizer import Tokenizer
+from ull.wire import Generate, Message
+
+CONTEXT = 64
+VOCABULARY = 320
+EOS = [1, 2]
+
+
+def make(directory: Path, template: str | None = CHAT_TEMPLATE) -> Admission:
+    (directory / "tokenizer.json").write_text(tokenizer_json(VOCABULARY))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "bos_token": "<|bos|>"}))
+    limits = Limits(context=CONTEXT, vocabulary=VOCABULARY, default_max_tokens=16, max_tokens=1000)
+    return Admission(Tokenizer(directory), limits, EOS)
+
+
+@pytest.fixture
+def admission(tmp_path: Path) -> Admission:
+    return make(tmp_path)
+
+
+def refusal(admission: Admission, **fields: Any) -> RequestError:
+    """What a request with a good prompt and these fields is refused with."""
+    request = Generate(id=1, **{"prompt": "hello", **fields})
+    with pytest.raises(RequestError) as caught:
+        admission.check(request)
+        admission.prompt_ids(request)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "said"),
+    [
+        ({"prompt": None}, "prompt", "is missing"),
+        ({"prompt": ""}, "prompt", "is empty"),
+        ({"prompt": None, "token_ids": []}, "token_ids", "is empty"),
+        ({"prompt": None, "messages": []}, "messages", "is empty"),
+        ({"token_ids": [1]}, "token_ids", "and prompt are both set"),
+        ({"prompt": None, "token_ids": [5, 320]}, "token_ids", "id 320 is outside the vocabulary of 320"),
+        ({"prompt": None, "token_ids": [5, -1]}, "token_ids", "id -1 is outside"),
+        ({"prompt": None, "token_ids": [2**63]}, "token_ids", "outside"),
+        ({"max_tokens": 0}, "max_tokens", "from 1 to 1000, not 0"),
+        ({"max_tokens": -4}, "max_tokens", "not -4"),
+        ({"max_tokens": 1001}, "max_tokens", "not 1001"),
+        ({"temperature": math.nan}, "temperature", "not nan"),
+        ({"temperature": math.inf}, "temperature", "not inf"),
+        ({"temperature": -1.0}, "temperature", "not -1"),
+        ({"temperature": 1e-9}, "temperature", "not 1e-09"),
+        ({"top_k": -1}, "top_k", "not -1"),
+        ({"top_p": 0.0}, "top_p", "not 0.0"),
+        ({"top_p": 1.5}, "top_p", "not 1.5"),
+        ({"top_p": math.nan}, "top_p", "not nan"),
+        ({"min_p": -0.1}, "min_p", "not -0.1"),
+        ({"min_p": math.nan}, "min_p", "not nan"),
+        ({"seed": -1}, "seed", "2^64"),
+        ({"stop": [""]}, "stop", "empty text"),
+        ({"stop": ["x"] * 17}, "stop", "has 17 texts; at most 16"),
+        ({"stop": ["é" * 200]}, "stop", "400 bytes; at most 256"),
+        ({"stop_ids": [400]}, "stop_ids", "id 400 is outside"),
+        ({"stop_ids": list(range(3, 40))}, "stop_ids", "are 39; at most 32"),
+        ({"logit_bias": {5: math.nan}}, "logit_bias", "of id 5"),
+        ({"logit_bias": {5: math.inf}}, "logit_bias", "of id 5"),
+        ({"logit_bias": {5: 1e30}}, "logit_bias", "of id 5"),
+        ({"logit_bias": {400: 1.0}}, "logit_bias", "id 400 is outside"),
+        ({"logit_bias": {id: -math.inf for id in range(VOCABULARY)}}, "logit_bias", "bans every token"),
+        ({"logprobs": -1}, "logprobs", "from 0 to 20, not -1"),
+        ({"logprobs": 21}, "logprobs", "not 21"),
+        ({"timeout_ms": 0}, "timeout_ms", "not 0"),
+        ({"timeout_ms": -5}, "timeout_ms", "not -5"),
+    ],
+)
+def test_refusals(admission: Admission, fields: dict[str, Any], field: str, said: str) -> None:
+    error = refusal(admission, **fields)
+    assert (error.code, error.field) == ("bad_request", field)
+    assert error.message.startswith(field)
+    assert said in error.message
+
+
+def test_too_many_biases(tmp_path: Path) -> None:
+    admission = make(tmp_path)
+    admission.limits = Limits(context=CONTEXT, vocabulary=5000, default_max_tokens=16, max_tokens=1000)
+    assert "has 1025 entries; at most 1024" in refusal(admission, logit_bias=dict.fromkeys(range(1025), 0.5)).message
+
+
+def test_too_long_says_by_how_many(admission: Admission) -> None:
+    error = refusal(admission, prompt=None, token_ids=[5] * 70)
+    assert (error.code, error.field) == ("too_long", "token_ids")
+    assert error.message.startswith("token_ids: 70 tokens are 7 too many; the context of 64")
+    error = refusal(admission, prompt="q " * 80)
+    count = len(admission._tokenizer.encode("q " * 80))
+    assert (error.code, error.field) == ("too_long", "prompt")
+    assert f"{count} tokens are {count - 63} too many" in error.message
+    error = refusal(admission, prompt=None, messages=[Message(role="user", content="q " * 80)])
+    assert (error.code, error.field) == ("too_long", "messages")
+
+
+def test_ten_megabytes_are_refused_without_tokenizing(admission: Admission) -> None:
+    error = refusal(admission, prompt="a" * 10_000_000)
+    assert error.code == "too_long"
+    assert "10000000 bytes are at least" in error.message
+
+
+def test_the_longest_prompt_leaves_room_for_one_token(admission: Admission) -> None:
+    request = Generate(id=1, token_ids=[5] * (CONTEXT - 1))
+    admission.check(request)
+    assert admission.prompt_ids(request) == [5] * (CONTEXT - 1)
+
+
+def test_chat_without_a_template(tmp_path: Path) -> None:
+    error = refusal(make(tmp_path, template=None), prompt=None, messages=[Message(role="user", content="x")])
+    assert (error.field, "no chat template" in error.message) == ("messages", True)
+
+
+def test_parameters_of_a_plain_request(admission: Admission) -> None:
+    request = Generate(id=1, prompt="x", stop=["é"], stop_ids=[9, 1])
+    admission.check(request)
+    parameters = admission.parameters(request, received_ns=100, admitted_ns=200)
+    seed = parameters.pop("seed")
+    assert 0 <= seed < 2**64
+    assert parameters == {
+        "max_tokens": 16,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "stop": ["é".encode()],
+        "stop_ids": [9, 1, 2],
+        "logit_bias": {},
+        "logprobs": -1,
+        "deadline_ns": 0,
+        "received_ns": 100,
+        "admitted_ns": 200,
+    }
+
+
+def test_parameters_of_an_elaborate_request(admission: Admission) -> None:
+    request = Generate(
+        id=1,
+        prompt="x",
+        max_tokens=5,
+        temperature=1.0,
+        top_k=10**12,
+        seed=2**64 - 1,
+        ignore_eos=True,
+        logprobs=3,
+        timeout_ms=2,
+        logit_bias={5: -math.inf, 6: 1.0},
+    )
+    admission.check(request)
+    parameters = admission.parameters(request, received_ns=100, admitted_ns=200)
+    assert parameters["top_k"] == VOCABULARY
+    assert parameters["seed"] == 2**64 - 1
+    assert parameters["stop_ids"] == []
+    assert parameters["deadline_ns"] == 100 + 2_000_000
+    assert (parameters["logprobs"], parameters["max_tokens"]) == (3, 5)
+
+
+def test_drawn_seeds_differ(admission: Admission) -> None:
+    request = Generate(id=1, prompt="x")
+    assert admission.parameters(request, 0, 0)["seed"] != admission.parameters(request, 0, 0)["seed"]

@@ -1,0 +1,433 @@
+"""Both clients against a scripted daemon: streams, cancellation, refusals, loss and return of the daemon."""
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fake_daemon import FakeDaemon, done, token, words
+
+import ull
+from ull import wire
+
+Serve = Callable[..., FakeDaemon]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """Starts fake daemons that end with the test."""
+    daemons: list[FakeDaemon] = []
+
+    def start(handler: Any = words, name: str = "ull.sock") -> FakeDaemon:
+        daemons.append(FakeDaemon(f"ipc://{tmp_path / name}", handler))
+        return daemons[-1]
+
+    yield start
+    for daemon in daemons:
+        daemon.close()
+
+
+def silent(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
+    """Answers cancels with a cancelled end, and nothing else at all."""
+    if isinstance(request, wire.Cancel):
+        daemon.send(identity, wire.Ack(id=request.id, known=True), done(request.id, 1, "cancelled"))
+
+
+def first_word_then_silence(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
+    if isinstance(request, wire.Generate):
+        daemon.send(identity, token(request.id, 0, "one"))
+    else:
+        silent(daemon, identity, request)
+
+
+# ---- the synchronous client ---------------------------------------------------------------------------------------
+
+
+def test_iteration_then_result(serve: Serve) -> None:
+    with ull.Client(serve().url) as client:
+        stream = client.generate("one two three", max_tokens=3)
+        tokens = list(stream)
+        assert [item.text for item in tokens] == ["one ", "two ", "three "]
+        assert [item.ids for item in tokens] == [[100], [101], [102]]
+        assert [item.index for item in tokens] == [0, 1, 2]
+        assert tokens[0].time_ns == 1000
+        assert 0 < tokens[0].received_ns <= tokens[2].received_ns <= time.monotonic_ns()
+        result = stream.result()
+        assert result.text == "one two three "
+        assert result.token_ids == [100, 101, 102]
+        assert (result.finish_reason, result.seed, result.usage.completion_tokens) == ("length", 7, 3)
+        assert (result.timeline.received_ns, result.timeline.started_ns, result.logprobs) == (1, 0, None)
+
+
+def test_result_without_iteration(serve: Serve) -> None:
+    with ull.Client(serve().url) as client:
+        assert client.generate("one two").result().text == "one two "
+
+
+def test_what_is_sent(serve: Serve) -> None:
+    daemon = serve()
+    with ull.Client(daemon.url) as client:
+        client.generate(
+            [{"role": "user", "content": "x"}],
+            max_tokens=9,
+            temperature=0.5,
+            top_k=4,
+            top_p=0.9,
+            min_p=0.1,
+            seed=3,
+            stop="END",
+            stop_ids=[5],
+            logit_bias={1: -1.0},
+            logprobs=2,
+            ignore_eos=True,
+            timeout=1.5,
+        ).result()
+        client.generate([1, 2]).result()
+        client.generate("text").result()
+    first, second, third = daemon.wait_for(wire.Generate, 3)
+    assert msgspec.structs.replace(first, id=0) == wire.Generate(
+        id=0,
+        messages=[wire.Message(role="user", content="x")],
+        max_tokens=9,
+        temperature=0.5,
+        top_k=4,
+        top_p=0.9,
+        min_p=0.1,
+        seed=3,
+        stop=["END"],
+        stop_ids=[5],
+        logit_bias={1: -1.0},
+        logprobs=2,
+        ignore_eos=True,
+        timeout_ms=1500,
+    )
+    assert (second.token_ids, second.prompt, third.prompt, third.token_ids) == ([1, 2], None, "text", None)
+    assert len({first.id, second.id, third.id}) == 3
+
+
+def test_several_streams_over_one_client(serve: Serve) -> None:
+    with ull.Client(serve().url) as client:
+        first, second, third = client.generate("a b"), client.generate("c d e"), client.generate("f")
+        assert third.result().text == "f "
+        assert [item.text for item in second] == ["c ", "d ", "e "]
+        assert first.finished
+        item = first.ready()
+        assert item is not None and item.text == "a "
+        assert first.result().text == "a b "
+
+
+def test_refusals_are_typed(serve: Serve) -> None:
+    def refuse(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
+        assert isinstance(request, wire.Generate)
+        daemon.send(identity, wire.Error(id=request.id, code=request.prompt or "", message="no", field="prompt"))
+
+    with ull.Client(serve(refuse).url) as client:
+        with pytest.raises(ull.Busy, match="no"):
+            client.generate("busy").result()
+        with pytest.raises(ull.Draining):
+            list(client.generate("draining"))
+        stream = client.generate("too_long")
+        for _ in range(2):  # asked twice, answered twice
+            with pytest.raises(ull.RequestError) as caught:
+                stream.result()
+            assert (caught.value.code, caught.value.field) == ("too_long", "prompt")
+
+
+def test_an_engine_s_failure_keeps_what_was_there(serve: Serve) -> None:
+    def fail(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
+        failure = wire.Failure(code="executor", message="the executor failed")
+        daemon.send(identity, token(request.id, 0, "part"), done(request.id, 1, "error", failure))
+
+    with ull.Client(serve(fail).url) as client:
+        stream = client.generate("x")
+        assert next(stream).text == "part"
+        with pytest.raises(ull.RequestFailed, match="the executor failed") as caught:
+            next(stream)
+        assert isinstance(caught.value.partial, ull.Result)
+        assert caught.value.partial.text == "part"
+
+
+def test_logprobs_are_collected(serve: Serve) -> None:
+    def answer(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
+        frame = token(request.id, 0, "x")
+        frame.logprobs = [wire.TokenLogprob(token=100, logprob=-0.25, top=[(100, -0.25), (7, -2.0)])]
+        daemon.send(identity, frame, done(request.id, 1))
+
+    with ull.Client(serve(answer).url) as client:
+        stream = client.generate("x", logprobs=2)
+        expected = [wire.TokenLogprob(token=100, logprob=-0.25, top=[(100, -0.25), (7, -2.0)])]
+        assert next(stream).logprobs == expected
+        assert stream.result().logprobs == expected
+
+
+def test_cancel_ends_the_stream(serve: Serve) -> None:
+    daemon = serve(first_word_then_silence)
+    with ull.Client(daemon.url) as client:
+        stream = client.generate("x")
+        assert next(stream).text == "one"
+        stream.cancel()
+        assert stream.result().finish_reason == "cancelled"
+        stream.cancel()  # after the end: nothing to do
+        assert [request.id for request in daemon.wait_for(wire.Cancel)] == [stream.id]
+
+
+def test_leaving_with_cancels(serve: Serve) -> None:
+    daemon = serve(first_word_then_silence)
+    with ull.Client(daemon.url) as client:
+        with client.generate("x") as stream:
+            next(stream)
+        assert daemon.wait_for(wire.Cancel)[0].id == stream.id
+
+
+def test_a_dropped_stream_is_cancelled(serve: Serve) -> None:
+    daemon = serve(first_word_then_silence)
+    with ull.Client(daemon.url) as client:
+        stream = client.generate("x")
+        request_id = stream.id
+        del stream
+        gc.collect()
+        assert daemon.wait_for(wire.Cancel)[0].id == request_id
+
+
+def test_a_stream_dropped_in_another_thread_is_cancelled_later(serve: Serve) -> None:
+    daemon = serve(first_word_then_silence)
+    with ull.Client(daemon.url) as client:
+        holder = [client.generate("x")]
+        thread = threading.Thread(target=holder.clear)
+        thread.start()
+        thread.join()
+        assert not [request for request in daemon.requests if isinstance(request, wire.Cancel)]
+        client.poll()
+        daemon.wait_for(wire.Cancel)
+
+
+def test_closing_the_client_cancels_and_fails_what_runs(serve: Serve) -> None:
+    daemon = serve(first_word_then_silence)
+    client = ull.Client(daemon.url)
+    stream = client.generate("x")
+    client.close()
+    client.close()
+    daemon.wait_for(wire.Cancel)
+    with pytest.raises(ull.ConnectionLost, match="closed"):
+        stream.result()
+    with pytest.raises(ull.ConnectionLost, match="closed"):
+        client.generate("y")
+
+
+def test_nobody_there(tmp_path: Path) -> None:
+    with ull.Client(f"ipc://{tmp_path / 'nobody'}", connect_timeout=0.1) as client:
+        with pytest.raises(ull.ConnectionLost, match=r"no daemon answers at ipc://.*is ulld running"):
+            client.generate("x")
+        with pytest.raises(ull.ConnectionLost):
+            client.health()
+
+
+def test_a_bad_url() -> None:
+    with pytest.raises(ull.UllError, match="not an endpoint"):
+        ull.Client("nonsense")
+
+
+def test_loss_and_return_of_the_daemon(serve: Serve) -> None:
+    first = serve(first_word_then_silence)
+    with ull.Client(first.url, connect_timeout=10) as client:
+        stream = client.generate("x")
+        assert next(stream).text == "one"
+        first.close()
+        with pytest.raises(ull.ConnectionLost, match="was lost while the request was in flight"):
+            next(stream)
+        second = serve(words)
+        assert client.generate("back again").result().text == "back again "
+        assert second.wait_for(wire.Generate)
+
+
+def test_what_was_sent_before_the_daemon_left_is_not_lost(serve: Serve) -> None:
+    daemon = serve()
+    with ull.Client(daemon.url) as client:
+        stream = client.generate("one two")
+        daemon.wait_for(wire.Generate)
+        time.sleep(0.2)
+        daemon.close()
+        assert stream.result().text == "one two "
+
+
+def test_the_daemon_may_start_after_the_client(serve: Serve, tmp_path: Path) -> None:
+    with ull.Client(f"ipc://{tmp_path / 'ull.sock'}", connect_timeout=10) as client:
+        timer = threading.Timer(0.2, serve)
+        timer.start()
+        assert client.generate("late").result().text == "late "
+        timer.join()
+
+
+def test_a_daemon_that_never_ends_a_request(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ull.client.GRACE_S", 0.05)
+    daemon = serve(lambda daemon, identity, request: None)
+    with ull.Client(daemon.url, query_timeout=0.05) as client:
+        with pytest.raises(ull.RequestTimeout):
+            client.generate("x", timeout=0.05).result()
+        daemon.wait_for(wire.Cancel)
+        with pytest.raises(ull.RequestTimeout):
+            client.health()
+
+
+def test_timeouts_are_checked(serve: Serve) -> None:
+    with ull.Client(serve().url) as client:
+        for timeout in (0, -1, float("nan"), float("inf")):
+            with pytest.raises(ull.RequestError, match="timeout must be"):
+                client.generate("x", timeout=timeout)
+
+
+@pytest.mark.parametrize("prompt", [3, [object()], [{"role": "user"}], [{"role": 1, "content": "x"}], ["text"]])
+def test_odd_prompts(serve: Serve, prompt: Any) -> None:
+    with ull.Client(serve().url) as client, pytest.raises(ull.RequestError, match="prompt must be") as caught:
+        client.generate(prompt)
+    assert caught.value.field == "prompt"
+
+
+def test_queries(serve: Serve) -> None:
+    with ull.Client(serve().url) as client:
+        assert (client.health().status, client.health().uptime_ns) == ("ok", 5)
+        assert client.info().engine["name"] == "fake"
+        assert client.stats().requests == {}
+
+
+@pytest.mark.parametrize(
+    ("frames", "code"),
+    [([b"ull9", b"\x80"], "bad_version"), ([b"ull1"], "bad_version"), ([b"ull1", b"\xc1"], "bad_message")],
+)
+def test_a_daemon_that_speaks_otherwise(serve: Serve, frames: list[bytes], code: str) -> None:
+    daemon = serve(lambda daemon, identity, request: daemon.send_raw(identity, *frames))
+    with ull.Client(daemon.url) as client, pytest.raises(ull.RequestError) as caught:
+        client.generate("x").result()
+    assert caught.value.code == code
+
+
+def test_frames_of_unknown_requests_are_ignored(serve: Serve) -> None:
+    def chatter(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
+        daemon.send(identity, token(999, 0, "stray"), done(999, 1), wire.Ack(id=998, known=True))
+        words(daemon, identity, request)
+
+    with ull.Client(serve(chatter).url) as client:
+        assert client.generate("one").result().text == "one "
+
+
+# ---- the asynchronous client --------------------------------------------------------------------------------------
+
+
+def run(url: str, body: Callable[[ull.AsyncClient], Coroutine[Any, Any, None]], **options: Any) -> None:
+    """Runs `body` with a client in a fresh event loop; a test that hangs fails after 30 seconds."""
+
+    async def main() -> None:
+        async with asyncio.timeout(30), ull.AsyncClient(url, **options) as client:
+            await body(client)
+
+    asyncio.run(main())
+
+
+def test_async_iteration_and_result(serve: Serve) -> None:
+    async def body(client: ull.AsyncClient) -> None:
+        stream = client.generate("one two")
+        assert [item.text async for item in stream] == ["one ", "two "]
+        assert (await stream.result()).text == "one two "
+
+    run(serve().url, body)
+
+
+def test_async_streams_side_by_side(serve: Serve) -> None:
+    async def body(client: ull.AsyncClient) -> None:
+        streams = [client.generate(f"w{index} " * index) for index in range(1, 40)]
+        results = await asyncio.gather(*(stream.result() for stream in streams))
+        assert [result.text for result in results] == [f"w{index} " * index for index in range(1, 40)]
+
+    run(serve().url, body)
+
+
+def test_async_cancel_and_leaving_with(serve: Serve) -> None:
+    daemon = serve(first_word_then_silence)
+
+    async def body(client: ull.AsyncClient) -> None:
+        stream = client.generate("x")
+        assert (await anext(stream)).text == "one"
+        stream.cancel()
+        assert (await stream.result()).finish_reason == "cancelled"
+        async with client.generate("y") as second:
+            await anext(second)
+        await asyncio.to_thread(daemon.wait_for, wire.Cancel, 2)
+        third = client.generate("z")
+        await anext(third)
+        del third
+        gc.collect()
+        await asyncio.to_thread(daemon.wait_for, wire.Cancel, 3)
+
+    run(daemon.url, body)
+
+
+def test_async_refusal_and_queries(serve: Serve) -> None:
+    def handler(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
+        if isinstance(request, wire.Generate):
+            daemon.send(identity, wire.Error(id=request.id, code="busy", message="full"))
+        else:
+            words(daemon, identity, request)
+
+    async def body(client: ull.AsyncClient) -> None:
+        with pytest.raises(ull.Busy):
+            await client.generate("x").result()
+        assert (await client.health()).status == "ok"
+        assert (await client.info()).engine["name"] == "fake"
+        assert (await client.stats()).requests == {}
+
+    run(serve(handler).url, body)
+
+
+def test_async_nobody_there(tmp_path: Path) -> None:
+    async def body(client: ull.AsyncClient) -> None:
+        with pytest.raises(ull.ConnectionLost, match="no daemon answers"):
+            await client.generate("x").result()
+        with pytest.raises(ull.ConnectionLost, match="no daemon answers"):
+            await client.health()
+
+    run(f"ipc://{tmp_path / 'nobody'}", body, connect_timeout=0.1)
+
+
+def test_async_loss_and_return(serve: Serve) -> None:
+    async def body(client: ull.AsyncClient) -> None:
+        stream = client.generate("x")
+        assert (await anext(stream)).text == "one"
+        first.close()
+        with pytest.raises(ull.ConnectionLost):
+            await anext(stream)
+        await asyncio.to_thread(serve, words)
+        assert (await client.generate("back again").result()).text == "back again "
+
+    first = serve(first_word_then_silence)
+    run(first.url, body, connect_timeout=10)
+
+
+def test_async_timeout(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ull.aio.GRACE_S", 0.05)
+
+    async def body(client: ull.AsyncClient) -> None:
+        with pytest.raises(ull.RequestTimeout):
+            await client.generate("x", timeout=0.05).result()
+        with pytest.raises(ull.RequestTimeout):
+            await client.health()
+
+    run(serve(lambda daemon, identity, request: None).url, body, query_timeout=0.05, connect_timeout=0.2)
+
+
+def test_async_close_fails_what_runs(serve: Serve) -> None:
+    async def main() -> None:
+        client = ull.AsyncClient(serve(silent).url)
+        stream = client.generate("x")
+        await client.close()
+        await client.close()
+        with pytest.raises(ull.ConnectionLost, match="closed"):
+            await stream.result()
+        with pytest.raises(ull.ConnectionLost, match="closed"):
+            client.generate("y")
+
+    asyncio.run(main())

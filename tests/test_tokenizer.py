@@ -1,0 +1,120 @@
+"""Prompts and chats to ids: BOS exactly once, templates as transformers renders them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import BOS, CHAT_TEMPLATE, tokenizer_json
+
+from ull.errors import RequestError, TokenizerError
+from ull.tokenizer import Tokenizer
+from ull.wire import Message
+
+USER = [Message(role="user", content="hello")]
+
+
+def make(directory: Path, *, add_bos: bool = True, template: Any = CHAT_TEMPLATE, **config: Any) -> Tokenizer:
+    """A tokenizer directory with a byte-level BPE whose BOS is <|bos|>."""
+    directory.mkdir(exist_ok=True)
+    (directory / "tokenizer.json").write_text(tokenizer_json(add_bos=add_bos))
+    settings = {"bos_token": {"content": "<|bos|>"}, "eos_token": "<|eos|>", "chat_template": template, **config}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return Tokenizer(directory)
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+@pytest.mark.parametrize("text", ["hello", "<|bos|>hello"])
+def test_plain_prompts_have_at_most_one_bos(tmp_path: Path, add_bos: bool, text: str) -> None:
+    ids = make(tmp_path, add_bos=add_bos).encode(text)
+    wanted = add_bos or text.startswith("<|bos|>")
+    assert ids.count(BOS) == wanted
+    assert ids[:1] == [BOS] or not wanted
+
+
+def test_chat_gets_the_template_s_bos_only(tmp_path: Path) -> None:
+    tokenizer = make(tmp_path)
+    text = tokenizer.render(USER)
+    assert text == "<|bos|><user>hello<|end|><assistant>"
+    assert tokenizer.encode_chat(text).count(BOS) == 1
+    bare = make(tmp_path / "bare", template="{{ messages[0].content }}")
+    assert BOS not in bare.encode_chat(bare.render(USER))
+
+
+def test_ids_decode_back(tmp_path: Path) -> None:
+    tokenizer = make(tmp_path)
+    text = "naïve 中文 🙂 def add(first):"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_whitespace_is_trimmed_as_transformers_does(tmp_path: Path) -> None:
+    template = "{% for m in messages %}\n    {% if loop.first %}\n<{{ m.role }}>\n    {% endif %}\n{% endfor %}end"
+    assert make(tmp_path, template=template).render(USER) == "<user>\nend"
+
+
+def test_extensions_that_templates_rely_on(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'skip' %}{% continue %}{% endif %}{{ m | tojson }}{% break %}{% endfor %}"
+        "{{ strftime_now('%Y') | length }}"
+    )
+    turns = [Message(role="skip", content=""), Message(role="user", content="<é>")]
+    assert make(tmp_path, template=template).render(turns) == '{"role": "user", "content": "<é>"}4'
+
+
+def test_the_template_may_refuse(tmp_path: Path) -> None:
+    tokenizer = make(tmp_path, template="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(RequestError, match="roles must alternate") as caught:
+        tokenizer.render(USER)
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages.pop() }}", "{{ ''.__class__.__mro__ }}", "{{ messages[9].content }}", "{{ 1 / 0 }}"]
+)
+def test_templates_are_confined(tmp_path: Path, template: str) -> None:
+    with pytest.raises(RequestError, match="the chat template refuses"):
+        make(tmp_path, template=template).render(USER)
+
+
+def test_named_templates_and_the_template_file(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    assert make(tmp_path, template=named).render(USER) == "plain"
+    assert make(tmp_path, template=named[:1]).render(USER) == "tools"
+    (tmp_path / "chat_template.jinja").write_text("from the file")
+    assert make(tmp_path).render(USER) == "from the file"
+
+
+def test_without_a_template(tmp_path: Path) -> None:
+    tokenizer = make(tmp_path, template=None)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(RequestError, match="no chat template"):
+        tokenizer.render(USER)
+
+
+def test_the_lower_bound_never_exceeds_the_truth(tmp_path: Path) -> None:
+    tokenizer = make(tmp_path)
+    for text in ("", "a", "return" * 500, "é" * 999, "  " * 300):
+        assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
+    assert tokenizer.least_tokens("x" * 10_000_000) > 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer.json", "{", "is not a tokenizer"),
+        ("tokenizer_config.json", "{", "cannot read"),
+        ("tokenizer_config.json", "[]", "not a JSON object"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "neither a string"),
+        ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "does not compile"),
+    ],
+)
+def test_broken_files_are_named(tmp_path: Path, name: str, content: str, said: str) -> None:
+    make(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(TokenizerError, match=said):
+        Tokenizer(tmp_path)
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        Tokenizer(tmp_path)

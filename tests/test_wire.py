@@ -1,0 +1,220 @@
+"""The wire's bytes: golden encodings of every message, and what hostile bytes turn into."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ull import wire
+from ull.errors import Busy, Draining, RequestError
+from ull.wire import (
+    Ack,
+    Cancel,
+    Done,
+    Error,
+    Failure,
+    Generate,
+    Health,
+    HealthReply,
+    Info,
+    InfoReply,
+    Message,
+    Stats,
+    StatsReply,
+    Timeline,
+    Token,
+    TokenLogprob,
+    Usage,
+)
+
+# Frozen: a change here breaks every client in the field.
+GOLDEN_REQUESTS = [
+    (Generate(id=7, prompt="Hi"), "de0003a474797065a867656e6572617465a2696407a670726f6d7074a24869"),
+    (
+        Generate(id=1, messages=[Message(role="user", content="x")], max_tokens=2, seed=2**64 - 1),
+        "de0005a474797065a867656e6572617465a2696401a86d657373616765739182a4726f6c65a475736572a7636f6e74656e74a178"
+        "aa6d61785f746f6b656e7302a473656564cfffffffffffffffff",
+    ),
+    (
+        Generate(id=2, token_ids=[1, 300], stop=["a"], logit_bias={5: -1.5}, logprobs=0, ignore_eos=True, timeout_ms=9),
+        "de0008a474797065a867656e6572617465a2696402a9746f6b656e5f6964739201cd012ca473746f7091a161aa6c6f6769745f62696173"
+        "8105cbbff8000000000000a86c6f6770726f627300aa69676e6f72655f656f73c3aa74696d656f75745f6d7309",
+    ),
+    (Cancel(id=3), "82a474797065a663616e63656ca2696403"),
+    (Health(id=4), "82a474797065a66865616c7468a2696404"),
+    (Info(id=5), "82a474797065a4696e666fa2696405"),
+    (Stats(id=6), "82a474797065a57374617473a2696406"),
+]
+USAGE = Usage(prompt_tokens=3, cached_tokens=2, completion_tokens=1)
+GOLDEN_REPLIES = [
+    (
+        Token(id=1, index=0, ids=[5], text="é", time_ns=10),
+        "86a474797065a5746f6b656ea2696401a5696e64657800a36964739105a474657874a2c3a9a774696d655f6e730a",
+    ),
+    (
+        Token(
+            id=1, index=2, ids=[5], text="", time_ns=1, logprobs=[TokenLogprob(token=5, logprob=-0.5, top=[(5, -0.5)])]
+        ),
+        "87a474797065a5746f6b656ea2696401a5696e64657802a36964739105a474657874a0a774696d655f6e7301a86c6f6770726f6273"
+        "9183a5746f6b656e05a76c6f6770726f62cbbfe0000000000000a3746f70919205cbbfe0000000000000",
+    ),
+    (
+        Done(id=1, finish_reason="stop", usage=USAGE, timeline=Timeline(received_ns=1, done_ns=7), seed=9),
+        "87a474797065a4646f6e65a2696401ad66696e6973685f726561736f6ea473746f70a5757361676583ad70726f6d70745f746f6b656e73"
+        "03ad6361636865645f746f6b656e7302b1636f6d706c6574696f6e5f746f6b656e7301a874696d656c696e6587ab72656365697665645f6e73"
+        "01ab61646d69747465645f6e7300aa737461727465645f6e7300ac70726566696c6c65645f6e7300ae66697273745f746f6b656e5f6e7300"
+        "ad6c6173745f746f6b656e5f6e7300a7646f6e655f6e7307a47365656409a56572726f72c0",
+    ),
+    (
+        Error(id=None, code="bad_frame", message="m", field=None),
+        "85a474797065a56572726f72a26964c0a4636f6465a96261645f6672616d65a76d657373616765a16da56669656c64c0",
+    ),
+    (Ack(id=1, known=True), "83a474797065a361636ba2696401a56b6e6f776ec3"),
+    (
+        HealthReply(id=1, status="ok", uptime_ns=2, queue_length=3),
+        "85a474797065a66865616c7468a2696401a6737461747573a26f6ba9757074696d655f6e7302ac71756575655f6c656e67746803",
+    ),
+    (
+        InfoReply(id=1, engine={"a": 1}, executor={}, limits={}),
+        "85a474797065a4696e666fa2696401a6656e67696e6581a16101a86578656375746f7280a66c696d69747380",
+    ),
+    (
+        StatsReply(id=1, requests={}, latency={}, engine={}, io={}),
+        "86a474797065a57374617473a2696401a8726571756573747380a76c6174656e637980a6656e67696e6580a2696f80",
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "golden"), GOLDEN_REQUESTS, ids=lambda value: type(value).__name__)
+def test_golden_requests(message: wire.Request, golden: str) -> None:
+    assert wire.encode(message).hex() == golden
+    assert wire.decode_request(bytes.fromhex(golden)) == message
+
+
+@pytest.mark.parametrize(("message", "golden"), GOLDEN_REPLIES, ids=lambda value: type(value).__name__)
+def test_golden_replies(message: wire.Reply, golden: str) -> None:
+    assert wire.encode(message).hex() == golden
+    assert wire.decode_reply(bytes.fromhex(golden)) == message
+
+
+def test_frames_begin_with_the_version() -> None:
+    assert wire.encode_frames(Health(id=1)) == [b"ull1", wire.encode(Health(id=1))]
+
+
+def test_unknown_fields_are_ignored() -> None:
+    payload = msgspec.msgpack.encode({"future": [1, {"x": 2}], "type": "health", "id": 3})
+    assert wire.decode_request(payload) == Health(id=3)
+    reply = msgspec.msgpack.encode({"type": "ack", "id": 3, "known": False, "future": 1})
+    assert wire.decode_reply(reply) == Ack(id=3, known=False)
+
+
+def pack(value: object) -> bytes:
+    return msgspec.msgpack.encode(value)
+
+
+# payload -> (code, field, id that could be read)
+BAD_REQUESTS = {
+    "empty": (b"", "bad_message", None, None),
+    "not a map": (pack([1, 2]), "bad_message", None, None),
+    "a number": (pack(5), "bad_message", None, None),
+    "reserved byte": (b"\xc1", "bad_message", None, None),
+    "truncated": (wire.encode(Generate(id=7, prompt="Hi"))[:-1], "bad_message", None, None),
+    "trailing": (wire.encode(Cancel(id=7)) + b"\x00", "bad_message", None, None),
+    "no type": (pack({"id": 7}), "bad_message", "type", 7),
+    "type is a number": (pack({"type": 1, "id": 7}), "bad_message", "type", None),
+    "unknown type": (pack({"type": "sing", "id": 7}), "unknown_type", "type", 7),
+    "unknown type without id": (pack({"type": "sing"}), "unknown_type", "type", None),
+    "no id": (pack({"type": "health"}), "bad_request", "id", None),
+    "negative id": (pack({"type": "health", "id": -1}), "bad_request", "id", None),
+    "id is text": (pack({"type": "health", "id": "7"}), "bad_request", "id", None),
+    "id is a float": (pack({"type": "health", "id": 7.0}), "bad_request", "id", None),
+    "id is a big list": (pack({"type": "health", "id": [0] * 100_000}), "bad_request", "id", None),
+    "wrong type": (pack({"type": "generate", "id": 7, "max_tokens": "many"}), "bad_request", "max_tokens", 7),
+    "wrong item type": (pack({"type": "generate", "id": 7, "token_ids": [1, "x"]}), "bad_request", "token_ids", 7),
+    "wrong key type": (pack({"type": "generate", "id": 7, "logit_bias": {"x": 1.0}}), "bad_request", "logit_bias", 7),
+    "message without role": (
+        pack({"type": "generate", "id": 7, "messages": [{"content": "x"}]}),
+        "bad_request",
+        "messages",
+        7,
+    ),
+    "too many stops": (pack({"type": "generate", "id": 7, "stop": [""] * 100_000}), "bad_request", "stop", 7),
+    "not UTF-8": (b"\x83\xa4type\xa8generate\xa2id\x07\xa6prompt\xa2\xff\xfe", "bad_message", None, 7),
+    "deep nesting": (b"\x83\xa4type\xa6health\xa2id\x07\xa1x" + b"\x91" * 200_000 + b"\xc0", "bad_message", None, None),
+    "deep nesting as a whole": (b"\x91" * 200_000 + b"\xc0", "bad_message", None, None),
+    "deep nesting in a field": (
+        b"\x83\xa4type\xa8generate\xa2id\x07\xa8messages" + b"\x91" * 64 + b"\xc0",
+        "bad_request",
+        "messages",
+        7,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_bad_requests(name: str) -> None:
+    payload, code, field, request_id = BAD_REQUESTS[name]
+    with pytest.raises(wire.WireError) as caught:
+        wire.decode_request(payload)
+    assert (caught.value.code, caught.value.field, caught.value.request_id) == (code, field, request_id)
+    assert caught.value.message
+
+
+def test_sixty_four_levels_in_an_unknown_field_do_no_harm() -> None:
+    payload = b"\x83\xa4type\xa6health\xa2id\x07\xa1x" + b"\x91" * 64 + b"\xc0"
+    assert wire.decode_request(payload) == Health(id=7)
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_raise_nothing_else(payload: bytes) -> None:
+    for decode in (wire.decode_request, wire.decode_reply):
+        try:
+            decode(payload)
+        except wire.WireError as error:
+            assert error.code in {"bad_message", "bad_request", "unknown_type"}
+
+
+@given(
+    st.sampled_from([golden for _, golden in GOLDEN_REQUESTS]), st.integers(min_value=0), st.integers(0, 255)
+)
+def test_flipped_bytes_raise_nothing_else(golden: str, place: int, value: int) -> None:
+    payload = bytearray.fromhex(golden)
+    payload[place % len(payload)] = value
+    try:
+        wire.decode_request(bytes(payload))
+    except wire.WireError as error:
+        assert error.message
+
+
+def test_lone_surrogates_cannot_be_sent() -> None:
+    with pytest.raises(RequestError, match="not valid Unicode"):
+        wire.encode(Generate(id=1, prompt="\ud800"))
+
+
+def test_oversized_numbers_cannot_be_sent() -> None:
+    with pytest.raises(RequestError, match="64 bits"):
+        wire.encode(Generate(id=1, prompt="x", seed=2**64))
+
+
+def test_errors_become_their_exceptions() -> None:
+    assert type(wire.error_of(Error(id=1, code="busy", message="full"))) is Busy
+    assert type(wire.error_of(Error(id=1, code="draining", message="bye"))) is Draining
+    other = wire.error_of(Error(id=1, code="too_long", message="by 3", field="prompt"))
+    assert (type(other), other.code, other.message, other.field) == (RequestError, "too_long", "by 3", "prompt")
+
+
+def test_the_record_of_an_ended_request() -> None:
+    record = wire.Ended(
+        identity=b"\x00abc",
+        id=4,
+        finish_reason="error",
+        usage=USAGE,
+        timeline=Timeline(received_ns=1),
+        seed=2**64 - 1,
+        error=Failure(code="internal", message="m"),
+        delivered=False,
+        client="gone",
+    )
+    assert wire.decode_ended(msgspec.msgpack.encode(record)) == record
+    with pytest.raises(wire.WireError):
+        wire.decode_ended(msgspec.msgpack.encode({"id": 1}))

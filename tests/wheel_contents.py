@@ -1,0 +1,33 @@
+"""Asserts what a wheel must and must not contain: `python tests/wheel_contents.py WHEEL` (`make wheel` runs it)."""
+
+import re
+import sys
+import zipfile
+
+MUST = [
+    r"ull/__init__\.py",
+    r"ull/_native\..*\.so",
+    r"ull/_native\.pyi",
+    r"ull/py\.typed",
+    r"ull/client\.py",
+    r"ull/daemon\.py",
+    r"ull/cli\.py",
+    r"ull_build/__init__\.py",
+    r"ull_build/cli\.py",
+    r"ull_build/data/eval\.txt",
+    r"ull-.*\.dist-info/licenses/LICENSE",
+]
+MUST_NOT = [r".*\.(cpp|h|cu)", r"ull/native/.*", r"tests?/.*", r"bench/.*", r"engines/.*", r".*__pycache__.*"]
+
+
+def problems(names: list[str]) -> list[str]:
+    """What is missing from, or foreign in, a wheel with these file names."""
+    missing = [f"missing: {pattern}" for pattern in MUST if not any(re.fullmatch(pattern, name) for name in names)]
+    foreign = [f"foreign: {name}" for name in names if any(re.fullmatch(pattern, name) for pattern in MUST_NOT)]
+    return missing + foreign
+
+
+if __name__ == "__main__":
+    found = problems(zipfile.ZipFile(sys.argv[1]).namelist())
+    print("\n".join(found) or f"{sys.argv[1]}: contents as they should be")
+    sys.exit(1 if found else 0)

@@ -1,0 +1,63 @@
+"""ull: a bare-metal, ultra-low-latency, single-stream LLM runtime."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ull.aio import AsyncClient, AsyncStream
+    from ull.client import Client, Stream
+    from ull.errors import (
+        Busy,
+        ConnectionLost,
+        Draining,
+        RequestError,
+        RequestFailed,
+        RequestTimeout,
+        UllError,
+    )
+    from ull.streams import Result, Token
+
+__version__ = "0.1.0"
+
+# Loaded on first use: the build and the daemon need no client, a client needs neither.
+_HOMES = {
+    "AsyncClient": "ull.aio",
+    "AsyncStream": "ull.aio",
+    "Busy": "ull.errors",
+    "Client": "ull.client",
+    "ConnectionLost": "ull.errors",
+    "Draining": "ull.errors",
+    "RequestError": "ull.errors",
+    "RequestFailed": "ull.errors",
+    "RequestTimeout": "ull.errors",
+    "Result": "ull.streams",
+    "Stream": "ull.client",
+    "Token": "ull.streams",
+    "UllError": "ull.errors",
+}
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Busy",
+    "Client",
+    "ConnectionLost",
+    "Draining",
+    "RequestError",
+    "RequestFailed",
+    "RequestTimeout",
+    "Result",
+    "Stream",
+    "Token",
+    "UllError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ull' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)

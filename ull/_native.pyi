@@ -1,0 +1,154 @@
+"""The native core of ull: what ull/native/module.cpp binds."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Isa = Literal["auto", "avx512", "avx2", "portable"]
+Idle = Literal["adaptive", "spin"]
+
+class InvalidRequest(ValueError):
+    """A submission that cannot be served, whatever the engine's state."""
+
+    field: str
+
+class QueueFull(RuntimeError): ...
+class EngineClosed(RuntimeError): ...
+
+class Executor:
+    """What runs the maths of an engine. The properties are known once an Engine has prepared it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def kv_bytes(self) -> int: ...
+
+class CpuExecutor(Executor):
+    def __init__(
+        self,
+        spec: dict[str, Any],
+        *,
+        threads: int,
+        cores: Sequence[int],
+        prefill_chunk: int = 256,
+        pages: int | None = None,
+        isa: Isa = "auto",
+    ) -> None: ...
+
+class ScriptedExecutor(Executor):
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        *,
+        from_past: bool = False,
+        tokens_per_round: int = 1,
+        vocabulary: int = 32_000,
+        context: int = 4096,
+        pages: int = 128,
+        prefill_chunk: int = 256,
+        round_ns: int = 0,
+        prefill_token_ns: int = 0,
+        blocking: bool = False,
+        fail_step: int = -1,
+        hang_step: int = -1,
+        ignore_abort: bool = False,
+    ) -> None: ...
+    @property
+    def steps(self) -> int: ...
+
+class CpuModel:
+    def __init__(
+        self,
+        spec: dict[str, Any],
+        *,
+        threads: int = 1,
+        cores: Sequence[int] = [],
+        isa: Isa = "auto",
+        pages: int | None = None,
+        max_chunk: int = 256,
+    ) -> None: ...
+    def logits(
+        self, tokens: NDArray[np.int32], chunk: int = 256, pages: NDArray[np.int32] | None = None
+    ) -> NDArray[np.float32]: ...
+    def prefill(self, tokens: NDArray[np.int32], chunk: int = 256) -> None: ...
+    def decode(self, token: int, position: int) -> NDArray[np.float32]: ...
+    def generate_greedy(self, tokens: NDArray[np.int32], n: int) -> NDArray[np.int32]: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def kv_bytes(self) -> int: ...
+
+class Engine:
+    def __init__(
+        self,
+        executor: Executor,
+        vocab_path: str,
+        *,
+        queue_depth: int = 64,
+        core: int = -1,
+        idle: Idle = "adaptive",
+        watchdog_ms: int = 2000,
+        max_prompt: int = 0,
+        max_sessions: int = 16,
+        prefix_cache: bool = True,
+        slow_cycle_us: int = 10_000,
+    ) -> None: ...
+    def warm_up(self) -> None: ...
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def submit(
+        self, identity: bytes, request_id: int, tokens: bytes | NDArray[np.int32], params: dict[str, Any]
+    ) -> int: ...
+    def cancel(self, identity: bytes, request_id: int) -> bool: ...
+    def drain(self) -> None: ...
+    def drained(self) -> bool: ...
+    def stats(self) -> dict[str, Any]: ...
+    def health(self) -> Literal["ok", "stalled", "failed"]: ...
+    @property
+    def info(self) -> dict[str, Any]: ...
+
+class Io:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        zmq_context: int,
+        libzmq: str,
+        listen: Sequence[str],
+        control: str = "inproc://ull-control",
+        core: int = -1,
+        idle: Idle = "adaptive",
+        send_hwm: int = 64,
+        client_stall_ms: int = 250,
+        max_message: int = 16 * 1024 * 1024,
+        linger_ms: int = 1000,
+    ) -> None: ...
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def stats(self) -> dict[str, Any]: ...
+    @property
+    def endpoints(self) -> list[str]: ...
+
+class Detokenizer:
+    def __init__(self, vocab_path: str, stop: Sequence[str] = []) -> None: ...
+    def feed(self, tokens: Sequence[int]) -> str: ...
+    def finish(self) -> str: ...
+    @property
+    def stopped(self) -> bool: ...
+
+def evaluate(
+    spec: dict[str, Any],
+    tokens: NDArray[np.int32],
+    window: int,
+    threads: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[NDArray[np.float32], NDArray[np.int32]]: ...
+def sample(logits: NDArray[np.float32], position: int, sampling: dict[str, Any]) -> int: ...
+def gumbel(seed: int, position: int, tokens: NDArray[np.int32]) -> NDArray[np.float32]: ...
+def notify(state: str) -> bool: ...

@@ -1,0 +1,211 @@
+"""Decides whether a generate request can be run, and turns it into what the engine takes.
+
+Every refusal is a RequestError that names the field and says what would be right. Nothing here waits; the one slow
+step, `prompt_ids` of a long prompt, is the caller's to place in a thread.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import msgspec
+
+from ull.errors import RequestError
+from ull.tokenizer import Tokenizer
+from ull.wire import MAX_ID, Generate
+
+# The engine's fixed-size request slots (native/engine/request.h, text.h; exec/sampling.h, executor.h).
+MAX_STOPS = 16
+MAX_STOP_BYTES = 256
+MAX_STOP_IDS = 32  # the engine's EOS ids included
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
+
+MIN_TEMPERATURE = 1e-4  # below it, logits / temperature leaves float32
+MAX_TEMPERATURE = 100.0
+MAX_BIAS = 1e4
+MAX_TIMEOUT_MS = 24 * 3_600_000
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request may ask of this daemon; reported by `info`."""
+
+    context: int  # tokens of prompt and completion together
+    vocabulary: int  # token ids are below it
+    default_max_tokens: int
+    max_tokens: int
+    max_stops: int = MAX_STOPS
+    max_stop_bytes: int = MAX_STOP_BYTES
+    max_stop_ids: int = MAX_STOP_IDS
+    max_logit_bias: int = MAX_LOGIT_BIAS
+    max_logprobs: int = MAX_LOGPROBS
+
+
+class Admission:
+    """The checks of one engine: its tokenizer, its limits, the ids that end its texts."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: Limits, eos: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._eos = list(eos)
+        self.limits = limits
+
+    def check(self, request: Generate) -> None:
+        """Raises RequestError for the first field that cannot be served; a text's length in tokens is not looked at."""
+        self._check_prompt(request)
+        self._check_ids(request)
+        _check_sampling(request)
+        self._check_stops(request)
+        self._check_bias(request)
+        limits = self.limits
+        if request.max_tokens is not None and not 1 <= request.max_tokens <= limits.max_tokens:
+            _refuse("max_tokens", f"must be from 1 to {limits.max_tokens}, not {request.max_tokens}")
+        if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
+            _refuse("logprobs", f"must be from 0 to {MAX_LOGPROBS}, not {request.logprobs}")
+        if request.seed is not None and not 0 <= request.seed <= MAX_ID:
+            _refuse("seed", "must be from 0 to 2^64 - 1")
+        if request.timeout_ms is not None and not 1 <= request.timeout_ms <= MAX_TIMEOUT_MS:
+            _refuse("timeout_ms", f"must be from 1 to {MAX_TIMEOUT_MS} milliseconds, not {request.timeout_ms}")
+
+    def prompt_size(self, request: Generate) -> int:
+        """How much text `prompt_ids` will have to work through, in characters."""
+        if request.messages is not None:
+            return sum(len(message.content) + len(message.role) + 16 for message in request.messages)
+        return len(request.prompt or "")
+
+    def prompt_ids(self, request: Generate) -> list[int]:
+        """The prompt's ids: given, encoded, or encoded after the chat template. Slow for long texts; thread-safe.
+
+        Raises RequestError: too long (by how many tokens), or messages that the template refuses.
+        """
+        if request.token_ids is not None:
+            ids = request.token_ids
+        elif request.messages is not None:
+            text = self._tokenizer.render(request.messages)
+            self._refuse_hopeless(text, "messages")
+            ids = self._tokenizer.encode_chat(text)
+        else:
+            text = request.prompt or ""
+            self._refuse_hopeless(text, "prompt")
+            ids = self._tokenizer.encode(text)
+        field = _prompt_field(request)
+        if not ids:
+            _refuse(field, "has no tokens; send at least one")
+        self._refuse_long(len(ids), field)
+        return ids
+
+    def parameters(self, request: Generate, received_ns: int, admitted_ns: int) -> dict[str, Any]:
+        """The engine's parameters for a checked request; a missing seed is drawn here."""
+        return {
+            "max_tokens": request.max_tokens or self.limits.default_max_tokens,
+            "temperature": request.temperature,
+            "top_k": min(request.top_k, self.limits.vocabulary),
+            "top_p": request.top_p,
+            "min_p": request.min_p,
+            "seed": secrets.randbits(64) if request.seed is None else request.seed,
+            "stop": [text.encode() for text in request.stop],
+            "stop_ids": self._stop_ids(request),
+            "logit_bias": request.logit_bias,
+            "logprobs": -1 if request.logprobs is None else request.logprobs,
+            "deadline_ns": 0 if request.timeout_ms is None else received_ns + request.timeout_ms * 1_000_000,
+            "received_ns": received_ns,
+            "admitted_ns": admitted_ns,
+        }
+
+    def _check_prompt(self, request: Generate) -> None:
+        given = [name for name in ("prompt", "messages", "token_ids") if getattr(request, name) is not None]
+        if not given:
+            _refuse("prompt", "is missing; send one of prompt, messages, token_ids")
+        if len(given) > 1:
+            _refuse(given[1], f"and {given[0]} are both set; send exactly one")
+        if not getattr(request, given[0]):
+            _refuse(given[0], "is empty")
+        self._refuse_long(len(request.token_ids or ()), "token_ids")
+        if request.messages is not None and not self._tokenizer.has_chat_template:
+            _refuse("messages", "cannot be rendered: this engine has no chat template; send a prompt")
+
+    def _check_ids(self, request: Generate) -> None:
+        for field, ids in (
+            ("token_ids", request.token_ids or ()),
+            ("stop_ids", request.stop_ids),
+            ("logit_bias", request.logit_bias),
+        ):
+            if ids and not (min(ids) >= 0 and max(ids) < self.limits.vocabulary):
+                wrong = next(token for token in ids if not 0 <= token < self.limits.vocabulary)
+                _refuse(field, f"id {wrong} is outside the vocabulary of {self.limits.vocabulary}")
+
+    def _check_stops(self, request: Generate) -> None:
+        if len(request.stop) > MAX_STOPS:
+            _refuse("stop", f"has {len(request.stop)} texts; at most {MAX_STOPS}")
+        for text in request.stop:
+            size = len(text.encode())
+            if size == 0:
+                _refuse("stop", "holds an empty text")
+            if size > MAX_STOP_BYTES:
+                _refuse("stop", f"holds a text of {size} bytes; at most {MAX_STOP_BYTES}")
+        count = len(self._stop_ids(request))
+        if count > MAX_STOP_IDS:
+            _refuse("stop_ids", f"and the engine's own end-of-text ids are {count}; at most {MAX_STOP_IDS}")
+
+    def _check_bias(self, request: Generate) -> None:
+        bias = request.logit_bias
+        if len(bias) > MAX_LOGIT_BIAS:
+            _refuse("logit_bias", f"has {len(bias)} entries; at most {MAX_LOGIT_BIAS}")
+        for token, value in bias.items():
+            if value != -math.inf and not abs(value) <= MAX_BIAS:
+                _refuse("logit_bias", f"of id {token} must be from -{MAX_BIAS:g} to {MAX_BIAS:g} or -inf, not {value}")
+        if len(bias) >= self.limits.vocabulary and all(value == -math.inf for value in bias.values()):
+            _refuse("logit_bias", "bans every token")
+
+    def _stop_ids(self, request: Generate) -> list[int]:
+        """The request's stop ids, and the engine's unless ignored; each once."""
+        return list(dict.fromkeys([*request.stop_ids, *([] if request.ignore_eos else self._eos)]))
+
+    def _refuse_long(self, count: int, field: str) -> None:
+        room = self.limits.context - 1
+        if count > room:
+            raise RequestError(
+                "too_long",
+                f"{field}: {count} tokens are {count - room} too many; the context of {self.limits.context} "
+                f"leaves room for {room} and a completion of at least one",
+                field,
+            )
+
+    def _refuse_hopeless(self, text: str, field: str) -> None:
+        """Refuses a text that is certainly too long, before seconds are spent on tokenizing it."""
+        least = self._tokenizer.least_tokens(text)
+        room = self.limits.context - 1
+        if least > room:
+            raise RequestError(
+                "too_long",
+                f"{field}: {len(text.encode())} bytes are at least {least} tokens, at least {least - room} too many; "
+                f"the context of {self.limits.context} leaves room for {room} and a completion of at least one",
+                field,
+            )
+
+
+def _check_sampling(request: Generate) -> None:
+    """The sampling fields; comparisons are written so that NaN fails them."""
+    temperature = request.temperature
+    if not (temperature == 0.0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE):
+        _refuse(
+            "temperature", f"must be 0 (greedy) or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, not {temperature}"
+        )
+    if request.top_k < 0:
+        _refuse("top_k", f"must be 0 (off) or positive, not {request.top_k}")
+    if not 0.0 < request.top_p <= 1.0:
+        _refuse("top_p", f"must be above 0 and at most 1 (off), not {request.top_p}")
+    if not 0.0 <= request.min_p <= 1.0:
+        _refuse("min_p", f"must be from 0 (off) to 1, not {request.min_p}")
+
+
+def _prompt_field(request: Generate) -> str:
+    if request.token_ids is not None:
+        return "token_ids"
+    return "messages" if request.messages is not None else "prompt"
+
+
+def _refuse(field: str, reason: str) -> NoReturn:
+    raise RequestError("bad_request", f"{field} {reason}", field)

@@ -1,0 +1,290 @@
+"""The asynchronous client, for programs that live in asyncio. Its tail is longer than `ull.Client`'s.
+
+async with ull.AsyncClient("ipc:///tmp/ull.sock") as client:
+    async for token in client.generate("def main():", max_tokens=64):
+        print(token.text, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import cast
+
+import zmq
+
+from ull import wire
+from ull.client import GRACE_S
+from ull.config import DEFAULT_ENDPOINT
+from ull.errors import ConnectionLost, RequestTimeout, UllError
+from ull.link import LINGER_MS, Link
+from ull.reader import SocketReader
+from ull.streams import Prompt, Protocol, Query, Result, StreamState, Token, build_request
+
+
+class AsyncStream:
+    """The tokens of one request as they arrive; as `ull.Stream`, with `async for`, `async with`, `await result()`."""
+
+    def __init__(self, client: AsyncClient, state: StreamState, deadline: float | None) -> None:
+        self._client = client
+        self._state = state
+        self._deadline = deadline  # loop.time() seconds
+        self._moved = asyncio.Event()
+        state.on_change = self._moved.set
+
+    @property
+    def id(self) -> int:
+        """The request's id on the wire."""
+        return self._state.id
+
+    @property
+    def finished(self) -> bool:
+        """Whether everything has arrived (some of it may be unread)."""
+        return self._state.finished
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> Token:
+        state = self._state
+        while not state.unread:
+            if state.finished:
+                state.raise_failure()
+                raise StopAsyncIteration
+            await self._wait()
+        return state.unread.popleft()
+
+    async def result(self) -> Result:
+        """Waits for the end and returns all of it, whether iterated before or not."""
+        while not self._state.finished:
+            await self._wait()
+        return self._state.result()
+
+    def cancel(self) -> None:
+        """Asks the daemon to stop; what follows is at most a few tokens and the end ("cancelled")."""
+        if not self._state.finished:
+            self._client._cancel(self._state.id)
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._drop()
+
+    def __del__(self) -> None:
+        self._drop()
+
+    def _drop(self) -> None:
+        if not self._state.finished:
+            self._state.abandoned = True
+            self._client._cancel_soon(self._state.id)
+
+    async def _wait(self) -> None:
+        self._moved.clear()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await self._moved.wait()
+        except TimeoutError:
+            if not self._state.finished:
+                self._drop()
+                self._state.failure = RequestTimeout("the daemon did not end the request within its timeout")
+
+
+class AsyncClient:
+    """A connection to a daemon at `url`; the arguments are `ull.Client`'s. It belongs to one event loop."""
+
+    def __init__(
+        self,
+        url: str = DEFAULT_ENDPOINT,
+        *,
+        connect_timeout: float = 2.0,
+        query_timeout: float = 5.0,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        self._protocol = Protocol()
+        self._connect_timeout = connect_timeout
+        self._query_timeout = query_timeout
+        self._link = Link(url, context)
+        self._link.before_close = self._unwatch_link
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._readers: list[SocketReader] = []
+        self._connected = asyncio.Event()
+        self._sending: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @property
+    def url(self) -> str:
+        """The endpoint this client talks to."""
+        return self._link.url
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
+        logit_bias: Mapping[int, float] | None = None,
+        logprobs: int | None = None,
+        ignore_eos: bool = False,
+        timeout: float | None = None,
+    ) -> AsyncStream:
+        """Sends a request and returns its stream at once; the arguments are `ull.Client.generate`'s.
+
+        Where no daemon answers within connect_timeout, the stream fails with ConnectionLost.
+        """
+        request = build_request(
+            self._protocol.new_id(),
+            prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop=stop,
+            stop_ids=stop_ids,
+            logit_bias=logit_bias,
+            logprobs=logprobs,
+            ignore_eos=ignore_eos,
+            timeout=timeout,
+        )
+        frames = wire.encode_frames(request)
+        loop = self._running()
+        state = self._protocol.open_stream(request)
+        stream = AsyncStream(self, state, None if timeout is None else loop.time() + timeout + GRACE_S)
+        self._start(frames, state)
+        return stream
+
+    async def health(self) -> wire.HealthReply:
+        """The daemon's state: status, uptime_ns, queue_length."""
+        return cast("wire.HealthReply", await self._ask(wire.Health(id=self._protocol.new_id())))
+
+    async def info(self) -> wire.InfoReply:
+        """What the daemon serves: engine, executor, limits."""
+        return cast("wire.InfoReply", await self._ask(wire.Info(id=self._protocol.new_id())))
+
+    async def stats(self) -> wire.StatsReply:
+        """Counters and latencies since the daemon's start."""
+        return cast("wire.StatsReply", await self._ask(wire.Stats(id=self._protocol.new_id())))
+
+    async def close(self) -> None:
+        """Cancels what still runs and closes the connection. Streams that were not finished fail."""
+        if self._closed:
+            return
+        self._closed = True
+        for task in self._sending:
+            task.cancel()
+        for stream_id in self._protocol.live_streams():
+            self._link.send(wire.encode_frames(wire.Cancel(id=stream_id)))
+        self._protocol.fail_all(ConnectionLost("the client was closed"))
+        self._link.close(LINGER_MS)
+
+    async def __aenter__(self) -> AsyncClient:
+        self._running()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        """The event loop, with both sockets registered in it. Raises ConnectionLost after close()."""
+        if self._closed:
+            raise ConnectionLost("the client is closed")
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._watch_link(self._loop)
+        return self._loop
+
+    def _watch_link(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Registers the sockets of the link's present generation."""
+        self._readers = [
+            SocketReader(loop, self._link.socket, self._drain_socket),
+            SocketReader(loop, self._link.monitor, self._drain_monitor),
+        ]
+
+    def _unwatch_link(self) -> None:
+        for reader in self._readers:
+            reader.close()
+        self._readers = []
+
+    def _drain_socket(self) -> bool:
+        self._link.receive(self._protocol)
+        return False
+
+    def _drain_monitor(self) -> bool:
+        loop = self._running()
+        self._link.watch(self._protocol)
+        if not self._readers:
+            self._watch_link(loop)
+        if self._link.connected:
+            self._connected.set()
+        else:
+            self._connected.clear()
+        return False
+
+    def _start(self, frames: list[bytes], target: StreamState | Query) -> None:
+        """Sends at once where there is a connection, else from a task that waits for one."""
+        if self._connected.is_set() and self._send_now(frames):
+            return
+        task = asyncio.ensure_future(self._send_later(frames, target))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    def _send_now(self, frames: list[bytes]) -> bool:
+        sent = self._link.send(frames)
+        if self._readers:
+            self._readers[0].again()  # a send may swallow the edge that announces an answer
+        return sent
+
+    async def _send_later(self, frames: list[bytes], target: StreamState | Query) -> None:
+        failure: UllError | None = None
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                while not (await self._connected.wait() and self._send_now(frames)):
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            failure = ConnectionLost(
+                f"no daemon answers at {self.url} (waited {self._connect_timeout:g} s); is ulld running?"
+            )
+        if failure is not None and not target.finished:
+            target.failure = failure
+            if target.on_change is not None:
+                target.on_change()
+
+    async def _ask(self, request: wire.Health | wire.Info | wire.Stats) -> wire.Reply:
+        self._running()
+        query = self._protocol.open_query(request.id)
+        moved = asyncio.Event()
+        query.on_change = moved.set
+        try:
+            self._start(wire.encode_frames(request), query)
+            async with asyncio.timeout(self._connect_timeout + self._query_timeout):
+                await moved.wait()
+        except TimeoutError:
+            raise RequestTimeout(f"the daemon at {self.url} did not answer within {self._query_timeout:g} s") from None
+        finally:
+            self._protocol.forget(request.id)
+        if query.failure is not None:
+            raise query.failure.copy()
+        assert query.reply is not None
+        return query.reply
+
+    def _cancel(self, request_id: int) -> None:
+        if not self._closed:
+            self._send_now(wire.encode_frames(wire.Cancel(id=request_id)))
+
+    def _cancel_soon(self, request_id: int) -> None:
+        """As _cancel, from the garbage collector in any thread."""
+        if self._loop is not None and not self._closed and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._cancel, request_id)

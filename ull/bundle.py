@@ -1,0 +1,309 @@
+"""Opens engine bundles: validates every field and file, and describes the weights to the native core.
+
+A bundle is a directory: `manifest.json` (see `ull.manifest`), `weights.safetensors` (see `ull.layout`), `vocab.bin`
+(token id -> bytes) and `tokenizer/`. Whatever is wrong with one ends in a `BundleError` that names file, field and
+remedy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ull.errors import BundleError, ConfigError
+from ull.layout import ALIGNMENT, FILLER, TILE_ROWS, TensorEntry, TensorShape, expected_tensors, read_tensor_file
+from ull.manifest import (
+    FORMAT,
+    FORMAT_VERSION,
+    TOKENIZER_FILE,
+    VOCABULARY_FILE,
+    WEIGHTS_FILE,
+    FileEntry,
+    Manifest,
+    Model,
+    Precision,
+    Provenance,
+    Quality,
+    Rope,
+    TensorError,
+    Tokens,
+    embedding_is_shared,
+    encode_manifest,
+)
+
+__all__ = [
+    "ALIGNMENT",
+    "FILLER",
+    "FORMAT",
+    "FORMAT_VERSION",
+    "MANIFEST_FILE",
+    "TILE_ROWS",
+    "TOKENIZER_FILE",
+    "VOCABULARY_FILE",
+    "VOCABULARY_MAGIC",
+    "VOCABULARY_VERSION",
+    "WEIGHTS_FILE",
+    "Bundle",
+    "FileEntry",
+    "Manifest",
+    "Model",
+    "Precision",
+    "Provenance",
+    "Quality",
+    "Rope",
+    "TensorEntry",
+    "TensorError",
+    "TensorShape",
+    "Tokens",
+    "embedding_is_shared",
+    "encode_manifest",
+    "expected_tensors",
+    "inverse_frequencies",
+    "native_spec",
+    "open_bundle",
+    "read_manifest",
+    "read_tensor_file",
+    "verify_hashes",
+]
+
+MANIFEST_FILE = "manifest.json"
+MAX_MANIFEST_BYTES = 64 << 20
+VOCABULARY_MAGIC = b"ULLVOCAB"
+VOCABULARY_VERSION = 1
+REBUILD = "rebuild it with ull-build"
+_HASH_BLOCK = 1 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An opened, validated bundle. `tensors` says where each tensor lies in `weights_path`."""
+
+    path: Path
+    manifest: Manifest
+    tensors: dict[str, TensorEntry]
+
+    @property
+    def weights_path(self) -> Path:
+        return self.path / WEIGHTS_FILE
+
+    @property
+    def vocabulary_path(self) -> Path:
+        return self.path / VOCABULARY_FILE
+
+    @property
+    def tokenizer_directory(self) -> Path:
+        return (self.path / TOKENIZER_FILE).parent
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(entry.nbytes for entry in self.tensors.values())
+
+    def native_spec(self, context: int | None = None, kv: str | None = None) -> dict[str, Any]:
+        """The dict that the native core takes; `context` (tokens) and `kv` ("bf16" or "f32") override the manifest's.
+
+        Raises ConfigError when an override is out of range.
+        """
+        model = self.manifest.model
+        if context is not None and not 1 <= context <= model.context:
+            raise ConfigError(
+                f"context {context} is out of range; this bundle was built for 1 to {model.context} tokens",
+                field="context",
+            )
+        if kv is not None and kv not in ("bf16", "f32"):
+            raise ConfigError(f"kv {kv!r} is not supported; use 'bf16' or 'f32'", field="kv")
+        chosen_kv = kv or self.manifest.precision.kv
+        return native_spec(model, self.weights_path, self.tensors, context or model.context, chosen_kv)
+
+
+def open_bundle(path: str | Path, verify: Literal["sizes", "hashes"] = "sizes") -> Bundle:
+    """Opens and validates the bundle at `path`; "hashes" also reads every byte and compares SHA-256.
+
+    Raises BundleError naming the file, the field and the remedy.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    _check_files(path, manifest)
+    tensors = _read_tensors(path / WEIGHTS_FILE, manifest.model, manifest.precision)
+    _check_vocabulary(path / VOCABULARY_FILE, manifest.model)
+    if verify == "hashes":
+        for name, problem in verify_hashes(path, manifest).items():
+            if problem is not None:
+                raise BundleError(f"{path / name} {problem}; {REBUILD}", field=name)
+    return Bundle(path, manifest, tensors)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Reads and validates `manifest.json` alone. Raises BundleError."""
+    manifest_path = path / MANIFEST_FILE
+    if not path.exists():
+        raise BundleError(f"no engine bundle at {path}; build one with `ull-build RECIPE`", field=str(path))
+    try:
+        if manifest_path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise BundleError(f"{path} is not an engine bundle: {MANIFEST_FILE} is far too large", field=MANIFEST_FILE)
+        raw = manifest_path.read_bytes()
+    except OSError as error:
+        reason = "it has no manifest.json" if isinstance(error, FileNotFoundError) else str(error)
+        raise BundleError(f"{path} is not an engine bundle: {reason}", field=MANIFEST_FILE) from error
+    try:
+        _check_format(path, msgspec.json.decode(raw))
+        return msgspec.json.decode(raw, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BundleError(f"{manifest_path} is damaged: {error}; {REBUILD}", field=_field(str(error))) from error
+
+
+def _check_format(path: Path, manifest: Any) -> None:
+    """Tells a foreign or newer manifest from a damaged one."""
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise BundleError(f"{path} is not an engine bundle: its manifest's format is not {FORMAT!r}", field="format")
+    version = manifest.get("format_version")
+    if type(version) is int and version > FORMAT_VERSION:
+        raise BundleError(
+            f"{path} has bundle format {version}, this ull reads up to {FORMAT_VERSION}; upgrade ull, or {REBUILD}",
+            field="format_version",
+        )
+
+
+def _field(message: str) -> str | None:
+    """The path that msgspec names in its message, e.g. `$.model.hidden` -> model.hidden."""
+    _, found, path = message.rpartition(" - at `$.")
+    return path.rstrip("`") if found else None
+
+
+def _check_files(path: Path, manifest: Manifest) -> None:
+    """Every listed file exists and has its size."""
+    for name, entry in manifest.files.items():
+        file = path / name
+        try:
+            if not file.is_file():
+                raise BundleError(f"{file} is missing; {REBUILD}", field=name)
+            size = file.stat().st_size
+        except OSError as error:
+            raise BundleError(f"{file} cannot be read ({error.strerror}); {REBUILD}", field=name) from error
+        if size != entry.bytes:
+            state = "is truncated" if size < entry.bytes else "has the wrong size"
+            raise BundleError(f"{file} {state}: {size} bytes, expected {entry.bytes}; {REBUILD}", field=name)
+
+
+def verify_hashes(
+    path: Path, manifest: Manifest, progress: Callable[[int], None] | None = None
+) -> dict[str, str | None]:
+    """Compares every file with its SHA-256: name -> None, or what is wrong. `progress` is told the bytes read."""
+    problems: dict[str, str | None] = {}
+    for name, entry in manifest.files.items():
+        digest = hashlib.sha256()
+        try:
+            with (path / name).open("rb") as file:
+                while block := file.read(_HASH_BLOCK):
+                    digest.update(block)
+                    if progress:
+                        progress(len(block))
+        except FileNotFoundError:
+            problems[name] = "is missing"
+        except OSError as error:
+            problems[name] = f"cannot be read ({error.strerror})"
+        else:
+            same = digest.hexdigest() == entry.sha256
+            problems[name] = None if same else "differs from its SHA-256 in the manifest"
+    return problems
+
+
+def _read_tensors(path: Path, model: Model, precision: Precision) -> dict[str, TensorEntry]:
+    """Reads the weights' header and compares it with the layout that the dimensions ask for."""
+    try:
+        tensors = read_tensor_file(path)
+    except (ValueError, OSError) as error:
+        raise BundleError(f"{path} {error}; {REBUILD}", field=WEIGHTS_FILE) from error
+    expected = expected_tensors(model, precision)
+    for name, want in expected.items():
+        have = tensors.get(name)
+        if have is None and not want.optional:
+            raise BundleError(f"{path} lacks tensor {name!r}; {REBUILD}", field=name)
+        if have is not None and (have.dtype, have.shape) != (want.dtype, want.shape):
+            raise BundleError(
+                f"{path}: tensor {name!r} is {have.dtype} {list(have.shape)}, "
+                f"the manifest asks for {want.dtype} {list(want.shape)}; {REBUILD}",
+                field=name,
+            )
+    for name in tensors:
+        if name not in expected:
+            raise BundleError(f"{path} holds an unexpected tensor {name!r}; {REBUILD}", field=name)
+    return tensors
+
+
+def _check_vocabulary(path: Path, model: Model) -> None:
+    """Checks vocab.bin: magic, version, count, ascending offsets, exact length."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read ({error.strerror})", field=VOCABULARY_FILE) from error
+    count = model.vocabulary
+    head = len(VOCABULARY_MAGIC) + 8
+    bytes_start = head + 4 * (count + 1) + count
+    if raw[: len(VOCABULARY_MAGIC)] != VOCABULARY_MAGIC or len(raw) < head:
+        raise BundleError(f"{path} is not a vocabulary table; {REBUILD}", field=VOCABULARY_FILE)
+    version, found = np.frombuffer(raw, "<u4", 2, len(VOCABULARY_MAGIC)).tolist()
+    if version != VOCABULARY_VERSION:
+        raise BundleError(f"{path} has version {version}, expected {VOCABULARY_VERSION}", field=VOCABULARY_FILE)
+    if found != count or len(raw) < bytes_start:
+        raise BundleError(f"{path} holds {found} tokens, the model has {count}; {REBUILD}", field=VOCABULARY_FILE)
+    offsets = np.frombuffer(raw, "<u4", count + 1, head).astype(np.int64)
+    if offsets[0] != 0 or bool((np.diff(offsets) < 0).any()) or bytes_start + int(offsets[-1]) != len(raw):
+        raise BundleError(f"{path} has damaged offsets; {REBUILD}", field=VOCABULARY_FILE)
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> NDArray[np.float32]:
+    """Angular frequency (radians per position) of each pair of a head, scaling applied: [head_dim / 2] float32.
+
+    As transformers computes them (`modeling_rope_utils`, types default, linear and llama3), in float32; only the power
+    itself is taken in float64 and rounded, because float32 `pow` differs between maths libraries.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = np.float32(1.0) / np.power(np.float64(rope.theta), exponents.astype(np.float64)).astype(np.float32)
+    if rope.kind == "default":
+        return frequencies
+    factor = np.float32(rope.factor or 1.0)
+    if rope.kind == "linear":
+        return frequencies / factor
+    low, high = rope.low_frequency_factor or 1.0, rope.high_frequency_factor or 4.0
+    context = rope.original_context or 8192
+    wavelengths = np.float32(2 * math.pi) / frequencies
+    smooth = (np.float32(context) / wavelengths - np.float32(low)) / np.float32(high - low)
+    smoothed = (np.float32(1.0) - smooth) * frequencies / factor + smooth * frequencies
+    scaled = np.where(wavelengths > np.float32(context / low), frequencies / factor, frequencies)
+    is_medium = (wavelengths <= np.float32(context / low)) & (wavelengths >= np.float32(context / high))
+    return np.where(is_medium, smoothed, scaled).astype(np.float32)
+
+
+def native_spec(
+    model: Model, weights_path: Path, tensors: Mapping[str, TensorEntry], context: int, kv: str
+) -> dict[str, Any]:
+    """The dict by which `ull._native` learns about one weights file: dimensions, frequencies, where tensors lie."""
+    return {
+        "hidden": model.hidden,
+        "layers": model.layers,
+        "heads": model.heads,
+        "kv_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate": model.intermediate,
+        "vocabulary": model.vocabulary,
+        "context": context,
+        "rms_epsilon": model.rms_epsilon,
+        "kv_dtype": kv,
+        "qk_norm": model.qk_norm,
+        "inv_freq": inverse_frequencies(model.rope, model.head_dim),
+        "windows": list(model.windows),
+        "path": str(weights_path),
+        "tensors": {
+            name: (item.offset, item.nbytes, item.dtype, item.shape)
+            for name, item in tensors.items()
+            if not name.endswith(FILLER)
+        },
+    }

@@ -1,0 +1,112 @@
+"""`ull bench`: measures a running daemon from the client's side, as a table and as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ull import __version__
+from ull.benchmark import QUANTILES, Load, measure
+from ull.client import Client
+from ull.errors import ConfigError
+
+DEFAULT_PROMPT = "def main() -> None:\n    "
+_ROWS = (
+    ("time_to_first_token_us", "TTFT"),
+    ("inter_token_us", "ITL"),
+    ("inter_chunk_us", "inter-chunk"),
+    ("end_to_end_us", "end to end"),
+    ("send_delay_us", "sent late by"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `ull bench`."""
+    parser.add_argument("--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help="the prompt of every request")
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="instead: N token ids, different every run")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="default 64")
+    parser.add_argument("--requests", type=int, default=100, metavar="N", help="measured requests (default 100)")
+    parser.add_argument("--warmup", type=int, default=5, metavar="N", help="requests before them (default 5)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0: greedy (default)")
+    parser.add_argument("--concurrency", type=int, default=1, metavar="N", help="closed loop: requests at once")
+    parser.add_argument("--rate", type=float, metavar="X", help="open loop: X requests per second, at planned times")
+    parser.add_argument("--even", action="store_true", help="open loop: even gaps instead of Poisson arrivals")
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or print only JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs `ull bench`."""
+    if options.requests < 1 or options.warmup < 0 or options.concurrency < 1:
+        raise ConfigError("--requests and --concurrency must be at least 1, --warmup at least 0")
+    if options.rate is not None and not 0 < options.rate < 1e6:
+        raise ConfigError(f"--rate must be a positive number of requests per second, not {options.rate}")
+    with Client(options.connect) as client:
+        info = client.info()
+        prompt: str | list[int] = options.prompt
+        if options.prompt_tokens is not None:
+            vocabulary = int(info.limits["vocabulary"])
+            prompt = [1 + (index * 7919) % (vocabulary - 1) for index in range(options.prompt_tokens)]
+        load = Load(
+            prompt=prompt,
+            max_tokens=options.max_tokens,
+            requests=options.requests,
+            warmup=options.warmup,
+            temperature=options.temperature,
+            concurrency=options.concurrency,
+            rate=options.rate,
+            poisson=not options.even,
+        )
+        samples = measure(client, load)
+    summary = samples.summary()
+    report = {
+        "environment": _environment(options.connect, info.engine, info.executor),
+        "load": {"rate": load.rate, "concurrency": load.concurrency, "max_tokens": load.max_tokens},
+        "summary": summary,
+    }
+    if options.json == "-":
+        print(json.dumps(report, indent=2))
+        return 0
+    if options.json is not None:
+        Path(options.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print_table(summary, f"{info.engine['name']} at {options.connect}, {info.executor['name']}")
+    return 0
+
+
+def print_table(summary: dict[str, Any], title: str) -> None:
+    """A line per metric, a column per quantile, in microseconds."""
+    table = Table("microseconds", title=title, title_justify="left")
+    names = [name for name, _ in QUANTILES] + ["max"]
+    for name in names:
+        table.add_column(name, justify="right")
+    for key, label in _ROWS:
+        if key in summary:
+            table.add_row(label, *(f"{summary[key][name]:,.1f}" for name in names))
+    console = Console(highlight=False, file=sys.stdout)
+    console.print(table)
+    console.print(
+        f"{summary['requests']} requests ({summary['refused']} refused), {summary['tokens']} tokens in "
+        f"{summary['elapsed_s']:.2f} s: {summary['tokens_per_s']:,.0f} tokens/s"
+    )
+
+
+def _environment(url: str, engine: dict[str, Any], executor: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "url": url,
+        "engine": engine["name"],
+        "executor": executor["name"],
+        "threads": executor["threads"],
+        "ull": __version__,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "cores": os.cpu_count(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }

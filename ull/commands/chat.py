@@ -1,0 +1,81 @@
+"""`ull chat`: a conversation in the terminal. Ctrl-C cancels the answer, a second one (or Ctrl-D) quits."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+
+from ull.client import Client
+from ull.commands.generate import add_sampling_arguments, print_text
+from ull.errors import RequestError
+from ull.wire import Message
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `ull chat`."""
+    add_sampling_arguments(parser)
+    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs `ull chat` until the end of input or a Ctrl-C at the prompt."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (line editing and history for input())
+    with Client(options.connect) as client:
+        engine = client.info().engine
+        if not engine["chat_template"]:
+            raise RequestError(
+                "bad_request", f"{engine['name']} has no chat template; use `ull generate` instead", "messages"
+            )
+        if sys.stdin.isatty():
+            print(f"{engine['name']} at {client.url}. Ctrl-C cancels an answer, Ctrl-D quits.")
+        history = [Message(role="system", content=options.system)] if options.system else []
+        while True:
+            try:
+                line = input("> " if sys.stdin.isatty() else "")
+            except (EOFError, KeyboardInterrupt):
+                print()
+                return 0
+            if line.strip():
+                _turn(client, history, line, options)
+
+
+def _turn(client: Client, history: list[Message], line: str, options: argparse.Namespace) -> None:
+    """One question and its answer, both appended to `history`. The oldest turns go when the context is full."""
+    history.append(Message(role="user", content=line))
+    while True:
+        try:
+            answer = _answer(client, history, options)
+        except RequestError as error:
+            first = next((index for index, message in enumerate(history) if message.role != "system"), len(history))
+            if error.code != "too_long" or len(history) - first < 3:
+                history.pop()
+                print(f"ull: {error}", file=sys.stderr)
+                return
+            del history[first : first + 2]
+            print("(the conversation no longer fits the context: its oldest turn is forgotten)", file=sys.stderr)
+            continue
+        history.append(Message(role="assistant", content=answer))
+        return
+
+
+def _answer(client: Client, history: list[Message], options: argparse.Namespace) -> str:
+    """Streams the answer; what was written before a Ctrl-C counts as the answer."""
+    with client.generate(
+        history,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+        stop=options.stop,
+        timeout=options.timeout,
+    ) as stream:
+        try:
+            return print_text(stream)
+        except KeyboardInterrupt:
+            stream.cancel()
+            print(" (cancelled)")
+            return stream.result().text

@@ -1,0 +1,324 @@
+"""The daemon's configuration: every key with its unit, default and meaning, in this one place.
+
+A TOML file sets any subset of the keys. `ull config --defaults` prints `default_toml()`, which is generated from the
+structs below; parsing it gives exactly the defaults.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from ull.errors import ConfigError
+
+DEFAULT_ENDPOINT = "ipc:///tmp/ull.sock"
+_MAX_IPC_PATH = 107  # bytes; sizeof(sockaddr_un.sun_path) less the terminating zero
+_LINE = 110  # columns of a comment in the printed defaults
+
+Idle = Literal["adaptive", "spin"]
+
+
+def _key(meaning: str, unit: str | None = None, ge: float | None = None, le: float | None = None) -> Meta:
+    """The description of one key, as it is printed above it, and the range that is enforced."""
+    return Meta(description=meaning, ge=ge, le=le, extra={"unit": unit} if unit else None)
+
+
+class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
+    """The engine thread and the executor."""
+
+    core: Annotated[int, _key("core that the engine thread is pinned to; -1: not pinned", ge=-1)] = -1
+    threads: Annotated[
+        int, _key("threads that compute, the engine thread included; 0: one per free core, at most 8", ge=0, le=256)
+    ] = 0
+    cores: Annotated[
+        list[int], _key("cores that the computing threads are pinned to, the engine thread's first; []: not pinned")
+    ] = []
+    idle: Annotated[
+        Idle, _key("what the engine thread does without work: adaptive backs off to short sleeps, spin never does")
+    ] = "adaptive"
+    isa: Annotated[
+        Literal["auto", "avx512", "avx2", "portable"],
+        _key("instruction set of the cpu executor; every choice gives the same bits"),
+    ] = "auto"
+    context: Annotated[
+        int, _key("prompt and completion of one request together; 0: what the bundle offers", "tokens", ge=0)
+    ] = 0
+    prefill_chunk: Annotated[
+        int, _key("most prompt tokens put into the KV cache in one step", "tokens", ge=1, le=65536)
+    ] = 256
+    kv_pages: Annotated[
+        int, _key("KV cache, in pages of 64 tokens, allocated at start; 0: enough for one full context", "pages", ge=0)
+    ] = 0
+    queue_depth: Annotated[
+        int, _key("accepted requests that may wait; the next one is answered busy", "requests", ge=1, le=65536)
+    ] = 64
+    sessions: Annotated[
+        int, _key("conversations whose KV cache stays for their next turn, as far as pages reach", ge=1, le=4096)
+    ] = 16
+    prefix_cache: Annotated[
+        bool, _key("reuse the KV cache of a prompt's beginning; the tokens are the same either way")
+    ] = True
+    slow_cycle_us: Annotated[
+        int, _key("gaps between two rounds longer than this are counted in stats", "microseconds", ge=1, le=10**9)
+    ] = 10_000
+    watchdog_ms: Annotated[
+        int, _key("without progress for this long, health says stalled", "milliseconds", ge=10, le=3_600_000)
+    ] = 2000
+
+
+class IoConfig(msgspec.Struct, kw_only=True, frozen=True):
+    """The io thread and its socket."""
+
+    core: Annotated[int, _key("core that the io thread is pinned to; -1: not pinned", ge=-1)] = -1
+    idle: Annotated[Idle, _key("as engine.idle, for the io thread")] = "adaptive"
+    send_hwm: Annotated[
+        int, _key("frames queued for one client before it counts as slow", "frames", ge=1, le=1_000_000)
+    ] = 64
+    client_stall_ms: Annotated[
+        int, _key("a client that takes no frame for this long loses its streams", "milliseconds", ge=1, le=600_000)
+    ] = 250
+    max_message_bytes: Annotated[
+        int, _key("longest message taken from a client; a longer one closes its connection", "bytes", ge=1024, le=2**30)
+    ] = 16 * 2**20
+
+
+class RequestsConfig(msgspec.Struct, kw_only=True, frozen=True):
+    """What one request may ask for."""
+
+    default_max_tokens: Annotated[
+        int, _key("max_tokens of a request that names none", "tokens", ge=1, le=2**31 - 1)
+    ] = 256
+    max_tokens_limit: Annotated[
+        int, _key("largest max_tokens that a request may name", "tokens", ge=1, le=2**31 - 1)
+    ] = 131_072
+
+
+class LogConfig(msgspec.Struct, kw_only=True, frozen=True):
+    """The log on standard error: one line per accepted request and one per refused one."""
+
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"], _key("least severe line that is written; requests are info")
+    ] = "info"
+    format: Annotated[Literal["text", "json"], _key("text: key=value pairs; json: one object per line")] = "text"
+
+
+class Config(msgspec.Struct, kw_only=True, frozen=True):
+    """Everything that the daemon can be told."""
+
+    listen: Annotated[list[str], _key("endpoints to serve, ipc:///path or tcp://address:port")] = msgspec.field(
+        default_factory=lambda: [DEFAULT_ENDPOINT]
+    )
+    insecure_tcp: Annotated[
+        bool, _key("serve tcp beyond the loopback interface, without encryption or authentication")
+    ] = False
+    ipc_mode: Annotated[int, _key("file mode of an ipc socket: who may connect", "octal", ge=0, le=0o777)] = 0o660
+    verify: Annotated[
+        Literal["sizes", "hashes"],
+        _key("how the bundle is checked at start: sizes of its files, or also every SHA-256 (reads all of it)"),
+    ] = "sizes"
+    lock_memory: Annotated[
+        Literal["auto", "require", "off"],
+        _key("keep the daemon's memory out of swap (mlockall): auto warns where it is not permitted, require stops"),
+    ] = "auto"
+    drain_timeout_s: Annotated[
+        float, _key("after SIGTERM, accepted requests may run on for this long, then are cancelled", "seconds", ge=0)
+    ] = 30.0
+    engine: EngineConfig = EngineConfig()
+    io: IoConfig = IoConfig()
+    requests: RequestsConfig = RequestsConfig()
+    log: LogConfig = LogConfig()
+
+
+def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> Config:
+    """The configuration in the file `path` (None: the defaults) with `overrides` ("engine.core" -> value) on top.
+
+    Raises ConfigError naming the key: unknown (with the nearest name), of a wrong type, or out of its range.
+    """
+    text = ""
+    if path is not None:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from error
+    return parse_config(text, overrides, origin=str(path) if path is not None else "configuration")
+
+
+def parse_config(text: str, overrides: dict[str, Any] | None = None, origin: str = "configuration") -> Config:
+    """As load_config, from TOML text."""
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{origin}: not valid TOML: {error}") from error
+    for dotted, value in (overrides or {}).items():
+        *sections, key = dotted.split(".")
+        table = values
+        for section in sections:
+            table = table.setdefault(section, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"{origin}: {section} is a table, not a value", section)
+        table[key] = value
+    _refuse_unknown(values, Config, "", origin)
+    try:
+        config = msgspec.convert(values, Config)
+    except msgspec.ValidationError as error:
+        message, _, place = str(error).partition(" - at ")
+        key = place.strip("`").removeprefix("$.")
+        raise ConfigError(f"{origin}: {key}: {message[:1].lower()}{message[1:]}", key) from error
+    _check(config, origin)
+    return config
+
+
+def parse_override(assignment: str) -> tuple[str, Any]:
+    """Splits `KEY=VALUE` of the command line; the value is TOML, or a plain string where it is not."""
+    key, equals, text = assignment.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set takes KEY=VALUE, not {assignment!r}")
+    try:
+        return key.strip(), tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), text.strip()
+
+
+def default_toml() -> str:
+    """Every key with its meaning, unit and default, as a TOML file that parses to exactly the defaults."""
+    return "\n".join(_toml_lines(Config(), "")).strip() + "\n"
+
+
+def local_endpoint(endpoint: str) -> bool:
+    """Whether only this machine can reach `endpoint` (ipc, or tcp on a loopback address)."""
+    transport, _, address = endpoint.partition("://")
+    if transport != "tcp":
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    if host in ("localhost", "lo"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def ipc_path(endpoint: str) -> Path | None:
+    """The file of an ipc endpoint; None for tcp and for abstract sockets (ipc://@name)."""
+    transport, _, address = endpoint.partition("://")
+    return Path(address) if transport == "ipc" and not address.startswith("@") else None
+
+
+def _check(config: Config, origin: str) -> None:
+    """Rules that join several keys, or that a type cannot express."""
+    if not config.listen:
+        raise ConfigError(f"{origin}: listen is empty; name at least one endpoint", "listen")
+    if len(set(config.listen)) != len(config.listen):
+        raise ConfigError(f"{origin}: listen names an endpoint twice", "listen")
+    for endpoint in config.listen:
+        transport, separator, address = endpoint.partition("://")
+        if not separator or transport not in ("ipc", "tcp") or not address:
+            raise ConfigError(f"{origin}: listen: {endpoint!r} is neither ipc:///path nor tcp://address:port", "listen")
+        if transport == "ipc" and len(address.encode()) > _MAX_IPC_PATH:
+            raise ConfigError(
+                f"{origin}: listen: the path of {endpoint} is longer than {_MAX_IPC_PATH} bytes", "listen"
+            )
+        if transport == "tcp" and not (port := address.rpartition(":")[2]).isdigit() and port != "*":
+            raise ConfigError(f"{origin}: listen: {endpoint!r} has no port", "listen")
+        if not config.insecure_tcp and not local_endpoint(endpoint):
+            raise ConfigError(
+                f"{origin}: listen: {endpoint} is reachable from other machines, without encryption or "
+                "authentication; use a loopback address, or set insecure_tcp = true",
+                "listen",
+            )
+    engine = config.engine
+    if any(core < 0 for core in engine.cores) or len(set(engine.cores)) != len(engine.cores):
+        raise ConfigError(f"{origin}: engine.cores needs different, non-negative core numbers", "engine.cores")
+    if engine.cores and engine.threads and engine.threads != len(engine.cores):
+        raise ConfigError(
+            f"{origin}: engine.threads is {engine.threads}, but engine.cores names {len(engine.cores)}",
+            "engine.threads",
+        )
+    if config.requests.default_max_tokens > config.requests.max_tokens_limit:
+        raise ConfigError(
+            f"{origin}: requests.default_max_tokens is above requests.max_tokens_limit", "requests.default_max_tokens"
+        )
+
+
+def _refuse_unknown(values: dict[str, Any], struct: type[msgspec.Struct], prefix: str, origin: str) -> None:
+    """Raises for the first key that `struct` does not have, with the most similar name that it has."""
+    types = get_type_hints(struct)
+    for key, value in values.items():
+        if key not in types:
+            names = list(_all_keys(Config, ""))
+            near = difflib.get_close_matches(prefix + key, names, 1, 0.5) or [
+                name for name in names if name.rpartition(".")[2] == key
+            ]
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{origin}: unknown key {prefix}{key}{hint}", prefix + key)
+        if isinstance(value, dict) and isinstance(types[key], type) and issubclass(types[key], msgspec.Struct):
+            _refuse_unknown(value, types[key], f"{prefix}{key}.", origin)
+
+
+def _all_keys(struct: type[msgspec.Struct], prefix: str) -> Iterator[str]:
+    for name, kind in get_type_hints(struct).items():
+        yield prefix + name
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            yield from _all_keys(kind, f"{prefix}{name}.")
+
+
+def _toml_lines(values: msgspec.Struct, prefix: str) -> Iterator[str]:
+    """The lines of one table; sub-tables follow the plain keys, as TOML wants it."""
+    types = get_type_hints(type(values), include_extras=True)
+    for name, kind in types.items():
+        value = getattr(values, name)
+        if isinstance(value, msgspec.Struct):
+            continue
+        base, meta = get_args(kind)[:2]
+        yield from _comment(_describe(base, meta))
+        yield f"{name} = {_toml_value(value, meta)}"
+        yield ""
+    for name in types:
+        value = getattr(values, name)
+        if isinstance(value, msgspec.Struct):
+            yield f"# {(type(value).__doc__ or '').strip()}"
+            yield f"[{prefix}{name}]"
+            yield from _toml_lines(value, f"{prefix}{name}.")
+
+
+def _describe(kind: Any, meta: Meta) -> str:
+    """Meaning, then in brackets the unit, the choices and the range."""
+    unit = (meta.extra or {}).get("unit")
+    facts = [unit] if unit else []
+    if get_origin(kind) is Literal:
+        facts.append(" | ".join(get_args(kind)))
+    if unit != "octal":
+        if meta.ge is not None and meta.le is not None:
+            facts.append(f"{meta.ge} to {meta.le}")
+        elif meta.ge is not None:
+            facts.append(f"at least {meta.ge}")
+    return f"{meta.description}" + (f" [{'; '.join(facts)}]" if facts else "")
+
+
+def _comment(text: str) -> Iterator[str]:
+    line = "#"
+    for word in text.split():
+        if len(line) + 1 + len(word) > _LINE:
+            yield line
+            line = "#"
+        line += f" {word}"
+    yield line
+
+
+def _toml_value(value: Any, meta: Meta) -> str:
+    if (meta.extra or {}).get("unit") == "octal":
+        return f"0o{value:o}"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml_value(item, meta) for item in value) + "]"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return repr(value)

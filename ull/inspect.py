@@ -1,0 +1,150 @@
+"""`ull inspect X.ull`: what is inside of a bundle, as a table or as JSON, and whether every byte is as it was built."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from ull.bundle import Bundle, Manifest, Model, open_bundle, read_manifest, verify_hashes
+from ull.errors import BundleError
+
+_GROUPS = {"qkv": "attention", "o": "attention", "gate_up": "mlp", "down": "mlp"}
+
+
+def main(path: str | Path, as_json: bool = False, verify: bool = False) -> int:
+    """Prints what the bundle at `path` holds; `verify` reads every file and compares its SHA-256.
+
+    Returns 0, or 1 when the bundle cannot be opened or a file differs (said on stderr, or in the JSON's `error`).
+    """
+    path = Path(path)
+    hashes: dict[str, str | None] = {}
+    try:
+        if verify:
+            hashes = verify_hashes(path, read_manifest(path))
+        report = describe(open_bundle(path))
+        error = None
+    except BundleError as problem:
+        report, error = {"path": str(path)}, problem.message
+    damaged = [f"{name} {problem}" for name, problem in hashes.items() if problem is not None]
+    if damaged:  # says more than the first complaint of open_bundle
+        error = f"{path}: " + "; ".join(damaged) + "; rebuild it with ull-build"
+    if verify:
+        report["verified"] = {name: problem or "ok" for name, problem in hashes.items()}
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode({**report, "error": error}), indent=2).decode())
+    else:
+        if "model" in report:
+            _print_tables(report)
+        if verify:
+            _print_verification(hashes)
+        if error is not None:
+            print(f"ull inspect: error: {error}", file=sys.stderr)
+    return 0 if error is None else 1
+
+
+def describe(bundle: Bundle) -> dict[str, Any]:
+    """The manifest as plain data, with `path`, the number of parameters, and `weight_bytes` per group of tensors."""
+    sizes: dict[str, int] = {}
+    for name, entry in bundle.tensors.items():
+        group = _group(name)
+        sizes[group] = sizes.get(group, 0) + entry.nbytes
+    return {
+        "path": str(bundle.path),
+        "parameters": parameter_count(bundle.manifest.model),
+        "weight_bytes": {**sizes, "total": bundle.weight_bytes},
+        **msgspec.to_builtins(bundle.manifest),
+    }
+
+
+def parameter_count(model: Model) -> int:
+    """Weights of the model's matrices and norms, without biases and padding."""
+    attention, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    layer = model.hidden * (2 * attention + 2 * key + 3 * model.intermediate + 2)
+    layer += 2 * model.head_dim if model.qk_norm else 0
+    embeddings = (1 if model.tied_embeddings else 2) * model.vocabulary * model.hidden
+    return model.layers * layer + embeddings + model.hidden
+
+
+def _group(name: str) -> str:
+    parts = name.split(".")
+    if parts[0] == "layers":
+        return _GROUPS.get(parts[2], "norms")  # biases and scales count with their matrix
+    return {"embed": "embedding", "lm_head": "lm_head"}.get(parts[0], "norms")
+
+
+def _print_tables(report: dict[str, Any]) -> None:
+    names = ("path", "parameters", "weight_bytes")
+    manifest = msgspec.convert(
+        {key: value for key, value in report.items() if key not in (*names, "verified")}, Manifest
+    )
+    console = Console(highlight=False)
+    table = Table(title=f"{manifest.name}  ({report['path']})", title_justify="left", show_header=False)
+    for name, value in _rows(manifest, report["parameters"]):
+        table.add_row(name, value)
+    console.print(table)
+    files = Table("file", "size", "SHA-256", title="files", title_justify="left")
+    for name, entry in manifest.files.items():
+        files.add_row(name, decimal(entry.bytes), entry.sha256[:16])
+    console.print(files)
+    weights = Table("weights", "size", title="weights by group", title_justify="left")
+    for group, size in report["weight_bytes"].items():
+        weights.add_row(group, decimal(size), end_section=group == list(report["weight_bytes"])[-2])
+    console.print(weights)
+
+
+def _rows(manifest: Manifest, parameters: int) -> list[tuple[str, str]]:
+    """Name and value of each line of the main table."""
+    model, precision, tokens = manifest.model, manifest.precision, manifest.tokens
+    rope = f"theta {model.rope.theta:g}, {model.rope.kind}"
+    rope += "" if model.rope.factor is None else f" x{model.rope.factor:g}"
+    windowed = [window for window in model.windows if window]
+    window = f"{len(windowed)} of {model.layers} layers, {max(windowed)} tokens" if windowed else "none"
+    rows = [
+        ("format", f"{manifest.format} {manifest.format_version}, target {manifest.target}"),
+        ("model", f"{model.architecture}, {parameters / 1e6:,.1f} M parameters"),
+        ("layers", f"{model.layers} x hidden {model.hidden}, intermediate {model.intermediate}"),
+        ("attention", f"{model.heads} heads, {model.kv_heads} KV heads, head size {model.head_dim}"),
+        ("rotary embedding", rope),
+        ("sliding window", window),
+        ("vocabulary", f"{model.tokenizer_vocabulary} tokens, {model.vocabulary} rows"),
+        ("embeddings", "tied" if model.tied_embeddings else "untied"),
+        ("context", f"{model.context} tokens"),
+        ("precision", f"weights {precision.weights}, lm_head {precision.lm_head}, embedding {precision.embedding}"),
+        ("KV cache", precision.kv),
+        ("tokens", f"BOS {tokens.bos}, EOS {tokens.eos}, chat template {'yes' if tokens.chat_template else 'no'}"),
+    ]
+    if manifest.quality is None:
+        rows.append(("quality", "not measured"))
+    else:
+        quality = manifest.quality
+        inexact = [item for item in quality.tensors if item.relative_error > 0]
+        worst = max(inexact, key=lambda item: item.relative_error, default=None)
+        rows += [
+            ("perplexity", f"{quality.perplexity_original:.4f} original, {quality.perplexity_quantised:.4f} built"),
+            ("increase", f"{quality.perplexity_increase:+.3%} (limit {quality.limit:.2%})"),
+            ("top-1 agreement", f"{quality.top1_agreement:.2%} of {quality.eval_tokens} tokens"),
+            ("measured on", f"{quality.eval_text}, windows of {quality.window} tokens"),
+            (
+                "largest error",
+                f"{worst.relative_error:.3%} ({worst.name})" if worst and worst.relative_error else "none",
+            ),
+        ]
+    provenance = manifest.provenance
+    rows += [
+        ("source", f"{provenance.source} (SHA-256 {provenance.source_sha256[:16]})"),
+        ("built", f"{manifest.created} by ull {provenance.builder_version}"),
+    ]
+    return rows
+
+
+def _print_verification(hashes: dict[str, str | None]) -> None:
+    table = Table("file", "SHA-256", title="verification", title_justify="left")
+    for name, problem in hashes.items():
+        table.add_row(name, "[green]ok[/]" if problem is None else f"[red]{problem}[/]")
+    Console(highlight=False).print(table)

@@ -1,0 +1,225 @@
+"""The manifest of an engine bundle: every field of `manifest.json` with its type, range and meaning.
+
+The structs validate themselves while they are decoded, single fields by `Meta` and mutual consistency in
+`__post_init__`, so a `Manifest` that exists is one that the rest of ull may trust. `ull.bundle` opens bundles.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import PurePosixPath
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+FORMAT: Final = "ull-engine"
+FORMAT_VERSION: Final = 1
+WEIGHTS_FILE = "weights.safetensors"
+VOCABULARY_FILE = "vocab.bin"
+TOKENIZER_FILE = "tokenizer/tokenizer.json"
+REQUIRED_FILES = (WEIGHTS_FILE, VOCABULARY_FILE, TOKENIZER_FILE)
+
+# Upper bounds far above any real model; they keep every product of dimensions inside 64-bit integers.
+Size = Annotated[int, Meta(ge=1, le=1 << 20)]
+LayerCount = Annotated[int, Meta(ge=1, le=1 << 12)]
+TokenCount = Annotated[int, Meta(ge=1, le=1 << 28)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 28) - 1)]
+Positive = Annotated[float, Meta(gt=0.0)]
+Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _require_finite(struct: Struct) -> None:
+    """JSON has no infinities, but 1e999 decodes to one."""
+    for name in struct.__struct_fields__:
+        value = getattr(struct, name)
+        _require(not isinstance(value, float) or math.isfinite(value), f"`{name}` must be finite")
+
+
+class Rope(Struct, frozen=True, forbid_unknown_fields=True):
+    """Rotary position embedding: base period and context extension, named as in transformers' rope types."""
+
+    theta: Positive
+    kind: Literal["default", "linear", "llama3"] = "default"
+    factor: Positive | None = None
+    low_frequency_factor: Positive | None = None
+    high_frequency_factor: Positive | None = None
+    original_context: TokenCount | None = None
+
+    def __post_init__(self) -> None:
+        _require_finite(self)
+        llama3 = (self.low_frequency_factor, self.high_frequency_factor, self.original_context)
+        _require((self.kind == "default") == (self.factor is None), f"rope kind {self.kind!r} and `factor` disagree")
+        if self.kind == "llama3":
+            _require(None not in llama3, "rope kind 'llama3' needs its frequency factors and `original_context`")
+            _require(
+                (self.low_frequency_factor or 0.0) < (self.high_frequency_factor or 0.0),
+                "`low_frequency_factor` must be below `high_frequency_factor`",
+            )
+        else:
+            _require(llama3 == (None, None, None), f"rope kind {self.kind!r} takes no llama3 fields")
+
+
+class Model(Struct, frozen=True, forbid_unknown_fields=True):
+    """Architecture and dimensions. `windows[i]` is the sliding window of layer i in tokens, 0 = full attention."""
+
+    architecture: Literal["llama", "mistral", "qwen2", "qwen3"]
+    hidden: Size
+    layers: LayerCount
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
+    intermediate: Size
+    vocabulary: TokenCount  # rows of the embedding
+    tokenizer_vocabulary: TokenCount  # highest token id + 1
+    context: TokenCount  # tokens a session may hold
+    rms_epsilon: Positive
+    tied_embeddings: bool
+    qk_norm: bool
+    rope: Rope
+    windows: list[Annotated[int, Meta(ge=0, le=1 << 28)]]
+
+    def __post_init__(self) -> None:
+        _require_finite(self)
+        _require(self.rms_epsilon < 1.0, "`rms_epsilon` must be below 1")
+        _require(self.heads % self.kv_heads == 0, f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        _require(self.head_dim % 2 == 0, "`head_dim` must be even")
+        _require(len(self.windows) == self.layers, f"{len(self.windows)} `windows` for {self.layers} layers")
+        _require(
+            self.tokenizer_vocabulary <= self.vocabulary,
+            f"tokenizer_vocabulary {self.tokenizer_vocabulary} is larger than the embedding's {self.vocabulary} rows",
+        )
+
+
+class Precision(Struct, frozen=True, forbid_unknown_fields=True):
+    """Storage formats. "f32" serves tests and the build's own evaluation of the original weights."""
+
+    weights: Literal["fp8", "bf16", "f32"] = "fp8"
+    lm_head: Literal["fp8", "bf16", "f32"] = "bf16"
+    embedding: Literal["bf16", "f32"] = "bf16"
+    kv: Literal["bf16", "f32"] = "bf16"
+
+
+class Tokens(Struct, frozen=True, forbid_unknown_fields=True):
+    """Special token ids: `eos` ends a generation; `chat_template` says whether chat messages can be rendered."""
+
+    bos: TokenId | None
+    eos: list[TokenId]
+    chat_template: bool
+
+
+class TensorError(Struct, frozen=True, forbid_unknown_fields=True):
+    """Frobenius norm of (stored - original) over that of the original, for one packed tensor."""
+
+    name: str
+    relative_error: Annotated[float, Meta(ge=0.0)]
+
+    def __post_init__(self) -> None:
+        _require_finite(self)
+
+
+class Quality(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the build measured about its own loss. Negative increases are possible and reported as they are."""
+
+    eval_text: str
+    eval_tokens: TokenCount  # predictions compared
+    window: TokenCount  # tokens
+    perplexity_original: Positive
+    perplexity_quantised: Positive
+    perplexity_increase: float  # fraction, 0.01 = 1%
+    top1_agreement: Annotated[float, Meta(ge=0.0, le=1.0)]
+    limit: float  # fraction: the recipe's max_perplexity_increase
+    tensors: list[TensorError]
+
+    def __post_init__(self) -> None:
+        _require_finite(self)
+
+
+class Provenance(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the weights came from. `source_sha256` covers config.json and the weights index (or header)."""
+
+    source: str
+    source_sha256: Sha256
+    recipe: dict[str, str | int | float | bool | None]
+    builder_version: str
+
+
+class FileEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    """One file of the bundle."""
+
+    sha256: Sha256
+    bytes: Annotated[int, Meta(ge=0)]
+
+
+class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
+    """`manifest.json`."""
+
+    format: Literal["ull-engine"]
+    format_version: Literal[1]
+    name: Annotated[str, Meta(min_length=1)]
+    created: str  # ISO 8601, UTC
+    target: Literal["cpu"]
+    ull_version: str
+    model: Model
+    precision: Precision
+    tokens: Tokens
+    quality: Quality | None
+    provenance: Provenance
+    files: dict[str, FileEntry]  # relative path -> entry, all but manifest.json
+
+    def __post_init__(self) -> None:
+        for token in (*self.tokens.eos, *([] if self.tokens.bos is None else [self.tokens.bos])):
+            _require(token < self.model.vocabulary, f"special token {token} is outside of the vocabulary")
+        if embedding_is_shared(self.model, self.precision):
+            _require(
+                self.precision.embedding == self.precision.lm_head,
+                "tied embeddings share the lm_head's weights, so `precision.embedding` must equal `precision.lm_head`",
+            )
+        for name in self.files:
+            _require(is_inside(name), f"file {name!r} does not lie inside the bundle")
+        for name in REQUIRED_FILES:
+            _require(name in self.files, f"`files` lacks {name!r}")
+
+
+def embedding_is_shared(model: Model, precision: Precision) -> bool:
+    """True when the executor gathers embeddings from the lm_head's tiles and no embed.weight is stored."""
+    return model.tied_embeddings and precision.lm_head != "fp8"
+
+
+def is_inside(name: str) -> bool:
+    """True for a plain relative POSIX path that stays inside its directory."""
+    path = PurePosixPath(name)
+    plain = bool(name) and "\\" not in name and "\0" not in name and str(path) == name
+    return plain and not path.is_absolute() and not {"..", "."} & set(path.parts) and name != "manifest.json"
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of `manifest.json`: indented, keys in the order of the structs."""
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+
+
+__all__ = [
+    "FORMAT",
+    "FORMAT_VERSION",
+    "REQUIRED_FILES",
+    "TOKENIZER_FILE",
+    "VOCABULARY_FILE",
+    "WEIGHTS_FILE",
+    "FileEntry",
+    "Manifest",
+    "Model",
+    "Precision",
+    "Provenance",
+    "Quality",
+    "Rope",
+    "TensorError",
+    "Tokens",
+    "embedding_is_shared",
+    "encode_manifest",
+    "is_inside",
+]

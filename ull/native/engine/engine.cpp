@@ -1,0 +1,234 @@
+#include "engine/engine.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "base/clock.h"
+
+namespace ull {
+namespace {
+
+constexpr int kDeliverySlots = 15;  // ended requests that may still be on their way to their clients
+constexpr int kWarmUpRounds = 4;
+
+EngineOptions checked(const EngineOptions& options) {
+  const auto require = [](bool condition, const char* what) {
+    if (!condition) throw std::invalid_argument(what);
+  };
+  require(options.queue_depth >= 0 && options.queue_depth <= 65536, "queue_depth: must be 0 to 65536");
+  require(options.core >= -1, "core: must be a core's number, or -1 for any");
+  require(options.watchdog_ms >= 1, "watchdog_ms: must be positive");
+  require(options.max_prompt >= 0, "max_prompt: must not be negative");
+  require(options.max_sessions >= 1 && options.max_sessions <= 1024, "max_sessions: must be 1 to 1024");
+  require(options.slow_cycle_us >= 1, "slow_cycle_us: must be positive");
+  return options;
+}
+
+}  // namespace
+
+Engine::Engine(Executor& executor, const std::string& vocabulary_path, const EngineOptions& options)
+    : executor_(executor), vocabulary_(vocabulary_path), options_(checked(options)) {
+  executor_.prepare();
+  const ExecutorInfo& info = executor_.info();
+  context_ = std::min(info.context, info.page_count * kPageTokens);
+  if (context_ < 2) throw std::invalid_argument("executor: its context must hold at least 2 tokens");
+  max_prompt_ = context_ - 1;
+  if (options.max_prompt > 0) max_prompt_ = std::min(max_prompt_, options.max_prompt);
+  shared_ = std::make_unique<EngineShared>(options.queue_depth + 1 + kDeliverySlots, context_);
+  EngineLoop::Options loop;
+  loop.context = context_;
+  loop.core = options.core;
+  loop.idle = options.idle;
+  loop.slow_cycle_ns = options.slow_cycle_us * 1000;
+  loop.sessions = {info.page_count, context_, options.max_sessions, options.prefix_cache};
+  loop_ = std::make_unique<EngineLoop>(*shared_, executor_, vocabulary_, loop);
+  watchdog_ = std::make_unique<Watchdog>(*shared_, options.watchdog_ms);
+}
+
+Engine::~Engine() { stop(); }
+
+void Engine::warm_up() {
+  if (started_) throw std::logic_error("warm_up() comes before start()");
+  const ExecutorInfo& info = executor_.info();
+  const int count = std::min(info.prefill_chunk, context_ - kWarmUpRounds - 1);
+  const std::vector<int32_t> tokens(static_cast<size_t>(std::max(count, 1)), 0);
+  std::vector<int32_t> pages(static_cast<size_t>(pages_for(context_)));
+  for (size_t page = 0; page < pages.size(); ++page) pages[page] = static_cast<int32_t>(page);
+  RoundResult result;
+  const auto finish = [&](Status status) {
+    if (status == Status::kOk) {
+      do {
+        status = executor_.poll(result);
+      } while (status == Status::kPending);
+    }
+    if (status != Status::kOk) {
+      throw std::runtime_error(std::string("the executor failed while warming up: ") + status_name(status));
+    }
+  };
+  if (count > 0) finish(executor_.start_prefill({tokens.data(), count, 0, pages.data()}));
+  Sampling sampled;  // the longest path through the sampler
+  sampled.temperature = 1.0F;
+  sampled.top_k = 40;
+  sampled.top_p = 0.9F;
+  const Sampling greedy;
+  const int first = std::max(count, 0);
+  for (int position = first; position < std::min(first + kWarmUpRounds, context_ - 1); ++position) {
+    finish(executor_.start_round({0, position, pages.data(), position % 2 == 0 ? &greedy : &sampled, 1}));
+  }
+}
+
+void Engine::start() {
+  if (started_) throw std::logic_error("an engine starts once");
+  started_ = true;
+  thread_ = std::thread([this] { loop_->run(); });
+  watchdog_->start();
+}
+
+void Engine::stop() noexcept {
+  draining_ = true;
+  if (!thread_.joinable()) return;
+  shared_->stopping.store(true, std::memory_order_release);
+  shared_->attention.fetch_add(1, std::memory_order_release);
+  executor_.abort();
+  shared_->engine_waker.wake();
+  thread_.join();
+  watchdog_->stop();
+}
+
+void Engine::check(const Submission& submission) const {
+  const auto require = [](bool condition, const char* field, const char* reason) {
+    if (!condition) throw InvalidRequest(field, reason);
+  };
+  const int vocabulary = executor_.info().vocabulary;
+  const auto is_token = [vocabulary](int32_t token) { return token >= 0 && token < vocabulary; };
+  require(!submission.identity.empty() && submission.identity.size() <= kMaxIdentity, "identity",
+          "must have 1 to 255 bytes");
+  require(!submission.tokens.empty(), "token_ids", "the prompt is empty");
+  if (submission.tokens.size() > static_cast<size_t>(max_prompt_)) {
+    const size_t excess = submission.tokens.size() - static_cast<size_t>(max_prompt_);
+    throw InvalidRequest("token_ids", "the prompt is too long by " + std::to_string(excess) + " tokens (at most " +
+                                          std::to_string(max_prompt_) + ")");
+  }
+  require(std::all_of(submission.tokens.begin(), submission.tokens.end(), is_token), "token_ids",
+          "a token is outside the vocabulary");
+  require(submission.max_tokens >= 1, "max_tokens", "must be at least 1");
+  const Sampling& sampling = submission.sampling;
+  require(std::isfinite(sampling.temperature) && sampling.temperature >= 0, "temperature", "must be finite, 0 or more");
+  require(sampling.top_k >= 0, "top_k", "must be 0 (off) or more");
+  require(sampling.top_p > 0 && sampling.top_p <= 1, "top_p", "must be above 0 and at most 1");
+  require(sampling.min_p >= 0 && sampling.min_p <= 1, "min_p", "must be 0 to 1");
+  require(sampling.top_logprobs >= -1 && sampling.top_logprobs <= kMaxTopLogprobs, "logprobs", "must be 0 to 20");
+  require(sampling.bias_count >= 0 && sampling.bias_count <= kMaxLogitBias, "logit_bias", "has too many entries");
+  for (int i = 0; i < sampling.bias_count; ++i) {
+    require(is_token(sampling.bias[i].token), "logit_bias", "a token is outside the vocabulary");
+    require(!std::isnan(sampling.bias[i].bias), "logit_bias", "a bias is not a number");
+  }
+  require(submission.stop_ids.size() <= kMaxStopIds, "stop_ids", "has more than 32 entries");
+}
+
+uint64_t Engine::submit(const Submission& submission) {
+  if (!started_) throw EngineClosed("the engine has not been started");
+  if (draining_) throw EngineClosed("the engine is draining");
+  if (shared_->failed.load(std::memory_order_acquire)) throw EngineClosed("the engine has failed");
+  check(submission);
+  if (find(submission.identity, submission.id) != kNoSlot) {
+    throw InvalidRequest("id", "a request with this id is in flight");
+  }
+  const uint32_t index = free_slot();
+  if (index == kNoSlot || shared_->in_flight.load(std::memory_order_acquire) > options_.queue_depth) {
+    ++refused_;
+    throw QueueFull("the queue is full");
+  }
+
+  RequestSlot& slot = shared_->slot(index);
+  slot.stops.clear();
+  for (const std::string& stop : submission.stops) {
+    if (!slot.stops.add(stop)) {
+      throw InvalidRequest("stop", "at most 16 strings, each of 1 to 256 bytes of UTF-8");
+    }
+  }
+  std::copy(submission.identity.begin(), submission.identity.end(), slot.identity.begin());
+  slot.identity_size = static_cast<uint8_t>(submission.identity.size());
+  slot.id = submission.id;
+  slot.prompt_tokens = static_cast<int32_t>(submission.tokens.size());
+  slot.max_tokens = std::min(submission.max_tokens, context_ - slot.prompt_tokens);
+  slot.sampling = submission.sampling;
+  std::copy_n(submission.sampling.bias, submission.sampling.bias_count, slot.bias.begin());
+  slot.sampling.bias = slot.bias.data();
+  slot.stop_id_count = static_cast<int32_t>(submission.stop_ids.size());
+  std::copy(submission.stop_ids.begin(), submission.stop_ids.end(), slot.stop_ids.begin());
+  slot.deadline_ns = submission.deadline_ns;
+  std::copy(submission.tokens.begin(), submission.tokens.end(), slot.tokens.get());
+  slot.timeline = Timeline{};
+  slot.timeline.received_ns = submission.received_ns;
+  slot.timeline.admitted_ns = submission.admitted_ns;
+  slot.outcome = Outcome{};
+  slot.cancel.store(false, std::memory_order_relaxed);
+  slot.state.store(SlotState::kActive, std::memory_order_release);
+
+  shared_->in_flight.fetch_add(1, std::memory_order_relaxed);
+  (void)shared_->submitted.try_push(index);  // has room for every slot
+  shared_->attention.fetch_add(1, std::memory_order_release);
+  shared_->engine_waker.wake();
+  return ++submitted_;
+}
+
+bool Engine::cancel(std::span<const uint8_t> identity, uint64_t id) noexcept {
+  const uint32_t index = find(identity, id);
+  if (index == kNoSlot || shared_->slot(index).state.load(std::memory_order_acquire) != SlotState::kActive) return false;
+  cancel_slot(index);
+  return true;
+}
+
+void Engine::cancel_slot(uint32_t slot) noexcept {
+  shared_->slot(slot).cancel.store(true, std::memory_order_seq_cst);
+  shared_->attention.fetch_add(1, std::memory_order_release);
+  // An abort may hit the next request's step if this one ends just now; the engine thread then repeats that step.
+  if (shared_->running.load(std::memory_order_seq_cst) == slot) executor_.abort();
+  shared_->engine_waker.wake();
+}
+
+bool Engine::drained() const noexcept {
+  return stats().slots_used == 0;
+}
+
+uint32_t Engine::find(std::span<const uint8_t> identity, uint64_t id) const noexcept {
+  for (uint32_t index = 0; index < shared_->slots; ++index) {
+    const RequestSlot& slot = shared_->slot(index);
+    if (slot.state.load(std::memory_order_acquire) == SlotState::kFree || slot.id != id) continue;
+    const std::span<const uint8_t> client = slot.client();
+    if (std::equal(client.begin(), client.end(), identity.begin(), identity.end())) return index;
+  }
+  return kNoSlot;
+}
+
+uint32_t Engine::free_slot() const noexcept {
+  for (uint32_t index = 0; index < shared_->slots; ++index) {
+    if (shared_->slot(index).state.load(std::memory_order_acquire) == SlotState::kFree) return index;
+  }
+  return kNoSlot;
+}
+
+EngineStats Engine::stats() const noexcept {
+  EngineStats stats;
+  stats.counters = shared_->counters.load();
+  stats.submitted = submitted_;
+  stats.refused = refused_;
+  stats.progress = shared_->progress.load(std::memory_order_relaxed);
+  stats.stalls = shared_->stalls.load(std::memory_order_relaxed);
+  stats.running = shared_->running.load(std::memory_order_relaxed) != kNoSlot;
+  stats.queue_length = std::max(0, shared_->in_flight.load(std::memory_order_relaxed) - (stats.running ? 1 : 0));
+  for (uint32_t index = 0; index < shared_->slots; ++index) {
+    stats.slots_used += shared_->slot(index).state.load(std::memory_order_acquire) != SlotState::kFree ? 1 : 0;
+  }
+  stats.page_count = executor_.info().page_count;
+  return stats;
+}
+
+const char* Engine::health() const noexcept {
+  if (shared_->failed.load(std::memory_order_relaxed)) return "failed";
+  return shared_->stalled.load(std::memory_order_relaxed) ? "stalled" : "ok";
+}
+
+}  // namespace ull

@@ -1,0 +1,136 @@
+// An engine: one executor, its request slots, and the threads that run them. The control plane's one thread submits,
+// cancels and drains; the io thread (io/io.h) delivers what the engine thread reports.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "base/idle.h"
+#include "engine/loop.h"
+#include "engine/shared.h"
+#include "engine/vocabulary.h"
+#include "engine/watchdog.h"
+#include "exec/executor.h"
+
+namespace ull {
+
+struct EngineOptions {
+  int queue_depth = 64;                   // requests that may wait while one runs
+  int core = -1;                          // core of the engine thread; -1: any
+  IdleMode idle = IdleMode::kAdaptive;
+  int64_t watchdog_ms = 2000;             // busy without progress for longer: stalled
+  int max_prompt = 0;                     // tokens; 0: as many as leave room for one
+  int max_sessions = 16;                  // conversations whose KV stays resident
+  bool prefix_cache = true;
+  int64_t slow_cycle_us = 10'000;         // decode cycles longer than this are counted
+};
+
+// A request as the control plane hands it over; copied by submit().
+struct Submission {
+  std::span<const uint8_t> identity;      // 1 .. kMaxIdentity bytes: the client's ROUTER identity
+  uint64_t id = 0;                        // chosen by the client; unique among its requests in flight
+  std::span<const int32_t> tokens;        // the prompt
+  int32_t max_tokens = 0;
+  Sampling sampling;
+  std::vector<std::string> stops;
+  std::vector<int32_t> stop_ids;
+  int64_t deadline_ns = 0;                // CLOCK_MONOTONIC; 0: none
+  int64_t received_ns = 0;
+  int64_t admitted_ns = 0;
+};
+
+// A submission that cannot be served, whatever the engine's state; `field` names what is wrong.
+class InvalidRequest : public std::invalid_argument {
+ public:
+  InvalidRequest(const char* field_name, const std::string& reason)
+      : std::invalid_argument(std::string(field_name) + ": " + reason), field(field_name) {}
+  const char* field;
+};
+
+// Every place in the queue is taken: try again later.
+class QueueFull : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// The engine takes no requests: not started, draining, stopped or failed.
+class EngineClosed : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+struct EngineStats {
+  EngineCounters counters;
+  uint64_t submitted = 0;
+  uint64_t refused = 0;         // by QueueFull
+  uint64_t progress = 0;
+  uint64_t stalls = 0;          // times the watchdog found the engine stalled
+  int queue_length = 0;         // submitted and waiting
+  bool running = false;         // a request is being served
+  int slots_used = 0;           // requests whose end has not reached the control plane
+  int page_count = 0;
+};
+
+class Engine {
+ public:
+  // Prepares the executor and allocates everything. Throws std::invalid_argument, std::runtime_error (the vocabulary)
+  // or whatever the executor throws.
+  Engine(Executor& executor, const std::string& vocabulary_path, const EngineOptions& options);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Runs a full prefill chunk and a few rounds, so that code, weights and pages are touched before the first request.
+  // Before start(). Throws std::runtime_error if the executor fails.
+  void warm_up();
+  void start();
+  // Ends every request that has not ended (finish reason cancelled), then the threads. Idempotent.
+  void stop() noexcept;
+
+  // Returns a handle, unique over the engine's life. Throws InvalidRequest, QueueFull or EngineClosed.
+  uint64_t submit(const Submission& submission);
+  // True if that client has such a request and it had not ended.
+  bool cancel(std::span<const uint8_t> identity, uint64_t id) noexcept;
+  void drain() noexcept { draining_ = true; }
+  // True once every accepted request has ended and its end has been told to the control plane.
+  [[nodiscard]] bool drained() const noexcept;
+
+  [[nodiscard]] EngineStats stats() const noexcept;
+  // Time from one round's tokens to the next's, within a request.
+  [[nodiscard]] const Histogram& round_ns() const noexcept { return shared_->round_ns; }
+  [[nodiscard]] const char* health() const noexcept;  // "ok", "stalled" or "failed"
+  [[nodiscard]] int context() const noexcept { return context_; }
+  [[nodiscard]] int max_prompt() const noexcept { return max_prompt_; }
+  [[nodiscard]] const ExecutorInfo& executor_info() const noexcept { return executor_.info(); }
+
+  // For the io thread: any thread may cancel a slot that it holds.
+  [[nodiscard]] EngineShared& shared() noexcept { return *shared_; }
+  [[nodiscard]] const Vocabulary& vocabulary() const noexcept { return vocabulary_; }
+  void cancel_slot(uint32_t slot) noexcept;
+
+ private:
+  void check(const Submission& submission) const;
+  [[nodiscard]] uint32_t find(std::span<const uint8_t> identity, uint64_t id) const noexcept;
+  [[nodiscard]] uint32_t free_slot() const noexcept;
+
+  Executor& executor_;
+  const Vocabulary vocabulary_;
+  const EngineOptions options_;
+  int context_ = 0;      // tokens a request may have, prompt and completion together
+  int max_prompt_ = 0;
+  std::unique_ptr<EngineShared> shared_;
+  std::unique_ptr<EngineLoop> loop_;
+  std::unique_ptr<Watchdog> watchdog_;
+  std::thread thread_;
+  bool started_ = false;
+  bool draining_ = false;
+  uint64_t submitted_ = 0;
+  uint64_t refused_ = 0;
+};
+
+}  // namespace ull

@@ -1,0 +1,342 @@
+#include "engine/loop.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "base/clock.h"
+#include "base/cpu.h"
+#include "base/thread.h"
+
+namespace ull {
+namespace {
+
+constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+constexpr int64_t kAbortGraceNs = 2'000'000'000;  // an executor that ignores abort() for longer has failed
+constexpr int64_t kPublishNs = 1'000'000;         // counters are published at least this often while busy
+constexpr uint32_t kPollsPerLook = 64;            // polls of a pending step between two looks at clock and commands
+
+constexpr const char* kInternal = "internal";
+constexpr const char* kDraining = "draining";
+
+}  // namespace
+
+EngineLoop::EngineLoop(EngineShared& shared, Executor& executor, const Vocabulary& vocabulary, const Options& options)
+    : shared_(shared), executor_(executor), vocabulary_(vocabulary), options_(options), sessions_(options.sessions) {
+  queue_.reserve(shared.slots);
+}
+
+void EngineLoop::run() noexcept {
+  name_current_thread("ull-engine");
+  (void)pin_current_thread(options_.core);  // the control plane has checked the core; an unpinned engine still works
+  publish();
+  while (!shared_.stopping.load(std::memory_order_acquire) || shared_.in_flight.load(std::memory_order_relaxed) > 0) {
+    if (do_work()) {
+      idle_since_ns_ = 0;
+    } else {
+      idle();
+    }
+  }
+  publish();
+}
+
+// One request, from the queue to its final event. False if there was none.
+bool EngineLoop::do_work() noexcept {
+  look_around(monotonic_ns());
+  if (queue_.empty()) return false;
+  const uint32_t slot = queue_.front();
+  queue_.erase(queue_.begin());
+  serve(slot);
+  publish();
+  return true;
+}
+
+void EngineLoop::idle() noexcept {
+  const int64_t now = monotonic_ns();
+  if (idle_since_ns_ == 0) idle_since_ns_ = now;
+  cpu_relax();
+  if (options_.idle == IdleMode::kSpin || now - idle_since_ns_ < kIdleSpinNs) return;
+  shared_.engine_waker.announce();
+  if (shared_.attention.load(std::memory_order_acquire) == seen_attention_) shared_.engine_waker.wait();
+  shared_.engine_waker.awake();
+}
+
+void EngineLoop::serve(uint32_t slot) noexcept {
+  RequestSlot& request = shared_.slot(slot);
+  run_ = Run{};
+  run_.request = &request;
+  run_.slot = slot;
+  run_.matcher.reset(&request.stops);
+  run_.session = &sessions_.open(request.prompt());
+  // seq_cst, like the canceller's store to `cancel` and load of `running`: one of the two sees the other.
+  shared_.running.store(slot, std::memory_order_seq_cst);
+  request.timeline.started_ns = monotonic_ns();
+  request.outcome.cached_tokens = run_.session->size();
+  ++counters_.started;
+  counters_.prompt_tokens += static_cast<uint64_t>(request.prompt_tokens);
+  counters_.cached_tokens += static_cast<uint64_t>(run_.session->size());
+  counters_.prefix_hits += run_.session->size() > 0 ? 1 : 0;
+
+  Ending ending = attend(request.timeline.started_ns);
+  if (!ending) ending = prefill();
+  if (!ending) ending = decode();
+  end_running(ending);
+}
+
+// Puts all of the prompt but its last token into the cache; the first round feeds that one.
+EngineLoop::Ending EngineLoop::prefill() noexcept {
+  RequestSlot& request = *run_.request;
+  Session& session = *run_.session;
+  const int32_t chunk = executor_.info().prefill_chunk;
+  while (session.size() < request.prompt_tokens - 1) {
+    const int32_t start = session.size();
+    const int32_t count = std::min(chunk, request.prompt_tokens - 1 - start);
+    if (sessions_.reserve(session, start + count) != Status::kOk) {
+      return {FinishReason::kError, kInternal, "the KV cache is full"};
+    }
+    const PrefillStep step{request.tokens.get() + start, count, start, session.page_table()};
+    if (const Ending ending = run_step([&] { return executor_.start_prefill(step); })) return ending;
+    session.append({step.tokens, static_cast<size_t>(count)});
+    ++counters_.prefill_chunks;
+    if (const Ending ending = attend(monotonic_ns())) return ending;
+  }
+  request.timeline.prefilled_ns = monotonic_ns();
+  return {};
+}
+
+// Rounds until something ends the request. The session always holds the tokens before the one to feed, so
+// request.tokens[session.size()] is that token.
+EngineLoop::Ending EngineLoop::decode() noexcept {
+  RequestSlot& request = *run_.request;
+  Session& session = *run_.session;
+  for (;;) {
+    const int32_t position = session.size();
+    const int32_t most = std::min(kMaxTokensPerRound, request.max_tokens - run_.completed);
+    if (sessions_.reserve(session, position + most) != Status::kOk) {
+      return {FinishReason::kError, kInternal, "the KV cache is full"};
+    }
+    const RoundStep step{request.tokens[position], position, session.page_table(), &request.sampling, most};
+    if (const Ending ending = run_step([&] { return executor_.start_round(step); })) return ending;
+    if (const Ending ending = accept_round(most)) return ending;
+    announce();
+    if (const Ending ending = attend(run_.last_round_ns)) return ending;
+  }
+}
+
+// Takes over a round's tokens up to the one that ends the request, if any.
+EngineLoop::Ending EngineLoop::accept_round(int32_t most) noexcept {
+  RequestSlot& request = *run_.request;
+  const int64_t now = monotonic_ns();
+  const bool valid = result_.count >= 1 && result_.count <= most &&
+                     std::all_of(result_.tokens, result_.tokens + result_.count, [&](const RoundToken& token) {
+                       return token.token >= 0 && token.token < executor_.info().vocabulary;
+                     });
+  if (!valid) {
+    shared_.failed.store(true, std::memory_order_release);
+    return {FinishReason::kError, kInternal, "the executor returned an impossible result"};
+  }
+
+  if (run_.last_round_ns != 0) {
+    const int64_t cycle = now - run_.last_round_ns;
+    shared_.round_ns.record(cycle);
+    counters_.longest_cycle_ns = std::max(counters_.longest_cycle_ns, static_cast<uint64_t>(cycle));
+    counters_.slow_cycles += cycle > options_.slow_cycle_ns ? 1 : 0;
+  }
+  run_.last_round_ns = now;
+  if (run_.completed == run_.announced) run_.unannounced_ns = now;
+  if (run_.completed == 0) request.timeline.first_token_ns = now;
+  request.timeline.last_token_ns = now;
+  ++counters_.rounds;
+
+  Ending ending;
+  int32_t kept = 0;
+  while (!ending && kept < result_.count) {
+    const RoundToken& token = result_.tokens[kept];
+    if (request.sampling.top_logprobs >= 0) {
+      if (ending = take_logprob(token); ending) break;
+    }
+    request.tokens[request.prompt_tokens + run_.completed] = token.token;
+    ++run_.completed;
+    ++kept;
+    const int32_t* stop_ids = request.stop_ids.data();
+    if (std::find(stop_ids, stop_ids + request.stop_id_count, token.token) != stop_ids + request.stop_id_count) {
+      run_.silent_last = true;
+      ending = {FinishReason::kStop};
+    } else if (request.stops.count() > 0) {
+      for (const uint8_t byte : vocabulary_.text(token.token)) {
+        if (run_.matcher.feed(byte, [](uint8_t) {})) {
+          ending = {FinishReason::kStop};
+          break;
+        }
+      }
+    }
+    if (!ending && run_.completed == request.max_tokens) ending = {FinishReason::kLength};
+  }
+  // In the cache now: the token that was fed and those kept, but for the last, which the next round feeds.
+  run_.session->append({request.tokens.get() + run_.session->size(), static_cast<size_t>(kept)});
+  counters_.completion_tokens += static_cast<uint64_t>(kept);
+  return ending;
+}
+
+// Tells the io thread of the accepted tokens. If its ring is full they stay unannounced and go with the next round's:
+// the engine never waits for the io thread. Room for every slot's final event is kept free.
+void EngineLoop::announce() noexcept {
+  const EngineEvent event{run_.unannounced_ns, run_.slot, run_.announced, run_.completed - run_.announced,
+                          run_.first_logprob};
+  if (!shared_.events.try_push(event, shared_.slots)) return;
+  shared_.io_waker.wake();
+  run_.announced = run_.completed;
+  run_.first_logprob = run_.last_logprob = -1;
+}
+
+void EngineLoop::end_running(const Ending& ending) noexcept {
+  RequestSlot& request = *run_.request;
+  shared_.running.store(kNoSlot, std::memory_order_seq_cst);
+  sessions_.close(*run_.session, !shared_.failed.load(std::memory_order_relaxed));
+  request.outcome.completion_tokens = run_.completed;
+  EngineEvent last{run_.unannounced_ns, run_.slot, run_.announced, run_.completed - run_.announced,
+                   run_.first_logprob, run_.silent_last};
+  end(run_.slot, ending, last);
+}
+
+// The one place where a request ends.
+void EngineLoop::end(uint32_t slot, const Ending& ending, const EngineEvent& last) noexcept {
+  RequestSlot& request = shared_.slot(slot);
+  switch (ending.reason) {
+    case FinishReason::kNone:
+    case FinishReason::kStop: ++counters_.stopped; break;
+    case FinishReason::kLength: ++counters_.length; break;
+    case FinishReason::kCancelled: ++counters_.cancelled; break;
+    case FinishReason::kTimeout: ++counters_.timeout; break;
+    case FinishReason::kError: ++counters_.error; break;
+  }
+  request.outcome.reason = ending.reason;
+  request.outcome.error_code = ending.error_code;
+  request.outcome.error_message = ending.error_message;
+  request.timeline.done_ns = monotonic_ns();
+  request.state.store(SlotState::kEnded, std::memory_order_release);
+  shared_.in_flight.fetch_sub(1, std::memory_order_release);
+  shared_.progress.fetch_add(1, std::memory_order_relaxed);
+  EngineEvent event = last;
+  event.final = true;
+  (void)shared_.events.try_push(event);  // cannot fail: announce() keeps room for every slot's final event
+  shared_.io_waker.wake();
+}
+
+// Starts a step and polls it to its end. A step that was hit by an abort meant for an earlier request is run again:
+// it rewrites the same positions.
+template <typename Start>
+EngineLoop::Ending EngineLoop::run_step(Start&& start) noexcept {
+  for (;;) {
+    Status status = start();
+    if (status == Status::kOk || status == Status::kPending) status = wait_for_step();
+    switch (status) {
+      case Status::kOk: shared_.progress.fetch_add(1, std::memory_order_relaxed); return {};
+      case Status::kAborted:
+        if (const Ending ending = attend(monotonic_ns())) return ending;
+        ++counters_.repeated_steps;
+        continue;
+      case Status::kOutOfPages: return {FinishReason::kError, kInternal, "the executor ran out of KV pages"};
+      case Status::kPending:
+      case Status::kExecutorFailed: break;
+    }
+    shared_.failed.store(true, std::memory_order_release);
+    return {FinishReason::kError, kInternal, "the executor failed"};
+  }
+}
+
+Status EngineLoop::wait_for_step() noexcept {
+  int64_t aborted_ns = 0;
+  for (uint32_t polls = 1;; ++polls) {
+    const Status status = executor_.poll(result_);
+    if (status != Status::kPending) return status;
+    cpu_relax();
+    if (polls % kPollsPerLook != 0) continue;
+    const int64_t now = monotonic_ns();
+    const bool interrupted = static_cast<bool>(attend(now));
+    if (interrupted && aborted_ns == 0) {
+      executor_.abort();
+      aborted_ns = now;
+    }
+    if (aborted_ns != 0 && now - aborted_ns > kAbortGraceNs) return Status::kExecutorFailed;
+  }
+}
+
+// Copies a token's logprobs to a record and chains it to the unannounced ones. Waits for the io thread if all records
+// are under way to clients; the io thread gives up on a client that holds too many.
+EngineLoop::Ending EngineLoop::take_logprob(const RoundToken& token) noexcept {
+  int32_t index = -1;
+  if (!shared_.free_logprobs.try_pop(index)) {
+    ++counters_.logprob_waits;
+    if (run_.announced < run_.completed) announce();
+    while (!shared_.free_logprobs.try_pop(index)) {
+      cpu_relax();
+      if (const Ending ending = attend(monotonic_ns())) return ending;
+      if (run_.announced < run_.completed) announce();
+    }
+    run_.last_round_ns = 0;  // the wait is the client's, not a slow cycle
+    if (run_.completed == run_.announced) run_.unannounced_ns = monotonic_ns();
+  }
+  LogprobRecord& record = shared_.logprobs[static_cast<size_t>(index)];
+  record.token.token = token.token;
+  record.token.logprob = token.logprob;
+  record.token.top_count = std::clamp(token.top_count, 0, run_.request->sampling.top_logprobs);
+  std::copy_n(token.top, record.token.top_count, record.token.top);
+  record.next = -1;
+  if (run_.first_logprob < 0) {
+    run_.first_logprob = index;
+  } else {
+    shared_.logprobs[static_cast<size_t>(run_.last_logprob)].next = index;
+  }
+  run_.last_logprob = index;
+  return {};
+}
+
+// Looks at commands and deadlines; says whether the running request must end. Two loads when nothing has happened.
+EngineLoop::Ending EngineLoop::attend(int64_t now) noexcept {
+  if (shared_.attention.load(std::memory_order_acquire) != seen_attention_ || now >= next_deadline_ns_) {
+    look_around(now);
+  }
+  if (now - published_ns_ >= kPublishNs) publish();
+  return interruption(*run_.request, now);
+}
+
+EngineLoop::Ending EngineLoop::interruption(const RequestSlot& request, int64_t now) const noexcept {
+  if (request.cancel.load(std::memory_order_seq_cst)) return {FinishReason::kCancelled};
+  if (request.deadline_ns != 0 && now >= request.deadline_ns) return {FinishReason::kTimeout};
+  if (shared_.stopping.load(std::memory_order_relaxed)) {
+    return {FinishReason::kCancelled, kDraining, "the daemon is shutting down"};
+  }
+  if (shared_.failed.load(std::memory_order_relaxed)) {
+    return {FinishReason::kError, kInternal, "the executor has failed"};
+  }
+  return {};
+}
+
+// Takes what was submitted into the queue and ends the queued requests that are cancelled, late, or cannot be served.
+void EngineLoop::look_around(int64_t now) noexcept {
+  seen_attention_ = shared_.attention.load(std::memory_order_acquire);
+  uint32_t slot = kNoSlot;
+  while (shared_.submitted.try_pop(slot)) queue_.push_back(slot);
+
+  next_deadline_ns_ = kNever;
+  size_t kept = 0;
+  for (const uint32_t waiting : queue_) {
+    const RequestSlot& request = shared_.slot(waiting);
+    if (const Ending ending = interruption(request, now)) {
+      end(waiting, ending, EngineEvent{0, waiting});
+      continue;
+    }
+    if (request.deadline_ns != 0) next_deadline_ns_ = std::min(next_deadline_ns_, request.deadline_ns);
+    queue_[kept++] = waiting;
+  }
+  queue_.resize(kept);
+}
+
+void EngineLoop::publish() noexcept {
+  published_ns_ = monotonic_ns();
+  counters_.pages_used = static_cast<uint64_t>(sessions_.pages_used());
+  counters_.sessions = static_cast<uint64_t>(sessions_.resident());
+  shared_.counters.store(counters_);
+}
+
+}  // namespace ull

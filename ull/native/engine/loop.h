@@ -1,0 +1,91 @@
+// The engine thread: takes a request, prefills its prompt, decodes rounds, reports what happened. See loop.cpp, which
+// reads top to bottom.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "base/idle.h"
+#include "engine/shared.h"
+#include "engine/vocabulary.h"
+#include "exec/executor.h"
+#include "kv/session.h"
+
+namespace ull {
+
+class EngineLoop {
+ public:
+  struct Options {
+    int context = 0;                      // tokens, prompt and completion together
+    int core = -1;                        // core of the engine thread; -1: any
+    IdleMode idle = IdleMode::kAdaptive;
+    int64_t slow_cycle_ns = 10'000'000;   // cycles longer than this are counted
+    SessionCache::Options sessions;
+  };
+
+  EngineLoop(EngineShared& shared, Executor& executor, const Vocabulary& vocabulary, const Options& options);
+
+  // The body of the engine thread; returns once shared.stopping is set and every accepted request has ended.
+  void run() noexcept;
+
+ private:
+  // The request being served.
+  struct Run {
+    RequestSlot* request = nullptr;
+    uint32_t slot = kNoSlot;
+    Session* session = nullptr;
+    StopMatcher matcher;
+    int64_t last_round_ns = 0;
+    int32_t completed = 0;         // completion tokens accepted
+    int32_t announced = 0;         // of those, told to the io thread
+    int64_t unannounced_ns = 0;    // when token `announced` was accepted
+    int32_t first_logprob = -1;    // chain of the unannounced tokens' records
+    int32_t last_logprob = -1;
+    bool silent_last = false;
+  };
+
+  // Why a request ends; kNone: it goes on.
+  struct Ending {
+    FinishReason reason = FinishReason::kNone;
+    const char* error_code = nullptr;
+    const char* error_message = nullptr;
+    [[nodiscard]] explicit operator bool() const noexcept { return reason != FinishReason::kNone; }
+  };
+
+  [[nodiscard]] bool do_work() noexcept;
+  void idle() noexcept;
+
+  void serve(uint32_t slot) noexcept;
+  [[nodiscard]] Ending prefill() noexcept;
+  [[nodiscard]] Ending decode() noexcept;
+  [[nodiscard]] Ending accept_round(int32_t most) noexcept;
+  void announce() noexcept;
+  void end_running(const Ending& ending) noexcept;
+  void end(uint32_t slot, const Ending& ending, const EngineEvent& last) noexcept;
+
+  template <typename Start>
+  [[nodiscard]] Ending run_step(Start&& start) noexcept;
+  [[nodiscard]] Status wait_for_step() noexcept;
+  [[nodiscard]] Ending take_logprob(const RoundToken& token) noexcept;
+
+  [[nodiscard]] Ending attend(int64_t now) noexcept;
+  [[nodiscard]] Ending interruption(const RequestSlot& request, int64_t now) const noexcept;
+  void look_around(int64_t now) noexcept;
+  void publish() noexcept;
+
+  EngineShared& shared_;
+  Executor& executor_;
+  const Vocabulary& vocabulary_;
+  const Options options_;
+  SessionCache sessions_;
+  std::vector<uint32_t> queue_;    // slots that wait, in order of arrival; capacity: all of them
+  Run run_;
+  RoundResult result_;
+  EngineCounters counters_;
+  uint32_t seen_attention_ = 0;
+  int64_t next_deadline_ns_ = 0;   // the earliest in the queue
+  int64_t idle_since_ns_ = 0;
+  int64_t published_ns_ = 0;
+};
+
+}  // namespace ull

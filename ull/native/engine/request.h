@@ -1,0 +1,106 @@
+// One request from submission to its terminal event: a slot of a fixed pool. All its memory is allocated at start.
+//
+// Ownership moves with `state`: the control thread fills a free slot and submits it; the engine thread runs it and
+// writes its results; the io thread delivers them and frees the slot. What a later owner reads was published to it
+// by a ring. Only `cancel` is written by any thread.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "engine/text.h"
+#include "exec/executor.h"
+
+namespace ull {
+
+inline constexpr int kMaxStopIds = 32;
+inline constexpr int kMaxIdentity = 255;  // bytes of a ROUTER identity
+
+enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kTimeout, kError };
+
+[[nodiscard]] constexpr const char* finish_reason_name(FinishReason reason) noexcept {
+  switch (reason) {
+    case FinishReason::kNone: return "none";
+    case FinishReason::kStop: return "stop";
+    case FinishReason::kLength: return "length";
+    case FinishReason::kCancelled: return "cancelled";
+    case FinishReason::kTimeout: return "timeout";
+    case FinishReason::kError: return "error";
+  }
+  return "unknown";
+}
+
+// CLOCK_MONOTONIC nanoseconds; 0: did not happen.
+struct Timeline {
+  int64_t received_ns = 0;     // the io thread had read the request
+  int64_t admitted_ns = 0;     // the control plane had accepted it
+  int64_t started_ns = 0;      // the engine thread took it from the queue
+  int64_t prefilled_ns = 0;    // all of the prompt but its last token was in the cache
+  int64_t first_token_ns = 0;
+  int64_t last_token_ns = 0;
+  int64_t done_ns = 0;
+};
+
+// How a request ended; written by the engine thread before its final event.
+struct Outcome {
+  FinishReason reason = FinishReason::kNone;
+  int32_t cached_tokens = 0;
+  int32_t completion_tokens = 0;
+  const char* error_code = nullptr;     // static; null unless reason is kError or the engine stopped
+  const char* error_message = nullptr;  // static
+};
+
+enum class SlotState : uint8_t { kFree, kActive, kEnded };  // kEnded: its final event is on its way
+
+struct RequestSlot {
+  std::atomic<SlotState> state{SlotState::kFree};
+  std::atomic<bool> cancel{false};
+
+  // The request; immutable from submission on.
+  std::array<uint8_t, kMaxIdentity> identity;
+  uint8_t identity_size = 0;
+  uint64_t id = 0;
+  int32_t prompt_tokens = 0;
+  int32_t max_tokens = 0;  // cut to what the context leaves
+  Sampling sampling;       // its bias points to `bias`
+  std::array<LogitBias, kMaxLogitBias> bias;
+  std::array<int32_t, kMaxStopIds> stop_ids;
+  int32_t stop_id_count = 0;
+  StopSet stops;
+  int64_t deadline_ns = 0;  // CLOCK_MONOTONIC; 0: none
+
+  // The engine's results. tokens[prompt_tokens + i] is completion token i; it is written before the event that
+  // announces it and never changes, so the io thread reads ids from here however far it has fallen behind.
+  std::unique_ptr<int32_t[]> tokens;  // [context]
+  Timeline timeline;
+  Outcome outcome;
+
+  [[nodiscard]] std::span<const int32_t> prompt() const noexcept {
+    return {tokens.get(), static_cast<size_t>(prompt_tokens)};
+  }
+  [[nodiscard]] std::span<const uint8_t> client() const noexcept { return {identity.data(), identity_size}; }
+  [[nodiscard]] const int32_t* completion() const noexcept { return tokens.get() + prompt_tokens; }
+};
+
+// What the engine thread tells the io thread: completion tokens [index, index + count) of a slot have been accepted.
+struct EngineEvent {
+  int64_t time_ns = 0;     // when the first of them was accepted
+  uint32_t slot = 0;
+  int32_t index = 0;
+  int32_t count = 0;
+  int32_t logprobs = -1;   // first of a chain of `count` records in the LogprobPool; -1 if not asked for
+  bool silent_last = false;  // the last of them is a stop id: it has no text
+  bool final = false;      // the request has ended: slot.outcome is set, no further event follows
+};
+static_assert(sizeof(EngineEvent) == 32);
+
+// One token's logprobs, from the engine thread to the io thread, which gives it back.
+struct LogprobRecord {
+  RoundToken token;
+  int32_t next = -1;  // in the chain
+};
+
+}  // namespace ull

@@ -1,0 +1,97 @@
+#include "engine/scripted_executor.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/cpu.h"
+
+namespace ull {
+
+ScriptedExecutor::ScriptedExecutor(Options options) : options_(std::move(options)) {
+  const auto require = [](bool condition, const char* what) {
+    if (!condition) throw std::invalid_argument(what);
+  };
+  require(!options_.tokens.empty(), "tokens: must not be empty");
+  require(options_.tokens_per_round >= 1 && options_.tokens_per_round <= kMaxTokensPerRound,
+          "tokens_per_round: must be 1 to 65");
+  require(options_.vocabulary >= 1, "vocabulary: must be positive");
+  require(options_.context >= 2, "context: must be at least 2");
+  require(options_.page_count >= 1, "page_count: must be positive");
+  require(options_.prefill_chunk >= 1, "prefill_chunk: must be positive");
+  require(options_.round_ns >= 0 && options_.prefill_token_ns >= 0, "round_ns, prefill_token_ns: must not be negative");
+}
+
+void ScriptedExecutor::prepare() {
+  cache_.assign(static_cast<size_t>(options_.page_count) * kPageTokens, -1);
+  info_.vocabulary = options_.vocabulary;
+  info_.context = options_.context;
+  info_.page_count = options_.page_count;
+  info_.prefill_chunk = options_.prefill_chunk;
+  info_.kv_bytes = static_cast<int64_t>(cache_.size() * sizeof(int32_t));
+  info_.name = "scripted";
+}
+
+Status ScriptedExecutor::start_prefill(const PrefillStep& step) noexcept {
+  is_round_ = false;
+  for (int i = 0; i < step.count; ++i) cached(step.pages, step.start + i) = step.tokens[i];
+  return start(options_.prefill_token_ns * step.count);
+}
+
+Status ScriptedExecutor::start_round(const RoundStep& step) noexcept {
+  is_round_ = true;
+  round_ = step;
+  return start(options_.round_ns);
+}
+
+Status ScriptedExecutor::start(int64_t cost_ns) noexcept {
+  const int64_t step = steps_.load(std::memory_order_relaxed);
+  steps_.store(step + 1, std::memory_order_relaxed);
+  aborted_.store(false, std::memory_order_relaxed);
+  if (step == options_.fail_step) failed_ = true;
+  if (failed_) return Status::kExecutorFailed;
+  hanging_ = step == options_.hang_step;
+  ready_ns_ = cost_ns > 0 ? monotonic_ns() + cost_ns : 0;
+  return Status::kOk;
+}
+
+Status ScriptedExecutor::poll(RoundResult& result) noexcept {
+  while (hanging_ || (ready_ns_ != 0 && monotonic_ns() < ready_ns_)) {
+    if (!options_.ignore_abort && aborted_.load(std::memory_order_acquire)) return Status::kAborted;
+    if (!options_.blocking) return Status::kPending;
+    cpu_relax();
+  }
+  if (!is_round_) return Status::kOk;
+  result.count = std::min(options_.tokens_per_round, round_.max_tokens);
+  int32_t token = round_.token;
+  for (int i = 0; i < result.count; ++i) {
+    const int position = round_.position + i;
+    cached(round_.pages, position) = token;
+    token = next_token(round_.pages, position + 1);
+    RoundToken& out = result.tokens[i];
+    out.token = token;
+    if (round_.sampling->top_logprobs < 0) continue;
+    out.logprob = -0.5F;
+    out.top_count = round_.sampling->top_logprobs;
+    for (int rank = 0; rank < out.top_count; ++rank) {
+      out.top[rank] = {(token + rank) % options_.vocabulary, -0.5F - static_cast<float>(rank)};
+    }
+  }
+  return Status::kOk;
+}
+
+int32_t& ScriptedExecutor::cached(const int32_t* pages, int position) noexcept {
+  const auto page = static_cast<size_t>(pages[position / kPageTokens]);
+  return cache_[page * kPageTokens + static_cast<size_t>(position % kPageTokens)];
+}
+
+// The token that stands at `position`, given the cache of all positions before it.
+int32_t ScriptedExecutor::next_token(const int32_t* pages, int position) noexcept {
+  if (!options_.from_past) return options_.tokens[static_cast<size_t>(position) % options_.tokens.size()];
+  uint32_t hash = 2166136261U;  // FNV-1a
+  for (int past = 0; past < position; ++past) hash = (hash ^ static_cast<uint32_t>(cached(pages, past))) * 16777619U;
+  return static_cast<int32_t>(hash % static_cast<uint32_t>(options_.vocabulary));
+}
+
+}  // namespace ull

@@ -1,0 +1,61 @@
+// An executor without a model, for tests and benchmarks of everything around one. It keeps a real KV cache of token
+// ids in the pages it is given and reads a round's past back through the page table, so that a page that is missing,
+// stale or written by another session shows.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "exec/executor.h"
+
+namespace ull {
+
+class ScriptedExecutor : public Executor {
+ public:
+  struct Options {
+    std::vector<int32_t> tokens = {0};  // the token at position p is tokens[p % tokens.size()], ...
+    bool from_past = false;             // ... or, if true, a hash of all tokens before it: pages must be right
+    int tokens_per_round = 1;
+    int vocabulary = 32'000;
+    int context = 4096;
+    int page_count = 128;
+    int prefill_chunk = 256;
+    int64_t round_ns = 0;               // time that a round takes
+    int64_t prefill_token_ns = 0;       // time that prefill takes per token
+    bool blocking = false;              // poll() waits for the step to end, instead of saying kPending
+    int64_t fail_step = -1;             // this step (from 0, prefill chunks and rounds alike) fails, as do all after
+    int64_t hang_step = -1;             // this step never ends unless it is aborted
+    bool ignore_abort = false;
+  };
+
+  // Throws std::invalid_argument naming the option.
+  explicit ScriptedExecutor(Options options);
+
+  void prepare() override;
+  [[nodiscard]] const ExecutorInfo& info() const noexcept override { return info_; }
+  [[nodiscard]] Status start_prefill(const PrefillStep& step) noexcept override;
+  [[nodiscard]] Status start_round(const RoundStep& step) noexcept override;
+  [[nodiscard]] Status poll(RoundResult& result) noexcept override;
+  void abort() noexcept override { aborted_.store(true, std::memory_order_release); }
+
+  [[nodiscard]] int64_t steps() const noexcept { return steps_.load(std::memory_order_relaxed); }
+
+ private:
+  [[nodiscard]] Status start(int64_t cost_ns) noexcept;
+  [[nodiscard]] int32_t& cached(const int32_t* pages, int position) noexcept;
+  [[nodiscard]] int32_t next_token(const int32_t* pages, int position) noexcept;
+
+  const Options options_;
+  ExecutorInfo info_;
+  std::vector<int32_t> cache_;         // [page_count, kPageTokens] token fed at each position; -1: never written
+  std::atomic<bool> aborted_{false};
+  std::atomic<int64_t> steps_{0};      // started
+  bool failed_ = false;
+  bool hanging_ = false;
+  int64_t ready_ns_ = 0;               // when the step in flight ends; 0: at once
+  bool is_round_ = false;
+  RoundStep round_{};
+};
+
+}  // namespace ull

@@ -1,0 +1,113 @@
+// A transformer of the Llama family (Llama, Mistral, Qwen2, Qwen3) on the CPU. model.cpp reads like the maths.
+//
+// The forward pass is one function that every member of a thread team runs; barriers separate the steps. Bits do not
+// depend on the chunk, the page table, the number of threads or the instruction set.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/aligned.h"
+#include "base/status.h"
+#include "exec/cpu/attention.h"
+#include "exec/cpu/kernels.h"
+#include "exec/cpu/kv_cache.h"
+#include "exec/cpu/model_spec.h"
+#include "exec/cpu/panels.h"
+#include "exec/cpu/thread_team.h"
+#include "exec/cpu/weights.h"
+
+namespace ull::cpu {
+
+struct ModelOptions {
+  int threads = 1;
+  std::vector<int> cores;   // see ThreadTeam
+  std::string isa = "auto";
+  int chunk = 256;          // most tokens per forward()
+  int pages = 0;            // KV pages; 0: as many as one session of spec.context tokens needs
+  WeightStorage storage = WeightStorage::kResident;
+  int cache_layers = 0;     // layers that the KV pages hold; 0: all. 1: run layer by layer (evaluate)
+};
+
+enum class LogitsOf : uint8_t { kNone, kLast, kAll };
+
+struct ForwardStep {
+  const int32_t* tokens;  // [count], each in [0, vocabulary)
+  int count;              // 1 .. chunk
+  int start;              // position of tokens[0]
+  const int32_t* pages;   // page table, covers start + count - 1
+  LogitsOf logits_of;
+  float* logits;          // [1 or count][vocabulary], by logits_of
+};
+
+class Model {
+ public:
+  // Loads the weights and allocates everything. Throws std::invalid_argument (bad spec, tensors, options) and
+  // std::bad_alloc.
+  Model(ModelSpec spec, const ModelOptions& options);
+  Model(const Model&) = delete;
+  Model& operator=(const Model&) = delete;
+
+  [[nodiscard]] const ModelSpec& spec() const noexcept { return spec_; }
+  [[nodiscard]] const Kernels& kernels() const noexcept { return kernels_; }
+  [[nodiscard]] const ModelWeights& weights() const noexcept { return weights_; }
+  [[nodiscard]] const KvCache& cache() const noexcept { return cache_; }
+  [[nodiscard]] int chunk() const noexcept { return chunk_; }
+  [[nodiscard]] int pinned_threads() const noexcept { return team_.pinned(); }
+
+  // kOk, or kAborted if `abort` became true, which is looked at once per layer.
+  [[nodiscard]] Status forward(const ForwardStep& step, const std::atomic<bool>& abort) noexcept;
+
+  // The pieces of forward(), for a pass over the model layer by layer. hidden: [count][spec.hidden] f32, in and out.
+  void embed(const int32_t* tokens, int count, float* hidden) noexcept;
+  void run_layer(int layer, float* hidden, int count, int start, const int32_t* pages) noexcept;
+  void project(float* hidden, int count, float* logits) noexcept;  // [count][vocabulary]
+
+ private:
+  struct Scratch {
+    AlignedArray<float> normed;    // [hidden] one token's norm, made by every member for itself
+    AlignedArray<float> unpacked;  // [kUnpackedDepth][32] weights
+    AlignedArray<float> sums;      // [kMaxTileGroup][columns][32]
+  };
+
+  // Everything below is called by every member of the team.
+  void embed_tokens(int member, const int32_t* tokens) noexcept;
+  void layer(int member, int index) noexcept;
+  void logits(int member, const float* hidden, const Panels& panels, float* out) noexcept;
+  // RMS norm of the chunk, packed for `consumer`. Ends with a barrier unless each member made its own.
+  const float* normalize(int member, const float* hidden, const Panels& panels, const AlignedArray<float>& weight,
+                         const Matrix& consumer) noexcept;
+  // Multiplies this member's share of the row tiles and calls finish(tile, sums) for each `unit` tiles; sums is
+  // [unit][sums_tile], of which [token][32] is filled.
+  template <typename Finish>
+  void linear(int member, const Matrix& matrix, const float* x, const Panels& panels, int unit, Finish finish) noexcept;
+  void add_to_hidden(int member, const Matrix& matrix, const float* x) noexcept;
+  void activate(int member, const LayerWeights& weights, const float* x) noexcept;
+  void set_chunk(float* hidden, int count, int start, const int32_t* pages) noexcept;
+
+  ModelSpec spec_;
+  const Kernels& kernels_;
+  int chunk_;
+  ModelWeights weights_;
+  ThreadTeam team_;
+  KvCache cache_;
+  Attention attention_;
+
+  int qkv_stride_;               // rows of qkv, padded to tiles
+  AlignedArray<float> hidden_;   // [chunk][hidden] the residual stream
+  AlignedArray<float> qkv_;      // [chunk][qkv_stride]
+  AlignedArray<float> normed_;   // packed [columns][hidden]
+  AlignedArray<float> mixed_;    // packed [columns][max(heads * head_dim, intermediate)]
+  std::vector<Scratch> scratch_;  // [threads]
+
+  // The chunk in flight; written by member 0 before the team starts.
+  float* residual_ = nullptr;       // [count][hidden]
+  Panels panels_{1, 1, 1};
+  int start_ = 0;
+  const int32_t* pages_ = nullptr;
+  bool stop_ = false;  // member 0 has seen the abort flag; published by a barrier
+};
+
+}  // namespace ull::cpu

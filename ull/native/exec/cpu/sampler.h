@@ -1,0 +1,51 @@
+// The one rule of exec/sampling.h: bias, temperature, top-k, top-p, min-p, then argmax with Gumbel noise.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "base/aligned.h"
+#include "base/status.h"
+#include "exec/cpu/kernels.h"
+#include "exec/executor.h"
+#include "exec/sampling.h"
+
+namespace ull::cpu {
+
+class Sampler {
+ public:
+  // Allocates everything that sample() needs.
+  Sampler(const Kernels& kernels, int vocabulary);
+
+  // Draws the token at `position` from logits [vocabulary], which are changed on the way and restored. Fills
+  // token.logprob, top_count and top if logprobs are wanted. kExecutorFailed if a logit is not finite, or a bias made
+  // none of them so.
+  [[nodiscard]] Status sample(float* logits, int32_t position, const Sampling& sampling, RoundToken& token) noexcept;
+
+ private:
+  struct Candidate {
+    float adjusted;  // (logit - maximum) / temperature, at most 0
+    int32_t token;
+  };
+
+  // Log-softmax of the raw logits: of `token.token` and of the `count` best.
+  void report_logprobs(const float* logits, float maximum, int count, RoundToken& token) noexcept;
+  int draw(const float* logits, float maximum, int32_t position, const Sampling& sampling) noexcept;
+  // Candidates that pass top-k and top-p, the best first if top-p is on.
+  void select_candidates(const float* logits, float maximum, float inverse_temperature,
+                         const Sampling& sampling) noexcept;
+  // Appends every token whose rank bucket is at least `bucket`.
+  void collect(const float* logits, float maximum, float inverse_temperature, int bucket) noexcept;
+  void keep_best(int count) noexcept;
+  void keep_nucleus(float top_p, double total) noexcept;
+
+  const Kernels& kernels_;
+  const int vocabulary_;
+  std::vector<Candidate> candidates_;     // capacity: vocabulary
+  AlignedArray<float> probabilities_;     // [vocabulary] exp(adjusted), unnormalised
+  std::vector<int32_t> bucket_counts_;    // [kBuckets]
+  std::vector<double> bucket_masses_;     // [kBuckets]
+  std::vector<float> unbiased_;           // [kMaxLogitBias] logits to restore
+};
+
+}  // namespace ull::cpu

@@ -1,0 +1,80 @@
+// The executor contract: what runs the maths of an engine. One executor serves one stream at a time.
+//
+// prepare() allocates everything and may throw. After it: no allocation, no lock, no exception. Each step is
+// started, then polled until it is no longer kPending; one step is in flight at a time. abort() may be called from
+// another thread at any time and makes the step in flight end early with kAborted.
+//
+// A step reads the session's page table; the engine guarantees that it covers every position the step writes.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "base/status.h"
+#include "exec/sampling.h"
+#include "kv/page.h"
+
+namespace ull {
+
+inline constexpr int kMaxTokensPerRound = 65;    // widest tree (64) + the bonus token
+inline constexpr int kMaxTopLogprobs = 20;       // alternatives reported per token
+
+// What an engine offers to its users; filled by prepare().
+struct ExecutorInfo {
+  int vocabulary = 0;      // tokens
+  int context = 0;         // tokens a session can hold
+  int page_count = 0;      // KV pages in all
+  int prefill_chunk = 0;   // most tokens one start_prefill takes
+  int64_t weight_bytes = 0;
+  int64_t kv_bytes = 0;
+  const char* name = "";   // "cpu/avx512", "cpu/avx2", "cpu/portable", "scripted", ...
+};
+
+struct TokenLogprob {
+  int32_t token;
+  float logprob;  // natural log, of the model's own distribution (before temperature, bias and filters)
+};
+
+// One token that a round emitted.
+struct RoundToken {
+  int32_t token;
+  float logprob;    // valid if the request asked for logprobs
+  int32_t top_count;  // alternatives in `top`, at most Sampling::top_logprobs
+  TokenLogprob top[kMaxTopLogprobs];  // descending
+};
+
+struct PrefillStep {
+  const int32_t* tokens;   // [count] prompt tokens of positions [start, start + count)
+  int32_t count;           // 1 .. ExecutorInfo::prefill_chunk
+  int32_t start;           // position of tokens[0]
+  const int32_t* pages;    // page table: pages[p / kPageTokens] holds position p
+};
+
+// A decode round: feeds `token` at `position` and emits the token(s) that follow. The prompt's last token is fed by
+// the first round, so that a prompt of n tokens needs prefill of n - 1 and the first round yields the first token.
+struct RoundStep {
+  int32_t token;
+  int32_t position;        // position of `token`; the emitted tokens stand at position + 1, ...
+  const int32_t* pages;
+  const Sampling* sampling;
+  int32_t max_tokens;      // emit at most this many (>= 1)
+};
+
+struct RoundResult {
+  int32_t count = 0;       // tokens emitted
+  RoundToken tokens[kMaxTokensPerRound];
+};
+
+class Executor {
+ public:
+  virtual ~Executor() = default;
+  virtual void prepare() = 0;
+  [[nodiscard]] virtual const ExecutorInfo& info() const noexcept = 0;
+  [[nodiscard]] virtual Status start_prefill(const PrefillStep& step) noexcept = 0;
+  [[nodiscard]] virtual Status start_round(const RoundStep& step) noexcept = 0;
+  // Polls the step in flight. For a round that is kOk, `result` holds its tokens; prefill leaves it untouched.
+  [[nodiscard]] virtual Status poll(RoundResult& result) noexcept = 0;
+  virtual void abort() noexcept = 0;
+};
+
+}  // namespace ull

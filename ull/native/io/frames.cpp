@@ -1,0 +1,165 @@
+#include "io/frames.h"
+
+#include <algorithm>
+#include <string_view>
+
+#include "io/msgpack.h"
+
+namespace ull {
+namespace {
+
+constexpr size_t kTokenBytes = 5;                         // an id, encoded
+constexpr size_t kLogprobBytes = 64 + kMaxTopLogprobs * 16;  // one token's logprobs, encoded
+constexpr size_t kHeaderBytes = 2048;                     // everything else in a frame
+
+void pack_usage(MsgpackWriter& out, const RequestSlot& request) noexcept {
+  out.map(3);
+  out.text("prompt_tokens");
+  out.integer(static_cast<uint64_t>(request.prompt_tokens));
+  out.text("cached_tokens");
+  out.integer(static_cast<uint64_t>(request.outcome.cached_tokens));
+  out.text("completion_tokens");
+  out.integer(static_cast<uint64_t>(request.outcome.completion_tokens));
+}
+
+void pack_timeline(MsgpackWriter& out, const Timeline& timeline) noexcept {
+  const auto stamp = [&](std::string_view name, int64_t time_ns) {
+    out.text(name);
+    out.integer(static_cast<uint64_t>(time_ns));
+  };
+  out.map(7);
+  stamp("received_ns", timeline.received_ns);
+  stamp("admitted_ns", timeline.admitted_ns);
+  stamp("started_ns", timeline.started_ns);
+  stamp("prefilled_ns", timeline.prefilled_ns);
+  stamp("first_token_ns", timeline.first_token_ns);
+  stamp("last_token_ns", timeline.last_token_ns);
+  stamp("done_ns", timeline.done_ns);
+}
+
+void pack_error(MsgpackWriter& out, const Outcome& outcome) noexcept {
+  if (outcome.error_code == nullptr) {
+    out.nil();
+    return;
+  }
+  out.map(2);
+  out.text("code");
+  out.text(outcome.error_code);
+  out.text("message");
+  out.text(outcome.error_message);
+}
+
+// The members that the done frame and the control plane's record share: six pairs.
+void pack_end(MsgpackWriter& out, const RequestSlot& request) noexcept {
+  out.text("id");
+  out.integer(request.id);
+  out.text("finish_reason");
+  out.text(finish_reason_name(request.outcome.reason));
+  out.text("usage");
+  pack_usage(out, request);
+  out.text("timeline");
+  pack_timeline(out, request.timeline);
+  out.text("seed");
+  out.integer(request.sampling.seed);
+  out.text("error");
+  pack_error(out, request.outcome);
+}
+
+void pack_logprob(MsgpackWriter& out, const RoundToken& token) noexcept {
+  out.map(3);
+  out.text("token");
+  out.integer(static_cast<uint64_t>(token.token));
+  out.text("logprob");
+  out.real(token.logprob);
+  out.text("top");
+  out.array(static_cast<uint64_t>(token.top_count));
+  for (int rank = 0; rank < token.top_count; ++rank) {
+    out.array(2);
+    out.integer(static_cast<uint64_t>(token.top[rank].token));
+    out.real(token.top[rank].logprob);
+  }
+}
+
+}  // namespace
+
+FramePacker::FramePacker(const Vocabulary& vocabulary, const LogprobRecord* logprobs)
+    : vocabulary_(vocabulary),
+      logprobs_(logprobs),
+      // At least one token and the flush always fit.
+      text_capacity_(std::max(kFrameText, 2 * TextAssembler::text_bound(vocabulary.longest()))),
+      text_(std::make_unique_for_overwrite<char[]>(text_capacity_)),
+      buffer_(kHeaderBytes + text_capacity_ + kMaxFrameTokens * kTokenBytes + kMaxFrameLogprobs * kLogprobBytes) {}
+
+FramePacker::TokenFrame FramePacker::tokens(const RequestSlot& request, const Delivery& delivery) noexcept {
+  const bool with_logprobs = request.sampling.top_logprobs >= 0;
+  const int32_t pending = delivery.available - delivery.sent;
+  const int32_t most = std::min(pending, with_logprobs ? kMaxFrameLogprobs : kMaxFrameTokens);
+  const int32_t* ids = request.completion() + delivery.sent;
+
+  TokenFrame frame;
+  frame.assembler = delivery.assembler;
+  TextBuffer text{text_.get(), 0};
+  while (frame.count < most) {
+    const std::span<const uint8_t> piece = vocabulary_.text(ids[frame.count]);
+    // Room for this piece and the flush that may follow.
+    if (text.size + TextAssembler::text_bound(piece.size()) > text_capacity_) break;
+    const bool silent = delivery.silent_last && delivery.sent + frame.count + 1 == delivery.available;
+    if (!silent) frame.assembler.feed(piece, text);
+    ++frame.count;
+  }
+  frame.flushes = delivery.ended && frame.count == pending;
+  if (frame.flushes) frame.assembler.finish(text);
+  frame.text = text.size > 0;
+
+  MsgpackWriter out(buffer_);
+  out.map(with_logprobs ? 7 : 6);
+  out.text("type");
+  out.text("token");
+  out.text("id");
+  out.integer(request.id);
+  out.text("index");
+  out.integer(static_cast<uint64_t>(delivery.sent));
+  out.text("ids");
+  out.array(static_cast<uint64_t>(frame.count));
+  for (int32_t i = 0; i < frame.count; ++i) out.integer(static_cast<uint64_t>(ids[i]));
+  out.text("text");
+  out.text({text.data, text.size});
+  out.text("time_ns");
+  out.integer(static_cast<uint64_t>(frame.count > 0 ? delivery.pending_ns : request.timeline.last_token_ns));
+  if (with_logprobs) {
+    out.text("logprobs");
+    out.array(static_cast<uint64_t>(frame.count));
+    frame.next_logprob = delivery.first_logprob;
+    for (int32_t i = 0; i < frame.count; ++i) {
+      const LogprobRecord& record = logprobs_[frame.next_logprob];
+      pack_logprob(out, record.token);
+      frame.next_logprob = record.next;
+    }
+  }
+  frame.bytes = out.bytes();
+  return frame;
+}
+
+std::span<const uint8_t> FramePacker::done(const RequestSlot& request) noexcept {
+  MsgpackWriter out(buffer_);
+  out.map(7);
+  out.text("type");
+  out.text("done");
+  pack_end(out, request);
+  return out.bytes();
+}
+
+std::span<const uint8_t> FramePacker::ended(const RequestSlot& request, const Delivery& delivery) noexcept {
+  MsgpackWriter out(buffer_);
+  out.map(9);
+  out.text("identity");
+  out.binary(request.client());
+  pack_end(out, request);
+  out.text("delivered");
+  out.boolean(delivery.delivered);
+  out.text("client");
+  out.text(client_state_name(delivery.client));
+  return out.bytes();
+}
+
+}  // namespace ull

@@ -1,0 +1,93 @@
+// Sessions: KV pages that outlive the request that filled them, so that the next turn of a conversation prefills only
+// what is new. Everything is allocated at construction; after it nothing here allocates, locks or throws. One thread
+// (the engine's) uses it.
+//
+// Admission takes the resident session that shares the longest prefix with the prompt. If the prompt keeps at least
+// half of what that session holds (the next turn, a retry), the session is continued in place. Otherwise (another
+// conversation under the same system prompt) a new session shares its full pages, which are never written again, and
+// the old one stays whole. A page has a count of sessions that hold it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "kv/page.h"
+
+namespace ull {
+
+class PagePool {
+ public:
+  explicit PagePool(int page_count);
+
+  [[nodiscard]] int free_count() const noexcept { return static_cast<int>(free_.size()); }
+  [[nodiscard]] int page_count() const noexcept { return static_cast<int>(holders_.size()); }
+  [[nodiscard]] bool shared(int32_t page) const noexcept { return holders_[static_cast<size_t>(page)] > 1; }
+
+  // A page with one holder, or -1 if none is free.
+  [[nodiscard]] int32_t take() noexcept;
+  void hold(int32_t page) noexcept { ++holders_[static_cast<size_t>(page)]; }
+  void release(int32_t page) noexcept;
+
+ private:
+  std::vector<int32_t> free_;      // a stack: the page released last is the warmest
+  std::vector<uint16_t> holders_;  // [page_count] sessions that hold the page
+};
+
+class Session {
+ public:
+  // Tokens whose keys and values are certainly in the cache, by position.
+  [[nodiscard]] std::span<const int32_t> tokens() const noexcept { return tokens_; }
+  [[nodiscard]] int size() const noexcept { return static_cast<int>(tokens_.size()); }
+  // Page table: page_table()[p / kPageTokens] holds position p, for every reserved position.
+  [[nodiscard]] const int32_t* page_table() const noexcept { return pages_.data(); }
+  // Records tokens that a completed step has put into the cache, at positions size() and on.
+  void append(std::span<const int32_t> tokens) noexcept { tokens_.insert(tokens_.end(), tokens.begin(), tokens.end()); }
+
+ private:
+  friend class SessionCache;
+  std::vector<int32_t> tokens_;  // capacity: the context
+  std::vector<int32_t> pages_;   // capacity: pages of the context
+  uint64_t used_at_ = 0;         // admission count at the last use; 0: the session is free
+};
+
+class SessionCache {
+ public:
+  struct Options {
+    int page_count = 0;
+    int context = 0;       // most tokens a session holds
+    int max_sessions = 16;
+    bool reuse = true;     // false: every request starts cold
+  };
+
+  explicit SessionCache(const Options& options);
+
+  // The session that serves `prompt` ([>= 1] tokens); its size() tokens, at most prompt.size() - 1, are the prompt's
+  // cached prefix. One session is open at a time.
+  [[nodiscard]] Session& open(std::span<const int32_t> prompt) noexcept;
+
+  // Makes the page table of the open session cover positions [0, tokens), evicting other sessions, least recently
+  // used first. kOutOfPages if even that is not enough.
+  [[nodiscard]] Status reserve(Session& session, int tokens) noexcept;
+
+  // Ends the use of the open session; it stays resident if reuse is on and `keep` is true.
+  void close(Session& session, bool keep) noexcept;
+
+  [[nodiscard]] int pages_used() const noexcept { return pool_.page_count() - pool_.free_count(); }
+  [[nodiscard]] int resident() const noexcept;
+
+ private:
+  [[nodiscard]] Session* free_session() noexcept;
+  [[nodiscard]] Session* least_recently_used(const Session* except) noexcept;
+  void truncate(Session& session, int tokens) noexcept;
+  void evict(Session& session) noexcept;
+
+  PagePool pool_;
+  std::vector<Session> sessions_;
+  uint64_t admissions_ = 0;
+  bool reuse_;
+};
+
+}  // namespace ull

@@ -1,0 +1,310 @@
+// The engine loop's ordinary life: finish reasons, queue, sessions, speculation, counters, submission checks.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+
+#include "engine_fixture.h"
+
+namespace {
+
+using ull::FinishReason;
+using ull::test::Harness;
+using ull::test::ids;
+
+constexpr int kMillisecond = 1'000'000;
+
+// With this script the completion of a 26 n token prompt is "abcdefgh...".
+std::vector<int32_t> alphabet() { return ids("abcdefghijklmnopqrstuvwxyz"); }
+const std::vector<int32_t> kPrompt = ids("once upon a time there was");  // 26 tokens
+
+TEST(a_request_runs_to_its_length) {
+  Harness engine({.tokens = alphabet()});
+  auto request = Harness::request(1, kPrompt, 5);
+  request.received_ns = 11;
+  request.admitted_ns = 12;
+  engine.submit(request);
+  const auto& result = engine.wait(1);
+  CHECK_EQ(result.text(), "abcde");
+  CHECK(result.outcome.reason == FinishReason::kLength);
+  CHECK_EQ(result.outcome.cached_tokens, 0);
+  CHECK(result.outcome.error_code == nullptr);
+  const ull::Timeline& timeline = result.timeline;
+  CHECK_EQ(timeline.received_ns, 11);
+  CHECK_EQ(timeline.admitted_ns, 12);
+  CHECK(timeline.started_ns > 0);
+  CHECK(timeline.started_ns <= timeline.prefilled_ns);
+  CHECK(timeline.prefilled_ns <= timeline.first_token_ns);
+  CHECK(timeline.first_token_ns <= timeline.last_token_ns);
+  CHECK(timeline.last_token_ns <= timeline.done_ns);
+}
+
+TEST(a_full_context_ends_with_length) {
+  Harness engine({.tokens = alphabet(), .context = 64, .page_count = 4});
+  engine.submit(Harness::request(1, kPrompt, 1000));
+  CHECK_EQ(engine.wait(1).tokens.size(), 64U - 26U);
+  CHECK(engine.wait(1).outcome.reason == FinishReason::kLength);
+  engine.submit(Harness::request(2, std::vector<int32_t>(63, 'x'), 1000));
+  CHECK_EQ(engine.wait(2).tokens.size(), 1U);
+}
+
+TEST(fewer_pages_than_context_bound_the_context) {
+  Harness engine({.tokens = alphabet(), .context = 4096, .page_count = 2});
+  CHECK_EQ(engine.engine.context(), 128);
+  engine.submit(Harness::request(1, kPrompt, 1000));
+  CHECK_EQ(engine.wait(1).tokens.size(), 128U - 26U);
+  CHECK(engine.wait(1).outcome.reason == FinishReason::kLength);
+}
+
+TEST(a_stop_id_ends_the_request_and_has_no_text) {
+  Harness engine({.tokens = alphabet()});
+  auto request = Harness::request(1, kPrompt, 100);
+  request.stop_ids = {'x', 'd'};
+  engine.submit(request);
+  CHECK_EQ(engine.wait(1).text(), "abcd");
+  CHECK(engine.wait(1).outcome.reason == FinishReason::kStop);
+  CHECK(engine.wait(1).silent_last);
+}
+
+TEST(a_stop_string_over_token_borders_ends_exactly_there) {
+  for (const int tokens_per_round : {1, 3, 65}) {
+    Harness engine({.tokens = alphabet(), .tokens_per_round = tokens_per_round});
+    auto request = Harness::request(1, kPrompt, 100);
+    request.stops = {"zzz", "fgh"};
+    engine.submit(request);
+    const auto& result = engine.wait(1);
+    CHECK_EQ(result.text(), "abcdefgh");
+    CHECK(result.outcome.reason == FinishReason::kStop);
+    CHECK(!result.silent_last);
+  }
+}
+
+TEST(a_stop_in_the_last_allowed_token_is_a_stop) {
+  Harness engine({.tokens = alphabet(), .tokens_per_round = 4});
+  auto request = Harness::request(1, kPrompt, 4);
+  request.stop_ids = {'d'};
+  engine.submit(request);
+  CHECK(engine.wait(1).outcome.reason == FinishReason::kStop);
+}
+
+TEST(a_prompt_of_one_token_needs_no_prefill) {
+  Harness engine({.tokens = alphabet()});
+  engine.submit(Harness::request(1, std::vector<int32_t>{'q'}, 3));
+  CHECK_EQ(engine.wait(1).text(), "bcd");
+  CHECK_EQ(engine.executor.steps(), 3);
+}
+
+TEST(prefill_is_chunked) {
+  Harness engine({.tokens = alphabet(), .prefill_chunk = 10});
+  engine.submit(Harness::request(1, kPrompt, 1));
+  engine.wait(1);
+  CHECK_EQ(engine.executor.steps(), 3 + 1);
+}
+
+// The executor's tokens are a hash of everything before them, read through the page table: cached, cold, chunked and
+// speculative runs must all agree.
+TEST(cached_and_cold_requests_give_the_same_tokens) {
+  const auto prompt = [](int count, int variant) {
+    std::vector<int32_t> tokens;
+    for (int i = 0; i < count; ++i) tokens.push_back((i * 7 + (i > 150 ? variant : 0)) % 128);
+    return tokens;
+  };
+  Harness cold({.from_past = true, .context = 1024}, {.prefix_cache = false});
+  Harness warm({.from_past = true, .tokens_per_round = 7, .context = 1024, .page_count = 40, .prefill_chunk = 33});
+  uint64_t id = 0;
+  int cached = 0;
+  const auto both = [&](const std::vector<int32_t>& tokens) {
+    ++id;
+    for (Harness* engine : {&cold, &warm}) engine->submit(Harness::request(id, tokens, 90));
+    CHECK(cold.wait(id).tokens == warm.wait(id).tokens);
+    CHECK_EQ(cold.wait(id).outcome.cached_tokens, 0);
+    cached = warm.wait(id).outcome.cached_tokens;
+    auto conversation = tokens;
+    conversation.insert(conversation.end(), warm.wait(id).tokens.begin(), warm.wait(id).tokens.end());
+    return conversation;
+  };
+  auto first = both(prompt(300, 0));
+  CHECK_EQ(cached, 0);
+  first.push_back('!');
+  (void)both(first);
+  CHECK_EQ(cached, 300 + 90 - 1);
+  (void)both(prompt(300, 0));
+  CHECK_EQ(cached, 299);
+  const auto second = both(prompt(500, 5));  // shares 151 tokens: two full pages
+  CHECK_EQ(cached, 128);
+  (void)both(first);
+  CHECK_EQ(cached, 389);
+  (void)both(second);
+  CHECK_EQ(cached, 589);
+  for (int variant = 10; variant < 40; ++variant) (void)both(prompt(200 + 10 * variant, variant));
+  (void)both(second);
+  CHECK(warm.engine.stats().counters.prefix_hits > 20);
+}
+
+TEST(requests_are_served_in_order_of_arrival) {
+  Harness engine({.tokens = alphabet(), .round_ns = 50'000});
+  for (uint64_t id = 1; id <= 20; ++id) engine.submit(Harness::request(id, kPrompt, 3));
+  for (uint64_t id = 1; id <= 20; ++id) CHECK_EQ(engine.wait(id).text(), "abc");
+  for (uint64_t id = 2; id <= 20; ++id) {
+    CHECK(engine.results[id].timeline.started_ns >= engine.results[id - 1].timeline.done_ns);
+  }
+}
+
+TEST(a_full_queue_refuses) {
+  Harness engine({.tokens = alphabet(), .hang_step = 0}, {.queue_depth = 3});
+  for (uint64_t id = 1; id <= 4; ++id) engine.submit(Harness::request(id, kPrompt, 3));
+  engine.wait_for_steps(1);
+  CHECK_THROWS(engine.engine.submit(Harness::request(5, kPrompt, 3)), ull::QueueFull);
+  CHECK_EQ(engine.engine.stats().refused, 1U);
+  CHECK(engine.cancel(1));
+  for (uint64_t id = 1; id <= 4; ++id) engine.wait(id);
+  engine.submit(Harness::request(5, kPrompt, 3));
+  CHECK_EQ(engine.wait(5).text(), "abc");
+  CHECK(engine.engine.drained());
+}
+
+TEST(logprobs_come_with_every_token_even_when_records_run_short) {
+  Harness engine({.tokens = alphabet(), .tokens_per_round = 5, .context = 20'000, .page_count = 400});
+  auto request = Harness::request(1, kPrompt, 19'000);  // more than there are records
+  request.sampling.top_logprobs = 2;
+  engine.submit(request);
+  CHECK_EQ(engine.wait(1).tokens.size(), 19'000U);
+  CHECK_EQ(engine.wait(1).logprobs.size(), 19'000U);
+}
+
+// A full ring must not hold the engine up, nor lose a token: what could not be announced goes with the next event.
+TEST(an_io_thread_that_sleeps_through_a_request_loses_nothing) {
+  Harness engine({.tokens = alphabet(), .context = 30'000, .page_count = 600});
+  engine.submit(Harness::request(1, kPrompt, 29'000));
+  while (engine.engine.stats().queue_length > 0 || engine.engine.stats().running ||
+         engine.engine.stats().counters.started == 0) {
+    std::this_thread::yield();
+  }
+  CHECK_EQ(engine.wait(1).tokens.size(), 29'000U);
+  for (size_t i = 0; i < 29'000; ++i) REQUIRE(engine.results[1].tokens[i] == alphabet()[i % 26]);
+}
+
+TEST(counters_add_up) {
+  Harness engine({.tokens = alphabet(), .tokens_per_round = 2});
+  for (uint64_t id = 1; id <= 3; ++id) {
+    engine.submit(Harness::request(id, kPrompt, 10));
+    engine.wait(id);
+  }
+  engine.engine.stop();
+  const ull::EngineStats stats = engine.engine.stats();
+  CHECK_EQ(stats.submitted, 3U);
+  CHECK_EQ(stats.counters.started, 3U);
+  CHECK_EQ(stats.counters.length, 3U);
+  CHECK_EQ(stats.counters.prompt_tokens, 78U);
+  CHECK_EQ(stats.counters.cached_tokens, 50U);
+  CHECK_EQ(stats.counters.prefix_hits, 2U);
+  CHECK_EQ(stats.counters.completion_tokens, 30U);
+  CHECK_EQ(stats.counters.rounds, 15U);
+  CHECK_EQ(stats.counters.prefill_chunks, 1U);
+  CHECK_EQ(stats.counters.sessions, 1U);
+  CHECK_EQ(stats.queue_length, 0);
+  CHECK_EQ(engine.engine.round_ns().count(), 12U);
+  CHECK_EQ(stats.counters.longest_cycle_ns, engine.engine.round_ns().max());
+}
+
+TEST(slow_cycles_are_counted) {
+  Harness engine({.tokens = alphabet(), .round_ns = 3 * kMillisecond}, {.slow_cycle_us = 1000});
+  engine.submit(Harness::request(1, kPrompt, 4));
+  engine.wait(1);
+  engine.engine.stop();
+  CHECK_EQ(engine.engine.stats().counters.slow_cycles, 3U);
+  CHECK(engine.engine.stats().counters.longest_cycle_ns >= 3U * kMillisecond);
+}
+
+TEST(warming_up_leaves_no_trace) {
+  Harness engine({.from_past = true, .context = 300, .page_count = 8}, {}, /* start= */ false);
+  engine.engine.warm_up();
+  CHECK(engine.executor.steps() > 1);
+  engine.engine.start();
+  CHECK_THROWS(engine.engine.warm_up(), std::logic_error);
+  CHECK_THROWS(engine.engine.start(), std::logic_error);
+  engine.submit(Harness::request(1, std::vector<int32_t>(100, 0), 5));
+  CHECK_EQ(engine.wait(1).outcome.cached_tokens, 0);
+
+  Harness failing({.fail_step = 1}, {}, false);
+  CHECK_THROWS(failing.engine.warm_up(), std::runtime_error);
+  Harness tiny({.context = 2, .page_count = 1}, {}, false);
+  tiny.engine.warm_up();
+}
+
+TEST(submissions_are_checked) {
+  Harness engine({.tokens = alphabet(), .context = 128}, {.max_prompt = 100});
+  const auto refused = [&](auto&& spoil, std::string_view field) {
+    auto request = Harness::request(1, kPrompt, 5);
+    spoil(request);
+    try {
+      (void)engine.engine.submit(request);
+      ull::check::fail(__FILE__, __LINE__, "accepted a bad " + std::string(field));
+    } catch (const ull::InvalidRequest& error) {
+      CHECK_EQ(std::string_view(error.field), field);
+    }
+  };
+  using ull::Submission;
+  const std::vector<int32_t> long_prompt(101, 'x');
+  const std::vector<int32_t> foreign{1, 128};
+  const std::vector<int32_t> negative{-1};
+  const ull::LogitBias foreign_bias{128, 0};
+  const ull::LogitBias nan_bias{1, std::nanf("")};
+  refused([](Submission& r) { r.identity = {}; }, "identity");
+  refused([](Submission& r) { r.tokens = {}; }, "token_ids");
+  refused([&](Submission& r) { r.tokens = long_prompt; }, "token_ids");
+  refused([&](Submission& r) { r.tokens = foreign; }, "token_ids");
+  refused([&](Submission& r) { r.tokens = negative; }, "token_ids");
+  refused([](Submission& r) { r.max_tokens = 0; }, "max_tokens");
+  refused([](Submission& r) { r.sampling.temperature = -1; }, "temperature");
+  refused([](Submission& r) { r.sampling.temperature = std::nanf(""); }, "temperature");
+  refused([](Submission& r) { r.sampling.top_k = -1; }, "top_k");
+  refused([](Submission& r) { r.sampling.top_p = 0; }, "top_p");
+  refused([](Submission& r) { r.sampling.top_p = std::nanf(""); }, "top_p");
+  refused([](Submission& r) { r.sampling.min_p = 1.5; }, "min_p");
+  refused([](Submission& r) { r.sampling.top_logprobs = 21; }, "logprobs");
+  refused([](Submission& r) { r.sampling.bias_count = ull::kMaxLogitBias + 1; }, "logit_bias");
+  refused([&](Submission& r) { r.sampling.bias = &foreign_bias, r.sampling.bias_count = 1; }, "logit_bias");
+  refused([&](Submission& r) { r.sampling.bias = &nan_bias, r.sampling.bias_count = 1; }, "logit_bias");
+  refused([](Submission& r) { r.stop_ids.assign(33, 1); }, "stop_ids");
+  refused([](Submission& r) { r.stops.assign(17, "x"); }, "stop");
+  refused([](Submission& r) { r.stops = {""}; }, "stop");
+  CHECK_EQ(engine.engine.stats().submitted, 0U);
+  engine.submit(Harness::request(1, kPrompt, 5));
+  CHECK_EQ(engine.wait(1).text(), "abcde");
+}
+
+TEST(options_are_checked) {
+  const auto refused = [](const ull::EngineOptions& options) {
+    CHECK_THROWS(Harness({.tokens = {1}}, options), std::invalid_argument);
+  };
+  refused({.queue_depth = -1});
+  refused({.core = -2});
+  refused({.watchdog_ms = 0});
+  refused({.max_prompt = -1});
+  refused({.max_sessions = 0});
+  refused({.slow_cycle_us = 0});
+  CHECK_THROWS(ull::ScriptedExecutor({.tokens = {}}), std::invalid_argument);
+  CHECK_THROWS(ull::ScriptedExecutor({.tokens_per_round = 66}), std::invalid_argument);
+}
+
+TEST(requests_of_the_same_id_are_told_apart_by_their_client) {
+  Harness engine({.tokens = alphabet(), .hang_step = 0});
+  const uint8_t other[] = {'o'};
+  auto mine = Harness::request(1, kPrompt, 3);
+  auto theirs = mine;
+  theirs.identity = other;
+  engine.submit(mine);
+  engine.wait_for_steps(1);
+  (void)engine.engine.submit(theirs);
+  CHECK_THROWS(engine.engine.submit(mine), ull::InvalidRequest);
+  CHECK(engine.engine.cancel(other, 1));
+  while (engine.results[1].finals == 0) (void)engine.pump();
+  CHECK(engine.results[1].outcome.reason == FinishReason::kCancelled);
+  CHECK_EQ(engine.results[1].timeline.started_ns, 0);  // theirs, which never ran; mine still hangs
+  engine.results.clear();
+  CHECK(engine.cancel(1));
+  CHECK(engine.wait(1).timeline.started_ns > 0);
+}
+
+}  // namespace

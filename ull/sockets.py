@@ -1,0 +1,86 @@
+"""Who owns an ipc socket: one live daemon per path, and a dead one's path is free."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import stat
+from pathlib import Path
+
+from ull.errors import DaemonError
+
+_PROBE_S = 0.5
+
+
+class SocketClaim:
+    """Holds the right to bind the ipc socket `path`, by a lock on `path`.lock that dies with the process.
+
+    Raises DaemonError if another daemon holds it, something else listens there, or the path is no socket.
+    A socket file that a dead daemon has left is removed.
+    """
+
+    def __init__(self, path: Path, mode: int) -> None:
+        self.path = path
+        self._lock_path = path.with_name(path.name + ".lock")
+        self._descriptor = self._lock(mode)
+        try:
+            self._clear_way()
+        except BaseException:
+            self._unlock()
+            raise
+
+    def release(self) -> None:
+        """Removes the socket file and gives up the claim."""
+        self.path.unlink(missing_ok=True)
+        self._unlock()
+
+    def _lock(self, mode: int) -> int:
+        while True:
+            try:
+                descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+            except OSError as error:
+                raise DaemonError(f"cannot create {self._lock_path}: {error.strerror}", "listen") from error
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+                os.close(descriptor)
+                who = f"process {holder}" if holder else "another process"
+                raise DaemonError(f"{self.path} is held by a live daemon ({who})", "listen") from None
+            # The previous holder may have unlinked the file between our open and our lock.
+            try:
+                current = self._lock_path.stat()
+            except FileNotFoundError:
+                current = None
+            if current is not None and current.st_ino == os.fstat(descriptor).st_ino:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+                return descriptor
+            os.close(descriptor)
+
+    def _unlock(self) -> None:
+        self._lock_path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+    def _clear_way(self) -> None:
+        """Removes a dead daemon's socket. The lock says that no ull daemon lives; another program might."""
+        try:
+            kind = self.path.lstat().st_mode
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise DaemonError(f"cannot look at {self.path}: {error.strerror}", "listen") from error
+        if not stat.S_ISSOCK(kind):
+            raise DaemonError(f"{self.path} exists and is not a socket; it is not ours to remove", "listen")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(_PROBE_S)
+            try:
+                probe.connect(str(self.path))
+            except OSError as error:
+                if error.errno != errno.ECONNREFUSED:
+                    raise DaemonError(f"cannot probe {self.path}: {error}", "listen") from error
+            else:
+                raise DaemonError(f"{self.path} is in use: something listens on it", "listen")
+        self.path.unlink(missing_ok=True)

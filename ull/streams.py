@@ -1,0 +1,273 @@
+"""The client's half of the wire without a socket: which answers belong to which request.
+
+`Protocol` is shared by the synchronous and the asynchronous client. It never waits and never sends; the clients
+do, and feed every message they receive to `Protocol.receive`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ull import wire
+from ull.errors import ConnectionLost, RequestError, RequestFailed, UllError
+from ull.wire import Failure, Timeline, TokenLogprob, Usage
+
+Prompt = str | Sequence[int] | Sequence[wire.Message | Mapping[str, str]]
+
+
+class Token(msgspec.Struct, frozen=True, kw_only=True):
+    """What one token frame brought: usually one round's tokens, `text` being their whole characters.
+
+    `time_ns` is when the engine accepted ids[0], `received_ns` when the client took the frame; both are
+    CLOCK_MONOTONIC and comparable on one machine.
+    """
+
+    index: int
+    ids: list[int]
+    text: str
+    time_ns: int
+    received_ns: int
+    logprobs: list[TokenLogprob] | None = None
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished completion. `logprobs` has one entry per id where they were asked for."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str  # "stop" | "length" | "cancelled" | "timeout" | "error"
+    usage: Usage
+    timeline: Timeline
+    seed: int
+    logprobs: list[TokenLogprob] | None = None
+    error: Failure | None = None
+
+
+class StreamState:
+    """Everything known about one generate request of this client."""
+
+    def __init__(self, request_id: int, wants_logprobs: bool) -> None:
+        self.id = request_id
+        self.unread: deque[Token] = deque()
+        self.done: wire.Done | None = None
+        self.failure: UllError | None = None  # refused, or the connection was lost
+        self.abandoned = False  # nobody will read it: frames are dropped until the terminal one
+        self.on_change: Callable[[], None] | None = None
+        self._texts: list[str] = []
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprob] | None = [] if wants_logprobs else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether no further frame can come."""
+        return self.done is not None or self.failure is not None
+
+    def raise_failure(self) -> None:
+        """Raises what ended the stream, unless it ended well."""
+        if self.failure is not None:
+            raise self.failure.copy()  # a shared exception would collect every raiser's traceback
+        if self.done is not None and self.done.finish_reason == "error":
+            reason = self.done.error or Failure(code="internal", message="the engine failed")
+            failed = RequestFailed(reason.code, reason.message)
+            failed.partial = self._result(self.done)
+            raise failed
+
+    def result(self) -> Result:
+        """The completion of a finished stream. Raises what raise_failure raises."""
+        self.raise_failure()
+        if self.done is None:
+            raise RuntimeError("result() of a stream that has not finished")
+        return self._result(self.done)
+
+    def _result(self, done: wire.Done) -> Result:
+        return Result(
+            text="".join(self._texts),
+            token_ids=list(self._ids),
+            finish_reason=done.finish_reason,
+            usage=done.usage,
+            timeline=done.timeline,
+            seed=done.seed,
+            logprobs=self._logprobs,
+            error=done.error,
+        )
+
+    def take(self, reply: wire.Token, received_ns: int) -> None:
+        """Appends one token frame."""
+        if self.abandoned:
+            return
+        logprobs = None if reply.logprobs is msgspec.UNSET else reply.logprobs
+        self._texts.append(reply.text)
+        self._ids.extend(reply.ids)
+        if self._logprobs is not None and logprobs is not None:
+            self._logprobs.extend(logprobs)
+        self.unread.append(
+            Token(
+                index=reply.index,
+                ids=reply.ids,
+                text=reply.text,
+                time_ns=reply.time_ns,
+                received_ns=received_ns,
+                logprobs=logprobs,
+            )
+        )
+
+    def changed(self) -> None:
+        """Tells whoever waits for this stream that it has moved."""
+        if self.on_change is not None:
+            self.on_change()
+
+
+class Query:
+    """A health, info or stats request, or a cancel that awaits its acknowledgement."""
+
+    def __init__(self) -> None:
+        self.reply: wire.Reply | None = None
+        self.failure: UllError | None = None
+        self.on_change: Callable[[], None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer, or the reason why there will be none, is there."""
+        return self.reply is not None or self.failure is not None
+
+
+class Protocol:
+    """The live requests of one client, by id."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, StreamState] = {}
+        self._queries: dict[int, Query] = {}
+        self._next_id = 0
+
+    def new_id(self) -> int:
+        """An id that this client has not used."""
+        self._next_id += 1
+        return self._next_id
+
+    def open_stream(self, request: wire.Generate) -> StreamState:
+        """Registers `request`; its frames will be collected in the returned state."""
+        state = StreamState(request.id, request.logprobs is not None)
+        self._streams[request.id] = state
+        return state
+
+    def open_query(self, request_id: int) -> Query:
+        """Registers a request with a single answer."""
+        query = Query()
+        self._queries[request_id] = query
+        return query
+
+    def forget(self, request_id: int) -> None:
+        """Drops a request that was never sent, or whose answer no longer matters."""
+        self._streams.pop(request_id, None)
+        self._queries.pop(request_id, None)
+
+    def live_streams(self) -> list[int]:
+        """The ids of the streams that still await their terminal frame."""
+        return list(self._streams)
+
+    def receive(self, frames: Sequence[bytes], received_ns: int) -> None:
+        """Takes one message of the daemon; what belongs to no live request is ignored."""
+        if len(frames) != 2 or frames[0] != wire.VERSION:
+            self.fail_all(RequestError("bad_version", "the daemon speaks another protocol version"))
+            return
+        try:
+            reply = wire.decode_reply(frames[1])
+        except wire.WireError as error:
+            self.fail_all(RequestError("bad_message", f"the daemon's answer is not understood: {error}"))
+            return
+        if isinstance(reply, wire.Token):
+            if (stream := self._streams.get(reply.id)) is not None:
+                stream.take(reply, received_ns)
+                stream.changed()
+        elif isinstance(reply, wire.Done):
+            if (stream := self._streams.pop(reply.id, None)) is not None:
+                stream.done = reply
+                stream.changed()
+        elif isinstance(reply, wire.Error):
+            if reply.id is None:
+                self.fail_all(wire.error_of(reply))
+            else:
+                self._fail(reply.id, wire.error_of(reply))
+        elif (query := self._queries.pop(reply.id, None)) is not None:
+            query.reply = reply
+            if query.on_change is not None:
+                query.on_change()
+
+    def lost(self, url: str) -> None:
+        """The connection is gone, and with it everything in flight: a new connection is a new client."""
+        self.fail_all(ConnectionLost(f"the connection to {url} was lost while the request was in flight"))
+
+    def fail_all(self, error: UllError) -> None:
+        """Ends everything in flight with `error`."""
+        for request_id in [*self._streams, *self._queries]:
+            self._fail(request_id, error)
+
+    def _fail(self, request_id: int, error: UllError) -> None:
+        target = self._streams.pop(request_id, None) or self._queries.pop(request_id, None)
+        if target is not None:
+            target.failure = error
+            if target.on_change is not None:
+                target.on_change()
+
+
+def build_request(
+    request_id: int,
+    prompt: Prompt,
+    *,
+    max_tokens: int | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int | None,
+    stop: str | Sequence[str],
+    stop_ids: Sequence[int],
+    logit_bias: Mapping[int, float] | None,
+    logprobs: int | None,
+    ignore_eos: bool,
+    timeout: float | None,
+) -> wire.Generate:
+    """The message for one generate call. Values are checked by the daemon; only the prompt's kind is decided here.
+
+    Raises RequestError (field "prompt") where the prompt is no text, no list of messages and no list of ids.
+    """
+    request = wire.Generate(
+        id=request_id,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=[stop] if isinstance(stop, str) else list(stop),
+        stop_ids=list(stop_ids),
+        logit_bias=dict(logit_bias or {}),
+        logprobs=logprobs,
+        ignore_eos=ignore_eos,
+        timeout_ms=None if timeout is None else _milliseconds(timeout),
+    )
+    if isinstance(prompt, str):
+        request.prompt = prompt
+        return request
+    try:
+        items: list[Any] = list(prompt)
+        if items and isinstance(items[0], wire.Message | Mapping):
+            request.messages = [msgspec.convert(item, wire.Message, from_attributes=True) for item in items]
+        else:
+            request.token_ids = [int(item) for item in items]
+    except (TypeError, ValueError, msgspec.ValidationError) as error:
+        raise RequestError(
+            "bad_request", f"prompt must be a text, a list of messages {{role, content}} or of ids: {error}", "prompt"
+        ) from error
+    return request
+
+
+def _milliseconds(seconds: float) -> int:
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise RequestError("bad_request", f"timeout must be a positive number of seconds, not {seconds}", "timeout")
+    return max(1, math.ceil(seconds * 1000))

@@ -1,0 +1,312 @@
+"""The wire: one struct per message, as msgpack maps tagged by "type".
+
+A client's DEALER sends `[VERSION, payload]`, the daemon's ROUTER answers `[VERSION, payload]`. Unknown fields are
+ignored, so either side may grow. The io thread packs `token` and `done` natively (native/io/); the structs here are
+the same layout, frozen by golden bytes in tests/test_wire.py.
+
+Times are nanoseconds of CLOCK_MONOTONIC on the daemon's machine; 0 stands for "did not happen".
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Final, NoReturn, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from ull.errors import Busy, Draining, RequestError
+
+VERSION: Final = b"ull1"
+MAX_ID: Final = 2**64 - 1  # request ids and seeds are unsigned 64-bit numbers
+
+# Refused while decoding, before anything is allocated for the elements. The engine's own limits are tighter and
+# checked by admission, which can say more.
+_MAX_PROMPT_IDS = 1 << 20
+_MAX_MESSAGES = 1 << 14
+_MAX_STOPS = 1024
+_MAX_BIASES = 1 << 16
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """One turn of a chat; `role` and `content` go into the engine's chat template."""
+
+    role: str
+    content: str
+
+
+class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True):
+    """Asks for a completion of exactly one of `prompt`, `messages` and `token_ids`. Defaults are the daemon's."""
+
+    id: int  # chosen by the client, unique among its live requests
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(max_length=_MAX_MESSAGES)] | None = None
+    token_ids: Annotated[list[int], Meta(max_length=_MAX_PROMPT_IDS)] | None = None
+    max_tokens: int | None = None  # tokens; None: the daemon's default (256 unless configured)
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    seed: int | None = None  # None: drawn by the daemon and reported in `done`
+    stop: Annotated[list[str], Meta(max_length=_MAX_STOPS)] = []
+    stop_ids: Annotated[list[int], Meta(max_length=_MAX_STOPS)] = []
+    logit_bias: Annotated[dict[int, float], Meta(max_length=_MAX_BIASES)] = {}
+    logprobs: int | None = None  # None: none; 0: the chosen token's; n: and n alternatives
+    ignore_eos: bool = False
+    timeout_ms: int | None = None  # milliseconds from receipt; None: none
+
+
+class Cancel(msgspec.Struct, tag="cancel", kw_only=True):
+    """Ends the live request `id` of the same client; answered by `ack`."""
+
+    id: int
+
+
+class Health(msgspec.Struct, tag="health", kw_only=True):
+    """Asks whether the daemon serves; answered by `health`."""
+
+    id: int
+
+
+class Info(msgspec.Struct, tag="info", kw_only=True):
+    """Asks what the daemon serves; answered by `info`."""
+
+    id: int
+
+
+class Stats(msgspec.Struct, tag="stats", kw_only=True):
+    """Asks for counters and latencies; answered by `stats`."""
+
+    id: int
+
+
+class TokenLogprob(msgspec.Struct, kw_only=True):
+    """Natural log-probability of one emitted token, and of the most likely alternatives `[id, logprob]`."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class Token(msgspec.Struct, tag="token", kw_only=True):
+    """One round's tokens, or several rounds' where the client or the io thread fell behind."""
+
+    id: int
+    index: int  # of ids[0] among the completion's tokens
+    ids: list[int]
+    text: str  # whole UTF-8 characters only; may be empty
+    time_ns: int  # when ids[0] was accepted by the engine thread
+    logprobs: list[TokenLogprob] | UnsetType = UNSET
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Tokens of one request; `completion_tokens` counts every emitted id, a stop id included."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class Timeline(msgspec.Struct, kw_only=True):
+    """When things happened to one request (ns, CLOCK_MONOTONIC; 0: did not happen)."""
+
+    received_ns: int = 0
+    admitted_ns: int = 0
+    started_ns: int = 0
+    prefilled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    done_ns: int = 0
+
+
+class Failure(msgspec.Struct, kw_only=True):
+    """Why an accepted request ended with finish_reason "error"."""
+
+    code: str
+    message: str
+
+
+class Done(msgspec.Struct, tag="done", kw_only=True):
+    """The one terminal frame of an accepted request."""
+
+    id: int
+    finish_reason: str  # "stop" | "length" | "cancelled" | "timeout" | "error"
+    usage: Usage
+    timeline: Timeline
+    seed: int
+    error: Failure | None = None
+
+
+class Error(msgspec.Struct, tag="error", kw_only=True):
+    """A request was refused or a message not understood (`id` null); never follows an accepted request."""
+
+    id: int | None
+    code: str
+    message: str
+    field: str | None = None
+
+
+class Ack(msgspec.Struct, tag="ack", kw_only=True):
+    """Answers `cancel`; `known` is false where no such request was live."""
+
+    id: int
+    known: bool
+
+
+class HealthReply(msgspec.Struct, tag="health", kw_only=True):
+    """Answers `health`."""
+
+    id: int
+    status: str  # "ok" | "draining" | "stalled" | "failed"
+    uptime_ns: int
+    queue_length: int
+
+
+class InfoReply(msgspec.Struct, tag="info", kw_only=True):
+    """Answers `info`: the bundle's summary, the executor in use, the limits that admission enforces."""
+
+    id: int
+    engine: dict[str, Any]
+    executor: dict[str, Any]
+    limits: dict[str, Any]
+
+
+class StatsReply(msgspec.Struct, tag="stats", kw_only=True):
+    """Answers `stats`: counters since the start, latencies, the engine's and the io thread's own figures."""
+
+    id: int
+    requests: dict[str, Any]
+    latency: dict[str, Any]
+    engine: dict[str, Any]
+    io: dict[str, Any]
+
+
+Request = Generate | Cancel | Health | Info | Stats
+Reply = Token | Done | Error | Ack | HealthReply | InfoReply | StatsReply
+
+
+class Ended(msgspec.Struct, kw_only=True):
+    """The io thread's record of one accepted request that has ended (kind b"D"), for the log and the metrics."""
+
+    identity: bytes
+    id: int
+    finish_reason: str
+    usage: Usage
+    timeline: Timeline
+    seed: int
+    error: Failure | None = None
+    delivered: bool = True  # whether the terminal frame was handed to the client's connection
+    client: str = "ok"  # "ok" | "gone" | "stalled"
+
+
+class _Envelope(msgspec.Struct):
+    """What every message to the daemon has; decoded first, so that an answer can carry the id."""
+
+    type: str | None = None
+    id: msgspec.Raw = msgspec.Raw(b"\xc0")
+
+
+_encoder = msgspec.msgpack.Encoder()
+_envelope_decoder = msgspec.msgpack.Decoder(_Envelope)
+_id_decoder = msgspec.msgpack.Decoder(int)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_ended_decoder = msgspec.msgpack.Decoder(Ended)
+_request_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    "generate": msgspec.msgpack.Decoder(Generate),
+    "cancel": msgspec.msgpack.Decoder(Cancel),
+    "health": msgspec.msgpack.Decoder(Health),
+    "info": msgspec.msgpack.Decoder(Info),
+    "stats": msgspec.msgpack.Decoder(Stats),
+}
+_FIELD_PATH = re.compile(r"\$\.([a-z_]+)")
+_Decoded = TypeVar("_Decoded")
+
+
+class WireError(RequestError):
+    """A message that could not be decoded; `request_id` is its id where that much could be read."""
+
+    def __init__(self, code: str, message: str, field: str | None = None, request_id: int | None = None) -> None:
+        super().__init__(code, message, field)
+        self.request_id = request_id
+
+
+def encode(message: Request | Reply) -> bytes:
+    """The msgpack payload of `message`. Raises RequestError for a text that has no UTF-8 form (lone surrogates)."""
+    try:
+        return _encoder.encode(message)
+    except UnicodeError as error:
+        raise RequestError("bad_request", f"a text is not valid Unicode: {error}") from error
+    except (OverflowError, RecursionError) as error:
+        raise RequestError("bad_request", f"a number does not fit 64 bits: {error}") from error
+
+
+def encode_frames(message: Request | Reply) -> list[bytes]:
+    """The frames `[VERSION, payload]` of `message`."""
+    return [VERSION, encode(message)]
+
+
+def decode_request(payload: bytes | memoryview) -> Request:
+    """Decodes a client's message. Whatever the bytes are, the only exception is WireError."""
+    envelope = _decode(_envelope_decoder, payload, None)
+    request_id = _valid_id(envelope.id)
+    if envelope.type is None:
+        raise WireError("bad_message", 'the message has no field "type"', "type", request_id)
+    decoder = _request_decoders.get(envelope.type)
+    if decoder is None:
+        known = ", ".join(_request_decoders)
+        raise WireError("unknown_type", f"unknown type {envelope.type[:40]!r}; known: {known}", "type", request_id)
+    if request_id is None:
+        raise WireError("bad_request", "id must be an integer from 0 to 2^64 - 1", "id")
+    request: Request = _decode(decoder, payload, request_id)
+    return request
+
+
+def decode_reply(payload: bytes | memoryview) -> Reply:
+    """Decodes a daemon's message. Raises WireError (code "bad_message") for anything else."""
+    return _decode(_reply_decoder, payload, None)
+
+
+def decode_ended(payload: bytes | memoryview) -> Ended:
+    """Decodes the io thread's record of an ended request. Raises WireError if the two sides disagree."""
+    return _decode(_ended_decoder, payload, None)
+
+
+def error_of(reply: Error) -> RequestError:
+    """The exception that a client raises for an `error` message."""
+    if reply.code == "busy":
+        return Busy(reply.message, reply.field)
+    if reply.code == "draining":
+        return Draining(reply.message, reply.field)
+    return RequestError(reply.code, reply.message, reply.field)
+
+
+def _valid_id(raw: msgspec.Raw) -> int | None:
+    """The id if it is an integer from 0 to MAX_ID; undecoded until here, since it may be anything of any size."""
+    try:
+        value = _id_decoder.decode(raw)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    return value if value >= 0 else None
+
+
+def _decode(
+    decoder: msgspec.msgpack.Decoder[_Decoded], payload: bytes | memoryview, request_id: int | None
+) -> _Decoded:
+    """Runs a decoder; msgspec alone raises four families of exceptions on hostile bytes."""
+    try:
+        return decoder.decode(payload)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        match = _FIELD_PATH.search(text)
+        field = match[1] if match else None
+        _raise(error, "bad_request" if field and request_id is not None else "bad_message", text, field, request_id)
+    except UnicodeDecodeError as error:
+        _raise(error, "bad_message", "a text is not valid UTF-8", None, request_id)
+    except RecursionError as error:
+        _raise(error, "bad_message", "the message is nested too deeply", None, request_id)
+    except (msgspec.MsgspecError, ValueError, OverflowError) as error:
+        _raise(error, "bad_message", f"not a msgpack map: {error}", None, request_id)
+
+
+def _raise(cause: Exception, code: str, message: str, field: str | None, request_id: int | None) -> NoReturn:
+    raise WireError(code, message, field, request_id) from cause
