@@ -75,7 +75,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 def finish(name: str, samples: dict[str, Any], checks: list[Check], json_path: Path | None) -> None:
     """Prints the tables, writes the JSON object and exits: 0 only if every `must` holds."""
-    console = Console()
+    console = Console(width=max(118, Console().width))
     distributions = {key: row for key, row in samples.items() if isinstance(row, dict) and "p50" in row}
     if distributions:
         table = Table(title=f"{name}: distributions")

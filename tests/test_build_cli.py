@@ -393,7 +393,7 @@ def test_an_interrupted_build_leaves_no_half_bundle(
     process.send_signal(number)
     out, error = process.communicate(timeout=60)
     assert process.returncode == 130, (out, error)
-    assert error == "ull-build: interrupted; nothing was written\n"
+    assert error == "ull-build: interrupted; no half bundle is left\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["large"] + ["x.ull"] * replaces
     if replaces:
         assert open_bundle(output, verify="hashes").manifest.model.hidden == 48
@@ -413,7 +413,7 @@ def test_an_interrupted_evaluation_leaves_no_half_bundle(tmp_path: Path) -> None
             break
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (130, "ull-build: interrupted; nothing was written\n")
+    assert (process.returncode, error) == (130, "ull-build: interrupted; no half bundle is left\n")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ull-build: error: {error.strerror or error}{place}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
-        print("ull-build: interrupted; nothing was written", file=sys.stderr)
+        print("ull-build: interrupted; no half bundle is left", file=sys.stderr)
         return EXIT_INTERRUPTED
     if not options.quiet:
         print_summary(result)

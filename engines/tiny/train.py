@@ -55,8 +55,8 @@ CHAT_TEMPLATE = (
 
 SAMPLE_PROMPTS = (
     "def count_words(text):\n    \"\"\"Return",
-    "class Stack:\n    \"\"\"",
-    "# user: Return the largest item of a list.\n# assistant:\n",
+    "import os\nimport sys\n\n\nclass FileReader:\n    def __init__(self, path):\n",
+    "# user: Return the size of a file.\n# assistant:\n",
 )
 
 
@@ -78,7 +78,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Training length, sized for about 33 minutes on 2 cores with AMX; the rate is constant, then falls to zero."""
+    """Training length, 26 minutes measured on 2 cores with AMX; the rate is constant, then falls to zero."""
 
     steps: int = 2000
     warmup_steps: int = 60
@@ -433,7 +433,7 @@ def heldout_loss(model: Llama, tokens: torch.Tensor, window: int, stride: int) -
 @torch.inference_mode()
 def generate(model: Llama, tokenizer: Tokenizer, prompt: str, count: int, temperature: float, context: int) -> str:
     """Continue `prompt` by up to `count` tokens; temperature 0 is greedy."""
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(1)
     tokens = tokenizer.encode(prompt).ids
     ends = {tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(END)}
     for _ in range(count):

@@ -219,16 +219,18 @@ TEST(storm) {
   const auto below = [&](uint32_t limit) { return random() % limit; };
   std::map<uint64_t, std::vector<int32_t>> prompts;
   std::map<std::vector<int32_t>, std::vector<int32_t>> truth;
-  for (uint64_t id = 1; id <= 1500; ++id) {
+  for (uint64_t id = 1; id <= 1000; ++id) {
     std::vector<int32_t> prompt(1 + below(300), static_cast<int32_t>(below(3)));
     auto request = Harness::request(id, prompt, static_cast<int>(1 + below(60)));
     if (below(5) == 0) request.deadline_ns = ull::monotonic_ns() + below(400'000);
     if (below(5) == 0) request.stop_ids = {static_cast<int32_t>(below(128))};
-    try {
-      engine.submit(request);
-      prompts[id] = prompt;
-    } catch (const ull::QueueFull&) {
-      while (!engine.pump()) std::this_thread::yield();
+    while (prompts.count(id) == 0) {
+      try {
+        engine.submit(request);
+        prompts[id] = prompt;
+      } catch (const ull::QueueFull&) {
+        while (!engine.pump()) std::this_thread::yield();
+      }
     }
     if (below(3) == 0) (void)engine.cancel(id - below(3));
     for (uint32_t i = below(40); i-- > 0;) (void)engine.pump();
@@ -236,7 +238,6 @@ TEST(storm) {
   for (const auto& [id, prompt] : prompts) engine.wait(id);
   while (engine.pump()) {
   }
-  CHECK(prompts.size() > 200);
   for (const auto& [id, prompt] : prompts) {
     const auto& result = engine.results[id];
     CHECK_EQ(result.finals, 1);

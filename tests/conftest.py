@@ -1,0 +1,93 @@
+"""Fixtures that several test files share: the tiny engine's bundle, and daemons that end with their test."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+if str(ROOT / "build") not in sys.path:
+    sys.path.append(str(ROOT / "build"))  # for a checkout that is not installed
+
+from ull.spawn import DaemonProcess  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """engines/tiny.toml, built without its evaluation."""
+    from ull_build.build import build, settings_from_recipe
+    from ull_build.recipe import load_recipe
+
+    output = tmp_path_factory.mktemp("engines") / "tiny.ull"
+    recipe = load_recipe(ROOT / "engines/tiny.toml", {"output": str(output)})
+    return build(settings_from_recipe(recipe, evaluate=False)).path
+
+
+class Daemon(DaemonProcess):
+    """A daemon under test, whose log is JSON."""
+
+    def __init__(self, bundle: Path, **options: Any) -> None:
+        options["arguments"] = ["--set", "log.format=json", "--threads", "1", *options.get("arguments", ())]
+        super().__init__(bundle, **options)
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        """The log's lines of these kinds ("request", "refused", "ready", ...), in order."""
+        events = [json.loads(line) for line in self.log_lines()]
+        return [event for event in events if event["event"] in kinds]
+
+    def wait_events(self, kind: str, count: int) -> list[dict[str, Any]]:
+        """The lines of one kind once there are at least `count`; fails after 20 seconds."""
+        deadline = time.monotonic() + 20
+        while len(self.events(kind)) < count:
+            assert time.monotonic() < deadline, f"{count} x {kind} never logged: {self.log_lines()}"
+            time.sleep(0.005)
+        return self.events(kind)
+
+    def check_log(self) -> None:
+        """One line per accepted request, and no complaint of the daemon about itself."""
+        assert not [event for event in self.events("internal", "engine") if event["level"] == "error"]
+        keys = [(event["client"], event["id"]) for event in self.events("request")]
+        stopped = self.events("stopped")
+        if stopped:
+            assert (stopped[-1]["accepted"], stopped[-1]["unfinished"]) == (len(keys), 0)
+
+
+Spawn = Callable[..., Daemon]
+
+
+@pytest.fixture
+def spawn(tiny_bundle: Path, tmp_path: Path) -> Iterator[Spawn]:
+    """Starts daemons: spawn(*arguments, url=..., script={...}). A script replaces the model by a scripted executor.
+
+    At the end of the test each must stop cleanly, with one log line per accepted request.
+    """
+    daemons: list[Daemon] = []
+
+    def start(*arguments: str, script: dict[str, Any] | None = None, **options: Any) -> Daemon:
+        home = tmp_path / f"daemon{len(daemons)}"
+        home.mkdir()
+        if script is not None:
+            os.environ["ULL_TEST_SCRIPT"] = json.dumps(script)
+            options["command"] = [sys.executable, str(ROOT / "tests/scripted_daemon.py")]
+        daemons.append(Daemon(options.pop("bundle", tiny_bundle), directory=home, arguments=arguments, **options))
+        return daemons[-1]
+
+    yield start
+    for daemon in daemons:
+        if daemon.process.returncode is None:
+            assert daemon.stop() == 0
+            daemon.check_log()
+
+
+@pytest.fixture(scope="module")
+def shared_daemon(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """One daemon on the tiny engine for all tests of a module that leave it as they found it."""
+    with Daemon(tiny_bundle, directory=tmp_path_factory.mktemp("daemon")) as daemon:
+        yield daemon
+        assert daemon.stop() == 0
+        daemon.check_log()
