@@ -19,69 +19,61 @@ from synthetic import synthetic_bundle
 
 import ull
 
-PROMPT_TOKENS = 512
-NEW_TOKENS = 256
+DECODE = (32, 256)  # prompt and new tokens where decode is measured: short, so that the weights dominate
+PREFILL = (512, 8)  # ... where prefill is
 REPEATS = 10
 BLOCKS = 3  # alternating with the peer
 LARGE_TOKENS = 48
 TITLE = "cpu"
 
 
-def our_block(url: str, vocabulary: int, repeats: int) -> tuple[list[float], list[float]]:
-    """(decode ITL, prefill time) of `repeats` requests by the engine's own clock, microseconds; the first is left out.
+def our_block(url: str, vocabulary: int, prompt_tokens: int, new_tokens: int) -> dict[str, list[float]]:
+    """Decode (mean ITL of a request) and prefill by the engine's own clock, microseconds; one warm-up is left out.
 
-    Every prompt is random, so no prefix is cached; ITL is the mean over one request's tokens after the first.
+    Every prompt is random, so no prefix is cached.
     """
     generator = np.random.default_rng(0)
-    decode, prefill = [], []
+    times: dict[str, list[float]] = {"decode": [], "prefill": []}
     with ull.Client(url) as client:
-        for repeat in range(repeats + 1):
-            prompt = generator.integers(3, vocabulary, PROMPT_TOKENS).tolist()
-            result = client.generate(prompt, max_tokens=NEW_TOKENS, ignore_eos=True).result()
+        for repeat in range(REPEATS + 1):
+            prompt = generator.integers(3, vocabulary, prompt_tokens).tolist()
+            timeline = client.generate(prompt, max_tokens=new_tokens, ignore_eos=True).result().timeline
             if repeat > 0:
-                timeline = result.timeline
-                decode.append((timeline.last_token_ns - timeline.first_token_ns) / 1e3 / (NEW_TOKENS - 1))
-                prefill.append((timeline.prefilled_ns - timeline.started_ns) / 1e3)
-    return decode, prefill
+                times["decode"].append((timeline.last_token_ns - timeline.first_token_ns) / 1e3 / (new_tokens - 1))
+                times["prefill"].append((timeline.prefilled_ns - timeline.started_ns) / 1e3)
+    return times
 
 
-def peer_block(python: Path, threads: int) -> dict[str, list[int]]:
-    """llama.cpp's times on the same shape, ns."""
+def peer_block(python: Path, threads: int, prompt_tokens: int, new_tokens: int) -> dict[str, list[float]]:
+    """llama.cpp's times on the same shape, microseconds."""
     gguf = ROOT / ".cache/bench/tiny-q8_0.gguf"
     gguf.parent.mkdir(parents=True, exist_ok=True)
     script = ROOT / "bench/peers/llama_cpp_peer.py"
-    numbers = [threads, PROMPT_TOKENS, NEW_TOKENS, REPEATS]
+    numbers = [threads, prompt_tokens, new_tokens, REPEATS]
     command = [python, script, ROOT / "engines/tiny", gguf, *(str(number) for number in numbers)]
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
-    return json.loads(output.splitlines()[-1])  # type: ignore[no-any-return]
+    times = json.loads(output.splitlines()[-1])
+    steps = np.array(times["decode_ns"]).reshape(REPEATS, new_tokens)
+    return {"decode": (steps.mean(axis=1) / 1e3).tolist(), "prefill": (np.array(times["prefill_ns"]) / 1e3).tolist()}
 
 
 def tiny_against_peer(threads: int, peer: Path | None, samples: dict[str, Any], checks: list[Check]) -> None:
     """Decode and prefill of the tiny engine, side by side with llama.cpp."""
-    decode: list[float] = []
-    prefill: list[float] = []
-    peer_decode: list[float] = []
-    peer_prefill: list[float] = []
-    with serve(tiny_bundle(), engine__threads=threads) as daemon:
-        for _ in range(BLOCKS):
-            ours = our_block(daemon.url, 4096, REPEATS)
-            decode += ours[0]
-            prefill += ours[1]
-            if peer:
-                theirs = peer_block(peer, threads)
-                steps = np.array(theirs["decode_ns"]).reshape(REPEATS, NEW_TOKENS)
-                peer_decode += (steps.mean(axis=1) / 1e3).tolist()
-                peer_prefill += (np.array(theirs["prefill_ns"]) / 1e3).tolist()
     label = f"{threads} thread{'s' if threads > 1 else ''}"
-    samples[f"ull decode, {label} (us/token)"] = percentiles(decode)
-    samples[f"ull prefill {PROMPT_TOKENS}, {label} (us)"] = percentiles(prefill)
-    if peer:
-        samples[f"llama.cpp decode, {label} (us/token)"] = percentiles(peer_decode)
-        samples[f"llama.cpp prefill {PROMPT_TOKENS}, {label} (us)"] = percentiles(peer_prefill)
-        ratio = float(np.median(decode) / np.median(peer_decode))
-        checks.append(Check(f"decode time, ull / llama.cpp, {label}", ratio, "x", must=1.0))
-        ratio = float(np.median(prefill) / np.median(peer_prefill))
-        checks.append(Check(f"prefill time, ull / llama.cpp, {label}", ratio, "x", must=1.5))
+    bars = {"decode": (DECODE, "us/token", 1.0), "prefill": (PREFILL, f"us/{PREFILL[0]} tokens", 1.5)}
+    with serve(tiny_bundle(), engine__threads=threads) as daemon:
+        for phase, (shape, unit, must) in bars.items():
+            ours: list[float] = []
+            theirs: list[float] = []
+            for _ in range(BLOCKS):
+                ours += our_block(daemon.url, 4096, *shape)[phase]
+                if peer:
+                    theirs += peer_block(peer, threads, *shape)[phase]
+            samples[f"ull {phase}, {label} ({unit})"] = percentiles(ours)
+            if peer:
+                samples[f"llama.cpp {phase}, {label} ({unit})"] = percentiles(theirs)
+                ratio = float(np.median(ours) / np.median(theirs))
+                checks.append(Check(f"{phase} time, ull / llama.cpp, {label}", ratio, "x", must=must))
 
 
 def share_of_bandwidth(threads: int, samples: dict[str, Any], checks: list[Check]) -> None:

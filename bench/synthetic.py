@@ -59,9 +59,10 @@ def synthetic_bundle() -> Path:
                 columns = plan[name.removesuffix("scale") + "weight"].shape[1]
                 writer.write(name, np.full(count, 1 / (150 * math.sqrt(columns)), np.float32))
             elif name.endswith("norm"):
-                writer.write(name, np.ones(count, ml_dtypes.bfloat16))
+                writer.write(name, np.ones(count, ml_dtypes.bfloat16).view(np.uint16))
             else:
-                writer.write(name, (generator.standard_normal(count, np.float32) * 0.02).astype(ml_dtypes.bfloat16))
+                values = (generator.standard_normal(count, np.float32) * 0.02).astype(ml_dtypes.bfloat16)
+                writer.write(name, values.view(np.uint16))
         weights = writer.finish()
     files = {**tiny.manifest.files, WEIGHTS_FILE: weights}
     manifest = msgspec.structs.replace(

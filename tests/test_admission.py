@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import CHAT_TEMPLATE, tokenizer_json
 
+from checkpoints import CHAT_TEMPLATE, tokenizer_json
 from ull.admission import Admission, Limits
 from ull.errors import RequestError
 from ull.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ def refusal(admission: Admission, **fields: Any) -> RequestError:
         ({"logit_bias": {5: math.inf}}, "logit_bias", "of id 5"),
         ({"logit_bias": {5: 1e30}}, "logit_bias", "of id 5"),
         ({"logit_bias": {400: 1.0}}, "logit_bias", "id 400 is outside"),
-        ({"logit_bias": {id: -math.inf for id in range(VOCABULARY)}}, "logit_bias", "bans every token"),
+        ({"logit_bias": dict.fromkeys(range(VOCABULARY), -math.inf)}, "logit_bias", "bans every token"),
         ({"logprobs": -1}, "logprobs", "from 0 to 20, not -1"),
         ({"logprobs": 21}, "logprobs", "not 21"),
         ({"timeout_ms": 0}, "timeout_ms", "not 0"),

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import BOS, CHAT_TEMPLATE, tokenizer_json
 
+from checkpoints import BOS, CHAT_TEMPLATE, tokenizer_json
 from ull.errors import RequestError, TokenizerError
 from ull.tokenizer import Tokenizer
 from ull.wire import Message
@@ -54,8 +54,8 @@ def test_whitespace_is_trimmed_as_transformers_does(tmp_path: Path) -> None:
 
 def test_extensions_that_templates_rely_on(tmp_path: Path) -> None:
     template = (
-        "{% for m in messages %}{% if m.role == 'skip' %}{% continue %}{% endif %}{{ m | tojson }}{% break %}{% endfor %}"
-        "{{ strftime_now('%Y') | length }}"
+        "{% for m in messages %}{% if m.role == 'skip' %}{% continue %}{% endif %}"
+        "{{ m | tojson }}{% break %}{% endfor %}{{ strftime_now('%Y') | length }}"
     )
     turns = [Message(role="skip", content=""), Message(role="user", content="<é>")]
     assert make(tmp_path, template=template).render(turns) == '{"role": "user", "content": "<é>"}4'

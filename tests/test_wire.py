@@ -174,9 +174,7 @@ def test_arbitrary_bytes_raise_nothing_else(payload: bytes) -> None:
             assert error.code in {"bad_message", "bad_request", "unknown_type"}
 
 
-@given(
-    st.sampled_from([golden for _, golden in GOLDEN_REQUESTS]), st.integers(min_value=0), st.integers(0, 255)
-)
+@given(st.sampled_from([golden for _, golden in GOLDEN_REQUESTS]), st.integers(min_value=0), st.integers(0, 255))
 def test_flipped_bytes_raise_nothing_else(golden: str, place: int, value: int) -> None:
     payload = bytearray.fromhex(golden)
     payload[place % len(payload)] = value

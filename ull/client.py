@@ -1,4 +1,4 @@
-"""The synchronous client: one zmq socket, poll, no threads. The one to use where the tail counts.
+"""The synchronous client: one zmq socket, blocking receives, no threads. The one to use where the tail counts.
 
     with ull.Client("ipc:///tmp/ull.sock") as client:
         for token in client.generate("def main():", max_tokens=64):
@@ -26,6 +26,7 @@ from ull.streams import Prompt, Protocol, Query, Result, StreamState, Token, bui
 
 # Past the request's own timeout, which the daemon enforces, the client waits this much longer for the terminal frame.
 GRACE_S = 5.0
+_WATCH_MS = 50  # a wait for messages looks at the connection's state this often
 
 
 class Stream:
@@ -126,8 +127,6 @@ class Client:
         self._connect_timeout = connect_timeout
         self._query_timeout = query_timeout
         self._link = Link(url, context)
-        self._poller = zmq.Poller()
-        self._polled = 0  # the link's generation that the poller knows
 
     @property
     def url(self) -> str:
@@ -225,27 +224,23 @@ class Client:
             raise ConnectionLost("the client is closed")
         if self._dropped:
             self._flush_dropped()
-        if deadline is None:
-            timeout_ms = None
-        else:
-            timeout_ms = max(0, int((deadline - time.monotonic()) * 1000 + 0.999))
-        if self._polled != self._link.generation:
-            self._poller = zmq.Poller()
-            self._poller.register(self._link.socket, zmq.POLLIN)
-            self._poller.register(self._link.monitor, zmq.POLLIN)
-            self._polled = self._link.generation
-        moved = False
-        for socket, _ in self._poller.poll(timeout_ms):
-            self._busy = True
-            try:
-                moved |= (
-                    self._link.receive(self._protocol)
-                    if socket is self._link.socket
-                    else self._link.watch(self._protocol)
-                )
-            finally:
-                self._busy = False
-        return moved
+        while True:
+            remaining_ms = _WATCH_MS if deadline is None else int((deadline - time.monotonic()) * 1000 + 0.999)
+            if self._receive(max(0, min(remaining_ms, _WATCH_MS))):
+                return True
+            if deadline is not None and remaining_ms <= _WATCH_MS:
+                return False
+
+    def _receive(self, wait_ms: int) -> bool:
+        """Takes in messages and the connection's changes, waiting at most `wait_ms`; whether there were any."""
+        if not self._link.connected:
+            self._link.monitor.poll(wait_ms)  # nothing can arrive before the connection does
+            wait_ms = 0
+        self._busy = True
+        try:
+            return self._link.receive(self._protocol, wait_ms) or self._link.watch(self._protocol)
+        finally:
+            self._busy = False
 
     def _send(self, frames: list[bytes]) -> None:
         """Sends, waiting up to the connect timeout for a connection. Raises ConnectionLost if there is none."""

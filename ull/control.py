@@ -222,6 +222,8 @@ class ControlPlane:
             self._engine.submit(identity, request.id, np.asarray(ids, np.int32), params)
         except _native.QueueFull:
             raise Busy() from None
+        except _native.InvalidRequest as error:  # a limit of the engine that admission does not know
+            raise RequestError("bad_request", str(error), error.field) from None
         except _native.EngineClosed as error:
             raise RequestError("internal", f"the engine takes no requests: {error}") from None
         self._live.add((identity, request.id))

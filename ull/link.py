@@ -47,6 +47,7 @@ class Link:
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         self.socket = socket
+        self._receive_timeout_ms = -1  # RCVTIMEO of the socket
         self.monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self.connected = False
         self.generation += 1
@@ -66,12 +67,18 @@ class Link:
             return False
         return True
 
-    def receive(self, protocol: Protocol) -> bool:
-        """Passes every message that has arrived to `protocol`; returns whether there was one."""
+    def receive(self, protocol: Protocol, wait_ms: int = 0) -> bool:
+        """Passes every message that has arrived to `protocol`, waiting at most `wait_ms` for the first.
+
+        Returns whether there was one. The wait is a blocking receive, which wakes up sooner than a poll does.
+        """
         received = False
+        if wait_ms and wait_ms != self._receive_timeout_ms:
+            self.socket.setsockopt(zmq.RCVTIMEO, wait_ms)
+            self._receive_timeout_ms = wait_ms
         while True:
             try:
-                frames = [self.socket.recv(zmq.NOBLOCK)]
+                frames = [self.socket.recv(0 if wait_ms and not received else zmq.NOBLOCK)]
             except zmq.Again:
                 return received
             received_ns = time.monotonic_ns()

@@ -2,7 +2,7 @@
 
 Run with a Python that has the extra `bench` (llama-cpp-python, gguf):
 
-    python bench/peers/llama_cpp_peer.py CHECKPOINT GGUF THREADS PROMPT_TOKENS NEW_TOKENS REPEATS AMX
+    python bench/peers/llama_cpp_peer.py CHECKPOINT GGUF THREADS PROMPT_TOKENS NEW_TOKENS REPEATS
 
 Writes GGUF from the Hugging Face checkpoint CHECKPOINT if it does not exist, then prints one JSON object:
 `decode_ns` (each single-token llama_decode, sampling not included) and `prefill_ns` (each whole prompt).
@@ -77,13 +77,11 @@ def write_gguf(checkpoint: Path, path: Path) -> None:
     writer.close()
 
 
-def measure(
-    path: Path, threads: int, prompt_tokens: int, new_tokens: int, repeats: int, amx: bool
-) -> dict[str, list[int]]:
+def measure(path: Path, threads: int, prompt_tokens: int, new_tokens: int, repeats: int) -> dict[str, list[int]]:
     """Times `repeats` prompts of `prompt_tokens` and the `new_tokens` single-token steps after each."""
     llama_cpp.llama_backend_init()
     model_options = llama_cpp.llama_model_default_params()
-    model_options.use_extra_bufts = amx
+    model_options.use_extra_bufts = False  # version 0.3.36 crashes in its AMX kernels on the tiny model's shapes
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_options)
     options = llama_cpp.llama_context_default_params()
     options.n_ctx = prompt_tokens + new_tokens
@@ -119,4 +117,4 @@ if __name__ == "__main__":
     checkpoint_path, gguf_path = Path(sys.argv[1]), Path(sys.argv[2])
     if not gguf_path.exists():
         write_gguf(checkpoint_path, gguf_path)
-    print(json.dumps(measure(gguf_path, *(int(argument) for argument in sys.argv[3:7]), amx=sys.argv[7] == "1")))
+    print(json.dumps(measure(gguf_path, *(int(argument) for argument in sys.argv[3:7]))))

@@ -1,9 +1,9 @@
-// The peer of bench/transport.py: the least that ZeroMQ costs. A ROUTER process streams stamped messages to a DEALER
-// process, both plain C calls of the same libzmq, and the receiver prints the one-way time of each message in ns.
+// The peer of bench/transport.py: the least that ZeroMQ costs, as plain C calls of the same libzmq between two processes.
 //
 //   zmq_ping_pong LIBZMQ ENDPOINT PAYLOAD_BYTES COUNT INTERVAL_US
 //
-// The sender paces its messages as an engine paces its tokens; `stamp` is CLOCK_MONOTONIC, which both processes share.
+// A DEALER sends every INTERVAL_US (0: at once), spinning in between as an engine that computes would; a ROUTER echoes.
+// Both block in zmq_recv. Prints half of each round trip in ns.
 #include <dlfcn.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <vector>
 
 namespace {
@@ -44,39 +43,33 @@ void resolve(void* library, const char* name, Function& function) {
   }
 }
 
-[[noreturn]] void receive(const char* endpoint, size_t bytes, int count) {
-  void* socket = zmq.socket(zmq.ctx_new(), kDealer);
-  zmq.connect(socket, endpoint);
-  zmq.send(socket, "go", 2, 0);
-  std::vector<char> payload(bytes);
-  std::vector<int64_t> one_way(count);
-  for (int64_t& sample : one_way) {
-    zmq.recv(socket, payload.data(), 16, 0);             // version frame
+[[noreturn]] void ping(void* socket, std::vector<char>& payload, int count, int64_t interval_ns) {
+  char version[16];
+  std::vector<int64_t> samples(count);
+  int64_t due = now_ns();
+  for (int64_t& sample : samples) {
+    due += interval_ns;
+    while (now_ns() < due) {
+    }
+    const int64_t started = now_ns();
+    zmq.send(socket, "ull1", 4, kSendMore);
+    zmq.send(socket, payload.data(), payload.size(), 0);
+    zmq.recv(socket, version, sizeof(version), 0);
     zmq.recv(socket, payload.data(), payload.size(), 0);
-    int64_t stamp = 0;
-    std::memcpy(&stamp, payload.data(), sizeof(stamp));
-    sample = now_ns() - stamp;
+    sample = (now_ns() - started) / 2;
   }
-  for (const int64_t sample : one_way) std::printf("%lld\n", static_cast<long long>(sample));
+  for (const int64_t sample : samples) std::printf("%lld\n", static_cast<long long>(sample));
   std::fflush(stdout);
   std::_Exit(0);
 }
 
-void stream(const char* endpoint, size_t bytes, int count, int64_t interval_ns) {
-  void* socket = zmq.socket(zmq.ctx_new(), kRouter);
-  if (zmq.bind(socket, endpoint) != 0) std::exit(3);
+void echo(void* socket, std::vector<char>& payload, int count) {
   char identity[256];
-  const int identity_bytes = zmq.recv(socket, identity, sizeof(identity), 0);
-  char hello[8];
-  zmq.recv(socket, hello, sizeof(hello), 0);
-  std::vector<char> payload(bytes, 'x');
-  int64_t due = now_ns();
+  char version[16];
   for (int i = 0; i < count; ++i) {
-    due += interval_ns;
-    while (now_ns() < due) {
-    }
-    const int64_t stamp = now_ns();
-    std::memcpy(payload.data(), &stamp, sizeof(stamp));
+    const int identity_bytes = zmq.recv(socket, identity, sizeof(identity), 0);
+    zmq.recv(socket, version, sizeof(version), 0);
+    zmq.recv(socket, payload.data(), payload.size(), 0);
     zmq.send(socket, identity, identity_bytes, kSendMore);
     zmq.send(socket, "ull1", 4, kSendMore);
     zmq.send(socket, payload.data(), payload.size(), 0);
@@ -104,9 +97,15 @@ int main(int argc, char** argv) {
   const size_t bytes = std::strtoul(argv[3], nullptr, 10);
   const int count = std::atoi(argv[4]);
   const int64_t interval_ns = std::atoll(argv[5]) * 1000;
-  const pid_t receiver = fork();
-  if (receiver == 0) receive(argv[2], bytes, count);
-  stream(argv[2], bytes, count, interval_ns);
-  waitpid(receiver, nullptr, 0);
+  std::vector<char> payload(bytes, 'x');
+  const pid_t pinger = fork();
+  void* socket = zmq.socket(zmq.ctx_new(), pinger == 0 ? kDealer : kRouter);
+  if (pinger == 0) {
+    zmq.connect(socket, argv[2]);
+    ping(socket, payload, count, interval_ns);
+  }
+  if (zmq.bind(socket, argv[2]) != 0) return 3;
+  echo(socket, payload, count);
+  waitpid(pinger, nullptr, 0);
   std::_Exit(0);
 }

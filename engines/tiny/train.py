@@ -53,9 +53,10 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '# assistant:\\n' }}{% endif %}"
 )
 
+# A newline is one token with its indentation, so a prompt inside a block must not end in one.
 SAMPLE_PROMPTS = (
     "def count_words(text):\n    \"\"\"Return",
-    "import os\nimport sys\n\n\nclass FileReader:\n    def __init__(self, path):\n",
+    "import os\nimport sys\n\n\nclass FileReader:\n    def __init__(self, path):",
     "# user: Return the size of a file.\n# assistant:\n",
 )
 

@@ -16,9 +16,10 @@ from ull.commands.generate import print_text
 from ull.errors import BundleError, DaemonError
 from ull.spawn import DaemonProcess, python_command, python_environment
 
-PROMPT = 'def read_lines(path):\n    """Return the lines of a text file."""\n'
+PROMPT = 'def read_lines(path):\n    """Return the lines of a text file."""'
 MEASURED_REQUESTS = 20
 MAX_TOKENS = 96
+_SOURCE_SUFFIXES = {".json", ".jinja", ".safetensors", ".txt"}  # of the files that a bundle depends on
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +69,7 @@ def _outdated(bundle: Path, recipe: Path) -> str | None:
     if manifest.provenance.builder_version != __version__:
         return f"it was built by ull {manifest.provenance.builder_version}"
     built = (bundle / "manifest.json").stat().st_mtime
-    sources = [recipe, *(path for path in recipe.with_suffix("").rglob("*") if path.is_file())]
+    sources = [recipe, *(path for path in recipe.with_suffix("").rglob("*") if path.suffix in _SOURCE_SUFFIXES)]
     newest = max(sources, key=lambda path: path.stat().st_mtime)
     return f"{newest} is newer" if newest.stat().st_mtime > built else None
 

@@ -468,9 +468,9 @@ void bind_engine(nb::module_& m) {
           [](ull::Io* self, ull::Engine& engine, uintptr_t zmq_context, const std::string& libzmq,
              const std::vector<std::string>& listen, const std::string& control, int core, const std::string& idle,
              int send_hwm, int64_t client_stall_ms, int64_t max_message, int linger_ms) {
-            const ull::IoOptions options{libzmq, listen,          control, core, ull::parse_idle_mode(idle),
-                                         client_stall_ms, {send_hwm, max_message, linger_ms}};
-            new (self) ull::Io(engine, reinterpret_cast<void*>(zmq_context), options);
+            const ull::IoOptions options{listen, control, core, ull::parse_idle_mode(idle), client_stall_ms,
+                                         {send_hwm, max_message, linger_ms}};
+            new (self) ull::Io(engine, ull::zmq::load(libzmq), reinterpret_cast<void*>(zmq_context), options);
           },
           "engine"_a, nb::kw_only(), "zmq_context"_a, "libzmq"_a, "listen"_a, "control"_a = "inproc://ull-control",
           "core"_a = -1, "idle"_a = "adaptive", "send_hwm"_a = 64, "client_stall_ms"_a = 250,

@@ -165,6 +165,7 @@ uint64_t Engine::submit(const Submission& submission) {
   slot.timeline.admitted_ns = submission.admitted_ns;
   slot.outcome = Outcome{};
   slot.cancel.store(false, std::memory_order_relaxed);
+  slot.logprobs_returned.store(0, std::memory_order_relaxed);
   slot.state.store(SlotState::kActive, std::memory_order_release);
 
   shared_->in_flight.fetch_add(1, std::memory_order_relaxed);

@@ -261,14 +261,21 @@ Status EngineLoop::wait_for_step() noexcept {
   }
 }
 
-// Copies a token's logprobs to a record and chains it to the unannounced ones. Waits for the io thread if all records
-// are under way to clients; the io thread gives up on a client that holds too many.
+bool EngineLoop::take_record(int32_t& record) noexcept {
+  const int32_t held = run_.logprobs_taken - run_.request->logprobs_returned.load(std::memory_order_relaxed);
+  if (held >= kLogprobRecordsPerRequest || !shared_.free_logprobs.try_pop(record)) return false;
+  ++run_.logprobs_taken;
+  return true;
+}
+
+// Copies a token's logprobs to a record and chains it to the unannounced ones. Waits for the io thread if too many
+// records are under way to the client: unlike ids they have no place of their own to wait in.
 EngineLoop::Ending EngineLoop::take_logprob(const RoundToken& token) noexcept {
   int32_t index = -1;
-  if (!shared_.free_logprobs.try_pop(index)) {
+  if (!take_record(index)) {
     ++counters_.logprob_waits;
     if (run_.announced < run_.completed) announce();
-    while (!shared_.free_logprobs.try_pop(index)) {
+    while (!take_record(index)) {
       cpu_relax();
       if (const Ending ending = attend(monotonic_ns())) return ending;
       if (run_.announced < run_.completed) announce();

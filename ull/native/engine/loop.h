@@ -41,6 +41,7 @@ class EngineLoop {
     int64_t unannounced_ns = 0;    // when token `announced` was accepted
     int32_t first_logprob = -1;    // chain of the unannounced tokens' records
     int32_t last_logprob = -1;
+    int32_t logprobs_taken = 0;
     bool silent_last = false;
   };
 
@@ -66,6 +67,7 @@ class EngineLoop {
   template <typename Start>
   [[nodiscard]] Ending run_step(Start&& start) noexcept;
   [[nodiscard]] Status wait_for_step() noexcept;
+  [[nodiscard]] bool take_record(int32_t& record) noexcept;
   [[nodiscard]] Ending take_logprob(const RoundToken& token) noexcept;
 
   [[nodiscard]] Ending attend(int64_t now) noexcept;

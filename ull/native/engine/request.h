@@ -2,7 +2,7 @@
 //
 // Ownership moves with `state`: the control thread fills a free slot and submits it; the engine thread runs it and
 // writes its results; the io thread delivers them and frees the slot. What a later owner reads was published to it
-// by a ring. Only `cancel` is written by any thread.
+// by a ring. Only the atomics are written by others: `cancel` by any thread.
 #pragma once
 
 #include <array>
@@ -58,6 +58,7 @@ enum class SlotState : uint8_t { kFree, kActive, kEnded };  // kEnded: its final
 struct RequestSlot {
   std::atomic<SlotState> state{SlotState::kFree};
   std::atomic<bool> cancel{false};
+  std::atomic<int32_t> logprobs_returned{0};  // records that the io thread has given back
 
   // The request; immutable from submission on.
   std::array<uint8_t, kMaxIdentity> identity;

@@ -39,6 +39,8 @@ struct EngineCounters {
 
 inline constexpr uint32_t kNoSlot = UINT32_MAX;
 inline constexpr int kLogprobRecords = 8192;  // tokens with logprobs between the engine and io threads
+// One request may hold half of them, so that a client that reads slowly leaves enough for the next.
+inline constexpr int kLogprobRecordsPerRequest = kLogprobRecords / 2;
 
 struct EngineShared {
   // slot_count requests of up to `context` tokens each, prompt and completion together.
@@ -53,6 +55,14 @@ struct EngineShared {
       slot_memory[i].tokens = std::make_unique_for_overwrite<int32_t[]>(static_cast<size_t>(context));
     }
     for (int32_t record = 0; record < kLogprobRecords; ++record) (void)free_logprobs.try_push(record);
+  }
+
+  // Io thread: gives a request's record back and returns the next of its chain.
+  int32_t give_back(RequestSlot& request, int32_t record) noexcept {
+    const int32_t next = logprobs[static_cast<size_t>(record)].next;
+    (void)free_logprobs.try_push(record);  // has room for every record
+    request.logprobs_returned.fetch_add(1, std::memory_order_relaxed);
+    return next;
   }
 
   [[nodiscard]] RequestSlot& slot(uint32_t index) noexcept { return slot_memory[index]; }

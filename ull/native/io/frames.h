@@ -44,7 +44,6 @@ struct Delivery {
   int64_t blocked_ns = 0;          // since when the client has not taken a frame; 0: it does
   int32_t first_logprob = -1;      // records of the tokens not yet sent
   int32_t last_logprob = -1;
-  int32_t held_logprobs = 0;
   TextAssembler assembler;
 
   [[nodiscard]] bool pending() const noexcept { return sent < available || (ended && !flushed); }

@@ -21,7 +21,6 @@ constexpr int64_t kRetryNs = 200'000;       // between two tries of a blocked se
 constexpr long kRetrySleepMs = 1;           // ... while asleep
 constexpr int64_t kPublishNs = 1'000'000;
 constexpr size_t kMaxReplies = 256;         // control plane replies that wait for full clients
-constexpr int kMaxHeldLogprobs = kLogprobRecords / 2;  // an unreadable client may not hold more: others need them
 
 constexpr std::string_view kVersion = "ull1";
 
@@ -31,12 +30,12 @@ std::span<const uint8_t> as_bytes(std::string_view text) noexcept {
 
 }  // namespace
 
-Io::Io(Engine& engine, void* zmq_context, const IoOptions& options)
+Io::Io(Engine& engine, const zmq::Api& api, void* context, const IoOptions& options)
     : engine_(engine),
       shared_(engine.shared()),
-      api_(zmq::load(options.libzmq)),
+      api_(api),
       options_(options),
-      router_(api_, zmq_context, options.router),
+      router_(api_, context, options.router),
       packer_(engine.vocabulary(), shared_.logprobs.get()),
       deliveries_(shared_.slots) {
   if (options.client_stall_ms < 1) throw std::invalid_argument("client_stall_ms: must be positive");
@@ -162,7 +161,6 @@ void Io::take(const EngineEvent& event) noexcept {
     int32_t last = event.logprobs;
     while (shared_.logprobs[static_cast<size_t>(last)].next >= 0) last = shared_.logprobs[static_cast<size_t>(last)].next;
     delivery.last_logprob = last;
-    delivery.held_logprobs += event.count;
   }
   if (event.final) {
     delivery.ended = true;
@@ -177,7 +175,7 @@ void Io::deliver(uint32_t slot) noexcept {
   Delivery& delivery = deliveries_[slot];
   if (delivery.client != ClientState::kOk) {
     delivery.sent = delivery.available;
-    free_logprobs(delivery, -1);
+    free_logprobs(slot, -1);
   } else if ((delivery.blocked_ns != 0 && now_ < retry_ns_) || !deliver_tokens(slot)) {
     return;
   }
@@ -221,7 +219,7 @@ bool Io::deliver_tokens(uint32_t slot) noexcept {
     delivery.sent += frame.count;
     // Of a backlog that takes several frames only the newest round's time is still known.
     delivery.pending_ns = delivery.newest_ns;
-    free_logprobs(delivery, frame.next_logprob);
+    free_logprobs(slot, frame.next_logprob);
   }
   return true;
 }
@@ -257,8 +255,7 @@ void Io::note_blocked(uint32_t slot) noexcept {
   if (delivery.blocked_ns == 0) {
     delivery.blocked_ns = now_;
     retry_ns_ = std::max(retry_ns_, now_ + kRetryNs);
-  } else if (now_ - delivery.blocked_ns >= options_.client_stall_ms * 1'000'000 ||
-             delivery.held_logprobs > kMaxHeldLogprobs) {
+  } else if (now_ - delivery.blocked_ns >= options_.client_stall_ms * 1'000'000) {
     give_up(slot, ClientState::kStalled);
   }
 }
@@ -269,17 +266,15 @@ void Io::give_up(uint32_t slot, ClientState why) noexcept {
   delivery.client = why;
   ++(why == ClientState::kGone ? stats_.clients_gone : stats_.clients_stalled);
   delivery.sent = delivery.available;
-  free_logprobs(delivery, -1);
+  free_logprobs(slot, -1);
   if (!delivery.ended) engine_.cancel_slot(slot);
 }
 
 // Gives the records before `until` (-1: all) back to the engine thread.
-void Io::free_logprobs(Delivery& delivery, int32_t until) noexcept {
+void Io::free_logprobs(uint32_t slot, int32_t until) noexcept {
+  Delivery& delivery = deliveries_[slot];
   while (delivery.first_logprob >= 0 && delivery.first_logprob != until) {
-    const int32_t record = delivery.first_logprob;
-    delivery.first_logprob = shared_.logprobs[static_cast<size_t>(record)].next;
-    --delivery.held_logprobs;
-    (void)shared_.free_logprobs.try_push(record);  // has room for every record
+    delivery.first_logprob = shared_.give_back(shared_.slot(slot), delivery.first_logprob);
   }
   if (delivery.first_logprob < 0) delivery.last_logprob = -1;
 }

@@ -21,13 +21,12 @@
 namespace ull {
 
 struct IoOptions {
-  std::string libzmq;                      // path of the libzmq that this process has loaded
-  std::vector<std::string> listen;         // clients' endpoints
+  std::vector<std::string> listen = {};    // clients' endpoints
   std::string control = "inproc://ull-control";
   int core = -1;                           // core of the io thread; -1: any
   IdleMode idle = IdleMode::kAdaptive;
   int64_t client_stall_ms = 250;           // a client that takes no frame for longer loses its request
-  Router::Options router;
+  Router::Options router = {};
 };
 
 // Counted by the io thread.
@@ -48,8 +47,8 @@ struct IoStats {
 
 class Io {
  public:
-  // `engine` must outlive this. Throws std::runtime_error if libzmq cannot be found.
-  Io(Engine& engine, void* zmq_context, const IoOptions& options);
+  // `engine` must outlive this; `context` is a libzmq context. Throws std::invalid_argument naming the option.
+  Io(Engine& engine, const zmq::Api& api, void* context, const IoOptions& options);
   ~Io();
   Io(const Io&) = delete;
   Io& operator=(const Io&) = delete;
@@ -84,7 +83,7 @@ class Io {
   [[nodiscard]] bool deliver_done(uint32_t slot) noexcept;
   void note_blocked(uint32_t slot) noexcept;
   void give_up(uint32_t slot, ClientState why) noexcept;
-  void free_logprobs(Delivery& delivery, int32_t until) noexcept;
+  void free_logprobs(uint32_t slot, int32_t until) noexcept;
   void retry() noexcept;
 
   [[nodiscard]] bool receive_request() noexcept;

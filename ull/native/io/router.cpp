@@ -1,11 +1,6 @@
 #include "io/router.h"
 
-#include <sys/socket.h>
-#include <sys/un.h>
-#include <unistd.h>
-
 #include <cerrno>
-#include <cstring>
 #include <stdexcept>
 #include <string_view>
 
@@ -13,25 +8,10 @@ namespace ull {
 namespace {
 
 constexpr std::string_view kVersion = "ull1";
-constexpr std::string_view kIpc = "ipc://";
 constexpr int kReceiveHighWater = 64;       // messages that one client may have waiting for the io thread
 constexpr int kHandshakeMs = 1000;
 constexpr int kHeartbeatMs = 1000;
 constexpr int kHeartbeatTimeoutMs = 3000;
-
-// True if some process accepts connections on this socket path. libzmq itself would silently take the path over.
-bool is_live(std::string_view path) {
-  sockaddr_un address{};
-  if (path.empty() || path.size() >= sizeof(address.sun_path)) return false;
-  address.sun_family = AF_UNIX;
-  std::memcpy(address.sun_path, path.data(), path.size());
-  const int probe = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  if (probe < 0) return false;
-  const int result = connect(probe, reinterpret_cast<const sockaddr*>(&address), sizeof(address));
-  const bool live = result == 0 || errno == EAGAIN;  // EAGAIN: a listener whose backlog is full
-  close(probe);
-  return live;
-}
 
 }  // namespace
 
@@ -59,9 +39,6 @@ void Router::open(const std::vector<std::string>& listen, const std::string& con
     set(control_, zmq::kLinger, 0, "LINGER");
     bind(control_, control);
     for (const std::string& endpoint : listen) {
-      if (endpoint.starts_with(kIpc) && is_live(std::string_view(endpoint).substr(kIpc.size()))) {
-        throw std::runtime_error(endpoint + ": another process listens there");
-      }
       bind(clients_, endpoint);
       char resolved[1024];
       size_t size = sizeof(resolved);

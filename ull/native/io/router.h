@@ -30,8 +30,8 @@ class Router {
   Router(const Router&) = delete;
   Router& operator=(const Router&) = delete;
 
-  // Binds clients' endpoints and the control plane's. Throws std::runtime_error naming the endpoint; an ipc path on
-  // which a live process listens is refused, one that a dead process left behind is taken over.
+  // Binds clients' endpoints and the control plane's. Throws std::runtime_error naming the endpoint. libzmq takes an
+  // ipc path over from whoever has it: the control plane must have claimed it (ull/sockets.py).
   void open(const std::vector<std::string>& listen, const std::string& control);
   void close() noexcept;
   // As bound: tcp port 0 is resolved.

@@ -96,9 +96,7 @@ class Harness {
     int32_t record = event.logprobs;
     while (record >= 0) {
       result.logprobs.push_back(shared.logprobs[static_cast<size_t>(record)].token.logprob);
-      const int32_t next = shared.logprobs[static_cast<size_t>(record)].next;
-      CHECK(shared.free_logprobs.try_push(record));
-      record = next;
+      record = shared.give_back(slot, record);
     }
     if (event.final) {
       ++result.finals;

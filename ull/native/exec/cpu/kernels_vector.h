@@ -21,27 +21,6 @@ alignas(64) inline constexpr float kLaneNumbers[64] = {
     22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43,
     44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
 
-// The fixed tree: lanes i and i + 8, then + 4, + 2, + 1.
-template <class S>
-inline float add_lanes(typename S::F a) {
-  alignas(64) float lane[kLanes];
-  S::store(lane, a);
-  for (int step = kLanes / 2; step > 0; step /= 2) {
-    for (int i = 0; i < step; ++i) lane[i] += lane[i + step];
-  }
-  return lane[0];
-}
-
-template <class S>
-inline float max_lanes(typename S::F a) {
-  alignas(64) float lane[kLanes];
-  S::store(lane, a);
-  for (int step = kLanes / 2; step > 0; step /= 2) {
-    for (int i = 0; i < step; ++i) lane[i] = lane[i] > lane[i + step] ? lane[i] : lane[i + step];
-  }
-  return lane[0];
-}
-
 // Calls body(pointer, index) for blocks of 64 values; the last block is a copy filled up with `filler`.
 template <typename Body>
 inline void for_blocks_of_64(const float* values, int count, float filler, Body body) {
@@ -84,7 +63,7 @@ void normalize(const float* x, const float* weight, int count, float epsilon, fl
       partial[j] = S::fma(value, value, partial[j]);
     }
   });
-  const float squares = add_lanes<S>(S::add(S::add(partial[0], partial[1]), S::add(partial[2], partial[3])));
+  const float squares = S::add_lanes(S::add(S::add(partial[0], partial[1]), S::add(partial[2], partial[3])));
   const float inverse = 1.0F / __builtin_sqrtf(squares / static_cast<float>(count) + epsilon);
   const auto scale = S::set(inverse);
   const auto power = S::set(factor);
@@ -130,14 +109,14 @@ float softmax_page(const float* low, const float* high, int first, int last, flo
     score[j] = S::select(S::less(key, lower), masked, score[j]);
     score[j] = S::select(S::less(upper, key), masked, score[j]);
   }
-  const float page_maximum = max_lanes<S>(S::max(S::max(score[0], score[1]), S::max(score[2], score[3])));
+  const float page_maximum = S::max_lanes(S::max(S::max(score[0], score[1]), S::max(score[2], score[3])));
   const float new_maximum = *maximum > page_maximum ? *maximum : page_maximum;
   const auto shift = S::set(new_maximum);
   for (int j = 0; j < 4; ++j) {
     score[j] = exp_lanes<S>(S::sub(score[j], shift));
     S::store(probabilities + j * kLanes, score[j]);
   }
-  const float page_sum = add_lanes<S>(S::add(S::add(score[0], score[1]), S::add(score[2], score[3])));
+  const float page_sum = S::add_lanes(S::add(S::add(score[0], score[1]), S::add(score[2], score[3])));
   const float correction = exp_lanes<OneLane>(*maximum - new_maximum);
   *maximum = new_maximum;
   *sum = *sum * correction + page_sum;
@@ -155,8 +134,8 @@ bool scan(const float* logits, int count, float* maximum) noexcept {
       poison = S::add(poison, S::sub(x, x));
     }
   });
-  *maximum = max_lanes<S>(largest);
-  return add_lanes<S>(poison) == 0.0F;
+  *maximum = S::max_lanes(largest);
+  return S::add_lanes(poison) == 0.0F;
 }
 
 // The best (value, index) per lane, and over all lanes: larger value, then smaller index.

@@ -7,7 +7,7 @@
 namespace ull::cpu {
 namespace {
 
-constexpr int kUnpackedDepth = 256;  // columns of a tile unpacked at a time: 32 KiB, resident in L1 or L2
+constexpr int kUnpackedDepth = 128;  // columns of a tile unpacked at a time: 16 KiB, resident in L1 with a panel of x
 
 ModelSpec validated(ModelSpec spec, const ModelOptions& options) {
   validate(spec);
@@ -173,7 +173,7 @@ void Model::linear(int member, const Matrix& matrix, const float* x, const Panel
   const int units = matrix.tiles / unit;
   const int begin = static_cast<int>(static_cast<int64_t>(units) * member / team_.size()) * unit;
   const int end = static_cast<int>(static_cast<int64_t>(units) * (member + 1) / team_.size()) * unit;
-  const int group = panels.width == 1 ? kMaxTileGroup : 2;
+  const int group = panels.width == 1 || panels.count > 1 ? kMaxTileGroup : 2;
   const size_t sums_tile = static_cast<size_t>(panels.columns()) * kTileRows;
   const size_t panel_size = static_cast<size_t>(matrix.columns) * static_cast<size_t>(panels.width);
   for (int tile = begin; tile < end; tile += group) {
@@ -183,10 +183,11 @@ void Model::linear(int member, const Matrix& matrix, const float* x, const Panel
       multiply_tiles(kernels_, matrix.format, panels.width, tiles, weights, matrix.tile_bytes(), matrix.columns, x,
                      scratch.sums.data(), sums_tile, /*resume=*/false);
     } else {
-      // Many panels: unpack a block of each tile once, then use it for every panel.
-      for (int t = 0; t < tiles; ++t) {
-        for (int k = 0; k < matrix.columns; k += kUnpackedDepth) {
-          const int depth = std::min(kUnpackedDepth, matrix.columns - k);
+      // Many panels: unpack a block of a tile once, then use it for every panel. The group's tiles share the block of
+      // x, which stays in L2.
+      for (int k = 0; k < matrix.columns; k += kUnpackedDepth) {
+        const int depth = std::min(kUnpackedDepth, matrix.columns - k);
+        for (int t = 0; t < tiles; ++t) {
           const uint8_t* packed = weights + static_cast<size_t>(t) * matrix.tile_bytes() +
                                   static_cast<size_t>(k) * kTileRows * format_bytes(matrix.format);
           kernels_.unpack[static_cast<int>(matrix.format)](packed, depth, scratch.unpacked.data());

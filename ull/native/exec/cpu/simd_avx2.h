@@ -43,6 +43,20 @@ struct Avx2 {
   }
   static I iselect(M mask, I yes, I no) { return bits(select(mask, from_bits(yes), from_bits(no))); }
 
+  // Over all lanes, by the fixed tree: lanes i and i + 8, then + 4, + 2, + 1.
+  static float add_lanes(F x) {
+    const __m256 eight = _mm256_add_ps(x.a, x.b);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
+  static float max_lanes(F x) {
+    const __m256 eight = _mm256_max_ps(x.a, x.b);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+  }
+
   static I bits(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
   static F from_bits(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
   static I iset(uint32_t value) {

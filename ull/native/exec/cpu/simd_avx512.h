@@ -39,6 +39,20 @@ struct Avx512 {
   static F select(M mask, F yes, F no) { return _mm512_mask_blend_ps(mask, no, yes); }
   static I iselect(M mask, I yes, I no) { return _mm512_mask_blend_epi32(mask, no, yes); }
 
+  // Over all lanes, by the fixed tree: lanes i and i + 8, then + 4, + 2, + 1.
+  static float add_lanes(F a) {
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
+  static float max_lanes(F a) {
+    const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+  }
+
   static I bits(F a) { return _mm512_castps_si512(a); }
   static F from_bits(I a) { return _mm512_castsi512_ps(a); }
   static I iset(uint32_t value) { return _mm512_set1_epi32(static_cast<int>(value)); }

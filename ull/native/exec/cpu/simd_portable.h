@@ -72,6 +72,20 @@ struct Portable {
     return map<I>([&](int i) { return mask.lane[i] ? yes.lane[i] : no.lane[i]; });
   }
 
+  // Over all lanes, by the fixed tree: lanes i and i + 8, then + 4, + 2, + 1.
+  static float add_lanes(F a) {
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+      for (int i = 0; i < step; ++i) a.lane[i] += a.lane[i + step];
+    }
+    return a.lane[0];
+  }
+  static float max_lanes(F a) {
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+      for (int i = 0; i < step; ++i) a.lane[i] = a.lane[i] > a.lane[i + step] ? a.lane[i] : a.lane[i + step];
+    }
+    return a.lane[0];
+  }
+
   static I bits(const F& a) {
     return map<I>([&](int i) { return std::bit_cast<uint32_t>(a.lane[i]); });
   }

@@ -1,0 +1,314 @@
+"""The command `ull`: what it prints, to whom, and with which exit status."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT, Daemon, Spawn
+from fake_daemon import FakeDaemon, words
+from ull import cli, wire
+from ull.benchmark import Load, measure, quantiles
+from ull.client import Client
+from ull.commands import demo
+from ull.config import Config, parse_config
+from ull.spawn import python_command, python_environment
+
+PROMPT = "def main():\n"
+
+
+def ull(*arguments: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
+    """Runs ull to its end in a process of its own."""
+    return subprocess.run(
+        [*python_command("ull.cli"), *arguments],
+        env=python_environment(),
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.fixture
+def words_url(tmp_path: Path) -> Iterator[str]:
+    """A scripted daemon that answers with the prompt's words."""
+    with FakeDaemon(f"ipc://{tmp_path / 'ull.sock'}", words) as daemon:
+        yield daemon.url
+
+
+def test_generate_streams_text(shared_daemon: Daemon) -> None:
+    with Client(shared_daemon.url) as client:
+        expected = client.generate(PROMPT, max_tokens=24).result()
+    outcome = ull("generate", PROMPT, "--connect", shared_daemon.url, "--max-tokens", "24")
+    assert (outcome.returncode, outcome.stderr) == (0, "")
+    assert outcome.stdout == expected.text + ("" if expected.text.endswith("\n") else "\n")
+    outcome = ull("generate", "-", "--connect", shared_daemon.url, "--max-tokens", "24", "--ids", stdin=PROMPT)
+    assert [int(line) for line in outcome.stdout.split()] == expected.token_ids
+
+
+def test_generate_json(shared_daemon: Daemon) -> None:
+    outcome = ull("generate", PROMPT, "--connect", shared_daemon.url, "--max-tokens", "3", "--json", "--logprobs", "1")
+    result = json.loads(outcome.stdout)
+    assert (result["finish_reason"], len(result["token_ids"]), len(result["logprobs"])) == ("length", 3, 3)
+    assert result["usage"]["completion_tokens"] == 3
+    assert result["timeline"]["received_ns"] > 0
+
+
+def test_sampling_options_reach_the_wire(words_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sampling = "--temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --seed 3 --stop A --stop B --timeout 2 --ignore-eos"
+    assert cli.main(["generate", "one two", "--connect", words_url, *sampling.split()]) == 0
+    assert capsys.readouterr().out == "one two \n"
+
+
+def test_refusals_are_one_line(shared_daemon: Daemon) -> None:
+    outcome = ull("generate", PROMPT, "--connect", shared_daemon.url, "--temperature", "-1")
+    assert (outcome.returncode, outcome.stdout) == (1, "")
+    assert outcome.stderr == "ull: temperature must be 0 (greedy) or from 0.0001 to 100, not -1.0\n"
+
+
+def test_nobody_there_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(Client.__init__.__kwdefaults__, "connect_timeout", 0.05)
+    for command in (["generate", "x"], ["health"], ["info"], ["stats"], ["bench"], ["chat"]):
+        assert cli.main([*command, "--connect", f"ipc://{tmp_path / 'none'}"]) == 1
+        complaint = capsys.readouterr().err
+        assert complaint.count("\n") == 1 and "is ulld running?" in complaint
+    assert cli.main(["health", "--connect", "nonsense"]) == 1
+    assert "not an endpoint" in capsys.readouterr().err
+
+
+def test_ctrl_c_cancels(spawn: Spawn) -> None:
+    daemon = spawn(script={"round_ns": 5_000_000})
+    process = subprocess.Popen(
+        [*python_command("ull.cli"), "generate", "x", "--connect", daemon.url, "--max-tokens", "1000", "--ids"],
+        env=python_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, complaint = process.communicate(timeout=20)
+    assert (process.returncode, complaint) == (130, "")
+    assert daemon.wait_events("request", 1)[0]["finish"] == "cancelled"
+
+
+def test_a_closed_pipe_is_no_drama(shared_daemon: Daemon) -> None:
+    command = [*python_command("ull.cli"), "generate", PROMPT, "--connect", shared_daemon.url, "--ignore-eos"]
+    process = subprocess.Popen(
+        [*command, "--max-tokens", "900"], env=python_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(20) == 1
+    process.stderr.close()
+
+
+def test_status_commands(shared_daemon: Daemon) -> None:
+    outcome = ull("health", "--connect", shared_daemon.url)
+    assert (outcome.returncode, json.loads(outcome.stdout)["status"]) == (0, "ok")
+    assert json.loads(ull("info", "--connect", shared_daemon.url).stdout)["limits"]["context"] == 1024
+    assert "requests" in json.loads(ull("stats", "--connect", shared_daemon.url).stdout)
+
+
+def test_config_defaults_and_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "--defaults"]) == 0
+    printed = capsys.readouterr().out
+    assert parse_config(printed) == Config()
+    path = tmp_path / "ulld.toml"
+    path.write_text(printed)
+    assert cli.main(["config", "--check", str(path)]) == 0
+    path.write_text("lisen = []")
+    assert cli.main(["config", "--check", str(path)]) == 1
+    assert "did you mean listen?" in capsys.readouterr().err
+
+
+def test_inspect(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", str(tiny_bundle)]) == 0
+    assert "llama" in capsys.readouterr().out
+    assert cli.main(["inspect", str(tiny_bundle), "--json", "--verify"]) == 0
+    assert json.loads(capsys.readouterr().out)["error"] is None
+    assert cli.main(["inspect", str(tmp_path / "none.ull")]) == 1
+
+
+def test_usage_errors() -> None:
+    for arguments in ([], ["sing"], ["generate"], ["config"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == 2
+
+
+# ---- chat ---------------------------------------------------------------------------------------------------------
+
+
+def test_chat_remembers_its_turns(tmp_path: Path) -> None:
+    def answer(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
+        if isinstance(request, wire.Generate):
+            request.prompt = f"answer {len(request.messages or ())}"
+        words(daemon, identity, request)
+
+    with FakeDaemon(f"ipc://{tmp_path / 'ull.sock'}", answer) as daemon:
+        outcome = ull("chat", "--connect", daemon.url, "--system", "be kind", stdin="one\n\ntwo\n")
+        assert outcome.returncode == 0
+        assert outcome.stdout.splitlines() == ["answer 2 ", "answer 4 ", ""]
+        _, last = daemon.wait_for(wire.Generate, 2)
+        turns = [(message.role, message.content) for message in last.messages or ()]
+        assert turns == [("system", "be kind"), ("user", "one"), ("assistant", "answer 2 "), ("user", "two")]
+
+
+def test_chat_forgets_the_oldest_turn_when_the_context_is_full(tmp_path: Path) -> None:
+    def answer(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
+        if isinstance(request, wire.Generate):
+            if len(request.messages or ()) > 3:
+                daemon.send(identity, wire.Error(id=request.id, code="too_long", message="too long", field="messages"))
+                return
+            request.prompt = "fine"
+        words(daemon, identity, request)
+
+    with FakeDaemon(f"ipc://{tmp_path / 'ull.sock'}", answer) as daemon:
+        outcome = ull("chat", "--connect", daemon.url, stdin="one\ntwo\nthree\n")
+        assert outcome.stdout.splitlines() == ["fine "] * 3 + [""]
+        assert outcome.stderr.count("its oldest turn is forgotten") == 1
+        last = daemon.wait_for(wire.Generate, 4)[-1]
+        assert [message.content for message in last.messages or ()] == ["two", "fine ", "three"]
+
+
+def test_chat_with_the_tiny_engine(shared_daemon: Daemon) -> None:
+    outcome = ull("chat", "--connect", shared_daemon.url, "--max-tokens", "8", stdin="write a loop\nagain\n")
+    assert (outcome.returncode, outcome.stderr) == (0, "")
+
+
+def test_ctrl_c_in_a_chat_cancels_the_answer_then_quits(spawn: Spawn) -> None:
+    daemon = spawn(script={"round_ns": 5_000_000})
+    terminal, child = pty.openpty()
+    process = subprocess.Popen(
+        [*python_command("ull.cli"), "chat", "--connect", daemon.url, "--max-tokens", "900"],
+        env={**python_environment(), "TERM": "dumb"},
+        stdin=child,
+        stdout=child,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    os.close(child)
+
+    seen = bytearray()
+
+    def read_until(text: bytes) -> None:
+        while text not in seen:
+            seen.extend(os.read(terminal, 1024))
+        del seen[: seen.index(text) + len(text)]
+
+    with Client(daemon.url) as client:
+        read_until(b"> ")
+        os.write(terminal, b"hello\n")
+        while client.stats().engine["completion_tokens"] == 0:
+            pass
+        process.send_signal(signal.SIGINT)
+        read_until(b"(cancelled)")
+        read_until(b"> ")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    os.close(terminal)
+    assert daemon.wait_events("request", 1)[0]["finish"] == "cancelled"
+
+
+# ---- bench --------------------------------------------------------------------------------------------------------
+
+
+def test_bench_closed_loop(shared_daemon: Daemon, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    outcome = ull(
+        *("bench", "--connect", shared_daemon.url, "--requests", "12", "--warmup", "1"),
+        *("--max-tokens", "8", "--concurrency", "3", "--json", str(path)),
+    )
+    assert (outcome.returncode, outcome.stderr) == (0, "")
+    assert "TTFT" in outcome.stdout and "tokens/s" in outcome.stdout
+    report = json.loads(path.read_text())
+    summary = report["summary"]
+    assert (summary["requests"], summary["refused"], summary["tokens"]) == (12, 0, 96)
+    for metric in ("time_to_first_token_us", "inter_token_us", "inter_chunk_us", "end_to_end_us"):
+        values = [summary[metric][name] for name in ("p50", "p90", "p99", "p99.9", "max")]
+        assert values == sorted(values) and values[0] > 0
+    assert "send_delay_us" not in summary
+    assert report["environment"]["engine"] == "tiny"
+
+
+def test_bench_open_loop(shared_daemon: Daemon) -> None:
+    arguments = ["--requests", "10", "--max-tokens", "4", "--rate", "100", "--prompt-tokens", "20", "--json"]
+    report = json.loads(ull("bench", "--connect", shared_daemon.url, *arguments).stdout)
+    assert report["summary"]["requests"] == 10
+    assert report["summary"]["send_delay_us"]["max"] >= 0
+    assert report["load"]["rate"] == 100
+
+
+def test_open_loop_latency_counts_from_the_planned_time(spawn: Spawn) -> None:
+    # One request takes 20 ms and they are planned 1 ms apart: the queue's wait belongs to the latency.
+    daemon = spawn(script={"round_ns": 5_000_000})
+    with Client(daemon.url) as client:
+        load = Load(prompt=[5], max_tokens=4, requests=20, warmup=0, rate=1000, poisson=False)
+        samples = measure(client, load)
+    assert samples.requests == 20
+    assert max(samples.end_to_end) > 15 * 20_000_000
+    assert sorted(samples.end_to_end) == samples.end_to_end
+
+
+def test_bench_counts_refusals(spawn: Spawn) -> None:
+    daemon = spawn("--set", "engine.queue_depth=1", script={"round_ns": 2_000_000})
+    with Client(daemon.url) as client:
+        samples = measure(client, Load(prompt=[5], max_tokens=20, requests=8, warmup=0, concurrency=8))
+    assert samples.requests + samples.refused == 8
+    assert samples.refused >= 5
+
+
+def test_bench_arguments_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--requests", "0"], ["--rate", "0"], ["--rate", "nan"], ["--concurrency", "0"]):
+        assert cli.main(["bench", *arguments]) == 1
+        assert capsys.readouterr().err.startswith("ull: --")
+
+
+def test_quantiles_are_nearest_ranks() -> None:
+    assert quantiles([5000]) == {"p50": 5, "p90": 5, "p99": 5, "p99.9": 5, "max": 5}
+    assert quantiles([index * 1000 for index in range(1, 1001)]) == {
+        "p50": 500,
+        "p90": 900,
+        "p99": 990,
+        "p99.9": 999,
+        "max": 1000,
+    }
+
+
+# ---- demo ---------------------------------------------------------------------------------------------------------
+
+
+def test_demo_builds_serves_measures_and_stops(tmp_path: Path) -> None:
+    recipe, output = str(ROOT / "engines/tiny.toml"), tmp_path / "tiny.ull"
+    first = ull("demo", "--recipe", recipe, "--output", str(output))
+    assert first.returncode == 0, first.stderr
+    assert "building it" in first.stdout and "TTFT" in first.stdout and "tokens/s" in first.stdout
+    assert demo.PROMPT in first.stdout
+    assert "ulld exited with status 0" in first.stdout
+    second = ull("demo", "--recipe", recipe, "--output", str(output))
+    assert second.returncode == 0, second.stderr
+    assert "up to date" in second.stdout and "building it" not in second.stdout
+
+
+def test_demo_outside_the_repository(tmp_path: Path) -> None:
+    outcome = ull("demo", "--recipe", str(tmp_path / "none.toml"))
+    assert (outcome.returncode, outcome.stderr.count("\n")) == (1, 1)
+
+
+def test_the_entry_points_exist() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert (scripts["ull"], scripts["ulld"]) == ("ull.cli:main", "ull.daemon:main")
+    assert sys.modules["ull.cli"].main is cli.main

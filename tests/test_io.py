@@ -1,0 +1,227 @@
+"""The io thread with real sockets: what clients see, whatever other clients do."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from native_rig import Rig, loaded_libzmq
+from ull import _native
+
+ALPHABET = list(b"abcdefghijklmnopqrstuvwxyz")
+PROMPT = b"once upon a time there was"  # 26 tokens: the completion begins at "a"
+LONG = {"tokens": ALPHABET, "context": 600_000, "pages": 10_000}
+
+
+def joined(frames: list[dict[str, Any]]) -> tuple[list[int], str]:
+    """All ids and all text of a request's token frames, which must follow each other without a gap."""
+    ids: list[int] = []
+    for frame in frames:
+        assert frame["index"] == len(ids)
+        ids += frame["ids"]
+    return ids, "".join(frame["text"] for frame in frames)
+
+
+@pytest.mark.parametrize("idle", ["adaptive", "spin"])
+@pytest.mark.parametrize("endpoint", ["ipc://{folder}/sock", "tcp://127.0.0.1:0"])
+def test_an_exchange(tmp_path: Path, endpoint: str, idle: str) -> None:
+    io = {"listen": [endpoint.format(folder=tmp_path)], "idle": idle}
+    with Rig(tmp_path, {"tokens": ALPHABET}, engine={"idle": idle}, io=io) as rig:
+        assert not rig.io.endpoints[0].endswith(":0")
+        client = rig.client(b"client")
+        rig.submit(b"client", 7, PROMPT, max_tokens=30, seed=3, received_ns=1, admitted_ns=2)
+        frames, done = client.finish(7)
+        ids, text = joined(frames)
+        assert text == "abcdefghijklmnopqrstuvwxyzabcd"
+        assert bytes(ids).decode() == text
+        for frame in frames:
+            assert set(frame) == {"type", "id", "index", "ids", "text", "time_ns"}
+        timeline = done.pop("timeline")
+        assert list(timeline) == [
+            "received_ns",
+            "admitted_ns",
+            "started_ns",
+            "prefilled_ns",
+            "first_token_ns",
+            "last_token_ns",
+            "done_ns",
+        ]
+        assert list(timeline.values()) == sorted(timeline.values())
+        assert timeline["first_token_ns"] == frames[0]["time_ns"]
+        ending = {
+            "id": 7,
+            "finish_reason": "length",
+            "usage": {"prompt_tokens": 26, "cached_tokens": 0, "completion_tokens": 30},
+            "seed": 3,
+            "error": None,
+        }
+        assert done == {"type": "done", **ending}
+        record = rig.record()
+        assert record.pop("timeline") == timeline
+        assert record == {"identity": b"client", "delivered": True, "client": "ok", **ending}
+        rig.wait_until(rig.engine.drained)
+
+
+def test_requests_go_to_the_control_plane_and_replies_come_back(tmp_path: Path) -> None:
+    with Rig(tmp_path, {"tokens": [97]}) as rig:
+        client = rig.client(b"client")
+        client.send([b"ull1", b"a request"])
+        kind, identity, payload, received_ns = rig.control.recv_multipart()
+        assert (kind, identity, payload) == (b"R", b"client", b"a request")
+        assert int.from_bytes(received_ns, "little") > 0
+        rig.control.send_multipart([b"client", b"\x81\xa2id\x05"])
+        assert client.receive() == {"id": 5}
+        rig.control.send_multipart([b"nobody", b"lost"])
+        rig.wait_until(lambda: rig.io.stats()["replies_dropped"] == 1)
+
+
+def test_malformed_messages_are_told_to_the_control_plane(tmp_path: Path) -> None:
+    with Rig(tmp_path, {"tokens": [97]}) as rig:
+        client = rig.client(b"client")
+        for frames, reason in [
+            ([b"x"], b"bad_frame"),
+            ([b"ull1"], b"bad_frame"),
+            ([b"ull1", b"a", b"b"], b"bad_frame"),
+            ([b"ull1"] * 100, b"bad_frame"),
+            ([b"", b"ull1", b"payload"], b"bad_frame"),
+            ([b"ull2", b"payload"], b"bad_version"),
+            ([b"", b"payload"], b"bad_version"),
+            ([b"ull1\0", b"payload"], b"bad_version"),
+        ]:
+            client.send(frames)
+            assert rig.control.recv_multipart() == [b"B", b"client", reason]
+        rig.wait_until(lambda: rig.io.stats()["malformed"] == 8)
+        rig.submit(b"client", 1, PROMPT, max_tokens=3)
+        assert client.finish(1)[1]["finish_reason"] == "length"
+
+
+def test_bytes_that_are_not_zmq_and_frames_that_are_too_big_harm_nobody(tmp_path: Path) -> None:
+    io = {"listen": ["tcp://127.0.0.1:0"], "max_message": 1000}
+    with Rig(tmp_path, {"tokens": [97]}, io=io) as rig:
+        good = rig.client(b"good")
+        port = int(rig.io.endpoints[0].rsplit(":", 1)[1])
+        for garbage in [b"GET / HTTP/1.1\r\n\r\n", b"\xff" + b"\0" * 8 + b"\x7f" + b"\0" * 500, bytes(range(256)) * 40]:
+            with socket.create_connection(("127.0.0.1", port)) as raw:
+                raw.sendall(garbage)
+        big = rig.client(b"big", immediate=1)
+        big.send([b"ull1", b"x" * 2000])
+        good.send([b"ull1", b"x" * 900])
+        assert rig.control.recv_multipart()[1:3] == [b"good", b"x" * 900]
+        rig.submit(b"good", 1, PROMPT, max_tokens=3)
+        assert good.finish(1)[1]["finish_reason"] == "length"
+
+
+def test_two_clients_may_use_the_same_request_id(tmp_path: Path) -> None:
+    with Rig(tmp_path, {"tokens": ALPHABET, "round_ns": 10_000}) as rig:
+        clients = [rig.client(name) for name in (b"one", b"two")]
+        for number, client in enumerate(clients):
+            rig.submit(client.name, 1, PROMPT, max_tokens=20 + number)
+        for number, client in enumerate(clients):
+            frames, done = client.finish(1)
+            assert len(joined(frames)[0]) == 20 + number == done["usage"]["completion_tokens"]
+        assert [rig.record()["identity"] for _ in clients] == [b"one", b"two"]
+
+
+def test_a_client_that_dies_loses_its_request_and_nobody_elses(tmp_path: Path) -> None:
+    with Rig(tmp_path, {"tokens": ALPHABET, "round_ns": 100_000, "context": 60_000, "pages": 1000}) as rig:
+        dying, other = rig.client(b"dying"), rig.client(b"other")
+        rig.submit(b"dying", 1, PROMPT, max_tokens=50_000)
+        rig.submit(b"other", 1, PROMPT, max_tokens=20)
+        assert dying.receive()["type"] == "token"
+        dying.socket.close(linger=0)
+        frames, done = other.finish(1)
+        assert (joined(frames)[1], done["finish_reason"]) == ("abcdefghijklmnopqrst", "length")
+        record = rig.record()
+        assert (record["identity"], record["finish_reason"]) == (b"dying", "cancelled")
+        assert (record["client"], record["delivered"]) == ("gone", False)
+        assert record["usage"]["completion_tokens"] < 50_000
+        rig.wait_until(lambda: rig.io.stats()["clients_gone"] == 1)
+
+
+def test_a_client_that_stops_reading_is_cancelled_and_nobody_else(tmp_path: Path) -> None:
+    script = {"tokens": ALPHABET, "context": 16_000_000, "pages": 250_000}  # more than its socket's buffers hold
+    with Rig(tmp_path, script, engine={"queue_depth": 1, "prefix_cache": False}, io={"send_hwm": 2}) as rig:
+        slow, other = rig.client(b"slow", rcvhwm=1), rig.client(b"other")
+        rig.submit(b"slow", 1, PROMPT, max_tokens=15_000_000)
+        assert slow.receive()["type"] == "token"
+        rig.submit(b"other", 1, PROMPT, max_tokens=20)
+        frames, done = other.finish(1)
+        assert (joined(frames)[1], done["finish_reason"]) == ("abcdefghijklmnopqrst", "length")
+        records = {record["identity"]: record for record in (rig.record(), rig.record())}
+        assert (records[b"slow"]["client"], records[b"slow"]["delivered"]) == ("stalled", False)
+        assert (records[b"other"]["client"], records[b"other"]["delivered"]) == ("ok", True)
+        rig.wait_until(lambda: rig.io.stats()["clients_stalled"] == 1)
+
+
+@pytest.mark.parametrize("logprobs", [-1, 2])
+def test_a_flood_reaches_one_client_without_loss(tmp_path: Path, logprobs: int) -> None:
+    tokens = 500_000 if logprobs < 0 else 50_000
+    with Rig(tmp_path, LONG, io={"client_stall_ms": 20_000}) as rig:
+        client = rig.client(b"client")
+        rig.submit(b"client", 1, PROMPT, max_tokens=tokens, logprobs=logprobs)
+        frames, done = client.finish(1)
+        ids, text = joined(frames)
+        assert bytes(ids) == (bytes(ALPHABET) * (tokens // 26 + 1))[:tokens]
+        assert text.encode() == bytes(ids)
+        assert done["usage"]["completion_tokens"] == tokens
+        assert len(frames) < tokens / 10  # coalesced: the engine is far faster than a frame per token
+        if logprobs >= 0:
+            assert [entry["token"] for frame in frames for entry in frame["logprobs"]] == ids
+
+
+def test_text_held_back_for_a_stop_string_comes_at_the_end(tmp_path: Path) -> None:
+    with Rig(tmp_path, {"tokens": ALPHABET, "round_ns": 2_000_000}) as rig:
+        client = rig.client(b"client")
+        rig.submit(b"client", 1, PROMPT, max_tokens=6, stop=[b"efX", b"defgh"])
+        frames, done = client.finish(1)
+        ids, text = joined(frames)
+        assert (text, len(ids), done["finish_reason"]) == ("abcdef", 6, "length")
+        rig.submit(b"client", 2, PROMPT, max_tokens=20, stop=[b"efX", b"defgh"])
+        frames, done = client.finish(2)
+        ids, text = joined(frames)
+        assert (text, len(ids), done["finish_reason"]) == ("abc", 8, "stop")
+        rig.submit(b"client", 3, PROMPT, max_tokens=20, stop_ids=[ord("d")])
+        frames, done = client.finish(3)
+        ids, text = joined(frames)
+        assert (text, bytes(ids), done["finish_reason"]) == ("abc", b"abcd", "stop")
+
+
+def test_stopping_sends_every_done_frame_first(tmp_path: Path) -> None:
+    with Rig(tmp_path, {"tokens": ALPHABET, "round_ns": 1_000_000}) as rig:
+        client = rig.client(b"client")
+        for request_id in range(5):
+            rig.submit(b"client", request_id, PROMPT, max_tokens=4000)
+        assert client.receive()["type"] == "token"
+        rig.engine.stop()
+        rig.io.stop()
+        dones: list[dict[str, Any]] = []
+        while len(dones) < 5:
+            message = client.receive()
+            dones += [message] if message["type"] == "done" else []
+        assert sorted(done["id"] for done in dones) == list(range(5))
+        assert {(done["finish_reason"], done["error"]["code"]) for done in dones} == {("cancelled", "draining")}
+        assert sorted(rig.record()["id"] for _ in range(5)) == list(range(5))
+
+
+def test_an_endpoint_that_is_taken_is_named(tmp_path: Path) -> None:
+    with Rig(tmp_path, {"tokens": [97]}, io={"listen": ["tcp://127.0.0.1:0"]}) as rig:
+        taken = rig.io.endpoints[0]
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        for listen in [taken, "nonsense", "tcp://127.0.0.1"]:
+            io = _native.Io(
+                rig.engine,
+                zmq_context=context.underlying,
+                libzmq=loaded_libzmq(),
+                listen=[listen],
+                control="inproc://other",
+            )
+            with pytest.raises(RuntimeError, match=f"^{listen}: "):
+                io.start()
+            io.stop()
+        context.destroy(linger=0)
+
+
+def test_a_library_that_is_not_loaded_is_refused(tmp_path: Path) -> None:
+    with Rig(tmp_path, {"tokens": [97]}) as rig, pytest.raises(RuntimeError, match="is not loaded in this process"):
+        _native.Io(rig.engine, zmq_context=rig.context.underlying, libzmq="/none/libzmq.so", listen=["ipc:///tmp/x"])

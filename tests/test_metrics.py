@@ -1,0 +1,99 @@
+"""Histograms, counters and log lines of the daemon."""
+
+import io
+import json
+import random
+
+import pytest
+
+from ull.log import Log
+from ull.metrics import LatencyHistogram, Metrics, inter_token_ns
+from ull.wire import Ended, Timeline, Usage
+
+
+def ended(reason: str = "stop", tokens: int = 3, client: str = "ok", delivered: bool = True, **times: int) -> Ended:
+    usage = Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=tokens)
+    return Ended(
+        identity=b"c",
+        id=1,
+        finish_reason=reason,
+        usage=usage,
+        timeline=Timeline(**times),
+        seed=0,
+        client=client,
+        delivered=delivered,
+    )
+
+
+def test_quantiles_are_close_above_the_truth() -> None:
+    chance = random.Random(3)
+    values = [int(chance.lognormvariate(12, 2)) for _ in range(5000)]
+    histogram = LatencyHistogram()
+    for value in values:
+        histogram.record(value)
+    values.sort()
+    for fraction in (0.01, 0.5, 0.9, 0.99, 0.999, 1.0):
+        truth = values[max(0, -(-int(fraction * 5000) // 1) - 1)]
+        assert truth <= histogram.quantile(fraction) <= truth * 17 / 16 + 1
+    snapshot = histogram.snapshot()
+    assert (snapshot["count"], snapshot["max_ns"]) == (5000, values[-1])
+    assert snapshot["mean_ns"] == sum(values) // 5000
+
+
+def test_an_empty_histogram_and_odd_values() -> None:
+    histogram = LatencyHistogram()
+    assert set(histogram.snapshot().values()) == {0}
+    histogram.record(-5)
+    histogram.record(0)
+    assert (histogram.quantile(1.0), histogram.snapshot()["count"]) == (0, 2)
+
+
+def test_counters_follow_ended_requests() -> None:
+    metrics = Metrics()
+    times = {"received_ns": 100, "admitted_ns": 150, "started_ns": 200, "prefilled_ns": 400, "first_token_ns": 500}
+    metrics.ended(ended(last_token_ns=900, done_ns=910, **times))
+    metrics.ended(ended("cancelled", tokens=0, client="gone", delivered=False, received_ns=100, done_ns=300))
+    requests = metrics.requests()
+    assert requests["finished"] == {"stop": 1, "cancelled": 1}
+    assert requests["clients"] == {"ok": 1, "gone": 1}
+    assert (requests["undelivered"], requests["completion_tokens"], requests["cached_tokens"]) == (1, 3, 8)
+    latency = metrics.latency()
+    assert latency["time_to_first_token"]["max_ns"] == 400
+    assert (latency["queue"]["max_ns"], latency["prefill"]["max_ns"]) == (50, 200)
+    assert (latency["inter_token"]["max_ns"], latency["inter_token"]["count"]) == (200, 1)
+    assert (latency["end_to_end"]["count"], latency["time_to_first_token"]["count"]) == (2, 1)
+
+
+def test_inter_token_time_needs_two_tokens() -> None:
+    assert inter_token_ns(ended(tokens=1, first_token_ns=5, last_token_ns=5)) is None
+    assert inter_token_ns(ended(tokens=3, first_token_ns=100, last_token_ns=300)) == 100
+
+
+def test_text_lines_stay_one_line() -> None:
+    stream = io.StringIO()
+    Log(stream=stream).info("event", plain="a/b", number=1.5, whole=2.0, truth=True, nothing=None, odd='x "y"\nz é')
+    (line,) = stream.getvalue().splitlines()
+    assert line.endswith(r'info event plain=a/b number=1.5 whole=2 truth=true odd="x \"y\"\nz \u00e9"')
+
+
+def test_json_lines() -> None:
+    stream = io.StringIO()
+    Log(form="json", stream=stream).warning("event", text="é\n", nothing=None, flag=False)
+    record = json.loads(stream.getvalue())
+    assert (record["level"], record["event"], record["text"], record["flag"]) == ("warning", "event", "é\n", False)
+    assert "nothing" not in record
+
+
+@pytest.mark.parametrize(("level", "written"), [("debug", 4), ("info", 3), ("warning", 2), ("error", 1)])
+def test_levels(level: str, written: int) -> None:
+    stream = io.StringIO()
+    log = Log(level, stream=stream)
+    for write in (log.debug, log.info, log.warning, log.error):
+        write("event")
+    assert len(stream.getvalue().splitlines()) == written
+
+
+def test_a_log_that_cannot_be_written_stops_nothing() -> None:
+    stream = io.StringIO()
+    stream.close()
+    Log(stream=stream).error("event")

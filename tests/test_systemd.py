@@ -1,0 +1,49 @@
+"""The unit file: systemd accepts it, and what it starts is what ulld takes."""
+
+import configparser
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ull.daemon import EXIT_ENGINE_FAILED, _parser
+
+UNIT = Path(__file__).parent.parent / "systemd/ull@.service"
+
+
+def settings() -> dict[str, str]:
+    """The unit's [Service] section; of repeated keys the last."""
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(UNIT.read_text())
+    return dict(parser["Service"])
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_accepts_it(tmp_path: Path) -> None:
+    # Where ulld is installed is no concern of this machine: an executable that exists stands in for it.
+    unit = tmp_path / UNIT.name
+    unit.write_text(UNIT.read_text().replace("/opt/ull/bin/ulld", "/bin/true"))
+    outcome = subprocess.run(
+        ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (outcome.returncode, outcome.stderr.strip()) == (0, "")
+
+
+def test_it_starts_what_ulld_takes() -> None:
+    command = settings()["ExecStart"].replace("%i", "tiny").split()
+    assert command[0].endswith("/ulld") and command[-1] == "$ULLD_ARGUMENTS"
+    options = _parser().parse_args([*command[1:-1], "--cores", "2,3"])
+    assert options.bundle == Path("/var/lib/ull/tiny.ull")
+    assert options.listen == ["ipc:///run/ull-tiny/ull.sock"]
+    assert settings()["RuntimeDirectory"] == "ull-%i"
+
+
+def test_it_follows_the_daemon_s_contract() -> None:
+    unit = settings()
+    assert (unit["Type"], unit["NotifyAccess"], unit["Restart"]) == ("notify", "main", "on-failure")
+    assert unit["RestartPreventExitStatus"] == str(EXIT_ENGINE_FAILED)
+    assert unit["LimitMEMLOCK"] == "infinity"
+    assert int(unit["WatchdogSec"]) > 2  # engine.watchdog_ms must be able to speak first
+    assert int(unit["TimeoutStopSec"]) > 30  # drain_timeout_s

@@ -1,0 +1,335 @@
+// The io thread against a libzmq in memory: delivery, slow, full and vanished peers, malformed messages, shutdown.
+#include <functional>
+#include <map>
+
+#include "engine_fixture.h"
+#include "fake_zmq.h"
+#include "io/io.h"
+#include "msgpack_reader.h"
+
+namespace {
+
+using ull::test::FakeZmq;
+using ull::test::Frames;
+using ull::test::ids;
+using ull::test::MsgpackReader;
+using ull::test::Value;
+
+// What one client got for one request.
+struct Received {
+  std::string text;
+  size_t tokens = 0;
+  size_t frames = 0;
+  size_t logprobs = 0;
+  int dones = 0;
+  std::string finish_reason;
+};
+
+class Daemon {
+ public:
+  Daemon(ull::ScriptedExecutor::Options script, ull::IoOptions options = {}, ull::EngineOptions engine_options = {})
+      : executor(ascii(std::move(script))),
+        engine(executor, vocabulary_.path(), engine_options),
+        io(engine, FakeZmq::api(), &net, listening(std::move(options))) {
+    engine.start();
+    io.start();
+  }
+  ~Daemon() {
+    engine.stop();
+    io.stop();
+  }
+
+  void submit(const std::string& client, uint64_t id, int max_tokens, const std::function<void(ull::Submission&)>& edit = {}) {
+    static const std::vector<int32_t> prompt = ids("once upon a time there was");
+    ull::Submission submission;
+    submission.identity = {reinterpret_cast<const uint8_t*>(client.data()), client.size()};
+    submission.id = id;
+    submission.tokens = prompt;
+    submission.max_tokens = max_tokens;
+    if (edit) edit(submission);
+    (void)engine.submit(submission);
+  }
+
+  // Takes what the client can read; true once the request's done frame has come.
+  bool read(const std::string& client, uint64_t id) {
+    while (auto frames = net.take(client)) {
+      CHECK_EQ(frames->size(), 2U);
+      CHECK_EQ(frames->front(), "ull1");
+      const Value value = MsgpackReader::read(frames->back());
+      Received& request = received[{client, value["id"].integer}];
+      if (value["type"].text == "done") {
+        ++request.dones;
+        request.finish_reason = value["finish_reason"].text;
+        continue;
+      }
+      CHECK_EQ(request.dones, 0);
+      CHECK_EQ(value["index"].integer, request.tokens);
+      request.tokens += value["ids"].items.size();
+      request.text += value["text"].text;
+      if (value.members.count("logprobs") > 0) request.logprobs += value["logprobs"].items.size();
+      ++request.frames;
+    }
+    return received[{client, id}].dones > 0;
+  }
+
+  Received& got(const std::string& client, uint64_t id) { return received[{client, id}]; }
+
+  Received& finish(const std::string& client, uint64_t id) {
+    while (!read(client, id)) std::this_thread::yield();
+    return received[{client, id}];
+  }
+
+  Frames control() {
+    for (;;) {
+      if (auto frames = net.take_control()) return *frames;
+      std::this_thread::yield();
+    }
+  }
+
+  Value record() {
+    const Frames frames = control();
+    CHECK_EQ(frames.front(), "D");
+    return MsgpackReader::read(frames.back());
+  }
+
+ private:
+  static ull::ScriptedExecutor::Options ascii(ull::ScriptedExecutor::Options script) {
+    script.vocabulary = 128;
+    return script;
+  }
+  static ull::IoOptions listening(ull::IoOptions options) {
+    if (options.listen.empty()) options.listen = {"fake://clients"};
+    return options;
+  }
+  ull::test::AsciiVocabulary vocabulary_;
+
+ public:
+  FakeZmq net;
+  ull::ScriptedExecutor executor;
+  ull::Engine engine;
+  ull::Io io;
+  std::map<std::pair<std::string, uint64_t>, Received> received;
+};
+
+TEST(tokens_and_done_arrive_in_order) {
+  for (const auto idle : {ull::IdleMode::kSpin, ull::IdleMode::kAdaptive}) {
+    Daemon daemon({.tokens = ids("abcdefghijklmnopqrstuvwxyz")}, {.idle = idle});
+    daemon.submit("client", 5, 30);
+    const Received& got = daemon.finish("client", 5);
+    CHECK_EQ(got.text, "abcdefghijklmnopqrstuvwxyzabcd");
+    CHECK_EQ(got.tokens, 30U);
+    CHECK_EQ(got.finish_reason, "length");
+    const Value record = daemon.record();
+    CHECK_EQ(record["identity"].text, "client");
+    CHECK_EQ(record["delivered"].integer, 1U);
+    CHECK_EQ(record["client"].text, "ok");
+    while (!daemon.engine.drained()) std::this_thread::yield();
+  }
+}
+
+TEST(requests_and_replies_pass_through) {
+  Daemon daemon({.tokens = ids("a")});
+  daemon.net.send_as("client", {"ull1", "payload"});
+  const Frames request = daemon.control();
+  CHECK_EQ(request.size(), 4U);
+  CHECK_EQ(request[0], "R");
+  CHECK_EQ(request[1], "client");
+  CHECK_EQ(request[2], "payload");
+  int64_t received = 0;
+  REQUIRE(request[3].size() == sizeof(received));
+  std::memcpy(&received, request[3].data(), sizeof(received));
+  CHECK(received > 0 && received <= ull::monotonic_ns());
+  daemon.net.send_as_control({"client", "reply"});
+  std::optional<Frames> reply;
+  while (!(reply = daemon.net.take("client"))) std::this_thread::yield();
+  CHECK(*reply == Frames({"ull1", "reply"}));
+}
+
+TEST(malformed_messages_are_named_and_survived) {
+  Daemon daemon({.tokens = ids("a")});
+  const auto reason = [&](Frames frames) {
+    daemon.net.send_as("client", std::move(frames));
+    const Frames told = daemon.control();
+    CHECK_EQ(told.size(), 3U);
+    CHECK_EQ(told[0], "B");
+    CHECK_EQ(told[1], "client");
+    return told[2];
+  };
+  CHECK_EQ(reason({}), "bad_frame");
+  CHECK_EQ(reason({"ull1"}), "bad_frame");
+  CHECK_EQ(reason({"ull1", "a", "b"}), "bad_frame");
+  CHECK_EQ(reason(Frames(100, "ull1")), "bad_frame");
+  CHECK_EQ(reason({"ull2", "payload"}), "bad_version");
+  CHECK_EQ(reason({"", "payload"}), "bad_version");
+  daemon.net.send_as("client", {"ull1", ""});
+  CHECK_EQ(daemon.control()[0], "R");
+  daemon.net.send_as_control({"lonely frame"});  // not even the control plane is trusted to count
+  daemon.net.send_as_control({"client", "one", "too many"});
+  daemon.submit("client", 1, 3);
+  CHECK_EQ(daemon.finish("client", 1).tokens, 3U);
+}
+
+TEST(a_client_that_vanishes_loses_only_its_own_request) {
+  Daemon daemon({.tokens = ids("a"), .round_ns = 100'000});
+  daemon.submit("gone", 1, 4000);
+  daemon.submit("other", 1, 5);
+  while (daemon.net.waiting("gone") == 0) std::this_thread::yield();
+  daemon.net.set_gone("gone");
+  CHECK_EQ(daemon.finish("other", 1).tokens, 5U);
+  const Value first = daemon.record();
+  CHECK_EQ(first["identity"].text, "gone");
+  CHECK_EQ(first["finish_reason"].text, "cancelled");
+  CHECK_EQ(first["client"].text, "gone");
+  CHECK_EQ(first["delivered"].integer, 0U);
+  CHECK_EQ(daemon.record()["identity"].text, "other");
+  daemon.net.send_as_control({"gone", "reply"});
+  daemon.engine.stop();
+  daemon.io.stop();
+  CHECK_EQ(daemon.io.stats().clients_gone, 1U);
+  CHECK_EQ(daemon.io.stats().replies_dropped, 1U);
+}
+
+TEST(a_client_that_stops_reading_is_cancelled_and_counted) {
+  for (const bool with_logprobs : {false, true}) {
+    Daemon daemon({.tokens = ids("a"), .context = 100'000, .page_count = 2000, .round_ns = 2'000}, {.client_stall_ms = 20});
+    daemon.submit("slow", 1, 90'000, [&](ull::Submission& s) { s.sampling.top_logprobs = with_logprobs ? 3 : -1; });
+    daemon.submit("other", 1, 5);
+    CHECK_EQ(daemon.finish("other", 1).tokens, 5U);
+    CHECK_EQ(daemon.got("other", 1).dones, 1);
+    CHECK(daemon.net.waiting("slow") <= 64);
+    const Value record = daemon.record();
+    CHECK_EQ(record["identity"].text, "slow");
+    CHECK_EQ(record["finish_reason"].text, "cancelled");
+    CHECK_EQ(record["client"].text, "stalled");
+    daemon.engine.stop();
+    daemon.io.stop();
+    CHECK_EQ(daemon.io.stats().clients_stalled, 1U);
+    CHECK(!daemon.read("slow", 1));  // no done frame: it did not read
+  }
+}
+
+TEST(a_client_that_catches_up_loses_nothing) {
+  Daemon daemon({.tokens = ids("abcdefghijklmnopqrstuvwxyz"), .tokens_per_round = 2, .context = 60'000, .page_count = 1000},
+                {.client_stall_ms = 10'000});
+  daemon.net.set_room(2);
+  daemon.submit("slow", 1, 50'000);
+  daemon.submit("slow", 2, 50'000, [](ull::Submission& s) { s.sampling.top_logprobs = 1; });
+  while (daemon.net.waiting("slow") < 2) std::this_thread::yield();
+  for (const uint64_t id : {uint64_t{1}, uint64_t{2}}) {
+    const Received& got = daemon.finish("slow", id);
+    CHECK_EQ(got.tokens, 50'000U);
+    CHECK_EQ(got.text.size(), 50'000U);
+    CHECK_EQ(got.finish_reason, "length");
+    for (size_t i = 0; i < got.text.size(); ++i) REQUIRE(got.text[i] == static_cast<char>('a' + i % 26));
+  }
+  CHECK_EQ(daemon.got("slow", 2).logprobs, 50'000U);
+}
+
+TEST(replies_wait_for_a_full_client_but_not_for_ever) {
+  Daemon daemon({.tokens = ids("a")}, {.client_stall_ms = 30});
+  daemon.net.set_room(2);
+  for (int i = 0; i < 4; ++i) daemon.net.send_as_control({"client", "reply " + std::to_string(i)});
+  while (daemon.net.waiting("client") < 2) std::this_thread::yield();
+  for (int i = 0; i < 4; ++i) {
+    std::optional<Frames> reply;
+    while (!(reply = daemon.net.take("client"))) std::this_thread::yield();
+    CHECK_EQ(reply->back(), "reply " + std::to_string(i));
+  }
+  for (int i = 0; i < 4; ++i) daemon.net.send_as_control({"client", "unread"});
+  while (daemon.io.stats().replies_dropped < 2) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  CHECK_EQ(daemon.net.waiting("client"), 2U);
+}
+
+TEST(a_control_plane_that_is_behind_loses_no_request_and_no_record) {
+  Daemon daemon({.tokens = ids("a")});
+  daemon.net.set_control_room(1);
+  for (int i = 0; i < 20; ++i) daemon.net.send_as("client", {"ull1", std::to_string(i)});
+  for (uint64_t id = 1; id <= 5; ++id) daemon.submit("client", id, 3);
+  for (uint64_t id = 1; id <= 5; ++id) daemon.finish("client", id);
+  CHECK(!daemon.engine.drained());
+  int requests = 0;
+  int records = 0;
+  while (requests + records < 25) {
+    const Frames frames = daemon.control();
+    if (frames[0] == "R") {
+      CHECK_EQ(frames[2], std::to_string(requests++));
+    } else {
+      ++records;
+    }
+  }
+  CHECK_EQ(records, 5);
+  while (!daemon.engine.drained()) std::this_thread::yield();
+}
+
+TEST(stop_delivers_what_has_ended) {
+  Daemon daemon({.tokens = ids("a"), .round_ns = 200'000});
+  for (uint64_t id = 1; id <= 6; ++id) daemon.submit("client", id, 4000);
+  while (daemon.net.waiting("client") == 0) std::this_thread::yield();
+  daemon.engine.stop();
+  daemon.io.stop();
+  daemon.io.stop();
+  CHECK(daemon.net.closed());
+  for (uint64_t id = 1; id <= 6; ++id) {
+    CHECK_EQ(daemon.finish("client", id).dones, 1);
+    CHECK_EQ(daemon.got("client", id).finish_reason, "cancelled");
+    CHECK_EQ(daemon.record()["error"]["code"].text, "draining");
+  }
+  CHECK_THROWS(daemon.io.start(), std::logic_error);
+}
+
+TEST(stop_does_not_wait_for_a_client_that_does_not_read) {
+  Daemon daemon({.tokens = ids("a"), .round_ns = 1'000}, {.client_stall_ms = 60'000, .router = {.linger_ms = 50}});
+  daemon.net.set_room(1);
+  daemon.submit("slow", 1, 4000);
+  while (daemon.net.waiting("slow") == 0) std::this_thread::yield();
+  daemon.engine.stop();
+  daemon.io.stop();
+  CHECK(daemon.net.closed());
+}
+
+TEST(options_and_endpoints_are_checked) {
+  CHECK_THROWS(Daemon({.tokens = {1}}, {.listen = {"fake://taken"}}), std::runtime_error);
+  CHECK_THROWS(Daemon({.tokens = {1}}, {.client_stall_ms = 0}), std::invalid_argument);
+  Daemon daemon({.tokens = {1}});
+  CHECK_EQ(daemon.io.endpoints().size(), 1U);
+  CHECK_EQ(daemon.io.endpoints().front(), "fake://bound");
+  CHECK_THROWS(ull::zmq::load("/nonexistent/libzmq.so"), std::runtime_error);
+}
+
+// Two clients with the same request ids, many requests, some cancelled: exactly one done each.
+TEST(storm) {
+  Daemon daemon({.tokens = ids("abcdefghijklmnopqrstuvwxyz"), .tokens_per_round = 3, .round_ns = 2'000}, {}, {.queue_depth = 16});
+  std::map<std::pair<std::string, uint64_t>, size_t> wanted;
+  uint32_t state = 9;
+  const auto below = [&](uint32_t limit) { return (state = state * 1664525U + 1013904223U) / 65536 % limit; };
+  int records = 0;
+  const auto pump = [&] {
+    daemon.read("a", 0);
+    daemon.read("b", 0);
+    while (auto frames = daemon.net.take_control()) records += frames->front() == "D" ? 1 : 0;
+  };
+  for (uint64_t id = 1; id <= 300; ++id) {
+    for (const std::string client : {"a", "b"}) {
+      const size_t tokens = 1 + below(80);
+      while (wanted.count({client, id}) == 0) {
+        try {
+          daemon.submit(client, id, static_cast<int>(tokens));
+          wanted[{client, id}] = tokens;
+        } catch (const ull::QueueFull&) {
+          pump();
+        }
+      }
+      const auto* bytes = reinterpret_cast<const uint8_t*>(client.data());
+      if (below(8) == 0) (void)daemon.engine.cancel({bytes, client.size()}, id);
+    }
+  }
+  while (records < 600) pump();
+  for (const auto& [key, tokens] : wanted) {
+    const Received& got = daemon.finish(key.first, key.second);
+    CHECK_EQ(got.dones, 1);
+    CHECK(got.finish_reason == "cancelled" || got.tokens == tokens);
+    CHECK_EQ(got.text.size(), got.tokens);
+  }
+}
+
+}  // namespace
