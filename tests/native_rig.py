@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import zmq
+
 from ull import _native
 
 TIMEOUT_MS = 20_000  # a hang, not a slow machine

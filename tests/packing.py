@@ -21,7 +21,9 @@ DTYPES = {np.dtype(np.float32): "F32", np.dtype(BF16): "BF16", np.dtype(FP8): "F
 INTERLEAVED = np.stack([np.arange(16), np.arange(16, 32)], axis=1).reshape(-1)  # position -> row
 
 
-def llama3_frequencies(head_dim: int, theta: float, factor: float, low: float, high: float, original: int) -> np.ndarray:
+def llama3_frequencies(
+    head_dim: int, theta: float, factor: float, low: float, high: float, original: int
+) -> np.ndarray:
     """Rotary frequencies with Llama 3's scaling (transformers `_compute_llama3_parameters`), float32 [head_dim / 2]."""
     frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2) / head_dim)
     wavelength = 2 * np.pi / frequencies

@@ -1,4 +1,4 @@
-"""The cpu executor against a float64 reference, and against itself: same bits whatever the chunk, pages, threads, isa."""
+"""The cpu executor against a float64 reference, and itself: same bits for any chunk, pages, threads and isa."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from packing import Dims, RandomModel, llama3_frequencies
 
+from packing import Dims, RandomModel, llama3_frequencies
 from ull import _native
 
 LENGTH = 150  # tokens: three pages, the last one part full
@@ -38,7 +38,9 @@ CASES = {
 
 
 @pytest.fixture(scope="module", params=CASES, ids=list(CASES))
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[RandomModel, dict[str, Any]]:
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[RandomModel, dict[str, Any]]:
     model = RandomModel(dataclasses.replace(CASES[request.param]))
     return model, model.save(tmp_path_factory.mktemp("weights") / "weights.safetensors")
 
@@ -132,7 +134,9 @@ def test_a_full_context_fits_and_one_more_does_not(tmp_path: Path) -> None:
 
 def test_sizes_are_reported(tmp_path: Path) -> None:
     executor = _native.CpuModel(small(tmp_path, kv="bf16", head_dim=16), pages=3)
-    assert executor.kv_bytes == 3 * 2 * 2 * 64 * (16 + 32) * 2  # pages, layers, heads, tokens, key + padded value, bytes
+    assert (
+        executor.kv_bytes == 3 * 2 * 2 * 64 * (16 + 32) * 2
+    )  # pages, layers, heads, tokens, key + padded value, bytes
     assert executor.weight_bytes > 0
 
 
@@ -254,7 +258,9 @@ def test_evaluate_agrees_with_the_reference(tmp_path: Path, count: int, window: 
     spec = model.save(tmp_path / "w.safetensors")
     tokens = random_tokens(count, 100)
     seen: list[tuple[int, int]] = []
-    nll, best = _native.evaluate(spec, tokens, window, threads=2, progress=lambda done, total: seen.append((done, total)))
+    nll, best = _native.evaluate(
+        spec, tokens, window, threads=2, progress=lambda done, total: seen.append((done, total))
+    )
     expected_nll: list[float] = []
     expected_best: list[int] = []
     for start in range(0, count, window):
@@ -433,5 +439,3 @@ def test_a_vocabulary_that_is_banned_entirely_yields_no_token() -> None:
             _native.sample(np.zeros(5, np.float32), 0, sampling | {"logit_bias": banned})
     with pytest.raises(ValueError):
         _native.sample(np.zeros(5, np.float32), 0, {"logit_bias": {5: 1.0}})
-
-

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import zmq
+
 from native_rig import Rig, loaded_libzmq
 from ull import _native
 

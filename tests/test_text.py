@@ -5,11 +5,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from native_rig import write_vocabulary
 from ull import _native
 
 # Bytes that make and break characters, and letters that stop strings are made of.
-BYTES = st.sampled_from([b"a", b"b", b"c", b"\xc3", b"\xa9", b"\xe2", b"\x82", b"\xac", b"\xf0", b"\x9f", b"\x98", b"\x80"])
+BYTES = st.sampled_from(
+    [b"a", b"b", b"c", b"\xc3", b"\xa9", b"\xe2", b"\x82", b"\xac", b"\xf0", b"\x9f", b"\x98", b"\x80"]
+)
 STREAM = st.one_of(
     st.text(alphabet="abcé€😀", max_size=40).map(str.encode),
     st.text(max_size=40).map(lambda text: text.encode("utf-8", "surrogatepass")),

@@ -48,7 +48,7 @@ auto numpy_array(std::vector<T> values, Extents... extents) {
   auto* owned = new std::vector<T>(std::move(values));
   nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
   return nb::ndarray<nb::numpy, T, nb::ndim<sizeof...(Extents)>>(owned->data(), {static_cast<size_t>(extents)...},
-                                                                  owner);
+                                                                 owner);
 }
 
 template <typename T>
@@ -171,8 +171,8 @@ void bind_exec(nb::module_& m) {
           "__init__",
           [](Model* self, const nb::dict& spec, int threads, std::vector<int> cores, std::string isa,
              std::optional<int> pages, int max_chunk) {
-            new (self) Model(model_spec(spec),
-                             model_options(threads, std::move(cores), std::move(isa), max_chunk, pages));
+            new (self)
+                Model(model_spec(spec), model_options(threads, std::move(cores), std::move(isa), max_chunk, pages));
           },
           "spec"_a, nb::kw_only(), "threads"_a = 1, "cores"_a = std::vector<int>(), "isa"_a = "auto",
           "pages"_a = nb::none(), "max_chunk"_a = 256,
@@ -261,7 +261,9 @@ std::span<const int32_t> token_view(const nb::object& tokens) {
   }
   using Tokens = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
   Tokens array;
-  if (!nb::try_cast(tokens, array, /* convert= */ false)) throw ull::InvalidRequest("token_ids", "must be bytes or a 1-D int32 array");
+  if (!nb::try_cast(tokens, array, /* convert= */ false)) {
+    throw ull::InvalidRequest("token_ids", "must be bytes or a 1-D int32 array");
+  }
   return {array.data(), array.size()};
 }
 
@@ -306,50 +308,17 @@ uint64_t submit(ull::Engine& engine, const nb::bytes& identity, uint64_t request
   return engine.submit(submission);
 }
 
-nb::dict histogram_dict(const ull::Histogram& histogram) {
+nb::dict to_dict(const ull::NamedCounts& counts) {
   nb::dict out;
-  out["count"] = histogram.count();
-  out["p50"] = histogram.quantile(0.50);
-  out["p90"] = histogram.quantile(0.90);
-  out["p99"] = histogram.quantile(0.99);
-  out["p999"] = histogram.quantile(0.999);
-  out["max"] = histogram.max();
+  for (const auto& [name, value] : counts) out[name] = value;
   return out;
 }
 
 nb::dict engine_stats(const ull::Engine& engine) {
   const ull::EngineStats stats = engine.stats();
-  const ull::EngineCounters& counters = stats.counters;
-  nb::dict reasons;
-  reasons["stop"] = counters.stopped;
-  reasons["length"] = counters.length;
-  reasons["cancelled"] = counters.cancelled;
-  reasons["timeout"] = counters.timeout;
-  reasons["error"] = counters.error;
-  nb::dict out;
-  out["submitted"] = stats.submitted;
-  out["refused"] = stats.refused;
-  out["started"] = counters.started;
-  out["finished"] = reasons;
-  out["queue_length"] = stats.queue_length;
-  out["running"] = stats.running;
-  out["slots_used"] = stats.slots_used;
-  out["prompt_tokens"] = counters.prompt_tokens;
-  out["cached_tokens"] = counters.cached_tokens;
-  out["prefix_hits"] = counters.prefix_hits;
-  out["completion_tokens"] = counters.completion_tokens;
-  out["prefill_chunks"] = counters.prefill_chunks;
-  out["rounds"] = counters.rounds;
-  out["repeated_steps"] = counters.repeated_steps;
-  out["logprob_waits"] = counters.logprob_waits;
-  out["longest_cycle_ns"] = counters.longest_cycle_ns;
-  out["slow_cycles"] = counters.slow_cycles;
-  out["stalls"] = stats.stalls;
-  out["progress"] = stats.progress;
-  out["pages_used"] = counters.pages_used;
-  out["page_count"] = stats.page_count;
-  out["sessions"] = counters.sessions;
-  out["round_ns"] = histogram_dict(engine.round_ns());
+  nb::dict out = to_dict(stats.named());
+  out["finished"] = to_dict(stats.finished());
+  out["round_ns"] = to_dict(engine.round_ns().named());
   return out;
 }
 
@@ -368,21 +337,8 @@ nb::dict engine_info(const ull::Engine& engine) {
 }
 
 nb::dict io_stats(const ull::Io& io) {
-  const ull::IoStats stats = io.stats();
-  nb::dict out;
-  out["requests"] = stats.requests;
-  out["malformed"] = stats.malformed;
-  out["replies"] = stats.replies;
-  out["replies_dropped"] = stats.replies_dropped;
-  out["token_frames"] = stats.token_frames;
-  out["tokens"] = stats.tokens;
-  out["done_frames"] = stats.done_frames;
-  out["bytes"] = stats.bytes;
-  out["blocked_sends"] = stats.blocked_sends;
-  out["clients_gone"] = stats.clients_gone;
-  out["clients_stalled"] = stats.clients_stalled;
-  out["sleeps"] = stats.sleeps;
-  out["delivery_ns"] = histogram_dict(io.delivery_ns());
+  nb::dict out = to_dict(io.stats().named());
+  out["delivery_ns"] = to_dict(io.delivery_ns().named());
   return out;
 }
 

@@ -6,8 +6,13 @@
 #include <atomic>
 #include <bit>
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 namespace ull {
+
+// Named counters, for those who report them.
+using NamedCounts = std::vector<std::pair<const char*, uint64_t>>;
 
 class Histogram {
  public:
@@ -40,6 +45,11 @@ class Histogram {
       return index + 1 < buckets_.size() && upper_bound(index) < max() ? upper_bound(index) : max();
     }
     return max();
+  }
+
+  [[nodiscard]] NamedCounts named() const {
+    return {{"count", count()},      {"p50", quantile(0.50)},   {"p90", quantile(0.90)},
+            {"p99", quantile(0.99)}, {"p999", quantile(0.999)}, {"max", max()}};
   }
 
  private:

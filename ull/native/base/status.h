@@ -15,11 +15,16 @@ enum class Status : uint8_t {
 
 [[nodiscard]] constexpr const char* status_name(Status status) noexcept {
   switch (status) {
-    case Status::kOk: return "ok";
-    case Status::kPending: return "pending";
-    case Status::kAborted: return "aborted";
-    case Status::kOutOfPages: return "out_of_pages";
-    case Status::kExecutorFailed: return "executor_failed";
+    case Status::kOk:
+      return "ok";
+    case Status::kPending:
+      return "pending";
+    case Status::kAborted:
+      return "aborted";
+    case Status::kOutOfPages:
+      return "out_of_pages";
+    case Status::kExecutorFailed:
+      return "executor_failed";
   }
   return "unknown";
 }

@@ -177,7 +177,8 @@ uint64_t Engine::submit(const Submission& submission) {
 
 bool Engine::cancel(std::span<const uint8_t> identity, uint64_t id) noexcept {
   const uint32_t index = find(identity, id);
-  if (index == kNoSlot || shared_->slot(index).state.load(std::memory_order_acquire) != SlotState::kActive) return false;
+  if (index == kNoSlot || shared_->slot(index).state.load(std::memory_order_acquire) != SlotState::kActive)
+    return false;
   cancel_slot(index);
   return true;
 }
@@ -190,9 +191,7 @@ void Engine::cancel_slot(uint32_t slot) noexcept {
   shared_->engine_waker.wake();
 }
 
-bool Engine::drained() const noexcept {
-  return stats().slots_used == 0;
-}
+bool Engine::drained() const noexcept { return stats().slots_used == 0; }
 
 uint32_t Engine::find(std::span<const uint8_t> identity, uint64_t id) const noexcept {
   for (uint32_t index = 0; index < shared_->slots; ++index) {
@@ -225,6 +224,38 @@ EngineStats Engine::stats() const noexcept {
   }
   stats.page_count = executor_.info().page_count;
   return stats;
+}
+
+NamedCounts EngineStats::named() const {
+  return {{"submitted", submitted},
+          {"refused", refused},
+          {"started", counters.started},
+          {"queue_length", static_cast<uint64_t>(queue_length)},
+          {"running", running ? 1 : 0},
+          {"slots_used", static_cast<uint64_t>(slots_used)},
+          {"prompt_tokens", counters.prompt_tokens},
+          {"cached_tokens", counters.cached_tokens},
+          {"prefix_hits", counters.prefix_hits},
+          {"completion_tokens", counters.completion_tokens},
+          {"prefill_chunks", counters.prefill_chunks},
+          {"rounds", counters.rounds},
+          {"repeated_steps", counters.repeated_steps},
+          {"logprob_waits", counters.logprob_waits},
+          {"longest_cycle_ns", counters.longest_cycle_ns},
+          {"slow_cycles", counters.slow_cycles},
+          {"stalls", stalls},
+          {"progress", progress},
+          {"pages_used", counters.pages_used},
+          {"page_count", static_cast<uint64_t>(page_count)},
+          {"sessions", counters.sessions}};
+}
+
+NamedCounts EngineStats::finished() const {
+  return {{"stop", counters.stopped},
+          {"length", counters.length},
+          {"cancelled", counters.cancelled},
+          {"timeout", counters.timeout},
+          {"error", counters.error}};
 }
 
 const char* Engine::health() const noexcept {

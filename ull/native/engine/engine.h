@@ -20,26 +20,26 @@
 namespace ull {
 
 struct EngineOptions {
-  int queue_depth = 64;                   // requests that may wait while one runs
-  int core = -1;                          // core of the engine thread; -1: any
+  int queue_depth = 64;  // requests that may wait while one runs
+  int core = -1;         // core of the engine thread; -1: any
   IdleMode idle = IdleMode::kAdaptive;
-  int64_t watchdog_ms = 2000;             // busy without progress for longer: stalled
-  int max_prompt = 0;                     // tokens; 0: as many as leave room for one
-  int max_sessions = 16;                  // conversations whose KV stays resident
+  int64_t watchdog_ms = 2000;  // busy without progress for longer: stalled
+  int max_prompt = 0;          // tokens; 0: as many as leave room for one
+  int max_sessions = 16;       // conversations whose KV stays resident
   bool prefix_cache = true;
-  int64_t slow_cycle_us = 10'000;         // decode cycles longer than this are counted
+  int64_t slow_cycle_us = 10'000;  // decode cycles longer than this are counted
 };
 
 // A request as the control plane hands it over; copied by submit().
 struct Submission {
-  std::span<const uint8_t> identity;      // 1 .. kMaxIdentity bytes: the client's ROUTER identity
-  uint64_t id = 0;                        // chosen by the client; unique among its requests in flight
-  std::span<const int32_t> tokens;        // the prompt
+  std::span<const uint8_t> identity;  // 1 .. kMaxIdentity bytes: the client's ROUTER identity
+  uint64_t id = 0;                    // chosen by the client; unique among its requests in flight
+  std::span<const int32_t> tokens;    // the prompt
   int32_t max_tokens = 0;
   Sampling sampling;
   std::vector<std::string> stops;
   std::vector<int32_t> stop_ids;
-  int64_t deadline_ns = 0;                // CLOCK_MONOTONIC; 0: none
+  int64_t deadline_ns = 0;  // CLOCK_MONOTONIC; 0: none
   int64_t received_ns = 0;
   int64_t admitted_ns = 0;
 };
@@ -67,13 +67,16 @@ class EngineClosed : public std::runtime_error {
 struct EngineStats {
   EngineCounters counters;
   uint64_t submitted = 0;
-  uint64_t refused = 0;         // by QueueFull
+  uint64_t refused = 0;  // by QueueFull
   uint64_t progress = 0;
-  uint64_t stalls = 0;          // times the watchdog found the engine stalled
-  int queue_length = 0;         // submitted and waiting
-  bool running = false;         // a request is being served
-  int slots_used = 0;           // requests whose end has not reached the control plane
+  uint64_t stalls = 0;   // times the watchdog found the engine stalled
+  int queue_length = 0;  // submitted and waiting
+  bool running = false;  // a request is being served
+  int slots_used = 0;    // requests whose end has not reached the control plane
   int page_count = 0;
+
+  [[nodiscard]] NamedCounts named() const;     // all of it but `finished`
+  [[nodiscard]] NamedCounts finished() const;  // ended requests by finish reason
 };
 
 class Engine {
@@ -121,7 +124,7 @@ class Engine {
   Executor& executor_;
   const Vocabulary vocabulary_;
   const EngineOptions options_;
-  int context_ = 0;      // tokens a request may have, prompt and completion together
+  int context_ = 0;  // tokens a request may have, prompt and completion together
   int max_prompt_ = 0;
   std::unique_ptr<EngineShared> shared_;
   std::unique_ptr<EngineLoop> loop_;

@@ -56,7 +56,9 @@ void EngineLoop::idle() noexcept {
   cpu_relax();
   if (options_.idle == IdleMode::kSpin || now - idle_since_ns_ < kIdleSpinNs) return;
   shared_.engine_waker.announce();
-  if (shared_.attention.load(std::memory_order_acquire) == seen_attention_) shared_.engine_waker.wait();
+  // `stopping` too: look_around() may have seen the change of `attention` that came with it, after run() last looked.
+  const bool nothing_new = shared_.attention.load(std::memory_order_acquire) == seen_attention_;
+  if (nothing_new && !shared_.stopping.load(std::memory_order_acquire)) shared_.engine_waker.wait();
   shared_.engine_waker.awake();
 }
 
@@ -193,8 +195,8 @@ void EngineLoop::end_running(const Ending& ending) noexcept {
   shared_.running.store(kNoSlot, std::memory_order_seq_cst);
   sessions_.close(*run_.session, !shared_.failed.load(std::memory_order_relaxed));
   request.outcome.completion_tokens = run_.completed;
-  EngineEvent last{run_.unannounced_ns, run_.slot, run_.announced, run_.completed - run_.announced,
-                   run_.first_logprob, run_.silent_last};
+  EngineEvent last{run_.unannounced_ns, run_.slot,       run_.announced, run_.completed - run_.announced,
+                   run_.first_logprob,  run_.silent_last};
   end(run_.slot, ending, last);
 }
 
@@ -203,11 +205,21 @@ void EngineLoop::end(uint32_t slot, const Ending& ending, const EngineEvent& las
   RequestSlot& request = shared_.slot(slot);
   switch (ending.reason) {
     case FinishReason::kNone:
-    case FinishReason::kStop: ++counters_.stopped; break;
-    case FinishReason::kLength: ++counters_.length; break;
-    case FinishReason::kCancelled: ++counters_.cancelled; break;
-    case FinishReason::kTimeout: ++counters_.timeout; break;
-    case FinishReason::kError: ++counters_.error; break;
+    case FinishReason::kStop:
+      ++counters_.stopped;
+      break;
+    case FinishReason::kLength:
+      ++counters_.length;
+      break;
+    case FinishReason::kCancelled:
+      ++counters_.cancelled;
+      break;
+    case FinishReason::kTimeout:
+      ++counters_.timeout;
+      break;
+    case FinishReason::kError:
+      ++counters_.error;
+      break;
   }
   request.outcome.reason = ending.reason;
   request.outcome.error_code = ending.error_code;
@@ -230,14 +242,18 @@ EngineLoop::Ending EngineLoop::run_step(Start&& start) noexcept {
     Status status = start();
     if (status == Status::kOk || status == Status::kPending) status = wait_for_step();
     switch (status) {
-      case Status::kOk: shared_.progress.fetch_add(1, std::memory_order_relaxed); return {};
+      case Status::kOk:
+        shared_.progress.fetch_add(1, std::memory_order_relaxed);
+        return {};
       case Status::kAborted:
         if (const Ending ending = attend(monotonic_ns())) return ending;
         ++counters_.repeated_steps;
         continue;
-      case Status::kOutOfPages: return {FinishReason::kError, kInternal, "the executor ran out of KV pages"};
+      case Status::kOutOfPages:
+        return {FinishReason::kError, kInternal, "the executor ran out of KV pages"};
       case Status::kPending:
-      case Status::kExecutorFailed: break;
+      case Status::kExecutorFailed:
+        break;
     }
     shared_.failed.store(true, std::memory_order_release);
     return {FinishReason::kError, kInternal, "the executor failed"};

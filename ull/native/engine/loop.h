@@ -16,10 +16,10 @@ namespace ull {
 class EngineLoop {
  public:
   struct Options {
-    int context = 0;                      // tokens, prompt and completion together
-    int core = -1;                        // core of the engine thread; -1: any
+    int context = 0;  // tokens, prompt and completion together
+    int core = -1;    // core of the engine thread; -1: any
     IdleMode idle = IdleMode::kAdaptive;
-    int64_t slow_cycle_ns = 10'000'000;   // cycles longer than this are counted
+    int64_t slow_cycle_ns = 10'000'000;  // cycles longer than this are counted
     SessionCache::Options sessions;
   };
 
@@ -36,10 +36,10 @@ class EngineLoop {
     Session* session = nullptr;
     StopMatcher matcher;
     int64_t last_round_ns = 0;
-    int32_t completed = 0;         // completion tokens accepted
-    int32_t announced = 0;         // of those, told to the io thread
-    int64_t unannounced_ns = 0;    // when token `announced` was accepted
-    int32_t first_logprob = -1;    // chain of the unannounced tokens' records
+    int32_t completed = 0;       // completion tokens accepted
+    int32_t announced = 0;       // of those, told to the io thread
+    int64_t unannounced_ns = 0;  // when token `announced` was accepted
+    int32_t first_logprob = -1;  // chain of the unannounced tokens' records
     int32_t last_logprob = -1;
     int32_t logprobs_taken = 0;
     bool silent_last = false;
@@ -80,12 +80,12 @@ class EngineLoop {
   const Vocabulary& vocabulary_;
   const Options options_;
   SessionCache sessions_;
-  std::vector<uint32_t> queue_;    // slots that wait, in order of arrival; capacity: all of them
+  std::vector<uint32_t> queue_;  // slots that wait, in order of arrival; capacity: all of them
   Run run_;
   RoundResult result_;
   EngineCounters counters_;
   uint32_t seen_attention_ = 0;
-  int64_t next_deadline_ns_ = 0;   // the earliest in the queue
+  int64_t next_deadline_ns_ = 0;  // the earliest in the queue
   int64_t idle_since_ns_ = 0;
   int64_t published_ns_ = 0;
 };

@@ -23,22 +23,28 @@ enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kTimeout,
 
 [[nodiscard]] constexpr const char* finish_reason_name(FinishReason reason) noexcept {
   switch (reason) {
-    case FinishReason::kNone: return "none";
-    case FinishReason::kStop: return "stop";
-    case FinishReason::kLength: return "length";
-    case FinishReason::kCancelled: return "cancelled";
-    case FinishReason::kTimeout: return "timeout";
-    case FinishReason::kError: return "error";
+    case FinishReason::kNone:
+      return "none";
+    case FinishReason::kStop:
+      return "stop";
+    case FinishReason::kLength:
+      return "length";
+    case FinishReason::kCancelled:
+      return "cancelled";
+    case FinishReason::kTimeout:
+      return "timeout";
+    case FinishReason::kError:
+      return "error";
   }
   return "unknown";
 }
 
 // CLOCK_MONOTONIC nanoseconds; 0: did not happen.
 struct Timeline {
-  int64_t received_ns = 0;     // the io thread had read the request
-  int64_t admitted_ns = 0;     // the control plane had accepted it
-  int64_t started_ns = 0;      // the engine thread took it from the queue
-  int64_t prefilled_ns = 0;    // all of the prompt but its last token was in the cache
+  int64_t received_ns = 0;   // the io thread had read the request
+  int64_t admitted_ns = 0;   // the control plane had accepted it
+  int64_t started_ns = 0;    // the engine thread took it from the queue
+  int64_t prefilled_ns = 0;  // all of the prompt but its last token was in the cache
   int64_t first_token_ns = 0;
   int64_t last_token_ns = 0;
   int64_t done_ns = 0;
@@ -88,13 +94,13 @@ struct RequestSlot {
 
 // What the engine thread tells the io thread: completion tokens [index, index + count) of a slot have been accepted.
 struct EngineEvent {
-  int64_t time_ns = 0;     // when the first of them was accepted
+  int64_t time_ns = 0;  // when the first of them was accepted
   uint32_t slot = 0;
   int32_t index = 0;
   int32_t count = 0;
-  int32_t logprobs = -1;   // first of a chain of `count` records in the LogprobPool; -1 if not asked for
+  int32_t logprobs = -1;     // first of a chain of `count` records in the LogprobPool; -1 if not asked for
   bool silent_last = false;  // the last of them is a stop id: it has no text
-  bool final = false;      // the request has ended: slot.outcome is set, no further event follows
+  bool final = false;        // the request has ended: slot.outcome is set, no further event follows
 };
 static_assert(sizeof(EngineEvent) == 32);
 

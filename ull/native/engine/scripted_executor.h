@@ -21,11 +21,11 @@ class ScriptedExecutor : public Executor {
     int context = 4096;
     int page_count = 128;
     int prefill_chunk = 256;
-    int64_t round_ns = 0;               // time that a round takes
-    int64_t prefill_token_ns = 0;       // time that prefill takes per token
-    bool blocking = false;              // poll() waits for the step to end, instead of saying kPending
-    int64_t fail_step = -1;             // this step (from 0, prefill chunks and rounds alike) fails, as do all after
-    int64_t hang_step = -1;             // this step never ends unless it is aborted
+    int64_t round_ns = 0;          // time that a round takes
+    int64_t prefill_token_ns = 0;  // time that prefill takes per token
+    bool blocking = false;         // poll() waits for the step to end, instead of saying kPending
+    int64_t fail_step = -1;        // this step (from 0, prefill chunks and rounds alike) fails, as do all after
+    int64_t hang_step = -1;        // this step never ends unless it is aborted
     bool ignore_abort = false;
   };
 
@@ -48,12 +48,12 @@ class ScriptedExecutor : public Executor {
 
   const Options options_;
   ExecutorInfo info_;
-  std::vector<int32_t> cache_;         // [page_count, kPageTokens] token fed at each position; -1: never written
+  std::vector<int32_t> cache_;  // [page_count, kPageTokens] token fed at each position; -1: never written
   std::atomic<bool> aborted_{false};
-  std::atomic<int64_t> steps_{0};      // started
+  std::atomic<int64_t> steps_{0};  // started
   bool failed_ = false;
   bool hanging_ = false;
-  int64_t ready_ns_ = 0;               // when the step in flight ends; 0: at once
+  int64_t ready_ns_ = 0;  // when the step in flight ends; 0: at once
   bool is_round_ = false;
   RoundStep round_{};
 };

@@ -17,24 +17,24 @@ namespace ull {
 
 // Counted by the engine thread, published whole through a seqlock. Durations in nanoseconds.
 struct EngineCounters {
-  uint64_t started = 0;            // requests taken from the queue to run
-  uint64_t stopped = 0;            // ended with finish reason stop, ...
+  uint64_t started = 0;  // requests taken from the queue to run
+  uint64_t stopped = 0;  // ended with finish reason stop, ...
   uint64_t length = 0;
   uint64_t cancelled = 0;
   uint64_t timeout = 0;
   uint64_t error = 0;
-  uint64_t prompt_tokens = 0;      // of started requests
-  uint64_t cached_tokens = 0;      // of those, found in a resident session
-  uint64_t prefix_hits = 0;        // started requests that found any
+  uint64_t prompt_tokens = 0;  // of started requests
+  uint64_t cached_tokens = 0;  // of those, found in a resident session
+  uint64_t prefix_hits = 0;    // started requests that found any
   uint64_t completion_tokens = 0;
   uint64_t prefill_chunks = 0;
   uint64_t rounds = 0;
-  uint64_t repeated_steps = 0;     // steps run again because an abort for an earlier request hit them
-  uint64_t logprob_waits = 0;      // times a request waited for the io thread to give back logprob records
-  uint64_t longest_cycle_ns = 0;   // longest time from one round's tokens to the next's, within a request
-  uint64_t slow_cycles = 0;        // cycles longer than the threshold
+  uint64_t repeated_steps = 0;    // steps run again because an abort for an earlier request hit them
+  uint64_t logprob_waits = 0;     // times a request waited for the io thread to give back logprob records
+  uint64_t longest_cycle_ns = 0;  // longest time from one round's tokens to the next's, within a request
+  uint64_t slow_cycles = 0;       // cycles longer than the threshold
   uint64_t pages_used = 0;
-  uint64_t sessions = 0;           // resident
+  uint64_t sessions = 0;  // resident
 };
 
 inline constexpr uint32_t kNoSlot = UINT32_MAX;
@@ -68,24 +68,24 @@ struct EngineShared {
   [[nodiscard]] RequestSlot& slot(uint32_t index) noexcept { return slot_memory[index]; }
 
   const size_t slots;
-  const std::unique_ptr<RequestSlot[]> slot_memory;     // [slots]
-  SpscRing<uint32_t> submitted;                         // control -> engine: slot indices
-  SpscRing<EngineEvent> events;                         // engine -> io
-  const std::unique_ptr<LogprobRecord[]> logprobs;      // [kLogprobRecords]
-  SpscRing<int32_t> free_logprobs;                      // io -> engine: indices into logprobs
-  Waker engine_waker;                                   // wakes the engine thread
-  Waker io_waker;                                       // wakes the io thread
+  const std::unique_ptr<RequestSlot[]> slot_memory;  // [slots]
+  SpscRing<uint32_t> submitted;                      // control -> engine: slot indices
+  SpscRing<EngineEvent> events;                      // engine -> io
+  const std::unique_ptr<LogprobRecord[]> logprobs;   // [kLogprobRecords]
+  SpscRing<int32_t> free_logprobs;                   // io -> engine: indices into logprobs
+  Waker engine_waker;                                // wakes the engine thread
+  Waker io_waker;                                    // wakes the io thread
 
   alignas(kCacheLine) std::atomic<uint32_t> attention{0};  // bumped whenever the engine thread should look around
   std::atomic<uint32_t> running{kNoSlot};                  // slot that the engine thread works on
   std::atomic<bool> stopping{false};
-  alignas(kCacheLine) std::atomic<int32_t> in_flight{0};   // submitted and not ended
-  std::atomic<bool> failed{false};                         // the executor must not be used again
-  std::atomic<bool> stalled{false};                        // set by the watchdog
+  alignas(kCacheLine) std::atomic<int32_t> in_flight{0};  // submitted and not ended
+  std::atomic<bool> failed{false};                        // the executor must not be used again
+  std::atomic<bool> stalled{false};                       // set by the watchdog
   std::atomic<uint64_t> stalls{0};
-  alignas(kCacheLine) std::atomic<uint64_t> progress{0};   // bumped by the engine thread with every completed step
+  alignas(kCacheLine) std::atomic<uint64_t> progress{0};  // bumped by the engine thread with every completed step
   Seqlock<EngineCounters> counters;
-  Histogram round_ns;                                      // time from one round's tokens to the next's
+  Histogram round_ns;  // time from one round's tokens to the next's
 };
 
 }  // namespace ull

@@ -10,8 +10,8 @@
 
 namespace ull {
 
-inline constexpr int kMaxStops = 16;        // stop strings per request
-inline constexpr int kMaxStopBytes = 256;   // bytes per stop string
+inline constexpr int kMaxStops = 16;       // stop strings per request
+inline constexpr int kMaxStopBytes = 256;  // bytes per stop string
 
 // A request's stop strings with their matching automata (Knuth, Morris, Pratt 1977). Immutable once built.
 class StopSet {

@@ -28,9 +28,9 @@ class Watchdog {
 
   EngineShared& shared_;
   const int64_t limit_ns_;
-  const int64_t service_ns_;    // period that the service manager asked for; 0: none
+  const int64_t service_ns_;  // period that the service manager asked for; 0: none
   uint64_t seen_progress_ = 0;
-  int64_t moved_ns_ = 0;        // when progress was last seen to move, or the engine to be idle
+  int64_t moved_ns_ = 0;  // when progress was last seen to move, or the engine to be idle
   std::mutex mutex_;
   std::condition_variable wake_;
   bool stopping_ = false;

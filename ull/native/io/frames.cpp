@@ -8,9 +8,9 @@
 namespace ull {
 namespace {
 
-constexpr size_t kTokenBytes = 5;                         // an id, encoded
+constexpr size_t kTokenBytes = 5;                            // an id, encoded
 constexpr size_t kLogprobBytes = 64 + kMaxTopLogprobs * 16;  // one token's logprobs, encoded
-constexpr size_t kHeaderBytes = 2048;                     // everything else in a frame
+constexpr size_t kHeaderBytes = 2048;                        // everything else in a frame
 
 void pack_usage(MsgpackWriter& out, const RequestSlot& request) noexcept {
   out.map(3);

@@ -13,17 +13,20 @@
 
 namespace ull {
 
-inline constexpr int kMaxFrameTokens = 4096;    // tokens per frame; a longer backlog takes several
-inline constexpr int kMaxFrameLogprobs = 256;   // tokens per frame with logprobs
+inline constexpr int kMaxFrameTokens = 4096;      // tokens per frame; a longer backlog takes several
+inline constexpr int kMaxFrameLogprobs = 256;     // tokens per frame with logprobs
 inline constexpr size_t kFrameText = 256 * 1024;  // bytes of text per frame
 
 enum class ClientState : uint8_t { kOk, kGone, kStalled };
 
 [[nodiscard]] constexpr const char* client_state_name(ClientState state) noexcept {
   switch (state) {
-    case ClientState::kOk: return "ok";
-    case ClientState::kGone: return "gone";
-    case ClientState::kStalled: return "stalled";
+    case ClientState::kOk:
+      return "ok";
+    case ClientState::kGone:
+      return "gone";
+    case ClientState::kStalled:
+      return "stalled";
   }
   return "unknown";
 }
@@ -31,18 +34,18 @@ enum class ClientState : uint8_t { kOk, kGone, kStalled };
 // How far the io thread has come with delivering one request.
 struct Delivery {
   bool active = false;
-  bool ended = false;              // the final event has come
-  bool flushed = false;            // the text that the assembler held back has been sent
-  bool finished = false;           // the done frame has been sent, or there is nobody to send it to
-  bool delivered = false;          // the done frame was sent
+  bool ended = false;      // the final event has come
+  bool flushed = false;    // the text that the assembler held back has been sent
+  bool finished = false;   // the done frame has been sent, or there is nobody to send it to
+  bool delivered = false;  // the done frame was sent
   bool silent_last = false;
   ClientState client = ClientState::kOk;
-  int32_t sent = 0;                // completion tokens sent (or dropped, if the client is gone)
-  int32_t available = 0;           // completion tokens known of
-  int64_t pending_ns = 0;          // when token `sent` was accepted
-  int64_t newest_ns = 0;           // when the newest event's first token was
-  int64_t blocked_ns = 0;          // since when the client has not taken a frame; 0: it does
-  int32_t first_logprob = -1;      // records of the tokens not yet sent
+  int32_t sent = 0;            // completion tokens sent (or dropped, if the client is gone)
+  int32_t available = 0;       // completion tokens known of
+  int64_t pending_ns = 0;      // when token `sent` was accepted
+  int64_t newest_ns = 0;       // when the newest event's first token was
+  int64_t blocked_ns = 0;      // since when the client has not taken a frame; 0: it does
+  int32_t first_logprob = -1;  // records of the tokens not yet sent
   int32_t last_logprob = -1;
   TextAssembler assembler;
 
@@ -70,7 +73,7 @@ class FramePacker {
 
  private:
   const Vocabulary& vocabulary_;
-  const LogprobRecord* logprobs_;       // [kLogprobRecords]
+  const LogprobRecord* logprobs_;  // [kLogprobRecords]
   const size_t text_capacity_;
   const std::unique_ptr<char[]> text_;
   std::vector<uint8_t> buffer_;

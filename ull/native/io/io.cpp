@@ -14,13 +14,13 @@
 namespace ull {
 namespace {
 
-constexpr int kEventBatch = 256;            // events taken before their tokens are sent
-constexpr int kMessageBatch = 64;           // messages taken before the events get their turn
-constexpr int64_t kSocketsNs = 5'000;       // while spinning the sockets are looked at this often; one look is ~2 us
-constexpr int64_t kRetryNs = 200'000;       // between two tries of a blocked send
-constexpr long kRetrySleepMs = 1;           // ... while asleep
+constexpr int kEventBatch = 256;       // events taken before their tokens are sent
+constexpr int kMessageBatch = 64;      // messages taken before the events get their turn
+constexpr int64_t kSocketsNs = 5'000;  // while spinning the sockets are looked at this often; one look is ~2 us
+constexpr int64_t kRetryNs = 200'000;  // between two tries of a blocked send
+constexpr long kRetrySleepMs = 1;      // ... while asleep
 constexpr int64_t kPublishNs = 1'000'000;
-constexpr size_t kMaxReplies = 256;         // control plane replies that wait for full clients
+constexpr size_t kMaxReplies = 256;  // control plane replies that wait for full clients
 
 constexpr std::string_view kVersion = "ull1";
 
@@ -125,8 +125,7 @@ void Io::idle() noexcept {
 
 bool Io::flushed() const noexcept {
   return shared_.events.empty() && replies_.empty() && parked_kind_ == nullptr &&
-         std::none_of(active_.begin(), active_.end(),
-                      [this](uint32_t slot) { return deliveries_[slot].ended; });
+         std::none_of(active_.begin(), active_.end(), [this](uint32_t slot) { return deliveries_[slot].ended; });
 }
 
 bool Io::take_events() noexcept {
@@ -159,7 +158,8 @@ void Io::take(const EngineEvent& event) noexcept {
       shared_.logprobs[static_cast<size_t>(delivery.last_logprob)].next = event.logprobs;
     }
     int32_t last = event.logprobs;
-    while (shared_.logprobs[static_cast<size_t>(last)].next >= 0) last = shared_.logprobs[static_cast<size_t>(last)].next;
+    while (shared_.logprobs[static_cast<size_t>(last)].next >= 0)
+      last = shared_.logprobs[static_cast<size_t>(last)].next;
     delivery.last_logprob = last;
   }
   if (event.final) {
@@ -235,7 +235,9 @@ bool Io::deliver_done(uint32_t slot) noexcept {
         note_blocked(slot);
         if (delivery.client == ClientState::kOk) return false;
         break;
-      case Sent::kGone: give_up(slot, ClientState::kGone); break;
+      case Sent::kGone:
+        give_up(slot, ClientState::kGone);
+        break;
       case Sent::kOk:
         delivery.delivered = true;
         ++stats_.done_frames;
@@ -288,20 +290,25 @@ void Io::retry() noexcept {
     const Delivery& delivery = deliveries_[active_[i]];
     if (delivery.blocked_ns != 0 || delivery.ended) deliver(active_[i]);
   }
-  std::erase_if(replies_, [this](const Reply& reply) {
-    const Sent sent = router_.send(reply.identity, reply.payload);
-    if (sent == Sent::kOk) {
-      ++stats_.replies;
-      return true;
-    }
-    if (sent == Sent::kGone || now_ - reply.since_ns >= options_.client_stall_ms * 1'000'000) {
-      ++stats_.replies_dropped;
-      return true;
-    }
-    blocked_ = true;
-    return false;
-  });
+  size_t kept = 0;
+  for (Reply& reply : replies_) {
+    const bool behind = waits_for_reply(reply.identity, kept);  // one client's replies keep their order
+    const Sent sent = behind ? Sent::kBlocked : router_.send(reply.identity, reply.payload);
+    const bool late = now_ - reply.since_ns >= options_.client_stall_ms * 1'000'000;
+    stats_.replies += sent == Sent::kOk ? 1 : 0;
+    stats_.replies_dropped += sent == Sent::kGone || (sent == Sent::kBlocked && late) ? 1 : 0;
+    if (sent == Sent::kBlocked && !late) std::swap(replies_[kept++], reply);
+  }
+  replies_.resize(kept);
+  blocked_ = blocked_ || kept > 0;
   if (blocked_) retry_ns_ = now_ + kRetryNs;
+}
+
+// True if one of the first `count` waiting replies is for this client.
+bool Io::waits_for_reply(std::span<const uint8_t> identity, size_t count) const noexcept {
+  return std::any_of(replies_.begin(), replies_.begin() + static_cast<std::ptrdiff_t>(count), [&](const Reply& reply) {
+    return std::equal(identity.begin(), identity.end(), reply.identity.begin(), reply.identity.end());
+  });
 }
 
 // Takes one message from a client and hands it to the control plane. False if there was none, or the control plane
@@ -371,7 +378,9 @@ bool Io::receive_reply() noexcept {
       if (api_.msg_recv(target, router_.control(), 0) < 0) break;
       last = target;
     }
-    const Sent sent = frames == 2 ? router_.send(bytes(identity), bytes(payload)) : Sent::kGone;
+    const bool behind = waits_for_reply(bytes(identity), replies_.size());
+    Sent sent = Sent::kGone;
+    if (frames == 2) sent = behind ? Sent::kBlocked : router_.send(bytes(identity), bytes(payload));
     if (sent == Sent::kOk) {
       ++stats_.replies;
     } else if (sent == Sent::kBlocked && replies_.size() < kMaxReplies) {

@@ -21,11 +21,11 @@
 namespace ull {
 
 struct IoOptions {
-  std::vector<std::string> listen = {};    // clients' endpoints
+  std::vector<std::string> listen = {};  // clients' endpoints
   std::string control = "inproc://ull-control";
-  int core = -1;                           // core of the io thread; -1: any
+  int core = -1;  // core of the io thread; -1: any
   IdleMode idle = IdleMode::kAdaptive;
-  int64_t client_stall_ms = 250;           // a client that takes no frame for longer loses its request
+  int64_t client_stall_ms = 250;  // a client that takes no frame for longer loses its request
   Router::Options router = {};
 };
 
@@ -36,13 +36,28 @@ struct IoStats {
   uint64_t replies = 0;          // control plane replies sent
   uint64_t replies_dropped = 0;  // ... to clients that were gone or unreadable
   uint64_t token_frames = 0;
-  uint64_t tokens = 0;           // completion tokens in them
+  uint64_t tokens = 0;  // completion tokens in them
   uint64_t done_frames = 0;
   uint64_t bytes = 0;            // payload of token and done frames
   uint64_t blocked_sends = 0;    // sends that found the client's queue full
   uint64_t clients_gone = 0;     // requests that lost their client
   uint64_t clients_stalled = 0;  // requests cancelled because their client did not read
   uint64_t sleeps = 0;           // times the thread went to sleep
+
+  [[nodiscard]] NamedCounts named() const {
+    return {{"requests", requests},
+            {"malformed", malformed},
+            {"replies", replies},
+            {"replies_dropped", replies_dropped},
+            {"token_frames", token_frames},
+            {"tokens", tokens},
+            {"done_frames", done_frames},
+            {"bytes", bytes},
+            {"blocked_sends", blocked_sends},
+            {"clients_gone", clients_gone},
+            {"clients_stalled", clients_stalled},
+            {"sleeps", sleeps}};
+  }
 };
 
 class Io {
@@ -89,6 +104,7 @@ class Io {
   [[nodiscard]] bool receive_request() noexcept;
   [[nodiscard]] bool forward_parked() noexcept;
   [[nodiscard]] bool receive_reply() noexcept;
+  [[nodiscard]] bool waits_for_reply(std::span<const uint8_t> identity, size_t count) const noexcept;
   [[nodiscard]] bool forward(std::span<const std::span<const uint8_t>> frames) noexcept;
   [[nodiscard]] std::span<const uint8_t> bytes(zmq::Message& message) const noexcept;
 
@@ -109,11 +125,11 @@ class Io {
   const char* parked_reason_ = nullptr;
   int64_t parked_received_ns_ = 0;
 
-  int64_t now_ = 0;                    // start of this cycle
-  int64_t worked_ns_ = 0;              // when there last was something to do
-  int64_t sockets_ns_ = 0;             // when the sockets were last looked at
-  int64_t retry_ns_ = 0;               // when blocked sends are tried again
-  bool blocked_ = false;               // some send is waiting for a client or the control plane
+  int64_t now_ = 0;         // start of this cycle
+  int64_t worked_ns_ = 0;   // when there last was something to do
+  int64_t sockets_ns_ = 0;  // when the sockets were last looked at
+  int64_t retry_ns_ = 0;    // when blocked sends are tried again
+  bool blocked_ = false;    // some send is waiting for a client or the control plane
   IoStats stats_;
   Seqlock<IoStats> published_;
   int64_t published_ns_ = 0;

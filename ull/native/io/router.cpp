@@ -8,7 +8,7 @@ namespace ull {
 namespace {
 
 constexpr std::string_view kVersion = "ull1";
-constexpr int kReceiveHighWater = 64;       // messages that one client may have waiting for the io thread
+constexpr int kReceiveHighWater = 64;  // messages that one client may have waiting for the io thread
 constexpr int kHandshakeMs = 1000;
 constexpr int kHeartbeatMs = 1000;
 constexpr int kHeartbeatTimeoutMs = 3000;

@@ -20,9 +20,9 @@ enum class Sent : uint8_t {
 class Router {
  public:
   struct Options {
-    int send_high_water = 64;               // messages queued per client before it counts as unreadable
+    int send_high_water = 64;                // messages queued per client before it counts as unreadable
     int64_t max_message = 16 * 1024 * 1024;  // bytes per frame; a client that sends more is disconnected
-    int linger_ms = 1000;                   // time that frames sent before close() have to reach the network
+    int linger_ms = 1000;                    // time that frames sent before close() have to reach the network
   };
 
   Router(const zmq::Api& api, void* context, const Options& options);

@@ -12,13 +12,13 @@ namespace ull::zmq {
 inline constexpr int kPair = 0;
 inline constexpr int kRouter = 6;
 
-inline constexpr int kLinger = 17;            // int, ms
-inline constexpr int kMaxMessageSize = 22;    // int64, bytes per frame
-inline constexpr int kSendHighWater = 23;     // int, messages
-inline constexpr int kReceiveHighWater = 24;  // int, messages
-inline constexpr int kLastEndpoint = 32;      // string
-inline constexpr int kRouterMandatory = 33;   // int
-inline constexpr int kRouterHandover = 56;    // int
+inline constexpr int kLinger = 17;             // int, ms
+inline constexpr int kMaxMessageSize = 22;     // int64, bytes per frame
+inline constexpr int kSendHighWater = 23;      // int, messages
+inline constexpr int kReceiveHighWater = 24;   // int, messages
+inline constexpr int kLastEndpoint = 32;       // string
+inline constexpr int kRouterMandatory = 33;    // int
+inline constexpr int kRouterHandover = 56;     // int
 inline constexpr int kHandshakeInterval = 66;  // int, ms
 inline constexpr int kHeartbeatInterval = 75;  // int, ms
 inline constexpr int kHeartbeatTtl = 76;       // int, ms

@@ -57,9 +57,9 @@ class SessionCache {
  public:
   struct Options {
     int page_count = 0;
-    int context = 0;       // most tokens a session holds
+    int context = 0;  // most tokens a session holds
     int max_sessions = 16;
-    bool reuse = true;     // false: every request starts cold
+    bool reuse = true;  // false: every request starts cold
   };
 
   explicit SessionCache(const Options& options);

@@ -50,8 +50,8 @@ void equal(const A& a, const B& b, const char* expression, const char* file, int
 #define ULL_CHECK_JOIN_(a, b) a##b
 #define ULL_CHECK_JOIN(a, b) ULL_CHECK_JOIN_(a, b)
 
-#define TEST(name)                                                                             \
-  static void name();                                                                          \
+#define TEST(name)                                                                                \
+  static void name();                                                                             \
   [[maybe_unused]] static const bool ULL_CHECK_JOIN(name, _added) = ull::check::add(#name, name); \
   static void name()
 
@@ -62,22 +62,22 @@ void equal(const A& a, const B& b, const char* expression, const char* file, int
 
 #define CHECK_EQ(a, b) ull::check::equal((a), (b), #a " == " #b, __FILE__, __LINE__)
 
-#define REQUIRE(condition)                                                  \
-  do {                                                                      \
-    if (!(condition)) {                                                     \
-      ull::check::fail(__FILE__, __LINE__, "REQUIRE(" #condition ")");      \
-      return;                                                               \
-    }                                                                       \
+#define REQUIRE(condition)                                             \
+  do {                                                                 \
+    if (!(condition)) {                                                \
+      ull::check::fail(__FILE__, __LINE__, "REQUIRE(" #condition ")"); \
+      return;                                                          \
+    }                                                                  \
   } while (false)
 
-#define CHECK_THROWS(expression, exception)                                              \
-  do {                                                                                   \
-    bool thrown = false;                                                                 \
-    try {                                                                                \
-      (void)(expression);                                                                \
-    } catch (const exception&) {                                                         \
-      thrown = true;                                                                     \
-    }                                                                                    \
+#define CHECK_THROWS(expression, exception)                                                      \
+  do {                                                                                           \
+    bool thrown = false;                                                                         \
+    try {                                                                                        \
+      (void)(expression);                                                                        \
+    } catch (const exception&) {                                                                 \
+      thrown = true;                                                                             \
+    }                                                                                            \
     if (!thrown) ull::check::fail(__FILE__, __LINE__, #expression " did not throw " #exception); \
   } while (false)
 

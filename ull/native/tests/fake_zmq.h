@@ -58,11 +58,15 @@ class FakeZmq {
       content(message) = nullptr;
       return 0;
     };
-    api.msg_recv = [](zmq::Message* message, void* socket, int) { return of(socket).net->receive(message, of(socket)); };
+    api.msg_recv = [](zmq::Message* message, void* socket, int) {
+      return of(socket).net->receive(message, of(socket));
+    };
     api.msg_more = [](const zmq::Message* message) {
       return content(const_cast<zmq::Message*>(message))->more ? 1 : 0;
     };
-    api.msg_data = [](zmq::Message* message) -> void* { return content(message) ? content(message)->bytes.data() : nullptr; };
+    api.msg_data = [](zmq::Message* message) -> void* {
+      return content(message) ? content(message)->bytes.data() : nullptr;
+    };
     api.msg_size = [](const zmq::Message* message) {
       const Content* found = content(const_cast<zmq::Message*>(message));
       return found == nullptr ? size_t{0} : found->bytes.size();

@@ -16,7 +16,7 @@ struct Value {
   enum Kind { kNil, kBoolean, kInteger, kReal, kText, kArray, kMap } kind = kNil;
   uint64_t integer = 0;  // booleans too
   float real = 0;
-  std::string text;      // binary too
+  std::string text;  // binary too
   std::vector<Value> items;
   std::map<std::string, Value> members;
 
@@ -56,30 +56,45 @@ class MsgpackReader {
     if (tag < 0xA0) return array(tag & 0x0F);
     if (tag < 0xC0) return text(tag & 0x1F);
     switch (tag) {
-      case 0xC0: return out;
+      case 0xC0:
+        return out;
       case 0xC2:
       case 0xC3:
         out = integer(tag & 1);
         out.kind = Value::kBoolean;
         return out;
-      case 0xC4: return text(number(1));
-      case 0xC5: return text(number(2));
-      case 0xC6: return text(number(4));
+      case 0xC4:
+        return text(number(1));
+      case 0xC5:
+        return text(number(2));
+      case 0xC6:
+        return text(number(4));
       case 0xCA:
         out.kind = Value::kReal;
         out.real = std::bit_cast<float>(static_cast<uint32_t>(number(4)));
         return out;
-      case 0xCC: return integer(number(1));
-      case 0xCD: return integer(number(2));
-      case 0xCE: return integer(number(4));
-      case 0xCF: return integer(number(8));
-      case 0xD9: return text(number(1));
-      case 0xDA: return text(number(2));
-      case 0xDB: return text(number(4));
-      case 0xDC: return array(number(2));
-      case 0xDD: return array(number(4));
-      case 0xDE: return map(number(2));
-      default: throw std::runtime_error("msgpack: unexpected tag");
+      case 0xCC:
+        return integer(number(1));
+      case 0xCD:
+        return integer(number(2));
+      case 0xCE:
+        return integer(number(4));
+      case 0xCF:
+        return integer(number(8));
+      case 0xD9:
+        return text(number(1));
+      case 0xDA:
+        return text(number(2));
+      case 0xDB:
+        return text(number(4));
+      case 0xDC:
+        return array(number(2));
+      case 0xDD:
+        return array(number(4));
+      case 0xDE:
+        return map(number(2));
+      default:
+        throw std::runtime_error("msgpack: unexpected tag");
     }
   }
 

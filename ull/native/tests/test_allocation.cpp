@@ -4,6 +4,8 @@
 #include <new>
 
 #include "engine_fixture.h"
+#include "exec/cpu/cpu_executor.h"
+#include "exec_model.h"
 
 namespace {
 
@@ -55,30 +57,38 @@ namespace {
 using ull::test::Harness;
 using ull::test::ids;
 
-// Starts counting with a request's first step and keeps the count at each round, all on the engine thread.
-class CountingExecutor : public ull::ScriptedExecutor {
+// Starts counting with the first request's first step and keeps the count at each round, all on the engine thread.
+class Counting : public ull::Executor {
  public:
-  using ScriptedExecutor::ScriptedExecutor;
+  explicit Counting(ull::Executor& executor) : executor_(executor) {}
 
+  void prepare() override { executor_.prepare(); }
+  [[nodiscard]] const ull::ExecutorInfo& info() const noexcept override { return executor_.info(); }
   [[nodiscard]] ull::Status start_prefill(const ull::PrefillStep& step) noexcept override {
     counting = true;
-    return ScriptedExecutor::start_prefill(step);
+    return executor_.start_prefill(step);
   }
   [[nodiscard]] ull::Status start_round(const ull::RoundStep& step) noexcept override {
     counting = true;
     rounds.fetch_add(1, std::memory_order_relaxed);
     seen.store(allocations, std::memory_order_release);
-    return ScriptedExecutor::start_round(step);
+    return executor_.start_round(step);
   }
+  [[nodiscard]] ull::Status poll(ull::RoundResult& result) noexcept override { return executor_.poll(result); }
+  void abort() noexcept override { executor_.abort(); }
 
-  std::atomic<uint64_t> seen{0};
+  std::atomic<uint64_t> seen{0};  // allocations up to the newest round
   std::atomic<int> rounds{0};
+
+ private:
+  ull::Executor& executor_;
 };
 
 TEST(the_hook_counts) {
   counting = true;
   const uint64_t before = allocations;
-  delete new int;
+  // Called by name: a compiler may leave out the allocation of a new-expression.
+  operator delete(operator new(sizeof(int)));
 #ifdef ULL_COUNTS_MALLOC
   void* volatile memory = std::malloc(16);
   memory = std::realloc(memory, 32);
@@ -89,42 +99,68 @@ TEST(the_hook_counts) {
 #endif
   counting = false;
   const uint64_t after = allocations;
-  delete new int;
+  operator delete(operator new(sizeof(int)));
   CHECK_EQ(allocations, after);
 }
 
-TEST(decoding_allocates_nothing) {
+// Plain, with stop strings, with logprobs and a bias, sampled; then a second turn on a cached prefix, while a request
+// waits. `tokens` each.
+void decode_everything(ull::Executor& executor, int tokens) {
   const ull::test::AsciiVocabulary vocabulary;
-  CountingExecutor executor({.tokens = ids("abcdefgh"), .tokens_per_round = 1, .vocabulary = 128, .context = 4096});
-  ull::Engine engine(executor, vocabulary.path(), {});
+  Counting counted(executor);
+  ull::Engine engine(counted, vocabulary.path(), {});
   engine.start();
-  std::vector<int32_t> prompt(500, 'p');
+  const std::vector<int32_t> prompt(100, 'C');
+  const ull::LogitBias bias{5, -1.0F};
   uint64_t id = 0;
-  // Plain, with stop strings, with logprobs, then a second turn: a cached prefix, new requests in the queue meanwhile.
-  for (int variant = 0; variant < 4; ++variant) {
-    auto request = Harness::request(++id, prompt, 2000);
-    if (variant == 1) request.stops = {"aaaa", "hgfe"};
-    if (variant == 2) request.sampling.top_logprobs = 20;
+  for (int variant = 0; variant < 5; ++variant) {
+    auto request = Harness::request(++id, prompt, tokens);
+    if (variant == 1) request.stops = {"\x01\x01\x01\x02", "never"};
+    if (variant == 2) {
+      request.sampling.top_logprobs = 20;
+      request.sampling.bias = &bias;
+      request.sampling.bias_count = 1;
+    }
+    if (variant == 3) {
+      request.sampling.temperature = 1.0F;
+      request.sampling.top_k = 20;
+      request.sampling.top_p = 0.95F;
+      request.sampling.min_p = 0.01F;
+    }
     (void)engine.submit(request);
-    if (variant == 3) (void)engine.submit(Harness::request(++id, prompt, 10));
-    int left = variant == 3 ? 2 : 1;
+    if (variant == 4) (void)engine.submit(Harness::request(++id, prompt, 10));
+    int left = variant == 4 ? 2 : 1;
     while (left > 0) {
       ull::EngineEvent event;
       if (!engine.shared().events.try_pop(event)) {
         std::this_thread::yield();
         continue;
       }
-      for (int32_t record = event.logprobs; record >= 0;) {
-        record = engine.shared().give_back(engine.shared().slot(event.slot), record);
-      }
+      ull::RequestSlot& slot = engine.shared().slot(event.slot);
+      for (int32_t record = event.logprobs; record >= 0;) record = engine.shared().give_back(slot, record);
       if (!event.final) continue;
       --left;
-      engine.shared().slot(event.slot).state.store(ull::SlotState::kFree, std::memory_order_release);
+      CHECK(slot.outcome.reason == ull::FinishReason::kLength);
+      slot.state.store(ull::SlotState::kFree, std::memory_order_release);
     }
   }
   engine.stop();
-  CHECK_EQ(executor.rounds.load(), 4 * 2000 + 10);
-  CHECK_EQ(executor.seen.load(), 0U);
+  CHECK_EQ(counted.rounds.load(), 5 * tokens + 10);
+  CHECK_EQ(counted.seen.load(), 0U);
+}
+
+TEST(decoding_allocates_nothing) {
+  ull::ScriptedExecutor executor({.tokens = ids("abcdefgh"), .vocabulary = 128, .context = 4096});
+  decode_everything(executor, 2000);
+}
+
+TEST(decoding_on_the_cpu_executor_allocates_nothing) {
+  const ull::check::ModelFile model;
+  ull::cpu::ModelOptions options;
+  options.threads = 2;
+  options.pages = 32;
+  ull::cpu::CpuExecutor executor(model.spec, options);
+  decode_everything(executor, 400);
 }
 
 }  // namespace

@@ -177,6 +177,24 @@ TEST(stop_ends_everything) {
   }
 }
 
+// stop() around the moment of falling asleep: a lost wake-up would hang the test.
+TEST(stop_wakes_an_engine_that_falls_asleep) {
+  const ull::test::AsciiVocabulary vocabulary;
+  for (int attempt = 0; attempt < 600; ++attempt) {
+    ull::ScriptedExecutor executor({.tokens = {1}, .vocabulary = 128, .context = 64, .page_count = 1});
+    ull::Engine engine(executor, vocabulary.path(), {.queue_depth = 0, .max_sessions = 1});
+    engine.start();
+    (void)engine.submit(Harness::request(1, kPrompt, 1));
+    ull::EngineEvent event;
+    while (!engine.shared().events.try_pop(event)) {
+    }
+    const int64_t end = ull::monotonic_ns() + ull::kIdleSpinNs - 5'000 + attempt % 100 * 100;
+    while (ull::monotonic_ns() < end) {
+    }
+    engine.stop();
+  }
+}
+
 TEST(draining_finishes_what_was_accepted) {
   Harness engine({.tokens = ids("a"), .round_ns = kMillisecond});
   for (uint64_t id = 1; id <= 3; ++id) engine.submit(Harness::request(id, kPrompt, 5));
@@ -250,8 +268,7 @@ TEST(storm) {
   }
   engine.engine.stop();
   const ull::EngineCounters counters = engine.engine.stats().counters;
-  const uint64_t ended = counters.stopped + counters.length + counters.cancelled + counters.timeout +
-                         counters.error;
+  const uint64_t ended = counters.stopped + counters.length + counters.cancelled + counters.timeout + counters.error;
   CHECK_EQ(ended, prompts.size());
   CHECK(engine.engine.drained());
 }

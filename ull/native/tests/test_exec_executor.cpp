@@ -58,7 +58,8 @@ TEST(rounds_emit_what_a_plain_session_generates) {
     CHECK(executor->info().kv_bytes > 0 && executor->info().weight_bytes > 0);
     RoundResult result;
     for (int start = 0; start < 149; start += 64) {
-      REQUIRE(executor->start_prefill({prompt.data() + start, std::min(64, 149 - start), start, kPages}) == Status::kOk);
+      REQUIRE(executor->start_prefill({prompt.data() + start, std::min(64, 149 - start), start, kPages}) ==
+              Status::kOk);
       REQUIRE(finish(*executor, result) == Status::kOk);
       CHECK_EQ(result.count, 0);
     }

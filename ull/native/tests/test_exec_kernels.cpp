@@ -210,8 +210,8 @@ TEST(exp_and_log_are_accurate_and_the_same_in_every_lane) {
   worst = 0.0;
   for (float value = 6e-8F; value < 20.0F; value *= 1.00037F) {
     const double exact = std::log(static_cast<double>(value));
-    worst = std::max(worst, std::abs(static_cast<double>(log_lanes<ScalarMath>(value)) - exact) /
-                                std::max(std::abs(exact), 1e-30));
+    worst = std::max(
+        worst, std::abs(static_cast<double>(log_lanes<ScalarMath>(value)) - exact) / std::max(std::abs(exact), 1e-30));
   }
   CHECK(worst < 3e-7);
   CHECK_EQ(log_lanes<ScalarMath>(1.0F), 0.0F);
@@ -305,7 +305,8 @@ TEST(online_softmax_over_pages_is_softmax) {
     for (int key = 0; key < pages * kPageKeys; ++key) {
       const bool visible = key >= first_key && key <= last_key;
       const double exact = visible ? std::exp(static_cast<double>(scores[static_cast<size_t>(key)]) - peak) : 0.0;
-      CHECK(std::abs(static_cast<double>(weights[static_cast<size_t>(key)]) - exact) <= 1e-5 * exact + 1e-37);  // scores near 50 round by 4e-6
+      CHECK(std::abs(static_cast<double>(weights[static_cast<size_t>(key)]) - exact) <=
+            1e-5 * exact + 1e-37);  // scores near 50 round by 4e-6
     }
     weights.push_back(maximum);
     weights.push_back(sum);
@@ -360,7 +361,7 @@ TEST(bf16_rounds_to_nearest_even) {
   CHECK_EQ(bits(0x3F818000U), 0x3F82U);  // halfway, even above
   CHECK_EQ(bits(0x3F808001U), 0x3F81U);
   CHECK_EQ(bits(0xBF807FFFU), 0xBF80U);
-  CHECK_EQ(bits(0x7F7FFFFFU), 0x7F80U);  // overflows to infinity
+  CHECK_EQ(bits(0x7F7FFFFFU), 0x7F80U);        // overflows to infinity
   CHECK_EQ(bits(0x7F800001U) & 0x7FU, 0x40U);  // NaN stays NaN
 }
 

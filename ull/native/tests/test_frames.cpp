@@ -12,7 +12,9 @@ namespace {
 using ull::test::MsgpackReader;
 using ull::test::Value;
 
-std::string text_of(std::span<const uint8_t> bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
+std::string text_of(std::span<const uint8_t> bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
 
 template <typename Write>
 std::string packed(Write&& write) {
@@ -172,7 +174,8 @@ TEST(logprobs_are_packed_in_order_and_split_frames_at_their_limit) {
     token.token = 'x';
     token.logprob = -static_cast<float>(i);
     token.top_count = ull::kMaxTopLogprobs;
-    for (int rank = 0; rank < token.top_count; ++rank) token.top[rank] = {70'000 + rank, -1.0F - static_cast<float>(rank)};
+    for (int rank = 0; rank < token.top_count; ++rank)
+      token.top[rank] = {70'000 + rank, -1.0F - static_cast<float>(rank)};
     f.records[static_cast<size_t>(i)].next = i + 1 < count ? i + 1 : -1;
   }
   f.delivery.first_logprob = 0;
@@ -210,8 +213,8 @@ TEST(the_done_frame_and_the_record) {
   CHECK_EQ(done["usage"]["cached_tokens"].integer, 10U);
   CHECK_EQ(done["usage"]["completion_tokens"].integer, 5U);
   uint64_t expected = 0;
-  for (const char* name : {"received_ns", "admitted_ns", "started_ns", "prefilled_ns", "first_token_ns", "last_token_ns",
-                           "done_ns"}) {
+  for (const char* name :
+       {"received_ns", "admitted_ns", "started_ns", "prefilled_ns", "first_token_ns", "last_token_ns", "done_ns"}) {
     CHECK_EQ(done["timeline"][name].integer, ++expected);
   }
   CHECK_EQ(done["seed"].integer, 42U);

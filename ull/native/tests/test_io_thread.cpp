@@ -39,7 +39,8 @@ class Daemon {
     io.stop();
   }
 
-  void submit(const std::string& client, uint64_t id, int max_tokens, const std::function<void(ull::Submission&)>& edit = {}) {
+  void submit(const std::string& client, uint64_t id, int max_tokens,
+              const std::function<void(ull::Submission&)>& edit = {}) {
     static const std::vector<int32_t> prompt = ids("once upon a time there was");
     ull::Submission submission;
     submission.identity = {reinterpret_cast<const uint8_t*>(client.data()), client.size()};
@@ -191,7 +192,8 @@ TEST(a_client_that_vanishes_loses_only_its_own_request) {
 
 TEST(a_client_that_stops_reading_is_cancelled_and_counted) {
   for (const bool with_logprobs : {false, true}) {
-    Daemon daemon({.tokens = ids("a"), .context = 100'000, .page_count = 2000, .round_ns = 2'000}, {.client_stall_ms = 20});
+    Daemon daemon({.tokens = ids("a"), .context = 100'000, .page_count = 2000, .round_ns = 2'000},
+                  {.client_stall_ms = 20});
     daemon.submit("slow", 1, 90'000, [&](ull::Submission& s) { s.sampling.top_logprobs = with_logprobs ? 3 : -1; });
     daemon.submit("other", 1, 5);
     CHECK_EQ(daemon.finish("other", 1).tokens, 5U);
@@ -209,8 +211,9 @@ TEST(a_client_that_stops_reading_is_cancelled_and_counted) {
 }
 
 TEST(a_client_that_catches_up_loses_nothing) {
-  Daemon daemon({.tokens = ids("abcdefghijklmnopqrstuvwxyz"), .tokens_per_round = 2, .context = 60'000, .page_count = 1000},
-                {.client_stall_ms = 10'000});
+  Daemon daemon(
+      {.tokens = ids("abcdefghijklmnopqrstuvwxyz"), .tokens_per_round = 2, .context = 60'000, .page_count = 1000},
+      {.client_stall_ms = 10'000});
   daemon.net.set_room(2);
   daemon.submit("slow", 1, 50'000);
   daemon.submit("slow", 2, 50'000, [](ull::Submission& s) { s.sampling.top_logprobs = 1; });
@@ -298,7 +301,8 @@ TEST(options_and_endpoints_are_checked) {
 
 // Two clients with the same request ids, many requests, some cancelled: exactly one done each.
 TEST(storm) {
-  Daemon daemon({.tokens = ids("abcdefghijklmnopqrstuvwxyz"), .tokens_per_round = 3, .round_ns = 2'000}, {}, {.queue_depth = 16});
+  Daemon daemon({.tokens = ids("abcdefghijklmnopqrstuvwxyz"), .tokens_per_round = 3, .round_ns = 2'000}, {},
+                {.queue_depth = 16});
   std::map<std::pair<std::string, uint64_t>, size_t> wanted;
   uint32_t state = 9;
   const auto below = [&](uint32_t limit) { return (state = state * 1664525U + 1013904223U) / 65536 % limit; };

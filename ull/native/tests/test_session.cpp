@@ -160,7 +160,8 @@ TEST(random_use_reads_back_what_was_written) {
     REQUIRE(static_cast<int>(distinct.size()) == ull::pages_for(static_cast<int>(prompt.size())));
     const int fed = cached + below(static_cast<int>(prompt.size()) - cached + 1);  // aborted somewhere
     for (int position = cached; position < fed; ++position) at(position) = prompt[static_cast<size_t>(position)];
-    session.append(std::span<const int32_t>(prompt).subspan(static_cast<size_t>(cached), static_cast<size_t>(fed - cached)));
+    session.append(
+        std::span<const int32_t>(prompt).subspan(static_cast<size_t>(cached), static_cast<size_t>(fed - cached)));
     cache.close(session, below(10) != 0);
   }
   CHECK(hits > 1000);

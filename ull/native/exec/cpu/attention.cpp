@@ -134,9 +134,9 @@ void Attention::attend_page(Scratch& scratch, const AttentionStep& step, int kv_
   const int value_tiles = (spec_.head_dim + kTileRows - 1) / kTileRows;
   for (int r = 0; r < rows; ++r) {
     const int position = step.start + (row + r) / group;
-    const float correction = kernels_.softmax_page(
-        scores + r * kTileRows, scores + score_tile + r * kTileRows, first_key(position) - base, position - base,
-        scratch.probabilities.data() + r * kPageKeys, maximum + r, total + r);
+    const float correction =
+        kernels_.softmax_page(scores + r * kTileRows, scores + score_tile + r * kTileRows, first_key(position) - base,
+                              position - base, scratch.probabilities.data() + r * kPageKeys, maximum + r, total + r);
     if (correction == 1.0F) continue;
     for (int tile = 0; tile < value_tiles; ++tile) {
       float* sums = scratch.sums.data() + (tile * rows + r) * kTileRows;

@@ -20,10 +20,10 @@
 namespace ull::cpu {
 
 struct AttentionStep {
-  const float* qkv;         // [tokens][qkv_stride]: query heads, key heads, value heads
+  const float* qkv;  // [tokens][qkv_stride]: query heads, key heads, value heads
   int qkv_stride;
-  int start;                // position of the first token
-  const int32_t* pages;     // page table
+  int start;             // position of the first token
+  const int32_t* pages;  // page table
   int cache_layer;
   int window;               // tokens a query sees, itself included; 0: all
   const float* query_norm;  // [head_dim] or null

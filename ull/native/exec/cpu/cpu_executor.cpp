@@ -4,8 +4,7 @@
 
 namespace ull::cpu {
 
-CpuExecutor::CpuExecutor(ModelSpec spec, ModelOptions options)
-    : spec_(std::move(spec)), options_(std::move(options)) {}
+CpuExecutor::CpuExecutor(ModelSpec spec, ModelOptions options) : spec_(std::move(spec)), options_(std::move(options)) {}
 
 void CpuExecutor::prepare() {
   model_ = std::make_unique<Model>(spec_, options_);

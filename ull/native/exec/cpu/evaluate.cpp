@@ -11,8 +11,8 @@
 namespace ull::cpu {
 namespace {
 
-constexpr int kChunk = 256;         // tokens per step through a layer
-constexpr int kProjectedChunk = 48; // tokens whose logits are held at once
+constexpr int kChunk = 256;          // tokens per step through a layer
+constexpr int kProjectedChunk = 48;  // tokens whose logits are held at once
 
 void predict(const Kernels& kernels, const float* logits, int vocabulary, int32_t target, float* scratch,
              Evaluation& result) {

@@ -114,9 +114,9 @@ void Model::layer(int member, int index) noexcept {
   if (member == 0) attention_.reset();
   linear(member, weights.qkv, x, panels_, 1, [&](int tile, const float* sums, size_t) {
     for (int token = 0; token < panels_.tokens; ++token) {
-      kernels_.finish_tile(sums + token * kTileRows, tile_of(weights.qkv.scale, tile), tile_of(weights.qkv.bias, tile),
-                           qkv_.data() + static_cast<size_t>(token) * static_cast<size_t>(qkv_stride_) +
-                               tile * kTileRows);
+      kernels_.finish_tile(
+          sums + token * kTileRows, tile_of(weights.qkv.scale, tile), tile_of(weights.qkv.bias, tile),
+          qkv_.data() + static_cast<size_t>(token) * static_cast<size_t>(qkv_stride_) + tile * kTileRows);
     }
   });
   team_.barrier();

@@ -23,12 +23,12 @@ namespace ull::cpu {
 
 struct ModelOptions {
   int threads = 1;
-  std::vector<int> cores;   // see ThreadTeam
+  std::vector<int> cores;  // see ThreadTeam
   std::string isa = "auto";
-  int chunk = 256;          // most tokens per forward()
-  int pages = 0;            // KV pages; 0: as many as one session of spec.context tokens needs
+  int chunk = 256;  // most tokens per forward()
+  int pages = 0;    // KV pages; 0: as many as one session of spec.context tokens needs
   WeightStorage storage = WeightStorage::kResident;
-  int cache_layers = 0;     // layers that the KV pages hold; 0: all. 1: run layer by layer (evaluate)
+  int cache_layers = 0;  // layers that the KV pages hold; 0: all. 1: run layer by layer (evaluate)
 };
 
 enum class LogitsOf : uint8_t { kNone, kLast, kAll };
@@ -39,7 +39,7 @@ struct ForwardStep {
   int start;              // position of tokens[0]
   const int32_t* pages;   // page table, covers start + count - 1
   LogitsOf logits_of;
-  float* logits;          // [1 or count][vocabulary], by logits_of
+  float* logits;  // [1 or count][vocabulary], by logits_of
 };
 
 class Model {
@@ -95,15 +95,15 @@ class Model {
   KvCache cache_;
   Attention attention_;
 
-  int qkv_stride_;               // rows of qkv, padded to tiles
-  AlignedArray<float> hidden_;   // [chunk][hidden] the residual stream
-  AlignedArray<float> qkv_;      // [chunk][qkv_stride]
-  AlignedArray<float> normed_;   // packed [columns][hidden]
-  AlignedArray<float> mixed_;    // packed [columns][max(heads * head_dim, intermediate)]
+  int qkv_stride_;                // rows of qkv, padded to tiles
+  AlignedArray<float> hidden_;    // [chunk][hidden] the residual stream
+  AlignedArray<float> qkv_;       // [chunk][qkv_stride]
+  AlignedArray<float> normed_;    // packed [columns][hidden]
+  AlignedArray<float> mixed_;     // packed [columns][max(heads * head_dim, intermediate)]
   std::vector<Scratch> scratch_;  // [threads]
 
   // The chunk in flight; written by member 0 before the team starts.
-  float* residual_ = nullptr;       // [count][hidden]
+  float* residual_ = nullptr;  // [count][hidden]
   Panels panels_{1, 1, 1};
   int start_ = 0;
   const int32_t* pages_ = nullptr;

@@ -23,10 +23,10 @@ struct ModelSpec {
   int layers = 0;
   int heads = 0;
   int kv_heads = 0;
-  int head_dim = 0;      // even
+  int head_dim = 0;  // even
   int intermediate = 0;
-  int vocabulary = 0;    // rows of the embedding
-  int context = 0;       // tokens a session may hold
+  int vocabulary = 0;  // rows of the embedding
+  int context = 0;     // tokens a session may hold
   float rms_epsilon = 0.0F;
   bool qk_norm = false;
   Format kv_format = Format::kBf16;

@@ -18,7 +18,9 @@ struct Panels {
     return {tokens, count, (tokens + count - 1) / count};
   }
   // Most columns that up to `tokens` tokens need.
-  [[nodiscard]] static constexpr int most_columns(int tokens) noexcept { return tokens + tokens / kMaxPanel + kMaxPanel; }
+  [[nodiscard]] static constexpr int most_columns(int tokens) noexcept {
+    return tokens + tokens / kMaxPanel + kMaxPanel;
+  }
 
   [[nodiscard]] constexpr int columns() const noexcept { return count * width; }
   // Of (token, k = 0) among packed activations of `depth` values per token; consecutive k are `width` apart.

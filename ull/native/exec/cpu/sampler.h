@@ -41,11 +41,11 @@ class Sampler {
 
   const Kernels& kernels_;
   const int vocabulary_;
-  std::vector<Candidate> candidates_;     // capacity: vocabulary
-  AlignedArray<float> probabilities_;     // [vocabulary] exp(adjusted), unnormalised
-  std::vector<int32_t> bucket_counts_;    // [kBuckets]
-  std::vector<double> bucket_masses_;     // [kBuckets]
-  std::vector<float> unbiased_;           // [kMaxLogitBias] logits to restore
+  std::vector<Candidate> candidates_;   // capacity: vocabulary
+  AlignedArray<float> probabilities_;   // [vocabulary] exp(adjusted), unnormalised
+  std::vector<int32_t> bucket_counts_;  // [kBuckets]
+  std::vector<double> bucket_masses_;   // [kBuckets]
+  std::vector<float> unbiased_;         // [kMaxLogitBias] logits to restore
 };
 
 }  // namespace ull::cpu

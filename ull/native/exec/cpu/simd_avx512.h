@@ -20,9 +20,10 @@ struct Avx512 {
   using I = __m512i;
   using M = __mmask16;
   static constexpr const char* kName = "avx512";
-  static constexpr int kWholeTileTokens = 12;  // widest panel whose sums for a whole tile (2 F a token) fit 32 registers
+  static constexpr int kWholeTileTokens =
+      12;  // widest panel whose sums for a whole tile (2 F a token) fit 32 registers
   static constexpr int kHalfTileTokens = 12;
-  static constexpr int kDecodeTiles = 4;       // tiles at once for one token: 8 chains cover the latency of an FMA
+  static constexpr int kDecodeTiles = 4;  // tiles at once for one token: 8 chains cover the latency of an FMA
 
   static F zero() { return _mm512_setzero_ps(); }
   static F set(float value) { return _mm512_set1_ps(value); }

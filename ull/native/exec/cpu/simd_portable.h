@@ -146,9 +146,7 @@ struct Portable {
 
   // 32 packed elements -> rows 0..15 and rows 16..31 (see Format in kernels.h).
   static void decode_f8(const uint8_t* p, F& low, F& high) {
-    const auto element = [](uint8_t code) {
-      return std::bit_cast<float>((code & 0x80U) << 24 | (code & 0x7FU) << 20);
-    };
+    const auto element = [](uint8_t code) { return std::bit_cast<float>((code & 0x80U) << 24 | (code & 0x7FU) << 20); };
     for (int i = 0; i < kLanes; ++i) {
       low.lane[i] = element(p[2 * i]);
       high.lane[i] = element(p[2 * i + 1]);

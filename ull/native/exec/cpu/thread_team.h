@@ -29,7 +29,8 @@ class ThreadTeam {
   // nearest in all of them, whatever the calling thread had set.
   template <typename Body>
   void run(const Body& body) noexcept {
-    run_erased([](void* context, int member) { (*static_cast<const Body*>(context))(member); }, const_cast<Body*>(&body));
+    run_erased([](void* context, int member) { (*static_cast<const Body*>(context))(member); },
+               const_cast<Body*>(&body));
   }
 
   // Within run(): returns once every member has called it; what each wrote before is visible to all after.

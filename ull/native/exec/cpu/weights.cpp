@@ -42,7 +42,7 @@ bool has_f8_nan(const uint8_t* data, size_t bytes) {
 class File {
  public:
   explicit File(const std::string& path) : path_(path), descriptor_(open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
-    struct stat status {};
+    struct stat status{};
     if (descriptor_ < 0 || fstat(descriptor_, &status) != 0) {
       const int error = errno;
       close_file();
@@ -249,7 +249,8 @@ ModelWeights::ModelWeights(const ModelSpec& spec, WeightStorage storage) : hidde
     const auto& stored = spec.tensors.at("embed.weight").shape;
     const int64_t rows = stored.empty() ? 0 : std::max<int64_t>(stored[0], spec.vocabulary);
     const TensorInfo& tensor = load.find("embed.weight", {rows, spec.hidden});
-    if (tensor.format == Format::kF8) throw std::invalid_argument("tensor embed.weight: dtype F8_E4M3 is not supported");
+    if (tensor.format == Format::kF8)
+      throw std::invalid_argument("tensor embed.weight: dtype F8_E4M3 is not supported");
     embedding_format_ = tensor.format;
     embedding_ = load.place("embed.weight", tensor);
     bytes_ += tensor.bytes;

@@ -36,10 +36,10 @@ struct LayerWeights {
   AlignedArray<float> mlp_norm;        // [hidden]
   AlignedArray<float> query_norm;      // [head_dim] or empty
   AlignedArray<float> key_norm;        // [head_dim] or empty
-  Matrix qkv;      // rows: query heads, key heads, value heads
-  Matrix output;   // [hidden, heads * head_dim]
-  Matrix gate_up;  // tiles alternate: 32 gate rows, the 32 up rows that belong to them
-  Matrix down;     // [hidden, intermediate]
+  Matrix qkv;                          // rows: query heads, key heads, value heads
+  Matrix output;                       // [hidden, heads * head_dim]
+  Matrix gate_up;                      // tiles alternate: 32 gate rows, the 32 up rows that belong to them
+  Matrix down;                         // [hidden, intermediate]
 };
 
 enum class WeightStorage : uint8_t { kResident, kMapped };
@@ -74,8 +74,8 @@ class ModelWeights {
   Matrix lm_head_;
   int hidden_ = 0;
   Format embedding_format_ = Format::kF32;
-  const uint8_t* embedding_ = nullptr;  // [vocabulary][hidden]; null: gather from lm_head_
-  AlignedArray<uint8_t> arena_;              // kResident
+  const uint8_t* embedding_ = nullptr;           // [vocabulary][hidden]; null: gather from lm_head_
+  AlignedArray<uint8_t> arena_;                  // kResident
   std::unique_ptr<uint8_t, UnmapFile> mapping_;  // kMapped: the file
   int64_t bytes_ = 0;
 };
