@@ -37,7 +37,8 @@ def our_block(url: str, vocabulary: int, prompt_tokens: int, new_tokens: int) ->
     with ull.Client(url) as client:
         for repeat in range(REPEATS + 1):
             prompt = generator.integers(3, vocabulary, prompt_tokens).tolist()
-            timeline = client.generate(prompt, max_tokens=new_tokens, ignore_eos=True).result().timeline
+            options = {"max_tokens": new_tokens, "ignore_eos": True, "speculate": "none"}
+            timeline = client.generate(prompt, **options).result().timeline
             if repeat > 0:
                 times["decode"].append((timeline.last_token_ns - timeline.first_token_ns) / 1e3 / (new_tokens - 1))
                 times["prefill"].append((timeline.prefilled_ns - timeline.started_ns) / 1e3)
@@ -91,6 +92,7 @@ def share_of_bandwidth(threads: int, samples: dict[str, Any], checks: list[Check
         weight_bytes = client.info().executor["weight_bytes"]
         for seed in range(4):
             options = {"max_tokens": LARGE_TOKENS, "ignore_eos": True, "temperature": 1.0, "seed": seed}
+            options["speculate"] = "none"  # one pass over the weights per token
             stamps = [frame.time_ns for frame in client.generate([1, 2, 3, 4 + seed], **options)]
             rates += (weight_bytes / np.diff(stamps)[1:]).tolist()
     peak += read_passes()

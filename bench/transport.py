@@ -27,7 +27,7 @@ TITLE = "transport"
 def stream_block(client: ull.Client, seed: int) -> tuple[list[float], list[float]]:
     """One request's one-way times and intervals between engine stamps, microseconds."""
     one_way, stamps = [], []
-    options = {"max_tokens": TOKENS, "temperature": 0.8, "seed": seed, "ignore_eos": True}
+    options = {"max_tokens": TOKENS, "temperature": 0.8, "seed": seed, "ignore_eos": True, "speculate": "none"}
     for frame in client.generate("import ", **options):
         one_way.append((frame.received_ns - frame.time_ns) / 1e3)
         stamps.append(frame.time_ns / 1e3)

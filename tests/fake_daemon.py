@@ -82,7 +82,15 @@ def done(request_id: int, tokens: int, reason: str = "length", error: wire.Failu
     """A terminal frame."""
     usage = wire.Usage(prompt_tokens=3, cached_tokens=1, completion_tokens=tokens)
     timeline = wire.Timeline(received_ns=1, admitted_ns=2, done_ns=9)
-    return wire.Done(id=request_id, finish_reason=reason, usage=usage, timeline=timeline, seed=7, error=error)
+    return wire.Done(
+        id=request_id,
+        finish_reason=reason,
+        usage=usage,
+        timeline=timeline,
+        seed=7,
+        error=error,
+        speculation=wire.Speculation(rounds=tokens, tokens_per_round=1.0, by_drafter={"none": tokens}),
+    )
 
 
 def words(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:

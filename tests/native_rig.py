@@ -72,7 +72,8 @@ class RigClient:
 
 
 class Rig:
-    """An engine whose vocabulary is the 128 ASCII characters (token 0 is special); `script` is the executor's."""
+    """An engine whose vocabulary is the 128 ASCII characters (token 0 is special); `script` is the executor's,
+    unless one is given."""
 
     def __init__(
         self,
@@ -81,10 +82,11 @@ class Rig:
         *,
         engine: dict[str, Any] | None = None,
         io: dict[str, Any] | None = None,
+        executor: _native.Executor | None = None,
     ) -> None:
         vocabulary = write_vocabulary(folder / "vocab.bin", [bytes([token]) for token in range(128)], special=[0])
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.executor = _native.ScriptedExecutor(**({"vocabulary": 128} | script))
+        self.executor = executor or _native.ScriptedExecutor(**({"vocabulary": 128} | script))
         self.engine = _native.Engine(self.executor, str(vocabulary), **(engine or {}))
         options = {"listen": [f"ipc://{folder}/sock"], "control": "inproc://control"} | (io or {})
         self.io = _native.Io(self.engine, zmq_context=self.context.underlying, libzmq=loaded_libzmq(), **options)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,18 @@ class Dims:
 
 
 @dataclass
+class Medusa:
+    """Random Medusa heads on a random model."""
+
+    heads: int = 3
+    layers: int = 1
+    version: str = "2"  # "1": an lm_head per head; "2": the model's
+    precision: str = "fp8"
+    seed: int = 1
+    size: float = 1.0  # of the residual blocks; 0: every head predicts what the model does
+
+
+@dataclass
 class Layer:
     """Float64 weights of one layer, already rounded to what the bundle stores."""
 
@@ -107,6 +121,16 @@ def pad_vector(values: np.ndarray) -> np.ndarray:
     return np.concatenate([values, np.zeros(-len(values) % multiple, values.dtype)])
 
 
+def medusa_reference(
+    blocks: list[tuple[np.ndarray, np.ndarray]], lm_head: np.ndarray, hidden: np.ndarray
+) -> np.ndarray:
+    """x <- x + SiLU(W x + b) per block, then the lm_head; hidden [T, hidden] -> logits [T, vocabulary]."""
+    for weight, bias in blocks:
+        y = hidden @ weight.T + bias
+        hidden = hidden + y / (1 + np.exp(-y))
+    return hidden @ lm_head.T
+
+
 class RandomModel:
     """A random model: its tensors as the bundle stores them, and `reference()` in float64."""
 
@@ -114,6 +138,8 @@ class RandomModel:
         self.dims = dims
         self.random = np.random.default_rng(dims.seed)
         self.tensors: dict[str, np.ndarray] = {}
+        self.medusa: Medusa | None = None
+        self.draft: RandomModel | None = None
         d = dims
         self.layers = [self._layer(f"layers.{i}.") for i in range(d.layers)]
         self.norm = self._vector("norm", 1.0 + 0.1 * self.random.standard_normal(d.hidden))
@@ -203,6 +229,47 @@ class RandomModel:
             layer.k_norm = self._vector(prefix + "k_norm", 1.0 + 0.1 * normal(d.head_dim))
         return layer
 
+    def add_medusa(self, medusa: Medusa) -> list[Callable[[np.ndarray], np.ndarray]]:
+        """Adds heads -> their float64 reference: hidden states [T, hidden] (the lm_head's input) -> logits per head."""
+        normal = np.random.default_rng(medusa.seed).standard_normal
+        d = self.dims
+        references = []
+        for i in range(medusa.heads):
+            blocks = []
+            for j in range(medusa.layers):
+                name = f"medusa.{i}.{j}"
+                weight = self._linear(name, medusa.size * normal((d.hidden, d.hidden)), medusa.precision)
+                blocks.append((weight, self._bias(name, medusa.size * 0.2 * normal(d.hidden))))
+            head = self.lm_head
+            if medusa.version == "1":
+                head = self._linear(f"medusa.{i}.lm_head", normal((d.vocabulary, d.hidden)), medusa.precision)
+            references.append(partial(medusa_reference, blocks, head))
+        self.medusa = medusa
+        return references
+
+    def add_draft(self, draft: RandomModel) -> None:
+        """Adds a model as the draft of this one."""
+        self.tensors |= {f"draft.{name}": tensor for name, tensor in draft.tensors.items()}
+        self.draft = draft
+
+    def _dimensions(self) -> dict[str, Any]:
+        d = self.dims
+        return {
+            "hidden": d.hidden,
+            "layers": d.layers,
+            "heads": d.heads,
+            "kv_heads": d.kv_heads,
+            "head_dim": d.head_dim,
+            "intermediate": d.intermediate,
+            "vocabulary": d.vocabulary,
+            "context": d.context,
+            "rms_epsilon": d.rms_epsilon,
+            "kv_dtype": d.kv,
+            "qk_norm": d.qk_norm,
+            "inv_freq": d.inv_freq,
+            "windows": self.windows,
+        }
+
     def save(self, path: Path) -> dict[str, Any]:
         """Writes weights.safetensors (header padded, tensors on multiples of 64) -> the native spec."""
         header: dict[str, Any] = {}
@@ -222,32 +289,28 @@ class RandomModel:
             for tensor in self.tensors.values():
                 file.write(tensor.tobytes())
         start = 8 + len(text)
-        d = self.dims
-        return {
-            "hidden": d.hidden,
-            "layers": d.layers,
-            "heads": d.heads,
-            "kv_heads": d.kv_heads,
-            "head_dim": d.head_dim,
-            "intermediate": d.intermediate,
-            "vocabulary": d.vocabulary,
-            "context": d.context,
-            "rms_epsilon": d.rms_epsilon,
-            "kv_dtype": d.kv,
-            "qk_norm": d.qk_norm,
-            "inv_freq": d.inv_freq,
-            "windows": self.windows,
-            "path": str(path),
-            "tensors": {
-                name: (
-                    start + entry["data_offsets"][0],
-                    entry["data_offsets"][1] - entry["data_offsets"][0],
-                    entry["dtype"],
-                    tuple(entry["shape"]),
-                )
-                for name, entry in header.items()
-            },
-        }
+        drafters: dict[str, Any] = {}
+        if self.medusa is not None:
+            m = self.medusa
+            drafters["medusa"] = {"heads": m.heads, "layers": m.layers, "version": m.version}
+        if self.draft is not None:
+            drafters["draft"] = self.draft._dimensions()
+        return (
+            self._dimensions()
+            | drafters
+            | {
+                "path": str(path),
+                "tensors": {
+                    name: (
+                        start + entry["data_offsets"][0],
+                        entry["data_offsets"][1] - entry["data_offsets"][0],
+                        entry["dtype"],
+                        tuple(entry["shape"]),
+                    )
+                    for name, entry in header.items()
+                },
+            }
+        )
 
     def reference(self, tokens: np.ndarray) -> np.ndarray:
         """Logits [T, vocabulary] of the whole sequence, in float64, as Hugging Face defines the family."""

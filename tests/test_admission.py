@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from checkpoints import CHAT_TEMPLATE, tokenizer_json
@@ -78,6 +79,14 @@ def refusal(admission: Admission, **fields: Any) -> RequestError:
         ({"logprobs": 21}, "logprobs", "not 21"),
         ({"timeout_ms": 0}, "timeout_ms", "not 0"),
         ({"timeout_ms": -5}, "timeout_ms", "not -5"),
+        ({"speculate": "medusa"}, "speculate", "'medusa' is not in this engine's bundle; it offers none, ngram, auto"),
+        ({"speculate": "draft"}, "speculate", "'draft' is not in this engine's bundle"),
+        ({"speculate": "n-gram"}, "speculate", "did you mean 'ngram'? This engine offers none, ngram, auto"),
+        ({"speculate": ""}, "speculate", "'' is no drafter; this engine offers"),
+        ({"speculate": "Q" * 10_000_000}, "speculate", "is no drafter; this engine offers"),
+        ({"max_tree": 0}, "max_tree", "from 1 (no draft) to 64 tokens, not 0"),
+        ({"max_tree": 65}, "max_tree", "not 65"),
+        ({"max_tree": -(2**40)}, "max_tree", "not -1099511627776"),
     ],
 )
 def test_refusals(admission: Admission, fields: dict[str, Any], field: str, said: str) -> None:
@@ -141,6 +150,8 @@ def test_parameters_of_a_plain_request(admission: Admission) -> None:
         "deadline_ns": 0,
         "received_ns": 100,
         "admitted_ns": 200,
+        "speculate": "none",
+        "max_tree": 0,
     }
 
 
@@ -156,6 +167,8 @@ def test_parameters_of_an_elaborate_request(admission: Admission) -> None:
         logprobs=3,
         timeout_ms=2,
         logit_bias={5: -math.inf, 6: 1.0},
+        speculate="ngram",
+        max_tree=8,
     )
     admission.check(request)
     parameters = admission.parameters(request, received_ns=100, admitted_ns=200)
@@ -164,6 +177,20 @@ def test_parameters_of_an_elaborate_request(admission: Admission) -> None:
     assert parameters["stop_ids"] == []
     assert parameters["deadline_ns"] == 100 + 2_000_000
     assert (parameters["logprobs"], parameters["max_tokens"]) == (3, 5)
+    assert (parameters["speculate"], parameters["max_tree"]) == ("ngram", 8)
+
+
+def test_the_daemon_s_drafter_is_for_those_who_name_none(admission: Admission) -> None:
+    offered = ("none", "ngram", "medusa", "auto")
+    admission.limits = msgspec.structs.replace(
+        admission.limits, drafters=offered, default_drafter="medusa", default_max_tree=16
+    )
+    for asked, drafter in ((None, "medusa"), *((name, name) for name in offered)):
+        request = Generate(id=1, prompt="x", speculate=asked)
+        admission.check(request)
+        parameters = admission.parameters(request, 0, 0)
+        assert (parameters["speculate"], parameters["max_tree"]) == (drafter, 16)
+    assert "it offers none, ngram, medusa, auto" in refusal(admission, speculate="draft").message
 
 
 def test_drawn_seeds_differ(admission: Admission) -> None:

@@ -84,14 +84,25 @@ def test_the_name_follows_the_output_when_there_is_no_recipe() -> None:
 
 def test_every_key_of_a_recipe_is_documented() -> None:
     rows = describe_keys()
-    assert [key for key, _, _ in rows] == list(Recipe.__struct_fields__)
+    tables = {
+        "medusa": ["medusa.heads", "medusa.num"],
+        "draft": ["draft.model"],
+        "speculation": ["speculation.max_tree"],
+    }
+    keys = [key for name in Recipe.__struct_fields__ for key in tables.get(name, [name])]
+    assert [key for key, _, _ in rows] == keys
     assert all(len(meaning) > 20 for _, _, meaning in rows)
 
 
 def test_the_recipes_of_the_repository_are_valid() -> None:
     for path in (ROOT / "engines").glob("*.toml"):
         recipe = load_recipe(path, {})
-        assert Path(recipe.model).is_dir() and recipe.output == f"{path.stem}.ull"
+        assert recipe.output == f"{path.stem}.ull"
+        if not path.stem.startswith("tiny"):
+            continue  # its checkpoints are downloaded
+        assert Path(recipe.model).is_dir()
+        assert recipe.medusa is None or Path(recipe.medusa.heads).is_dir()
+        assert recipe.draft is None or Path(recipe.draft.model).is_dir()
         assert recipe.eval_text is None or Path(recipe.eval_text).is_file()
 
 

@@ -124,7 +124,10 @@ def ended(request_id: int) -> bytes:
     """The io thread's record of a finished request."""
     usage = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 2}
     fields = {"identity": b"me", "id": request_id, "finish_reason": "stop", "usage": usage, "timeline": {}, "seed": 3}
-    return msgspec.msgpack.encode(fields | {"error": None, "delivered": True, "client": "ok"})
+    rounds = {"rounds": 1, "drafted_tokens": 3, "accepted_tokens": 1, "tokens_per_round": 2.0}
+    speculation = rounds | {"by_drafter": {"ngram": 1}, "accepted_by_depth": [1]}
+    fields |= {"error": None, "delivered": True, "client": "ok", "speculation": speculation}
+    return msgspec.msgpack.encode(fields)
 
 
 @pytest.mark.parametrize("prompt", ["x", LONG], ids=["inline", "worker"])
@@ -199,6 +202,8 @@ def test_a_request_is_live_until_its_record_comes(harness: Harness) -> None:
     assert harness.plane.metrics.accepted == 2
     (line,) = harness.events("request")
     assert (line["client"], line["finish"], line["completion"], line["seed"]) == (b"me".hex(), "stop", 2, 3)
+    assert line["tokens_per_round"] == 2.0
+    assert harness.plane.metrics.speculation.by_drafter == {"ngram": 1}
 
 
 def test_a_cancel_that_meets_a_prompt_being_tokenized(harness: Harness) -> None:

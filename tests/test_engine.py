@@ -169,6 +169,11 @@ def test_info_and_stats(tmp_path: Path) -> None:
             "prefill_chunk": 256,
             "weight_bytes": 0,
             "kv_bytes": 16 * 64 * 4,
+            "drafters": ["none"],
+            "default_drafter": "none",
+            "default_max_tree": 64,
+            "verify_ns": {},
+            "draft_ns": {},
         }
         client = rig.client(b"client")
         rig.submit(b"client", 1, PROMPT, max_tokens=10)
@@ -177,6 +182,9 @@ def test_info_and_stats(tmp_path: Path) -> None:
         stats = rig.engine.stats()
         assert stats["finished"] == {"stop": 0, "length": 1, "cancelled": 0, "timeout": 0, "error": 0}
         assert stats["completion_tokens"] == 10
+        assert stats["by_drafter"] == {"none": 10, "ngram": 0, "medusa": 0, "draft": 0}
+        assert (stats["drafted_tokens"], stats["accepted_tokens"]) == (0, 0)
+        assert stats["accepted_by_depth"] == [0] * 16
         assert stats["round_ns"]["count"] == 9
         assert stats["round_ns"]["p50"] <= stats["round_ns"]["p99"] <= stats["round_ns"]["max"]
         assert (stats["queue_length"], stats["running"], stats["sessions"]) == (0, 0, 1)

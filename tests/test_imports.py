@@ -81,7 +81,21 @@ def test_build_step_uses_only_the_format_layer(path: Path) -> None:
         parts = name.split(".")
         if parts[0] == "ull" and len(parts) > 1:
             assert parts[1] in {"bundle", "config", "errors", "kernels", "_native", "__version__"}, (path.name, name)
-        assert parts[0] not in TRAINING_ONLY, f"{path.name} imports {name}: the build needs no PyTorch"
+        if path.parent.name != "train":
+            assert parts[0] not in TRAINING_ONLY, f"{path.name} imports {name}: the build needs no PyTorch"
+
+
+def test_ull_train_asks_for_pytorch_only_when_it_trains() -> None:
+    """Of the trainer, the command line, the data and the figures can be imported without PyTorch."""
+    folder = ROOT / "build/ull_build/train"
+    needs_torch = {"model", "loop", "draft", "medusa", "run"}
+    for path in folder.glob("*.py"):
+        for name, top_level in imported_modules(path):
+            if path.stem not in needs_torch and top_level:
+                assert name.split(".")[0] not in TRAINING_ONLY, (path.name, name)
+                assert name not in {f"ull_build.train.{module}" for module in needs_torch}, (path.name, name)
+    for path in (ROOT / "build/ull_build").glob("*.py"):
+        assert not [name for name, _ in imported_modules(path) if name.startswith("ull_build.train")], path.name
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "bench").glob("*.py")), ids=lambda p: p.name)

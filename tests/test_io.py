@@ -56,6 +56,14 @@ def test_an_exchange(tmp_path: Path, endpoint: str, idle: str) -> None:
             "usage": {"prompt_tokens": 26, "cached_tokens": 0, "completion_tokens": 30},
             "seed": 3,
             "error": None,
+            "speculation": {
+                "rounds": 30,
+                "drafted_tokens": 0,
+                "accepted_tokens": 0,
+                "tokens_per_round": 1.0,
+                "by_drafter": {"none": 30},
+                "accepted_by_depth": [],
+            },
         }
         assert done == {"type": "done", **ending}
         record = rig.record()

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from ull.log import Log
-from ull.metrics import LatencyHistogram, Metrics, inter_token_ns
-from ull.wire import Ended, Timeline, Usage
+from ull.metrics import LatencyHistogram, Metrics, added, inter_token_ns
+from ull.wire import Ended, Speculation, Timeline, Usage
 
 
 def ended(reason: str = "stop", tokens: int = 3, client: str = "ok", delivered: bool = True, **times: int) -> Ended:
@@ -67,6 +67,33 @@ def test_counters_follow_ended_requests() -> None:
 def test_inter_token_time_needs_two_tokens() -> None:
     assert inter_token_ns(ended(tokens=1, first_token_ns=5, last_token_ns=5)) is None
     assert inter_token_ns(ended(tokens=3, first_token_ns=100, last_token_ns=300)) == 100
+
+
+def rounds(rounds: int, tokens: int, by_drafter: dict[str, int], by_depth: list[int]) -> Speculation:
+    return Speculation(
+        rounds=rounds,
+        drafted_tokens=3 * sum(by_drafter.values()),
+        accepted_tokens=sum(by_depth),
+        tokens_per_round=tokens / rounds,
+        by_drafter=by_drafter,
+        accepted_by_depth=by_depth,
+    )
+
+
+def test_speculation_adds_up() -> None:
+    metrics = Metrics()
+    record = ended()
+    record.speculation = rounds(4, 6, {"ngram": 3, "none": 1}, [2])
+    metrics.ended(record)
+    record.speculation = rounds(6, 24, {"ngram": 1, "medusa": 5}, [6, 5, 7])
+    metrics.ended(record)
+    metrics.ended(ended("cancelled", tokens=0))
+    total = metrics.speculation
+    assert (total.rounds, total.drafted_tokens, total.accepted_tokens) == (10, 30, 20)
+    assert total.tokens_per_round == pytest.approx(3.0)
+    assert total.by_drafter == {"ngram": 4, "none": 1, "medusa": 5}
+    assert total.accepted_by_depth == [8, 5, 7]
+    assert added(Speculation(), Speculation()) == Speculation()
 
 
 def test_text_lines_stay_one_line() -> None:

@@ -19,6 +19,7 @@ from ull.wire import (
     Info,
     InfoReply,
     Message,
+    Speculation,
     Stats,
     StatsReply,
     Timeline,
@@ -40,6 +41,11 @@ GOLDEN_REQUESTS = [
         "de0008a474797065a867656e6572617465a2696402a9746f6b656e5f6964739201cd012ca473746f7091a161aa6c6f6769745f62696173"
         "8105cbbff8000000000000a86c6f6770726f627300aa69676e6f72655f656f73c3aa74696d656f75745f6d7309",
     ),
+    (
+        Generate(id=3, prompt="x", speculate="medusa", max_tree=64),
+        "de0005a474797065a867656e6572617465a2696403a670726f6d7074a178a973706563756c617465a66d6564757361a86d61785f747265"
+        "6540",
+    ),
     (Cancel(id=3), "82a474797065a663616e63656ca2696403"),
     (Health(id=4), "82a474797065a66865616c7468a2696404"),
     (Info(id=5), "82a474797065a4696e666fa2696405"),
@@ -60,10 +66,36 @@ GOLDEN_REPLIES = [
     ),
     (
         Done(id=1, finish_reason="stop", usage=USAGE, timeline=Timeline(received_ns=1, done_ns=7), seed=9),
-        "87a474797065a4646f6e65a2696401ad66696e6973685f726561736f6ea473746f70a5757361676583ad70726f6d70745f746f6b656e73"
-        "03ad6361636865645f746f6b656e7302b1636f6d706c6574696f6e5f746f6b656e7301a874696d656c696e6587ab72656365697665645f6e73"
-        "01ab61646d69747465645f6e7300aa737461727465645f6e7300ac70726566696c6c65645f6e7300ae66697273745f746f6b656e5f6e7300"
-        "ad6c6173745f746f6b656e5f6e7300a7646f6e655f6e7307a47365656409a56572726f72c0",
+        "88a474797065a4646f6e65a2696401ad66696e6973685f726561736f6ea473746f70a5757361676583ad70726f6d70745f746f6b656e73"
+        "03ad6361636865645f746f6b656e7302b1636f6d706c6574696f6e5f746f6b656e7301a874696d656c696e6587ab72656365697665645f"
+        "6e7301ab61646d69747465645f6e7300aa737461727465645f6e7300ac70726566696c6c65645f6e7300ae66697273745f746f6b656e5f"
+        "6e7300ad6c6173745f746f6b656e5f6e7300a7646f6e655f6e7307a47365656409a56572726f72c0ab73706563756c6174696f6e86a672"
+        "6f756e647300ae647261667465645f746f6b656e7300af61636365707465645f746f6b656e7300b0746f6b656e735f7065725f726f756e"
+        "64cb0000000000000000aa62795f6472616674657280b161636365707465645f62795f646570746890",
+    ),
+    (
+        Done(
+            id=1,
+            finish_reason="stop",
+            usage=USAGE,
+            timeline=Timeline(),
+            seed=9,
+            speculation=Speculation(
+                rounds=2,
+                drafted_tokens=7,
+                accepted_tokens=3,
+                tokens_per_round=2.5,
+                by_drafter={"none": 1, "medusa": 1},
+                accepted_by_depth=[1, 1, 1],
+            ),
+        ),
+        "88a474797065a4646f6e65a2696401ad66696e6973685f726561736f6ea473746f70a5757361676583ad70726f6d70745f746f6b656e73"
+        "03ad6361636865645f746f6b656e7302b1636f6d706c6574696f6e5f746f6b656e7301a874696d656c696e6587ab72656365697665645f"
+        "6e7300ab61646d69747465645f6e7300aa737461727465645f6e7300ac70726566696c6c65645f6e7300ae66697273745f746f6b656e5f"
+        "6e7300ad6c6173745f746f6b656e5f6e7300a7646f6e655f6e7300a47365656409a56572726f72c0ab73706563756c6174696f6e86a672"
+        "6f756e647302ae647261667465645f746f6b656e7307af61636365707465645f746f6b656e7303b0746f6b656e735f7065725f726f756e"
+        "64cb4004000000000000aa62795f6472616674657282a46e6f6e6501a66d656475736101b161636365707465645f62795f646570746893"
+        "010101",
     ),
     (
         Error(id=None, code="bad_frame", message="m", field=None),
@@ -80,7 +112,8 @@ GOLDEN_REPLIES = [
     ),
     (
         StatsReply(id=1, requests={}, latency={}, engine={}, io={}),
-        "86a474797065a57374617473a2696401a8726571756573747380a76c6174656e637980a6656e67696e6580a2696f80",
+        "87a474797065a57374617473a2696401a8726571756573747380a76c6174656e637980a6656e67696e6580a2696f80ab73706563756c61"
+        "74696f6e80",
     ),
 ]
 
@@ -95,6 +128,13 @@ def test_golden_requests(message: wire.Request, golden: str) -> None:
 def test_golden_replies(message: wire.Reply, golden: str) -> None:
     assert wire.encode(message).hex() == golden
     assert wire.decode_reply(bytes.fromhex(golden)) == message
+
+
+def test_a_done_frame_without_speculation_is_understood() -> None:
+    plain = {"type": "done", "id": 1, "finish_reason": "stop", "seed": 9, "timeline": {}}
+    usage = {"prompt_tokens": 3, "cached_tokens": 2, "completion_tokens": 1}
+    reply = wire.decode_reply(pack({**plain, "usage": usage}))
+    assert reply == Done(id=1, finish_reason="stop", usage=USAGE, timeline=Timeline(), seed=9)
 
 
 def test_frames_begin_with_the_version() -> None:
@@ -138,6 +178,8 @@ BAD_REQUESTS = {
         "messages",
         7,
     ),
+    "a drafter by number": (pack({"type": "generate", "id": 7, "speculate": 1}), "bad_request", "speculate", 7),
+    "a tree of text": (pack({"type": "generate", "id": 7, "max_tree": "big"}), "bad_request", "max_tree", 7),
     "too many stops": (pack({"type": "generate", "id": 7, "stop": [""] * 100_000}), "bad_request", "stop", 7),
     "not UTF-8": (b"\x83\xa4type\xa8generate\xa2id\x07\xa6prompt\xa2\xff\xfe", "bad_message", None, 7),
     "deep nesting": (b"\x83\xa4type\xa6health\xa2id\x07\xa1x" + b"\x91" * 200_000 + b"\xc0", "bad_message", None, None),
@@ -210,6 +252,7 @@ def test_the_record_of_an_ended_request() -> None:
         timeline=Timeline(received_ns=1),
         seed=2**64 - 1,
         error=Failure(code="internal", message="m"),
+        speculation=Speculation(rounds=1, tokens_per_round=1.0, by_drafter={"none": 1}),
         delivered=False,
         client="gone",
     )

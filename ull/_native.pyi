@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 Isa = Literal["auto", "avx512", "avx2", "portable"]
 Idle = Literal["adaptive", "spin"]
+Drafter = Literal["none", "ngram", "medusa", "draft", "auto"]
 
 class InvalidRequest(ValueError):
     """A submission that cannot be served, whatever the engine's state."""
@@ -37,7 +38,40 @@ class CpuExecutor(Executor):
         prefill_chunk: int = 256,
         pages: int | None = None,
         isa: Isa = "auto",
+        speculate: Drafter = "none",
+        max_tree: int = 64,
+        adaptive: bool = True,
+        coupled: bool = True,
     ) -> None: ...
+
+class SpeculationRig:
+    def __init__(
+        self,
+        spec: dict[str, Any],
+        *,
+        threads: int = 1,
+        cores: Sequence[int] = [],
+        prefill_chunk: int = 256,
+        pages: int | None = None,
+        isa: Isa = "auto",
+        adaptive: bool = True,
+        coupled: bool = True,
+        drafter: str = "",
+        truth: Sequence[int] = [],
+        seed: int = 0,
+    ) -> None: ...
+    def decode(
+        self,
+        tokens: NDArray[np.int32],
+        max_tokens: int,
+        sampling: dict[str, Any] = {},
+        speculate: Drafter = "none",
+        max_tree: int = 0,
+        pages: NDArray[np.int32] | None = None,
+        cached: int = 0,
+    ) -> dict[str, Any]: ...
+    @property
+    def info(self) -> dict[str, Any]: ...
 
 class ScriptedExecutor(Executor):
     def __init__(

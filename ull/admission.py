@@ -6,6 +6,7 @@ step, `prompt_ids` of a long prompt, is the caller's to place in a thread.
 
 from __future__ import annotations
 
+import difflib
 import math
 import secrets
 from collections.abc import Sequence
@@ -14,8 +15,9 @@ from typing import Any, NoReturn
 import msgspec
 
 from ull.errors import RequestError
+from ull.manifest import MAX_TREE
 from ull.tokenizer import Tokenizer
-from ull.wire import MAX_ID, Generate
+from ull.wire import DRAFTERS, MAX_ID, Generate
 
 # The engine's fixed-size request slots (native/engine/request.h, text.h; exec/sampling.h, executor.h).
 MAX_STOPS = 16
@@ -42,6 +44,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_stop_ids: int = MAX_STOP_IDS
     max_logit_bias: int = MAX_LOGIT_BIAS
     max_logprobs: int = MAX_LOGPROBS
+    drafters: tuple[str, ...] = ("none", "ngram", "auto")  # what `speculate` may name on this engine
+    default_drafter: str = "none"
+    max_tree: int = MAX_TREE
+    default_max_tree: int = 0  # 0: the executor's choice
 
 
 class Admission:
@@ -68,6 +74,7 @@ class Admission:
             _refuse("seed", "must be from 0 to 2^64 - 1")
         if request.timeout_ms is not None and not 1 <= request.timeout_ms <= MAX_TIMEOUT_MS:
             _refuse("timeout_ms", f"must be from 1 to {MAX_TIMEOUT_MS} milliseconds, not {request.timeout_ms}")
+        self._check_speculation(request)
 
     def prompt_size(self, request: Generate) -> int:
         """How much text `prompt_ids` will have to work through, in characters."""
@@ -112,6 +119,8 @@ class Admission:
             "deadline_ns": 0 if request.timeout_ms is None else received_ns + request.timeout_ms * 1_000_000,
             "received_ns": received_ns,
             "admitted_ns": admitted_ns,
+            "speculate": request.speculate or self.limits.default_drafter,
+            "max_tree": request.max_tree or self.limits.default_max_tree,
         }
 
     def _check_prompt(self, request: Generate) -> None:
@@ -158,6 +167,18 @@ class Admission:
                 _refuse("logit_bias", f"of id {token} must be from -{MAX_BIAS:g} to {MAX_BIAS:g} or -inf, not {value}")
         if len(bias) >= self.limits.vocabulary and all(value == -math.inf for value in bias.values()):
             _refuse("logit_bias", "bans every token")
+
+    def _check_speculation(self, request: Generate) -> None:
+        drafter, limits = request.speculate, self.limits
+        if drafter is not None and drafter not in limits.drafters:
+            offered = ", ".join(limits.drafters)
+            if drafter in DRAFTERS:
+                _refuse("speculate", f"{drafter!r} is not in this engine's bundle; it offers {offered}")
+            nearest = difflib.get_close_matches(drafter[:40], limits.drafters, n=1)
+            hint = f"did you mean {nearest[0]!r}? This engine offers" if nearest else "this engine offers"
+            _refuse("speculate", f"{drafter[:40]!r} is no drafter; {hint} {offered}")
+        if request.max_tree is not None and not 1 <= request.max_tree <= limits.max_tree:
+            _refuse("max_tree", f"must be from 1 (no draft) to {limits.max_tree} tokens, not {request.max_tree}")
 
     def _stop_ids(self, request: Generate) -> list[int]:
         """The request's stop ids, and the engine's unless ignored; each once."""

@@ -136,6 +136,8 @@ class AsyncClient:
         logprobs: int | None = None,
         ignore_eos: bool = False,
         timeout: float | None = None,
+        speculate: str | None = None,
+        max_tree: int | None = None,
     ) -> AsyncStream:
         """Sends a request and returns its stream at once; the arguments are `ull.Client.generate`'s.
 
@@ -156,6 +158,8 @@ class AsyncClient:
             logprobs=logprobs,
             ignore_eos=ignore_eos,
             timeout=timeout,
+            speculate=speculate,
+            max_tree=max_tree,
         )
         frames = wire.encode_frames(request)
         loop = self._running()

@@ -16,9 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ull.client import Client, Stream
 from ull.errors import RequestError
+from ull.metrics import added
 from ull.streams import Prompt
+from ull.wire import Speculation
 
 QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999))
 
@@ -37,6 +41,8 @@ class Load:
     rate: float | None = None
     poisson: bool = True
     ignore_eos: bool = True
+    speculate: str | None = None
+    max_tree: int | None = None
 
 
 @dataclass
@@ -52,9 +58,10 @@ class Samples:
     refused: int = 0
     tokens: int = 0
     elapsed_ns: int = 0
+    speculation: Speculation = field(default_factory=Speculation)
 
     def summary(self) -> dict[str, Any]:
-        """Quantiles of every metric in microseconds, and tokens per second."""
+        """Quantiles of every metric in microseconds, tokens per second, and what speculation brought."""
         metrics = ("time_to_first_token", "inter_token", "inter_chunk", "end_to_end", "send_delay")
         seconds = self.elapsed_ns / 1e9
         return {
@@ -63,8 +70,23 @@ class Samples:
             "tokens": self.tokens,
             "elapsed_s": seconds,
             "tokens_per_s": self.tokens / seconds if seconds else 0.0,
+            "speculation": speculation_summary(self.speculation),
             **{f"{name}_us": quantiles(getattr(self, name)) for name in metrics if getattr(self, name)},
         }
+
+
+def speculation_summary(total: Speculation) -> dict[str, Any]:
+    """`total` as plain data, with `share_by_drafter` (of all rounds) and `acceptance_by_depth`.
+
+    Acceptance at depth d is the share of the rounds with a draft whose draft was accepted to d or beyond, whether
+    the draft reached that deep or not.
+    """
+    drafted_rounds = total.rounds - total.by_drafter.get("none", 0)
+    return {
+        **msgspec.to_builtins(total),
+        "share_by_drafter": {name: count / total.rounds for name, count in total.by_drafter.items() if total.rounds},
+        "acceptance_by_depth": [count / drafted_rounds for count in total.accepted_by_depth if drafted_rounds],
+    }
 
 
 def quantiles(durations_ns: Sequence[int]) -> dict[str, float]:
@@ -124,12 +146,14 @@ class _Running:
         if not finished:
             return False
         try:
-            tokens = self._stream.result().usage.completion_tokens
+            result = self._stream.result()
         except RequestError:
             samples.refused += 1
             return True
+        tokens = result.usage.completion_tokens
         samples.requests += 1
         samples.tokens += tokens
+        samples.speculation = added(samples.speculation, result.speculation)
         samples.end_to_end.append(self._last_ns - self._start_ns)
         if tokens > 1 and self._first_ns:
             samples.inter_token.append((self._last_ns - self._first_ns) // (tokens - 1))
@@ -172,4 +196,6 @@ def _send(client: Client, load: Load) -> Stream:
         temperature=load.temperature,
         seed=load.seed,
         ignore_eos=load.ignore_eos,
+        speculate=load.speculate,
+        max_tree=load.max_tree,
     )

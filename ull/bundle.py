@@ -19,20 +19,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ull.errors import BundleError, ConfigError
-from ull.layout import ALIGNMENT, FILLER, TILE_ROWS, TensorEntry, TensorShape, expected_tensors, read_tensor_file
+from ull.layout import (
+    ALIGNMENT,
+    DRAFT,
+    FILLER,
+    MEDUSA,
+    TILE_ROWS,
+    TensorEntry,
+    TensorShape,
+    expected_tensors,
+    medusa_tensors,
+    read_tensor_file,
+)
 from ull.manifest import (
     FORMAT,
     FORMAT_VERSION,
+    MAX_MEDUSA_HEADS,
+    MAX_MEDUSA_LAYERS,
+    MAX_TREE,
     TOKENIZER_FILE,
     VOCABULARY_FILE,
     WEIGHTS_FILE,
+    Drafter,
+    DraftModel,
     FileEntry,
     Manifest,
+    MedusaHeads,
     Model,
     Precision,
     Provenance,
     Quality,
+    RecipeValue,
     Rope,
+    Speculation,
     TensorError,
     Tokens,
     embedding_is_shared,
@@ -41,10 +60,15 @@ from ull.manifest import (
 
 __all__ = [
     "ALIGNMENT",
+    "DRAFT",
     "FILLER",
     "FORMAT",
     "FORMAT_VERSION",
     "MANIFEST_FILE",
+    "MAX_MEDUSA_HEADS",
+    "MAX_MEDUSA_LAYERS",
+    "MAX_TREE",
+    "MEDUSA",
     "TILE_ROWS",
     "TOKENIZER_FILE",
     "VOCABULARY_FILE",
@@ -52,13 +76,18 @@ __all__ = [
     "VOCABULARY_VERSION",
     "WEIGHTS_FILE",
     "Bundle",
+    "DraftModel",
+    "Drafter",
     "FileEntry",
     "Manifest",
+    "MedusaHeads",
     "Model",
     "Precision",
     "Provenance",
     "Quality",
+    "RecipeValue",
     "Rope",
+    "Speculation",
     "TensorEntry",
     "TensorError",
     "TensorShape",
@@ -67,6 +96,7 @@ __all__ = [
     "encode_manifest",
     "expected_tensors",
     "inverse_frequencies",
+    "medusa_tensors",
     "native_spec",
     "open_bundle",
     "read_manifest",
@@ -120,7 +150,9 @@ class Bundle:
         if kv is not None and kv not in ("bf16", "f32"):
             raise ConfigError(f"kv {kv!r} is not supported; use 'bf16' or 'f32'", field="kv")
         chosen_kv = kv or self.manifest.precision.kv
-        return native_spec(model, self.weights_path, self.tensors, context or model.context, chosen_kv)
+        return native_spec(
+            model, self.weights_path, self.tensors, context or model.context, chosen_kv, self.manifest.speculation
+        )
 
 
 def open_bundle(path: str | Path, verify: Literal["sizes", "hashes"] = "sizes") -> Bundle:
@@ -131,7 +163,7 @@ def open_bundle(path: str | Path, verify: Literal["sizes", "hashes"] = "sizes") 
     path = Path(path)
     manifest = read_manifest(path)
     _check_files(path, manifest)
-    tensors = _read_tensors(path / WEIGHTS_FILE, manifest.model, manifest.precision)
+    tensors = _read_tensors(path / WEIGHTS_FILE, manifest)
     _check_vocabulary(path / VOCABULARY_FILE, manifest.model)
     if verify == "hashes":
         for name, problem in verify_hashes(path, manifest).items():
@@ -215,13 +247,13 @@ def verify_hashes(
     return problems
 
 
-def _read_tensors(path: Path, model: Model, precision: Precision) -> dict[str, TensorEntry]:
+def _read_tensors(path: Path, manifest: Manifest) -> dict[str, TensorEntry]:
     """Reads the weights' header and compares it with the layout that the dimensions ask for."""
     try:
         tensors = read_tensor_file(path)
     except (ValueError, OSError) as error:
         raise BundleError(f"{path} {error}; {REBUILD}", field=WEIGHTS_FILE) from error
-    expected = expected_tensors(model, precision)
+    expected = expected_tensors(manifest.model, manifest.precision, manifest.speculation)
     for name, want in expected.items():
         have = tensors.get(name)
         if have is None and not want.optional:
@@ -283,9 +315,33 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> NDArray[np.float32]:
 
 
 def native_spec(
-    model: Model, weights_path: Path, tensors: Mapping[str, TensorEntry], context: int, kv: str
+    model: Model,
+    weights_path: Path,
+    tensors: Mapping[str, TensorEntry],
+    context: int,
+    kv: str,
+    speculation: Speculation | None = None,
 ) -> dict[str, Any]:
-    """The dict by which `ull._native` learns about one weights file: dimensions, frequencies, where tensors lie."""
+    """The dict by which `ull._native` learns about one weights file: dimensions, frequencies, where tensors lie.
+
+    `medusa` and `draft` describe what `speculation` brings along; without it their tensors are left out.
+    """
+    medusa, draft = (speculation.medusa, speculation.draft) if speculation else (None, None)
+    left_out = (*(() if medusa else (MEDUSA,)), *(() if draft else (DRAFT,)))
+    return {
+        **_dimensions(model, context, kv),
+        "path": str(weights_path),
+        "medusa": None if medusa is None else msgspec.to_builtins(medusa),
+        "draft": None if draft is None else _dimensions(draft.model, context, draft.precision.kv),
+        "tensors": {
+            name: (item.offset, item.nbytes, item.dtype, item.shape)
+            for name, item in tensors.items()
+            if not name.endswith(FILLER) and not name.startswith(left_out)
+        },
+    }
+
+
+def _dimensions(model: Model, context: int, kv: str) -> dict[str, Any]:
     return {
         "hidden": model.hidden,
         "layers": model.layers,
@@ -300,10 +356,4 @@ def native_spec(
         "qk_norm": model.qk_norm,
         "inv_freq": inverse_frequencies(model.rope, model.head_dim),
         "windows": list(model.windows),
-        "path": str(weights_path),
-        "tensors": {
-            name: (item.offset, item.nbytes, item.dtype, item.shape)
-            for name, item in tensors.items()
-            if not name.endswith(FILLER)
-        },
     }

@@ -149,6 +149,8 @@ class Client:
         logprobs: int | None = None,
         ignore_eos: bool = False,
         timeout: float | None = None,
+        speculate: str | None = None,
+        max_tree: int | None = None,
     ) -> Stream:
         """Sends a request and returns its stream at once.
 
@@ -157,6 +159,8 @@ class Client:
         seed: None lets the daemon draw one and report it. stop: texts that end the completion, not part of it.
         logit_bias: token id -> number added to its logit. logprobs: alternatives per token (0: only the chosen).
         timeout: seconds after which the daemon ends the request ("timeout").
+        speculate: "none", "ngram", "medusa", "draft" or "auto" (None: the daemon's default); max_tree: tokens of one
+        verification, 1 to 64 (None: as many as pay). Both change the speed only, never the tokens.
         Raises ConnectionLost if no daemon answers within connect_timeout.
         """
         request = build_request(
@@ -174,6 +178,8 @@ class Client:
             logprobs=logprobs,
             ignore_eos=ignore_eos,
             timeout=timeout,
+            speculate=speculate,
+            max_tree=max_tree,
         )
         frames = wire.encode_frames(request)
         state = self._protocol.open_stream(request)

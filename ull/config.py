@@ -100,6 +100,19 @@ class RequestsConfig(msgspec.Struct, kw_only=True, frozen=True):
     ] = 131_072
 
 
+class SpeculationConfig(msgspec.Struct, kw_only=True, frozen=True):
+    """How tokens are drafted for requests that do not say; it decides how fast they come, never which they are."""
+
+    default: Annotated[
+        Literal["bundle", "none", "ngram", "medusa", "draft", "auto"],
+        _key("drafter of a request that names none; bundle: the one of the bundle's recipe"),
+    ] = "bundle"
+    max_tree: Annotated[
+        int,
+        _key("most tokens of one verification for a request that names none; 0: the bundle's", "tokens", ge=0, le=64),
+    ] = 0
+
+
 class LogConfig(msgspec.Struct, kw_only=True, frozen=True):
     """The log on standard error: one line per accepted request and one per refused one."""
 
@@ -133,6 +146,7 @@ class Config(msgspec.Struct, kw_only=True, frozen=True):
     engine: EngineConfig = EngineConfig()
     io: IoConfig = IoConfig()
     requests: RequestsConfig = RequestsConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     log: LogConfig = LogConfig()
 
 

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import zmq
 
@@ -171,8 +172,14 @@ class ControlPlane:
                     latency=self.metrics.latency(),
                     engine=self._engine.stats(),
                     io=self._io.stats(),
+                    speculation=msgspec.to_builtins(self.metrics.speculation) | self._costs(),
                 ),
             )
+
+    def _costs(self) -> dict[str, Any]:
+        """What the executor measured at warm-up: ns by tokens verified at once, and by drafter per proposed token."""
+        _, executor = self._info
+        return {name: executor.get(name, {}) for name in ("verify_ns", "draft_ns")}
 
     def _generate(self, identity: bytes, request: wire.Generate, received_ns: int) -> None:
         key = (identity, request.id)
@@ -271,6 +278,7 @@ class ControlPlane:
             prefill_ms=_milliseconds(times.started_ns, times.prefilled_ns),
             ttft_ms=_milliseconds(times.received_ns, times.first_token_ns),
             itl_us=None if gap is None else gap / 1000,
+            tokens_per_round=record.speculation.tokens_per_round or None,
             total_ms=_milliseconds(times.received_ns, times.done_ns),
             seed=record.seed,
             delivered=record.delivered,

@@ -30,6 +30,7 @@ from ull.control import ControlPlane
 from ull.errors import ConfigError, DaemonError, UllError
 from ull.host import auto_threads, keep_off, loaded_libzmq, lock_memory
 from ull.log import Log
+from ull.manifest import MAX_TREE
 from ull.sockets import SocketClaim
 from ull.tokenizer import Tokenizer
 
@@ -92,6 +93,7 @@ class Daemon:
         tokenizer = Tokenizer(bundle.tokenizer_directory)
         spec = bundle.native_spec(context=config.engine.context or None)
         executor = self._load_engine(bundle, spec, exit_stack)
+        limits = self._limits(bundle, int(spec["context"]))
         self._io = self._open_io(context)
         exit_stack.callback(self._io.stop)
         exit_stack.callback(self._engine.stop)  # before io, which delivers the last frames
@@ -106,12 +108,6 @@ class Daemon:
             os.umask(mask)
         for claim in claims:
             claim.path.chmod(config.ipc_mode)
-        limits = Limits(
-            context=int(spec["context"]),
-            vocabulary=bundle.manifest.model.vocabulary,
-            default_max_tokens=config.requests.default_max_tokens,
-            max_tokens=config.requests.max_tokens_limit,
-        )
         start_ns = time.monotonic_ns() - started_ns
         self._control = ControlPlane(
             socket,
@@ -135,6 +131,27 @@ class Daemon:
         gc.collect()
         gc.freeze()  # what is alive now stays alive: later collections need not look at it
 
+    def _limits(self, bundle: Bundle, context: int) -> Limits:
+        """What requests may ask for. Raises DaemonError where the configured drafter is not in the bundle."""
+        config, engine = self.config, self._engine.info
+        drafters, drafter = tuple(engine["drafters"]), config.speculation.default
+        if drafter == "bundle":
+            drafter = engine["default_drafter"]
+        elif drafter not in drafters:
+            offered = ", ".join(drafters)
+            raise DaemonError(
+                f"speculation.default: {drafter!r} is not in this bundle; it offers {offered}", "speculation.default"
+            )
+        return Limits(
+            context=context,
+            vocabulary=bundle.manifest.model.vocabulary,
+            default_max_tokens=config.requests.default_max_tokens,
+            max_tokens=config.requests.max_tokens_limit,
+            drafters=drafters,
+            default_drafter=drafter,
+            default_max_tree=config.speculation.max_tree or int(engine["default_max_tree"]),
+        )
+
     def _claim_sockets(self, exit_stack: ExitStack) -> list[SocketClaim]:
         claims = []
         for endpoint in self.config.listen:
@@ -156,7 +173,7 @@ class Daemon:
 
     def _load_engine(self, bundle: Bundle, spec: dict[str, Any], exit_stack: ExitStack) -> dict[str, Any]:
         """Loads the weights and warms the engine up; returns what `info` says about the executor."""
-        config = self.config.engine
+        config, speculation = self.config.engine, bundle.manifest.speculation
         executor = _native.CpuExecutor(
             spec,
             threads=self._threads,
@@ -164,6 +181,8 @@ class Daemon:
             prefill_chunk=config.prefill_chunk,
             pages=config.kv_pages or None,
             isa=config.isa,
+            speculate="none" if speculation is None else speculation.default,
+            max_tree=MAX_TREE if speculation is None else speculation.max_tree,
         )
         self._engine = _native.Engine(
             executor,
@@ -184,6 +203,8 @@ class Daemon:
             "threads": self._threads,
             "weight_bytes": executor.weight_bytes,
             "kv_bytes": executor.kv_bytes,
+            "verify_ns": self._engine.info["verify_ns"],
+            "draft_ns": self._engine.info["draft_ns"],
         }
 
     def _open_io(self, context: zmq.Context[zmq.Socket[bytes]]) -> _native.Io:

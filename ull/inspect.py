@@ -73,6 +73,8 @@ def parameter_count(model: Model) -> int:
 
 def _group(name: str) -> str:
     parts = name.split(".")
+    if parts[0] in ("medusa", "draft"):
+        return {"medusa": "medusa heads", "draft": "draft model"}[parts[0]]
     if parts[0] == "layers":
         return _GROUPS.get(parts[2], "norms")  # biases and scales count with their matrix
     return {"embed": "embedding", "lm_head": "lm_head"}.get(parts[0], "norms")
@@ -119,6 +121,7 @@ def _rows(manifest: Manifest, parameters: int) -> list[tuple[str, str]]:
         ("KV cache", precision.kv),
         ("tokens", f"BOS {tokens.bos}, EOS {tokens.eos}, chat template {'yes' if tokens.chat_template else 'no'}"),
     ]
+    rows += _speculation_rows(manifest)
     if manifest.quality is None:
         rows.append(("quality", "not measured"))
     else:
@@ -140,6 +143,23 @@ def _rows(manifest: Manifest, parameters: int) -> list[tuple[str, str]]:
         ("source", f"{provenance.source} (SHA-256 {provenance.source_sha256[:16]})"),
         ("built", f"{manifest.created} by ull {provenance.builder_version}"),
     ]
+    return rows
+
+
+def _speculation_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    """What drafts for the engine."""
+    speculation = manifest.speculation
+    if speculation is None:
+        return [("speculation", "none (built before there was any)")]
+    rows = [("speculation", f"default {speculation.default}, at most {speculation.max_tree} tokens per verification")]
+    if (medusa := speculation.medusa) is not None:
+        head = "the model's lm_head" if medusa.version == "2" else "lm_heads of their own"
+        layers = "1 layer" if medusa.layers == 1 else f"{medusa.layers} layers"
+        rows.append(("medusa heads", f"{medusa.heads} of {layers}, {head} (version {medusa.version})"))
+    if (draft := speculation.draft) is not None:
+        model = draft.model
+        size = f"{parameter_count(model) / 1e6:,.1f} M parameters, {model.layers} x hidden {model.hidden}"
+        rows.append(("draft model", f"{model.architecture}, {size}, weights {draft.precision.weights}"))
     return rows
 
 

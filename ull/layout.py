@@ -14,10 +14,12 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from ull.manifest import Model, Precision, embedding_is_shared
+from ull.manifest import MedusaHeads, Model, Precision, Speculation, embedding_is_shared
 
 TILE_ROWS = 32
 ALIGNMENT = 64  # bytes: one cache line, and one AVX-512 register
+DRAFT = "draft."  # prefix of the draft model's tensors
+MEDUSA = "medusa."  # prefix of the Medusa heads' tensors
 FILLER = ".filler"  # suffix of tensors of zeros that only align the next one
 MAX_HEADER_BYTES = 100_000_000  # the same bound as the safetensors library
 
@@ -64,32 +66,63 @@ def padded_length(length: int, item_bytes: int) -> int:
     return -(-length // step) * step
 
 
-def expected_tensors(model: Model, precision: Precision) -> dict[str, TensorShape]:
-    """Every tensor of a bundle with its stored shape, in file order (which is the order of use).
+class _Plan:
+    """Collects the tensors of one model in file order.
 
     A matrix of odd dimensions may end between two multiples of ALIGNMENT; since safetensors allows no holes, a filler
     tensor NAME + FILLER follows it.
     """
-    small = "F32" if precision.weights == "f32" else "BF16"
-    tensors: dict[str, TensorShape] = {}
 
-    def vector(name: str, length: int) -> None:
-        tensors[name] = TensorShape(small, (padded_length(length, ITEM_BYTES[small]),))
+    def __init__(self, precision: Precision) -> None:
+        self.small = "F32" if precision.weights == "f32" else "BF16"
+        self.tensors: dict[str, TensorShape] = {}
 
-    def matrix(name: str, stored: str, shape: tuple[int, ...]) -> None:
-        tensors[name] = TensorShape(STORED_AS[stored], shape)
-        if filler := -tensors[name].nbytes % ALIGNMENT:
-            tensors[name + FILLER] = TensorShape("U8", (filler,))
+    def vector(self, name: str, length: int) -> None:
+        self.tensors[name] = TensorShape(self.small, (padded_length(length, ITEM_BYTES[self.small]),))
 
-    def linear(name: str, tiles: int, columns: int, stored: str, bias: bool = True) -> None:
-        matrix(f"{name}.weight", stored, (tiles, columns, TILE_ROWS))
+    def matrix(self, name: str, stored: str, shape: tuple[int, ...]) -> None:
+        self.tensors[name] = TensorShape(STORED_AS[stored], shape)
+        if filler := -self.tensors[name].nbytes % ALIGNMENT:
+            self.tensors[name + FILLER] = TensorShape("U8", (filler,))
+
+    def linear(self, name: str, tiles: int, columns: int, stored: str, bias: bool = True) -> None:
+        self.matrix(f"{name}.weight", stored, (tiles, columns, TILE_ROWS))
         if stored == "fp8":
-            tensors[f"{name}.scale"] = TensorShape("F32", (tiles * TILE_ROWS,))
+            self.tensors[f"{name}.scale"] = TensorShape("F32", (tiles * TILE_ROWS,))
         if bias:
-            tensors[f"{name}.bias"] = TensorShape(small, (tiles * TILE_ROWS,), optional=True)
+            self.tensors[f"{name}.bias"] = TensorShape(self.small, (tiles * TILE_ROWS,), optional=True)
 
+
+def expected_tensors(
+    model: Model, precision: Precision, speculation: Speculation | None = None
+) -> dict[str, TensorShape]:
+    """Every tensor of a bundle with its stored shape: the model's in order of use, then what drafts for it."""
+    tensors = _model_tensors(model, precision)
+    if speculation and speculation.medusa:
+        tensors |= medusa_tensors(model, precision, speculation.medusa)
+    if speculation and speculation.draft:
+        draft = _model_tensors(speculation.draft.model, speculation.draft.precision)
+        tensors |= {DRAFT + name: shape for name, shape in draft.items()}
+    return tensors
+
+
+def medusa_tensors(model: Model, precision: Precision, medusa: MedusaHeads) -> dict[str, TensorShape]:
+    """The tensors of the heads; lm_heads of their own are stored like the other linears, not like the model's."""
+    plan = _Plan(precision)
+    for head in range(medusa.heads):
+        for layer in range(medusa.layers):
+            plan.linear(f"{MEDUSA}{head}.{layer}", tile_count(model.hidden), model.hidden, precision.weights)
+        if medusa.version == "1":
+            name = f"{MEDUSA}{head}.lm_head"
+            plan.linear(name, tile_count(model.vocabulary), model.hidden, precision.weights, bias=False)
+    return plan.tensors
+
+
+def _model_tensors(model: Model, precision: Precision) -> dict[str, TensorShape]:
+    plan = _Plan(precision)
+    vector, linear = plan.vector, plan.linear
     if not embedding_is_shared(model, precision):
-        matrix("embed.weight", precision.embedding, (model.vocabulary, model.hidden))
+        plan.matrix("embed.weight", precision.embedding, (model.vocabulary, model.hidden))
     attention = model.heads * model.head_dim
     qkv_rows = attention + 2 * model.kv_heads * model.head_dim
     for layer in range(model.layers):
@@ -105,7 +138,7 @@ def expected_tensors(model: Model, precision: Precision) -> dict[str, TensorShap
         linear(f"{prefix}.down", tile_count(model.hidden), model.intermediate, precision.weights)
     vector("norm", model.hidden)
     linear("lm_head", tile_count(model.vocabulary), model.hidden, precision.lm_head, bias=False)
-    return tensors
+    return plan.tensors
 
 
 def read_tensor_file(path: Path) -> dict[str, TensorEntry]:

@@ -18,6 +18,9 @@ FORMAT_VERSION: Final = 1
 WEIGHTS_FILE = "weights.safetensors"
 VOCABULARY_FILE = "vocab.bin"
 TOKENIZER_FILE = "tokenizer/tokenizer.json"
+MAX_MEDUSA_HEADS: Final = 12
+MAX_MEDUSA_LAYERS: Final = 16
+MAX_TREE: Final = 64  # tokens of one verification, the root included
 REQUIRED_FILES = (WEIGHTS_FILE, VOCABULARY_FILE, TOKENIZER_FILE)
 
 # Upper bounds far above any real model; they keep every product of dimensions inside 64-bit integers.
@@ -26,6 +29,8 @@ LayerCount = Annotated[int, Meta(ge=1, le=1 << 12)]
 TokenCount = Annotated[int, Meta(ge=1, le=1 << 28)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 28) - 1)]
 Positive = Annotated[float, Meta(gt=0.0)]
+Drafter = Literal["none", "ngram", "medusa", "draft", "auto"]
+RecipeValue = str | int | float | bool | None | dict[str, str | int | float | bool | None]
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
@@ -105,6 +110,37 @@ class Precision(Struct, frozen=True, forbid_unknown_fields=True):
     kv: Literal["bf16", "f32"] = "bf16"
 
 
+class MedusaHeads(Struct, frozen=True, forbid_unknown_fields=True):
+    """Medusa heads: `layers` residual blocks each; version "1" has an lm_head per head, "2" shares the model's."""
+
+    heads: Annotated[int, Meta(ge=1, le=MAX_MEDUSA_HEADS)]
+    layers: Annotated[int, Meta(ge=1, le=MAX_MEDUSA_LAYERS)]
+    version: Literal["1", "2"]
+
+
+class DraftModel(Struct, frozen=True, forbid_unknown_fields=True):
+    """A smaller model of the same tokenizer that drafts; its tensors bear the prefix "draft."."""
+
+    model: Model
+    precision: Precision
+
+    def __post_init__(self) -> None:
+        _check_tied_precision(self.model, self.precision)
+
+
+class Speculation(Struct, frozen=True, forbid_unknown_fields=True):
+    """What drafts for this engine; prompt lookup ("ngram") needs nothing. `default` serves requests that do not say."""
+
+    default: Drafter = "auto"
+    max_tree: Annotated[int, Meta(ge=1, le=MAX_TREE)] = MAX_TREE
+    medusa: MedusaHeads | None = None
+    draft: DraftModel | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.default != "medusa" or self.medusa is not None, "`default` is medusa, but there are no heads")
+        _require(self.default != "draft" or self.draft is not None, "`default` is draft, but there is no draft model")
+
+
 class Tokens(Struct, frozen=True, forbid_unknown_fields=True):
     """Special token ids: `eos` ends a generation; `chat_template` says whether chat messages can be rendered."""
 
@@ -145,7 +181,7 @@ class Provenance(Struct, frozen=True, forbid_unknown_fields=True):
 
     source: str
     source_sha256: Sha256
-    recipe: dict[str, str | int | float | bool | None]
+    recipe: dict[str, RecipeValue]
     builder_version: str
 
 
@@ -171,19 +207,34 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     quality: Quality | None
     provenance: Provenance
     files: dict[str, FileEntry]  # relative path -> entry, all but manifest.json
+    speculation: Speculation | None = None  # None: built before there was any
 
     def __post_init__(self) -> None:
         for token in (*self.tokens.eos, *([] if self.tokens.bos is None else [self.tokens.bos])):
             _require(token < self.model.vocabulary, f"special token {token} is outside of the vocabulary")
-        if embedding_is_shared(self.model, self.precision):
+        _check_tied_precision(self.model, self.precision)
+        draft = self.speculation.draft if self.speculation else None
+        if draft is not None:
             _require(
-                self.precision.embedding == self.precision.lm_head,
-                "tied embeddings share the lm_head's weights, so `precision.embedding` must equal `precision.lm_head`",
+                draft.model.vocabulary >= self.model.tokenizer_vocabulary,
+                f"the draft model's vocabulary {draft.model.vocabulary} is smaller than the tokenizer's",
+            )
+            _require(
+                draft.model.context >= self.model.context,
+                f"the draft model's context {draft.model.context} is shorter than the model's {self.model.context}",
             )
         for name in self.files:
             _require(is_inside(name), f"file {name!r} does not lie inside the bundle")
         for name in REQUIRED_FILES:
             _require(name in self.files, f"`files` lacks {name!r}")
+
+
+def _check_tied_precision(model: Model, precision: Precision) -> None:
+    if embedding_is_shared(model, precision):
+        _require(
+            precision.embedding == precision.lm_head,
+            "tied embeddings share the lm_head's weights, so `precision.embedding` must equal `precision.lm_head`",
+        )
 
 
 def embedding_is_shared(model: Model, precision: Precision) -> bool:
@@ -206,17 +257,25 @@ def encode_manifest(manifest: Manifest) -> bytes:
 __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
+    "MAX_MEDUSA_HEADS",
+    "MAX_MEDUSA_LAYERS",
+    "MAX_TREE",
     "REQUIRED_FILES",
     "TOKENIZER_FILE",
     "VOCABULARY_FILE",
     "WEIGHTS_FILE",
+    "DraftModel",
+    "Drafter",
     "FileEntry",
     "Manifest",
+    "MedusaHeads",
     "Model",
     "Precision",
     "Provenance",
     "Quality",
+    "RecipeValue",
     "Rope",
+    "Speculation",
     "TensorError",
     "Tokens",
     "embedding_is_shared",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import zip_longest
 from typing import Any
 
-from ull.wire import Ended
+from ull.wire import Ended, Speculation
 
 _SUB_BUCKETS = 16  # per power of two: a quantile is at most 1/16 above the truth
 _QUANTILES = {"p50_ns": 0.5, "p90_ns": 0.9, "p99_ns": 0.99, "p999_ns": 0.999}
@@ -57,6 +58,7 @@ class Metrics:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
+        self.speculation = Speculation()
         self._latency = {
             name: LatencyHistogram()
             for name in ("admission", "queue", "prefill", "time_to_first_token", "inter_token", "end_to_end")
@@ -70,6 +72,7 @@ class Metrics:
         self.prompt_tokens += record.usage.prompt_tokens
         self.cached_tokens += record.usage.cached_tokens
         self.completion_tokens += record.usage.completion_tokens
+        self.speculation = added(self.speculation, record.speculation)
         times = record.timeline
         self._record("admission", times.received_ns, times.admitted_ns)
         self._record("queue", times.admitted_ns, times.started_ns)
@@ -100,6 +103,21 @@ class Metrics:
     def _record(self, name: str, start_ns: int, end_ns: int) -> None:
         if start_ns and end_ns:
             self._latency[name].record(end_ns - start_ns)
+
+
+def added(one: Speculation, other: Speculation) -> Speculation:
+    """The figures of two sets of rounds together."""
+    rounds = one.rounds + other.rounds
+    tokens = one.tokens_per_round * one.rounds + other.tokens_per_round * other.rounds
+    depths = zip_longest(one.accepted_by_depth, other.accepted_by_depth, fillvalue=0)
+    return Speculation(
+        rounds=rounds,
+        drafted_tokens=one.drafted_tokens + other.drafted_tokens,
+        accepted_tokens=one.accepted_tokens + other.accepted_tokens,
+        tokens_per_round=tokens / rounds if rounds else 0.0,
+        by_drafter=dict(Counter(one.by_drafter) + Counter(other.by_drafter)),
+        accepted_by_depth=[first + second for first, second in depths],
+    )
 
 
 def inter_token_ns(record: Ended) -> int | None:

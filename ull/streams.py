@@ -15,7 +15,7 @@ import msgspec
 
 from ull import wire
 from ull.errors import ConnectionLost, RequestError, RequestFailed, UllError
-from ull.wire import Failure, Timeline, TokenLogprob, Usage
+from ull.wire import Failure, Speculation, Timeline, TokenLogprob, Usage
 
 Prompt = str | Sequence[int] | Sequence[wire.Message | Mapping[str, str]]
 
@@ -44,6 +44,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
     timeline: Timeline
     seed: int
+    speculation: Speculation
     logprobs: list[TokenLogprob] | None = None
     error: Failure | None = None
 
@@ -92,6 +93,7 @@ class StreamState:
             usage=done.usage,
             timeline=done.timeline,
             seed=done.seed,
+            speculation=done.speculation,
             logprobs=self._logprobs,
             error=done.error,
         )
@@ -231,6 +233,8 @@ def build_request(
     logprobs: int | None,
     ignore_eos: bool,
     timeout: float | None,
+    speculate: str | None,
+    max_tree: int | None,
 ) -> wire.Generate:
     """The message for one generate call. Values are checked by the daemon; only the prompt's kind is decided here.
 
@@ -250,6 +254,8 @@ def build_request(
         logprobs=logprobs,
         ignore_eos=ignore_eos,
         timeout_ms=None if timeout is None else _milliseconds(timeout),
+        speculate=speculate,
+        max_tree=max_tree,
     )
     if isinstance(prompt, str):
         request.prompt = prompt

@@ -10,15 +10,17 @@ Times are nanoseconds of CLOCK_MONOTONIC on the daemon's machine; 0 stands for "
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Final, NoReturn, TypeVar
+from typing import Annotated, Any, Final, NoReturn, TypeVar, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ull.errors import Busy, Draining, RequestError
+from ull.manifest import Drafter
 
 VERSION: Final = b"ull1"
 MAX_ID: Final = 2**64 - 1  # request ids and seeds are unsigned 64-bit numbers
+DRAFTERS: Final[tuple[str, ...]] = get_args(Drafter)  # what `speculate` may name
 
 # Refused while decoding, before anything is allocated for the elements. The engine's own limits are tighter and
 # checked by admission, which can say more.
@@ -54,6 +56,8 @@ class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True)
     logprobs: int | None = None  # None: none; 0: the chosen token's; n: and n alternatives
     ignore_eos: bool = False
     timeout_ms: int | None = None  # milliseconds from receipt; None: none
+    speculate: str | None = None  # one of DRAFTERS; None: the daemon's default. The tokens are the same for all
+    max_tree: int | None = None  # tokens of one verification, 1 to 64; None: the executor's choice
 
 
 class Cancel(msgspec.Struct, tag="cancel", kw_only=True):
@@ -119,6 +123,17 @@ class Timeline(msgspec.Struct, kw_only=True):
     done_ns: int = 0
 
 
+class Speculation(msgspec.Struct, kw_only=True):
+    """How one request's rounds went. A round emits what was accepted of its draft, and one token more."""
+
+    rounds: int = 0
+    drafted_tokens: int = 0  # proposed, the whole of every tree
+    accepted_tokens: int = 0
+    tokens_per_round: float = 0.0  # completion tokens / rounds; 0 without a round
+    by_drafter: dict[str, int] = {}  # rounds by what proposed; "none": plain rounds
+    accepted_by_depth: list[int] = []  # [d]: rounds whose draft was accepted to a depth of d + 1 or beyond
+
+
 class Failure(msgspec.Struct, kw_only=True):
     """Why an accepted request ended with finish_reason "error"."""
 
@@ -135,6 +150,7 @@ class Done(msgspec.Struct, tag="done", kw_only=True):
     timeline: Timeline
     seed: int
     error: Failure | None = None
+    speculation: Speculation = msgspec.field(default_factory=Speculation)
 
 
 class Error(msgspec.Struct, tag="error", kw_only=True):
@@ -179,6 +195,7 @@ class StatsReply(msgspec.Struct, tag="stats", kw_only=True):
     latency: dict[str, Any]
     engine: dict[str, Any]
     io: dict[str, Any]
+    speculation: dict[str, Any] = {}
 
 
 Request = Generate | Cancel | Health | Info | Stats
@@ -195,6 +212,7 @@ class Ended(msgspec.Struct, kw_only=True):
     timeline: Timeline
     seed: int
     error: Failure | None = None
+    speculation: Speculation = msgspec.field(default_factory=Speculation)
     delivered: bool = True  # whether the terminal frame was handed to the client's connection
     client: str = "ok"  # "ok" | "gone" | "stalled"
 

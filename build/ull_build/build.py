@@ -6,6 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +27,7 @@ from ull.bundle import (
     Precision,
     Provenance,
     Quality,
+    RecipeValue,
     TensorError,
     Tokens,
     encode_manifest,
@@ -35,7 +37,8 @@ from ull.bundle import (
 )
 from ull.errors import CheckpointError
 from ull_build.checkpoint import Checkpoint
-from ull_build.convert import ORIGINAL_BF16, ORIGINAL_F32, convert_checkpoint, plan_weights
+from ull_build.convert import NO_DRAFTERS, ORIGINAL_BF16, ORIGINAL_F32, Drafters, convert_checkpoint, plan_weights
+from ull_build.drafters import SpeculationSettings, describe, open_drafters
 from ull_build.evaluate import EvaluationText, Predictions, check_quality, predict, read_evaluation_text
 from ull_build.output import check_output, require_space, staged_output
 from ull_build.progress import Reporter
@@ -57,9 +60,10 @@ class Settings:
     eval_text: Path | None = None
     eval_tokens: int = 4096
     max_perplexity_increase: float = 0.01
+    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     force: bool = False
     threads: int = 0  # 0: as many as this process may use
-    recipe: dict[str, str | int | float | bool | None] = field(default_factory=dict)
+    recipe: dict[str, RecipeValue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,13 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
         eval_text=None if recipe.eval_text is None else Path(recipe.eval_text),
         eval_tokens=recipe.eval_tokens,
         max_perplexity_increase=recipe.max_perplexity_increase,
+        speculation=SpeculationSettings(
+            default=recipe.drafter,
+            max_tree=recipe.speculation.max_tree,
+            medusa=None if recipe.medusa is None else Path(recipe.medusa.heads),
+            medusa_count=None if recipe.medusa is None else recipe.medusa.num,
+            draft=None if recipe.draft is None else Path(recipe.draft.model),
+        ),
         force=force,
         recipe=msgspec.to_builtins(recipe),
     )
@@ -97,16 +108,18 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
     reporter = reporter or Reporter()
     start = time.monotonic()
     output = check_output(settings.output, settings.force)
-    with Checkpoint(settings.model, settings.context) as checkpoint:
+    with ExitStack() as files_open:
+        checkpoint = files_open.enter_context(Checkpoint(settings.model, settings.context))
         tokenizer = read_tokenizer(settings.model, checkpoint.model.vocabulary)
         model = msgspec.structs.replace(checkpoint.model, tokenizer_vocabulary=tokenizer.vocabulary.count)
         tokens = _special_tokens(checkpoint, tokenizer)
         text = None
         if settings.evaluate:
             text = read_evaluation_text(settings.eval_text, tokenizer, settings.eval_tokens, model.context)
-        require_space(output.parent, _needed_bytes(checkpoint, settings))
+        drafters = files_open.enter_context(open_drafters(settings.speculation, model, tokenizer))
+        require_space(output.parent, _needed_bytes(checkpoint, drafters, settings))
         with staged_output(output) as staging:
-            files, errors = _write_files(checkpoint, tokenizer, settings, staging, reporter)
+            files, errors = _write_files(checkpoint, drafters, tokenizer, settings, staging, reporter)
             quality = None
             if text is not None:
                 quality = _measure(checkpoint, model, settings, staging, text, errors, reporter)
@@ -128,6 +141,7 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
                     builder_version=ull.__version__,
                 ),
                 files=files,
+                speculation=describe(settings.speculation, drafters, model, settings.precision),
             )
             _write_synced(staging / MANIFEST_FILE, encode_manifest(manifest))
             open_bundle(staging)  # a bundle that ull would refuse must not come into being
@@ -149,19 +163,26 @@ def _original_precision(checkpoint: Checkpoint) -> Precision:
     return ORIGINAL_BF16 if checkpoint.is_bf16 else ORIGINAL_F32
 
 
-def _needed_bytes(checkpoint: Checkpoint, settings: Settings) -> int:
+def _needed_bytes(checkpoint: Checkpoint, drafters: Drafters, settings: Settings) -> int:
     """Disk space of a build: the bundle, and for the evaluation the original weights beside it."""
-    precisions = [settings.precision, *([_original_precision(checkpoint)] if settings.evaluate else [])]
-    sizes = (shape.nbytes for precision in precisions for shape in plan_weights(checkpoint, precision).values())
-    return sum(sizes) + (64 << 20)  # tokenizer, vocabulary and manifest
+    plans = [plan_weights(checkpoint, settings.precision, drafters)]
+    if settings.evaluate:
+        plans.append(plan_weights(checkpoint, _original_precision(checkpoint)))
+    rest = 64 << 20  # tokenizer, vocabulary and manifest
+    return rest + sum(shape.nbytes for plan in plans for shape in plan.values())
 
 
 def _write_files(
-    checkpoint: Checkpoint, tokenizer: CheckpointTokenizer, settings: Settings, staging: Path, reporter: Reporter
+    checkpoint: Checkpoint,
+    drafters: Drafters,
+    tokenizer: CheckpointTokenizer,
+    settings: Settings,
+    staging: Path,
+    reporter: Reporter,
 ) -> tuple[dict[str, FileEntry], list[TensorError]]:
     """Writes all but the manifest; returns the table of files and the error of each linear weight."""
     title = f"weights to {settings.precision.weights}"
-    weights, errors = _convert(checkpoint, settings.precision, staging / WEIGHTS_FILE, title, reporter)
+    weights, errors = _convert(checkpoint, settings.precision, staging / WEIGHTS_FILE, title, reporter, drafters)
     tokenizer.vocabulary.write(staging / VOCABULARY_FILE, checkpoint.model.vocabulary)
     directory = Path(TOKENIZER_FILE).parent
     copied = copy_tokenizer_files(settings.model, staging / directory)
@@ -170,11 +191,16 @@ def _write_files(
 
 
 def _convert(
-    checkpoint: Checkpoint, precision: Precision, path: Path, title: str, reporter: Reporter
+    checkpoint: Checkpoint,
+    precision: Precision,
+    path: Path,
+    title: str,
+    reporter: Reporter,
+    drafters: Drafters = NO_DRAFTERS,
 ) -> tuple[FileEntry, list[TensorError]]:
-    total = sum(shape.nbytes for shape in plan_weights(checkpoint, precision).values())
+    total = sum(shape.nbytes for shape in plan_weights(checkpoint, precision, drafters).values())
     with reporter.stage(title, total, "bytes") as advance:
-        return convert_checkpoint(checkpoint, precision, path, advance)
+        return convert_checkpoint(checkpoint, precision, path, advance, drafters)
 
 
 def _measure(

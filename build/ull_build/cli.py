@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ull
+from ull.bundle import Manifest
 from ull.errors import RecipeError, UllError
 from ull_build.build import BuildResult, build, settings_from_recipe
 from ull_build.progress import format_amount, make_reporter
@@ -92,6 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--eval-text", metavar="FILE", help="text on which the loss is measured (default: one that comes with ull)")
     add("--eval-tokens", type=int, metavar="N", help="tokens of it to use at most (default 4096)")
     add("--max-perplexity-increase", type=float, metavar="F", help="fraction that fails the build (default 0.01)")
+    add("--medusa", metavar="PATH", help="Medusa heads: medusa_lm_head.pt or .safetensors, or their directory")
+    add("--draft", metavar="DIR", help="a smaller checkpoint with the same tokenizer, as draft model")
+    drafters = ("none", "ngram", "medusa", "draft", "auto")
+    add("--drafter", choices=drafters, help='what drafts for requests that do not say (default "auto")')
     add("--no-eval", action="store_true", help="do not measure the loss (the manifest's quality is null)")
     add("--force", action="store_true", help="replace an existing bundle")
     add("--quiet", action="store_true", help="print nothing but errors")
@@ -105,11 +110,28 @@ def _default(text: str) -> str:
 
 def _recipe(options: argparse.Namespace) -> Recipe:
     """The recipe, with what the command line says on top."""
-    names = [name for name in Recipe.__struct_fields__ if hasattr(options, name)]
+    names = [name for name in Recipe.__struct_fields__ if hasattr(options, name) and name not in ("medusa", "draft")]
     overrides: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.medusa is not None:
+        overrides["medusa"] = {"heads": options.medusa}
+    if options.draft is not None:
+        overrides["draft"] = {"model": options.draft}
     if options.recipe is None:
         return make_recipe(overrides, "command line")
     return load_recipe(options.recipe, overrides)
+
+
+def describe_speculation(manifest: Manifest) -> str:
+    """What drafts for the engine, in one line."""
+    speculation = manifest.speculation
+    if speculation is None:
+        return "none"
+    parts = ["ngram"]
+    if (medusa := speculation.medusa) is not None:
+        parts.append(f"{medusa.heads} Medusa heads (version {medusa.version})")
+    if (draft := speculation.draft) is not None:
+        parts.append(f"draft model, {draft.model.layers} x hidden {draft.model.hidden}")
+    return f"{', '.join(parts)}; default {speculation.default}"
 
 
 def print_summary(result: BuildResult) -> None:
@@ -119,6 +141,7 @@ def print_summary(result: BuildResult) -> None:
     size = sum(entry.bytes for entry in manifest.files.values())
     table.add_row("size", format_amount(size, "bytes"))
     table.add_row("precision", f"{manifest.precision.weights}, lm_head {manifest.precision.lm_head}")
+    table.add_row("drafters", describe_speculation(manifest))
     if manifest.quality is None:
         table.add_row("quality", "not measured (--no-eval)")
     else:

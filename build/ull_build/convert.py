@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import FILLER, FileEntry, Precision, TensorError, TensorShape, expected_tensors
+from ull.bundle import (
+    DRAFT,
+    FILLER,
+    MEDUSA,
+    FileEntry,
+    Precision,
+    TensorError,
+    TensorShape,
+    expected_tensors,
+    medusa_tensors,
+)
 from ull_build.checkpoint import Checkpoint
+from ull_build.medusa import MedusaWeights
 from ull_build.pack import alternate_tiles, pack_tiles, whole_tiles
 from ull_build.quantize import ErrorSum, dequantize_rows, from_bf16, quantize_rows, to_bf16
 from ull_build.weights import WeightsWriter
@@ -20,6 +32,7 @@ Rows = Iterable[NDArray[np.float32]]
 ORIGINAL_F32 = Precision(weights="f32", lm_head="f32", embedding="f32", kv="f32")
 ORIGINAL_BF16 = Precision(weights="bf16", lm_head="bf16", embedding="bf16", kv="f32")
 
+_MEDUSA_ROWS = 1024  # per piece: whole tiles
 _EMBEDDING = "model.embed_tokens.weight"
 # name in the bundle -> names in the checkpoint's layer, without .weight or .bias
 _PROJECTIONS = {
@@ -36,8 +49,32 @@ _VECTORS = {
 }
 
 
-def plan_weights(checkpoint: Checkpoint, precision: Precision) -> dict[str, TensorShape]:
-    """The tensors of the weights file, in order: all required ones, and the biases that the checkpoint has."""
+@dataclass(frozen=True)
+class Drafters:
+    """What drafts for the model and is stored beside it."""
+
+    medusa: MedusaWeights | None = None
+    draft: Checkpoint | None = None
+
+
+NO_DRAFTERS = Drafters()
+
+
+def plan_weights(
+    checkpoint: Checkpoint, precision: Precision, drafters: Drafters = NO_DRAFTERS
+) -> dict[str, TensorShape]:
+    """The tensors of the weights file, in order: all required ones, and the biases that the checkpoints have."""
+    plan = _plan_model(checkpoint, precision)
+    if drafters.medusa is not None:
+        biased = drafters.medusa.blocks[0][0][1] is not None
+        expected = medusa_tensors(checkpoint.model, precision, drafters.medusa.description)
+        plan |= {name: shape for name, shape in expected.items() if biased or not shape.optional}
+    if drafters.draft is not None:
+        plan |= {DRAFT + name: shape for name, shape in _plan_model(drafters.draft, precision).items()}
+    return plan
+
+
+def _plan_model(checkpoint: Checkpoint, precision: Precision) -> dict[str, TensorShape]:
     expected = expected_tensors(checkpoint.model, precision)
     return {name: shape for name, shape in expected.items() if not shape.optional or _bias_sources(checkpoint, name)}
 
@@ -47,19 +84,26 @@ def convert_checkpoint(
     precision: Precision,
     path: Path,
     progress: Callable[[int], None] | None = None,
+    drafters: Drafters = NO_DRAFTERS,
 ) -> tuple[FileEntry, list[TensorError]]:
     """Writes the weights file at `path`; tells `progress` the bytes written by each step.
 
     Returns its size and hash, and the relative error of every linear weight. Equal input gives equal bytes. Raises
     CheckpointError for values that are not finite, OSError when the disk is full.
     """
-    plan = plan_weights(checkpoint, precision)
+    plan = plan_weights(checkpoint, precision, drafters)
     errors: list[TensorError] = []
     with WeightsWriter(path, plan) as writer:
         scales: list[NDArray[np.float32]] = []
         for name, shape in plan.items():
             error = ErrorSum()
-            for piece in _pieces(checkpoint, name, shape, scales, error):
+            if drafters.draft is not None and name.startswith(DRAFT):
+                pieces = _pieces(drafters.draft, name.removeprefix(DRAFT), shape, scales, error)
+            elif drafters.medusa is not None and name.startswith(MEDUSA):
+                pieces = _medusa_pieces(drafters.medusa, name, shape, scales, error)
+            else:
+                pieces = _pieces(checkpoint, name, shape, scales, error)
+            for piece in pieces:
                 writer.write(name, piece)
                 if progress:
                     progress(piece.nbytes)
@@ -93,6 +137,33 @@ def _pieces(
     else:
         values = checkpoint.vector(_vector_source(name))
         yield _stored(np.pad(values, (0, shape.shape[0] - len(values))), shape.dtype)
+
+
+def _medusa_pieces(
+    medusa: MedusaWeights,
+    name: str,
+    shape: TensorShape,
+    scales: list[NDArray[np.float32]],
+    error: ErrorSum,
+) -> Iterator[NDArray[Any]]:
+    """The pieces of one tensor of the heads in stored form; padding rows of an lm_head are left out or zeros."""
+    if name.endswith(FILLER):
+        yield np.zeros(shape.shape, np.uint8)
+        return
+    _, head, part, kind = name.split(".")
+    if kind == "scale":
+        yield np.concatenate(scales)
+        scales.clear()
+    elif kind == "bias":
+        bias = medusa.blocks[int(head)][int(part)][1]
+        if bias is not None:
+            yield _stored(np.pad(bias, (0, shape.shape[0] - len(bias))), shape.dtype)
+    else:
+        source = medusa.lm_heads[int(head)] if part == "lm_head" else medusa.blocks[int(head)][int(part)][0]
+        rows = shape.shape[0] * shape.shape[2]
+        padded = np.pad(source[:rows], [(0, max(0, rows - len(source))), (0, 0)])
+        for start in range(0, rows, _MEDUSA_ROWS):
+            yield pack_tiles(_quantised(padded[start : start + _MEDUSA_ROWS], shape.dtype, scales, error))
 
 
 def _quantised(

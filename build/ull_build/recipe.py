@@ -11,10 +11,40 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from ull.bundle import MAX_TREE, Drafter
 from ull.errors import RecipeError
 
 TARGETS = ("cpu",)
 PLANNED_TARGETS = ("sm_90a",)
+
+
+class MedusaRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Medusa heads."""
+
+    heads: Annotated[
+        str, Meta(min_length=1, description="medusa_lm_head.pt or .safetensors, or the directory that holds it")
+    ]
+    num: Annotated[
+        int | None, Meta(description="how many heads to take, the first ones; default: all that the file holds")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.num is not None and self.num < 1:
+            raise ValueError("`num` must be at least 1 head")
+
+
+class DraftRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A draft model."""
+
+    model: Annotated[str, Meta(min_length=1, description="directory of a smaller checkpoint with the same tokenizer")]
+
+
+class SpeculationRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Limits of speculation."""
+
+    max_tree: Annotated[
+        int, Meta(ge=1, le=MAX_TREE, description="most tokens that one verification holds, the last accepted included")
+    ] = MAX_TREE
 
 
 class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -42,12 +72,30 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     max_perplexity_increase: Annotated[
         float, Meta(description="fraction by which perplexity may rise before the build fails (0.01 = 1%)")
     ] = 0.01
+    drafter: Annotated[
+        Drafter, Meta(description="what drafts for requests that do not say; auto takes what is fastest at the time")
+    ] = "auto"
+    medusa: Annotated[MedusaRecipe | None, Meta(description="table: Medusa heads")] = None
+    draft: Annotated[DraftRecipe | None, Meta(description="table: a draft model")] = None
+    speculation: Annotated[SpeculationRecipe, Meta(description="table: limits of speculation")] = SpeculationRecipe()
 
     def __post_init__(self) -> None:
         if self.context is not None and self.context < 1:
             raise ValueError("`context` must be at least 1 token")
+        if self.drafter == "medusa" and self.medusa is None:
+            raise ValueError("`drafter` is medusa, but no heads are given: add [medusa] heads, or --medusa PATH")
+        if self.drafter == "draft" and self.draft is None:
+            raise ValueError("`drafter` is draft, but no draft model is given: add [draft] model, or --draft DIR")
         if not math.isfinite(self.max_perplexity_increase):
             raise ValueError("`max_perplexity_increase` must be finite")
+
+
+_SECTIONS: dict[str, type[Struct]] = {
+    "medusa": MedusaRecipe,
+    "draft": DraftRecipe,
+    "speculation": SpeculationRecipe,
+}
+_SECTION_PATHS = (("medusa", "heads"), ("draft", "model"))
 
 
 def load_recipe(path: Path, overrides: dict[str, Any]) -> Recipe:
@@ -64,18 +112,20 @@ def load_recipe(path: Path, overrides: dict[str, Any]) -> Recipe:
     for key in ("model", "eval_text"):
         if isinstance(values.get(key), str):
             values[key] = str(path.parent / values[key])
+    for section, key in _SECTION_PATHS:
+        table = values.get(section)
+        if isinstance(table, dict) and isinstance(table.get(key), str):
+            values[section] = {**table, key: str(path.parent / table[key])}
     values.setdefault("name", path.stem)
     return make_recipe({**values, **overrides}, str(path))
 
 
 def make_recipe(values: dict[str, Any], origin: str) -> Recipe:
     """Checks the keys and values of a recipe; `origin` is where they come from, for messages."""
-    known = Recipe.__struct_fields__
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"did you mean `{near[0]}`?" if near else f"valid keys: {', '.join(known)}"
-            raise RecipeError(f"{origin}: unknown key `{key}`; {hint}", field=key)
+    _check_keys(values, Recipe, origin, "")
+    for section, kind in _SECTIONS.items():
+        if isinstance(values.get(section), dict):
+            _check_keys(values[section], kind, origin, f"{section}.")
     if "model" not in values:
         raise RecipeError(f"{origin}: `model` is missing; it names the checkpoint's directory", field="model")
     if "name" in values and "output" not in values:
@@ -97,11 +147,25 @@ def make_recipe(values: dict[str, Any], origin: str) -> Recipe:
     return recipe
 
 
-def describe_keys() -> list[tuple[str, str, str]]:
-    """(key, default, meaning) of every key, for help texts: read from the struct, so that they cannot disagree."""
+def _check_keys(values: dict[str, Any], kind: type[Struct], origin: str, prefix: str) -> None:
+    """Refuses keys that a table does not have, naming the nearest one that it has."""
+    known = kind.__struct_fields__
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean `{prefix}{near[0]}`?" if near else f"valid keys: {', '.join(known)}"
+            raise RecipeError(f"{origin}: unknown key `{prefix}{key}`; {hint}", field=prefix + key)
+
+
+def describe_keys(kind: type[Struct] = Recipe, prefix: str = "") -> list[tuple[str, str, str]]:
+    """(key, default, meaning) of every key, for help texts: read from the structs, so that they cannot disagree."""
     rows = []
-    for field in msgspec.structs.fields(Recipe):
+    for field in msgspec.structs.fields(kind):
+        if not prefix and field.name in _SECTIONS:
+            rows += describe_keys(_SECTIONS[field.name], f"{field.name}.")
+            continue
         meta = next((item for item in getattr(field.type, "__metadata__", ()) if isinstance(item, Meta)), None)
-        default = "required" if field.name == "model" else "" if field.required else repr(field.default)
-        rows.append((field.name, default, (meta.description or "") if meta else ""))
+        needed = field.required and field.name not in ("name", "output")  # those two have defaults of their own
+        default = "required" if needed else "" if field.required else repr(field.default)
+        rows.append((prefix + field.name, default, (meta.description or "") if meta else ""))
     return rows

@@ -3,6 +3,7 @@
     python train.py               corpus, tokenizer, training, export, figures (under 45 minutes on 2 cores)
     python train.py --resume      go on from the last saved optimizer state
     python train.py --figures     only recompute heldout perplexity and samples of the exported files
+    python train.py --corpus DIR  only write the training texts to DIR, as `ull-train --text DIR` reads them
 
 Every output lands in this folder in the Hugging Face layout; see README.md for the data and its licence.
 Needs torch, tokenizers, safetensors and numpy.
@@ -469,9 +470,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--figures", action="store_true")
+    parser.add_argument("--corpus", type=Path, metavar="DIR")
     parser.add_argument("--checkpoint", type=Path, default=Path(tempfile.gettempdir()) / "tiny_checkpoint.pt")
     arguments = parser.parse_args()
     shape, schedule = Shape(), Schedule()
+    if arguments.corpus:
+        for name, text in collect_corpus()[0].items():
+            path = arguments.corpus / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        return
     if not arguments.figures:
         started = time.monotonic()
         torch.manual_seed(SEED)

@@ -17,6 +17,7 @@ from rich.table import Table
 from ull import __version__
 from ull.benchmark import QUANTILES, Load, measure
 from ull.client import Client
+from ull.commands.generate import add_speculation_arguments
 from ull.errors import ConfigError
 
 DEFAULT_PROMPT = "def main() -> None:\n    "
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, default=1, metavar="N", help="closed loop: requests at once")
     parser.add_argument("--rate", type=float, metavar="X", help="open loop: X requests per second, at planned times")
     parser.add_argument("--even", action="store_true", help="open loop: even gaps instead of Poisson arrivals")
+    add_speculation_arguments(parser)
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or print only JSON")
 
 
@@ -64,12 +66,21 @@ def run(options: argparse.Namespace) -> int:
             concurrency=options.concurrency,
             rate=options.rate,
             poisson=not options.even,
+            speculate=options.speculate,
+            max_tree=options.max_tree,
         )
         samples = measure(client, load)
     summary = samples.summary()
     report = {
         "environment": _environment(options.connect, info.engine, info.executor),
-        "load": {"rate": load.rate, "concurrency": load.concurrency, "max_tokens": load.max_tokens},
+        "load": {
+            "rate": load.rate,
+            "concurrency": load.concurrency,
+            "max_tokens": load.max_tokens,
+            "temperature": load.temperature,
+            "speculate": load.speculate or info.limits["default_drafter"],
+            "max_tree": load.max_tree,
+        },
         "summary": summary,
     }
     if options.json == "-":
@@ -96,6 +107,15 @@ def print_table(summary: dict[str, Any], title: str) -> None:
         f"{summary['requests']} requests ({summary['refused']} refused), {summary['tokens']} tokens in "
         f"{summary['elapsed_s']:.2f} s: {summary['tokens_per_s']:,.0f} tokens/s"
     )
+    console.print(_speculation_line(summary["speculation"]))
+
+
+def _speculation_line(speculation: dict[str, Any]) -> str:
+    """Tokens per round, which drafters proposed, and how deep their drafts were accepted."""
+    drafters = ", ".join(f"{name} {share:.0%}" for name, share in speculation["share_by_drafter"].items())
+    depths = " ".join(f"{share:.0%}" for share in speculation["acceptance_by_depth"])
+    line = f"{speculation['tokens_per_round']:.2f} tokens/round; rounds by drafter: {drafters or 'none'}"
+    return f"{line}; accepted to depth 1, 2, ...: {depths}" if depths else line
 
 
 def _environment(url: str, engine: dict[str, Any], executor: dict[str, Any]) -> dict[str, Any]:

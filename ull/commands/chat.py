@@ -72,6 +72,8 @@ def _answer(client: Client, history: list[Message], options: argparse.Namespace)
         seed=options.seed,
         stop=options.stop,
         timeout=options.timeout,
+        speculate=options.speculate,
+        max_tree=options.max_tree,
     ) as stream:
         try:
             return print_text(stream)

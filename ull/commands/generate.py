@@ -10,6 +10,7 @@ import msgspec
 
 from ull.client import Client, Stream
 from ull.errors import ConfigError
+from ull.wire import DRAFTERS
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +23,14 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="default: drawn by the daemon")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; repeatable")
     parser.add_argument("--timeout", type=float, metavar="S", help="seconds after which the daemon ends the request")
+    add_speculation_arguments(parser)
+
+
+def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that decide how fast the same tokens come; the daemon knows which drafters its engine has."""
+    names = ", ".join(DRAFTERS)
+    parser.add_argument("--speculate", metavar="DRAFTER", help=f"{names} (default: the daemon's)")
+    parser.add_argument("--max-tree", type=int, metavar="N", help="most tokens of one verification, 1 to 64")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +58,8 @@ def run(options: argparse.Namespace) -> int:
             logprobs=options.logprobs,
             ignore_eos=options.ignore_eos,
             timeout=options.timeout,
+            speculate=options.speculate,
+            max_tree=options.max_tree,
         )
         with stream:
             if options.json:

@@ -14,6 +14,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <span>
 #include <stdexcept>
@@ -29,6 +30,7 @@
 #include "engine/scripted_executor.h"
 #include "exec/cpu/cpu_executor.h"
 #include "exec/cpu/evaluate.h"
+#include "exec/cpu/local_decoder.h"
 #include "exec/cpu/local_session.h"
 #include "exec/cpu/sampler.h"
 #include "io/io.h"
@@ -68,8 +70,34 @@ ull::cpu::Format format_named(const std::string& owner, const std::string& dtype
   throw std::invalid_argument(owner + ": dtype \"" + dtype + "\" is unknown");
 }
 
-// Bundle.native_spec() -> ModelSpec; ValueError names the field or tensor.
-ull::cpu::ModelSpec model_spec(const nb::dict& dict) {
+using TensorMap = std::map<std::string, ull::cpu::TensorInfo>;
+
+TensorMap tensor_map(const nb::dict& dict) {
+  TensorMap tensors;
+  for (const auto& [key, value] : field<nb::dict>(dict, "tensors")) {
+    const auto name = nb::cast<std::string>(key);
+    using Entry = std::tuple<int64_t, int64_t, std::string, std::vector<int64_t>>;
+    Entry entry;
+    if (!nb::try_cast(value, entry)) {
+      throw std::invalid_argument("tensor " + name + ": must be (offset, nbytes, dtype, shape)");
+    }
+    const auto& [offset, bytes, dtype, shape] = entry;
+    tensors[name] = {offset, bytes, format_named("tensor " + name, dtype), shape};
+  }
+  return tensors;
+}
+
+// Takes the tensors whose names begin with `prefix` out of `from`, without the prefix unless `keep` is set.
+TensorMap take_tensors(TensorMap& from, const std::string& prefix, bool keep) {
+  TensorMap taken;
+  for (auto entry = from.lower_bound(prefix); entry != from.end() && entry->first.starts_with(prefix);) {
+    taken[keep ? entry->first : entry->first.substr(prefix.size())] = entry->second;
+    entry = from.erase(entry);
+  }
+  return taken;
+}
+
+ull::cpu::ModelSpec model_dimensions(const nb::dict& dict) {
   ull::cpu::ModelSpec spec;
   spec.hidden = field<int>(dict, "hidden");
   spec.layers = field<int>(dict, "layers");
@@ -85,17 +113,48 @@ ull::cpu::ModelSpec model_spec(const nb::dict& dict) {
   const auto frequencies = field<FloatArray>(dict, "inv_freq");
   spec.inv_freq.assign(frequencies.data(), frequencies.data() + frequencies.size());
   spec.windows = field<std::vector<int>>(dict, "windows");
-  spec.path = field<std::string>(dict, "path");
-  for (const auto& [key, value] : field<nb::dict>(dict, "tensors")) {
-    const auto name = nb::cast<std::string>(key);
-    using Entry = std::tuple<int64_t, int64_t, std::string, std::vector<int64_t>>;
-    Entry entry;
-    if (!nb::try_cast(value, entry)) {
-      throw std::invalid_argument("tensor " + name + ": must be (offset, nbytes, dtype, shape)");
-    }
-    const auto& [offset, bytes, dtype, shape] = entry;
-    spec.tensors[name] = {offset, bytes, format_named("tensor " + name, dtype), shape};
+  return spec;
+}
+
+// dict[name], a dict of its own, read by `read`; null if it is absent or None. Errors name the section.
+template <typename Read>
+auto section(const nb::dict& dict, const std::string& name, Read read)
+    -> std::shared_ptr<const decltype(read(std::declval<const nb::dict&>()))> {
+  using Section = decltype(read(std::declval<const nb::dict&>()));
+  if (!dict.contains(name.c_str()) || dict[name.c_str()].is_none()) return nullptr;
+  const auto inner = field<nb::dict>(dict, name.c_str());
+  try {
+    return std::make_shared<const Section>(read(inner));
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(name + "." + error.what());
   }
+}
+
+// Bundle.native_spec() -> ModelSpec; ValueError names the field or tensor.
+ull::cpu::ModelSpec model_spec(const nb::dict& dict) {
+  ull::cpu::ModelSpec spec = model_dimensions(dict);
+  spec.path = field<std::string>(dict, "path");
+  spec.tensors = tensor_map(dict);
+  TensorMap medusa_tensors = take_tensors(spec.tensors, "medusa.", /*keep=*/true);
+  TensorMap draft_tensors = take_tensors(spec.tensors, "draft.", /*keep=*/false);
+  spec.medusa = section(dict, "medusa", [&](const nb::dict& inner) {
+    ull::cpu::MedusaSpec medusa;
+    medusa.heads = field<int>(inner, "heads");
+    medusa.layers = field<int>(inner, "layers");
+    const auto version = field<std::string>(inner, "version");
+    if (version != "1" && version != "2") {
+      throw std::invalid_argument("version: must be \"1\" or \"2\", not \"" + version + "\"");
+    }
+    medusa.own_lm_head = version == "1";
+    medusa.tensors = std::move(medusa_tensors);
+    return medusa;
+  });
+  spec.draft = section(dict, "draft", [&](const nb::dict& inner) {
+    ull::cpu::ModelSpec draft = model_dimensions(inner);
+    draft.path = spec.path;
+    draft.tensors = std::move(draft_tensors);
+    return draft;
+  });
   return spec;
 }
 
@@ -132,29 +191,117 @@ nb::tuple evaluate(const nb::dict& spec, const Int32Array& tokens, int window, i
                         numpy_array(std::move(result.argmax), predictions));
 }
 
-int32_t sample(const FloatArray& logits, int32_t position, const nb::dict& parameters) {
-  const auto optional = [&]<typename T>(const char* name, T fallback) {
-    return parameters.contains(name) ? field<T>(parameters, name) : fallback;
-  };
-  ull::Sampling sampling;
-  sampling.temperature = optional("temperature", 0.0F);
-  sampling.top_k = optional("top_k", 0);
-  sampling.top_p = optional("top_p", 1.0F);
-  sampling.min_p = optional("min_p", 0.0F);
-  sampling.seed = optional("seed", uint64_t{0});
+// A sampling dict and the bias that it owns.
+struct SamplingParameters {
+  explicit SamplingParameters(const nb::dict& parameters) {
+    const auto optional = [&]<typename T>(const char* name, T fallback) {
+      return parameters.contains(name) ? field<T>(parameters, name) : fallback;
+    };
+    sampling.temperature = optional("temperature", 0.0F);
+    sampling.top_k = optional("top_k", 0);
+    sampling.top_p = optional("top_p", 1.0F);
+    sampling.min_p = optional("min_p", 0.0F);
+    sampling.seed = optional("seed", uint64_t{0});
+    sampling.top_logprobs = optional("logprobs", -1);
+    for (const auto& [token, value] : optional("logit_bias", std::map<int32_t, float>{})) {
+      bias.push_back({token, value});
+    }
+    sampling.bias = bias.data();
+    sampling.bias_count = static_cast<int>(bias.size());
+  }
+  SamplingParameters(const SamplingParameters&) = delete;
+  SamplingParameters& operator=(const SamplingParameters&) = delete;
+
   std::vector<ull::LogitBias> bias;
-  for (const auto& [token, value] : optional("logit_bias", std::map<int32_t, float>{})) bias.push_back({token, value});
-  sampling.bias = bias.data();
-  sampling.bias_count = static_cast<int>(bias.size());
+  ull::Sampling sampling;
+};
+
+int32_t sample(const FloatArray& logits, int32_t position, const nb::dict& parameters) {
+  const SamplingParameters wanted(parameters);
   if (logits.size() == 0) throw std::invalid_argument("logits: at least one is needed");
   std::vector<float> copy(logits.data(), logits.data() + logits.size());
-  ull::cpu::Sampler sampler(ull::cpu::select_kernels(optional("isa", std::string("auto"))),
-                            static_cast<int>(copy.size()));
+  const auto isa = parameters.contains("isa") ? field<std::string>(parameters, "isa") : std::string("auto");
+  ull::cpu::Sampler sampler(ull::cpu::select_kernels(isa), static_cast<int>(copy.size()));
   ull::RoundToken token{};
-  if (sampler.sample(copy.data(), position, sampling, token) != ull::Status::kOk) {
+  if (sampler.sample(copy.data(), position, wanted.sampling, token) != ull::Status::kOk) {
     throw std::invalid_argument("logits: not finite, or every token is banned");
   }
   return token.token;
+}
+
+ull::Speculation speculation_named(const std::string& name) {
+  const std::optional<ull::Speculation> speculation = ull::parse_speculation(name);
+  if (!speculation) throw std::invalid_argument("speculate: \"" + name + "\" is no drafter");
+  return *speculation;
+}
+
+ull::cpu::SpeculationOptions speculation_options(const std::string& speculate, int max_tree, bool adaptive,
+                                                 bool coupled) {
+  if (max_tree < 1 || max_tree > ull::kMaxTreeTokens) throw std::invalid_argument("max_tree: must be 1 to 64");
+  return {speculation_named(speculate), max_tree, adaptive, coupled, nullptr};
+}
+
+nb::dict decode(ull::cpu::LocalDecoder& self, const Int32Array& tokens, int max_tokens, const nb::dict& sampling,
+                const std::string& speculate, int max_tree, const std::optional<Int32Array>& pages, int cached) {
+  const SamplingParameters wanted(sampling);
+  const ull::cpu::DecodeRequest request{span_of(tokens), max_tokens,
+                                        wanted.sampling, speculation_named(speculate),
+                                        max_tree,        pages ? span_of(*pages) : std::span<const int32_t>(),
+                                        cached};
+  ull::cpu::Decoded decoded;
+  {
+    const nb::gil_scoped_release release;
+    decoded = self.decode(request);
+  }
+  nb::list ids, logprobs, top, rounds;
+  for (const ull::RoundToken& token : decoded.tokens) {
+    ids.append(token.token);
+    logprobs.append(token.logprob);
+    nb::list alternatives;
+    for (int rank = 0; rank < token.top_count; ++rank) {
+      alternatives.append(nb::make_tuple(token.top[rank].token, token.top[rank].logprob));
+    }
+    top.append(alternatives);
+  }
+  for (const ull::cpu::DecodeRound& round : decoded.rounds) {
+    rounds.append(nb::make_tuple(ull::speculation_name(round.drafter), round.tree_tokens, round.depth, round.accepted,
+                                 round.nanoseconds));
+  }
+  nb::dict out;
+  out["tokens"] = ids;
+  out["logprobs"] = logprobs;
+  out["top"] = top;
+  out["rounds"] = rounds;
+  out["failed"] = decoded.failed;
+  return out;
+}
+
+// What an executor says of itself.
+nb::dict executor_info(const ull::ExecutorInfo& info) {
+  nb::dict out;
+  out["executor"] = info.name;
+  out["vocabulary"] = info.vocabulary;
+  out["page_count"] = info.page_count;
+  out["prefill_chunk"] = info.prefill_chunk;
+  out["weight_bytes"] = info.weight_bytes;
+  out["kv_bytes"] = info.kv_bytes;
+  nb::list drafters;
+  nb::dict draft_ns;
+  nb::dict verify_ns;
+  for (int i = 0; i < ull::kSpeculations; ++i) {
+    const char* name = ull::speculation_name(static_cast<ull::Speculation>(i));
+    if (info.drafters[i]) drafters.append(name);
+    if (info.draft_ns[i] > 0) draft_ns[name] = info.draft_ns[i];
+  }
+  for (int i = 0; i < ull::kCostSizes; ++i) {
+    if (info.verify_ns[i] > 0) verify_ns[nb::cast(std::to_string(ull::kCostTokens[i]))] = info.verify_ns[i];
+  }
+  out["drafters"] = drafters;
+  out["default_drafter"] = ull::speculation_name(info.default_drafter);
+  out["default_max_tree"] = info.default_max_tree;
+  out["draft_ns"] = draft_ns;
+  out["verify_ns"] = verify_ns;
+  return out;
 }
 
 auto gumbel_noise(uint64_t seed, int32_t position, const Int32Array& tokens) {
@@ -227,14 +374,46 @@ void bind_exec(nb::module_& m) {
       .def(
           "__init__",
           [](ull::cpu::CpuExecutor* self, const nb::dict& spec, int threads, std::vector<int> cores, int prefill_chunk,
-             std::optional<int> pages, std::string isa) {
+             std::optional<int> pages, std::string isa, const std::string& speculate, int max_tree, bool adaptive,
+             bool coupled) {
             new (self) ull::cpu::CpuExecutor(
-                model_spec(spec), model_options(threads, std::move(cores), std::move(isa), prefill_chunk, pages));
+                model_spec(spec), model_options(threads, std::move(cores), std::move(isa), prefill_chunk, pages),
+                speculation_options(speculate, max_tree, adaptive, coupled));
           },
           "spec"_a, nb::kw_only(), "threads"_a, "cores"_a, "prefill_chunk"_a = 256, "pages"_a = nb::none(),
-          "isa"_a = "auto",
+          "isa"_a = "auto", "speculate"_a = "none", "max_tree"_a = ull::kMaxTreeTokens, "adaptive"_a = true,
+          "coupled"_a = true,
           "`threads` includes the engine thread. `cores`: none, or one per thread; the first is the engine thread's "
-          "own. `pages`: KV pages of 64 tokens, default: one session of the spec's context.");
+          "own. `pages`: KV pages of 64 tokens, default: one session of the spec's context. `speculate`, `max_tree`: "
+          "of requests that name none. For tests and comparisons: adaptive=False drafts the widest tree allowed in "
+          "every round, coupled=False ranks drafts without the request's noise.");
+
+  nb::class_<ull::cpu::LocalDecoder>(m, "SpeculationRig",
+                                     "A cpu executor without an engine, for tests and benchmarks of speculation.")
+      .def(
+          "__init__",
+          [](ull::cpu::LocalDecoder* self, const nb::dict& spec, int threads, std::vector<int> cores, int prefill_chunk,
+             std::optional<int> pages, std::string isa, bool adaptive, bool coupled, const std::string& drafter,
+             std::vector<int32_t> truth, uint64_t seed) {
+            ull::cpu::SpeculationOptions options = speculation_options("none", ull::kMaxTreeTokens, adaptive, coupled);
+            if (!drafter.empty()) {
+              options.scripted = std::make_shared<ull::ScriptedDrafter>(
+                  ull::parse_draft_mode(drafter), std::move(truth), field<int>(spec, "vocabulary"), seed);
+            }
+            new (self) ull::cpu::LocalDecoder(
+                model_spec(spec), model_options(threads, std::move(cores), std::move(isa), prefill_chunk, pages),
+                std::move(options));
+          },
+          "spec"_a, nb::kw_only(), "threads"_a = 1, "cores"_a = std::vector<int>(), "prefill_chunk"_a = 256,
+          "pages"_a = nb::none(), "isa"_a = "auto", "adaptive"_a = true, "coupled"_a = true, "drafter"_a = "",
+          "truth"_a = std::vector<int32_t>(), "seed"_a = 0,
+          "`drafter`: right, wrong, random, mixed, duplicates or beyond takes the draft model's place; it knows "
+          "`truth`, the session's tokens by position.")
+      .def("decode", &decode, "tokens"_a, "max_tokens"_a, "sampling"_a = nb::dict(), "speculate"_a = "none",
+           "max_tree"_a = 0, "pages"_a = nb::none(), "cached"_a = 0,
+           "Runs one request -> {tokens, logprobs, top, rounds, failed}. rounds: (drafter, tree_tokens, depth, "
+           "accepted, nanoseconds). `cached`: prompt tokens that the last request left in the cache.")
+      .def_prop_ro("info", [](const ull::cpu::LocalDecoder& self) { return executor_info(self.info()); });
 
   m.def("evaluate", &evaluate, "spec"_a, "tokens"_a, "window"_a, "threads"_a = 1, "progress"_a = nb::none(),
         "One layer-by-layer pass over the mapped weights. tokens int32 [n] are cut into windows, each from position 0; "
@@ -298,6 +477,12 @@ uint64_t submit(ull::Engine& engine, const nb::bytes& identity, uint64_t request
   }
   sampling.bias = bias.data();
   sampling.bias_count = static_cast<int32_t>(bias.size());
+  if (params.contains("speculate") && !params["speculate"].is_none()) {
+    const auto name = parameter(params, "speculate", std::string());
+    submission.speculation = ull::parse_speculation(name);
+    if (!submission.speculation) throw ull::InvalidRequest("speculate", "\"" + name + "\" is no drafter");
+  }
+  submission.max_tree = parameter(params, "max_tree", 0);
   for (const nb::bytes& stop : parameter(params, "stop", std::vector<nb::bytes>{})) {
     submission.stops.emplace_back(stop.c_str(), stop.size());
   }
@@ -318,21 +503,18 @@ nb::dict engine_stats(const ull::Engine& engine) {
   const ull::EngineStats stats = engine.stats();
   nb::dict out = to_dict(stats.named());
   out["finished"] = to_dict(stats.finished());
+  out["by_drafter"] = to_dict(stats.by_drafter());
+  nb::list accepted;
+  for (const uint64_t rounds : stats.counters.accepted_by_depth) accepted.append(rounds);
+  out["accepted_by_depth"] = accepted;
   out["round_ns"] = to_dict(engine.round_ns().named());
   return out;
 }
 
 nb::dict engine_info(const ull::Engine& engine) {
-  const ull::ExecutorInfo& info = engine.executor_info();
-  nb::dict out;
-  out["executor"] = info.name;
-  out["vocabulary"] = info.vocabulary;
+  nb::dict out = executor_info(engine.executor_info());
   out["context"] = engine.context();
   out["max_prompt"] = engine.max_prompt();
-  out["page_count"] = info.page_count;
-  out["prefill_chunk"] = info.prefill_chunk;
-  out["weight_bytes"] = info.weight_bytes;
-  out["kv_bytes"] = info.kv_bytes;
   return out;
 }
 
@@ -392,8 +574,9 @@ void bind_engine(nb::module_& m) {
           [](ull::Engine* self, ull::Executor& executor, const std::string& vocab_path, int queue_depth, int core,
              const std::string& idle, int64_t watchdog_ms, int max_prompt, int max_sessions, bool prefix_cache,
              int64_t slow_cycle_us) {
-            const ull::EngineOptions options{queue_depth,  core,         ull::parse_idle_mode(idle), watchdog_ms,
-                                             max_prompt,   max_sessions, prefix_cache,               slow_cycle_us};
+            const ull::EngineOptions options{queue_depth,  core,         ull::parse_idle_mode(idle),
+                                             watchdog_ms,  max_prompt,   max_sessions,
+                                             prefix_cache, slow_cycle_us};
             const nb::gil_scoped_release unlocked;
             new (self) ull::Engine(executor, vocab_path, options);
           },
@@ -424,8 +607,8 @@ void bind_engine(nb::module_& m) {
           [](ull::Io* self, ull::Engine& engine, uintptr_t zmq_context, const std::string& libzmq,
              const std::vector<std::string>& listen, const std::string& control, int core, const std::string& idle,
              int send_hwm, int64_t client_stall_ms, int64_t max_message, int linger_ms) {
-            const ull::IoOptions options{listen, control, core, ull::parse_idle_mode(idle), client_stall_ms,
-                                         {send_hwm, max_message, linger_ms}};
+            const ull::IoOptions options{
+                listen, control, core, ull::parse_idle_mode(idle), client_stall_ms, {send_hwm, max_message, linger_ms}};
             new (self) ull::Io(engine, ull::zmq::load(libzmq), reinterpret_cast<void*>(zmq_context), options);
           },
           "engine"_a, nb::kw_only(), "zmq_context"_a, "libzmq"_a, "listen"_a, "control"_a = "inproc://ull-control",

@@ -124,6 +124,11 @@ void Engine::check(const Submission& submission) const {
     require(is_token(sampling.bias[i].token), "logit_bias", "a token is outside the vocabulary");
     require(!std::isnan(sampling.bias[i].bias), "logit_bias", "a bias is not a number");
   }
+  require(
+      !submission.speculation.has_value() || executor_.info().drafters[static_cast<size_t>(*submission.speculation)],
+      "speculate", "the engine has no such drafter");
+  require(submission.max_tree >= 0 && submission.max_tree <= kMaxTreeTokens, "max_tree",
+          "must be 1 to 64 tokens, or 0 for the engine's default");
   require(submission.stop_ids.size() <= kMaxStopIds, "stop_ids", "has more than 32 entries");
 }
 
@@ -156,6 +161,9 @@ uint64_t Engine::submit(const Submission& submission) {
   slot.sampling = submission.sampling;
   std::copy_n(submission.sampling.bias, submission.sampling.bias_count, slot.bias.begin());
   slot.sampling.bias = slot.bias.data();
+  slot.speculation = submission.speculation.value_or(executor_.info().default_drafter);
+  slot.max_tree = submission.max_tree > 0 ? submission.max_tree : executor_.info().default_max_tree;
+  slot.rounds = RoundTotals{};
   slot.stop_id_count = static_cast<int32_t>(submission.stop_ids.size());
   std::copy(submission.stop_ids.begin(), submission.stop_ids.end(), slot.stop_ids.begin());
   slot.deadline_ns = submission.deadline_ns;
@@ -239,6 +247,8 @@ NamedCounts EngineStats::named() const {
           {"completion_tokens", counters.completion_tokens},
           {"prefill_chunks", counters.prefill_chunks},
           {"rounds", counters.rounds},
+          {"drafted_tokens", counters.drafted_tokens},
+          {"accepted_tokens", counters.accepted_tokens},
           {"repeated_steps", counters.repeated_steps},
           {"logprob_waits", counters.logprob_waits},
           {"longest_cycle_ns", counters.longest_cycle_ns},
@@ -248,6 +258,15 @@ NamedCounts EngineStats::named() const {
           {"pages_used", counters.pages_used},
           {"page_count", static_cast<uint64_t>(page_count)},
           {"sessions", counters.sessions}};
+}
+
+NamedCounts EngineStats::by_drafter() const {
+  NamedCounts counts;
+  for (int i = 0; i < kSpeculations; ++i) {
+    if (static_cast<Speculation>(i) == Speculation::kAuto) continue;  // chooses a drafter, is none
+    counts.emplace_back(speculation_name(static_cast<Speculation>(i)), counters.rounds_by_drafter[i]);
+  }
+  return counts;
 }
 
 NamedCounts EngineStats::finished() const {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -37,6 +38,8 @@ struct Submission {
   std::span<const int32_t> tokens;    // the prompt
   int32_t max_tokens = 0;
   Sampling sampling;
+  std::optional<Speculation> speculation;  // none: the engine's default
+  int32_t max_tree = 0;                    // 1 .. kMaxTreeTokens; 0: the engine's default
   std::vector<std::string> stops;
   std::vector<int32_t> stop_ids;
   int64_t deadline_ns = 0;  // CLOCK_MONOTONIC; 0: none
@@ -75,8 +78,9 @@ struct EngineStats {
   int slots_used = 0;    // requests whose end has not reached the control plane
   int page_count = 0;
 
-  [[nodiscard]] NamedCounts named() const;     // all of it but `finished`
-  [[nodiscard]] NamedCounts finished() const;  // ended requests by finish reason
+  [[nodiscard]] NamedCounts named() const;       // all of it but those below
+  [[nodiscard]] NamedCounts by_drafter() const;  // rounds by what proposed; "none": plain rounds
+  [[nodiscard]] NamedCounts finished() const;    // ended requests by finish reason
 };
 
 class Engine {

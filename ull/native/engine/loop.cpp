@@ -95,7 +95,8 @@ EngineLoop::Ending EngineLoop::prefill() noexcept {
     if (sessions_.reserve(session, start + count) != Status::kOk) {
       return {FinishReason::kError, kInternal, "the KV cache is full"};
     }
-    const PrefillStep step{request.tokens.get() + start, count, start, session.page_table()};
+    const PrefillStep step{request.tokens.get() + start, count, start, session.page_table(), session.drafted(),
+                           request.speculation};
     if (const Ending ending = run_step([&] { return executor_.start_prefill(step); })) return ending;
     session.append({step.tokens, static_cast<size_t>(count)});
     ++counters_.prefill_chunks;
@@ -116,7 +117,9 @@ EngineLoop::Ending EngineLoop::decode() noexcept {
     if (sessions_.reserve(session, position + most) != Status::kOk) {
       return {FinishReason::kError, kInternal, "the KV cache is full"};
     }
-    const RoundStep step{request.tokens[position], position, session.page_table(), &request.sampling, most};
+    const RoundStep step{
+        request.tokens[position], position,         session.page_table(), &request.sampling, most, request.tokens.get(),
+        request.speculation,      request.max_tree, session.drafted()};
     if (const Ending ending = run_step([&] { return executor_.start_round(step); })) return ending;
     if (const Ending ending = accept_round(most)) return ending;
     announce();
@@ -128,7 +131,9 @@ EngineLoop::Ending EngineLoop::decode() noexcept {
 EngineLoop::Ending EngineLoop::accept_round(int32_t most) noexcept {
   RequestSlot& request = *run_.request;
   const int64_t now = monotonic_ns();
-  const bool valid = result_.count >= 1 && result_.count <= most &&
+  const bool valid = result_.count >= 1 && result_.count <= most && result_.accepted >= 0 &&
+                     result_.accepted < result_.count && result_.tree_tokens > result_.accepted &&
+                     result_.tree_tokens <= kMaxTreeTokens &&
                      std::all_of(result_.tokens, result_.tokens + result_.count, [&](const RoundToken& token) {
                        return token.token >= 0 && token.token < executor_.info().vocabulary;
                      });
@@ -147,7 +152,7 @@ EngineLoop::Ending EngineLoop::accept_round(int32_t most) noexcept {
   if (run_.completed == run_.announced) run_.unannounced_ns = now;
   if (run_.completed == 0) request.timeline.first_token_ns = now;
   request.timeline.last_token_ns = now;
-  ++counters_.rounds;
+  count_round();
 
   Ending ending;
   int32_t kept = 0;
@@ -177,6 +182,15 @@ EngineLoop::Ending EngineLoop::accept_round(int32_t most) noexcept {
   run_.session->append({request.tokens.get() + run_.session->size(), static_cast<size_t>(kept)});
   counters_.completion_tokens += static_cast<uint64_t>(kept);
   return ending;
+}
+
+void EngineLoop::count_round() noexcept {
+  run_.request->rounds.count(result_);
+  ++counters_.rounds;
+  ++counters_.rounds_by_drafter[static_cast<size_t>(result_.drafter)];
+  counters_.drafted_tokens += static_cast<uint64_t>(result_.tree_tokens - 1);
+  counters_.accepted_tokens += static_cast<uint64_t>(result_.accepted);
+  for (int depth = 0; depth < std::min(result_.accepted, kCountedDepths); ++depth) ++counters_.accepted_by_depth[depth];
 }
 
 // Tells the io thread of the accepted tokens. If its ring is full they stay unannounced and go with the next round's:

@@ -60,6 +60,7 @@ class EngineLoop {
   [[nodiscard]] Ending prefill() noexcept;
   [[nodiscard]] Ending decode() noexcept;
   [[nodiscard]] Ending accept_round(int32_t most) noexcept;
+  void count_round() noexcept;
   void announce() noexcept;
   void end_running(const Ending& ending) noexcept;
   void end(uint32_t slot, const Ending& ending, const EngineEvent& last) noexcept;

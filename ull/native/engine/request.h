@@ -11,6 +11,7 @@
 #include <memory>
 #include <span>
 
+#include "engine/round_totals.h"
 #include "engine/text.h"
 #include "exec/executor.h"
 
@@ -73,6 +74,8 @@ struct RequestSlot {
   int32_t prompt_tokens = 0;
   int32_t max_tokens = 0;  // cut to what the context leaves
   Sampling sampling;       // its bias points to `bias`
+  Speculation speculation = Speculation::kNone;
+  int32_t max_tree = 0;  // nodes of a draft tree; 0: the executor's choice
   std::array<LogitBias, kMaxLogitBias> bias;
   std::array<int32_t, kMaxStopIds> stop_ids;
   int32_t stop_id_count = 0;
@@ -84,6 +87,7 @@ struct RequestSlot {
   std::unique_ptr<int32_t[]> tokens;  // [context]
   Timeline timeline;
   Outcome outcome;
+  RoundTotals rounds;
 
   [[nodiscard]] std::span<const int32_t> prompt() const noexcept {
     return {tokens.get(), static_cast<size_t>(prompt_tokens)};

@@ -15,6 +15,8 @@
 
 namespace ull {
 
+inline constexpr int kCountedDepths = 16;
+
 // Counted by the engine thread, published whole through a seqlock. Durations in nanoseconds.
 struct EngineCounters {
   uint64_t started = 0;  // requests taken from the queue to run
@@ -29,7 +31,11 @@ struct EngineCounters {
   uint64_t completion_tokens = 0;
   uint64_t prefill_chunks = 0;
   uint64_t rounds = 0;
-  uint64_t repeated_steps = 0;    // steps run again because an abort for an earlier request hit them
+  uint64_t drafted_tokens = 0;   // proposed and verified
+  uint64_t accepted_tokens = 0;  // of those
+  uint64_t rounds_by_drafter[kSpeculations] = {};
+  uint64_t accepted_by_depth[kCountedDepths] = {};  // [d] rounds whose draft was accepted to depth d + 1 or deeper
+  uint64_t repeated_steps = 0;                      // steps run again because an abort for an earlier request hit them
   uint64_t logprob_waits = 0;     // times a request waited for the io thread to give back logprob records
   uint64_t longest_cycle_ns = 0;  // longest time from one round's tokens to the next's, within a request
   uint64_t slow_cycles = 0;       // cycles longer than the threshold

@@ -9,6 +9,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <optional>
+#include <string_view>
 
 #include "base/status.h"
 #include "exec/sampling.h"
@@ -16,18 +18,55 @@
 
 namespace ull {
 
-inline constexpr int kMaxTokensPerRound = 65;    // widest tree (64) + the bonus token
-inline constexpr int kMaxTopLogprobs = 20;       // alternatives reported per token
+inline constexpr int kMaxTreeTokens = 64;      // nodes of the widest draft tree, root included
+inline constexpr int kMaxTokensPerRound = 65;  // widest tree (64) + the bonus token
+inline constexpr int kMaxTopLogprobs = 20;     // alternatives reported per token
+
+// Who proposes a round's draft tokens. It changes the speed of a request, never its output.
+enum class Speculation : uint8_t { kNone, kNgram, kMedusa, kDraft, kAuto };
+inline constexpr int kSpeculations = 5;
+
+[[nodiscard]] constexpr const char* speculation_name(Speculation speculation) noexcept {
+  switch (speculation) {
+    case Speculation::kNone:
+      return "none";
+    case Speculation::kNgram:
+      return "ngram";
+    case Speculation::kMedusa:
+      return "medusa";
+    case Speculation::kDraft:
+      return "draft";
+    case Speculation::kAuto:
+      return "auto";
+  }
+  return "unknown";
+}
+
+[[nodiscard]] constexpr std::optional<Speculation> parse_speculation(std::string_view name) noexcept {
+  for (int i = 0; i < kSpeculations; ++i) {
+    if (name == speculation_name(static_cast<Speculation>(i))) return static_cast<Speculation>(i);
+  }
+  return std::nullopt;
+}
+
+// Tree sizes whose verify cost is measured at warm-up.
+inline constexpr int kCostSizes = 7;
+inline constexpr int kCostTokens[kCostSizes] = {1, 2, 4, 8, 16, 32, 64};
 
 // What an engine offers to its users; filled by prepare().
 struct ExecutorInfo {
-  int vocabulary = 0;      // tokens
-  int context = 0;         // tokens a session can hold
-  int page_count = 0;      // KV pages in all
-  int prefill_chunk = 0;   // most tokens one start_prefill takes
+  int vocabulary = 0;     // tokens
+  int context = 0;        // tokens a session can hold
+  int page_count = 0;     // KV pages in all
+  int prefill_chunk = 0;  // most tokens one start_prefill takes
   int64_t weight_bytes = 0;
   int64_t kv_bytes = 0;
-  const char* name = "";   // "cpu/avx512", "cpu/avx2", "cpu/portable", "scripted", ...
+  const char* name = "";  // "cpu/avx512", "cpu/avx2", "cpu/portable", "scripted", ...
+  bool drafters[kSpeculations] = {true, false, false, false, false};  // by Speculation: which a request may ask for
+  Speculation default_drafter = Speculation::kNone;                   // of a request that asks for none
+  int default_max_tree = kMaxTreeTokens;
+  int64_t verify_ns[kCostSizes] = {};    // a forward pass over kCostTokens[i] tree nodes and their logits; 0: unknown
+  int64_t draft_ns[kSpeculations] = {};  // one proposal of one token by each drafter; 0: unknown
 };
 
 struct TokenLogprob {
@@ -38,30 +77,41 @@ struct TokenLogprob {
 // One token that a round emitted.
 struct RoundToken {
   int32_t token;
-  float logprob;    // valid if the request asked for logprobs
-  int32_t top_count;  // alternatives in `top`, at most Sampling::top_logprobs
+  float logprob;                      // valid if the request asked for logprobs
+  int32_t top_count;                  // alternatives in `top`, at most Sampling::top_logprobs
   TokenLogprob top[kMaxTopLogprobs];  // descending
 };
 
 struct PrefillStep {
-  const int32_t* tokens;   // [count] prompt tokens of positions [start, start + count)
-  int32_t count;           // 1 .. ExecutorInfo::prefill_chunk
-  int32_t start;           // position of tokens[0]
-  const int32_t* pages;    // page table: pages[p / kPageTokens] holds position p
+  const int32_t* tokens;       // [count] prompt tokens of positions [start, start + count)
+  int32_t count;               // 1 .. ExecutorInfo::prefill_chunk
+  int32_t start;               // position of tokens[0]
+  const int32_t* pages;        // page table: pages[p / kPageTokens] holds position p
+  int32_t* drafted = nullptr;  // in/out: positions [0, *drafted) of this session are in the draft model's KV too
+  Speculation speculation = Speculation::kNone;  // of the request that this prompt belongs to
 };
 
 // A decode round: feeds `token` at `position` and emits the token(s) that follow. The prompt's last token is fed by
 // the first round, so that a prompt of n tokens needs prefill of n - 1 and the first round yields the first token.
 struct RoundStep {
   int32_t token;
-  int32_t position;        // position of `token`; the emitted tokens stand at position + 1, ...
+  int32_t position;  // position of `token`; the emitted tokens stand at position + 1, ...
   const int32_t* pages;
   const Sampling* sampling;
-  int32_t max_tokens;      // emit at most this many (>= 1)
+  int32_t max_tokens;                // emit at most this many (>= 1); pages cover position + max_tokens - 1
+  const int32_t* history = nullptr;  // [position + 1] the session's tokens; history[position] == token
+  Speculation speculation = Speculation::kNone;
+  int32_t max_tree = 0;        // most nodes of the draft tree, root included, 1 .. kMaxTreeTokens; 0: as many as pay
+  int32_t* drafted = nullptr;  // in/out, see PrefillStep
 };
 
 struct RoundResult {
-  int32_t count = 0;       // tokens emitted
+  int32_t count = 0;                         // tokens emitted
+  Speculation drafter = Speculation::kNone;  // who proposed the tree that was verified; kNone: a plain round
+  int32_t tree_tokens = 1;                   // its nodes, root included
+  int32_t depth = 0;                         // of its deepest node; the root's is 0
+  int32_t accepted = 0;                      // draft tokens accepted: count - 1
+  uint8_t ranks[kMaxTreeTokens] = {};        // [accepted] rank among its siblings of the accepted node at depth i + 1
   RoundToken tokens[kMaxTokensPerRound];
 };
 

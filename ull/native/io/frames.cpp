@@ -49,7 +49,34 @@ void pack_error(MsgpackWriter& out, const Outcome& outcome) noexcept {
   out.text(outcome.error_message);
 }
 
-// The members that the done frame and the control plane's record share: six pairs.
+void pack_speculation(MsgpackWriter& out, const RequestSlot& request) noexcept {
+  const RoundTotals& totals = request.rounds;
+  out.map(6);
+  out.text("rounds");
+  out.integer(static_cast<uint64_t>(totals.rounds));
+  out.text("drafted_tokens");
+  out.integer(static_cast<uint64_t>(totals.drafted_tokens));
+  out.text("accepted_tokens");
+  out.integer(static_cast<uint64_t>(totals.accepted_tokens));
+  out.text("tokens_per_round");
+  out.real(totals.rounds > 0 ? static_cast<double>(request.outcome.completion_tokens) / totals.rounds : 0.0);
+  out.text("by_drafter");
+  const auto& by_drafter = totals.by_drafter;
+  out.map(static_cast<uint64_t>(std::count_if(by_drafter.begin(), by_drafter.end(), [](int32_t n) { return n > 0; })));
+  for (size_t i = 0; i < by_drafter.size(); ++i) {
+    if (by_drafter[i] == 0) continue;
+    out.text(speculation_name(static_cast<Speculation>(i)));
+    out.integer(static_cast<uint64_t>(by_drafter[i]));
+  }
+  out.text("accepted_by_depth");
+  const int depths = totals.deepest();
+  out.array(static_cast<uint64_t>(depths));
+  for (int depth = 0; depth < depths; ++depth) {
+    out.integer(static_cast<uint64_t>(totals.accepted_by_depth[static_cast<size_t>(depth)]));
+  }
+}
+
+// The members that the done frame and the control plane's record share: seven pairs.
 void pack_end(MsgpackWriter& out, const RequestSlot& request) noexcept {
   out.text("id");
   out.integer(request.id);
@@ -63,6 +90,8 @@ void pack_end(MsgpackWriter& out, const RequestSlot& request) noexcept {
   out.integer(request.sampling.seed);
   out.text("error");
   pack_error(out, request.outcome);
+  out.text("speculation");
+  pack_speculation(out, request);
 }
 
 void pack_logprob(MsgpackWriter& out, const RoundToken& token) noexcept {
@@ -142,7 +171,7 @@ FramePacker::TokenFrame FramePacker::tokens(const RequestSlot& request, const De
 
 std::span<const uint8_t> FramePacker::done(const RequestSlot& request) noexcept {
   MsgpackWriter out(buffer_);
-  out.map(7);
+  out.map(8);
   out.text("type");
   out.text("done");
   pack_end(out, request);
@@ -151,7 +180,7 @@ std::span<const uint8_t> FramePacker::done(const RequestSlot& request) noexcept 
 
 std::span<const uint8_t> FramePacker::ended(const RequestSlot& request, const Delivery& delivery) noexcept {
   MsgpackWriter out(buffer_);
-  out.map(9);
+  out.map(10);
   out.text("identity");
   out.binary(request.client());
   pack_end(out, request);

@@ -37,6 +37,8 @@ class MsgpackWriter {
 
   void real(float value) noexcept { tagged<uint32_t>(0xCA, std::bit_cast<uint32_t>(value)); }
 
+  void real(double value) noexcept { tagged<uint64_t>(0xCB, std::bit_cast<uint64_t>(value)); }
+
   void text(std::string_view value) noexcept {
     if (value.size() < 32) {
       byte(static_cast<uint8_t>(0xA0 | value.size()));

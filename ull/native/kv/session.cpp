@@ -63,6 +63,7 @@ Session& SessionCache::open(std::span<const int32_t> prompt) noexcept {
       session->pages_.push_back(best->pages_[static_cast<size_t>(page)]);
     }
     session->append(best->tokens().first(static_cast<size_t>(shared / kPageTokens * kPageTokens)));
+    session->drafted_ = std::min(best->drafted_, session->size());
   }
   return *session;
 }
@@ -118,6 +119,7 @@ void SessionCache::truncate(Session& session, int tokens) noexcept {
     tokens = last * kPageTokens;
   }
   session.tokens_.resize(static_cast<size_t>(tokens));
+  session.drafted_ = std::min(session.drafted_, tokens);
   while (static_cast<int>(session.pages_.size()) > pages_for(tokens)) {
     pool_.release(session.pages_.back());
     session.pages_.pop_back();

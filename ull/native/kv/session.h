@@ -43,6 +43,9 @@ class Session {
   [[nodiscard]] int size() const noexcept { return static_cast<int>(tokens_.size()); }
   // Page table: page_table()[p / kPageTokens] holds position p, for every reserved position.
   [[nodiscard]] const int32_t* page_table() const noexcept { return pages_.data(); }
+  // How many of tokens() the draft model has in its cache, in the same pages: the executor reads and writes it, the
+  // session only cuts it.
+  [[nodiscard]] int32_t* drafted() noexcept { return &drafted_; }
   // Records tokens that a completed step has put into the cache, at positions size() and on.
   void append(std::span<const int32_t> tokens) noexcept { tokens_.insert(tokens_.end(), tokens.begin(), tokens.end()); }
 
@@ -50,7 +53,8 @@ class Session {
   friend class SessionCache;
   std::vector<int32_t> tokens_;  // capacity: the context
   std::vector<int32_t> pages_;   // capacity: pages of the context
-  uint64_t used_at_ = 0;         // admission count at the last use; 0: the session is free
+  int32_t drafted_ = 0;
+  uint64_t used_at_ = 0;  // admission count at the last use; 0: the session is free
 };
 
 class SessionCache {

@@ -15,7 +15,7 @@ namespace ull::test {
 struct Value {
   enum Kind { kNil, kBoolean, kInteger, kReal, kText, kArray, kMap } kind = kNil;
   uint64_t integer = 0;  // booleans too
-  float real = 0;
+  double real = 0;
   std::string text;  // binary too
   std::vector<Value> items;
   std::map<std::string, Value> members;
@@ -72,6 +72,10 @@ class MsgpackReader {
       case 0xCA:
         out.kind = Value::kReal;
         out.real = std::bit_cast<float>(static_cast<uint32_t>(number(4)));
+        return out;
+      case 0xCB:
+        out.kind = Value::kReal;
+        out.real = std::bit_cast<double>(number(8));
         return out;
       case 0xCC:
         return integer(number(1));

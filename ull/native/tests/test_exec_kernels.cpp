@@ -343,13 +343,18 @@ TEST(vectorised_noise_is_the_scalar_noise) {
       const uint64_t key = seed * 0x9E3779B97F4A7C15ULL;
       const auto logits = random_floats(static_cast<size_t>(count), 2.0F, static_cast<uint32_t>(seed));
       int best = 0;
-      float best_score = -INFINITY;
+      std::vector<float> scores;
       for (int token = 0; token < count; ++token) {
-        const float score = (logits[static_cast<size_t>(token)] - 1.5F) * 0.8F + gumbel(key, position, token);
-        if (score > best_score) best = token, best_score = score;
+        scores.push_back((logits[static_cast<size_t>(token)] - 1.5F) * 0.8F + gumbel(key, position, token));
+        if (scores.back() > scores[static_cast<size_t>(best)]) best = token;
       }
       for (const Kernels* kernels : tables()) {
         CHECK_EQ(kernels->gumbel_argmax(logits.data(), count, 1.5F, 0.8F, key, position), best);
+        std::vector<float> out(static_cast<size_t>(count) + 1, 7.0F);
+        kernels->gumbel_scores(logits.data(), count, 1.5F, 0.8F, key, position, out.data());
+        CHECK_EQ(out.back(), 7.0F);  // nothing is written behind the last one
+        out.pop_back();
+        CHECK(out == scores);
       }
     }
   }

@@ -36,6 +36,7 @@ TEST(msgpack_uses_the_shortest_form) {
   CHECK_EQ(packed([](W& w) { w.integer(65536); }), bytes({0xCE, 0, 1, 0, 0}));
   CHECK_EQ(packed([](W& w) { w.integer(0x0102030405060708); }), bytes({0xCF, 1, 2, 3, 4, 5, 6, 7, 8}));
   CHECK_EQ(packed([](W& w) { w.real(-1.5F); }), bytes({0xCA, 0xBF, 0xC0, 0, 0}));
+  CHECK_EQ(packed([](W& w) { w.real(2.5); }), bytes({0xCB, 0x40, 0x04, 0, 0, 0, 0, 0, 0}));
   CHECK_EQ(packed([](W& w) { w.text("hi"); }), bytes({0xA2, 'h', 'i'}));
   CHECK_EQ(packed([](W& w) { w.text(std::string(32, 'x')); }).substr(0, 2), bytes({0xD9, 32}));
   CHECK_EQ(packed([](W& w) { w.text(std::string(256, 'x')); }).substr(0, 3), bytes({0xDA, 1, 0}));
@@ -205,7 +206,7 @@ TEST(the_done_frame_and_the_record) {
   f.request.timeline = {1, 2, 3, 4, 5, 6, 7};
   f.request.outcome = {ull::FinishReason::kError, 10, 5, "internal", "the executor failed"};
   const Value done = MsgpackReader::read(text_of(f.packer.done(f.request)));
-  CHECK_EQ(done.members.size(), 7U);
+  CHECK_EQ(done.members.size(), 8U);
   CHECK_EQ(done["type"].text, "done");
   CHECK_EQ(done["id"].integer, f.request.id);
   CHECK_EQ(done["finish_reason"].text, "error");
@@ -224,12 +225,62 @@ TEST(the_done_frame_and_the_record) {
   f.request.outcome.error_code = nullptr;
   f.delivery.client = ull::ClientState::kStalled;
   const Value record = MsgpackReader::read(text_of(f.packer.ended(f.request, f.delivery)));
-  CHECK_EQ(record.members.size(), 9U);
+  CHECK_EQ(record.members.size(), 10U);
   CHECK_EQ(record["identity"].text, client);
   CHECK(record["error"].kind == Value::kNil);
   CHECK_EQ(record["delivered"].integer, 0U);
   CHECK_EQ(record["client"].text, "stalled");
   CHECK_EQ(record["usage"]["prompt_tokens"].integer, 26U);
+  CHECK_EQ(record["speculation"]["rounds"].integer, 0U);
+}
+
+TEST(the_done_frame_tells_what_the_rounds_did) {
+  Fixture f("hello, hello");
+  f.request.outcome = {ull::FinishReason::kLength, 0, 12, nullptr, nullptr};
+  const auto round = [&](ull::Speculation drafter, int32_t tree_tokens, int32_t accepted) {
+    ull::RoundResult result;
+    result.count = accepted + 1;
+    result.drafter = drafter;
+    result.tree_tokens = tree_tokens;
+    result.accepted = accepted;
+    f.request.rounds.count(result);
+  };
+  const Value none = MsgpackReader::read(text_of(f.packer.done(f.request)))["speculation"];
+  CHECK_EQ(none["tokens_per_round"].real, 0.0);
+  CHECK_EQ(none["by_drafter"].members.size(), 0U);
+  round(ull::Speculation::kNone, 1, 0);
+  round(ull::Speculation::kMedusa, 16, 3);
+  round(ull::Speculation::kMedusa, 8, 0);
+  round(ull::Speculation::kNgram, 5, 4);
+  const Value done = MsgpackReader::read(text_of(f.packer.done(f.request)))["speculation"];
+  CHECK_EQ(done.members.size(), 6U);
+  CHECK_EQ(done["rounds"].integer, 4U);
+  CHECK_EQ(done["drafted_tokens"].integer, 26U);
+  CHECK_EQ(done["accepted_tokens"].integer, 7U);
+  CHECK_EQ(done["tokens_per_round"].real, 3.0);
+  CHECK_EQ(done["by_drafter"].members.size(), 3U);
+  CHECK_EQ(done["by_drafter"]["none"].integer, 1U);
+  CHECK_EQ(done["by_drafter"]["ngram"].integer, 1U);
+  CHECK_EQ(done["by_drafter"]["medusa"].integer, 2U);
+  REQUIRE(done["accepted_by_depth"].items.size() == 4);
+  CHECK_EQ(done["accepted_by_depth"].items[2].integer, 2U);
+  CHECK_EQ(done["accepted_by_depth"].items[3].integer, 1U);
+}
+
+TEST(the_longest_done_frame_fits) {
+  Fixture f("x");
+  f.request.identity_size = ull::kMaxIdentity;
+  f.request.sampling.seed = 0xFFFF'FFFF'FFFF'FFFF;
+  f.request.timeline = {INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX};
+  f.request.outcome = {ull::FinishReason::kError, INT32_MAX, INT32_MAX, "internal", "the executor failed"};
+  f.request.rounds.rounds = f.request.rounds.drafted_tokens = f.request.rounds.accepted_tokens = INT32_MAX;
+  f.request.rounds.by_drafter.fill(INT32_MAX);
+  f.request.rounds.accepted_by_depth.fill(INT32_MAX);
+  const Value done = MsgpackReader::read(text_of(f.packer.done(f.request)));
+  CHECK_EQ(done["speculation"]["accepted_by_depth"].items.size(), static_cast<size_t>(ull::kMaxDraftDepth));
+  const Value record = MsgpackReader::read(text_of(f.packer.ended(f.request, f.delivery)));
+  CHECK_EQ(record["speculation"]["by_drafter"].members.size(), static_cast<size_t>(ull::kSpeculations));
+  CHECK_EQ(record["client"].text, "ok");
 }
 
 }  // namespace

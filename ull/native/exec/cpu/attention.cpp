@@ -2,12 +2,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 namespace ull::cpu {
 namespace {
 
 // Below every real score, yet finite, so that a page without visible keys gives exp(0) = 1, not NaN.
 constexpr float kNoMaximum = -1e30F;
+
+// The first key that a query at `position` sees.
+int first_key(int window, int position) noexcept { return window > 0 ? std::max(0, position - window + 1) : 0; }
 
 }  // namespace
 
@@ -33,7 +37,8 @@ Attention::Attention(const ModelSpec& spec, const Kernels& kernels, KvCache& cac
   for (int member = 0; member < team.size(); ++member) {
     scratch_.push_back({AlignedArray<float>(dim), AlignedArray<float>(dim * kMaxPanel),
                         AlignedArray<float>(2 * kMaxPanel * kTileRows), AlignedArray<float>(kMaxPanel * kPageKeys),
-                        AlignedArray<float>(kMaxPanel * padded)});
+                        AlignedArray<float>(kMaxPanel * padded), AlignedArray<float>(2 * kMaxPanel * kTileRows),
+                        AlignedArray<uint8_t>(kPageKeys * kTileRows * sizeof(float))});
   }
 }
 
@@ -72,82 +77,155 @@ void Attention::prepare_head(Scratch& scratch, const float* from, const float* w
 }
 
 void Attention::write_cache(Scratch& scratch, const AttentionStep& step, int token, int kv_head) noexcept {
-  const int position = step.start + token;
+  const int position = step.position(token);
   const float* row = step.qkv + static_cast<size_t>(token) * static_cast<size_t>(step.qkv_stride);
   const float* key = row + spec_.query_rows() + kv_head * spec_.head_dim;
   const float* value = key + spec_.kv_rows();
   prepare_head(scratch, key, step.key_norm, position);
-  cache_.write(step.pages[position / kPageKeys], step.cache_layer, kv_head, position % kPageKeys, scratch.head.data(),
-               value);
+  const int page = step.tree == nullptr ? step.pages[position / kPageKeys] : cache_.tree_page();
+  const int slot = step.tree == nullptr ? position % kPageKeys : token;
+  cache_.write(page, step.cache_layer, kv_head, slot, scratch.head.data(), value);
 }
 
-void Attention::attend(Scratch& scratch, const AttentionStep& step, int kv_head, int row, int rows) const noexcept {
+void Attention::attend(Scratch& scratch, const AttentionStep& step, int kv_head, int row, int count) const noexcept {
   const int group = spec_.group();
   const int dim = spec_.head_dim;
-  for (int r = 0; r < rows; ++r) {
+  Rows rows{kv_head, row, count, step.position(row / group), step.position(row / group), {}, {}};
+  std::fill_n(rows.maximum, kMaxPanel, kNoMaximum);
+  for (int r = 0; r < count; ++r) {
     const int token = (row + r) / group;
     const int head = kv_head * group + (row + r) % group;
+    const int position = step.position(token);
+    rows.lowest = std::min(rows.lowest, position);
+    rows.highest = std::max(rows.highest, position);
     const float* query = step.qkv + static_cast<size_t>(token) * static_cast<size_t>(step.qkv_stride) + head * dim;
-    prepare_head(scratch, query, step.query_norm, step.start + token);
-    for (int d = 0; d < dim; ++d) scratch.queries[static_cast<size_t>(d * rows + r)] = scratch.head[d] * query_scale_;
+    prepare_head(scratch, query, step.query_norm, position);
+    for (int d = 0; d < dim; ++d) scratch.queries[static_cast<size_t>(d * count + r)] = scratch.head[d] * query_scale_;
   }
-  float maximum[kMaxPanel], total[kMaxPanel];
-  std::fill_n(maximum, kMaxPanel, kNoMaximum);
-  std::fill_n(total, kMaxPanel, 0.0F);
   std::fill_n(scratch.sums.data(), scratch.sums.size(), 0.0F);
-  const int first_position = step.start + row / group;
-  const int last_position = step.start + (row + rows - 1) / group;
-  const int first_key = step.window > 0 ? std::max(0, first_position - step.window + 1) : 0;
-  for (int page = first_key / kPageKeys; page <= last_position / kPageKeys; ++page) {
-    attend_page(scratch, step, kv_head, row, rows, page, maximum, total);
+  const int last_page = step.tree == nullptr ? rows.highest / kPageKeys : step.start / kPageKeys - 1;
+  for (int page = first_key(step.window, rows.lowest) / kPageKeys; page <= last_page; ++page) {
+    attend_page(scratch, step, rows, page);
   }
-  for (int r = 0; r < rows; ++r) {
+  if (step.tree != nullptr) attend_tree(scratch, step, rows);
+  for (int r = 0; r < count; ++r) {
     const int token = (row + r) / group;
     const int head = kv_head * group + (row + r) % group;
-    const float factor = step.out_scale / total[r];
+    const float factor = step.out_scale / rows.total[r];
     float* out = step.out + step.panels.offset(token, spec_.query_rows()) +
                  static_cast<size_t>(head * dim) * static_cast<size_t>(step.panels.width);
     for (int d = 0; d < dim; ++d) {
       const int tile = d / kTileRows;
       out[static_cast<size_t>(d) * static_cast<size_t>(step.panels.width)] =
-          scratch.sums[static_cast<size_t>((tile * rows + r) * kTileRows + d % kTileRows)] * factor;
+          scratch.sums[static_cast<size_t>((tile * count + r) * kTileRows + d % kTileRows)] * factor;
     }
   }
 }
 
-void Attention::attend_page(Scratch& scratch, const AttentionStep& step, int kv_head, int row, int rows, int page,
-                            float* maximum, float* total) const noexcept {
-  const int group = spec_.group();
+// Scores of all rows with the keys of slots [begin, end) of a page, and of those that share their tiles.
+void Attention::scores_of(Scratch& scratch, const AttentionStep& step, const Rows& rows, int physical, int begin,
+                          int end, float* scores) const noexcept {
+  for (int tile = begin / kTileRows; tile * kTileRows < end; ++tile) {
+    multiply_tiles(kernels_, cache_.format(), rows.count, 1,
+                   cache_.keys(physical, step.cache_layer, rows.kv_head, tile), 0, spec_.head_dim,
+                   scratch.queries.data(), scores + tile * rows.count * kTileRows, 0,
+                   /*resume=*/false);
+  }
+}
+
+void Attention::softmax_row(Scratch& scratch, const AttentionStep& step, Rows& rows, int r, int page, const float* low,
+                            const float* high) const noexcept {
+  const int position = step.position((rows.first + r) / spec_.group());
+  const int base = page * kPageKeys;
+  const float correction =
+      kernels_.softmax_page(low, high, first_key(step.window, position) - base, position - base,
+                            scratch.probabilities.data() + r * kPageKeys, rows.maximum + r, rows.total + r);
+  if (correction == 1.0F) return;
+  for (int tile = 0; tile * kTileRows < spec_.head_dim; ++tile) {
+    float* sums = scratch.sums.data() + (tile * rows.count + r) * kTileRows;
+    for (int i = 0; i < kTileRows; ++i) sums[i] *= correction;
+  }
+}
+
+void Attention::add_values(Scratch& scratch, const AttentionStep& step, const Rows& rows, int physical, int begin,
+                           int end) const noexcept {
+  const auto multiply = kernels_.multiply_rows[static_cast<int>(cache_.format())][rows.count - 1];
+  for (int tile = 0; tile * kTileRows < spec_.head_dim; ++tile) {
+    multiply(cache_.value_row(physical, step.cache_layer, rows.kv_head, tile, begin), 0, end - begin,
+             scratch.probabilities.data() + begin, scratch.sums.data() + tile * rows.count * kTileRows, 0,
+             /*resume=*/true);
+  }
+}
+
+void Attention::attend_page(Scratch& scratch, const AttentionStep& step, Rows& rows, int page) const noexcept {
   const int base = page * kPageKeys;
   const int physical = step.pages[page];
-  const auto first_key = [&](int position) { return step.window > 0 ? std::max(0, position - step.window + 1) : 0; };
   // Keys of this page that any row sees: [begin, end).
-  const int begin = std::max(first_key(step.start + row / group) - base, 0);
-  const int end = std::min(step.start + (row + rows - 1) / group - base, kPageKeys - 1) + 1;
-
+  const int begin = std::max(first_key(step.window, rows.lowest) - base, 0);
+  const int end = std::min(rows.highest - base, kPageKeys - 1) + 1;
   float* scores = scratch.scores.data();
-  const int score_tile = rows * kTileRows;
-  for (int tile = begin / kTileRows; tile <= (end - 1) / kTileRows; ++tile) {
-    multiply_tiles(kernels_, cache_.format(), rows, 1, cache_.keys(physical, step.cache_layer, kv_head, tile), 0,
-                   spec_.head_dim, scratch.queries.data(), scores + tile * score_tile, 0, /*resume=*/false);
+  scores_of(scratch, step, rows, physical, begin, end, scores);
+  for (int r = 0; r < rows.count; ++r) {
+    softmax_row(scratch, step, rows, r, page, scores + r * kTileRows, scores + (rows.count + r) * kTileRows);
   }
-  const int value_tiles = (spec_.head_dim + kTileRows - 1) / kTileRows;
-  for (int r = 0; r < rows; ++r) {
-    const int position = step.start + (row + r) / group;
-    const float correction =
-        kernels_.softmax_page(scores + r * kTileRows, scores + score_tile + r * kTileRows, first_key(position) - base,
-                              position - base, scratch.probabilities.data() + r * kPageKeys, maximum + r, total + r);
-    if (correction == 1.0F) continue;
-    for (int tile = 0; tile < value_tiles; ++tile) {
-      float* sums = scratch.sums.data() + (tile * rows + r) * kTileRows;
-      for (int i = 0; i < kTileRows; ++i) sums[i] *= correction;
+  add_values(scratch, step, rows, physical, begin, end);
+}
+
+void Attention::attend_tree(Scratch& scratch, const AttentionStep& step, Rows& rows) const noexcept {
+  const TreePaths& tree = *step.tree;
+  const int root_page = step.start / kPageKeys;
+  const int committed = step.start % kPageKeys;  // keys of the root's page before the root
+  if (committed > 0) {
+    scores_of(scratch, step, rows, step.pages[root_page], 0, committed, scratch.scores.data());
+  }
+  scores_of(scratch, step, rows, cache_.tree_page(), 0, tree.count, scratch.node_scores.data());
+
+  for (int page = root_page; page <= rows.highest / kPageKeys; ++page) {
+    const int before = page == root_page ? committed : 0;
+    std::fill_n(scratch.probabilities.data(), rows.count * kPageKeys, 0.0F);  // of rows that end before this page
+    for (int r = 0; r < rows.count; ++r) {
+      const int node = (rows.first + r) / spec_.group();
+      const int last = step.start + tree.depths[node] - page * kPageKeys;
+      if (last < 0) continue;
+      alignas(64) float own[kPageKeys] = {};
+      for (int slot = 0; slot < before; ++slot) {
+        own[slot] =
+            scratch.scores[static_cast<size_t>((slot / kTileRows * rows.count + r) * kTileRows + slot % kTileRows)];
+      }
+      for (int slot = before; slot <= std::min(last, kPageKeys - 1); ++slot) {
+        const int ancestor = tree.path[node][page * kPageKeys + slot - step.start];
+        own[slot] = scratch.node_scores[static_cast<size_t>((ancestor / kTileRows * rows.count + r) * kTileRows +
+                                                            ancestor % kTileRows)];
+      }
+      softmax_row(scratch, step, rows, r, page, own, own + kTileRows);
     }
+    if (before > 0) add_values(scratch, step, rows, step.pages[page], 0, before);
+    add_ancestors(scratch, step, rows, page);
   }
-  const size_t skipped = static_cast<size_t>(begin) * kTileRows * format_bytes(cache_.format());
-  const auto multiply = kernels_.multiply_rows[static_cast<int>(cache_.format())][rows - 1];
-  for (int tile = 0; tile < value_tiles; ++tile) {
-    multiply(cache_.values(physical, step.cache_layer, kv_head, tile) + skipped, 0, end - begin,
-             scratch.probabilities.data() + begin, scratch.sums.data() + tile * score_tile, 0, /*resume=*/true);
+}
+
+// Each node's ancestors (and the node itself) that stand in `page`, in the order of positions.
+void Attention::add_ancestors(Scratch& scratch, const AttentionStep& step, const Rows& rows, int page) const noexcept {
+  const int group = spec_.group();
+  const int first_slot = std::max(step.start - page * kPageKeys, 0);
+  const int first_depth = page * kPageKeys + first_slot - step.start;
+  for (int r = 0; r < rows.count;) {
+    const int node = (rows.first + r) / group;
+    const int width = std::min((node + 1) * group - rows.first, rows.count) - r;  // rows of this node
+    const uint8_t* path = step.tree->path[node];
+    const int end_depth = std::min(step.tree->depths[node] + 1, first_depth + kPageKeys - first_slot);
+    const auto multiply = kernels_.multiply_rows[static_cast<int>(cache_.format())][width - 1];
+    for (int tile = 0; tile * kTileRows < spec_.head_dim && first_depth < end_depth; ++tile) {
+      uint8_t* to = scratch.gathered.data();
+      for (int depth = first_depth; depth < end_depth; ++depth, to += cache_.value_row_bytes()) {
+        std::memcpy(to, cache_.value_row(cache_.tree_page(), step.cache_layer, rows.kv_head, tile, path[depth]),
+                    cache_.value_row_bytes());
+      }
+      multiply(scratch.gathered.data(), 0, end_depth - first_depth,
+               scratch.probabilities.data() + r * kPageKeys + first_slot,
+               scratch.sums.data() + (tile * rows.count + r) * kTileRows, 0, /*resume=*/true);
+    }
+    r += width;
   }
 }
 

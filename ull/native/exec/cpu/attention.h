@@ -3,6 +3,12 @@
 //
 // Query heads that share a KV head are packed with neighbouring tokens into panels of up to 12 rows; scores and
 // weighted sums are then the same tile products as the linear layers.
+//
+// Nodes of a draft tree stand beside one another in the tree page, but each must see its own way from the root at the
+// positions that plain decoding would give it. The pages before the root's are seen by all nodes alike. For those from
+// the root's page on, a score belongs to one key, so that scores with the committed keys and with the tree page are
+// computed once and every row picks its own in the order of positions (a page that exists only as scores); the values
+// of its ancestors are gathered in the same order. So each row's chains are those of plain decoding, bit for bit.
 #pragma once
 
 #include <atomic>
@@ -16,6 +22,7 @@
 #include "exec/cpu/panels.h"
 #include "exec/cpu/thread_team.h"
 #include "exec/cpu/weights.h"
+#include "spec/tree.h"
 
 namespace ull::cpu {
 
@@ -31,6 +38,11 @@ struct AttentionStep {
   Panels panels;            // of the chunk
   float* out;               // packed activations [panels][heads * head_dim]
   float out_scale;
+  const TreePaths* tree;  // null: the tokens follow one another
+
+  [[nodiscard]] int position(int token) const noexcept {
+    return start + (tree == nullptr ? token : tree->depths[token]);
+  }
 };
 
 class Attention {
@@ -52,15 +64,37 @@ class Attention {
     AlignedArray<float> scores;         // [2][rows][32]
     AlignedArray<float> probabilities;  // [rows][64]
     AlignedArray<float> sums;           // [value tiles][rows][32]
+    AlignedArray<float> node_scores;    // [2][rows][32] with the keys of the tree page
+    AlignedArray<uint8_t> gathered;     // [64 tokens][32 dims] values of a node's ancestors
   };
 
   // Normalises (if weight is not null) and rotates a head into scratch.head.
   void prepare_head(Scratch& scratch, const float* from, const float* weight, int position) const noexcept;
   void write_cache(Scratch& scratch, const AttentionStep& step, int token, int kv_head) noexcept;
-  // Rows [row, row + rows) of a KV head; row r is token r / group, query head r % group of the group.
-  void attend(Scratch& scratch, const AttentionStep& step, int kv_head, int row, int rows) const noexcept;
-  void attend_page(Scratch& scratch, const AttentionStep& step, int kv_head, int row, int rows, int page,
-                   float* maximum, float* total) const noexcept;
+  // Rows [first, first + count) of a KV head; row r is token r / group, query head r % group of the group.
+  struct Rows {
+    int kv_head;
+    int first;
+    int count;
+    int lowest;  // position among the rows' tokens
+    int highest;
+    float maximum[kMaxPanel];  // of the online softmax
+    float total[kMaxPanel];
+  };
+  void attend(Scratch& scratch, const AttentionStep& step, int kv_head, int row, int count) const noexcept;
+  void attend_page(Scratch& scratch, const AttentionStep& step, Rows& rows, int page) const noexcept;
+  // The pages from the root's on, for nodes of a tree.
+  void attend_tree(Scratch& scratch, const AttentionStep& step, Rows& rows) const noexcept;
+  // Adds the values of slots [begin, end) of a page to every row's sums.
+  void add_values(Scratch& scratch, const AttentionStep& step, const Rows& rows, int physical, int begin,
+                  int end) const noexcept;
+  // Adds the values of the ancestors that stand in `page`, row by row, node by node.
+  void add_ancestors(Scratch& scratch, const AttentionStep& step, const Rows& rows, int page) const noexcept;
+  void scores_of(Scratch& scratch, const AttentionStep& step, const Rows& rows, int physical, int begin, int end,
+                 float* scores) const noexcept;
+  // One row's softmax over a page; scales what it has accumulated.
+  void softmax_row(Scratch& scratch, const AttentionStep& step, Rows& rows, int r, int page, const float* low,
+                   const float* high) const noexcept;
 
   const ModelSpec& spec_;
   const Kernels& kernels_;

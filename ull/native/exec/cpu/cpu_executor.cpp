@@ -1,23 +1,48 @@
 #include "exec/cpu/cpu_executor.h"
 
+#include <algorithm>
 #include <utility>
+
+#include "exec/cpu/draft_model.h"
+#include "exec/cpu/medusa.h"
+#include "spec/ngram.h"
 
 namespace ull::cpu {
 
-CpuExecutor::CpuExecutor(ModelSpec spec, ModelOptions options) : spec_(std::move(spec)), options_(std::move(options)) {}
+CpuExecutor::CpuExecutor(ModelSpec spec, ModelOptions options, SpeculationOptions speculation)
+    : spec_(std::move(spec)), options_(std::move(options)), speculation_(std::move(speculation)) {}
 
 void CpuExecutor::prepare() {
-  model_ = std::make_unique<Model>(spec_, options_);
-  sampler_ = std::make_unique<Sampler>(model_->kernels(), spec_.vocabulary);
-  logits_ = AlignedArray<float>(static_cast<size_t>(spec_.vocabulary));
+  speculator_.reset();  // it refers to the model
+  ModelOptions options = options_;
+  options.trees = true;
+  if (options.chunk >= 1) options.chunk = std::max(options.chunk, kMaxTreeTokens);
+  model_ = std::make_unique<Model>(spec_, options);
+  info_ = ExecutorInfo{};
   name_ = std::string("cpu/") + model_->kernels().name;
   info_.vocabulary = spec_.vocabulary;
   info_.context = spec_.context;
   info_.page_count = model_->cache().pages();
-  info_.prefill_chunk = model_->chunk();
+  info_.prefill_chunk = options_.chunk;
   info_.weight_bytes = model_->weights().bytes();
   info_.kv_bytes = model_->cache().bytes();
   info_.name = name_.c_str();
+  info_.default_drafter = speculation_.drafter;
+  info_.default_max_tree = speculation_.max_tree;
+  speculator_ = std::make_unique<Speculator>(*model_, make_drafters(), speculation_.adaptive);
+  speculator_->prepare(info_);
+}
+
+std::vector<std::unique_ptr<Drafter>> CpuExecutor::make_drafters() {
+  std::vector<std::unique_ptr<Drafter>> drafters;
+  drafters.push_back(std::make_unique<NgramDrafter>(spec_.context));
+  if (spec_.medusa != nullptr) drafters.push_back(std::make_unique<MedusaDrafter>(*model_, speculation_.coupled));
+  if (speculation_.scripted != nullptr) {
+    drafters.push_back(std::make_unique<ScriptedDrafter>(*speculation_.scripted));
+  } else if (spec_.draft != nullptr) {
+    drafters.push_back(std::make_unique<DraftModel>(*model_, speculation_.coupled));
+  }
+  return drafters;
 }
 
 bool CpuExecutor::valid(const int32_t* tokens, int count, int start) const noexcept {
@@ -33,27 +58,29 @@ bool CpuExecutor::valid(const int32_t* tokens, int count, int start) const noexc
 Status CpuExecutor::start_prefill(const PrefillStep& step) noexcept {
   if (!valid(step.tokens, step.count, step.start)) return Status::kExecutorFailed;
   abort_.store(false, std::memory_order_relaxed);
-  emitted_ = 0;
+  is_round_ = false;
   outcome_ = model_->forward({step.tokens, step.count, step.start, step.pages, LogitsOf::kNone, nullptr}, abort_);
+  if (outcome_ == Status::kOk) outcome_ = speculator_->prefill(step, abort_);
   return Status::kOk;
 }
 
 Status CpuExecutor::start_round(const RoundStep& step) noexcept {
   if (!valid(&step.token, 1, step.position) || step.max_tokens < 1) return Status::kExecutorFailed;
   abort_.store(false, std::memory_order_relaxed);
-  emitted_ = 0;
-  outcome_ = model_->forward({&step.token, 1, step.position, step.pages, LogitsOf::kLast, logits_.data()}, abort_);
-  if (outcome_ == Status::kOk) {
-    outcome_ = sampler_->sample(logits_.data(), step.position + 1, *step.sampling, token_);
-    emitted_ = outcome_ == Status::kOk ? 1 : 0;
-  }
+  is_round_ = true;
+  outcome_ = speculator_->round(step, abort_, round_);
   return Status::kOk;
 }
 
 Status CpuExecutor::poll(RoundResult& result) noexcept {
-  if (outcome_ == Status::kOk && emitted_ == 1) {
-    result.tokens[0] = token_;
-    result.count = 1;
+  if (outcome_ == Status::kOk && is_round_) {
+    result.count = round_.count;
+    result.drafter = round_.drafter;
+    result.tree_tokens = round_.tree_tokens;
+    result.depth = round_.depth;
+    result.accepted = round_.accepted;
+    std::copy_n(round_.ranks, round_.accepted, result.ranks);
+    std::copy_n(round_.tokens, round_.count, result.tokens);
   }
   return outcome_;
 }

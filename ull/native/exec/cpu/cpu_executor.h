@@ -8,15 +8,25 @@
 #include <vector>
 
 #include "exec/cpu/model.h"
-#include "exec/cpu/sampler.h"
+#include "exec/cpu/speculator.h"
 #include "exec/executor.h"
+#include "spec/scripted_drafter.h"
 
 namespace ull::cpu {
+
+struct SpeculationOptions {
+  Speculation drafter = Speculation::kNone;  // of requests that name none
+  int max_tree = kMaxTreeTokens;             // of requests that set none
+  bool adaptive = true;                      // false, for tests: always the widest tree that is allowed
+  bool coupled = true;                       // false, for comparisons: drafts are ranked without the request's noise
+  // For tests: takes the place of the draft model.
+  std::shared_ptr<const ScriptedDrafter> scripted;
+};
 
 class CpuExecutor final : public Executor {
  public:
   // Checks nothing and allocates nothing: prepare() does.
-  CpuExecutor(ModelSpec spec, ModelOptions options);
+  CpuExecutor(ModelSpec spec, ModelOptions options, SpeculationOptions speculation = {});
 
   void prepare() override;
   [[nodiscard]] const ExecutorInfo& info() const noexcept override { return info_; }
@@ -27,18 +37,19 @@ class CpuExecutor final : public Executor {
 
  private:
   [[nodiscard]] bool valid(const int32_t* tokens, int count, int start) const noexcept;
+  [[nodiscard]] std::vector<std::unique_ptr<Drafter>> make_drafters();
 
   ModelSpec spec_;
   ModelOptions options_;
+  SpeculationOptions speculation_;
   std::string name_;
   ExecutorInfo info_;
   std::unique_ptr<Model> model_;
-  std::unique_ptr<Sampler> sampler_;
-  AlignedArray<float> logits_;  // [vocabulary]
+  std::unique_ptr<Speculator> speculator_;
   std::atomic<bool> abort_{false};
   Status outcome_ = Status::kOk;  // of the step in flight
-  int emitted_ = 0;               // tokens of the round in flight: 0 or 1
-  RoundToken token_{};
+  bool is_round_ = false;
+  RoundResult round_;
 };
 
 }  // namespace ull::cpu

@@ -73,6 +73,9 @@ struct Kernels {
   // argmax over tokens of (logits - shift) * inverse_temperature + gumbel(seed, position, token)
   int (*gumbel_argmax)(const float* logits, int count, float shift, float inverse_temperature, uint64_t seed,
                        int32_t position) noexcept;
+  // What gumbel_argmax compares: out[i] = (logits[i] - shift) * inverse_temperature + gumbel(seed, position, i)
+  void (*gumbel_scores)(const float* logits, int count, float shift, float inverse_temperature, uint64_t seed,
+                        int32_t position, float* out) noexcept;
 };
 
 [[nodiscard]] const Kernels& portable_kernels() noexcept;

@@ -234,6 +234,23 @@ int gumbel_argmax(const float* logits, int count, float shift, float inverse_tem
 }
 
 template <class S>
+void gumbel_scores(const float* logits, int count, float shift, float inverse_temperature, uint64_t seed,
+                   int32_t position, float* out) noexcept {
+  const auto offset = S::set(shift), factor = S::set(inverse_temperature);
+  for_blocks_of_64(logits, count, 0.0F, [&](const float* block, int i) {
+    typename S::F noise[4];
+    gumbel_block<S>(static_cast<uint32_t>(i), seed, static_cast<uint32_t>(position), noise);
+    alignas(64) float scores[64];
+    float* to = i + 64 <= count ? out + i : scores;
+    for (int j = 0; j < 4; ++j) {
+      const auto adjusted = S::mul(S::sub(S::load(block + j * kLanes), offset), factor);
+      S::store(to + j * kLanes, S::add(adjusted, noise[j]));
+    }
+    for (int j = i; to == scores && j < count; ++j) out[j] = scores[j - i];
+  });
+}
+
+template <class S>
 constexpr void fill_vector_kernels(Kernels& table) {
   table.name = S::kName;
   table.finish_tile = finish_tile<S>;
@@ -245,6 +262,7 @@ constexpr void fill_vector_kernels(Kernels& table) {
   table.argmax = argmax<S>;
   table.exponentials = exponentials<S>;
   table.gumbel_argmax = gumbel_argmax<S>;
+  table.gumbel_scores = gumbel_scores<S>;
 }
 
 }  // namespace

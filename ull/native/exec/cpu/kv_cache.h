@@ -1,4 +1,5 @@
-// The KV pages of all sessions, one pool allocated and touched at construction (layout: kv/page_layout.h).
+// The KV pages of all sessions, one pool allocated and touched at construction (layout: kv/page_layout.h). Behind them
+// may lie one more, the tree page: slot i holds node i of the draft tree that is being verified.
 #pragma once
 
 #include <bit>
@@ -20,10 +21,14 @@ namespace ull::cpu {
 
 class KvCache {
  public:
-  KvCache(const PageLayout& layout, int pages, Format format)
-      : layout_(layout), format_(format), pages_(pages), pool_(static_cast<size_t>(pages) * layout.page_bytes()) {}
+  KvCache(const PageLayout& layout, int pages, Format format, bool trees = false)
+      : layout_(layout),
+        format_(format),
+        pages_(pages),
+        pool_(static_cast<size_t>(pages + (trees ? 1 : 0)) * layout.page_bytes()) {}
 
   [[nodiscard]] int pages() const noexcept { return pages_; }
+  [[nodiscard]] int tree_page() const noexcept { return pages_; }
   [[nodiscard]] int layers() const noexcept { return layout_.layers; }
   [[nodiscard]] Format format() const noexcept { return format_; }
   [[nodiscard]] int64_t bytes() const noexcept { return static_cast<int64_t>(pool_.size()); }
@@ -37,6 +42,37 @@ class KvCache {
   [[nodiscard]] const uint8_t* values(int page, int layer, int kv_head, int tile) const noexcept {
     return pool_.data() + layout_.value_offset(page, layer, kv_head) +
            static_cast<size_t>(tile) * PageLayout::kTokens * PageLayout::kTile * layout_.element_bytes;
+  }
+
+  // One token's values in value tile `tile`: [32 dims].
+  [[nodiscard]] const uint8_t* value_row(int page, int layer, int kv_head, int tile, int slot) const noexcept {
+    return values(page, layer, kv_head, tile) + static_cast<size_t>(slot) * value_row_bytes();
+  }
+  [[nodiscard]] size_t value_row_bytes() const noexcept { return PageLayout::kTile * layout_.element_bytes; }
+
+  // Copies one token's keys and values, all layers, from one slot to another.
+  void copy_token(int from_page, int from_slot, int to_page, int to_slot) noexcept {
+    const size_t element = layout_.element_bytes;
+    const auto key_index = [&](int slot) {
+      return static_cast<size_t>(slot / PageLayout::kTile * layout_.head_dim * PageLayout::kTile +
+                                 layout_.tile_position(slot % PageLayout::kTile));
+    };
+    for (int layer = 0; layer < layout_.layers; ++layer) {
+      for (int head = 0; head < layout_.kv_heads; ++head) {
+        const uint8_t* from =
+            pool_.data() + layout_.key_offset(from_page, layer, head) + key_index(from_slot) * element;
+        uint8_t* to = pool_.data() + layout_.key_offset(to_page, layer, head) + key_index(to_slot) * element;
+        for (int d = 0; d < layout_.head_dim; ++d) {
+          const size_t offset = static_cast<size_t>(d) * PageLayout::kTile * element;
+          std::memcpy(to + offset, from + offset, element);
+        }
+        for (int tile = 0; tile < layout_.value_tiles(); ++tile) {
+          uint8_t* row = pool_.data() + layout_.value_offset(to_page, layer, head) +
+                         static_cast<size_t>(tile * PageLayout::kTokens + to_slot) * value_row_bytes();
+          std::memcpy(row, value_row(from_page, layer, head, tile, from_slot), value_row_bytes());
+        }
+      }
+    }
   }
 
   // Stores one token's key and value ([head_dim] each) in slot `slot` (0..63) of a page.

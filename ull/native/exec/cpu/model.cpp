@@ -29,15 +29,15 @@ const float* data_or_null(const AlignedArray<float>& values) { return values.siz
 
 }  // namespace
 
-Model::Model(ModelSpec spec, const ModelOptions& options)
+Model::Model(ModelSpec spec, const ModelOptions& options, std::shared_ptr<ThreadTeam> team)
     : spec_(validated(std::move(spec), options)),
       kernels_(select_kernels(options.isa)),
       chunk_(options.chunk),
       weights_(spec_, options.storage),
-      team_(options.threads, options.cores),
-      cache_(page_layout(spec_, options), options.pages > 0 ? options.pages : pages_for(spec_.context),
-             spec_.kv_format),
-      attention_(spec_, kernels_, cache_, team_, spec_.context),
+      team_(team != nullptr ? std::move(team) : std::make_shared<ThreadTeam>(options.threads, options.cores)),
+      cache_(page_layout(spec_, options), options.pages > 0 ? options.pages : pages_for(spec_.context), spec_.kv_format,
+             options.trees),
+      attention_(spec_, kernels_, cache_, *team_, spec_.context),
       qkv_stride_((spec_.qkv_rows() + kTileRows - 1) / kTileRows * kTileRows) {
   const size_t tokens = static_cast<size_t>(chunk_);
   const size_t columns = static_cast<size_t>(Panels::most_columns(chunk_));
@@ -45,23 +45,24 @@ Model::Model(ModelSpec spec, const ModelOptions& options)
   hidden_ = AlignedArray<float>(tokens * hidden);
   qkv_ = AlignedArray<float>(tokens * static_cast<size_t>(qkv_stride_));
   normed_ = AlignedArray<float>(columns * hidden);
-  mixed_ = AlignedArray<float>(columns * static_cast<size_t>(std::max(spec_.query_rows(), spec_.intermediate)));
-  for (int member = 0; member < team_.size(); ++member) {
+  mixed_ = AlignedArray<float>(columns *
+                               static_cast<size_t>(std::max({spec_.hidden, spec_.query_rows(), spec_.intermediate})));
+  for (int member = 0; member < team_->size(); ++member) {
     scratch_.push_back({AlignedArray<float>(hidden), AlignedArray<float>(kUnpackedDepth * kTileRows),
                         AlignedArray<float>(kMaxTileGroup * columns * kTileRows)});
   }
 }
 
 Status Model::forward(const ForwardStep& step, const std::atomic<bool>& abort) noexcept {
-  set_chunk(hidden_.data(), step.count, step.start, step.pages);
+  set_chunk(hidden_.data(), step.count, step.start, step.pages, step.tree);
   stop_ = false;
   const auto body = [&](int member) {
     embed_tokens(member, step.tokens);
-    team_.barrier();
+    team_->barrier();
     for (int i = 0; i < spec_.layers; ++i) {
       layer(member, i);
       if (member == 0) stop_ = abort.load(std::memory_order_relaxed);
-      team_.barrier();
+      team_->barrier();
       if (stop_) return;
     }
     if (step.logits_of == LogitsOf::kLast) {
@@ -71,37 +72,69 @@ Status Model::forward(const ForwardStep& step, const std::atomic<bool>& abort) n
       logits(member, residual_, panels_, step.logits);
     }
   };
-  team_.run(body);
+  team_->run(body);
   return stop_ ? Status::kAborted : Status::kOk;
 }
 
 void Model::embed(const int32_t* tokens, int count, float* hidden) noexcept {
   set_chunk(hidden, count, 0, nullptr);
   const auto body = [&](int member) { embed_tokens(member, tokens); };
-  team_.run(body);
+  team_->run(body);
 }
 
 void Model::run_layer(int index, float* hidden, int count, int start, const int32_t* pages) noexcept {
   set_chunk(hidden, count, start, pages);
   const auto body = [&](int member) { layer(member, index); };
-  team_.run(body);
+  team_->run(body);
 }
 
 void Model::project(float* hidden, int count, float* out) noexcept {
   set_chunk(hidden, count, 0, nullptr);
   const auto body = [&](int member) { logits(member, residual_, panels_, out); };
-  team_.run(body);
+  team_->run(body);
 }
 
-void Model::set_chunk(float* hidden, int count, int start, const int32_t* pages) noexcept {
+void Model::project_rows(int row, int count, float* out) noexcept {
+  const float* hidden = hidden_.data() + static_cast<size_t>(row) * static_cast<size_t>(spec_.hidden);
+  const auto body = [&](int member) { logits(member, hidden, Panels::of(count), out); };
+  team_->run(body);
+}
+
+void Model::normed_row(int row, float* out) const noexcept {
+  kernels_.normalize(hidden_.data() + static_cast<size_t>(row) * static_cast<size_t>(spec_.hidden),
+                     weights_.norm().data(), spec_.hidden, spec_.rms_epsilon, 1.0F, out, 1);
+}
+
+void Model::multiply(const Matrix& matrix, const float* x, int count, float* out, size_t out_stride) noexcept {
+  const Panels panels = Panels::of(count);
+  const float scale = matrix.input_scale();
+  for (int token = 0; token < count; ++token) {
+    const float* from = x + static_cast<size_t>(token) * static_cast<size_t>(matrix.columns);
+    float* to = mixed_.data() + panels.offset(token, matrix.columns);
+    for (int k = 0; k < matrix.columns; ++k) to[static_cast<size_t>(k * panels.width)] = from[k] * scale;
+  }
+  const auto body = [&](int member) { product(member, matrix, mixed_.data(), panels, matrix.rows, out, out_stride); };
+  team_->run(body);
+}
+
+void Model::head_logits(const float* x, int count, float* out) noexcept {
+  multiply(weights_.lm_head(), x, count, out, static_cast<size_t>(spec_.vocabulary));
+}
+
+void Model::keep_node(int node, int position, const int32_t* pages) noexcept {
+  cache_.copy_token(cache_.tree_page(), node, pages[position / kPageTokens], position % kPageTokens);
+}
+
+void Model::set_chunk(float* hidden, int count, int start, const int32_t* pages, const TreePaths* tree) noexcept {
   residual_ = hidden;
   panels_ = Panels::of(count);
   start_ = start;
   pages_ = pages;
+  tree_ = tree;
 }
 
 void Model::embed_tokens(int member, const int32_t* tokens) noexcept {
-  for (int token = member; token < panels_.tokens; token += team_.size()) {
+  for (int token = member; token < panels_.tokens; token += team_->size()) {
     weights_.embed(tokens[token], residual_ + static_cast<size_t>(token) * static_cast<size_t>(spec_.hidden));
   }
 }
@@ -119,19 +152,19 @@ void Model::layer(int member, int index) noexcept {
           qkv_.data() + static_cast<size_t>(token) * static_cast<size_t>(qkv_stride_) + tile * kTileRows);
     }
   });
-  team_.barrier();
+  team_->barrier();
 
   attention_.run(member, {qkv_.data(), qkv_stride_, start_, pages_, index % cache_.layers(),
                           spec_.windows[static_cast<size_t>(index)], data_or_null(weights.query_norm),
-                          data_or_null(weights.key_norm), panels_, mixed_.data(), weights.output.input_scale()});
-  team_.barrier();
+                          data_or_null(weights.key_norm), panels_, mixed_.data(), weights.output.input_scale(), tree_});
+  team_->barrier();
 
   add_to_hidden(member, weights.output, mixed_.data());
-  team_.barrier();
+  team_->barrier();
 
   x = normalize(member, residual_, panels_, weights.mlp_norm, weights.gate_up);
   activate(member, weights, x);
-  team_.barrier();
+  team_->barrier();
 
   add_to_hidden(member, weights.down, mixed_.data());
 }
@@ -139,13 +172,17 @@ void Model::layer(int member, int index) noexcept {
 void Model::logits(int member, const float* hidden, const Panels& panels, float* out) noexcept {
   const Matrix& matrix = weights_.lm_head();
   const float* x = normalize(member, hidden, panels, weights_.norm(), matrix);
+  product(member, matrix, x, panels, spec_.vocabulary, out, static_cast<size_t>(spec_.vocabulary));
+}
+
+void Model::product(int member, const Matrix& matrix, const float* x, const Panels& panels, int rows, float* out,
+                    size_t out_stride) noexcept {
   linear(member, matrix, x, panels, 1, [&](int tile, const float* sums, size_t) {
-    const int rows = std::min(kTileRows, spec_.vocabulary - tile * kTileRows);
+    const int filled = std::min(kTileRows, rows - tile * kTileRows);
     for (int token = 0; token < panels.tokens; ++token) {
       alignas(64) float row[kTileRows];
       kernels_.finish_tile(sums + token * kTileRows, tile_of(matrix.scale, tile), tile_of(matrix.bias, tile), row);
-      std::copy(row, row + rows,
-                out + static_cast<size_t>(token) * static_cast<size_t>(spec_.vocabulary) + tile * kTileRows);
+      std::copy(row, row + filled, out + static_cast<size_t>(token) * out_stride + tile * kTileRows);
     }
   });
 }
@@ -158,11 +195,11 @@ const float* Model::normalize(int member, const float* hidden, const Panels& pan
     kernels_.normalize(hidden, weight.data(), spec_.hidden, spec_.rms_epsilon, consumer.input_scale(), out, 1);
     return out;
   }
-  for (int token = member; token < panels.tokens; token += team_.size()) {
+  for (int token = member; token < panels.tokens; token += team_->size()) {
     kernels_.normalize(hidden + static_cast<size_t>(token) * width, weight.data(), spec_.hidden, spec_.rms_epsilon,
                        consumer.input_scale(), normed_.data() + panels.offset(token, spec_.hidden), panels.width);
   }
-  team_.barrier();
+  team_->barrier();
   return normed_.data();
 }
 
@@ -171,8 +208,8 @@ void Model::linear(int member, const Matrix& matrix, const float* x, const Panel
                    Finish finish) noexcept {
   Scratch& scratch = scratch_[static_cast<size_t>(member)];
   const int units = matrix.tiles / unit;
-  const int begin = static_cast<int>(static_cast<int64_t>(units) * member / team_.size()) * unit;
-  const int end = static_cast<int>(static_cast<int64_t>(units) * (member + 1) / team_.size()) * unit;
+  const int begin = static_cast<int>(static_cast<int64_t>(units) * member / team_->size()) * unit;
+  const int end = static_cast<int>(static_cast<int64_t>(units) * (member + 1) / team_->size()) * unit;
   const int group = panels.width == 1 || panels.count > 1 ? kMaxTileGroup : 2;
   const size_t sums_tile = static_cast<size_t>(panels.columns()) * kTileRows;
   const size_t panel_size = static_cast<size_t>(matrix.columns) * static_cast<size_t>(panels.width);

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,7 @@ struct ModelOptions {
   int chunk = 256;  // most tokens per forward()
   int pages = 0;    // KV pages; 0: as many as one session of spec.context tokens needs
   WeightStorage storage = WeightStorage::kResident;
+  bool trees = false;    // forward() takes draft trees: one page more
   int cache_layers = 0;  // layers that the KV pages hold; 0: all. 1: run layer by layer (evaluate)
 };
 
@@ -39,14 +41,16 @@ struct ForwardStep {
   int start;              // position of tokens[0]
   const int32_t* pages;   // page table, covers start + count - 1
   LogitsOf logits_of;
-  float* logits;  // [1 or count][vocabulary], by logits_of
+  float* logits;                    // [1 or count][vocabulary], by logits_of
+  const TreePaths* tree = nullptr;  // null: the tokens follow one another. Else token i is node i of a draft tree, its
+                                    // keys and values go to the tree page, and `pages` covers [0, start)
 };
 
 class Model {
  public:
   // Loads the weights and allocates everything. Throws std::invalid_argument (bad spec, tensors, options) and
   // std::bad_alloc.
-  Model(ModelSpec spec, const ModelOptions& options);
+  Model(ModelSpec spec, const ModelOptions& options, std::shared_ptr<ThreadTeam> team = nullptr);
   Model(const Model&) = delete;
   Model& operator=(const Model&) = delete;
 
@@ -55,7 +59,8 @@ class Model {
   [[nodiscard]] const ModelWeights& weights() const noexcept { return weights_; }
   [[nodiscard]] const KvCache& cache() const noexcept { return cache_; }
   [[nodiscard]] int chunk() const noexcept { return chunk_; }
-  [[nodiscard]] int pinned_threads() const noexcept { return team_.pinned(); }
+  [[nodiscard]] int pinned_threads() const noexcept { return team_->pinned(); }
+  [[nodiscard]] const std::shared_ptr<ThreadTeam>& team() const noexcept { return team_; }
 
   // kOk, or kAborted if `abort` became true, which is looked at once per layer.
   [[nodiscard]] Status forward(const ForwardStep& step, const std::atomic<bool>& abort) noexcept;
@@ -64,6 +69,19 @@ class Model {
   void embed(const int32_t* tokens, int count, float* hidden) noexcept;
   void run_layer(int layer, float* hidden, int count, int start, const int32_t* pages) noexcept;
   void project(float* hidden, int count, float* logits) noexcept;  // [count][vocabulary]
+
+  // The logits of rows [row, row + count) of the last forward() -> [count][vocabulary].
+  void project_rows(int row, int count, float* logits) noexcept;
+  // The lm_head's input of row `row` of the last forward(), unscaled -> [hidden].
+  void normed_row(int row, float* out) const noexcept;
+  // out[token][0, matrix.rows) = scale * (matrix x) + bias, for x [count][matrix.columns] f32, count <= chunk() and
+  // columns no more than the model's own widest input.
+  void multiply(const Matrix& matrix, const float* x, int count, float* out, size_t out_stride) noexcept;
+  // The shared lm_head on rows like those of normed_row() -> [count][vocabulary].
+  void head_logits(const float* x, int count, float* logits) noexcept;
+
+  // Copies the keys and values of tree node `node` (its slot in the tree page) to `position`, all layers.
+  void keep_node(int node, int position, const int32_t* pages) noexcept;
 
  private:
   struct Scratch {
@@ -76,6 +94,9 @@ class Model {
   void embed_tokens(int member, const int32_t* tokens) noexcept;
   void layer(int member, int index) noexcept;
   void logits(int member, const float* hidden, const Panels& panels, float* out) noexcept;
+  // out[token][0, rows) = matrix x, x packed for it.
+  void product(int member, const Matrix& matrix, const float* x, const Panels& panels, int rows, float* out,
+               size_t out_stride) noexcept;
   // RMS norm of the chunk, packed for `consumer`. Ends with a barrier unless each member made its own.
   const float* normalize(int member, const float* hidden, const Panels& panels, const AlignedArray<float>& weight,
                          const Matrix& consumer) noexcept;
@@ -85,13 +106,13 @@ class Model {
   void linear(int member, const Matrix& matrix, const float* x, const Panels& panels, int unit, Finish finish) noexcept;
   void add_to_hidden(int member, const Matrix& matrix, const float* x) noexcept;
   void activate(int member, const LayerWeights& weights, const float* x) noexcept;
-  void set_chunk(float* hidden, int count, int start, const int32_t* pages) noexcept;
+  void set_chunk(float* hidden, int count, int start, const int32_t* pages, const TreePaths* tree = nullptr) noexcept;
 
   ModelSpec spec_;
   const Kernels& kernels_;
   int chunk_;
   ModelWeights weights_;
-  ThreadTeam team_;
+  std::shared_ptr<ThreadTeam> team_;
   KvCache cache_;
   Attention attention_;
 
@@ -107,6 +128,7 @@ class Model {
   Panels panels_{1, 1, 1};
   int start_ = 0;
   const int32_t* pages_ = nullptr;
+  const TreePaths* tree_ = nullptr;
   bool stop_ = false;  // member 0 has seen the abort flag; published by a barrier
 };
 

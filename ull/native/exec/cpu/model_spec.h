@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,17 @@ struct TensorInfo {
   int64_t bytes = 0;
   Format format = Format::kF32;
   std::vector<int64_t> shape;
+};
+
+inline constexpr int kMaxMedusaHeads = 12;
+
+// Medusa heads of a model: tensors medusa.{head}.{layer}.weight [hidden, hidden] with .bias, and for heads with an
+// lm_head of their own medusa.{head}.lm_head.weight [vocabulary, hidden].
+struct MedusaSpec {
+  int heads = 0;
+  int layers = 0;            // residual blocks per head
+  bool own_lm_head = false;  // version 1; version 2 shares the model's
+  std::map<std::string, TensorInfo> tensors;
 };
 
 struct ModelSpec {
@@ -34,6 +46,9 @@ struct ModelSpec {
   std::vector<int> windows;     // [layers] tokens a query sees, itself included; 0: all
   std::string path;             // weights.safetensors
   std::map<std::string, TensorInfo> tensors;
+  // What a bundle may add for speculative decoding; null: it does not.
+  std::shared_ptr<const MedusaSpec> medusa;
+  std::shared_ptr<const ModelSpec> draft;  // names of tensors without the prefix "draft."
 
   [[nodiscard]] int query_rows() const noexcept { return heads * head_dim; }
   [[nodiscard]] int kv_rows() const noexcept { return kv_heads * head_dim; }
@@ -41,6 +56,7 @@ struct ModelSpec {
   [[nodiscard]] int group() const noexcept { return heads / kv_heads; }
 };
 
+// Checks the dimensions, those of medusa and draft included.
 void validate(const ModelSpec& spec);
 
 }  // namespace ull::cpu

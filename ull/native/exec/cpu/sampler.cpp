@@ -30,9 +30,11 @@ Sampler::Sampler(const Kernels& kernels, int vocabulary)
     : kernels_(kernels),
       vocabulary_(vocabulary),
       probabilities_(static_cast<size_t>(vocabulary)),
+      scores_(static_cast<size_t>(vocabulary)),
       bucket_counts_(kBuckets),
       bucket_masses_(kBuckets),
-      unbiased_(kMaxLogitBias) {
+      unbiased_(kMaxLogitBias),
+      banned_(kMaxRanks) {
   candidates_.reserve(static_cast<size_t>(vocabulary));
 }
 
@@ -40,20 +42,10 @@ Status Sampler::sample(float* logits, int32_t position, const Sampling& sampling
   float raw_maximum = 0.0F;
   if (!kernels_.scan(logits, vocabulary_, &raw_maximum)) return Status::kExecutorFailed;
 
-  for (int i = 0; i < sampling.bias_count; ++i) {
-    const int32_t biased = sampling.bias[i].token;
-    if (biased < 0 || biased >= vocabulary_ || i >= kMaxLogitBias) return Status::kExecutorFailed;
-  }
-  for (int i = 0; i < sampling.bias_count; ++i) {
-    float& logit = logits[sampling.bias[i].token];
-    unbiased_[static_cast<size_t>(i)] = logit;
-    logit += sampling.bias[i].bias;
-  }
+  if (!add_bias(logits, sampling)) return Status::kExecutorFailed;
   int chosen = kernels_.argmax(logits, vocabulary_);
   if (sampling.temperature > 0.0F && chosen >= 0) chosen = draw(logits, logits[chosen], position, sampling);
-  for (int i = sampling.bias_count - 1; i >= 0; --i) {
-    logits[sampling.bias[i].token] = unbiased_[static_cast<size_t>(i)];
-  }
+  remove_bias(logits, sampling);
   if (chosen < 0 || chosen >= vocabulary_) return Status::kExecutorFailed;  // every token is banned
 
   token.token = chosen;
@@ -61,6 +53,78 @@ Status Sampler::sample(float* logits, int32_t position, const Sampling& sampling
   token.logprob = 0.0F;
   if (sampling.top_logprobs >= 0) report_logprobs(logits, raw_maximum, sampling.top_logprobs, token);
   return Status::kOk;
+}
+
+int Sampler::rank(float* logits, int32_t position, const Sampling& sampling, int count, int32_t* tokens) noexcept {
+  float maximum = 0.0F;
+  if (!kernels_.scan(logits, vocabulary_, &maximum) || !add_bias(logits, sampling)) return 0;
+  count = std::min({count, kMaxRanks, vocabulary_});
+  int found = 0;
+  if (const int best = kernels_.argmax(logits, vocabulary_); sampling.temperature > 0.0F && best >= 0) {
+    score(logits, logits[best], position, sampling);
+    found = take_best(scores_.data(), count, tokens);
+  }
+  // Greedy, or the filters left too few: by logit.
+  for (int i = 0; i < found; ++i) {
+    banned_[static_cast<size_t>(i)] = logits[tokens[i]];
+    logits[tokens[i]] = kMinusInfinity;
+  }
+  const int rest = take_best(logits, count - found, tokens + found);
+  for (int i = found - 1; i >= 0; --i) logits[tokens[i]] = banned_[static_cast<size_t>(i)];
+  remove_bias(logits, sampling);
+  return found + rest;
+}
+
+int Sampler::take_best(float* values, int count, int32_t* tokens) noexcept {
+  float taken[kMaxRanks];
+  int found = 0;
+  for (; found < count; ++found) {
+    const int best = kernels_.argmax(values, vocabulary_);
+    if (best < 0 || best >= vocabulary_ || values[best] == kMinusInfinity) break;
+    tokens[found] = best;
+    taken[found] = values[best];
+    values[best] = kMinusInfinity;
+  }
+  for (int i = 0; i < found; ++i) values[tokens[i]] = taken[i];
+  return found;
+}
+
+void Sampler::score(const float* logits, float maximum, int32_t position, const Sampling& sampling) noexcept {
+  const float inverse_temperature = std::min(1.0F / sampling.temperature, kMostInverseTemperature);
+  if (!filters(sampling)) {
+    kernels_.gumbel_scores(logits, vocabulary_, maximum, inverse_temperature, sampling.seed, position, scores_.data());
+    return;
+  }
+  std::fill_n(scores_.data(), scores_.size(), kMinusInfinity);
+  select_candidates(logits, maximum, inverse_temperature, sampling);
+  for (const Candidate& candidate : candidates_) {
+    if (sampling.min_p > 0.0F && exp_lanes<ScalarMath>(candidate.adjusted) < sampling.min_p) continue;
+    scores_[static_cast<size_t>(candidate.token)] =
+        candidate.adjusted + gumbel(sampling.seed, position, candidate.token);
+  }
+}
+
+bool Sampler::filters(const Sampling& sampling) const noexcept {
+  return (sampling.top_k > 0 && sampling.top_k < vocabulary_) || sampling.top_p < 1.0F || sampling.min_p > 0.0F;
+}
+
+bool Sampler::add_bias(float* logits, const Sampling& sampling) noexcept {
+  for (int i = 0; i < sampling.bias_count; ++i) {
+    const int32_t biased = sampling.bias[i].token;
+    if (biased < 0 || biased >= vocabulary_ || i >= kMaxLogitBias) return false;
+  }
+  for (int i = 0; i < sampling.bias_count; ++i) {
+    float& logit = logits[sampling.bias[i].token];
+    unbiased_[static_cast<size_t>(i)] = logit;
+    logit += sampling.bias[i].bias;
+  }
+  return true;
+}
+
+void Sampler::remove_bias(float* logits, const Sampling& sampling) noexcept {
+  for (int i = sampling.bias_count - 1; i >= 0; --i) {
+    logits[sampling.bias[i].token] = unbiased_[static_cast<size_t>(i)];
+  }
 }
 
 void Sampler::report_logprobs(const float* logits, float maximum, int count, RoundToken& token) noexcept {
@@ -84,9 +148,7 @@ void Sampler::report_logprobs(const float* logits, float maximum, int count, Rou
 
 int Sampler::draw(const float* logits, float maximum, int32_t position, const Sampling& sampling) noexcept {
   const float inverse_temperature = std::min(1.0F / sampling.temperature, kMostInverseTemperature);
-  const bool top_k = sampling.top_k > 0 && sampling.top_k < vocabulary_;
-  const bool filtered = top_k || sampling.top_p < 1.0F || sampling.min_p > 0.0F;
-  if (!filtered) {
+  if (!filters(sampling)) {
     return kernels_.gumbel_argmax(logits, vocabulary_, maximum, inverse_temperature, sampling.seed, position);
   }
   select_candidates(logits, maximum, inverse_temperature, sampling);

@@ -12,6 +12,8 @@
 
 namespace ull::cpu {
 
+inline constexpr int kMaxRanks = 32;  // candidates that rank() finds at most
+
 class Sampler {
  public:
   // Allocates everything that sample() needs.
@@ -22,6 +24,12 @@ class Sampler {
   // none of them so.
   [[nodiscard]] Status sample(float* logits, int32_t position, const Sampling& sampling, RoundToken& token) noexcept;
 
+  // The `count` likeliest draws at `position`, best first -> tokens [count]; returns how many there are. The first is
+  // what sample() would draw from these logits; the others follow by score, those that the filters drop by logit behind
+  // them. For drafts: 0 if a logit is not finite.
+  [[nodiscard]] int rank(float* logits, int32_t position, const Sampling& sampling, int count,
+                         int32_t* tokens) noexcept;
+
  private:
   struct Candidate {
     float adjusted;  // (logit - maximum) / temperature, at most 0
@@ -30,6 +38,14 @@ class Sampler {
 
   // Log-softmax of the raw logits: of `token.token` and of the `count` best.
   void report_logprobs(const float* logits, float maximum, int count, RoundToken& token) noexcept;
+  // Adds the bias to the logits, or takes it back. False if one is outside the vocabulary.
+  [[nodiscard]] bool add_bias(float* logits, const Sampling& sampling) noexcept;
+  void remove_bias(float* logits, const Sampling& sampling) noexcept;
+  // The first `count` (at most kMaxRanks) indices of values [vocabulary] by value; -inf is never taken.
+  [[nodiscard]] int take_best(float* values, int count, int32_t* tokens) noexcept;
+  // scores_ = adjusted logit + noise, -inf for what the filters drop.
+  void score(const float* logits, float maximum, int32_t position, const Sampling& sampling) noexcept;
+  [[nodiscard]] bool filters(const Sampling& sampling) const noexcept;
   int draw(const float* logits, float maximum, int32_t position, const Sampling& sampling) noexcept;
   // Candidates that pass top-k and top-p, the best first if top-p is on.
   void select_candidates(const float* logits, float maximum, float inverse_temperature,
@@ -43,9 +59,11 @@ class Sampler {
   const int vocabulary_;
   std::vector<Candidate> candidates_;   // capacity: vocabulary
   AlignedArray<float> probabilities_;   // [vocabulary] exp(adjusted), unnormalised
+  AlignedArray<float> scores_;          // [vocabulary] of rank()
   std::vector<int32_t> bucket_counts_;  // [kBuckets]
   std::vector<double> bucket_masses_;   // [kBuckets]
   std::vector<float> unbiased_;         // [kMaxLogitBias] logits to restore
+  std::vector<float> banned_;           // [kMaxRanks] logits to restore
 };
 
 }  // namespace ull::cpu

@@ -1,0 +1,100 @@
+"""Opens what drafts for a target, and refuses what belongs to another model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ull.bundle import MAX_TREE, Drafter, DraftModel, Model, Precision, Speculation
+from ull.errors import CheckpointError
+from ull_build.checkpoint import Checkpoint, read_json
+from ull_build.convert import Drafters
+from ull_build.medusa import check_medusa, read_medusa
+from ull_build.vocabulary import CheckpointTokenizer, Vocabulary, build_vocabulary
+
+
+@dataclass(frozen=True)
+class SpeculationSettings:
+    """What a recipe says about speculation. `medusa_count` None takes all heads of the file."""
+
+    default: Drafter = "auto"
+    max_tree: int = MAX_TREE
+    medusa: Path | None = None
+    medusa_count: int | None = None
+    draft: Path | None = None
+
+
+@contextmanager
+def open_drafters(settings: SpeculationSettings, model: Model, tokenizer: CheckpointTokenizer) -> Iterator[Drafters]:
+    """The drafters of a target with `model` and `tokenizer`, checked. Raises CheckpointError."""
+    medusa = None
+    if settings.medusa is not None:
+        medusa = read_medusa(settings.medusa, settings.medusa_count)
+        check_medusa(medusa, model)
+    if settings.draft is None:
+        yield Drafters(medusa)
+        return
+    with Checkpoint(settings.draft) as draft:
+        _check_draft(settings.draft, draft, model, tokenizer.vocabulary)
+        yield Drafters(medusa, draft)
+
+
+def describe(settings: SpeculationSettings, drafters: Drafters, model: Model, precision: Precision) -> Speculation:
+    """The manifest's account of speculation."""
+    draft = None
+    if drafters.draft is not None:
+        sizes = msgspec.structs.replace(drafters.draft.model, tokenizer_vocabulary=model.tokenizer_vocabulary)
+        draft = DraftModel(model=sizes, precision=precision)
+    return Speculation(
+        default=settings.default,
+        max_tree=settings.max_tree,
+        medusa=None if drafters.medusa is None else drafters.medusa.description,
+        draft=draft,
+    )
+
+
+def _check_draft(path: Path, draft: Checkpoint, model: Model, vocabulary: Vocabulary) -> None:
+    """A draft model must speak of the same tokens, and as far into a session as the target."""
+    if draft.model.context < model.context:
+        raise CheckpointError(
+            f"the draft model {path} holds {draft.model.context} tokens, the target {model.context}; lower `context` "
+            f"to {draft.model.context}, or use another draft model",
+            field="draft",
+        )
+    if draft.model.vocabulary < vocabulary.count:
+        raise CheckpointError(
+            f"the draft model {path} has {draft.model.vocabulary} embedding rows, the target's tokenizer "
+            f"{vocabulary.count} tokens; the two must share a tokenizer",
+            field="draft",
+        )
+    file = path / "tokenizer.json"
+    if not file.exists():
+        if draft.model.vocabulary != model.vocabulary:
+            raise CheckpointError(
+                f"{file} is missing, and the draft model has {draft.model.vocabulary} embedding rows, the target "
+                f"{model.vocabulary}: whether they share a tokenizer cannot be told; put the draft model's there",
+                field="draft",
+            )
+        return
+    other = build_vocabulary(read_json(file))
+    for token in range(max(vocabulary.count, other.count)):
+        own, theirs = _piece(vocabulary, token), _piece(other, token)
+        if own != theirs:
+            raise CheckpointError(
+                f"the draft model {path} has another tokenizer: token {token} is {_show(theirs)}, the target's is "
+                f"{_show(own)}",
+                field="draft",
+            )
+
+
+def _piece(vocabulary: Vocabulary, token: int) -> bytes | None:
+    """The text of a token; None for special and missing ones, which may be named or reserved differently."""
+    return None if token >= vocabulary.count or vocabulary.special[token] else vocabulary.pieces[token]
+
+
+def _show(piece: bytes | None) -> str:
+    return "no text" if piece is None else repr(piece.decode(errors="replace"))[:60]

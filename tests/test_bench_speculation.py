@@ -1,0 +1,82 @@
+"""bench/speculation.py without its daemon: which text it measures on, how it adds up, and when a bar is missed."""
+
+import sys
+
+import pytest
+
+from conftest import ROOT
+from ull.wire import Speculation
+
+sys.path.append(str(ROOT / "bench"))
+
+import speculation
+from speculation import PROMPTS, Series, Workload, bars, record
+
+HELD_OUT = (ROOT / "engines/tiny/heldout.txt").read_text()
+
+
+def test_held_out_prompts_end_where_a_block_ends() -> None:
+    prompts = speculation.held_out_prompts()
+    assert len(prompts) == len(set(prompts)) == PROMPTS
+    for prompt in prompts:
+        assert prompt.startswith(("def ", "class ", "@"))
+        assert len(prompt) <= speculation.PROMPT_CHARACTERS
+        rest = HELD_OUT[HELD_OUT.index(prompt) + len(prompt) :]
+        assert rest.startswith("\n") and rest.lstrip("\n").startswith(("def ", "class ", "@"))
+
+
+def test_repeating_prompts_repeat_a_held_out_line() -> None:
+    for prompt in speculation.repeating_prompts():
+        lines = prompt.split("\n")
+        assert len(lines) == speculation.REPEATS and len(set(lines)) == 1
+        assert lines[0] in HELD_OUT.splitlines()
+
+
+def test_random_prompts_are_the_same_in_every_run() -> None:
+    prompts = speculation.random_prompts(4096)
+    assert prompts == speculation.random_prompts(4096)
+    assert all(3 <= token < 4096 for prompt in prompts for token in prompt)
+
+
+def series(us: float, tokens_per_round: float, drafter: str = "medusa", differences: int = 0) -> Series:
+    total = Speculation(rounds=10, tokens_per_round=tokens_per_round, by_drafter={drafter: 10}, accepted_by_depth=[5])
+    return Series(total=total, times_us={0: [us, us * 9, us], 1: [3 * us]}, differences=differences)
+
+
+def test_a_time_is_the_mean_of_the_prompts_medians() -> None:
+    assert series(10.0, 1.0).time_us() == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "missed"),
+    [
+        ({}, set()),
+        ({"differences": 1}, {"completions unlike none's"}),
+        ({"medusa": 1.9}, {"medusa, held-out, greedy"}),
+        ({"medusa": 1.6}, {"medusa, held-out, greedy", "medusa, held-out, T=0.8"}),
+        ({"draft": 2.4}, {"draft, held-out, greedy"}),
+        ({"ngram": 2.9}, {"ngram, repeated lines, greedy"}),
+        ({"auto_us": 10.4}, {"auto's loss on unpredictable text"}),
+    ],
+)
+def test_bars(change: dict[str, float], missed: set[str]) -> None:
+    good = {"none": 1.0, "ngram": 3.1, "medusa": 2.1, "draft": 2.6, "auto": 3.0}
+    samples: dict[str, object] = {}
+    for name in ("held-out, greedy", "held-out, T=0.8", "repeated lines, greedy", "unpredictable"):
+        rows = {}
+        for drafter, tokens in good.items():
+            us = change.get("auto_us", 10.2) if drafter == "auto" else 10.0
+            differences = int(change.get("differences", 0)) if drafter == "draft" else 0
+            rows[drafter] = series(us, change.get(drafter, tokens), drafter, differences)
+        record(Workload(name, ["x"], 0.0), rows, samples)
+    samples["full_trees"] = samples["rounds"]
+    found = {check.name for check in bars(samples) if not check.ok}
+    assert found == missed
+
+
+def test_a_drafter_that_the_engine_lacks_misses_its_bar() -> None:
+    samples: dict[str, object] = {}
+    for name in ("held-out, greedy", "held-out, T=0.8", "repeated lines, greedy", "unpredictable"):
+        record(Workload(name, ["x"], 0.0), {"none": series(10.0, 1.0, "none"), "auto": series(10.0, 1.0)}, samples)
+    samples["full_trees"] = samples["rounds"]
+    assert sum(not check.ok for check in bars(samples)) == 4

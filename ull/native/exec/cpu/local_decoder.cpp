@@ -1,0 +1,69 @@
+#include "exec/cpu/local_decoder.h"
+
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+#include <utility>
+
+#include "base/clock.h"
+
+namespace ull::cpu {
+
+LocalDecoder::LocalDecoder(ModelSpec spec, ModelOptions options, SpeculationOptions speculation)
+    : executor_(std::move(spec), std::move(options), std::move(speculation)) {
+  executor_.prepare();
+  pages_.resize(static_cast<size_t>(executor_.info().page_count));
+  std::iota(pages_.begin(), pages_.end(), 0);
+}
+
+Decoded LocalDecoder::decode(const DecodeRequest& request) {
+  const auto require = [](bool condition, const char* what) {
+    if (!condition) throw std::invalid_argument(what);
+  };
+  const std::span<const int32_t> pages = request.pages.empty() ? std::span<const int32_t>(pages_) : request.pages;
+  const int prompt = static_cast<int>(request.tokens.size());
+  require(prompt >= 1, "tokens: at least one is needed");
+  require(request.max_tokens >= 1, "max_tokens: must be at least 1");
+  require(request.max_tree >= 0 && request.max_tree <= kMaxTreeTokens, "max_tree: must be 0 to 64");
+  require(request.cached >= 0 && request.cached < prompt, "cached: must be less than the prompt");
+  require(executor_.info().drafters[static_cast<size_t>(request.speculation)], "speculate: there is no such drafter");
+  const int64_t end = int64_t{prompt} + request.max_tokens;
+  require(end <= executor_.info().context && end <= static_cast<int64_t>(pages.size()) * kPageTokens,
+          "max_tokens: the tokens do not fit the context or the pages");
+  for (const int32_t page : pages) require(page >= 0 && page < executor_.info().page_count, "pages: out of range");
+
+  drafted_ = std::min(drafted_, request.cached);
+  RoundResult result;
+  for (int start = request.cached; start < prompt - 1;) {
+    const int count = std::min(executor_.info().prefill_chunk, prompt - 1 - start);
+    Status status = executor_.start_prefill(
+        {request.tokens.data() + start, count, start, pages.data(), &drafted_, request.speculation});
+    if (status == Status::kOk) status = executor_.poll(result);
+    if (status != Status::kOk) throw std::runtime_error("prefill failed");
+    start += count;
+  }
+  Decoded out;
+  std::vector<int32_t> history(request.tokens.begin(), request.tokens.end());
+  history.reserve(static_cast<size_t>(end));
+  while (static_cast<int>(out.tokens.size()) < request.max_tokens) {
+    const int position = static_cast<int>(history.size()) - 1;
+    const int left = request.max_tokens - static_cast<int>(out.tokens.size());
+    const int64_t begin = monotonic_ns();
+    Status status = executor_.start_round({history.back(), position, pages.data(), &request.sampling,
+                                           std::min(left, kMaxTokensPerRound), history.data(), request.speculation,
+                                           request.max_tree, &drafted_});
+    if (status == Status::kOk) status = executor_.poll(result);
+    if (status != Status::kOk) {
+      out.failed = true;
+      return out;
+    }
+    out.rounds.push_back({result.drafter, result.tree_tokens, result.depth, result.accepted, monotonic_ns() - begin});
+    for (int i = 0; i < result.count; ++i) {
+      out.tokens.push_back(result.tokens[i]);
+      history.push_back(result.tokens[i].token);
+    }
+  }
+  return out;
+}
+
+}  // namespace ull::cpu

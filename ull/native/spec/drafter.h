@@ -1,0 +1,82 @@
+// What proposes draft tokens. To add a drafter: derive from Drafter, allocate in the constructor or prepare(), add
+// candidates to the tree in propose(), and hand it to CpuExecutor (exec/cpu/cpu_executor.cpp: make_drafters()).
+//
+// What a drafter gets and may rely on:
+//  - DraftContext: the session's tokens, its page table (the draft model's KV uses the same page numbers), the
+//  request's
+//    sampling, and `hidden`, the lm_head's input (final norm applied, not scaled) of position - 1, i.e. of the node
+//    whose draw is the root. Medusa head i (from 0) then predicts position + 1 + i, which is depth i + 1 of the tree.
+//    `hidden` is null where it is unknown (a round right after a full prefix-cache hit).
+//  - The coupling: rank candidates for depth d by adjusted draft logit + gumbel(seed, position + d, token):
+//    cpu::Sampler::rank(logits, position + d, sampling, count, tokens); at temperature 0 by the logit.
+//  - TreePlan: the shape wanted. Candidate `plan.ranks[i]` below plan node `plan.parents[i]`. Use
+//    tree.add(node_of[plan.parents[i]], token) and keep node_of[i]; -1 propagates. A chain drafter gets plans whose
+//    alternatives hang off the rank-0 chain only (branches() == false).
+//  - exec/cpu offers: Model::team() and Model(spec, options, team) to share one thread team; Model::multiply(matrix, x,
+//    count, out, stride) for any packed matrix (scale and bias applied); Model::head_logits(x, count, logits) for the
+//    shared lm_head; Model::forward for a draft model; Model::normed_row(row, out) for the last accepted node's hidden
+//    state.
+// A draft that is wrong costs time, never output. Nothing here allocates, locks or throws after prepare().
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "base/status.h"
+#include "exec/executor.h"
+#include "spec/tree.h"
+
+namespace ull {
+
+inline constexpr int kConfidenceClasses = 4;
+
+struct DraftContext {
+  const int32_t* history;  // [position + 1]; history[position] is the root
+  int32_t position;        // of the root; depth d stands at position + d
+  const int32_t* pages;    // page table; covers position + the tree's greatest depth
+  const Sampling* sampling;
+  int32_t* drafted;     // in/out: positions whose draft-model KV is valid; may be null: nothing is
+  const float* hidden;  // [target hidden] of position - 1, or null
+  const std::atomic<bool>* abort;
+};
+
+// What became of a round, whoever proposed its tree.
+struct DraftOutcome {
+  const int32_t* emitted;  // [count] the tokens of positions position + 1 .. position + count
+  int32_t count;
+  int32_t position;  // of the root
+  bool proposed;     // the tree that was verified was this drafter's
+};
+
+class Drafter {
+ public:
+  virtual ~Drafter() = default;
+
+  [[nodiscard]] virtual Speculation kind() const noexcept = 0;
+  // Allocates what is left to allocate and measures its costs. May throw.
+  virtual void prepare() {}
+  // Follows the target's prefill of one chunk. kOk or kAborted.
+  [[nodiscard]] virtual Status prefill(const PrefillStep& step, const std::atomic<bool>& abort) noexcept {
+    (void)step, (void)abort;
+    return Status::kOk;
+  }
+  // How good the next proposal will be, as a class 0 .. kConfidenceClasses - 1 with statistics of its own; -1: there is
+  // nothing to propose. Called before every plan; must be cheap.
+  [[nodiscard]] virtual int confidence(const DraftContext& context) noexcept {
+    (void)context;
+    return 0;
+  }
+  // Adds candidates to `tree`, which has its root and limits, following `plan`. kOk, kAborted or kExecutorFailed.
+  [[nodiscard]] virtual Status propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept = 0;
+  // Told after every round of a request that may use this drafter.
+  virtual void observe(const DraftOutcome& outcome) noexcept { (void)outcome; }
+
+  // Greatest depth and rank + 1 that it can propose, and whether it has alternatives below every node.
+  [[nodiscard]] virtual int max_depth() const noexcept { return kMaxTreeTokens - 1; }
+  [[nodiscard]] virtual int max_rank() const noexcept { return 1; }
+  [[nodiscard]] virtual bool branches() const noexcept { return false; }
+  // Estimated nanoseconds of propose() for a tree of that depth.
+  [[nodiscard]] virtual int64_t cost_ns(int depth) const noexcept = 0;
+};
+
+}  // namespace ull

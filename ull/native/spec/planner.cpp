@@ -1,0 +1,159 @@
+#include "spec/planner.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace ull {
+namespace {
+
+constexpr double kEarned = 0.015;      // of the time of every round
+constexpr double kFirstCredit = 2.0;   // plain rounds
+constexpr double kMostCredit = 8.0;    // plain rounds
+constexpr double kMargin = 1.02;       // a tree must be worth this many plain rounds
+constexpr double kProbeReserve = 2.0;  // worst losses of a probe that must be covered
+constexpr float kPriorWeight = 3.0F;   // observations that a prior counts for
+constexpr float kMemory = 0.97F;       // what is left of an observation after the next one
+constexpr double kLeastReach = 0.01;   // a node less likely than this is not considered
+
+// First guesses, by drafter and, for n-gram, by the length of the match.
+float first_chance(int drafter, int confidence, int depth, int rank) {
+  constexpr float kNgram[kConfidenceClasses] = {0.25F, 0.45F, 0.65F, 0.8F};
+  float chance = 0.6F;
+  if (static_cast<Speculation>(drafter) == Speculation::kNgram) {
+    chance = depth == 1 ? kNgram[confidence] : std::min(0.9F, kNgram[confidence] + 0.15F);
+  }
+  for (int i = 0; i < rank; ++i) chance *= 0.3F;
+  return chance;
+}
+
+// values[i] belongs to kCostTokens[i] tokens.
+double interpolate(const double* values, int tokens) noexcept {
+  int upper = 0;
+  while (upper < kCostSizes - 1 && kCostTokens[upper] < tokens) ++upper;
+  if (upper == 0 || tokens >= kCostTokens[upper]) return values[upper];
+  const double share = static_cast<double>(tokens - kCostTokens[upper - 1]) /
+                       static_cast<double>(kCostTokens[upper] - kCostTokens[upper - 1]);
+  return values[upper - 1] + share * (values[upper] - values[upper - 1]);
+}
+
+}  // namespace
+
+Planner::Planner(bool adaptive) : adaptive_(adaptive) {
+  for (int drafter = 0; drafter < kSpeculations; ++drafter) {
+    for (int confidence = 0; confidence < kConfidenceClasses; ++confidence) {
+      for (int depth = 1; depth <= kDepths; ++depth) {
+        for (int rank = 0; rank < kRanks; ++rank) {
+          chances_[drafter][confidence][depth - 1][rank].prior = first_chance(drafter, confidence, depth, rank);
+        }
+      }
+    }
+  }
+}
+
+double Planner::verify_ns(int tokens, int position, double visited) const noexcept {
+  const double all = interpolate(costs_.logits_ns, tokens);
+  return interpolate(costs_.body_ns, tokens) + position * interpolate(costs_.body_position_ns, tokens) +
+         std::min(all, visited * costs_.logits_ns[0]);
+}
+
+bool Planner::batches_logits(int tokens, double visited) const noexcept {
+  return interpolate(costs_.logits_ns, tokens) < visited * costs_.logits_ns[0];
+}
+
+double Planner::acceptance(Speculation drafter, int confidence, int depth, int rank) const noexcept {
+  const Chance& known = chances_[static_cast<int>(drafter)][confidence][depth_index(depth)][std::min(rank, kRanks - 1)];
+  return static_cast<double>((known.hits + kPriorWeight * known.prior) / (known.tried + kPriorWeight));
+}
+
+// Grows the tree by the node most likely to be reached and keeps the size with the best worth.
+double Planner::plan(const Drafter& drafter, int confidence, const Limits& limits, TreePlan& plan) const noexcept {
+  const Speculation kind = drafter.kind();
+  const int nodes = std::min(limits.nodes, kMaxTreeTokens);
+  const int depth = std::min(limits.depth, drafter.max_depth());
+  const double plain = plain_ns(limits.position);
+  double reach[kMaxTreeTokens] = {1.0};
+  uint8_t next_rank[kMaxTreeTokens] = {};
+  bool on_chain[kMaxTreeTokens] = {true};
+  plan = TreePlan{};
+  TreePlan best;
+  double best_worth = 0.0;
+  while (plan.count < nodes) {
+    int parent = -1;
+    double most = adaptive_ ? kLeastReach : 0.0;
+    for (int node = 0; node < plan.count; ++node) {
+      if (plan.depths[node] >= depth || next_rank[node] >= drafter.max_rank()) continue;
+      if (!drafter.branches() && !on_chain[node]) continue;
+      const double chance = reach[node] * acceptance(kind, confidence, plan.depths[node] + 1, next_rank[node]);
+      if (chance > most) {
+        most = chance;
+        parent = node;
+      }
+    }
+    if (parent < 0) break;
+    const int node = plan.count++;
+    plan.parents[node] = static_cast<uint8_t>(parent);
+    plan.ranks[node] = next_rank[parent]++;
+    plan.depths[node] = static_cast<uint8_t>(plan.depths[parent] + 1);
+    plan.depth = std::max<int>(plan.depth, plan.depths[node]);
+    plan.expected += static_cast<float>(most);
+    reach[node] = most;
+    on_chain[node] = on_chain[parent] && plan.ranks[node] == 0;
+    next_rank[node] = 0;
+    const double expected = static_cast<double>(plan.expected);
+    const double cost =
+        verify_ns(plan.count, limits.position, expected) + static_cast<double>(drafter.cost_ns(plan.depth));
+    const double worth = expected * plain / cost;
+    const bool covered = worst_loss(drafter, plan, limits.position) <= std::max(credit_ns_, 0.0) || !opened_;
+    if (!adaptive_ || best.count == 1 || (worth > best_worth && covered)) {
+      best = plan;
+      best_worth = worth;
+    } else if (worth < 0.8 * best_worth || !covered) {
+      break;
+    }
+  }
+  plan = best;
+  if (adaptive_ && !drafter.branches() && plan.count > 1) {
+    const double node_ns = (verify_ns(plan.count, limits.position, 1.0) - plain) / (plan.count - 1);
+    const auto depth_ns = static_cast<double>(drafter.cost_ns(plan.depth) - drafter.cost_ns(plan.depth - 1));
+    plan.least_survival = static_cast<float>(best_worth / plain * (depth_ns + node_ns));
+  }
+  return best_worth;
+}
+
+double Planner::worst_loss(const Drafter& drafter, const TreePlan& plan, int position) const noexcept {
+  return verify_ns(plan.count, position, 1.0) + static_cast<double>(drafter.cost_ns(plan.depth)) - plain_ns(position);
+}
+
+bool Planner::approves(const Drafter& drafter, double worth, const TreePlan& plan,
+                       const Limits& limits) const noexcept {
+  if (plan.count < 2) return false;
+  if (!adaptive_) return true;
+  const double credit = opened_ ? credit_ns_ : kFirstCredit * plain_ns(limits.position);
+  const double loss = worst_loss(drafter, plan, limits.position);
+  if (worth >= kMargin) return loss <= credit;
+  // N-gram's guesses are scored without being verified: it needs no probes.
+  return drafter.kind() != Speculation::kNgram && kProbeReserve * loss <= credit;
+}
+
+void Planner::learn(Speculation drafter, int confidence, int depth, int ranks, int hit) noexcept {
+  for (int rank = 0; rank < std::min(ranks, kRanks); ++rank) {
+    Chance& known = chances_[static_cast<int>(drafter)][confidence][depth_index(depth)][rank];
+    known.hits = known.hits * kMemory + (rank == hit ? 1.0F : 0.0F);
+    known.tried = known.tried * kMemory + 1.0F;
+  }
+}
+
+void Planner::settle(const Drafter* drafter, const TreePlan* plan, const Limits& limits, int emitted) noexcept {
+  const double plain = plain_ns(limits.position);
+  if (!opened_) {
+    opened_ = true;
+    credit_ns_ = kFirstCredit * plain;
+  }
+  double cost = plain;
+  if (plan != nullptr) {
+    cost = verify_ns(plan->count, limits.position, emitted) + static_cast<double>(drafter->cost_ns(plan->depth));
+  }
+  credit_ns_ = std::min(credit_ns_ + emitted * plain - cost + kEarned * cost, kMostCredit * plain);
+}
+
+}  // namespace ull
