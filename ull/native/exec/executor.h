@@ -16,18 +16,18 @@
 
 namespace ull {
 
-inline constexpr int kMaxTokensPerRound = 65;    // widest tree (64) + the bonus token
-inline constexpr int kMaxTopLogprobs = 20;       // alternatives reported per token
+inline constexpr int kMaxTokensPerRound = 65;  // widest tree (64) + the bonus token
+inline constexpr int kMaxTopLogprobs = 20;     // alternatives reported per token
 
 // What an engine offers to its users; filled by prepare().
 struct ExecutorInfo {
-  int vocabulary = 0;      // tokens
-  int context = 0;         // tokens a session can hold
-  int page_count = 0;      // KV pages in all
-  int prefill_chunk = 0;   // most tokens one start_prefill takes
+  int vocabulary = 0;     // tokens
+  int context = 0;        // tokens a session can hold
+  int page_count = 0;     // KV pages in all
+  int prefill_chunk = 0;  // most tokens one start_prefill takes
   int64_t weight_bytes = 0;
   int64_t kv_bytes = 0;
-  const char* name = "";   // "cpu/avx512", "cpu/avx2", "cpu/portable", "scripted", ...
+  const char* name = "";  // "cpu/avx512", "cpu/avx2", "cpu/portable", "scripted", ...
 };
 
 struct TokenLogprob {
@@ -38,30 +38,30 @@ struct TokenLogprob {
 // One token that a round emitted.
 struct RoundToken {
   int32_t token;
-  float logprob;    // valid if the request asked for logprobs
-  int32_t top_count;  // alternatives in `top`, at most Sampling::top_logprobs
+  float logprob;                      // valid if the request asked for logprobs
+  int32_t top_count;                  // alternatives in `top`, at most Sampling::top_logprobs
   TokenLogprob top[kMaxTopLogprobs];  // descending
 };
 
 struct PrefillStep {
-  const int32_t* tokens;   // [count] prompt tokens of positions [start, start + count)
-  int32_t count;           // 1 .. ExecutorInfo::prefill_chunk
-  int32_t start;           // position of tokens[0]
-  const int32_t* pages;    // page table: pages[p / kPageTokens] holds position p
+  const int32_t* tokens;  // [count] prompt tokens of positions [start, start + count)
+  int32_t count;          // 1 .. ExecutorInfo::prefill_chunk
+  int32_t start;          // position of tokens[0]
+  const int32_t* pages;   // page table: pages[p / kPageTokens] holds position p
 };
 
 // A decode round: feeds `token` at `position` and emits the token(s) that follow. The prompt's last token is fed by
 // the first round, so that a prompt of n tokens needs prefill of n - 1 and the first round yields the first token.
 struct RoundStep {
   int32_t token;
-  int32_t position;        // position of `token`; the emitted tokens stand at position + 1, ...
+  int32_t position;  // position of `token`; the emitted tokens stand at position + 1, ...
   const int32_t* pages;
   const Sampling* sampling;
-  int32_t max_tokens;      // emit at most this many (>= 1)
+  int32_t max_tokens;  // emit at most this many (>= 1)
 };
 
 struct RoundResult {
-  int32_t count = 0;       // tokens emitted
+  int32_t count = 0;  // tokens emitted
   RoundToken tokens[kMaxTokensPerRound];
 };
 
