@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/cpu.h"
 #include "exec/cpu/model.h"
 #include "exec/cpu/sampler.h"
 #include "exec/executor.h"
@@ -34,11 +35,11 @@ class CpuExecutor final : public Executor {
   ExecutorInfo info_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<Sampler> sampler_;
-  AlignedArray<float> logits_;  // [vocabulary]
-  std::atomic<bool> abort_{false};
+  AlignedArray<float> logits_;    // [vocabulary]
   Status outcome_ = Status::kOk;  // of the step in flight
   int emitted_ = 0;               // tokens of the round in flight: 0 or 1
   RoundToken token_{};
+  alignas(kCacheLine) std::atomic<bool> abort_{false};  // set by any thread; the rest belongs to the engine's
 };
 
 }  // namespace ull::cpu
