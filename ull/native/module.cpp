@@ -392,8 +392,9 @@ void bind_engine(nb::module_& m) {
           [](ull::Engine* self, ull::Executor& executor, const std::string& vocab_path, int queue_depth, int core,
              const std::string& idle, int64_t watchdog_ms, int max_prompt, int max_sessions, bool prefix_cache,
              int64_t slow_cycle_us) {
-            const ull::EngineOptions options{queue_depth,  core,         ull::parse_idle_mode(idle), watchdog_ms,
-                                             max_prompt,   max_sessions, prefix_cache,               slow_cycle_us};
+            const ull::EngineOptions options{queue_depth,  core,         ull::parse_idle_mode(idle),
+                                             watchdog_ms,  max_prompt,   max_sessions,
+                                             prefix_cache, slow_cycle_us};
             const nb::gil_scoped_release unlocked;
             new (self) ull::Engine(executor, vocab_path, options);
           },
@@ -424,8 +425,8 @@ void bind_engine(nb::module_& m) {
           [](ull::Io* self, ull::Engine& engine, uintptr_t zmq_context, const std::string& libzmq,
              const std::vector<std::string>& listen, const std::string& control, int core, const std::string& idle,
              int send_hwm, int64_t client_stall_ms, int64_t max_message, int linger_ms) {
-            const ull::IoOptions options{listen, control, core, ull::parse_idle_mode(idle), client_stall_ms,
-                                         {send_hwm, max_message, linger_ms}};
+            const ull::IoOptions options{
+                listen, control, core, ull::parse_idle_mode(idle), client_stall_ms, {send_hwm, max_message, linger_ms}};
             new (self) ull::Io(engine, ull::zmq::load(libzmq), reinterpret_cast<void*>(zmq_context), options);
           },
           "engine"_a, nb::kw_only(), "zmq_context"_a, "libzmq"_a, "listen"_a, "control"_a = "inproc://ull-control",

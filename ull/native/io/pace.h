@@ -30,9 +30,9 @@ class Pace {
   [[nodiscard]] int64_t spin_from_ns() const noexcept { return last_ns_ + interval_ns_ - margin_ns(); }
 
  private:
-  static constexpr int64_t kShortestNs = 100'000;     // below it a sleep is hardly shorter than its own cost
-  static constexpr int64_t kLongestNs = 50'000'000;   // beyond it a wake-up is a small part of the interval
-  static constexpr int64_t kLeastMarginNs = 30'000;   // covers a timer's wake-up
+  static constexpr int64_t kShortestNs = 100'000;    // below it a sleep is hardly shorter than its own cost
+  static constexpr int64_t kLongestNs = 50'000'000;  // beyond it a wake-up is a small part of the interval
+  static constexpr int64_t kLeastMarginNs = 30'000;  // covers a timer's wake-up
   static constexpr int64_t kMostMarginNs = 250'000;
 
   [[nodiscard]] int64_t margin_ns() const noexcept {
