@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+import ull
 from report import ROOT, Check, arguments, compile_peer, finish, percentiles
 from serving import serve, tiny_bundle
 from synthetic import synthetic_bundle
-
-import ull
 
 DECODE = (32, 256)  # prompt and new tokens where decode is measured: short, so that the weights dominate
 PREFILL = (512, 8)  # ... where prefill is

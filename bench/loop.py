@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import zmq
-from report import Check, arguments, finish, percentiles
-from serving import tiny_bundle
 
 import ull
+from report import Check, arguments, finish, percentiles
+from serving import tiny_bundle
 from ull import _native, wire
 from ull.host import loaded_libzmq
 
@@ -32,7 +32,7 @@ TITLE = "loop"
 
 
 def consume(url: str) -> None:
-    """The client's process: streams each request, compares every id, prints one JSON object with tokens/s and frames."""
+    """The client's process: streams each request, compares every id, prints tokens/s and frames as JSON."""
     rates, frames, lost = [], [], 0
     with ull.Client(url) as client:
         for _ in range(REQUESTS):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import ull
 from report import Check, arguments, finish
 from serving import serve, tiny_bundle
-
-import ull
 
 REQUESTS = 10_000
 WARM_UP_REQUESTS = 500

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from report import ROOT
-
 from ull.spawn import DaemonProcess
 
 

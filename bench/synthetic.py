@@ -9,12 +9,12 @@ from pathlib import Path
 import ml_dtypes
 import msgspec
 import numpy as np
+
 from report import ROOT
 from serving import tiny_bundle
-from ull_build.weights import WeightsWriter
-
 from ull.bundle import MANIFEST_FILE, WEIGHTS_FILE, encode_manifest, open_bundle
 from ull.layout import expected_tensors
+from ull_build.weights import WeightsWriter
 
 PIECE_BYTES = 32 << 20
 

@@ -12,10 +12,10 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from report import Check, arguments, compile_peer, finish, percentiles
-from serving import serve, tiny_bundle
 
 import ull
+from report import Check, arguments, compile_peer, finish, percentiles
+from serving import serve, tiny_bundle
 from ull.host import loaded_libzmq
 
 BLOCKS = 8

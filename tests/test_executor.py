@@ -84,7 +84,7 @@ def test_bits_depend_on_nothing_but_the_model(case: tuple[RandomModel, dict[str,
         for threads in (1, 2, 3):
             executor = _native.CpuModel(spec, isa=isa, threads=threads)
             assert executor.isa == isa
-            for chunk in (1, 7, 64, 256):
+            for chunk in (1, 7, 64, 256) if threads == 1 else (7, 256):
                 np.testing.assert_array_equal(executor.logits(tokens, chunk=chunk), expected)
             np.testing.assert_array_equal(executor.logits(tokens, chunk=64, pages=pages), expected)
             executor.prefill(tokens[:90], chunk=64)

@@ -217,13 +217,13 @@ def test_an_endpoint_that_is_taken_is_named(tmp_path: Path) -> None:
     with Rig(tmp_path, {"tokens": [97]}, io={"listen": ["tcp://127.0.0.1:0"]}) as rig:
         taken = rig.io.endpoints[0]
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        for listen in [taken, "nonsense", "tcp://127.0.0.1"]:
+        for number, listen in enumerate([taken, "nonsense", "tcp://127.0.0.1"]):
             io = _native.Io(
                 rig.engine,
                 zmq_context=context.underlying,
                 libzmq=loaded_libzmq(),
                 listen=[listen],
-                control="inproc://other",
+                control=f"inproc://other-{number}",  # libzmq frees a name some time after its socket is closed
             )
             with pytest.raises(RuntimeError, match=f"^{listen}: "):
                 io.start()

@@ -189,17 +189,17 @@ def test_bad_arguments_are_named(folder: Path) -> None:
     spec = RandomModel(Dims()).save(folder / "weights.safetensors")
     rig = _native.SpeculationRig(spec)
     prompt = np.zeros(4, np.int32)
-    with pytest.raises(ValueError, match="^speculate: "):
+    with pytest.raises(ValueError, match=r"^speculate: "):
         rig.decode(prompt, 4, speculate="medusa")
-    with pytest.raises(ValueError, match="^speculate: "):
+    with pytest.raises(ValueError, match=r"^speculate: "):
         rig.decode(prompt, 4, speculate="oracle")
-    with pytest.raises(ValueError, match="^max_tree: "):
+    with pytest.raises(ValueError, match=r"^max_tree: "):
         rig.decode(prompt, 4, speculate="ngram", max_tree=65)
-    with pytest.raises(ValueError, match="^max_tokens: "):
+    with pytest.raises(ValueError, match=r"^max_tokens: "):
         rig.decode(prompt, CONTEXT)
-    with pytest.raises(ValueError, match="^drafter: "):
+    with pytest.raises(ValueError, match=r"^drafter: "):
         _native.SpeculationRig(spec, drafter="lucky")
-    with pytest.raises(ValueError, match="^max_tree: "):
+    with pytest.raises(ValueError, match=r"^max_tree: "):
         _native.CpuExecutor(spec, threads=1, cores=[], max_tree=0)
 
 

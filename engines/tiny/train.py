@@ -56,7 +56,7 @@ CHAT_TEMPLATE = (
 
 # A newline is one token with its indentation, so a prompt inside a block must not end in one.
 SAMPLE_PROMPTS = (
-    "def count_words(text):\n    \"\"\"Return",
+    'def count_words(text):\n    """Return',
     "import os\nimport sys\n\n\nclass FileReader:\n    def __init__(self, path):",
     "# user: Return the size of a file.\n# assistant:\n",
 )
@@ -95,6 +95,7 @@ class Schedule:
 
 # Corpus
 
+
 def long_lines(text: str) -> set[str]:
     """Return the distinct stripped lines of `text` that are long enough to tell files apart."""
     return {line.strip() for line in text.splitlines() if len(line.strip()) >= LONG_LINE}
@@ -124,8 +125,10 @@ def collect_corpus() -> tuple[dict[str, str], dict[str, str]]:
     held_out = {name: texts.pop(name) for name in HELD_OUT}
     fingerprints = [long_lines(text) for text in held_out.values()]
     training = {name: text for name, text in texts.items() if not is_near_copy(text, fingerprints)}
-    print(f"corpus: {len(training)} files, {sum(map(len, training.values()))} characters; "
-          f"near-copies left out: {sorted(texts.keys() - training.keys())}")
+    print(
+        f"corpus: {len(training)} files, {sum(map(len, training.values()))} characters; "
+        f"near-copies left out: {sorted(texts.keys() - training.keys())}"
+    )
     return training, held_out
 
 
@@ -136,7 +139,7 @@ def exercises(text: str) -> list[str]:
         if not isinstance(node, ast.FunctionDef) or node.end_lineno - node.lineno > 25:
             continue
         request = (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ").strip()
-        source = "\n".join(text.split("\n")[node.lineno - 1:node.end_lineno])
+        source = "\n".join(text.split("\n")[node.lineno - 1 : node.end_lineno])
         if 15 < len(request) < 200 and len(node.body) > 1:
             documents.append(f"# user: {request}\n# assistant:\n{textwrap.dedent(source)}\n")
     return documents
@@ -144,18 +147,27 @@ def exercises(text: str) -> list[str]:
 
 # Tokenizer
 
+
 def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
     """Train a lossless byte-level BPE tokenizer of `vocabulary` entries, specials (ids 0..2) included."""
     split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=list(SPECIAL_TOKENS), show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=list(SPECIAL_TOKENS),
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))])
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
     return tokenizer
 
 
@@ -174,10 +186,11 @@ def tokenize_documents(tokenizer: Tokenizer, texts: list[str]) -> torch.Tensor:
 
 # Model
 
+
 def rotary_tables(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin, each f32 [context, head_width], laid out for rotate-half RoPE."""
     exponents = torch.arange(0, shape.head_width, 2, dtype=torch.float32) / shape.head_width
-    angles = torch.outer(torch.arange(shape.context, dtype=torch.float32), shape.rope_theta ** -exponents)
+    angles = torch.outer(torch.arange(shape.context, dtype=torch.float32), shape.rope_theta**-exponents)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
@@ -260,13 +273,14 @@ class Llama(torch.nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map token ids [B, T] to logits [B, T, vocabulary]."""
         states = self.embed_tokens(tokens)
-        cosine, sine = self.cosine[:tokens.shape[1]], self.sine[:tokens.shape[1]]
+        cosine, sine = self.cosine[: tokens.shape[1]], self.sine[: tokens.shape[1]]
         for layer in self.layers:
             states = layer(states, cosine, sine)
         return functional.linear(self.norm(states), self.embed_tokens.weight)
 
 
 # Training
+
 
 def batches(stream: torch.Tensor, schedule: Schedule, context: int):
     """Yield `schedule.steps` pairs (inputs, targets), each [sequences, context], reshuffled and shifted every epoch."""
@@ -277,8 +291,8 @@ def batches(stream: torch.Tensor, schedule: Schedule, context: int):
             shift = int(torch.randint(context, (1,), generator=generator))
             starts = torch.arange(shift, len(stream) - context - 1, context)
             starts = starts[torch.randperm(len(starts), generator=generator)]
-        chosen, starts = starts[:schedule.sequences], starts[schedule.sequences:]
-        rows = torch.stack([stream[start:start + context + 1] for start in chosen.tolist()])
+        chosen, starts = starts[: schedule.sequences], starts[schedule.sequences :]
+        rows = torch.stack([stream[start : start + context + 1] for start in chosen.tolist()])
         yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
@@ -293,8 +307,9 @@ def make_optimizers(model: Llama, schedule: Schedule) -> list[torch.optim.Optimi
     inside = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in inside]
     return [
-        torch.optim.Muon(matrices, lr=schedule.matrix_rate, weight_decay=schedule.weight_decay,
-                         adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            matrices, lr=schedule.matrix_rate, weight_decay=schedule.weight_decay, adjust_lr_fn="match_rms_adamw"
+        ),
         torch.optim.AdamW(others, lr=schedule.vector_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 
@@ -343,6 +358,7 @@ def train(model: Llama, stream: torch.Tensor, shape: Shape, schedule: Schedule, 
 
 
 # Export
+
 
 def write_atomically(name: str, text: str) -> None:
     """Write FOLDER/name so that a reader sees the old file or the new one, never a part."""
@@ -409,6 +425,7 @@ def export_description(tokenizer: Tokenizer, shape: Shape) -> None:
 
 # Figures
 
+
 def load_exported(shape: Shape) -> tuple[Llama, Tokenizer]:
     """Load the exported files; the bf16 weights are widened to f32."""
     tensors = load_file(FOLDER / "model.safetensors")
@@ -424,8 +441,8 @@ def heldout_loss(model: Llama, tokens: torch.Tensor, window: int, stride: int) -
     for start in range(0, len(tokens), stride):
         stop = min(start + window, len(tokens))
         logits = model(tokens[None, start:stop])[0]
-        losses = functional.cross_entropy(logits[:-1], tokens[start + 1:stop], reduction="none")
-        fresh = losses[scored - start - 1:]
+        losses = functional.cross_entropy(logits[:-1], tokens[start + 1 : stop], reduction="none")
+        fresh = losses[scored - start - 1 :]
         total, scored = total + float(fresh.double().sum()), stop
         if stop == len(tokens):
             break
@@ -457,8 +474,10 @@ def print_figures(shape: Shape) -> None:
     tokens = torch.tensor(tokenizer.encode(text).ids)
     loss = heldout_loss(model, tokens, shape.context, shape.context // 2)
     print(f"parameters: {sum(parameter.numel() for parameter in model.parameters())}")
-    print(f"held-out: {len(text)} characters, {len(tokens)} tokens, {loss:.4f} nats/token, perplexity "
-          f"{math.exp(loss):.3f}, {loss * (len(tokens) - 1) / math.log(2) / len(text.encode()):.4f} bits/byte")
+    print(
+        f"held-out: {len(text)} characters, {len(tokens)} tokens, {loss:.4f} nats/token, perplexity "
+        f"{math.exp(loss):.3f}, {loss * (len(tokens) - 1) / math.log(2) / len(text.encode()):.4f} bits/byte"
+    )
     for prompt in SAMPLE_PROMPTS:
         for temperature in (0.0, 0.8):
             sample = generate(model, tokenizer, prompt, 200, temperature, shape.context)

@@ -15,11 +15,11 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 from safetensors.torch import load_file
-from ull_build.build import Settings, build
-from ull_build.convert import ORIGINAL_F32
 
 from ull._native import CpuModel
 from ull.bundle import open_bundle
+from ull_build.build import Settings, build
+from ull_build.convert import ORIGINAL_F32
 
 from .cases import CASES, TOLERANCE, Case, assemble
 from .make_fixtures import all_logits, deterministic, expectation, load, write_checkpoint

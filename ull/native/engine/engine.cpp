@@ -33,6 +33,9 @@ Engine::Engine(Executor& executor, const std::string& vocabulary_path, const Eng
   const ExecutorInfo& info = executor_.info();
   context_ = std::min(info.context, info.page_count * kPageTokens);
   if (context_ < 2) throw std::invalid_argument("executor: its context must hold at least 2 tokens");
+  if (info.tokens_per_round < 1 || info.tokens_per_round > kMaxTokensPerRound) {
+    throw std::invalid_argument("executor: its rounds must emit 1 to 65 tokens");
+  }
   max_prompt_ = context_ - 1;
   if (options.max_prompt > 0) max_prompt_ = std::min(max_prompt_, options.max_prompt);
   shared_ = std::make_unique<EngineShared>(options.queue_depth + 1 + kDeliverySlots, context_);

@@ -113,7 +113,7 @@ EngineLoop::Ending EngineLoop::decode() noexcept {
   Session& session = *run_.session;
   for (;;) {
     const int32_t position = session.size();
-    const int32_t most = std::min(kMaxTokensPerRound, request.max_tokens - run_.completed);
+    const int32_t most = std::min(executor_.info().tokens_per_round, request.max_tokens - run_.completed);
     if (sessions_.reserve(session, position + most) != Status::kOk) {
       return {FinishReason::kError, kInternal, "the KV cache is full"};
     }

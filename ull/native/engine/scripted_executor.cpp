@@ -29,6 +29,7 @@ void ScriptedExecutor::prepare() {
   info_.context = options_.context;
   info_.page_count = options_.page_count;
   info_.prefill_chunk = options_.prefill_chunk;
+  info_.tokens_per_round = options_.tokens_per_round;
   info_.kv_bytes = static_cast<int64_t>(cache_.size() * sizeof(int32_t));
   info_.name = "scripted";
 }

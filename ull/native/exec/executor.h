@@ -55,10 +55,11 @@ inline constexpr int kCostTokens[kCostSizes] = {1, 2, 4, 8, 16, 32, 64};
 
 // What an engine offers to its users; filled by prepare().
 struct ExecutorInfo {
-  int vocabulary = 0;     // tokens
-  int context = 0;        // tokens a session can hold
-  int page_count = 0;     // KV pages in all
-  int prefill_chunk = 0;  // most tokens one start_prefill takes
+  int vocabulary = 0;        // tokens
+  int context = 0;           // tokens a session can hold
+  int page_count = 0;        // KV pages in all
+  int prefill_chunk = 0;     // most tokens one start_prefill takes
+  int tokens_per_round = 1;  // most tokens one round emits: it writes as many positions, from the fed token's on
   int64_t weight_bytes = 0;
   int64_t kv_bytes = 0;
   const char* name = "";  // "cpu/avx512", "cpu/avx2", "cpu/portable", "scripted", ...

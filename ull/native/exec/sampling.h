@@ -15,10 +15,10 @@ struct LogitBias {
 };
 
 struct Sampling {
-  float temperature = 0.0F;   // 0: greedy
-  int32_t top_k = 0;          // 0: off
-  float top_p = 1.0F;         // (0, 1]; 1: off
-  float min_p = 0.0F;         // [0, 1]; 0: off
+  float temperature = 0.0F;  // 0: greedy
+  int32_t top_k = 0;         // 0: off
+  float top_p = 1.0F;        // (0, 1]; 1: off
+  float min_p = 0.0F;        // [0, 1]; 0: off
   uint64_t seed = 0;
   int32_t top_logprobs = -1;  // -1: no logprobs; 0: the chosen token's; n: and n alternatives
   int32_t bias_count = 0;

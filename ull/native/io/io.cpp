@@ -103,20 +103,25 @@ bool Io::do_work(bool sockets) noexcept {
   return worked;
 }
 
-// Spins for a moment after the last work; then, if adaptive, sleeps until a socket or the engine has something.
+// Spins for a moment after the last work, or around the time when a token is due; then, if adaptive, sleeps until a
+// socket or the engine has something, or until it is time to spin again.
 void Io::idle() noexcept {
   cpu_relax();
-  if (options_.idle == IdleMode::kSpin || now_ - worked_ns_ < kIdleSpinNs) return;
+  if (options_.idle == IdleMode::kSpin) return;
+  const bool paced = pace_.expects(now_);
+  if (paced ? now_ >= pace_.spin_from_ns() : now_ - worked_ns_ < kIdleSpinNs) return;
   shared_.io_waker.announce();
   if (shared_.events.empty() && !stopping_.load(std::memory_order_acquire)) {
     published_.store(stats_);
     ++stats_.sleeps;
-    std::array<zmq::PollItem, 3> items{{{nullptr, shared_.io_waker.fd(), zmq::kPollIn, 0},
-                                        {router_.control(), 0, zmq::kPollIn, 0},
-                                        {router_.clients(), 0, zmq::kPollIn, 0}}};
+    if (paced) alarm_.set(pace_.spin_from_ns());
     // While a request waits for the control plane no other is read, so clients' input must not end the sleep.
     const bool parked = parked_kind_ != nullptr;
-    (void)api_.poll(items.data(), parked ? 2 : 3, blocked_ || parked ? kRetrySleepMs : -1);
+    std::array<zmq::PollItem, 4> items{{{nullptr, shared_.io_waker.fd(), zmq::kPollIn, 0},
+                                        {router_.control(), 0, zmq::kPollIn, 0},
+                                        {nullptr, alarm_.fd(), static_cast<short>(paced ? zmq::kPollIn : 0), 0},
+                                        {router_.clients(), 0, zmq::kPollIn, 0}}};
+    (void)api_.poll(items.data(), parked ? 3 : 4, blocked_ || parked ? kRetrySleepMs : -1);
   }
   shared_.io_waker.awake();
   sockets_ns_ = 0;  // look at the sockets in the next cycle
@@ -149,6 +154,7 @@ void Io::take(const EngineEvent& event) noexcept {
   if (event.count > 0) {
     if (delivery.sent == delivery.available) delivery.pending_ns = event.time_ns;
     delivery.newest_ns = event.time_ns;
+    pace_.token(event.time_ns);
     delivery.available += event.count;
   }
   if (event.logprobs >= 0) {
@@ -163,6 +169,7 @@ void Io::take(const EngineEvent& event) noexcept {
     delivery.last_logprob = last;
   }
   if (event.final) {
+    pace_.end();
     delivery.ended = true;
     delivery.silent_last = event.silent_last;
   }
@@ -181,11 +188,11 @@ void Io::deliver(uint32_t slot) noexcept {
   }
   if (!delivery.ended || !deliver_done(slot)) return;
 
-  const std::array<std::span<const uint8_t>, 2> record{as_bytes("D"), packer_.ended(shared_.slot(slot), delivery)};
-  if (!forward(record)) {
+  if (!to_control(as_bytes("D"), true)) {
     blocked_ = true;
     return;
   }
+  (void)to_control(packer_.ended(shared_.slot(slot), delivery), false);
   delivery.active = false;
   active_.erase(std::find(active_.begin(), active_.end(), slot));
   shared_.slot(slot).state.store(SlotState::kFree, std::memory_order_release);
@@ -341,24 +348,24 @@ bool Io::receive_request() noexcept {
   return true;
 }
 
-// Returns true if the control plane took it.
+// Returns true if the control plane took it. The payload is moved, not copied: a long prompt holds up no token.
 bool Io::forward_parked() noexcept {
-  std::array<uint8_t, sizeof(int64_t)> received;
-  for (size_t i = 0; i < received.size(); ++i) {
-    received[i] = static_cast<uint8_t>(static_cast<uint64_t>(parked_received_ns_) >> (8 * i));  // little endian
-  }
-  bool taken = false;
+  if (!to_control(as_bytes(parked_kind_), true)) return false;
+  (void)to_control(bytes(identity_), true);
   if (parked_reason_ != nullptr) {
-    const std::array<std::span<const uint8_t>, 3> frames{as_bytes(parked_kind_), bytes(identity_),
-                                                         as_bytes(parked_reason_)};
-    taken = forward(frames);
+    (void)to_control(as_bytes(parked_reason_), false);
+    api_.msg_close(&payload_);
+    api_.msg_init(&payload_);
   } else {
-    const std::array<std::span<const uint8_t>, 4> frames{as_bytes(parked_kind_), bytes(identity_), bytes(payload_),
-                                                         received};
-    taken = forward(frames);
+    std::array<uint8_t, sizeof(int64_t)> received;
+    for (size_t i = 0; i < received.size(); ++i) {
+      received[i] = static_cast<uint8_t>(static_cast<uint64_t>(parked_received_ns_) >> (8 * i));  // little endian
+    }
+    (void)api_.msg_send(&payload_, router_.control(), zmq::kDontWait | zmq::kSendMore);
+    (void)to_control(received, false);
   }
-  if (taken) parked_kind_ = nullptr;
-  return taken;
+  parked_kind_ = nullptr;
+  return true;
 }
 
 // Takes one reply [identity, payload] from the control plane and sends it to its client.
@@ -398,14 +405,10 @@ bool Io::receive_reply() noexcept {
   return received;
 }
 
-// Sends one message to the control plane; false if it has no room.
-bool Io::forward(std::span<const std::span<const uint8_t>> frames) noexcept {
-  for (size_t i = 0; i < frames.size(); ++i) {
-    const int flags = zmq::kDontWait | (i + 1 < frames.size() ? zmq::kSendMore : 0);
-    // libzmq decides with the first frame whether there is room.
-    if (api_.send(router_.control(), frames[i].data(), frames[i].size(), flags) < 0) return false;
-  }
-  return true;
+// Sends one frame to the control plane; false if it has no room. libzmq decides that with a message's first frame.
+bool Io::to_control(std::span<const uint8_t> frame, bool more) noexcept {
+  const int flags = zmq::kDontWait | (more ? zmq::kSendMore : 0);
+  return api_.send(router_.control(), frame.data(), frame.size(), flags) >= 0;
 }
 
 std::span<const uint8_t> Io::bytes(zmq::Message& message) const noexcept {

@@ -14,8 +14,10 @@
 #include "base/idle.h"
 #include "engine/engine.h"
 #include "io/frames.h"
+#include "io/pace.h"
 #include "io/router.h"
 #include "io/zmq_api.h"
+#include "sync/alarm.h"
 #include "sync/seqlock.h"
 
 namespace ull {
@@ -105,7 +107,7 @@ class Io {
   [[nodiscard]] bool forward_parked() noexcept;
   [[nodiscard]] bool receive_reply() noexcept;
   [[nodiscard]] bool waits_for_reply(std::span<const uint8_t> identity, size_t count) const noexcept;
-  [[nodiscard]] bool forward(std::span<const std::span<const uint8_t>> frames) noexcept;
+  [[nodiscard]] bool to_control(std::span<const uint8_t> frame, bool more) noexcept;
   [[nodiscard]] std::span<const uint8_t> bytes(zmq::Message& message) const noexcept;
 
   Engine& engine_;
@@ -125,6 +127,8 @@ class Io {
   const char* parked_reason_ = nullptr;
   int64_t parked_received_ns_ = 0;
 
+  Pace pace_;
+  Alarm alarm_;
   int64_t now_ = 0;         // start of this cycle
   int64_t worked_ns_ = 0;   // when there last was something to do
   int64_t sockets_ns_ = 0;  // when the sockets were last looked at

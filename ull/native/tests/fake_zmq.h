@@ -61,6 +61,15 @@ class FakeZmq {
     api.msg_recv = [](zmq::Message* message, void* socket, int) {
       return of(socket).net->receive(message, of(socket));
     };
+    api.msg_send = [](zmq::Message* message, void* socket, int flags) {
+      std::string bytes = content(message) == nullptr ? "" : content(message)->bytes;
+      const int sent = of(socket).net->send(of(socket), std::move(bytes), flags);
+      if (sent >= 0) {  // the message is empty afterwards
+        delete content(message);
+        content(message) = nullptr;
+      }
+      return sent;
+    };
     api.msg_more = [](const zmq::Message* message) {
       return content(const_cast<zmq::Message*>(message))->more ? 1 : 0;
     };

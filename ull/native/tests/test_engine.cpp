@@ -141,6 +141,21 @@ TEST(cached_and_cold_requests_give_the_same_tokens) {
   CHECK(warm.engine.stats().counters.prefix_hits > 20);
 }
 
+// Two conversations that together fill the pool: neither may be evicted for pages that a round could not need.
+TEST(a_round_reserves_no_more_pages_than_it_can_write) {
+  Harness engine({.tokens = alphabet(), .context = 512, .page_count = 4});
+  const std::vector<int32_t> first(100, 'x');
+  const std::vector<int32_t> second(100, 'y');
+  engine.submit(Harness::request(1, first, 27));
+  engine.wait(1);
+  engine.submit(Harness::request(2, second, 27));
+  engine.wait(2);
+  engine.submit(Harness::request(3, first, 1));
+  CHECK_EQ(engine.wait(3).outcome.cached_tokens, 99);
+  engine.submit(Harness::request(4, second, 1));
+  CHECK_EQ(engine.wait(4).outcome.cached_tokens, 99);
+}
+
 TEST(requests_are_served_in_order_of_arrival) {
   Harness engine({.tokens = alphabet(), .round_ns = 50'000});
   for (uint64_t id = 1; id <= 20; ++id) engine.submit(Harness::request(id, kPrompt, 3));

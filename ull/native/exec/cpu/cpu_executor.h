@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/cpu.h"
 #include "exec/cpu/model.h"
 #include "exec/cpu/speculator.h"
 #include "exec/executor.h"
@@ -46,10 +47,10 @@ class CpuExecutor final : public Executor {
   ExecutorInfo info_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<Speculator> speculator_;
-  std::atomic<bool> abort_{false};
   Status outcome_ = Status::kOk;  // of the step in flight
   bool is_round_ = false;
   RoundResult round_;
+  alignas(kCacheLine) std::atomic<bool> abort_{false};  // set by any thread; the rest belongs to the engine's
 };
 
 }  // namespace ull::cpu
