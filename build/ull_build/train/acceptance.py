@@ -109,7 +109,7 @@ def _summary(temperature: float, tables: list[NDArray[np.int32]], first_ahead: i
 
 def _leading(inside: NDArray[np.bool_]) -> NDArray[np.int64]:
     """[positions, depths] -> how many depths are inside before the first that is not."""
-    return np.cumprod(inside, axis=1, dtype=np.int64).sum(axis=1)
+    return np.asarray(np.cumprod(inside, axis=1, dtype=np.int64).sum(axis=1), np.int64)
 
 
 def _beside_chain(table: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -117,7 +117,7 @@ def _beside_chain(table: NDArray[np.int32]) -> NDArray[np.int64]:
     accepted = _leading(table < 1)
     missed = np.minimum(accepted, table.shape[1] - 1)
     leaf = (table[np.arange(len(table)), missed] < SIBLINGS) & (accepted < table.shape[1])
-    return accepted + leaf
+    return np.asarray(accepted + leaf, np.int64)
 
 
 def _rounds(accepted: NDArray[np.int64]) -> int:
