@@ -24,6 +24,7 @@ void CpuExecutor::prepare() {
   info_.context = spec_.context;
   info_.page_count = model_->cache().pages();
   info_.prefill_chunk = options_.chunk;
+  info_.tokens_per_round = kMaxTokensPerRound;
   info_.weight_bytes = model_->weights().bytes();
   info_.kv_bytes = model_->cache().bytes();
   info_.name = name_.c_str();
