@@ -1,0 +1,25 @@
+"""One kernel launch: what is captured into a graph, and what the emulator runs in tests."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+TILES = (8, 16, 32, 64)  # tokens that one variant of a kernel handles at once
+TREE_SIZES = (1, 2, 4, 8, 16, 32, 64)  # tree tokens that graphs are captured for
+
+
+@dataclass(frozen=True)
+class Launch:
+    """`kernel` with its one parameter struct. `shared_bytes` is dynamic shared memory."""
+
+    kernel: str
+    grid: tuple[int, int]
+    threads: int
+    shared_bytes: int
+    params: ctypes.Structure
+
+
+def tile_of(tokens: int) -> int:
+    """The smallest kernel variant for a tree of `tokens` (1 to 64)."""
+    return next(tile for tile in TILES if tile >= tokens)

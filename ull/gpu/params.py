@@ -1,0 +1,215 @@
+"""ctypes mirrors of `ull/kernels/params.h`; a test compares every size and offset with the C++ structs."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
+
+TREE_TOKENS = 64
+ROUND_SLOTS = 4
+STOP_TOKENS = 32
+BIASES = 1024
+ALTERNATIVES = 20
+PAGE_TOKENS = 64
+SPLIT_TOKENS = 256
+SLICES = 8
+MLP_SCALE = 0.0625
+
+TAKE, CONTINUE, PREFILL = range(3)  # RoundMode
+OK, SKIPPED, NOT_FINITE = range(3)  # RoundStatus
+
+
+class LogitBias(ctypes.Structure):
+    _fields_ = [("token", c_int32), ("bias", c_float)]
+
+
+class Sampling(ctypes.Structure):
+    _fields_ = [
+        ("temperature", c_float),
+        ("top_k", c_int32),
+        ("top_p", c_float),
+        ("min_p", c_float),
+        ("seed", c_uint64),
+        ("top_logprobs", c_int32),
+        ("bias_count", c_int32),
+    ]
+
+
+class RoundRequest(ctypes.Structure):
+    _fields_ = [
+        ("sequence", c_uint64),
+        ("mode", c_uint32),
+        ("count", c_int32),
+        ("position", c_int32),
+        ("max_tokens", c_int32),
+        ("setting", c_uint32),
+        ("page_count", c_int32),
+        ("stop_count", c_int32),
+        ("padding", c_int32),
+        ("tokens", c_int32 * TREE_TOKENS),
+        ("parents", c_uint8 * TREE_TOKENS),
+        ("sampling", Sampling),
+        ("stops", c_int32 * STOP_TOKENS),
+        ("biases", LogitBias * BIASES),
+        ("tail", c_uint8 * 56),  # to a multiple of 64
+    ]
+
+
+class HostControl(ctypes.Structure):
+    _fields_ = [("cancelled_through", c_uint64), ("tail", c_uint8 * 56)]
+
+
+class TokenLogprob(ctypes.Structure):
+    _fields_ = [("token", c_int32), ("logprob", c_float)]
+
+
+class EmittedToken(ctypes.Structure):
+    _fields_ = [
+        ("token", c_int32),
+        ("logprob", c_float),
+        ("top_count", c_int32),
+        ("node", c_int32),
+        ("top", TokenLogprob * ALTERNATIVES),
+    ]
+
+
+class RoundResult(ctypes.Structure):
+    _fields_ = [
+        ("sequence", c_uint64),
+        ("status", c_uint32),
+        ("count", c_int32),
+        ("begin_ns", c_uint64),
+        ("end_ns", c_uint64),
+        ("stopped", c_int32),
+        ("padding", c_int32 * 7),
+        ("tokens", EmittedToken * (TREE_TOKENS + 1)),
+        ("tail", c_uint8 * 16),  # to a multiple of 64
+    ]
+
+
+class Round(ctypes.Structure):
+    _fields_ = [
+        ("sequence", c_uint64),
+        ("mode", c_uint32),
+        ("count", c_int32),
+        ("base", c_int32),
+        ("max_tokens", c_int32),
+        ("draws", c_int32),
+        ("logits_finite", c_int32),
+        ("begin_ns", c_uint64),
+        ("tokens", c_int32 * TREE_TOKENS),
+        ("depths", c_int32 * TREE_TOKENS),
+        ("path", (c_uint8 * TREE_TOKENS) * TREE_TOKENS),
+        ("drawn", EmittedToken * TREE_TOKENS),
+        ("accepted_count", c_int32),
+        ("accepted", c_uint8 * TREE_TOKENS),
+    ]
+
+
+class State(ctypes.Structure):
+    _fields_ = [
+        ("sequence", c_uint64),
+        ("token", c_int32),
+        ("position", c_int32),
+        ("stopped", c_int32),
+        ("setting", c_uint32),
+        ("stop_count", c_int32),
+        ("padding", c_int32),
+        ("sampling", Sampling),
+        ("stops", c_int32 * STOP_TOKENS),
+        ("biases", LogitBias * BIASES),
+    ]
+
+
+class BeginParams(ctypes.Structure):
+    _fields_ = [
+        ("round", c_void_p),
+        ("state", c_void_p),
+        ("requests", c_void_p),
+        ("control", c_void_p),
+        ("host_pages", c_void_p),
+        ("pages", c_void_p),
+        ("counters", c_void_p),
+        ("counter_count", c_int32),
+        ("page_capacity", c_int32),
+    ]
+
+
+class EmbedParams(ctypes.Structure):
+    _fields_ = [("round", c_void_p), ("table", c_void_p), ("residual", c_void_p)]
+
+
+class NormParams(ctypes.Structure):
+    _fields_ = [("round", c_void_p), ("residual", c_void_p), ("norm_weight", c_void_p), ("normed", c_void_p)]
+
+
+class LinearParams(ctypes.Structure):
+    _fields_ = [
+        ("round", c_void_p),
+        ("weights", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("residual", c_void_p),
+        ("norm_weight", c_void_p),
+        ("activations", c_void_p),
+        ("output", c_void_p),
+    ]
+
+
+class AttentionParams(ctypes.Structure):
+    _fields_ = [
+        ("round", c_void_p),
+        ("qkv", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("rope", c_void_p),
+        ("pages", c_void_p),
+        ("page_pool", c_void_p),
+        ("tree_keys", c_void_p),
+        ("tree_values", c_void_p),
+        ("kv_scale", c_void_p),
+        ("partial", c_void_p),
+        ("counters", c_void_p),
+        ("output", c_void_p),
+        ("page_bytes", c_int64),
+        ("layer_offset", c_int64),
+        ("window", c_int32),
+        ("splits", c_int32),
+    ]
+
+
+class SampleParams(ctypes.Structure):
+    _fields_ = [
+        ("round", c_void_p),
+        ("state", c_void_p),
+        ("logits", c_void_p),
+        ("scratch", c_void_p),
+        ("counters", c_void_p),
+    ]
+
+
+class AcceptParams(ctypes.Structure):
+    _fields_ = [("round", c_void_p), ("state", c_void_p), ("results", c_void_p)]
+
+
+class CommitParams(ctypes.Structure):
+    _fields_ = [
+        ("round", c_void_p),
+        ("pages", c_void_p),
+        ("page_pool", c_void_p),
+        ("tree_keys", c_void_p),
+        ("tree_values", c_void_p),
+        ("results", c_void_p),
+        ("counters", c_void_p),
+        ("page_bytes", c_int64),
+    ]
+
+
+class FillParams(ctypes.Structure):
+    _fields_ = [
+        ("output", c_void_p),
+        ("bytes", c_int64),
+        ("seed", c_uint64),
+        ("format", c_int32),
+        ("amplitude", c_float),
+    ]

@@ -1,0 +1,219 @@
+// What the kernels need of the chip, and the only file with PTX (sm_90a). With ULL_EMULATOR the same names come from
+// tests/emulator, which runs a block's threads as fibers on the CPU. Kernels use nothing of CUDA but what is here.
+#pragma once
+
+#include <cstdint>
+
+#ifdef ULL_EMULATOR
+#include "emulated_arch.h"
+#else
+
+#define ULL_DEVICE __device__ __forceinline__
+
+// Defines a kernel that takes one parameter struct: ULL_KERNEL(name, Params, threads, blocks_per_sm) { ... params ... }
+#define ULL_KERNEL(name, Params, threads, blocks_per_sm) \
+  extern "C" __global__ void __launch_bounds__(threads, blocks_per_sm) name(const __grid_constant__ Params params)
+
+namespace ull::arch {
+
+// ---- who am I ---------------------------------------------------------------------------------------------------
+
+ULL_DEVICE int thread() { return static_cast<int>(threadIdx.x); }
+ULL_DEVICE int threads() { return static_cast<int>(blockDim.x); }
+ULL_DEVICE int lane() { return static_cast<int>(threadIdx.x & 31); }
+ULL_DEVICE int warp() { return static_cast<int>(threadIdx.x >> 5); }
+ULL_DEVICE int block_x() { return static_cast<int>(blockIdx.x); }
+ULL_DEVICE int block_y() { return static_cast<int>(blockIdx.y); }
+ULL_DEVICE int grid_x() { return static_cast<int>(gridDim.x); }
+ULL_DEVICE int grid_y() { return static_cast<int>(gridDim.y); }
+
+// The block's dynamic shared memory, aligned to 128 bytes.
+ULL_DEVICE unsigned char* shared_memory() {
+  extern __shared__ __align__(128) unsigned char ull_shared[];
+  return ull_shared;
+}
+
+// ---- barriers ---------------------------------------------------------------------------------------------------
+
+ULL_DEVICE void block_barrier() { __syncthreads(); }
+// Of `count` threads (a multiple of 32) that name the same id (1 .. 15).
+ULL_DEVICE void named_barrier(int id, int count) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory"); }
+ULL_DEVICE void warp_barrier() { __syncwarp(); }
+
+// Programmatic dependent launch: lets the next kernel's blocks start; waits for the previous kernel's results. Weights,
+// which no kernel writes, may be read before the wait; nothing else may.
+ULL_DEVICE void release_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+ULL_DEVICE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// ---- warp -------------------------------------------------------------------------------------------------------
+
+// All 32 lanes take part.
+template <typename T>
+ULL_DEVICE T shuffle_xor(T value, int mask) {
+  return __shfl_xor_sync(0xFFFFFFFFU, value, mask);
+}
+template <typename T>
+ULL_DEVICE T shuffle(T value, int source_lane) {
+  return __shfl_sync(0xFFFFFFFFU, value, source_lane);
+}
+ULL_DEVICE uint32_t ballot(bool predicate) { return __ballot_sync(0xFFFFFFFFU, predicate); }
+
+// ---- tensor cores -----------------------------------------------------------------------------------------------
+
+// c[16 x 8] += a[16 x 16] * b[16 x 8], f16 operands, f32 accumulators. With g = lane / 4 and t = lane % 4:
+//   a[0] = rows g,     k 2t, 2t+1      a[1] = rows g + 8, k 2t, 2t+1
+//   a[2] = rows g,     k 2t+8, 2t+9    a[3] = rows g + 8, k 2t+8, 2t+9
+//   b[0] = k 2t, 2t+1, column g        b[1] = k 2t+8, 2t+9, column g
+//   c[0], c[1] = row g, columns 2t, 2t+1      c[2], c[3] = row g + 8, columns 2t, 2t+1
+ULL_DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// ---- number formats ---------------------------------------------------------------------------------------------
+// Pairs are packed as on the chip: the first element in the low half.
+
+// Two e4m3 -> two f16, exact. Only the low 16 bits of `pair` count.
+ULL_DEVICE uint32_t e4m3x2_to_f16x2(uint32_t pair) {
+  uint32_t result;
+  asm("{ .reg .b16 low; cvt.u16.u32 low, %1; cvt.rn.f16x2.e4m3x2 %0, low; }" : "=r"(result) : "r"(pair));
+  return result;
+}
+// Rounds to nearest even; beyond the range of f16 it saturates to +-65504. NaN stays NaN.
+ULL_DEVICE uint32_t f32x2_to_f16x2(float low, float high) {
+  uint32_t result;
+  low = low < -65504.0F ? -65504.0F : low > 65504.0F ? 65504.0F : low;
+  high = high < -65504.0F ? -65504.0F : high > 65504.0F ? 65504.0F : high;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+ULL_DEVICE float f16_to_f32(uint16_t value) {
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value));
+  return result;
+}
+ULL_DEVICE uint16_t f32_to_bf16(float value) {  // to nearest even
+  uint16_t result;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result) : "f"(value));
+  return result;
+}
+ULL_DEVICE float bf16_to_f32(uint16_t value) { return __uint_as_float(static_cast<uint32_t>(value) << 16); }
+// Two f32 -> two e4m3 (to nearest even, saturating to +-448), in the low 16 bits.
+ULL_DEVICE uint32_t f32x2_to_e4m3x2(float low, float high) {
+  uint16_t result;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(high), "f"(low));
+  return result;
+}
+ULL_DEVICE uint32_t float_bits(float value) { return __float_as_uint(value); }
+ULL_DEVICE float bits_float(uint32_t bits) { return __uint_as_float(bits); }
+// 1 / sqrt(value) and 1 / value, correctly rounded, so that every machine agrees.
+ULL_DEVICE float reciprocal_sqrt(float value) { return __fdiv_rn(1.0F, __fsqrt_rn(value)); }
+ULL_DEVICE float reciprocal(float value) { return __fdiv_rn(1.0F, value); }
+
+// ---- memory -----------------------------------------------------------------------------------------------------
+
+struct alignas(16) Vector4 {  // 16 bytes
+  uint32_t word[4];
+};
+struct alignas(8) Vector2 {  // 8 bytes
+  uint32_t word[2];
+};
+
+// Read-only for the whole round and read once: keeps out of L1 and leaves L2 first.
+ULL_DEVICE Vector4 load_stream(const void* address) {
+  Vector4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::evict_first.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(address));
+  return v;
+}
+// Written by an earlier kernel (or block): goes to L2, never to a stale L1 line.
+ULL_DEVICE Vector4 load_global(const void* address) {
+  Vector4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(address)
+               : "memory");
+  return v;
+}
+// From shared memory.
+ULL_DEVICE Vector4 load_shared(const void* address) { return *static_cast<const Vector4*>(address); }
+ULL_DEVICE void store_shared(void* address, const Vector4& value) { *static_cast<Vector4*>(address) = value; }
+ULL_DEVICE void store_global(void* address, const Vector4& value) { *static_cast<Vector4*>(address) = value; }
+
+ULL_DEVICE uint32_t atomic_add(uint32_t* address, uint32_t value) { return atomicAdd(address, value); }
+ULL_DEVICE uint64_t atomic_add(uint64_t* address, uint64_t value) {
+  return atomicAdd(reinterpret_cast<unsigned long long*>(address), static_cast<unsigned long long>(value));
+}
+ULL_DEVICE uint32_t atomic_max(uint32_t* address, uint32_t value) { return atomicMax(address, value); }
+ULL_DEVICE uint64_t atomic_max(uint64_t* address, uint64_t value) {
+  return atomicMax(reinterpret_cast<unsigned long long*>(address), static_cast<unsigned long long>(value));
+}
+ULL_DEVICE uint32_t atomic_or(uint32_t* address, uint32_t value) { return atomicOr(address, value); }
+
+ULL_DEVICE void fence_device() { __threadfence(); }
+ULL_DEVICE void fence_system() { __threadfence_system(); }
+// To and from mapped host memory.
+ULL_DEVICE void store_release_system(uint64_t* address, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+ULL_DEVICE uint64_t load_acquire_system(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+ULL_DEVICE uint64_t timer_ns() {  // the device's nanosecond clock
+  uint64_t value;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
+  return value;
+}
+
+// ---- bulk copies into shared memory, completing on an mbarrier ----------------------------------------------------
+
+using Barrier = uint64_t;  // in shared memory, aligned to 8
+
+ULL_DEVICE uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+// One thread initialises, then fence_barrier_init(), then all meet at block_barrier().
+ULL_DEVICE void barrier_init(Barrier* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+ULL_DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+ULL_DEVICE void barrier_arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// Arrives and announces `bytes` that bulk copies will bring in this phase.
+ULL_DEVICE void barrier_arrive_expect(Barrier* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+// Waits until the phase of that parity (0 for the first) has completed.
+ULL_DEVICE void barrier_wait(Barrier* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+// Copies `bytes` (a multiple of 16; both addresses aligned to 16) and counts them on the barrier. Weights leave L2
+// first.
+ULL_DEVICE void bulk_copy_stream(void* shared, const void* global, uint32_t bytes, Barrier* barrier) {
+  constexpr uint64_t kEvictFirst = 0x12F0000000000000ULL;  // createpolicy.fractional.L2::evict_first, fraction 1
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(kEvictFirst)
+      : "memory");
+}
+
+}  // namespace ull::arch
+
+#endif  // ULL_EMULATOR

@@ -1,0 +1,223 @@
+// What host and kernels share: the mapped blocks through which rounds are asked for and answered, the state that stays
+// on the device between rounds, and one parameter struct per kernel. Plain C++ of fixed layout: the core fills the
+// mapped blocks, ull/gpu fills the kernel parameters (its ctypes mirrors are checked against these), the kernels read
+// both.
+#pragma once
+
+#include <cstdint>
+
+namespace ull::gpu {
+
+inline constexpr int kTreeTokens = 64;       // nodes of the widest tree, root included
+inline constexpr int kRoundSlots = 4;        // mapped request and result blocks, used in turn
+inline constexpr int kStopTokens = 32;       // token ids that end a request
+inline constexpr int kBiases = 1024;         // logit biases of a request
+inline constexpr int kAlternatives = 20;     // alternatives reported per token
+inline constexpr int kPageTokens = 64;       // tokens per KV page
+inline constexpr int kSplitTokens = 256;     // positions that one attention split covers, aligned; part of the numerics
+inline constexpr int kSlices = 8;            // K slices of a linear layer; part of the numerics
+inline constexpr float kMlpScale = 0.0625F;  // silu(gate) * up is kept as f16 times this, for its range
+
+enum class RoundMode : uint32_t {
+  kTake = 0,      // the request block says token, position and tree
+  kContinue = 1,  // a plain round after the last one: token and position come from the device's state
+  kPrefill = 2,   // a chain of prompt tokens: fills the cache, draws nothing
+};
+
+enum class RoundStatus : uint32_t {
+  kOk = 0,
+  kSkipped = 1,    // cancelled, or the round that it continues had ended the request: nothing was done
+  kNotFinite = 2,  // a logit was not finite, or every token was banned
+};
+
+struct LogitBias {
+  int32_t token;
+  float bias;
+};
+
+struct Sampling {
+  float temperature;  // 0: greedy
+  int32_t top_k;      // 0: off
+  float top_p;        // 1: off
+  float min_p;        // 0: off
+  uint64_t seed;
+  int32_t top_logprobs;  // -1: none wanted; 0: the chosen token's; n: and n alternatives
+  int32_t bias_count;
+};
+
+// Host -> device, in mapped host memory: round number `sequence` is asked for in slot sequence % kRoundSlots. Written
+// before the graph is launched, and not again before its result has been seen.
+struct alignas(64) RoundRequest {
+  uint64_t sequence;  // from 1, one more each round
+  RoundMode mode;
+  int32_t count;       // nodes (kTake) or prompt tokens (kPrefill); 1 for kContinue
+  int32_t position;    // of the root or the first prompt token
+  int32_t max_tokens;  // emit at most this many
+  uint32_t setting;    // version of sampling, biases, stops and pages: the device copies them when it changes
+  int32_t page_count;
+  int32_t stop_count;
+  int32_t padding;
+  int32_t tokens[kTreeTokens];
+  uint8_t parents[kTreeTokens];  // parents[i] < i; parents[0] = 0
+  Sampling sampling;
+  int32_t stops[kStopTokens];
+  LogitBias biases[kBiases];
+};
+
+// Also in mapped host memory; `pages` follows as [context / kPageTokens] int32.
+struct alignas(64) HostControl {
+  uint64_t cancelled_through;  // rounds up to this sequence are skipped
+};
+
+struct TokenLogprob {
+  int32_t token;
+  float logprob;
+};
+
+struct EmittedToken {
+  int32_t token;
+  float logprob;
+  int32_t top_count;
+  int32_t node;  // whose draw it is
+  TokenLogprob top[kAlternatives];
+};
+
+// Device -> host, in mapped host memory. `sequence` is stored last, with release.
+struct alignas(64) RoundResult {
+  uint64_t sequence;
+  RoundStatus status;
+  int32_t count;      // tokens emitted
+  uint64_t begin_ns;  // device clock: the round's first and last kernel
+  uint64_t end_ns;    // stored by commit(), after `sequence`: complete once the next round has answered
+  int32_t stopped;    // 1: the last token is one of the stops; rounds that continue this one are skipped
+  int32_t padding[7];
+  EmittedToken tokens[kTreeTokens + 1];
+};
+
+// The round under way, on the device. begin() writes the first part, the sampler the draws.
+struct Round {
+  uint64_t sequence;
+  RoundMode mode;
+  int32_t count;  // nodes; 0: every kernel returns at once
+  int32_t base;   // position of node 0: positions before it are in the pages
+  int32_t max_tokens;
+  int32_t draws;  // 1: nodes are sampled (not a prefill)
+  int32_t logits_finite;
+  uint64_t begin_ns;
+  int32_t tokens[kTreeTokens];
+  int32_t depths[kTreeTokens];             // position of node i: base + depths[i]
+  uint8_t path[kTreeTokens][kTreeTokens];  // [node][depth]: its way from the root, path[i][depths[i]] = i
+  EmittedToken drawn[kTreeTokens];         // each node's draw
+  int32_t accepted_count;                  // nodes whose KV goes to the pages: at base + 0, 1, ...
+  uint8_t accepted[kTreeTokens];           // those nodes, by depth
+};
+
+// What stays between rounds.
+struct State {
+  uint64_t sequence;  // of the next round
+  int32_t token;      // that a continuing round feeds
+  int32_t position;   // of that token
+  int32_t stopped;
+  uint32_t setting;  // version that `sampling`, biases, stops and the page table below were copied from
+  int32_t stop_count;
+  int32_t padding;
+  Sampling sampling;
+  int32_t stops[kStopTokens];
+  LogitBias biases[kBiases];
+};
+
+// ---- kernel parameters ------------------------------------------------------------------------------------------
+// Widths: H hidden, A heads * head_dim, Q = A + 2 * kv_heads * head_dim, I intermediate, V vocabulary. f16 activations
+// have rows of K rounded up to 32 elements, f32 outputs rows of N rounded up to 16.
+
+struct BeginParams {
+  Round* round;
+  State* state;
+  const RoundRequest* requests;  // [kRoundSlots] mapped
+  const HostControl* control;    // mapped
+  const int32_t* host_pages;     // mapped
+  int32_t* pages;                // [context / kPageTokens]
+  uint32_t* counters;            // [counter_count] arrival counters, zeroed
+  int32_t counter_count;
+  int32_t page_capacity;
+};
+
+struct EmbedParams {
+  const Round* round;
+  const void* table;  // [V, H] bf16
+  float* residual;    // [64, H]
+};
+
+struct NormParams {  // for tiles of 16 tokens and more; below, the linear kernels normalise on their own
+  const Round* round;
+  const float* residual;     // [64, H]
+  const float* norm_weight;  // [H]
+  void* normed;              // [64, H] f16
+};
+
+struct LinearParams {
+  const Round* round;
+  const void* weights;       // packed, see linear.cuh
+  const float* scale;        // [N]
+  const float* bias;         // [N] or null
+  const float* residual;     // [64, H] input of a normalising kernel
+  const float* norm_weight;  // [H]
+  const void* activations;   // [64, K] f16: input of o and down, and normed input of the others for 16 tokens and more
+  void* output;              // qkv: f32 [64, Q]; o, down: f32 residual [64, H], added to; gate_up: f16 [64, I];
+                             // head: f32 logits [64, V]
+};
+
+struct AttentionParams {
+  const Round* round;
+  const float* qkv;       // [64, Q] with bias, before QK norm and RoPE
+  const float* q_norm;    // [head_dim] or null
+  const float* k_norm;    // [head_dim] or null
+  const float* rope;      // [context, head_dim / 2, 2] cos, sin
+  const int32_t* pages;   // page table
+  void* page_pool;        // [page][layer][K, V]; K [kv_head][64][head_dim], V [kv_head][head_dim][64]
+  void* tree_keys;        // this layer's [kv_head][64][head_dim]: the nodes of this round, as in the pages
+  void* tree_values;      // this layer's [kv_head][64][head_dim]
+  const float* kv_scale;  // [2, kv_heads] of FP8 pages: value = stored * scale; null for bf16
+  float* partial;         // [kv_heads][splits][64 * group][head_dim + 2] output, maximum, sum
+  uint32_t* counters;     // [kv_heads] blocks that have finished
+  void* output;           // [64, A] f16
+  int64_t page_bytes;
+  int64_t layer_offset;  // bytes of this layer within a page
+  int32_t window;        // sliding window in tokens; 0: all
+  int32_t splits;        // most splits (context / kSplitTokens, rounded up)
+};
+
+struct SampleParams {
+  Round* round;
+  const State* state;
+  float* logits;       // [64, V]; biases are not in it
+  void* scratch;       // sample_scratch_bytes
+  uint32_t* counters;  // [64]
+};
+
+struct AcceptParams {
+  Round* round;
+  State* state;
+  RoundResult* results;  // [kRoundSlots] mapped
+};
+
+struct CommitParams {
+  const Round* round;
+  const int32_t* pages;
+  void* page_pool;
+  const void* tree_keys;    // [layers][kv_head][64][head_dim]
+  const void* tree_values;  // [layers][kv_head][64][head_dim]
+  RoundResult* results;     // the round's end is reported by the last block
+  uint32_t* counters;       // [1]
+  int64_t page_bytes;
+};
+
+struct FillParams {  // weights of a benchmark bundle
+  void* output;
+  int64_t bytes;
+  uint64_t seed;
+  int32_t format;  // 0: e4m3 weights, 1: f16, 2: bf16, 3: f32
+  float amplitude;
+};
+
+}  // namespace ull::gpu
