@@ -1,1 +1,1 @@
-"""The GPU side of an engine at load time: device memory, kernels, captured graphs. Nothing here runs in the hot loop."""
+"""The GPU side of an engine at load time: memory, kernels, captured graphs. Nothing here runs in the hot loop."""
