@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "arch.cuh"
+#include "base/inline.h"
 #include "params.h"
 
 namespace ull::gpu {
@@ -25,7 +26,7 @@ inline constexpr int kGroup = kHeads / kKvHeads;           // query heads that s
 inline constexpr int kAttentionWidth = kHeads * kHeadDim;  // A
 inline constexpr int kQkvWidth = kAttentionWidth + 2 * kKvHeads * kHeadDim;
 
-constexpr int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
+ULL_HOST_DEVICE constexpr int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 inline constexpr int kColumnUnit = 32;  // activations and packed weights are padded to this many columns
 inline constexpr int kRowUnit = 16;     // packed weights and f32 outputs to this many rows
 
