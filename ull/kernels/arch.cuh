@@ -113,6 +113,9 @@ ULL_DEVICE float reciprocal(float value) { return __fdiv_rn(1.0F, value); }
 
 // ---- memory -----------------------------------------------------------------------------------------------------
 
+// A cache policy: createpolicy.fractional.L2::evict_first with fraction 1.
+inline constexpr uint64_t kEvictFirst = 0x12F0000000000000ULL;
+
 struct alignas(16) Vector4 {  // 16 bytes
   uint32_t word[4];
 };
@@ -123,9 +126,9 @@ struct alignas(8) Vector2 {  // 8 bytes
 // Read-only for the whole round and read once: keeps out of L1 and leaves L2 first.
 ULL_DEVICE Vector4 load_stream(const void* address) {
   Vector4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::evict_first.v4.u32 {%0,%1,%2,%3}, [%4];"
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
                : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
-               : "l"(address));
+               : "l"(address), "l"(kEvictFirst));
   return v;
 }
 // Written by an earlier kernel (or block): goes to L2, never to a stale L1 line.
@@ -206,7 +209,6 @@ ULL_DEVICE void barrier_wait(Barrier* barrier, uint32_t parity) {
 // Copies `bytes` (a multiple of 16; both addresses aligned to 16) and counts them on the barrier. Weights leave L2
 // first.
 ULL_DEVICE void bulk_copy_stream(void* shared, const void* global, uint32_t bytes, Barrier* barrier) {
-  constexpr uint64_t kEvictFirst = 0x12F0000000000000ULL;  // createpolicy.fractional.L2::evict_first, fraction 1
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
           "r"(shared_address(shared)),
