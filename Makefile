@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NATIVE := $(shell find ull/native -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt)
 
-.PHONY: demo test lint format native-test sanitize oracle wheel install clean help
+.PHONY: demo test lint format native-test sanitize oracle wheel h200 h200-wheels install clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -55,6 +55,14 @@ wheel: $(VENV)/.installed-test  ## build a wheel into .cache/wheel and check wha
 	rm -rf .cache/wheel
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir .cache/wheel .
 	$(BIN)/python tests/wheel_contents.py .cache/wheel/ull-*.whl
+
+h200:  ## on an H200: install, GPU tests, benchmark; one table, one JSON report
+	bash bench/h200/run.sh
+
+h200-wheels: $(VENV)/.created  ## fetch what `make h200` needs where no package registry is reached (into .wheels/)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+	  --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_26_x86_64 --platform manylinux_2_17_x86_64 \
+	  --platform manylinux2014_x86_64 --dest .wheels pyzmq msgspec
 
 install: $(VENV)/.installed  ## create .venv and install ull into it
 
