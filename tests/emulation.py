@@ -1,0 +1,261 @@
+"""Kernels of `ull/kernels` on the CPU: compiled by g++ against tests/emulator, run from NumPy arrays.
+
+    kernels = emulation.build(["qkv.cu"], {"HIDDEN": 256})
+    kernels.run("ull_qkv_8", grid=(8, 1), threads=288, shared_bytes=4096, params=LinearParams(...), seed=3)
+
+With ULL_SANITIZE=1 everything is built with ASan and UBSan; the process must then run with libasan preloaded, as
+`make sanitize` arranges.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import mmap
+import os
+import subprocess
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ull.gpu.launch import Launch
+
+ROOT = Path(__file__).parent.parent
+KERNELS = ROOT / "ull/kernels"
+EMULATOR = ROOT / "tests/emulator"
+CACHE = ROOT / ".cache/emulator"
+INCLUDES = (EMULATOR, KERNELS, ROOT / "ull/native")
+SANITIZE = os.environ.get("ULL_SANITIZE", "") not in ("", "0")
+
+TINY_MODEL: dict[str, int | float] = {  # engines/tiny
+    "HIDDEN": 128,
+    "LAYERS": 2,
+    "HEADS": 4,
+    "KV_HEADS": 2,
+    "HEAD_DIM": 32,
+    "INTERMEDIATE": 352,
+    "VOCABULARY": 4096,
+    "QK_NORM": 0,
+    "RMS_EPSILON": 1e-5,
+    "WEIGHT_BITS": 8,
+    "HEAD_BITS": 16,
+    "KV_BITS": 16,
+}
+
+COMMON_FLAGS = (
+    *("-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-DULL_EMULATOR"),
+    *("-ffp-contract=off", "-fno-math-errno"),  # the kernels' arithmetic is what they write, on both sides
+    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-maybe-uninitialized"),
+)
+SANITIZE_FLAGS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+
+
+class KernelError(Exception):
+    """A launch failed: a deadlock, lanes that part at a warp operation, an illegal access, refused arguments."""
+
+
+class _Kernel(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("params_bytes", ctypes.c_int32), ("most_threads", ctypes.c_int32)]
+
+
+class _Region(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("bytes", ctypes.c_uint64)]
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("kernel", ctypes.c_char_p),
+        ("grid_x", ctypes.c_int32),
+        ("grid_y", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("shared_bytes", ctypes.c_int32),
+        ("params", ctypes.c_void_p),
+        ("seed", ctypes.c_uint64),
+        ("hidden", ctypes.POINTER(_Region)),
+        ("hidden_count", ctypes.c_int32),
+    ]
+
+
+class Kernels:
+    """A loaded library of emulated kernels. `path` is the library's file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._library = ctypes.CDLL(str(path))
+        kernels = ctypes.POINTER(_Kernel)()
+        count = self._library.ull_emulator_kernels(ctypes.byref(kernels))
+        self.params_bytes: dict[str, int] = {kernels[i].name.decode(): kernels[i].params_bytes for i in range(count)}
+
+    def run(
+        self,
+        name: str,
+        *,
+        grid: tuple[int, int],
+        threads: int,
+        params: ctypes.Structure,
+        shared_bytes: int = 0,
+        seed: int = 0,
+        predecessor_writes: Sequence[NDArray[Any]] = (),
+    ) -> None:
+        """Runs one launch to its end; `seed` orders blocks and threads. KernelError says what went wrong, and where.
+
+        `predecessor_writes`: each block reads these arrays as 0xFF bytes until it has called wait_for_predecessor().
+        """
+        if ctypes.sizeof(params) != self.params_bytes.get(name, ctypes.sizeof(params)):
+            raise KernelError(
+                f"{name} takes {self.params_bytes[name]} bytes of parameters, not {ctypes.sizeof(params)}"
+            )
+        hidden = (_Region * len(predecessor_writes))(*((pointer(array), array.nbytes) for array in predecessor_writes))
+        launch = _Launch(
+            *(name.encode(), *grid, threads, shared_bytes, ctypes.addressof(params), seed),
+            *(ctypes.cast(hidden, ctypes.POINTER(_Region)), len(predecessor_writes)),
+        )
+        error = ctypes.create_string_buffer(4096)
+        if self._library.ull_emulator_launch(ctypes.byref(launch), error, ctypes.c_uint64(len(error))) != 0:
+            raise KernelError(error.value.decode())
+
+    def launch(self, launch: Launch, seed: int = 0) -> None:
+        self.run(
+            launch.kernel,
+            grid=launch.grid,
+            threads=launch.threads,
+            shared_bytes=launch.shared_bytes,
+            params=launch.params,
+            seed=seed,
+        )
+
+
+def build(
+    sources: Sequence[str | Path],
+    model: Mapping[str, int | float] | None = None,
+    sanitize: bool = SANITIZE,
+) -> Kernels:
+    """Compiles `sources` (names in ull/kernels, or paths) for `model` (macros without ULL_; absent: engines/tiny's).
+
+    Cached in .cache/emulator by the content of everything that can be included.
+    """
+    return _load(build_library(sources, model, sanitize), sanitize)
+
+
+@functools.cache
+def _load(path: Path, sanitize: bool) -> Kernels:
+    if sanitize and "libasan" not in Path("/proc/self/maps").read_text():
+        raise RuntimeError("kernels built with sanitizers need libasan preloaded: run `make sanitize`")
+    return Kernels(path)
+
+
+def build_library(
+    sources: Sequence[str | Path], model: Mapping[str, int | float] | None = None, sanitize: bool = SANITIZE
+) -> Path:
+    macros = {**TINY_MODEL, **(model or {})}
+    unknown = set(macros) - set(TINY_MODEL)
+    if unknown:
+        raise ValueError(f"no such model macro: {', '.join(sorted(unknown))}")
+    flags = (*COMMON_FLAGS, *(SANITIZE_FLAGS if sanitize else _fast_flags()))
+    defines = [f"-DULL_{key}={f'{value}F' if isinstance(value, float) else value}" for key, value in macros.items()]
+    jobs = [([KERNELS / source], [*flags, *defines]) for source in sources]
+    jobs += [([source], list(flags)) for source in sorted(EMULATOR.glob("*.cpp"))]
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(lambda job: _compiled(job[0], ["-c", *job[1]], ".o"), jobs))
+    return _compiled(objects, ["-shared", "-Wl,-Bsymbolic", *flags], ".so")
+
+
+def _fast_flags() -> tuple[str, ...]:
+    """-mfma makes ::fmaf one instruction; nothing is contracted, so the bits are the same without it."""
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    return ("-O2", *(f"-m{name}" for name in ("fma", "avx2") if f" {name} " in cpuinfo))
+
+
+def _headers() -> bytes:
+    paths = [path for folder in INCLUDES for suffix in ("h", "cuh") for path in sorted(folder.rglob(f"*.{suffix}"))]
+    return b"".join(hashlib.sha256(path.read_bytes()).digest() for path in paths)
+
+
+def _compiled(inputs: Sequence[Path], flags: Sequence[str], suffix: str) -> Path:
+    """The cached output of g++ for these inputs and flags. Several processes may build it at once."""
+    digest = hashlib.sha256("\0".join(flags).encode())
+    for path in inputs:
+        digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    if suffix == ".o":
+        digest.update(_headers())
+    output = CACHE / f"{inputs[0].stem}-{digest.hexdigest()[:24]}{suffix}"
+    if output.exists():
+        return output
+    CACHE.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_suffix(f".{os.getpid()}{suffix}")
+    includes = [f"-I{folder}" for folder in INCLUDES]
+    language = ["-x", "c++"] if suffix == ".o" else []
+    command = ["g++", *flags, *includes, *language, *map(str, inputs), "-o", str(temporary)]
+    environment = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}\n{result.stderr}")
+    temporary.rename(output)
+    return output
+
+
+def pointer(array: NDArray[Any]) -> int:
+    """The array's address, for a c_void_p field. The caller keeps the array alive."""
+    if not array.flags.c_contiguous:
+        raise ValueError("kernels need a contiguous array")
+    return array.ctypes.data
+
+
+def aligned(shape: int | tuple[int, ...], dtype: DTypeLike, fill: Any = None) -> NDArray[Any]:
+    """An array aligned to 128 bytes; what nobody wrote is 0xFF bytes (NaN), or `fill`.
+
+    It ends (rounded up to 128 bytes) before an unreadable page, or an AddressSanitizer redzone: a kernel that reads or
+    writes past it fails.
+    """
+    dtype = np.dtype(dtype)
+    count = int(np.prod(shape))
+    size = count * dtype.itemsize
+    address = _sanitized_memory(size) if SANITIZE else _guarded_memory(size)
+    buffer = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(buffer, _release, address, size)
+    array = np.frombuffer(buffer, dtype=dtype, count=count).reshape(shape)
+    array.view(np.uint8)[...] = 0xFF
+    if fill is not None:
+        array[...] = fill
+    return array
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t]
+_libc.free.argtypes = [ctypes.c_void_p]
+
+
+def _pages(size: int) -> int:
+    return -(-(-(-size // 128) * 128) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _guarded_memory(size: int) -> int:
+    area = _libc.mmap(None, _pages(size) + mmap.PAGESIZE, 3, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if area in (None, ctypes.c_void_p(-1).value) or _libc.mprotect(area + _pages(size), mmap.PAGESIZE, 0) != 0:
+        raise MemoryError(size)
+    return area + _pages(size) - -(-size // 128) * 128
+
+
+def _sanitized_memory(size: int) -> int:
+    address = ctypes.c_void_p()
+    if _libc.posix_memalign(ctypes.byref(address), 128, max(size, 1)) != 0 or address.value is None:
+        raise MemoryError(size)
+    return address.value
+
+
+def _release(address: int, size: int) -> None:
+    if SANITIZE:
+        _libc.free(address)
+    else:
+        start = address // mmap.PAGESIZE * mmap.PAGESIZE if size else address
+        _libc.munmap(start, _pages(size) + mmap.PAGESIZE)

@@ -1,0 +1,139 @@
+// One thread block under emulation: its threads are fibers, of which one runs at a time until it meets a barrier, a
+// warp collective, an mbarrier or an atomic; who runs next is drawn from the launch's seed. One block runs after
+// another. One launch at a time in a process (launch() holds a lock), so all state is global.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "fiber.h"
+
+namespace ull::emulator {
+
+inline constexpr int kMostThreads = 1024;
+inline constexpr int kWarpLanes = 32;
+inline constexpr int kMostWarps = kMostThreads / kWarpLanes;
+inline constexpr int kNamedBarriers = 16;  // 0 is block_barrier()
+
+// A line of a kernel, for messages.
+struct Site {
+  const char* file;
+  int line;
+};
+
+enum class Wait : uint8_t { kNone, kCollective, kBarrier, kCopies };
+
+struct Warp;
+
+struct Thread {
+  Fiber fiber;
+  int index;  // in the block
+  int lane;
+  Warp* warp;
+  Wait wait;  // what it waits for, for messages; with:
+  Site site;
+  const uint64_t* barrier;  // kCopies: the mbarrier
+  uint32_t parity;          // kCopies: the phase awaited; kBarrier: the barrier's id
+};
+
+enum class Collective : uint8_t { kWarpBarrier, kShuffle, kShuffleXor, kBallot, kMma };
+
+// What one lane brings to a collective and takes from it.
+struct Operand {
+  uint64_t value;
+  uint32_t a[4];
+  uint32_t b[2];
+  float c[4];
+};
+
+struct Warp {
+  int index;
+  uint32_t runnable;  // one bit per lane
+  uint32_t exited;
+  uint32_t arrived;  // at the collective under way:
+  Collective collective;
+  Site site;
+  // Two sets, used in turn: a lane may bring operands to the next collective while others still read this one's
+  // results.
+  Operand operands[2][kWarpLanes];
+  int turn;
+};
+
+// A named barrier of the block.
+struct Barrier {
+  int arrived;
+  int count;
+  uint32_t waiting[kMostWarps];  // lanes
+};
+
+struct BulkCopy {
+  unsigned char* shared;
+  const unsigned char* global;
+  uint32_t bytes;
+  uint64_t* barrier;
+  Site site;
+};
+
+// Device memory that the launch's predecessor writes: 0xFF until the block has called wait_for_predecessor().
+struct HiddenRegion {
+  void* address;
+  uint64_t bytes;
+};
+
+struct Block {
+  const char* kernel;
+  const void* params;
+  void (*body)(const void* params);
+  int x, y, grid_x, grid_y;
+  int threads;
+  int live;  // threads that have not ended
+  bool waited;
+  bool released;
+  unsigned char* shared;
+  uint32_t shared_bytes;
+  uint64_t random;
+  Fiber launcher;
+  std::string error;  // of the first failure
+  std::vector<BulkCopy> copies;
+  uint32_t runnable_warps;
+  std::vector<HiddenRegion> hidden;
+  std::vector<std::vector<unsigned char>> hidden_contents;
+  Barrier barriers[kNamedBarriers];
+  Warp warps[kMostWarps];
+  Thread thread[kMostThreads];
+};
+
+extern Block block;
+extern Thread* self;  // the thread that runs
+
+// Runs the block whose launch parameters and position have been filled in; false with block.error set if it failed.
+bool run_block();
+void show_hidden_regions();
+
+// Ends the launch with an error that says where.
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+[[noreturn]] void fail_at(Site site, const char* format, ...) __attribute__((format(printf, 2, 3)));
+
+uint32_t draw();  // 32 random bits
+void wake(Thread& thread);
+void suspend(Wait wait, Site site);  // until somebody wakes this thread
+void let_others_run();
+// One time in eight. For operations whose order between threads is not fixed.
+void maybe_let_others_run();
+
+// What this lane brings to its next collective: filled in before meet_warp().
+Operand& my_operand();
+// Meets the other lanes of the warp. Returns all lanes' operands (for mma: with the results in c), which stay valid
+// until this lane's next collective.
+const Operand* meet_warp(Collective collective, Site site);
+void meet_barrier(int id, int count, Site site);
+void predecessor_complete();
+
+// Bulk copies (copies.cpp).
+void perform_one_copy();      // a random one of those under way
+void maybe_perform_copies();  // now and then
+
+void multiply(Operand (&operands)[kWarpLanes]);  // mma.cpp
+
+}  // namespace ull::emulator

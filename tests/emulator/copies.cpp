@@ -1,0 +1,120 @@
+// mbarriers and the bulk copies that complete on them.
+//
+// An mbarrier's 64 bits: [63:48] kMagic, [47] phase, [46:35] arrivals per phase, [34:23] arrivals still to come,
+// [22:0] bytes still to come (signed: a copy may complete before its bytes were announced).
+#include <algorithm>
+#include <cstring>
+
+#include "emulated_arch.h"
+
+namespace ull::emulator {
+
+namespace {
+
+constexpr uint64_t kMagic = 0xBA22;
+constexpr int kMostArrivals = 4095;
+constexpr uint32_t kMostBytes = (1U << 20) - 1;  // PTX: the range of tx-count
+
+struct Fields {
+  uint32_t phase, arrivals, to_come;
+  int32_t bytes;
+};
+
+uint64_t packed(const Fields& f) {
+  return kMagic << 48 | static_cast<uint64_t>(f.phase) << 47 | static_cast<uint64_t>(f.arrivals) << 35 |
+         static_cast<uint64_t>(f.to_come) << 23 | (static_cast<uint32_t>(f.bytes) & 0x7FFFFFU);
+}
+
+void check_address(const uint64_t* barrier, Site site) {
+  const auto offset = reinterpret_cast<const unsigned char*>(barrier) - block.shared;
+  if (offset < 0 || offset + 8 > static_cast<ptrdiff_t>(block.shared_bytes) || offset % 8 != 0) {
+    fail_at(site, "an mbarrier at shared + %td: must be aligned to 8 and within the block's %u bytes", offset,
+            block.shared_bytes);
+  }
+}
+
+Fields fields_of(const uint64_t* barrier, Site site) {
+  check_address(barrier, site);
+  const uint64_t bits = *barrier;
+  if (bits >> 48 != kMagic) fail_at(site, "uses an mbarrier that is not initialised, or was overwritten");
+  const auto bytes = static_cast<uint32_t>(bits & 0x7FFFFFU);
+  return {static_cast<uint32_t>(bits >> 47 & 1U), static_cast<uint32_t>(bits >> 35 & 0xFFFU),
+          static_cast<uint32_t>(bits >> 23 & 0xFFFU), static_cast<int32_t>(bytes << 9) >> 9};
+}
+
+// Stores the fields, and if that completes the phase begins the next and wakes who waits for it.
+void store(uint64_t* barrier, Fields fields) {
+  const bool complete = fields.to_come == 0 && fields.bytes == 0;
+  if (complete) {
+    fields.phase ^= 1U;
+    fields.to_come = fields.arrivals;
+  }
+  *barrier = packed(fields);
+  if (!complete) return;
+  for (int i = 0; i < block.threads; ++i) {
+    Thread& thread = block.thread[i];
+    if (thread.wait == Wait::kCopies && thread.barrier == barrier) wake(thread);
+  }
+}
+
+}  // namespace
+
+void perform_one_copy() {
+  const size_t index = draw() % block.copies.size();
+  const BulkCopy copy = block.copies[index];
+  block.copies[index] = block.copies.back();
+  block.copies.pop_back();
+  memcpy(copy.shared, copy.global, copy.bytes);
+  Fields fields = fields_of(copy.barrier, copy.site);
+  fields.bytes -= static_cast<int32_t>(copy.bytes);
+  store(copy.barrier, fields);
+}
+
+void maybe_perform_copies() {
+  while (!block.copies.empty() && (draw() & 7U) == 0) perform_one_copy();
+}
+
+void init_mbarrier(uint64_t* barrier, int arrivals, Site site) {
+  check_address(barrier, site);
+  if (arrivals < 1 || arrivals > kMostArrivals) fail_at(site, "barrier_init for %d arrivals", arrivals);
+  const auto count = static_cast<uint32_t>(arrivals);
+  *barrier = packed({0, count, count, 0});
+}
+
+void arrive_mbarrier(uint64_t* barrier, uint32_t bytes, Site site) {
+  Fields fields = fields_of(barrier, site);
+  if (bytes > kMostBytes) fail_at(site, "announces %u bytes, more than %u", bytes, kMostBytes);
+  if (fields.to_come == 0) fail_at(site, "arrives once more than the %u times of this phase", fields.arrivals);
+  fields.bytes += static_cast<int32_t>(bytes);
+  fields.to_come -= 1;
+  store(barrier, fields);
+  maybe_let_others_run();
+}
+
+void wait_mbarrier(const uint64_t* barrier, uint32_t parity, Site site) {
+  if (parity > 1) fail_at(site, "barrier_wait for parity %u", parity);
+  if (fields_of(barrier, site).phase != parity) return maybe_let_others_run();
+  self->barrier = barrier;
+  self->parity = parity;
+  // Woken by the end of the phase; another phase may have begun and ended before this thread runs, as on the chip.
+  while (fields_of(barrier, site).phase == parity) suspend(Wait::kCopies, site);
+}
+
+void begin_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier, Site site) {
+  auto* destination = static_cast<unsigned char*>(shared);
+  const auto offset = destination - block.shared;
+  fields_of(barrier, site);
+  if (offset < 0 || offset + static_cast<ptrdiff_t>(bytes) > static_cast<ptrdiff_t>(block.shared_bytes)) {
+    fail_at(site, "a bulk copy of %u bytes to shared + %td, outside the block's %u bytes", bytes, offset,
+            block.shared_bytes);
+  }
+  if (bytes == 0 || bytes % 16 != 0 || offset % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) {
+    fail_at(site, "a bulk copy of %u bytes from %p to shared + %td: size and addresses must be multiples of 16", bytes,
+            global, offset);
+  }
+  memset(destination, 0xFF, bytes);  // from here on the copy may write: whoever reads before it completed reads this
+  block.copies.push_back({destination, static_cast<const unsigned char*>(global), bytes, barrier, site});
+  maybe_let_others_run();
+}
+
+}  // namespace ull::emulator

@@ -1,0 +1,222 @@
+// The software side of ull/kernels/arch.cuh: every name of its CUDA branch with the same meaning, for the emulator of
+// tests/emulator (see block.h for how a block runs). Kernels include arch.cuh, never this.
+//
+// It is stricter than the chip: all 32 lanes must reach the same line for a warp collective, a barrier that is never
+// met is an error, and so is a block that ends without wait_for_predecessor(). Addresses of 16-byte accesses are
+// checked. What it cannot show: missing fences, races within what one thread does between two of the operations below,
+// and races between blocks other than through their order.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <ctime>
+#include <type_traits>
+
+#include "block.h"
+#include "numbers.h"
+
+#define ULL_DEVICE inline
+
+#define ULL_KERNEL(name, Params, threads, blocks_per_sm) ULL_EMULATED_KERNEL(name, Params, threads, blocks_per_sm)
+#define ULL_EMULATED_KERNEL(name, Params, threads, blocks_per_sm)                                             \
+  static void name(const Params& params);                                                                     \
+  static const ::ull::emulator::Registration ull_registration_##name(                                         \
+      #name, sizeof(Params), threads, [](const void* params) { name(*static_cast<const Params*>(params)); }); \
+  static_assert((threads) % 32 == 0 && (threads) <= 1024 && (blocks_per_sm) >= 1, "launch bounds of " #name); \
+  static void name([[maybe_unused]] const Params& params)
+
+namespace ull::emulator {
+
+// Adds a kernel to the list that the launcher looks in.
+struct Registration {
+  Registration(const char* name, size_t params_bytes, int most_threads, void (*body)(const void* params));
+};
+
+// copies.cpp
+void init_mbarrier(uint64_t* barrier, int arrivals, Site site);
+void arrive_mbarrier(uint64_t* barrier, uint32_t bytes, Site site);
+void wait_mbarrier(const uint64_t* barrier, uint32_t parity, Site site);
+void begin_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier, Site site);
+
+}  // namespace ull::emulator
+
+// The caller's place in the kernel, as default arguments.
+#define ULL_SITE_PARAMETERS const char *file = __builtin_FILE(), int line = __builtin_LINE()
+#define ULL_SITE \
+  ::ull::emulator::Site { file, line }
+
+namespace ull::arch {
+
+// ---- who am I ---------------------------------------------------------------------------------------------------
+
+inline int thread() { return emulator::self->index; }
+inline int threads() { return emulator::block.threads; }
+inline int lane() { return emulator::self->lane; }
+inline int warp() { return emulator::self->warp->index; }
+inline int block_x() { return emulator::block.x; }
+inline int block_y() { return emulator::block.y; }
+inline int grid_x() { return emulator::block.grid_x; }
+inline int grid_y() { return emulator::block.grid_y; }
+inline unsigned char* shared_memory() { return emulator::block.shared; }
+
+// ---- barriers ---------------------------------------------------------------------------------------------------
+
+inline void block_barrier(ULL_SITE_PARAMETERS) { emulator::meet_barrier(0, 0, ULL_SITE); }
+inline void named_barrier(int id, int count, ULL_SITE_PARAMETERS) {
+  if (id == 0) emulator::fail_at(ULL_SITE, "named_barrier 0 is block_barrier()");
+  emulator::meet_barrier(id, count, ULL_SITE);
+}
+inline void warp_barrier(ULL_SITE_PARAMETERS) { emulator::meet_warp(emulator::Collective::kWarpBarrier, ULL_SITE); }
+
+inline void release_dependents() { emulator::block.released = true; }
+inline void wait_for_predecessor() { emulator::predecessor_complete(); }
+
+// ---- warp -------------------------------------------------------------------------------------------------------
+
+template <typename T>
+inline T exchange(T value, int source_lane, emulator::Collective collective, emulator::Site site) {
+  static_assert(std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8), "what __shfl_sync takes");
+  memcpy(&emulator::my_operand().value, &value, sizeof(T));
+  const emulator::Operand* operands = emulator::meet_warp(collective, site);
+  T result;
+  memcpy(&result, &operands[source_lane & 31].value, sizeof(T));
+  return result;
+}
+template <typename T>
+inline T shuffle_xor(T value, int mask, ULL_SITE_PARAMETERS) {
+  return exchange(value, lane() ^ mask, emulator::Collective::kShuffleXor, ULL_SITE);
+}
+template <typename T>
+inline T shuffle(T value, int source_lane, ULL_SITE_PARAMETERS) {
+  return exchange(value, source_lane, emulator::Collective::kShuffle, ULL_SITE);
+}
+inline uint32_t ballot(bool predicate, ULL_SITE_PARAMETERS) {
+  emulator::my_operand().value = predicate ? 1 : 0;
+  const emulator::Operand* operands = emulator::meet_warp(emulator::Collective::kBallot, ULL_SITE);
+  uint32_t result = 0;
+  for (int i = 0; i < 32; ++i) result |= static_cast<uint32_t>(operands[i].value) << i;
+  return result;
+}
+
+// ---- tensor cores -----------------------------------------------------------------------------------------------
+
+inline void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], ULL_SITE_PARAMETERS) {
+  emulator::Operand& mine = emulator::my_operand();
+  memcpy(mine.a, a, sizeof(a));
+  memcpy(mine.b, b, sizeof(b));
+  memcpy(mine.c, c, sizeof(c));
+  memcpy(c, emulator::meet_warp(emulator::Collective::kMma, ULL_SITE)[lane()].c, sizeof(c));
+}
+
+// ---- number formats ---------------------------------------------------------------------------------------------
+
+inline uint32_t e4m3x2_to_f16x2(uint32_t pair) {
+  return emulator::e4m3_to_f16(static_cast<uint8_t>(pair)) |
+         static_cast<uint32_t>(emulator::e4m3_to_f16(static_cast<uint8_t>(pair >> 8))) << 16;
+}
+inline uint32_t f32x2_to_f16x2(float low, float high) {
+  return emulator::f32_to_f16_saturating(low) | static_cast<uint32_t>(emulator::f32_to_f16_saturating(high)) << 16;
+}
+inline float f16_to_f32(uint16_t value) { return emulator::f16_to_f32(value); }
+inline uint16_t f32_to_bf16(float value) { return emulator::f32_to_bf16(value); }
+inline float bf16_to_f32(uint16_t value) { return emulator::bf16_to_f32(value); }
+inline uint32_t f32x2_to_e4m3x2(float low, float high) {
+  return emulator::f32_to_e4m3_saturating(low) | static_cast<uint32_t>(emulator::f32_to_e4m3_saturating(high)) << 8;
+}
+inline uint32_t float_bits(float value) { return std::bit_cast<uint32_t>(value); }
+inline float bits_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+inline float reciprocal_sqrt(float value) { return 1.0F / std::sqrt(value); }
+inline float reciprocal(float value) { return 1.0F / value; }
+
+// ---- memory -----------------------------------------------------------------------------------------------------
+
+struct alignas(16) Vector4 {  // 16 bytes
+  uint32_t word[4];
+};
+struct alignas(8) Vector2 {  // 8 bytes
+  uint32_t word[2];
+};
+
+inline void check_vector(const void* address, emulator::Site site) {
+  if (reinterpret_cast<uintptr_t>(address) % 16 != 0)
+    emulator::fail_at(site, "misaligned 16-byte access at %p", address);
+}
+inline Vector4 load_stream(const void* address, ULL_SITE_PARAMETERS) {
+  check_vector(address, ULL_SITE);
+  Vector4 result;
+  memcpy(&result, address, sizeof(result));
+  return result;
+}
+inline Vector4 load_global(const void* address, ULL_SITE_PARAMETERS) { return load_stream(address, file, line); }
+inline Vector4 load_shared(const void* address, ULL_SITE_PARAMETERS) { return load_stream(address, file, line); }
+inline void store_shared(void* address, const Vector4& value, ULL_SITE_PARAMETERS) {
+  check_vector(address, ULL_SITE);
+  memcpy(address, &value, sizeof(value));
+}
+inline void store_global(void* address, const Vector4& value, ULL_SITE_PARAMETERS) {
+  store_shared(address, value, file, line);
+}
+
+template <typename T>
+inline T change_atomically(T* address, T (*change)(T old, T value), T value) {
+  emulator::maybe_let_others_run();
+  const T old = *address;  // one thread runs at a time
+  *address = change(old, value);
+  return old;
+}
+template <typename T>
+inline T added(T old, T value) {
+  return static_cast<T>(old + value);
+}
+template <typename T>
+inline T larger(T old, T value) {
+  return old > value ? old : value;
+}
+inline uint32_t atomic_add(uint32_t* address, uint32_t value) { return change_atomically(address, added, value); }
+inline uint64_t atomic_add(uint64_t* address, uint64_t value) { return change_atomically(address, added, value); }
+inline uint32_t atomic_max(uint32_t* address, uint32_t value) { return change_atomically(address, larger, value); }
+inline uint64_t atomic_max(uint64_t* address, uint64_t value) { return change_atomically(address, larger, value); }
+inline uint32_t atomic_or(uint32_t* address, uint32_t value) {
+  return change_atomically(address, +[](uint32_t old, uint32_t bits) { return old | bits; }, value);
+}
+
+inline void fence_device() {}
+inline void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void store_release_system(uint64_t* address, uint64_t value) {
+  __atomic_store_n(address, value, __ATOMIC_RELEASE);
+}
+inline uint64_t load_acquire_system(const uint64_t* address) { return __atomic_load_n(address, __ATOMIC_ACQUIRE); }
+inline uint64_t timer_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000000000U + static_cast<uint64_t>(now.tv_nsec);
+}
+
+// ---- bulk copies into shared memory, completing on an mbarrier ----------------------------------------------------
+
+using Barrier = uint64_t;
+
+inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - emulator::block.shared);
+}
+inline void barrier_init(Barrier* barrier, int arrivals, ULL_SITE_PARAMETERS) {
+  emulator::init_mbarrier(barrier, arrivals, ULL_SITE);
+}
+inline void fence_barrier_init() {}
+inline void barrier_arrive(Barrier* barrier, ULL_SITE_PARAMETERS) { emulator::arrive_mbarrier(barrier, 0, ULL_SITE); }
+inline void barrier_arrive_expect(Barrier* barrier, uint32_t bytes, ULL_SITE_PARAMETERS) {
+  emulator::arrive_mbarrier(barrier, bytes, ULL_SITE);
+}
+inline void barrier_wait(Barrier* barrier, uint32_t parity, ULL_SITE_PARAMETERS) {
+  emulator::wait_mbarrier(barrier, parity, ULL_SITE);
+}
+inline void bulk_copy_stream(void* shared, const void* global, uint32_t bytes, Barrier* barrier, ULL_SITE_PARAMETERS) {
+  emulator::begin_copy(shared, global, bytes, barrier, ULL_SITE);
+}
+
+}  // namespace ull::arch
+
+#undef ULL_SITE
+#undef ULL_SITE_PARAMETERS

@@ -1,0 +1,253 @@
+#include "launcher.h"
+
+#include <pthread.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <numeric>
+#include <utility>
+
+#include "emulated_arch.h"
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
+
+namespace ull::emulator {
+
+namespace {
+
+constexpr size_t kPage = 4096;
+constexpr uint32_t kMostShared = 227 * 1024;  // dynamic shared memory of a block on sm_90
+constexpr size_t kRedzone = 256;
+#ifdef __SANITIZE_ADDRESS__
+constexpr size_t kStackBytes = 256 * 1024;  // frames are larger
+#else
+constexpr size_t kStackBytes = 64 * 1024;
+#endif
+
+struct Entry {
+  UllKernel kernel;
+  void (*body)(const void* params);
+};
+
+std::vector<Entry>& entries() {
+  static std::vector<Entry> list;
+  return list;
+}
+
+std::mutex launch_lock;
+
+// `bytes` with an unreadable page before and after.
+unsigned char* map_guarded(size_t bytes) {
+  void* area = mmap(nullptr, bytes + 2 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (area == MAP_FAILED) abort();
+  auto* data = static_cast<unsigned char*>(area) + kPage;
+  if (mprotect(data, bytes, PROT_READ | PROT_WRITE) != 0) abort();
+  return data;
+}
+
+// The block's shared memory ends (rounded up to 128 bytes) where an unreadable page begins; a redzone lies before it.
+class SharedMemory {
+ public:
+  SharedMemory() : data_(map_guarded(kBytes)) {}
+
+  // 0xFF, so that what nobody wrote shows as NaN.
+  unsigned char* fresh(uint32_t bytes) {
+    unpoison();
+    start_ = data_ + kBytes - (bytes + 127) / 128 * 128;
+    bytes_ = bytes;
+    memset(start_ - kRedzone, 0xFF, static_cast<size_t>(data_ + kBytes - start_) + kRedzone);
+#ifdef __SANITIZE_ADDRESS__
+    __asan_poison_memory_region(data_, static_cast<size_t>(start_ - data_));
+    __asan_poison_memory_region(start_ + bytes, static_cast<size_t>(data_ + kBytes - start_) - bytes);
+#endif
+    return start_;
+  }
+
+  // Whether the redzones are as fresh() left them.
+  bool intact() {
+    unpoison();
+    const auto untouched = [](const unsigned char* from, const unsigned char* to) {
+      while (from != to && *from == 0xFF) ++from;
+      return from == to;
+    };
+    return untouched(start_ - kRedzone, start_) && untouched(start_ + bytes_, data_ + kBytes);
+  }
+
+ private:
+  void unpoison() {
+#ifdef __SANITIZE_ADDRESS__
+    __asan_unpoison_memory_region(data_, kBytes);
+#endif
+  }
+
+  static constexpr size_t kBytes = (kMostShared + kRedzone + kPage - 1) / kPage * kPage;
+  unsigned char* data_;  // [kBytes]
+  unsigned char* start_ = nullptr;
+  uint32_t bytes_ = 0;
+};
+
+void allocate_stacks() {
+  for (Thread& thread : block.thread) {
+    thread.fiber.stack = map_guarded(kStackBytes);
+    thread.fiber.bytes = kStackBytes;
+  }
+}
+
+// A kernel's access to an address that is not mapped ends the launch instead of the process. (Under AddressSanitizer
+// its own handler reports more.)
+class FaultHandler {
+ public:
+  static sigjmp_buf resume;
+
+#ifdef __SANITIZE_ADDRESS__
+  FaultHandler() = default;
+#else
+  FaultHandler() {
+    static unsigned char* signal_stack = map_guarded(kStackBytes);
+    thread_ = pthread_self();
+    stack_t stack = {};
+    stack.ss_sp = signal_stack;
+    stack.ss_size = kStackBytes;
+    sigaltstack(&stack, &previous_stack_);
+    struct sigaction action = {};
+    action.sa_sigaction = &FaultHandler::on_fault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigaction(SIGSEGV, &action, &previous_[0]);
+    sigaction(SIGBUS, &action, &previous_[1]);
+  }
+  ~FaultHandler() {
+    sigaction(SIGSEGV, &previous_[0], nullptr);
+    sigaction(SIGBUS, &previous_[1], nullptr);
+    sigaltstack(&previous_stack_, nullptr);
+  }
+
+ private:
+  static void on_fault(int signal, siginfo_t* info, void*) {
+    if (self == nullptr || pthread_equal(pthread_self(), thread_) == 0) {  // not a kernel's: fault again, unhandled
+      sigaction(signal, &previous_[signal == SIGSEGV ? 0 : 1], nullptr);
+      return;
+    }
+    const auto* address = static_cast<unsigned char*>(info->si_addr);
+    const auto* stack = static_cast<unsigned char*>(self->fiber.stack);
+    char text[400];
+    int used =
+        snprintf(text, sizeof(text), "%s, block (%d, %d), thread %d: ", block.kernel, block.x, block.y, self->index);
+    if (address >= stack - kPage && address < stack) {
+      used += snprintf(text + used, sizeof(text) - used, "stack overflow");
+    } else {
+      used += snprintf(text + used, sizeof(text) - used, "illegal memory access at %p (shared + %td)",
+                       static_cast<const void*>(address), address - block.shared);
+    }
+    block.error = text;
+    siglongjmp(resume, 1);
+  }
+
+  static pthread_t thread_;
+  static struct sigaction previous_[2];
+  stack_t previous_stack_ = {};
+#endif
+};
+
+sigjmp_buf FaultHandler::resume;
+#ifndef __SANITIZE_ADDRESS__
+pthread_t FaultHandler::thread_;
+struct sigaction FaultHandler::previous_[2];
+#endif
+
+// The launch's mistakes that the driver itself would refuse.
+std::string refusal(const UllLaunch& launch, const Entry& entry) {
+  if (launch.grid_x < 1 || launch.grid_y < 1 || launch.grid_y > 65535) return "grid out of range";
+  if (launch.threads < 32 || launch.threads % kWarpLanes != 0 || launch.threads > entry.kernel.most_threads) {
+    return std::to_string(launch.threads) + " threads: must be a multiple of 32 and within the kernel's bound of " +
+           std::to_string(entry.kernel.most_threads);
+  }
+  if (launch.shared_bytes < 0 || static_cast<uint32_t>(launch.shared_bytes) > kMostShared) {
+    return std::to_string(launch.shared_bytes) + " bytes of shared memory: at most " + std::to_string(kMostShared);
+  }
+  return {};
+}
+
+__attribute__((noinline)) bool run_guarded_block() {
+  if (sigsetjmp(FaultHandler::resume, 1) != 0) return false;
+  return run_block();
+}
+
+std::string run_blocks(const UllLaunch& launch) {
+  static SharedMemory shared;
+  std::vector<int> order(static_cast<size_t>(launch.grid_x) * static_cast<size_t>(launch.grid_y));
+  std::iota(order.begin(), order.end(), 0);
+  for (size_t left = order.size(); left > 1; --left) std::swap(order[left - 1], order[draw() % left]);
+  [[maybe_unused]] const FaultHandler handler;
+  for (const int index : order) {
+    block.x = index % launch.grid_x;
+    block.y = index / launch.grid_x;
+    block.shared = shared.fresh(block.shared_bytes);
+    const bool good = run_guarded_block();
+    self = nullptr;
+    show_hidden_regions();
+    const bool intact = shared.intact();
+    if (!good) return block.error;
+    if (!intact) {
+      return std::string(block.kernel) + ", block (" + std::to_string(block.x) + ", " + std::to_string(block.y) +
+             "): wrote outside its " + std::to_string(block.shared_bytes) + " bytes of shared memory";
+    }
+  }
+  return {};
+}
+
+std::string run(const UllLaunch& launch) {
+  const std::lock_guard guard(launch_lock);
+  static const bool allocated = (allocate_stacks(), true);
+  static_cast<void>(allocated);
+  for (const Entry& entry : entries()) {
+    if (strcmp(entry.kernel.name, launch.kernel) != 0) continue;
+    const std::string refused = refusal(launch, entry);
+    if (!refused.empty()) return std::string(launch.kernel) + ": " + refused;
+    fiber_adopt_caller(block.launcher);
+    block.kernel = entry.kernel.name;
+    block.body = entry.body;
+    block.params = launch.params;
+    block.grid_x = launch.grid_x;
+    block.grid_y = launch.grid_y;
+    block.threads = launch.threads;
+    block.shared_bytes = static_cast<uint32_t>(launch.shared_bytes);
+    block.random = launch.seed * 0x9E3779B97F4A7C15ULL + 0xD1B54A32D192ED03ULL;
+    block.hidden.clear();
+    for (int i = 0; i < launch.hidden_count; ++i) {
+      block.hidden.push_back({launch.hidden[i].address, launch.hidden[i].bytes});
+    }
+    return run_blocks(launch);
+  }
+  return std::string("unknown kernel ") + launch.kernel;
+}
+
+}  // namespace
+
+Registration::Registration(const char* name, size_t params_bytes, int most_threads, void (*body)(const void* params)) {
+  entries().push_back({{name, static_cast<int32_t>(params_bytes), most_threads}, body});
+}
+
+}  // namespace ull::emulator
+
+int ull_emulator_kernels(const UllKernel** kernels) {
+  static std::vector<UllKernel> list;
+  if (list.empty()) {
+    for (const auto& entry : ull::emulator::entries()) list.push_back(entry.kernel);
+  }
+  *kernels = list.data();
+  return static_cast<int>(list.size());
+}
+
+int ull_emulator_launch(const UllLaunch* launch, char* error, uint64_t error_bytes) {
+  const std::string message = ull::emulator::run(*launch);
+  snprintf(error, error_bytes, "%s", message.c_str());
+  return message.empty() ? 0 : 1;
+}

@@ -1,0 +1,35 @@
+// The C interface of a library of emulated kernels (tests/emulation.py and tests/fakecuda load it).
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+struct UllKernel {
+  const char* name;
+  int32_t params_bytes;
+  int32_t most_threads;
+};
+
+struct UllRegion {
+  void* address;
+  uint64_t bytes;
+};
+
+struct UllLaunch {
+  const char* kernel;
+  int32_t grid_x, grid_y;
+  int32_t threads;
+  int32_t shared_bytes;
+  const void* params;
+  uint64_t seed;            // of the order of blocks and threads
+  const UllRegion* hidden;  // [hidden_count] what the predecessor writes: 0xFF until a block has waited for it
+  int32_t hidden_count;
+};
+
+// The library's kernels; returns how many.
+__attribute__((visibility("default"))) int ull_emulator_kernels(const UllKernel** kernels);
+// Runs one launch to its end. 0, or 1 with a message in `error` [error_bytes].
+__attribute__((visibility("default"))) int ull_emulator_launch(const UllLaunch* launch, char* error,
+                                                               uint64_t error_bytes);
+}

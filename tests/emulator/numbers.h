@@ -1,0 +1,81 @@
+// The number formats of the chip in software, bit for bit: f16, bf16 and e4m3 (OCP FP8: no infinity, 448 the largest,
+// 0x7F NaN). Rounding to nearest even, subnormals kept.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+namespace ull::emulator {
+
+// `value` times 2^shift, as an integer rounded to nearest even. |value| 2^shift below 2^22, or infinite work is asked.
+// Adding 1.5 * 2^23 makes the FPU round at the unit; both steps are exact but that one.
+inline float round_to_unit(float value, float unit) {
+  const float magic = 12582912.0F * unit;  // 1.5 * 2^23 units
+  volatile float sum = value + magic;
+  return sum - magic;
+}
+
+inline float f16_to_f32(uint16_t bits) {
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000U) << 16;
+  const uint32_t exponent = (bits >> 10) & 31U;
+  const uint32_t mantissa = bits & 1023U;
+  if (exponent == 31) return std::bit_cast<float>(sign | 0x7F800000U | (mantissa << 13));
+  if (exponent == 0) {
+    const float magnitude = static_cast<float>(mantissa) * 0x1p-24F;
+    return std::bit_cast<float>(std::bit_cast<uint32_t>(magnitude) | sign);
+  }
+  return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
+}
+
+// Beyond the range: +-65504. NaN: 0x7FFF.
+inline uint16_t f32_to_f16_saturating(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const auto sign = static_cast<uint16_t>((bits >> 16) & 0x8000U);
+  const uint32_t magnitude = bits & 0x7FFFFFFFU;
+  if (magnitude > 0x7F800000U) return 0x7FFF;
+  if (magnitude >= 0x477FE000U) return static_cast<uint16_t>(sign | 0x7BFFU);  // 65504
+  if (magnitude < 0x38800000U) {                                               // below 2^-14: units of 2^-24
+    const float rounded = round_to_unit(std::bit_cast<float>(magnitude), 0x1p-24F);
+    return static_cast<uint16_t>(sign | static_cast<uint32_t>(rounded * 0x1p24F));
+  }
+  const uint32_t rounded = magnitude + 0x0FFFU + ((magnitude >> 13) & 1U);  // carries into the exponent as it should
+  return static_cast<uint16_t>(sign | ((rounded >> 13) - (112U << 10)));
+}
+
+inline float bf16_to_f32(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+
+// Beyond the range: infinity. NaN: 0x7FFF.
+inline uint16_t f32_to_bf16(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  if ((bits & 0x7FFFFFFFU) > 0x7F800000U) return 0x7FFF;
+  return static_cast<uint16_t>((bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16);
+}
+
+inline uint16_t e4m3_to_f16(uint8_t bits) {
+  const auto sign = static_cast<uint16_t>((bits & 0x80U) << 8);
+  const uint32_t exponent = (bits >> 3) & 15U;
+  const uint32_t mantissa = bits & 7U;
+  if ((bits & 0x7FU) == 0x7FU) return 0x7FFF;
+  if (exponent == 0) {  // mantissa * 2^-9, normal in f16
+    const uint16_t magnitude = f32_to_f16_saturating(static_cast<float>(mantissa) * 0x1p-9F);
+    return static_cast<uint16_t>(sign | magnitude);
+  }
+  return static_cast<uint16_t>(sign | ((exponent + 8) << 10) | (mantissa << 7));
+}
+
+// Beyond the range, infinity included: +-448. NaN: 0x7F.
+inline uint8_t f32_to_e4m3_saturating(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t sign = (bits >> 24) & 0x80U;
+  const uint32_t magnitude = bits & 0x7FFFFFFFU;
+  if (magnitude > 0x7F800000U) return 0x7F;
+  if (magnitude >= 0x43E00000U) return static_cast<uint8_t>(sign | 0x7EU);  // 448
+  if (magnitude < 0x3C800000U) {                                            // below 2^-6: units of 2^-9
+    const float rounded = round_to_unit(std::bit_cast<float>(magnitude), 0x1p-9F);
+    return static_cast<uint8_t>(sign | static_cast<uint32_t>(rounded * 0x1p9F));
+  }
+  const uint32_t rounded = magnitude + 0x7FFFFU + ((magnitude >> 20) & 1U);
+  return static_cast<uint8_t>(sign | ((rounded >> 20) - (120U << 3)));
+}
+
+}  // namespace ull::emulator
