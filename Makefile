@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NATIVE := $(shell find ull/native -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt)
+KERNELS := $(shell find ull/kernels tests/emulator tests/fakecuda -name '*.c*' -o -name '*.h')
 
 .PHONY: demo test lint format native-test sanitize oracle wheel h200 h200-wheels install clean help
 .DEFAULT_GOAL := help
@@ -22,12 +23,12 @@ lint: $(VENV)/.installed-test  ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $(filter %.cpp %.h,$(NATIVE))
+	$(BIN)/clang-format --dry-run -Werror $(filter %.cpp %.h,$(NATIVE)) $(KERNELS)
 
 format: $(VENV)/.installed-test  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(filter %.cpp %.h,$(NATIVE))
+	$(BIN)/clang-format -i $(filter %.cpp %.h,$(NATIVE)) $(KERNELS)
 
 # The native unit tests: plain, then under the sanitizers.
 NATIVE_TESTS := .cache/native
@@ -41,9 +42,12 @@ endef
 native-test: $(VENV)/.installed-test  ## native unit tests
 	$(call run_native_tests,plain,,Release)
 
-sanitize: $(VENV)/.installed-test  ## native unit tests under ASan + UBSan, then TSan
+sanitize: $(VENV)/.installed-test  ## native unit tests under ASan + UBSan, then TSan; kernels under ASan + UBSan
 	$(call run_native_tests,asan,address$(comma)undefined,RelWithDebInfo)
 	$(call run_native_tests,tsan,thread,RelWithDebInfo)
+	ULL_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$(g++ -print-file-name=libasan.so) \
+	  $(BIN)/python -m pytest tests/test_emulator.py \
+	  $(filter-out %_compile.py,$(wildcard tests/test_kernel_*.py))
 comma := ,
 
 oracle: $(VENV)/.installed-test  ## compare with transformers, live (installs PyTorch for the CPU)
