@@ -121,7 +121,7 @@ def measure_client(arch: str) -> dict[str, Any]:
         length = 2000
         while len(gaps) < CLIENT_ROUNDS:
             last = 0
-            stream = client.stream([1, 2, 3, 4], max_tokens=length, speculate="none", ignore_eos=True)
+            stream = client.generate([1, 2, 3, 4], max_tokens=length, speculate="none", ignore_eos=True)
             for _ in stream:
                 now = time.perf_counter_ns()
                 if last:
