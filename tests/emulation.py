@@ -31,6 +31,7 @@ KERNELS = ROOT / "ull/kernels"
 EMULATOR = ROOT / "tests/emulator"
 CACHE = ROOT / ".cache/emulator"
 INCLUDES = (EMULATOR, KERNELS, ROOT / "ull/native")
+ON_DEVICE = os.environ.get("ULL_KERNELS", "") == "device"  # see device_kernels.py
 SANITIZE = os.environ.get("ULL_SANITIZE", "") not in ("", "0")
 
 TINY_MODEL: dict[str, int | float] = {  # engines/tiny
@@ -138,8 +139,14 @@ def build(
 ) -> Kernels:
     """Compiles `sources` (names in ull/kernels, or paths) for `model` (macros without ULL_; absent: engines/tiny's).
 
-    Cached in .cache/emulator by the content of everything that can be included.
+    Cached in .cache/emulator by the content of everything that can be included. With ULL_KERNELS=device the kernels
+    are compiled for the GPU and run there.
     """
+    if ON_DEVICE:
+        import device_kernels
+
+        macros = device_kernels.macros_of({**TINY_MODEL, **(model or {})})
+        return device_kernels.build(tuple(sources), macros)  # type: ignore[return-value]
     return _load(build_library(sources, model, sanitize), sanitize)
 
 
@@ -204,6 +211,10 @@ def pointer(array: NDArray[Any]) -> int:
     """The array's address, for a c_void_p field. The caller keeps the array alive."""
     if not array.flags.c_contiguous:
         raise ValueError("kernels need a contiguous array")
+    if ON_DEVICE:
+        import device_kernels
+
+        device_kernels.register(array)
     return array.ctypes.data
 
 
