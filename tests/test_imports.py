@@ -22,7 +22,6 @@ PYTHON_LAYERS = {
     "_native": 2,
     "bundle": 2,
     "wire": 2,
-    "gpu": 3,
     "inspect": 3,
     "tokenizer": 3,
     "metrics": 3,

@@ -1,0 +1,71 @@
+"""The tiny engine on the chip, from ulld to a client, against the cpu executor and against itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ull.client import Client
+from ull.spawn import DaemonProcess
+
+ROOT = Path(__file__).parent.parent.parent
+PROMPTS = (
+    "def main() -> None:\n    ",
+    "The quick brown fox",
+    "import numpy as np\n\n\ndef softmax(",
+    "class Stack:\n    def push(self, item):\n        ",
+    "one two three one two three one two",
+    "for i in range(10):\n    print(i)\nfor j in range(10):\n    ",
+)
+TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Client]]:
+    directory = tmp_path_factory.mktemp("engines")
+    daemons, found = [], {}
+    for target in ("cpu", "sm_90a"):
+        bundle = directory / f"tiny-{target}.ull"
+        command = [sys.executable, "-m", "ull_build", str(ROOT / "engines/tiny-ngram.toml"), "--target", target]
+        subprocess.run([*command, "--output", str(bundle), "--quiet", "--no-eval"], check=True)
+        daemons.append(DaemonProcess(bundle, ready_timeout=180.0))
+        found[target] = Client(daemons[-1].url)
+    yield found
+    for client in found.values():
+        client.close()
+    for daemon in daemons:
+        daemon.stop()
+
+
+def complete(client: Client, prompt: str, **options: object) -> list[int]:
+    return list(client.generate(prompt, max_tokens=TOKENS, seed=11, ignore_eos=True, **options).result().token_ids)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_chip_says_what_the_cpu_says(clients: dict[str, Client], temperature: float) -> None:
+    """16-bit activations and another order of sums: a near tie may fall the other way, but rarely."""
+    same = [
+        complete(clients["cpu"], prompt, temperature=temperature)
+        == complete(clients["sm_90a"], prompt, temperature=temperature)
+        for prompt in PROMPTS
+    ]
+    assert sum(same) >= len(PROMPTS) - 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_speculation_changes_nothing(clients: dict[str, Client], temperature: float) -> None:
+    client = clients["sm_90a"]
+    for prompt in PROMPTS:
+        plain = complete(client, prompt, temperature=temperature, speculate="none")
+        assert complete(client, prompt, temperature=temperature, speculate="ngram") == plain
+        assert complete(client, prompt, temperature=temperature, speculate="ngram", max_tree=64) == plain
+
+
+def test_repeated_requests_are_bit_identical(clients: dict[str, Client]) -> None:
+    client = clients["sm_90a"]
+    first = complete(client, PROMPTS[0], temperature=0.8)
+    assert all(complete(client, PROMPTS[0], temperature=0.8) == first for _ in range(5))

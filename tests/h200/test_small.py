@@ -1,0 +1,33 @@
+"""A few rounds of the tiny engine, small enough to run under compute-sanitizer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from ull.bundle import open_bundle
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_every_graph_runs(tmp_path: Path) -> None:
+    from rounds import RoundDriver
+    from ull.gpu.program import load
+
+    bundle = tmp_path / "tiny.ull"
+    command = [sys.executable, "-m", "ull_build", str(ROOT / "engines/tiny-ngram.toml"), "--target", "sm_90a"]
+    subprocess.run([*command, "--no-eval", "--quiet", "--output", str(bundle)], check=True)
+    program = load(open_bundle(bundle))
+    try:
+        rounds = RoundDriver(program.handover)
+        prompt = [(31 * index + 5) % 4096 for index in range(300)]  # two attention splits
+        rounds.prefill(prompt[:-1])
+        for size in (1, 2, 4, 8, 16, 32, 64):
+            tree = [prompt[-1], *((17 * index + 3) % 4096 for index in range(size - 1))]
+            parents = [max(0, index // 2 - 1) for index in range(size)]  # siblings at every node
+            result = rounds.wait(rounds.launch(tree, 299, parents=parents, temperature=0.8, seed=5, top_logprobs=5))
+            assert 1 <= result.count <= size
+        assert len(rounds.decode(prompt[-1], 299, 8, temperature=0.8, seed=5)) == 8
+    finally:
+        program.close()
