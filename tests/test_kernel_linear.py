@@ -1,0 +1,232 @@
+"""The linear layers' kernels against NumPy, in the emulator: every layer, both weight formats, every tile, any grid."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import emulation
+import linear_layers
+from emulation import aligned, pointer
+from linear_layers import TOKENS, Floats, activation_buffer, interleave, pack_activations, pack_rows, pack_weights
+from ull.gpu.launches import linear
+from ull.gpu.params import MLP_SCALE, LinearParams, NormParams, Round
+
+EPSILON = 1e-5
+UNWRITTEN = 54321.0  # in rows of the residual beyond the round's tokens
+TILES = linear.LINEAR_TILES
+# Odd: no dimension is a multiple of its unit, slices differ in length and some are empty. Even: whole stages.
+ODD = {"HIDDEN": 204, "HEADS": 5, "KV_HEADS": 1, "HEAD_DIM": 32, "INTERMEDIATE": 341, "VOCABULARY": 331}
+LONG = {"HIDDEN": 1124, "HEADS": 10, "KV_HEADS": 2, "HEAD_DIM": 96, "INTERMEDIATE": 1500, "VOCABULARY": 203}
+EVEN = {"HIDDEN": 1024, "HEADS": 8, "KV_HEADS": 2, "HEAD_DIM": 128, "INTERMEDIATE": 2048, "VOCABULARY": 512}
+MODELS = {"odd": ODD, "long": LONG, "even": EVEN}
+
+
+def kernels_of(model: dict[str, int], bits: int) -> emulation.Kernels:
+    sources = ["norm.cu", "qkv.cu", "output.cu", "gate_up.cu", "down.cu", "head.cu"]
+    return emulation.build(sources, {**model, "WEIGHT_BITS": bits, "HEAD_BITS": bits, "RMS_EPSILON": EPSILON})
+
+
+class Layer:
+    """One layer of a model with random weights, its inputs, and how to run it and what must come out."""
+
+    def __init__(self, name: str, model: dict[str, int], bits: int, seed: int, with_bias: bool) -> None:
+        self.name, self.model, self.bits = name, model, bits
+        self.kernels = kernels_of(model, bits)
+        self.generator = np.random.default_rng(seed)
+        hidden, inner, width = model["HIDDEN"], model["INTERMEDIATE"], model["HEADS"] * model["HEAD_DIM"]
+        heads = (model["HEADS"] + 2 * model["KV_HEADS"]) * model["HEAD_DIM"]
+        shapes = {
+            "qkv": (heads, hidden),
+            "o": (hidden, width),
+            "gate_up": (2 * inner, hidden),
+            "down": (hidden, inner),
+            "head": (model["VOCABULARY"], hidden),
+        }
+        self.rows, self.columns = shapes[name]
+        self.norms = name in ("qkv", "gate_up", "head")
+        self.weights, self.scale = linear_layers.quantised(self.generator, self.rows, self.columns, bits)
+        self.bias = self.generator.standard_normal(self.rows).astype(np.float32) if with_bias else None
+        self.packed = [self._in_order(part) for part in (self.weights, self.scale, self.bias)]
+        self.residual = aligned((TOKENS, linear_layers.round_up(hidden, 16)), np.float32)
+        self.residual[:, :hidden] = self.generator.standard_normal((TOKENS, hidden)) * 3
+        self.norm_weight = aligned(hidden, np.float32)
+        self.norm_weight[...] = self.generator.uniform(0.5, 1.5, hidden)
+        self.inputs = (self.generator.standard_normal((TOKENS, self.columns)) * MLP_SCALE).astype(np.float16)
+        self.normed = linear_layers.normed(self.residual[:, :hidden], self.norm_weight, EPSILON)
+
+    def _in_order(self, part: NDArray[Any] | None) -> NDArray[Any] | None:
+        if part is None:
+            return None
+        if self.name == "gate_up":
+            part = interleave(part[: self.rows // 2], part[self.rows // 2 :])
+        return pack_weights(part) if part.ndim == 2 else pack_rows(part)
+
+    def geometry(self, tile: int, multiprocessors: int) -> linear.Geometry:
+        sizes = {
+            "gate_up": (self.columns, self.rows // 2),
+            "o": (self.rows, self.columns),
+            "down": (self.rows, self.columns),
+        }
+        first, second = sizes.get(self.name, (self.columns, self.rows))
+        geometry: linear.Geometry = getattr(linear, self.name)(first, second, tile, multiprocessors)
+        return geometry
+
+    def run(self, tile: int, count: int, multiprocessors: int = 3, seed: int = 0) -> NDArray[Any]:
+        """The whole output buffer after a round of `count` tokens; what was not written is NaN, or UNWRITTEN."""
+        round_state = aligned(ctypes.sizeof(Round), np.uint8, 0)
+        Round.from_buffer(round_state).count = count
+        residual = self.residual.copy()
+        residual[count:] = np.nan if self.norms else UNWRITTEN
+        if self.norms:
+            rows = self.normed if tile > 8 else np.full_like(self.normed, np.nan)
+        else:
+            rows = self.inputs
+        activations = pack_activations(rows[:count])
+        residual_in = aligned(residual.shape, np.float32)
+        residual_in[...] = residual
+        output = residual_in if self.name in ("o", "down") else self._empty_output()
+        weights, scale, bias = self.packed
+        assert weights is not None
+        assert scale is not None
+        params = LinearParams(
+            round=pointer(round_state),
+            weights=pointer(weights),
+            scale=pointer(scale),
+            bias=None if bias is None else pointer(bias),
+            residual=pointer(residual_in) if self.norms and tile <= 8 else None,
+            norm_weight=pointer(self.norm_weight) if self.norms and tile <= 8 else None,
+            activations=None if self.norms and tile <= 8 else pointer(activations),
+            output=pointer(output),
+        )
+        grid, threads, shared_bytes = self.geometry(tile, multiprocessors)
+        self.kernels.run(
+            f"ull_{self.name}_{tile}",
+            grid=grid,
+            threads=threads,
+            shared_bytes=shared_bytes,
+            params=params,
+            seed=seed,
+            predecessor_writes=[round_state, activations, residual_in],
+        )
+        return output
+
+    def is_unwritten(self, rows: NDArray[Any]) -> bool:
+        return bool(
+            (rows == UNWRITTEN).all() if self.name in ("o", "down") else np.isnan(rows.astype(np.float32)).all()
+        )
+
+    def _empty_output(self) -> NDArray[Any]:
+        if self.name == "gate_up":
+            return activation_buffer(self.rows // 2)
+        return aligned((TOKENS, linear_layers.round_up(self.rows, 16)), np.float32)
+
+    def expected(self, count: int) -> tuple[Floats, Floats]:
+        """[count, N] and the tolerance of each element."""
+        x = (self.normed if self.norms else self.inputs)[:count]
+        scale = self.scale / np.float32(MLP_SCALE) if self.name == "down" else self.scale
+        exact, tolerance = linear_layers.product(self.weights, scale, self.bias, x)
+        if self.name == "gate_up":
+            inner = self.rows // 2
+            gate, up = exact[:, :inner], exact[:, inner:]
+            activated = gate / (1 + np.exp(-gate)) * up * MLP_SCALE
+            # silu is steeper than 1.1 nowhere; then the rounding to f16
+            error = (1.1 * tolerance[:, :inner] * np.abs(up) + np.abs(gate) * tolerance[:, inner:]) * MLP_SCALE
+            return activated, error + np.abs(activated) * 2.0**-10 + 1e-6
+        if not self.norms:
+            return self.residual[:count, : self.rows] + exact, tolerance + np.abs(exact) * 1e-6
+        return exact, tolerance
+
+    def rows_of(self, output: NDArray[Any]) -> NDArray[Any]:
+        """[64, N] of the output buffer."""
+        if self.name == "gate_up":
+            return linear_layers.unpack_activations(output, self.rows // 2)
+        return output[:, : self.rows]
+
+
+def check(layer: Layer, tile: int, count: int, multiprocessors: int = 3, seed: int = 0) -> NDArray[Any]:
+    rows = layer.rows_of(layer.run(tile, count, multiprocessors, seed))
+    expected, tolerance = layer.expected(count)
+    assert (np.abs(rows[:count].astype(np.float64) - expected) <= tolerance).all()
+    assert layer.is_unwritten(rows[count:]), "rows beyond the round's tokens were written"
+    return rows
+
+
+NAMES = ("qkv", "o", "gate_up", "down", "head")
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", NAMES)
+def test_matches_numpy(name: str, model: str, bits: int, tile: int) -> None:
+    layer = Layer(name, MODELS[model], bits, seed=1, with_bias=name == "qkv" or model == "odd")
+    check(layer, tile, min(tile, 3), seed=2)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", NAMES)
+def test_same_bits_for_every_tile_and_grid(name: str, model: str, bits: int) -> None:
+    layer = Layer(name, MODELS[model], bits, seed=3, with_bias=model == "long")
+    widest = check(layer, 64, 64)
+    for tile, count, multiprocessors in [(64, 33, 5), (32, 32, 1), (32, 17, 4), (16, 16, 2), (8, 8, 1), (8, 5, 7)]:
+        np.testing.assert_array_equal(check(layer, tile, count, multiprocessors)[:count], widest[:count])
+    np.testing.assert_array_equal(check(layer, 1, 1, 132)[:1], widest[:1])
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("name", NAMES)
+def test_any_thread_order(name: str, tile: int) -> None:
+    layer = Layer(name, LONG, 8, seed=4, with_bias=True)
+    first = layer.run(tile, tile, multiprocessors=2, seed=1)
+    for seed in range(2, 6):
+        np.testing.assert_array_equal(layer.run(tile, tile, multiprocessors=2, seed=seed), first)
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_round_without_tokens_writes_nothing(name: str, tile: int) -> None:
+    layer = Layer(name, LONG, 8, seed=5, with_bias=False)
+    assert layer.is_unwritten(layer.rows_of(layer.run(tile, 0)))
+
+
+@pytest.mark.parametrize("tile", [16, 32, 64])
+@pytest.mark.parametrize("model", MODELS)
+def test_norm_is_exact(model: str, tile: int) -> None:
+    layer = Layer("qkv", MODELS[model], 8, seed=6, with_bias=False)
+    count = tile - 3
+    round_state = aligned(ctypes.sizeof(Round), np.uint8, 0)
+    Round.from_buffer(round_state).count = count
+    output = activation_buffer(layer.columns)
+    params = NormParams(
+        round=pointer(round_state),
+        residual=pointer(layer.residual),
+        norm_weight=pointer(layer.norm_weight),
+        normed=pointer(output),
+    )
+    grid, threads, shared_bytes = linear.norm(tile)
+    layer.kernels.run(
+        f"ull_norm_{tile}",
+        grid=grid,
+        threads=threads,
+        shared_bytes=shared_bytes,
+        params=params,
+        predecessor_writes=[layer.residual, round_state],
+    )
+    rows = linear_layers.unpack_activations(output, layer.columns)
+    np.testing.assert_array_equal(rows[:count], layer.normed[:count])
+    assert np.isnan(rows[count:].astype(np.float32)).all()
+
+
+def test_large_products_saturate() -> None:
+    """silu(gate) * up beyond f16's range stays finite."""
+    layer = Layer("gate_up", ODD, 8, seed=7, with_bias=False)
+    layer.packed[1] = pack_rows(interleave(*np.split(layer.scale * 3000, 2)))
+    rows = layer.rows_of(layer.run(1, 1))[0].astype(np.float32)
+    assert np.isfinite(rows).all()
+    assert np.abs(rows).max() == 65504

@@ -1,0 +1,107 @@
+// RMSNorm of the residual rows, one plan for the norm kernels and for the prologue of the linear kernels: thread i of
+// 256 sums the squares of elements 4i .. 4i+3, then 1024 further on, and so on; a shuffle tree in each warp; the eight
+// warps' sums in ascending order.
+#pragma once
+
+#include "activations.cuh"
+
+namespace ull::gpu {
+
+inline constexpr int kNormThreads = 256;
+inline constexpr int kNormWarps = kNormThreads / 32;
+inline constexpr int kResidualStride = round_up(kHidden, kRowUnit);
+inline constexpr int kNormVectors = (kHidden + 4 * kNormThreads - 1) / (4 * kNormThreads);  // per thread and row
+static_assert(kHidden % 4 == 0);
+
+// A thread's share of a row of H floats; zeros beyond the row.
+struct RowShare {
+  arch::Vector4 vector[kNormVectors];
+};
+
+ULL_DEVICE int row_column(int index) { return 4 * (index * kNormThreads + arch::thread()); }
+
+// A row that an earlier kernel wrote.
+ULL_DEVICE void load_row(RowShare& share, const float* row) {
+#pragma unroll
+  for (int i = 0; i < kNormVectors; ++i) {
+    share.vector[i] = {};
+    if (row_column(i) < kHidden) share.vector[i] = arch::load_global(row + row_column(i));
+  }
+}
+
+// The norm's weights, which no kernel writes.
+ULL_DEVICE void load_norm_weight(RowShare& share, const float* weight) {
+#pragma unroll
+  for (int i = 0; i < kNormVectors; ++i) {
+    share.vector[i] = {};
+    if (row_column(i) < kHidden) share.vector[i] = *reinterpret_cast<const arch::Vector4*>(weight + row_column(i));
+  }
+}
+
+// The sum of the row's squares over this warp's share, in every lane.
+ULL_DEVICE float warp_square_sum(const RowShare& share) {
+  float sum = 0.0F;
+#pragma unroll
+  for (int i = 0; i < kNormVectors; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float x = arch::bits_float(share.vector[i].word[j]);
+      sum = ::fmaf(x, x, sum);
+    }
+  }
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) sum += arch::shuffle_xor(sum, mask);
+  return sum;
+}
+
+// 1 / rms of a row from its warps' sums.
+ULL_DEVICE float inverse_rms(const float* warp_sums) {
+  float sum = warp_sums[0];
+#pragma unroll
+  for (int i = 1; i < kNormWarps; ++i) sum += warp_sums[i];
+  return arch::reciprocal_sqrt(::fmaf(sum, 1.0F / kHidden, kRmsEpsilon));
+}
+
+// Four normed elements as f16.
+ULL_DEVICE arch::Vector2 normed(const arch::Vector4& x, const arch::Vector4& weight, float inverse) {
+  float y[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) y[j] = arch::bits_float(x.word[j]) * inverse * arch::bits_float(weight.word[j]);
+  return {arch::f32x2_to_f16x2(y[0], y[1]), arch::f32x2_to_f16x2(y[2], y[3])};
+}
+
+// Norms `count` rows of the residual: `store(token, column, four f16)` for every column, padding included. `sums` is
+// shared memory of [count][kNormWarps]. kRowsAtOnce rows' loads are in flight together.
+template <int kRowsAtOnce, typename Store>
+ULL_DEVICE void norm_rows(const float* residual, const RowShare& weight, int count, float* sums, const Store& store) {
+  const int warp = arch::warp();
+  for (int first = 0; first < count; first += kRowsAtOnce) {
+    RowShare rows[kRowsAtOnce];
+#pragma unroll
+    for (int r = 0; r < kRowsAtOnce; ++r) {
+      if (first + r < count) load_row(rows[r], residual + (first + r) * kResidualStride);
+    }
+#pragma unroll
+    for (int r = 0; r < kRowsAtOnce; ++r) {
+      if (first + r < count) {
+        const float sum = warp_square_sum(rows[r]);
+        if (arch::lane() == 0) sums[(first + r) * kNormWarps + warp] = sum;
+      }
+    }
+    arch::block_barrier();
+#pragma unroll
+    for (int r = 0; r < kRowsAtOnce; ++r) {
+      if (first + r < count) {
+        const float inverse = inverse_rms(sums + (first + r) * kNormWarps);
+#pragma unroll
+        for (int i = 0; i < kNormVectors; ++i) {
+          if (row_column(i) < round_up(kHidden, kColumnUnit)) {
+            store(first + r, row_column(i), normed(rows[r].vector[i], weight.vector[i], inverse));
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace ull::gpu
