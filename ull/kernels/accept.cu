@@ -1,8 +1,8 @@
 // Ends a round's maths: takes the longest path of the tree whose nodes are what was drawn at their parents, cuts it at
 // a stop token and at max_tokens, tells the host, and leaves behind what a continuing round feeds and which nodes' KV
 // commit() keeps.
-#include "params.h"
 #include "arch.cuh"
+#include "params.h"
 
 namespace ull::gpu {
 namespace {
@@ -10,8 +10,8 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kPieces = sizeof(EmittedToken) / 16;  // 16-byte pieces of a result token; the first is all but `top`
 constexpr int kStopThread = kTreeTokens;            // the first of the threads that read the stops
-static_assert(sizeof(EmittedToken) % 16 == 0 && offsetof(EmittedToken, top) == 16);
-static_assert(offsetof(RoundResult, tokens) % 16 == 0 && offsetof(Round, drawn) % 8 == 0);
+static_assert(sizeof(EmittedToken) % 16 == 0 && __builtin_offsetof(EmittedToken, top) == 16);
+static_assert(__builtin_offsetof(RoundResult, tokens) % 16 == 0 && __builtin_offsetof(Round, drawn) % 8 == 0);
 static_assert(kStopThread + kStopTokens <= kThreads);
 
 struct Shared {
@@ -23,6 +23,7 @@ struct Shared {
   int32_t count;
   int32_t stopped;
 };
+static_assert(sizeof(Shared) == 776);  // ull/gpu/launches/sampling.py
 
 // Walks from the root along the draws.
 ULL_DEVICE void walk(int32_t max_tokens, Shared& shared) {

@@ -188,6 +188,8 @@ struct alignas(16) Shared {
     uint64_t chosen[kChosen];
   };
 };
+// ull/gpu/launches/sampling.py: the scan needs nothing of the union.
+static_assert(sizeof(Shared) == 41232 && __builtin_offsetof(Shared, counts) == 16656);
 
 struct Larger {
   ULL_DEVICE uint64_t operator()(uint64_t a, uint64_t b) const { return a > b ? a : b; }
