@@ -36,6 +36,7 @@ ULL_DEVICE uint32_t word_of(uint32_t bits, int32_t format, float amplitude) {
 }  // namespace
 
 ULL_KERNEL(ull_fill, FillParams, kThreads, 1) {
+  arch::wait_for_predecessor();
   auto* output = static_cast<uint8_t*>(params.output);
   const int64_t step = static_cast<int64_t>(arch::grid_x()) * kThreads * kBytes;
   int64_t at = (static_cast<int64_t>(arch::block_x()) * kThreads + arch::thread()) * kBytes;

@@ -73,8 +73,8 @@ ULL_DEVICE uint64_t nucleus(float top_p, uint64_t total) {
 // Where the filters' limits fall. What top-p keeps depends on the mass that top-k keeps, of which only bounds are known
 // until the tokens of its bucket are: hence two buckets for top-p.
 struct Limits {
-  bool by_count;        // top-k's limit matters: it falls into `count.at`
-  bool by_mass;         // top-p's falls into first_mass .. last_mass
+  bool by_count;  // top-k's limit matters: it falls into `count.at`
+  bool by_mass;   // top-p's falls into first_mass .. last_mass
   Crossing count;
   int first_mass;
   int last_mass;
@@ -165,7 +165,7 @@ struct Listed {
       return;
     }
     each_quad(shared, row, {0, kVocabulary}, wish.bias_count,
-              [&](int token, const float(&)[4], const float(&biased)[4]) {
+              [&](int token, const float (&)[4], const float (&biased)[4]) {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                   if (token + j >= kVocabulary) break;
@@ -193,9 +193,8 @@ ULL_DEVICE uint64_t last_survivor(Shared& shared, const Histogram& histogram, co
                             [&](auto visit) { listed.each_of(at, kAll, visit); });
     if (limits.by_mass) {
       uint64_t inside = 0;
-      listed.each_of(at, last, [&](uint64_t item) {
-        inside += mass(adjusted_of(static_cast<uint32_t>(item >> kTokenBits)));
-      });
+      listed.each_of(at, last,
+                     [&](uint64_t item) { inside += mass(adjusted_of(static_cast<uint32_t>(item >> kTokenBits))); });
       kept += block_reduce(shared, inside, Sum());
     }
   }
@@ -236,7 +235,7 @@ ULL_KERNEL(ull_sample_filter, SampleParams, kThreads, 2) {
   const float* row = params.logits + static_cast<int64_t>(node) * kLogitRow;
   const Slice slice = slice_of(arch::block_x(), slices);
   uint64_t best = 0;
-  each_quad(shared, row, slice, wish.bias_count, [&](int token, const float(&)[4], const float(&biased)[4]) {
+  each_quad(shared, row, slice, wish.bias_count, [&](int token, const float (&)[4], const float (&biased)[4]) {
     const int valid = slice.last - token;
     float surviving[4];
 #pragma unroll

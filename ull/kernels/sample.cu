@@ -89,7 +89,7 @@ ULL_DEVICE void add_histogram(const Shared& shared, Scratch& scratch, int node) 
 // The slice's best logits.
 ULL_DEVICE void list_alternatives(Shared& shared, const float* row, Slice slice, int wanted, uint64_t* out) {
   best_of(shared, wanted, out, [&](auto visit) {
-    each_quad(shared, row, slice, 0, [&](int token, const float(&raw)[4], const float(&)[4]) {
+    each_quad(shared, row, slice, 0, [&](int token, const float (&raw)[4], const float (&)[4]) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (token + j < slice.last) visit(packed(raw[j], token + j));
@@ -137,7 +137,7 @@ ULL_KERNEL(ull_sample_scan, SampleParams, kThreads, 2) {
   uint64_t best = 0;
   uint32_t maximum = 0, poisoned = 0;
   each_quad(shared, params.logits + static_cast<int64_t>(node) * kLogitRow, slice, wish.bias_count,
-            [&](int token, const float(&raw)[4], const float(&biased)[4]) {
+            [&](int token, const float (&raw)[4], const float (&biased)[4]) {
 #pragma unroll
               for (int j = 0; j < 4; ++j) {
                 if (token + j >= slice.last) break;
@@ -184,7 +184,7 @@ ULL_KERNEL(ull_sample_draw, SampleParams, kThreads, 2) {
   const Slice slice = slice_of(arch::block_x(), slices);
   uint64_t best = 0, total = 0;
   each_quad(shared, row, slice, wish.sampled ? wish.bias_count : 0,
-            [&](int token, const float(&raw)[4], const float(&biased)[4]) {
+            [&](int token, const float (&raw)[4], const float (&biased)[4]) {
               const int valid = slice.last - token;
               if (wish.sampled) {
                 float adjusted[4];

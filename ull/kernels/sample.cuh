@@ -78,9 +78,7 @@ ULL_DEVICE int token_of(uint64_t pack) { return static_cast<int>(~static_cast<ui
 ULL_DEVICE float value_of(uint64_t pack) { return unordered(static_cast<uint32_t>(pack >> 32)); }
 
 // exp(adjusted) in units of 2^-44: exact from 2^-21 up.
-ULL_DEVICE uint64_t mass(float adjusted) {
-  return static_cast<uint64_t>(exp_lanes<ScalarMath>(adjusted) * 0x1.0p44F);
-}
+ULL_DEVICE uint64_t mass(float adjusted) { return static_cast<uint64_t>(exp_lanes<ScalarMath>(adjusted) * 0x1.0p44F); }
 
 // Adjusted logits are at most 0: the smaller magnitude is the better.
 ULL_DEVICE uint32_t magnitude(float adjusted) { return arch::float_bits(adjusted) & 0x7FFFFFFFU; }
@@ -121,8 +119,8 @@ struct Wish {
   float top_p;  // 1: off
   float min_p;  // 0: off
   uint64_t seed;
-  int32_t position;   // of the token to draw
-  int top_logprobs;   // -1: no logprobs
+  int32_t position;  // of the token to draw
+  int top_logprobs;  // -1: no logprobs
   int bias_count;
 };
 
@@ -232,7 +230,8 @@ ULL_DEVICE uint64_t sum_before(Shared& shared, uint64_t value) {
 ULL_DEVICE bool is_last_block(Shared& shared, uint32_t* arrivals) {
   arch::fence_device();
   arch::block_barrier();
-  if (arch::thread() == 0) shared.last_block = arch::atomic_add(arrivals, 1U) + 1 == static_cast<uint32_t>(arch::grid_x());
+  if (arch::thread() == 0)
+    shared.last_block = arch::atomic_add(arrivals, 1U) + 1 == static_cast<uint32_t>(arch::grid_x());
   arch::block_barrier();
   arch::fence_device();
   return shared.last_block != 0;
