@@ -1,0 +1,128 @@
+// Ends a round's maths: takes the longest path of the tree whose nodes are what was drawn at their parents, cuts it at
+// a stop token and at max_tokens, tells the host, and leaves behind what a continuing round feeds and which nodes' KV
+// commit() keeps.
+#include "arch.cuh"
+#include "params.h"
+
+namespace ull::gpu {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kPieces = sizeof(EmittedToken) / 16;  // 16-byte pieces of a result token; the first is all but `top`
+constexpr int kStopThread = kTreeTokens;            // the first of the threads that read the stops
+static_assert(sizeof(EmittedToken) % 16 == 0 && __builtin_offsetof(EmittedToken, top) == 16);
+static_assert(__builtin_offsetof(RoundResult, tokens) % 16 == 0 && __builtin_offsetof(Round, drawn) % 8 == 0);
+static_assert(kStopThread + kStopTokens <= kThreads);
+
+struct Shared {
+  int32_t draws[kTreeTokens];
+  int32_t next[kTreeTokens];  // the child that holds the node's draw, or -1
+  int32_t stops[kStopTokens];
+  bool stop[kTreeTokens];  // the draw is a stop token
+  uint8_t accepted[kTreeTokens];
+  int32_t count;
+  int32_t stopped;
+};
+static_assert(sizeof(Shared) == 776);  // ull/gpu/launches/sampling.py
+
+// Walks from the root along the draws.
+ULL_DEVICE void walk(int32_t max_tokens, Shared& shared) {
+  int count = 0;
+  bool stopped = false;
+  for (int node = 0; node >= 0 && count < max_tokens && !stopped; node = shared.next[node]) {
+    if (shared.draws[node] < 0) break;  // not finite: what came before stands
+    shared.accepted[count++] = static_cast<uint8_t>(node);
+    stopped = shared.stop[node];
+  }
+  shared.count = count;
+  shared.stopped = stopped ? 1 : 0;
+}
+
+// Finds each node's successor. Siblings hold different tokens, so no two nodes claim the same parent.
+ULL_DEVICE void match(const Round* round, const State* state, int count, Shared& shared) {
+  const int me = arch::thread();
+  int32_t token = -1;
+  int parent = 0;
+  if (me < count) {
+    token = round->tokens[me];
+    shared.draws[me] = round->drawn[me].token;
+    shared.next[me] = -1;
+    if (me > 0) parent = round->path[me][round->depths[me] - 1];
+  }
+  const int stops = state->stop_count;
+  if (me >= kStopThread && me < kStopThread + stops) shared.stops[me - kStopThread] = state->stops[me - kStopThread];
+  arch::block_barrier();
+  if (me < count) {
+    if (me > 0 && shared.draws[parent] == token) shared.next[parent] = me;
+    bool stop = false;
+    for (int i = 0; i < stops; ++i) stop = stop || shared.draws[me] == shared.stops[i];
+    shared.stop[me] = stop;
+  }
+  arch::block_barrier();
+}
+
+// Pieces of the emitted tokens, one store each; a token's unused alternatives are left out.
+ULL_DEVICE void report_tokens(const Round* round, const Shared& shared, RoundResult* result) {
+  for (int i = arch::thread(); i < shared.count * kPieces; i += kThreads) {
+    const int emitted = i / kPieces, piece = i % kPieces;
+    const EmittedToken& drawn = round->drawn[shared.accepted[emitted]];
+    if (2 * piece > drawn.top_count + 1) continue;
+    const auto* from = reinterpret_cast<const uint64_t*>(&drawn) + 2 * piece;
+    const uint64_t low = from[0], high = from[1];
+    arch::store_global(reinterpret_cast<arch::Vector4*>(&result->tokens[emitted]) + piece,
+                       {{static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high),
+                         static_cast<uint32_t>(high >> 32)}});
+  }
+}
+
+}  // namespace
+
+ULL_KERNEL(ull_accept, AcceptParams, kThreads, 1) {
+  arch::release_dependents();
+  arch::wait_for_predecessor();
+  Shared& shared = *reinterpret_cast<Shared*>(arch::shared_memory());
+  Round* round = params.round;
+  State* state = params.state;
+  const int count = round->count;
+  const bool draws = round->draws != 0;
+  const uint64_t sequence = round->sequence;
+  RoundResult* result = &params.results[sequence % kRoundSlots];
+
+  if (count > 0 && draws) match(round, state, count, shared);
+  if (arch::thread() == 0) {
+    shared.count = 0;
+    shared.stopped = 0;
+    if (count > 0 && draws) walk(round->max_tokens, shared);
+  }
+  arch::block_barrier();
+
+  // The host first.
+  const int emitted = shared.count;
+  const bool not_finite = count > 0 && draws && shared.draws[0] < 0;
+  if (arch::thread() == 0) {
+    result->status = count == 0 ? RoundStatus::kSkipped : not_finite ? RoundStatus::kNotFinite : RoundStatus::kOk;
+    result->count = emitted;
+    result->begin_ns = round->begin_ns;
+    result->stopped = shared.stopped;
+  }
+  report_tokens(round, shared, result);
+  arch::fence_system();
+  arch::block_barrier();
+  if (arch::thread() == 0) arch::store_release_system(&result->sequence, sequence);
+
+  const int kept = draws ? emitted : count;
+  if (arch::thread() < kept) {
+    round->accepted[arch::thread()] = draws ? shared.accepted[arch::thread()] : static_cast<uint8_t>(arch::thread());
+  }
+  if (arch::thread() == kThreads - 1) {
+    round->accepted_count = kept;
+    // Only a round that emitted can be continued.
+    state->stopped = emitted == 0 || shared.stopped != 0 ? 1 : 0;
+    if (emitted > 0) {
+      state->token = shared.draws[shared.accepted[emitted - 1]];
+      state->position = round->base + emitted;
+    }
+  }
+}
+
+}  // namespace ull::gpu

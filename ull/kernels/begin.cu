@@ -1,0 +1,157 @@
+// Starts a round: finds its request in mapped host memory and turns it into the Round that every other kernel reads.
+//
+// A dependent read of host memory costs a PCIe round trip (1 to 2 us), and which slot is due is known only to the
+// device. So the small part of all slots is read at once, beside the state and the control block. The rest of a request
+// (stops, biases, pages) is read only when its setting is a new one.
+#include "model.cuh"
+
+namespace ull::gpu {
+namespace {
+
+constexpr int kThreads = 512;
+// 8-byte words of a request's head: everything before the stops. NVRTC has no <cstddef>, hence the built-in.
+constexpr int kHeadWords = __builtin_offsetof(RoundRequest, stops) / 8;
+constexpr int kStateWords = __builtin_offsetof(State, sampling) / 8;
+constexpr int kRequestThreads = kRoundSlots * kHeadWords;
+constexpr int kStateThread = kRequestThreads + 1;  // the one before reads the control block
+static_assert(kStateThread + kStateWords <= kThreads);
+static_assert(__builtin_offsetof(RoundRequest, stops) % 8 == 0 && __builtin_offsetof(State, sampling) % 8 == 0);
+// Stops and biases stand together in both.
+static_assert(__builtin_offsetof(RoundRequest, biases) == __builtin_offsetof(RoundRequest, stops) + 4 * kStopTokens);
+static_assert(__builtin_offsetof(State, biases) == __builtin_offsetof(State, stops) + 4 * kStopTokens);
+
+struct alignas(64) Shared {
+  uint64_t requests[kRoundSlots][round_up(kHeadWords, 8)];
+  uint64_t state[round_up(kStateWords, 8)];
+  uint64_t cancelled_through;
+  uint64_t ancestors[2][kTreeTokens];  // bit j of entry i: node j is on node i's way from the root, so far
+  uint8_t jumps[2][kTreeTokens];       // the node above those
+  uint64_t path[kTreeTokens * kTreeTokens / 8];
+
+  // Only their heads are there.
+  ULL_DEVICE const RoundRequest& request(int slot) const {
+    return *reinterpret_cast<const RoundRequest*>(requests[slot]);
+  }
+  ULL_DEVICE const State& old_state() const { return *reinterpret_cast<const State*>(state); }
+};
+static_assert(sizeof(Shared) == 7168);  // ull/gpu/launches/sampling.py
+
+ULL_DEVICE int bits_set(uint64_t bits) {
+  bits -= (bits >> 1) & 0x5555555555555555U;
+  bits = (bits & 0x3333333333333333U) + ((bits >> 2) & 0x3333333333333333U);
+  return static_cast<int>((((bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0FU) * 0x0101010101010101U) >> 56);
+}
+
+ULL_DEVICE int32_t clamp(int32_t value, int32_t limit) { return value < 0 ? 0 : value < limit ? value : limit; }
+
+ULL_DEVICE void read_heads(const BeginParams& params, Shared& shared) {
+  const int me = arch::thread();
+  if (me < kRequestThreads) {
+    const int slot = me / kHeadWords, word = me % kHeadWords;
+    shared.requests[slot][word] =
+        arch::load_acquire_system(reinterpret_cast<const uint64_t*>(&params.requests[slot]) + word);
+  } else if (me == kRequestThreads) {
+    shared.cancelled_through = arch::load_acquire_system(&params.control->cancelled_through);
+  } else if (me < kStateThread + kStateWords) {
+    shared.state[me - kStateThread] = reinterpret_cast<const uint64_t*>(params.state)[me - kStateThread];
+  }
+  for (int i = me; i < params.counter_count; i += kThreads) params.counters[i] = 0;
+}
+
+// Sampling, stops, biases and page table of a setting that the device has not seen. `head` lies in shared memory,
+// `request` on the host.
+ULL_DEVICE void copy_setting(const BeginParams& params, const RoundRequest& request, const RoundRequest& head) {
+  State* state = params.state;
+  const int32_t biases = clamp(head.sampling.bias_count, kBiases);
+  const auto* from = reinterpret_cast<const uint64_t*>(request.stops);
+  auto* to = reinterpret_cast<uint64_t*>(state->stops);
+  for (int i = arch::thread(); i < kStopTokens / 2 + biases; i += kThreads) to[i] = arch::load_acquire_system(from + i);
+  const int32_t pages = clamp(head.page_count, params.page_capacity);
+  const auto* table = reinterpret_cast<const uint64_t*>(params.host_pages);  // follows HostControl: aligned to 64
+  for (int i = arch::thread(); 2 * i < pages; i += kThreads) {
+    const uint64_t pair = arch::load_acquire_system(table + i);
+    params.pages[2 * i] = static_cast<int32_t>(pair);
+    if (2 * i + 1 < pages) params.pages[2 * i + 1] = static_cast<int32_t>(pair >> 32);
+  }
+  if (arch::thread() == 0) {
+    state->setting = head.setting;
+    state->stop_count = clamp(head.stop_count, kStopTokens);
+    state->sampling = head.sampling;
+    state->sampling.bias_count = biases;
+  }
+}
+
+// Depths and paths. Nodes on a path have ascending numbers, so a set of ancestors is a path already: the depth of
+// ancestor j is how many ancestors come before it. The sets grow by doubling: after round r they reach 2^r nodes up.
+ULL_DEVICE void build_paths(const RoundRequest& head, int count, Shared& shared, Round* round) {
+  const int me = arch::thread();
+  const bool chain = head.mode == RoundMode::kPrefill;
+  if (me < kTreeTokens) {
+    shared.ancestors[0][me] = uint64_t{1} << me;
+    shared.jumps[0][me] = me == 0 || me >= count ? 0 : chain ? static_cast<uint8_t>(me - 1) : head.parents[me];
+  }
+  int from = 0;
+  for (int reach = 1; reach < count; reach *= 2, from = 1 - from) {
+    arch::block_barrier();
+    if (me < kTreeTokens) {
+      const int above = shared.jumps[from][me];
+      shared.ancestors[1 - from][me] = shared.ancestors[from][me] | shared.ancestors[from][above];
+      shared.jumps[1 - from][me] = shared.jumps[from][above];
+    }
+  }
+  arch::block_barrier();
+  auto* path = reinterpret_cast<uint8_t*>(shared.path);
+  for (int i = me; i < count * kTreeTokens; i += kThreads) {
+    const int node = i / kTreeTokens, above = i % kTreeTokens;
+    const uint64_t set = shared.ancestors[from][node], bit = uint64_t{1} << above;
+    if ((set & bit) != 0) path[node * kTreeTokens + bits_set(set & (bit - 1))] = static_cast<uint8_t>(above);
+  }
+  if (me < count) round->depths[me] = bits_set(shared.ancestors[from][me]) - 1;
+  arch::block_barrier();
+  auto* out = reinterpret_cast<uint64_t*>(round->path);
+  for (int i = me; i < count * kTreeTokens / 8; i += kThreads) out[i] = shared.path[i];
+}
+
+// The request is not the one that is due, or not wanted any more, or there is nothing that it could continue.
+ULL_DEVICE bool is_skipped(const Shared& shared, const RoundRequest& head) {
+  const State& state = shared.old_state();
+  if (head.sequence != state.sequence || state.sequence <= shared.cancelled_through) return true;
+  if (head.mode == RoundMode::kContinue) return state.stopped != 0;
+  return head.count < 1 || head.count > kTreeTokens;
+}
+
+}  // namespace
+
+ULL_KERNEL(ull_begin, BeginParams, kThreads, 1) {
+  arch::release_dependents();
+  arch::wait_for_predecessor();
+  const uint64_t begin_ns = arch::timer_ns();
+  Shared& shared = *reinterpret_cast<Shared*>(arch::shared_memory());
+  for (int i = arch::thread(); i < kTreeTokens * kTreeTokens / 8; i += kThreads) shared.path[i] = 0;
+  read_heads(params, shared);
+  arch::block_barrier();
+
+  const State& state = shared.old_state();
+  const int slot = static_cast<int>(state.sequence % kRoundSlots);
+  const RoundRequest& head = shared.request(slot);
+  const bool skipped = is_skipped(shared, head), continues = head.mode == RoundMode::kContinue;
+  const int count = skipped ? 0 : continues ? 1 : head.count, me = arch::thread();
+  Round* round = params.round;
+  if (me == 0) {
+    round->sequence = state.sequence;
+    round->mode = head.mode;
+    round->count = count;
+    round->base = continues ? state.position : head.position;
+    round->max_tokens = head.max_tokens;
+    round->draws = head.mode == RoundMode::kPrefill ? 0 : 1;
+    round->logits_finite = 1;
+    round->begin_ns = begin_ns;
+    params.state->sequence = state.sequence + 1;
+  }
+  if (skipped) return;
+  if (me < count) round->tokens[me] = continues ? state.token : head.tokens[me];
+  build_paths(head, count, shared, round);
+  if (head.setting != state.setting) copy_setting(params, params.requests[slot], head);
+}
+
+}  // namespace ull::gpu

@@ -1,0 +1,281 @@
+// ull_sample_filter finishes the nodes with top-k or top-p. A histogram over the whole vocabulary is known (sample.cu):
+// the buckets before the filters' limits survive as a whole, and only the tokens of the buckets in which a limit falls
+// are listed. The node's last block finds the exact limits among these.
+#include "sample.cuh"
+
+namespace ull::gpu::sample {
+namespace {
+
+constexpr int kOwnBuckets = kBuckets / kThreads;  // of a thread
+constexpr int kDigitBits = 8;
+static_assert(1 << kDigitBits == kThreads);
+constexpr uint64_t kAll = ~uint64_t{0};
+
+struct Histogram {
+  uint32_t count[kOwnBuckets];  // of this thread's buckets
+  uint64_t mass[kOwnBuckets];
+  uint32_t count_before;  // of the threads before
+  uint64_t mass_before;
+  uint64_t total;  // mass of the whole vocabulary
+};
+
+ULL_DEVICE Histogram load_histogram(Shared& shared, const Scratch& scratch, int node) {
+  Histogram histogram;
+  const int first = arch::thread() * kOwnBuckets;
+  uint32_t count = 0;
+  uint64_t mass = 0;
+#pragma unroll
+  for (int i = 0; i < kOwnBuckets; i += 4) {
+    const arch::Vector4 counts = arch::load_global(&scratch.counts[node][first + i]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) count += histogram.count[i + j] = counts.word[j];
+  }
+#pragma unroll
+  for (int i = 0; i < kOwnBuckets; i += 2) {
+    const arch::Vector4 masses = arch::load_global(&scratch.masses[node][first + i]);
+    mass += histogram.mass[i] = low_half(masses);
+    mass += histogram.mass[i + 1] = high_half(masses);
+  }
+  histogram.count_before = static_cast<uint32_t>(sum_before(shared, count));
+  histogram.mass_before = sum_before(shared, mass);
+  histogram.total = block_reduce(shared, mass, Sum());
+  return histogram;
+}
+
+// The first bucket through which the count (or the mass) reaches `target`.
+template <bool kByCount>
+ULL_DEVICE Crossing find_bucket(Shared& shared, const Histogram& histogram, uint64_t target) {
+  arch::block_barrier();
+  uint32_t count = histogram.count_before;
+  uint64_t mass = histogram.mass_before;
+#pragma unroll
+  for (int i = 0; i < kOwnBuckets; ++i) {
+    const uint64_t before = kByCount ? count : mass;
+    const uint64_t own = kByCount ? histogram.count[i] : histogram.mass[i];
+    if (before < target && target <= before + own) {
+      shared.crossing = {arch::thread() * kOwnBuckets + i, histogram.count[i], count, histogram.mass[i], mass};
+    }
+    count += histogram.count[i];
+    mass += histogram.mass[i];
+  }
+  arch::block_barrier();
+  return shared.crossing;
+}
+
+// The least mass that is no less than top_p of `total`; at least 1, so that one token is kept.
+ULL_DEVICE uint64_t nucleus(float top_p, uint64_t total) {
+  const double wanted = static_cast<double>(top_p) * static_cast<double>(total);
+  const uint64_t floor = static_cast<uint64_t>(wanted);
+  const uint64_t target = floor + (static_cast<double>(floor) < wanted ? 1U : 0U);
+  return target > 0 ? target : 1;
+}
+
+// Where the filters' limits fall. What top-p keeps depends on the mass that top-k keeps, of which only bounds are known
+// until the tokens of its bucket are: hence two buckets for top-p.
+struct Limits {
+  bool by_count;  // top-k's limit matters: it falls into `count.at`
+  bool by_mass;   // top-p's falls into first_mass .. last_mass
+  Crossing count;
+  int first_mass;
+  int last_mass;
+
+  // The buckets before it survive.
+  ULL_DEVICE int open() const { return by_mass ? first_mass : count.at; }
+  ULL_DEVICE bool lists(int bucket) const {
+    return (by_count && bucket == count.at) || (by_mass && bucket >= first_mass && bucket <= last_mass);
+  }
+};
+
+ULL_DEVICE Limits find_limits(Shared& shared, const Histogram& histogram, const Wish& wish) {
+  Limits limits{false, wish.top_p < 1.0F, {kBuckets, 0, 0, 0, histogram.total}, 0, 0};
+  if (wish.top_k > 0) {
+    limits.count = find_bucket<true>(shared, histogram, static_cast<uint64_t>(wish.top_k));
+    limits.by_count = limits.count.at < kLastBucket;
+  }
+  if (limits.by_mass) {
+    const uint64_t least = limits.count.mass_before, most = least + limits.count.mass;
+    limits.first_mass = find_bucket<false>(shared, histogram, nucleus(wish.top_p, least)).at;
+    limits.last_mass =
+        most == least ? limits.first_mass : find_bucket<false>(shared, histogram, nucleus(wish.top_p, most)).at;
+  }
+  return limits;
+}
+
+// The order of the token at which the count (or the mass) of what each(visit) offers, best first, reaches `target`, or
+// an order between it and the next token's. By digits from the highest that tells the tokens apart.
+template <bool kByCount, typename Each>
+ULL_DEVICE uint64_t find_limit(Shared& shared, uint64_t target, Each each) {
+  uint64_t least = kAll, most = 0;
+  each([&](uint64_t item) {
+    least = item < least ? item : least;
+    most = item > most ? item : most;
+  });
+  least = ~block_reduce(shared, ~least, Larger());
+  most = block_reduce(shared, most, Larger());
+  int bits = 0;
+  while (least >> bits != most >> bits) ++bits;
+  uint64_t prefix = least >> bits;
+  for (;;) {
+    const int width = bits < kDigitBits ? bits : kDigitBits, shift = bits - width, me = arch::thread();
+    shared.counts[me] = shared.low[me] = shared.high[me] = 0;
+    if (me == 0) shared.crossing = {(1 << width) - 1, 1, 0, 0, 0};
+    arch::block_barrier();
+    each([&](uint64_t item) {
+      if (item >> bits != prefix) return;
+      const int digit = static_cast<int>(item >> shift) & ((1 << width) - 1);
+      arch::atomic_add(&shared.counts[digit], 1U);
+      if (!kByCount) add_mass(shared, digit, mass(adjusted_of(static_cast<uint32_t>(item >> kTokenBits))));
+    });
+    arch::block_barrier();
+    const uint64_t own = kByCount ? shared.counts[me] : mass_at(shared, me);
+    const uint64_t before = sum_before(shared, own);
+    if (before < target && target <= before + own) {
+      shared.crossing = {me, shared.counts[me], static_cast<uint32_t>(before), own, before};
+    }
+    arch::block_barrier();
+    const Crossing crossing = shared.crossing;
+    prefix = (prefix << width) | static_cast<uint32_t>(crossing.at);
+    target -= crossing.mass_before;
+    bits = shift;
+    if (bits == 0 || crossing.count == 1 || (kByCount && target == crossing.count)) return ((prefix + 1) << bits) - 1;
+    arch::block_barrier();
+  }
+}
+
+// The listed tokens of a node, for all threads of its last block.
+struct Listed {
+  Shared& shared;
+  const Scratch& scratch;
+  const float* row;
+  const Wish& wish;
+  const Limits& limits;
+  float maximum;
+  int node;
+  uint32_t count;
+
+  // visit(order)
+  template <typename Visit>
+  ULL_DEVICE void each(Visit visit) const {
+    if (count <= kListed) {
+      for (int i = 2 * arch::thread(); i < static_cast<int>(count); i += 2 * kThreads) {
+        const arch::Vector4 pair = arch::load_global(&scratch.listed[node][i]);
+        visit(low_half(pair));
+        if (i + 1 < static_cast<int>(count)) visit(high_half(pair));
+      }
+      return;
+    }
+    each_quad(shared, row, {0, kVocabulary}, wish.bias_count,
+              [&](int token, const float (&)[4], const float (&biased)[4]) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                  if (token + j >= kVocabulary) break;
+                  const uint32_t size = magnitude((biased[j] - maximum) * wish.inverse_temperature);
+                  if (limits.lists(bucket(size))) visit(order(size, token + j));
+                }
+              });
+  }
+  // Of one bucket, up to `last`.
+  template <typename Visit>
+  ULL_DEVICE void each_of(int wanted, uint64_t last, Visit visit) const {
+    each([&](uint64_t item) {
+      if (item <= last && bucket(static_cast<uint32_t>(item >> kTokenBits)) == wanted) visit(item);
+    });
+  }
+};
+
+// The order of the last token that survives top-k and top-p.
+ULL_DEVICE uint64_t last_survivor(Shared& shared, const Histogram& histogram, const Listed& listed) {
+  const Limits& limits = listed.limits;
+  uint64_t last = kAll, kept = limits.count.mass_before;
+  if (limits.by_count) {
+    const int at = limits.count.at;
+    last = find_limit<true>(shared, static_cast<uint64_t>(listed.wish.top_k) - limits.count.count_before,
+                            [&](auto visit) { listed.each_of(at, kAll, visit); });
+    if (limits.by_mass) {
+      uint64_t inside = 0;
+      listed.each_of(at, last,
+                     [&](uint64_t item) { inside += mass(adjusted_of(static_cast<uint32_t>(item >> kTokenBits))); });
+      kept += block_reduce(shared, inside, Sum());
+    }
+  }
+  if (!limits.by_mass) return last;
+  const uint64_t target = nucleus(listed.wish.top_p, kept);
+  const Crossing crossing = find_bucket<false>(shared, histogram, target);
+  const uint64_t limit = find_limit<false>(shared, target - crossing.mass_before,
+                                           [&](auto visit) { listed.each_of(crossing.at, last, visit); });
+  return limit < last ? limit : last;
+}
+
+// The better of `best` and a listed token's score.
+ULL_DEVICE uint64_t score(uint64_t best, uint64_t item, const Wish& wish) {
+  const float adjusted = adjusted_of(static_cast<uint32_t>(item >> kTokenBits));
+  const int token = static_cast<int>(item & ((1U << kTokenBits) - 1U));
+  if (!(adjusted >= kHopeless) || exp_lanes<ScalarMath>(adjusted) < wish.min_p) return best;
+  return Larger()(best, packed(adjusted + gumbel_of(wish.seed, wish.position, token), token));
+}
+
+}  // namespace
+
+ULL_KERNEL(ull_sample_filter, SampleParams, kThreads, 2) {
+  arch::release_dependents();
+  arch::wait_for_predecessor();
+  const int node = arch::block_y(), slices = arch::grid_x();
+  Round* round = params.round;
+  if (node >= round->count || round->draws == 0) return;
+  const Wish wish = wish_of(round, params.state, node);
+  if (!wish.listing) return;
+  Shared& shared = *reinterpret_cast<Shared*>(arch::shared_memory());
+  Scratch& scratch = *static_cast<Scratch*>(params.scratch);
+  const Scanned scanned = merge_scans(shared, scratch, node, slices);
+  if (!scanned.valid) return;  // ull_sample_draw has said so
+
+  stage_biases(shared, params.state, wish.bias_count);
+  const Histogram histogram = load_histogram(shared, scratch, node);
+  const Limits limits = find_limits(shared, histogram, wish);
+  const float* row = params.logits + static_cast<int64_t>(node) * kLogitRow;
+  const Slice slice = slice_of(arch::block_x(), slices);
+  uint64_t best = 0;
+  each_quad(shared, row, slice, wish.bias_count, [&](int token, const float (&)[4], const float (&biased)[4]) {
+    const int valid = slice.last - token;
+    float surviving[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      surviving[j] = (biased[j] - scanned.best) * wish.inverse_temperature;
+      const uint32_t size = magnitude(surviving[j]);
+      const int at = bucket(size);
+      if (at < limits.open()) continue;
+      surviving[j] = arch::bits_float(0xFF800000U);  // -inf
+      if (j >= valid || !limits.lists(at)) continue;
+      const uint32_t place = arch::atomic_add(&scratch.nodes[node].listed, 1U);
+      if (place < kListed) scratch.listed[node][place] = order(size, token + j);
+    }
+    best = score_quad(best, surviving, token, valid, wish);
+  });
+  best = block_reduce(shared, best, Larger());
+  if (arch::thread() == 0) scratch.draws[node * slices + arch::block_x()].best = best;
+  if (!is_last_block(shared, &scratch.nodes[node].filtered)) return;
+
+  const arch::Vector4 counters = arch::load_global(&scratch.nodes[node]);
+  const Listed listed{shared, scratch, row, wish, limits, scanned.best, node, counters.word[2]};
+  best = 0;
+  for (int i = arch::thread(); i < slices; i += kThreads) {
+    best = Larger()(best, low_half(arch::load_global(&scratch.draws[node * slices + i])));
+  }
+  if (listed.count > 0) {
+    const uint64_t last = last_survivor(shared, histogram, listed);
+    listed.each([&](uint64_t item) {
+      if (item <= last) best = score(best, item, wish);
+    });
+  }
+  best = block_reduce(shared, best, Larger());
+  if (arch::thread() != 0) return;
+  EmittedToken& drawn = round->drawn[node];
+  const int token = token_of(best);
+  const bool logprobs = wish.top_logprobs >= 0;
+  drawn.token = token;
+  drawn.node = node;
+  drawn.logprob = logprobs ? row[token] - scanned.maximum - arch::bits_float(counters.word[3]) : 0.0F;
+  if (!logprobs) drawn.top_count = 0;  // else ull_sample_draw has listed the alternatives
+}
+
+}  // namespace ull::gpu::sample

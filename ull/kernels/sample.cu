@@ -1,0 +1,241 @@
+// Draws a token for each node. ull_sample_scan finds maxima; ull_sample_draw, which needs them, finishes every node but
+// those with top-k or top-p, for which it makes histograms that ull_sample_filter goes on from (filter.cu).
+#include "sample.cuh"
+
+namespace ull::gpu::sample {
+namespace {
+
+// ---- scan ----------------------------------------------------------------------------------------------------------
+
+// Clears what the node's later kernels add to; the slices share the histogram.
+ULL_DEVICE void clear_scratch(Scratch& scratch, int node, bool listing) {
+  if (arch::block_x() == 0 && arch::thread() == 0) scratch.nodes[node] = {0, 0, 0, 0.0F};
+  if (!listing) return;
+  const int first = arch::block_x() * kThreads + arch::thread(), step = arch::grid_x() * kThreads;
+  for (int i = first; i < kBuckets; i += step) {
+    scratch.counts[node][i] = 0;
+    scratch.masses[node][i] = 0;
+  }
+}
+
+// ---- draw ----------------------------------------------------------------------------------------------------------
+
+// The `wanted` largest of what each(visit) offers, one after another and distinct over all threads -> out, sorted, 0
+// where there are fewer. At least `wanted` of the threads' own maxima reach the wanted-th largest of these, so only
+// items from there on are compared with one another: about as many as wanted.
+template <typename Each>
+ULL_DEVICE void best_of(Shared& shared, int wanted, uint64_t* out, Each each) {
+  uint64_t mine = 0;
+  each([&](uint64_t item) { mine = Larger()(mine, item); });
+  arch::block_barrier();
+  shared.chosen[arch::thread()] = mine;
+  if (arch::thread() == 0) {
+    shared.least = 0;
+    shared.chosen_count = 0;
+  }
+  arch::block_barrier();
+  int larger = 0;
+  for (int i = 0; i < kThreads; ++i) larger += shared.chosen[i] > mine ? 1 : 0;
+  if (larger == wanted - 1) shared.least = mine;
+  arch::block_barrier();
+  const uint64_t least = shared.least;
+  each([&](uint64_t item) {
+    if (item < least || item == 0) return;
+    const uint32_t at = arch::atomic_add(&shared.chosen_count, 1U);
+    if (at < kChosen) shared.chosen[at] = item;
+  });
+  arch::block_barrier();
+  const int count = static_cast<int>(shared.chosen_count);
+  for (int i = arch::thread(); i < wanted; i += kThreads) {
+    if (i >= count) out[i] = 0;
+  }
+  for (int i = arch::thread(); i < count; i += kThreads) {
+    int rank = 0;
+    for (int j = 0; j < count && rank < wanted; ++j) rank += shared.chosen[j] > shared.chosen[i] ? 1 : 0;
+    if (rank < wanted) out[rank] = shared.chosen[i];
+  }
+  arch::block_barrier();
+}
+
+// Adds a quad to the block's histogram.
+ULL_DEVICE void count_quad(Shared& shared, const float (&adjusted)[4], int valid, const Wish& wish) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (j >= valid) break;
+    const int at = bucket(magnitude(adjusted[j]));
+    if (wish.top_k > 0) arch::atomic_add(&shared.counts[at], 1U);
+    if (wish.top_p < 1.0F) add_mass(shared, at, mass(adjusted[j]));
+  }
+}
+
+ULL_DEVICE void clear_histogram(Shared& shared) {
+  for (int i = arch::thread(); i < kBuckets; i += kThreads) {
+    shared.counts[i] = 0;
+    shared.low[i] = 0;
+    shared.high[i] = 0;
+  }
+  arch::block_barrier();
+}
+
+ULL_DEVICE void add_histogram(const Shared& shared, Scratch& scratch, int node) {
+  arch::block_barrier();
+  for (int i = arch::thread(); i < kBuckets; i += kThreads) {
+    const uint64_t units = mass_at(shared, i);
+    if (shared.counts[i] > 0) arch::atomic_add(&scratch.counts[node][i], shared.counts[i]);
+    if (units > 0) arch::atomic_add(&scratch.masses[node][i], units);
+  }
+}
+
+// The slice's best logits.
+ULL_DEVICE void list_alternatives(Shared& shared, const float* row, Slice slice, int wanted, uint64_t* out) {
+  best_of(shared, wanted, out, [&](auto visit) {
+    each_quad(shared, row, slice, 0, [&](int token, const float (&raw)[4], const float (&)[4]) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (token + j < slice.last) visit(packed(raw[j], token + j));
+      }
+    });
+  });
+}
+
+// The last block's: log-probabilities of the alternatives, from all slices' lists.
+ULL_DEVICE void report_alternatives(Shared& shared, const Scratch& scratch, int node, int slices, int wanted,
+                                    float maximum, float log_total, EmittedToken& drawn) {
+  uint64_t* sorted = shared.sorted;
+  const uint64_t* lists = &scratch.alternatives[node * slices][0];
+  best_of(shared, wanted, sorted, [&](auto visit) {
+    for (int i = arch::thread(); i < slices * kAlternatives / 2; i += kThreads) {
+      const arch::Vector4 pair = arch::load_global(lists + 2 * i);
+      const int rank = 2 * i % kAlternatives;
+      if (rank < wanted) visit(low_half(pair));
+      if (rank + 1 < wanted) visit(high_half(pair));
+    }
+  });
+  const int count = wanted < kVocabulary ? wanted : kVocabulary;
+  if (arch::thread() < count) {
+    const uint64_t item = sorted[arch::thread()];
+    drawn.top[arch::thread()] = {token_of(item), value_of(item) - maximum - log_total};
+  }
+  if (arch::thread() == 0) drawn.top_count = count;
+}
+
+}  // namespace
+
+ULL_KERNEL(ull_sample_scan, SampleParams, kThreads, 2) {
+  arch::release_dependents();
+  arch::wait_for_predecessor();
+  const int node = arch::block_y();
+  const Round* round = params.round;
+  if (node >= round->count || round->draws == 0) return;
+  Shared& shared = *reinterpret_cast<Shared*>(arch::shared_memory());
+  Scratch& scratch = *static_cast<Scratch*>(params.scratch);
+  const Wish wish = wish_of(round, params.state, node);
+  clear_scratch(scratch, node, wish.listing);
+  stage_biases(shared, params.state, wish.bias_count);
+
+  const Slice slice = slice_of(arch::block_x(), arch::grid_x());
+  uint64_t best = 0;
+  uint32_t maximum = 0, poisoned = 0;
+  each_quad(shared, params.logits + static_cast<int64_t>(node) * kLogitRow, slice, wish.bias_count,
+            [&](int token, const float (&raw)[4], const float (&biased)[4]) {
+#pragma unroll
+              for (int j = 0; j < 4; ++j) {
+                if (token + j >= slice.last) break;
+                best = Larger()(best, packed(biased[j], token + j));
+                maximum = maximum > ordered(raw[j]) ? maximum : ordered(raw[j]);
+                if (raw[j] - raw[j] != 0.0F) poisoned = 1;
+              }
+            });
+  best = block_reduce(shared, best, Larger());
+  const uint64_t raw = block_reduce(shared, (static_cast<uint64_t>(poisoned) << 32) | maximum, Larger());
+  if (arch::thread() == 0) {
+    scratch.scans[node * arch::grid_x() + arch::block_x()] = {best, static_cast<uint32_t>(raw),
+                                                              static_cast<uint32_t>(raw >> 32)};
+  }
+}
+
+ULL_KERNEL(ull_sample_draw, SampleParams, kThreads, 2) {
+  arch::release_dependents();
+  arch::wait_for_predecessor();
+  const int node = arch::block_y(), slices = arch::grid_x();
+  Round* round = params.round;
+  if (node >= round->count || round->draws == 0) return;
+  Shared& shared = *reinterpret_cast<Shared*>(arch::shared_memory());
+  Scratch& scratch = *static_cast<Scratch*>(params.scratch);
+  const Wish wish = wish_of(round, params.state, node);
+  const bool logprobs = wish.top_logprobs >= 0;
+  if (!wish.sampled && !logprobs && arch::block_x() > 0) return;  // greedy: the scan knows
+
+  const Scanned scanned = merge_scans(shared, scratch, node, slices);
+  EmittedToken& drawn = round->drawn[node];
+  if (!scanned.valid || (!wish.sampled && !logprobs)) {
+    if (arch::block_x() == 0 && arch::thread() == 0) {
+      drawn.token = scanned.valid ? scanned.token : -1;
+      drawn.logprob = 0.0F;
+      drawn.top_count = 0;
+      drawn.node = node;
+    }
+    return;
+  }
+
+  stage_biases(shared, params.state, wish.bias_count);
+  if (wish.listing) clear_histogram(shared);
+  const float* row = params.logits + static_cast<int64_t>(node) * kLogitRow;
+  const Slice slice = slice_of(arch::block_x(), slices);
+  uint64_t best = 0, total = 0;
+  each_quad(shared, row, slice, wish.sampled ? wish.bias_count : 0,
+            [&](int token, const float (&raw)[4], const float (&biased)[4]) {
+              const int valid = slice.last - token;
+              if (wish.sampled) {
+                float adjusted[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) adjusted[j] = (biased[j] - scanned.best) * wish.inverse_temperature;
+                if (wish.listing) {
+                  count_quad(shared, adjusted, valid, wish);
+                } else {
+                  best = score_quad(best, adjusted, token, valid, wish);
+                }
+              }
+#pragma unroll
+              for (int j = 0; j < 4; ++j) {
+                if (logprobs && j < valid) total += mass(raw[j] - scanned.maximum);
+              }
+            });
+  if (wish.listing) {
+    add_histogram(shared, scratch, node);
+    if (!logprobs) return;
+  }
+
+  // The node's last block finishes it.
+  best = block_reduce(shared, best, Larger());
+  total = block_reduce(shared, total, Sum());
+  const int block = node * slices + arch::block_x();
+  if (arch::thread() == 0) scratch.draws[block] = {best, total};
+  if (wish.top_logprobs > 0) list_alternatives(shared, row, slice, wish.top_logprobs, scratch.alternatives[block]);
+  if (!is_last_block(shared, &scratch.nodes[node].drawn)) return;
+  best = 0;
+  total = 0;
+  for (int i = arch::thread(); i < slices; i += kThreads) {
+    const arch::Vector4 part = arch::load_global(&scratch.draws[node * slices + i]);
+    best = Larger()(best, low_half(part));
+    total += high_half(part);
+  }
+  best = block_reduce(shared, best, Larger());
+  total = block_reduce(shared, total, Sum());
+  const float log_total = logprobs ? log_lanes<ScalarMath>(static_cast<float>(total) * 0x1.0p-44F) : 0.0F;
+  if (arch::thread() == 0) {
+    const int token = wish.sampled ? token_of(best) : scanned.token;
+    drawn.node = node;
+    drawn.top_count = 0;
+    drawn.token = token;
+    drawn.logprob = 0.0F;
+    if (logprobs && !wish.listing) drawn.logprob = row[token] - scanned.maximum - log_total;
+    scratch.nodes[node].log_total = log_total;
+  }
+  arch::block_barrier();
+  if (wish.top_logprobs > 0) {
+    report_alternatives(shared, scratch, node, slices, wish.top_logprobs, scanned.maximum, log_total, drawn);
+  }
+}
+
+}  // namespace ull::gpu::sample

@@ -1,0 +1,338 @@
+// What the sampler's kernels share. They follow exec/cpu/sampler.cpp: bias, temperature, top-k, top-p, min-p, then
+// argmax with Gumbel noise; a smaller token id wins a tie. A launch's grid is (slices, nodes): a node's logits are cut
+// into slices, each block reduces one, and what blocks find is merged by maxima and integer sums, so that the order in
+// which they finish cannot matter.
+#pragma once
+
+#include "base/float_math.h"
+#include "base/philox.h"
+#include "model.cuh"
+
+namespace ull::gpu::sample {
+
+inline constexpr int kThreads = 256;
+inline constexpr int kWarps = kThreads / 32;
+inline constexpr int kLogitRow = round_up(kVocabulary, kRowUnit);  // floats from one node's logits to the next's
+inline constexpr int kChunk = 2048;                                // logits that a block loads at once
+inline constexpr int kQuads = kChunk / 4 / kThreads;               // of a thread, of four logits each
+inline constexpr int kMostBlocks = 512;                            // of a launch
+inline constexpr int kTokenBits = 20;
+static_assert(kVocabulary <= 1 << 19);  // so that masses of 2^-44 cannot overflow
+
+// Scores apart by more cannot be turned round by the noise, which lies between -2.82 and 16.64.
+inline constexpr float kHopeless = -20.0F;
+
+// Histograms of top-k and top-p: buckets of 1/64 in the adjusted logit; the last holds everything below -32, whose mass
+// rounds to 0 and which cannot win.
+inline constexpr int kBuckets = 2048;
+inline constexpr float kBucketsPerUnit = 64.0F;
+inline constexpr int kLastBucket = kBuckets - 1;
+inline constexpr int kListed = 8192;  // tokens that a node's list holds
+
+// ---- scratch: fixed size, nothing in it outlives a round -----------------------------------------------------------
+
+struct alignas(16) ScanPart {  // of a slice
+  uint64_t best;               // biased logits: packed(value, token); 0: the slice is empty
+  uint32_t maximum;            // raw logits: ordered(value)
+  uint32_t poisoned;           // 1: a raw logit is not finite
+};
+
+struct alignas(16) DrawPart {  // of a slice
+  uint64_t best;               // scores: packed(score, token); 0: none
+  uint64_t total;              // sum of mass(raw logit - raw maximum), of ull_sample_draw
+};
+
+struct alignas(16) NodeScratch {
+  uint32_t drawn;     // blocks that have finished ull_sample_draw
+  uint32_t filtered;  // and ull_sample_filter
+  uint32_t listed;    // tokens listed; more than kListed: the list is incomplete, look at the whole row
+  float log_total;    // log of the sum of exp(raw logit - raw maximum)
+};
+
+struct Scratch {
+  NodeScratch nodes[kTreeTokens];
+  ScanPart scans[kMostBlocks];  // [node][slice]
+  DrawPart draws[kMostBlocks];  // [node][slice]
+  uint64_t alternatives[kMostBlocks][kAlternatives];
+  uint32_t counts[kTreeTokens][kBuckets];
+  uint64_t masses[kTreeTokens][kBuckets];
+  uint64_t listed[kTreeTokens][kListed];  // order(magnitude, token)
+};
+static_assert(sizeof(Scratch) == 5866496);  // ull/gpu/launches/sampling.py: SCRATCH_BYTES
+
+// ---- numbers -------------------------------------------------------------------------------------------------------
+
+// Orders as floats do; -0 and +0 are one.
+ULL_DEVICE uint32_t ordered(float value) {
+  const uint32_t bits = value == 0.0F ? 0U : arch::float_bits(value);
+  return (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
+}
+ULL_DEVICE float unordered(uint32_t key) {
+  return arch::bits_float((key & 0x80000000U) != 0 ? key & 0x7FFFFFFFU : ~key);
+}
+// The larger is the better: by value, then by smaller token id. Never 0.
+ULL_DEVICE uint64_t packed(float value, int token) {
+  return (static_cast<uint64_t>(ordered(value)) << 32) | ~static_cast<uint32_t>(token);
+}
+ULL_DEVICE int token_of(uint64_t pack) { return static_cast<int>(~static_cast<uint32_t>(pack)); }
+ULL_DEVICE float value_of(uint64_t pack) { return unordered(static_cast<uint32_t>(pack >> 32)); }
+
+// exp(adjusted) in units of 2^-44: exact from 2^-21 up.
+ULL_DEVICE uint64_t mass(float adjusted) { return static_cast<uint64_t>(exp_lanes<ScalarMath>(adjusted) * 0x1.0p44F); }
+
+// Adjusted logits are at most 0: the smaller magnitude is the better.
+ULL_DEVICE uint32_t magnitude(float adjusted) { return arch::float_bits(adjusted) & 0x7FFFFFFFU; }
+ULL_DEVICE float adjusted_of(uint32_t magnitude) { return -arch::bits_float(magnitude); }
+// The smaller is the better: by magnitude, then by token id.
+ULL_DEVICE uint64_t order(uint32_t magnitude, int token) {
+  return (static_cast<uint64_t>(magnitude) << kTokenBits) | static_cast<uint32_t>(token);
+}
+ULL_DEVICE int bucket(uint32_t magnitude) {
+  const float scaled = arch::bits_float(magnitude) * kBucketsPerUnit;
+  return scaled < static_cast<float>(kLastBucket) ? static_cast<int>(scaled) : kLastBucket;
+}
+
+// The noise of tokens 4 * quad .. 4 * quad + 3.
+ULL_DEVICE void gumbel_quad(uint64_t seed, int32_t position, int quad, float (&noise)[4]) {
+  const PhiloxWords words = philox4x32({{static_cast<uint32_t>(quad), static_cast<uint32_t>(position), 0, 0}},
+                                       static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    noise[j] = gumbel_from_unit<ScalarMath>(static_cast<float>(words.word[j] >> 9));
+  }
+}
+// Of one token; as base/gumbel.h, without an array indexed at run time.
+ULL_DEVICE float gumbel_of(uint64_t seed, int32_t position, int token) {
+  float noise[4];
+  gumbel_quad(seed, position, token >> 2, noise);
+  const float low = (token & 1) != 0 ? noise[1] : noise[0], high = (token & 1) != 0 ? noise[3] : noise[2];
+  return (token & 2) != 0 ? high : low;
+}
+
+// ---- what a node's draw asks for -----------------------------------------------------------------------------------
+
+struct Wish {
+  bool sampled;  // temperature above 0
+  bool listing;  // top-k or top-p: needs the histogram
+  int top_k;     // 0: off
+  float inverse_temperature;
+  float top_p;  // 1: off
+  float min_p;  // 0: off
+  uint64_t seed;
+  int32_t position;  // of the token to draw
+  int top_logprobs;  // -1: no logprobs
+  int bias_count;
+};
+
+ULL_DEVICE Wish wish_of(const Round* round, const State* state, int node) {
+  constexpr float kMostInverseTemperature = 1e30F;  // as exec/cpu/sampler.cpp
+  const Sampling& sampling = state->sampling;
+  Wish wish;
+  wish.sampled = sampling.temperature > 0.0F;
+  wish.top_k = sampling.top_k > 0 && sampling.top_k < kVocabulary ? sampling.top_k : 0;
+  wish.top_p = sampling.top_p;
+  wish.min_p = sampling.min_p;
+  wish.listing = wish.sampled && (wish.top_k > 0 || wish.top_p < 1.0F);
+  const float inverse = arch::reciprocal(sampling.temperature);
+  wish.inverse_temperature = inverse < kMostInverseTemperature ? inverse : kMostInverseTemperature;
+  wish.seed = sampling.seed;
+  wish.position = round->base + round->depths[node] + 1;
+  wish.top_logprobs = sampling.top_logprobs < kAlternatives ? sampling.top_logprobs : kAlternatives;
+  wish.bias_count = sampling.bias_count;
+  return wish;
+}
+
+// The slice of the vocabulary that this block looks at.
+struct Slice {
+  int first;
+  int last;
+};
+
+ULL_DEVICE Slice slice_of(int block, int blocks) {
+  const int length = round_up((kVocabulary + blocks - 1) / blocks, 4);
+  const int first = block * length;
+  const int last = first + length < kVocabulary ? first + length : kVocabulary;
+  return {first, last};
+}
+
+// ---- the block -----------------------------------------------------------------------------------------------------
+
+inline constexpr int kChosen = 3 * kBuckets / 2;  // packed logits that fit where the histogram stands
+
+// Where a running sum reaches its target.
+struct Crossing {
+  int32_t at;             // bucket (or digit)
+  uint32_t count;         // tokens in it
+  uint32_t count_before;  // tokens before it
+  uint64_t mass;          // of its tokens
+  uint64_t mass_before;   // of the tokens before it
+};
+
+struct alignas(16) Shared {
+  uint64_t partial[kWarps];
+  uint64_t least;  // of best_of()
+  uint64_t sorted[kAlternatives];
+  Crossing crossing;
+  uint32_t last_block;
+  uint32_t chosen_count;
+  LogitBias biases[kBiases];
+  float dense[kChunk];  // the biases of the chunk under way; else 0
+  union {
+    struct {
+      uint32_t counts[kBuckets];
+      uint32_t low[kBuckets];  // masses, in two halves: shared memory adds 32 bits at a time
+      uint32_t high[kBuckets];
+    };
+    uint64_t chosen[kChosen];
+  };
+};
+// ull/gpu/launches/sampling.py: the scan needs nothing of the union.
+static_assert(sizeof(Shared) == 41232 && __builtin_offsetof(Shared, counts) == 16656);
+
+struct Larger {
+  ULL_DEVICE uint64_t operator()(uint64_t a, uint64_t b) const { return a > b ? a : b; }
+};
+struct Sum {
+  ULL_DEVICE uint64_t operator()(uint64_t a, uint64_t b) const { return a + b; }
+};
+
+// The same result for every thread.
+template <typename Combine>
+ULL_DEVICE uint64_t block_reduce(Shared& shared, uint64_t value, Combine combine) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) value = combine(value, arch::shuffle_xor(value, mask));
+  arch::block_barrier();
+  if (arch::lane() == 0) shared.partial[arch::warp()] = value;
+  arch::block_barrier();
+  value = shared.partial[0];
+#pragma unroll
+  for (int i = 1; i < kWarps; ++i) value = combine(value, shared.partial[i]);
+  return value;
+}
+
+// The sum over the threads before this one.
+ULL_DEVICE uint64_t sum_before(Shared& shared, uint64_t value) {
+  uint64_t through = value;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const uint64_t below = arch::shuffle(through, arch::lane() < distance ? 0 : arch::lane() - distance);
+    if (arch::lane() >= distance) through += below;
+  }
+  arch::block_barrier();
+  if (arch::lane() == 31) shared.partial[arch::warp()] = through;
+  arch::block_barrier();
+  uint64_t before = through - value;
+  for (int i = 0; i < arch::warp(); ++i) before += shared.partial[i];
+  return before;
+}
+
+// True for the last of a node's blocks to come here; what the others have written is visible to it.
+ULL_DEVICE bool is_last_block(Shared& shared, uint32_t* arrivals) {
+  arch::fence_device();
+  arch::block_barrier();
+  if (arch::thread() == 0)
+    shared.last_block = arch::atomic_add(arrivals, 1U) + 1 == static_cast<uint32_t>(arch::grid_x());
+  arch::block_barrier();
+  arch::fence_device();
+  return shared.last_block != 0;
+}
+
+// Adds to an entry of the masses in shared memory.
+ULL_DEVICE void add_mass(Shared& shared, int at, uint64_t units) {
+  if (units == 0) return;
+  const uint32_t low = static_cast<uint32_t>(units);
+  const uint32_t carry = arch::atomic_add(&shared.low[at], low) + low < low ? 1U : 0U;
+  const uint32_t high = static_cast<uint32_t>(units >> 32) + carry;
+  if (high > 0) arch::atomic_add(&shared.high[at], high);
+}
+ULL_DEVICE uint64_t mass_at(const Shared& shared, int at) {
+  return shared.low[at] | (static_cast<uint64_t>(shared.high[at]) << 32);
+}
+
+// To be called before each_quad(). Duplicates among the ids are refused upstream.
+ULL_DEVICE void stage_biases(Shared& shared, const State* state, int bias_count) {
+  if (bias_count == 0) return;
+  for (int i = arch::thread(); i < bias_count; i += kThreads) shared.biases[i] = state->biases[i];
+  for (int i = arch::thread(); i < kChunk; i += kThreads) shared.dense[i] = 0.0F;
+  arch::block_barrier();
+}
+
+// Puts the biases of tokens [chunk, last) into `dense`, or takes them back.
+ULL_DEVICE void spread_biases(Shared& shared, int bias_count, int chunk, int last, bool put) {
+  arch::block_barrier();
+  for (int i = arch::thread(); i < bias_count; i += kThreads) {
+    const int at = shared.biases[i].token - chunk;
+    if (at >= 0 && at < kChunk && at < last - chunk) shared.dense[at] = put ? shared.biases[i].bias : 0.0F;
+  }
+  arch::block_barrier();
+}
+
+// visit(token, raw, biased) for each group of four logits from `token` on; those at `last` and beyond are not logits.
+template <typename Visit>
+ULL_DEVICE void each_quad(Shared& shared, const float* row, Slice slice, int bias_count, Visit visit) {
+  for (int chunk = slice.first; chunk < slice.last; chunk += kChunk) {
+    arch::Vector4 loaded[kQuads];
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      const int token = chunk + 4 * (arch::thread() + q * kThreads);
+      if (token < slice.last) loaded[q] = arch::load_global(row + token);
+    }
+    if (bias_count > 0) spread_biases(shared, bias_count, chunk, slice.last, true);
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      const int at = 4 * (arch::thread() + q * kThreads);
+      if (chunk + at >= slice.last) continue;
+      float raw[4], biased[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        raw[j] = arch::bits_float(loaded[q].word[j]);
+        biased[j] = bias_count > 0 ? raw[j] + shared.dense[at + j] : raw[j];
+      }
+      visit(chunk + at, raw, biased);
+    }
+    if (bias_count > 0) spread_biases(shared, bias_count, chunk, slice.last, false);
+  }
+}
+
+// The better of `best` and the scores of a quad, of which the first `valid` are logits.
+ULL_DEVICE uint64_t score_quad(uint64_t best, const float (&adjusted)[4], int token, int valid, const Wish& wish) {
+  bool hopeful = false;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) hopeful = hopeful || (j < valid && adjusted[j] >= kHopeless);
+  if (!hopeful) return best;
+  float noise[4];
+  gumbel_quad(wish.seed, wish.position, token / 4, noise);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (j >= valid || !(adjusted[j] >= kHopeless)) continue;
+    if (wish.min_p > 0.0F && exp_lanes<ScalarMath>(adjusted[j]) < wish.min_p) continue;
+    best = Larger()(best, packed(adjusted[j] + noise[j], token + j));
+  }
+  return best;
+}
+
+ULL_DEVICE uint64_t low_half(const arch::Vector4& v) { return v.word[0] | (static_cast<uint64_t>(v.word[1]) << 32); }
+ULL_DEVICE uint64_t high_half(const arch::Vector4& v) { return v.word[2] | (static_cast<uint64_t>(v.word[3]) << 32); }
+
+// What the scan found for a node.
+struct Scanned {
+  bool valid;     // finite, and not everything is banned
+  int token;      // the best biased logit's
+  float best;     // its value
+  float maximum;  // of the raw logits
+};
+
+ULL_DEVICE Scanned merge_scans(Shared& shared, const Scratch& scratch, int node, int slices) {
+  uint64_t best = 0, maximum = 0;
+  for (int i = arch::thread(); i < slices; i += kThreads) {
+    const arch::Vector4 part = arch::load_global(&scratch.scans[node * slices + i]);
+    best = Larger()(best, low_half(part));
+    maximum = Larger()(maximum, high_half(part));  // poison, the upper word, outdoes everything
+  }
+  best = block_reduce(shared, best, Larger());
+  maximum = block_reduce(shared, maximum, Larger());
+  const bool banned = best >> 32 <= ordered(arch::bits_float(0xFF800000U));  // -inf
+  return {(maximum >> 32) == 0 && !banned, token_of(best), value_of(best), unordered(static_cast<uint32_t>(maximum))};
+}
+
+}  // namespace ull::gpu::sample
