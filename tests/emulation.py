@@ -16,7 +16,7 @@ import mmap
 import os
 import subprocess
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -166,11 +166,9 @@ def build_library(
         raise ValueError(f"no such model macro: {', '.join(sorted(unknown))}")
     flags = (*COMMON_FLAGS, *(SANITIZE_FLAGS if sanitize else _fast_flags()))
     defines = [f"-DULL_{key}={f'{value}F' if isinstance(value, float) else value}" for key, value in macros.items()]
-    jobs = [([KERNELS / source], [*flags, *defines]) for source in sources]
-    jobs += [([source], list(flags)) for source in sorted(EMULATOR.glob("*.cpp"))]
-    with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(lambda job: _compiled(job[0], ["-c", *job[1]], ".o"), jobs))
-    return _compiled(objects, ["-shared", "-Wl,-Bsymbolic", *flags], ".so")
+    jobs = [(KERNELS / source, [*flags, *defines]) for source in sources]
+    jobs += [(source, flags) for source in sorted(EMULATOR.glob("*.cpp"))]
+    return compiled(compile_all(jobs, INCLUDES), ["-shared", "-Wl,-Bsymbolic", *flags], ".so")
 
 
 def _fast_flags() -> tuple[str, ...]:
@@ -179,26 +177,27 @@ def _fast_flags() -> tuple[str, ...]:
     return ("-O2", *(f"-m{name}" for name in ("fma", "avx2") if f" {name} " in cpuinfo))
 
 
-def _headers() -> bytes:
-    paths = [path for folder in INCLUDES for suffix in ("h", "cuh") for path in sorted(folder.rglob(f"*.{suffix}"))]
-    return b"".join(hashlib.sha256(path.read_bytes()).digest() for path in paths)
+def compile_all(jobs: Iterable[tuple[Path, Sequence[str]]], includes: Sequence[Path]) -> list[Path]:
+    """The object files of (source, flags), two compilers at a time."""
+    flags = ["-c", *(f"-I{folder}" for folder in includes)]
+    headers = [path for folder in includes for suffix in ("h", "cuh") for path in sorted(folder.rglob(f"*.{suffix}"))]
+    digest = hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in headers)).hexdigest()
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda job: compiled([job[0]], [*flags, *job[1]], ".o", digest), jobs))
 
 
-def _compiled(inputs: Sequence[Path], flags: Sequence[str], suffix: str) -> Path:
-    """The cached output of g++ for these inputs and flags. Several processes may build it at once."""
-    digest = hashlib.sha256("\0".join(flags).encode())
+def compiled(inputs: Sequence[Path], flags: Sequence[str], suffix: str, also: str = "") -> Path:
+    """The output of g++ for these inputs and flags, cached by their content and `also`. Safe in several processes."""
+    digest = hashlib.sha256("\0".join([*flags, also]).encode())
     for path in inputs:
         digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
-    if suffix == ".o":
-        digest.update(_headers())
     output = CACHE / f"{inputs[0].stem}-{digest.hexdigest()[:24]}{suffix}"
     if output.exists():
         return output
     CACHE.mkdir(parents=True, exist_ok=True)
     temporary = output.with_suffix(f".{os.getpid()}{suffix}")
-    includes = [f"-I{folder}" for folder in INCLUDES]
     language = ["-x", "c++"] if suffix == ".o" else []
-    command = ["g++", *flags, *includes, *language, *map(str, inputs), "-o", str(temporary)]
+    command = ["g++", *flags, *language, *map(str, inputs), "-o", str(temporary)]
     environment = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     if result.returncode != 0:
