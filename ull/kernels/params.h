@@ -128,7 +128,7 @@ struct State {
 
 // ---- kernel parameters ------------------------------------------------------------------------------------------
 // Widths: H hidden, A heads * head_dim, Q = A + 2 * kv_heads * head_dim, I intermediate, V vocabulary. f16 activations
-// have rows of K rounded up to 32 elements, f32 outputs rows of N rounded up to 16.
+// of width K lie as [K / 32][64 tokens][32] (activations.cuh), f32 outputs have rows of N rounded up to 16.
 
 struct BeginParams {
   Round* round;
@@ -152,7 +152,7 @@ struct NormParams {  // for tiles of 16 tokens and more; below, the linear kerne
   const Round* round;
   const float* residual;     // [64, H]
   const float* norm_weight;  // [H]
-  void* normed;              // [64, H] f16
+  void* normed;              // H f16 activations
 };
 
 struct LinearParams {
@@ -162,8 +162,8 @@ struct LinearParams {
   const float* bias;         // [N] or null
   const float* residual;     // [64, H] input of a normalising kernel
   const float* norm_weight;  // [H]
-  const void* activations;   // [64, K] f16: input of o and down, and normed input of the others for 16 tokens and more
-  void* output;              // qkv: f32 [64, Q]; o, down: f32 residual [64, H], added to; gate_up: f16 [64, I];
+  const void* activations;   // f16: input of o and down, and normed input of the others for 16 tokens and more
+  void* output;              // qkv: f32 [64, Q]; o, down: f32 residual [64, H], added to; gate_up: f16 activations;
                              // head: f32 logits [64, V]
 };
 
@@ -180,7 +180,7 @@ struct AttentionParams {
   const float* kv_scale;  // [2, kv_heads] of FP8 pages: value = stored * scale; null for bf16
   float* partial;         // [kv_heads][splits][64 * group][head_dim + 2] output, maximum, sum
   uint32_t* counters;     // [kv_heads] blocks that have finished
-  void* output;           // [64, A] f16
+  void* output;           // A f16 activations
   int64_t page_bytes;
   int64_t layer_offset;  // bytes of this layer within a page
   int32_t window;        // sliding window in tokens; 0: all
