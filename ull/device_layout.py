@@ -14,13 +14,14 @@ DEVICE_TILE_ROWS = 16
 DEVICE_STEP = 32  # columns
 DEVICE_ALIGNMENT = 128  # bytes: a cache line of the GPU
 
-_TILES = ("8", "16", "32", "64")  # tokens that a variant handles
-_TILED = ("ull_qkv", "ull_attention", "ull_o", "ull_gate_up", "ull_down", "ull_head")
+_LINEARS = ("ull_qkv", "ull_o", "ull_gate_up", "ull_down", "ull_head")
 DEVICE_KERNELS = frozenset(
     [
-        *("ull_begin", "ull_embed", "ull_sample_scan", "ull_sample_draw", "ull_accept", "ull_commit", "ull_fill"),
-        *("ull_norm_16", "ull_norm_32", "ull_norm_64"),
-        *(f"{name}_{tile}" for name in _TILED for tile in _TILES),
+        *("ull_begin", "ull_embed", "ull_sample_scan", "ull_sample_draw", "ull_sample_filter"),
+        *("ull_accept", "ull_commit", "ull_fill"),
+        *(f"ull_norm_{tile}" for tile in (16, 32, 64)),
+        *(f"ull_attention_{tile}" for tile in (8, 16, 32, 64)),
+        *(f"{name}_{tile}" for name in _LINEARS for tile in (1, 8, 16, 32, 64)),
     ]
 )
 

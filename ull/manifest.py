@@ -277,8 +277,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
 def device_problems(model: Model, precision: Precision) -> Iterator[str]:
     """What the kernels of a GPU target cannot do with this model, each with what they can."""
-    if model.head_dim % 32 or model.head_dim > 256:
-        yield f"head_dim {model.head_dim} is not supported on a GPU; supported: multiples of 32 up to 256"
+    if model.head_dim % 32 or model.head_dim > 128:
+        yield f"head_dim {model.head_dim} is not supported on a GPU; supported: multiples of 32 up to 128"
     if model.hidden % 32:
         yield f"hidden size {model.hidden} is not supported on a GPU; supported: multiples of 32"
     if "f32" in (precision.weights, precision.lm_head, precision.embedding):

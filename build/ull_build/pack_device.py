@@ -14,6 +14,7 @@ from ull.bundle import DEVICE_STEP, DEVICE_TILE_ROWS
 _ROWS = (2, 8)  # h, g
 _COLUMNS = (4, 2, 2, 2)  # t, j, p, e
 _LARGEST_EXPONENT = 15  # of an f16
+_LARGEST_F32 = float(np.finfo(np.float32).max)
 
 
 def pack_blocks(rows: NDArray[Any]) -> NDArray[Any]:
@@ -57,5 +58,6 @@ def scale_rows(rows: NDArray[np.float32]) -> tuple[NDArray[np.float16], NDArray[
 
 
 def unscale_rows(stored: NDArray[np.float16], scales: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The inverse: f16 [N, K], scales [N] -> float32 [N, K]."""
-    return (stored.astype(np.float64) * scales[:, None].astype(np.float64)).astype(np.float32)
+    """The inverse: f16 [N, K], scales [N] -> float32 [N, K], saturating."""
+    values = stored.astype(np.float64) * scales[:, None].astype(np.float64)
+    return np.clip(values, -_LARGEST_F32, _LARGEST_F32).astype(np.float32)
