@@ -26,15 +26,15 @@ class Sizes:
     def __init__(self, model: Model, precision: Precision, context: int, pages: int | None = None) -> None:
         self.model, self.precision, self.context = model, precision, context
         self.table_pages = -(-context // PAGE_TOKENS)  # of one request
+        self.kv_bits = {"bf16": 16, "fp8": 8}[precision.kv]
         self.page_count = pages or self.table_pages  # of the pool
-        self.kv_item_bytes = {"bf16": 2, "fp8": 1}[precision.kv]
         self.attention_width = model.heads * model.head_dim
         self.qkv_width = self.attention_width + 2 * model.kv_heads * model.head_dim
-        # Keys, or values, of the 64 tokens of a page in one layer; the tree scratch has the same shape.
-        self.half_page_bytes = model.kv_heads * PAGE_TOKENS * model.head_dim * self.kv_item_bytes
-        self.layer_page_bytes = 2 * self.half_page_bytes
+        # Keys, or values, of 64 tokens in one layer: the tree scratch and half of a page's layer.
+        self.tree_bytes = attention.tree_bytes(model.kv_heads, model.head_dim, self.kv_bits)
+        self.layer_page_bytes = 2 * self.tree_bytes
         self.page_bytes = model.layers * self.layer_page_bytes
-        self.attention_counters = attention.counter_count(model.kv_heads)
+        self.attention_counters = attention.counter_count(model.heads)
         self.counter_count = model.layers * self.attention_counters + TREE_TOKENS + 1
 
     @property
@@ -42,25 +42,25 @@ class Sizes:
         return self.page_count * self.page_bytes
 
 
-def plan_memory(sizes: Sizes, weight_bytes: int, multiprocessors: int) -> ArenaPlan:
+def plan_memory(sizes: Sizes, weight_bytes: int) -> ArenaPlan:
     """Every region of the arena. The names are what `ull.gpu.rounds` asks for."""
     model, plan = sizes.model, ArenaPlan()
     plan.reserve("weights", weight_bytes)
     plan.reserve("KV pages", sizes.kv_bytes)
     plan.reserve("rope", 4 * sizes.context * model.head_dim)
     for name in ("tree keys", "tree values"):
-        plan.reserve(name, model.layers * sizes.half_page_bytes)
+        plan.reserve(name, model.layers * sizes.tree_bytes)
     plan.reserve("round", ctypes.sizeof(Round))
     plan.reserve("state", ctypes.sizeof(State))
     plan.reserve("counters", 4 * sizes.counter_count)
-    plan.reserve("page table", 4 * round_up(sizes.table_pages, 2))
+    plan.reserve("page table", 4 * attention.table_pages(sizes.context))
     plan.reserve("residual", 4 * TREE_TOKENS * round_up(model.hidden, _ROW_UNIT))
     plan.reserve("normed", 2 * TREE_TOKENS * round_up(model.hidden, _COLUMN_UNIT))
     plan.reserve("qkv", 4 * TREE_TOKENS * round_up(sizes.qkv_width, _ROW_UNIT))
     plan.reserve("attention", 2 * TREE_TOKENS * round_up(sizes.attention_width, _COLUMN_UNIT))
     plan.reserve("mlp", 2 * TREE_TOKENS * round_up(model.intermediate, _COLUMN_UNIT))
     plan.reserve("logits", 4 * TREE_TOKENS * round_up(model.vocabulary, _ROW_UNIT))
-    plan.reserve("attention parts", attention.partial_bytes(model, sizes.context, multiprocessors))
+    plan.reserve("attention parts", attention.partial_bytes(model.heads, model.head_dim, sizes.context))
     plan.reserve("sampler", sampling.SCRATCH_BYTES)
     return plan
 

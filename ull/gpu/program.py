@@ -78,7 +78,7 @@ class Program:
         info = self._driver.info
         check_device(self._bundle, info)
         self._image = WeightImage(self._bundle.tensors)
-        self._plan = plan_memory(self.sizes, self._image.nbytes, info.multiprocessors)
+        self._plan = plan_memory(self.sizes, self._image.nbytes)
         check_size(self._plan.nbytes, info)
         if others := other_processes(info):
             listed = ", ".join(map(str, others))

@@ -110,7 +110,7 @@ class Rounds:
         )
         return [
             Launch("ull_accept", *sampling.accept(), accept),
-            Launch("ull_commit", *attention.commit(sizes.model, self._multiprocessors), commit),
+            Launch("ull_commit", *attention.commit(sizes.model.kv_heads, sizes.model.layers), commit),
         ]
 
     def _counters(self, first: int) -> int:
@@ -159,8 +159,8 @@ class FusedForward:
             rope=region("rope"),
             pages=region("page table"),
             page_pool=region("KV pages"),
-            tree_keys=region("tree keys") + layer * sizes.half_page_bytes,
-            tree_values=region("tree values") + layer * sizes.half_page_bytes,
+            tree_keys=region("tree keys") + layer * sizes.tree_bytes,
+            tree_values=region("tree values") + layer * sizes.tree_bytes,
             kv_scale=tensor(f"{name}.kv_scale"),
             partial=region("attention parts"),
             counters=region("counters") + 4 * layer * sizes.attention_counters,
@@ -170,7 +170,10 @@ class FusedForward:
             window=sizes.model.windows[layer],
             splits=attention.splits(sizes.context),
         )
-        geometry = attention.attention(sizes.model, tile, self._multiprocessors)
+        model = sizes.model
+        geometry = attention.attention(
+            model.heads, model.kv_heads, model.head_dim, sizes.kv_bits, sizes.context, tile, self._multiprocessors
+        )
         return Launch(f"ull_attention_{tile}", *geometry, params)
 
 
