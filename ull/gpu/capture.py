@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 
+from ull.errors import GpuError
 from ull.gpu.driver import Driver
 from ull.gpu.forward import Recorder
 from ull.gpu.launch import Launch
@@ -36,7 +38,8 @@ def capture_graph(driver: Driver, stream: int, functions: Mapping[str, int], rec
     try:
         record(StreamRecorder(driver, stream, functions))
     except BaseException:
-        driver.destroy_graph(driver.end_capture(stream))  # a stream must not stay in capture
+        with contextlib.suppress(GpuError):  # a stream must not stay in capture; what went wrong first is the reason
+            driver.destroy_graph(driver.end_capture(stream))
         raise
     graph = driver.end_capture(stream)
     try:

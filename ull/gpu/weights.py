@@ -7,6 +7,7 @@ import math
 import mmap
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,17 @@ class Staging:
 
     def __init__(self, driver: Driver, stream: int, chunk: int = CHUNK_BYTES) -> None:
         self._driver, self._stream, self._chunk = driver, stream, chunk
-        self._buffers = [driver.allocate_host(chunk)[0] for _ in range(2)]
-        self._events = [driver.create_event() for _ in range(2)]
+        self._buffers: list[int] = []
+        self._events: list[int] = []
         self._turn = 0
+        with ExitStack() as exit_stack:
+            for _ in range(2):
+                self._buffers.append(driver.allocate_host(chunk)[0])
+                exit_stack.callback(driver.free_host, self._buffers[-1])
+                self._events.append(driver.create_event())
+                exit_stack.callback(driver.destroy_event, self._events[-1])
+            exit_stack.callback(driver.synchronize, stream)
+            self._exit = exit_stack.pop_all()
 
     def copy(self, target: int, data: NDArray[Any], progress: Callable[[int], None] | None = None) -> None:
         """Copies a contiguous array to a device address; its bytes have been read on return."""
@@ -68,10 +77,7 @@ class Staging:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._driver.synchronize(self._stream)
-        for buffer, event in zip(self._buffers, self._events, strict=True):
-            self._driver.free_host(buffer)
-            self._driver.destroy_event(event)
+        self._exit.close()
 
 
 def upload(path: Path, image: WeightImage, target: int, staging: Staging, progress: Progress | None = None) -> None:
