@@ -65,7 +65,7 @@ def test_recipe_paths_are_relative_to_the_recipe(tmp_path: Path) -> None:
         ('model = "m"\neval_tokens = 1', "eval_tokens", "2"),
         ('model = "m"\nmax_perplexity_increase = inf', None, "must be finite"),
         ('model = "m"\nmodel = "n"', None, "cannot be read"),
-        ('model = "m"\ntarget = "sm_90a"', "target", '"sm_90a" is not built by this version yet; use "cpu"'),
+        ('model = "m"\ntarget = "sm_80"', "target", '"sm_80" is unknown; use "cpu"'),
         ('model = "m"\ntarget = "tpu"', "target", '"tpu" is unknown; use "cpu"'),
     ],
 )
@@ -346,7 +346,7 @@ def test_the_old_bundle_comes_back_when_the_new_one_cannot_take_its_place(
         (["--model", "m"], 2, "--model needs --output"),
         (["--model", "m", "--output", "x", "--precision", "int4"], 2, "invalid choice"),
         (["nowhere.toml"], 2, "no recipe at nowhere.toml"),
-        (["--model", "m", "--output", "x", "--target", "sm_90a"], 2, 'use "cpu"'),
+        (["--model", "m", "--output", "x", "--target", "sm_80"], 2, 'use "cpu"'),
         (["--model", "m", "--output", "x", "--context", "0"], 2, "at least 1"),
         (["--model", "nowhere", "--output", "x"], 1, "no checkpoint directory at nowhere"),
     ],

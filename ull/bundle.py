@@ -1,8 +1,8 @@
 """Opens engine bundles: validates every field and file, and describes the weights to the native core.
 
-A bundle is a directory: `manifest.json` (see `ull.manifest`), `weights.safetensors` (see `ull.layout`), `vocab.bin`
-(token id -> bytes) and `tokenizer/`. Whatever is wrong with one ends in a `BundleError` that names file, field and
-remedy.
+A bundle is a directory: `manifest.json` (see `ull.manifest`), `weights.safetensors` (see `ull.layout`, for a GPU
+`ull.device_layout`), `vocab.bin` (token id -> bytes), `tokenizer/`, and for a GPU `code/`. Whatever is wrong with one
+ends in a `BundleError` that names file, field and remedy.
 """
 
 from __future__ import annotations
@@ -18,6 +18,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ull.device_layout import (
+    DEVICE_ALIGNMENT,
+    DEVICE_KERNELS,
+    DEVICE_STEP,
+    DEVICE_TILE_ROWS,
+    device_macros,
+    device_tensors,
+    entries_of,
+)
 from ull.errors import BundleError, ConfigError
 from ull.layout import (
     ALIGNMENT,
@@ -32,6 +41,7 @@ from ull.layout import (
     read_tensor_file,
 )
 from ull.manifest import (
+    CODE_DIRECTORY,
     FORMAT,
     FORMAT_VERSION,
     MAX_MEDUSA_HEADS,
@@ -40,6 +50,8 @@ from ull.manifest import (
     TOKENIZER_FILE,
     VOCABULARY_FILE,
     WEIGHTS_FILE,
+    CodeFile,
+    DeviceCode,
     Drafter,
     DraftModel,
     FileEntry,
@@ -52,14 +64,21 @@ from ull.manifest import (
     RecipeValue,
     Rope,
     Speculation,
+    Target,
     TensorError,
     Tokens,
+    device_problems,
     embedding_is_shared,
     encode_manifest,
 )
 
 __all__ = [
     "ALIGNMENT",
+    "CODE_DIRECTORY",
+    "DEVICE_ALIGNMENT",
+    "DEVICE_KERNELS",
+    "DEVICE_STEP",
+    "DEVICE_TILE_ROWS",
     "DRAFT",
     "FILLER",
     "FORMAT",
@@ -76,6 +95,8 @@ __all__ = [
     "VOCABULARY_VERSION",
     "WEIGHTS_FILE",
     "Bundle",
+    "CodeFile",
+    "DeviceCode",
     "DraftModel",
     "Drafter",
     "FileEntry",
@@ -88,10 +109,14 @@ __all__ = [
     "RecipeValue",
     "Rope",
     "Speculation",
+    "Target",
     "TensorEntry",
     "TensorError",
     "TensorShape",
     "Tokens",
+    "device_macros",
+    "device_problems",
+    "device_tensors",
     "embedding_is_shared",
     "encode_manifest",
     "expected_tensors",
@@ -110,6 +135,8 @@ VOCABULARY_MAGIC = b"ULLVOCAB"
 VOCABULARY_VERSION = 1
 REBUILD = "rebuild it with ull-build"
 _HASH_BLOCK = 1 << 20  # bytes
+_ELF_MAGIC = b"\x7fELF"
+_ELF_CUDA = 190  # e_machine of a cubin
 
 
 @dataclass(frozen=True)
@@ -163,6 +190,7 @@ def open_bundle(path: str | Path, verify: Literal["sizes", "hashes"] = "sizes") 
     path = Path(path)
     manifest = read_manifest(path)
     _check_files(path, manifest)
+    _check_code(path, manifest)
     tensors = _read_tensors(path / WEIGHTS_FILE, manifest)
     _check_vocabulary(path / VOCABULARY_FILE, manifest.model)
     if verify == "hashes":
@@ -249,11 +277,16 @@ def verify_hashes(
 
 def _read_tensors(path: Path, manifest: Manifest) -> dict[str, TensorEntry]:
     """Reads the weights' header and compares it with the layout that the dimensions ask for."""
+    if manifest.target == "cpu":
+        expected = expected_tensors(manifest.model, manifest.precision, manifest.speculation)
+    else:
+        expected = device_tensors(manifest.model, manifest.precision)
+    if manifest.random_weights:
+        return entries_of({name: shape for name, shape in expected.items() if not shape.optional})
     try:
         tensors = read_tensor_file(path)
     except (ValueError, OSError) as error:
         raise BundleError(f"{path} {error}; {REBUILD}", field=WEIGHTS_FILE) from error
-    expected = expected_tensors(manifest.model, manifest.precision, manifest.speculation)
     for name, want in expected.items():
         have = tensors.get(name)
         if have is None and not want.optional:
@@ -268,6 +301,31 @@ def _read_tensors(path: Path, manifest: Manifest) -> dict[str, TensorEntry]:
         if name not in expected:
             raise BundleError(f"{path} holds an unexpected tensor {name!r}; {REBUILD}", field=name)
     return tensors
+
+
+def _check_code(path: Path, manifest: Manifest) -> None:
+    """The kernels of a GPU target: all are there, compiled for this model, in files that look like cubins."""
+    code = manifest.code
+    if code is None:
+        return
+    found = code.kernels()
+    for kernel in sorted(DEVICE_KERNELS - set(found)):
+        raise BundleError(f"{path} lacks the kernel {kernel!r}; {REBUILD}", field="code.files")
+    for name, value in device_macros(manifest.model, manifest.precision).items():
+        if code.macros.get(name) != value:
+            raise BundleError(
+                f"{path}: the kernels were compiled with {name} = {code.macros.get(name)}, the model has {value}; "
+                f"{REBUILD}",
+                field=f"code.macros.{name}",
+            )
+    for file in code.files:
+        try:
+            with (path / file.path).open("rb") as stream:
+                head = stream.read(20)
+        except OSError as error:
+            raise BundleError(f"{path / file.path} cannot be read ({error.strerror})", field=file.path) from error
+        if not head.startswith(_ELF_MAGIC) or int.from_bytes(head[18:20], "little") != _ELF_CUDA:
+            raise BundleError(f"{path / file.path} is not a cubin; {REBUILD}", field=file.path)
 
 
 def _check_vocabulary(path: Path, model: Model) -> None:

@@ -120,3 +120,10 @@ class DaemonError(_FixedCodeError):
     """The daemon cannot start or go on: its socket is taken, memory cannot be locked, the engine failed."""
 
     fixed_code = "daemon_failed"
+
+
+class GpuError(UllError):
+    """The GPU cannot run the engine; `code` is one of no_gpu, wrong_gpu, old_driver, gpu_memory, bad_code, gpu_failed.
+
+    `field` is the name of the CUDA driver's error, if it was the driver that refused.
+    """

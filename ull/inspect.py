@@ -58,6 +58,9 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "path": str(bundle.path),
         "parameters": parameter_count(bundle.manifest.model),
         "weight_bytes": {**sizes, "total": bundle.weight_bytes},
+        "speculation": None,
+        "code": None,
+        "random_weights": False,  # which the manifest may leave out
         **msgspec.to_builtins(bundle.manifest),
     }
 
@@ -121,7 +124,7 @@ def _rows(manifest: Manifest, parameters: int) -> list[tuple[str, str]]:
         ("KV cache", precision.kv),
         ("tokens", f"BOS {tokens.bos}, EOS {tokens.eos}, chat template {'yes' if tokens.chat_template else 'no'}"),
     ]
-    rows += _speculation_rows(manifest)
+    rows += _speculation_rows(manifest) + _device_rows(manifest)
     if manifest.quality is None:
         rows.append(("quality", "not measured"))
     else:
@@ -160,6 +163,17 @@ def _speculation_rows(manifest: Manifest) -> list[tuple[str, str]]:
         model = draft.model
         size = f"{parameter_count(model) / 1e6:,.1f} M parameters, {model.layers} x hidden {model.hidden}"
         rows.append(("draft model", f"{model.architecture}, {size}, weights {draft.precision.weights}"))
+    return rows
+
+
+def _device_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    """The kernels of a bundle for a GPU."""
+    if manifest.code is None:
+        return []
+    code = manifest.code
+    rows = [("kernels", f"{len(code.kernels())} in {len(code.files)} cubins, {code.compiler} {code.toolkit}")]
+    if manifest.random_weights:
+        rows.append(("weights", "random, made up on the device at load: a benchmark bundle"))
     return rows
 
 

@@ -7,6 +7,7 @@ The structs validate themselves while they are decoded, single fields by `Meta` 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Annotated, Final, Literal
 
@@ -18,10 +19,11 @@ FORMAT_VERSION: Final = 1
 WEIGHTS_FILE = "weights.safetensors"
 VOCABULARY_FILE = "vocab.bin"
 TOKENIZER_FILE = "tokenizer/tokenizer.json"
+CODE_DIRECTORY = "code"
 MAX_MEDUSA_HEADS: Final = 12
 MAX_MEDUSA_LAYERS: Final = 16
 MAX_TREE: Final = 64  # tokens of one verification, the root included
-REQUIRED_FILES = (WEIGHTS_FILE, VOCABULARY_FILE, TOKENIZER_FILE)
+REQUIRED_FILES = (VOCABULARY_FILE, TOKENIZER_FILE)  # and WEIGHTS_FILE, unless the weights are random
 
 # Upper bounds far above any real model; they keep every product of dimensions inside 64-bit integers.
 Size = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -32,6 +34,8 @@ Positive = Annotated[float, Meta(gt=0.0)]
 Drafter = Literal["none", "ngram", "medusa", "draft", "auto"]
 RecipeValue = str | int | float | bool | None | dict[str, str | int | float | bool | None]
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Target = Literal["cpu", "sm_90a"]
+KernelName = Annotated[str, Meta(pattern="^ull_[a-z0-9_]+$", max_length=64)]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -107,7 +111,7 @@ class Precision(Struct, frozen=True, forbid_unknown_fields=True):
     weights: Literal["fp8", "bf16", "f32"] = "fp8"
     lm_head: Literal["fp8", "bf16", "f32"] = "bf16"
     embedding: Literal["bf16", "f32"] = "bf16"
-    kv: Literal["bf16", "f32"] = "bf16"
+    kv: Literal["bf16", "fp8", "f32"] = "bf16"
 
 
 class MedusaHeads(Struct, frozen=True, forbid_unknown_fields=True):
@@ -192,14 +196,35 @@ class FileEntry(Struct, frozen=True, forbid_unknown_fields=True):
     bytes: Annotated[int, Meta(ge=0)]
 
 
-class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
+class CodeFile(Struct, frozen=True, forbid_unknown_fields=True):
+    """One cubin: its path in the bundle and the kernels that it holds."""
+
+    path: str
+    kernels: Annotated[list[KernelName], Meta(min_length=1)]
+
+
+class DeviceCode(Struct, frozen=True, forbid_unknown_fields=True):
+    """The compiled kernels. `toolkit` is the compiler's CUDA version, which the driver's must match."""
+
+    compiler: Annotated[str, Meta(min_length=1)]
+    toolkit: Annotated[str, Meta(pattern="^[0-9]{1,4}\\.[0-9]{1,4}$")]
+    options: list[str]
+    macros: dict[str, str]  # the model's dimensions, as the sources see them
+    files: Annotated[list[CodeFile], Meta(min_length=1)]
+
+    def kernels(self) -> dict[str, str]:
+        """Kernel name -> path of the cubin that holds it."""
+        return {kernel: file.path for file in self.files for kernel in file.kernels}
+
+
+class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """`manifest.json`."""
 
     format: Literal["ull-engine"]
     format_version: Literal[1]
     name: Annotated[str, Meta(min_length=1)]
     created: str  # ISO 8601, UTC
-    target: Literal["cpu"]
+    target: Target
     ull_version: str
     model: Model
     precision: Precision
@@ -208,8 +233,15 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     provenance: Provenance
     files: dict[str, FileEntry]  # relative path -> entry, all but manifest.json
     speculation: Speculation | None = None  # None: built before there was any
+    code: DeviceCode | None = None  # of a GPU target
+    random_weights: bool = False  # no weights file: they are made up on the device at load, for benchmarks
 
     def __post_init__(self) -> None:
+        if self.target == "cpu":
+            _require(self.code is None and not self.random_weights, 'target "cpu" takes no `code` or `random_weights`')
+            _require(self.precision.kv != "fp8", '`precision.kv` fp8 is not supported on target "cpu"')
+        else:
+            self._check_device()
         for token in (*self.tokens.eos, *([] if self.tokens.bos is None else [self.tokens.bos])):
             _require(token < self.model.vocabulary, f"special token {token} is outside of the vocabulary")
         _check_tied_precision(self.model, self.precision)
@@ -225,8 +257,34 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
             )
         for name in self.files:
             _require(is_inside(name), f"file {name!r} does not lie inside the bundle")
-        for name in REQUIRED_FILES:
+        for name in (*REQUIRED_FILES, *([] if self.random_weights else [WEIGHTS_FILE])):
             _require(name in self.files, f"`files` lacks {name!r}")
+
+    def _check_device(self) -> None:
+        """What a GPU target needs and what its kernels can do."""
+        _require(self.code is not None, f"target {self.target!r} needs `code`")
+        for problem in device_problems(self.model, self.precision):
+            raise ValueError(problem)
+        drafts = self.speculation is not None and (self.speculation.medusa or self.speculation.draft)
+        _require(not drafts, f"target {self.target!r} takes no Medusa heads and no draft model")
+        seen: set[str] = set()
+        for file in self.code.files if self.code is not None else ():
+            _require(file.path.startswith(CODE_DIRECTORY + "/"), f"{file.path!r} does not lie in {CODE_DIRECTORY}/")
+            _require(file.path in self.files, f"`files` lacks {file.path!r}")
+            _require(not seen & set(file.kernels), f"{file.path!r} repeats a kernel")
+            seen |= set(file.kernels)
+
+
+def device_problems(model: Model, precision: Precision) -> Iterator[str]:
+    """What the kernels of a GPU target cannot do with this model, each with what they can."""
+    if model.head_dim % 32 or model.head_dim > 128:
+        yield f"head_dim {model.head_dim} is not supported on a GPU; supported: multiples of 32 up to 128"
+    if model.hidden % 32:
+        yield f"hidden size {model.hidden} is not supported on a GPU; supported: multiples of 32"
+    if "f32" in (precision.weights, precision.lm_head, precision.embedding):
+        yield "f32 weights are not supported on a GPU; supported: fp8 and bf16 (kept as f16 with a scale per row)"
+    if precision.kv == "f32":
+        yield "an f32 KV cache is not supported on a GPU; supported: bf16 and fp8"
 
 
 def _check_tied_precision(model: Model, precision: Precision) -> None:
@@ -255,6 +313,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 __all__ = [
+    "CODE_DIRECTORY",
     "FORMAT",
     "FORMAT_VERSION",
     "MAX_MEDUSA_HEADS",
@@ -264,6 +323,8 @@ __all__ = [
     "TOKENIZER_FILE",
     "VOCABULARY_FILE",
     "WEIGHTS_FILE",
+    "CodeFile",
+    "DeviceCode",
     "DraftModel",
     "Drafter",
     "FileEntry",
@@ -276,8 +337,10 @@ __all__ = [
     "RecipeValue",
     "Rope",
     "Speculation",
+    "Target",
     "TensorError",
     "Tokens",
+    "device_problems",
     "embedding_is_shared",
     "encode_manifest",
     "is_inside",

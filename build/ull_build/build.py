@@ -21,6 +21,7 @@ from ull.bundle import (
     TOKENIZER_FILE,
     VOCABULARY_FILE,
     WEIGHTS_FILE,
+    DeviceCode,
     FileEntry,
     Manifest,
     Model,
@@ -28,18 +29,23 @@ from ull.bundle import (
     Provenance,
     Quality,
     RecipeValue,
+    Target,
     TensorError,
     Tokens,
+    device_macros,
+    device_problems,
     encode_manifest,
     native_spec,
     open_bundle,
     read_tensor_file,
 )
-from ull.errors import CheckpointError
+from ull.errors import CheckpointError, RecipeError
 from ull_build.checkpoint import Checkpoint
 from ull_build.convert import NO_DRAFTERS, ORIGINAL_BF16, ORIGINAL_F32, Drafters, convert_checkpoint, plan_weights
+from ull_build.convert_device import convert_for_device, plan_device_weights
 from ull_build.drafters import SpeculationSettings, describe, open_drafters
 from ull_build.evaluate import EvaluationText, Predictions, check_quality, predict, read_evaluation_text
+from ull_build.kernels import CompiledFile, compile_kernels, describe_file, write_code
 from ull_build.output import check_output, require_space, staged_output
 from ull_build.progress import Reporter
 from ull_build.recipe import Recipe
@@ -53,7 +59,7 @@ class Settings:
     model: Path
     output: Path
     name: str
-    target: str = "cpu"
+    target: Target = "cpu"
     precision: Precision = field(default_factory=Precision)
     context: int | None = None
     evaluate: bool = True
@@ -76,12 +82,14 @@ class BuildResult:
 
 
 def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool = False) -> Settings:
-    """The settings that a recipe asks for."""
+    """The settings that a recipe asks for. A GPU leaves the recipe's heads and draft model out."""
+    on_cpu = recipe.target == "cpu"
+    medusa, draft = (recipe.medusa, recipe.draft) if on_cpu else (None, None)
     return Settings(
         model=Path(recipe.model),
         output=Path(recipe.output),
         name=recipe.name,
-        target=recipe.target,
+        target="cpu" if on_cpu else "sm_90a",
         precision=Precision(weights=recipe.precision, lm_head=recipe.lm_head, kv=recipe.kv),
         context=recipe.context,
         evaluate=evaluate,
@@ -91,9 +99,9 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
         speculation=SpeculationSettings(
             default=recipe.drafter,
             max_tree=recipe.speculation.max_tree,
-            medusa=None if recipe.medusa is None else Path(recipe.medusa.heads),
-            medusa_count=None if recipe.medusa is None else recipe.medusa.num,
-            draft=None if recipe.draft is None else Path(recipe.draft.model),
+            medusa=None if medusa is None else Path(medusa.heads),
+            medusa_count=None if medusa is None else medusa.num,
+            draft=None if draft is None else Path(draft.model),
         ),
         force=force,
         recipe=msgspec.to_builtins(recipe),
@@ -113,6 +121,7 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
         tokenizer = read_tokenizer(settings.model, checkpoint.model.vocabulary)
         model = msgspec.structs.replace(checkpoint.model, tokenizer_vocabulary=tokenizer.vocabulary.count)
         tokens = _special_tokens(checkpoint, tokenizer)
+        kernels = compile_for(settings.target, model, settings.precision, reporter)
         text = None
         if settings.evaluate:
             text = read_evaluation_text(settings.eval_text, tokenizer, settings.eval_tokens, model.context)
@@ -120,6 +129,7 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
         require_space(output.parent, _needed_bytes(checkpoint, drafters, settings))
         with staged_output(output) as staging:
             files, errors = _write_files(checkpoint, drafters, tokenizer, settings, staging, reporter)
+            code, code_files = _write_code(kernels, model, settings.precision, staging)
             quality = None
             if text is not None:
                 quality = _measure(checkpoint, model, settings, staging, text, errors, reporter)
@@ -128,7 +138,7 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
                 format_version=FORMAT_VERSION,
                 name=settings.name,
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
-                target=settings.target,  # type: ignore[arg-type]
+                target=settings.target,
                 ull_version=ull.__version__,
                 model=model,
                 precision=settings.precision,
@@ -140,12 +150,30 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
                     recipe=settings.recipe,
                     builder_version=ull.__version__,
                 ),
-                files=files,
+                files={**files, **code_files},
                 speculation=describe(settings.speculation, drafters, model, settings.precision),
+                code=code,
             )
-            _write_synced(staging / MANIFEST_FILE, encode_manifest(manifest))
+            write_synced(staging / MANIFEST_FILE, encode_manifest(manifest))
             open_bundle(staging)  # a bundle that ull would refuse must not come into being
     return BuildResult(output, manifest, time.monotonic() - start)
+
+
+def compile_for(target: Target, model: Model, precision: Precision, reporter: Reporter) -> list[CompiledFile]:
+    """The kernels of a GPU target, compiled for the model; none for the CPU. Raises RecipeError, BuildError."""
+    if target == "cpu":
+        return []
+    for problem in device_problems(model, precision):
+        raise RecipeError(f'target "{target}": {problem}', field="target")
+    return compile_kernels(
+        device_macros(model, precision), lambda compiled: reporter.note(f"compiled {describe_file(compiled)}")
+    )
+
+
+def _write_code(
+    kernels: list[CompiledFile], model: Model, precision: Precision, staging: Path
+) -> tuple[DeviceCode | None, dict[str, FileEntry]]:
+    return write_code(kernels, device_macros(model, precision), staging) if kernels else (None, {})
 
 
 def _special_tokens(checkpoint: Checkpoint, tokenizer: CheckpointTokenizer) -> Tokens:
@@ -163,11 +191,23 @@ def _original_precision(checkpoint: Checkpoint) -> Precision:
     return ORIGINAL_BF16 if checkpoint.is_bf16 else ORIGINAL_F32
 
 
+def _cpu_precision(precision: Precision) -> Precision:
+    """What the CPU executor evaluates in place of a GPU's weights: the same FP8 codes, or bf16 for f16."""
+    return msgspec.structs.replace(precision, kv="bf16")
+
+
 def _needed_bytes(checkpoint: Checkpoint, drafters: Drafters, settings: Settings) -> int:
     """Disk space of a build: the bundle, and for the evaluation the original weights beside it."""
-    plans = [plan_weights(checkpoint, settings.precision, drafters)]
+    on_cpu = settings.target == "cpu"
+    plans = [
+        plan_weights(checkpoint, settings.precision, drafters)
+        if on_cpu
+        else plan_device_weights(checkpoint, settings.precision)
+    ]
     if settings.evaluate:
         plans.append(plan_weights(checkpoint, _original_precision(checkpoint)))
+        if not on_cpu:
+            plans.append(plan_weights(checkpoint, _cpu_precision(settings.precision)))
     rest = 64 << 20  # tokenizer, vocabulary and manifest
     return rest + sum(shape.nbytes for plan in plans for shape in plan.values())
 
@@ -182,12 +222,17 @@ def _write_files(
 ) -> tuple[dict[str, FileEntry], list[TensorError]]:
     """Writes all but the manifest; returns the table of files and the error of each linear weight."""
     title = f"weights to {settings.precision.weights}"
-    weights, errors = _convert(checkpoint, settings.precision, staging / WEIGHTS_FILE, title, reporter, drafters)
+    if settings.target == "cpu":
+        weights, errors = _convert(checkpoint, settings.precision, staging / WEIGHTS_FILE, title, reporter, drafters)
+    else:
+        plan = plan_device_weights(checkpoint, settings.precision)
+        with reporter.stage(title, sum(shape.nbytes for shape in plan.values()), "bytes") as advance:
+            weights, errors = convert_for_device(checkpoint, settings.precision, staging / WEIGHTS_FILE, advance)
     tokenizer.vocabulary.write(staging / VOCABULARY_FILE, checkpoint.model.vocabulary)
     directory = Path(TOKENIZER_FILE).parent
     copied = copy_tokenizer_files(settings.model, staging / directory)
     names = [VOCABULARY_FILE, *(str(directory / name) for name in copied)]
-    return {WEIGHTS_FILE: weights, **{name: _file_entry(staging / name) for name in names}}, errors
+    return {WEIGHTS_FILE: weights, **{name: file_entry(staging / name) for name in names}}, errors
 
 
 def _convert(
@@ -212,18 +257,28 @@ def _measure(
     errors: list[TensorError],
     reporter: Reporter,
 ) -> Quality:
-    """Compares the staged weights with the original ones. Raises BuildError above the recipe's limit."""
+    """Compares the staged weights with the original ones. Raises BuildError above the recipe's limit.
+
+    The CPU executor runs both; weights that are packed for a GPU it gets once more, packed for itself.
+    """
     original_path = staging / "original.safetensors"
+    quantised_path, kv = staging / WEIGHTS_FILE, settings.precision.kv
+    if settings.target != "cpu":
+        precision = _cpu_precision(settings.precision)
+        quantised_path, kv = staging / "evaluated.safetensors", precision.kv
+        _convert(checkpoint, precision, quantised_path, "packed for the cpu", reporter)
     original_precision = _original_precision(checkpoint)
     _convert(checkpoint, original_precision, original_path, "original, for comparison", reporter)
     runs = (
         ("evaluate original", original_path, original_precision.kv),
-        ("evaluate quantised", staging / WEIGHTS_FILE, settings.precision.kv),
+        ("evaluate quantised", quantised_path, kv),
     )
     original, quantised = (
         _predict(title, model, path, kv, text, settings.threads, reporter) for title, path, kv in runs
     )
     original_path.unlink()
+    if quantised_path.name != WEIGHTS_FILE:
+        quantised_path.unlink()
     return Quality(
         eval_text=text.name,
         eval_tokens=text.predictions,
@@ -258,12 +313,12 @@ def _steps(total: int, advance: Callable[[int], None]) -> Callable[[int, int], N
     return progress
 
 
-def _file_entry(path: Path) -> FileEntry:
+def file_entry(path: Path) -> FileEntry:
     data = path.read_bytes()
     return FileEntry(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def write_synced(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
         file.flush()

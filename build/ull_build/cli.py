@@ -18,11 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 import ull
-from ull.bundle import Manifest
+from ull.bundle import Manifest, Precision
 from ull.errors import RecipeError, UllError
 from ull_build.build import BuildResult, build, settings_from_recipe
 from ull_build.progress import format_amount, make_reporter
-from ull_build.recipe import Recipe, describe_keys, load_recipe, make_recipe
+from ull_build.random_bundle import RandomSettings, build_random
+from ull_build.recipe import TARGETS, Recipe, describe_keys, load_recipe, make_recipe
+from ull_build.shapes import SHAPES
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -31,15 +33,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `ull-build`; returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if (options.recipe is None) == (options.model is None):
-        parser.error("give either a RECIPE or --model DIR")
-    if options.recipe is None and options.output is None:
-        parser.error("--model needs --output")
+    _check_usage(parser, options)
     try:
         with _interruptible():
-            recipe = _recipe(options)
-            settings = settings_from_recipe(recipe, evaluate=not options.no_eval, force=options.force)
-            result = build(settings, make_reporter(options.quiet))
+            reporter = make_reporter(options.quiet)
+            if options.arch is not None:
+                result = build_random(_random_settings(options), reporter)
+            else:
+                recipe = _recipe(options)
+                settings = settings_from_recipe(recipe, evaluate=not options.no_eval, force=options.force)
+                result = build(settings, reporter)
     except UllError as error:
         # One line, whatever the message quotes.
         print(f"ull-build: error: {' '.join(error.message.split())}", file=sys.stderr)
@@ -54,6 +57,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.quiet:
         print_summary(result)
     return 0
+
+
+def _check_usage(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """What argparse cannot say: which options go together."""
+    if options.arch is not None:
+        if not options.random_weights:
+            parser.error("--arch names a shape without weights: say --random-weights too")
+        if options.model is not None:
+            parser.error("--arch and --model exclude each other")
+        if (options.recipe is None) == (options.output is None):
+            parser.error("--arch needs the bundle to write: --output X.ull")
+        return
+    if options.random_weights or options.layers is not None:
+        parser.error("--random-weights and --layers go with --arch")
+    if (options.recipe is None) == (options.model is None):
+        parser.error("give either a RECIPE or --model DIR")
+    if options.recipe is None and options.output is None:
+        parser.error("--model needs --output")
+
+
+def _random_settings(options: argparse.Namespace) -> RandomSettings:
+    """What --arch asks for; the recipe's place on the command line holds the output. Raises RecipeError."""
+    target = options.target or "sm_90a"
+    if target not in TARGETS:
+        raise RecipeError(f'target "{target}" is unknown; use {", ".join(TARGETS)}', field="target")
+    return RandomSettings(
+        arch=options.arch,
+        output=Path(options.output) if options.output is not None else options.recipe,
+        target="cpu" if target == "cpu" else "sm_90a",
+        precision=Precision(
+            weights=options.precision or "fp8", lm_head=options.lm_head or "bf16", kv=options.kv or "bf16"
+        ),
+        layers=options.layers,
+        context=options.context,
+        force=options.force,
+    )
 
 
 @contextmanager
@@ -88,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--target", metavar="TARGET", help='what the bundle runs on (default "cpu")')
     add("--precision", choices=("fp8", "bf16"), help="format of the linear weights (default fp8)")
     add("--lm-head", choices=("bf16", "fp8"), help="format of the output head (default bf16)")
-    add("--kv", choices=("bf16", "f32"), help="format of the KV cache (default bf16)")
+    add("--kv", choices=("bf16", "fp8", "f32"), help="format of the KV cache (default bf16)")
     add("--context", type=int, metavar="TOKENS", help="tokens a session may hold (default: the model's)")
     add("--eval-text", metavar="FILE", help="text on which the loss is measured (default: one that comes with ull)")
     add("--eval-tokens", type=int, metavar="N", help="tokens of it to use at most (default 4096)")
@@ -97,6 +136,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--draft", metavar="DIR", help="a smaller checkpoint with the same tokenizer, as draft model")
     drafters = ("none", "ngram", "medusa", "draft", "auto")
     add("--drafter", choices=drafters, help='what drafts for requests that do not say (default "auto")')
+    shapes = ", ".join(SHAPES)
+    add("--arch", choices=tuple(SHAPES), metavar="NAME", help=f"a benchmark bundle in this shape, no weights: {shapes}")
+    add("--random-weights", action="store_true", help="with --arch: the GPU makes the weights up when it loads")
+    add("--layers", type=int, metavar="N", help="with --arch: only that many layers")
     add("--no-eval", action="store_true", help="do not measure the loss (the manifest's quality is null)")
     add("--force", action="store_true", help="replace an existing bundle")
     add("--quiet", action="store_true", help="print nothing but errors")
@@ -142,7 +185,11 @@ def print_summary(result: BuildResult) -> None:
     table.add_row("size", format_amount(size, "bytes"))
     table.add_row("precision", f"{manifest.precision.weights}, lm_head {manifest.precision.lm_head}")
     table.add_row("drafters", describe_speculation(manifest))
-    if manifest.quality is None:
+    if manifest.code is not None:
+        table.add_row("kernels", f"{len(manifest.code.kernels())} for {manifest.target}")
+    if manifest.random_weights:
+        table.add_row("weights", "random, made up on the device at load")
+    elif manifest.quality is None:
         table.add_row("quality", "not measured (--no-eval)")
     else:
         quality = manifest.quality

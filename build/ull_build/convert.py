@@ -33,7 +33,7 @@ ORIGINAL_F32 = Precision(weights="f32", lm_head="f32", embedding="f32", kv="f32"
 ORIGINAL_BF16 = Precision(weights="bf16", lm_head="bf16", embedding="bf16", kv="f32")
 
 _MEDUSA_ROWS = 1024  # per piece: whole tiles
-_EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING = "model.embed_tokens.weight"
 # name in the bundle -> names in the checkpoint's layer, without .weight or .bias
 _PROJECTIONS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -76,7 +76,7 @@ def plan_weights(
 
 def _plan_model(checkpoint: Checkpoint, precision: Precision) -> dict[str, TensorShape]:
     expected = expected_tensors(checkpoint.model, precision)
-    return {name: shape for name, shape in expected.items() if not shape.optional or _bias_sources(checkpoint, name)}
+    return {name: shape for name, shape in expected.items() if not shape.optional or bias_sources(checkpoint, name)}
 
 
 def convert_checkpoint(
@@ -124,18 +124,18 @@ def _pieces(
     if name.endswith(FILLER):
         yield np.zeros(shape.shape, np.uint8)
     elif name == "embed.weight":
-        yield from (_stored(block, shape.dtype) for block in checkpoint.blocks(_EMBEDDING))
+        yield from (_stored(block, shape.dtype) for block in checkpoint.blocks(EMBEDDING))
     elif kind == "scale":
         yield np.concatenate(scales)
         scales.clear()
     elif kind == "bias":
-        columns = [checkpoint.vector(source)[:, None] for source in _bias_sources(checkpoint, name)]
+        columns = [checkpoint.vector(source)[:, None] for source in bias_sources(checkpoint, name)]
         yield _stored(np.concatenate(list(_fuse(stem, [[column] for column in columns]))).reshape(-1), shape.dtype)
     elif kind == "weight":
-        for rows in _fuse(stem, [checkpoint.blocks(source) for source in _weight_sources(checkpoint, stem)]):
+        for rows in _fuse(stem, [checkpoint.blocks(source) for source in weight_sources(checkpoint, stem)]):
             yield pack_tiles(_quantised(rows, shape.dtype, scales, error))
     else:
-        values = checkpoint.vector(_vector_source(name))
+        values = checkpoint.vector(vector_source(name))
         yield _stored(np.pad(values, (0, shape.shape[0] - len(values))), shape.dtype)
 
 
@@ -193,22 +193,22 @@ def _fuse(stem: str, sources: list[Rows]) -> Iterator[NDArray[np.float32]]:
     return whole_tiles(chain.from_iterable(sources))
 
 
-def _weight_sources(checkpoint: Checkpoint, stem: str) -> list[str]:
+def weight_sources(checkpoint: Checkpoint, stem: str) -> list[str]:
     """Names in the checkpoint of a linear's weights."""
     if stem == "lm_head":
-        return [_EMBEDDING if checkpoint.model.tied_embeddings else "lm_head.weight"]
+        return [EMBEDDING if checkpoint.model.tied_embeddings else "lm_head.weight"]
     _, layer, short = stem.split(".")
     return [f"model.layers.{layer}.{source}.weight" for source in _PROJECTIONS[short]]
 
 
-def _bias_sources(checkpoint: Checkpoint, name: str) -> list[str]:
+def bias_sources(checkpoint: Checkpoint, name: str) -> list[str]:
     """Names in the checkpoint of a linear's biases; empty when it has none."""
     _, layer, short, _ = name.split(".")
     names = [f"model.layers.{layer}.{source}.bias" for source in _PROJECTIONS[short]]
     return names if checkpoint.has(names[0]) else []
 
 
-def _vector_source(name: str) -> str:
+def vector_source(name: str) -> str:
     """Name in the checkpoint of a norm."""
     if name == "norm":
         return "model.norm.weight"

@@ -15,24 +15,26 @@ from ull.bundle import TILE_ROWS
 INTERLEAVED = np.arange(TILE_ROWS).reshape(2, TILE_ROWS // 2).T.reshape(-1)
 
 
-def whole_tiles(blocks: Iterable[NDArray[Any]]) -> Iterator[NDArray[Any]]:
+def whole_tiles(blocks: Iterable[NDArray[Any]], tile_rows: int = TILE_ROWS) -> Iterator[NDArray[Any]]:
     """Cuts a stream of row blocks [n, K] into blocks of whole tiles; the last one is padded with rows of zeros."""
     rest: NDArray[Any] | None = None
     for block in blocks:
         rows = block if rest is None else np.concatenate([rest, block])
-        whole = len(rows) // TILE_ROWS * TILE_ROWS
+        whole = len(rows) // tile_rows * tile_rows
         if whole:
             yield rows[:whole]
         rest = rows[whole:] if whole < len(rows) else None
     if rest is not None:
-        yield np.pad(rest, [(0, TILE_ROWS - len(rest)), (0, 0)])
+        yield np.pad(rest, [(0, tile_rows - len(rest)), (0, 0)])
 
 
-def alternate_tiles(first: Iterable[NDArray[Any]], second: Iterable[NDArray[Any]]) -> Iterator[NDArray[Any]]:
+def alternate_tiles(
+    first: Iterable[NDArray[Any]], second: Iterable[NDArray[Any]], tile_rows: int = TILE_ROWS
+) -> Iterator[NDArray[Any]]:
     """Tiles of two equally shaped streams in turn: tile 2j from `first`, tile 2j + 1 from `second`."""
-    for one, two in zip(whole_tiles(first), whole_tiles(second), strict=True):
+    for one, two in zip(whole_tiles(first, tile_rows), whole_tiles(second, tile_rows), strict=True):
         columns = one.shape[1]
-        pairs = [one.reshape(-1, TILE_ROWS, columns), two.reshape(-1, TILE_ROWS, columns)]
+        pairs = [one.reshape(-1, tile_rows, columns), two.reshape(-1, tile_rows, columns)]
         yield np.stack(pairs, axis=1).reshape(-1, columns)
 
 

@@ -14,8 +14,11 @@ from msgspec import Meta, Struct
 from ull.bundle import MAX_TREE, Drafter
 from ull.errors import RecipeError
 
-TARGETS = ("cpu",)
-PLANNED_TARGETS = ("sm_90a",)
+TARGETS = {
+    "cpu": "any x86-64 or ARM machine",
+    "sm_90a": "an H100, H200 or GH200",
+}
+DEVICE_DRAFTERS = ("none", "ngram")  # that need nothing of the bundle
 
 
 class MedusaRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -53,13 +56,15 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: Annotated[str, Meta(min_length=1, description="directory of the Hugging Face checkpoint")]
     name: Annotated[str, Meta(min_length=1, description="name of the engine; default: the recipe's or output's name")]
     output: Annotated[str, Meta(min_length=1, description="bundle to write; default: NAME.ull")]
-    target: Annotated[str, Meta(description='what the bundle runs on; "cpu" is the only one so far')] = "cpu"
+    target: Annotated[str, Meta(description='what the bundle runs on: "cpu", or "sm_90a" (H100, H200, GH200)')] = "cpu"
     precision: Annotated[
         Literal["fp8", "bf16"],
         Meta(description="format of the linear weights; fp8 is E4M3 with one scale per output channel"),
     ] = "fp8"
     lm_head: Annotated[Literal["bf16", "fp8"], Meta(description="format of the output head")] = "bf16"
-    kv: Annotated[Literal["bf16", "f32"], Meta(description="format of the KV cache")] = "bf16"
+    kv: Annotated[
+        Literal["bf16", "fp8", "f32"], Meta(description="format of the KV cache; f32 on cpu only, fp8 on sm_90a only")
+    ] = "bf16"
     context: Annotated[
         int | None, Meta(description="tokens a session may hold; default: the model's max_position_embeddings")
     ] = None
@@ -138,13 +143,28 @@ def make_recipe(values: dict[str, Any], origin: str) -> Recipe:
         text = str(error)
         _, found, key = text.rpartition(" - at `$.")
         raise RecipeError(f"{origin}: {text.replace('$.', '')}", field=key.rstrip("`") if found else None) from error
-    if recipe.target not in TARGETS:
-        state = "is not built by this version yet" if recipe.target in PLANNED_TARGETS else "is unknown"
-        raise RecipeError(
-            f'{origin}: target "{recipe.target}" {state}; use "{TARGETS[0]}", which runs on any x86-64 or ARM machine',
-            field="target",
-        )
+    _check_target(recipe, origin)
     return recipe
+
+
+def _check_target(recipe: Recipe, origin: str) -> None:
+    """What a target can do. Raises RecipeError saying what it can do instead."""
+    if recipe.target not in TARGETS:
+        known = ", ".join(f'"{name}" ({machine})' for name, machine in TARGETS.items())
+        raise RecipeError(f'{origin}: target "{recipe.target}" is unknown; use {known}', field="target")
+    if recipe.target == "cpu":
+        if recipe.kv == "fp8":
+            raise RecipeError(f'{origin}: kv "fp8" is for target "sm_90a"; the cpu keeps "bf16" or "f32"', field="kv")
+        return
+    if recipe.kv == "f32":
+        raise RecipeError(f'{origin}: kv "f32" is for target "cpu"; {recipe.target} keeps "bf16" or "fp8"', field="kv")
+    given = "medusa" if recipe.medusa is not None else "draft" if recipe.draft is not None else None
+    if given is not None and recipe.drafter not in DEVICE_DRAFTERS:
+        raise RecipeError(
+            f"{origin}: target {recipe.target} drafts with ngram or not at all, so [{given}] has no use; "
+            "remove it, or leave it out of this build with --drafter ngram (or none)",
+            field=given,
+        )
 
 
 def _check_keys(values: dict[str, Any], kind: type[Struct], origin: str, prefix: str) -> None:

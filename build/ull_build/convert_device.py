@@ -1,0 +1,124 @@
+"""Turns a checkpoint into the weights file of a GPU bundle: fuse, quantise, pack and write, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ull.bundle import (
+    DEVICE_TILE_ROWS,
+    FILLER,
+    FileEntry,
+    Model,
+    Precision,
+    TensorError,
+    TensorShape,
+    device_tensors,
+)
+from ull_build.checkpoint import Checkpoint
+from ull_build.convert import EMBEDDING, bias_sources, vector_source, weight_sources
+from ull_build.pack import alternate_tiles, whole_tiles
+from ull_build.pack_device import pack_blocks, scale_rows, unscale_rows
+from ull_build.quantize import ErrorSum, dequantize_rows, quantize_rows, to_bf16
+from ull_build.weights import WeightsWriter
+
+_MAX_FP8 = 448.0
+
+
+def plan_device_weights(checkpoint: Checkpoint, precision: Precision) -> dict[str, TensorShape]:
+    """The tensors of the weights file, in order: all required ones, and the biases that the checkpoint has."""
+    expected = device_tensors(checkpoint.model, precision)
+    return {name: shape for name, shape in expected.items() if not shape.optional or bias_sources(checkpoint, name)}
+
+
+def convert_for_device(
+    checkpoint: Checkpoint, precision: Precision, path: Path, progress: Callable[[int], None] | None = None
+) -> tuple[FileEntry, list[TensorError]]:
+    """Writes the weights file at `path`; tells `progress` the bytes written by each step.
+
+    Returns its size and hash, and the relative error of every linear weight. Equal input gives equal bytes. Raises
+    CheckpointError for values that are not finite, OSError when the disk is full.
+    """
+    plan = plan_device_weights(checkpoint, precision)
+    errors: list[TensorError] = []
+    with WeightsWriter(path, plan) as writer:
+        scales: list[NDArray[np.float32]] = []
+        for name, shape in plan.items():
+            error = ErrorSum()
+            for piece in _pieces(checkpoint, name, shape, scales, error):
+                writer.write(name, piece)
+                if progress:
+                    progress(piece.nbytes)
+            if len(shape.shape) > 2:
+                errors.append(TensorError(name=name, relative_error=error.value()))
+        return writer.finish(), errors
+
+
+def _pieces(
+    checkpoint: Checkpoint, name: str, shape: TensorShape, scales: list[NDArray[np.float32]], error: ErrorSum
+) -> Iterator[NDArray[Any]]:
+    """The pieces of one tensor in stored form. A weight leaves the `scales` of its rows, its .scale takes them."""
+    stem, _, kind = name.rpartition(".")
+    if name.endswith(FILLER):
+        yield np.zeros(shape.shape, np.uint8)
+    elif name == "embed.weight":
+        yield from (to_bf16(block) for block in checkpoint.blocks(EMBEDDING))
+    elif kind == "scale":
+        yield _padded(np.concatenate(scales), shape)
+        scales.clear()
+    elif kind == "bias":
+        columns = [checkpoint.vector(source)[:, None] for source in bias_sources(checkpoint, name)]
+        yield _padded(np.concatenate(list(_fuse(stem, [[column] for column in columns]))).reshape(-1), shape)
+    elif kind == "weight":
+        for rows in _fuse(stem, [checkpoint.blocks(source) for source in weight_sources(checkpoint, stem)]):
+            yield pack_blocks(_stored(rows, shape.dtype, scales, error))
+    elif kind == "kv_scale":
+        yield _padded(kv_scales(checkpoint, stem), shape)
+    else:
+        yield _padded(checkpoint.vector(vector_source(name)), shape)
+
+
+def kv_scales(checkpoint: Checkpoint, layer: str) -> NDArray[np.float32]:
+    """Scale of each KV head's keys, then values, in FP8 pages: a power of two, [2 * kv_heads].
+
+    1 reaches +-448, far beyond the keys and values of a model without biases. A projection's bias can be larger, and
+    it is in every key: then the scale leaves room for twice that.
+    """
+    model: Model = checkpoint.model
+    sources = bias_sources(checkpoint, f"{layer}.qkv.bias")
+    if not sources or model.qk_norm:  # a norm takes the bias's size away
+        return np.ones(2 * model.kv_heads, np.float32)
+    biases = np.concatenate([checkpoint.vector(source) for source in sources[1:]])
+    largest = np.abs(biases).reshape(2 * model.kv_heads, model.head_dim).max(axis=1)
+    powers = np.ceil(np.log2(np.maximum(2.0 * largest / _MAX_FP8, 1.0)))
+    return np.asarray(np.ldexp(1.0, powers.astype(np.int64)), np.float32)
+
+
+def _stored(rows: NDArray[np.float32], dtype: str, scales: list[NDArray[np.float32]], error: ErrorSum) -> NDArray[Any]:
+    """Rows in stored form, their error added to `error`."""
+    if dtype == "F16":
+        halves, row_scales = scale_rows(rows)
+        error.add(rows, unscale_rows(halves, row_scales))
+        scales.append(row_scales)
+        return halves
+    codes, row_scales = quantize_rows(rows)
+    error.add(rows, dequantize_rows(codes, row_scales))
+    scales.append(row_scales)
+    return codes
+
+
+def _fuse(stem: str, sources: list[Any]) -> Iterator[NDArray[np.float32]]:
+    """Whole tiles of one linear: eight rows of gate and eight of up in turn, else one source after the other."""
+    if stem.endswith(".gate_up"):
+        return alternate_tiles(sources[0], sources[1], DEVICE_TILE_ROWS // 2)
+    return whole_tiles(chain.from_iterable(sources), DEVICE_TILE_ROWS)
+
+
+def _padded(values: NDArray[np.float32], shape: TensorShape) -> NDArray[np.float32]:
+    """A vector with zeros up to its stored length."""
+    return np.pad(values.astype(np.float32), (0, shape.shape[0] - len(values)))

@@ -1,0 +1,141 @@
+"""Compiles `ull/kernels/*.cu` for a model: one cubin per source file, every dimension a macro."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import ull
+from ull.bundle import CODE_DIRECTORY, DEVICE_KERNELS, CodeFile, DeviceCode, FileEntry
+from ull.errors import BuildError
+from ull_build import nvrtc
+from ull_build.std_headers import STD_HEADERS
+
+SOURCES = Path(ull.__file__).parent / "kernels"
+INCLUDE_DIRECTORIES = (SOURCES, Path(ull.__file__).parent / "native")
+OPTIONS = (
+    "--gpu-architecture=sm_90a",
+    "--std=c++20",
+    "--fmad=false",  # contraction is written out, so that the emulator and the chip agree
+    "--generate-line-info",
+    "--ptxas-options=-v",
+)
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class CompiledFile:
+    """The cubin of one source file."""
+
+    source: Path
+    compiled: nvrtc.Compiled
+
+
+def kernel_sources() -> list[Path]:
+    """Every translation unit of kernels. Raises BuildError when ull was installed without them."""
+    sources = sorted(SOURCES.glob("*.cu"))
+    if not sources:
+        raise BuildError(f"{SOURCES} holds no kernel sources; reinstall ull", field="target")
+    return sources
+
+
+def compile_file(source: Path, macros: Mapping[str, str]) -> nvrtc.Compiled:
+    """Compiles one source file, which must need neither stack nor spilled registers.
+
+    Raises BuildError naming the kernel that does, or the compiler's first error.
+    """
+    text = source.read_text(encoding="utf-8")
+    headers = {**STD_HEADERS, **_headers(text, source.parent)}
+    defines = [f"--define-macro={name}={value}" for name, value in macros.items()]
+    compiled = nvrtc.compile_source(source.name, text, headers, [*OPTIONS, *defines])
+    for name, use in compiled.functions.items():
+        if use.stack or use.spills:
+            raise BuildError(
+                f"{source.name}: {name} needs {use.stack} bytes of stack and spills {use.spills} bytes of registers "
+                "with this model's dimensions, which would cost far more than it should; this is a bug of ull",
+                field=name,
+            )
+    if not compiled.kernels:
+        raise BuildError(f"{source.name} holds no kernel", field=source.name)
+    return compiled
+
+
+def compile_kernels(
+    macros: Mapping[str, str], progress: Callable[[CompiledFile], None] | None = None, threads: int = 0
+) -> list[CompiledFile]:
+    """Compiles every source file; `progress` hears of each one that is done.
+
+    Raises BuildError for the first one that fails, and when a kernel that a round needs is in none of them.
+    """
+    nvrtc.version()  # says what is missing before anything starts
+    sources = kernel_sources()
+    pool = ThreadPoolExecutor(threads or len(os.sched_getaffinity(0)))
+    try:
+        compiled = []
+        for source, result in zip(sources, pool.map(lambda source: compile_file(source, macros), sources), strict=True):
+            compiled.append(CompiledFile(source, result))
+            if progress:
+                progress(compiled[-1])
+    finally:
+        pool.shutdown(cancel_futures=True)
+    check_complete(compiled)
+    return compiled
+
+
+def check_complete(files: Iterable[CompiledFile]) -> None:
+    """Every kernel of a round is there, once. Raises BuildError."""
+    names = [name for file in files for name in file.compiled.kernels]
+    missing = sorted(DEVICE_KERNELS - set(names))
+    if missing:
+        raise BuildError(f"the kernel sources lack {', '.join(missing)}; reinstall ull", field="target")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise BuildError(f"several kernel sources define {', '.join(twice)}; reinstall ull", field="target")
+
+
+def write_code(
+    files: list[CompiledFile], macros: Mapping[str, str], directory: Path
+) -> tuple[DeviceCode, dict[str, FileEntry]]:
+    """Writes the cubins under `directory`/code; returns the manifest's account of them and its table of files."""
+    (directory / CODE_DIRECTORY).mkdir()
+    entries: dict[str, FileEntry] = {}
+    code_files = []
+    for file in files:
+        name = f"{CODE_DIRECTORY}/{file.source.stem}.cubin"
+        cubin = file.compiled.cubin
+        (directory / name).write_bytes(cubin)
+        entries[name] = FileEntry(sha256=hashlib.sha256(cubin).hexdigest(), bytes=len(cubin))
+        code_files.append(CodeFile(path=name, kernels=file.compiled.kernels))
+    major, minor = nvrtc.version()
+    code = DeviceCode(
+        compiler="NVRTC", toolkit=f"{major}.{minor}", options=list(OPTIONS), macros=dict(macros), files=code_files
+    )
+    return code, entries
+
+
+def describe_file(file: CompiledFile) -> str:
+    """One line about a compiled file."""
+    registers = max(use.registers for use in file.compiled.functions.values())
+    count = len(file.compiled.kernels)
+    return f"{file.source.name}: {count} kernel{'s' if count > 1 else ''}, at most {registers} registers"
+
+
+def _headers(text: str, directory: Path) -> dict[str, str]:
+    """Every header of ours that `text` includes, directly or through others, by the name it is included by."""
+    headers: dict[str, str] = {}
+    waiting = [text]
+    while waiting:
+        for name in _INCLUDE.findall(waiting.pop()):
+            if name in headers:
+                continue
+            path = next((base / name for base in (directory, *INCLUDE_DIRECTORIES) if (base / name).is_file()), None)
+            if path is not None:  # else only the emulator's branch includes it, or the compiler says that it is missing
+                headers[name] = path.read_text(encoding="utf-8")
+                waiting.append(headers[name])
+    return headers

@@ -1,0 +1,112 @@
+"""Benchmark bundles: a model's shape, compiled kernels, and no weights, which the device makes up at load."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+import ull
+from ull.bundle import (
+    FORMAT,
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    TOKENIZER_FILE,
+    VOCABULARY_FILE,
+    FileEntry,
+    Manifest,
+    Precision,
+    Provenance,
+    Speculation,
+    Target,
+    Tokens,
+    device_macros,
+    encode_manifest,
+    open_bundle,
+)
+from ull.errors import RecipeError
+from ull_build.build import BuildResult, compile_for, file_entry, write_synced
+from ull_build.kernels import write_code
+from ull_build.output import check_output, require_space, staged_output
+from ull_build.progress import Reporter
+from ull_build.shapes import shape_model
+from ull_build.vocabulary import Vocabulary, build_vocabulary
+
+_NEEDED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class RandomSettings:
+    """What to build. `layers` and `context` None are the model's own."""
+
+    arch: str
+    output: Path
+    target: Target = "sm_90a"
+    precision: Precision = field(default_factory=Precision)
+    layers: int | None = None
+    context: int | None = None
+    force: bool = False
+
+
+def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> BuildResult:
+    """Builds the bundle at `settings.output`; nothing is left there unless it is complete.
+
+    Raises RecipeError, BuildError, or OSError when the disk fails.
+    """
+    reporter = reporter or Reporter()
+    start = time.monotonic()
+    if settings.target == "cpu":
+        raise RecipeError("random weights are made up on a GPU; use --target sm_90a", field="target")
+    output = check_output(settings.output, settings.force)
+    model = shape_model(settings.arch, settings.layers, settings.context)
+    require_space(output.parent, _NEEDED_BYTES)
+    kernels = compile_for(settings.target, model, settings.precision, reporter)
+    with staged_output(output) as staging:
+        files = _write_tokenizer(staging, model.vocabulary)
+        code, code_files = write_code(kernels, device_macros(model, settings.precision), staging)
+        manifest = Manifest(
+            format=FORMAT,
+            format_version=FORMAT_VERSION,
+            name=output.name.removesuffix(".ull"),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            target=settings.target,
+            ull_version=ull.__version__,
+            model=model,
+            precision=settings.precision,
+            tokens=Tokens(bos=None, eos=[], chat_template=False),  # nothing ends a benchmark early
+            quality=None,
+            provenance=Provenance(
+                source=f"random weights in the shape of {settings.arch}",
+                source_sha256=hashlib.sha256(msgspec.json.encode(model)).hexdigest(),
+                recipe={"arch": settings.arch, "layers": settings.layers, "context": settings.context},
+                builder_version=ull.__version__,
+            ),
+            files={**files, **code_files},
+            speculation=Speculation(default="none"),
+            code=code,
+            random_weights=True,
+        )
+        write_synced(staging / MANIFEST_FILE, encode_manifest(manifest))
+        open_bundle(staging)
+    return BuildResult(output, manifest, time.monotonic() - start)
+
+
+def _write_tokenizer(staging: Path, vocabulary: int) -> dict[str, FileEntry]:
+    """A tokenizer of single bytes, and a text for every id of the model, so that streams carry as much as real ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    path = staging / TOKENIZER_FILE
+    path.parent.mkdir()
+    tokenizer.save(str(path))
+    pieces = build_vocabulary(json.loads(path.read_bytes())).pieces
+    pieces += [f" {token:x}".encode() for token in range(len(pieces), vocabulary)]
+    Vocabulary(pieces, [False] * vocabulary, vocabulary).write(staging / VOCABULARY_FILE, vocabulary)
+    return {name: file_entry(staging / name) for name in (TOKENIZER_FILE, VOCABULARY_FILE)}

@@ -1,0 +1,440 @@
+"""Bundles for a GPU: the packed weights against what the kernels' layout says, the manifest, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hypothesis_numpy
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from checkpoints import write_checkpoint
+from device_bundles import build_with_stubs, write_stubs
+from ull import inspect
+from ull.bundle import DEVICE_ALIGNMENT, DEVICE_KERNELS, Bundle, Precision, open_bundle, read_tensor_file
+from ull.errors import BuildError, BundleError, RecipeError
+from ull_build import cli, kernels, nvrtc
+from ull_build.build import Settings, build
+from ull_build.checkpoint import Checkpoint
+from ull_build.convert_device import kv_scales
+from ull_build.pack_device import pack_blocks, scale_rows, unpack_blocks, unscale_rows
+from ull_build.random_bundle import RandomSettings, build_random
+from ull_build.recipe import make_recipe
+from ull_build.shapes import SHAPES, shape_model
+
+DIMENSIONS = {"head_dim": 32, "hidden_size": 96, "intermediate_size": 100, "num_attention_heads": 4, "vocab_size": 333}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose MLP and vocabulary fill no whole tile, with biases."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model", "qwen2", config=DIMENSIONS)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_stubs(tmp_path_factory.mktemp("sources") / "kernels")
+
+
+@pytest.fixture(autouse=True)
+def stubs(monkeypatch: pytest.MonkeyPatch, sources: Path) -> None:
+    monkeypatch.setattr(kernels, "SOURCES", sources)
+
+
+def read_weights(path: Path) -> dict[str, NDArray[Any]]:
+    """The tensors of a weights file; e4m3 and bf16 as ml_dtypes' types."""
+    dtypes = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
+    raw, tensors = path.read_bytes(), {}
+    for name, entry in read_tensor_file(path).items():
+        dtype = np.dtype(dtypes.get(entry.dtype, np.uint8))
+        count = entry.nbytes // dtype.itemsize
+        tensors[name] = np.frombuffer(raw, dtype, count, entry.offset).reshape(entry.shape)
+    return tensors
+
+
+def built(checkpoint: Path, output: Path, **changes: Any) -> Bundle:
+    precision = Precision(**{name: changes.pop(name) for name in ("weights", "lm_head", "kv") if name in changes})
+    options = {"target": "sm_90a", "evaluate": False, "precision": precision, **changes}
+    return open_bundle(build(Settings(checkpoint, output, "x", **options)).path)
+
+
+# Pack
+
+
+def test_every_element_lies_where_a_lane_expects_it() -> None:
+    """By hand, from the contract: lane 4g + t holds columns 8t .. 8t + 7 of rows g and g + 8."""
+    rows = np.arange(32 * 64, dtype=np.uint16).reshape(32, 64)
+    small = (rows % 251).astype(np.uint8)
+    wide, narrow = pack_blocks(rows), pack_blocks(small)
+    assert wide.shape == (2, 2, 2, 32, 8) and narrow.shape == (2, 2, 32, 16)
+    for tile, step, lane in np.ndindex(2, 2, 32):
+        g, t = divmod(lane, 4)
+        for j in range(2):
+            k = 32 * step + 8 * t + 4 * j
+            places = [(row, column) for column in (k, k + 2) for row in (g, g + 8)]
+            expected = [16 * tile + row for row, column in places], [column for row, column in places]
+            pairs = [rows[r, c + e] for r, c in zip(*expected, strict=True) for e in range(2)]
+            assert wide[tile, step, j, lane].tolist() == pairs
+            pairs = [small[r, c + e] for r, c in zip(*expected, strict=True) for e in range(2)]
+            assert narrow[tile, step, lane, 8 * j : 8 * j + 8].tolist() == pairs
+
+
+@settings(deadline=None)
+@given(tiles=st.integers(1, 4), columns=st.integers(1, 100), dtype=st.sampled_from([np.uint8, np.uint16]))
+def test_unpacking_gives_the_rows_back_and_zeros_behind_them(tiles: int, columns: int, dtype: Any) -> None:
+    rows = np.random.default_rng(columns).integers(1, 250, (16 * tiles, columns)).astype(dtype)
+    unpacked = unpack_blocks(pack_blocks(rows))
+    np.testing.assert_array_equal(unpacked[:, :columns], rows)
+    assert unpacked.shape[1] % 32 == 0 and not unpacked[:, columns:].any()
+
+
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@settings(deadline=None)
+@given(rows=hypothesis_numpy.arrays(np.float32, (3, 5), elements=FINITE))
+def test_f16_rows_lose_no_more_than_their_last_bit(rows: NDArray[np.float32]) -> None:
+    stored, scales = scale_rows(rows)
+    assert np.isfinite(stored).all()
+    assert (np.frexp(scales)[0] == 0.5).all() and (scales > 0).all()  # powers of two
+    error = np.abs(unscale_rows(stored, scales).astype(np.float64) - rows)
+    largest = np.abs(rows).astype(np.float64).max(axis=1, keepdims=True)
+    assert (error <= np.maximum(np.abs(rows) * 2.0**-11, largest * 2.0**-39)).all()
+
+
+@settings(deadline=None)
+@given(exponents=hypothesis_numpy.arrays(np.int64, (2, 8), elements=st.integers(-32, 0)), top=st.integers(-60, 60))
+def test_bf16_rows_are_kept_exactly_down_to_2_to_the_minus_32(exponents: NDArray[np.int64], top: int) -> None:
+    mantissas = 1 + np.arange(16).reshape(2, 8) * 8 / 128  # eight bits
+    rows = np.ldexp(mantissas, exponents + top).astype(ml_dtypes.bfloat16).astype(np.float32)
+    rows[:, 0] = np.ldexp(1.9921875, top)
+    stored, scales = scale_rows(rows)
+    np.testing.assert_array_equal(unscale_rows(stored, scales), rows)
+
+
+# The bundle
+
+
+@pytest.mark.parametrize("weights", ["fp8", "bf16"])
+@pytest.mark.parametrize("lm_head", ["bf16", "fp8"])
+def test_packed_weights_multiply_like_the_checkpoint(
+    checkpoint: Path, tmp_path: Path, weights: str, lm_head: str
+) -> None:
+    """Dequantised by the layout alone, every linear equals the checkpoint's within its format."""
+    bundle = built(checkpoint, tmp_path / "x.ull", weights=weights, lm_head=lm_head)
+    packed, model = read_weights(bundle.weights_path), bundle.manifest.model
+    original = {name: values.astype(np.float32) for name, values in load_file(checkpoint / "model.safetensors").items()}
+
+    def dense(name: str) -> NDArray[np.float64]:
+        """[padded rows, padded columns] as the tensor cores see them."""
+        rows = unpack_blocks(packed[f"{name}.weight"]).astype(np.float64)
+        return rows * packed[f"{name}.scale"][: len(rows), None]
+
+    def check(got: NDArray[np.float64], want: NDArray[np.float32], stored: str) -> None:
+        rows, columns = want.shape
+        assert not got[rows:].any() and not got[:, columns:].any()
+        bound = 2.0**-4 * np.abs(want) + 2.0**-15 * np.abs(want).max(axis=1, keepdims=True)
+        np.testing.assert_array_less(np.abs(got[:rows, :columns] - want), bound + 1e-30)
+        if stored == "bf16":  # the checkpoint is bf16
+            np.testing.assert_array_equal(got[:rows, :columns].astype(np.float32), want)
+
+    for layer in range(model.layers):
+        prefix, name = f"model.layers.{layer}", f"layers.{layer}"
+        parts = [original[f"{prefix}.self_attn.{part}_proj.weight"] for part in "qkv"]
+        check(dense(f"{name}.qkv"), np.concatenate(parts), weights)
+        check(dense(f"{name}.o"), original[f"{prefix}.self_attn.o_proj.weight"], weights)
+        check(dense(f"{name}.down"), original[f"{prefix}.mlp.down_proj.weight"], weights)
+        gate_up = dense(f"{name}.gate_up").reshape(-1, 2, 8, 96)
+        for part, projection in enumerate(("gate", "up")):
+            half = gate_up[:, part].reshape(-1, 96)
+            check(half, original[f"{prefix}.mlp.{projection}_proj.weight"], weights)
+        bias = np.concatenate([original[f"{prefix}.self_attn.{part}_proj.bias"] for part in "qkv"])
+        np.testing.assert_array_equal(packed[f"{name}.qkv.bias"][: len(bias)], bias)
+        assert f"{name}.o.bias" not in packed
+        norm = original[f"{prefix}.input_layernorm.weight"]
+        np.testing.assert_array_equal(packed[f"{name}.attn_norm"][: len(norm)], norm)
+    check(dense("lm_head"), original["lm_head.weight"], lm_head)
+    embedding = packed["embed.weight"].astype(np.float32)
+    np.testing.assert_array_equal(embedding, original["model.embed_tokens.weight"])
+
+
+def test_every_tensor_starts_at_a_cache_line(checkpoint: Path, tmp_path: Path) -> None:
+    bundle = built(checkpoint, tmp_path / "x.ull")
+    start = min(entry.offset for entry in bundle.tensors.values())
+    for name, entry in bundle.tensors.items():
+        assert (entry.offset - start) % DEVICE_ALIGNMENT == 0 or name.endswith(".filler"), name
+
+
+def test_fp8_codes_are_those_of_the_cpu_bundle(checkpoint: Path, tmp_path: Path) -> None:
+    """So the loss that the CPU executor measures is the loss on the GPU."""
+    from ull_build.pack import unpack_tiles
+
+    device = read_weights(built(checkpoint, tmp_path / "device.ull").weights_path)
+    on_cpu = build(Settings(checkpoint, tmp_path / "host.ull", "x", evaluate=False))
+    host = read_weights(on_cpu.path / "weights.safetensors")
+    name = "layers.1.down"
+    rows, columns = 96, 100
+    mine = unpack_blocks(device[f"{name}.weight"].view(np.uint8))[:rows, :columns]
+    np.testing.assert_array_equal(mine, unpack_tiles(host[f"{name}.weight"].view(np.uint8))[:rows])
+    np.testing.assert_array_equal(device[f"{name}.scale"][:rows], host[f"{name}.scale"][:rows])
+
+
+def test_tied_embeddings_are_stored_twice(tmp_path: Path) -> None:
+    tied = write_checkpoint(tmp_path / "tied", tied=True, config=DIMENSIONS)
+    tensors = built(tied, tmp_path / "x.ull").tensors
+    assert tensors["embed.weight"].dtype == "BF16" and tensors["lm_head.weight"].dtype == "F16"
+
+
+def test_the_manifest_says_how_the_kernels_were_compiled(checkpoint: Path, tmp_path: Path) -> None:
+    bundle = built(checkpoint, tmp_path / "x.ull", kv="fp8")
+    code = bundle.manifest.code
+    assert code is not None
+    assert set(code.kernels()) == DEVICE_KERNELS
+    assert code.toolkit == ".".join(map(str, nvrtc.version())) and "--gpu-architecture=sm_90a" in code.options
+    assert code.macros["ULL_HIDDEN"] == "96" and code.macros["ULL_KV_BITS"] == "8"
+    assert {file.path for file in code.files} == {"code/first.cubin", "code/second.cubin"}
+    open_bundle(bundle.path, "hashes")
+
+
+def test_cpu_manifests_do_not_change(checkpoint: Path, tmp_path: Path) -> None:
+    """An older ull must go on to open what it could open."""
+    path = build(Settings(checkpoint, tmp_path / "x.ull", "x", evaluate=False)).path
+    assert not {"code", "random_weights"} & set(json.loads((path / "manifest.json").read_bytes()))
+
+
+def test_inspect_shows_the_kernels(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = built(checkpoint, tmp_path / "x.ull")
+    assert inspect.main(bundle.path) == 0
+    assert f"{len(DEVICE_KERNELS)} in 2 cubins" in capsys.readouterr().out
+
+
+def test_keys_with_a_large_bias_fit_into_fp8_pages(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "model", "qwen2", config=DIMENSIONS)
+    tensors = dict(load_file(path / "model.safetensors"))
+    bias = tensors["model.layers.0.self_attn.k_proj.bias"].astype(np.float32)
+    bias[0] = 700.0
+    tensors["model.layers.0.self_attn.k_proj.bias"] = bias.astype(ml_dtypes.bfloat16)
+    from safetensors.numpy import save_file
+
+    save_file(tensors, path / "model.safetensors")
+    with Checkpoint(path) as opened:
+        scales = kv_scales(opened, "layers.0")
+        assert scales[0] * 448 >= 1400 and scales[0] == 4.0
+        assert (scales[1:] == 1.0).all() and len(scales) == 2 * opened.model.kv_heads
+        assert (kv_scales(opened, "layers.1") == 1.0).all()
+
+
+def test_the_quality_is_measured_by_the_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("ull._native")
+    path = write_checkpoint(tmp_path / "model", config=DIMENSIONS)
+    options = {"eval_tokens": 64, "max_perplexity_increase": 10.0}
+    on_device = built(path, tmp_path / "device.ull", evaluate=True, **options)
+    host = build(Settings(path, tmp_path / "host.ull", "x", **options)).manifest.quality
+    quality = on_device.manifest.quality
+    assert quality is not None and host is not None
+    assert quality.perplexity_quantised == host.perplexity_quantised
+    assert {item.name for item in quality.tensors} >= {"layers.0.qkv.weight", "lm_head.weight"}
+    assert sorted(file.name for file in on_device.path.iterdir()) == [
+        "code",
+        "manifest.json",
+        "tokenizer",
+        "vocab.bin",
+        "weights.safetensors",
+    ]
+
+
+# Bad input
+
+
+def edit(bundle: Path, *path: str, value: Any) -> None:
+    """Changes one field of the manifest."""
+    manifest = json.loads((bundle / "manifest.json").read_bytes())
+    place = manifest
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.fixture(scope="module")
+def pristine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        output = tmp_path_factory.mktemp("pristine") / "x.ull"
+        options = {"target": "sm_90a", "evaluate": False}
+        return build_with_stubs(patch, sources, Settings(checkpoint, output, "x", **options))
+
+
+@pytest.fixture
+def bundle(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "x.ull"))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("target",), "cpu", "takes no `code`"),
+        (("target",), "sm_80", "target"),
+        (("code",), None, "needs `code`"),
+        (("code", "toolkit"), "new", "toolkit"),
+        (("code", "files"), [], "files"),
+        (("code", "files"), [{"path": "code/x.cubin", "kernels": ["ull_x"]}], "lacks 'code/x.cubin'"),
+        (("code", "files"), [{"path": "vocab.bin", "kernels": ["ull_x"]}], "does not lie in code/"),
+        (("code", "files"), [{"path": "code/first.cubin", "kernels": ["rm -rf"]}], "kernels"),
+        (
+            ("code", "files"),
+            [{"path": "code/first.cubin", "kernels": ["ull_accept"]}],
+            "lacks the kernel 'ull_attention",
+        ),
+        (("code", "macros", "ULL_HIDDEN"), "128", "compiled with ULL_HIDDEN = 128, the model has 96"),
+        (("model", "head_dim"), 48, "head_dim 48 is not supported on a GPU; supported: multiples of 32"),
+        (("model", "hidden"), 90, "hidden size 90"),
+        (("precision", "kv"), "f32", "f32 KV cache"),
+        (("precision", "weights"), "f32", "f32 weights"),
+        (("precision", "weights"), "bf16", "compiled with ULL_WEIGHT_BITS"),
+        (("speculation",), {"medusa": {"heads": 1, "layers": 1, "version": "2"}}, "no Medusa heads"),
+    ],
+)
+def test_damaged_manifests_are_refused(bundle: Path, path: tuple[str, ...], value: Any, words: str) -> None:
+    edit(bundle, *path, value=value)
+    with pytest.raises(BundleError, match=words.replace("(", r"\(")):
+        open_bundle(bundle)
+
+
+def test_what_is_not_a_cubin_is_refused(bundle: Path) -> None:
+    path = bundle / "code/first.cubin"
+    path.write_bytes(b"\0" * path.stat().st_size)
+    with pytest.raises(BundleError, match="is not a cubin"):
+        open_bundle(bundle)
+    path.unlink()
+    with pytest.raises(BundleError, match=r"first\.cubin is missing"):
+        open_bundle(bundle)
+
+
+def test_a_cpu_weights_file_is_refused(bundle: Path, checkpoint: Path, tmp_path: Path) -> None:
+    host = build(Settings(checkpoint, tmp_path / "host.ull", "x", evaluate=False)).path / "weights.safetensors"
+    shutil.copyfile(host, bundle / "weights.safetensors")
+    edit(bundle, "files", "weights.safetensors", "bytes", value=host.stat().st_size)
+    with pytest.raises(BundleError, match=r"the manifest asks for|lacks tensor"):
+        open_bundle(bundle)
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "words"),
+    [
+        ({"medusa": {"heads": "m"}}, "medusa", "drafts with ngram or not at all"),
+        ({"draft": {"model": "m"}, "drafter": "draft"}, "draft", "drafts with ngram or not at all"),
+        ({"kv": "f32"}, "kv", 'keeps "bf16" or "fp8"'),
+        ({"target": "cpu", "kv": "fp8"}, "kv", 'the cpu keeps "bf16" or "f32"'),
+        ({"target": "sm_100"}, "target", '"sm_90a" \\(an H100, H200 or GH200\\)'),
+        ({"precision": "f32"}, "precision", "precision"),
+    ],
+)
+def test_recipes_that_a_gpu_cannot_do(values: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=words) as caught:
+        make_recipe({"model": "m", "name": "n", "target": "sm_90a", **values}, "recipe")
+    assert caught.value.field == field
+
+
+def test_heads_of_a_recipe_may_be_left_out() -> None:
+    from ull_build.build import settings_from_recipe
+
+    values = {"model": "m", "name": "n", "target": "sm_90a", "medusa": {"heads": "h"}, "drafter": "ngram"}
+    speculation = settings_from_recipe(make_recipe(values, "recipe")).speculation
+    assert speculation.medusa is None and speculation.default == "ngram"
+
+
+def test_models_that_the_kernels_cannot_do(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "model")
+    with pytest.raises(RecipeError, match="head_dim 12 is not supported on a GPU; supported: multiples of 32"):
+        built(path, tmp_path / "x.ull")
+    assert not (tmp_path / "x.ull").exists()
+
+
+def test_without_a_compiler_the_remedy_is_named(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvrtc._library.cache_clear()
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
+    with pytest.raises(BuildError, match=r"pip install ull\[gpu\]"):
+        built(checkpoint, tmp_path / "x.ull")
+    nvrtc._library.cache_clear()
+
+
+def test_a_kernel_that_is_missing_is_named(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = write_stubs(tmp_path / "kernels", DEVICE_KERNELS - {"ull_down_16"})
+    monkeypatch.setattr(kernels, "SOURCES", sources)
+    with pytest.raises(BuildError, match="lack ull_down_16"):
+        built(checkpoint, tmp_path / "x.ull")
+
+
+# Benchmark bundles
+
+
+@pytest.mark.parametrize(
+    ("arch", "billions"), [("llama-3.2-1b", 1.24), ("llama-3.1-8b", 8.03), ("llama-3.3-70b", 70.55)]
+)
+def test_shapes_have_as_many_parameters_as_the_models(arch: str, billions: float) -> None:
+    assert inspect.parameter_count(shape_model(arch)) / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+def test_a_benchmark_bundle_has_a_shape_and_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "x.ull"
+    arguments = ["--arch", "qwen3-8b", "--random-weights", str(output), "--layers", "2", "--context", "4096", "--quiet"]
+    assert cli.main(arguments) == 0
+    bundle = open_bundle(output, "hashes")
+    assert bundle.manifest.random_weights and bundle.manifest.model.layers == 2
+    assert bundle.manifest.model.context == 4096 and bundle.manifest.target == "sm_90a"
+    assert not bundle.weights_path.exists()
+    assert bundle.tensors["layers.1.down.weight"].shape == (256, 384, 32, 16)
+    assert bundle.tensors["layers.1.q_norm"].shape == (128,)
+    assert bundle.weight_bytes > 2 * 151936 * 4096 * 2
+    assert inspect.main(output) == 0
+    assert "random, made up on the device" in capsys.readouterr().out
+
+
+def test_the_tokenizer_of_a_benchmark_bundle_keeps_text(tmp_path: Path) -> None:
+    from ull.tokenizer import Tokenizer
+
+    settings = RandomSettings("llama-3.2-1b", tmp_path / "x.ull", layers=1)
+    bundle = open_bundle(build_random(settings).path)
+    ids = Tokenizer(bundle.tokenizer_directory).encode("naïve\n")
+    assert len(ids) == len("naïve\n".encode()) and max(ids) < 256
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--arch", "llama-3.1-8b", "x.ull"], 2, "say --random-weights too"),
+        (["--arch", "llama-3.1-8b", "--random-weights"], 2, "needs the bundle to write"),
+        (["--arch", "gpt-2", "--random-weights", "x.ull"], 2, "invalid choice"),
+        (["--arch", "qwen3-8b", "--random-weights", "x.ull", "--layers", "37"], 2, "--layers 37 is out of range"),
+        (["--arch", "qwen3-8b", "--random-weights", "x.ull", "--context", "0"], 2, "--context 0 is out of range"),
+        (["--arch", "qwen3-8b", "--random-weights", "x.ull", "--target", "cpu"], 2, "use --target sm_90a"),
+        (["--arch", "qwen3-8b", "--random-weights", "x.ull", "--target", "tpu"], 2, 'target "tpu" is unknown'),
+        (["--random-weights", "recipe.toml"], 2, "go with --arch"),
+    ],
+)
+def test_wrong_usage(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    status: int,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        found = cli.main(arguments)
+    except SystemExit as exit_:
+        found = exit_.code  # type: ignore[assignment]
+    assert found == status and words in capsys.readouterr().err
+    assert not (tmp_path / "x.ull").exists() and set(SHAPES) >= {"llama-3.1-8b", "llama-3.3-70b"}

@@ -1,0 +1,442 @@
+"""Loading an engine onto a GPU, against a driver that records: memory, launches, graphs, and every way to refuse."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import io
+import itertools
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from checkpoints import write_checkpoint
+from device_bundles import build_with_stubs, write_stubs
+from recording_driver import H200, HOST_OFFSET, Launched, RecordingDriver
+from ull.bundle import Bundle, Precision, inverse_frequencies, open_bundle
+from ull.errors import BundleError, GpuError
+from ull.gpu import checks, params
+from ull.gpu.arena import REGION_ALIGNMENT, ArenaPlan
+from ull.gpu.driver import Driver
+from ull.gpu.launch import TREE_SIZES
+from ull.gpu.memory import Sizes, plan_memory, rope_table
+from ull.gpu.program import Program
+from ull.gpu.weights import Staging
+from ull.log import Log
+from ull_build import kernels
+from ull_build.build import Settings
+from ull_build.random_bundle import RandomSettings, build_random
+from ull_build.shapes import shape_model
+
+DIMENSIONS = {
+    "head_dim": 32,
+    "hidden_size": 96,
+    "intermediate_size": 100,
+    "num_attention_heads": 4,
+    "vocab_size": 333,
+    "max_position_embeddings": 300,
+}
+CONTEXT = 300
+
+
+@pytest.fixture(scope="module")
+def bundle_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 with QK norms and FP8 pages: every optional pointer but the biases is there."""
+    folder = tmp_path_factory.mktemp("bundle")
+    checkpoint = write_checkpoint(folder / "model", "qwen3", config={**DIMENSIONS, "max_position_embeddings": CONTEXT})
+    options = {"target": "sm_90a", "evaluate": False, "precision": Precision(kv="fp8"), "context": CONTEXT}
+    with pytest.MonkeyPatch.context() as patch:
+        return build_with_stubs(patch, folder / "kernels", Settings(checkpoint, folder / "x.ull", "x", **options))
+
+
+@pytest.fixture
+def bundle(bundle_path: Path) -> Bundle:
+    return open_bundle(bundle_path)
+
+
+@pytest.fixture
+def driver() -> RecordingDriver:
+    return RecordingDriver()
+
+
+def load(bundle: Bundle, driver: Driver, **options: Any) -> Program:
+    return Program(bundle, Log(stream=io.StringIO()), driver=driver, **options)
+
+
+@pytest.fixture
+def program(bundle: Bundle, driver: RecordingDriver) -> Iterator[Program]:
+    loaded = load(bundle, driver)
+    yield loaded
+    loaded.close()
+
+
+def graph_of(program: Program, driver: RecordingDriver, tokens: int) -> list[Launched]:
+    return driver.graphs[program.handover()["graphs"][tokens]]
+
+
+# What is captured
+
+
+@pytest.mark.parametrize("tokens", TREE_SIZES)
+def test_a_round_is_the_kernels_in_order(program: Program, driver: RecordingDriver, tokens: int) -> None:
+    tile = {1: 8, 2: 8, 4: 8}.get(tokens, tokens)
+    narrow = 1 if tokens == 1 else tile  # the linear kernels have a variant for one token
+    norm = [f"ull_norm_{tile}"] if tokens >= 16 else []
+    layer = [*norm, f"ull_qkv_{narrow}", f"ull_attention_{tile}", f"ull_o_{narrow}", *norm]
+    layer += [f"ull_gate_up_{narrow}", f"ull_down_{narrow}"]
+    sample = ["ull_sample_scan", "ull_sample_draw", "ull_sample_filter"]
+    expected = ["ull_begin", "ull_embed", *layer * 2, *norm, f"ull_head_{narrow}", *sample, "ull_accept", "ull_commit"]
+    graph = graph_of(program, driver, tokens)
+    assert [launch.kernel for launch in graph] == expected
+    assert [launch.overlaps for launch in graph] == [False] + [True] * (len(graph) - 1)
+
+
+def test_a_prefill_has_neither_head_nor_sampler(program: Program, driver: RecordingDriver) -> None:
+    names = [launch.kernel for launch in driver.graphs[program.handover()["prefill"]]]
+    assert names[:2] == ["ull_begin", "ull_embed"] and names[-3:] == ["ull_down_64", "ull_accept", "ull_commit"]
+    assert names[2:7] == ["ull_norm_64", "ull_qkv_64", "ull_attention_64", "ull_o_64", "ull_norm_64"]
+    assert len(driver.graphs) == len(TREE_SIZES) + 1
+
+
+def test_every_launch_fits_the_device(program: Program, driver: RecordingDriver) -> None:
+    for graph in driver.graphs.values():
+        for launch in graph:
+            assert all(size >= 1 for size in launch.grid) and launch.grid[1] <= 65535
+            assert launch.threads % 32 == 0 and 32 <= launch.threads <= 1024
+            assert launch.shared_bytes <= H200.shared_bytes
+
+
+def test_every_pointer_names_the_beginning_of_what_it_means(program: Program, driver: RecordingDriver) -> None:
+    """By the struct's field: the region, and for weights the tensor."""
+    region = {name: program._arena.address(name) for name in program._plan.regions}
+    bundle, image = program._bundle, program._image
+
+    def tensor(name: str) -> int | None:
+        return None if name not in bundle.tensors else region["weights"] + (image.offset(name) or 0)
+
+    same = {
+        "round": "round",
+        "state": "state",
+        "pages": "page table",
+        "table": "embed.weight",
+        "normed": "normed",
+        "rope": "rope",
+        "page_pool": "KV pages",
+        "partial": "attention parts",
+        "logits": "logits",
+        "scratch": "sampler",
+    }
+    outputs = {"qkv": "qkv", "attention": "attention", "o": "residual", "gate_up": "mlp", "down": "residual"}
+    inputs = {"qkv": "normed", "o": "attention", "gate_up": "normed", "down": "mlp", "head": "normed"}
+    norms = {"qkv": "attn_norm", "gate_up": "mlp_norm"}
+    for graph in driver.graphs.values():
+        layer = 0
+        for launch in graph:
+            kernel = launch.kernel.removeprefix("ull_").rstrip("0123456789").rstrip("_")
+            name = "lm_head" if kernel == "head" else f"layers.{layer}.{kernel}"
+            for field, kind in launch.params._fields_:
+                if kind is not ctypes.c_void_p:
+                    continue
+                value = getattr(launch.params, field)
+                if field in same and field != "table":
+                    assert value == region[same[field]], (launch.kernel, field)
+                elif field == "table":
+                    assert value == tensor("embed.weight")
+                elif field == "residual":
+                    assert value == region["residual"]
+                elif field == "weights":
+                    assert value == tensor(f"{name}.weight")
+                elif field == "scale":
+                    assert value == tensor(f"{name}.scale")
+                elif field == "bias":
+                    assert value is None
+                elif field == "activations":
+                    assert value == region[inputs[kernel]]
+                elif field == "output":
+                    assert value == region["logits" if kernel == "head" else outputs[kernel]]
+                elif field in ("q_norm", "k_norm", "kv_scale"):
+                    assert value == tensor(f"layers.{layer}.{field}")
+            if launch.kernel.startswith("ull_attention"):
+                sizes = program.sizes
+                assert launch.params.tree_keys == region["tree keys"] + layer * sizes.tree_bytes
+                assert launch.params.tree_values == region["tree values"] + layer * sizes.tree_bytes
+                assert launch.params.layer_offset == layer * sizes.layer_page_bytes
+                assert launch.params.page_bytes == sizes.page_bytes
+            if kernel in norms and isinstance(launch.params, params.LinearParams):
+                assert launch.params.norm_weight == tensor(f"layers.{layer}.{norms[kernel]}")
+            if kernel == "head":
+                assert launch.params.norm_weight == tensor("norm")
+            layer += kernel == "down"
+            layer = min(layer, program.sizes.model.layers - 1)
+
+
+def test_every_pointer_lies_in_the_arena_or_in_mapped_memory(program: Program, driver: RecordingDriver) -> None:
+    arena, end = program._arena.base, program._arena.base + program._plan.nbytes
+    host = program.handover()
+    mapped = (host["requests"] + HOST_OFFSET, host["pages"] + 4 * program.sizes.table_pages + HOST_OFFSET)
+    for graph in driver.graphs.values():
+        for launch in graph:
+            for field, kind in launch.params._fields_:
+                value = getattr(launch.params, field)
+                if kind is ctypes.c_void_p and value is not None:
+                    inside = arena <= value < end or mapped[0] <= value < mapped[1]
+                    assert inside and value % 4 == 0, (launch.kernel, field)
+
+
+def test_counters_are_nobody_elses(program: Program, driver: RecordingDriver) -> None:
+    """Each user of counters has its own, and begin() clears them all."""
+    graph = graph_of(program, driver, 64)
+    begin = graph[0].params
+    spans = []
+    for launch in graph:
+        if isinstance(launch.params, params.AttentionParams):
+            spans.append((launch.params.counters, program.sizes.attention_counters))
+        elif isinstance(launch.params, params.CommitParams):
+            spans.append((launch.params.counters, 1))
+    spans.append((next(item.params.counters for item in graph if "sample" in item.kernel), params.TREE_TOKENS))
+    spans.sort()
+    assert spans[0][0] == begin.counters
+    for (start, count), (following, _) in itertools.pairwise(spans):
+        assert start + 4 * count <= following
+    assert spans[-1][0] + 4 * spans[-1][1] == begin.counters + 4 * begin.counter_count
+
+
+# Memory
+
+
+def test_regions_do_not_overlap(program: Program) -> None:
+    end = 0
+    for region in sorted(program._plan.regions.values(), key=lambda item: item.offset):
+        assert region.offset >= end and region.offset % REGION_ALIGNMENT == 0
+        end = region.offset + region.nbytes
+    assert end <= program._plan.nbytes
+
+
+def test_the_weights_are_the_files_bytes(program: Program, driver: RecordingDriver, bundle: Bundle) -> None:
+    raw = bundle.weights_path.read_bytes()
+    for name, entry in bundle.tensors.items():
+        address = program._tensor(name)
+        assert address is not None
+        assert driver.device_bytes(address, entry.nbytes).tobytes() == raw[entry.offset : entry.offset + entry.nbytes]
+
+
+def test_staging_copies_what_is_larger_than_its_buffers(driver: RecordingDriver) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 10_001, np.uint8)
+    target = driver.allocate(len(data))
+    with Staging(driver, 0, chunk=1024) as staging:
+        staging.copy(target, data)
+    np.testing.assert_array_equal(driver.device_bytes(target, len(data)), data)
+
+
+def test_what_is_not_weights_starts_as_zeros(program: Program, driver: RecordingDriver) -> None:
+    """Padding columns of activations are multiplied with weights of zero, and NaN * 0 is NaN."""
+    for name, region in program._plan.regions.items():
+        if name not in ("weights", "rope", "state"):
+            assert not driver.device_bytes(program._arena.base + region.offset, region.nbytes).any(), name
+    state = params.State.from_buffer_copy(driver.device_bytes(program._arena.address("state"), 4096 * 3))
+    assert state.sequence == 1 and state.setting == 0
+
+
+def test_the_rope_table_is_the_cpu_executors(program: Program, driver: RecordingDriver, bundle: Bundle) -> None:
+    model = bundle.manifest.model
+    region = program._plan.regions["rope"]
+    table = driver.device_bytes(program._arena.address("rope"), region.nbytes).view(np.float32)
+    table = table.reshape(CONTEXT, model.head_dim // 2, 2)
+    frequencies = inverse_frequencies(model.rope, model.head_dim)
+    for position, pair in ((0, 0), (1, 0), (299, 3), (123, model.head_dim // 2 - 1)):
+        angle = float(np.float32(position) * frequencies[pair])
+        assert table[position, pair].tolist() == [np.float32(math.cos(angle)), np.float32(math.sin(angle))]
+    np.testing.assert_array_equal(table, rope_table(model, CONTEXT))
+
+
+@pytest.mark.parametrize(("arch", "context", "gigabytes"), [("llama-3.1-8b", 8192, 10.5), ("llama-3.3-70b", 32768, 87)])
+def test_memory_of_real_models(arch: str, context: int, gigabytes: float) -> None:
+    from ull.device_layout import device_tensors
+
+    model, precision = shape_model(arch), Precision()
+    weights = sum(shape.nbytes for shape in device_tensors(model, precision).values() if not shape.optional)
+    plan = plan_memory(Sizes(model, precision, context), weights)
+    assert plan.nbytes / 1e9 == pytest.approx(gigabytes, rel=0.1)
+
+
+def test_a_region_has_one_owner() -> None:
+    plan = ArenaPlan()
+    plan.reserve("x", 1)
+    with pytest.raises(ValueError, match="twice"):
+        plan.reserve("x", 1)
+
+
+# Hand-over
+
+
+def test_the_hand_over_is_plain_numbers(program: Program, driver: RecordingDriver, bundle: Bundle) -> None:
+    handover = program.handover()
+    assert set(handover["graphs"]) == set(TREE_SIZES)
+    assert all(type(value) in (int, str, dict) for value in handover.values())
+    assert handover["context_tokens"] == CONTEXT and handover["page_count"] == 5
+    assert handover["vocabulary"] == 333 and handover["name"] == "graph/sm_90a"
+    assert handover["weight_bytes"] == bundle.weight_bytes
+    assert handover["kv_bytes"] == 5 * 2 * 2 * 2 * 64 * 32  # pages, layers, K and V, KV heads, tokens, head_dim of e4m3
+    blocks = [handover[name] for name in ("requests", "results", "control", "pages")]
+    assert all(address % 64 == 0 for address in blocks) and blocks == sorted(blocks)
+    assert blocks[3] == blocks[2] + ctypes.sizeof(params.HostControl)
+    begin = graph_of(program, driver, 1)[0].params
+    assert [begin.requests, begin.control, begin.host_pages] == [
+        address + HOST_OFFSET for address in (blocks[0], blocks[2], blocks[3])
+    ]
+
+
+def test_context_and_pages_can_be_chosen(bundle: Bundle, driver: RecordingDriver) -> None:
+    program = load(bundle, driver, context=100, pages=40)
+    handover = program.handover()
+    assert (handover["context_tokens"], handover["page_count"]) == (100, 40)
+    assert graph_of(program, driver, 1)[0].params.page_capacity == 2
+    program.close()
+
+
+def test_closing_gives_everything_back(bundle: Bundle, driver: RecordingDriver) -> None:
+    load(bundle, driver).close()
+    assert not any(driver.live.values())
+
+
+ONCE = ("open", "create_stream", "allocate")
+TWICE = ("allocate_host", "create_event", "load_module", "launch", "end_capture", "instantiate")
+
+
+@pytest.mark.parametrize(("call", "after"), [(call, 0) for call in ONCE + TWICE] + [(call, 1) for call in TWICE])
+def test_a_failure_gives_everything_back(bundle: Bundle, driver: RecordingDriver, call: str, after: int) -> None:
+    seen = 0
+
+    def fail(name: str) -> bool:
+        nonlocal seen
+        seen += name == call
+        return name == call and seen > after
+
+    driver.fail_at = fail
+    with pytest.raises(GpuError):
+        load(bundle, driver)
+    assert not any(driver.live.values()), driver.live
+
+
+# Benchmark bundles
+
+
+def test_random_weights_fill_every_matrix(tmp_path: Path, driver: RecordingDriver, monkeypatch: Any) -> None:
+    monkeypatch.setattr(kernels, "SOURCES", write_stubs(tmp_path / "kernels"))
+    settings = RandomSettings("llama-3.2-1b", tmp_path / "x.ull", layers=1, context=64)
+    bundle = open_bundle(build_random(settings).path)
+    program = load(bundle, driver)
+    fills = {launch.params.output: launch.params for launch in driver.launches}
+    assert {launch.kernel for launch in driver.launches} == {"ull_fill"}
+    matrices = {name: entry for name, entry in bundle.tensors.items() if name.endswith(".weight")}
+    assert len(fills) == len(matrices) and len({fill.seed for fill in fills.values()}) == len(fills)
+    for name, entry in matrices.items():
+        fill = fills[program._tensor(name)]
+        formats = {"F8_E4M3": 0, "F16": 1, "BF16": 2}
+        assert (fill.bytes, fill.format, fill.amplitude) == (entry.nbytes, formats[entry.dtype], 1.0)
+    for name, value in (("layers.0.attn_norm", 1.0), ("layers.0.down.scale", math.sqrt(3 / 8192))):
+        entry, address = bundle.tensors[name], program._tensor(name)
+        assert address is not None
+        assert (driver.device_bytes(address, entry.nbytes).view(np.float32) == np.float32(value)).all()
+    program.close()
+
+
+# Refusals
+
+
+def refused(bundle: Bundle, driver: Driver, code: str, words: str) -> None:
+    with pytest.raises(GpuError, match=words) as caught:
+        load(bundle, driver)
+    assert caught.value.code == code
+    assert not any(getattr(driver, "live", {}).values())
+
+
+def test_a_gpu_of_another_architecture(bundle: Bundle) -> None:
+    driver = RecordingDriver(dataclasses.replace(H200, name="NVIDIA B200", capability=(10, 0)))
+    refused(bundle, driver, "wrong_gpu", r"built for sm_90a .*B200 has 10\.0; an H100, H200 or GH200 is needed")
+
+
+def test_a_driver_older_than_the_kernels(bundle: Bundle) -> None:
+    driver = RecordingDriver(dataclasses.replace(H200, driver=(12, 8)))
+    refused(bundle, driver, "old_driver", r"compiled by CUDA 13\.\d+, the driver speaks CUDA 12\.8; update")
+
+
+def test_an_older_driver_of_the_same_major_version_will_do(bundle: Bundle) -> None:
+    load(bundle, RecordingDriver(dataclasses.replace(H200, driver=(13, 0)))).close()
+
+
+def test_not_enough_memory_says_how_much_is_needed_and_free(bundle: Bundle) -> None:
+    driver = RecordingDriver(free_bytes=1_000_000)
+    refused(bundle, driver, "gpu_memory", r"needs \d+\.\d MB of device memory .*only 1\.0 MB are free\. Lower")
+
+
+def test_a_gpu_that_could_never_hold_it(bundle: Bundle) -> None:
+    small = RecordingDriver(dataclasses.replace(H200, memory_bytes=1_000_000))
+    refused(bundle, small, "gpu_memory", "this GPU .* in all; use a larger GPU")
+    sliced = RecordingDriver(dataclasses.replace(H200, name="NVIDIA H200 MIG 1g.18gb", memory_bytes=1_000_000))
+    refused(bundle, sliced, "gpu_memory", "this MIG slice .*use a larger slice or the whole GPU")
+
+
+def test_no_gpu_at_all(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cuda.bindings.driver as api
+
+    def missing() -> None:
+        raise RuntimeError("libcuda.so.1 cannot be found")
+
+    monkeypatch.setattr(api, "cuDriverGetVersion", missing)
+    with pytest.raises(GpuError, match="needs an NVIDIA GPU, but no NVIDIA driver is installed") as caught:
+        Driver()
+    assert caught.value.code == "no_gpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("CUDA_ERROR_NO_DEVICE", "no_gpu", "cuInit failed: CUDA_ERROR_NO_DEVICE; the driver sees no GPU"),
+        ("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "old_driver", "reboot after its update"),
+        ("CUDA_ERROR_UNKNOWN", "gpu_failed", "cuInit failed: CUDA_ERROR_UNKNOWN"),
+    ],
+)
+def test_what_the_driver_says_is_passed_on(monkeypatch: pytest.MonkeyPatch, name: str, code: str, words: str) -> None:
+    import cuda.bindings.driver as api
+
+    monkeypatch.setattr(api, "cuDriverGetVersion", lambda: (api.CUresult.CUDA_SUCCESS, 13000))
+    monkeypatch.setattr(api, "cuInit", lambda flags: (getattr(api.CUresult, name),))
+    with pytest.raises(GpuError, match=words) as caught:
+        Driver()
+    assert (caught.value.code, caught.value.field) == (code, name)
+
+
+def test_a_changed_cubin(bundle_path: Path, tmp_path: Path, driver: RecordingDriver) -> None:
+    copy = Path(shutil.copytree(bundle_path, tmp_path / "x.ull"))
+    cubin = copy / "code/second.cubin"
+    raw = bytearray(cubin.read_bytes())
+    raw[-1] ^= 1
+    cubin.write_bytes(raw)
+    with pytest.raises(BundleError, match=r"second\.cubin differs from its SHA-256"):
+        load(open_bundle(copy), driver)
+    assert not any(driver.live.values())
+
+
+def test_a_cubin_that_the_driver_refuses(bundle: Bundle, driver: RecordingDriver) -> None:
+    def refuse(cubin: bytes) -> int:
+        raise GpuError("bad_code", "cuModuleLoadData failed: CUDA_ERROR_INVALID_IMAGE", "CUDA_ERROR_INVALID_IMAGE")
+
+    driver.load_module = refuse  # type: ignore[method-assign]
+    refused(bundle, driver, "bad_code", r"first\.cubin cannot be loaded: .*INVALID_IMAGE; rebuild the bundle")
+
+
+def test_another_process_is_a_warning(bundle: Bundle, driver: RecordingDriver, monkeypatch: Any) -> None:
+    monkeypatch.setattr("ull.gpu.program.other_processes", lambda info: [123, 456])
+    log = io.StringIO()
+    Program(bundle, Log(stream=log), driver=driver).close()
+    assert "warning gpu" in log.getvalue() and "123, 456" in log.getvalue()
+
+
+def test_where_nvml_is_missing_nobody_else_is_seen() -> None:
+    assert checks.other_processes(H200) == []

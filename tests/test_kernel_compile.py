@@ -1,0 +1,141 @@
+"""Every kernel and variant compiles for an H200, with the dimensions of real models, without spills or a stack."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import ull
+from ull.bundle import DEVICE_KERNELS, Model, Precision, Rope, device_macros
+from ull.errors import BuildError
+from ull_build import kernels, nvrtc
+from ull_build.kernels import compile_file, kernel_sources
+from ull_build.shapes import shape_model
+
+TINY = Model(
+    architecture="llama",
+    hidden=256,
+    layers=6,
+    heads=8,
+    kv_heads=2,
+    head_dim=32,
+    intermediate=640,
+    vocabulary=4096,
+    tokenizer_vocabulary=4096,
+    context=1024,
+    rms_epsilon=1e-5,
+    tied_embeddings=True,
+    qk_norm=False,
+    rope=Rope(theta=10000.0),
+    windows=[0] * 6,
+)
+MODELS = {
+    "tiny": (TINY, Precision()),
+    "llama-3.1-8b, fp8 pages and head": (shape_model("llama-3.1-8b"), Precision(lm_head="fp8", kv="fp8")),
+    "qwen3-8b, bf16": (shape_model("qwen3-8b"), Precision(weights="bf16")),
+}
+MACROS = device_macros(TINY, Precision())
+
+
+@pytest.mark.parametrize("source", kernel_sources(), ids=lambda path: path.name)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kernel_compiles_without_spills(name: str, source: Path) -> None:
+    compiled = compile_file(source, device_macros(*MODELS[name]))
+    assert compiled.cubin.startswith(b"\x7fELF")
+    for kernel in compiled.kernels:
+        use = compiled.functions[kernel]
+        assert (use.stack, use.spills) == (0, 0) and 0 < use.registers <= 255
+
+
+def test_the_sources_hold_every_kernel_of_a_round() -> None:
+    """By their text: the build makes sure once more of what the compiler saw."""
+    text = "\n".join(source.read_text() for source in kernel_sources())
+    assert not [kernel for kernel in DEVICE_KERNELS if f"({kernel}," not in text]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder for kernels of a test's own, which may include the real headers."""
+    assert not list(tmp_path.iterdir())
+    return tmp_path
+
+
+def source(folder: Path, body: str, launch_bounds: str = "256, 1") -> Path:
+    path = folder / "sample.cu"
+    bounds = f"__launch_bounds__({launch_bounds})"
+    path.write_text(f'extern "C" __global__ void {bounds} ull_sample(float* p, int n) {{ {body} }}\n')
+    return path
+
+
+def test_a_kernel_that_spills_is_refused(folder: Path) -> None:
+    body = """
+      float a[64];
+      #pragma unroll
+      for (int i = 0; i < 64; ++i) a[i] = p[i * n];
+      for (int r = 0; r < n; ++r) {
+        #pragma unroll
+        for (int i = 0; i < 64; ++i) a[i] = a[i] * a[(i * 7 + 1) % 64] + p[r];
+      }
+      #pragma unroll
+      for (int i = 0; i < 64; ++i) p[i * n] = a[i];"""
+    with pytest.raises(BuildError, match=r"sample\.cu: ull_sample needs \d+ bytes of stack and spills [1-9]\d* bytes"):
+        compile_file(source(folder, body, "1024, 2"), {})
+    compile_file(source(folder, body, "128, 1"), {})  # with registers enough, it is fine
+
+
+def test_a_kernel_with_a_stack_is_refused(folder: Path) -> None:
+    body = "float a[64]; for (int i = 0; i < 64; ++i) a[i] = p[i]; p[0] = a[n]; p[1] = a[n / 2 + threadIdx.x % 3];"
+    with pytest.raises(BuildError, match=r"ull_sample needs [1-9]\d* bytes of stack and spills 0 bytes"):
+        compile_file(source(folder, body), {})
+
+
+def test_an_error_names_file_and_line(folder: Path) -> None:
+    with pytest.raises(BuildError, match=r"sample\.cu does not compile: sample\.cu\(1\): error: .*\"nothing\""):
+        compile_file(source(folder, "nothing();"), {})
+    with pytest.raises(BuildError, match="holds no kernel"):
+        path = folder / "empty.cu"
+        path.write_text("namespace ull {}\n")
+        compile_file(path, {})
+
+
+def test_macros_and_headers_reach_the_source(folder: Path) -> None:
+    (folder / "part.cuh").write_text('#pragma once\n#include "base/philox.h"\n#define TWICE (2 * ULL_HIDDEN)\n')
+    path = source(folder, "static_assert(TWICE == 512); p[0] = ull::philox4x32({{1, 2, 3, 4}}, 5, 6).word[0];")
+    path.write_text('#include <cstdint>\n#include "part.cuh"\n' + path.read_text())
+    assert compile_file(path, MACROS).kernels == ["ull_sample"]
+
+
+def test_sources_that_were_not_installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "SOURCES", folder)
+    with pytest.raises(BuildError, match="holds no kernel sources; reinstall ull"):
+        kernels.compile_kernels(MACROS)
+
+
+def test_the_kernels_need_nothing_but_what_a_wheel_holds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wheel leaves ull/native out, but for ull/native/base/*.h."""
+    installed = Path(ull.__file__).parent
+    shutil.copytree(installed / "kernels", folder / "kernels")
+    (folder / "native/base").mkdir(parents=True)
+    for header in (installed / "native/base").glob("*.h"):
+        shutil.copy(header, folder / "native/base")
+    monkeypatch.setattr(kernels, "INCLUDE_DIRECTORIES", (folder / "kernels", folder / "native"))
+    for path in sorted((folder / "kernels").glob("*.cu")):
+        wanted = kernels._headers(path.read_text(), path.parent)
+        found = {name for text in (path.read_text(), *wanted.values()) for name in kernels._INCLUDE.findall(text)}
+        assert found - set(wanted) <= {"emulated_arch.h"}, path.name
+
+
+def test_the_log_is_read_by_function() -> None:
+    log = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'ull_a' for 'sm_90a'
+ptxas info    : Function properties for ull_a
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 31 registers, used 0 barriers
+ptxas info    : Function properties for helper
+ptxas         .     16 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads
+"""
+    functions = nvrtc.parse_log(log)
+    assert functions["ull_a"] == nvrtc.FunctionUse(0, 0, 31, True)
+    assert functions["helper"] == nvrtc.FunctionUse(16, 12, 0, False)

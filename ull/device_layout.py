@@ -1,0 +1,113 @@
+"""The layout of weights for a GPU: which tensors a bundle holds, in the order and shape in which the kernels read them.
+
+Linear weights lie in blocks of 512 bytes, one 16-byte vector per lane of a warp: row tiles of 16, in each the columns
+in steps of 32 (one step of e4m3, half a step of f16). Rows and columns are padded with zeros. `ull_build.pack_device`
+fills this layout, `ull.bundle` checks it, `ull/kernels/linear.cuh` reads it.
+"""
+
+from __future__ import annotations
+
+from ull.layout import FILLER, TensorEntry, TensorShape
+from ull.manifest import Model, Precision
+
+DEVICE_TILE_ROWS = 16
+DEVICE_STEP = 32  # columns
+DEVICE_ALIGNMENT = 128  # bytes: a cache line of the GPU
+
+_LINEARS = ("ull_qkv", "ull_o", "ull_gate_up", "ull_down", "ull_head")
+DEVICE_KERNELS = frozenset(
+    [
+        *("ull_begin", "ull_embed", "ull_sample_scan", "ull_sample_draw", "ull_sample_filter"),
+        *("ull_accept", "ull_commit", "ull_fill"),
+        *(f"ull_norm_{tile}" for tile in (16, 32, 64)),
+        *(f"ull_attention_{tile}" for tile in (8, 16, 32, 64)),
+        *(f"{name}_{tile}" for name in _LINEARS for tile in (1, 8, 16, 32, 64)),
+    ]
+)
+
+
+def round_up(value: int, unit: int) -> int:
+    """The least multiple of `unit` >= `value`."""
+    return -(-value // unit) * unit
+
+
+def qkv_rows(model: Model) -> int:
+    """Rows of the fused query, key and value projection."""
+    return (model.heads + 2 * model.kv_heads) * model.head_dim
+
+
+def gate_up_rows(model: Model) -> int:
+    """Rows of the fused gate and up projection: tiles of 8 and 8, so that each is padded to a multiple of 8."""
+    return 2 * round_up(model.intermediate, DEVICE_TILE_ROWS // 2)
+
+
+def device_macros(model: Model, precision: Precision) -> dict[str, str]:
+    """The model as the kernels' sources see it (`ull/kernels/model.cuh`)."""
+    bits = {"fp8": 8, "bf16": 16}
+    values: dict[str, object] = {
+        "HIDDEN": model.hidden,
+        "LAYERS": model.layers,
+        "HEADS": model.heads,
+        "KV_HEADS": model.kv_heads,
+        "HEAD_DIM": model.head_dim,
+        "INTERMEDIATE": model.intermediate,
+        "VOCABULARY": model.vocabulary,
+        "QK_NORM": int(model.qk_norm),
+        "RMS_EPSILON": f"{float(model.rms_epsilon)!r}F",
+        "WEIGHT_BITS": bits[precision.weights],
+        "HEAD_BITS": bits[precision.lm_head],
+        "KV_BITS": bits[precision.kv],
+    }
+    return {f"ULL_{name}": str(value) for name, value in values.items()}
+
+
+def device_tensors(model: Model, precision: Precision) -> dict[str, TensorShape]:
+    """Every tensor of a bundle for a GPU with its stored shape, in order of use.
+
+    A vector is padded to a multiple of DEVICE_ALIGNMENT bytes; a matrix that does not end at one is followed by a
+    tensor of zeros, NAME + FILLER.
+    """
+    tensors: dict[str, TensorShape] = {}
+
+    def vector(name: str, length: int, optional: bool = False) -> None:
+        tensors[name] = TensorShape("F32", (round_up(length, DEVICE_ALIGNMENT // 4),), optional)
+
+    def linear(name: str, rows: int, columns: int, stored: str, bias: bool = True) -> None:
+        tiles, steps = -(-rows // DEVICE_TILE_ROWS), -(-columns // DEVICE_STEP)
+        if stored == "fp8":
+            tensors[f"{name}.weight"] = TensorShape("F8_E4M3", (tiles, steps, 32, 16))
+        else:
+            tensors[f"{name}.weight"] = TensorShape("F16", (tiles, steps, 2, 32, 8))
+        vector(f"{name}.scale", tiles * DEVICE_TILE_ROWS)
+        if bias:
+            vector(f"{name}.bias", tiles * DEVICE_TILE_ROWS, optional=True)
+
+    embedding = TensorShape("BF16", (model.vocabulary, model.hidden))
+    tensors["embed.weight"] = embedding
+    if filler := -embedding.nbytes % DEVICE_ALIGNMENT:
+        tensors["embed.weight" + FILLER] = TensorShape("U8", (filler,))
+    for layer in range(model.layers):
+        prefix = f"layers.{layer}"
+        vector(f"{prefix}.attn_norm", model.hidden)
+        linear(f"{prefix}.qkv", qkv_rows(model), model.hidden, precision.weights)
+        if model.qk_norm:
+            vector(f"{prefix}.q_norm", model.head_dim)
+            vector(f"{prefix}.k_norm", model.head_dim)
+        if precision.kv == "fp8":
+            vector(f"{prefix}.kv_scale", 2 * model.kv_heads)
+        linear(f"{prefix}.o", model.hidden, model.heads * model.head_dim, precision.weights)
+        vector(f"{prefix}.mlp_norm", model.hidden)
+        linear(f"{prefix}.gate_up", gate_up_rows(model), model.hidden, precision.weights)
+        linear(f"{prefix}.down", model.hidden, model.intermediate, precision.weights)
+    vector("norm", model.hidden)
+    linear("lm_head", model.vocabulary, model.hidden, precision.lm_head, bias=False)
+    return tensors
+
+
+def entries_of(tensors: dict[str, TensorShape]) -> dict[str, TensorEntry]:
+    """Where the tensors would lie in a file without a header: for weights that are made up on the device."""
+    entries, offset = {}, 0
+    for name, shape in tensors.items():
+        entries[name] = TensorEntry(offset, shape.nbytes, shape.dtype, shape.shape)
+        offset += shape.nbytes
+    return entries

@@ -1,0 +1,50 @@
+"""Captures rounds into CUDA graphs that the core replays."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+
+from ull.errors import GpuError
+from ull.gpu.driver import Driver
+from ull.gpu.forward import Recorder
+from ull.gpu.launch import Launch
+
+
+class StreamRecorder:
+    """Launches kernels on a capturing stream; each may begin before its predecessor has ended."""
+
+    def __init__(self, driver: Driver, stream: int, functions: Mapping[str, int]) -> None:
+        self._driver, self._functions = driver, functions
+        self._stream = stream
+        self._launched = False
+
+    @property
+    def stream(self) -> int:
+        return self._stream
+
+    def launch(self, launch: Launch) -> None:
+        """The first kernel of a graph has no predecessor to overlap with: the graph before it must have ended."""
+        function = self._functions[launch.kernel]
+        self._driver.launch(
+            function, launch.grid, launch.threads, launch.shared_bytes, self._stream, launch.params, self._launched
+        )
+        self._launched = True
+
+
+def capture_graph(driver: Driver, stream: int, functions: Mapping[str, int], record: Callable[[Recorder], None]) -> int:
+    """Captures what `record` launches, instantiates and uploads it; returns the executable graph (CUgraphExec)."""
+    driver.begin_capture(stream)
+    try:
+        record(StreamRecorder(driver, stream, functions))
+    except BaseException:
+        with contextlib.suppress(GpuError):  # a stream must not stay in capture; what went wrong first is the reason
+            driver.destroy_graph(driver.end_capture(stream))
+        raise
+    graph = driver.end_capture(stream)
+    try:
+        executable = driver.instantiate(graph)
+    finally:
+        driver.destroy_graph(graph)
+    driver.upload(executable, stream)
+    return executable

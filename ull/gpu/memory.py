@@ -1,0 +1,78 @@
+"""What an engine keeps in device memory, and how large each part is."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ull.bundle import Model, Precision, inverse_frequencies
+from ull.gpu.arena import ArenaPlan
+from ull.gpu.launches import attention, sampling
+from ull.gpu.params import PAGE_TOKENS, TREE_TOKENS, Round, State
+
+_COLUMN_UNIT, _ROW_UNIT = 32, 16  # of f16 activations and of f32 outputs
+
+
+def round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+class Sizes:
+    """Widths and counts that launches, memory and the hand-over agree on. `context` and `pages` as the daemon asks."""
+
+    def __init__(self, model: Model, precision: Precision, context: int, pages: int | None = None) -> None:
+        self.model, self.precision, self.context = model, precision, context
+        self.table_pages = -(-context // PAGE_TOKENS)  # of one request
+        self.kv_bits = {"bf16": 16, "fp8": 8}[precision.kv]
+        self.page_count = pages or self.table_pages  # of the pool
+        self.attention_width = model.heads * model.head_dim
+        self.qkv_width = self.attention_width + 2 * model.kv_heads * model.head_dim
+        # Keys, or values, of 64 tokens in one layer: the tree scratch and half of a page's layer.
+        self.tree_bytes = attention.tree_bytes(model.kv_heads, model.head_dim, self.kv_bits)
+        self.layer_page_bytes = 2 * self.tree_bytes
+        self.page_bytes = model.layers * self.layer_page_bytes
+        self.attention_counters = attention.counter_count(model.heads)
+        self.counter_count = model.layers * self.attention_counters + TREE_TOKENS + 1
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.page_count * self.page_bytes
+
+
+def plan_memory(sizes: Sizes, weight_bytes: int) -> ArenaPlan:
+    """Every region of the arena. The names are what `ull.gpu.rounds` asks for."""
+    model, plan = sizes.model, ArenaPlan()
+    plan.reserve("weights", weight_bytes)
+    plan.reserve("KV pages", sizes.kv_bytes)
+    plan.reserve("rope", 4 * sizes.context * model.head_dim)
+    for name in ("tree keys", "tree values"):
+        plan.reserve(name, model.layers * sizes.tree_bytes)
+    plan.reserve("round", ctypes.sizeof(Round))
+    plan.reserve("state", ctypes.sizeof(State))
+    plan.reserve("counters", 4 * sizes.counter_count)
+    plan.reserve("page table", 4 * attention.table_pages(sizes.context))
+    plan.reserve("residual", 4 * TREE_TOKENS * round_up(model.hidden, _ROW_UNIT))
+    plan.reserve("normed", 2 * TREE_TOKENS * round_up(model.hidden, _COLUMN_UNIT))
+    plan.reserve("qkv", 4 * TREE_TOKENS * round_up(sizes.qkv_width, _ROW_UNIT))
+    plan.reserve("attention", 2 * TREE_TOKENS * round_up(sizes.attention_width, _COLUMN_UNIT))
+    plan.reserve("mlp", 2 * TREE_TOKENS * round_up(model.intermediate, _COLUMN_UNIT))
+    plan.reserve("logits", 4 * TREE_TOKENS * round_up(model.vocabulary, _ROW_UNIT))
+    plan.reserve("attention parts", attention.partial_bytes(model.heads, model.head_dim, sizes.context))
+    plan.reserve("sampler", sampling.SCRATCH_BYTES)
+    return plan
+
+
+def rope_table(model: Model, context: int) -> NDArray[np.float32]:
+    """[context, head_dim / 2, 2] cosines and sines, as the CPU executor computes them.
+
+    Angles are rounded to float32 first; cosine and sine are the C library's in double precision, not NumPy's own.
+    """
+    frequencies = inverse_frequencies(model.rope, model.head_dim)
+    angles = (np.arange(context, dtype=np.float32)[:, None] * frequencies).reshape(-1).tolist()
+    table = np.empty((len(angles), 2), np.float32)
+    table[:, 0] = np.fromiter(map(math.cos, angles), np.float64, len(angles))
+    table[:, 1] = np.fromiter(map(math.sin, angles), np.float64, len(angles))
+    return table.reshape(context, len(frequencies), 2)

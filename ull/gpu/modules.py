@@ -1,0 +1,79 @@
+"""The bundle's cubins on the device: kernels by name."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+from ull.bundle import Bundle
+from ull.errors import BundleError, GpuError
+from ull.gpu.driver import Driver
+from ull.gpu.launch import Launch
+
+_FREE_SHARED_BYTES = 48 << 10  # that a kernel gets without being allowed more
+
+
+class Kernels:
+    """Every kernel of a bundle, loaded. Raises BundleError for a changed cubin, GpuError for one the driver refuses."""
+
+    def __init__(self, driver: Driver, bundle: Bundle) -> None:
+        self._driver = driver
+        self._modules: list[int] = []
+        self._functions: dict[str, int] = {}
+        self._shared_bytes: dict[str, int] = {}
+        code = bundle.manifest.code
+        try:
+            for file in code.files if code is not None else ():
+                module = self._load(bundle, file.path)
+                for kernel in file.kernels:
+                    self._functions[kernel] = self._find(module, kernel, file.path)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def functions(self) -> Mapping[str, int]:
+        return self._functions
+
+    def prepare(self, launches: Iterable[Launch]) -> None:
+        """Allows each kernel the most shared memory that any of these launches asks for."""
+        for launch in launches:
+            if launch.shared_bytes > max(_FREE_SHARED_BYTES, self._shared_bytes.get(launch.kernel, 0)):
+                limit = self._driver.info.shared_bytes
+                if launch.shared_bytes > limit:
+                    raise GpuError(
+                        "wrong_gpu",
+                        f"{launch.kernel} needs {launch.shared_bytes} bytes of shared memory per block, "
+                        f"{self._driver.info.name} has {limit}",
+                    )
+                self._driver.allow_shared_bytes(self._functions[launch.kernel], launch.shared_bytes)
+                self._shared_bytes[launch.kernel] = launch.shared_bytes
+
+    def close(self) -> None:
+        while self._modules:
+            self._driver.unload_module(self._modules.pop())
+
+    def _load(self, bundle: Bundle, name: str) -> int:
+        path = bundle.path / name
+        try:
+            cubin = path.read_bytes()
+        except OSError as error:
+            raise BundleError(f"{path} cannot be read ({error.strerror})", field=name) from error
+        if hashlib.sha256(cubin).hexdigest() != bundle.manifest.files[name].sha256:
+            raise BundleError(f"{path} differs from its SHA-256 in the manifest; rebuild it with ull-build", field=name)
+        try:
+            module = self._driver.load_module(cubin)
+        except GpuError as error:
+            raise GpuError(error.code, f"{path} cannot be loaded: {error.message}{_REMEDY}", error.field) from error
+        self._modules.append(module)
+        return module
+
+    def _find(self, module: int, kernel: str, file: str) -> int:
+        try:
+            return self._driver.function(module, kernel)
+        except GpuError as error:
+            message = f"{file} does not hold the kernel {kernel!r} ({error.message}){_REMEDY}"
+            raise GpuError(error.code, message, error.field) from error
+
+
+_REMEDY = "; rebuild the bundle with ull-build, or update the NVIDIA driver"

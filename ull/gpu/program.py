@@ -1,0 +1,178 @@
+"""The graph program: an engine's memory, weights, kernels and captured graphs, made at load and owned until it ends."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from ull.bundle import Bundle
+from ull.errors import BundleError
+from ull.gpu.arena import Arena
+from ull.gpu.capture import capture_graph
+from ull.gpu.checks import check_device, check_size, other_processes
+from ull.gpu.driver import Driver
+from ull.gpu.forward import Forward, Recorder
+from ull.gpu.launch import TREE_SIZES
+from ull.gpu.memory import Sizes, plan_memory, rope_table
+from ull.gpu.modules import Kernels
+from ull.gpu.params import ROUND_SLOTS, TREE_TOKENS, HostControl, RoundRequest, RoundResult, State
+from ull.gpu.rounds import FusedForward, HostBlocks, Places, Rounds
+from ull.gpu.weights import Staging, WeightImage, random_fills, random_vectors, upload
+from ull.log import Log
+
+
+class Program:
+    """Everything that the core replays. Raises GpuError, BundleError or OSError; what was acquired is released.
+
+    `context` (tokens of one request) and `pages` (of the KV pool) default to what the bundle offers and what one such
+    request needs. `driver` is for tests.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        log: Log,
+        context: int | None = None,
+        pages: int | None = None,
+        device: int = 0,
+        driver: Driver | None = None,
+    ) -> None:
+        self._exit = ExitStack()
+        self._bundle, self._log = bundle, log
+        manifest = bundle.manifest
+        self.sizes = Sizes(manifest.model, manifest.precision, context or manifest.model.context, pages)
+        with ExitStack() as exit_stack:
+            self._driver = driver or Driver(device)
+            self._check()
+            self._driver.open()
+            exit_stack.callback(self._driver.close)
+            self._load(exit_stack)
+            self._exit = exit_stack.pop_all()
+
+    def handover(self) -> dict[str, Any]:
+        """What `_native.GraphExecutor` takes: handles, addresses on the host and sizes, all plain integers."""
+        return {
+            "graphs": dict(self._graphs),
+            "prefill": self._prefill,
+            "stream": self._stream,
+            "context": self._driver.context,
+            **self._host,
+            "vocabulary": self.sizes.model.vocabulary,
+            "context_tokens": self.sizes.context,
+            "page_count": self.sizes.page_count,
+            "weight_bytes": self._image.nbytes,
+            "kv_bytes": self.sizes.kv_bytes,
+            "name": f"graph/{self._bundle.manifest.target}",
+            "library": "libcuda.so.1",
+        }
+
+    def close(self) -> None:
+        """Gives everything back. The core must have stopped replaying."""
+        self._exit.close()
+
+    def _check(self) -> None:
+        """What can be told before anything is allocated."""
+        info = self._driver.info
+        check_device(self._bundle, info)
+        self._image = WeightImage(self._bundle.tensors)
+        self._plan = plan_memory(self.sizes, self._image.nbytes)
+        check_size(self._plan.nbytes, info)
+        if others := other_processes(info):
+            listed = ", ".join(map(str, others))
+            self._log.warning("gpu", message=f"other processes compute on {info.name}: they cost latency", pids=listed)
+
+    def _load(self, exit_stack: ExitStack) -> None:
+        driver = self._driver
+        kernels = Kernels(driver, self._bundle)
+        exit_stack.callback(kernels.close)
+        self._stream = driver.create_stream()
+        exit_stack.callback(driver.destroy_stream, self._stream)
+        self._arena = Arena(driver, self._plan)
+        exit_stack.callback(self._arena.close)
+        blocks = self._map_host_blocks(exit_stack)
+        places = Places(self._arena.address, self._tensor, blocks)
+        self._fill_memory(kernels)
+        self._capture(kernels, places, exit_stack)
+        info = driver.info
+        self._log.info("gpu", device=info.name, driver=f"{info.driver[0]}.{info.driver[1]}", bytes=self._plan.nbytes)
+
+    def _tensor(self, name: str) -> int | None:
+        offset = self._image.offset(name)
+        return None if offset is None else self._arena.address("weights") + offset
+
+    def _map_host_blocks(self, exit_stack: ExitStack) -> HostBlocks:
+        """Mapped host memory, zeroed: requests, results, control, and the page table right behind it."""
+        requests = ROUND_SLOTS * ctypes.sizeof(RoundRequest)
+        results = ROUND_SLOTS * ctypes.sizeof(RoundResult)
+        control = ctypes.sizeof(HostControl)
+        offsets = {"requests": 0, "results": requests, "control": requests + results}
+        offsets["pages"] = offsets["control"] + control
+        nbytes = offsets["pages"] + -(-4 * self.sizes.table_pages // 64) * 64
+        host, device = self._driver.allocate_host(nbytes)
+        exit_stack.callback(self._driver.free_host, host)
+        ctypes.memset(host, 0, nbytes)
+        self._host = {name: host + offset for name, offset in offsets.items()}
+        return HostBlocks(**{name: device + offset for name, offset in offsets.items()})
+
+    def _fill_memory(self, kernels: Kernels) -> None:
+        """Weights, rope table, the first state; the rest is zeroed, so that padding holds numbers."""
+        driver, arena, bundle = self._driver, self._arena, self._bundle
+        weights = self._plan.regions["weights"]
+        rest = weights.offset + weights.nbytes
+        driver.fill(arena.base + rest, 0, self._plan.nbytes - rest, self._stream)
+        state = State(sequence=1)
+        table = rope_table(self.sizes.model, self.sizes.context)
+        with Staging(driver, self._stream) as staging:
+            if bundle.manifest.random_weights:
+                self._make_weights(kernels, staging)
+            else:
+                try:
+                    upload(bundle.weights_path, self._image, arena.address("weights"), staging, self._report)
+                except OSError as error:
+                    reason = error.strerror or str(error)
+                    raise BundleError(f"{bundle.weights_path} cannot be read ({reason})") from error
+            staging.copy(arena.address("rope"), table)
+            staging.copy(arena.address("state"), np.frombuffer(bytes(state), np.uint8))
+
+    def _make_weights(self, kernels: Kernels, staging: Staging) -> None:
+        driver, target = self._driver, self._arena.address("weights")
+        self._log.info("loading", message="random weights are made up on the device", bytes=self._image.nbytes)
+        fills = random_fills(self._bundle, self._image, target, driver.info.multiprocessors)
+        kernels.prepare(fills)
+        for fill in fills:
+            function = kernels.functions[fill.kernel]
+            driver.launch(function, fill.grid, fill.threads, fill.shared_bytes, self._stream, fill.params, False)
+        for name, values in random_vectors(self._bundle).items():
+            staging.copy(target + (self._image.offset(name) or 0), values)
+
+    def _report(self, done: int, of_all: int) -> None:
+        self._log.info("loading", weights=f"{done / 1e9:.2f} of {of_all / 1e9:.2f} GB")
+
+    def _capture(self, kernels: Kernels, places: Places, exit_stack: ExitStack) -> None:
+        """One graph per number of tokens, and one that only fills the cache."""
+        multiprocessors = self._driver.info.multiprocessors
+        rounds = Rounds(self.sizes, places, multiprocessors)
+        forward: Forward = FusedForward(self.sizes, places, multiprocessors)
+
+        def captured(tokens: int, is_prefill: bool) -> int:
+            opening = rounds.opening(tokens)
+            closing = rounds.prefill_closing() if is_prefill else rounds.closing(tokens)
+            kernels.prepare([*opening, *forward.launches(tokens), *closing])
+
+            def record(recorder: Recorder) -> None:
+                for launch in opening:
+                    recorder.launch(launch)
+                forward.capture(recorder, tokens)
+                for launch in closing:
+                    recorder.launch(launch)
+
+            executable = capture_graph(self._driver, self._stream, kernels.functions, record)
+            exit_stack.callback(self._driver.destroy_executable, executable)
+            return executable
+
+        self._graphs = {tokens: captured(tokens, is_prefill=False) for tokens in TREE_SIZES}
+        self._prefill = captured(TREE_TOKENS, is_prefill=True)
+        self._driver.synchronize(self._stream)
