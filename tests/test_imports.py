@@ -27,6 +27,7 @@ PYTHON_LAYERS = {
     "metrics": 3,
     "streams": 3,
     "admission": 4,
+    "gpu": 4,
     "link": 4,
     "client": 5,
     "control": 5,
@@ -37,6 +38,7 @@ PYTHON_LAYERS = {
     "cli": 8,
 }
 NATIVE_LAYERS = {"base": 0, "sync": 1, "kv": 2, "exec": 3, "spec": 3, "engine": 4, "io": 5, "module": 6}
+SHARED_WITH_KERNELS = "kernels/params.h"
 TRAINING_ONLY = {"torch", "transformers"}
 
 
@@ -110,13 +112,15 @@ NATIVE_FILES = sorted(
 
 @pytest.mark.parametrize("path", NATIVE_FILES, ids=lambda p: str(p.relative_to(ROOT / "ull/native")))
 def test_native_includes_point_down(path: Path) -> None:
-    room = path.relative_to(ROOT / "ull/native").parts[0].removesuffix(".cpp")
+    room = path.relative_to(ROOT / "ull/native").parts[0]
     text = path.read_text()
     for include in re.findall(r'#include "([^"]+)"', text):
         other = include.split("/")[0]
         if other in NATIVE_LAYERS and "/" in include:
             assert NATIVE_LAYERS[other] <= NATIVE_LAYERS[room], f"{path.name} includes {include}, a higher layer"
+        if "kernels" in include.split("/")[:-1]:
+            assert include == SHARED_WITH_KERNELS, f"{path.name} includes {include}: of the kernels only the parameters"
     system = set(re.findall(r"#include <([^>]+)>", text))
     if room != "module":
-        assert not [name for name in system if name.startswith(("Python", "nanobind"))], "Python only in module.cpp"
+        assert not [name for name in system if name.startswith(("Python", "nanobind"))], "Python only in module/"
     assert not [name for name in system if "cuda" in name.lower()], "no CUDA header in native/"

@@ -1,4 +1,4 @@
-"""The native core of ull: what ull/native/module.cpp binds."""
+"""The native core of ull: what ull/native/module/ binds."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal

@@ -1,0 +1,186 @@
+// The engine, the scripted executor and what stands alone around them.
+#include <map>
+
+#include "base/notify.h"
+#include "engine/detokenizer.h"
+#include "engine/engine.h"
+#include "engine/scripted_executor.h"
+#include "module/bindings.h"
+
+namespace ull::module {
+namespace {
+
+std::span<const uint8_t> view(const nb::bytes& bytes) {
+  return {reinterpret_cast<const uint8_t*>(bytes.c_str()), bytes.size()};
+}
+
+// A prompt: int32 array, or its bytes in native order.
+std::span<const int32_t> token_view(const nb::object& tokens) {
+  if (nb::isinstance<nb::bytes>(tokens)) {
+    const auto bytes = nb::cast<nb::bytes>(tokens);
+    if (bytes.size() % sizeof(int32_t) != 0) throw InvalidRequest("token_ids", "the bytes are not whole int32s");
+    return {reinterpret_cast<const int32_t*>(bytes.c_str()), bytes.size() / sizeof(int32_t)};
+  }
+  using Tokens = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+  Tokens array;
+  if (!nb::try_cast(tokens, array, /* convert= */ false)) {
+    throw InvalidRequest("token_ids", "must be bytes or a 1-D int32 array");
+  }
+  return {array.data(), array.size()};
+}
+
+// Reads params[key], or returns `fallback` if it is absent.
+template <typename T>
+T parameter(const nb::dict& params, const char* key, T fallback) {
+  if (!params.contains(key)) return fallback;
+  try {
+    return nb::cast<T>(params[key]);
+  } catch (const nb::cast_error&) {
+    throw InvalidRequest(key, "has the wrong type or is out of range");
+  }
+}
+
+uint64_t submit(Engine& engine, const nb::bytes& identity, uint64_t request_id, const nb::object& tokens,
+                const nb::dict& params) {
+  Submission submission;
+  submission.identity = view(identity);
+  submission.id = request_id;
+  submission.tokens = token_view(tokens);
+  submission.max_tokens = parameter(params, "max_tokens", 256);
+  Sampling& sampling = submission.sampling;
+  sampling.temperature = parameter(params, "temperature", 0.0F);
+  sampling.top_k = parameter(params, "top_k", 0);
+  sampling.top_p = parameter(params, "top_p", 1.0F);
+  sampling.min_p = parameter(params, "min_p", 0.0F);
+  sampling.seed = parameter(params, "seed", uint64_t{0});
+  sampling.top_logprobs = parameter(params, "logprobs", -1);
+  std::vector<LogitBias> bias;
+  for (const auto& [token, value] : parameter(params, "logit_bias", std::map<int32_t, float>{})) {
+    bias.push_back({token, value});
+  }
+  sampling.bias = bias.data();
+  sampling.bias_count = static_cast<int32_t>(bias.size());
+  if (params.contains("speculate") && !params["speculate"].is_none()) {
+    const auto name = parameter(params, "speculate", std::string());
+    submission.speculation = parse_speculation(name);
+    if (!submission.speculation) throw InvalidRequest("speculate", "\"" + name + "\" is no drafter");
+  }
+  submission.max_tree = parameter(params, "max_tree", 0);
+  for (const nb::bytes& stop : parameter(params, "stop", std::vector<nb::bytes>{})) {
+    submission.stops.emplace_back(stop.c_str(), stop.size());
+  }
+  submission.stop_ids = parameter(params, "stop_ids", std::vector<int32_t>{});
+  submission.deadline_ns = parameter(params, "deadline_ns", int64_t{0});
+  submission.received_ns = parameter(params, "received_ns", int64_t{0});
+  submission.admitted_ns = parameter(params, "admitted_ns", int64_t{0});
+  return engine.submit(submission);
+}
+
+nb::dict engine_stats(const Engine& engine) {
+  const EngineStats stats = engine.stats();
+  nb::dict out = to_dict(stats.named());
+  out["finished"] = to_dict(stats.finished());
+  out["by_drafter"] = to_dict(stats.by_drafter());
+  nb::list accepted;
+  for (const uint64_t rounds : stats.counters.accepted_by_depth) accepted.append(rounds);
+  out["accepted_by_depth"] = accepted;
+  out["round_ns"] = to_dict(engine.round_ns().named());
+  return out;
+}
+
+nb::dict engine_info(const Engine& engine) {
+  nb::dict out = executor_info(engine.executor_info());
+  out["context"] = engine.context();
+  out["max_prompt"] = engine.max_prompt();
+  return out;
+}
+
+void bind_engine_errors(nb::module_& m) {
+  nb::exception<QueueFull>(m, "QueueFull", PyExc_RuntimeError);
+  nb::exception<EngineClosed>(m, "EngineClosed", PyExc_RuntimeError);
+  // InvalidRequest(ValueError) with an attribute `field`.
+  const nb::object invalid = nb::steal(PyErr_NewException("ull._native.InvalidRequest", PyExc_ValueError, nullptr));
+  m.attr("InvalidRequest") = invalid;
+  nb::register_exception_translator(
+      [](const std::exception_ptr& pointer, void* type) {
+        try {
+          std::rethrow_exception(pointer);
+        } catch (const InvalidRequest& error) {
+          const nb::handle handle(static_cast<PyObject*>(type));
+          nb::object value = handle(error.what());
+          value.attr("field") = error.field;
+          PyErr_SetObject(handle.ptr(), value.ptr());
+        }
+      },
+      invalid.ptr());
+}
+
+}  // namespace
+
+void bind_engine(nb::module_& m) {
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  bind_engine_errors(m);
+
+  nb::class_<ScriptedExecutor, Executor>(
+      m, "ScriptedExecutor",
+      "An executor without a model: the token at position p is tokens[p % len(tokens)], or with from_past a hash of "
+      "every token before p, read back through the page table. Times in nanoseconds; fail_step and hang_step count "
+      "prefill chunks and rounds from 0 (-1: never).")
+      .def(
+          "__init__",
+          [](ScriptedExecutor* self, std::vector<int32_t> tokens, bool from_past, int tokens_per_round, int vocabulary,
+             int context, int pages, int prefill_chunk, int64_t round_ns, int64_t prefill_token_ns, bool blocking,
+             int64_t fail_step, int64_t hang_step, bool ignore_abort) {
+            new (self) ScriptedExecutor({std::move(tokens), from_past, tokens_per_round, vocabulary, context, pages,
+                                         prefill_chunk, round_ns, prefill_token_ns, blocking, fail_step, hang_step,
+                                         ignore_abort});
+          },
+          "tokens"_a, nb::kw_only(), "from_past"_a = false, "tokens_per_round"_a = 1, "vocabulary"_a = 32000,
+          "context"_a = 4096, "pages"_a = 128, "prefill_chunk"_a = 256, "round_ns"_a = 0, "prefill_token_ns"_a = 0,
+          "blocking"_a = false, "fail_step"_a = -1, "hang_step"_a = -1, "ignore_abort"_a = false)
+      .def_prop_ro("steps", &ScriptedExecutor::steps, "Steps started so far.");
+
+  nb::class_<Engine>(m, "Engine", "One executor, its request slots, and the engine and watchdog threads.")
+      .def(
+          "__init__",
+          [](Engine* self, Executor& executor, const std::string& vocab_path, int queue_depth, int core,
+             const std::string& idle, int64_t watchdog_ms, int max_prompt, int max_sessions, bool prefix_cache,
+             int64_t slow_cycle_us) {
+            const EngineOptions options{queue_depth, core,         parse_idle_mode(idle), watchdog_ms,
+                                        max_prompt,  max_sessions, prefix_cache,          slow_cycle_us};
+            const nb::gil_scoped_release unlocked;
+            new (self) Engine(executor, vocab_path, options);
+          },
+          "executor"_a, "vocab_path"_a, nb::kw_only(), "queue_depth"_a = 64, "core"_a = -1, "idle"_a = "adaptive",
+          "watchdog_ms"_a = 2000, "max_prompt"_a = 0, "max_sessions"_a = 16, "prefix_cache"_a = true,
+          "slow_cycle_us"_a = 10'000, nb::keep_alive<1, 2>())
+      .def("warm_up", &Engine::warm_up, Unlocked(), "Runs a prefill chunk and a few rounds; before start().")
+      .def("start", &Engine::start, Unlocked())
+      .def("stop", &Engine::stop, Unlocked(), "Ends every request, then the threads. Idempotent.")
+      .def("submit", &submit, "identity"_a, "request_id"_a, "tokens"_a, "params"_a,
+           "Queues a request (everything is copied) and returns a handle. Raises InvalidRequest (a ValueError with "
+           "the attribute `field`), QueueFull or EngineClosed. Only one thread may submit and cancel.")
+      .def(
+          "cancel",
+          [](Engine& engine, const nb::bytes& identity, uint64_t request_id) {
+            return engine.cancel(view(identity), request_id);
+          },
+          "identity"_a, "request_id"_a, "True if that client has such a request and it had not ended.")
+      .def("drain", &Engine::drain, "Refuses new requests; those accepted run to their end.")
+      .def("drained", &Engine::drained, "True once the end of every accepted request has reached the io PAIR.")
+      .def("stats", &engine_stats)
+      .def("health", &Engine::health, "'ok', 'stalled' or 'failed'.")
+      .def_prop_ro("info", &engine_info);
+
+  nb::class_<Detokenizer>(m, "Detokenizer", "Token ids to text, incrementally, cut at the first stop string.")
+      .def(nb::init<const std::string&, const std::vector<std::string>&>(), "vocab_path"_a,
+           "stop"_a = std::vector<std::string>{})
+      .def("feed", &Detokenizer::feed, "tokens"_a, "Text that these tokens finish.")
+      .def("finish", &Detokenizer::finish, "Text held back, once no token follows.")
+      .def_prop_ro("stopped", &Detokenizer::stopped, "True once a stop string is complete.");
+
+  m.def("notify", &notify_service_manager, "state"_a,
+        "Sends a state (such as READY=1) to systemd's notification socket; False if there is none.");
+}
+
+}  // namespace ull::module

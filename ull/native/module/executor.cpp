@@ -1,0 +1,46 @@
+#include "module/bindings.h"
+
+namespace ull::module {
+
+nb::dict executor_info(const ExecutorInfo& info) {
+  nb::dict out;
+  out["executor"] = info.name;
+  out["vocabulary"] = info.vocabulary;
+  out["page_count"] = info.page_count;
+  out["prefill_chunk"] = info.prefill_chunk;
+  out["weight_bytes"] = info.weight_bytes;
+  out["kv_bytes"] = info.kv_bytes;
+  nb::list drafters;
+  nb::dict draft_ns;
+  nb::dict verify_ns;
+  for (int i = 0; i < kSpeculations; ++i) {
+    const char* name = speculation_name(static_cast<Speculation>(i));
+    if (info.drafters[i]) drafters.append(name);
+    if (info.draft_ns[i] > 0) draft_ns[name] = info.draft_ns[i];
+  }
+  for (int i = 0; i < kCostSizes; ++i) {
+    if (info.verify_ns[i] > 0) verify_ns[nb::cast(std::to_string(kCostTokens[i]))] = info.verify_ns[i];
+  }
+  out["drafters"] = drafters;
+  out["default_drafter"] = speculation_name(info.default_drafter);
+  out["default_max_tree"] = info.default_max_tree;
+  out["draft_ns"] = draft_ns;
+  out["verify_ns"] = verify_ns;
+  return out;
+}
+
+Speculation speculation_named(const std::string& name) {
+  const std::optional<Speculation> speculation = parse_speculation(name);
+  if (!speculation) throw std::invalid_argument("speculate: \"" + name + "\" is no drafter");
+  return *speculation;
+}
+
+void bind_executor(nb::module_& m) {
+  nb::class_<Executor>(m, "Executor",
+                       "What runs the maths of an engine: a CpuExecutor, GraphExecutor or ScriptedExecutor.")
+      .def_prop_ro("name", [](const Executor& executor) { return executor.info().name; })
+      .def_prop_ro("weight_bytes", [](const Executor& executor) { return executor.info().weight_bytes; })
+      .def_prop_ro("kv_bytes", [](const Executor& executor) { return executor.info().kv_bytes; });
+}
+
+}  // namespace ull::module

@@ -1,0 +1,10 @@
+// The Python module ull._native: bindings only, no logic.
+#include "module/bindings.h"
+
+NB_MODULE(_native, m) {
+  m.doc() = "The native core of ull.";
+  ull::module::bind_executor(m);
+  ull::module::bind_exec(m);
+  ull::module::bind_engine(m);
+  ull::module::bind_io(m);
+}
