@@ -27,6 +27,11 @@ class Executor:
     def weight_bytes(self) -> int: ...
     @property
     def kv_bytes(self) -> int: ...
+    @property
+    def failure(self) -> str | None: ...
+    @property
+    def restart_helps(self) -> bool: ...
+    def settle(self) -> None: ...
 
 class CpuExecutor(Executor):
     def __init__(
@@ -73,6 +78,11 @@ class SpeculationRig:
     @property
     def info(self) -> dict[str, Any]: ...
 
+class GraphExecutor(Executor):
+    def __init__(
+        self, program: dict[str, Any], *, watchdog_ms: int = 2000, drafter: Drafter = "none", max_tree: int = 64
+    ) -> None: ...
+
 class ScriptedExecutor(Executor):
     def __init__(
         self,
@@ -90,6 +100,8 @@ class ScriptedExecutor(Executor):
         fail_step: int = -1,
         hang_step: int = -1,
         ignore_abort: bool = False,
+        failure: str = "",
+        restart_helps: bool = False,
     ) -> None: ...
     @property
     def steps(self) -> int: ...
