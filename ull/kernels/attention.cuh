@@ -179,6 +179,7 @@ struct Attention {
         multiply_page_values(sums.sum[tile], rows, Shared::kProbabilityRow, values, unit);
       }
       int unit = plan.base > step.start ? (plan.base - step.start) / kValueUnit : 0;
+#pragma unroll 1
       for (; unit < kValueUnits && step.start + unit * kValueUnit <= plan.last; ++unit) {
         if (unit % kTileUnits == 0) rescale(sums.sum[tile], row_corrections, unit / kTileUnits);
         multiply_path_values<kTile>(sums.sum[tile], rows, values, plan, share.row + step.row + 16 * tile, unit,
@@ -210,11 +211,13 @@ struct Attention {
     prepare_paths<kTile>(*params.round, plan);
     prepare_heads<kTile>(params, plan, share, share.end_split * kSplitTokens > plan.base);
     arch::block_barrier();
+#pragma unroll 1
     for (int split = share.first_split; split < share.end_split; ++split) {
       const bool more = split + 1 < share.end_split;
       if (more) pages = load_pages(split + 1);
       Step step{split, split * kSplitTokens, 0, share.rows};
       if (plan.in_pages(step.start + arch::warp() * kHalf, kHalf)) prepare(keys);
+#pragma unroll 1
       for (; step.row < step.rows; step.row += Shared::kStepRows) {
         const bool last_rows = step.row + Shared::kStepRows >= step.rows;
         ScoreFragment<kTiles> scores{};
@@ -249,15 +252,12 @@ ULL_DEVICE void attend(const AttentionParams& params) {
   const int kv_head = arch::block_y();
   const unsigned char* pool = static_cast<const unsigned char*>(params.page_pool) + params.layer_offset +
                               static_cast<int64_t>(kv_head) * kKvHeadBytes;
-  for (int share_number = arch::block_x(); share_number < plan.parts * plan.lanes; share_number += arch::grid_x()) {
-    const int lane = plan.parts == 1 ? share_number : share_number / plan.parts;
-    if (lane >= plan.busy_lanes) return;
-    const AttentionShare share = make_share(plan, kv_head, share_number - lane * plan.parts, lane);
-    const float key_scale = kKvBits == 8 ? params.kv_scale[kv_head] : 1.0F;
-    const Attention<kTile> block{params, plan, share, pool, key_scale};
-    block.run(share.first_split == guess ? guessed : block.load_pages(share.first_split));
-    arch::block_barrier();
-  }
+  const int lane = plan.parts == 1 ? arch::block_x() : arch::block_x() / plan.parts;
+  if (lane >= plan.busy_lanes) return;
+  const AttentionShare share = make_share(plan, kv_head, arch::block_x() - lane * plan.parts, lane);
+  const float key_scale = kKvBits == 8 ? params.kv_scale[kv_head] : 1.0F;
+  const Attention<kTile> block{params, plan, share, pool, key_scale};
+  block.run(share.first_split == guess ? guessed : block.load_pages(share.first_split));
 }
 
 }  // namespace ull::gpu

@@ -93,6 +93,7 @@ ULL_DEVICE void prepare_heads(const AttentionParams& params, const AttentionPlan
   unsigned char* shared = arch::shared_memory();
   const int part = arch::thread() % kHeadLanes;
   const int heads = share.rows + (with_tree ? 2 * plan.count : 0);
+#pragma unroll 1
   for (int first = 0; first < heads; first += kAttentionThreads / kHeadLanes) {
     const int head = first + arch::thread() / kHeadLanes;
     const bool active = head < heads && part < kHeadParts;
@@ -131,11 +132,13 @@ ULL_DEVICE void prepare_paths(const Round& round, const AttentionPlan& plan) {
   using Shared = AttentionShared<kTile>;
   unsigned char* shared = arch::shared_memory();
   auto* depths = reinterpret_cast<int32_t*>(shared + Shared::kDepth);
+#pragma unroll 1
   for (int node = arch::thread(); node < Shared::kDepths; node += kAttentionThreads) {
     depths[node] = node < plan.count ? round.depths[node] : -1;
   }
   constexpr int kWords = kTreeTokens / 4;
   auto* words = reinterpret_cast<uint32_t*>(shared + Shared::kPath);
+#pragma unroll 1
   for (int i = arch::thread(); i < plan.count * kWords; i += kAttentionThreads) {
     words[i] = reinterpret_cast<const uint32_t*>(round.path[i / kWords])[i % kWords];
   }

@@ -167,6 +167,7 @@ ULL_DEVICE MergedQuad merge_splits(const AttentionParams& params, const Attentio
   constexpr MergedQuad kNothing{{kNoMaximum, 0.0F}, {}};
   MergedQuad total = kNothing;
   MergedQuad span = kNothing;
+#pragma unroll 1
   for (int split = plan.first_split; split < plan.end_split;) {
     arch::Vector4 outputs[kMergeBatch];
     arch::Vector4 statistics[kMergeBatch];  // of this row and its neighbour
@@ -200,6 +201,7 @@ ULL_DEVICE MergedQuad merge_splits(const AttentionParams& params, const Attentio
 
 ULL_DEVICE void merge_part(const AttentionParams& params, const AttentionPlan& plan, const AttentionShare& share) {
   constexpr int kQuads = kHeadDim / 4;
+#pragma unroll 1
   for (int i = arch::thread(); i < share.rows * kQuads; i += kAttentionThreads) {
     const int row = share.row + i / kQuads;
     const int dim = i % kQuads * 4;

@@ -112,11 +112,13 @@ ULL_DEVICE void multiply_path_values(float (&sum)[kValueTiles][4], const unsigne
   const int first = row / kGroup;
   const int last_row = row + 15 < plan.rows ? row + 15 : plan.rows - 1;
   uint32_t pending = (2U << (last_row / kGroup - first)) - 1U;  // nodes of the m-tile
+#pragma unroll 1
   for (int end = last_row / kGroup; end >= first; --end) {
     if ((pending >> (end - first) & 1U) == 0) continue;
     const unsigned char* path = shared + Shared::kPath + end * kTreeTokens;
     const int depth = depths[end];
     uint32_t members = 0;  // of the path to `end`
+#pragma unroll 1
     for (int node = first; node <= end; ++node) {
       if (depths[node] <= depth && path[depths[node]] == node) members |= 1U << (node - first);
     }
