@@ -61,7 +61,7 @@ class Tree:
     paths: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.depths, self.paths = [0], [[0]]
+        self.depths, self.paths = [0] * min(len(self.parents), 1), [[0]] * min(len(self.parents), 1)
         for node, parent in enumerate(self.parents[1:], 1):
             self.depths.append(self.depths[parent] + 1)
             self.paths.append([*self.paths[parent], node])
@@ -125,15 +125,14 @@ class Cache:
     ) -> Array:
         """Attention of the nodes, whose rows of qkv are `rows`; then the commit of the nodes `accept` (all)."""
         count = len(rows)
-        tree = tree or Tree.chain(count)
+        tree = Tree.chain(count) if tree is None else tree
         self.sequence += 1
         state = self._state(count, base, tree, list(range(count)) if accept is None else accept)
         qkv = aligned((TREE_TOKENS, self.shape.width), np.float32)
         qkv[:count] = rows
         output = aligned((TREE_TOKENS, self.shape.heads * self.shape.head_dim), np.float16)
-        self._attend(state, qkv, output, tile or tile_of(count))
-        if accept is None or len(accept) > 0:
-            self._commit(state)
+        self._attend(state, qkv, output, tile or tile_of(max(count, 1)))
+        self._commit(state)
         assert np.isnan(output[count:]).all()
         return output[:count].copy()
 
@@ -208,6 +207,43 @@ class Cache:
             predecessor_writes=[state, self.tree[0], self.tree[1]],
         )
         assert not self.commit_counter.any()
+
+    def fill(self, rows: Array) -> None:
+        """Puts a chain's tokens into the pages of layer `layer` as the reference rounds them."""
+        _, keys, values = self.heads_of(rows, range(len(rows)))
+        if self.shape.kv_bits == 8:
+            keys, values = keys / self.scale[0][None, :, None], values / self.scale[1][None, :, None]
+        for start in range(0, len(rows), PAGE_TOKENS):
+            page = self.pool[self.table[start // PAGE_TOKENS], self.layer]
+            part = slice(start, start + PAGE_TOKENS)
+            count = len(rows[part])
+            for which, (heads, order) in enumerate(((keys[part], (1, 0, 2)), (values[part], (1, 2, 0)))):
+                stored = page[which].reshape(self.shape.kv_heads, *self._page_shape(which))
+                block = heads.transpose(order).astype(np.float32).astype(self.shape.stored)
+                if which == 0:
+                    stored[:, :count] = block
+                else:
+                    stored[:, :, :count] = block
+
+    def _page_shape(self, which: int) -> tuple[int, int]:
+        shape = (PAGE_TOKENS, self.shape.head_dim)
+        return shape if which == 0 else shape[::-1]
+
+    def stored_tokens(self, pool: Array) -> tuple[Array, Array]:
+        """Bytes of keys and values: [page * 64 + slot][layer][kv_head][head_dim in bytes]."""
+        shape = self.shape
+        pages = pool.view(np.uint8).reshape(
+            -1, shape.layers, 2, shape.kv_heads, PAGE_TOKENS * shape.head_dim, shape.kv_bits // 8
+        )
+        keys = pages[:, :, 0].reshape(-1, shape.layers, shape.kv_heads, PAGE_TOKENS, shape.head_dim, shape.kv_bits // 8)
+        values = pages[:, :, 1].reshape(
+            -1, shape.layers, shape.kv_heads, shape.head_dim, PAGE_TOKENS, shape.kv_bits // 8
+        )
+        flat = (-1, shape.layers, shape.kv_heads, shape.head_dim * shape.kv_bits // 8)
+        return keys.transpose(0, 3, 1, 2, 4, 5).reshape(flat), values.transpose(0, 4, 1, 2, 3, 5).reshape(flat)
+
+    def snapshot(self) -> bytes:
+        return self.pool.tobytes() + self.counters.tobytes() + self.commit_counter.tobytes()
 
     def end_ns(self) -> int:
         """The end of the last round, as its result block reports it."""

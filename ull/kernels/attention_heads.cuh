@@ -72,16 +72,19 @@ ULL_DEVICE void store_query(unsigned char* row, const HeadPart& x, int part) {
   }
 }
 
-// A key or value: as f16 of what is stored into `row`, as stored into `tree` if it is not null.
-ULL_DEVICE void store_tree(unsigned char* row, unsigned char* tree, const HeadPart& x, int part, float inverse_scale) {
+// A key or value: as stored into `tree` if it is not null, as f16 of that into `row`. NaN becomes 0 in `row` if `finite`:
+// a value is also multiplied with probabilities 0 of the node's ancestors, which must not notice. (A node whose value
+// is NaN has NaN for a score as well.)
+ULL_DEVICE void store_tree(unsigned char* row, unsigned char* tree, const HeadPart& x, int part, float inverse_scale,
+                           bool finite) {
   for (int half = 0; half < 2; ++half) {
     float v[4];
     for (int i = 0; i < 4; ++i) v[i] = (half == 0 ? x.low[i] : x.high[i]) * inverse_scale;
-    const StoredQuad stored = to_stored(v);
-    *reinterpret_cast<arch::Vector2*>(row + half * kHeadDim + 8 * part) = to_f16(stored);
     if (tree != nullptr) {
-      *reinterpret_cast<StoredQuad*>(tree + (half * kHeadDim / 2 + 4 * part) * kKvBytes) = stored;
+      *reinterpret_cast<StoredQuad*>(tree + (half * kHeadDim / 2 + 4 * part) * kKvBytes) = to_stored(v);
     }
+    for (float& value : v) value = finite && value != value ? 0.0F : value;
+    *reinterpret_cast<arch::Vector2*>(row + half * kHeadDim + 8 * part) = to_f16(to_stored(v));
   }
 }
 
@@ -122,7 +125,7 @@ ULL_DEVICE void prepare_heads(const AttentionParams& params, const AttentionPlan
     unsigned char* tree = static_cast<unsigned char*>(is_value ? params.tree_values : params.tree_keys) +
                           (share.kv_head * kTreeTokens + node) * kHeadDim * kKvBytes;
     store_tree(shared + (is_value ? Shared::kTreeValue : Shared::kTreeKey) + node * Shared::kHeadRow,
-               share.part == 0 ? tree : nullptr, x, part, inverse_scale);
+               share.part == 0 ? tree : nullptr, x, part, inverse_scale, is_value);
   }
 }
 

@@ -128,7 +128,7 @@ ULL_DEVICE AttentionPlan make_plan(const Round& round, int window) {
   while (shift < Shared::kPartShift && (((plan.rows - 1) >> shift) + 1) * splits > arch::grid_x()) ++shift;
   plan.part_rows = 1 << shift;
   plan.parts = ((plan.rows - 1) >> shift) + 1;
-  plan.lanes = plan.parts == 1 ? arch::grid_x() : arch::grid_x() / plan.parts;  // the grid has room for all parts
+  plan.lanes = plan.parts <= 1 ? arch::grid_x() : arch::grid_x() / plan.parts;  // the grid has room for all parts
   plan.per_lane = splits <= plan.lanes ? 1 : (splits - 1) / plan.lanes + 1;
   plan.busy_lanes = plan.per_lane == 1 ? splits : (splits - 1) / plan.per_lane + 1;
   return plan;

@@ -3,8 +3,7 @@
 //
 // A unit is what one 16-byte load of each lane covers: 32 positions of bf16, 64 of e4m3. Up to `base` all nodes share
 // the values of the pages. From the unit of `base` on every node has values of its own; nodes of one m-tile that lie on
-// one path are multiplied together, and the others' probabilities are 0 in that product: it leaves their sums as they
-// are.
+// one path are multiplied together, and the other nodes' rows of that product are dropped.
 #pragma once
 
 #include <cstdint>
@@ -124,17 +123,16 @@ ULL_DEVICE void multiply_path_values(float (&sum)[kValueTiles][4], const unsigne
     }
     members &= pending;
     pending &= ~members;
-    const uint32_t low_mask = row + g <= last_row && (members >> ((row + g) / kGroup - first) & 1U) ? ~0U : 0U;
-    const uint32_t high_mask = row + g + 8 <= last_row && (members >> ((row + g + 8) / kGroup - first) & 1U) ? ~0U : 0U;
+    const bool is_member[2] = {row + g <= last_row && (members >> ((row + g) / kGroup - first) & 1U) != 0,
+                               row + g + 8 <= last_row && (members >> ((row + g + 8) / kGroup - first) & 1U) != 0};
+    float own[kValueTiles][4];
+#pragma unroll
+    for (int i = 0; i < 4 * kValueTiles; ++i) own[i / 4][i % 4] = sum[i / 4][i % 4];
 #pragma unroll
     for (int m = 0; m < kKvProducts; m += 2) {
       const unsigned char* at = probabilities + row_offset(kKvProducts, unit, t, m);
-      arch::Vector4 low = arch::load_shared(at);
-      arch::Vector4 high = arch::load_shared(at + 8 * Shared::kProbabilityRow);
-      for (int i = 0; i < 4; ++i) {
-        low.word[i] &= low_mask;
-        high.word[i] &= high_mask;
-      }
+      const arch::Vector4 low = arch::load_shared(at);
+      const arch::Vector4 high = arch::load_shared(at + 8 * Shared::kProbabilityRow);
 #pragma unroll
       for (int product = m; product < m + 2; ++product) {
         uint32_t a[4];
@@ -142,8 +140,12 @@ ULL_DEVICE void multiply_path_values(float (&sum)[kValueTiles][4], const unsigne
         uint32_t b[kValueTiles][2];
         gather_values<kTile>(b, values, product, unit_position + 4 * kKvProducts * t + 4 * product - plan.base, path, depth);
 #pragma unroll
-        for (int n = 0; n < kValueTiles; ++n) arch::mma(sum[n], a, b[n]);
+        for (int n = 0; n < kValueTiles; ++n) arch::mma(own[n], a, b[n]);
       }
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * kValueTiles; ++i) {
+      if (is_member[i % 4 / 2]) sum[i / 4][i % 4] = own[i / 4][i % 4];
     }
   }
 }
