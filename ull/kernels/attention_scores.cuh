@@ -202,8 +202,8 @@ ULL_DEVICE float store_probabilities(const float (&score)[4][4], int r, float ma
     p[i] = exp_lanes<ScalarMath>(score[i / 2][2 * r + i % 2] - maximum);
     sum += p[i];
   }
-  arch::store_shared(to, {{arch::f32x2_to_f16x2(p[0], p[1]), arch::f32x2_to_f16x2(p[2], p[3]),
-                           arch::f32x2_to_f16x2(p[4], p[5]), arch::f32x2_to_f16x2(p[6], p[7])}});
+  arch::store_shared(to, {{arch::f32x2_to_f16x2_in_range(p[0], p[1]), arch::f32x2_to_f16x2_in_range(p[2], p[3]),
+                           arch::f32x2_to_f16x2_in_range(p[4], p[5]), arch::f32x2_to_f16x2_in_range(p[6], p[7])}});
   sum += arch::shuffle_xor(sum, 1);
   sum += arch::shuffle_xor(sum, 2);
   return sum;

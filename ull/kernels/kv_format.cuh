@@ -37,9 +37,9 @@ ULL_DEVICE StoredQuad to_stored(const float (&value)[4]) {
   return stored;
 }
 
-// Two bf16 -> two f16, to nearest even.
+// Two stored bf16 -> two f16, to nearest even.
 ULL_DEVICE uint32_t bf16x2_to_f16x2(uint32_t pair) {
-  return arch::f32x2_to_f16x2(arch::bits_float(pair << 16), arch::bits_float(pair & 0xFFFF0000U));
+  return arch::f32x2_to_f16x2_in_range(arch::bits_float(pair << 16), arch::bits_float(pair & 0xFFFF0000U));
 }
 
 ULL_DEVICE arch::Vector2 to_f16(const StoredQuad& stored) {
