@@ -88,6 +88,12 @@ ULL_DEVICE uint32_t f32x2_to_f16x2(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
   return result;
 }
+// The same for numbers that are known to be in range, an instruction less for each bound.
+ULL_DEVICE uint32_t f32x2_to_f16x2_in_range(float low, float high) {
+  uint32_t result;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
 ULL_DEVICE float f16_to_f32(uint16_t value) {
   float result;
   asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value));

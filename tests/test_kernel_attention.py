@@ -1,0 +1,235 @@
+"""Attention and KV commit against a float64 reference, and against themselves: bits never depend on how a token came to
+be computed."""
+
+import numpy as np
+import pytest
+
+from attention_rig import Array, Cache, Shape, Tree, filled, text
+from emulation import KernelError
+from ull.gpu.launches import attention
+
+TINY = Shape()
+SHAPES = {
+    "tiny": TINY,
+    "tiny-e4m3": Shape(kv_bits=8),
+    "one query head per kv head": Shape(heads=2),
+    "seven query heads, norms": Shape(heads=7, kv_heads=1, head_dim=64, qk_norm=True),
+    "64, e4m3": Shape(head_dim=64, kv_bits=8),
+    "96, e4m3": Shape(head_dim=96, kv_bits=8),
+    "128": Shape(heads=4, kv_heads=1, head_dim=128),
+    "128, e4m3, norms": Shape(heads=8, kv_heads=1, head_dim=128, qk_norm=True, kv_bits=8),
+}
+ROWS = 300
+BORDERS = (0, 1, 63, 64, 65, 191, 255, 256, 257, 290)
+
+# A tree whose longest path is 0, 2, 5, 6, 9, 10, with siblings around and between its nodes.
+BRANCHING = Tree([0, 0, 0, 1, 1, 2, 5, 5, 3, 6, 9, 9, 10])
+PATH = (0, 2, 5, 6, 9, 10)
+
+
+@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
+def shape(request: pytest.FixtureRequest) -> Shape:
+    return request.param
+
+
+def stepwise(cache: Cache, rows: Array, base: int) -> Array:
+    return np.concatenate([cache.round(rows[i : i + 1], base + i) for i in range(len(rows))])
+
+
+def branching_rows(shape: Shape, path_rows: Array) -> Array:
+    """qkv of BRANCHING's nodes: those of PATH are given, the others tell something else."""
+    rows = text(shape, len(BRANCHING.parents), seed=99)
+    rows[list(PATH)] = path_rows
+    return rows
+
+
+def test_matches_the_reference(shape: Shape) -> None:
+    rows = text(shape, ROWS)
+    cache = filled(Cache(shape), rows[: ROWS - 9])
+    output = cache.round(rows[ROWS - 9 :], ROWS - 9)
+    for i in range(9):
+        np.testing.assert_allclose(output[i], cache.reference(rows[: ROWS - 8 + i]), atol=6e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("base", BORDERS)
+def test_a_token_is_the_same_alone_in_a_chain_and_in_a_tree(shape: Shape, base: int) -> None:
+    rows = text(shape, base + len(PATH))
+    start = filled(Cache(shape), rows[:base])
+    alone = stepwise(start.copy(), rows[base:], base)
+    np.testing.assert_allclose(alone[0], start.reference(rows[: base + 1]), atol=6e-3, rtol=2e-3)
+    for tile in (8, 16, 32, 64):
+        assert np.array_equal(alone, start.copy().round(rows[base:], base, tile=tile)), tile
+    tree = start.copy()
+    output = tree.round(branching_rows(shape, rows[base:]), base, BRANCHING, accept=PATH)
+    assert np.array_equal(alone, output[list(PATH)])
+    # What the tree left in the pages is what decoding would have left.
+    following = text(shape, 1, seed=7)
+    chain = start.copy()
+    chain.round(rows[base:], base)
+    assert np.array_equal(chain.round(following, base + 6), tree.round(following, base + 6))
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8])
+@pytest.mark.parametrize("count", [1, 3, 17, 33, 64])
+def test_chunks_of_any_size_give_the_same(count: int, kv_bits: int) -> None:
+    shape = Shape(kv_bits=kv_bits)
+    rows = text(shape, 150)
+    whole = Cache(shape)
+    expected = np.concatenate([whole.round(rows[i : i + 64], i) for i in range(0, 150, 64)])
+    cache = Cache(shape)
+    output = np.concatenate([cache.round(rows[i : i + count], i) for i in range(0, 150, count)])
+    assert np.array_equal(expected, output)
+
+
+@pytest.mark.parametrize("base", [60, 250, 1300])
+def test_a_wide_tree(base: int) -> None:
+    """64 nodes at random: each is what decoding its path gives."""
+    shape = Shape(kv_bits=16)
+    rng = np.random.default_rng(base)
+    tree = Tree([0, *(int(rng.integers(max(0, i - 9), i)) for i in range(1, 64))])
+    rows = text(shape, base)
+    nodes = text(shape, 64, seed=3)
+    start = Cache(shape, context=2048)
+    start.fill(rows)
+    output = start.copy().round(nodes, base, tree, accept=())
+    for node in (0, 1, 31, 62, 63, int(np.argmax(tree.depths))):
+        path = nodes[tree.paths[node]]
+        assert np.array_equal(output[node], start.copy().round(path, base)[-1]), node
+        np.testing.assert_allclose(output[node], start.reference(np.concatenate([rows, path])), atol=6e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8])
+@pytest.mark.parametrize("base", [200, 1000, 2047, 5000])
+def test_the_grid_does_not_matter(base: int, kv_bits: int) -> None:
+    """From one block for everything to more blocks than there is work; spans of splits merged here and there."""
+    shape = Shape(heads=4, kv_heads=1, kv_bits=kv_bits)
+    start = Cache(shape, context=5120)
+    rows = text(shape, base + 20)
+    start.fill(rows[:base])
+    expected = start.copy().round(rows[base:], base)
+    np.testing.assert_allclose(expected[-1], start.reference(rows), atol=6e-3, rtol=2e-3)
+    for blocks in (1, 2, 3, 5, 7, 16, 30, 200):
+        assert np.array_equal(expected, start.copy(blocks=blocks).round(rows[base:], base)), blocks
+        assert np.array_equal(expected[:1], start.copy(blocks=blocks).round(rows[base : base + 1], base)), blocks
+
+
+def test_pages_may_lie_anywhere(shape: Shape) -> None:
+    rows = text(shape, ROWS)
+    start = filled(Cache(shape), rows[:290])
+    expected = start.copy().round(rows[290:], 290)
+    for table in ([7, 6, 5, 4, 3, 2, 1, 0], [4, 11, 2, 9, 0, 14, 12, 1]):
+        assert np.array_equal(expected, start.copy(table=table).round(rows[290:], 290))
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 100, 256, 257])
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_a_sliding_window(window: int, kv_bits: int) -> None:
+    shape = Shape(kv_bits=kv_bits)
+    for base in (5, 63, 256, 330, 700):
+        rows = text(shape, base + len(PATH))
+        start = Cache(shape, context=1024, window=window)
+        start.fill(rows[:base])
+        alone = stepwise(start.copy(), rows[base:], base)
+        np.testing.assert_allclose(alone[-1], start.reference(rows), atol=6e-3, rtol=2e-3)
+        assert np.array_equal(alone, start.copy(blocks=1).round(rows[base:], base))
+        tree = start.copy().round(branching_rows(shape, rows[base:]), base, BRANCHING, accept=())
+        assert np.array_equal(alone, tree[list(PATH)])
+
+
+def test_pages_before_the_window_are_not_read() -> None:
+    rows = text(TINY, 400)
+    start = Cache(TINY, window=100)
+    start.fill(rows[:390])
+    expected = start.copy().round(rows[390:], 390)
+    lost = start.copy()
+    lost.pool[lost.table[:4]] = np.nan
+    assert np.array_equal(expected, lost.round(rows[390:], 390))
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_a_node_that_is_not_a_number_harms_only_its_descendants(kv_bits: int) -> None:
+    shape = Shape(kv_bits=kv_bits)
+    rows = text(shape, 266)
+    start = filled(Cache(shape), rows[:260])
+    nodes = branching_rows(shape, rows[260:])
+    expected = start.copy().round(nodes, 260, BRANCHING, accept=())
+    bad = [node for node, path in enumerate(BRANCHING.paths) if 1 in path or 7 in path]
+    nodes[[1, 7]] = np.nan
+    output = start.copy().round(nodes, 260, BRANCHING, accept=())
+    good = [node for node in range(len(nodes)) if node not in bad]
+    assert set(PATH) <= set(good)
+    assert np.array_equal(expected[good], output[good])
+    assert np.isnan(output[bad]).all()
+
+
+def test_large_numbers_saturate(shape: Shape) -> None:
+    rows = text(shape, 70) * 1e7
+    cache = filled(Cache(shape), rows[:64])
+    assert np.isfinite(cache.round(rows[64:], 64).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_thread_order_does_not_matter(shape: Shape, seed: int) -> None:
+    rows = text(shape, 261 + len(PATH))
+    start = filled(Cache(shape), rows[:261])
+    nodes = branching_rows(shape, rows[261:])
+    expected = start.copy(seed=0).round(nodes, 261, BRANCHING, accept=PATH)
+    assert np.array_equal(expected, start.copy(seed=seed + 1).round(nodes, 261, BRANCHING, accept=PATH))
+
+
+def test_an_empty_round_does_nothing() -> None:
+    rows = text(TINY, 70)
+    cache = filled(Cache(TINY), rows[:65])
+    before = cache.snapshot()
+    assert cache.end_ns() > 0
+    cache.round(rows[:0], 65, Tree([]))
+    assert cache.snapshot() == before
+    assert cache.end_ns() > 0  # of this round, in a slot of its own
+    cache.round(rows[65:], 65, accept=())
+    assert cache.snapshot() == before
+
+
+def test_a_commit_changes_nothing_else(shape: Shape) -> None:
+    rows = text(shape, 62 + len(PATH))
+    cache = filled(Cache(shape), rows[:62])
+    before = cache.pool.copy()
+    cache.round(branching_rows(shape, rows[62:]), 62, BRANCHING, accept=PATH[:4])
+    committed = np.zeros(before.shape[0] * 64, bool)
+    committed[[int(cache.table[p // 64]) * 64 + p % 64 for p in range(62, 66)]] = True
+    keys, values = cache.stored_tokens(cache.pool)
+    keys_before, values_before = cache.stored_tokens(before)
+    assert np.array_equal(keys[~committed], keys_before[~committed])
+    assert np.array_equal(values[~committed], values_before[~committed])
+    for index, node in enumerate(PATH[:4]):
+        slot = int(cache.table[(62 + index) // 64]) * 64 + (62 + index) % 64
+        for stored, tree in ((keys, cache.tree[0]), (values, cache.tree[1])):
+            assert np.array_equal(stored[slot], tree.view(np.uint8).reshape(*tree.shape[:3], -1)[:, :, node])
+    following = text(shape, 1, seed=7)
+    expected = cache.reference(np.concatenate([rows[:66], following]))
+    np.testing.assert_allclose(cache.round(following, 66)[0], expected, atol=6e-3, rtol=2e-3)
+
+
+def test_the_geometry_is_what_the_kernel_uses(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = text(shape, 300)
+    cache = Cache(shape)
+    cache.fill(rows[:290])
+    exact = attention._shared_bytes
+
+    def short(*arguments: int) -> int:
+        return exact(*arguments) - 16
+
+    monkeypatch.setattr(attention, "_shared_bytes", short)
+    for count in (1, 10):
+        for tile in (16, 64):
+            with pytest.raises(KernelError):
+                cache.round(rows[290 : 290 + count], 290, tile=tile)
+
+
+@pytest.mark.parametrize("kv_heads,group", [(8, 4), (8, 8), (1, 8), (8, 1), (1, 128)])
+def test_the_grid_has_room_for_all_rows(kv_heads: int, group: int) -> None:
+    for tile in (8, 16, 32, 64):
+        (x, y), _, shared = attention.attention(kv_heads * group, kv_heads, 128, 16, 32768, tile, 132)
+        assert y == kv_heads and x * 64 >= tile * group
+        assert x * y <= max(132, tile * group * kv_heads // 64) and shared <= 227 * 1024
+    (x, _), _, _ = attention.attention(kv_heads, kv_heads, 128, 16, 256, 8, 132)
+    assert x == 1  # no more blocks than work

@@ -1,0 +1,84 @@
+"""Geometry of attention (`ull/kernels/attention_plan.cuh`) and of the KV commit, and the scratch that they share.
+
+The results do not depend on the grid: the blocks of a kv head divide rows and positions among themselves by what a
+round turns out to need.
+"""
+
+from __future__ import annotations
+
+from ull.gpu.params import PAGE_TOKENS, SPLIT_TOKENS, TREE_TOKENS
+
+Geometry = tuple[tuple[int, int], int, int]  # grid, threads, bytes of shared memory
+
+THREADS = 256
+COMMIT_THREADS = 128
+_M_TILE = 16  # rows of a tensor core product
+_MOST_PART_ROWS = 64  # rows of a block
+
+
+def attention(
+    heads: int, kv_heads: int, head_dim: int, kv_bits: int, context: int, tile: int, multiprocessors: int
+) -> Geometry:
+    """`ull_attention_{tile}`: one wave of blocks, at least as many per kv head as its rows need."""
+    rows = tile * (heads // kv_heads)
+    useful = splits(context) * _parts(rows, _M_TILE)
+    blocks = max(_parts(rows, _MOST_PART_ROWS), min(useful, multiprocessors // kv_heads))
+    return (blocks, kv_heads), THREADS, _shared_bytes(rows, head_dim, kv_bits, tile)
+
+
+def commit(kv_heads: int, layers: int) -> Geometry:
+    """`ull_commit`: a block per kv head and layer."""
+    return (kv_heads, layers), COMMIT_THREADS, 0
+
+
+def splits(context: int) -> int:
+    """Most splits of positions: `AttentionParams.splits`."""
+    return _parts(context, SPLIT_TOKENS)
+
+
+def table_pages(context: int) -> int:
+    """Entries of the page table on the device: it is read by whole splits."""
+    return splits(context) * (SPLIT_TOKENS // PAGE_TOKENS)
+
+
+def partial_bytes(heads: int, head_dim: int, context: int) -> int:
+    """`AttentionParams.partial`: what splits yield before they are merged; one buffer serves all layers."""
+    return 4 * heads * splits(context) * TREE_TOKENS * (head_dim + 2)
+
+
+def counter_count(heads: int) -> int:
+    """`AttentionParams.counters` of 32 bits; zero before the first launch, and left so by each."""
+    return heads * TREE_TOKENS // _M_TILE
+
+
+def tree_bytes(kv_heads: int, head_dim: int, kv_bits: int) -> int:
+    """One layer's `tree_keys`, and as much for its `tree_values`."""
+    return kv_heads * TREE_TOKENS * head_dim * kv_bits // 8
+
+
+def _parts(size: int, part: int) -> int:
+    return -(-size // part)
+
+
+def _row_bytes(elements: int, products: int) -> int:
+    """`padded_row_bytes` of kv_format.cuh."""
+    wanted = 64 if products == 2 else 16
+    return _parts(2 * elements - wanted, 128) * 128 + wanted
+
+
+def _shared_bytes(rows: int, head_dim: int, kv_bits: int, tile: int) -> int:
+    """`AttentionShared` of attention_plan.cuh."""
+    products = 32 // kv_bits
+    part_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    step_rows = min(part_rows, 32)
+    head_row = _row_bytes(head_dim, 2 if head_dim % 64 != 0 else products)
+    tree_scores = 4 * (tile + (8 if tile % 16 == 0 else 0))
+    row_statistics = 8 * 4 + 8 * 4 + 4 * 4 + 4  # maxima and sums of 8 halves, corrections of 4 tiles, maximum
+    return (
+        (part_rows + 2 * tile) * head_row
+        + step_rows * (_row_bytes(SPLIT_TOKENS, products) + tree_scores + row_statistics)
+        + part_rows * (2 * 8 + 4 * head_dim)
+        + tile * TREE_TOKENS
+        + 4 * (tile + 16)
+        + 16
+    )

@@ -1,0 +1,12 @@
+// Attention over the pages and the round's own tree, and the write of the round's keys and values: see attention.cuh.
+// One variant for each tile of tokens. Grid: x = blocks that share rows and positions, y = kv heads.
+#include "attention.cuh"
+
+namespace ull::gpu {
+
+ULL_KERNEL(ull_attention_8, AttentionParams, kAttentionThreads, 1) { attend<8>(params); }
+ULL_KERNEL(ull_attention_16, AttentionParams, kAttentionThreads, 1) { attend<16>(params); }
+ULL_KERNEL(ull_attention_32, AttentionParams, kAttentionThreads, 1) { attend<32>(params); }
+ULL_KERNEL(ull_attention_64, AttentionParams, kAttentionThreads, 1) { attend<64>(params); }
+
+}  // namespace ull::gpu

@@ -1,0 +1,263 @@
+// Attention of a round: every node over the pages and its own path. See attention_plan.cuh for who does what,
+// attention_heads.cuh for the round's own queries, keys and values, and attention_{scores,values,merge}.cuh for the
+// steps of a split. A split's keys and values are loaded into registers while the one before is worked on.
+//
+// Nothing waits for another block: the blocks whose splits reach `base` compute the round's keys and values themselves.
+#pragma once
+
+#include <cstdint>
+
+#include "arch.cuh"
+#include "attention_heads.cuh"
+#include "attention_merge.cuh"
+#include "attention_plan.cuh"
+#include "attention_scores.cuh"
+#include "attention_values.cuh"
+#include "kv_format.cuh"
+#include "model.cuh"
+
+namespace ull::gpu {
+
+// A constant index for the compiler's sake: registers have no addresses.
+ULL_DEVICE uint32_t word_of(const arch::Vector4& v, int index) {
+  const uint32_t low = index % 2 == 0 ? v.word[0] : v.word[1];
+  const uint32_t high = index % 2 == 0 ? v.word[2] : v.word[3];
+  return index < 2 ? low : high;
+}
+
+// What one block does.
+template <int kTile>
+struct Attention {
+  using Shared = AttentionShared<kTile>;
+  static constexpr int kTiles = Shared::kStepTiles;
+
+  const AttentionParams& params;
+  const AttentionPlan& plan;
+  const AttentionShare& share;
+  const unsigned char* pool;  // keys of this layer and kv head in page 0
+  float key_scale;
+
+  // Rows [row, rows) of the block's, up to kStepRows, in a split.
+  struct Step {
+    int split;
+    int start;  // the split's first position
+    int row;
+    int rows;
+
+    // Whether there are rows in the upper or lower half of an m-tile.
+    ULL_DEVICE bool has(int tile, int half) const { return row + 16 * tile + 8 * half < rows; }
+  };
+
+  ULL_DEVICE const unsigned char* page_keys(uint32_t page) const {
+    return pool + static_cast<int64_t>(page) * params.page_bytes;
+  }
+  ULL_DEVICE const unsigned char* page_values(uint32_t page) const { return page_keys(page) + kKvLayerBytes / 2; }
+  ULL_DEVICE arch::Vector4 load_pages(int split) const {
+    return arch::load_global(params.pages + split * kSplitTiles);
+  }
+
+  // pages: the split's four.
+  ULL_DEVICE void load_split_keys(KeyFragment& keys, int split, const arch::Vector4& pages) const {
+    if (!plan.in_pages(split * kSplitTokens + arch::warp() * kHalf, kHalf)) return;
+    load_keys(keys, page_keys(word_of(pages, arch::warp() / 2)), arch::warp() % 2);
+  }
+
+  ULL_DEVICE void load_split_values(ValueFragment& values, int split, const arch::Vector4& pages) const {
+    if (arch::warp() >= kValueWarps) return;
+    const int start = split * kSplitTokens;
+#pragma unroll
+    for (int unit = 0; unit < kValueUnits; ++unit) {
+      if (!plan.all_in_pages(start + unit * kValueUnit, kValueUnit)) continue;
+      const unsigned char* from = page_values(pages.word[unit / kTileUnits]);
+#pragma unroll
+      for (int n = 0; n < kValueTiles; ++n) values.loaded[n][unit] = load_value(from, n, unit % kTileUnits);
+    }
+    const int border = plan.base / kValueUnit - split * kValueUnits;
+    if (border < 0 || border >= kValueUnits || plan.base % kValueUnit == 0) return;
+    const unsigned char* from = page_values(word_of(pages, border / kTileUnits));
+#pragma unroll
+    for (int n = 0; n < kValueTiles; ++n) values.border[n] = load_value(from, n, border % kTileUnits);
+  }
+
+  ULL_DEVICE void prepare_values(ValueFragment& values, int start) const {
+#pragma unroll
+    for (int unit = 0; unit < kValueUnits; ++unit) {
+      if (!plan.all_in_pages(start + unit * kValueUnit, kValueUnit)) continue;
+#pragma unroll
+      for (int n = 0; n < kValueTiles; ++n) prepare(values.loaded[n][unit]);
+    }
+    if (start + kSplitTokens <= plan.base) return;
+#pragma unroll
+    for (int n = 0; n < kValueTiles; ++n) prepare(values.border[n]);
+  }
+
+  // Scores of the warp's 32 positions with the keys in pages, and of all nodes with each other.
+  ULL_DEVICE void multiply(ScoreFragment<kTiles>& scores, const KeyFragment& keys, const Step& step) const {
+    const int g = arch::lane() / 4;
+    const unsigned char* query = arch::shared_memory() + Shared::kQuery + (step.row + g) * Shared::kHeadRow;
+    unsigned char* tree_scores = arch::shared_memory() + Shared::kTreeScore + g * Shared::kTreeScoreRow;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      if (!step.has(tile, 0)) continue;
+      const unsigned char* rows = query + 16 * tile * Shared::kHeadRow;
+      if (plan.in_pages(step.start + arch::warp() * kHalf, kHalf)) {
+        multiply_keys(scores.score[tile], rows, Shared::kHeadRow, keys, key_scale);
+      }
+      if (step.start + kSplitTokens > plan.base && 8 * arch::warp() < plan.count) {
+        multiply_tree_keys<kTile>(rows, arch::warp(), key_scale, tree_scores + 16 * tile * Shared::kTreeScoreRow);
+      }
+    }
+  }
+
+  // Chooses and masks each row's scores, and leaves their maxima in shared memory.
+  ULL_DEVICE void choose(ScoreFragment<kTiles>& scores, const Step& step) const {
+    const int g = arch::lane() / 4;
+    const int t = arch::lane() % 4;
+    const bool reaches_tree = step.start + kSplitTokens > plan.base;
+    const bool leaves_window = params.window > 0 && step.start <= plan.last - params.window;
+    const unsigned char* tree_scores = arch::shared_memory() + Shared::kTreeScore + g * Shared::kTreeScoreRow;
+    auto* maxima = reinterpret_cast<float*>(arch::shared_memory() + Shared::kMaximum);
+    if (reaches_tree) arch::block_barrier();
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      if (!step.has(tile, 0)) continue;
+      if (reaches_tree || leaves_window) {
+        choose_scores<kTile>(scores.score[tile], plan, share.row + step.row + 16 * tile + g,
+                             step.start + arch::warp() * kHalf + 8 * t, params.window,
+                             tree_scores + 16 * tile * Shared::kTreeScoreRow);
+      }
+      float maximum[2];
+      row_maxima(maximum, scores.score[tile]);
+      if (t != 0) continue;
+      maxima[(16 * tile + g) * kAttentionWarps + arch::warp()] = maximum[0];
+      maxima[(16 * tile + g + 8) * kAttentionWarps + arch::warp()] = maximum[1];
+    }
+  }
+
+  // Probabilities, their sums and the corrections of the running maximum, into shared memory.
+  ULL_DEVICE void weigh(const ScoreFragment<kTiles>& scores, const Step& step) const {
+    unsigned char* shared = arch::shared_memory();
+    const int t = arch::lane() % 4;
+    const int warp = arch::warp();
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) {
+      if (!step.has(i / 2, i % 2)) continue;
+      const int row = 8 * i + arch::lane() / 4;
+      const RunningMaximum maximum = running_maximum(shared + Shared::kMaximum + row * 4 * kAttentionWarps);
+      const float sum = store_probabilities(
+          scores.score[i / 2], i % 2, maximum.now,
+          shared + Shared::kProbability + row * Shared::kProbabilityRow + 2 * kHalf * warp + 16 * t);
+      if (t != 0) continue;
+      reinterpret_cast<float*>(shared + Shared::kSum)[row * kAttentionWarps + warp] = sum;
+      if (warp % 2 == 0) {
+        reinterpret_cast<float*>(shared + Shared::kCorrection)[row * kSplitTiles + warp / 2] =
+            exp_lanes<ScalarMath>(maximum.before - maximum.now);
+      }
+      if (warp == kAttentionWarps - 1) reinterpret_cast<float*>(shared + Shared::kSplitMaximum)[row] = maximum.now;
+    }
+  }
+
+  // Weighted sums of the values, of the warp's dimensions.
+  ULL_DEVICE void sum_values(SumFragment<kTiles>& sums, const ValueFragment& values, const Step& step) const {
+    const int g = arch::lane() / 4;
+    const unsigned char* probabilities = arch::shared_memory() + Shared::kProbability + g * Shared::kProbabilityRow;
+    const unsigned char* corrections = arch::shared_memory() + Shared::kCorrection + g * 4 * kSplitTiles;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      if (!step.has(tile, 0)) continue;
+#pragma unroll
+      for (auto& sum : sums.sum[tile]) {
+#pragma unroll
+        for (float& s : sum) s = 0.0F;
+      }
+      const unsigned char* rows = probabilities + 16 * tile * Shared::kProbabilityRow;
+      const unsigned char* row_corrections = corrections + 16 * tile * 4 * kSplitTiles;
+#pragma unroll
+      for (int unit = 0; unit < kValueUnits; ++unit) {
+        if (!plan.all_in_pages(step.start + unit * kValueUnit, kValueUnit)) continue;
+        if (unit % kTileUnits == 0) rescale(sums.sum[tile], row_corrections, unit / kTileUnits);
+        multiply_page_values(sums.sum[tile], rows, Shared::kProbabilityRow, values, unit);
+      }
+      int unit = plan.base > step.start ? (plan.base - step.start) / kValueUnit : 0;
+#pragma unroll 1
+      for (; unit < kValueUnits && step.start + unit * kValueUnit <= plan.last; ++unit) {
+        if (unit % kTileUnits == 0) rescale(sums.sum[tile], row_corrections, unit / kTileUnits);
+        multiply_path_values<kTile>(sums.sum[tile], rows, values, plan, share.row + step.row + 16 * tile, unit,
+                                    step.start + unit * kValueUnit);
+      }
+    }
+  }
+
+  ULL_DEVICE void take(const SumFragment<kTiles>& sums, const Step& step) const {
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) {
+      const int step_row = 8 * i + arch::lane() / 4;
+      if (step.row + step_row >= step.rows) continue;
+      Floats<kLaneDims> own;
+#pragma unroll
+      for (int d = 0; d < kLaneDims; ++d) {
+        own.value[d] = sums.sum[i / 2][d % kValueTiles][2 * (i % 2) + d / kValueTiles];
+      }
+      take_row<kTile>(params, plan, share, step.split, step.row + step_row, step_row, own);
+    }
+  }
+
+  // pages: of the first split.
+  ULL_DEVICE void run(arch::Vector4 pages) const {
+    KeyFragment keys{};
+    ValueFragment values{};
+    load_split_keys(keys, share.first_split, pages);
+    load_split_values(values, share.first_split, pages);
+    prepare_paths<kTile>(*params.round, plan);
+    prepare_heads<kTile>(params, plan, share, share.end_split * kSplitTokens > plan.base);
+    arch::block_barrier();
+#pragma unroll 1
+    for (int split = share.first_split; split < share.end_split; ++split) {
+      const bool more = split + 1 < share.end_split;
+      if (more) pages = load_pages(split + 1);
+      Step step{split, split * kSplitTokens, 0, share.rows};
+      if (plan.in_pages(step.start + arch::warp() * kHalf, kHalf)) prepare(keys);
+#pragma unroll 1
+      for (; step.row < step.rows; step.row += Shared::kStepRows) {
+        const bool last_rows = step.row + Shared::kStepRows >= step.rows;
+        ScoreFragment<kTiles> scores{};
+        multiply(scores, keys, step);
+        if (more && last_rows) load_split_keys(keys, split + 1, pages);
+        choose(scores, step);
+        arch::block_barrier();
+        weigh(scores, step);
+        arch::block_barrier();
+        if (arch::warp() >= kValueWarps) continue;
+        if (step.row == 0) prepare_values(values, step.start);
+        SumFragment<kTiles> sums;
+        sum_values(sums, values, step);
+        if (more && last_rows) load_split_values(values, split + 1, pages);
+        take(sums, step);
+      }
+    }
+    if (plan.splits() == 1) return;
+    if (is_last_lane<kTile>(params, plan, share)) merge_part(params, plan, share);
+  }
+};
+
+template <int kTile>
+ULL_DEVICE void attend(const AttentionParams& params) {
+  arch::release_dependents();
+  arch::wait_for_predecessor();
+  // Most blocks begin with the split of their own number: asking for its pages at once saves a trip to memory.
+  const int guess = arch::block_x() < params.splits ? arch::block_x() : 0;
+  const arch::Vector4 guessed = arch::load_global(params.pages + guess * kSplitTiles);
+  const AttentionPlan plan = make_plan<kTile>(*params.round, params.window);
+  if (plan.count == 0) return;
+  const int kv_head = arch::block_y();
+  const unsigned char* pool = static_cast<const unsigned char*>(params.page_pool) + params.layer_offset +
+                              static_cast<int64_t>(kv_head) * kKvHeadBytes;
+  const int lane = plan.parts == 1 ? arch::block_x() : arch::block_x() / plan.parts;
+  if (lane >= plan.busy_lanes) return;
+  const AttentionShare share = make_share(plan, kv_head, arch::block_x() - lane * plan.parts, lane);
+  const float key_scale = kKvBits == 8 ? params.kv_scale[kv_head] : 1.0F;
+  const Attention<kTile> block{params, plan, share, pool, key_scale};
+  block.run(share.first_split == guess ? guessed : block.load_pages(share.first_split));
+}
+
+}  // namespace ull::gpu

@@ -1,0 +1,150 @@
+// The round's own heads: QK norm, rotary embedding and conversion of the queries, keys and values that a block needs,
+// into shared memory; and from one block of each kv head into the tree scratch.
+#pragma once
+
+#include <cstdint>
+
+#include "arch.cuh"
+#include "attention_plan.cuh"
+#include "kv_format.cuh"
+#include "model.cuh"
+
+namespace ull::gpu {
+
+// Lane `part` of a head holds elements 4 part .. 4 part + 3 of its first half and of its second, which the rotary
+// embedding pairs with them.
+inline constexpr int kHeadParts = kHeadDim / 8;
+inline constexpr int kHeadLanes = kHeadParts <= 4 ? 4 : kHeadParts <= 8 ? 8 : 16;
+static_assert(kHeadParts <= 16);
+
+struct HeadPart {
+  float low[4];
+  float high[4];
+};
+
+ULL_DEVICE void load_floats(float (&to)[4], const float* from) {
+  const arch::Vector4 loaded = arch::load_global(from);
+  for (int i = 0; i < 4; ++i) to[i] = arch::bits_float(loaded.word[i]);
+}
+
+ULL_DEVICE HeadPart load_head(const float* head, int part) {
+  HeadPart x;
+  load_floats(x.low, head + 4 * part);
+  load_floats(x.high, head + kHeadDim / 2 + 4 * part);
+  return x;
+}
+
+// RMS norm over the head. All lanes of the warp take part.
+ULL_DEVICE void normalize_head(HeadPart& x, const float* weight, int part) {
+  float sum = 0.0F;
+  for (const float value : x.low) sum = ::fmaf(value, value, sum);
+  for (const float value : x.high) sum = ::fmaf(value, value, sum);
+  for (int mask = kHeadLanes / 2; mask > 0; mask /= 2) sum += arch::shuffle_xor(sum, mask);
+  if (weight == nullptr) return;
+  const float inverse = arch::reciprocal_sqrt(::fmaf(sum, 1.0F / kHeadDim, kRmsEpsilon));
+  const HeadPart w = load_head(weight, part);
+  for (int i = 0; i < 4; ++i) {
+    x.low[i] = x.low[i] * inverse * w.low[i];
+    x.high[i] = x.high[i] * inverse * w.high[i];
+  }
+}
+
+// rope: [head_dim / 2] cos, sin of the position.
+ULL_DEVICE void rotate_head(HeadPart& x, const float* rope, int part) {
+  float turn[2][4];
+  load_floats(turn[0], rope + 8 * part);
+  load_floats(turn[1], rope + 8 * part + 4);
+  for (int i = 0; i < 4; ++i) {
+    const float cosine = turn[i / 2][i % 2 * 2];
+    const float sine = turn[i / 2][i % 2 * 2 + 1];
+    const float low = ::fmaf(x.low[i], cosine, -(x.high[i] * sine));
+    x.high[i] = ::fmaf(x.high[i], cosine, x.low[i] * sine);
+    x.low[i] = low;
+  }
+}
+
+ULL_DEVICE void store_query(unsigned char* row, const HeadPart& x, int part) {
+  constexpr float kScale = kHeadDim == 128 ? 0.08838834764F : kHeadDim == 96 ? 0.1020620726F : kHeadDim == 64 ? 0.125F : 0.1767766953F;
+  for (int half = 0; half < 2; ++half) {
+    const float(&v)[4] = half == 0 ? x.low : x.high;
+    auto* to = reinterpret_cast<arch::Vector2*>(row + half * kHeadDim + 8 * part);
+    *to = {{arch::f32x2_to_f16x2(v[0] * kScale, v[1] * kScale), arch::f32x2_to_f16x2(v[2] * kScale, v[3] * kScale)}};
+  }
+}
+
+// A key or value: as stored into `tree` if it is not null, as f16 of that into `row`. NaN becomes 0 in `row` if `finite`:
+// a value is also multiplied with probabilities 0 of the node's ancestors, which must not notice. (A node whose value
+// is NaN has NaN for a score as well.)
+ULL_DEVICE void store_tree(unsigned char* row, unsigned char* tree, const HeadPart& x, int part, float inverse_scale,
+                           bool finite) {
+  for (int half = 0; half < 2; ++half) {
+    float v[4];
+    for (int i = 0; i < 4; ++i) v[i] = (half == 0 ? x.low[i] : x.high[i]) * inverse_scale;
+    if (tree != nullptr) {
+      *reinterpret_cast<StoredQuad*>(tree + (half * kHeadDim / 2 + 4 * part) * kKvBytes) = to_stored(v);
+    }
+    for (float& value : v) value = finite && value != value ? 0.0F : value;
+    *reinterpret_cast<arch::Vector2*>(row + half * kHeadDim + 8 * part) = to_f16(to_stored(v));
+  }
+}
+
+// Queries of the block's rows; with_tree: also keys and values of all nodes, which part 0 publishes.
+template <int kTile>
+ULL_DEVICE void prepare_heads(const AttentionParams& params, const AttentionPlan& plan, const AttentionShare& share,
+                              bool with_tree) {
+  using Shared = AttentionShared<kTile>;
+  unsigned char* shared = arch::shared_memory();
+  const int part = arch::thread() % kHeadLanes;
+  const int heads = share.rows + (with_tree ? 2 * plan.count : 0);
+#pragma unroll 1
+  for (int first = 0; first < heads; first += kAttentionThreads / kHeadLanes) {
+    const int head = first + arch::thread() / kHeadLanes;
+    const bool active = head < heads && part < kHeadParts;
+    const int own = head - share.rows;  // below 0: a query; then keys, then values
+    const bool is_value = own >= plan.count;
+    const int row = share.row + head;
+    const int node = own < 0 ? row / kGroup : is_value ? own - plan.count : own;
+    const int column = own < 0 ? share.kv_head * kGroup + row % kGroup
+                               : kHeads + share.kv_head + (is_value ? kKvHeads : 0);  // in heads
+    HeadPart x{};
+    if (active) x = load_head(params.qkv + static_cast<size_t>(node) * kQkvWidth + column * kHeadDim, part);
+    if constexpr (kQkNorm) {
+      normalize_head(x, !active || is_value ? nullptr : own < 0 ? params.q_norm : params.k_norm, part);
+    }
+    if (!active) continue;
+    if (!is_value) {
+      const int position = plan.base + params.round->depths[node];
+      rotate_head(x, params.rope + static_cast<size_t>(position) * kHeadDim, part);
+    }
+    if (own < 0) {
+      store_query(shared + Shared::kQuery + head * Shared::kHeadRow, x, part);
+      continue;
+    }
+    const float inverse_scale =
+        kKvBits == 8 ? arch::reciprocal(params.kv_scale[(is_value ? kKvHeads : 0) + share.kv_head]) : 1.0F;
+    unsigned char* tree = static_cast<unsigned char*>(is_value ? params.tree_values : params.tree_keys) +
+                          (share.kv_head * kTreeTokens + node) * kHeadDim * kKvBytes;
+    store_tree(shared + (is_value ? Shared::kTreeValue : Shared::kTreeKey) + node * Shared::kHeadRow,
+               share.part == 0 ? tree : nullptr, x, part, inverse_scale, is_value);
+  }
+}
+
+// Depths of the nodes (-1 beyond the last) and their paths.
+template <int kTile>
+ULL_DEVICE void prepare_paths(const Round& round, const AttentionPlan& plan) {
+  using Shared = AttentionShared<kTile>;
+  unsigned char* shared = arch::shared_memory();
+  auto* depths = reinterpret_cast<int32_t*>(shared + Shared::kDepth);
+#pragma unroll 1
+  for (int node = arch::thread(); node < Shared::kDepths; node += kAttentionThreads) {
+    depths[node] = node < plan.count ? round.depths[node] : -1;
+  }
+  constexpr int kWords = kTreeTokens / 4;
+  auto* words = reinterpret_cast<uint32_t*>(shared + Shared::kPath);
+#pragma unroll 1
+  for (int i = arch::thread(); i < plan.count * kWords; i += kAttentionThreads) {
+    words[i] = reinterpret_cast<const uint32_t*>(round.path[i / kWords])[i % kWords];
+  }
+}
+
+}  // namespace ull::gpu

@@ -1,0 +1,158 @@
+// Attention's division of labour: what a block holds in shared memory, and which rows and positions are its own.
+//
+// A row is one query head of one node; the rows of a kv head are row = node * group + head in the group. Positions are
+// taken in splits of 256, and what a split yields for a row (output, maximum, sum) does not depend on who computes it
+// with which other rows. Splits are merged in ascending order within spans of 8 splits, spans in ascending order too:
+// that order is fixed by position, so a block that walks through a whole span merges it on its own.
+#pragma once
+
+#include <cstdint>
+
+#include "arch.cuh"
+#include "kv_format.cuh"
+#include "model.cuh"
+
+namespace ull::gpu {
+
+inline constexpr int kAttentionThreads = 256;
+inline constexpr int kAttentionWarps = kAttentionThreads / 32;
+inline constexpr int kSpanSplits = 8;
+inline constexpr int kMostParts = kTreeTokens * kGroup / 16;  // of a kv head's rows, each with a counter
+inline constexpr int kHalf = kSplitTokens / kAttentionWarps;     // positions whose scores one warp computes
+inline constexpr int kSplitTiles = kSplitTokens / kPageTokens;  // tiles, the steps of the online softmax
+inline constexpr float kNoMaximum = -1e30F;                     // below every score, yet finite
+inline constexpr float kMaskedScore = -3e38F;                   // so far below even that, that its exp is 0
+
+static_assert(kHalf == 32 && kPageTokens == 64);
+static_assert(kHeadDim <= 128, "a lane holds the keys of 32 positions in registers");
+
+// Output dimensions: warp w owns kWarpDims of them, lane column g of its n-tile n is dimension w * kWarpDims + g *
+// kValueTiles + n.
+inline constexpr int kWarpDims = round_up(round_up(kHeadDim, kAttentionWarps) / kAttentionWarps, 8);
+inline constexpr int kValueTiles = kWarpDims / 8;
+inline constexpr int kValueWarps = kHeadDim / kWarpDims;
+static_assert(kHeadDim % kWarpDims == 0 && kValueTiles <= 2);
+
+// Shared memory of the variant for kTile tokens, in bytes from its start.
+template <int kTile>
+struct AttentionShared {
+  static constexpr int kPartShift = kTile * kGroup <= 16 ? 4 : kTile * kGroup <= 32 ? 5 : 6;
+  static constexpr int kPartRows = 1 << kPartShift;
+  static constexpr int kStepTiles = kPartRows > 16 ? 2 : 1;  // m-tiles of 16 rows that are under way together
+  static constexpr int kStepRows = 16 * kStepTiles;
+  static constexpr int kHeadRow = padded_row_bytes(kHeadDim, kKeyProducts);              // query, key, value
+  static constexpr int kProbabilityRow = padded_row_bytes(kSplitTokens, kKvProducts);
+  static constexpr int kTreeScoreRow = 4 * (kTile + (kTile % 16 == 0 ? 8 : 0));
+  static constexpr int kDepths = round_up(kTile + 16, 4);
+
+  static constexpr int kQuery = 0;                                        // [part rows][head row] f16
+  static constexpr int kTreeKey = kQuery + kPartRows * kHeadRow;          // [tile][head row] f16
+  static constexpr int kTreeValue = kTreeKey + kTile * kHeadRow;          // [tile][head row] f16
+  static constexpr int kProbability = kTreeValue + kTile * kHeadRow;      // [step rows][probability row] f16
+  static constexpr int kTreeScore = kProbability + kStepRows * kProbabilityRow;  // [step rows][tile] f32
+  static constexpr int kMaximum = kTreeScore + kStepRows * kTreeScoreRow;        // [step rows][8 halves] f32
+  static constexpr int kSum = kMaximum + kStepRows * 32;                         // [step rows][8 halves] f32
+  static constexpr int kCorrection = kSum + kStepRows * 32;   // [step rows][4 tiles] f32
+  static constexpr int kSplitMaximum = kCorrection + kStepRows * 16;  // [step rows] f32
+  static constexpr int kSpanStatistics = kSplitMaximum + kStepRows * 4;    // [2][part rows] maximum, sum
+  static constexpr int kSpanOutput = kSpanStatistics + 2 * kPartRows * 8;  // [part rows][head_dim] f32
+  static constexpr int kPath = kSpanOutput + kPartRows * kHeadDim * 4;     // [tile][64] nodes
+  static constexpr int kDepth = kPath + kTile * kTreeTokens;               // [depths] int32, -1 beyond the last node
+  static constexpr int kLast = kDepth + kDepths * 4;                       // 1: this block merges
+  static constexpr int kBytes = kLast + 16;
+};
+
+// What all blocks agree on.
+struct AttentionPlan {
+  int count;          // nodes
+  int base;           // position of node 0
+  int last;           // the deepest node's position
+  int first_visible;  // to any node
+  int first_split;
+  int end_split;
+  int rows;       // of a kv head
+  int part_rows;  // rows of a block
+  int parts;
+  int lanes;       // blocks that share the splits of a part
+  int per_lane;    // splits of a lane, one after another
+  int busy_lanes;  // lanes that have any
+
+  ULL_DEVICE int splits() const { return end_split - first_split; }
+  // Whether [position, position + size) has positions that are in the pages and seen by some node.
+  ULL_DEVICE bool in_pages(int position, int size) const { return position < base && position + size > first_visible; }
+  // Whether it has such and lies in the pages as a whole.
+  ULL_DEVICE bool all_in_pages(int position, int size) const {
+    return position + size <= base && position + size > first_visible;
+  }
+  // First split of the span of `split` that is looked at, and the last.
+  ULL_DEVICE int span_first(int split) const {
+    const int first = split / kSpanSplits * kSpanSplits;
+    return first < first_split ? first_split : first;
+  }
+  ULL_DEVICE int span_last(int split) const {
+    const int last_one = split / kSpanSplits * kSpanSplits + kSpanSplits - 1;
+    return last_one < end_split ? last_one : end_split - 1;
+  }
+  // Whether one lane has all splits of the span, and merges them.
+  ULL_DEVICE bool span_is_local(int split) const {
+    return (span_first(split) - first_split) / per_lane == (span_last(split) - first_split) / per_lane;
+  }
+};
+
+// Called by whole warps.
+template <int kTile>
+ULL_DEVICE AttentionPlan make_plan(const Round& round, int window) {
+  using Shared = AttentionShared<kTile>;
+  AttentionPlan plan;
+  plan.count = round.count;
+  plan.base = round.base;
+  int depth = 0;
+#pragma unroll
+  for (int first = 0; first < kTile; first += 32) {  // not up to count: that would be one load behind another
+    const int node = first + arch::lane();
+    const int own = kTile % 32 == 0 || node < kTile ? round.depths[node] : 0;
+    if (node < plan.count && own > depth) depth = own;
+  }
+  for (int mask = 16; mask > 0; mask /= 2) {
+    const int other = arch::shuffle_xor(depth, mask);
+    depth = depth < other ? other : depth;
+  }
+  plan.last = plan.base + depth;
+  plan.first_visible = window > 0 && plan.base >= window ? plan.base - window + 1 : 0;
+  plan.first_split = plan.first_visible / kSplitTokens;
+  plan.end_split = plan.last / kSplitTokens + 1;
+  plan.rows = plan.count * kGroup;
+  // Few rows a block as long as there are blocks for it; many when the splits alone keep all blocks busy.
+  const int splits = plan.splits();
+  int shift = 4;
+  while (shift < Shared::kPartShift && (((plan.rows - 1) >> shift) + 1) * splits > arch::grid_x()) ++shift;
+  plan.part_rows = 1 << shift;
+  plan.parts = ((plan.rows - 1) >> shift) + 1;
+  plan.lanes = plan.parts <= 1 ? arch::grid_x() : arch::grid_x() / plan.parts;  // the grid has room for all parts
+  plan.per_lane = splits <= plan.lanes ? 1 : (splits - 1) / plan.lanes + 1;
+  plan.busy_lanes = plan.per_lane == 1 ? splits : (splits - 1) / plan.per_lane + 1;
+  return plan;
+}
+
+// A block's share.
+struct AttentionShare {
+  int kv_head;
+  int part;
+  int row;   // the first of its rows
+  int rows;  // how many
+  int first_split;
+  int end_split;
+};
+
+ULL_DEVICE AttentionShare make_share(const AttentionPlan& plan, int kv_head, int part, int lane) {
+  AttentionShare share;
+  share.kv_head = kv_head;
+  share.part = part;
+  share.row = part * plan.part_rows;
+  share.rows = plan.rows - share.row < plan.part_rows ? plan.rows - share.row : plan.part_rows;
+  share.first_split = plan.first_split + lane * plan.per_lane;
+  share.end_split = share.first_split + plan.per_lane < plan.end_split ? share.first_split + plan.per_lane : plan.end_split;
+  return share;
+}
+
+}  // namespace ull::gpu

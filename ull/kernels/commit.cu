@@ -1,0 +1,75 @@
+// Copies keys and values of the accepted nodes from the tree scratch into the pages, and reports the end of the round.
+// Grid: x = kv heads, y = layers.
+#include <cstdint>
+
+#include "arch.cuh"
+#include "kv_format.cuh"
+#include "model.cuh"
+
+namespace ull::gpu {
+
+inline constexpr int kCommitThreads = 128;
+
+// Keys of one layer and kv head: rows of head_dim. scratch: [64][head_dim]; pool: page 0.
+ULL_DEVICE void commit_keys(const CommitParams& params, const unsigned char* scratch, unsigned char* pool) {
+  const Round& round = *params.round;
+  constexpr int kRowBytes = kHeadDim * kKvBytes;
+  constexpr int kVectors = kRowBytes / 16;
+  for (int i = arch::thread(); i < round.accepted_count * kVectors; i += kCommitThreads) {
+    const int position = round.base + i / kVectors;
+    const int node = round.accepted[i / kVectors];
+    unsigned char* row = pool + static_cast<int64_t>(params.pages[position / kPageTokens]) * params.page_bytes +
+                         position % kPageTokens * kRowBytes;
+    arch::store_global(row + i % kVectors * 16, arch::load_global(scratch + node * kRowBytes + i % kVectors * 16));
+  }
+}
+
+// Values: columns of [head_dim][64]. A thread takes 16 bytes of a node's row; neighbouring threads take neighbouring
+// positions, whose elements lie side by side.
+ULL_DEVICE void commit_values(const CommitParams& params, const unsigned char* scratch, unsigned char* pool) {
+  const Round& round = *params.round;
+  constexpr int kRowBytes = kHeadDim * kKvBytes;
+  constexpr int kElements = 16 / kKvBytes;
+  const int vectors = kRowBytes / 16 * round.accepted_count;
+  for (int i = arch::thread(); i < vectors; i += kCommitThreads) {
+    const int accepted = i % round.accepted_count;
+    const int dim = i / round.accepted_count * kElements;
+    const int position = round.base + accepted;
+    const arch::Vector4 loaded = arch::load_global(scratch + round.accepted[accepted] * kRowBytes + dim * kKvBytes);
+    unsigned char* column = pool + static_cast<int64_t>(params.pages[position / kPageTokens]) * params.page_bytes +
+                            position % kPageTokens * kKvBytes;
+#pragma unroll
+    for (int d = 0; d < kElements; ++d) {
+      unsigned char* to = column + (dim + d) * (kPageTokens * kKvBytes);
+      const uint32_t word = loaded.word[d * kKvBytes / 4] >> (d * kKvBits % 32);
+      if constexpr (kKvBits == 16) {
+        *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(word);
+      } else {
+        *to = static_cast<unsigned char>(word);
+      }
+    }
+  }
+}
+
+ULL_KERNEL(ull_commit, CommitParams, kCommitThreads, 4) {
+  arch::release_dependents();
+  arch::wait_for_predecessor();
+  const Round& round = *params.round;
+  if (round.count > 0 && round.accepted_count > 0) {
+    const int64_t scratch = (int64_t{arch::block_y()} * kKvHeads + arch::block_x()) * kKvHeadBytes;
+    unsigned char* pool = static_cast<unsigned char*>(params.page_pool) + arch::block_y() * kKvLayerBytes +
+                          int64_t{arch::block_x()} * kKvHeadBytes;
+    commit_keys(params, static_cast<const unsigned char*>(params.tree_keys) + scratch, pool);
+    commit_values(params, static_cast<const unsigned char*>(params.tree_values) + scratch, pool + kKvLayerBytes / 2);
+  }
+  arch::fence_device();
+  arch::block_barrier();
+  if (arch::thread() != 0) return;
+  const uint32_t blocks = static_cast<uint32_t>(arch::grid_x() * arch::grid_y());
+  if (arch::atomic_add(params.counters, 1U) != blocks - 1) return;
+  *params.counters = 0;
+  params.results[round.sequence % kRoundSlots].end_ns = arch::timer_ns();
+  arch::fence_system();
+}
+
+}  // namespace ull::gpu
