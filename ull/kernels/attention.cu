@@ -4,7 +4,7 @@
 
 namespace ull::gpu {
 
-ULL_KERNEL(ull_attention_8, AttentionParams, kAttentionThreads, 1) { attend<8>(params); }
+ULL_KERNEL(ull_attention_8, AttentionParams, kAttentionThreads, 2) { attend<8>(params); }
 ULL_KERNEL(ull_attention_16, AttentionParams, kAttentionThreads, 1) { attend<16>(params); }
 ULL_KERNEL(ull_attention_32, AttentionParams, kAttentionThreads, 1) { attend<32>(params); }
 ULL_KERNEL(ull_attention_64, AttentionParams, kAttentionThreads, 1) { attend<64>(params); }

@@ -1,6 +1,7 @@
 // Attention of a round: every node over the pages and its own path. See attention_plan.cuh for who does what,
 // attention_heads.cuh for the round's own queries, keys and values, and attention_{scores,values,merge}.cuh for the
-// steps of a split. A split's keys and values are loaded into registers while the one before is worked on.
+// steps of a split. While a split is worked on, the next one's keys are on their way into registers as soon as its own
+// have been used, and values likewise into shared memory.
 //
 // Nothing waits for another block: the blocks whose splits reach `base` compute the round's keys and values themselves.
 #pragma once
@@ -62,33 +63,18 @@ struct Attention {
     load_keys(keys, page_keys(word_of(pages, arch::warp() / 2)), arch::warp() % 2);
   }
 
-  ULL_DEVICE void load_split_values(ValueFragment& values, int split, const arch::Vector4& pages) const {
-    if (arch::warp() >= kValueWarps) return;
-    const int start = split * kSplitTokens;
-#pragma unroll
-    for (int unit = 0; unit < kValueUnits; ++unit) {
-      if (!plan.all_in_pages(start + unit * kValueUnit, kValueUnit)) continue;
-      const unsigned char* from = page_values(pages.word[unit / kTileUnits]);
-#pragma unroll
-      for (int n = 0; n < kValueTiles; ++n) values.loaded[n][unit] = load_value(from, n, unit % kTileUnits);
-    }
-    const int border = plan.base / kValueUnit - split * kValueUnits;
-    if (border < 0 || border >= kValueUnits || plan.base % kValueUnit == 0) return;
-    const unsigned char* from = page_values(word_of(pages, border / kTileUnits));
-#pragma unroll
-    for (int n = 0; n < kValueTiles; ++n) values.border[n] = load_value(from, n, border % kTileUnits);
+  // Threads 0 to 3 ask for a page each, and for nothing where no node looks: `arrived` completes in every split.
+  ULL_DEVICE void copy_split_values(int split, const arch::Vector4& pages) const {
+    const int page = arch::thread();
+    if (page >= kSplitTiles) return;
+    arch::Barrier* barrier = arrived() + page;
+    if (!plan.in_pages(split * kSplitTokens + page * kPageTokens, kPageTokens)) return arch::barrier_arrive(barrier);
+    arch::barrier_arrive_expect(barrier, kKvHeadBytes);
+    arch::bulk_copy_stream(arch::shared_memory() + Shared::kValue + page * kKvHeadBytes, page_values(word_of(pages, page)),
+                           kKvHeadBytes, barrier);
   }
-
-  ULL_DEVICE void prepare_values(ValueFragment& values, int start) const {
-#pragma unroll
-    for (int unit = 0; unit < kValueUnits; ++unit) {
-      if (!plan.all_in_pages(start + unit * kValueUnit, kValueUnit)) continue;
-#pragma unroll
-      for (int n = 0; n < kValueTiles; ++n) prepare(values.loaded[n][unit]);
-    }
-    if (start + kSplitTokens <= plan.base) return;
-#pragma unroll
-    for (int n = 0; n < kValueTiles; ++n) prepare(values.border[n]);
+  ULL_DEVICE arch::Barrier* arrived() const {
+    return reinterpret_cast<arch::Barrier*>(arch::shared_memory() + Shared::kArrived);
   }
 
   // Scores of the warp's 32 positions with the keys in pages, and of all nodes with each other.
@@ -158,32 +144,33 @@ struct Attention {
   }
 
   // Weighted sums of the values, of the warp's dimensions.
-  ULL_DEVICE void sum_values(SumFragment<kTiles>& sums, const ValueFragment& values, const Step& step) const {
+  ULL_DEVICE void sum_values(SumFragment<kTiles>& sums, const Step& step) const {
     const int g = arch::lane() / 4;
+    const unsigned char* values = arch::shared_memory() + Shared::kValue;
     const unsigned char* probabilities = arch::shared_memory() + Shared::kProbability + g * Shared::kProbabilityRow;
     const unsigned char* corrections = arch::shared_memory() + Shared::kCorrection + g * 4 * kSplitTiles;
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      if (!step.has(tile, 0)) continue;
 #pragma unroll
-      for (auto& sum : sums.sum[tile]) {
+      for (int i = 0; i < 4 * kValueTiles; ++i) sums.sum[tile][i / 4][i % 4] = 0.0F;
+    }
+    for (int unit = 0; unit < kValueUnits; ++unit) {
+      const int position = step.start + unit * kValueUnit;
+      if (position > plan.last || position + kValueUnit <= plan.first_visible) continue;
+      if (position < plan.base) arch::barrier_wait(arrived() + unit / kTileUnits, (step.split - share.first_split) % 2);
 #pragma unroll
-        for (float& s : sum) s = 0.0F;
-      }
-      const unsigned char* rows = probabilities + 16 * tile * Shared::kProbabilityRow;
-      const unsigned char* row_corrections = corrections + 16 * tile * 4 * kSplitTiles;
-#pragma unroll
-      for (int unit = 0; unit < kValueUnits; ++unit) {
-        if (!plan.all_in_pages(step.start + unit * kValueUnit, kValueUnit)) continue;
-        if (unit % kTileUnits == 0) rescale(sums.sum[tile], row_corrections, unit / kTileUnits);
-        multiply_page_values(sums.sum[tile], rows, Shared::kProbabilityRow, values, unit);
-      }
-      int unit = plan.base > step.start ? (plan.base - step.start) / kValueUnit : 0;
-#pragma unroll 1
-      for (; unit < kValueUnits && step.start + unit * kValueUnit <= plan.last; ++unit) {
-        if (unit % kTileUnits == 0) rescale(sums.sum[tile], row_corrections, unit / kTileUnits);
-        multiply_path_values<kTile>(sums.sum[tile], rows, values, plan, share.row + step.row + 16 * tile, unit,
-                                    step.start + unit * kValueUnit);
+      for (int tile = 0; tile < kTiles; ++tile) {
+        if (!step.has(tile, 0)) continue;
+        const unsigned char* rows = probabilities + 16 * tile * Shared::kProbabilityRow;
+        if (unit % kTileUnits == 0) {
+          rescale(sums.sum[tile], corrections + 16 * tile * 4 * kSplitTiles, unit / kTileUnits);
+        }
+        if (position + kValueUnit <= plan.base) {
+          multiply_page_values(sums.sum[tile], rows, Shared::kProbabilityRow, values, unit);
+        } else {
+          multiply_path_values<kTile>(sums.sum[tile], rows, values, plan, share.row + step.row + 16 * tile, unit,
+                                      position);
+        }
       }
     }
   }
@@ -205,9 +192,10 @@ struct Attention {
   // pages: of the first split.
   ULL_DEVICE void run(arch::Vector4 pages) const {
     KeyFragment keys{};
-    ValueFragment values{};
     load_split_keys(keys, share.first_split, pages);
-    load_split_values(values, share.first_split, pages);
+    if (arch::thread() < kSplitTiles) arch::barrier_init(arrived() + arch::thread(), 1);
+    arch::fence_barrier_init();
+    copy_split_values(share.first_split, pages);
     prepare_paths<kTile>(*params.round, plan);
     prepare_heads<kTile>(params, plan, share, share.end_split * kSplitTokens > plan.base);
     arch::block_barrier();
@@ -219,21 +207,21 @@ struct Attention {
       if (plan.in_pages(step.start + arch::warp() * kHalf, kHalf)) prepare(keys);
 #pragma unroll 1
       for (; step.row < step.rows; step.row += Shared::kStepRows) {
-        const bool last_rows = step.row + Shared::kStepRows >= step.rows;
         ScoreFragment<kTiles> scores{};
         multiply(scores, keys, step);
-        if (more && last_rows) load_split_keys(keys, split + 1, pages);
+        if (more && step.row + Shared::kStepRows >= step.rows) load_split_keys(keys, split + 1, pages);
         choose(scores, step);
         arch::block_barrier();
         weigh(scores, step);
         arch::block_barrier();
         if (arch::warp() >= kValueWarps) continue;
-        if (step.row == 0) prepare_values(values, step.start);
         SumFragment<kTiles> sums;
-        sum_values(sums, values, step);
-        if (more && last_rows) load_split_values(values, split + 1, pages);
+        sum_values(sums, step);
         take(sums, step);
       }
+      if (!more) break;
+      arch::block_barrier();  // nobody reads this split's values any more
+      copy_split_values(split + 1, pages);
     }
     if (plan.splits() == 1) return;
     if (is_last_lane<kTile>(params, plan, share)) merge_part(params, plan, share);

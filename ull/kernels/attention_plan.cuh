@@ -24,7 +24,7 @@ inline constexpr float kNoMaximum = -1e30F;                     // below every s
 inline constexpr float kMaskedScore = -3e38F;                   // so far below even that, that its exp is 0
 
 static_assert(kHalf == 32 && kPageTokens == 64);
-static_assert(kHeadDim <= 128, "a lane holds the keys of 32 positions in registers");
+static_assert(kHeadDim <= 128, "a warp holds the keys of 32 positions in registers");
 
 // Output dimensions: warp w owns kWarpDims of them, lane column g of its n-tile n is dimension w * kWarpDims + g *
 // kValueTiles + n.
@@ -36,16 +36,19 @@ static_assert(kHeadDim % kWarpDims == 0 && kValueTiles <= 2);
 // Shared memory of the variant for kTile tokens, in bytes from its start.
 template <int kTile>
 struct AttentionShared {
-  static constexpr int kPartShift = kTile * kGroup <= 16 ? 4 : kTile * kGroup <= 32 ? 5 : 6;
+  // The smallest tile leaves room for a block of the next kernel on the multiprocessor, which loads its weights there.
+  static constexpr bool kNarrow = kTile == 8;
+  static constexpr int kPartShift = kTile * kGroup <= 16 ? 4 : kTile * kGroup <= 32 || kNarrow ? 5 : 6;
   static constexpr int kPartRows = 1 << kPartShift;
-  static constexpr int kStepTiles = kPartRows > 16 ? 2 : 1;  // m-tiles of 16 rows that are under way together
+  static constexpr int kStepTiles = kNarrow ? 1 : 2;  // m-tiles of 16 rows that are under way together
   static constexpr int kStepRows = 16 * kStepTiles;
   static constexpr int kHeadRow = padded_row_bytes(kHeadDim, kKeyProducts);              // query, key, value
   static constexpr int kProbabilityRow = padded_row_bytes(kSplitTokens, kKvProducts);
   static constexpr int kTreeScoreRow = 4 * (kTile + (kTile % 16 == 0 ? 8 : 0));
   static constexpr int kDepths = round_up(kTile + 16, 4);
 
-  static constexpr int kQuery = 0;                                        // [part rows][head row] f16
+  static constexpr int kValue = 0;  // [4 pages][head_dim][64] as in the pages
+  static constexpr int kQuery = kValue + kSplitTiles * kKvHeadBytes;  // [part rows][head row] f16
   static constexpr int kTreeKey = kQuery + kPartRows * kHeadRow;          // [tile][head row] f16
   static constexpr int kTreeValue = kTreeKey + kTile * kHeadRow;          // [tile][head row] f16
   static constexpr int kProbability = kTreeValue + kTile * kHeadRow;      // [step rows][probability row] f16
@@ -58,7 +61,8 @@ struct AttentionShared {
   static constexpr int kSpanOutput = kSpanStatistics + 2 * kPartRows * 8;  // [part rows][head_dim] f32
   static constexpr int kPath = kSpanOutput + kPartRows * kHeadDim * 4;     // [tile][64] nodes
   static constexpr int kDepth = kPath + kTile * kTreeTokens;               // [depths] int32, -1 beyond the last node
-  static constexpr int kLast = kDepth + kDepths * 4;                       // 1: this block merges
+  static constexpr int kArrived = kDepth + kDepths * 4;  // [4] barriers: a page's values are there
+  static constexpr int kLast = kArrived + kSplitTiles * 8;  // 1: this block merges
   static constexpr int kBytes = kLast + 16;
 };
 

@@ -19,16 +19,14 @@ namespace ull::gpu {
 inline constexpr int kValueUnits = kSplitTokens / kValueUnit;  // 8 or 4
 inline constexpr int kTileUnits = kPageTokens / kValueUnit;    // 2 or 1
 
-// A warp's values, in registers: n-tile, unit. `border` is the unit of position `base`.
-struct ValueFragment {
-  arch::Vector4 loaded[kValueTiles][kValueUnits];
-  arch::Vector4 border[kValueTiles];
-};
-
-// page_values: of the kv head, [head_dim][64].
-ULL_DEVICE arch::Vector4 load_value(const unsigned char* page_values, int n, int unit_of_page) {
+// The warp's values of a unit, n-tile n, from shared memory. values: of the split, [4 pages][head_dim][64].
+ULL_DEVICE arch::Vector4 load_value(const unsigned char* values, int n, int unit) {
   const int dim = arch::warp() * kWarpDims + arch::lane() / 4 * kValueTiles + n;
-  return arch::load_global(page_values + dim * (kPageTokens * kKvBytes) + 64 * unit_of_page + 16 * (arch::lane() % 4));
+  arch::Vector4 value =
+      arch::load_shared(values + unit / kTileUnits * kKvHeadBytes + dim * (kPageTokens * kKvBytes) +
+                        64 * (unit % kTileUnits) + 16 * (arch::lane() % 4));
+  prepare(value);
+  return value;
 }
 
 // Sums of a lane: sum[m-tile][n-tile][0, 1: row g; 2, 3: row g + 8], columns 2t, 2t + 1.
@@ -50,9 +48,12 @@ ULL_DEVICE void rescale(float (&sum)[kValueTiles][4], const unsigned char* corre
   }
 }
 
-// probabilities: row g of the m-tile.
+// probabilities: row g of the m-tile; values: of the split.
 ULL_DEVICE void multiply_page_values(float (&sum)[kValueTiles][4], const unsigned char* probabilities, int row_bytes,
-                                     const ValueFragment& values, int unit) {
+                                     const unsigned char* values, int unit) {
+  arch::Vector4 loaded[kValueTiles];
+#pragma unroll
+  for (int n = 0; n < kValueTiles; ++n) loaded[n] = load_value(values, n, unit);
 #pragma unroll
   for (int m = 0; m < kKvProducts; m += 2) {
     const unsigned char* at = probabilities + row_offset(kKvProducts, unit, arch::lane() % 4, m);
@@ -65,23 +66,23 @@ ULL_DEVICE void multiply_page_values(float (&sum)[kValueTiles][4], const unsigne
 #pragma unroll
       for (int n = 0; n < kValueTiles; ++n) {
         uint32_t b[2];
-        operand(b, values.loaded[n][unit], product);
+        operand(b, loaded[n], product);
         arch::mma(sum[n], a, b);
       }
     }
   }
 }
 
-// The lane's values of node `end` at four positions from path index `index` on (below 0: from `border`, beyond the
-// node's depth: 0), as operands.
+// The lane's values of a node at four positions from index `index` of its path on (below 0: from `paged`, the unit in
+// the pages; beyond the node's depth: 0), as operands.
 template <int kTile>
-ULL_DEVICE void gather_values(uint32_t (&b)[kValueTiles][2], const ValueFragment& values, int product, int index,
+ULL_DEVICE void gather_values(uint32_t (&b)[kValueTiles][2], const arch::Vector4 (&paged)[kValueTiles], int product, int index,
                               const unsigned char* path, int depth) {
   using Shared = AttentionShared<kTile>;
   const unsigned char* own = arch::shared_memory() + Shared::kTreeValue +
                              2 * (arch::warp() * kWarpDims + arch::lane() / 4 * kValueTiles);
 #pragma unroll
-  for (int n = 0; n < kValueTiles; ++n) operand(b[n], values.border[n], product);
+  for (int n = 0; n < kValueTiles; ++n) operand(b[n], paged[n], product);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if (index + i < 0) continue;
@@ -101,7 +102,7 @@ ULL_DEVICE void gather_values(uint32_t (&b)[kValueTiles][2], const ValueFragment
 // One unit of positions of which some are at or beyond `base`. row: global row of the m-tile's row 0.
 template <int kTile>
 ULL_DEVICE void multiply_path_values(float (&sum)[kValueTiles][4], const unsigned char* probabilities,
-                                     const ValueFragment& values, const AttentionPlan& plan, int row, int unit,
+                                     const unsigned char* values, const AttentionPlan& plan, int row, int unit,
                                      int unit_position) {
   using Shared = AttentionShared<kTile>;
   const unsigned char* shared = arch::shared_memory();
@@ -110,6 +111,10 @@ ULL_DEVICE void multiply_path_values(float (&sum)[kValueTiles][4], const unsigne
   const int t = arch::lane() % 4;
   const int first = row / kGroup;
   const int last_row = row + 15 < plan.rows ? row + 15 : plan.rows - 1;
+  arch::Vector4 paged[kValueTiles] = {};
+  if (unit_position < plan.base) {
+    for (int n = 0; n < kValueTiles; ++n) paged[n] = load_value(values, n, unit);
+  }
   uint32_t pending = (2U << (last_row / kGroup - first)) - 1U;  // nodes of the m-tile
 #pragma unroll 1
   for (int end = last_row / kGroup; end >= first; --end) {
@@ -138,7 +143,7 @@ ULL_DEVICE void multiply_path_values(float (&sum)[kValueTiles][4], const unsigne
         uint32_t a[4];
         row_operand(a, low, high, product);
         uint32_t b[kValueTiles][2];
-        gather_values<kTile>(b, values, product, unit_position + 4 * kKvProducts * t + 4 * product - plan.base, path, depth);
+        gather_values<kTile>(b, paged, product, unit_position + 4 * kKvProducts * t + 4 * product - plan.base, path, depth);
 #pragma unroll
         for (int n = 0; n < kValueTiles; ++n) arch::mma(own[n], a, b[n]);
       }

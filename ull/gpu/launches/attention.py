@@ -13,7 +13,6 @@ Geometry = tuple[tuple[int, int], int, int]  # grid, threads, bytes of shared me
 THREADS = 256
 COMMIT_THREADS = 128
 _M_TILE = 16  # rows of a tensor core product
-_MOST_PART_ROWS = 64  # rows of a block
 
 
 def attention(
@@ -22,7 +21,7 @@ def attention(
     """`ull_attention_{tile}`: one wave of blocks, at least as many per kv head as its rows need."""
     rows = tile * (heads // kv_heads)
     useful = splits(context) * _parts(rows, _M_TILE)
-    blocks = max(_parts(rows, _MOST_PART_ROWS), min(useful, multiprocessors // kv_heads))
+    blocks = max(_parts(rows, _part_rows(rows, tile)), min(useful, multiprocessors // kv_heads))
     return (blocks, kv_heads), THREADS, _shared_bytes(rows, head_dim, kv_bits, tile)
 
 
@@ -60,6 +59,11 @@ def _parts(size: int, part: int) -> int:
     return -(-size // part)
 
 
+def _part_rows(rows: int, tile: int) -> int:
+    """Most rows of a block."""
+    return 16 if rows <= 16 else 32 if rows <= 32 or tile == 8 else 64
+
+
 def _row_bytes(elements: int, products: int) -> int:
     """`padded_row_bytes` of kv_format.cuh."""
     wanted = 64 if products == 2 else 16
@@ -69,16 +73,18 @@ def _row_bytes(elements: int, products: int) -> int:
 def _shared_bytes(rows: int, head_dim: int, kv_bits: int, tile: int) -> int:
     """`AttentionShared` of attention_plan.cuh."""
     products = 32 // kv_bits
-    part_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    step_rows = min(part_rows, 32)
+    part_rows = _part_rows(rows, tile)
+    step_rows = 16 if tile == 8 else 32
     head_row = _row_bytes(head_dim, 2 if head_dim % 64 != 0 else products)
     tree_scores = 4 * (tile + (8 if tile % 16 == 0 else 0))
     row_statistics = 8 * 4 + 8 * 4 + 4 * 4 + 4  # maxima and sums of 8 halves, corrections of 4 tiles, maximum
     return (
-        (part_rows + 2 * tile) * head_row
+        SPLIT_TOKENS * head_dim * kv_bits // 8  # values
+        + (part_rows + 2 * tile) * head_row
         + step_rows * (_row_bytes(SPLIT_TOKENS, products) + tree_scores + row_statistics)
         + part_rows * (2 * 8 + 4 * head_dim)
         + tile * TREE_TOKENS
         + 4 * (tile + 16)
+        + 8 * 4  # a barrier for each page of values
         + 16
     )
