@@ -32,7 +32,7 @@ class Mma(ctypes.Structure):
 
 class Convert(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("numbers", "f16", "bf16", "e4m3")),
+        *((name, ctypes.c_void_p) for name in ("numbers", "f16", "in_range", "bf16", "e4m3")),
         *((name, ctypes.c_void_p) for name in ("from_f16", "from_bf16", "from_e4m3")),
         ("count", ctypes.c_int32),
     ]
@@ -323,14 +323,16 @@ def test_conversions_are_exact(kernels: emulation.Kernels) -> None:
     numbers = aligned(len(numbers_to_convert()), np.float32)
     numbers[...] = numbers_to_convert()
     f16 = aligned(len(numbers), np.float16)
+    in_range = aligned(len(numbers), np.float16)
     bf16 = aligned(len(numbers), np.uint16)
     e4m3 = aligned(len(numbers), np.uint8)
     from_f16, from_bf16 = aligned(65536, np.float32), aligned(65536, np.float32)
     from_e4m3 = aligned(256, np.float16)
-    arrays = (numbers, f16, bf16, e4m3, from_f16, from_bf16, from_e4m3)
+    arrays = (numbers, f16, in_range, bf16, e4m3, from_f16, from_bf16, from_e4m3)
     kernels.run("convert", grid=(1, 1), threads=32, params=Convert(*map(pointer, arrays), len(numbers)))
     with np.errstate(over="ignore", invalid="ignore"):
         equal_bits_or_nan(f16, np.clip(numbers, -65504, 65504).astype(np.float16))
+        equal_bits_or_nan(in_range, numbers.astype(np.float16))
         equal_bits_or_nan(bf16.view(ml_dtypes.bfloat16), numbers.astype(ml_dtypes.bfloat16))
         clipped = np.clip(numbers, -448, 448).astype(ml_dtypes.float8_e4m3fn)
         equal_bits_or_nan(e4m3.view(ml_dtypes.float8_e4m3fn), clipped)

@@ -35,7 +35,8 @@ ULL_KERNEL(multiply, MmaParams, 32, 1) {
 
 struct ConvertParams {
   const float* numbers;  // [count], count even
-  uint16_t* f16;         // [count]
+  uint16_t* f16;         // [count], saturated
+  uint16_t* in_range;    // [count] f16, not saturated
   uint16_t* bf16;        // [count]
   uint8_t* e4m3;         // [count]
   float* from_f16;       // [65536]
@@ -51,9 +52,11 @@ ULL_KERNEL(convert, ConvertParams, 32, 1) {
     const float low = params.numbers[i];
     const float high = params.numbers[i + 1];
     const uint32_t f16 = arch::f32x2_to_f16x2(low, high);
+    const uint32_t in_range = arch::f32x2_to_f16x2_in_range(low, high);
     const uint32_t e4m3 = arch::f32x2_to_e4m3x2(low, high);
     for (int j = 0; j < 2; ++j) {
       params.f16[i + j] = static_cast<uint16_t>(f16 >> (16 * j));
+      params.in_range[i + j] = static_cast<uint16_t>(in_range >> (16 * j));
       params.e4m3[i + j] = static_cast<uint8_t>(e4m3 >> (8 * j));
       params.bf16[i + j] = arch::f32_to_bf16(params.numbers[i + j]);
     }

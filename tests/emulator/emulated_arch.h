@@ -119,7 +119,9 @@ inline uint32_t e4m3x2_to_f16x2(uint32_t pair) {
 inline uint32_t f32x2_to_f16x2(float low, float high) {
   return emulator::f32_to_f16_saturating(low) | static_cast<uint32_t>(emulator::f32_to_f16_saturating(high)) << 16;
 }
-inline uint32_t f32x2_to_f16x2_in_range(float low, float high) { return f32x2_to_f16x2(low, high); }
+inline uint32_t f32x2_to_f16x2_in_range(float low, float high) {  // beyond the range: infinity, as on the chip
+  return emulator::f32_to_f16(low) | static_cast<uint32_t>(emulator::f32_to_f16(high)) << 16;
+}
 inline float f16_to_f32(uint16_t value) { return emulator::f16_to_f32(value); }
 inline uint16_t f32_to_bf16(float value) { return emulator::f32_to_bf16(value); }
 inline float bf16_to_f32(uint16_t value) { return emulator::bf16_to_f32(value); }

@@ -27,19 +27,25 @@ inline float f16_to_f32(uint16_t bits) {
   return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
 }
 
-// Beyond the range: +-65504. NaN: 0x7FFF.
-inline uint16_t f32_to_f16_saturating(float value) {
+// Beyond the range: infinity. NaN: 0x7FFF.
+inline uint16_t f32_to_f16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const auto sign = static_cast<uint16_t>((bits >> 16) & 0x8000U);
   const uint32_t magnitude = bits & 0x7FFFFFFFU;
   if (magnitude > 0x7F800000U) return 0x7FFF;
-  if (magnitude >= 0x477FE000U) return static_cast<uint16_t>(sign | 0x7BFFU);  // 65504
+  if (magnitude >= 0x477FF000U) return static_cast<uint16_t>(sign | 0x7C00U);  // 65520, between 65504 and 2^16
   if (magnitude < 0x38800000U) {                                               // below 2^-14: units of 2^-24
     const float rounded = round_to_unit(std::bit_cast<float>(magnitude), 0x1p-24F);
     return static_cast<uint16_t>(sign | static_cast<uint32_t>(rounded * 0x1p24F));
   }
   const uint32_t rounded = magnitude + 0x0FFFU + ((magnitude >> 13) & 1U);  // carries into the exponent as it should
   return static_cast<uint16_t>(sign | ((rounded >> 13) - (112U << 10)));
+}
+
+// Beyond the range, infinity included: +-65504. NaN: 0x7FFF.
+inline uint16_t f32_to_f16_saturating(float value) {
+  const uint16_t bits = f32_to_f16(value);
+  return (bits & 0x7FFFU) == 0x7C00U ? static_cast<uint16_t>(bits - 1) : bits;
 }
 
 inline float bf16_to_f32(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
