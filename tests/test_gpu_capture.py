@@ -76,7 +76,7 @@ def program(bundle: Bundle, driver: RecordingDriver) -> Iterator[Program]:
 
 
 def graph_of(program: Program, driver: RecordingDriver, tokens: int) -> list[Launched]:
-    return driver.graphs[program.handover()["graphs"][tokens]]
+    return driver.graphs[program.handover["graphs"][tokens]]
 
 
 # What is captured
@@ -97,7 +97,7 @@ def test_a_round_is_the_kernels_in_order(program: Program, driver: RecordingDriv
 
 
 def test_a_prefill_has_neither_head_nor_sampler(program: Program, driver: RecordingDriver) -> None:
-    names = [launch.kernel for launch in driver.graphs[program.handover()["prefill"]]]
+    names = [launch.kernel for launch in driver.graphs[program.handover["prefill"]]]
     assert names[:2] == ["ull_begin", "ull_embed"] and names[-3:] == ["ull_down_64", "ull_accept", "ull_commit"]
     assert names[2:7] == ["ull_norm_64", "ull_qkv_64", "ull_attention_64", "ull_o_64", "ull_norm_64"]
     assert len(driver.graphs) == len(TREE_SIZES) + 1
@@ -177,7 +177,7 @@ def test_every_pointer_names_the_beginning_of_what_it_means(program: Program, dr
 
 def test_every_pointer_lies_in_the_arena_or_in_mapped_memory(program: Program, driver: RecordingDriver) -> None:
     arena, end = program._arena.base, program._arena.base + program._plan.nbytes
-    host = program.handover()
+    host = program.handover
     mapped = (host["requests"] + HOST_OFFSET, host["pages"] + 4 * program.sizes.table_pages + HOST_OFFSET)
     for graph in driver.graphs.values():
         for launch in graph:
@@ -275,7 +275,7 @@ def test_a_region_has_one_owner() -> None:
 
 
 def test_the_hand_over_is_plain_numbers(program: Program, driver: RecordingDriver, bundle: Bundle) -> None:
-    handover = program.handover()
+    handover = program.handover
     assert set(handover["graphs"]) == set(TREE_SIZES)
     assert all(type(value) in (int, str, dict) for value in handover.values())
     assert handover["context_tokens"] == CONTEXT and handover["page_count"] == 5
@@ -293,7 +293,7 @@ def test_the_hand_over_is_plain_numbers(program: Program, driver: RecordingDrive
 
 def test_context_and_pages_can_be_chosen(bundle: Bundle, driver: RecordingDriver) -> None:
     program = load(bundle, driver, context=100, pages=40)
-    handover = program.handover()
+    handover = program.handover
     assert (handover["context_tokens"], handover["page_count"]) == (100, 40)
     assert graph_of(program, driver, 1)[0].params.page_capacity == 2
     program.close()

@@ -86,7 +86,11 @@ def test_a_kernel_that_spills_is_refused(folder: Path) -> None:
 
 
 def test_a_kernel_with_a_stack_is_refused(folder: Path) -> None:
-    body = "float a[64]; for (int i = 0; i < 64; ++i) a[i] = p[i]; p[0] = a[n]; p[1] = a[n / 2 + threadIdx.x % 3];"
+    body = """
+      float a[64];
+      for (int i = 0; i < 64; ++i) a[i] = p[i];
+      for (int i = 0; i < n; ++i) a[a[i] > 0.0F ? i % 64 : (i * n) % 64] += a[(i * 3) % 64];
+      p[0] = a[n % 64];"""
     with pytest.raises(BuildError, match=r"ull_sample needs [1-9]\d* bytes of stack and spills 0 bytes"):
         compile_file(source(folder, body), {})
 

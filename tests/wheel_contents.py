@@ -15,9 +15,14 @@ MUST = [
     r"ull_build/__init__\.py",
     r"ull_build/cli\.py",
     r"ull_build/data/eval\.txt",
+    r"ull/gpu/program\.py",
+    r"ull/kernels/qkv\.cu",
+    r"ull/kernels/arch\.cuh",
+    r"ull/kernels/params\.h",
+    r"ull/native/base/philox\.h",
     r"ull-.*\.dist-info/licenses/LICENSE",
 ]
-MUST_NOT = [r".*\.(cpp|h|cu)", r"ull/native/.*", r"tests?/.*", r"bench/.*", r"engines/.*", r".*__pycache__.*"]
+MUST_NOT = [r".*\.cpp", r"ull/native/(?!base/[^/]*\.h$).*", r"tests?/.*", r"bench/.*", r"engines/.*", r".*__pycache__.*"]
 
 
 def problems(names: list[str]) -> list[str]:

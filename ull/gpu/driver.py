@@ -209,6 +209,18 @@ class Driver:
         return None if not values else values[0] if len(values) == 1 else tuple(values)
 
 
+def describe_device(device: int = 0) -> dict[str, Any]:
+    """A GPU as reports name it. Raises GpuError."""
+    info = Driver(device).info
+    return {
+        "name": info.name,
+        "capability": f"{info.capability[0]}.{info.capability[1]}",
+        "multiprocessors": info.multiprocessors,
+        "memory_bytes": info.memory_bytes,
+        "driver": f"{info.driver[0]}.{info.driver[1]}",
+    }
+
+
 def _load_api() -> Any:
     try:
         api = importlib.import_module("cuda.bindings.driver")

@@ -24,6 +24,11 @@ from ull.gpu.weights import Staging, WeightImage, random_fills, random_vectors, 
 from ull.log import Log
 
 
+def load(bundle: Bundle, context: int | None = None, pages: int | None = None, log: Log | None = None) -> Program:
+    """The program of a bundle on GPU 0; `log` None says nothing but warnings. Raises as `Program` does."""
+    return Program(bundle, log or Log("warning"), context, pages)
+
+
 class Program:
     """Everything that the core replays. Raises GpuError, BundleError or OSError; what was acquired is released.
 
@@ -52,6 +57,7 @@ class Program:
             self._load(exit_stack)
             self._exit = exit_stack.pop_all()
 
+    @property
     def handover(self) -> dict[str, Any]:
         """What `_native.GraphExecutor` takes: handles, addresses on the host and sizes, all plain integers."""
         return {
