@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 import emulation
 from emulation import aligned, pointer
+from round_rig import PAGES, SINGLE, Device, emitted
+from ull import _native
 from ull.gpu import params as layout
 from ull.gpu.launches import sampling as launches
 
 CHAIN = (0, *range(63))  # parents
-PAGES = 9
-SINGLE = (0,)  # the root alone
 
 
 @pytest.fixture(scope="module")
@@ -27,117 +27,9 @@ def kernels() -> emulation.Kernels:
     return emulation.build(["begin.cu", "accept.cu", "embed.cu"])
 
 
-class Device:
-    """The memory that a round's kernels share with the host, and what the host does with it."""
-
-    def __init__(self, kernels: emulation.Kernels) -> None:
-        self.kernels = kernels
-        self.device_memory: list[NDArray[np.uint8]] = []
-        self.requests: Any = self._memory(layout.RoundRequest * layout.ROUND_SLOTS)
-        self.results: Any = self._memory(layout.RoundResult * layout.ROUND_SLOTS)
-        self.control: Any = self._memory(layout.HostControl)
-        self.round: Any = self._memory(layout.Round)
-        self.state: Any = self._memory(layout.State)
-        self.host_pages = aligned(PAGES + PAGES % 2, np.int32)
-        self.pages = aligned(PAGES, np.int32, -1)
-        self.counters = aligned(777, np.uint32)
-        self.control.cancelled_through = 0
-        ctypes.memset(ctypes.addressof(self.state), 0, ctypes.sizeof(layout.State))
-        self.state.sequence = 1
-        self.sequence = 0
-        self.seed = 0
-
-    def _memory(self, kind: type[Any]) -> Any:
-        memory = aligned(ctypes.sizeof(kind), np.uint8)
-        if kind in (layout.Round, layout.State):
-            self.device_memory.append(memory)
-        return kind.from_buffer(memory)
-
-    def ask(
-        self,
-        mode: int,
-        tokens: Sequence[int] = (),
-        parents: Sequence[int] = SINGLE,
-        *,
-        stops: Sequence[int] = (),
-        biases: Sequence[tuple[int, float]] = (),
-        pages: Sequence[int] = (),
-        **fields: Any,
-    ) -> Any:
-        """Writes the next request and runs begin(); -> the round."""
-        self.sequence += 1
-        request = self.requests[self.sequence % layout.ROUND_SLOTS]
-        ctypes.memset(ctypes.addressof(request), 0xFF, ctypes.sizeof(request))  # what a mode does not need
-        request.sequence, request.mode = self.sequence, mode
-        request.max_tokens, request.setting = 65, 1
-        if mode != layout.CONTINUE:
-            request.count, request.position = len(tokens), 0
-            request.tokens[: len(tokens)] = tokens
-        if mode == layout.TAKE:
-            request.parents[: len(tokens)] = parents[: len(tokens)]
-        request.page_count, request.stop_count = len(pages), len(stops)
-        self.host_pages[: len(pages)] = pages
-        request.stops[: len(stops)] = stops
-        for name, value in fields.items():
-            setattr(request, name, value)
-        request.sampling.bias_count = len(biases)
-        for i, (token, bias) in enumerate(biases):
-            request.biases[i] = layout.LogitBias(token, bias)
-        self.counters[...] = 5
-        ctypes.memset(ctypes.addressof(self.round), 0xFF, ctypes.sizeof(layout.Round))
-        self._run("ull_begin", launches.begin(), self._begin_params())
-        assert not self.counters.any()
-        return self.round
-
-    def _begin_params(self) -> layout.BeginParams:
-        return layout.BeginParams(
-            *map(ctypes.addressof, (self.round, self.state, self.requests, self.control)),
-            *(pointer(self.host_pages), pointer(self.pages), pointer(self.counters), self.counters.size, PAGES),
-        )
-
-    def draw(self, draws: Sequence[int]) -> Any:
-        """Plays the sampler, runs accept(); -> the result."""
-        for node, token in enumerate(draws):
-            self.round.drawn[node] = layout.EmittedToken(token, -float(node), 0, node)
-        slot = self.round.sequence % layout.ROUND_SLOTS
-        ctypes.memset(ctypes.addressof(self.results[slot]), 0xFF, ctypes.sizeof(layout.RoundResult))
-        addresses = map(ctypes.addressof, (self.round, self.state, self.results))
-        self._run("ull_accept", launches.accept(), layout.AcceptParams(*addresses))
-        result = self.results[slot]
-        assert (result.sequence, result.begin_ns) == (self.round.sequence, self.round.begin_ns)
-        return result
-
-    def _run(self, kernel: str, geometry: launches.Geometry, params: ctypes.Structure) -> None:
-        grid, threads, shared = geometry
-        self.seed += 1
-        self.kernels.run(
-            kernel,
-            grid=grid,
-            threads=threads,
-            shared_bytes=shared,
-            params=params,
-            seed=self.seed,
-            predecessor_writes=self.device_memory,
-        )
-
-    def take(self, tokens: Sequence[int], parents: Sequence[int], draws: Sequence[int], **fields: Any) -> Any:
-        self.ask(layout.TAKE, tokens, parents, **fields)
-        return self.draw(draws)
-
-    def go_on(self, draw: int, **fields: Any) -> Any:
-        """A round that continues the last one; `draw` is used if it is not skipped."""
-        round_ = self.ask(layout.CONTINUE, **fields)
-        return self.draw([draw] * round_.count)
-
-
 @pytest.fixture
 def device(kernels: emulation.Kernels) -> Device:
     return Device(kernels)
-
-
-def emitted(result: Any) -> list[int]:
-    assert result.count >= 0
-    return [result.tokens[i].token for i in range(result.count)]
 
 
 def accepted(device: Device) -> list[int]:
@@ -365,6 +257,73 @@ def test_the_limit_of_tokens_is_the_rounds_own(device: Device) -> None:
     assert emitted(device.take(range(64), CHAIN, range(1, 65), max_tokens=3)) == [1, 2, 3]
     assert accepted(device) == [0, 1, 2]
     assert (device.round.base, device.state.position) == (0, 3)
+
+
+# ---- with the sampler ----------------------------------------------------------------------------------------------
+
+VOCABULARY = 1003  # as in test_kernel_sampling.py, so that the kernels are compiled once
+
+
+class Generator(Device):
+    """Rounds of a model whose logits depend on the last token alone: row `token` of a table."""
+
+    def __init__(self, kernels: emulation.Kernels, table: NDArray[np.float32]) -> None:
+        super().__init__(kernels)
+        self.table = table
+        self.logits = aligned((layout.TREE_TOKENS, -(-VOCABULARY // 16) * 16), np.float32)
+        self.scratch = aligned(launches.SCRATCH_BYTES, np.uint8)
+
+    def accept(self) -> Any:
+        nodes = self.round.count
+        for node in range(nodes):
+            self.logits[node, :VOCABULARY] = self.table[self.round.tokens[node]]
+        params = layout.SampleParams(
+            *map(ctypes.addressof, (self.round, self.state)), pointer(self.logits), pointer(self.scratch), None
+        )
+        for kernel in launches.SAMPLING:
+            self._run(kernel, launches.sample(kernel, VOCABULARY, max(nodes, 1), 132), params)
+        return super().accept()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "seed": 11},
+        {"temperature": 1.3, "top_k": 30, "top_p": 0.8, "seed": 12},
+    ],
+    ids=str,
+)
+def test_a_generation(sampling: dict[str, float | int]) -> None:
+    """Plain rounds, and rounds with trees in between, emit what the CPU sampler draws one token after another."""
+    kernels = emulation.build(["begin.cu", "sample.cu", "filter.cu", "accept.cu"], {"VOCABULARY": VOCABULARY})
+    rng = np.random.default_rng(1)
+    table = rng.normal(0, 2, (VOCABULARY, VOCABULARY)).astype(np.float32)
+    position, tokens = 30, [17]
+    for step in range(24):
+        tokens.append(_native.sample(table[tokens[-1]], position + step + 1, sampling))
+    wished = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0, "top_logprobs": 1, **sampling}
+    device = Generator(kernels, table)
+    found: list[int] = []
+    while len(found) < 20:
+        done = len(found)
+        if done % 3 == 1:
+            device.ask(layout.CONTINUE)
+            result = device.accept()
+        else:  # the truth, two tokens deep, beside what leads nowhere
+            truth = tokens[done : done + 3]
+            tree, parents = [truth[0], truth[1], 1002 - truth[1], truth[2], truth[2]], [0, 0, 0, 1, 2]
+            fields = {"position": position + done, "sampling": layout.Sampling(**wished), "setting": 1}
+            device.ask(layout.TAKE, tree, parents, **fields)
+            result = device.accept()
+            assert result.count == 3
+        for i, token in enumerate(emitted(result)):
+            wide = table[tokens[len(found)]].astype(np.float64)
+            logprobs = wide - np.log(np.exp(wide).sum())
+            assert result.tokens[i].logprob == pytest.approx(logprobs[token], abs=1e-5)
+            assert result.tokens[i].top[0].token == wide.argmax()
+            found.append(token)
+    assert found == tokens[1 : 1 + len(found)]
 
 
 # ---- embedding -----------------------------------------------------------------------------------------------------

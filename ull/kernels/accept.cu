@@ -106,9 +106,11 @@ ULL_KERNEL(ull_accept, AcceptParams, kThreads, 1) {
     result->stopped = shared.stopped;
   }
   report_tokens(round, shared, result);
-  arch::fence_system();
   arch::block_barrier();
-  if (arch::thread() == 0) arch::store_release_system(&result->sequence, sequence);
+  if (arch::thread() == 0) {
+    arch::fence_system();
+    arch::store_release_system(&result->sequence, sequence);
+  }
 
   const int kept = draws ? emitted : count;
   if (arch::thread() < kept) {

@@ -22,8 +22,7 @@ struct Histogram {
 ULL_DEVICE Histogram load_histogram(Shared& shared, const Scratch& scratch, int node) {
   Histogram histogram;
   const int first = arch::thread() * kOwnBuckets;
-  uint32_t count = 0;
-  uint64_t mass = 0;
+  uint64_t count = 0, mass = 0;
 #pragma unroll
   for (int i = 0; i < kOwnBuckets; i += 4) {
     const arch::Vector4 counts = arch::load_global(&scratch.counts[node][first + i]);
@@ -38,7 +37,8 @@ ULL_DEVICE Histogram load_histogram(Shared& shared, const Scratch& scratch, int 
   }
   histogram.count_before = static_cast<uint32_t>(sum_before(shared, count));
   histogram.mass_before = sum_before(shared, mass);
-  histogram.total = block_reduce(shared, mass, Sum());
+  block_reduce(shared, count, Sum(), mass, Sum());
+  histogram.total = mass;
   return histogram;
 }
 
@@ -74,29 +74,29 @@ ULL_DEVICE uint64_t nucleus(float top_p, uint64_t total) {
 // until the tokens of its bucket are: hence two buckets for top-p.
 struct Limits {
   bool by_count;  // top-k's limit matters: it falls into `count.at`
-  bool by_mass;   // top-p's falls into first_mass .. last_mass
+  bool by_mass;   // top-p's falls into mass.at .. last_mass
   Crossing count;
-  int first_mass;
+  Crossing mass;  // of the lower bound; exact without top-k
   int last_mass;
 
   // The buckets before it survive.
-  ULL_DEVICE int open() const { return by_mass ? first_mass : count.at; }
+  ULL_DEVICE int open() const { return by_mass ? mass.at : count.at; }
   ULL_DEVICE bool lists(int bucket) const {
-    return (by_count && bucket == count.at) || (by_mass && bucket >= first_mass && bucket <= last_mass);
+    return (by_count && bucket == count.at) || (by_mass && bucket >= mass.at && bucket <= last_mass);
   }
 };
 
 ULL_DEVICE Limits find_limits(Shared& shared, const Histogram& histogram, const Wish& wish) {
-  Limits limits{false, wish.top_p < 1.0F, {kBuckets, 0, 0, 0, histogram.total}, 0, 0};
+  Limits limits{false, wish.top_p < 1.0F, {kBuckets, 0, 0, 0, histogram.total}, {}, 0};
   if (wish.top_k > 0) {
     limits.count = find_bucket<true>(shared, histogram, static_cast<uint64_t>(wish.top_k));
     limits.by_count = limits.count.at < kLastBucket;
   }
   if (limits.by_mass) {
     const uint64_t least = limits.count.mass_before, most = least + limits.count.mass;
-    limits.first_mass = find_bucket<false>(shared, histogram, nucleus(wish.top_p, least)).at;
+    limits.mass = find_bucket<false>(shared, histogram, nucleus(wish.top_p, least));
     limits.last_mass =
-        most == least ? limits.first_mass : find_bucket<false>(shared, histogram, nucleus(wish.top_p, most)).at;
+        most == least ? limits.mass.at : find_bucket<false>(shared, histogram, nucleus(wish.top_p, most)).at;
   }
   return limits;
 }
@@ -105,13 +105,13 @@ ULL_DEVICE Limits find_limits(Shared& shared, const Histogram& histogram, const 
 // an order between it and the next token's. By digits from the highest that tells the tokens apart.
 template <bool kByCount, typename Each>
 ULL_DEVICE uint64_t find_limit(Shared& shared, uint64_t target, Each each) {
-  uint64_t least = kAll, most = 0;
+  uint64_t beyond_least = 0, most = 0;
   each([&](uint64_t item) {
-    least = item < least ? item : least;
-    most = item > most ? item : most;
+    beyond_least = Larger()(beyond_least, ~item);
+    most = Larger()(most, item);
   });
-  least = ~block_reduce(shared, ~least, Larger());
-  most = block_reduce(shared, most, Larger());
+  block_reduce(shared, beyond_least, Larger(), most, Larger());
+  const uint64_t least = ~beyond_least;
   int bits = 0;
   while (least >> bits != most >> bits) ++bits;
   uint64_t prefix = least >> bits;
@@ -164,7 +164,7 @@ struct Listed {
       }
       return;
     }
-    each_quad(shared, row, {0, kVocabulary}, wish.bias_count,
+    each_quad(shared, row, {0, kVocabulary}, load_chunk(row, 0, kVocabulary), wish.bias_count,
               [&](int token, const float (&)[4], const float (&biased)[4]) {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
@@ -184,7 +184,7 @@ struct Listed {
 };
 
 // The order of the last token that survives top-k and top-p.
-ULL_DEVICE uint64_t last_survivor(Shared& shared, const Histogram& histogram, const Listed& listed) {
+ULL_DEVICE uint64_t last_survivor(Shared& shared, const Listed& listed) {
   const Limits& limits = listed.limits;
   uint64_t last = kAll, kept = limits.count.mass_before;
   if (limits.by_count) {
@@ -192,15 +192,19 @@ ULL_DEVICE uint64_t last_survivor(Shared& shared, const Histogram& histogram, co
     last = find_limit<true>(shared, static_cast<uint64_t>(listed.wish.top_k) - limits.count.count_before,
                             [&](auto visit) { listed.each_of(at, kAll, visit); });
     if (limits.by_mass) {
-      uint64_t inside = 0;
+      uint64_t inside = 0, unused = 0;
       listed.each_of(at, last,
                      [&](uint64_t item) { inside += mass(adjusted_of(static_cast<uint32_t>(item >> kTokenBits))); });
-      kept += block_reduce(shared, inside, Sum());
+      block_reduce(shared, inside, Sum(), unused, Sum());
+      kept += inside;
     }
   }
   if (!limits.by_mass) return last;
   const uint64_t target = nucleus(listed.wish.top_p, kept);
-  const Crossing crossing = find_bucket<false>(shared, histogram, target);
+  Crossing crossing = limits.mass;
+  if (limits.by_count) {
+    crossing = find_bucket<false>(shared, load_histogram(shared, listed.scratch, listed.node), target);
+  }
   const uint64_t limit = find_limit<false>(shared, target - crossing.mass_before,
                                            [&](auto visit) { listed.each_of(crossing.at, last, visit); });
   return limit < last ? limit : last;
@@ -226,16 +230,16 @@ ULL_KERNEL(ull_sample_filter, SampleParams, kThreads, 2) {
   if (!wish.listing) return;
   Shared& shared = *reinterpret_cast<Shared*>(arch::shared_memory());
   Scratch& scratch = *static_cast<Scratch*>(params.scratch);
+  const float* row = params.logits + static_cast<int64_t>(node) * kLogitRow;
+  const Slice slice = slice_of(arch::block_x(), slices);
+  const Loaded first = load_chunk(row, slice.first, slice.last);
   const Scanned scanned = merge_scans(shared, scratch, node, slices);
   if (!scanned.valid) return;  // ull_sample_draw has said so
 
   stage_biases(shared, params.state, wish.bias_count);
-  const Histogram histogram = load_histogram(shared, scratch, node);
-  const Limits limits = find_limits(shared, histogram, wish);
-  const float* row = params.logits + static_cast<int64_t>(node) * kLogitRow;
-  const Slice slice = slice_of(arch::block_x(), slices);
-  uint64_t best = 0;
-  each_quad(shared, row, slice, wish.bias_count, [&](int token, const float (&)[4], const float (&biased)[4]) {
+  const Limits limits = find_limits(shared, load_histogram(shared, scratch, node), wish);
+  uint64_t best = 0, unused = 0;
+  each_quad(shared, row, slice, first, wish.bias_count, [&](int token, const float (&)[4], const float (&biased)[4]) {
     const int valid = slice.last - token;
     float surviving[4];
 #pragma unroll
@@ -251,7 +255,7 @@ ULL_KERNEL(ull_sample_filter, SampleParams, kThreads, 2) {
     }
     best = score_quad(best, surviving, token, valid, wish);
   });
-  best = block_reduce(shared, best, Larger());
+  block_reduce(shared, best, Larger(), unused, Larger());
   if (arch::thread() == 0) scratch.draws[node * slices + arch::block_x()].best = best;
   if (!is_last_block(shared, &scratch.nodes[node].filtered)) return;
 
@@ -262,12 +266,12 @@ ULL_KERNEL(ull_sample_filter, SampleParams, kThreads, 2) {
     best = Larger()(best, low_half(arch::load_global(&scratch.draws[node * slices + i])));
   }
   if (listed.count > 0) {
-    const uint64_t last = last_survivor(shared, histogram, listed);
+    const uint64_t last = last_survivor(shared, listed);
     listed.each([&](uint64_t item) {
       if (item <= last) best = score(best, item, wish);
     });
   }
-  best = block_reduce(shared, best, Larger());
+  block_reduce(shared, best, Larger(), unused, Larger());
   if (arch::thread() != 0) return;
   EmittedToken& drawn = round->drawn[node];
   const int token = token_of(best);

@@ -89,12 +89,13 @@ ULL_DEVICE void add_histogram(const Shared& shared, Scratch& scratch, int node) 
 // The slice's best logits.
 ULL_DEVICE void list_alternatives(Shared& shared, const float* row, Slice slice, int wanted, uint64_t* out) {
   best_of(shared, wanted, out, [&](auto visit) {
-    each_quad(shared, row, slice, 0, [&](int token, const float (&raw)[4], const float (&)[4]) {
+    each_quad(shared, row, slice, load_chunk(row, slice.first, slice.last), 0,
+              [&](int token, const float (&raw)[4], const float (&)[4]) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (token + j < slice.last) visit(packed(raw[j], token + j));
-      }
-    });
+                for (int j = 0; j < 4; ++j) {
+                  if (token + j < slice.last) visit(packed(raw[j], token + j));
+                }
+              });
   });
 }
 
@@ -134,23 +135,22 @@ ULL_KERNEL(ull_sample_scan, SampleParams, kThreads, 2) {
   stage_biases(shared, params.state, wish.bias_count);
 
   const Slice slice = slice_of(arch::block_x(), arch::grid_x());
-  uint64_t best = 0;
-  uint32_t maximum = 0, poisoned = 0;
-  each_quad(shared, params.logits + static_cast<int64_t>(node) * kLogitRow, slice, wish.bias_count,
+  const float* row = params.logits + static_cast<int64_t>(node) * kLogitRow;
+  constexpr uint64_t kPoison = uint64_t{1} << 32;
+  uint64_t best = 0, maximum = 0;
+  each_quad(shared, row, slice, load_chunk(row, slice.first, slice.last), wish.bias_count,
             [&](int token, const float (&raw)[4], const float (&biased)[4]) {
 #pragma unroll
               for (int j = 0; j < 4; ++j) {
                 if (token + j >= slice.last) break;
                 best = Larger()(best, packed(biased[j], token + j));
-                maximum = maximum > ordered(raw[j]) ? maximum : ordered(raw[j]);
-                if (raw[j] - raw[j] != 0.0F) poisoned = 1;
+                maximum = Larger()(maximum, raw[j] - raw[j] == 0.0F ? ordered(raw[j]) : kPoison);
               }
             });
-  best = block_reduce(shared, best, Larger());
-  const uint64_t raw = block_reduce(shared, (static_cast<uint64_t>(poisoned) << 32) | maximum, Larger());
+  block_reduce(shared, best, Larger(), maximum, Larger());
   if (arch::thread() == 0) {
-    scratch.scans[node * arch::grid_x() + arch::block_x()] = {best, static_cast<uint32_t>(raw),
-                                                              static_cast<uint32_t>(raw >> 32)};
+    scratch.scans[node * arch::grid_x() + arch::block_x()] = {best, static_cast<uint32_t>(maximum),
+                                                              static_cast<uint32_t>(maximum >> 32)};
   }
 }
 
@@ -166,6 +166,9 @@ ULL_KERNEL(ull_sample_draw, SampleParams, kThreads, 2) {
   const bool logprobs = wish.top_logprobs >= 0;
   if (!wish.sampled && !logprobs && arch::block_x() > 0) return;  // greedy: the scan knows
 
+  const float* row = params.logits + static_cast<int64_t>(node) * kLogitRow;
+  const Slice slice = slice_of(arch::block_x(), slices);
+  const Loaded first = load_chunk(row, slice.first, slice.last);
   const Scanned scanned = merge_scans(shared, scratch, node, slices);
   EmittedToken& drawn = round->drawn[node];
   if (!scanned.valid || (!wish.sampled && !logprobs)) {
@@ -180,10 +183,8 @@ ULL_KERNEL(ull_sample_draw, SampleParams, kThreads, 2) {
 
   stage_biases(shared, params.state, wish.bias_count);
   if (wish.listing) clear_histogram(shared);
-  const float* row = params.logits + static_cast<int64_t>(node) * kLogitRow;
-  const Slice slice = slice_of(arch::block_x(), slices);
   uint64_t best = 0, total = 0;
-  each_quad(shared, row, slice, wish.sampled ? wish.bias_count : 0,
+  each_quad(shared, row, slice, first, wish.sampled ? wish.bias_count : 0,
             [&](int token, const float (&raw)[4], const float (&biased)[4]) {
               const int valid = slice.last - token;
               if (wish.sampled) {
@@ -207,8 +208,7 @@ ULL_KERNEL(ull_sample_draw, SampleParams, kThreads, 2) {
   }
 
   // The node's last block finishes it.
-  best = block_reduce(shared, best, Larger());
-  total = block_reduce(shared, total, Sum());
+  block_reduce(shared, best, Larger(), total, Sum());
   const int block = node * slices + arch::block_x();
   if (arch::thread() == 0) scratch.draws[block] = {best, total};
   if (wish.top_logprobs > 0) list_alternatives(shared, row, slice, wish.top_logprobs, scratch.alternatives[block]);
@@ -220,8 +220,7 @@ ULL_KERNEL(ull_sample_draw, SampleParams, kThreads, 2) {
     best = Larger()(best, low_half(part));
     total += high_half(part);
   }
-  best = block_reduce(shared, best, Larger());
-  total = block_reduce(shared, total, Sum());
+  block_reduce(shared, best, Larger(), total, Sum());
   const float log_total = logprobs ? log_lanes<ScalarMath>(static_cast<float>(total) * 0x1.0p-44F) : 0.0F;
   if (arch::thread() == 0) {
     const int token = wish.sampled ? token_of(best) : scanned.token;

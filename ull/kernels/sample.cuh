@@ -169,7 +169,7 @@ struct Crossing {
 };
 
 struct alignas(16) Shared {
-  uint64_t partial[kWarps];
+  uint64_t partial[2][kWarps];
   uint64_t least;  // of best_of()
   uint64_t sorted[kAlternatives];
   Crossing crossing;
@@ -187,7 +187,7 @@ struct alignas(16) Shared {
   };
 };
 // ull/gpu/launches/sampling.py: the scan needs nothing of the union.
-static_assert(sizeof(Shared) == 41232 && __builtin_offsetof(Shared, counts) == 16656);
+static_assert(sizeof(Shared) == 41296 && __builtin_offsetof(Shared, counts) == 16720);
 
 struct Larger {
   ULL_DEVICE uint64_t operator()(uint64_t a, uint64_t b) const { return a > b ? a : b; }
@@ -196,18 +196,28 @@ struct Sum {
   ULL_DEVICE uint64_t operator()(uint64_t a, uint64_t b) const { return a + b; }
 };
 
-// The same result for every thread.
-template <typename Combine>
-ULL_DEVICE uint64_t block_reduce(Shared& shared, uint64_t value, Combine combine) {
+// Two values of each thread become the block's, in every thread.
+template <typename First, typename Second>
+ULL_DEVICE void block_reduce(Shared& shared, uint64_t& first, First combine_first, uint64_t& second,
+                             Second combine_second) {
 #pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) value = combine(value, arch::shuffle_xor(value, mask));
+  for (int mask = 16; mask > 0; mask /= 2) {
+    first = combine_first(first, arch::shuffle_xor(first, mask));
+    second = combine_second(second, arch::shuffle_xor(second, mask));
+  }
   arch::block_barrier();
-  if (arch::lane() == 0) shared.partial[arch::warp()] = value;
+  if (arch::lane() == 0) {
+    shared.partial[0][arch::warp()] = first;
+    shared.partial[1][arch::warp()] = second;
+  }
   arch::block_barrier();
-  value = shared.partial[0];
+  first = shared.partial[0][0];
+  second = shared.partial[1][0];
 #pragma unroll
-  for (int i = 1; i < kWarps; ++i) value = combine(value, shared.partial[i]);
-  return value;
+  for (int i = 1; i < kWarps; ++i) {
+    first = combine_first(first, shared.partial[0][i]);
+    second = combine_second(second, shared.partial[1][i]);
+  }
 }
 
 // The sum over the threads before this one.
@@ -219,21 +229,22 @@ ULL_DEVICE uint64_t sum_before(Shared& shared, uint64_t value) {
     if (arch::lane() >= distance) through += below;
   }
   arch::block_barrier();
-  if (arch::lane() == 31) shared.partial[arch::warp()] = through;
+  if (arch::lane() == 31) shared.partial[0][arch::warp()] = through;
   arch::block_barrier();
   uint64_t before = through - value;
-  for (int i = 0; i < arch::warp(); ++i) before += shared.partial[i];
+  for (int i = 0; i < arch::warp(); ++i) before += shared.partial[0][i];
   return before;
 }
 
 // True for the last of a node's blocks to come here; what the others have written is visible to it.
 ULL_DEVICE bool is_last_block(Shared& shared, uint32_t* arrivals) {
-  arch::fence_device();
   arch::block_barrier();
-  if (arch::thread() == 0)
-    shared.last_block = arch::atomic_add(arrivals, 1U) + 1 == static_cast<uint32_t>(arch::grid_x());
+  if (arch::thread() == 0) {
+    arch::fence_device();
+    shared.last_block = arch::atomic_add(arrivals, 1U) + 1 == static_cast<uint32_t>(arch::grid_x()) ? 1 : 0;
+    arch::fence_device();
+  }
   arch::block_barrier();
-  arch::fence_device();
   return shared.last_block != 0;
 }
 
@@ -267,16 +278,28 @@ ULL_DEVICE void spread_biases(Shared& shared, int bias_count, int chunk, int las
   arch::block_barrier();
 }
 
-// visit(token, raw, biased) for each group of four logits from `token` on; those at `last` and beyond are not logits.
-template <typename Visit>
-ULL_DEVICE void each_quad(Shared& shared, const float* row, Slice slice, int bias_count, Visit visit) {
-  for (int chunk = slice.first; chunk < slice.last; chunk += kChunk) {
-    arch::Vector4 loaded[kQuads];
+// A thread's logits of one chunk.
+struct Loaded {
+  arch::Vector4 quad[kQuads];
+};
+
+ULL_DEVICE Loaded load_chunk(const float* row, int chunk, int last) {
+  Loaded loaded;
 #pragma unroll
-    for (int q = 0; q < kQuads; ++q) {
-      const int token = chunk + 4 * (arch::thread() + q * kThreads);
-      if (token < slice.last) loaded[q] = arch::load_global(row + token);
-    }
+  for (int q = 0; q < kQuads; ++q) {
+    const int token = chunk + 4 * (arch::thread() + q * kThreads);
+    if (token < last) loaded.quad[q] = arch::load_global(row + token);
+  }
+  return loaded;
+}
+
+// visit(token, raw, biased) for each group of four logits from `token` on; those at the slice's end and beyond are not
+// logits. `first`: the slice's first chunk, which a kernel loads before it waits for other things.
+template <typename Visit>
+ULL_DEVICE void each_quad(Shared& shared, const float* row, Slice slice, Loaded first, int bias_count, Visit visit) {
+  Loaded loaded = first;
+  for (int chunk = slice.first; chunk < slice.last; chunk += kChunk) {
+    if (chunk > slice.first) loaded = load_chunk(row, chunk, slice.last);
     if (bias_count > 0) spread_biases(shared, bias_count, chunk, slice.last, true);
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
@@ -285,7 +308,7 @@ ULL_DEVICE void each_quad(Shared& shared, const float* row, Slice slice, int bia
       float raw[4], biased[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        raw[j] = arch::bits_float(loaded[q].word[j]);
+        raw[j] = arch::bits_float(loaded.quad[q].word[j]);
         biased[j] = bias_count > 0 ? raw[j] + shared.dense[at + j] : raw[j];
       }
       visit(chunk + at, raw, biased);
@@ -329,8 +352,7 @@ ULL_DEVICE Scanned merge_scans(Shared& shared, const Scratch& scratch, int node,
     best = Larger()(best, low_half(part));
     maximum = Larger()(maximum, high_half(part));  // poison, the upper word, outdoes everything
   }
-  best = block_reduce(shared, best, Larger());
-  maximum = block_reduce(shared, maximum, Larger());
+  block_reduce(shared, best, Larger(), maximum, Larger());
   const bool banned = best >> 32 <= ordered(arch::bits_float(0xFF800000U));  // -inf
   return {(maximum >> 32) == 0 && !banned, token_of(best), value_of(best), unordered(static_cast<uint32_t>(maximum))};
 }
