@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-NATIVE := $(shell find ull/native -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt)
+NATIVE := $(shell find ull/native -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt) ull/kernels/params.h
 KERNELS := $(shell find ull/kernels tests/emulator tests/fakecuda -name '*.c*' -o -name '*.h')
 
 .PHONY: demo test lint format native-test sanitize oracle wheel h200 h200-wheels install clean help

@@ -66,7 +66,9 @@ void Engine::warm_up() {
       } while (status == Status::kPending);
     }
     if (status != Status::kOk) {
-      throw std::runtime_error(std::string("the executor failed while warming up: ") + status_name(status));
+      const char* reason = executor_.failure();
+      throw std::runtime_error(std::string("the executor failed while warming up: ") +
+                               (reason != nullptr ? reason : status_name(status)));
     }
   };
   if (count > 0) finish(executor_.start_prefill({tokens.data(), count, 0, pages.data()}));
@@ -90,7 +92,11 @@ void Engine::start() {
 
 void Engine::stop() noexcept {
   draining_ = true;
-  if (!thread_.joinable()) return;
+  if (thread_.joinable()) end_threads();
+  executor_.settle();
+}
+
+void Engine::end_threads() noexcept {
   shared_->stopping.store(true, std::memory_order_release);
   shared_->attention.fetch_add(1, std::memory_order_release);
   executor_.abort();

@@ -111,6 +111,9 @@ class Engine {
   // Time from one round's tokens to the next's, within a request.
   [[nodiscard]] const Histogram& round_ns() const noexcept { return shared_->round_ns; }
   [[nodiscard]] const char* health() const noexcept;  // "ok", "stalled" or "failed"
+  // Once health() says "failed": why, null if the executor cannot say; and whether a new process may do better.
+  [[nodiscard]] const char* failure() const noexcept { return executor_.failure(); }
+  [[nodiscard]] bool restart_helps() const noexcept { return executor_.restart_helps(); }
   [[nodiscard]] int context() const noexcept { return context_; }
   [[nodiscard]] int max_prompt() const noexcept { return max_prompt_; }
   [[nodiscard]] const ExecutorInfo& executor_info() const noexcept { return executor_.info(); }
@@ -121,6 +124,7 @@ class Engine {
   void cancel_slot(uint32_t slot) noexcept;
 
  private:
+  void end_threads() noexcept;
   void check(const Submission& submission) const;
   [[nodiscard]] uint32_t find(std::span<const uint8_t> identity, uint64_t id) const noexcept;
   [[nodiscard]] uint32_t free_slot() const noexcept;

@@ -117,9 +117,17 @@ EngineLoop::Ending EngineLoop::decode() noexcept {
     if (sessions_.reserve(session, position + most) != Status::kOk) {
       return {FinishReason::kError, kInternal, "the KV cache is full"};
     }
-    const RoundStep step{
-        request.tokens[position], position,         session.page_table(), &request.sampling, most, request.tokens.get(),
-        request.speculation,      request.max_tree, session.drafted()};
+    const RoundStep step{request.tokens[position],
+                         position,
+                         session.page_table(),
+                         &request.sampling,
+                         most,
+                         request.tokens.get(),
+                         request.speculation,
+                         request.max_tree,
+                         session.drafted(),
+                         request.stop_ids.data(),
+                         request.stop_id_count};
     if (const Ending ending = run_step([&] { return executor_.start_round(step); })) return ending;
     if (const Ending ending = accept_round(most)) return ending;
     announce();
@@ -270,7 +278,7 @@ EngineLoop::Ending EngineLoop::run_step(Start&& start) noexcept {
         break;
     }
     shared_.failed.store(true, std::memory_order_release);
-    return {FinishReason::kError, kInternal, "the executor failed"};
+    return executor_failure();
   }
 }
 
@@ -344,9 +352,15 @@ EngineLoop::Ending EngineLoop::interruption(const RequestSlot& request, int64_t 
     return {FinishReason::kCancelled, kDraining, "the daemon is shutting down"};
   }
   if (shared_.failed.load(std::memory_order_relaxed)) {
-    return {FinishReason::kError, kInternal, "the executor has failed"};
+    return executor_failure();
   }
   return {};
+}
+
+// A request ends because the executor has failed; the message says why if it can.
+EngineLoop::Ending EngineLoop::executor_failure() const noexcept {
+  const char* reason = executor_.failure();
+  return {FinishReason::kError, kInternal, reason != nullptr ? reason : "the executor failed"};
 }
 
 // Takes what was submitted into the queue and ends the queued requests that are cancelled, late, or cannot be served.

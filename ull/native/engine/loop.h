@@ -73,6 +73,7 @@ class EngineLoop {
 
   [[nodiscard]] Ending attend(int64_t now) noexcept;
   [[nodiscard]] Ending interruption(const RequestSlot& request, int64_t now) const noexcept;
+  [[nodiscard]] Ending executor_failure() const noexcept;
   void look_around(int64_t now) noexcept;
   void publish() noexcept;
 

@@ -57,7 +57,7 @@ struct Outcome {
   int32_t cached_tokens = 0;
   int32_t completion_tokens = 0;
   const char* error_code = nullptr;     // static; null unless reason is kError or the engine stopped
-  const char* error_message = nullptr;  // static
+  const char* error_message = nullptr;  // static, or the executor's
 };
 
 enum class SlotState : uint8_t { kFree, kActive, kEnded };  // kEnded: its final event is on its way

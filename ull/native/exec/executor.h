@@ -104,6 +104,8 @@ struct RoundStep {
   Speculation speculation = Speculation::kNone;
   int32_t max_tree = 0;        // most nodes of the draft tree, root included, 1 .. kMaxTreeTokens; 0: as many as pay
   int32_t* drafted = nullptr;  // in/out, see PrefillStep
+  const int32_t* stops = nullptr;  // [stop_count] ids that end the request: a round may go no further than one of them
+  int32_t stop_count = 0;
 };
 
 struct RoundResult {
@@ -126,6 +128,12 @@ class Executor {
   // Polls the step in flight. For a round that is kOk, `result` holds its tokens; prefill leaves it untouched.
   [[nodiscard]] virtual Status poll(RoundResult& result) noexcept = 0;
   virtual void abort() noexcept = 0;
+  // No step follows: returns once nothing of this executor runs any more, or it has failed.
+  virtual void settle() noexcept {}
+  // Why it has failed, for people, valid for its life; null while it has not, or cannot say. Any thread.
+  [[nodiscard]] virtual const char* failure() const noexcept { return nullptr; }
+  // Whether a new process may do better after that failure; false if the device must be reset first. Any thread.
+  [[nodiscard]] virtual bool restart_helps() const noexcept { return false; }
 };
 
 }  // namespace ull

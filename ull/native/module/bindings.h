@@ -68,6 +68,7 @@ T field(const nb::dict& dict, const char* name) {
 
 void bind_executor(nb::module_& m);
 void bind_exec(nb::module_& m);
+void bind_graph(nb::module_& m);
 void bind_engine(nb::module_& m);
 void bind_io(nb::module_& m);
 

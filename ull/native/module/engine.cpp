@@ -85,6 +85,7 @@ nb::dict engine_stats(const Engine& engine) {
   for (const uint64_t rounds : stats.counters.accepted_by_depth) accepted.append(rounds);
   out["accepted_by_depth"] = accepted;
   out["round_ns"] = to_dict(engine.round_ns().named());
+  out["failure"] = engine.failure();
   return out;
 }
 
@@ -170,6 +171,9 @@ void bind_engine(nb::module_& m) {
       .def("drained", &Engine::drained, "True once the end of every accepted request has reached the io PAIR.")
       .def("stats", &engine_stats)
       .def("health", &Engine::health, "'ok', 'stalled' or 'failed'.")
+      .def("failure", &Engine::failure, "Why the executor has failed; None while it has not, or cannot say.")
+      .def("restart_helps", &Engine::restart_helps,
+           "Of a failed engine: whether a new process may do better. False if the GPU must be reset first.")
       .def_prop_ro("info", &engine_info);
 
   nb::class_<Detokenizer>(m, "Detokenizer", "Token ids to text, incrementally, cut at the first stop string.")

@@ -5,6 +5,7 @@ NB_MODULE(_native, m) {
   m.doc() = "The native core of ull.";
   ull::module::bind_executor(m);
   ull::module::bind_exec(m);
+  ull::module::bind_graph(m);
   ull::module::bind_engine(m);
   ull::module::bind_io(m);
 }

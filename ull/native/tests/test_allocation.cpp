@@ -6,7 +6,9 @@
 
 #include "engine_fixture.h"
 #include "exec/cpu/cpu_executor.h"
+#include "exec/graph/graph_executor.h"
 #include "exec_model.h"
+#include "fake_device.h"
 #include "medusa_file.h"
 
 namespace {
@@ -166,6 +168,12 @@ TEST(decoding_on_the_cpu_executor_allocates_nothing) {
   options.threads = 2;
   options.pages = 32;
   ull::cpu::CpuExecutor executor(model.spec, options);
+  decode_everything(executor, 400);
+}
+
+TEST(replaying_graphs_allocates_nothing) {
+  ull::test::FakeDevice device({.model = {128}, .context = 1024});
+  ull::graph::GraphExecutor executor(device.program(), ull::test::FakeDevice::driver(), {});
   decode_everything(executor, 400);
 }
 

@@ -1,0 +1,81 @@
+"""The hand-over to the graph executor: every field is looked at before anything is launched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ull import _native
+
+BLOCK = 1 << 20  # an address aligned as blocks must be; nothing reads it before a driver is loaded
+
+
+def handover(**changes: Any) -> dict[str, Any]:
+    program: dict[str, Any] = {
+        "graphs": {1: 11, 2: 12, 64: 13},
+        "prefill": 14,
+        "stream": 15,
+        "context": 16,
+        "requests": BLOCK,
+        "results": BLOCK,
+        "control": BLOCK,
+        "pages": BLOCK,
+        "vocabulary": 100,
+        "context_tokens": 256,
+        "page_count": 4,
+        "weight_bytes": 1,
+        "kv_bytes": 1,
+        "name": "graph/test",
+        "library": "libcuda-that-is-not-there.so.1",
+    }
+    return program | changes
+
+
+@pytest.mark.parametrize("field", sorted(handover()))
+def test_every_field_is_needed_and_typed(field: str) -> None:
+    program = handover()
+    del program[field]
+    with pytest.raises(ValueError, match=f"^{field}: missing"):
+        _native.GraphExecutor(program)
+    with pytest.raises(ValueError, match=f"^{field}: has the wrong type"):
+        _native.GraphExecutor(handover(**{field: [1.5]}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"graphs": {}}, "graphs: a round of one token is missing"),
+        ({"graphs": {2: 12}}, "graphs: a round of one token is missing"),
+        ({"graphs": {1: 11, 3: 12}}, "graphs: must map 1, 2, 4"),
+        ({"graphs": {1: 0}}, "graphs: must map 1, 2, 4"),
+        ({"prefill": 0}, "prefill: "),
+        ({"prefill": -1}, "prefill: has the wrong type or is out of range"),
+        ({"stream": 0}, "stream: "),
+        ({"context": 0}, "context: "),
+        ({"requests": 0}, "requests: must be the address of a block"),
+        ({"results": BLOCK + 8}, "results: must be the address of a block aligned to 64"),
+        ({"control": BLOCK + 32}, "control: must be the address of a block aligned to 64"),
+        ({"pages": BLOCK + 2}, "pages: must be the address of a block aligned to 4"),
+        ({"vocabulary": 0}, "vocabulary: must be positive"),
+        ({"vocabulary": 2**31}, "vocabulary: has the wrong type or is out of range"),
+        ({"context_tokens": 1}, "context_tokens: "),
+        ({"page_count": 0}, "page_count: "),
+        ({"weight_bytes": -1}, "weight_bytes: "),
+        ({"kv_bytes": -1}, "kv_bytes: "),
+        ({"name": ""}, "name: must not be empty"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=f"^{complaint}"):
+        _native.GraphExecutor(handover(**changes))
+
+
+def test_a_missing_driver_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"the CUDA driver cannot be loaded: .*libcuda-that-is-not-there"):
+        _native.GraphExecutor(handover())
+
+
+def test_a_library_that_is_no_driver_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"libc\.so\.6 is older than CUDA 12"):
+        _native.GraphExecutor(handover(library="libc.so.6"))

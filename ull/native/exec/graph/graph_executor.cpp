@@ -1,0 +1,331 @@
+#include "exec/graph/graph_executor.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/cpu.h"
+
+namespace ull::graph {
+namespace {
+
+// All slots at once: the chunks of a step wait for each other on the device alone.
+constexpr int kPrefillChunk = gpu::kRoundSlots * gpu::kTreeTokens;
+
+constexpr int64_t kPrepareNs = 60'000'000'000;  // the watchdog's limit until everything has run once
+constexpr int kMeasuredRounds = 20;
+
+}  // namespace
+
+GraphExecutor::GraphExecutor(GraphProgram program, const Driver& driver, const GraphOptions& options)
+    : program_((program.check(), std::move(program))),
+      driver_(driver),
+      options_(checked(options)),
+      setting_(program_.pages, pages_for(program_.context_tokens)),
+      queue_(program_, driver_) {}
+
+const GraphOptions& GraphExecutor::checked(const GraphOptions& options) {
+  if (options.watchdog_ms < 1) throw std::invalid_argument("watchdog_ms: must be positive");
+  if (options.max_tree < 1 || options.max_tree > kMaxTreeTokens) {
+    throw std::invalid_argument("max_tree: must be 1 to 64");
+  }
+  if (options.drafter == Speculation::kMedusa || options.drafter == Speculation::kDraft) {
+    throw std::invalid_argument("drafter: must be none, ngram or auto: the graph executor has no other");
+  }
+  return options;
+}
+
+// ---- steps --------------------------------------------------------------------------------------------------------
+
+bool GraphExecutor::valid(const int32_t* tokens, int count, int start) const noexcept {
+  if (info_.vocabulary == 0 || count < 1 || start < 0 || count > info_.context - start) return false;
+  return std::all_of(tokens, tokens + count, [&](int32_t token) { return token >= 0 && token < info_.vocabulary; });
+}
+
+Status GraphExecutor::begin_step(StepKind kind) noexcept {
+  abort_.store(false, std::memory_order_relaxed);  // it was meant for an earlier step
+  kind_ = kind;
+  launched_ = abandoned_ = settled_ = false;
+  first_ = last_ = 0;
+  queue_.restart_watchdog();
+  return queue_.enter();
+}
+
+Status GraphExecutor::start_prefill(const PrefillStep& step) noexcept {
+  if (step.count > info_.prefill_chunk || !valid(step.tokens, step.count, step.start)) return Status::kExecutorFailed;
+  if (begin_step(StepKind::kPrefill) != Status::kOk) return Status::kExecutorFailed;
+  prefill_ = step;
+  if (ahead_ != 0) queue_.cancel();
+  ahead_ = 0;
+  advance();
+  return queue_.failed() ? Status::kExecutorFailed : Status::kOk;
+}
+
+Status GraphExecutor::start_round(const RoundStep& step) noexcept {
+  if (!valid(&step.token, 1, step.position) || step.max_tokens < 1 || step.sampling->bias_count > kMaxLogitBias) {
+    return Status::kExecutorFailed;
+  }
+  if (begin_step(StepKind::kRound) != Status::kOk) return Status::kExecutorFailed;
+  round_ = step;
+  tree_.reset(step.token, info_.vocabulary, 1, 0);
+  const bool adopted = tree_.count() == 1 && ahead_is(step);
+  if (adopted) {
+    first_ = last_ = ahead_;
+    launched_ = true;
+  } else if (ahead_ != 0) {
+    queue_.cancel();
+  }
+  ahead_ = 0;
+  advance();
+  return queue_.failed() ? Status::kExecutorFailed : Status::kOk;
+}
+
+// Whether the round that is queued does just what this step asks for.
+bool GraphExecutor::ahead_is(const RoundStep& step) const noexcept {
+  return ahead_ != 0 && ahead_position_ == step.position && ahead_token_ == step.token &&
+         setting_.holds(*step.sampling, step.stops, step.stop_count) &&
+         setting_.holds(step.pages, pages_for(step.position + 1));
+}
+
+void GraphExecutor::advance() noexcept {
+  if (kind_ == StepKind::kPrefill) {
+    launch_prompt();
+    return;
+  }
+  if (!launched_) launch_tree();
+  if (launched_ && ahead_ == 0) launch_ahead();
+}
+
+void GraphExecutor::launch_prompt() noexcept {
+  const int pages = pages_for(prefill_.start + prefill_.count);
+  while (!launched_ && queue_.has_slot()) {
+    if (!setting_.holds(prefill_.pages, pages)) {
+      if (!queue_.setting_is_free(setting_)) return;
+      setting_.take(prefill_.pages, pages);
+    }
+    const int count = std::min(prefill_.count, gpu::kTreeTokens);
+    gpu::RoundRequest& request = queue_.next_request();
+    request.mode = gpu::RoundMode::kPrefill;
+    request.count = count;
+    request.position = prefill_.start;
+    request.max_tokens = 0;
+    std::copy_n(prefill_.tokens, count, request.tokens);
+    for (int i = 0; i < count; ++i) request.parents[i] = static_cast<uint8_t>(std::max(i - 1, 0));
+    if (queue_.launch(program_.prefill, setting_) != Status::kOk) return;
+    last_ = queue_.launched();
+    if (first_ == 0) first_ = last_;
+    prefill_.tokens += count;
+    prefill_.start += count;
+    prefill_.count -= count;
+    launched_ = prefill_.count == 0;
+  }
+}
+
+void GraphExecutor::launch_tree() noexcept {
+  const RoundStep& step = round_;
+  const int pages = pages_for(step.position + step.max_tokens);
+  if (!queue_.has_slot()) return;
+  if (!setting_.holds(*step.sampling, step.stops, step.stop_count) || !setting_.holds(step.pages, pages)) {
+    if (!queue_.setting_is_free(setting_)) return;
+    setting_.take(*step.sampling, step.stops, step.stop_count, step.pages, pages);
+  }
+  const int count = tree_.count();
+  gpu::RoundRequest& request = queue_.next_request();
+  request.mode = gpu::RoundMode::kTake;
+  request.count = count;
+  request.position = step.position;
+  request.max_tokens = step.max_tokens;
+  std::copy_n(tree_.tokens(), count, request.tokens);
+  std::copy_n(tree_.parents(), count, request.parents);
+  if (queue_.launch(program_.round_for(count), setting_) != Status::kOk) return;
+  first_ = last_ = queue_.launched();
+  launched_ = true;
+}
+
+// Queues the plain round that follows the one in flight if that is also plain, unless the request ends with that one.
+// The page is there: the step's pages cover position + max_tokens - 1.
+void GraphExecutor::launch_ahead() noexcept {
+  const RoundStep& step = round_;
+  const int position = step.position + 1;
+  const int pages = pages_for(step.position + step.max_tokens);
+  if (tree_.count() > 1 || step.speculation != Speculation::kNone || step.max_tokens < 2) return;
+  if (position >= info_.context || !queue_.has_slot()) return;
+  if (queue_.seen() >= last_ && queue_.result(last_).stopped != 0) return;
+  if (!setting_.holds(step.pages, pages)) {
+    if (!queue_.setting_is_free(setting_)) return;
+    setting_.take(step.pages, pages);
+  }
+  gpu::RoundRequest& request = queue_.next_request();
+  request.mode = gpu::RoundMode::kContinue;
+  request.count = 1;
+  request.position = position;
+  request.max_tokens = 1;
+  if (queue_.launch(program_.round_for(1), setting_) != Status::kOk) return;
+  ahead_ = queue_.launched();
+  ahead_position_ = -1;
+}
+
+Status GraphExecutor::poll(RoundResult& result) noexcept {
+  if (queue_.failed()) return Status::kExecutorFailed;
+  while (queue_.take_answer()) {
+  }
+  if (abandoned_ || abort_.load(std::memory_order_acquire)) return abandon();
+  advance();
+  if (!launched_ || queue_.seen() < last_) return queue_.watch();
+  return kind_ == StepKind::kPrefill ? finish_prefill() : finish_round(result);
+}
+
+// Has what is queued skipped and waits for the device to say so: the next step then finds it idle.
+Status GraphExecutor::abandon() noexcept {
+  if (!abandoned_) {
+    queue_.cancel();
+    abandoned_ = true;
+    ahead_ = 0;
+  }
+  return queue_.idle() ? Status::kAborted : queue_.watch();
+}
+
+Status GraphExecutor::finish_prefill() noexcept {
+  for (uint64_t sequence = first_; sequence <= last_; ++sequence) {
+    if (queue_.result(sequence).status != gpu::RoundStatus::kOk) {
+      return queue_.fail("the device has not run a chunk of a prompt", /*restart_helps=*/true);
+    }
+  }
+  return Status::kOk;
+}
+
+Status GraphExecutor::finish_round(RoundResult& result) noexcept {
+  const gpu::RoundResult& answer = queue_.result(last_);
+  if (answer.status == gpu::RoundStatus::kNotFinite) {
+    return queue_.fail("a logit is not finite, or every token is banned", /*restart_helps=*/true);
+  }
+  if (answer.status != gpu::RoundStatus::kOk || !copy_tokens(answer, result)) {
+    return queue_.fail("the device gave an impossible answer to a round", /*restart_helps=*/true);
+  }
+  ahead_token_ = result.tokens[result.count - 1].token;
+  ahead_position_ = answer.stopped != 0 ? -1 : round_.position + result.count;
+  return Status::kOk;
+}
+
+// False if the answer is not one to the round that was asked for.
+bool GraphExecutor::copy_tokens(const gpu::RoundResult& answer, RoundResult& result) const noexcept {
+  if (answer.count < 1 || answer.count > std::min(round_.max_tokens, tree_.deepest() + 1)) return false;
+  int node = 0;
+  for (int i = 0; i < answer.count; ++i) {
+    const gpu::EmittedToken& from = answer.tokens[i];
+    RoundToken& to = result.tokens[i];
+    if (from.token < 0 || from.token >= info_.vocabulary || from.top_count < 0 || from.top_count > kMaxTopLogprobs) {
+      return false;
+    }
+    to.token = from.token;
+    to.logprob = from.logprob;
+    to.top_count = from.top_count;
+    for (int rank = 0; rank < from.top_count; ++rank) to.top[rank] = {from.top[rank].token, from.top[rank].logprob};
+    if (i == answer.count - 1) break;
+    node = tree_.child(node, from.token);
+    if (node < 0) return false;
+    result.ranks[i] = static_cast<uint8_t>(tree_.rank(node));
+  }
+  result.count = answer.count;
+  result.drafter = Speculation::kNone;
+  result.tree_tokens = tree_.count();
+  result.depth = tree_.deepest();
+  result.accepted = answer.count - 1;
+  return true;
+}
+
+void GraphExecutor::settle() noexcept {
+  if (settled_) return;
+  settled_ = true;
+  kind_ = StepKind::kNone;
+  ahead_ = 0;
+  if (queue_.enter() != Status::kOk) return;
+  queue_.cancel();
+  (void)queue_.drain();
+}
+
+// ---- preparation --------------------------------------------------------------------------------------------------
+
+void GraphExecutor::require(Status status) const {
+  if (status != Status::kOk) {
+    throw std::runtime_error(queue_.failure() != nullptr ? queue_.failure() : "the graph executor has failed");
+  }
+}
+
+void GraphExecutor::prepare() {
+  info_ = ExecutorInfo{};
+  info_.vocabulary = program_.vocabulary;
+  info_.context = program_.context_tokens;
+  info_.page_count = program_.page_count;
+  info_.prefill_chunk = kPrefillChunk;
+  // At least a plain round and the continuation behind it.
+  info_.tokens_per_round = std::max(program_.most_nodes(), 2);
+  info_.weight_bytes = program_.weight_bytes;
+  info_.kv_bytes = program_.kv_bytes;
+  info_.name = program_.name.c_str();
+  info_.default_drafter = options_.drafter;
+  info_.default_max_tree = options_.max_tree;
+  settled_ = false;
+  require(queue_.enter());
+  queue_.set_watchdog(kPrepareNs);
+  require(queue_.upload(program_.prefill));
+  for (void* graph : program_.rounds) {
+    if (graph != nullptr) require(queue_.upload(graph));
+  }
+  measure();
+  queue_.set_watchdog(options_.watchdog_ms * 1'000'000);
+}
+
+// Replays every graph on pages that hold nothing yet: what is drawn does not matter.
+void GraphExecutor::measure() {
+  const int held = std::min(info_.context, info_.page_count * kPageTokens);
+  std::vector<int32_t> pages(static_cast<size_t>(pages_for(held)));
+  for (size_t page = 0; page < pages.size(); ++page) pages[page] = static_cast<int32_t>(page);
+  for (int i = 0; i < kCostSizes; ++i) {
+    if (program_.rounds[i] == nullptr || kCostTokens[i] > held) continue;
+    info_.verify_ns[i] = measure_round(i, 0, pages);
+  }
+}
+
+// The median duration of rounds that keep the device busy, by its own clock.
+int64_t GraphExecutor::measure_round(int size, int position, const std::vector<int32_t>& pages) {
+  const int count = kCostTokens[size];
+  require(queue_.wait());
+  setting_.take(Sampling{}, nullptr, 0, pages.data(), static_cast<int>(pages.size()));
+  std::vector<int64_t> durations;
+  uint64_t ended = queue_.seen();  // rounds whose duration has been read
+  const auto read = [&](uint64_t through) {
+    for (; ended < through; ++ended) {
+      const gpu::RoundResult& answer = queue_.result(ended + 1);
+      durations.push_back(static_cast<int64_t>(answer.end_ns - answer.begin_ns));
+    }
+  };
+  for (int round = 0; round < kMeasuredRounds; ++round) {
+    // The end of a round is known once the next has answered: one slot stays free, so that it is read in time.
+    while (queue_.launched() - queue_.seen() >= gpu::kRoundSlots - 1) {
+      if (queue_.take_answer()) {
+        read(queue_.seen() - 1);
+      } else if (queue_.watch() != Status::kPending) {
+        require(Status::kExecutorFailed);
+      }
+    }
+    gpu::RoundRequest& request = queue_.next_request();
+    request.mode = gpu::RoundMode::kTake;
+    request.count = count;
+    request.position = position;
+    request.max_tokens = count;
+    for (int i = 0; i < count; ++i) {
+      request.tokens[i] = 0;
+      request.parents[i] = static_cast<uint8_t>(std::max(i - 1, 0));
+    }
+    require(queue_.launch(program_.rounds[size], setting_));
+  }
+  require(queue_.drain());
+  read(queue_.seen());
+  std::nth_element(durations.begin(), durations.begin() + durations.size() / 2, durations.end());
+  return std::max<int64_t>(durations[durations.size() / 2], 1);
+}
+
+}  // namespace ull::graph

@@ -1,0 +1,98 @@
+// The executor that replays captured CUDA graphs (program.h) and keeps the device busy: while a plain round runs, the
+// one that will most likely follow is already queued behind it, as a continuation that takes token and position from
+// the device's own state. If the next step turns out to be exactly that round, it is adopted; if not, it is cancelled,
+// its answer ignored (round_queue.h says why that does no harm), and what is wanted is launched behind it.
+//
+// Requests that speculate get no such round: whether a draft pays shows only when the newest token is known, and a
+// continuation that has begun costs a round.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "base/cpu.h"
+#include "exec/executor.h"
+#include "exec/graph/driver.h"
+#include "exec/graph/program.h"
+#include "exec/graph/round_queue.h"
+#include "exec/graph/setting.h"
+#include "spec/tree.h"
+
+namespace ull::graph {
+
+struct GraphOptions {
+  int64_t watchdog_ms = 2000;                // without an answer for longer, the device has failed
+  Speculation drafter = Speculation::kNone;  // of requests that name none
+  int max_tree = kMaxTreeTokens;             // of requests that set none
+};
+
+class GraphExecutor final : public Executor {
+ public:
+  // Launches nothing: prepare() does. The program must outlive settle(). Throws std::invalid_argument.
+  GraphExecutor(GraphProgram program, const Driver& driver, const GraphOptions& options);
+  ~GraphExecutor() override { settle(); }
+  GraphExecutor(const GraphExecutor&) = delete;
+  GraphExecutor& operator=(const GraphExecutor&) = delete;
+
+  // Uploads the graphs and measures what rounds cost. Throws std::runtime_error with the device's failure.
+  void prepare() override;
+  [[nodiscard]] const ExecutorInfo& info() const noexcept override { return info_; }
+  [[nodiscard]] Status start_prefill(const PrefillStep& step) noexcept override;
+  [[nodiscard]] Status start_round(const RoundStep& step) noexcept override;
+  [[nodiscard]] Status poll(RoundResult& result) noexcept override;
+  void abort() noexcept override { abort_.store(true, std::memory_order_release); }
+  void settle() noexcept override;
+  [[nodiscard]] const char* failure() const noexcept override { return queue_.failure(); }
+  [[nodiscard]] bool restart_helps() const noexcept override { return queue_.restart_helps(); }
+
+ private:
+  enum class StepKind : uint8_t { kNone, kPrefill, kRound };
+
+  [[nodiscard]] static const GraphOptions& checked(const GraphOptions& options);
+  [[nodiscard]] bool valid(const int32_t* tokens, int count, int start) const noexcept;
+  [[nodiscard]] Status begin_step(StepKind kind) noexcept;
+  [[nodiscard]] bool ahead_is(const RoundStep& step) const noexcept;
+
+  // Launches what is left of the step, as far as slots and the page table allow.
+  void advance() noexcept;
+  void launch_prompt() noexcept;
+  void launch_tree() noexcept;
+  void launch_ahead() noexcept;
+
+  [[nodiscard]] Status abandon() noexcept;
+  [[nodiscard]] Status finish_prefill() noexcept;
+  [[nodiscard]] Status finish_round(RoundResult& result) noexcept;
+  [[nodiscard]] bool copy_tokens(const gpu::RoundResult& answer, RoundResult& result) const noexcept;
+
+  void measure();
+  [[nodiscard]] int64_t measure_round(int size, int position, const std::vector<int32_t>& pages);
+  void require(Status status) const;
+
+  const GraphProgram program_;
+  const Driver driver_;
+  const GraphOptions options_;
+  ExecutorInfo info_;
+  Setting setting_;
+  RoundQueue queue_;
+
+  // The step in flight.
+  StepKind kind_ = StepKind::kNone;
+  PrefillStep prefill_{};  // tokens, count and start of what is yet to be launched
+  RoundStep round_{};
+  DraftTree tree_;          // of the round; a plain one's is its root
+  bool launched_ = false;   // all of it
+  bool abandoned_ = false;  // aborted: its rounds are being skipped
+  bool settled_ = true;     // nothing has been started since settle()
+  uint64_t first_ = 0;      // sequence of its first round
+  uint64_t last_ = 0;       // and of the last one launched
+
+  // The continuation queued behind the last plain round; 0: there is none.
+  uint64_t ahead_ = 0;
+  int32_t ahead_token_ = -1;     // that it feeds: known, like the rest, once the round before it has been taken
+  int32_t ahead_position_ = -1;  // -1: it is not to be adopted
+
+  alignas(kCacheLine) std::atomic<bool> abort_{false};  // set by any thread; the rest belongs to the engine's
+};
+
+}  // namespace ull::graph

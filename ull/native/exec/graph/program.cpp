@@ -1,0 +1,55 @@
+#include "exec/graph/program.h"
+
+#include <stdexcept>
+
+namespace ull::graph {
+namespace {
+
+void require(bool condition, const char* what) {
+  if (!condition) throw std::invalid_argument(what);
+}
+
+template <typename Block>
+void require_block(const Block* block, const char* field) {
+  const auto address = reinterpret_cast<uintptr_t>(block);
+  if (address == 0 || address % alignof(Block) != 0) {
+    throw std::invalid_argument(std::string(field) + ": must be the address of a block aligned to " +
+                                std::to_string(alignof(Block)) + " bytes");
+  }
+}
+
+}  // namespace
+
+void GraphProgram::check() const {
+  require(rounds[0] != nullptr, "graphs: a round of one token is missing");
+  require(prefill != nullptr, "prefill: must be the handle of a graph");
+  require(stream != nullptr, "stream: must be the handle of a stream");
+  require(context != nullptr, "context: must be the handle of a context");
+  require_block(requests, "requests");
+  require_block(results, "results");
+  require_block(control, "control");
+  require_block(pages, "pages");
+  require(vocabulary >= 1, "vocabulary: must be positive");
+  require(context_tokens >= 2, "context_tokens: must be at least 2");
+  require(page_count >= 1, "page_count: must be positive");
+  require(weight_bytes >= 0, "weight_bytes: must not be negative");
+  require(kv_bytes >= 0, "kv_bytes: must not be negative");
+  require(!name.empty(), "name: must not be empty");
+}
+
+int GraphProgram::most_nodes() const noexcept {
+  int most = 0;
+  for (int i = 0; i < kCostSizes; ++i) {
+    if (rounds[i] != nullptr) most = kCostTokens[i];
+  }
+  return most;
+}
+
+void* GraphProgram::round_for(int nodes) const noexcept {
+  for (int i = 0; i < kCostSizes; ++i) {
+    if (rounds[i] != nullptr && kCostTokens[i] >= nodes) return rounds[i];
+  }
+  return nullptr;
+}
+
+}  // namespace ull::graph

@@ -1,0 +1,42 @@
+// The graph program: captured CUDA graphs and the mapped blocks through which they are asked and answer. ull/gpu makes
+// it and owns everything in it; the core replays it. Handles are the CUDA driver's, opaque here.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "exec/executor.h"
+#include "kernels/params.h"
+
+namespace ull::graph {
+
+static_assert(gpu::kTreeTokens == kMaxTreeTokens && gpu::kPageTokens == kPageTokens);
+static_assert(gpu::kAlternatives == kMaxTopLogprobs && gpu::kBiases == kMaxLogitBias);
+static_assert(kCostTokens[kCostSizes - 1] == gpu::kTreeTokens);
+
+struct GraphProgram {
+  void* rounds[kCostSizes] = {};          // CUgraphExec of a round of up to kCostTokens[i] nodes; null: there is none
+  void* prefill = nullptr;                // CUgraphExec, up to kTreeTokens prompt tokens
+  void* stream = nullptr;                 // CUstream that all of them are launched on
+  void* context = nullptr;                // CUcontext of the stream
+  gpu::RoundRequest* requests = nullptr;  // [kRoundSlots] mapped
+  gpu::RoundResult* results = nullptr;    // [kRoundSlots] mapped
+  gpu::HostControl* control = nullptr;    // mapped
+  int32_t* pages = nullptr;               // [context_tokens / kPageTokens, rounded up] mapped
+  int vocabulary = 0;
+  int context_tokens = 0;
+  int page_count = 0;
+  int64_t weight_bytes = 0;
+  int64_t kv_bytes = 0;
+  std::string name;     // of the executor, e.g. "graph/sm_90a"
+  std::string library;  // the CUDA driver's file
+
+  // Throws std::invalid_argument naming the field that cannot be.
+  void check() const;
+  // Nodes of the widest round.
+  [[nodiscard]] int most_nodes() const noexcept;
+  // The smallest round that holds `nodes` (1 .. most_nodes()).
+  [[nodiscard]] void* round_for(int nodes) const noexcept;
+};
+
+}  // namespace ull::graph

@@ -1,0 +1,66 @@
+// The graph executor, from the dict that ull/gpu hands over.
+#include <algorithm>
+#include <iterator>
+#include <map>
+
+#include "exec/graph/driver.h"
+#include "exec/graph/graph_executor.h"
+#include "exec/graph/program.h"
+#include "module/bindings.h"
+
+namespace ull::module {
+namespace {
+
+template <typename Pointer = void*>
+Pointer address(const nb::dict& dict, const char* name) {
+  return reinterpret_cast<Pointer>(field<uintptr_t>(dict, name));
+}
+
+// ValueError names the field.
+graph::GraphProgram graph_program(const nb::dict& dict) {
+  graph::GraphProgram program;
+  for (const auto& [tokens, handle] : field<std::map<int, uintptr_t>>(dict, "graphs")) {
+    const int* size = std::find(std::begin(kCostTokens), std::end(kCostTokens), tokens);
+    if (size == std::end(kCostTokens) || handle == 0) {
+      throw std::invalid_argument("graphs: must map 1, 2, 4, 8, 16, 32 or 64 tokens to the handle of a graph");
+    }
+    program.rounds[size - std::begin(kCostTokens)] = reinterpret_cast<void*>(handle);
+  }
+  program.prefill = address(dict, "prefill");
+  program.stream = address(dict, "stream");
+  program.context = address(dict, "context");
+  program.requests = address<gpu::RoundRequest*>(dict, "requests");
+  program.results = address<gpu::RoundResult*>(dict, "results");
+  program.control = address<gpu::HostControl*>(dict, "control");
+  program.pages = address<int32_t*>(dict, "pages");
+  program.vocabulary = field<int>(dict, "vocabulary");
+  program.context_tokens = field<int>(dict, "context_tokens");
+  program.page_count = field<int>(dict, "page_count");
+  program.weight_bytes = field<int64_t>(dict, "weight_bytes");
+  program.kv_bytes = field<int64_t>(dict, "kv_bytes");
+  program.name = field<std::string>(dict, "name");
+  program.library = field<std::string>(dict, "library");
+  program.check();
+  return program;
+}
+
+}  // namespace
+
+void bind_graph(nb::module_& m) {
+  nb::class_<graph::GraphExecutor, Executor>(m, "GraphExecutor", "The executor that replays captured CUDA graphs.")
+      .def(
+          "__init__",
+          [](graph::GraphExecutor* self, const nb::dict& program, int64_t watchdog_ms, const std::string& drafter,
+             int max_tree) {
+            graph::GraphProgram checked = graph_program(program);
+            const graph::GraphOptions options{watchdog_ms, speculation_named(drafter), max_tree};
+            const graph::Driver driver = graph::load_driver(checked.library);
+            new (self) graph::GraphExecutor(std::move(checked), driver, options);
+          },
+          "program"_a, nb::kw_only(), "watchdog_ms"_a = 2000, "drafter"_a = "none", "max_tree"_a = kMaxTreeTokens,
+          "`program`: the hand-over of ull.gpu: handles and addresses, which must stay valid until the engine has "
+          "stopped. Its device must not have run a round yet. `drafter`, `max_tree`: of requests that name none. "
+          "ValueError names the field at fault, RuntimeError what the driver lacks.");
+}
+
+}  // namespace ull::module

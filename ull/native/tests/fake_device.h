@@ -1,0 +1,311 @@
+// A device for the graph executor, played by a thread: it runs "graphs" as kernels/params.h says they behave, on a
+// model that is a function of the tokens it finds in the pages, the seed and the biases. A page that is missing, stale
+// or written by another session shows, and so does a setting that did not arrive. Faults come by script.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "base/clock.h"
+#include "exec/graph/driver.h"
+#include "exec/graph/program.h"
+#include "exec/sampling.h"
+
+namespace ull::test {
+
+inline constexpr int kIllegalAddress = 700;  // CUDA_ERROR_ILLEGAL_ADDRESS
+inline constexpr int kOutOfMemory = 2;       // CUDA_ERROR_OUT_OF_MEMORY
+
+struct FakeModel {
+  int vocabulary = 100;
+  int period = 0;  // 0: any token may follow; n: mostly the token n back, so that the text repeats
+
+  // The token after `past`; `biases` with -inf ban tokens.
+  template <typename Bias>
+  [[nodiscard]] int32_t next(const std::vector<int32_t>& past, uint64_t seed, const Bias* biases, int count) const {
+    uint32_t hash = 2166136261U ^ static_cast<uint32_t>(seed);  // FNV-1a
+    for (const int32_t token : past) hash = (hash ^ static_cast<uint32_t>(token)) * 16777619U;
+    int32_t token = static_cast<int32_t>(hash % static_cast<uint32_t>(vocabulary));
+    if (period > 0 && static_cast<int>(past.size()) >= period && hash >> 8 & 15) {
+      token = past[past.size() - static_cast<size_t>(period)];
+    }
+    const auto banned = [&] {
+      return std::any_of(biases, biases + count, [&](const Bias& bias) { return bias.token == token; });
+    };
+    while (banned()) token = (token + 1) % vocabulary;
+    return token;
+  }
+
+  // `count` tokens after `prompt`, one after another.
+  [[nodiscard]] std::vector<int32_t> continuation(std::vector<int32_t> prompt, int count,
+                                                  const Sampling& sampling = {}) const {
+    const size_t start = prompt.size();
+    for (int i = 0; i < count; ++i) prompt.push_back(next(prompt, sampling.seed, sampling.bias, sampling.bias_count));
+    return {prompt.begin() + static_cast<std::ptrdiff_t>(start), prompt.end()};
+  }
+};
+
+class FakeDevice {
+ public:
+  // Sequence numbers; 0: never.
+  struct Script {
+    FakeModel model = {};
+    int context = 1024;
+    int page_count = 32;
+    int round_us = 0;              // a round takes this long
+    uint64_t launch_error_at = 0;  // launching this round fails
+    int launch_error = kOutOfMemory;
+    uint64_t stream_error_at = 0;  // this round ends in an error that the stream keeps reporting
+    int stream_error = kIllegalAddress;
+    uint64_t hang_at = 0;    // this round never ends
+    uint64_t silent_at = 0;  // this round ends without an answer
+    uint64_t not_finite_at = 0;
+    uint64_t absurd_at = 0;  // this round's answer is of no such round
+    std::function<void(gpu::RoundResult&)> absurdity = nullptr;
+    std::function<void(uint64_t)> before = nullptr;  // called on the device's thread before a round begins
+  };
+
+  struct Record {
+    uint64_t sequence;
+    gpu::RoundMode mode;
+    gpu::RoundStatus status;
+    int graph;  // nodes of the graph that was launched; 0: prefill
+    int count;
+    int emitted;
+    uint32_t setting;
+  };
+
+  explicit FakeDevice(Script script)
+      : script_(std::move(script)),
+        requests_(gpu::kRoundSlots),
+        results_(gpu::kRoundSlots),
+        host_pages_(static_cast<size_t>(pages_for(script_.context)), -1),
+        pool_(static_cast<size_t>(script_.page_count) * kPageTokens, -1),
+        pages_(host_pages_.size(), -1) {
+    thread_ = std::thread([this] { run(); });
+  }
+  ~FakeDevice() {
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    wake_.notify_all();
+    thread_.join();
+  }
+  FakeDevice(const FakeDevice&) = delete;
+  FakeDevice& operator=(const FakeDevice&) = delete;
+
+  [[nodiscard]] graph::GraphProgram program() {
+    graph::GraphProgram program;
+    for (int i = 0; i < kCostSizes; ++i) program.rounds[i] = reinterpret_cast<void*>(uintptr_t{1} + i);
+    program.prefill = reinterpret_cast<void*>(uintptr_t{100});
+    program.stream = this;
+    program.context = this;
+    program.requests = requests_.data();
+    program.results = results_.data();
+    program.control = &control_;
+    program.pages = host_pages_.data();
+    program.vocabulary = script_.model.vocabulary;
+    program.context_tokens = script_.context;
+    program.page_count = script_.page_count;
+    program.weight_bytes = 1000;
+    program.kv_bytes = static_cast<int64_t>(pool_.size() * sizeof(int32_t));
+    program.name = "graph/fake";
+    program.library = "none";
+    return program;
+  }
+
+  [[nodiscard]] static graph::Driver driver() {
+    graph::Driver driver;
+    driver.set_context = [](void* context) { return context == nullptr ? 1 : graph::kSuccess; };
+    driver.upload = [](void*, void*) { return graph::kSuccess; };
+    driver.launch = [](void* graph, void* stream) { return static_cast<FakeDevice*>(stream)->launch(graph); };
+    driver.query = [](void* stream) { return static_cast<FakeDevice*>(stream)->query(); };
+    driver.error_name = [](int error, const char** name) {
+      *name = error == kIllegalAddress ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR_OUT_OF_MEMORY";
+      return graph::kSuccess;
+    };
+    driver.error_text = [](int error, const char** text) {
+      *text = error == kIllegalAddress ? "an illegal memory access was encountered" : "out of memory";
+      return graph::kSuccess;
+    };
+    return driver;
+  }
+
+  // What has been run; call it when the device is at rest.
+  [[nodiscard]] std::vector<Record> records() {
+    const std::lock_guard lock(mutex_);
+    return records_;
+  }
+  void forget() {
+    const std::lock_guard lock(mutex_);
+    records_.clear();
+  }
+  // How many rounds have been launched in all.
+  [[nodiscard]] uint64_t launched() {
+    const std::lock_guard lock(mutex_);
+    return launched_;
+  }
+  // Sequence numbers count from the program's start, measuring included: scripts that mean "the nth from now" call
+  // this.
+  void arm(const std::function<void(Script&, uint64_t next)>& change) {
+    const std::lock_guard lock(mutex_);
+    change(script_, launched_ + 1);
+  }
+
+ private:
+  int launch(void* graph) {
+    const std::lock_guard lock(mutex_);
+    if (error_ != 0) return error_;
+    if (script_.launch_error_at == launched_ + 1) return script_.launch_error;
+    if (launched_ - begun_ == queue_.size()) std::abort();  // more than there are slots
+    queue_[launched_++ % queue_.size()] = static_cast<int>(reinterpret_cast<uintptr_t>(graph));
+    wake_.notify_all();
+    return graph::kSuccess;
+  }
+
+  int query() {
+    const std::lock_guard lock(mutex_);
+    if (error_ != 0) return error_;
+    return launched_ == begun_ && !busy_ ? graph::kSuccess : graph::kNotReady;
+  }
+
+  void run() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [this] { return stopping_ || (launched_ > begun_ && error_ == 0); });
+      if (stopping_) return;
+      const int graph = queue_[begun_++ % queue_.size()];
+      busy_ = true;
+      const uint64_t sequence = state_.sequence + 1;
+      if (sequence == script_.hang_at) {
+        wake_.wait(lock, [this] { return stopping_; });
+        return;
+      }
+      const Script script = script_;
+      lock.unlock();
+      if (script.before) script.before(sequence);
+      const Record record = round(graph, sequence, script);
+      lock.lock();
+      records_.push_back(record);
+      busy_ = false;
+      if (sequence == script_.stream_error_at) error_ = script_.stream_error;
+    }
+  }
+
+  // One graph, as begin ... commit run it.
+  Record round(int graph, uint64_t sequence, const Script& script) {
+    const gpu::RoundRequest& request = requests_[sequence % gpu::kRoundSlots];
+    gpu::RoundResult& result = results_[sequence % gpu::kRoundSlots];
+    Record record{
+        sequence, request.mode,   gpu::RoundStatus::kOk, graph == 100 ? 0 : kCostTokens[graph - 1], request.count,
+        0,        request.setting};
+    if (request.sequence != sequence) std::abort();  // the block is not this round's
+    if (graph != 100 && request.count > record.graph) std::abort();
+    ++state_.sequence;
+    const int64_t start = monotonic_ns();
+    result.begin_ns = static_cast<uint64_t>(start);
+    result.count = 0;
+    result.stopped = 0;
+    const uint64_t cancelled = std::atomic_ref<uint64_t>(control_.cancelled_through).load(std::memory_order_acquire);
+    const bool continues = request.mode == gpu::RoundMode::kContinue;
+    if (sequence <= cancelled || (continues && state_.stopped != 0)) {
+      record.status = gpu::RoundStatus::kSkipped;
+    } else if (sequence == script.silent_at) {
+      return record;
+    } else {
+      while (monotonic_ns() - start < script.round_us * 1000) std::this_thread::yield();
+      if (request.setting != state_.setting) copy_setting(request);
+      if (request.mode == gpu::RoundMode::kPrefill) {
+        for (int i = 0; i < request.count; ++i) cached(request.position + i) = request.tokens[i];
+      } else {
+        verify(request, result, continues);
+        record.emitted = result.count;
+      }
+      if (sequence == script.not_finite_at) record.status = gpu::RoundStatus::kNotFinite;
+      if (sequence == script.absurd_at) script.absurdity(result);
+    }
+    result.status = record.status;
+    std::atomic_ref<uint64_t>(result.sequence).store(sequence, std::memory_order_release);
+    result.end_ns = static_cast<uint64_t>(monotonic_ns());
+    if (sequence == script.stream_error_at) {
+      const std::lock_guard lock(mutex_);
+      error_ = script.stream_error;
+    }
+    return record;
+  }
+
+  void copy_setting(const gpu::RoundRequest& request) {
+    state_.setting = request.setting;
+    state_.sampling = request.sampling;
+    state_.stop_count = request.stop_count;
+    std::copy_n(request.stops, request.stop_count, state_.stops);
+    std::copy_n(request.biases, request.sampling.bias_count, state_.biases);
+    std::copy_n(host_pages_.data(), request.page_count, pages_.data());
+  }
+
+  void verify(const gpu::RoundRequest& request, gpu::RoundResult& result, bool continues) {
+    const int base = continues ? state_.position : request.position;
+    const int32_t root = continues ? state_.token : request.tokens[0];
+    std::vector<int32_t> past;
+    for (int position = 0; position < base; ++position) past.push_back(cached(position));
+    state_.stopped = 0;
+    for (int node = 0; node >= 0;) {
+      past.push_back(node == 0 ? root : request.tokens[node]);
+      cached(base + result.count) = past.back();
+      gpu::EmittedToken& out = result.tokens[result.count++];
+      out.token = script_model().next(past, state_.sampling.seed, state_.biases, state_.sampling.bias_count);
+      out.node = node;
+      out.logprob = -0.5F;
+      out.top_count = std::max(state_.sampling.top_logprobs, 0);
+      for (int rank = 0; rank < out.top_count; ++rank) out.top[rank] = {(out.token + rank) % 100, -0.5F};
+      if (std::count(state_.stops, state_.stops + state_.stop_count, out.token) > 0) state_.stopped = 1;
+      if (state_.stopped != 0 || result.count == request.max_tokens) break;
+      int next = -1;
+      for (int child = node + 1; child < request.count && !continues; ++child) {
+        if (request.parents[child] == node && request.tokens[child] == out.token) next = child;
+      }
+      node = next;
+    }
+    state_.token = result.tokens[result.count - 1].token;
+    state_.position = base + result.count;
+    result.stopped = state_.stopped;
+  }
+
+  [[nodiscard]] const FakeModel& script_model() const { return script_.model; }
+  [[nodiscard]] int32_t& cached(int position) {
+    const int32_t page = pages_.at(static_cast<size_t>(position / kPageTokens));
+    return pool_.at(static_cast<size_t>(page) * kPageTokens + static_cast<size_t>(position % kPageTokens));
+  }
+
+  Script script_;
+  // Mapped memory.
+  std::vector<gpu::RoundRequest> requests_;
+  std::vector<gpu::RoundResult> results_;
+  gpu::HostControl control_{};
+  std::vector<int32_t> host_pages_;
+  // Device memory; the thread's.
+  std::vector<int32_t> pool_;   // [page_count, kPageTokens] token fed at each position
+  std::vector<int32_t> pages_;  // what the device has copied of host_pages_
+  gpu::State state_{};
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::array<int, gpu::kRoundSlots> queue_{};  // graphs; a launch allocates nothing
+  std::vector<Record> records_;
+  uint64_t launched_ = 0;
+  uint64_t begun_ = 0;
+  int error_ = 0;
+  bool busy_ = false;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace ull::test

@@ -1,0 +1,110 @@
+// A graph executor on a played device, driven step by step as the engine drives it.
+#pragma once
+
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include "check.h"
+#include "exec/graph/graph_executor.h"
+#include "fake_device.h"
+
+namespace ull::test {
+
+struct GraphRig {
+  explicit GraphRig(FakeDevice::Script script = {}, graph::GraphOptions options = {})
+      : device(script), model(script.model), executor(device.program(), FakeDevice::driver(), options) {
+    executor.prepare();
+    device.forget();
+    pages.resize(static_cast<size_t>(pages_for(script.context)));
+    // Not the identity, so that a page table which did not arrive shows.
+    for (size_t i = 0; i < pages.size(); ++i) {
+      pages[i] = static_cast<int32_t>((i * 7 + 3) % static_cast<size_t>(script.page_count));
+    }
+  }
+
+  Status finish() {
+    for (;;) {
+      const Status status = executor.poll(result);
+      if (status != Status::kPending) return status;
+      std::this_thread::yield();
+    }
+  }
+
+  // All of `tokens` from position `start` on.
+  Status prefill(const std::vector<int32_t>& tokens, int start = 0) {
+    const int chunk = executor.info().prefill_chunk;
+    for (int done = 0; done < static_cast<int>(tokens.size());) {
+      const int count = std::min(chunk, static_cast<int>(tokens.size()) - done);
+      const Status status = executor.start_prefill({tokens.data() + done, count, start + done, pages.data()});
+      if (status != Status::kOk) return status;
+      if (const Status end = finish(); end != Status::kOk) return end;
+      done += count;
+    }
+    return Status::kOk;
+  }
+
+  [[nodiscard]] RoundStep step(const std::vector<int32_t>& tokens, int max_tokens) const {
+    RoundStep step{tokens.back(), static_cast<int32_t>(tokens.size()) - 1, pages.data(), &sampling, max_tokens,
+                   tokens.data()};
+    step.speculation = speculation;
+    step.stops = stops.data();
+    step.stop_count = static_cast<int32_t>(stops.size());
+    return step;
+  }
+
+  // Rounds until `count` tokens more have come; the first feeds the last of `tokens`, all before it are in the cache.
+  Status decode(std::vector<int32_t>& tokens, int count) {
+    while (count > 0) {
+      const int most = std::min(count, executor.info().tokens_per_round);
+      tokens.reserve(tokens.size() + 1);
+      if (const Status status = executor.start_round(step(tokens, most)); status != Status::kOk) return status;
+      if (const Status status = finish(); status != Status::kOk) return status;
+      ++rounds;
+      for (int i = 0; i < result.count; ++i) tokens.push_back(result.tokens[i].token);
+      count -= result.count;
+    }
+    return Status::kOk;
+  }
+
+  // `count` tokens after a prompt that nothing is cached of.
+  std::vector<int32_t> complete(std::vector<int32_t> prompt, int count) {
+    const size_t start = prompt.size();
+    std::vector<int32_t> cached(prompt.begin(), prompt.end() - 1);
+    CHECK(prefill(cached) == Status::kOk);
+    CHECK(decode(prompt, count) == Status::kOk);
+    return {prompt.begin() + static_cast<std::ptrdiff_t>(start), prompt.end()};
+  }
+
+  // What the device did since the last call, once it has come to rest.
+  [[nodiscard]] std::vector<FakeDevice::Record> rest() {
+    while (FakeDevice::driver().query(&device) == graph::kNotReady) std::this_thread::yield();
+    auto records = device.records();
+    device.forget();
+    return records;
+  }
+
+  FakeDevice device;
+  FakeModel model;
+  graph::GraphExecutor executor;
+  std::vector<int32_t> pages;
+  Sampling sampling;
+  std::vector<int32_t> stops;
+  Speculation speculation = Speculation::kNone;
+  RoundResult result;
+  int rounds = 0;
+};
+
+inline std::vector<int32_t> prompt_of(int count, int first = 1) {
+  std::vector<int32_t> prompt(static_cast<size_t>(count));
+  for (int i = 0; i < count; ++i) prompt[static_cast<size_t>(i)] = (first + 3 * i) % 97;
+  return prompt;
+}
+
+inline int count_of(const std::vector<FakeDevice::Record>& records, gpu::RoundMode mode, gpu::RoundStatus status) {
+  return static_cast<int>(std::count_if(records.begin(), records.end(), [&](const FakeDevice::Record& record) {
+    return record.mode == mode && record.status == status;
+  }));
+}
+
+}  // namespace ull::test
