@@ -445,17 +445,31 @@ def test_a_killed_daemon_surfaces_and_its_successor_serves(spawn: Spawn) -> None
         assert client.generate(PROMPT, max_tokens=2).result().usage.completion_tokens == 2
 
 
-def test_a_failed_executor_ends_the_daemon_with_status_3(spawn: Spawn) -> None:
-    daemon = spawn(script={"fail_step": 20, **SLOW})
+@pytest.mark.parametrize("restart_helps", [False, True])
+def test_a_failed_executor_ends_the_daemon(spawn: Spawn, restart_helps: bool) -> None:
+    """Status 3 is the one that systemd does not restart on."""
+    reason = "cuGraphLaunch failed with CUDA_ERROR_LAUNCH_FAILED (719)"
+    daemon = spawn(script={"fail_step": 20, "failure": reason, "restart_helps": restart_helps, **SLOW})
     with Client(daemon.url) as client:
         running, waiting = client.generate([5], max_tokens=1000), client.generate([5], max_tokens=1000)
         for stream in (running, waiting):
-            with pytest.raises(ull.RequestFailed):
+            with pytest.raises(ull.RequestFailed, match="CUDA_ERROR_LAUNCH_FAILED") as failed:
                 stream.result()
-        assert daemon.process.wait(30) == 3
+            assert failed.value.code == "internal"
+        assert daemon.process.wait(30) == (4 if restart_helps else 3)
     assert len(daemon.events("request")) == 2
     assert all(line["finish"] == "error" and line["error"] for line in daemon.events("request"))
-    assert daemon.events("engine")[0]["level"] == "error"
+    (event,) = daemon.events("engine")
+    assert (event["level"], event["reason"]) == ("error", reason)
+    assert ("restart it" in event["message"]) == restart_helps
+
+
+def test_an_executor_that_cannot_say_why_it_failed(spawn: Spawn) -> None:
+    daemon = spawn(script={"fail_step": 20, **SLOW})
+    with Client(daemon.url) as client:
+        with pytest.raises(ull.RequestFailed, match="the executor failed"):
+            client.generate([5], max_tokens=1000).result()
+        assert daemon.process.wait(30) == 3
 
 
 def test_a_stalled_executor_shows_in_health(spawn: Spawn) -> None:

@@ -135,6 +135,23 @@ def test_a_failed_engine_ends_what_it_has_and_refuses_more(tmp_path: Path) -> No
             rig.submit(b"client", 2, PROMPT)
 
 
+def test_a_failed_executor_s_reason_reaches_everyone(tmp_path: Path) -> None:
+    reason = "cuGraphLaunch failed with CUDA_ERROR_LAUNCH_FAILED (719)"
+    with Rig(tmp_path, {"tokens": ALPHABET, "fail_step": 20, "failure": reason, "restart_helps": True}) as rig:
+        assert (rig.engine.stats()["failure"], rig.executor.failure, rig.executor.restart_helps) == (None, None, False)
+        client = rig.client(b"client")
+        rig.submit(b"client", 1, PROMPT)
+        assert client.finish(1)[1]["error"] == {"code": "internal", "message": reason}
+        assert rig.record()["error"]["message"] == reason
+        with pytest.raises(_native.EngineClosed, match="the engine has failed: cuGraphLaunch"):
+            rig.submit(b"client", 2, PROMPT)
+        assert (rig.engine.stats()["failure"], rig.executor.failure, rig.executor.restart_helps) == (
+            reason,
+            reason,
+            True,
+        )
+
+
 def test_a_hanging_engine_is_stalled_until_it_moves(tmp_path: Path) -> None:
     script = {"tokens": ALPHABET, "hang_step": 20}
     with Rig(tmp_path, script, engine={"watchdog_ms": 20}) as rig:

@@ -28,6 +28,7 @@ PYTHON_LAYERS = {
     "streams": 3,
     "admission": 4,
     "gpu": 4,
+    "executors": 5,
     "link": 4,
     "client": 5,
     "control": 5,

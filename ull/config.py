@@ -43,6 +43,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     idle: Annotated[
         Idle, _key("what the engine thread does without work: adaptive backs off to short sleeps, spin never does")
     ] = "adaptive"
+    device: Annotated[int, _key("number of the GPU that a bundle for one runs on", ge=0, le=63)] = 0
     isa: Annotated[
         Literal["auto", "avx512", "avx2", "portable"],
         _key("instruction set of the cpu executor; every choice gives the same bits"),
@@ -51,7 +52,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         int, _key("prompt and completion of one request together; 0: what the bundle offers", "tokens", ge=0)
     ] = 0
     prefill_chunk: Annotated[
-        int, _key("most prompt tokens put into the KV cache in one step", "tokens", ge=1, le=65536)
+        int, _key("most prompt tokens put into the KV cache in one step of the cpu executor", "tokens", ge=1, le=65536)
     ] = 256
     kv_pages: Annotated[
         int, _key("KV cache, in pages of 64 tokens, allocated at start; 0: enough for one full context", "pages", ge=0)
@@ -69,7 +70,13 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         int, _key("gaps between two rounds longer than this are counted in stats", "microseconds", ge=1, le=10**9)
     ] = 10_000
     watchdog_ms: Annotated[
-        int, _key("without progress for this long, health says stalled", "milliseconds", ge=10, le=3_600_000)
+        int,
+        _key(
+            "without progress for this long, health says stalled; a GPU that answers nothing for so long has failed",
+            "milliseconds",
+            ge=10,
+            le=3_600_000,
+        ),
     ] = 2000
 
 

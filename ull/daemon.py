@@ -1,7 +1,8 @@
 """`ulld`: loads an engine bundle, serves it, drains and stops. Requests are `ull.control`'s, tokens the native core's.
 
 Exit status: 0 after a clean stop, 1 if it could not start (one line on standard error says why), 3 if the engine
-failed for good (systemd/ull@.service does not restart it then).
+failed for good, so that someone must look at the machine (a GPU that needs a reset; systemd/ull@.service does not
+restart it then), 4 if it failed in a way that a restart may mend.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from ull.bundle import Bundle, open_bundle
 from ull.config import Config, ipc_path, load_config, parse_override
 from ull.control import ControlPlane
 from ull.errors import ConfigError, DaemonError, UllError
+from ull.executors import open_executor, runs_on_gpu
 from ull.host import auto_threads, keep_off, loaded_libzmq, lock_memory
 from ull.log import Log
-from ull.manifest import MAX_TREE
 from ull.sockets import SocketClaim
 from ull.tokenizer import Tokenizer
 
 EXIT_CANNOT_START = 1
 EXIT_ENGINE_FAILED = 3
+EXIT_RESTART = 4
 CONTROL_ENDPOINT = "inproc://ull-control"
 
 _TICK_S = 0.02  # how often the state of engine and drain is looked at
@@ -75,8 +77,7 @@ class Daemon:
 
     def close(self) -> None:
         """Stops the native threads and removes the sockets. A thread that hangs costs the process, not the exit."""
-        status = EXIT_ENGINE_FAILED if self._engine.health() == "failed" else 0
-        last_resort = threading.Timer(_STOP_S, os._exit, (status or 1,))
+        last_resort = threading.Timer(_STOP_S, os._exit, (self._status() or 1,))
         last_resort.daemon = True
         last_resort.start()
         self._exit.close()
@@ -91,9 +92,8 @@ class Daemon:
         exit_stack.callback(context.destroy, 0)
         self._settle(context)
         tokenizer = Tokenizer(bundle.tokenizer_directory)
-        spec = bundle.native_spec(context=config.engine.context or None)
-        executor = self._load_engine(bundle, spec, exit_stack)
-        limits = self._limits(bundle, int(spec["context"]))
+        executor = self._load_engine(bundle, exit_stack)
+        limits = self._limits(bundle)
         self._io = self._open_io(context)
         exit_stack.callback(self._io.stop)
         exit_stack.callback(self._engine.stop)  # before io, which delivers the last frames
@@ -131,7 +131,7 @@ class Daemon:
         gc.collect()
         gc.freeze()  # what is alive now stays alive: later collections need not look at it
 
-    def _limits(self, bundle: Bundle, context: int) -> Limits:
+    def _limits(self, bundle: Bundle) -> Limits:
         """What requests may ask for. Raises DaemonError where the configured drafter is not in the bundle."""
         config, engine = self.config, self._engine.info
         drafters, drafter = tuple(engine["drafters"]), config.speculation.default
@@ -143,7 +143,7 @@ class Daemon:
                 f"speculation.default: {drafter!r} is not in this bundle; it offers {offered}", "speculation.default"
             )
         return Limits(
-            context=context,
+            context=int(engine["context"]),
             vocabulary=bundle.manifest.model.vocabulary,
             default_max_tokens=config.requests.default_max_tokens,
             max_tokens=config.requests.max_tokens_limit,
@@ -171,19 +171,10 @@ class Daemon:
                 context.set(zmq.THREAD_AFFINITY_CPU_ADD, core)
         self._lock_memory()
 
-    def _load_engine(self, bundle: Bundle, spec: dict[str, Any], exit_stack: ExitStack) -> dict[str, Any]:
+    def _load_engine(self, bundle: Bundle, exit_stack: ExitStack) -> dict[str, Any]:
         """Loads the weights and warms the engine up; returns what `info` says about the executor."""
-        config, speculation = self.config.engine, bundle.manifest.speculation
-        executor = _native.CpuExecutor(
-            spec,
-            threads=self._threads,
-            cores=config.cores,
-            prefill_chunk=config.prefill_chunk,
-            pages=config.kv_pages or None,
-            isa=config.isa,
-            speculate="none" if speculation is None else speculation.default,
-            max_tree=MAX_TREE if speculation is None else speculation.max_tree,
-        )
+        config = self.config.engine
+        self._executor = executor = open_executor(bundle, self.config, self._threads, self._log, exit_stack)
         self._engine = _native.Engine(
             executor,
             str(bundle.vocabulary_path),
@@ -200,7 +191,7 @@ class Daemon:
         self._engine.start()
         return {
             "name": executor.name,
-            "threads": self._threads,
+            "threads": 1 if runs_on_gpu(bundle) else self._threads,
             "weight_bytes": executor.weight_bytes,
             "kv_bytes": executor.kv_bytes,
             "verify_ns": self._engine.info["verify_ns"],
@@ -261,7 +252,7 @@ class Daemon:
             control.cancel_all()
             await self._until_idle(loop.time() + _CANCEL_S, hurry=False)
         self._log.info("stopped", cancelled=cancelled, unfinished=control.live, **self._totals())
-        return EXIT_ENGINE_FAILED if self._engine.health() == "failed" else 0
+        return self._status()
 
     async def _until_idle(self, deadline: float, hurry: bool) -> None:
         """Waits for the last accepted request to end, until `deadline`, or a second signal if `hurry`."""
@@ -271,11 +262,19 @@ class Daemon:
 
     async def _fail(self) -> int:
         """The engine cannot go on: its requests have been ended by the core; give their last frames time to leave."""
-        self._log.error("engine", message="the engine has failed and cannot recover; stopping", **self._totals())
-        _native.notify("STOPPING=1\nSTATUS=engine failed")
+        reason = self._executor.failure or "the executor cannot say why"
+        remedy = "restart it" if self._executor.restart_helps else "look at the machine before it is started again"
+        self._log.error("engine", message=f"the engine has failed; stopping: {remedy}", reason=reason, **self._totals())
+        _native.notify(f"STOPPING=1\nSTATUS=engine failed: {reason}")
         self._control.draining = True
         await self._until_idle(asyncio.get_running_loop().time() + _CANCEL_S, hurry=False)
-        return EXIT_ENGINE_FAILED
+        return self._status()
+
+    def _status(self) -> int:
+        """The exit status of a daemon whose engine is as it is now."""
+        if self._engine.health() != "failed":
+            return 0
+        return EXIT_RESTART if self._executor.restart_helps else EXIT_ENGINE_FAILED
 
     def _totals(self) -> dict[str, Any]:
         metrics = self._control.metrics

@@ -144,7 +144,10 @@ void Engine::check(const Submission& submission) const {
 uint64_t Engine::submit(const Submission& submission) {
   if (!started_) throw EngineClosed("the engine has not been started");
   if (draining_) throw EngineClosed("the engine is draining");
-  if (shared_->failed.load(std::memory_order_acquire)) throw EngineClosed("the engine has failed");
+  if (shared_->failed.load(std::memory_order_acquire)) {
+    const char* reason = failure();
+    throw EngineClosed(std::string("the engine has failed") + (reason != nullptr ? std::string(": ") + reason : ""));
+  }
   check(submission);
   if (find(submission.identity, submission.id) != kNoSlot) {
     throw InvalidRequest("id", "a request with this id is in flight");

@@ -111,9 +111,8 @@ class Engine {
   // Time from one round's tokens to the next's, within a request.
   [[nodiscard]] const Histogram& round_ns() const noexcept { return shared_->round_ns; }
   [[nodiscard]] const char* health() const noexcept;  // "ok", "stalled" or "failed"
-  // Once health() says "failed": why, null if the executor cannot say; and whether a new process may do better.
+  // Why the executor has failed; null while it has not, or cannot say.
   [[nodiscard]] const char* failure() const noexcept { return executor_.failure(); }
-  [[nodiscard]] bool restart_helps() const noexcept { return executor_.restart_helps(); }
   [[nodiscard]] int context() const noexcept { return context_; }
   [[nodiscard]] int max_prompt() const noexcept { return max_prompt_; }
   [[nodiscard]] const ExecutorInfo& executor_info() const noexcept { return executor_.info(); }

@@ -50,8 +50,8 @@ Status ScriptedExecutor::start(int64_t cost_ns) noexcept {
   const int64_t step = steps_.load(std::memory_order_relaxed);
   steps_.store(step + 1, std::memory_order_relaxed);
   aborted_.store(false, std::memory_order_relaxed);
-  if (step == options_.fail_step) failed_ = true;
-  if (failed_) return Status::kExecutorFailed;
+  if (step == options_.fail_step) failed_.store(true, std::memory_order_relaxed);
+  if (failed_.load(std::memory_order_relaxed)) return Status::kExecutorFailed;
   hanging_ = step == options_.hang_step;
   ready_ns_ = cost_ns > 0 ? monotonic_ns() + cost_ns : 0;
   return Status::kOk;

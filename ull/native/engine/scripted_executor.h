@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "exec/executor.h"
@@ -27,6 +28,8 @@ class ScriptedExecutor : public Executor {
     int64_t fail_step = -1;        // this step (from 0, prefill chunks and rounds alike) fails, as do all after
     int64_t hang_step = -1;        // this step never ends unless it is aborted
     bool ignore_abort = false;
+    std::string failure;         // why it has failed, once it has; empty: it cannot say
+    bool restart_helps = false;  // after that
   };
 
   // Throws std::invalid_argument naming the option.
@@ -38,6 +41,12 @@ class ScriptedExecutor : public Executor {
   [[nodiscard]] Status start_round(const RoundStep& step) noexcept override;
   [[nodiscard]] Status poll(RoundResult& result) noexcept override;
   void abort() noexcept override { aborted_.store(true, std::memory_order_release); }
+  [[nodiscard]] const char* failure() const noexcept override {
+    return failed_.load(std::memory_order_relaxed) && !options_.failure.empty() ? options_.failure.c_str() : nullptr;
+  }
+  [[nodiscard]] bool restart_helps() const noexcept override {
+    return failed_.load(std::memory_order_relaxed) && options_.restart_helps;
+  }
 
   [[nodiscard]] int64_t steps() const noexcept { return steps_.load(std::memory_order_relaxed); }
 
@@ -51,7 +60,7 @@ class ScriptedExecutor : public Executor {
   std::vector<int32_t> cache_;  // [page_count, kPageTokens] token fed at each position; -1: never written
   std::atomic<bool> aborted_{false};
   std::atomic<int64_t> steps_{0};  // started
-  bool failed_ = false;
+  std::atomic<bool> failed_{false};
   bool hanging_ = false;
   int64_t ready_ns_ = 0;  // when the step in flight ends; 0: at once
   bool is_round_ = false;

@@ -131,14 +131,15 @@ void bind_engine(nb::module_& m) {
           "__init__",
           [](ScriptedExecutor* self, std::vector<int32_t> tokens, bool from_past, int tokens_per_round, int vocabulary,
              int context, int pages, int prefill_chunk, int64_t round_ns, int64_t prefill_token_ns, bool blocking,
-             int64_t fail_step, int64_t hang_step, bool ignore_abort) {
+             int64_t fail_step, int64_t hang_step, bool ignore_abort, std::string failure, bool restart_helps) {
             new (self) ScriptedExecutor({std::move(tokens), from_past, tokens_per_round, vocabulary, context, pages,
                                          prefill_chunk, round_ns, prefill_token_ns, blocking, fail_step, hang_step,
-                                         ignore_abort});
+                                         ignore_abort, std::move(failure), restart_helps});
           },
           "tokens"_a, nb::kw_only(), "from_past"_a = false, "tokens_per_round"_a = 1, "vocabulary"_a = 32000,
           "context"_a = 4096, "pages"_a = 128, "prefill_chunk"_a = 256, "round_ns"_a = 0, "prefill_token_ns"_a = 0,
-          "blocking"_a = false, "fail_step"_a = -1, "hang_step"_a = -1, "ignore_abort"_a = false)
+          "blocking"_a = false, "fail_step"_a = -1, "hang_step"_a = -1, "ignore_abort"_a = false, "failure"_a = "",
+          "restart_helps"_a = false)
       .def_prop_ro("steps", &ScriptedExecutor::steps, "Steps started so far.");
 
   nb::class_<Engine>(m, "Engine", "One executor, its request slots, and the engine and watchdog threads.")
@@ -171,9 +172,6 @@ void bind_engine(nb::module_& m) {
       .def("drained", &Engine::drained, "True once the end of every accepted request has reached the io PAIR.")
       .def("stats", &engine_stats)
       .def("health", &Engine::health, "'ok', 'stalled' or 'failed'.")
-      .def("failure", &Engine::failure, "Why the executor has failed; None while it has not, or cannot say.")
-      .def("restart_helps", &Engine::restart_helps,
-           "Of a failed engine: whether a new process may do better. False if the GPU must be reset first.")
       .def_prop_ro("info", &engine_info);
 
   nb::class_<Detokenizer>(m, "Detokenizer", "Token ids to text, incrementally, cut at the first stop string.")

@@ -40,7 +40,12 @@ void bind_executor(nb::module_& m) {
                        "What runs the maths of an engine: a CpuExecutor, GraphExecutor or ScriptedExecutor.")
       .def_prop_ro("name", [](const Executor& executor) { return executor.info().name; })
       .def_prop_ro("weight_bytes", [](const Executor& executor) { return executor.info().weight_bytes; })
-      .def_prop_ro("kv_bytes", [](const Executor& executor) { return executor.info().kv_bytes; });
+      .def_prop_ro("kv_bytes", [](const Executor& executor) { return executor.info().kv_bytes; })
+      .def_prop_ro("failure", &Executor::failure, "Why it has failed; None while it has not, or cannot say.")
+      .def_prop_ro("restart_helps", &Executor::restart_helps,
+                   "Of a failed executor: whether a new process may do better. False if the GPU must be reset first.")
+      .def("settle", &Executor::settle, nb::call_guard<nb::gil_scoped_release>(),
+           "Waits until nothing of it runs any more, or it has failed; no step follows.");
 }
 
 }  // namespace ull::module

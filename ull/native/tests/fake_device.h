@@ -125,7 +125,6 @@ class FakeDevice {
   [[nodiscard]] static graph::Driver driver() {
     graph::Driver driver;
     driver.set_context = [](void* context) { return context == nullptr ? 1 : graph::kSuccess; };
-    driver.upload = [](void*, void*) { return graph::kSuccess; };
     driver.launch = [](void* graph, void* stream) { return static_cast<FakeDevice*>(stream)->launch(graph); };
     driver.query = [](void* stream) { return static_cast<FakeDevice*>(stream)->query(); };
     driver.error_name = [](int error, const char** name) {

@@ -343,7 +343,7 @@ TEST(a_request_ends_with_the_device_s_reason) {
     CHECK(says(queued.outcome.error_message, fault.what));
     CHECK_EQ(std::string(rig.engine.health()), "failed");
     CHECK(says(rig.engine.failure(), fault.what));
-    CHECK_EQ(rig.engine.restart_helps(), fault.restart);
+    CHECK_EQ(rig.executor.restart_helps(), fault.restart);
     CHECK_EQ(rig.results[1].finals + rig.results[2].finals, 2);
     rig.engine.stop();
   }

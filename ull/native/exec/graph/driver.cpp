@@ -34,7 +34,6 @@ Driver load_driver(const std::string& library) {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(symbol);
   };
   find(driver.set_context, "cuCtxSetCurrent");
-  find(driver.upload, "cuGraphUpload");
   find(driver.launch, "cuGraphLaunch");
   find(driver.query, "cuStreamQuery");
   find(driver.error_name, "cuGetErrorName");

@@ -10,7 +10,6 @@ struct Driver {
   using Result = int;  // CUresult
 
   Result (*set_context)(void* context) = nullptr;                   // cuCtxSetCurrent
-  Result (*upload)(void* graph, void* stream) = nullptr;            // cuGraphUpload
   Result (*launch)(void* graph, void* stream) = nullptr;            // cuGraphLaunch
   Result (*query)(void* stream) = nullptr;                          // cuStreamQuery
   Result (*error_name)(Result error, const char** name) = nullptr;  // cuGetErrorName

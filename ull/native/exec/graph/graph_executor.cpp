@@ -270,10 +270,6 @@ void GraphExecutor::prepare() {
   settled_ = false;
   require(queue_.enter());
   queue_.set_watchdog(kPrepareNs);
-  require(queue_.upload(program_.prefill));
-  for (void* graph : program_.rounds) {
-    if (graph != nullptr) require(queue_.upload(graph));
-  }
   measure();
   queue_.set_watchdog(options_.watchdog_ms * 1'000'000);
 }

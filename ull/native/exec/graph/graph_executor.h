@@ -35,7 +35,8 @@ class GraphExecutor final : public Executor {
   GraphExecutor(const GraphExecutor&) = delete;
   GraphExecutor& operator=(const GraphExecutor&) = delete;
 
-  // Uploads the graphs and measures what rounds cost. Throws std::runtime_error with the device's failure.
+  // Measures what rounds cost, which also runs each graph for the first time. Throws std::runtime_error with the
+  // device's failure.
   void prepare() override;
   [[nodiscard]] const ExecutorInfo& info() const noexcept override { return info_; }
   [[nodiscard]] Status start_prefill(const PrefillStep& step) noexcept override;

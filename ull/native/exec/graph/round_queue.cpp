@@ -27,12 +27,6 @@ Status RoundQueue::enter() noexcept {
   return error == kSuccess ? Status::kOk : fail("cuCtxSetCurrent", error);
 }
 
-Status RoundQueue::upload(void* graph) noexcept {
-  if (failed()) return Status::kExecutorFailed;
-  const Driver::Result error = driver_.upload(graph, program_.stream);
-  return error == kSuccess ? Status::kOk : fail("cuGraphUpload", error);
-}
-
 Status RoundQueue::launch(void* graph, const Setting& setting) noexcept {
   if (failed()) return Status::kExecutorFailed;
   gpu::RoundRequest& request = next_request();

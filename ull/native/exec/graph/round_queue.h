@@ -37,9 +37,6 @@ class RoundQueue {
   [[nodiscard]] uint64_t launched() const noexcept { return launched_; }  // sequence of the newest round
   [[nodiscard]] uint64_t seen() const noexcept { return seen_; }          // of the newest that has been answered
 
-  // Puts a graph on the device ahead of its first launch. kOk or kExecutorFailed.
-  [[nodiscard]] Status upload(void* graph) noexcept;
-
   // Whether the page table may be written: no round under way reads the mapped one.
   [[nodiscard]] bool setting_is_free(const Setting& setting) const noexcept {
     return idle() || device_setting_ == setting.version();

@@ -1,0 +1,74 @@
+"""The executor that a bundle's target asks for, loaded; an engine prepares it and warms it up."""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import ExitStack
+from typing import Any
+
+from ull import _native
+from ull.bundle import Bundle
+from ull.config import Config
+from ull.log import Log
+from ull.manifest import MAX_TREE
+
+_GRAPH_DRAFTERS = ("none", "ngram", "auto")  # what runs on the host, beside the device
+
+
+def open_executor(bundle: Bundle, config: Config, threads: int, log: Log, exit_stack: ExitStack) -> _native.Executor:
+    """Loads the weights of `bundle`. What `exit_stack` gives back, it gives back after the engine has stopped.
+
+    Raises ConfigError, and for a GPU's bundle GpuError, or whatever the native core complains of.
+    """
+    spec = bundle.native_spec(context=config.engine.context or None)  # also checks the context
+    if runs_on_gpu(bundle):
+        return _graph_executor(bundle, config, int(spec["context"]), log, exit_stack)
+    return _cpu_executor(bundle, config, threads, spec)
+
+
+def runs_on_gpu(bundle: Bundle) -> bool:
+    """Whether the bundle's target is a GPU's architecture."""
+    return bundle.manifest.target.startswith("sm_")
+
+
+def _cpu_executor(bundle: Bundle, config: Config, threads: int, spec: dict[str, Any]) -> _native.Executor:
+    engine, speculation = config.engine, bundle.manifest.speculation
+    return _native.CpuExecutor(
+        spec,
+        threads=threads,
+        cores=engine.cores,
+        prefill_chunk=engine.prefill_chunk,
+        pages=engine.kv_pages or None,
+        isa=engine.isa,
+        speculate="none" if speculation is None else speculation.default,
+        max_tree=MAX_TREE if speculation is None else speculation.max_tree,
+    )
+
+
+def _graph_executor(bundle: Bundle, config: Config, context: int, log: Log, exit_stack: ExitStack) -> _native.Executor:
+    """Weights, kernels and captured graphs on the device, and what replays them."""
+    engine, speculation = config.engine, bundle.manifest.speculation
+    # Not at module level: cuda-python is installed only where there is a GPU.
+    program = importlib.import_module("ull.gpu.program").Program(
+        bundle, log, context=context, pages=engine.kv_pages or None, device=engine.device
+    )
+    closing = exit_stack.enter_context(ExitStack())
+    closing.callback(program.close)
+    drafter = "none" if speculation is None else speculation.default
+    if drafter not in _GRAPH_DRAFTERS:
+        log.warning("engine", message=f"the drafter {drafter} does not run on a GPU yet; requests get auto instead")
+        drafter = "auto"
+    executor = _native.GraphExecutor(
+        program.handover(),
+        watchdog_ms=engine.watchdog_ms,
+        drafter=drafter,
+        max_tree=MAX_TREE if speculation is None else speculation.max_tree,
+    )
+
+    def settle() -> None:
+        executor.settle()
+        if executor.failure is not None:
+            closing.pop_all()  # a device that has failed gives nothing back; the end of the process does
+
+    closing.callback(settle)
+    return executor
