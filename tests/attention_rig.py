@@ -130,11 +130,12 @@ class Cache:
         state = self._state(count, base, tree, list(range(count)) if accept is None else accept)
         qkv = aligned((TREE_TOKENS, self.shape.width), np.float32)
         qkv[:count] = rows
-        output = aligned((TREE_TOKENS, self.shape.heads * self.shape.head_dim), np.float16)
+        width = self.shape.heads * self.shape.head_dim
+        output = aligned((width // 32, TREE_TOKENS, 32), np.float16)  # as activations.cuh says
         self._attend(state, qkv, output, tile or tile_of(max(count, 1)))
         self._commit(state)
-        assert np.isnan(output[count:]).all()
-        return output[:count].copy()
+        assert np.isnan(output[:, count:]).all()
+        return output[:, :count].transpose(1, 0, 2).reshape(count, width)
 
     def _state(self, count: int, base: int, tree: Tree, accept: Sequence[int]) -> Array:
         memory = aligned(ctypes.sizeof(Round), np.uint8)

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "activations.cuh"
 #include "arch.cuh"
 #include "attention_plan.cuh"
 #include "attention_values.cuh"
@@ -64,12 +65,11 @@ ULL_DEVICE float* partial_statistics(const AttentionParams& params, size_t row) 
   return params.partial + partial_row(params, kKvHeads, 0, 0) * kHeadDim + 2 * row;
 }
 
-// Output of a row: f16 at [node][head][dim].
+// Output of a row from dimension `dim` on: f16 activations, in pairs. Dimensions of one step of 32 lie side by side.
 ULL_DEVICE uint32_t* output_pair(const AttentionParams& params, int kv_head, int row, int dim) {
   const int node = row / kGroup;
   const int head = kv_head * kGroup + row % kGroup;
-  return static_cast<uint32_t*>(params.output) +
-         (static_cast<size_t>(node) * kAttentionWidth + static_cast<size_t>(head * kHeadDim + dim)) / 2;
+  return static_cast<uint32_t*>(params.output) + activation_index(node, head * kHeadDim + dim) / 2;
 }
 
 // ---- after each split -----------------------------------------------------------------------------------------------
