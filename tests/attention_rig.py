@@ -46,8 +46,13 @@ class Shape:
 
     def kernels(self) -> emulation.Kernels:
         model = {
-            **{"HEADS": self.heads, "KV_HEADS": self.kv_heads, "HEAD_DIM": self.head_dim, "LAYERS": self.layers},
-            **{"QK_NORM": int(self.qk_norm), "KV_BITS": self.kv_bits, "RMS_EPSILON": EPSILON},
+            "HEADS": self.heads,
+            "KV_HEADS": self.kv_heads,
+            "HEAD_DIM": self.head_dim,
+            "LAYERS": self.layers,
+            "QK_NORM": int(self.qk_norm),
+            "KV_BITS": self.kv_bits,
+            "RMS_EPSILON": EPSILON,
         }
         return emulation.build(["attention.cu", "commit.cu"], model)
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
-from ull_build.kernels import compile_file
 
 from ull.gpu import params as layout
+from ull_build.kernels import compile_file
 
 KERNELS = Path(__file__).parent.parent / "ull/kernels"
 BLOCKS = {  # parameter -> what it points to, where a test gives a ctypes object

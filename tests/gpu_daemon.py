@@ -36,6 +36,7 @@ class Program:
             raise UllError("no_gpu", GPU["error"])
         note("load", target=bundle.manifest.target, context=context, pages=pages, device=device)
 
+    @property
     def handover(self) -> dict[str, Any]:
         return {"vocabulary": 1088, "context_tokens": 128}
 

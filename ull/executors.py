@@ -59,7 +59,7 @@ def _graph_executor(bundle: Bundle, config: Config, context: int, log: Log, exit
         log.warning("engine", message=f"the drafter {drafter} does not run on a GPU yet; requests get auto instead")
         drafter = "auto"
     executor = _native.GraphExecutor(
-        program.handover(),
+        program.handover,
         watchdog_ms=engine.watchdog_ms,
         drafter=drafter,
         max_tree=MAX_TREE if speculation is None else speculation.max_tree,

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 def test_every_graph_runs(tmp_path: Path) -> None:
     from rounds import RoundDriver
+
     from ull.gpu.program import load
 
     bundle = tmp_path / "tiny.ull"

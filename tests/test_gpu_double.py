@@ -1,0 +1,147 @@
+"""Loading onto the driver double: cuda-python for real, captured graphs that run the real kernels on the emulator.
+
+Each `scenario_*` runs in a process of its own, where libcuda.so.1 is the double.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import driver_double
+import emulation
+from device_bundles import build_with_stubs
+from ull import _native
+from ull.bundle import open_bundle
+from ull_build.build import Settings, build
+from ull_build.kernels import kernel_sources
+
+ROOT = Path(__file__).parent.parent
+CONTEXT = 512
+PROMPT = [0, 306, 903, 10, 1617, 14, 2480, 294, 271, 323]  # engines/tiny: "def add(first, second):\n    return"
+ANSWER = 12
+
+pytestmark = pytest.mark.timeout(900)  # the first test compiles every kernel for the emulator
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """engines/tiny for a GPU; its cubins name the kernels, whose code is the emulator's."""
+    folder = tmp_path_factory.mktemp("tiny")
+    options = {"target": "sm_90a", "evaluate": False, "context": CONTEXT}
+    with pytest.MonkeyPatch.context() as patch:
+        return build_with_stubs(
+            patch, folder / "kernels", Settings(ROOT / "engines/tiny", folder / "tiny.ull", "tiny", **options)
+        )
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Path:
+    return emulation.build_library([source.name for source in kernel_sources()])
+
+
+def run(scenario: str, *arguments: object, kernels: Path | None = None, **options: Any) -> Any:
+    """Runs `scenario` under the double; what it printed as JSON. Fails with its traceback."""
+    program = f"import test_gpu_double as t; t.{scenario}(*{arguments!r})"
+    environment = driver_double.environment(kernels, **options)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "bench/h200"), *sys.path])
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def scenario_rounds(path: str) -> None:
+    """Decodes PROMPT plainly, then verifies what came out as chains of several lengths."""
+    from rounds import RoundDriver
+
+    from ull.gpu.program import load
+
+    program = load(open_bundle(path))
+    rounds = RoundDriver(program.handover)
+    rounds.prefill(PROMPT[:-1])
+    place = len(PROMPT) - 1
+    plain = [result.tokens[0].token for result in rounds.decode(PROMPT[-1], place, ANSWER)]
+    verified = []
+    for size in (2, 4, 8, 12):
+        result = rounds.wait(rounds.launch([PROMPT[-1], *plain[: size - 1]], place))
+        verified.append([result.tokens[index].token for index in range(result.count)])
+    wrong = rounds.wait(rounds.launch([PROMPT[-1], plain[0], plain[1] + 1, 7], place))
+    rounds.drain()
+    program.close()
+    corrected = [item.token for item in wrong.tokens[: wrong.count]]
+    print(json.dumps({"plain": plain, "verified": verified, "corrected": corrected}))
+
+
+def test_rounds_say_what_the_cpu_says(bundle: Path, emulated: Path, tmp_path: Path) -> None:
+    """Every kernel, in captured graphs, from the embedding to the mapped result."""
+    said = run("scenario_rounds", str(bundle), kernels=emulated, multiprocessors=4)
+    on_cpu = build(Settings(ROOT / "engines/tiny", tmp_path / "cpu.ull", "cpu", evaluate=False, context=CONTEXT))
+    model = _native.CpuModel(open_bundle(on_cpu.path).native_spec())
+    expected = model.generate_greedy(np.array(PROMPT, np.int32), ANSWER).tolist()
+    assert said["plain"] == expected
+    assert said["verified"] == [expected[:size] for size in (2, 4, 8, 12)]
+    assert (
+        said["corrected"] == expected[:2]
+    )  # the draft's second token is another: what stands there instead, and no more
+
+
+def scenario_load(path: str) -> None:
+    """Loads and closes; prints the error's code and message, or None."""
+    from ull.errors import UllError
+    from ull.gpu.program import load
+
+    try:
+        load(open_bundle(path)).close()
+    except UllError as error:
+        print(json.dumps([error.code, error.message]))
+    else:
+        print("null")
+
+
+def test_it_loads_and_closes(bundle: Path, emulated: Path) -> None:
+    assert run("scenario_load", str(bundle), kernels=emulated) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        ({"devices": 0}, "no_gpu", "the driver sees no GPU"),
+        ({"capability": "8.0"}, "wrong_gpu", "has 8.0; an H100, H200 or GH200 is needed"),
+        ({"driver": 12080}, "old_driver", "the driver speaks CUDA 12.8"),
+        ({"free": 3_000_000}, "gpu_memory", "only 3.0 MB are free"),
+        ({"name": "NVIDIA H200 MIG 1g.18gb", "memory": 3_000_000}, "gpu_memory", "use a larger slice"),
+        ({"fault": "alloc=1"}, "gpu_memory", "end what else runs on the GPU"),
+        ({"fault": "module=1"}, "bad_code", "CUDA_ERROR_NO_BINARY_FOR_GPU; rebuild the bundle"),
+        ({"fault": "module=1:200"}, "bad_code", "cannot be loaded: cuModuleLoadData failed: CUDA_ERROR_INVALID_IMAGE"),
+    ],
+)
+def test_refusals_come_through_cuda_python(
+    bundle: Path, emulated: Path, options: dict[str, Any], code: str, words: str
+) -> None:
+    found, message = run("scenario_load", str(bundle), kernels=emulated, **options)
+    assert found == code and words in message
+
+
+def scenario_describe() -> None:
+    from ull.gpu.driver import describe_device
+
+    print(json.dumps(describe_device(0)))
+
+
+def test_reports_name_the_gpu() -> None:
+    assert run("scenario_describe", multiprocessors=16, memory=18 << 30, name="NVIDIA H200 MIG 1g.18gb") == {
+        "name": "NVIDIA H200 MIG 1g.18gb",
+        "capability": "9.0",
+        "multiprocessors": 16,
+        "memory_bytes": 18 << 30,
+        "driver": "13.0",
+    }
