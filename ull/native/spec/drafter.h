@@ -66,6 +66,22 @@ class Drafter {
     (void)context;
     return 0;
   }
+  // A drafter with a cache of its own that may fall behind the session: estimated nanoseconds of reading `tokens` that
+  // it has missed, how many it would have to read before it can propose (0 where propose() does that in passing), and
+  // doing so. kOk, kAborted or kExecutorFailed.
+  [[nodiscard]] virtual bool catches_up() const noexcept { return false; }
+  [[nodiscard]] virtual double catch_up_ns(int tokens) const noexcept {
+    (void)tokens;
+    return 0.0;
+  }
+  [[nodiscard]] virtual int missed(const DraftContext& context) const noexcept {
+    (void)context;
+    return 0;
+  }
+  [[nodiscard]] virtual Status catch_up(const DraftContext& context) noexcept {
+    (void)context;
+    return Status::kOk;
+  }
   // Adds candidates to `tree`, which has its root and limits, following `plan`. kOk, kAborted or kExecutorFailed.
   [[nodiscard]] virtual Status propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept = 0;
   // Told after every round of a request that may use this drafter.

@@ -197,6 +197,25 @@ TEST(prefill_fills_the_draft_s_cache_only_for_requests_that_may_use_it) {
   CHECK_EQ(drafted, 129);
 }
 
+TEST(what_was_missed_can_be_read_ahead_of_a_proposal) {
+  Pair pair;
+  const Sampling greedy;
+  const std::vector<int32_t> history = some_tokens(150);
+  int32_t drafted = 0;
+  const auto at = [&](int32_t position, int32_t* where) {
+    return DraftContext{history.data(), position, kPages, &greedy, where, nullptr, &kNever};
+  };
+  CHECK_EQ(pair.drafter->missed(at(149, nullptr)), 0);  // nothing would be kept
+  CHECK_EQ(pair.drafter->missed(at(8, &drafted)), 0);   // read with the root
+  CHECK_EQ(pair.drafter->missed(at(149, &drafted)), 149);
+  CHECK(pair.drafter->catch_up(at(149, &drafted)) == Status::kOk);
+  CHECK_EQ(drafted, 149);
+  CHECK_EQ(pair.drafter->missed(at(149, &drafted)), 0);
+  CHECK(propose(*pair.drafter, history, &drafted, greedy, chain_plan(6)) == decode(pair.spec, history, greedy, 6));
+  pair.drafter->prepare();
+  CHECK(pair.drafter->catch_up_ns(10) > 0.0);
+}
+
 TEST(an_abort_leaves_drafted_as_it_was) {
   Pair pair(1, 3, 80, 16);
   const std::vector<int32_t> history = some_tokens(90);

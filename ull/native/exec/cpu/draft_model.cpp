@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/gumbel.h"
@@ -12,7 +13,9 @@
 namespace ull::cpu {
 namespace {
 
-constexpr int kTimedSteps = 12;  // the fastest counts
+constexpr int kTimedSteps = 12;   // the fastest counts
+constexpr int kTimedChunks = 3;   // the fastest counts
+constexpr int kTimedTokens = 64;  // of a chunk
 
 ModelOptions draft_options(const Model& target) {
   ModelOptions options;
@@ -70,6 +73,15 @@ void DraftModel::prepare() {
     (void)sampler_.rank(logits_.data(), position + 1, sampling_, 2, candidates_.tokens[1]);
     step_ns_ = std::min(step_ns_, monotonic_ns() - begin);
   }
+  const int chunk = std::min({kTimedTokens, kPageTokens, model_.chunk(), model_.spec().context});
+  const std::vector<int32_t> tokens(static_cast<size_t>(chunk), 0);
+  int64_t fastest = std::numeric_limits<int64_t>::max();
+  for (int run = 0; run < kTimedChunks; ++run) {
+    const int64_t begin = monotonic_ns();
+    if (feed(tokens.data(), chunk, 0, &page, /*logits=*/false, never) != Status::kOk) break;
+    fastest = std::min(fastest, monotonic_ns() - begin);
+  }
+  read_ns_ = static_cast<double>(fastest) / chunk;
 }
 
 Status DraftModel::feed(const int32_t* tokens, int count, int start, const int32_t* pages, bool logits,
@@ -144,6 +156,21 @@ bool DraftModel::rank(const DraftContext& context, int d) noexcept {
   }
   leads_[d] = LeadStatistics::classify(lead);
   return true;
+}
+
+int DraftModel::missed(const DraftContext& context) const noexcept {
+  if (context.drafted == nullptr || context.position >= model_.spec().context) return 0;
+  const int32_t gap = context.position - std::clamp(*context.drafted, 0, context.position);
+  return gap > kSmallGap ? gap : 0;
+}
+
+Status DraftModel::catch_up(const DraftContext& context) noexcept {
+  const int32_t gap = missed(context);
+  if (gap == 0) return Status::kOk;
+  const int32_t valid = context.position - gap;
+  const Status status = feed(context.history + valid, gap, valid, context.pages, /*logits=*/false, *context.abort);
+  if (status == Status::kOk) *context.drafted = context.position;
+  return status;
 }
 
 Status DraftModel::propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept {

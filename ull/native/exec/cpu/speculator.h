@@ -42,6 +42,8 @@ class Speculator {
 
   void measure(ExecutorInfo& info);
   [[nodiscard]] bool serves(const Drafter& drafter, Speculation wanted) const noexcept;
+  // Lets a drafter read what it has missed, paid from the planner's reserve.
+  [[nodiscard]] Status catch_up(Drafter& drafter, const DraftContext& now, Speculation wanted) noexcept;
   // Fills tree_; chosen_ stays without a drafter for a plain round.
   [[nodiscard]] Status draft(const RoundStep& step, const std::atomic<bool>& abort) noexcept;
   [[nodiscard]] Status verify(const RoundStep& step, const std::atomic<bool>& abort) noexcept;
@@ -70,7 +72,9 @@ class Speculator {
   Option chosen_;
   Option option_;
   Planner::Limits limits_{};
-  bool batched_ = false;  // logits_ holds those of every node
+  bool batched_ = false;        // logits_ holds those of every node
+  int64_t round_start_ns_ = 0;  // moved on by what catching up took
+  int64_t verify_start_ns_ = 0;
 
   // What n-gram would have drafted in plain rounds, followed for its statistics alone.
   Drafter* ngram_ = nullptr;
