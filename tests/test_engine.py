@@ -169,6 +169,8 @@ def test_info_and_stats(tmp_path: Path) -> None:
             "prefill_chunk": 256,
             "weight_bytes": 0,
             "kv_bytes": 16 * 64 * 4,
+            "drafter_weight_bytes": 0,
+            "drafter_kv_bytes": 0,
             "drafters": ["none"],
             "default_drafter": "none",
             "default_max_tree": 64,

@@ -82,6 +82,8 @@ def test_the_tiny_engine_has_every_drafter(client: Client) -> None:
     assert list(info.executor["verify_ns"]) == sizes
     assert all(cost > 0 for cost in info.executor["verify_ns"].values())
     assert {"medusa", "draft"} <= info.executor["draft_ns"].keys()
+    for what in ("weight_bytes", "kv_bytes"):
+        assert info.executor[what] > info.executor[f"drafter_{what}"] > 0
 
 
 @pytest.mark.parametrize("drafter", CHAIN)

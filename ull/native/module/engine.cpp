@@ -154,7 +154,8 @@ void bind_engine(nb::module_& m) {
           "executor"_a, "vocab_path"_a, nb::kw_only(), "queue_depth"_a = 64, "core"_a = -1, "idle"_a = "adaptive",
           "watchdog_ms"_a = 2000, "max_prompt"_a = 0, "max_sessions"_a = 16, "prefix_cache"_a = true,
           "slow_cycle_us"_a = 10'000, nb::keep_alive<1, 2>())
-      .def("warm_up", &Engine::warm_up, Unlocked(), "Runs a prefill chunk and a few rounds; before start().")
+      .def("warm_up", &Engine::warm_up, Unlocked(),
+           "Runs a prefill chunk and a few rounds with every drafter; before start().")
       .def("start", &Engine::start, Unlocked())
       .def("stop", &Engine::stop, Unlocked(), "Ends every request, then the threads. Idempotent.")
       .def("submit", &submit, "identity"_a, "request_id"_a, "tokens"_a, "params"_a,

@@ -10,6 +10,8 @@ nb::dict executor_info(const ExecutorInfo& info) {
   out["prefill_chunk"] = info.prefill_chunk;
   out["weight_bytes"] = info.weight_bytes;
   out["kv_bytes"] = info.kv_bytes;
+  out["drafter_weight_bytes"] = info.drafter_weight_bytes;
+  out["drafter_kv_bytes"] = info.drafter_kv_bytes;
   nb::list drafters;
   nb::dict draft_ns;
   nb::dict verify_ns;

@@ -91,6 +91,9 @@ class Drafter {
   [[nodiscard]] virtual int max_depth() const noexcept { return kMaxTreeTokens - 1; }
   [[nodiscard]] virtual int max_rank() const noexcept { return 1; }
   [[nodiscard]] virtual bool branches() const noexcept { return false; }
+  // What it keeps in memory.
+  [[nodiscard]] virtual int64_t weight_bytes() const noexcept { return 0; }
+  [[nodiscard]] virtual int64_t kv_bytes() const noexcept { return 0; }
   // Estimated nanoseconds of propose() for a tree of that depth.
   [[nodiscard]] virtual int64_t cost_ns(int depth) const noexcept = 0;
 };

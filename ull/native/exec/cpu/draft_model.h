@@ -51,6 +51,8 @@ class DraftModel final : public Drafter {
   [[nodiscard]] int max_depth() const noexcept override { return kMaxDepth; }
   [[nodiscard]] int max_rank() const noexcept override { return kDraftRanks; }
   [[nodiscard]] int64_t cost_ns(int depth) const noexcept override { return depth * step_ns_; }
+  [[nodiscard]] int64_t weight_bytes() const noexcept override { return model_.weights().bytes(); }
+  [[nodiscard]] int64_t kv_bytes() const noexcept override { return model_.cache().bytes(); }
   [[nodiscard]] const Model& model() const noexcept { return model_; }
 
  private:

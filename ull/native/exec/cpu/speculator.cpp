@@ -67,7 +67,11 @@ void Speculator::prepare(ExecutorInfo& info) {
     info.drafters[kind] = true;
     info.drafters[static_cast<size_t>(Speculation::kAuto)] = true;
     info.draft_ns[kind] = drafter->cost_ns(1);
+    info.drafter_weight_bytes += drafter->weight_bytes();
+    info.drafter_kv_bytes += drafter->kv_bytes();
   }
+  info.weight_bytes += info.drafter_weight_bytes;
+  info.kv_bytes += info.drafter_kv_bytes;
 }
 
 void Speculator::measure(ExecutorInfo& info) {
@@ -187,8 +191,9 @@ Status Speculator::draft(const RoundStep& step, const std::atomic<bool>& abort) 
         shadow_confidence_ = option_.confidence;
       }
     }
-    if (!planner_.approves(*drafter, option_.worth, option_.plan, limits_)) continue;
-    if (!planner_.affords(drafter->catch_up_ns(drafter->missed(now)), step.speculation)) continue;
+    const bool drafts = planner_.approves(*drafter, option_.worth, option_.plan, limits_) &&
+                        planner_.affords(drafter->catch_up_ns(drafter->missed(now)), step.speculation);
+    if (!drafts && !step.rehearsal) continue;
     if (chosen_.drafter == nullptr || option_.worth > chosen_.worth) chosen_ = option_;
   }
   if (chosen_.drafter == nullptr) return Status::kOk;
@@ -253,6 +258,7 @@ Status Speculator::accept(const RoundStep& step, RoundResult& result) noexcept {
 }
 
 void Speculator::learn(const RoundStep& step, const RoundResult& result) noexcept {
+  if (step.rehearsal) return;
   // A round without speculation is settled too: it tells what plain ones take.
   chosen_.plan.count = tree_.count();  // a drafter may have had less to propose than was planned
   chosen_.plan.depth = tree_.deepest();

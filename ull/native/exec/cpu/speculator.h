@@ -22,8 +22,8 @@ class Speculator {
   // drafters: at most one of each kind. Allocates everything.
   Speculator(Model& model, std::vector<std::unique_ptr<Drafter>> drafters, bool adaptive);
 
-  // Prepares the drafters and measures what verifying costs -> info.verify_ns, draft_ns and drafters. The cache must
-  // not hold anything yet.
+  // Prepares the drafters and measures what verifying costs -> info.verify_ns, draft_ns, drafters and their bytes. The
+  // cache must not hold anything yet.
   void prepare(ExecutorInfo& info);
 
   // After the target's prefill of a chunk. kOk or kAborted.
