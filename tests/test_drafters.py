@@ -24,6 +24,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
         "logit_bias": {7: 2.0, 9: -float("inf")},
         "logprobs": 3,
     },
+    "penalized": {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2, "logprobs": 2},
+    "sampled, penalized": {"temperature": 0.9, "seed": 6, "frequency_penalty": 1.0, "repetition_penalty": 1.4},
 }
 
 TARGETS = {

@@ -151,6 +151,7 @@ class Daemon:
             drafters=drafters,
             default_drafter=drafter,
             default_max_tree=config.speculation.max_tree or int(engine["default_max_tree"]),
+            penalties=bool(engine["penalties"]),
         )
 
     def _claim_sockets(self, exit_stack: ExitStack) -> list[SocketClaim]:

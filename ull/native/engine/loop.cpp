@@ -117,9 +117,16 @@ EngineLoop::Ending EngineLoop::decode() noexcept {
     if (sessions_.reserve(session, position + most) != Status::kOk) {
       return {FinishReason::kError, kInternal, "the KV cache is full"};
     }
-    const RoundStep step{
-        request.tokens[position], position,         session.page_table(), &request.sampling, most, request.tokens.get(),
-        request.speculation,      request.max_tree, session.drafted()};
+    const RoundStep step{request.tokens[position],
+                         position,
+                         session.page_table(),
+                         &request.sampling,
+                         most,
+                         request.tokens.get(),
+                         request.speculation,
+                         request.max_tree,
+                         session.drafted(),
+                         request.prompt_tokens};
     if (const Ending ending = run_step([&] { return executor_.start_round(step); })) return ending;
     if (const Ending ending = accept_round(most)) return ending;
     announce();

@@ -60,11 +60,12 @@ struct ExecutorInfo {
   int page_count = 0;        // KV pages in all
   int prefill_chunk = 0;     // most tokens one start_prefill takes
   int tokens_per_round = 1;  // most tokens one round emits: it writes as many positions, from the fed token's on
-  int64_t weight_bytes = 0;          // of the target and of what drafts for it
-  int64_t kv_bytes = 0;              // likewise
+  int64_t weight_bytes = 0;  // of the target and of what drafts for it
+  int64_t kv_bytes = 0;      // likewise
   int64_t drafter_weight_bytes = 0;  // the drafters' share of weight_bytes
   int64_t drafter_kv_bytes = 0;
-  const char* name = "";  // "cpu/avx512", "cpu/avx2", "cpu/portable", "scripted", ...
+  bool penalties = false;  // whether Sampling's penalties are applied
+  const char* name = "";   // "cpu/avx512", "cpu/avx2", "cpu/portable", "scripted", ...
   bool drafters[kSpeculations] = {true, false, false, false, false};  // by Speculation: which a request may ask for
   Speculation default_drafter = Speculation::kNone;                   // of a request that asks for none
   int default_max_tree = kMaxTreeTokens;
@@ -106,6 +107,7 @@ struct RoundStep {
   Speculation speculation = Speculation::kNone;
   int32_t max_tree = 0;        // most nodes of the draft tree, root included, 1 .. kMaxTreeTokens; 0: as many as pay
   int32_t* drafted = nullptr;  // in/out, see PrefillStep
+  int32_t prompt_tokens = 0;   // of the history; what follows them was generated
   bool rehearsal = false;      // of the warm-up: the drafter drafts whether that pays or not, and nothing is learnt
 };
 

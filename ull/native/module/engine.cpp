@@ -54,6 +54,9 @@ uint64_t submit(Engine& engine, const nb::bytes& identity, uint64_t request_id, 
   sampling.min_p = parameter(params, "min_p", 0.0F);
   sampling.seed = parameter(params, "seed", uint64_t{0});
   sampling.top_logprobs = parameter(params, "logprobs", -1);
+  sampling.repetition_penalty = parameter(params, "repetition_penalty", 1.0F);
+  sampling.frequency_penalty = parameter(params, "frequency_penalty", 0.0F);
+  sampling.presence_penalty = parameter(params, "presence_penalty", 0.0F);
   std::vector<LogitBias> bias;
   for (const auto& [token, value] : parameter(params, "logit_bias", std::map<int32_t, float>{})) {
     bias.push_back({token, value});

@@ -8,7 +8,7 @@
 //    whose draw is the root. Medusa head i (from 0) then predicts position + 1 + i, which is depth i + 1 of the tree.
 //    `hidden` is null where it is unknown (a round right after a full prefix-cache hit).
 //  - The coupling: rank candidates for depth d by adjusted draft logit + gumbel(seed, position + d, token):
-//    cpu::Sampler::rank(logits, position + d, sampling, count, tokens); at temperature 0 by the logit.
+//    cpu::Sampler::rank(logits, position + d, sampling, count, tokens, counts); at temperature 0 by the logit.
 //  - TreePlan: the shape wanted. Candidate `plan.ranks[i]` below plan node `plan.parents[i]`. Use
 //    tree.add(node_of[plan.parents[i]], token) and keep node_of[i]; -1 propagates. A chain drafter gets plans whose
 //    alternatives hang off the rank-0 chain only (branches() == false).
@@ -24,6 +24,7 @@
 
 #include "base/status.h"
 #include "exec/executor.h"
+#include "exec/token_counts.h"
 #include "spec/tree.h"
 
 namespace ull {
@@ -38,6 +39,8 @@ struct DraftContext {
   int32_t* drafted;     // in/out: positions whose draft-model KV is valid; may be null: nothing is
   const float* hidden;  // [target hidden] of position - 1, or null
   const std::atomic<bool>* abort;
+  // Of the text up to the root, for requests with penalties; null for others. What a drafter adds it takes back.
+  TokenCounts* counts = nullptr;
 };
 
 // What became of a round, whoever proposed its tree.

@@ -138,18 +138,16 @@ bool DraftModel::rank(const DraftContext& context, int d) noexcept {
   const int wanted = candidates_.counts[d];
   int32_t* tokens = candidates_.tokens[d];
   const int32_t position = context.position + d;
-  const int found = sampler_.rank(logits_.data(), position, sampling_, std::max(wanted, 2), tokens);
+  const int found = sampler_.rank(logits_.data(), position, sampling_, std::max(wanted, 2), tokens, context.counts);
   candidates_.counts[d] = std::min(found, wanted);
   if (found < 2) {
     leads_[d] = LeadStatistics::classify(found == 1 ? 1e9F : 0.0F);
     return found > 0;
   }
-  float lead = logits_[static_cast<size_t>(tokens[0])] - logits_[static_cast<size_t>(tokens[1])];
-  for (int i = 0; i < sampling_.bias_count; ++i) {
-    const LogitBias& bias = sampling_.bias[i];
-    if (bias.token == tokens[0]) lead += bias.bias;
-    if (bias.token == tokens[1]) lead -= bias.bias;
-  }
+  const auto adjusted = [&](int32_t token) {
+    return Sampler::adjusted(logits_[static_cast<size_t>(token)], token, sampling_, context.counts);
+  };
+  float lead = adjusted(tokens[0]) - adjusted(tokens[1]);
   if (sampling_.temperature > 0.0F) {
     lead = lead / sampling_.temperature + gumbel(sampling_.seed, position, tokens[0]) -
            gumbel(sampling_.seed, position, tokens[1]);
@@ -197,10 +195,13 @@ Status DraftModel::propose(const DraftContext& context, const TreePlan& plan, Dr
     chain_ = candidates_.depth = d;
     survival *= statistics_.acceptance(leads_[d]);
     if (d == depth || survival < plan.least_survival) break;
+    // An error leaves the counts with the chain in them; they are made anew for the round that is run instead.
     status = feed(&candidates_.tokens[d][0], 1, root + d, context.pages, /*logits=*/true, *context.abort);
     if (status != Status::kOk) return status;
     fed_ = d;
+    if (context.counts != nullptr) context.counts->add(candidates_.tokens[d][0]);
   }
+  for (int d = 1; d <= fed_ && context.counts != nullptr; ++d) context.counts->take_back();
   candidates_.fill_chain(plan, tree);
   return Status::kOk;
 }

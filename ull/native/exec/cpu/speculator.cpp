@@ -47,6 +47,7 @@ Speculator::Speculator(Model& model, std::vector<std::unique_ptr<Drafter>> draft
       sampler_(model.kernels(), model.spec().vocabulary),
       drafters_(std::move(drafters)),
       planner_(adaptive),
+      counts_(model.spec().vocabulary, model.spec().context),
       batch_rows_(batch_rows(model.spec().vocabulary)),
       logits_(static_cast<size_t>(batch_rows_) * static_cast<size_t>(model.spec().vocabulary)),
       hidden_(static_cast<size_t>(model.spec().hidden)) {
@@ -117,12 +118,14 @@ bool Speculator::serves(const Drafter& drafter, Speculation wanted) const noexce
   return wanted == drafter.kind() || wanted == Speculation::kAuto;
 }
 
-DraftContext Speculator::context(const RoundStep& step, const std::atomic<bool>& abort) const noexcept {
+DraftContext Speculator::context(const RoundStep& step, const std::atomic<bool>& abort) noexcept {
   const int last = step.position - 1;
   const bool known = hidden_position_ >= 0 && hidden_position_ == last && hidden_token_ == step.history[last] &&
                      hidden_page_ == step.pages[last / kPageTokens];
-  return {step.history, step.position, step.pages, step.sampling, step.drafted, known ? hidden_.data() : nullptr,
-          &abort};
+  return {step.history, step.position,
+          step.pages,   step.sampling,
+          step.drafted, known ? hidden_.data() : nullptr,
+          &abort,       penalizes_ ? &counts_ : nullptr};
 }
 
 void Speculator::remember_hidden(int row, int position, int32_t token, const int32_t* pages) noexcept {
@@ -158,6 +161,8 @@ Status Speculator::catch_up(Drafter& drafter, const DraftContext& now, Speculati
 
 Status Speculator::round(const RoundStep& step, const std::atomic<bool>& abort, RoundResult& result) noexcept {
   round_start_ns_ = monotonic_ns();
+  penalizes_ = step.sampling->penalizes() && step.history != nullptr;
+  if (penalizes_) counts_.follow(step.history, step.position + 1, step.prompt_tokens);
   if (const Status status = draft(step, abort); status != Status::kOk) return status;
   if (const Status status = verify(step, abort); status != Status::kOk) return status;
   if (const Status status = accept(step, result); status != Status::kOk) return status;
@@ -231,7 +236,8 @@ Status Speculator::accept(const RoundStep& step, RoundResult& result) noexcept {
     float* logits = logits_.data() + (batched_ ? static_cast<size_t>(node) * row : 0);
     if (!batched_) model_.project_rows(node, 1, logits);
     RoundToken& token = result.tokens[result.count];
-    const Status status = sampler_.sample(logits, step.position + result.count + 1, *step.sampling, token);
+    const Status status = sampler_.sample(logits, step.position + result.count + 1, *step.sampling, token,
+                                          penalizes_ ? &counts_ : nullptr);
     if (status != Status::kOk) {
       // What came before stands; the round that starts here will fail as it would have without a draft.
       if (result.count == 0) return status;
@@ -239,6 +245,7 @@ Status Speculator::accept(const RoundStep& step, RoundResult& result) noexcept {
       break;
     }
     ++result.count;
+    if (penalizes_) counts_.add(token.token);
     next = tree_.child(node, token.token);
     if (next >= 0) result.ranks[result.count - 1] = static_cast<uint8_t>(tree_.rank(next));
   }

@@ -51,13 +51,14 @@ class Speculator {
   [[nodiscard]] Status accept(const RoundStep& step, RoundResult& result) noexcept;
   void learn(const RoundStep& step, const RoundResult& result) noexcept;
   void follow_shadow(const RoundStep& step, const RoundResult& result) noexcept;
-  [[nodiscard]] DraftContext context(const RoundStep& step, const std::atomic<bool>& abort) const noexcept;
+  [[nodiscard]] DraftContext context(const RoundStep& step, const std::atomic<bool>& abort) noexcept;
   void remember_hidden(int row, int position, int32_t token, const int32_t* pages) noexcept;
 
   Model& model_;
   Sampler sampler_;
   std::vector<std::unique_ptr<Drafter>> drafters_;
   Planner planner_;
+  TokenCounts counts_;
   int batch_rows_;  // tokens whose logits are held at once
   bool keeps_hidden_ = false;
   AlignedArray<float> logits_;  // [batch_rows][vocabulary]
@@ -72,6 +73,7 @@ class Speculator {
   Option chosen_;
   Option option_;
   Planner::Limits limits_{};
+  bool penalizes_ = false;      // counts_ holds the text up to the node in hand
   bool batched_ = false;        // logits_ holds those of every node
   int64_t round_start_ns_ = 0;  // moved on by what catching up took
   int64_t verify_start_ns_ = 0;
