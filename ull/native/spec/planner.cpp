@@ -11,7 +11,8 @@ constexpr double kFirstCredit = 2.0;   // plain rounds
 constexpr double kMostCredit = 8.0;    // plain rounds
 constexpr double kMargin = 1.02;       // a tree must be worth this many plain rounds
 constexpr double kReserved = 0.01;     // of the time of every round, for catching up
-constexpr double kOutlier = 3.0;       // a round counts as at most this many times what it was expected to take
+constexpr double kOutlier = 2.5;       // a round that takes longer than it should by this factor was interrupted ...
+constexpr int kInterruptions = 3;      // ... unless so many in a row do
 constexpr double kPlainMemory = 64.0;  // plain rounds whose time counts
 constexpr double kDraftMemory = 32.0;  // drafted rounds of a drafter and size whose time counts
 // Where drafting gains less than this factor, one round in so many is plain: the times that are compared must be of the
@@ -44,6 +45,18 @@ double interpolate(const double* values, int tokens) noexcept {
 }
 
 }  // namespace
+
+double TimeRatio::learn(double measured, double expected, double most) noexcept {
+  if (measured <= kOutlier * expected) {
+    interrupted_ = 0;
+  } else if (++interrupted_ < kInterruptions) {
+    return expected;
+  }
+  measured = std::min(measured, kOutlier * expected);
+  samples_ = std::min(samples_ + 1.0, most);
+  value_ += (value_ * measured / expected - value_) / samples_;
+  return measured;
+}
 
 Planner::Planner(bool adaptive) : adaptive_(adaptive) {
   for (int drafter = 0; drafter < kSpeculations; ++drafter) {
@@ -180,24 +193,23 @@ void Planner::settle(const Drafter* drafter, const TreePlan* plan, const Limits&
   double gain = 0.0;
   if (plan == nullptr) {
     // Whatever was done before deciding not to draft is a loss; the rest is what a round without speculation takes.
-    const double round = std::min(outcome.nanoseconds - outcome.drafting_nanoseconds, kOutlier * plain);
-    plain_ratio_.learn(round / measured_ns(1, limits.position, 1.0), kPlainMemory);
+    (void)plain_ratio_.learn(outcome.nanoseconds - outcome.drafting_nanoseconds, plain, kPlainMemory);
     gain = -std::min(outcome.drafting_nanoseconds, plain);
     own.since_plain = 0;
   } else {
     // As many nodes are visited as tokens emitted.
     TimeRatio& ratio = drafted_ratios_[static_cast<int>(drafter->kind())][size_index(plan->count)];
     const double expected = round_ns(*drafter, *plan, limits.position, outcome.emitted);
-    cost = std::min(outcome.nanoseconds, kOutlier * expected);
+    cost = ratio.learn(outcome.nanoseconds, expected, kDraftMemory);
     gain = outcome.emitted * plain - cost;
-    ratio.learn(ratio.value() * cost / expected, kDraftMemory);
     ++own.since_plain;
     if (drafter->catches_up()) own.reserve_ns += gain;
   }
   const double most = kMostCredit * plain;
   const bool probe = plan != nullptr && outcome.worth < kMargin;
-  own.credit_ns = std::clamp(own.credit_ns + (probe ? 0.0 : gain) + kEarned * cost, -most, most);
-  own.probes_ns = std::clamp(own.probes_ns + (probe ? std::min(gain, 0.0) : 0.0) + kEarned * cost, -most, most);
+  const double least = -kFirstCredit * plain;  // below it an error of the estimates would lock drafting out
+  own.credit_ns = std::clamp(own.credit_ns + (probe ? 0.0 : gain) + kEarned * cost, least, most);
+  own.probes_ns = std::clamp(own.probes_ns + (probe ? std::min(gain, 0.0) : 0.0) + kEarned * cost, least, most);
   own.reserve_ns = std::min(own.reserve_ns + kReserved * cost, most_reserve_ns_);
 }
 

@@ -30,19 +30,19 @@ struct VerifyCosts {
   double logits_ns[kCostSizes] = {};                   // lm_head over all of them
 };
 
-// A running mean of measured over estimated time.
+// A running mean of measured over estimated time. What takes several times as long as it should was interrupted by the
+// machine and says nothing, unless it does so several times in a row.
 class TimeRatio {
  public:
   [[nodiscard]] double value() const noexcept { return value_; }
-  // most: samples that count.
-  void learn(double sample, double most) noexcept {
-    samples_ = samples_ < most ? samples_ + 1.0 : most;
-    value_ += (sample - value_) / samples_;
-  }
+  // Learns from a measured time that was expected to be `expected`, by this ratio; most: samples that count. Returns
+  // the time to go by: `expected` where the measured one says nothing.
+  double learn(double measured, double expected, double most) noexcept;
 
  private:
   double value_ = 1.0;
   double samples_ = 1.0;  // the estimate counts as one
+  int interrupted_ = 0;   // in a row
 };
 
 class Planner {
@@ -84,7 +84,7 @@ class Planner {
   // by grant(), which is also the most that it holds.
   void grant(double nanoseconds) noexcept;
   [[nodiscard]] bool affords(double nanoseconds, Speculation wanted) const noexcept {
-    return !adaptive_ || nanoseconds <= account(wanted).reserve_ns;
+    return !adaptive_ || nanoseconds <= 0.0 || nanoseconds <= account(wanted).reserve_ns;
   }
   void spend(double nanoseconds, Speculation wanted) noexcept { account(wanted).reserve_ns -= nanoseconds; }
 

@@ -168,9 +168,9 @@ TEST(interruptions_of_the_machine_are_not_charged_to_drafts) {
   const Simulated drafter(Speculation::kMedusa, 10'000, 4, true);
   Planner planner;
   planner.set_costs(costs(0.1));
-  const Machine machine{costs(0.1), 1.0, 1.0, 0.01};
-  CHECK(simulate(planner, drafter, 0.8, 4000, 1, machine).speedup(plain_time(machine)) > 1.5);
-  CHECK(simulate(planner, drafter, 0.0, 4000, 2, machine).speedup(plain_time(machine)) > 0.96);
+  const Machine machine{costs(0.1), 1.0, 1.0, 0.1};
+  CHECK(simulate(planner, drafter, 0.8, 4000, 1, machine).speedup(plain_time(machine)) > 2.0);
+  CHECK(simulate(planner, drafter, 0.0, 20'000, 2, machine).speedup(plain_time(machine)) > 0.96);
 }
 
 TEST(a_decision_that_costs_time_is_charged) {
@@ -201,7 +201,9 @@ TEST(the_reserve_pays_for_catching_up_and_is_refilled_slowly) {
   planner.grant(context);
   const auto affords = [&](double nanoseconds) { return planner.affords(nanoseconds, limits.wanted); };
   CHECK(affords(context) && !affords(context * 1.01));
-  planner.spend(context, limits.wanted);
+  planner.spend(context * 1.1, limits.wanted);
+  CHECK(affords(0.0));  // nothing to catch up with
+  planner.spend(-0.1 * context, limits.wanted);
   CHECK(!affords(drafter.catch_up_ns(1)));
   for (int round = 0; round < 100; ++round) planner.settle(nullptr, nullptr, limits, {1, 1e6, 0.0});
   CHECK(affords(0.99e6) && !affords(1.01e6));  // 1% of the time
