@@ -10,6 +10,9 @@ constexpr double kEarned = 0.0075;     // of the time of every round, by credit 
 constexpr double kFirstCredit = 2.0;   // plain rounds
 constexpr double kMostCredit = 8.0;    // plain rounds
 constexpr double kMargin = 1.02;       // a tree must be worth this many plain rounds
+constexpr double kAtStake = 0.5;       // of the credit, by a tree of more than one token
+constexpr double kProbeStart = 4.0;    // plain rounds of probes: fewer are not begun with
+constexpr double kProbeEnd = 0.5;      // plain rounds
 constexpr double kReserved = 0.01;     // of the time of every round, for catching up
 constexpr double kOutlier = 2.5;       // a round that takes longer than it should by this factor was interrupted ...
 constexpr int kInterruptions = 3;      // ... unless so many in a row do
@@ -137,8 +140,9 @@ double Planner::plan(const Drafter& drafter, int confidence, const Limits& limit
     next_rank[node] = 0;
     const double expected = static_cast<double>(plan.expected);
     const double worth = expected * plain / round_ns(drafter, plan, limits.position, expected);
+    // A single wrong guess shall not cost all that there is: smaller trees go on after it.
     const double covering = std::max(credit_ns(limits), account(limits.wanted).probes_ns);
-    const bool covered = worst_loss(drafter, plan, limits.position) <= covering;
+    const bool covered = worst_loss(drafter, plan, limits.position) <= kAtStake * covering;
     if (!adaptive_ || best.count == 1 || (worth > best_worth && covered)) {
       best = plan;
       best_worth = worth;
@@ -155,6 +159,8 @@ double Planner::plan(const Drafter& drafter, int confidence, const Limits& limit
   return best_worth;
 }
 
+bool Planner::pays(double worth) const noexcept { return !adaptive_ || worth >= kMargin; }
+
 double Planner::credit_ns(const Limits& limits) const noexcept {
   const Account& own = account(limits.wanted);
   return own.opened ? std::max(own.credit_ns, 0.0) : kFirstCredit * plain_ns(limits.position);
@@ -170,9 +176,10 @@ bool Planner::approves(const Drafter& drafter, double worth, const TreePlan& pla
   if (!adaptive_) return true;
   if (worth < kClearWorth && account(limits.wanted).since_plain >= kPlainEvery) return false;
   const double loss = worst_loss(drafter, plan, limits.position);
-  if (worth >= kMargin) return loss <= credit_ns(limits);
+  if (pays(worth)) return loss <= credit_ns(limits);
   // N-gram's guesses are scored without being verified: it needs no probes.
-  return drafter.kind() != Speculation::kNgram && loss <= account(limits.wanted).probes_ns;
+  const Account& own = account(limits.wanted);
+  return drafter.kind() != Speculation::kNgram && own.probing && loss <= own.probes_ns;
 }
 
 void Planner::learn(Speculation drafter, int confidence, int depth, int ranks, int hit) noexcept {
@@ -186,9 +193,12 @@ void Planner::learn(Speculation drafter, int confidence, int depth, int ranks, i
 void Planner::settle(const Drafter* drafter, const TreePlan* plan, const Limits& limits,
                      const Outcome& outcome) noexcept {
   Account& own = account(limits.wanted);
-  if (!own.opened) own.credit_ns = credit_ns(limits);
-  own.opened = true;
   const double plain = plain_ns(limits.position);
+  if (!own.opened) {
+    own.opened = true;
+    own.credit_ns = kFirstCredit * plain;
+    own.probes_ns = kProbeStart * plain;
+  }
   double cost = plain;
   double gain = 0.0;
   if (plan == nullptr) {
@@ -206,10 +216,11 @@ void Planner::settle(const Drafter* drafter, const TreePlan* plan, const Limits&
     if (drafter->catches_up()) own.reserve_ns += gain;
   }
   const double most = kMostCredit * plain;
-  const bool probe = plan != nullptr && outcome.worth < kMargin;
+  const bool probe = plan != nullptr && !pays(outcome.worth);
   const double least = -kFirstCredit * plain;  // below it an error of the estimates would lock drafting out
   own.credit_ns = std::clamp(own.credit_ns + (probe ? 0.0 : gain) + kEarned * cost, least, most);
   own.probes_ns = std::clamp(own.probes_ns + (probe ? std::min(gain, 0.0) : 0.0) + kEarned * cost, least, most);
+  own.probing = own.probes_ns >= (own.probing ? kProbeEnd : kProbeStart) * plain;
   own.reserve_ns = std::min(own.reserve_ns + kReserved * cost, most_reserve_ns_);
 }
 

@@ -5,9 +5,9 @@
 //
 // A loss account keeps it honest where its estimates are wrong: a round that took longer than the plain rounds it saved
 // is paid from credit, every round earns 0.75% of its time, and a tree is only drafted if its worst outcome is covered.
-// Another 0.75% goes to probes, which draft what does not seem to pay, to notice when it does again. So text that
-// cannot be predicted costs at most these shares and what there was before. Requests for one drafter by name neither
-// earn for those for another nor spend what these have earned.
+// Another 0.75% goes to probes, a few at a time, which draft what does not seem to pay, to notice when it does again.
+// So text that cannot be predicted costs at most these shares and what there was before. Requests for one drafter by
+// name neither earn for those for another nor spend what these have earned.
 //
 // A draft model that must first read what it has missed is paid from a second account, the reserve: 1% of every round's
 // time, and what its drafts gained. One that does not pay is therefore left behind, and reads on when the reserve
@@ -62,6 +62,8 @@ class Planner {
   // A shape for one drafter whose confidence() was `confidence`, and its worth in tokens per nanosecond relative to a
   // plain round's.
   double plan(const Drafter& drafter, int confidence, const Limits& limits, TreePlan& plan) const noexcept;
+  // Whether drafting is expected to be faster than not to.
+  [[nodiscard]] bool pays(double worth) const noexcept;
   // Whether a plan of that worth is to be drafted: it pays, or there is credit for finding out.
   [[nodiscard]] bool approves(const Drafter& drafter, double worth, const TreePlan& plan,
                               const Limits& limits) const noexcept;
@@ -115,6 +117,7 @@ class Planner {
     bool opened = false;  // the first credit has been given
     double credit_ns = 0.0;
     double probes_ns = 0.0;
+    bool probing = false;  // until probes_ns is used up
     double reserve_ns = 0.0;
     int since_plain = 0;  // rounds
   };

@@ -141,8 +141,9 @@ Status Speculator::prefill(const PrefillStep& step, const std::atomic<bool>& abo
   remember_hidden(step.count - 1, step.start + step.count - 1, step.tokens[step.count - 1], step.pages);
   for (const auto& drafter : drafters_) {
     if (!serves(*drafter, step.speculation)) continue;
-    if (!planner_.affords(drafter->catch_up_ns(step.count), step.speculation))
-      continue;  // it rests until the reserve covers it
+    // It reads along where it is going to draft, as far as the reserve goes.
+    if (!planner_.pays(worths_[static_cast<size_t>(drafter->kind())])) continue;
+    if (!planner_.affords(drafter->catch_up_ns(step.count), step.speculation)) continue;
     const int64_t start = monotonic_ns();
     if (const Status status = drafter->prefill(step, abort); status != Status::kOk) return status;
     if (drafter->catches_up()) planner_.spend(static_cast<double>(monotonic_ns() - start), step.speculation);
@@ -188,6 +189,7 @@ Status Speculator::draft(const RoundStep& step, const std::atomic<bool>& abort) 
     option_.confidence = drafter->confidence(now);
     if (option_.confidence < 0) continue;
     option_.worth = planner_.plan(*drafter, option_.confidence, limits_, option_.plan);
+    worths_[static_cast<size_t>(drafter->kind())] = option_.worth;
     if (drafter.get() == ngram_ && shadow_node_ < 0) {
       shadow_.reset(step.token, model_.spec().vocabulary, kShadowDepth + 1, kShadowDepth);
       if (drafter->propose(now, shadow_plan_, shadow_) == Status::kOk && shadow_.count() > 1) {

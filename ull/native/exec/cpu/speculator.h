@@ -67,6 +67,8 @@ class Speculator {
   int32_t hidden_token_ = 0;
   int32_t hidden_page_ = 0;
 
+  double worths_[kSpeculations] = {};  // of each drafter's last plan
+
   // The round in flight.
   DraftTree tree_;
   TreePaths paths_;
