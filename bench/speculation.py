@@ -2,9 +2,9 @@
 
 Everything goes through a daemon and `ull.Client`. For each prompt all drafters take turns, over several passes, so that
 what else the machine does meets them alike; times are the engine's own clock. Every completion must be the one
-without speculation, and on text that cannot be predicted no drafter may cost time, asked for by name or not. The planner drafts what pays on
-this machine, which on a CPU is little; so the bars for tokens per round are for trees of 64 tokens in every round,
-which say what the drafters know.
+without speculation, and on text that cannot be predicted no drafter may cost time, asked for by name or not. The
+planner drafts what pays on this machine, which on a CPU is little; so the bars for tokens per round are for trees of
+64 tokens in every round, which say what the drafters know.
 """
 
 from __future__ import annotations
