@@ -64,6 +64,11 @@ def refusal(admission: Admission, **fields: Any) -> RequestError:
         ({"top_p": math.nan}, "top_p", "not nan"),
         ({"min_p": -0.1}, "min_p", "not -0.1"),
         ({"min_p": math.nan}, "min_p", "not nan"),
+        ({"presence_penalty": 2.1}, "presence_penalty", "from -2 to 2, 0 being off, not 2.1"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty", "not -2.1"),
+        ({"frequency_penalty": math.nan}, "frequency_penalty", "not nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty", "from 0.01 to 100, 1 being off, not 0.0"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty", "not inf"),
         ({"seed": -1}, "seed", "2^64"),
         ({"stop": [""]}, "stop", "empty text"),
         ({"stop": ["x"] * 17}, "stop", "has 17 texts; at most 16"),
@@ -143,6 +148,9 @@ def test_parameters_of_a_plain_request(admission: Admission) -> None:
         "top_k": 0,
         "top_p": 1.0,
         "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
         "stop": ["é".encode()],
         "stop_ids": [9, 1, 2],
         "logit_bias": {},
@@ -169,6 +177,9 @@ def test_parameters_of_an_elaborate_request(admission: Admission) -> None:
         logit_bias={5: -math.inf, 6: 1.0},
         speculate="ngram",
         max_tree=8,
+        presence_penalty=-2.0,
+        frequency_penalty=0.5,
+        repetition_penalty=1.1,
     )
     admission.check(request)
     parameters = admission.parameters(request, received_ns=100, admitted_ns=200)
@@ -178,6 +189,8 @@ def test_parameters_of_an_elaborate_request(admission: Admission) -> None:
     assert parameters["deadline_ns"] == 100 + 2_000_000
     assert (parameters["logprobs"], parameters["max_tokens"]) == (3, 5)
     assert (parameters["speculate"], parameters["max_tree"]) == ("ngram", 8)
+    assert (parameters["presence_penalty"], parameters["frequency_penalty"]) == (-2.0, 0.5)
+    assert parameters["repetition_penalty"] == 1.1
 
 
 def test_the_daemon_s_drafter_is_for_those_who_name_none(admission: Admission) -> None:
@@ -191,6 +204,14 @@ def test_the_daemon_s_drafter_is_for_those_who_name_none(admission: Admission) -
         parameters = admission.parameters(request, 0, 0)
         assert (parameters["speculate"], parameters["max_tree"]) == (drafter, 16)
     assert "it offers none, ngram, medusa, auto" in refusal(admission, speculate="draft").message
+
+
+def test_an_executor_without_penalties(admission: Admission) -> None:
+    admission.limits = msgspec.structs.replace(admission.limits, penalties=False)
+    admission.check(Generate(id=1, prompt="x", presence_penalty=0.0, repetition_penalty=1.0))
+    for field, value in (("presence_penalty", 1.0), ("frequency_penalty", -0.5), ("repetition_penalty", 1.2)):
+        error = refusal(admission, **{field: value})
+        assert error.field == field and "not applied by this engine's executor" in error.message
 
 
 def test_drawn_seeds_differ(admission: Admission) -> None:

@@ -455,6 +455,9 @@ def test_plain_reporter(capsys: pytest.CaptureFixture[str]) -> None:
         advance(4096)
     printed = capsys.readouterr().out
     assert printed.startswith("evaluate original: 4,096 tokens in ") and printed.endswith("tokens/s)\n")
+    with reporter.stage("train", 4000, "steps") as advance:  # ended early, as by --minutes
+        advance(7)
+    assert capsys.readouterr().out.startswith("train: 7 steps in ")
 
 
 def test_the_manifest_keeps_the_recipe(checkpoint: Path, tmp_path: Path) -> None:

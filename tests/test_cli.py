@@ -134,6 +134,29 @@ def test_config_defaults_and_check(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "did you mean listen?" in capsys.readouterr().err
 
 
+def test_inspect_measures(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", str(tiny_bundle), "--measure", "--threads", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "tokens verified at once" in out and "drafting one, medusa" in out and "1 thread" in out
+    assert cli.main(["inspect", str(tiny_bundle), "--measure", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)["measured"]
+    assert list(measured["verify_ns"]) == ["1", "2", "4", "8", "16", "32", "64"]
+    assert measured["draft_ns"].keys() == {"ngram", "medusa", "draft"}
+    assert measured["weight_bytes"] > measured["drafter_weight_bytes"] > 0
+
+
+def test_inspect_of_a_daemon(shared_daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", shared_daemon.url]) == 0
+    out = capsys.readouterr().out
+    assert "tokens verified at once" in out and "drafting one, draft" in out and shared_daemon.url in out
+    assert cli.main(["inspect", shared_daemon.url, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["executor"]["verify_ns"]["64"] > 0 and report["engine"]["name"] == "tiny"
+    for option in ("--measure", "--verify"):
+        assert cli.main(["inspect", shared_daemon.url, option]) == 1
+        assert "takes a bundle" in capsys.readouterr().err
+
+
 def test_inspect(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", str(tiny_bundle)]) == 0
     assert "llama" in capsys.readouterr().out

@@ -24,6 +24,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
         "logit_bias": {7: 2.0, 9: -float("inf")},
         "logprobs": 3,
     },
+    "penalized": {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2, "logprobs": 2},
+    "sampled, penalized": {"temperature": 0.9, "seed": 6, "frequency_penalty": 1.0, "repetition_penalty": 1.4},
 }
 
 TARGETS = {
@@ -233,7 +235,12 @@ def test_drafters_and_their_costs_are_reported(spec: dict[str, Any]) -> None:
     assert info["drafters"] == ["none", "ngram", "medusa", "draft", "auto"]
     assert all(info["draft_ns"][name] > 0 for name in ("medusa", "draft"))
     bare = spec | {"medusa": None, "draft": None}
-    assert _native.SpeculationRig(bare).info["drafters"] == ["none", "ngram", "auto"]
+    alone = _native.SpeculationRig(bare).info
+    assert alone["drafters"] == ["none", "ngram", "auto"]
+    assert alone["drafter_weight_bytes"] == alone["drafter_kv_bytes"] == 0
+    for what in ("weight_bytes", "kv_bytes"):
+        assert info[f"drafter_{what}"] > 0
+        assert info[what] == alone[what] + info[f"drafter_{what}"]
     with pytest.raises(ValueError, match="no such drafter"):
         _native.SpeculationRig(bare).decode(prompt(10), 5, {}, "medusa")
 

@@ -410,6 +410,49 @@ def test_sampling_is_argmax_of_adjusted_logits_plus_noise(sampling: dict[str, An
             assert _native.sample(logits, position, sampling | {"seed": 123, "isa": isa}) == scores.argmax()
 
 
+def penalized(logits: np.ndarray, sampling: dict[str, Any], prompt: list[int], generated: list[int]) -> np.ndarray:
+    """Repetition as transformers has it, frequency and presence as OpenAI's API documents them, in float32."""
+    out = logits.astype(np.float32)
+    repetition = np.float32(sampling.get("repetition_penalty", 1.0))
+    frequency = np.float32(sampling.get("frequency_penalty", 0.0))
+    presence = np.float32(sampling.get("presence_penalty", 0.0))
+    for token in {*prompt, *generated}:
+        out[token] = out[token] / repetition if out[token] > 0 else out[token] * repetition
+    for token in set(generated):
+        out[token] = out[token] - frequency * np.float32(generated.count(token))
+        out[token] = out[token] - presence
+    return out
+
+
+PENALTIES: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 1.3},
+    "repetition below one": {"repetition_penalty": 0.7},
+    "frequency": {"frequency_penalty": 0.6},
+    "presence": {"presence_penalty": 1.5},
+    "negative": {"frequency_penalty": -0.4, "presence_penalty": -1.0},
+    "all": {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": -0.3},
+}
+
+
+@pytest.mark.parametrize("penalties", PENALTIES.values(), ids=list(PENALTIES))
+@pytest.mark.parametrize("others", [{}, SAMPLINGS["plain"], SAMPLINGS["all"]], ids=["greedy", "plain", "all"])
+def test_penalties_come_before_everything_else(penalties: dict[str, Any], others: dict[str, Any]) -> None:
+    """Drawing with penalties is drawing from logits to which they have been applied."""
+    random = np.random.default_rng(3)
+    changed = 0
+    for position in range(40):
+        logits = (random.standard_normal(50) * 2).astype(np.float32)
+        prompt, generated = (random.integers(0, 50, size).tolist() for size in (7, position))
+        history = np.array([*prompt, *generated], np.int32)
+        sampling = others | {"seed": 8}
+        drawn = _native.sample(logits, position, sampling | penalties, history, len(prompt))
+        wanted = penalized(logits, penalties, prompt, generated)
+        assert drawn == _native.sample(wanted, position, sampling)
+        assert _native.sample(logits, position, sampling | penalties) == _native.sample(logits, position, sampling)
+        changed += drawn != _native.sample(logits, position, sampling)
+    assert changed > 0
+
+
 def test_greedy_takes_the_smaller_of_equal_tokens() -> None:
     logits = np.zeros(200, np.float32)
     logits[[70, 150, 199]] = 4.0

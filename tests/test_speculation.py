@@ -64,6 +64,17 @@ def cases(draw: st.DrawFn) -> Case:
             "min_p": draw(st.sampled_from([0.0, 0.1])),
         }
     if draw(st.booleans()):
+        sampling |= draw(
+            st.fixed_dictionaries(
+                {},
+                optional={
+                    "presence_penalty": st.sampled_from([-1.0, 0.3, 2.0]),
+                    "frequency_penalty": st.sampled_from([-0.5, 0.2, 2.0]),
+                    "repetition_penalty": st.sampled_from([0.5, 1.1, 3.0]),
+                },
+            )
+        )
+    if draw(st.booleans()):
         sampling["logit_bias"] = {0: float("-inf"), 3: 1.5}
     prompt = draw(st.one_of(st.integers(1, 30), st.integers(55, 75), st.integers(120, 135)))
     return Case(dims, prompt, draw(st.integers(1, 100)), sampling, draw(st.integers(0, 2**32 - 1)))

@@ -33,6 +33,8 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "all filters": {"temperature": 1.2, "top_k": 40, "top_p": 0.9, "min_p": 0.02, "seed": 6},
     "bias": {"temperature": 0.8, "seed": 7, "logit_bias": {5: 2.0, 300: -math.inf, 77: 3.5}},
     "greedy bias": {"logit_bias": {300: -5.0, 77: 4.0}},
+    "penalties": {"presence_penalty": 0.4, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
+    "sampled penalties": {"temperature": 0.8, "seed": 10, "repetition_penalty": 1.3, "frequency_penalty": -0.2},
     "logprobs": {"temperature": 0.8, "seed": 8, "logprobs": 5},
     "greedy logprobs": {"logprobs": 20},
     "end of text": {"temperature": 1.3, "seed": 9, "ignore_eos": False},
@@ -82,6 +84,8 @@ def test_the_tiny_engine_has_every_drafter(client: Client) -> None:
     assert list(info.executor["verify_ns"]) == sizes
     assert all(cost > 0 for cost in info.executor["verify_ns"].values())
     assert {"medusa", "draft"} <= info.executor["draft_ns"].keys()
+    for what in ("weight_bytes", "kv_bytes"):
+        assert info.executor[what] > info.executor[f"drafter_{what}"] > 0
 
 
 @pytest.mark.parametrize("drafter", CHAIN)

@@ -29,6 +29,8 @@ MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-4  # below it, logits / temperature leaves float32
 MAX_TEMPERATURE = 100.0
 MAX_BIAS = 1e4
+MAX_PENALTY = 2.0  # of frequency and presence, either way
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_TIMEOUT_MS = 24 * 3_600_000
 
 
@@ -48,6 +50,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     default_drafter: str = "none"
     max_tree: int = MAX_TREE
     default_max_tree: int = 0  # 0: the executor's choice
+    penalties: bool = True  # whether the executor applies them
 
 
 class Admission:
@@ -63,6 +66,7 @@ class Admission:
         self._check_prompt(request)
         self._check_ids(request)
         _check_sampling(request)
+        self._check_penalties(request)
         self._check_stops(request)
         self._check_bias(request)
         limits = self.limits
@@ -111,6 +115,9 @@ class Admission:
             "top_k": min(request.top_k, self.limits.vocabulary),
             "top_p": request.top_p,
             "min_p": request.min_p,
+            "presence_penalty": request.presence_penalty,
+            "frequency_penalty": request.frequency_penalty,
+            "repetition_penalty": request.repetition_penalty,
             "seed": secrets.randbits(64) if request.seed is None else request.seed,
             "stop": [text.encode() for text in request.stop],
             "stop_ids": self._stop_ids(request),
@@ -167,6 +174,22 @@ class Admission:
                 _refuse("logit_bias", f"of id {token} must be from -{MAX_BIAS:g} to {MAX_BIAS:g} or -inf, not {value}")
         if len(bias) >= self.limits.vocabulary and all(value == -math.inf for value in bias.values()):
             _refuse("logit_bias", "bans every token")
+
+    def _check_penalties(self, request: Generate) -> None:
+        """Comparisons are written so that NaN fails them."""
+        for field in ("presence_penalty", "frequency_penalty"):
+            value = getattr(request, field)
+            if not abs(value) <= MAX_PENALTY:
+                _refuse(field, f"must be from -{MAX_PENALTY:g} to {MAX_PENALTY:g}, 0 being off, not {value}")
+        repetition = request.repetition_penalty
+        if not MIN_REPETITION_PENALTY <= repetition <= MAX_REPETITION_PENALTY:
+            least, most = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+            _refuse("repetition_penalty", f"must be from {least:g} to {most:g}, 1 being off, not {repetition}")
+        if self.limits.penalties:
+            return
+        for field, off in (("presence_penalty", 0.0), ("frequency_penalty", 0.0), ("repetition_penalty", 1.0)):
+            if getattr(request, field) != off:
+                _refuse(field, f"is not applied by this engine's executor; leave it out (or send {off:g})")
 
     def _check_speculation(self, request: Generate) -> None:
         drafter, limits = request.speculate, self.limits

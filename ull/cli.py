@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from ull.commands import bench, chat, demo, generate, status
+    from ull.commands import bench, chat, demo, generate, inspect, status
 
     parser = argparse.ArgumentParser("ull", description="Talks to an ull daemon, and looks into engine bundles.")
     parser.add_argument("--version", action="version", version=f"ull {__version__}")
@@ -61,11 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--defaults", action="store_true", help="print every key, commented, with its default")
     which.add_argument("--check", type=Path, metavar="FILE", help="say what is wrong with FILE, if anything")
     command.set_defaults(run=_config)
-    command = commands.add_parser("inspect", help="Prints what is inside an engine bundle.")
-    command.add_argument("bundle", type=Path, metavar="X.ull")
-    command.add_argument("--json", action="store_true", help="as JSON")
-    command.add_argument("--verify", action="store_true", help="compare every file with its SHA-256")
-    command.set_defaults(run=_inspect)
+    command = commands.add_parser("inspect", help="Prints what is inside an engine bundle, and what drafting costs.")
+    inspect.add_arguments(command)
+    command.set_defaults(run=inspect.run)
     command = commands.add_parser("demo", help="Builds the tiny engine, serves it, streams a completion, measures.")
     demo.add_arguments(command)
     command.set_defaults(run=demo.run)
@@ -79,12 +77,6 @@ def _config(options: argparse.Namespace) -> int:
         load_config(options.check)
         print(f"{options.check}: ok")
     return 0
-
-
-def _inspect(options: argparse.Namespace) -> int:
-    from ull import inspect
-
-    return inspect.main(options.bundle, options.json, options.verify)
 
 
 if __name__ == "__main__":

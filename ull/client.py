@@ -142,6 +142,9 @@ class Client:
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
         stop_ids: Sequence[int] = (),
@@ -156,6 +159,8 @@ class Client:
 
         prompt: a text, a list of chat messages ({"role", "content"}) or a list of token ids.
         max_tokens: tokens (None: the daemon's default). temperature 0: greedy. top_k 0, top_p 1, min_p 0: off.
+        presence_penalty, frequency_penalty: -2 to 2, over the completion's tokens. repetition_penalty: above 0, over
+        the prompt's too (1: off).
         seed: None lets the daemon draw one and report it. stop: texts that end the completion, not part of it.
         logit_bias: token id -> number added to its logit. logprobs: alternatives per token (0: only the chosen).
         timeout: seconds after which the daemon ends the request ("timeout").
@@ -171,6 +176,9 @@ class Client:
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            repetition_penalty=repetition_penalty,
             seed=seed,
             stop=stop,
             stop_ids=stop_ids,

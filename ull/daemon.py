@@ -40,6 +40,7 @@ EXIT_ENGINE_FAILED = 3
 EXIT_RESTART = 4
 CONTROL_ENDPOINT = "inproc://ull-control"
 
+_EXECUTOR_FIGURES = ("drafter_weight_bytes", "drafter_kv_bytes", "verify_ns", "draft_ns")
 _TICK_S = 0.02  # how often the state of engine and drain is looked at
 _CANCEL_S = 2.0  # after the drain timeout, for cancelled requests to end
 _STOP_S = 10.0  # for native threads to stop, before the process ends without them
@@ -150,6 +151,7 @@ class Daemon:
             drafters=drafters,
             default_drafter=drafter,
             default_max_tree=config.speculation.max_tree or int(engine["default_max_tree"]),
+            penalties=bool(engine["penalties"]),
         )
 
     def _claim_sockets(self, exit_stack: ExitStack) -> list[SocketClaim]:
@@ -194,8 +196,7 @@ class Daemon:
             "threads": 1 if runs_on_gpu(bundle) else self._threads,
             "weight_bytes": executor.weight_bytes,
             "kv_bytes": executor.kv_bytes,
-            "verify_ns": self._engine.info["verify_ns"],
-            "draft_ns": self._engine.info["draft_ns"],
+            **{name: self._engine.info[name] for name in _EXECUTOR_FIGURES},
         }
 
     def _open_io(self, context: zmq.Context[zmq.Socket[bytes]]) -> _native.Io:

@@ -1,8 +1,13 @@
-"""`ull inspect X.ull`: what is inside of a bundle, as a table or as JSON, and whether every byte is as it was built."""
+"""What `ull inspect` prints: what is inside of a bundle, whether every byte is as it was built, and measured costs.
+
+What verifying and drafting cost is a matter of the machine, so a bundle does not say it: it is measured here by
+loading the engine, as a daemon does at its warm-up, or it is what a running daemon has measured.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +16,35 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from ull import _native
 from ull.bundle import Bundle, Manifest, Model, open_bundle, read_manifest, verify_hashes
 from ull.errors import BundleError
+from ull.host import auto_threads
 
+_MEMORY = ("weight_bytes", "kv_bytes", "drafter_weight_bytes", "drafter_kv_bytes")
 _GROUPS = {"qkv": "attention", "o": "attention", "gate_up": "mlp", "down": "mlp"}
 
 
-def main(path: str | Path, as_json: bool = False, verify: bool = False) -> int:
+def main(path: str | Path, as_json: bool = False, verify: bool = False, measure: bool = False, threads: int = 0) -> int:
     """Prints what the bundle at `path` holds; `verify` reads every file and compares its SHA-256.
 
-    Returns 0, or 1 when the bundle cannot be opened or a file differs (said on stderr, or in the JSON's `error`).
+    `measure` loads the engine, with `threads` computing threads (0: as many as a daemon takes), and measures what
+    verifying and drafting cost. Returns 0, or 1 when the bundle cannot be opened, a file differs or the engine cannot
+    be loaded (said on stderr, or in the JSON's `error`).
     """
     path = Path(path)
     hashes: dict[str, str | None] = {}
+    report: dict[str, Any] = {"path": str(path)}
     try:
         if verify:
             hashes = verify_hashes(path, read_manifest(path))
-        report = describe(open_bundle(path))
+        bundle = open_bundle(path)
+        report |= describe(bundle)
         error = None
+        if measure:
+            report["measured"] = measure_costs(bundle, threads or auto_threads())
     except BundleError as problem:
-        report, error = {"path": str(path)}, problem.message
+        error = problem.message
     damaged = [f"{name} {problem}" for name, problem in hashes.items() if problem is not None]
     if damaged:  # says more than the first complaint of open_bundle
         error = f"{path}: " + "; ".join(damaged) + "; rebuild it with ull-build"
@@ -43,6 +57,8 @@ def main(path: str | Path, as_json: bool = False, verify: bool = False) -> int:
             _print_tables(report)
         if verify:
             _print_verification(hashes)
+        if "measured" in report:
+            _print_costs(report["measured"])
         if error is not None:
             print(f"ull inspect: error: {error}", file=sys.stderr)
     return 0 if error is None else 1
@@ -63,6 +79,34 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "random_weights": False,  # which the manifest may leave out
         **msgspec.to_builtins(bundle.manifest),
     }
+
+
+def measure_costs(bundle: Bundle, threads: int) -> dict[str, Any]:
+    """Loads the engine of `bundle` and measures: `verify_ns` by tree size, `draft_ns` by drafter, memory in bytes.
+
+    Raises BundleError when it cannot be loaded.
+    """
+    if bundle.manifest.target != "cpu":
+        raise BundleError(f"{bundle.path} runs on a GPU: serve it with ulld and ask that, `ull inspect URL`")
+    try:
+        executor = _native.CpuExecutor(bundle.native_spec(), threads=threads, cores=[])
+        engine = _native.Engine(executor, str(bundle.vocabulary_path))
+    except (ValueError, RuntimeError, MemoryError) as error:
+        raise BundleError(f"{bundle.path} cannot be loaded: {error}") from error
+    info = engine.info
+    return {"threads": threads, **{name: info[name] for name in ("executor", *_MEMORY, "verify_ns", "draft_ns")}}
+
+
+def print_served(url: str, engine: Mapping[str, Any], executor: Mapping[str, Any]) -> None:
+    """Prints what the daemon at `url` says of its engine and executor, as tables."""
+    precision = engine["precision"]
+    table = Table(title=f"{engine['name']}  ({url})", title_justify="left", show_header=False)
+    table.add_row("model", f"{engine['architecture']}, {engine['layers']} layers x hidden {engine['hidden']}")
+    table.add_row("vocabulary", f"{engine['vocabulary']} rows")
+    table.add_row("precision", f"weights {precision['weights']}, lm_head {precision['lm_head']}")
+    table.add_row("built", f"{engine['created']} by ull {engine['ull_version']}")
+    Console(highlight=False).print(table)
+    _print_costs({**executor, "executor": executor["name"]})
 
 
 def parameter_count(model: Model) -> int:
@@ -86,7 +130,7 @@ def _group(name: str) -> str:
 def _print_tables(report: dict[str, Any]) -> None:
     names = ("path", "parameters", "weight_bytes")
     manifest = msgspec.convert(
-        {key: value for key, value in report.items() if key not in (*names, "verified")}, Manifest
+        {key: value for key, value in report.items() if key not in (*names, "verified", "measured")}, Manifest
     )
     console = Console(highlight=False)
     table = Table(title=f"{manifest.name}  ({report['path']})", title_justify="left", show_header=False)
@@ -175,6 +219,26 @@ def _device_rows(manifest: Manifest) -> list[tuple[str, str]]:
     if manifest.random_weights:
         rows.append(("weights", "random, made up on the device at load: a benchmark bundle"))
     return rows
+
+
+def _print_costs(measured: Mapping[str, Any]) -> None:
+    """What the executor measured: time per pass, by the tokens verified in it, and per proposal of one token."""
+    console = Console(highlight=False)
+    threads = "1 thread" if measured["threads"] == 1 else f"{measured['threads']} threads"
+    memory = Table("memory", "size", title=f"{measured['executor']}, {threads}", title_justify="left")
+    for what, name in (("weight_bytes", "weights"), ("kv_bytes", "KV cache")):
+        memory.add_row(name, f"{decimal(measured[what])}, of it drafters {decimal(measured[f'drafter_{what}'])}")
+    console.print(memory)
+    costs: dict[str, int] = measured["verify_ns"]
+    if not costs:
+        return
+    plain = next(iter(costs.values()))
+    table = Table("tokens verified at once", "time", "of one token's", title="measured costs", title_justify="left")
+    for count, cost in costs.items():
+        table.add_row(count, f"{cost / 1000:,.0f} us", f"{cost / plain:.2f}x", end_section=count == list(costs)[-1])
+    for drafter, cost in measured["draft_ns"].items():
+        table.add_row(f"drafting one, {drafter}", f"{cost / 1000:,.1f} us", f"{cost / plain:.2f}x")
+    console.print(table)
 
 
 def _print_verification(hashes: dict[str, str | None]) -> None:

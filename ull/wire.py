@@ -49,6 +49,9 @@ class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True)
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
+    presence_penalty: float = 0.0  # off a logit whose token the completion holds, -2 to 2; 0: off
+    frequency_penalty: float = 0.0  # off a logit, times how often the completion holds its token, -2 to 2; 0: off
+    repetition_penalty: float = 1.0  # divides the logits above 0, multiplies the others of tokens so far; 1: off
     seed: int | None = None  # None: drawn by the daemon and reported in `done`
     stop: Annotated[list[str], Meta(max_length=_MAX_STOPS)] = []
     stop_ids: Annotated[list[int], Meta(max_length=_MAX_STOPS)] = []

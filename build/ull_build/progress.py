@@ -33,7 +33,7 @@ class Reporter:
 
     @contextmanager
     def stage(self, title: str, total: int, unit: str) -> Iterator[Advance]:
-        """A stage of `total` units; the body calls what it is given with each further amount done."""
+        """A stage of at most `total` units; the body calls what it is given with each further amount done."""
         yield lambda amount: None
 
     def note(self, text: str) -> None:
@@ -41,15 +41,21 @@ class Reporter:
 
 
 class PlainReporter(Reporter):
-    """One line when a stage ends, for logs and pipes."""
+    """One line when a stage ends, for logs and pipes: what was done, which may be less than the stage's total."""
 
     @contextmanager
     def stage(self, title: str, total: int, unit: str) -> Iterator[Advance]:
         start = time.monotonic()
-        yield lambda amount: None
+        done = 0
+
+        def advance(amount: int) -> None:
+            nonlocal done
+            done += amount
+
+        yield advance
         seconds = time.monotonic() - start
-        rate = format_amount(total / seconds, unit) if seconds > 0 else "-"
-        self.note(f"{title}: {format_amount(total, unit)} in {seconds:.1f} s ({rate}/s)")
+        rate = format_amount(done / seconds, unit) if seconds > 0 else "-"
+        self.note(f"{title}: {format_amount(done, unit)} in {seconds:.1f} s ({rate}/s)")
 
     def note(self, text: str) -> None:
         print(text, flush=True)

@@ -20,6 +20,15 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0, metavar="N", help="0: off (default)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="X", help="1: off (default)")
     parser.add_argument("--min-p", type=float, default=0.0, metavar="X", help="0: off (default)")
+    parser.add_argument("--presence-penalty", type=float, default=0.0, metavar="X", help="-2 to 2; 0: off (default)")
+    parser.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X", help="-2 to 2; 0: off (default)")
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="above 0, prompt included; 1: off (default)",
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="default: drawn by the daemon")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; repeatable")
     parser.add_argument("--timeout", type=float, metavar="S", help="seconds after which the daemon ends the request")
@@ -53,6 +62,9 @@ def run(options: argparse.Namespace) -> int:
             top_k=options.top_k,
             top_p=options.top_p,
             min_p=options.min_p,
+            presence_penalty=options.presence_penalty,
+            frequency_penalty=options.frequency_penalty,
+            repetition_penalty=options.repetition_penalty,
             seed=options.seed,
             stop=options.stop,
             logprobs=options.logprobs,

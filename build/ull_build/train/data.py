@@ -175,7 +175,7 @@ def generate(
             sampling = {"temperature": plan.temperatures[index % len(plan.temperatures)], "seed": seeds[-1]}
             rows.append(_continue(native, target, prompt, sampling, plan.response_tokens, ends))
             prompts.append(len(prompt))
-            advance(plan.response_tokens)
+            advance(len(rows[-1]) - len(prompt))
     cycle = np.array(plan.temperatures, np.float32)
     return Sequences(
         tokens=np.concatenate(rows),

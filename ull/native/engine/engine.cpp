@@ -10,7 +10,7 @@ namespace ull {
 namespace {
 
 constexpr int kDeliverySlots = 15;  // ended requests that may still be on their way to their clients
-constexpr int kWarmUpRounds = 4;
+constexpr int kWarmUpRounds = 4;    // of each kind
 
 EngineOptions checked(const EngineOptions& options) {
   const auto require = [](bool condition, const char* what) {
@@ -23,6 +23,17 @@ EngineOptions checked(const EngineOptions& options) {
   require(options.max_sessions >= 1 && options.max_sessions <= 1024, "max_sessions: must be 1 to 1024");
   require(options.slow_cycle_us >= 1, "slow_cycle_us: must be positive");
   return options;
+}
+
+void check_penalties(const Sampling& sampling, bool offered) {
+  const auto check = [&](const char* field, float value, float off, float least, float most, const char* reason) {
+    if (!(value >= least && value <= most)) throw InvalidRequest(field, reason);
+    if (value != off && !offered) throw InvalidRequest(field, "this engine's executor applies no penalties");
+  };
+  check("repetition_penalty", sampling.repetition_penalty, 1.0F, kLeastRepetitionPenalty, kMostRepetitionPenalty,
+        "must be 0.01 to 100");
+  check("frequency_penalty", sampling.frequency_penalty, 0.0F, -kMostPenalty, kMostPenalty, "must be -2 to 2");
+  check("presence_penalty", sampling.presence_penalty, 0.0F, -kMostPenalty, kMostPenalty, "must be -2 to 2");
 }
 
 }  // namespace
@@ -54,10 +65,10 @@ Engine::~Engine() { stop(); }
 void Engine::warm_up() {
   if (started_) throw std::logic_error("warm_up() comes before start()");
   const ExecutorInfo& info = executor_.info();
-  const int count = std::min(info.prefill_chunk, context_ - kWarmUpRounds - 1);
-  const std::vector<int32_t> tokens(static_cast<size_t>(std::max(count, 1)), 0);
+  std::vector<int32_t> history(static_cast<size_t>(context_), 0);
   std::vector<int32_t> pages(static_cast<size_t>(pages_for(context_)));
   for (size_t page = 0; page < pages.size(); ++page) pages[page] = static_cast<int32_t>(page);
+  int32_t drafted = 0;
   RoundResult result;
   const auto finish = [&](Status status) {
     if (status == Status::kOk) {
@@ -71,15 +82,35 @@ void Engine::warm_up() {
                                (reason != nullptr ? reason : status_name(status)));
     }
   };
-  if (count > 0) finish(executor_.start_prefill({tokens.data(), count, 0, pages.data()}));
+  const bool drafts = info.drafters[static_cast<size_t>(Speculation::kAuto)];
+  int position = std::max(0, std::min(info.prefill_chunk, context_ - kWarmUpRounds - 1));
+  if (position > 0) {
+    finish(executor_.start_prefill(
+        {history.data(), position, 0, pages.data(), &drafted, drafts ? Speculation::kAuto : Speculation::kNone}));
+  }
   Sampling sampled;  // the longest path through the sampler
   sampled.temperature = 1.0F;
   sampled.top_k = 40;
   sampled.top_p = 0.9F;
   const Sampling greedy;
-  const int first = std::max(count, 0);
-  for (int position = first; position < std::min(first + kWarmUpRounds, context_ - 1); ++position) {
-    finish(executor_.start_round({0, position, pages.data(), position % 2 == 0 ? &greedy : &sampled, 1}));
+  for (int kind = 0; kind < kSpeculations; ++kind) {
+    const auto speculation = static_cast<Speculation>(kind);
+    if (!info.drafters[kind] || speculation == Speculation::kAuto) continue;  // which chooses from the others
+    for (int round = 0; round < kWarmUpRounds && position < context_ - 1; ++round) {
+      const int most = std::min(info.tokens_per_round, context_ - 1 - position);
+      RoundStep step{history[static_cast<size_t>(position)],
+                     position,
+                     pages.data(),
+                     round % 2 == 0 ? &greedy : &sampled,
+                     most,
+                     history.data(),
+                     speculation,
+                     0,
+                     &drafted};
+      step.rehearsal = true;
+      finish(executor_.start_round(step));
+      for (int i = 0; i < result.count; ++i) history[static_cast<size_t>(++position)] = result.tokens[i].token;
+    }
   }
 }
 
@@ -133,6 +164,7 @@ void Engine::check(const Submission& submission) const {
     require(is_token(sampling.bias[i].token), "logit_bias", "a token is outside the vocabulary");
     require(!std::isnan(sampling.bias[i].bias), "logit_bias", "a bias is not a number");
   }
+  check_penalties(sampling, executor_.info().penalties);
   require(
       !submission.speculation.has_value() || executor_.info().drafters[static_cast<size_t>(*submission.speculation)],
       "speculate", "the engine has no such drafter");

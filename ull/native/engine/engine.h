@@ -92,7 +92,8 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Runs a full prefill chunk and a few rounds, so that code, weights and pages are touched before the first request.
+  // Runs a full prefill chunk, then a few rounds without a draft and with each drafter, so that code, weights and pages
+  // are touched before the first request.
   // Before start(). Throws std::runtime_error if the executor fails.
   void warm_up();
   void start();

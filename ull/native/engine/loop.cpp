@@ -127,7 +127,8 @@ EngineLoop::Ending EngineLoop::decode() noexcept {
                          request.max_tree,
                          session.drafted(),
                          request.stop_ids.data(),
-                         request.stop_id_count};
+                         request.stop_id_count,
+                         request.prompt_tokens};
     if (const Ending ending = run_step([&] { return executor_.start_round(step); })) return ending;
     if (const Ending ending = accept_round(most)) return ending;
     announce();

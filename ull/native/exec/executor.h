@@ -60,9 +60,12 @@ struct ExecutorInfo {
   int page_count = 0;        // KV pages in all
   int prefill_chunk = 0;     // most tokens one start_prefill takes
   int tokens_per_round = 1;  // most tokens one round emits: it writes as many positions, from the fed token's on
-  int64_t weight_bytes = 0;
-  int64_t kv_bytes = 0;
-  const char* name = "";  // "cpu/avx512", "cpu/avx2", "cpu/portable", "scripted", ...
+  int64_t weight_bytes = 0;  // of the target and of what drafts for it
+  int64_t kv_bytes = 0;      // likewise
+  int64_t drafter_weight_bytes = 0;  // the drafters' share of weight_bytes
+  int64_t drafter_kv_bytes = 0;
+  bool penalties = false;  // whether Sampling's penalties are applied
+  const char* name = "";   // "cpu/avx512", "cpu/avx2", "cpu/portable", "scripted", ...
   bool drafters[kSpeculations] = {true, false, false, false, false};  // by Speculation: which a request may ask for
   Speculation default_drafter = Speculation::kNone;                   // of a request that asks for none
   int default_max_tree = kMaxTreeTokens;
@@ -106,6 +109,8 @@ struct RoundStep {
   int32_t* drafted = nullptr;  // in/out, see PrefillStep
   const int32_t* stops = nullptr;  // [stop_count] ids that end the request: a round may go no further than one of them
   int32_t stop_count = 0;
+  int32_t prompt_tokens = 0;   // of the history; what follows them was generated
+  bool rehearsal = false;      // of the warm-up: the drafter drafts whether that pays or not, and nothing is learnt
 };
 
 struct RoundResult {

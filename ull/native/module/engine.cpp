@@ -54,6 +54,9 @@ uint64_t submit(Engine& engine, const nb::bytes& identity, uint64_t request_id, 
   sampling.min_p = parameter(params, "min_p", 0.0F);
   sampling.seed = parameter(params, "seed", uint64_t{0});
   sampling.top_logprobs = parameter(params, "logprobs", -1);
+  sampling.repetition_penalty = parameter(params, "repetition_penalty", 1.0F);
+  sampling.frequency_penalty = parameter(params, "frequency_penalty", 0.0F);
+  sampling.presence_penalty = parameter(params, "presence_penalty", 0.0F);
   std::vector<LogitBias> bias;
   for (const auto& [token, value] : parameter(params, "logit_bias", std::map<int32_t, float>{})) {
     bias.push_back({token, value});
@@ -156,7 +159,8 @@ void bind_engine(nb::module_& m) {
           "executor"_a, "vocab_path"_a, nb::kw_only(), "queue_depth"_a = 64, "core"_a = -1, "idle"_a = "adaptive",
           "watchdog_ms"_a = 2000, "max_prompt"_a = 0, "max_sessions"_a = 16, "prefix_cache"_a = true,
           "slow_cycle_us"_a = 10'000, nb::keep_alive<1, 2>())
-      .def("warm_up", &Engine::warm_up, Unlocked(), "Runs a prefill chunk and a few rounds; before start().")
+      .def("warm_up", &Engine::warm_up, Unlocked(),
+           "Runs a prefill chunk and a few rounds with every drafter; before start().")
       .def("start", &Engine::start, Unlocked())
       .def("stop", &Engine::stop, Unlocked(), "Ends every request, then the threads. Idempotent.")
       .def("submit", &submit, "identity"_a, "request_id"_a, "tokens"_a, "params"_a,

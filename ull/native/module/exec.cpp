@@ -153,6 +153,9 @@ struct SamplingParameters {
     sampling.min_p = optional("min_p", 0.0F);
     sampling.seed = optional("seed", uint64_t{0});
     sampling.top_logprobs = optional("logprobs", -1);
+    sampling.repetition_penalty = optional("repetition_penalty", 1.0F);
+    sampling.frequency_penalty = optional("frequency_penalty", 0.0F);
+    sampling.presence_penalty = optional("presence_penalty", 0.0F);
     for (const auto& [token, value] : optional("logit_bias", std::map<int32_t, float>{})) {
       bias.push_back({token, value});
     }
@@ -166,14 +169,21 @@ struct SamplingParameters {
   Sampling sampling;
 };
 
-int32_t sample(const FloatArray& logits, int32_t position, const nb::dict& parameters) {
+int32_t sample(const FloatArray& logits, int32_t position, const nb::dict& parameters,
+               const std::optional<Int32Array>& history, int prompt_tokens) {
   const SamplingParameters wanted(parameters);
   if (logits.size() == 0) throw std::invalid_argument("logits: at least one is needed");
   std::vector<float> copy(logits.data(), logits.data() + logits.size());
   const auto isa = parameters.contains("isa") ? field<std::string>(parameters, "isa") : std::string("auto");
   cpu::Sampler sampler(cpu::select_kernels(isa), static_cast<int>(copy.size()));
   RoundToken token{};
-  if (sampler.sample(copy.data(), position, wanted.sampling, token) != Status::kOk) {
+  std::optional<TokenCounts> counts;
+  if (history) {
+    const int length = static_cast<int>(history->size());
+    counts.emplace(static_cast<int>(copy.size()), length);
+    counts->follow(history->data(), length, prompt_tokens);
+  }
+  if (sampler.sample(copy.data(), position, wanted.sampling, token, counts ? &*counts : nullptr) != Status::kOk) {
     throw std::invalid_argument("logits: not finite, or every token is banned");
   }
   return token.token;
@@ -334,9 +344,10 @@ void bind_exec(nb::module_& m) {
   m.def("evaluate", &evaluate, "spec"_a, "tokens"_a, "window"_a, "threads"_a = 1, "progress"_a = nb::none(),
         "One layer-by-layer pass over the mapped weights. tokens int32 [n] are cut into windows, each from position 0; "
         "-> (nll float32 [m], argmax int32 [m]) for tokens 1.. of each. progress(done, total) may raise to stop.");
-  m.def("sample", &sample, "logits"_a, "position"_a, "sampling"_a,
+  m.def("sample", &sample, "logits"_a, "position"_a, "sampling"_a, "history"_a = nb::none(), "prompt_tokens"_a = 0,
         "Draws the token at `position` from float32 [V] logits; sampling: temperature, top_k, top_p, min_p, seed, "
-        "logit_bias {id: float}.");
+        "logit_bias {id: float}, repetition_penalty, frequency_penalty, presence_penalty. The penalties look at "
+        "`history`, int32 ids of which the first prompt_tokens are the prompt.");
   m.def("gumbel", &gumbel_noise, "seed"_a, "position"_a, "tokens"_a,
         "The noise of the sampling rule for int32 [n] tokens -> float32 [n].");
 }

@@ -10,6 +10,8 @@ nb::dict executor_info(const ExecutorInfo& info) {
   out["prefill_chunk"] = info.prefill_chunk;
   out["weight_bytes"] = info.weight_bytes;
   out["kv_bytes"] = info.kv_bytes;
+  out["drafter_weight_bytes"] = info.drafter_weight_bytes;
+  out["drafter_kv_bytes"] = info.drafter_kv_bytes;
   nb::list drafters;
   nb::dict draft_ns;
   nb::dict verify_ns;
@@ -21,6 +23,7 @@ nb::dict executor_info(const ExecutorInfo& info) {
   for (int i = 0; i < kCostSizes; ++i) {
     if (info.verify_ns[i] > 0) verify_ns[nb::cast(std::to_string(kCostTokens[i]))] = info.verify_ns[i];
   }
+  out["penalties"] = info.penalties;
   out["drafters"] = drafters;
   out["default_drafter"] = speculation_name(info.default_drafter);
   out["default_max_tree"] = info.default_max_tree;

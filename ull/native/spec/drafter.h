@@ -8,7 +8,7 @@
 //    whose draw is the root. Medusa head i (from 0) then predicts position + 1 + i, which is depth i + 1 of the tree.
 //    `hidden` is null where it is unknown (a round right after a full prefix-cache hit).
 //  - The coupling: rank candidates for depth d by adjusted draft logit + gumbel(seed, position + d, token):
-//    cpu::Sampler::rank(logits, position + d, sampling, count, tokens); at temperature 0 by the logit.
+//    cpu::Sampler::rank(logits, position + d, sampling, count, tokens, counts); at temperature 0 by the logit.
 //  - TreePlan: the shape wanted. Candidate `plan.ranks[i]` below plan node `plan.parents[i]`. Use
 //    tree.add(node_of[plan.parents[i]], token) and keep node_of[i]; -1 propagates. A chain drafter gets plans whose
 //    alternatives hang off the rank-0 chain only (branches() == false).
@@ -24,6 +24,7 @@
 
 #include "base/status.h"
 #include "exec/executor.h"
+#include "exec/token_counts.h"
 #include "spec/tree.h"
 
 namespace ull {
@@ -38,6 +39,8 @@ struct DraftContext {
   int32_t* drafted;     // in/out: positions whose draft-model KV is valid; may be null: nothing is
   const float* hidden;  // [target hidden] of position - 1, or null
   const std::atomic<bool>* abort;
+  // Of the text up to the root, for requests with penalties; null for others. What a drafter adds it takes back.
+  TokenCounts* counts = nullptr;
 };
 
 // What became of a round, whoever proposed its tree.
@@ -66,6 +69,22 @@ class Drafter {
     (void)context;
     return 0;
   }
+  // A drafter with a cache of its own that may fall behind the session: estimated nanoseconds of reading `tokens` that
+  // it has missed, how many it would have to read before it can propose (0 where propose() does that in passing), and
+  // doing so. kOk, kAborted or kExecutorFailed.
+  [[nodiscard]] virtual bool catches_up() const noexcept { return false; }
+  [[nodiscard]] virtual double catch_up_ns(int tokens) const noexcept {
+    (void)tokens;
+    return 0.0;
+  }
+  [[nodiscard]] virtual int missed(const DraftContext& context) const noexcept {
+    (void)context;
+    return 0;
+  }
+  [[nodiscard]] virtual Status catch_up(const DraftContext& context) noexcept {
+    (void)context;
+    return Status::kOk;
+  }
   // Adds candidates to `tree`, which has its root and limits, following `plan`. kOk, kAborted or kExecutorFailed.
   [[nodiscard]] virtual Status propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept = 0;
   // Told after every round of a request that may use this drafter.
@@ -75,6 +94,9 @@ class Drafter {
   [[nodiscard]] virtual int max_depth() const noexcept { return kMaxTreeTokens - 1; }
   [[nodiscard]] virtual int max_rank() const noexcept { return 1; }
   [[nodiscard]] virtual bool branches() const noexcept { return false; }
+  // What it keeps in memory.
+  [[nodiscard]] virtual int64_t weight_bytes() const noexcept { return 0; }
+  [[nodiscard]] virtual int64_t kv_bytes() const noexcept { return 0; }
   // Estimated nanoseconds of propose() for a tree of that depth.
   [[nodiscard]] virtual int64_t cost_ns(int depth) const noexcept = 0;
 };

@@ -6,14 +6,25 @@
 namespace ull {
 namespace {
 
-constexpr double kEarned = 0.015;      // of the time of every round
+constexpr double kEarned = 0.0075;     // of the time of every round, by credit and by probes
 constexpr double kFirstCredit = 2.0;   // plain rounds
 constexpr double kMostCredit = 8.0;    // plain rounds
 constexpr double kMargin = 1.02;       // a tree must be worth this many plain rounds
-constexpr double kProbeReserve = 2.0;  // worst losses of a probe that must be covered
-constexpr float kPriorWeight = 3.0F;   // observations that a prior counts for
-constexpr float kMemory = 0.97F;       // what is left of an observation after the next one
-constexpr double kLeastReach = 0.01;   // a node less likely than this is not considered
+constexpr double kAtStake = 0.5;       // of the credit, by a tree of more than one token
+constexpr double kProbeStart = 4.0;    // plain rounds of probes: fewer are not begun with
+constexpr double kProbeEnd = 0.5;      // plain rounds
+constexpr double kReserved = 0.01;     // of the time of every round, for catching up
+constexpr double kOutlier = 2.5;       // a round that takes longer than it should by this factor was interrupted ...
+constexpr int kInterruptions = 3;      // ... unless so many in a row do
+constexpr double kPlainMemory = 64.0;  // plain rounds whose time counts
+constexpr double kDraftMemory = 32.0;  // drafted rounds of a drafter and size whose time counts
+// Where drafting gains less than this factor, one round in so many is plain: the times that are compared must be of the
+// same hour. It costs at most 1/3 of 1/48 of the time.
+constexpr double kClearWorth = 1.5;
+constexpr int kPlainEvery = 48;
+constexpr float kPriorWeight = 3.0F;  // observations that a prior counts for
+constexpr float kMemory = 0.97F;      // what is left of an observation after the next one
+constexpr double kLeastReach = 0.01;  // a node less likely than this is not considered
 
 // First guesses, by drafter and, for n-gram, by the length of the match.
 float first_chance(int drafter, int confidence, int depth, int rank) {
@@ -38,6 +49,18 @@ double interpolate(const double* values, int tokens) noexcept {
 
 }  // namespace
 
+double TimeRatio::learn(double measured, double expected, double most) noexcept {
+  if (measured <= kOutlier * expected) {
+    interrupted_ = 0;
+  } else if (++interrupted_ < kInterruptions) {
+    return expected;
+  }
+  measured = std::min(measured, kOutlier * expected);
+  samples_ = std::min(samples_ + 1.0, most);
+  value_ += (value_ * measured / expected - value_) / samples_;
+  return measured;
+}
+
 Planner::Planner(bool adaptive) : adaptive_(adaptive) {
   for (int drafter = 0; drafter < kSpeculations; ++drafter) {
     for (int confidence = 0; confidence < kConfidenceClasses; ++confidence) {
@@ -50,10 +73,26 @@ Planner::Planner(bool adaptive) : adaptive_(adaptive) {
   }
 }
 
-double Planner::verify_ns(int tokens, int position, double visited) const noexcept {
+int Planner::size_index(int tokens) noexcept {
+  int size = 0;
+  while (size < kCostSizes - 1 && kCostTokens[size] < tokens) ++size;
+  return size;
+}
+
+double Planner::measured_ns(int tokens, int position, double visited) const noexcept {
   const double all = interpolate(costs_.logits_ns, tokens);
   return interpolate(costs_.body_ns, tokens) + position * interpolate(costs_.body_position_ns, tokens) +
          std::min(all, visited * costs_.logits_ns[0]);
+}
+
+double Planner::verify_ns(int tokens, int position, double visited) const noexcept {
+  return measured_ns(tokens, position, visited) * plain_ratio_.value();
+}
+
+double Planner::round_ns(const Drafter& drafter, const TreePlan& plan, int position, double visited) const noexcept {
+  const double measured = measured_ns(plan.count, position, visited) + static_cast<double>(drafter.cost_ns(plan.depth));
+  return measured * plain_ratio_.value() *
+         drafted_ratios_[static_cast<int>(drafter.kind())][size_index(plan.count)].value();
 }
 
 bool Planner::batches_logits(int tokens, double visited) const noexcept {
@@ -100,10 +139,10 @@ double Planner::plan(const Drafter& drafter, int confidence, const Limits& limit
     on_chain[node] = on_chain[parent] && plan.ranks[node] == 0;
     next_rank[node] = 0;
     const double expected = static_cast<double>(plan.expected);
-    const double cost =
-        verify_ns(plan.count, limits.position, expected) + static_cast<double>(drafter.cost_ns(plan.depth));
-    const double worth = expected * plain / cost;
-    const bool covered = worst_loss(drafter, plan, limits.position) <= std::max(credit_ns_, 0.0) || !opened_;
+    const double worth = expected * plain / round_ns(drafter, plan, limits.position, expected);
+    // A single wrong guess shall not cost all that there is: smaller trees go on after it.
+    const double covering = std::max(credit_ns(limits), account(limits.wanted).probes_ns);
+    const bool covered = worst_loss(drafter, plan, limits.position) <= kAtStake * covering;
     if (!adaptive_ || best.count == 1 || (worth > best_worth && covered)) {
       best = plan;
       best_worth = worth;
@@ -120,19 +159,27 @@ double Planner::plan(const Drafter& drafter, int confidence, const Limits& limit
   return best_worth;
 }
 
+bool Planner::pays(double worth) const noexcept { return !adaptive_ || worth >= kMargin; }
+
+double Planner::credit_ns(const Limits& limits) const noexcept {
+  const Account& own = account(limits.wanted);
+  return own.opened ? std::max(own.credit_ns, 0.0) : kFirstCredit * plain_ns(limits.position);
+}
+
 double Planner::worst_loss(const Drafter& drafter, const TreePlan& plan, int position) const noexcept {
-  return verify_ns(plan.count, position, 1.0) + static_cast<double>(drafter.cost_ns(plan.depth)) - plain_ns(position);
+  return round_ns(drafter, plan, position, 1.0) - plain_ns(position);
 }
 
 bool Planner::approves(const Drafter& drafter, double worth, const TreePlan& plan,
                        const Limits& limits) const noexcept {
   if (plan.count < 2) return false;
   if (!adaptive_) return true;
-  const double credit = opened_ ? credit_ns_ : kFirstCredit * plain_ns(limits.position);
+  if (worth < kClearWorth && account(limits.wanted).since_plain >= kPlainEvery) return false;
   const double loss = worst_loss(drafter, plan, limits.position);
-  if (worth >= kMargin) return loss <= credit;
+  if (pays(worth)) return loss <= credit_ns(limits);
   // N-gram's guesses are scored without being verified: it needs no probes.
-  return drafter.kind() != Speculation::kNgram && kProbeReserve * loss <= credit;
+  const Account& own = account(limits.wanted);
+  return drafter.kind() != Speculation::kNgram && own.probing && loss <= own.probes_ns;
 }
 
 void Planner::learn(Speculation drafter, int confidence, int depth, int ranks, int hit) noexcept {
@@ -143,17 +190,43 @@ void Planner::learn(Speculation drafter, int confidence, int depth, int ranks, i
   }
 }
 
-void Planner::settle(const Drafter* drafter, const TreePlan* plan, const Limits& limits, int emitted) noexcept {
+void Planner::settle(const Drafter* drafter, const TreePlan* plan, const Limits& limits,
+                     const Outcome& outcome) noexcept {
+  Account& own = account(limits.wanted);
   const double plain = plain_ns(limits.position);
-  if (!opened_) {
-    opened_ = true;
-    credit_ns_ = kFirstCredit * plain;
+  if (!own.opened) {
+    own.opened = true;
+    own.credit_ns = kFirstCredit * plain;
+    own.probes_ns = kProbeStart * plain;
   }
   double cost = plain;
-  if (plan != nullptr) {
-    cost = verify_ns(plan->count, limits.position, emitted) + static_cast<double>(drafter->cost_ns(plan->depth));
+  double gain = 0.0;
+  if (plan == nullptr) {
+    // Whatever was done before deciding not to draft is a loss; the rest is what a round without speculation takes.
+    (void)plain_ratio_.learn(outcome.nanoseconds - outcome.drafting_nanoseconds, plain, kPlainMemory);
+    gain = -std::min(outcome.drafting_nanoseconds, plain);
+    own.since_plain = 0;
+  } else {
+    // As many nodes are visited as tokens emitted.
+    TimeRatio& ratio = drafted_ratios_[static_cast<int>(drafter->kind())][size_index(plan->count)];
+    const double expected = round_ns(*drafter, *plan, limits.position, outcome.emitted);
+    cost = ratio.learn(outcome.nanoseconds, expected, kDraftMemory);
+    gain = outcome.emitted * plain - cost;
+    ++own.since_plain;
+    if (drafter->catches_up()) own.reserve_ns += gain;
   }
-  credit_ns_ = std::min(credit_ns_ + emitted * plain - cost + kEarned * cost, kMostCredit * plain);
+  const double most = kMostCredit * plain;
+  const bool probe = plan != nullptr && !pays(outcome.worth);
+  const double least = -kFirstCredit * plain;  // below it an error of the estimates would lock drafting out
+  own.credit_ns = std::clamp(own.credit_ns + (probe ? 0.0 : gain) + kEarned * cost, least, most);
+  own.probes_ns = std::clamp(own.probes_ns + (probe ? std::min(gain, 0.0) : 0.0) + kEarned * cost, least, most);
+  own.probing = own.probes_ns >= (own.probing ? kProbeEnd : kProbeStart) * plain;
+  own.reserve_ns = std::min(own.reserve_ns + kReserved * cost, most_reserve_ns_);
+}
+
+void Planner::grant(double nanoseconds) noexcept {
+  most_reserve_ns_ = nanoseconds;
+  for (Account& own : accounts_) own.reserve_ns = nanoseconds;
 }
 
 }  // namespace ull

@@ -1,10 +1,17 @@
 // Chooses the shape of each round's draft: the tree whose expected tokens per nanosecond are the most, from measured
 // costs and from how often candidates of each rank at each depth have been accepted lately; or no tree at all.
 //
-// A loss account keeps it honest where its estimates are wrong: a round that brought less than plain rounds would have
-// brought is paid from credit, plain rounds earn 1.5% of their time, and a tree is only drafted if its worst outcome is
-// covered. So text that cannot be predicted costs at most that share and the credit that was there. With credit to
-// spare it now and then drafts what does not seem to pay, so that it notices when it does again.
+// The costs are those of the warm-up, corrected by how long plain and drafted rounds really take.
+//
+// A loss account keeps it honest where its estimates are wrong: a round that took longer than the plain rounds it saved
+// is paid from credit, every round earns 0.75% of its time, and a tree is only drafted if its worst outcome is covered.
+// Another 0.75% goes to probes, a few at a time, which draft what does not seem to pay, to notice when it does again.
+// So text that cannot be predicted costs at most these shares and what there was before. Requests for one drafter by
+// name neither earn for those for another nor spend what these have earned.
+//
+// A draft model that must first read what it has missed is paid from a second account, the reserve: 1% of every round's
+// time, and what its drafts gained. One that does not pay is therefore left behind, and reads on when the reserve
+// covers it.
 //
 // Everything is arithmetic on fixed tables: nothing allocates, locks or throws.
 #pragma once
@@ -23,6 +30,21 @@ struct VerifyCosts {
   double logits_ns[kCostSizes] = {};                   // lm_head over all of them
 };
 
+// A running mean of measured over estimated time. What takes several times as long as it should was interrupted by the
+// machine and says nothing, unless it does so several times in a row.
+class TimeRatio {
+ public:
+  [[nodiscard]] double value() const noexcept { return value_; }
+  // Learns from a measured time that was expected to be `expected`, by this ratio; most: samples that count. Returns
+  // the time to go by: `expected` where the measured one says nothing.
+  double learn(double measured, double expected, double most) noexcept;
+
+ private:
+  double value_ = 1.0;
+  double samples_ = 1.0;  // the estimate counts as one
+  int interrupted_ = 0;   // in a row
+};
+
 class Planner {
  public:
   // adaptive: false, for tests: a tree of the most nodes allowed, whatever it costs.
@@ -34,11 +56,14 @@ class Planner {
     int position;  // of the root
     int nodes;     // root included
     int depth;
+    Speculation wanted = Speculation::kAuto;  // by the request: each has accounts of its own
   };
 
   // A shape for one drafter whose confidence() was `confidence`, and its worth in tokens per nanosecond relative to a
   // plain round's.
   double plan(const Drafter& drafter, int confidence, const Limits& limits, TreePlan& plan) const noexcept;
+  // Whether drafting is expected to be faster than not to.
+  [[nodiscard]] bool pays(double worth) const noexcept;
   // Whether a plan of that worth is to be drafted: it pays, or there is credit for finding out.
   [[nodiscard]] bool approves(const Drafter& drafter, double worth, const TreePlan& plan,
                               const Limits& limits) const noexcept;
@@ -46,17 +71,35 @@ class Planner {
   // A node at `depth` - 1 was visited whose children had ranks 0 .. ranks - 1; the draw was the one of rank `hit`, or
   // none of them (-1).
   void learn(Speculation drafter, int confidence, int depth, int ranks, int hit) noexcept;
-  // After every round: `plan` is null for a plain one.
-  void settle(const Drafter* drafter, const TreePlan* plan, const Limits& limits, int emitted) noexcept;
+
+  // What a round brought and took.
+  struct Outcome {
+    int emitted;
+    double nanoseconds;           // all of it, without catching up
+    double drafting_nanoseconds;  // of these, before the verification began
+    double worth = 0.0;           // plan()'s; of a drafted round
+  };
+  // After every round: `drafter` and `plan` are null for a plain one.
+  void settle(const Drafter* drafter, const TreePlan* plan, const Limits& limits, const Outcome& outcome) noexcept;
+
+  // The reserve: whether it covers work of that estimate for such requests, and what the work took. It is filled once
+  // by grant(), which is also the most that it holds.
+  void grant(double nanoseconds) noexcept;
+  [[nodiscard]] bool affords(double nanoseconds, Speculation wanted) const noexcept {
+    return !adaptive_ || nanoseconds <= 0.0 || nanoseconds <= account(wanted).reserve_ns;
+  }
+  void spend(double nanoseconds, Speculation wanted) noexcept { account(wanted).reserve_ns -= nanoseconds; }
 
   // The chance that the candidate of `rank` at `depth` is the draw, given that its parent was visited.
   [[nodiscard]] double acceptance(Speculation drafter, int confidence, int depth, int rank) const noexcept;
   [[nodiscard]] double plain_ns(int position) const noexcept { return verify_ns(1, position, 1.0); }
-  // Verifying `tokens` nodes, of which `visited` are expected to be sampled.
+  // Verifying `tokens` nodes, of which `visited` are expected to be sampled, on the machine as it is now.
   [[nodiscard]] double verify_ns(int tokens, int position, double visited) const noexcept;
   // Whether the logits of all nodes at once are cheaper than those of the visited ones, one after another.
   [[nodiscard]] bool batches_logits(int tokens, double visited) const noexcept;
-  [[nodiscard]] double credit_rounds(int position) const noexcept { return credit_ns_ / plain_ns(position); }
+  [[nodiscard]] double credit_rounds(const Limits& limits) const noexcept {
+    return account(limits.wanted).credit_ns / plain_ns(limits.position);
+  }
 
  private:
   static constexpr int kDepths = 16;
@@ -69,13 +112,37 @@ class Planner {
   };
 
   [[nodiscard]] static int depth_index(int depth) noexcept { return (depth < kDepths ? depth : kDepths) - 1; }
+  // What drafting may still lose.
+  struct Account {
+    bool opened = false;  // the first credit has been given
+    double credit_ns = 0.0;
+    double probes_ns = 0.0;
+    bool probing = false;  // until probes_ns is used up
+    double reserve_ns = 0.0;
+    int since_plain = 0;  // rounds
+  };
+
+  [[nodiscard]] Account& account(Speculation wanted) noexcept { return accounts_[static_cast<int>(wanted)]; }
+  [[nodiscard]] const Account& account(Speculation wanted) const noexcept {
+    return accounts_[static_cast<int>(wanted)];
+  }
+  // The smallest measured size that holds `tokens`.
+  [[nodiscard]] static int size_index(int tokens) noexcept;
+  // As measured at warm-up.
+  [[nodiscard]] double measured_ns(int tokens, int position, double visited) const noexcept;
+  // A round that drafts and verifies `plan`.
+  [[nodiscard]] double round_ns(const Drafter& drafter, const TreePlan& plan, int position,
+                                double visited) const noexcept;
+  [[nodiscard]] double credit_ns(const Limits& limits) const noexcept;
   [[nodiscard]] double worst_loss(const Drafter& drafter, const TreePlan& plan, int position) const noexcept;
 
   const bool adaptive_;
   VerifyCosts costs_;
   Chance chances_[kSpeculations][kConfidenceClasses][kDepths][kRanks];
-  double credit_ns_ = 0.0;
-  bool opened_ = false;  // the first credit has been given
+  TimeRatio plain_ratio_;                                // of plain rounds to costs_
+  TimeRatio drafted_ratios_[kSpeculations][kCostSizes];  // of drafted rounds to costs_ * plain_ratio_, by size
+  Account accounts_[kSpeculations];
+  double most_reserve_ns_ = 0.0;
 };
 
 }  // namespace ull

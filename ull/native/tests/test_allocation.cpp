@@ -132,6 +132,10 @@ void decode_everything(ull::Executor& executor, int tokens, Rounds expected = Ro
       request.sampling.top_k = 20;
       request.sampling.top_p = 0.95F;
       request.sampling.min_p = 0.01F;
+      if (executor.info().penalties) {
+        request.sampling.repetition_penalty = 1.2F;
+        request.sampling.frequency_penalty = 0.1F;
+      }
     }
     (void)engine.submit(request);
     if (variant == 4) (void)engine.submit(Harness::request(++id, prompt, 10));

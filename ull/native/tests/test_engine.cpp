@@ -9,6 +9,7 @@
 namespace {
 
 using ull::FinishReason;
+using ull::Speculation;
 using ull::test::Harness;
 using ull::test::ids;
 
@@ -245,6 +246,53 @@ TEST(warming_up_leaves_no_trace) {
   CHECK_THROWS(failing.engine.warm_up(), std::runtime_error);
   Harness tiny({.context = 2, .page_count = 1}, {}, false);
   tiny.engine.warm_up();
+}
+
+// An executor that says it has some drafters, and keeps what it is asked for.
+class Recording : public ull::Executor {
+ public:
+  void prepare() override {
+    scripted_.prepare();
+    info_ = scripted_.info();
+    for (const Speculation kind : {Speculation::kNgram, Speculation::kDraft, Speculation::kAuto}) {
+      info_.drafters[static_cast<size_t>(kind)] = true;
+    }
+  }
+  [[nodiscard]] const ull::ExecutorInfo& info() const noexcept override { return info_; }
+  [[nodiscard]] ull::Status start_prefill(const ull::PrefillStep& step) noexcept override {
+    prefilled = step.speculation;
+    return scripted_.start_prefill(step);
+  }
+  [[nodiscard]] ull::Status start_round(const ull::RoundStep& step) noexcept override {
+    ++rounds[static_cast<size_t>(step.speculation)];
+    right = right && step.rehearsal && step.history[step.position] == step.token && step.drafted != nullptr &&
+            step.position + step.max_tokens < info_.context;
+    return scripted_.start_round(step);
+  }
+  [[nodiscard]] ull::Status poll(ull::RoundResult& result) noexcept override { return scripted_.poll(result); }
+  void abort() noexcept override { scripted_.abort(); }
+
+  Speculation prefilled = Speculation::kNone;
+  int rounds[ull::kSpeculations] = {};
+  bool right = true;
+
+ private:
+  ull::ScriptedExecutor scripted_{{.tokens_per_round = 7, .context = 320, .page_count = 5}};
+  ull::ExecutorInfo info_;
+};
+
+TEST(warming_up_runs_rounds_with_every_drafter) {
+  Recording executor;
+  const ull::test::AsciiVocabulary vocabulary;
+  ull::Engine engine(executor, vocabulary.path(), {});
+  engine.warm_up();
+  CHECK(executor.right);
+  CHECK(executor.prefilled == Speculation::kAuto);
+  for (const Speculation kind : {Speculation::kNone, Speculation::kNgram, Speculation::kDraft}) {
+    CHECK(executor.rounds[static_cast<size_t>(kind)] > 0);
+  }
+  CHECK_EQ(executor.rounds[static_cast<size_t>(Speculation::kMedusa)], 0);
+  CHECK_EQ(executor.rounds[static_cast<size_t>(Speculation::kAuto)], 0);
 }
 
 TEST(submissions_are_checked) {

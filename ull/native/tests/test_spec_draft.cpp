@@ -70,11 +70,15 @@ TreePlan chain_plan(int depth, int width = 1) {
 // The chain proposed after `history`.
 std::vector<int32_t> propose(DraftModel& drafter, const std::vector<int32_t>& history, int32_t* drafted,
                              const Sampling& sampling, const TreePlan& plan) {
-  const DraftContext context{
-      history.data(), static_cast<int32_t>(history.size()) - 1, kPages, &sampling, drafted, nullptr, &kNever};
+  TokenCounts counts(80, 400);
+  const int size = static_cast<int>(history.size());
+  counts.follow(history.data(), size, size);
+  const DraftContext context{history.data(), size - 1, kPages, &sampling, drafted, nullptr, &kNever, &counts};
   DraftTree tree;
   tree.reset(history.back(), 80, kMaxTreeTokens, kMaxTreeTokens);
+  const int distinct = counts.size();
   if (drafter.propose(context, plan, tree) != Status::kOk) return {-1};
+  CHECK_EQ(counts.size(), distinct);  // what it added is gone
   std::vector<int32_t> chain;
   for (int node = 1, parent = 0; node < tree.count(); ++node) {
     if (tree.parent(node) != parent || tree.rank(node) != 0) continue;
@@ -87,6 +91,8 @@ std::vector<int32_t> propose(DraftModel& drafter, const std::vector<int32_t>& hi
 // What plain decoding emits after `history`.
 std::vector<int32_t> decode(const ModelSpec& spec, std::vector<int32_t> history, const Sampling& sampling, int count) {
   LocalSession session(spec, {});
+  TokenCounts counts(spec.vocabulary, spec.context);
+  const int prompt = static_cast<int>(history.size());
   Sampler sampler(session.model().kernels(), spec.vocabulary);
   session.prefill(history, 64);
   std::vector<int32_t> out;
@@ -94,7 +100,8 @@ std::vector<int32_t> decode(const ModelSpec& spec, std::vector<int32_t> history,
     const int position = static_cast<int>(history.size()) - 1;
     std::vector<float> logits = session.decode(history.back(), position);
     RoundToken token{};
-    if (sampler.sample(logits.data(), position + 1, sampling, token) != Status::kOk) return {};
+    counts.follow(history.data(), position + 1, prompt);
+    if (sampler.sample(logits.data(), position + 1, sampling, token, &counts) != Status::kOk) return {};
     history.push_back(token.token);
     out.push_back(token.token);
   }
@@ -114,12 +121,14 @@ TEST(a_draft_that_is_the_target_proposes_what_decoding_emits) {
   const LogitBias bias[] = {{3, 2.0F}, {17, -1.0F}};
   for (const int threads : {1, 2}) {
     Pair pair(threads);
-    for (int variant = 0; variant < 5; ++variant) {
-      Sampling sampling = sampled(variant == 0 ? 0.0F : 0.4F * static_cast<float>(variant));
+    for (int variant = 0; variant < 7; ++variant) {
+      Sampling sampling = sampled(variant == 0 || variant == 5 ? 0.0F : 0.2F * static_cast<float>(variant));
       if (variant == 2) sampling.top_k = 5;
       if (variant == 3) sampling.top_p = 0.8F;
       if (variant == 3) sampling.min_p = 0.05F;
       if (variant == 4) sampling.bias = bias, sampling.bias_count = 2;
+      if (variant >= 5) sampling.repetition_penalty = 1.5F, sampling.frequency_penalty = 0.8F;
+      if (variant == 6) sampling.presence_penalty = -1.0F;
       const std::vector<int32_t> history = some_tokens(150);
       int32_t drafted = 0;
       const std::vector<int32_t> chain = propose(*pair.drafter, history, &drafted, sampling, chain_plan(8));
@@ -195,6 +204,25 @@ TEST(prefill_fills_the_draft_s_cache_only_for_requests_that_may_use_it) {
   CHECK_EQ(drafted, 100);
   CHECK(propose(*pair.drafter, tokens, &drafted, greedy, chain_plan(6)) == decode(pair.spec, tokens, greedy, 6));
   CHECK_EQ(drafted, 129);
+}
+
+TEST(what_was_missed_can_be_read_ahead_of_a_proposal) {
+  Pair pair;
+  const Sampling greedy;
+  const std::vector<int32_t> history = some_tokens(150);
+  int32_t drafted = 0;
+  const auto at = [&](int32_t position, int32_t* where) {
+    return DraftContext{history.data(), position, kPages, &greedy, where, nullptr, &kNever};
+  };
+  CHECK_EQ(pair.drafter->missed(at(149, nullptr)), 0);  // nothing would be kept
+  CHECK_EQ(pair.drafter->missed(at(8, &drafted)), 0);   // read with the root
+  CHECK_EQ(pair.drafter->missed(at(149, &drafted)), 149);
+  CHECK(pair.drafter->catch_up(at(149, &drafted)) == Status::kOk);
+  CHECK_EQ(drafted, 149);
+  CHECK_EQ(pair.drafter->missed(at(149, &drafted)), 0);
+  CHECK(propose(*pair.drafter, history, &drafted, greedy, chain_plan(6)) == decode(pair.spec, history, greedy, 6));
+  pair.drafter->prepare();
+  CHECK(pair.drafter->catch_up_ns(10) > 0.0);
 }
 
 TEST(an_abort_leaves_drafted_as_it_was) {

@@ -1,5 +1,6 @@
 // The planner against a simulated executor whose acceptance and costs are known.
 #include <algorithm>
+#include <cmath>
 #include <random>
 
 #include "check.h"
@@ -22,6 +23,8 @@ class Simulated final : public ull::Drafter {
   [[nodiscard]] int max_rank() const noexcept override { return ranks_; }
   [[nodiscard]] bool branches() const noexcept override { return branching_; }
   [[nodiscard]] int64_t cost_ns(int depth) const noexcept override { return step_ns_ * depth; }
+  [[nodiscard]] bool catches_up() const noexcept override { return kind_ == Speculation::kDraft; }
+  [[nodiscard]] double catch_up_ns(int tokens) const noexcept override { return 0.2 * tokens * step_ns_; }
 
  private:
   Speculation kind_;
@@ -45,10 +48,21 @@ struct Run {
   [[nodiscard]] double speedup(double plain_ns) const { return tokens * plain_ns / nanoseconds; }
 };
 
+// How the machine differs from the planner's table.
+struct Machine {
+  ull::VerifyCosts costs;
+  double plain_factor = 1.0;    // plain rounds take this many times the table's time
+  double drafted_factor = 1.0;  // and drafted ones this many
+  double interrupted = 0.0;     // chance that something else takes 4 ms of a millisecond's work
+};
+
 // Decodes `tokens` tokens where the chain's next token is right with probability `chance`.
-Run simulate(Planner& planner, const Simulated& drafter, double chance, int tokens, unsigned seed) {
+Run simulate(Planner& planner, const Simulated& drafter, double chance, int tokens, unsigned seed,
+             const Machine& machine) {
   std::mt19937 random(seed);
   std::uniform_real_distribution<double> uniform;
+  Planner table;  // never learns
+  table.set_costs(machine.costs);
   Run run;
   while (run.tokens < tokens) {
     const Planner::Limits limits{100, 64, 63};
@@ -61,17 +75,23 @@ Run simulate(Planner& planner, const Simulated& drafter, double chance, int toke
       for (int depth = 1; depth <= std::min(accepted + 1, plan.depth); ++depth) {
         planner.learn(drafter.kind(), 0, depth, 1, depth <= accepted ? 0 : -1);
       }
-      run.nanoseconds +=
-          planner.verify_ns(plan.count, 100, accepted + 1) + static_cast<double>(drafter.cost_ns(plan.depth));
       run.widest = std::max(run.widest, plan.count);
-    } else {
-      run.nanoseconds += planner.plain_ns(100);
     }
-    planner.settle(drafts ? &drafter : nullptr, drafts ? &plan : nullptr, limits, accepted + 1);
+    const double drafting = drafts ? static_cast<double>(drafter.cost_ns(plan.depth)) : 0.0;
+    double round = drafts ? (table.verify_ns(plan.count, 100, accepted + 1) + drafting) * machine.drafted_factor
+                          : table.plain_ns(100) * machine.plain_factor;
+    if (uniform(random) < machine.interrupted * round / 1e6) round += 4e6;
+    run.nanoseconds += round;
+    planner.settle(drafts ? &drafter : nullptr, drafts ? &plan : nullptr, limits,
+                   {accepted + 1, round, drafting, worth});
     run.tokens += accepted + 1;
     ++run.rounds;
   }
   return run;
+}
+
+Run simulate(Planner& planner, const Simulated& drafter, double chance, int tokens, unsigned seed, double slope) {
+  return simulate(planner, drafter, chance, tokens, seed, {costs(slope)});
 }
 
 TEST(unpredictable_text_costs_at_most_three_percent) {
@@ -81,7 +101,7 @@ TEST(unpredictable_text_costs_at_most_three_percent) {
       Planner planner;
       planner.set_costs(costs(slope));
       for (int request = 0; request < 4; ++request) {
-        const Run run = simulate(planner, drafter, request == 2 ? 0.02 : 0.0, 500, 1);
+        const Run run = simulate(planner, drafter, request == 2 ? 0.02 : 0.0, 500, 1, slope);
         CHECK(run.speedup(1e6) > 0.97);
       }
     }
@@ -92,9 +112,9 @@ TEST(text_that_stops_being_predictable_costs_little) {
   const Simulated drafter(Speculation::kDraft, 50'000, 1, false);
   Planner planner;
   planner.set_costs(costs(0.1));
-  CHECK(simulate(planner, drafter, 0.9, 2000, 1).speedup(1e6) > 1.5);
-  CHECK(simulate(planner, drafter, 0.0, 1000, 2).speedup(1e6) > 0.97);
-  CHECK(simulate(planner, drafter, 0.9, 4000, 3).speedup(1e6) > 1.3);  // and it recovers
+  CHECK(simulate(planner, drafter, 0.9, 2000, 1, 0.1).speedup(1e6) > 1.5);
+  CHECK(simulate(planner, drafter, 0.0, 1000, 2, 0.1).speedup(1e6) > 0.97);
+  CHECK(simulate(planner, drafter, 0.9, 4000, 3, 0.1).speedup(1e6) > 1.3);  // and it recovers
 }
 
 TEST(predictable_text_is_drafted_as_far_as_it_pays) {
@@ -102,8 +122,8 @@ TEST(predictable_text_is_drafted_as_far_as_it_pays) {
   Planner cheap, dear;
   cheap.set_costs(costs(0.01));
   dear.set_costs(costs(0.3));
-  const Run far = simulate(cheap, drafter, 0.9, 3000, 1);
-  const Run near = simulate(dear, drafter, 0.9, 3000, 1);
+  const Run far = simulate(cheap, drafter, 0.9, 3000, 1, 0.01);
+  const Run near = simulate(dear, drafter, 0.9, 3000, 1, 0.3);
   CHECK(far.speedup(1e6) > 4.0);
   CHECK(near.speedup(1e6) > 1.5);
   CHECK(far.widest > near.widest);
@@ -113,7 +133,85 @@ TEST(a_tree_that_costs_what_it_brings_is_not_drafted) {
   const Simulated drafter(Speculation::kDraft, 1000, 1, false);
   Planner planner;
   planner.set_costs(costs(1.0));
-  CHECK(simulate(planner, drafter, 0.9, 1000, 1).speedup(1e6) > 0.97);
+  CHECK(simulate(planner, drafter, 0.9, 1000, 1, 1.0).speedup(1e6) > 0.97);
+}
+
+// What a speedup is measured against: the tokens as plain rounds on that machine.
+double plain_time(const Machine& machine) {
+  Planner table;
+  table.set_costs(machine.costs);
+  const double plain = table.plain_ns(100) * machine.plain_factor;
+  return plain + machine.interrupted * plain / 1e6 * 4e6;
+}
+
+TEST(a_table_that_flatters_drafting_is_found_out) {
+  // As measured on a busy machine: a plain round took two thirds of what the table says, a drafted one more than it
+  // says, so that drafting loses whatever is accepted of one token in two.
+  const Simulated drafter(Speculation::kMedusa, 100'000, 4, true);
+  for (const double chance : {0.0, 0.3, 0.5}) {
+    Planner planner;
+    planner.set_costs(costs(0.2));
+    const Machine machine{costs(0.2), 0.65, 1.15};
+    CHECK(simulate(planner, drafter, chance, 3000, 1, machine).speedup(plain_time(machine)) > 0.97);
+  }
+}
+
+TEST(a_table_that_talks_drafting_down_is_found_out) {
+  const Simulated drafter(Speculation::kMedusa, 100'000, 4, true);
+  Planner planner;
+  planner.set_costs(costs(1.0));
+  const Machine machine{costs(1.0), 1.5, 0.7};
+  CHECK(simulate(planner, drafter, 0.8, 4000, 1, machine).speedup(plain_time(machine)) > 1.2);
+}
+
+TEST(interruptions_of_the_machine_are_not_charged_to_drafts) {
+  const Simulated drafter(Speculation::kMedusa, 10'000, 4, true);
+  Planner planner;
+  planner.set_costs(costs(0.1));
+  const Machine machine{costs(0.1), 1.0, 1.0, 0.1};
+  CHECK(simulate(planner, drafter, 0.8, 4000, 1, machine).speedup(plain_time(machine)) > 2.0);
+  CHECK(simulate(planner, drafter, 0.0, 20'000, 2, machine).speedup(plain_time(machine)) > 0.96);
+}
+
+TEST(a_decision_that_costs_time_is_charged) {
+  Planner planner;
+  planner.set_costs(costs(0.1));
+  const Planner::Limits limits{100, 64, 63};
+  for (int round = 0; round < 50; ++round) planner.settle(nullptr, nullptr, limits, {1, 1.05e6, 5e4});
+  CHECK(planner.credit_rounds(limits) < 1.0);
+  CHECK(std::abs(planner.plain_ns(100) - 1e6) < 1e4);  // what a round without speculation takes, not what these took
+}
+
+TEST(drafters_asked_for_by_name_do_not_spend_what_others_earn) {
+  Planner planner;
+  planner.set_costs(costs(0.1));
+  const Planner::Limits earning{100, 64, 63, Speculation::kNone}, other{100, 64, 63, Speculation::kMedusa};
+  for (int round = 0; round < 200; ++round) planner.settle(nullptr, nullptr, earning, {1, 1e6, 0.0});
+  planner.settle(nullptr, nullptr, other, {1, 1e6, 0.0});
+  CHECK(planner.credit_rounds(earning) > 3.0);
+  CHECK(planner.credit_rounds(other) < 2.1);
+}
+
+TEST(the_reserve_pays_for_catching_up_and_is_refilled_slowly) {
+  const Simulated drafter(Speculation::kDraft, 100'000, 1, false);
+  Planner planner;
+  planner.set_costs(costs(0.1));
+  const Planner::Limits limits{100, 64, 63};
+  const double context = drafter.catch_up_ns(1000);
+  planner.grant(context);
+  const auto affords = [&](double nanoseconds) { return planner.affords(nanoseconds, limits.wanted); };
+  CHECK(affords(context) && !affords(context * 1.01));
+  planner.spend(context * 1.1, limits.wanted);
+  CHECK(affords(0.0));  // nothing to catch up with
+  planner.spend(-0.1 * context, limits.wanted);
+  CHECK(!affords(drafter.catch_up_ns(1)));
+  for (int round = 0; round < 100; ++round) planner.settle(nullptr, nullptr, limits, {1, 1e6, 0.0});
+  CHECK(affords(0.99e6) && !affords(1.01e6));  // 1% of the time
+  TreePlan plan;
+  plan.count = 5, plan.depth = 4;
+  for (int round = 0; round < 100; ++round) planner.settle(&drafter, &plan, limits, {5, 1.8e6, 4e5, 2.8});
+  CHECK(affords(context));  // gains pay for it, up to the first grant
+  CHECK(!affords(context * 1.01));
 }
 
 TEST(plans_respect_their_limits) {

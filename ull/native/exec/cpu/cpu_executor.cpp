@@ -27,6 +27,7 @@ void CpuExecutor::prepare() {
   info_.tokens_per_round = kMaxTokensPerRound;
   info_.weight_bytes = model_->weights().bytes();
   info_.kv_bytes = model_->cache().bytes();
+  info_.penalties = true;
   info_.name = name_.c_str();
   info_.default_drafter = speculation_.drafter;
   info_.default_max_tree = speculation_.max_tree;

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/gumbel.h"
@@ -12,7 +13,9 @@
 namespace ull::cpu {
 namespace {
 
-constexpr int kTimedSteps = 12;  // the fastest counts
+constexpr int kTimedSteps = 12;   // the fastest counts
+constexpr int kTimedChunks = 3;   // the fastest counts
+constexpr int kTimedTokens = 64;  // of a chunk
 
 ModelOptions draft_options(const Model& target) {
   ModelOptions options;
@@ -70,6 +73,15 @@ void DraftModel::prepare() {
     (void)sampler_.rank(logits_.data(), position + 1, sampling_, 2, candidates_.tokens[1]);
     step_ns_ = std::min(step_ns_, monotonic_ns() - begin);
   }
+  const int chunk = std::min({kTimedTokens, kPageTokens, model_.chunk(), model_.spec().context});
+  const std::vector<int32_t> tokens(static_cast<size_t>(chunk), 0);
+  int64_t fastest = std::numeric_limits<int64_t>::max();
+  for (int run = 0; run < kTimedChunks; ++run) {
+    const int64_t begin = monotonic_ns();
+    if (feed(tokens.data(), chunk, 0, &page, /*logits=*/false, never) != Status::kOk) break;
+    fastest = std::min(fastest, monotonic_ns() - begin);
+  }
+  read_ns_ = static_cast<double>(fastest) / chunk;
 }
 
 Status DraftModel::feed(const int32_t* tokens, int count, int start, const int32_t* pages, bool logits,
@@ -126,24 +138,37 @@ bool DraftModel::rank(const DraftContext& context, int d) noexcept {
   const int wanted = candidates_.counts[d];
   int32_t* tokens = candidates_.tokens[d];
   const int32_t position = context.position + d;
-  const int found = sampler_.rank(logits_.data(), position, sampling_, std::max(wanted, 2), tokens);
+  const int found = sampler_.rank(logits_.data(), position, sampling_, std::max(wanted, 2), tokens, context.counts);
   candidates_.counts[d] = std::min(found, wanted);
   if (found < 2) {
     leads_[d] = LeadStatistics::classify(found == 1 ? 1e9F : 0.0F);
     return found > 0;
   }
-  float lead = logits_[static_cast<size_t>(tokens[0])] - logits_[static_cast<size_t>(tokens[1])];
-  for (int i = 0; i < sampling_.bias_count; ++i) {
-    const LogitBias& bias = sampling_.bias[i];
-    if (bias.token == tokens[0]) lead += bias.bias;
-    if (bias.token == tokens[1]) lead -= bias.bias;
-  }
+  const auto adjusted = [&](int32_t token) {
+    return Sampler::adjusted(logits_[static_cast<size_t>(token)], token, sampling_, context.counts);
+  };
+  float lead = adjusted(tokens[0]) - adjusted(tokens[1]);
   if (sampling_.temperature > 0.0F) {
     lead = lead / sampling_.temperature + gumbel(sampling_.seed, position, tokens[0]) -
            gumbel(sampling_.seed, position, tokens[1]);
   }
   leads_[d] = LeadStatistics::classify(lead);
   return true;
+}
+
+int DraftModel::missed(const DraftContext& context) const noexcept {
+  if (context.drafted == nullptr || context.position >= model_.spec().context) return 0;
+  const int32_t gap = context.position - std::clamp(*context.drafted, 0, context.position);
+  return gap > kSmallGap ? gap : 0;
+}
+
+Status DraftModel::catch_up(const DraftContext& context) noexcept {
+  const int32_t gap = missed(context);
+  if (gap == 0) return Status::kOk;
+  const int32_t valid = context.position - gap;
+  const Status status = feed(context.history + valid, gap, valid, context.pages, /*logits=*/false, *context.abort);
+  if (status == Status::kOk) *context.drafted = context.position;
+  return status;
 }
 
 Status DraftModel::propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept {
@@ -170,10 +195,13 @@ Status DraftModel::propose(const DraftContext& context, const TreePlan& plan, Dr
     chain_ = candidates_.depth = d;
     survival *= statistics_.acceptance(leads_[d]);
     if (d == depth || survival < plan.least_survival) break;
+    // An error leaves the counts with the chain in them; they are made anew for the round that is run instead.
     status = feed(&candidates_.tokens[d][0], 1, root + d, context.pages, /*logits=*/true, *context.abort);
     if (status != Status::kOk) return status;
     fed_ = d;
+    if (context.counts != nullptr) context.counts->add(candidates_.tokens[d][0]);
   }
+  for (int d = 1; d <= fed_ && context.counts != nullptr; ++d) context.counts->take_back();
   candidates_.fill_chain(plan, tree);
   return Status::kOk;
 }

@@ -42,16 +42,24 @@ class DraftModel final : public Drafter {
   void prepare() override;
   [[nodiscard]] Status prefill(const PrefillStep& step, const std::atomic<bool>& abort) noexcept override;
   [[nodiscard]] int confidence(const DraftContext& context) noexcept override;
+  [[nodiscard]] bool catches_up() const noexcept override { return true; }
+  [[nodiscard]] double catch_up_ns(int tokens) const noexcept override { return tokens * read_ns_; }
+  [[nodiscard]] int missed(const DraftContext& context) const noexcept override;
+  [[nodiscard]] Status catch_up(const DraftContext& context) noexcept override;
   [[nodiscard]] Status propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept override;
   void observe(const DraftOutcome& outcome) noexcept override;
   [[nodiscard]] int max_depth() const noexcept override { return kMaxDepth; }
   [[nodiscard]] int max_rank() const noexcept override { return kDraftRanks; }
   [[nodiscard]] int64_t cost_ns(int depth) const noexcept override { return depth * step_ns_; }
+  [[nodiscard]] int64_t weight_bytes() const noexcept override { return model_.weights().bytes(); }
+  [[nodiscard]] int64_t kv_bytes() const noexcept override { return model_.cache().bytes(); }
   [[nodiscard]] const Model& model() const noexcept { return model_; }
 
  private:
   static constexpr int kMaxDepth = 16;
   static constexpr int kDraftRanks = 4;
+  // A gap up to this long, as an accepted chain leaves it, is read together with the root.
+  static constexpr int kSmallGap = 8;
 
   // Feeds the tokens of positions [start, start + count), logits of the last one if wanted.
   [[nodiscard]] Status feed(const int32_t* tokens, int count, int start, const int32_t* pages, bool logits,
@@ -71,7 +79,8 @@ class DraftModel final : public Drafter {
   Sampling sampling_;
   Candidates candidates_;
   LeadStatistics statistics_;
-  int64_t step_ns_ = 0;  // one token fed, and its candidates ranked
+  int64_t step_ns_ = 0;   // one token fed, and its candidates ranked
+  double read_ns_ = 0.0;  // per token of a chunk
 
   // The proposal of the round in flight.
   int32_t* drafted_ = nullptr;

@@ -144,7 +144,7 @@ Status MedusaDrafter::propose(const DraftContext& context, const TreePlan& plan,
   for (int d = 1; d <= candidates_.depth; ++d) {
     float* logits = logits_.data() + static_cast<size_t>(d - 1) * static_cast<size_t>(vocabulary_);
     candidates_.counts[d] = sampler_.rank(logits, context.position + d, sampling, std::min(plan.count, kMedusaRanks),
-                                          candidates_.tokens[d]);
+                                          candidates_.tokens[d], context.counts);
   }
   grow(context, sampling, plan.count, tree);
   return Status::kOk;
@@ -158,10 +158,7 @@ void MedusaDrafter::grow(const DraftContext& context, const Sampling& sampling, 
     float best = 0.0F, total = 0.0F;
     for (int rank = 0; rank < candidates_.counts[d]; ++rank) {
       const int32_t token = candidates_.tokens[d][rank];
-      float score = logits[token];
-      for (int i = 0; i < sampling.bias_count; ++i) {
-        if (sampling.bias[i].token == token) score += sampling.bias[i].bias;
-      }
+      float score = Sampler::adjusted(logits[token], token, sampling, context.counts);
       if (sampling.temperature > 0.0F) {
         score = score / sampling.temperature + gumbel(sampling.seed, context.position + d, token);
       }

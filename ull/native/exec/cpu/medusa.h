@@ -59,7 +59,7 @@ class MedusaDrafter final : public Drafter {
   [[nodiscard]] int max_rank() const noexcept override { return kMedusaRanks; }
   [[nodiscard]] bool branches() const noexcept override { return true; }
   [[nodiscard]] int64_t cost_ns(int depth) const noexcept override;
-  [[nodiscard]] int64_t bytes() const noexcept { return heads_.bytes(); }
+  [[nodiscard]] int64_t weight_bytes() const noexcept override { return heads_.bytes(); }
 
  private:
   static constexpr int kMedusaRanks = 10;

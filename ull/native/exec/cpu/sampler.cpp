@@ -33,19 +33,23 @@ Sampler::Sampler(const Kernels& kernels, int vocabulary)
       scores_(static_cast<size_t>(vocabulary)),
       bucket_counts_(kBuckets),
       bucket_masses_(kBuckets),
+      unpenalized_(static_cast<size_t>(vocabulary)),
       unbiased_(kMaxLogitBias),
       banned_(kMaxRanks) {
   candidates_.reserve(static_cast<size_t>(vocabulary));
 }
 
-Status Sampler::sample(float* logits, int32_t position, const Sampling& sampling, RoundToken& token) noexcept {
+Status Sampler::sample(float* logits, int32_t position, const Sampling& sampling, RoundToken& token,
+                       const TokenCounts* counts) noexcept {
   float raw_maximum = 0.0F;
-  if (!kernels_.scan(logits, vocabulary_, &raw_maximum)) return Status::kExecutorFailed;
+  if (!kernels_.scan(logits, vocabulary_, &raw_maximum) || !valid_bias(sampling)) return Status::kExecutorFailed;
 
-  if (!add_bias(logits, sampling)) return Status::kExecutorFailed;
+  penalize(logits, sampling, counts);
+  add_bias(logits, sampling);
   int chosen = kernels_.argmax(logits, vocabulary_);
   if (sampling.temperature > 0.0F && chosen >= 0) chosen = draw(logits, logits[chosen], position, sampling);
   remove_bias(logits, sampling);
+  restore_penalized(logits, sampling, counts);
   if (chosen < 0 || chosen >= vocabulary_) return Status::kExecutorFailed;  // every token is banned
 
   token.token = chosen;
@@ -55,9 +59,12 @@ Status Sampler::sample(float* logits, int32_t position, const Sampling& sampling
   return Status::kOk;
 }
 
-int Sampler::rank(float* logits, int32_t position, const Sampling& sampling, int count, int32_t* tokens) noexcept {
+int Sampler::rank(float* logits, int32_t position, const Sampling& sampling, int count, int32_t* tokens,
+                  const TokenCounts* counts) noexcept {
   float maximum = 0.0F;
-  if (!kernels_.scan(logits, vocabulary_, &maximum) || !add_bias(logits, sampling)) return 0;
+  if (!kernels_.scan(logits, vocabulary_, &maximum) || !valid_bias(sampling)) return 0;
+  penalize(logits, sampling, counts);
+  add_bias(logits, sampling);
   count = std::min({count, kMaxRanks, vocabulary_});
   int found = 0;
   if (const int best = kernels_.argmax(logits, vocabulary_); sampling.temperature > 0.0F && best >= 0) {
@@ -72,7 +79,37 @@ int Sampler::rank(float* logits, int32_t position, const Sampling& sampling, int
   const int rest = take_best(logits, count - found, tokens + found);
   for (int i = found - 1; i >= 0; --i) logits[tokens[i]] = banned_[static_cast<size_t>(i)];
   remove_bias(logits, sampling);
+  restore_penalized(logits, sampling, counts);
   return found + rest;
+}
+
+float Sampler::adjusted(float logit, int32_t token, const Sampling& sampling, const TokenCounts* counts) noexcept {
+  if (counts != nullptr && sampling.penalizes() && counts->holds(token)) {
+    logit = sampling.penalized(logit, counts->generated(token));
+  }
+  for (int i = 0; i < sampling.bias_count; ++i) {
+    if (sampling.bias[i].token == token) logit += sampling.bias[i].bias;
+  }
+  return logit;
+}
+
+void Sampler::penalize(float* logits, const Sampling& sampling, const TokenCounts* counts) noexcept {
+  if (counts == nullptr || !sampling.penalizes()) return;
+  size_t kept = 0;
+  for (int i = 0; i < counts->size(); ++i) {
+    const int32_t token = counts->token(i);
+    if (token >= vocabulary_) continue;  // a draft model may know fewer
+    unpenalized_[kept++] = logits[token];
+    logits[token] = sampling.penalized(logits[token], counts->generated(token));
+  }
+}
+
+void Sampler::restore_penalized(float* logits, const Sampling& sampling, const TokenCounts* counts) noexcept {
+  if (counts == nullptr || !sampling.penalizes()) return;
+  size_t kept = 0;
+  for (int i = 0; i < counts->size(); ++i) {
+    if (counts->token(i) < vocabulary_) logits[counts->token(i)] = unpenalized_[kept++];
+  }
 }
 
 int Sampler::take_best(float* values, int count, int32_t* tokens) noexcept {
@@ -108,17 +145,20 @@ bool Sampler::filters(const Sampling& sampling) const noexcept {
   return (sampling.top_k > 0 && sampling.top_k < vocabulary_) || sampling.top_p < 1.0F || sampling.min_p > 0.0F;
 }
 
-bool Sampler::add_bias(float* logits, const Sampling& sampling) noexcept {
+bool Sampler::valid_bias(const Sampling& sampling) const noexcept {
   for (int i = 0; i < sampling.bias_count; ++i) {
     const int32_t biased = sampling.bias[i].token;
     if (biased < 0 || biased >= vocabulary_ || i >= kMaxLogitBias) return false;
   }
+  return true;
+}
+
+void Sampler::add_bias(float* logits, const Sampling& sampling) noexcept {
   for (int i = 0; i < sampling.bias_count; ++i) {
     float& logit = logits[sampling.bias[i].token];
     unbiased_[static_cast<size_t>(i)] = logit;
     logit += sampling.bias[i].bias;
   }
-  return true;
 }
 
 void Sampler::remove_bias(float* logits, const Sampling& sampling) noexcept {

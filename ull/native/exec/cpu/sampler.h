@@ -1,4 +1,4 @@
-// The one rule of exec/sampling.h: bias, temperature, top-k, top-p, min-p, then argmax with Gumbel noise.
+// The one rule of exec/sampling.h: penalties, bias, temperature, top-k, top-p, min-p, then argmax with Gumbel noise.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,7 @@
 #include "exec/cpu/kernels.h"
 #include "exec/executor.h"
 #include "exec/sampling.h"
+#include "exec/token_counts.h"
 
 namespace ull::cpu {
 
@@ -21,14 +22,19 @@ class Sampler {
 
   // Draws the token at `position` from logits [vocabulary], which are changed on the way and restored. Fills
   // token.logprob, top_count and top if logprobs are wanted. kExecutorFailed if a logit is not finite, or a bias made
-  // none of them so.
-  [[nodiscard]] Status sample(float* logits, int32_t position, const Sampling& sampling, RoundToken& token) noexcept;
+  // none of them so. counts: of the text before `position`, for penalties; null: none apply.
+  [[nodiscard]] Status sample(float* logits, int32_t position, const Sampling& sampling, RoundToken& token,
+                              const TokenCounts* counts = nullptr) noexcept;
 
   // The `count` likeliest draws at `position`, best first -> tokens [count]; returns how many there are. The first is
   // what sample() would draw from these logits; the others follow by score, those that the filters drop by logit behind
   // them. For drafts: 0 if a logit is not finite.
-  [[nodiscard]] int rank(float* logits, int32_t position, const Sampling& sampling, int count,
-                         int32_t* tokens) noexcept;
+  [[nodiscard]] int rank(float* logits, int32_t position, const Sampling& sampling, int count, int32_t* tokens,
+                         const TokenCounts* counts = nullptr) noexcept;
+
+  // One logit with penalties and bias, as sample() and rank() see it.
+  [[nodiscard]] static float adjusted(float logit, int32_t token, const Sampling& sampling,
+                                      const TokenCounts* counts) noexcept;
 
  private:
   struct Candidate {
@@ -38,8 +44,13 @@ class Sampler {
 
   // Log-softmax of the raw logits: of `token.token` and of the `count` best.
   void report_logprobs(const float* logits, float maximum, int count, RoundToken& token) noexcept;
-  // Adds the bias to the logits, or takes it back. False if one is outside the vocabulary.
-  [[nodiscard]] bool add_bias(float* logits, const Sampling& sampling) noexcept;
+  // Applies the penalties to the logits, or takes them back.
+  void penalize(float* logits, const Sampling& sampling, const TokenCounts* counts) noexcept;
+  void restore_penalized(float* logits, const Sampling& sampling, const TokenCounts* counts) noexcept;
+  // False if a biased token is outside the vocabulary.
+  [[nodiscard]] bool valid_bias(const Sampling& sampling) const noexcept;
+  // Adds the bias to the logits, or takes it back.
+  void add_bias(float* logits, const Sampling& sampling) noexcept;
   void remove_bias(float* logits, const Sampling& sampling) noexcept;
   // The first `count` (at most kMaxRanks) indices of values [vocabulary] by value; -inf is never taken.
   [[nodiscard]] int take_best(float* values, int count, int32_t* tokens) noexcept;
@@ -62,6 +73,7 @@ class Sampler {
   AlignedArray<float> scores_;          // [vocabulary] of rank()
   std::vector<int32_t> bucket_counts_;  // [kBuckets]
   std::vector<double> bucket_masses_;   // [kBuckets]
+  std::vector<float> unpenalized_;      // [vocabulary] logits to restore
   std::vector<float> unbiased_;         // [kMaxLogitBias] logits to restore
   std::vector<float> banned_;           // [kMaxRanks] logits to restore
 };

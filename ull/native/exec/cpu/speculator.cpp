@@ -13,6 +13,7 @@ constexpr size_t kBatchBytes = size_t{64} << 20;  // most memory for logits besi
 constexpr int kShadowDepth = 4;
 constexpr int64_t kMeasureNs = 200'000'000;  // no sweep over the sizes begins after this long
 constexpr int kSweeps = 10;
+constexpr int64_t kShortNs = 20'000'000;
 constexpr double kUnmeasured = 1e15;     // nanoseconds
 constexpr int kMeasuredPosition = 1024;  // where attention's share is measured
 
@@ -21,12 +22,17 @@ int batch_rows(int vocabulary) {
   return static_cast<int>(std::clamp<size_t>(rows, 1, kMaxTreeTokens));
 }
 
-// Runs it and keeps the least that it has ever taken, in nanoseconds.
+// Runs it and keeps the least that it has ever taken, in nanoseconds. What is short runs once more: then the caches
+// hold what they hold between two rounds of one size, and not what a larger size has left in them.
 template <typename Run>
 void time_into(double& least, const Run& run) {
   const int64_t start = monotonic_ns();
   run();
-  least = std::min(least, static_cast<double>(std::max<int64_t>(monotonic_ns() - start, 1)));
+  const int64_t end = monotonic_ns();
+  least = std::min(least, static_cast<double>(std::max<int64_t>(end - start, 1)));
+  if (end - start > kShortNs) return;
+  run();
+  least = std::min(least, static_cast<double>(std::max<int64_t>(monotonic_ns() - end, 1)));
 }
 
 // Makes measured costs plausible: more tokens never cost less, and never more than two passes over half as many.
@@ -41,6 +47,7 @@ Speculator::Speculator(Model& model, std::vector<std::unique_ptr<Drafter>> draft
       sampler_(model.kernels(), model.spec().vocabulary),
       drafters_(std::move(drafters)),
       planner_(adaptive),
+      counts_(model.spec().vocabulary, model.spec().context),
       batch_rows_(batch_rows(model.spec().vocabulary)),
       logits_(static_cast<size_t>(batch_rows_) * static_cast<size_t>(model.spec().vocabulary)),
       hidden_(static_cast<size_t>(model.spec().hidden)) {
@@ -56,11 +63,16 @@ void Speculator::prepare(ExecutorInfo& info) {
   measure(info);
   for (const auto& drafter : drafters_) {
     drafter->prepare();
+    if (drafter->catches_up()) planner_.grant(drafter->catch_up_ns(model_.spec().context));
     const auto kind = static_cast<size_t>(drafter->kind());
     info.drafters[kind] = true;
     info.drafters[static_cast<size_t>(Speculation::kAuto)] = true;
     info.draft_ns[kind] = drafter->cost_ns(1);
+    info.drafter_weight_bytes += drafter->weight_bytes();
+    info.drafter_kv_bytes += drafter->kv_bytes();
   }
+  info.weight_bytes += info.drafter_weight_bytes;
+  info.kv_bytes += info.drafter_kv_bytes;
 }
 
 void Speculator::measure(ExecutorInfo& info) {
@@ -106,12 +118,14 @@ bool Speculator::serves(const Drafter& drafter, Speculation wanted) const noexce
   return wanted == drafter.kind() || wanted == Speculation::kAuto;
 }
 
-DraftContext Speculator::context(const RoundStep& step, const std::atomic<bool>& abort) const noexcept {
+DraftContext Speculator::context(const RoundStep& step, const std::atomic<bool>& abort) noexcept {
   const int last = step.position - 1;
   const bool known = hidden_position_ >= 0 && hidden_position_ == last && hidden_token_ == step.history[last] &&
                      hidden_page_ == step.pages[last / kPageTokens];
-  return {step.history, step.position, step.pages, step.sampling, step.drafted, known ? hidden_.data() : nullptr,
-          &abort};
+  return {step.history, step.position,
+          step.pages,   step.sampling,
+          step.drafted, known ? hidden_.data() : nullptr,
+          &abort,       penalizes_ ? &counts_ : nullptr};
 }
 
 void Speculator::remember_hidden(int row, int position, int32_t token, const int32_t* pages) noexcept {
@@ -127,12 +141,29 @@ Status Speculator::prefill(const PrefillStep& step, const std::atomic<bool>& abo
   remember_hidden(step.count - 1, step.start + step.count - 1, step.tokens[step.count - 1], step.pages);
   for (const auto& drafter : drafters_) {
     if (!serves(*drafter, step.speculation)) continue;
+    // It reads along where it is going to draft, as far as the reserve goes.
+    if (!planner_.pays(worths_[static_cast<size_t>(drafter->kind())])) continue;
+    if (!planner_.affords(drafter->catch_up_ns(step.count), step.speculation)) continue;
+    const int64_t start = monotonic_ns();
     if (const Status status = drafter->prefill(step, abort); status != Status::kOk) return status;
+    if (drafter->catches_up()) planner_.spend(static_cast<double>(monotonic_ns() - start), step.speculation);
   }
   return Status::kOk;
 }
 
+Status Speculator::catch_up(Drafter& drafter, const DraftContext& now, Speculation wanted) noexcept {
+  const int64_t start = monotonic_ns();
+  const Status status = drafter.catch_up(now);
+  const int64_t took = monotonic_ns() - start;
+  planner_.spend(static_cast<double>(took), wanted);
+  round_start_ns_ += took;
+  return status;
+}
+
 Status Speculator::round(const RoundStep& step, const std::atomic<bool>& abort, RoundResult& result) noexcept {
+  round_start_ns_ = monotonic_ns();
+  penalizes_ = step.sampling->penalizes() && step.history != nullptr;
+  if (penalizes_) counts_.follow(step.history, step.position + 1, step.prompt_tokens);
   if (const Status status = draft(step, abort); status != Status::kOk) return status;
   if (const Status status = verify(step, abort); status != Status::kOk) return status;
   if (const Status status = accept(step, result); status != Status::kOk) return status;
@@ -144,6 +175,7 @@ Status Speculator::draft(const RoundStep& step, const std::atomic<bool>& abort) 
   chosen_.drafter = nullptr;
   const int room = model_.spec().context - 1 - step.position;
   limits_.position = step.position;
+  limits_.wanted = step.speculation;
   limits_.depth = std::min({step.max_tokens - 1, room, kMaxTreeTokens - 1});
   limits_.nodes = std::min({step.max_tree > 0 ? step.max_tree : kMaxTreeTokens, kMaxTreeTokens, model_.chunk()});
   tree_.reset(step.token, model_.spec().vocabulary, limits_.nodes, limits_.depth);
@@ -157,6 +189,7 @@ Status Speculator::draft(const RoundStep& step, const std::atomic<bool>& abort) 
     option_.confidence = drafter->confidence(now);
     if (option_.confidence < 0) continue;
     option_.worth = planner_.plan(*drafter, option_.confidence, limits_, option_.plan);
+    worths_[static_cast<size_t>(drafter->kind())] = option_.worth;
     if (drafter.get() == ngram_ && shadow_node_ < 0) {
       shadow_.reset(step.token, model_.spec().vocabulary, kShadowDepth + 1, kShadowDepth);
       if (drafter->propose(now, shadow_plan_, shadow_) == Status::kOk && shadow_.count() > 1) {
@@ -165,10 +198,15 @@ Status Speculator::draft(const RoundStep& step, const std::atomic<bool>& abort) 
         shadow_confidence_ = option_.confidence;
       }
     }
-    if (!planner_.approves(*drafter, option_.worth, option_.plan, limits_)) continue;
+    const bool drafts = planner_.approves(*drafter, option_.worth, option_.plan, limits_) &&
+                        planner_.affords(drafter->catch_up_ns(drafter->missed(now)), step.speculation);
+    if (!drafts && !step.rehearsal) continue;
     if (chosen_.drafter == nullptr || option_.worth > chosen_.worth) chosen_ = option_;
   }
   if (chosen_.drafter == nullptr) return Status::kOk;
+  if (chosen_.drafter->missed(now) > 0) {
+    if (const Status status = catch_up(*chosen_.drafter, now, step.speculation); status != Status::kOk) return status;
+  }
   const Status status = chosen_.drafter->propose(now, chosen_.plan, tree_);
   if (tree_.count() == 1) chosen_.drafter = nullptr;
   return status;
@@ -176,6 +214,7 @@ Status Speculator::draft(const RoundStep& step, const std::atomic<bool>& abort) 
 
 // A chain is written to the cache where it will stand if it is accepted; other trees go to the tree page.
 Status Speculator::verify(const RoundStep& step, const std::atomic<bool>& abort) noexcept {
+  verify_start_ns_ = monotonic_ns();
   const int count = tree_.count();
   const bool plain = count == 1;
   batched_ =
@@ -199,7 +238,8 @@ Status Speculator::accept(const RoundStep& step, RoundResult& result) noexcept {
     float* logits = logits_.data() + (batched_ ? static_cast<size_t>(node) * row : 0);
     if (!batched_) model_.project_rows(node, 1, logits);
     RoundToken& token = result.tokens[result.count];
-    const Status status = sampler_.sample(logits, step.position + result.count + 1, *step.sampling, token);
+    const Status status = sampler_.sample(logits, step.position + result.count + 1, *step.sampling, token,
+                                          penalizes_ ? &counts_ : nullptr);
     if (status != Status::kOk) {
       // What came before stands; the round that starts here will fail as it would have without a draft.
       if (result.count == 0) return status;
@@ -207,6 +247,7 @@ Status Speculator::accept(const RoundStep& step, RoundResult& result) noexcept {
       break;
     }
     ++result.count;
+    if (penalizes_) counts_.add(token.token);
     next = tree_.child(node, token.token);
     if (next >= 0) result.ranks[result.count - 1] = static_cast<uint8_t>(tree_.rank(next));
   }
@@ -226,17 +267,19 @@ Status Speculator::accept(const RoundStep& step, RoundResult& result) noexcept {
 }
 
 void Speculator::learn(const RoundStep& step, const RoundResult& result) noexcept {
+  if (step.rehearsal) return;
+  // A round without speculation is settled too: it tells what plain ones take.
+  chosen_.plan.count = tree_.count();  // a drafter may have had less to propose than was planned
+  chosen_.plan.depth = tree_.deepest();
+  planner_.settle(chosen_.drafter, chosen_.drafter == nullptr ? nullptr : &chosen_.plan, limits_,
+                  {result.count, static_cast<double>(monotonic_ns() - round_start_ns_),
+                   static_cast<double>(verify_start_ns_ - round_start_ns_), chosen_.worth});
   if (step.speculation == Speculation::kNone) return;
   int32_t emitted[kMaxTokensPerRound];
   for (int i = 0; i < result.count; ++i) emitted[i] = result.tokens[i].token;
   for (const auto& drafter : drafters_) {
     if (serves(*drafter, step.speculation))
       drafter->observe({emitted, result.count, step.position, drafter.get() == chosen_.drafter});
-  }
-  if (limits_.depth >= 1) {
-    chosen_.plan.count = tree_.count();  // a drafter may have had less to propose than was planned
-    chosen_.plan.depth = tree_.deepest();
-    planner_.settle(chosen_.drafter, chosen_.drafter == nullptr ? nullptr : &chosen_.plan, limits_, result.count);
   }
   if (chosen_.drafter == nullptr) {
     follow_shadow(step, result);

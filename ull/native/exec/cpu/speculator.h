@@ -22,8 +22,8 @@ class Speculator {
   // drafters: at most one of each kind. Allocates everything.
   Speculator(Model& model, std::vector<std::unique_ptr<Drafter>> drafters, bool adaptive);
 
-  // Prepares the drafters and measures what verifying costs -> info.verify_ns, draft_ns and drafters. The cache must
-  // not hold anything yet.
+  // Prepares the drafters and measures what verifying costs -> info.verify_ns, draft_ns, drafters and their bytes. The
+  // cache must not hold anything yet.
   void prepare(ExecutorInfo& info);
 
   // After the target's prefill of a chunk. kOk or kAborted.
@@ -42,6 +42,8 @@ class Speculator {
 
   void measure(ExecutorInfo& info);
   [[nodiscard]] bool serves(const Drafter& drafter, Speculation wanted) const noexcept;
+  // Lets a drafter read what it has missed, paid from the planner's reserve.
+  [[nodiscard]] Status catch_up(Drafter& drafter, const DraftContext& now, Speculation wanted) noexcept;
   // Fills tree_; chosen_ stays without a drafter for a plain round.
   [[nodiscard]] Status draft(const RoundStep& step, const std::atomic<bool>& abort) noexcept;
   [[nodiscard]] Status verify(const RoundStep& step, const std::atomic<bool>& abort) noexcept;
@@ -49,13 +51,14 @@ class Speculator {
   [[nodiscard]] Status accept(const RoundStep& step, RoundResult& result) noexcept;
   void learn(const RoundStep& step, const RoundResult& result) noexcept;
   void follow_shadow(const RoundStep& step, const RoundResult& result) noexcept;
-  [[nodiscard]] DraftContext context(const RoundStep& step, const std::atomic<bool>& abort) const noexcept;
+  [[nodiscard]] DraftContext context(const RoundStep& step, const std::atomic<bool>& abort) noexcept;
   void remember_hidden(int row, int position, int32_t token, const int32_t* pages) noexcept;
 
   Model& model_;
   Sampler sampler_;
   std::vector<std::unique_ptr<Drafter>> drafters_;
   Planner planner_;
+  TokenCounts counts_;
   int batch_rows_;  // tokens whose logits are held at once
   bool keeps_hidden_ = false;
   AlignedArray<float> logits_;  // [batch_rows][vocabulary]
@@ -64,13 +67,18 @@ class Speculator {
   int32_t hidden_token_ = 0;
   int32_t hidden_page_ = 0;
 
+  double worths_[kSpeculations] = {};  // of each drafter's last plan
+
   // The round in flight.
   DraftTree tree_;
   TreePaths paths_;
   Option chosen_;
   Option option_;
   Planner::Limits limits_{};
-  bool batched_ = false;  // logits_ holds those of every node
+  bool penalizes_ = false;      // counts_ holds the text up to the node in hand
+  bool batched_ = false;        // logits_ holds those of every node
+  int64_t round_start_ns_ = 0;  // moved on by what catching up took
+  int64_t verify_start_ns_ = 0;
 
   // What n-gram would have drafted in plain rounds, followed for its statistics alone.
   Drafter* ngram_ = nullptr;
