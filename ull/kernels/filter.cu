@@ -101,10 +101,12 @@ ULL_DEVICE Limits find_limits(Shared& shared, const Histogram& histogram, const 
   return limits;
 }
 
+ULL_DEVICE uint64_t mass_of(uint64_t item) { return mass(adjusted_of(static_cast<uint32_t>(item >> kTokenBits))); }
+
 // The order of the token at which the count (or the mass) of what each(visit) offers, best first, reaches `target`, or
 // an order between it and the next token's. By digits from the highest that tells the tokens apart.
-template <bool kByCount, typename Each>
-ULL_DEVICE uint64_t find_limit(Shared& shared, uint64_t target, Each each) {
+template <typename Each>
+ULL_DEVICE uint64_t find_limit(Shared& shared, bool by_count, uint64_t target, Each each) {
   uint64_t beyond_least = 0, most = 0;
   each([&](uint64_t item) {
     beyond_least = Larger()(beyond_least, ~item);
@@ -113,7 +115,7 @@ ULL_DEVICE uint64_t find_limit(Shared& shared, uint64_t target, Each each) {
   block_reduce(shared, beyond_least, Larger(), most, Larger());
   const uint64_t least = ~beyond_least;
   int bits = 0;
-  while (least >> bits != most >> bits) ++bits;
+  while (bits < 63 && least >> bits != most >> bits) ++bits;
   uint64_t prefix = least >> bits;
   for (;;) {
     const int width = bits < kDigitBits ? bits : kDigitBits, shift = bits - width, me = arch::thread();
@@ -124,10 +126,10 @@ ULL_DEVICE uint64_t find_limit(Shared& shared, uint64_t target, Each each) {
       if (item >> bits != prefix) return;
       const int digit = static_cast<int>(item >> shift) & ((1 << width) - 1);
       arch::atomic_add(&shared.counts[digit], 1U);
-      if (!kByCount) add_mass(shared, digit, mass(adjusted_of(static_cast<uint32_t>(item >> kTokenBits))));
+      if (!by_count) add_mass(shared, digit, mass_of(item));
     });
     arch::block_barrier();
-    const uint64_t own = kByCount ? shared.counts[me] : mass_at(shared, me);
+    const uint64_t own = by_count ? shared.counts[me] : mass_at(shared, me);
     const uint64_t before = sum_before(shared, own);
     if (before < target && target <= before + own) {
       shared.crossing = {me, shared.counts[me], static_cast<uint32_t>(before), own, before};
@@ -137,7 +139,7 @@ ULL_DEVICE uint64_t find_limit(Shared& shared, uint64_t target, Each each) {
     prefix = (prefix << width) | static_cast<uint32_t>(crossing.at);
     target -= crossing.mass_before;
     bits = shift;
-    if (bits == 0 || crossing.count == 1 || (kByCount && target == crossing.count)) return ((prefix + 1) << bits) - 1;
+    if (bits == 0 || crossing.count == 1 || (by_count && target == crossing.count)) return ((prefix + 1) << bits) - 1;
     arch::block_barrier();
   }
 }
@@ -156,23 +158,33 @@ struct Listed {
   // visit(order)
   template <typename Visit>
   ULL_DEVICE void each(Visit visit) const {
-    if (count <= kListed) {
-      for (int i = 2 * arch::thread(); i < static_cast<int>(count); i += 2 * kThreads) {
-        const arch::Vector4 pair = arch::load_global(&scratch.listed[node][i]);
-        visit(low_half(pair));
-        if (i + 1 < static_cast<int>(count)) visit(high_half(pair));
-      }
-      return;
+    if (count > kListed) return each_of_row(visit);
+    for (int i = 2 * arch::thread(); i < static_cast<int>(count); i += 2 * kThreads) {
+      const arch::Vector4 pair = arch::load_global(&scratch.listed[node][i]);
+      visit(low_half(pair));
+      if (i + 1 < static_cast<int>(count)) visit(high_half(pair));
     }
-    each_quad(shared, row, {0, kVocabulary}, load_chunk(row, 0, kVocabulary), wish.bias_count,
-              [&](int token, const float (&)[4], const float (&biased)[4]) {
+  }
+  // The same without the list. Rare (thousands of nearly equal logits), hence one copy of `visit`, not one per logit
+  // as in each_quad().
+  template <typename Visit>
+  ULL_DEVICE void each_of_row(Visit visit) const {
+    for (int chunk = 0; chunk < kVocabulary; chunk += kChunk) {
+      const Loaded loaded = load_chunk(row, chunk, kVocabulary);
+      if (wish.bias_count > 0) spread_biases(shared, wish.bias_count, chunk, kVocabulary, true);
+#pragma unroll 1
+      for (int i = 0; i < 4 * kQuads; ++i) {
+        const int at = 4 * (arch::thread() + i / 4 * kThreads) + i % 4;
+        if (chunk + at >= kVocabulary) break;
+        float logit = 0.0F;
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                  if (token + j >= kVocabulary) break;
-                  const uint32_t size = magnitude((biased[j] - maximum) * wish.inverse_temperature);
-                  if (limits.lists(bucket(size))) visit(order(size, token + j));
-                }
-              });
+        for (int j = 0; j < 4 * kQuads; ++j) logit = i == j ? arch::bits_float(loaded.quad[j / 4].word[j % 4]) : logit;
+        if (wish.bias_count > 0) logit += shared.dense[at];
+        const uint32_t size = magnitude((logit - maximum) * wish.inverse_temperature);
+        if (limits.lists(bucket(size))) visit(order(size, chunk + at));
+      }
+      if (wish.bias_count > 0) spread_biases(shared, wish.bias_count, chunk, kVocabulary, false);
+    }
   }
   // Of one bucket, up to `last`.
   template <typename Visit>
@@ -183,31 +195,37 @@ struct Listed {
   }
 };
 
+// The mass of what top-k keeps, if it keeps the tokens up to `last`.
+ULL_DEVICE uint64_t kept_mass(Shared& shared, const Listed& listed, uint64_t last) {
+  uint64_t inside = 0, unused = 0;
+  if (listed.limits.by_count) {
+    listed.each_of(listed.limits.count.at, last, [&](uint64_t item) { inside += mass_of(item); });
+    block_reduce(shared, inside, Sum(), unused, Sum());
+  }
+  return listed.limits.count.mass_before + inside;
+}
+
 // The order of the last token that survives top-k and top-p.
 ULL_DEVICE uint64_t last_survivor(Shared& shared, const Listed& listed) {
   const Limits& limits = listed.limits;
-  uint64_t last = kAll, kept = limits.count.mass_before;
-  if (limits.by_count) {
-    const int at = limits.count.at;
-    last = find_limit<true>(shared, static_cast<uint64_t>(listed.wish.top_k) - limits.count.count_before,
-                            [&](auto visit) { listed.each_of(at, kAll, visit); });
-    if (limits.by_mass) {
-      uint64_t inside = 0, unused = 0;
-      listed.each_of(at, last,
-                     [&](uint64_t item) { inside += mass(adjusted_of(static_cast<uint32_t>(item >> kTokenBits))); });
-      block_reduce(shared, inside, Sum(), unused, Sum());
-      kept += inside;
+  uint64_t last = kAll;
+#pragma unroll 1
+  for (int filter = limits.by_count ? 0 : 1; filter < (limits.by_mass ? 2 : 1); ++filter) {
+    const bool by_count = filter == 0;
+    Crossing crossing = by_count ? limits.count : limits.mass;
+    uint64_t target = static_cast<uint64_t>(listed.wish.top_k) - crossing.count_before;
+    if (!by_count) {
+      target = nucleus(listed.wish.top_p, kept_mass(shared, listed, last));
+      if (limits.by_count) {
+        crossing = find_bucket<false>(shared, load_histogram(shared, listed.scratch, listed.node), target);
+      }
+      target -= crossing.mass_before;
     }
+    const uint64_t limit =
+        find_limit(shared, by_count, target, [&](auto visit) { listed.each_of(crossing.at, last, visit); });
+    last = limit < last ? limit : last;
   }
-  if (!limits.by_mass) return last;
-  const uint64_t target = nucleus(listed.wish.top_p, kept);
-  Crossing crossing = limits.mass;
-  if (limits.by_count) {
-    crossing = find_bucket<false>(shared, load_histogram(shared, listed.scratch, listed.node), target);
-  }
-  const uint64_t limit = find_limit<false>(shared, target - crossing.mass_before,
-                                           [&](auto visit) { listed.each_of(crossing.at, last, visit); });
-  return limit < last ? limit : last;
+  return last;
 }
 
 // The better of `best` and a listed token's score.
