@@ -51,7 +51,7 @@ Decoded LocalDecoder::decode(const DecodeRequest& request) {
     const int64_t begin = monotonic_ns();
     Status status = executor_.start_round({history.back(), position, pages.data(), &request.sampling,
                                            std::min(left, kMaxTokensPerRound), history.data(), request.speculation,
-                                           request.max_tree, &drafted_, prompt});
+                                           request.max_tree, &drafted_, nullptr, 0, prompt});
     if (status == Status::kOk) status = executor_.poll(result);
     if (status != Status::kOk) {
       out.failed = true;

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/cpu.h"
 
 namespace ull::graph {
@@ -16,6 +17,7 @@ constexpr int kPrefillChunk = gpu::kRoundSlots * gpu::kTreeTokens;
 
 constexpr int64_t kPrepareNs = 60'000'000'000;  // the watchdog's limit until everything has run once
 constexpr int kMeasuredRounds = 20;
+constexpr int64_t kMeasureNs = 200'000'000;  // no further round of a size is measured after this long
 
 }  // namespace
 
@@ -298,7 +300,8 @@ int64_t GraphExecutor::measure_round(int size, int position, const std::vector<i
       durations.push_back(static_cast<int64_t>(answer.end_ns - answer.begin_ns));
     }
   };
-  for (int round = 0; round < kMeasuredRounds; ++round) {
+  const int64_t start = monotonic_ns();
+  for (int round = 0; round < kMeasuredRounds && (round == 0 || monotonic_ns() - start < kMeasureNs); ++round) {
     // The end of a round is known once the next has answered: one slot stays free, so that it is read in time.
     while (queue_.launched() - queue_.seen() >= gpu::kRoundSlots - 1) {
       if (queue_.take_answer()) {

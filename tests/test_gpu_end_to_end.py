@@ -1,0 +1,134 @@
+"""`ulld` on the driver double, from a client: the tiny engine by captured graphs and emulated kernels, and faults."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import driver_double
+import emulation
+from conftest import ROOT
+from device_bundles import build_with_stubs
+from ull.bundle import open_bundle
+from ull.client import Client
+from ull.spawn import DaemonProcess
+from ull_build.build import Settings, build
+from ull_build.kernels import kernel_sources
+
+CONTEXT = 512
+TOKENS = 10
+REPEATING = "x = 1\nx = 1\nx = 1\nx = 1\nx ="  # n-gram has something to propose
+PROMPTS = ("def add(first, second):\n    return", REPEATING)
+
+pytestmark = pytest.mark.timeout(900)  # the first test compiles every kernel for the emulator
+Start = Callable[..., DaemonProcess]
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """engines/tiny for both targets; the GPU's cubins name the kernels, whose code is the emulator's."""
+    folder = tmp_path_factory.mktemp("tiny")
+
+    def settings(target: str) -> Settings:
+        return Settings(
+            ROOT / "engines/tiny", folder / f"{target}.ull", "tiny", target, evaluate=False, context=CONTEXT
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        gpu = build_with_stubs(patch, folder / "kernels", settings("sm_90a"))
+    return {"gpu": gpu, "cpu": build(settings("cpu")).path}
+
+
+@pytest.fixture(scope="module")
+def emulated(bundles: dict[str, Path]) -> Path:
+    """Every kernel, compiled for the emulator with the bundle's macros."""
+    code = open_bundle(bundles["gpu"]).manifest.code
+    assert code is not None
+    macros = {name.removeprefix("ULL_"): float(value.rstrip("F")) for name, value in code.macros.items()}
+    model = {name: value if name == "RMS_EPSILON" else int(value) for name, value in macros.items()}
+    return emulation.build_library([source.name for source in kernel_sources()], model)
+
+
+@pytest.fixture
+def start(bundles: dict[str, Path], emulated: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """start(*arguments, **double's options): ulld on the GPU bundle."""
+    daemons: list[DaemonProcess] = []
+
+    def begin(*arguments: str, **options: object) -> DaemonProcess:
+        double = driver_double.environment(emulated, multiprocessors=4, **options)
+        for name, value in double.items():
+            if os.environ.get(name) != value:
+                monkeypatch.setenv(name, value)
+        daemons.append(DaemonProcess(bundles["gpu"], arguments=arguments, ready_timeout=600.0))
+        return daemons[-1]
+
+    yield begin
+    for daemon in daemons:
+        daemon.kill()
+
+
+def complete(client: Client, prompt: str, **options: Any) -> list[int]:
+    result = client.generate(prompt, **{"max_tokens": TOKENS, "seed": 7, "ignore_eos": True} | options).result()
+    assert result.finish_reason == "length", result.error
+    return result.token_ids
+
+
+def test_the_daemon_says_what_the_cpu_executor_says(bundles: dict[str, Path], start: Start) -> None:
+    """Greedy and sampled, with every filter, plain and by n-gram, cold and from the prefix cache."""
+    cases: list[dict[str, Any]] = [
+        {"speculate": "none"},
+        {"speculate": "ngram"},
+        {"speculate": "none", "temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+        {"speculate": "ngram", "temperature": 0.8, "logit_bias": {13: -2.0}},
+    ]
+    with DaemonProcess(bundles["cpu"]) as daemon, Client(daemon.url) as client:
+        expected = [[complete(client, prompt, **case) for prompt in PROMPTS] for case in cases]
+    daemon = start("--set", "engine.watchdog_ms=120000")
+    with Client(daemon.url) as client:
+        assert client.info().executor["name"] == "graph/sm_90a"
+        for case, texts in zip(cases, expected, strict=True):
+            assert [complete(client, prompt, **case) for prompt in PROMPTS] == texts
+        repeated = client.generate(
+            REPEATING, max_tokens=TOKENS, ignore_eos=True, speculate="ngram", max_tree=8
+        ).result()
+        assert repeated.token_ids == expected[0][1]
+        assert repeated.usage.cached_tokens > 0
+        with client.generate(PROMPTS[0], max_tokens=200, ignore_eos=True) as stream:  # barge-in
+            next(stream)
+            stream.cancel()
+            assert stream.result().finish_reason == "cancelled"
+        assert complete(client, PROMPTS[0], speculate="none") == expected[0][0]
+    assert daemon.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "words"),
+    [
+        ("launch=2", 4, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"),
+        ("hang=2", 3, "no progress"),
+        ("sticky=2", 3, "CUDA_ERROR_ILLEGAL_ADDRESS"),
+        ("corrupt=1", 4, "impossible result"),
+    ],
+)
+def test_a_fault_ends_the_request_with_its_reason_and_the_daemon_with_its_status(
+    start: Start, tmp_path: Path, fault: str, status: int, words: str
+) -> None:
+    """Exactly one terminal frame, which says why; systemd restarts only what a restart can mend."""
+    control = tmp_path / "faults"
+    control.write_text("")
+    limit = 3000 if fault.startswith("hang") else 120_000
+    daemon = start("--set", f"engine.watchdog_ms={limit}", control=control)
+    with Client(daemon.url) as client:
+        assert len(complete(client, PROMPTS[0], max_tokens=2)) == 2
+        control.write_text(fault + "\n")
+        result = client.generate(PROMPTS[1], max_tokens=50, ignore_eos=True, speculate="none").result()
+        assert result.finish_reason == "error" and result.error is not None
+        assert words in result.error.message
+    assert daemon.process.wait(60) == status
+    done = [json.loads(line) for line in daemon.log_lines() if '"done"' in line or '"request"' in line]
+    assert done, "the failed request has its line in the log"
