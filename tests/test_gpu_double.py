@@ -43,8 +43,13 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def emulated() -> Path:
-    return emulation.build_library([source.name for source in kernel_sources()])
+def emulated(bundle: Path) -> Path:
+    """Every kernel, compiled for the emulator with the bundle's macros."""
+    code = open_bundle(bundle).manifest.code
+    assert code is not None
+    macros = {name.removeprefix("ULL_"): float(value.rstrip("F")) for name, value in code.macros.items()}
+    model = {name: value if name == "RMS_EPSILON" else int(value) for name, value in macros.items()}
+    return emulation.build_library([source.name for source in kernel_sources()], model)
 
 
 def run(scenario: str, *arguments: object, kernels: Path | None = None, **options: Any) -> Any:
