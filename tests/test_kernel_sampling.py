@@ -211,11 +211,16 @@ def test_a_large_vocabulary(large: emulation.Kernels, wish: Wish) -> None:
     assert check(large, logits, wish, slices=9, seed=3) == check(large, logits, wish)
 
 
-@pytest.mark.parametrize("wish", FILTERS[3:5], ids=str)
+@pytest.mark.parametrize(
+    "wish", [Wish(1.0, top_k=20000), Wish(1.0, top_p=0.3), Wish(1.0, top_k=30000, top_p=0.7)], ids=str
+)
 def test_more_ties_than_the_list_holds(large: emulation.Kernels, wish: Wish) -> None:
-    logits = rows_of(np.random.default_rng(1), "few", 1, LARGE)
-    logits[0, ::1000] = 3
-    check(large, logits, replace(wish, top_k=wish.top_k * 500, bias={5: 7.0, 69999: 6.5}))
+    """All tokens but a few are equal: the filters keep 20000 and more of them, by id."""
+    logits = np.zeros((6, LARGE), np.float32)
+    wish = replace(wish, seed=6, bias={5: 1.0, 69999: 0.5, 30: -math.inf})
+    tokens = check(large, logits, wish)
+    assert tokens == check(large, logits, wish, slices=7, seed=1)
+    assert max(tokens) > 8192
 
 
 def test_what_survives_exactly(small: emulation.Kernels) -> None:
