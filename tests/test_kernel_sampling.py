@@ -248,6 +248,14 @@ def test_top_p_that_keeps_all_of_top_k(small: emulation.Kernels) -> None:
     assert set(tokens) == {0, 1}
 
 
+def test_top_p_falls_behind_the_bucket_that_bounds_suggest(small: emulation.Kernels) -> None:
+    """Top-k's limit lies among the tokens from 11 on: top-p ends before token 5 without these, after it with them."""
+    logits = np.full((64, SMALL), -50, np.float32)
+    logits[:, :23] = [0.0] * 5 + [-0.1] * 6 + [-0.2] * 12
+    tokens = check(small, logits, Wish(temperature=1.0, top_k=17, top_p=0.4, seed=3), slices=2)
+    assert set(tokens) == set(range(7))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("wish", [Wish(), Wish(temperature=1.0), Wish(temperature=1.0, top_k=5, logprobs=3)], ids=str)
 def test_a_logit_that_is_not_finite(small: emulation.Kernels, bad: float, wish: Wish) -> None:
