@@ -211,11 +211,16 @@ def test_a_large_vocabulary(large: emulation.Kernels, wish: Wish) -> None:
     assert check(large, logits, wish, slices=9, seed=3) == check(large, logits, wish)
 
 
-@pytest.mark.parametrize("wish", FILTERS[3:5], ids=str)
+@pytest.mark.parametrize(
+    "wish", [Wish(1.0, top_k=20000), Wish(1.0, top_p=0.3), Wish(1.0, top_k=30000, top_p=0.7)], ids=str
+)
 def test_more_ties_than_the_list_holds(large: emulation.Kernels, wish: Wish) -> None:
-    logits = rows_of(np.random.default_rng(1), "few", 1, LARGE)
-    logits[0, ::1000] = 3
-    check(large, logits, replace(wish, top_k=wish.top_k * 500, bias={5: 7.0, 69999: 6.5}))
+    """All tokens but a few are equal: the filters keep 20000 and more of them, by id."""
+    logits = np.zeros((6, LARGE), np.float32)
+    wish = replace(wish, seed=6, bias={5: 1.0, 69999: 0.5, 30: -math.inf})
+    tokens = check(large, logits, wish)
+    assert tokens == check(large, logits, wish, slices=7, seed=1)
+    assert max(tokens) > 8192
 
 
 def test_what_survives_exactly(small: emulation.Kernels) -> None:
@@ -241,6 +246,14 @@ def test_top_p_that_keeps_all_of_top_k(small: emulation.Kernels) -> None:
     logits[:, :3] = [0, -0.005, np.nextafter(np.float32(-0.005), np.float32(-1))]
     tokens = check(small, logits, Wish(temperature=1.0, top_k=2, top_p=0.9999, seed=3), slices=2)
     assert set(tokens) == {0, 1}
+
+
+def test_top_p_falls_behind_the_bucket_that_bounds_suggest(small: emulation.Kernels) -> None:
+    """Top-k's limit lies among the tokens from 11 on: top-p ends before token 5 without these, after it with them."""
+    logits = np.full((64, SMALL), -50, np.float32)
+    logits[:, :23] = [0.0] * 5 + [-0.1] * 6 + [-0.2] * 12
+    tokens = check(small, logits, Wish(temperature=1.0, top_k=17, top_p=0.4, seed=3), slices=2)
+    assert set(tokens) == set(range(7))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
