@@ -87,7 +87,8 @@ def test_a_round_is_the_kernels_in_order(program: Program, driver: RecordingDriv
     tile = {1: 8, 2: 8, 4: 8}.get(tokens, tokens)
     narrow = 1 if tokens == 1 else tile  # the linear kernels have a variant for one token
     norm = [f"ull_norm_{tile}"] if tokens >= 16 else []
-    layer = [*norm, f"ull_qkv_{narrow}", f"ull_attention_{tile}", f"ull_o_{narrow}", *norm]
+    qkv = [f"ull_qkv_{narrow}", *([f"ull_qkv_sum_{tile}"] if norm else [])]
+    layer = [*norm, *qkv, f"ull_attention_{tile}", f"ull_o_{narrow}", *norm]
     layer += [f"ull_gate_up_{narrow}", f"ull_down_{narrow}"]
     sample = ["ull_sample_scan", "ull_sample_draw", "ull_sample_filter"]
     expected = ["ull_begin", "ull_embed", *layer * 2, *norm, f"ull_head_{narrow}", *sample, "ull_accept", "ull_commit"]
@@ -99,7 +100,8 @@ def test_a_round_is_the_kernels_in_order(program: Program, driver: RecordingDriv
 def test_a_prefill_has_neither_head_nor_sampler(program: Program, driver: RecordingDriver) -> None:
     names = [launch.kernel for launch in driver.graphs[program.handover["prefill"]]]
     assert names[:2] == ["ull_begin", "ull_embed"] and names[-3:] == ["ull_down_64", "ull_accept", "ull_commit"]
-    assert names[2:7] == ["ull_norm_64", "ull_qkv_64", "ull_attention_64", "ull_o_64", "ull_norm_64"]
+    assert names[2:6] == ["ull_norm_64", "ull_qkv_64", "ull_qkv_sum_64", "ull_attention_64"]
+    assert names[6:8] == ["ull_o_64", "ull_norm_64"]
     assert len(driver.graphs) == len(TREE_SIZES) + 1
 
 
@@ -127,7 +129,6 @@ def test_every_pointer_names_the_beginning_of_what_it_means(program: Program, dr
         "normed": "normed",
         "rope": "rope",
         "page_pool": "KV pages",
-        "partial": "attention parts",
         "logits": "logits",
         "scratch": "sampler",
     }
@@ -136,8 +137,9 @@ def test_every_pointer_names_the_beginning_of_what_it_means(program: Program, dr
     norms = {"qkv": "attn_norm", "gate_up": "mlp_norm"}
     for graph in driver.graphs.values():
         layer = 0
+        left = None  # the layer whose partial sums the next norm finishes
         for launch in graph:
-            kernel = launch.kernel.removeprefix("ull_").rstrip("0123456789").rstrip("_")
+            kernel = launch.kernel.removeprefix("ull_").rstrip("0123456789").rstrip("_").removesuffix("_sum")
             name = "lm_head" if kernel == "head" else f"layers.{layer}.{kernel}"
             for field, kind in launch.params._fields_:
                 if kind is not ctypes.c_void_p:
@@ -151,6 +153,13 @@ def test_every_pointer_names_the_beginning_of_what_it_means(program: Program, dr
                     assert value == region["residual"]
                 elif field == "weights":
                     assert value == tensor(f"{name}.weight")
+                elif field == "partial" and kernel == "norm":
+                    assert value == (None if left is None else region["partial sums"])
+                elif field == "partial":
+                    assert value == region["attention parts" if kernel == "attention" else "partial sums"]
+                elif field == "scale" and kernel == "norm":
+                    assert value == (None if left is None else tensor(f"{left}.scale"))
+                    assert left is None or launch.params.unit == (1.0 if left.endswith(".o") else 16.0)
                 elif field == "scale":
                     assert value == tensor(f"{name}.scale")
                 elif field == "bias":
@@ -171,6 +180,7 @@ def test_every_pointer_names_the_beginning_of_what_it_means(program: Program, dr
                 assert launch.params.norm_weight == tensor(f"layers.{layer}.{norms[kernel]}")
             if kernel == "head":
                 assert launch.params.norm_weight == tensor("norm")
+            left = name if kernel in ("o", "down") else left
             layer += kernel == "down"
             layer = min(layer, program.sizes.model.layers - 1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import linear_layers
 from emulation import aligned, pointer
 from linear_layers import TOKENS, Floats, activation_buffer, interleave, pack_activations, pack_rows, pack_weights
 from ull.gpu.launches import linear
-from ull.gpu.params import MLP_SCALE, LinearParams, NormParams, Round
+from ull.gpu.params import MLP_SCALE, SLICES, LinearParams, NormParams, Round
 
 EPSILON = 1e-5
 UNWRITTEN = 54321.0  # in rows of the residual beyond the round's tokens
@@ -29,6 +30,23 @@ MODELS = {"odd": ODD, "long": LONG, "even": EVEN}
 def kernels_of(model: dict[str, int], bits: int) -> emulation.Kernels:
     sources = ["norm.cu", "qkv.cu", "output.cu", "gate_up.cu", "down.cu", "head.cu"]
     return emulation.build(sources, {**model, "WEIGHT_BITS": bits, "HEAD_BITS": bits, "RMS_EPSILON": EPSILON})
+
+
+SPLIT = ("qkv", "o", "down")
+
+
+@functools.cache
+def round_of(count: int) -> NDArray[np.uint8]:
+    """A Round of `count` tokens, in device memory."""
+    memory: NDArray[np.uint8] = aligned(ctypes.sizeof(Round), np.uint8, 0)
+    Round.from_buffer(memory).count = count
+    return memory
+
+
+def copied(values: NDArray[Any]) -> NDArray[Any]:
+    result = aligned(values.shape, values.dtype)
+    result[...] = values
+    return result
 
 
 class Layer:
@@ -67,53 +85,80 @@ class Layer:
         return pack_weights(part) if part.ndim == 2 else pack_rows(part)
 
     def geometry(self, tile: int, multiprocessors: int) -> linear.Geometry:
-        sizes = {
-            "gate_up": (self.columns, self.rows // 2),
-            "o": (self.rows, self.columns),
-            "down": (self.rows, self.columns),
-        }
-        first, second = sizes.get(self.name, (self.columns, self.rows))
-        geometry: linear.Geometry = getattr(linear, self.name)(first, second, tile, multiprocessors)
+        if self.name in ("o", "down"):
+            sizes = self.rows, self.columns
+        else:
+            sizes = self.columns, self.rows // 2 if self.name == "gate_up" else self.rows
+        geometry: linear.Geometry = getattr(linear, self.name)(*sizes, tile, multiprocessors)
         return geometry
 
-    def run(self, tile: int, count: int, multiprocessors: int = 3, seed: int = 0) -> NDArray[Any]:
+    def run(
+        self, tile: int, count: int, multiprocessors: int = 3, seed: int = 0, grid: tuple[int, int] | None = None
+    ) -> NDArray[Any]:
         """The whole output buffer after a round of `count` tokens; what was not written is NaN, or UNWRITTEN."""
-        round_state = aligned(ctypes.sizeof(Round), np.uint8, 0)
-        Round.from_buffer(round_state).count = count
-        residual = self.residual.copy()
+        split = linear.is_split(tile)
+        residual = copied(self.residual)
         residual[count:] = np.nan if self.norms else UNWRITTEN
-        if self.norms:
-            rows = self.normed if tile > 8 else np.full_like(self.normed, np.nan)
-        else:
-            rows = self.inputs
+        rows = self.normed if self.norms else self.inputs
         activations = pack_activations(rows[:count])
-        residual_in = aligned(residual.shape, np.float32)
-        residual_in[...] = residual
-        output = residual_in if self.name in ("o", "down") else self._empty_output()
+        output = residual if self.name in ("o", "down") else self._empty_output()
+        partial = aligned((SLICES, TOKENS, linear_layers.round_up(self.rows, 16)), np.float32)
         weights, scale, bias = self.packed
         assert weights is not None
         assert scale is not None
-        params = LinearParams(
-            round=pointer(round_state),
-            weights=pointer(weights),
-            scale=pointer(scale),
-            bias=None if bias is None else pointer(bias),
-            residual=pointer(residual_in) if self.norms and tile <= 8 else None,
-            norm_weight=pointer(self.norm_weight) if self.norms and tile <= 8 else None,
-            activations=None if self.norms and tile <= 8 else pointer(activations),
-            output=pointer(output),
+        params = LinearParams(round=pointer(round_of(count)), weights=pointer(weights), scale=pointer(scale))
+        params.bias = None if bias is None else pointer(bias)
+        if self.norms and not split:
+            params.residual, params.norm_weight = pointer(residual), pointer(self.norm_weight)
+        else:
+            params.activations = pointer(activations)
+        if split and self.name in SPLIT:
+            params.partial = pointer(partial)
+        else:
+            params.output = pointer(output)
+        geometry = self.geometry(tile, multiprocessors)
+        if grid is not None:
+            geometry = (grid, *geometry[1:])
+        self.launch(f"{self.name}_{tile}", geometry, params, seed, [activations, residual])
+        if params.partial is not None:
+            self._finish(tile, params, partial, output, seed)
+        return output
+
+    def _finish(self, tile: int, params: LinearParams, partial: NDArray[Any], output: NDArray[Any], seed: int) -> None:
+        """What runs after a split layer."""
+        if self.name == "qkv":
+            params.output = pointer(output)
+            self.launch(f"qkv_sum_{tile}", linear.qkv_sum(self.rows, tile), params, seed, [partial])
+            return
+        normed = activation_buffer(self.rows)
+        finish = NormParams(
+            round=params.round,
+            residual=pointer(output),
+            norm_weight=pointer(self.norm_weight),
+            normed=pointer(normed),
+            partial=pointer(partial),
+            scale=params.scale,
+            bias=params.bias,
+            unit=1 / MLP_SCALE if self.name == "down" else 1,
         )
-        grid, threads, shared_bytes = self.geometry(tile, multiprocessors)
+        self.launch(f"norm_{tile}", linear.norm(tile), finish, seed, [partial])
+        written = ~(output[:, 0] == UNWRITTEN)
+        expected = linear_layers.normed(output[written][:, : self.rows], self.norm_weight, EPSILON)
+        np.testing.assert_array_equal(linear_layers.unpack_activations(normed, self.rows)[written], expected)
+
+    def launch(
+        self, kernel: str, geometry: linear.Geometry, params: ctypes.Structure, seed: int, hidden: list[NDArray[Any]]
+    ) -> None:
+        grid, threads, shared_bytes = geometry
         self.kernels.run(
-            f"ull_{self.name}_{tile}",
+            f"ull_{kernel}",
             grid=grid,
             threads=threads,
             shared_bytes=shared_bytes,
             params=params,
             seed=seed,
-            predecessor_writes=[round_state, activations, residual_in],
+            predecessor_writes=hidden,
         )
-        return output
 
     def is_unwritten(self, rows: NDArray[Any]) -> bool:
         return bool(
@@ -177,6 +222,10 @@ def test_same_bits_for_every_tile_and_grid(name: str, model: str, bits: int) -> 
     for tile, count, multiprocessors in [(64, 33, 5), (32, 32, 1), (32, 17, 4), (16, 16, 2), (8, 8, 1), (8, 5, 7)]:
         np.testing.assert_array_equal(check(layer, tile, count, multiprocessors)[:count], widest[:count])
     np.testing.assert_array_equal(check(layer, 1, 1, 132)[:1], widest[:1])
+    if name in SPLIT:
+        for grid in [(1, 1), (3, 2), (2, 4), (5, 8)]:
+            rows = layer.rows_of(layer.run(16, 11, grid=grid))
+            np.testing.assert_array_equal(rows[:11], widest[:11])
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -200,24 +249,14 @@ def test_a_round_without_tokens_writes_nothing(name: str, tile: int) -> None:
 def test_norm_is_exact(model: str, tile: int) -> None:
     layer = Layer("qkv", MODELS[model], 8, seed=6, with_bias=False)
     count = tile - 3
-    round_state = aligned(ctypes.sizeof(Round), np.uint8, 0)
-    Round.from_buffer(round_state).count = count
     output = activation_buffer(layer.columns)
     params = NormParams(
-        round=pointer(round_state),
+        round=pointer(round_of(count)),
         residual=pointer(layer.residual),
         norm_weight=pointer(layer.norm_weight),
         normed=pointer(output),
     )
-    grid, threads, shared_bytes = linear.norm(tile)
-    layer.kernels.run(
-        f"ull_norm_{tile}",
-        grid=grid,
-        threads=threads,
-        shared_bytes=shared_bytes,
-        params=params,
-        predecessor_writes=[layer.residual, round_state],
-    )
+    layer.launch(f"norm_{tile}", linear.norm(tile), params, 1, [layer.residual])
     rows = linear_layers.unpack_activations(output, layer.columns)
     np.testing.assert_array_equal(rows[:count], layer.normed[:count])
     assert np.isnan(rows[count:].astype(np.float32)).all()

@@ -19,7 +19,7 @@ DEVICE_KERNELS = frozenset(
     [
         *("ull_begin", "ull_embed", "ull_sample_scan", "ull_sample_draw", "ull_sample_filter"),
         *("ull_accept", "ull_commit", "ull_fill"),
-        *(f"ull_norm_{tile}" for tile in (16, 32, 64)),
+        *(f"{name}_{tile}" for name in ("ull_norm", "ull_qkv_sum") for tile in (16, 32, 64)),
         *(f"ull_attention_{tile}" for tile in (8, 16, 32, 64)),
         *(f"{name}_{tile}" for name in _LINEARS for tile in (1, 8, 16, 32, 64)),
     ]

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from ull.gpu.launch import Launch
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """Partial sums that the next norm still has to add to the residual: `NormParams` says how. Device addresses."""
+
+    partial: int
+    scale: int | None
+    bias: int | None
+    unit: float
 
 
 class Recorder(Protocol):
@@ -31,3 +42,6 @@ class Forward(Protocol):
 
     def capture(self, recorder: Recorder, tokens: int) -> None:
         """Captures the forward of a round of up to `tokens` nodes (1 to 64)."""
+
+    def unfinished(self, tokens: int) -> Unfinished | None:
+        """What it leaves to the final norm; None: the residual is complete."""

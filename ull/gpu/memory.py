@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ull.bundle import Model, Precision, inverse_frequencies
 from ull.gpu.arena import ArenaPlan
-from ull.gpu.launches import attention, sampling
+from ull.gpu.launches import attention, linear, sampling
 from ull.gpu.params import PAGE_TOKENS, TREE_TOKENS, Round, State
 
 _COLUMN_UNIT, _ROW_UNIT = 32, 16  # of f16 activations and of f32 outputs
@@ -57,6 +57,7 @@ def plan_memory(sizes: Sizes, weight_bytes: int) -> ArenaPlan:
     plan.reserve("residual", 4 * TREE_TOKENS * round_up(model.hidden, _ROW_UNIT))
     plan.reserve("normed", 2 * TREE_TOKENS * round_up(model.hidden, _COLUMN_UNIT))
     plan.reserve("qkv", 4 * TREE_TOKENS * round_up(sizes.qkv_width, _ROW_UNIT))
+    plan.reserve("partial sums", linear.partial_bytes(model.hidden, sizes.qkv_width))
     plan.reserve("attention", 2 * TREE_TOKENS * round_up(sizes.attention_width, _COLUMN_UNIT))
     plan.reserve("mlp", 2 * TREE_TOKENS * round_up(model.intermediate, _COLUMN_UNIT))
     plan.reserve("logits", 4 * TREE_TOKENS * round_up(model.vocabulary, _ROW_UNIT))

@@ -140,7 +140,16 @@ class EmbedParams(ctypes.Structure):
 
 
 class NormParams(ctypes.Structure):
-    _fields_ = [("round", c_void_p), ("residual", c_void_p), ("norm_weight", c_void_p), ("normed", c_void_p)]
+    _fields_ = [
+        ("round", c_void_p),
+        ("residual", c_void_p),
+        ("norm_weight", c_void_p),
+        ("normed", c_void_p),
+        ("partial", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("unit", c_float),
+    ]
 
 
 class LinearParams(ctypes.Structure):
@@ -153,6 +162,7 @@ class LinearParams(ctypes.Structure):
         ("norm_weight", c_void_p),
         ("activations", c_void_p),
         ("output", c_void_p),
+        ("partial", c_void_p),
     ]
 
 

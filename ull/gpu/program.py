@@ -165,7 +165,7 @@ class Program:
 
         def captured(tokens: int, is_prefill: bool) -> int:
             opening = rounds.opening(tokens)
-            closing = rounds.prefill_closing() if is_prefill else rounds.closing(tokens)
+            closing = rounds.prefill_closing() if is_prefill else rounds.closing(tokens, forward.unfinished(tokens))
             kernels.prepare([*opening, *forward.launches(tokens), *closing])
 
             def record(recorder: Recorder) -> None:

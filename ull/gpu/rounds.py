@@ -1,9 +1,9 @@
 """The launches of a round, in order, with every pointer: pure lists, so that they can be tested without a driver.
 
-    begin, embed, L x { [norm], qkv, attention, o, [norm], gate_up, down }, [norm], head, sample*, accept, commit
+    begin, embed, L x { qkv, attention, o, gate_up, down }, head, sample*, accept, commit
 
-A prefill leaves out the head and the sampler. From 16 tokens on a kernel of its own normalises; below, the linear
-kernels do it on their way.
+A prefill leaves out the head and the sampler. From 16 tokens on a kernel of its own normalises before qkv, gate_up and
+head, and finishes what the layer before left in partial sums; qkv's own are finished by qkv_sum.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ull.gpu.forward import Recorder
+from ull.gpu.forward import Recorder, Unfinished
 from ull.gpu.launch import Launch, tile_of
 from ull.gpu.launches import attention, linear, sampling
 from ull.gpu.memory import Sizes
 from ull.gpu.params import (
+    MLP_SCALE,
     AcceptParams,
     AttentionParams,
     BeginParams,
@@ -25,8 +26,6 @@ from ull.gpu.params import (
     NormParams,
     SampleParams,
 )
-
-_FUSED_NORM = 8  # most tokens for which the linear kernels normalise
 
 
 @dataclass(frozen=True)
@@ -76,12 +75,12 @@ class Rounds:
             Launch("ull_embed", *sampling.embed(sizes.model.hidden, tokens), embed),
         ]
 
-    def closing(self, tokens: int) -> list[Launch]:
-        """The final norm, the lm_head, the sampler, then what a prefill also does."""
+    def closing(self, tokens: int, unfinished: Unfinished | None) -> list[Launch]:
+        """The final norm, the lm_head, the sampler, then what a prefill also does. `unfinished`: see Forward."""
         region, model = self._places.region, self._sizes.model
         linears = Linears(self._places, tokens)
         geometry = linear.head(model.hidden, model.vocabulary, linears.tile, self._multiprocessors)
-        launches = [*linears.normalised("head", "lm_head", "norm", geometry, output="logits")]
+        launches = [*linears.normalised("head", "lm_head", "norm", geometry, "logits", unfinished)]
         sample = SampleParams(
             round=region("round"),
             state=region("state"),
@@ -132,6 +131,9 @@ class FusedForward:
         for launch in self.launches(tokens):
             recorder.launch(launch)
 
+    def unfinished(self, tokens: int) -> Unfinished | None:
+        return self._after_down(self._sizes.model.layers - 1, tokens)
+
     def _layer(self, layer: int, tokens: int) -> list[Launch]:
         model, sizes, blocks = self._sizes.model, self._sizes, self._multiprocessors
         linears, name = Linears(self._places, tokens), f"layers.{layer}"
@@ -140,13 +142,23 @@ class FusedForward:
         o = linear.o(model.hidden, sizes.attention_width, tile, blocks)
         gate_up = linear.gate_up(model.hidden, model.intermediate, tile, blocks)
         down = linear.down(model.hidden, model.intermediate, tile, blocks)
+        before = self._after_down(layer - 1, tokens)
         return [
-            *linears.normalised("qkv", f"{name}.qkv", f"{name}.attn_norm", qkv, output="qkv"),
+            *linears.normalised("qkv", f"{name}.qkv", f"{name}.attn_norm", qkv, "qkv", before),
+            *linears.summed("qkv", f"{name}.qkv", linear.qkv_sum(sizes.qkv_width, tile), "qkv"),
             self._attention(layer, tokens),
-            linears.plain("o", f"{name}.o", o, activations="attention", output="residual"),
-            *linears.normalised("gate_up", f"{name}.gate_up", f"{name}.mlp_norm", gate_up, output="mlp"),
-            linears.plain("down", f"{name}.down", down, activations="mlp", output="residual"),
+            linears.plain("o", f"{name}.o", o, activations="attention"),
+            *linears.normalised(
+                "gate_up", f"{name}.gate_up", f"{name}.mlp_norm", gate_up, "mlp", linears.unfinished(f"{name}.o", 1.0)
+            ),
+            linears.plain("down", f"{name}.down", down, activations="mlp"),
         ]
+
+    def _after_down(self, layer: int, tokens: int) -> Unfinished | None:
+        """What this layer's down leaves; nothing does before the first layer."""
+        if layer < 0:
+            return None
+        return Linears(self._places, tokens).unfinished(f"layers.{layer}.down", 1 / MLP_SCALE)
 
     def _attention(self, layer: int, tokens: int) -> Launch:
         region, tensor, sizes = self._places.region, self._places.tensor, self._sizes
@@ -184,23 +196,49 @@ class Linears:
         self._places = places
         self.tile = linear.tile_of(tokens)
 
-    def normalised(self, kernel: str, weights: str, norm: str, geometry: linear.Geometry, output: str) -> list[Launch]:
-        """A linear of the normalised residual: one launch, or two from 16 tokens on."""
+    def normalised(
+        self,
+        kernel: str,
+        weights: str,
+        norm: str,
+        geometry: linear.Geometry,
+        output: str,
+        unfinished: Unfinished | None,
+    ) -> list[Launch]:
+        """A linear of the normalised residual: one launch, or from 16 tokens on two, once `unfinished` is added."""
         region, tensor = self._places.region, self._places.tensor
         launches = []
-        if self.tile > _FUSED_NORM:
+        if linear.is_split(self.tile):
             params = NormParams(
                 round=region("round"),
                 residual=region("residual"),
                 norm_weight=tensor(norm),
                 normed=region("normed"),
             )
+            if unfinished is not None:
+                params.partial, params.scale, params.bias = unfinished.partial, unfinished.scale, unfinished.bias
+                params.unit = unfinished.unit
             launches.append(Launch(f"ull_norm_{self.tile}", *linear.norm(self.tile), params))
         return [*launches, self._linear(kernel, weights, geometry, "normed", output, norm)]
 
-    def plain(self, kernel: str, weights: str, geometry: linear.Geometry, activations: str, output: str) -> Launch:
-        """A linear of what the kernel before it has written."""
-        return self._linear(kernel, weights, geometry, activations, output, None)
+    def summed(self, kernel: str, weights: str, geometry: linear.Geometry, output: str) -> list[Launch]:
+        """What turns a split layer's partial sums into its output; nothing where it is not split."""
+        if not linear.is_split(self.tile):
+            return []
+        return [self._linear(f"{kernel}_sum", weights, geometry, "normed", output, None)]
+
+    def plain(self, kernel: str, weights: str, geometry: linear.Geometry, activations: str) -> Launch:
+        """A linear of what the kernel before it has written, added to the residual."""
+        return self._linear(kernel, weights, geometry, activations, "residual", None)
+
+    def unfinished(self, weights: str, unit: float) -> Unfinished | None:
+        """What a split layer that adds to the residual has left undone."""
+        if not linear.is_split(self.tile):
+            return None
+        tensor = self._places.tensor
+        return Unfinished(
+            self._places.region("partial sums"), tensor(f"{weights}.scale"), tensor(f"{weights}.bias"), unit
+        )
 
     def _linear(
         self, kernel: str, weights: str, geometry: linear.Geometry, activations: str, output: str, norm: str | None
@@ -215,5 +253,6 @@ class Linears:
             norm_weight=None if norm is None else tensor(norm),
             activations=region(activations),
             output=region(output),
+            partial=region("partial sums"),
         )
         return Launch(f"ull_{kernel}_{self.tile}", *geometry, params)

@@ -1,5 +1,6 @@
 // The MLP's down projection, added to the residual.
-#include "rows.cuh"
+#include "linear_narrow.cuh"
+#include "linear_wide.cuh"
 
 namespace ull::gpu {
 
@@ -7,12 +8,18 @@ using Down = LinearShape<kHidden, kIntermediate, kWeightBits, false>;
 using DownEpilogue = AddRows<static_cast<int>(1.0F / kMlpScale)>;
 
 template <int kTokens>
-using Plan = LinearPlan<Down, kTokens>;
+using Narrow = NarrowPlan<Down, kTokens>;
+template <int kTokens>
+using Wide = WidePlan<Down, kTokens, true>;
 
-ULL_KERNEL(ull_down_1, LinearParams, kLinearThreads, Plan<1>::kBlocks) { linear<Plan<1>, DownEpilogue>(params); }
-ULL_KERNEL(ull_down_8, LinearParams, kLinearThreads, Plan<8>::kBlocks) { linear<Plan<8>, DownEpilogue>(params); }
-ULL_KERNEL(ull_down_16, LinearParams, kLinearThreads, Plan<16>::kBlocks) { linear<Plan<16>, DownEpilogue>(params); }
-ULL_KERNEL(ull_down_32, LinearParams, kLinearThreads, Plan<32>::kBlocks) { linear<Plan<32>, DownEpilogue>(params); }
-ULL_KERNEL(ull_down_64, LinearParams, kLinearThreads, Plan<64>::kBlocks) { linear<Plan<64>, DownEpilogue>(params); }
+ULL_KERNEL(ull_down_1, LinearParams, kNarrowThreads, Narrow<1>::kBlocks) {
+  linear_narrow<Narrow<1>, DownEpilogue>(params);
+}
+ULL_KERNEL(ull_down_8, LinearParams, kNarrowThreads, Narrow<8>::kBlocks) {
+  linear_narrow<Narrow<8>, DownEpilogue>(params);
+}
+ULL_KERNEL(ull_down_16, LinearParams, kWideThreads, Wide<16>::kBlocks) { linear_wide<Wide<16>, DownEpilogue>(params); }
+ULL_KERNEL(ull_down_32, LinearParams, kWideThreads, Wide<32>::kBlocks) { linear_wide<Wide<32>, DownEpilogue>(params); }
+ULL_KERNEL(ull_down_64, LinearParams, kWideThreads, Wide<64>::kBlocks) { linear_wide<Wide<64>, DownEpilogue>(params); }
 
 }  // namespace ull::gpu

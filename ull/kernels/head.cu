@@ -1,5 +1,6 @@
 // Logits of the normed residual, in f32.
-#include "rows.cuh"
+#include "linear_narrow.cuh"
+#include "linear_wide.cuh"
 
 namespace ull::gpu {
 
@@ -7,12 +8,18 @@ using Head = LinearShape<kVocabulary, kHidden, kHeadBits, true>;
 using HeadEpilogue = StoreRows<kVocabulary>;
 
 template <int kTokens>
-using Plan = LinearPlan<Head, kTokens>;
+using Narrow = NarrowPlan<Head, kTokens>;
+template <int kTokens>
+using Wide = WidePlan<Head, kTokens, false>;
 
-ULL_KERNEL(ull_head_1, LinearParams, kLinearThreads, Plan<1>::kBlocks) { linear<Plan<1>, HeadEpilogue>(params); }
-ULL_KERNEL(ull_head_8, LinearParams, kLinearThreads, Plan<8>::kBlocks) { linear<Plan<8>, HeadEpilogue>(params); }
-ULL_KERNEL(ull_head_16, LinearParams, kLinearThreads, Plan<16>::kBlocks) { linear<Plan<16>, HeadEpilogue>(params); }
-ULL_KERNEL(ull_head_32, LinearParams, kLinearThreads, Plan<32>::kBlocks) { linear<Plan<32>, HeadEpilogue>(params); }
-ULL_KERNEL(ull_head_64, LinearParams, kLinearThreads, Plan<64>::kBlocks) { linear<Plan<64>, HeadEpilogue>(params); }
+ULL_KERNEL(ull_head_1, LinearParams, kNarrowThreads, Narrow<1>::kBlocks) {
+  linear_narrow<Narrow<1>, HeadEpilogue>(params);
+}
+ULL_KERNEL(ull_head_8, LinearParams, kNarrowThreads, Narrow<8>::kBlocks) {
+  linear_narrow<Narrow<8>, HeadEpilogue>(params);
+}
+ULL_KERNEL(ull_head_16, LinearParams, kWideThreads, Wide<16>::kBlocks) { linear_wide<Wide<16>, HeadEpilogue>(params); }
+ULL_KERNEL(ull_head_32, LinearParams, kWideThreads, Wide<32>::kBlocks) { linear_wide<Wide<32>, HeadEpilogue>(params); }
+ULL_KERNEL(ull_head_64, LinearParams, kWideThreads, Wide<64>::kBlocks) { linear_wide<Wide<64>, HeadEpilogue>(params); }
 
 }  // namespace ull::gpu

@@ -1,7 +1,34 @@
-// RMSNorm of each token's residual row, for tiles of 16 tokens and more. One block per token.
-#include "norm.cuh"
+// RMSNorm of each token's residual row, for tiles of 16 tokens and more, after what the layer before left to be added.
+// One block per token.
+#include "rows.cuh"
 
 namespace ull::gpu {
+
+// The thread's share of the residual row plus the sums that o or down left in slices.
+ULL_DEVICE void load_finished_row(const NormParams& params, RowShare& row, int token) {
+  constexpr int kAtOnce = 2;
+  float* residual = params.residual + token * kResidualStride;
+  load_row(row, residual);
+#pragma unroll
+  for (int first = 0; first < kNormVectors; first += kAtOnce) {
+    SliceSums sums[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int column = row_column(first + i);
+      if (first + i < kNormVectors && column < kHidden) sums[i].load<kResidualStride>(params.partial, token, column);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int column = row_column(first + i);
+      if (first + i < kNormVectors && column < kHidden) {
+        arch::Vector4& vector = row.vector[first + i < kNormVectors ? first + i : 0];
+        const RowScale rows = load_row_scale(params.scale, params.bias, column);
+        vector = bits_of(added(load_four(vector), scaled(sums[i].total(), rows, params.unit)));
+        arch::store_global(residual + column, vector);
+      }
+    }
+  }
+}
 
 ULL_DEVICE void norm_token(const NormParams& params) {
   arch::release_dependents();
@@ -12,9 +39,18 @@ ULL_DEVICE void norm_token(const NormParams& params) {
   if (token >= token_count(params.round)) return;
   auto* sums = reinterpret_cast<float*>(arch::shared_memory());
   auto* output = static_cast<uint16_t*>(params.normed);
-  norm_rows<1>(params.residual + token * kResidualStride, weight, 1, sums, [&](int, int column, arch::Vector2 four) {
-    *reinterpret_cast<arch::Vector2*>(output + activation_index(token, column)) = four;
-  });
+  norm_rows<1>(
+      weight, 1, sums,
+      [&](RowShare& row, int) {
+        if (params.partial != nullptr) {
+          load_finished_row(params, row, token);
+        } else {
+          load_row(row, params.residual + token * kResidualStride);
+        }
+      },
+      [&](int, int column, arch::Vector2 four) {
+        *reinterpret_cast<arch::Vector2*>(output + activation_index(token, column)) = four;
+      });
 }
 
 ULL_KERNEL(ull_norm_16, NormParams, kNormThreads, 2) { norm_token(params); }

@@ -70,16 +70,16 @@ ULL_DEVICE arch::Vector2 normed(const arch::Vector4& x, const arch::Vector4& wei
   return {arch::f32x2_to_f16x2(y[0], y[1]), arch::f32x2_to_f16x2(y[2], y[3])};
 }
 
-// Norms `count` rows of the residual: `store(token, column, four f16)` for every column, padding included. `sums` is
-// shared memory of [count][kNormWarps]. kRowsAtOnce rows' loads are in flight together.
-template <int kRowsAtOnce, typename Store>
-ULL_DEVICE void norm_rows(const float* residual, const RowShare& weight, int count, float* sums, const Store& store) {
+// Norms `count` rows: `load(share, token)` brings one, `store(token, column, four f16)` takes every column, padding
+// included. `sums` is shared memory of [count][kNormWarps]. kRowsAtOnce rows' loads are in flight together.
+template <int kRowsAtOnce, typename Load, typename Store>
+ULL_DEVICE void norm_rows(const RowShare& weight, int count, float* sums, const Load& load, const Store& store) {
   const int warp = arch::warp();
   for (int first = 0; first < count; first += kRowsAtOnce) {
     RowShare rows[kRowsAtOnce];
 #pragma unroll
     for (int r = 0; r < kRowsAtOnce; ++r) {
-      if (first + r < count) load_row(rows[r], residual + (first + r) * kResidualStride);
+      if (first + r < count) load(rows[r], first + r);
     }
 #pragma unroll
     for (int r = 0; r < kRowsAtOnce; ++r) {

@@ -1,5 +1,6 @@
 // The attention's output projection, added to the residual.
-#include "rows.cuh"
+#include "linear_narrow.cuh"
+#include "linear_wide.cuh"
 
 namespace ull::gpu {
 
@@ -7,12 +8,18 @@ using Output = LinearShape<kHidden, kAttentionWidth, kWeightBits, false>;
 using OutputEpilogue = AddRows<1>;
 
 template <int kTokens>
-using Plan = LinearPlan<Output, kTokens>;
+using Narrow = NarrowPlan<Output, kTokens>;
+template <int kTokens>
+using Wide = WidePlan<Output, kTokens, true>;
 
-ULL_KERNEL(ull_o_1, LinearParams, kLinearThreads, Plan<1>::kBlocks) { linear<Plan<1>, OutputEpilogue>(params); }
-ULL_KERNEL(ull_o_8, LinearParams, kLinearThreads, Plan<8>::kBlocks) { linear<Plan<8>, OutputEpilogue>(params); }
-ULL_KERNEL(ull_o_16, LinearParams, kLinearThreads, Plan<16>::kBlocks) { linear<Plan<16>, OutputEpilogue>(params); }
-ULL_KERNEL(ull_o_32, LinearParams, kLinearThreads, Plan<32>::kBlocks) { linear<Plan<32>, OutputEpilogue>(params); }
-ULL_KERNEL(ull_o_64, LinearParams, kLinearThreads, Plan<64>::kBlocks) { linear<Plan<64>, OutputEpilogue>(params); }
+ULL_KERNEL(ull_o_1, LinearParams, kNarrowThreads, Narrow<1>::kBlocks) {
+  linear_narrow<Narrow<1>, OutputEpilogue>(params);
+}
+ULL_KERNEL(ull_o_8, LinearParams, kNarrowThreads, Narrow<8>::kBlocks) {
+  linear_narrow<Narrow<8>, OutputEpilogue>(params);
+}
+ULL_KERNEL(ull_o_16, LinearParams, kWideThreads, Wide<16>::kBlocks) { linear_wide<Wide<16>, OutputEpilogue>(params); }
+ULL_KERNEL(ull_o_32, LinearParams, kWideThreads, Wide<32>::kBlocks) { linear_wide<Wide<32>, OutputEpilogue>(params); }
+ULL_KERNEL(ull_o_64, LinearParams, kWideThreads, Wide<64>::kBlocks) { linear_wide<Wide<64>, OutputEpilogue>(params); }
 
 }  // namespace ull::gpu

@@ -150,9 +150,13 @@ struct EmbedParams {
 
 struct NormParams {  // for tiles of 16 tokens and more; below, the linear kernels normalise on their own
   const Round* round;
-  const float* residual;     // [64, H]
+  float* residual;           // [64, H]
   const float* norm_weight;  // [H]
   void* normed;              // H f16 activations
+  const float* partial;      // [kSlices, 64, H] what o or down leave to be added to the residual first, or null
+  const float* scale;        // [H] of that layer
+  const float* bias;         // [H] of that layer, or null
+  float unit;                // 1 for o, 1 / kMlpScale for down
 };
 
 struct LinearParams {
@@ -165,6 +169,8 @@ struct LinearParams {
   const void* activations;   // f16: input of o and down, and normed input of the others for 16 tokens and more
   void* output;              // qkv: f32 [64, Q]; o, down: f32 residual [64, H], added to; gate_up: f16 activations;
                              // head: f32 logits [64, V]
+  float* partial;            // [kSlices, 64, N]: from 16 tokens on, qkv, o and down leave each slice's sums here and
+                             // write no output: qkv_sum or the next norm finishes them
 };
 
 struct AttentionParams {

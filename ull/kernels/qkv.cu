@@ -1,5 +1,6 @@
 // Queries, keys and values of the normed residual, in f32, with bias.
-#include "rows.cuh"
+#include "linear_narrow.cuh"
+#include "linear_wide.cuh"
 
 namespace ull::gpu {
 
@@ -7,12 +8,36 @@ using Qkv = LinearShape<kQkvWidth, kHidden, kWeightBits, true>;
 using QkvEpilogue = StoreRows<kQkvWidth>;
 
 template <int kTokens>
-using Plan = LinearPlan<Qkv, kTokens>;
+using Narrow = NarrowPlan<Qkv, kTokens>;
+template <int kTokens>
+using Wide = WidePlan<Qkv, kTokens, true>;
 
-ULL_KERNEL(ull_qkv_1, LinearParams, kLinearThreads, Plan<1>::kBlocks) { linear<Plan<1>, QkvEpilogue>(params); }
-ULL_KERNEL(ull_qkv_8, LinearParams, kLinearThreads, Plan<8>::kBlocks) { linear<Plan<8>, QkvEpilogue>(params); }
-ULL_KERNEL(ull_qkv_16, LinearParams, kLinearThreads, Plan<16>::kBlocks) { linear<Plan<16>, QkvEpilogue>(params); }
-ULL_KERNEL(ull_qkv_32, LinearParams, kLinearThreads, Plan<32>::kBlocks) { linear<Plan<32>, QkvEpilogue>(params); }
-ULL_KERNEL(ull_qkv_64, LinearParams, kLinearThreads, Plan<64>::kBlocks) { linear<Plan<64>, QkvEpilogue>(params); }
+ULL_KERNEL(ull_qkv_1, LinearParams, kNarrowThreads, Narrow<1>::kBlocks) {
+  linear_narrow<Narrow<1>, QkvEpilogue>(params);
+}
+ULL_KERNEL(ull_qkv_8, LinearParams, kNarrowThreads, Narrow<8>::kBlocks) {
+  linear_narrow<Narrow<8>, QkvEpilogue>(params);
+}
+ULL_KERNEL(ull_qkv_16, LinearParams, kWideThreads, Wide<16>::kBlocks) { linear_wide<Wide<16>, QkvEpilogue>(params); }
+ULL_KERNEL(ull_qkv_32, LinearParams, kWideThreads, Wide<32>::kBlocks) { linear_wide<Wide<32>, QkvEpilogue>(params); }
+ULL_KERNEL(ull_qkv_64, LinearParams, kWideThreads, Wide<64>::kBlocks) { linear_wide<Wide<64>, QkvEpilogue>(params); }
+
+// One thread per four rows of a token.
+ULL_DEVICE void qkv_sum(const LinearParams& params) {
+  arch::release_dependents();
+  const int token = arch::block_x();
+  const int row = 4 * (arch::block_y() * kNormThreads + arch::thread());
+  arch::wait_for_predecessor();
+  if (token >= token_count(params.round) || row >= Qkv::kPaddedRows) return;
+  SliceSums sums;
+  sums.load<Qkv::kPaddedRows>(params.partial, token, row);
+  const int item = row % kRowUnit / 4;
+  QkvEpilogue::finish(params, load_row_scale(params.scale, params.bias, row), row / kRowUnit, token, item,
+                      [&](int) { return sums.total(); });
+}
+
+ULL_KERNEL(ull_qkv_sum_16, LinearParams, kNormThreads, 4) { qkv_sum(params); }
+ULL_KERNEL(ull_qkv_sum_32, LinearParams, kNormThreads, 4) { qkv_sum(params); }
+ULL_KERNEL(ull_qkv_sum_64, LinearParams, kNormThreads, 4) { qkv_sum(params); }
 
 }  // namespace ull::gpu

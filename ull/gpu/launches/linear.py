@@ -1,25 +1,41 @@
-"""Geometry of the linear layers' kernels (`ull/kernels/linear.cuh`) and of RMSNorm.
+"""Geometry of the linear layers' kernels (`ull/kernels/linear_narrow.cuh`, `linear_wide.cuh`) and of RMSNorm.
 
-The results do not depend on the grid: one block per multiprocessor shares the weights evenly, and leaves room for a block
-of the next kernel, which fills its ring meanwhile.
+The results do not depend on the grid. One block per multiprocessor shares the weights evenly and, where its shared
+memory allows, leaves room for a block of the next kernel, which fills its ring meanwhile.
+
+From 16 tokens on a layer of few rows (qkv, o, down) is split along K as well: it writes the sums of its slices to
+`LinearParams.partial`, and `ull_qkv_sum_{tile}` or the next `ull_norm_{tile}` finishes it.
 """
 
 from __future__ import annotations
 
 from ull.gpu.launch import TILES
+from ull.gpu.params import SLICES, TREE_TOKENS
 
 Geometry = tuple[tuple[int, int], int, int]  # grid, threads, bytes of shared memory
 
 LINEAR_TILES = (1, *TILES)  # one token has a variant of its own
+NARROW_TILE = 8  # most tokens of linear_narrow.cuh
 THREADS = 256
 NARROW_BYTES = 112 * 1024  # two blocks on a multiprocessor
 WIDE_BYTES = 224 * 1024
-STAGED_LIMIT = 64 * 1024  # most activations that a narrow block keeps beside its ring
+STAGED_LIMIT = 64 * 1024  # most activations that a block keeps beside its ring, if it has a choice
+PASS_TILES = 16  # row tiles that a block of linear_wide.cuh handles at once
 
 
 def tile_of(tokens: int) -> int:
     """The smallest variant of a linear kernel for a tree of `tokens` (1 to 64)."""
     return next(tile for tile in LINEAR_TILES if tile >= tokens)
+
+
+def is_split(tile: int) -> bool:
+    """Whether qkv, o and down leave their sums to another kernel."""
+    return tile > NARROW_TILE
+
+
+def partial_bytes(hidden: int, qkv_width: int) -> int:
+    """Size of `LinearParams.partial`, which all layers share."""
+    return SLICES * TREE_TOKENS * _round_up(max(hidden, qkv_width), 16) * 4
 
 
 def norm(tile: int) -> Geometry:
@@ -29,34 +45,64 @@ def norm(tile: int) -> Geometry:
 
 def qkv(hidden: int, width: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_qkv_{tile}`: `width` rows of queries, keys and values."""
-    return _linear(width, hidden, tile, multiprocessors, norms=True)
+    if is_split(tile):
+        return _split(width, multiprocessors)
+    return _narrow(width, hidden, tile, multiprocessors, norms=True)
+
+
+def qkv_sum(width: int, tile: int) -> Geometry:
+    """`ull_qkv_sum_{tile}`, for tiles of 16 and more."""
+    return (tile, _round_up(width, 1024) // 1024), THREADS, 0
 
 
 def o(hidden: int, attention_width: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_o_{tile}`."""
-    return _linear(hidden, attention_width, tile, multiprocessors)
+    if is_split(tile):
+        return _split(hidden, multiprocessors)
+    return _narrow(hidden, attention_width, tile, multiprocessors)
 
 
 def gate_up(hidden: int, intermediate: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_gate_up_{tile}`: a row tile is eight gate and eight up rows."""
-    return _linear(2 * _round_up(intermediate, 8), hidden, tile, multiprocessors, norms=True)
+    rows = 2 * _round_up(intermediate, 8)
+    if is_split(tile):
+        return _wide(rows, tile, multiprocessors)
+    return _narrow(rows, hidden, tile, multiprocessors, norms=True)
 
 
 def down(hidden: int, intermediate: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_down_{tile}`."""
-    return _linear(hidden, intermediate, tile, multiprocessors)
+    return o(hidden, intermediate, tile, multiprocessors)
 
 
 def head(hidden: int, vocabulary: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_head_{tile}`."""
-    return _linear(vocabulary, hidden, tile, multiprocessors, norms=True)
+    if is_split(tile):
+        return _wide(vocabulary, tile, multiprocessors)
+    return _narrow(vocabulary, hidden, tile, multiprocessors, norms=True)
 
 
-def _linear(rows: int, columns: int, tile: int, multiprocessors: int, norms: bool = False) -> Geometry:
-    """`LinearPlan` of linear.cuh."""
+def _narrow(rows: int, columns: int, tile: int, multiprocessors: int, norms: bool = False) -> Geometry:
+    """`NarrowPlan`: all activations are staged if a kernel norms them, or if they fit."""
     staged = _round_up(columns, 32) * 2 * tile
-    narrow = tile <= 8 and (staged <= STAGED_LIMIT or not norms)
-    return (min(multiprocessors, _round_up(rows, 16) // 16), 1), THREADS, NARROW_BYTES if narrow else WIDE_BYTES
+    shared_bytes = NARROW_BYTES if staged <= STAGED_LIMIT or (tile > 1 and not norms) else WIDE_BYTES
+    return (min(multiprocessors, _row_tiles(rows)), 1), THREADS, shared_bytes
+
+
+def _wide(rows: int, tile: int, multiprocessors: int) -> Geometry:
+    """`WidePlan` that keeps its sums in registers."""
+    return (min(multiprocessors, _row_tiles(rows)), 1), THREADS, NARROW_BYTES if tile <= 32 else WIDE_BYTES
+
+
+def _split(rows: int, multiprocessors: int) -> Geometry:
+    """`WidePlan` of a split layer: as many parts of K as keep a block's row tiles within one pass."""
+    tiles = _row_tiles(rows)
+    parts = next((parts for parts in (8, 4, 2) if tiles * parts <= PASS_TILES * multiprocessors), 1)
+    return (max(1, min(tiles, multiprocessors // parts)), parts), THREADS, NARROW_BYTES
+
+
+def _row_tiles(rows: int) -> int:
+    return _round_up(rows, 16) // 16
 
 
 def _round_up(value: int, unit: int) -> int:
