@@ -27,7 +27,7 @@ def attention(
 
 def commit(kv_heads: int, layers: int) -> Geometry:
     """`ull_commit`: a block per kv head and layer."""
-    return (kv_heads, layers), COMMIT_THREADS, 0
+    return (kv_heads, layers), COMMIT_THREADS, 80  # the accepted nodes
 
 
 def splits(context: int) -> int:
