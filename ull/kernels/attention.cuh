@@ -35,7 +35,6 @@ struct Attention {
   const AttentionParams& params;
   const AttentionPlan& plan;
   const AttentionShare& share;
-  const unsigned char* pool;  // keys of this layer and kv head in page 0
   float key_scale;
 
   // Rows [row, rows) of the block's, up to kStepRows, in a split.
@@ -50,12 +49,11 @@ struct Attention {
   };
 
   ULL_DEVICE const unsigned char* page_keys(uint32_t page) const {
-    return pool + static_cast<int64_t>(page) * params.page_bytes;
+    return static_cast<const unsigned char*>(params.page_pool) + params.layer_offset + share.kv_head * kKvHeadBytes +
+           static_cast<int64_t>(page) * params.page_bytes;
   }
   ULL_DEVICE const unsigned char* page_values(uint32_t page) const { return page_keys(page) + kKvLayerBytes / 2; }
-  ULL_DEVICE arch::Vector4 load_pages(int split) const {
-    return arch::load_global(params.pages + split * kSplitTiles);
-  }
+  ULL_DEVICE arch::Vector4 load_pages(int split) const { return arch::load_global(params.pages + split * kSplitTiles); }
 
   // pages: the split's four.
   ULL_DEVICE void load_split_keys(KeyFragment& keys, int split, const arch::Vector4& pages) const {
@@ -70,8 +68,8 @@ struct Attention {
     arch::Barrier* barrier = arrived() + page;
     if (!plan.in_pages(split * kSplitTokens + page * kPageTokens, kPageTokens)) return arch::barrier_arrive(barrier);
     arch::barrier_arrive_expect(barrier, kKvHeadBytes);
-    arch::bulk_copy_stream(arch::shared_memory() + Shared::kValue + page * kKvHeadBytes, page_values(word_of(pages, page)),
-                           kKvHeadBytes, barrier);
+    arch::bulk_copy_stream(arch::shared_memory() + Shared::kValue + page * kKvHeadBytes,
+                           page_values(word_of(pages, page)), kKvHeadBytes, barrier);
   }
   ULL_DEVICE arch::Barrier* arrived() const {
     return reinterpret_cast<arch::Barrier*>(arch::shared_memory() + Shared::kArrived);
@@ -189,20 +187,22 @@ struct Attention {
     }
   }
 
-  // pages: of the first split.
-  ULL_DEVICE void run(arch::Vector4 pages) const {
-    KeyFragment keys{};
+  // Asks for the first split's keys and values and prepares the round's own heads. pages: of the first split.
+  ULL_DEVICE void begin(KeyFragment& keys, const arch::Vector4& pages) const {
     load_split_keys(keys, share.first_split, pages);
     if (arch::thread() < kSplitTiles) arch::barrier_init(arrived() + arch::thread(), 1);
     arch::fence_barrier_init();
     copy_split_values(share.first_split, pages);
     prepare_paths<kTile>(*params.round, plan);
     prepare_heads<kTile>(params, plan, share, share.end_split * kSplitTokens > plan.base);
-    arch::block_barrier();
+  }
+
+  // keys: loaded, of the first split.
+  ULL_DEVICE void run(KeyFragment& keys) const {
 #pragma unroll 1
     for (int split = share.first_split; split < share.end_split; ++split) {
       const bool more = split + 1 < share.end_split;
-      if (more) pages = load_pages(split + 1);
+      const arch::Vector4 pages = load_pages(more ? split + 1 : split);
       Step step{split, split * kSplitTokens, 0, share.rows};
       if (plan.in_pages(step.start + arch::warp() * kHalf, kHalf)) prepare(keys);
 #pragma unroll 1
@@ -238,14 +238,17 @@ ULL_DEVICE void attend(const AttentionParams& params) {
   const AttentionPlan plan = make_plan<kTile>(*params.round, params.window);
   if (plan.count == 0) return;
   const int kv_head = arch::block_y();
-  const unsigned char* pool = static_cast<const unsigned char*>(params.page_pool) + params.layer_offset +
-                              static_cast<int64_t>(kv_head) * kKvHeadBytes;
   const int lane = plan.parts == 1 ? arch::block_x() : arch::block_x() / plan.parts;
   if (lane >= plan.busy_lanes) return;
   const AttentionShare share = make_share(plan, kv_head, arch::block_x() - lane * plan.parts, lane);
   const float key_scale = kKvBits == 8 ? params.kv_scale[kv_head] : 1.0F;
-  const Attention<kTile> block{params, plan, share, pool, key_scale};
-  block.run(share.first_split == guess ? guessed : block.load_pages(share.first_split));
+  const Attention<kTile> block{params, plan, share, key_scale};
+  KeyFragment keys{};
+  block.begin(keys, share.first_split == guess ? guessed : block.load_pages(share.first_split));
+  auto* work = reinterpret_cast<AttentionWork*>(arch::shared_memory() + AttentionShared<kTile>::kWork);
+  if (arch::thread() == 0) *work = {plan, share};
+  arch::block_barrier();
+  Attention<kTile>{params, work->plan, work->share, key_scale}.run(keys);
 }
 
 }  // namespace ull::gpu

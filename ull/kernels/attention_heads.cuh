@@ -64,17 +64,20 @@ ULL_DEVICE void rotate_head(HeadPart& x, const float* rope, int part) {
 }
 
 ULL_DEVICE void store_query(unsigned char* row, const HeadPart& x, int part) {
-  constexpr float kScale = kHeadDim == 128 ? 0.08838834764F : kHeadDim == 96 ? 0.1020620726F : kHeadDim == 64 ? 0.125F : 0.1767766953F;
+  constexpr float kScale = kHeadDim == 128  ? 0.08838834764F
+                           : kHeadDim == 96 ? 0.1020620726F
+                           : kHeadDim == 64 ? 0.125F
+                                            : 0.1767766953F;
   for (int half = 0; half < 2; ++half) {
-    const float(&v)[4] = half == 0 ? x.low : x.high;
+    const float (&v)[4] = half == 0 ? x.low : x.high;
     auto* to = reinterpret_cast<arch::Vector2*>(row + half * kHeadDim + 8 * part);
     *to = {{arch::f32x2_to_f16x2(v[0] * kScale, v[1] * kScale), arch::f32x2_to_f16x2(v[2] * kScale, v[3] * kScale)}};
   }
 }
 
-// A key or value: as stored into `tree` if it is not null, as f16 of that into `row`. NaN becomes 0 in `row` if `finite`:
-// a value is also multiplied with probabilities 0 of the node's ancestors, which must not notice. (A node whose value
-// is NaN has NaN for a score as well.)
+// A key or value: as stored into `tree` if it is not null, as f16 of that into `row`. NaN becomes 0 in `row` if
+// `finite`: a value is also multiplied with probabilities 0 of the node's ancestors, which must not notice. (A node
+// whose value is NaN has NaN for a score as well.)
 ULL_DEVICE void store_tree(unsigned char* row, unsigned char* tree, const HeadPart& x, int part, float inverse_scale,
                            bool finite) {
   for (int half = 0; half < 2; ++half) {

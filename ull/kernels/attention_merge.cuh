@@ -89,8 +89,8 @@ ULL_DEVICE RowStatistics split_statistics(int step_row) {
   return own;
 }
 
-// Takes a lane's outputs of one row of a split: into the result if there is but one split, into the block's span if that
-// is all its own, else into memory. row: of the block's rows; step_row: of those under way.
+// Takes a lane's outputs of one row of a split: into the result if there is but one split, into the block's span if
+// that is all its own, else into memory. row: of the block's rows; step_row: of those under way.
 template <int kTile>
 ULL_DEVICE void take_row(const AttentionParams& params, const AttentionPlan& plan, const AttentionShare& share,
                          int split, int row, int step_row, Floats<kLaneDims> own) {
@@ -110,8 +110,7 @@ ULL_DEVICE void take_row(const AttentionParams& params, const AttentionPlan& pla
   if (plan.span_is_local(split)) {
     auto* span = reinterpret_cast<Floats<kLaneDims>*>(shared + Shared::kSpanOutput + 4 * (row * kHeadDim + lane_dim()));
     // Two copies in turn: warp 0 writes one while slower warps still read the other.
-    auto* span_statistics =
-        reinterpret_cast<RowStatistics*>(shared + Shared::kSpanStatistics) + row;
+    auto* span_statistics = reinterpret_cast<RowStatistics*>(shared + Shared::kSpanStatistics) + row;
     slot = plan.span_first(split);
     if (split != slot) {
       RowStatistics before = span_statistics[(split - 1) % 2 * Shared::kPartRows];
@@ -127,7 +126,8 @@ ULL_DEVICE void take_row(const AttentionParams& params, const AttentionPlan& pla
   }
   const size_t to = partial_row(params, share.kv_head, slot, share.row + row);
   *reinterpret_cast<Floats<kLaneDims>*>(partial_output(params, to) + lane_dim()) = own;
-  if (keeps_statistics) *reinterpret_cast<Floats<2>*>(partial_statistics(params, to)) = {{statistics.maximum, statistics.sum}};
+  if (keeps_statistics)
+    *reinterpret_cast<Floats<2>*>(partial_statistics(params, to)) = {{statistics.maximum, statistics.sum}};
 }
 
 // ---- in the end -----------------------------------------------------------------------------------------------------

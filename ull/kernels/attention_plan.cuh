@@ -17,8 +17,8 @@ namespace ull::gpu {
 inline constexpr int kAttentionThreads = 256;
 inline constexpr int kAttentionWarps = kAttentionThreads / 32;
 inline constexpr int kSpanSplits = 8;
-inline constexpr int kMostParts = kTreeTokens * kGroup / 16;  // of a kv head's rows, each with a counter
-inline constexpr int kHalf = kSplitTokens / kAttentionWarps;     // positions whose scores one warp computes
+inline constexpr int kMostParts = kTreeTokens * kGroup / 16;    // of a kv head's rows, each with a counter
+inline constexpr int kHalf = kSplitTokens / kAttentionWarps;    // positions whose scores one warp computes
 inline constexpr int kSplitTiles = kSplitTokens / kPageTokens;  // tiles, the steps of the online softmax
 inline constexpr float kNoMaximum = -1e30F;                     // below every score, yet finite
 inline constexpr float kMaskedScore = -3e38F;                   // so far below even that, that its exp is 0
@@ -42,28 +42,29 @@ struct AttentionShared {
   static constexpr int kPartRows = 1 << kPartShift;
   static constexpr int kStepTiles = kNarrow ? 1 : 2;  // m-tiles of 16 rows that are under way together
   static constexpr int kStepRows = 16 * kStepTiles;
-  static constexpr int kHeadRow = padded_row_bytes(kHeadDim, kKeyProducts);              // query, key, value
+  static constexpr int kHeadRow = padded_row_bytes(kHeadDim, kKeyProducts);  // query, key, value
   static constexpr int kProbabilityRow = padded_row_bytes(kSplitTokens, kKvProducts);
   static constexpr int kTreeScoreRow = 4 * (kTile + (kTile % 16 == 0 ? 8 : 0));
   static constexpr int kDepths = round_up(kTile + 16, 4);
 
-  static constexpr int kValue = 0;  // [4 pages][head_dim][64] as in the pages
+  static constexpr int kValue = 0;                                    // [4 pages][head_dim][64] as in the pages
   static constexpr int kQuery = kValue + kSplitTiles * kKvHeadBytes;  // [part rows][head row] f16
-  static constexpr int kTreeKey = kQuery + kPartRows * kHeadRow;          // [tile][head row] f16
-  static constexpr int kTreeValue = kTreeKey + kTile * kHeadRow;          // [tile][head row] f16
-  static constexpr int kProbability = kTreeValue + kTile * kHeadRow;      // [step rows][probability row] f16
+  static constexpr int kTreeKey = kQuery + kPartRows * kHeadRow;      // [tile][head row] f16
+  static constexpr int kTreeValue = kTreeKey + kTile * kHeadRow;      // [tile][head row] f16
+  static constexpr int kProbability = kTreeValue + kTile * kHeadRow;  // [step rows][probability row] f16
   static constexpr int kTreeScore = kProbability + kStepRows * kProbabilityRow;  // [step rows][tile] f32
   static constexpr int kMaximum = kTreeScore + kStepRows * kTreeScoreRow;        // [step rows][8 halves] f32
   static constexpr int kSum = kMaximum + kStepRows * 32;                         // [step rows][8 halves] f32
-  static constexpr int kCorrection = kSum + kStepRows * 32;   // [step rows][4 tiles] f32
-  static constexpr int kSplitMaximum = kCorrection + kStepRows * 16;  // [step rows] f32
-  static constexpr int kSpanStatistics = kSplitMaximum + kStepRows * 4;    // [2][part rows] maximum, sum
-  static constexpr int kSpanOutput = kSpanStatistics + 2 * kPartRows * 8;  // [part rows][head_dim] f32
-  static constexpr int kPath = kSpanOutput + kPartRows * kHeadDim * 4;     // [tile][64] nodes
-  static constexpr int kDepth = kPath + kTile * kTreeTokens;               // [depths] int32, -1 beyond the last node
-  static constexpr int kArrived = kDepth + kDepths * 4;  // [4] barriers: a page's values are there
-  static constexpr int kLast = kArrived + kSplitTiles * 8;  // 1: this block merges
-  static constexpr int kBytes = kLast + 16;
+  static constexpr int kCorrection = kSum + kStepRows * 32;                      // [step rows][4 tiles] f32
+  static constexpr int kSplitMaximum = kCorrection + kStepRows * 16;             // [step rows] f32
+  static constexpr int kSpanStatistics = kSplitMaximum + kStepRows * 4;          // [2][part rows] maximum, sum
+  static constexpr int kSpanOutput = kSpanStatistics + 2 * kPartRows * 8;        // [part rows][head_dim] f32
+  static constexpr int kPath = kSpanOutput + kPartRows * kHeadDim * 4;           // [tile][64] nodes
+  static constexpr int kDepth = kPath + kTile * kTreeTokens;  // [depths] int32, -1 beyond the last node
+  static constexpr int kArrived = kDepth + kDepths * 4;       // [4] barriers: a page's values are there
+  static constexpr int kLast = kArrived + kSplitTiles * 8;    // 1: this block merges
+  static constexpr int kWork = kLast + 8;                     // AttentionWork, read from here for lack of registers
+  static constexpr int kBytes = kWork + 72;
 };
 
 // What all blocks agree on.
@@ -155,8 +156,15 @@ ULL_DEVICE AttentionShare make_share(const AttentionPlan& plan, int kv_head, int
   share.row = part * plan.part_rows;
   share.rows = plan.rows - share.row < plan.part_rows ? plan.rows - share.row : plan.part_rows;
   share.first_split = plan.first_split + lane * plan.per_lane;
-  share.end_split = share.first_split + plan.per_lane < plan.end_split ? share.first_split + plan.per_lane : plan.end_split;
+  share.end_split =
+      share.first_split + plan.per_lane < plan.end_split ? share.first_split + plan.per_lane : plan.end_split;
   return share;
 }
+
+struct AttentionWork {
+  AttentionPlan plan;
+  AttentionShare share;
+};
+static_assert(sizeof(AttentionWork) == 72, "see AttentionShared");
 
 }  // namespace ull::gpu

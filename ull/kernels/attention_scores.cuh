@@ -192,8 +192,8 @@ ULL_DEVICE RunningMaximum running_maximum(const unsigned char* row_maxima) {
   return m;
 }
 
-// Turns the scores of row g + 8 r into probabilities (f16, into `to`: the lane's 8 positions) and returns their sum over
-// the warp's positions. All lanes take part.
+// Turns the scores of row g + 8 r into probabilities (f16, into `to`: the lane's 8 positions) and returns their sum
+// over the warp's positions. All lanes take part.
 ULL_DEVICE float store_probabilities(const float (&score)[4][4], int r, float maximum, unsigned char* to) {
   float p[8];
   float sum = 0.0F;

@@ -22,9 +22,8 @@ inline constexpr int kTileUnits = kPageTokens / kValueUnit;    // 2 or 1
 // The warp's values of a unit, n-tile n, from shared memory. values: of the split, [4 pages][head_dim][64].
 ULL_DEVICE arch::Vector4 load_value(const unsigned char* values, int n, int unit) {
   const int dim = arch::warp() * kWarpDims + arch::lane() / 4 * kValueTiles + n;
-  arch::Vector4 value =
-      arch::load_shared(values + unit / kTileUnits * kKvHeadBytes + dim * (kPageTokens * kKvBytes) +
-                        64 * (unit % kTileUnits) + 16 * (arch::lane() % 4));
+  arch::Vector4 value = arch::load_shared(values + unit / kTileUnits * kKvHeadBytes + dim * (kPageTokens * kKvBytes) +
+                                          64 * (unit % kTileUnits) + 16 * (arch::lane() % 4));
   prepare(value);
   return value;
 }
@@ -76,11 +75,11 @@ ULL_DEVICE void multiply_page_values(float (&sum)[kValueTiles][4], const unsigne
 // The lane's values of a node at four positions from index `index` of its path on (below 0: from `paged`, the unit in
 // the pages; beyond the node's depth: 0), as operands.
 template <int kTile>
-ULL_DEVICE void gather_values(uint32_t (&b)[kValueTiles][2], const arch::Vector4 (&paged)[kValueTiles], int product, int index,
-                              const unsigned char* path, int depth) {
+ULL_DEVICE void gather_values(uint32_t (&b)[kValueTiles][2], const arch::Vector4 (&paged)[kValueTiles], int product,
+                              int index, const unsigned char* path, int depth) {
   using Shared = AttentionShared<kTile>;
-  const unsigned char* own = arch::shared_memory() + Shared::kTreeValue +
-                             2 * (arch::warp() * kWarpDims + arch::lane() / 4 * kValueTiles);
+  const unsigned char* own =
+      arch::shared_memory() + Shared::kTreeValue + 2 * (arch::warp() * kWarpDims + arch::lane() / 4 * kValueTiles);
 #pragma unroll
   for (int n = 0; n < kValueTiles; ++n) operand(b[n], paged[n], product);
 #pragma unroll
@@ -143,7 +142,8 @@ ULL_DEVICE void multiply_path_values(float (&sum)[kValueTiles][4], const unsigne
         uint32_t a[4];
         row_operand(a, low, high, product);
         uint32_t b[kValueTiles][2];
-        gather_values<kTile>(b, paged, product, unit_position + 4 * kKvProducts * t + 4 * product - plan.base, path, depth);
+        gather_values<kTile>(b, paged, product, unit_position + 4 * kKvProducts * t + 4 * product - plan.base, path,
+                             depth);
 #pragma unroll
         for (int n = 0; n < kValueTiles; ++n) arch::mma(own[n], a, b[n]);
       }

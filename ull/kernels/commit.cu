@@ -10,14 +10,37 @@ namespace ull::gpu {
 
 inline constexpr int kCommitThreads = 128;
 
-// Keys of one layer and kv head: rows of head_dim. scratch: [64][head_dim]; pool: page 0.
-ULL_DEVICE void commit_keys(const CommitParams& params, const unsigned char* scratch, unsigned char* pool) {
-  const Round& round = *params.round;
+// The end of a Round as accept() has left it, in shared memory: by way of L2, since this block may have begun, and its
+// multiprocessor may have cached the Round, before that.
+struct Accepted {
+  int32_t unused[2];
+  int32_t count;
+  uint8_t node[kTreeTokens];
+  int32_t padding;
+};
+inline constexpr int kAcceptedOffset = __builtin_offsetof(Round, accepted_count) - 8;
+static_assert(kAcceptedOffset % 16 == 0 && sizeof(Accepted) % 16 == 0);
+static_assert(kAcceptedOffset + sizeof(Accepted) == sizeof(Round));
+
+ULL_DEVICE const Accepted& load_accepted(const Round* round) {
+  unsigned char* shared = arch::shared_memory();
+  const int at = 16 * arch::thread();
+  if (at < static_cast<int>(sizeof(Accepted))) {
+    arch::store_shared(shared + at,
+                       arch::load_global(reinterpret_cast<const unsigned char*>(round) + kAcceptedOffset + at));
+  }
+  arch::block_barrier();
+  return *reinterpret_cast<const Accepted*>(shared);
+}
+
+// Keys of one layer and kv head: rows of head_dim. base: position of the first; scratch: [64][head_dim]; pool: page 0.
+ULL_DEVICE void commit_keys(const CommitParams& params, const Accepted& accepted, int base,
+                            const unsigned char* scratch, unsigned char* pool) {
   constexpr int kRowBytes = kHeadDim * kKvBytes;
   constexpr int kVectors = kRowBytes / 16;
-  for (int i = arch::thread(); i < round.accepted_count * kVectors; i += kCommitThreads) {
-    const int position = round.base + i / kVectors;
-    const int node = round.accepted[i / kVectors];
+  for (int i = arch::thread(); i < accepted.count * kVectors; i += kCommitThreads) {
+    const int position = base + i / kVectors;
+    const int node = accepted.node[i / kVectors];
     unsigned char* row = pool + static_cast<int64_t>(params.pages[position / kPageTokens]) * params.page_bytes +
                          position % kPageTokens * kRowBytes;
     arch::store_global(row + i % kVectors * 16, arch::load_global(scratch + node * kRowBytes + i % kVectors * 16));
@@ -26,16 +49,16 @@ ULL_DEVICE void commit_keys(const CommitParams& params, const unsigned char* scr
 
 // Values: columns of [head_dim][64]. A thread takes 16 bytes of a node's row; neighbouring threads take neighbouring
 // positions, whose elements lie side by side.
-ULL_DEVICE void commit_values(const CommitParams& params, const unsigned char* scratch, unsigned char* pool) {
-  const Round& round = *params.round;
+ULL_DEVICE void commit_values(const CommitParams& params, const Accepted& accepted, int base,
+                              const unsigned char* scratch, unsigned char* pool) {
   constexpr int kRowBytes = kHeadDim * kKvBytes;
   constexpr int kElements = 16 / kKvBytes;
-  const int vectors = kRowBytes / 16 * round.accepted_count;
+  const int vectors = kRowBytes / 16 * accepted.count;
   for (int i = arch::thread(); i < vectors; i += kCommitThreads) {
-    const int accepted = i % round.accepted_count;
-    const int dim = i / round.accepted_count * kElements;
-    const int position = round.base + accepted;
-    const arch::Vector4 loaded = arch::load_global(scratch + round.accepted[accepted] * kRowBytes + dim * kKvBytes);
+    const int index = i % accepted.count;
+    const int dim = i / accepted.count * kElements;
+    const int position = base + index;
+    const arch::Vector4 loaded = arch::load_global(scratch + accepted.node[index] * kRowBytes + dim * kKvBytes);
     unsigned char* column = pool + static_cast<int64_t>(params.pages[position / kPageTokens]) * params.page_bytes +
                             position % kPageTokens * kKvBytes;
 #pragma unroll
@@ -55,12 +78,14 @@ ULL_KERNEL(ull_commit, CommitParams, kCommitThreads, 4) {
   arch::release_dependents();
   arch::wait_for_predecessor();
   const Round& round = *params.round;
-  if (round.count > 0 && round.accepted_count > 0) {
+  const Accepted& accepted = load_accepted(params.round);
+  if (round.count > 0 && accepted.count > 0) {
     const int64_t scratch = (int64_t{arch::block_y()} * kKvHeads + arch::block_x()) * kKvHeadBytes;
     unsigned char* pool = static_cast<unsigned char*>(params.page_pool) + arch::block_y() * kKvLayerBytes +
                           int64_t{arch::block_x()} * kKvHeadBytes;
-    commit_keys(params, static_cast<const unsigned char*>(params.tree_keys) + scratch, pool);
-    commit_values(params, static_cast<const unsigned char*>(params.tree_values) + scratch, pool + kKvLayerBytes / 2);
+    commit_keys(params, accepted, round.base, static_cast<const unsigned char*>(params.tree_keys) + scratch, pool);
+    commit_values(params, accepted, round.base, static_cast<const unsigned char*>(params.tree_values) + scratch,
+                  pool + kKvLayerBytes / 2);
   }
   arch::fence_device();
   arch::block_barrier();

@@ -27,7 +27,7 @@ def attention(
 
 def commit(kv_heads: int, layers: int) -> Geometry:
     """`ull_commit`: a block per kv head and layer."""
-    return (kv_heads, layers), COMMIT_THREADS, 0
+    return (kv_heads, layers), COMMIT_THREADS, 80  # the accepted nodes
 
 
 def splits(context: int) -> int:
@@ -79,12 +79,13 @@ def _shared_bytes(rows: int, head_dim: int, kv_bits: int, tile: int) -> int:
     tree_scores = 4 * (tile + (8 if tile % 16 == 0 else 0))
     row_statistics = 8 * 4 + 8 * 4 + 4 * 4 + 4  # maxima and sums of 8 halves, corrections of 4 tiles, maximum
     return (
-        SPLIT_TOKENS * head_dim * kv_bits // 8  # values
+        SPLIT_TOKENS * head_dim * kv_bits // 8  # a split's values
         + (part_rows + 2 * tile) * head_row
         + step_rows * (_row_bytes(SPLIT_TOKENS, products) + tree_scores + row_statistics)
         + part_rows * (2 * 8 + 4 * head_dim)
         + tile * TREE_TOKENS
         + 4 * (tile + 16)
         + 8 * 4  # a barrier for each page of values
-        + 16
+        + 8
+        + 72  # whether this block merges; its plan and share
     )
