@@ -74,18 +74,21 @@ std::string describe(const Thread& thread) {
   fail("deadlock: %d threads have ended%s", ended, text.c_str());
 }
 
-// A random one of the bits of `mask`, which is not 0.
-int draw_bit(uint32_t mask) {
-  const int rotation = static_cast<int>(draw() & 31U);
+// One of the bits of `mask`, which is not 0; five random bits decide.
+int pick_bit(uint32_t mask, uint32_t random) {
+  const int rotation = static_cast<int>(random & 31U);
   return (std::countr_zero(std::rotr(mask, rotation)) + rotation) & 31;
 }
 
 // Mostly a lane of the same warp: stays in the cache, and warps do run apart from each other on the chip.
 Thread* draw_thread() {
   if (block.runnable_warps == 0) return nullptr;
+  const uint32_t random = draw();
   int warp = self->warp->index;
-  if ((block.runnable_warps >> warp & 1U) == 0 || (draw() & 15U) == 0) warp = draw_bit(block.runnable_warps);
-  return &block.thread[warp * kWarpLanes + draw_bit(block.warps[warp].runnable)];
+  if ((block.runnable_warps >> warp & 1U) == 0 || (random & 15U) == 0) {
+    warp = pick_bit(block.runnable_warps, random >> 4);
+  }
+  return &block.thread[warp * kWarpLanes + pick_bit(block.warps[warp].runnable, random >> 9)];
 }
 
 Thread* next_thread() {

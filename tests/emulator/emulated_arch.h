@@ -113,8 +113,7 @@ inline void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], U
 // ---- number formats ---------------------------------------------------------------------------------------------
 
 inline uint32_t e4m3x2_to_f16x2(uint32_t pair) {
-  return emulator::e4m3_to_f16(static_cast<uint8_t>(pair)) |
-         static_cast<uint32_t>(emulator::e4m3_to_f16(static_cast<uint8_t>(pair >> 8))) << 16;
+  return emulator::kE4m3ToF16[pair & 255U] | static_cast<uint32_t>(emulator::kE4m3ToF16[pair >> 8 & 255U]) << 16;
 }
 inline uint32_t f32x2_to_f16x2(float low, float high) {
   return emulator::f32_to_f16_saturating(low) | static_cast<uint32_t>(emulator::f32_to_f16_saturating(high)) << 16;

@@ -2,20 +2,20 @@
 // 0x7F NaN). Rounding to nearest even, subnormals kept.
 #pragma once
 
+#include <array>
 #include <bit>
 #include <cstdint>
 
 namespace ull::emulator {
 
-// `value` times 2^shift, as an integer rounded to nearest even. |value| 2^shift below 2^22, or infinite work is asked.
-// Adding 1.5 * 2^23 makes the FPU round at the unit; both steps are exact but that one.
-inline float round_to_unit(float value, float unit) {
+// `value` to the nearest multiple of `unit` (a power of two), ties to even, for |value| below 2^22 units: adding
+// 1.5 * 2^23 units makes the FPU round there.
+constexpr float round_to_unit(float value, float unit) {
   const float magic = 12582912.0F * unit;  // 1.5 * 2^23 units
-  volatile float sum = value + magic;
-  return sum - magic;
+  return (value + magic) - magic;          // no compiler drops this without -ffast-math
 }
 
-inline float f16_to_f32(uint16_t bits) {
+constexpr float f16_to_f32(uint16_t bits) {
   const uint32_t sign = static_cast<uint32_t>(bits & 0x8000U) << 16;
   const uint32_t exponent = (bits >> 10) & 31U;
   const uint32_t mantissa = bits & 1023U;
@@ -28,7 +28,7 @@ inline float f16_to_f32(uint16_t bits) {
 }
 
 // Beyond the range: infinity. NaN: 0x7FFF.
-inline uint16_t f32_to_f16(float value) {
+constexpr uint16_t f32_to_f16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const auto sign = static_cast<uint16_t>((bits >> 16) & 0x8000U);
   const uint32_t magnitude = bits & 0x7FFFFFFFU;
@@ -43,21 +43,21 @@ inline uint16_t f32_to_f16(float value) {
 }
 
 // Beyond the range, infinity included: +-65504. NaN: 0x7FFF.
-inline uint16_t f32_to_f16_saturating(float value) {
+constexpr uint16_t f32_to_f16_saturating(float value) {
   const uint16_t bits = f32_to_f16(value);
   return (bits & 0x7FFFU) == 0x7C00U ? static_cast<uint16_t>(bits - 1) : bits;
 }
 
-inline float bf16_to_f32(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+constexpr float bf16_to_f32(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 
 // Beyond the range: infinity. NaN: 0x7FFF.
-inline uint16_t f32_to_bf16(float value) {
+constexpr uint16_t f32_to_bf16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   if ((bits & 0x7FFFFFFFU) > 0x7F800000U) return 0x7FFF;
   return static_cast<uint16_t>((bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16);
 }
 
-inline uint16_t e4m3_to_f16(uint8_t bits) {
+constexpr uint16_t e4m3_to_f16(uint8_t bits) {
   const auto sign = static_cast<uint16_t>((bits & 0x80U) << 8);
   const uint32_t exponent = (bits >> 3) & 15U;
   const uint32_t mantissa = bits & 7U;
@@ -69,8 +69,15 @@ inline uint16_t e4m3_to_f16(uint8_t bits) {
   return static_cast<uint16_t>(sign | ((exponent + 8) << 10) | (mantissa << 7));
 }
 
+// e4m3_to_f16 of every byte: what the weights' way through the kernels is made of.
+inline constexpr auto kE4m3ToF16 = [] {
+  std::array<uint16_t, 256> table{};
+  for (size_t i = 0; i < table.size(); ++i) table[i] = e4m3_to_f16(static_cast<uint8_t>(i));
+  return table;
+}();
+
 // Beyond the range, infinity included: +-448. NaN: 0x7F.
-inline uint8_t f32_to_e4m3_saturating(float value) {
+constexpr uint8_t f32_to_e4m3_saturating(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t sign = (bits >> 24) & 0x80U;
   const uint32_t magnitude = bits & 0x7FFFFFFFU;
