@@ -256,6 +256,16 @@ def test_top_p_falls_behind_the_bucket_that_bounds_suggest(small: emulation.Kern
     assert set(tokens) == set(range(7))
 
 
+def test_masses_carry_between_their_halves(small: emulation.Kernels) -> None:
+    """The masses of tokens 1 and 2 have the lower half's top bit set: without the carry top-p would drop token 2."""
+    logits = np.full((64, SMALL), -100, np.float32)
+    logits[:, :3] = [0, -0.4, -0.4]
+    own = math.exp(-0.4)
+    assert own * 2**12 % 1 > 0.5
+    top_p = (1 + own + 1e-5) / (1 + 2 * own)
+    assert set(check(small, logits, Wish(temperature=1.0, top_p=top_p, seed=3), slices=1)) == {0, 1, 2}
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("wish", [Wish(), Wish(temperature=1.0), Wish(temperature=1.0, top_k=5, logprobs=3)], ids=str)
 def test_a_logit_that_is_not_finite(small: emulation.Kernels, bad: float, wish: Wish) -> None:
