@@ -198,8 +198,7 @@ ULL_DEVICE void linear_wide(const LinearParams& params) {
   WideStream<Plan> stream(params, arch::shared_memory());
   const Stream<Plan>& weights = stream.weights();
   arch::wait_for_predecessor();
-  const int count = token_count(params.round);
-  if (count == 0) {
+  if (token_count(params.round) == 0) {
     weights.drain();
     return;
   }
@@ -220,6 +219,7 @@ ULL_DEVICE void linear_wide(const LinearParams& params) {
     if ((stage + 1) % weights.kSliceStages != 0) continue;
 
     const int slice = weights.slice(stage);
+    const int count = token_count(params.round);  // again: rather than hold it in a register
     if constexpr (!Plan::kSplit) totals.add(sums, slice == 0);
 #pragma unroll
     for (int r = 0; r < Plan::kWarpTiles; ++r) {
