@@ -84,7 +84,7 @@ def quantised(generator: np.random.Generator, rows: int, columns: int, bits: int
 def inverse_rms(residual: NDArray[np.float32], epsilon: float) -> NDArray[np.float32]:
     """1 / rms of each row by the plan of norm.cuh, bit for bit: [T, H] -> [T]."""
     tokens, columns = residual.shape
-    threads = padded(residual, 1, 1024).reshape(tokens, -1, 256, 4).astype(np.float64)
+    threads = padded(residual, 1, 1024).reshape(tokens, round_up(columns, 1024) // 1024, 256, 4).astype(np.float64)
     sums = np.zeros((tokens, 256), np.float32)
     for i in range(threads.shape[1]):
         for j in range(4):  # a square is exact in double precision, so this rounds as fma does

@@ -30,6 +30,7 @@ struct LinearShape {
   static constexpr int kPaddedRows = round_up(kRows, kRowUnit);
   static constexpr int kRowTiles = kPaddedRows / kRowUnit;
   static constexpr int kSteps = round_up(kColumns, kColumnUnit) / kColumnUnit;
+  static constexpr int kSliceSteps = (kSteps + kSlices - 1) / kSlices;  // of the longest slice
   static constexpr int kStepBytes = kRowUnit * kColumnUnit * kBits / 8;
 
   ULL_HOST_DEVICE static constexpr int slice_begin(int slice) { return slice * kSteps / kSlices; }

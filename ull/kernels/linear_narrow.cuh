@@ -27,6 +27,7 @@ struct NarrowPlan {
       kStagedBytes <= kStagedLimit ? 2 : 1;  // on a multiprocessor, of this or the next kernel
 
   static constexpr int kGroups = 1;
+  static constexpr int kBlockSlices = 1;  // of a warp
   static constexpr bool kStageActivations = !kStaged;
   static constexpr int kWarpTiles = kStaged ? 1 : 2;
   static constexpr int kTileStride = 1;
@@ -34,7 +35,6 @@ struct NarrowPlan {
   static constexpr int kStageSteps = (kStaged ? 32 : 16) / Shape::kBits;
   static constexpr int kStageTileBytes = kStageSteps * Shape::kStepBytes;
   static constexpr int kStageBytes = kWarpTiles * kStageTileBytes + (kStaged ? 0 : kStageSteps * kGroupBytes);
-  static constexpr bool kWhole = Shape::kSteps % (kSlices * kStageSteps) == 0;  // slices are whole stages
 
   static constexpr int kPartialStride = kRowUnit + 4;  // floats of a token's row tile: keeps lanes on their own banks
   static constexpr int kPartialSlice = kTokens * kPartialStride;
@@ -51,49 +51,53 @@ struct NarrowPlan {
   static constexpr int kSumAt = kPartialAt + 8 * kPartialArea;
   static constexpr int kBarrierAt = kSumAt + kSumBytes;
   static_assert(kBarrierAt + kComputeWarps * kDepth * kBarrierBytes <= kBytes);
+
+  ULL_DEVICE static int warp_tile() { return 0; }
+  ULL_DEVICE static int first_slice() { return arch::warp(); }
 };
 
-// sums += the stream's next stage, whose activations are staged: `operands` is this lane's of the first step. All is
-// in registers before the first mma, so that the stage is free again at once.
+// sums += a stage whose activations are staged: `operands` is this lane's of the first step. All is in registers before
+// the first mma, so that the stage is free again at once.
 template <typename Plan>
-ULL_DEVICE void multiply_staged(float (&sums)[1][4], Stream<Plan>& stream, int steps, const unsigned char* operands) {
+ULL_DEVICE void multiply_staged(float (&sums)[1][4], const Stream<Plan>& stream, int stage,
+                                const unsigned char* operands) {
   constexpr int kSteps = Plan::kStageSteps;
   arch::Vector4 activations[kSteps][1];
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) activations[s][0] = arch::load_shared(operands + s * Plan::kStagedStepBytes);
   Weights<Plan::Shape::kBits> weights[kSteps];
-  const unsigned char* stage = stream.wait();
+  const unsigned char* place = stream.wait(stage);
 #pragma unroll
-  for (int s = 0; s < kSteps; ++s) weights[s].load(stage + s * Plan::Shape::kStepBytes);
+  for (int s = 0; s < kSteps; ++s) weights[s].load(place + s * Plan::Shape::kStepBytes);
   arch::warp_barrier();
-  stream.refill();
+  stream.refill(stage);
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
-    if (Plan::kWhole || s < steps) multiply_step(sums, weights[s], activations[s]);
+    if (stream.kWhole || s < stream.steps(stage)) multiply_step(sums, weights[s], activations[s]);
   }
 }
 
-// sums += the stream's next stage, which brings activations and the weights of `tiles` row tiles.
+// sums += a stage that brings its activations.
 template <typename Plan>
-ULL_DEVICE void multiply_streamed(float (&sums)[Plan::kWarpTiles][1][4], Stream<Plan>& stream, int steps, int tiles) {
-  const unsigned char* stage = stream.wait();
-  const unsigned char* operands = stage + Plan::kWarpTiles * Plan::kStageTileBytes + arch::lane() * 16;
+ULL_DEVICE void multiply_streamed(float (&sums)[Plan::kWarpTiles][1][4], const Stream<Plan>& stream, int stage) {
+  const unsigned char* place = stream.wait(stage);
+  const unsigned char* operands = place + Plan::kWarpTiles * Plan::kStageTileBytes + arch::lane() * 16;
 #pragma unroll
   for (int s = 0; s < Plan::kStageSteps; ++s) {
-    if (Plan::kWhole || s < steps) {
+    if (stream.kWhole || s < stream.steps(stage)) {
       const arch::Vector4 activations[1] = {arch::load_shared(operands + s * kGroupBytes)};
 #pragma unroll
       for (int r = 0; r < Plan::kWarpTiles; ++r) {
-        if (r < tiles) {
+        if (r < stream.tiles(stage)) {
           Weights<Plan::Shape::kBits> weights;
-          weights.load(stage + r * Plan::kStageTileBytes + s * Plan::Shape::kStepBytes);
+          weights.load(place + r * Plan::kStageTileBytes + s * Plan::Shape::kStepBytes);
           multiply_step(sums[r], weights, activations);
         }
       }
     }
   }
   arch::warp_barrier();
-  stream.refill();
+  stream.refill(stage);
 }
 
 // Writes this warp's sums of one row tile: [token][16 rows and padding].
@@ -176,9 +180,8 @@ ULL_DEVICE void linear_narrow(const LinearParams& params) {
   unsigned char* shared = arch::shared_memory();
   unsigned char* staged = shared + Plan::kStagedAt;
   auto* partial = reinterpret_cast<float*>(shared + Plan::kPartialAt);
-  const int slice = arch::warp();
   arch::release_dependents();
-  Stream<Plan> stream(params, shared, 0, slice, slice + 1);
+  Stream<Plan> stream(params, shared);
   stream.fill();
   RowShare norm_weight;
   if constexpr (Shape::kNorms) load_norm_weight(norm_weight, params.norm_weight);
@@ -202,20 +205,21 @@ ULL_DEVICE void linear_narrow(const LinearParams& params) {
   const int item = arch::thread() % Epilogue::kItems;
   const bool finishes = token < smaller(count, Plan::kTokens);
   int turn = 0;
-  for (int tile = Shape::first_tile(); tile < Shape::last_tile(); tile += Plan::kPassTiles) {
-    const int tiles = stream.tiles_at(tile);
+  for (int first = 0; first < stream.stages(); first += stream.kPassStages) {
+    const int tile = stream.tile(first);
+    const int tiles = stream.tiles(first);
     typename Epilogue::Operands operands[Plan::kWarpTiles];
 #pragma unroll
     for (int r = 0; r < Plan::kWarpTiles; ++r) {
       if (finishes && r < tiles) operands[r] = Epilogue::load(params, tile + r, token, item);
     }
     float sums[Plan::kWarpTiles][1][4] = {};
-    for (int step = Shape::slice_begin(slice); step < Shape::slice_begin(slice + 1); step += Plan::kStageSteps) {
-      const int steps = Shape::slice_begin(slice + 1) - step;
+    for (int stage = first; stage < first + stream.kPassStages; ++stage) {
       if constexpr (Plan::kStaged) {
-        multiply_staged(sums[0], stream, steps, staged + step * Plan::kStagedStepBytes + lane * 16);
+        const unsigned char* step = staged + stream.step(stage) * Plan::kStagedStepBytes;
+        multiply_staged(sums[0], stream, stage, step + lane * 16);
       } else {
-        multiply_streamed(sums, stream, steps, tiles);
+        multiply_streamed(sums, stream, stage);
       }
     }
 #pragma unroll

@@ -10,6 +10,14 @@ namespace ull::gpu {
 
 inline constexpr int kWideThreads = 32 * kComputeWarps;
 
+// The most parts of K that leave a block's row tiles within one pass, on an H200.
+ULL_HOST_DEVICE constexpr int parts_of(int row_tiles, int pass_tiles) {
+  constexpr int kMultiprocessors = 132;
+  int parts = kSlices;
+  while (parts > 1 && row_tiles * parts > pass_tiles * kMultiprocessors) parts /= 2;
+  return parts;
+}
+
 // kSplit: see above. Else a block keeps the sums of the slices before, which takes twice the registers.
 template <typename Shape_, int kTokens_, bool kSplit_>
 struct WidePlan {
@@ -21,35 +29,37 @@ struct WidePlan {
   static constexpr int kWarpTiles = 2;
   static constexpr int kTileStride = kComputeWarps;
   static constexpr int kPassTiles = kWarpTiles * kTileStride;
+  static constexpr int kParts = kSplit ? parts_of(Shape::kRowTiles, kPassTiles) : 1;  // of the slices: grid_y
+  static constexpr int kBlockSlices = kSlices / kParts;
   static constexpr int kStageSteps = 16 / Shape::kBits;
   static constexpr int kStageTileBytes = kStageSteps * Shape::kStepBytes;
   static constexpr int kStageBytes = kWarpTiles * kStageTileBytes;
   static constexpr int kTokenStageBytes = kStageSteps * kTokens * kTokenStepBytes;
-  static constexpr bool kWhole = Shape::kSteps % (kSlices * kStageSteps) == 0;
 
   static constexpr int kBlocks = kSplit || kTokens <= 32 ? 2 : 1;
   static constexpr int kBytes = kBlocks == 2 ? kNarrowBytes : kWideBytes;
   static constexpr int kDepth =
       smaller(8, kBytes / (kComputeWarps * (kStageBytes + kBarrierBytes) + kTokenStageBytes + 2 * kBarrierBytes));
-  static_assert(kDepth >= 2);
+  static_assert(kDepth >= 2 && kDepth <= kComputeWarps);
 
   // Offsets in shared memory; the weights' rings come first.
   static constexpr int kTokensAt = kComputeWarps * kDepth * kStageBytes;
   static constexpr int kBarrierAt = kTokensAt + kDepth * kTokenStageBytes;
   static constexpr int kTokenBarrierAt = kBarrierAt + kComputeWarps * kDepth * kBarrierBytes;
   static_assert(kTokenBarrierAt + 2 * kDepth * kBarrierBytes <= kBytes);
+
+  ULL_DEVICE static int warp_tile() { return arch::warp(); }
+  ULL_DEVICE static int first_slice() { return kSplit ? arch::block_y() * kBlockSlices : 0; }
 };
 
-// A warp's weights and, in step with them, the block's activations: [step][token][32 columns] a stage. The warps bring
-// these in turn: the one whose turn it was refills a stage's place when all have read it, one stage later so that it
-// seldom waits.
+// A warp's weights and, in step with them, the block's activations: [step][token][32 columns] a stage.
 template <typename Plan>
 class WideStream {
  public:
   using Shape = typename Plan::Shape;
 
-  ULL_DEVICE WideStream(const LinearParams& params, unsigned char* shared, int first_slice, int last_slice)
-      : weights_(params, shared, arch::warp(), first_slice, last_slice),
+  ULL_DEVICE WideStream(const LinearParams& params, unsigned char* shared)
+      : weights_(params, shared),
         params_(params),
         ring_(shared + Plan::kTokensAt),
         full_(reinterpret_cast<arch::Barrier*>(shared + Plan::kTokenBarrierAt)),
@@ -66,49 +76,47 @@ class WideStream {
     arch::block_barrier();
   }
 
-  // After the predecessor: the first stages' activations.
-  ULL_DEVICE void fill_activations() {
+  // After the predecessor: the activations of all stages in the ring but the last, which the first release() brings.
+  ULL_DEVICE void fill_activations() const {
     if (arch::thread() != 0) return;
-    Cursor cursor = weights_.start();
-    for (int slot = 0; slot < Plan::kDepth && weights_.has(cursor); ++slot) {
-      fetch(slot, cursor.step, weights_.steps_at(cursor));
-      weights_.advance(cursor);
-    }
+    for (int stage = 0; stage < smaller(Plan::kDepth - 1, weights_.stages()); ++stage) fetch(stage);
   }
 
-  ULL_DEVICE void drain() { weights_.drain(); }
-  ULL_DEVICE int tiles_at(int tile) const { return weights_.tiles_at(tile); }
-  ULL_DEVICE const unsigned char* wait_weights() { return weights_.wait(); }
-  ULL_DEVICE const unsigned char* wait_activations() const {
-    arch::barrier_wait(full_ + weights_.slot(), weights_.phase());
-    return ring_ + weights_.slot() * Plan::kTokenStageBytes;
+  ULL_DEVICE const Stream<Plan>& weights() const { return weights_; }
+
+  // A stage's activations, once they have arrived.
+  ULL_DEVICE const unsigned char* wait(int stage) const {
+    arch::barrier_wait(full_ + stage % Plan::kDepth, stage / Plan::kDepth % 2);
+    return ring_ + stage % Plan::kDepth * Plan::kTokenStageBytes;
   }
 
-  // The warp has read the stage.
-  ULL_DEVICE void release() {
+  // The warp has read the stage. The stage before it, which the others have most likely read as well, is refilled with
+  // activations, by the warp that has its place's number.
+  ULL_DEVICE void release(int stage) const {
     arch::warp_barrier();
-    const int slot = weights_.slot();
-    if (arch::lane() == 0) arch::barrier_arrive(empty_ + slot);
-    if (late_steps_ > 0 && turn_ == arch::warp()) {
-      const int before = slot == 0 ? Plan::kDepth - 1 : slot - 1;
-      arch::barrier_wait(empty_ + before, weights_.phase() ^ (slot == 0 ? 1U : 0U));
-      if (arch::lane() == 0) fetch(before, late_step_, late_steps_);
+    if (arch::lane() == 0) arch::barrier_arrive(empty_ + stage % Plan::kDepth);
+    weights_.refill(stage);
+    const int next = stage + Plan::kDepth - 1;
+    if (next % Plan::kDepth == arch::warp() && next < weights_.stages()) {
+      arch::barrier_wait(empty_ + next % Plan::kDepth, (next / Plan::kDepth + 1) % 2);  // at once the first time round
+      if (arch::lane() == 0) fetch(next);
     }
-    turn_ = (turn_ + 1) % kComputeWarps;
-    late_step_ = weights_.next().step;
-    late_steps_ = weights_.has(weights_.next()) ? weights_.steps_at(weights_.next()) : 0;
-    weights_.refill();
   }
 
  private:
-  ULL_DEVICE void fetch(int slot, int step, int steps) {
+  ULL_DEVICE void fetch(int stage) const {
     constexpr int kBytes = Plan::kTokens * kTokenStepBytes;
+    const int slot = stage % Plan::kDepth;
+    const int steps = weights_.steps(stage);
+    const auto* activations = static_cast<const unsigned char*>(params_.activations);
     arch::barrier_arrive_expect(full_ + slot, static_cast<uint32_t>(steps * kBytes));
-    for (int i = 0; i < steps; ++i) {
-      arch::bulk_copy_stream(ring_ + slot * Plan::kTokenStageBytes + i * kBytes,
-                             static_cast<const unsigned char*>(params_.activations) +
-                                 static_cast<int64_t>(step + i) * kActivationStepBytes,
-                             kBytes, full_ + slot);
+#pragma unroll
+    for (int i = 0; i < Plan::kStageSteps; ++i) {
+      if (i < steps) {
+        arch::bulk_copy_stream(ring_ + slot * Plan::kTokenStageBytes + i * kBytes,
+                               activations + static_cast<int64_t>(weights_.step(stage) + i) * kActivationStepBytes,
+                               kBytes, full_ + slot);
+      }
     }
   }
 
@@ -117,9 +125,6 @@ class WideStream {
   unsigned char* ring_;
   arch::Barrier* full_;
   arch::Barrier* empty_;
-  int turn_ = 0;
-  int late_step_ = 0;  // the activations that the stage before makes room for
-  int late_steps_ = 0;
 };
 
 // A warp's accumulators.
@@ -148,7 +153,7 @@ template <typename Plan, int kTiles>
 ULL_DEVICE void multiply_stage(Sums<Plan>& sums, const unsigned char* weights, const unsigned char* tokens, int steps) {
 #pragma unroll 1
   for (int s = 0; s < Plan::kStageSteps; ++s) {
-    if (Plan::kWhole || s < steps) {
+    if (Stream<Plan>::kWhole || s < steps) {
       uint32_t a[kTiles][2][4];
 #pragma unroll
       for (int r = 0; r < kTiles; ++r) {
@@ -172,24 +177,6 @@ ULL_DEVICE void multiply_stage(Sums<Plan>& sums, const unsigned char* weights, c
   }
 }
 
-// sums = one slice of the pass's row tiles.
-template <typename Plan>
-ULL_DEVICE void multiply_slice(Sums<Plan>& sums, WideStream<Plan>& stream, int slice, int tiles) {
-  using Shape = typename Plan::Shape;
-  sums = {};
-  const int last = Shape::slice_begin(slice + 1);
-  for (int step = Shape::slice_begin(slice); step < last; step += Plan::kStageSteps) {
-    const unsigned char* weights = stream.wait_weights();
-    const unsigned char* tokens = stream.wait_activations();
-    if (tiles == Plan::kWarpTiles) {
-      multiply_stage<Plan, Plan::kWarpTiles>(sums, weights, tokens, last - step);
-    } else if (tiles == 1) {
-      multiply_stage<Plan, 1>(sums, weights, tokens, last - step);
-    }
-    stream.release();
-  }
-}
-
 // One slice's sums of a row tile: [slice][token][rows] f32.
 template <typename Plan>
 ULL_DEVICE void store_slice(const LinearParams& params, int slice, int tile, int count,
@@ -207,41 +194,43 @@ ULL_DEVICE void store_slice(const LinearParams& params, int slice, int tile, int
 // The kernel. Epilogue: finish_tile(params, tile, count, sums) of a row tile's groups; unused by split layers.
 template <typename Plan, typename Epilogue>
 ULL_DEVICE void linear_wide(const LinearParams& params) {
-  using Shape = typename Plan::Shape;
-  const int slices = kSlices / arch::grid_y();
-  const int first_slice = arch::block_y() * slices;
   arch::release_dependents();
-  WideStream<Plan> stream(params, arch::shared_memory(), first_slice, first_slice + slices);
+  WideStream<Plan> stream(params, arch::shared_memory());
+  const Stream<Plan>& weights = stream.weights();
   arch::wait_for_predecessor();
-  const int count = token_count(params.round);
-  if (count == 0) {
-    stream.drain();
+  if (token_count(params.round) == 0) {
+    weights.drain();
     return;
   }
   stream.fill_activations();
 
-  for (int pass = Shape::first_tile(); pass < Shape::last_tile(); pass += Plan::kPassTiles) {
-    const int tile = pass + arch::warp();
-    const int tiles = stream.tiles_at(pass);
-    Sums<Plan> totals;
-    for (int slice = first_slice; slice < first_slice + slices; ++slice) {
-      Sums<Plan> sums;
-      multiply_slice<Plan>(sums, stream, slice, tiles);
+  Sums<Plan> sums{};
+  Sums<Plan> totals;
+  for (int stage = 0; stage < weights.stages(); ++stage) {
+    const unsigned char* place = weights.wait(stage);
+    const unsigned char* tokens = stream.wait(stage);
+    const int tiles = weights.tiles(stage);
+    if (tiles == Plan::kWarpTiles) {
+      multiply_stage<Plan, Plan::kWarpTiles>(sums, place, tokens, weights.steps(stage));
+    } else if (tiles == 1) {
+      multiply_stage<Plan, 1>(sums, place, tokens, weights.steps(stage));
+    }
+    stream.release(stage);
+    if ((stage + 1) % weights.kSliceStages != 0) continue;
+
+    const int slice = weights.slice(stage);
+    const int count = token_count(params.round);  // again: rather than hold it in a register
+    if constexpr (!Plan::kSplit) totals.add(sums, slice == 0);
+#pragma unroll
+    for (int r = 0; r < Plan::kWarpTiles; ++r) {
+      const int tile = weights.tile(stage) + r * Plan::kTileStride;
       if constexpr (Plan::kSplit) {
-#pragma unroll
-        for (int r = 0; r < Plan::kWarpTiles; ++r) {
-          if (r < tiles) store_slice<Plan>(params, slice, tile + r * Plan::kTileStride, count, sums.value[r]);
-        }
+        if (r < tiles) store_slice<Plan>(params, slice, tile, count, sums.value[r]);
       } else {
-        totals.add(sums, slice == 0);
+        if (r < tiles && slice == kSlices - 1) Epilogue::finish_tile(params, tile, count, totals.value[r]);
       }
     }
-    if constexpr (!Plan::kSplit) {
-#pragma unroll
-      for (int r = 0; r < Plan::kWarpTiles; ++r) {
-        if (r < tiles) Epilogue::finish_tile(params, tile + r * Plan::kTileStride, count, totals.value[r]);
-      }
-    }
+    sums = {};
   }
 }
 

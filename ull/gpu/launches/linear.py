@@ -21,6 +21,7 @@ NARROW_BYTES = 112 * 1024  # two blocks on a multiprocessor
 WIDE_BYTES = 224 * 1024
 STAGED_LIMIT = 64 * 1024  # most activations that a block keeps beside its ring, if it has a choice
 PASS_TILES = 16  # row tiles that a block of linear_wide.cuh handles at once
+SPLIT_BLOCKS = 132  # blocks of a split layer that are aimed at
 
 
 def tile_of(tokens: int) -> int:
@@ -95,9 +96,9 @@ def _wide(rows: int, tile: int, multiprocessors: int) -> Geometry:
 
 
 def _split(rows: int, multiprocessors: int) -> Geometry:
-    """`WidePlan` of a split layer: as many parts of K as keep a block's row tiles within one pass."""
+    """`WidePlan` of a split layer; the parts are fixed in the kernel (`parts_of`)."""
     tiles = _row_tiles(rows)
-    parts = next((parts for parts in (8, 4, 2) if tiles * parts <= PASS_TILES * multiprocessors), 1)
+    parts = next((parts for parts in (8, 4, 2) if tiles * parts <= PASS_TILES * SPLIT_BLOCKS), 1)
     return (max(1, min(tiles, multiprocessors // parts)), parts), THREADS, NARROW_BYTES
 
 
