@@ -278,7 +278,7 @@ class Generator(Device):
         for node in range(nodes):
             self.logits[node, :VOCABULARY] = self.table[self.round.tokens[node]]
         params = layout.SampleParams(
-            *map(ctypes.addressof, (self.round, self.state)), pointer(self.logits), pointer(self.scratch), None
+            *map(ctypes.addressof, (self.round, self.state)), pointer(self.logits), pointer(self.scratch)
         )
         for kernel in launches.SAMPLING:
             self._run(kernel, launches.sample(kernel, VOCABULARY, max(nodes, 1), 132), params)

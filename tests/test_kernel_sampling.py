@@ -83,10 +83,7 @@ def draw(
     state, state_memory = structure(layout.State)
     wish.fill(state.sampling, state.biases)
     scratch = aligned(launches.SCRATCH_BYTES, np.uint8)
-    counters = aligned(64, np.uint32, 0)
-    params = layout.SampleParams(
-        ctypes.addressof(round_), ctypes.addressof(state), pointer(rows), pointer(scratch), pointer(counters)
-    )
+    params = layout.SampleParams(ctypes.addressof(round_), ctypes.addressof(state), pointer(rows), pointer(scratch))
     for kernel in launches.SAMPLING:
         grid, threads, shared = launches.sample(kernel, vocabulary, nodes, MULTIPROCESSORS)
         if slices:

@@ -35,7 +35,7 @@ class Sizes:
         self.layer_page_bytes = 2 * self.tree_bytes
         self.page_bytes = model.layers * self.layer_page_bytes
         self.attention_counters = attention.counter_count(model.heads)
-        self.counter_count = model.layers * self.attention_counters + TREE_TOKENS + 1
+        self.counter_count = model.layers * self.attention_counters + 1  # the commit has one
 
     @property
     def kv_bytes(self) -> int:

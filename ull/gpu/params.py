@@ -95,7 +95,7 @@ class Round(ctypes.Structure):
         ("base", c_int32),
         ("max_tokens", c_int32),
         ("draws", c_int32),
-        ("logits_finite", c_int32),
+        ("padding", c_int32),
         ("begin_ns", c_uint64),
         ("tokens", c_int32 * TREE_TOKENS),
         ("depths", c_int32 * TREE_TOKENS),
@@ -194,7 +194,6 @@ class SampleParams(ctypes.Structure):
         ("state", c_void_p),
         ("logits", c_void_p),
         ("scratch", c_void_p),
-        ("counters", c_void_p),
     ]
 
 

@@ -86,7 +86,6 @@ class Rounds:
             state=region("state"),
             logits=region("logits"),
             scratch=region("sampler"),
-            counters=self._counters(self._sizes.model.layers * self._sizes.attention_counters),
         )
         for kernel in sampling.SAMPLING:
             geometry = sampling.sample(kernel, model.vocabulary, tokens, self._multiprocessors)

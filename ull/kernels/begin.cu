@@ -144,7 +144,6 @@ ULL_KERNEL(ull_begin, BeginParams, kThreads, 1) {
     round->base = continues ? state.position : head.position;
     round->max_tokens = head.max_tokens;
     round->draws = head.mode == RoundMode::kPrefill ? 0 : 1;
-    round->logits_finite = 1;
     round->begin_ns = begin_ns;
     params.state->sequence = state.sequence + 1;
   }

@@ -102,7 +102,7 @@ struct Round {
   int32_t base;   // position of node 0: positions before it are in the pages
   int32_t max_tokens;
   int32_t draws;  // 1: nodes are sampled (not a prefill)
-  int32_t logits_finite;
+  int32_t padding;
   uint64_t begin_ns;
   int32_t tokens[kTreeTokens];
   int32_t depths[kTreeTokens];             // position of node i: base + depths[i]
@@ -117,8 +117,8 @@ struct State {
   uint64_t sequence;  // of the next round
   int32_t token;      // that a continuing round feeds
   int32_t position;   // of that token
-  int32_t stopped;
-  uint32_t setting;  // version that `sampling`, biases, stops and the page table below were copied from
+  int32_t stopped;    // 1: the last round cannot be continued: it stopped, was skipped, failed, or was a prefill
+  uint32_t setting;   // version that `sampling`, biases, stops and the page table below were copied from
   int32_t stop_count;
   int32_t padding;
   Sampling sampling;
@@ -196,9 +196,8 @@ struct AttentionParams {
 struct SampleParams {
   Round* round;
   const State* state;
-  float* logits;       // [64, V]; biases are not in it
-  void* scratch;       // sample_scratch_bytes
-  uint32_t* counters;  // [64]
+  float* logits;  // [64, V]; biases are not in it
+  void* scratch;  // sample_scratch_bytes
 };
 
 struct AcceptParams {
