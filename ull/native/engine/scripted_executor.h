@@ -28,7 +28,7 @@ class ScriptedExecutor : public Executor {
     int64_t fail_step = -1;        // this step (from 0, prefill chunks and rounds alike) fails, as do all after
     int64_t hang_step = -1;        // this step never ends unless it is aborted
     bool ignore_abort = false;
-    std::string failure;         // why it has failed, once it has; empty: it cannot say
+    std::string failure = {};    // why it has failed, once it has; empty: it cannot say
     bool restart_helps = false;  // after that
   };
 

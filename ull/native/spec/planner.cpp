@@ -79,9 +79,13 @@ int Planner::size_index(int tokens) noexcept {
   return size;
 }
 
+double Planner::cost_of(const double* values, int tokens) const noexcept {
+  return costs_.stepped ? values[size_index(tokens)] : interpolate(values, tokens);
+}
+
 double Planner::measured_ns(int tokens, int position, double visited) const noexcept {
-  const double all = interpolate(costs_.logits_ns, tokens);
-  return interpolate(costs_.body_ns, tokens) + position * interpolate(costs_.body_position_ns, tokens) +
+  const double all = cost_of(costs_.logits_ns, tokens);
+  return cost_of(costs_.body_ns, tokens) + position * cost_of(costs_.body_position_ns, tokens) +
          std::min(all, visited * costs_.logits_ns[0]);
 }
 
@@ -96,7 +100,7 @@ double Planner::round_ns(const Drafter& drafter, const TreePlan& plan, int posit
 }
 
 bool Planner::batches_logits(int tokens, double visited) const noexcept {
-  return interpolate(costs_.logits_ns, tokens) < visited * costs_.logits_ns[0];
+  return cost_of(costs_.logits_ns, tokens) < visited * costs_.logits_ns[0];
 }
 
 double Planner::acceptance(Speculation drafter, int confidence, int depth, int rank) const noexcept {

@@ -28,6 +28,7 @@ struct VerifyCosts {
   double body_ns[kCostSizes] = {1, 1, 1, 1, 1, 1, 1};  // all layers, on an empty cache
   double body_position_ns[kCostSizes] = {};            // more per position before the root
   double logits_ns[kCostSizes] = {};                   // lm_head over all of them
+  bool stepped = false;                                // a size between two of them costs what the larger does
 };
 
 // A running mean of measured over estimated time. What takes several times as long as it should was interrupted by the
@@ -128,6 +129,8 @@ class Planner {
   }
   // The smallest measured size that holds `tokens`.
   [[nodiscard]] static int size_index(int tokens) noexcept;
+  // One of the tables of costs_ at `tokens`.
+  [[nodiscard]] double cost_of(const double* values, int tokens) const noexcept;
   // As measured at warm-up.
   [[nodiscard]] double measured_ns(int tokens, int position, double visited) const noexcept;
   // A round that drafts and verifies `plan`.

@@ -48,6 +48,7 @@ struct GraphRig {
     RoundStep step{tokens.back(), static_cast<int32_t>(tokens.size()) - 1, pages.data(), &sampling, max_tokens,
                    tokens.data()};
     step.speculation = speculation;
+    step.max_tree = max_tree;
     step.stops = stops.data();
     step.stop_count = static_cast<int32_t>(stops.size());
     return step;
@@ -91,6 +92,7 @@ struct GraphRig {
   Sampling sampling;
   std::vector<int32_t> stops;
   Speculation speculation = Speculation::kNone;
+  int max_tree = 0;
   RoundResult result;
   int rounds = 0;
 };

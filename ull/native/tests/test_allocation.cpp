@@ -179,6 +179,12 @@ TEST(replaying_graphs_allocates_nothing) {
   ull::test::FakeDevice device({.model = {128}, .context = 1024});
   ull::graph::GraphExecutor executor(device.program(), ull::test::FakeDevice::driver(), {});
   decode_everything(executor, 400);
+  for (const bool adaptive : {true, false}) {
+    ull::test::FakeDevice again({.model = {128, 9}, .context = 1024});
+    ull::graph::GraphExecutor drafting(again.program(), ull::test::FakeDevice::driver(),
+                                       {.drafter = ull::Speculation::kNgram, .adaptive = adaptive});
+    decode_everything(drafting, 400, adaptive ? Rounds::kAny : Rounds::kFewer);
+  }
 }
 
 TEST(drafting_allocates_nothing) {

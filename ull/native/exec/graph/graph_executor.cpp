@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "base/cpu.h"
+#include "spec/ngram.h"
 
 namespace ull::graph {
 namespace {
@@ -18,6 +18,8 @@ constexpr int kPrefillChunk = gpu::kRoundSlots * gpu::kTreeTokens;
 constexpr int64_t kPrepareNs = 60'000'000'000;  // the watchdog's limit until everything has run once
 constexpr int kMeasuredRounds = 20;
 constexpr int64_t kMeasureNs = 200'000'000;  // no further round of a size is measured after this long
+constexpr int kMeasuredPosition = 1024;      // where attention's share is measured
+constexpr double kUnmeasured = 1e15;         // nanoseconds
 
 }  // namespace
 
@@ -42,7 +44,7 @@ const GraphOptions& GraphExecutor::checked(const GraphOptions& options) {
 // ---- steps --------------------------------------------------------------------------------------------------------
 
 bool GraphExecutor::valid(const int32_t* tokens, int count, int start) const noexcept {
-  if (info_.vocabulary == 0 || count < 1 || start < 0 || count > info_.context - start) return false;
+  if (proposer_ == nullptr || count < 1 || start < 0 || count > info_.context - start) return false;
   return std::all_of(tokens, tokens + count, [&](int32_t token) { return token >= 0 && token < info_.vocabulary; });
 }
 
@@ -71,8 +73,10 @@ Status GraphExecutor::start_round(const RoundStep& step) noexcept {
   }
   if (begin_step(StepKind::kRound) != Status::kOk) return Status::kExecutorFailed;
   round_ = step;
-  tree_.reset(step.token, info_.vocabulary, 1, 0);
-  const bool adopted = tree_.count() == 1 && ahead_is(step);
+  const DraftContext now{step.history, step.position, step.pages, step.sampling,
+                         step.drafted, nullptr,       &abort_,    nullptr};
+  if (proposer_->propose(step, now) != Status::kOk) return queue_.fail("a drafter has failed", /*restart_helps=*/true);
+  const bool adopted = proposer_->tree().count() == 1 && ahead_is(step);
   if (adopted) {
     first_ = last_ = ahead_;
     launched_ = true;
@@ -133,14 +137,15 @@ void GraphExecutor::launch_tree() noexcept {
     if (!queue_.setting_is_free(setting_)) return;
     setting_.take(*step.sampling, step.stops, step.stop_count, step.pages, pages);
   }
-  const int count = tree_.count();
+  const DraftTree& tree = proposer_->tree();
+  const int count = tree.count();
   gpu::RoundRequest& request = queue_.next_request();
   request.mode = gpu::RoundMode::kTake;
   request.count = count;
   request.position = step.position;
   request.max_tokens = step.max_tokens;
-  std::copy_n(tree_.tokens(), count, request.tokens);
-  std::copy_n(tree_.parents(), count, request.parents);
+  std::copy_n(tree.tokens(), count, request.tokens);
+  std::copy_n(tree.parents(), count, request.parents);
   if (queue_.launch(program_.round_for(count), setting_) != Status::kOk) return;
   first_ = last_ = queue_.launched();
   launched_ = true;
@@ -152,7 +157,7 @@ void GraphExecutor::launch_ahead() noexcept {
   const RoundStep& step = round_;
   const int position = step.position + 1;
   const int pages = pages_for(step.position + step.max_tokens);
-  if (tree_.count() > 1 || step.speculation != Speculation::kNone || step.max_tokens < 2) return;
+  if (proposer_->tree().count() > 1 || step.speculation != Speculation::kNone || step.max_tokens < 2) return;
   if (position >= info_.context || !queue_.has_slot()) return;
   if (queue_.seen() >= last_ && queue_.result(last_).stopped != 0) return;
   if (!setting_.holds(step.pages, pages)) {
@@ -206,6 +211,7 @@ Status GraphExecutor::finish_round(RoundResult& result) noexcept {
   if (answer.status != gpu::RoundStatus::kOk || !copy_tokens(answer, result)) {
     return queue_.fail("the device gave an impossible answer to a round", /*restart_helps=*/true);
   }
+  if (round_.speculation != Speculation::kNone) proposer_->learn(round_, result);
   ahead_token_ = result.tokens[result.count - 1].token;
   ahead_position_ = answer.stopped != 0 ? -1 : round_.position + result.count;
   return Status::kOk;
@@ -213,7 +219,8 @@ Status GraphExecutor::finish_round(RoundResult& result) noexcept {
 
 // False if the answer is not one to the round that was asked for.
 bool GraphExecutor::copy_tokens(const gpu::RoundResult& answer, RoundResult& result) const noexcept {
-  if (answer.count < 1 || answer.count > std::min(round_.max_tokens, tree_.deepest() + 1)) return false;
+  const DraftTree& tree = proposer_->tree();
+  if (answer.count < 1 || answer.count > std::min(round_.max_tokens, tree.deepest() + 1)) return false;
   int node = 0;
   for (int i = 0; i < answer.count; ++i) {
     const gpu::EmittedToken& from = answer.tokens[i];
@@ -226,14 +233,14 @@ bool GraphExecutor::copy_tokens(const gpu::RoundResult& answer, RoundResult& res
     to.top_count = from.top_count;
     for (int rank = 0; rank < from.top_count; ++rank) to.top[rank] = {from.top[rank].token, from.top[rank].logprob};
     if (i == answer.count - 1) break;
-    node = tree_.child(node, from.token);
+    node = tree.child(node, from.token);
     if (node < 0) return false;
-    result.ranks[i] = static_cast<uint8_t>(tree_.rank(node));
+    result.ranks[i] = static_cast<uint8_t>(tree.rank(node));
   }
   result.count = answer.count;
-  result.drafter = Speculation::kNone;
-  result.tree_tokens = tree_.count();
-  result.depth = tree_.deepest();
+  result.drafter = proposer_->drafter();
+  result.tree_tokens = tree.count();
+  result.depth = tree.deepest();
   result.accepted = answer.count - 1;
   return true;
 }
@@ -272,19 +279,36 @@ void GraphExecutor::prepare() {
   settled_ = false;
   require(queue_.enter());
   queue_.set_watchdog(kPrepareNs);
-  measure();
+  std::vector<std::unique_ptr<Drafter>> drafters;
+  if (program_.most_nodes() > 1) drafters.push_back(std::make_unique<NgramDrafter>(info_.context));
+  if (options_.scripted != nullptr) drafters.push_back(std::make_unique<ScriptedDrafter>(*options_.scripted));
+  proposer_ = std::make_unique<Proposer>(
+      std::move(drafters),
+      Proposer::Options{info_.vocabulary, info_.context, program_.most_nodes(), options_.adaptive});
+  proposer_->prepare(measure(), info_);
   queue_.set_watchdog(options_.watchdog_ms * 1'000'000);
 }
 
-// Replays every graph on pages that hold nothing yet: what is drawn does not matter.
-void GraphExecutor::measure() {
+// Replays every graph on pages that hold nothing yet: what is drawn does not matter. A graph's time holds the
+// lm_head's.
+VerifyCosts GraphExecutor::measure() {
   const int held = std::min(info_.context, info_.page_count * kPageTokens);
   std::vector<int32_t> pages(static_cast<size_t>(pages_for(held)));
   for (size_t page = 0; page < pages.size(); ++page) pages[page] = static_cast<int32_t>(page);
+  const int far = std::clamp(held - kMaxTreeTokens, 0, kMeasuredPosition);
+  VerifyCosts costs;
+  costs.stepped = true;
+  double least = 0.0;  // more tokens never cost less
   for (int i = 0; i < kCostSizes; ++i) {
-    if (program_.rounds[i] == nullptr || kCostTokens[i] > held) continue;
-    info_.verify_ns[i] = measure_round(i, 0, pages);
+    const bool exists = program_.rounds[i] != nullptr && kCostTokens[i] <= held;
+    if (exists) info_.verify_ns[i] = measure_round(i, 0, pages);
+    costs.body_ns[i] = least = exists ? std::max(least, static_cast<double>(info_.verify_ns[i])) : kUnmeasured;
+    if (exists && far > 0) {
+      const double longer = static_cast<double>(measure_round(i, far, pages)) - costs.body_ns[i];
+      costs.body_position_ns[i] = std::max(longer, 0.0) / far;
+    }
   }
+  return costs;
 }
 
 // The median duration of rounds that keep the device busy, by its own clock.

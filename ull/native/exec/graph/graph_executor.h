@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "base/cpu.h"
@@ -17,7 +18,8 @@
 #include "exec/graph/program.h"
 #include "exec/graph/round_queue.h"
 #include "exec/graph/setting.h"
-#include "spec/tree.h"
+#include "spec/proposer.h"
+#include "spec/scripted_drafter.h"
 
 namespace ull::graph {
 
@@ -25,6 +27,9 @@ struct GraphOptions {
   int64_t watchdog_ms = 2000;                // without an answer for longer, the device has failed
   Speculation drafter = Speculation::kNone;  // of requests that name none
   int max_tree = kMaxTreeTokens;             // of requests that set none
+  bool adaptive = true;                      // false, for tests: always the widest tree that is allowed
+  // For tests: one more drafter, the draft model by name.
+  std::shared_ptr<const ScriptedDrafter> scripted = nullptr;
 };
 
 class GraphExecutor final : public Executor {
@@ -66,7 +71,7 @@ class GraphExecutor final : public Executor {
   [[nodiscard]] Status finish_round(RoundResult& result) noexcept;
   [[nodiscard]] bool copy_tokens(const gpu::RoundResult& answer, RoundResult& result) const noexcept;
 
-  void measure();
+  [[nodiscard]] VerifyCosts measure();
   [[nodiscard]] int64_t measure_round(int size, int position, const std::vector<int32_t>& pages);
   void require(Status status) const;
 
@@ -76,12 +81,12 @@ class GraphExecutor final : public Executor {
   ExecutorInfo info_;
   Setting setting_;
   RoundQueue queue_;
+  std::unique_ptr<Proposer> proposer_;  // from prepare() on; its tree is the round's, a plain one's is the root alone
 
   // The step in flight.
   StepKind kind_ = StepKind::kNone;
   PrefillStep prefill_{};  // tokens, count and start of what is yet to be launched
   RoundStep round_{};
-  DraftTree tree_;          // of the round; a plain one's is its root
   bool launched_ = false;   // all of it
   bool abandoned_ = false;  // aborted: its rounds are being skipped
   bool settled_ = true;     // nothing has been started since settle()

@@ -1,0 +1,91 @@
+// Chooses who drafts a round and what, and learns from what became of it: the part of speculation that does not depend
+// on how an executor verifies. Each executor has one; it draws, accepts and keeps the cache itself.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/status.h"
+#include "exec/executor.h"
+#include "spec/drafter.h"
+#include "spec/planner.h"
+#include "spec/tree.h"
+
+namespace ull {
+
+class Proposer {
+ public:
+  struct Options {
+    int vocabulary = 0;
+    int context = 0;
+    int most_nodes = kMaxTreeTokens;  // of a tree that the executor can verify
+    bool adaptive = true;             // false, for tests: always the widest tree that is allowed
+  };
+
+  // drafters: at most one of each kind. Allocates everything but what the drafters allocate in prepare().
+  Proposer(std::vector<std::unique_ptr<Drafter>> drafters, const Options& options);
+
+  // Prepares the drafters -> info.drafters, draft_ns and what they add to its bytes. costs: of the executor's rounds.
+  void prepare(const VerifyCosts& costs, ExecutorInfo& info);
+
+  // After the target's prefill of a chunk. kOk or kAborted.
+  [[nodiscard]] Status prefill(const PrefillStep& step, const std::atomic<bool>& abort) noexcept;
+
+  // Begins a round: fills tree(), with the root alone for a plain one. kOk, kAborted or kExecutorFailed.
+  [[nodiscard]] Status propose(const RoundStep& step, const DraftContext& now) noexcept;
+  [[nodiscard]] const DraftTree& tree() const noexcept { return tree_; }
+  // Who proposed it; kNone: a plain round.
+  [[nodiscard]] Speculation drafter() const noexcept {
+    return chosen_.drafter == nullptr ? Speculation::kNone : chosen_.drafter->kind();
+  }
+  // Whether the logits of all its nodes at once are cheaper than those of the visited ones, one after another.
+  [[nodiscard]] bool batches_logits() const noexcept {
+    return planner_.batches_logits(tree_.count(), static_cast<double>(chosen_.plan.expected));
+  }
+
+  // Ends the round that propose() began, with what it emitted.
+  void learn(const RoundStep& step, const RoundResult& result) noexcept;
+
+ private:
+  // The drafter's proposals for a round, before one is chosen.
+  struct Option {
+    Drafter* drafter = nullptr;
+    int confidence = -1;
+    double worth = 0.0;
+    TreePlan plan;
+  };
+
+  [[nodiscard]] static bool serves(const Drafter& drafter, Speculation wanted) noexcept {
+    return wanted == drafter.kind() || wanted == Speculation::kAuto;
+  }
+  [[nodiscard]] Status choose(const RoundStep& step, const DraftContext& now) noexcept;
+  // Lets a drafter read what it has missed, paid from the planner's reserve.
+  [[nodiscard]] Status catch_up(Drafter& drafter, const DraftContext& now, Speculation wanted) noexcept;
+  void cast_shadow(const Option& option, const DraftContext& now) noexcept;
+  void follow_shadow(const RoundStep& step, int32_t token) noexcept;
+
+  const Options options_;
+  const std::vector<std::unique_ptr<Drafter>> drafters_;
+  Planner planner_;
+  double worths_[kSpeculations] = {};  // of each drafter's last plan
+
+  // The round in flight.
+  DraftTree tree_;
+  Option chosen_;
+  Option option_;
+  Planner::Limits limits_{};
+  int64_t start_ns_ = 0;     // moved on by what catching up took
+  int64_t proposed_ns_ = 0;  // when propose() returned
+
+  // What n-gram would have drafted in plain rounds, followed for its statistics alone.
+  Drafter* ngram_ = nullptr;
+  DraftTree shadow_;
+  TreePlan shadow_plan_;
+  int shadow_node_ = -1;     // -1: no shadow
+  int shadow_position_ = 0;  // of the next token to compare with
+  int shadow_confidence_ = 0;
+};
+
+}  // namespace ull
