@@ -126,9 +126,9 @@ EngineLoop::Ending EngineLoop::decode() noexcept {
                          request.speculation,
                          request.max_tree,
                          session.drafted(),
-                         request.prompt_tokens,
                          request.stop_ids.data(),
-                         request.stop_id_count};
+                         request.stop_id_count,
+                         request.prompt_tokens};
     if (const Ending ending = run_step([&] { return executor_.start_round(step); })) return ending;
     if (const Ending ending = accept_round(most)) return ending;
     announce();

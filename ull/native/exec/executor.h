@@ -107,10 +107,10 @@ struct RoundStep {
   Speculation speculation = Speculation::kNone;
   int32_t max_tree = 0;        // most nodes of the draft tree, root included, 1 .. kMaxTreeTokens; 0: as many as pay
   int32_t* drafted = nullptr;  // in/out, see PrefillStep
-  int32_t prompt_tokens = 0;   // of the history; what follows them was generated
   const int32_t* stops = nullptr;  // [stop_count] ids that end the request: a round may go no further than one of them
   int32_t stop_count = 0;
-  bool rehearsal = false;  // of the warm-up: the drafter drafts whether that pays or not, and nothing is learnt
+  int32_t prompt_tokens = 0;   // of the history; what follows them was generated
+  bool rehearsal = false;      // of the warm-up: the drafter drafts whether that pays or not, and nothing is learnt
 };
 
 struct RoundResult {
