@@ -53,7 +53,8 @@ def gpu_bundle(*arguments: Any) -> Bundle:
     bundle = open_bundle(*arguments)
     speculation = Speculation(max_tree=16)
     msgspec.structs.force_setattr(speculation, "default", GPU["drafter"])  # medusa, though there are no heads
-    manifest = msgspec.structs.replace(bundle.manifest, target="sm_90a", speculation=speculation)
+    manifest = msgspec.structs.replace(bundle.manifest, speculation=speculation)
+    msgspec.structs.force_setattr(manifest, "target", "sm_90a")  # though there are no kernels
     return dataclasses.replace(bundle, manifest=manifest)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from contextlib import ExitStack
 from typing import Any
 
@@ -48,10 +47,9 @@ def _cpu_executor(bundle: Bundle, config: Config, threads: int, spec: dict[str, 
 def _graph_executor(bundle: Bundle, config: Config, context: int, log: Log, exit_stack: ExitStack) -> _native.Executor:
     """Weights, kernels and captured graphs on the device, and what replays them."""
     engine, speculation = config.engine, bundle.manifest.speculation
-    # Not at module level: cuda-python is installed only where there is a GPU.
-    program = importlib.import_module("ull.gpu.program").Program(
-        bundle, log, context=context, pages=engine.kv_pages or None, device=engine.device
-    )
+    from ull.gpu.program import Program  # cuda-python is installed only where there is a GPU
+
+    program = Program(bundle, log, context=context, pages=engine.kv_pages or None, device=engine.device)
     closing = exit_stack.enter_context(ExitStack())
     closing.callback(program.close)
     drafter = "none" if speculation is None else speculation.default
