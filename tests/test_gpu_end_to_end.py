@@ -112,7 +112,7 @@ def test_the_daemon_says_what_the_cpu_executor_says(bundles: dict[str, Path], st
         ("launch=2", 4, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"),
         ("hang=2", 3, "has not answered round"),
         ("sticky=2", 3, "CUDA_ERROR_ILLEGAL_ADDRESS"),
-        ("corrupt=3", 4, "impossible answer"),
+        ("corrupt=3:999999", 4, "impossible answer"),
     ],
 )
 def test_a_fault_ends_the_request_with_its_reason_and_the_daemon_with_its_status(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda.bindings import driver
+
 from ull_build.kernels import compile_file
 
 SOURCE = Path(__file__).parent / "read.cu"

@@ -23,12 +23,11 @@ from rich.table import Table
 from rounds import RoundDriver, Times
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from ull.gpu.program import load
-
 from report import ROOT, Check, environment, percentiles
 from ull.bundle import Bundle, open_bundle
 from ull.client import Client
 from ull.gpu import driver
+from ull.gpu.program import load
 from ull.spawn import DaemonProcess
 
 CACHE = ROOT / ".cache/h200"
