@@ -109,8 +109,8 @@ struct RoundStep {
   int32_t* drafted = nullptr;  // in/out, see PrefillStep
   const int32_t* stops = nullptr;  // [stop_count] ids that end the request: a round may go no further than one of them
   int32_t stop_count = 0;
-  int32_t prompt_tokens = 0;   // of the history; what follows them was generated
-  bool rehearsal = false;      // of the warm-up: the drafter drafts whether that pays or not, and nothing is learnt
+  int32_t prompt_tokens = 0;  // of the history; what follows them was generated
+  bool rehearsal = false;     // of the warm-up: the drafter drafts whether that pays or not, and nothing is learnt
 };
 
 struct RoundResult {
