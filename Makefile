@@ -45,10 +45,12 @@ native-test: $(VENV)/.installed-test  ## native unit tests
 sanitize: $(VENV)/.installed-test  ## native unit tests under ASan + UBSan, then TSan; kernels under ASan + UBSan
 	$(call run_native_tests,asan,address$(comma)undefined,RelWithDebInfo)
 	$(call run_native_tests,tsan,thread,RelWithDebInfo)
-	ULL_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$(g++ -print-file-name=libasan.so) \
-	  $(BIN)/python -m pytest tests/test_emulator.py \
+	ULL_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(PRELOADED)" \
+	  $(BIN)/python -m pytest -p no:faulthandler --capture=sys tests/test_emulator.py \
 	  $(filter-out %_compile.py,$(wildcard tests/test_kernel_*.py))
 comma := ,
+# libstdc++ beside libasan: it looks up what throws exceptions when it starts, and Python itself has none.
+PRELOADED = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so)
 
 oracle: $(VENV)/.installed-test  ## compare with transformers, live (installs PyTorch for the CPU)
 	$(PIP) 'torch==2.13.0'

@@ -34,7 +34,7 @@ INCLUDES = (EMULATOR, KERNELS, ROOT / "ull/native")
 ON_DEVICE = os.environ.get("ULL_KERNELS", "") == "device"  # see device_kernels.py
 SANITIZE = os.environ.get("ULL_SANITIZE", "") not in ("", "0")
 
-TINY_MODEL: dict[str, int | float] = {  # engines/tiny
+TINY_MODEL: dict[str, int | float] = {  # what `build` takes for macros that a test leaves out: a small model
     "HIDDEN": 128,
     "LAYERS": 2,
     "HEADS": 4,
@@ -137,7 +137,7 @@ def build(
     model: Mapping[str, int | float] | None = None,
     sanitize: bool = SANITIZE,
 ) -> Kernels:
-    """Compiles `sources` (names in ull/kernels, or paths) for `model` (macros without ULL_; absent: engines/tiny's).
+    """Compiles `sources` (names in ull/kernels, or paths) for `model` (macros without ULL_; absent: TINY_MODEL's).
 
     Cached in .cache/emulator by the content of everything that can be included. With ULL_KERNELS=device the kernels
     are compiled for the GPU and run there.
