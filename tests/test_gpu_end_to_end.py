@@ -16,6 +16,7 @@ from conftest import ROOT
 from device_bundles import build_with_stubs
 from ull.bundle import open_bundle
 from ull.client import Client
+from ull.errors import RequestFailed
 from ull.spawn import DaemonProcess
 from ull_build.build import Settings, build
 from ull_build.kernels import kernel_sources
@@ -110,9 +111,10 @@ def test_the_daemon_says_what_the_cpu_executor_says(bundles: dict[str, Path], st
     ("fault", "status", "words"),
     [
         ("launch=2", 4, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"),
-        ("hang=2", 3, "no progress"),
+        ("hang=2", 3, "has not answered"),
         ("sticky=2", 3, "CUDA_ERROR_ILLEGAL_ADDRESS"),
-        ("corrupt=1", 4, "impossible result"),
+        ("corrupt=3:99999999", 4, "impossible answer"),
+        ("corrupt=3", 4, "a logit is not finite"),
     ],
 )
 def test_a_fault_ends_the_request_with_its_reason_and_the_daemon_with_its_status(
@@ -122,13 +124,14 @@ def test_a_fault_ends_the_request_with_its_reason_and_the_daemon_with_its_status
     control = tmp_path / "faults"
     control.write_text("")
     limit = 3000 if fault.startswith("hang") else 120_000
-    daemon = start("--set", f"engine.watchdog_ms={limit}", control=control)
+    daemon = start("--set", f"engine.watchdog_ms={limit}", "--set", "log.format=json", control=control)
     with Client(daemon.url) as client:
         assert len(complete(client, PROMPTS[0], max_tokens=2)) == 2
         control.write_text(fault + "\n")
-        result = client.generate(PROMPTS[1], max_tokens=50, ignore_eos=True, speculate="none").result()
-        assert result.finish_reason == "error" and result.error is not None
-        assert words in result.error.message
+        with pytest.raises(RequestFailed, match=words):
+            client.generate(PROMPTS[1], max_tokens=50, ignore_eos=True, speculate="none").result()
     assert daemon.process.wait(60) == status
-    done = [json.loads(line) for line in daemon.log_lines() if '"done"' in line or '"request"' in line]
-    assert done, "the failed request has its line in the log"
+    log = [json.loads(line) for line in daemon.log_lines()]
+    assert [line["finish"] for line in log if line["event"] == "request"] == ["length", "error"]
+    (reason,) = [line["reason"] for line in log if line["event"] == "engine"]
+    assert words in reason
