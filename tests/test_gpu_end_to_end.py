@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,9 +111,9 @@ def test_the_daemon_says_what_the_cpu_executor_says(bundles: dict[str, Path], st
     ("fault", "status", "words"),
     [
         ("launch=2", 4, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"),
-        ("hang=2", 3, "has not answered round"),
+        ("hang=2", 3, "has not answered"),
         ("sticky=2", 3, "CUDA_ERROR_ILLEGAL_ADDRESS"),
-        ("corrupt=3:999999", 4, "impossible answer"),
+        ("corrupt=3:99999999", 4, "impossible answer"),
     ],
 )
 def test_a_fault_ends_the_request_with_its_reason_and_the_daemon_with_its_status(
@@ -122,12 +123,14 @@ def test_a_fault_ends_the_request_with_its_reason_and_the_daemon_with_its_status
     control = tmp_path / "faults"
     control.write_text("")
     limit = 3000 if fault.startswith("hang") else 120_000
-    daemon = start("--set", f"engine.watchdog_ms={limit}", control=control)
+    daemon = start("--set", f"engine.watchdog_ms={limit}", "--set", "log.format=json", control=control)
     with Client(daemon.url) as client:
         assert len(complete(client, PROMPTS[0], max_tokens=2)) == 2
         control.write_text(fault + "\n")
         with pytest.raises(RequestFailed, match=words):
             client.generate(PROMPTS[1], max_tokens=50, ignore_eos=True, speculate="none").result()
     assert daemon.process.wait(60) == status
-    ended = [line for line in daemon.log_lines() if " finish=error " in line]
-    assert len(ended) == 1 and words in ended[0]
+    log = [json.loads(line) for line in daemon.log_lines()]
+    assert [line["finish"] for line in log if line["event"] == "request"] == ["length", "error"]
+    (reason,) = [line["reason"] for line in log if line["event"] == "engine"]
+    assert words in reason
