@@ -36,8 +36,8 @@ struct WidePlan {
   static constexpr int kStageBytes = kWarpTiles * kStageTileBytes;
   static constexpr int kTokenStageBytes = kStageSteps * kTokens * kTokenStepBytes;
 
-  static constexpr int kBlocks = kSplit || kTokens <= 32 ? 2 : 1;
-  static constexpr int kBytes = kBlocks == 2 ? kNarrowBytes : kWideBytes;
+  static constexpr int kBlocks = kTokens <= 32 ? 2 : 1;  // 64 tokens' sums and addresses take more than 128 registers
+  static constexpr int kBytes = kSplit || kBlocks == 2 ? kNarrowBytes : kWideBytes;
   static constexpr int kDepth =
       smaller(8, kBytes / (kComputeWarps * (kStageBytes + kBarrierBytes) + kTokenStageBytes + 2 * kBarrierBytes));
   static_assert(kDepth >= 2 && kDepth <= kComputeWarps);
