@@ -87,13 +87,13 @@ ULL_KERNEL(ull_gate_up_1, LinearParams, kNarrowThreads, Narrow<1>::kBlocks) {
 ULL_KERNEL(ull_gate_up_8, LinearParams, kNarrowThreads, Narrow<8>::kBlocks) {
   linear_narrow<Narrow<8>, GateUpEpilogue>(params);
 }
-ULL_KERNEL(ull_gate_up_16, LinearParams, kWideThreads, Wide<16>::kBlocks) {
+ULL_KERNEL(ull_gate_up_16, LinearParams, Wide<16>::kBoundThreads, Wide<16>::kBlocks) {
   linear_wide<Wide<16>, GateUpEpilogue>(params);
 }
-ULL_KERNEL(ull_gate_up_32, LinearParams, kWideThreads, Wide<32>::kBlocks) {
+ULL_KERNEL(ull_gate_up_32, LinearParams, Wide<32>::kBoundThreads, Wide<32>::kBlocks) {
   linear_wide<Wide<32>, GateUpEpilogue>(params);
 }
-ULL_KERNEL(ull_gate_up_64, LinearParams, kWideThreads, Wide<64>::kBlocks) {
+ULL_KERNEL(ull_gate_up_64, LinearParams, Wide<64>::kBoundThreads, Wide<64>::kBlocks) {
   linear_wide<Wide<64>, GateUpEpilogue>(params);
 }
 

@@ -36,8 +36,12 @@ struct WidePlan {
   static constexpr int kStageBytes = kWarpTiles * kStageTileBytes;
   static constexpr int kTokenStageBytes = kStageSteps * kTokens * kTokenStepBytes;
 
-  static constexpr int kBlocks = kTokens <= 32 ? 2 : 1;  // 64 tokens' sums and addresses take more than 128 registers
-  static constexpr int kBytes = kSplit || kBlocks == 2 ? kNarrowBytes : kWideBytes;
+  // Sums of 64 tokens, or two sets of 32, leave no room for a second block of 256 threads with 128 registers each. They
+  // get 168 (as if 384 threads shared them), and small kernels still fit beside; two sets of 64 take all there are.
+  static constexpr int kSets = (kSplit ? 1 : 2) * kTokens / 16;
+  static constexpr int kBlocks = kSets <= 2 ? 2 : 1;
+  static constexpr int kBoundThreads = kSets == 4 ? 384 : kWideThreads;
+  static constexpr int kBytes = kSets <= 4 ? kNarrowBytes : kWideBytes;
   static constexpr int kDepth =
       smaller(8, kBytes / (kComputeWarps * (kStageBytes + kBarrierBytes) + kTokenStageBytes + 2 * kBarrierBytes));
   static_assert(kDepth >= 2 && kDepth <= kComputeWarps);

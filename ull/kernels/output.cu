@@ -18,8 +18,14 @@ ULL_KERNEL(ull_o_1, LinearParams, kNarrowThreads, Narrow<1>::kBlocks) {
 ULL_KERNEL(ull_o_8, LinearParams, kNarrowThreads, Narrow<8>::kBlocks) {
   linear_narrow<Narrow<8>, OutputEpilogue>(params);
 }
-ULL_KERNEL(ull_o_16, LinearParams, kWideThreads, Wide<16>::kBlocks) { linear_wide<Wide<16>, OutputEpilogue>(params); }
-ULL_KERNEL(ull_o_32, LinearParams, kWideThreads, Wide<32>::kBlocks) { linear_wide<Wide<32>, OutputEpilogue>(params); }
-ULL_KERNEL(ull_o_64, LinearParams, kWideThreads, Wide<64>::kBlocks) { linear_wide<Wide<64>, OutputEpilogue>(params); }
+ULL_KERNEL(ull_o_16, LinearParams, Wide<16>::kBoundThreads, Wide<16>::kBlocks) {
+  linear_wide<Wide<16>, OutputEpilogue>(params);
+}
+ULL_KERNEL(ull_o_32, LinearParams, Wide<32>::kBoundThreads, Wide<32>::kBlocks) {
+  linear_wide<Wide<32>, OutputEpilogue>(params);
+}
+ULL_KERNEL(ull_o_64, LinearParams, Wide<64>::kBoundThreads, Wide<64>::kBlocks) {
+  linear_wide<Wide<64>, OutputEpilogue>(params);
+}
 
 }  // namespace ull::gpu
