@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ull.bundle import DEVICE_KERNELS
+import emulation
+from ull.bundle import DEVICE_KERNELS, open_bundle
 from ull_build import kernels
 from ull_build.build import Settings, build
 
@@ -29,3 +30,12 @@ def build_with_stubs(monkeypatch: pytest.MonkeyPatch, sources: Path, settings: S
     """Builds a bundle with the stubs in place of the real kernels."""
     monkeypatch.setattr(kernels, "SOURCES", write_stubs(sources))
     return build(settings).path
+
+
+def emulated_kernels(bundle: Path, *more: Path) -> Path:
+    """A library of every kernel of ull, compiled for the emulator with the bundle's macros, and those of `more`."""
+    code = open_bundle(bundle).manifest.code
+    assert code is not None
+    macros = {name.removeprefix("ULL_"): float(value.rstrip("F")) for name, value in code.macros.items()}
+    model = {name: value if name == "RMS_EPSILON" else int(value) for name, value in macros.items()}
+    return emulation.build_library([*(source.name for source in kernels.kernel_sources()), *more], model)

@@ -16,15 +16,14 @@ import numpy as np
 import pytest
 
 import driver_double
-import emulation
-from device_bundles import build_with_stubs
+from device_bundles import build_with_stubs, emulated_kernels
 from ull import _native
 from ull.bundle import open_bundle
 from ull_build.build import Settings, build
-from ull_build.kernels import kernel_sources
 
 ROOT = Path(__file__).parent.parent
 CONTEXT = 512
+BANDWIDTH = ROOT / "bench/h200/read.cu"
 PROMPT = [0, 306, 903, 10, 1617, 14, 2480, 294, 271, 323]  # engines/tiny: "def add(first, second):\n    return"
 ANSWER = 12
 
@@ -44,12 +43,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def emulated(bundle: Path) -> Path:
-    """Every kernel, compiled for the emulator with the bundle's macros."""
-    code = open_bundle(bundle).manifest.code
-    assert code is not None
-    macros = {name.removeprefix("ULL_"): float(value.rstrip("F")) for name, value in code.macros.items()}
-    model = {name: value if name == "RMS_EPSILON" else int(value) for name, value in macros.items()}
-    return emulation.build_library([source.name for source in kernel_sources()], model)
+    """Every kernel of the bundle, and those of the bandwidth measurement."""
+    return emulated_kernels(bundle, BANDWIDTH)
 
 
 def run(scenario: str, *arguments: object, kernels: Path | None = None, **options: Any) -> Any:
@@ -150,3 +145,24 @@ def test_reports_name_the_gpu() -> None:
         "memory_bytes": 18 << 30,
         "driver": "13.0",
     }
+
+
+def scenario_bench(path: str) -> None:
+    """What bench/h200 measures, on little data."""
+    from bandwidth import read_bandwidth
+    from rounds import RoundDriver
+
+    from ull.gpu.program import load
+
+    bandwidths = read_bandwidth(1 << 20, repeats=2)
+    program = load(open_bundle(path))
+    times = RoundDriver(program.handover).time_rounds(2, 5, rounds=4, warm_up=1)
+    counts = [len(times.period), len(times.gap), len(times.busy)]
+    program.close()
+    print(json.dumps([bandwidths, counts, times.mean_ns]))
+
+
+def test_the_benchmark_measures(bundle: Path, emulated: Path) -> None:
+    bandwidths, counts, mean_ns = run("scenario_bench", str(bundle), kernels=emulated, multiprocessors=4)
+    assert set(bandwidths) == {"bulk copies", "16-byte loads"} and min(bandwidths.values()) > 0
+    assert counts == [3, 3, 4] and mean_ns > 0

@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 
 import driver_double
-import emulation
 from conftest import ROOT
-from device_bundles import build_with_stubs
-from ull.bundle import open_bundle
+from device_bundles import build_with_stubs, emulated_kernels
 from ull.client import Client
 from ull.errors import RequestFailed
 from ull.spawn import DaemonProcess
 from ull_build.build import Settings, build
-from ull_build.kernels import kernel_sources
 
 CONTEXT = 512
 TOKENS = 10
@@ -47,12 +44,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def emulated(bundles: dict[str, Path]) -> Path:
-    """Every kernel, compiled for the emulator with the bundle's macros."""
-    code = open_bundle(bundles["gpu"]).manifest.code
-    assert code is not None
-    macros = {name.removeprefix("ULL_"): float(value.rstrip("F")) for name, value in code.macros.items()}
-    model = {name: value if name == "RMS_EPSILON" else int(value) for name, value in macros.items()}
-    return emulation.build_library([source.name for source in kernel_sources()], model)
+    return emulated_kernels(bundles["gpu"])
 
 
 @pytest.fixture

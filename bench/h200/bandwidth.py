@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-from cuda.bindings import driver
+from stopwatch import Stopwatch
 
+from ull.gpu.driver import Driver
 from ull_build.kernels import compile_file
 
 SOURCE = Path(__file__).parent / "read.cu"
@@ -19,48 +20,34 @@ class ReadParams(ctypes.Structure):
     _fields_ = [("data", ctypes.c_uint64), ("bytes", ctypes.c_int64), ("checksum", ctypes.c_uint64)]
 
 
-def _check(answer: tuple[Any, ...]) -> Any:
-    if answer[0] != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"the driver answered {answer[0].name}")
-    return answer[1] if len(answer) > 1 else None
-
-
-def read_bandwidth(total_bytes: int = 8 << 30) -> dict[str, float]:
-    """Bytes per second of each reading kernel, best of REPEATS over `total_bytes` that no cache holds."""
-    image = compile_file(SOURCE, {}).cubin
-    module = _check(driver.cuModuleLoadData(image))
-    data = _check(driver.cuMemAlloc(total_bytes))
-    checksum = _check(driver.cuMemAlloc(256))
-    _check(driver.cuMemsetD32(data, 0x01020304, total_bytes // 4))
-    multiprocessors = _check(
-        driver.cuDeviceGetAttribute(driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 0)
-    )
-    shared = STAGE_BYTES * STAGES + 8 * STAGES
-    launches = {
-        "bulk copies": ("ull_read_bulk", multiprocessors, 32, shared),
-        "16-byte loads": ("ull_read_loads", 2 * multiprocessors, 512, 0),
-    }
-    events = [_check(driver.cuEventCreate(0)) for _ in range(2)]
-    found = {}
-    for name, (kernel, grid, threads, shared_bytes) in launches.items():
-        function = _check(driver.cuModuleGetFunction(module, kernel.encode()))
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
-        params = ReadParams(int(data), total_bytes, int(checksum))
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        least = float("inf")
-        for _ in range(REPEATS):
-            _check(driver.cuEventRecord(events[0], 0))
-            _check(
-                driver.cuLaunchKernel(
-                    function, grid, 1, 1, threads, 1, 1, shared_bytes, 0, ctypes.addressof(pointers), 0
-                )
-            )
-            _check(driver.cuEventRecord(events[1], 0))
-            _check(driver.cuEventSynchronize(events[1]))
-            least = min(least, _check(driver.cuEventElapsedTime(*events)))
-        found[name] = total_bytes / (least * 1e-3)
-    _check(driver.cuMemFree(data))
-    _check(driver.cuMemFree(checksum))
-    _check(driver.cuModuleUnload(module))
-    return found
+def read_bandwidth(total_bytes: int = 8 << 30, repeats: int = REPEATS) -> dict[str, float]:
+    """Bytes per second of each reading kernel, best of `repeats` over `total_bytes` that no cache holds."""
+    with ExitStack() as exit_stack:
+        driver = Driver()
+        driver.open()
+        exit_stack.callback(driver.close)
+        stream = driver.create_stream()
+        exit_stack.callback(driver.destroy_stream, stream)
+        module = driver.load_module(compile_file(SOURCE, {}).cubin)
+        exit_stack.callback(driver.unload_module, module)
+        data, checksum = driver.allocate(total_bytes), driver.allocate(256)
+        exit_stack.callback(driver.free, data)
+        exit_stack.callback(driver.free, checksum)
+        driver.fill(data, 1, total_bytes, stream)
+        blocks = driver.info.multiprocessors
+        params = ReadParams(data, total_bytes, checksum)
+        stopwatch = Stopwatch(stream)
+        found = {}
+        for name, kernel, grid, threads, shared_bytes in (
+            ("bulk copies", "ull_read_bulk", blocks, 32, STAGES * (STAGE_BYTES + 8)),
+            ("16-byte loads", "ull_read_loads", 2 * blocks, 512, 0),
+        ):
+            function = driver.function(module, kernel)
+            driver.allow_shared_bytes(function, shared_bytes)
+            times = []
+            for _ in range(repeats):
+                stopwatch.start()
+                driver.launch(function, (grid, 1), threads, shared_bytes, stream, params, overlaps=False)
+                times.append(stopwatch.stop())
+            found[name] = total_bytes / (min(times) * 1e-3)
+        return found

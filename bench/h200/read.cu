@@ -21,6 +21,7 @@ constexpr int kUnroll = 8;
 // One thread per block keeps kStages bulk copies in flight; blocks take stages in turn, so that the chip reads one
 // front.
 ULL_KERNEL(ull_read_bulk, ReadParams, 32, 1) {
+  wait_for_predecessor();
   auto* stages = shared_memory();
   auto* barriers = reinterpret_cast<Barrier*>(stages + kStages * kStageBytes);
   if (thread() != 0) return;
@@ -45,6 +46,7 @@ ULL_KERNEL(ull_read_bulk, ReadParams, 32, 1) {
 
 // All threads read 16 bytes at a time, kUnroll loads in flight each.
 ULL_KERNEL(ull_read_loads, ReadParams, 512, 2) {
+  wait_for_predecessor();
   const int64_t vectors = params.bytes / 16;
   const int64_t stride = static_cast<int64_t>(grid_x()) * threads();
   uint32_t sum = 0;

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from cuda.bindings import driver
+from stopwatch import Stopwatch, check
 
 from ull.gpu.params import (
     CONTINUE,
@@ -39,12 +40,6 @@ class Times:
     mean_ns: float  # elapsed between two CUDA events around all rounds, per round
 
 
-def _check(answer: tuple[Any, ...]) -> Any:
-    if answer[0] != driver.CUresult.CUDA_SUCCESS:
-        raise RoundError(f"the driver answered {answer[0].name}")
-    return answer[1] if len(answer) > 1 else None
-
-
 class RoundDriver:
     """Asks for rounds through the mapped host blocks of `handover` (see `ull.gpu.program`)."""
 
@@ -60,8 +55,8 @@ class RoundDriver:
         self._sequence = 0
         self._setting = 0
         self._sampling: tuple[Any, ...] | None = None
-        _check(driver.cuCtxSetCurrent(driver.CUcontext(handover["context"])))
-        self._events = [_check(driver.cuEventCreate(0)) for _ in range(2)]
+        check(driver.cuCtxSetCurrent(driver.CUcontext(handover["context"])))
+        self._stopwatch = Stopwatch(handover["stream"])
 
     @property
     def context_tokens(self) -> int:
@@ -97,7 +92,7 @@ class RoundDriver:
             graph = self._handover["prefill"]
         else:
             graph = self._handover["graphs"][min(size for size in self._handover["graphs"] if size >= count)]
-        _check(driver.cuGraphLaunch(driver.CUgraphExec(graph), self._stream))
+        check(driver.cuGraphLaunch(driver.CUgraphExec(graph), self._stream))
         return self._sequence
 
     def wait(self, sequence: int) -> RoundResult:
@@ -115,7 +110,7 @@ class RoundDriver:
 
     def drain(self) -> None:
         """Waits until the device has nothing left to do."""
-        _check(driver.cuStreamSynchronize(self._stream))
+        check(driver.cuStreamSynchronize(self._stream))
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Puts tokens at positions 0, 1, ... into the cache."""
@@ -139,16 +134,15 @@ class RoundDriver:
             self.wait(self.launch(tokens, position))
         self.drain()
         begin, end, pending = [], [], []
-        _check(driver.cuEventRecord(self._events[0], self._stream))
+        self._stopwatch.start()
         for _ in range(rounds):
             pending.append(self.launch(tokens, position))
             if len(pending) > 2:
                 self._note(pending.pop(0), begin, end)
-        _check(driver.cuEventRecord(self._events[1], self._stream))
+        elapsed_ms = self._stopwatch.stop()
         self.drain()
         for sequence in pending:
             self._note(sequence, begin, end)
-        elapsed_ms = _check(driver.cuEventElapsedTime(self._events[0], self._events[1]))
         begins, ends = np.array(begin, dtype=np.int64), np.array(end, dtype=np.int64)
         return Times(np.diff(begins), begins[1:] - ends[:-1], ends - begins, elapsed_ms * 1e6 / rounds)
 
