@@ -1,8 +1,10 @@
 // A graph executor on a played device, driven step by step as the engine drives it.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <numeric>
+#include <thread>
 #include <vector>
 
 #include "check.h"
@@ -10,6 +12,29 @@
 #include "fake_device.h"
 
 namespace ull::test {
+
+// Keeps the device from beginning a round until release(): the one that is launched after `more` others.
+class HeldRound {
+ public:
+  explicit HeldRound(FakeDevice& device, uint64_t more = 0) {
+    device.arm([&](FakeDevice::Script& script, uint64_t next) {
+      sequence_ = next + more;
+      script.before = [released = released_, held = sequence_](uint64_t sequence) {
+        while (sequence == held && !*released) std::this_thread::yield();
+      };
+    });
+  }
+  ~HeldRound() { release(); }
+  HeldRound(const HeldRound&) = delete;
+  HeldRound& operator=(const HeldRound&) = delete;
+
+  void release() { *released_ = true; }
+  [[nodiscard]] uint64_t sequence() const { return sequence_; }
+
+ private:
+  std::shared_ptr<std::atomic<bool>> released_ = std::make_shared<std::atomic<bool>>(false);
+  uint64_t sequence_ = 0;
+};
 
 struct GraphRig {
   explicit GraphRig(FakeDevice::Script script = {}, graph::GraphOptions options = {})

@@ -12,6 +12,7 @@ using ull::gpu::RoundStatus;
 using ull::test::count_of;
 using ull::test::FakeDevice;
 using ull::test::GraphRig;
+using ull::test::HeldRound;
 using ull::test::prompt_of;
 using Tokens = std::vector<int32_t>;
 
@@ -36,20 +37,13 @@ TEST(every_plain_round_but_the_first_is_a_continuation) {
 }
 
 TEST(the_next_round_is_launched_before_the_last_is_read) {
-  std::atomic<bool> go{false};
-  std::atomic<uint64_t> held{0};
   GraphRig rig;
-  rig.device.arm([&](FakeDevice::Script& script, uint64_t next) {
-    held = next;
-    script.before = [&](uint64_t sequence) {
-      while (sequence == held && !go) std::this_thread::yield();
-    };
-  });
+  HeldRound held(rig.device);
   const Tokens tokens = prompt_of(1);
   CHECK(rig.executor.start_round(rig.step(tokens, 10)) == Status::kOk);
   CHECK(rig.executor.poll(rig.result) == Status::kPending);
-  CHECK_EQ(rig.device.launched(), held + 1);  // itself and the one after it, though it has not begun
-  go = true;
+  CHECK_EQ(rig.device.launched(), held.sequence() + 1);  // itself and the one after it, though it has not begun
+  held.release();
   CHECK(rig.finish() == Status::kOk);
 }
 
@@ -184,13 +178,8 @@ TEST(a_prompt_follows_a_continuation_that_is_still_under_way) {
 }
 
 TEST(the_page_table_is_not_written_while_a_round_may_read_it) {
-  std::atomic<bool> go{false};
   GraphRig rig;
-  rig.device.arm([&](FakeDevice::Script& script, uint64_t next) {
-    script.before = [&go, held = next + 2](uint64_t sequence) {
-      while (sequence == held && !go) std::this_thread::yield();
-    };
-  });
+  HeldRound held(rig.device, /*more=*/2);
   Tokens tokens = prompt_of(1);
   for (const int most : {2, 100}) {  // the continuation behind the second round is the first to see a second page
     CHECK(rig.executor.start_round(rig.step(tokens, most)) == Status::kOk);
@@ -203,7 +192,7 @@ TEST(the_page_table_is_not_written_while_a_round_may_read_it) {
   CHECK(rig.executor.start_prefill({prompt.data(), 256, 0, rig.pages.data()}) == Status::kOk);
   for (int i = 0; i < 1000; ++i) CHECK(rig.executor.poll(rig.result) == Status::kPending);
   CHECK_EQ(rig.device.launched(), launched);
-  go = true;
+  held.release();
   CHECK(rig.finish() == Status::kOk);
   CHECK(rig.complete(prompt, 5) == rig.model.continuation(prompt, 5));
 }

@@ -15,6 +15,7 @@ using ull::gpu::RoundStatus;
 using ull::test::count_of;
 using ull::test::FakeDevice;
 using ull::test::GraphRig;
+using ull::test::HeldRound;
 using ull::test::prompt_of;
 using Tokens = std::vector<int32_t>;
 
@@ -40,20 +41,13 @@ void check_unusable(GraphRig& rig) {
 // ---- abort --------------------------------------------------------------------------------------------------------
 
 TEST(an_abort_skips_what_has_not_begun) {
-  std::atomic<bool> go{false};
-  std::atomic<uint64_t> held{0};
   GraphRig rig;
-  rig.device.arm([&](FakeDevice::Script& script, uint64_t next) {
-    held = next;
-    script.before = [&](uint64_t sequence) {
-      while (sequence == held && !go) std::this_thread::yield();
-    };
-  });
+  HeldRound held(rig.device);
   const Tokens prompt = prompt_of(256);
   CHECK(rig.executor.start_prefill({prompt.data(), 256, 0, rig.pages.data()}) == Status::kOk);
   std::thread([&] { rig.executor.abort(); }).join();
   CHECK(rig.executor.poll(rig.result) == Status::kPending);  // the chunk that runs is waited for
-  go = true;
+  held.release();
   CHECK(rig.finish() == Status::kAborted);
   const auto records = rig.rest();
   CHECK_EQ(records.size(), 4U);
