@@ -7,7 +7,7 @@ fills this layout, `ull.bundle` checks it, `ull/kernels/linear.cuh` reads it.
 
 from __future__ import annotations
 
-from ull.layout import FILLER, TensorEntry, TensorShape
+from ull.layout import FILLER, TensorEntry, TensorShape, qkv_rows, round_up
 from ull.manifest import Model, Precision
 
 DEVICE_TILE_ROWS = 16
@@ -24,16 +24,6 @@ DEVICE_KERNELS = frozenset(
         *(f"{name}_{tile}" for name in _LINEARS for tile in (1, 8, 16, 32, 64)),
     ]
 )
-
-
-def round_up(value: int, unit: int) -> int:
-    """The least multiple of `unit` >= `value`."""
-    return -(-value // unit) * unit
-
-
-def qkv_rows(model: Model) -> int:
-    """Rows of the fused query, key and value projection."""
-    return (model.heads + 2 * model.kv_heads) * model.head_dim
 
 
 def gate_up_rows(model: Model) -> int:

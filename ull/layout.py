@@ -55,6 +55,16 @@ class TensorEntry:
     shape: tuple[int, ...]
 
 
+def round_up(value: int, unit: int) -> int:
+    """The least multiple of `unit` >= `value`."""
+    return -(-value // unit) * unit
+
+
+def qkv_rows(model: Model) -> int:
+    """Rows of the fused query, key and value projection."""
+    return (model.heads + 2 * model.kv_heads) * model.head_dim
+
+
 def tile_count(rows: int) -> int:
     """Row tiles that hold `rows` rows."""
     return -(-rows // TILE_ROWS)
@@ -62,8 +72,7 @@ def tile_count(rows: int) -> int:
 
 def padded_length(length: int, item_bytes: int) -> int:
     """The least length >= `length` of a vector whose bytes are a multiple of ALIGNMENT."""
-    step = ALIGNMENT // item_bytes
-    return -(-length // step) * step
+    return round_up(length, ALIGNMENT // item_bytes)
 
 
 class _Plan:
@@ -124,11 +133,10 @@ def _model_tensors(model: Model, precision: Precision) -> dict[str, TensorShape]
     if not embedding_is_shared(model, precision):
         plan.matrix("embed.weight", precision.embedding, (model.vocabulary, model.hidden))
     attention = model.heads * model.head_dim
-    qkv_rows = attention + 2 * model.kv_heads * model.head_dim
     for layer in range(model.layers):
         prefix = f"layers.{layer}"
         vector(f"{prefix}.attn_norm", model.hidden)
-        linear(f"{prefix}.qkv", tile_count(qkv_rows), model.hidden, precision.weights)
+        linear(f"{prefix}.qkv", tile_count(qkv_rows(model)), model.hidden, precision.weights)
         if model.qk_norm:
             vector(f"{prefix}.q_norm", model.head_dim)
             vector(f"{prefix}.k_norm", model.head_dim)

@@ -60,6 +60,11 @@ class Drafters:
 NO_DRAFTERS = Drafters()
 
 
+def present(checkpoint: Checkpoint, expected: dict[str, TensorShape]) -> dict[str, TensorShape]:
+    """Of the expected tensors all required ones, and the biases that the checkpoint has."""
+    return {name: shape for name, shape in expected.items() if not shape.optional or bias_sources(checkpoint, name)}
+
+
 def plan_weights(
     checkpoint: Checkpoint, precision: Precision, drafters: Drafters = NO_DRAFTERS
 ) -> dict[str, TensorShape]:
@@ -75,8 +80,7 @@ def plan_weights(
 
 
 def _plan_model(checkpoint: Checkpoint, precision: Precision) -> dict[str, TensorShape]:
-    expected = expected_tensors(checkpoint.model, precision)
-    return {name: shape for name, shape in expected.items() if not shape.optional or bias_sources(checkpoint, name)}
+    return present(checkpoint, expected_tensors(checkpoint.model, precision))
 
 
 def convert_checkpoint(

@@ -21,7 +21,7 @@ from ull.bundle import (
     device_tensors,
 )
 from ull_build.checkpoint import Checkpoint
-from ull_build.convert import EMBEDDING, bias_sources, vector_source, weight_sources
+from ull_build.convert import EMBEDDING, bias_sources, present, vector_source, weight_sources
 from ull_build.pack import alternate_tiles, whole_tiles
 from ull_build.pack_device import pack_blocks, scale_rows, unscale_rows
 from ull_build.quantize import ErrorSum, dequantize_rows, quantize_rows, to_bf16
@@ -32,8 +32,7 @@ _MAX_FP8 = 448.0
 
 def plan_device_weights(checkpoint: Checkpoint, precision: Precision) -> dict[str, TensorShape]:
     """The tensors of the weights file, in order: all required ones, and the biases that the checkpoint has."""
-    expected = device_tensors(checkpoint.model, precision)
-    return {name: shape for name, shape in expected.items() if not shape.optional or bias_sources(checkpoint, name)}
+    return present(checkpoint, device_tensors(checkpoint.model, precision))
 
 
 def convert_for_device(

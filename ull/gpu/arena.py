@@ -8,6 +8,7 @@ from rich.filesize import decimal
 
 from ull.errors import GpuError
 from ull.gpu.driver import Driver
+from ull.layout import round_up
 
 REGION_ALIGNMENT = 256  # bytes
 
@@ -32,7 +33,7 @@ class ArenaPlan:
         if name in self.regions:
             raise ValueError(f"region {name!r} is reserved twice")
         self.regions[name] = Region(self.nbytes, nbytes)
-        self.nbytes += -(-nbytes // REGION_ALIGNMENT) * REGION_ALIGNMENT
+        self.nbytes += round_up(nbytes, REGION_ALIGNMENT)
 
 
 class Arena:

@@ -12,12 +12,9 @@ from ull.bundle import Model, Precision, inverse_frequencies
 from ull.gpu.arena import ArenaPlan
 from ull.gpu.launches import attention, linear, sampling
 from ull.gpu.params import PAGE_TOKENS, TREE_TOKENS, Round, State
+from ull.layout import qkv_rows, round_up
 
 _COLUMN_UNIT, _ROW_UNIT = 32, 16  # of f16 activations and of f32 outputs
-
-
-def round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
 
 
 class Sizes:
@@ -29,7 +26,7 @@ class Sizes:
         self.kv_bits = {"bf16": 16, "fp8": 8}[precision.kv]
         self.page_count = pages or self.table_pages  # of the pool
         self.attention_width = model.heads * model.head_dim
-        self.qkv_width = self.attention_width + 2 * model.kv_heads * model.head_dim
+        self.qkv_width = qkv_rows(model)
         # Keys, or values, of 64 tokens in one layer: the tree scratch and half of a page's layer.
         self.tree_bytes = attention.tree_bytes(model.kv_heads, model.head_dim, self.kv_bits)
         self.layer_page_bytes = 2 * self.tree_bytes

@@ -21,6 +21,7 @@ from ull.gpu.modules import Kernels
 from ull.gpu.params import ROUND_SLOTS, TREE_TOKENS, HostControl, RoundRequest, RoundResult, State
 from ull.gpu.rounds import FusedForward, HostBlocks, Places, Rounds
 from ull.gpu.weights import Staging, WeightImage, random_fills, random_vectors, upload
+from ull.layout import round_up
 from ull.log import Log
 
 
@@ -116,7 +117,7 @@ class Program:
         control = ctypes.sizeof(HostControl)
         offsets = {"requests": 0, "results": requests, "control": requests + results}
         offsets["pages"] = offsets["control"] + control
-        nbytes = offsets["pages"] + -(-4 * self.sizes.table_pages // 64) * 64
+        nbytes = offsets["pages"] + round_up(4 * self.sizes.table_pages, 64)
         host, device = self._driver.allocate_host(nbytes)
         exit_stack.callback(self._driver.free_host, host)
         ctypes.memset(host, 0, nbytes)

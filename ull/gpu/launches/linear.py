@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from ull.gpu.launch import TILES
 from ull.gpu.params import SLICES, TREE_TOKENS
+from ull.layout import round_up
 
 Geometry = tuple[tuple[int, int], int, int]  # grid, threads, bytes of shared memory
 
@@ -36,7 +37,7 @@ def is_split(tile: int) -> bool:
 
 def partial_bytes(hidden: int, qkv_width: int) -> int:
     """Size of `LinearParams.partial`, which all layers share."""
-    return SLICES * TREE_TOKENS * _round_up(max(hidden, qkv_width), 16) * 4
+    return SLICES * TREE_TOKENS * round_up(max(hidden, qkv_width), 16) * 4
 
 
 def norm(tile: int) -> Geometry:
@@ -53,7 +54,7 @@ def qkv(hidden: int, width: int, tile: int, multiprocessors: int) -> Geometry:
 
 def qkv_sum(width: int, tile: int) -> Geometry:
     """`ull_qkv_sum_{tile}`, for tiles of 16 and more."""
-    return (tile, _round_up(width, 1024) // 1024), THREADS, 0
+    return (tile, round_up(width, 1024) // 1024), THREADS, 0
 
 
 def o(hidden: int, attention_width: int, tile: int, multiprocessors: int) -> Geometry:
@@ -65,7 +66,7 @@ def o(hidden: int, attention_width: int, tile: int, multiprocessors: int) -> Geo
 
 def gate_up(hidden: int, intermediate: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_gate_up_{tile}`: a row tile is eight gate and eight up rows."""
-    rows = 2 * _round_up(intermediate, 8)
+    rows = 2 * round_up(intermediate, 8)
     if is_split(tile):
         return _wide(rows, tile, multiprocessors)
     return _narrow(rows, hidden, tile, multiprocessors, norms=True)
@@ -85,7 +86,7 @@ def head(hidden: int, vocabulary: int, tile: int, multiprocessors: int) -> Geome
 
 def _narrow(rows: int, columns: int, tile: int, multiprocessors: int, norms: bool = False) -> Geometry:
     """`NarrowPlan`: all activations are staged if a kernel norms them, or if they fit."""
-    staged = _round_up(columns, 32) * 2 * tile
+    staged = round_up(columns, 32) * 2 * tile
     shared_bytes = NARROW_BYTES if staged <= STAGED_LIMIT or (tile > 1 and not norms) else WIDE_BYTES
     return (min(multiprocessors, _row_tiles(rows)), 1), THREADS, shared_bytes
 
@@ -103,8 +104,4 @@ def _split(rows: int, multiprocessors: int) -> Geometry:
 
 
 def _row_tiles(rows: int) -> int:
-    return _round_up(rows, 16) // 16
-
-
-def _round_up(value: int, unit: int) -> int:
-    return (value + unit - 1) // unit * unit
+    return round_up(rows, 16) // 16
