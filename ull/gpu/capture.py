@@ -12,24 +12,25 @@ from ull.gpu.launch import Launch
 
 
 class StreamRecorder:
-    """Launches kernels on a capturing stream; each may begin before its predecessor has ended."""
+    """Launches kernels on a capturing stream; each may begin before the kernel of ours before it has ended."""
 
     def __init__(self, driver: Driver, stream: int, functions: Mapping[str, int]) -> None:
         self._driver, self._functions = driver, functions
         self._stream = stream
-        self._launched = False
-
-    @property
-    def stream(self) -> int:
-        return self._stream
+        self._overlaps = False
 
     def launch(self, launch: Launch) -> None:
         """The first kernel of a graph has no predecessor to overlap with: the graph before it must have ended."""
         function = self._functions[launch.kernel]
         self._driver.launch(
-            function, launch.grid, launch.threads, launch.shared_bytes, self._stream, launch.params, self._launched
+            function, launch.grid, launch.threads, launch.shared_bytes, self._stream, launch.params, self._overlaps
         )
-        self._launched = True
+        self._overlaps = True
+
+    def enqueue(self, work: Callable[[int], None]) -> None:
+        """What others capture has ended before the next kernel of ours begins."""
+        work(self._stream)
+        self._overlaps = False
 
 
 def capture_graph(driver: Driver, stream: int, functions: Mapping[str, int], record: Callable[[Recorder], None]) -> int:

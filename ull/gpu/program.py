@@ -15,11 +15,13 @@ from ull.gpu.capture import capture_graph
 from ull.gpu.checks import check_device, check_size, other_processes
 from ull.gpu.driver import Driver
 from ull.gpu.forward import Forward, Recorder
+from ull.gpu.fused import FusedForward
 from ull.gpu.launch import TREE_SIZES
 from ull.gpu.memory import Sizes, plan_memory, rope_table
 from ull.gpu.modules import Kernels
 from ull.gpu.params import ROUND_SLOTS, TREE_TOKENS, HostControl, RoundRequest, RoundResult, State
-from ull.gpu.rounds import FusedForward, HostBlocks, Places, Rounds
+from ull.gpu.places import HostBlocks, Places
+from ull.gpu.rounds import Rounds
 from ull.gpu.weights import Staging, WeightImage, random_fills, random_vectors, upload
 from ull.layout import round_up
 from ull.log import Log
@@ -164,15 +166,14 @@ class Program:
         rounds = Rounds(self.sizes, places, multiprocessors)
         forward: Forward = FusedForward(self.sizes, places, multiprocessors)
 
-        def captured(tokens: int, is_prefill: bool) -> int:
-            opening = rounds.opening(tokens)
-            closing = rounds.prefill_closing() if is_prefill else rounds.closing(tokens, forward.unfinished(tokens))
-            kernels.prepare([*opening, *forward.launches(tokens), *closing])
+        def captured(tokens: int, draws: bool) -> int:
+            opening, closing = rounds.opening(tokens), rounds.closing(tokens, draws)
+            kernels.prepare([*opening, *forward.launches(tokens, draws), *closing])
 
             def record(recorder: Recorder) -> None:
                 for launch in opening:
                     recorder.launch(launch)
-                forward.capture(recorder, tokens)
+                forward.capture(recorder, tokens, draws)
                 for launch in closing:
                     recorder.launch(launch)
 
@@ -180,6 +181,6 @@ class Program:
             exit_stack.callback(self._driver.destroy_executable, executable)
             return executable
 
-        self._graphs = {tokens: captured(tokens, is_prefill=False) for tokens in TREE_SIZES}
-        self._prefill = captured(TREE_TOKENS, is_prefill=True)
+        self._graphs = {tokens: captured(tokens, draws=True) for tokens in TREE_SIZES}
+        self._prefill = captured(TREE_TOKENS, draws=False)
         self._driver.synchronize(self._stream)

@@ -1,0 +1,150 @@
+"""Our own kernels as the forward source.
+
+    L x { qkv, attention, o, gate_up, down }, head
+
+From 16 tokens on a kernel of its own normalises before qkv, gate_up and head, and finishes what the layer before left
+in partial sums; qkv's own are finished by qkv_sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ull.gpu.forward import Recorder
+from ull.gpu.launch import Launch
+from ull.gpu.launches import linear
+from ull.gpu.memory import Sizes
+from ull.gpu.paged_attention import PagedAttention
+from ull.gpu.params import MLP_SCALE, LinearParams, NormParams
+from ull.gpu.places import Places
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """Partial sums that the next norm still has to add to the residual: `NormParams` says how. Device addresses."""
+
+    partial: int
+    scale: int | None
+    bias: int | None
+    unit: float
+
+
+class FusedForward:
+    """Builds the launches of the forward, layer by layer."""
+
+    name = "fused"
+
+    def __init__(self, sizes: Sizes, places: Places, multiprocessors: int) -> None:
+        self._sizes, self._places, self._multiprocessors = sizes, places, multiprocessors
+        self._attention = PagedAttention(sizes, places, multiprocessors)
+
+    def launches(self, tokens: int, draws: bool) -> list[Launch]:
+        layers = [launch for layer in range(self._sizes.model.layers) for launch in self._layer(layer, tokens)]
+        return layers + self._head(tokens) if draws else layers
+
+    def capture(self, recorder: Recorder, tokens: int, draws: bool) -> None:
+        for launch in self.launches(tokens, draws):
+            recorder.launch(launch)
+
+    def _layer(self, layer: int, tokens: int) -> list[Launch]:
+        model, sizes, blocks = self._sizes.model, self._sizes, self._multiprocessors
+        linears, name = Linears(self._places, tokens), f"layers.{layer}"
+        tile = linears.tile
+        qkv = linear.qkv(model.hidden, sizes.qkv_width, tile, blocks)
+        o = linear.o(model.hidden, sizes.attention_width, tile, blocks)
+        gate_up = linear.gate_up(model.hidden, model.intermediate, tile, blocks)
+        down = linear.down(model.hidden, model.intermediate, tile, blocks)
+        before = self._after_down(layer - 1, tokens)
+        return [
+            *linears.normalised("qkv", f"{name}.qkv", f"{name}.attn_norm", qkv, "qkv", before),
+            *linears.summed("qkv", f"{name}.qkv", linear.qkv_sum(sizes.qkv_width, tile), "qkv"),
+            self._attention.launch(layer, tokens),
+            linears.plain("o", f"{name}.o", o, activations="attention"),
+            *linears.normalised(
+                "gate_up", f"{name}.gate_up", f"{name}.mlp_norm", gate_up, "mlp", linears.unfinished(f"{name}.o", 1.0)
+            ),
+            linears.plain("down", f"{name}.down", down, activations="mlp"),
+        ]
+
+    def _after_down(self, layer: int, tokens: int) -> Unfinished | None:
+        """What this layer's down leaves; nothing does before the first layer."""
+        if layer < 0:
+            return None
+        return Linears(self._places, tokens).unfinished(f"layers.{layer}.down", 1 / MLP_SCALE)
+
+    def _head(self, tokens: int) -> list[Launch]:
+        """The final norm and the lm_head."""
+        model = self._sizes.model
+        linears = Linears(self._places, tokens)
+        geometry = linear.head(model.hidden, model.vocabulary, linears.tile, self._multiprocessors)
+        before = self._after_down(model.layers - 1, tokens)
+        return linears.normalised("head", "lm_head", "norm", geometry, "logits", before)
+
+
+class Linears:
+    """Launches of linear layers and the norms before them, for one number of tokens."""
+
+    def __init__(self, places: Places, tokens: int) -> None:
+        self._places = places
+        self.tile = linear.tile_of(tokens)
+
+    def normalised(
+        self,
+        kernel: str,
+        weights: str,
+        norm: str,
+        geometry: linear.Geometry,
+        output: str,
+        unfinished: Unfinished | None,
+    ) -> list[Launch]:
+        """A linear of the normalised residual: one launch, or from 16 tokens on two, once `unfinished` is added."""
+        region, tensor = self._places.region, self._places.tensor
+        launches = []
+        if linear.is_split(self.tile):
+            params = NormParams(
+                round=region("round"),
+                residual=region("residual"),
+                norm_weight=tensor(norm),
+                normed=region("normed"),
+            )
+            if unfinished is not None:
+                params.partial, params.scale, params.bias = unfinished.partial, unfinished.scale, unfinished.bias
+                params.unit = unfinished.unit
+            launches.append(Launch(f"ull_norm_{self.tile}", *linear.norm(self.tile), params))
+        return [*launches, self._linear(kernel, weights, geometry, "normed", output, norm)]
+
+    def summed(self, kernel: str, weights: str, geometry: linear.Geometry, output: str) -> list[Launch]:
+        """What turns a split layer's partial sums into its output; nothing where it is not split."""
+        if not linear.is_split(self.tile):
+            return []
+        return [self._linear(f"{kernel}_sum", weights, geometry, "normed", output, None)]
+
+    def plain(self, kernel: str, weights: str, geometry: linear.Geometry, activations: str) -> Launch:
+        """A linear of what the kernel before it has written, added to the residual."""
+        return self._linear(kernel, weights, geometry, activations, "residual", None)
+
+    def unfinished(self, weights: str, unit: float) -> Unfinished | None:
+        """What a split layer that adds to the residual has left undone."""
+        if not linear.is_split(self.tile):
+            return None
+        tensor = self._places.tensor
+        return Unfinished(
+            self._places.region("partial sums"), tensor(f"{weights}.scale"), tensor(f"{weights}.bias"), unit
+        )
+
+    def _linear(
+        self, kernel: str, weights: str, geometry: linear.Geometry, activations: str, output: str, norm: str | None
+    ) -> Launch:
+        region, tensor = self._places.region, self._places.tensor
+        params = LinearParams(
+            round=region("round"),
+            weights=tensor(f"{weights}.weight"),
+            scale=tensor(f"{weights}.scale"),
+            bias=tensor(f"{weights}.bias"),
+            residual=region("residual"),
+            norm_weight=None if norm is None else tensor(norm),
+            activations=region(activations),
+            output=region(output),
+            partial=region("partial sums"),
+        )
+        return Launch(f"ull_{kernel}_{self.tile}", *geometry, params)

@@ -1,0 +1,45 @@
+"""Our attention between a layer's QKV and its O, which every forward source captures."""
+
+from __future__ import annotations
+
+from ull.gpu.launch import Launch, tile_of
+from ull.gpu.launches import attention
+from ull.gpu.memory import Sizes
+from ull.gpu.params import AttentionParams
+from ull.gpu.places import Places
+
+
+class PagedAttention:
+    """From "qkv" [64, Q] f32 to "attention", f16 activations of width A; keys and values to the tree scratch."""
+
+    def __init__(self, sizes: Sizes, places: Places, multiprocessors: int) -> None:
+        self._sizes, self._places, self._multiprocessors = sizes, places, multiprocessors
+
+    def launch(self, layer: int, tokens: int) -> Launch:
+        """QK norm, RoPE and attention of one layer over up to `tokens` nodes (1 to 64)."""
+        region, tensor, sizes = self._places.region, self._places.tensor, self._sizes
+        name, tile = f"layers.{layer}", tile_of(tokens)
+        params = AttentionParams(
+            round=region("round"),
+            qkv=region("qkv"),
+            q_norm=tensor(f"{name}.q_norm"),
+            k_norm=tensor(f"{name}.k_norm"),
+            rope=region("rope"),
+            pages=region("page table"),
+            page_pool=region("KV pages"),
+            tree_keys=region("tree keys") + layer * sizes.tree_bytes,
+            tree_values=region("tree values") + layer * sizes.tree_bytes,
+            kv_scale=tensor(f"{name}.kv_scale"),
+            partial=region("attention parts"),
+            counters=region("counters") + 4 * layer * sizes.attention_counters,
+            output=region("attention"),
+            page_bytes=sizes.page_bytes,
+            layer_offset=layer * sizes.layer_page_bytes,
+            window=sizes.model.windows[layer],
+            splits=attention.splits(sizes.context),
+        )
+        model = sizes.model
+        geometry = attention.attention(
+            model.heads, model.kv_heads, model.head_dim, sizes.kv_bits, sizes.context, tile, self._multiprocessors
+        )
+        return Launch(f"ull_attention_{tile}", *geometry, params)
