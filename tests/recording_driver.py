@@ -176,6 +176,9 @@ class RecordingDriver(Driver):
         self.graphs[handle] = self._captured[graph]
         return handle
 
+    def node_types(self, graph: int) -> list[str]:
+        return ["KERNEL"] * len(self._captured[graph])
+
     def destroy_graph(self, graph: int) -> None:
         self._release("graph", graph)
 

@@ -298,6 +298,48 @@ def test_graphs_run_what_was_captured(kernels: Path, tmp_path: Path) -> None:
     assert lines == [{**captured, "overlaps": True}] * 3 + [{"event": "instantiate", "nodes": 3}]
 
 
+def scenario_foreign_nodes() -> None:
+    """A host function, and a graph within a graph: what ull.gpu.capture has to see through."""
+    from ull.errors import GpuError
+    from ull.gpu.capture import capture_graph
+    from ull.gpu.driver import Driver
+
+    driver = Driver()
+    driver.open()
+    stream = driver.create_stream()
+    memory = driver.allocate(8)
+    called: list[None] = []
+    note = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda data: called.append(None))
+    address = ctypes.cast(note, ctypes.c_void_p).value
+
+    def captured(work: Any) -> Any:
+        driver.begin_capture(stream)
+        work(stream)
+        return driver.end_capture(stream)
+
+    inner = captured(lambda stream: driver.fill(memory, 1, 8, stream))
+    inner_executable = driver.instantiate(inner)
+    outer = captured(lambda stream: [call("cuGraphLaunch", api().CUgraphExec(inner_executable), stream)])
+    assert driver.node_types(outer) == ["MEMSET"]
+    host = captured(lambda stream: call("cuLaunchHostFunc", stream, api().CUhostFn(address), 0))
+    assert driver.node_types(host) == ["HOST"]
+    executable = driver.instantiate(host)
+    call("cuGraphLaunch", api().CUgraphExec(executable), stream)
+    driver.synchronize(stream)
+    assert called == [None]
+
+    def nested(recorder: Any) -> None:
+        recorder.enqueue(lambda stream: call("cuGraphLaunch", api().CUgraphExec(executable), stream))
+
+    with pytest.raises(GpuError, match="holds nodes that a round must not have: HOST"):
+        capture_graph(driver, stream, {}, nested)
+    capture_graph(driver, stream, {}, lambda recorder: recorder.enqueue(lambda at: driver.fill(memory, 2, 8, at)))
+
+
+def test_nodes_of_others_are_seen_through_child_graphs() -> None:
+    run("scenario_foreign_nodes")
+
+
 def scenario_capture_is_broken() -> None:
     stream = start()
     call("cuStreamBeginCapture", stream, api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)

@@ -119,12 +119,22 @@ void run_kernel(const KernelNode& kernel);  // a failure is a sticky error, and 
 
 // ---- streams, graphs (stream.cpp, graph.cpp) --------------------------------------------------------------------
 
-enum class NodeType : int { kKernel = 0, kMemcpy = 1, kMemset = 2, kEventRecord = 7 };  // CUgraphNodeType
+enum class NodeType : int {  // CUgraphNodeType
+  kKernel = 0,
+  kMemcpy = 1,
+  kMemset = 2,
+  kHost = 3,
+  kGraph = 4,
+  kEventRecord = 7
+};
+
+struct Graph;
 
 struct Node {
   NodeType type;
   std::function<void()> run;
-  std::shared_ptr<KernelNode> kernel;  // of kKernel
+  std::shared_ptr<KernelNode> kernel = nullptr;  // of kKernel
+  std::shared_ptr<Graph> child = nullptr;        // of kGraph
 };
 
 struct Graph {

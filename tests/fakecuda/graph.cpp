@@ -76,13 +76,13 @@ Result launch(void* handle, void* stream_handle) {
     enqueue(stream, [value] { set_sticky_error(static_cast<Result>(value)); });
     return kSuccess;
   }
-  if (stream->capture != nullptr) return kNotSupported;  // child graphs: ull has none
-  enqueue(stream, [executable] {
+  const auto run = [executable] {
     for (const auto& node : executable->nodes) {
       if (sticky_error() == kSuccess) node->run();
     }
-  });
-  return kSuccess;
+  };
+  // Within a capture it becomes a child graph.
+  return submit(stream, {NodeType::kGraph, run, nullptr, std::make_shared<Graph>(Graph{executable->nodes})});
 }
 
 Result upload(void* handle, void* stream) {
@@ -104,11 +104,18 @@ Result nodes(void* handle, void** list, size_t* count) {
   return kSuccess;
 }
 
+std::shared_ptr<Node> find_node(const Graph& graph, void* handle) {
+  for (const auto& node : graph.nodes) {
+    if (node.get() == handle) return node;
+    if (node->child == nullptr) continue;
+    if (auto found = find_node(*node->child, handle)) return found;
+  }
+  return nullptr;
+}
+
 std::shared_ptr<Node> find_node(void* handle) {
   for (const auto& graph : graphs().all()) {
-    for (const auto& node : graph->nodes) {
-      if (node.get() == handle) return node;
-    }
+    if (auto found = find_node(*graph, handle)) return found;
   }
   return nullptr;
 }
@@ -118,6 +125,22 @@ Result node_type(void* handle, int* type) {
   if (node == nullptr) return kInvalidHandle;
   *type = static_cast<int>(node->type);
   return ready();
+}
+
+Result child_graph(void* handle, void** graph) {
+  const auto node = find_node(handle);
+  if (node == nullptr) return kInvalidHandle;
+  if (node->child == nullptr) return kInvalidValue;
+  *graph = graphs().add(node->child);
+  return ready();
+}
+
+// A function of the host's, called in the stream's turn.
+Result launch_host(void* stream_handle, void (*function)(void*), void* data) {
+  if (const Result result = ready(); result != kSuccess) return result;
+  const auto stream = find_stream(stream_handle);
+  if (stream == nullptr) return kInvalidHandle;
+  return submit(stream, {NodeType::kHost, [function, data] { function(data); }});
 }
 
 struct KernelNodeParams {  // CUDA_KERNEL_NODE_PARAMS_v2
@@ -158,6 +181,8 @@ const Exports exports{
     {"cuGraphExecDestroy", address_of(destroy_executable)},
     {"cuGraphGetNodes", address_of(nodes)},
     {"cuGraphNodeGetType", address_of(node_type)},
+    {"cuGraphChildGraphNodeGetGraph", address_of(child_graph)},
+    {"cuLaunchHostFunc", address_of(launch_host)},
     {"cuGraphKernelNodeGetParams", address_of(kernel_node_params)},
 };
 

@@ -10,6 +10,8 @@ from ull.gpu.driver import Driver
 from ull.gpu.forward import Recorder
 from ull.gpu.launch import Launch
 
+REPLAYABLE = {"KERNEL", "MEMCPY", "MEMSET", "EMPTY"}  # what may also stand in the body of a conditional node
+
 
 class StreamRecorder:
     """Launches kernels on a capturing stream; each may begin before the kernel of ours before it has ended."""
@@ -34,7 +36,10 @@ class StreamRecorder:
 
 
 def capture_graph(driver: Driver, stream: int, functions: Mapping[str, int], record: Callable[[Recorder], None]) -> int:
-    """Captures what `record` launches, instantiates and uploads it; returns the executable graph (CUgraphExec)."""
+    """Captures what `record` launches, instantiates and uploads it; returns the executable graph (CUgraphExec).
+
+    Raises GpuError, also for a node that would make the host or another stream part of a round.
+    """
     driver.begin_capture(stream)
     try:
         record(StreamRecorder(driver, stream, functions))
@@ -44,6 +49,9 @@ def capture_graph(driver: Driver, stream: int, functions: Mapping[str, int], rec
         raise
     graph = driver.end_capture(stream)
     try:
+        if foreign := set(driver.node_types(graph)) - REPLAYABLE:
+            names = ", ".join(sorted(foreign))
+            raise GpuError("gpu_failed", f"the captured round holds nodes that a round must not have: {names}")
         executable = driver.instantiate(graph)
     finally:
         driver.destroy_graph(graph)

@@ -168,6 +168,16 @@ class Driver:
     def instantiate(self, graph: int) -> int:
         return int(self._call("cuGraphInstantiate", self._handle("CUgraph", graph), 0))
 
+    def node_types(self, graph: int) -> list[str]:
+        """The type of each node ("KERNEL", "MEMCPY", ...), those of child graphs in their place."""
+        _, count = self._call("cuGraphGetNodes", self._handle("CUgraph", graph), 0)
+        nodes, _ = self._call("cuGraphGetNodes", self._handle("CUgraph", graph), count)
+        types = []
+        for node in nodes[:count]:
+            name = self._call("cuGraphNodeGetType", node).name.removeprefix("CU_GRAPH_NODE_TYPE_")
+            types += self.node_types(int(self._call("cuGraphChildGraphNodeGetGraph", node))) if name == "GRAPH" else [name]
+        return types
+
     def destroy_graph(self, graph: int) -> None:
         self._call("cuGraphDestroy", self._handle("CUgraph", graph))
 
