@@ -23,11 +23,11 @@ from ull.errors import BundleError, GpuError
 from ull.gpu import checks, params
 from ull.gpu.arena import REGION_ALIGNMENT, ArenaPlan
 from ull.gpu.driver import Driver
-from ull.gpu.launch import TREE_SIZES
 from ull.gpu.memory import Sizes, plan_memory, rope_table
 from ull.gpu.program import Program
 from ull.gpu.weights import Staging
 from ull.log import Log
+from ull.plans import TOKEN_COUNTS
 from ull_build import kernels
 from ull_build.build import Settings
 from ull_build.random_bundle import RandomSettings, build_random
@@ -82,7 +82,7 @@ def graph_of(program: Program, driver: RecordingDriver, tokens: int) -> list[Lau
 # What is captured
 
 
-@pytest.mark.parametrize("tokens", TREE_SIZES)
+@pytest.mark.parametrize("tokens", TOKEN_COUNTS)
 def test_a_round_is_the_kernels_in_order(program: Program, driver: RecordingDriver, tokens: int) -> None:
     tile = {1: 8, 2: 8, 4: 8}.get(tokens, tokens)
     narrow = 1 if tokens == 1 else tile  # the linear kernels have a variant for one token
@@ -102,7 +102,7 @@ def test_a_prefill_has_neither_head_nor_sampler(program: Program, driver: Record
     assert names[:2] == ["ull_begin", "ull_embed"] and names[-3:] == ["ull_down_64", "ull_accept", "ull_commit"]
     assert names[2:6] == ["ull_norm_64", "ull_qkv_64", "ull_qkv_sum_64", "ull_attention_64"]
     assert names[6:8] == ["ull_o_64", "ull_norm_64"]
-    assert len(driver.graphs) == len(TREE_SIZES) + 1
+    assert len(driver.graphs) == len(TOKEN_COUNTS) + 1
 
 
 def test_every_launch_fits_the_device(program: Program, driver: RecordingDriver) -> None:
@@ -285,7 +285,7 @@ def test_a_region_has_one_owner() -> None:
 
 def test_the_hand_over_is_plain_numbers(program: Program, driver: RecordingDriver, bundle: Bundle) -> None:
     handover = program.handover
-    assert set(handover["graphs"]) == set(TREE_SIZES)
+    assert set(handover["graphs"]) == set(TOKEN_COUNTS)
     assert all(type(value) in (int, str, dict) for value in handover.values())
     assert handover["context_tokens"] == CONTEXT and handover["page_count"] == 5
     assert handover["vocabulary"] == 333 and handover["name"] == "graph/sm_90a"

@@ -61,18 +61,16 @@ def run(scenario: str, *arguments: object, kernels: Path | None = None, **option
 
 def scenario_rounds(path: str) -> None:
     """Decodes PROMPT plainly, then verifies what came out as chains of several lengths."""
-    from rounds import RoundDriver
-
     from ull.gpu.program import load
 
     program = load(open_bundle(path))
-    rounds = RoundDriver(program.handover)
+    rounds = program.replay()
     rounds.prefill(PROMPT[:-1])
     place = len(PROMPT) - 1
     plain = [result.tokens[0].token for result in rounds.decode(PROMPT[-1], place, ANSWER)]
     verified = []
     for size in (2, 4, 8, 12):
-        result = rounds.wait(rounds.launch([PROMPT[-1], *plain[: size - 1]], place))
+        result = program.replay().wait(rounds.launch([PROMPT[-1], *plain[: size - 1]], place))
         verified.append([result.tokens[index].token for index in range(result.count)])
     wrong = rounds.wait(rounds.launch([PROMPT[-1], plain[0], plain[1] + 1, 7], place))
     rounds.drain()
@@ -81,17 +79,47 @@ def scenario_rounds(path: str) -> None:
     print(json.dumps({"plain": plain, "verified": verified, "corrected": corrected}))
 
 
-def test_rounds_say_what_the_cpu_says(bundle: Path, emulated: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def cpu_model(tmp_path_factory: pytest.TempPathFactory) -> _native.CpuModel:
+    path = tmp_path_factory.mktemp("cpu") / "cpu.ull"
+    on_cpu = build(Settings(ROOT / "engines/tiny", path, "cpu", evaluate=False, context=CONTEXT))
+    return _native.CpuModel(open_bundle(on_cpu.path).native_spec())
+
+
+def test_rounds_say_what_the_cpu_says(bundle: Path, emulated: Path, cpu_model: _native.CpuModel) -> None:
     """Every kernel, in captured graphs, from the embedding to the mapped result."""
     said = run("scenario_rounds", str(bundle), kernels=emulated, multiprocessors=4)
-    on_cpu = build(Settings(ROOT / "engines/tiny", tmp_path / "cpu.ull", "cpu", evaluate=False, context=CONTEXT))
-    model = _native.CpuModel(open_bundle(on_cpu.path).native_spec())
-    expected = model.generate_greedy(np.array(PROMPT, np.int32), ANSWER).tolist()
+    expected = cpu_model.generate_greedy(np.array(PROMPT, np.int32), ANSWER).tolist()
     assert said["plain"] == expected
     assert said["verified"] == [expected[:size] for size in (2, 4, 8, 12)]
     assert (
         said["corrected"] == expected[:2]
     )  # the draft's second token is another: what stands there instead, and no more
+
+
+def scenario_logits(path: str, output: str) -> None:
+    """The logits of a text by rounds of several sizes."""
+    from ull.gpu.program import load
+
+    program = load(open_bundle(path))
+    rounds = program.replay()
+    text = (PROMPT * 7)[:68]
+    np.savez(
+        output, **{str(size): rounds.logits(text, size=size) for size in (64, 8)}, moved=rounds.logits(text[3:], 3)
+    )
+    program.close()
+    print("null")
+
+
+def test_logits_are_the_cpus_and_do_not_depend_on_the_rounds(
+    bundle: Path, emulated: Path, cpu_model: _native.CpuModel, tmp_path: Path
+) -> None:
+    run("scenario_logits", str(bundle), str(tmp_path / "logits.npz"), kernels=emulated, multiprocessors=4)
+    found = np.load(tmp_path / "logits.npz")
+    np.testing.assert_array_equal(found["8"], found["64"])
+    np.testing.assert_array_equal(found["moved"], found["64"][3:])
+    expected = cpu_model.logits(np.array((PROMPT * 7)[:68], np.int32))
+    assert np.linalg.norm(found["64"] - expected) < 0.01 * np.linalg.norm(expected)
 
 
 def scenario_load(path: str) -> None:
@@ -150,13 +178,13 @@ def test_reports_name_the_gpu() -> None:
 def scenario_bench(path: str) -> None:
     """What bench/h200 measures, on little data."""
     from bandwidth import read_bandwidth
-    from rounds import RoundDriver
+    from rounds import RoundTimer
 
     from ull.gpu.program import load
 
     bandwidths = read_bandwidth(1 << 20, repeats=2)
     program = load(open_bundle(path))
-    times = RoundDriver(program.handover).time_rounds(2, 5, rounds=4, warm_up=1)
+    times = RoundTimer(program).time_rounds(2, 5, rounds=4, warm_up=1)
     counts = [len(times.period), len(times.gap), len(times.busy)]
     program.close()
     print(json.dumps([bandwidths, counts, times.mean_ns]))

@@ -18,6 +18,7 @@ PYTHON_LAYERS = {
     "sockets": 1,
     "spawn": 1,
     "manifest": 1,
+    "plans": 1,
     "layout": 1,
     "device_layout": 1,
     "_native": 2,

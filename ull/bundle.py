@@ -55,9 +55,12 @@ from ull.manifest import (
     Drafter,
     DraftModel,
     FileEntry,
+    Forward,
     Manifest,
     MedusaHeads,
     Model,
+    PlanCheck,
+    Plans,
     Precision,
     Provenance,
     Quality,
@@ -100,9 +103,12 @@ __all__ = [
     "DraftModel",
     "Drafter",
     "FileEntry",
+    "Forward",
     "Manifest",
     "MedusaHeads",
     "Model",
+    "PlanCheck",
+    "Plans",
     "Precision",
     "Provenance",
     "Quality",
@@ -280,7 +286,7 @@ def _read_tensors(path: Path, manifest: Manifest) -> dict[str, TensorEntry]:
     if manifest.target == "cpu":
         expected = expected_tensors(manifest.model, manifest.precision, manifest.speculation)
     else:
-        expected = device_tensors(manifest.model, manifest.precision)
+        expected = device_tensors(manifest.model, manifest.precision, manifest.forward)
     if manifest.random_weights:
         return entries_of({name: shape for name, shape in expected.items() if not shape.optional})
     try:

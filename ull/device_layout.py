@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ull.layout import FILLER, TensorEntry, TensorShape, qkv_rows, round_up
 from ull.manifest import Model, Precision
+from ull.plans import FUSED, Forward
 
 DEVICE_TILE_ROWS = 16
 DEVICE_STEP = 32  # columns
@@ -51,18 +52,23 @@ def device_macros(model: Model, precision: Precision) -> dict[str, str]:
     return {f"ULL_{name}": str(value) for name, value in values.items()}
 
 
-def device_tensors(model: Model, precision: Precision) -> dict[str, TensorShape]:
+def device_tensors(model: Model, precision: Precision, forward: Forward = FUSED) -> dict[str, TensorShape]:
     """Every tensor of a bundle for a GPU with its stored shape, in order of use.
 
-    A vector is padded to a multiple of DEVICE_ALIGNMENT bytes; a matrix that does not end at one is followed by a
-    tensor of zeros, NAME + FILLER.
+    Where no phase is computed by our kernels, the linear layers and their norms lie in plans instead. A vector is
+    padded to a multiple of DEVICE_ALIGNMENT bytes; a matrix that does not end at one is followed by a tensor of zeros,
+    NAME + FILLER.
     """
     tensors: dict[str, TensorShape] = {}
 
     def vector(name: str, length: int, optional: bool = False) -> None:
         tensors[name] = TensorShape("F32", (round_up(length, DEVICE_ALIGNMENT // 4),), optional)
 
+    fused = forward.uses("fused")
+
     def linear(name: str, rows: int, columns: int, stored: str, bias: bool = True) -> None:
+        if not fused:
+            return
         tiles, steps = -(-rows // DEVICE_TILE_ROWS), -(-columns // DEVICE_STEP)
         if stored == "fp8":
             tensors[f"{name}.weight"] = TensorShape("F8_E4M3", (tiles, steps, 32, 16))
@@ -72,13 +78,17 @@ def device_tensors(model: Model, precision: Precision) -> dict[str, TensorShape]
         if bias:
             vector(f"{name}.bias", tiles * DEVICE_TILE_ROWS, optional=True)
 
+    def norm(name: str) -> None:
+        if fused:
+            vector(name, model.hidden)
+
     embedding = TensorShape("BF16", (model.vocabulary, model.hidden))
     tensors["embed.weight"] = embedding
     if filler := -embedding.nbytes % DEVICE_ALIGNMENT:
         tensors["embed.weight" + FILLER] = TensorShape("U8", (filler,))
     for layer in range(model.layers):
         prefix = f"layers.{layer}"
-        vector(f"{prefix}.attn_norm", model.hidden)
+        norm(f"{prefix}.attn_norm")
         linear(f"{prefix}.qkv", qkv_rows(model), model.hidden, precision.weights)
         if model.qk_norm:
             vector(f"{prefix}.q_norm", model.head_dim)
@@ -86,10 +96,10 @@ def device_tensors(model: Model, precision: Precision) -> dict[str, TensorShape]
         if precision.kv == "fp8":
             vector(f"{prefix}.kv_scale", 2 * model.kv_heads)
         linear(f"{prefix}.o", model.hidden, model.heads * model.head_dim, precision.weights)
-        vector(f"{prefix}.mlp_norm", model.hidden)
+        norm(f"{prefix}.mlp_norm")
         linear(f"{prefix}.gate_up", gate_up_rows(model), model.hidden, precision.weights)
         linear(f"{prefix}.down", model.hidden, model.intermediate, precision.weights)
-    vector("norm", model.hidden)
+    norm("norm")
     linear("lm_head", model.vocabulary, model.hidden, precision.lm_head, bias=False)
     return tensors
 

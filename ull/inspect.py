@@ -17,7 +17,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from ull import _native
-from ull.bundle import Bundle, Manifest, Model, open_bundle, read_manifest, verify_hashes
+from ull.bundle import Bundle, Forward, Manifest, Model, Plans, open_bundle, read_manifest, verify_hashes
 from ull.errors import BundleError
 from ull.host import auto_threads
 
@@ -74,10 +74,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "path": str(bundle.path),
         "parameters": parameter_count(bundle.manifest.model),
         "weight_bytes": {**sizes, "total": bundle.weight_bytes},
-        "speculation": None,
-        "code": None,
-        "random_weights": False,  # which the manifest may leave out
-        **msgspec.to_builtins(bundle.manifest),
+        **{name: msgspec.to_builtins(getattr(bundle.manifest, name)) for name in Manifest.__struct_fields__},
     }
 
 
@@ -218,6 +215,23 @@ def _device_rows(manifest: Manifest) -> list[tuple[str, str]]:
     rows = [("kernels", f"{len(code.kernels())} in {len(code.files)} cubins, {code.compiler} {code.toolkit}")]
     if manifest.random_weights:
         rows.append(("weights", "random, made up on the device at load: a benchmark bundle"))
+    rows.append(("forward", f"prefill {manifest.forward.prefill}, decode {manifest.forward.decode}"))
+    if (plans := manifest.forward.plans) is not None:
+        rows += _plan_rows(plans, manifest.forward)
+    return rows
+
+
+def _plan_rows(plans: Plans, forward: Forward) -> list[tuple[str, str]]:
+    """The TensorRT plans, and what of speculation and caching they leave."""
+    kept = {"all": "all", "prompt": "the prompt's", "nothing": "none"}[forward.reuse]
+    rows = [
+        ("plans", f"{len(plans.files)} by TensorRT {plans.version} on {plans.gpu}, {plans.attention} attention"),
+        ("rounds", f"of up to {', '.join(map(str, forward.tree_sizes))} tokens: bit-identical to plain decoding"),
+        ("KV kept", f"{kept}, for the next turn"),
+    ]
+    if (check := plans.check) is not None:
+        against = f"{check.fused_error:.2%} off our kernels, {check.cpu_error:.2%} off the cpu executor"
+        rows.append(("plans' logits", f"{against} (limit {check.limit:.0%}), {check.tokens} tokens"))
     return rows
 
 

@@ -14,6 +14,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from ull.plans import FUSED, Forward, PlanCheck, Plans
+
 FORMAT: Final = "ull-engine"
 FORMAT_VERSION: Final = 1
 WEIGHTS_FILE = "weights.safetensors"
@@ -234,11 +236,13 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     files: dict[str, FileEntry]  # relative path -> entry, all but manifest.json
     speculation: Speculation | None = None  # None: built before there was any
     code: DeviceCode | None = None  # of a GPU target
+    forward: Forward = FUSED  # of a GPU target
     random_weights: bool = False  # no weights file: they are made up on the device at load, for benchmarks
 
     def __post_init__(self) -> None:
         if self.target == "cpu":
             _require(self.code is None and not self.random_weights, 'target "cpu" takes no `code` or `random_weights`')
+            _require(self.forward == FUSED, 'target "cpu" takes no `forward`')
             _require(self.precision.kv != "fp8", '`precision.kv` fp8 is not supported on target "cpu"')
         else:
             self._check_device()
@@ -273,6 +277,13 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
             _require(file.path in self.files, f"`files` lacks {file.path!r}")
             _require(not seen & set(file.kernels), f"{file.path!r} repeats a kernel")
             seen |= set(file.kernels)
+        if (plans := self.forward.plans) is not None:
+            for name in plans.files:
+                _require(name in self.files, f"`files` lacks {name!r}")
+            native = plans.attention == "native"
+            segments = 2 if native else self.model.layers + 2
+            _require(len(plans.files) == segments, f"{len(plans.files)} plans where {segments} are needed")
+            _require(not native or self.precision.kv == "bf16", "native attention keeps its KV cache in bf16")
 
 
 def device_problems(model: Model, precision: Precision) -> Iterator[str]:
@@ -328,9 +339,12 @@ __all__ = [
     "DraftModel",
     "Drafter",
     "FileEntry",
+    "Forward",
     "Manifest",
     "MedusaHeads",
     "Model",
+    "PlanCheck",
+    "Plans",
     "Precision",
     "Provenance",
     "Quality",

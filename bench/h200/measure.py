@@ -20,7 +20,7 @@ import numpy as np
 from bandwidth import read_bandwidth
 from rich.console import Console
 from rich.table import Table
-from rounds import RoundDriver, Times
+from rounds import RoundTimer, Times
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from report import ROOT, Check, environment, percentiles
@@ -92,7 +92,7 @@ def measure_shape(shape: Shape, bandwidth: float) -> dict[str, Any]:
     built = time.monotonic()
     program = load(bundle)
     try:
-        rounds = RoundDriver(program.handover)
+        rounds = RoundTimer(program)
         loaded = time.monotonic()
         floor_ms = bytes_per_token(bundle) / bandwidth * 1e3
         layers = bundle.manifest.model.layers

@@ -110,10 +110,8 @@ LIMITS = {"bf16": (0.03, 0.0), "fp8": (0.5, 0.6)}  # mean absolute logprob error
 
 
 def test_logprobs_match_pytorch(engine: tuple[str, Any], checkpoint: Path) -> None:
-    from rounds import RoundDriver
-
     precision, program = engine
-    rounds = RoundDriver(program.handover)
+    rounds = program.replay()
     prompt = [int(token) for token in np.random.default_rng(3).integers(2, 4000, PROMPT)]
     rounds.prefill(prompt[:-1])
     results = rounds.decode(prompt[-1], PROMPT - 1, STEPS, top_logprobs=20)
@@ -132,10 +130,8 @@ def test_logprobs_match_pytorch(engine: tuple[str, Any], checkpoint: Path) -> No
 
 def test_trees_and_plain_rounds_give_the_same_bits(engine: tuple[str, Any]) -> None:
     """Every tree size verifies a chain of the true tokens: all are accepted, with the same logprobs."""
-    from rounds import RoundDriver
-
     _, program = engine
-    rounds = RoundDriver(program.handover)
+    rounds = program.replay()
     prompt = [int(token) for token in np.random.default_rng(5).integers(2, 4000, 70)]
     rounds.prefill(prompt[:-1])
     plain = [

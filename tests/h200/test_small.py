@@ -12,8 +12,6 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def test_every_graph_runs(tmp_path: Path) -> None:
-    from rounds import RoundDriver
-
     from ull.gpu.program import load
 
     bundle = tmp_path / "tiny.ull"
@@ -21,7 +19,7 @@ def test_every_graph_runs(tmp_path: Path) -> None:
     subprocess.run([*command, "--no-eval", "--quiet", "--output", str(bundle)], check=True)
     program = load(open_bundle(bundle))
     try:
-        rounds = RoundDriver(program.handover)
+        rounds = program.replay()
         prompt = [(31 * index + 5) % 4096 for index in range(300)]  # two attention splits
         rounds.prefill(prompt[:-1])
         for size in (1, 2, 4, 8, 16, 32, 64):

@@ -37,20 +37,23 @@ class ArenaPlan:
 
 
 class Arena:
-    """The allocation of a plan. Raises GpuError saying what is needed and free when it does not fit."""
+    """The allocation of a plan. Raises GpuError saying what is needed and free when it does not fit.
 
-    def __init__(self, driver: Driver, plan: ArenaPlan) -> None:
+    `beside` bytes must stay free for what others allocate.
+    """
+
+    def __init__(self, driver: Driver, plan: ArenaPlan, beside: int = 0) -> None:
         self._driver = driver
         self.plan = plan
         free, total = driver.memory_info()
-        if plan.nbytes > free:
-            raise GpuError("gpu_memory", _too_large(plan, free, total))
+        if plan.nbytes + beside > free:
+            raise GpuError("gpu_memory", _too_large(plan, beside, free, total))
         try:
             self.base = driver.allocate(plan.nbytes)
         except GpuError as error:
             if error.code != "gpu_memory":
                 raise
-            raise GpuError("gpu_memory", _too_large(plan, free, total), error.field) from error
+            raise GpuError("gpu_memory", _too_large(plan, beside, free, total), error.field) from error
 
     def address(self, name: str) -> int:
         """Device address of a region."""
@@ -60,11 +63,11 @@ class Arena:
         self._driver.free(self.base)
 
 
-def _too_large(plan: ArenaPlan, free: int, total: int) -> str:
-    largest = sorted(plan.regions.items(), key=lambda item: -item[1].nbytes)[:2]
-    parts = " and ".join(f"{decimal(region.nbytes)} for {name}" for name, region in largest)
+def _too_large(plan: ArenaPlan, beside: int, free: int, total: int) -> str:
+    needs = [(region.nbytes, name) for name, region in plan.regions.items()] + [(beside, "TensorRT's plans")]
+    parts = " and ".join(f"{decimal(nbytes)} for {name}" for nbytes, name in sorted(needs, reverse=True)[:2])
     return (
-        f"the engine needs {decimal(plan.nbytes)} of device memory ({parts} among it); of the GPU's {decimal(total)} "
-        f"only {decimal(free)} are free. Lower engine.context or engine.kv_pages, end what else runs on the GPU "
-        "(see nvidia-smi), or build with a smaller precision"
+        f"the engine needs {decimal(plan.nbytes + beside)} of device memory ({parts} among it); of the GPU's "
+        f"{decimal(total)} only {decimal(free)} are free. Lower engine.context or engine.kv_pages, end what else runs "
+        "on the GPU (see nvidia-smi), or build with a smaller precision"
     )

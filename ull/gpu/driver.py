@@ -86,6 +86,11 @@ class Driver:
         """Asynchronous; `target` is a host address."""
         self._call("cuMemcpyDtoHAsync", target, self._handle("CUdeviceptr", source), nbytes, self._stream(stream))
 
+    def copy_on_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Asynchronous."""
+        pointers = (self._handle("CUdeviceptr", address) for address in (target, source))
+        self._call("cuMemcpyDtoDAsync", *pointers, nbytes, self._stream(stream))
+
     def fill(self, target: int, byte: int, nbytes: int, stream: int) -> None:
         self._call("cuMemsetD8Async", self._handle("CUdeviceptr", target), byte, nbytes, self._stream(stream))
 
@@ -172,10 +177,13 @@ class Driver:
         """The type of each node ("KERNEL", "MEMCPY", ...), those of child graphs in their place."""
         _, count = self._call("cuGraphGetNodes", self._handle("CUgraph", graph), 0)
         nodes, _ = self._call("cuGraphGetNodes", self._handle("CUgraph", graph), count)
-        types = []
+        types: list[str] = []
         for node in nodes[:count]:
-            name = self._call("cuGraphNodeGetType", node).name.removeprefix("CU_GRAPH_NODE_TYPE_")
-            types += self.node_types(int(self._call("cuGraphChildGraphNodeGetGraph", node))) if name == "GRAPH" else [name]
+            name = str(self._call("cuGraphNodeGetType", node).name).removeprefix("CU_GRAPH_NODE_TYPE_")
+            if name == "GRAPH":
+                types += self.node_types(int(self._call("cuGraphChildGraphNodeGetGraph", node)))
+            else:
+                types.append(name)
         return types
 
     def destroy_graph(self, graph: int) -> None:
@@ -183,6 +191,9 @@ class Driver:
 
     def upload(self, executable: int, stream: int) -> None:
         self._call("cuGraphUpload", self._handle("CUgraphExec", executable), self._stream(stream))
+
+    def replay(self, executable: int, stream: int) -> None:
+        self._call("cuGraphLaunch", self._handle("CUgraphExec", executable), self._stream(stream))
 
     def destroy_executable(self, executable: int) -> None:
         self._call("cuGraphExecDestroy", self._handle("CUgraphExec", executable))

@@ -30,5 +30,8 @@ class Forward(Protocol):
     def launches(self, tokens: int, draws: bool) -> list[Launch]:
         """The launches of our kernels among it, for whoever has to prepare them."""
 
+    def warm_up(self, tokens: int, draws: bool) -> None:
+        """What must have happened before it can be captured."""
+
     def capture(self, recorder: Recorder, tokens: int, draws: bool) -> None:
         """Captures the forward of a round of up to `tokens` nodes (1 to 64)."""

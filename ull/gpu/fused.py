@@ -42,6 +42,9 @@ class FusedForward:
         layers = [launch for layer in range(self._sizes.model.layers) for launch in self._layer(layer, tokens)]
         return layers + self._head(tokens) if draws else layers
 
+    def warm_up(self, tokens: int, draws: bool) -> None:
+        """Nothing: modules are loaded as a whole."""
+
     def capture(self, recorder: Recorder, tokens: int, draws: bool) -> None:
         for launch in self.launches(tokens, draws):
             recorder.launch(launch)

@@ -6,7 +6,6 @@ import ctypes
 from dataclasses import dataclass
 
 TILES = (8, 16, 32, 64)  # tokens that one variant of a kernel handles at once
-TREE_SIZES = (1, 2, 4, 8, 16, 32, 64)  # tree tokens that graphs are captured for
 
 
 @dataclass(frozen=True)

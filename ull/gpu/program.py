@@ -16,11 +16,11 @@ from ull.gpu.checks import check_device, check_size, other_processes
 from ull.gpu.driver import Driver
 from ull.gpu.forward import Forward, Recorder
 from ull.gpu.fused import FusedForward
-from ull.gpu.launch import TREE_SIZES
 from ull.gpu.memory import Sizes, plan_memory, rope_table
 from ull.gpu.modules import Kernels
 from ull.gpu.params import ROUND_SLOTS, TREE_TOKENS, HostControl, RoundRequest, RoundResult, State
 from ull.gpu.places import HostBlocks, Places
+from ull.gpu.replay import Replay
 from ull.gpu.rounds import Rounds
 from ull.gpu.weights import Staging, WeightImage, random_fills, random_vectors, upload
 from ull.layout import round_up
@@ -49,6 +49,7 @@ class Program:
         driver: Driver | None = None,
     ) -> None:
         self._exit = ExitStack()
+        self._replay: Replay | None = None
         self._bundle, self._log = bundle, log
         manifest = bundle.manifest
         self.sizes = Sizes(manifest.model, manifest.precision, context or manifest.model.context, pages)
@@ -72,11 +73,18 @@ class Program:
             "vocabulary": self.sizes.model.vocabulary,
             "context_tokens": self.sizes.context,
             "page_count": self.sizes.page_count,
-            "weight_bytes": self._image.nbytes,
+            "weight_bytes": self._image.nbytes + self._plan_bytes,
             "kv_bytes": self.sizes.kv_bytes,
             "name": f"graph/{self._bundle.manifest.target}",
             "library": "libcuda.so.1",
+            "reuse": self._bundle.manifest.forward.reuse,
         }
+
+    def replay(self) -> Replay:
+        """The one that replays the graphs where the core does not: rounds are counted on the device too."""
+        if self._replay is None:
+            self._replay = Replay(self.handover, self._driver, self._arena.address("logits"))
+        return self._replay
 
     def close(self) -> None:
         """Gives everything back. The core must have stopped replaying."""
@@ -88,7 +96,14 @@ class Program:
         check_device(self._bundle, info)
         self._image = WeightImage(self._bundle.tensors)
         self._plan = plan_memory(self.sizes, self._image.nbytes)
-        check_size(self._plan.nbytes, info)
+        self._plan_bytes = 0
+        if (plans := self._bundle.manifest.forward.plans) is not None:
+            from ull.gpu import tensorrt
+
+            self._tensorrt = tensorrt.check_plans(plans, info)
+            tensorrt.reserve(self._plan, self.sizes, plans)
+            self._plan_bytes = tensorrt.plan_bytes(self._bundle)
+        check_size(self._plan.nbytes + self._plan_bytes, info)
         if others := other_processes(info):
             listed = ", ".join(map(str, others))
             self._log.warning("gpu", message=f"other processes compute on {info.name}: they cost latency", pids=listed)
@@ -99,7 +114,7 @@ class Program:
         exit_stack.callback(kernels.close)
         self._stream = driver.create_stream()
         exit_stack.callback(driver.destroy_stream, self._stream)
-        self._arena = Arena(driver, self._plan)
+        self._arena = Arena(driver, self._plan, self._plan_bytes)
         exit_stack.callback(self._arena.close)
         blocks = self._map_host_blocks(exit_stack)
         places = Places(self._arena.address, self._tensor, blocks)
@@ -160,20 +175,35 @@ class Program:
     def _report(self, done: int, of_all: int) -> None:
         self._log.info("loading", weights=f"{done / 1e9:.2f} of {of_all / 1e9:.2f} GB")
 
+    def _sources(self, places: Places, exit_stack: ExitStack) -> dict[str, Forward]:
+        """The forward sources that the bundle's phases name, by name."""
+        forward, sources = self._bundle.manifest.forward, dict[str, Forward]()
+        if forward.uses("fused"):
+            sources["fused"] = FusedForward(self.sizes, places, self._driver.info.multiprocessors)
+        if forward.uses("tensorrt"):
+            from ull.gpu.tensorrt import TensorRtForward  # installed only where a bundle asks for it
+
+            plans = TensorRtForward(
+                self._tensorrt, self._bundle, self.sizes, places, self._driver, self._stream, self._log
+            )
+            exit_stack.callback(plans.close)
+            sources["tensorrt"] = plans
+        return sources
+
     def _capture(self, kernels: Kernels, places: Places, exit_stack: ExitStack) -> None:
         """One graph per number of tokens, and one that only fills the cache."""
-        multiprocessors = self._driver.info.multiprocessors
-        rounds = Rounds(self.sizes, places, multiprocessors)
-        forward: Forward = FusedForward(self.sizes, places, multiprocessors)
+        rounds = Rounds(self.sizes, places, self._driver.info.multiprocessors)
+        sources, forward = self._sources(places, exit_stack), self._bundle.manifest.forward
 
-        def captured(tokens: int, draws: bool) -> int:
+        def captured(source: Forward, tokens: int, draws: bool) -> int:
             opening, closing = rounds.opening(tokens), rounds.closing(tokens, draws)
-            kernels.prepare([*opening, *forward.launches(tokens, draws), *closing])
+            kernels.prepare([*opening, *source.launches(tokens, draws), *closing])
+            source.warm_up(tokens, draws)
 
             def record(recorder: Recorder) -> None:
                 for launch in opening:
                     recorder.launch(launch)
-                forward.capture(recorder, tokens, draws)
+                source.capture(recorder, tokens, draws)
                 for launch in closing:
                     recorder.launch(launch)
 
@@ -181,6 +211,7 @@ class Program:
             exit_stack.callback(self._driver.destroy_executable, executable)
             return executable
 
-        self._graphs = {tokens: captured(tokens, draws=True) for tokens in TREE_SIZES}
-        self._prefill = captured(TREE_TOKENS, draws=False)
+        decode, prefill = sources[forward.decode], sources[forward.prefill]
+        self._graphs = {tokens: captured(decode, tokens, draws=True) for tokens in forward.tree_sizes}
+        self._prefill = captured(prefill, TREE_TOKENS, draws=False)
         self._driver.synchronize(self._stream)

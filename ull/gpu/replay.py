@@ -1,0 +1,123 @@
+"""Replays a loaded program's graphs one by one, without the core: for the build's checks and for benchmarks."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ull.errors import GpuError
+from ull.gpu.driver import Driver
+from ull.gpu.params import CONTINUE, OK, PREFILL, ROUND_SLOTS, TAKE, TREE_TOKENS, RoundRequest, RoundResult
+from ull.layout import round_up
+
+PATIENCE_S = 20.0  # a round that takes longer has hung
+
+
+class Replay:
+    """Asks for rounds through the mapped host blocks of `handover` (see `ull.gpu.program`), of one session.
+
+    `logits` is the device's [64, V rounded up to 16] f32. Raises GpuError for a round that fails or hangs.
+    """
+
+    def __init__(self, handover: Mapping[str, Any], driver: Driver, logits: int) -> None:
+        self._handover, self._driver, self._logits = handover, driver, logits
+        self._requests = (RoundRequest * ROUND_SLOTS).from_address(handover["requests"])
+        self.results = (RoundResult * ROUND_SLOTS).from_address(handover["results"])
+        self._page_count = int(handover["page_count"])
+        (ctypes.c_int32 * self._page_count).from_address(handover["pages"])[:] = list(range(self._page_count))
+        self._stream = int(handover["stream"])
+        self._sequence = 0
+        self._setting = 0
+        self._sampling: tuple[Any, ...] | None = None
+
+    @property
+    def context_tokens(self) -> int:
+        return int(self._handover["context_tokens"])
+
+    def launch(
+        self,
+        tokens: Sequence[int],
+        position: int,
+        mode: int = TAKE,
+        parents: Sequence[int] | None = None,
+        max_tokens: int = TREE_TOKENS,
+        temperature: float = 0.0,
+        seed: int = 0,
+        top_logprobs: int = -1,
+        size: int | None = None,
+    ) -> int:
+        """Launches a round and returns its sequence number. `parents` default to a chain.
+
+        `size` names the round's graph, which for a prefill fills the cache and leaves logits; default: the smallest
+        that holds the tokens, or the prefill's own.
+        """
+        self._sequence += 1
+        request = self._requests[self._sequence % ROUND_SLOTS]
+        count = len(tokens)
+        sampling = (temperature, seed, top_logprobs)
+        if sampling != self._sampling:
+            self._sampling = sampling
+            self._setting += 1
+        request.sequence, request.mode, request.count = self._sequence, mode, count
+        request.position, request.max_tokens, request.setting = position, max_tokens, self._setting
+        request.page_count, request.stop_count = self._page_count, 0
+        request.tokens[:count] = tokens
+        request.parents[:count] = parents if parents is not None else [max(0, node - 1) for node in range(count)]
+        request.sampling.temperature, request.sampling.top_p = temperature, 1.0
+        request.sampling.seed, request.sampling.top_logprobs = seed, top_logprobs
+        self._driver.replay(self._graph(count, mode, size), self._stream)
+        return self._sequence
+
+    def wait(self, sequence: int) -> RoundResult:
+        """The result of a round, copied."""
+        result = self.results[sequence % ROUND_SLOTS]
+        deadline = time.monotonic() + PATIENCE_S
+        while result.sequence != sequence:
+            if time.monotonic() > deadline:
+                raise GpuError("gpu_failed", f"round {sequence} did not answer within {PATIENCE_S:.0f} s")
+        copy = RoundResult.from_buffer_copy(result)
+        if copy.status != OK:
+            raise GpuError("gpu_failed", f"round {sequence} answered status {copy.status}")
+        return copy
+
+    def drain(self) -> None:
+        """Waits until the device has nothing left to do."""
+        self._driver.synchronize(self._stream)
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Puts tokens at positions 0, 1, ... into the cache."""
+        for start in range(0, len(tokens), TREE_TOKENS):
+            self.wait(self.launch(tokens[start : start + TREE_TOKENS], start, PREFILL))
+
+    def decode(self, token: int, position: int, count: int, **sampling: Any) -> list[RoundResult]:
+        """`count` plain rounds, each launched before the last one is read."""
+        launched = [self.launch([token], position, TAKE, **sampling)]
+        results = []
+        for index in range(count):
+            if index + 1 < count:
+                launched.append(self.launch([0], position + index + 1, CONTINUE, **sampling))
+            results.append(self.wait(launched[index]))
+        return results
+
+    def logits(self, tokens: Sequence[int], start: int = 0, size: int = TREE_TOKENS) -> NDArray[np.float32]:
+        """Puts tokens at positions `start`, ... into the cache by rounds of `size`; their logits, [tokens, V]."""
+        vocabulary = int(self._handover["vocabulary"])
+        out = np.empty((len(tokens), round_up(vocabulary, 16)), np.float32)
+        for first in range(0, len(tokens), size):
+            chunk = tokens[first : first + size]
+            self.wait(self.launch(chunk, start + first, PREFILL, size=size))
+            rows = out[first : first + len(chunk)]
+            self._driver.copy_to_host(rows.ctypes.data, self._logits, rows.nbytes, self._stream)
+            self.drain()
+        return out[:, :vocabulary]
+
+    def _graph(self, count: int, mode: int, size: int | None) -> int:
+        if size is None and mode == PREFILL:
+            return int(self._handover["prefill"])
+        graphs = self._handover["graphs"]
+        return int(graphs[size or min(held for held in graphs if held >= count)])

@@ -1,0 +1,226 @@
+"""TensorRT plans as the forward source: segments between which our own attention is captured, or one whole step.
+
+    paged:  entry, attention 0, layer.0, attention 1, ..., attention L-1, exit, head
+    native: step (attention and a linear KV cache inside), head
+
+Each plan holds its weights; `Plans` of the manifest says which they are. A captured graph has an execution context of
+its own per plan, and all contexts use one scratch region of the arena, since only one of them runs at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from ull.bundle import Bundle, FileEntry, Plans
+from ull.errors import BundleError, GpuError
+from ull.gpu.arena import ArenaPlan
+from ull.gpu.driver import DeviceInfo, Driver
+from ull.gpu.forward import Recorder
+from ull.gpu.launch import Launch
+from ull.gpu.memory import Sizes
+from ull.gpu.paged_attention import PagedAttention
+from ull.gpu.params import TREE_TOKENS, Round
+from ull.gpu.places import Places
+from ull.gpu.tensorrt_library import load, make_logger
+from ull.log import Log
+
+_REBUILD = "rebuild the bundle on this machine with ull-build"
+_INT32_BYTES, _BF16_BYTES = 4, 2
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One plan: the region of the arena behind each of its inputs and outputs, by the tensor's name."""
+
+    name: str
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+    copies: dict[str, int] = field(default_factory=dict)  # region -> offset in Round of what is copied there before
+
+
+def segments(layers: int, attention: str) -> list[Segment]:
+    """The plans of a forward in order of execution. The residual changes sides where a plan writes it anew."""
+    sides = ("residual", "residual copy")
+    if attention == "native":
+        kinds = [(kind, layer) for kind in ("key", "value") for layer in range(layers)]
+        caches = {f"{kind}_cache.{layer}": f"{kind} cache {layer}" for kind, layer in kinds}
+        written = {name.replace("cache.", "cache_out."): region for name, region in caches.items()}
+        copies = {"step base": Round.base.offset, "step depths": Round.depths.offset}
+        inputs = {"residual": sides[0], "base": "step base", "depths": "step depths", **caches}
+        return [
+            Segment("step", inputs, {"residual_out": sides[1], **written}, copies),
+            Segment("head", {"residual": sides[1]}, {"logits": "logits"}),
+        ]
+    found = [Segment("entry", {"residual": sides[0]}, {"qkv": "qkv"})]
+    for layer in range(layers):
+        before, after = sides[layer % 2], sides[(layer + 1) % 2]
+        is_last = layer == layers - 1
+        outputs = {"residual_out": after} if is_last else {"residual_out": after, "qkv": "qkv"}
+        name = "exit" if is_last else f"layer.{layer}"
+        found.append(Segment(name, {"attention": "attention", "residual": before}, outputs))
+    return [*found, Segment("head", {"residual": sides[layers % 2]}, {"logits": "logits"})]
+
+
+def reserve(plan: ArenaPlan, sizes: Sizes, plans: Plans) -> None:
+    """Adds the regions that the plans need beside those of every round."""
+    plan.reserve("residual copy", plan.regions["residual"].nbytes)
+    plan.reserve("plan scratch", plans.scratch_bytes)
+    if plans.attention == "native":
+        model = sizes.model
+        plan.reserve("step base", _INT32_BYTES)
+        plan.reserve("step depths", _INT32_BYTES * TREE_TOKENS)
+        for layer in range(model.layers):
+            for kind in ("key", "value"):
+                positions = cache_positions(model.context)
+                plan.reserve(f"{kind} cache {layer}", model.kv_heads * positions * model.head_dim * _BF16_BYTES)
+
+
+def cache_positions(context: int) -> int:
+    """Positions of a native KV cache: a chunk that is not full writes rubbish behind its last token."""
+    return context + TREE_TOKENS
+
+
+def plan_bytes(bundle: Bundle) -> int:
+    """Device memory that the plans' weights take, as far as their files tell."""
+    plans = bundle.manifest.forward.plans
+    return 0 if plans is None else sum(bundle.manifest.files[name].bytes for name in plans.files)
+
+
+def check_plans(plans: Plans, info: DeviceInfo) -> Any:
+    """The TensorRT module, if it and the GPU are those that the plans were built with. Raises GpuError."""
+    trt = load()
+    if trt.__version__ != plans.version:
+        raise GpuError(
+            "wrong_tensorrt",
+            f"the bundle's plans were built by TensorRT {plans.version}, installed is {trt.__version__}; "
+            f"install tensorrt=={plans.version}, or {_REBUILD}",
+        )
+    capability = f"{info.capability[0]}.{info.capability[1]}"
+    if (plans.gpu, plans.capability) != (info.name, capability):
+        raise GpuError(
+            "wrong_gpu",
+            f"the bundle's TensorRT plans were built on {plans.gpu} (compute capability {plans.capability}), this is "
+            f"{info.name} ({capability}); {_REBUILD}",
+        )
+    return trt
+
+
+class TensorRtForward:
+    """The plans of a bundle, deserialised. Raises GpuError or BundleError; `close` before the arena goes."""
+
+    name = "tensorrt"
+
+    def __init__(
+        self, trt: Any, bundle: Bundle, sizes: Sizes, places: Places, driver: Driver, stream: int, log: Log
+    ) -> None:
+        plans = bundle.manifest.forward.plans
+        assert plans is not None
+        self._trt, self._plans, self._layers = trt, plans, sizes.model.layers
+        self._places, self._driver, self._stream = places, driver, stream
+        self._attention = PagedAttention(sizes, places, driver.info.multiprocessors)
+        self._segments = segments(sizes.model.layers, plans.attention)
+        self._last_error = ""
+        self._log = log
+        self._logger = make_logger(trt, self._hear)
+        self._runtime = trt.Runtime(self._logger)
+        self._engines: list[Any] = []
+        self._contexts: dict[tuple[int, bool], list[Any]] = {}  # one set per captured graph
+        for segment, name in zip(self._segments, plans.files, strict=True):
+            self._engines.append(self._deserialise(bundle, name, segment))
+
+    def close(self) -> None:
+        """Gives back what TensorRT holds, contexts first."""
+        self._contexts.clear()
+        self._engines.clear()
+        self._runtime = None
+
+    def launches(self, tokens: int, draws: bool) -> list[Launch]:
+        if self._plans.attention == "native":
+            return []
+        return [self._attention.launch(layer, tokens) for layer in range(self._layers)]
+
+    def warm_up(self, tokens: int, draws: bool) -> None:
+        """Makes the contexts of one graph and runs each once: TensorRT allocates and loads lazily."""
+        contexts = [self._make_context(index, tokens) for index in range(len(self._engines) - (0 if draws else 1))]
+        self._contexts[tokens, draws] = contexts
+        for segment, context in zip(self._segments, contexts, strict=False):
+            self._enqueue(segment, context, self._stream)
+        self._driver.synchronize(self._stream)
+
+    def capture(self, recorder: Recorder, tokens: int, draws: bool) -> None:
+        attention = iter(self.launches(tokens, draws))
+        for segment, context in zip(self._segments, self._contexts[tokens, draws], strict=False):
+            if "attention" in segment.inputs:
+                recorder.launch(next(attention))
+            recorder.enqueue(lambda stream, of=segment, by=context: self._enqueue(of, by, stream))  # type: ignore[misc]
+
+    def _deserialise(self, bundle: Bundle, name: str, segment: Segment) -> Any:
+        path = bundle.path / name
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise BundleError(f"{path} cannot be read ({error.strerror})", field=name) from error
+        _check_hash(path, data, bundle.manifest.files[name])
+        engine = self._runtime.deserialize_cuda_engine(data)
+        if engine is None:
+            reason = self._last_error or "no reason given"
+            raise BundleError(f"TensorRT refuses {path}: {reason}; {_REBUILD}", field=name)
+        self._check_tensors(name, engine, segment)
+        return engine
+
+    def _check_tensors(self, name: str, engine: Any, segment: Segment) -> None:
+        """The plan has a profile for each token count, and just the inputs and outputs of its segment."""
+        modes = self._trt.TensorIOMode
+        found: dict[Any, set[str]] = {modes.INPUT: set(), modes.OUTPUT: set()}
+        for index in range(engine.num_io_tensors):
+            tensor = engine.get_tensor_name(index)
+            found[engine.get_tensor_mode(tensor)].add(tensor)
+        wanted = {modes.INPUT: set(segment.inputs), modes.OUTPUT: set(segment.outputs)}
+        if found != wanted or engine.num_optimization_profiles != len(self._plans.token_counts):
+            raise BundleError(f"the plan {name} is not one of segment {segment.name!r}; {_REBUILD}", field=name)
+
+    def _make_context(self, index: int, tokens: int) -> Any:
+        """A context for `tokens` tokens with every address set. Raises GpuError."""
+        engine, segment = self._engines[index], self._segments[index]
+        context = engine.create_execution_context(self._trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if context is None:
+            raise self._failed(segment, "makes no execution context")
+        profile = self._plans.token_counts.index(tokens)
+        if not context.set_optimization_profile_async(profile, self._stream):
+            raise self._failed(segment, f"has no profile {profile}")
+        self._driver.synchronize(self._stream)
+        context.set_device_memory(self._places.region("plan scratch"), self._plans.scratch_bytes)
+        for name, region in (segment.inputs | segment.outputs).items():
+            if name in segment.inputs and -1 in (shape := list(engine.get_tensor_shape(name))):
+                wanted = tuple(tokens if size == -1 else size for size in shape)
+                if not context.set_input_shape(name, wanted):
+                    raise self._failed(segment, f"refuses the shape {wanted} of {name!r}")
+            if not context.set_tensor_address(name, self._places.region(region)):
+                raise self._failed(segment, f"refuses the address of {name!r}")
+        return context
+
+    def _enqueue(self, segment: Segment, context: Any, stream: int) -> None:
+        start = self._places.region("round")
+        for region, offset in segment.copies.items():
+            nbytes = _INT32_BYTES * (TREE_TOKENS if region == "step depths" else 1)
+            self._driver.copy_on_device(self._places.region(region), start + offset, nbytes, stream)
+        if not context.execute_async_v3(stream):
+            raise self._failed(segment, "cannot be enqueued")
+
+    def _hear(self, severity: str, message: str) -> None:
+        if severity in ("ERROR", "INTERNAL_ERROR"):
+            self._last_error = message
+            self._log.error("tensorrt", message=message)
+        elif severity == "WARNING":
+            self._log.warning("tensorrt", message=message)
+
+    def _failed(self, segment: Segment, what: str) -> GpuError:
+        reason = f": {self._last_error}" if self._last_error else ""
+        return GpuError("gpu_failed", f"TensorRT's plan of segment {segment.name!r} {what}{reason}")
+
+
+def _check_hash(path: Any, data: bytes, entry: FileEntry) -> None:
+    if hashlib.sha256(data).hexdigest() != entry.sha256:
+        raise BundleError(f"{path} differs from its SHA-256 in the manifest; {_REBUILD}", field=path.name)

@@ -1,0 +1,107 @@
+"""The manifest's account of forward sources: who computes prefill and decode, and the TensorRT plans that do.
+
+A plan is bound to one version of TensorRT and one GPU model. Where its results differ in bits from those of another
+source, or of itself for another number of tokens, speculation and caching keep away from it: see `Forward.reuse`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta, Struct
+
+Source = Literal["fused", "tensorrt"]
+AttentionKind = Literal["paged", "native"]
+Reuse = Literal["all", "prompt", "nothing"]
+
+PLANS_DIRECTORY: Final = "code/plans"
+TOKEN_COUNTS: Final = (1, 2, 4, 8, 16, 32, 64)  # that graphs are captured for
+MOST_TOKENS: Final = TOKEN_COUNTS[-1]
+
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+
+class PlanCheck(Struct, frozen=True, forbid_unknown_fields=True):
+    """Logits of the plans against others', on the GPU that built them: |difference| / |logits|, Frobenius norms."""
+
+    tokens: Annotated[int, Meta(ge=1)]
+    fused_error: Annotated[float, Meta(ge=0.0)]  # against our kernels: 16-bit activations
+    fused_top1: Share
+    cpu_error: Annotated[float, Meta(ge=0.0)]  # against the CPU executor, likewise
+    cpu_top1: Share
+    limit: Annotated[float, Meta(gt=0.0)]  # of both errors
+
+    def __post_init__(self) -> None:
+        if not all(map(math.isfinite, (self.fused_error, self.cpu_error, self.limit))):
+            raise ValueError("errors must be finite")
+
+
+class Plans(Struct, frozen=True, forbid_unknown_fields=True):
+    """TensorRT plans, one per segment of the forward in order of execution; profile i is for `token_counts[i]`.
+
+    `exact` are the token counts whose logits were bit for bit those of one token at a time; `place_exact` says that a
+    prompt token's were the same wherever in a chunk it stood. Both were seen on the GPU, by the build.
+    """
+
+    version: Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)+", max_length=64)]  # of TensorRT
+    gpu: Annotated[str, Meta(min_length=1, max_length=128)]  # name
+    capability: Annotated[str, Meta(pattern=r"^[0-9]{1,3}\.[0-9]{1,3}$")]
+    files: Annotated[list[str], Meta(min_length=2)]
+    token_counts: Annotated[list[int], Meta(min_length=1)]
+    scratch_bytes: Annotated[int, Meta(ge=0)]  # device memory that the largest plan needs while it runs
+    exact: Annotated[list[int], Meta(min_length=1)]
+    place_exact: bool
+    attention: AttentionKind = "paged"
+    check: PlanCheck | None = None
+
+    def __post_init__(self) -> None:
+        ascending = sorted(set(self.token_counts)) == self.token_counts
+        if not ascending or not set(self.token_counts) <= set(TOKEN_COUNTS):
+            raise ValueError("`token_counts` must ascend within 1, 2, 4, 8, 16, 32, 64")
+        if not {1, MOST_TOKENS} <= set(self.token_counts):
+            raise ValueError("`token_counts` lacks 1 or 64")
+        if 1 not in self.exact or not set(self.exact) <= set(self.token_counts):
+            raise ValueError("`exact` must hold 1 and nothing that `token_counts` lacks")
+        for name in self.files:
+            if not name.startswith(PLANS_DIRECTORY + "/"):
+                raise ValueError(f"{name!r} does not lie in {PLANS_DIRECTORY}/")
+
+
+class Forward(Struct, frozen=True, forbid_unknown_fields=True):
+    """Who computes what lies between embedding and sampler, by phase."""
+
+    prefill: Source = "fused"
+    decode: Source = "fused"
+    plans: Plans | None = None
+
+    def __post_init__(self) -> None:
+        if self.uses("tensorrt") != (self.plans is not None):
+            raise ValueError("`plans` belong to a forward by tensorrt, and to no other")
+        if self.plans is not None and self.plans.attention == "native" and self.uses("fused"):
+            raise ValueError("native attention has a KV cache of its own: both phases must be tensorrt")
+
+    def uses(self, source: Source) -> bool:
+        """Whether any phase is computed by it."""
+        return source in (self.prefill, self.decode)
+
+    @property
+    def tree_sizes(self) -> list[int]:
+        """Token counts of rounds that give the bits of plain decoding."""
+        if self.decode == "fused" or self.plans is None:
+            return list(TOKEN_COUNTS)
+        return [1] if self.plans.attention == "native" else self.plans.exact
+
+    @property
+    def reuse(self) -> Reuse:
+        """Of a finished request's keys and values, those whose bits a prefill of the same tokens would give."""
+        plans = self.plans
+        if plans is None:
+            return "all"
+        if plans.attention == "native" or (self.prefill == "tensorrt" and not plans.place_exact):
+            return "nothing"
+        same = self.prefill == self.decode == "tensorrt" and MOST_TOKENS in plans.exact
+        return "all" if same else "prompt"
+
+
+FUSED = Forward()
