@@ -336,6 +336,19 @@ def test_a_cpu_weights_file_is_refused(bundle: Path, checkpoint: Path, tmp_path:
         ({"target": "cpu", "kv": "fp8"}, "kv", 'the cpu keeps "bf16" or "f32"'),
         ({"target": "sm_100"}, "target", '"sm_90a" \\(an H100, H200 or GH200\\)'),
         ({"precision": "f32"}, "precision", "precision"),
+        ({"target": "cpu", "forward": {"decode": "tensorrt"}}, "forward", "needs a GPU: --target sm_90a"),
+        (
+            {"forward": {"prefill": "tensorrt", "attention": "native"}},
+            "forward.attention",
+            "both phases must be tensorrt",
+        ),
+        (
+            {"forward": {"prefill": "tensorrt", "decode": "tensorrt", "attention": "native"}, "kv": "fp8"},
+            "kv",
+            'keeps its KV cache in "bf16"',
+        ),
+        ({"forward": {"decode": "onnx"}}, "forward.decode", "Invalid enum value 'onnx'"),
+        ({"forward": {"decoding": "fused"}}, "forward.decoding", "did you mean `forward.decode`"),
     ],
 )
 def test_recipes_that_a_gpu_cannot_do(values: dict[str, Any], field: str, words: str) -> None:

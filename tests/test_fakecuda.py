@@ -340,6 +340,28 @@ def test_nodes_of_others_are_seen_through_child_graphs() -> None:
     run("scenario_foreign_nodes")
 
 
+def scenario_host_calls() -> None:
+    from host_call import HostCalls
+
+    stream, calls, seen = start(), HostCalls(), list[str]()
+    calls.enqueue(int(stream), lambda: seen.append("now"))
+    call("cuStreamSynchronize", stream)
+    call("cuStreamBeginCapture", stream, api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+    calls.enqueue(int(stream), lambda: seen.append("replayed"))
+    graph = call("cuStreamEndCapture", stream)
+    (node,), _ = call("cuGraphGetNodes", graph, 1)
+    assert call("cuGraphNodeGetType", node).name == "CU_GRAPH_NODE_TYPE_KERNEL"
+    executable = call("cuGraphInstantiate", graph, 0)
+    for _ in range(2):
+        call("cuGraphLaunch", executable, stream)
+    call("cuStreamSynchronize", stream)
+    assert seen == ["now", "replayed", "replayed"] and not calls.failures
+
+
+def test_work_of_the_process_is_captured_as_a_kernel() -> None:
+    run("scenario_host_calls")
+
+
 def scenario_capture_is_broken() -> None:
     stream = start()
     call("cuStreamBeginCapture", stream, api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)

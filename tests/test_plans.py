@@ -1,4 +1,4 @@
-"""The manifest's account of forward sources: what it refuses, and what of speculation and caching each source leaves."""
+"""The manifest's account of forward sources: what it refuses, and what each leaves of speculation and caching."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ EVERY = list(TOKEN_COUNTS)
         ("tensorrt", "tensorrt", {}, "prompt", [1, 2, 4]),
         ("tensorrt", "tensorrt", {"exact": EVERY}, "all", EVERY),
         ("tensorrt", "tensorrt", {"exact": EVERY, "place_exact": False}, "nothing", EVERY),
-        ("tensorrt", "tensorrt", {"exact": EVERY, "attention": "native"}, "nothing", [1]),
+        ("tensorrt", "tensorrt", {"attention": "native", "exact": [1]}, "nothing", [1]),
     ],
 )
 def test_speculation_and_caching_keep_to_what_is_bit_identical(

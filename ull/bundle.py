@@ -74,6 +74,7 @@ from ull.manifest import (
     embedding_is_shared,
     encode_manifest,
 )
+from ull.plans import AttentionKind, Source
 
 __all__ = [
     "ALIGNMENT",
@@ -97,6 +98,7 @@ __all__ = [
     "VOCABULARY_MAGIC",
     "VOCABULARY_VERSION",
     "WEIGHTS_FILE",
+    "AttentionKind",
     "Bundle",
     "CodeFile",
     "DeviceCode",
@@ -114,6 +116,7 @@ __all__ = [
     "Quality",
     "RecipeValue",
     "Rope",
+    "Source",
     "Speculation",
     "Target",
     "TensorEntry",

@@ -90,7 +90,7 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
         """Token counts of rounds that give the bits of plain decoding."""
         if self.decode == "fused" or self.plans is None:
             return list(TOKEN_COUNTS)
-        return [1] if self.plans.attention == "native" else self.plans.exact
+        return self.plans.exact
 
     @property
     def reuse(self) -> Reuse:

@@ -136,6 +136,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--draft", metavar="DIR", help="a smaller checkpoint with the same tokenizer, as draft model")
     drafters = ("none", "ngram", "medusa", "draft", "auto")
     add("--drafter", choices=drafters, help='what drafts for requests that do not say (default "auto")')
+    add("--forward", choices=("fused", "tensorrt"), help="who computes the layers, on a GPU (default fused)")
+    add("--attention", choices=("paged", "native"), help="with --forward tensorrt: whose attention (default paged)")
     shapes = ", ".join(SHAPES)
     add("--arch", choices=tuple(SHAPES), metavar="NAME", help=f"a benchmark bundle in this shape, no weights: {shapes}")
     add("--random-weights", action="store_true", help="with --arch: the GPU makes the weights up when it loads")
@@ -151,14 +153,20 @@ def _default(text: str) -> str:
     return "" if text in ("", "None") else f" ({text})" if text == "required" else f" (default {text})"
 
 
+_TABLES = ("medusa", "draft", "forward")  # which one option each stands for
+
+
 def _recipe(options: argparse.Namespace) -> Recipe:
     """The recipe, with what the command line says on top."""
-    names = [name for name in Recipe.__struct_fields__ if hasattr(options, name) and name not in ("medusa", "draft")]
+    names = [name for name in Recipe.__struct_fields__ if hasattr(options, name) and name not in _TABLES]
     overrides: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.medusa is not None:
         overrides["medusa"] = {"heads": options.medusa}
     if options.draft is not None:
         overrides["draft"] = {"model": options.draft}
+    if options.forward is not None or options.attention is not None:
+        forward = {"prefill": options.forward, "decode": options.forward, "attention": options.attention}
+        overrides["forward"] = {key: value for key, value in forward.items() if value is not None}
     if options.recipe is None:
         return make_recipe(overrides, "command line")
     return load_recipe(options.recipe, overrides)

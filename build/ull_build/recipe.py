@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from ull.bundle import MAX_TREE, Drafter
+from ull.bundle import MAX_TREE, AttentionKind, Drafter, Source
 from ull.errors import RecipeError
 
 TARGETS = {
@@ -50,6 +50,17 @@ class SpeculationRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     ] = MAX_TREE
 
 
+class ForwardRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who computes the transformer's layers on a GPU."""
+
+    prefill: Annotated[Source, Meta(description='of prompts: "fused", ull\'s kernels, or "tensorrt", plans')] = "fused"
+    decode: Annotated[Source, Meta(description="of rounds, likewise")] = "fused"
+    attention: Annotated[
+        AttentionKind,
+        Meta(description='of plans: "paged", ull\'s kernel between them, or "native", TensorRT\'s own, for comparison'),
+    ] = "paged"
+
+
 class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One build. Paths are relative to the recipe's directory (`output`: to the current one)."""
 
@@ -83,6 +94,7 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     medusa: Annotated[MedusaRecipe | None, Meta(description="table: Medusa heads")] = None
     draft: Annotated[DraftRecipe | None, Meta(description="table: a draft model")] = None
     speculation: Annotated[SpeculationRecipe, Meta(description="table: limits of speculation")] = SpeculationRecipe()
+    forward: Annotated[ForwardRecipe, Meta(description="table: who computes on a GPU")] = ForwardRecipe()
 
     def __post_init__(self) -> None:
         if self.context is not None and self.context < 1:
@@ -99,6 +111,7 @@ _SECTIONS: dict[str, type[Struct]] = {
     "medusa": MedusaRecipe,
     "draft": DraftRecipe,
     "speculation": SpeculationRecipe,
+    "forward": ForwardRecipe,
 }
 _SECTION_PATHS = (("medusa", "heads"), ("draft", "model"))
 
@@ -122,6 +135,9 @@ def load_recipe(path: Path, overrides: dict[str, Any]) -> Recipe:
         if isinstance(table, dict) and isinstance(table.get(key), str):
             values[section] = {**table, key: str(path.parent / table[key])}
     values.setdefault("name", path.stem)
+    forward = values.get("forward")
+    if isinstance(forward, dict) and "forward" in overrides:  # options name parts of it
+        overrides = {**overrides, "forward": {**forward, **overrides["forward"]}}
     return make_recipe({**values, **overrides}, str(path))
 
 
@@ -152,12 +168,22 @@ def _check_target(recipe: Recipe, origin: str) -> None:
     if recipe.target not in TARGETS:
         known = ", ".join(f'"{name}" ({machine})' for name, machine in TARGETS.items())
         raise RecipeError(f'{origin}: target "{recipe.target}" is unknown; use {known}', field="target")
+    forward = recipe.forward
+    plans = "tensorrt" in (forward.prefill, forward.decode)
     if recipe.target == "cpu":
+        if plans:
+            raise RecipeError(f'{origin}: forward "tensorrt" needs a GPU: --target sm_90a', field="forward")
         if recipe.kv == "fp8":
             raise RecipeError(f'{origin}: kv "fp8" is for target "sm_90a"; the cpu keeps "bf16" or "f32"', field="kv")
         return
     if recipe.kv == "f32":
         raise RecipeError(f'{origin}: kv "f32" is for target "cpu"; {recipe.target} keeps "bf16" or "fp8"', field="kv")
+    if forward.attention == "native":
+        if (forward.prefill, forward.decode) != ("tensorrt", "tensorrt"):
+            reason = "native attention has a KV cache of its own: both phases must be tensorrt (--forward tensorrt)"
+            raise RecipeError(f"{origin}: {reason}", field="forward.attention")
+        if recipe.kv != "bf16":
+            raise RecipeError(f'{origin}: native attention keeps its KV cache in "bf16"', field="kv")
     given = "medusa" if recipe.medusa is not None else "draft" if recipe.draft is not None else None
     if given is not None and recipe.drafter not in DEVICE_DRAFTERS:
         raise RecipeError(

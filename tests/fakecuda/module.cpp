@@ -1,5 +1,6 @@
 // Modules and kernels: an image must be an ELF file for CUDA that has the kernel's symbol; what runs is the function of
-// that name in the library of emulated kernels.
+// that name in the library of emulated kernels. One kernel is the double's own: fakecuda_call calls a function of the
+// process, and so stands for the kernels of a library that the double does not have.
 #include <dlfcn.h>
 #include <elf.h>
 
@@ -32,6 +33,12 @@ Handles<Function>& functions() {
   return *handles;
 }
 
+struct HostCall {  // parameters of fakecuda_call
+  void (*function)(int64_t);
+  int64_t argument;
+};
+const UllKernel kHostCall = {"fakecuda_call", sizeof(HostCall), 1024};
+
 using LaunchFunction = int (*)(const UllLaunch* launch, char* error, uint64_t error_bytes);
 
 // The library that ULL_FAKECUDA_KERNELS names.
@@ -41,6 +48,7 @@ struct Library {
 
   Library() {
     const std::string path = option("ULL_FAKECUDA_KERNELS", "");
+    kernels[kHostCall.name] = kHostCall;
     if (path.empty()) return;
     void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (handle == nullptr) {
@@ -222,6 +230,12 @@ const Exports exports{
 }  // namespace
 
 void run_kernel(const KernelNode& kernel) {
+  if (kernel.function->name == kHostCall.name) {
+    HostCall call;
+    memcpy(&call, kernel.params.data(), sizeof(call));
+    call.function(call.argument);
+    return;
+  }
   static std::atomic<uint64_t> seed = static_cast<uint64_t>(number("ULL_FAKECUDA_SEED", 0));
   const std::lock_guard guard(Library::exiting);
   corrupt(kernel);

@@ -1,0 +1,113 @@
+"""Holds TensorRT plans against our kernels and the CPU executor, on the GPU that has just built them.
+
+TensorRT may choose an FP8 kernel that is numerically unstable, and it chooses anew for every number of tokens: what the
+plans compute is therefore looked at, not assumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ull.bundle import Bundle, Forward, PlanCheck, Plans
+from ull.errors import BuildError
+from ull.log import Log
+
+Logits = NDArray[np.float32]  # [tokens, V]
+
+CHECK_TOKENS = 160  # two whole chunks and a part of one
+MOVED_TOKENS = 17  # that a prompt's chunks are moved by, to see whether a token's place within one matters
+LOGITS_LIMIT = 0.2  # |difference| / |logits|: FP8 activations cost a tenth of it or so, an unstable kernel all of it
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the plans computed: logits by rounds of 64 tokens, and what else was bit for bit the same."""
+
+    logits: Logits
+    exact: list[int]
+    place_exact: bool
+
+
+def read_logits(bundle: Bundle, tokens: Sequence[int]) -> Logits:
+    """Logits of a bundle's forward on this machine's GPU. Raises GpuError or BundleError."""
+    program = _open(bundle)
+    try:
+        return np.array(program.replay().logits(tokens))
+    finally:
+        program.close()
+
+
+def observe_plans(bundle: Bundle, tokens: Sequence[int]) -> Seen:
+    """Runs the plans of a bundle in every way that the daemon will. Raises GpuError or BundleError."""
+    plans = bundle.manifest.forward.plans
+    assert plans is not None
+    everything = msgspec.structs.replace(plans, exact=plans.token_counts)
+    program = _open(with_forward(bundle, Forward("tensorrt", "tensorrt", everything)))
+    try:
+        replay = program.replay()
+        largest = max(program.handover["graphs"])
+        by_size = {size: replay.logits(tokens, size=size) for size in program.handover["graphs"]}
+        moved = [replay.logits(tokens[:MOVED_TOKENS], size=largest)]
+        moved.append(replay.logits(tokens[MOVED_TOKENS:], MOVED_TOKENS, size=largest))
+    finally:
+        program.close()
+    exact = [size for size, logits in by_size.items() if np.array_equal(logits, by_size[1])]
+    return Seen(by_size[largest], exact, np.array_equal(np.concatenate(moved), by_size[largest]))
+
+
+def check_plans(seen: Seen, fused: Logits, cpu: Logits, limit: float = LOGITS_LIMIT) -> PlanCheck:
+    """The account of a comparison. Raises BuildError above the limit."""
+    check = PlanCheck(
+        tokens=len(fused),
+        fused_error=_error(seen.logits, fused),
+        fused_top1=_agreement(seen.logits, fused),
+        cpu_error=_error(seen.logits, cpu),
+        cpu_top1=_agreement(seen.logits, cpu),
+        limit=limit,
+    )
+    worst = max(check.fused_error, check.cpu_error)
+    if not worst <= limit:
+        raise BuildError(
+            f"the TensorRT plans' logits are {check.fused_error:.1%} off our kernels' and {check.cpu_error:.1%} off "
+            f"the cpu executor's; the limit is {limit:.0%}. TensorRT has probably chosen an unstable FP8 kernel: "
+            'delete the timing cache beside the bundle and build again, use precision = "bf16", or --forward fused',
+            field="forward",
+        )
+    return check
+
+
+def with_forward(bundle: Bundle, forward: Forward) -> Bundle:
+    """The same bundle with its phases computed by others."""
+    return dataclasses.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, forward=forward))
+
+
+def settled(plans: Plans, seen: Seen, check: PlanCheck) -> Plans:
+    """The manifest's account with what has been seen. A native KV cache knows no trees."""
+    exact = [1] if plans.attention == "native" else seen.exact
+    return msgspec.structs.replace(plans, exact=exact, place_exact=seen.place_exact, check=check)
+
+
+def _open(bundle: Bundle) -> Any:
+    """The graph program of a bundle for as many tokens as are checked."""
+    program = importlib.import_module("ull.gpu.program")  # needs cuda-python, which other builds do without
+    load: Callable[..., Any] = program.load
+    context = min(bundle.manifest.model.context, CHECK_TOKENS)
+    return load(bundle, context=context, log=Log("warning"))
+
+
+def _error(logits: Logits, reference: Logits) -> float:
+    if not np.isfinite(logits).all():
+        return float("inf")
+    return float(np.linalg.norm(logits - reference) / np.linalg.norm(reference))
+
+
+def _agreement(logits: Logits, reference: Logits) -> float:
+    return float(np.mean(logits.argmax(axis=1) == reference.argmax(axis=1)))
