@@ -53,8 +53,10 @@ class SpeculationRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class ForwardRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Who computes the transformer's layers on a GPU."""
 
-    prefill: Annotated[Source, Meta(description='of prompts: "fused", ull\'s kernels, or "tensorrt", plans')] = "fused"
-    decode: Annotated[Source, Meta(description="of rounds, likewise")] = "fused"
+    prefill: Annotated[
+        Source, Meta(description='who computes prompts: "fused", ull\'s kernels, or "tensorrt", plans')
+    ] = "fused"
+    decode: Annotated[Source, Meta(description="who computes rounds, likewise")] = "fused"
     attention: Annotated[
         AttentionKind,
         Meta(description='of plans: "paged", ull\'s kernel between them, or "native", TensorRT\'s own, for comparison'),
