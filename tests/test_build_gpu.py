@@ -335,6 +335,7 @@ def test_a_cpu_weights_file_is_refused(bundle: Path, checkpoint: Path, tmp_path:
         ({"kv": "f32"}, "kv", 'keeps "bf16" or "fp8"'),
         ({"target": "cpu", "kv": "fp8"}, "kv", 'the cpu keeps "bf16" or "f32"'),
         ({"target": "sm_100"}, "target", '"sm_90a" \\(an H100, H200 or GH200\\)'),
+        ({"target": "sm_75"}, "target", '"sm_100a" \\(a B200 or GB200\\)'),
         ({"precision": "f32"}, "precision", "precision"),
         ({"target": "cpu", "forward": {"decode": "tensorrt"}}, "forward", "needs a GPU: --target sm_90a"),
         (
@@ -451,3 +452,8 @@ def test_wrong_usage(
         found = exit_.code  # type: ignore[assignment]
     assert found == status and words in capsys.readouterr().err
     assert not (tmp_path / "x.ull").exists() and set(SHAPES) >= {"llama-3.1-8b", "llama-3.3-70b"}
+
+
+def test_our_kernels_of_the_layers_do_not_run_everywhere(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="do not run on sm_89; supported: --forward tensorrt --attention native"):
+        built(checkpoint, tmp_path / "x.ull", target="sm_89")

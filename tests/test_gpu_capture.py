@@ -367,7 +367,8 @@ def refused(bundle: Bundle, driver: Driver, code: str, words: str) -> None:
 
 def test_a_gpu_of_another_architecture(bundle: Bundle) -> None:
     driver = RecordingDriver(dataclasses.replace(H200, name="NVIDIA B200", capability=(10, 0)))
-    refused(bundle, driver, "wrong_gpu", r"built for sm_90a .*B200 has 10\.0; an H100, H200 or GH200 is needed")
+    words = r"built for sm_90a .*B200 has 10\.0; an H100, H200 or GH200 is needed, or a bundle for target sm_100a"
+    refused(bundle, driver, "wrong_gpu", words)
 
 
 def test_a_driver_older_than_the_kernels(bundle: Bundle) -> None:

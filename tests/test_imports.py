@@ -19,6 +19,7 @@ PYTHON_LAYERS = {
     "spawn": 1,
     "manifest": 1,
     "plans": 1,
+    "targets": 1,
     "layout": 1,
     "device_layout": 1,
     "_native": 2,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ull
-from ull.bundle import DEVICE_KERNELS, Model, Precision, Rope, device_macros
+from ull.bundle import DEVICE_KERNELS, ROUND_KERNELS, Model, Precision, Rope, Target, device_macros
 from ull.errors import BuildError
 from ull_build import kernels, nvrtc
 from ull_build.kernels import compile_file, kernel_sources
@@ -47,6 +47,18 @@ def test_every_kernel_compiles_without_spills(name: str, source: Path) -> None:
     for kernel in compiled.kernels:
         use = compiled.functions[kernel]
         assert (use.stack, use.spills) == (0, 0) and 0 < use.registers <= 255
+
+
+OTHER_TARGETS: list[tuple[Target, Path]] = [
+    *(("sm_100a", source) for source in kernel_sources()),
+    *(("sm_89", source) for source in kernel_sources(ROUND_KERNELS)),
+]
+
+
+@pytest.mark.parametrize(("target", "source"), OTHER_TARGETS, ids=lambda item: getattr(item, "name", item))
+def test_other_architectures_compile(target: Target, source: Path) -> None:
+    """Without spills, where our kernels of the layers run too."""
+    assert compile_file(source, device_macros(shape_model("llama-3.1-8b"), Precision()), target).kernels
 
 
 def test_the_sources_hold_every_kernel_of_a_round() -> None:

@@ -23,9 +23,11 @@ from ull.device_layout import (
     DEVICE_KERNELS,
     DEVICE_STEP,
     DEVICE_TILE_ROWS,
+    ROUND_KERNELS,
     device_macros,
     device_tensors,
     entries_of,
+    needed_kernels,
 )
 from ull.errors import BundleError, ConfigError
 from ull.layout import (
@@ -75,9 +77,11 @@ from ull.manifest import (
     encode_manifest,
 )
 from ull.plans import AttentionKind, Source
+from ull.targets import ARCHITECTURES
 
 __all__ = [
     "ALIGNMENT",
+    "ARCHITECTURES",
     "CODE_DIRECTORY",
     "DEVICE_ALIGNMENT",
     "DEVICE_KERNELS",
@@ -92,6 +96,7 @@ __all__ = [
     "MAX_MEDUSA_LAYERS",
     "MAX_TREE",
     "MEDUSA",
+    "ROUND_KERNELS",
     "TILE_ROWS",
     "TOKENIZER_FILE",
     "VOCABULARY_FILE",
@@ -132,6 +137,7 @@ __all__ = [
     "inverse_frequencies",
     "medusa_tensors",
     "native_spec",
+    "needed_kernels",
     "open_bundle",
     "read_manifest",
     "read_tensor_file",
@@ -318,7 +324,7 @@ def _check_code(path: Path, manifest: Manifest) -> None:
     if code is None:
         return
     found = code.kernels()
-    for kernel in sorted(DEVICE_KERNELS - set(found)):
+    for kernel in sorted(needed_kernels(manifest.forward) - set(found)):
         raise BundleError(f"{path} lacks the kernel {kernel!r}; {REBUILD}", field="code.files")
     for name, value in device_macros(manifest.model, manifest.precision).items():
         if code.macros.get(name) != value:

@@ -16,15 +16,28 @@ DEVICE_STEP = 32  # columns
 DEVICE_ALIGNMENT = 128  # bytes: a cache line of the GPU
 
 _LINEARS = ("ull_qkv", "ull_o", "ull_gate_up", "ull_down", "ull_head")
-DEVICE_KERNELS = frozenset(
+ROUND_KERNELS = frozenset(
     [
         *("ull_begin", "ull_embed", "ull_sample_scan", "ull_sample_draw", "ull_sample_filter"),
         *("ull_accept", "ull_commit", "ull_fill"),
+    ]
+)
+_ATTENTION_KERNELS = frozenset(f"ull_attention_{tile}" for tile in (8, 16, 32, 64))
+_LINEAR_KERNELS = frozenset(
+    [
         *(f"{name}_{tile}" for name in ("ull_norm", "ull_qkv_sum") for tile in (16, 32, 64)),
-        *(f"ull_attention_{tile}" for tile in (8, 16, 32, 64)),
         *(f"{name}_{tile}" for name in _LINEARS for tile in (1, 8, 16, 32, 64)),
     ]
 )
+DEVICE_KERNELS = ROUND_KERNELS | _ATTENTION_KERNELS | _LINEAR_KERNELS
+
+
+def needed_kernels(forward: Forward) -> frozenset[str]:
+    """The kernels of ull that a bundle's rounds are made of."""
+    needed = ROUND_KERNELS
+    if forward.attention != "native":
+        needed |= _ATTENTION_KERNELS
+    return needed | _LINEAR_KERNELS if forward.uses("fused") else needed
 
 
 def gate_up_rows(model: Model) -> int:

@@ -14,7 +14,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from ull.plans import FUSED, Forward, PlanCheck, Plans
+from ull.plans import FUSED, AttentionKind, Forward, PlanCheck, Plans
+from ull.targets import ARCHITECTURES, Target
 
 FORMAT: Final = "ull-engine"
 FORMAT_VERSION: Final = 1
@@ -36,7 +37,6 @@ Positive = Annotated[float, Meta(gt=0.0)]
 Drafter = Literal["none", "ngram", "medusa", "draft", "auto"]
 RecipeValue = str | int | float | bool | None | dict[str, str | int | float | bool | None]
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-Target = Literal["cpu", "sm_90a"]
 KernelName = Annotated[str, Meta(pattern="^ull_[a-z0-9_]+$", max_length=64)]
 
 
@@ -267,7 +267,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     def _check_device(self) -> None:
         """What a GPU target needs and what its kernels can do."""
         _require(self.code is not None, f"target {self.target!r} needs `code`")
-        for problem in device_problems(self.model, self.precision):
+        for problem in device_problems(self.target, self.model, self.precision, self.forward.attention):
             raise ValueError(problem)
         drafts = self.speculation is not None and (self.speculation.medusa or self.speculation.draft)
         _require(not drafts, f"target {self.target!r} takes no Medusa heads and no draft model")
@@ -286,8 +286,12 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
             _require(not native or self.precision.kv == "bf16", "native attention keeps its KV cache in bf16")
 
 
-def device_problems(model: Model, precision: Precision) -> Iterator[str]:
-    """What the kernels of a GPU target cannot do with this model, each with what they can."""
+def device_problems(
+    target: Target, model: Model, precision: Precision, attention: AttentionKind | None
+) -> Iterator[str]:
+    """What a GPU target cannot do with this model, each with what it can. `attention`: of plans; None: no plans."""
+    if not ARCHITECTURES[target].has_bulk_copies and attention != "native":
+        yield f"ull's kernels of the layers do not run on {target}; supported: --forward tensorrt --attention native"
     if model.head_dim % 32 or model.head_dim > 128:
         yield f"head_dim {model.head_dim} is not supported on a GPU; supported: multiples of 32 up to 128"
     if model.hidden % 32:

@@ -86,6 +86,11 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
         return source in (self.prefill, self.decode)
 
     @property
+    def attention(self) -> AttentionKind | None:
+        """Whose attention the plans have; None: there are no plans."""
+        return None if self.plans is None else self.plans.attention
+
+    @property
     def tree_sizes(self) -> list[int]:
         """Token counts of rounds that give the bits of plain decoding."""
         if self.decode == "fused" or self.plans is None:

@@ -10,17 +10,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
 import ull
 from ull.bundle import (
+    ARCHITECTURES,
+    DEVICE_KERNELS,
     FORMAT,
     FORMAT_VERSION,
     MANIFEST_FILE,
+    ROUND_KERNELS,
     TOKENIZER_FILE,
     VOCABULARY_FILE,
     WEIGHTS_FILE,
+    AttentionKind,
     DeviceCode,
     FileEntry,
     Manifest,
@@ -89,7 +94,7 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
         model=Path(recipe.model),
         output=Path(recipe.output),
         name=recipe.name,
-        target="cpu" if on_cpu else "sm_90a",
+        target=cast(Target, recipe.target),
         precision=Precision(weights=recipe.precision, lm_head=recipe.lm_head, kv=recipe.kv),
         context=recipe.context,
         evaluate=evaluate,
@@ -129,7 +134,7 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
         require_space(output.parent, _needed_bytes(checkpoint, drafters, settings))
         with staged_output(output) as staging:
             files, errors = _write_files(checkpoint, drafters, tokenizer, settings, staging, reporter)
-            code, code_files = _write_code(kernels, model, settings.precision, staging)
+            code, code_files = _write_code(kernels, settings.target, model, settings.precision, staging)
             quality = None
             if text is not None:
                 quality = _measure(checkpoint, model, settings, staging, text, errors, reporter)
@@ -159,21 +164,31 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
     return BuildResult(output, manifest, time.monotonic() - start)
 
 
-def compile_for(target: Target, model: Model, precision: Precision, reporter: Reporter) -> list[CompiledFile]:
-    """The kernels of a GPU target, compiled for the model; none for the CPU. Raises RecipeError, BuildError."""
+def compile_for(
+    target: Target, model: Model, precision: Precision, reporter: Reporter, attention: AttentionKind | None = None
+) -> list[CompiledFile]:
+    """The kernels of a GPU target, compiled for the model; none for the CPU. `attention`: of plans, None: no plans.
+
+    Where our kernels can be, all are there, also beside plans, which are held against them. Raises RecipeError,
+    BuildError.
+    """
     if target == "cpu":
         return []
-    for problem in device_problems(model, precision):
+    for problem in device_problems(target, model, precision, attention):
         raise RecipeError(f'target "{target}": {problem}', field="target")
+    needed = DEVICE_KERNELS if ARCHITECTURES[target].has_bulk_copies else ROUND_KERNELS
     return compile_kernels(
-        device_macros(model, precision), lambda compiled: reporter.note(f"compiled {describe_file(compiled)}")
+        device_macros(model, precision),
+        target,
+        needed,
+        lambda compiled: reporter.note(f"compiled {describe_file(compiled)}"),
     )
 
 
 def _write_code(
-    kernels: list[CompiledFile], model: Model, precision: Precision, staging: Path
+    kernels: list[CompiledFile], target: Target, model: Model, precision: Precision, staging: Path
 ) -> tuple[DeviceCode | None, dict[str, FileEntry]]:
-    return write_code(kernels, device_macros(model, precision), staging) if kernels else (None, {})
+    return write_code(kernels, device_macros(model, precision), staging, target) if kernels else (None, {})
 
 
 def _special_tokens(checkpoint: Checkpoint, tokenizer: CheckpointTokenizer) -> Tokens:

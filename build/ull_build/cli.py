@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
 
 import ull
-from ull.bundle import Manifest, Precision
+from ull.bundle import Manifest, Precision, Target
 from ull.errors import RecipeError, UllError
 from ull_build.build import BuildResult, build, settings_from_recipe
 from ull_build.progress import format_amount, make_reporter
@@ -85,7 +85,7 @@ def _random_settings(options: argparse.Namespace) -> RandomSettings:
     return RandomSettings(
         arch=options.arch,
         output=Path(options.output) if options.output is not None else options.recipe,
-        target="cpu" if target == "cpu" else "sm_90a",
+        target=cast(Target, target),
         precision=Precision(
             weights=options.precision or "fp8", lm_head=options.lm_head or "bf16", kv=options.kv or "bf16"
         ),

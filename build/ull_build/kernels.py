@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ull
-from ull.bundle import CODE_DIRECTORY, DEVICE_KERNELS, CodeFile, DeviceCode, FileEntry
+from ull.bundle import ARCHITECTURES, CODE_DIRECTORY, DEVICE_KERNELS, CodeFile, DeviceCode, FileEntry, Target
 from ull.errors import BuildError
 from ull_build import nvrtc
 from ull_build.std_headers import STD_HEADERS
@@ -19,13 +19,16 @@ from ull_build.std_headers import STD_HEADERS
 SOURCES = Path(ull.__file__).parent / "kernels"
 INCLUDE_DIRECTORIES = (SOURCES, Path(ull.__file__).parent / "native")
 OPTIONS = (
-    "--gpu-architecture=sm_90a",
     "--std=c++20",
     "--fmad=false",  # contraction is written out, so that the emulator and the chip agree
     "--generate-line-info",
     "--ptxas-options=-v",
 )
 
+_PART_OF = {  # source files that only some forwards need, by a kernel of theirs
+    **dict.fromkeys(("down", "gate_up", "head", "norm", "output", "qkv"), "ull_qkv_1"),
+    "attention": "ull_attention_8",
+}
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -37,25 +40,30 @@ class CompiledFile:
     compiled: nvrtc.Compiled
 
 
-def kernel_sources() -> list[Path]:
-    """Every translation unit of kernels. Raises BuildError when ull was installed without them."""
+def kernel_sources(needed: frozenset[str] = DEVICE_KERNELS) -> list[Path]:
+    """The translation units that the needed kernels are in. Raises BuildError when ull was installed without them."""
     sources = sorted(SOURCES.glob("*.cu"))
     if not sources:
         raise BuildError(f"{SOURCES} holds no kernel sources; reinstall ull", field="target")
-    return sources
+    return [source for source in sources if source.stem not in _PART_OF or _PART_OF[source.stem] in needed]
 
 
-def compile_file(source: Path, macros: Mapping[str, str]) -> nvrtc.Compiled:
-    """Compiles one source file, which must need neither stack nor spilled registers.
+def options_for(target: Target) -> list[str]:
+    """NVRTC's options, but for the model's macros."""
+    return [f"--gpu-architecture={target}", *OPTIONS]
+
+
+def compile_file(source: Path, macros: Mapping[str, str], target: Target = "sm_90a") -> nvrtc.Compiled:
+    """Compiles one source file, which where our kernels are tuned must need neither stack nor spilled registers.
 
     Raises BuildError naming the kernel that does, or the compiler's first error.
     """
     text = source.read_text(encoding="utf-8")
     headers = {**STD_HEADERS, **_headers(text, source.parent)}
     defines = [f"--define-macro={name}={value}" for name, value in macros.items()]
-    compiled = nvrtc.compile_source(source.name, text, headers, [*OPTIONS, *defines])
+    compiled = nvrtc.compile_source(source.name, text, headers, [*options_for(target), *defines])
     for name, use in compiled.functions.items():
-        if use.stack or use.spills:
+        if ARCHITECTURES[target].has_bulk_copies and (use.stack or use.spills):
             raise BuildError(
                 f"{source.name}: {name} needs {use.stack} bytes of stack and spills {use.spills} bytes of registers "
                 "with this model's dimensions, which would cost far more than it should; this is a bug of ull",
@@ -67,31 +75,36 @@ def compile_file(source: Path, macros: Mapping[str, str]) -> nvrtc.Compiled:
 
 
 def compile_kernels(
-    macros: Mapping[str, str], progress: Callable[[CompiledFile], None] | None = None, threads: int = 0
+    macros: Mapping[str, str],
+    target: Target = "sm_90a",
+    needed: frozenset[str] = DEVICE_KERNELS,
+    progress: Callable[[CompiledFile], None] | None = None,
+    threads: int = 0,
 ) -> list[CompiledFile]:
-    """Compiles every source file; `progress` hears of each one that is done.
+    """Compiles every source file with a needed kernel; `progress` hears of each one that is done.
 
     Raises BuildError for the first one that fails, and when a kernel that a round needs is in none of them.
     """
     nvrtc.version()  # says what is missing before anything starts
-    sources = kernel_sources()
+    sources = kernel_sources(needed)
     pool = ThreadPoolExecutor(threads or len(os.sched_getaffinity(0)))
     try:
         compiled = []
-        for source, result in zip(sources, pool.map(lambda source: compile_file(source, macros), sources), strict=True):
+        results = pool.map(lambda source: compile_file(source, macros, target), sources)
+        for source, result in zip(sources, results, strict=True):
             compiled.append(CompiledFile(source, result))
             if progress:
                 progress(compiled[-1])
     finally:
         pool.shutdown(cancel_futures=True)
-    check_complete(compiled)
+    check_complete(compiled, needed)
     return compiled
 
 
-def check_complete(files: Iterable[CompiledFile]) -> None:
+def check_complete(files: Iterable[CompiledFile], needed: frozenset[str] = DEVICE_KERNELS) -> None:
     """Every kernel of a round is there, once. Raises BuildError."""
     names = [name for file in files for name in file.compiled.kernels]
-    missing = sorted(DEVICE_KERNELS - set(names))
+    missing = sorted(needed - set(names))
     if missing:
         raise BuildError(f"the kernel sources lack {', '.join(missing)}; reinstall ull", field="target")
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -100,7 +113,7 @@ def check_complete(files: Iterable[CompiledFile]) -> None:
 
 
 def write_code(
-    files: list[CompiledFile], macros: Mapping[str, str], directory: Path
+    files: list[CompiledFile], macros: Mapping[str, str], directory: Path, target: Target = "sm_90a"
 ) -> tuple[DeviceCode, dict[str, FileEntry]]:
     """Writes the cubins under `directory`/code; returns the manifest's account of them and its table of files."""
     (directory / CODE_DIRECTORY).mkdir()
@@ -114,7 +127,7 @@ def write_code(
         code_files.append(CodeFile(path=name, kernels=file.compiled.kernels))
     major, minor = nvrtc.version()
     code = DeviceCode(
-        compiler="NVRTC", toolkit=f"{major}.{minor}", options=list(OPTIONS), macros=dict(macros), files=code_files
+        compiler="NVRTC", toolkit=f"{major}.{minor}", options=options_for(target), macros=dict(macros), files=code_files
     )
     return code, entries
 

@@ -69,7 +69,7 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
     kernels = compile_for(settings.target, model, settings.precision, reporter)
     with staged_output(output) as staging:
         files = _write_tokenizer(staging, model.vocabulary)
-        code, code_files = write_code(kernels, device_macros(model, settings.precision), staging)
+        code, code_files = write_code(kernels, device_macros(model, settings.precision), staging, settings.target)
         manifest = Manifest(
             format=FORMAT,
             format_version=FORMAT_VERSION,

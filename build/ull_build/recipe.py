@@ -11,13 +11,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from ull.bundle import MAX_TREE, AttentionKind, Drafter, Source
+from ull.bundle import ARCHITECTURES, MAX_TREE, AttentionKind, Drafter, Source
 from ull.errors import RecipeError
 
-TARGETS = {
-    "cpu": "any x86-64 or ARM machine",
-    "sm_90a": "an H100, H200 or GH200",
-}
+TARGETS = {"cpu": "any x86-64 or ARM machine"} | {name: item.machines for name, item in ARCHITECTURES.items()}
 DEVICE_DRAFTERS = ("none", "ngram")  # that need nothing of the bundle
 
 
@@ -69,14 +66,16 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: Annotated[str, Meta(min_length=1, description="directory of the Hugging Face checkpoint")]
     name: Annotated[str, Meta(min_length=1, description="name of the engine; default: the recipe's or output's name")]
     output: Annotated[str, Meta(min_length=1, description="bundle to write; default: NAME.ull")]
-    target: Annotated[str, Meta(description='what the bundle runs on: "cpu", or "sm_90a" (H100, H200, GH200)')] = "cpu"
+    target: Annotated[
+        str, Meta(description='what the bundle runs on: "cpu", or a GPU\'s architecture, such as "sm_90a" (H100, H200)')
+    ] = "cpu"
     precision: Annotated[
         Literal["fp8", "bf16"],
         Meta(description="format of the linear weights; fp8 is E4M3 with one scale per output channel"),
     ] = "fp8"
     lm_head: Annotated[Literal["bf16", "fp8"], Meta(description="format of the output head")] = "bf16"
     kv: Annotated[
-        Literal["bf16", "fp8", "f32"], Meta(description="format of the KV cache; f32 on cpu only, fp8 on sm_90a only")
+        Literal["bf16", "fp8", "f32"], Meta(description="format of the KV cache; f32 on cpu only, fp8 on GPUs only")
     ] = "bf16"
     context: Annotated[
         int | None, Meta(description="tokens a session may hold; default: the model's max_position_embeddings")
@@ -176,7 +175,7 @@ def _check_target(recipe: Recipe, origin: str) -> None:
         if plans:
             raise RecipeError(f'{origin}: forward "tensorrt" needs a GPU: --target sm_90a', field="forward")
         if recipe.kv == "fp8":
-            raise RecipeError(f'{origin}: kv "fp8" is for target "sm_90a"; the cpu keeps "bf16" or "f32"', field="kv")
+            raise RecipeError(f'{origin}: kv "fp8" is for GPU targets; the cpu keeps "bf16" or "f32"', field="kv")
         return
     if recipe.kv == "f32":
         raise RecipeError(f'{origin}: kv "f32" is for target "cpu"; {recipe.target} keeps "bf16" or "fp8"', field="kv")

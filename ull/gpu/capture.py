@@ -11,6 +11,7 @@ from ull.gpu.forward import Recorder
 from ull.gpu.launch import Launch
 
 REPLAYABLE = {"KERNEL", "MEMCPY", "MEMSET", "EMPTY"}  # what may also stand in the body of a conditional node
+OVERLAPPING = (9, 0)  # the first compute capability with programmatic dependent launch
 
 
 class StreamRecorder:
@@ -20,6 +21,7 @@ class StreamRecorder:
         self._driver, self._functions = driver, functions
         self._stream = stream
         self._overlaps = False
+        self._may_overlap = driver.info.capability >= OVERLAPPING
 
     def launch(self, launch: Launch) -> None:
         """The first kernel of a graph has no predecessor to overlap with: the graph before it must have ended."""
@@ -27,7 +29,7 @@ class StreamRecorder:
         self._driver.launch(
             function, launch.grid, launch.threads, launch.shared_bytes, self._stream, launch.params, self._overlaps
         )
-        self._overlaps = True
+        self._overlaps = self._may_overlap
 
     def enqueue(self, work: Callable[[int], None]) -> None:
         """What others capture has ended before the next kernel of ours begins."""

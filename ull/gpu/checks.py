@@ -8,22 +8,22 @@ import os
 from ull.bundle import Bundle
 from ull.errors import GpuError
 from ull.gpu.driver import DeviceInfo
-
-CAPABILITIES = {"sm_90a": (9, 0)}  # target -> compute capability; "a": of exactly that one
+from ull.targets import ARCHITECTURES
 
 
 def check_device(bundle: Bundle, info: DeviceInfo) -> None:
     """Architecture and driver. Raises GpuError."""
     target, code = bundle.manifest.target, bundle.manifest.code
-    if target not in CAPABILITIES or code is None:
+    if target not in ARCHITECTURES or code is None:
         raise GpuError("wrong_gpu", f"the bundle is built for target {target!r}, not for a GPU")
-    wanted = CAPABILITIES[target]
+    architecture = ARCHITECTURES[target]
+    wanted = architecture.capability
     if info.capability != wanted:
         have = f"{info.capability[0]}.{info.capability[1]}"
         raise GpuError(
             "wrong_gpu",
             f"the bundle is built for {target} (compute capability {wanted[0]}.{wanted[1]}), but {info.name} has "
-            f"{have}; an H100, H200 or GH200 is needed, or a bundle for target cpu",
+            f"{have}; {architecture.machines} is needed, or a bundle for {_target_for(info.capability)}",
         )
     toolkit = tuple(int(part) for part in code.toolkit.split("."))
     if info.driver[0] < toolkit[0]:
@@ -33,6 +33,12 @@ def check_device(bundle: Bundle, info: DeviceInfo) -> None:
             f"{info.driver[0]}.{info.driver[1]}; update the NVIDIA driver to one for CUDA {toolkit[0]}, or rebuild the "
             "bundle with an older nvidia-cuda-nvrtc",
         )
+
+
+def _target_for(capability: tuple[int, int]) -> str:
+    """The target that this GPU could run, else the cpu."""
+    fitting = [name for name, architecture in ARCHITECTURES.items() if architecture.capability == capability]
+    return f"target {fitting[0]}" if fitting else "target cpu"
 
 
 def check_size(needed: int, info: DeviceInfo) -> None:

@@ -41,9 +41,14 @@ ULL_DEVICE void named_barrier(int id, int count) { asm volatile("bar.sync %0, %1
 ULL_DEVICE void warp_barrier() { __syncwarp(); }
 
 // Programmatic dependent launch: lets the next kernel's blocks start; waits for the previous kernel's results. Weights,
-// which no kernel writes, may be read before the wait; nothing else may.
+// which no kernel writes, may be read before the wait; nothing else may. Before Hopper kernels never overlap.
+#if __CUDA_ARCH__ >= 900
 ULL_DEVICE void release_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 ULL_DEVICE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#else
+ULL_DEVICE void release_dependents() {}
+ULL_DEVICE void wait_for_predecessor() {}
+#endif
 
 // ---- warp -------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,24 @@
+"""What a bundle may be built for: the CPU, or one architecture of NVIDIA's GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Target = Literal["cpu", "sm_89", "sm_90a", "sm_100a"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A GPU architecture, named as NVRTC names it; one with "a" is of exactly that compute capability."""
+
+    capability: tuple[int, int]
+    machines: str
+    has_bulk_copies: bool  # which our kernels of the layers are made of; without them only TensorRT's own remain
+
+
+ARCHITECTURES: Final[dict[str, Architecture]] = {
+    "sm_89": Architecture((8, 9), "an L4, L40S or RTX 40", has_bulk_copies=False),
+    "sm_90a": Architecture((9, 0), "an H100, H200 or GH200", has_bulk_copies=True),
+    "sm_100a": Architecture((10, 0), "a B200 or GB200", has_bulk_copies=True),
+}
