@@ -73,7 +73,9 @@ def test_values_that_cannot_be_are_refused(changes: dict[str, Any], complaint: s
         _native.GraphExecutor(handover(**changes))
 
 
-@pytest.mark.parametrize("changes", [{"graphs": {1: 11}}, *({"reuse": reuse} for reuse in ("all", "prompt", "nothing"))])
+@pytest.mark.parametrize(
+    "changes", [{"graphs": {1: 11}}, *({"reuse": reuse} for reuse in ("all", "prompt", "nothing"))]
+)
 def test_what_may_be_left_out_or_chosen(changes: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match="the CUDA driver cannot be loaded"):
         _native.GraphExecutor(handover(**changes))
