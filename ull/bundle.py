@@ -50,6 +50,7 @@ from ull.manifest import (
     TOKENIZER_FILE,
     VOCABULARY_FILE,
     WEIGHTS_FILE,
+    Calibration,
     CodeFile,
     DeviceCode,
     Drafter,
@@ -70,6 +71,7 @@ from ull.manifest import (
     device_problems,
     embedding_is_shared,
     encode_manifest,
+    quantised_inputs,
 )
 
 __all__ = [
@@ -95,6 +97,7 @@ __all__ = [
     "VOCABULARY_VERSION",
     "WEIGHTS_FILE",
     "Bundle",
+    "Calibration",
     "CodeFile",
     "DeviceCode",
     "DraftModel",
@@ -124,6 +127,7 @@ __all__ = [
     "medusa_tensors",
     "native_spec",
     "open_bundle",
+    "quantised_inputs",
     "read_manifest",
     "read_tensor_file",
     "verify_hashes",
