@@ -312,8 +312,14 @@ class RandomModel:
             }
         )
 
-    def reference(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits [T, vocabulary] of the whole sequence, in float64, as Hugging Face defines the family."""
+    def reference(
+        self, tokens: np.ndarray, tap: Callable[[str, np.ndarray], np.ndarray] = lambda _, x: x
+    ) -> np.ndarray:
+        """Logits [T, vocabulary] of the whole sequence, in float64, as Hugging Face defines the family.
+
+        `tap` sees, and may change, the input of each linear ("layers.N.qkv", ..., "lm_head") and "layers.N.keys" and
+        "layers.N.values" [T, kv_heads, head_dim] as they go into the cache.
+        """
         d = self.dims
         group = d.heads // d.kv_heads
         count = len(tokens)
@@ -330,8 +336,9 @@ class RandomModel:
             return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
         hidden = self.embedding[tokens]
-        for layer, window in zip(self.layers, self.windows, strict=True):
-            x = rms(hidden, layer.attn_norm)
+        for i, (layer, window) in enumerate(zip(self.layers, self.windows, strict=True)):
+            name = f"layers.{i}"
+            x = tap(f"{name}.qkv", rms(hidden, layer.attn_norm))
             qkv = x @ layer.qkv.T + layer.bias.get("qkv", 0.0)
             q, k, v = np.split(qkv, [d.heads * d.head_dim, (d.heads + d.kv_heads) * d.head_dim], axis=-1)
             q = q.reshape(count, d.heads, d.head_dim)
@@ -340,6 +347,7 @@ class RandomModel:
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = rms(q, layer.q_norm), rms(k, layer.k_norm)
             q, k = rotate(q), rotate(k)
+            k, v = tap(f"{name}.keys", k), tap(f"{name}.values", v)
             if d.kv == "bf16":
                 k, v = k.astype(BF16).astype(np.float64), v.astype(BF16).astype(np.float64)
             k, v = k.repeat(group, axis=1), v.repeat(group, axis=1)
@@ -349,10 +357,11 @@ class RandomModel:
             scores = np.where(visible, scores, -np.inf)
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             weights /= weights.sum(axis=-1, keepdims=True)
-            mixed = np.einsum("hts,shd->thd", weights, v).reshape(count, -1)
+            mixed = tap(f"{name}.o", np.einsum("hts,shd->thd", weights, v).reshape(count, -1))
             hidden = hidden + mixed @ layer.o.T + layer.bias.get("o", 0.0)
-            x = rms(hidden, layer.mlp_norm)
+            x = tap(f"{name}.gate_up", rms(hidden, layer.mlp_norm))
             gate = x @ layer.gate.T + layer.bias.get("gate", 0.0)
             up = x @ layer.up.T + layer.bias.get("up", 0.0)
-            hidden = hidden + (gate / (1 + np.exp(-gate)) * up) @ layer.down.T + layer.bias.get("down", 0.0)
-        return rms(hidden, self.norm) @ self.lm_head.T
+            x = tap(f"{name}.down", gate / (1 + np.exp(-gate)) * up)
+            hidden = hidden + x @ layer.down.T + layer.bias.get("down", 0.0)
+        return tap("lm_head", rms(hidden, self.norm)) @ self.lm_head.T

@@ -19,7 +19,7 @@ from ull.bundle import open_bundle
 from ull.errors import BuildError, RecipeError
 from ull_build import cli
 from ull_build.build import Settings, build
-from ull_build.evaluate import EvaluationText, Predictions, check_quality, read_evaluation_text
+from ull_build.evaluate import EvaluationText, Predictions, check_quality, read_text
 from ull_build.progress import PlainReporter
 from ull_build.recipe import Recipe, describe_keys, load_recipe, make_recipe
 from ull_build.vocabulary import read_tokenizer
@@ -115,29 +115,29 @@ def test_evaluation_windows_begin_like_a_sequence(checkpoint: Path, tmp_path: Pa
     path = tmp_path / "text.txt"
     path.write_text("The quick brown fox jumps over the lazy dog. " * 40)
     ids = tokenizer.encode(path.read_text())
-    text = read_evaluation_text(path, tokenizer, max_tokens=100, context=32)
+    text = read_text(path, tokenizer, max_tokens=100, context=32)
     rows = text.tokens.reshape(-1, text.window)
     assert (text.window, len(rows), text.predictions, text.name) == (32, 3, 93, "text.txt")
     assert (rows[:, 0] == 0).all()
     assert rows[:, 1:].reshape(-1).tolist() == ids[:93]
-    short = read_evaluation_text(path, tokenizer, max_tokens=1 << 20, context=1 << 20)
+    short = read_text(path, tokenizer, max_tokens=1 << 20, context=1 << 20)
     assert short.window == min(512, len(ids) + 1)
 
 
 def test_evaluation_text_errors(checkpoint: Path, tmp_path: Path) -> None:
     tokenizer = read_tokenizer(checkpoint, 330)
     with pytest.raises(BuildError, match="cannot be read as UTF-8"):
-        read_evaluation_text(tmp_path / "nowhere.txt", tokenizer, 100, 100)
+        read_text(tmp_path / "nowhere.txt", tokenizer, 100, 100)
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     with pytest.raises(BuildError, match="cannot be read as UTF-8"):
-        read_evaluation_text(tmp_path / "latin", tokenizer, 100, 100)
+        read_text(tmp_path / "latin", tokenizer, 100, 100)
     (tmp_path / "empty").write_text("")
     with pytest.raises(BuildError, match=r"gives 0 tokens.*--no-eval"):
-        read_evaluation_text(tmp_path / "empty", tokenizer, 100, 100)
+        read_text(tmp_path / "empty", tokenizer, 100, 100)
 
 
 def test_the_default_text_is_long_enough(checkpoint: Path) -> None:
-    text = read_evaluation_text(None, read_tokenizer(checkpoint, 330), 1 << 20, 1 << 20)
+    text = read_text(None, read_tokenizer(checkpoint, 330), 1 << 20, 1 << 20)
     assert text.predictions > 1500
 
 
@@ -161,14 +161,14 @@ def fake_predict(monkeypatch: pytest.MonkeyPatch, change: float) -> list[str]:
     """Replaces the native evaluation: the bundle's loss is `change` nats above the original's. Returns the files."""
     files: list[str] = []
 
-    def predict(spec: dict[str, Any], text: EvaluationText, threads: int, progress: Any) -> Predictions:
+    def predict(spec: dict[str, Any], text: EvaluationText, threads: int, progress: Any, scales: Any) -> Predictions:
         files.append(f"{Path(spec['path']).name} {spec['kv_dtype']}")
         progress(1, 2)
         progress(2, 2)
         nll = 3.0 if Path(spec["path"]).name == "original.safetensors" else 3.0 + change
         return Predictions(np.full(text.predictions, nll, np.float32), np.zeros(text.predictions, np.int32))
 
-    monkeypatch.setattr("ull_build.build.predict", predict)
+    monkeypatch.setattr("ull_build.quality.predict", predict)
     return files
 
 

@@ -233,6 +233,53 @@ def test_keys_with_a_large_bias_fit_into_fp8_pages(tmp_path: Path) -> None:
         assert (kv_scales(opened, "layers.1") == 1.0).all()
 
 
+def test_observed_keys_and_values_fit_twice_into_fp8_pages(checkpoint: Path) -> None:
+    with Checkpoint(checkpoint) as opened:
+        observed = np.array([0.0, 1e-42, 3.4e38, 223.9, 224.0, 224.1, 1.75, 7.0], np.float32)[
+            : 2 * opened.model.kv_heads
+        ]
+        scales = kv_scales(opened, "layers.0", observed)
+        expected = np.array([1.0, 2.0**-126, 2.0**121, 1.0, 1.0, 2.0, 2.0**-7, 2.0**-5], np.float32)[: len(scales)]
+        assert scales.tolist() == expected.tolist() and scales.dtype == np.float32
+
+
+def test_scales_of_fp8_pages_come_from_what_was_observed(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = pytest.importorskip("ull._native")
+    seen: list[dict[str, NDArray[np.float32]]] = []
+
+    def observe(*arguments: Any) -> Any:
+        result = real(*arguments)
+        seen.append(result[2])
+        return result
+
+    real = native.observe
+    monkeypatch.setattr(native, "observe", observe)
+    options = {"kv": "fp8", "eval_tokens": 64, "calibration_tokens": 64, "max_perplexity_increase": 10.0}
+    bundle = built(checkpoint, tmp_path / "x.ull", evaluate=True, **options)
+    assert bundle.manifest.calibration is None and len(seen) == 1
+    weights = read_weights(bundle.weights_path)
+    for layer in range(bundle.manifest.model.layers):
+        largest = seen[0][f"layers.{layer}.kv"]
+        scales = weights[f"layers.{layer}.kv_scale"][: len(largest)]
+        assert (np.frexp(scales)[0] == 0.5).all()  # powers of two
+        assert (scales * 448 >= 2 * largest).all() and (scales * 224 < 2 * largest).all()
+    unseen = built(checkpoint, tmp_path / "y.ull", kv="fp8")
+    weights = read_weights(unseen.weights_path)
+    assert len(seen) == 1 and (weights["layers.0.kv_scale"][: len(largest)] == 1.0).all()
+    built(checkpoint, tmp_path / "z.ull", evaluate=True, eval_tokens=64, max_perplexity_increase=10.0)
+    assert len(seen) == 1  # bf16 pages need none
+
+
+def test_a_calibrated_bundle_for_a_gpu(checkpoint: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ull._native")
+    options = {"eval_tokens": 64, "calibration_tokens": 64, "max_perplexity_increase": 10.0, "calibrate": True}
+    bundle = built(checkpoint, tmp_path / "x.ull", evaluate=True, **options)
+    host = build(Settings(checkpoint, tmp_path / "host.ull", "x", **options)).manifest.calibration
+    assert host is not None and bundle.manifest.calibration == host
+
+
 def test_the_quality_is_measured_by_the_cpu(tmp_path: Path) -> None:
     pytest.importorskip("ull._native")
     path = write_checkpoint(tmp_path / "model", config=DIMENSIONS)

@@ -64,10 +64,20 @@ def test_every_field_is_needed_and_typed(field: str) -> None:
         ({"weight_bytes": -1}, "weight_bytes: "),
         ({"kv_bytes": -1}, "kv_bytes: "),
         ({"name": ""}, "name: must not be empty"),
+        ({"reuse": "some"}, 'reuse: must be all, prompt or nothing, not "some"'),
+        ({"reuse": 1}, "reuse: has the wrong type"),
     ],
 )
 def test_values_that_cannot_be_are_refused(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=f"^{complaint}"):
+        _native.GraphExecutor(handover(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"graphs": {1: 11}}, *({"reuse": reuse} for reuse in ("all", "prompt", "nothing"))]
+)
+def test_what_may_be_left_out_or_chosen(changes: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match="the CUDA driver cannot be loaded"):
         _native.GraphExecutor(handover(**changes))
 
 

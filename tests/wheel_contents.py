@@ -14,6 +14,7 @@ MUST = [
     r"ull/cli\.py",
     r"ull_build/__init__\.py",
     r"ull_build/cli\.py",
+    r"ull_build/data/calibration\.txt",
     r"ull_build/data/eval\.txt",
     r"ull/gpu/program\.py",
     r"ull/kernels/qkv\.cu",

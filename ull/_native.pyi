@@ -194,7 +194,15 @@ def evaluate(
     window: int,
     threads: int = 1,
     progress: Callable[[int, int], None] | None = None,
+    input_scales: dict[str, float] | None = None,
 ) -> tuple[NDArray[np.float32], NDArray[np.int32]]: ...
+def observe(
+    spec: dict[str, Any],
+    tokens: NDArray[np.int32],
+    window: int,
+    threads: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[dict[str, NDArray[np.uint64]], dict[str, float], dict[str, NDArray[np.float32]]]: ...
 def sample(
     logits: NDArray[np.float32],
     position: int,

@@ -52,6 +52,7 @@ from ull.manifest import (
     TOKENIZER_FILE,
     VOCABULARY_FILE,
     WEIGHTS_FILE,
+    Calibration,
     CodeFile,
     DeviceCode,
     Drafter,
@@ -75,6 +76,7 @@ from ull.manifest import (
     device_problems,
     embedding_is_shared,
     encode_manifest,
+    quantised_inputs,
 )
 from ull.plans import AttentionKind, Source
 from ull.targets import ARCHITECTURES
@@ -105,6 +107,7 @@ __all__ = [
     "WEIGHTS_FILE",
     "AttentionKind",
     "Bundle",
+    "Calibration",
     "CodeFile",
     "DeviceCode",
     "DraftModel",
@@ -139,6 +142,7 @@ __all__ = [
     "native_spec",
     "needed_kernels",
     "open_bundle",
+    "quantised_inputs",
     "read_manifest",
     "read_tensor_file",
     "verify_hashes",

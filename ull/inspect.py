@@ -182,12 +182,28 @@ def _rows(manifest: Manifest, parameters: int) -> list[tuple[str, str]]:
                 f"{worst.relative_error:.3%} ({worst.name})" if worst and worst.relative_error else "none",
             ),
         ]
+    rows += _calibration_rows(manifest)
     provenance = manifest.provenance
     rows += [
         ("source", f"{provenance.source} (SHA-256 {provenance.source_sha256[:16]})"),
         ("built", f"{manifest.created} by ull {provenance.builder_version}"),
     ]
     return rows
+
+
+def _calibration_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    """FP8 activations: what they cost on top, and how their ranges were chosen."""
+    calibration = manifest.calibration
+    if calibration is None:
+        return []
+    change = f"{calibration.perplexity_increase:+.3%}, top-1 agreement {calibration.top1_agreement:.2%}"
+    tried = ", ".join(f"{method} {loss:.4f}" for method, loss in calibration.losses.items())
+    chosen = calibration.method if calibration.percentile is None else f"{calibration.percentile:g}th percentile"
+    return [
+        ("with FP8 activations", f"perplexity {calibration.perplexity:.4f} ({change})"),
+        ("activation ranges", f"{chosen} of |x|, {calibration.tokens} tokens of {calibration.text}"),
+        ("ranges tried", f"perplexity there: {tried}"),
+    ]
 
 
 def _speculation_rows(manifest: Manifest) -> list[tuple[str, str]]:

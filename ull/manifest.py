@@ -27,6 +27,7 @@ MAX_MEDUSA_HEADS: Final = 12
 MAX_MEDUSA_LAYERS: Final = 16
 MAX_TREE: Final = 64  # tokens of one verification, the root included
 REQUIRED_FILES = (VOCABULARY_FILE, TOKENIZER_FILE)  # and WEIGHTS_FILE, unless the weights are random
+_LAYER_LINEARS: Final = ("qkv", "o", "gate_up", "down")
 
 # Upper bounds far above any real model; they keep every product of dimensions inside 64-bit integers.
 Size = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -182,6 +183,34 @@ class Quality(Struct, frozen=True, forbid_unknown_fields=True):
         _require_finite(self)
 
 
+class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
+    """The ranges of FP8 activations, and what they and the weights cost together.
+
+    `amax` is by linear, see `quantised_inputs`: its input is rounded to E4M3 in steps of amax / 448, so that larger
+    ones saturate.
+    """
+
+    text: str
+    tokens: TokenCount  # of it that were looked at
+    method: Literal["max", "percentile"]
+    percentile: Annotated[float, Meta(gt=0.0, lt=100.0)] | None  # of |x|, in percent
+    losses: dict[str, Positive]  # perplexity on that text by each method that was tried
+    amax: dict[str, Annotated[float, Meta(ge=0.0)]]
+    perplexity: Positive  # as `Quality.perplexity_quantised`, with the activations quantised too
+    perplexity_increase: float  # against the original, as Quality's
+    top1_agreement: Annotated[float, Meta(ge=0.0, le=1.0)]
+
+    def __post_init__(self) -> None:
+        _require_finite(self)
+        for name, values in (("losses", self.losses), ("amax", self.amax)):
+            _require(all(map(math.isfinite, values.values())), f"`{name}` must be finite")
+        _require(self.losses.keys() <= {"max", "percentile"}, "`losses` are by method: max and percentile")
+        _require(self.method in self.losses, f"`losses` lacks the method {self.method!r}")
+        _require(
+            (self.method == "max") == (self.percentile is None), f"method {self.method!r} and `percentile` disagree"
+        )
+
+
 class Provenance(Struct, frozen=True, forbid_unknown_fields=True):
     """Where the weights came from. `source_sha256` covers config.json and the weights index (or header)."""
 
@@ -238,6 +267,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     code: DeviceCode | None = None  # of a GPU target
     forward: Forward = FUSED  # of a GPU target
     random_weights: bool = False  # no weights file: they are made up on the device at load, for benchmarks
+    calibration: Calibration | None = None  # None: activations stay in 16 bits
 
     def __post_init__(self) -> None:
         if self.target == "cpu":
@@ -249,6 +279,9 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         for token in (*self.tokens.eos, *([] if self.tokens.bos is None else [self.tokens.bos])):
             _require(token < self.model.vocabulary, f"special token {token} is outside of the vocabulary")
         _check_tied_precision(self.model, self.precision)
+        if self.calibration is not None:
+            unknown = self.calibration.amax.keys() - set(quantised_inputs(self.model, self.precision))
+            _require(not unknown, f"`calibration.amax` names no FP8 linear: {', '.join(sorted(unknown))}")
         draft = self.speculation.draft if self.speculation else None
         if draft is not None:
             _require(
@@ -302,6 +335,14 @@ def device_problems(
         yield "an f32 KV cache is not supported on a GPU; supported: bf16 and fp8"
 
 
+def quantised_inputs(model: Model, precision: Precision) -> list[str]:
+    """The linears with FP8 weights, in the order of execution: their inputs may be FP8 too."""
+    names = []
+    if precision.weights == "fp8":
+        names += [f"layers.{layer}.{linear}" for layer in range(model.layers) for linear in _LAYER_LINEARS]
+    return [*names, "lm_head"] if precision.lm_head == "fp8" else names
+
+
 def _check_tied_precision(model: Model, precision: Precision) -> None:
     if embedding_is_shared(model, precision):
         _require(
@@ -338,6 +379,7 @@ __all__ = [
     "TOKENIZER_FILE",
     "VOCABULARY_FILE",
     "WEIGHTS_FILE",
+    "Calibration",
     "CodeFile",
     "DeviceCode",
     "DraftModel",
@@ -362,4 +404,5 @@ __all__ = [
     "embedding_is_shared",
     "encode_manifest",
     "is_inside",
+    "quantised_inputs",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -26,6 +25,7 @@ from ull.bundle import (
     VOCABULARY_FILE,
     WEIGHTS_FILE,
     AttentionKind,
+    Calibration,
     DeviceCode,
     FileEntry,
     Manifest,
@@ -40,26 +40,30 @@ from ull.bundle import (
     device_macros,
     device_problems,
     encode_manifest,
-    native_spec,
     open_bundle,
-    read_tensor_file,
+    quantised_inputs,
 )
-from ull.errors import CheckpointError, RecipeError
+from ull.errors import BuildError, CheckpointError, RecipeError
+from ull_build.calibrate import calibrate
 from ull_build.checkpoint import Checkpoint
-from ull_build.convert import NO_DRAFTERS, ORIGINAL_BF16, ORIGINAL_F32, Drafters, convert_checkpoint, plan_weights
+from ull_build.convert import Drafters, convert_stage, plan_weights
 from ull_build.convert_device import convert_for_device, plan_device_weights
 from ull_build.drafters import SpeculationSettings, describe, open_drafters
-from ull_build.evaluate import EvaluationText, Predictions, check_quality, predict, read_evaluation_text
+from ull_build.evaluate import CALIBRATION, EvaluationText, Observation, read_text
 from ull_build.kernels import CompiledFile, compile_kernels, describe_file, write_code
 from ull_build.output import check_output, require_space, staged_output
 from ull_build.progress import Reporter
+from ull_build.quality import Evaluator, evaluation_bytes, measure_quality
 from ull_build.recipe import Recipe
 from ull_build.vocabulary import CheckpointTokenizer, copy_tokenizer_files, read_tokenizer
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to build. `eval_text` None is the default text; `evaluate` False leaves the quality unmeasured."""
+    """What to build. A text of None is the default one; `evaluate` False leaves the quality unmeasured.
+
+    `calibrate`: FP8 linears get FP8 inputs too, whose ranges are measured; not without `evaluate`.
+    """
 
     model: Path
     output: Path
@@ -70,11 +74,18 @@ class Settings:
     evaluate: bool = True
     eval_text: Path | None = None
     eval_tokens: int = 4096
+    calibrate: bool = False
+    calibration_text: Path | None = None
+    calibration_tokens: int = 2048
     max_perplexity_increase: float = 0.01
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     force: bool = False
     threads: int = 0  # 0: as many as this process may use
     recipe: dict[str, RecipeValue] = field(default_factory=dict)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.target == "cpu"
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,8 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
         evaluate=evaluate,
         eval_text=None if recipe.eval_text is None else Path(recipe.eval_text),
         eval_tokens=recipe.eval_tokens,
+        calibration_text=None if recipe.calibration_text is None else Path(recipe.calibration_text),
+        calibration_tokens=recipe.calibration_tokens,
         max_perplexity_increase=recipe.max_perplexity_increase,
         speculation=SpeculationSettings(
             default=recipe.drafter,
@@ -127,17 +140,18 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
         model = msgspec.structs.replace(checkpoint.model, tokenizer_vocabulary=tokenizer.vocabulary.count)
         tokens = _special_tokens(checkpoint, tokenizer)
         kernels = compile_for(settings.target, model, settings.precision, reporter)
-        text = None
-        if settings.evaluate:
-            text = read_evaluation_text(settings.eval_text, tokenizer, settings.eval_tokens, model.context)
+        texts = _read_texts(settings, tokenizer, model)
         drafters = files_open.enter_context(open_drafters(settings.speculation, model, tokenizer))
         require_space(output.parent, _needed_bytes(checkpoint, drafters, settings))
         with staged_output(output) as staging:
-            files, errors = _write_files(checkpoint, drafters, tokenizer, settings, staging, reporter)
             code, code_files = _write_code(kernels, settings.target, model, settings.precision, staging)
-            quality = None
-            if text is not None:
-                quality = _measure(checkpoint, model, settings, staging, text, errors, reporter)
+            weights = staging / WEIGHTS_FILE if settings.on_cpu else None
+            with Evaluator(
+                checkpoint, model, settings.precision, staging, weights, settings.threads, reporter
+            ) as evaluator:
+                observation = None if texts.calibration is None else evaluator.observe(texts.calibration)
+                files, errors = _write_files(checkpoint, drafters, tokenizer, settings, observation, staging, reporter)
+                quality, calibration = _measure(evaluator, texts, observation, errors, settings, model)
             manifest = Manifest(
                 format=FORMAT,
                 format_version=FORMAT_VERSION,
@@ -158,6 +172,7 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
                 files={**files, **code_files},
                 speculation=describe(settings.speculation, drafters, model, settings.precision),
                 code=code,
+                calibration=calibration,
             )
             write_synced(staging / MANIFEST_FILE, encode_manifest(manifest))
             open_bundle(staging)  # a bundle that ull would refuse must not come into being
@@ -201,30 +216,48 @@ def _special_tokens(checkpoint: Checkpoint, tokenizer: CheckpointTokenizer) -> T
     return Tokens(bos=architecture.bos, eos=eos, chat_template=tokenizer.has_chat_template)
 
 
-def _original_precision(checkpoint: Checkpoint) -> Precision:
-    """A format that holds the checkpoint's weights without loss."""
-    return ORIGINAL_BF16 if checkpoint.is_bf16 else ORIGINAL_F32
+@dataclass(frozen=True)
+class _Texts:
+    """What the build runs over; None: it does not."""
+
+    evaluation: EvaluationText | None
+    calibration: EvaluationText | None
 
 
-def _cpu_precision(precision: Precision) -> Precision:
-    """What the CPU executor evaluates in place of a GPU's weights: the same FP8 codes, or bf16 for f16."""
-    return msgspec.structs.replace(precision, kv="bf16")
+def _read_texts(settings: Settings, tokenizer: CheckpointTokenizer, model: Model) -> _Texts:
+    """Raises BuildError for a text that cannot be read, and where a calibration must not be measured."""
+    calibrates = bool(_fp8_inputs(settings, model))
+    if not settings.evaluate:
+        if calibrates:
+            raise BuildError(
+                "the ranges of FP8 activations have to be measured: leave out --no-eval, or use precision bf16",
+                field="precision",
+            )
+        return _Texts(None, None)
+    evaluation = read_text(settings.eval_text, tokenizer, settings.eval_tokens, model.context)
+    if not calibrates and (settings.on_cpu or settings.precision.kv != "fp8"):
+        return _Texts(evaluation, None)
+    return _Texts(
+        evaluation,
+        read_text(settings.calibration_text, tokenizer, settings.calibration_tokens, model.context, CALIBRATION),
+    )
+
+
+def _fp8_inputs(settings: Settings, model: Model) -> list[str]:
+    """The linears whose inputs are FP8."""
+    return quantised_inputs(model, settings.precision) if settings.calibrate else []
 
 
 def _needed_bytes(checkpoint: Checkpoint, drafters: Drafters, settings: Settings) -> int:
-    """Disk space of a build: the bundle, and for the evaluation the original weights beside it."""
-    on_cpu = settings.target == "cpu"
-    plans = [
-        plan_weights(checkpoint, settings.precision, drafters)
-        if on_cpu
-        else plan_device_weights(checkpoint, settings.precision)
-    ]
-    if settings.evaluate:
-        plans.append(plan_weights(checkpoint, _original_precision(checkpoint)))
-        if not on_cpu:
-            plans.append(plan_weights(checkpoint, _cpu_precision(settings.precision)))
+    """Disk space of a build: the bundle, and what the evaluation puts beside it."""
+    if settings.on_cpu:
+        plan = plan_weights(checkpoint, settings.precision, drafters)
+    else:
+        plan = plan_device_weights(checkpoint, settings.precision)
     rest = 64 << 20  # tokenizer, vocabulary and manifest
-    return rest + sum(shape.nbytes for plan in plans for shape in plan.values())
+    if settings.evaluate:
+        rest += evaluation_bytes(checkpoint, settings.precision, settings.on_cpu)
+    return rest + sum(shape.nbytes for shape in plan.values())
 
 
 def _write_files(
@@ -232,17 +265,19 @@ def _write_files(
     drafters: Drafters,
     tokenizer: CheckpointTokenizer,
     settings: Settings,
+    observation: Observation | None,
     staging: Path,
     reporter: Reporter,
 ) -> tuple[dict[str, FileEntry], list[TensorError]]:
     """Writes all but the manifest; returns the table of files and the error of each linear weight."""
-    title = f"weights to {settings.precision.weights}"
-    if settings.target == "cpu":
-        weights, errors = _convert(checkpoint, settings.precision, staging / WEIGHTS_FILE, title, reporter, drafters)
+    title, path = f"weights to {settings.precision.weights}", staging / WEIGHTS_FILE
+    if settings.on_cpu:
+        weights, errors = convert_stage(title, reporter, checkpoint, settings.precision, path, drafters)
     else:
         plan = plan_device_weights(checkpoint, settings.precision)
+        keys_values = None if observation is None else observation.keys_values
         with reporter.stage(title, sum(shape.nbytes for shape in plan.values()), "bytes") as advance:
-            weights, errors = convert_for_device(checkpoint, settings.precision, staging / WEIGHTS_FILE, advance)
+            weights, errors = convert_for_device(checkpoint, settings.precision, path, advance, keys_values)
     tokenizer.vocabulary.write(staging / VOCABULARY_FILE, checkpoint.model.vocabulary)
     directory = Path(TOKENIZER_FILE).parent
     copied = copy_tokenizer_files(settings.model, staging / directory)
@@ -250,82 +285,25 @@ def _write_files(
     return {WEIGHTS_FILE: weights, **{name: file_entry(staging / name) for name in names}}, errors
 
 
-def _convert(
-    checkpoint: Checkpoint,
-    precision: Precision,
-    path: Path,
-    title: str,
-    reporter: Reporter,
-    drafters: Drafters = NO_DRAFTERS,
-) -> tuple[FileEntry, list[TensorError]]:
-    total = sum(shape.nbytes for shape in plan_weights(checkpoint, precision, drafters).values())
-    with reporter.stage(title, total, "bytes") as advance:
-        return convert_checkpoint(checkpoint, precision, path, advance, drafters)
-
-
 def _measure(
-    checkpoint: Checkpoint,
-    model: Model,
-    settings: Settings,
-    staging: Path,
-    text: EvaluationText,
+    evaluator: Evaluator,
+    texts: _Texts,
+    observation: Observation | None,
     errors: list[TensorError],
-    reporter: Reporter,
-) -> Quality:
-    """Compares the staged weights with the original ones. Raises BuildError above the recipe's limit.
-
-    The CPU executor runs both; weights that are packed for a GPU it gets once more, packed for itself.
-    """
-    original_path = staging / "original.safetensors"
-    quantised_path, kv = staging / WEIGHTS_FILE, settings.precision.kv
-    if settings.target != "cpu":
-        precision = _cpu_precision(settings.precision)
-        quantised_path, kv = staging / "evaluated.safetensors", precision.kv
-        _convert(checkpoint, precision, quantised_path, "packed for the cpu", reporter)
-    original_precision = _original_precision(checkpoint)
-    _convert(checkpoint, original_precision, original_path, "original, for comparison", reporter)
-    runs = (
-        ("evaluate original", original_path, original_precision.kv),
-        ("evaluate quantised", quantised_path, kv),
-    )
-    original, quantised = (
-        _predict(title, model, path, kv, text, settings.threads, reporter) for title, path, kv in runs
-    )
-    original_path.unlink()
-    if quantised_path.name != WEIGHTS_FILE:
-        quantised_path.unlink()
-    return Quality(
-        eval_text=text.name,
-        eval_tokens=text.predictions,
-        window=text.window,
-        perplexity_original=original.perplexity,
-        perplexity_quantised=quantised.perplexity,
-        perplexity_increase=check_quality(original, quantised, settings.max_perplexity_increase),
-        top1_agreement=original.agreement(quantised),
-        limit=settings.max_perplexity_increase,
-        tensors=errors,
-    )
-
-
-def _predict(
-    title: str, model: Model, path: Path, kv: str, text: EvaluationText, threads: int, reporter: Reporter
-) -> Predictions:
-    spec = native_spec(model, path, read_tensor_file(path), model.context, kv)
-    with reporter.stage(title, len(text.tokens), "tokens") as advance:
-        return predict(spec, text, threads or len(os.sched_getaffinity(0)), _steps(len(text.tokens), advance))
-
-
-def _steps(total: int, advance: Callable[[int], None]) -> Callable[[int, int], None]:
-    """Turns the core's (done, of all) in its own units into advances out of `total`."""
-    reported = 0
-
-    def progress(done: int, of_all: int) -> None:
-        nonlocal reported
-        now = total * done // max(1, of_all)
-        advance(now - reported)
-        reported = now
-
-    return progress
+    settings: Settings,
+    model: Model,
+) -> tuple[Quality | None, Calibration | None]:
+    """What the written weights lose, and what FP8 activations lose on top. Raises BuildError above the limit."""
+    if texts.evaluation is None:
+        return None, None
+    limit = settings.max_perplexity_increase
+    original = evaluator.original(texts.evaluation)
+    quality = measure_quality(evaluator, texts.evaluation, original, errors, limit)
+    linears = _fp8_inputs(settings, model)
+    if not linears or observation is None or texts.calibration is None:
+        return quality, None
+    calibration = calibrate(evaluator, linears, observation, texts.calibration, texts.evaluation, original, limit)
+    return quality, calibration
 
 
 def file_entry(path: Path) -> FileEntry:

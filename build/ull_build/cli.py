@@ -131,6 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--context", type=int, metavar="TOKENS", help="tokens a session may hold (default: the model's)")
     add("--eval-text", metavar="FILE", help="text on which the loss is measured (default: one that comes with ull)")
     add("--eval-tokens", type=int, metavar="N", help="tokens of it to use at most (default 4096)")
+    add("--calibration-text", metavar="FILE", help="text on which FP8 ranges are measured (default: another such)")
+    add("--calibration-tokens", type=int, metavar="N", help="tokens of it to use at most (default 2048)")
     add("--max-perplexity-increase", type=float, metavar="F", help="fraction that fails the build (default 0.01)")
     add("--medusa", metavar="PATH", help="Medusa heads: medusa_lm_head.pt or .safetensors, or their directory")
     add("--draft", metavar="DIR", help="a smaller checkpoint with the same tokenizer, as draft model")
@@ -205,6 +207,9 @@ def print_summary(result: BuildResult) -> None:
         change = f"{quality.perplexity_quantised:.4f} ({quality.perplexity_increase:+.3%}, limit {quality.limit:.2%})"
         table.add_row("perplexity, built", change)
         table.add_row("top-1 agreement", f"{quality.top1_agreement:.2%} of {quality.eval_tokens} tokens")
+        if (calibration := manifest.calibration) is not None:
+            change = f"{calibration.perplexity:.4f} ({calibration.perplexity_increase:+.3%}, by {calibration.method})"
+            table.add_row("with FP8 activations", change)
         worst = max(quality.tensors, key=lambda item: item.relative_error)
         error = f"{worst.relative_error:.3%} ({worst.name})" if worst.relative_error else "none"
         table.add_row("largest tensor error", error)

@@ -25,6 +25,7 @@ from ull.bundle import (
 from ull_build.checkpoint import Checkpoint
 from ull_build.medusa import MedusaWeights
 from ull_build.pack import alternate_tiles, pack_tiles, whole_tiles
+from ull_build.progress import Reporter
 from ull_build.quantize import ErrorSum, dequantize_rows, from_bf16, quantize_rows, to_bf16
 from ull_build.weights import WeightsWriter
 
@@ -114,6 +115,20 @@ def convert_checkpoint(
             if len(shape.shape) == 3:
                 errors.append(TensorError(name=name, relative_error=error.value()))
         return writer.finish(), errors
+
+
+def convert_stage(
+    title: str,
+    reporter: Reporter,
+    checkpoint: Checkpoint,
+    precision: Precision,
+    path: Path,
+    drafters: Drafters = NO_DRAFTERS,
+) -> tuple[FileEntry, list[TensorError]]:
+    """convert_checkpoint as a stage of a build, with its progress."""
+    total = sum(shape.nbytes for shape in plan_weights(checkpoint, precision, drafters).values())
+    with reporter.stage(title, total, "bytes") as advance:
+        return convert_checkpoint(checkpoint, precision, path, advance, drafters)
 
 
 def _pieces(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,15 @@ def plan_device_weights(checkpoint: Checkpoint, precision: Precision) -> dict[st
 
 
 def convert_for_device(
-    checkpoint: Checkpoint, precision: Precision, path: Path, progress: Callable[[int], None] | None = None
+    checkpoint: Checkpoint,
+    precision: Precision,
+    path: Path,
+    progress: Callable[[int], None] | None = None,
+    keys_values: Mapping[str, NDArray[np.float32]] | None = None,
 ) -> tuple[FileEntry, list[TensorError]]:
     """Writes the weights file at `path`; tells `progress` the bytes written by each step.
+
+    `keys_values`: what Observation saw, for the scales of FP8 pages; None leaves them to the biases.
 
     Returns its size and hash, and the relative error of every linear weight. Equal input gives equal bytes. Raises
     CheckpointError for values that are not finite, OSError when the disk is full.
@@ -49,7 +55,7 @@ def convert_for_device(
         scales: list[NDArray[np.float32]] = []
         for name, shape in plan.items():
             error = ErrorSum()
-            for piece in _pieces(checkpoint, name, shape, scales, error):
+            for piece in _pieces(checkpoint, name, shape, scales, error, keys_values):
                 writer.write(name, piece)
                 if progress:
                     progress(piece.nbytes)
@@ -59,7 +65,12 @@ def convert_for_device(
 
 
 def _pieces(
-    checkpoint: Checkpoint, name: str, shape: TensorShape, scales: list[NDArray[np.float32]], error: ErrorSum
+    checkpoint: Checkpoint,
+    name: str,
+    shape: TensorShape,
+    scales: list[NDArray[np.float32]],
+    error: ErrorSum,
+    keys_values: Mapping[str, NDArray[np.float32]] | None,
 ) -> Iterator[NDArray[Any]]:
     """The pieces of one tensor in stored form. A weight leaves the `scales` of its rows, its .scale takes them."""
     stem, _, kind = name.rpartition(".")
@@ -77,25 +88,34 @@ def _pieces(
         for rows in _fuse(stem, [checkpoint.blocks(source) for source in weight_sources(checkpoint, stem)]):
             yield pack_blocks(_stored(rows, shape.dtype, scales, error))
     elif kind == "kv_scale":
-        yield _padded(kv_scales(checkpoint, stem), shape)
+        largest = None if keys_values is None else keys_values[f"{stem}.kv"]
+        yield _padded(kv_scales(checkpoint, stem, largest), shape)
     else:
         yield _padded(checkpoint.vector(vector_source(name)), shape)
 
 
-def kv_scales(checkpoint: Checkpoint, layer: str) -> NDArray[np.float32]:
+def kv_scales(checkpoint: Checkpoint, layer: str, observed: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
     """Scale of each KV head's keys, then values, in FP8 pages: a power of two, [2 * kv_heads].
 
-    1 reaches +-448, far beyond the keys and values of a model without biases. A projection's bias can be larger, and
-    it is in every key: then the scale leaves room for twice that.
+    Room for twice the largest ones `observed` [2 * kv_heads], the smallest power that gives it. Where nothing was
+    observed: 1 reaches +-448, far beyond the keys and values of a model without biases. A projection's bias can be
+    larger, and it is in every key: then the scale leaves room for twice that.
     """
     model: Model = checkpoint.model
+    if observed is not None:
+        return _with_room_for_twice(np.where(observed > 0, observed, np.float32(_MAX_FP8 / 2)))
     sources = bias_sources(checkpoint, f"{layer}.qkv.bias")
     if not sources or model.qk_norm:  # a norm takes the bias's size away
         return np.ones(2 * model.kv_heads, np.float32)
     biases = np.concatenate([checkpoint.vector(source) for source in sources[1:]])
     largest = np.abs(biases).reshape(2 * model.kv_heads, model.head_dim).max(axis=1)
-    powers = np.ceil(np.log2(np.maximum(2.0 * largest / _MAX_FP8, 1.0)))
-    return np.asarray(np.ldexp(1.0, powers.astype(np.int64)), np.float32)
+    return np.maximum(_with_room_for_twice(np.maximum(largest, np.float32(1.0))), np.float32(1.0))
+
+
+def _with_room_for_twice(largest: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The smallest powers of two, float32, that reach 2 * largest (all positive) with E4M3's 448."""
+    powers = np.ceil(np.log2(2.0 * largest.astype(np.float64) / _MAX_FP8))
+    return np.asarray(np.ldexp(1.0, np.clip(powers, -126, 127).astype(np.int64)), np.float32)
 
 
 def _stored(rows: NDArray[np.float32], dtype: str, scales: list[NDArray[np.float32]], error: ErrorSum) -> NDArray[Any]:

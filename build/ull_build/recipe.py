@@ -86,6 +86,13 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     eval_tokens: Annotated[
         int, Meta(ge=2, le=1 << 24, description="tokens of eval_text to use at most; more is slower and more exact")
     ] = 4096
+    calibration_text: Annotated[
+        str | None,
+        Meta(description="UTF-8 text on which activations and KV are measured; default: another that comes with ull"),
+    ] = None
+    calibration_tokens: Annotated[
+        int, Meta(ge=2, le=1 << 24, description="tokens of calibration_text to use at most; more is slower")
+    ] = 2048
     max_perplexity_increase: Annotated[
         float, Meta(description="fraction by which perplexity may rise before the build fails (0.01 = 1%)")
     ] = 0.01
@@ -128,7 +135,7 @@ def load_recipe(path: Path, overrides: dict[str, Any]) -> Recipe:
         raise RecipeError(f"no recipe at {path}", field=str(path)) from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise RecipeError(f"{path} cannot be read: {error}", field=str(path)) from error
-    for key in ("model", "eval_text"):
+    for key in ("model", "eval_text", "calibration_text"):
         if isinstance(values.get(key), str):
             values[key] = str(path.parent / values[key])
     for section, key in _SECTION_PATHS:

@@ -216,11 +216,26 @@ void EngineLoop::announce() noexcept {
 void EngineLoop::end_running(const Ending& ending) noexcept {
   RequestSlot& request = *run_.request;
   shared_.running.store(kNoSlot, std::memory_order_seq_cst);
-  sessions_.close(*run_.session, !shared_.failed.load(std::memory_order_relaxed));
+  sessions_.close(*run_.session, reusable_tokens());
   request.outcome.completion_tokens = run_.completed;
   EngineEvent last{run_.unannounced_ns, run_.slot,       run_.announced, run_.completed - run_.announced,
                    run_.first_logprob,  run_.silent_last};
   end(run_.slot, ending, last);
+}
+
+// How many of the session's tokens may serve later requests. What an earlier request left in it was cut likewise and is
+// a prefix of this prompt, so that all of the prompt but its last token was written by one prefill or another.
+int EngineLoop::reusable_tokens() const noexcept {
+  if (shared_.failed.load(std::memory_order_relaxed)) return 0;
+  switch (executor_.info().reuse) {
+    case Reuse::kAll:
+      return run_.session->size();
+    case Reuse::kPrompt:
+      return run_.request->prompt_tokens - 1;
+    case Reuse::kNothing:
+      break;
+  }
+  return 0;
 }
 
 // The one place where a request ends.

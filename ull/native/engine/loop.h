@@ -63,6 +63,7 @@ class EngineLoop {
   void count_round() noexcept;
   void announce() noexcept;
   void end_running(const Ending& ending) noexcept;
+  [[nodiscard]] int reusable_tokens() const noexcept;
   void end(uint32_t slot, const Ending& ending, const EngineEvent& last) noexcept;
 
   template <typename Start>

@@ -30,6 +30,7 @@ void ScriptedExecutor::prepare() {
   info_.page_count = options_.page_count;
   info_.prefill_chunk = options_.prefill_chunk;
   info_.tokens_per_round = options_.tokens_per_round;
+  info_.reuse = options_.reuse;
   info_.kv_bytes = static_cast<int64_t>(cache_.size() * sizeof(int32_t));
   info_.name = "scripted";
 }
@@ -68,7 +69,7 @@ Status ScriptedExecutor::poll(RoundResult& result) noexcept {
   int32_t token = round_.token;
   for (int i = 0; i < result.count; ++i) {
     const int position = round_.position + i;
-    cached(round_.pages, position) = token;
+    cached(round_.pages, position) = options_.reuse == Reuse::kAll ? token : token + options_.vocabulary;
     token = next_token(round_.pages, position + 1);
     RoundToken& out = result.tokens[i];
     out.token = token;

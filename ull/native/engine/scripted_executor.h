@@ -30,6 +30,7 @@ class ScriptedExecutor : public Executor {
     bool ignore_abort = false;
     std::string failure = {};    // why it has failed, once it has; empty: it cannot say
     bool restart_helps = false;  // after that
+    Reuse reuse = Reuse::kAll;   // unless kAll, rounds write other values than prefill does
   };
 
   // Throws std::invalid_argument naming the option.

@@ -53,6 +53,14 @@ inline constexpr int kSpeculations = 5;
 inline constexpr int kCostSizes = 7;
 inline constexpr int kCostTokens[kCostSizes] = {1, 2, 4, 8, 16, 32, 64};
 
+// How much of an ended request's keys and values may serve later requests. Caching must never change the output, so
+// that only those may that a prefill of the same tokens would write, bit for bit.
+enum class Reuse : uint8_t {
+  kAll,      // rounds write what a prefill would
+  kPrompt,   // what prefill wrote: the prompt but its last token, which the first round feeds
+  kNothing,  // every request starts cold
+};
+
 // What an engine offers to its users; filled by prepare().
 struct ExecutorInfo {
   int vocabulary = 0;        // tokens
@@ -65,7 +73,8 @@ struct ExecutorInfo {
   int64_t drafter_weight_bytes = 0;  // the drafters' share of weight_bytes
   int64_t drafter_kv_bytes = 0;
   bool penalties = false;  // whether Sampling's penalties are applied
-  const char* name = "";   // "cpu/avx512", "cpu/avx2", "cpu/portable", "scripted", ...
+  Reuse reuse = Reuse::kAll;
+  const char* name = "";  // "cpu/avx512", "cpu/avx2", "cpu/portable", "scripted", ...
   bool drafters[kSpeculations] = {true, false, false, false, false};  // by Speculation: which a request may ask for
   Speculation default_drafter = Speculation::kNone;                   // of a request that asks for none
   int default_max_tree = kMaxTreeTokens;

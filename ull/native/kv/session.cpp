@@ -82,9 +82,10 @@ Status SessionCache::reserve(Session& session, int tokens) noexcept {
   return Status::kOk;
 }
 
-void SessionCache::close(Session& session, bool keep) noexcept {
-  if (reuse_ && keep && session.size() > 0) {
-    truncate(session, session.size());  // gives back what was reserved ahead
+void SessionCache::close(Session& session, int kept) noexcept {
+  const int tokens = reuse_ ? std::min(kept, session.size()) : 0;
+  if (tokens > 0) {
+    truncate(session, tokens);  // and gives back what was reserved ahead
   } else {
     evict(session);
   }

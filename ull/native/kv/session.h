@@ -76,8 +76,9 @@ class SessionCache {
   // used first. kOutOfPages if even that is not enough.
   [[nodiscard]] Status reserve(Session& session, int tokens) noexcept;
 
-  // Ends the use of the open session; it stays resident if reuse is on and `keep` is true.
-  void close(Session& session, bool keep) noexcept;
+  // Ends the use of the open session. At most its first `kept` tokens stay resident; without any, or if reuse is off,
+  // nothing of it does.
+  void close(Session& session, int kept) noexcept;
 
   [[nodiscard]] int pages_used() const noexcept { return pool_.page_count() - pool_.free_count(); }
   [[nodiscard]] int resident() const noexcept;

@@ -7,8 +7,10 @@
 #include "base/gumbel.h"
 #include "exec/cpu/cpu_executor.h"
 #include "exec/cpu/evaluate.h"
+#include "exec/cpu/fake_quantiser.h"
 #include "exec/cpu/local_decoder.h"
 #include "exec/cpu/local_session.h"
+#include "exec/cpu/observe.h"
 #include "exec/cpu/sampler.h"
 #include "module/bindings.h"
 
@@ -122,23 +124,55 @@ cpu::ModelOptions model_options(int threads, std::vector<int> cores, std::string
   return options;
 }
 
-nb::tuple evaluate(const nb::dict& spec, const Int32Array& tokens, int window, int threads,
-                   const std::optional<nb::callable>& progress) {
-  const std::vector<int32_t> ids(tokens.data(), tokens.data() + tokens.size());
-  const auto report = [&](int64_t done, int64_t total) {
+using Progress = std::optional<nb::callable>;
+
+// For the core, which calls it without the GIL: Ctrl-C, and what `progress` raises, stop the pass.
+std::function<void(int64_t, int64_t)> reporting(const Progress& progress) {
+  return [&progress](int64_t done, int64_t total) {
     const nb::gil_scoped_acquire acquire;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
     if (progress.has_value()) (*progress)(done, total);
   };
+}
+
+nb::tuple evaluate(const nb::dict& spec, const Int32Array& tokens, int window, int threads, const Progress& progress,
+                   const std::optional<std::map<std::string, float>>& input_scales) {
+  const std::vector<int32_t> ids(tokens.data(), tokens.data() + tokens.size());
   cpu::ModelSpec native = model_spec(spec);
+  std::optional<cpu::FakeQuantiser> quantiser;
+  if (input_scales && !input_scales->empty()) quantiser.emplace(*input_scales, native.layers);
   cpu::Evaluation result;
   {
     const nb::gil_scoped_release release;
-    result = cpu::evaluate(std::move(native), ids, window, threads, report);
+    result =
+        cpu::evaluate(std::move(native), ids, window, threads, reporting(progress), quantiser ? &*quantiser : nullptr);
   }
   const size_t predictions = result.nll.size();
   return nb::make_tuple(numpy_array(std::move(result.nll), predictions),
                         numpy_array(std::move(result.argmax), predictions));
+}
+
+nb::tuple observe(const nb::dict& spec, const Int32Array& tokens, int window, int threads, const Progress& progress) {
+  const std::vector<int32_t> ids(tokens.data(), tokens.data() + tokens.size());
+  cpu::ModelSpec native = model_spec(spec);
+  cpu::Observation seen;
+  {
+    const nb::gil_scoped_release release;
+    seen = cpu::observe(std::move(native), ids, window, threads, reporting(progress));
+  }
+  nb::dict histograms;
+  nb::dict largest;
+  for (cpu::ObservedInput& input : seen.inputs) {
+    histograms[input.name.c_str()] = numpy_array(std::move(input.histogram), cpu::kMagnitudeBins);
+    largest[input.name.c_str()] = input.largest;
+  }
+  nb::dict keys_values;
+  for (size_t layer = 0; layer < seen.keys_values.size(); ++layer) {
+    const size_t count = seen.keys_values[layer].size();
+    keys_values[("layers." + std::to_string(layer) + ".kv").c_str()] =
+        numpy_array(std::move(seen.keys_values[layer]), count);
+  }
+  return nb::make_tuple(histograms, largest, keys_values);
 }
 
 // A sampling dict and the bias that it owns.
@@ -342,8 +376,15 @@ void bind_exec(nb::module_& m) {
       .def_prop_ro("info", [](const cpu::LocalDecoder& self) { return executor_info(self.info()); });
 
   m.def("evaluate", &evaluate, "spec"_a, "tokens"_a, "window"_a, "threads"_a = 1, "progress"_a = nb::none(),
+        "input_scales"_a = nb::none(),
         "One layer-by-layer pass over the mapped weights. tokens int32 [n] are cut into windows, each from position 0; "
-        "-> (nll float32 [m], argmax int32 [m]) for tokens 1.. of each. progress(done, total) may raise to stop.");
+        "-> (nll float32 [m], argmax int32 [m]) for tokens 1.. of each. progress(done, total) may raise to stop. "
+        "`input_scales`: the input of each linear named (layers.N.qkv, .o, .gate_up, .down, lm_head) is rounded to "
+        "E4M3 times its scale.");
+  m.def("observe", &observe, "spec"_a, "tokens"_a, "window"_a, "threads"_a = 1, "progress"_a = nb::none(),
+        "What evaluate's pass meets -> (uint64 [32768] per linear: its inputs' |x| counted by their bits as bf16, "
+        "truncated; the largest |x| per linear; float32 [2 * kv_heads] per layer, \"layers.N.kv\": the largest |key| "
+        "after norm and rotation and |value| of each head). RuntimeError if anything is not finite.");
   m.def("sample", &sample, "logits"_a, "position"_a, "sampling"_a, "history"_a = nb::none(), "prompt_tokens"_a = 0,
         "Draws the token at `position` from float32 [V] logits; sampling: temperature, top_k, top_p, min_p, seed, "
         "logit_bias {id: float}, repetition_penalty, frequency_penalty, presence_penalty. The penalties look at "

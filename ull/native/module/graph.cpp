@@ -16,6 +16,13 @@ Pointer address(const nb::dict& dict, const char* name) {
   return reinterpret_cast<Pointer>(field<uintptr_t>(dict, name));
 }
 
+Reuse reuse_named(const std::string& name) {
+  if (name == "all") return Reuse::kAll;
+  if (name == "prompt") return Reuse::kPrompt;
+  if (name == "nothing") return Reuse::kNothing;
+  throw std::invalid_argument("reuse: must be all, prompt or nothing, not \"" + name + "\"");
+}
+
 // ValueError names the field.
 graph::GraphProgram graph_program(const nb::dict& dict) {
   graph::GraphProgram program;
@@ -40,6 +47,7 @@ graph::GraphProgram graph_program(const nb::dict& dict) {
   program.kv_bytes = field<int64_t>(dict, "kv_bytes");
   program.name = field<std::string>(dict, "name");
   program.library = field<std::string>(dict, "library");
+  if (dict.contains("reuse")) program.reuse = reuse_named(field<std::string>(dict, "reuse"));
   program.check();
   return program;
 }

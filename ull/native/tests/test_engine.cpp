@@ -142,6 +142,41 @@ TEST(cached_and_cold_requests_give_the_same_tokens) {
   CHECK(warm.engine.stats().counters.prefix_hits > 20);
 }
 
+// The executor's rounds write other values than its prefill: what they wrote must never serve a later request, and all
+// that a prefill wrote may.
+TEST(only_what_prefill_wrote_is_reused_where_rounds_differ) {
+  const auto prompt = [](int count) {
+    std::vector<int32_t> tokens;
+    for (int i = 0; i < count; ++i) tokens.push_back(i * 7 % 128);
+    return tokens;
+  };
+  Harness cold({.from_past = true, .context = 1024, .reuse = ull::Reuse::kNothing});
+  Harness warm({.from_past = true,
+                .tokens_per_round = 5,
+                .context = 1024,
+                .page_count = 40,
+                .prefill_chunk = 33,
+                .reuse = ull::Reuse::kPrompt});
+  uint64_t id = 0;
+  const auto cached_of = [&](const std::vector<int32_t>& tokens) {
+    ++id;
+    for (Harness* engine : {&cold, &warm}) engine->submit(Harness::request(id, tokens, 70));
+    CHECK(cold.wait(id).tokens == warm.wait(id).tokens);
+    CHECK_EQ(cold.wait(id).outcome.cached_tokens, 0);
+    return warm.wait(id).outcome.cached_tokens;
+  };
+  CHECK_EQ(cached_of(prompt(200)), 0);
+  auto turn = prompt(200);
+  turn.insert(turn.end(), warm.wait(1).tokens.begin(), warm.wait(1).tokens.end());
+  turn.push_back('!');
+  CHECK_EQ(cached_of(turn), 199);
+  CHECK_EQ(cached_of(turn), 270);  // the generated tokens are the second turn's prompt: prefill wrote them
+  CHECK_EQ(cached_of(prompt(120)), 64);
+  CHECK_EQ(cached_of(prompt(1)), 0);
+  CHECK_EQ(cached_of(turn), 270);
+  CHECK_EQ(cold.engine.stats().counters.sessions, 0U);
+}
+
 // Two conversations that together fill the pool: neither may be evicted for pages that a round could not need.
 TEST(a_round_reserves_no_more_pages_than_it_can_write) {
   Harness engine({.tokens = alphabet(), .context = 512, .page_count = 4});

@@ -226,6 +226,19 @@ TEST(costs_are_measured) {
   CHECK(small.executor.info().verify_ns[4] > 0);
 }
 
+TEST(the_widest_tree_is_what_the_program_holds) {
+  FakeDevice device({});
+  ull::graph::GraphProgram program = device.program();
+  std::fill(program.rounds + 3, program.rounds + ull::kCostSizes, nullptr);
+  program.reuse = ull::Reuse::kPrompt;
+  ull::graph::GraphExecutor executor(program, FakeDevice::driver(), {});
+  executor.prepare();
+  CHECK_EQ(executor.info().tokens_per_round, 4);
+  CHECK(executor.info().verify_ns[2] > 0);
+  CHECK_EQ(executor.info().verify_ns[3], 0);
+  CHECK(executor.info().reuse == ull::Reuse::kPrompt);
+}
+
 TEST(programs_that_cannot_be_are_refused) {
   using ull::graph::GraphExecutor;
   using ull::graph::GraphProgram;

@@ -28,7 +28,7 @@ int serve(SessionCache& cache, const std::vector<int32_t>& tokens) {
   const auto feed = std::span<const int32_t>(tokens).subspan(static_cast<size_t>(cached));
   if (cache.reserve(session, static_cast<int>(tokens.size())) != Status::kOk) return -1;
   session.append(feed.first(feed.size() - 1));
-  cache.close(session, true);
+  cache.close(session, session.size());
   return cached;
 }
 
@@ -71,11 +71,11 @@ TEST(a_cut_never_falls_into_a_shared_page) {
   CHECK_EQ(session.size(), 128);
   CHECK(cache.reserve(session, 400) == Status::kOk);
   const int32_t written = session.page_table()[2];
-  cache.close(session, true);
+  cache.close(session, session.size());
   Session& again = cache.open(first);
   CHECK_EQ(again.size(), 899);
   for (int page = 0; page < 15; ++page) CHECK(again.page_table()[page] != written);
-  cache.close(again, true);
+  cache.close(again, again.size());
 }
 
 TEST(the_least_recently_used_session_goes_first) {
@@ -105,7 +105,7 @@ TEST(a_session_beyond_the_pool_is_refused) {
   Session& session = cache.open(numbers(1000));
   CHECK(cache.reserve(session, 256) == Status::kOk);
   CHECK(cache.reserve(session, 257) == Status::kOutOfPages);
-  cache.close(session, true);
+  cache.close(session, session.size());
   CHECK_EQ(cache.pages_used(), 0);
 }
 
@@ -122,9 +122,24 @@ TEST(a_session_that_is_not_kept_gives_everything_back) {
   Session& session = cache.open(numbers(100));
   CHECK(cache.reserve(session, 100) == Status::kOk);
   session.append(numbers(64));
-  cache.close(session, false);
+  cache.close(session, 0);
   CHECK_EQ(cache.pages_used(), 0);
   CHECK_EQ(cache.resident(), 0);
+}
+
+TEST(only_what_may_be_kept_serves_the_next_turn) {
+  SessionCache cache({.page_count = 16, .context = 1024});
+  const auto talk = numbers(600);
+  Session& session = cache.open(talk);
+  CHECK(cache.reserve(session, 600) == Status::kOk);
+  session.append(std::span(talk).first(599));
+  cache.close(session, 140);
+  CHECK_EQ(cache.pages_used(), 3);
+  Session& next = cache.open(talk);
+  CHECK_EQ(next.size(), 140);
+  cache.close(next, 1000);  // more than it holds
+  CHECK_EQ(cache.resident(), 1);
+  CHECK_EQ(cache.open(talk).size(), 140);
 }
 
 // Random prompts over a few roots against a model of the cache that is a map page -> content: whatever was cached must
@@ -162,7 +177,7 @@ TEST(random_use_reads_back_what_was_written) {
     for (int position = cached; position < fed; ++position) at(position) = prompt[static_cast<size_t>(position)];
     session.append(
         std::span<const int32_t>(prompt).subspan(static_cast<size_t>(cached), static_cast<size_t>(fed - cached)));
-    cache.close(session, below(10) != 0);
+    cache.close(session, below(10) == 0 ? 0 : below(session.size() + 1));
   }
   CHECK(hits > 1000);
 }

@@ -28,7 +28,7 @@ void predict(const Kernels& kernels, const float* logits, int vocabulary, int32_
 }  // namespace
 
 Evaluation evaluate(ModelSpec spec, const std::vector<int32_t>& tokens, int window, int threads,
-                    const std::function<void(int64_t, int64_t)>& progress) {
+                    const std::function<void(int64_t, int64_t)>& progress, Tap* tap) {
   if (window < 2) throw std::invalid_argument("window: must be at least 2 tokens");
   if (tokens.size() < 2) throw std::invalid_argument("tokens: at least 2 are needed");
   for (const int32_t token : tokens) {
@@ -41,6 +41,7 @@ Evaluation evaluate(ModelSpec spec, const std::vector<int32_t>& tokens, int wind
   options.storage = WeightStorage::kMapped;
   options.cache_layers = 1;
   Model model(std::move(spec), options);
+  model.set_tap(tap);
   const int layers = model.spec().layers;
   const int vocabulary = model.spec().vocabulary;
   const size_t width = static_cast<size_t>(model.spec().hidden);
@@ -65,10 +66,12 @@ Evaluation evaluate(ModelSpec spec, const std::vector<int32_t>& tokens, int wind
       for (int start = 0; start < length; start += options.chunk) {
         const int count = std::min(options.chunk, length - start);
         model.run_layer(layer, row(first + start), count, start, pages.data());
+        if (tap != nullptr) tap->chunk_done(model.cache(), start, count);
         advance(count);
       }
     }
     model.weights().drop_layer(layer);
+    if (tap != nullptr) tap->layer_done(layer);
   }
   Evaluation result;
   result.nll.reserve(tokens.size());
@@ -87,6 +90,7 @@ Evaluation evaluate(ModelSpec spec, const std::vector<int32_t>& tokens, int wind
     }
     advance(count);
   }
+  if (tap != nullptr) tap->layer_done(layers);
   return result;
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "exec/cpu/model_spec.h"
+#include "exec/cpu/tap.h"
 
 namespace ull::cpu {
 
@@ -16,9 +17,10 @@ struct Evaluation {
 
 // Splits tokens into windows of `window`, each a sequence from position 0, and predicts tokens 1 .. of each (the last
 // window may be shorter; one token alone predicts nothing). progress(done, total) is called between steps and may
-// throw to stop. Peak memory: 4 hidden n bytes, one layer's KV of one window, and the resident part of one layer.
-// Throws std::invalid_argument for a bad spec, tensor, token or window; std::runtime_error if a logit is not finite.
+// throw to stop; `tap` looks on. Peak memory: 4 hidden n bytes, one layer's KV of one window, and the resident part of
+// one layer. Throws std::invalid_argument for a bad spec, tensor, token or window; std::runtime_error if a logit is not
+// finite.
 Evaluation evaluate(ModelSpec spec, const std::vector<int32_t>& tokens, int window, int threads,
-                    const std::function<void(int64_t, int64_t)>& progress);
+                    const std::function<void(int64_t, int64_t)>& progress, Tap* tap = nullptr);
 
 }  // namespace ull::cpu

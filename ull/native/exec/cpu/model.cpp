@@ -144,6 +144,7 @@ void Model::layer(int member, int index) noexcept {
   const LayerWeights& weights = weights_.layer(index);
 
   const float* x = normalize(member, residual_, panels_, weights.attention_norm, weights.qkv);
+  tap(member, linear_index(index, Linear::kQkv), weights.qkv, normed_, panels_);
   if (member == 0) attention_.reset();
   linear(member, weights.qkv, x, panels_, 1, [&](int tile, const float* sums, size_t) {
     for (int token = 0; token < panels_.tokens; ++token) {
@@ -159,20 +160,33 @@ void Model::layer(int member, int index) noexcept {
                           data_or_null(weights.key_norm), panels_, mixed_.data(), weights.output.input_scale(), tree_});
   team_->barrier();
 
+  tap(member, linear_index(index, Linear::kOutput), weights.output, mixed_, panels_);
   add_to_hidden(member, weights.output, mixed_.data());
   team_->barrier();
 
   x = normalize(member, residual_, panels_, weights.mlp_norm, weights.gate_up);
+  tap(member, linear_index(index, Linear::kGateUp), weights.gate_up, normed_, panels_);
   activate(member, weights, x);
   team_->barrier();
 
+  tap(member, linear_index(index, Linear::kDown), weights.down, mixed_, panels_);
   add_to_hidden(member, weights.down, mixed_.data());
 }
 
 void Model::logits(int member, const float* hidden, const Panels& panels, float* out) noexcept {
   const Matrix& matrix = weights_.lm_head();
   const float* x = normalize(member, hidden, panels, weights_.norm(), matrix);
+  tap(member, lm_head_index(spec_.layers), matrix, normed_, panels);
   product(member, matrix, x, panels, spec_.vocabulary, out, static_cast<size_t>(spec_.vocabulary));
+}
+
+void Model::tap(int member, int linear, const Matrix& matrix, AlignedArray<float>& x, const Panels& panels) noexcept {
+  if (tap_ == nullptr) return;
+  for (int token = member; token < panels.tokens; token += team_->size()) {
+    tap_->take(linear, member, x.data() + panels.offset(token, matrix.columns), matrix.columns, panels.width,
+               matrix.input_scale());
+  }
+  team_->barrier();
 }
 
 void Model::product(int member, const Matrix& matrix, const float* x, const Panels& panels, int rows, float* out,
@@ -190,7 +204,7 @@ void Model::product(int member, const Matrix& matrix, const float* x, const Pane
 const float* Model::normalize(int member, const float* hidden, const Panels& panels, const AlignedArray<float>& weight,
                               const Matrix& consumer) noexcept {
   const size_t width = static_cast<size_t>(spec_.hidden);
-  if (panels.tokens == 1) {  // cheaper than a barrier
+  if (panels.tokens == 1 && tap_ == nullptr) {  // cheaper than a barrier
     float* out = scratch_[static_cast<size_t>(member)].normed.data();
     kernels_.normalize(hidden, weight.data(), spec_.hidden, spec_.rms_epsilon, consumer.input_scale(), out, 1);
     return out;

@@ -17,6 +17,7 @@
 #include "exec/cpu/kv_cache.h"
 #include "exec/cpu/model_spec.h"
 #include "exec/cpu/panels.h"
+#include "exec/cpu/tap.h"
 #include "exec/cpu/thread_team.h"
 #include "exec/cpu/weights.h"
 
@@ -69,6 +70,8 @@ class Model {
   void embed(const int32_t* tokens, int count, float* hidden) noexcept;
   void run_layer(int layer, float* hidden, int count, int start, const int32_t* pages) noexcept;
   void project(float* hidden, int count, float* logits) noexcept;  // [count][vocabulary]
+  // Lets `tap`, which must outlive the model, have a look at the linears' inputs. Once, before the first pass.
+  void set_tap(Tap* tap) noexcept { tap_ = tap; }
 
   // The logits of rows [row, row + count) of the last forward() -> [count][vocabulary].
   void project_rows(int row, int count, float* logits) noexcept;
@@ -94,6 +97,8 @@ class Model {
   void embed_tokens(int member, const int32_t* tokens) noexcept;
   void layer(int member, int index) noexcept;
   void logits(int member, const float* hidden, const Panels& panels, float* out) noexcept;
+  // The complete input of a linear, [columns] per token, packed. Ends with a barrier if there is a tap.
+  void tap(int member, int linear, const Matrix& matrix, AlignedArray<float>& x, const Panels& panels) noexcept;
   // out[token][0, rows) = matrix x, x packed for it.
   void product(int member, const Matrix& matrix, const float* x, const Panels& panels, int rows, float* out,
                size_t out_stride) noexcept;
@@ -130,6 +135,8 @@ class Model {
   const int32_t* pages_ = nullptr;
   const TreePaths* tree_ = nullptr;
   bool stop_ = false;  // member 0 has seen the abort flag; published by a barrier
+
+  Tap* tap_ = nullptr;
 };
 
 }  // namespace ull::cpu

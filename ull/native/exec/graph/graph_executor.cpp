@@ -273,6 +273,7 @@ void GraphExecutor::prepare() {
   info_.tokens_per_round = std::max(program_.most_nodes(), 2);
   info_.weight_bytes = program_.weight_bytes;
   info_.kv_bytes = program_.kv_bytes;
+  info_.reuse = program_.reuse;
   info_.name = program_.name.c_str();
   info_.default_drafter = options_.drafter;
   info_.default_max_tree = options_.max_tree;

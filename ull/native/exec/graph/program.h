@@ -28,6 +28,7 @@ struct GraphProgram {
   int page_count = 0;
   int64_t weight_bytes = 0;
   int64_t kv_bytes = 0;
+  Reuse reuse = Reuse::kAll;
   std::string name;     // of the executor, e.g. "graph/sm_90a"
   std::string library;  // the CUDA driver's file
 
