@@ -78,7 +78,7 @@ from ull.manifest import (
     encode_manifest,
     quantised_inputs,
 )
-from ull.plans import AttentionKind, Source
+from ull.plans import FUSED, AttentionKind, Source
 from ull.targets import ARCHITECTURES
 
 __all__ = [
@@ -93,6 +93,7 @@ __all__ = [
     "FILLER",
     "FORMAT",
     "FORMAT_VERSION",
+    "FUSED",
     "MANIFEST_FILE",
     "MAX_MEDUSA_HEADS",
     "MAX_MEDUSA_LAYERS",
@@ -299,7 +300,7 @@ def _read_tensors(path: Path, manifest: Manifest) -> dict[str, TensorEntry]:
     if manifest.target == "cpu":
         expected = expected_tensors(manifest.model, manifest.precision, manifest.speculation)
     else:
-        expected = device_tensors(manifest.model, manifest.precision, manifest.forward)
+        expected = device_tensors(manifest.model, manifest.precision, manifest.forward.uses("fused"))
     if manifest.random_weights:
         return entries_of({name: shape for name, shape in expected.items() if not shape.optional})
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ull.layout import FILLER, TensorEntry, TensorShape, qkv_rows, round_up
 from ull.manifest import Model, Precision
-from ull.plans import FUSED, Forward
+from ull.plans import Forward
 
 DEVICE_TILE_ROWS = 16
 DEVICE_STEP = 32  # columns
@@ -65,19 +65,16 @@ def device_macros(model: Model, precision: Precision) -> dict[str, str]:
     return {f"ULL_{name}": str(value) for name, value in values.items()}
 
 
-def device_tensors(model: Model, precision: Precision, forward: Forward = FUSED) -> dict[str, TensorShape]:
+def device_tensors(model: Model, precision: Precision, fused: bool = True) -> dict[str, TensorShape]:
     """Every tensor of a bundle for a GPU with its stored shape, in order of use.
 
-    Where no phase is computed by our kernels, the linear layers and their norms lie in plans instead. A vector is
-    padded to a multiple of DEVICE_ALIGNMENT bytes; a matrix that does not end at one is followed by a tensor of zeros,
-    NAME + FILLER.
+    Where no phase is `fused`, the linear layers and their norms lie in plans instead. A vector is padded to a multiple
+    of DEVICE_ALIGNMENT bytes; a matrix that does not end at one is followed by a tensor of zeros, NAME + FILLER.
     """
     tensors: dict[str, TensorShape] = {}
 
     def vector(name: str, length: int, optional: bool = False) -> None:
         tensors[name] = TensorShape("F32", (round_up(length, DEVICE_ALIGNMENT // 4),), optional)
-
-    fused = forward.uses("fused")
 
     def linear(name: str, rows: int, columns: int, stored: str, bias: bool = True) -> None:
         if not fused:

@@ -246,7 +246,8 @@ def _plan_rows(plans: Plans, forward: Forward) -> list[tuple[str, str]]:
         ("KV kept", f"{kept}, for the next turn"),
     ]
     if (check := plans.check) is not None:
-        against = f"{check.fused_error:.2%} off our kernels, {check.cpu_error:.2%} off the cpu executor"
+        ours = "" if check.fused_error is None else f"{check.fused_error:.2%} off our kernels, "
+        against = f"{ours}{check.cpu_error:.2%} off the cpu executor"
         rows.append(("plans' logits", f"{against} (limit {check.limit:.0%}), {check.tokens} tokens"))
     return rows
 

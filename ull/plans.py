@@ -26,14 +26,16 @@ class PlanCheck(Struct, frozen=True, forbid_unknown_fields=True):
     """Logits of the plans against others', on the GPU that built them: |difference| / |logits|, Frobenius norms."""
 
     tokens: Annotated[int, Meta(ge=1)]
-    fused_error: Annotated[float, Meta(ge=0.0)]  # against our kernels: 16-bit activations
-    fused_top1: Share
-    cpu_error: Annotated[float, Meta(ge=0.0)]  # against the CPU executor, likewise
+    cpu_error: Annotated[float, Meta(ge=0.0)]  # against the CPU executor: float32 activations
     cpu_top1: Share
+    fused_error: (
+        Annotated[float, Meta(ge=0.0)] | None
+    )  # against our kernels: 16-bit activations; None: do not run there
+    fused_top1: Share | None
     limit: Annotated[float, Meta(gt=0.0)]  # of both errors
 
     def __post_init__(self) -> None:
-        if not all(map(math.isfinite, (self.fused_error, self.cpu_error, self.limit))):
+        if not all(map(math.isfinite, (self.fused_error or 0.0, self.cpu_error, self.limit))):
             raise ValueError("errors must be finite")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -51,10 +49,12 @@ from ull_build.convert_device import convert_for_device, plan_device_weights
 from ull_build.drafters import SpeculationSettings, describe, open_drafters
 from ull_build.evaluate import CALIBRATION, EvaluationText, Observation, read_text
 from ull_build.kernels import CompiledFile, compile_kernels, describe_file, write_code
-from ull_build.output import check_output, require_space, staged_output
+from ull_build.output import check_output, file_entry, require_space, staged_output, write_synced
 from ull_build.progress import Reporter
 from ull_build.quality import Evaluator, evaluation_bytes, measure_quality
 from ull_build.recipe import Recipe
+from ull_build.tensorrt.staged import REFERENCE, Request, add_plans, find_tools, timing_cache_of, try_plans
+from ull_build.tensorrt.weights import SegmentWeights
 from ull_build.vocabulary import CheckpointTokenizer, copy_tokenizer_files, read_tokenizer
 
 
@@ -62,7 +62,7 @@ from ull_build.vocabulary import CheckpointTokenizer, copy_tokenizer_files, read
 class Settings:
     """What to build. A text of None is the default one; `evaluate` False leaves the quality unmeasured.
 
-    `calibrate`: FP8 linears get FP8 inputs too, whose ranges are measured; not without `evaluate`.
+    In TensorRT's plans FP8 linears have FP8 inputs too, whose ranges are measured: not without `evaluate`.
     """
 
     model: Path
@@ -74,11 +74,11 @@ class Settings:
     evaluate: bool = True
     eval_text: Path | None = None
     eval_tokens: int = 4096
-    calibrate: bool = False
     calibration_text: Path | None = None
     calibration_tokens: int = 2048
     max_perplexity_increase: float = 0.01
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
+    forward: Request = field(default_factory=Request)
     force: bool = False
     threads: int = 0  # 0: as many as this process may use
     recipe: dict[str, RecipeValue] = field(default_factory=dict)
@@ -86,6 +86,15 @@ class Settings:
     @property
     def on_cpu(self) -> bool:
         return self.target == "cpu"
+
+    @property
+    def has_plans(self) -> bool:
+        return "tensorrt" in self.forward.sources
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the bundle's weights file holds the linear layers."""
+        return "fused" in self.forward.sources
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,7 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
             medusa_count=None if medusa is None else medusa.num,
             draft=None if draft is None else Path(draft.model),
         ),
+        forward=Request(recipe.forward.prefill, recipe.forward.decode, recipe.forward.attention),
         force=force,
         recipe=msgspec.to_builtins(recipe),
     )
@@ -134,12 +144,14 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
     reporter = reporter or Reporter()
     start = time.monotonic()
     output = check_output(settings.output, settings.force)
+    tools = find_tools(settings.target) if settings.has_plans else None
     with ExitStack() as files_open:
         checkpoint = files_open.enter_context(Checkpoint(settings.model, settings.context))
         tokenizer = read_tokenizer(settings.model, checkpoint.model.vocabulary)
         model = msgspec.structs.replace(checkpoint.model, tokenizer_vocabulary=tokenizer.vocabulary.count)
         tokens = _special_tokens(checkpoint, tokenizer)
-        kernels = compile_for(settings.target, model, settings.precision, reporter)
+        attention = settings.forward.attention if settings.has_plans else None
+        kernels = compile_for(settings.target, model, settings.precision, reporter, attention)
         texts = _read_texts(settings, tokenizer, model)
         drafters = files_open.enter_context(open_drafters(settings.speculation, model, tokenizer))
         require_space(output.parent, _needed_bytes(checkpoint, drafters, settings))
@@ -152,28 +164,33 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
                 observation = None if texts.calibration is None else evaluator.observe(texts.calibration)
                 files, errors = _write_files(checkpoint, drafters, tokenizer, settings, observation, staging, reporter)
                 quality, calibration = _measure(evaluator, texts, observation, errors, settings, model)
-            manifest = Manifest(
-                format=FORMAT,
-                format_version=FORMAT_VERSION,
-                name=settings.name,
-                created=datetime.now(UTC).isoformat(timespec="seconds"),
-                target=settings.target,
-                ull_version=ull.__version__,
-                model=model,
-                precision=settings.precision,
-                tokens=tokens,
-                quality=quality,
-                provenance=Provenance(
-                    source=settings.model.resolve().name,
-                    source_sha256=checkpoint.source_sha256(),
-                    recipe=settings.recipe,
-                    builder_version=ull.__version__,
-                ),
-                files={**files, **code_files},
-                speculation=describe(settings.speculation, drafters, model, settings.precision),
-                code=code,
-                calibration=calibration,
-            )
+                manifest = Manifest(
+                    format=FORMAT,
+                    format_version=FORMAT_VERSION,
+                    name=settings.name,
+                    created=datetime.now(UTC).isoformat(timespec="seconds"),
+                    target=settings.target,
+                    ull_version=ull.__version__,
+                    model=model,
+                    precision=settings.precision,
+                    tokens=tokens,
+                    quality=quality,
+                    provenance=Provenance(
+                        source=settings.model.resolve().name,
+                        source_sha256=checkpoint.source_sha256(),
+                        recipe=settings.recipe,
+                        builder_version=ull.__version__,
+                    ),
+                    files={**files, **code_files},
+                    speculation=describe(settings.speculation, drafters, model, settings.precision),
+                    code=code,
+                    calibration=calibration,
+                )
+                if tools is not None and texts.trial is not None:
+                    weights = SegmentWeights(checkpoint, settings.precision)
+                    cache = timing_cache_of(output)
+                    manifest = add_plans(tools, settings.forward, weights, staging, manifest, cache, reporter)
+                    manifest = try_plans(staging, manifest, texts.trial.first_window, evaluator.logits, reporter)
             write_synced(staging / MANIFEST_FILE, encode_manifest(manifest))
             open_bundle(staging)  # a bundle that ull would refuse must not come into being
     return BuildResult(output, manifest, time.monotonic() - start)
@@ -222,30 +239,31 @@ class _Texts:
 
     evaluation: EvaluationText | None
     calibration: EvaluationText | None
+    trial: EvaluationText | None  # that plans are tried on
 
 
 def _read_texts(settings: Settings, tokenizer: CheckpointTokenizer, model: Model) -> _Texts:
     """Raises BuildError for a text that cannot be read, and where a calibration must not be measured."""
     calibrates = bool(_fp8_inputs(settings, model))
-    if not settings.evaluate:
-        if calibrates:
-            raise BuildError(
-                "the ranges of FP8 activations have to be measured: leave out --no-eval, or use precision bf16",
-                field="precision",
-            )
-        return _Texts(None, None)
-    evaluation = read_text(settings.eval_text, tokenizer, settings.eval_tokens, model.context)
-    if not calibrates and (settings.on_cpu or settings.precision.kv != "fp8"):
-        return _Texts(evaluation, None)
-    return _Texts(
-        evaluation,
-        read_text(settings.calibration_text, tokenizer, settings.calibration_tokens, model.context, CALIBRATION),
-    )
+    if calibrates and not settings.evaluate:
+        raise BuildError(
+            "the ranges of FP8 activations have to be measured: leave out --no-eval, or use precision bf16",
+            field="precision",
+        )
+    evaluation = calibration = None
+    if settings.evaluate:
+        evaluation = read_text(settings.eval_text, tokenizer, settings.eval_tokens, model.context)
+    observes = settings.evaluate and not settings.on_cpu and settings.precision.kv == "fp8"
+    if calibrates or observes or settings.has_plans:
+        path, most = settings.calibration_text, settings.calibration_tokens
+        calibration = read_text(path, tokenizer, most, model.context, CALIBRATION)
+    trial = calibration if settings.has_plans else None
+    return _Texts(evaluation, calibration if calibrates or observes else None, trial)
 
 
 def _fp8_inputs(settings: Settings, model: Model) -> list[str]:
     """The linears whose inputs are FP8."""
-    return quantised_inputs(model, settings.precision) if settings.calibrate else []
+    return quantised_inputs(model, settings.precision) if settings.has_plans else []
 
 
 def _needed_bytes(checkpoint: Checkpoint, drafters: Drafters, settings: Settings) -> int:
@@ -254,10 +272,11 @@ def _needed_bytes(checkpoint: Checkpoint, drafters: Drafters, settings: Settings
         plan = plan_weights(checkpoint, settings.precision, drafters)
     else:
         plan = plan_device_weights(checkpoint, settings.precision)
+    copies = 2 if settings.has_plans else 1  # plans hold the weights once more
     rest = 64 << 20  # tokenizer, vocabulary and manifest
     if settings.evaluate:
         rest += evaluation_bytes(checkpoint, settings.precision, settings.on_cpu)
-    return rest + sum(shape.nbytes for shape in plan.values())
+    return rest + copies * sum(shape.nbytes for shape in plan.values())
 
 
 def _write_files(
@@ -274,15 +293,33 @@ def _write_files(
     if settings.on_cpu:
         weights, errors = convert_stage(title, reporter, checkpoint, settings.precision, path, drafters)
     else:
-        plan = plan_device_weights(checkpoint, settings.precision)
-        keys_values = None if observation is None else observation.keys_values
-        with reporter.stage(title, sum(shape.nbytes for shape in plan.values()), "bytes") as advance:
-            weights, errors = convert_for_device(checkpoint, settings.precision, path, advance, keys_values)
+        weights, errors = _write_device_weights(title, checkpoint, settings, observation, staging, reporter)
     tokenizer.vocabulary.write(staging / VOCABULARY_FILE, checkpoint.model.vocabulary)
     directory = Path(TOKENIZER_FILE).parent
     copied = copy_tokenizer_files(settings.model, staging / directory)
     names = [VOCABULARY_FILE, *(str(directory / name) for name in copied)]
     return {WEIGHTS_FILE: weights, **{name: file_entry(staging / name) for name in names}}, errors
+
+
+def _write_device_weights(
+    title: str,
+    checkpoint: Checkpoint,
+    settings: Settings,
+    observation: Observation | None,
+    staging: Path,
+    reporter: Reporter,
+) -> tuple[FileEntry, list[TensorError]]:
+    """Writes the bundle's weights; those of layers that only plans will hold go to the reference beside it."""
+    precision, path = settings.precision, staging / WEIGHTS_FILE
+    full = path if settings.keeps_weights else staging / REFERENCE / WEIGHTS_FILE
+    full.parent.mkdir(exist_ok=True)
+    keys_values = None if observation is None else observation.keys_values
+    plan = plan_device_weights(checkpoint, precision)
+    with reporter.stage(title, sum(shape.nbytes for shape in plan.values()), "bytes") as advance:
+        weights, errors = convert_for_device(checkpoint, precision, full, advance, keys_values)
+    if full is not path:
+        weights, _ = convert_for_device(checkpoint, precision, path, None, keys_values, fused=False)
+    return weights, errors
 
 
 def _measure(
@@ -304,15 +341,3 @@ def _measure(
         return quality, None
     calibration = calibrate(evaluator, linears, observation, texts.calibration, texts.evaluation, original, limit)
     return quality, calibration
-
-
-def file_entry(path: Path) -> FileEntry:
-    data = path.read_bytes()
-    return FileEntry(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

@@ -30,9 +30,9 @@ from ull_build.weights import WeightsWriter
 _MAX_FP8 = 448.0
 
 
-def plan_device_weights(checkpoint: Checkpoint, precision: Precision) -> dict[str, TensorShape]:
+def plan_device_weights(checkpoint: Checkpoint, precision: Precision, fused: bool = True) -> dict[str, TensorShape]:
     """The tensors of the weights file, in order: all required ones, and the biases that the checkpoint has."""
-    return present(checkpoint, device_tensors(checkpoint.model, precision))
+    return present(checkpoint, device_tensors(checkpoint.model, precision, fused))
 
 
 def convert_for_device(
@@ -41,15 +41,17 @@ def convert_for_device(
     path: Path,
     progress: Callable[[int], None] | None = None,
     keys_values: Mapping[str, NDArray[np.float32]] | None = None,
+    fused: bool = True,
 ) -> tuple[FileEntry, list[TensorError]]:
     """Writes the weights file at `path`; tells `progress` the bytes written by each step.
 
-    `keys_values`: what Observation saw, for the scales of FP8 pages; None leaves them to the biases.
+    `keys_values`: what Observation saw, for the scales of FP8 pages; None leaves them to the biases. Not `fused`:
+    without the linear layers, which plans hold.
 
     Returns its size and hash, and the relative error of every linear weight. Equal input gives equal bytes. Raises
     CheckpointError for values that are not finite, OSError when the disk is full.
     """
-    plan = plan_device_weights(checkpoint, precision)
+    plan = plan_device_weights(checkpoint, precision, fused)
     errors: list[TensorError] = []
     with WeightsWriter(path, plan) as writer:
         scales: list[NDArray[np.float32]] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -44,6 +44,10 @@ class EvaluationText:
     tokens: NDArray[np.int32]
     window: int
     field: str = EVALUATION.field  # of the recipe
+
+    @property
+    def first_window(self) -> list[int]:
+        return [int(token) for token in self.tokens[: self.window]]
 
     @property
     def predictions(self) -> int:
@@ -127,6 +131,17 @@ def predict(
 def observe(spec: dict[str, Any], text: EvaluationText, threads: int, progress: Progress | None = None) -> Observation:
     """Looks at what runs through the model that `spec` describes. Raises BuildError as `predict` does."""
     return Observation(*_run("observe", text, spec, text.tokens, text.window, threads, progress))
+
+
+def logits(spec: dict[str, Any], tokens: Sequence[int], threads: int) -> NDArray[np.float32]:
+    """The logits after each of a few tokens, [tokens, V], with all weights in memory. Raises BuildError."""
+    try:
+        native: Any = importlib.import_module("ull._native")
+        return np.asarray(native.CpuModel(spec, threads=threads).logits(np.array(tokens, np.int32)), np.float32)
+    except ImportError as error:
+        raise BuildError("the native core is not built; install ull") from error
+    except (ValueError, RuntimeError, MemoryError) as error:
+        raise BuildError(f"the model cannot be evaluated: {error}") from error
 
 
 def _run(name: str, text: EvaluationText, *arguments: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ull.bundle import FORMAT, MANIFEST_FILE
+from ull.bundle import FORMAT, MANIFEST_FILE, FileEntry
 from ull.errors import BuildError
 
 
@@ -84,3 +85,18 @@ def require_space(directory: Path, needed: int) -> None:
             "free some space or choose another --output",
             field="output",
         )
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Size and hash of a finished file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    return FileEntry(sha256=digest.hexdigest(), bytes=path.stat().st_size)
+
+
+def write_synced(path: Path, data: bytes | memoryview[int]) -> None:
+    """Writes a file that survives a crash of the machine."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from ull.bundle import Model, Precision, Quality, TensorError, native_spec, read_tensor_file
 from ull_build.checkpoint import Checkpoint
 from ull_build.convert import ORIGINAL_BF16, ORIGINAL_F32, convert_stage, plan_weights
-from ull_build.evaluate import EvaluationText, Observation, Predictions, check_quality, observe, predict
+from ull_build.evaluate import EvaluationText, Observation, Predictions, check_quality, logits, observe, predict
 from ull_build.progress import Reporter
 
 
@@ -84,6 +86,13 @@ class Evaluator:
         spec = self._original  # converted, where need be, in a stage of its own
         with self._reporter.stage("observe activations", len(text.tokens), "tokens") as advance:
             return observe(spec, text, self._threads, _steps(len(text.tokens), advance))
+
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """The quantised weights' logits after each token, [tokens, V]."""
+        with self._reporter.stage("logits on the cpu", len(tokens), "tokens") as advance:
+            found = logits(self._quantised, tokens, self._threads)
+            advance(len(tokens))
+        return found
 
     @cached_property
     def _original(self) -> dict[str, Any]:

@@ -31,9 +31,9 @@ from ull.bundle import (
     open_bundle,
 )
 from ull.errors import RecipeError
-from ull_build.build import BuildResult, compile_for, file_entry, write_synced
+from ull_build.build import BuildResult, compile_for
 from ull_build.kernels import write_code
-from ull_build.output import check_output, require_space, staged_output
+from ull_build.output import check_output, file_entry, require_space, staged_output, write_synced
 from ull_build.progress import Reporter
 from ull_build.shapes import shape_model
 from ull_build.vocabulary import Vocabulary, build_vocabulary

@@ -210,10 +210,10 @@ class TensorRtForward:
             raise self._failed(segment, "cannot be enqueued")
 
     def _hear(self, severity: str, message: str) -> None:
-        if severity in ("ERROR", "INTERNAL_ERROR"):
+        if severity in ("error", "internal_error"):
             self._last_error = message
             self._log.error("tensorrt", message=message)
-        elif severity == "WARNING":
+        elif severity == "warning":
             self._log.warning("tensorrt", message=message)
 
     def _failed(self, segment: Segment, what: str) -> GpuError:

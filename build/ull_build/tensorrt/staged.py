@@ -1,0 +1,143 @@
+"""Adds plans to a bundle that is being built: builds them on this machine's GPU, tries them, notes what was seen.
+
+Where no phase is computed by our kernels the bundle holds none of their weights; these lie in `REFERENCE`, beside the
+code, until the plans have been held against them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from numpy.typing import NDArray
+from ull_build.tensorrt.plans import build_plans
+from ull_build.tensorrt.weights import Weights
+
+from ull.bundle import (
+    ARCHITECTURES,
+    CODE_DIRECTORY,
+    FUSED,
+    WEIGHTS_FILE,
+    AttentionKind,
+    Bundle,
+    Forward,
+    Manifest,
+    Plans,
+    Source,
+    read_tensor_file,
+)
+from ull.errors import BuildError
+from ull_build.output import file_entry
+from ull_build.progress import Reporter
+from ull_build.tensorrt import check
+
+REFERENCE = "reference"  # folder of the staging directory
+
+
+@dataclass(frozen=True)
+class Request:
+    """Which phases get plans, and whose attention these have."""
+
+    prefill: Source = "fused"
+    decode: Source = "fused"
+    attention: AttentionKind = "paged"
+
+    @property
+    def sources(self) -> set[Source]:
+        return {self.prefill, self.decode}
+
+
+@dataclass(frozen=True)
+class Tools:
+    """TensorRT, and the GPU that it builds for."""
+
+    trt: Any
+    gpu: str
+    capability: str
+
+
+def find_tools(target: str) -> Tools:
+    """Raises GpuError without TensorRT or a GPU, BuildError where the GPU is not the target's."""
+    trt = importlib.import_module("ull.gpu.tensorrt_library").load()
+    found = importlib.import_module("ull.gpu.driver").describe_device(0)
+    major, minor = ARCHITECTURES[target].capability
+    if found["capability"] != f"{major}.{minor}":
+        raise BuildError(
+            f"TensorRT builds plans for the GPU at hand, {found['name']} (compute capability {found['capability']}), "
+            f"which is not a {target}: build on {ARCHITECTURES[target].machines}",
+            field="target",
+        )
+    return Tools(trt, found["name"], found["capability"])
+
+
+def timing_cache_of(output: Path) -> Path:
+    """Where TensorRT's measurements for a bundle are kept: beside it."""
+    return output.with_name(f"{output.name}.timing-cache")
+
+
+def add_plans(
+    tools: Tools,
+    request: Request,
+    weights: Weights,
+    staging: Path,
+    manifest: Manifest,
+    timing_cache: Path,
+    reporter: Reporter,
+) -> Manifest:
+    """Builds the plans of `weights` into `staging`; the manifest with them, as yet untried. Raises BuildError."""
+    amax = {} if manifest.calibration is None else manifest.calibration.amax
+    built = build_plans(tools.trt, manifest.model, weights, amax, staging, timing_cache, reporter, request.attention)
+    plans = Plans(
+        version=built.tensorrt,
+        gpu=tools.gpu,
+        capability=tools.capability,
+        files=list(built.files.values()),
+        token_counts=list(built.tokens),
+        scratch_bytes=built.device_memory,
+        exact=[1],
+        place_exact=False,
+        attention=request.attention,
+    )
+    files = {name: file_entry(staging / name) for name in (*built.files.values(), *built.reports)}
+    return msgspec.structs.replace(
+        manifest, files=manifest.files | files, forward=Forward(request.prefill, request.decode, plans)
+    )
+
+
+def try_plans(
+    staging: Path,
+    manifest: Manifest,
+    tokens: Sequence[int],
+    cpu_logits: Callable[[Sequence[int]], NDArray[Any]],
+    reporter: Reporter,
+) -> Manifest:
+    """Holds the staged plans against our kernels, where these run, and the CPU; the manifest with what was seen.
+
+    Removes the reference weights. Raises BuildError above the limit, GpuError or BundleError where they do not run.
+    """
+    plans, tokens = manifest.forward.plans, tokens[: check.CHECK_TOKENS]
+    assert plans is not None
+    reporter.note("trying the plans on the GPU")
+    reference = staging / REFERENCE
+    try:
+        seen = check.observe_plans(_bundle(staging, manifest), tokens)
+        fused = None
+        if ARCHITECTURES[manifest.target].has_bulk_copies:
+            weights = reference if reference.exists() else staging
+            if weights is reference:
+                (reference / CODE_DIRECTORY).symlink_to(staging / CODE_DIRECTORY)
+            fused = check.read_logits(check.with_forward(_bundle(weights, manifest), FUSED), tokens)
+        made = check.check_plans(seen, fused, cpu_logits(tokens))
+    finally:
+        shutil.rmtree(reference, ignore_errors=True)
+    forward = msgspec.structs.replace(manifest.forward, plans=check.settled(plans, seen, made))
+    return msgspec.structs.replace(manifest, forward=forward)
+
+
+def _bundle(directory: Path, manifest: Manifest) -> Bundle:
+    return Bundle(directory, manifest, read_tensor_file(directory / WEIGHTS_FILE))
