@@ -70,12 +70,11 @@ class Graph:
     def cast(self, name: str, tensor: Any, dtype: Any) -> Any:
         return self.named(self.network.add_cast(tensor, self._types[np.dtype(dtype)]), name)
 
-    def rms_norm(self, name: str, tensor: Any, weight: NDArray[np.float32], epsilon: float) -> Any:
-        """RMSNorm over the last dimension of a float32 tensor of any rank; `weight` has the length of that dimension.
+    def rms_norm(self, name: str, tensor: Any, weight: NDArray[np.float32], epsilon: float, rank: int = 2) -> Any:
+        """RMSNorm over the last dimension of a float32 tensor of that rank; `weight` has the dimension's length.
 
         TensorRT's own normalisation layer is a layer norm: it subtracts the mean.
         """
-        rank = len(tensor.shape)
         operations = self.trt.ReduceOperation
         square = self.elementwise(f"{name}.square", "PROD", tensor, tensor)
         mean = self.named(self.network.add_reduce(square, operations.AVG, 1 << (rank - 1), True), f"{name}.mean")

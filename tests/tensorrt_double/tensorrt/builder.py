@@ -201,7 +201,7 @@ class Builder(StandIn, real=real.Builder):
             phases.step(phase, place)
         phases.finish(phase)
         self._logger.log(
-            Severity.VERBOSE, f"{phase}: timed {timed} layers, {len(graph.nodes) - timed} from the timing cache"
+            Severity.INFO, f"{phase}: timed {timed} layers, {len(graph.nodes) - timed} from the timing cache"
         )
         own = [node.outputs[0] for node in graph.nodes if node.outputs[0] not in graph.outputs]
         return sum(

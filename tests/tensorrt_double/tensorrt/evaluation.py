@@ -216,7 +216,7 @@ def evaluate(network: Any, inputs: Mapping[str, Array]) -> dict[str, Array]:
 
 def problems(graph: Graph) -> list[str]:
     """Everything that is wrong with a network before it is built."""
-    wrong = list(graph.problems.values())
+    wrong = [f"{graph.nodes[number].name}: {problem}" for number, problem in graph.problems.items()]
     for what, names in (
         ("tensor", [tensor.name for tensor in graph.tensors]),
         ("layer", [node.name for node in graph.nodes]),

@@ -111,7 +111,7 @@ def _attribute(name: str) -> property:
         if isinstance(value, (list, tuple, real.Dims, real.Permutation)):
             value = tuple(value)
             if kind is real.Permutation:  # the real one always has eight entries
-                value = value[: len(layer.get_input(0).shape)]
+                value = value[: len(layer.get_input(0)._tensor.shape or value)]
         layer._set(name, value)
 
     return property(read, write)
@@ -301,7 +301,7 @@ class INetworkDefinition(StandIn, real=real.INetworkDefinition):
             try:
                 [result] = RULES[node.kind](node, tensors)
             except Refused as error:
-                graph.problems[number] = f"{node.name}: {error}"
+                graph.problems[number] = str(error)
             else:
                 dtype, shape, value = result
                 output.dtype, output.shape, output.value = dtype, _checked_shape(shape), value
