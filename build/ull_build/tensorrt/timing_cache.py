@@ -1,0 +1,46 @@
+"""The timing cache: what TensorRT measured of each layer, kept beside the bundle so that the next build is quick.
+
+It also pins: a build that finds every layer in the cache takes the tactics that were chosen before. The editable kind
+of cache lets one that turns out wrong be replaced by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ull.errors import BuildError
+
+
+def open_timing_cache(config: Any, path: Path, note: Callable[[str], None]) -> Any:
+    """The trt.ITimingCache of a file, attached to `config`; an empty one if there is none, or it is of no use."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        data = b""
+    cache = config.create_timing_cache(data)
+    if cache is None or not attach(config, cache):
+        if data:
+            note(f"the timing cache {path} is damaged, or of another GPU or TensorRT; it is replaced")
+        cache = config.create_timing_cache(b"")
+        if cache is None or not attach(config, cache):
+            raise BuildError("TensorRT cannot create a timing cache")
+    return cache
+
+
+def attach(config: Any, cache: Any) -> bool:
+    """Whether the cache is of this device and version, and `config` uses it from now on."""
+    return bool(config.set_timing_cache(cache, False))
+
+
+def save_timing_cache(cache: Any, path: Path) -> None:
+    """Replaces the file in one step. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        temporary.write_bytes(memoryview(cache.serialize()))
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)

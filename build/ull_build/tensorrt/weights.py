@@ -1,0 +1,128 @@
+"""Weights of a checkpoint as TensorRT's networks take them: fused linears in the checkpoint's own row order.
+
+qkv      all rows of q, then k, then v
+gate_up  all rows of gate, then all of up
+lm_head  padded with rows of zeros to a multiple of 16
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ull.bundle import Precision
+from ull_build.checkpoint import Checkpoint
+from ull_build.convert import bias_sources, vector_source, weight_sources
+from ull_build.quantize import BF16_MAX, FP8_MAX
+
+HEAD = "lm_head"
+HEAD_ROWS = 16  # the padded vocabulary is a multiple of it
+F8 = np.dtype(ml_dtypes.float8_e4m3fn)
+BF16 = np.dtype(ml_dtypes.bfloat16)
+F16 = np.dtype(np.float16)
+
+# Least normal and largest value. A subnormal scale would have too few bits of its own.
+_RANGES = {
+    BF16: (np.finfo(np.float32).tiny, BF16_MAX),
+    F16: (np.float32(np.finfo(np.float16).tiny), np.float32(np.finfo(np.float16).max)),
+}
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One fused linear, y = x W^T + b.
+
+    rows: [N, K] in `compute`, or FP8 codes; scales: [N] in `compute` if FP8, else None; bias: [N] float32 or None;
+    compute: the type of its operands before quantisation and of its product.
+    """
+
+    rows: NDArray[Any]
+    scales: NDArray[Any] | None
+    bias: NDArray[np.float32] | None
+    compute: np.dtype[Any]
+
+
+class SegmentWeights:
+    """Reads weights of an open checkpoint in the storage that `precision` asks for.
+
+    Raises CheckpointError for values that are not finite.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, precision: Precision) -> None:
+        self._checkpoint, self._precision = checkpoint, precision
+
+    def storage(self, name: str) -> Literal["fp8", "bf16", "f32"]:
+        """How the linear of this name is stored."""
+        return self._precision.lm_head if name == HEAD else self._precision.weights
+
+    def norm(self, name: str) -> NDArray[np.float32]:
+        """A norm's weight [H]."""
+        return self._checkpoint.vector(vector_source(name))
+
+    def linear(self, name: str) -> Linear:
+        """The linear `name`: "layers.N.qkv", ".o", ".gate_up", ".down", or "lm_head", whose product is in f16.
+
+        Logits in bf16 would be too coarse to sample from.
+        """
+        compute = F16 if name == HEAD else BF16
+        sources = weight_sources(self._checkpoint, name)
+        shapes = [self._checkpoint.tensors[source].shape for source in sources]
+        rows = sum(shape[0] for shape in shapes)
+        padded = -(-rows // HEAD_ROWS) * HEAD_ROWS if name == HEAD else rows
+        is_fp8 = self.storage(name) == "fp8"
+        stored = np.zeros((padded, shapes[0][1]), F8 if is_fp8 else compute)
+        scales = np.ones(padded, compute) if is_fp8 else None
+        start = 0
+        for block in self._blocks(sources):
+            place = slice(start, start + len(block))
+            if scales is None:
+                stored[place] = to_compute(block, compute)
+            else:
+                stored[place], scales[place] = quantize_rows(block, compute)
+            start += len(block)
+        return Linear(stored, scales, self._bias(name), compute)
+
+    def _blocks(self, sources: list[str]) -> Iterator[NDArray[np.float32]]:
+        for source in sources:
+            yield from self._checkpoint.blocks(source)
+
+    def _bias(self, name: str) -> NDArray[np.float32] | None:
+        names = [] if name == HEAD else bias_sources(self._checkpoint, f"{name}.bias")
+        return np.concatenate([self._checkpoint.vector(source) for source in names]) if names else None
+
+
+def to_compute(values: NDArray[np.float32], compute: np.dtype[Any]) -> NDArray[Any]:
+    """Rounds to bf16 or f16, saturating."""
+    _, limit = _RANGES[compute]
+    return np.clip(values, -limit, limit).astype(compute)
+
+
+def quantize_rows(rows: NDArray[np.float32], compute: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Finite rows [N, K] as FP8 codes [N, K] and scales [N] in `compute`.
+
+    A scale is max|row| / 448, rounded up to its type before the row is divided by it: rounding the scale loses nothing,
+    and no code leaves the range. A row of zeros has the scale 1.
+    """
+    maxima = np.maximum(rows.max(axis=1), -rows.min(axis=1))
+    scales = round_up(np.where(maxima > 0, maxima / FP8_MAX, np.float32(1.0)), compute)
+    quotients = np.clip(rows / scales.astype(np.float32)[:, None], -FP8_MAX, FP8_MAX)
+    return quotients.astype(F8), scales
+
+
+def round_up(values: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The least normal values of bf16 or f16 that are not below `values` (which are not negative)."""
+    least, _ = _RANGES[dtype]
+    rounded = np.maximum(values, least).astype(dtype)
+    too_small = rounded.astype(np.float32) < values
+    rounded[too_small] = np.nextafter(rounded[too_small], np.array(np.inf, dtype))
+    return rounded
+
+
+def activation_scale(amax: float, compute: np.dtype[Any]) -> NDArray[Any]:
+    """The scale of activations up to `amax`, a scalar array in `compute`, rounded up like a weight's."""
+    return round_up(np.array([amax], np.float32) / FP8_MAX, compute).reshape(())

@@ -1,0 +1,234 @@
+"""The networks of TensorRT engines, recorded by the double and evaluated layer by layer in NumPy, against transformers.
+
+The fixtures of tests/oracle hold what transformers computes. Their heads are small; the networks need only that all
+heads together are a multiple of 32 columns wide (device_problems asks for more, for the attention kernel's sake).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tensorrt_rig
+from oracle.cases import CASES, Case
+from ull.bundle import Precision, device_problems
+from ull.errors import BuildError
+from ull_build.checkpoint import Checkpoint
+from ull_build.tensorrt.graph import Graph
+from ull_build.tensorrt.network import SegmentNetwork, segment_names
+from ull_build.tensorrt.weights import BF16 as BF16_TYPE
+from ull_build.tensorrt.weights import F8 as F8_TYPE
+from ull_build.tensorrt.weights import F16 as F16_TYPE
+from ull_build.tensorrt.weights import SegmentWeights, activation_scale, quantize_rows
+
+trt = tensorrt_rig.load()
+from tensorrt.evaluation import evaluate  # noqa: E402
+
+BF16 = Precision(weights="bf16", lm_head="bf16")
+FP8 = Precision(weights="fp8", lm_head="bf16")
+FP8_HEAD = Precision(weights="fp8", lm_head="fp8")
+
+WIDTHS = {case.name: Checkpoint(case.directory).model for case in CASES}
+FITTING = [case for case in CASES if WIDTHS[case.name].heads * WIDTHS[case.name].head_dim % 32 == 0]
+
+
+class Silent(trt.ILogger):
+    def __init__(self) -> None:
+        trt.ILogger.__init__(self)
+
+    def log(self, severity: Any, msg: str) -> None:
+        raise AssertionError(msg)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A fixture: its checkpoint, what transformers computes, and the largest input of each linear."""
+
+    case: Case
+    checkpoint: Checkpoint
+    expected: dict[str, np.ndarray]
+    amax: dict[str, float]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return np.concatenate([self.expected["prompt"], self.expected["greedy"]])
+
+    def networks(self, precision: Precision, amax: Mapping[str, float] | None = None) -> Segments:
+        return Segments(self.checkpoint, precision, self.amax if amax is None else amax)
+
+
+class Segments:
+    """The networks of all segments: a tensorrt_rig.Segment."""
+
+    def __init__(self, checkpoint: Checkpoint, precision: Precision, amax: Mapping[str, float]) -> None:
+        model = checkpoint.model
+        describe = SegmentNetwork(model, SegmentWeights(checkpoint, precision), amax)
+        self.builder = trt.Builder(Silent())
+        self.graphs = {}
+        for name in segment_names(model):
+            graph = Graph(trt, self.builder.create_network())
+            describe.add(graph, name)
+            self.graphs[name] = graph
+
+    def __call__(self, segment: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return evaluate(self.graphs[segment].network, inputs)
+
+
+@cache
+def subject(name: str) -> Subject:
+    case = next(case for case in CASES if case.name == name)
+    checkpoint = Checkpoint(case.directory)
+    with np.load(case.directory / "expected.npz") as arrays:
+        expected = dict(arrays)
+    calibration = tensorrt_rig.Reference(checkpoint, None)
+    tensorrt_rig.forward(checkpoint, calibration, expected["prompt"], 64)
+    return Subject(case, checkpoint, expected, calibration.largest)
+
+
+def relative_error(found: np.ndarray, reference: np.ndarray) -> float:
+    return float(np.abs(found - reference).max() / np.abs(reference).max())
+
+
+def mean_error(found: np.ndarray, reference: np.ndarray) -> float:
+    return float(np.sqrt(np.square(found - reference).mean() / np.square(reference).mean()))
+
+
+def inputs_of(model: Any, segment: str, tokens: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random inputs of a segment for 64 tokens, cut to `tokens`; attention's other rows are not numbers."""
+    random = np.random.default_rng(seed)
+    residual = random.standard_normal((64, model.hidden)).astype(np.float32)
+    attention = random.standard_normal((64, model.heads * model.head_dim)).astype(np.float32)
+    inputs = {"residual": residual[:tokens]}
+    if segment not in ("entry", "head"):
+        inputs["attention"] = tensorrt_rig.in_attention_layout(attention[:tokens])
+    return inputs
+
+
+def test_the_fixtures_cover_what_the_networks_can() -> None:
+    models = [WIDTHS[case.name] for case in FITTING]
+    assert {model.architecture for model in models} == {"llama", "mistral", "qwen2", "qwen3"}
+    assert {model.qk_norm for model in models} == {model.tied_embeddings for model in models} == {True, False}
+    assert {1, 2, 3} == {model.layers for model in models}
+    assert any(subject(case.name).case.config.get("mlp_bias") for case in FITTING)
+
+
+@pytest.mark.parametrize("case", FITTING, ids=lambda case: case.name)
+def test_bf16_agrees_with_transformers(case: Case) -> None:
+    """Within the error of bf16 products: measured 0.3 to 2 percent of the logits' root mean square."""
+    it = subject(case.name)
+    logits = tensorrt_rig.forward(it.checkpoint, it.networks(BF16), it.tokens, 64)
+    found, expected = logits[it.expected["positions"]], it.expected["logits"]
+    assert mean_error(found, expected) < 0.03
+    assert relative_error(found, expected) < 0.05
+    assert (found.argmax(-1) == expected.argmax(-1)).mean() >= 0.9
+
+
+@pytest.mark.parametrize("precision", [BF16, FP8, FP8_HEAD], ids=["bf16", "fp8", "fp8-head"])
+@pytest.mark.parametrize("case", FITTING, ids=lambda case: case.name)
+def test_networks_agree_with_the_reference(case: Case, precision: Precision) -> None:
+    """To the last bit of a product almost everywhere; a sum that falls between two codes may round either way."""
+    it = subject(case.name)
+    tokens = it.tokens[:128]
+    amax = None if precision == BF16 else it.amax
+    reference = tensorrt_rig.Reference(it.checkpoint, amax, precision.lm_head == "fp8")
+    expected = tensorrt_rig.forward(it.checkpoint, reference, tokens, 64)
+    logits = tensorrt_rig.forward(it.checkpoint, it.networks(precision), tokens, 64)
+    assert mean_error(logits, expected) < 0.01
+    assert relative_error(logits, expected) < 0.05
+
+
+@pytest.mark.parametrize("name", ["llama-bias", "qwen3", "qwen2-window"])
+@pytest.mark.parametrize("precision", [BF16, FP8_HEAD], ids=["bf16", "fp8"])
+def test_rows_do_not_depend_on_the_number_of_tokens(name: str, precision: Precision) -> None:
+    """Each segment for 1 and 8 tokens against its first rows for 64, with rubbish in attention's other rows."""
+    it = subject(name)
+    networks = it.networks(precision)
+    for segment in segment_names(it.checkpoint.model):
+        whole = networks(segment, inputs_of(it.checkpoint.model, segment, 64))
+        for tokens in (1, 8):
+            part = networks(segment, inputs_of(it.checkpoint.model, segment, tokens))
+            for output, rows in part.items():
+                assert rows.shape == (tokens, *whole[output].shape[1:])
+                assert np.isfinite(rows).all()
+                np.testing.assert_allclose(rows, whole[output][:tokens], rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("step", [1, 8])
+def test_steps_of_a_few_tokens_agree_with_transformers(step: int) -> None:
+    it = subject("qwen3-window-bias")
+    tokens = it.tokens[: it.expected["positions"][0] + 40]
+    logits = tensorrt_rig.forward(it.checkpoint, it.networks(BF16), tokens, step)
+    shown = it.expected["positions"] < len(tokens)
+    assert shown.sum() >= 2
+    assert mean_error(logits[it.expected["positions"][shown]], it.expected["logits"][shown]) < 0.03
+
+
+def test_segments_and_their_tensors_are_as_the_runtime_expects() -> None:
+    it = subject("qwen2-window")  # three layers
+    model = it.checkpoint.model
+    assert segment_names(model) == ["entry", "layer.0", "layer.1", "exit", "head"]
+    qkv = (model.heads + 2 * model.kv_heads) * model.head_dim
+    residual, attention = ("residual", "FLOAT", (-1, 32)), ("attention", "HALF", (1, 64, 32))
+    expected = {
+        "entry": ([residual], [("qkv", "FLOAT", (-1, qkv))]),
+        "layer.0": ([residual, attention], [("residual_out", "FLOAT", (-1, 32)), ("qkv", "FLOAT", (-1, qkv))]),
+        "exit": ([residual, attention], [("residual_out", "FLOAT", (-1, 32))]),
+        "head": ([residual], [("logits", "FLOAT", (-1, 288))]),
+    }
+    for segment, (inputs, outputs) in expected.items():
+        network = it.networks(FP8).graphs[segment].network
+        found = [network.get_input(index) for index in range(network.num_inputs)]
+        assert [(tensor.name, tensor.dtype.name, tuple(tensor.shape)) for tensor in found] == inputs
+        found = [network.get_output(index) for index in range(network.num_outputs)]
+        assert [(tensor.name, tensor.dtype.name, tuple(tensor.shape)) for tensor in found] == outputs
+
+
+def test_layers_are_named_by_what_they_belong_to() -> None:
+    network = subject("llama-bias").networks(FP8).graphs["layer.0"].network
+    names = [network.get_layer(index).name for index in range(network.num_layers)]
+    assert len(set(names)) == len(names)
+    assert all(name.startswith(("layers.0.", "layers.1.")) for name in names)
+    assert {"layers.0.o.matmul", "layers.0.gate_up.quantize", "layers.1.qkv.matmul", "layers.0.down.bias"} <= set(names)
+
+
+def test_padding_rows_of_the_head_are_zero() -> None:
+    it = subject("llama-bias")  # 284 tokens
+    for precision in (BF16, FP8_HEAD):
+        logits = it.networks(precision)("head", inputs_of(it.checkpoint.model, "head", 8))["logits"]
+        assert logits.shape == (8, 288)
+        assert (logits[:, 284:] == 0).all() and (logits[:, :284] != 0).mean() > 0.99
+
+
+def test_a_missing_activation_scale_is_named() -> None:
+    it = subject("qwen3")
+    with pytest.raises(BuildError, match=r"no activation scale for layers\.0\.gate_up"):
+        it.networks(FP8, {name: amax for name, amax in it.amax.items() if name != "layers.0.gate_up"})
+
+
+def test_models_that_the_attention_kernel_cannot_run_are_refused_as_ever() -> None:
+    assert any("head_dim 20" in problem for problem in device_problems(WIDTHS["llama-head-dim-20"], FP8))
+    assert not list(device_problems(WIDTHS["llama-rope-llama3"], FP8))
+
+
+@pytest.mark.parametrize("compute", [BF16_TYPE, F16_TYPE], ids=["bf16", "f16"])
+def test_scales_are_rounded_up_and_rows_fill_the_range(compute: np.dtype[Any]) -> None:
+    random = np.random.default_rng(1)
+    rows = (random.standard_normal((64, 32)) * np.exp(random.uniform(-8, 4, (64, 1)))).astype(np.float32)
+    rows[5] = 0.0
+    rows[6] = 1e-30  # far below what an f16 scale can be
+    codes, scales = quantize_rows(rows, compute)
+    assert codes.dtype == F8_TYPE and scales.dtype == compute
+    wide, exact = scales.astype(np.float64), np.abs(rows.astype(np.float64)).max(1) / 448
+    assert (wide >= exact).all() and scales[5] == 1
+    usual = exact > 1e-4
+    assert (wide[usual] <= exact[usual] * (1 + 2.0**-7)).all()
+    error = np.abs(codes.astype(np.float64) * wide[:, None] - rows)
+    assert (error <= np.maximum(np.abs(rows) / 16, wide[:, None] * 2.0**-10) * 1.0001).all()
+    assert activation_scale(448.0, compute) == 1.0
+    assert activation_scale(3.0, compute).shape == ()
+    assert float(activation_scale(0.0, compute)) > 0
