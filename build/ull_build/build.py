@@ -54,7 +54,6 @@ from ull_build.progress import Reporter
 from ull_build.quality import Evaluator, evaluation_bytes, measure_quality
 from ull_build.recipe import Recipe
 from ull_build.tensorrt.staged import REFERENCE, Request, add_plans, find_tools, timing_cache_of, try_plans
-from ull_build.tensorrt.weights import SegmentWeights
 from ull_build.vocabulary import CheckpointTokenizer, copy_tokenizer_files, read_tokenizer
 
 
@@ -187,9 +186,8 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
                     calibration=calibration,
                 )
                 if tools is not None and texts.trial is not None:
-                    weights = SegmentWeights(checkpoint, settings.precision)
                     cache = timing_cache_of(output)
-                    manifest = add_plans(tools, settings.forward, weights, staging, manifest, cache, reporter)
+                    manifest = add_plans(tools, settings.forward, checkpoint, staging, manifest, cache, reporter)
                     manifest = try_plans(staging, manifest, texts.trial.first_window, evaluator.logits, reporter)
             write_synced(staging / MANIFEST_FILE, encode_manifest(manifest))
             open_bundle(staging)  # a bundle that ull would refuse must not come into being

@@ -15,8 +15,6 @@ from typing import Any
 
 import msgspec
 from numpy.typing import NDArray
-from ull_build.tensorrt.plans import build_plans
-from ull_build.tensorrt.weights import Weights
 
 from ull.bundle import (
     ARCHITECTURES,
@@ -32,9 +30,11 @@ from ull.bundle import (
     read_tensor_file,
 )
 from ull.errors import BuildError
+from ull_build.checkpoint import Checkpoint
 from ull_build.output import file_entry
 from ull_build.progress import Reporter
 from ull_build.tensorrt import check
+from ull_build.tensorrt.plans import build_plans
 
 REFERENCE = "reference"  # folder of the staging directory
 
@@ -83,15 +83,15 @@ def timing_cache_of(output: Path) -> Path:
 def add_plans(
     tools: Tools,
     request: Request,
-    weights: Weights,
+    checkpoint: Checkpoint,
     staging: Path,
     manifest: Manifest,
     timing_cache: Path,
     reporter: Reporter,
 ) -> Manifest:
-    """Builds the plans of `weights` into `staging`; the manifest with them, as yet untried. Raises BuildError."""
+    """Builds the plans of a checkpoint into `staging`; the manifest with them, as yet untried. Raises BuildError."""
     amax = {} if manifest.calibration is None else manifest.calibration.amax
-    built = build_plans(tools.trt, manifest.model, weights, amax, staging, timing_cache, reporter, request.attention)
+    built = build_plans(tools.trt, checkpoint, manifest.precision, amax, staging, timing_cache, reporter)
     plans = Plans(
         version=built.tensorrt,
         gpu=tools.gpu,
