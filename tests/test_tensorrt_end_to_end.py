@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +46,23 @@ class Workshop:
         paths = [str(ROOT / "tests"), str(ROOT / "build"), str(ROOT), *sys.path]
         return {**double, "ULL_TEST_KERNELS": str(self.stubs), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
-    def build(self, name: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-        command = [*PROGRAM, "build", str(ROOT / "engines/tiny-ngram.toml"), "--target", "sm_90a"]
+    def recipe(self, more: str) -> Path:
+        """A recipe of engines/tiny with tables of its own."""
+        path = self.folder / "recipe.toml"
+        path.write_text(f'model = "{ROOT / "engines/tiny"}"\ndrafter = "ngram"\n{more}')
+        return path
+
+    def build(
+        self, name: str, *arguments: str, recipe: Path = ROOT / "engines/tiny-ngram.toml", **options: object
+    ) -> subprocess.CompletedProcess[str]:
+        command = [*PROGRAM, "build", str(recipe), "--target", "sm_90a"]
         command += ["--context", str(CONTEXT), "--eval-tokens", "512", "--output", str(self.folder / name), *arguments]
         return subprocess.run(command, env=self.environment(**options), capture_output=True, text=True, timeout=600)
 
-    def bundle(self, name: str, *arguments: str) -> Bundle:
+    def bundle(self, name: str, *arguments: str, **options: Any) -> Bundle:
         path = self.folder / name
         if not path.exists():
-            result = self.build(name, *arguments)
+            result = self.build(name, *arguments, **options)
             assert result.returncode == 0, result.stderr
         return open_bundle(path, verify="hashes")
 
@@ -87,6 +98,14 @@ def complete(client: Client, prompt: str, **options: Any) -> list[int]:
     return list(result.token_ids)
 
 
+def turn(client: Client, tokens: list[int]) -> tuple[list[int], list[float], int]:
+    """A request's tokens, their logprobs, and how much of its prompt was cached."""
+    stream = client.generate(tokens, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
+    logprobs = [entry.logprob for token in stream for entry in token.logprobs or ()]
+    result = stream.result()
+    return list(result.token_ids), logprobs, result.usage.cached_tokens
+
+
 def test_a_build_says_what_it_has_seen(workshop: Workshop) -> None:
     """Calibration and its loss, the plans, the comparison of their logits, and no linear weights of ours."""
     bundle = workshop.bundle("tensorrt.ull", "--forward", "tensorrt")
@@ -120,3 +139,82 @@ def test_a_client_gets_the_plans_tokens(workshop: Workshop, serve: Any) -> None:
             assert complete(client, prompt, temperature=0.8, top_k=40, speculate="ngram") == sampled
     assert daemon.stop() == 0
     assert not [line for line in daemon.log_lines() if "Traceback" in line or "error" in line]
+
+
+def test_caching_keeps_to_what_the_prefill_wrote(workshop: Workshop, serve: Any) -> None:
+    """Prefill by plans, decode by our kernels: a next turn's logprobs do not depend on the first one's cache."""
+    bundle = workshop.bundle("mixed.ull", recipe=workshop.recipe('[forward]\nprefill = "tensorrt"\n'))
+    assert (bundle.manifest.forward.prefill, bundle.manifest.forward.decode) == ("tensorrt", "fused")
+    first = list(range(300, 390))
+    with Client(serve(bundle).url) as client:
+        answer, _, _ = turn(client, first)
+        second = [*first, *answer, 500, 501]
+        tokens, logprobs, cached = turn(client, second)
+    assert 0 < cached < len(first)
+    with Client(serve(bundle).url) as client:
+        assert turn(client, second) == (tokens, logprobs, 0)
+
+
+def refused(workshop: Workshop, bundle: Path, **options: object) -> str:
+    """What ulld says when it does not take a bundle."""
+    command = [*PROGRAM, "serve", str(bundle), "--listen", f"ipc://{workshop.folder}/none.sock"]
+    environment = workshop.environment(**options)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 1 and "READY" not in result.stdout
+    return result.stderr
+
+
+@pytest.fixture
+def copy(workshop: Workshop, tmp_path: Path) -> Path:
+    bundle = workshop.bundle("tensorrt.ull", "--forward", "tensorrt")
+    return Path(shutil.copytree(bundle.path, tmp_path / "x.ull"))
+
+
+def edit(bundle: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    change(manifest)
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+
+
+def replace_plan(bundle: Path, name: str, data: bytes) -> None:
+    """Another plan, of which the manifest knows."""
+    (bundle / name).write_bytes(data)
+    entry = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+    edit(bundle, lambda manifest: manifest["files"].update({name: entry}))
+
+
+def test_plans_of_another_version_gpu_or_place_are_refused(workshop: Workshop, copy: Path) -> None:
+    said = refused(workshop, copy, name="NVIDIA H100 80GB HBM3")
+    assert "plans were built on NVIDIA H200" in said and "this is NVIDIA H100 80GB HBM3" in said
+    entry = copy / "code/plans/entry.plan"
+    whole = entry.read_bytes()
+    entry.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert "entry.plan differs from its SHA-256" in refused(workshop, copy)
+    replace_plan(copy, "code/plans/entry.plan", whole[: len(whole) // 2])
+    assert "TensorRT refuses" in refused(workshop, copy)
+    replace_plan(copy, "code/plans/entry.plan", (copy / "code/plans/exit.plan").read_bytes())
+    assert "entry.plan is not one of segment 'entry'" in refused(workshop, copy)
+    assert refused(workshop, copy, memory=10_000_000).count("in all; use a larger GPU") == 1
+    edit(copy, lambda manifest: manifest["forward"]["plans"].update(version="11.0.0.1"))
+    assert "built by TensorRT 11.0.0.1" in (said := refused(workshop, copy)) and "tensorrt==11.0.0.1" in said
+
+
+def test_a_build_without_what_it_needs_says_so(workshop: Workshop) -> None:
+    """No TensorRT, another GPU, ranges that must be measured: before any work, and nothing is left."""
+    arguments = [str(ROOT / "engines/tiny-ngram.toml"), "--target", "sm_90a", "--forward", "tensorrt"]
+    command = [sys.executable, "-m", "ull_build", *arguments, "--output", str(workshop.folder / "none.ull")]
+    result = subprocess.run(command, env=workshop.environment(), capture_output=True, text=True, timeout=600)
+    assert result.returncode == 1 and "pip install ull[tensorrt]" in result.stderr
+    result = workshop.build("none.ull", "--forward", "tensorrt", capability="10.0")
+    assert result.returncode == 1 and "which is not a sm_90a: build on an H100, H200 or GH200" in result.stderr
+    result = workshop.build("none.ull", "--forward", "tensorrt", "--no-eval")
+    assert result.returncode == 1 and "have to be measured: leave out --no-eval" in result.stderr
+    assert not list(workshop.folder.glob("*none*"))
+
+
+def test_an_unstable_plan_fails_the_build(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ULL_TEST_UNSTABLE", "layer.1")
+    result = workshop.build("unstable.ull", "--forward", "tensorrt")
+    assert result.returncode == 1
+    assert "off our kernels'; the limit is 20%. TensorRT has probably chosen an unstable FP8 kernel" in result.stderr
+    assert not (workshop.folder / "unstable.ull").exists()

@@ -23,6 +23,7 @@ from ull.log import Log
 Logits = NDArray[np.float32]  # [tokens, V]
 
 CHECK_TOKENS = 160  # two whole chunks and a part of one
+EXACT_TOKENS = 64  # of them, by rounds of every size
 MOVED_TOKENS = 17  # that a prompt's chunks are moved by, to see whether a token's place within one matters
 LOGITS_LIMIT = 0.2  # |difference| / |logits|: FP8 activations cost a tenth of it or so, an unstable kernel all of it
 
@@ -53,14 +54,14 @@ def observe_plans(bundle: Bundle, tokens: Sequence[int]) -> Seen:
     program = _open(with_forward(bundle, Forward("tensorrt", "tensorrt", everything)))
     try:
         replay = program.replay()
-        largest = max(program.handover["graphs"])
-        by_size = {size: replay.logits(tokens, size=size) for size in program.handover["graphs"]}
-        moved = [replay.logits(tokens[:MOVED_TOKENS], size=largest)]
-        moved.append(replay.logits(tokens[MOVED_TOKENS:], MOVED_TOKENS, size=largest))
+        logits = replay.logits(tokens)
+        moved = replay.logits(tokens[:MOVED_TOKENS]), replay.logits(tokens[MOVED_TOKENS:], MOVED_TOKENS)
+        few = tokens[:EXACT_TOKENS]
+        plain = replay.logits(few, size=1)
+        exact = [size for size in plans.token_counts if np.array_equal(replay.logits(few, size=size), plain)]
     finally:
         program.close()
-    exact = [size for size, logits in by_size.items() if np.array_equal(logits, by_size[1])]
-    return Seen(by_size[largest], exact, np.array_equal(np.concatenate(moved), by_size[largest]))
+    return Seen(logits, exact, np.array_equal(np.concatenate(moved), logits))
 
 
 def check_plans(seen: Seen, fused: Logits | None, cpu: Logits, limit: float = LOGITS_LIMIT) -> PlanCheck:
