@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +17,21 @@ import pytest
 
 import tensorrt_rig
 from oracle.cases import CASES
+from tensorrt_subjects import Recorder
 from ull.bundle import Precision
 from ull.errors import BuildError, GpuError
 from ull.gpu import tensorrt_library
 from ull_build.checkpoint import Checkpoint
 from ull_build.progress import PlainReporter, Reporter
 from ull_build.tensorrt.monitor import Phases
-from ull_build.tensorrt.network import segment_names
-from ull_build.tensorrt.plans import INSPECTOR_FILE, LOG_FILE, TOKENS, Plans, build_plans
+from ull_build.tensorrt.network import TOKENS, segment_names
+from ull_build.tensorrt.plans import INSPECTOR_FILE, LOG_FILE, Plans, build_plans
 
 trt = tensorrt_rig.load()
 import tensorrt.builder  # noqa: E402
 
 FP8 = Precision(weights="fp8", lm_head="bf16")
 CASE = next(case for case in CASES if case.name == "qwen2-window")  # three layers
-
-
-class Recorder(Reporter):
-    """Remembers notes and how far the bar came; `on_advance` is called from whatever thread advances it."""
-
-    def __init__(self, on_advance: Callable[[], None] = lambda: None) -> None:
-        self.notes: list[str] = []
-        self.done, self.total = 0, 0
-        self.threads: set[str] = set()
-        self._on_advance = on_advance
-
-    @contextmanager
-    def stage(self, title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-        self.total = total
-
-        def advance(amount: int) -> None:
-            assert amount >= 0
-            self.done += amount
-            self.threads.add(threading.current_thread().name)
-            self._on_advance()
-
-        yield advance
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 @pytest.fixture(scope="module")

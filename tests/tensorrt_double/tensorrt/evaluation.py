@@ -108,12 +108,12 @@ def slice_layer(node: Node, values: Array, *dynamic: Array | None) -> Array:
 
 def shuffle(node: Node, values: Array) -> Array:
     if node.attributes["first_transpose"] is not None:
-        values = values.transpose(node.attributes["first_transpose"])
+        values = values.transpose(node.attributes["first_transpose"][: values.ndim])
     if node.attributes["reshape_dims"] is not None:
         wanted = node.attributes["reshape_dims"]
         values = values.reshape(reshaped(values.shape, wanted, node.attributes["zero_is_placeholder"]))
     if node.attributes["second_transpose"] is not None:
-        values = values.transpose(node.attributes["second_transpose"])
+        values = values.transpose(node.attributes["second_transpose"][: values.ndim])
     return np.ascontiguousarray(values)
 
 
