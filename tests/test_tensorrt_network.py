@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 import tensorrt_rig
-from oracle.cases import Case
+from oracle.cases import ROOT, Case
 from tensorrt_subjects import BF16, FITTING, FP8, FP8_HEAD, MODELS, mean_error, relative_error, subject
 from ull.bundle import Precision, device_problems
 from ull.errors import BuildError
+from ull_build.checkpoint import Checkpoint
 from ull_build.tensorrt.network import segment_names
 from ull_build.tensorrt.weights import BF16 as BF16_TYPE
 from ull_build.tensorrt.weights import F8 as F8_TYPE
 from ull_build.tensorrt.weights import F16 as F16_TYPE
-from ull_build.tensorrt.weights import activation_scale, quantize_rows
+from ull_build.tensorrt.weights import SegmentWeights, activation_scale, quantize_rows
 
 
 def inputs_of(model: Any, segment: str, tokens: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -134,6 +135,31 @@ def test_a_missing_activation_scale_is_named() -> None:
 def test_models_that_the_attention_kernel_cannot_run_are_refused_as_ever() -> None:
     assert any("head_dim 20" in problem for problem in device_problems(MODELS["llama-head-dim-20"], FP8))
     assert not list(device_problems(MODELS["llama-rope-llama3"], FP8))
+
+
+def test_linears_are_fused_in_the_checkpoint_s_own_row_order() -> None:
+    """engines/tiny: its matrices are read in several blocks."""
+    with Checkpoint(ROOT / "engines/tiny") as checkpoint:
+        whole = {name: np.concatenate(list(checkpoint.blocks(name))) for name in checkpoint.tensors if "proj" in name}
+        assert any(len(list(checkpoint.blocks(name))) > 1 for name in checkpoint.tensors)
+        prefix = "model.layers.2"
+        sources = {
+            "qkv": [whole[f"{prefix}.self_attn.{part}_proj.weight"] for part in "qkv"],
+            "gate_up": [whole[f"{prefix}.mlp.{part}_proj.weight"] for part in ("gate", "up")],
+            "down": [whole[f"{prefix}.mlp.down_proj.weight"]],
+        }
+        for short, parts in sources.items():
+            expected = np.concatenate(parts)
+            exact = SegmentWeights(checkpoint, BF16).linear(f"layers.2.{short}")
+            assert exact.scales is None and exact.bias is None and exact.compute == BF16_TYPE
+            np.testing.assert_array_equal(exact.rows.astype(np.float32), expected)
+            coded = SegmentWeights(checkpoint, FP8).linear(f"layers.2.{short}")
+            assert coded.scales is not None
+            stored = coded.rows.astype(np.float32) * coded.scales.astype(np.float32)[:, None]
+            np.testing.assert_allclose(stored, expected, rtol=1 / 16, atol=1e-4)
+        head = SegmentWeights(checkpoint, BF16).linear("lm_head")
+        embedding = np.concatenate(list(checkpoint.blocks("model.embed_tokens.weight")))
+        np.testing.assert_array_equal(head.rows, embedding.astype(np.float16))
 
 
 @pytest.mark.parametrize("compute", [BF16_TYPE, F16_TYPE], ids=["bf16", "f16"])
