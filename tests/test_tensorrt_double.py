@@ -282,6 +282,14 @@ def test_a_change_of_a_layer_changes_what_follows(net: Net) -> None:
     assert tuple(after.shape) == (3,)
 
 
+def test_layers_run_in_the_order_of_their_adding(net: Net) -> None:
+    """The real library sorts them; the double says so instead of computing something else."""
+    layer = net.network.add_slice(net.x, (0, 0), (1, 4), (1, 1))
+    later = net.constant([1, 2], trt.int64, np.int64)
+    with pytest.raises(NotImplementedError, match="order"):
+        layer.set_input(2, later)
+
+
 def test_values_are_rounded_to_their_types(net: Net) -> None:
     x = np.array([[1.0009765625, 448.0, 500.0, 0.001], [-1e9, 1e-9, 17.0, 3.14159]], np.float32)
     bf16 = net.network.add_cast(net.x, trt.bfloat16).get_output(0)

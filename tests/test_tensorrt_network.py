@@ -1,101 +1,23 @@
-"""The networks of TensorRT engines, recorded by the double and evaluated layer by layer in NumPy, against transformers.
-
-The fixtures of tests/oracle hold what transformers computes. Their heads are small; the networks need only that all
-heads together are a multiple of 32 columns wide (device_problems asks for more, for the attention kernel's sake).
-"""
+"""The networks of TensorRT engines, recorded by the double and run in NumPy, against transformers and a reference."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
 import tensorrt_rig
-from oracle.cases import CASES, Case
+from oracle.cases import ROOT, Case
+from tensorrt_subjects import BF16, FITTING, FP8, FP8_HEAD, MODELS, mean_error, relative_error, subject
 from ull.bundle import Precision, device_problems
 from ull.errors import BuildError
 from ull_build.checkpoint import Checkpoint
-from ull_build.tensorrt.graph import Graph
-from ull_build.tensorrt.network import SegmentNetwork, segment_names
+from ull_build.tensorrt.network import segment_names
 from ull_build.tensorrt.weights import BF16 as BF16_TYPE
 from ull_build.tensorrt.weights import F8 as F8_TYPE
 from ull_build.tensorrt.weights import F16 as F16_TYPE
 from ull_build.tensorrt.weights import SegmentWeights, activation_scale, quantize_rows
-
-trt = tensorrt_rig.load()
-from tensorrt.evaluation import evaluate  # noqa: E402
-
-BF16 = Precision(weights="bf16", lm_head="bf16")
-FP8 = Precision(weights="fp8", lm_head="bf16")
-FP8_HEAD = Precision(weights="fp8", lm_head="fp8")
-
-WIDTHS = {case.name: Checkpoint(case.directory).model for case in CASES}
-FITTING = [case for case in CASES if WIDTHS[case.name].heads * WIDTHS[case.name].head_dim % 32 == 0]
-
-
-class Silent(trt.ILogger):
-    def __init__(self) -> None:
-        trt.ILogger.__init__(self)
-
-    def log(self, severity: Any, msg: str) -> None:
-        raise AssertionError(msg)
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A fixture: its checkpoint, what transformers computes, and the largest input of each linear."""
-
-    case: Case
-    checkpoint: Checkpoint
-    expected: dict[str, np.ndarray]
-    amax: dict[str, float]
-
-    @property
-    def tokens(self) -> np.ndarray:
-        return np.concatenate([self.expected["prompt"], self.expected["greedy"]])
-
-    def networks(self, precision: Precision, amax: Mapping[str, float] | None = None) -> Segments:
-        return Segments(self.checkpoint, precision, self.amax if amax is None else amax)
-
-
-class Segments:
-    """The networks of all segments: a tensorrt_rig.Segment."""
-
-    def __init__(self, checkpoint: Checkpoint, precision: Precision, amax: Mapping[str, float]) -> None:
-        model = checkpoint.model
-        describe = SegmentNetwork(model, SegmentWeights(checkpoint, precision), amax)
-        self.builder = trt.Builder(Silent())
-        self.graphs = {}
-        for name in segment_names(model):
-            graph = Graph(trt, self.builder.create_network())
-            describe.add(graph, name)
-            self.graphs[name] = graph
-
-    def __call__(self, segment: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return evaluate(self.graphs[segment].network, inputs)
-
-
-@cache
-def subject(name: str) -> Subject:
-    case = next(case for case in CASES if case.name == name)
-    checkpoint = Checkpoint(case.directory)
-    with np.load(case.directory / "expected.npz") as arrays:
-        expected = dict(arrays)
-    calibration = tensorrt_rig.Reference(checkpoint, None)
-    tensorrt_rig.forward(checkpoint, calibration, expected["prompt"], 64)
-    return Subject(case, checkpoint, expected, calibration.largest)
-
-
-def relative_error(found: np.ndarray, reference: np.ndarray) -> float:
-    return float(np.abs(found - reference).max() / np.abs(reference).max())
-
-
-def mean_error(found: np.ndarray, reference: np.ndarray) -> float:
-    return float(np.sqrt(np.square(found - reference).mean() / np.square(reference).mean()))
 
 
 def inputs_of(model: Any, segment: str, tokens: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -110,7 +32,7 @@ def inputs_of(model: Any, segment: str, tokens: int, seed: int = 0) -> dict[str,
 
 
 def test_the_fixtures_cover_what_the_networks_can() -> None:
-    models = [WIDTHS[case.name] for case in FITTING]
+    models = [MODELS[case.name] for case in FITTING]
     assert {model.architecture for model in models} == {"llama", "mistral", "qwen2", "qwen3"}
     assert {model.qk_norm for model in models} == {model.tied_embeddings for model in models} == {True, False}
     assert {1, 2, 3} == {model.layers for model in models}
@@ -211,8 +133,33 @@ def test_a_missing_activation_scale_is_named() -> None:
 
 
 def test_models_that_the_attention_kernel_cannot_run_are_refused_as_ever() -> None:
-    assert any("head_dim 20" in problem for problem in device_problems(WIDTHS["llama-head-dim-20"], FP8))
-    assert not list(device_problems(WIDTHS["llama-rope-llama3"], FP8))
+    assert any("head_dim 20" in problem for problem in device_problems(MODELS["llama-head-dim-20"], FP8))
+    assert not list(device_problems(MODELS["llama-rope-llama3"], FP8))
+
+
+def test_linears_are_fused_in_the_checkpoint_s_own_row_order() -> None:
+    """engines/tiny: its matrices are read in several blocks."""
+    with Checkpoint(ROOT / "engines/tiny") as checkpoint:
+        whole = {name: np.concatenate(list(checkpoint.blocks(name))) for name in checkpoint.tensors if "proj" in name}
+        assert any(len(list(checkpoint.blocks(name))) > 1 for name in checkpoint.tensors)
+        prefix = "model.layers.2"
+        sources = {
+            "qkv": [whole[f"{prefix}.self_attn.{part}_proj.weight"] for part in "qkv"],
+            "gate_up": [whole[f"{prefix}.mlp.{part}_proj.weight"] for part in ("gate", "up")],
+            "down": [whole[f"{prefix}.mlp.down_proj.weight"]],
+        }
+        for short, parts in sources.items():
+            expected = np.concatenate(parts)
+            exact = SegmentWeights(checkpoint, BF16).linear(f"layers.2.{short}")
+            assert exact.scales is None and exact.bias is None and exact.compute == BF16_TYPE
+            np.testing.assert_array_equal(exact.rows.astype(np.float32), expected)
+            coded = SegmentWeights(checkpoint, FP8).linear(f"layers.2.{short}")
+            assert coded.scales is not None
+            stored = coded.rows.astype(np.float32) * coded.scales.astype(np.float32)[:, None]
+            np.testing.assert_allclose(stored, expected, rtol=1 / 16, atol=1e-4)
+        head = SegmentWeights(checkpoint, BF16).linear("lm_head")
+        embedding = np.concatenate(list(checkpoint.blocks("model.embed_tokens.weight")))
+        np.testing.assert_array_equal(head.rows, embedding.astype(np.float16))
 
 
 @pytest.mark.parametrize("compute", [BF16_TYPE, F16_TYPE], ids=["bf16", "f16"])

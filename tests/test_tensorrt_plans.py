@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +17,22 @@ import pytest
 
 import tensorrt_rig
 from oracle.cases import CASES
+from tensorrt_subjects import Recorder
 from ull.bundle import Precision
 from ull.errors import BuildError, GpuError
 from ull.gpu import tensorrt_library
 from ull_build.checkpoint import Checkpoint
 from ull_build.progress import PlainReporter, Reporter
 from ull_build.tensorrt.monitor import Phases
-from ull_build.tensorrt.network import segment_names
-from ull_build.tensorrt.plans import INSPECTOR_FILE, LOG_FILE, TOKENS, Plans, build_plans
+from ull_build.tensorrt.network import TOKENS, segment_names
+from ull_build.tensorrt.plans import INSPECTOR_FILE, LOG_FILE, Plans, build_plans
+from ull_build.tensorrt.timing_cache import save_timing_cache
 
 trt = tensorrt_rig.load()
 import tensorrt.builder  # noqa: E402
 
 FP8 = Precision(weights="fp8", lm_head="bf16")
 CASE = next(case for case in CASES if case.name == "qwen2-window")  # three layers
-
-
-class Recorder(Reporter):
-    """Remembers notes and how far the bar came; `on_advance` is called from whatever thread advances it."""
-
-    def __init__(self, on_advance: Callable[[], None] = lambda: None) -> None:
-        self.notes: list[str] = []
-        self.done, self.total = 0, 0
-        self.threads: set[str] = set()
-        self._on_advance = on_advance
-
-    @contextmanager
-    def stage(self, title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-        self.total = total
-
-        def advance(amount: int) -> None:
-            assert amount >= 0
-            self.done += amount
-            self.threads.add(threading.current_thread().name)
-            self._on_advance()
-
-        yield advance
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +102,8 @@ def test_the_reports_say_what_each_segment_became(make: Any, tmp_path: Path) -> 
     names = [layer["Name"] for layer in information["layer.0"]["Layers"]]
     assert {"layers.0.gate_up.matmul", "layers.1.qkv.quantize"} <= set(names)
     log = (tmp_path / "bundle" / LOG_FILE).read_text()
-    assert log.count("[info] Engine generation completed.") == len(plans.files)
+    # No TF32, and the timing cache may be edited.
+    assert log.count("[info] Engine generation completed with the flags ['EDITABLE_TIMING_CACHE'].") == len(plans.files)
     assert "[verbose]" not in log
 
 
@@ -160,6 +137,14 @@ def test_a_timing_cache_of_no_use_is_replaced(
     again = Recorder()
     make("again", again)
     assert again.notes == [] and timed_layers(tmp_path / "again") == 0
+
+
+def test_a_timing_cache_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    config = trt.Builder(tensorrt_library.make_logger(trt, lambda *_: None)).create_builder_config()
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError):
+        save_timing_cache(config.create_timing_cache(b""), tmp_path / "taken")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 def test_one_bar_shows_all_segments(make: Any, checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ MUST = [
     r"ull_build/cli\.py",
     r"ull_build/data/calibration\.txt",
     r"ull_build/data/eval\.txt",
+    r"ull_build/tensorrt/plans\.py",
     r"ull/gpu/program\.py",
     r"ull/kernels/qkv\.cu",
     r"ull/kernels/arch\.cuh",

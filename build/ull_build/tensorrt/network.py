@@ -22,40 +22,27 @@ from ull_build.tensorrt.graph import Graph
 from ull_build.tensorrt.weights import HEAD, SegmentWeights
 
 ENTRY, EXIT, HEAD_SEGMENT = "entry", "exit", "head"
+TOKENS = (1, 2, 4, 8, 16, 32, 64)  # of a step
 ATTENTION_COLUMNS = 32  # of the attention's layout
 
 
-def segment_names(model: Model) -> list[str]:
-    """The segments in order of execution."""
-    return [ENTRY, *(f"layer.{layer}" for layer in range(model.layers - 1)), EXIT, HEAD_SEGMENT]
+class LayerNetwork:
+    """The parts of a model's layers, whatever attention lies between them.
 
-
-class SegmentNetwork:
-    """Adds segments of one model to networks. `amax`: largest activation of each linear's input (FP8 linears)."""
+    `amax`: largest input of each FP8 linear.
+    """
 
     def __init__(self, model: Model, weights: SegmentWeights, amax: Mapping[str, float]) -> None:
-        self.model, self._weights, self._amax = model, weights, amax
+        self.model, self.weights, self._amax = model, weights, amax
+        self.attention_width = model.heads * model.head_dim
 
-    def add(self, graph: Graph, segment: str) -> None:
-        """Describes one segment. Raises BuildError where TensorRT refuses a layer, or a scale is missing."""
-        residual = graph.input("residual", np.float32, (-1, self.model.hidden))
-        if segment == ENTRY:
-            graph.output(self.qkv(graph, 0, residual), "qkv")
-        elif segment == HEAD_SEGMENT:
-            normed = self.norm(graph, "norm", residual)
-            graph.output(self.linear(graph, HEAD, normed), "logits")
-        else:
-            last = self.model.layers - 1
-            layer = last if segment == EXIT else int(segment.removeprefix("layer."))
-            width = self.model.heads * self.model.head_dim
-            shape = (width // ATTENTION_COLUMNS, MAX_TREE, ATTENTION_COLUMNS)
-            attention = graph.input("attention", np.float16, shape)
-            tokens = graph.token_count(f"layers.{layer}.residual", residual)
-            rows = _attention_rows(graph, f"layers.{layer}.attention", attention, tokens, width)
-            residual = self.rest_of_layer(graph, layer, rows, residual, tokens)
-            graph.output(residual, "residual_out")
-            if segment != EXIT:
-                graph.output(self.qkv(graph, layer + 1, residual), "qkv")
+    def residual_input(self, graph: Graph) -> Any:
+        return graph.input("residual", np.float32, (-1, self.model.hidden))
+
+    def add_head(self, graph: Graph) -> None:
+        """The head: the same with any attention."""
+        normed = self.norm(graph, "norm", self.residual_input(graph))
+        graph.output(self.linear(graph, HEAD, normed), "logits")
 
     def qkv(self, graph: Graph, layer: int, residual: Any) -> Any:
         """Norm and fused projection: [T, H] -> [T, Q]."""
@@ -78,10 +65,45 @@ class SegmentNetwork:
         return graph.elementwise(f"{name}.down.residual", "SUM", residual, down)
 
     def norm(self, graph: Graph, name: str, tensor: Any) -> Any:
-        return graph.rms_norm(name, tensor, self._weights.norm(name), self.model.rms_epsilon)
+        return graph.rms_norm(name, tensor, self.weights.norm(name), self.model.rms_epsilon)
 
     def linear(self, graph: Graph, name: str, tensor: Any) -> Any:
-        return graph.linear(name, tensor, self._weights.linear(name), self._amax.get(name))
+        return graph.linear(name, tensor, self.weights.linear(name), self._amax.get(name))
+
+
+class SegmentNetwork(LayerNetwork):
+    """Describes the segments between which our attention kernel runs."""
+
+    tokens = TOKENS
+
+    def segments(self) -> list[str]:
+        return segment_names(self.model)
+
+    def add(self, graph: Graph, segment: str) -> None:
+        """Describes one segment. Raises BuildError where TensorRT refuses a layer, or a scale is missing."""
+        if segment == HEAD_SEGMENT:
+            self.add_head(graph)
+        elif segment == ENTRY:
+            graph.output(self.qkv(graph, 0, self.residual_input(graph)), "qkv")
+        else:
+            last = self.model.layers - 1
+            self._add_layer(graph, last if segment == EXIT else int(segment.removeprefix("layer.")), segment == EXIT)
+
+    def _add_layer(self, graph: Graph, layer: int, is_last: bool) -> None:
+        residual = self.residual_input(graph)
+        shape = (self.attention_width // ATTENTION_COLUMNS, MAX_TREE, ATTENTION_COLUMNS)
+        attention = graph.input("attention", np.float16, shape)
+        tokens = graph.token_count(f"layers.{layer}.residual", residual)
+        rows = _attention_rows(graph, f"layers.{layer}.attention", attention, tokens, self.attention_width)
+        residual = self.rest_of_layer(graph, layer, rows, residual, tokens)
+        graph.output(residual, "residual_out")
+        if not is_last:
+            graph.output(self.qkv(graph, layer + 1, residual), "qkv")
+
+
+def segment_names(model: Model) -> list[str]:
+    """The segments in order of execution."""
+    return [ENTRY, *(f"layer.{layer}" for layer in range(model.layers - 1)), EXIT, HEAD_SEGMENT]
 
 
 def _attention_rows(graph: Graph, name: str, attention: Any, tokens: Any, width: int) -> Any:

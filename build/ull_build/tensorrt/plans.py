@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ull.bundle import CODE_DIRECTORY, Precision
 from ull.errors import BuildError
@@ -20,15 +20,17 @@ from ull_build.checkpoint import Checkpoint
 from ull_build.progress import Reporter
 from ull_build.tensorrt.graph import Graph
 from ull_build.tensorrt.monitor import BuildLog, make_monitor, run_cancellable
-from ull_build.tensorrt.network import SegmentNetwork, segment_names
+from ull_build.tensorrt.native import NativeNetwork
+from ull_build.tensorrt.network import SegmentNetwork
 from ull_build.tensorrt.timing_cache import attach, open_timing_cache, save_timing_cache
 from ull_build.tensorrt.weights import SegmentWeights
 
 DIRECTORY = f"{CODE_DIRECTORY}/plans"
 LOG_FILE = f"{DIRECTORY}/build.log"
 INSPECTOR_FILE = f"{DIRECTORY}/inspector.json"
-TOKENS = (1, 2, 4, 8, 16, 32, 64)  # of a step; one optimisation profile each, in this order
 
+AttentionKind = Literal["paged", "native"]
+_NETWORKS: dict[str, type[SegmentNetwork | NativeNetwork]] = {"paged": SegmentNetwork, "native": NativeNetwork}
 _STEPS = 100  # of the progress bar, for each segment
 
 
@@ -36,6 +38,7 @@ _STEPS = 100  # of the progress bar, for each segment
 class Plans:
     """What was built. Paths are relative to the bundle."""
 
+    attention: AttentionKind
     files: dict[str, str]  # segment -> plan, in order of execution
     reports: tuple[str, ...]  # the builder's messages, the inspector's information on each segment
     tokens: tuple[int, ...]  # of each optimisation profile, in order
@@ -56,19 +59,22 @@ def build_plans(
     directory: Path,
     timing_cache: Path,
     reporter: Reporter,
+    attention: AttentionKind = "paged",
 ) -> Plans:
     """Builds every segment into `directory`, the bundle that is being made.
 
+    `attention`: "paged" cuts the forward where our attention kernel runs, "native" makes one plan with TensorRT's own.
     `amax`: largest input of each FP8 linear. `timing_cache`: a file that is read, and replaced when all is built.
     Raises BuildError with TensorRT's own reason; KeyboardInterrupt once TensorRT has stopped, and then the timing cache
     is as it was.
     """
-    model = checkpoint.model
-    describe = SegmentNetwork(model, SegmentWeights(checkpoint, precision), amax)
+    if attention == "native" and precision.kv != "bf16":
+        raise BuildError(f"TensorRT's own attention keeps keys and values in bf16, not {precision.kv}", field="kv")
+    describe = _NETWORKS[attention](checkpoint.model, SegmentWeights(checkpoint, precision), amax)
+    segments = describe.segments()
     (directory / DIRECTORY).mkdir(parents=True)
     with BuildLog(directory / LOG_FILE) as log:
-        segments = segment_names(model)
-        building = _Building(trt, log, timing_cache, reporter, TOKENS)
+        building = _Building(trt, log, timing_cache, reporter, describe.tokens)
         with reporter.stage("TensorRT engines", _STEPS * len(segments), "steps") as advance:
             for segment in segments:
                 plan = building.build(segment, describe.add, advance)
@@ -77,9 +83,10 @@ def build_plans(
     _write(directory / INSPECTOR_FILE, json.dumps(building.information, indent=1).encode())
     building.save_timing_cache()
     return Plans(
+        attention=attention,
         files={segment: plan_path(segment) for segment in segments},
         reports=(LOG_FILE, INSPECTOR_FILE),
-        tokens=TOKENS,
+        tokens=describe.tokens,
         tensorrt=trt.__version__,
         device_memory=building.device_memory,
     )

@@ -35,6 +35,7 @@ class Plan:
     profiles: list[Shapes]
     memory: list[int]
     detailed: bool
+    aux_streams: int
     version: str = field(default=real.__version__)
 
 
@@ -177,9 +178,11 @@ class Builder(StandIn, real=real.Builder):
             return None
         finally:
             phases.finish("Building Engine")
-        log(Severity.INFO, "Engine generation completed.")
+        flags = sorted(flag.name for flag in config._flags)
+        log(Severity.INFO, f"Engine generation completed with the flags {flags}.")
         detailed = config.profiling_verbosity == real.ProfilingVerbosity.DETAILED
-        plan = Plan(network.name, _with_contents(graph), profiles, memory, detailed)
+        aux_streams = 1 if config.max_aux_streams < 0 else config.max_aux_streams  # by default TensorRT chooses
+        plan = Plan(network.name, _with_contents(graph), profiles, memory, detailed, aux_streams)
         return HostMemory(PLAN_MAGIC + pickle.dumps(plan))
 
     def _try_profile(self, graph: Graph, profile: Shapes, cache: ITimingCache, phases: _Phases, number: int) -> int:

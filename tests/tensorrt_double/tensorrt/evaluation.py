@@ -108,12 +108,12 @@ def slice_layer(node: Node, values: Array, *dynamic: Array | None) -> Array:
 
 def shuffle(node: Node, values: Array) -> Array:
     if node.attributes["first_transpose"] is not None:
-        values = values.transpose(node.attributes["first_transpose"])
+        values = values.transpose(node.attributes["first_transpose"][: values.ndim])
     if node.attributes["reshape_dims"] is not None:
         wanted = node.attributes["reshape_dims"]
         values = values.reshape(reshaped(values.shape, wanted, node.attributes["zero_is_placeholder"]))
     if node.attributes["second_transpose"] is not None:
-        values = values.transpose(node.attributes["second_transpose"])
+        values = values.transpose(node.attributes["second_transpose"][: values.ndim])
     return np.ascontiguousarray(values)
 
 
@@ -182,11 +182,24 @@ RUN: dict[str, Callable[..., Array]] = {
 }
 
 
-def run(graph: Graph, inputs: Mapping[str, Array]) -> list[Array]:
-    """Every tensor of the network, by number, from its inputs by name. Raises Refused where a layer cannot work."""
+def fold(graph: Graph) -> dict[int, Array]:
+    """The tensors that depend on no input, by number: an engine computes them once."""
+    found: dict[int, Array] = {}
+    for node in graph.nodes:
+        if graph.tensors[node.outputs[0]].constant:
+            found[node.outputs[0]] = RUN[node.kind](node, *(found[index] for index in node.inputs if index is not None))
+    return found
+
+
+def run(graph: Graph, inputs: Mapping[str, Array], folded: Mapping[int, Array] | None = None) -> list[Array]:
+    """Every tensor of the network, by number, from its inputs by name; `folded` ones are not computed again.
+
+    Raises Refused where a layer cannot work.
+    """
     missing = set(graph.input_names()) ^ set(inputs)
     need(not missing, f"inputs {sorted(missing)} are missing or unknown")
-    found: list[Any] = [None] * len(graph.tensors)
+    known = folded or {}
+    found: list[Any] = [known.get(index) for index in range(len(graph.tensors))]
     for index in graph.inputs:
         tensor = graph.tensors[index]
         array = inputs[tensor.name]
@@ -194,6 +207,8 @@ def run(graph: Graph, inputs: Mapping[str, Array]) -> list[Array]:
         need(agrees(tensor.shape or (), array.shape), f"input {tensor.name} is {array.shape}, not {tensor.shape}")
         found[index] = array
     for node in graph.nodes:
+        if node.outputs[0] in known:
+            continue
         try:
             result = RUN[node.kind](node, *(None if index is None else found[index] for index in node.inputs))
         except Refused as error:

@@ -74,6 +74,9 @@ class _Layer(StandIn):
         self._network._infer(self._number)
 
     def _set_input(self, index: int, tensor: ITensor | None) -> None:
+        later = [output for node in self._network._graph.nodes[self._number :] for output in node.outputs]
+        if tensor is not None and tensor._index in later:
+            raise NotImplementedError("the double runs layers in the order of their adding: add this one later")
         inputs = self._node.inputs
         inputs.extend([None] * (index + 1 - len(inputs)))
         inputs[index] = None if tensor is None else self._network._index(tensor)
@@ -100,7 +103,7 @@ def _get_input(layer: _Layer, index: int) -> ITensor | None:
 
 
 def _attribute(name: str) -> property:
-    """A plain property of a layer; sequences of numbers are read as Dims, or as a Permutation of the input's rank."""
+    """A plain property of a layer; sequences of numbers are read as Dims or a Permutation."""
     kind = real.Permutation if name.endswith("transpose") else real.Dims
 
     def read(layer: _Layer) -> Any:
@@ -109,9 +112,7 @@ def _attribute(name: str) -> property:
 
     def write(layer: _Layer, value: Any) -> None:
         if isinstance(value, (list, tuple, real.Dims, real.Permutation)):
-            value = tuple(value)
-            if kind is real.Permutation:  # the real one always has eight entries
-                value = value[: len(layer.get_input(0)._tensor.shape or value)]
+            value = tuple(kind(value))  # a Permutation always has eight entries
         layer._set(name, value)
 
     return property(read, write)

@@ -210,6 +210,7 @@ def shuffle(node: Node, inputs: Inputs) -> list[Result]:
     for name in ("first_transpose", "second_transpose"):
         order = node.attributes[name]
         if order is not None:
+            order = order[: len(shape)]
             need(sorted(order) == list(range(len(shape))), f"{name} {order} of a tensor of rank {len(shape)}")
             shape = tuple(shape[place] for place in order)
         if name == "first_transpose" and node.attributes["reshape_dims"] is not None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from .bindings import real
 from .builder import ALIGNMENT, PLAN_MAGIC, Plan, Severity
-from .evaluation import run
+from .evaluation import fold, run
 from .graph import NUMPY, Refused, Shape, Tensor
 from .signatures import StandIn, check_call
 
@@ -52,6 +52,7 @@ class Runtime(StandIn, real=real.Runtime):
 class ICudaEngine(StandIn, real=real.ICudaEngine):
     def __init__(self, plan: Plan, log: Callable[[Any, str], None]) -> None:
         self._plan, self._log = plan, log
+        self._folded = fold(plan.graph)
         self._names = plan.graph.input_names() + plan.graph.output_names()
 
     @property
@@ -72,7 +73,7 @@ class ICudaEngine(StandIn, real=real.ICudaEngine):
 
     @property
     def num_aux_streams(self) -> int:
-        return 0
+        return self._plan.aux_streams
 
     @property
     def device_memory_size_v2(self) -> int:
@@ -177,8 +178,9 @@ class IExecutionContext(StandIn, real=real.IExecutionContext):
             return real.Dims(self._shapes[name])
         if self._is_input(name) or self.infer_shapes():
             return real.Dims(tensor.shape or ())
-        found = run(self._engine._plan.graph, {key: np.zeros(*self._form(key)) for key in self._inputs()})
-        index = self._engine._plan.graph.tensors.index(tensor)
+        graph, zeros = self._engine._plan.graph, {key: np.zeros(*self._form(key)) for key in self._inputs()}
+        found = run(graph, zeros, self._engine._folded)
+        index = graph.tensors.index(tensor)
         return real.Dims(found[index].shape)
 
     def infer_shapes(self) -> list[str]:
@@ -225,7 +227,7 @@ class IExecutionContext(StandIn, real=real.IExecutionContext):
         graph = self._engine._plan.graph
         arrays = {name: _at(address, shape, dtype) for name, (address, shape, dtype) in inputs.items()}
         try:
-            found = run(graph, arrays)
+            found = run(graph, arrays, self._engine._folded)
         except Refused as error:
             self._refuse(f"enqueueV3: Error Code 1: Cuda Runtime ({error})")
             raise
