@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,9 @@ if str(ROOT / "build") not in sys.path:
     sys.path.append(str(ROOT / "build"))  # for a checkout that is not installed
 
 from ull.spawn import DaemonProcess  # noqa: E402
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts its background jobs
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -85,11 +85,11 @@ def test_python_imports_point_down(path: Path) -> None:
 def test_build_step_uses_only_the_format_layer(path: Path) -> None:
     for name, _ in imported_modules(path):
         parts = name.split(".")
-        if parts[:3] == ["ull", "gpu", "tensorrt_library"]:
-            continue  # how TensorRT is found: the builder of engines and the daemon share it
         if parts[0] == "ull" and len(parts) > 1:
             allowed = {"bundle", "config", "errors", "kernels", "log", "_native", "__version__"}
-            assert parts[1] in allowed | ({"gpu"} if path.parent.name == "tensorrt" else set()), (path.name, name)
+            if path.parent.name == "tensorrt":  # plans are built and tried on the GPU
+                allowed.add("gpu")
+            assert parts[1] in allowed, (path.name, name)
         if path.parent.name != "train":
             assert parts[0] not in TRAINING_ONLY, f"{path.name} imports {name}: the build needs no PyTorch"
 

@@ -155,6 +155,34 @@ def test_caching_keeps_to_what_the_prefill_wrote(workshop: Workshop, serve: Any)
         assert turn(client, second) == (tokens, logprobs, 0)
 
 
+ADA = {"name": "NVIDIA L40S", "capability": "8.9", "memory": 48 << 30}  # has none of our kernels of the layers
+
+
+@pytest.mark.parametrize(("target", "gpu"), [("sm_90a", {}), ("sm_89", ADA)], ids=["sm_90a", "sm_89"])
+def test_native_attention_serves_every_request_cold(
+    workshop: Workshop, serve: Any, target: str, gpu: dict[str, Any]
+) -> None:
+    """TensorRT's own KV cache belongs to one request: its tokens are those of the paged plans, nothing is kept."""
+    options = ("--forward", "tensorrt", "--attention", "native", "--target", target)
+    bundle = workshop.bundle(f"native-{target}.ull", *options, **gpu)
+    plans = bundle.manifest.forward.plans
+    assert plans is not None and plans.files == ["code/plans/step.plan", "code/plans/head.plan"]
+    assert plans.check is not None and plans.check.cpu_error < plans.check.limit
+    assert (plans.check.fused_error is None) == (target == "sm_89")
+    code = bundle.manifest.code
+    assert code is not None and f"--gpu-architecture={target}" in code.options
+    daemon = serve(bundle, **gpu)
+    with Client(daemon.url) as client:
+        answers = [complete(client, prompt, speculate="ngram") for prompt in PROMPTS]
+        assert [complete(client, prompt) for prompt in PROMPTS] == answers
+        tokens, _, cached = turn(client, list(range(300, 390)))
+        assert (len(tokens), cached) == (TOKENS, 0)
+        assert turn(client, list(range(300, 390)))[2] == 0
+    assert daemon.stop() == 0
+    with Client(serve(workshop.bundle("tensorrt.ull", "--forward", "tensorrt")).url) as client:
+        assert [complete(client, prompt) for prompt in PROMPTS] == answers
+
+
 def refused(workshop: Workshop, bundle: Path, **options: object) -> str:
     """What ulld says when it does not take a bundle."""
     command = [*PROGRAM, "serve", str(bundle), "--listen", f"ipc://{workshop.folder}/none.sock"]

@@ -91,7 +91,9 @@ def add_plans(
 ) -> Manifest:
     """Builds the plans of a checkpoint into `staging`; the manifest with them, as yet untried. Raises BuildError."""
     amax = {} if manifest.calibration is None else manifest.calibration.amax
-    built = build_plans(tools.trt, checkpoint, manifest.precision, amax, staging, timing_cache, reporter)
+    built = build_plans(
+        tools.trt, checkpoint, manifest.precision, amax, staging, timing_cache, reporter, request.attention
+    )
     plans = Plans(
         version=built.tensorrt,
         gpu=tools.gpu,
