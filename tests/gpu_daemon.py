@@ -31,10 +31,12 @@ def note(call: str, **details: Any) -> None:
 class Program:
     """What `ull.gpu.program.Program` looks like from the daemon."""
 
-    def __init__(self, bundle: Bundle, log: Any, context: int, pages: int | None, device: int) -> None:
+    def __init__(
+        self, bundle: Bundle, log: Any, context: int, pages: int | None, device: int, persistent: bool
+    ) -> None:
         if "error" in GPU:
             raise UllError("no_gpu", GPU["error"])
-        note("load", target=bundle.manifest.target, context=context, pages=pages, device=device)
+        note("load", target=bundle.manifest.target, context=context, pages=pages, device=device, persistent=persistent)
 
     @property
     def handover(self) -> dict[str, Any]:

@@ -167,6 +167,52 @@ def test_atomics(kernels: emulation.Kernels, fault: int) -> None:
     assert all(right) == (fault == 0)
 
 
+def passed(kernels: emulation.Kernels, fault: int, seed: int, kernel: str = "pass_numbers", blocks: int = 7) -> bool:
+    source = aligned(blocks, np.uint32)
+    source[...] = np.random.default_rng(seed).integers(0, 1 << 16, blocks)
+    output = aligned(2 * blocks + 1, np.uint32, 0)
+    kernels.run(
+        kernel,
+        grid=(blocks, 1),
+        threads=64,
+        params=Probe(pointer(source), pointer(output), 5, fault),
+        seed=seed,
+        predecessor_writes=[source],
+    )
+    expected = source.copy()
+    for _ in range(5):
+        expected += np.roll(expected, -1)
+    return np.array_equal(output[blocks : 2 * blocks], expected) and int(output[-1]) == 5 * blocks
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7, 64])
+def test_blocks_wait_for_each_other(kernels: emulation.Kernels, blocks: int) -> None:
+    assert all(passed(kernels, 0, seed, blocks=blocks) for seed in SEEDS)
+
+
+def test_blocks_that_do_not_wait_show(kernels: emulation.Kernels) -> None:
+    assert not any(passed(kernels, 1, seed) for seed in SEEDS)
+    assert not any(passed(kernels, 4, seed) for seed in SEEDS)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fault", "message"),
+    [
+        ("pass_numbers", 2, r"deadlock: .*7 threads .* wait in await_device at barriers\.cu:\d+ \(6 of 7 arrived\)"),
+        ("pass_numbers", 3, r"deadlock: 64 threads have ended; 384 .*wait_for_predecessor.*not all blocks"),
+        ("pass_apart", 0, "await_device in a kernel that is no ULL_GRID_KERNEL"),
+    ],
+)
+def test_blocks_that_wait_in_vain_are_told(kernels: emulation.Kernels, kernel: str, fault: int, message: str) -> None:
+    with pytest.raises(KernelError, match=message):
+        passed(kernels, fault, 0, kernel)
+
+
+def test_more_blocks_than_run_at_once_are_refused(kernels: emulation.Kernels) -> None:
+    with pytest.raises(KernelError, match="65 blocks that wait for each other: the emulator runs 64 at once"):
+        passed(kernels, 0, 0, blocks=65)
+
+
 def streamed(kernels: emulation.Kernels, fault: int, seed: int) -> bool:
     source = aligned((10, 256), np.int32)
     source[...] = np.random.default_rng(seed).integers(-1000, 1000, source.shape)
@@ -198,6 +244,9 @@ def test_not_waiting_for_a_bulk_copy_shows(kernels: emulation.Kernels) -> None:
         (4, "must be multiples of 16"),
         (5, "not initialised"),
         (6, "outside the block's 3120 bytes"),
+        (7, "has not been invalidated"),
+        (8, "invalidates an mbarrier that thread|not initialised, or was overwritten"),
+        (9, "ends while a bulk copy is under way"),
     ],
 )
 def test_faults_of_a_ring_are_told(kernels: emulation.Kernels, fault: int, message: str) -> None:

@@ -97,6 +97,39 @@ def test_a_round_is_the_kernels_in_order(program: Program, driver: RecordingDriv
     assert [launch.overlaps for launch in graph] == [False] + [True] * (len(graph) - 1)
 
 
+def test_all_layers_of_a_plain_round_can_be_one_kernel(bundle: Bundle, driver: RecordingDriver) -> None:
+    """With the parameters that the kernels of the single steps get in another round, which keep their chains."""
+    program = load(bundle, driver, persistent=True)
+    try:
+        plain, pair = graph_of(program, driver, 1), graph_of(program, driver, 2)
+        sample = ["ull_sample_scan", "ull_sample_draw", "ull_sample_filter"]
+        expected = ["ull_begin", "ull_embed", "ull_layers_1", "ull_head_1", *sample, "ull_accept", "ull_commit"]
+        assert [launch.kernel for launch in plain] == expected
+        assert [launch.overlaps for launch in plain] == [False] + [True] * 8
+        layers, begin = plain[2], plain[0].params
+        assert (layers.grid, layers.threads, layers.shared_bytes) == ((H200.multiprocessors, 1), 256, 224 << 10)
+        assert layers.params.round == program._arena.address("round")
+        used = {address for graph in driver.graphs.values() for one in graph for address in counters_of(one)}
+        assert layers.params.arrivals not in used
+        assert begin.counters <= layers.params.arrivals < begin.counters + 4 * begin.counter_count
+        chain = pair[2:12]
+        assert [launch.kernel for launch in chain[:5]] == [
+            *("ull_qkv_8", "ull_attention_8", "ull_o_8", "ull_gate_up_8", "ull_down_8")
+        ]
+        order = [chain[5 * layer + step].params for layer in range(2) for step in (0, 2, 3, 4, 1)]
+        stored = driver.device_bytes(layers.params.layers, program._plan.regions["layer parameters"].nbytes)
+        assert stored.tobytes() == b"".join(map(bytes, order))
+    finally:
+        program.close()
+
+
+def counters_of(launch: Launched) -> list[int]:
+    """Addresses that a kernel counts at; begin clears them all."""
+    if launch.kernel.startswith("ull_attention"):
+        return [launch.params.counters + 4 * index for index in range(4 * 64 // 16)]
+    return [launch.params.counters] if launch.kernel == "ull_commit" else []
+
+
 def test_a_prefill_has_neither_head_nor_sampler(program: Program, driver: RecordingDriver) -> None:
     names = [launch.kernel for launch in driver.graphs[program.handover["prefill"]]]
     assert names[:2] == ["ull_begin", "ull_embed"] and names[-3:] == ["ull_down_64", "ull_accept", "ull_commit"]

@@ -32,7 +32,13 @@ def gpu(spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_it_is_loaded_served_and_given_back(gpu: Any) -> None:
-    arguments = ["engine.device=3", "engine.context=128", "engine.kv_pages=40", "engine.watchdog_ms=1500"]
+    arguments = [
+        "engine.device=3",
+        "engine.context=128",
+        "engine.kv_pages=40",
+        "engine.persistent=true",
+        "engine.watchdog_ms=1500",
+    ]
     daemon = gpu(*[word for argument in arguments for word in ("--set", argument)])
     with Client(daemon.url) as client:
         assert client.generate([5], max_tokens=4).result().token_ids == [41, 42, 43, 40]
@@ -41,7 +47,7 @@ def test_it_is_loaded_served_and_given_back(gpu: Any) -> None:
     assert daemon.stop() == 0
     daemon.check_log()
     assert gpu.calls() == [
-        {"call": "load", "target": "sm_90a", "context": 128, "pages": 40, "device": 3},
+        {"call": "load", "target": "sm_90a", "context": 128, "pages": 40, "device": 3, "persistent": True},
         {"call": "execute", "watchdog_ms": 1500, "drafter": "ngram", "max_tree": 16},
         {"call": "close"},
     ]

@@ -59,11 +59,11 @@ def run(scenario: str, *arguments: object, kernels: Path | None = None, **option
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def scenario_rounds(path: str) -> None:
+def scenario_rounds(path: str, persistent: bool) -> None:
     """Decodes PROMPT plainly, then verifies what came out as chains of several lengths."""
     from ull.gpu.program import load
 
-    program = load(open_bundle(path))
+    program = load(open_bundle(path), persistent=persistent)
     rounds = program.replay()
     rounds.prefill(PROMPT[:-1])
     place = len(PROMPT) - 1
@@ -86,9 +86,12 @@ def cpu_model(tmp_path_factory: pytest.TempPathFactory) -> _native.CpuModel:
     return _native.CpuModel(open_bundle(on_cpu.path).native_spec())
 
 
-def test_rounds_say_what_the_cpu_says(bundle: Path, emulated: Path, cpu_model: _native.CpuModel) -> None:
+@pytest.mark.parametrize("persistent", [False, True])
+def test_rounds_say_what_the_cpu_says(
+    bundle: Path, emulated: Path, cpu_model: _native.CpuModel, persistent: bool
+) -> None:
     """Every kernel, in captured graphs, from the embedding to the mapped result."""
-    said = run("scenario_rounds", str(bundle), kernels=emulated, multiprocessors=4)
+    said = run("scenario_rounds", str(bundle), persistent, kernels=emulated, multiprocessors=4)
     expected = cpu_model.generate_greedy(np.array(PROMPT, np.int32), ANSWER).tolist()
     assert said["plain"] == expected
     assert said["verified"] == [expected[:size] for size in (2, 4, 8, 12)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -47,6 +48,15 @@ def test_every_kernel_compiles_without_spills(name: str, source: Path) -> None:
     for kernel in compiled.kernels:
         use = compiled.functions[kernel]
         assert (use.stack, use.spills) == (0, 0) and 0 < use.registers <= 255
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+@pytest.mark.parametrize("arch", ["llama-3.2-1b", "llama-3.1-8b", "qwen3-8b", "llama-3.3-70b"])
+def test_all_layers_in_one_kernel_leave_registers_over(arch: str, kv: Literal["bf16", "fp8"]) -> None:
+    """It needs more than any other, and what it needs depends on the shape."""
+    compiled = compile_file(kernels.SOURCES / "layers.cu", device_macros(shape_model(arch), Precision(kv=kv)))
+    use = compiled.functions["ull_layers_1"]
+    assert (use.stack, use.spills) == (0, 0) and use.registers < 255
 
 
 OTHER_TARGETS: list[tuple[Target, Path]] = [

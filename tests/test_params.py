@@ -25,6 +25,7 @@ CONSTANTS = {  # Python's name: C++'s
     "SPLIT_TOKENS": "kSplitTokens",
     "SLICES": "kSlices",
     "MLP_SCALE": "kMlpScale",
+    "LAYER_LINEARS": "kLayerLinears",
     "TAKE": "RoundMode::kTake",
     "CONTINUE": "RoundMode::kContinue",
     "PREFILL": "RoundMode::kPrefill",

@@ -44,6 +44,13 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         Idle, _key("what the engine thread does without work: adaptive backs off to short sleeps, spin never does")
     ] = "adaptive"
     device: Annotated[int, _key("number of the GPU that a bundle for one runs on", ge=0, le=63)] = 0
+    persistent: Annotated[
+        bool,
+        _key(
+            "one kernel for all layers of a plain round on a GPU instead of a chain; the tokens are the same, measure "
+            "which is faster on your GPU"
+        ),
+    ] = False
     isa: Annotated[
         Literal["auto", "avx512", "avx2", "portable"],
         _key("instruction set of the cpu executor; every choice gives the same bits"),

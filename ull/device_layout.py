@@ -27,6 +27,7 @@ _LINEAR_KERNELS = frozenset(
     [
         *(f"{name}_{tile}" for name in ("ull_norm", "ull_qkv_sum") for tile in (16, 32, 64)),
         *(f"{name}_{tile}" for name in _LINEARS for tile in (1, 8, 16, 32, 64)),
+        "ull_layers_1",
     ]
 )
 DEVICE_KERNELS = ROUND_KERNELS | _ATTENTION_KERNELS | _LINEAR_KERNELS

@@ -49,7 +49,9 @@ def _graph_executor(bundle: Bundle, config: Config, context: int, log: Log, exit
     engine, speculation = config.engine, bundle.manifest.speculation
     from ull.gpu.program import Program  # cuda-python is installed only where there is a GPU
 
-    program = Program(bundle, log, context=context, pages=engine.kv_pages or None, device=engine.device)
+    program = Program(
+        bundle, log, context=context, pages=engine.kv_pages or None, device=engine.device, persistent=engine.persistent
+    )
     closing = exit_stack.enter_context(ExitStack())
     closing.callback(program.close)
     drafter = "none" if speculation is None else speculation.default

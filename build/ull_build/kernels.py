@@ -26,7 +26,7 @@ OPTIONS = (
 )
 
 _PART_OF = {  # source files that only some forwards need, by a kernel of theirs
-    **dict.fromkeys(("down", "gate_up", "head", "norm", "output", "qkv"), "ull_qkv_1"),
+    **dict.fromkeys(("down", "gate_up", "head", "layers", "norm", "output", "qkv"), "ull_qkv_1"),
     "attention": "ull_attention_8",
 }
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)

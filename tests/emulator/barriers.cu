@@ -65,6 +65,35 @@ ULL_KERNEL(hand_over, ProbeParams, 1024, 1) {
   static_cast<int32_t*>(params.output)[arch::thread()] = sum;
 }
 
+// Blocks pass numbers round, `count` times: each adds its neighbour's of the round before to its own. output: two sets
+// of a number per block in turn, then the arrivals. Faults: 1 nobody waits; 2 block 0 does not arrive; 3 block 0 ends
+// without wait_for_predecessor; 4 the input is read before it.
+ULL_DEVICE void pass_round(const ProbeParams& params) {
+  const auto* input = static_cast<const uint32_t*>(params.input);
+  auto* output = static_cast<uint32_t*>(params.output);
+  const int me = arch::block_x(), blocks = arch::grid_x();
+  uint32_t* arrivals = output + 2 * blocks;
+  const uint32_t early = params.fault == 4 ? input[me] : 0;
+  if (params.fault == 3 && me == 0) return;
+  arch::wait_for_predecessor();
+  if (arch::thread() == 0) output[me] = params.fault == 4 ? early : input[me];
+  for (int i = 1; i <= params.count; ++i) {
+    arch::block_barrier();
+    if (arch::thread() == 0) {
+      if (params.fault != 2 || me != 0) arch::arrive_device(arrivals);
+      if (params.fault != 1) arch::await_device(arrivals, static_cast<uint32_t>(i * blocks));
+    }
+    arch::block_barrier();
+    if (arch::thread() == arch::threads() - 1) {
+      const uint32_t* before = output + (i - 1) % 2 * blocks;
+      output[i % 2 * blocks + me] = before[me] + before[(me + 1) % blocks];
+    }
+  }
+}
+
+ULL_GRID_KERNEL(pass_numbers, ProbeParams, 256) { pass_round(params); }
+ULL_KERNEL(pass_apart, ProbeParams, 256, 1) { pass_round(params); }
+
 // output[0] = sum of all inputs, output[1] = largest, by atomics; the last block to finish adds 1000 to output[2].
 ULL_KERNEL(reduce, ProbeParams, 1024, 1) {
   arch::wait_for_predecessor();

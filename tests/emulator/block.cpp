@@ -10,7 +10,8 @@
 
 namespace ull::emulator {
 
-__attribute__((visibility("hidden"))) Block block;
+__attribute__((visibility("hidden"))) Grid grid;
+__attribute__((visibility("hidden"))) Block* block;
 __attribute__((visibility("hidden"))) Thread* self;
 
 namespace {
@@ -44,12 +45,19 @@ std::string describe(const Thread& thread) {
   } else if (thread.wait == Wait::kBarrier && thread.parity == 0) {
     snprintf(text, sizeof(text), "block_barrier at %s:%d", file, thread.site.line);
   } else if (thread.wait == Wait::kBarrier) {
-    const Barrier& barrier = block.barriers[thread.parity];
+    const Barrier& barrier = thread.warp->block->barriers[thread.parity];
     snprintf(text, sizeof(text), "named_barrier %u at %s:%d (%d of %d arrived)", thread.parity, file, thread.site.line,
              barrier.arrived, barrier.count);
   } else if (thread.wait == Wait::kCopies) {
     snprintf(text, sizeof(text), "barrier_wait at %s:%d for parity %u of the mbarrier at shared + %td", file,
-             thread.site.line, thread.parity, reinterpret_cast<const unsigned char*>(thread.barrier) - block.shared);
+             thread.site.line, thread.parity,
+             reinterpret_cast<const unsigned char*>(thread.barrier) - thread.warp->block->shared);
+  } else if (thread.wait == Wait::kPredecessor) {
+    snprintf(text, sizeof(text), "wait_for_predecessor at %s:%d, which not all blocks have called", file,
+             thread.site.line);
+  } else if (thread.wait == Wait::kDevice) {
+    snprintf(text, sizeof(text), "await_device at %s:%d (%u of %u arrived)", file, thread.site.line, *thread.count,
+             thread.parity);
   }
   return text;
 }
@@ -57,14 +65,16 @@ std::string describe(const Thread& thread) {
 [[noreturn]] void fail_deadlock() {
   std::map<std::string, std::pair<int, int>> waits;  // description -> threads, first thread
   int ended = 0;
-  for (int i = 0; i < block.threads; ++i) {
-    const Thread& thread = block.thread[i];
-    if ((thread.warp->exited >> thread.lane & 1U) != 0) {
-      ++ended;
-      continue;
+  for (const Block* each : grid.blocks) {
+    for (int i = 0; i < grid.threads; ++i) {
+      const Thread& thread = each->thread[i];
+      if ((thread.warp->exited >> thread.lane & 1U) != 0) {
+        ++ended;
+        continue;
+      }
+      auto& entry = waits.try_emplace(describe(thread), 0, i).first->second;
+      ++entry.first;
     }
-    auto& entry = waits.try_emplace(describe(thread), 0, i).first->second;
-    ++entry.first;
   }
   std::string text;
   for (const auto& [description, count] : waits) {
@@ -82,39 +92,56 @@ int pick_bit(uint32_t mask, uint32_t random) {
 
 // Mostly a lane of the same warp: stays in the cache, and warps do run apart from each other on the chip.
 Thread* draw_thread() {
-  if (block.runnable_warps == 0) return nullptr;
+  if (block->runnable_warps == 0) return nullptr;
   const uint32_t random = draw();
   int warp = self->warp->index;
-  if ((block.runnable_warps >> warp & 1U) == 0 || (random & 15U) == 0) {
-    warp = pick_bit(block.runnable_warps, random >> 4);
+  if ((block->runnable_warps >> warp & 1U) == 0 || (random & 15U) == 0) {
+    warp = pick_bit(block->runnable_warps, random >> 4);
   }
-  return &block.thread[warp * kWarpLanes + pick_bit(block.warps[warp].runnable, random >> 9)];
+  return &block->thread[warp * kWarpLanes + pick_bit(block->warps[warp].runnable, random >> 9)];
 }
 
-Thread* next_thread() {
+// Of the block `block`; its copies go on if nothing else can.
+Thread* next_thread_of_block() {
+  if (block->live == 0) return nullptr;
   maybe_perform_copies();
   Thread* next = draw_thread();
-  while (next == nullptr && !block.copies.empty()) {
+  while (next == nullptr && !block->copies.empty()) {
     perform_one_copy();
     next = draw_thread();
   }
   return next;
 }
 
+// Mostly of the same block. If there is none, `block` is the one of `self` as before.
+Thread* next_thread() {
+  if (grid.blocks.size() == 1) return next_thread_of_block();
+  const uint32_t random = draw();
+  if ((random & 63U) != 0) {
+    if (Thread* next = next_thread_of_block()) return next;
+  }
+  for (size_t i = 0; i < grid.blocks.size(); ++i) {
+    block = grid.blocks[((random >> 6) + i) % grid.blocks.size()];
+    if (Thread* next = next_thread_of_block()) return next;
+  }
+  block = self->warp->block;
+  return nullptr;
+}
+
 void park(Thread& thread) {
   Warp& warp = *thread.warp;
   warp.runnable &= ~(1U << thread.lane);
-  if (warp.runnable == 0) block.runnable_warps &= ~(1U << warp.index);
+  if (warp.runnable == 0) block->runnable_warps &= ~(1U << warp.index);
 }
 
 void wake_lanes(Warp& warp, uint32_t lanes) {
   warp.runnable |= lanes;
-  if (warp.runnable != 0) block.runnable_warps |= 1U << warp.index;
+  if (warp.runnable != 0) warp.block->runnable_warps |= 1U << warp.index;
 }
 
 void release_barrier(Barrier& barrier) {
-  for (int w = 0; w < block.threads / kWarpLanes; ++w) {
-    wake_lanes(block.warps[w], barrier.waiting[w]);
+  for (int w = 0; w < grid.threads / kWarpLanes; ++w) {
+    wake_lanes(block->warps[w], barrier.waiting[w]);
     barrier.waiting[w] = 0;
   }
   barrier.arrived = 0;
@@ -123,54 +150,57 @@ void release_barrier(Barrier& barrier) {
 
 void thread_main() {
   fiber_entered();
-  block.body(block.params);
+  grid.body(grid.params);
   Thread& thread = *self;
   Warp& warp = *thread.warp;
   warp.exited |= 1U << thread.lane;
   park(thread);
-  --block.live;
+  --block->live;
   if (warp.arrived != 0) {
     fail_at(warp.site, "lane %d ends while other lanes of warp %d wait for it in %s", thread.lane, warp.index,
             name_of(warp.collective));
   }
-  Barrier& all = block.barriers[0];
-  if (all.arrived != 0 && all.arrived == block.live) release_barrier(all);
+  Barrier& all = block->barriers[0];
+  if (all.arrived != 0 && all.arrived == block->live) release_barrier(all);
   Thread* next = next_thread();
   if (next == nullptr) {
-    if (block.live != 0) fail_deadlock();
-    fiber_leave(thread.fiber, block.launcher);
+    for (const Block* each : grid.blocks) {
+      if (each->live != 0) fail_deadlock();
+    }
+    fiber_leave(thread.fiber, grid.launcher);
   }
   self = next;
   fiber_leave(thread.fiber, next->fiber);
 }
 
 void prepare_threads() {
-  block.runnable_warps = 0;
-  block.live = block.threads;
-  memset(block.barriers, 0, sizeof(block.barriers));
-  for (int w = 0; w < block.threads / kWarpLanes; ++w) {
-    Warp& warp = block.warps[w];
+  block->runnable_warps = 0;
+  block->live = grid.threads;
+  memset(block->barriers, 0, sizeof(block->barriers));
+  for (int w = 0; w < grid.threads / kWarpLanes; ++w) {
+    Warp& warp = block->warps[w];
+    warp.block = block;
     warp.index = w;
     warp.runnable = warp.exited = warp.arrived = 0;
     warp.turn = 0;
     wake_lanes(warp, ~0U);
   }
-  for (int i = 0; i < block.threads; ++i) {
-    Thread& thread = block.thread[i];
+  for (int i = 0; i < grid.threads; ++i) {
+    Thread& thread = block->thread[i];
     thread.index = i;
     thread.lane = i % kWarpLanes;
-    thread.warp = &block.warps[i / kWarpLanes];
+    thread.warp = &block->warps[i / kWarpLanes];
     thread.wait = Wait::kNone;
     fiber_prepare(thread.fiber, thread_main);
   }
 }
 
 void hide_regions() {
-  block.hidden_contents.resize(block.hidden.size());
-  for (size_t i = 0; i < block.hidden.size(); ++i) {
-    auto* data = static_cast<unsigned char*>(block.hidden[i].address);
-    block.hidden_contents[i].assign(data, data + block.hidden[i].bytes);
-    memset(data, 0xFF, block.hidden[i].bytes);
+  grid.hidden_contents.resize(grid.hidden.size());
+  for (size_t i = 0; i < grid.hidden.size(); ++i) {
+    auto* data = static_cast<unsigned char*>(grid.hidden[i].address);
+    grid.hidden_contents[i].assign(data, data + grid.hidden[i].bytes);
+    memset(data, 0xFF, grid.hidden[i].bytes);
   }
 }
 
@@ -181,14 +211,14 @@ std::string format_text(const char* format, va_list arguments) {
 }
 
 void record_error(Site site, const std::string& text) {
-  block.error =
-      std::string(block.kernel) + ", block (" + std::to_string(block.x) + ", " + std::to_string(block.y) + ")";
+  grid.error =
+      std::string(grid.kernel) + ", block (" + std::to_string(block->x) + ", " + std::to_string(block->y) + ")";
   if (self != nullptr) {
-    block.error += ", warp " + std::to_string(self->warp->index) + ", lane " + std::to_string(self->lane);
+    grid.error += ", warp " + std::to_string(self->warp->index) + ", lane " + std::to_string(self->lane);
   }
-  if (site.file != nullptr) block.error += ", " + std::string(file_name(site.file)) + ":" + std::to_string(site.line);
-  block.error += ": ";
-  block.error += text;
+  if (site.file != nullptr) grid.error += ", " + std::string(file_name(site.file)) + ":" + std::to_string(site.line);
+  grid.error += ": ";
+  grid.error += text;
 }
 
 }  // namespace
@@ -198,7 +228,7 @@ void fail(const char* format, ...) {
   va_start(arguments, format);
   record_error({nullptr, 0}, format_text(format, arguments));
   va_end(arguments);
-  fiber_leave(self->fiber, block.launcher);
+  fiber_leave(self->fiber, grid.launcher);
 }
 
 void fail_at(Site site, const char* format, ...) {
@@ -206,13 +236,13 @@ void fail_at(Site site, const char* format, ...) {
   va_start(arguments, format);
   record_error(site, format_text(format, arguments));
   va_end(arguments);
-  fiber_leave(self->fiber, block.launcher);
+  fiber_leave(self->fiber, grid.launcher);
 }
 
 uint32_t draw() {  // PCG32 (O'Neill 2014)
-  block.random = block.random * 6364136223846793005ULL + 1442695040888963407ULL;
-  const auto shifted = static_cast<uint32_t>(((block.random >> 18) ^ block.random) >> 27);
-  return std::rotr(shifted, static_cast<int>(block.random >> 59));
+  grid.random = grid.random * 6364136223846793005ULL + 1442695040888963407ULL;
+  const auto shifted = static_cast<uint32_t>(((grid.random >> 18) ^ grid.random) >> 27);
+  return std::rotr(shifted, static_cast<int>(grid.random >> 59));
 }
 
 void wake(Thread& thread) { wake_lanes(*thread.warp, 1U << thread.lane); }
@@ -271,11 +301,11 @@ const Operand* meet_warp(Collective collective, Site site) {
 }
 
 void meet_barrier(int id, int count, Site site) {
-  Barrier& barrier = block.barriers[id & (kNamedBarriers - 1)];
+  Barrier& barrier = block->barriers[id & (kNamedBarriers - 1)];
   if (id != 0) {
     if (id < 1 || id >= kNamedBarriers) fail_at(site, "named_barrier %d: ids are 1 to %d", id, kNamedBarriers - 1);
-    if (count <= 0 || count % kWarpLanes != 0 || count > block.threads) {
-      fail_at(site, "named_barrier %d of %d threads: must be a multiple of 32, at most %d", id, count, block.threads);
+    if (count <= 0 || count % kWarpLanes != 0 || count > grid.threads) {
+      fail_at(site, "named_barrier %d of %d threads: must be a multiple of 32, at most %d", id, count, grid.threads);
     }
     if (barrier.arrived != 0 && barrier.count != count) {
       fail_at(site, "named_barrier %d of %d threads, but others are there for one of %d", id, count, barrier.count);
@@ -283,7 +313,7 @@ void meet_barrier(int id, int count, Site site) {
   }
   barrier.count = count;
   ++barrier.arrived;
-  if (barrier.arrived == (id == 0 ? block.live : count)) {
+  if (barrier.arrived == (id == 0 ? block->live : count)) {
     release_barrier(barrier);
     let_others_run();
     return;
@@ -293,36 +323,75 @@ void meet_barrier(int id, int count, Site site) {
   suspend(Wait::kBarrier, site);
 }
 
-void predecessor_complete() {
+// Where blocks run at once, the predecessor is complete when all of them have asked for it.
+void predecessor_complete(Site site) {
+  block->waited = true;
+  if (grid.meets && !grid.complete) {
+    for (const Block* each : grid.blocks) {
+      if (!each->waited) return suspend(Wait::kPredecessor, site);
+    }
+    grid.complete = true;
+    for (Block* each : grid.blocks) {
+      for (int i = 0; i < grid.threads; ++i) {
+        if (each->thread[i].wait == Wait::kPredecessor) wake(each->thread[i]);
+      }
+    }
+  }
   show_hidden_regions();
-  block.waited = true;
   let_others_run();
 }
 
-void show_hidden_regions() {
-  for (size_t i = 0; i < block.hidden_contents.size(); ++i) {
-    memcpy(block.hidden[i].address, block.hidden_contents[i].data(), block.hidden[i].bytes);
+void arrive_device(uint32_t* count) {
+  maybe_let_others_run();
+  ++*count;
+  for (Block* each : grid.blocks) {
+    for (int i = 0; i < grid.threads; ++i) {
+      Thread& thread = each->thread[i];
+      if (thread.wait == Wait::kDevice && thread.count == count && *count >= thread.parity) wake(thread);
+    }
   }
-  block.hidden_contents.clear();
 }
 
-bool run_block() {
-  block.error.clear();
-  block.waited = block.released = false;
-  block.copies.clear();
-  prepare_threads();
-  hide_regions();
-  self = &block.thread[0];
-  self = draw_thread();
-  fiber_switch(block.launcher, self->fiber);
-  if (!block.error.empty()) return false;
-  self = nullptr;
-  if (!block.copies.empty()) {
-    record_error(block.copies.back().site, "the block ends while a bulk copy is under way");
-  } else if (!block.waited) {
-    record_error({nullptr, 0}, "the block ends without wait_for_predecessor()");
+void await_device(const uint32_t* count, uint32_t at_least, Site site) {
+  if (!grid.meets) fail_at(site, "await_device in a kernel that is no ULL_GRID_KERNEL");
+  if (*count >= at_least) return maybe_let_others_run();
+  self->count = count;
+  self->parity = at_least;
+  suspend(Wait::kDevice, site);
+}
+
+void show_hidden_regions() {
+  for (size_t i = 0; i < grid.hidden_contents.size(); ++i) {
+    memcpy(grid.hidden[i].address, grid.hidden_contents[i].data(), grid.hidden[i].bytes);
   }
-  return block.error.empty();
+  grid.hidden_contents.clear();
+}
+
+bool run_blocks() {
+  grid.error.clear();
+  grid.complete = false;
+  for (Block* each : grid.blocks) {
+    block = each;
+    block->waited = block->released = false;
+    block->copies.clear();
+    prepare_threads();
+  }
+  hide_regions();
+  self = &block->thread[0];
+  self = draw_thread();
+  fiber_switch(grid.launcher, self->fiber);
+  if (!grid.error.empty()) return false;
+  self = nullptr;
+  for (Block* each : grid.blocks) {
+    block = each;
+    if (!block->copies.empty()) {
+      record_error(block->copies.back().site, "the block ends while a bulk copy is under way");
+    } else if (!block->waited) {
+      record_error({nullptr, 0}, "the block ends without wait_for_predecessor()");
+    }
+    if (!grid.error.empty()) return false;
+  }
+  return true;
 }
 
 }  // namespace ull::emulator

@@ -1,6 +1,7 @@
-// One thread block under emulation: its threads are fibers, of which one runs at a time until it meets a barrier, a
+// Thread blocks under emulation: their threads are fibers, of which one runs at a time until it meets a barrier, a
 // warp collective, an mbarrier or an atomic; who runs next is drawn from the launch's seed. One block runs after
-// another. One launch at a time in a process (launch() holds a lock), so all state is global.
+// another, or all at once where they wait for each other. One launch at a time in a process (launch() holds a lock), so
+// all state is global.
 #pragma once
 
 #include <cstdint>
@@ -22,9 +23,10 @@ struct Site {
   int line;
 };
 
-enum class Wait : uint8_t { kNone, kCollective, kBarrier, kCopies };
+enum class Wait : uint8_t { kNone, kCollective, kBarrier, kCopies, kPredecessor, kDevice };
 
 struct Warp;
+struct Block;
 
 struct Thread {
   Fiber fiber;
@@ -34,7 +36,8 @@ struct Thread {
   Wait wait;  // what it waits for, for messages; with:
   Site site;
   const uint64_t* barrier;  // kCopies: the mbarrier
-  uint32_t parity;          // kCopies: the phase awaited; kBarrier: the barrier's id
+  const uint32_t* count;    // kDevice: the arrivals that are awaited
+  uint32_t parity;          // kCopies: the phase awaited; kBarrier: the barrier's id; kDevice: how many arrivals
 };
 
 enum class Collective : uint8_t { kWarpBarrier, kShuffle, kShuffleXor, kBallot, kMma };
@@ -48,6 +51,7 @@ struct Operand {
 };
 
 struct Warp {
+  Block* block;
   int index;
   uint32_t runnable;  // one bit per lane
   uint32_t exited;
@@ -82,33 +86,43 @@ struct HiddenRegion {
 };
 
 struct Block {
-  const char* kernel;
-  const void* params;
-  void (*body)(const void* params);
-  int x, y, grid_x, grid_y;
-  int threads;
+  int x, y;
   int live;  // threads that have not ended
   bool waited;
   bool released;
   unsigned char* shared;
-  uint32_t shared_bytes;
-  uint64_t random;
-  Fiber launcher;
-  std::string error;  // of the first failure
   std::vector<BulkCopy> copies;
   uint32_t runnable_warps;
-  std::vector<HiddenRegion> hidden;
-  std::vector<std::vector<unsigned char>> hidden_contents;
   Barrier barriers[kNamedBarriers];
   Warp warps[kMostWarps];
+  int stacks = 0;  // threads whose fibers have one
   Thread thread[kMostThreads];
 };
 
-extern Block block;
+// The launch under way.
+struct Grid {
+  const char* kernel;
+  const void* params;
+  void (*body)(const void* params);
+  bool meets;     // its blocks wait for each other: all of them run at once
+  bool complete;  // and all have asked for the predecessor's results
+  int grid_x, grid_y;
+  int threads;
+  uint32_t shared_bytes;
+  uint64_t random;
+  Fiber launcher;
+  std::string error;           // of the first failure
+  std::vector<Block*> blocks;  // that run: one, or all
+  std::vector<HiddenRegion> hidden;
+  std::vector<std::vector<unsigned char>> hidden_contents;
+};
+
+extern Grid grid;
+extern Block* block;  // whose thread runs
 extern Thread* self;  // the thread that runs
 
-// Runs the block whose launch parameters and position have been filled in; false with block.error set if it failed.
-bool run_block();
+// Runs grid.blocks, whose positions and shared memory have been filled in; false with grid.error set if that failed.
+bool run_blocks();
 void show_hidden_regions();
 
 // Ends the launch with an error that says where.
@@ -128,7 +142,9 @@ Operand& my_operand();
 // until this lane's next collective.
 const Operand* meet_warp(Collective collective, Site site);
 void meet_barrier(int id, int count, Site site);
-void predecessor_complete();
+void predecessor_complete(Site site);
+void arrive_device(uint32_t* count);
+void await_device(const uint32_t* count, uint32_t at_least, Site site);
 
 // Bulk copies (copies.cpp).
 void perform_one_copy();      // a random one of those under way

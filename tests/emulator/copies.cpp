@@ -26,10 +26,10 @@ uint64_t packed(const Fields& f) {
 }
 
 void check_address(const uint64_t* barrier, Site site) {
-  const auto offset = reinterpret_cast<const unsigned char*>(barrier) - block.shared;
-  if (offset < 0 || offset + 8 > static_cast<ptrdiff_t>(block.shared_bytes) || offset % 8 != 0) {
+  const auto offset = reinterpret_cast<const unsigned char*>(barrier) - block->shared;
+  if (offset < 0 || offset + 8 > static_cast<ptrdiff_t>(grid.shared_bytes) || offset % 8 != 0) {
     fail_at(site, "an mbarrier at shared + %td: must be aligned to 8 and within the block's %u bytes", offset,
-            block.shared_bytes);
+            grid.shared_bytes);
   }
 }
 
@@ -51,8 +51,8 @@ void store(uint64_t* barrier, Fields fields) {
   }
   *barrier = packed(fields);
   if (!complete) return;
-  for (int i = 0; i < block.threads; ++i) {
-    Thread& thread = block.thread[i];
+  for (int i = 0; i < grid.threads; ++i) {
+    Thread& thread = block->thread[i];
     if (thread.wait == Wait::kCopies && thread.barrier == barrier) wake(thread);
   }
 }
@@ -60,10 +60,10 @@ void store(uint64_t* barrier, Fields fields) {
 }  // namespace
 
 void perform_one_copy() {
-  const size_t index = draw() % block.copies.size();
-  const BulkCopy copy = block.copies[index];
-  block.copies[index] = block.copies.back();
-  block.copies.pop_back();
+  const size_t index = draw() % block->copies.size();
+  const BulkCopy copy = block->copies[index];
+  block->copies[index] = block->copies.back();
+  block->copies.pop_back();
   memcpy(copy.shared, copy.global, copy.bytes);
   Fields fields = fields_of(copy.barrier, copy.site);
   fields.bytes -= static_cast<int32_t>(copy.bytes);
@@ -71,14 +71,26 @@ void perform_one_copy() {
 }
 
 void maybe_perform_copies() {
-  while (!block.copies.empty() && (draw() & 7U) == 0) perform_one_copy();
+  while (!block->copies.empty() && (draw() & 7U) == 0) perform_one_copy();
 }
 
 void init_mbarrier(uint64_t* barrier, int arrivals, Site site) {
   check_address(barrier, site);
   if (arrivals < 1 || arrivals > kMostArrivals) fail_at(site, "barrier_init for %d arrivals", arrivals);
+  if (*barrier >> 48 == kMagic) fail_at(site, "barrier_init of an mbarrier that has not been invalidated");
   const auto count = static_cast<uint32_t>(arrivals);
   *barrier = packed({0, count, count, 0});
+}
+
+void invalidate_mbarrier(uint64_t* barrier, Site site) {
+  fields_of(barrier, site);
+  for (int i = 0; i < grid.threads; ++i) {
+    const Thread& thread = block->thread[i];
+    if (thread.wait == Wait::kCopies && thread.barrier == barrier) {
+      fail_at(site, "invalidates an mbarrier that thread %d waits for", i);
+    }
+  }
+  *barrier = ~uint64_t{0};
 }
 
 void arrive_mbarrier(uint64_t* barrier, uint32_t bytes, Site site) {
@@ -102,18 +114,18 @@ void wait_mbarrier(const uint64_t* barrier, uint32_t parity, Site site) {
 
 void begin_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier, Site site) {
   auto* destination = static_cast<unsigned char*>(shared);
-  const auto offset = destination - block.shared;
+  const auto offset = destination - block->shared;
   fields_of(barrier, site);
-  if (offset < 0 || offset + static_cast<ptrdiff_t>(bytes) > static_cast<ptrdiff_t>(block.shared_bytes)) {
+  if (offset < 0 || offset + static_cast<ptrdiff_t>(bytes) > static_cast<ptrdiff_t>(grid.shared_bytes)) {
     fail_at(site, "a bulk copy of %u bytes to shared + %td, outside the block's %u bytes", bytes, offset,
-            block.shared_bytes);
+            grid.shared_bytes);
   }
   if (bytes == 0 || bytes % 16 != 0 || offset % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) {
     fail_at(site, "a bulk copy of %u bytes from %p to shared + %td: size and addresses must be multiples of 16", bytes,
             global, offset);
   }
   memset(destination, 0xFF, bytes);  // from here on the copy may write: whoever reads before it completed reads this
-  block.copies.push_back({destination, static_cast<const unsigned char*>(global), bytes, barrier, site});
+  block->copies.push_back({destination, static_cast<const unsigned char*>(global), bytes, barrier, site});
   maybe_let_others_run();
 }
 

@@ -4,7 +4,7 @@
 // It is stricter than the chip: all 32 lanes must reach the same line for a warp collective, a barrier that is never
 // met is an error, and so is a block that ends without wait_for_predecessor(). Addresses of 16-byte accesses are
 // checked. What it cannot show: missing fences, races within what one thread does between two of the operations below,
-// and races between blocks other than through their order.
+// and races between blocks other than through their order, or the points where the blocks of a ULL_GRID_KERNEL change.
 #pragma once
 
 #include <cmath>
@@ -19,23 +19,26 @@
 
 #define ULL_DEVICE inline
 
-#define ULL_KERNEL(name, Params, threads, blocks_per_sm) ULL_EMULATED_KERNEL(name, Params, threads, blocks_per_sm)
-#define ULL_EMULATED_KERNEL(name, Params, threads, blocks_per_sm)                                             \
-  static void name(const Params& params);                                                                     \
-  static const ::ull::emulator::Registration ull_registration_##name(                                         \
-      #name, sizeof(Params), threads, [](const void* params) { name(*static_cast<const Params*>(params)); }); \
-  static_assert((threads) % 32 == 0 && (threads) <= 1024 && (blocks_per_sm) >= 1, "launch bounds of " #name); \
+#define ULL_KERNEL(name, Params, threads, blocks_per_sm) \
+  ULL_EMULATED_KERNEL(name, Params, threads, blocks_per_sm, false)
+#define ULL_GRID_KERNEL(name, Params, threads) ULL_EMULATED_KERNEL(name, Params, threads, 1, true)
+#define ULL_EMULATED_KERNEL(name, Params, threads, blocks_per_sm, meets)                                             \
+  static void name(const Params& params);                                                                            \
+  static const ::ull::emulator::Registration ull_registration_##name(                                                \
+      #name, sizeof(Params), threads, meets, [](const void* params) { name(*static_cast<const Params*>(params)); }); \
+  static_assert((threads) % 32 == 0 && (threads) <= 1024 && (blocks_per_sm) >= 1, "launch bounds of " #name);        \
   static void name([[maybe_unused]] const Params& params)
 
 namespace ull::emulator {
 
-// Adds a kernel to the list that the launcher looks in.
+// Adds a kernel to the list that the launcher looks in. meets: its blocks wait for each other.
 struct Registration {
-  Registration(const char* name, size_t params_bytes, int most_threads, void (*body)(const void* params));
+  Registration(const char* name, size_t params_bytes, int most_threads, bool meets, void (*body)(const void* params));
 };
 
 // copies.cpp
 void init_mbarrier(uint64_t* barrier, int arrivals, Site site);
+void invalidate_mbarrier(uint64_t* barrier, Site site);
 void arrive_mbarrier(uint64_t* barrier, uint32_t bytes, Site site);
 void wait_mbarrier(const uint64_t* barrier, uint32_t parity, Site site);
 void begin_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier, Site site);
@@ -52,14 +55,14 @@ namespace ull::arch {
 // ---- who am I ---------------------------------------------------------------------------------------------------
 
 inline int thread() { return emulator::self->index; }
-inline int threads() { return emulator::block.threads; }
+inline int threads() { return emulator::grid.threads; }
 inline int lane() { return emulator::self->lane; }
 inline int warp() { return emulator::self->warp->index; }
-inline int block_x() { return emulator::block.x; }
-inline int block_y() { return emulator::block.y; }
-inline int grid_x() { return emulator::block.grid_x; }
-inline int grid_y() { return emulator::block.grid_y; }
-inline unsigned char* shared_memory() { return emulator::block.shared; }
+inline int block_x() { return emulator::block->x; }
+inline int block_y() { return emulator::block->y; }
+inline int grid_x() { return emulator::grid.grid_x; }
+inline int grid_y() { return emulator::grid.grid_y; }
+inline unsigned char* shared_memory() { return emulator::block->shared; }
 
 // ---- barriers ---------------------------------------------------------------------------------------------------
 
@@ -70,8 +73,13 @@ inline void named_barrier(int id, int count, ULL_SITE_PARAMETERS) {
 }
 inline void warp_barrier(ULL_SITE_PARAMETERS) { emulator::meet_warp(emulator::Collective::kWarpBarrier, ULL_SITE); }
 
-inline void release_dependents() { emulator::block.released = true; }
-inline void wait_for_predecessor() { emulator::predecessor_complete(); }
+inline void release_dependents() { emulator::block->released = true; }
+inline void wait_for_predecessor(ULL_SITE_PARAMETERS) { emulator::predecessor_complete(ULL_SITE); }
+
+inline void arrive_device(uint32_t* count) { emulator::arrive_device(count); }
+inline void await_device(const uint32_t* count, uint32_t at_least, ULL_SITE_PARAMETERS) {
+  emulator::await_device(count, at_least, ULL_SITE);
+}
 
 // ---- warp -------------------------------------------------------------------------------------------------------
 
@@ -201,12 +209,16 @@ inline uint64_t timer_ns() {
 using Barrier = uint64_t;
 
 inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - emulator::block.shared);
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - emulator::block->shared);
 }
 inline void barrier_init(Barrier* barrier, int arrivals, ULL_SITE_PARAMETERS) {
   emulator::init_mbarrier(barrier, arrivals, ULL_SITE);
 }
 inline void fence_barrier_init() {}
+inline void barrier_invalidate(Barrier* barrier, ULL_SITE_PARAMETERS) {
+  emulator::invalidate_mbarrier(barrier, ULL_SITE);
+}
+inline void fence_bulk_copies() {}
 inline void barrier_arrive(Barrier* barrier, ULL_SITE_PARAMETERS) { emulator::arrive_mbarrier(barrier, 0, ULL_SITE); }
 inline void barrier_arrive_expect(Barrier* barrier, uint32_t bytes, ULL_SITE_PARAMETERS) {
   emulator::arrive_mbarrier(barrier, bytes, ULL_SITE);

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <numeric>
 #include <utility>
@@ -32,9 +33,12 @@ constexpr size_t kStackBytes = 256 * 1024;  // frames are larger
 constexpr size_t kStackBytes = 64 * 1024;
 #endif
 
+constexpr int kMostTogether = 64;  // blocks that run at once
+
 struct Entry {
   UllKernel kernel;
   void (*body)(const void* params);
+  bool meets;
 };
 
 std::vector<Entry>& entries() {
@@ -94,11 +98,24 @@ class SharedMemory {
   uint32_t bytes_ = 0;
 };
 
-void allocate_stacks() {
-  for (Thread& thread : block.thread) {
-    thread.fiber.stack = map_guarded(kStackBytes);
-    thread.fiber.bytes = kStackBytes;
+// A block and its shared memory.
+struct Place {
+  Block block;
+  SharedMemory shared;
+};
+
+// The first `count` places, with stacks for as many threads.
+std::vector<std::unique_ptr<Place>>& places(size_t count, int threads) {
+  static std::vector<std::unique_ptr<Place>> all;
+  while (all.size() < count) all.push_back(std::make_unique<Place>());
+  for (size_t i = 0; i < count; ++i) {
+    for (int& used = all[i]->block.stacks; used < threads; ++used) {
+      Fiber& fiber = all[i]->block.thread[used].fiber;
+      fiber.stack = map_guarded(kStackBytes);
+      fiber.bytes = kStackBytes;
+    }
   }
+  return all;
 }
 
 // A kernel's access to an address that is not mapped ends the launch instead of the process. (Under AddressSanitizer
@@ -139,14 +156,14 @@ class FaultHandler {
     const auto* stack = static_cast<unsigned char*>(self->fiber.stack);
     char text[400];
     int used =
-        snprintf(text, sizeof(text), "%s, block (%d, %d), thread %d: ", block.kernel, block.x, block.y, self->index);
+        snprintf(text, sizeof(text), "%s, block (%d, %d), thread %d: ", grid.kernel, block->x, block->y, self->index);
     if (address >= stack - kPage && address < stack) {
       used += snprintf(text + used, sizeof(text) - used, "stack overflow");
     } else {
       used += snprintf(text + used, sizeof(text) - used, "illegal memory access at %p (shared + %td)",
-                       static_cast<const void*>(address), address - block.shared);
+                       static_cast<const void*>(address), address - block->shared);
     }
-    block.error = text;
+    grid.error = text;
     siglongjmp(resume, 1);
   }
 
@@ -169,70 +186,88 @@ std::string refusal(const UllLaunch& launch, const Entry& entry) {
     return std::to_string(launch.threads) + " threads: must be a multiple of 32 and within the kernel's bound of " +
            std::to_string(entry.kernel.most_threads);
   }
+  if (entry.meets && static_cast<int64_t>(launch.grid_x) * launch.grid_y > kMostTogether) {
+    return std::to_string(static_cast<int64_t>(launch.grid_x) * launch.grid_y) +
+           " blocks that wait for each other: the emulator runs " + std::to_string(kMostTogether) + " at once";
+  }
   if (launch.shared_bytes < 0 || static_cast<uint32_t>(launch.shared_bytes) > kMostShared) {
     return std::to_string(launch.shared_bytes) + " bytes of shared memory: at most " + std::to_string(kMostShared);
   }
   return {};
 }
 
-__attribute__((noinline)) bool run_guarded_block() {
+__attribute__((noinline)) bool run_guarded_blocks() {
   if (sigsetjmp(FaultHandler::resume, 1) != 0) return false;
-  return run_block();
+  return run_blocks();
 }
 
-std::string run_blocks(const UllLaunch& launch) {
-  static SharedMemory shared;
-  std::vector<int> order(static_cast<size_t>(launch.grid_x) * static_cast<size_t>(launch.grid_y));
+// Runs the blocks of these numbers at once; what went wrong.
+std::string run_together(const std::vector<int>& numbers) {
+  auto& all = places(numbers.size(), grid.threads);
+  grid.blocks.clear();
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    Block& one = all[i]->block;
+    one.x = numbers[i] % grid.grid_x;
+    one.y = numbers[i] / grid.grid_x;
+    one.shared = all[i]->shared.fresh(grid.shared_bytes);
+    grid.blocks.push_back(&one);
+  }
+  const bool good = run_guarded_blocks();
+  self = nullptr;
+  show_hidden_regions();
+  std::string outside;
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    if (all[i]->shared.intact() || !outside.empty()) continue;
+    outside = std::string(grid.kernel) + ", block (" + std::to_string(all[i]->block.x) + ", " +
+              std::to_string(all[i]->block.y) + "): wrote outside its " + std::to_string(grid.shared_bytes) +
+              " bytes of shared memory";
+  }
+  return good ? outside : grid.error;
+}
+
+std::string run_grid() {
+  std::vector<int> order(static_cast<size_t>(grid.grid_x) * static_cast<size_t>(grid.grid_y));
   std::iota(order.begin(), order.end(), 0);
   for (size_t left = order.size(); left > 1; --left) std::swap(order[left - 1], order[draw() % left]);
   [[maybe_unused]] const FaultHandler handler;
-  for (const int index : order) {
-    block.x = index % launch.grid_x;
-    block.y = index / launch.grid_x;
-    block.shared = shared.fresh(block.shared_bytes);
-    const bool good = run_guarded_block();
-    self = nullptr;
-    show_hidden_regions();
-    const bool intact = shared.intact();
-    if (!good) return block.error;
-    if (!intact) {
-      return std::string(block.kernel) + ", block (" + std::to_string(block.x) + ", " + std::to_string(block.y) +
-             "): wrote outside its " + std::to_string(block.shared_bytes) + " bytes of shared memory";
-    }
+  if (grid.meets) return run_together(order);
+  for (const int number : order) {
+    std::string error = run_together({number});
+    if (!error.empty()) return error;
   }
   return {};
 }
 
 std::string run(const UllLaunch& launch) {
   const std::lock_guard guard(launch_lock);
-  static const bool allocated = (allocate_stacks(), true);
-  static_cast<void>(allocated);
   for (const Entry& entry : entries()) {
     if (strcmp(entry.kernel.name, launch.kernel) != 0) continue;
     const std::string refused = refusal(launch, entry);
     if (!refused.empty()) return std::string(launch.kernel) + ": " + refused;
-    fiber_adopt_caller(block.launcher);
-    block.kernel = entry.kernel.name;
-    block.body = entry.body;
-    block.params = launch.params;
-    block.grid_x = launch.grid_x;
-    block.grid_y = launch.grid_y;
-    block.threads = launch.threads;
-    block.shared_bytes = static_cast<uint32_t>(launch.shared_bytes);
-    block.random = launch.seed * 0x9E3779B97F4A7C15ULL + 0xD1B54A32D192ED03ULL;
-    block.hidden.clear();
+    fiber_adopt_caller(grid.launcher);
+    grid.kernel = entry.kernel.name;
+    grid.body = entry.body;
+    grid.meets = entry.meets;
+    grid.params = launch.params;
+    grid.grid_x = launch.grid_x;
+    grid.grid_y = launch.grid_y;
+    grid.threads = launch.threads;
+    grid.shared_bytes = static_cast<uint32_t>(launch.shared_bytes);
+    grid.random = launch.seed * 0x9E3779B97F4A7C15ULL + 0xD1B54A32D192ED03ULL;
+    grid.hidden.clear();
     for (int i = 0; i < launch.hidden_count; ++i) {
-      block.hidden.push_back({launch.hidden[i].address, launch.hidden[i].bytes});
+      grid.hidden.push_back({launch.hidden[i].address, launch.hidden[i].bytes});
     }
-    return run_blocks(launch);
+    return run_grid();
   }
   return std::string("unknown kernel ") + launch.kernel;
 }
 
 }  // namespace
 
-Registration::Registration(const char* name, size_t params_bytes, int most_threads, void (*body)(const void* params)) {
-  entries().push_back({{name, static_cast<int32_t>(params_bytes), most_threads}, body});
+Registration::Registration(const char* name, size_t params_bytes, int most_threads, bool meets,
+                           void (*body)(const void* params)) {
+  entries().push_back({{name, static_cast<int32_t>(params_bytes), most_threads}, body, meets});
 }
 
 }  // namespace ull::emulator

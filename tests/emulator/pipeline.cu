@@ -10,7 +10,8 @@ inline constexpr int kStageBytes = 1024;
 
 // Warp 0 streams `count` stages of 256 int32 through a ring, the other warps (256 threads) each sum their column.
 // Faults: 1 consumers do not wait for the copy; 2 the producer does not wait for the consumers; 3 fewer bytes are
-// announced than come; 4 a misaligned source; 5 the barriers are not initialised; 6 a copy past the end.
+// announced than come; 4 a misaligned source; 5 the barriers are not initialised; 6 a copy past the end; 7 a barrier is
+// initialised twice; 8 a barrier is invalidated while it is waited for; 9 copies that nobody waits for.
 ULL_KERNEL(stream, ProbeParams, 288, 1) {
   unsigned char* stages = arch::shared_memory();
   auto* full = reinterpret_cast<arch::Barrier*>(stages + kStages * kStageBytes);
@@ -21,6 +22,9 @@ ULL_KERNEL(stream, ProbeParams, 288, 1) {
       arch::barrier_init(&empty[i], 8);
     }
     arch::fence_barrier_init();
+    arch::barrier_invalidate(&empty[0]);
+    arch::barrier_init(&empty[0], 8);
+    if (params.fault == 7) arch::barrier_init(&full[0], 1);
   }
   arch::block_barrier();
   arch::release_dependents();
@@ -35,6 +39,7 @@ ULL_KERNEL(stream, ProbeParams, 288, 1) {
       const auto* source = static_cast<const unsigned char*>(params.input) + i * kStageBytes;
       arch::bulk_copy_stream(stages + stage * kStageBytes + (params.fault == 6 ? 4096 : 0),
                              source + (params.fault == 4 ? 4 : 0), kStageBytes, &full[stage]);
+      if (params.fault == 8 && i == kStages) arch::barrier_invalidate(&full[stage]);
     }
     return;
   }
@@ -46,6 +51,7 @@ ULL_KERNEL(stream, ProbeParams, 288, 1) {
     if (arch::lane() == 0) arch::barrier_arrive(&empty[stage]);
   }
   static_cast<int32_t*>(params.output)[arch::thread() - 32] = sum;
+  if (params.fault == 9) arch::bulk_copy_stream(stages, params.input, 16, &full[0]);
 }
 
 // Copies `count` floats. Faults: 1 writes one float past the block's shared memory; 2 before it; 3 reads far past it;

@@ -2,8 +2,9 @@
 
     L x { qkv, attention, o, gate_up, down }, head
 
-From 16 tokens on a kernel of its own normalises before qkv, gate_up and head, and finishes what the layer before left
-in partial sums; qkv's own are finished by qkv_sum.
+For one token all layers can be one persistent kernel instead of five each. From 16 tokens on a kernel of its own
+normalises before qkv, gate_up and head, and finishes what the layer before left in partial sums; qkv's own are finished
+by qkv_sum.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ull.gpu.launch import Launch
 from ull.gpu.launches import linear
 from ull.gpu.memory import Sizes
 from ull.gpu.paged_attention import PagedAttention
-from ull.gpu.params import MLP_SCALE, LinearParams, NormParams
+from ull.gpu.params import MLP_SCALE, LayersParams, LinearParams, NormParams
 from ull.gpu.places import Places
 
 
@@ -30,17 +31,33 @@ class Unfinished:
 
 
 class FusedForward:
-    """Builds the launches of the forward, layer by layer."""
+    """Builds the launches of the forward, layer by layer.
+
+    `persistent`: all layers of a round of one token are one launch. Then "layer parameters" must hold
+    `layer_parameters` before the first round.
+    """
 
     name = "fused"
 
-    def __init__(self, sizes: Sizes, places: Places, multiprocessors: int) -> None:
+    def __init__(self, sizes: Sizes, places: Places, multiprocessors: int, persistent: bool = False) -> None:
         self._sizes, self._places, self._multiprocessors = sizes, places, multiprocessors
+        self._persistent = persistent
         self._attention = PagedAttention(sizes, places, multiprocessors)
 
     def launches(self, tokens: int, draws: bool) -> list[Launch]:
-        layers = [launch for layer in range(self._sizes.model.layers) for launch in self._layer(layer, tokens)]
+        if self._persistent and tokens == 1:
+            layers = [self._all_layers()]
+        else:
+            layers = [launch for layer in range(self._sizes.model.layers) for launch in self._layer(layer, tokens)]
         return layers + self._head(tokens) if draws else layers
+
+    def layer_parameters(self) -> bytes:
+        """`LayerParams` of every layer: what the kernels of its steps would be launched with."""
+        parameters = b""
+        for layer in range(self._sizes.model.layers):
+            qkv, attention, *others = self._layer(layer, 1)
+            parameters += b"".join(bytes(launch.params) for launch in (qkv, *others, attention))
+        return parameters
 
     def warm_up(self, tokens: int, draws: bool) -> None:
         """Nothing: modules are loaded as a whole."""
@@ -48,6 +65,15 @@ class FusedForward:
     def capture(self, recorder: Recorder, tokens: int, draws: bool) -> None:
         for launch in self.launches(tokens, draws):
             recorder.launch(launch)
+
+    def _all_layers(self) -> Launch:
+        region = self._places.region
+        params = LayersParams(
+            round=region("round"),
+            layers=region("layer parameters"),
+            arrivals=region("counters") + 4 * self._sizes.layers_counter,
+        )
+        return Launch("ull_layers_1", *linear.layers(self._multiprocessors), params)
 
     def _layer(self, layer: int, tokens: int) -> list[Launch]:
         model, sizes, blocks = self._sizes.model, self._sizes, self._multiprocessors

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ull.bundle import Model, Precision, inverse_frequencies
 from ull.gpu.arena import ArenaPlan
 from ull.gpu.launches import attention, linear, sampling
-from ull.gpu.params import PAGE_TOKENS, TREE_TOKENS, Round, State
+from ull.gpu.params import PAGE_TOKENS, TREE_TOKENS, LayerParams, Round, State
 from ull.layout import qkv_rows, round_up
 
 _COLUMN_UNIT, _ROW_UNIT = 32, 16  # of f16 activations and of f32 outputs
@@ -32,7 +32,9 @@ class Sizes:
         self.layer_page_bytes = 2 * self.tree_bytes
         self.page_bytes = model.layers * self.layer_page_bytes
         self.attention_counters = attention.counter_count(model.heads)
-        self.counter_count = model.layers * self.attention_counters + 1  # the commit has one
+        self.layers_counter = model.layers * self.attention_counters
+        self.commit_counter = self.layers_counter + 1
+        self.counter_count = self.commit_counter + 1
 
     @property
     def kv_bytes(self) -> int:
@@ -50,6 +52,7 @@ def plan_memory(sizes: Sizes, weight_bytes: int) -> ArenaPlan:
     plan.reserve("round", ctypes.sizeof(Round))
     plan.reserve("state", ctypes.sizeof(State))
     plan.reserve("counters", 4 * sizes.counter_count)
+    plan.reserve("layer parameters", model.layers * ctypes.sizeof(LayerParams))
     plan.reserve("page table", 4 * attention.table_pages(sizes.context))
     plan.reserve("residual", 4 * TREE_TOKENS * round_up(model.hidden, _ROW_UNIT))
     plan.reserve("normed", 2 * TREE_TOKENS * round_up(model.hidden, _COLUMN_UNIT))

@@ -14,6 +14,7 @@ PAGE_TOKENS = 64
 SPLIT_TOKENS = 256
 SLICES = 8
 MLP_SCALE = 0.0625
+LAYER_LINEARS = 4
 
 TAKE, CONTINUE, PREFILL = range(3)  # RoundMode
 OK, SKIPPED, NOT_FINITE = range(3)  # RoundStatus
@@ -186,6 +187,17 @@ class AttentionParams(ctypes.Structure):
         ("window", c_int32),
         ("splits", c_int32),
     ]
+
+
+class LayerParams(ctypes.Structure):
+    _fields_ = [
+        ("linears", LinearParams * LAYER_LINEARS),  # qkv, o, gate_up, down
+        ("attention", AttentionParams),
+    ]
+
+
+class LayersParams(ctypes.Structure):
+    _fields_ = [("round", c_void_p), ("layers", c_void_p), ("arrivals", c_void_p)]
 
 
 class SampleParams(ctypes.Structure):

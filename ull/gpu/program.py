@@ -27,16 +27,23 @@ from ull.layout import round_up
 from ull.log import Log
 
 
-def load(bundle: Bundle, context: int | None = None, pages: int | None = None, log: Log | None = None) -> Program:
+def load(
+    bundle: Bundle,
+    context: int | None = None,
+    pages: int | None = None,
+    log: Log | None = None,
+    persistent: bool = False,
+) -> Program:
     """The program of a bundle on GPU 0; `log` None says nothing but warnings. Raises as `Program` does."""
-    return Program(bundle, log or Log("warning"), context, pages)
+    return Program(bundle, log or Log("warning"), context, pages, persistent=persistent)
 
 
 class Program:
     """Everything that the core replays. Raises GpuError, BundleError or OSError; what was acquired is released.
 
     `context` (tokens of one request) and `pages` (of the KV pool) default to what the bundle offers and what one such
-    request needs. `driver` is for tests.
+    request needs. `persistent`: our kernels for the layers of a plain round are one instead of a chain. `driver` is for
+    tests.
     """
 
     def __init__(
@@ -47,10 +54,11 @@ class Program:
         pages: int | None = None,
         device: int = 0,
         driver: Driver | None = None,
+        persistent: bool = False,
     ) -> None:
         self._exit = ExitStack()
         self._replay: Replay | None = None
-        self._bundle, self._log = bundle, log
+        self._bundle, self._log, self._persistent = bundle, log, persistent
         manifest = bundle.manifest
         self.sizes = Sizes(manifest.model, manifest.precision, context or manifest.model.context, pages)
         with ExitStack() as exit_stack:
@@ -179,7 +187,12 @@ class Program:
         """The forward sources that the bundle's phases name, by name."""
         forward, sources = self._bundle.manifest.forward, dict[str, Forward]()
         if forward.uses("fused"):
-            sources["fused"] = FusedForward(self.sizes, places, self._driver.info.multiprocessors)
+            fused = FusedForward(self.sizes, places, self._driver.info.multiprocessors, self._persistent)
+            if self._persistent:
+                parameters = np.frombuffer(fused.layer_parameters(), np.uint8)
+                with Staging(self._driver, self._stream) as staging:
+                    staging.copy(self._arena.address("layer parameters"), parameters)
+            sources["fused"] = fused
         if forward.uses("tensorrt"):
             from ull.gpu.tensorrt import TensorRtForward  # installed only where a bundle asks for it
 

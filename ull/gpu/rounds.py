@@ -70,13 +70,10 @@ class Rounds:
             tree_keys=region("tree keys"),
             tree_values=region("tree values"),
             results=host.results,
-            counters=self._counters(sizes.counter_count - 1),
+            counters=region("counters") + 4 * sizes.commit_counter,
             page_bytes=sizes.page_bytes,
         )
         return [
             Launch("ull_accept", *sampling.accept(), accept),
             Launch("ull_commit", *attention.commit(sizes.model.kv_heads, sizes.model.layers), commit),
         ]
-
-    def _counters(self, first: int) -> int:
-        return self._places.region("counters") + 4 * first

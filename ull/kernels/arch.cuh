@@ -14,6 +14,10 @@
 #define ULL_KERNEL(name, Params, threads, blocks_per_sm) \
   extern "C" __global__ void __launch_bounds__(threads, blocks_per_sm) name(const __grid_constant__ Params params)
 
+// The same for a kernel whose blocks wait for each other by await_device(): the grid is at most one block per
+// multiprocessor, so that all run at once.
+#define ULL_GRID_KERNEL(name, Params, threads) ULL_KERNEL(name, Params, threads, 1)
+
 namespace ull::arch {
 
 // ---- who am I ---------------------------------------------------------------------------------------------------
@@ -39,6 +43,19 @@ ULL_DEVICE void block_barrier() { __syncthreads(); }
 // Of `count` threads (a multiple of 32) that name the same id (1 .. 15).
 ULL_DEVICE void named_barrier(int id, int count) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory"); }
 ULL_DEVICE void warp_barrier() { __syncwarp(); }
+
+// Between blocks of a launch, by one thread of each: what the block's threads wrote before the block_barrier() before
+// arrive_device() is seen by those of another block after the block_barrier() after its await_device(). `count` only
+// grows while somebody waits.
+ULL_DEVICE void arrive_device(uint32_t* count) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
+}
+ULL_DEVICE void await_device(const uint32_t* count, uint32_t at_least) {
+  uint32_t value;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
+  } while (value < at_least);
+}
 
 // Programmatic dependent launch: lets the next kernel's blocks start; waits for the previous kernel's results. Weights,
 // which no kernel writes, may be read before the wait; nothing else may. Before Hopper kernels never overlap.
@@ -195,6 +212,12 @@ ULL_DEVICE void barrier_init(Barrier* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 ULL_DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// By one thread, when nobody waits any more: before its memory is used for anything else, or initialised again.
+ULL_DEVICE void barrier_invalidate(Barrier* barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// By every thread before a block_barrier(), after which bulk copies may write where threads have read or written.
+ULL_DEVICE void fence_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 ULL_DEVICE void barrier_arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }

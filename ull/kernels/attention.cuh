@@ -198,6 +198,7 @@ struct Attention {
   }
 
   // keys: loaded, of the first split.
+  template <bool kInLoop>
   ULL_DEVICE void run(KeyFragment& keys) const {
 #pragma unroll 1
     for (int split = share.first_split; split < share.end_split; ++split) {
@@ -224,31 +225,39 @@ struct Attention {
       copy_split_values(split + 1, pages);
     }
     if (plan.splits() == 1) return;
-    if (is_last_lane<kTile>(params, plan, share)) merge_part(params, plan, share);
+    if (is_last_lane<kTile>(params, plan, share)) merge_part<kInLoop>(params, plan, share);
   }
 };
 
-template <int kTile>
-ULL_DEVICE void attend(const AttentionParams& params) {
-  arch::release_dependents();
-  arch::wait_for_predecessor();
+// What the block at `place` does, once its predecessor's results are there; false if that is nothing. kInLoop: see
+// merge_splits().
+template <int kTile, bool kInLoop>
+ULL_DEVICE bool attend_at(const AttentionParams& params, const AttentionPlace& place) {
   // Most blocks begin with the split of their own number: asking for its pages at once saves a trip to memory.
-  const int guess = arch::block_x() < params.splits ? arch::block_x() : 0;
+  const int guess = place.x < params.splits ? place.x : 0;
   const arch::Vector4 guessed = arch::load_global(params.pages + guess * kSplitTiles);
-  const AttentionPlan plan = make_plan<kTile>(*params.round, params.window);
-  if (plan.count == 0) return;
-  const int kv_head = arch::block_y();
-  const int lane = plan.parts == 1 ? arch::block_x() : arch::block_x() / plan.parts;
-  if (lane >= plan.busy_lanes) return;
-  const AttentionShare share = make_share(plan, kv_head, arch::block_x() - lane * plan.parts, lane);
-  const float key_scale = kKvBits == 8 ? params.kv_scale[kv_head] : 1.0F;
+  const AttentionPlan plan = make_plan<kTile>(*params.round, params.window, place.blocks);
+  if (plan.count == 0) return false;
+  const int lane = plan.parts == 1 ? place.x : place.x / plan.parts;
+  if (lane >= plan.busy_lanes) return false;
+  const AttentionShare share = make_share(plan, place.kv_head, place.x - lane * plan.parts, lane);
+  const float key_scale = kKvBits == 8 ? params.kv_scale[place.kv_head] : 1.0F;
   const Attention<kTile> block{params, plan, share, key_scale};
   KeyFragment keys{};
   block.begin(keys, share.first_split == guess ? guessed : block.load_pages(share.first_split));
   auto* work = reinterpret_cast<AttentionWork*>(arch::shared_memory() + AttentionShared<kTile>::kWork);
   if (arch::thread() == 0) *work = {plan, share};
   arch::block_barrier();
-  Attention<kTile>{params, work->plan, work->share, key_scale}.run(keys);
+  Attention<kTile>{params, work->plan, work->share, key_scale}.template run<kInLoop>(keys);
+  return true;
+}
+
+// The kernel.
+template <int kTile>
+ULL_DEVICE void attend(const AttentionParams& params) {
+  arch::release_dependents();
+  arch::wait_for_predecessor();
+  attend_at<kTile, false>(params, {arch::block_x(), arch::grid_x(), arch::block_y()});
 }
 
 }  // namespace ull::gpu

@@ -161,7 +161,9 @@ ULL_DEVICE void merge_quad(MergedQuad& first, const MergedQuad& second) {
   for (int i = 0; i < 4; ++i) first.value[i] = merged(weights, first.value[i], second.value[i]);
 }
 
-// row: of the kv head.
+// row: of the kv head. kInLoop: the kernel does this again and again. Then what is written only sometimes must be given
+// a value first, or the compiler keeps its registers for it all the way round.
+template <bool kInLoop>
 ULL_DEVICE MergedQuad merge_splits(const AttentionParams& params, const AttentionPlan& plan, int kv_head, int row,
                                    int dim) {
   constexpr MergedQuad kNothing{{kNoMaximum, 0.0F}, {}};
@@ -175,6 +177,7 @@ ULL_DEVICE MergedQuad merge_splits(const AttentionParams& params, const Attentio
 #pragma unroll
     for (int i = 0; i < kMergeBatch; ++i) {
       next[i] = split;
+      if constexpr (kInLoop) outputs[i] = statistics[i] = {};
       if (split >= plan.end_split) continue;
       const size_t from = partial_row(params, kv_head, split, row);
       outputs[i] = arch::load_global(partial_output(params, from) + dim);
@@ -199,13 +202,14 @@ ULL_DEVICE MergedQuad merge_splits(const AttentionParams& params, const Attentio
   return total;
 }
 
+template <bool kInLoop>
 ULL_DEVICE void merge_part(const AttentionParams& params, const AttentionPlan& plan, const AttentionShare& share) {
   constexpr int kQuads = kHeadDim / 4;
 #pragma unroll 1
   for (int i = arch::thread(); i < share.rows * kQuads; i += kAttentionThreads) {
     const int row = share.row + i / kQuads;
     const int dim = i % kQuads * 4;
-    const MergedQuad total = merge_splits(params, plan, share.kv_head, row, dim);
+    const MergedQuad total = merge_splits<kInLoop>(params, plan, share.kv_head, row, dim);
     const float factor = output_factor(params, share.kv_head, total.statistics.sum);
     uint32_t* to = output_pair(params, share.kv_head, row, dim);
     for (int d = 0; d < 2; ++d) {

@@ -104,9 +104,16 @@ struct AttentionPlan {
   }
 };
 
-// Called by whole warps.
+// Which of the blocks that share a kv head's rows and positions one is.
+struct AttentionPlace {
+  int x;
+  int blocks;
+  int kv_head;
+};
+
+// Called by whole warps. blocks: that share a kv head.
 template <int kTile>
-ULL_DEVICE AttentionPlan make_plan(const Round& round, int window) {
+ULL_DEVICE AttentionPlan make_plan(const Round& round, int window, int blocks) {
   using Shared = AttentionShared<kTile>;
   AttentionPlan plan;
   plan.count = round.count;
@@ -130,10 +137,10 @@ ULL_DEVICE AttentionPlan make_plan(const Round& round, int window) {
   // Few rows a block as long as there are blocks for it; many when the splits alone keep all blocks busy.
   const int splits = plan.splits();
   int shift = 4;
-  while (shift < Shared::kPartShift && (((plan.rows - 1) >> shift) + 1) * splits > arch::grid_x()) ++shift;
+  while (shift < Shared::kPartShift && (((plan.rows - 1) >> shift) + 1) * splits > blocks) ++shift;
   plan.part_rows = 1 << shift;
   plan.parts = ((plan.rows - 1) >> shift) + 1;
-  plan.lanes = plan.parts <= 1 ? arch::grid_x() : arch::grid_x() / plan.parts;  // the grid has room for all parts
+  plan.lanes = plan.parts <= 1 ? blocks : blocks / plan.parts;  // there is room for all parts
   plan.per_lane = splits <= plan.lanes ? 1 : (splits - 1) / plan.lanes + 1;
   plan.busy_lanes = plan.per_lane == 1 ? splits : (splits - 1) / plan.per_lane + 1;
   return plan;

@@ -1,11 +1,9 @@
 // The MLP's down projection, added to the residual.
+#include "layer_shapes.cuh"
 #include "linear_narrow.cuh"
 #include "linear_wide.cuh"
 
 namespace ull::gpu {
-
-using Down = LinearShape<kHidden, kIntermediate, kWeightBits, false>;
-using DownEpilogue = AddRows<static_cast<int>(1.0F / kMlpScale)>;
 
 template <int kTokens>
 using Narrow = NarrowPlan<Down, kTokens>;

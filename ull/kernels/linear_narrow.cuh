@@ -58,9 +58,8 @@ struct NarrowPlan {
 
 // sums += a stage whose activations are staged: `operands` is this lane's of the first step. All is in registers before
 // the first mma, so that the stage is free again at once.
-template <typename Plan>
-ULL_DEVICE void multiply_staged(float (&sums)[1][4], const Stream<Plan>& stream, int stage,
-                                const unsigned char* operands) {
+template <typename Plan, typename Source>
+ULL_DEVICE void multiply_staged(float (&sums)[1][4], const Source& stream, int stage, const unsigned char* operands) {
   constexpr int kSteps = Plan::kStageSteps;
   arch::Vector4 activations[kSteps][1];
 #pragma unroll
@@ -172,6 +171,51 @@ ULL_DEVICE void stage_activations(const LinearParams& params, int count, unsigne
   }
 }
 
+// The block's row tiles, one after another, as `stream` (a Stream, or what does as well) brings their weights.
+// Epilogue: kItems threads of a token finish one row tile; `load` brings what an item needs besides the sums (early: it
+// may take long), `finish` does the rest.
+template <typename Plan, typename Epilogue, typename Source>
+ULL_DEVICE void multiply_tiles(const LinearParams& params, const Source& stream, int count, const unsigned char* staged,
+                               float* partial) {
+  const int lane = Plan::kTokens == 1 ? arch::lane() % 4 : arch::lane();
+  const int token = arch::thread() / Epilogue::kItems;
+  const int item = arch::thread() % Epilogue::kItems;
+  const bool finishes = token < smaller(count, Plan::kTokens);
+  int turn = 0;
+  for (int first = 0; first < stream.stages(); first += stream.kPassStages) {
+    const int tile = stream.tile(first);
+    const int tiles = stream.tiles(first);
+    typename Epilogue::Operands operands[Plan::kWarpTiles];
+#pragma unroll
+    for (int r = 0; r < Plan::kWarpTiles; ++r) {
+      if constexpr (Source::kInLoop) operands[r] = {};
+      if (finishes && r < tiles) operands[r] = Epilogue::load(params, tile + r, token, item);
+    }
+    float sums[Plan::kWarpTiles][1][4] = {};
+    for (int stage = first; stage < first + stream.kPassStages; ++stage) {
+      if constexpr (Plan::kStaged) {
+        const unsigned char* step = staged + stream.step(stage) * Plan::kStagedStepBytes;
+        multiply_staged<Plan>(sums[0], stream, stage, step + lane * 16);
+      } else {
+        multiply_streamed(sums, stream, stage);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < Plan::kWarpTiles; ++r) {
+      if (r < tiles) {
+        float* area = partial + turn * Plan::kPartialArea;
+        store_partial<Plan>(area, sums[r][0]);
+        arch::block_barrier();
+        if (finishes) {
+          const auto sum = [&](int row) { return sum_slices<Plan>(area, token, row); };
+          Epilogue::finish(params, operands[r], tile + r, token, item, sum);
+        }
+        turn ^= 1;
+      }
+    }
+  }
+}
+
 // The kernel. Epilogue: kItems threads of a token finish one row tile; `load` brings what an item needs besides the
 // sums (early: it may take long), `finish` does the rest.
 template <typename Plan, typename Epilogue>
@@ -200,42 +244,7 @@ ULL_DEVICE void linear_narrow(const LinearParams& params) {
     return;
   }
 
-  const int lane = Plan::kTokens == 1 ? arch::lane() % 4 : arch::lane();
-  const int token = arch::thread() / Epilogue::kItems;
-  const int item = arch::thread() % Epilogue::kItems;
-  const bool finishes = token < smaller(count, Plan::kTokens);
-  int turn = 0;
-  for (int first = 0; first < stream.stages(); first += stream.kPassStages) {
-    const int tile = stream.tile(first);
-    const int tiles = stream.tiles(first);
-    typename Epilogue::Operands operands[Plan::kWarpTiles];
-#pragma unroll
-    for (int r = 0; r < Plan::kWarpTiles; ++r) {
-      if (finishes && r < tiles) operands[r] = Epilogue::load(params, tile + r, token, item);
-    }
-    float sums[Plan::kWarpTiles][1][4] = {};
-    for (int stage = first; stage < first + stream.kPassStages; ++stage) {
-      if constexpr (Plan::kStaged) {
-        const unsigned char* step = staged + stream.step(stage) * Plan::kStagedStepBytes;
-        multiply_staged(sums[0], stream, stage, step + lane * 16);
-      } else {
-        multiply_streamed(sums, stream, stage);
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < Plan::kWarpTiles; ++r) {
-      if (r < tiles) {
-        float* area = partial + turn * Plan::kPartialArea;
-        store_partial<Plan>(area, sums[r][0]);
-        arch::block_barrier();
-        if (finishes) {
-          const auto sum = [&](int row) { return sum_slices<Plan>(area, token, row); };
-          Epilogue::finish(params, operands[r], tile + r, token, item, sum);
-        }
-        turn ^= 1;
-      }
-    }
-  }
+  multiply_tiles<Plan, Epilogue>(params, stream, count, staged, partial);
 }
 
 }  // namespace ull::gpu

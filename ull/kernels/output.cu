@@ -1,11 +1,9 @@
 // The attention's output projection, added to the residual.
+#include "layer_shapes.cuh"
 #include "linear_narrow.cuh"
 #include "linear_wide.cuh"
 
 namespace ull::gpu {
-
-using Output = LinearShape<kHidden, kAttentionWidth, kWeightBits, false>;
-using OutputEpilogue = AddRows<1>;
 
 template <int kTokens>
 using Narrow = NarrowPlan<Output, kTokens>;

@@ -193,6 +193,24 @@ struct AttentionParams {
   int32_t splits;        // most splits (context / kSplitTokens, rounded up)
 };
 
+inline constexpr int kLayerLinears = 4;
+inline constexpr int kQkvLinear = 0;
+inline constexpr int kOutputLinear = 1;
+inline constexpr int kGateUpLinear = 2;
+inline constexpr int kDownLinear = 3;
+
+// A layer's steps, each as its own kernel takes it. In device memory, where no kernel writes it.
+struct alignas(16) LayerParams {
+  LinearParams linears[kLayerLinears];
+  AttentionParams attention;
+};
+
+struct LayersParams {  // all layers of a round of one token in one launch
+  const Round* round;
+  const LayerParams* layers;  // [layers]
+  uint32_t* arrivals;         // blocks that have come to the end of a step, counted through the round; zero before it
+};
+
 struct SampleParams {
   Round* round;
   const State* state;

@@ -1,11 +1,9 @@
 // Queries, keys and values of the normed residual, in f32, with bias.
+#include "layer_shapes.cuh"
 #include "linear_narrow.cuh"
 #include "linear_wide.cuh"
 
 namespace ull::gpu {
-
-using Qkv = LinearShape<kQkvWidth, kHidden, kWeightBits, true>;
-using QkvEpilogue = StoreRows<kQkvWidth>;
 
 template <int kTokens>
 using Narrow = NarrowPlan<Qkv, kTokens>;

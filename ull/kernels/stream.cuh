@@ -12,27 +12,16 @@
 
 namespace ull::gpu {
 
+// What a warp's stages hold, in a linear layer of this block's share.
 template <typename Plan>
-class Stream {
+class Stages {
  public:
   using Shape = typename Plan::Shape;
   static constexpr int kSliceStages = (Shape::kSliceSteps + Plan::kStageSteps - 1) / Plan::kStageSteps;
   static constexpr int kPassStages = Plan::kBlockSlices * kSliceStages;
   static constexpr bool kWhole = Shape::kSteps == kSlices * kSliceStages * Plan::kStageSteps;  // all stages are full
 
-  ULL_DEVICE Stream(const LinearParams& params, unsigned char* shared)
-      : params_(params),
-        ring_(shared + arch::warp() * Plan::kDepth * Plan::kStageBytes),
-        full_(reinterpret_cast<arch::Barrier*>(shared + Plan::kBarrierAt) + arch::warp() * Plan::kDepth),
-        first_tile_(Shape::first_tile()),
-        last_tile_(Shape::last_tile()) {
-    if (arch::lane() == 0) {
-#pragma unroll
-      for (int i = 0; i < Plan::kDepth; ++i) arch::barrier_init(full_ + i, 1);
-      arch::fence_barrier_init();
-    }
-    arch::warp_barrier();
-  }
+  ULL_DEVICE Stages() : first_tile_(Shape::first_tile()), last_tile_(Shape::last_tile()) {}
 
   ULL_DEVICE int stages() const {
     return (last_tile_ - first_tile_ + Plan::kPassTiles - 1) / Plan::kPassTiles * kPassStages;
@@ -54,6 +43,35 @@ class Stream {
   ULL_DEVICE static int steps(int stage) {
     if (kWhole) return Plan::kStageSteps;
     return larger(0, smaller(Plan::kStageSteps, Shape::slice_begin(slice(stage) + 1) - step(stage)));
+  }
+
+ private:
+  int first_tile_;  // the block's
+  int last_tile_;
+};
+
+template <typename Plan>
+class Stream : public Stages<Plan> {
+ public:
+  static constexpr bool kInLoop = false;  // see merge_splits()
+  using Shape = typename Plan::Shape;
+  using Stages<Plan>::kWhole;
+  using Stages<Plan>::stages;
+  using Stages<Plan>::tile;
+  using Stages<Plan>::tiles;
+  using Stages<Plan>::step;
+  using Stages<Plan>::steps;
+
+  ULL_DEVICE Stream(const LinearParams& params, unsigned char* shared)
+      : params_(params),
+        ring_(shared + arch::warp() * Plan::kDepth * Plan::kStageBytes),
+        full_(reinterpret_cast<arch::Barrier*>(shared + Plan::kBarrierAt) + arch::warp() * Plan::kDepth) {
+    if (arch::lane() == 0) {
+#pragma unroll
+      for (int i = 0; i < Plan::kDepth; ++i) arch::barrier_init(full_ + i, 1);
+      arch::fence_barrier_init();
+    }
+    arch::warp_barrier();
   }
 
   // Fills the ring with weights; activations have to wait.
@@ -126,8 +144,6 @@ class Stream {
   const LinearParams& params_;
   unsigned char* ring_;
   arch::Barrier* full_;
-  int first_tile_;  // the block's
-  int last_tile_;
 };
 
 }  // namespace ull::gpu

@@ -84,6 +84,11 @@ def head(hidden: int, vocabulary: int, tile: int, multiprocessors: int) -> Geome
     return _narrow(vocabulary, hidden, tile, multiprocessors, norms=True)
 
 
+def layers(multiprocessors: int) -> Geometry:
+    """`ull_layers_1`: a block on every multiprocessor, with all of its shared memory."""
+    return (multiprocessors, 1), THREADS, WIDE_BYTES
+
+
 def _narrow(rows: int, columns: int, tile: int, multiprocessors: int, norms: bool = False) -> Geometry:
     """`NarrowPlan`: all activations are staged if a kernel norms them, or if they fit."""
     staged = round_up(columns, 32) * 2 * tile

@@ -1,0 +1,122 @@
+"""A model's layers on the emulated kernels, by the launches that the engine would capture: the chain, or one kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+import emulation
+from emulation import aligned, pointer
+from ull.bundle import Model, Precision, Rope, device_macros
+from ull.device_layout import device_tensors
+from ull.gpu.arena import ArenaPlan
+from ull.gpu.fused import FusedForward
+from ull.gpu.memory import Sizes, plan_memory, rope_table
+from ull.gpu.params import Round
+from ull.gpu.places import HostBlocks, Places
+
+SOURCES = [f"{name}.cu" for name in ("attention", "down", "gate_up", "head", "layers", "output", "qkv")]
+COMPARED = ("residual", "qkv", "attention", "mlp", "tree keys", "tree values", "logits")
+DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn}
+
+
+def model_of(**changes: Any) -> Model:
+    """A small Llama, but for `changes`."""
+    fields: dict[str, Any] = {
+        "architecture": "llama",
+        "hidden": 128,
+        "layers": 3,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "intermediate": 352,
+        "vocabulary": 112,
+        "tokenizer_vocabulary": 64,
+        "context": 1024,
+        "rms_epsilon": 1e-5,
+        "tied_embeddings": True,
+        "qk_norm": False,
+        "rope": Rope(theta=10000.0),
+    }
+    fields |= changes
+    return Model(**{"windows": [0] * fields["layers"]} | fields)
+
+
+class Layers:
+    """Weights and a KV cache of random numbers; `run` plays one round of one token at `position`."""
+
+    def __init__(self, model: Model, precision: Precision, biases: bool = False) -> None:
+        self.model = model
+        self.sizes = Sizes(model, precision, model.context)
+        macros = {name.removeprefix("ULL_"): value for name, value in device_macros(model, precision).items()}
+        numbers = {
+            key: float(value.rstrip("F")) if key == "RMS_EPSILON" else int(value) for key, value in macros.items()
+        }
+        self.kernels = emulation.build(SOURCES, numbers)
+        self._rng = np.random.default_rng(11)
+        self._tensors = {
+            name: self._random(name, DTYPES[shape.dtype], shape.shape)
+            for name, shape in device_tensors(model, precision).items()
+            if not name.startswith("embed.") and (biases or not name.endswith(".bias"))
+        }
+        plan: ArenaPlan = plan_memory(self.sizes, 0)
+        self._bytes = {name: region.nbytes for name, region in plan.regions.items()}
+        stored = ml_dtypes.bfloat16 if precision.kv == "bf16" else ml_dtypes.float8_e4m3fn
+        self._pages = self._rng.standard_normal(self._bytes["KV pages"] // np.dtype(stored).itemsize).astype(stored)
+        self._residual = self._rng.standard_normal(model.hidden).astype(np.float32)
+
+    def _random(self, name: str, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+        array = aligned(shape, dtype)
+        size = int(np.prod(shape))
+        if name.endswith("scale"):
+            values = self._rng.uniform(0.05, 0.15, size)
+        elif "norm" in name:
+            values = self._rng.uniform(0.5, 1.5, size)
+        else:
+            values = self._rng.standard_normal(size)
+        array.reshape(-1)[...] = values.astype(dtype)
+        return array
+
+    def run(
+        self, position: int, multiprocessors: int, persistent: bool, seed: int = 0, count: int = 1
+    ) -> dict[str, bytes]:
+        """What the round leaves in `COMPARED` and "arrivals". `seed` orders threads and blocks."""
+        memory = {name: aligned(nbytes, np.uint8, 0) for name, nbytes in self._bytes.items()}
+        round_ = Round.from_buffer(memory["round"])
+        round_.count, round_.base, round_.draws = count, position, 1
+        memory["KV pages"][...] = self._pages.view(np.uint8)
+        memory["residual"].view(np.float32)[: self.model.hidden] = self._residual
+        memory["rope"].view(np.float32)[...] = rope_table(self.model, self.model.context).reshape(-1)
+        pages = memory["page table"].view(np.int32)
+        pages[: self.sizes.table_pages] = np.random.default_rng(3).permutation(self.sizes.page_count)
+        places = Places(
+            lambda name: pointer(memory[name]),
+            lambda name: pointer(self._tensors[name]) if name in self._tensors else None,
+            HostBlocks(0, 0, 0, 0),
+        )
+        forward = FusedForward(self.sizes, places, multiprocessors, persistent)
+        memory["layer parameters"][...] = np.frombuffer(forward.layer_parameters(), np.uint8)
+        written = [memory[name] for name in ("residual", "round", "page table", "KV pages", "qkv", "attention", "mlp")]
+        for number, launch in enumerate(forward.launches(1, draws=True)):
+            self.kernels.run(
+                launch.kernel,
+                grid=launch.grid,
+                threads=launch.threads,
+                shared_bytes=launch.shared_bytes,
+                params=launch.params,
+                seed=seed * 1000 + number,
+                predecessor_writes=written,
+            )
+        result = {name: memory[name].tobytes() for name in COMPARED}
+        counters = memory["counters"].view(np.uint32)
+        result["arrivals"] = counters[self.sizes.layers_counter :].tobytes()
+        assert not counters[: self.sizes.layers_counter].any()
+        return result
+
+
+def arrivals(result: dict[str, bytes]) -> int:
+    return ctypes.c_uint32.from_buffer_copy(result["arrivals"]).value

@@ -1,0 +1,80 @@
+"""The kernel of all layers against the chain of kernels, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+import emulation
+from layer_rig import COMPARED, Layers, arrivals, model_of
+from ull.bundle import Precision
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(emulation.ON_DEVICE, reason="parameters point to parameters; tests/h200 compares whole engines"),
+]
+SHAPES = {
+    "small": (model_of(), Precision(), False),
+    "qk-norm, biases, fp8 pages, windows, odd sizes": (
+        model_of(hidden=100, intermediate=76, vocabulary=77, qk_norm=True, windows=[0, 300, 0], context=3000),
+        Precision(kv="fp8"),
+        True,
+    ),
+    "16 bits, long rows, many heads that share": (
+        model_of(hidden=160, heads=20, kv_heads=1, head_dim=64, intermediate=2100, layers=2),
+        Precision(weights="bf16"),
+        False,
+    ),
+}
+
+
+@functools.cache
+def layers(name: str) -> Layers:
+    return Layers(*SHAPES[name])
+
+
+@functools.cache
+def chain(name: str, position: int) -> dict[str, bytes]:
+    result = layers(name).run(position, 4, persistent=False)
+    assert np.isfinite(np.frombuffer(result["logits"], np.float32)).all()
+    assert np.frombuffer(result["logits"], np.float32).any()
+    return result
+
+
+def check(name: str, position: int, multiprocessors: int, seed: int) -> None:
+    found, expected = layers(name).run(position, multiprocessors, True, seed), chain(name, position)
+    for region in COMPARED:
+        assert found[region] == expected[region], region
+    assert arrivals(found) == multiprocessors * 5 * layers(name).model.layers
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 3, 4, 30])
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_grid_gives_the_chain_s_bits(name: str, multiprocessors: int) -> None:
+    """30: more blocks than most layers have row tiles."""
+    check(name, 700, multiprocessors, seed=multiprocessors)
+
+
+@pytest.mark.parametrize("position", [0, 1, 255, 256, 511, 2400])
+def test_every_place_gives_the_chain_s_bits(position: int) -> None:
+    """Within a split of attention and over up to ten."""
+    check("qk-norm, biases, fp8 pages, windows, odd sizes", position, 4, seed=position)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_order_gives_the_chain_s_bits(seed: int) -> None:
+    check("small", 300, 3, seed)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 4])
+def test_a_skipped_round_does_nothing(multiprocessors: int) -> None:
+    result = layers("small").run(300, multiprocessors, True, count=0)
+    assert arrivals(result) == 0
+    assert not any(result["tree keys"]) and not any(result["qkv"])
+
+
+def test_blocks_that_do_not_run_at_once_are_refused() -> None:
+    with pytest.raises(emulation.KernelError, match="ull_layers_1: 65 blocks that wait for each other"):
+        layers("small").run(0, 65, True)
