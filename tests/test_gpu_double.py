@@ -197,3 +197,21 @@ def test_the_benchmark_measures(bundle: Path, emulated: Path) -> None:
     bandwidths, counts, mean_ns = run("scenario_bench", str(bundle), kernels=emulated, multiprocessors=4)
     assert set(bandwidths) == {"bulk copies", "16-byte loads"} and min(bandwidths.values()) > 0
     assert counts == [3, 3, 4] and mean_ns > 0
+
+
+def scenario_bench_persistent(path: str) -> None:
+    """The table of plain rounds made of one kernel for all layers, and of none."""
+    import measure
+    from rich.console import Console
+
+    measure.build = lambda arch: Path(path)  # type: ignore[attr-defined]
+    measure.PERSISTENT_CONTEXTS = (8, 128)  # type: ignore[attr-defined]
+    points = measure.time_persistent("tiny", 1.0, 3)
+    chained = {**points[0], "tree": 1, "context": 128}
+    measure.print_persistent(Console(width=118), [{"arch": "tiny", "points": [chained], "persistent": points}])
+    print(json.dumps([[point["tree"], point["context"], point["median_ms"]] for point in points]))
+
+
+def test_the_benchmark_measures_one_kernel_for_all_layers(bundle: Path, emulated: Path) -> None:
+    points = run("scenario_bench_persistent", str(bundle), kernels=emulated, multiprocessors=4)
+    assert [point[:2] for point in points] == [[1, 8], [1, 128]] and all(point[2] > 0 for point in points)

@@ -52,6 +52,8 @@ SHAPES = (
     Shape("llama-3.1-8b", ALL_POINTS, 500, 2.24, 2.05),
     Shape("llama-3.3-70b", [(tree, 128) for tree in (1, 16, 64)] + [(1, 2048), (1, 8192), (1, 32000)], 500, 17.3, 16.9),
 )
+PERSISTENT_CONTEXTS = (128, 8192)  # at which graph + PDL and one kernel for all layers are compared, for T = 1
+PERSISTENT_LIMIT_S = 90.0
 CLIENT_ROUNDS = 20_000
 MICROSECONDS_PER_LAYER = (11.6, 5.0)  # must, goal
 
@@ -107,10 +109,35 @@ def measure_shape(shape: Shape, bandwidth: float) -> dict[str, Any]:
         "arch": shape.arch,
         "layers": layers,
         "bytes_per_token": bytes_per_token(bundle),
+        "floor_ms": floor_ms,
         "build_s": built - started,
         "load_s": loaded - built,
         "points": points,
     }
+
+
+def measure_persistent(arch: str, floor_ms: float, rounds: int) -> list[dict[str, Any]]:
+    """Plain rounds with one kernel for all layers. In another process: blocks that wait in vain wait for ever."""
+    command = [sys.executable, __file__, "--persistent", arch, "--floor-ms", str(floor_ms), "--rounds", str(rounds)]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=PERSISTENT_LIMIT_S)
+    points: list[dict[str, Any]] = json.loads(result.stdout.splitlines()[-1])
+    return points
+
+
+def time_persistent(arch: str, floor_ms: float, rounds: int) -> list[dict[str, Any]]:
+    """What that process does."""
+    bundle = open_bundle(build(arch))
+    program = load(bundle, persistent=True)
+    try:
+        timer = RoundTimer(program)
+        points = []
+        for context in PERSISTENT_CONTEXTS:
+            times = timer.time_rounds(1, context, rounds)
+            points.append({"tree": 1, "context": context, **row(times, floor_ms, bundle.manifest.model.layers)})
+        timer.drain()
+    finally:
+        program.close()
+    return points
 
 
 def measure_client(arch: str) -> dict[str, Any]:
@@ -177,6 +204,7 @@ def print_tables(bandwidths: dict[str, float], shapes: list[dict[str, Any]], fou
                 f"{point['gap_us']['p50']:.2f}",
             )
     console.print(table)
+    print_persistent(console, shapes)
     table = Table(title="against the limits")
     for column in ("figure", "value", "unit", "must", "goal", ""):
         table.add_column(column)
@@ -186,13 +214,40 @@ def print_tables(bandwidths: dict[str, float], shapes: list[dict[str, Any]], fou
     console.print(table)
 
 
+def print_persistent(console: Console, shapes: list[dict[str, Any]]) -> None:
+    """Plain rounds both ways: a chain of kernels per layer against one kernel for all."""
+    table = Table(title="plain rounds: what the layers are made of")
+    for column in ("model", "context", "layers", "p50 ms", "p99 ms", "us/layer above"):
+        table.add_column(column, justify="left" if column in ("model", "layers") else "right")
+    for result in shapes:
+        ways = {"graph + PDL": result["points"], "persistent": result.get("persistent", [])}
+        for context in PERSISTENT_CONTEXTS:
+            for way, points in ways.items():
+                found = [point for point in points if (point["tree"], point["context"]) == (1, context)]
+                figures = ("not measured", "", "")
+                if found:
+                    point = found[0]
+                    figures = (
+                        f"{point['median_ms']:.4f}",
+                        f"{point['period_us']['p99'] / 1e3:.4f}",
+                        f"{point['us_per_layer_above_floor']:.2f}",
+                    )
+                table.add_row(result["arch"], str(context), way, *figures)
+    console.print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", default=CACHE / "report.json")
     parser.add_argument("--tests-status", type=int, default=None, metavar="N", help="exit status of the GPU tests")
     parser.add_argument("--arch", action="append", help="only these shapes")
     parser.add_argument("--no-client", action="store_true", help="leave out the run through daemon and client")
+    for name in ("--persistent", "--floor-ms", "--rounds"):  # for measure_persistent()
+        parser.add_argument(name, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.persistent:
+        print(json.dumps(time_persistent(options.persistent, float(options.floor_ms), int(options.rounds))))
+        return
     started = time.monotonic()
     device = driver.describe_device(0)
     bandwidths = read_bandwidth()
@@ -217,6 +272,13 @@ def main() -> None:
             report["client"] = measure_client("llama-3.1-8b")
         except Exception as error:
             report["failures"].append(f"client: {type(error).__name__}: {error}")
+    rounds = {shape.arch: shape.rounds for shape in SHAPES}
+    for result in report["shapes"]:  # last: what has never run may cost nothing else
+        arch = result["arch"]
+        try:
+            result["persistent"] = measure_persistent(arch, result["floor_ms"], rounds[arch])
+        except Exception as error:
+            report["failures"].append(f"{arch}, persistent: {type(error).__name__}: {error}")
     found = checks(report["shapes"], report.get("client"))
     report["checks"] = [{**check.__dict__} for check in found]
     report["seconds"] = time.monotonic() - started

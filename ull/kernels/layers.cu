@@ -108,13 +108,12 @@ ULL_DEVICE void attention_step(const AttentionParams& params, GridBarrier& grid)
 #pragma unroll 1
   for (int i = arch::block_x(); i < blocks * kKvHeads; i += arch::grid_x()) {
     if (!attend_at<kTile, true>(params, {i % blocks, blocks, i / blocks})) continue;
+    arch::fence_bulk_copies();
     arch::block_barrier();
     if (arch::thread() < kSplitTiles) {
       arch::barrier_invalidate(reinterpret_cast<arch::Barrier*>(arch::shared_memory() + Shared::kArrived) +
                                arch::thread());
     }
-    arch::fence_bulk_copies();
-    arch::block_barrier();
   }
   grid.arrive();
 }

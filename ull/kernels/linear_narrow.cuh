@@ -216,8 +216,7 @@ ULL_DEVICE void multiply_tiles(const LinearParams& params, const Source& stream,
   }
 }
 
-// The kernel. Epilogue: kItems threads of a token finish one row tile; `load` brings what an item needs besides the
-// sums (early: it may take long), `finish` does the rest.
+// The kernel.
 template <typename Plan, typename Epilogue>
 ULL_DEVICE void linear_narrow(const LinearParams& params) {
   using Shape = typename Plan::Shape;
