@@ -22,6 +22,7 @@ SHAPES = {
         Precision(kv="fp8"),
         True,
     ),
+    "heads of 128": (model_of(hidden=256, head_dim=128, intermediate=640, layers=2), Precision(lm_head="fp8"), False),
     "16 bits, long rows, many heads that share": (
         model_of(hidden=160, heads=20, kv_heads=1, head_dim=64, intermediate=2100, layers=2),
         Precision(weights="bf16"),

@@ -95,7 +95,6 @@ struct Block {
   uint32_t runnable_warps;
   Barrier barriers[kNamedBarriers];
   Warp warps[kMostWarps];
-  int stacks = 0;  // threads whose fibers have one
   Thread thread[kMostThreads];
 };
 

@@ -57,10 +57,20 @@ unsigned char* map_guarded(size_t bytes) {
   return data;
 }
 
+void unmap_guarded(void* data, size_t bytes) {
+#ifdef __SANITIZE_ADDRESS__
+  __asan_unpoison_memory_region(data, bytes);
+#endif
+  munmap(static_cast<unsigned char*>(data) - kPage, bytes + 2 * kPage);
+}
+
 // The block's shared memory ends (rounded up to 128 bytes) where an unreadable page begins; a redzone lies before it.
 class SharedMemory {
  public:
   SharedMemory() : data_(map_guarded(kBytes)) {}
+  ~SharedMemory() { unmap_guarded(data_, kBytes); }
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
 
   // 0xFF, so that what nobody wrote shows as NaN.
   unsigned char* fresh(uint32_t bytes) {
@@ -98,25 +108,33 @@ class SharedMemory {
   uint32_t bytes_ = 0;
 };
 
-// A block and its shared memory.
-struct Place {
-  Block block;
-  SharedMemory shared;
-};
+// A block with its shared memory and its threads' stacks.
+class Place {
+ public:
+  explicit Place(int threads) { provide(threads); }
+  ~Place() {
+    while (stacks_ > 0) unmap_guarded(block.thread[--stacks_].fiber.stack, kStackBytes);
+  }
+  Place(const Place&) = delete;
+  Place& operator=(const Place&) = delete;
 
-// The first `count` places, with stacks for as many threads.
-std::vector<std::unique_ptr<Place>>& places(size_t count, int threads) {
-  static std::vector<std::unique_ptr<Place>> all;
-  while (all.size() < count) all.push_back(std::make_unique<Place>());
-  for (size_t i = 0; i < count; ++i) {
-    for (int& used = all[i]->block.stacks; used < threads; ++used) {
-      Fiber& fiber = all[i]->block.thread[used].fiber;
+  void provide(int threads) {
+    for (; stacks_ < threads; ++stacks_) {
+      Fiber& fiber = block.thread[stacks_].fiber;
       fiber.stack = map_guarded(kStackBytes);
       fiber.bytes = kStackBytes;
     }
   }
-  return all;
-}
+
+  Block block = {};
+  SharedMemory shared;
+
+ private:
+  int stacks_ = 0;
+};
+
+// The first stays; those of blocks that ran beside it are given back, for a process may not have many mappings.
+std::vector<std::unique_ptr<Place>> places;
 
 // A kernel's access to an address that is not mapped ends the launch instead of the process. (Under AddressSanitizer
 // its own handler reports more.)
@@ -203,13 +221,14 @@ __attribute__((noinline)) bool run_guarded_blocks() {
 
 // Runs the blocks of these numbers at once; what went wrong.
 std::string run_together(const std::vector<int>& numbers) {
-  auto& all = places(numbers.size(), grid.threads);
+  for (auto& place : places) place->provide(grid.threads);
+  while (places.size() < numbers.size()) places.push_back(std::make_unique<Place>(grid.threads));
   grid.blocks.clear();
   for (size_t i = 0; i < numbers.size(); ++i) {
-    Block& one = all[i]->block;
+    Block& one = places[i]->block;
     one.x = numbers[i] % grid.grid_x;
     one.y = numbers[i] / grid.grid_x;
-    one.shared = all[i]->shared.fresh(grid.shared_bytes);
+    one.shared = places[i]->shared.fresh(grid.shared_bytes);
     grid.blocks.push_back(&one);
   }
   const bool good = run_guarded_blocks();
@@ -217,11 +236,12 @@ std::string run_together(const std::vector<int>& numbers) {
   show_hidden_regions();
   std::string outside;
   for (size_t i = 0; i < numbers.size(); ++i) {
-    if (all[i]->shared.intact() || !outside.empty()) continue;
-    outside = std::string(grid.kernel) + ", block (" + std::to_string(all[i]->block.x) + ", " +
-              std::to_string(all[i]->block.y) + "): wrote outside its " + std::to_string(grid.shared_bytes) +
+    if (places[i]->shared.intact() || !outside.empty()) continue;
+    outside = std::string(grid.kernel) + ", block (" + std::to_string(places[i]->block.x) + ", " +
+              std::to_string(places[i]->block.y) + "): wrote outside its " + std::to_string(grid.shared_bytes) +
               " bytes of shared memory";
   }
+  places.resize(1);
   return good ? outside : grid.error;
 }
 
