@@ -27,6 +27,7 @@ from ull_build.tensorrt.monitor import Phases
 from ull_build.tensorrt.network import TOKENS, segment_names
 from ull_build.tensorrt.plans import INSPECTOR_FILE, LOG_FILE, Plans, build_plans
 from ull_build.tensorrt.timing_cache import save_timing_cache
+from ull_build.tensorrt.weights import SegmentWeights
 
 trt = tensorrt_rig.load()
 import tensorrt.builder  # noqa: E402
@@ -54,7 +55,8 @@ def make(checkpoint: Checkpoint, amax: dict[str, float], tmp_path: Path) -> Call
 
     def build(name: str, reporter: Reporter | None = None, precision: Precision = FP8) -> Plans:
         cache = tmp_path / "model.timing"
-        return build_plans(trt, checkpoint, precision, amax, tmp_path / name, cache, reporter or Recorder())
+        weights = SegmentWeights(checkpoint, precision)
+        return build_plans(trt, checkpoint.model, weights, amax, tmp_path / name, cache, reporter or Recorder())
 
     return build
 

@@ -56,6 +56,10 @@ def _graph_executor(bundle: Bundle, config: Config, context: int, log: Log, exit
     if drafter not in _GRAPH_DRAFTERS:
         log.warning("engine", message=f"the drafter {drafter} does not run on a GPU yet; requests get auto instead")
         drafter = "auto"
+    if drafter != "none" and bundle.manifest.forward.tree_sizes == [1]:
+        reason = "this bundle's plans verify no trees bit for bit"
+        log.warning("engine", message=f"the drafter {drafter} is not used: {reason}; requests get none instead")
+        drafter = "none"
     executor = _native.GraphExecutor(
         program.handover,
         watchdog_ms=engine.watchdog_ms,

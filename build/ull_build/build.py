@@ -17,6 +17,7 @@ from ull.bundle import (
     DEVICE_KERNELS,
     FORMAT,
     FORMAT_VERSION,
+    FUSED,
     MANIFEST_FILE,
     ROUND_KERNELS,
     TOKENIZER_FILE,
@@ -26,6 +27,7 @@ from ull.bundle import (
     Calibration,
     DeviceCode,
     FileEntry,
+    Forward,
     Manifest,
     Model,
     Precision,
@@ -53,7 +55,8 @@ from ull_build.output import check_output, file_entry, require_space, staged_out
 from ull_build.progress import Reporter
 from ull_build.quality import Evaluator, evaluation_bytes, measure_quality
 from ull_build.recipe import Recipe
-from ull_build.tensorrt.staged import REFERENCE, Request, add_plans, find_tools, timing_cache_of, try_plans
+from ull_build.tensorrt.staged import REFERENCE, Request, Tools, add_plans, find_tools, timing_cache_of, try_plans
+from ull_build.tensorrt.weights import SegmentWeights
 from ull_build.vocabulary import CheckpointTokenizer, copy_tokenizer_files, read_tokenizer
 
 
@@ -61,7 +64,8 @@ from ull_build.vocabulary import CheckpointTokenizer, copy_tokenizer_files, read
 class Settings:
     """What to build. A text of None is the default one; `evaluate` False leaves the quality unmeasured.
 
-    In TensorRT's plans FP8 linears have FP8 inputs too, whose ranges are measured: not without `evaluate`.
+    `calibrate`: FP8 linears get FP8 inputs too, as TensorRT's plans need; their ranges are measured, not without
+    `evaluate`.
     """
 
     model: Path
@@ -73,6 +77,7 @@ class Settings:
     evaluate: bool = True
     eval_text: Path | None = None
     eval_tokens: int = 4096
+    calibrate: bool = False
     calibration_text: Path | None = None
     calibration_tokens: int = 2048
     max_perplexity_increase: float = 0.01
@@ -85,15 +90,6 @@ class Settings:
     @property
     def on_cpu(self) -> bool:
         return self.target == "cpu"
-
-    @property
-    def has_plans(self) -> bool:
-        return "tensorrt" in self.forward.sources
-
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether the bundle's weights file holds the linear layers."""
-        return "fused" in self.forward.sources
 
 
 @dataclass(frozen=True)
@@ -119,6 +115,7 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
         evaluate=evaluate,
         eval_text=None if recipe.eval_text is None else Path(recipe.eval_text),
         eval_tokens=recipe.eval_tokens,
+        calibrate=recipe.forward.has_plans,
         calibration_text=None if recipe.calibration_text is None else Path(recipe.calibration_text),
         calibration_tokens=recipe.calibration_tokens,
         max_perplexity_increase=recipe.max_perplexity_increase,
@@ -135,63 +132,122 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
     )
 
 
+@dataclass(frozen=True)
+class _Texts:
+    """What the build runs over; None: it does not."""
+
+    evaluation: EvaluationText | None
+    calibration: EvaluationText | None
+    trial: EvaluationText | None  # that plans are tried on
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a bundle is made of, opened and checked before anything is written."""
+
+    settings: Settings
+    checkpoint: Checkpoint
+    tokenizer: CheckpointTokenizer
+    model: Model
+    tokens: Tokens
+    kernels: list[CompiledFile]
+    texts: _Texts
+    drafters: Drafters
+    tools: Tools | None  # for plans
+
+
 def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
     """Builds the bundle at `settings.output`; nothing is left there unless it is complete.
 
-    Raises CheckpointError, BuildError, or OSError when the disk fails.
+    Raises CheckpointError, BuildError, OSError when the disk fails, or GpuError where plans are asked for.
     """
     reporter = reporter or Reporter()
     start = time.monotonic()
     output = check_output(settings.output, settings.force)
-    tools = find_tools(settings.target) if settings.has_plans else None
     with ExitStack() as files_open:
-        checkpoint = files_open.enter_context(Checkpoint(settings.model, settings.context))
-        tokenizer = read_tokenizer(settings.model, checkpoint.model.vocabulary)
-        model = msgspec.structs.replace(checkpoint.model, tokenizer_vocabulary=tokenizer.vocabulary.count)
-        tokens = _special_tokens(checkpoint, tokenizer)
-        attention = settings.forward.attention if settings.has_plans else None
-        kernels = compile_for(settings.target, model, settings.precision, reporter, attention)
-        texts = _read_texts(settings, tokenizer, model)
-        drafters = files_open.enter_context(open_drafters(settings.speculation, model, tokenizer))
-        require_space(output.parent, _needed_bytes(checkpoint, drafters, settings))
+        inputs = _open_inputs(settings, files_open, reporter)
+        require_space(output.parent, _needed_bytes(inputs.checkpoint, inputs.drafters, settings))
         with staged_output(output) as staging:
-            code, code_files = _write_code(kernels, settings.target, model, settings.precision, staging)
-            weights = staging / WEIGHTS_FILE if settings.on_cpu else None
-            with Evaluator(
-                checkpoint, model, settings.precision, staging, weights, settings.threads, reporter
-            ) as evaluator:
-                observation = None if texts.calibration is None else evaluator.observe(texts.calibration)
-                files, errors = _write_files(checkpoint, drafters, tokenizer, settings, observation, staging, reporter)
-                quality, calibration = _measure(evaluator, texts, observation, errors, settings, model)
-                manifest = Manifest(
-                    format=FORMAT,
-                    format_version=FORMAT_VERSION,
-                    name=settings.name,
-                    created=datetime.now(UTC).isoformat(timespec="seconds"),
-                    target=settings.target,
-                    ull_version=ull.__version__,
-                    model=model,
-                    precision=settings.precision,
-                    tokens=tokens,
-                    quality=quality,
-                    provenance=Provenance(
-                        source=settings.model.resolve().name,
-                        source_sha256=checkpoint.source_sha256(),
-                        recipe=settings.recipe,
-                        builder_version=ull.__version__,
-                    ),
-                    files={**files, **code_files},
-                    speculation=describe(settings.speculation, drafters, model, settings.precision),
-                    code=code,
-                    calibration=calibration,
-                )
-                if tools is not None and texts.trial is not None:
-                    cache = timing_cache_of(output)
-                    manifest = add_plans(tools, settings.forward, checkpoint, staging, manifest, cache, reporter)
-                    manifest = try_plans(staging, manifest, texts.trial.first_window, evaluator.logits, reporter)
+            manifest = _fill(staging, inputs, reporter)
             write_synced(staging / MANIFEST_FILE, encode_manifest(manifest))
             open_bundle(staging)  # a bundle that ull would refuse must not come into being
     return BuildResult(output, manifest, time.monotonic() - start)
+
+
+def _open_inputs(settings: Settings, files_open: ExitStack, reporter: Reporter) -> _Inputs:
+    tools = find_tools(settings.target) if settings.forward.has_plans else None
+    checkpoint = files_open.enter_context(Checkpoint(settings.model, settings.context))
+    tokenizer = read_tokenizer(settings.model, checkpoint.model.vocabulary)
+    model = msgspec.structs.replace(checkpoint.model, tokenizer_vocabulary=tokenizer.vocabulary.count)
+    attention = settings.forward.attention if settings.forward.has_plans else None
+    return _Inputs(
+        settings=settings,
+        checkpoint=checkpoint,
+        tokenizer=tokenizer,
+        model=model,
+        tokens=_special_tokens(checkpoint, tokenizer),
+        kernels=compile_for(settings.target, model, settings.precision, reporter, attention),
+        texts=_read_texts(settings, tokenizer, model),
+        drafters=files_open.enter_context(open_drafters(settings.speculation, model, tokenizer)),
+        tools=tools,
+    )
+
+
+def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
+    """Writes everything but the manifest, and measures it."""
+    settings, checkpoint, texts = inputs.settings, inputs.checkpoint, inputs.texts
+    precision = settings.precision
+    code, files = _write_code(inputs.kernels, settings.target, inputs.model, precision, staging)
+    weights = staging / WEIGHTS_FILE if settings.on_cpu else None
+    with Evaluator(checkpoint, inputs.model, precision, staging, weights, settings.threads, reporter) as evaluator:
+        observation = None if texts.calibration is None else evaluator.observe(texts.calibration)
+        written, errors = _write_files(inputs, observation, staging, reporter)
+        quality, calibration = _measure(evaluator, texts, observation, errors, settings, inputs.model)
+        forward, plans = FUSED, dict[str, FileEntry]()
+        if inputs.tools is not None:
+            source, cache = SegmentWeights(checkpoint, precision), timing_cache_of(settings.output)
+            amax = {} if calibration is None else calibration.amax
+            forward, plans = add_plans(
+                inputs.tools, settings.forward, inputs.model, source, amax, staging, cache, reporter
+            )
+        manifest = _describe(inputs, {**written, **files, **plans}, code, quality, calibration, forward)
+        if texts.trial is not None:
+            manifest = try_plans(staging, manifest, texts.trial.first_window, evaluator.logits, reporter)
+    return manifest
+
+
+def _describe(
+    inputs: _Inputs,
+    files: dict[str, FileEntry],
+    code: DeviceCode | None,
+    quality: Quality | None,
+    calibration: Calibration | None,
+    forward: Forward,
+) -> Manifest:
+    settings = inputs.settings
+    return Manifest(
+        format=FORMAT,
+        format_version=FORMAT_VERSION,
+        name=settings.name,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        target=settings.target,
+        ull_version=ull.__version__,
+        model=inputs.model,
+        precision=settings.precision,
+        tokens=inputs.tokens,
+        quality=quality,
+        provenance=Provenance(
+            source=settings.model.resolve().name,
+            source_sha256=inputs.checkpoint.source_sha256(),
+            recipe=settings.recipe,
+            builder_version=ull.__version__,
+        ),
+        files=files,
+        speculation=describe(settings.speculation, inputs.drafters, inputs.model, settings.precision),
+        code=code,
+        calibration=calibration,
+        forward=forward,
+    )
 
 
 def compile_for(
@@ -231,15 +287,6 @@ def _special_tokens(checkpoint: Checkpoint, tokenizer: CheckpointTokenizer) -> T
     return Tokens(bos=architecture.bos, eos=eos, chat_template=tokenizer.has_chat_template)
 
 
-@dataclass(frozen=True)
-class _Texts:
-    """What the build runs over; None: it does not."""
-
-    evaluation: EvaluationText | None
-    calibration: EvaluationText | None
-    trial: EvaluationText | None  # that plans are tried on
-
-
 def _read_texts(settings: Settings, tokenizer: CheckpointTokenizer, model: Model) -> _Texts:
     """Raises BuildError for a text that cannot be read, and where a calibration must not be measured."""
     calibrates = bool(_fp8_inputs(settings, model))
@@ -252,16 +299,16 @@ def _read_texts(settings: Settings, tokenizer: CheckpointTokenizer, model: Model
     if settings.evaluate:
         evaluation = read_text(settings.eval_text, tokenizer, settings.eval_tokens, model.context)
     observes = settings.evaluate and not settings.on_cpu and settings.precision.kv == "fp8"
-    if calibrates or observes or settings.has_plans:
+    if calibrates or observes or settings.forward.has_plans:
         path, most = settings.calibration_text, settings.calibration_tokens
         calibration = read_text(path, tokenizer, most, model.context, CALIBRATION)
-    trial = calibration if settings.has_plans else None
+    trial = calibration if settings.forward.has_plans else None
     return _Texts(evaluation, calibration if calibrates or observes else None, trial)
 
 
 def _fp8_inputs(settings: Settings, model: Model) -> list[str]:
     """The linears whose inputs are FP8."""
-    return quantised_inputs(model, settings.precision) if settings.has_plans else []
+    return quantised_inputs(model, settings.precision) if settings.calibrate else []
 
 
 def _needed_bytes(checkpoint: Checkpoint, drafters: Drafters, settings: Settings) -> int:
@@ -270,7 +317,7 @@ def _needed_bytes(checkpoint: Checkpoint, drafters: Drafters, settings: Settings
         plan = plan_weights(checkpoint, settings.precision, drafters)
     else:
         plan = plan_device_weights(checkpoint, settings.precision)
-    copies = 2 if settings.has_plans else 1  # plans hold the weights once more
+    copies = 2 if settings.forward.has_plans else 1  # plans hold the weights once more
     rest = 64 << 20  # tokenizer, vocabulary and manifest
     if settings.evaluate:
         rest += evaluation_bytes(checkpoint, settings.precision, settings.on_cpu)
@@ -278,21 +325,16 @@ def _needed_bytes(checkpoint: Checkpoint, drafters: Drafters, settings: Settings
 
 
 def _write_files(
-    checkpoint: Checkpoint,
-    drafters: Drafters,
-    tokenizer: CheckpointTokenizer,
-    settings: Settings,
-    observation: Observation | None,
-    staging: Path,
-    reporter: Reporter,
+    inputs: _Inputs, observation: Observation | None, staging: Path, reporter: Reporter
 ) -> tuple[dict[str, FileEntry], list[TensorError]]:
-    """Writes all but the manifest; returns the table of files and the error of each linear weight."""
+    """Writes weights, vocabulary and tokenizer; the table of files and the error of each linear weight."""
+    settings, checkpoint = inputs.settings, inputs.checkpoint
     title, path = f"weights to {settings.precision.weights}", staging / WEIGHTS_FILE
     if settings.on_cpu:
-        weights, errors = convert_stage(title, reporter, checkpoint, settings.precision, path, drafters)
+        weights, errors = convert_stage(title, reporter, checkpoint, settings.precision, path, inputs.drafters)
     else:
         weights, errors = _write_device_weights(title, checkpoint, settings, observation, staging, reporter)
-    tokenizer.vocabulary.write(staging / VOCABULARY_FILE, checkpoint.model.vocabulary)
+    inputs.tokenizer.vocabulary.write(staging / VOCABULARY_FILE, checkpoint.model.vocabulary)
     directory = Path(TOKENIZER_FILE).parent
     copied = copy_tokenizer_files(settings.model, staging / directory)
     names = [VOCABULARY_FILE, *(str(directory / name) for name in copied)]
@@ -309,7 +351,7 @@ def _write_device_weights(
 ) -> tuple[FileEntry, list[TensorError]]:
     """Writes the bundle's weights; those of layers that only plans will hold go to the reference beside it."""
     precision, path = settings.precision, staging / WEIGHTS_FILE
-    full = path if settings.keeps_weights else staging / REFERENCE / WEIGHTS_FILE
+    full = path if settings.forward.keeps_weights else staging / REFERENCE / WEIGHTS_FILE
     full.parent.mkdir(exist_ok=True)
     keys_values = None if observation is None else observation.keys_values
     plan = plan_device_weights(checkpoint, precision)

@@ -18,13 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 import ull
-from ull.bundle import Manifest, Precision, Target
+from ull.bundle import Manifest, Precision, Source, Target
 from ull.errors import RecipeError, UllError
 from ull_build.build import BuildResult, build, settings_from_recipe
 from ull_build.progress import format_amount, make_reporter
 from ull_build.random_bundle import RandomSettings, build_random
 from ull_build.recipe import TARGETS, Recipe, describe_keys, load_recipe, make_recipe
 from ull_build.shapes import SHAPES
+from ull_build.tensorrt.staged import Request
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -91,8 +92,16 @@ def _random_settings(options: argparse.Namespace) -> RandomSettings:
         ),
         layers=options.layers,
         context=options.context,
+        forward=_request(options),
         force=options.force,
     )
+
+
+def _request(options: argparse.Namespace) -> Request:
+    source: Source = options.forward or "fused"
+    if options.attention == "native" and source != "tensorrt":
+        raise RecipeError("--attention native goes with --forward tensorrt", field="attention")
+    return Request(source, source, options.attention or "paged")
 
 
 @contextmanager

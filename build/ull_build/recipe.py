@@ -59,6 +59,10 @@ class ForwardRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         Meta(description='of plans: "paged", ull\'s kernel between them, or "native", TensorRT\'s own, for comparison'),
     ] = "paged"
 
+    @property
+    def has_plans(self) -> bool:
+        return "tensorrt" in (self.prefill, self.decode)
+
 
 class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One build. Paths are relative to the recipe's directory (`output`: to the current one)."""
@@ -177,9 +181,8 @@ def _check_target(recipe: Recipe, origin: str) -> None:
         known = ", ".join(f'"{name}" ({machine})' for name, machine in TARGETS.items())
         raise RecipeError(f'{origin}: target "{recipe.target}" is unknown; use {known}', field="target")
     forward = recipe.forward
-    plans = "tensorrt" in (forward.prefill, forward.decode)
     if recipe.target == "cpu":
-        if plans:
+        if forward.has_plans:
             raise RecipeError(f'{origin}: forward "tensorrt" needs a GPU: --target sm_90a', field="forward")
         if recipe.kv == "fp8":
             raise RecipeError(f'{origin}: kv "fp8" is for GPU targets; the cpu keeps "bf16" or "f32"', field="kv")

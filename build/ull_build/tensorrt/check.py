@@ -90,7 +90,7 @@ def with_forward(bundle: Bundle, forward: Forward) -> Bundle:
     return dataclasses.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, forward=forward))
 
 
-def settled(plans: Plans, seen: Seen, made: PlanCheck) -> Plans:
+def settled(plans: Plans, seen: Seen, made: PlanCheck | None) -> Plans:
     """The manifest's account with what has been seen. A native KV cache knows no trees."""
     exact = [1] if plans.attention == "native" else seen.exact
     return msgspec.structs.replace(plans, exact=exact, place_exact=seen.place_exact, check=made)

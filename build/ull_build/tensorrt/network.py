@@ -19,7 +19,7 @@ import numpy as np
 
 from ull.bundle import MAX_TREE, Model
 from ull_build.tensorrt.graph import Graph
-from ull_build.tensorrt.weights import HEAD, SegmentWeights
+from ull_build.tensorrt.weights import HEAD, Weights
 
 ENTRY, EXIT, HEAD_SEGMENT = "entry", "exit", "head"
 TOKENS = (1, 2, 4, 8, 16, 32, 64)  # of a step
@@ -32,7 +32,7 @@ class LayerNetwork:
     `amax`: largest input of each FP8 linear.
     """
 
-    def __init__(self, model: Model, weights: SegmentWeights, amax: Mapping[str, float]) -> None:
+    def __init__(self, model: Model, weights: Weights, amax: Mapping[str, float]) -> None:
         self.model, self.weights, self._amax = model, weights, amax
         self.attention_width = model.heads * model.head_dim
 

@@ -11,25 +11,23 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from ull.bundle import CODE_DIRECTORY, Precision
+from ull.bundle import CODE_DIRECTORY, AttentionKind, Model
 from ull.errors import BuildError
 from ull.gpu.tensorrt_library import make_logger
-from ull_build.checkpoint import Checkpoint
 from ull_build.progress import Reporter
 from ull_build.tensorrt.graph import Graph
 from ull_build.tensorrt.monitor import BuildLog, make_monitor, run_cancellable
 from ull_build.tensorrt.native import NativeNetwork
 from ull_build.tensorrt.network import SegmentNetwork
 from ull_build.tensorrt.timing_cache import attach, open_timing_cache, save_timing_cache
-from ull_build.tensorrt.weights import SegmentWeights
+from ull_build.tensorrt.weights import Weights
 
 DIRECTORY = f"{CODE_DIRECTORY}/plans"
 LOG_FILE = f"{DIRECTORY}/build.log"
 INSPECTOR_FILE = f"{DIRECTORY}/inspector.json"
 
-AttentionKind = Literal["paged", "native"]
 _NETWORKS: dict[str, type[SegmentNetwork | NativeNetwork]] = {"paged": SegmentNetwork, "native": NativeNetwork}
 _STEPS = 100  # of the progress bar, for each segment
 
@@ -53,8 +51,8 @@ def plan_path(segment: str) -> str:
 
 def build_plans(
     trt: Any,
-    checkpoint: Checkpoint,
-    precision: Precision,
+    model: Model,
+    weights: Weights,
     amax: Mapping[str, float],
     directory: Path,
     timing_cache: Path,
@@ -68,9 +66,7 @@ def build_plans(
     Raises BuildError with TensorRT's own reason; KeyboardInterrupt once TensorRT has stopped, and then the timing cache
     is as it was.
     """
-    if attention == "native" and precision.kv != "bf16":
-        raise BuildError(f"TensorRT's own attention keeps keys and values in bf16, not {precision.kv}", field="kv")
-    describe = _NETWORKS[attention](checkpoint.model, SegmentWeights(checkpoint, precision), amax)
+    describe = _NETWORKS[attention](model, weights, amax)
     segments = describe.segments()
     (directory / DIRECTORY).mkdir(parents=True)
     with BuildLog(directory / LOG_FILE) as log:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,20 @@ from ull.bundle import (
     WEIGHTS_FILE,
     AttentionKind,
     Bundle,
+    FileEntry,
     Forward,
     Manifest,
+    Model,
     Plans,
     Source,
     read_tensor_file,
 )
 from ull.errors import BuildError
-from ull_build.checkpoint import Checkpoint
 from ull_build.output import file_entry
 from ull_build.progress import Reporter
 from ull_build.tensorrt import check
 from ull_build.tensorrt.plans import build_plans
+from ull_build.tensorrt.weights import Weights
 
 REFERENCE = "reference"  # folder of the staging directory
 
@@ -48,8 +50,13 @@ class Request:
     attention: AttentionKind = "paged"
 
     @property
-    def sources(self) -> set[Source]:
-        return {self.prefill, self.decode}
+    def has_plans(self) -> bool:
+        return "tensorrt" in (self.prefill, self.decode)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the bundle's weights file holds the linear layers."""
+        return "fused" in (self.prefill, self.decode)
 
 
 @dataclass(frozen=True)
@@ -83,17 +90,18 @@ def timing_cache_of(output: Path) -> Path:
 def add_plans(
     tools: Tools,
     request: Request,
-    checkpoint: Checkpoint,
+    model: Model,
+    weights: Weights,
+    amax: Mapping[str, float],
     staging: Path,
-    manifest: Manifest,
     timing_cache: Path,
     reporter: Reporter,
-) -> Manifest:
-    """Builds the plans of a checkpoint into `staging`; the manifest with them, as yet untried. Raises BuildError."""
-    amax = {} if manifest.calibration is None else manifest.calibration.amax
-    built = build_plans(
-        tools.trt, checkpoint, manifest.precision, amax, staging, timing_cache, reporter, request.attention
-    )
+) -> tuple[Forward, dict[str, FileEntry]]:
+    """Builds plans into `staging`: what the manifest says of them, as yet untried, and their files.
+
+    `amax`: the range of each FP8 linear's inputs. Raises BuildError.
+    """
+    built = build_plans(tools.trt, model, weights, amax, staging, timing_cache, reporter, request.attention)
     plans = Plans(
         version=built.tensorrt,
         gpu=tools.gpu,
@@ -106,9 +114,7 @@ def add_plans(
         attention=request.attention,
     )
     files = {name: file_entry(staging / name) for name in (*built.files.values(), *built.reports)}
-    return msgspec.structs.replace(
-        manifest, files=manifest.files | files, forward=Forward(request.prefill, request.decode, plans)
-    )
+    return Forward(request.prefill, request.decode, plans), files
 
 
 def try_plans(
@@ -138,6 +144,18 @@ def try_plans(
     finally:
         shutil.rmtree(reference, ignore_errors=True)
     forward = msgspec.structs.replace(manifest.forward, plans=check.settled(plans, seen, made))
+    return msgspec.structs.replace(manifest, forward=forward)
+
+
+def watch_plans(bundle: Bundle) -> Manifest:
+    """What `try_plans` notes, of a complete bundle of made-up weights, whose logits have nothing to be held against.
+
+    Raises GpuError or BundleError where the plans do not run.
+    """
+    manifest, plans = bundle.manifest, bundle.manifest.forward.plans
+    assert plans is not None
+    seen = check.observe_plans(bundle, list(range(check.CHECK_TOKENS)))
+    forward = msgspec.structs.replace(manifest.forward, plans=check.settled(plans, seen, None))
     return msgspec.structs.replace(manifest, forward=forward)
 
 
