@@ -178,6 +178,7 @@ def test_reports_name_the_gpu() -> None:
 def scenario_bench(path: str) -> None:
     """What bench/h200 measures, on little data."""
     from bandwidth import read_bandwidth
+    from plans import measure_plans
     from rounds import RoundTimer
 
     from ull.gpu.program import load
@@ -187,10 +188,11 @@ def scenario_bench(path: str) -> None:
     times = RoundTimer(program).time_rounds(2, 5, rounds=4, warm_up=1)
     counts = [len(times.period), len(times.gap), len(times.busy)]
     program.close()
-    print(json.dumps([bandwidths, counts, times.mean_ns]))
+    print(json.dumps([bandwidths, counts, times.mean_ns, measure_plans(Path("/nowhere"))]))
 
 
 def test_the_benchmark_measures(bundle: Path, emulated: Path) -> None:
-    bandwidths, counts, mean_ns = run("scenario_bench", str(bundle), kernels=emulated, multiprocessors=4)
+    bandwidths, counts, mean_ns, plans = run("scenario_bench", str(bundle), kernels=emulated, multiprocessors=4)
     assert set(bandwidths) == {"bulk copies", "16-byte loads"} and min(bandwidths.values()) > 0
     assert counts == [3, 3, 4] and mean_ns > 0
+    assert not plans["installed"] and "pip install ull[tensorrt]" in plans["reason"]

@@ -248,3 +248,15 @@ def test_an_unstable_plan_fails_the_build(workshop: Workshop, monkeypatch: pytes
     assert result.returncode == 1
     assert "off our kernels'; the limit is 20%. TensorRT has probably chosen an unstable FP8 kernel" in result.stderr
     assert not (workshop.folder / "unstable.ull").exists()
+
+
+def test_the_benchmark_measures_every_source(workshop: Workshop) -> None:
+    """On a bundle that holds both our kernels' weights and plans, in place of a benchmark's own."""
+    bundle = workshop.bundle("mixed.ull", recipe=workshop.recipe('[forward]\nprefill = "tensorrt"\n'))
+    command = [*PROGRAM, "measure", str(bundle.path)]
+    result = subprocess.run(command, env=workshop.environment(), capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report["installed"] and set(report["sources"]) == {"fused", "tensorrt, paged", "tensorrt, native"}
+    assert set(report["sources"]["tensorrt, paged"]["ms"]) == {"1@8", "16@8"}
+    assert "beside our kernels" in result.stdout

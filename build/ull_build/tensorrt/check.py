@@ -50,8 +50,7 @@ def observe_plans(bundle: Bundle, tokens: Sequence[int]) -> Seen:
     """Runs the plans of a bundle in every way that the daemon will. Raises GpuError or BundleError."""
     plans = bundle.manifest.forward.plans
     assert plans is not None
-    everything = msgspec.structs.replace(plans, exact=plans.token_counts)
-    program = _open(with_forward(bundle, Forward("tensorrt", "tensorrt", everything)))
+    program = _open(with_forward(bundle, Forward("tensorrt", "tensorrt", everything(plans))))
     try:
         replay = program.replay()
         logits = replay.logits(tokens)
@@ -88,6 +87,11 @@ def check_plans(seen: Seen, fused: Logits | None, cpu: Logits, limit: float = LO
 def with_forward(bundle: Bundle, forward: Forward) -> Bundle:
     """The same bundle with its phases computed by others."""
     return dataclasses.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, forward=forward))
+
+
+def everything(plans: Plans) -> Plans:
+    """The plans with a graph for every token count that they have a profile for."""
+    return msgspec.structs.replace(plans, exact=plans.token_counts)
 
 
 def settled(plans: Plans, seen: Seen, made: PlanCheck | None) -> Plans:
