@@ -101,6 +101,8 @@ def print_served(url: str, engine: Mapping[str, Any], executor: Mapping[str, Any
     table.add_row("model", f"{engine['architecture']}, {engine['layers']} layers x hidden {engine['hidden']}")
     table.add_row("vocabulary", f"{engine['vocabulary']} rows")
     table.add_row("precision", f"weights {precision['weights']}, lm_head {precision['lm_head']}")
+    if engine["target"] != "cpu":
+        table.add_row("forward", f"prefill {engine['forward']['prefill']}, decode {engine['forward']['decode']}")
     table.add_row("built", f"{engine['created']} by ull {engine['ull_version']}")
     Console(highlight=False).print(table)
     _print_costs({**executor, "executor": executor["name"]})
