@@ -246,7 +246,7 @@ def test_an_unstable_plan_fails_the_build(workshop: Workshop, monkeypatch: pytes
     monkeypatch.setenv("ULL_TEST_UNSTABLE", "layer.1")
     result = workshop.build("unstable.ull", "--forward", "tensorrt")
     assert result.returncode == 1
-    assert "off our kernels'; the limit is 20%. TensorRT has probably chosen an unstable FP8 kernel" in result.stderr
+    assert "off our kernels'; the limit is 10%. TensorRT has probably chosen an unstable FP8 kernel" in result.stderr
     assert not (workshop.folder / "unstable.ull").exists()
 
 

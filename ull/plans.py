@@ -23,19 +23,22 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
 class PlanCheck(Struct, frozen=True, forbid_unknown_fields=True):
-    """Logits of the plans against others', on the GPU that built them: |difference| / |logits|, Frobenius norms."""
+    """Logits of the plans against others', on the GPU that built them: |difference| / |logits|, Frobenius norms.
+
+    The CPU executor computes with the same FP8 activations, our kernels with 16-bit ones: what that alone makes of the
+    logits, by the CPU executor, is `activation_error`.
+    """
 
     tokens: Annotated[int, Meta(ge=1)]
-    cpu_error: Annotated[float, Meta(ge=0.0)]  # against the CPU executor: float32 activations
+    cpu_error: Annotated[float, Meta(ge=0.0)]
     cpu_top1: Share
-    fused_error: (
-        Annotated[float, Meta(ge=0.0)] | None
-    )  # against our kernels: 16-bit activations; None: do not run there
+    fused_error: Annotated[float, Meta(ge=0.0)] | None  # None: our kernels do not run there
     fused_top1: Share | None
-    limit: Annotated[float, Meta(gt=0.0)]  # of both errors
+    activation_error: Annotated[float, Meta(ge=0.0)]
+    limit: Annotated[float, Meta(gt=0.0)]  # of cpu_error, and of fused_error beyond activation_error
 
     def __post_init__(self) -> None:
-        if not all(map(math.isfinite, (self.fused_error or 0.0, self.cpu_error, self.limit))):
+        if not all(map(math.isfinite, (self.fused_error or 0.0, self.cpu_error, self.activation_error, self.limit))):
             raise ValueError("errors must be finite")
 
 

@@ -212,7 +212,7 @@ def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
             )
         manifest = _describe(inputs, {**written, **files, **plans}, code, quality, calibration, forward)
         if texts.trial is not None:
-            manifest = try_plans(staging, manifest, texts.trial.first_window, evaluator.logits, reporter)
+            manifest = try_plans(staging, manifest, texts.trial.first_window, evaluator, reporter)
     return manifest
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ull.bundle import Calibration
 from ull_build.evaluate import EvaluationText, Observation, Predictions, check_quality
 from ull_build.quality import Evaluator
-from ull_build.tensorrt.weights import activation_scale, compute_type
+from ull_build.tensorrt.weights import input_scales
 
 PERCENTILE = 99.99
 
@@ -49,11 +49,11 @@ def calibrate(
         },
     }
     losses = {
-        method: evaluator.quantised(calibration_text, f"calibrate by {method}", _scales(amax)).perplexity
+        method: evaluator.quantised(calibration_text, f"calibrate by {method}", input_scales(amax)).perplexity
         for method, amax in candidates.items()
     }
     method = "percentile" if losses["percentile"] < losses["max"] else "max"
-    calibrated = evaluator.quantised(evaluation_text, "evaluate calibrated", _scales(candidates[method]))
+    calibrated = evaluator.quantised(evaluation_text, "evaluate calibrated", input_scales(candidates[method]))
     increase = check_quality(
         original,
         calibrated,
@@ -72,7 +72,3 @@ def calibrate(
         perplexity_increase=increase,
         top1_agreement=original.agreement(calibrated),
     )
-
-
-def _scales(amax: dict[str, float]) -> dict[str, float]:
-    return {name: float(activation_scale(value, compute_type(name))) for name, value in amax.items()}

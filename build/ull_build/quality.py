@@ -87,10 +87,10 @@ class Evaluator:
         with self._reporter.stage("observe activations", len(text.tokens), "tokens") as advance:
             return observe(spec, text, self._threads, _steps(len(text.tokens), advance))
 
-    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """The quantised weights' logits after each token, [tokens, V]."""
+    def logits(self, tokens: Sequence[int], input_scales: Mapping[str, float] | None = None) -> NDArray[np.float32]:
+        """The quantised weights' logits after each token, [tokens, V], with FP8 activations as in `quantised`."""
         with self._reporter.stage("logits on the cpu", len(tokens), "tokens") as advance:
-            found = logits(self._quantised, tokens, self._threads)
+            found = logits(self._quantised, tokens, self._threads, input_scales)
             advance(len(tokens))
         return found
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import importlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from numpy.typing import NDArray
 
 from ull.bundle import (
     ARCHITECTURES,
@@ -34,9 +33,10 @@ from ull.bundle import (
 from ull.errors import BuildError
 from ull_build.output import file_entry
 from ull_build.progress import Reporter
+from ull_build.quality import Evaluator
 from ull_build.tensorrt import check
 from ull_build.tensorrt.plans import build_plans
-from ull_build.tensorrt.weights import Weights
+from ull_build.tensorrt.weights import Weights, input_scales
 
 REFERENCE = "reference"  # folder of the staging directory
 
@@ -121,7 +121,7 @@ def try_plans(
     staging: Path,
     manifest: Manifest,
     tokens: Sequence[int],
-    cpu_logits: Callable[[Sequence[int]], NDArray[Any]],
+    evaluator: Evaluator,
     reporter: Reporter,
 ) -> Manifest:
     """Holds the staged plans against our kernels, where these run, and the CPU; the manifest with what was seen.
@@ -140,7 +140,10 @@ def try_plans(
             if weights is reference:
                 (reference / CODE_DIRECTORY).symlink_to(staging / CODE_DIRECTORY)
             fused = check.read_logits(check.with_forward(_bundle(weights, manifest), FUSED), tokens)
-        made = check.check_plans(seen, fused, cpu_logits(tokens))
+        plain = fp8 = evaluator.logits(tokens)
+        if manifest.calibration is not None:
+            fp8 = evaluator.logits(tokens, input_scales(manifest.calibration.amax))
+        made = check.check_plans(seen, check.References(plain, fp8, fused))
     finally:
         shutil.rmtree(reference, ignore_errors=True)
     forward = msgspec.structs.replace(manifest.forward, plans=check.settled(plans, seen, made))

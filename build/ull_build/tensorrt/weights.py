@@ -7,7 +7,7 @@ lm_head  padded with rows of zeros to a multiple of 16
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -139,3 +139,8 @@ def activation_scale(amax: float, compute: np.dtype[Any]) -> NDArray[Any]:
     """The scale of activations up to `amax`, a scalar array in `compute`, rounded up like a weight's; 1 for zeros."""
     exact = np.float32(amax) / FP8_MAX if amax > 0.0 else np.float32(1.0)
     return round_up(np.array([exact], np.float32), compute).reshape(())
+
+
+def input_scales(amax: Mapping[str, float]) -> dict[str, float]:
+    """The scale of each linear's input, by its largest activation."""
+    return {name: float(activation_scale(value, compute_type(name))) for name, value in amax.items()}
