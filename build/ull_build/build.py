@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import msgspec
 
@@ -48,9 +49,11 @@ from ull_build.calibrate import calibrate
 from ull_build.checkpoint import Checkpoint
 from ull_build.convert import Drafters, convert_stage, plan_weights
 from ull_build.convert_device import convert_for_device, plan_device_weights
+from ull_build.device_quality import ORIGINAL, DeviceEvaluator
 from ull_build.drafters import SpeculationSettings, describe, open_drafters
 from ull_build.evaluate import CALIBRATION, EvaluationText, Observation, read_text
 from ull_build.kernels import CompiledFile, compile_kernels, describe_file, write_code
+from ull_build.local_gpu import find_gpu
 from ull_build.output import check_output, file_entry, require_space, staged_output, write_synced
 from ull_build.progress import Reporter
 from ull_build.quality import Evaluator, evaluation_bytes, measure_quality
@@ -77,6 +80,7 @@ class Settings:
     evaluate: bool = True
     eval_text: Path | None = None
     eval_tokens: int = 4096
+    evaluate_on: Literal["cpu", "gpu"] = "cpu"
     calibrate: bool = False
     calibration_text: Path | None = None
     calibration_tokens: int = 2048
@@ -115,6 +119,7 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
         evaluate=evaluate,
         eval_text=None if recipe.eval_text is None else Path(recipe.eval_text),
         eval_tokens=recipe.eval_tokens,
+        evaluate_on=recipe.evaluate_on,
         calibrate=recipe.forward.has_plans,
         calibration_text=None if recipe.calibration_text is None else Path(recipe.calibration_text),
         calibration_tokens=recipe.calibration_tokens,
@@ -176,6 +181,8 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
 
 def _open_inputs(settings: Settings, files_open: ExitStack, reporter: Reporter) -> _Inputs:
     tools = find_tools(settings.target) if settings.forward.has_plans else None
+    if settings.evaluate_on == "gpu" and settings.evaluate:
+        find_gpu(settings.target, "the loss is measured")
     checkpoint = files_open.enter_context(Checkpoint(settings.model, settings.context))
     tokenizer = read_tokenizer(settings.model, checkpoint.model.vocabulary)
     model = msgspec.structs.replace(checkpoint.model, tokenizer_vocabulary=tokenizer.vocabulary.count)
@@ -196,24 +203,44 @@ def _open_inputs(settings: Settings, files_open: ExitStack, reporter: Reporter) 
 def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
     """Writes everything but the manifest, and measures it."""
     settings, checkpoint, texts = inputs.settings, inputs.checkpoint, inputs.texts
-    precision = settings.precision
-    code, files = _write_code(inputs.kernels, settings.target, inputs.model, precision, staging)
+    code, files = _write_code(inputs.kernels, settings.target, inputs.model, settings.precision, staging)
     weights = staging / WEIGHTS_FILE if settings.on_cpu else None
-    with Evaluator(checkpoint, inputs.model, precision, staging, weights, settings.threads, reporter) as evaluator:
+    with Evaluator(
+        checkpoint, inputs.model, settings.precision, staging, weights, settings.threads, reporter
+    ) as evaluator:
         observation = None if texts.calibration is None else evaluator.observe(texts.calibration)
         written, errors = _write_files(inputs, observation, staging, reporter)
+        files |= written
+        if settings.evaluate_on == "gpu" and texts.evaluation is not None:
+            staged = _describe(inputs, files, code, None)
+            return _describe(inputs, files, code, _measure_on_gpu(inputs, staged, errors, staging, reporter))
         quality, calibration = _measure(evaluator, texts, observation, errors, settings, inputs.model)
-        forward, plans = FUSED, dict[str, FileEntry]()
-        if inputs.tools is not None:
-            source, cache = SegmentWeights(checkpoint, precision), timing_cache_of(settings.output)
-            amax = {} if calibration is None else calibration.amax
-            forward, plans = add_plans(
-                inputs.tools, settings.forward, inputs.model, source, amax, staging, cache, reporter
-            )
-        manifest = _describe(inputs, {**written, **files, **plans}, code, quality, calibration, forward)
-        if texts.trial is not None:
-            manifest = try_plans(staging, manifest, texts.trial.first_window, evaluator, reporter)
-    return manifest
+        if inputs.tools is None:
+            return _describe(inputs, files, code, quality, calibration)
+        source, cache = SegmentWeights(checkpoint, settings.precision), timing_cache_of(settings.output)
+        amax = {} if calibration is None else calibration.amax
+        forward, plans = add_plans(inputs.tools, settings.forward, inputs.model, source, amax, staging, cache, reporter)
+        manifest = _describe(inputs, files | plans, code, quality, calibration, forward)
+        assert texts.trial is not None
+        return try_plans(staging, manifest, texts.trial.first_window, evaluator, reporter)
+
+
+def _measure_on_gpu(
+    inputs: _Inputs, staged: Manifest, errors: list[TensorError], staging: Path, reporter: Reporter
+) -> Quality:
+    """What the written weights lose, both sides run by our kernels. Raises BuildError, GpuError."""
+    settings, text = inputs.settings, inputs.texts.evaluation
+    assert text is not None
+
+    def compiled(precision: Precision) -> list[CompiledFile]:
+        return compile_for(settings.target, inputs.model, precision, reporter)
+
+    evaluator = DeviceEvaluator(inputs.checkpoint, staged, staging, compiled, reporter)
+    try:
+        original = evaluator.original(text)
+        return measure_quality(evaluator, text, original, errors, settings.max_perplexity_increase)
+    finally:
+        shutil.rmtree(staging / "original", ignore_errors=True)
 
 
 def _describe(
@@ -221,8 +248,8 @@ def _describe(
     files: dict[str, FileEntry],
     code: DeviceCode | None,
     quality: Quality | None,
-    calibration: Calibration | None,
-    forward: Forward,
+    calibration: Calibration | None = None,
+    forward: Forward = FUSED,
 ) -> Manifest:
     settings = inputs.settings
     return Manifest(
@@ -319,7 +346,9 @@ def _needed_bytes(checkpoint: Checkpoint, drafters: Drafters, settings: Settings
         plan = plan_device_weights(checkpoint, settings.precision)
     copies = 2 if settings.forward.has_plans else 1  # plans hold the weights once more
     rest = 64 << 20  # tokenizer, vocabulary and manifest
-    if settings.evaluate:
+    if settings.evaluate and settings.evaluate_on == "gpu":
+        rest += sum(shape.nbytes for shape in plan_device_weights(checkpoint, ORIGINAL).values())
+    elif settings.evaluate:
         rest += evaluation_bytes(checkpoint, settings.precision, settings.on_cpu)
     return rest + copies * sum(shape.nbytes for shape in plan.values())
 

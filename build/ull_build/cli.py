@@ -142,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--eval-tokens", type=int, metavar="N", help="tokens of it to use at most (default 4096)")
     add("--calibration-text", metavar="FILE", help="text on which FP8 ranges are measured (default: another such)")
     add("--calibration-tokens", type=int, metavar="N", help="tokens of it to use at most (default 2048)")
+    add("--evaluate-on", choices=("cpu", "gpu"), help="where the loss is measured (default cpu)")
     add("--max-perplexity-increase", type=float, metavar="F", help="fraction that fails the build (default 0.01)")
     add("--medusa", metavar="PATH", help="Medusa heads: medusa_lm_head.pt or .safetensors, or their directory")
     add("--draft", metavar="DIR", help="a smaller checkpoint with the same tokenizer, as draft model")

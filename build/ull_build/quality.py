@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -122,8 +122,15 @@ class Evaluator:
             return predict(spec, text, self._threads, _steps(len(text.tokens), advance), input_scales)
 
 
+class Predictor(Protocol):
+    """Runs a bundle's quantised weights over a text."""
+
+    def quantised(self, text: EvaluationText) -> Predictions:
+        """What they predict."""
+
+
 def measure_quality(
-    evaluator: Evaluator, text: EvaluationText, original: Predictions, errors: list[TensorError], limit: float
+    evaluator: Predictor, text: EvaluationText, original: Predictions, errors: list[TensorError], limit: float
 ) -> Quality:
     """Compares the quantised weights with the `original` ones' predictions. Raises BuildError above the `limit`."""
     quantised = evaluator.quantised(text)

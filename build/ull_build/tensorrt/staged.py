@@ -6,7 +6,6 @@ code, until the plans have been held against them.
 
 from __future__ import annotations
 
-import importlib
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,9 +27,11 @@ from ull.bundle import (
     Model,
     Plans,
     Source,
+    Target,
     read_tensor_file,
 )
-from ull.errors import BuildError
+from ull.gpu import tensorrt_library
+from ull_build.local_gpu import LocalGpu, find_gpu
 from ull_build.output import file_entry
 from ull_build.progress import Reporter
 from ull_build.quality import Evaluator
@@ -64,22 +65,12 @@ class Tools:
     """TensorRT, and the GPU that it builds for."""
 
     trt: Any
-    gpu: str
-    capability: str
+    gpu: LocalGpu
 
 
-def find_tools(target: str) -> Tools:
+def find_tools(target: Target) -> Tools:
     """Raises GpuError without TensorRT or a GPU, BuildError where the GPU is not the target's."""
-    trt = importlib.import_module("ull.gpu.tensorrt_library").load()
-    found = importlib.import_module("ull.gpu.driver").describe_device(0)
-    major, minor = ARCHITECTURES[target].capability
-    if found["capability"] != f"{major}.{minor}":
-        raise BuildError(
-            f"TensorRT builds plans for the GPU at hand, {found['name']} (compute capability {found['capability']}), "
-            f"which is not a {target}: build on {ARCHITECTURES[target].machines}",
-            field="target",
-        )
-    return Tools(trt, found["name"], found["capability"])
+    return Tools(tensorrt_library.load(), find_gpu(target, "TensorRT builds plans"))
 
 
 def timing_cache_of(output: Path) -> Path:
@@ -104,8 +95,8 @@ def add_plans(
     built = build_plans(tools.trt, model, weights, amax, staging, timing_cache, reporter, request.attention)
     plans = Plans(
         version=built.tensorrt,
-        gpu=tools.gpu,
-        capability=tools.capability,
+        gpu=tools.gpu.name,
+        capability=tools.gpu.capability,
         files=list(built.files.values()),
         token_counts=list(built.tokens),
         scratch_bytes=built.device_memory,
