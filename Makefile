@@ -15,9 +15,14 @@ help:  ## list the commands
 demo: $(VENV)/.installed  ## build the tiny engine, serve it, stream a completion, print latencies
 	@$(BIN)/ull demo
 
+# Tests that compute for minutes and time nothing run side by side, a file to a process; the rest one after the other.
+LONG_TESTS := $(sort $(wildcard tests/test_emulator.py tests/test_fakecuda.py tests/test_gpu_*.py tests/test_kernel_*.py \
+  tests/test_tensorrt_*.py))
+
 test: $(VENV)/.installed-test  ## linters, types, the test suite
 	$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(LONG_TESTS)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(LONG_TESTS))
 
 lint: $(VENV)/.installed-test  ## ruff, mypy, clang-format
 	$(BIN)/ruff check .

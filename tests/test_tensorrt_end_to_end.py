@@ -22,7 +22,7 @@ from ull.client import Client
 from ull.spawn import DaemonProcess
 from ull_build.build import Settings
 
-CONTEXT = 512
+CONTEXT = 192
 TOKENS = 10
 PROMPTS = ("def add(first, second):\n    return", "x = 1\nx = 1\nx = 1\nx = 1\nx =")
 PROGRAM = [sys.executable, str(ROOT / "tests/tensorrt_program.py")]
