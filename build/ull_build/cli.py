@@ -223,5 +223,11 @@ def print_summary(result: BuildResult) -> None:
         worst = max(quality.tensors, key=lambda item: item.relative_error)
         error = f"{worst.relative_error:.3%} ({worst.name})" if worst.relative_error else "none"
         table.add_row("largest tensor error", error)
+    if (plans := manifest.forward.plans) is not None:
+        table.add_row("plans", f"{len(plans.files)}, TensorRT {plans.version}, {plans.attention} attention")
+        exact = ", ".join(map(str, plans.exact))
+        table.add_row("exact rounds", f"of {exact} tokens" if plans.exact != [1] else "of 1 token: no speculation")
+        if plans.check is not None:
+            table.add_row("plans' logits", f"{plans.check.cpu_error:.2%} off (limit {plans.check.limit:.0%})")
     table.add_row("time", f"{result.seconds:.1f} s")
     Console(highlight=False).print(table)
