@@ -14,9 +14,9 @@ import pytest
 import tensorrt_rig
 from oracle.cases import Case
 from tensorrt_subjects import BF16, FITTING, FP8, Recorder, Subject, describe_all, mean_error, silent_logger, subject
-from ull.bundle import Precision
+from ull.bundle import Precision, cache_positions
 from ull_build.tensorrt.graph import Graph
-from ull_build.tensorrt.native import NativeNetwork, cache_rows
+from ull_build.tensorrt.native import NativeNetwork
 from ull_build.tensorrt.plans import build_plans
 from ull_build.tensorrt.weights import SegmentWeights
 
@@ -33,7 +33,7 @@ class Stepper:
         model = it.checkpoint.model
         self._embedding = np.concatenate(list(it.checkpoint.blocks("model.embed_tokens.weight")))
         self._vocabulary, self._step, self._head = model.vocabulary, step, head
-        shape = (1, model.kv_heads, cache_rows(model), model.head_dim)
+        shape = (1, model.kv_heads, cache_positions(model.context), model.head_dim)
         names = [f"{kind}_cache.{layer}" for kind in ("key", "value") for layer in range(model.layers)]
         self._caches = {name: np.zeros(shape, ml_dtypes.bfloat16) for name in names}
         self._length = 0

@@ -70,7 +70,8 @@ def _graph_executor(bundle: Bundle, config: Config, context: int, log: Log, exit
     def settle() -> None:
         executor.settle()
         if executor.failure is not None:
-            closing.pop_all()  # a device that has failed gives nothing back; the end of the process does
+            program.abandon()  # a device that has failed gives nothing back; the end of the process does
+            closing.pop_all()
 
     closing.callback(settle)
     return executor

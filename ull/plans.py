@@ -58,6 +58,7 @@ class Plans(Struct, frozen=True, forbid_unknown_fields=True):
     exact: Annotated[list[int], Meta(min_length=1)]
     place_exact: bool
     attention: AttentionKind = "paged"
+    resident_bytes: Annotated[int, Meta(ge=0)] = 0  # that TensorRT took to load them, as the build saw; 0: not seen
     check: PlanCheck | None = None
 
     def __post_init__(self) -> None:
@@ -115,3 +116,8 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 FUSED = Forward()
+
+
+def cache_positions(context: int) -> int:
+    """Positions of a native KV cache: a step that is not full writes rubbish behind its last token."""
+    return context + MOST_TOKENS

@@ -23,6 +23,7 @@ from ull.gpu.program import load
 from ull_build.tensorrt.check import everything, with_forward
 
 ARCH, LAYERS = "llama-3.1-8b", 8
+BUILD_S = 300.0  # that TensorRT gets for each bundle
 TREES, CONTEXTS, ROUNDS = (1, 16, 64), (128, 8192), 300
 
 
@@ -33,7 +34,7 @@ def build(folder: Path, *options: str) -> tuple[Bundle, float]:
     if not (path / "manifest.json").exists():
         command = [sys.executable, "-m", "ull_build", "--arch", ARCH, "--random-weights", "--layers", str(LAYERS)]
         command += ["--context", "16384", "--target", "sm_90a", "--output", str(path), "--force", "--quiet", *options]
-        subprocess.run(command, check=True)
+        subprocess.run(command, check=True, timeout=BUILD_S)
     return open_bundle(path), time.monotonic() - started
 
 
@@ -42,13 +43,14 @@ def measure(bundle: Bundle, trees: tuple[int, ...]) -> dict[str, float]:
     program = load(bundle)
     try:
         timer = RoundTimer(program)
-        return {
+        medians = {
             f"{tree}@{context}": float(np.median(timer.time_rounds(tree, context, ROUNDS).period)) / 1e6
             for tree in trees
             for context in CONTEXTS
         }
-    finally:
         timer.drain()
+        return medians
+    finally:
         program.close()
 
 

@@ -49,7 +49,7 @@ from ull_build.calibrate import calibrate
 from ull_build.checkpoint import Checkpoint
 from ull_build.convert import Drafters, convert_stage, plan_weights
 from ull_build.convert_device import convert_for_device, plan_device_weights
-from ull_build.device_quality import ORIGINAL, DeviceEvaluator
+from ull_build.device_quality import ORIGINAL, DeviceEvaluator, require_bf16
 from ull_build.drafters import SpeculationSettings, describe, open_drafters
 from ull_build.evaluate import CALIBRATION, EvaluationText, Observation, read_text
 from ull_build.kernels import CompiledFile, compile_kernels, describe_file, write_code
@@ -57,8 +57,9 @@ from ull_build.local_gpu import find_gpu
 from ull_build.output import check_output, file_entry, require_space, staged_output, write_synced
 from ull_build.progress import Reporter
 from ull_build.quality import Evaluator, evaluation_bytes, measure_quality
-from ull_build.recipe import Recipe
-from ull_build.tensorrt.staged import REFERENCE, Request, Tools, add_plans, find_tools, timing_cache_of, try_plans
+from ull_build.recipe import ForwardRecipe, Recipe
+from ull_build.tensorrt.staged import REFERENCE, Tools, add_plans, find_tools, timing_cache_of, try_plans
+from ull_build.tensorrt.timing_cache import require_timing_cache, save_timing_cache
 from ull_build.tensorrt.weights import SegmentWeights
 from ull_build.vocabulary import CheckpointTokenizer, copy_tokenizer_files, read_tokenizer
 
@@ -86,7 +87,7 @@ class Settings:
     calibration_tokens: int = 2048
     max_perplexity_increase: float = 0.01
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
-    forward: Request = field(default_factory=Request)
+    forward: ForwardRecipe = field(default_factory=ForwardRecipe)
     force: bool = False
     threads: int = 0  # 0: as many as this process may use
     recipe: dict[str, RecipeValue] = field(default_factory=dict)
@@ -131,7 +132,7 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
             medusa_count=None if medusa is None else medusa.num,
             draft=None if draft is None else Path(draft.model),
         ),
-        forward=Request(recipe.forward.prefill, recipe.forward.decode, recipe.forward.attention),
+        forward=recipe.forward,
         force=force,
         recipe=msgspec.to_builtins(recipe),
     )
@@ -151,6 +152,7 @@ class _Inputs:
     """What a bundle is made of, opened and checked before anything is written."""
 
     settings: Settings
+    output: Path
     checkpoint: Checkpoint
     tokenizer: CheckpointTokenizer
     model: Model
@@ -170,7 +172,7 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
     start = time.monotonic()
     output = check_output(settings.output, settings.force)
     with ExitStack() as files_open:
-        inputs = _open_inputs(settings, files_open, reporter)
+        inputs = _open_inputs(settings, output, files_open, reporter)
         require_space(output.parent, _needed_bytes(inputs.checkpoint, inputs.drafters, settings))
         with staged_output(output) as staging:
             manifest = _fill(staging, inputs, reporter)
@@ -179,22 +181,30 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
     return BuildResult(output, manifest, time.monotonic() - start)
 
 
-def _open_inputs(settings: Settings, files_open: ExitStack, reporter: Reporter) -> _Inputs:
-    tools = find_tools(settings.target) if settings.forward.has_plans else None
+def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, reporter: Reporter) -> _Inputs:
+    """Everything that can be refused is, before the kernels are compiled."""
+    tools = None
+    if settings.forward.has_plans:
+        tools = find_tools(settings.target)
+        require_timing_cache(timing_cache_of(output))
     if settings.evaluate_on == "gpu" and settings.evaluate:
         find_gpu(settings.target, "the loss is measured")
     checkpoint = files_open.enter_context(Checkpoint(settings.model, settings.context))
     tokenizer = read_tokenizer(settings.model, checkpoint.model.vocabulary)
     model = msgspec.structs.replace(checkpoint.model, tokenizer_vocabulary=tokenizer.vocabulary.count)
+    if settings.evaluate_on == "gpu" and settings.evaluate:
+        require_bf16(checkpoint)
     attention = settings.forward.attention if settings.forward.has_plans else None
+    texts = _read_texts(settings, tokenizer, model)
     return _Inputs(
         settings=settings,
+        output=output,
         checkpoint=checkpoint,
         tokenizer=tokenizer,
         model=model,
         tokens=_special_tokens(checkpoint, tokenizer),
         kernels=compile_for(settings.target, model, settings.precision, reporter, attention),
-        texts=_read_texts(settings, tokenizer, model),
+        texts=texts,
         drafters=files_open.enter_context(open_drafters(settings.speculation, model, tokenizer)),
         tools=tools,
     )
@@ -217,12 +227,15 @@ def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
         quality, calibration = _measure(evaluator, texts, observation, errors, settings, inputs.model)
         if inputs.tools is None:
             return _describe(inputs, files, code, quality, calibration)
-        source, cache = SegmentWeights(checkpoint, settings.precision), timing_cache_of(settings.output)
+        source, cache = SegmentWeights(checkpoint, settings.precision), timing_cache_of(inputs.output)
         amax = {} if calibration is None else calibration.amax
-        forward, plans = add_plans(inputs.tools, settings.forward, inputs.model, source, amax, staging, cache, reporter)
-        manifest = _describe(inputs, files | plans, code, quality, calibration, forward)
+        added = add_plans(inputs.tools, settings.forward, inputs.model, source, amax, staging, cache, reporter)
+        manifest = _describe(inputs, files | added.files, code, quality, calibration, added.forward)
         assert texts.trial is not None
-        return try_plans(staging, manifest, texts.trial.first_window, evaluator, reporter)
+        tokens, limit = texts.trial.first_window, settings.forward.logits_limit
+        manifest = try_plans(staging, manifest, tokens, evaluator, limit, reporter)
+        save_timing_cache(added.timing_cache, cache)  # of what has proved right
+        return manifest
 
 
 def _measure_on_gpu(
@@ -348,7 +361,7 @@ def _needed_bytes(checkpoint: Checkpoint, drafters: Drafters, settings: Settings
     rest = 64 << 20  # tokenizer, vocabulary and manifest
     if settings.evaluate and settings.evaluate_on == "gpu":
         rest += sum(shape.nbytes for shape in plan_device_weights(checkpoint, ORIGINAL).values())
-    elif settings.evaluate:
+    elif settings.evaluate or settings.forward.has_plans:  # plans are tried against the CPU executor
         rest += evaluation_bytes(checkpoint, settings.precision, settings.on_cpu)
     return rest + copies * sum(shape.nbytes for shape in plan.values())
 

@@ -23,9 +23,8 @@ from ull.errors import RecipeError, UllError
 from ull_build.build import BuildResult, build, settings_from_recipe
 from ull_build.progress import format_amount, make_reporter
 from ull_build.random_bundle import RandomSettings, build_random
-from ull_build.recipe import TARGETS, Recipe, describe_keys, load_recipe, make_recipe
+from ull_build.recipe import TARGETS, ForwardRecipe, Recipe, describe_keys, load_recipe, make_recipe
 from ull_build.shapes import SHAPES
-from ull_build.tensorrt.staged import Request
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -67,6 +66,9 @@ def _check_usage(parser: argparse.ArgumentParser, options: argparse.Namespace) -
             parser.error("--arch names a shape without weights: say --random-weights too")
         if options.model is not None:
             parser.error("--arch and --model exclude each other")
+        measured = ("eval_text", "eval_tokens", "evaluate_on", "calibration_text", "calibration_tokens")
+        if given := [name for name in measured if getattr(options, name) is not None]:
+            parser.error(f"--{given[0].replace('_', '-')} has no use with --arch: made-up weights are not measured")
         if (options.recipe is None) == (options.output is None):
             parser.error("--arch needs the bundle to write: --output X.ull")
         return
@@ -92,16 +94,16 @@ def _random_settings(options: argparse.Namespace) -> RandomSettings:
         ),
         layers=options.layers,
         context=options.context,
-        forward=_request(options),
+        forward=_forward(options),
         force=options.force,
     )
 
 
-def _request(options: argparse.Namespace) -> Request:
+def _forward(options: argparse.Namespace) -> ForwardRecipe:
     source: Source = options.forward or "fused"
     if options.attention == "native" and source != "tensorrt":
         raise RecipeError("--attention native goes with --forward tensorrt", field="attention")
-    return Request(source, source, options.attention or "paged")
+    return ForwardRecipe(prefill=source, decode=source, attention=options.attention or "paged")
 
 
 @contextmanager

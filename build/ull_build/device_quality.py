@@ -7,7 +7,7 @@ there down to 2^-32 of a row's largest). Both bundles are run by our kernels.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,15 @@ from ull_build.progress import Reporter
 ORIGINAL = Precision(weights="bf16", lm_head="bf16", embedding="bf16", kv="bf16")
 
 Compile = Callable[[Precision], list[CompiledFile]]
+
+
+def require_bf16(checkpoint: Checkpoint) -> None:
+    """Raises BuildError for a checkpoint whose own values the GPU's formats do not hold."""
+    if not checkpoint.is_bf16:
+        raise BuildError(
+            "the GPU holds a checkpoint's own weights in bf16, and this one's are not: measure with evaluate_on cpu",
+            field="evaluate_on",
+        )
 
 
 class DeviceEvaluator:
@@ -55,12 +64,9 @@ class DeviceEvaluator:
         manifest = msgspec.structs.replace(self._staged, precision=ORIGINAL, code=code, files=files)
         return self._run("evaluate original", _bundle(directory, manifest), text)
 
-    def quantised(
-        self, text: EvaluationText, title: str = "evaluate quantised", input_scales: Mapping[str, float] | None = None
-    ) -> Predictions:
-        """What the staged weights predict. Our kernels have 16-bit activations: they take no `input_scales`."""
-        assert input_scales is None
-        return self._run(title, _bundle(self._staging, self._staged), text)
+    def quantised(self, text: EvaluationText) -> Predictions:
+        """What the staged weights predict."""
+        return self._run("evaluate quantised", _bundle(self._staging, self._staged), text)
 
     def _run(self, title: str, bundle: Bundle, text: EvaluationText) -> Predictions:
         program: Any = importlib.import_module("ull.gpu.program")  # needs cuda-python, which other builds do without

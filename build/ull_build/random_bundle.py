@@ -37,9 +37,11 @@ from ull_build.build import BuildResult, compile_for
 from ull_build.kernels import write_code
 from ull_build.output import check_output, file_entry, require_space, staged_output, write_synced
 from ull_build.progress import Reporter
+from ull_build.recipe import ForwardRecipe
 from ull_build.shapes import shape_model
 from ull_build.tensorrt.random_weights import RandomWeights, random_ranges
-from ull_build.tensorrt.staged import Request, add_plans, find_tools, timing_cache_of, watch_plans
+from ull_build.tensorrt.staged import add_plans, find_tools, timing_cache_of, watch_plans
+from ull_build.tensorrt.timing_cache import save_timing_cache
 from ull_build.vocabulary import Vocabulary, build_vocabulary
 
 _NEEDED_BYTES = 64 << 20
@@ -55,7 +57,7 @@ class RandomSettings:
     precision: Precision = field(default_factory=Precision)
     layers: int | None = None
     context: int | None = None
-    forward: Request = field(default_factory=Request)
+    forward: ForwardRecipe = field(default_factory=ForwardRecipe)
     force: bool = False
 
 
@@ -78,11 +80,10 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
     with staged_output(output) as staging:
         files = _write_tokenizer(staging, model.vocabulary)
         code, code_files = write_code(kernels, device_macros(model, precision), staging, settings.target)
-        forward, plan_files = FUSED, dict[str, FileEntry]()
+        added = None
         if tools is not None:
             weights, ranges = RandomWeights(model, precision), random_ranges(model, precision)
-            cache = timing_cache_of(output)
-            forward, plan_files = add_plans(tools, request, model, weights, ranges, staging, cache, reporter)
+            added = add_plans(tools, request, model, weights, ranges, staging, timing_cache_of(output), reporter)
         manifest = Manifest(
             format=FORMAT,
             format_version=FORMAT_VERSION,
@@ -100,16 +101,17 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
                 recipe={"arch": settings.arch, "layers": settings.layers, "context": settings.context},
                 builder_version=ull.__version__,
             ),
-            files={**files, **code_files, **plan_files},
+            files={**files, **code_files, **(added.files if added else {})},
             speculation=Speculation(default="none"),
             code=code,
-            forward=forward,
+            forward=added.forward if added else FUSED,
             random_weights=True,
         )
         write_synced(staging / MANIFEST_FILE, encode_manifest(manifest))
         bundle = open_bundle(staging)
-        if tools is not None:
+        if added is not None:
             manifest = watch_plans(bundle)
+            save_timing_cache(added.timing_cache, timing_cache_of(output))
             write_synced(staging / MANIFEST_FILE, encode_manifest(manifest))
     return BuildResult(output, manifest, time.monotonic() - start)
 

@@ -59,9 +59,22 @@ class ForwardRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         Meta(description='of plans: "paged", ull\'s kernel between them, or "native", TensorRT\'s own, for comparison'),
     ] = "paged"
 
+    logits_limit: Annotated[
+        float,
+        Meta(
+            gt=0.0,
+            description="fraction by which plans' logits may be off the cpu executor's; an unstable kernel is off by 1",
+        ),
+    ] = 0.25
+
     @property
     def has_plans(self) -> bool:
         return "tensorrt" in (self.prefill, self.decode)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the bundle's weights file holds the linear layers."""
+        return "fused" in (self.prefill, self.decode)
 
 
 class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -22,7 +22,7 @@ class RandomWeights:
         self._precision = precision
         attention, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
         rows = -(-model.vocabulary // HEAD_ROWS) * HEAD_ROWS
-        self._hidden = model.hidden
+        self._hidden, self._head_dim = model.hidden, model.head_dim
         self._shapes = {
             "qkv": (attention + 2 * keys, model.hidden),
             "o": (model.hidden, attention),
@@ -35,7 +35,8 @@ class RandomWeights:
         return self._precision.lm_head if name == HEAD else self._precision.weights
 
     def norm(self, name: str) -> NDArray[np.float32]:
-        return np.ones(self._hidden, np.float32)
+        is_of_heads = name.endswith((".q_norm", ".k_norm"))
+        return np.ones(self._head_dim if is_of_heads else self._hidden, np.float32)
 
     def linear(self, name: str) -> Linear:
         """Weights that keep the size of what they are multiplied with."""

@@ -18,15 +18,15 @@ from ull.bundle import (
     ARCHITECTURES,
     CODE_DIRECTORY,
     FUSED,
+    MAX_TREE,
+    TOKEN_COUNTS,
     WEIGHTS_FILE,
-    AttentionKind,
     Bundle,
     FileEntry,
     Forward,
     Manifest,
     Model,
     Plans,
-    Source,
     Target,
     read_tensor_file,
 )
@@ -35,29 +35,12 @@ from ull_build.local_gpu import LocalGpu, find_gpu
 from ull_build.output import file_entry
 from ull_build.progress import Reporter
 from ull_build.quality import Evaluator
+from ull_build.recipe import ForwardRecipe
 from ull_build.tensorrt import check
 from ull_build.tensorrt.plans import build_plans
 from ull_build.tensorrt.weights import Weights, input_scales
 
 REFERENCE = "reference"  # folder of the staging directory
-
-
-@dataclass(frozen=True)
-class Request:
-    """Which phases get plans, and whose attention these have."""
-
-    prefill: Source = "fused"
-    decode: Source = "fused"
-    attention: AttentionKind = "paged"
-
-    @property
-    def has_plans(self) -> bool:
-        return "tensorrt" in (self.prefill, self.decode)
-
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether the bundle's weights file holds the linear layers."""
-        return "fused" in (self.prefill, self.decode)
 
 
 @dataclass(frozen=True)
@@ -78,21 +61,28 @@ def timing_cache_of(output: Path) -> Path:
     return output.with_name(f"{output.name}.timing-cache")
 
 
+@dataclass(frozen=True)
+class AddedPlans:
+    """Plans in the staging directory: what the manifest says of them, as yet untried, their files, what was timed."""
+
+    forward: Forward
+    files: dict[str, FileEntry]
+    timing_cache: bytes
+
+
 def add_plans(
     tools: Tools,
-    request: Request,
+    request: ForwardRecipe,
     model: Model,
     weights: Weights,
     amax: Mapping[str, float],
     staging: Path,
     timing_cache: Path,
     reporter: Reporter,
-) -> tuple[Forward, dict[str, FileEntry]]:
-    """Builds plans into `staging`: what the manifest says of them, as yet untried, and their files.
-
-    `amax`: the range of each FP8 linear's inputs. Raises BuildError.
-    """
-    built = build_plans(tools.trt, model, weights, amax, staging, timing_cache, reporter, request.attention)
+) -> AddedPlans:
+    """Builds plans into `staging`. `amax`: the range of each FP8 linear's inputs. Raises BuildError."""
+    counts = TOKEN_COUNTS if request.decode == "tensorrt" else (1, MAX_TREE)  # a prefill is always the widest round
+    built = build_plans(tools.trt, model, weights, amax, staging, timing_cache, reporter, request.attention, counts)
     plans = Plans(
         version=built.tensorrt,
         gpu=tools.gpu.name,
@@ -105,7 +95,7 @@ def add_plans(
         attention=request.attention,
     )
     files = {name: file_entry(staging / name) for name in (*built.files.values(), *built.reports)}
-    return Forward(request.prefill, request.decode, plans), files
+    return AddedPlans(Forward(request.prefill, request.decode, plans), files, built.timing_cache)
 
 
 def try_plans(
@@ -113,13 +103,14 @@ def try_plans(
     manifest: Manifest,
     tokens: Sequence[int],
     evaluator: Evaluator,
+    limit: float,
     reporter: Reporter,
 ) -> Manifest:
     """Holds the staged plans against our kernels, where these run, and the CPU; the manifest with what was seen.
 
     Removes the reference weights. Raises BuildError above the limit, GpuError or BundleError where they do not run.
     """
-    plans, tokens = manifest.forward.plans, tokens[: check.CHECK_TOKENS]
+    plans, tokens = manifest.forward.plans, check.enough_of(tokens, manifest.model.context)
     assert plans is not None
     reporter.note("trying the plans on the GPU")
     reference = staging / REFERENCE
@@ -134,7 +125,7 @@ def try_plans(
         plain = fp8 = evaluator.logits(tokens)
         if manifest.calibration is not None:
             fp8 = evaluator.logits(tokens, input_scales(manifest.calibration.amax))
-        made = check.check_plans(seen, check.References(plain, fp8, fused))
+        made = check.check_plans(seen, check.References(plain, fp8, fused), limit)
     finally:
         shutil.rmtree(reference, ignore_errors=True)
     forward = msgspec.structs.replace(manifest.forward, plans=check.settled(plans, seen, made))
@@ -148,7 +139,7 @@ def watch_plans(bundle: Bundle) -> Manifest:
     """
     manifest, plans = bundle.manifest, bundle.manifest.forward.plans
     assert plans is not None
-    seen = check.observe_plans(bundle, list(range(check.CHECK_TOKENS)))
+    seen = check.observe_plans(bundle, check.enough_of(range(check.CHECK_TOKENS), manifest.model.context))
     forward = msgspec.structs.replace(manifest.forward, plans=check.settled(plans, seen, None))
     return msgspec.structs.replace(manifest, forward=forward)
 
