@@ -51,7 +51,7 @@ sanitize: $(VENV)/.installed-test  ## native unit tests under ASan + UBSan, then
 	$(call run_native_tests,asan,address$(comma)undefined,RelWithDebInfo)
 	$(call run_native_tests,tsan,thread,RelWithDebInfo)
 	ULL_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(PRELOADED)" \
-	  $(BIN)/python -m pytest -p no:faulthandler --capture=sys -o timeout=900 tests/test_emulator.py \
+	  $(BIN)/python -m pytest -n 2 --dist loadfile -p no:faulthandler --capture=sys -o timeout=900 tests/test_emulator.py \
 	  $(filter-out %_compile.py,$(wildcard tests/test_kernel_*.py))
 comma := ,
 # libstdc++ beside libasan: it looks up what throws exceptions when it starts, and Python itself has none.

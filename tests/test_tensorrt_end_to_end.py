@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import driver_double
+import tensorrt_rig
 from conftest import ROOT
 from device_bundles import build_with_stubs, emulated_kernels, write_stubs
 from ull.bundle import Bundle, open_bundle
@@ -43,7 +44,8 @@ class Workshop:
 
     def environment(self, **options: object) -> dict[str, str]:
         double = driver_double.environment(self.emulated, multiprocessors=4, **options)
-        paths = [str(ROOT / "tests"), str(ROOT / "build"), str(ROOT), *sys.path]
+        installed = [path for path in sys.path if path != str(tensorrt_rig.FOLDER)]  # the program adds it itself
+        paths = [str(ROOT / "tests"), str(ROOT / "build"), str(ROOT), *installed]
         return {**double, "ULL_TEST_KERNELS": str(self.stubs), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     def recipe(self, more: str) -> Path:
