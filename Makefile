@@ -15,9 +15,14 @@ help:  ## list the commands
 demo: $(VENV)/.installed  ## build the tiny engine, serve it, stream a completion, print latencies
 	@$(BIN)/ull demo
 
+# Tests that compute for minutes and time nothing run side by side, a file to a process; the rest one after the other.
+LONG_TESTS := $(sort $(wildcard tests/test_emulator.py tests/test_fakecuda.py tests/test_gpu_*.py tests/test_kernel_*.py \
+  tests/test_tensorrt_*.py))
+
 test: $(VENV)/.installed-test  ## linters, types, the test suite
 	$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(LONG_TESTS)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(LONG_TESTS))
 
 lint: $(VENV)/.installed-test  ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
@@ -46,7 +51,7 @@ sanitize: $(VENV)/.installed-test  ## native unit tests under ASan + UBSan, then
 	$(call run_native_tests,asan,address$(comma)undefined,RelWithDebInfo)
 	$(call run_native_tests,tsan,thread,RelWithDebInfo)
 	ULL_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(PRELOADED)" \
-	  $(BIN)/python -m pytest -p no:faulthandler --capture=sys -o timeout=900 tests/test_emulator.py \
+	  $(BIN)/python -m pytest -n 2 --dist loadfile -p no:faulthandler --capture=sys -o timeout=900 tests/test_emulator.py \
 	  $(filter-out %_compile.py,$(wildcard tests/test_kernel_*.py))
 comma := ,
 # libstdc++ beside libasan: it looks up what throws exceptions when it starts, and Python itself has none.

@@ -10,6 +10,7 @@ With ULL_SANITIZE=1 everything is built with ASan and UBSan; the process must th
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import mmap
@@ -195,6 +196,14 @@ def compiled(inputs: Sequence[Path], flags: Sequence[str], suffix: str, also: st
     if output.exists():
         return output
     CACHE.mkdir(parents=True, exist_ok=True)
+    with output.with_suffix(".lock").open("w") as lock:  # whoever comes second waits for the first one's
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not output.exists():
+            _compile(inputs, flags, output, suffix)
+    return output
+
+
+def _compile(inputs: Sequence[Path], flags: Sequence[str], output: Path, suffix: str) -> None:
     temporary = output.with_suffix(f".{os.getpid()}{suffix}")
     language = ["-x", "c++"] if suffix == ".o" else []
     command = ["g++", *flags, *language, *map(str, inputs), "-o", str(temporary)]
@@ -203,7 +212,6 @@ def compiled(inputs: Sequence[Path], flags: Sequence[str], suffix: str, also: st
     if result.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}\n{result.stderr}")
     temporary.rename(output)
-    return output
 
 
 def pointer(array: NDArray[Any]) -> int:

@@ -42,6 +42,9 @@ class Program:
     def handover(self) -> dict[str, Any]:
         return {"vocabulary": 1088, "context_tokens": 128}
 
+    def abandon(self) -> None:
+        note("abandon")
+
     def close(self) -> None:
         note("close")
 

@@ -80,10 +80,10 @@ def test_a_failed_device_is_not_asked_to_give_anything_back(gpu: Any, restart_he
     with Client(daemon.url) as client, pytest.raises(ull.RequestFailed, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
         client.generate([5], max_tokens=100).result()
     assert daemon.process.wait(30) == status
-    assert [call["call"] for call in gpu.calls()] == ["load", "execute"]
+    assert [call["call"] for call in gpu.calls()] == ["load", "execute", "abandon"]
 
 
 def test_a_device_that_fails_while_warming_up(gpu: Any) -> None:
     with pytest.raises(DaemonError, match="the executor failed while warming up: CUDA_ERROR_NO_DEVICE"):
         gpu(script={"fail_step": 1, "failure": "CUDA_ERROR_NO_DEVICE"})
-    assert [call["call"] for call in gpu.calls()] == ["load", "execute"]
+    assert [call["call"] for call in gpu.calls()] == ["load", "execute", "abandon"]

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import driver_double
+import tensorrt_rig
 from device_bundles import build_with_stubs, emulated_kernels
 from ull import _native
 from ull.bundle import open_bundle
@@ -51,7 +52,8 @@ def run(scenario: str, *arguments: object, kernels: Path | None = None, **option
     """Runs `scenario` under the double; what it printed as JSON. Fails with its traceback."""
     program = f"import test_gpu_double as t; t.{scenario}(*{arguments!r})"
     environment = driver_double.environment(kernels, **options)
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "bench/h200"), *sys.path])
+    paths = [path for path in sys.path if path != str(tensorrt_rig.FOLDER)]  # here TensorRT is not installed
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "bench/h200"), *paths])
     result = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=600
     )
@@ -181,6 +183,7 @@ def test_reports_name_the_gpu() -> None:
 def scenario_bench(path: str) -> None:
     """What bench/h200 measures, on little data."""
     from bandwidth import read_bandwidth
+    from plans import measure_plans
     from rounds import RoundTimer
 
     from ull.gpu.program import load
@@ -190,13 +193,14 @@ def scenario_bench(path: str) -> None:
     times = RoundTimer(program).time_rounds(2, 5, rounds=4, warm_up=1)
     counts = [len(times.period), len(times.gap), len(times.busy)]
     program.close()
-    print(json.dumps([bandwidths, counts, times.mean_ns]))
+    print(json.dumps([bandwidths, counts, times.mean_ns, measure_plans(Path("/nowhere"))]))
 
 
 def test_the_benchmark_measures(bundle: Path, emulated: Path) -> None:
-    bandwidths, counts, mean_ns = run("scenario_bench", str(bundle), kernels=emulated, multiprocessors=4)
+    bandwidths, counts, mean_ns, plans = run("scenario_bench", str(bundle), kernels=emulated, multiprocessors=4)
     assert set(bandwidths) == {"bulk copies", "16-byte loads"} and min(bandwidths.values()) > 0
     assert counts == [3, 3, 4] and mean_ns > 0
+    assert not plans["installed"] and "pip install ull[tensorrt]" in plans["reason"]
 
 
 def scenario_bench_persistent(path: str) -> None:

@@ -404,7 +404,8 @@ def test_contexts_refuse_as_the_real_ones(net: Net) -> None:
     x, y, scratch = Memory(48), Memory(48), Memory(1024)
     LOGGER.errors.clear()
     context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-    assert not context.set_optimization_profile_async(2, 5)
+    with pytest.raises(RuntimeError, match="set optimization profile"):
+        context.set_optimization_profile_async(2, 5)
     assert not context.set_input_shape("x", (3, 4))  # of profile 1, but 0 is set
     assert not context.set_input_shape("y", (1, 4))
     assert not context.set_tensor_address("z", x.address)

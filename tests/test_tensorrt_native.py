@@ -14,10 +14,9 @@ import pytest
 import tensorrt_rig
 from oracle.cases import Case
 from tensorrt_subjects import BF16, FITTING, FP8, Recorder, Subject, describe_all, mean_error, silent_logger, subject
-from ull.bundle import Precision
-from ull.errors import BuildError
+from ull.bundle import Precision, cache_positions
 from ull_build.tensorrt.graph import Graph
-from ull_build.tensorrt.native import NativeNetwork, cache_rows
+from ull_build.tensorrt.native import NativeNetwork
 from ull_build.tensorrt.plans import build_plans
 from ull_build.tensorrt.weights import SegmentWeights
 
@@ -34,7 +33,7 @@ class Stepper:
         model = it.checkpoint.model
         self._embedding = np.concatenate(list(it.checkpoint.blocks("model.embed_tokens.weight")))
         self._vocabulary, self._step, self._head = model.vocabulary, step, head
-        shape = (1, model.kv_heads, cache_rows(model), model.head_dim)
+        shape = (1, model.kv_heads, cache_positions(model.context), model.head_dim)
         names = [f"{kind}_cache.{layer}" for kind in ("key", "value") for layer in range(model.layers)]
         self._caches = {name: np.zeros(shape, ml_dtypes.bfloat16) for name in names}
         self._length = 0
@@ -110,8 +109,8 @@ def test_plans_run_with_caches_in_place(tmp_path: Path) -> None:
     """Built, loaded and run at addresses, as a daemon would: the caches are updated where they lie."""
     it = subject("qwen3")
     cache = tmp_path / "model.timing"
-    amax: dict[str, float] = {}
-    plans = build_plans(trt, it.checkpoint, BF16, amax, tmp_path / "bundle", cache, Recorder(), attention="native")
+    model, weights = it.checkpoint.model, SegmentWeights(it.checkpoint, BF16)
+    plans = build_plans(trt, model, weights, {}, tmp_path / "bundle", cache, Recorder(), attention="native")
     assert (plans.attention, list(plans.files), plans.tokens) == ("native", ["step", "head"], (1, 64))
     runtime = trt.Runtime(silent_logger())
     engines = {
@@ -169,12 +168,3 @@ class Arena:
             raw = np.zeros(max(nbytes, 1 << 20) + 256, np.uint8)
             self._buffers[key] = raw[-raw.ctypes.data % 256 :][: len(raw) - 256]
         return self._buffers[key]
-
-
-def test_fp8_keys_and_values_are_refused(tmp_path: Path) -> None:
-    it = subject("qwen3")
-    with pytest.raises(BuildError, match="keeps keys and values in bf16, not fp8") as caught:
-        build_plans(
-            trt, it.checkpoint, Precision(kv="fp8"), it.amax, tmp_path, tmp_path / "t", Recorder(), attention="native"
-        )
-    assert caught.value.field == "kv"

@@ -18,15 +18,16 @@ import pytest
 import tensorrt_rig
 from oracle.cases import CASES
 from tensorrt_subjects import Recorder
-from ull.bundle import Precision
+from ull.bundle import TOKEN_COUNTS, Precision
 from ull.errors import BuildError, GpuError
 from ull.gpu import tensorrt_library
 from ull_build.checkpoint import Checkpoint
 from ull_build.progress import PlainReporter, Reporter
 from ull_build.tensorrt.monitor import Phases
-from ull_build.tensorrt.network import TOKENS, segment_names
+from ull_build.tensorrt.network import segment_names
 from ull_build.tensorrt.plans import INSPECTOR_FILE, LOG_FILE, Plans, build_plans
-from ull_build.tensorrt.timing_cache import save_timing_cache
+from ull_build.tensorrt.timing_cache import require_timing_cache, save_timing_cache
+from ull_build.tensorrt.weights import SegmentWeights
 
 trt = tensorrt_rig.load()
 import tensorrt.builder  # noqa: E402
@@ -54,7 +55,10 @@ def make(checkpoint: Checkpoint, amax: dict[str, float], tmp_path: Path) -> Call
 
     def build(name: str, reporter: Reporter | None = None, precision: Precision = FP8) -> Plans:
         cache = tmp_path / "model.timing"
-        return build_plans(trt, checkpoint, precision, amax, tmp_path / name, cache, reporter or Recorder())
+        weights = SegmentWeights(checkpoint, precision)
+        plans = build_plans(trt, checkpoint.model, weights, amax, tmp_path / name, cache, reporter or Recorder())
+        save_timing_cache(plans.timing_cache, cache)
+        return plans
 
     return build
 
@@ -71,7 +75,7 @@ def test_everything_is_written_in_order(make: Any, checkpoint: Checkpoint, tmp_p
     bundle = tmp_path / "bundle"
     assert list(plans.files) == segment_names(checkpoint.model)
     assert plans.files["layer.1"] == "code/plans/layer.1.plan"
-    assert plans.tokens == TOKENS == (1, 2, 4, 8, 16, 32, 64)
+    assert plans.tokens == TOKEN_COUNTS == (1, 2, 4, 8, 16, 32, 64)
     assert plans.tensorrt == trt.__version__
     written = {str(path.relative_to(bundle)) for path in bundle.rglob("*") if path.is_file()}
     assert written == {*plans.files.values(), *plans.reports} == {*plans.files.values(), LOG_FILE, INSPECTOR_FILE}
@@ -87,8 +91,8 @@ def test_the_plans_are_what_a_runtime_expects(make: Any, tmp_path: Path) -> None
         engine = runtime.deserialize_cuda_engine((tmp_path / "bundle" / path).read_bytes())
         assert engine.name == segment
         assert engine.num_aux_streams == 0
-        assert engine.num_optimization_profiles == len(TOKENS)
-        for profile, tokens in enumerate(TOKENS):
+        assert engine.num_optimization_profiles == len(TOKEN_COUNTS)
+        for profile, tokens in enumerate(TOKEN_COUNTS):
             shapes = engine.get_tensor_profile_shape("residual", profile)
             assert [tuple(shape) for shape in shapes] == [(tokens, 32)] * 3
             needed.append(engine.get_device_memory_size_for_profile_v2(profile))
@@ -140,11 +144,24 @@ def test_a_timing_cache_of_no_use_is_replaced(
 
 
 def test_a_timing_cache_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    config = trt.Builder(tensorrt_library.make_logger(trt, lambda *_: None)).create_builder_config()
     (tmp_path / "taken").mkdir()
     with pytest.raises(OSError):
-        save_timing_cache(config.create_timing_cache(b""), tmp_path / "taken")
+        save_timing_cache(b"data", tmp_path / "taken")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_timing_cache_that_cannot_be_read_is_refused_at_once(tmp_path: Path) -> None:
+    require_timing_cache(tmp_path / "none")
+    with pytest.raises(BuildError, match=r"cannot be read .* move it away"):
+        require_timing_cache(tmp_path)
+
+
+def test_an_inspector_that_writes_no_json_does_not_cost_the_build(make: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setattr(
+        tensorrt.runtime.EngineInspector, "get_engine_information", lambda self, format: '{"a": "\\x01"'
+    )
+    make("bundle")
+    assert set(json.loads((tmp_path / "bundle" / INSPECTOR_FILE).read_text()).values()) == {'{"a": "\\x01"'}
 
 
 def test_one_bar_shows_all_segments(make: Any, checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:

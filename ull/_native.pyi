@@ -116,6 +116,7 @@ class CpuModel:
         isa: Isa = "auto",
         pages: int | None = None,
         max_chunk: int = 256,
+        input_scales: dict[str, float] | None = None,
     ) -> None: ...
     def logits(
         self, tokens: NDArray[np.int32], chunk: int = 256, pages: NDArray[np.int32] | None = None

@@ -78,7 +78,7 @@ from ull.manifest import (
     encode_manifest,
     quantised_inputs,
 )
-from ull.plans import FUSED, AttentionKind, Source
+from ull.plans import FUSED, PLANS_DIRECTORY, TOKEN_COUNTS, AttentionKind, Source, cache_positions
 from ull.targets import ARCHITECTURES
 
 __all__ = [
@@ -99,9 +99,11 @@ __all__ = [
     "MAX_MEDUSA_LAYERS",
     "MAX_TREE",
     "MEDUSA",
+    "PLANS_DIRECTORY",
     "ROUND_KERNELS",
     "TILE_ROWS",
     "TOKENIZER_FILE",
+    "TOKEN_COUNTS",
     "VOCABULARY_FILE",
     "VOCABULARY_MAGIC",
     "VOCABULARY_VERSION",
@@ -132,6 +134,7 @@ __all__ = [
     "TensorError",
     "TensorShape",
     "Tokens",
+    "cache_positions",
     "device_macros",
     "device_problems",
     "device_tensors",

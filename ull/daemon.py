@@ -306,7 +306,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _summary(bundle: Bundle) -> dict[str, Any]:
     """What `info` says about the engine."""
     manifest = bundle.manifest
-    model, quality = manifest.model, manifest.quality
+    model, forward = manifest.model, manifest.forward
+    quality = manifest.calibration if forward.uses("tensorrt") and manifest.calibration else manifest.quality
     return {
         "name": manifest.name,
         "created": manifest.created,
@@ -317,6 +318,7 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
         "hidden": model.hidden,
         "vocabulary": model.vocabulary,
         "precision": {"weights": manifest.precision.weights, "lm_head": manifest.precision.lm_head},
+        "forward": {"prefill": forward.prefill, "decode": forward.decode, "attention": forward.attention},
         "tokens": {"bos": manifest.tokens.bos, "eos": manifest.tokens.eos},
         "chat_template": manifest.tokens.chat_template,
         "perplexity_increase": None if quality is None else quality.perplexity_increase,

@@ -125,6 +125,7 @@ class DaemonError(_FixedCodeError):
 class GpuError(UllError):
     """The GPU cannot run the engine, or TensorRT is not there to build or run it.
 
-    `code` is one of no_gpu, wrong_gpu, old_driver, gpu_memory, bad_code, gpu_failed, no_tensorrt, old_tensorrt.
+    `code` is one of no_gpu, wrong_gpu, old_driver, gpu_memory, bad_code, gpu_failed, no_tensorrt, old_tensorrt,
+    wrong_tensorrt.
     `field` is the name of the CUDA driver's error, if it was the driver that refused.
     """

@@ -58,6 +58,10 @@ def _graph_executor(bundle: Bundle, config: Config, context: int, log: Log, exit
     if drafter not in _GRAPH_DRAFTERS:
         log.warning("engine", message=f"the drafter {drafter} does not run on a GPU yet; requests get auto instead")
         drafter = "auto"
+    if drafter != "none" and bundle.manifest.forward.tree_sizes == [1]:
+        reason = "this bundle's plans verify no trees bit for bit"
+        log.warning("engine", message=f"the drafter {drafter} is not used: {reason}; requests get none instead")
+        drafter = "none"
     executor = _native.GraphExecutor(
         program.handover,
         watchdog_ms=engine.watchdog_ms,
@@ -68,7 +72,8 @@ def _graph_executor(bundle: Bundle, config: Config, context: int, log: Log, exit
     def settle() -> None:
         executor.settle()
         if executor.failure is not None:
-            closing.pop_all()  # a device that has failed gives nothing back; the end of the process does
+            program.abandon()  # a device that has failed gives nothing back; the end of the process does
+            closing.pop_all()
 
     closing.callback(settle)
     return executor

@@ -101,6 +101,8 @@ def print_served(url: str, engine: Mapping[str, Any], executor: Mapping[str, Any
     table.add_row("model", f"{engine['architecture']}, {engine['layers']} layers x hidden {engine['hidden']}")
     table.add_row("vocabulary", f"{engine['vocabulary']} rows")
     table.add_row("precision", f"weights {precision['weights']}, lm_head {precision['lm_head']}")
+    if engine["target"] != "cpu":
+        table.add_row("forward", f"prefill {engine['forward']['prefill']}, decode {engine['forward']['decode']}")
     table.add_row("built", f"{engine['created']} by ull {engine['ull_version']}")
     Console(highlight=False).print(table)
     _print_costs({**executor, "executor": executor["name"]})
@@ -246,9 +248,11 @@ def _plan_rows(plans: Plans, forward: Forward) -> list[tuple[str, str]]:
         ("KV kept", f"{kept}, for the next turn"),
     ]
     if (check := plans.check) is not None:
-        ours = "" if check.fused_error is None else f"{check.fused_error:.2%} off our kernels, "
-        against = f"{ours}{check.cpu_error:.2%} off the cpu executor"
+        against = f"{check.cpu_error:.2%} off the cpu executor with the same activations"
         rows.append(("plans' logits", f"{against} (limit {check.limit:.0%}), {check.tokens} tokens"))
+        if check.fused_error is not None:
+            kernels = f"{check.fused_error:.2%}; FP8 activations alone cost {check.activation_error:.2%}"
+            rows.append(("off our kernels'", kernels))
     return rows
 
 

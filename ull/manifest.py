@@ -313,10 +313,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         if (plans := self.forward.plans) is not None:
             for name in plans.files:
                 _require(name in self.files, f"`files` lacks {name!r}")
-            native = plans.attention == "native"
-            segments = 2 if native else self.model.layers + 2
+            segments = 2 if plans.attention == "native" else self.model.layers + 2
             _require(len(plans.files) == segments, f"{len(plans.files)} plans where {segments} are needed")
-            _require(not native or self.precision.kv == "bf16", "native attention keeps its KV cache in bf16")
 
 
 def device_problems(
@@ -325,6 +323,8 @@ def device_problems(
     """What a GPU target cannot do with this model, each with what it can. `attention`: of plans; None: no plans."""
     if not ARCHITECTURES[target].has_bulk_copies and attention != "native":
         yield f"ull's kernels of the layers do not run on {target}; supported: --forward tensorrt --attention native"
+    if attention == "native" and precision.kv != "bf16":
+        yield f"TensorRT's own attention keeps its KV cache in bf16, not {precision.kv}"
     if model.head_dim % 32 or model.head_dim > 128:
         yield f"head_dim {model.head_dim} is not supported on a GPU; supported: multiples of 32 up to 128"
     if model.hidden % 32:

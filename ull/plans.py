@@ -23,19 +23,22 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
 class PlanCheck(Struct, frozen=True, forbid_unknown_fields=True):
-    """Logits of the plans against others', on the GPU that built them: |difference| / |logits|, Frobenius norms."""
+    """Logits of the plans against others', on the GPU that built them: |difference| / |logits|, Frobenius norms.
+
+    The CPU executor computes with the same FP8 activations, our kernels with 16-bit ones: what that alone makes of the
+    logits, by the CPU executor, is `activation_error`.
+    """
 
     tokens: Annotated[int, Meta(ge=1)]
-    cpu_error: Annotated[float, Meta(ge=0.0)]  # against the CPU executor: float32 activations
+    cpu_error: Annotated[float, Meta(ge=0.0)]
     cpu_top1: Share
-    fused_error: (
-        Annotated[float, Meta(ge=0.0)] | None
-    )  # against our kernels: 16-bit activations; None: do not run there
+    fused_error: Annotated[float, Meta(ge=0.0)] | None  # None: our kernels do not run there
     fused_top1: Share | None
-    limit: Annotated[float, Meta(gt=0.0)]  # of both errors
+    activation_error: Annotated[float, Meta(ge=0.0)]
+    limit: Annotated[float, Meta(gt=0.0)]  # of cpu_error, and of fused_error beyond activation_error
 
     def __post_init__(self) -> None:
-        if not all(map(math.isfinite, (self.fused_error or 0.0, self.cpu_error, self.limit))):
+        if not all(map(math.isfinite, (self.fused_error or 0.0, self.cpu_error, self.activation_error, self.limit))):
             raise ValueError("errors must be finite")
 
 
@@ -55,6 +58,7 @@ class Plans(Struct, frozen=True, forbid_unknown_fields=True):
     exact: Annotated[list[int], Meta(min_length=1)]
     place_exact: bool
     attention: AttentionKind = "paged"
+    resident_bytes: Annotated[int, Meta(ge=0)] = 0  # that TensorRT took to load them, as the build saw; 0: not seen
     check: PlanCheck | None = None
 
     def __post_init__(self) -> None:
@@ -112,3 +116,8 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 FUSED = Forward()
+
+
+def cache_positions(context: int) -> int:
+    """Positions of a native KV cache: a step that is not full writes rubbish behind its last token."""
+    return context + MOST_TOKENS

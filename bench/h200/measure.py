@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from bandwidth import read_bandwidth
+from plans import measure_plans, print_plans
 from rich.console import Console
 from rich.table import Table
 from rounds import RoundTimer, Times
@@ -242,6 +243,7 @@ def main() -> None:
     parser.add_argument("--tests-status", type=int, default=None, metavar="N", help="exit status of the GPU tests")
     parser.add_argument("--arch", action="append", help="only these shapes")
     parser.add_argument("--no-client", action="store_true", help="leave out the run through daemon and client")
+    parser.add_argument("--no-plans", action="store_true", help="leave out TensorRT, installed or not")
     for name in ("--persistent", "--floor-ms", "--rounds"):  # for measure_persistent()
         parser.add_argument(name, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -272,6 +274,11 @@ def main() -> None:
             report["client"] = measure_client("llama-3.1-8b")
         except Exception as error:
             report["failures"].append(f"client: {type(error).__name__}: {error}")
+    if not options.no_plans:
+        try:
+            report["tensorrt"] = measure_plans(CACHE)
+        except Exception as error:
+            report["failures"].append(f"tensorrt: {type(error).__name__}: {error}")
     rounds = {shape.arch: shape.rounds for shape in SHAPES}
     for result in report["shapes"]:  # last: what has never run may cost nothing else
         arch = result["arch"]
@@ -285,6 +292,8 @@ def main() -> None:
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report, indent=1) + "\n")
     print_tables(bandwidths, report["shapes"], found)
+    if "tensorrt" in report:
+        print_plans(report["tensorrt"])
     for failure in report["failures"]:
         print(f"FAILED {failure}", file=sys.stderr)
     print(f"median above the floor: {_headline(report['shapes'])}; report in {options.json}")

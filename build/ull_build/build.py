@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import msgspec
 
@@ -17,6 +18,7 @@ from ull.bundle import (
     DEVICE_KERNELS,
     FORMAT,
     FORMAT_VERSION,
+    FUSED,
     MANIFEST_FILE,
     ROUND_KERNELS,
     TOKENIZER_FILE,
@@ -26,6 +28,7 @@ from ull.bundle import (
     Calibration,
     DeviceCode,
     FileEntry,
+    Forward,
     Manifest,
     Model,
     Precision,
@@ -46,14 +49,18 @@ from ull_build.calibrate import calibrate
 from ull_build.checkpoint import Checkpoint
 from ull_build.convert import Drafters, convert_stage, plan_weights
 from ull_build.convert_device import convert_for_device, plan_device_weights
+from ull_build.device_quality import ORIGINAL, DeviceEvaluator, require_bf16
 from ull_build.drafters import SpeculationSettings, describe, open_drafters
 from ull_build.evaluate import CALIBRATION, EvaluationText, Observation, read_text
 from ull_build.kernels import CompiledFile, compile_kernels, describe_file, write_code
+from ull_build.local_gpu import find_gpu
 from ull_build.output import check_output, file_entry, require_space, staged_output, write_synced
 from ull_build.progress import Reporter
 from ull_build.quality import Evaluator, evaluation_bytes, measure_quality
-from ull_build.recipe import Recipe
-from ull_build.tensorrt.staged import REFERENCE, Request, add_plans, find_tools, timing_cache_of, try_plans
+from ull_build.recipe import ForwardRecipe, Recipe
+from ull_build.tensorrt.staged import REFERENCE, Tools, add_plans, find_tools, timing_cache_of, try_plans
+from ull_build.tensorrt.timing_cache import require_timing_cache, save_timing_cache
+from ull_build.tensorrt.weights import SegmentWeights
 from ull_build.vocabulary import CheckpointTokenizer, copy_tokenizer_files, read_tokenizer
 
 
@@ -61,7 +68,8 @@ from ull_build.vocabulary import CheckpointTokenizer, copy_tokenizer_files, read
 class Settings:
     """What to build. A text of None is the default one; `evaluate` False leaves the quality unmeasured.
 
-    In TensorRT's plans FP8 linears have FP8 inputs too, whose ranges are measured: not without `evaluate`.
+    `calibrate`: FP8 linears get FP8 inputs too, as TensorRT's plans need; their ranges are measured, not without
+    `evaluate`.
     """
 
     model: Path
@@ -73,11 +81,13 @@ class Settings:
     evaluate: bool = True
     eval_text: Path | None = None
     eval_tokens: int = 4096
+    evaluate_on: Literal["cpu", "gpu"] = "cpu"
+    calibrate: bool = False
     calibration_text: Path | None = None
     calibration_tokens: int = 2048
     max_perplexity_increase: float = 0.01
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
-    forward: Request = field(default_factory=Request)
+    forward: ForwardRecipe = field(default_factory=ForwardRecipe)
     force: bool = False
     threads: int = 0  # 0: as many as this process may use
     recipe: dict[str, RecipeValue] = field(default_factory=dict)
@@ -85,15 +95,6 @@ class Settings:
     @property
     def on_cpu(self) -> bool:
         return self.target == "cpu"
-
-    @property
-    def has_plans(self) -> bool:
-        return "tensorrt" in self.forward.sources
-
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether the bundle's weights file holds the linear layers."""
-        return "fused" in self.forward.sources
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,8 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
         evaluate=evaluate,
         eval_text=None if recipe.eval_text is None else Path(recipe.eval_text),
         eval_tokens=recipe.eval_tokens,
+        evaluate_on=recipe.evaluate_on,
+        calibrate=recipe.forward.has_plans,
         calibration_text=None if recipe.calibration_text is None else Path(recipe.calibration_text),
         calibration_tokens=recipe.calibration_tokens,
         max_perplexity_increase=recipe.max_perplexity_increase,
@@ -129,69 +132,162 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
             medusa_count=None if medusa is None else medusa.num,
             draft=None if draft is None else Path(draft.model),
         ),
-        forward=Request(recipe.forward.prefill, recipe.forward.decode, recipe.forward.attention),
+        forward=recipe.forward,
         force=force,
         recipe=msgspec.to_builtins(recipe),
     )
 
 
+@dataclass(frozen=True)
+class _Texts:
+    """What the build runs over; None: it does not."""
+
+    evaluation: EvaluationText | None
+    calibration: EvaluationText | None
+    trial: EvaluationText | None  # that plans are tried on
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a bundle is made of, opened and checked before anything is written."""
+
+    settings: Settings
+    output: Path
+    checkpoint: Checkpoint
+    tokenizer: CheckpointTokenizer
+    model: Model
+    tokens: Tokens
+    kernels: list[CompiledFile]
+    texts: _Texts
+    drafters: Drafters
+    tools: Tools | None  # for plans
+
+
 def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
     """Builds the bundle at `settings.output`; nothing is left there unless it is complete.
 
-    Raises CheckpointError, BuildError, or OSError when the disk fails.
+    Raises CheckpointError, BuildError, OSError when the disk fails, or GpuError where plans are asked for.
     """
     reporter = reporter or Reporter()
     start = time.monotonic()
     output = check_output(settings.output, settings.force)
-    tools = find_tools(settings.target) if settings.has_plans else None
     with ExitStack() as files_open:
-        checkpoint = files_open.enter_context(Checkpoint(settings.model, settings.context))
-        tokenizer = read_tokenizer(settings.model, checkpoint.model.vocabulary)
-        model = msgspec.structs.replace(checkpoint.model, tokenizer_vocabulary=tokenizer.vocabulary.count)
-        tokens = _special_tokens(checkpoint, tokenizer)
-        attention = settings.forward.attention if settings.has_plans else None
-        kernels = compile_for(settings.target, model, settings.precision, reporter, attention)
-        texts = _read_texts(settings, tokenizer, model)
-        drafters = files_open.enter_context(open_drafters(settings.speculation, model, tokenizer))
-        require_space(output.parent, _needed_bytes(checkpoint, drafters, settings))
+        inputs = _open_inputs(settings, output, files_open, reporter)
+        require_space(output.parent, _needed_bytes(inputs.checkpoint, inputs.drafters, settings))
         with staged_output(output) as staging:
-            code, code_files = _write_code(kernels, settings.target, model, settings.precision, staging)
-            weights = staging / WEIGHTS_FILE if settings.on_cpu else None
-            with Evaluator(
-                checkpoint, model, settings.precision, staging, weights, settings.threads, reporter
-            ) as evaluator:
-                observation = None if texts.calibration is None else evaluator.observe(texts.calibration)
-                files, errors = _write_files(checkpoint, drafters, tokenizer, settings, observation, staging, reporter)
-                quality, calibration = _measure(evaluator, texts, observation, errors, settings, model)
-                manifest = Manifest(
-                    format=FORMAT,
-                    format_version=FORMAT_VERSION,
-                    name=settings.name,
-                    created=datetime.now(UTC).isoformat(timespec="seconds"),
-                    target=settings.target,
-                    ull_version=ull.__version__,
-                    model=model,
-                    precision=settings.precision,
-                    tokens=tokens,
-                    quality=quality,
-                    provenance=Provenance(
-                        source=settings.model.resolve().name,
-                        source_sha256=checkpoint.source_sha256(),
-                        recipe=settings.recipe,
-                        builder_version=ull.__version__,
-                    ),
-                    files={**files, **code_files},
-                    speculation=describe(settings.speculation, drafters, model, settings.precision),
-                    code=code,
-                    calibration=calibration,
-                )
-                if tools is not None and texts.trial is not None:
-                    cache = timing_cache_of(output)
-                    manifest = add_plans(tools, settings.forward, checkpoint, staging, manifest, cache, reporter)
-                    manifest = try_plans(staging, manifest, texts.trial.first_window, evaluator.logits, reporter)
+            manifest = _fill(staging, inputs, reporter)
             write_synced(staging / MANIFEST_FILE, encode_manifest(manifest))
             open_bundle(staging)  # a bundle that ull would refuse must not come into being
     return BuildResult(output, manifest, time.monotonic() - start)
+
+
+def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, reporter: Reporter) -> _Inputs:
+    """Everything that can be refused is, before the kernels are compiled."""
+    tools = None
+    if settings.forward.has_plans:
+        tools = find_tools(settings.target)
+        require_timing_cache(timing_cache_of(output))
+    if settings.evaluate_on == "gpu" and settings.evaluate:
+        find_gpu(settings.target, "the loss is measured")
+    checkpoint = files_open.enter_context(Checkpoint(settings.model, settings.context))
+    tokenizer = read_tokenizer(settings.model, checkpoint.model.vocabulary)
+    model = msgspec.structs.replace(checkpoint.model, tokenizer_vocabulary=tokenizer.vocabulary.count)
+    if settings.evaluate_on == "gpu" and settings.evaluate:
+        require_bf16(checkpoint)
+    attention = settings.forward.attention if settings.forward.has_plans else None
+    texts = _read_texts(settings, tokenizer, model)
+    return _Inputs(
+        settings=settings,
+        output=output,
+        checkpoint=checkpoint,
+        tokenizer=tokenizer,
+        model=model,
+        tokens=_special_tokens(checkpoint, tokenizer),
+        kernels=compile_for(settings.target, model, settings.precision, reporter, attention),
+        texts=texts,
+        drafters=files_open.enter_context(open_drafters(settings.speculation, model, tokenizer)),
+        tools=tools,
+    )
+
+
+def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
+    """Writes everything but the manifest, and measures it."""
+    settings, checkpoint, texts = inputs.settings, inputs.checkpoint, inputs.texts
+    code, files = _write_code(inputs.kernels, settings.target, inputs.model, settings.precision, staging)
+    weights = staging / WEIGHTS_FILE if settings.on_cpu else None
+    with Evaluator(
+        checkpoint, inputs.model, settings.precision, staging, weights, settings.threads, reporter
+    ) as evaluator:
+        observation = None if texts.calibration is None else evaluator.observe(texts.calibration)
+        written, errors = _write_files(inputs, observation, staging, reporter)
+        files |= written
+        if settings.evaluate_on == "gpu" and texts.evaluation is not None:
+            staged = _describe(inputs, files, code, None)
+            return _describe(inputs, files, code, _measure_on_gpu(inputs, staged, errors, staging, reporter))
+        quality, calibration = _measure(evaluator, texts, observation, errors, settings, inputs.model)
+        if inputs.tools is None:
+            return _describe(inputs, files, code, quality, calibration)
+        source, cache = SegmentWeights(checkpoint, settings.precision), timing_cache_of(inputs.output)
+        amax = {} if calibration is None else calibration.amax
+        added = add_plans(inputs.tools, settings.forward, inputs.model, source, amax, staging, cache, reporter)
+        manifest = _describe(inputs, files | added.files, code, quality, calibration, added.forward)
+        assert texts.trial is not None
+        tokens, limit = texts.trial.first_window, settings.forward.logits_limit
+        manifest = try_plans(staging, manifest, tokens, evaluator, limit, reporter)
+        save_timing_cache(added.timing_cache, cache)  # of what has proved right
+        return manifest
+
+
+def _measure_on_gpu(
+    inputs: _Inputs, staged: Manifest, errors: list[TensorError], staging: Path, reporter: Reporter
+) -> Quality:
+    """What the written weights lose, both sides run by our kernels. Raises BuildError, GpuError."""
+    settings, text = inputs.settings, inputs.texts.evaluation
+    assert text is not None
+
+    def compiled(precision: Precision) -> list[CompiledFile]:
+        return compile_for(settings.target, inputs.model, precision, reporter)
+
+    evaluator = DeviceEvaluator(inputs.checkpoint, staged, staging, compiled, reporter)
+    try:
+        original = evaluator.original(text)
+        return measure_quality(evaluator, text, original, errors, settings.max_perplexity_increase)
+    finally:
+        shutil.rmtree(staging / "original", ignore_errors=True)
+
+
+def _describe(
+    inputs: _Inputs,
+    files: dict[str, FileEntry],
+    code: DeviceCode | None,
+    quality: Quality | None,
+    calibration: Calibration | None = None,
+    forward: Forward = FUSED,
+) -> Manifest:
+    settings = inputs.settings
+    return Manifest(
+        format=FORMAT,
+        format_version=FORMAT_VERSION,
+        name=settings.name,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        target=settings.target,
+        ull_version=ull.__version__,
+        model=inputs.model,
+        precision=settings.precision,
+        tokens=inputs.tokens,
+        quality=quality,
+        provenance=Provenance(
+            source=settings.model.resolve().name,
+            source_sha256=inputs.checkpoint.source_sha256(),
+            recipe=settings.recipe,
+            builder_version=ull.__version__,
+        ),
+        files=files,
+        speculation=describe(settings.speculation, inputs.drafters, inputs.model, settings.precision),
+        code=code,
+        calibration=calibration,
+        forward=forward,
+    )
 
 
 def compile_for(
@@ -231,15 +327,6 @@ def _special_tokens(checkpoint: Checkpoint, tokenizer: CheckpointTokenizer) -> T
     return Tokens(bos=architecture.bos, eos=eos, chat_template=tokenizer.has_chat_template)
 
 
-@dataclass(frozen=True)
-class _Texts:
-    """What the build runs over; None: it does not."""
-
-    evaluation: EvaluationText | None
-    calibration: EvaluationText | None
-    trial: EvaluationText | None  # that plans are tried on
-
-
 def _read_texts(settings: Settings, tokenizer: CheckpointTokenizer, model: Model) -> _Texts:
     """Raises BuildError for a text that cannot be read, and where a calibration must not be measured."""
     calibrates = bool(_fp8_inputs(settings, model))
@@ -252,16 +339,16 @@ def _read_texts(settings: Settings, tokenizer: CheckpointTokenizer, model: Model
     if settings.evaluate:
         evaluation = read_text(settings.eval_text, tokenizer, settings.eval_tokens, model.context)
     observes = settings.evaluate and not settings.on_cpu and settings.precision.kv == "fp8"
-    if calibrates or observes or settings.has_plans:
+    if calibrates or observes or settings.forward.has_plans:
         path, most = settings.calibration_text, settings.calibration_tokens
         calibration = read_text(path, tokenizer, most, model.context, CALIBRATION)
-    trial = calibration if settings.has_plans else None
+    trial = calibration if settings.forward.has_plans else None
     return _Texts(evaluation, calibration if calibrates or observes else None, trial)
 
 
 def _fp8_inputs(settings: Settings, model: Model) -> list[str]:
     """The linears whose inputs are FP8."""
-    return quantised_inputs(model, settings.precision) if settings.has_plans else []
+    return quantised_inputs(model, settings.precision) if settings.calibrate else []
 
 
 def _needed_bytes(checkpoint: Checkpoint, drafters: Drafters, settings: Settings) -> int:
@@ -270,29 +357,26 @@ def _needed_bytes(checkpoint: Checkpoint, drafters: Drafters, settings: Settings
         plan = plan_weights(checkpoint, settings.precision, drafters)
     else:
         plan = plan_device_weights(checkpoint, settings.precision)
-    copies = 2 if settings.has_plans else 1  # plans hold the weights once more
+    copies = 2 if settings.forward.has_plans else 1  # plans hold the weights once more
     rest = 64 << 20  # tokenizer, vocabulary and manifest
-    if settings.evaluate:
+    if settings.evaluate and settings.evaluate_on == "gpu":
+        rest += sum(shape.nbytes for shape in plan_device_weights(checkpoint, ORIGINAL).values())
+    elif settings.evaluate or settings.forward.has_plans:  # plans are tried against the CPU executor
         rest += evaluation_bytes(checkpoint, settings.precision, settings.on_cpu)
     return rest + copies * sum(shape.nbytes for shape in plan.values())
 
 
 def _write_files(
-    checkpoint: Checkpoint,
-    drafters: Drafters,
-    tokenizer: CheckpointTokenizer,
-    settings: Settings,
-    observation: Observation | None,
-    staging: Path,
-    reporter: Reporter,
+    inputs: _Inputs, observation: Observation | None, staging: Path, reporter: Reporter
 ) -> tuple[dict[str, FileEntry], list[TensorError]]:
-    """Writes all but the manifest; returns the table of files and the error of each linear weight."""
+    """Writes weights, vocabulary and tokenizer; the table of files and the error of each linear weight."""
+    settings, checkpoint = inputs.settings, inputs.checkpoint
     title, path = f"weights to {settings.precision.weights}", staging / WEIGHTS_FILE
     if settings.on_cpu:
-        weights, errors = convert_stage(title, reporter, checkpoint, settings.precision, path, drafters)
+        weights, errors = convert_stage(title, reporter, checkpoint, settings.precision, path, inputs.drafters)
     else:
         weights, errors = _write_device_weights(title, checkpoint, settings, observation, staging, reporter)
-    tokenizer.vocabulary.write(staging / VOCABULARY_FILE, checkpoint.model.vocabulary)
+    inputs.tokenizer.vocabulary.write(staging / VOCABULARY_FILE, checkpoint.model.vocabulary)
     directory = Path(TOKENIZER_FILE).parent
     copied = copy_tokenizer_files(settings.model, staging / directory)
     names = [VOCABULARY_FILE, *(str(directory / name) for name in copied)]
@@ -309,7 +393,7 @@ def _write_device_weights(
 ) -> tuple[FileEntry, list[TensorError]]:
     """Writes the bundle's weights; those of layers that only plans will hold go to the reference beside it."""
     precision, path = settings.precision, staging / WEIGHTS_FILE
-    full = path if settings.keeps_weights else staging / REFERENCE / WEIGHTS_FILE
+    full = path if settings.forward.keeps_weights else staging / REFERENCE / WEIGHTS_FILE
     full.parent.mkdir(exist_ok=True)
     keys_values = None if observation is None else observation.keys_values
     plan = plan_device_weights(checkpoint, precision)

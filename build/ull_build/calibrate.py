@@ -12,21 +12,9 @@ from numpy.typing import NDArray
 from ull.bundle import Calibration
 from ull_build.evaluate import EvaluationText, Observation, Predictions, check_quality
 from ull_build.quality import Evaluator
+from ull_build.tensorrt.weights import input_scales
 
 PERCENTILE = 99.99
-_MAX_FP8 = 448.0
-_SMALLEST_SCALE = 2.0**-126  # the smallest normal bf16
-
-
-def activation_scale(amax: float) -> float:
-    """The scale of an input whose range is `amax`: amax / 448 rounded up to a bf16 value; 1 for a range of zero."""
-    if amax == 0.0:
-        return 1.0
-    exact = max(amax / _MAX_FP8, _SMALLEST_SCALE)
-    nearest = np.float32(exact)
-    above = nearest if float(nearest) >= exact else np.nextafter(nearest, np.float32(np.inf))
-    bits = (int(above.view(np.uint32)) + 0xFFFF) & 0xFFFF0000
-    return float(np.uint32(bits).view(np.float32))
 
 
 def percentile_amax(histogram: NDArray[np.uint64], largest: float, percentile: float = PERCENTILE) -> float:
@@ -61,11 +49,11 @@ def calibrate(
         },
     }
     losses = {
-        method: evaluator.quantised(calibration_text, f"calibrate by {method}", _scales(amax)).perplexity
+        method: evaluator.quantised(calibration_text, f"calibrate by {method}", input_scales(amax)).perplexity
         for method, amax in candidates.items()
     }
     method = "percentile" if losses["percentile"] < losses["max"] else "max"
-    calibrated = evaluator.quantised(evaluation_text, "evaluate calibrated", _scales(candidates[method]))
+    calibrated = evaluator.quantised(evaluation_text, "evaluate calibrated", input_scales(candidates[method]))
     increase = check_quality(
         original,
         calibrated,
@@ -84,7 +72,3 @@ def calibrate(
         perplexity_increase=increase,
         top1_agreement=original.agreement(calibrated),
     )
-
-
-def _scales(amax: dict[str, float]) -> dict[str, float]:
-    return {name: activation_scale(value) for name, value in amax.items()}

@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 import ull
-from ull.bundle import Manifest, Precision, Target
+from ull.bundle import Manifest, Precision, Source, Target
 from ull.errors import RecipeError, UllError
 from ull_build.build import BuildResult, build, settings_from_recipe
 from ull_build.progress import format_amount, make_reporter
 from ull_build.random_bundle import RandomSettings, build_random
-from ull_build.recipe import TARGETS, Recipe, describe_keys, load_recipe, make_recipe
+from ull_build.recipe import TARGETS, ForwardRecipe, Recipe, describe_keys, load_recipe, make_recipe
 from ull_build.shapes import SHAPES
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -66,6 +66,9 @@ def _check_usage(parser: argparse.ArgumentParser, options: argparse.Namespace) -
             parser.error("--arch names a shape without weights: say --random-weights too")
         if options.model is not None:
             parser.error("--arch and --model exclude each other")
+        measured = ("eval_text", "eval_tokens", "evaluate_on", "calibration_text", "calibration_tokens")
+        if given := [name for name in measured if getattr(options, name) is not None]:
+            parser.error(f"--{given[0].replace('_', '-')} has no use with --arch: made-up weights are not measured")
         if (options.recipe is None) == (options.output is None):
             parser.error("--arch needs the bundle to write: --output X.ull")
         return
@@ -91,8 +94,16 @@ def _random_settings(options: argparse.Namespace) -> RandomSettings:
         ),
         layers=options.layers,
         context=options.context,
+        forward=_forward(options),
         force=options.force,
     )
+
+
+def _forward(options: argparse.Namespace) -> ForwardRecipe:
+    source: Source = options.forward or "fused"
+    if options.attention == "native" and source != "tensorrt":
+        raise RecipeError("--attention native goes with --forward tensorrt", field="attention")
+    return ForwardRecipe(prefill=source, decode=source, attention=options.attention or "paged")
 
 
 @contextmanager
@@ -133,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--eval-tokens", type=int, metavar="N", help="tokens of it to use at most (default 4096)")
     add("--calibration-text", metavar="FILE", help="text on which FP8 ranges are measured (default: another such)")
     add("--calibration-tokens", type=int, metavar="N", help="tokens of it to use at most (default 2048)")
+    add("--evaluate-on", choices=("cpu", "gpu"), help="where the loss is measured (default cpu)")
     add("--max-perplexity-increase", type=float, metavar="F", help="fraction that fails the build (default 0.01)")
     add("--medusa", metavar="PATH", help="Medusa heads: medusa_lm_head.pt or .safetensors, or their directory")
     add("--draft", metavar="DIR", help="a smaller checkpoint with the same tokenizer, as draft model")
@@ -213,5 +225,11 @@ def print_summary(result: BuildResult) -> None:
         worst = max(quality.tensors, key=lambda item: item.relative_error)
         error = f"{worst.relative_error:.3%} ({worst.name})" if worst.relative_error else "none"
         table.add_row("largest tensor error", error)
+    if (plans := manifest.forward.plans) is not None:
+        table.add_row("plans", f"{len(plans.files)}, TensorRT {plans.version}, {plans.attention} attention")
+        exact = ", ".join(map(str, plans.exact))
+        table.add_row("exact rounds", f"of {exact} tokens" if plans.exact != [1] else "of 1 token: no speculation")
+        if plans.check is not None:
+            table.add_row("plans' logits", f"{plans.check.cpu_error:.2%} off (limit {plans.check.limit:.0%})")
     table.add_row("time", f"{result.seconds:.1f} s")
     Console(highlight=False).print(table)

@@ -133,11 +133,18 @@ def observe(spec: dict[str, Any], text: EvaluationText, threads: int, progress: 
     return Observation(*_run("observe", text, spec, text.tokens, text.window, threads, progress))
 
 
-def logits(spec: dict[str, Any], tokens: Sequence[int], threads: int) -> NDArray[np.float32]:
-    """The logits after each of a few tokens, [tokens, V], with all weights in memory. Raises BuildError."""
+def logits(
+    spec: dict[str, Any], tokens: Sequence[int], threads: int, input_scales: Mapping[str, float] | None = None
+) -> NDArray[np.float32]:
+    """The logits after each of a few tokens, [tokens, V], with all weights in memory; `input_scales` as in `predict`.
+
+    Raises BuildError.
+    """
     try:
         native: Any = importlib.import_module("ull._native")
-        return np.asarray(native.CpuModel(spec, threads=threads).logits(np.array(tokens, np.int32)), np.float32)
+        scales = None if input_scales is None else dict(input_scales)
+        model = native.CpuModel(spec, threads=threads, input_scales=scales)
+        return np.asarray(model.logits(np.array(tokens, np.int32)), np.float32)
     except ImportError as error:
         raise BuildError("the native core is not built; install ull") from error
     except (ValueError, RuntimeError, MemoryError) as error:

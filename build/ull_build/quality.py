@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -87,10 +87,10 @@ class Evaluator:
         with self._reporter.stage("observe activations", len(text.tokens), "tokens") as advance:
             return observe(spec, text, self._threads, _steps(len(text.tokens), advance))
 
-    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """The quantised weights' logits after each token, [tokens, V]."""
+    def logits(self, tokens: Sequence[int], input_scales: Mapping[str, float] | None = None) -> NDArray[np.float32]:
+        """The quantised weights' logits after each token, [tokens, V], with FP8 activations as in `quantised`."""
         with self._reporter.stage("logits on the cpu", len(tokens), "tokens") as advance:
-            found = logits(self._quantised, tokens, self._threads)
+            found = logits(self._quantised, tokens, self._threads, input_scales)
             advance(len(tokens))
         return found
 
@@ -122,8 +122,15 @@ class Evaluator:
             return predict(spec, text, self._threads, _steps(len(text.tokens), advance), input_scales)
 
 
+class Predictor(Protocol):
+    """Runs a bundle's quantised weights over a text."""
+
+    def quantised(self, text: EvaluationText) -> Predictions:
+        """What they predict."""
+
+
 def measure_quality(
-    evaluator: Evaluator, text: EvaluationText, original: Predictions, errors: list[TensorError], limit: float
+    evaluator: Predictor, text: EvaluationText, original: Predictions, errors: list[TensorError], limit: float
 ) -> Quality:
     """Compares the quantised weights with the `original` ones' predictions. Raises BuildError above the `limit`."""
     quantised = evaluator.quantised(text)

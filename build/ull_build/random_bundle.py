@@ -16,6 +16,7 @@ import ull
 from ull.bundle import (
     FORMAT,
     FORMAT_VERSION,
+    FUSED,
     MANIFEST_FILE,
     TOKENIZER_FILE,
     VOCABULARY_FILE,
@@ -27,6 +28,7 @@ from ull.bundle import (
     Target,
     Tokens,
     device_macros,
+    device_tensors,
     encode_manifest,
     open_bundle,
 )
@@ -35,7 +37,11 @@ from ull_build.build import BuildResult, compile_for
 from ull_build.kernels import write_code
 from ull_build.output import check_output, file_entry, require_space, staged_output, write_synced
 from ull_build.progress import Reporter
+from ull_build.recipe import ForwardRecipe
 from ull_build.shapes import shape_model
+from ull_build.tensorrt.random_weights import RandomWeights, random_ranges
+from ull_build.tensorrt.staged import add_plans, find_tools, timing_cache_of, watch_plans
+from ull_build.tensorrt.timing_cache import save_timing_cache
 from ull_build.vocabulary import Vocabulary, build_vocabulary
 
 _NEEDED_BYTES = 64 << 20
@@ -51,6 +57,7 @@ class RandomSettings:
     precision: Precision = field(default_factory=Precision)
     layers: int | None = None
     context: int | None = None
+    forward: ForwardRecipe = field(default_factory=ForwardRecipe)
     force: bool = False
 
 
@@ -64,12 +71,19 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
     if settings.target == "cpu":
         raise RecipeError("random weights are made up on a GPU; use --target sm_90a", field="target")
     output = check_output(settings.output, settings.force)
+    precision, request = settings.precision, settings.forward
+    tools = find_tools(settings.target) if request.has_plans else None
     model = shape_model(settings.arch, settings.layers, settings.context)
-    require_space(output.parent, _NEEDED_BYTES)
-    kernels = compile_for(settings.target, model, settings.precision, reporter)
+    kernels = compile_for(settings.target, model, precision, reporter, request.attention if tools else None)
+    plan_bytes = sum(shape.nbytes for shape in device_tensors(model, precision).values()) if tools else 0
+    require_space(output.parent, _NEEDED_BYTES + plan_bytes)
     with staged_output(output) as staging:
         files = _write_tokenizer(staging, model.vocabulary)
-        code, code_files = write_code(kernels, device_macros(model, settings.precision), staging, settings.target)
+        code, code_files = write_code(kernels, device_macros(model, precision), staging, settings.target)
+        added = None
+        if tools is not None:
+            weights, ranges = RandomWeights(model, precision), random_ranges(model, precision)
+            added = add_plans(tools, request, model, weights, ranges, staging, timing_cache_of(output), reporter)
         manifest = Manifest(
             format=FORMAT,
             format_version=FORMAT_VERSION,
@@ -78,7 +92,7 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
             target=settings.target,
             ull_version=ull.__version__,
             model=model,
-            precision=settings.precision,
+            precision=precision,
             tokens=Tokens(bos=None, eos=[], chat_template=False),  # nothing ends a benchmark early
             quality=None,
             provenance=Provenance(
@@ -87,13 +101,18 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
                 recipe={"arch": settings.arch, "layers": settings.layers, "context": settings.context},
                 builder_version=ull.__version__,
             ),
-            files={**files, **code_files},
+            files={**files, **code_files, **(added.files if added else {})},
             speculation=Speculation(default="none"),
             code=code,
+            forward=added.forward if added else FUSED,
             random_weights=True,
         )
         write_synced(staging / MANIFEST_FILE, encode_manifest(manifest))
-        open_bundle(staging)
+        bundle = open_bundle(staging)
+        if added is not None:
+            manifest = watch_plans(bundle)
+            save_timing_cache(added.timing_cache, timing_cache_of(output))
+            write_synced(staging / MANIFEST_FILE, encode_manifest(manifest))
     return BuildResult(output, manifest, time.monotonic() - start)
 
 

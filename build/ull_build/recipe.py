@@ -59,6 +59,23 @@ class ForwardRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         Meta(description='of plans: "paged", ull\'s kernel between them, or "native", TensorRT\'s own, for comparison'),
     ] = "paged"
 
+    logits_limit: Annotated[
+        float,
+        Meta(
+            gt=0.0,
+            description="fraction by which plans' logits may be off the cpu executor's; an unstable kernel is off by 1",
+        ),
+    ] = 0.25
+
+    @property
+    def has_plans(self) -> bool:
+        return "tensorrt" in (self.prefill, self.decode)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the bundle's weights file holds the linear layers."""
+        return "fused" in (self.prefill, self.decode)
+
 
 class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One build. Paths are relative to the recipe's directory (`output`: to the current one)."""
@@ -86,6 +103,10 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     eval_tokens: Annotated[
         int, Meta(ge=2, le=1 << 24, description="tokens of eval_text to use at most; more is slower and more exact")
     ] = 4096
+    evaluate_on: Annotated[
+        Literal["cpu", "gpu"],
+        Meta(description="where the loss is measured: gpu is quicker for large models, and needs one here"),
+    ] = "cpu"
     calibration_text: Annotated[
         str | None,
         Meta(description="UTF-8 text on which activations and KV are measured; default: another that comes with ull"),
@@ -177,13 +198,17 @@ def _check_target(recipe: Recipe, origin: str) -> None:
         known = ", ".join(f'"{name}" ({machine})' for name, machine in TARGETS.items())
         raise RecipeError(f'{origin}: target "{recipe.target}" is unknown; use {known}', field="target")
     forward = recipe.forward
-    plans = "tensorrt" in (forward.prefill, forward.decode)
     if recipe.target == "cpu":
-        if plans:
+        if recipe.evaluate_on == "gpu":
+            raise RecipeError(f'{origin}: evaluate_on "gpu" is for GPU targets', field="evaluate_on")
+        if forward.has_plans:
             raise RecipeError(f'{origin}: forward "tensorrt" needs a GPU: --target sm_90a', field="forward")
         if recipe.kv == "fp8":
             raise RecipeError(f'{origin}: kv "fp8" is for GPU targets; the cpu keeps "bf16" or "f32"', field="kv")
         return
+    if recipe.evaluate_on == "gpu" and (forward.has_plans or recipe.kv == "fp8"):
+        what = "TensorRT's FP8 activations" if forward.has_plans else "FP8 pages"
+        raise RecipeError(f'{origin}: {what} are calibrated on the cpu: evaluate_on "cpu"', field="evaluate_on")
     if recipe.kv == "f32":
         raise RecipeError(f'{origin}: kv "f32" is for target "cpu"; {recipe.target} keeps "bf16" or "fp8"', field="kv")
     if forward.attention == "native":

@@ -35,3 +35,6 @@ class Forward(Protocol):
 
     def capture(self, recorder: Recorder, tokens: int, draws: bool) -> None:
         """Captures the forward of a round of up to `tokens` nodes (1 to 64)."""
+
+    def abandon(self) -> None:
+        """Never gives back what it holds of the device, not at the end either: a device that failed may not answer."""

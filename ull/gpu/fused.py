@@ -62,6 +62,9 @@ class FusedForward:
     def warm_up(self, tokens: int, draws: bool) -> None:
         """Nothing: modules are loaded as a whole."""
 
+    def abandon(self) -> None:
+        """It holds nothing."""
+
     def capture(self, recorder: Recorder, tokens: int, draws: bool) -> None:
         for launch in self.launches(tokens, draws):
             recorder.launch(launch)

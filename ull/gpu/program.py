@@ -58,6 +58,8 @@ class Program:
     ) -> None:
         self._exit = ExitStack()
         self._replay: Replay | None = None
+        self._open_sources: dict[str, Forward] = {}
+        self.resident_bytes = 0  # of device memory that graphs and TensorRT took beside the arena
         self._bundle, self._log, self._persistent = bundle, log, persistent
         manifest = bundle.manifest
         self.sizes = Sizes(manifest.model, manifest.precision, context or manifest.model.context, pages)
@@ -94,6 +96,12 @@ class Program:
             self._replay = Replay(self.handover, self._driver, self._arena.address("logits"))
         return self._replay
 
+    def abandon(self) -> None:
+        """Gives nothing back, now or at the end of the process: a device that has failed may never answer."""
+        for source in self._open_sources.values():
+            source.abandon()
+        self._exit.pop_all()
+
     def close(self) -> None:
         """Gives everything back. The core must have stopped replaying."""
         self._exit.close()
@@ -110,7 +118,7 @@ class Program:
 
             self._tensorrt = tensorrt.check_plans(plans, info)
             tensorrt.reserve(self._plan, self.sizes, plans)
-            self._plan_bytes = tensorrt.plan_bytes(self._bundle)
+            self._plan_bytes = max(plans.resident_bytes, tensorrt.plan_bytes(self._bundle))
         check_size(self._plan.nbytes + self._plan_bytes, info)
         if others := other_processes(info):
             listed = ", ".join(map(str, others))
@@ -201,11 +209,12 @@ class Program:
             )
             exit_stack.callback(plans.close)
             sources["tensorrt"] = plans
+        self._open_sources = sources
         return sources
 
     def _capture(self, kernels: Kernels, places: Places, exit_stack: ExitStack) -> None:
         """One graph per number of tokens, and one that only fills the cache."""
-        rounds = Rounds(self.sizes, places, self._driver.info.multiprocessors)
+        rounds, free = Rounds(self.sizes, places, self._driver.info.multiprocessors), self._driver.memory_info()[0]
         sources, forward = self._sources(places, exit_stack), self._bundle.manifest.forward
 
         def captured(source: Forward, tokens: int, draws: bool) -> int:
@@ -228,3 +237,4 @@ class Program:
         self._graphs = {tokens: captured(decode, tokens, draws=True) for tokens in forward.tree_sizes}
         self._prefill = captured(prefill, TREE_TOKENS, draws=False)
         self._driver.synchronize(self._stream)
+        self.resident_bytes = max(0, free - self._driver.memory_info()[0])

@@ -9,11 +9,12 @@ its own per plan, and all contexts use one scratch region of the arena, since on
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from ull.bundle import Bundle, FileEntry, Plans
+from ull.bundle import Bundle, Plans, cache_positions
 from ull.errors import BundleError, GpuError
 from ull.gpu.arena import ArenaPlan
 from ull.gpu.driver import DeviceInfo, Driver
@@ -24,6 +25,7 @@ from ull.gpu.paged_attention import PagedAttention
 from ull.gpu.params import TREE_TOKENS, Round
 from ull.gpu.places import Places
 from ull.gpu.tensorrt_library import load, make_logger
+from ull.layout import round_up
 from ull.log import Log
 
 _REBUILD = "rebuild the bundle on this machine with ull-build"
@@ -63,6 +65,22 @@ def segments(layers: int, attention: str) -> list[Segment]:
     return [*found, Segment("head", {"residual": sides[layers % 2]}, {"logits": "logits"})]
 
 
+def tensor_forms(sizes: Sizes, segment: Segment) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and trt.DataType of each tensor of a segment; -1 is the number of tokens."""
+    model = sizes.model
+    cache = (1, model.kv_heads, cache_positions(model.context), model.head_dim)
+    forms: dict[str, tuple[tuple[int, ...], str]] = {
+        "residual": ((-1, model.hidden), "FLOAT"),
+        "residual_out": ((-1, model.hidden), "FLOAT"),
+        "qkv": ((-1, sizes.qkv_width), "FLOAT"),
+        "attention": ((sizes.attention_width // 32, TREE_TOKENS, 32), "HALF"),
+        "logits": ((-1, round_up(model.vocabulary, 16)), "FLOAT"),
+        "base": ((1,), "INT32"),
+        "depths": ((-1,), "INT32"),
+    }
+    return {name: forms.get(name, (cache, "BF16")) for name in (*segment.inputs, *segment.outputs)}
+
+
 def reserve(plan: ArenaPlan, sizes: Sizes, plans: Plans) -> None:
     """Adds the regions that the plans need beside those of every round."""
     plan.reserve("residual copy", plan.regions["residual"].nbytes)
@@ -75,11 +93,6 @@ def reserve(plan: ArenaPlan, sizes: Sizes, plans: Plans) -> None:
             for kind in ("key", "value"):
                 positions = cache_positions(model.context)
                 plan.reserve(f"{kind} cache {layer}", model.kv_heads * positions * model.head_dim * _BF16_BYTES)
-
-
-def cache_positions(context: int) -> int:
-    """Positions of a native KV cache: a chunk that is not full writes rubbish behind its last token."""
-    return context + TREE_TOKENS
 
 
 def plan_bytes(bundle: Bundle) -> int:
@@ -117,7 +130,7 @@ class TensorRtForward:
     ) -> None:
         plans = bundle.manifest.forward.plans
         assert plans is not None
-        self._trt, self._plans, self._layers = trt, plans, sizes.model.layers
+        self._trt, self._plans, self._sizes, self._layers = trt, plans, sizes, sizes.model.layers
         self._places, self._driver, self._stream = places, driver, stream
         self._attention = PagedAttention(sizes, places, driver.info.multiprocessors)
         self._segments = segments(sizes.model.layers, plans.attention)
@@ -135,6 +148,12 @@ class TensorRtForward:
         self._contexts.clear()
         self._engines.clear()
         self._runtime = None
+
+    def abandon(self) -> None:
+        """Their destructors would free device memory, which waits for the device."""
+        kept = [self._runtime, *self._engines, *(item for made in self._contexts.values() for item in made)]
+        for item in kept:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))
 
     def launches(self, tokens: int, draws: bool) -> list[Launch]:
         if self._plans.attention == "native":
@@ -162,7 +181,8 @@ class TensorRtForward:
             data = path.read_bytes()
         except OSError as error:
             raise BundleError(f"{path} cannot be read ({error.strerror})", field=name) from error
-        _check_hash(path, data, bundle.manifest.files[name])
+        if hashlib.sha256(data).hexdigest() != bundle.manifest.files[name].sha256:
+            raise BundleError(f"{path} differs from its SHA-256 in the manifest; {_REBUILD}", field=name)
         engine = self._runtime.deserialize_cuda_engine(data)
         if engine is None:
             reason = self._last_error or "no reason given"
@@ -171,14 +191,20 @@ class TensorRtForward:
         return engine
 
     def _check_tensors(self, name: str, engine: Any, segment: Segment) -> None:
-        """The plan has a profile for each token count, and just the inputs and outputs of its segment."""
-        modes = self._trt.TensorIOMode
-        found: dict[Any, set[str]] = {modes.INPUT: set(), modes.OUTPUT: set()}
+        """The plan is of this segment and model: each input and output has the shape and type of its region."""
+        trt = self._trt
+        found = {}
         for index in range(engine.num_io_tensors):
             tensor = engine.get_tensor_name(index)
-            found[engine.get_tensor_mode(tensor)].add(tensor)
-        wanted = {modes.INPUT: set(segment.inputs), modes.OUTPUT: set(segment.outputs)}
-        if found != wanted or engine.num_optimization_profiles != len(self._plans.token_counts):
+            is_input = engine.get_tensor_mode(tensor) == trt.TensorIOMode.INPUT
+            shape, dtype = tuple(engine.get_tensor_shape(tensor)), engine.get_tensor_dtype(tensor)
+            found[tensor] = (is_input, shape, dtype)
+        wanted = {
+            tensor: (tensor in segment.inputs, shape, getattr(trt.DataType, dtype))
+            for tensor, (shape, dtype) in tensor_forms(self._sizes, segment).items()
+        }
+        profiles = len(self._plans.token_counts)
+        if engine.name != segment.name or found != wanted or engine.num_optimization_profiles != profiles:
             raise BundleError(f"the plan {name} is not one of segment {segment.name!r}; {_REBUILD}", field=name)
 
     def _make_context(self, index: int, tokens: int) -> Any:
@@ -188,8 +214,10 @@ class TensorRtForward:
         if context is None:
             raise self._failed(segment, "makes no execution context")
         profile = self._plans.token_counts.index(tokens)
-        if not context.set_optimization_profile_async(profile, self._stream):
-            raise self._failed(segment, f"has no profile {profile}")
+        try:
+            context.set_optimization_profile_async(profile, self._stream)
+        except RuntimeError as error:
+            raise self._failed(segment, f"has no profile {profile}") from error
         self._driver.synchronize(self._stream)
         context.set_device_memory(self._places.region("plan scratch"), self._plans.scratch_bytes)
         for name, region in (segment.inputs | segment.outputs).items():
@@ -219,8 +247,3 @@ class TensorRtForward:
     def _failed(self, segment: Segment, what: str) -> GpuError:
         reason = f": {self._last_error}" if self._last_error else ""
         return GpuError("gpu_failed", f"TensorRT's plan of segment {segment.name!r} {what}{reason}")
-
-
-def _check_hash(path: Any, data: bytes, entry: FileEntry) -> None:
-    if hashlib.sha256(data).hexdigest() != entry.sha256:
-        raise BundleError(f"{path} differs from its SHA-256 in the manifest; {_REBUILD}", field=path.name)

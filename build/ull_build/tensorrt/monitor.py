@@ -28,7 +28,8 @@ class BuildLog:
             return
         if severity.endswith("error"):
             self.last_error = message.strip()
-        self._file.write(f"[{severity}] {message}\n")
+        if not self._file.closed:  # TensorRT's objects have a word to say when they go, too
+            self._file.write(f"[{severity}] {message}\n")
 
     def reason(self) -> str:
         return self.last_error or "it gave no reason"
@@ -112,10 +113,12 @@ def run_cancellable(work: Callable[[], Result], cancelled: threading.Event) -> R
         except BaseException as error:
             future.set_exception(error)
 
+    thread = threading.Thread(target=run, name="tensorrt build", daemon=True)
     try:
-        threading.Thread(target=run, name="tensorrt build", daemon=True).start()
+        thread.start()
         return future.result()
     except KeyboardInterrupt:
         cancelled.set()
-        wait([future])
+        if thread.ident is not None:  # it has begun
+            wait([future])
         raise

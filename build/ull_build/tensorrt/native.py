@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import MAX_TREE, Model, inverse_frequencies
+from ull.bundle import MAX_TREE, Model, cache_positions, inverse_frequencies
 from ull_build.tensorrt.graph import Graph
 from ull_build.tensorrt.network import HEAD_SEGMENT, LayerNetwork
 from ull_build.tensorrt.weights import BF16
@@ -54,9 +54,10 @@ class _Attention:
     def __init__(self, network: LayerNetwork, graph: Graph, tokens: Any) -> None:
         self._network, self._graph, self._tokens = network, graph, tokens
         self._model = model = network.model
-        self._rows = cache_rows(model)
+        self._rows = cache_positions(model.context)
         self._base = graph.input("base", np.int32, (1,))
         depths = graph.input("depths", np.int32, (-1,))
+        depths.set_dimension_name(0, "tokens")
         self._positions = graph.elementwise("positions", "SUM", self._base, depths)
         wide = graph.cast("positions.wide", self._positions, np.int64)
         self._ids = graph.shuffle("positions.ids", wide, shape=(1, -1))  # [1, T]
@@ -143,11 +144,6 @@ class _Attention:
         before = graph.elementwise(f"{name}.before", "SUB", positions, length)
         near = graph.elementwise(f"{name}.near", "GREATER", keys, before)
         return graph.elementwise(f"{name}.both", "AND", mask, near)
-
-
-def cache_rows(model: Model) -> int:
-    """S: rows of a cache. A last step may be padded beyond the context."""
-    return model.context + MAX_TREE
 
 
 def rope_tables(model: Model, rows: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from ull.bundle import MAX_TREE, Model
+from ull.bundle import MAX_TREE, TOKEN_COUNTS, Model
 from ull_build.tensorrt.graph import Graph
-from ull_build.tensorrt.weights import HEAD, SegmentWeights
+from ull_build.tensorrt.weights import HEAD, Weights
 
 ENTRY, EXIT, HEAD_SEGMENT = "entry", "exit", "head"
-TOKENS = (1, 2, 4, 8, 16, 32, 64)  # of a step
 ATTENTION_COLUMNS = 32  # of the attention's layout
 
 
@@ -32,12 +31,14 @@ class LayerNetwork:
     `amax`: largest input of each FP8 linear.
     """
 
-    def __init__(self, model: Model, weights: SegmentWeights, amax: Mapping[str, float]) -> None:
+    def __init__(self, model: Model, weights: Weights, amax: Mapping[str, float]) -> None:
         self.model, self.weights, self._amax = model, weights, amax
         self.attention_width = model.heads * model.head_dim
 
     def residual_input(self, graph: Graph) -> Any:
-        return graph.input("residual", np.float32, (-1, self.model.hidden))
+        residual = graph.input("residual", np.float32, (-1, self.model.hidden))
+        residual.set_dimension_name(0, "tokens")  # one number, wherever it stands
+        return residual
 
     def add_head(self, graph: Graph) -> None:
         """The head: the same with any attention."""
@@ -74,7 +75,7 @@ class LayerNetwork:
 class SegmentNetwork(LayerNetwork):
     """Describes the segments between which our attention kernel runs."""
 
-    tokens = TOKENS
+    tokens = TOKEN_COUNTS
 
     def segments(self) -> list[str]:
         return segment_names(self.model)

@@ -6,30 +6,27 @@ Needs the GPU that the plans are for. Weights of one segment are in memory at a 
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from ull.bundle import CODE_DIRECTORY, Precision
+from ull.bundle import PLANS_DIRECTORY, TOKEN_COUNTS, AttentionKind, Model
 from ull.errors import BuildError
 from ull.gpu.tensorrt_library import make_logger
-from ull_build.checkpoint import Checkpoint
+from ull_build.output import write_synced
 from ull_build.progress import Reporter
 from ull_build.tensorrt.graph import Graph
 from ull_build.tensorrt.monitor import BuildLog, make_monitor, run_cancellable
 from ull_build.tensorrt.native import NativeNetwork
 from ull_build.tensorrt.network import SegmentNetwork
-from ull_build.tensorrt.timing_cache import attach, open_timing_cache, save_timing_cache
-from ull_build.tensorrt.weights import SegmentWeights
+from ull_build.tensorrt.timing_cache import attach, open_timing_cache
+from ull_build.tensorrt.weights import Weights
 
-DIRECTORY = f"{CODE_DIRECTORY}/plans"
-LOG_FILE = f"{DIRECTORY}/build.log"
-INSPECTOR_FILE = f"{DIRECTORY}/inspector.json"
+LOG_FILE = f"{PLANS_DIRECTORY}/build.log"
+INSPECTOR_FILE = f"{PLANS_DIRECTORY}/inspector.json"
 
-AttentionKind = Literal["paged", "native"]
 _NETWORKS: dict[str, type[SegmentNetwork | NativeNetwork]] = {"paged": SegmentNetwork, "native": NativeNetwork}
 _STEPS = 100  # of the progress bar, for each segment
 
@@ -43,53 +40,54 @@ class Plans:
     reports: tuple[str, ...]  # the builder's messages, the inspector's information on each segment
     tokens: tuple[int, ...]  # of each optimisation profile, in order
     tensorrt: str  # version
+    timing_cache: bytes  # what the builder has measured
     device_memory: int  # bytes that the most demanding segment needs for its activations
 
 
 def plan_path(segment: str) -> str:
     """Where the plan of a segment lies in a bundle."""
-    return f"{DIRECTORY}/{segment}.plan"
+    return f"{PLANS_DIRECTORY}/{segment}.plan"
 
 
 def build_plans(
     trt: Any,
-    checkpoint: Checkpoint,
-    precision: Precision,
+    model: Model,
+    weights: Weights,
     amax: Mapping[str, float],
     directory: Path,
     timing_cache: Path,
     reporter: Reporter,
     attention: AttentionKind = "paged",
+    token_counts: Sequence[int] = TOKEN_COUNTS,
 ) -> Plans:
     """Builds every segment into `directory`, the bundle that is being made.
 
     `attention`: "paged" cuts the forward where our attention kernel runs, "native" makes one plan with TensorRT's own.
-    `amax`: largest input of each FP8 linear. `timing_cache`: a file that is read, and replaced when all is built.
-    Raises BuildError with TensorRT's own reason; KeyboardInterrupt once TensorRT has stopped, and then the timing cache
-    is as it was.
+    `amax`: largest input of each FP8 linear. `timing_cache`: a file that is read; `save_timing_cache` replaces it once
+    the plans have proved right. Raises BuildError with TensorRT's own reason; KeyboardInterrupt once TensorRT has
+    stopped.
     """
-    if attention == "native" and precision.kv != "bf16":
-        raise BuildError(f"TensorRT's own attention keeps keys and values in bf16, not {precision.kv}", field="kv")
-    describe = _NETWORKS[attention](checkpoint.model, SegmentWeights(checkpoint, precision), amax)
+    describe = _NETWORKS[attention](model, weights, amax)
     segments = describe.segments()
-    (directory / DIRECTORY).mkdir(parents=True)
+    counts = tuple(count for count in token_counts if count in describe.tokens)
+    (directory / PLANS_DIRECTORY).mkdir(parents=True)
     with BuildLog(directory / LOG_FILE) as log:
-        building = _Building(trt, log, timing_cache, reporter, describe.tokens)
+        building = _Building(trt, log, timing_cache, reporter, counts)
         with reporter.stage("TensorRT engines", _STEPS * len(segments), "steps") as advance:
             for segment in segments:
                 plan = building.build(segment, describe.add, advance)
-                _write(directory / plan_path(segment), plan)
+                write_synced(directory / plan_path(segment), plan)
                 building.inspect(segment, plan)
-    _write(directory / INSPECTOR_FILE, json.dumps(building.information, indent=1).encode())
-    building.save_timing_cache()
-    return Plans(
-        attention=attention,
-        files={segment: plan_path(segment) for segment in segments},
-        reports=(LOG_FILE, INSPECTOR_FILE),
-        tokens=describe.tokens,
-        tensorrt=trt.__version__,
-        device_memory=building.device_memory,
-    )
+        write_synced(directory / INSPECTOR_FILE, json.dumps(building.information, indent=1).encode())
+        return Plans(
+            attention=attention,
+            files={segment: plan_path(segment) for segment in segments},
+            reports=(LOG_FILE, INSPECTOR_FILE),
+            tokens=counts,
+            tensorrt=trt.__version__,
+            device_memory=building.device_memory,
+            timing_cache=building.timing_cache(),
+        )
 
 
 class _Building:
@@ -141,10 +139,13 @@ class _Building:
         self.device_memory = max(self.device_memory, *needed)
         inspector = engine.create_engine_inspector()
         text = inspector.get_engine_information(self._trt.LayerInformationFormat.JSON)
-        self.information[segment] = json.loads(text)
+        try:
+            self.information[segment] = json.loads(text)
+        except ValueError:  # its JSON is not always JSON; a report must not cost the build
+            self.information[segment] = text
 
-    def save_timing_cache(self) -> None:
-        save_timing_cache(self._cache, self._cache_path)
+    def timing_cache(self) -> bytes:
+        return bytes(memoryview(self._cache.serialize()))
 
     def _configure(self, network: Any, monitor: Any) -> Any:
         trt, config = self._trt, self._builder.create_builder_config()
@@ -168,13 +169,9 @@ class _Building:
             tensor = network.get_input(index)
             if -1 in tuple(tensor.shape):
                 shape = tuple(tokens if size == -1 else size for size in tensor.shape)
-                profile.set_shape(tensor.name, shape, shape, shape)
+                try:
+                    profile.set_shape(tensor.name, shape, shape, shape)
+                except ValueError as error:
+                    raise BuildError(f"TensorRT refuses {shape} for {tensor.name!r}: {error}") from error
         if config.add_optimization_profile(profile) < 0:
             raise BuildError(f"TensorRT refuses the profile of {tokens} tokens: {self._log.reason()}")
-
-
-def _write(path: Path, data: bytes | memoryview[int]) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

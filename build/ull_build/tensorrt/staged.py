@@ -6,50 +6,41 @@ code, until the plans have been held against them.
 
 from __future__ import annotations
 
-import importlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from numpy.typing import NDArray
 
 from ull.bundle import (
     ARCHITECTURES,
     CODE_DIRECTORY,
     FUSED,
+    MAX_TREE,
+    TOKEN_COUNTS,
     WEIGHTS_FILE,
-    AttentionKind,
     Bundle,
+    FileEntry,
     Forward,
     Manifest,
+    Model,
     Plans,
-    Source,
+    Target,
     read_tensor_file,
 )
-from ull.errors import BuildError
-from ull_build.checkpoint import Checkpoint
+from ull.gpu import tensorrt_library
+from ull_build.local_gpu import LocalGpu, find_gpu
 from ull_build.output import file_entry
 from ull_build.progress import Reporter
+from ull_build.quality import Evaluator
+from ull_build.recipe import ForwardRecipe
 from ull_build.tensorrt import check
 from ull_build.tensorrt.plans import build_plans
+from ull_build.tensorrt.weights import Weights, input_scales
 
 REFERENCE = "reference"  # folder of the staging directory
-
-
-@dataclass(frozen=True)
-class Request:
-    """Which phases get plans, and whose attention these have."""
-
-    prefill: Source = "fused"
-    decode: Source = "fused"
-    attention: AttentionKind = "paged"
-
-    @property
-    def sources(self) -> set[Source]:
-        return {self.prefill, self.decode}
 
 
 @dataclass(frozen=True)
@@ -57,22 +48,12 @@ class Tools:
     """TensorRT, and the GPU that it builds for."""
 
     trt: Any
-    gpu: str
-    capability: str
+    gpu: LocalGpu
 
 
-def find_tools(target: str) -> Tools:
+def find_tools(target: Target) -> Tools:
     """Raises GpuError without TensorRT or a GPU, BuildError where the GPU is not the target's."""
-    trt = importlib.import_module("ull.gpu.tensorrt_library").load()
-    found = importlib.import_module("ull.gpu.driver").describe_device(0)
-    major, minor = ARCHITECTURES[target].capability
-    if found["capability"] != f"{major}.{minor}":
-        raise BuildError(
-            f"TensorRT builds plans for the GPU at hand, {found['name']} (compute capability {found['capability']}), "
-            f"which is not a {target}: build on {ARCHITECTURES[target].machines}",
-            field="target",
-        )
-    return Tools(trt, found["name"], found["capability"])
+    return Tools(tensorrt_library.load(), find_gpu(target, "TensorRT builds plans"))
 
 
 def timing_cache_of(output: Path) -> Path:
@@ -80,24 +61,32 @@ def timing_cache_of(output: Path) -> Path:
     return output.with_name(f"{output.name}.timing-cache")
 
 
+@dataclass(frozen=True)
+class AddedPlans:
+    """Plans in the staging directory: what the manifest says of them, as yet untried, their files, what was timed."""
+
+    forward: Forward
+    files: dict[str, FileEntry]
+    timing_cache: bytes
+
+
 def add_plans(
     tools: Tools,
-    request: Request,
-    checkpoint: Checkpoint,
+    request: ForwardRecipe,
+    model: Model,
+    weights: Weights,
+    amax: Mapping[str, float],
     staging: Path,
-    manifest: Manifest,
     timing_cache: Path,
     reporter: Reporter,
-) -> Manifest:
-    """Builds the plans of a checkpoint into `staging`; the manifest with them, as yet untried. Raises BuildError."""
-    amax = {} if manifest.calibration is None else manifest.calibration.amax
-    built = build_plans(
-        tools.trt, checkpoint, manifest.precision, amax, staging, timing_cache, reporter, request.attention
-    )
+) -> AddedPlans:
+    """Builds plans into `staging`. `amax`: the range of each FP8 linear's inputs. Raises BuildError."""
+    counts = TOKEN_COUNTS if request.decode == "tensorrt" else (1, MAX_TREE)  # a prefill is always the widest round
+    built = build_plans(tools.trt, model, weights, amax, staging, timing_cache, reporter, request.attention, counts)
     plans = Plans(
         version=built.tensorrt,
-        gpu=tools.gpu,
-        capability=tools.capability,
+        gpu=tools.gpu.name,
+        capability=tools.gpu.capability,
         files=list(built.files.values()),
         token_counts=list(built.tokens),
         scratch_bytes=built.device_memory,
@@ -106,23 +95,22 @@ def add_plans(
         attention=request.attention,
     )
     files = {name: file_entry(staging / name) for name in (*built.files.values(), *built.reports)}
-    return msgspec.structs.replace(
-        manifest, files=manifest.files | files, forward=Forward(request.prefill, request.decode, plans)
-    )
+    return AddedPlans(Forward(request.prefill, request.decode, plans), files, built.timing_cache)
 
 
 def try_plans(
     staging: Path,
     manifest: Manifest,
     tokens: Sequence[int],
-    cpu_logits: Callable[[Sequence[int]], NDArray[Any]],
+    evaluator: Evaluator,
+    limit: float,
     reporter: Reporter,
 ) -> Manifest:
     """Holds the staged plans against our kernels, where these run, and the CPU; the manifest with what was seen.
 
     Removes the reference weights. Raises BuildError above the limit, GpuError or BundleError where they do not run.
     """
-    plans, tokens = manifest.forward.plans, tokens[: check.CHECK_TOKENS]
+    plans, tokens = manifest.forward.plans, check.enough_of(tokens, manifest.model.context)
     assert plans is not None
     reporter.note("trying the plans on the GPU")
     reference = staging / REFERENCE
@@ -134,10 +122,25 @@ def try_plans(
             if weights is reference:
                 (reference / CODE_DIRECTORY).symlink_to(staging / CODE_DIRECTORY)
             fused = check.read_logits(check.with_forward(_bundle(weights, manifest), FUSED), tokens)
-        made = check.check_plans(seen, fused, cpu_logits(tokens))
+        plain = fp8 = evaluator.logits(tokens)
+        if manifest.calibration is not None:
+            fp8 = evaluator.logits(tokens, input_scales(manifest.calibration.amax))
+        made = check.check_plans(seen, check.References(plain, fp8, fused), limit)
     finally:
         shutil.rmtree(reference, ignore_errors=True)
     forward = msgspec.structs.replace(manifest.forward, plans=check.settled(plans, seen, made))
+    return msgspec.structs.replace(manifest, forward=forward)
+
+
+def watch_plans(bundle: Bundle) -> Manifest:
+    """What `try_plans` notes, of a complete bundle of made-up weights, whose logits have nothing to be held against.
+
+    Raises GpuError or BundleError where the plans do not run.
+    """
+    manifest, plans = bundle.manifest, bundle.manifest.forward.plans
+    assert plans is not None
+    seen = check.observe_plans(bundle, check.enough_of(range(check.CHECK_TOKENS), manifest.model.context))
+    forward = msgspec.structs.replace(manifest.forward, plans=check.settled(plans, seen, None))
     return msgspec.structs.replace(manifest, forward=forward)
 
 

@@ -36,11 +36,21 @@ def attach(config: Any, cache: Any) -> bool:
     return bool(config.set_timing_cache(cache, False))
 
 
-def save_timing_cache(cache: Any, path: Path) -> None:
+def require_timing_cache(path: Path) -> None:
+    """Raises BuildError where the file is there and cannot be read."""
+    try:
+        path.open("rb").close()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise BuildError(f"the timing cache {path} cannot be read ({error.strerror}); move it away") from error
+
+
+def save_timing_cache(data: bytes, path: Path) -> None:
     """Replaces the file in one step. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        temporary.write_bytes(memoryview(cache.serialize()))
+        temporary.write_bytes(data)
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -7,9 +7,9 @@ lm_head  padded with rows of zeros to a multiple of 16
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -47,6 +47,19 @@ class Linear:
     compute: np.dtype[Any]
 
 
+class Weights(Protocol):
+    """Where a network's weights come from."""
+
+    def storage(self, name: str) -> Literal["fp8", "bf16", "f32"]:
+        """How the linear of this name is stored."""
+
+    def norm(self, name: str) -> NDArray[np.float32]:
+        """A norm's weight [H]."""
+
+    def linear(self, name: str) -> Linear:
+        """The linear `name`: "layers.N.qkv", ".o", ".gate_up", ".down", or "lm_head"."""
+
+
 class SegmentWeights:
     """Reads weights of an open checkpoint in the storage that `precision` asks for.
 
@@ -57,19 +70,13 @@ class SegmentWeights:
         self._checkpoint, self._precision = checkpoint, precision
 
     def storage(self, name: str) -> Literal["fp8", "bf16", "f32"]:
-        """How the linear of this name is stored."""
         return self._precision.lm_head if name == HEAD else self._precision.weights
 
     def norm(self, name: str) -> NDArray[np.float32]:
-        """A norm's weight [H]."""
         return self._checkpoint.vector(vector_source(name))
 
     def linear(self, name: str) -> Linear:
-        """The linear `name`: "layers.N.qkv", ".o", ".gate_up", ".down", or "lm_head", whose product is in f16.
-
-        Logits in bf16 would be too coarse to sample from.
-        """
-        compute = F16 if name == HEAD else BF16
+        compute = compute_type(name)
         sources = weight_sources(self._checkpoint, name)
         shapes = [self._checkpoint.tensors[source].shape for source in sources]
         rows = sum(shape[0] for shape in shapes)
@@ -94,6 +101,11 @@ class SegmentWeights:
     def _bias(self, name: str) -> NDArray[np.float32] | None:
         names = [] if name == HEAD else bias_sources(self._checkpoint, f"{name}.bias")
         return np.concatenate([self._checkpoint.vector(source) for source in names]) if names else None
+
+
+def compute_type(name: str) -> np.dtype[Any]:
+    """Of a linear's operands and product: bf16, but for logits, which would be too coarse to sample from."""
+    return F16 if name == HEAD else BF16
 
 
 def to_compute(values: NDArray[np.float32], compute: np.dtype[Any]) -> NDArray[Any]:
@@ -124,5 +136,11 @@ def round_up(values: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def activation_scale(amax: float, compute: np.dtype[Any]) -> NDArray[Any]:
-    """The scale of activations up to `amax`, a scalar array in `compute`, rounded up like a weight's."""
-    return round_up(np.array([amax], np.float32) / FP8_MAX, compute).reshape(())
+    """The scale of activations up to `amax`, a scalar array in `compute`, rounded up like a weight's; 1 for zeros."""
+    exact = np.float32(amax) / FP8_MAX if amax > 0.0 else np.float32(1.0)
+    return round_up(np.array([exact], np.float32), compute).reshape(())
+
+
+def input_scales(amax: Mapping[str, float]) -> dict[str, float]:
+    """The scale of each linear's input, by its largest activation."""
+    return {name: float(activation_scale(value, compute_type(name))) for name, value in amax.items()}

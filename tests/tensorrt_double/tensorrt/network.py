@@ -50,6 +50,10 @@ class ITensor(StandIn, real=real.ITensor):
             raise ValueError("__len__() should return >= 0")  # what iterating over the invalid Dims comes to
         return real.Dims(self._tensor.shape)
 
+    def set_dimension_name(self, index: int, name: str) -> None:
+        if not self.is_network_input or not 0 <= index < len(self.shape):
+            raise ValueError(f"dimension {index} of {self.name} cannot be named")
+
     @property
     def is_network_input(self) -> bool:
         return self._index in self._network._graph.inputs

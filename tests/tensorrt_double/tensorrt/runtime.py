@@ -155,7 +155,8 @@ class IExecutionContext(StandIn, real=real.IExecutionContext):
 
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
         if not 0 <= profile_index < self._engine.num_optimization_profiles:
-            return self._refuse(f"setOptimizationProfileAsync: there is no profile {profile_index}")
+            self._refuse(f"setOptimizationProfileAsync: there is no profile {profile_index}")
+            raise RuntimeError("Error in set optimization profile async.")
         self._profile, self._shapes = profile_index, {}
         return True
 

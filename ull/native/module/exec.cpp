@@ -135,8 +135,10 @@ std::function<void(int64_t, int64_t)> reporting(const Progress& progress) {
   };
 }
 
+using InputScales = std::map<std::string, float>;  // by linear
+
 nb::tuple evaluate(const nb::dict& spec, const Int32Array& tokens, int window, int threads, const Progress& progress,
-                   const std::optional<std::map<std::string, float>>& input_scales) {
+                   const std::optional<InputScales>& input_scales) {
   const std::vector<int32_t> ids(tokens.data(), tokens.data() + tokens.size());
   cpu::ModelSpec native = model_spec(spec);
   std::optional<cpu::FakeQuantiser> quantiser;
@@ -277,14 +279,18 @@ void bind_exec(nb::module_& m) {
       .def(
           "__init__",
           [](Model* self, const nb::dict& spec, int threads, std::vector<int> cores, std::string isa,
-             std::optional<int> pages, int max_chunk) {
+             std::optional<int> pages, int max_chunk, const std::optional<InputScales>& input_scales) {
+            cpu::ModelSpec native = model_spec(spec);
+            std::unique_ptr<cpu::Tap> tap;
+            if (input_scales) tap = std::make_unique<cpu::FakeQuantiser>(*input_scales, native.layers);
             new (self)
-                Model(model_spec(spec), model_options(threads, std::move(cores), std::move(isa), max_chunk, pages));
+                Model(std::move(native), model_options(threads, std::move(cores), std::move(isa), max_chunk, pages),
+                      std::move(tap));
           },
           "spec"_a, nb::kw_only(), "threads"_a = 1, "cores"_a = std::vector<int>(), "isa"_a = "auto",
-          "pages"_a = nb::none(), "max_chunk"_a = 256,
+          "pages"_a = nb::none(), "max_chunk"_a = 256, "input_scales"_a = nb::none(),
           "Loads the weights and allocates everything. `cores`: none, or one per thread (the first is the caller's "
-          "and left alone). ValueError names the field or tensor at fault.")
+          "and left alone). `input_scales`: see evaluate. ValueError names the field or tensor at fault.")
       .def(
           "logits",
           [](Model& self, const Int32Array& tokens, int chunk, const std::optional<Int32Array>& pages) {

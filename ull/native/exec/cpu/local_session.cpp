@@ -8,11 +8,13 @@
 
 namespace ull::cpu {
 
-LocalSession::LocalSession(ModelSpec spec, const ModelOptions& options)
-    : model_(std::move(spec), options),
+LocalSession::LocalSession(ModelSpec spec, const ModelOptions& options, std::unique_ptr<Tap> tap)
+    : tap_(std::move(tap)),
+      model_(std::move(spec), options),
       sampler_(model_.kernels(), model_.spec().vocabulary),
       pages_(static_cast<size_t>(model_.cache().pages())) {
   std::iota(pages_.begin(), pages_.end(), 0);
+  model_.set_tap(tap_.get());
 }
 
 std::vector<float> LocalSession::logits(std::span<const int32_t> tokens, int chunk, std::span<const int32_t> pages) {

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -14,7 +15,8 @@ namespace ull::cpu {
 
 class LocalSession {
  public:
-  LocalSession(ModelSpec spec, const ModelOptions& options);
+  // `tap`, if there is one, sees the linears' inputs.
+  LocalSession(ModelSpec spec, const ModelOptions& options, std::unique_ptr<Tap> tap = nullptr);
 
   [[nodiscard]] const Model& model() const noexcept { return model_; }
 
@@ -35,6 +37,7 @@ class LocalSession {
   void feed(std::span<const int32_t> tokens, int chunk, std::span<const int32_t> pages, float* logits);
   void feed_one(int32_t token, int position, float* logits);
 
+  std::unique_ptr<Tap> tap_;  // outlives the model
   Model model_;
   Sampler sampler_;
   std::vector<int32_t> pages_;  // 0, 1, 2, ...

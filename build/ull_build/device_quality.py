@@ -1,0 +1,100 @@
+"""What a build loses, measured on the GPU: for models that the CPU executor would take too long over.
+
+The checkpoint's own weights become a bundle of 16-bit weights that lives as long as the measurement (bf16 is exact
+there down to 2^-32 of a row's largest). Both bundles are run by our kernels.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ull.bundle import WEIGHTS_FILE, Bundle, Manifest, Precision, device_macros, read_tensor_file
+from ull.errors import BuildError
+from ull.log import Log
+from ull_build.checkpoint import Checkpoint
+from ull_build.convert_device import convert_for_device, plan_device_weights
+from ull_build.evaluate import EvaluationText, Predictions
+from ull_build.kernels import CompiledFile, write_code
+from ull_build.progress import Reporter
+
+ORIGINAL = Precision(weights="bf16", lm_head="bf16", embedding="bf16", kv="bf16")
+
+Compile = Callable[[Precision], list[CompiledFile]]
+
+
+def require_bf16(checkpoint: Checkpoint) -> None:
+    """Raises BuildError for a checkpoint whose own values the GPU's formats do not hold."""
+    if not checkpoint.is_bf16:
+        raise BuildError(
+            "the GPU holds a checkpoint's own weights in bf16, and this one's are not: measure with evaluate_on cpu",
+            field="evaluate_on",
+        )
+
+
+class DeviceEvaluator:
+    """Runs the original and the staged weights of a checkpoint over a text. Every method raises GpuError or BuildError.
+
+    `staged`: the manifest of what `staging` holds so far: weights and code of the bundle that is being built.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, staged: Manifest, staging: Path, compile_for: Compile, reporter: Reporter
+    ) -> None:
+        self._checkpoint, self._staged, self._staging = checkpoint, staged, staging
+        self._compile, self._reporter = compile_for, reporter
+
+    def original(self, text: EvaluationText) -> Predictions:
+        """What the unquantised model predicts."""
+        directory = self._staging / "original"
+        directory.mkdir()
+        code, files = write_code(
+            self._compile(ORIGINAL), device_macros(self._staged.model, ORIGINAL), directory, self._staged.target
+        )
+        total = sum(shape.nbytes for shape in plan_device_weights(self._checkpoint, ORIGINAL).values())
+        with self._reporter.stage("original, for comparison", total, "bytes") as advance:
+            weights, _ = convert_for_device(self._checkpoint, ORIGINAL, directory / WEIGHTS_FILE, advance)
+        files = self._staged.files | files | {WEIGHTS_FILE: weights}
+        manifest = msgspec.structs.replace(self._staged, precision=ORIGINAL, code=code, files=files)
+        return self._run("evaluate original", _bundle(directory, manifest), text)
+
+    def quantised(self, text: EvaluationText) -> Predictions:
+        """What the staged weights predict."""
+        return self._run("evaluate quantised", _bundle(self._staging, self._staged), text)
+
+    def _run(self, title: str, bundle: Bundle, text: EvaluationText) -> Predictions:
+        program: Any = importlib.import_module("ull.gpu.program")  # needs cuda-python, which other builds do without
+        loaded = program.load(bundle, context=text.window, log=Log("warning"))
+        nll: list[NDArray[np.float32]] = []
+        argmax: list[NDArray[np.int32]] = []
+        try:
+            replay = loaded.replay()
+            with self._reporter.stage(title, len(text.tokens), "tokens") as advance:
+                for window in text.tokens.reshape(-1, text.window):
+                    logits = replay.logits(window.tolist())[:-1]
+                    nll.append(_losses(logits, window[1:]))
+                    argmax.append(logits.argmax(axis=1).astype(np.int32))
+                    advance(len(window))
+        finally:
+            loaded.close()
+        return Predictions(np.concatenate(nll), np.concatenate(argmax))
+
+
+def _losses(logits: NDArray[np.float32], targets: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Negative log-likelihood (nats) of each target under its row of logits [n, V]."""
+    if not np.isfinite(logits).all():
+        raise BuildError("the model cannot be evaluated on the GPU: a logit is not finite", field="evaluate_on")
+    maxima = logits.max(axis=1)
+    totals = np.exp(logits - maxima[:, None]).sum(axis=1, dtype=np.float64)
+    losses = np.log(totals) + maxima - logits[np.arange(len(targets)), targets]
+    return np.asarray(losses, np.float32)
+
+
+def _bundle(directory: Path, manifest: Manifest) -> Bundle:
+    return Bundle(directory, manifest, read_tensor_file(directory / WEIGHTS_FILE))
