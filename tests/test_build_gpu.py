@@ -507,3 +507,16 @@ def test_wrong_usage(
 def test_our_kernels_of_the_layers_do_not_run_everywhere(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="do not run on sm_89; supported: --forward tensorrt --attention native"):
         built(checkpoint, tmp_path / "x.ull", target="sm_89")
+
+
+def test_only_a_bf16_checkpoint_is_held_as_it_is_by_the_gpu(tmp_path: Path) -> None:
+    from ull_build.checkpoint import Checkpoint
+    from ull_build.device_quality import require_bf16
+
+    for dtype in ("bf16", "fp32"):
+        with Checkpoint(write_checkpoint(tmp_path / dtype, dtype=dtype)) as opened:
+            if dtype == "bf16":
+                require_bf16(opened)
+                continue
+            with pytest.raises(BuildError, match="measure with evaluate_on cpu"):
+                require_bf16(opened)
