@@ -186,6 +186,17 @@ class Bundle:
     def weight_bytes(self) -> int:
         return sum(entry.nbytes for entry in self.tensors.values())
 
+    def read_verified(self, name: str, remedy: str) -> bytes:
+        """The whole file `name` of the manifest; BundleError, which ends in `remedy`, when it is not what was built."""
+        path = self.path / name
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise BundleError(f"{path} cannot be read ({error.strerror})", field=name) from error
+        if hashlib.sha256(data).hexdigest() != self.manifest.files[name].sha256:
+            raise BundleError(f"{path} differs from its SHA-256 in the manifest; {remedy}", field=name)
+        return data
+
     def native_spec(self, context: int | None = None, kv: str | None = None) -> dict[str, Any]:
         """The dict that the native core takes; `context` (tokens) and `kv` ("bf16" or "f32") override the manifest's.
 

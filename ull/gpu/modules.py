@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 
 from ull.bundle import Bundle
-from ull.errors import BundleError, GpuError
+from ull.errors import GpuError
 from ull.gpu.driver import Driver
 from ull.gpu.launch import Launch
 
@@ -55,12 +54,7 @@ class Kernels:
 
     def _load(self, bundle: Bundle, name: str) -> int:
         path = bundle.path / name
-        try:
-            cubin = path.read_bytes()
-        except OSError as error:
-            raise BundleError(f"{path} cannot be read ({error.strerror})", field=name) from error
-        if hashlib.sha256(cubin).hexdigest() != bundle.manifest.files[name].sha256:
-            raise BundleError(f"{path} differs from its SHA-256 in the manifest; rebuild it with ull-build", field=name)
+        cubin = bundle.read_verified(name, "rebuild it with ull-build")
         try:
             module = self._driver.load_module(cubin)
         except GpuError as error:

@@ -10,7 +10,6 @@ its own per plan, and all contexts use one scratch region of the arena, since on
 from __future__ import annotations
 
 import ctypes
-import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,13 +176,7 @@ class TensorRtForward:
 
     def _deserialise(self, bundle: Bundle, name: str, segment: Segment) -> Any:
         path = bundle.path / name
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise BundleError(f"{path} cannot be read ({error.strerror})", field=name) from error
-        if hashlib.sha256(data).hexdigest() != bundle.manifest.files[name].sha256:
-            raise BundleError(f"{path} differs from its SHA-256 in the manifest; {_REBUILD}", field=name)
-        engine = self._runtime.deserialize_cuda_engine(data)
+        engine = self._runtime.deserialize_cuda_engine(bundle.read_verified(name, _REBUILD))
         if engine is None:
             reason = self._last_error or "no reason given"
             raise BundleError(f"TensorRT refuses {path}: {reason}; {_REBUILD}", field=name)
