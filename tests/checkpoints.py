@@ -184,3 +184,19 @@ def write_shards(directory: Path, tensors: Tensors, shards: int = 1) -> None:
         places.update(dict.fromkeys(part, file))
     total = sum(value.nbytes for value in tensors.values())
     write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def head_tensors(
+    heads: int = 2, layers: int = 1, own: bool = False, hidden: int = 48, rows: int = 330, biases: bool = True
+) -> Tensors:
+    """Random Medusa heads under FasterDecoding's names; `own`: each with an lm_head of `rows`."""
+    random = np.random.default_rng(5)
+    tensors: Tensors = {}
+    for head in range(heads):
+        for layer in range(layers):
+            tensors[f"{head}.{layer}.linear.weight"] = random.standard_normal((hidden, hidden)).astype(np.float32)
+            if biases:
+                tensors[f"{head}.{layer}.linear.bias"] = random.standard_normal(hidden).astype(np.float32)
+        if own:
+            tensors[f"{head}.{layers}.weight"] = random.standard_normal((rows, hidden)).astype(np.float32)
+    return tensors

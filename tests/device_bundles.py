@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import emulation
-from ull.bundle import DEVICE_KERNELS, open_bundle
+from ull.bundle import DEVICE_KERNELS, MEDUSA_KERNELS, open_bundle, read_tensor_file
 from ull_build import kernels
 from ull_build.build import Settings, build
 
@@ -17,12 +20,13 @@ STUB = """#include "params.h"
 """
 
 
-def write_stubs(directory: Path, names: Any = DEVICE_KERNELS) -> Path:
+def write_stubs(directory: Path, names: Any = DEVICE_KERNELS | MEDUSA_KERNELS) -> Path:
     """A folder of kernel sources in which every kernel exists and none does anything."""
     directory.mkdir(exist_ok=True)
-    lines = [f'extern "C" __global__ void {name}(ull::gpu::SampleParams) {{}}' for name in sorted(names)]
-    for part, start in (("first", 0), ("second", 1)):
-        (directory / f"{part}.cu").write_text(STUB.format(kernels="\n".join(lines[start::2])))
+    always, drafting = sorted(set(names) - MEDUSA_KERNELS), sorted(set(names) & MEDUSA_KERNELS)
+    for part, chosen in (("first", always[::2]), ("second", always[1::2]), ("medusa", drafting)):
+        lines = [f'extern "C" __global__ void {name}(ull::gpu::SampleParams) {{}}' for name in chosen]
+        (directory / f"{part}.cu").write_text(STUB.format(kernels="\n".join(lines)))
     return directory
 
 
@@ -38,4 +42,16 @@ def emulated_kernels(bundle: Path, *more: Path) -> Path:
     assert code is not None
     macros = {name.removeprefix("ULL_"): float(value.rstrip("F")) for name, value in code.macros.items()}
     model = {name: value if name == "RMS_EPSILON" else int(value) for name, value in macros.items()}
-    return emulation.build_library([*(source.name for source in kernels.kernel_sources()), *more], model)
+    needed = frozenset(code.kernels())
+    return emulation.build_library([*(source.name for source in kernels.kernel_sources(needed)), *more], model)
+
+
+def read_weights(path: Path) -> dict[str, NDArray[Any]]:
+    """The tensors of a weights file; e4m3 and bf16 as ml_dtypes' types."""
+    dtypes = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
+    raw, tensors = path.read_bytes(), {}
+    for name, entry in read_tensor_file(path).items():
+        dtype = np.dtype(dtypes.get(entry.dtype, np.uint8))
+        count = entry.nbytes // dtype.itemsize
+        tensors[name] = np.frombuffer(raw, dtype, count, entry.offset).reshape(entry.shape)
+    return tensors

@@ -48,6 +48,8 @@ TINY_MODEL: dict[str, int | float] = {  # what `build` takes for macros that a t
     "WEIGHT_BITS": 8,
     "HEAD_BITS": 16,
     "KV_BITS": 16,
+    "MEDUSA_HEADS": 3,
+    "MEDUSA_OWN_HEADS": 0,
 }
 
 COMMON_FLAGS = (

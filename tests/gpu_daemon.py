@@ -1,7 +1,7 @@
 """`ulld` on a bundle that says it is for a GPU, with a played graph program and a scripted executor in place of both.
 
 Environment: ULL_TEST_SCRIPT as for scripted_daemon.py; ULL_TEST_GPU a JSON object: `folder`, where the calls that the
-program got are noted; `error`, the message of a GpuError-like refusal to load; `drafter`, the bundle's default.
+program got are noted; `error`, the message of a GpuError-like refusal to load.
 """
 
 import dataclasses
@@ -56,9 +56,7 @@ def graph_executor(program: dict[str, Any], **options: Any) -> _native.ScriptedE
 
 def gpu_bundle(*arguments: Any) -> Bundle:
     bundle = open_bundle(*arguments)
-    speculation = Speculation(max_tree=16)
-    msgspec.structs.force_setattr(speculation, "default", GPU["drafter"])  # medusa, though there are no heads
-    manifest = msgspec.structs.replace(bundle.manifest, speculation=speculation)
+    manifest = msgspec.structs.replace(bundle.manifest, speculation=Speculation(default="ngram", max_tree=16))
     msgspec.structs.force_setattr(manifest, "target", "sm_90a")  # though there are no kernels
     return dataclasses.replace(bundle, manifest=manifest)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import emulation
 from emulation import aligned, pointer
-from ull.bundle import Model, Precision, Rope, device_macros
+from ull.bundle import Model, Precision, Rope, TensorShape, device_macros
 from ull.device_layout import device_tensors
 from ull.gpu.arena import ArenaPlan
 from ull.gpu.fused import FusedForward
@@ -46,40 +46,50 @@ def model_of(**changes: Any) -> Model:
     return Model(**{"windows": [0] * fields["layers"]} | fields)
 
 
+def numbers_of(macros: dict[str, str]) -> dict[str, int | float]:
+    """What `emulation.build` takes for a bundle's macros."""
+    named = {name.removeprefix("ULL_"): value for name, value in macros.items()}
+    return {key: float(value.rstrip("F")) if key == "RMS_EPSILON" else int(value) for key, value in named.items()}
+
+
+def random_tensors(
+    shapes: dict[str, TensorShape], rng: np.random.Generator, biases: bool = False
+) -> dict[str, NDArray[Any]]:
+    """Weights for every tensor but the embedding, in stored form."""
+    return {
+        name: _random(rng, name, DTYPES[shape.dtype], shape.shape)
+        for name, shape in shapes.items()
+        if not name.startswith("embed.") and (biases or not name.endswith(".bias"))
+    }
+
+
+def _random(rng: np.random.Generator, name: str, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+    array = aligned(shape, dtype)
+    size = int(np.prod(shape))
+    if name.endswith("scale"):
+        values = rng.uniform(0.05, 0.15, size)
+    elif "norm" in name:
+        values = rng.uniform(0.5, 1.5, size)
+    else:
+        values = rng.standard_normal(size)
+    array.reshape(-1)[...] = values.astype(dtype)
+    return array
+
+
 class Layers:
     """Weights and a KV cache of random numbers; `run` plays one round of one token at `position`."""
 
     def __init__(self, model: Model, precision: Precision, biases: bool = False) -> None:
         self.model = model
         self.sizes = Sizes(model, precision, model.context)
-        macros = {name.removeprefix("ULL_"): value for name, value in device_macros(model, precision).items()}
-        numbers = {
-            key: float(value.rstrip("F")) if key == "RMS_EPSILON" else int(value) for key, value in macros.items()
-        }
-        self.kernels = emulation.build(SOURCES, numbers)
+        self.kernels = emulation.build(SOURCES, numbers_of(device_macros(model, precision)))
         self._rng = np.random.default_rng(11)
-        self._tensors = {
-            name: self._random(name, DTYPES[shape.dtype], shape.shape)
-            for name, shape in device_tensors(model, precision).items()
-            if not name.startswith("embed.") and (biases or not name.endswith(".bias"))
-        }
+        self._tensors = random_tensors(device_tensors(model, precision), self._rng, biases)
         plan: ArenaPlan = plan_memory(self.sizes, 0)
         self._bytes = {name: region.nbytes for name, region in plan.regions.items()}
         stored = ml_dtypes.bfloat16 if precision.kv == "bf16" else ml_dtypes.float8_e4m3fn
         self._pages = self._rng.standard_normal(self._bytes["KV pages"] // np.dtype(stored).itemsize).astype(stored)
         self._residual = self._rng.standard_normal(model.hidden).astype(np.float32)
-
-    def _random(self, name: str, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
-        array = aligned(shape, dtype)
-        size = int(np.prod(shape))
-        if name.endswith("scale"):
-            values = self._rng.uniform(0.05, 0.15, size)
-        elif "norm" in name:
-            values = self._rng.uniform(0.5, 1.5, size)
-        else:
-            values = self._rng.standard_normal(size)
-        array.reshape(-1)[...] = values.astype(dtype)
-        return array
 
     def run(
         self, position: int, multiprocessors: int, persistent: bool, seed: int = 0, count: int = 1

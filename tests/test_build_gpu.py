@@ -18,14 +18,15 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from checkpoints import write_checkpoint
-from device_bundles import build_with_stubs, write_stubs
+from device_bundles import build_with_stubs, read_weights, write_stubs
 from ull import inspect
-from ull.bundle import DEVICE_ALIGNMENT, DEVICE_KERNELS, Bundle, Precision, open_bundle, read_tensor_file
+from ull.bundle import DEVICE_ALIGNMENT, DEVICE_KERNELS, Bundle, Precision, open_bundle
 from ull.errors import BuildError, BundleError, RecipeError
 from ull_build import cli, kernels, nvrtc
-from ull_build.build import Settings, build
+from ull_build.build import Settings, build, settings_from_recipe
 from ull_build.checkpoint import Checkpoint
 from ull_build.convert_device import kv_scales
+from ull_build.drafters import SpeculationSettings
 from ull_build.pack_device import pack_blocks, scale_rows, unpack_blocks, unscale_rows
 from ull_build.random_bundle import RandomSettings, build_random
 from ull_build.recipe import make_recipe
@@ -48,17 +49,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def stubs(monkeypatch: pytest.MonkeyPatch, sources: Path) -> None:
     monkeypatch.setattr(kernels, "SOURCES", sources)
-
-
-def read_weights(path: Path) -> dict[str, NDArray[Any]]:
-    """The tensors of a weights file; e4m3 and bf16 as ml_dtypes' types."""
-    dtypes = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
-    raw, tensors = path.read_bytes(), {}
-    for name, entry in read_tensor_file(path).items():
-        dtype = np.dtype(dtypes.get(entry.dtype, np.uint8))
-        count = entry.nbytes // dtype.itemsize
-        tensors[name] = np.frombuffer(raw, dtype, count, entry.offset).reshape(entry.shape)
-    return tensors
 
 
 def built(checkpoint: Path, output: Path, **changes: Any) -> Bundle:
@@ -347,7 +337,8 @@ def bundle(pristine: Path, tmp_path: Path) -> Path:
         (("precision", "kv"), "f32", "f32 KV cache"),
         (("precision", "weights"), "f32", "f32 weights"),
         (("precision", "weights"), "bf16", "compiled with ULL_WEIGHT_BITS"),
-        (("speculation",), {"medusa": {"heads": 1, "layers": 1, "version": "2"}}, "no Medusa heads"),
+        (("speculation",), {"medusa": {"heads": 1, "layers": 1, "version": "2"}}, "lacks the kernel 'ull_draft"),
+        (("speculation",), {"medusa": {"heads": 9, "layers": 1, "version": "2"}}, "at most 8 Medusa heads, not 9"),
     ],
 )
 def test_damaged_manifests_are_refused(bundle: Path, path: tuple[str, ...], value: Any, words: str) -> None:
@@ -377,8 +368,9 @@ def test_a_cpu_weights_file_is_refused(bundle: Path, checkpoint: Path, tmp_path:
 @pytest.mark.parametrize(
     ("values", "field", "words"),
     [
-        ({"medusa": {"heads": "m"}}, "medusa", "drafts with ngram or not at all"),
-        ({"draft": {"model": "m"}, "drafter": "draft"}, "draft", "drafts with ngram or not at all"),
+        ({"draft": {"model": "m"}}, "draft", "a draft model does not run on target sm_90a, so .* with --drafter ngram"),
+        ({"draft": {"model": "m"}, "drafter": "draft"}, "draft", "a draft model does not run on target sm_90a"),
+        ({"medusa": {"heads": "m"}, "forward": {"decode": "tensorrt"}}, "medusa", "ull's own decode"),
         ({"kv": "f32"}, "kv", 'keeps "bf16" or "fp8"'),
         ({"target": "cpu", "kv": "fp8"}, "kv", 'the cpu keeps "bf16" or "f32"'),
         ({"target": "sm_100"}, "target", '"sm_90a" \\(an H100, H200 or GH200\\)'),
@@ -408,12 +400,14 @@ def test_recipes_that_a_gpu_cannot_do(values: dict[str, Any], field: str, words:
     assert caught.value.field == field
 
 
-def test_heads_of_a_recipe_may_be_left_out() -> None:
-    from ull_build.build import settings_from_recipe
+def test_what_a_gpu_cannot_draft_with_may_be_left_out() -> None:
+    def speculation(**values: Any) -> SpeculationSettings:
+        recipe = {"model": "m", "name": "n", "target": "sm_90a", "medusa": {"heads": "h"}, "draft": {"model": "d"}}
+        return settings_from_recipe(make_recipe(recipe | values, "recipe")).speculation
 
-    values = {"model": "m", "name": "n", "target": "sm_90a", "medusa": {"heads": "h"}, "drafter": "ngram"}
-    speculation = settings_from_recipe(make_recipe(values, "recipe")).speculation
-    assert speculation.medusa is None and speculation.default == "ngram"
+    assert speculation(drafter="medusa").medusa == Path("h") and speculation(drafter="medusa").draft is None
+    without = speculation(drafter="ngram", forward={"decode": "tensorrt"})
+    assert without.medusa is None and without.draft is None and without.default == "ngram"
 
 
 def test_models_that_the_kernels_cannot_do(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from checkpoints import tokenizer_json, write_checkpoint, write_json
+from checkpoints import head_tensors, tokenizer_json, write_checkpoint, write_json
 from ull.bundle import Bundle, Precision, open_bundle
 from ull.errors import BundleError, CheckpointError, RecipeError
 from ull.inspect import describe as inspect_bundle
@@ -119,18 +119,6 @@ def write_torch(path: Path, tensors: Tensors, content: Any = None, byteorder: by
         for place, value in enumerate(tensors.values()):
             archive.writestr(f"heads/data/{place}", value.tobytes())
     return path
-
-
-def head_tensors(heads: int = 2, layers: int = 1, own: bool = False, hidden: int = HIDDEN, rows: int = ROWS) -> Tensors:
-    random = np.random.default_rng(5)
-    tensors: Tensors = {}
-    for head in range(heads):
-        for layer in range(layers):
-            tensors[f"{head}.{layer}.linear.weight"] = random.standard_normal((hidden, hidden)).astype(np.float32)
-            tensors[f"{head}.{layer}.linear.bias"] = random.standard_normal(hidden).astype(np.float32)
-        if own:
-            tensors[f"{head}.{layers}.weight"] = random.standard_normal((rows, hidden)).astype(np.float32)
-    return tensors
 
 
 def vllm_names(tensors: Tensors, layers: int, prefix: str) -> Tensors:

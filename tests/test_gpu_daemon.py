@@ -21,7 +21,7 @@ def gpu(spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def start(*arguments: str, script: dict[str, Any] | None = None, **played: Any) -> Daemon:
         monkeypatch.setenv("ULL_TEST_SCRIPT", json.dumps(script or {}))
-        monkeypatch.setenv("ULL_TEST_GPU", json.dumps({"folder": str(tmp_path), "drafter": "ngram"} | played))
+        monkeypatch.setenv("ULL_TEST_GPU", json.dumps({"folder": str(tmp_path)} | played))
         return spawn(*arguments, command=[sys.executable, str(ROOT / "tests/gpu_daemon.py")])
 
     def calls() -> list[dict[str, Any]]:
@@ -63,14 +63,6 @@ def test_a_gpu_that_cannot_is_a_clear_refusal(gpu: Any, tmp_path: Path) -> None:
     with pytest.raises(DaemonError, match="ulld: no GPU is there; remedy"):
         gpu(error="no GPU is there; remedy")
     assert not (tmp_path / "calls").exists()
-
-
-def test_a_default_drafter_that_needs_the_cpu_is_replaced(gpu: Any) -> None:
-    daemon = gpu(drafter="medusa")
-    assert daemon.stop() == 0
-    assert gpu.calls()[1]["drafter"] == "auto"
-    (warning,) = daemon.events("engine")
-    assert warning["level"] == "warning" and "medusa" in warning["message"]
 
 
 @pytest.mark.parametrize(("restart_helps", "status"), [(False, 3), (True, 4)])

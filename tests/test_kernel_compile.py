@@ -9,7 +9,17 @@ from typing import Literal
 import pytest
 
 import ull
-from ull.bundle import DEVICE_KERNELS, ROUND_KERNELS, Model, Precision, Rope, Target, device_macros
+from ull.bundle import (
+    DEVICE_KERNELS,
+    MEDUSA_KERNELS,
+    ROUND_KERNELS,
+    MedusaHeads,
+    Model,
+    Precision,
+    Rope,
+    Target,
+    device_macros,
+)
 from ull.errors import BuildError
 from ull_build import kernels, nvrtc
 from ull_build.kernels import compile_file, kernel_sources
@@ -38,6 +48,7 @@ MODELS = {
     "qwen3-8b, bf16": (shape_model("qwen3-8b"), Precision(weights="bf16")),
 }
 MACROS = device_macros(TINY, Precision())
+MEDUSA_SOURCES = sorted(set(kernel_sources(MEDUSA_KERNELS)) - set(kernel_sources(ROUND_KERNELS)))
 
 
 @pytest.mark.parametrize("source", kernel_sources(), ids=lambda path: path.name)
@@ -48,6 +59,22 @@ def test_every_kernel_compiles_without_spills(name: str, source: Path) -> None:
     for kernel in compiled.kernels:
         use = compiled.functions[kernel]
         assert (use.stack, use.spills) == (0, 0) and 0 < use.registers <= 255
+
+
+HEADS = {
+    "three of their own lm_heads": (MedusaHeads(heads=3, layers=1, version="1"), "fp8"),
+    "eight of the model's": (MedusaHeads(heads=8, layers=2, version="2"), "bf16"),
+}
+
+
+@pytest.mark.parametrize("source", MEDUSA_SOURCES, ids=lambda path: path.name)
+@pytest.mark.parametrize("arch", ["llama-3.1-8b", "llama-3.3-70b"])
+@pytest.mark.parametrize("name", HEADS)
+def test_medusa_heads_compile_without_spills(name: str, arch: str, source: Path) -> None:
+    medusa, weights = HEADS[name]
+    compiled = compile_file(source, device_macros(shape_model(arch), Precision(weights=weights), medusa))
+    assert set(compiled.kernels) <= MEDUSA_KERNELS
+    assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
 
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
@@ -73,8 +100,9 @@ def test_other_architectures_compile(target: Target, source: Path) -> None:
 
 def test_the_sources_hold_every_kernel_of_a_round() -> None:
     """By their text: the build makes sure once more of what the compiler saw."""
-    text = "\n".join(source.read_text() for source in kernel_sources())
-    assert not [kernel for kernel in DEVICE_KERNELS if f"({kernel}," not in text]
+    needed = DEVICE_KERNELS | MEDUSA_KERNELS
+    text = "\n".join(source.read_text() for source in kernel_sources(needed))
+    assert not [kernel for kernel in needed if f"({kernel}," not in text]
 
 
 @pytest.fixture

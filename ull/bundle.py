@@ -23,10 +23,12 @@ from ull.device_layout import (
     DEVICE_KERNELS,
     DEVICE_STEP,
     DEVICE_TILE_ROWS,
+    MEDUSA_KERNELS,
     ROUND_KERNELS,
     device_macros,
     device_tensors,
     entries_of,
+    head_rows,
     needed_kernels,
 )
 from ull.errors import BundleError, ConfigError
@@ -46,6 +48,7 @@ from ull.manifest import (
     CODE_DIRECTORY,
     FORMAT,
     FORMAT_VERSION,
+    MAX_DEVICE_HEADS,
     MAX_MEDUSA_HEADS,
     MAX_MEDUSA_LAYERS,
     MAX_TREE,
@@ -76,6 +79,7 @@ from ull.manifest import (
     device_problems,
     embedding_is_shared,
     encode_manifest,
+    medusa_problems,
     quantised_inputs,
 )
 from ull.plans import FUSED, PLANS_DIRECTORY, TOKEN_COUNTS, AttentionKind, Source, cache_positions
@@ -95,10 +99,12 @@ __all__ = [
     "FORMAT_VERSION",
     "FUSED",
     "MANIFEST_FILE",
+    "MAX_DEVICE_HEADS",
     "MAX_MEDUSA_HEADS",
     "MAX_MEDUSA_LAYERS",
     "MAX_TREE",
     "MEDUSA",
+    "MEDUSA_KERNELS",
     "PLANS_DIRECTORY",
     "ROUND_KERNELS",
     "TILE_ROWS",
@@ -141,7 +147,9 @@ __all__ = [
     "embedding_is_shared",
     "encode_manifest",
     "expected_tensors",
+    "head_rows",
     "inverse_frequencies",
+    "medusa_problems",
     "medusa_tensors",
     "native_spec",
     "needed_kernels",
@@ -314,7 +322,8 @@ def _read_tensors(path: Path, manifest: Manifest) -> dict[str, TensorEntry]:
     if manifest.target == "cpu":
         expected = expected_tensors(manifest.model, manifest.precision, manifest.speculation)
     else:
-        expected = device_tensors(manifest.model, manifest.precision, manifest.forward.uses("fused"))
+        fused = manifest.forward.uses("fused")
+        expected = device_tensors(manifest.model, manifest.precision, fused, manifest.medusa)
     if manifest.random_weights:
         return entries_of({name: shape for name, shape in expected.items() if not shape.optional})
     try:
@@ -343,9 +352,9 @@ def _check_code(path: Path, manifest: Manifest) -> None:
     if code is None:
         return
     found = code.kernels()
-    for kernel in sorted(needed_kernels(manifest.forward) - set(found)):
+    for kernel in sorted(needed_kernels(manifest.forward, manifest.medusa) - set(found)):
         raise BundleError(f"{path} lacks the kernel {kernel!r}; {REBUILD}", field="code.files")
-    for name, value in device_macros(manifest.model, manifest.precision).items():
+    for name, value in device_macros(manifest.model, manifest.precision, manifest.medusa).items():
         if code.macros.get(name) != value:
             raise BundleError(
                 f"{path}: the kernels were compiled with {name} = {code.macros.get(name)}, the model has {value}; "

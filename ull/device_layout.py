@@ -7,8 +7,8 @@ fills this layout, `ull.bundle` checks it, `ull/kernels/linear.cuh` reads it.
 
 from __future__ import annotations
 
-from ull.layout import FILLER, TensorEntry, TensorShape, qkv_rows, round_up
-from ull.manifest import Model, Precision
+from ull.layout import FILLER, MEDUSA, TensorEntry, TensorShape, qkv_rows, round_up
+from ull.manifest import MedusaHeads, Model, Precision
 from ull.plans import Forward
 
 DEVICE_TILE_ROWS = 16
@@ -31,13 +31,16 @@ _LINEAR_KERNELS = frozenset(
     ]
 )
 DEVICE_KERNELS = ROUND_KERNELS | _ATTENTION_KERNELS | _LINEAR_KERNELS
+MEDUSA_KERNELS = frozenset(f"ull_draft_{name}" for name in ("start", "block", "head", "rank"))
 
 
-def needed_kernels(forward: Forward) -> frozenset[str]:
+def needed_kernels(forward: Forward, medusa: MedusaHeads | None = None) -> frozenset[str]:
     """The kernels of ull that a bundle's rounds are made of."""
     needed = ROUND_KERNELS
     if forward.attention != "native":
         needed |= _ATTENTION_KERNELS
+    if medusa is not None:
+        needed |= MEDUSA_KERNELS
     return needed | _LINEAR_KERNELS if forward.uses("fused") else needed
 
 
@@ -46,8 +49,13 @@ def gate_up_rows(model: Model) -> int:
     return 2 * round_up(model.intermediate, DEVICE_TILE_ROWS // 2)
 
 
-def device_macros(model: Model, precision: Precision) -> dict[str, str]:
-    """The model as the kernels' sources see it (`ull/kernels/model.cuh`)."""
+def head_rows(model: Model) -> int:
+    """Rows of one Medusa head's own lm_head, the next one's following: whole tiles."""
+    return round_up(model.vocabulary, DEVICE_TILE_ROWS)
+
+
+def device_macros(model: Model, precision: Precision, medusa: MedusaHeads | None = None) -> dict[str, str]:
+    """The model as the kernels' sources see it (`ull/kernels/model.cuh`, for heads `medusa.cu`)."""
     bits = {"fp8": 8, "bf16": 16}
     values: dict[str, object] = {
         "HIDDEN": model.hidden,
@@ -63,14 +71,19 @@ def device_macros(model: Model, precision: Precision) -> dict[str, str]:
         "HEAD_BITS": bits[precision.lm_head],
         "KV_BITS": bits[precision.kv],
     }
+    if medusa is not None:
+        values |= {"MEDUSA_HEADS": medusa.heads, "MEDUSA_OWN_HEADS": int(medusa.version == "1")}
     return {f"ULL_{name}": str(value) for name, value in values.items()}
 
 
-def device_tensors(model: Model, precision: Precision, fused: bool = True) -> dict[str, TensorShape]:
+def device_tensors(
+    model: Model, precision: Precision, fused: bool = True, medusa: MedusaHeads | None = None
+) -> dict[str, TensorShape]:
     """Every tensor of a bundle for a GPU with its stored shape, in order of use.
 
     Where no phase is `fused`, the linear layers and their norms lie in plans instead. A vector is padded to a multiple
-    of DEVICE_ALIGNMENT bytes; a matrix that does not end at one is followed by a tensor of zeros, NAME + FILLER.
+    of DEVICE_ALIGNMENT bytes; a matrix that does not end at one is followed by a tensor of zeros, NAME + FILLER. Medusa
+    heads stand one below the other: a matrix per layer, and one of all lm_heads where they have their own.
     """
     tensors: dict[str, TensorShape] = {}
 
@@ -112,6 +125,11 @@ def device_tensors(model: Model, precision: Precision, fused: bool = True) -> di
         linear(f"{prefix}.down", model.hidden, model.intermediate, precision.weights)
     norm("norm")
     linear("lm_head", model.vocabulary, model.hidden, precision.lm_head, bias=False)
+    if medusa is not None:
+        for layer in range(medusa.layers):
+            linear(f"{MEDUSA}{layer}", medusa.heads * model.hidden, model.hidden, precision.weights)
+        if medusa.version == "1":
+            linear(f"{MEDUSA}lm_head", medusa.heads * head_rows(model), model.hidden, precision.weights, bias=False)
     return tensors
 
 

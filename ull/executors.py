@@ -11,8 +11,6 @@ from ull.config import Config
 from ull.log import Log
 from ull.manifest import MAX_TREE
 
-_GRAPH_DRAFTERS = ("none", "ngram", "auto")  # what runs on the host, beside the device
-
 
 def open_executor(bundle: Bundle, config: Config, threads: int, log: Log, exit_stack: ExitStack) -> _native.Executor:
     """Loads the weights of `bundle`. What `exit_stack` gives back, it gives back after the engine has stopped.
@@ -55,9 +53,6 @@ def _graph_executor(bundle: Bundle, config: Config, context: int, log: Log, exit
     closing = exit_stack.enter_context(ExitStack())
     closing.callback(program.close)
     drafter = "none" if speculation is None else speculation.default
-    if drafter not in _GRAPH_DRAFTERS:
-        log.warning("engine", message=f"the drafter {drafter} does not run on a GPU yet; requests get auto instead")
-        drafter = "auto"
     if drafter != "none" and bundle.manifest.forward.tree_sizes == [1]:
         reason = "this bundle's plans verify no trees bit for bit"
         log.warning("engine", message=f"the drafter {drafter} is not used: {reason}; requests get none instead")

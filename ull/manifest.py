@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from ull.plans import FUSED, AttentionKind, Forward, PlanCheck, Plans
+from ull.plans import FUSED, AttentionKind, Forward, PlanCheck, Plans, Source
 from ull.targets import ARCHITECTURES, Target
 
 FORMAT: Final = "ull-engine"
@@ -24,6 +24,7 @@ VOCABULARY_FILE = "vocab.bin"
 TOKENIZER_FILE = "tokenizer/tokenizer.json"
 CODE_DIRECTORY = "code"
 MAX_MEDUSA_HEADS: Final = 12
+MAX_DEVICE_HEADS: Final = 8  # on a GPU: the columns of one matrix instruction
 MAX_MEDUSA_LAYERS: Final = 16
 MAX_TREE: Final = 64  # tokens of one verification, the root included
 REQUIRED_FILES = (VOCABULARY_FILE, TOKENIZER_FILE)  # and WEIGHTS_FILE, unless the weights are random
@@ -297,13 +298,22 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         for name in (*REQUIRED_FILES, *([] if self.random_weights else [WEIGHTS_FILE])):
             _require(name in self.files, f"`files` lacks {name!r}")
 
+    @property
+    def medusa(self) -> MedusaHeads | None:
+        """The heads that draft for the engine."""
+        return None if self.speculation is None else self.speculation.medusa
+
     def _check_device(self) -> None:
         """What a GPU target needs and what its kernels can do."""
         _require(self.code is not None, f"target {self.target!r} needs `code`")
         for problem in device_problems(self.target, self.model, self.precision, self.forward.attention):
             raise ValueError(problem)
-        drafts = self.speculation is not None and (self.speculation.medusa or self.speculation.draft)
-        _require(not drafts, f"target {self.target!r} takes no Medusa heads and no draft model")
+        _require(
+            self.speculation is None or self.speculation.draft is None, f"target {self.target!r} takes no draft model"
+        )
+        if self.medusa is not None:
+            for problem in medusa_problems(self.medusa, self.forward.decode):
+                raise ValueError(problem)
         seen: set[str] = set()
         for file in self.code.files if self.code is not None else ():
             _require(file.path.startswith(CODE_DIRECTORY + "/"), f"{file.path!r} does not lie in {CODE_DIRECTORY}/")
@@ -315,6 +325,14 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
                 _require(name in self.files, f"`files` lacks {name!r}")
             segments = 2 if plans.attention == "native" else self.model.layers + 2
             _require(len(plans.files) == segments, f"{len(plans.files)} plans where {segments} are needed")
+
+
+def medusa_problems(medusa: MedusaHeads, decode: Source) -> Iterator[str]:
+    """What a GPU target cannot do with these heads, each with what it can. `decode`: who computes it."""
+    if decode != "fused":
+        yield "Medusa heads read the hidden state of ull's own decode; supported: forward.decode fused"
+    if medusa.heads > MAX_DEVICE_HEADS:
+        yield f"a GPU runs at most {MAX_DEVICE_HEADS} Medusa heads, not {medusa.heads}; take fewer with medusa.num"
 
 
 def device_problems(
@@ -372,6 +390,7 @@ __all__ = [
     "CODE_DIRECTORY",
     "FORMAT",
     "FORMAT_VERSION",
+    "MAX_DEVICE_HEADS",
     "MAX_MEDUSA_HEADS",
     "MAX_MEDUSA_LAYERS",
     "MAX_TREE",
@@ -404,5 +423,6 @@ __all__ = [
     "embedding_is_shared",
     "encode_manifest",
     "is_inside",
+    "medusa_problems",
     "quantised_inputs",
 ]

@@ -20,6 +20,7 @@ from ull.bundle import (
     FORMAT_VERSION,
     FUSED,
     MANIFEST_FILE,
+    MEDUSA_KERNELS,
     ROUND_KERNELS,
     TOKENIZER_FILE,
     VOCABULARY_FILE,
@@ -30,6 +31,7 @@ from ull.bundle import (
     FileEntry,
     Forward,
     Manifest,
+    MedusaHeads,
     Model,
     Precision,
     Provenance,
@@ -41,6 +43,7 @@ from ull.bundle import (
     device_macros,
     device_problems,
     encode_manifest,
+    medusa_problems,
     open_bundle,
     quantised_inputs,
 )
@@ -48,7 +51,7 @@ from ull.errors import BuildError, CheckpointError, RecipeError
 from ull_build.calibrate import calibrate
 from ull_build.checkpoint import Checkpoint
 from ull_build.convert import Drafters, convert_stage, plan_weights
-from ull_build.convert_device import convert_for_device, plan_device_weights
+from ull_build.convert_device import convert_device_stage, convert_for_device, plan_device_weights
 from ull_build.device_quality import ORIGINAL, DeviceEvaluator, require_bf16
 from ull_build.drafters import SpeculationSettings, describe, open_drafters
 from ull_build.evaluate import CALIBRATION, EvaluationText, Observation, read_text
@@ -96,6 +99,10 @@ class Settings:
     def on_cpu(self) -> bool:
         return self.target == "cpu"
 
+    @property
+    def evaluates_on_gpu(self) -> bool:
+        return self.evaluate and self.evaluate_on == "gpu"
+
 
 @dataclass(frozen=True)
 class BuildResult:
@@ -107,9 +114,9 @@ class BuildResult:
 
 
 def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool = False) -> Settings:
-    """The settings that a recipe asks for. A GPU leaves the recipe's heads and draft model out."""
-    on_cpu = recipe.target == "cpu"
-    medusa, draft = (recipe.medusa, recipe.draft) if on_cpu else (None, None)
+    """The settings that a recipe asks for. What a GPU cannot draft with is left out."""
+    medusa = recipe.medusa if recipe.forward.decode == "fused" else None
+    draft = recipe.draft if recipe.target == "cpu" else None
     return Settings(
         model=Path(recipe.model),
         output=Path(recipe.output),
@@ -187,13 +194,18 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
     if settings.forward.has_plans:
         tools = find_tools(settings.target)
         require_timing_cache(timing_cache_of(output))
-    if settings.evaluate_on == "gpu" and settings.evaluate:
+    if settings.evaluates_on_gpu:
         find_gpu(settings.target, "the loss is measured")
     checkpoint = files_open.enter_context(Checkpoint(settings.model, settings.context))
     tokenizer = read_tokenizer(settings.model, checkpoint.model.vocabulary)
     model = msgspec.structs.replace(checkpoint.model, tokenizer_vocabulary=tokenizer.vocabulary.count)
-    if settings.evaluate_on == "gpu" and settings.evaluate:
+    if settings.evaluates_on_gpu:
         require_bf16(checkpoint)
+    drafters = files_open.enter_context(open_drafters(settings.speculation, model, tokenizer))
+    medusa = _heads(drafters)
+    if medusa is not None and not settings.on_cpu:
+        for problem in medusa_problems(medusa, settings.forward.decode):
+            raise CheckpointError(problem, field="medusa")
     attention = settings.forward.attention if settings.forward.has_plans else None
     texts = _read_texts(settings, tokenizer, model)
     return _Inputs(
@@ -203,17 +215,21 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
         tokenizer=tokenizer,
         model=model,
         tokens=_special_tokens(checkpoint, tokenizer),
-        kernels=compile_for(settings.target, model, settings.precision, reporter, attention),
+        kernels=compile_for(settings.target, model, settings.precision, reporter, attention, medusa),
         texts=texts,
-        drafters=files_open.enter_context(open_drafters(settings.speculation, model, tokenizer)),
+        drafters=drafters,
         tools=tools,
     )
+
+
+def _heads(drafters: Drafters) -> MedusaHeads | None:
+    return None if drafters.medusa is None else drafters.medusa.description
 
 
 def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
     """Writes everything but the manifest, and measures it."""
     settings, checkpoint, texts = inputs.settings, inputs.checkpoint, inputs.texts
-    code, files = _write_code(inputs.kernels, settings.target, inputs.model, settings.precision, staging)
+    code, files = _write_code(inputs, staging)
     weights = staging / WEIGHTS_FILE if settings.on_cpu else None
     with Evaluator(
         checkpoint, inputs.model, settings.precision, staging, weights, settings.threads, reporter
@@ -221,7 +237,7 @@ def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
         observation = None if texts.calibration is None else evaluator.observe(texts.calibration)
         written, errors = _write_files(inputs, observation, staging, reporter)
         files |= written
-        if settings.evaluate_on == "gpu" and texts.evaluation is not None:
+        if settings.evaluates_on_gpu:
             staged = _describe(inputs, files, code, None)
             return _describe(inputs, files, code, _measure_on_gpu(inputs, staged, errors, staging, reporter))
         quality, calibration = _measure(evaluator, texts, observation, errors, settings, inputs.model)
@@ -291,7 +307,12 @@ def _describe(
 
 
 def compile_for(
-    target: Target, model: Model, precision: Precision, reporter: Reporter, attention: AttentionKind | None = None
+    target: Target,
+    model: Model,
+    precision: Precision,
+    reporter: Reporter,
+    attention: AttentionKind | None = None,
+    medusa: MedusaHeads | None = None,
 ) -> list[CompiledFile]:
     """The kernels of a GPU target, compiled for the model; none for the CPU. `attention`: of plans, None: no plans.
 
@@ -303,18 +324,21 @@ def compile_for(
     for problem in device_problems(target, model, precision, attention):
         raise RecipeError(f'target "{target}": {problem}', field="target")
     needed = DEVICE_KERNELS if ARCHITECTURES[target].has_bulk_copies else ROUND_KERNELS
+    if medusa is not None:
+        needed |= MEDUSA_KERNELS
     return compile_kernels(
-        device_macros(model, precision),
+        device_macros(model, precision, medusa),
         target,
         needed,
         lambda compiled: reporter.note(f"compiled {describe_file(compiled)}"),
     )
 
 
-def _write_code(
-    kernels: list[CompiledFile], target: Target, model: Model, precision: Precision, staging: Path
-) -> tuple[DeviceCode | None, dict[str, FileEntry]]:
-    return write_code(kernels, device_macros(model, precision), staging, target) if kernels else (None, {})
+def _write_code(inputs: _Inputs, staging: Path) -> tuple[DeviceCode | None, dict[str, FileEntry]]:
+    if not inputs.kernels:
+        return None, {}
+    macros = device_macros(inputs.model, inputs.settings.precision, _heads(inputs.drafters))
+    return write_code(inputs.kernels, macros, staging, inputs.settings.target)
 
 
 def _special_tokens(checkpoint: Checkpoint, tokenizer: CheckpointTokenizer) -> Tokens:
@@ -356,10 +380,10 @@ def _needed_bytes(checkpoint: Checkpoint, drafters: Drafters, settings: Settings
     if settings.on_cpu:
         plan = plan_weights(checkpoint, settings.precision, drafters)
     else:
-        plan = plan_device_weights(checkpoint, settings.precision)
+        plan = plan_device_weights(checkpoint, settings.precision, medusa=drafters.medusa)
     copies = 2 if settings.forward.has_plans else 1  # plans hold the weights once more
     rest = 64 << 20  # tokenizer, vocabulary and manifest
-    if settings.evaluate and settings.evaluate_on == "gpu":
+    if settings.evaluates_on_gpu:
         rest += sum(shape.nbytes for shape in plan_device_weights(checkpoint, ORIGINAL).values())
     elif settings.evaluate or settings.forward.has_plans:  # plans are tried against the CPU executor
         rest += evaluation_bytes(checkpoint, settings.precision, settings.on_cpu)
@@ -375,7 +399,7 @@ def _write_files(
     if settings.on_cpu:
         weights, errors = convert_stage(title, reporter, checkpoint, settings.precision, path, inputs.drafters)
     else:
-        weights, errors = _write_device_weights(title, checkpoint, settings, observation, staging, reporter)
+        weights, errors = _write_device_weights(title, inputs, observation, staging, reporter)
     inputs.tokenizer.vocabulary.write(staging / VOCABULARY_FILE, checkpoint.model.vocabulary)
     directory = Path(TOKENIZER_FILE).parent
     copied = copy_tokenizer_files(settings.model, staging / directory)
@@ -384,21 +408,14 @@ def _write_files(
 
 
 def _write_device_weights(
-    title: str,
-    checkpoint: Checkpoint,
-    settings: Settings,
-    observation: Observation | None,
-    staging: Path,
-    reporter: Reporter,
+    title: str, inputs: _Inputs, observation: Observation | None, staging: Path, reporter: Reporter
 ) -> tuple[FileEntry, list[TensorError]]:
     """Writes the bundle's weights; those of layers that only plans will hold go to the reference beside it."""
-    precision, path = settings.precision, staging / WEIGHTS_FILE
-    full = path if settings.forward.keeps_weights else staging / REFERENCE / WEIGHTS_FILE
+    checkpoint, precision, path = inputs.checkpoint, inputs.settings.precision, staging / WEIGHTS_FILE
+    full = path if inputs.settings.forward.keeps_weights else staging / REFERENCE / WEIGHTS_FILE
     full.parent.mkdir(exist_ok=True)
-    keys_values = None if observation is None else observation.keys_values
-    plan = plan_device_weights(checkpoint, precision)
-    with reporter.stage(title, sum(shape.nbytes for shape in plan.values()), "bytes") as advance:
-        weights, errors = convert_for_device(checkpoint, precision, full, advance, keys_values)
+    keys_values, medusa = None if observation is None else observation.keys_values, inputs.drafters.medusa
+    weights, errors = convert_device_stage(title, reporter, checkpoint, precision, full, keys_values, medusa)
     if full is not path:
         weights, _ = convert_for_device(checkpoint, precision, path, None, keys_values, fused=False)
     return weights, errors

@@ -33,7 +33,7 @@ Rows = Iterable[NDArray[np.float32]]
 ORIGINAL_F32 = Precision(weights="f32", lm_head="f32", embedding="f32", kv="f32")
 ORIGINAL_BF16 = Precision(weights="bf16", lm_head="bf16", embedding="bf16", kv="f32")
 
-_MEDUSA_ROWS = 1024  # per piece: whole tiles
+MEDUSA_ROWS = 1024  # per piece: whole tiles
 EMBEDDING = "model.embed_tokens.weight"
 # name in the bundle -> names in the checkpoint's layer, without .weight or .bias
 _PROJECTIONS = {
@@ -72,9 +72,8 @@ def plan_weights(
     """The tensors of the weights file, in order: all required ones, and the biases that the checkpoints have."""
     plan = _plan_model(checkpoint, precision)
     if drafters.medusa is not None:
-        biased = drafters.medusa.blocks[0][0][1] is not None
         expected = medusa_tensors(checkpoint.model, precision, drafters.medusa.description)
-        plan |= {name: shape for name, shape in expected.items() if biased or not shape.optional}
+        plan |= {name: shape for name, shape in expected.items() if drafters.medusa.biased or not shape.optional}
     if drafters.draft is not None:
         plan |= {DRAFT + name: shape for name, shape in _plan_model(drafters.draft, precision).items()}
     return plan
@@ -181,8 +180,8 @@ def _medusa_pieces(
         source = medusa.lm_heads[int(head)] if part == "lm_head" else medusa.blocks[int(head)][int(part)][0]
         rows = shape.shape[0] * shape.shape[2]
         padded = np.pad(source[:rows], [(0, max(0, rows - len(source))), (0, 0)])
-        for start in range(0, rows, _MEDUSA_ROWS):
-            yield pack_tiles(_quantised(padded[start : start + _MEDUSA_ROWS], shape.dtype, scales, error))
+        for start in range(0, rows, MEDUSA_ROWS):
+            yield pack_tiles(_quantised(padded[start : start + MEDUSA_ROWS], shape.dtype, scales, error))
 
 
 def _quantised(

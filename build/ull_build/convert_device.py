@@ -13,26 +13,38 @@ from numpy.typing import NDArray
 from ull.bundle import (
     DEVICE_TILE_ROWS,
     FILLER,
+    MEDUSA,
     FileEntry,
     Model,
     Precision,
     TensorError,
     TensorShape,
     device_tensors,
+    head_rows,
 )
 from ull_build.checkpoint import Checkpoint
-from ull_build.convert import EMBEDDING, bias_sources, present, vector_source, weight_sources
+from ull_build.convert import EMBEDDING, MEDUSA_ROWS, bias_sources, present, vector_source, weight_sources
+from ull_build.medusa import MedusaWeights
 from ull_build.pack import alternate_tiles, whole_tiles
 from ull_build.pack_device import pack_blocks, scale_rows, unscale_rows
+from ull_build.progress import Reporter
 from ull_build.quantize import ErrorSum, dequantize_rows, quantize_rows, to_bf16
 from ull_build.weights import WeightsWriter
 
 _MAX_FP8 = 448.0
 
 
-def plan_device_weights(checkpoint: Checkpoint, precision: Precision, fused: bool = True) -> dict[str, TensorShape]:
-    """The tensors of the weights file, in order: all required ones, and the biases that the checkpoint has."""
-    return present(checkpoint, device_tensors(checkpoint.model, precision, fused))
+def plan_device_weights(
+    checkpoint: Checkpoint, precision: Precision, fused: bool = True, medusa: MedusaWeights | None = None
+) -> dict[str, TensorShape]:
+    """The tensors of the weights file, in order: all required ones, and the biases that checkpoint and heads have."""
+    heads = None if medusa is None else medusa.description
+    expected = device_tensors(checkpoint.model, precision, fused, heads)
+    drafting = {name: expected.pop(name) for name in list(expected) if name.startswith(MEDUSA)}
+    biased = medusa is not None and medusa.biased
+    return present(checkpoint, expected) | {
+        name: shape for name, shape in drafting.items() if biased or not shape.optional
+    }
 
 
 def convert_for_device(
@@ -42,28 +54,48 @@ def convert_for_device(
     progress: Callable[[int], None] | None = None,
     keys_values: Mapping[str, NDArray[np.float32]] | None = None,
     fused: bool = True,
+    medusa: MedusaWeights | None = None,
 ) -> tuple[FileEntry, list[TensorError]]:
     """Writes the weights file at `path`; tells `progress` the bytes written by each step.
 
     `keys_values`: what Observation saw, for the scales of FP8 pages; None leaves them to the biases. Not `fused`:
-    without the linear layers, which plans hold.
+    without the linear layers, which plans hold. `medusa`: heads that draft for the model.
 
     Returns its size and hash, and the relative error of every linear weight. Equal input gives equal bytes. Raises
     CheckpointError for values that are not finite, OSError when the disk is full.
     """
-    plan = plan_device_weights(checkpoint, precision, fused)
+    plan = plan_device_weights(checkpoint, precision, fused, medusa)
     errors: list[TensorError] = []
     with WeightsWriter(path, plan) as writer:
         scales: list[NDArray[np.float32]] = []
         for name, shape in plan.items():
             error = ErrorSum()
-            for piece in _pieces(checkpoint, name, shape, scales, error, keys_values):
+            if medusa is not None and name.startswith(MEDUSA):
+                pieces = _medusa_pieces(medusa, checkpoint.model, name, shape, scales, error)
+            else:
+                pieces = _pieces(checkpoint, name, shape, scales, error, keys_values)
+            for piece in pieces:
                 writer.write(name, piece)
                 if progress:
                     progress(piece.nbytes)
             if len(shape.shape) > 2:
                 errors.append(TensorError(name=name, relative_error=error.value()))
         return writer.finish(), errors
+
+
+def convert_device_stage(
+    title: str,
+    reporter: Reporter,
+    checkpoint: Checkpoint,
+    precision: Precision,
+    path: Path,
+    keys_values: Mapping[str, NDArray[np.float32]] | None = None,
+    medusa: MedusaWeights | None = None,
+) -> tuple[FileEntry, list[TensorError]]:
+    """convert_for_device as a stage of a build, with its progress."""
+    plan = plan_device_weights(checkpoint, precision, medusa=medusa)
+    with reporter.stage(title, sum(shape.nbytes for shape in plan.values()), "bytes") as advance:
+        return convert_for_device(checkpoint, precision, path, advance, keys_values, medusa=medusa)
 
 
 def _pieces(
@@ -94,6 +126,37 @@ def _pieces(
         yield _padded(kv_scales(checkpoint, stem, largest), shape)
     else:
         yield _padded(checkpoint.vector(vector_source(name)), shape)
+
+
+def _medusa_pieces(
+    medusa: MedusaWeights,
+    model: Model,
+    name: str,
+    shape: TensorShape,
+    scales: list[NDArray[np.float32]],
+    error: ErrorSum,
+) -> Iterator[NDArray[Any]]:
+    """The pieces of one tensor of the heads in stored form: each head's part after the other.
+
+    Padding rows of an lm_head are left out or zeros.
+    """
+    if name.endswith(FILLER):
+        yield np.zeros(shape.shape, np.uint8)
+        return
+    _, part, kind = name.split(".")
+    if kind == "scale":
+        yield _padded(np.concatenate(scales), shape)
+        scales.clear()
+    elif kind == "bias":
+        biases = [bias for bias in (layers[int(part)][1] for layers in medusa.blocks) if bias is not None]
+        yield _padded(np.concatenate(biases), shape)
+    else:
+        own = part == "lm_head"
+        rows = head_rows(model) if own else model.hidden
+        for source in medusa.lm_heads if own else [layers[int(part)][0] for layers in medusa.blocks]:
+            padded = np.pad(source[:rows], [(0, max(0, rows - len(source))), (0, 0)])
+            for start in range(0, rows, MEDUSA_ROWS):
+                yield pack_blocks(_stored(padded[start : start + MEDUSA_ROWS], shape.dtype, scales, error))
 
 
 def kv_scales(checkpoint: Checkpoint, layer: str, observed: NDArray[np.float32] | None = None) -> NDArray[np.float32]:

@@ -19,7 +19,7 @@ from ull.bundle import WEIGHTS_FILE, Bundle, Manifest, Precision, device_macros,
 from ull.errors import BuildError
 from ull.log import Log
 from ull_build.checkpoint import Checkpoint
-from ull_build.convert_device import convert_for_device, plan_device_weights
+from ull_build.convert_device import convert_device_stage
 from ull_build.evaluate import EvaluationText, Predictions
 from ull_build.kernels import CompiledFile, write_code
 from ull_build.progress import Reporter
@@ -57,11 +57,10 @@ class DeviceEvaluator:
         code, files = write_code(
             self._compile(ORIGINAL), device_macros(self._staged.model, ORIGINAL), directory, self._staged.target
         )
-        total = sum(shape.nbytes for shape in plan_device_weights(self._checkpoint, ORIGINAL).values())
-        with self._reporter.stage("original, for comparison", total, "bytes") as advance:
-            weights, _ = convert_for_device(self._checkpoint, ORIGINAL, directory / WEIGHTS_FILE, advance)
+        path = directory / WEIGHTS_FILE
+        weights, _ = convert_device_stage("original, for comparison", self._reporter, self._checkpoint, ORIGINAL, path)
         files = self._staged.files | files | {WEIGHTS_FILE: weights}
-        manifest = msgspec.structs.replace(self._staged, precision=ORIGINAL, code=code, files=files)
+        manifest = msgspec.structs.replace(self._staged, precision=ORIGINAL, code=code, files=files, speculation=None)
         return self._run("evaluate original", _bundle(directory, manifest), text)
 
     def quantised(self, text: EvaluationText) -> Predictions:

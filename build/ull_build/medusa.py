@@ -42,6 +42,11 @@ class MedusaWeights:
         version: Literal["1", "2"] = "1" if self.lm_heads else "2"
         return MedusaHeads(heads=len(self.blocks), layers=len(self.blocks[0]), version=version)
 
+    @property
+    def biased(self) -> bool:
+        """Whether the layers have biases: all of them, or none."""
+        return self.blocks[0][0][1] is not None
+
 
 def read_medusa(path: Path, count: int | None = None) -> MedusaWeights:
     """Reads the heads at `path`, a file or a directory; `count` takes only the first heads.

@@ -15,7 +15,6 @@ from ull.bundle import ARCHITECTURES, MAX_TREE, AttentionKind, Drafter, Source
 from ull.errors import RecipeError
 
 TARGETS = {"cpu": "any x86-64 or ARM machine"} | {name: item.machines for name, item in ARCHITECTURES.items()}
-DEVICE_DRAFTERS = ("none", "ngram")  # that need nothing of the bundle
 
 
 class MedusaRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -217,13 +216,23 @@ def _check_target(recipe: Recipe, origin: str) -> None:
             raise RecipeError(f"{origin}: {reason}", field="forward.attention")
         if recipe.kv != "bf16":
             raise RecipeError(f'{origin}: native attention keeps its KV cache in "bf16"', field="kv")
-    given = "medusa" if recipe.medusa is not None else "draft" if recipe.draft is not None else None
-    if given is not None and recipe.drafter not in DEVICE_DRAFTERS:
-        raise RecipeError(
-            f"{origin}: target {recipe.target} drafts with ngram or not at all, so [{given}] has no use; "
-            "remove it, or leave it out of this build with --drafter ngram (or none)",
-            field=given,
-        )
+    _check_drafters(recipe, origin)
+
+
+def _check_drafters(recipe: Recipe, origin: str) -> None:
+    """What a GPU cannot draft with must not be what the recipe drafts with; else it is left out of the build."""
+    useless = {}
+    if recipe.draft is not None:
+        useless["draft"] = f"a draft model does not run on target {recipe.target}"
+    if recipe.medusa is not None and recipe.forward.decode != "fused":
+        useless["medusa"] = "Medusa heads read the hidden state of ull's own decode, not of TensorRT's"
+    for given, reason in useless.items():
+        if recipe.drafter in ("auto", given):
+            raise RecipeError(
+                f"{origin}: {reason}, so [{given}] has no use; remove it, or leave it out of this build with "
+                "--drafter ngram (or none)",
+                field=given,
+            )
 
 
 def _check_keys(values: dict[str, Any], kind: type[Struct], origin: str, prefix: str) -> None:

@@ -8,11 +8,13 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import Model, Precision, inverse_frequencies
+from ull.bundle import MedusaHeads, Model, Precision, inverse_frequencies
 from ull.gpu.arena import ArenaPlan
 from ull.gpu.launches import attention, linear, sampling
 from ull.gpu.params import PAGE_TOKENS, TREE_TOKENS, LayerParams, Round, State
 from ull.layout import qkv_rows, round_up
+
+DRAFT_STATES = ("draft states", "next draft states")  # regions: of the heads before and after a layer, in turn
 
 _COLUMN_UNIT, _ROW_UNIT = 32, 16  # of f16 activations and of f32 outputs
 
@@ -20,8 +22,15 @@ _COLUMN_UNIT, _ROW_UNIT = 32, 16  # of f16 activations and of f32 outputs
 class Sizes:
     """Widths and counts that launches, memory and the hand-over agree on. `context` and `pages` as the daemon asks."""
 
-    def __init__(self, model: Model, precision: Precision, context: int, pages: int | None = None) -> None:
-        self.model, self.precision, self.context = model, precision, context
+    def __init__(
+        self,
+        model: Model,
+        precision: Precision,
+        context: int,
+        pages: int | None = None,
+        medusa: MedusaHeads | None = None,
+    ) -> None:
+        self.model, self.precision, self.context, self.medusa = model, precision, context, medusa
         self.table_pages = -(-context // PAGE_TOKENS)  # of one request
         self.kv_bits = {"bf16": 16, "fp8": 8}[precision.kv]
         self.page_count = pages or self.table_pages  # of the pool
@@ -34,7 +43,8 @@ class Sizes:
         self.attention_counters = attention.counter_count(model.heads)
         self.layers_counter = model.layers * self.attention_counters
         self.commit_counter = self.layers_counter + 1
-        self.counter_count = self.commit_counter + 1
+        self.draft_counter = self.commit_counter + 1
+        self.counter_count = self.draft_counter + (medusa.heads if medusa else 0)
 
     @property
     def kv_bytes(self) -> int:
@@ -63,6 +73,9 @@ def plan_memory(sizes: Sizes, weight_bytes: int) -> ArenaPlan:
     plan.reserve("logits", 4 * TREE_TOKENS * round_up(model.vocabulary, _ROW_UNIT))
     plan.reserve("attention parts", attention.partial_bytes(model.heads, model.head_dim, sizes.context))
     plan.reserve("sampler", sampling.SCRATCH_BYTES)
+    if sizes.medusa is not None:
+        for name in DRAFT_STATES:
+            plan.reserve(name, 2 * TREE_TOKENS * round_up(model.hidden, _COLUMN_UNIT))
     return plan
 
 

@@ -10,13 +10,14 @@ ROUND_SLOTS = 4
 STOP_TOKENS = 32
 BIASES = 1024
 ALTERNATIVES = 20
+DRAFT_RANKS = 10
 PAGE_TOKENS = 64
 SPLIT_TOKENS = 256
 SLICES = 8
 MLP_SCALE = 0.0625
 LAYER_LINEARS = 4
 
-TAKE, CONTINUE, PREFILL = range(3)  # RoundMode
+TAKE, CONTINUE, PREFILL, DRAFT = range(4)  # RoundMode
 OK, SKIPPED, NOT_FINITE = range(3)  # RoundStatus
 
 
@@ -115,7 +116,7 @@ class State(ctypes.Structure):
         ("stopped", c_int32),
         ("setting", c_uint32),
         ("stop_count", c_int32),
-        ("padding", c_int32),
+        ("node", c_int32),
         ("sampling", Sampling),
         ("stops", c_int32 * STOP_TOKENS),
         ("biases", LogitBias * BIASES),
@@ -223,6 +224,26 @@ class CommitParams(ctypes.Structure):
         ("results", c_void_p),
         ("counters", c_void_p),
         ("page_bytes", c_int64),
+    ]
+
+
+class DraftStartParams(ctypes.Structure):
+    _fields_ = [
+        ("round", c_void_p),
+        ("state", c_void_p),
+        ("residual", c_void_p),
+        ("norm_weight", c_void_p),
+        ("normed", c_void_p),
+    ]
+
+
+class DraftRankParams(ctypes.Structure):
+    _fields_ = [
+        ("round", c_void_p),
+        ("state", c_void_p),
+        ("logits", c_void_p),
+        ("scratch", c_void_p),
+        ("counters", c_void_p),
     ]
 
 

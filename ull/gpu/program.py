@@ -16,6 +16,7 @@ from ull.gpu.checks import check_device, check_size, other_processes
 from ull.gpu.driver import Driver
 from ull.gpu.forward import Forward, Recorder
 from ull.gpu.fused import FusedForward
+from ull.gpu.launch import Launch
 from ull.gpu.memory import Sizes, plan_memory, rope_table
 from ull.gpu.modules import Kernels
 from ull.gpu.params import ROUND_SLOTS, TREE_TOKENS, HostControl, RoundRequest, RoundResult, State
@@ -23,7 +24,7 @@ from ull.gpu.places import HostBlocks, Places
 from ull.gpu.replay import Replay
 from ull.gpu.rounds import Rounds
 from ull.gpu.weights import Staging, WeightImage, random_fills, random_vectors, upload
-from ull.layout import round_up
+from ull.layout import MEDUSA, round_up
 from ull.log import Log
 
 
@@ -62,7 +63,8 @@ class Program:
         self.resident_bytes = 0  # of device memory that graphs and TensorRT took beside the arena
         self._bundle, self._log, self._persistent = bundle, log, persistent
         manifest = bundle.manifest
-        self.sizes = Sizes(manifest.model, manifest.precision, context or manifest.model.context, pages)
+        medusa = manifest.medusa
+        self.sizes = Sizes(manifest.model, manifest.precision, context or manifest.model.context, pages, medusa)
         with ExitStack() as exit_stack:
             self._driver = driver or Driver(device)
             self._check()
@@ -83,7 +85,10 @@ class Program:
             "vocabulary": self.sizes.model.vocabulary,
             "context_tokens": self.sizes.context,
             "page_count": self.sizes.page_count,
-            "weight_bytes": self._image.nbytes + self._plan_bytes,
+            "medusa": self._draft,
+            "medusa_heads": self.sizes.medusa.heads if self.sizes.medusa else 0,
+            "medusa_bytes": self._image.bytes_of(MEDUSA),
+            "weight_bytes": self._image.nbytes - self._image.bytes_of(MEDUSA) + self._plan_bytes,
             "kv_bytes": self.sizes.kv_bytes,
             "name": f"graph/{self._bundle.manifest.target}",
             "library": "libcuda.so.1",
@@ -213,7 +218,7 @@ class Program:
         return sources
 
     def _capture(self, kernels: Kernels, places: Places, exit_stack: ExitStack) -> None:
-        """One graph per number of tokens, and one that only fills the cache."""
+        """One graph per number of tokens, one that only fills the cache, and one of the Medusa heads, if there are."""
         rounds, free = Rounds(self.sizes, places, self._driver.info.multiprocessors), self._driver.memory_info()[0]
         sources, forward = self._sources(places, exit_stack), self._bundle.manifest.forward
 
@@ -223,11 +228,9 @@ class Program:
             source.warm_up(tokens, draws)
 
             def record(recorder: Recorder) -> None:
-                for launch in opening:
-                    recorder.launch(launch)
+                _record(recorder, opening)
                 source.capture(recorder, tokens, draws)
-                for launch in closing:
-                    recorder.launch(launch)
+                _record(recorder, closing)
 
             executable = capture_graph(self._driver, self._stream, kernels.functions, record)
             exit_stack.callback(self._driver.destroy_executable, executable)
@@ -236,5 +239,18 @@ class Program:
         decode, prefill = sources[forward.decode], sources[forward.prefill]
         self._graphs = {tokens: captured(decode, tokens, draws=True) for tokens in forward.tree_sizes}
         self._prefill = captured(prefill, TREE_TOKENS, draws=False)
+        self._draft = 0
+        if self.sizes.medusa is not None:
+            draft = rounds.draft()
+            kernels.prepare(draft)
+            self._draft = capture_graph(
+                self._driver, self._stream, kernels.functions, lambda recorder: _record(recorder, draft)
+            )
+            exit_stack.callback(self._driver.destroy_executable, self._draft)
         self._driver.synchronize(self._stream)
         self.resident_bytes = max(0, free - self._driver.memory_info()[0])
+
+
+def _record(recorder: Recorder, launches: list[Launch]) -> None:
+    for launch in launches:
+        recorder.launch(launch)

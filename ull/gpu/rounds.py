@@ -1,17 +1,29 @@
 """The launches around a round's forward, in order, with every pointer: pure lists, testable without a driver.
 
     begin, embed, forward, sample*, accept, commit
+    begin, start, block*, head, rank, accept
 
-A prefill leaves out the sampler.
+A prefill leaves out the sampler. The second is a draft: Medusa heads on what the last round left behind.
 """
 
 from __future__ import annotations
 
+from ull.device_layout import head_rows
 from ull.gpu.launch import Launch
-from ull.gpu.launches import attention, sampling
-from ull.gpu.memory import Sizes
-from ull.gpu.params import AcceptParams, BeginParams, CommitParams, EmbedParams, SampleParams
+from ull.gpu.launches import attention, linear, sampling
+from ull.gpu.memory import DRAFT_STATES, Sizes
+from ull.gpu.params import (
+    AcceptParams,
+    BeginParams,
+    CommitParams,
+    DraftRankParams,
+    DraftStartParams,
+    EmbedParams,
+    LinearParams,
+    SampleParams,
+)
 from ull.gpu.places import Places
+from ull.layout import MEDUSA
 
 
 class Rounds:
@@ -22,6 +34,14 @@ class Rounds:
 
     def opening(self, tokens: int) -> list[Launch]:
         """begin and embed."""
+        embed = EmbedParams(
+            round=self._places.region("round"),
+            table=self._places.tensor("embed.weight"),
+            residual=self._places.region("residual"),
+        )
+        return [self._begin(), Launch("ull_embed", *sampling.embed(self._sizes.model.hidden, tokens), embed)]
+
+    def _begin(self) -> Launch:
         region, host, sizes = self._places.region, self._places.host, self._sizes
         begin = BeginParams(
             round=region("round"),
@@ -34,13 +54,7 @@ class Rounds:
             counter_count=sizes.counter_count,
             page_capacity=sizes.table_pages,
         )
-        embed = EmbedParams(
-            round=region("round"), table=self._places.tensor("embed.weight"), residual=region("residual")
-        )
-        return [
-            Launch("ull_begin", *sampling.begin(), begin),
-            Launch("ull_embed", *sampling.embed(sizes.model.hidden, tokens), embed),
-        ]
+        return Launch("ull_begin", *sampling.begin(), begin)
 
     def closing(self, tokens: int, draws: bool) -> list[Launch]:
         """The sampler, if the round `draws`; accept and commit."""
@@ -62,7 +76,6 @@ class Rounds:
 
     def _ending(self) -> list[Launch]:
         region, sizes, host = self._places.region, self._sizes, self._places.host
-        accept = AcceptParams(round=region("round"), state=region("state"), results=host.results)
         commit = CommitParams(
             round=region("round"),
             pages=region("page table"),
@@ -74,6 +87,60 @@ class Rounds:
             page_bytes=sizes.page_bytes,
         )
         return [
-            Launch("ull_accept", *sampling.accept(), accept),
+            self._accept(),
             Launch("ull_commit", *attention.commit(sizes.model.kv_heads, sizes.model.layers), commit),
         ]
+
+    def _accept(self) -> Launch:
+        region = self._places.region
+        params = AcceptParams(round=region("round"), state=region("state"), results=self._places.host.results)
+        return Launch("ull_accept", *sampling.accept(), params)
+
+    def draft(self) -> list[Launch]:
+        """What the Medusa heads say of the tokens that follow the last round's; ValueError without heads."""
+        sizes, region = self._sizes, self._places.region
+        if sizes.medusa is None:
+            raise ValueError("the bundle holds no Medusa heads")
+        start = DraftStartParams(
+            round=region("round"),
+            state=region("state"),
+            residual=region("residual"),
+            norm_weight=self._places.tensor("norm"),
+            normed=region(DRAFT_STATES[0]),
+        )
+        rank = DraftRankParams(
+            round=region("round"),
+            state=region("state"),
+            logits=region("logits"),
+            scratch=region("sampler"),
+            counters=region("counters") + 4 * sizes.draft_counter,
+        )
+        heads, model = sizes.medusa.heads, sizes.model
+        own = sizes.medusa.version == "1"
+        lm_head = f"{MEDUSA}lm_head" if own else "lm_head"
+        rows = heads * head_rows(model) if own else model.vocabulary
+        block = linear.draft_block(model.hidden, heads, self._multiprocessors)
+        head = linear.draft_head(model.hidden, rows, self._multiprocessors)
+        states = [DRAFT_STATES[layer % 2] for layer in range(sizes.medusa.layers + 1)]
+        return [
+            self._begin(),
+            Launch("ull_draft_start", *linear.draft_start(), start),
+            *(
+                Launch("ull_draft_block", *block, self._linear(f"{MEDUSA}{layer}", states[layer], states[layer + 1]))
+                for layer in range(sizes.medusa.layers)
+            ),
+            Launch("ull_draft_head", *head, self._linear(lm_head, states[-1], "logits")),
+            Launch("ull_draft_rank", *sampling.draft_rank(model.vocabulary, heads, self._multiprocessors), rank),
+            self._accept(),
+        ]
+
+    def _linear(self, weights: str, activations: str, output: str) -> LinearParams:
+        region, tensor = self._places.region, self._places.tensor
+        return LinearParams(
+            round=region("round"),
+            weights=tensor(f"{weights}.weight"),
+            scale=tensor(f"{weights}.scale"),
+            bias=tensor(f"{weights}.bias"),
+            activations=region(activations),
+            output=region(output),
+        )

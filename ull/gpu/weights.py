@@ -41,6 +41,10 @@ class WeightImage:
         entry = self._tensors.get(name)
         return None if entry is None else entry.offset - self.start
 
+    def bytes_of(self, prefix: str) -> int:
+        """Of all tensors whose names begin so."""
+        return sum(entry.nbytes for name, entry in self._tensors.items() if name.startswith(prefix))
+
 
 class Staging:
     """Two page-locked buffers through which host data go to the device while the next piece is read. Closes itself."""

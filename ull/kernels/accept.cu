@@ -1,6 +1,6 @@
 // Ends a round's maths: takes the longest path of the tree whose nodes are what was drawn at their parents, cuts it at
 // a stop token and at max_tokens, tells the host, and leaves behind what a continuing round feeds and which nodes' KV
-// commit() keeps.
+// commit() keeps. Of a draft it tells the host every head's candidates, and leaves no trace.
 #include "arch.cuh"
 #include "params.h"
 
@@ -84,7 +84,7 @@ ULL_KERNEL(ull_accept, AcceptParams, kThreads, 1) {
   Round* round = params.round;
   State* state = params.state;
   const int count = round->count;
-  const bool draws = round->draws != 0;
+  const bool draws = round->draws != 0, drafts = round->mode == RoundMode::kDraft;
   const uint64_t sequence = round->sequence;
   RoundResult* result = &params.results[sequence % kRoundSlots];
 
@@ -93,7 +93,9 @@ ULL_KERNEL(ull_accept, AcceptParams, kThreads, 1) {
     shared.count = 0;
     shared.stopped = 0;
     if (count > 0 && draws) walk(round->max_tokens, shared);
+    if (drafts) shared.count = count;
   }
+  if (drafts && arch::thread() < count) shared.accepted[arch::thread()] = static_cast<uint8_t>(arch::thread());
   arch::block_barrier();
 
   // The host first.
@@ -104,6 +106,7 @@ ULL_KERNEL(ull_accept, AcceptParams, kThreads, 1) {
     result->count = emitted;
     result->begin_ns = round->begin_ns;
     result->stopped = shared.stopped;
+    if (drafts) result->end_ns = arch::timer_ns();
   }
   report_tokens(round, shared, result);
   arch::block_barrier();
@@ -112,6 +115,7 @@ ULL_KERNEL(ull_accept, AcceptParams, kThreads, 1) {
     arch::store_release_system(&result->sequence, sequence);
   }
 
+  if (drafts) return;
   const int kept = draws ? emitted : count;
   if (arch::thread() < kept) {
     round->accepted[arch::thread()] = draws ? shared.accepted[arch::thread()] : static_cast<uint8_t>(arch::thread());
@@ -123,6 +127,7 @@ ULL_KERNEL(ull_accept, AcceptParams, kThreads, 1) {
     if (emitted > 0) {
       state->token = shared.draws[shared.accepted[emitted - 1]];
       state->position = round->base + emitted;
+      state->node = shared.accepted[emitted - 1];
     }
   }
 }

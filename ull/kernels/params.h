@@ -13,6 +13,7 @@ inline constexpr int kRoundSlots = 4;        // mapped request and result blocks
 inline constexpr int kStopTokens = 32;       // token ids that end a request
 inline constexpr int kBiases = 1024;         // logit biases of a request
 inline constexpr int kAlternatives = 20;     // alternatives reported per token
+inline constexpr int kDraftRanks = 10;       // candidates that a Medusa head proposes
 inline constexpr int kPageTokens = 64;       // tokens per KV page
 inline constexpr int kSplitTokens = 256;     // positions that one attention split covers, aligned; part of the numerics
 inline constexpr int kSlices = 8;            // K slices of a linear layer; part of the numerics
@@ -22,6 +23,7 @@ enum class RoundMode : uint32_t {
   kTake = 0,      // the request block says token, position and tree
   kContinue = 1,  // a plain round after the last one: token and position come from the device's state
   kPrefill = 2,   // a chain of prompt tokens: fills the cache, draws nothing
+  kDraft = 3,     // Medusa heads on the last accepted token: node i is what head i says of position + 1 + i
 };
 
 enum class RoundStatus : uint32_t {
@@ -50,8 +52,8 @@ struct Sampling {
 struct alignas(64) RoundRequest {
   uint64_t sequence;  // from 1, one more each round
   RoundMode mode;
-  int32_t count;       // nodes (kTake) or prompt tokens (kPrefill); 1 for kContinue
-  int32_t position;    // of the root or the first prompt token
+  int32_t count;       // nodes (kTake), prompt tokens (kPrefill) or heads (kDraft); 1 for kContinue
+  int32_t position;    // of the root, or of the first prompt token
   int32_t max_tokens;  // emit at most this many
   uint32_t setting;    // version of sampling, biases, stops and pages: the device copies them when it changes
   int32_t page_count;
@@ -71,7 +73,7 @@ struct alignas(64) HostControl {
 
 struct TokenLogprob {
   int32_t token;
-  float logprob;
+  float logprob;  // of a head's candidates: the score by which they are ranked
 };
 
 struct EmittedToken {
@@ -88,7 +90,7 @@ struct alignas(64) RoundResult {
   RoundStatus status;
   int32_t count;      // tokens emitted
   uint64_t begin_ns;  // device clock: the round's first and last kernel
-  uint64_t end_ns;    // stored by commit(), after `sequence`: complete once the next round has answered
+  uint64_t end_ns;    // stored by commit(), after `sequence`: complete once the next round has answered. kDraft: before
   int32_t stopped;    // 1: the last token is one of the stops; rounds that continue this one are skipped
   int32_t padding[7];
   EmittedToken tokens[kTreeTokens + 1];
@@ -101,7 +103,7 @@ struct Round {
   int32_t count;  // nodes; 0: every kernel returns at once
   int32_t base;   // position of node 0: positions before it are in the pages
   int32_t max_tokens;
-  int32_t draws;  // 1: nodes are sampled (not a prefill)
+  int32_t draws;  // 1: nodes are sampled (neither a prefill nor a draft)
   int32_t padding;
   uint64_t begin_ns;
   int32_t tokens[kTreeTokens];
@@ -120,7 +122,7 @@ struct State {
   int32_t stopped;    // 1: the last round cannot be continued: it stopped, was skipped, failed, or was a prefill
   uint32_t setting;   // version that `sampling`, biases, stops and the page table below were copied from
   int32_t stop_count;
-  int32_t padding;
+  int32_t node;  // of the last round that emitted: the last accepted one, whose row of the residual a draft reads
   Sampling sampling;
   int32_t stops[kStopTokens];
   LogitBias biases[kBiases];
@@ -233,6 +235,22 @@ struct CommitParams {
   RoundResult* results;     // the round's end is reported by the last block
   uint32_t* counters;       // [1]
   int64_t page_bytes;
+};
+
+struct DraftStartParams {
+  const Round* round;
+  const State* state;
+  const float* residual;     // [64, H] as the last round that emitted left it
+  const float* norm_weight;  // [H] of the final norm
+  void* normed;              // H f16 activations: the same row for every head
+};
+
+struct DraftRankParams {
+  Round* round;
+  const State* state;
+  const float* logits;  // [heads, V]
+  void* scratch;        // sample_scratch_bytes
+  uint32_t* counters;   // [heads] blocks that have finished; zero before it
 };
 
 struct FillParams {  // weights of a benchmark bundle

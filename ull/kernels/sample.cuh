@@ -337,6 +337,60 @@ ULL_DEVICE uint64_t score_quad(uint64_t best, const float (&adjusted)[4], int to
 ULL_DEVICE uint64_t low_half(const arch::Vector4& v) { return v.word[0] | (static_cast<uint64_t>(v.word[1]) << 32); }
 ULL_DEVICE uint64_t high_half(const arch::Vector4& v) { return v.word[2] | (static_cast<uint64_t>(v.word[3]) << 32); }
 
+// ---- the best few -----------------------------------------------------------------------------------------------
+
+// The `wanted` largest of what each(visit) offers, one after another and distinct over all threads -> out, sorted, 0
+// where there are fewer. At least `wanted` of the threads' own maxima reach the wanted-th largest of these, so only
+// items from there on are compared with one another: about as many as wanted.
+template <typename Each>
+ULL_DEVICE void best_of(Shared& shared, int wanted, uint64_t* out, Each each) {
+  uint64_t mine = 0;
+  each([&](uint64_t item) { mine = Larger()(mine, item); });
+  arch::block_barrier();
+  shared.chosen[arch::thread()] = mine;
+  if (arch::thread() == 0) {
+    shared.least = 0;
+    shared.chosen_count = 0;
+  }
+  arch::block_barrier();
+  int larger = 0;
+  for (int i = 0; i < kThreads; ++i) larger += shared.chosen[i] > mine ? 1 : 0;
+  if (larger == wanted - 1) shared.least = mine;
+  arch::block_barrier();
+  const uint64_t least = shared.least;
+  each([&](uint64_t item) {
+    if (item < least || item == 0) return;
+    const uint32_t at = arch::atomic_add(&shared.chosen_count, 1U);
+    if (at < kChosen) shared.chosen[at] = item;
+  });
+  arch::block_barrier();
+  const int count = static_cast<int>(shared.chosen_count);
+  for (int i = arch::thread(); i < wanted; i += kThreads) {
+    if (i >= count) out[i] = 0;
+  }
+  for (int i = arch::thread(); i < count; i += kThreads) {
+    int rank = 0;
+    for (int j = 0; j < count && rank < wanted; ++j) rank += shared.chosen[j] > shared.chosen[i] ? 1 : 0;
+    if (rank < wanted) out[rank] = shared.chosen[i];
+  }
+  arch::block_barrier();
+}
+
+// The best of all slices' lists of a node -> shared.sorted.
+ULL_DEVICE void merge_lists(Shared& shared, const Scratch& scratch, int node, int slices, int wanted) {
+  const uint64_t* lists = &scratch.alternatives[node * slices][0];
+  best_of(shared, wanted, shared.sorted, [&](auto visit) {
+    for (int i = arch::thread(); i < slices * kAlternatives / 2; i += kThreads) {
+      const arch::Vector4 pair = arch::load_global(lists + 2 * i);
+      const int rank = 2 * i % kAlternatives;
+      if (rank < wanted) visit(low_half(pair));
+      if (rank + 1 < wanted) visit(high_half(pair));
+    }
+  });
+}
+
+// ---- the scan's finding -------------------------------------------------------------------------------------------
+
 // What the scan found for a node.
 struct Scanned {
   bool valid;     // finite, and not everything is banned

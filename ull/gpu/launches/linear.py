@@ -84,6 +84,21 @@ def head(hidden: int, vocabulary: int, tile: int, multiprocessors: int) -> Geome
     return _narrow(vocabulary, hidden, tile, multiprocessors, norms=True)
 
 
+def draft_block(hidden: int, heads: int, multiprocessors: int) -> Geometry:
+    """`ull_draft_block`: one layer of all Medusa heads, whose matrices stand one below the other."""
+    return _narrow(heads * hidden, hidden, NARROW_TILE, multiprocessors)
+
+
+def draft_head(hidden: int, rows: int, multiprocessors: int) -> Geometry:
+    """`ull_draft_head`: `rows` of the model's lm_head, or of all heads' own."""
+    return _narrow(rows, hidden, NARROW_TILE, multiprocessors)
+
+
+def draft_start() -> Geometry:
+    """`ull_draft_start`: one block."""
+    return (1, 1), THREADS, 32
+
+
 def layers(multiprocessors: int) -> Geometry:
     """`ull_layers_1`: a block on every multiprocessor, with all of its shared memory."""
     return (multiprocessors, 1), THREADS, WIDE_BYTES

@@ -43,6 +43,11 @@ def sample(kernel: str, vocabulary: int, tokens: int, multiprocessors: int) -> G
     return (slices, tokens), _THREADS, _SHARED_BYTES.get(kernel, _SAMPLE_SHARED_BYTES)
 
 
+def draft_rank(vocabulary: int, heads: int, multiprocessors: int) -> Geometry:
+    """`ull_draft_rank` for `heads` rows of logits. Raises ValueError as `sample` does."""
+    return sample("ull_draft_rank", vocabulary, heads, multiprocessors)
+
+
 def accept() -> Geometry:
     """`ull_accept`: one block."""
     return (1, 1), 128, _SHARED_BYTES["ull_accept"]

@@ -47,6 +47,11 @@ graph::GraphProgram graph_program(const nb::dict& dict) {
   program.kv_bytes = field<int64_t>(dict, "kv_bytes");
   program.name = field<std::string>(dict, "name");
   program.library = field<std::string>(dict, "library");
+  if (dict.contains("medusa")) {
+    program.draft = address(dict, "medusa");
+    program.medusa_heads = field<int>(dict, "medusa_heads");
+    program.medusa_bytes = field<int64_t>(dict, "medusa_bytes");
+  }
   if (dict.contains("reuse")) program.reuse = reuse_named(field<std::string>(dict, "reuse"));
   program.check();
   return program;

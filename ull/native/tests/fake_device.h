@@ -59,7 +59,9 @@ class FakeDevice {
     FakeModel model = {};
     int context = 1024;
     int page_count = 32;
-    int round_us = 0;              // a round takes this long
+    int round_us = 0;  // a round takes this long
+    int medusa_heads = 0;
+    int medusa_rank = 0;           // at which each head names the right token; -1: nowhere
     uint64_t launch_error_at = 0;  // launching this round fails
     int launch_error = kOutOfMemory;
     uint64_t stream_error_at = 0;  // this round ends in an error that the stream keeps reporting
@@ -76,9 +78,9 @@ class FakeDevice {
     uint64_t sequence;
     gpu::RoundMode mode;
     gpu::RoundStatus status;
-    int graph;  // nodes of the graph that was launched; 0: prefill
+    int graph;  // nodes of the graph that was launched; 0: prefill or draft
     int count;
-    int emitted;
+    int emitted;  // of a draft: 1 if it came right after the round whose hidden state it was to read
     uint32_t setting;
   };
 
@@ -106,6 +108,11 @@ class FakeDevice {
     graph::GraphProgram program;
     for (int i = 0; i < kCostSizes; ++i) program.rounds[i] = reinterpret_cast<void*>(uintptr_t{1} + i);
     program.prefill = reinterpret_cast<void*>(uintptr_t{100});
+    if (script_.medusa_heads > 0) {
+      program.draft = reinterpret_cast<void*>(uintptr_t{200});
+      program.medusa_heads = script_.medusa_heads;
+      program.medusa_bytes = 70;
+    }
     program.stream = this;
     program.context = this;
     program.requests = requests_.data();
@@ -204,10 +211,11 @@ class FakeDevice {
     const gpu::RoundRequest& request = requests_[sequence % gpu::kRoundSlots];
     gpu::RoundResult& result = results_[sequence % gpu::kRoundSlots];
     Record record{
-        sequence, request.mode,   gpu::RoundStatus::kOk, graph == 100 ? 0 : kCostTokens[graph - 1], request.count,
+        sequence, request.mode,   gpu::RoundStatus::kOk, graph >= 100 ? 0 : kCostTokens[graph - 1], request.count,
         0,        request.setting};
+    if ((graph == 200) != (request.mode == gpu::RoundMode::kDraft)) std::abort();
     if (request.sequence != sequence) std::abort();  // the block is not this round's
-    if (graph != 100 && request.count > record.graph) std::abort();
+    if (graph < 100 && request.count > record.graph) std::abort();
     ++state_.sequence;
     const int64_t start = monotonic_ns();
     result.begin_ns = static_cast<uint64_t>(start);
@@ -224,6 +232,10 @@ class FakeDevice {
       if (request.setting != state_.setting) copy_setting(request);
       if (request.mode == gpu::RoundMode::kPrefill) {
         for (int i = 0; i < request.count; ++i) cached(request.position + i) = request.tokens[i];
+        hidden_position_ = -1;
+      } else if (request.mode == gpu::RoundMode::kDraft) {
+        record.emitted = hidden_position_ == request.position ? 1 : 0;
+        draft(request, result, script.medusa_rank);
       } else {
         verify(request, result, continues);
         record.emitted = result.count;
@@ -274,8 +286,26 @@ class FakeDevice {
       node = next;
     }
     state_.token = result.tokens[result.count - 1].token;
-    state_.position = base + result.count;
+    state_.position = hidden_position_ = base + result.count;
     result.stopped = state_.stopped;
+  }
+
+  // Each head's ten candidates, the right one at `right` among them.
+  void draft(const gpu::RoundRequest& request, gpu::RoundResult& result, int right) {
+    std::vector<int32_t> past;
+    for (int position = 0; position < request.position; ++position) past.push_back(cached(position));
+    past.push_back(state_.token);
+    result.count = request.count;
+    for (int head = 0; head < request.count; ++head) {
+      const int32_t next = script_model().next(past, state_.sampling.seed, state_.biases, state_.sampling.bias_count);
+      past.push_back(next);
+      gpu::EmittedToken& out = result.tokens[head];
+      out.top_count = gpu::kDraftRanks;
+      for (int rank = 0; rank < gpu::kDraftRanks; ++rank) {
+        const int32_t token = rank == right ? next : (next + 1 + rank) % script_model().vocabulary;
+        out.top[rank] = {token, 3.0F - 4.0F * static_cast<float>(rank)};
+      }
+    }
   }
 
   [[nodiscard]] const FakeModel& script_model() const { return script_.model; }
@@ -294,6 +324,7 @@ class FakeDevice {
   std::vector<int32_t> pool_;   // [page_count, kPageTokens] token fed at each position
   std::vector<int32_t> pages_;  // what the device has copied of host_pages_
   gpu::State state_{};
+  int hidden_position_ = -1;  // of the token that follows the one whose hidden state was left last
 
   std::mutex mutex_;
   std::condition_variable wake_;

@@ -6,7 +6,6 @@
 #include <string>
 
 #include "base/clock.h"
-#include "base/float_math.h"
 #include "base/gumbel.h"
 
 namespace ull::cpu {
@@ -128,67 +127,30 @@ void MedusaDrafter::prepare() {
 }
 
 int MedusaDrafter::confidence(const DraftContext& context) noexcept {
-  if (context.hidden == nullptr) return -1;
-  // Acceptance falls with the temperature.
-  const float temperature = context.sampling->temperature;
-  return temperature <= 0.0F ? 0 : temperature < 0.5F ? 1 : temperature < 0.9F ? 2 : 3;
+  return context.hidden == nullptr ? -1 : medusa_confidence(context.sampling->temperature);
 }
 
 Status MedusaDrafter::propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept {
   if (context.abort->load(std::memory_order_relaxed)) return Status::kAborted;
-  candidates_.want(plan, heads_.heads());
+  candidates_.depth = std::min(plan.depth, heads_.heads());
   if (context.hidden == nullptr || candidates_.depth < 1) return Status::kOk;
   heads_.run(context.hidden, candidates_.depth, logits_.data());
   Sampling sampling = *context.sampling;
   if (!coupled_) sampling.temperature = 0.0F;
   for (int d = 1; d <= candidates_.depth; ++d) {
     float* logits = logits_.data() + static_cast<size_t>(d - 1) * static_cast<size_t>(vocabulary_);
-    candidates_.counts[d] = sampler_.rank(logits, context.position + d, sampling, std::min(plan.count, kMedusaRanks),
+    const int position = context.position + d;
+    candidates_.counts[d] = sampler_.rank(logits, position, sampling, std::min(plan.count, kMedusaRanks),
                                           candidates_.tokens[d], context.counts);
-  }
-  grow(context, sampling, plan.count, tree);
-  return Status::kOk;
-}
-
-void MedusaDrafter::grow(const DraftContext& context, const Sampling& sampling, int nodes,
-                         DraftTree& tree) const noexcept {
-  float share[kMaxMedusaHeads + 1][kMedusaRanks];
-  for (int d = 1; d <= candidates_.depth; ++d) {
-    const float* logits = logits_.data() + static_cast<size_t>(d - 1) * static_cast<size_t>(vocabulary_);
-    float best = 0.0F, total = 0.0F;
     for (int rank = 0; rank < candidates_.counts[d]; ++rank) {
       const int32_t token = candidates_.tokens[d][rank];
-      float score = Sampler::adjusted(logits[token], token, sampling, context.counts);
-      if (sampling.temperature > 0.0F) {
-        score = score / sampling.temperature + gumbel(sampling.seed, context.position + d, token);
-      }
-      if (rank == 0) best = score;
-      share[d][rank] = exp_lanes<ScalarMath>(score - best);
-      total += share[d][rank];
+      float& score = candidates_.scores[d][rank];
+      score = Sampler::adjusted(logits[token], token, sampling, context.counts);
+      if (sampling.temperature > 0.0F) score = score / sampling.temperature + gumbel(sampling.seed, position, token);
     }
-    for (int rank = 0; rank < candidates_.counts[d]; ++rank) share[d][rank] /= total;
   }
-  float reach[kMaxTreeTokens] = {1.0F};
-  uint8_t next_rank[kMaxTreeTokens] = {};
-  while (tree.count() < nodes) {
-    int parent = -1;
-    float most = 0.0F;
-    for (int node = 0; node < tree.count(); ++node) {
-      const int d = tree.depth(node) + 1;
-      if (d > candidates_.depth || next_rank[node] >= candidates_.counts[d]) continue;
-      const float chance = reach[node] * share[d][next_rank[node]];
-      if (chance > most) {
-        most = chance;
-        parent = node;
-      }
-    }
-    if (parent < 0) return;
-    const int d = tree.depth(parent) + 1;
-    const int node = tree.add(parent, candidates_.tokens[d][next_rank[parent]++]);
-    if (node < 0) return;
-    reach[node] = most;
-    next_rank[node] = 0;
-  }
+  candidates_.grow(plan.count, tree);
+  return Status::kOk;
 }
 
 int64_t MedusaDrafter::cost_ns(int depth) const noexcept { return cost_ns_[std::clamp(depth, 0, heads_.heads())]; }

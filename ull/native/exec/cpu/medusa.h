@@ -7,11 +7,11 @@
 #include <vector>
 
 #include "base/aligned.h"
-#include "exec/cpu/candidates.h"
 #include "exec/cpu/model.h"
 #include "exec/cpu/sampler.h"
 #include "exec/cpu/tensor_loader.h"
 #include "spec/drafter.h"
+#include "spec/medusa_tree.h"
 
 namespace ull::cpu {
 
@@ -62,19 +62,13 @@ class MedusaDrafter final : public Drafter {
   [[nodiscard]] int64_t weight_bytes() const noexcept override { return heads_.bytes(); }
 
  private:
-  static constexpr int kMedusaRanks = 10;
-
-  // Adds as many nodes as the plan has, those most likely to be accepted: a path's likelihood is the product of its
-  // candidates' shares among their rivals.
-  void grow(const DraftContext& context, const Sampling& sampling, int nodes, DraftTree& tree) const noexcept;
-
   MedusaHeads heads_;
   Sampler sampler_;
   const int hidden_;
   const int vocabulary_;
   const bool coupled_;
   AlignedArray<float> logits_;  // [heads][vocabulary]
-  Candidates candidates_;
+  MedusaCandidates candidates_;
   int64_t cost_ns_[kMaxMedusaHeads + 1] = {};  // by depth
 };
 

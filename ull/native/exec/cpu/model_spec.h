@@ -19,8 +19,6 @@ struct TensorInfo {
   std::vector<int64_t> shape;
 };
 
-inline constexpr int kMaxMedusaHeads = 12;
-
 // Medusa heads of a model: tensors medusa.{head}.{layer}.weight [hidden, hidden] with .bias, and for heads with an
 // lm_head of their own medusa.{head}.lm_head.weight [vocabulary, hidden].
 struct MedusaSpec {

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "spec/medusa_tree.h"
+
 namespace ull::cpu {
 
 void validate(const ModelSpec& spec) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "exec/graph/medusa.h"
 #include "spec/ngram.h"
 
 namespace ull::graph {
@@ -26,17 +27,20 @@ constexpr double kUnmeasured = 1e15;         // nanoseconds
 GraphExecutor::GraphExecutor(GraphProgram program, const Driver& driver, const GraphOptions& options)
     : program_((program.check(), std::move(program))),
       driver_(driver),
-      options_(checked(options)),
+      options_(checked(options, program_)),
       setting_(program_.pages, pages_for(program_.context_tokens)),
       queue_(program_, driver_) {}
 
-const GraphOptions& GraphExecutor::checked(const GraphOptions& options) {
+const GraphOptions& GraphExecutor::checked(const GraphOptions& options, const GraphProgram& program) {
   if (options.watchdog_ms < 1) throw std::invalid_argument("watchdog_ms: must be positive");
   if (options.max_tree < 1 || options.max_tree > kMaxTreeTokens) {
     throw std::invalid_argument("max_tree: must be 1 to 64");
   }
-  if (options.drafter == Speculation::kMedusa || options.drafter == Speculation::kDraft) {
-    throw std::invalid_argument("drafter: must be none, ngram or auto: the graph executor has no other");
+  if (options.drafter == Speculation::kDraft) {
+    throw std::invalid_argument("drafter: the graph executor runs no draft model");
+  }
+  if (options.drafter == Speculation::kMedusa && program.draft == nullptr) {
+    throw std::invalid_argument("drafter: the program holds no Medusa heads");
   }
   return options;
 }
@@ -282,6 +286,9 @@ void GraphExecutor::prepare() {
   queue_.set_watchdog(kPrepareNs);
   std::vector<std::unique_ptr<Drafter>> drafters;
   if (program_.most_nodes() > 1) drafters.push_back(std::make_unique<NgramDrafter>(info_.context));
+  if (program_.draft != nullptr && program_.most_nodes() > 1) {
+    drafters.push_back(std::make_unique<MedusaDrafter>(program_, queue_, setting_));
+  }
   if (options_.scripted != nullptr) drafters.push_back(std::make_unique<ScriptedDrafter>(*options_.scripted));
   proposer_ = std::make_unique<Proposer>(
       std::move(drafters),

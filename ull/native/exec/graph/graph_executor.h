@@ -55,7 +55,7 @@ class GraphExecutor final : public Executor {
  private:
   enum class StepKind : uint8_t { kNone, kPrefill, kRound };
 
-  [[nodiscard]] static const GraphOptions& checked(const GraphOptions& options);
+  [[nodiscard]] static const GraphOptions& checked(const GraphOptions& options, const GraphProgram& program);
   [[nodiscard]] bool valid(const int32_t* tokens, int count, int start) const noexcept;
   [[nodiscard]] Status begin_step(StepKind kind) noexcept;
   [[nodiscard]] bool ahead_is(const RoundStep& step) const noexcept;

@@ -7,9 +7,11 @@
 
 #include "exec/executor.h"
 #include "kernels/params.h"
+#include "spec/medusa_tree.h"
 
 namespace ull::graph {
 
+static_assert(gpu::kDraftRanks == kMedusaRanks);
 static_assert(gpu::kTreeTokens == kMaxTreeTokens && gpu::kPageTokens == kPageTokens);
 static_assert(gpu::kAlternatives == kMaxTopLogprobs && gpu::kBiases == kMaxLogitBias);
 static_assert(kCostTokens[kCostSizes - 1] == gpu::kTreeTokens);
@@ -17,6 +19,7 @@ static_assert(kCostTokens[kCostSizes - 1] == gpu::kTreeTokens);
 struct GraphProgram {
   void* rounds[kCostSizes] = {};          // CUgraphExec of a round of up to kCostTokens[i] nodes; null: there is none
   void* prefill = nullptr;                // CUgraphExec, up to kTreeTokens prompt tokens
+  void* draft = nullptr;                  // CUgraphExec of the Medusa heads; null: there are none
   void* stream = nullptr;                 // CUstream that all of them are launched on
   void* context = nullptr;                // CUcontext of the stream
   gpu::RoundRequest* requests = nullptr;  // [kRoundSlots] mapped
@@ -26,7 +29,9 @@ struct GraphProgram {
   int vocabulary = 0;
   int context_tokens = 0;
   int page_count = 0;
-  int64_t weight_bytes = 0;
+  int medusa_heads = 0;      // that `draft` runs
+  int64_t medusa_bytes = 0;  // of their weights
+  int64_t weight_bytes = 0;  // of all others
   int64_t kv_bytes = 0;
   Reuse reuse = Reuse::kAll;
   std::string name;     // of the executor, e.g. "graph/sm_90a"

@@ -1,0 +1,97 @@
+"""Medusa heads in bundles for a GPU: how they are stored, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from checkpoints import head_tensors, write_checkpoint
+from device_bundles import read_weights, write_stubs
+from ull.bundle import DEVICE_KERNELS, MEDUSA_KERNELS, Bundle, Precision, open_bundle
+from ull.errors import CheckpointError
+from ull_build import kernels
+from ull_build.build import Settings, build
+from ull_build.drafters import SpeculationSettings
+from ull_build.pack_device import unpack_blocks
+
+HIDDEN, VOCABULARY = 96, 333
+DIMENSIONS = {"head_dim": 32, "hidden_size": HIDDEN, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model", config=DIMENSIONS)
+
+
+@pytest.fixture(autouse=True)
+def stubs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kernels, "SOURCES", write_stubs(tmp_path / "kernels"))
+
+
+def built(checkpoint: Path, output: Path, heads: Path, count: int | None = None, weights: Any = "fp8") -> Bundle:
+    speculation = SpeculationSettings(medusa=heads, medusa_count=count)
+    precision = Precision(weights=weights)
+    settings = Settings(checkpoint, output, "x", "sm_90a", precision=precision, evaluate=False, speculation=speculation)
+    return open_bundle(build(settings).path)
+
+
+@pytest.mark.parametrize(("own", "rows", "biases"), [(True, 340, True), (True, 325, False), (False, 0, True)])
+@pytest.mark.parametrize("weights", ["fp8", "bf16"])
+def test_heads_stand_one_below_the_other(
+    checkpoint: Path, tmp_path: Path, weights: str, own: bool, rows: int, biases: bool
+) -> None:
+    """Two of three heads, whose lm_heads may have more or fewer rows than the model's embedding."""
+    original = head_tensors(3, 2, own, HIDDEN, rows, biases)
+    save_file(original, tmp_path / "heads.safetensors")
+    bundle = built(checkpoint, tmp_path / "x.ull", tmp_path / "heads.safetensors", 2, weights)
+    manifest, packed = bundle.manifest, read_weights(bundle.weights_path)
+    assert manifest.code is not None and manifest.medusa is not None and manifest.medusa.heads == 2
+    assert set(manifest.code.kernels()) == DEVICE_KERNELS | MEDUSA_KERNELS
+    assert manifest.code.macros["ULL_MEDUSA_HEADS"] == "2"
+    assert manifest.code.macros["ULL_MEDUSA_OWN_HEADS"] == str(int(own))
+
+    def check(name: str, sources: list[Any], height: int) -> None:
+        found = unpack_blocks(packed[f"{name}.weight"]).astype(np.float32)
+        found *= packed[f"{name}.scale"][: len(found), None]
+        assert found.shape == (height * len(sources), HIDDEN)
+        for head, source in enumerate(sources):
+            mine = found[head * height : (head + 1) * height]
+            kept = min(VOCABULARY if name.endswith("lm_head") else HIDDEN, len(source))
+            error = np.linalg.norm(mine[:kept] - source[:kept]) / np.linalg.norm(source[:kept])
+            assert error < (0.04 if weights == "fp8" else 0.001)
+            assert not mine[max(kept, len(source)) :].any()
+
+    for layer in range(2):
+        check(f"medusa.{layer}", [original[f"{head}.{layer}.linear.weight"] for head in range(2)], HIDDEN)
+        assert (f"medusa.{layer}.bias" in packed) == biases
+        if biases:
+            bias = np.concatenate([original[f"{head}.{layer}.linear.bias"] for head in range(2)])
+            np.testing.assert_array_equal(packed[f"medusa.{layer}.bias"][: len(bias)], bias)
+    assert ("medusa.lm_head.weight" in packed) == own
+    if own:
+        check("medusa.lm_head", [original[f"{head}.2.weight"] for head in range(2)], -(-VOCABULARY // 16) * 16)
+    open_bundle(bundle.path, "hashes")
+
+
+def test_without_heads_nothing_changes(checkpoint: Path, tmp_path: Path) -> None:
+    """Bundles that were built before there were any go on to open."""
+    settings = Settings(checkpoint, tmp_path / "x.ull", "x", "sm_90a", evaluate=False)
+    code = open_bundle(build(settings).path).manifest.code
+    assert code is not None and set(code.kernels()) == DEVICE_KERNELS
+    assert not [name for name in code.macros if "MEDUSA" in name]
+
+
+def test_too_many_heads_are_refused_before_anything_is_compiled(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file(head_tensors(9, hidden=HIDDEN), tmp_path / "heads.safetensors")
+    assert built(checkpoint, tmp_path / "x.ull", tmp_path / "heads.safetensors", 8).manifest.medusa is not None
+    monkeypatch.setattr(kernels, "compile_file", None)
+    with pytest.raises(CheckpointError, match=r"at most 8 Medusa heads, not 9; take fewer with medusa\.num") as caught:
+        built(checkpoint, tmp_path / "y.ull", tmp_path / "heads.safetensors")
+    assert caught.value.field == "medusa"
+    assert not (tmp_path / "y.ull").exists()

@@ -1,0 +1,49 @@
+// Ranks what the Medusa heads propose by the rule that will accept it: logit and bias over the temperature, plus the
+// noise of the position that the head speaks of; at temperature 0 the logit and its bias alone. Filters and penalties
+// are left out: they would take time, and a draft that is wrong costs time, never output.
+#include "sample.cuh"
+
+namespace ull::gpu::sample {
+
+ULL_KERNEL(ull_draft_rank, DraftRankParams, kThreads, 2) {
+  arch::release_dependents();
+  arch::wait_for_predecessor();
+  const int head = arch::block_y(), slices = arch::grid_x();
+  Round* round = params.round;
+  if (head >= round->count) return;
+  Shared& shared = *reinterpret_cast<Shared*>(arch::shared_memory());
+  Scratch& scratch = *static_cast<Scratch*>(params.scratch);
+  const Wish wish = wish_of(round, params.state, head);
+  stage_biases(shared, params.state, wish.bias_count);
+
+  const float* row = params.logits + static_cast<int64_t>(head) * kLogitRow;
+  const Slice slice = slice_of(arch::block_x(), slices);
+  best_of(shared, kDraftRanks, scratch.alternatives[head * slices + arch::block_x()], [&](auto visit) {
+    each_quad(shared, row, slice, load_chunk(row, slice.first, slice.last), wish.bias_count,
+              [&](int token, const float (&)[4], const float (&biased)[4]) {
+                float noise[4] = {};
+                if (wish.sampled) gumbel_quad(wish.seed, wish.position, token / 4, noise);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                  const float score = wish.sampled ? biased[j] * wish.inverse_temperature + noise[j] : biased[j];
+                  if (token + j < slice.last) visit(packed(score, token + j));
+                }
+              });
+  });
+  if (!is_last_block(shared, params.counters + head)) return;
+  merge_lists(shared, scratch, head, slices, kDraftRanks);
+  EmittedToken& drawn = round->drawn[head];
+  constexpr int kCount = kDraftRanks < kVocabulary ? kDraftRanks : kVocabulary;
+  if (arch::thread() < kCount) {
+    const uint64_t item = shared.sorted[arch::thread()];
+    drawn.top[arch::thread()] = {token_of(item), value_of(item)};
+  }
+  if (arch::thread() == 0) {
+    drawn.token = token_of(shared.sorted[0]);
+    drawn.logprob = 0.0F;
+    drawn.top_count = kCount;
+    drawn.node = head;
+  }
+}
+
+}  // namespace ull::gpu::sample

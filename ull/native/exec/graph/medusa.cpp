@@ -1,0 +1,106 @@
+#include "exec/graph/medusa.h"
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/cpu.h"
+
+namespace ull::graph {
+namespace {
+
+constexpr int kMeasuredDrafts = 20;
+constexpr int64_t kMeasureNs = 200'000'000;  // no further one is measured after this long
+
+}  // namespace
+
+MedusaDrafter::MedusaDrafter(const GraphProgram& program, RoundQueue& queue, const Setting& setting)
+    : program_(program), queue_(queue), setting_(setting) {}
+
+// The median time from launch to answer. What the hidden state holds does not matter.
+void MedusaDrafter::prepare() {
+  const std::atomic<bool> never{false};
+  std::vector<int64_t> durations;
+  const int64_t start = monotonic_ns();
+  while (durations.size() < kMeasuredDrafts && (durations.empty() || monotonic_ns() - start < kMeasureNs)) {
+    const int64_t begin = monotonic_ns();
+    if (queue_.wait() != Status::kOk || run(0, never) != Status::kOk) throw std::runtime_error(queue_.failure());
+    durations.push_back(monotonic_ns() - begin);
+  }
+  const auto middle = durations.begin() + static_cast<std::ptrdiff_t>(durations.size() / 2);
+  std::nth_element(durations.begin(), middle, durations.end());
+  cost_ns_ = std::max<int64_t>(*middle, 1);
+}
+
+int MedusaDrafter::confidence(const DraftContext& context) noexcept {
+  return follows(context) ? medusa_confidence(context.sampling->temperature) : -1;
+}
+
+// Nothing may have been launched since: any round overwrites the hidden state.
+bool MedusaDrafter::follows(const DraftContext& context) const noexcept {
+  return sequence_ != 0 && sequence_ == queue_.launched() && context.history != nullptr &&
+         context.position == position_ && context.history[position_] == token_;
+}
+
+void MedusaDrafter::observe(const DraftOutcome& outcome) noexcept {
+  sequence_ = queue_.launched();
+  position_ = outcome.position + outcome.count;
+  token_ = outcome.emitted[outcome.count - 1];
+}
+
+Status MedusaDrafter::propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept {
+  if (!follows(context)) return Status::kOk;
+  switch (run(context.position, *context.abort)) {
+    case Status::kOk:
+      break;
+    case Status::kAborted:  // the round under way is ended where it is polled
+      return Status::kOk;
+    default:
+      return Status::kExecutorFailed;
+  }
+  if (!take(queue_.result(queue_.seen()), plan)) {
+    return queue_.fail("the device gave an impossible answer to a draft", /*restart_helps=*/true);
+  }
+  candidates_.grow(plan.count, tree);
+  return Status::kOk;
+}
+
+// The sampling, bias and seed that rank the candidates are the device's from the round before.
+Status MedusaDrafter::run(int32_t position, const std::atomic<bool>& abort) noexcept {
+  if (!queue_.has_slot()) return Status::kAborted;
+  gpu::RoundRequest& request = queue_.next_request();
+  request.mode = gpu::RoundMode::kDraft;
+  request.count = program_.medusa_heads;
+  request.position = position;
+  request.max_tokens = 0;
+  std::fill_n(request.tokens, program_.medusa_heads, 0);
+  if (queue_.launch(program_.draft, setting_) != Status::kOk) return Status::kExecutorFailed;
+  while (queue_.seen() < queue_.launched()) {
+    if (queue_.take_answer()) continue;
+    if (abort.load(std::memory_order_acquire)) return Status::kAborted;
+    if (queue_.watch() != Status::kPending) return Status::kExecutorFailed;
+    cpu_relax();
+  }
+  return Status::kOk;
+}
+
+// False if the answer is not one to what was asked.
+bool MedusaDrafter::take(const gpu::RoundResult& answer, const TreePlan& plan) noexcept {
+  if (answer.status != gpu::RoundStatus::kOk || answer.count != program_.medusa_heads) return false;
+  candidates_.depth = std::min(plan.depth, program_.medusa_heads);
+  for (int d = 1; d <= candidates_.depth; ++d) {
+    const gpu::EmittedToken& head = answer.tokens[d - 1];
+    if (head.top_count < 1 || head.top_count > kMedusaRanks) return false;
+    candidates_.counts[d] = std::min(head.top_count, plan.count);
+    for (int rank = 0; rank < candidates_.counts[d]; ++rank) {
+      if (head.top[rank].token < 0 || head.top[rank].token >= program_.vocabulary) return false;
+      candidates_.tokens[d][rank] = head.top[rank].token;
+      candidates_.scores[d][rank] = head.top[rank].logprob;
+    }
+  }
+  return true;
+}
+
+}  // namespace ull::graph

@@ -1,0 +1,52 @@
+// Medusa heads on the device: a captured graph of its own (RoundMode::kDraft), launched when a round is to be drafted
+// by them. It reads the hidden state that the last round left behind, so it proposes only right after a round of the
+// same session. The executor's thread waits for the answer, as it would for the round itself.
+#pragma once
+
+#include <cstdint>
+
+#include "exec/graph/program.h"
+#include "exec/graph/round_queue.h"
+#include "exec/graph/setting.h"
+#include "spec/drafter.h"
+#include "spec/medusa_tree.h"
+
+namespace ull::graph {
+
+class MedusaDrafter final : public Drafter {
+ public:
+  // All of them must outlive it.
+  MedusaDrafter(const GraphProgram& program, RoundQueue& queue, const Setting& setting);
+
+  [[nodiscard]] Speculation kind() const noexcept override { return Speculation::kMedusa; }
+  // Measures what the heads take. Throws std::runtime_error with the device's failure.
+  void prepare() override;
+  [[nodiscard]] int confidence(const DraftContext& context) noexcept override;
+  [[nodiscard]] Status propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept override;
+  void observe(const DraftOutcome& outcome) noexcept override;
+  [[nodiscard]] int max_depth() const noexcept override { return program_.medusa_heads; }
+  [[nodiscard]] int max_rank() const noexcept override { return kMedusaRanks; }
+  [[nodiscard]] bool branches() const noexcept override { return true; }
+  [[nodiscard]] int64_t cost_ns(int) const noexcept override { return cost_ns_; }
+  [[nodiscard]] int64_t weight_bytes() const noexcept override { return program_.medusa_bytes; }
+
+ private:
+  // Whether the device's hidden state is that of the token before the context's root.
+  [[nodiscard]] bool follows(const DraftContext& context) const noexcept;
+  // Runs the heads and waits. kOk, kAborted, or kExecutorFailed.
+  [[nodiscard]] Status run(int32_t position, const std::atomic<bool>& abort) noexcept;
+  [[nodiscard]] bool take(const gpu::RoundResult& answer, const TreePlan& plan) noexcept;
+
+  const GraphProgram& program_;
+  RoundQueue& queue_;
+  const Setting& setting_;
+  MedusaCandidates candidates_;
+  int64_t cost_ns_ = 0;
+
+  // The round that was observed last.
+  uint64_t sequence_ = 0;  // 0: there was none
+  int32_t position_ = 0;   // of the token that it emitted last
+  int32_t token_ = 0;
+};
+
+}  // namespace ull::graph
