@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import driver_double
 from conftest import ROOT
 from device_bundles import build_with_stubs, emulated_kernels
+from ull import _native
+from ull.bundle import open_bundle
 from ull.client import Client
 from ull.errors import RequestFailed
 from ull.spawn import DaemonProcess
 from ull_build.build import Settings, build
+from ull_build.drafters import SpeculationSettings
 
 CONTEXT = 512
 TOKENS = 10
 REPEATING = "x = 1\nx = 1\nx = 1\nx = 1\nx ="  # n-gram has something to propose
 PROMPTS = ("def add(first, second):\n    return", REPEATING)
+PROMPT_IDS = [0, 306, 903, 10, 1617, 14, 2480, 294, 271, 323]  # of the first
+DRAFTED = 24
 
 pytestmark = pytest.mark.timeout(900)  # the first test compiles every kernel for the emulator
 Start = Callable[..., DaemonProcess]
@@ -34,7 +41,10 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     def settings(target: str) -> Settings:
         return Settings(
-            ROOT / "engines/tiny", folder / f"{target}.ull", "tiny", target, evaluate=False, context=CONTEXT
+            *(ROOT / "engines/tiny", folder / f"{target}.ull", "tiny", target),
+            evaluate=False,
+            context=CONTEXT,
+            speculation=SpeculationSettings(medusa=ROOT / "engines/tiny/medusa"),
         )
 
     with pytest.MonkeyPatch.context() as patch:
@@ -52,12 +62,12 @@ def start(bundles: dict[str, Path], emulated: Path, monkeypatch: pytest.MonkeyPa
     """start(*arguments, **double's options): ulld on the GPU bundle."""
     daemons: list[DaemonProcess] = []
 
-    def begin(*arguments: str, **options: object) -> DaemonProcess:
+    def begin(*arguments: str, command: Sequence[str] | None = None, **options: object) -> DaemonProcess:
         double = driver_double.environment(emulated, multiprocessors=4, **options)
         for name, value in double.items():
             if os.environ.get(name) != value:
                 monkeypatch.setenv(name, value)
-        daemons.append(DaemonProcess(bundles["gpu"], arguments=arguments, ready_timeout=600.0))
+        daemons.append(DaemonProcess(bundles["gpu"], arguments=arguments, command=command, ready_timeout=600.0))
         return daemons[-1]
 
     yield begin
@@ -111,6 +121,30 @@ def test_one_kernel_for_all_layers_says_the_same(bundles: dict[str, Path], start
     daemon = start("--set", "engine.watchdog_ms=120000", "--set", "engine.persistent=true")
     with Client(daemon.url) as client:
         assert [complete(client, REPEATING, **case) for case in cases] == expected
+    assert daemon.stop() == 0
+
+
+def test_medusa_heads_draft_on_the_device(bundles: dict[str, Path], start: Start) -> None:
+    """Trees in every round but the first: the plain tokens, in about as many rounds as with the CPU's heads."""
+    cases: list[tuple[int, dict[str, Any]]] = [(8, {}), (16, {"temperature": 0.8, "logit_bias": {13: -2.0}})]
+    rig = _native.SpeculationRig(open_bundle(bundles["cpu"]).native_spec(), adaptive=False)
+    on_cpu = [
+        rig.decode(np.array(PROMPT_IDS, np.int32), DRAFTED, {"seed": 7, **sampling}, "medusa", max_tree)
+        for max_tree, sampling in cases
+    ]
+    command = [sys.executable, str(ROOT / "tests/drafting_daemon.py")]
+    daemon = start("--set", "engine.watchdog_ms=120000", "--set", "engine.persistent=true", command=command)
+    with Client(daemon.url) as client:
+        assert list(client.info().limits["drafters"]) == ["none", "ngram", "medusa", "auto"]
+        for (max_tree, sampling), expected in zip(cases, on_cpu, strict=True):
+            options = {"max_tokens": DRAFTED, "seed": 7, "ignore_eos": True, "max_tree": max_tree, **sampling}
+            result = client.generate(PROMPT_IDS, speculate="medusa", **options).result()
+            assert result.token_ids == expected["tokens"]
+            speculation, rounds = result.speculation, len(expected["rounds"])
+            assert speculation is not None and rounds < 0.8 * DRAFTED
+            assert speculation.rounds <= rounds + 2  # the first is plain: a prompt leaves no hidden state
+            assert speculation.by_drafter["medusa"] >= speculation.rounds - 2  # nor need the last one draft
+            assert speculation.accepted_tokens == DRAFTED - speculation.rounds
     assert daemon.stop() == 0
 
 

@@ -80,7 +80,13 @@ class SpeculationRig:
 
 class GraphExecutor(Executor):
     def __init__(
-        self, program: dict[str, Any], *, watchdog_ms: int = 2000, drafter: Drafter = "none", max_tree: int = 64
+        self,
+        program: dict[str, Any],
+        *,
+        watchdog_ms: int = 2000,
+        drafter: Drafter = "none",
+        max_tree: int = 64,
+        adaptive: bool = True,
     ) -> None: ...
 
 class ScriptedExecutor(Executor):

@@ -64,16 +64,17 @@ void bind_graph(nb::module_& m) {
       .def(
           "__init__",
           [](graph::GraphExecutor* self, const nb::dict& program, int64_t watchdog_ms, const std::string& drafter,
-             int max_tree) {
+             int max_tree, bool adaptive) {
             graph::GraphProgram checked = graph_program(program);
-            const graph::GraphOptions options{watchdog_ms, speculation_named(drafter), max_tree};
+            const graph::GraphOptions options{watchdog_ms, speculation_named(drafter), max_tree, adaptive};
             const graph::Driver driver = graph::load_driver(checked.library);
             new (self) graph::GraphExecutor(std::move(checked), driver, options);
           },
           "program"_a, nb::kw_only(), "watchdog_ms"_a = 2000, "drafter"_a = "none", "max_tree"_a = kMaxTreeTokens,
+          "adaptive"_a = true,
           "`program`: the hand-over of ull.gpu: handles and addresses, which must stay valid until the engine has "
-          "stopped. Its device must not have run a round yet. `drafter`, `max_tree`: of requests that name none. "
-          "ValueError names the field at fault, RuntimeError what the driver lacks.");
+          "stopped. Its device must not have run a round yet. `drafter`, `max_tree`: of requests that name none. For "
+          "tests: adaptive=False drafts the widest tree allowed in every round. ValueError names the field at fault, RuntimeError what the driver lacks.");
 }
 
 }  // namespace ull::module
