@@ -479,6 +479,7 @@ def test_the_tokenizer_of_a_benchmark_bundle_keeps_text(tmp_path: Path) -> None:
         (["--arch", "qwen3-8b", "--random-weights", "x.ull", "--target", "cpu"], 2, "use --target sm_90a"),
         (["--arch", "qwen3-8b", "--random-weights", "x.ull", "--target", "tpu"], 2, 'target "tpu" is unknown'),
         (["--random-weights", "recipe.toml"], 2, "go with --arch"),
+        (["--heads", "3", "recipe.toml"], 2, "go with --arch"),
     ],
 )
 def test_wrong_usage(

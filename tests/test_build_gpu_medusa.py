@@ -11,9 +11,10 @@ from safetensors.numpy import save_file
 
 from checkpoints import head_tensors, write_checkpoint
 from device_bundles import read_weights, write_stubs
+from ull import inspect
 from ull.bundle import DEVICE_KERNELS, MEDUSA_KERNELS, Bundle, Precision, open_bundle
 from ull.errors import CheckpointError
-from ull_build import kernels
+from ull_build import cli, kernels
 from ull_build.build import Settings, build
 from ull_build.drafters import SpeculationSettings
 from ull_build.pack_device import unpack_blocks
@@ -91,7 +92,23 @@ def test_too_many_heads_are_refused_before_anything_is_compiled(
     save_file(head_tensors(9, hidden=HIDDEN), tmp_path / "heads.safetensors")
     assert built(checkpoint, tmp_path / "x.ull", tmp_path / "heads.safetensors", 8).manifest.medusa is not None
     monkeypatch.setattr(kernels, "compile_file", None)
-    with pytest.raises(CheckpointError, match=r"at most 8 Medusa heads, not 9; take fewer with medusa\.num") as caught:
+    with pytest.raises(CheckpointError, match=r"at most 8 Medusa heads, not 9; take fewer \(medusa\.num\)") as caught:
         built(checkpoint, tmp_path / "y.ull", tmp_path / "heads.safetensors")
     assert caught.value.field == "medusa"
     assert not (tmp_path / "y.ull").exists()
+
+
+def test_a_benchmark_bundle_with_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--arch", "llama-3.2-1b", "--random-weights", "--layers", "1", "--output", str(tmp_path / "x.ull")]
+    assert cli.main([*shape, "--heads", "4", "--quiet"]) == 0
+    bundle = open_bundle(tmp_path / "x.ull")
+    assert bundle.tensors["medusa.lm_head.weight"].shape[0] == 4 * 128256 // 16
+    assert bundle.tensors["medusa.0.weight"].shape[0] == 4 * 2048 // 16 and "medusa.0.bias" not in bundle.tensors
+    assert inspect.main(bundle.path) == 0
+    assert "4 of 1 layer, lm_heads of their own" in capsys.readouterr().out
+    assert cli.main([*shape, "--heads", "9", "--force"]) == 2
+    assert "at most 8 Medusa heads" in capsys.readouterr().err
+    for arguments, words in ((["--heads", "0"], "--heads must be at least 1"), (["--medusa", "m"], "say --heads N")):
+        with pytest.raises(SystemExit):
+            cli.main([*shape, *arguments])
+        assert words in capsys.readouterr().err

@@ -21,6 +21,7 @@ from device_bundles import build_with_stubs, emulated_kernels
 from ull import _native
 from ull.bundle import open_bundle
 from ull_build.build import Settings, build
+from ull_build.drafters import SpeculationSettings
 
 ROOT = Path(__file__).parent.parent
 CONTEXT = 512
@@ -35,7 +36,8 @@ pytestmark = pytest.mark.timeout(900)  # the first test compiles every kernel fo
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """engines/tiny for a GPU; its cubins name the kernels, whose code is the emulator's."""
     folder = tmp_path_factory.mktemp("tiny")
-    options = {"target": "sm_90a", "evaluate": False, "context": CONTEXT}
+    speculation = SpeculationSettings(medusa=ROOT / "engines/tiny/medusa")
+    options = {"target": "sm_90a", "evaluate": False, "context": CONTEXT, "speculation": speculation}
     with pytest.MonkeyPatch.context() as patch:
         return build_with_stubs(
             patch, folder / "kernels", Settings(ROOT / "engines/tiny", folder / "tiny.ull", "tiny", **options)
@@ -190,8 +192,9 @@ def scenario_bench(path: str) -> None:
 
     bandwidths = read_bandwidth(1 << 20, repeats=2)
     program = load(open_bundle(path))
-    times = RoundTimer(program).time_rounds(2, 5, rounds=4, warm_up=1)
-    counts = [len(times.period), len(times.gap), len(times.busy)]
+    timer = RoundTimer(program)
+    times, drafts = timer.time_rounds(2, 5, rounds=4, warm_up=1), timer.time_drafts(5, drafts=3, warm_up=1)
+    counts = [len(times.period), len(times.gap), len(times.busy), int((drafts > 0).sum())]
     program.close()
     print(json.dumps([bandwidths, counts, times.mean_ns, measure_plans(Path("/nowhere"))]))
 
@@ -199,7 +202,7 @@ def scenario_bench(path: str) -> None:
 def test_the_benchmark_measures(bundle: Path, emulated: Path) -> None:
     bandwidths, counts, mean_ns, plans = run("scenario_bench", str(bundle), kernels=emulated, multiprocessors=4)
     assert set(bandwidths) == {"bulk copies", "16-byte loads"} and min(bandwidths.values()) > 0
-    assert counts == [3, 3, 4] and mean_ns > 0
+    assert counts == [3, 3, 4, 3] and mean_ns > 0
     assert not plans["installed"] and "pip install ull[tensorrt]" in plans["reason"]
 
 

@@ -148,6 +148,7 @@ def test_the_longest_path_is_accepted(
     assert device.state.stopped == (stopped or not expected)
     if expected:
         assert (device.state.token, device.state.position) == (expected[-1], 50 + len(expected))
+        assert device.state.node == nodes[-1]  # whose hidden state a draft reads
 
 
 def test_a_whole_chain_is_accepted(device: Device) -> None:
@@ -238,6 +239,25 @@ def test_a_prefill_is_not_continued(device: Device) -> None:
     assert outcome(device.draw([])) == (layout.OK, [])
     assert outcome(device.go_on(5)) == SKIPPED
     assert outcome(device.take([4], SINGLE, [5])) == (layout.OK, [5])
+
+
+def test_a_draft_between_two_rounds_leaves_no_trace(device: Device) -> None:
+    """The host gets the heads' candidates; the round after goes on as if nothing had been."""
+    device.take([5, 6], (0, 0), [6, 7], position=10)
+    round_ = device.ask(layout.DRAFT, [0, 0, 0], position=12)
+    assert (round_.count, round_.base, round_.draws, list(round_.depths[:3])) == (3, 12, 0, [0, 1, 2])
+    for head in range(3):
+        drawn = layout.EmittedToken(30 + head, 0.0, layout.DRAFT_RANKS, head)
+        drawn.top[:2] = [layout.TokenLogprob(30 + head, 2.5), layout.TokenLogprob(40 + head, -1.0)]
+        round_.drawn[head] = drawn
+    before = bytes(device.state)
+    result = device.accept()
+    assert bytes(device.state) == before
+    assert outcome(result) == (layout.OK, [30, 31, 32]) and result.end_ns >= result.begin_ns
+    assert [(token.top[1].token, token.top[1].logprob) for token in result.tokens[:3]] == [
+        *((40, -1.0), (41, -1.0), (42, -1.0))
+    ]
+    assert emitted(device.go_on(8)) == [8] and device.state.position == 13
 
 
 def test_a_request_that_is_not_there_is_skipped(device: Device) -> None:

@@ -332,7 +332,7 @@ def medusa_problems(medusa: MedusaHeads, decode: Source) -> Iterator[str]:
     if decode != "fused":
         yield "Medusa heads read the hidden state of ull's own decode; supported: forward.decode fused"
     if medusa.heads > MAX_DEVICE_HEADS:
-        yield f"a GPU runs at most {MAX_DEVICE_HEADS} Medusa heads, not {medusa.heads}; take fewer with medusa.num"
+        yield f"a GPU runs at most {MAX_DEVICE_HEADS} Medusa heads, not {medusa.heads}; take fewer (medusa.num)"
 
 
 def device_problems(

@@ -25,7 +25,7 @@ from rounds import RoundTimer, Times
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from report import ROOT, Check, environment, percentiles
-from ull.bundle import Bundle, open_bundle
+from ull.bundle import MEDUSA, Bundle, open_bundle
 from ull.client import Client
 from ull.gpu import driver
 from ull.gpu.program import load
@@ -43,6 +43,7 @@ class Shape:
     rounds: int
     must_ms: float
     goal_ms: float
+    heads: int = 0  # Medusa heads with lm_heads of their own
 
 
 TREES = (1, 2, 4, 8, 16, 32, 64)
@@ -50,7 +51,7 @@ CONTEXTS = (128, 2048, 8192, 32000)
 ALL_POINTS = [(tree, 128) for tree in TREES] + [(tree, context) for context in CONTEXTS[1:] for tree in (1, 16, 64)]
 SHAPES = (
     Shape("llama-3.2-1b", ALL_POINTS, 1000, 0.53, 0.44),
-    Shape("llama-3.1-8b", ALL_POINTS, 500, 2.24, 2.05),
+    Shape("llama-3.1-8b", ALL_POINTS, 500, 2.24, 2.05, heads=4),
     Shape("llama-3.3-70b", [(tree, 128) for tree in (1, 16, 64)] + [(1, 2048), (1, 8192), (1, 32000)], 500, 17.3, 16.9),
 )
 PERSISTENT_CONTEXTS = (128, 8192)  # at which graph + PDL and one kernel for all layers are compared, for T = 1
@@ -61,16 +62,24 @@ MICROSECONDS_PER_LAYER = (11.6, 5.0)  # must, goal
 
 def build(arch: str) -> Path:
     """A bundle of random weights, made once."""
+    heads = next((str(shape.heads) for shape in SHAPES if shape.arch == arch and shape.heads), None)
+    drafting = [] if heads is None else ["--heads", heads]
     bundle = CACHE / f"{arch}.ull"
     if not (bundle / "manifest.json").exists():
-        command = [sys.executable, "-m", "ull_build", "--arch", arch, "--random-weights", "--target", "sm_90a"]
-        subprocess.run([*command, "--context", "32768", "--output", str(bundle), "--force", "--quiet"], check=True)
+        shape = ["--arch", arch, "--random-weights", "--target", "sm_90a", "--context", "32768", *drafting]
+        command = [sys.executable, "-m", "ull_build", *shape, "--output", str(bundle), "--force", "--quiet"]
+        subprocess.run(command, check=True)
     return bundle
 
 
 def bytes_per_token(bundle: Bundle) -> int:
     """What a plain round must read: every linear weight and scale and the lm_head; of the embedding only a row."""
-    return sum(entry.nbytes for name, entry in bundle.tensors.items() if not name.startswith("embed."))
+    return sum(entry.nbytes for name, entry in bundle.tensors.items() if not name.startswith(("embed.", MEDUSA)))
+
+
+def bytes_per_draft(bundle: Bundle) -> int:
+    """What Medusa heads with lm_heads of their own must read."""
+    return sum(entry.nbytes for name, entry in bundle.tensors.items() if name.startswith(MEDUSA))
 
 
 def row(times: Times, floor_ms: float, layers: int) -> dict[str, Any]:
@@ -103,11 +112,17 @@ def measure_shape(shape: Shape, bandwidth: float) -> dict[str, Any]:
         for tree, context in shape.points:
             times = rounds.time_rounds(tree, context, shape.rounds)
             points.append({"tree": tree, "context": context, **row(times, floor_ms, layers)})
+        drafts = None
+        if shape.heads:
+            times_us = rounds.time_drafts(128, shape.rounds) / 1e3
+            floor_us = bytes_per_draft(bundle) / bandwidth * 1e6
+            drafts = {"heads": shape.heads, "busy_us": percentiles(times_us), "floor_us": floor_us}
         rounds.drain()
     finally:
         program.close()
     return {
         "arch": shape.arch,
+        "drafts": drafts,
         "layers": layers,
         "bytes_per_token": bytes_per_token(bundle),
         "floor_ms": floor_ms,
@@ -206,6 +221,7 @@ def print_tables(bandwidths: dict[str, float], shapes: list[dict[str, Any]], fou
             )
     console.print(table)
     print_persistent(console, shapes)
+    print_drafts(console, shapes)
     table = Table(title="against the limits")
     for column in ("figure", "value", "unit", "must", "goal", ""):
         table.add_column(column)
@@ -235,6 +251,18 @@ def print_persistent(console: Console, shapes: list[dict[str, Any]]) -> None:
                     )
                 table.add_row(result["arch"], str(context), way, *figures)
     console.print(table)
+
+
+def print_drafts(console: Console, shapes: list[dict[str, Any]]) -> None:
+    """What Medusa heads take before a round."""
+    for result in shapes:
+        if drafts := result.get("drafts"):
+            busy, floor = drafts["busy_us"], drafts["floor_us"]
+            share = busy["p50"] / 1e3 / plain(result)["median_ms"]
+            console.print(
+                f"{result['arch']}, {drafts['heads']} Medusa heads: p50 {busy['p50']:.1f} us, p99 {busy['p99']:.1f} us "
+                f"(floor {floor:.1f} us), {share:.1%} of a plain round"
+            )
 
 
 def main() -> None:

@@ -52,6 +52,16 @@ class RoundTimer:
         begins, ends = np.array(begin, dtype=np.int64), np.array(end, dtype=np.int64)
         return Times(np.diff(begins), begins[1:] - ends[:-1], ends - begins, elapsed_ms * 1e6 / rounds)
 
+    def time_drafts(self, position: int, drafts: int, warm_up: int = 10) -> np.ndarray:
+        """Device times of `drafts` runs of the Medusa heads, each behind a plain round, in nanoseconds."""
+        times = []
+        for index in range(warm_up + drafts):
+            self._replay.wait(self._replay.launch([11], position))
+            result = self._replay.wait(self._replay.draft(position + 1, temperature=0.8))
+            if index >= warm_up:
+                times.append(result.end_ns - result.begin_ns)
+        return np.array(times, dtype=np.int64)
+
     def _note(self, sequence: int, begin: list[int], end: list[int]) -> None:
         """Takes a round's timestamps. `end_ns` follows the tokens, so the round after the next must not have begun."""
         result = self._replay.wait(sequence)

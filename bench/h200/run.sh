@@ -36,7 +36,7 @@ started=$SECONDS
 tests=0
 ULL_KERNELS=device timeout "${ULL_H200_TEST_SECONDS:-180}" "$python" -m pytest -q -x --no-header -p no:cacheprovider tests/h200 \
   --ignore=tests/h200/test_plans.py --ignore=tests/h200/test_persistent.py \
-  tests/test_kernel_linear.py tests/test_kernel_attention.py tests/test_kernel_sampling.py || tests=$?
+  tests/test_kernel_linear.py tests/test_kernel_attention.py tests/test_kernel_sampling.py tests/test_kernel_medusa.py || tests=$?
 timeout 60 "$python" -m pytest -q --no-header -p no:cacheprovider tests/h200/test_persistent.py || tests=$?
 if command -v compute-sanitizer > /dev/null; then
   ULL_KERNELS=device timeout 90 compute-sanitizer --error-exitcode 9 "$python" -m pytest -q -x --no-header -p no:cacheprovider \

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ull
-from ull.bundle import Manifest, Precision, Source, Target
+from ull.bundle import Manifest, MedusaHeads, Precision, Source, Target
 from ull.errors import RecipeError, UllError
 from ull_build.build import BuildResult, build, settings_from_recipe
 from ull_build.progress import format_amount, make_reporter
@@ -66,14 +66,18 @@ def _check_usage(parser: argparse.ArgumentParser, options: argparse.Namespace) -
             parser.error("--arch names a shape without weights: say --random-weights too")
         if options.model is not None:
             parser.error("--arch and --model exclude each other")
+        if options.medusa is not None or options.draft is not None:
+            parser.error("--medusa and --draft have no use with --arch: say --heads N for made-up Medusa heads")
+        if options.heads is not None and options.heads < 1:
+            parser.error("--heads must be at least 1")
         measured = ("eval_text", "eval_tokens", "evaluate_on", "calibration_text", "calibration_tokens")
         if given := [name for name in measured if getattr(options, name) is not None]:
             parser.error(f"--{given[0].replace('_', '-')} has no use with --arch: made-up weights are not measured")
         if (options.recipe is None) == (options.output is None):
             parser.error("--arch needs the bundle to write: --output X.ull")
         return
-    if options.random_weights or options.layers is not None:
-        parser.error("--random-weights and --layers go with --arch")
+    if options.random_weights or options.layers is not None or options.heads is not None:
+        parser.error("--random-weights, --layers and --heads go with --arch")
     if (options.recipe is None) == (options.model is None):
         parser.error("give either a RECIPE or --model DIR")
     if options.recipe is None and options.output is None:
@@ -95,6 +99,7 @@ def _random_settings(options: argparse.Namespace) -> RandomSettings:
         layers=options.layers,
         context=options.context,
         forward=_forward(options),
+        medusa=None if options.heads is None else MedusaHeads(heads=options.heads, layers=1, version="1"),
         force=options.force,
     )
 
@@ -156,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--arch", choices=tuple(SHAPES), metavar="NAME", help=f"a benchmark bundle in this shape, no weights: {shapes}")
     add("--random-weights", action="store_true", help="with --arch: the GPU makes the weights up when it loads")
     add("--layers", type=int, metavar="N", help="with --arch: only that many layers")
+    add("--heads", type=int, metavar="N", help="with --arch: that many Medusa heads, each with its own lm_head")
     add("--no-eval", action="store_true", help="do not measure the loss (the manifest's quality is null)")
     add("--force", action="store_true", help="replace an existing bundle")
     add("--quiet", action="store_true", help="print nothing but errors")

@@ -22,6 +22,7 @@ from ull.bundle import (
     VOCABULARY_FILE,
     FileEntry,
     Manifest,
+    MedusaHeads,
     Precision,
     Provenance,
     Speculation,
@@ -30,6 +31,7 @@ from ull.bundle import (
     device_macros,
     device_tensors,
     encode_manifest,
+    medusa_problems,
     open_bundle,
 )
 from ull.errors import RecipeError
@@ -49,7 +51,7 @@ _NEEDED_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class RandomSettings:
-    """What to build. `layers` and `context` None are the model's own."""
+    """What to build. `layers` and `context` None are the model's own; `medusa` None: no heads."""
 
     arch: str
     output: Path
@@ -58,6 +60,7 @@ class RandomSettings:
     layers: int | None = None
     context: int | None = None
     forward: ForwardRecipe = field(default_factory=ForwardRecipe)
+    medusa: MedusaHeads | None = None
     force: bool = False
 
 
@@ -74,12 +77,15 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
     precision, request = settings.precision, settings.forward
     tools = find_tools(settings.target) if request.has_plans else None
     model = shape_model(settings.arch, settings.layers, settings.context)
-    kernels = compile_for(settings.target, model, precision, reporter, request.attention if tools else None)
+    medusa = settings.medusa
+    for problem in () if medusa is None else medusa_problems(medusa, request.decode):
+        raise RecipeError(problem, field="medusa")
+    kernels = compile_for(settings.target, model, precision, reporter, request.attention if tools else None, medusa)
     plan_bytes = sum(shape.nbytes for shape in device_tensors(model, precision).values()) if tools else 0
     require_space(output.parent, _NEEDED_BYTES + plan_bytes)
     with staged_output(output) as staging:
         files = _write_tokenizer(staging, model.vocabulary)
-        code, code_files = write_code(kernels, device_macros(model, precision), staging, settings.target)
+        code, code_files = write_code(kernels, device_macros(model, precision, medusa), staging, settings.target)
         added = None
         if tools is not None:
             weights, ranges = RandomWeights(model, precision), random_ranges(model, precision)
@@ -102,7 +108,7 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
                 builder_version=ull.__version__,
             ),
             files={**files, **code_files, **(added.files if added else {})},
-            speculation=Speculation(default="none"),
+            speculation=Speculation(default="none", medusa=medusa),
             code=code,
             forward=added.forward if added else FUSED,
             random_weights=True,

@@ -30,7 +30,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Clie
     daemons, found = [], {}
     for target in ("cpu", "sm_90a"):
         bundle = directory / f"tiny-{target}.ull"
-        command = [sys.executable, "-m", "ull_build", str(ROOT / "engines/tiny-ngram.toml"), "--target", target]
+        command = [sys.executable, "-m", "ull_build", str(ROOT / "engines/tiny-medusa.toml"), "--target", target]
         subprocess.run([*command, "--output", str(bundle), "--quiet", "--no-eval"], check=True)
         daemons.append(DaemonProcess(bundle, ready_timeout=180.0))
         found[target] = Client(daemons[-1].url)
@@ -61,8 +61,9 @@ def test_speculation_changes_nothing(clients: dict[str, Client], temperature: fl
     client = clients["sm_90a"]
     for prompt in PROMPTS:
         plain = complete(client, prompt, temperature=temperature, speculate="none")
-        assert complete(client, prompt, temperature=temperature, speculate="ngram") == plain
-        assert complete(client, prompt, temperature=temperature, speculate="ngram", max_tree=64) == plain
+        for drafter in ("ngram", "medusa", "auto"):
+            assert complete(client, prompt, temperature=temperature, speculate=drafter) == plain
+            assert complete(client, prompt, temperature=temperature, speculate=drafter, max_tree=64) == plain
 
 
 def test_repeated_requests_are_bit_identical(clients: dict[str, Client]) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ull.errors import GpuError
 from ull.gpu.driver import Driver
-from ull.gpu.params import CONTINUE, OK, PREFILL, ROUND_SLOTS, TAKE, TREE_TOKENS, RoundRequest, RoundResult
+from ull.gpu.params import CONTINUE, DRAFT, OK, PREFILL, ROUND_SLOTS, TAKE, TREE_TOKENS, RoundRequest, RoundResult
 from ull.layout import round_up
 
 PATIENCE_S = 20.0  # a round that takes longer has hung
@@ -73,6 +73,10 @@ class Replay:
         self._driver.replay(self._graph(count, mode, size), self._stream)
         return self._sequence
 
+    def draft(self, position: int, **sampling: Any) -> int:
+        """Launches the Medusa heads behind the last round, whose newest token stands at `position`."""
+        return self.launch([0] * int(self._handover["medusa_heads"]), position, DRAFT, **sampling)
+
     def wait(self, sequence: int) -> RoundResult:
         """The result of a round, copied."""
         result = self.results[sequence % ROUND_SLOTS]
@@ -117,6 +121,8 @@ class Replay:
         return out[:, :vocabulary]
 
     def _graph(self, count: int, mode: int, size: int | None) -> int:
+        if mode == DRAFT:
+            return int(self._handover["medusa"])
         if size is None and mode == PREFILL:
             return int(self._handover["prefill"])
         graphs = self._handover["graphs"]
