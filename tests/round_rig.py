@@ -13,6 +13,7 @@ from ull.gpu import params as layout
 from ull.gpu.launches import sampling as launches
 
 PAGES = 9
+CONTEXT = 64 * PAGES
 SINGLE = (0,)  # parents of a root alone
 
 
@@ -29,6 +30,9 @@ class Device:
         self.state: Any = self._memory(layout.State)
         self.host_pages = aligned(PAGES + PAGES % 2, np.int32)
         self.pages = aligned(PAGES, np.int32, -1)
+        self.host_text = aligned(CONTEXT, np.int32)
+        self.text = aligned(CONTEXT + layout.TREE_TOKENS + 1, np.int32)
+        self.text_counts = aligned(4096, np.uint32)  # the vocabulary of emulation.TINY_MODEL
         self.counters = aligned(777, np.uint32)
         self.control.cancelled_through = 0
         ctypes.memset(ctypes.addressof(self.state), 0, ctypes.sizeof(layout.State))
@@ -58,7 +62,7 @@ class Device:
         request = self.requests[self.sequence % layout.ROUND_SLOTS]
         ctypes.memset(ctypes.addressof(request), 0xFF, ctypes.sizeof(request))  # what a mode does not need
         request.sequence, request.mode = self.sequence, mode
-        request.max_tokens, request.setting = 65, 1
+        request.max_tokens, request.setting, request.sampling.penalizes = 65, 1, 0
         if mode != layout.CONTINUE:
             request.count, request.position = len(tokens), 0
             request.tokens[: len(tokens)] = tokens
@@ -81,7 +85,8 @@ class Device:
     def _begin_params(self) -> layout.BeginParams:
         return layout.BeginParams(
             *map(ctypes.addressof, (self.round, self.state, self.requests, self.control)),
-            *(pointer(self.host_pages), pointer(self.pages), pointer(self.counters), self.counters.size, PAGES),
+            *map(pointer, (self.host_pages, self.pages, self.counters, self.host_text, self.text, self.text_counts)),
+            *(self.counters.size, PAGES, CONTEXT),
         )
 
     def draw(self, draws: Sequence[int]) -> Any:
@@ -94,7 +99,7 @@ class Device:
         slot = self.round.sequence % layout.ROUND_SLOTS
         ctypes.memset(ctypes.addressof(self.results[slot]), 0xFF, ctypes.sizeof(layout.RoundResult))
         addresses = map(ctypes.addressof, (self.round, self.state, self.results))
-        self._run("ull_accept", launches.accept(), layout.AcceptParams(*addresses))
+        self._run("ull_accept", launches.accept(), layout.AcceptParams(*addresses, pointer(self.text)))
         result = self.results[slot]
         assert (result.sequence, result.begin_ns) == (self.round.sequence, self.round.begin_ns)
         return result

@@ -21,6 +21,7 @@ from ull.gpu.memory import DRAFT_STATES, Sizes, plan_memory
 from ull.gpu.params import (
     DRAFT,
     DRAFT_RANKS,
+    GENERATED,
     OK,
     ROUND_SLOTS,
     SKIPPED,
@@ -35,6 +36,10 @@ from ull.gpu.rounds import Rounds
 from ull_build.pack_device import unpack_blocks
 
 POSITION, SEED = 300, 2**40 + 9
+REGIONS = (
+    *("round", "state", "counters", "page table", "text", "text counts", "residual", "logits", "sampler"),
+    *DRAFT_STATES,
+)
 SOURCES = ("begin.cu", "medusa.cu", "medusa_rank.cu", "accept.cu")
 
 
@@ -44,6 +49,8 @@ class Wish:
 
     temperature: float = 0.0
     bias: tuple[tuple[int, float], ...] = ()
+    presence_penalty: float = 0.0
+    text: tuple[int, ...] = ()  # the completion so far: the newest tokens of the text
 
 
 class Heads:
@@ -62,9 +69,7 @@ class Heads:
         self.tensors = random_tensors(needed, rng, biases)
         plan = plan_memory(self.sizes, 0)
         self.memory: dict[str, NDArray[Any]] = {
-            name: aligned(region.nbytes, np.uint8)
-            for name, region in plan.regions.items()
-            if name in ("round", "state", "counters", "page table", "residual", "logits", "sampler", *DRAFT_STATES)
+            name: aligned(region.nbytes, np.uint8) for name, region in plan.regions.items() if name in REGIONS
         }
         self.residual = rng.standard_normal((64, model.hidden)).astype(np.float32)
         self.memory["residual"].view(np.float32)[...] = self.residual.reshape(-1)
@@ -72,6 +77,7 @@ class Heads:
         self.results = self._block(RoundResult * ROUND_SLOTS)
         self.control = self._block(HostControl)
         self.pages = aligned(self.sizes.table_pages + 1, np.int32, 0)
+        self.host_text = aligned(model.context, np.int32, 0)
 
     def _block(self, kind: Any) -> Any:
         memory = aligned(ctypes.sizeof(kind), np.uint8, 0)
@@ -79,7 +85,8 @@ class Heads:
         return kind.from_buffer(memory)
 
     def launches(self, multiprocessors: int) -> list[Launch]:
-        host = HostBlocks(*map(ctypes.addressof, (self.requests, self.results, self.control)), pointer(self.pages))
+        blocks = map(ctypes.addressof, (self.requests, self.results, self.control))
+        host = HostBlocks(*blocks, pointer(self.pages), pointer(self.host_text))
         places = Places(
             lambda name: pointer(self.memory[name]),
             lambda name: pointer(self.tensors[name]) if name in self.tensors else None,
@@ -97,6 +104,14 @@ class Heads:
         state.token, state.position = 77, POSITION
         state.sampling.temperature, state.sampling.seed, state.sampling.top_p = wish.temperature, SEED, 0.5
         state.sampling.bias_count = len(wish.bias)
+        state.sampling.repetition_penalty, state.sampling.presence_penalty = 1.0, wish.presence_penalty
+        state.sampling.penalizes = int(wish.presence_penalty != 0)
+        state.text, state.counted = 3, POSITION  # but for the last token, which accept() has put behind the text
+        text, counts = self.memory["text"].view(np.int32), self.memory["text counts"].view(np.uint32)
+        text[...], counts[...] = -1, 0
+        if wish.text:
+            text[POSITION] = wish.text[-1]
+            np.add.at(counts, list(wish.text[:-1]), GENERATED)
         for i, (token, bias) in enumerate(wish.bias):
             state.biases[i] = LogitBias(token, bias)
         before = bytes(state)
@@ -105,6 +120,7 @@ class Heads:
         request = self.requests[6 % ROUND_SLOTS]
         request.sequence, request.mode, request.count = 6, DRAFT, self.medusa.heads
         request.position, request.setting = POSITION, 4
+        request.text, request.sampling = 3, state.sampling
         request.parents[:] = [9] * 64  # a draft has none
         self.control.cancelled_through = 6 if cancelled else 0
         written = [self.memory[name] for name in ("round", "state", "residual", "logits", *DRAFT_STATES)]
@@ -119,8 +135,8 @@ class Heads:
                 predecessor_writes=written,
             )
         after = State.from_buffer_copy(bytes(state))
-        assert after.sequence == 7
-        after.sequence = 6
+        assert (after.sequence, after.counted) == (7, POSITION + int(state.sampling.penalizes and not cancelled))
+        after.sequence, after.counted, after.prompt_tokens = 6, POSITION, 0
         assert bytes(after) == before, "a draft leaves no trace"
         result: RoundResult = self.results[6 % ROUND_SLOTS]
         assert result.sequence == 6
@@ -184,6 +200,7 @@ class Heads:
         tokens = np.arange(self.model.vocabulary, dtype=np.int32)
         for head, row in enumerate(logits):
             scores = row.copy()
+            scores[list(set(wish.text))] -= np.float32(wish.presence_penalty)
             for token, bias in wish.bias:
                 scores[token] += np.float32(bias)
             if wish.temperature > 0:
@@ -232,6 +249,7 @@ def test_heads_say_what_numpy_says(name: str) -> None:
             (0, Wish()),
             (63, Wish(temperature=0.8)),
             (5, Wish(temperature=1.3, bias=((0, 4.0), (3, -100.0)))),
+            (1, Wish(temperature=0.7, bias=((1, 2.0),), presence_penalty=1.5, text=(0, 5, 5, 1, 4))),
         ]
     ):
         if seed and heads.model.hidden > 1000:

@@ -298,7 +298,8 @@ class Generator(Device):
         for node in range(nodes):
             self.logits[node, :VOCABULARY] = self.table[self.round.tokens[node]]
         params = layout.SampleParams(
-            *map(ctypes.addressof, (self.round, self.state)), pointer(self.logits), pointer(self.scratch)
+            *map(ctypes.addressof, (self.round, self.state)),
+            *map(pointer, (self.logits, self.scratch, self.text_counts)),
         )
         for kernel in launches.SAMPLING:
             self._run(kernel, launches.sample(kernel, VOCABULARY, max(nodes, 1), 132), params)
@@ -344,6 +345,62 @@ def test_a_generation(sampling: dict[str, float | int]) -> None:
             assert result.tokens[i].top[0].token == wide.argmax()
             found.append(token)
     assert found == tokens[1 : 1 + len(found)]
+
+
+PENALTIES: list[dict[str, float | int]] = [
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"temperature": 0.9, "seed": 11, "frequency_penalty": 0.7, "presence_penalty": -0.5},
+    {"temperature": 1.1, "seed": 12, "top_k": 30, "top_p": 0.9, "repetition_penalty": 0.8, "frequency_penalty": 1.5},
+]
+
+
+@pytest.mark.parametrize("sampling", PENALTIES, ids=str)
+def test_a_generation_with_penalties(sampling: dict[str, float | int]) -> None:
+    """The device counts the text by itself: from the host's, then what it emits, and not what nobody took."""
+    kernels = emulation.build(["begin.cu", "sample.cu", "filter.cu", "accept.cu"], {"VOCABULARY": VOCABULARY})
+    rng = np.random.default_rng(2)
+    table = rng.normal(0, 2, (VOCABULARY, VOCABULARY)).astype(np.float32)
+    table[:, :9] += 6  # a text of few words
+    prompt = rng.integers(0, 12, 41).tolist()
+    text = [*prompt]
+    for _ in range(40):
+        history = np.array(text, np.int32)
+        text.append(_native.sample(table[text[-1]], len(text), sampling, history, len(prompt)))
+    assert text[len(prompt) :] != [int(table[token].argmax()) for token in text[len(prompt) - 1 : -1]]
+    wished = {"top_p": 1.0, "repetition_penalty": 1.0, "penalizes": 1, "top_logprobs": 0, **sampling}
+    device = Generator(kernels, table)
+    for number, length in enumerate((len(prompt), 60)):  # a request, and one that begins with another's text
+        device.host_text[:length] = text[:length]
+        fields = {"sampling": layout.Sampling(**wished), "text": 5 + number, "prompt_tokens": len(prompt)}
+        done, turns = length - 1, 0  # position of the root
+        while done < length + 14:
+            turns += 1
+            if turns % 5 == 4:  # rounds that nobody takes
+                for _ in range(2):
+                    device.ask(layout.CONTINUE, **fields)
+                    device.accept()
+                done -= 2 if turns > 5 else 0
+            if turns % 3 == 2 and turns % 5 != 4:
+                device.ask(layout.CONTINUE, **fields)
+            else:
+                root, first, second = text[done : done + 3]
+                tree = [root, first, (first + 1) % 12, second, (second + 3) % 12, second]
+                device.ask(layout.TAKE, tree, [0, 0, 0, 1, 1, 2], position=done, **fields)
+            assert device.state.counted == done + 1
+            expected = np.zeros(VOCABULARY, np.uint32)
+            np.add.at(expected, text[len(prompt) : done + 1], layout.GENERATED)
+            expected[prompt] |= layout.PROMPTED
+            assert np.array_equal(device.text_counts[:VOCABULARY], expected)
+            result = device.accept()
+            assert emitted(result) == text[done + 1 : done + 1 + result.count]
+            wide = table[text[done]].astype(np.float64)
+            assert result.tokens[0].logprob == pytest.approx(
+                wide[text[done + 1]] - np.log(np.exp(wide).sum()), abs=1e-5
+            )
+            done += result.count
+        # A request without penalties in between touches neither text nor counts.
+        device.ask(layout.TAKE, [3], position=5, setting=9, sampling=layout.Sampling(top_p=1.0))
+        device.accept()
 
 
 # ---- embedding -----------------------------------------------------------------------------------------------------

@@ -49,18 +49,42 @@ class Wish:
     seed: int = 0
     logprobs: int = -1
     bias: dict[int, float] = field(default_factory=dict)
+    penalties: dict[str, float] = field(default_factory=dict)  # repetition_penalty, ...
+    text: list[int] = field(default_factory=list)  # what they look at, up to the root
+    prompt_tokens: int = 0
+    way: list[int] = field(default_factory=list)  # tokens of the nodes behind the root
+
+    def counts(self, vocabulary: int) -> NDArray[np.uint32]:
+        """The text's counts, as begin() leaves them."""
+        words = aligned(-(-vocabulary // 16) * 16, np.uint32)
+        words[:vocabulary] = 0
+        np.add.at(words, self.text[self.prompt_tokens :], layout.GENERATED)
+        words[self.text[: self.prompt_tokens]] |= layout.PROMPTED
+        return words
+
+    def history(self, node: int) -> dict[str, Any]:
+        """What the CPU sampler takes for a node."""
+        if not self.penalties:
+            return {}
+        return {
+            "history": np.array(self.text + self.way[:node], np.int32),
+            "prompt_tokens": self.prompt_tokens,
+        }
 
     def fill(self, sampling: layout.Sampling, biases: Any) -> None:
         for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
             setattr(sampling, name, getattr(self, name))
         sampling.top_logprobs = self.logprobs
         sampling.bias_count = len(self.bias)
+        sampling.penalizes = int(bool(self.penalties))
+        for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
+            setattr(sampling, name, self.penalties.get(name, float(name == "repetition_penalty")))
         for i, (token, value) in enumerate(self.bias.items()):
             biases[i] = layout.LogitBias(token, value)
 
     def native(self) -> dict[str, Any]:
         names = ("temperature", "top_k", "top_p", "min_p", "seed")
-        return {name: getattr(self, name) for name in names} | {"logit_bias": dict(self.bias)}
+        return {name: getattr(self, name) for name in names} | {"logit_bias": dict(self.bias)} | self.penalties
 
 
 @dataclass
@@ -80,10 +104,15 @@ def draw(
     round_, round_memory = structure(layout.Round)
     round_.count, round_.base, round_.draws = nodes, base, 1
     round_.depths[:] = range(64)
+    round_.tokens[1 : 1 + len(wish.way)] = wish.way
+    for node in range(nodes):
+        round_.path[node][: node + 1] = list(range(node + 1))
     state, state_memory = structure(layout.State)
     wish.fill(state.sampling, state.biases)
     scratch = aligned(launches.SCRATCH_BYTES, np.uint8)
-    params = layout.SampleParams(ctypes.addressof(round_), ctypes.addressof(state), pointer(rows), pointer(scratch))
+    addresses = (ctypes.addressof(round_), ctypes.addressof(state))
+    counts = wish.counts(vocabulary)
+    params = layout.SampleParams(*addresses, *map(pointer, (rows, scratch, counts)))
     for kernel in launches.SAMPLING:
         grid, threads, shared = launches.sample(kernel, vocabulary, nodes, MULTIPROCESSORS)
         if slices:
@@ -95,7 +124,7 @@ def draw(
             shared_bytes=shared,
             params=params,
             seed=seed,
-            predecessor_writes=[rows, round_memory, state_memory],
+            predecessor_writes=[rows, round_memory, state_memory, counts],
         )
     assert np.array_equal(rows[:, :vocabulary].view(np.uint32), logits.view(np.uint32)), "logits are read only"
     assert [round_.drawn[i].node for i in range(nodes)] == list(range(nodes))
@@ -105,9 +134,9 @@ def draw(
     ]
 
 
-def expected_token(logits: NDArray[np.float32], position: int, wish: Wish) -> int:
+def expected_token(logits: NDArray[np.float32], position: int, wish: Wish, node: int) -> int:
     try:
-        return _native.sample(logits, position, wish.native())
+        return _native.sample(logits, position, wish.native(), **wish.history(node))
     except ValueError:
         return -1
 
@@ -118,7 +147,7 @@ def check(
     """Draws from each row as the CPU sampler does, with exact log-probabilities; -> the tokens."""
     drawn = draw(kernels, logits, wish, base, slices, seed)
     for i, (row, result) in enumerate(zip(logits, drawn, strict=True)):
-        assert result.token == expected_token(row, base + i + 1, wish), (i, wish)
+        assert result.token == expected_token(row, base + i + 1, wish, i), (i, wish)
         if result.token < 0:
             continue
         if wish.logprobs < 0:
@@ -157,7 +186,22 @@ KINDS = ("normal", "wide", "narrow", "ties", "few", "zeros", "equal", "rising", 
 def wishes(draw_: st.DrawFn, vocabulary: int) -> Wish:
     ids = st.integers(0, vocabulary - 1)
     value = st.one_of(st.just(-math.inf), st.floats(-100, 100, width=32))
+    few = st.one_of(st.integers(0, 20), ids)
+    text = draw_(st.lists(few, max_size=40))
+    either_way = st.floats(-2, 2, width=32)
+    penalties = st.fixed_dictionaries(
+        {},
+        optional={
+            "repetition_penalty": st.floats(np.float32(0.01).item(), 100, width=32),
+            "frequency_penalty": either_way,
+            "presence_penalty": either_way,
+        },
+    )
     return Wish(
+        penalties=draw_(penalties),
+        text=text,
+        prompt_tokens=draw_(st.integers(0, len(text))),
+        way=draw_(st.lists(few, min_size=3, max_size=3)),
         temperature=draw_(st.sampled_from([0.0, 1.0, 0.7, 0.1, 2.0, 1e-4, 1e-38, 100.0])),
         top_k=draw_(st.one_of(st.just(0), st.integers(1, 50), st.integers(1, 2 * vocabulary))),
         top_p=draw_(st.one_of(st.just(1.0), st.floats(0.0, 1.0, exclude_min=True, width=32))),

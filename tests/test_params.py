@@ -27,6 +27,8 @@ CONSTANTS = {  # Python's name: C++'s
     "SLICES": "kSlices",
     "MLP_SCALE": "kMlpScale",
     "LAYER_LINEARS": "kLayerLinears",
+    "PROMPTED": "kPrompted",
+    "GENERATED": "kGenerated",
     "TAKE": "RoundMode::kTake",
     "CONTINUE": "RoundMode::kContinue",
     "PREFILL": "RoundMode::kPrefill",

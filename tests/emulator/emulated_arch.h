@@ -139,6 +139,7 @@ inline uint32_t float_bits(float value) { return std::bit_cast<uint32_t>(value);
 inline float bits_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline float reciprocal_sqrt(float value) { return 1.0F / std::sqrt(value); }
 inline float reciprocal(float value) { return 1.0F / value; }
+inline float divide(float a, float b) { return a / b; }
 
 // ---- memory -----------------------------------------------------------------------------------------------------
 

@@ -63,6 +63,8 @@ def plan_memory(sizes: Sizes, weight_bytes: int) -> ArenaPlan:
     plan.reserve("state", ctypes.sizeof(State))
     plan.reserve("counters", 4 * sizes.counter_count)
     plan.reserve("layer parameters", model.layers * ctypes.sizeof(LayerParams))
+    plan.reserve("text", 4 * (sizes.context + TREE_TOKENS + 1))
+    plan.reserve("text counts", 4 * round_up(model.vocabulary, _ROW_UNIT))
     plan.reserve("page table", 4 * attention.table_pages(sizes.context))
     plan.reserve("residual", 4 * TREE_TOKENS * round_up(model.hidden, _ROW_UNIT))
     plan.reserve("normed", 2 * TREE_TOKENS * round_up(model.hidden, _COLUMN_UNIT))

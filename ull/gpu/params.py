@@ -16,6 +16,7 @@ SPLIT_TOKENS = 256
 SLICES = 8
 MLP_SCALE = 0.0625
 LAYER_LINEARS = 4
+PROMPTED, GENERATED = 1, 2  # in a word of the text's counts
 
 TAKE, CONTINUE, PREFILL, DRAFT = range(4)  # RoundMode
 OK, SKIPPED, NOT_FINITE = range(3)  # RoundStatus
@@ -34,6 +35,10 @@ class Sampling(ctypes.Structure):
         ("seed", c_uint64),
         ("top_logprobs", c_int32),
         ("bias_count", c_int32),
+        ("repetition_penalty", c_float),
+        ("frequency_penalty", c_float),
+        ("presence_penalty", c_float),
+        ("penalizes", c_int32),
     ]
 
 
@@ -47,13 +52,15 @@ class RoundRequest(ctypes.Structure):
         ("setting", c_uint32),
         ("page_count", c_int32),
         ("stop_count", c_int32),
+        ("text", c_uint32),
+        ("prompt_tokens", c_int32),
         ("padding", c_int32),
         ("tokens", c_int32 * TREE_TOKENS),
         ("parents", c_uint8 * TREE_TOKENS),
         ("sampling", Sampling),
         ("stops", c_int32 * STOP_TOKENS),
         ("biases", LogitBias * BIASES),
-        ("tail", c_uint8 * 56),  # to a multiple of 64
+        ("tail", c_uint8 * 32),  # to a multiple of 64
     ]
 
 
@@ -118,6 +125,10 @@ class State(ctypes.Structure):
         ("stop_count", c_int32),
         ("node", c_int32),
         ("sampling", Sampling),
+        ("text", c_uint32),
+        ("counted", c_int32),
+        ("prompt_tokens", c_int32),
+        ("unused", c_int32),
         ("stops", c_int32 * STOP_TOKENS),
         ("biases", LogitBias * BIASES),
     ]
@@ -132,8 +143,13 @@ class BeginParams(ctypes.Structure):
         ("host_pages", c_void_p),
         ("pages", c_void_p),
         ("counters", c_void_p),
+        ("host_text", c_void_p),
+        ("text", c_void_p),
+        ("text_counts", c_void_p),
         ("counter_count", c_int32),
         ("page_capacity", c_int32),
+        ("text_capacity", c_int32),
+        ("padding", c_int32),
     ]
 
 
@@ -207,11 +223,12 @@ class SampleParams(ctypes.Structure):
         ("state", c_void_p),
         ("logits", c_void_p),
         ("scratch", c_void_p),
+        ("text_counts", c_void_p),
     ]
 
 
 class AcceptParams(ctypes.Structure):
-    _fields_ = [("round", c_void_p), ("state", c_void_p), ("results", c_void_p)]
+    _fields_ = [("round", c_void_p), ("state", c_void_p), ("results", c_void_p), ("text", c_void_p)]
 
 
 class CommitParams(ctypes.Structure):
@@ -243,6 +260,7 @@ class DraftRankParams(ctypes.Structure):
         ("state", c_void_p),
         ("logits", c_void_p),
         ("scratch", c_void_p),
+        ("text_counts", c_void_p),
         ("counters", c_void_p),
     ]
 

@@ -14,6 +14,7 @@ class HostBlocks:
     results: int  # RoundResult[ROUND_SLOTS]
     control: int  # HostControl
     pages: int  # int32 [table pages]
+    text: int  # int32 [context]
 
 
 @dataclass(frozen=True)

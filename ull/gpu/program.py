@@ -149,13 +149,14 @@ class Program:
         return None if offset is None else self._arena.address("weights") + offset
 
     def _map_host_blocks(self, exit_stack: ExitStack) -> HostBlocks:
-        """Mapped host memory, zeroed: requests, results, control, and the page table right behind it."""
+        """Mapped host memory, zeroed: requests, results, control, then page table and text."""
         requests = ROUND_SLOTS * ctypes.sizeof(RoundRequest)
         results = ROUND_SLOTS * ctypes.sizeof(RoundResult)
         control = ctypes.sizeof(HostControl)
         offsets = {"requests": 0, "results": requests, "control": requests + results}
         offsets["pages"] = offsets["control"] + control
-        nbytes = offsets["pages"] + round_up(4 * self.sizes.table_pages, 64)
+        offsets["text"] = offsets["pages"] + round_up(4 * self.sizes.table_pages, 64)
+        nbytes = offsets["text"] + round_up(4 * self.sizes.context, 64)
         host, device = self._driver.allocate_host(nbytes)
         exit_stack.callback(self._driver.free_host, host)
         ctypes.memset(host, 0, nbytes)

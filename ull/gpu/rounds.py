@@ -51,8 +51,12 @@ class Rounds:
             host_pages=host.pages,
             pages=region("page table"),
             counters=region("counters"),
+            host_text=host.text,
+            text=region("text"),
+            text_counts=region("text counts"),
             counter_count=sizes.counter_count,
             page_capacity=sizes.table_pages,
+            text_capacity=sizes.context,
         )
         return Launch("ull_begin", *sampling.begin(), begin)
 
@@ -67,6 +71,7 @@ class Rounds:
             state=region("state"),
             logits=region("logits"),
             scratch=region("sampler"),
+            text_counts=region("text counts"),
         )
         launches = []
         for kernel in sampling.SAMPLING:
@@ -93,7 +98,9 @@ class Rounds:
 
     def _accept(self) -> Launch:
         region = self._places.region
-        params = AcceptParams(round=region("round"), state=region("state"), results=self._places.host.results)
+        params = AcceptParams(
+            round=region("round"), state=region("state"), results=self._places.host.results, text=region("text")
+        )
         return Launch("ull_accept", *sampling.accept(), params)
 
     def draft(self) -> list[Launch]:
@@ -113,6 +120,7 @@ class Rounds:
             state=region("state"),
             logits=region("logits"),
             scratch=region("sampler"),
+            text_counts=region("text counts"),
             counters=region("counters") + 4 * sizes.draft_counter,
         )
         heads, model = sizes.medusa.heads, sizes.model

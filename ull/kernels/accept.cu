@@ -116,6 +116,9 @@ ULL_KERNEL(ull_accept, AcceptParams, kThreads, 1) {
   }
 
   if (drafts) return;
+  if (arch::thread() < emitted && state->sampling.penalizes != 0) {
+    params.text[round->base + 1 + arch::thread()] = shared.draws[shared.accepted[arch::thread()]];
+  }
   const int kept = draws ? emitted : count;
   if (arch::thread() < kept) {
     round->accepted[arch::thread()] = draws ? shared.accepted[arch::thread()] : static_cast<uint8_t>(arch::thread());

@@ -135,9 +135,10 @@ ULL_DEVICE uint32_t f32x2_to_e4m3x2(float low, float high) {
 }
 ULL_DEVICE uint32_t float_bits(float value) { return __float_as_uint(value); }
 ULL_DEVICE float bits_float(uint32_t bits) { return __uint_as_float(bits); }
-// 1 / sqrt(value) and 1 / value, correctly rounded, so that every machine agrees.
+// 1 / sqrt(value), 1 / value and a / b, correctly rounded, so that every machine agrees.
 ULL_DEVICE float reciprocal_sqrt(float value) { return __fdiv_rn(1.0F, __fsqrt_rn(value)); }
 ULL_DEVICE float reciprocal(float value) { return __fdiv_rn(1.0F, value); }
+ULL_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 
 // ---- memory -----------------------------------------------------------------------------------------------------
 

@@ -11,11 +11,11 @@ namespace {
 constexpr int kThreads = 512;
 // 8-byte words of a request's head: everything before the stops. NVRTC has no <cstddef>, hence the built-in.
 constexpr int kHeadWords = __builtin_offsetof(RoundRequest, stops) / 8;
-constexpr int kStateWords = __builtin_offsetof(State, sampling) / 8;
+constexpr int kStateWords = __builtin_offsetof(State, stops) / 8;  // everything before the stops
 constexpr int kRequestThreads = kRoundSlots * kHeadWords;
 constexpr int kStateThread = kRequestThreads + 1;  // the one before reads the control block
 static_assert(kStateThread + kStateWords <= kThreads);
-static_assert(__builtin_offsetof(RoundRequest, stops) % 8 == 0 && __builtin_offsetof(State, sampling) % 8 == 0);
+static_assert(__builtin_offsetof(RoundRequest, stops) % 8 == 0 && __builtin_offsetof(State, stops) % 8 == 0);
 // Stops and biases stand together in both.
 static_assert(__builtin_offsetof(RoundRequest, biases) == __builtin_offsetof(RoundRequest, stops) + 4 * kStopTokens);
 static_assert(__builtin_offsetof(State, biases) == __builtin_offsetof(State, stops) + 4 * kStopTokens);
@@ -34,7 +34,7 @@ struct alignas(64) Shared {
   }
   ULL_DEVICE const State& old_state() const { return *reinterpret_cast<const State*>(state); }
 };
-static_assert(sizeof(Shared) == 7168);  // ull/gpu/launches/sampling.py
+static_assert(sizeof(Shared) == 7232);  // ull/gpu/launches/sampling.py
 
 ULL_DEVICE int bits_set(uint64_t bits) {
   bits -= (bits >> 1) & 0x5555555555555555U;
@@ -78,6 +78,56 @@ ULL_DEVICE void copy_setting(const BeginParams& params, const RoundRequest& requ
     state->stop_count = clamp(head.stop_count, kStopTokens);
     state->sampling = head.sampling;
     state->sampling.bias_count = biases;
+  }
+}
+
+ULL_DEVICE void count_token(const BeginParams& params, int32_t token, uint32_t amount) {
+  if (token >= 0 && token < kVocabulary) arch::atomic_add(&params.text_counts[token], amount);
+}
+
+// A text that the device has not seen: the tokens up to the root, by way of a copy whose later tokens accept() writes.
+ULL_DEVICE void read_text(const BeginParams& params, const RoundRequest& head, int32_t count) {
+  const int me = arch::thread();
+  for (int i = 4 * me; i < round_up(kVocabulary, kRowUnit); i += 4 * kThreads) {
+    arch::store_global(params.text_counts + i, {});
+  }
+  arch::fence_device();
+  arch::block_barrier();
+  const auto* pairs = reinterpret_cast<const uint64_t*>(params.host_text);  // aligned to 64
+  for (int i = 2 * me; i < count; i += 2 * kThreads) {
+    const uint64_t pair = arch::load_acquire_system(pairs + i / 2);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int32_t token = static_cast<int32_t>(pair >> (32 * j));
+      if (i + j >= count) break;
+      params.text[i + j] = token;
+      if (i + j >= head.prompt_tokens) {
+        count_token(params, token, kGenerated);
+      } else if (token >= 0 && token < kVocabulary) {
+        arch::atomic_or(&params.text_counts[token], kPrompted);
+      }
+    }
+  }
+}
+
+// Makes the counts those of the text up to the root, at `base`. A round that nobody took may have counted what stands
+// behind it.
+ULL_DEVICE void count_text(const BeginParams& params, const RoundRequest& head, const State& state, int32_t base) {
+  const int32_t count = clamp(base, params.text_capacity - 1) + 1;
+  if (head.text != state.text) {
+    read_text(params, head, count);
+  } else {
+    for (int i = count + arch::thread(); i < state.counted; i += kThreads) {
+      count_token(params, params.text[i], ~kGenerated + 1);
+    }
+    for (int i = state.counted + arch::thread(); i < count; i += kThreads) {
+      count_token(params, params.text[i], kGenerated);
+    }
+  }
+  if (arch::thread() == 0) {
+    params.state->text = head.text;
+    params.state->counted = count;
+    params.state->prompt_tokens = head.prompt_tokens;
   }
 }
 
@@ -151,6 +201,9 @@ ULL_KERNEL(ull_begin, BeginParams, kThreads, 1) {
   if (me < count) round->tokens[me] = continues ? state.token : head.tokens[me];
   build_paths(head, count, shared, round);
   if (head.setting != state.setting) copy_setting(params, params.requests[slot], head);
+  if (head.sampling.penalizes != 0 && head.mode != RoundMode::kPrefill) {
+    count_text(params, head, state, continues ? state.position : head.position);
+  }
 }
 
 }  // namespace ull::gpu

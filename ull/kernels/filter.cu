@@ -151,6 +151,8 @@ struct Listed {
   const float* row;
   const Wish& wish;
   const Limits& limits;
+  const uint32_t* text_counts;
+  bool adjusts;
   float maximum;
   int node;
   uint32_t count;
@@ -166,24 +168,25 @@ struct Listed {
     }
   }
   // The same without the list. Rare (thousands of nearly equal logits), hence one copy of `visit`, not one per logit
-  // as in each_quad().
+  // as in each_quad(); a thread's logits wait for it where the biases were.
   template <typename Visit>
   ULL_DEVICE void each_of_row(Visit visit) const {
     for (int chunk = 0; chunk < kVocabulary; chunk += kChunk) {
-      const Loaded loaded = load_chunk(row, chunk, kVocabulary);
-      if (wish.bias_count > 0) spread_biases(shared, wish.bias_count, chunk, kVocabulary, true);
+      if (adjusts) spread(shared, chunk, kVocabulary, true);
 #pragma unroll 1
-      for (int i = 0; i < 4 * kQuads; ++i) {
-        const int at = 4 * (arch::thread() + i / 4 * kThreads) + i % 4;
-        if (chunk + at >= kVocabulary) break;
-        float logit = 0.0F;
+      for (int at = 4 * arch::thread(); at < kChunk && chunk + at < kVocabulary; at += 4 * kThreads) {
+        float logits[4];
+        load_quad(shared, row, chunk, at, adjusts, text_counts, logits);
 #pragma unroll
-        for (int j = 0; j < 4 * kQuads; ++j) logit = i == j ? arch::bits_float(loaded.quad[j / 4].word[j % 4]) : logit;
-        if (wish.bias_count > 0) logit += shared.dense[at];
-        const uint32_t size = magnitude((logit - maximum) * wish.inverse_temperature);
-        if (limits.lists(bucket(size))) visit(order(size, chunk + at));
+        for (int j = 0; j < 4; ++j) shared.dense[at + j] = logits[j];
+#pragma unroll 1
+        for (int j = 0; j < 4 && chunk + at + j < kVocabulary; ++j) {
+          const uint32_t size = magnitude((shared.dense[at + j] - maximum) * wish.inverse_temperature);
+          if (limits.lists(bucket(size))) visit(order(size, chunk + at + j));
+        }
+        arch::store_shared(&shared.dense[at], {});
       }
-      if (wish.bias_count > 0) spread_biases(shared, wish.bias_count, chunk, kVocabulary, false);
+      if (adjusts) spread(shared, chunk, kVocabulary, false);
     }
   }
   // Of one bucket, up to `last`.
@@ -254,31 +257,33 @@ ULL_KERNEL(ull_sample_filter, SampleParams, kThreads, 2) {
   const Scanned scanned = merge_scans(shared, scratch, node, slices);
   if (!scanned.valid) return;  // ull_sample_draw has said so
 
-  stage_biases(shared, params.state, wish.bias_count);
+  const bool adjusts = stage_adjustment<true>(shared, round, params.state, node);
   const Limits limits = find_limits(shared, load_histogram(shared, scratch, node), wish);
   uint64_t best = 0, unused = 0;
-  each_quad(shared, row, slice, first, wish.bias_count, [&](int token, const float (&)[4], const float (&biased)[4]) {
-    const int valid = slice.last - token;
-    float surviving[4];
+  each_quad(shared, row, slice, first, adjusts, params.text_counts,
+            [&](int token, const float (&)[4], const float (&biased)[4]) {
+              const int valid = slice.last - token;
+              float surviving[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      surviving[j] = (biased[j] - scanned.best) * wish.inverse_temperature;
-      const uint32_t size = magnitude(surviving[j]);
-      const int at = bucket(size);
-      if (at < limits.open()) continue;
-      surviving[j] = arch::bits_float(0xFF800000U);  // -inf
-      if (j >= valid || !limits.lists(at)) continue;
-      const uint32_t place = arch::atomic_add(&scratch.nodes[node].listed, 1U);
-      if (place < kListed) scratch.listed[node][place] = order(size, token + j);
-    }
-    best = score_quad(best, surviving, token, valid, wish);
-  });
+              for (int j = 0; j < 4; ++j) {
+                surviving[j] = (biased[j] - scanned.best) * wish.inverse_temperature;
+                const uint32_t size = magnitude(surviving[j]);
+                const int at = bucket(size);
+                if (at < limits.open()) continue;
+                surviving[j] = arch::bits_float(0xFF800000U);  // -inf
+                if (j >= valid || !limits.lists(at)) continue;
+                const uint32_t place = arch::atomic_add(&scratch.nodes[node].listed, 1U);
+                if (place < kListed) scratch.listed[node][place] = order(size, token + j);
+              }
+              best = score_quad(best, surviving, token, valid, wish);
+            });
   block_reduce(shared, best, Larger(), unused, Larger());
   if (arch::thread() == 0) scratch.draws[node * slices + arch::block_x()].best = best;
   if (!is_last_block(shared, &scratch.nodes[node].filtered)) return;
 
   const arch::Vector4 counters = arch::load_global(&scratch.nodes[node]);
-  const Listed listed{shared, scratch, row, wish, limits, scanned.best, node, counters.word[2]};
+  const Listed listed{shared, scratch,         row, wish, limits, params.text_counts, adjusts, scanned.best,
+                      node,   counters.word[2]};
   best = 0;
   for (int i = arch::thread(); i < slices; i += kThreads) {
     best = Larger()(best, low_half(arch::load_global(&scratch.draws[node * slices + i])));

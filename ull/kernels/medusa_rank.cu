@@ -1,6 +1,6 @@
 // Ranks what the Medusa heads propose by the rule that will accept it: logit and bias over the temperature, plus the
-// noise of the position that the head speaks of; at temperature 0 the logit and its bias alone. Filters and penalties
-// are left out: they would take time, and a draft that is wrong costs time, never output.
+// noise of the position that the head speaks of; at temperature 0 the logit and its bias alone. Penalties are those of
+// the text so far. Filters are left out: they would take time, and a draft that is wrong costs time, never output.
 #include "sample.cuh"
 
 namespace ull::gpu::sample {
@@ -14,12 +14,13 @@ ULL_KERNEL(ull_draft_rank, DraftRankParams, kThreads, 2) {
   Shared& shared = *reinterpret_cast<Shared*>(arch::shared_memory());
   Scratch& scratch = *static_cast<Scratch*>(params.scratch);
   const Wish wish = wish_of(round, params.state, head);
-  stage_biases(shared, params.state, wish.bias_count);
+  // What a head speaks of stands behind tokens that nobody knows yet: of the text only what is there counts.
+  const bool adjusts = stage_adjustment<false>(shared, round, params.state, head);
 
   const float* row = params.logits + static_cast<int64_t>(head) * kLogitRow;
   const Slice slice = slice_of(arch::block_x(), slices);
   best_of(shared, kDraftRanks, scratch.alternatives[head * slices + arch::block_x()], [&](auto visit) {
-    each_quad(shared, row, slice, load_chunk(row, slice.first, slice.last), wish.bias_count,
+    each_quad(shared, row, slice, load_chunk(row, slice.first, slice.last), adjusts, params.text_counts,
               [&](int token, const float (&)[4], const float (&biased)[4]) {
                 float noise[4] = {};
                 if (wish.sampled) gumbel_quad(wish.seed, wish.position, token / 4, noise);

@@ -45,6 +45,10 @@ struct Sampling {
   uint64_t seed;
   int32_t top_logprobs;  // -1: none wanted; 0: the chosen token's; n: and n alternatives
   int32_t bias_count;
+  float repetition_penalty;  // 1: off
+  float frequency_penalty;   // 0: off
+  float presence_penalty;    // 0: off
+  int32_t penalizes;         // 1: one of them is on
 };
 
 // Host -> device, in mapped host memory: round number `sequence` is asked for in slot sequence % kRoundSlots. Written
@@ -58,6 +62,8 @@ struct alignas(64) RoundRequest {
   uint32_t setting;    // version of sampling, biases, stops and pages: the device copies them when it changes
   int32_t page_count;
   int32_t stop_count;
+  uint32_t text;          // version of the host's text, of a request with penalties: the device reads a new one
+  int32_t prompt_tokens;  // of the text: what follows them was generated
   int32_t padding;
   int32_t tokens[kTreeTokens];
   uint8_t parents[kTreeTokens];  // parents[i] < i; parents[0] = 0
@@ -66,7 +72,8 @@ struct alignas(64) RoundRequest {
   LogitBias biases[kBiases];
 };
 
-// Also in mapped host memory; `pages` follows as [context / kPageTokens] int32.
+// Also in mapped host memory; `pages` follows as [context / kPageTokens] int32, then `text` as [context] int32: the
+// tokens up to the root of the round that brings a new version of it.
 struct alignas(64) HostControl {
   uint64_t cancelled_through;  // rounds up to this sequence are skipped
 };
@@ -124,9 +131,17 @@ struct State {
   int32_t stop_count;
   int32_t node;  // of the last round that emitted: the last accepted one, whose row of the residual a draft reads
   Sampling sampling;
+  uint32_t text;    // version that the device's text and its counts began with
+  int32_t counted;  // tokens of the text that are counted, from position 0
+  int32_t prompt_tokens;
+  int32_t unused;
   int32_t stops[kStopTokens];
   LogitBias biases[kBiases];
 };
+
+// A word of the counts: 2 * how often the completion holds the token, + 1 if the prompt does.
+inline constexpr uint32_t kPrompted = 1;
+inline constexpr uint32_t kGenerated = 2;
 
 // ---- kernel parameters ------------------------------------------------------------------------------------------
 // Widths: H hidden, A heads * head_dim, Q = A + 2 * kv_heads * head_dim, I intermediate, V vocabulary. f16 activations
@@ -140,8 +155,13 @@ struct BeginParams {
   const int32_t* host_pages;     // mapped
   int32_t* pages;                // [context / kPageTokens]
   uint32_t* counters;            // [counter_count] arrival counters, zeroed
+  const int32_t* host_text;      // mapped
+  int32_t* text;                 // [context + kTreeTokens + 1] tokens by position, of a request with penalties
+  uint32_t* text_counts;         // [V rounded up to 16] how often the text up to the root holds each token
   int32_t counter_count;
   int32_t page_capacity;
+  int32_t text_capacity;  // context
+  int32_t padding;
 };
 
 struct EmbedParams {
@@ -216,14 +236,16 @@ struct LayersParams {  // all layers of a round of one token in one launch
 struct SampleParams {
   Round* round;
   const State* state;
-  float* logits;  // [64, V]; biases are not in it
-  void* scratch;  // sample_scratch_bytes
+  float* logits;                // [64, V]; neither penalties nor biases are in it
+  void* scratch;                // sample_scratch_bytes
+  const uint32_t* text_counts;  // [V]
 };
 
 struct AcceptParams {
   Round* round;
   State* state;
   RoundResult* results;  // [kRoundSlots] mapped
+  int32_t* text;         // [context + kTreeTokens + 1]
 };
 
 struct CommitParams {
@@ -248,9 +270,10 @@ struct DraftStartParams {
 struct DraftRankParams {
   Round* round;
   const State* state;
-  const float* logits;  // [heads, V]
-  void* scratch;        // sample_scratch_bytes
-  uint32_t* counters;   // [heads] blocks that have finished; zero before it
+  const float* logits;          // [heads, V]
+  void* scratch;                // sample_scratch_bytes
+  const uint32_t* text_counts;  // [V]
+  uint32_t* counters;           // [heads] blocks that have finished; zero before it
 };
 
 struct FillParams {  // weights of a benchmark bundle

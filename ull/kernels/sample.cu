@@ -52,7 +52,7 @@ ULL_DEVICE void add_histogram(const Shared& shared, Scratch& scratch, int node) 
 // The slice's best logits.
 ULL_DEVICE void list_alternatives(Shared& shared, const float* row, Slice slice, int wanted, uint64_t* out) {
   best_of(shared, wanted, out, [&](auto visit) {
-    each_quad(shared, row, slice, load_chunk(row, slice.first, slice.last), 0,
+    each_quad(shared, row, slice, load_chunk(row, slice.first, slice.last), false, nullptr,
               [&](int token, const float (&raw)[4], const float (&)[4]) {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
@@ -86,13 +86,13 @@ ULL_KERNEL(ull_sample_scan, SampleParams, kThreads, 2) {
   Scratch& scratch = *static_cast<Scratch*>(params.scratch);
   const Wish wish = wish_of(round, params.state, node);
   clear_scratch(scratch, node, wish.listing);
-  stage_biases(shared, params.state, wish.bias_count);
+  const bool adjusts = stage_adjustment<true>(shared, round, params.state, node);
 
   const Slice slice = slice_of(arch::block_x(), arch::grid_x());
   const float* row = params.logits + static_cast<int64_t>(node) * kLogitRow;
   constexpr uint64_t kPoison = uint64_t{1} << 32;
   uint64_t best = 0, maximum = 0;
-  each_quad(shared, row, slice, load_chunk(row, slice.first, slice.last), wish.bias_count,
+  each_quad(shared, row, slice, load_chunk(row, slice.first, slice.last), adjusts, params.text_counts,
             [&](int token, const float (&raw)[4], const float (&biased)[4]) {
 #pragma unroll
               for (int j = 0; j < 4; ++j) {
@@ -135,10 +135,10 @@ ULL_KERNEL(ull_sample_draw, SampleParams, kThreads, 2) {
     return;
   }
 
-  stage_biases(shared, params.state, wish.bias_count);
+  const bool adjusts = wish.sampled && stage_adjustment<true>(shared, round, params.state, node);
   if (wish.listing) clear_histogram(shared);
   uint64_t best = 0, total = 0;
-  each_quad(shared, row, slice, first, wish.sampled ? wish.bias_count : 0,
+  each_quad(shared, row, slice, first, adjusts, params.text_counts,
             [&](int token, const float (&raw)[4], const float (&biased)[4]) {
               const int valid = slice.last - token;
               if (wish.sampled) {

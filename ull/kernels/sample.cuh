@@ -121,7 +121,6 @@ struct Wish {
   uint64_t seed;
   int32_t position;  // of the token to draw
   int top_logprobs;  // -1: no logprobs
-  int bias_count;
 };
 
 ULL_DEVICE Wish wish_of(const Round* round, const State* state, int node) {
@@ -138,7 +137,6 @@ ULL_DEVICE Wish wish_of(const Round* round, const State* state, int node) {
   wish.seed = sampling.seed;
   wish.position = round->base + round->depths[node] + 1;
   wish.top_logprobs = sampling.top_logprobs < kAlternatives ? sampling.top_logprobs : kAlternatives;
-  wish.bias_count = sampling.bias_count;
   return wish;
 }
 
@@ -168,6 +166,16 @@ struct Crossing {
   uint64_t mass_before;   // of the tokens before it
 };
 
+// What stage_adjustment() has found.
+struct alignas(16) Adjustment {
+  int32_t bias_count;
+  int32_t way_count;  // tokens of the node's way, if penalties look at it
+  bool penalizes;
+  float repetition;
+  float frequency;
+  float presence;
+};
+
 struct alignas(16) Shared {
   uint64_t partial[2][kWarps];
   uint64_t least;  // of best_of()
@@ -176,7 +184,10 @@ struct alignas(16) Shared {
   uint32_t last_block;
   uint32_t chosen_count;
   LogitBias biases[kBiases];
-  float dense[kChunk];  // the biases of the chunk under way; else 0
+  float dense[kChunk];         // the biases of the chunk under way; else 0
+  uint32_t added[kChunk / 4];  // a byte per token of the chunk: how often the node's way from the root holds it; else 0
+  int32_t way[kTreeTokens];    // the tokens of that way, the root left out
+  Adjustment adjustment;
   union {
     struct {
       uint32_t counts[kBuckets];
@@ -187,7 +198,7 @@ struct alignas(16) Shared {
   };
 };
 // ull/gpu/launches/sampling.py: the scan needs nothing of the union.
-static_assert(sizeof(Shared) == 41296 && __builtin_offsetof(Shared, counts) == 16720);
+static_assert(sizeof(Shared) == 43632 && __builtin_offsetof(Shared, counts) == 19056);
 
 struct Larger {
   ULL_DEVICE uint64_t operator()(uint64_t a, uint64_t b) const { return a > b ? a : b; }
@@ -260,22 +271,83 @@ ULL_DEVICE uint64_t mass_at(const Shared& shared, int at) {
   return shared.low[at] | (static_cast<uint64_t>(shared.high[at]) << 32);
 }
 
-// To be called before each_quad(). Duplicates among the ids are refused upstream.
-ULL_DEVICE void stage_biases(Shared& shared, const State* state, int bias_count) {
-  if (bias_count == 0) return;
-  for (int i = arch::thread(); i < bias_count; i += kThreads) shared.biases[i] = state->biases[i];
-  for (int i = arch::thread(); i < kChunk; i += kThreads) shared.dense[i] = 0.0F;
+// How a node's raw logits are changed before anything is drawn: by penalties of its text, then by biases. To be called
+// before each_quad(), which takes the answer: whether they are. kNodes: of a tree's node, whose text goes on from the
+// root's by the node's way. Duplicates among the biased ids are refused upstream.
+template <bool kNodes>
+ULL_DEVICE bool stage_adjustment(Shared& shared, const Round* round, const State* state, int node) {
+  const int bias_count = state->sampling.bias_count, me = arch::thread();
+  const bool penalizes = state->sampling.penalizes != 0;
+  if (bias_count == 0 && !penalizes) return false;
+  for (int i = me; i < bias_count; i += kThreads) shared.biases[i] = state->biases[i];
+  for (int i = me; i < kChunk; i += kThreads) shared.dense[i] = 0.0F;
+  for (int i = me; i < kChunk / 4; i += kThreads) shared.added[i] = 0;
+  int way_count = 0;
+  if constexpr (kNodes) {
+    if (penalizes) way_count = round->depths[node];
+    const uint32_t step = static_cast<uint32_t>(me);
+    if (me < way_count) shared.way[step] = round->tokens[round->path[node][step + 1]];
+  }
+  if (me == 0) {
+    shared.adjustment = {bias_count,
+                         way_count,
+                         penalizes,
+                         state->sampling.repetition_penalty,
+                         state->sampling.frequency_penalty,
+                         state->sampling.presence_penalty};
+  }
   arch::block_barrier();
+  return true;
 }
 
-// Puts the biases of tokens [chunk, last) into `dense`, or takes them back.
-ULL_DEVICE void spread_biases(Shared& shared, int bias_count, int chunk, int last, bool put) {
+// Puts the biases and the way of tokens [chunk, last) into `dense` and `added`, or takes them back.
+ULL_DEVICE void spread(Shared& shared, int chunk, int last, bool put) {
   arch::block_barrier();
-  for (int i = arch::thread(); i < bias_count; i += kThreads) {
+  for (int i = arch::thread(); i < shared.adjustment.bias_count; i += kThreads) {
     const int at = shared.biases[i].token - chunk;
     if (at >= 0 && at < kChunk && at < last - chunk) shared.dense[at] = put ? shared.biases[i].bias : 0.0F;
   }
+  if (arch::thread() < shared.adjustment.way_count) {
+    const int at = shared.way[arch::thread()] - chunk;
+    if (at >= 0 && at < kChunk) {
+      if (put) {
+        arch::atomic_add(&shared.added[at / 4], 1U << (at % 4 * 8));
+      } else {
+        shared.added[at / 4] = 0;
+      }
+    }
+  }
   arch::block_barrier();
+}
+
+// As exec/sampling.h: the logit of a token that the text holds `counted` (a word of the counts) times, and `added`
+// more.
+ULL_DEVICE float penalized(const Shared& shared, float logit, uint32_t counted, uint32_t added) {
+  if (counted == 0 && added == 0) return logit;
+  const float repetition = shared.adjustment.repetition;
+  logit = logit > 0.0F ? arch::divide(logit, repetition) : logit * repetition;
+  const uint32_t generated = counted / kGenerated + added;
+  if (generated == 0) return logit;
+  const float frequency = shared.adjustment.frequency * static_cast<float>(static_cast<int32_t>(generated));
+  logit -= frequency;
+  return logit - shared.adjustment.presence;
+}
+
+// The logits of tokens chunk + at .. chunk + at + 3; adjusts: as stage_adjustment() and spread() have laid down.
+ULL_DEVICE void load_quad(const Shared& shared, const float* row, int chunk, int at, bool adjusts,
+                          const uint32_t* text_counts, float (&logits)[4]) {
+  const arch::Vector4 raw = arch::load_global(row + chunk + at);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) logits[j] = arch::bits_float(raw.word[j]);
+  if (!adjusts) return;
+  if (shared.adjustment.penalizes) {
+    const arch::Vector4 counted = arch::load_global(text_counts + chunk + at);
+    const uint32_t added = shared.added[at / 4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) logits[j] = penalized(shared, logits[j], counted.word[j], added >> (8 * j) & 0xFFU);
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) logits[j] += shared.dense[at + j];
 }
 
 // A thread's logits of one chunk.
@@ -293,27 +365,38 @@ ULL_DEVICE Loaded load_chunk(const float* row, int chunk, int last) {
   return loaded;
 }
 
-// visit(token, raw, biased) for each group of four logits from `token` on; those at the slice's end and beyond are not
-// logits. `first`: the slice's first chunk, which a kernel loads before it waits for other things.
+// visit(token, raw, biased: after penalties and biases) for each group of four logits from `token` on; those at the
+// slice's end and beyond are not logits. `first`: the slice's first chunk, which a kernel loads before it waits for
+// other things.
 template <typename Visit>
-ULL_DEVICE void each_quad(Shared& shared, const float* row, Slice slice, Loaded first, int bias_count, Visit visit) {
+ULL_DEVICE void each_quad(Shared& shared, const float* row, Slice slice, Loaded first, bool adjusts,
+                          const uint32_t* text_counts, Visit visit) {
+  if (adjusts) {  // one group at a time: registers are few
+    for (int chunk = slice.first; chunk < slice.last; chunk += kChunk) {
+      spread(shared, chunk, slice.last, true);
+#pragma unroll 1
+      for (int at = 4 * arch::thread(); at < kChunk && chunk + at < slice.last; at += 4 * kThreads) {
+        float raw[4], biased[4];
+        load_quad(shared, row, chunk, at, false, nullptr, raw);
+        load_quad(shared, row, chunk, at, true, text_counts, biased);
+        visit(chunk + at, raw, biased);
+      }
+      spread(shared, chunk, slice.last, false);
+    }
+    return;
+  }
   Loaded loaded = first;
   for (int chunk = slice.first; chunk < slice.last; chunk += kChunk) {
     if (chunk > slice.first) loaded = load_chunk(row, chunk, slice.last);
-    if (bias_count > 0) spread_biases(shared, bias_count, chunk, slice.last, true);
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
       const int at = 4 * (arch::thread() + q * kThreads);
       if (chunk + at >= slice.last) continue;
-      float raw[4], biased[4];
+      float raw[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        raw[j] = arch::bits_float(loaded.quad[q].word[j]);
-        biased[j] = bias_count > 0 ? raw[j] + shared.dense[at + j] : raw[j];
-      }
-      visit(chunk + at, raw, biased);
+      for (int j = 0; j < 4; ++j) raw[j] = arch::bits_float(loaded.quad[q].word[j]);
+      visit(chunk + at, raw, raw);
     }
-    if (bias_count > 0) spread_biases(shared, bias_count, chunk, slice.last, false);
   }
 }
 

@@ -12,8 +12,8 @@ SCRATCH_BYTES = 5866496  # SampleParams.scratch: the same for every model and tr
 
 _THREADS = 256  # of embed, sample and fill
 _EMBED_PIECE = 8  # elements that a thread of embed copies at once
-_SHARED_BYTES = {"ull_begin": 7168, "ull_sample_scan": 16720, "ull_accept": 776}
-_SAMPLE_SHARED_BYTES = 41296
+_SHARED_BYTES = {"ull_begin": 7232, "ull_sample_scan": 19056, "ull_accept": 776}
+_SAMPLE_SHARED_BYTES = 43632
 _MOST_SLICES = 64
 _MOST_BLOCKS = 512  # kMostBlocks of sample.cuh
 _LEAST_SLICE = 1024  # logits: four for each thread
