@@ -1,7 +1,8 @@
-"""Medusa heads in bundles for a GPU: how they are stored, and what is refused."""
+"""Medusa heads in bundles for a GPU: how they are stored and captured, and what is refused."""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from safetensors.numpy import save_file
 
 from checkpoints import head_tensors, write_checkpoint
 from device_bundles import read_weights, write_stubs
+from recording_driver import RecordingDriver
 from ull import inspect
 from ull.bundle import DEVICE_KERNELS, MEDUSA_KERNELS, Bundle, Precision, open_bundle
 from ull.errors import CheckpointError
+from ull.gpu.program import Program
+from ull.log import Log
 from ull_build import cli, kernels
 from ull_build.build import Settings, build
 from ull_build.drafters import SpeculationSettings
@@ -76,6 +80,41 @@ def test_heads_stand_one_below_the_other(
     if own:
         check("medusa.lm_head", [original[f"{head}.2.weight"] for head in range(2)], -(-VOCABULARY // 16) * 16)
     open_bundle(bundle.path, "hashes")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_heads_are_a_graph_of_their_own(checkpoint: Path, tmp_path: Path, own: bool) -> None:
+    save_file(head_tensors(3, 2, own, HIDDEN, 340), tmp_path / "heads.safetensors")
+    bundle, driver = built(checkpoint, tmp_path / "x.ull", tmp_path / "heads.safetensors"), RecordingDriver()
+    program = Program(bundle, Log(stream=io.StringIO()), driver=driver)
+    handover, region = program.handover, program._arena.address
+    assert handover["medusa_heads"] == 3 and handover["graphs"].keys() == {1, 2, 4, 8, 16, 32, 64}
+    heads = sum(entry.nbytes for name, entry in bundle.tensors.items() if name.startswith("medusa."))
+    assert (handover["medusa_bytes"], handover["weight_bytes"]) == (heads, bundle.weight_bytes - heads)
+    graph = driver.graphs[handover["medusa"]]
+    kernels_of = [launch.kernel.removeprefix("ull_") for launch in graph]
+    assert kernels_of == ["begin", "draft_start", "draft_block", "draft_block", "draft_head", "draft_rank", "accept"]
+    assert [launch.overlaps for launch in graph] == [False] + [True] * 6
+    _, start, first, second, head, rank, _ = [launch.params for launch in graph]
+
+    def tensor(name: str) -> int:
+        return region("weights") + (program._image.offset(name) or 0)
+
+    one, other = region("draft states"), region("next draft states")
+    assert (start.residual, start.norm_weight, start.normed) == (region("residual"), tensor("norm"), one)
+    assert (first.weights, first.bias) == (tensor("medusa.0.weight"), tensor("medusa.0.bias"))
+    assert second.scale == tensor("medusa.1.scale")
+    states = [(launch.activations, launch.output) for launch in (first, second, head)]
+    assert states == [(one, other), (other, one), (one, region("logits"))]
+    assert head.weights == tensor("medusa.lm_head.weight" if own else "lm_head.weight") and head.bias is None
+    assert (rank.logits, rank.text_counts) == (region("logits"), region("text counts"))
+    counters = range(region("counters"), region("counters") + 4 * program.sizes.counter_count, 4)
+    others = {
+        launch.params.counters for launch in driver.graphs[handover["graphs"][1]] if launch.kernel == "ull_commit"
+    }
+    assert {rank.counters + 4 * index for index in range(3)} <= set(counters) - others
+    assert graph[5].grid[1] == 3
+    program.close()
 
 
 def test_without_heads_nothing_changes(checkpoint: Path, tmp_path: Path) -> None:

@@ -164,6 +164,8 @@ def test_every_pointer_names_the_beginning_of_what_it_means(program: Program, dr
         "page_pool": "KV pages",
         "logits": "logits",
         "scratch": "sampler",
+        "text": "text",
+        "text_counts": "text counts",
     }
     outputs = {"qkv": "qkv", "attention": "attention", "o": "residual", "gate_up": "mlp", "down": "residual"}
     inputs = {"qkv": "normed", "o": "attention", "gate_up": "normed", "down": "mlp", "head": "normed"}
@@ -221,7 +223,7 @@ def test_every_pointer_names_the_beginning_of_what_it_means(program: Program, dr
 def test_every_pointer_lies_in_the_arena_or_in_mapped_memory(program: Program, driver: RecordingDriver) -> None:
     arena, end = program._arena.base, program._arena.base + program._plan.nbytes
     host = program.handover
-    mapped = (host["requests"] + HOST_OFFSET, host["pages"] + 4 * program.sizes.table_pages + HOST_OFFSET)
+    mapped = (host["requests"] + HOST_OFFSET, host["text"] + 4 * program.sizes.context + HOST_OFFSET)
     for graph in driver.graphs.values():
         for launch in graph:
             for field, kind in launch.params._fields_:
@@ -324,13 +326,14 @@ def test_the_hand_over_is_plain_numbers(program: Program, driver: RecordingDrive
     assert handover["vocabulary"] == 333 and handover["name"] == "graph/sm_90a"
     assert handover["weight_bytes"] == bundle.weight_bytes
     assert handover["kv_bytes"] == 5 * 2 * 2 * 2 * 64 * 32  # pages, layers, K and V, KV heads, tokens, head_dim of e4m3
-    blocks = [handover[name] for name in ("requests", "results", "control", "pages")]
+    blocks = [handover[name] for name in ("requests", "results", "control", "pages", "text")]
     assert all(address % 64 == 0 for address in blocks) and blocks == sorted(blocks)
     assert blocks[3] == blocks[2] + ctypes.sizeof(params.HostControl)
     begin = graph_of(program, driver, 1)[0].params
-    assert [begin.requests, begin.control, begin.host_pages] == [
-        address + HOST_OFFSET for address in (blocks[0], blocks[2], blocks[3])
+    assert [begin.requests, begin.control, begin.host_pages, begin.host_text] == [
+        address + HOST_OFFSET for address in (blocks[0], *blocks[2:])
     ]
+    assert begin.text_capacity == CONTEXT and (handover["medusa"], handover["medusa_heads"]) == (0, 0)
 
 
 def test_context_and_pages_can_be_chosen(bundle: Bundle, driver: RecordingDriver) -> None:

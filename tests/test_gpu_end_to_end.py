@@ -82,12 +82,14 @@ def complete(client: Client, prompt: str, **options: Any) -> list[int]:
 
 
 def test_the_daemon_says_what_the_cpu_executor_says(bundles: dict[str, Path], start: Start) -> None:
-    """Greedy and sampled, with every filter, plain and by n-gram, cold and from the prefix cache."""
+    """Greedy and sampled, with every filter and penalty, plain and by n-gram, cold and from the prefix cache."""
     cases: list[dict[str, Any]] = [
         {"speculate": "none"},
         {"speculate": "ngram"},
         {"speculate": "none", "temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
         {"speculate": "ngram", "temperature": 0.8, "logit_bias": {13: -2.0}},
+        {"speculate": "none", "repetition_penalty": 1.3, "presence_penalty": 0.4},
+        {"speculate": "ngram", "temperature": 0.7, "top_p": 0.95, "frequency_penalty": 0.8},
     ]
     with DaemonProcess(bundles["cpu"]) as daemon, Client(daemon.url) as client:
         expected = [[complete(client, prompt, **case) for prompt in PROMPTS] for case in cases]
@@ -126,7 +128,10 @@ def test_one_kernel_for_all_layers_says_the_same(bundles: dict[str, Path], start
 
 def test_medusa_heads_draft_on_the_device(bundles: dict[str, Path], start: Start) -> None:
     """Trees in every round but the first: the plain tokens, in about as many rounds as with the CPU's heads."""
-    cases: list[tuple[int, dict[str, Any]]] = [(8, {}), (16, {"temperature": 0.8, "logit_bias": {13: -2.0}})]
+    cases: list[tuple[int, dict[str, Any]]] = [
+        (8, {}),
+        (16, {"temperature": 0.8, "logit_bias": {13: -2.0}, "presence_penalty": 0.3}),
+    ]
     rig = _native.SpeculationRig(open_bundle(bundles["cpu"]).native_spec(), adaptive=False)
     on_cpu = [
         rig.decode(np.array(PROMPT_IDS, np.int32), DRAFTED, {"seed": 7, **sampling}, "medusa", max_tree)

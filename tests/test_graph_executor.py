@@ -21,6 +21,7 @@ def handover(**changes: Any) -> dict[str, Any]:
         "results": BLOCK,
         "control": BLOCK,
         "pages": BLOCK,
+        "text": BLOCK,
         "vocabulary": 100,
         "context_tokens": 256,
         "page_count": 4,
@@ -57,6 +58,7 @@ def test_every_field_is_needed_and_typed(field: str) -> None:
         ({"results": BLOCK + 8}, "results: must be the address of a block aligned to 64"),
         ({"control": BLOCK + 32}, "control: must be the address of a block aligned to 64"),
         ({"pages": BLOCK + 2}, "pages: must be the address of a block aligned to 4"),
+        ({"text": BLOCK + 2}, "text: must be the address of a block aligned to 4"),
         ({"vocabulary": 0}, "vocabulary: must be positive"),
         ({"vocabulary": 2**31}, "vocabulary: has the wrong type or is out of range"),
         ({"context_tokens": 1}, "context_tokens: "),
@@ -66,6 +68,14 @@ def test_every_field_is_needed_and_typed(field: str) -> None:
         ({"name": ""}, "name: must not be empty"),
         ({"reuse": "some"}, 'reuse: must be all, prompt or nothing, not "some"'),
         ({"reuse": 1}, "reuse: has the wrong type"),
+        (
+            {"medusa": 17, "medusa_heads": 0, "medusa_bytes": 1},
+            "medusa: must be the handle of a graph if there are heads",
+        ),
+        ({"medusa": 0, "medusa_heads": 3, "medusa_bytes": 1}, "medusa: must be the handle"),
+        ({"medusa": 17, "medusa_heads": 13, "medusa_bytes": 1}, "medusa_heads: must be 0 to 12"),
+        ({"medusa": 17, "medusa_heads": 3, "medusa_bytes": -1}, "medusa_bytes: must not be negative"),
+        ({"medusa": 17}, "medusa_heads: missing"),
     ],
 )
 def test_values_that_cannot_be_are_refused(changes: dict[str, Any], complaint: str) -> None:

@@ -40,6 +40,7 @@ graph::GraphProgram graph_program(const nb::dict& dict) {
   program.results = address<gpu::RoundResult*>(dict, "results");
   program.control = address<gpu::HostControl*>(dict, "control");
   program.pages = address<int32_t*>(dict, "pages");
+  program.text = address<int32_t*>(dict, "text");
   program.vocabulary = field<int>(dict, "vocabulary");
   program.context_tokens = field<int>(dict, "context_tokens");
   program.page_count = field<int>(dict, "page_count");

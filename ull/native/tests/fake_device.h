@@ -1,6 +1,7 @@
 // A device for the graph executor, played by a thread: it runs "graphs" as kernels/params.h says they behave, on a
-// model that is a function of the tokens it finds in the pages, the seed and the biases. A page that is missing, stale
-// or written by another session shows, and so does a setting that did not arrive. Faults come by script.
+// model that is a function of the tokens it finds in the pages, the seed and the biases, and with penalties of the text
+// that it keeps. A page that is missing, stale or written by another session shows, and so does a setting or a text
+// that did not arrive. Faults come by script.
 #pragma once
 
 #include <algorithm>
@@ -43,11 +44,21 @@ struct FakeModel {
     return token;
   }
 
+  // What penalties make of the seed: of a text with that many prompt tokens.
+  [[nodiscard]] static uint64_t penalized(uint64_t seed, const std::vector<int32_t>& text, int prompt_tokens) {
+    for (const int32_t token : text) seed = seed * 31 + static_cast<uint64_t>(token) + 1;
+    return seed * 31 + static_cast<uint64_t>(prompt_tokens);
+  }
+
   // `count` tokens after `prompt`, one after another.
   [[nodiscard]] std::vector<int32_t> continuation(std::vector<int32_t> prompt, int count,
                                                   const Sampling& sampling = {}) const {
     const size_t start = prompt.size();
-    for (int i = 0; i < count; ++i) prompt.push_back(next(prompt, sampling.seed, sampling.bias, sampling.bias_count));
+    for (int i = 0; i < count; ++i) {
+      const uint64_t seed =
+          sampling.penalizes() ? penalized(sampling.seed, prompt, static_cast<int>(start)) : sampling.seed;
+      prompt.push_back(next(prompt, seed, sampling.bias, sampling.bias_count));
+    }
     return {prompt.begin() + static_cast<std::ptrdiff_t>(start), prompt.end()};
   }
 };
@@ -89,7 +100,9 @@ class FakeDevice {
         requests_(gpu::kRoundSlots),
         results_(gpu::kRoundSlots),
         host_pages_(static_cast<size_t>(pages_for(script_.context)), -1),
+        host_text_(static_cast<size_t>(script_.context), -1),
         pool_(static_cast<size_t>(script_.page_count) * kPageTokens, -1),
+        text_(static_cast<size_t>(script_.context) + kMaxTokensPerRound, -1),
         pages_(host_pages_.size(), -1) {
     thread_ = std::thread([this] { run(); });
   }
@@ -119,6 +132,7 @@ class FakeDevice {
     program.results = results_.data();
     program.control = &control_;
     program.pages = host_pages_.data();
+    program.text = host_text_.data();
     program.vocabulary = script_.model.vocabulary;
     program.context_tokens = script_.context;
     program.page_count = script_.page_count;
@@ -230,6 +244,8 @@ class FakeDevice {
     } else {
       while (monotonic_ns() - start < script.round_us * 1000) std::this_thread::yield();
       if (request.setting != state_.setting) copy_setting(request);
+      const int base = continues ? state_.position : request.position;
+      if (state_.sampling.penalizes != 0 && request.mode != gpu::RoundMode::kPrefill) read_text(request, base + 1);
       if (request.mode == gpu::RoundMode::kPrefill) {
         for (int i = 0; i < request.count; ++i) cached(request.position + i) = request.tokens[i];
         hidden_position_ = -1;
@@ -262,6 +278,25 @@ class FakeDevice {
     std::copy_n(host_pages_.data(), request.page_count, pages_.data());
   }
 
+  // The text up to the root: the host's where it is new, else what this device has emitted.
+  void read_text(const gpu::RoundRequest& request, int count) {
+    if (request.text != state_.text) std::copy_n(host_text_.begin(), count, text_.begin());
+    state_.text = request.text;
+    state_.counted = count;
+    state_.prompt_tokens = request.prompt_tokens;
+  }
+
+  // The token after `past` by the request's sampling. `way` of its last tokens are a draft's.
+  [[nodiscard]] int32_t draw(const std::vector<int32_t>& past, size_t way) const {
+    uint64_t seed = state_.sampling.seed;
+    if (state_.sampling.penalizes != 0) {
+      std::vector<int32_t> text(text_.begin(), text_.begin() + state_.counted);
+      text.insert(text.end(), past.end() - static_cast<std::ptrdiff_t>(way), past.end());
+      seed = FakeModel::penalized(seed, text, state_.prompt_tokens);
+    }
+    return script_model().next(past, seed, state_.biases, state_.sampling.bias_count);
+  }
+
   void verify(const gpu::RoundRequest& request, gpu::RoundResult& result, bool continues) {
     const int base = continues ? state_.position : request.position;
     const int32_t root = continues ? state_.token : request.tokens[0];
@@ -272,7 +307,7 @@ class FakeDevice {
       past.push_back(node == 0 ? root : request.tokens[node]);
       cached(base + result.count) = past.back();
       gpu::EmittedToken& out = result.tokens[result.count++];
-      out.token = script_model().next(past, state_.sampling.seed, state_.biases, state_.sampling.bias_count);
+      out.token = draw(past, static_cast<size_t>(result.count) - 1);
       out.node = node;
       out.logprob = -0.5F;
       out.top_count = std::max(state_.sampling.top_logprobs, 0);
@@ -284,6 +319,9 @@ class FakeDevice {
         if (request.parents[child] == node && request.tokens[child] == out.token) next = child;
       }
       node = next;
+    }
+    for (int i = 0; i < result.count && state_.sampling.penalizes != 0; ++i) {
+      text_[static_cast<size_t>(base + 1 + i)] = result.tokens[i].token;
     }
     state_.token = result.tokens[result.count - 1].token;
     state_.position = hidden_position_ = base + result.count;
@@ -297,7 +335,7 @@ class FakeDevice {
     past.push_back(state_.token);
     result.count = request.count;
     for (int head = 0; head < request.count; ++head) {
-      const int32_t next = script_model().next(past, state_.sampling.seed, state_.biases, state_.sampling.bias_count);
+      const int32_t next = draw(past, static_cast<size_t>(head));
       past.push_back(next);
       gpu::EmittedToken& out = result.tokens[head];
       out.top_count = gpu::kDraftRanks;
@@ -320,8 +358,10 @@ class FakeDevice {
   std::vector<gpu::RoundResult> results_;
   gpu::HostControl control_{};
   std::vector<int32_t> host_pages_;
+  std::vector<int32_t> host_text_;
   // Device memory; the thread's.
   std::vector<int32_t> pool_;   // [page_count, kPageTokens] token fed at each position
+  std::vector<int32_t> text_;   // tokens by position, of a request with penalties
   std::vector<int32_t> pages_;  // what the device has copied of host_pages_
   gpu::State state_{};
   int hidden_position_ = -1;  // of the token that follows the one whose hidden state was left last

@@ -76,6 +76,7 @@ struct GraphRig {
     step.max_tree = max_tree;
     step.stops = stops.data();
     step.stop_count = static_cast<int32_t>(stops.size());
+    step.prompt_tokens = prompt_tokens;
     return step;
   }
 
@@ -96,6 +97,7 @@ struct GraphRig {
   // `count` tokens after a prompt that nothing is cached of.
   std::vector<int32_t> complete(std::vector<int32_t> prompt, int count) {
     const size_t start = prompt.size();
+    prompt_tokens = static_cast<int>(start);
     std::vector<int32_t> cached(prompt.begin(), prompt.end() - 1);
     CHECK(prefill(cached) == Status::kOk);
     CHECK(decode(prompt, count) == Status::kOk);
@@ -118,6 +120,7 @@ struct GraphRig {
   std::vector<int32_t> stops;
   Speculation speculation = Speculation::kNone;
   int max_tree = 0;
+  int prompt_tokens = 0;  // of requests with penalties
   RoundResult result;
   int rounds = 0;
 };

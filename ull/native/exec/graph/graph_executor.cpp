@@ -29,6 +29,7 @@ GraphExecutor::GraphExecutor(GraphProgram program, const Driver& driver, const G
       driver_(driver),
       options_(checked(options, program_)),
       setting_(program_.pages, pages_for(program_.context_tokens)),
+      text_(program_.text, program_.context_tokens),
       queue_(program_, driver_) {}
 
 const GraphOptions& GraphExecutor::checked(const GraphOptions& options, const GraphProgram& program) {
@@ -75,6 +76,7 @@ Status GraphExecutor::start_round(const RoundStep& step) noexcept {
   if (!valid(&step.token, 1, step.position) || step.max_tokens < 1 || step.sampling->bias_count > kMaxLogitBias) {
     return Status::kExecutorFailed;
   }
+  if (step.sampling->penalizes() && step.history == nullptr) return Status::kExecutorFailed;
   if (begin_step(StepKind::kRound) != Status::kOk) return Status::kExecutorFailed;
   round_ = step;
   const DraftContext now{step.history, step.position, step.pages, step.sampling,
@@ -96,7 +98,12 @@ Status GraphExecutor::start_round(const RoundStep& step) noexcept {
 bool GraphExecutor::ahead_is(const RoundStep& step) const noexcept {
   return ahead_ != 0 && ahead_position_ == step.position && ahead_token_ == step.token &&
          setting_.holds(*step.sampling, step.stops, step.stop_count) &&
-         setting_.holds(step.pages, pages_for(step.position + 1));
+         setting_.holds(step.pages, pages_for(step.position + 1)) && text_is(step);
+}
+
+// Whether penalties look at the text that the device has.
+bool GraphExecutor::text_is(const RoundStep& step) const noexcept {
+  return !step.sampling->penalizes() || text_.holds(step.history, step.position + 1, step.prompt_tokens);
 }
 
 void GraphExecutor::advance() noexcept {
@@ -123,7 +130,7 @@ void GraphExecutor::launch_prompt() noexcept {
     request.max_tokens = 0;
     std::copy_n(prefill_.tokens, count, request.tokens);
     for (int i = 0; i < count; ++i) request.parents[i] = static_cast<uint8_t>(std::max(i - 1, 0));
-    if (queue_.launch(program_.prefill, setting_) != Status::kOk) return;
+    if (queue_.launch(program_.prefill, setting_, text_) != Status::kOk) return;
     last_ = queue_.launched();
     if (first_ == 0) first_ = last_;
     prefill_.tokens += count;
@@ -141,6 +148,11 @@ void GraphExecutor::launch_tree() noexcept {
     if (!queue_.setting_is_free(setting_)) return;
     setting_.take(*step.sampling, step.stops, step.stop_count, step.pages, pages);
   }
+  if (!text_is(step)) {
+    if (!queue_.text_is_free(text_)) return;
+    text_.take(step.history, step.position + 1, step.prompt_tokens);
+  }
+  if (step.sampling->penalizes()) text_.begin(step.position + 1);
   const DraftTree& tree = proposer_->tree();
   const int count = tree.count();
   gpu::RoundRequest& request = queue_.next_request();
@@ -150,7 +162,7 @@ void GraphExecutor::launch_tree() noexcept {
   request.max_tokens = step.max_tokens;
   std::copy_n(tree.tokens(), count, request.tokens);
   std::copy_n(tree.parents(), count, request.parents);
-  if (queue_.launch(program_.round_for(count), setting_) != Status::kOk) return;
+  if (queue_.launch(program_.round_for(count), setting_, text_) != Status::kOk) return;
   first_ = last_ = queue_.launched();
   launched_ = true;
 }
@@ -173,7 +185,7 @@ void GraphExecutor::launch_ahead() noexcept {
   request.count = 1;
   request.position = position;
   request.max_tokens = 1;
-  if (queue_.launch(program_.round_for(1), setting_) != Status::kOk) return;
+  if (queue_.launch(program_.round_for(1), setting_, text_) != Status::kOk) return;
   ahead_ = queue_.launched();
   ahead_position_ = -1;
 }
@@ -214,6 +226,9 @@ Status GraphExecutor::finish_round(RoundResult& result) noexcept {
   }
   if (answer.status != gpu::RoundStatus::kOk || !copy_tokens(answer, result)) {
     return queue_.fail("the device gave an impossible answer to a round", /*restart_helps=*/true);
+  }
+  if (round_.sampling->penalizes()) {
+    for (int i = 0; i < result.count; ++i) text_.add(result.tokens[i].token);
   }
   if (round_.speculation != Speculation::kNone) proposer_->learn(round_, result);
   ahead_token_ = result.tokens[result.count - 1].token;
@@ -278,6 +293,7 @@ void GraphExecutor::prepare() {
   info_.weight_bytes = program_.weight_bytes;
   info_.kv_bytes = program_.kv_bytes;
   info_.reuse = program_.reuse;
+  info_.penalties = true;
   info_.name = program_.name.c_str();
   info_.default_drafter = options_.drafter;
   info_.default_max_tree = options_.max_tree;
@@ -287,7 +303,7 @@ void GraphExecutor::prepare() {
   std::vector<std::unique_ptr<Drafter>> drafters;
   if (program_.most_nodes() > 1) drafters.push_back(std::make_unique<NgramDrafter>(info_.context));
   if (program_.draft != nullptr && program_.most_nodes() > 1) {
-    drafters.push_back(std::make_unique<MedusaDrafter>(program_, queue_, setting_));
+    drafters.push_back(std::make_unique<MedusaDrafter>(program_, queue_, setting_, text_));
   }
   if (options_.scripted != nullptr) drafters.push_back(std::make_unique<ScriptedDrafter>(*options_.scripted));
   proposer_ = std::make_unique<Proposer>(
@@ -351,7 +367,7 @@ int64_t GraphExecutor::measure_round(int size, int position, const std::vector<i
       request.tokens[i] = 0;
       request.parents[i] = static_cast<uint8_t>(std::max(i - 1, 0));
     }
-    require(queue_.launch(program_.rounds[size], setting_));
+    require(queue_.launch(program_.rounds[size], setting_, text_));
   }
   require(queue_.drain());
   read(queue_.seen());

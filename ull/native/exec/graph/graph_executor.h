@@ -18,6 +18,7 @@
 #include "exec/graph/program.h"
 #include "exec/graph/round_queue.h"
 #include "exec/graph/setting.h"
+#include "exec/graph/text.h"
 #include "spec/proposer.h"
 #include "spec/scripted_drafter.h"
 
@@ -59,6 +60,7 @@ class GraphExecutor final : public Executor {
   [[nodiscard]] bool valid(const int32_t* tokens, int count, int start) const noexcept;
   [[nodiscard]] Status begin_step(StepKind kind) noexcept;
   [[nodiscard]] bool ahead_is(const RoundStep& step) const noexcept;
+  [[nodiscard]] bool text_is(const RoundStep& step) const noexcept;
 
   // Launches what is left of the step, as far as slots and the page table allow.
   void advance() noexcept;
@@ -80,6 +82,7 @@ class GraphExecutor final : public Executor {
   const GraphOptions options_;
   ExecutorInfo info_;
   Setting setting_;
+  Text text_;
   RoundQueue queue_;
   std::unique_ptr<Proposer> proposer_;  // from prepare() on; its tree is the round's, a plain one's is the root alone
 

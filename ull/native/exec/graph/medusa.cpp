@@ -16,8 +16,8 @@ constexpr int64_t kMeasureNs = 200'000'000;  // no further one is measured after
 
 }  // namespace
 
-MedusaDrafter::MedusaDrafter(const GraphProgram& program, RoundQueue& queue, const Setting& setting)
-    : program_(program), queue_(queue), setting_(setting) {}
+MedusaDrafter::MedusaDrafter(const GraphProgram& program, RoundQueue& queue, const Setting& setting, const Text& text)
+    : program_(program), queue_(queue), setting_(setting), text_(text) {}
 
 // The median time from launch to answer. What the hidden state holds does not matter.
 void MedusaDrafter::prepare() {
@@ -67,7 +67,7 @@ Status MedusaDrafter::propose(const DraftContext& context, const TreePlan& plan,
   return Status::kOk;
 }
 
-// The sampling, bias and seed that rank the candidates are the device's from the round before.
+// What ranks the candidates, sampling, biases, seed and text, is the device's from the round before.
 Status MedusaDrafter::run(int32_t position, const std::atomic<bool>& abort) noexcept {
   if (!queue_.has_slot()) return Status::kAborted;
   gpu::RoundRequest& request = queue_.next_request();
@@ -76,7 +76,7 @@ Status MedusaDrafter::run(int32_t position, const std::atomic<bool>& abort) noex
   request.position = position;
   request.max_tokens = 0;
   std::fill_n(request.tokens, program_.medusa_heads, 0);
-  if (queue_.launch(program_.draft, setting_) != Status::kOk) return Status::kExecutorFailed;
+  if (queue_.launch(program_.draft, setting_, text_) != Status::kOk) return Status::kExecutorFailed;
   while (queue_.seen() < queue_.launched()) {
     if (queue_.take_answer()) continue;
     if (abort.load(std::memory_order_acquire)) return Status::kAborted;

@@ -16,7 +16,7 @@ namespace ull::graph {
 class MedusaDrafter final : public Drafter {
  public:
   // All of them must outlive it.
-  MedusaDrafter(const GraphProgram& program, RoundQueue& queue, const Setting& setting);
+  MedusaDrafter(const GraphProgram& program, RoundQueue& queue, const Setting& setting, const Text& text);
 
   [[nodiscard]] Speculation kind() const noexcept override { return Speculation::kMedusa; }
   // Measures what the heads take. Throws std::runtime_error with the device's failure.
@@ -40,6 +40,7 @@ class MedusaDrafter final : public Drafter {
   const GraphProgram& program_;
   RoundQueue& queue_;
   const Setting& setting_;
+  const Text& text_;
   MedusaCandidates candidates_;
   int64_t cost_ns_ = 0;
 

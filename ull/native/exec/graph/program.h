@@ -26,6 +26,7 @@ struct GraphProgram {
   gpu::RoundResult* results = nullptr;    // [kRoundSlots] mapped
   gpu::HostControl* control = nullptr;    // mapped
   int32_t* pages = nullptr;               // [context_tokens / kPageTokens, rounded up] mapped
+  int32_t* text = nullptr;                // [context_tokens] mapped
   int vocabulary = 0;
   int context_tokens = 0;
   int page_count = 0;

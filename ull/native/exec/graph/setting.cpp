@@ -1,22 +1,28 @@
 #include "exec/graph/setting.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 
 namespace ull::graph {
 namespace {
 
 gpu::Sampling device_sampling(const Sampling& sampling) noexcept {
-  return {sampling.temperature, sampling.top_k,        sampling.top_p,     sampling.min_p,
-          sampling.seed,        sampling.top_logprobs, sampling.bias_count};
+  return {sampling.temperature,
+          sampling.top_k,
+          sampling.top_p,
+          sampling.min_p,
+          sampling.seed,
+          sampling.top_logprobs,
+          sampling.bias_count,
+          sampling.repetition_penalty,
+          sampling.frequency_penalty,
+          sampling.presence_penalty,
+          sampling.penalizes() ? 1 : 0};
 }
 
 bool same_bits(const gpu::Sampling& a, const gpu::Sampling& b) noexcept {
-  return std::bit_cast<uint32_t>(a.temperature) == std::bit_cast<uint32_t>(b.temperature) && a.top_k == b.top_k &&
-         std::bit_cast<uint32_t>(a.top_p) == std::bit_cast<uint32_t>(b.top_p) &&
-         std::bit_cast<uint32_t>(a.min_p) == std::bit_cast<uint32_t>(b.min_p) && a.seed == b.seed &&
-         a.top_logprobs == b.top_logprobs && a.bias_count == b.bias_count;
+  static_assert(sizeof(gpu::Sampling) == 48);  // no padding, whose bits might differ
+  return std::memcmp(&a, &b, sizeof(a)) == 0;
 }
 
 }  // namespace
