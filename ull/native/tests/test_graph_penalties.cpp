@@ -38,6 +38,7 @@ TEST(plain_rounds_run_ahead_with_penalties_too) {
   CHECK(rig.complete(prompt, 200) == rig.model.continuation(prompt, 200, rig.sampling));
   const auto records = rig.rest();
   CHECK(count_of(records, RoundMode::kContinue, RoundStatus::kOk) > 150);
+  CHECK(count_of(records, RoundMode::kTake, RoundStatus::kOk) < 10);  // the host need not say what the text is again
 }
 
 TEST(requests_take_turns) {
@@ -62,6 +63,52 @@ TEST(the_next_turn_s_prompt_holds_what_was_generated) {
   Tokens decoded = text;
   CHECK(rig.decode(decoded, 40) == Status::kOk);
   CHECK((Tokens{decoded.begin() + static_cast<std::ptrdiff_t>(text.size()), decoded.end()}) == expected);
+}
+
+TEST(texts_of_one_length_are_told_apart) {
+  GraphRig rig;
+  rig.sampling = penalizing();
+  for (const int first : {0, 5, 0}) {
+    const Tokens prompt = prompt_of(50, first);
+    CHECK(rig.complete(prompt, 3) == rig.model.continuation(prompt, 3, rig.sampling));
+  }
+}
+
+// A round is queued that would go on with the old request's idea of what the prompt is.
+TEST(a_continuation_of_another_request_s_text_is_not_taken) {
+  GraphRig rig;
+  rig.sampling = penalizing();
+  Tokens tokens = prompt_of(1);
+  rig.prompt_tokens = 1;
+  CHECK(rig.executor.start_round(rig.step(tokens, 20)) == Status::kOk);
+  CHECK(rig.finish() == Status::kOk);
+  tokens.push_back(rig.result.tokens[0].token);
+  const Tokens expected = rig.model.continuation(tokens, 1, rig.sampling);
+  rig.prompt_tokens = 2;
+  CHECK(rig.executor.start_round(rig.step(tokens, 20)) == Status::kOk);
+  CHECK(rig.finish() == Status::kOk);
+  CHECK_EQ(rig.result.tokens[0].token, expected[0]);
+}
+
+// It has written the device's text behind its root, and nobody knows what.
+TEST(an_aborted_round_of_another_request_has_run_all_the_same) {
+  GraphRig rig;
+  rig.sampling = penalizing(0.5F, 3);
+  const Tokens prompt = prompt_of(40);
+  Tokens tokens = prompt;
+  const Tokens expected = rig.complete(prompt, 30);
+  tokens.insert(tokens.end(), expected.begin(), expected.end());
+  const Tokens early(tokens.begin(), tokens.begin() + 45);
+  rig.sampling = penalizing(0.5F, 4);
+  CHECK(rig.executor.start_round(rig.step(early, 2)) == Status::kOk);
+  while (FakeDevice::driver().query(&rig.device) == ull::graph::kNotReady) std::this_thread::yield();
+  rig.executor.abort();
+  CHECK(rig.finish() == Status::kAborted);
+  rig.sampling = penalizing(0.5F, 3);
+  Tokens again(tokens.begin(), tokens.begin() + 60);
+  CHECK(rig.prefill({again.begin() + 40, again.end() - 1}, 40) == Status::kOk);  // its cache is the other's by now
+  CHECK(rig.decode(again, 10) == Status::kOk);
+  CHECK(again == tokens);
 }
 
 TEST(trees_look_at_each_node_s_own_text) {

@@ -148,10 +148,7 @@ void GraphExecutor::launch_tree() noexcept {
     if (!queue_.setting_is_free(setting_)) return;
     setting_.take(*step.sampling, step.stops, step.stop_count, step.pages, pages);
   }
-  if (!text_is(step)) {
-    if (!queue_.text_is_free(text_)) return;
-    text_.take(step.history, step.position + 1, step.prompt_tokens);
-  }
+  if (!text_is(step)) text_.take(step.history, step.position + 1, step.prompt_tokens);
   if (step.sampling->penalizes()) text_.begin(step.position + 1);
   const DraftTree& tree = proposer_->tree();
   const int count = tree.count();

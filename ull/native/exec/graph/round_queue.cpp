@@ -32,8 +32,7 @@ Status RoundQueue::launch(void* graph, const Setting& setting, const Text& text)
   gpu::RoundRequest& request = next_request();
   request.sequence = launched_ + 1;
   setting.write(request, device_setting_ == setting.version());
-  request.text = 0;
-  if (setting.penalizes() && request.mode != gpu::RoundMode::kPrefill) text.write(request);
+  text.write(request);
   // The driver's call orders the block before the device's reads of it.
   const Driver::Result error = driver_.launch(graph, program_.stream);
   if (error != kSuccess) return fail("cuGraphLaunch", error);
@@ -49,9 +48,7 @@ bool RoundQueue::take_answer() noexcept {
   ++seen_;
   // A round that was skipped may not have looked at its setting.
   if (result.status != gpu::RoundStatus::kSkipped) {
-    const gpu::RoundRequest& request = program_.requests[slot(seen_)];
-    device_setting_ = request.setting;
-    if (request.text != 0) device_text_ = request.text;
+    device_setting_ = program_.requests[slot(seen_)].setting;
   }
   polls_ = 0;
   progress_ns_ = 0;

@@ -43,9 +43,6 @@ class RoundQueue {
     return idle() || device_setting_ == setting.version();
   }
 
-  // Whether the mapped text may be written: no round under way reads it.
-  [[nodiscard]] bool text_is_free(const Text& text) const noexcept { return idle() || device_text_ == text.version(); }
-
   // The block of the next round; has_slot(). The caller fills mode, count, position, max_tokens, tokens and parents.
   [[nodiscard]] gpu::RoundRequest& next_request() noexcept { return program_.requests[slot(launched_ + 1)]; }
   // Launches it. kOk or kExecutorFailed.
@@ -94,7 +91,6 @@ class RoundQueue {
   uint64_t seen_ = 0;
   uint64_t cancelled_through_ = 0;
   uint32_t device_setting_ = 0;  // version that the device had copied when it last answered
-  uint32_t device_text_ = 0;     // likewise
   int64_t limit_ns_ = 0;
   int64_t progress_ns_ = 0;  // when a round was last answered, or the watchdog restarted
   int64_t looked_ns_ = 0;    // when the stream was last asked

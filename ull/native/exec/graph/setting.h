@@ -28,7 +28,6 @@ class Setting {
   void take(const int32_t* pages, int count) noexcept;
 
   [[nodiscard]] uint32_t version() const noexcept { return version_; }
-  [[nodiscard]] bool penalizes() const noexcept { return sampling_.penalizes != 0; }
   // Fills a request block. device_has: the device has copied this version, so that the biases need not go along.
   void write(gpu::RoundRequest& request, bool device_has) const noexcept;
 

@@ -26,7 +26,8 @@ class Text {
     return version_ > 0 && prompt_tokens == prompt_tokens_ && count <= count_ &&
            std::equal(history, history + count, text_.data());
   }
-  // Takes it over. The mapped memory must be free: see RoundQueue::text_is_free(). count: at most the capacity.
+  // Takes it over; count: at most the capacity. No round under way reads the mapped memory: a step begins when the one
+  // before it has ended, and what may still be queued behind that one goes on with the text that the device has.
   void take(const int32_t* history, int count, int prompt_tokens) noexcept {
     ++version_;
     count_ = std::min(count, capacity_);
@@ -41,7 +42,6 @@ class Text {
     if (static_cast<size_t>(count_) < text_.size()) text_[static_cast<size_t>(count_++)] = token;
   }
 
-  [[nodiscard]] uint32_t version() const noexcept { return version_; }
   void write(gpu::RoundRequest& request) const noexcept {
     request.text = version_;
     request.prompt_tokens = prompt_tokens_;
