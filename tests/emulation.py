@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from ull.device_layout import DEVICE_INTERFACE
 from ull.gpu.launch import Launch
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +37,7 @@ ON_DEVICE = os.environ.get("ULL_KERNELS", "") == "device"  # see device_kernels.
 SANITIZE = os.environ.get("ULL_SANITIZE", "") not in ("", "0")
 
 TINY_MODEL: dict[str, int | float] = {  # what `build` takes for macros that a test leaves out: a small model
+    "INTERFACE": DEVICE_INTERFACE,
     "HIDDEN": 128,
     "LAYERS": 2,
     "HEADS": 4,

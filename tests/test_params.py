@@ -1,12 +1,14 @@
 """The ctypes mirrors of ull/gpu/params.py against the C++ structs and constants of ull/kernels/params.h."""
 
 import ctypes
+import hashlib
 import inspect
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from ull.device_layout import DEVICE_INTERFACE
 from ull.gpu import params
 
 ROOT = Path(__file__).parent.parent
@@ -16,6 +18,7 @@ STRUCTS = {
     if issubclass(struct, ctypes.Structure) and struct is not ctypes.Structure
 }
 CONSTANTS = {  # Python's name: C++'s
+    "INTERFACE": "kInterface",
     "TREE_TOKENS": "kTreeTokens",
     "ROUND_SLOTS": "kRoundSlots",
     "STOP_TOKENS": "kStopTokens",
@@ -98,3 +101,16 @@ def test_every_struct_has_its_mirror() -> None:
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_constant(native: dict[str, str], name: str) -> None:
     assert float(native[name]) == getattr(params, name)
+
+
+def test_a_change_of_what_host_and_kernels_share_raises_the_interface() -> None:
+    """Cubins of older bundles go by what was here then: they must be refused, not run. Raise all three, and say so."""
+    layout = [
+        (name, ctypes.sizeof(struct), [(field, getattr(struct, field).offset, getattr(struct, field).size)])
+        for name, struct in sorted(STRUCTS.items())
+        for field in fields(struct)
+    ]
+    constants = [(name, getattr(params, name)) for name in sorted(CONSTANTS) if name != "INTERFACE"]
+    digest = hashlib.sha256(repr((layout, constants)).encode()).hexdigest()[:16]
+    assert (params.INTERFACE, DEVICE_INTERFACE) == (2, 2)
+    assert digest == "87d59ef408d85f59"

@@ -357,7 +357,7 @@ def _check_code(path: Path, manifest: Manifest) -> None:
     for name, value in device_macros(manifest.model, manifest.precision, manifest.medusa).items():
         if code.macros.get(name) != value:
             raise BundleError(
-                f"{path}: the kernels were compiled with {name} = {code.macros.get(name)}, the model has {value}; "
+                f"{path}: the kernels were compiled with {name} = {code.macros.get(name)} where {value} is needed; "
                 f"{REBUILD}",
                 field=f"code.macros.{name}",
             )

@@ -11,6 +11,7 @@ from ull.layout import FILLER, MEDUSA, TensorEntry, TensorShape, qkv_rows, round
 from ull.manifest import MedusaHeads, Model, Precision
 from ull.plans import Forward
 
+DEVICE_INTERFACE = 2  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
 DEVICE_TILE_ROWS = 16
 DEVICE_STEP = 32  # columns
 DEVICE_ALIGNMENT = 128  # bytes: a cache line of the GPU
@@ -58,6 +59,7 @@ def device_macros(model: Model, precision: Precision, medusa: MedusaHeads | None
     """The model as the kernels' sources see it (`ull/kernels/model.cuh`, for heads `medusa.cu`)."""
     bits = {"fp8": 8, "bf16": 16}
     values: dict[str, object] = {
+        "INTERFACE": DEVICE_INTERFACE,
         "HIDDEN": model.hidden,
         "LAYERS": model.layers,
         "HEADS": model.heads,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 
+INTERFACE = 2
 TREE_TOKENS = 64
 ROUND_SLOTS = 4
 STOP_TOKENS = 32

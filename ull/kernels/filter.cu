@@ -176,7 +176,8 @@ struct Listed {
 #pragma unroll 1
       for (int at = 4 * arch::thread(); at < kChunk && chunk + at < kVocabulary; at += 4 * kThreads) {
         float logits[4];
-        load_quad(shared, row, chunk, at, adjusts, text_counts, logits);
+        load_quad(row, chunk + at, logits);
+        if (adjusts) adjust_quad(shared, text_counts, chunk, at, logits);
 #pragma unroll
         for (int j = 0; j < 4; ++j) shared.dense[at + j] = logits[j];
 #pragma unroll 1

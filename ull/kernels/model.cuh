@@ -30,6 +30,7 @@ ULL_HOST_DEVICE constexpr int round_up(int value, int unit) { return (value + un
 inline constexpr int kColumnUnit = 32;  // activations and packed weights are padded to this many columns
 inline constexpr int kRowUnit = 16;     // packed weights and f32 outputs to this many rows
 
+static_assert(ULL_INTERFACE == kInterface);
 static_assert(kHeads % kKvHeads == 0 && kHeadDim % 32 == 0 && kHeadDim <= 256);
 static_assert(kWeightBits == 8 || kWeightBits == 16);
 static_assert(kHeadBits == 8 || kHeadBits == 16);

@@ -333,13 +333,14 @@ ULL_DEVICE float penalized(const Shared& shared, float logit, uint32_t counted, 
   return logit - shared.adjustment.presence;
 }
 
-// The logits of tokens chunk + at .. chunk + at + 3; adjusts: as stage_adjustment() and spread() have laid down.
-ULL_DEVICE void load_quad(const Shared& shared, const float* row, int chunk, int at, bool adjusts,
-                          const uint32_t* text_counts, float (&logits)[4]) {
-  const arch::Vector4 raw = arch::load_global(row + chunk + at);
+ULL_DEVICE void load_quad(const float* row, int token, float (&logits)[4]) {
+  const arch::Vector4 raw = arch::load_global(row + token);
 #pragma unroll
   for (int j = 0; j < 4; ++j) logits[j] = arch::bits_float(raw.word[j]);
-  if (!adjusts) return;
+}
+
+// Of tokens chunk + at .. chunk + at + 3, as stage_adjustment() and spread() have laid down.
+ULL_DEVICE void adjust_quad(const Shared& shared, const uint32_t* text_counts, int chunk, int at, float (&logits)[4]) {
   if (shared.adjustment.penalizes) {
     const arch::Vector4 counted = arch::load_global(text_counts + chunk + at);
     const uint32_t added = shared.added[at / 4];
@@ -377,8 +378,10 @@ ULL_DEVICE void each_quad(Shared& shared, const float* row, Slice slice, Loaded 
 #pragma unroll 1
       for (int at = 4 * arch::thread(); at < kChunk && chunk + at < slice.last; at += 4 * kThreads) {
         float raw[4], biased[4];
-        load_quad(shared, row, chunk, at, false, nullptr, raw);
-        load_quad(shared, row, chunk, at, true, text_counts, biased);
+        load_quad(row, chunk + at, raw);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) biased[j] = raw[j];
+        adjust_quad(shared, text_counts, chunk, at, biased);
         visit(chunk + at, raw, biased);
       }
       spread(shared, chunk, slice.last, false);
