@@ -380,7 +380,10 @@ def test_a_generation_with_penalties(sampling: dict[str, float | int]) -> None:
                     device.ask(layout.CONTINUE, **fields)
                     device.accept()
                 done -= 2 if turns > 5 else 0
-            if turns % 3 == 2 and turns % 5 != 4:
+            if turns % 4 == 3:  # and another request's, without penalties
+                device.ask(layout.TAKE, [3], position=done - 1, setting=9, sampling=layout.Sampling(top_p=1.0))
+                device.accept()
+            if turns % 3 == 2 and turns % 5 != 4 and turns % 4 != 3:
                 device.ask(layout.CONTINUE, **fields)
             else:
                 root, first, second = text[done : done + 3]
@@ -398,9 +401,6 @@ def test_a_generation_with_penalties(sampling: dict[str, float | int]) -> None:
                 wide[text[done + 1]] - np.log(np.exp(wide).sum()), abs=1e-5
             )
             done += result.count
-        # A request without penalties in between touches neither text nor counts.
-        device.ask(layout.TAKE, [3], position=5, setting=9, sampling=layout.Sampling(top_p=1.0))
-        device.accept()
 
 
 # ---- embedding -----------------------------------------------------------------------------------------------------

@@ -252,12 +252,52 @@ def test_a_large_vocabulary(large: emulation.Kernels, wish: Wish) -> None:
     assert check(large, logits, wish, slices=9, seed=3) == check(large, logits, wish)
 
 
+def test_penalties_in_a_large_vocabulary(large: emulation.Kernels) -> None:
+    """Texts and ways that fall into several loads of a slice, tokens more than once among them."""
+    rng = np.random.default_rng(9)
+    logits = rows_of(rng, "normal", 4, LARGE)
+    favourites = rng.permutation(LARGE)[:12]
+    logits[:, favourites] += 8
+    text, way = rng.choice(favourites, 200).tolist(), [int(favourites[0])] * 2 + [int(favourites[1])]
+    penalties = {"repetition_penalty": 1.1, "frequency_penalty": 0.02, "presence_penalty": 0.3}
+    for wish in FILTERS[:5]:
+        wish = replace(wish, penalties=penalties, text=text, way=way, prompt_tokens=60)
+        assert check(large, logits, wish, slices=5, seed=3) == check(large, logits, wish)
+
+
+def test_a_way_is_forgotten_with_its_load(large: emulation.Kernels) -> None:
+    """The best token stands where the one that the way holds stood, 2048 tokens and one load earlier."""
+    logits = np.zeros((2, LARGE), np.float32)
+    logits[:, [100, 2148, 3000]] = [9, 8, 7]
+    wish = Wish(penalties={"presence_penalty": 2.0}, way=[100])
+    assert check(large, logits, wish, slices=1) == [100, 2148]
+
+
+def test_penalties_are_rounded_as_the_cpu_rounds(small: emulation.Kernels) -> None:
+    """Two tokens tie where a logit is divided, and the products are subtracted one by one; else 7 wins."""
+    values = np.random.default_rng(1).uniform(1, 20, 5000).astype(np.float32)
+    one, three, frequency, presence = map(np.float32, (1, 3, 0.1, 0.7))
+    for penalties, right, wrong in (
+        ({"repetition_penalty": 3.0}, values / three, values * (one / three)),
+        (
+            {"frequency_penalty": float(frequency), "presence_penalty": float(presence)},
+            (values - frequency) - presence,
+            values - (frequency + presence),
+        ),
+    ):
+        index = int(np.flatnonzero(right != wrong)[0])
+        held, other = (5, 7) if wrong[index] < right[index] else (7, 5)
+        logits = np.zeros((1, SMALL), np.float32)
+        logits[0, held], logits[0, other] = values[index], right[index]
+        assert check(small, logits, Wish(penalties=penalties, text=[held])) == [5]
+
+
 @pytest.mark.parametrize(
     "wish", [Wish(1.0, top_k=20000), Wish(1.0, top_p=0.3), Wish(1.0, top_k=30000, top_p=0.7)], ids=str
 )
 def test_more_ties_than_the_list_holds(large: emulation.Kernels, wish: Wish) -> None:
     """All tokens but a few are equal: the filters keep 20000 and more of them, by id."""
-    logits = np.zeros((6, LARGE), np.float32)
+    logits = np.full((6, LARGE), -7.25, np.float32)
     wish = replace(wish, seed=6, bias={5: 1.0, 69999: 0.5, 30: -math.inf})
     tokens = check(large, logits, wish)
     assert tokens == check(large, logits, wish, slices=7, seed=1)
