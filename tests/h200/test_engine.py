@@ -45,25 +45,27 @@ def complete(client: Client, prompt: str, **options: object) -> list[int]:
     return list(client.generate(prompt, max_tokens=TOKENS, seed=11, ignore_eos=True, **options).result().token_ids)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_chip_says_what_the_cpu_says(clients: dict[str, Client], temperature: float) -> None:
+SAMPLINGS = ({}, {"temperature": 0.8}, {"temperature": 0.7, "repetition_penalty": 1.2, "frequency_penalty": 0.3})
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_the_chip_says_what_the_cpu_says(clients: dict[str, Client], sampling: dict[str, float]) -> None:
     """16-bit activations and another order of sums: a near tie may fall the other way, but rarely."""
     same = [
-        complete(clients["cpu"], prompt, temperature=temperature)
-        == complete(clients["sm_90a"], prompt, temperature=temperature)
+        complete(clients["cpu"], prompt, **sampling) == complete(clients["sm_90a"], prompt, **sampling)
         for prompt in PROMPTS
     ]
     assert sum(same) >= len(PROMPTS) - 1
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_speculation_changes_nothing(clients: dict[str, Client], temperature: float) -> None:
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_speculation_changes_nothing(clients: dict[str, Client], sampling: dict[str, float]) -> None:
     client = clients["sm_90a"]
     for prompt in PROMPTS:
-        plain = complete(client, prompt, temperature=temperature, speculate="none")
+        plain = complete(client, prompt, speculate="none", **sampling)
         for drafter in ("ngram", "medusa", "auto"):
-            assert complete(client, prompt, temperature=temperature, speculate=drafter) == plain
-            assert complete(client, prompt, temperature=temperature, speculate=drafter, max_tree=64) == plain
+            assert complete(client, prompt, speculate=drafter, **sampling) == plain
+            assert complete(client, prompt, speculate=drafter, max_tree=64, **sampling) == plain
 
 
 def test_repeated_requests_are_bit_identical(clients: dict[str, Client]) -> None:
