@@ -15,7 +15,7 @@ def test_every_graph_runs(tmp_path: Path) -> None:
     from ull.gpu.program import load
 
     bundle = tmp_path / "tiny.ull"
-    command = [sys.executable, "-m", "ull_build", str(ROOT / "engines/tiny-ngram.toml"), "--target", "sm_90a"]
+    command = [sys.executable, "-m", "ull_build", str(ROOT / "engines/tiny-medusa.toml"), "--target", "sm_90a"]
     subprocess.run([*command, "--no-eval", "--quiet", "--output", str(bundle)], check=True)
     program = load(open_bundle(bundle))
     try:
@@ -27,6 +27,8 @@ def test_every_graph_runs(tmp_path: Path) -> None:
             parents = [max(0, index // 2 - 1) for index in range(size)]  # siblings at every node
             result = rounds.wait(rounds.launch(tree, 299, parents=parents, temperature=0.8, seed=5, top_logprobs=5))
             assert 1 <= result.count <= size
+            draft = rounds.wait(rounds.draft(299 + result.count, temperature=0.8, seed=5, top_logprobs=5))
+            assert all(0 <= token.top[0].token < 4096 for token in draft.tokens[: draft.count]) and draft.count > 0
         assert len(rounds.decode(prompt[-1], 299, 8, temperature=0.8, seed=5)) == 8
     finally:
         program.close()
