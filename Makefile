@@ -39,17 +39,17 @@ format: $(VENV)/.installed-test  ## rewrite the sources in the house format
 NATIVE_TESTS := .cache/native
 define run_native_tests
 	$(BIN)/cmake -S ull/native -B $(NATIVE_TESTS)/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
-	  -DULL_BUILD_MODULE=OFF -DULL_BUILD_TESTS=ON -DCMAKE_BUILD_TYPE=$(3) -DULL_SANITIZE=$(2) > /dev/null
+	  -DULL_BUILD_MODULE=OFF -DULL_BUILD_TESTS=ON -DULL_SANITIZE=$(2) > /dev/null
 	$(BIN)/cmake --build $(NATIVE_TESTS)/$(1)
 	$(BIN)/ctest --test-dir $(NATIVE_TESTS)/$(1) --output-on-failure
 endef
 
 native-test: $(VENV)/.installed-test  ## native unit tests
-	$(call run_native_tests,plain,,Release)
+	$(call run_native_tests,plain,)
 
 sanitize: $(VENV)/.installed-test  ## native unit tests under ASan + UBSan, then TSan; kernels under ASan + UBSan
-	$(call run_native_tests,asan,address$(comma)undefined,RelWithDebInfo)
-	$(call run_native_tests,tsan,thread,RelWithDebInfo)
+	$(call run_native_tests,asan,address$(comma)undefined)
+	$(call run_native_tests,tsan,thread)
 	ULL_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(PRELOADED)" \
 	  $(BIN)/python -m pytest -n 2 --dist loadfile -p no:faulthandler --capture=sys -o timeout=900 tests/test_emulator.py \
 	  $(filter-out %_compile.py,$(wildcard tests/test_kernel_*.py))
