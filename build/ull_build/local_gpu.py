@@ -1,12 +1,15 @@
-"""The GPU of the machine that builds, where a build needs one."""
+"""The GPU of the machine that builds, where a build needs one, and bundles in the making that run there."""
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from ull.bundle import ARCHITECTURES, Target
+from ull.bundle import ARCHITECTURES, WEIGHTS_FILE, Bundle, Manifest, Target, read_tensor_file
 from ull.errors import BuildError
+from ull.log import Log
 
 
 @dataclass(frozen=True)
@@ -29,3 +32,14 @@ def find_gpu(target: Target, purpose: str) -> LocalGpu:
             field="target",
         )
     return gpu
+
+
+def staged_bundle(directory: Path, manifest: Manifest) -> Bundle:
+    """The bundle that `directory` will be: its weights are there, its manifest is not yet."""
+    return Bundle(directory, manifest, read_tensor_file(directory / WEIGHTS_FILE))
+
+
+def open_program(bundle: Bundle, context: int) -> Any:
+    """The graph program of a bundle on GPU 0. Raises GpuError or BundleError."""
+    program: Any = importlib.import_module("ull.gpu.program")  # needs cuda-python, which other builds do without
+    return program.load(bundle, context=context, log=Log("warning"))

@@ -7,8 +7,7 @@ plans compute is therefore looked at, not assumed.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from ull.bundle import Bundle, Forward, PlanCheck, Plans
 from ull.errors import BuildError
-from ull.log import Log
+from ull_build.local_gpu import open_program
 
 Logits = NDArray[np.float32]  # [tokens, V]
 
@@ -143,10 +142,7 @@ def settled(plans: Plans, seen: Seen, made: PlanCheck | None) -> Plans:
 
 def _open(bundle: Bundle) -> Any:
     """The graph program of a bundle for as many tokens as are checked."""
-    program = importlib.import_module("ull.gpu.program")  # needs cuda-python, which other builds do without
-    load: Callable[..., Any] = program.load
-    context = min(bundle.manifest.model.context, CHECK_TOKENS)
-    return load(bundle, context=context, log=Log("warning"))
+    return open_program(bundle, min(bundle.manifest.model.context, CHECK_TOKENS))
 
 
 def _error(logits: Logits, reference: Logits) -> float:

@@ -20,7 +20,6 @@ from ull.bundle import (
     FUSED,
     MAX_TREE,
     TOKEN_COUNTS,
-    WEIGHTS_FILE,
     Bundle,
     FileEntry,
     Forward,
@@ -28,10 +27,9 @@ from ull.bundle import (
     Model,
     Plans,
     Target,
-    read_tensor_file,
 )
 from ull.gpu import tensorrt_library
-from ull_build.local_gpu import LocalGpu, find_gpu
+from ull_build.local_gpu import LocalGpu, find_gpu, staged_bundle
 from ull_build.output import file_entry
 from ull_build.progress import Reporter
 from ull_build.quality import Evaluator
@@ -115,13 +113,13 @@ def try_plans(
     reporter.note("trying the plans on the GPU")
     reference = staging / REFERENCE
     try:
-        seen = check.observe_plans(_bundle(staging, manifest), tokens)
+        seen = check.observe_plans(staged_bundle(staging, manifest), tokens)
         fused = None
         if ARCHITECTURES[manifest.target].has_bulk_copies:
             weights = reference if reference.exists() else staging
             if weights is reference:
                 (reference / CODE_DIRECTORY).symlink_to(staging / CODE_DIRECTORY)
-            fused = check.read_logits(check.with_forward(_bundle(weights, manifest), FUSED), tokens)
+            fused = check.read_logits(check.with_forward(staged_bundle(weights, manifest), FUSED), tokens)
         plain = fp8 = evaluator.logits(tokens)
         if manifest.calibration is not None:
             fp8 = evaluator.logits(tokens, input_scales(manifest.calibration.amax))
@@ -142,7 +140,3 @@ def watch_plans(bundle: Bundle) -> Manifest:
     seen = check.observe_plans(bundle, check.enough_of(range(check.CHECK_TOKENS), manifest.model.context))
     forward = msgspec.structs.replace(manifest.forward, plans=check.settled(plans, seen, None))
     return msgspec.structs.replace(manifest, forward=forward)
-
-
-def _bundle(directory: Path, manifest: Manifest) -> Bundle:
-    return Bundle(directory, manifest, read_tensor_file(directory / WEIGHTS_FILE))
