@@ -25,7 +25,7 @@ from ull_build.checkpoint import Checkpoint
 from ull_build.progress import PlainReporter, Reporter
 from ull_build.tensorrt.monitor import Phases
 from ull_build.tensorrt.network import segment_names
-from ull_build.tensorrt.plans import INSPECTOR_FILE, LOG_FILE, Plans, build_plans
+from ull_build.tensorrt.plans import INSPECTOR_FILE, LOG_FILE, BuiltPlans, build_plans
 from ull_build.tensorrt.timing_cache import require_timing_cache, save_timing_cache
 from ull_build.tensorrt.weights import SegmentWeights
 
@@ -50,10 +50,10 @@ def amax(checkpoint: Checkpoint) -> dict[str, float]:
 
 
 @pytest.fixture
-def make(checkpoint: Checkpoint, amax: dict[str, float], tmp_path: Path) -> Callable[..., Plans]:
+def make(checkpoint: Checkpoint, amax: dict[str, float], tmp_path: Path) -> Callable[..., BuiltPlans]:
     """make("first"): builds into tmp_path/first, the timing cache beside it."""
 
-    def build(name: str, reporter: Reporter | None = None, precision: Precision = FP8) -> Plans:
+    def build(name: str, reporter: Reporter | None = None, precision: Precision = FP8) -> BuiltPlans:
         cache = tmp_path / "model.timing"
         weights = SegmentWeights(checkpoint, precision)
         plans = build_plans(trt, checkpoint.model, weights, amax, tmp_path / name, cache, reporter or Recorder())
