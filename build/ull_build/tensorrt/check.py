@@ -133,10 +133,12 @@ def everything(plans: Plans) -> Plans:
 
 def settled(plans: Plans, seen: Seen, made: PlanCheck | None) -> Plans:
     """The manifest's account with what has been seen. A native KV cache knows no trees."""
-    exact = [1] if plans.attention == "native" else seen.exact
-    seen_bytes = seen.resident_bytes
     return msgspec.structs.replace(
-        plans, exact=exact, place_exact=seen.place_exact, resident_bytes=seen_bytes, check=made
+        plans,
+        exact=[1] if plans.attention == "native" else seen.exact,
+        place_exact=seen.place_exact,
+        resident_bytes=seen.resident_bytes,
+        check=made,
     )
 
 

@@ -25,6 +25,7 @@ from ull.bundle import (
     Forward,
     Manifest,
     Model,
+    PlanCheck,
     Plans,
     Target,
 )
@@ -108,8 +109,7 @@ def try_plans(
 
     Removes the reference weights. Raises BuildError above the limit, GpuError or BundleError where they do not run.
     """
-    plans, tokens = manifest.forward.plans, check.enough_of(tokens, manifest.model.context)
-    assert plans is not None
+    tokens = check.enough_of(tokens, manifest.model.context)
     reporter.note("trying the plans on the GPU")
     reference = staging / REFERENCE
     try:
@@ -126,8 +126,7 @@ def try_plans(
         made = check.check_plans(seen, check.References(plain, fp8, fused), limit)
     finally:
         shutil.rmtree(reference, ignore_errors=True)
-    forward = msgspec.structs.replace(manifest.forward, plans=check.settled(plans, seen, made))
-    return msgspec.structs.replace(manifest, forward=forward)
+    return _noted(manifest, seen, made)
 
 
 def watch_plans(bundle: Bundle) -> Manifest:
@@ -135,8 +134,13 @@ def watch_plans(bundle: Bundle) -> Manifest:
 
     Raises GpuError or BundleError where the plans do not run.
     """
-    manifest, plans = bundle.manifest, bundle.manifest.forward.plans
+    tokens = check.enough_of(range(check.CHECK_TOKENS), bundle.manifest.model.context)
+    return _noted(bundle.manifest, check.observe_plans(bundle, tokens), None)
+
+
+def _noted(manifest: Manifest, seen: check.Seen, made: PlanCheck | None) -> Manifest:
+    """The manifest with what has been seen of its plans."""
+    plans = manifest.forward.plans
     assert plans is not None
-    seen = check.observe_plans(bundle, check.enough_of(range(check.CHECK_TOKENS), manifest.model.context))
-    forward = msgspec.structs.replace(manifest.forward, plans=check.settled(plans, seen, None))
+    forward = msgspec.structs.replace(manifest.forward, plans=check.settled(plans, seen, made))
     return msgspec.structs.replace(manifest, forward=forward)
