@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ull.bundle import ARCHITECTURES, WEIGHTS_FILE, Bundle, Manifest, Target, read_tensor_file
+from ull.bundle import ARCHITECTURES, WEIGHTS_FILE, Bundle, Manifest, Target, capability_text, read_tensor_file
 from ull.errors import BuildError
 from ull.log import Log
 
@@ -25,7 +25,7 @@ def find_gpu(target: Target, purpose: str) -> LocalGpu:
     found = importlib.import_module("ull.gpu.driver").describe_device(0)
     gpu = LocalGpu(found["name"], found["capability"])
     architecture = ARCHITECTURES[target]
-    if gpu.capability != "{}.{}".format(*architecture.capability):
+    if gpu.capability != capability_text(architecture.capability):
         raise BuildError(
             f"{purpose} on the GPU at hand, {gpu.name} (compute capability {gpu.capability}), which is not a {target}: "
             f"build on {architecture.machines}",
