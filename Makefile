@@ -15,13 +15,18 @@ help:  ## list the commands
 demo: $(VENV)/.installed  ## build the tiny engine, serve it, stream a completion, print latencies
 	@$(BIN)/ull demo
 
-# Tests that compute for minutes and time nothing run side by side, a file to a process; the rest one after the other.
-LONG_TESTS := $(sort $(wildcard tests/test_emulator.py tests/test_fakecuda.py tests/test_gpu_*.py tests/test_kernel_*.py \
-  tests/test_tensorrt_*.py))
+# Tests that compute and time nothing run side by side, a file to a process, in this order: those that take minutes first,
+# so that no process is left with one of them at the end. The rest run one after the other.
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
+LONG_TESTS := $(patsubst %,tests/test_%.py,tensorrt_end_to_end gpu_end_to_end kernel_linear kernel_attention kernel_layers \
+  kernel_compile kernel_sampling gpu_double gpu_evaluation)
+LONG_TESTS += $(filter-out $(LONG_TESTS),$(sort $(wildcard $(patsubst %,tests/test_%.py,emulator fakecuda gpu_* kernel_* \
+  tensorrt_* build build_gpu* build_speculation build_vocabulary bundle calibrate checkpoint evaluate executor oracle \
+  speculation text train))))
 
 test: $(VENV)/.installed-test  ## linters, types, the test suite
 	$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(LONG_TESTS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(LONG_TESTS)
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(LONG_TESTS))
 
 lint: $(VENV)/.installed-test  ## ruff, mypy, clang-format
@@ -39,20 +44,20 @@ format: $(VENV)/.installed-test  ## rewrite the sources in the house format
 NATIVE_TESTS := .cache/native
 define run_native_tests
 	$(BIN)/cmake -S ull/native -B $(NATIVE_TESTS)/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
-	  -DULL_BUILD_MODULE=OFF -DULL_BUILD_TESTS=ON -DCMAKE_BUILD_TYPE=$(3) -DULL_SANITIZE=$(2) > /dev/null
+	  -DULL_BUILD_MODULE=OFF -DULL_BUILD_TESTS=ON -DULL_SANITIZE=$(2) > /dev/null
 	$(BIN)/cmake --build $(NATIVE_TESTS)/$(1)
 	$(BIN)/ctest --test-dir $(NATIVE_TESTS)/$(1) --output-on-failure
 endef
 
 native-test: $(VENV)/.installed-test  ## native unit tests
-	$(call run_native_tests,plain,,Release)
+	$(call run_native_tests,plain,)
 
 sanitize: $(VENV)/.installed-test  ## native unit tests under ASan + UBSan, then TSan; kernels under ASan + UBSan
-	$(call run_native_tests,asan,address$(comma)undefined,RelWithDebInfo)
-	$(call run_native_tests,tsan,thread,RelWithDebInfo)
+	$(call run_native_tests,asan,address$(comma)undefined)
+	$(call run_native_tests,tsan,thread)
 	ULL_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(PRELOADED)" \
-	  $(BIN)/python -m pytest -n 2 --dist loadfile -p no:faulthandler --capture=sys -o timeout=900 tests/test_emulator.py \
-	  $(filter-out %_compile.py,$(wildcard tests/test_kernel_*.py))
+	  $(BIN)/python -m pytest $(SIDE_BY_SIDE) -p no:faulthandler --capture=sys -o timeout=900 \
+	  $(filter tests/test_kernel_% tests/test_emulator.py,$(filter-out %_compile.py,$(LONG_TESTS)))
 comma := ,
 # libstdc++ beside libasan: it looks up what throws exceptions when it starts, and Python itself has none.
 PRELOADED = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so)

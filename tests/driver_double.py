@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import emulation
@@ -30,16 +32,21 @@ def library_folder() -> Path:
     return folder
 
 
-def environment(kernels: Path | None = None, **options: object) -> dict[str, str]:
-    """This process's environment with the double in place of the driver.
+def environment(kernels: Path | None = None, *, imports: Sequence[Path] = (), **options: object) -> dict[str, str]:
+    """This process's environment with the double in place of the driver, and without TensorRT or its double.
 
-    `kernels`: a library of emulation.build_library(). `options`: fake.h lists them (capability="8.0", fault="hang=2").
+    `kernels`: a library of emulation.build_library(). `imports`: folders of more modules that a program needs.
+    `options`: fake.h lists them (capability="8.0", fault="hang=2").
     """
+    own = [*imports, *(emulation.ROOT / folder for folder in ("tests", "build", "."))]
+    found = [path for path in sys.path if path != str(emulation.ROOT / "tests/tensorrt_double")]
     paths = [str(library_folder()), *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
     settings = {f"ULL_FAKECUDA_{name.upper()}": str(value) for name, value in options.items()}
     if kernels is not None:
         settings["ULL_FAKECUDA_KERNELS"] = str(kernels)
-    return {**os.environ, **settings, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths))}
+    settings["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, paths))
+    settings["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, own), *found]))
+    return {**os.environ, **settings}
 
 
 def cubin(*kernels: str, machine: int = 190) -> bytes:

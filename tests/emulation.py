@@ -59,7 +59,7 @@ COMMON_FLAGS = (
     *("-ffp-contract=off", "-fno-math-errno"),  # the kernels' arithmetic is what they write, on both sides
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-maybe-uninitialized"),
 )
-SANITIZE_FLAGS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+SANITIZE_FLAGS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 
 
 class KernelError(Exception):

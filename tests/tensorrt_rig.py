@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ull.bundle import Model, inverse_frequencies
+from ull.plans import segment_names
 from ull_build.checkpoint import Checkpoint
 from ull_build.convert import bias_sources, vector_source, weight_sources
-from ull_build.tensorrt.network import segment_names
 
 FOLDER = Path(__file__).parent / "tensorrt_double"
 TREE_TOKENS, COLUMNS = 64, 32  # of the attention's layout
@@ -117,7 +117,7 @@ def forward(checkpoint: Checkpoint, run: Segment, tokens: Array, step: int) -> A
         part = tokens[base : base + step]
         residual = embedding[np.pad(part, (0, step - len(part)))].astype(np.float32)
         qkv = run("entry", {"residual": residual})["qkv"]
-        for layer, segment in enumerate(segment_names(model)[1:-1]):
+        for layer, segment in enumerate(segment_names(model.layers, "paged")[1:-1]):
             outputs = run(segment, {"attention": attention(layer, qkv, base), "residual": residual})
             residual, qkv = outputs["residual_out"], outputs.get("qkv", qkv)
         logits.append(run("head", {"residual": residual})["logits"][: len(part), : model.vocabulary])

@@ -2,7 +2,6 @@
 
 import ctypes
 import json
-import os
 import subprocess
 import sys
 import time
@@ -30,7 +29,6 @@ def run(scenario: str, *arguments: object, **options: Any) -> str:
     """Runs `scenario` under the double; its output. Fails with its traceback."""
     program = f"import test_fakecuda as t; t.{scenario}(*{arguments!r})"
     environment = driver_double.environment(**options)
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), *sys.path])
     result = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
     )

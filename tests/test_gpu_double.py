@@ -6,7 +6,6 @@ Each `scenario_*` runs in a process of its own, where libcuda.so.1 is the double
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ import numpy as np
 import pytest
 
 import driver_double
-import tensorrt_rig
 from device_bundles import build_with_stubs, emulated_kernels
 from ull import _native
 from ull.bundle import open_bundle
@@ -53,9 +51,7 @@ def emulated(bundle: Path) -> Path:
 def run(scenario: str, *arguments: object, kernels: Path | None = None, **options: Any) -> Any:
     """Runs `scenario` under the double; what it printed as JSON. Fails with its traceback."""
     program = f"import test_gpu_double as t; t.{scenario}(*{arguments!r})"
-    environment = driver_double.environment(kernels, **options)
-    paths = [path for path in sys.path if path != str(tensorrt_rig.FOLDER)]  # here TensorRT is not installed
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "bench/h200"), *paths])
+    environment = driver_double.environment(kernels, imports=[ROOT / "bench/h200"], **options)
     result = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=600
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import driver_double
 from conftest import ROOT
 from device_bundles import build_with_stubs, emulated_kernels
+from double_daemons import TOKENS, complete, daemons
 from ull import _native
 from ull.bundle import open_bundle
 from ull.client import Client
@@ -24,7 +24,6 @@ from ull_build.build import Settings, build
 from ull_build.drafters import SpeculationSettings
 
 CONTEXT = 512
-TOKENS = 10
 REPEATING = "x = 1\nx = 1\nx = 1\nx = 1\nx ="  # n-gram has something to propose
 PROMPTS = ("def add(first, second):\n    return", REPEATING)
 PROMPT_IDS = [0, 306, 903, 10, 1617, 14, 2480, 294, 271, 323]  # of the first
@@ -58,27 +57,15 @@ def emulated(bundles: dict[str, Path]) -> Path:
 
 
 @pytest.fixture
-def start(bundles: dict[str, Path], emulated: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+def start(bundles: dict[str, Path], emulated: Path) -> Iterator[Start]:
     """start(*arguments, **double's options): ulld on the GPU bundle."""
-    daemons: list[DaemonProcess] = []
+    with daemons() as serve:
 
-    def begin(*arguments: str, command: Sequence[str] | None = None, **options: object) -> DaemonProcess:
-        double = driver_double.environment(emulated, multiprocessors=4, **options)
-        for name, value in double.items():
-            if os.environ.get(name) != value:
-                monkeypatch.setenv(name, value)
-        daemons.append(DaemonProcess(bundles["gpu"], arguments=arguments, command=command, ready_timeout=600.0))
-        return daemons[-1]
+        def begin(*arguments: str, command: Sequence[str] | None = None, **options: object) -> DaemonProcess:
+            environment = driver_double.environment(emulated, multiprocessors=4, **options)
+            return serve(bundles["gpu"], environment, *arguments, command=command)
 
-    yield begin
-    for daemon in daemons:
-        daemon.kill()
-
-
-def complete(client: Client, prompt: str, **options: Any) -> list[int]:
-    result = client.generate(prompt, **{"max_tokens": TOKENS, "seed": 7, "ignore_eos": True} | options).result()
-    assert result.finish_reason == "length", result.error
-    return result.token_ids
+        yield begin
 
 
 def test_the_daemon_says_what_the_cpu_executor_says(bundles: dict[str, Path], start: Start) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +34,6 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, *arguments: str, kernels: Path | None = None, **options: object) -> tuple[int, str]:
     """ull-build on engines/tiny under the double: exit status and standard error."""
     environment = driver_double.environment(kernels, multiprocessors=4, **options)
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT), str(ROOT / "build"), *sys.path])
     environment["ULL_TEST_KERNELS"] = str(write_stubs(folder / "stubs"))
     command = [sys.executable, str(ROOT / "tests/gpu_build.py"), "--model", str(ROOT / "engines/tiny"), "--output"]
     command += [str(folder / "x.ull"), "--target", "sm_90a", "--evaluate-on", "gpu", *arguments]

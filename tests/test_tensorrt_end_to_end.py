@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,16 +14,15 @@ from typing import Any
 import pytest
 
 import driver_double
-import tensorrt_rig
 from conftest import ROOT
 from device_bundles import build_with_stubs, emulated_kernels, write_stubs
+from double_daemons import TOKENS, complete, daemons
 from ull.bundle import Bundle, open_bundle
 from ull.client import Client
 from ull.spawn import DaemonProcess
 from ull_build.build import Settings
 
 CONTEXT = 192
-TOKENS = 10
 PROMPTS = ("def add(first, second):\n    return", "x = 1\nx = 1\nx = 1\nx = 1\nx =")
 PROGRAM = [sys.executable, str(ROOT / "tests/tensorrt_program.py")]
 
@@ -44,9 +42,7 @@ class Workshop:
 
     def environment(self, **options: object) -> dict[str, str]:
         double = driver_double.environment(self.emulated, multiprocessors=4, **options)
-        installed = [path for path in sys.path if path != str(tensorrt_rig.FOLDER)]  # the program adds it itself
-        paths = [str(ROOT / "tests"), str(ROOT / "build"), str(ROOT), *installed]
-        return {**double, "ULL_TEST_KERNELS": str(self.stubs), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        return {**double, "ULL_TEST_KERNELS": str(self.stubs)}
 
     def recipe(self, more: str) -> Path:
         """A recipe of engines/tiny with tables of its own."""
@@ -76,29 +72,15 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 @pytest.fixture
-def serve(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def serve(workshop: Workshop) -> Iterator[Any]:
     """serve(bundle): ulld on it."""
-    daemons: list[DaemonProcess] = []
+    with daemons() as start:
 
-    def begin(bundle: Bundle, *arguments: str, **options: object) -> DaemonProcess:
-        for name, value in workshop.environment(**options).items():
-            if os.environ.get(name) != value:
-                monkeypatch.setenv(name, value)
-        arguments = ("--set", "engine.watchdog_ms=120000", *arguments)
-        daemons.append(
-            DaemonProcess(bundle.path, arguments=arguments, ready_timeout=600.0, command=[*PROGRAM, "serve"])
-        )
-        return daemons[-1]
+        def begin(bundle: Bundle, *arguments: str, **options: object) -> DaemonProcess:
+            arguments = ("--set", "engine.watchdog_ms=120000", *arguments)
+            return start(bundle.path, workshop.environment(**options), *arguments, command=[*PROGRAM, "serve"])
 
-    yield begin
-    for daemon in daemons:
-        daemon.kill()
-
-
-def complete(client: Client, prompt: str, **options: Any) -> list[int]:
-    result = client.generate(prompt, **{"max_tokens": TOKENS, "seed": 7, "ignore_eos": True} | options).result()
-    assert result.finish_reason == "length", result.error
-    return list(result.token_ids)
+        yield begin
 
 
 def turn(client: Client, tokens: list[int]) -> tuple[list[int], list[float], int]:

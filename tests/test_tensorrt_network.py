@@ -12,8 +12,8 @@ from oracle.cases import ROOT, Case
 from tensorrt_subjects import BF16, FITTING, FP8, FP8_HEAD, MODELS, mean_error, relative_error, subject
 from ull.bundle import Precision, device_problems
 from ull.errors import BuildError
+from ull.plans import segment_names
 from ull_build.checkpoint import Checkpoint
-from ull_build.tensorrt.network import segment_names
 from ull_build.tensorrt.weights import BF16 as BF16_TYPE
 from ull_build.tensorrt.weights import F8 as F8_TYPE
 from ull_build.tensorrt.weights import F16 as F16_TYPE
@@ -70,7 +70,7 @@ def test_rows_do_not_depend_on_the_number_of_tokens(name: str, precision: Precis
     """Each segment for 1 and 8 tokens against its first rows for 64, with rubbish in attention's other rows."""
     it = subject(name)
     networks = it.networks(precision)
-    for segment in segment_names(it.checkpoint.model):
+    for segment in segment_names(it.checkpoint.model.layers, "paged"):
         whole = networks(segment, inputs_of(it.checkpoint.model, segment, 64))
         for tokens in (1, 8):
             part = networks(segment, inputs_of(it.checkpoint.model, segment, tokens))
@@ -93,7 +93,7 @@ def test_steps_of_a_few_tokens_agree_with_transformers(step: int) -> None:
 def test_segments_and_their_tensors_are_as_the_runtime_expects() -> None:
     it = subject("qwen2-window")  # three layers
     model = it.checkpoint.model
-    assert segment_names(model) == ["entry", "layer.0", "layer.1", "exit", "head"]
+    assert segment_names(model.layers, "paged") == ["entry", "layer.0", "layer.1", "exit", "head"]
     qkv = (model.heads + 2 * model.kv_heads) * model.head_dim
     residual, attention = ("residual", "FLOAT", (-1, 32)), ("attention", "HALF", (1, 64, 32))
     expected = {

@@ -21,11 +21,11 @@ from tensorrt_subjects import Recorder
 from ull.bundle import TOKEN_COUNTS, Precision
 from ull.errors import BuildError, GpuError
 from ull.gpu import tensorrt_library
+from ull.plans import segment_names
 from ull_build.checkpoint import Checkpoint
 from ull_build.progress import PlainReporter, Reporter
 from ull_build.tensorrt.monitor import Phases
-from ull_build.tensorrt.network import segment_names
-from ull_build.tensorrt.plans import INSPECTOR_FILE, LOG_FILE, Plans, build_plans
+from ull_build.tensorrt.plans import INSPECTOR_FILE, LOG_FILE, BuiltPlans, build_plans
 from ull_build.tensorrt.timing_cache import require_timing_cache, save_timing_cache
 from ull_build.tensorrt.weights import SegmentWeights
 
@@ -50,10 +50,10 @@ def amax(checkpoint: Checkpoint) -> dict[str, float]:
 
 
 @pytest.fixture
-def make(checkpoint: Checkpoint, amax: dict[str, float], tmp_path: Path) -> Callable[..., Plans]:
+def make(checkpoint: Checkpoint, amax: dict[str, float], tmp_path: Path) -> Callable[..., BuiltPlans]:
     """make("first"): builds into tmp_path/first, the timing cache beside it."""
 
-    def build(name: str, reporter: Reporter | None = None, precision: Precision = FP8) -> Plans:
+    def build(name: str, reporter: Reporter | None = None, precision: Precision = FP8) -> BuiltPlans:
         cache = tmp_path / "model.timing"
         weights = SegmentWeights(checkpoint, precision)
         plans = build_plans(trt, checkpoint.model, weights, amax, tmp_path / name, cache, reporter or Recorder())
@@ -73,7 +73,7 @@ def test_everything_is_written_in_order(make: Any, checkpoint: Checkpoint, tmp_p
     reporter = Recorder()
     plans = make("bundle", reporter)
     bundle = tmp_path / "bundle"
-    assert list(plans.files) == segment_names(checkpoint.model)
+    assert list(plans.files) == segment_names(checkpoint.model.layers, "paged")
     assert plans.files["layer.1"] == "code/plans/layer.1.plan"
     assert plans.tokens == TOKEN_COUNTS == (1, 2, 4, 8, 16, 32, 64)
     assert plans.tensorrt == trt.__version__
@@ -167,7 +167,7 @@ def test_an_inspector_that_writes_no_json_does_not_cost_the_build(make: Any, mon
 def test_one_bar_shows_all_segments(make: Any, checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
     reporter = Recorder()
     make("bundle", reporter)
-    assert reporter.done == reporter.total == 100 * len(segment_names(checkpoint.model))
+    assert reporter.done == reporter.total == 100 * len(segment_names(checkpoint.model.layers, "paged"))
     assert "tensorrt double" in reporter.threads  # TensorRT reports from threads of its own
     make("plain", PlainReporter())
     assert capsys.readouterr().out.startswith("TensorRT engines: 500 steps in ")

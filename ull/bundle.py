@@ -82,8 +82,19 @@ from ull.manifest import (
     medusa_problems,
     quantised_inputs,
 )
-from ull.plans import FUSED, PLANS_DIRECTORY, TOKEN_COUNTS, AttentionKind, Source, cache_positions
-from ull.targets import ARCHITECTURES
+from ull.plans import (
+    ENTRY_SEGMENT,
+    EXIT_SEGMENT,
+    FUSED,
+    HEAD_SEGMENT,
+    PLANS_DIRECTORY,
+    TOKEN_COUNTS,
+    AttentionKind,
+    Source,
+    cache_positions,
+    segment_names,
+)
+from ull.targets import ARCHITECTURES, capability_text
 
 __all__ = [
     "ALIGNMENT",
@@ -94,10 +105,13 @@ __all__ = [
     "DEVICE_STEP",
     "DEVICE_TILE_ROWS",
     "DRAFT",
+    "ENTRY_SEGMENT",
+    "EXIT_SEGMENT",
     "FILLER",
     "FORMAT",
     "FORMAT_VERSION",
     "FUSED",
+    "HEAD_SEGMENT",
     "MANIFEST_FILE",
     "MAX_DEVICE_HEADS",
     "MAX_MEDUSA_HEADS",
@@ -141,6 +155,7 @@ __all__ = [
     "TensorShape",
     "Tokens",
     "cache_positions",
+    "capability_text",
     "device_macros",
     "device_problems",
     "device_tensors",
@@ -157,6 +172,7 @@ __all__ = [
     "quantised_inputs",
     "read_manifest",
     "read_tensor_file",
+    "segment_names",
     "verify_hashes",
 ]
 

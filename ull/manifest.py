@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from ull.plans import FUSED, AttentionKind, Forward, PlanCheck, Plans, Source
+from ull.plans import FUSED, AttentionKind, Forward, PlanCheck, Plans, Source, segment_names
 from ull.targets import ARCHITECTURES, Target
 
 FORMAT: Final = "ull-engine"
@@ -323,7 +323,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         if (plans := self.forward.plans) is not None:
             for name in plans.files:
                 _require(name in self.files, f"`files` lacks {name!r}")
-            segments = 2 if plans.attention == "native" else self.model.layers + 2
+            segments = len(segment_names(self.model.layers, plans.attention))
             _require(len(plans.files) == segments, f"{len(plans.files)} plans where {segments} are needed")
 
 

@@ -19,6 +19,11 @@ PLANS_DIRECTORY: Final = "code/plans"
 TOKEN_COUNTS: Final = (1, 2, 4, 8, 16, 32, 64)  # that graphs are captured for
 MOST_TOKENS: Final = TOKEN_COUNTS[-1]
 
+ENTRY_SEGMENT: Final = "entry"  # what comes before the first attention
+EXIT_SEGMENT: Final = "exit"  # what comes after the last one
+HEAD_SEGMENT: Final = "head"
+STEP_SEGMENT: Final = "step"  # all layers, with TensorRT's own attention
+
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
@@ -116,6 +121,13 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 FUSED = Forward()
+
+
+def segment_names(layers: int, attention: AttentionKind) -> list[str]:
+    """The segments of a forward in order of execution; our attention runs before each but the first and the head."""
+    if attention == "native":
+        return [STEP_SEGMENT, HEAD_SEGMENT]
+    return [ENTRY_SEGMENT, *(f"layer.{layer}" for layer in range(layers - 1)), EXIT_SEGMENT, HEAD_SEGMENT]
 
 
 def cache_positions(context: int) -> int:

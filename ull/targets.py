@@ -17,6 +17,11 @@ class Architecture:
     has_bulk_copies: bool  # which our kernels of the layers are made of; without them only TensorRT's own remain
 
 
+def capability_text(capability: tuple[int, int]) -> str:
+    """A compute capability as it is written: "9.0"."""
+    return f"{capability[0]}.{capability[1]}"
+
+
 ARCHITECTURES: Final[dict[str, Architecture]] = {
     "sm_89": Architecture((8, 9), "an L4, L40S or RTX 40", has_bulk_copies=False),
     "sm_90a": Architecture((9, 0), "an H100, H200 or GH200", has_bulk_copies=True),

@@ -6,22 +6,20 @@ there down to 2^-32 of a row's largest). Both bundles are run by our kernels.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import WEIGHTS_FILE, Bundle, Manifest, Precision, device_macros, read_tensor_file
+from ull.bundle import WEIGHTS_FILE, Bundle, Manifest, Precision, device_macros
 from ull.errors import BuildError
-from ull.log import Log
 from ull_build.checkpoint import Checkpoint
 from ull_build.convert_device import convert_device_stage
 from ull_build.evaluate import EvaluationText, Predictions
 from ull_build.kernels import CompiledFile, write_code
+from ull_build.local_gpu import open_program, staged_bundle
 from ull_build.progress import Reporter
 
 ORIGINAL = Precision(weights="bf16", lm_head="bf16", embedding="bf16", kv="bf16")
@@ -61,19 +59,18 @@ class DeviceEvaluator:
         weights, _ = convert_device_stage("original, for comparison", self._reporter, self._checkpoint, ORIGINAL, path)
         files = self._staged.files | files | {WEIGHTS_FILE: weights}
         manifest = msgspec.structs.replace(self._staged, precision=ORIGINAL, code=code, files=files, speculation=None)
-        return self._run("evaluate original", _bundle(directory, manifest), text)
+        return self._run("evaluate original", staged_bundle(directory, manifest), text)
 
     def quantised(self, text: EvaluationText) -> Predictions:
         """What the staged weights predict."""
-        return self._run("evaluate quantised", _bundle(self._staging, self._staged), text)
+        return self._run("evaluate quantised", staged_bundle(self._staging, self._staged), text)
 
     def _run(self, title: str, bundle: Bundle, text: EvaluationText) -> Predictions:
-        program: Any = importlib.import_module("ull.gpu.program")  # needs cuda-python, which other builds do without
-        loaded = program.load(bundle, context=text.window, log=Log("warning"))
+        program = open_program(bundle, text.window)
         nll: list[NDArray[np.float32]] = []
         argmax: list[NDArray[np.int32]] = []
         try:
-            replay = loaded.replay()
+            replay = program.replay()
             with self._reporter.stage(title, len(text.tokens), "tokens") as advance:
                 for window in text.tokens.reshape(-1, text.window):
                     logits = replay.logits(window.tolist())[:-1]
@@ -81,7 +78,7 @@ class DeviceEvaluator:
                     argmax.append(logits.argmax(axis=1).astype(np.int32))
                     advance(len(window))
         finally:
-            loaded.close()
+            program.close()
         return Predictions(np.concatenate(nll), np.concatenate(argmax))
 
 
@@ -93,7 +90,3 @@ def _losses(logits: NDArray[np.float32], targets: NDArray[np.int32]) -> NDArray[
     totals = np.exp(logits - maxima[:, None]).sum(axis=1, dtype=np.float64)
     losses = np.log(totals) + maxima - logits[np.arange(len(targets)), targets]
     return np.asarray(losses, np.float32)
-
-
-def _bundle(directory: Path, manifest: Manifest) -> Bundle:
-    return Bundle(directory, manifest, read_tensor_file(directory / WEIGHTS_FILE))

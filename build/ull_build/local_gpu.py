@@ -1,12 +1,15 @@
-"""The GPU of the machine that builds, where a build needs one."""
+"""The GPU of the machine that builds, where a build needs one, and bundles in the making that run there."""
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from ull.bundle import ARCHITECTURES, Target
+from ull.bundle import ARCHITECTURES, WEIGHTS_FILE, Bundle, Manifest, Target, capability_text, read_tensor_file
 from ull.errors import BuildError
+from ull.log import Log
 
 
 @dataclass(frozen=True)
@@ -22,10 +25,21 @@ def find_gpu(target: Target, purpose: str) -> LocalGpu:
     found = importlib.import_module("ull.gpu.driver").describe_device(0)
     gpu = LocalGpu(found["name"], found["capability"])
     architecture = ARCHITECTURES[target]
-    if gpu.capability != "{}.{}".format(*architecture.capability):
+    if gpu.capability != capability_text(architecture.capability):
         raise BuildError(
             f"{purpose} on the GPU at hand, {gpu.name} (compute capability {gpu.capability}), which is not a {target}: "
             f"build on {architecture.machines}",
             field="target",
         )
     return gpu
+
+
+def staged_bundle(directory: Path, manifest: Manifest) -> Bundle:
+    """The bundle that `directory` will be: its weights are there, its manifest is not yet."""
+    return Bundle(directory, manifest, read_tensor_file(directory / WEIGHTS_FILE))
+
+
+def open_program(bundle: Bundle, context: int) -> Any:
+    """The graph program of a bundle on GPU 0. Raises GpuError or BundleError."""
+    program: Any = importlib.import_module("ull.gpu.program")  # needs cuda-python, which other builds do without
+    return program.load(bundle, context=context, log=Log("warning"))

@@ -78,16 +78,22 @@ Result synchronize(void* handle) {
   return stream == nullptr ? kInvalidHandle : wait_for(stream);
 }
 
+// Who asks spins, on a core that the work needs here: the answer comes when the work is done, or after some time.
+constexpr std::chrono::milliseconds kQuery{5};
+
 Result query(void* handle) {
   if (const Result result = ready(); result != kSuccess) return result;
   const auto stream = find_stream(handle);
   if (stream == nullptr) return kInvalidHandle;
-  const std::lock_guard guard(stream->lock);
+  std::unique_lock guard(stream->lock);
   if (stream->capture != nullptr) {
     stream->capture_broken = true;
     return kCaptureUnsupported;
   }
-  return stream->queue.empty() && !stream->running ? kSuccess : kNotReady;
+  const auto at_rest = [&] { return stream->queue.empty() && !stream->running; };
+  const bool rests = stream->changed.wait_for(guard, kQuery, at_rest);
+  if (const Result result = ready(); result != kSuccess) return result;  // the work may have failed meanwhile
+  return rests ? kSuccess : kNotReady;
 }
 
 Result begin_capture(void* handle, int /*mode*/) {

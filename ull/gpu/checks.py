@@ -8,7 +8,7 @@ import os
 from ull.bundle import Bundle
 from ull.errors import GpuError
 from ull.gpu.driver import DeviceInfo
-from ull.targets import ARCHITECTURES
+from ull.targets import ARCHITECTURES, capability_text
 
 
 def check_device(bundle: Bundle, info: DeviceInfo) -> None:
@@ -19,11 +19,11 @@ def check_device(bundle: Bundle, info: DeviceInfo) -> None:
     architecture = ARCHITECTURES[target]
     wanted = architecture.capability
     if info.capability != wanted:
-        have = f"{info.capability[0]}.{info.capability[1]}"
         raise GpuError(
             "wrong_gpu",
-            f"the bundle is built for {target} (compute capability {wanted[0]}.{wanted[1]}), but {info.name} has "
-            f"{have}; {architecture.machines} is needed, or a bundle for {_target_for(info.capability)}",
+            f"the bundle is built for {target} (compute capability {capability_text(wanted)}), but {info.name} has "
+            f"{capability_text(info.capability)}; {architecture.machines} is needed, or a bundle for "
+            f"{_target_for(info.capability)}",
         )
     toolkit = tuple(int(part) for part in code.toolkit.split("."))
     if info.driver[0] < toolkit[0]:

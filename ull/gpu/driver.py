@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ull.errors import GpuError
+from ull.targets import capability_text
 
 INSTALL = "install it with `pip install ull[gpu]`"
 
@@ -235,7 +236,7 @@ def describe_device(device: int = 0) -> dict[str, Any]:
     info = Driver(device).info
     return {
         "name": info.name,
-        "capability": f"{info.capability[0]}.{info.capability[1]}",
+        "capability": capability_text(info.capability),
         "multiprocessors": info.multiprocessors,
         "memory_bytes": info.memory_bytes,
         "driver": f"{info.driver[0]}.{info.driver[1]}",

@@ -13,7 +13,7 @@ import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
-from ull.bundle import Bundle, Plans, cache_positions
+from ull.bundle import AttentionKind, Bundle, Plans, cache_positions
 from ull.errors import BundleError, GpuError
 from ull.gpu.arena import ArenaPlan
 from ull.gpu.driver import DeviceInfo, Driver
@@ -26,6 +26,8 @@ from ull.gpu.places import Places
 from ull.gpu.tensorrt_library import load, make_logger
 from ull.layout import round_up
 from ull.log import Log
+from ull.plans import segment_names
+from ull.targets import capability_text
 
 _REBUILD = "rebuild the bundle on this machine with ull-build"
 _INT32_BYTES, _BF16_BYTES = 4, 2
@@ -41,9 +43,9 @@ class Segment:
     copies: dict[str, int] = field(default_factory=dict)  # region -> offset in Round of what is copied there before
 
 
-def segments(layers: int, attention: str) -> list[Segment]:
+def segments(layers: int, attention: AttentionKind) -> list[Segment]:
     """The plans of a forward in order of execution. The residual changes sides where a plan writes it anew."""
-    sides = ("residual", "residual copy")
+    sides, names = ("residual", "residual copy"), segment_names(layers, attention)
     if attention == "native":
         kinds = [(kind, layer) for kind in ("key", "value") for layer in range(layers)]
         caches = {f"{kind}_cache.{layer}": f"{kind} cache {layer}" for kind, layer in kinds}
@@ -51,17 +53,16 @@ def segments(layers: int, attention: str) -> list[Segment]:
         copies = {"step base": Round.base.offset, "step depths": Round.depths.offset}
         inputs = {"residual": sides[0], "base": "step base", "depths": "step depths", **caches}
         return [
-            Segment("step", inputs, {"residual_out": sides[1], **written}, copies),
-            Segment("head", {"residual": sides[1]}, {"logits": "logits"}),
+            Segment(names[0], inputs, {"residual_out": sides[1], **written}, copies),
+            Segment(names[1], {"residual": sides[1]}, {"logits": "logits"}),
         ]
-    found = [Segment("entry", {"residual": sides[0]}, {"qkv": "qkv"})]
+    found = [Segment(names[0], {"residual": sides[0]}, {"qkv": "qkv"})]
     for layer in range(layers):
         before, after = sides[layer % 2], sides[(layer + 1) % 2]
         is_last = layer == layers - 1
         outputs = {"residual_out": after} if is_last else {"residual_out": after, "qkv": "qkv"}
-        name = "exit" if is_last else f"layer.{layer}"
-        found.append(Segment(name, {"attention": "attention", "residual": before}, outputs))
-    return [*found, Segment("head", {"residual": sides[layers % 2]}, {"logits": "logits"})]
+        found.append(Segment(names[1 + layer], {"attention": "attention", "residual": before}, outputs))
+    return [*found, Segment(names[-1], {"residual": sides[layers % 2]}, {"logits": "logits"})]
 
 
 def tensor_forms(sizes: Sizes, segment: Segment) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -109,7 +110,7 @@ def check_plans(plans: Plans, info: DeviceInfo) -> Any:
             f"the bundle's plans were built by TensorRT {plans.version}, installed is {trt.__version__}; "
             f"install tensorrt=={plans.version}, or {_REBUILD}",
         )
-    capability = f"{info.capability[0]}.{info.capability[1]}"
+    capability = capability_text(info.capability)
     if (plans.gpu, plans.capability) != (info.name, capability):
         raise GpuError(
             "wrong_gpu",

@@ -7,8 +7,7 @@ plans compute is therefore looked at, not assumed.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from ull.bundle import Bundle, Forward, PlanCheck, Plans
 from ull.errors import BuildError
-from ull.log import Log
+from ull_build.local_gpu import open_program
 
 Logits = NDArray[np.float32]  # [tokens, V]
 
@@ -134,19 +133,18 @@ def everything(plans: Plans) -> Plans:
 
 def settled(plans: Plans, seen: Seen, made: PlanCheck | None) -> Plans:
     """The manifest's account with what has been seen. A native KV cache knows no trees."""
-    exact = [1] if plans.attention == "native" else seen.exact
-    seen_bytes = seen.resident_bytes
     return msgspec.structs.replace(
-        plans, exact=exact, place_exact=seen.place_exact, resident_bytes=seen_bytes, check=made
+        plans,
+        exact=[1] if plans.attention == "native" else seen.exact,
+        place_exact=seen.place_exact,
+        resident_bytes=seen.resident_bytes,
+        check=made,
     )
 
 
 def _open(bundle: Bundle) -> Any:
     """The graph program of a bundle for as many tokens as are checked."""
-    program = importlib.import_module("ull.gpu.program")  # needs cuda-python, which other builds do without
-    load: Callable[..., Any] = program.load
-    context = min(bundle.manifest.model.context, CHECK_TOKENS)
-    return load(bundle, context=context, log=Log("warning"))
+    return open_program(bundle, min(bundle.manifest.model.context, CHECK_TOKENS))
 
 
 def _error(logits: Logits, reference: Logits) -> float:

@@ -18,12 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import MAX_TREE, Model, cache_positions, inverse_frequencies
+from ull.bundle import HEAD_SEGMENT, MAX_TREE, Model, cache_positions, inverse_frequencies, segment_names
 from ull_build.tensorrt.graph import Graph
-from ull_build.tensorrt.network import HEAD_SEGMENT, LayerNetwork
+from ull_build.tensorrt.network import LayerNetwork
 from ull_build.tensorrt.weights import BF16
-
-STEP = "step"
 
 
 class NativeNetwork(LayerNetwork):
@@ -32,7 +30,7 @@ class NativeNetwork(LayerNetwork):
     tokens: tuple[int, ...] = (1, MAX_TREE)
 
     def segments(self) -> list[str]:
-        return [STEP, HEAD_SEGMENT]
+        return segment_names(self.model.layers, "native")
 
     def add(self, graph: Graph, segment: str) -> None:
         """Describes one plan. Raises BuildError where TensorRT refuses a layer, or a scale is missing."""

@@ -17,11 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from ull.bundle import MAX_TREE, TOKEN_COUNTS, Model
+from ull.bundle import ENTRY_SEGMENT, EXIT_SEGMENT, HEAD_SEGMENT, MAX_TREE, TOKEN_COUNTS, Model, segment_names
 from ull_build.tensorrt.graph import Graph
 from ull_build.tensorrt.weights import HEAD, Weights
 
-ENTRY, EXIT, HEAD_SEGMENT = "entry", "exit", "head"
 ATTENTION_COLUMNS = 32  # of the attention's layout
 
 
@@ -78,17 +77,16 @@ class SegmentNetwork(LayerNetwork):
     tokens = TOKEN_COUNTS
 
     def segments(self) -> list[str]:
-        return segment_names(self.model)
+        return segment_names(self.model.layers, "paged")
 
     def add(self, graph: Graph, segment: str) -> None:
         """Describes one segment. Raises BuildError where TensorRT refuses a layer, or a scale is missing."""
         if segment == HEAD_SEGMENT:
             self.add_head(graph)
-        elif segment == ENTRY:
+        elif segment == ENTRY_SEGMENT:
             graph.output(self.qkv(graph, 0, self.residual_input(graph)), "qkv")
         else:
-            last = self.model.layers - 1
-            self._add_layer(graph, last if segment == EXIT else int(segment.removeprefix("layer.")), segment == EXIT)
+            self._add_layer(graph, self.segments().index(segment) - 1, segment == EXIT_SEGMENT)
 
     def _add_layer(self, graph: Graph, layer: int, is_last: bool) -> None:
         residual = self.residual_input(graph)
@@ -100,11 +98,6 @@ class SegmentNetwork(LayerNetwork):
         graph.output(residual, "residual_out")
         if not is_last:
             graph.output(self.qkv(graph, layer + 1, residual), "qkv")
-
-
-def segment_names(model: Model) -> list[str]:
-    """The segments in order of execution."""
-    return [ENTRY, *(f"layer.{layer}" for layer in range(model.layers - 1)), EXIT, HEAD_SEGMENT]
 
 
 def _attention_rows(graph: Graph, name: str, attention: Any, tokens: Any, width: int) -> Any:

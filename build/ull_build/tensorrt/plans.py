@@ -32,7 +32,7 @@ _STEPS = 100  # of the progress bar, for each segment
 
 
 @dataclass(frozen=True)
-class Plans:
+class BuiltPlans:
     """What was built. Paths are relative to the bundle."""
 
     attention: AttentionKind
@@ -59,7 +59,7 @@ def build_plans(
     reporter: Reporter,
     attention: AttentionKind = "paged",
     token_counts: Sequence[int] = TOKEN_COUNTS,
-) -> Plans:
+) -> BuiltPlans:
     """Builds every segment into `directory`, the bundle that is being made.
 
     `attention`: "paged" cuts the forward where our attention kernel runs, "native" makes one plan with TensorRT's own.
@@ -79,7 +79,7 @@ def build_plans(
                 write_synced(directory / plan_path(segment), plan)
                 building.inspect(segment, plan)
         write_synced(directory / INSPECTOR_FILE, json.dumps(building.information, indent=1).encode())
-        return Plans(
+        return BuiltPlans(
             attention=attention,
             files={segment: plan_path(segment) for segment in segments},
             reports=(LOG_FILE, INSPECTOR_FILE),

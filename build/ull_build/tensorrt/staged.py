@@ -20,18 +20,17 @@ from ull.bundle import (
     FUSED,
     MAX_TREE,
     TOKEN_COUNTS,
-    WEIGHTS_FILE,
     Bundle,
     FileEntry,
     Forward,
     Manifest,
     Model,
+    PlanCheck,
     Plans,
     Target,
-    read_tensor_file,
 )
 from ull.gpu import tensorrt_library
-from ull_build.local_gpu import LocalGpu, find_gpu
+from ull_build.local_gpu import LocalGpu, find_gpu, staged_bundle
 from ull_build.output import file_entry
 from ull_build.progress import Reporter
 from ull_build.quality import Evaluator
@@ -110,26 +109,24 @@ def try_plans(
 
     Removes the reference weights. Raises BuildError above the limit, GpuError or BundleError where they do not run.
     """
-    plans, tokens = manifest.forward.plans, check.enough_of(tokens, manifest.model.context)
-    assert plans is not None
+    tokens = check.enough_of(tokens, manifest.model.context)
     reporter.note("trying the plans on the GPU")
     reference = staging / REFERENCE
     try:
-        seen = check.observe_plans(_bundle(staging, manifest), tokens)
+        seen = check.observe_plans(staged_bundle(staging, manifest), tokens)
         fused = None
         if ARCHITECTURES[manifest.target].has_bulk_copies:
             weights = reference if reference.exists() else staging
             if weights is reference:
                 (reference / CODE_DIRECTORY).symlink_to(staging / CODE_DIRECTORY)
-            fused = check.read_logits(check.with_forward(_bundle(weights, manifest), FUSED), tokens)
+            fused = check.read_logits(check.with_forward(staged_bundle(weights, manifest), FUSED), tokens)
         plain = fp8 = evaluator.logits(tokens)
         if manifest.calibration is not None:
             fp8 = evaluator.logits(tokens, input_scales(manifest.calibration.amax))
         made = check.check_plans(seen, check.References(plain, fp8, fused), limit)
     finally:
         shutil.rmtree(reference, ignore_errors=True)
-    forward = msgspec.structs.replace(manifest.forward, plans=check.settled(plans, seen, made))
-    return msgspec.structs.replace(manifest, forward=forward)
+    return _noted(manifest, seen, made)
 
 
 def watch_plans(bundle: Bundle) -> Manifest:
@@ -137,12 +134,13 @@ def watch_plans(bundle: Bundle) -> Manifest:
 
     Raises GpuError or BundleError where the plans do not run.
     """
-    manifest, plans = bundle.manifest, bundle.manifest.forward.plans
+    tokens = check.enough_of(range(check.CHECK_TOKENS), bundle.manifest.model.context)
+    return _noted(bundle.manifest, check.observe_plans(bundle, tokens), None)
+
+
+def _noted(manifest: Manifest, seen: check.Seen, made: PlanCheck | None) -> Manifest:
+    """The manifest with what has been seen of its plans."""
+    plans = manifest.forward.plans
     assert plans is not None
-    seen = check.observe_plans(bundle, check.enough_of(range(check.CHECK_TOKENS), manifest.model.context))
-    forward = msgspec.structs.replace(manifest.forward, plans=check.settled(plans, seen, None))
+    forward = msgspec.structs.replace(manifest.forward, plans=check.settled(plans, seen, made))
     return msgspec.structs.replace(manifest, forward=forward)
-
-
-def _bundle(directory: Path, manifest: Manifest) -> Bundle:
-    return Bundle(directory, manifest, read_tensor_file(directory / WEIGHTS_FILE))

@@ -6,5 +6,7 @@
 #define ULL_INLINE __forceinline__
 #else
 #define ULL_HOST_DEVICE
+#ifndef ULL_INLINE
 #define ULL_INLINE inline __attribute__((always_inline))
+#endif
 #endif

@@ -75,7 +75,8 @@ void bind_graph(nb::module_& m) {
           "adaptive"_a = true,
           "`program`: the hand-over of ull.gpu: handles and addresses, which must stay valid until the engine has "
           "stopped. Its device must not have run a round yet. `drafter`, `max_tree`: of requests that name none. For "
-          "tests: adaptive=False drafts the widest tree allowed in every round. ValueError names the field at fault, RuntimeError what the driver lacks.");
+          "tests: adaptive=False drafts the widest tree allowed in every round. ValueError names the field at fault, "
+          "RuntimeError what the driver lacks.");
 }
 
 }  // namespace ull::module
