@@ -14,6 +14,7 @@ using ull::gpu::RoundMode;
 using ull::gpu::RoundStatus;
 using ull::test::count_of;
 using ull::test::FakeDevice;
+using ull::test::FakeModel;
 using ull::test::GraphRig;
 using ull::test::HeldRound;
 using ull::test::prompt_of;
@@ -140,6 +141,39 @@ TEST(an_error_that_stays_says_that_the_gpu_must_be_looked_at) {
     CHECK(!rig.executor.restart_helps());
     check_unusable(rig);
   }
+}
+
+// The host looks at the device after the round behind has failed: what the one before it answered is not lost.
+TEST(an_answer_from_before_the_failure_is_delivered) {
+  static std::atomic<bool> looks_late{false};
+  ull::graph::Driver driver = FakeDevice::driver();
+  driver.query = [](void* stream) {
+    int state = FakeDevice::driver().query(stream);
+    while (looks_late && (state == ull::graph::kSuccess || state == ull::graph::kNotReady)) {
+      std::this_thread::yield();
+      state = FakeDevice::driver().query(stream);
+    }
+    return state;
+  };
+  FakeDevice device({.round_us = 20'000});
+  ull::graph::GraphExecutor executor(device.program(), driver, {});
+  executor.prepare();
+  device.arm([](FakeDevice::Script& script, uint64_t next) { script.stream_error_at = script.silent_at = next + 1; });
+  Tokens tokens = prompt_of(1);
+  const Tokens expected = FakeModel{}.continuation(tokens, 1);
+  const int32_t page = 0;
+  const ull::Sampling sampling;
+  looks_late = true;
+  CHECK(executor.start_round({tokens[0], 0, &page, &sampling, 20, tokens.data()}) == Status::kOk);
+  ull::RoundResult result;
+  Status status = Status::kPending;
+  while (status == Status::kPending) status = executor.poll(result);
+  CHECK(status == Status::kOk && result.count == 1 && result.tokens[0].token == expected[0]);
+  tokens.push_back(expected[0]);
+  status = executor.start_round({tokens[1], 1, &page, &sampling, 19, tokens.data()});
+  while (status == Status::kOk || status == Status::kPending) status = executor.poll(result);
+  CHECK(status == Status::kExecutorFailed && !executor.restart_helps());
+  looks_late = false;
 }
 
 TEST(a_device_that_hangs_is_given_up) {

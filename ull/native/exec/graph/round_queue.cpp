@@ -95,11 +95,12 @@ Status RoundQueue::watch() noexcept {
   if (now - looked_ns_ < kLookNs) return Status::kPending;
   looked_ns_ = now;
   const Driver::Result state = driver_.query(program_.stream);
+  // What has been answered comes first, also where a later round has failed since.
+  if (state != kNotReady && !idle() &&
+      shared(program_.results[slot(seen_ + 1)].sequence).load(std::memory_order_acquire) == seen_ + 1) {
+    return Status::kPending;
+  }
   if (state == kSuccess && !idle()) {
-    // All is done: what it has answered can be seen now.
-    if (shared(program_.results[slot(seen_ + 1)].sequence).load(std::memory_order_acquire) == seen_ + 1) {
-      return Status::kPending;
-    }
     char what[96];
     std::snprintf(what, sizeof(what), "the device ended round %llu without an answer",
                   static_cast<unsigned long long>(seen_ + 1));
