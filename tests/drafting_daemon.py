@@ -1,4 +1,4 @@
-"""`ulld` whose GPU executor drafts the widest tree that is allowed in every round, whether that pays or not."""
+"""`ulld` whose executor drafts the widest tree that is allowed in every round, whether that pays or not."""
 
 import functools
 import sys
@@ -6,5 +6,6 @@ import sys
 from ull import _native, daemon
 
 if __name__ == "__main__":
-    _native.GraphExecutor = functools.partial(_native.GraphExecutor, adaptive=False)  # type: ignore[assignment,misc]
+    for name in ("CpuExecutor", "GraphExecutor"):
+        setattr(_native, name, functools.partial(getattr(_native, name), adaptive=False))
     sys.exit(daemon.main())

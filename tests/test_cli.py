@@ -264,7 +264,9 @@ def test_bench_closed_loop(shared_daemon: Daemon, tmp_path: Path) -> None:
     assert (summary["requests"], summary["refused"], summary["tokens"]) == (12, 0, 96)
     for metric in ("time_to_first_token_us", "inter_token_us", "inter_chunk_us", "end_to_end_us"):
         values = [summary[metric][name] for name in ("p50", "p90", "p99", "p99.9", "max")]
-        assert values == sorted(values) and values[0] > 0
+        assert values == sorted(values) and values[0] >= 0
+    # Of all the gaps some may be nothing: where the client is slow, several rounds come in one frame.
+    assert summary["time_to_first_token_us"]["p50"] > 0 and summary["end_to_end_us"]["p50"] > 0
     assert "send_delay_us" not in summary
     assert report["environment"]["engine"] == "tiny"
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
 
-from ull.client import Client
+from ull.client import Client, Stream
 from ull.commands.generate import add_sampling_arguments, print_text
 from ull.errors import RequestError
 from ull.wire import Message
@@ -61,8 +62,28 @@ def _turn(client: Client, history: list[Message], line: str, options: argparse.N
 
 
 def _answer(client: Client, history: list[Message], options: argparse.Namespace) -> str:
-    """Streams the answer; what was written before a Ctrl-C counts as the answer."""
-    with client.generate(
+    """Streams the answer; what was written before a Ctrl-C counts as the answer.
+
+    A Ctrl-C that comes while the request is being sent waits until there is something to cancel.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        stream = _ask(client, history, options)
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        raise
+    with stream:
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            return print_text(stream)
+        except KeyboardInterrupt:
+            stream.cancel()
+            print(" (cancelled)")
+            return stream.result().text
+
+
+def _ask(client: Client, history: list[Message], options: argparse.Namespace) -> Stream:
+    return client.generate(
         history,
         max_tokens=options.max_tokens,
         temperature=options.temperature,
@@ -77,10 +98,4 @@ def _answer(client: Client, history: list[Message], options: argparse.Namespace)
         timeout=options.timeout,
         speculate=options.speculate,
         max_tree=options.max_tree,
-    ) as stream:
-        try:
-            return print_text(stream)
-        except KeyboardInterrupt:
-            stream.cancel()
-            print(" (cancelled)")
-            return stream.result().text
+    )
