@@ -126,14 +126,20 @@ class Kernels:
         if self._library.ull_emulator_launch(ctypes.byref(launch), error, ctypes.c_uint64(len(error))) != 0:
             raise KernelError(error.value.decode())
 
-    def launch(self, launch: Launch, seed: int = 0) -> None:
-        self.run(
+
+def run_launches(
+    kernels: Kernels, launches: Iterable[Launch], seed: int = 0, predecessor_writes: Sequence[NDArray[Any]] = ()
+) -> None:
+    """Runs launches one after another, the n-th with `seed` + n. See `Kernels.run`."""
+    for number, launch in enumerate(launches):
+        kernels.run(
             launch.kernel,
             grid=launch.grid,
             threads=launch.threads,
             shared_bytes=launch.shared_bytes,
             params=launch.params,
-            seed=seed,
+            seed=seed + number,
+            predecessor_writes=predecessor_writes,
         )
 
 

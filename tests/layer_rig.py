@@ -111,16 +111,7 @@ class Layers:
         forward = FusedForward(self.sizes, places, multiprocessors, persistent)
         memory["layer parameters"][...] = np.frombuffer(forward.layer_parameters(), np.uint8)
         written = [memory[name] for name in ("residual", "round", "page table", "KV pages", "qkv", "attention", "mlp")]
-        for number, launch in enumerate(forward.launches(1, draws=True)):
-            self.kernels.run(
-                launch.kernel,
-                grid=launch.grid,
-                threads=launch.threads,
-                shared_bytes=launch.shared_bytes,
-                params=launch.params,
-                seed=seed * 1000 + number,
-                predecessor_writes=written,
-            )
+        emulation.run_launches(self.kernels, forward.launches(1, draws=True), seed * 1000, written)
         result = {name: memory[name].tobytes() for name in COMPARED}
         counters = memory["counters"].view(np.uint32)
         result["arrivals"] = counters[self.sizes.layers_counter :].tobytes()

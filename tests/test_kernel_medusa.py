@@ -124,16 +124,7 @@ class Heads:
         request.parents[:] = [9] * 64  # a draft has none
         self.control.cancelled_through = 6 if cancelled else 0
         written = [self.memory[name] for name in ("round", "state", "residual", "logits", *DRAFT_STATES)]
-        for number, launch in enumerate(self.launches(multiprocessors)):
-            self.kernels.run(
-                launch.kernel,
-                grid=launch.grid,
-                threads=launch.threads,
-                shared_bytes=launch.shared_bytes,
-                params=launch.params,
-                seed=seed * 100 + number,
-                predecessor_writes=written,
-            )
+        emulation.run_launches(self.kernels, self.launches(multiprocessors), seed * 100, written)
         after = State.from_buffer_copy(bytes(state))
         assert (after.sequence, after.counted) == (7, POSITION + int(state.sampling.penalizes and not cancelled))
         after.sequence, after.counted, after.prompt_tokens = 6, POSITION, 0

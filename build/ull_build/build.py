@@ -202,7 +202,7 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
     if settings.evaluates_on_gpu:
         require_bf16(checkpoint)
     drafters = files_open.enter_context(open_drafters(settings.speculation, model, tokenizer))
-    medusa = _heads(drafters)
+    medusa = drafters.heads
     if medusa is not None and not settings.on_cpu:
         for problem in medusa_problems(medusa, settings.forward.decode):
             raise CheckpointError(problem, field="medusa")
@@ -220,10 +220,6 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
         drafters=drafters,
         tools=tools,
     )
-
-
-def _heads(drafters: Drafters) -> MedusaHeads | None:
-    return None if drafters.medusa is None else drafters.medusa.description
 
 
 def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
@@ -337,7 +333,7 @@ def compile_for(
 def _write_code(inputs: _Inputs, staging: Path) -> tuple[DeviceCode | None, dict[str, FileEntry]]:
     if not inputs.kernels:
         return None, {}
-    macros = device_macros(inputs.model, inputs.settings.precision, _heads(inputs.drafters))
+    macros = device_macros(inputs.model, inputs.settings.precision, inputs.drafters.heads)
     return write_code(inputs.kernels, macros, staging, inputs.settings.target)
 
 

@@ -16,6 +16,7 @@ from ull.bundle import (
     FILLER,
     MEDUSA,
     FileEntry,
+    MedusaHeads,
     Precision,
     TensorError,
     TensorShape,
@@ -56,6 +57,11 @@ class Drafters:
 
     medusa: MedusaWeights | None = None
     draft: Checkpoint | None = None
+
+    @property
+    def heads(self) -> MedusaHeads | None:
+        """The manifest's account of the Medusa heads."""
+        return None if self.medusa is None else self.medusa.description
 
 
 NO_DRAFTERS = Drafters()

@@ -52,7 +52,7 @@ def describe(settings: SpeculationSettings, drafters: Drafters, model: Model, pr
     return Speculation(
         default=settings.default,
         max_tree=settings.max_tree,
-        medusa=None if drafters.medusa is None else drafters.medusa.description,
+        medusa=drafters.heads,
         draft=draft,
     )
 

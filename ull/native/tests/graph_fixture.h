@@ -80,15 +80,22 @@ struct GraphRig {
     return step;
   }
 
+  // One round of up to `most` tokens, perhaps aborted; what it emits goes behind `tokens`.
+  Status advance(std::vector<int32_t>& tokens, int most, bool aborted = false) {
+    if (const Status status = executor.start_round(step(tokens, most)); status != Status::kOk) return status;
+    if (aborted) executor.abort();
+    if (const Status status = finish(); status != Status::kOk) return status;
+    for (int i = 0; i < result.count; ++i) tokens.push_back(result.tokens[i].token);
+    return Status::kOk;
+  }
+
   // Rounds until `count` tokens more have come; the first feeds the last of `tokens`, all before it are in the cache.
   Status decode(std::vector<int32_t>& tokens, int count) {
     while (count > 0) {
       const int most = std::min(count, executor.info().tokens_per_round);
       tokens.reserve(tokens.size() + 1);
-      if (const Status status = executor.start_round(step(tokens, most)); status != Status::kOk) return status;
-      if (const Status status = finish(); status != Status::kOk) return status;
+      if (const Status status = advance(tokens, most); status != Status::kOk) return status;
       ++rounds;
-      for (int i = 0; i < result.count; ++i) tokens.push_back(result.tokens[i].token);
       count -= result.count;
     }
     return Status::kOk;

@@ -68,15 +68,13 @@ TEST(a_round_says_that_the_heads_drafted_it) {
   rig.max_tree = 12;
   Tokens tokens = prompt_of(1);
   for (int round = 0; round < 20; ++round) {
-    CHECK(rig.executor.start_round(rig.step(tokens, 20)) == Status::kOk);
-    CHECK(rig.finish() == Status::kOk);
+    CHECK(rig.advance(tokens, 20) == Status::kOk);
     CHECK(rig.result.drafter == (round == 0 ? Speculation::kNone : Speculation::kMedusa));
     if (round > 0) {
       CHECK_EQ(rig.result.tree_tokens, 12);
       CHECK_EQ(rig.result.depth, 2);
       CHECK_EQ(static_cast<int>(rig.result.ranks[0]), 1);
     }
-    for (int i = 0; i < rig.result.count; ++i) tokens.push_back(rig.result.tokens[i].token);
   }
 }
 
@@ -87,12 +85,8 @@ TEST(what_came_between_two_rounds_leaves_no_hidden_state) {
   CHECK(rig.prefill({tokens.begin(), tokens.end() - 1}) == Status::kOk);
   for (int turn = 0; tokens.size() < 300; ++turn) {
     rig.speculation = turn % 5 == 4 ? Speculation::kNone : Speculation::kMedusa;
-    CHECK(rig.executor.start_round(rig.step(tokens, 30)) == Status::kOk);
-    if (turn % 11 == 3) rig.executor.abort();
-    const Status status = rig.finish();
-    if (status == Status::kAborted) continue;
-    REQUIRE(status == Status::kOk);
-    for (int i = 0; i < rig.result.count; ++i) tokens.push_back(rig.result.tokens[i].token);
+    const Status status = rig.advance(tokens, 30, turn % 11 == 3);
+    if (status != Status::kAborted) REQUIRE(status == Status::kOk);
   }
   CHECK(std::equal(tokens.begin() + 40, tokens.end(), expected.begin()));
   CHECK(drafts_of(rig.rest()) > 20);
@@ -102,12 +96,7 @@ TEST(an_abort_does_not_wait_for_the_heads) {
   GraphRig rig({.medusa_heads = 3}, {.adaptive = false});
   rig.speculation = Speculation::kMedusa;
   Tokens tokens = prompt_of(1);
-  const auto advance = [&] {
-    CHECK(rig.executor.start_round(rig.step(tokens, 20)) == Status::kOk);
-    CHECK(rig.finish() == Status::kOk);
-    for (int i = 0; i < rig.result.count; ++i) tokens.push_back(rig.result.tokens[i].token);
-  };
-  advance();
+  CHECK(rig.advance(tokens, 20) == Status::kOk);
   {
     HeldRound held(rig.device);
     std::thread interrupter([&] {
@@ -119,8 +108,8 @@ TEST(an_abort_does_not_wait_for_the_heads) {
     held.release();
     CHECK(rig.finish() == Status::kAborted);
   }
-  advance();
-  advance();
+  CHECK(rig.advance(tokens, 20) == Status::kOk);
+  CHECK(rig.advance(tokens, 20) == Status::kOk);
   CHECK((Tokens{tokens.begin() + 1, tokens.end()}) ==
         rig.model.continuation({tokens[0]}, static_cast<int>(tokens.size()) - 1));
 }
