@@ -359,20 +359,30 @@ TEST(a_request_ends_with_the_device_s_reason) {
     rig.device.arm([&](FakeDevice::Script& script, uint64_t next) { script.*fault.at = next + 5; });
     const Tokens prompt = prompt_of(3);
     (void)rig.engine.submit(GraphEngine::request(1, prompt, 100));
-    (void)rig.engine.submit(GraphEngine::request(2, prompt, 100));
+    std::string refusal;  // the engine may have failed before the second is submitted
+    try {
+      (void)rig.engine.submit(GraphEngine::request(2, prompt, 100));
+    } catch (const ull::EngineClosed& closed) {
+      refusal = closed.what();
+    }
     const ull::test::Result result = rig.wait(1);
     CHECK(result.outcome.reason == ull::FinishReason::kError);
     CHECK(result.tokens.size() < 10);
     CHECK(std::equal(result.tokens.begin(), result.tokens.end(),
                      ull::test::FakeModel{128}.continuation(prompt, 10).begin()));
     CHECK(says(result.outcome.error_message, fault.what));
-    const ull::test::Result queued = rig.wait(2);
-    CHECK(queued.outcome.reason == ull::FinishReason::kError && queued.tokens.empty());
-    CHECK(says(queued.outcome.error_message, fault.what));
+    if (refusal.empty()) {
+      const ull::test::Result queued = rig.wait(2);
+      CHECK(queued.outcome.reason == ull::FinishReason::kError && queued.tokens.empty());
+      CHECK(says(queued.outcome.error_message, fault.what));
+      CHECK_EQ(queued.finals, 1);
+    } else {
+      CHECK(says(refusal.c_str(), fault.what));
+    }
     CHECK_EQ(std::string(rig.engine.health()), "failed");
     CHECK(says(rig.engine.failure(), fault.what));
     CHECK_EQ(rig.executor.restart_helps(), fault.restart);
-    CHECK_EQ(rig.results[1].finals + rig.results[2].finals, 2);
+    CHECK_EQ(rig.results[1].finals, 1);
     rig.engine.stop();
   }
 }
