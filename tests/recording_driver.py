@@ -21,6 +21,7 @@ class Launched:
     """A launch as the driver saw it; `params` is a copy."""
 
     kernel: str
+    function: int
     grid: tuple[int, int]
     threads: int
     shared_bytes: int
@@ -45,6 +46,7 @@ class RecordingDriver(Driver):
         self._capture: list[Launched] | None = None
         self._captured: dict[int, list[Launched]] = {}
         self._names: dict[int, str] = {}
+        self._allowed_to: dict[int, int] = {}  # shared memory, by function
 
     # ---- what tests look at
 
@@ -140,7 +142,7 @@ class RecordingDriver(Driver):
 
     def allow_shared_bytes(self, function: int, nbytes: int) -> None:
         assert nbytes <= self.info.shared_bytes
-        self.allowed[self._names[function]] = nbytes
+        self.allowed[self._names[function]] = self._allowed_to[function] = nbytes
 
     def launch(
         self,
@@ -155,9 +157,11 @@ class RecordingDriver(Driver):
         if self.fail_at("launch"):
             raise GpuError("gpu_failed", "launch failed", "CUDA_ERROR_LAUNCH_FAILED")
         kernel = self._names[function]
-        assert shared_bytes <= max(48 << 10, self.allowed.get(kernel, 0)), f"{kernel}: shared memory is not allowed"
+        assert shared_bytes <= max(48 << 10, self._allowed_to.get(function, 0)), (
+            f"{kernel}: shared memory is not allowed"
+        )
         copy = type(params).from_buffer_copy(params)
-        launched = Launched(kernel, grid, threads, shared_bytes, copy, overlaps)
+        launched = Launched(kernel, function, grid, threads, shared_bytes, copy, overlaps)
         (self.launches if self._capture is None else self._capture).append(launched)
 
     def begin_capture(self, stream: int) -> None:

@@ -366,11 +366,21 @@ def test_a_cpu_weights_file_is_refused(bundle: Path, checkpoint: Path, tmp_path:
         open_bundle(bundle)
 
 
+LOVELACE = {  # a GPU on which our kernels of the layers do not run
+    "target": "sm_89",
+    "forward": {"prefill": "tensorrt", "decode": "tensorrt", "attention": "native"},
+}
+
+
 @pytest.mark.parametrize(
     ("values", "field", "words"),
     [
-        ({"draft": {"model": "m"}}, "draft", "a draft model does not run on target sm_90a, so .* with --drafter ngram"),
-        ({"draft": {"model": "m"}, "drafter": "draft"}, "draft", "a draft model does not run on target sm_90a"),
+        (LOVELACE | {"draft": {"model": "m"}}, "draft", "does not run on target sm_89, so .* with --drafter ngram"),
+        (
+            LOVELACE | {"draft": {"model": "m"}, "drafter": "draft"},
+            "draft",
+            "a draft model does not run on target sm_89",
+        ),
         ({"medusa": {"heads": "m"}, "forward": {"decode": "tensorrt"}}, "medusa", "ull's own decode"),
         ({"kv": "f32"}, "kv", 'keeps "bf16" or "fp8"'),
         ({"target": "cpu", "kv": "fp8"}, "kv", 'the cpu keeps "bf16" or "f32"'),
@@ -406,9 +416,10 @@ def test_what_a_gpu_cannot_draft_with_may_be_left_out() -> None:
         recipe = {"model": "m", "name": "n", "target": "sm_90a", "medusa": {"heads": "h"}, "draft": {"model": "d"}}
         return settings_from_recipe(make_recipe(recipe | values, "recipe")).speculation
 
-    assert speculation(drafter="medusa").medusa == Path("h") and speculation(drafter="medusa").draft is None
+    assert speculation(drafter="medusa").medusa == Path("h") and speculation(drafter="medusa").draft == Path("d")
     without = speculation(drafter="ngram", forward={"decode": "tensorrt"})
-    assert without.medusa is None and without.draft is None and without.default == "ngram"
+    assert without.medusa is None and without.draft == Path("d") and without.default == "ngram"
+    assert speculation(drafter="none", **LOVELACE).draft is None
 
 
 def test_models_that_the_kernels_cannot_do(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import driver_double
 from conftest import ROOT
@@ -23,6 +26,7 @@ from ull.spawn import DaemonProcess
 from ull_build.build import Settings, build
 from ull_build.drafters import SpeculationSettings
 
+TINY = ROOT / "engines/tiny"
 CONTEXT = 512
 REPEATING = "x = 1\nx = 1\nx = 1\nx = 1\nx ="  # n-gram has something to propose
 PROMPTS = ("def add(first, second):\n    return", REPEATING)
@@ -33,22 +37,22 @@ pytestmark = pytest.mark.timeout(900)  # the first test compiles every kernel fo
 Start = Callable[..., DaemonProcess]
 
 
+def tiny_settings(output: Path, target: str, draft: Path | None = None) -> Settings:
+    return Settings(
+        *(TINY, output, "tiny", target),
+        evaluate=False,
+        context=CONTEXT,
+        speculation=SpeculationSettings(medusa=TINY / "medusa", draft=draft),
+    )
+
+
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """engines/tiny for both targets; the GPU's cubins name the kernels, whose code is the emulator's."""
     folder = tmp_path_factory.mktemp("tiny")
-
-    def settings(target: str) -> Settings:
-        return Settings(
-            *(ROOT / "engines/tiny", folder / f"{target}.ull", "tiny", target),
-            evaluate=False,
-            context=CONTEXT,
-            speculation=SpeculationSettings(medusa=ROOT / "engines/tiny/medusa"),
-        )
-
     with pytest.MonkeyPatch.context() as patch:
-        gpu = build_with_stubs(patch, folder / "kernels", settings("sm_90a"))
-    return {"gpu": gpu, "cpu": build(settings("cpu")).path}
+        gpu = build_with_stubs(patch, folder / "kernels", tiny_settings(folder / "gpu.ull", "sm_90a"))
+    return {"gpu": gpu, "cpu": build(tiny_settings(folder / "cpu.ull", "cpu")).path}
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +62,14 @@ def emulated(bundles: dict[str, Path]) -> Path:
 
 @pytest.fixture
 def start(bundles: dict[str, Path], emulated: Path) -> Iterator[Start]:
-    """start(*arguments, **double's options): ulld on the GPU bundle."""
+    """start(*arguments, bundle=, command=, **double's options): ulld on the GPU bundle, or another one."""
     with daemons() as serve:
 
-        def begin(*arguments: str, command: Sequence[str] | None = None, **options: object) -> DaemonProcess:
+        def begin(
+            *arguments: str, bundle: Path = bundles["gpu"], command: Sequence[str] | None = None, **options: object
+        ) -> DaemonProcess:
             environment = driver_double.environment(emulated, multiprocessors=4, **options)
-            return serve(bundles["gpu"], environment, *arguments, command=command)
+            return serve(bundle, environment, *arguments, command=command)
 
         yield begin
 
@@ -137,6 +143,52 @@ def test_medusa_heads_draft_on_the_device(bundles: dict[str, Path], start: Start
             assert speculation.rounds <= rounds + 2  # the first is plain: a prompt leaves no hidden state
             assert speculation.by_drafter["medusa"] >= speculation.rounds - 2  # nor need the last one draft
             assert speculation.accepted_tokens == DRAFTED - speculation.rounds
+    assert daemon.stop() == 0
+
+
+def write_truncated(folder: Path, layers: int) -> Path:
+    """engines/tiny with its first layers alone, which sometimes says what the whole says. The kernels are the same."""
+    folder.mkdir()
+    weights = load_file(TINY / "model.safetensors")
+    places = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in weights}
+    kept = {name: weights[name] for name, place in places.items() if place is None or int(place[1]) < layers}
+    save_file(kept, folder / "model.safetensors")
+    config = json.loads((TINY / "config.json").read_text()) | {"num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(config))
+    shutil.copyfile(TINY / "tokenizer.json", folder / "tokenizer.json")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("layers", "cases"),
+    [
+        (6, [{}, {"temperature": 0.6, "repetition_penalty": 1.2, "presence_penalty": 0.3}]),
+        (5, [{"temperature": 0.8, "top_p": 0.9, "logit_bias": {13: -2.0}}]),
+    ],
+)
+def test_a_draft_model_drafts_on_the_device(
+    bundles: dict[str, Path], start: Start, tmp_path: Path, layers: int, cases: list[dict[str, Any]]
+) -> None:
+    """The plain tokens, whatever the draft says; a draft that is the target (6 layers) is accepted whole."""
+    draft = write_truncated(tmp_path / "draft", layers)
+    with pytest.MonkeyPatch.context() as patch:
+        bundle = build_with_stubs(patch, tmp_path / "kernels", tiny_settings(tmp_path / "x.ull", "sm_90a", draft))
+    rig = _native.SpeculationRig(open_bundle(bundles["cpu"]).native_spec())
+    command = [sys.executable, str(ROOT / "tests/drafting_daemon.py")]
+    daemon = start("--set", "engine.watchdog_ms=120000", bundle=bundle, command=command)
+    with Client(daemon.url) as client:
+        info = client.info()
+        assert list(info.limits["drafters"]) == ["none", "ngram", "medusa", "draft", "auto"]
+        assert info.executor["draft_ns"]["draft"] > 0
+        for sampling in cases:
+            plain = rig.decode(np.array(PROMPT_IDS, np.int32), DRAFTED, {"seed": 7, **sampling}, "none", 1)["tokens"]
+            options = {"max_tokens": DRAFTED, "seed": 7, "ignore_eos": True, "max_tree": 6, **sampling}
+            result = client.generate(PROMPT_IDS, speculate="draft", **options).result()
+            assert result.token_ids == plain
+            speculation = result.speculation
+            assert speculation is not None and speculation.by_drafter["draft"] >= speculation.rounds - 1
+            assert speculation.accepted_tokens == DRAFTED - speculation.rounds
+            assert speculation.rounds == DRAFTED // 6 if layers == 6 else speculation.rounds < DRAFTED
     assert daemon.stop() == 0
 
 

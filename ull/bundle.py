@@ -25,11 +25,12 @@ from ull.device_layout import (
     DEVICE_TILE_ROWS,
     MEDUSA_KERNELS,
     ROUND_KERNELS,
+    DevicePart,
     device_macros,
+    device_parts,
     device_tensors,
     entries_of,
     head_rows,
-    needed_kernels,
 )
 from ull.errors import BundleError, ConfigError
 from ull.layout import (
@@ -46,6 +47,7 @@ from ull.layout import (
 )
 from ull.manifest import (
     CODE_DIRECTORY,
+    DRAFT_CODE_DIRECTORY,
     FORMAT,
     FORMAT_VERSION,
     MAX_DEVICE_HEADS,
@@ -77,10 +79,12 @@ from ull.manifest import (
     TensorError,
     Tokens,
     device_problems,
+    draft_problems,
     embedding_is_shared,
     encode_manifest,
     medusa_problems,
     quantised_inputs,
+    runs_draft_models,
 )
 from ull.plans import (
     ENTRY_SEGMENT,
@@ -105,6 +109,7 @@ __all__ = [
     "DEVICE_STEP",
     "DEVICE_TILE_ROWS",
     "DRAFT",
+    "DRAFT_CODE_DIRECTORY",
     "ENTRY_SEGMENT",
     "EXIT_SEGMENT",
     "FILLER",
@@ -133,6 +138,7 @@ __all__ = [
     "Calibration",
     "CodeFile",
     "DeviceCode",
+    "DevicePart",
     "DraftModel",
     "Drafter",
     "FileEntry",
@@ -157,8 +163,10 @@ __all__ = [
     "cache_positions",
     "capability_text",
     "device_macros",
+    "device_parts",
     "device_problems",
     "device_tensors",
+    "draft_problems",
     "embedding_is_shared",
     "encode_manifest",
     "expected_tensors",
@@ -167,11 +175,11 @@ __all__ = [
     "medusa_problems",
     "medusa_tensors",
     "native_spec",
-    "needed_kernels",
     "open_bundle",
     "quantised_inputs",
     "read_manifest",
     "read_tensor_file",
+    "runs_draft_models",
     "segment_names",
     "verify_hashes",
 ]
@@ -248,7 +256,8 @@ def open_bundle(path: str | Path, verify: Literal["sizes", "hashes"] = "sizes") 
     path = Path(path)
     manifest = read_manifest(path)
     _check_files(path, manifest)
-    _check_code(path, manifest)
+    for part in device_parts(manifest):
+        _check_code(path, part)
     tensors = _read_tensors(path / WEIGHTS_FILE, manifest)
     _check_vocabulary(path / VOCABULARY_FILE, manifest.model)
     if verify == "hashes":
@@ -338,8 +347,7 @@ def _read_tensors(path: Path, manifest: Manifest) -> dict[str, TensorEntry]:
     if manifest.target == "cpu":
         expected = expected_tensors(manifest.model, manifest.precision, manifest.speculation)
     else:
-        fused = manifest.forward.uses("fused")
-        expected = device_tensors(manifest.model, manifest.precision, fused, manifest.medusa)
+        expected = {name: shape for part in device_parts(manifest) for name, shape in part.tensors().items()}
     if manifest.random_weights:
         return entries_of({name: shape for name, shape in expected.items() if not shape.optional})
     try:
@@ -362,18 +370,15 @@ def _read_tensors(path: Path, manifest: Manifest) -> dict[str, TensorEntry]:
     return tensors
 
 
-def _check_code(path: Path, manifest: Manifest) -> None:
+def _check_code(path: Path, part: DevicePart) -> None:
     """The kernels of a GPU target: all are there, compiled for this model, in files that look like cubins."""
-    code = manifest.code
-    if code is None:
-        return
-    found = code.kernels()
-    for kernel in sorted(needed_kernels(manifest.forward, manifest.medusa) - set(found)):
-        raise BundleError(f"{path} lacks the kernel {kernel!r}; {REBUILD}", field="code.files")
-    for name, value in device_macros(manifest.model, manifest.precision, manifest.medusa).items():
+    code, of = part.code, f" of the {part.prefix.rstrip('.')} model" if part.prefix else ""
+    for kernel in sorted(part.needed_kernels() - set(code.kernels())):
+        raise BundleError(f"{path} lacks the kernel {kernel!r}{of}; {REBUILD}", field="code.files")
+    for name, value in part.macros().items():
         if code.macros.get(name) != value:
             raise BundleError(
-                f"{path}: the kernels were compiled with {name} = {code.macros.get(name)} where {value} is needed; "
+                f"{path}: the kernels{of} were compiled with {name} = {code.macros.get(name)} where {value} is needed; "
                 f"{REBUILD}",
                 field=f"code.macros.{name}",
             )

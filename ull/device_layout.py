@@ -7,9 +7,11 @@ fills this layout, `ull.bundle` checks it, `ull/kernels/linear.cuh` reads it.
 
 from __future__ import annotations
 
-from ull.layout import FILLER, MEDUSA, TensorEntry, TensorShape, qkv_rows, round_up
-from ull.manifest import MedusaHeads, Model, Precision
-from ull.plans import Forward
+from dataclasses import dataclass
+
+from ull.layout import DRAFT, FILLER, MEDUSA, TensorEntry, TensorShape, qkv_rows, round_up
+from ull.manifest import DeviceCode, Manifest, MedusaHeads, Model, Precision
+from ull.plans import FUSED, Forward
 
 DEVICE_INTERFACE = 2  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
 DEVICE_TILE_ROWS = 16
@@ -33,6 +35,48 @@ _LINEAR_KERNELS = frozenset(
 )
 DEVICE_KERNELS = ROUND_KERNELS | _ATTENTION_KERNELS | _LINEAR_KERNELS
 MEDUSA_KERNELS = frozenset(f"ull_draft_{name}" for name in ("start", "block", "head", "rank"))
+
+
+@dataclass(frozen=True)
+class DevicePart:
+    """One of the models in a bundle for a GPU. `prefix` begins the names of its tensors."""
+
+    prefix: str
+    model: Model
+    precision: Precision
+    code: DeviceCode
+    forward: Forward
+    medusa: MedusaHeads | None
+
+    @property
+    def tree_sizes(self) -> list[int]:
+        """Token counts of its rounds. A draft model feeds token after token, and reads a few that it lacks."""
+        return [1, 8] if self.prefix else self.forward.tree_sizes
+
+    def needed_kernels(self) -> frozenset[str]:
+        """The kernels of ull that its rounds are made of."""
+        return needed_kernels(self.forward, self.medusa)
+
+    def macros(self) -> dict[str, str]:
+        """The model as the sources of its kernels see it."""
+        return device_macros(self.model, self.precision, self.medusa)
+
+    def tensors(self) -> dict[str, TensorShape]:
+        """Its tensors with their stored shapes, in order of use."""
+        own = device_tensors(self.model, self.precision, self.forward.uses("fused"), self.medusa)
+        return {self.prefix + name: shape for name, shape in own.items()}
+
+
+def device_parts(manifest: Manifest) -> list[DevicePart]:
+    """The models of a bundle for a GPU, the one that it serves first; none of one for the CPU."""
+    parts, draft = [], manifest.draft
+    if manifest.code is not None:
+        parts.append(
+            DevicePart("", manifest.model, manifest.precision, manifest.code, manifest.forward, manifest.medusa)
+        )
+    if draft is not None and draft.code is not None:
+        parts.append(DevicePart(DRAFT, draft.model, draft.precision, draft.code, FUSED, None))
+    return parts
 
 
 def needed_kernels(forward: Forward, medusa: MedusaHeads | None = None) -> frozenset[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import PurePosixPath
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -23,6 +23,7 @@ WEIGHTS_FILE = "weights.safetensors"
 VOCABULARY_FILE = "vocab.bin"
 TOKENIZER_FILE = "tokenizer/tokenizer.json"
 CODE_DIRECTORY = "code"
+DRAFT_CODE_DIRECTORY = f"{CODE_DIRECTORY}/draft"
 MAX_MEDUSA_HEADS: Final = 12
 MAX_DEVICE_HEADS: Final = 8  # on a GPU: the columns of one matrix instruction
 MAX_MEDUSA_LAYERS: Final = 16
@@ -126,11 +127,12 @@ class MedusaHeads(Struct, frozen=True, forbid_unknown_fields=True):
     version: Literal["1", "2"]
 
 
-class DraftModel(Struct, frozen=True, forbid_unknown_fields=True):
+class DraftModel(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A smaller model of the same tokenizer that drafts; its tensors bear the prefix "draft."."""
 
     model: Model
     precision: Precision
+    code: DeviceCode | None = None  # of a GPU target
 
     def __post_init__(self) -> None:
         _check_tied_precision(self.model, self.precision)
@@ -272,6 +274,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         if self.target == "cpu":
+            _require(self.draft is None or self.draft.code is None, 'target "cpu" takes no `code` of a draft model')
             _require(self.code is None and not self.random_weights, 'target "cpu" takes no `code` or `random_weights`')
             _require(self.forward == FUSED, 'target "cpu" takes no `forward`')
             _require(self.precision.kv != "fp8", '`precision.kv` fp8 is not supported on target "cpu"')
@@ -283,7 +286,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         if self.calibration is not None:
             unknown = self.calibration.amax.keys() - set(quantised_inputs(self.model, self.precision))
             _require(not unknown, f"`calibration.amax` names no FP8 linear: {', '.join(sorted(unknown))}")
-        draft = self.speculation.draft if self.speculation else None
+        draft = self.draft
         if draft is not None:
             _require(
                 draft.model.vocabulary >= self.model.tokenizer_vocabulary,
@@ -303,23 +306,33 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         """The heads that draft for the engine."""
         return None if self.speculation is None else self.speculation.medusa
 
+    @property
+    def draft(self) -> DraftModel | None:
+        """The model that drafts for the engine."""
+        return None if self.speculation is None else self.speculation.draft
+
     def _check_device(self) -> None:
         """What a GPU target needs and what its kernels can do."""
         _require(self.code is not None, f"target {self.target!r} needs `code`")
         for problem in device_problems(self.target, self.model, self.precision, self.forward.attention):
             raise ValueError(problem)
-        _require(
-            self.speculation is None or self.speculation.draft is None, f"target {self.target!r} takes no draft model"
-        )
+        if (draft := self.draft) is not None:
+            _require(draft.code is not None, f"target {self.target!r} needs `code` of the draft model")
+            for problem in draft_problems(self.target, draft.model, draft.precision):
+                raise ValueError(problem)
         if self.medusa is not None:
             for problem in medusa_problems(self.medusa, self.forward.decode):
                 raise ValueError(problem)
-        seen: set[str] = set()
-        for file in self.code.files if self.code is not None else ():
-            _require(file.path.startswith(CODE_DIRECTORY + "/"), f"{file.path!r} does not lie in {CODE_DIRECTORY}/")
-            _require(file.path in self.files, f"`files` lacks {file.path!r}")
-            _require(not seen & set(file.kernels), f"{file.path!r} repeats a kernel")
-            seen |= set(file.kernels)
+        paths: set[str] = set()
+        for code in (self.code, None if draft is None else draft.code):
+            kernels: set[str] = set()
+            for file in () if code is None else code.files:
+                _require(file.path.startswith(CODE_DIRECTORY + "/"), f"{file.path!r} does not lie in {CODE_DIRECTORY}/")
+                _require(file.path in self.files, f"`files` lacks {file.path!r}")
+                _require(file.path not in paths, f"{file.path!r} is listed twice")
+                _require(not kernels & set(file.kernels), f"{file.path!r} repeats a kernel")
+                paths.add(file.path)
+                kernels |= set(file.kernels)
         if (plans := self.forward.plans) is not None:
             for name in plans.files:
                 _require(name in self.files, f"`files` lacks {name!r}")
@@ -333,6 +346,20 @@ def medusa_problems(medusa: MedusaHeads, decode: Source) -> Iterator[str]:
         yield "Medusa heads read the hidden state of ull's own decode; supported: forward.decode fused"
     if medusa.heads > MAX_DEVICE_HEADS:
         yield f"a GPU runs at most {MAX_DEVICE_HEADS} Medusa heads, not {medusa.heads}; take fewer (medusa.num)"
+
+
+def runs_draft_models(target: str) -> bool:
+    """Whether an engine for this target can have a draft model: the CPU's, and where our own kernels run."""
+    return target == "cpu" or (target in ARCHITECTURES and ARCHITECTURES[cast(Target, target)].has_bulk_copies)
+
+
+def draft_problems(target: Target, model: Model, precision: Precision) -> Iterator[str]:
+    """What a GPU target cannot do with this draft model, each with what it can."""
+    if not runs_draft_models(target):
+        yield f"a draft model is run by ull's own kernels, which do not run on {target}; leave it out"
+        return
+    for problem in device_problems(target, model, precision, None):
+        yield f"the draft model: {problem}"
 
 
 def device_problems(
@@ -388,6 +415,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 __all__ = [
     "CODE_DIRECTORY",
+    "DRAFT_CODE_DIRECTORY",
     "FORMAT",
     "FORMAT_VERSION",
     "MAX_DEVICE_HEADS",
@@ -420,9 +448,11 @@ __all__ = [
     "TensorError",
     "Tokens",
     "device_problems",
+    "draft_problems",
     "embedding_is_shared",
     "encode_manifest",
     "is_inside",
     "medusa_problems",
     "quantised_inputs",
+    "runs_draft_models",
 ]

@@ -16,6 +16,7 @@ import ull
 from ull.bundle import (
     ARCHITECTURES,
     DEVICE_KERNELS,
+    DRAFT_CODE_DIRECTORY,
     FORMAT,
     FORMAT_VERSION,
     FUSED,
@@ -42,10 +43,12 @@ from ull.bundle import (
     Tokens,
     device_macros,
     device_problems,
+    draft_problems,
     encode_manifest,
     medusa_problems,
     open_bundle,
     quantised_inputs,
+    runs_draft_models,
 )
 from ull.errors import BuildError, CheckpointError, RecipeError
 from ull_build.calibrate import calibrate
@@ -116,7 +119,7 @@ class BuildResult:
 def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool = False) -> Settings:
     """The settings that a recipe asks for. What a GPU cannot draft with is left out."""
     medusa = recipe.medusa if recipe.forward.decode == "fused" else None
-    draft = recipe.draft if recipe.target == "cpu" else None
+    draft = recipe.draft if runs_draft_models(recipe.target) else None
     return Settings(
         model=Path(recipe.model),
         output=Path(recipe.output),
@@ -165,6 +168,7 @@ class _Inputs:
     model: Model
     tokens: Tokens
     kernels: list[CompiledFile]
+    draft_kernels: list[CompiledFile]
     texts: _Texts
     drafters: Drafters
     tools: Tools | None  # for plans
@@ -202,10 +206,13 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
     if settings.evaluates_on_gpu:
         require_bf16(checkpoint)
     drafters = files_open.enter_context(open_drafters(settings.speculation, model, tokenizer))
-    medusa = drafters.heads
+    medusa, draft = drafters.heads, drafters.draft
     if medusa is not None and not settings.on_cpu:
         for problem in medusa_problems(medusa, settings.forward.decode):
             raise CheckpointError(problem, field="medusa")
+    if draft is not None and not settings.on_cpu:
+        for problem in draft_problems(settings.target, draft.model, settings.precision):
+            raise CheckpointError(problem, field="draft")
     attention = settings.forward.attention if settings.forward.has_plans else None
     texts = _read_texts(settings, tokenizer, model)
     return _Inputs(
@@ -216,6 +223,9 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
         model=model,
         tokens=_special_tokens(checkpoint, tokenizer),
         kernels=compile_for(settings.target, model, settings.precision, reporter, attention, medusa),
+        draft_kernels=[]
+        if draft is None
+        else compile_for(settings.target, draft.model, settings.precision, reporter, of="draft model"),
         texts=texts,
         drafters=drafters,
         tools=tools,
@@ -271,7 +281,7 @@ def _measure_on_gpu(
 def _describe(
     inputs: _Inputs,
     files: dict[str, FileEntry],
-    code: DeviceCode | None,
+    code: _Code,
     quality: Quality | None,
     calibration: Calibration | None = None,
     forward: Forward = FUSED,
@@ -295,8 +305,8 @@ def _describe(
             builder_version=ull.__version__,
         ),
         files=files,
-        speculation=describe(settings.speculation, inputs.drafters, inputs.model, settings.precision),
-        code=code,
+        speculation=describe(settings.speculation, inputs.drafters, inputs.model, settings.precision, code.draft),
+        code=code.target,
         calibration=calibration,
         forward=forward,
     )
@@ -309,6 +319,7 @@ def compile_for(
     reporter: Reporter,
     attention: AttentionKind | None = None,
     medusa: MedusaHeads | None = None,
+    of: str = "",
 ) -> list[CompiledFile]:
     """The kernels of a GPU target, compiled for the model; none for the CPU. `attention`: of plans, None: no plans.
 
@@ -326,15 +337,29 @@ def compile_for(
         device_macros(model, precision, medusa),
         target,
         needed,
-        lambda compiled: reporter.note(f"compiled {describe_file(compiled)}"),
+        lambda compiled: reporter.note(f"compiled {of + ': ' if of else ''}{describe_file(compiled)}"),
     )
 
 
-def _write_code(inputs: _Inputs, staging: Path) -> tuple[DeviceCode | None, dict[str, FileEntry]]:
+@dataclass(frozen=True)
+class _Code:
+    """The manifest's accounts of the kernels, the draft model's among them."""
+
+    target: DeviceCode | None
+    draft: DeviceCode | None
+
+
+def _write_code(inputs: _Inputs, staging: Path) -> tuple[_Code, dict[str, FileEntry]]:
     if not inputs.kernels:
-        return None, {}
-    macros = device_macros(inputs.model, inputs.settings.precision, inputs.drafters.heads)
-    return write_code(inputs.kernels, macros, staging, inputs.settings.target)
+        return _Code(None, None), {}
+    settings, drafters = inputs.settings, inputs.drafters
+    macros = device_macros(inputs.model, settings.precision, drafters.heads)
+    code, files = write_code(inputs.kernels, macros, staging, settings.target)
+    if drafters.draft is None:
+        return _Code(code, None), files
+    macros = device_macros(drafters.draft.model, settings.precision)
+    own, more = write_code(inputs.draft_kernels, macros, staging, settings.target, DRAFT_CODE_DIRECTORY)
+    return _Code(code, own), files | more
 
 
 def _special_tokens(checkpoint: Checkpoint, tokenizer: CheckpointTokenizer) -> Tokens:
@@ -376,7 +401,7 @@ def _needed_bytes(checkpoint: Checkpoint, drafters: Drafters, settings: Settings
     if settings.on_cpu:
         plan = plan_weights(checkpoint, settings.precision, drafters)
     else:
-        plan = plan_device_weights(checkpoint, settings.precision, medusa=drafters.medusa)
+        plan = plan_device_weights(checkpoint, settings.precision, drafters=drafters)
     copies = 2 if settings.forward.has_plans else 1  # plans hold the weights once more
     rest = 64 << 20  # tokenizer, vocabulary and manifest
     if settings.evaluates_on_gpu:
@@ -410,10 +435,10 @@ def _write_device_weights(
     checkpoint, precision, path = inputs.checkpoint, inputs.settings.precision, staging / WEIGHTS_FILE
     full = path if inputs.settings.forward.keeps_weights else staging / REFERENCE / WEIGHTS_FILE
     full.parent.mkdir(exist_ok=True)
-    keys_values, medusa = None if observation is None else observation.keys_values, inputs.drafters.medusa
-    weights, errors = convert_device_stage(title, reporter, checkpoint, precision, full, keys_values, medusa)
+    keys_values, drafters = None if observation is None else observation.keys_values, inputs.drafters
+    weights, errors = convert_device_stage(title, reporter, checkpoint, precision, full, keys_values, drafters)
     if full is not path:
-        weights, _ = convert_for_device(checkpoint, precision, path, None, keys_values, fused=False)
+        weights, _ = convert_for_device(checkpoint, precision, path, None, keys_values, fused=False, drafters=drafters)
     return weights, errors
 
 

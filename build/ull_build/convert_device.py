@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ull.bundle import (
     DEVICE_TILE_ROWS,
+    DRAFT,
     FILLER,
     MEDUSA,
     FileEntry,
@@ -23,7 +24,16 @@ from ull.bundle import (
     head_rows,
 )
 from ull_build.checkpoint import Checkpoint
-from ull_build.convert import EMBEDDING, MEDUSA_ROWS, bias_sources, present, vector_source, weight_sources
+from ull_build.convert import (
+    EMBEDDING,
+    MEDUSA_ROWS,
+    NO_DRAFTERS,
+    Drafters,
+    bias_sources,
+    present,
+    vector_source,
+    weight_sources,
+)
 from ull_build.medusa import MedusaWeights
 from ull_build.pack import alternate_tiles, whole_tiles
 from ull_build.pack_device import pack_blocks, scale_rows, unscale_rows
@@ -35,16 +45,19 @@ _MAX_FP8 = 448.0
 
 
 def plan_device_weights(
-    checkpoint: Checkpoint, precision: Precision, fused: bool = True, medusa: MedusaWeights | None = None
+    checkpoint: Checkpoint, precision: Precision, fused: bool = True, drafters: Drafters = NO_DRAFTERS
 ) -> dict[str, TensorShape]:
-    """The tensors of the weights file, in order: all required ones, and the biases that checkpoint and heads have."""
-    heads = None if medusa is None else medusa.description
-    expected = device_tensors(checkpoint.model, precision, fused, heads)
-    drafting = {name: expected.pop(name) for name in list(expected) if name.startswith(MEDUSA)}
+    """The tensors of the weights file, in order: all required ones, and the biases that checkpoints and heads have."""
+    medusa, draft = drafters.medusa, drafters.draft
+    expected = device_tensors(checkpoint.model, precision, fused, drafters.heads)
+    heads = {name: expected.pop(name) for name in list(expected) if name.startswith(MEDUSA)}
     biased = medusa is not None and medusa.biased
-    return present(checkpoint, expected) | {
-        name: shape for name, shape in drafting.items() if biased or not shape.optional
-    }
+    plan = present(checkpoint, expected)
+    plan |= {name: shape for name, shape in heads.items() if biased or not shape.optional}
+    if draft is not None:
+        own = present(draft, device_tensors(draft.model, precision))
+        plan |= {DRAFT + name: shape for name, shape in own.items()}
+    return plan
 
 
 def convert_for_device(
@@ -54,23 +67,25 @@ def convert_for_device(
     progress: Callable[[int], None] | None = None,
     keys_values: Mapping[str, NDArray[np.float32]] | None = None,
     fused: bool = True,
-    medusa: MedusaWeights | None = None,
+    drafters: Drafters = NO_DRAFTERS,
 ) -> tuple[FileEntry, list[TensorError]]:
     """Writes the weights file at `path`; tells `progress` the bytes written by each step.
 
     `keys_values`: what Observation saw, for the scales of FP8 pages; None leaves them to the biases. Not `fused`:
-    without the linear layers, which plans hold. `medusa`: heads that draft for the model.
+    without the linear layers, which plans hold.
 
     Returns its size and hash, and the relative error of every linear weight. Equal input gives equal bytes. Raises
     CheckpointError for values that are not finite, OSError when the disk is full.
     """
-    plan = plan_device_weights(checkpoint, precision, fused, medusa)
+    plan, medusa = plan_device_weights(checkpoint, precision, fused, drafters), drafters.medusa
     errors: list[TensorError] = []
     with WeightsWriter(path, plan) as writer:
         scales: list[NDArray[np.float32]] = []
         for name, shape in plan.items():
             error = ErrorSum()
-            if medusa is not None and name.startswith(MEDUSA):
+            if drafters.draft is not None and name.startswith(DRAFT):
+                pieces = _pieces(drafters.draft, name.removeprefix(DRAFT), shape, scales, error, None)
+            elif medusa is not None and name.startswith(MEDUSA):
                 pieces = _medusa_pieces(medusa, checkpoint.model, name, shape, scales, error)
             else:
                 pieces = _pieces(checkpoint, name, shape, scales, error, keys_values)
@@ -90,12 +105,12 @@ def convert_device_stage(
     precision: Precision,
     path: Path,
     keys_values: Mapping[str, NDArray[np.float32]] | None = None,
-    medusa: MedusaWeights | None = None,
+    drafters: Drafters = NO_DRAFTERS,
 ) -> tuple[FileEntry, list[TensorError]]:
     """convert_for_device as a stage of a build, with its progress."""
-    plan = plan_device_weights(checkpoint, precision, medusa=medusa)
+    plan = plan_device_weights(checkpoint, precision, drafters=drafters)
     with reporter.stage(title, sum(shape.nbytes for shape in plan.values()), "bytes") as advance:
-        return convert_for_device(checkpoint, precision, path, advance, keys_values, medusa=medusa)
+        return convert_for_device(checkpoint, precision, path, advance, keys_values, drafters=drafters)
 
 
 def _pieces(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from ull.bundle import MAX_TREE, Drafter, DraftModel, Model, Precision, Speculation
+from ull.bundle import MAX_TREE, DeviceCode, Drafter, DraftModel, Model, Precision, Speculation
 from ull.errors import CheckpointError
 from ull_build.checkpoint import Checkpoint, read_json
 from ull_build.convert import Drafters
@@ -43,12 +43,18 @@ def open_drafters(settings: SpeculationSettings, model: Model, tokenizer: Checkp
         yield Drafters(medusa, draft)
 
 
-def describe(settings: SpeculationSettings, drafters: Drafters, model: Model, precision: Precision) -> Speculation:
+def describe(
+    settings: SpeculationSettings,
+    drafters: Drafters,
+    model: Model,
+    precision: Precision,
+    draft_code: DeviceCode | None = None,
+) -> Speculation:
     """The manifest's account of speculation."""
     draft = None
     if drafters.draft is not None:
         sizes = msgspec.structs.replace(drafters.draft.model, tokenizer_vocabulary=model.tokenizer_vocabulary)
-        draft = DraftModel(model=sizes, precision=precision)
+        draft = DraftModel(model=sizes, precision=precision, code=draft_code)
     return Speculation(
         default=settings.default,
         max_tree=settings.max_tree,

@@ -114,14 +114,18 @@ def check_complete(files: Iterable[CompiledFile], needed: frozenset[str] = DEVIC
 
 
 def write_code(
-    files: list[CompiledFile], macros: Mapping[str, str], directory: Path, target: Target = "sm_90a"
+    files: list[CompiledFile],
+    macros: Mapping[str, str],
+    directory: Path,
+    target: Target = "sm_90a",
+    folder: str = CODE_DIRECTORY,
 ) -> tuple[DeviceCode, dict[str, FileEntry]]:
-    """Writes the cubins under `directory`/code; returns the manifest's account of them and its table of files."""
-    (directory / CODE_DIRECTORY).mkdir()
+    """Writes the cubins under `directory`/`folder`; returns the manifest's account of them and its table of files."""
+    (directory / folder).mkdir()
     entries: dict[str, FileEntry] = {}
     code_files = []
     for file in files:
-        name = f"{CODE_DIRECTORY}/{file.source.stem}.cubin"
+        name = f"{folder}/{file.source.stem}.cubin"
         cubin = file.compiled.cubin
         (directory / name).write_bytes(cubin)
         entries[name] = FileEntry(sha256=hashlib.sha256(cubin).hexdigest(), bytes=len(cubin))

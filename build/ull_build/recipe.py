@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from ull.bundle import ARCHITECTURES, MAX_TREE, AttentionKind, Drafter, Source
+from ull.bundle import ARCHITECTURES, MAX_TREE, AttentionKind, Drafter, Source, runs_draft_models
 from ull.errors import RecipeError
 
 TARGETS = {"cpu": "any x86-64 or ARM machine"} | {name: item.machines for name, item in ARCHITECTURES.items()}
@@ -222,7 +222,7 @@ def _check_target(recipe: Recipe, origin: str) -> None:
 def _check_drafters(recipe: Recipe, origin: str) -> None:
     """What a GPU cannot draft with must not be what the recipe drafts with; else it is left out of the build."""
     useless = {}
-    if recipe.draft is not None:
+    if recipe.draft is not None and not runs_draft_models(recipe.target):
         useless["draft"] = f"a draft model does not run on target {recipe.target}"
     if recipe.medusa is not None and recipe.forward.decode != "fused":
         useless["medusa"] = "Medusa heads read the hidden state of ull's own decode, not of TensorRT's"

@@ -52,33 +52,43 @@ class Sizes:
 
 
 def plan_memory(sizes: Sizes, weight_bytes: int) -> ArenaPlan:
-    """Every region of the arena. The names are what `ull.gpu.rounds` asks for."""
-    model, plan = sizes.model, ArenaPlan()
+    """The arena of one model: its weights, and what its rounds touch."""
+    plan = ArenaPlan()
     plan.reserve("weights", weight_bytes)
-    plan.reserve("KV pages", sizes.kv_bytes)
-    plan.reserve("rope", 4 * sizes.context * model.head_dim)
+    reserve_model(plan, sizes)
+    return plan
+
+
+def reserve_model(plan: ArenaPlan, sizes: Sizes, prefix: str = "") -> None:
+    """Every region that a model's rounds touch. The names, behind `prefix`, are what `ull.gpu.rounds` asks for."""
+    model = sizes.model
+
+    def reserve(name: str, nbytes: int) -> None:
+        plan.reserve(prefix + name, nbytes)
+
+    reserve("KV pages", sizes.kv_bytes)
+    reserve("rope", 4 * sizes.context * model.head_dim)
     for name in ("tree keys", "tree values"):
-        plan.reserve(name, model.layers * sizes.tree_bytes)
-    plan.reserve("round", ctypes.sizeof(Round))
-    plan.reserve("state", ctypes.sizeof(State))
-    plan.reserve("counters", 4 * sizes.counter_count)
-    plan.reserve("layer parameters", model.layers * ctypes.sizeof(LayerParams))
-    plan.reserve("text", 4 * (sizes.context + TREE_TOKENS + 1))
-    plan.reserve("text counts", 4 * round_up(model.vocabulary, _ROW_UNIT))
-    plan.reserve("page table", 4 * attention.table_pages(sizes.context))
-    plan.reserve("residual", 4 * TREE_TOKENS * round_up(model.hidden, _ROW_UNIT))
-    plan.reserve("normed", 2 * TREE_TOKENS * round_up(model.hidden, _COLUMN_UNIT))
-    plan.reserve("qkv", 4 * TREE_TOKENS * round_up(sizes.qkv_width, _ROW_UNIT))
-    plan.reserve("partial sums", linear.partial_bytes(model.hidden, sizes.qkv_width))
-    plan.reserve("attention", 2 * TREE_TOKENS * round_up(sizes.attention_width, _COLUMN_UNIT))
-    plan.reserve("mlp", 2 * TREE_TOKENS * round_up(model.intermediate, _COLUMN_UNIT))
-    plan.reserve("logits", 4 * TREE_TOKENS * round_up(model.vocabulary, _ROW_UNIT))
-    plan.reserve("attention parts", attention.partial_bytes(model.heads, model.head_dim, sizes.context))
-    plan.reserve("sampler", sampling.SCRATCH_BYTES)
+        reserve(name, model.layers * sizes.tree_bytes)
+    reserve("round", ctypes.sizeof(Round))
+    reserve("state", ctypes.sizeof(State))
+    reserve("counters", 4 * sizes.counter_count)
+    reserve("layer parameters", model.layers * ctypes.sizeof(LayerParams))
+    reserve("text", 4 * (sizes.context + TREE_TOKENS + 1))
+    reserve("text counts", 4 * round_up(model.vocabulary, _ROW_UNIT))
+    reserve("page table", 4 * attention.table_pages(sizes.context))
+    reserve("residual", 4 * TREE_TOKENS * round_up(model.hidden, _ROW_UNIT))
+    reserve("normed", 2 * TREE_TOKENS * round_up(model.hidden, _COLUMN_UNIT))
+    reserve("qkv", 4 * TREE_TOKENS * round_up(sizes.qkv_width, _ROW_UNIT))
+    reserve("partial sums", linear.partial_bytes(model.hidden, sizes.qkv_width))
+    reserve("attention", 2 * TREE_TOKENS * round_up(sizes.attention_width, _COLUMN_UNIT))
+    reserve("mlp", 2 * TREE_TOKENS * round_up(model.intermediate, _COLUMN_UNIT))
+    reserve("logits", 4 * TREE_TOKENS * round_up(model.vocabulary, _ROW_UNIT))
+    reserve("attention parts", attention.partial_bytes(model.heads, model.head_dim, sizes.context))
+    reserve("sampler", sampling.SCRATCH_BYTES)
     if sizes.medusa is not None:
         for name in DRAFT_STATES:
-            plan.reserve(name, 2 * TREE_TOKENS * round_up(model.hidden, _COLUMN_UNIT))
-    return plan
+            reserve(name, 2 * TREE_TOKENS * round_up(model.hidden, _COLUMN_UNIT))
 
 
 def rope_table(model: Model, context: int) -> NDArray[np.float32]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ull.bundle import Bundle
+from ull.bundle import Bundle, DeviceCode
 from ull.errors import GpuError
 from ull.gpu.driver import Driver
 from ull.gpu.launch import Launch
@@ -13,16 +13,18 @@ _FREE_SHARED_BYTES = 48 << 10  # that a kernel gets without being allowed more
 
 
 class Kernels:
-    """Every kernel of a bundle, loaded. Raises BundleError for a changed cubin, GpuError for one the driver refuses."""
+    """The kernels of one of a bundle's models, loaded.
 
-    def __init__(self, driver: Driver, bundle: Bundle) -> None:
+    Raises BundleError for a changed cubin, GpuError for one the driver refuses.
+    """
+
+    def __init__(self, driver: Driver, bundle: Bundle, code: DeviceCode) -> None:
         self._driver = driver
         self._modules: list[int] = []
         self._functions: dict[str, int] = {}
         self._shared_bytes: dict[str, int] = {}
-        code = bundle.manifest.code
         try:
-            for file in code.files if code is not None else ():
+            for file in code.files:
                 module = self._load(bundle, file.path)
                 for kernel in file.kernels:
                     self._functions[kernel] = self._find(module, kernel, file.path)

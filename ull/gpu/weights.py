@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import Bundle, Model, TensorEntry
+from ull.bundle import Bundle, Model, TensorEntry, device_parts
 from ull.gpu.driver import Driver
 from ull.gpu.launch import Launch
 from ull.gpu.launches import sampling
@@ -126,7 +126,8 @@ def random_vectors(bundle: Bundle) -> dict[str, NDArray[np.float32]]:
     for name, entry in bundle.tensors.items():
         stem, _, kind = name.rpartition(".")
         if entry.dtype == "F32":
-            value = math.sqrt(3.0 / _columns(bundle.manifest.model, stem)) if kind == "scale" else 1.0
+            model = next(part.model for part in reversed(device_parts(bundle.manifest)) if name.startswith(part.prefix))
+            value = math.sqrt(3.0 / _columns(model, stem)) if kind == "scale" else 1.0
             vectors[name] = np.full(entry.shape, value, np.float32)
     return vectors
 

@@ -49,8 +49,8 @@ Status ScriptedExecutor::start_round(const RoundStep& step) noexcept {
 
 Status ScriptedExecutor::start(int64_t cost_ns) noexcept {
   const int64_t step = steps_.load(std::memory_order_relaxed);
-  steps_.store(step + 1, std::memory_order_relaxed);
   aborted_.store(false, std::memory_order_relaxed);
+  steps_.store(step + 1, std::memory_order_release);  // who sees it may abort
   if (step == options_.fail_step) failed_.store(true, std::memory_order_relaxed);
   if (failed_.load(std::memory_order_relaxed)) return Status::kExecutorFailed;
   hanging_ = step == options_.hang_step;

@@ -49,7 +49,7 @@ class ScriptedExecutor : public Executor {
     return failed_.load(std::memory_order_relaxed) && options_.restart_helps;
   }
 
-  [[nodiscard]] int64_t steps() const noexcept { return steps_.load(std::memory_order_relaxed); }
+  [[nodiscard]] int64_t steps() const noexcept { return steps_.load(std::memory_order_acquire); }
 
  private:
   [[nodiscard]] Status start(int64_t cost_ns) noexcept;

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <iterator>
 #include <map>
+#include <memory>
 
 #include "exec/graph/driver.h"
 #include "exec/graph/graph_executor.h"
@@ -49,9 +50,12 @@ graph::GraphProgram graph_program(const nb::dict& dict) {
   program.name = field<std::string>(dict, "name");
   program.library = field<std::string>(dict, "library");
   if (dict.contains("medusa")) {
-    program.draft = address(dict, "medusa");
+    program.medusa = address(dict, "medusa");
     program.medusa_heads = field<int>(dict, "medusa_heads");
     program.medusa_bytes = field<int64_t>(dict, "medusa_bytes");
+  }
+  if (dict.contains("draft")) {
+    program.draft = std::make_shared<graph::GraphProgram>(graph_program(field<nb::dict>(dict, "draft")));
   }
   if (dict.contains("reuse")) program.reuse = reuse_named(field<std::string>(dict, "reuse"));
   program.check();

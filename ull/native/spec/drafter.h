@@ -41,6 +41,7 @@ struct DraftContext {
   const std::atomic<bool>* abort;
   // Of the text up to the root, for requests with penalties; null for others. What a drafter adds it takes back.
   TokenCounts* counts = nullptr;
+  int32_t prompt_tokens = 0;  // of the history; what follows them was generated
 };
 
 // What became of a round, whoever proposed its tree.
@@ -58,7 +59,7 @@ class Drafter {
   [[nodiscard]] virtual Speculation kind() const noexcept = 0;
   // Allocates what is left to allocate and measures its costs. May throw.
   virtual void prepare() {}
-  // Follows the target's prefill of one chunk. kOk or kAborted.
+  // Follows the target's prefill of one chunk. kOk, kAborted or kExecutorFailed.
   [[nodiscard]] virtual Status prefill(const PrefillStep& step, const std::atomic<bool>& abort) noexcept {
     (void)step, (void)abort;
     return Status::kOk;

@@ -30,7 +30,7 @@ class Proposer {
   // Prepares the drafters -> info.drafters, draft_ns and what they add to its bytes. costs: of the executor's rounds.
   void prepare(const VerifyCosts& costs, ExecutorInfo& info);
 
-  // After the target's prefill of a chunk. kOk or kAborted.
+  // After the target's prefill of a chunk. kOk, kAborted or kExecutorFailed.
   [[nodiscard]] Status prefill(const PrefillStep& step, const std::atomic<bool>& abort) noexcept;
 
   // Begins a round: fills tree(), with the root alone for a plain one. kOk, kAborted or kExecutorFailed.

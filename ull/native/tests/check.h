@@ -3,6 +3,9 @@
 // nothing ran. Include it in exactly one .cpp per executable.
 #pragma once
 
+#include <unistd.h>
+
+#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <iostream>
@@ -43,6 +46,21 @@ void equal(const A& a, const B& b, const char* expression, const char* file, int
   std::ostringstream text;
   text << expression << ": " << a << " != " << b;
   fail(file, line, text.str());
+}
+
+inline const char*& limited() {
+  static const char* name = "";
+  return name;
+}
+
+// Ends the process if the case takes longer than any does, also under a sanitizer on a busy machine: it hangs.
+inline void limit(const char* name) {
+  limited() = name;
+  std::signal(SIGALRM, [](int) {
+    std::fprintf(stderr, "FAIL %s: hangs\n", limited());
+    _exit(1);
+  });
+  alarm(300);
 }
 
 }  // namespace ull::check
@@ -87,6 +105,7 @@ int main(int argc, char** argv) {
     if (argc > 1 && std::strstr(test.name, argv[1]) == nullptr) continue;
     ++ran;
     const int before = ull::check::failures();
+    ull::check::limit(test.name);
     test.body();
     std::printf("%s %s\n", ull::check::failures() == before ? "ok  " : "FAIL", test.name);
     std::fflush(stdout);

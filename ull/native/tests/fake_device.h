@@ -27,6 +27,7 @@ inline constexpr int kOutOfMemory = 2;       // CUDA_ERROR_OUT_OF_MEMORY
 struct FakeModel {
   int vocabulary = 100;
   int period = 0;  // 0: any token may follow; n: mostly the token n back, so that the text repeats
+  int flaw = 0;    // n: about every nth token is another than the model's without it
 
   // The token after `past`; `biases` with -inf ban tokens.
   template <typename Bias>
@@ -37,6 +38,7 @@ struct FakeModel {
     if (period > 0 && static_cast<int>(past.size()) >= period && hash >> 8 & 15) {
       token = past[past.size() - static_cast<size_t>(period)];
     }
+    if (flaw > 0 && hash / 256 % static_cast<uint32_t>(flaw) == 0) token = (token + 1) % vocabulary;
     const auto banned = [&] {
       return std::any_of(biases, biases + count, [&](const Bias& bias) { return bias.token == token; });
     };
@@ -122,7 +124,7 @@ class FakeDevice {
     for (int i = 0; i < kCostSizes; ++i) program.rounds[i] = reinterpret_cast<void*>(uintptr_t{1} + i);
     program.prefill = reinterpret_cast<void*>(uintptr_t{100});
     if (script_.medusa_heads > 0) {
-      program.draft = reinterpret_cast<void*>(uintptr_t{200});
+      program.medusa = reinterpret_cast<void*>(uintptr_t{200});
       program.medusa_heads = script_.medusa_heads;
       program.medusa_bytes = 70;
     }
@@ -173,6 +175,10 @@ class FakeDevice {
     const std::lock_guard lock(mutex_);
     return launched_;
   }
+  // Rounds up to this one are to be skipped.
+  [[nodiscard]] uint64_t cancelled() {
+    return std::atomic_ref<uint64_t>(control_.cancelled_through).load(std::memory_order_acquire);
+  }
   // Sequence numbers count from the program's start, measuring included: scripts that mean "the nth from now" call
   // this.
   void arm(const std::function<void(Script&, uint64_t next)>& change) {
@@ -186,6 +192,7 @@ class FakeDevice {
     if (error_ != 0) return error_;
     if (script_.launch_error_at == launched_ + 1) return script_.launch_error;
     if (launched_ - begun_ == queue_.size()) std::abort();  // more than there are slots
+    if (graph == nullptr) std::abort();
     queue_[launched_++ % queue_.size()] = static_cast<int>(reinterpret_cast<uintptr_t>(graph));
     wake_.notify_all();
     return graph::kSuccess;
@@ -235,9 +242,8 @@ class FakeDevice {
     result.begin_ns = static_cast<uint64_t>(start);
     result.count = 0;
     result.stopped = 0;
-    const uint64_t cancelled = std::atomic_ref<uint64_t>(control_.cancelled_through).load(std::memory_order_acquire);
     const bool continues = request.mode == gpu::RoundMode::kContinue;
-    if (sequence <= cancelled || (continues && state_.stopped != 0)) {
+    if (sequence <= cancelled() || (continues && state_.stopped != 0)) {
       record.status = gpu::RoundStatus::kSkipped;
     } else if (sequence == script.silent_at) {
       return record;

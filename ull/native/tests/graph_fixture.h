@@ -4,7 +4,9 @@
 #include <atomic>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -19,8 +21,10 @@ class HeldRound {
   explicit HeldRound(FakeDevice& device, uint64_t more = 0) {
     device.arm([&](FakeDevice::Script& script, uint64_t next) {
       sequence_ = next + more;
-      script.before = [released = released_, held = sequence_](uint64_t sequence) {
-        while (sequence == held && !*released) std::this_thread::yield();
+      script.before = [released = released_, reached = reached_, held = sequence_](uint64_t sequence) {
+        if (sequence != held) return;
+        *reached = true;
+        while (!*released) std::this_thread::yield();
       };
     });
   }
@@ -30,17 +34,25 @@ class HeldRound {
 
   void release() { *released_ = true; }
   [[nodiscard]] uint64_t sequence() const { return sequence_; }
+  // Whether all rounds before it have ended.
+  [[nodiscard]] bool reached() const { return *reached_; }
 
  private:
   std::shared_ptr<std::atomic<bool>> released_ = std::make_shared<std::atomic<bool>>(false);
+  std::shared_ptr<std::atomic<bool>> reached_ = std::make_shared<std::atomic<bool>>(false);
   uint64_t sequence_ = 0;
 };
 
 struct GraphRig {
-  explicit GraphRig(FakeDevice::Script script = {}, graph::GraphOptions options = {})
-      : device(script), model(script.model), executor(device.program(), FakeDevice::driver(), options) {
+  explicit GraphRig(FakeDevice::Script script = {}, graph::GraphOptions options = {},
+                    const std::optional<FakeDevice::Script>& draft = std::nullopt)
+      : device(script),
+        draft_device(draft ? std::make_unique<FakeDevice>(*draft) : nullptr),
+        model(script.model),
+        executor(program(), FakeDevice::driver(), options) {
     executor.prepare();
-    device.forget();
+    (void)rest();
+    if (draft) (void)rest(*draft_device);
     pages.resize(static_cast<size_t>(pages_for(script.context)));
     // Not the identity, so that a page table which did not arrive shows.
     for (size_t i = 0; i < pages.size(); ++i) {
@@ -61,7 +73,8 @@ struct GraphRig {
     const int chunk = executor.info().prefill_chunk;
     for (int done = 0; done < static_cast<int>(tokens.size());) {
       const int count = std::min(chunk, static_cast<int>(tokens.size()) - done);
-      const Status status = executor.start_prefill({tokens.data() + done, count, start + done, pages.data()});
+      const Status status =
+          executor.start_prefill({tokens.data() + done, count, start + done, pages.data(), &drafted, speculation});
       if (status != Status::kOk) return status;
       if (const Status end = finish(); end != Status::kOk) return end;
       done += count;
@@ -69,11 +82,12 @@ struct GraphRig {
     return Status::kOk;
   }
 
-  [[nodiscard]] RoundStep step(const std::vector<int32_t>& tokens, int max_tokens) const {
+  [[nodiscard]] RoundStep step(const std::vector<int32_t>& tokens, int max_tokens) {
     RoundStep step{tokens.back(), static_cast<int32_t>(tokens.size()) - 1, pages.data(), &sampling, max_tokens,
                    tokens.data()};
     step.speculation = speculation;
     step.max_tree = max_tree;
+    step.drafted = &drafted;
     step.stops = stops.data();
     step.stop_count = static_cast<int32_t>(stops.size());
     step.prompt_tokens = prompt_tokens;
@@ -106,20 +120,36 @@ struct GraphRig {
     const size_t start = prompt.size();
     prompt_tokens = static_cast<int>(start);
     std::vector<int32_t> cached(prompt.begin(), prompt.end() - 1);
+    drafted = 0;
     CHECK(prefill(cached) == Status::kOk);
     CHECK(decode(prompt, count) == Status::kOk);
     return {prompt.begin() + static_cast<std::ptrdiff_t>(start), prompt.end()};
   }
 
   // What the device did since the last call, once it has come to rest.
-  [[nodiscard]] std::vector<FakeDevice::Record> rest() {
+  [[nodiscard]] std::vector<FakeDevice::Record> rest() { return rest(device); }
+  [[nodiscard]] static std::vector<FakeDevice::Record> rest(FakeDevice& device) {
     while (FakeDevice::driver().query(&device) == graph::kNotReady) std::this_thread::yield();
     auto records = device.records();
     device.forget();
     return records;
   }
 
+  // The draft model is played by a device of its own: nothing of it may depend on the target's.
+  [[nodiscard]] graph::GraphProgram program() {
+    graph::GraphProgram program = device.program();
+    if (draft_device == nullptr) return program;
+    graph::GraphProgram draft = draft_device->program();
+    for (int i = 0; i < kCostSizes; ++i) {
+      if (kCostTokens[i] != 1 && kCostTokens[i] != 8) draft.rounds[i] = nullptr;
+    }
+    draft.context = program.context;
+    program.draft = std::make_shared<const graph::GraphProgram>(std::move(draft));
+    return program;
+  }
+
   FakeDevice device;
+  std::unique_ptr<FakeDevice> draft_device;  // null: there is no draft model
   FakeModel model;
   graph::GraphExecutor executor;
   std::vector<int32_t> pages;
@@ -128,6 +158,7 @@ struct GraphRig {
   Speculation speculation = Speculation::kNone;
   int max_tree = 0;
   int prompt_tokens = 0;  // of requests with penalties
+  int32_t drafted = 0;    // positions that the draft model's cache holds
   RoundResult result;
   int rounds = 0;
 };

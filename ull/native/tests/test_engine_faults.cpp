@@ -53,7 +53,6 @@ TEST(cancel_during_prefill_keeps_what_was_computed) {
     const std::vector<int32_t> prompt(150, 'p');
     engine.submit(Harness::request(1, prompt, 10));
     engine.wait_for_steps(2);
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));  // let poll() begin: an abort before it is forgotten
     CHECK(engine.cancel(1));
     CHECK(engine.wait(1).outcome.reason == FinishReason::kCancelled);
     CHECK(engine.results[1].tokens.empty());
@@ -67,10 +66,11 @@ TEST(cancel_during_prefill_keeps_what_was_computed) {
 
 TEST(a_deadline_ends_running_and_queued_requests) {
   Harness engine({.tokens = ids("a"), .hang_step = 3});
+  const int64_t now = ull::monotonic_ns();
   auto running = Harness::request(1, kPrompt, 1000);
-  running.deadline_ns = ull::monotonic_ns() + 40 * kMillisecond;
+  running.deadline_ns = now + 500 * kMillisecond;
   auto queued = Harness::request(2, kPrompt, 1000);
-  queued.deadline_ns = ull::monotonic_ns() + 10 * kMillisecond;
+  queued.deadline_ns = now + 10 * kMillisecond;
   engine.submit(running);
   engine.submit(queued);
   CHECK(engine.wait(2).outcome.reason == FinishReason::kTimeout);
@@ -297,11 +297,14 @@ TEST(the_service_manager_is_fed_only_while_the_engine_moves) {
     Harness engine({.tokens = ids("a"), .hang_step = 3}, {.watchdog_ms = 60});
     CHECK_EQ(receive(true), "WATCHDOG=1");  // idle
     engine.submit(Harness::request(1, kPrompt, 1000));
-    while (std::string_view(engine.engine.health()) != "stalled") std::this_thread::yield();
+    engine.wait_for_steps(4);  // from here on nothing moves
     while (!receive(false).empty()) {
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    CHECK_EQ(receive(false), "");  // stalled: silence, so that the service is restarted
+    while (std::string_view(engine.engine.health()) != "stalled") std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::milliseconds(150));
+    int fed = 0;
+    while (!receive(false).empty()) ++fed;
+    CHECK(fed <= 2);  // by looks that saw the last steps; then silence, so that the service is restarted
     CHECK(engine.cancel(1));
     engine.wait(1);
     CHECK_EQ(receive(true), "WATCHDOG=1");

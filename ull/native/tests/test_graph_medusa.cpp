@@ -137,7 +137,7 @@ TEST(nonsense_from_the_heads_is_not_passed_on) {
 }
 
 TEST(heads_that_never_answer_are_a_failure) {
-  GraphRig rig({.medusa_heads = 3}, {.watchdog_ms = 50, .adaptive = false});
+  GraphRig rig({.medusa_heads = 3}, {.watchdog_ms = 500, .adaptive = false});
   rig.speculation = Speculation::kMedusa;
   Tokens tokens = prompt_of(1);
   CHECK(rig.executor.start_round(rig.step(tokens, 20)) == Status::kOk);

@@ -25,9 +25,13 @@ ModelOptions draft_options(const Model& target) {
   return options;
 }
 
-ModelSpec named_draft(const Model& target) {
+const ModelSpec& named_draft(const Model& target) {
   if (target.spec().draft == nullptr) throw std::invalid_argument("missing");
   return *target.spec().draft;
+}
+
+int common_vocabulary(const Model& target) {
+  return std::min(named_draft(target).vocabulary, target.spec().vocabulary);
 }
 
 }  // namespace
@@ -47,13 +51,12 @@ void LeadStatistics::record(int lead_class, bool accepted) noexcept {
 }
 
 DraftModel::DraftModel(const Model& target, bool coupled) try
-    : model_(named_draft(target), draft_options(target), target.team()),
-      common_(std::min(model_.spec().vocabulary, target.spec().vocabulary)),
-      sampler_(model_.kernels(), common_),
+    : ChainDrafter(named_draft(target).vocabulary, named_draft(target).context, common_vocabulary(target)),
+      model_(named_draft(target), draft_options(target), target.team()),
+      sampler_(model_.kernels(), common_vocabulary(target)),
       coupled_(coupled),
       logits_(static_cast<size_t>(model_.spec().vocabulary)),
-      tokens_(static_cast<size_t>(model_.chunk())),
-      bias_(kMaxLogitBias) {
+      tokens_(static_cast<size_t>(model_.chunk())) {
 } catch (const std::invalid_argument& error) {
   throw std::invalid_argument(std::string("draft: ") + error.what());
 }
@@ -62,15 +65,15 @@ void DraftModel::prepare() {
   // Page 0 serves as scratch: no session exists yet.
   const int32_t page = 0;
   const std::atomic<bool> never{false};
-  sampling_ = {};
-  sampling_.temperature = 1.0F;
+  Sampling sampling;
+  sampling.temperature = 1.0F;
   step_ns_ = std::numeric_limits<int64_t>::max();
   const int steps = std::min({kTimedSteps, kPageTokens, model_.spec().context});
   for (int position = 0; position < steps; ++position) {
     const int64_t begin = monotonic_ns();
     const int32_t token = 0;
     if (feed(&token, 1, position, &page, /*logits=*/true, never) != Status::kOk) break;
-    (void)sampler_.rank(logits_.data(), position + 1, sampling_, 2, candidates_.tokens[1]);
+    (void)sampler_.rank(logits_.data(), position + 1, sampling, 2, candidates_.tokens[1]);
     step_ns_ = std::min(step_ns_, monotonic_ns() - begin);
   }
   const int chunk = std::min({kTimedTokens, kPageTokens, model_.chunk(), model_.spec().context});
@@ -88,11 +91,7 @@ Status DraftModel::feed(const int32_t* tokens, int count, int start, const int32
                         const std::atomic<bool>& abort) noexcept {
   for (int done = 0; done < count;) {
     const int chunk = std::min(count - done, model_.chunk());
-    for (int i = 0; i < chunk; ++i) {
-      // The target's vocabulary may have more rows: a token that the draft does not know stands as token 0.
-      const int32_t token = tokens[done + i];
-      tokens_[static_cast<size_t>(i)] = token < model_.spec().vocabulary ? token : 0;
-    }
+    for (int i = 0; i < chunk; ++i) tokens_[static_cast<size_t>(i)] = known(tokens[done + i]);
     const bool last = done + chunk == count;
     const Status status = model_.forward({tokens_.data(), chunk, start + done, pages,
                                           logits && last ? LogitsOf::kLast : LogitsOf::kNone, logits_.data()},
@@ -103,95 +102,44 @@ Status DraftModel::feed(const int32_t* tokens, int count, int start, const int32
   return Status::kOk;
 }
 
-Status DraftModel::prefill(const PrefillStep& step, const std::atomic<bool>& abort) noexcept {
-  if (step.speculation != Speculation::kDraft && step.speculation != Speculation::kAuto) return Status::kOk;
-  // A gap (a cached prefix that was never drafted) is left to propose(), which knows the tokens.
-  if (step.drafted == nullptr || *step.drafted < step.start) return Status::kOk;
-  const int32_t end = step.start + step.count;
-  const int32_t begin = *step.drafted;
-  if (begin >= end) return Status::kOk;
-  const Status status =
-      feed(step.tokens + (begin - step.start), end - begin, begin, step.pages, /*logits=*/false, abort);
-  if (status == Status::kOk) *step.drafted = end;
-  return status;
-}
-
-int DraftModel::confidence(const DraftContext& context) noexcept {
-  // Acceptance falls with the temperature.
-  const float temperature = context.sampling->temperature;
-  return temperature <= 0.0F ? 0 : temperature < 0.5F ? 1 : temperature < 0.9F ? 2 : 3;
-}
-
-void DraftModel::adopt(const Sampling& sampling) noexcept {
-  sampling_ = sampling;
-  if (!coupled_) sampling_.temperature = 0.0F;
-  sampling_.bias = bias_.data();
-  sampling_.bias_count = 0;
-  for (int i = 0; i < std::min(sampling.bias_count, kMaxLogitBias); ++i) {
-    if (sampling.bias[i].token < common_) {
-      bias_[static_cast<size_t>(sampling_.bias_count++)] = sampling.bias[i];
-    }
-  }
-}
-
-bool DraftModel::rank(const DraftContext& context, int d) noexcept {
+bool DraftModel::rank(const DraftContext& context, const Sampling& sampling, int d) noexcept {
   const int wanted = candidates_.counts[d];
   int32_t* tokens = candidates_.tokens[d];
   const int32_t position = context.position + d;
-  const int found = sampler_.rank(logits_.data(), position, sampling_, std::max(wanted, 2), tokens, context.counts);
+  const int found = sampler_.rank(logits_.data(), position, sampling, std::max(wanted, 2), tokens, context.counts);
   candidates_.counts[d] = std::min(found, wanted);
   if (found < 2) {
     leads_[d] = LeadStatistics::classify(found == 1 ? 1e9F : 0.0F);
     return found > 0;
   }
   const auto adjusted = [&](int32_t token) {
-    return Sampler::adjusted(logits_[static_cast<size_t>(token)], token, sampling_, context.counts);
+    return Sampler::adjusted(logits_[static_cast<size_t>(token)], token, sampling, context.counts);
   };
   float lead = adjusted(tokens[0]) - adjusted(tokens[1]);
-  if (sampling_.temperature > 0.0F) {
-    lead = lead / sampling_.temperature + gumbel(sampling_.seed, position, tokens[0]) -
-           gumbel(sampling_.seed, position, tokens[1]);
+  if (sampling.temperature > 0.0F) {
+    lead = lead / sampling.temperature + gumbel(sampling.seed, position, tokens[0]) -
+           gumbel(sampling.seed, position, tokens[1]);
   }
   leads_[d] = LeadStatistics::classify(lead);
   return true;
 }
 
-int DraftModel::missed(const DraftContext& context) const noexcept {
-  if (context.drafted == nullptr || context.position >= model_.spec().context) return 0;
-  const int32_t gap = context.position - std::clamp(*context.drafted, 0, context.position);
-  return gap > kSmallGap ? gap : 0;
-}
-
-Status DraftModel::catch_up(const DraftContext& context) noexcept {
-  const int32_t gap = missed(context);
-  if (gap == 0) return Status::kOk;
-  const int32_t valid = context.position - gap;
-  const Status status = feed(context.history + valid, gap, valid, context.pages, /*logits=*/false, *context.abort);
-  if (status == Status::kOk) *context.drafted = context.position;
-  return status;
-}
-
 Status DraftModel::propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept {
-  chain_ = 0;
-  candidates_.want(plan, kMaxDepth);
-  const int32_t root = context.position;
-  const int depth = std::min(candidates_.depth, model_.spec().context - root);
+  const int depth = begin_chain(context, plan);
   if (depth < 1) return Status::kOk;
-  adopt(*context.sampling);
+  Sampling sampling = common_sampling(*context.sampling);
+  if (!coupled_) sampling.temperature = 0.0F;
 
   // What the target has seen since the last draft, up to and with the root.
-  const int32_t valid = context.drafted == nullptr ? 0 : std::clamp(*context.drafted, 0, root);
+  const int32_t root = context.position, missing = first_missing(context);
   Status status =
-      feed(context.history + valid, root + 1 - valid, valid, context.pages, /*logits=*/true, *context.abort);
+      feed(context.history + missing, root + 1 - missing, missing, context.pages, /*logits=*/true, *context.abort);
   if (status != Status::kOk) return status;
-  // The root counts once the target has it too: observe().
-  if (context.drafted != nullptr) *context.drafted = root;
+  reached_root(context);
 
-  drafted_ = context.drafted;
-  position_ = root;
-  fed_ = candidates_.depth = 0;
+  candidates_.depth = 0;
   float survival = 1.0F;
-  for (int d = 1; d <= depth && rank(context, d); ++d) {
+  for (int d = 1; d <= depth && rank(context, sampling, d); ++d) {
     chain_ = candidates_.depth = d;
     survival *= statistics_.acceptance(leads_[d]);
     if (d == depth || survival < plan.least_survival) break;
@@ -202,22 +150,8 @@ Status DraftModel::propose(const DraftContext& context, const TreePlan& plan, Dr
     if (context.counts != nullptr) context.counts->add(candidates_.tokens[d][0]);
   }
   for (int d = 1; d <= fed_ && context.counts != nullptr; ++d) context.counts->take_back();
-  candidates_.fill_chain(plan, tree);
+  candidates_.fill(plan, tree);
   return Status::kOk;
-}
-
-void DraftModel::observe(const DraftOutcome& outcome) noexcept {
-  const int chain = std::exchange(chain_, 0);
-  if (chain == 0 || !outcome.proposed || outcome.position != position_) return;
-  int agreed = 0;  // tokens of the chain that were emitted
-  while (agreed < std::min<int>(chain, outcome.count)) {
-    const bool accepted = outcome.emitted[agreed] == candidates_.tokens[agreed + 1][0];
-    statistics_.record(leads_[agreed + 1], accepted);
-    if (!accepted) break;
-    ++agreed;
-  }
-  // The token emitted last is in neither cache as far as the session knows.
-  if (drafted_ != nullptr) *drafted_ = position_ + std::min(1 + std::min(agreed, fed_), outcome.count);
 }
 
 }  // namespace ull::cpu

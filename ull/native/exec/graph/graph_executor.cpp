@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "exec/graph/draft_model.h"
 #include "exec/graph/medusa.h"
+#include "exec/graph/timing.h"
 #include "spec/ngram.h"
 
 namespace ull::graph {
@@ -16,11 +18,8 @@ namespace {
 // All slots at once: the chunks of a step wait for each other on the device alone.
 constexpr int kPrefillChunk = gpu::kRoundSlots * gpu::kTreeTokens;
 
-constexpr int64_t kPrepareNs = 60'000'000'000;  // the watchdog's limit until everything has run once
-constexpr int kMeasuredRounds = 20;
-constexpr int64_t kMeasureNs = 200'000'000;  // no further round of a size is measured after this long
-constexpr int kMeasuredPosition = 1024;      // where attention's share is measured
-constexpr double kUnmeasured = 1e15;         // nanoseconds
+constexpr int kMeasuredPosition = 1024;  // where attention's share is measured
+constexpr double kUnmeasured = 1e15;     // nanoseconds
 
 }  // namespace
 
@@ -37,10 +36,10 @@ const GraphOptions& GraphExecutor::checked(const GraphOptions& options, const Gr
   if (options.max_tree < 1 || options.max_tree > kMaxTreeTokens) {
     throw std::invalid_argument("max_tree: must be 1 to 64");
   }
-  if (options.drafter == Speculation::kDraft) {
-    throw std::invalid_argument("drafter: the graph executor runs no draft model");
+  if (options.drafter == Speculation::kDraft && program.draft == nullptr && options.scripted == nullptr) {
+    throw std::invalid_argument("drafter: the program holds no draft model");
   }
-  if (options.drafter == Speculation::kMedusa && program.draft == nullptr) {
+  if (options.drafter == Speculation::kMedusa && program.medusa == nullptr) {
     throw std::invalid_argument("drafter: the program holds no Medusa heads");
   }
   return options;
@@ -65,7 +64,7 @@ Status GraphExecutor::begin_step(StepKind kind) noexcept {
 Status GraphExecutor::start_prefill(const PrefillStep& step) noexcept {
   if (step.count > info_.prefill_chunk || !valid(step.tokens, step.count, step.start)) return Status::kExecutorFailed;
   if (begin_step(StepKind::kPrefill) != Status::kOk) return Status::kExecutorFailed;
-  prefill_ = step;
+  prefill_ = prompt_ = step;
   if (ahead_ != 0) queue_.cancel();
   ahead_ = 0;
   advance();
@@ -79,9 +78,12 @@ Status GraphExecutor::start_round(const RoundStep& step) noexcept {
   if (step.sampling->penalizes() && step.history == nullptr) return Status::kExecutorFailed;
   if (begin_step(StepKind::kRound) != Status::kOk) return Status::kExecutorFailed;
   round_ = step;
-  const DraftContext now{step.history, step.position, step.pages, step.sampling,
-                         step.drafted, nullptr,       &abort_,    nullptr};
-  if (proposer_->propose(step, now) != Status::kOk) return queue_.fail("a drafter has failed", /*restart_helps=*/true);
+  const DraftContext now{step.history, step.position, step.pages, step.sampling,     step.drafted,
+                         nullptr,      &abort_,       nullptr,    step.prompt_tokens};
+  // A draft that was aborted leaves the round to be ended where it is polled.
+  if (proposer_->propose(step, now) == Status::kExecutorFailed) {
+    return queue_.fail("a drafter has failed", /*restart_helps=*/true);
+  }
   const bool adopted = proposer_->tree().count() == 1 && ahead_is(step);
   if (adopted) {
     first_ = last_ = ahead_;
@@ -116,27 +118,27 @@ void GraphExecutor::advance() noexcept {
 }
 
 void GraphExecutor::launch_prompt() noexcept {
-  const int pages = pages_for(prefill_.start + prefill_.count);
+  const int pages = pages_for(prompt_.start + prompt_.count);
   while (!launched_ && queue_.has_slot()) {
-    if (!setting_.holds(prefill_.pages, pages)) {
+    if (!setting_.holds(prompt_.pages, pages)) {
       if (!queue_.setting_is_free(setting_)) return;
-      setting_.take(prefill_.pages, pages);
+      setting_.take(prompt_.pages, pages);
     }
-    const int count = std::min(prefill_.count, gpu::kTreeTokens);
+    const int count = std::min(prompt_.count, gpu::kTreeTokens);
     gpu::RoundRequest& request = queue_.next_request();
     request.mode = gpu::RoundMode::kPrefill;
     request.count = count;
-    request.position = prefill_.start;
+    request.position = prompt_.start;
     request.max_tokens = 0;
-    std::copy_n(prefill_.tokens, count, request.tokens);
+    std::copy_n(prompt_.tokens, count, request.tokens);
     for (int i = 0; i < count; ++i) request.parents[i] = static_cast<uint8_t>(std::max(i - 1, 0));
     if (queue_.launch(program_.prefill, setting_, text_) != Status::kOk) return;
     last_ = queue_.launched();
     if (first_ == 0) first_ = last_;
-    prefill_.tokens += count;
-    prefill_.start += count;
-    prefill_.count -= count;
-    launched_ = prefill_.count == 0;
+    prompt_.tokens += count;
+    prompt_.start += count;
+    prompt_.count -= count;
+    launched_ = prompt_.count == 0;
   }
 }
 
@@ -213,7 +215,7 @@ Status GraphExecutor::finish_prefill() noexcept {
       return queue_.fail("the device has not run a chunk of a prompt", /*restart_helps=*/true);
     }
   }
-  return Status::kOk;
+  return proposer_->prefill(prefill_, abort_);
 }
 
 Status GraphExecutor::finish_round(RoundResult& result) noexcept {
@@ -297,17 +299,22 @@ void GraphExecutor::prepare() {
   settled_ = false;
   require(queue_.enter());
   queue_.set_watchdog(kPrepareNs);
+  const int64_t watchdog = options_.watchdog_ms * 1'000'000;
   std::vector<std::unique_ptr<Drafter>> drafters;
   if (program_.most_nodes() > 1) drafters.push_back(std::make_unique<NgramDrafter>(info_.context));
-  if (program_.draft != nullptr && program_.most_nodes() > 1) {
+  if (program_.medusa != nullptr && program_.most_nodes() > 1) {
     drafters.push_back(std::make_unique<MedusaDrafter>(program_, queue_, setting_, text_));
   }
-  if (options_.scripted != nullptr) drafters.push_back(std::make_unique<ScriptedDrafter>(*options_.scripted));
+  if (options_.scripted != nullptr) {
+    drafters.push_back(std::make_unique<ScriptedDrafter>(*options_.scripted));
+  } else if (program_.draft != nullptr && program_.most_nodes() > 1) {
+    drafters.push_back(std::make_unique<DraftModel>(*program_.draft, driver_, queue_, program_.vocabulary, watchdog));
+  }
   proposer_ = std::make_unique<Proposer>(
       std::move(drafters),
       Proposer::Options{info_.vocabulary, info_.context, program_.most_nodes(), options_.adaptive});
   proposer_->prepare(measure(), info_);
-  queue_.set_watchdog(options_.watchdog_ms * 1'000'000);
+  queue_.set_watchdog(watchdog);
 }
 
 // Replays every graph on pages that hold nothing yet: what is drawn does not matter. A graph's time holds the
@@ -346,7 +353,7 @@ int64_t GraphExecutor::measure_round(int size, int position, const std::vector<i
     }
   };
   const int64_t start = monotonic_ns();
-  for (int round = 0; round < kMeasuredRounds && (round == 0 || monotonic_ns() - start < kMeasureNs); ++round) {
+  for (int round = 0; round < kMeasuredRuns && (round == 0 || monotonic_ns() - start < kMeasureNs); ++round) {
     // The end of a round is known once the next has answered: one slot stays free, so that it is read in time.
     while (queue_.launched() - queue_.seen() >= gpu::kRoundSlots - 1) {
       if (queue_.take_answer()) {
@@ -368,8 +375,7 @@ int64_t GraphExecutor::measure_round(int size, int position, const std::vector<i
   }
   require(queue_.drain());
   read(queue_.seen());
-  std::nth_element(durations.begin(), durations.begin() + durations.size() / 2, durations.end());
-  return std::max<int64_t>(durations[durations.size() / 2], 1);
+  return median_ns(durations);
 }
 
 }  // namespace ull::graph

@@ -29,7 +29,7 @@ struct GraphOptions {
   Speculation drafter = Speculation::kNone;  // of requests that name none
   int max_tree = kMaxTreeTokens;             // of requests that set none
   bool adaptive = true;                      // false, for tests: always the widest tree that is allowed
-  // For tests: one more drafter, the draft model by name.
+  // For tests: takes the draft model's place.
   std::shared_ptr<const ScriptedDrafter> scripted = nullptr;
 };
 
@@ -88,7 +88,8 @@ class GraphExecutor final : public Executor {
 
   // The step in flight.
   StepKind kind_ = StepKind::kNone;
-  PrefillStep prefill_{};  // tokens, count and start of what is yet to be launched
+  PrefillStep prefill_{};
+  PrefillStep prompt_{};  // tokens, count and start of what is yet to be launched
   RoundStep round_{};
   bool launched_ = false;   // all of it
   bool abandoned_ = false;  // aborted: its rounds are being skipped

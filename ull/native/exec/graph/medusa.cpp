@@ -3,35 +3,20 @@
 #include <algorithm>
 #include <atomic>
 #include <stdexcept>
-#include <vector>
 
-#include "base/clock.h"
 #include "base/cpu.h"
+#include "exec/graph/timing.h"
 
 namespace ull::graph {
-namespace {
-
-constexpr int kMeasuredDrafts = 20;
-constexpr int64_t kMeasureNs = 200'000'000;  // no further one is measured after this long
-
-}  // namespace
-
 MedusaDrafter::MedusaDrafter(const GraphProgram& program, RoundQueue& queue, const Setting& setting, const Text& text)
     : program_(program), queue_(queue), setting_(setting), text_(text) {}
 
 // The median time from launch to answer. What the hidden state holds does not matter.
 void MedusaDrafter::prepare() {
   const std::atomic<bool> never{false};
-  std::vector<int64_t> durations;
-  const int64_t start = monotonic_ns();
-  while (durations.size() < kMeasuredDrafts && (durations.empty() || monotonic_ns() - start < kMeasureNs)) {
-    const int64_t begin = monotonic_ns();
+  cost_ns_ = median_duration_ns([&] {
     if (queue_.wait() != Status::kOk || run(0, never) != Status::kOk) throw std::runtime_error(queue_.failure());
-    durations.push_back(monotonic_ns() - begin);
-  }
-  const auto middle = durations.begin() + static_cast<std::ptrdiff_t>(durations.size() / 2);
-  std::nth_element(durations.begin(), middle, durations.end());
-  cost_ns_ = std::max<int64_t>(*middle, 1);
+  });
 }
 
 int MedusaDrafter::confidence(const DraftContext& context) noexcept {
@@ -76,7 +61,7 @@ Status MedusaDrafter::run(int32_t position, const std::atomic<bool>& abort) noex
   request.position = position;
   request.max_tokens = 0;
   std::fill_n(request.tokens, program_.medusa_heads, 0);
-  if (queue_.launch(program_.draft, setting_, text_) != Status::kOk) return Status::kExecutorFailed;
+  if (queue_.launch(program_.medusa, setting_, text_) != Status::kOk) return Status::kExecutorFailed;
   while (queue_.seen() < queue_.launched()) {
     if (queue_.take_answer()) continue;
     if (abort.load(std::memory_order_acquire)) return Status::kAborted;

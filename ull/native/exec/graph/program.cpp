@@ -33,12 +33,23 @@ void GraphProgram::check() const {
   require(vocabulary >= 1, "vocabulary: must be positive");
   require(context_tokens >= 2, "context_tokens: must be at least 2");
   require(page_count >= 1, "page_count: must be positive");
-  require((draft != nullptr) == (medusa_heads > 0), "medusa: must be the handle of a graph if there are heads");
+  require((medusa != nullptr) == (medusa_heads > 0), "medusa: must be the handle of a graph if there are heads");
   require(medusa_heads >= 0 && medusa_heads <= kMaxMedusaHeads, "medusa_heads: must be 0 to 12");
   require(medusa_bytes >= 0, "medusa_bytes: must not be negative");
   require(weight_bytes >= 0, "weight_bytes: must not be negative");
   require(kv_bytes >= 0, "kv_bytes: must not be negative");
   require(!name.empty(), "name: must not be empty");
+  if (draft == nullptr) return;
+  try {
+    draft->check();
+    require(draft->context == context, "context: must be the target's");
+    require(draft->context_tokens >= context_tokens, "context_tokens: must not be below the target's");
+    require(draft->page_count == page_count, "page_count: must be the target's");
+    require(draft->requests != requests && draft->results != results, "requests: must not be the target's");
+    require(draft->medusa == nullptr && draft->draft == nullptr, "draft: takes none of its own");
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(std::string("draft: ") + error.what());
+  }
 }
 
 int GraphProgram::most_nodes() const noexcept {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "exec/executor.h"
@@ -19,7 +20,7 @@ static_assert(kCostTokens[kCostSizes - 1] == gpu::kTreeTokens);
 struct GraphProgram {
   void* rounds[kCostSizes] = {};          // CUgraphExec of a round of up to kCostTokens[i] nodes; null: there is none
   void* prefill = nullptr;                // CUgraphExec, up to kTreeTokens prompt tokens
-  void* draft = nullptr;                  // CUgraphExec of the Medusa heads; null: there are none
+  void* medusa = nullptr;                 // CUgraphExec of the Medusa heads; null: there are none
   void* stream = nullptr;                 // CUstream that all of them are launched on
   void* context = nullptr;                // CUcontext of the stream
   gpu::RoundRequest* requests = nullptr;  // [kRoundSlots] mapped
@@ -30,13 +31,15 @@ struct GraphProgram {
   int vocabulary = 0;
   int context_tokens = 0;
   int page_count = 0;
-  int medusa_heads = 0;      // that `draft` runs
+  int medusa_heads = 0;      // that `medusa` runs
   int64_t medusa_bytes = 0;  // of their weights
   int64_t weight_bytes = 0;  // of all others
   int64_t kv_bytes = 0;
   Reuse reuse = Reuse::kAll;
   std::string name;     // of the executor, e.g. "graph/sm_90a"
   std::string library;  // the CUDA driver's file
+  // The draft model's, in the same context, of as many pages and at least as many tokens; null: there is none.
+  std::shared_ptr<const GraphProgram> draft = nullptr;
 
   // Throws std::invalid_argument naming the field that cannot be.
   void check() const;

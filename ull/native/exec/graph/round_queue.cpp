@@ -95,9 +95,8 @@ Status RoundQueue::watch() noexcept {
   if (now - looked_ns_ < kLookNs) return Status::kPending;
   looked_ns_ = now;
   const Driver::Result state = driver_.query(program_.stream);
-  // What has been answered comes first, also where a later round has failed since.
-  if (state != kNotReady && !idle() &&
-      shared(program_.results[slot(seen_ + 1)].sequence).load(std::memory_order_acquire) == seen_ + 1) {
+  // What has been answered comes first, also where a later round has failed since, or runs for too long.
+  if (!idle() && shared(program_.results[slot(seen_ + 1)].sequence).load(std::memory_order_acquire) == seen_ + 1) {
     return Status::kPending;
   }
   if (state == kSuccess && !idle()) {

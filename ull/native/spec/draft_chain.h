@@ -1,14 +1,15 @@
-// The ranked tokens from which a drafter fills the planner's tree.
+// The ranked tokens from which a draft model fills the planner's tree: a chain of the best, alternatives beside it.
 #pragma once
 
 #include <cstdint>
 
-#include "exec/cpu/sampler.h"
 #include "spec/tree.h"
 
-namespace ull::cpu {
+namespace ull {
 
-struct Candidates {
+struct DraftChain {
+  static constexpr int kMaxRanks = 4;
+
   int depth = 0;                              // depths [1, depth] have candidates
   int counts[kMaxTreeTokens];                 // [depth d] how many
   int32_t tokens[kMaxTreeTokens][kMaxRanks];  // [depth d][rank]
@@ -26,7 +27,7 @@ struct Candidates {
   }
 
   // Adds the plan's nodes whose parents are the root or the chain of rank 0 below it: what follows another is unknown.
-  void fill_chain(const TreePlan& plan, DraftTree& tree) const noexcept {
+  void fill(const TreePlan& plan, DraftTree& tree) const noexcept {
     int node_of[kMaxTreeTokens] = {0};
     bool on_chain[kMaxTreeTokens] = {true};
     for (int i = 1; i < plan.count; ++i) {
@@ -39,4 +40,4 @@ struct Candidates {
   }
 };
 
-}  // namespace ull::cpu
+}  // namespace ull

@@ -1,0 +1,150 @@
+#include "exec/graph/draft_model.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/cpu.h"
+#include "exec/graph/timing.h"
+
+namespace ull::graph {
+namespace {
+
+constexpr int kMeasuredDepth = 8;
+
+}  // namespace
+
+DraftModel::DraftModel(const GraphProgram& program, const Driver& driver, RoundQueue& target, int target_vocabulary,
+                       int64_t watchdog_ns)
+    : ChainDrafter(program.vocabulary, program.context_tokens, std::min(program.vocabulary, target_vocabulary)),
+      program_(program),
+      target_(target),
+      watchdog_ns_(watchdog_ns),
+      setting_(program.pages, pages_for(program.context_tokens)),
+      text_(program.text, program.context_tokens),
+      queue_(program, driver) {}
+
+// Page 0 serves as scratch: no session exists yet. What is drawn does not matter.
+void DraftModel::prepare() {
+  const int32_t page = 0;
+  const std::atomic<bool> never{false};
+  const std::vector<int32_t> tokens(kPageTokens, 0);
+  const auto require = [](Status status, const RoundQueue& queue) {
+    if (status != Status::kOk) throw std::runtime_error(queue.failure());
+  };
+  queue_.set_watchdog(kPrepareNs);
+  require(target_.drain(), target_);
+  setting_.take(Sampling{}, nullptr, 0, &page, 1);
+  const auto chain = [&](int depth) { return median_duration_ns([&] { require(draw(0, 0, depth, never), queue_); }); };
+  const int depth = std::min(kMeasuredDepth, program_.context_tokens - 1);
+  const int64_t one = chain(1), all = chain(depth);
+  step_ns_ = depth > 1 ? std::max<int64_t>((all - one) / (depth - 1), 1) : one;
+  start_ns_ = std::max<int64_t>(one - step_ns_, 0);
+  const int count = std::min(kPageTokens, program_.context_tokens);
+  const int64_t chunk = median_duration_ns([&] { require(read(tokens.data(), count, 0, &page, never), queue_); });
+  read_ns_ = static_cast<double>(chunk) / count;
+  queue_.set_watchdog(watchdog_ns_);
+}
+
+template <typename Fill, typename Take>
+Status DraftModel::run(int rounds, const std::atomic<bool>& abort, const Fill& fill, const Take& take) noexcept {
+  queue_.restart_watchdog();
+  for (int launched = 0, answered = 0; answered < rounds;) {
+    if (launched < rounds && queue_.has_slot() && !abort.load(std::memory_order_acquire)) {
+      void* graph = fill(launched++, queue_.next_request());
+      if (queue_.launch(graph, setting_, text_) != Status::kOk) return failed();
+    } else if (queue_.take_answer()) {
+      ++answered;
+      const gpu::RoundResult& answer = queue_.result(queue_.seen());
+      if (answer.status == gpu::RoundStatus::kOk && take(answer)) continue;
+      (void)queue_.fail("the device gave an impossible answer to a draft", /*restart_helps=*/true);
+      return failed();
+    } else if (abort.load(std::memory_order_acquire)) {
+      queue_.cancel();
+      return queue_.wait() == Status::kOk ? Status::kAborted : failed();
+    } else if (queue_.watch() != Status::kPending) {
+      return failed();
+    } else {
+      cpu_relax();
+    }
+  }
+  return Status::kOk;
+}
+
+Status DraftModel::failed() noexcept { return target_.fail(queue_.failure(), queue_.restart_helps()); }
+
+Status DraftModel::read(const int32_t* tokens, int count, int start, const int32_t* pages,
+                        const std::atomic<bool>& abort) noexcept {
+  setting_.take(pages, pages_for(start + count));
+  const int chunks = (count + gpu::kTreeTokens - 1) / gpu::kTreeTokens;
+  return run(
+      chunks, abort,
+      [&](int chunk, gpu::RoundRequest& request) {
+        const int first = chunk * gpu::kTreeTokens, tokens_here = std::min(count - first, gpu::kTreeTokens);
+        request.mode = gpu::RoundMode::kPrefill;
+        request.count = tokens_here;
+        request.position = start + first;
+        request.max_tokens = 0;
+        for (int i = 0; i < tokens_here; ++i) {
+          request.tokens[i] = known(tokens[first + i]);
+          request.parents[i] = static_cast<uint8_t>(std::max(i - 1, 0));
+        }
+        // A round's graph fills the cache as well, and a few tokens are read sooner by a small one.
+        void* small = program_.round_for(tokens_here);
+        return small != nullptr ? small : program_.prefill;
+      },
+      [](const gpu::RoundResult&) { return true; });
+}
+
+Status DraftModel::draw(int32_t root, int32_t position, int depth, const std::atomic<bool>& abort) noexcept {
+  candidates_.depth = 0;
+  return run(
+      depth, abort,
+      [&](int index, gpu::RoundRequest& request) {
+        request.mode = index == 0 ? gpu::RoundMode::kTake : gpu::RoundMode::kContinue;
+        request.count = 1;
+        request.position = position + index;
+        request.max_tokens = 1;
+        request.tokens[0] = known(root);
+        request.parents[0] = 0;
+        return program_.round_for(1);
+      },
+      [&](const gpu::RoundResult& answer) {
+        const int32_t token = answer.tokens[0].token;
+        if (answer.count != 1 || token < 0 || token >= program_.vocabulary) return false;
+        candidates_.counts[++candidates_.depth] = 1;
+        candidates_.tokens[candidates_.depth][0] = token;
+        return true;
+      });
+}
+
+Status DraftModel::propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept {
+  const int depth = begin_chain(context, plan);
+  if (depth < 1) return Status::kOk;
+  const int32_t root = context.position, missing = first_missing(context);
+  Sampling sampling = common_sampling(*context.sampling);
+  sampling.top_logprobs = -1;
+  setting_.take(sampling, nullptr, 0, context.pages, pages_for(root + depth));
+  if (sampling.penalizes()) {
+    if (!text_.holds(context.history, root + 1, context.prompt_tokens)) {
+      text_.take(context.history, root + 1, context.prompt_tokens);
+    }
+    text_.begin(root + 1);
+  }
+  if (missing < root) {
+    const Status status = read(context.history + missing, root - missing, missing, context.pages, *context.abort);
+    if (status != Status::kOk) return status;
+  }
+  reached_root(context);
+  if (const Status status = draw(context.history[root], root, depth, *context.abort); status != Status::kOk) {
+    return status;
+  }
+  chain_ = candidates_.depth;
+  fed_ = chain_ - 1;
+  for (int d = 1; d <= chain_ && sampling.penalizes(); ++d) text_.add(candidates_.tokens[d][0]);
+  candidates_.fill(plan, tree);
+  return Status::kOk;
+}
+
+}  // namespace ull::graph
