@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NATIVE := $(shell find ull/native -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt) ull/kernels/params.h
 KERNELS := $(shell find ull/kernels tests/emulator tests/fakecuda -name '*.c*' -o -name '*.h')
 
-.PHONY: demo test lint format native-test sanitize oracle wheel h200 h200-wheels install clean help
+.PHONY: demo test lint format native-test sanitize oldest-nvrtc oracle wheel h200 h200-wheels install clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -61,6 +61,13 @@ sanitize: $(VENV)/.installed-test  ## native unit tests under ASan + UBSan, then
 comma := ,
 # libstdc++ beside libasan: it looks up what throws exceptions when it starts, and Python itself has none.
 PRELOADED = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so)
+
+# NVRTC 13.0 is what comes with PyTorch for CUDA 13; what it takes, later ones have taken so far, but not the reverse.
+OLDEST := .cache/nvrtc-13.0
+oldest-nvrtc: $(VENV)/.installed-test  ## compile the kernels of an 8B model with the oldest NVRTC that will do
+	$(PIP) --no-deps --upgrade --target $(OLDEST) "nvidia-cuda-nvrtc==13.0.*"
+	LD_LIBRARY_PATH=$(abspath $(OLDEST)/nvidia/cu13/lib) LD_PRELOAD=$(abspath $(OLDEST)/nvidia/cu13/lib/libnvrtc.so.13) \
+	  ULL_NVRTC=13.0 $(BIN)/python -m pytest -n 2 tests/test_kernel_compile.py -k "llama-3.1-8b or asked_for"
 
 oracle: $(VENV)/.installed-test  ## compare with transformers, live (installs PyTorch for the CPU)
 	$(PIP) 'torch==2.13.0'

@@ -45,6 +45,7 @@ class RecordingDriver(Driver):
         self._memory: dict[int, Any] = {}
         self._capture: list[Launched] | None = None
         self._captured: dict[int, list[Launched]] = {}
+        self.preferring: set[int] = set()  # functions that prefer shared memory
         self._names: dict[int, str] = {}
         self._allowed_to: dict[int, int] = {}  # shared memory, by function
 
@@ -143,6 +144,9 @@ class RecordingDriver(Driver):
     def allow_shared_bytes(self, function: int, nbytes: int) -> None:
         assert nbytes <= self.info.shared_bytes
         self.allowed[self._names[function]] = self._allowed_to[function] = nbytes
+
+    def prefer_shared_memory(self, function: int) -> None:
+        self.preferring.add(function)
 
     def launch(
         self,

@@ -97,6 +97,10 @@ def test_a_round_is_the_kernels_in_order(program: Program, driver: RecordingDriv
     assert [launch.overlaps for launch in graph] == [False] + [True] * (len(graph) - 1)
 
 
+def test_every_kernel_divides_a_multiprocessor_alike(program: Program, driver: RecordingDriver) -> None:
+    assert {launch.function for graph in driver.graphs.values() for launch in graph} <= driver.preferring
+
+
 def test_all_layers_of_a_plain_round_can_be_one_kernel(bundle: Bundle, driver: RecordingDriver) -> None:
     """With the parameters that the kernels of the single steps get in another round, which keep their chains."""
     program = load(bundle, driver, persistent=True)

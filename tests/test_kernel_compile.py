@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Literal
@@ -49,6 +50,11 @@ MODELS = {
 }
 MACROS = device_macros(TINY, Precision())
 MEDUSA_SOURCES = sorted(set(kernel_sources(MEDUSA_KERNELS)) - set(kernel_sources(ROUND_KERNELS)))
+
+
+@pytest.mark.skipif("ULL_NVRTC" not in os.environ, reason="`make oldest-nvrtc` asks for one")
+def test_the_compiler_is_the_one_that_was_asked_for() -> None:
+    assert ".".join(map(str, nvrtc.version())) == os.environ["ULL_NVRTC"]
 
 
 @pytest.mark.parametrize("source", kernel_sources(), ids=lambda path: path.name)

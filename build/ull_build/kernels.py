@@ -21,6 +21,7 @@ INCLUDE_DIRECTORIES = (SOURCES, Path(ull.__file__).parent / "native")
 OPTIONS = (
     "--std=c++20",
     "--fmad=false",  # contraction is written out, so that the emulator and the chip agree
+    "--device-as-default-execution-space",  # lambdas too, which NVRTC 13.0 would take for the host's
     "--generate-line-info",
     "--ptxas-options=-v",
 )

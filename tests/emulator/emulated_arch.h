@@ -18,6 +18,7 @@
 #include "numbers.h"
 
 #define ULL_DEVICE inline
+#define ULL_OFFSETOF(Type, member) __builtin_offsetof(Type, member)
 
 #define ULL_KERNEL(name, Params, threads, blocks_per_sm) \
   ULL_EMULATED_KERNEL(name, Params, threads, blocks_per_sm, false)
@@ -194,7 +195,6 @@ inline uint32_t atomic_or(uint32_t* address, uint32_t value) {
 }
 
 inline void fence_device() {}
-inline void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void store_release_system(uint64_t* address, uint64_t value) {
   __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }
@@ -226,6 +226,10 @@ inline void barrier_arrive_expect(Barrier* barrier, uint32_t bytes, ULL_SITE_PAR
 }
 inline void barrier_wait(Barrier* barrier, uint32_t parity, ULL_SITE_PARAMETERS) {
   emulator::wait_mbarrier(barrier, parity, ULL_SITE);
+}
+inline void fence_bulk_sources() {}
+inline void bulk_copy(void* shared, const void* global, uint32_t bytes, Barrier* barrier, ULL_SITE_PARAMETERS) {
+  emulator::begin_copy(shared, global, bytes, barrier, ULL_SITE);
 }
 inline void bulk_copy_stream(void* shared, const void* global, uint32_t bytes, Barrier* barrier, ULL_SITE_PARAMETERS) {
   emulator::begin_copy(shared, global, bytes, barrier, ULL_SITE);

@@ -122,11 +122,13 @@ Result get_function(void** handle, void* module_handle, const char* name) {
 }
 
 constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kCarveout = 9;          // CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 
 Result set_attribute(void* handle, int attribute, int value) {
   if (const Result result = ready(); result != kSuccess) return result;
   const auto function = functions().find(handle);
   if (function == nullptr) return kInvalidHandle;
+  if (attribute == kCarveout) return value >= -1 && value <= 100 ? kSuccess : kInvalidValue;
   if (attribute != kMaxDynamicShared) return kNotSupported;
   if (value < 0 || value > 227 * 1024) return kInvalidValue;
   function->shared_limit = value;

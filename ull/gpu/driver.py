@@ -138,6 +138,11 @@ class Driver:
         attribute = self._api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self._call("cuFuncSetAttribute", self._handle("CUfunction", function), attribute, nbytes)
 
+    def prefer_shared_memory(self, function: int) -> None:
+        """Has a kernel's multiprocessors keep as much of their memory as can be for shared memory."""
+        attribute = self._api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        self._call("cuFuncSetAttribute", self._handle("CUfunction", function), attribute, 100)  # percent
+
     def launch(
         self,
         function: int,

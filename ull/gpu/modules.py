@@ -66,7 +66,10 @@ class Kernels:
 
     def _find(self, module: int, kernel: str, file: str) -> int:
         try:
-            return self._driver.function(module, kernel)
+            function = self._driver.function(module, kernel)
+            # All the same: a multiprocessor that has to be divided anew for the next kernel must come to rest first.
+            self._driver.prefer_shared_memory(function)
+            return function
         except GpuError as error:
             message = f"{file} does not hold the kernel {kernel!r} ({error.message}){_REMEDY}"
             raise GpuError(error.code, message, error.field) from error

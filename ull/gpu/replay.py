@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +16,8 @@ from ull.gpu.driver import Driver
 from ull.gpu.params import CONTINUE, DRAFT, OK, PREFILL, ROUND_SLOTS, TAKE, TREE_TOKENS, RoundRequest, RoundResult
 from ull.layout import round_up
 
-PATIENCE_S = 20.0  # a round that takes longer has hung
+# A round that takes longer has hung. Under a tool that watches every access a round takes a hundred times as long.
+PATIENCE_S = float(os.environ.get("ULL_PATIENCE_S", "20"))
 
 
 class Replay:

@@ -10,8 +10,8 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kPieces = sizeof(EmittedToken) / 16;  // 16-byte pieces of a result token; the first is all but `top`
 constexpr int kStopThread = kTreeTokens;            // the first of the threads that read the stops
-static_assert(sizeof(EmittedToken) % 16 == 0 && __builtin_offsetof(EmittedToken, top) == 16);
-static_assert(__builtin_offsetof(RoundResult, tokens) % 16 == 0 && __builtin_offsetof(Round, drawn) % 8 == 0);
+static_assert(sizeof(EmittedToken) % 16 == 0 && ULL_OFFSETOF(EmittedToken, top) == 16);
+static_assert(ULL_OFFSETOF(RoundResult, tokens) % 16 == 0 && ULL_OFFSETOF(Round, drawn) % 8 == 0);
 static_assert(kStopThread + kStopTokens <= kThreads);
 
 struct Shared {
@@ -110,10 +110,7 @@ ULL_KERNEL(ull_accept, AcceptParams, kThreads, 1) {
   }
   report_tokens(round, shared, result);
   arch::block_barrier();
-  if (arch::thread() == 0) {
-    arch::fence_system();
-    arch::store_release_system(&result->sequence, sequence);
-  }
+  if (arch::thread() == 0) arch::store_release_system(&result->sequence, sequence);
 
   if (drafts) return;
   if (arch::thread() < emitted && state->sampling.penalizes != 0) {

@@ -19,7 +19,7 @@ ULL_HOST_DEVICE constexpr int activation_index(int token, int column) {
 
 // round->count, from L2: an earlier kernel may write the Round while this one has already begun.
 ULL_DEVICE int token_count(const Round* round) {
-  static_assert(__builtin_offsetof(Round, count) == 12);
+  static_assert(ULL_OFFSETOF(Round, count) == 12);
   return static_cast<int>(arch::load_global(round).word[3]);
 }
 

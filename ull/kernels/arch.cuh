@@ -9,6 +9,8 @@
 #else
 
 #define ULL_DEVICE __device__ __forceinline__
+// NVRTC has no <cstddef>, and its older versions no __builtin_offsetof either.
+#define ULL_OFFSETOF(Type, member) __INTADDR__(&((Type*)0)->member)
 
 // Defines a kernel that takes one parameter struct: ULL_KERNEL(name, Params, threads, blocks_per_sm) { ... params ... }
 #define ULL_KERNEL(name, Params, threads, blocks_per_sm) \
@@ -184,8 +186,9 @@ ULL_DEVICE uint64_t atomic_max(uint64_t* address, uint64_t value) {
 }
 ULL_DEVICE uint32_t atomic_or(uint32_t* address, uint32_t value) { return atomicOr(address, value); }
 
-ULL_DEVICE void fence_device() { __threadfence(); }
-ULL_DEVICE void fence_system() { __threadfence_system(); }
+// What came before it (also other threads', seen through a barrier) is visible on the device to whoever synchronises
+// with what comes after it. __threadfence() would order more, and cost more.
+ULL_DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 // To and from mapped host memory.
 ULL_DEVICE void store_release_system(uint64_t* address, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
@@ -241,8 +244,16 @@ ULL_DEVICE void barrier_wait(Barrier* barrier, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
-// Copies `bytes` (a multiple of 16; both addresses aligned to 16) and counts them on the barrier. Weights leave L2
-// first.
+// By a thread that is about to start bulk copies of what an earlier kernel has stored.
+ULL_DEVICE void fence_bulk_sources() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+// Copies `bytes` (a multiple of 16; both addresses aligned to 16) and counts them on the barrier.
+ULL_DEVICE void bulk_copy(void* shared, const void* global, uint32_t bytes, Barrier* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(shared)),
+               "l"(global), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+// The same of what is read once, like weights: it leaves L2 first.
 ULL_DEVICE void bulk_copy_stream(void* shared, const void* global, uint32_t bytes, Barrier* barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::

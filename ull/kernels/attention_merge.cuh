@@ -136,15 +136,15 @@ ULL_DEVICE void take_row(const AttentionParams& params, const AttentionPlan& pla
 template <int kTile>
 ULL_DEVICE bool is_last_lane(const AttentionParams& params, const AttentionPlan& plan, const AttentionShare& share) {
   auto* last = reinterpret_cast<volatile uint32_t*>(arch::shared_memory() + AttentionShared<kTile>::kLast);
-  arch::fence_device();
   arch::block_barrier();
   if (arch::thread() == 0) {
+    arch::fence_device();
     uint32_t* counter = params.counters + share.kv_head * kMostParts + share.part;
     *last = arch::atomic_add(counter, 1U) == static_cast<uint32_t>(plan.busy_lanes - 1) ? 1U : 0U;
     if (*last != 0) *counter = 0;
+    arch::fence_device();
   }
   arch::block_barrier();
-  arch::fence_device();
   return *last != 0;
 }
 

@@ -9,16 +9,16 @@ namespace ull::gpu {
 namespace {
 
 constexpr int kThreads = 512;
-// 8-byte words of a request's head: everything before the stops. NVRTC has no <cstddef>, hence the built-in.
-constexpr int kHeadWords = __builtin_offsetof(RoundRequest, stops) / 8;
-constexpr int kStateWords = __builtin_offsetof(State, stops) / 8;  // everything before the stops
+// 8-byte words of a request's head: everything before the stops.
+constexpr int kHeadWords = ULL_OFFSETOF(RoundRequest, stops) / 8;
+constexpr int kStateWords = ULL_OFFSETOF(State, stops) / 8;  // everything before the stops
 constexpr int kRequestThreads = kRoundSlots * kHeadWords;
 constexpr int kStateThread = kRequestThreads + 1;  // the one before reads the control block
 static_assert(kStateThread + kStateWords <= kThreads);
-static_assert(__builtin_offsetof(RoundRequest, stops) % 8 == 0 && __builtin_offsetof(State, stops) % 8 == 0);
+static_assert(ULL_OFFSETOF(RoundRequest, stops) % 8 == 0 && ULL_OFFSETOF(State, stops) % 8 == 0);
 // Stops and biases stand together in both.
-static_assert(__builtin_offsetof(RoundRequest, biases) == __builtin_offsetof(RoundRequest, stops) + 4 * kStopTokens);
-static_assert(__builtin_offsetof(State, biases) == __builtin_offsetof(State, stops) + 4 * kStopTokens);
+static_assert(ULL_OFFSETOF(RoundRequest, biases) == ULL_OFFSETOF(RoundRequest, stops) + 4 * kStopTokens);
+static_assert(ULL_OFFSETOF(State, biases) == ULL_OFFSETOF(State, stops) + 4 * kStopTokens);
 
 struct alignas(64) Shared {
   uint64_t requests[kRoundSlots][round_up(kHeadWords, 8)];

@@ -18,7 +18,7 @@ struct Accepted {
   uint8_t node[kTreeTokens];
   int32_t padding;
 };
-inline constexpr int kAcceptedOffset = __builtin_offsetof(Round, accepted_count) - 8;
+inline constexpr int kAcceptedOffset = ULL_OFFSETOF(Round, accepted_count) - 8;
 static_assert(kAcceptedOffset % 16 == 0 && sizeof(Accepted) % 16 == 0);
 static_assert(kAcceptedOffset + sizeof(Accepted) == sizeof(Round));
 
@@ -87,14 +87,13 @@ ULL_KERNEL(ull_commit, CommitParams, kCommitThreads, 4) {
     commit_values(params, accepted, round.base, static_cast<const unsigned char*>(params.tree_values) + scratch,
                   pool + kKvLayerBytes / 2);
   }
-  arch::fence_device();
   arch::block_barrier();
   if (arch::thread() != 0) return;
+  arch::fence_device();
   const uint32_t blocks = static_cast<uint32_t>(arch::grid_x() * arch::grid_y());
   if (arch::atomic_add(params.counters, 1U) != blocks - 1) return;
   *params.counters = 0;
   params.results[round.sequence % kRoundSlots].end_ns = arch::timer_ns();
-  arch::fence_system();
 }
 
 }  // namespace ull::gpu

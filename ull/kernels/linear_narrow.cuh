@@ -57,7 +57,8 @@ struct NarrowPlan {
 };
 
 // sums += a stage whose activations are staged: `operands` is this lane's of the first step. All is in registers before
-// the first mma, so that the stage is free again at once.
+// the first mma. The stage is refilled behind the last one: only what has been used is certain to have been loaded, and
+// bulk copies do not wait for loads.
 template <typename Plan, typename Source>
 ULL_DEVICE void multiply_staged(float (&sums)[1][4], const Source& stream, int stage, const unsigned char* operands) {
   constexpr int kSteps = Plan::kStageSteps;
@@ -68,12 +69,12 @@ ULL_DEVICE void multiply_staged(float (&sums)[1][4], const Source& stream, int s
   const unsigned char* place = stream.wait(stage);
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) weights[s].load(place + s * Plan::Shape::kStepBytes);
-  arch::warp_barrier();
-  stream.refill(stage);
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
     if (stream.kWhole || s < stream.steps(stage)) multiply_step(sums, weights[s], activations[s]);
   }
+  arch::warp_barrier();
+  stream.refill(stage);
 }
 
 // sums += a stage that brings its activations.

@@ -82,6 +82,7 @@ class WideStream {
 
   // After the predecessor: the activations of all stages in the ring but the last, which the first release() brings.
   ULL_DEVICE void fill_activations() const {
+    if (arch::lane() == 0) arch::fence_bulk_sources();
     if (arch::thread() != 0) return;
     for (int stage = 0; stage < smaller(Plan::kDepth - 1, weights_.stages()); ++stage) fetch(stage);
   }
@@ -117,9 +118,9 @@ class WideStream {
 #pragma unroll
     for (int i = 0; i < Plan::kStageSteps; ++i) {
       if (i < steps) {
-        arch::bulk_copy_stream(ring_ + slot * Plan::kTokenStageBytes + i * kBytes,
-                               activations + static_cast<int64_t>(weights_.step(stage) + i) * kActivationStepBytes,
-                               kBytes, full_ + slot);
+        arch::bulk_copy(ring_ + slot * Plan::kTokenStageBytes + i * kBytes,
+                        activations + static_cast<int64_t>(weights_.step(stage) + i) * kActivationStepBytes, kBytes,
+                        full_ + slot);
       }
     }
   }

@@ -102,7 +102,7 @@ ULL_KERNEL(ull_draft_start, DraftStartParams, kNormThreads, 1) {
   load_norm_weight(weight, params.norm_weight);
   arch::wait_for_predecessor();
   if (token_count(params.round) == 0) return;
-  static_assert(__builtin_offsetof(State, node) == 28);
+  static_assert(ULL_OFFSETOF(State, node) == 28);
   const int node = static_cast<int>(arch::load_global(reinterpret_cast<const char*>(params.state) + 16).word[3]);
   auto* sums = reinterpret_cast<float*>(arch::shared_memory());
   auto* output = static_cast<uint16_t*>(params.normed);

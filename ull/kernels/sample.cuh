@@ -198,7 +198,7 @@ struct alignas(16) Shared {
   };
 };
 // ull/gpu/launches/sampling.py: the scan needs nothing of the union.
-static_assert(sizeof(Shared) == 43632 && __builtin_offsetof(Shared, counts) == 19056);
+static_assert(sizeof(Shared) == 43632 && ULL_OFFSETOF(Shared, counts) == 19056);
 
 struct Larger {
   ULL_DEVICE uint64_t operator()(uint64_t a, uint64_t b) const { return a > b ? a : b; }

@@ -82,6 +82,7 @@ class Stream : public Stages<Plan> {
   // The activations of the stages that fill() began.
   ULL_DEVICE void fill_activations() const {
     if constexpr (Plan::kStageActivations) {
+      if (arch::lane() == 0) arch::fence_bulk_sources();
       for (int stage = 0; stage < smaller(Plan::kDepth, stages()); ++stage) fetch_activations(stage);
     }
   }
@@ -134,9 +135,9 @@ class Stream : public Stages<Plan> {
 #pragma unroll
     for (int i = 0; i < Plan::kStageSteps; ++i) {
       if (i < steps(stage)) {
-        arch::bulk_copy_stream(target + i * Plan::kGroups * kGroupBytes,
-                               activations + static_cast<int64_t>(step(stage) + i) * kActivationStepBytes,
-                               Plan::kGroups * kGroupBytes, full_ + slot);
+        arch::bulk_copy(target + i * Plan::kGroups * kGroupBytes,
+                        activations + static_cast<int64_t>(step(stage) + i) * kActivationStepBytes,
+                        Plan::kGroups * kGroupBytes, full_ + slot);
       }
     }
   }
