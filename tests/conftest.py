@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).parent.parent
 if str(ROOT / "build") not in sys.path:
@@ -17,6 +18,8 @@ if str(ROOT / "build") not in sys.path:
 
 from ull.spawn import DaemonProcess  # noqa: E402
 
+settings.register_profile("ull", deadline=None)  # of one example: a busy machine may take its time
+settings.load_profile("ull")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts its background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -48,11 +48,11 @@ class FakeDaemon:
             time.sleep(0.002)
         raise AssertionError(f"{count} x {kind.__name__} never arrived: {self.requests}")
 
-    def close(self) -> None:
-        """Disappears like a killed daemon: no goodbye to anyone."""
+    def close(self, linger_ms: int = 0) -> None:
+        """Disappears like a killed daemon: no goodbye to anyone. What it has sent may take `linger_ms` to leave."""
         self._stop.set()
         self._thread.join()
-        self._socket.close(0)
+        self._socket.close(linger_ms)
         self._context.term()
 
     def __enter__(self) -> "FakeDaemon":

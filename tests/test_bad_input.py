@@ -246,7 +246,7 @@ def test_cancel_during_prefill(spawn: Spawn) -> None:
 def test_an_id_may_not_be_used_twice_at_once(spawn: Spawn) -> None:
     daemon = spawn(script=SLOW)
     raw, other = RawClient(daemon.url), RawClient(daemon.url)
-    raw.send_map(type="generate", id=1, token_ids=[5], max_tokens=50)
+    raw.send_map(type="generate", id=1, token_ids=[5], max_tokens=200)
     assert isinstance(raw.receive(), wire.Token)
     raw.send_map(type="generate", id=1, token_ids=[5], max_tokens=2)
     other.send_map(type="generate", id=1, token_ids=[5], max_tokens=2)  # another client's id is another request
@@ -255,7 +255,7 @@ def test_an_id_may_not_be_used_twice_at_once(spawn: Spawn) -> None:
         refusal = raw.receive()
     assert (refusal.id, refusal.code) == (1, "duplicate_id")
     end = raw.collect(1)[-1]
-    assert isinstance(end, wire.Done) and end.usage.completion_tokens == 50
+    assert isinstance(end, wire.Done) and end.usage.completion_tokens == 200
     assert isinstance(other.collect(1)[-1], wire.Done)
     raw.send_map(type="generate", id=1, token_ids=[5], max_tokens=2)  # free again
     end = raw.collect(1)[-1]
@@ -276,10 +276,11 @@ with Client(sys.argv[1]) as client:
 """
 
 
-def streaming_client(url: str) -> "subprocess.Popen[str]":
+def streaming_client(url: str, max_tokens: int = 1000) -> "subprocess.Popen[str]":
     """A process that has received its first token and goes on reading."""
+    program = CLIENT_PROGRAM.replace("1000", str(max_tokens))
     client = subprocess.Popen(
-        [sys.executable, "-c", CLIENT_PROGRAM, url], env=python_environment(), stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, url], env=python_environment(), stdout=subprocess.PIPE, text=True
     )
     assert client.stdout is not None
     assert client.stdout.readline() == "streaming\n"
@@ -326,8 +327,8 @@ def test_a_killed_client_s_waiting_requests_end_too(spawn: Spawn) -> None:
 
 def test_a_client_that_stops_reading_loses_its_stream_only(spawn: Spawn) -> None:
     script = {"round_ns": 500_000, "context": 65536, "pages": 1100}
-    daemon = spawn("--set", "io.send_hwm=4", "--set", "io.client_stall_ms=50", script=script)
-    client = streaming_client(daemon.url)
+    daemon = spawn("--set", "io.send_hwm=4", "--set", "io.client_stall_ms=500", script=script)
+    client = streaming_client(daemon.url, 20_000)
     try:
         os.kill(client.pid, signal.SIGSTOP)
         with Client(daemon.url) as other:
@@ -344,14 +345,14 @@ def test_a_client_that_stops_reading_loses_its_stream_only(spawn: Spawn) -> None
 
 def test_a_client_gone_before_its_answer(spawn: Spawn) -> None:
     daemon = spawn(script=SLOW)
-    for _ in range(5):
+    for ended in range(5):
         hasty = RawClient(daemon.url)
         hasty.send_map(type="generate", id=1, token_ids=[5], max_tokens=1000)
         with Client(daemon.url) as client:  # until the request has been accepted
-            while client.stats().requests["accepted"] - len(daemon.events("request")) < 1:
+            while client.stats().requests["accepted"] <= ended:
                 time.sleep(0.002)
         hasty.close()
-        daemon.wait_events("request", len(daemon.events("request")) + 1)
+        daemon.wait_events("request", ended + 1)
     assert {line["connection"] for line in daemon.events("request")} == {"gone"}
 
 

@@ -105,11 +105,13 @@ def test_ctrl_c_cancels(spawn: Spawn) -> None:
 
 def test_a_closed_pipe_is_no_drama(shared_daemon: Daemon) -> None:
     command = [*python_command("ull.cli"), "generate", PROMPT, "--connect", shared_daemon.url, "--ignore-eos"]
+    reading, writing = os.pipe()
+    os.close(reading)
     process = subprocess.Popen(
-        [*command, "--max-tokens", "900"], env=python_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*command, "--max-tokens", "900"], env=python_environment(), stdout=writing, stderr=subprocess.PIPE
     )
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
+    os.close(writing)
+    assert process.stderr is not None
     assert process.stderr.read() == b""
     assert process.wait(20) == 1
     process.stderr.close()
@@ -286,12 +288,11 @@ def test_open_loop_latency_counts_from_the_planned_time(spawn: Spawn) -> None:
         load = Load(prompt=[5], max_tokens=4, requests=20, warmup=0, rate=1000, poisson=False)
         samples = measure(client, load)
     assert samples.requests == 20
-    assert max(samples.end_to_end) > 15 * 20_000_000
-    assert sorted(samples.end_to_end) == samples.end_to_end
+    assert samples.end_to_end[-1] > 15 * 20_000_000
 
 
 def test_bench_counts_refusals(spawn: Spawn) -> None:
-    daemon = spawn("--set", "engine.queue_depth=1", script={"round_ns": 2_000_000})
+    daemon = spawn("--set", "engine.queue_depth=1", script={"round_ns": 20_000_000})
     with Client(daemon.url) as client:
         samples = measure(client, Load(prompt=[5], max_tokens=20, requests=8, warmup=0, concurrency=8))
     assert samples.requests + samples.refused == 8

@@ -213,7 +213,8 @@ def test_a_stream_dropped_in_another_thread_is_cancelled_later(serve: Serve) -> 
         daemon.wait_for(wire.Cancel)
 
 
-def test_closing_the_client_cancels_and_fails_what_runs(serve: Serve) -> None:
+def test_closing_the_client_cancels_and_fails_what_runs(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ull.client.LINGER_MS", 10_000)
     daemon = serve(first_word_then_silence)
     client = ull.Client(daemon.url)
     stream = client.generate("x")
@@ -257,8 +258,7 @@ def test_what_was_sent_before_the_daemon_left_is_not_lost(serve: Serve) -> None:
     with ull.Client(daemon.url) as client:
         stream = client.generate("one two")
         daemon.wait_for(wire.Generate)
-        time.sleep(0.2)
-        daemon.close()
+        daemon.close(linger_ms=10_000)
         assert stream.result().text == "one two "
 
 
@@ -431,7 +431,7 @@ def test_async_timeout(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ull.RequestTimeout):
             await client.health()
 
-    run(serve(lambda daemon, identity, request: None).url, body, query_timeout=0.05, connect_timeout=0.2)
+    run(serve(lambda daemon, identity, request: None).url, body, query_timeout=0.05, connect_timeout=2)
 
 
 def test_async_close_fails_what_runs(serve: Serve) -> None:

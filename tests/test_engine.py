@@ -167,7 +167,7 @@ def test_a_hanging_engine_is_stalled_until_it_moves(tmp_path: Path) -> None:
         assert rig.engine.cancel(b"client", 1)
         assert client.finish(1)[1]["finish_reason"] == "cancelled"
         rig.wait_until(lambda: rig.engine.health() == "ok")
-        assert rig.engine.stats()["stalls"] == 1
+        assert rig.engine.stats()["stalls"] >= 1
 
 
 def test_the_next_turn_finds_its_prefix_cached(tmp_path: Path) -> None:

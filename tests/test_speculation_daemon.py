@@ -285,6 +285,7 @@ def test_a_request_that_never_ran_has_no_rounds(spawn: Spawn) -> None:
     daemon = spawn(script={"round_ns": 5_000_000})
     with Client(daemon.url) as client:
         running = client.generate([5], max_tokens=1000)
+        next(running)
         assert client.generate([5], max_tokens=5, timeout=0.05).result().speculation == Speculation()
         running.cancel()
         result = running.result()

@@ -74,8 +74,9 @@ class DaemonProcess:
         return self.process.pid
 
     def log_lines(self) -> list[str]:
-        """Everything logged so far."""
-        return self.log_path.read_text(encoding="utf-8").splitlines()
+        """Everything logged so far, in whole lines."""
+        text = self.log_path.read_text(encoding="utf-8")
+        return text[: text.rfind("\n") + 1].splitlines()
 
     def stop(self, timeout: float = 60.0) -> int:
         """Sends SIGTERM, waits, and returns the exit status. A daemon that does not stop is killed (status -9)."""

@@ -66,15 +66,18 @@ def _answer(client: Client, history: list[Message], options: argparse.Namespace)
 
     A Ctrl-C that comes while the request is being sent waits until there is something to cancel.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    pressed: list[int] = []
+    interrupt = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     try:
         stream = _ask(client, history, options)
     except BaseException:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, interrupt)
         raise
     with stream:
         try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            signal.signal(signal.SIGINT, interrupt)
+            if pressed:
+                raise KeyboardInterrupt
             return print_text(stream)
         except KeyboardInterrupt:
             stream.cancel()
