@@ -44,6 +44,7 @@ def environment(kernels: Path | None = None, *, imports: Sequence[Path] = (), **
     settings = {f"ULL_FAKECUDA_{name.upper()}": str(value) for name, value in options.items()}
     if kernels is not None:
         settings["ULL_FAKECUDA_KERNELS"] = str(kernels)
+    settings["ULL_PATIENCE_S"] = "300"  # an emulated round beside other work takes seconds
     settings["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, paths))
     settings["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, own), *found]))
     return {**os.environ, **settings}

@@ -27,7 +27,7 @@ BANDWIDTH = ROOT / "bench/h200/read.cu"
 PROMPT = [0, 306, 903, 10, 1617, 14, 2480, 294, 271, 323]  # engines/tiny: "def add(first, second):\n    return"
 ANSWER = 12
 
-pytestmark = pytest.mark.timeout(900)  # the first test compiles every kernel for the emulator
+pytestmark = pytest.mark.timeout(1800)  # the first test compiles every kernel for the emulator
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from ull_build.build import Settings, build
 PRECISION = Precision(weights="bf16")  # both sides of a comparison, so that one library of emulated kernels will do
 TOKENS = 130  # windows of 130: two whole chunks and a part of one
 
-pytestmark = pytest.mark.timeout(900)  # compiles every kernel for the emulator
+pytestmark = pytest.mark.timeout(1800)  # compiles every kernel for the emulator
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def run(folder: Path, *arguments: str, kernels: Path | None = None, **options: o
     environment["ULL_TEST_KERNELS"] = str(write_stubs(folder / "stubs"))
     command = [sys.executable, str(ROOT / "tests/gpu_build.py"), "--model", str(ROOT / "engines/tiny"), "--output"]
     command += [str(folder / "x.ull"), "--target", "sm_90a", "--evaluate-on", "gpu", *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     return result.returncode, result.stderr
 
 

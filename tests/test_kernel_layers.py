@@ -12,7 +12,7 @@ from layer_rig import COMPARED, Layers, arrivals, model_of
 from ull.bundle import Precision
 
 pytestmark = [
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(emulation.ON_DEVICE, reason="parameters point to parameters; tests/h200 compares whole engines"),
 ]
 SHAPES = {

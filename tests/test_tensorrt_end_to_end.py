@@ -26,7 +26,7 @@ CONTEXT = 192
 PROMPTS = ("def add(first, second):\n    return", "x = 1\nx = 1\nx = 1\nx = 1\nx =")
 PROGRAM = [sys.executable, str(ROOT / "tests/tensorrt_program.py")]
 
-pytestmark = pytest.mark.timeout(900)  # the first test compiles every kernel for the emulator
+pytestmark = pytest.mark.timeout(1800)  # the first test compiles every kernel for the emulator
 
 
 class Workshop:
@@ -56,7 +56,7 @@ class Workshop:
         command = [*PROGRAM, "build", str(recipe), "--target", "sm_90a"]
         command += ["--context", str(CONTEXT), "--eval-tokens", "512", "--output", str(self.folder / output)]
         command += arguments
-        return subprocess.run(command, env=self.environment(**options), capture_output=True, text=True, timeout=600)
+        return subprocess.run(command, env=self.environment(**options), capture_output=True, text=True, timeout=1200)
 
     def bundle(self, output: str, *arguments: str, **options: Any) -> Bundle:
         path = self.folder / output
@@ -181,7 +181,7 @@ def refused(workshop: Workshop, bundle: Path, **options: object) -> str:
     """What ulld says when it does not take a bundle."""
     command = [*PROGRAM, "serve", str(bundle), "--listen", f"ipc://{workshop.folder}/none.sock"]
     environment = workshop.environment(**options)
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert result.returncode == 1 and "READY" not in result.stdout
     return result.stderr
 
@@ -229,7 +229,7 @@ def test_a_build_without_what_it_needs_says_so(workshop: Workshop) -> None:
     """No TensorRT, another GPU, ranges that must be measured: before any work, and nothing is left."""
     arguments = [str(ROOT / "engines/tiny-ngram.toml"), "--target", "sm_90a", "--forward", "tensorrt"]
     command = [sys.executable, "-m", "ull_build", *arguments, "--output", str(workshop.folder / "none.ull")]
-    result = subprocess.run(command, env=workshop.environment(), capture_output=True, text=True, timeout=600)
+    result = subprocess.run(command, env=workshop.environment(), capture_output=True, text=True, timeout=1200)
     assert result.returncode == 1 and "pip install ull[tensorrt]" in result.stderr
     result = workshop.build("none.ull", "--forward", "tensorrt", capability="10.0")
     assert result.returncode == 1 and "which is not a sm_90a: build on an H100, H200 or GH200" in result.stderr
@@ -250,7 +250,7 @@ def test_the_benchmark_measures_every_source(workshop: Workshop) -> None:
     """On a bundle that holds both our kernels' weights and plans, in place of a benchmark's own."""
     bundle = workshop.bundle("mixed.ull", recipe=workshop.recipe('[forward]\nprefill = "tensorrt"\n'))
     command = [*PROGRAM, "measure", str(bundle.path)]
-    result = subprocess.run(command, env=workshop.environment(), capture_output=True, text=True, timeout=600)
+    result = subprocess.run(command, env=workshop.environment(), capture_output=True, text=True, timeout=1200)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout.splitlines()[-1])
     assert report["installed"] and set(report["sources"]) == {"fused", "tensorrt, paged", "tensorrt, native"}
