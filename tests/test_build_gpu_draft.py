@@ -20,8 +20,9 @@ from ull.bundle import DEVICE_KERNELS, Bundle, Precision, open_bundle
 from ull.errors import BundleError, CheckpointError
 from ull.gpu import params
 from ull.gpu.program import Program
+from ull.gpu.weights import WeightImage, random_fills, random_vectors
 from ull.log import Log
-from ull_build import kernels
+from ull_build import cli, kernels
 from ull_build.build import Settings, build
 from ull_build.drafters import SpeculationSettings
 
@@ -196,3 +197,31 @@ def test_fp8_pages_for_both(checkpoints: tuple[Path, Path], tmp_path: Path, driv
     graph = driver.graphs[program.handover["draft"]["graphs"][1]]
     assert "ull_layers_1" in [launch.kernel for launch in graph]
     program.close()
+
+
+def test_a_benchmark_bundle_with_a_draft_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--arch", "llama-3.1-8b", "--random-weights", "--layers", "1", "--output", str(tmp_path / "x.ull")]
+    assert cli.main([*shape, "--context", "4096", "--draft-arch", "llama-3.2-1b", "--quiet"]) == 0
+    bundle = open_bundle(tmp_path / "x.ull")
+    draft = bundle.manifest.draft
+    assert draft is not None and (draft.model.hidden, draft.model.layers, draft.model.context) == (2048, 16, 4096)
+    fills = random_fills(bundle, WeightImage(bundle.tensors), 0, 132)
+    assert len(fills) == sum(name.endswith(".weight") for name in bundle.tensors)
+    assert len({fill.params.output for fill in fills}) == len({fill.params.seed for fill in fills}) == len(fills)
+    vectors = random_vectors(bundle)
+    for name, columns in (("layers.0.down", 14336), ("draft.layers.15.down", 8192), ("draft.layers.0.qkv", 2048)):
+        np.testing.assert_allclose(vectors[f"{name}.scale"], np.sqrt(3.0 / columns), rtol=1e-6)
+    assert inspect.main(bundle.path) == 0
+    assert "draft model" in capsys.readouterr().out
+    for arguments, words in (
+        (
+            ["--arch", "llama-3.1-8b", "--random-weights", "--draft", "d", "--output", "y"],
+            "say --heads N or --draft-arch",
+        ),
+        (["--model", "m", "--draft-arch", "llama-3.2-1b", "--output", "y"], "--draft-arch go with --arch"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(arguments)
+        assert words in capsys.readouterr().err
+    assert cli.main([*shape, "--draft-arch", "qwen3-8b", "--force", "--quiet"]) == 2
+    assert "qwen3-8b holds 40960 tokens, the target 131072; lower --context" in capsys.readouterr().err

@@ -67,7 +67,7 @@ def _check_usage(parser: argparse.ArgumentParser, options: argparse.Namespace) -
         if options.model is not None:
             parser.error("--arch and --model exclude each other")
         if options.medusa is not None or options.draft is not None:
-            parser.error("--medusa and --draft have no use with --arch: say --heads N for made-up Medusa heads")
+            parser.error("--medusa and --draft have no use with --arch: say --heads N or --draft-arch NAME")
         if options.heads is not None and options.heads < 1:
             parser.error("--heads must be at least 1")
         measured = ("eval_text", "eval_tokens", "evaluate_on", "calibration_text", "calibration_tokens")
@@ -76,8 +76,8 @@ def _check_usage(parser: argparse.ArgumentParser, options: argparse.Namespace) -
         if (options.recipe is None) == (options.output is None):
             parser.error("--arch needs the bundle to write: --output X.ull")
         return
-    if options.random_weights or options.layers is not None or options.heads is not None:
-        parser.error("--random-weights, --layers and --heads go with --arch")
+    if options.random_weights or any(getattr(options, name) is not None for name in ("layers", "heads", "draft_arch")):
+        parser.error("--random-weights, --layers, --heads and --draft-arch go with --arch")
     if (options.recipe is None) == (options.model is None):
         parser.error("give either a RECIPE or --model DIR")
     if options.recipe is None and options.output is None:
@@ -100,6 +100,7 @@ def _random_settings(options: argparse.Namespace) -> RandomSettings:
         context=options.context,
         forward=_forward(options),
         medusa=None if options.heads is None else MedusaHeads(heads=options.heads, layers=1, version="1"),
+        draft=options.draft_arch,
         force=options.force,
     )
 
@@ -162,6 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--random-weights", action="store_true", help="with --arch: the GPU makes the weights up when it loads")
     add("--layers", type=int, metavar="N", help="with --arch: only that many layers")
     add("--heads", type=int, metavar="N", help="with --arch: that many Medusa heads, each with its own lm_head")
+    add("--draft-arch", choices=tuple(SHAPES), metavar="NAME", help="with --arch: a draft model in that shape")
     add("--no-eval", action="store_true", help="do not measure the loss (the manifest's quality is null)")
     add("--force", action="store_true", help="replace an existing bundle")
     add("--quiet", action="store_true", help="print nothing but errors")

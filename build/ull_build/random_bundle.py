@@ -14,15 +14,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import ull
 from ull.bundle import (
+    DRAFT_CODE_DIRECTORY,
     FORMAT,
     FORMAT_VERSION,
     FUSED,
     MANIFEST_FILE,
     TOKENIZER_FILE,
     VOCABULARY_FILE,
+    DraftModel,
     FileEntry,
     Manifest,
     MedusaHeads,
+    Model,
     Precision,
     Provenance,
     Speculation,
@@ -30,6 +33,7 @@ from ull.bundle import (
     Tokens,
     device_macros,
     device_tensors,
+    draft_problems,
     encode_manifest,
     medusa_problems,
     open_bundle,
@@ -51,7 +55,10 @@ _NEEDED_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class RandomSettings:
-    """What to build. `layers` and `context` None are the model's own; `medusa` None: no heads."""
+    """What to build. `layers` and `context` None are the model's own; `medusa` None: no heads.
+
+    `draft`: the architecture of a draft model, which gets the target's context and vocabulary; None: there is none.
+    """
 
     arch: str
     output: Path
@@ -61,6 +68,7 @@ class RandomSettings:
     context: int | None = None
     forward: ForwardRecipe = field(default_factory=ForwardRecipe)
     medusa: MedusaHeads | None = None
+    draft: str | None = None
     force: bool = False
 
 
@@ -80,12 +88,21 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
     medusa = settings.medusa
     for problem in () if medusa is None else medusa_problems(medusa, request.decode):
         raise RecipeError(problem, field="medusa")
+    draft = None if settings.draft is None else draft_shape(settings.draft, model)
+    for problem in () if draft is None else draft_problems(settings.target, draft, precision):
+        raise RecipeError(problem, field="draft")
     kernels = compile_for(settings.target, model, precision, reporter, request.attention if tools else None, medusa)
+    own = [] if draft is None else compile_for(settings.target, draft, precision, reporter, of="draft model")
     plan_bytes = sum(shape.nbytes for shape in device_tensors(model, precision).values()) if tools else 0
     require_space(output.parent, _NEEDED_BYTES + plan_bytes)
     with staged_output(output) as staging:
         files = _write_tokenizer(staging, model.vocabulary)
         code, code_files = write_code(kernels, device_macros(model, precision, medusa), staging, settings.target)
+        drafting = None
+        if draft is not None:
+            macros = device_macros(draft, precision)
+            draft_code, more = write_code(own, macros, staging, settings.target, DRAFT_CODE_DIRECTORY)
+            drafting, code_files = DraftModel(draft, precision, draft_code), code_files | more
         added = None
         if tools is not None:
             weights, ranges = RandomWeights(model, precision), random_ranges(model, precision)
@@ -108,7 +125,7 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
                 builder_version=ull.__version__,
             ),
             files={**files, **code_files, **(added.files if added else {})},
-            speculation=Speculation(default="none", medusa=medusa),
+            speculation=Speculation(default="none", medusa=medusa, draft=drafting),
             code=code,
             forward=added.forward if added else FUSED,
             random_weights=True,
@@ -120,6 +137,17 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
             save_timing_cache(added.timing_cache, timing_cache_of(output))
             write_synced(staging / MANIFEST_FILE, encode_manifest(manifest))
     return BuildResult(output, manifest, time.monotonic() - start)
+
+
+def draft_shape(arch: str, target: Model) -> Model:
+    """The shape of a draft model for `target`. Raises RecipeError."""
+    model = shape_model(arch)
+    if model.context < target.context:
+        raise RecipeError(
+            f"{arch} holds {model.context} tokens, the target {target.context}; lower --context", field="draft"
+        )
+    sizes = {"vocabulary": target.vocabulary, "tokenizer_vocabulary": target.tokenizer_vocabulary}
+    return msgspec.structs.replace(model, context=target.context, **sizes)
 
 
 def _write_tokenizer(staging: Path, vocabulary: int) -> dict[str, FileEntry]:
