@@ -52,13 +52,13 @@ struct FakeModel {
     return seed * 31 + static_cast<uint64_t>(prompt_tokens);
   }
 
-  // `count` tokens after `prompt`, one after another.
-  [[nodiscard]] std::vector<int32_t> continuation(std::vector<int32_t> prompt, int count,
-                                                  const Sampling& sampling = {}) const {
+  // `count` tokens after `prompt`, one after another; the first `prompt_tokens` of it are the request's prompt, or all.
+  [[nodiscard]] std::vector<int32_t> continuation(std::vector<int32_t> prompt, int count, const Sampling& sampling = {},
+                                                  int prompt_tokens = 0) const {
     const size_t start = prompt.size();
+    if (prompt_tokens == 0) prompt_tokens = static_cast<int>(start);
     for (int i = 0; i < count; ++i) {
-      const uint64_t seed =
-          sampling.penalizes() ? penalized(sampling.seed, prompt, static_cast<int>(start)) : sampling.seed;
+      const uint64_t seed = sampling.penalizes() ? penalized(sampling.seed, prompt, prompt_tokens) : sampling.seed;
       prompt.push_back(next(prompt, seed, sampling.bias, sampling.bias_count));
     }
     return {prompt.begin() + static_cast<std::ptrdiff_t>(start), prompt.end()};
@@ -237,6 +237,10 @@ class FakeDevice {
     if ((graph == 200) != (request.mode == gpu::RoundMode::kDraft)) std::abort();
     if (request.sequence != sequence) std::abort();  // the block is not this round's
     if (graph < 100 && request.count > record.graph) std::abort();
+    const bool feeds = request.mode == gpu::RoundMode::kTake || request.mode == gpu::RoundMode::kPrefill;
+    for (int i = 0; i < request.count && feeds; ++i) {
+      if (request.tokens[i] < 0 || request.tokens[i] >= script.model.vocabulary) std::abort();  // no such embedding
+    }
     ++state_.sequence;
     const int64_t start = monotonic_ns();
     result.begin_ns = static_cast<uint64_t>(start);

@@ -99,17 +99,19 @@ TEST(a_draft_model_like_the_target_is_accepted_whole) {
 }
 
 TEST(a_flawed_draft_is_accepted_as_far_as_it_is_right) {
-  for (const int flaw : {1, 2, 5}) {
-    const FakeModel flawed{.flaw = flaw};
+  for (const int flaw : {1, 2, 5, -5}) {  // -5: with penalties
+    const FakeModel flawed{.flaw = std::abs(flaw)};
     DraftRig rig(flawed, 6);
     rig.sampling.seed = 11;
+    if (flaw < 0) rig.sampling.presence_penalty = 0.5F;
+    rig.prompt_tokens = 100;
     const Tokens prompt = prompt_of(100);
     const Tokens expected = rig.model.continuation(prompt, 300, rig.sampling);
     Tokens tokens = prompt;
     CHECK(rig.prefill({prompt.begin(), prompt.end() - 1}) == Status::kOk);
     CHECK_EQ(rig.drafted, 99);
     while (tokens.size() < 390) {
-      const Tokens chain = flawed.continuation(tokens, 6, rig.sampling);
+      const Tokens chain = flawed.continuation(tokens, 6, rig.sampling, 100);
       const auto* truth = expected.data() + (tokens.size() - prompt.size());
       const auto agreed = std::mismatch(chain.begin(), chain.end(), truth).first - chain.begin();
       const int32_t root = static_cast<int32_t>(tokens.size()) - 1;

@@ -126,12 +126,8 @@ Status DraftModel::propose(const DraftContext& context, const TreePlan& plan, Dr
   Sampling sampling = common_sampling(*context.sampling);
   sampling.top_logprobs = -1;
   setting_.take(sampling, nullptr, 0, context.pages, pages_for(root + depth));
-  if (sampling.penalizes()) {
-    if (!text_.holds(context.history, root + 1, context.prompt_tokens)) {
-      text_.take(context.history, root + 1, context.prompt_tokens);
-    }
-    text_.begin(root + 1);
-  }
+  // The device's own text ends in the last chain, which is never all of what the round has emitted.
+  if (sampling.penalizes()) text_.take(context.history, root + 1, context.prompt_tokens);
   if (missing < root) {
     const Status status = read(context.history + missing, root - missing, missing, context.pages, *context.abort);
     if (status != Status::kOk) return status;
@@ -142,7 +138,6 @@ Status DraftModel::propose(const DraftContext& context, const TreePlan& plan, Dr
   }
   chain_ = candidates_.depth;
   fed_ = chain_ - 1;
-  for (int d = 1; d <= chain_ && sampling.penalizes(); ++d) text_.add(candidates_.tokens[d][0]);
   candidates_.fill(plan, tree);
   return Status::kOk;
 }
