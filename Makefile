@@ -83,6 +83,7 @@ h200:  ## on an H200: install, GPU tests, benchmark; one table, one JSON report
 	bash bench/h200/run.sh
 
 h200-wheels: $(VENV)/.created  ## fetch what `make h200` needs where no package registry is reached (into .wheels/)
+	rm -rf .wheels
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
 	  --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_26_x86_64 --platform manylinux_2_17_x86_64 \
 	  --platform manylinux2014_x86_64 --dest .wheels pyzmq msgspec

@@ -51,12 +51,9 @@ def environment() -> dict[str, Any]:
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
     )
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": _commit(),
         "cpu": cpu,
         "cores": os.cpu_count(),
         "kernel": platform.release(),
@@ -64,6 +61,18 @@ def environment() -> dict[str, Any]:
         "gpu": None,
         "load_average_1min": os.getloadavg()[0],
     }
+
+
+def _commit() -> str:
+    """What git says of this tree, or ULL_COMMIT where the tree was copied without its history."""
+    if given := os.environ.get("ULL_COMMIT"):
+        return given
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # no git
+        said = ""
+    return said or "unknown"
 
 
 def arguments(description: str) -> argparse.ArgumentParser:

@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import functools
+import hashlib
+import os
 import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
 from ull.gpu import params as layout
-from ull_build.kernels import compile_file
+from ull_build import nvrtc
+from ull_build.kernels import INCLUDE_DIRECTORIES, compile_file, options_for
+from ull_build.std_headers import STD_HEADERS
 
-KERNELS = Path(__file__).parent.parent / "ull/kernels"
+ROOT = Path(__file__).parent.parent
+KERNELS = ROOT / "ull/kernels"
+CACHE = ROOT / ".cache/cubins"
 BLOCKS = {  # parameter -> what it points to, where a test gives a ctypes object
     "round": layout.Round,
     "state": layout.State,
@@ -28,6 +36,7 @@ BLOCKS = {  # parameter -> what it points to, where a test gives a ctypes object
     "control": layout.HostControl,
 }
 _arrays: dict[int, tuple[int, Any]] = {}  # address -> bytes, weak reference to the array
+_lost: list[str] = []  # the launch after which the context answers nothing but its error
 
 
 class DeviceError(RuntimeError):
@@ -35,13 +44,15 @@ class DeviceError(RuntimeError):
 
 
 def register(array: NDArray[Any]) -> None:
-    """Remembers how many bytes lie at the array's address."""
+    """Remembers where the memory of the array lies: of its owner, since the array may be a view that is gone soon."""
+    while type(array.base) is type(array):
+        array = array.base
     _arrays[array.ctypes.data] = (array.nbytes, weakref.ref(array))
 
 
 def _check(call: str, answer: tuple[Any, ...]) -> Any:
     if int(answer[0]) != 0:
-        raise DeviceError(f"{call}: {answer[0].name}")
+        raise DeviceError("; ".join([f"{call}: {answer[0].name}", *_lost]))
     return answer[1] if len(answer) > 1 else None
 
 
@@ -59,9 +70,33 @@ def _driver() -> Any:
 
 @functools.cache
 def build(sources: tuple[str | Path, ...], macros: tuple[tuple[str, int | float], ...]) -> DeviceKernels:
-    """Compiles `sources` with NVRTC for these macros (without ULL_) and loads them."""
+    """Compiles `sources` with NVRTC for these macros (without ULL_), side by side, and loads them."""
     defines = {f"ULL_{key}": f"{value!r}F" if isinstance(value, float) else str(value) for key, value in macros}
-    return DeviceKernels([compile_file(KERNELS / source, defines).cubin for source in sources])
+    with ThreadPoolExecutor() as pool:
+        return DeviceKernels(list(pool.map(lambda source: _cubin(KERNELS / source, defines), sources)))
+
+
+def _cubin(source: Path, defines: Mapping[str, str]) -> bytes:
+    """The source compiled for these macros, cached by all that goes into it. Safe in several processes."""
+    inputs = (source.read_bytes(), _headers(), options_for("sm_90a"), sorted(defines.items()), nvrtc.version())
+    output = CACHE / f"{source.stem}-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:24]}.cubin"
+    if output.exists():
+        return output.read_bytes()
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with output.with_suffix(".lock").open("w") as lock:  # whoever comes second waits for the first one's
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not output.exists():
+            temporary = output.with_suffix(f".{os.getpid()}")
+            temporary.write_bytes(compile_file(source, defines).cubin)
+            temporary.rename(output)
+    return output.read_bytes()
+
+
+@functools.cache
+def _headers() -> str:
+    """Stands for the content of every header that a source may include."""
+    paths = [path for folder in INCLUDE_DIRECTORIES for path in sorted(folder.rglob("*.*h")) if path.is_file()]
+    return hashlib.sha256(repr([STD_HEADERS, *(path.read_bytes() for path in paths)]).encode()).hexdigest()
 
 
 class DeviceKernels:
@@ -101,12 +136,20 @@ class DeviceKernels:
                 function, *grid, 1, threads, 1, 1, shared_bytes, 0, ctypes.addressof(arguments), 0
             )
             _check(f"launch of {name}", launch)
-            _check(f"{name}", driver.cuCtxSynchronize())
+            self._finish(name)
             for base, (size, address) in copies.items():
                 _check("cuMemcpyDtoH", driver.cuMemcpyDtoH(base, address, size))
         finally:
             for _, address in copies.values():
                 driver.cuMemFree(address)
+
+    def _finish(self, name: str) -> None:
+        """Waits for the launch. If that breaks the context, whatever comes later fails and names this launch."""
+        try:
+            _check(name, _driver().cuCtxSynchronize())
+        except DeviceError as error:
+            _lost[:] = _lost or [f"the context was lost before, by {error}"]
+            raise
 
     def _function(self, name: str) -> Any:
         for module in self._modules:

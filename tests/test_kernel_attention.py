@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from attention_rig import Array, Cache, Shape, Tree, filled, text
-from emulation import SANITIZE, KernelError
+from emulation import ON_DEVICE, SANITIZE, KernelError
 from ull.gpu.launches import attention
 
 TINY = Shape()
@@ -211,7 +211,7 @@ def test_a_commit_changes_nothing_else(shape: Shape) -> None:
     np.testing.assert_allclose(cache.round(following, 66)[0], expected, atol=6e-3, rtol=2e-3)
 
 
-@pytest.mark.skipif(SANITIZE, reason="the sanitizer ends the process where the emulator raises")
+@pytest.mark.skipif(SANITIZE or ON_DEVICE, reason="only the emulator raises; the sanitizer ends the process there")
 def test_the_geometry_is_what_the_kernel_uses(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = text(shape, 300)
     cache = Cache(shape)

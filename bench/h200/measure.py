@@ -1,73 +1,56 @@
 """The engine on an H200 against the memory's limit: every shape, tree size and context, one table, one JSON object.
 
-Times are the device's own timestamps and CUDA events; weights and cache hold random data. `make h200` runs it.
+Times are the device's own timestamps and CUDA events; weights and cache hold random data. `make h200` runs it. Every
+step is a process of its own, the most important first, and the report is saved after each figure.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import statistics
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from bandwidth import read_bandwidth
+from journal import Finding, Report, Run, write_findings
 from plans import measure_plans, print_plans
 from rich.console import Console
-from rich.table import Table
-from rounds import RoundTimer, Times
+from rounds import RoundTimer, Times, loaded
+from shapes import CLIENT_ROUNDS, LAST_STEPS, MIDDLE, SHAPES, SMALL, STEPS, Point, Step
+from tables import PERSISTENT_CONTEXTS, checks, headline, print_checks, print_drafts, print_persistent, print_rounds
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from report import ROOT, Check, environment, percentiles
+from report import ROOT, environment, percentiles
 from ull.bundle import MEDUSA, Bundle, open_bundle
 from ull.client import Client
 from ull.gpu import driver
-from ull.gpu.program import load
 from ull.spawn import DaemonProcess
 
 CACHE = ROOT / ".cache/h200"
+COMMAND = (sys.executable, __file__, "--findings")  # of a step's process
+DATASHEET_BANDWIDTH = 4.8e12  # bytes per second; where ours was not measured
+BUNDLES_S, BANDWIDTH_S, PLANS_S, NO_PLANS_S = 40.0, 15.0, 200.0, 5.0  # estimates
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A model to measure: which points of (tree tokens, context), and the issue's limits for a plain round, in ms."""
-
-    arch: str
-    points: Sequence[tuple[int, int]]
-    rounds: int
-    must_ms: float
-    goal_ms: float
-    heads: int = 0  # Medusa heads with lm_heads of their own
-
-
-TREES = (1, 2, 4, 8, 16, 32, 64)
-CONTEXTS = (128, 2048, 8192, 32000)
-ALL_POINTS = [(tree, 128) for tree in TREES] + [(tree, context) for context in CONTEXTS[1:] for tree in (1, 16, 64)]
-SHAPES = (
-    Shape("llama-3.2-1b", ALL_POINTS, 1000, 0.53, 0.44),
-    Shape("llama-3.1-8b", ALL_POINTS, 500, 2.24, 2.05, heads=4),
-    Shape("llama-3.3-70b", [(tree, 128) for tree in (1, 16, 64)] + [(1, 2048), (1, 8192), (1, 32000)], 500, 17.3, 16.9),
-)
-PERSISTENT_CONTEXTS = (128, 8192)  # at which graph + PDL and one kernel for all layers are compared, for T = 1
-PERSISTENT_LIMIT_S = 90.0
-CLIENT_ROUNDS = 20_000
-MICROSECONDS_PER_LAYER = (11.6, 5.0)  # must, goal
+# ---- what a step's process does ------------------------------------------------------------------------------------
 
 
 def build(arch: str) -> Path:
     """A bundle of random weights, made once."""
-    heads = next((str(shape.heads) for shape in SHAPES if shape.arch == arch and shape.heads), None)
-    drafting = [] if heads is None else ["--heads", heads]
+    shape = SHAPES[arch]
+    drafting = ["--heads", str(shape.heads)] if shape.heads else []
     bundle = CACHE / f"{arch}.ull"
     if not (bundle / "manifest.json").exists():
-        shape = ["--arch", arch, "--random-weights", "--target", "sm_90a", "--context", "32768", *drafting]
-        command = [sys.executable, "-m", "ull_build", *shape, "--output", str(bundle), "--force", "--quiet"]
+        options = ["--arch", arch, "--random-weights", "--target", "sm_90a", "--context", "32768", *drafting]
+        command = [sys.executable, "-m", "ull_build", *options, "--output", str(bundle), "--force", "--quiet"]
         subprocess.run(command, check=True)
     return bundle
 
@@ -89,6 +72,7 @@ def row(times: Times, floor_ms: float, layers: int) -> dict[str, Any]:
         "period_us": percentiles(times.period / 1e3),
         "busy_us": percentiles(times.busy / 1e3),
         "gap_us": percentiles(times.gap / 1e3),
+        "timer_step_ns": times.timer_step_ns,
         "mean_ms_by_events": times.mean_ns / 1e6,
         "median_ms": median,
         "floor_ms": floor_ms,
@@ -97,245 +81,206 @@ def row(times: Times, floor_ms: float, layers: int) -> dict[str, Any]:
     }
 
 
-def measure_shape(shape: Shape, bandwidth: float) -> dict[str, Any]:
-    """All points of one model."""
+def build_bundles(archs: Sequence[str]) -> Iterator[Finding]:
+    """All at once. One that cannot be built fails again in the step that needs it."""
     started = time.monotonic()
-    bundle = open_bundle(build(shape.arch))
-    built = time.monotonic()
-    program = load(bundle)
-    try:
-        rounds = RoundTimer(program)
-        loaded = time.monotonic()
-        floor_ms = bytes_per_token(bundle) / bandwidth * 1e3
-        layers = bundle.manifest.model.layers
-        points = []
-        for tree, context in shape.points:
-            times = rounds.time_rounds(tree, context, shape.rounds)
-            points.append({"tree": tree, "context": context, **row(times, floor_ms, layers)})
-        drafts = None
-        if shape.heads:
-            times_us = rounds.time_drafts(128, shape.rounds) / 1e3
+    with ThreadPoolExecutor() as pool:
+        for bundle in [pool.submit(build, arch) for arch in archs]:
+            bundle.result()
+    yield {"bundles_s": time.monotonic() - started}
+
+
+def time_reading() -> Iterator[Finding]:
+    yield {"gpu": driver.describe_device(0)}
+    yield {"read_bandwidth": read_bandwidth()}
+
+
+def time_points(
+    arch: str, points: Sequence[Point], rounds: int, bandwidth: float, drafts: bool = False
+) -> Iterator[Finding]:
+    """Points of one model, and what its Medusa heads take."""
+    bundle = open_bundle(build(arch))
+    started = time.monotonic()
+    with loaded(bundle) as program:
+        timer = RoundTimer(program)
+        layers, floor_ms = bundle.manifest.model.layers, bytes_per_token(bundle) / bandwidth * 1e3
+        about = {"layers": layers, "bytes_per_token": bytes_per_token(bundle), "floor_ms": floor_ms}
+        yield {"about": {**about, "load_s": time.monotonic() - started}}
+        for tree, context in points:
+            times = timer.time_rounds(tree, context, rounds)
+            yield {"points": {"tree": tree, "context": context, **row(times, floor_ms, layers)}}
+        if drafts:
+            times_us = timer.time_drafts(128, rounds) / 1e3
             floor_us = bytes_per_draft(bundle) / bandwidth * 1e6
-            drafts = {"heads": shape.heads, "busy_us": percentiles(times_us), "floor_us": floor_us}
-        rounds.drain()
-    finally:
-        program.close()
-    return {
-        "arch": shape.arch,
-        "drafts": drafts,
-        "layers": layers,
-        "bytes_per_token": bytes_per_token(bundle),
-        "floor_ms": floor_ms,
-        "build_s": built - started,
-        "load_s": loaded - built,
-        "points": points,
-    }
-
-
-def measure_persistent(arch: str, floor_ms: float, rounds: int) -> list[dict[str, Any]]:
-    """Plain rounds with one kernel for all layers. In another process: blocks that wait in vain wait for ever."""
-    command = [sys.executable, __file__, "--persistent", arch, "--floor-ms", str(floor_ms), "--rounds", str(rounds)]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=PERSISTENT_LIMIT_S)
-    points: list[dict[str, Any]] = json.loads(result.stdout.splitlines()[-1])
-    return points
+            heads = SHAPES[arch].heads
+            yield {"drafts": {"heads": heads, "busy_us": percentiles(times_us), "floor_us": floor_us}}
+        timer.drain()
 
 
 def time_persistent(arch: str, floor_ms: float, rounds: int) -> list[dict[str, Any]]:
-    """What that process does."""
+    """Plain rounds with one kernel for all layers, whose blocks wait for ever if they wait in vain."""
     bundle = open_bundle(build(arch))
-    program = load(bundle, persistent=True)
-    try:
+    with loaded(bundle, persistent=True) as program:
         timer = RoundTimer(program)
         points = []
         for context in PERSISTENT_CONTEXTS:
             times = timer.time_rounds(1, context, rounds)
             points.append({"tree": 1, "context": context, **row(times, floor_ms, bundle.manifest.model.layers)})
         timer.drain()
-    finally:
-        program.close()
     return points
 
 
-def measure_client(arch: str) -> dict[str, Any]:
-    """Gaps between tokens as a client on an ipc socket sees them, over CLIENT_ROUNDS plain rounds."""
+def time_persistent_points(arch: str, rounds: int, bandwidth: float) -> Iterator[Finding]:
+    floor_ms = bytes_per_token(open_bundle(build(arch))) / bandwidth * 1e3
+    for point in time_persistent(arch, floor_ms, rounds):
+        yield {"persistent": point}
+
+
+def time_client(arch: str, rounds: int) -> Iterator[Finding]:
+    """Gaps between tokens as a client on an ipc socket sees them, over so many plain rounds."""
     gaps: list[float] = []
     with DaemonProcess(build(arch), ready_timeout=300.0) as daemon, Client(daemon.url) as client:
-        length = 2000
-        while len(gaps) < CLIENT_ROUNDS:
+        while len(gaps) < rounds:
             last = 0
-            stream = client.generate([1, 2, 3, 4], max_tokens=length, speculate="none", ignore_eos=True)
+            stream = client.generate([1, 2, 3, 4], max_tokens=2000, speculate="none", ignore_eos=True)
             for _ in stream:
                 now = time.perf_counter_ns()
                 if last:
                     gaps.append((now - last) / 1e3)
                 last = now
-    return {"arch": arch, "inter_token_us": percentiles(gaps[:CLIENT_ROUNDS])}
+    yield {"client": {"arch": arch, "inter_token_us": percentiles(gaps[:rounds])}}
 
 
-def plain(result: dict[str, Any]) -> dict[str, Any]:
-    """The point of one token at the shortest context."""
-    return next(point for point in result["points"] if point["tree"] == 1 and point["context"] == 128)
+def time_plans() -> Iterator[Finding]:
+    yield {"tensorrt": measure_plans(CACHE)}
 
 
-def checks(shapes: list[dict[str, Any]], client: dict[str, Any] | None) -> list[Check]:
-    """Every figure of the issue's table against its limit."""
-    found = []
-    limits = {shape.arch: shape for shape in SHAPES}
-    for result in shapes:
-        arch, base = result["arch"], plain(result)
-        limit = limits[arch]
-        found.append(Check(f"{arch} T=1", base["median_ms"], "ms", limit.must_ms, limit.goal_ms))
-        above = base["us_per_layer_above_floor"]
-        found.append(Check(f"{arch} above the floor", above, "us per layer", *MICROSECONDS_PER_LAYER))
-        found.append(Check(f"{arch} round to round", base["gap_us"]["p50"], "us", 10.0, 2.0))
-        if arch == "llama-3.1-8b":
-            by_tree = {point["tree"]: point["median_ms"] for point in result["points"] if point["context"] == 128}
-            found.append(Check("8B verify T=16", by_tree[16] / by_tree[1], "x of T=1", 1.15, 1.05))
-            found.append(Check("8B verify T=64", by_tree[64] / by_tree[1], "x of T=1", 1.35, 1.15))
-    if client:
-        times = client["inter_token_us"]
-        found.append(Check("client ITL p99.9 / p50", times["p99.9"] / times["p50"], "x", 1.10, 1.02))
-    return found
+WORK: dict[str, Callable[..., Iterator[Finding]]] = {
+    work.__name__: work
+    for work in (build_bundles, time_reading, time_points, time_persistent_points, time_client, time_plans)
+}
 
 
-def print_tables(bandwidths: dict[str, float], shapes: list[dict[str, Any]], found: list[Check]) -> None:
+# ---- the run -------------------------------------------------------------------------------------------------------
+
+
+class Measurement:
+    """The steps and what they find. `archs`: only these shapes."""
+
+    def __init__(self, run: Run, archs: Sequence[str]) -> None:
+        self._run, self._archs = run, archs
+        self.found = run.report.found
+        self.found |= {"benchmark": "h200", "environment": environment(), "shapes": [], "failures": [], "cut": []}
+
+    def measure(self, client: bool, plans: bool) -> None:
+        """Everything that there is time for; nothing where there is no GPU."""
+        self._do("bandwidth", BANDWIDTH_S, time_reading)
+        if self.found["environment"]["gpu"] is None:
+            return
+        self._do("bundles", BUNDLES_S, build_bundles, self._archs)
+        self._steps(STEPS)
+        if client and (shape := next((shape for shape in (MIDDLE, SMALL) if shape.arch in self._archs), None)):
+            if not self._run.fits(shape.seconds(CLIENT_ROUNDS)) and SMALL.arch in self._archs:
+                shape = SMALL
+            self._do(f"client, {shape.arch}", shape.seconds(CLIENT_ROUNDS), time_client, shape.arch, CLIENT_ROUNDS)
+        self._steps(LAST_STEPS)
+        if plans:
+            installed = importlib.util.find_spec("tensorrt") is not None
+            self._do("tensorrt", PLANS_S if installed else NO_PLANS_S, time_plans)
+
+    def _steps(self, steps: Sequence[Step]) -> None:
+        bandwidth = max(self.found.get("read_bandwidth", {}).values(), default=DATASHEET_BANDWIDTH)
+        for step in steps:
+            arch, rounds = step.shape.arch, step.shape.rounds
+            if arch not in self._archs:
+                continue
+            if step.points:
+                arguments = (arch, step.points, rounds, bandwidth, step.drafts)
+                self._do(step.name, step.estimate_s, time_points, *arguments, arch=arch)
+            else:
+                self._do(step.name, step.estimate_s, time_persistent_points, arch, rounds, bandwidth, arch=arch)
+
+    def _do(
+        self, name: str, estimate_s: float, work: Callable[..., Iterator[Finding]], *arguments: Any, arch: str = ""
+    ) -> None:
+        command = ["--work", work.__name__, "--arguments", json.dumps(arguments)]
+        self._run.step(name, estimate_s, command, lambda finding: self._take(arch, finding))
+
+    def _take(self, arch: str, finding: Finding) -> None:
+        """Puts a finding where the report has its place, and says what it is if it is a point."""
+        ((key, value),) = finding.items()
+        if key == "gpu":
+            self.found["environment"]["gpu"] = value
+        elif key in ("about", "points", "persistent", "drafts"):
+            shape = self._shape(arch)
+            if key == "about":
+                shape |= {**value, **shape}
+            elif key == "drafts":
+                shape[key] = value
+            else:
+                shape.setdefault(key, []).append(value)
+                print(
+                    f"{arch} T={value['tree']} at {value['context']}: p50 {value['median_ms']:.4f} ms, "
+                    f"floor {value['floor_ms']:.4f} ms, gap {value['gap_us']['p50']:.2f} us",
+                    flush=True,
+                )
+        else:
+            self.found[key] = value
+
+    def _shape(self, arch: str) -> dict[str, Any]:
+        shapes: list[dict[str, Any]] = self.found["shapes"]
+        if (found := next((shape for shape in shapes if shape["arch"] == arch), None)) is None:
+            found = {"arch": arch, "points": []}
+            shapes.append(found)
+        return found
+
+
+def print_report(found: dict[str, Any]) -> None:
     console = Console(width=118)
-    for name, value in bandwidths.items():
-        console.print(f"read bandwidth by {name}: {value / 1e12:.3f} TB/s")
-    table = Table(title="rounds: device time from one round's start to the next one's")
-    columns = ("model", "T", "context", "p50 ms", "p99 ms", "floor ms", "of bandwidth", "us/layer above", "gap us")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "model" else "right")
-    for result in shapes:
-        for point in result["points"]:
-            table.add_row(
-                result["arch"],
-                str(point["tree"]),
-                str(point["context"]),
-                f"{point['median_ms']:.4f}",
-                f"{point['period_us']['p99'] / 1e3:.4f}",
-                f"{point['floor_ms']:.4f}",
-                f"{point['share_of_read_bandwidth']:.1%}",
-                f"{point['us_per_layer_above_floor']:.2f}",
-                f"{point['gap_us']['p50']:.2f}",
-            )
-    console.print(table)
-    print_persistent(console, shapes)
-    print_drafts(console, shapes)
-    table = Table(title="against the limits")
-    for column in ("figure", "value", "unit", "must", "goal", ""):
-        table.add_column(column)
-    for check in found:
-        verdict = "[green]ok" if check.ok else "[red]missed"
-        table.add_row(check.name, f"{check.value:.4g}", check.unit, f"{check.must:g}", f"{check.goal:g}", verdict)
-    console.print(table)
-
-
-def print_persistent(console: Console, shapes: list[dict[str, Any]]) -> None:
-    """Plain rounds both ways: a chain of kernels per layer against one kernel for all."""
-    table = Table(title="plain rounds: what the layers are made of")
-    for column in ("model", "context", "layers", "p50 ms", "p99 ms", "us/layer above"):
-        table.add_column(column, justify="left" if column in ("model", "layers") else "right")
-    for result in shapes:
-        ways = {"graph + PDL": result["points"], "persistent": result.get("persistent", [])}
-        for context in PERSISTENT_CONTEXTS:
-            for way, points in ways.items():
-                found = [point for point in points if (point["tree"], point["context"]) == (1, context)]
-                figures = ("not measured", "", "")
-                if found:
-                    point = found[0]
-                    figures = (
-                        f"{point['median_ms']:.4f}",
-                        f"{point['period_us']['p99'] / 1e3:.4f}",
-                        f"{point['us_per_layer_above_floor']:.2f}",
-                    )
-                table.add_row(result["arch"], str(context), way, *figures)
-    console.print(table)
-
-
-def print_drafts(console: Console, shapes: list[dict[str, Any]]) -> None:
-    """What Medusa heads take before a round."""
-    for result in shapes:
-        if drafts := result.get("drafts"):
-            busy, floor = drafts["busy_us"], drafts["floor_us"]
-            share = busy["p50"] / 1e3 / plain(result)["median_ms"]
-            console.print(
-                f"{result['arch']}, {drafts['heads']} Medusa heads: p50 {busy['p50']:.1f} us, p99 {busy['p99']:.1f} us "
-                f"(floor {floor:.1f} us), {share:.1%} of a plain round"
-            )
+    if found["environment"]["gpu"] is None:
+        return
+    print_rounds(console, found)
+    print_persistent(console, found["shapes"])
+    print_drafts(console, found["shapes"])
+    verdicts = checks(found["shapes"], found.get("client"))
+    found["checks"] = [{**check.__dict__} for check in verdicts]
+    print_checks(console, verdicts)
+    if "tensorrt" in found:
+        print_plans(found["tensorrt"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", default=CACHE / "report.json")
-    parser.add_argument("--tests-status", type=int, default=None, metavar="N", help="exit status of the GPU tests")
-    parser.add_argument("--arch", action="append", help="only these shapes")
+    parser.add_argument(
+        "--seconds", type=float, metavar="N", default=600.0, help="cut what does not fit into this time"
+    )
+    parser.add_argument("--arch", action="append", choices=SHAPES, help="only these shapes")
     parser.add_argument("--no-client", action="store_true", help="leave out the run through daemon and client")
     parser.add_argument("--no-plans", action="store_true", help="leave out TensorRT, installed or not")
-    for name in ("--persistent", "--floor-ms", "--rounds"):  # for measure_persistent()
+    parser.add_argument("--findings", type=Path, help=argparse.SUPPRESS)
+    for name in ("--work", "--arguments"):  # of a step's process
         parser.add_argument(name, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.persistent:
-        print(json.dumps(time_persistent(options.persistent, float(options.floor_ms), int(options.rounds))))
-        return
+    if options.work:
+        write_findings(options.findings, WORK[options.work](*json.loads(options.arguments)))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the step's process too
     started = time.monotonic()
-    device = driver.describe_device(0)
-    bandwidths = read_bandwidth()
-    bandwidth = max(bandwidths.values())
-    report: dict[str, Any] = {
-        "benchmark": "h200",
-        "environment": {**environment(), "gpu": device},
-        "tests_status": options.tests_status,
-        "read_bandwidth": bandwidths,
-        "shapes": [],
-        "failures": [],
-    }
-    for shape in SHAPES:
-        if options.arch and shape.arch not in options.arch:
-            continue
-        try:
-            report["shapes"].append(measure_shape(shape, bandwidth))
-        except Exception as error:  # one shape's failure must not cost the others' figures
-            report["failures"].append(f"{shape.arch}: {type(error).__name__}: {error}")
-    if not options.no_client:
-        try:
-            report["client"] = measure_client("llama-3.1-8b")
-        except Exception as error:
-            report["failures"].append(f"client: {type(error).__name__}: {error}")
-    if not options.no_plans:
-        try:
-            report["tensorrt"] = measure_plans(CACHE)
-        except Exception as error:
-            report["failures"].append(f"tensorrt: {type(error).__name__}: {error}")
-    rounds = {shape.arch: shape.rounds for shape in SHAPES}
-    for result in report["shapes"]:  # last: what has never run may cost nothing else
-        arch = result["arch"]
-        try:
-            result["persistent"] = measure_persistent(arch, result["floor_ms"], rounds[arch])
-        except Exception as error:
-            report["failures"].append(f"{arch}, persistent: {type(error).__name__}: {error}")
-    found = checks(report["shapes"], report.get("client"))
-    report["checks"] = [{**check.__dict__} for check in found]
-    report["seconds"] = time.monotonic() - started
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n")
-    print_tables(bandwidths, report["shapes"], found)
-    if "tensorrt" in report:
-        print_plans(report["tensorrt"])
-    for failure in report["failures"]:
-        print(f"FAILED {failure}", file=sys.stderr)
-    print(f"median above the floor: {_headline(report['shapes'])}; report in {options.json}")
-    sys.exit(1 if report["failures"] else 0)
-
-
-def _headline(shapes: list[dict[str, Any]]) -> str:
-    """Microseconds per layer above the floor and share of the measured read bandwidth, over all shapes."""
-    points = [plain(shape) for shape in shapes]
-    if not points:
-        return "nothing was measured"
-    above = statistics.median(point["us_per_layer_above_floor"] for point in points)
-    share = statistics.median(point["share_of_read_bandwidth"] for point in points)
-    return f"{above:.2f} us per layer, {share:.1%} of read bandwidth"
+    report = Report(options.json)
+    measurement = Measurement(Run(report, options.seconds, COMMAND), options.arch or list(SHAPES))
+    measurement.measure(not options.no_client, not options.no_plans)
+    found = report.found
+    found["seconds"] = time.monotonic() - started
+    try:
+        print_report(found)
+    except Exception as error:  # the figures are worth more than their tables
+        report.note("failures", f"tables: {type(error).__name__}: {error}")
+    report.save()
+    for key in ("cut", "failures"):
+        for text in found[key]:
+            print(f"{key}: {text}", file=sys.stderr)
+    print(f"{headline(found['shapes'])}; report in {options.json}")
+    sys.exit(1 if found["failures"] else 0)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from rounds import RoundTimer
+from rounds import RoundTimer, loaded
 
 from ull.bundle import FUSED, Bundle, Forward, open_bundle
 from ull.errors import GpuError
 from ull.gpu import tensorrt_library
-from ull.gpu.program import load
 from ull_build.tensorrt.check import everything, with_forward
 
 ARCH, LAYERS = "llama-3.1-8b", 8
@@ -40,8 +39,7 @@ def build(folder: Path, *options: str) -> tuple[Bundle, float]:
 
 def measure(bundle: Bundle, trees: tuple[int, ...]) -> dict[str, float]:
     """Median milliseconds of a round, by "tree@context"."""
-    program = load(bundle)
-    try:
+    with loaded(bundle) as program:
         timer = RoundTimer(program)
         medians = {
             f"{tree}@{context}": float(np.median(timer.time_rounds(tree, context, ROUNDS).period)) / 1e6
@@ -49,9 +47,7 @@ def measure(bundle: Bundle, trees: tuple[int, ...]) -> dict[str, float]:
             for context in CONTEXTS
         }
         timer.drain()
-        return medians
-    finally:
-        program.close()
+    return medians
 
 
 def measure_plans(folder: Path) -> dict[str, Any]:
@@ -82,7 +78,7 @@ def print_plans(report: dict[str, Any]) -> None:
     """One table: the median of each point, and its share of our kernels' time."""
     console = Console(width=118)
     if not report["installed"]:
-        console.print(f"TensorRT plans were neither built nor measured: {report['reason']}")
+        console.print(f"TensorRT plans were neither built nor measured: {report['reason']}", markup=False)
         return
     table = Table(
         title=f"TensorRT {report['version']} beside our kernels: {report['layers']} layers of {report['arch']}"

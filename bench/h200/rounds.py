@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 from stopwatch import Stopwatch
 
-from ull.gpu.program import Program
+from ull.bundle import Bundle
+from ull.gpu.program import Program, load
 from ull.gpu.replay import PATIENCE_S
+
+
+@contextmanager
+def loaded(bundle: Bundle, persistent: bool = False) -> Iterator[Program]:
+    """The bundle's program, given back unless something failed: a device that has failed may never answer."""
+    program = load(bundle, persistent=persistent)
+    try:
+        yield program
+    except BaseException:
+        program.abandon()
+        raise
+    program.close()
 
 
 @dataclass(frozen=True)
@@ -20,6 +35,11 @@ class Times:
     gap: np.ndarray  # [n - 1] from one round's last kernel to the next one's first
     busy: np.ndarray  # [n] from a round's first kernel to its last
     mean_ns: float  # elapsed between two CUDA events around all rounds, per round
+
+    @property
+    def timer_step_ns(self) -> int:
+        """The smallest difference between two of these times that are not equal: among many, the timer's resolution."""
+        return int(np.diff(np.unique(np.concatenate([self.period, self.gap, self.busy]))).min())
 
 
 class RoundTimer:

@@ -1,0 +1,75 @@
+"""What is measured and in which order: the first that time runs out for is the last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Point = tuple[int, int]  # tokens of the tree, context
+
+SETUP_S = 12.0  # loading a model and capturing its graphs, at most
+SLOWEST = 1.5  # a round of 64 tokens, or of a long context, relative to `must_ms`
+CLIENT_ROUNDS = 20_000
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, the rounds of each of its points, and the issue's limits for a plain round, in ms."""
+
+    arch: str
+    rounds: int
+    must_ms: float
+    goal_ms: float
+    heads: int = 0  # Medusa heads with lm_heads of their own
+
+    def seconds(self, rounds: int) -> float:
+        """What a process that loads the model and runs so many rounds takes, at most."""
+        return SETUP_S + rounds * self.must_ms * SLOWEST / 1e3
+
+
+SMALL = Shape("llama-3.2-1b", 1000, 0.53, 0.44)
+MIDDLE = Shape("llama-3.1-8b", 500, 2.24, 2.05, heads=4)
+LARGE = Shape("llama-3.3-70b", 500, 17.3, 16.9)
+SHAPES = {shape.arch: shape for shape in (MIDDLE, SMALL, LARGE)}
+
+
+def at(contexts: Sequence[int], *trees: int) -> list[Point]:
+    return [(tree, context) for context in contexts for tree in trees]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Some points of one model; or, where there are none, its plain rounds with one kernel for all layers."""
+
+    shape: Shape
+    points: Sequence[Point] = ()
+    drafts: bool = False
+
+    @property
+    def name(self) -> str:
+        if not self.points:
+            return f"{self.shape.arch}, one kernel for all layers"
+        trees, contexts = ("/".join(map(str, dict.fromkeys(values))) for values in zip(*self.points, strict=True))
+        return f"{self.shape.arch}, T = {trees} at {contexts}"
+
+    @property
+    def estimate_s(self) -> float:
+        runs = (len(self.points) or 2) + self.drafts
+        return self.shape.seconds(runs * self.shape.rounds)
+
+
+STEPS = (
+    Step(MIDDLE, at([128], 1, 16, 64)),
+    Step(SMALL, at([128], 1, 16, 64)),
+    Step(LARGE, at([128], 1)),
+    Step(MIDDLE, at([128], 2, 4, 8, 32), drafts=True),
+    Step(SMALL, at([128], 2, 4, 8, 32)),
+    Step(MIDDLE, at([2048, 8192], 1, 16, 64)),
+    Step(SMALL, at([2048, 8192, 32000], 1, 16, 64)),
+    Step(MIDDLE),
+    Step(SMALL),
+    Step(LARGE, at([128], 16, 64)),
+    Step(MIDDLE, at([32000], 1, 16, 64)),
+    Step(LARGE, at([2048, 8192, 32000], 1)),
+)
+LAST_STEPS = (Step(LARGE),)  # behind the client's

@@ -1,0 +1,127 @@
+"""The report as tables, and its figures against the limits. Takes any part of a report: runs end early."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from shapes import MIDDLE, SHAPES
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from report import Check
+
+PERSISTENT_CONTEXTS = (128, 8192)  # at which graph + PDL and one kernel for all layers are compared, for T = 1
+MICROSECONDS_PER_LAYER = (11.6, 5.0)  # must, goal
+
+
+def plain(result: dict[str, Any]) -> dict[str, Any] | None:
+    """The point of one token at the shortest context."""
+    return find(result["points"], 1, 128)
+
+
+def find(points: list[dict[str, Any]], tree: int, context: int) -> dict[str, Any] | None:
+    return next((point for point in points if (point["tree"], point["context"]) == (tree, context)), None)
+
+
+def checks(shapes: list[dict[str, Any]], client: dict[str, Any] | None) -> list[Check]:
+    """Every figure of the issue's table that was measured against its limit."""
+    found = []
+    for result in shapes:
+        arch, base = result["arch"], plain(result)
+        if base is None:
+            continue
+        limit = SHAPES[arch]
+        found.append(Check(f"{arch} T=1", base["median_ms"], "ms", limit.must_ms, limit.goal_ms))
+        above = base["us_per_layer_above_floor"]
+        found.append(Check(f"{arch} above the floor", above, "us per layer", *MICROSECONDS_PER_LAYER))
+        found.append(Check(f"{arch} round to round", base["gap_us"]["p50"], "us", 10.0, 2.0))
+        for tree, must, goal in ((16, 1.15, 1.05), (64, 1.35, 1.15)):
+            if arch == MIDDLE.arch and (point := find(result["points"], tree, 128)):
+                share = point["median_ms"] / base["median_ms"]
+                found.append(Check(f"8B verify T={tree}", share, "x of T=1", must, goal))
+    if client:
+        times = client["inter_token_us"]
+        found.append(Check("client ITL p99.9 / p50", times["p99.9"] / times["p50"], "x", 1.10, 1.02))
+    return found
+
+
+def print_rounds(console: Console, report: dict[str, Any]) -> None:
+    """Every point, beside the bandwidth that its floor comes from."""
+    for name, value in report.get("read_bandwidth", {}).items():
+        console.print(f"read bandwidth by {name}: {value / 1e12:.3f} TB/s")
+    table = Table(title="rounds: device time from one round's start to the next one's")
+    columns = ("model", "T", "context", "p50 ms", "p99 ms", "floor ms", "of bandwidth", "us/layer above", "gap us")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for result in report["shapes"]:
+        for point in sorted(result["points"], key=lambda point: (point["context"], point["tree"])):
+            table.add_row(
+                result["arch"],
+                str(point["tree"]),
+                str(point["context"]),
+                f"{point['median_ms']:.4f}",
+                f"{point['period_us']['p99'] / 1e3:.4f}",
+                f"{point['floor_ms']:.4f}",
+                f"{point['share_of_read_bandwidth']:.1%}",
+                f"{point['us_per_layer_above_floor']:.2f}",
+                f"{point['gap_us']['p50']:.2f}",
+            )
+    console.print(table)
+    if steps := [point["timer_step_ns"] for result in report["shapes"] for point in result["points"]]:
+        console.print(f"smallest step of the device's timer that was seen: {min(steps)} ns; gaps are no finer")
+
+
+def print_persistent(console: Console, shapes: list[dict[str, Any]]) -> None:
+    """Plain rounds both ways: a chain of kernels per layer against one kernel for all."""
+    table = Table(title="plain rounds: what the layers are made of")
+    for column in ("model", "context", "layers", "p50 ms", "p99 ms", "us/layer above"):
+        table.add_column(column, justify="left" if column in ("model", "layers") else "right")
+    for result in shapes:
+        ways = {"graph + PDL": result["points"], "persistent": result.get("persistent", [])}
+        for context in PERSISTENT_CONTEXTS:
+            for way, points in ways.items():
+                figures = ("not measured", "", "")
+                if point := find(points, 1, context):
+                    figures = (
+                        f"{point['median_ms']:.4f}",
+                        f"{point['period_us']['p99'] / 1e3:.4f}",
+                        f"{point['us_per_layer_above_floor']:.2f}",
+                    )
+                table.add_row(result["arch"], str(context), way, *figures)
+    console.print(table)
+
+
+def print_drafts(console: Console, shapes: list[dict[str, Any]]) -> None:
+    """What Medusa heads take before a round."""
+    for result in shapes:
+        if (drafts := result.get("drafts")) and (base := plain(result)):
+            busy, floor = drafts["busy_us"], drafts["floor_us"]
+            share = busy["p50"] / 1e3 / base["median_ms"]
+            console.print(
+                f"{result['arch']}, {drafts['heads']} Medusa heads: p50 {busy['p50']:.1f} us, p99 {busy['p99']:.1f} us "
+                f"(floor {floor:.1f} us), {share:.1%} of a plain round"
+            )
+
+
+def print_checks(console: Console, found: list[Check]) -> None:
+    table = Table(title="against the limits")
+    for column in ("figure", "value", "unit", "must", "goal", ""):
+        table.add_column(column)
+    for check in found:
+        verdict = "[green]ok" if check.ok else "[red]missed"
+        table.add_row(check.name, f"{check.value:.4g}", check.unit, f"{check.must:g}", f"{check.goal:g}", verdict)
+    console.print(table)
+
+
+def headline(shapes: list[dict[str, Any]]) -> str:
+    """Microseconds per layer above the floor and share of the measured read bandwidth, over all shapes."""
+    points = [point for shape in shapes if (point := plain(shape))]
+    if not points:
+        return "nothing was measured"
+    above = statistics.median(point["us_per_layer_above_floor"] for point in points)
+    share = statistics.median(point["share_of_read_bandwidth"] for point in points)
+    return f"median above the floor: {above:.2f} us per layer, {share:.1%} of read bandwidth"
