@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import signal
 import sys
+from types import FrameType
 
 from ull.client import Client, Stream
 from ull.commands.generate import add_sampling_arguments, print_text
@@ -64,25 +65,30 @@ def _turn(client: Client, history: list[Message], line: str, options: argparse.N
 def _answer(client: Client, history: list[Message], options: argparse.Namespace) -> str:
     """Streams the answer; what was written before a Ctrl-C counts as the answer.
 
-    A Ctrl-C that comes while the request is being sent waits until there is something to cancel.
+    A Ctrl-C cancels the request, once there is one, and interrupts nothing here: no frame is lost. A second one does.
     """
     pressed: list[int] = []
-    interrupt = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    stream: Stream | None = None
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        pressed.append(number)
+        if len(pressed) > 1:
+            raise KeyboardInterrupt
+        if stream is not None:
+            stream.cancel()
+
+    previous = signal.signal(signal.SIGINT, interrupt)
     try:
         stream = _ask(client, history, options)
-    except BaseException:
-        signal.signal(signal.SIGINT, interrupt)
-        raise
-    with stream:
-        try:
-            signal.signal(signal.SIGINT, interrupt)
+        with stream:
             if pressed:
-                raise KeyboardInterrupt
-            return print_text(stream)
-        except KeyboardInterrupt:
-            stream.cancel()
-            print(" (cancelled)")
-            return stream.result().text
+                stream.cancel()
+            text = print_text(stream)
+            if stream.result().finish_reason == "cancelled":
+                print("(cancelled)")
+            return text
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _ask(client: Client, history: list[Message], options: argparse.Namespace) -> Stream:
