@@ -53,7 +53,7 @@ def run(scenario: str, *arguments: object, kernels: Path | None = None, **option
     program = f"import test_gpu_double as t; t.{scenario}(*{arguments!r})"
     environment = driver_double.environment(kernels, imports=[ROOT / "bench/h200"], **options)
     result = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=1200
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
@@ -123,6 +123,25 @@ def test_logits_are_the_cpus_and_do_not_depend_on_the_rounds(
     np.testing.assert_array_equal(found["moved"], found["64"][3:])
     expected = cpu_model.logits(np.array((PROMPT * 7)[:68], np.int32))
     assert np.linalg.norm(found["64"] - expected) < 0.01 * np.linalg.norm(expected)
+
+
+def scenario_lost(path: str) -> None:
+    """A round that takes the context with it, then everything is given back."""
+    from ull.errors import GpuError
+    from ull.gpu.program import load
+
+    program = load(open_bundle(path))
+    try:
+        program.replay().launch(PROMPT, 0)
+        program.replay().drain()
+    except GpuError as error:
+        program.close()
+        print(json.dumps(error.message))
+
+
+def test_a_lost_device_is_given_back_without_another_error(bundle: Path, emulated: Path) -> None:
+    said = run("scenario_lost", str(bundle), kernels=emulated, multiprocessors=4, fault="sticky=1")
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in said
 
 
 def scenario_load(path: str) -> None:

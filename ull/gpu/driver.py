@@ -5,6 +5,7 @@ All that is untyped of cuda-python stays in here. A call that fails raises GpuEr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class Driver:
     def close(self) -> None:
         if self._context:
             self._context = 0
-            self._call("cuDevicePrimaryCtxRelease", self._device)
+            self._give_back("cuDevicePrimaryCtxRelease", self._device)
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
@@ -68,7 +69,7 @@ class Driver:
         return int(self._call("cuMemAlloc", nbytes))
 
     def free(self, address: int) -> None:
-        self._call("cuMemFree", self._handle("CUdeviceptr", address))
+        self._give_back("cuMemFree", self._handle("CUdeviceptr", address))
 
     def allocate_host(self, nbytes: int) -> tuple[int, int]:
         """Page-locked host memory that the device sees too: (address on the host, address on the device)."""
@@ -77,7 +78,7 @@ class Driver:
         return host, int(self._call("cuMemHostGetDevicePointer", host, 0))
 
     def free_host(self, address: int) -> None:
-        self._call("cuMemFreeHost", address)
+        self._give_back("cuMemFreeHost", address)
 
     def copy_to_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Asynchronous; `source` is a host address."""
@@ -104,7 +105,7 @@ class Driver:
         return int(self._call("cuStreamCreateWithPriority", flags, int(greatest)))
 
     def destroy_stream(self, stream: int) -> None:
-        self._call("cuStreamDestroy", self._stream(stream))
+        self._give_back("cuStreamDestroy", self._stream(stream))
 
     def synchronize(self, stream: int) -> None:
         self._call("cuStreamSynchronize", self._stream(stream))
@@ -120,7 +121,7 @@ class Driver:
         self._call("cuEventSynchronize", self._handle("CUevent", event))
 
     def destroy_event(self, event: int) -> None:
-        self._call("cuEventDestroy", self._handle("CUevent", event))
+        self._give_back("cuEventDestroy", self._handle("CUevent", event))
 
     # ---- kernels --------------------------------------------------------------------------------------------------
 
@@ -128,7 +129,7 @@ class Driver:
         return int(self._call("cuModuleLoadData", cubin))
 
     def unload_module(self, module: int) -> None:
-        self._call("cuModuleUnload", self._handle("CUmodule", module))
+        self._give_back("cuModuleUnload", self._handle("CUmodule", module))
 
     def function(self, module: int, name: str) -> int:
         return int(self._call("cuModuleGetFunction", self._handle("CUmodule", module), name.encode()))
@@ -193,7 +194,7 @@ class Driver:
         return types
 
     def destroy_graph(self, graph: int) -> None:
-        self._call("cuGraphDestroy", self._handle("CUgraph", graph))
+        self._give_back("cuGraphDestroy", self._handle("CUgraph", graph))
 
     def upload(self, executable: int, stream: int) -> None:
         self._call("cuGraphUpload", self._handle("CUgraphExec", executable), self._stream(stream))
@@ -202,7 +203,7 @@ class Driver:
         self._call("cuGraphLaunch", self._handle("CUgraphExec", executable), self._stream(stream))
 
     def destroy_executable(self, executable: int) -> None:
-        self._call("cuGraphExecDestroy", self._handle("CUgraphExec", executable))
+        self._give_back("cuGraphExecDestroy", self._handle("CUgraphExec", executable))
 
     # ---- the untyped part -----------------------------------------------------------------------------------------
 
@@ -227,6 +228,11 @@ class Driver:
 
     def _stream(self, stream: int) -> Any:
         return self._api.CUstream(stream)
+
+    def _give_back(self, name: str, *arguments: Any) -> None:
+        """Calls what releases something. Where that fails, something else has failed before, which must be heard."""
+        with contextlib.suppress(GpuError):
+            self._call(name, *arguments)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Calls the driver: what it returns behind its status. Raises GpuError."""
