@@ -266,7 +266,11 @@ class FakeDevice {
         verify(request, result, continues);
         record.emitted = result.count;
       }
-      if (sequence == script.not_finite_at) record.status = gpu::RoundStatus::kNotFinite;
+      if (sequence == script.not_finite_at) {
+        record.status = gpu::RoundStatus::kNotFinite;
+        result.count = 0;
+        state_.stopped = 1;
+      }
       if (sequence == script.absurd_at) script.absurdity(result);
     }
     result.status = record.status;

@@ -265,8 +265,7 @@ TEST(a_device_that_fails_in_a_draft_ends_the_executor) {
   for (const Fault& fault : {Fault{&FakeDevice::Script::launch_error_at, "CUDA_ERROR_OUT_OF_MEMORY", true},
                              Fault{&FakeDevice::Script::stream_error_at, "CUDA_ERROR_ILLEGAL_ADDRESS", false},
                              Fault{&FakeDevice::Script::hang_at, "has not answered", false},
-                             Fault{&FakeDevice::Script::silent_at, "without an answer", true},
-                             Fault{&FakeDevice::Script::not_finite_at, "impossible answer to a draft", true}}) {
+                             Fault{&FakeDevice::Script::silent_at, "without an answer", true}}) {
     const int watchdog_ms = fault.at == &FakeDevice::Script::hang_at ? 500 : 60'000;
     for (const uint64_t more : {0, 3}) {
       DraftRig rig({}, 7, {}, {.watchdog_ms = watchdog_ms, .adaptive = false});
@@ -282,6 +281,21 @@ TEST(a_device_that_fails_in_a_draft_ends_the_executor) {
   rig.draft_device->arm([](FakeDevice::Script& script, uint64_t next) { script.stream_error_at = next + 1; });
   CHECK(rig.prefill(prompt_of(500)) == Status::kExecutorFailed);
   CHECK(says(rig.executor.failure(), "CUDA_ERROR_ILLEGAL_ADDRESS"));
+}
+
+TEST(a_chain_ends_where_the_draft_model_has_nothing_to_say) {
+  for (const uint64_t more : {0, 3, 6}) {
+    DraftRig rig;
+    Tokens tokens = prompt_of(1);
+    const Tokens expected = rig.model.continuation(tokens, 40);
+    rig.draft_device->arm([&](FakeDevice::Script& script, uint64_t next) { script.not_finite_at = next + more; });
+    CHECK(rig.advance(tokens, 30) == Status::kOk);
+    CHECK_EQ(rig.result.accepted, static_cast<int32_t>(more));
+    CHECK(rig.result.drafter == (more > 0 ? Speculation::kDraft : Speculation::kNone));
+    CHECK(rig.advance(tokens, 30) == Status::kOk);
+    CHECK_EQ(rig.result.accepted, 7);
+    CHECK(std::equal(tokens.begin() + 1, tokens.end(), expected.begin()));
+  }
 }
 
 TEST(nonsense_in_a_draft_is_not_passed_on) {

@@ -56,8 +56,7 @@ Status DraftModel::run(int rounds, const std::atomic<bool>& abort, const Fill& f
       if (queue_.launch(graph, setting_, text_) != Status::kOk) return failed();
     } else if (queue_.take_answer()) {
       ++answered;
-      const gpu::RoundResult& answer = queue_.result(queue_.seen());
-      if (answer.status == gpu::RoundStatus::kOk && take(answer)) continue;
+      if (take(queue_.result(queue_.seen()))) continue;
       (void)queue_.fail("the device gave an impossible answer to a draft", /*restart_helps=*/true);
       return failed();
     } else if (abort.load(std::memory_order_acquire)) {
@@ -94,11 +93,12 @@ Status DraftModel::read(const int32_t* tokens, int count, int start, const int32
         void* small = program_.round_for(tokens_here);
         return small != nullptr ? small : program_.prefill;
       },
-      [](const gpu::RoundResult&) { return true; });
+      [](const gpu::RoundResult& answer) { return answer.status == gpu::RoundStatus::kOk; });
 }
 
 Status DraftModel::draw(int32_t root, int32_t position, int depth, const std::atomic<bool>& abort) noexcept {
   candidates_.depth = 0;
+  bool ended = false;
   return run(
       depth, abort,
       [&](int index, gpu::RoundRequest& request) {
@@ -111,8 +111,13 @@ Status DraftModel::draw(int32_t root, int32_t position, int depth, const std::at
         return program_.round_for(1);
       },
       [&](const gpu::RoundResult& answer) {
+        if (ended) return answer.status == gpu::RoundStatus::kSkipped;
+        // No token is to be had, or none that the request allows: the chain ends before it.
+        ended = answer.status == gpu::RoundStatus::kNotFinite;
+        if (ended) return true;
         const int32_t token = answer.tokens[0].token;
-        if (answer.count != 1 || token < 0 || token >= program_.vocabulary) return false;
+        if (answer.status != gpu::RoundStatus::kOk || answer.count != 1 || token < 0 || token >= program_.vocabulary)
+          return false;
         candidates_.counts[++candidates_.depth] = 1;
         candidates_.tokens[candidates_.depth][0] = token;
         return true;
@@ -137,7 +142,7 @@ Status DraftModel::propose(const DraftContext& context, const TreePlan& plan, Dr
     return status;
   }
   chain_ = candidates_.depth;
-  fed_ = chain_ - 1;
+  fed_ = std::max(chain_ - 1, 0);
   candidates_.fill(plan, tree);
   return Status::kOk;
 }
