@@ -122,11 +122,11 @@ def random_fills(bundle: Bundle, image: WeightImage, target: int, multiprocessor
 
 def random_vectors(bundle: Bundle) -> dict[str, NDArray[np.float32]]:
     """The small tensors of a benchmark bundle: norms of 1, scales of sqrt(3 / K), which give outputs variance 1."""
-    vectors = {}
+    vectors, parts = {}, device_parts(bundle.manifest)[::-1]  # the target's prefix begins every name
     for name, entry in bundle.tensors.items():
         stem, _, kind = name.rpartition(".")
         if entry.dtype == "F32":
-            model = next(part.model for part in reversed(device_parts(bundle.manifest)) if name.startswith(part.prefix))
+            model = next(part.model for part in parts if name.startswith(part.prefix))
             value = math.sqrt(3.0 / _columns(model, stem)) if kind == "scale" else 1.0
             vectors[name] = np.full(entry.shape, value, np.float32)
     return vectors

@@ -21,9 +21,7 @@ Status ChainDrafter::prefill(const PrefillStep& step, const std::atomic<bool>& a
 }
 
 int ChainDrafter::confidence(const DraftContext& context) noexcept {
-  // Acceptance falls with the temperature.
-  const float temperature = context.sampling->temperature;
-  return temperature <= 0.0F ? 0 : temperature < 0.5F ? 1 : temperature < 0.9F ? 2 : 3;
+  return temperature_confidence(context.sampling->temperature);
 }
 
 int32_t ChainDrafter::first_missing(const DraftContext& context) noexcept {

@@ -52,6 +52,11 @@ struct DraftOutcome {
   bool proposed;     // the tree that was verified was this drafter's
 };
 
+// The class of Drafter::confidence() of a drafter that knows no better: acceptance falls with the temperature.
+[[nodiscard]] constexpr int temperature_confidence(float temperature) noexcept {
+  return temperature <= 0.0F ? 0 : temperature < 0.5F ? 1 : temperature < 0.9F ? 2 : 3;
+}
+
 class Drafter {
  public:
   virtual ~Drafter() = default;

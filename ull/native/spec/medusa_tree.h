@@ -54,9 +54,4 @@ struct MedusaCandidates {
   }
 };
 
-// Acceptance falls with the temperature: a class of Drafter::confidence().
-[[nodiscard]] constexpr int medusa_confidence(float temperature) noexcept {
-  return temperature <= 0.0F ? 0 : temperature < 0.5F ? 1 : temperature < 0.9F ? 2 : 3;
-}
-
 }  // namespace ull

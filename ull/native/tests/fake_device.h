@@ -10,8 +10,10 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -391,5 +393,17 @@ class FakeDevice {
   bool stopping_ = false;
   std::thread thread_;
 };
+
+// The draft model is played by a device of its own: nothing of it may depend on the target's. It has the rounds that
+// ull/gpu captures for one.
+inline graph::GraphProgram program_with_draft(FakeDevice& target, FakeDevice& draft) {
+  graph::GraphProgram program = target.program(), own = draft.program();
+  for (int i = 0; i < kCostSizes; ++i) {
+    if (kCostTokens[i] != 1 && kCostTokens[i] != 8) own.rounds[i] = nullptr;
+  }
+  own.context = program.context;
+  program.draft = std::make_shared<const graph::GraphProgram>(std::move(own));
+  return program;
+}
 
 }  // namespace ull::test

@@ -5,8 +5,9 @@
 #include <memory>
 #include <numeric>
 #include <optional>
+#include <string>
+#include <string_view>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -135,17 +136,8 @@ struct GraphRig {
     return records;
   }
 
-  // The draft model is played by a device of its own: nothing of it may depend on the target's.
   [[nodiscard]] graph::GraphProgram program() {
-    graph::GraphProgram program = device.program();
-    if (draft_device == nullptr) return program;
-    graph::GraphProgram draft = draft_device->program();
-    for (int i = 0; i < kCostSizes; ++i) {
-      if (kCostTokens[i] != 1 && kCostTokens[i] != 8) draft.rounds[i] = nullptr;
-    }
-    draft.context = program.context;
-    program.draft = std::make_shared<const graph::GraphProgram>(std::move(draft));
-    return program;
+    return draft_device == nullptr ? device.program() : program_with_draft(device, *draft_device);
   }
 
   FakeDevice device;
@@ -162,6 +154,14 @@ struct GraphRig {
   RoundResult result;
   int rounds = 0;
 };
+
+// What an executor says of its failure, or null.
+inline bool says(const char* failure, std::string_view what) {
+  if (failure != nullptr && std::string_view(failure).find(what) != std::string_view::npos) return true;
+  ull::check::fail(__FILE__, __LINE__,
+                   std::string(failure == nullptr ? "null" : failure) + " does not say " + std::string(what));
+  return false;
+}
 
 inline std::vector<int32_t> prompt_of(int count, int first = 1) {
   std::vector<int32_t> prompt(static_cast<size_t>(count));

@@ -185,10 +185,7 @@ TEST(replaying_graphs_allocates_nothing) {
                                        {.drafter = ull::Speculation::kNgram, .adaptive = adaptive});
     decode_everything(drafting, 400, adaptive ? Rounds::kAny : Rounds::kFewer);
     ull::test::FakeDevice target({.model = {128}, .context = 1024}), draft({.model = {128}, .context = 1024});
-    ull::graph::GraphProgram program = target.program(), own = draft.program();
-    own.context = program.context;
-    program.draft = std::make_shared<const ull::graph::GraphProgram>(std::move(own));
-    ull::graph::GraphExecutor chained(std::move(program), ull::test::FakeDevice::driver(),
+    ull::graph::GraphExecutor chained(ull::test::program_with_draft(target, draft), ull::test::FakeDevice::driver(),
                                       {.drafter = ull::Speculation::kDraft, .adaptive = adaptive});
     decode_everything(chained, 400, adaptive ? Rounds::kAny : Rounds::kFewer);
   }

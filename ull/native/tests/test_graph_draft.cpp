@@ -15,14 +15,12 @@ using ull::test::FakeDevice;
 using ull::test::FakeModel;
 using ull::test::GraphRig;
 using ull::test::HeldRound;
+using ull::test::program_with_draft;
 using ull::test::prompt_of;
+using ull::test::says;
 using Tokens = std::vector<int32_t>;
 
 const GraphOptions kAlways{.adaptive = false};
-
-bool says(const char* text, const char* what) {
-  return text != nullptr && std::string_view(text).find(what) != std::string_view::npos;
-}
 
 // Drafts of up to `depth` tokens in every round.
 struct DraftRig : GraphRig {
@@ -56,8 +54,7 @@ TEST(a_draft_model_is_offered_with_what_it_costs) {
 TEST(a_program_whose_draft_model_does_not_fit_is_refused) {
   FakeDevice target({}), draft({});
   const auto refused = [&](auto change) {
-    ull::graph::GraphProgram program = target.program(), other = draft.program();
-    other.context = program.context;
+    ull::graph::GraphProgram program = program_with_draft(target, draft), other = *program.draft;
     change(other);
     program.draft = std::make_shared<const ull::graph::GraphProgram>(std::move(other));
     try {

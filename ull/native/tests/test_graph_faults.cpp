@@ -18,14 +18,8 @@ using ull::test::FakeModel;
 using ull::test::GraphRig;
 using ull::test::HeldRound;
 using ull::test::prompt_of;
+using ull::test::says;
 using Tokens = std::vector<int32_t>;
-
-bool says(const char* failure, std::string_view what) {
-  if (failure != nullptr && std::string_view(failure).find(what) != std::string_view::npos) return true;
-  ull::check::fail(__FILE__, __LINE__,
-                   std::string(failure == nullptr ? "null" : failure) + " does not say " + std::string(what));
-  return false;
-}
 
 // Every later step fails at once, and nothing is launched.
 void check_unusable(GraphRig& rig) {

@@ -127,7 +127,7 @@ void MedusaDrafter::prepare() {
 }
 
 int MedusaDrafter::confidence(const DraftContext& context) noexcept {
-  return context.hidden == nullptr ? -1 : medusa_confidence(context.sampling->temperature);
+  return context.hidden == nullptr ? -1 : temperature_confidence(context.sampling->temperature);
 }
 
 Status MedusaDrafter::propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept {

@@ -20,7 +20,7 @@ void MedusaDrafter::prepare() {
 }
 
 int MedusaDrafter::confidence(const DraftContext& context) noexcept {
-  return follows(context) ? medusa_confidence(context.sampling->temperature) : -1;
+  return follows(context) ? temperature_confidence(context.sampling->temperature) : -1;
 }
 
 // Nothing may have been launched since: any round overwrites the hidden state.
