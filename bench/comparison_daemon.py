@@ -9,9 +9,9 @@ import json
 import os
 import sys
 
-from ull import _native, daemon
+from ull import _native, ulld
 
 if __name__ == "__main__":
     changes = json.loads(os.environ["ULL_BENCH_EXECUTOR"])
     _native.CpuExecutor = functools.partial(_native.CpuExecutor, **changes)  # type: ignore[assignment,misc]
-    sys.exit(daemon.main())
+    sys.exit(ulld.main())

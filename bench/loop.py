@@ -72,7 +72,8 @@ def main() -> None:
         consume(options.consume)
         return
     executor = _native.ScriptedExecutor(SCRIPT, vocabulary=4096, context=CONTEXT, pages=CONTEXT // 64 + 2)
-    engine = _native.Engine(executor, str(tiny_bundle() / "vocab.bin"), queue_depth=1, prefix_cache=False)
+    settings = {"queue_depth": 1, "cooperative": False, "prefix_cache": False}  # as on a core of its own
+    engine = _native.Engine(executor, str(tiny_bundle() / "vocab.bin"), **settings)
     engine.warm_up()
     engine.start()
     with tempfile.TemporaryDirectory(prefix="ull-bench-") as folder, zmq.Context() as context:

@@ -31,6 +31,7 @@ class Shape:
     qk_norm: bool = False
     kv_bits: int = 16
     layers: int = 2
+    reports: bool = False  # see emulation.build
 
     @property
     def group(self) -> int:
@@ -54,7 +55,7 @@ class Shape:
             "KV_BITS": self.kv_bits,
             "RMS_EPSILON": EPSILON,
         }
-        return emulation.build(["attention.cu", "commit.cu"], model)
+        return emulation.build(["attention.cu", "commit.cu"], model, reports=self.reports)
 
 
 @dataclass

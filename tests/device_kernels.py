@@ -115,8 +115,10 @@ class DeviceKernels:
         shared_bytes: int = 0,
         seed: int = 0,
         predecessor_writes: Sequence[NDArray[Any]] = (),
+        constants: Sequence[NDArray[Any]] = (),
+        host_reads: Sequence[NDArray[Any]] = (),
     ) -> None:
-        """Runs one launch to its end. `seed` and `predecessor_writes` are the emulator's."""
+        """Runs one launch to its end. `seed` and the lists of arrays are the emulator's."""
         driver = _driver()
         function = self._function(name)
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -3,9 +3,9 @@
 import functools
 import sys
 
-from ull import _native, daemon
+from ull import _native, ulld
 
 if __name__ == "__main__":
     for name in ("CpuExecutor", "GraphExecutor"):
         setattr(_native, name, functools.partial(getattr(_native, name), adaptive=False))
-    sys.exit(daemon.main())
+    sys.exit(ulld.main())

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import mmap
 import os
+import re
 import subprocess
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -60,6 +61,8 @@ COMMON_FLAGS = (
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-maybe-uninitialized"),
 )
 SANITIZE_FLAGS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+# Only kernels are compiled with these, and nothing is linked with them: the emulator is who gets the reports.
+REPORT_FLAGS = ("-g", "-fsanitize=thread")
 
 
 class KernelError(Exception):
@@ -83,8 +86,12 @@ class _Launch(ctypes.Structure):
         ("shared_bytes", ctypes.c_int32),
         ("params", ctypes.c_void_p),
         ("seed", ctypes.c_uint64),
-        ("hidden", ctypes.POINTER(_Region)),
-        ("hidden_count", ctypes.c_int32),
+        ("written", ctypes.POINTER(_Region)),
+        ("constants", ctypes.POINTER(_Region)),
+        ("host_reads", ctypes.POINTER(_Region)),
+        ("written_count", ctypes.c_int32),
+        ("constant_count", ctypes.c_int32),
+        ("host_read_count", ctypes.c_int32),
     ]
 
 
@@ -108,27 +115,43 @@ class Kernels:
         shared_bytes: int = 0,
         seed: int = 0,
         predecessor_writes: Sequence[NDArray[Any]] = (),
+        constants: Sequence[NDArray[Any]] = (),
+        host_reads: Sequence[NDArray[Any]] = (),
     ) -> None:
         """Runs one launch to its end; `seed` orders blocks and threads. KernelError says what went wrong, and where.
 
         `predecessor_writes`: each block reads these arrays as 0xFF bytes until it has called wait_for_predecessor().
+        Kernels that report their accesses (see `build`) may load nothing but `constants` before that; and what they
+        store in `host_reads`, if they tell the host so, they must have stored before they do.
         """
         if ctypes.sizeof(params) != self.params_bytes.get(name, ctypes.sizeof(params)):
             raise KernelError(
                 f"{name} takes {self.params_bytes[name]} bytes of parameters, not {ctypes.sizeof(params)}"
             )
-        hidden = (_Region * len(predecessor_writes))(*((pointer(array), array.nbytes) for array in predecessor_writes))
+        lists = (predecessor_writes, constants, host_reads)
+        regions = [(_Region * len(arrays))(*((pointer(array), array.nbytes) for array in arrays)) for arrays in lists]
         launch = _Launch(
             *(name.encode(), *grid, threads, shared_bytes, ctypes.addressof(params), seed),
-            *(ctypes.cast(hidden, ctypes.POINTER(_Region)), len(predecessor_writes)),
+            *(ctypes.cast(part, ctypes.POINTER(_Region)) for part in regions),
+            *map(len, lists),
         )
         error = ctypes.create_string_buffer(4096)
         if self._library.ull_emulator_launch(ctypes.byref(launch), error, ctypes.c_uint64(len(error))) != 0:
-            raise KernelError(error.value.decode())
+            raise KernelError(re.sub(r"\{\+(0x[0-9a-f]+)\}", self._source_line, error.value.decode()))
+
+    def _source_line(self, place: re.Match[str]) -> str:
+        """What stands at an offset in the library: the kernels' lines, the innermost first."""
+        command = ["addr2line", "-i", "-s", "-e", str(self.path), hex(int(place[1], 16) - 1)]
+        lines = subprocess.run(command, capture_output=True, text=True).stdout.split("\n")
+        return " < ".join(line.split(" ")[0] for line in lines if line and not line.startswith("emulated_arch.h"))
 
 
 def run_launches(
-    kernels: Kernels, launches: Iterable[Launch], seed: int = 0, predecessor_writes: Sequence[NDArray[Any]] = ()
+    kernels: Kernels,
+    launches: Iterable[Launch],
+    seed: int = 0,
+    predecessor_writes: Sequence[NDArray[Any]] = (),
+    constants: Sequence[NDArray[Any]] = (),
 ) -> None:
     """Runs launches one after another, the n-th with `seed` + n. See `Kernels.run`."""
     for number, launch in enumerate(launches):
@@ -140,6 +163,7 @@ def run_launches(
             params=launch.params,
             seed=seed + number,
             predecessor_writes=predecessor_writes,
+            constants=constants,
         )
 
 
@@ -147,8 +171,12 @@ def build(
     sources: Sequence[str | Path],
     model: Mapping[str, int | float] | None = None,
     sanitize: bool = SANITIZE,
+    reports: bool = False,
 ) -> Kernels:
     """Compiles `sources` (names in ull/kernels, or paths) for `model` (macros without ULL_; absent: TINY_MODEL's).
+
+    `reports`: the kernels report their loads and stores, and races end a launch (tests/emulator/shadow.h). They take
+    several times as long. Not together with `sanitize`.
 
     Cached in .cache/emulator by the content of everything that can be included. With ULL_KERNELS=device the kernels
     are compiled for the GPU and run there.
@@ -158,7 +186,7 @@ def build(
 
         macros = device_kernels.macros_of({**TINY_MODEL, **(model or {})})
         return device_kernels.build(tuple(sources), macros)  # type: ignore[return-value]
-    return _load(build_library(sources, model, sanitize), sanitize)
+    return _load(build_library(sources, model, sanitize, reports and not sanitize), sanitize)
 
 
 @functools.cache
@@ -169,7 +197,10 @@ def _load(path: Path, sanitize: bool) -> Kernels:
 
 
 def build_library(
-    sources: Sequence[str | Path], model: Mapping[str, int | float] | None = None, sanitize: bool = SANITIZE
+    sources: Sequence[str | Path],
+    model: Mapping[str, int | float] | None = None,
+    sanitize: bool = SANITIZE,
+    reports: bool = False,
 ) -> Path:
     macros = {**TINY_MODEL, **(model or {})}
     unknown = set(macros) - set(TINY_MODEL)
@@ -177,7 +208,7 @@ def build_library(
         raise ValueError(f"no such model macro: {', '.join(sorted(unknown))}")
     flags = (*COMMON_FLAGS, *(SANITIZE_FLAGS if sanitize else _fast_flags()))
     defines = [f"-DULL_{key}={f'{value}F' if isinstance(value, float) else value}" for key, value in macros.items()]
-    jobs = [(KERNELS / source, [*flags, *defines]) for source in sources]
+    jobs = [(KERNELS / source, [*flags, *defines, *(REPORT_FLAGS if reports else ())]) for source in sources]
     jobs += [(source, flags) for source in sorted(EMULATOR.glob("*.cpp"))]
     return compiled(compile_all(jobs, INCLUDES), ["-shared", "-Wl,-Bsymbolic", *flags], ".so")
 

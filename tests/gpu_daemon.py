@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from scripted_daemon import scripted
-from ull import _native, daemon
+from scripted_daemon import leave_rehearsal_out, scripted
+from ull import _native, daemon, ulld
 from ull.bundle import Bundle, Speculation
 from ull.errors import UllError
 
@@ -67,4 +67,5 @@ if __name__ == "__main__":
     sys.modules["ull.gpu.program"] = module
     _native.GraphExecutor = graph_executor  # type: ignore[assignment,misc]
     daemon.open_bundle = gpu_bundle
-    sys.exit(daemon.main())
+    leave_rehearsal_out()
+    sys.exit(ulld.main())

@@ -79,10 +79,10 @@ def _random(rng: np.random.Generator, name: str, dtype: Any, shape: tuple[int, .
 class Layers:
     """Weights and a KV cache of random numbers; `run` plays one round of one token at `position`."""
 
-    def __init__(self, model: Model, precision: Precision, biases: bool = False) -> None:
+    def __init__(self, model: Model, precision: Precision, biases: bool = False, reports: bool = False) -> None:
         self.model = model
         self.sizes = Sizes(model, precision, model.context)
-        self.kernels = emulation.build(SOURCES, numbers_of(device_macros(model, precision)))
+        self.kernels = emulation.build(SOURCES, numbers_of(device_macros(model, precision)), reports=reports)
         self._rng = np.random.default_rng(11)
         self._tensors = random_tensors(device_tensors(model, precision), self._rng, biases)
         plan: ArenaPlan = plan_memory(self.sizes, 0)
@@ -110,8 +110,10 @@ class Layers:
         )
         forward = FusedForward(self.sizes, places, multiprocessors, persistent)
         memory["layer parameters"][...] = np.frombuffer(forward.layer_parameters(), np.uint8)
-        written = [memory[name] for name in ("residual", "round", "page table", "KV pages", "qkv", "attention", "mlp")]
-        emulation.run_launches(self.kernels, forward.launches(1, draws=True), seed * 1000, written)
+        # The pages are of earlier rounds: a graph's end makes them visible to bulk copies too.
+        written = [memory[name] for name in ("residual", "round", "page table", "qkv", "attention", "mlp")]
+        constants = [*self._tensors.values(), memory["layer parameters"]]
+        emulation.run_launches(self.kernels, forward.launches(1, draws=True), seed * 1000, written, constants)
         result = {name: memory[name].tobytes() for name in COMPARED}
         counters = memory["counters"].view(np.uint32)
         result["arrivals"] = counters[self.sizes.layers_counter :].tobytes()

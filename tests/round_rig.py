@@ -23,6 +23,7 @@ class Device:
     def __init__(self, kernels: emulation.Kernels) -> None:
         self.kernels = kernels
         self.device_memory: list[NDArray[np.uint8]] = []
+        self.host_memory: list[NDArray[np.uint8]] = []  # that kernels store to
         self.requests: Any = self._memory(layout.RoundRequest * layout.ROUND_SLOTS)
         self.results: Any = self._memory(layout.RoundResult * layout.ROUND_SLOTS)
         self.control: Any = self._memory(layout.HostControl)
@@ -44,6 +45,8 @@ class Device:
         memory = aligned(ctypes.sizeof(kind), np.uint8)
         if kind in (layout.Round, layout.State):
             self.device_memory.append(memory)
+        if kind == layout.RoundResult * layout.ROUND_SLOTS:
+            self.host_memory.append(memory)
         return kind.from_buffer(memory)
 
     def ask(
@@ -115,6 +118,7 @@ class Device:
             params=params,
             seed=self.seed,
             predecessor_writes=self.device_memory,
+            host_reads=self.host_memory,
         )
 
     def take(self, tokens: Sequence[int], parents: Sequence[int], draws: Sequence[int], **fields: Any) -> Any:

@@ -52,9 +52,9 @@ def measure(bundle: Path) -> int:
 
 def main(arguments: list[str]) -> int:
     if arguments[0] == "serve":
-        from ull import daemon
+        from ull import launch
 
-        return daemon.main(arguments[1:])
+        return launch.run(arguments[1:])
     if arguments[0] == "measure":
         return measure(Path(arguments[1]))
     from ull_build import cli, kernels

@@ -13,11 +13,15 @@ from conftest import ROOT
 sys.path.append(str(ROOT / "bench"))
 sys.path.append(str(ROOT / "bench/h200"))
 
+from cores import client_cores
 from journal import Report, Run
 from shapes import LARGE, LAST_STEPS, STEPS
 from tables import checks, headline
 
 import report as bench_report
+from ull.config import parse_config
+from ull.launch import _overrides, _parser
+from ull.placement import CoreClaims, place
 
 # A step's process: writes each of its arguments as a line, "hang" and "die" apart.
 PROCESS = """import os, sys, time
@@ -107,6 +111,20 @@ def test_a_part_of_the_points_is_checked() -> None:
         "8B verify T=64": False,
     }
     assert headline([]) == "nothing was measured"
+
+
+def test_each_thread_on_a_token_s_way_has_a_core_of_its_own() -> None:
+    cores = client_cores(range(2, 18))
+    options = _overrides(_parser().parse_args(["X.ull", *cores.arguments]))
+    config = parse_config("", options)
+    daemon = place(
+        config.engine, config.io, automatic=True, threads=1, allowed=cores.daemon, claims=CoreClaims("test-")
+    )
+    assert (daemon.engine, daemon.io, daemon.libzmq) == (17, 16, {15})
+    assert (cores.client, cores.client_libzmq, daemon.others) == ({14}, {13}, set(range(2, 13)))
+    assert (config.engine.idle, config.io.idle) == ("spin", "spin")
+    few = client_cores([0, 1, 2])
+    assert few.daemon == few.client == few.client_libzmq == {0, 1, 2} and few.arguments == []
 
 
 def test_the_commit_needs_no_git(monkeypatch: pytest.MonkeyPatch) -> None:

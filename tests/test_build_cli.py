@@ -11,15 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from checkpoints import write_checkpoint, write_json
-from ull.bundle import open_bundle
-from ull.errors import BuildError, RecipeError
+from ull.bundle import FileEntry, open_bundle
+from ull.errors import BuildError, BundleError, RecipeError
 from ull_build import cli
 from ull_build.build import Settings, build
 from ull_build.evaluate import EvaluationText, Predictions, check_quality, read_text
+from ull_build.output import file_entry
 from ull_build.progress import PlainReporter
 from ull_build.recipe import Recipe, describe_keys, load_recipe, make_recipe
 from ull_build.vocabulary import read_tokenizer
@@ -334,6 +336,47 @@ def test_the_old_bundle_comes_back_when_the_new_one_cannot_take_its_place(
         build(replace(settings, name="second", force=True))
     assert open_bundle(tmp_path / "x.ull", verify="hashes").manifest.name == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["x.ull"]
+
+
+def test_a_bundle_that_ull_would_refuse_does_not_come_into_being(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def entry(path: Path) -> FileEntry:
+        found = file_entry(path)
+        return msgspec.structs.replace(found, bytes=found.bytes + 1)
+
+    monkeypatch.setattr("ull_build.build.file_entry", entry)
+    with pytest.raises(BundleError, match="bytes"):
+        build(Settings(model=checkpoint, output=tmp_path / "x.ull", name="x", evaluate=False))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_of_a_bundle_is_on_the_disk_before_it_is_in_its_place(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "x.ull"
+    synced: list[tuple[str, int]] = []  # relative to the bundle, and how many bytes it had
+    in_place: list[int] = []  # how many had been synced when the bundle was renamed
+    fsync, rename = os.fsync, Path.rename
+
+    def watched_fsync(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        folder = output if in_place else next(tmp_path.glob(".x.ull.building-*"))
+        synced.append((os.path.relpath(path, folder), os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    def watched_rename(self: Path, target: Path) -> Path:
+        in_place.append(len(synced))
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(Path, "rename", watched_rename)
+    build(Settings(model=checkpoint, output=output, name="x", evaluate=False))
+    assert len(in_place) == 1
+    before, after = synced[: in_place[0]], synced[in_place[0] :]
+    for path in (output, *output.rglob("*")):
+        assert (os.path.relpath(path, output), path.stat().st_size) in before
+    assert [name for name, _ in after] == [".."]
 
 
 # Errors and interrupts

@@ -21,6 +21,7 @@ from checkpoints import write_checkpoint
 from device_bundles import build_with_stubs, read_weights, write_stubs
 from ull import inspect
 from ull.bundle import DEVICE_ALIGNMENT, DEVICE_KERNELS, Bundle, Precision, open_bundle
+from ull.device_layout import DEVICE_INTERFACE
 from ull.errors import BuildError, BundleError, RecipeError
 from ull_build import cli, kernels, nvrtc
 from ull_build.build import Settings, build, settings_from_recipe
@@ -332,7 +333,11 @@ def bundle(pristine: Path, tmp_path: Path) -> Path:
             "lacks the kernel 'ull_attention",
         ),
         (("code", "macros", "ULL_HIDDEN"), "128", "compiled with ULL_HIDDEN = 128 where 96 is needed"),
-        (("code", "macros", "ULL_INTERFACE"), "1", "compiled with ULL_INTERFACE = 1 where 2 is needed; rebuild it"),
+        (
+            ("code", "macros", "ULL_INTERFACE"),
+            "1",
+            f"compiled with ULL_INTERFACE = 1 where {DEVICE_INTERFACE} is needed; rebuild it",
+        ),
         (("model", "head_dim"), 48, "head_dim 48 is not supported on a GPU; supported: multiples of 32"),
         (("model", "hidden"), 90, "hidden size 90"),
         (("precision", "kv"), "f32", "f32 KV cache"),

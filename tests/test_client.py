@@ -19,13 +19,19 @@ from ull import wire
 Serve = Callable[..., FakeDaemon]
 
 
+@pytest.fixture(params=["zeromq", "local"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """Which transport the fake daemons offer their clients: each test runs over both."""
+    return str(request.param)
+
+
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Serve]:
+def serve(tmp_path: Path, transport: str) -> Iterator[Serve]:
     """Starts fake daemons that end with the test."""
     daemons: list[FakeDaemon] = []
 
     def start(handler: Any = words, name: str = "ull.sock") -> FakeDaemon:
-        daemons.append(FakeDaemon(f"ipc://{tmp_path / name}", handler))
+        daemons.append(FakeDaemon(f"ipc://{tmp_path / name}", handler, local=transport == "local"))
         return daemons[-1]
 
     yield start
@@ -49,13 +55,14 @@ def first_word_then_silence(daemon: FakeDaemon, identity: bytes, request: wire.R
 # ---- the synchronous client ---------------------------------------------------------------------------------------
 
 
-def test_iteration_then_result(serve: Serve) -> None:
+def test_iteration_then_result(serve: Serve, transport: str) -> None:
     with ull.Client(serve().url) as client:
         stream = client.generate("one two three", max_tokens=3)
         tokens = list(stream)
         assert [item.text for item in tokens] == ["one ", "two ", "three "]
         assert [item.ids for item in tokens] == [[100], [101], [102]]
         assert [item.index for item in tokens] == [0, 1, 2]
+        assert client.transport == transport
         assert tokens[0].time_ns == 1000
         assert 0 < tokens[0].received_ns <= tokens[2].received_ns <= time.monotonic_ns()
         result = stream.result()
@@ -302,11 +309,61 @@ def test_queries(serve: Serve) -> None:
         assert client.stats().requests == {}
 
 
+def asked_about(live: bool | None) -> Any:
+    """A daemon that has lost what it was asked to generate; asked, it says so, denies it, or (None) nothing."""
+
+    def handler(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
+        if isinstance(request, wire.Health) and live is not None:
+            assert request.request == 1
+            daemon.send(identity, wire.HealthReply(id=request.id, status="ok", uptime_ns=5, queue_length=0, live=live))
+
+    return handler
+
+
+def test_a_stream_that_the_daemon_has_lost_is_not_waited_for(serve: Serve) -> None:
+    daemon = serve(asked_about(live=False))
+    client = ull.Client(daemon.url, silence_timeout=0.05)
+    with client, pytest.raises(ull.ConnectionLost, match="no longer knows the request"):
+        client.generate("x").result()
+
+
+def test_a_daemon_that_does_not_answer_is_not_waited_for(serve: Serve) -> None:
+    daemon = serve(asked_about(live=None))
+    with ull.Client(daemon.url, silence_timeout=0.05, query_timeout=0.05) as client:
+        with pytest.raises(ull.ConnectionLost, match=r"nothing was heard of the request, and the daemon at .* did not"):
+            client.generate("x").result()
+        daemon.wait_for(wire.Cancel)
+
+
+def test_a_slow_stream_is_asked_about_and_goes_on(serve: Serve) -> None:
+    questions = []
+
+    def handler(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
+        if isinstance(request, wire.Health):
+            questions.append(request.request)
+            asked_about(live=True)(daemon, identity, request)
+            if len(questions) == 3:
+                daemon.send(identity, token(1, 0, "late"), done(1, 1))
+
+    with ull.Client(serve(handler).url, silence_timeout=0.05) as client:
+        assert client.generate("x").result().text == "late"
+    assert questions == [1, 1, 1]
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan")])
+def test_no_wait_is_without_a_limit(tmp_path: Path, seconds: float) -> None:
+    for kind in (ull.Client, ull.AsyncClient):
+        with pytest.raises(ull.UllError, match="silence_timeout must be a positive"):
+            kind(f"ipc://{tmp_path / 's'}", silence_timeout=seconds)
+
+
 @pytest.mark.parametrize(
     ("frames", "code"),
     [([b"ull9", b"\x80"], "bad_version"), ([b"ull1"], "bad_version"), ([b"ull1", b"\xc1"], "bad_message")],
 )
-def test_a_daemon_that_speaks_otherwise(serve: Serve, frames: list[bytes], code: str) -> None:
+def test_a_daemon_that_speaks_otherwise(serve: Serve, transport: str, frames: list[bytes], code: str) -> None:
+    if transport == "local":  # where the version is part of the hello
+        frames, code = [b"\1\0\0\0\xc1"], "bad_message"
     daemon = serve(lambda daemon, identity, request: daemon.send_raw(identity, *frames))
     with ull.Client(daemon.url) as client, pytest.raises(ull.RequestError) as caught:
         client.generate("x").result()
@@ -341,10 +398,11 @@ def run(
         runner.run(main())
 
 
-def test_async_iteration_and_result(serve: Serve) -> None:
+def test_async_iteration_and_result(serve: Serve, transport: str) -> None:
     async def body(client: ull.AsyncClient) -> None:
         stream = client.generate("one two")
         assert [item.text async for item in stream] == ["one ", "two "]
+        assert client.transport == transport
         assert (await stream.result()).text == "one two "
 
     run(serve().url, body)
@@ -432,6 +490,15 @@ def test_async_timeout(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
             await client.health()
 
     run(serve(lambda daemon, identity, request: None).url, body, query_timeout=0.05, connect_timeout=2)
+
+
+@pytest.mark.parametrize("live", [False, None])
+def test_async_streams_are_asked_about_after_a_silence(serve: Serve, live: bool | None) -> None:
+    async def body(client: ull.AsyncClient) -> None:
+        with pytest.raises(ull.ConnectionLost, match=r"no longer knows|nothing was heard of the request"):
+            await client.generate("x").result()
+
+    run(serve(asked_about(live)).url, body, silence_timeout=0.05, query_timeout=0.05, connect_timeout=2)
 
 
 def test_async_close_fails_what_runs(serve: Serve) -> None:

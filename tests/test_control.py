@@ -1,8 +1,12 @@
 """The control plane with an engine that fails on purpose: whatever happens, one answer and the next request served."""
 
 import asyncio
+import contextlib
 import io
 import json
+import os
+import pickle
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,10 @@ from checkpoints import write_tokenizer
 from ull import _native, wire
 from ull.admission import Admission, Limits
 from ull.control import INLINE_CHARACTERS, ControlPlane
+from ull.errors import Busy
 from ull.log import Log
+from ull.reader import MessageReceiver
+from ull.refusals import BURST
 from ull.tokenizer import Tokenizer
 
 LONG = "x " * INLINE_CHARACTERS  # tokenized in a worker
@@ -29,6 +36,17 @@ class FakeEngine:
         self.status = "ok"
         self.submitted: list[tuple[bytes, int]] = []
         self.cancelled: list[tuple[bytes, int]] = []
+        self.control_call = os.eventfd(0, os.EFD_NONBLOCK)
+        self.beats = 0
+        self.looks = 0
+
+    def beat(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.control_call)
+        self.beats += 1
+
+    def end_beat(self) -> None:
+        self.beats = 0
 
     def submit(self, identity: bytes, request_id: int, tokens: Any, params: dict[str, Any]) -> int:
         if self.failure is not None:
@@ -43,8 +61,16 @@ class FakeEngine:
     def health(self) -> str:
         return self.status
 
+    @property
+    def queue_length(self) -> int:
+        return len(self.submitted)
+
     def stats(self) -> dict[str, Any]:
-        return {"queue_length": len(self.submitted)}
+        self.looks += 1
+        return {"looks": self.looks}
+
+    def threads(self) -> dict[str, dict[str, int]]:
+        return {"engine": {"cycles": 3}}
 
 
 class Harness:
@@ -73,6 +99,11 @@ class Harness:
 
     def send(self, request: wire.Request, identity: bytes = b"me") -> None:
         self._io.send_multipart([b"R", identity, wire.encode(request), (5).to_bytes(8, "little")])
+
+    def fail_receives(self, failures: list[Exception | None]) -> None:
+        """The control plane's next receives of a frame fail as FailingSocket says."""
+        failing: Any = FailingSocket(self._control, failures)
+        self.plane._receiver = MessageReceiver(failing)
 
     def send_frames(self, *frames: bytes) -> None:
         self._io.send_multipart(frames)
@@ -109,10 +140,13 @@ class Harness:
             finally:
                 self.plane.close()
 
-        asyncio.run(main())
-        self._io.close(0)
-        self._control.close(0)
-        self._context.term()
+        try:
+            asyncio.run(main())
+        finally:
+            self._io.close(0)
+            self._control.close(0)
+            self._context.term()
+            os.close(self.engine.control_call)
 
 
 @pytest.fixture
@@ -120,10 +154,17 @@ def harness(tmp_path: Path) -> Harness:
     return Harness(tmp_path)
 
 
-def ended(request_id: int) -> bytes:
+def ended(request_id: int, **times: int) -> bytes:
     """The io thread's record of a finished request."""
     usage = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 2}
-    fields = {"identity": b"me", "id": request_id, "finish_reason": "stop", "usage": usage, "timeline": {}, "seed": 3}
+    fields = {
+        "identity": b"me",
+        "id": request_id,
+        "finish_reason": "stop",
+        "usage": usage,
+        "timeline": times,
+        "seed": 3,
+    }
     rounds = {"rounds": 1, "drafted_tokens": 3, "accepted_tokens": 1, "tokens_per_round": 2.0}
     speculation = rounds | {"by_drafter": {"ngram": 1}, "accepted_by_depth": [1]}
     fields |= {"error": None, "delivered": True, "client": "ok", "speculation": speculation}
@@ -217,16 +258,18 @@ def test_a_cancel_that_meets_a_prompt_being_tokenized(harness: Harness) -> None:
     harness.run(body)
 
 
-def test_prompts_being_tokenized_are_bounded(harness: Harness) -> None:
+def test_a_client_that_has_hung_up_is_worked_for_no_longer(harness: Harness) -> None:
+    """What it has running, and what was still being tokenized; nobody else's."""
+
     async def body() -> None:
-        for request_id in range(6):
-            harness.send(wire.Generate(id=request_id, prompt=LONG))
-        await harness.until(lambda: len(harness.engine.submitted) + len(harness.events("refused")) == 6)
-        for event in harness.events("refused"):
-            assert event["code"] == "busy"
+        harness.send(wire.Generate(id=1, prompt="x"))
+        harness.send(wire.Generate(id=2, prompt="x"), identity=b"you")
+        harness.send(wire.Generate(id=3, prompt=LONG))
+        harness.send_frames(b"G", b"me")
+        await harness.until(lambda: len(harness.engine.cancelled) == 2)
+        assert sorted(harness.engine.cancelled) == [(b"me", 1), (b"me", 3)]
 
     harness.run(body)
-    assert len(harness.engine.submitted) >= 2
 
 
 def test_draining_refuses_what_is_new_and_what_was_being_tokenized(harness: Harness) -> None:
@@ -244,5 +287,237 @@ def test_draining_refuses_what_is_new_and_what_was_being_tokenized(harness: Harn
         assert isinstance(health, wire.HealthReply) and health.status == "draining"
         harness.engine.status = "stalled"
         assert harness.plane.health() == "stalled"
+
+    harness.run(body)
+
+
+class FailingSocket:
+    """A PAIR whose receives fail as `failures` says, one entry per frame: an exception to raise, or None."""
+
+    def __init__(self, socket: zmq.Socket[bytes], failures: list[Exception | None]) -> None:
+        self._socket = socket
+        self._failures = failures
+
+    def recv(self, flags: int, copy: bool) -> zmq.Frame:
+        failure = self._failures.pop(0) if self._failures else None
+        if failure is not None:
+            raise failure
+        return self._socket.recv(flags, copy=copy)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+
+@pytest.mark.parametrize("frame", range(5))
+def test_memory_that_fails_in_the_middle_of_a_message_costs_no_message(harness: Harness, frame: int) -> None:
+    async def body() -> None:
+        harness.fail_receives([None] * frame + [MemoryError()] * 3)
+        for request_id in (1, 2):
+            harness.send(wire.Health(id=request_id))
+            assert isinstance(reply := await harness.reply(), wire.HealthReply) and reply.id == request_id
+        assert harness.plane.failure is None
+
+    harness.run(body)
+
+
+def test_memory_that_fails_for_good_is_a_failure_of_the_control_plane(harness: Harness) -> None:
+    async def body() -> None:
+        harness.fail_receives([MemoryError()] * 10_000)
+        harness.send(wire.Health(id=1))
+        await harness.until(lambda: harness.plane.failure is not None)
+        assert harness.plane.failure == "out of memory"
+
+    harness.run(body)
+
+
+def test_a_receive_that_fails_otherwise_is_a_failure_of_the_control_plane(harness: Harness) -> None:
+    async def body() -> None:
+        harness.fail_receives([RuntimeError("odd")])
+        harness.send(wire.Health(id=1))
+        await harness.until(lambda: harness.plane.failure == "RuntimeError: odd")
+
+    harness.run(body)
+
+
+def test_memory_that_fails_in_a_request_is_answered(harness: Harness) -> None:
+    async def body() -> None:
+        harness.engine.failure = MemoryError()
+        harness.send(wire.Generate(id=1, prompt="x"))
+        reply = await harness.reply()
+        assert isinstance(reply, wire.Error) and (reply.id, reply.code) == (1, "internal")
+        harness.engine.failure = None
+        harness.send(wire.Generate(id=1, prompt="x"))
+        await harness.until(lambda: harness.plane.live == 1)
+
+    harness.run(body)
+
+
+def test_an_end_that_is_lost_is_a_failure_of_the_control_plane(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(_: object) -> wire.Ended:
+        raise MemoryError
+
+    async def body() -> None:
+        monkeypatch.setattr(wire, "decode_ended", decode)
+        harness.send_frames(b"D", ended(1))
+        await harness.until(lambda: harness.plane.failure == "out of memory")
+
+    harness.run(body)
+
+
+def test_a_flood_of_refusals_is_counted_in_the_log_not_written_out(harness: Harness) -> None:
+    async def body() -> None:
+        for request_id in range(1000):
+            harness.send(wire.Generate(id=request_id, prompt=""))
+            await harness.reply()
+        stats = harness.send(wire.Stats(id=1)) or await harness.reply()
+        assert isinstance(stats, wire.StatsReply) and stats.requests["refused"] == {"bad_request": 1000}
+        control = stats.threads["control"]
+        assert stats.threads["engine"] == {"cycles": 3}
+        assert control["cycles"] > 0 and control["working_ns"] >= control["longest_ns"] > 0
+        assert stats.log == {"dropped": 0}
+
+    harness.run(body)
+    lines, summaries = harness.events("refused"), harness.events("refusals")
+    assert BURST <= len(lines) < 1000
+    assert len(lines) + sum(summary["count"] for summary in summaries) == 1000
+    assert summaries[-1]["codes"].startswith("bad_request:")
+
+
+def test_a_summary_of_refusals_comes_by_itself(harness: Harness) -> None:
+    async def body() -> None:
+        for request_id in range(BURST + 200):
+            harness.send(wire.Generate(id=request_id, prompt=""))
+            await harness.reply()
+        await harness.until(lambda: len(harness.events("refusals")) >= 1)
+
+    harness.run(body)
+
+
+def test_the_watchdog_s_question_is_answered_until_the_end(harness: Harness) -> None:
+    async def body() -> None:
+        await harness.until(lambda: harness.engine.beats == 1)  # watched from now on
+        os.eventfd_write(harness.engine.control_call, 1)
+        await harness.until(lambda: harness.engine.beats == 2)
+        harness.engine.status = "failed"
+        assert not harness.plane.changed.is_set()
+        os.eventfd_write(harness.engine.control_call, 1)
+        await harness.until(lambda: harness.plane.changed.is_set())
+
+    harness.run(body)
+    assert harness.engine.beats == 0
+
+
+def test_the_last_end_and_a_failure_are_told(harness: Harness) -> None:
+    async def body() -> None:
+        for request_id in (1, 2):
+            harness.send(wire.Generate(id=request_id, prompt="x"))
+        await harness.until(lambda: harness.plane.live == 2)
+        harness.send_frames(b"D", ended(1))
+        await harness.until(lambda: harness.plane.live == 1)
+        assert not harness.plane.changed.is_set()
+        harness.send_frames(b"D", ended(2))
+        await harness.until(lambda: harness.plane.changed.is_set())
+        harness.plane.changed.clear()
+        harness.send(wire.Generate(id=1, prompt="y " * 2 * 4096))  # refused while it is tokenized
+        await harness.reply()
+        await harness.until(lambda: harness.plane.changed.is_set())
+
+    harness.run(body)
+
+
+# ---- turns ---------------------------------------------------------------------------------------------------------
+
+
+def test_busy_says_when_to_try_again(harness: Harness) -> None:
+    async def body() -> None:
+        harness.send(wire.Generate(id=1, prompt="x"))
+        harness.send(wire.Generate(id=2, prompt="x"))
+        await harness.until(lambda: harness.plane.live == 2)
+        harness.engine.failure = _native.QueueFull("no room")
+        harness.send(wire.Generate(id=3, prompt="x"))
+        first = await harness.reply()
+        harness.send_frames(b"D", ended(1, started_ns=1, done_ns=3_000_000_001))
+        await harness.until(lambda: harness.plane.live == 1)
+        harness.send(wire.Generate(id=4, prompt="x"))
+        second = await harness.reply()
+        assert isinstance(first, wire.Error) and isinstance(second, wire.Error)
+        assert (first.code, first.message, first.retry_after_ms) == ("busy", "no room", 100)  # nothing is known yet
+        assert second.retry_after_ms == 3000  # as long as a request takes
+        busy = wire.error_of(second)
+        assert isinstance(busy, Busy) and busy.retry_after == 3.0
+        for same in (busy.copy(), pickle.loads(pickle.dumps(busy))):
+            assert isinstance(same, Busy) and (same.message, same.retry_after) == ("no room", 3.0)
+
+    harness.run(body)
+
+
+def test_stats_asked_for_all_the_time_are_packed_once(harness: Harness) -> None:
+    async def ask() -> wire.StatsReply:
+        harness.send(wire.Stats(id=7))
+        stats = await harness.reply()
+        assert isinstance(stats, wire.StatsReply) and stats.id == 7
+        return stats
+
+    async def body() -> None:
+        looks = {(await ask()).engine["looks"] for _ in range(200)}
+        assert len(looks) < 200
+        before = await ask()
+        harness.send(wire.Generate(id=1, prompt="x"))
+        after = await ask()  # whoever has changed something sees it
+        assert after.requests["accepted"] == before.requests["accepted"] + 1
+        harness.send(wire.Info(id=8))
+        info = await harness.reply()
+        assert isinstance(info, wire.InfoReply) and info.limits["context"] == 4096
+
+    harness.run(body)
+
+
+def hold_tokenizing(harness: Harness) -> tuple[threading.Event, threading.Event]:
+    """Has the workers wait with each prompt. Returns what is set once one has begun, and what lets all go on."""
+    started, go = threading.Event(), threading.Event()
+
+    def tokenize(request: wire.Generate) -> list[int]:
+        started.set()
+        assert go.wait(20)
+        return [1]
+
+    harness.plane._admission.prompt_ids = tokenize  # type: ignore[method-assign]
+    return started, go
+
+
+def test_long_prompts_of_one_client_leave_room_for_another_s(harness: Harness) -> None:
+    started, go = hold_tokenizing(harness)
+
+    async def body() -> None:
+        harness.send(wire.Generate(id=1, prompt=LONG))
+        await harness.until(started.is_set)
+        harness.send(wire.Generate(id=2, prompt=LONG))
+        refused = await harness.reply()
+        assert isinstance(refused, wire.Error) and (refused.id, refused.code) == (2, "busy")
+        assert refused.message == "1 long prompts of this client are being read" and refused.retry_after_ms
+        harness.send(wire.Generate(id=1, prompt=LONG), identity=b"other")
+        await harness.until(lambda: harness.plane.live == 2)
+        harness.send(wire.Generate(id=1, prompt=LONG), identity=b"third")  # two are all that there may be
+        await harness.until(lambda: harness.plane.metrics.refused["busy"] == 2)
+        go.set()
+        await harness.until(lambda: len(harness.engine.submitted) == 2)
+        assert not harness.plane._preparing_of
+
+    harness.run(body)
+
+
+def test_draining_refuses_a_prompt_that_is_being_tokenized(harness: Harness) -> None:
+    started, go = hold_tokenizing(harness)
+
+    async def body() -> None:
+        harness.send(wire.Generate(id=1, prompt=LONG))
+        await harness.until(started.is_set)
+        harness.plane.draining = True
+        go.set()
+        reply = await harness.reply()
+        assert isinstance(reply, wire.Error) and reply.code == "draining"
+        assert harness.engine.submitted == [] and harness.plane.live == 0
 
     harness.run(body)

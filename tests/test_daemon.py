@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import zmq
 
 import ull
 from conftest import Daemon, Spawn
@@ -28,7 +29,7 @@ PROMPT = "def main():\n"
 def ulld(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs ulld to its end."""
     return subprocess.run(
-        [*python_command("ull.daemon"), *arguments],
+        [*python_command("ull.ulld"), *arguments],
         env=python_environment(),
         capture_output=True,
         text=True,
@@ -174,6 +175,10 @@ def test_queries(shared_daemon: Daemon) -> None:
     assert stats.latency["time_to_first_token"]["count"] >= 1
     assert stats.engine["completion_tokens"] >= 4
     assert stats.io["done_frames"] >= 1
+    for name in ("engine", "io", "control"):  # each has had something to do, and each but the last has slept since
+        duty = stats.threads[name]
+        assert duty["cycles"] > 0 and duty["working_ns"] > 0 and duty["longest_ns"] > 0, (name, duty)
+        assert duty.get("sleeps", 1) > 0, (name, duty)
 
 
 def test_the_async_client(shared_daemon: Daemon) -> None:
@@ -215,7 +220,7 @@ def test_tcp_on_a_free_port(spawn: Spawn) -> None:
 
 
 def test_a_full_queue_says_busy(spawn: Spawn) -> None:
-    daemon = spawn("--set", "engine.queue_depth=2", script=SLOW)
+    daemon = spawn("--set", "engine.queue_depth=2", "--set", "engine.client_share=3", script=SLOW)
     with Client(daemon.url) as client:
         running = client.generate([5], max_tokens=1000)
         next(running)
@@ -225,6 +230,19 @@ def test_a_full_queue_says_busy(spawn: Spawn) -> None:
         assert client.health().queue_length == 2
         running.cancel()
         assert [stream.result().finish_reason for stream in waiting] == ["length", "length"]
+
+
+def test_a_client_takes_no_more_than_its_share_of_the_queue(spawn: Spawn) -> None:
+    daemon = spawn("--set", "engine.queue_depth=8", "--set", "engine.client_share=2", script=SLOW)
+    with Client(daemon.url) as greedy, Client(daemon.url) as other:
+        running = greedy.generate([5], max_tokens=1000)
+        next(running)
+        waiting = greedy.generate([5], max_tokens=1)
+        with pytest.raises(ull.Busy, match="share of the queue is taken: 2 of its requests"):
+            greedy.generate([5], max_tokens=1).result()
+        beside = other.generate([5], max_tokens=1)
+        running.cancel()
+        assert [stream.result().finish_reason for stream in (waiting, beside)] == ["length", "length"]
 
 
 def test_a_timeout_ends_the_request_wherever_it_is(spawn: Spawn) -> None:
@@ -283,6 +301,22 @@ def test_the_socket_s_mode_is_the_configured_one(spawn: Spawn) -> None:
         daemon = spawn("--set", f"ipc_mode={mode}")
         modes[mode] = stat.S_IMODE(Path(daemon.url.removeprefix("ipc://")).stat().st_mode)
     assert modes == {"0o660": 0o660, "0o600": 0o600}
+
+
+def test_a_deleted_socket_is_bound_again(spawn: Spawn) -> None:
+    daemon = spawn()
+    path = Path(daemon.url.removeprefix("ipc://"))
+    path.unlink()
+    (line,) = daemon.wait_events("endpoint", 1)
+    assert (line["level"], line["endpoint"]) == ("warning", daemon.url)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o660
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    client = context.socket(zmq.DEALER)
+    client.rcvtimeo = 20_000
+    client.connect(daemon.url)
+    client.send_multipart([wire.VERSION, b"\x82\xa4type\xa6health\xa2id\x01"])
+    assert b"ok" in client.recv_multipart()[1]
+    context.destroy(0)
 
 
 def test_a_live_daemon_keeps_its_socket(spawn: Spawn, tiny_bundle: Path) -> None:

@@ -232,8 +232,10 @@ def test_bulk_copies_through_a_ring(kernels: emulation.Kernels) -> None:
     assert all(streamed(kernels, 0, seed) for seed in SEEDS)
 
 
-def test_not_waiting_for_a_bulk_copy_shows(kernels: emulation.Kernels) -> None:
-    assert not any(streamed(kernels, 1, seed) for seed in SEEDS)
+def test_not_waiting_for_a_bulk_copy_is_told(kernels: emulation.Kernels) -> None:
+    for seed in SEEDS:
+        with pytest.raises(KernelError, match=r"stream, .*pipeline\.cu:\d+: .*nobody has waited for it"):
+            streamed(kernels, 1, seed)
 
 
 @pytest.mark.parametrize(

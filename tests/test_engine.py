@@ -108,7 +108,8 @@ def test_a_prompt_too_long_says_by_how_much(tmp_path: Path) -> None:
 
 
 def test_a_full_queue_a_draining_and_a_failed_engine_refuse(tmp_path: Path) -> None:
-    with Rig(tmp_path, {"tokens": ALPHABET, "round_ns": 1_000_000}, engine={"queue_depth": 1}) as rig:
+    script = {"tokens": ALPHABET, "round_ns": 1_000_000}
+    with Rig(tmp_path, script, engine={"queue_depth": 1, "client_share": 2}) as rig:
         client = rig.client(b"client")
         rig.submit(b"client", 1, PROMPT, max_tokens=4000)
         rig.submit(b"client", 2, PROMPT, max_tokens=3)
@@ -230,7 +231,8 @@ def test_an_engine_keeps_its_executor_alive(tmp_path: Path) -> None:
 def test_bad_options_are_named(tmp_path: Path) -> None:
     vocabulary = str(write_vocabulary(tmp_path / "vocab.bin", [b"a"]))
     executor = _native.ScriptedExecutor([0], vocabulary=1)
-    for options in [{"queue_depth": -1}, {"idle": "lazy"}, {"watchdog_ms": 0}, {"max_sessions": 0}, {"core": -2}]:
+    wrong = {"queue_depth": -1, "client_share": -1, "idle": "lazy", "watchdog_ms": 0, "max_sessions": 0, "core": -2}
+    for options in [{key: value} for key, value in wrong.items()]:
         with pytest.raises(ValueError, match=f"^{next(iter(options))}: "):
             _native.Engine(executor, vocabulary, **options)
     with pytest.raises(RuntimeError, match=r"none\.bin: cannot be opened"):

@@ -25,7 +25,6 @@ from ull.gpu.arena import REGION_ALIGNMENT, ArenaPlan
 from ull.gpu.driver import Driver
 from ull.gpu.memory import Sizes, plan_memory, rope_table
 from ull.gpu.program import Program
-from ull.gpu.weights import Staging
 from ull.log import Log
 from ull.plans import TOKEN_COUNTS
 from ull_build import kernels
@@ -273,14 +272,6 @@ def test_the_weights_are_the_files_bytes(program: Program, driver: RecordingDriv
         assert driver.device_bytes(address, entry.nbytes).tobytes() == raw[entry.offset : entry.offset + entry.nbytes]
 
 
-def test_staging_copies_what_is_larger_than_its_buffers(driver: RecordingDriver) -> None:
-    data = np.random.default_rng(0).integers(0, 256, 10_001, np.uint8)
-    target = driver.allocate(len(data))
-    with Staging(driver, 0, chunk=1024) as staging:
-        staging.copy(target, data)
-    np.testing.assert_array_equal(driver.device_bytes(target, len(data)), data)
-
-
 def test_what_is_not_weights_starts_as_zeros(program: Program, driver: RecordingDriver) -> None:
     """Padding columns of activations are multiplied with weights of zero, and NaN * 0 is NaN."""
     for name, region in program._plan.regions.items():
@@ -330,6 +321,7 @@ def test_the_hand_over_is_plain_numbers(program: Program, driver: RecordingDrive
     assert handover["vocabulary"] == 333 and handover["name"] == "graph/sm_90a"
     assert handover["weight_bytes"] == bundle.weight_bytes
     assert handover["kv_bytes"] == 5 * 2 * 2 * 2 * 64 * 32  # pages, layers, K and V, KV heads, tokens, head_dim of e4m3
+    assert handover["kv_pages"] == program._arena.address("KV pages")
     blocks = [handover[name] for name in ("requests", "results", "control", "pages", "text")]
     assert all(address % 64 == 0 for address in blocks) and blocks == sorted(blocks)
     assert blocks[3] == blocks[2] + ctypes.sizeof(params.HostControl)

@@ -18,6 +18,7 @@ import driver_double
 from device_bundles import build_with_stubs, emulated_kernels
 from ull import _native
 from ull.bundle import open_bundle
+from ull.gpu import params
 from ull_build.build import Settings, build
 from ull_build.drafters import SpeculationSettings
 
@@ -98,6 +99,35 @@ def test_rounds_say_what_the_cpu_says(
     assert (
         said["corrected"] == expected[:2]
     )  # the draft's second token is another: what stands there instead, and no more
+
+
+def scenario_forced(path: str) -> None:
+    """PROMPT's first tokens by a prefill and plain rounds, and with its end forced; [token, logprob, top] of each."""
+    from ull.gpu.program import load
+
+    program = load(open_bundle(path))
+    rounds, place = program.replay(), len(PROMPT) - 1
+    said = []
+    for temperature in (0.0, 0.8):
+        sampling = {"temperature": temperature, "seed": 5, "top_logprobs": 3}
+        for forced in (0, 1, 3, place):
+            if place > forced:
+                rounds.prefill(PROMPT[: place - forced])
+            launched = [rounds.launch(PROMPT[place - forced :], place - forced, forced=forced, **sampling)]
+            launched += [rounds.launch([0], 0, params.CONTINUE, **sampling) for _ in range(3)]
+            results = [rounds.wait(sequence) for sequence in launched]
+            assert [result.count for result in results] == [1] * 4
+            tokens = [result.tokens[0] for result in results]
+            said.append([(token.token, token.logprob, [one.logprob for one in token.top[:3]]) for token in tokens])
+    rounds.drain()
+    program.close()
+    print(json.dumps(said))
+
+
+def test_a_prompts_end_can_be_forced_without_a_bit_of_difference(bundle: Path, emulated: Path) -> None:
+    said = run("scenario_forced", str(bundle), kernels=emulated, multiprocessors=4)
+    assert said[:4] == [said[0]] * 4 and said[4:] == [said[4]] * 4
+    assert said[0] != said[4]
 
 
 def scenario_logits(path: str, output: str) -> None:

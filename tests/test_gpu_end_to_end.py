@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -188,7 +189,10 @@ def test_a_draft_model_drafts_on_the_device(
             speculation = result.speculation
             assert speculation is not None and speculation.by_drafter["draft"] >= speculation.rounds - 1
             assert speculation.accepted_tokens == DRAFTED - speculation.rounds
-            assert speculation.rounds == DRAFTED // 6 if layers == 6 else speculation.rounds < DRAFTED
+            # A round that reads the prompt's end draws the token behind it and drafts nothing.
+            first = int(result.usage.cached_tokens < len(PROMPT_IDS) - 1)
+            whole = first + math.ceil((DRAFTED - first) / 6)
+            assert speculation.rounds == whole if layers == 6 else speculation.rounds < DRAFTED
     assert daemon.stop() == 0
 
 

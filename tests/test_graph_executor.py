@@ -26,7 +26,8 @@ def handover(**changes: Any) -> dict[str, Any]:
         "context_tokens": 256,
         "page_count": 4,
         "weight_bytes": 1,
-        "kv_bytes": 1,
+        "kv_bytes": 4,
+        "kv_pages": 0,
         "name": "graph/test",
         "library": "libcuda-that-is-not-there.so.1",
     }
@@ -65,6 +66,9 @@ def test_every_field_is_needed_and_typed(field: str) -> None:
         ({"page_count": 0}, "page_count: "),
         ({"weight_bytes": -1}, "weight_bytes: "),
         ({"kv_bytes": -1}, "kv_bytes: "),
+        ({"kv_bytes": 3, "kv_pages": BLOCK}, "kv_bytes: must be a multiple of page_count"),
+        ({"kv_bytes": 0, "kv_pages": BLOCK}, "kv_bytes: must be a multiple of page_count"),
+        ({"kv_pages": -1}, "kv_pages: has the wrong type or is out of range"),
         ({"name": ""}, "name: must not be empty"),
         ({"reuse": "some"}, 'reuse: must be all, prompt or nothing, not "some"'),
         ({"reuse": 1}, "reuse: has the wrong type"),
@@ -84,7 +88,7 @@ def test_values_that_cannot_be_are_refused(changes: dict[str, Any], complaint: s
 
 
 @pytest.mark.parametrize(
-    "changes", [{"graphs": {1: 11}}, *({"reuse": reuse} for reuse in ("all", "prompt", "nothing"))]
+    "changes", [{"graphs": {1: 11}}, {"kv_pages": BLOCK}, *({"reuse": reuse} for reuse in ("all", "prompt", "nothing"))]
 )
 def test_what_may_be_left_out_or_chosen(changes: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match="the CUDA driver cannot be loaded"):

@@ -1,6 +1,8 @@
 """Attention and KV commit against a float64 reference, and against themselves: bits never depend on how a token came to
 be computed."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -177,6 +179,23 @@ def test_thread_order_does_not_matter(shape: Shape, seed: int) -> None:
     nodes = branching_rows(shape, rows[261:])
     expected = start.copy(seed=0).round(nodes, 261, BRANCHING, accept=PATH)
     assert np.array_equal(expected, start.copy(seed=seed + 1).round(nodes, 261, BRANCHING, accept=PATH))
+
+
+@pytest.mark.skipif(ON_DEVICE, reason="the emulator sees what is not ordered")
+@pytest.mark.parametrize("base", [0, 700, 1020])
+@pytest.mark.parametrize("name", [name for name in ("tiny", "tiny-e4m3") if name in SHAPES])
+def test_all_accesses_are_ordered(name: str, base: int) -> None:
+    """Within a split, over several that blocks share or have alone, and where the nodes reach into the next one."""
+    shape = replace(SHAPES[name], reports=True)
+    rows = text(shape, base + len(PATH))
+    cache = Cache(shape, context=1536, blocks=3, seed=base)
+    if base > 0:
+        cache.fill(rows[:base])
+    nodes = branching_rows(shape, rows[base:])
+    for tile in (16, 64):
+        output = cache.copy(seed=tile).round(nodes, base, BRANCHING, accept=PATH, tile=tile)
+        np.testing.assert_allclose(output[PATH[-1]], cache.reference(rows), atol=6e-3, rtol=2e-3)
+    assert np.isfinite(cache.round(rows[base : base + 1], base).astype(np.float32)).all()
 
 
 def test_an_empty_round_does_nothing() -> None:

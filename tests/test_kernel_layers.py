@@ -69,6 +69,15 @@ def test_every_order_gives_the_chain_s_bits(seed: int) -> None:
     check("small", 300, 3, seed)
 
 
+@pytest.mark.parametrize(("position", "count"), [(300, 1), (0, 1), (300, 0)])
+def test_all_accesses_are_ordered(position: int, count: int) -> None:
+    """In the chain and in the one kernel, within a split of attention and over two."""
+    shape, precision, biases = SHAPES["small"]
+    watched = Layers(shape, precision, biases, reports=True)
+    results = [watched.run(position, 3, persistent, seed=7, count=count) for persistent in (False, True)]
+    assert all(results[0][region] == results[1][region] for region in COMPARED)
+
+
 @pytest.mark.parametrize("multiprocessors", [1, 4])
 def test_a_skipped_round_does_nothing(multiprocessors: int) -> None:
     result = layers("small").run(300, multiprocessors, True, count=0)

@@ -26,14 +26,17 @@ LONG = {"HIDDEN": 1124, "HEADS": 10, "KV_HEADS": 2, "HEAD_DIM": 96, "INTERMEDIAT
 EVEN = {"HIDDEN": 1024, "HEADS": 8, "KV_HEADS": 2, "HEAD_DIM": 128, "INTERMEDIATE": 2048, "VOCABULARY": 512}
 # Weights in the layers and in the head: 8 and 16 bits, or the other way round.
 MODELS = {"odd": (ODD, 8), "long": (LONG, 16), "even": (EVEN, 8)}
+# Rows so long that eight tokens' activations come through the ring beside the weights.
+DEEP = {"HIDDEN": 80, "HEADS": 2, "KV_HEADS": 1, "HEAD_DIM": 32, "INTERMEDIATE": 4900, "VOCABULARY": 64}
+ALL_MODELS = {**MODELS, "deep": (DEEP, 8), "deep 16": (DEEP, 16)}
+SOURCES = ("norm.cu", "qkv.cu", "output.cu", "gate_up.cu", "down.cu", "head.cu")
 
 
 @functools.cache
-def kernels_of(model: str) -> emulation.Kernels:
-    sizes, bits = MODELS[model]
-    sources = ["norm.cu", "qkv.cu", "output.cu", "gate_up.cu", "down.cu", "head.cu"]
+def kernels_of(model: str, reports: bool = False) -> emulation.Kernels:
+    sizes, bits = ALL_MODELS[model]
     macros = {**sizes, "WEIGHT_BITS": bits, "HEAD_BITS": 24 - bits, "RMS_EPSILON": EPSILON}
-    return emulation.build(sources, macros)
+    return emulation.build(["down.cu"] if model.startswith("deep") else SOURCES, macros, reports=reports)
 
 
 SPLIT = ("qkv", "o", "down")
@@ -56,11 +59,11 @@ def copied(values: NDArray[Any]) -> NDArray[Any]:
 class Layer:
     """One layer of a model with random weights, its inputs, and how to run it and what must come out."""
 
-    def __init__(self, name: str, model: str, seed: int, with_bias: bool) -> None:
+    def __init__(self, name: str, model: str, seed: int, with_bias: bool, reports: bool = False) -> None:
         self.name = name
-        self.kernels = kernels_of(model)
+        self.kernels = kernels_of(model, reports)
         self.generator = np.random.default_rng(seed)
-        sizes, bits = MODELS[model]
+        sizes, bits = ALL_MODELS[model]
         hidden, inner, width = sizes["HIDDEN"], sizes["INTERMEDIATE"], sizes["HEADS"] * sizes["HEAD_DIM"]
         heads = (sizes["HEADS"] + 2 * sizes["KV_HEADS"]) * sizes["HEAD_DIM"]
         shapes = {
@@ -111,7 +114,8 @@ class Layer:
         weights, scale, bias = self.packed
         assert weights is not None
         assert scale is not None
-        params = LinearParams(round=pointer(round_of(count)), weights=pointer(weights), scale=pointer(scale))
+        round_ = round_of(count)
+        params = LinearParams(round=pointer(round_), weights=pointer(weights), scale=pointer(scale))
         params.bias = None if bias is None else pointer(bias)
         if self.norms and not split:
             params.residual, params.norm_weight = pointer(residual), pointer(self.norm_weight)
@@ -121,16 +125,19 @@ class Layer:
             params.partial = pointer(partial)
         else:
             params.output = pointer(output)
-        self.launch(f"{self.name}_{tile}", self.geometry(tile, multiprocessors), params, seed, [activations, residual])
+        geometry = self.geometry(tile, multiprocessors)
+        self.launch(f"{self.name}_{tile}", geometry, params, seed, [round_, activations, residual])
         if params.partial is not None:
-            self._finish(tile, params, partial, output, seed)
+            self._finish(tile, params, [round_, partial], output, seed)
         return output
 
-    def _finish(self, tile: int, params: LinearParams, partial: NDArray[Any], output: NDArray[Any], seed: int) -> None:
-        """What runs after a split layer."""
+    def _finish(
+        self, tile: int, params: LinearParams, written: list[NDArray[Any]], output: NDArray[Any], seed: int
+    ) -> None:
+        """What runs after a split layer. written: by it, or by what came before."""
         if self.name == "qkv":
             params.output = pointer(output)
-            self.launch(f"qkv_sum_{tile}", linear.qkv_sum(self.rows, tile), params, seed, [partial])
+            self.launch(f"qkv_sum_{tile}", linear.qkv_sum(self.rows, tile), params, seed, written)
             return
         normed = activation_buffer(self.rows)
         finish = NormParams(
@@ -138,15 +145,15 @@ class Layer:
             residual=pointer(output),
             norm_weight=pointer(self.norm_weight),
             normed=pointer(normed),
-            partial=pointer(partial),
+            partial=params.partial,
             scale=params.scale,
             bias=params.bias,
             unit=1 / MLP_SCALE if self.name == "down" else 1,
         )
-        self.launch(f"norm_{tile}", linear.norm(tile), finish, seed, [partial])
-        written = ~(output[:, 0] == UNWRITTEN)
-        expected = linear_layers.normed(output[written][:, : self.rows], self.norm_weight, EPSILON)
-        np.testing.assert_array_equal(linear_layers.unpack_activations(normed, self.rows)[written], expected)
+        self.launch(f"norm_{tile}", linear.norm(tile), finish, seed, [*written, output])
+        is_written = ~(output[:, 0] == UNWRITTEN)
+        expected = linear_layers.normed(output[is_written][:, : self.rows], self.norm_weight, EPSILON)
+        np.testing.assert_array_equal(linear_layers.unpack_activations(normed, self.rows)[is_written], expected)
 
     def launch(
         self, kernel: str, geometry: linear.Geometry, params: ctypes.Structure, seed: int, hidden: list[NDArray[Any]]
@@ -160,6 +167,7 @@ class Layer:
             params=params,
             seed=seed,
             predecessor_writes=hidden,
+            constants=[*(part for part in self.packed if part is not None), self.norm_weight],
         )
 
     def is_unwritten(self, rows: NDArray[Any]) -> bool:
@@ -233,6 +241,26 @@ def test_any_thread_order(name: str, tile: int) -> None:
         np.testing.assert_array_equal(layer.run(tile, tile, multiprocessors=2, seed=seed), first)
 
 
+@pytest.mark.parametrize("model", ["deep", "deep 16"])
+def test_activations_through_the_ring(model: str) -> None:
+    layer = Layer("down", model, seed=8, with_bias=False)
+    for count in (8, 3):
+        check(layer, 8, count, multiprocessors=2, seed=count)
+
+
+@pytest.mark.skipif(emulation.ON_DEVICE, reason="the emulator sees what is not ordered")
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("name", [*NAMES, "deep"])
+def test_all_accesses_are_ordered(name: str, tile: int) -> None:
+    """With rings that are filled more than once, with too few tokens, and with none."""
+    model, name = ("deep", "down") if name == "deep" else ("long", name)
+    if model == "deep" and tile != 8:
+        pytest.skip("as in other models")
+    layer = Layer(name, model, seed=4, with_bias=model == "long", reports=True)
+    for count in (tile, 0):
+        check(layer, tile, count, multiprocessors=6, seed=count)
+
+
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_round_without_tokens_writes_nothing(name: str, tile: int) -> None:
@@ -246,13 +274,14 @@ def test_norm_is_exact(model: str, tile: int) -> None:
     layer = Layer("qkv", model, seed=6, with_bias=False)
     count = tile - 3
     output = activation_buffer(layer.columns)
+    round_ = round_of(count)
     params = NormParams(
-        round=pointer(round_of(count)),
+        round=pointer(round_),
         residual=pointer(layer.residual),
         norm_weight=pointer(layer.norm_weight),
         normed=pointer(output),
     )
-    layer.launch(f"norm_{tile}", linear.norm(tile), params, 1, [layer.residual])
+    layer.launch(f"norm_{tile}", linear.norm(tile), params, 1, [round_, layer.residual])
     rows = linear_layers.unpack_activations(output, layer.columns)
     np.testing.assert_array_equal(rows[:count], layer.normed[:count])
     assert np.isnan(rows[count:].astype(np.float32)).all()

@@ -56,10 +56,12 @@ class Wish:
 class Heads:
     """Random heads beside what a round has left on the device: 64 rows of the residual, node `node` accepted last."""
 
-    def __init__(self, model: Model, precision: Precision, medusa: MedusaHeads, biases: bool = True) -> None:
+    def __init__(
+        self, model: Model, precision: Precision, medusa: MedusaHeads, biases: bool = True, reports: bool = False
+    ) -> None:
         self.model, self.medusa = model, medusa
         self.sizes = Sizes(model, precision, model.context, medusa=medusa)
-        self.kernels = emulation.build(SOURCES, numbers_of(device_macros(model, precision, medusa)))
+        self.kernels = emulation.build(SOURCES, numbers_of(device_macros(model, precision, medusa)), reports=reports)
         rng = np.random.default_rng(17)
         needed = {
             name: shape
@@ -124,7 +126,8 @@ class Heads:
         request.parents[:] = [9] * 64  # a draft has none
         self.control.cancelled_through = 6 if cancelled else 0
         written = [self.memory[name] for name in ("round", "state", "residual", "logits", *DRAFT_STATES)]
-        emulation.run_launches(self.kernels, self.launches(multiprocessors), seed * 100, written)
+        constants = list(self.tensors.values())
+        emulation.run_launches(self.kernels, self.launches(multiprocessors), seed * 100, written, constants)
         after = State.from_buffer_copy(bytes(state))
         assert (after.sequence, after.counted) == (7, POSITION + int(state.sampling.penalizes and not cancelled))
         after.sequence, after.counted, after.prompt_tokens = 6, POSITION, 0
@@ -211,10 +214,11 @@ def heads_of(
     weights: Literal["fp8", "bf16"] = "fp8",
     lm_head: Literal["fp8", "bf16"] = "bf16",
     biases: bool = True,
+    reports: bool = False,
     **changes: Any,
 ) -> Heads:
     medusa = MedusaHeads(heads=heads, layers=layers, version=version)
-    return Heads(model_of(**changes), Precision(weights=weights, lm_head=lm_head), medusa, biases)
+    return Heads(model_of(**changes), Precision(weights=weights, lm_head=lm_head), medusa, biases, reports)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -248,6 +252,14 @@ def test_heads_say_what_numpy_says(name: str) -> None:
         result = heads.run(node, wish, seed=seed)
         heads.check_layers(node)
         heads.check_ranks(result, heads.check_logits(), wish)
+
+
+@pytest.mark.skipif(emulation.ON_DEVICE, reason="the emulator sees what is not ordered")
+def test_all_accesses_are_ordered() -> None:
+    heads = heads_of(3, layers=2, vocabulary=1003, tokenizer_vocabulary=1003, reports=True)
+    wish = Wish(temperature=0.7, bias=((1, 2.0),), presence_penalty=1.5, text=(0, 5, 5, 1, 4))
+    result = heads.run(5, wish, seed=1)
+    heads.check_ranks(result, heads.check_logits(), wish)
 
 
 def test_the_grid_does_not_matter() -> None:

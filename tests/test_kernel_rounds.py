@@ -24,7 +24,7 @@ CHAIN = (0, *range(63))  # parents
 
 @pytest.fixture(scope="module")
 def kernels() -> emulation.Kernels:
-    return emulation.build(["begin.cu", "accept.cu", "embed.cu"])
+    return emulation.build(["begin.cu", "accept.cu", "embed.cu"], reports=True)
 
 
 @pytest.fixture
@@ -155,6 +155,44 @@ def test_a_whole_chain_is_accepted(device: Device) -> None:
     result = device.take(range(64), CHAIN, range(1, 65), position=0)
     assert emitted(result) == list(range(1, 65))
     assert accepted(device) == list(range(64))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), forced=st.integers(1, 63), draw=st.sampled_from([-1, 5, 9]), max_tokens=st.integers(1, 9))
+def test_what_is_forced_is_accepted_whatever_was_drawn(
+    kernels: emulation.Kernels, data: st.DataObject, forced: int, draw: int, max_tokens: int
+) -> None:
+    """A chain of prompt tokens, whose draws are rubbish, and a tree behind it: mostly its root alone."""
+    rubbish = data.draw(st.sampled_from([-1, 5, 9]))  # 5 is a stop
+    tree = 1 if forced == 63 else data.draw(st.sampled_from([1, 2]))
+    tokens = [9] * (forced + tree)  # each the draw at its parent, if that were looked at
+    device = Device(kernels)
+    draws = [rubbish] * forced + [draw] * tree
+    chain = [max(0, node - 1) for node in range(forced + tree)]
+    round_ = device.ask(layout.TAKE, tokens, chain, position=50, max_tokens=max_tokens, stops=[5], forced=forced)
+    assert (round_.count, round_.draws, round_.first_draw) == (forced + tree, 1, forced)
+    result = device.draw(draws)
+    expected = [] if draw < 0 else [draw] * (2 if tree == 2 and draw == 9 and max_tokens > 1 else 1)
+    assert emitted(result) == expected
+    assert result.status == (layout.OK if expected else layout.NOT_FINITE)
+    assert [result.tokens[i].node for i in range(result.count)] == [forced, forced + 1][: len(expected)]
+    assert accepted(device) == list(range(forced + len(expected) if expected else 0))
+    assert result.stopped == (draw == 5) and device.state.stopped == (draw != 9)
+    if draw == 9:
+        end = 50 + forced + len(expected)
+        assert (device.state.token, device.state.position) == (9, end)
+        assert device.state.node == forced + len(expected) - 1
+        round_ = device.ask(layout.CONTINUE, forced=7)  # which a continuing round does not look at
+        assert (round_.count, round_.base, round_.tokens[0], round_.first_draw) == (1, end, 9, 0)
+
+
+def test_more_cannot_be_forced_than_there_are_nodes(device: Device) -> None:
+    for forced, first in ((-1, 0), (3, 2), (2**31 - 1, 2)):
+        assert device.ask(layout.TAKE, [1, 2, 3], CHAIN, forced=forced).first_draw == first
+        device.draw([2, 3, 4])
+    for mode in (layout.PREFILL, layout.DRAFT):
+        assert device.ask(mode, [1, 2, 3], forced=1).first_draw == 0
+        device.draw([2, 3, 4])
 
 
 def test_only_the_wanted_alternatives_are_sent(device: Device) -> None:
@@ -296,7 +334,8 @@ class Generator(Device):
     def accept(self) -> Any:
         nodes = self.round.count
         for node in range(nodes):
-            self.logits[node, :VOCABULARY] = self.table[self.round.tokens[node]]
+            forced = node < self.round.first_draw
+            self.logits[node, :VOCABULARY] = math.nan if forced else self.table[self.round.tokens[node]]
         params = layout.SampleParams(
             *map(ctypes.addressof, (self.round, self.state)),
             *map(pointer, (self.logits, self.scratch, self.text_counts)),
@@ -403,6 +442,52 @@ def test_a_generation_with_penalties(sampling: dict[str, float | int]) -> None:
             done += result.count
 
 
+@pytest.mark.parametrize("forced", [1, 30, 62])
+@pytest.mark.parametrize("sampling", PENALTIES, ids=str)
+def test_a_generation_begins_with_its_prompts_end(sampling: dict[str, float | int], forced: int) -> None:
+    """The forced tokens are the prompt's to every penalty, in the first round and in those that follow."""
+    kernels = emulation.build(["begin.cu", "sample.cu", "filter.cu", "accept.cu"], {"VOCABULARY": VOCABULARY})
+    rng = np.random.default_rng(forced)
+    table = rng.normal(0, 2, (VOCABULARY, VOCABULARY)).astype(np.float32)
+    table[:, :9] += 6  # a text of few words
+    prompt = rng.integers(0, 12, 70).tolist()
+    root = len(prompt) - 1 - forced
+
+    def generated(count: int) -> list[int]:
+        text = [*prompt]
+        for _ in range(count):
+            history = np.array(text, np.int32)
+            text.append(_native.sample(table[text[-1]], len(text), sampling, history, len(prompt)))
+        return text
+
+    for _ in range(9):  # the root is what is drawn, as far as that can be: counted as generated it would be another
+        prompt[root] = generated(1)[-1]
+    text = generated(12)
+    wished = {"top_p": 1.0, "repetition_penalty": 1.0, "penalizes": 1, "top_logprobs": 3, **sampling}
+    fields = {"sampling": layout.Sampling(**wished), "text": 5, "prompt_tokens": len(prompt)}
+    device = Generator(kernels, table)
+    device.host_text[: len(prompt)] = prompt
+    for _ in range(2):  # also once more, as after an abort that came too late
+        device.ask(layout.TAKE, prompt[root:], CHAIN, position=root, forced=forced, **fields)
+        assert device.state.counted == len(prompt)
+        expected = np.zeros(VOCABULARY, np.uint32)
+        expected[prompt] = layout.PROMPTED
+        assert np.array_equal(device.text_counts[:VOCABULARY], expected)
+        result = device.accept()
+        assert emitted(result) == [text[len(prompt)]] and result.tokens[0].top_count == 3
+        assert [device.round.drawn[node].node for node in range(forced + 1)] == [-1] * forced + [forced]
+        wide = table[prompt[-1]].astype(np.float64)
+        logprob = wide[text[len(prompt)]] - np.log(np.exp(wide).sum())
+        assert result.tokens[0].logprob == pytest.approx(logprob, abs=1e-5)
+    for position in range(len(prompt) + 1, len(text) - 3):
+        device.ask(layout.CONTINUE, **fields)
+        assert emitted(device.accept()) == [text[position]]
+    done = len(text) - 4
+    tree = [text[done], text[done + 1], text[done + 2]]
+    device.ask(layout.TAKE, tree, CHAIN, position=done, **fields)
+    assert emitted(device.accept()) == text[done + 1 :]
+
+
 # ---- embedding -----------------------------------------------------------------------------------------------------
 
 
@@ -416,6 +501,13 @@ def test_embedding(kernels: emulation.Kernels) -> None:
     device.ask(layout.TAKE, [49, 0, 7], (0, 0, 1))
     grid, threads, shared = launches.embed(int(hidden), 4)
     params = layout.EmbedParams(ctypes.addressof(device.round), pointer(table), pointer(residual))
-    kernels.run("ull_embed", grid=grid, threads=threads, shared_bytes=shared, params=params)
+    kernels.run(
+        "ull_embed",
+        grid=grid,
+        threads=threads,
+        shared_bytes=shared,
+        params=params,
+        predecessor_writes=device.device_memory,
+    )
     assert np.array_equal(residual[:3], values[[49, 0, 7]].astype(np.float32))
     assert np.isnan(residual[3:]).all()

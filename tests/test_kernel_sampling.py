@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -95,15 +96,21 @@ class Draw:
 
 
 def draw(
-    kernels: emulation.Kernels, logits: NDArray[np.float32], wish: Wish, base: int = 0, slices: int = 0, seed: int = 0
+    kernels: emulation.Kernels,
+    logits: NDArray[np.float32],
+    wish: Wish,
+    base: int = 0,
+    slices: int = 0,
+    seed: int = 0,
+    depths: Sequence[int] = range(64),
 ) -> list[Draw]:
-    """What the three kernels draw from [nodes, vocabulary] logits of a chain at `base`."""
+    """What the three kernels draw from [nodes, vocabulary] logits of a tree (a chain, where no depths are given)."""
     nodes, vocabulary = logits.shape
     rows = aligned((nodes, -(-vocabulary // 16) * 16), np.float32)
     rows[:, :vocabulary] = logits
     round_, round_memory = structure(layout.Round)
-    round_.count, round_.base, round_.draws = nodes, base, 1
-    round_.depths[:] = range(64)
+    round_.count, round_.base, round_.draws, round_.first_draw = nodes, base, 1, 0
+    round_.depths[: len(depths)] = depths
     round_.tokens[1 : 1 + len(wish.way)] = wish.way
     for node in range(nodes):
         round_.path[node][: node + 1] = list(range(node + 1))
@@ -231,6 +238,16 @@ def test_the_noise_is_the_cpus(small: emulation.Kernels) -> None:
     assert tokens == [int(row.argmax()) for row in noise]
 
 
+@pytest.mark.parametrize("wish", [Wish(1.0, seed=9), Wish(1.0, top_k=SMALL - 1, seed=9)], ids=str)
+def test_nodes_of_one_depth_share_their_noise(small: emulation.Kernels, wish: Wish) -> None:
+    """A node's draw stands one position behind the node, wherever in the tree that is."""
+    depths = [0, 1, 1, 2, 3, 3, 1]
+    drawn = draw(small, np.zeros((len(depths), SMALL), np.float32), wish, base=5, slices=2, depths=depths)
+    noise = [_native.gumbel(9, 5 + depth + 1, np.arange(SMALL - 1, dtype=np.int32)) for depth in depths]
+    assert [result.token for result in drawn] == [int(row.argmax()) for row in noise]
+    assert len({result.token for result in drawn}) == 4
+
+
 FILTERS = [
     Wish(),
     Wish(temperature=0.8, seed=1),
@@ -250,6 +267,19 @@ def test_a_large_vocabulary(large: emulation.Kernels, wish: Wish) -> None:
     wish = replace(wish, bias=bias)
     logits = rows_of(rng, "normal", 2, LARGE)
     assert check(large, logits, wish, slices=9, seed=3) == check(large, logits, wish)
+
+
+@pytest.mark.skipif(emulation.ON_DEVICE, reason="the emulator sees what is not ordered")
+@pytest.mark.parametrize("slices", [1, 3])
+def test_all_accesses_are_ordered(slices: int) -> None:
+    kernels = emulation.build(["sample.cu", "filter.cu"], {"VOCABULARY": SMALL}, reports=True)
+    rng = np.random.default_rng(10)
+    adjusted = Wish(bias={5: 1.0, 900: -2.0}, penalties={"presence_penalty": 1.0}, text=[3, 4], way=[7, 7, 6])
+    for kind in ("normal", "ties"):
+        for wish in FILTERS:
+            check(kernels, rows_of(rng, kind, 2, SMALL), replace(wish, logprobs=3), slices=slices, seed=slices)
+            wish = replace(adjusted, temperature=wish.temperature, top_k=wish.top_k, top_p=wish.top_p)
+            check(kernels, rows_of(rng, kind, 3, SMALL), wish, slices=slices, seed=slices)
 
 
 def test_penalties_in_a_large_vocabulary(large: emulation.Kernels) -> None:
@@ -319,6 +349,36 @@ def test_what_survives_exactly(small: emulation.Kernels) -> None:
         tokens = {token for wish in seeded for token in check(small, logits, wish)}
         assert max(tokens) < kept, wish
         assert len(tokens) > min(kept, 60) // 2, wish
+
+
+@pytest.mark.parametrize(
+    ("levels", "top_k"),
+    [
+        ([0, -1, -2, -3], 2),  # each in a bucket of its own: the limit lies between two buckets
+        ([0, -1, -1.001, -1.002, -3], 3),  # between two tokens of a bucket
+        ([0, -1, -1, -1, -3], 3),  # between two that are equal
+        ([0, 0, -1, -1, -3], 2),
+    ],
+)
+@pytest.mark.parametrize("top_p", [1.0, 0.99999], ids=["alone", "with top-p"])
+def test_top_k_keeps_so_many(small: emulation.Kernels, levels: list[float], top_k: int, top_p: float) -> None:
+    logits = np.full((64, SMALL), -60, np.float32)
+    logits[:, 100 : 100 + len(levels)] = levels
+    tokens: set[int] = set()
+    for seed in range(2):
+        wish = Wish(temperature=1.0, top_k=top_k, top_p=top_p, seed=seed)
+        tokens.update(check(small, logits, wish, base=64 * seed, slices=2))
+    assert tokens == set(range(100, 100 + top_k))
+
+
+def test_top_p_rounds_up_to_whole_tokens(small: emulation.Kernels) -> None:
+    """Half of 2^44 + 2^44 + 1 units of mass: half a unit more than the first token's."""
+    logits = np.full((64, SMALL), -200, np.float32)
+    logits[:, :3] = [0, 0, -30.2]
+    assert int(math.exp(-30.2) * 2**44) == 1
+    assert set(check(small, logits, Wish(temperature=1.0, top_p=0.5, seed=3), slices=2)) == {0, 1}
+    logits[:, 2] = -200
+    assert set(check(small, logits, Wish(temperature=1.0, top_p=0.5, seed=3), slices=2)) == {0}
 
 
 def test_top_p_that_keeps_all_of_top_k(small: emulation.Kernels) -> None:

@@ -2,12 +2,17 @@
 
 import io
 import json
+import os
 import random
+import select
+import socket
+import time
+from pathlib import Path
 
 import pytest
 
-from ull.log import Log
-from ull.metrics import LatencyHistogram, Metrics, added, inter_token_ns
+from ull.log import Log, LogQueue
+from ull.metrics import DutyCycle, LatencyHistogram, Metrics, added, inter_token_ns
 from ull.wire import Ended, Speculation, Timeline, Usage
 
 
@@ -62,6 +67,13 @@ def test_counters_follow_ended_requests() -> None:
     assert (latency["queue"]["max_ns"], latency["prefill"]["max_ns"]) == (50, 200)
     assert (latency["inter_token"]["max_ns"], latency["inter_token"]["count"]) == (200, 1)
     assert (latency["end_to_end"]["count"], latency["time_to_first_token"]["count"]) == (2, 1)
+
+
+def test_a_duty_cycle_counts_turns_and_stalls() -> None:
+    duty = DutyCycle(stall_ns=100)
+    for took_ns in (40, 100, 101):
+        duty.record(took_ns)
+    assert duty.snapshot() == {"cycles": 3, "working_ns": 241, "longest_ns": 101, "stalls": 1, "stall_ns": 100}
 
 
 def test_inter_token_time_needs_two_tokens() -> None:
@@ -124,3 +136,97 @@ def test_a_log_that_cannot_be_written_stops_nothing() -> None:
     stream = io.StringIO()
     stream.close()
     Log(stream=stream).error("event")
+
+
+# ---- the queue in front of standard error --------------------------------------------------------------------------
+
+
+def read_until(descriptor: int, end: bytes) -> list[bytes]:
+    """Lines from a pipe up to the first that holds `end`; fails after 20 seconds without one."""
+    text = b""
+    while end not in text or not text.endswith(b"\n"):
+        ready, _, _ = select.select([descriptor], [], [], 20)
+        assert ready, text[-1000:]
+        text += os.read(descriptor, 65536)
+    return text.splitlines()
+
+
+def test_a_log_that_nobody_reads_neither_waits_nor_grows_and_says_what_was_lost() -> None:
+    reader, writer = os.pipe()
+    queue = LogQueue(writer, "json")
+    log = Log(form="json", stream=queue)
+    written = 0
+    while log.dropped < 100:  # far beyond what pipe and queue hold
+        log.info("event", number=written, text="x" * 300)
+        written += 1
+    assert written < 10_000
+    numbers: list[int] = []
+    losses: list[int] = []
+    while len(numbers) + sum(losses) < written:  # a slow reader is told once a second
+        lines = [json.loads(line) for line in read_until(reader, b"lines were dropped")]
+        losses += [line["dropped"] for line in lines if line["event"] == "log"]
+        numbers += [line["number"] for line in lines if line["event"] == "event"]
+    assert numbers == sorted(numbers) and len(numbers) + sum(losses) == written
+    assert log.dropped == sum(losses) >= 100
+    log.info("event", number=-1)
+    assert json.loads(read_until(reader, b"-1")[-1])["number"] == -1
+    queue.close(20)
+    os.close(writer)
+    os.close(reader)
+
+
+def test_the_last_lines_are_written_at_the_end_within_a_limit() -> None:
+    reader, writer = os.pipe()
+    queue = LogQueue(writer)
+    for number in range(100):
+        Log(stream=queue).info("event", number=number)
+    queue.close(20)
+    assert len(read_until(reader, b"number=99")) == 100
+    Log(stream=queue).info("event")  # too late: dropped, not waited for
+    assert queue.dropped == 1
+    stuck = LogQueue(writer)
+    while stuck.dropped == 0:
+        stuck.write("x" * 1000 + "\n")
+    stuck.close(0.01)
+    os.close(reader)  # the thread that waits in its write gets an error now, and ends
+    stuck.close(20)
+    os.close(writer)
+
+
+def test_a_full_disk_costs_lines_and_is_told_of_once_there_is_room(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT)
+    target = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(descriptor, spare := os.dup(descriptor))
+    os.dup2(target, spare)
+    queue = LogQueue(spare)
+    log = Log(stream=queue)
+    for _ in range(3):
+        log.info("event")
+    deadline = time.monotonic() + 20
+    while queue.dropped < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    os.dup2(descriptor, spare)
+    log.info("event", number=4)
+    queue.close(20)
+    first, second = (tmp_path / "log").read_text().splitlines()
+    assert "event number=4" in first and "log dropped=3" in second
+    for one in (descriptor, target, spare):
+        os.close(one)
+
+
+def test_a_line_that_was_cut_does_not_spoil_the_next() -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    one.setblocking(False)  # as whoever shares standard error may do
+    queue = LogQueue(one.fileno())
+    queue.write("x" * 400_000 + "\n")  # more than the socket holds: written in pieces, as it is read
+    queue.write("next\n")
+    text = b""
+    other.settimeout(20)
+    while not text.endswith(b"next\n"):
+        text += other.recv(65536)
+    assert text == b"x" * 400_000 + b"\nnext\n"
+    assert queue.dropped == 0
+    queue.close(20)
+    one.close()
+    other.close()

@@ -1,13 +1,15 @@
 """The unit file: systemd accepts it, and what it starts is what ulld takes."""
 
 import configparser
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from ull.daemon import EXIT_ENGINE_FAILED, EXIT_RESTART, _parser
+from ull.daemon import EXIT_ENGINE_FAILED, EXIT_RESTART
+from ull.launch import _parser
 
 UNIT = Path(__file__).parent.parent / "systemd/ull@.service"
 
@@ -27,11 +29,21 @@ def test_systemd_accepts_it(tmp_path: Path) -> None:
     unit.write_text(UNIT.read_text().replace("/opt/ull/bin/ulld", "/bin/true"))
     drop_ins = tmp_path / f"{UNIT.name}.d"
     drop_ins.mkdir()
-    shutil.copy(UNIT.parent / "gpu.conf", drop_ins)
+    for drop_in in ("gpu.conf", "priority.conf"):
+        shutil.copy(UNIT.parent / drop_in, drop_ins)
     outcome = subprocess.run(
         ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60, check=False
     )
     assert (outcome.returncode, outcome.stderr.strip()) == (0, "")
+
+
+def test_the_drop_in_for_priorities_gives_what_the_unit_takes() -> None:
+    unit, drop_in = UNIT.read_text(), (UNIT.parent / "priority.conf").read_text()
+    assert "RestrictRealtime=yes" in unit and "~@privileged @resources" in unit
+    assert "RestrictRealtime=no" in drop_in
+    allowed = next(line for line in drop_in.splitlines() if line.startswith("SystemCallFilter="))
+    assert "sched_setscheduler" in allowed and "~" not in allowed
+    assert int(re.findall(r"^LimitRTPRIO=(\d+)$", drop_in, re.MULTILINE)[0]) >= 1
 
 
 def test_it_starts_what_ulld_takes() -> None:

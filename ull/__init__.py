@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # what type checkers take for True; typing itself takes longer to import than all of this
 if TYPE_CHECKING:
     from ull.aio import AsyncClient, AsyncStream
     from ull.client import Client, Stream

@@ -31,6 +31,7 @@ MAX_TEMPERATURE = 100.0
 MAX_BIAS = 1e4
 MAX_PENALTY = 2.0  # of frequency and presence, either way
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+_TOKENS_PER_MESSAGE = 2  # of a chat, at least: whose it is, and where it ends
 MAX_TIMEOUT_MS = 24 * 3_600_000
 
 
@@ -39,6 +40,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     context: int  # tokens of prompt and completion together
     vocabulary: int  # token ids are below it
+    max_message_bytes: int = 16 << 20  # of one message; a longer one is refused
     default_max_tokens: int
     max_tokens: int
     max_stops: int = MAX_STOPS
@@ -98,9 +100,7 @@ class Admission:
             self._refuse_hopeless(text, "messages")
             ids = self._tokenizer.encode_chat(text)
         else:
-            text = request.prompt or ""
-            self._refuse_hopeless(text, "prompt")
-            ids = self._tokenizer.encode(text)
+            ids = self._tokenizer.encode(request.prompt or "")
         field = _prompt_field(request)
         if not ids:
             _refuse(field, "has no tokens; send at least one")
@@ -139,6 +139,8 @@ class Admission:
         if not getattr(request, given[0]):
             _refuse(given[0], "is empty")
         self._refuse_long(len(request.token_ids or ()), "token_ids")
+        self._refuse_hopeless(request.prompt or "", "prompt")
+        self._refuse_many(len(request.messages or ()))
         if request.messages is not None and not self._tokenizer.has_chat_template:
             _refuse("messages", "cannot be rendered: this engine has no chat template; send a prompt")
 
@@ -215,6 +217,17 @@ class Admission:
                 f"{field}: {count} tokens are {count - room} too many; the context of {self.limits.context} "
                 f"leaves room for {room} and a completion of at least one",
                 field,
+            )
+
+    def _refuse_many(self, messages: int) -> None:
+        """Refuses a chat of more messages than the context can hold, before a template is run over them."""
+        room = self.limits.context // _TOKENS_PER_MESSAGE
+        if messages > room:
+            raise RequestError(
+                "too_long",
+                f"messages: {messages} are {messages - room} too many; each takes at least {_TOKENS_PER_MESSAGE} "
+                f"tokens, so the context of {self.limits.context} leaves room for {room}",
+                "messages",
             )
 
     def _refuse_hopeless(self, text: str, field: str) -> None:

@@ -18,9 +18,11 @@ from ull import wire
 from ull.client import GRACE_S
 from ull.config import DEFAULT_ENDPOINT
 from ull.errors import ConnectionLost, RequestTimeout, UllError
-from ull.link import LINGER_MS, Link
-from ull.reader import SocketReader
+from ull.link import LINGER_MS, Link, Transport, check_silence
+from ull.reader import Reader
 from ull.streams import Prompt, Protocol, Query, Result, StreamState, Token, build_request
+
+_RETRY_S = 0.02  # between two looks for a daemon that is not there
 
 
 class AsyncStream:
@@ -48,12 +50,12 @@ class AsyncStream:
 
     async def __anext__(self) -> Token:
         state = self._state
-        while not state.unread:
+        while (token := state.next_token()) is None:
             if state.finished:
                 state.raise_failure()
                 raise StopAsyncIteration
             await self._wait()
-        return state.unread.popleft()
+        return token
 
     async def result(self) -> Result:
         """Waits for the end and returns all of it, whether iterated before or not."""
@@ -83,14 +85,22 @@ class AsyncStream:
             self._client._cancel_soon(self._state.id)
 
     async def _wait(self) -> None:
+        """Waits for a message; after a silence asks the daemon whether it still knows the request."""
+        state = self._state
         self._moved.clear()
+        ask_at = state.heard_ns / 1e9 + self._client._silence_timeout  # loop.time() is CLOCK_MONOTONIC too
+        asks = self._deadline is None or ask_at < self._deadline
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with asyncio.timeout_at(ask_at if asks else self._deadline):
                 await self._moved.wait()
         except TimeoutError:
-            if not self._state.finished:
+            if state.finished:
+                return
+            if asks:
+                await self._client._ask_about(self)
+            else:
                 self._drop()
-                self._state.failure = RequestTimeout("the daemon did not end the request within its timeout")
+                state.failure = RequestTimeout("the daemon did not end the request within its timeout")
 
 
 class AsyncClient:
@@ -102,15 +112,19 @@ class AsyncClient:
         *,
         connect_timeout: float = 2.0,
         query_timeout: float = 5.0,
+        silence_timeout: float = 10.0,
+        transport: Transport = "auto",
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self._protocol = Protocol()
         self._connect_timeout = connect_timeout
         self._query_timeout = query_timeout
-        self._link = Link(url, context)
+        self._silence_timeout = check_silence(silence_timeout)
+        self._link = Link(url, context, transport)
         self._link.before_close = self._unwatch_link
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._readers: list[SocketReader] = []
+        self._readers: list[Reader] = []
+        self._retry: asyncio.TimerHandle | None = None  # the next look for a daemon, while there is none
         self._connected = asyncio.Event()
         self._sending: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -119,6 +133,11 @@ class AsyncClient:
     def url(self) -> str:
         """The endpoint this client talks to."""
         return self._link.url
+
+    @property
+    def transport(self) -> str | None:
+        """What the present connection runs over, "local" or "zeromq"; None while there is none."""
+        return self._link.transport
 
     def generate(
         self,
@@ -167,11 +186,11 @@ class AsyncClient:
             speculate=speculate,
             max_tree=max_tree,
         )
-        frames = wire.encode_frames(request)
+        payload = wire.encode(request)
         loop = self._running()
         state = self._protocol.open_stream(request)
         stream = AsyncStream(self, state, None if timeout is None else loop.time() + timeout + GRACE_S)
-        self._start(frames, state)
+        self._start(payload, state)
         return stream
 
     async def health(self) -> wire.HealthReply:
@@ -194,8 +213,10 @@ class AsyncClient:
         for task in self._sending:
             task.cancel()
         for stream_id in self._protocol.live_streams():
-            self._link.send(wire.encode_frames(wire.Cancel(id=stream_id)))
+            self._link.send(wire.encode(wire.Cancel(id=stream_id)))
         self._protocol.fail_all(ConnectionLost("the client was closed"))
+        if self._retry is not None:
+            self._retry.cancel()
         self._link.close(LINGER_MS)
 
     async def __aenter__(self) -> AsyncClient:
@@ -208,65 +229,71 @@ class AsyncClient:
         await self.close()
 
     def _running(self) -> asyncio.AbstractEventLoop:
-        """The event loop, with both sockets registered in it. Raises ConnectionLost after close()."""
+        """The event loop, with the connection registered in it. Raises ConnectionLost after close()."""
         if self._closed:
             raise ConnectionLost("the client is closed")
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self._watch_link(self._loop)
+            self._follow_link()
         return self._loop
-
-    def _watch_link(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Registers the sockets of the link's present generation."""
-        self._readers = [
-            SocketReader(loop, self._link.socket, self._drain_socket),
-            SocketReader(loop, self._link.monitor, self._drain_monitor),
-        ]
 
     def _unwatch_link(self) -> None:
         for reader in self._readers:
             reader.close()
         self._readers = []
 
-    def _drain_socket(self) -> bool:
-        self._link.receive(self._protocol)
-        return False
-
-    def _drain_monitor(self) -> bool:
-        loop = self._running()
-        self._link.watch(self._protocol)
-        if not self._readers:
-            self._watch_link(loop)
-        if self._link.connected:
+    def _follow_link(self) -> bool:
+        """Registers the present connection, and while it has no daemon sees to it that it is looked at again."""
+        loop, link = self._running(), self._link
+        if not self._readers and link.connection is not None:
+            self._readers = link.connection.readers(loop, self._take_in, self._look)
+        if link.connected:
             self._connected.set()
         else:
             self._connected.clear()
+            if self._retry is None:
+                self._retry = loop.call_later(_RETRY_S, self._look_again)
         return False
 
-    def _start(self, frames: list[bytes], target: StreamState | Query) -> None:
+    def _take_in(self) -> bool:
+        """Passes on what has arrived."""
+        self._link.receive_all(self._protocol)
+        return self._look()
+
+    def _look(self) -> bool:
+        """Follows the connection's ups and downs."""
+        if self._link.watch(self._protocol):
+            self._follow_link()
+        return False
+
+    def _look_again(self) -> None:
+        self._retry = None
+        if not self._closed:
+            self._link.watch(self._protocol)
+            self._follow_link()
+
+    def _start(self, payload: bytes, target: StreamState | Query) -> None:
         """Sends at once where there is a connection, else from a task that waits for one."""
-        if self._connected.is_set() and self._send_now(frames):
+        if self._connected.is_set() and self._send_now(payload):
             return
-        task = asyncio.ensure_future(self._send_later(frames, target))
+        task = asyncio.ensure_future(self._send_later(payload, target))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
-    def _send_now(self, frames: list[bytes]) -> bool:
-        sent = self._link.send(frames)
+    def _send_now(self, payload: bytes) -> bool:
+        sent = self._link.send(payload)
         if self._readers:
-            self._readers[0].again()  # a send may swallow the edge that announces an answer
+            self._readers[0].again()
         return sent
 
-    async def _send_later(self, frames: list[bytes], target: StreamState | Query) -> None:
+    async def _send_later(self, payload: bytes, target: StreamState | Query) -> None:
         failure: UllError | None = None
         try:
             async with asyncio.timeout(self._connect_timeout):
-                while not (await self._connected.wait() and self._send_now(frames)):
+                while not (await self._connected.wait() and self._send_now(payload)):
                     await asyncio.sleep(0.01)
         except TimeoutError:
-            failure = ConnectionLost(
-                f"no daemon answers at {self.url} (waited {self._connect_timeout:g} s); is ulld running?"
-            )
+            failure = self._link.nobody(self._connect_timeout)
         if failure is not None and not target.finished:
             target.failure = failure
             if target.on_change is not None:
@@ -278,7 +305,7 @@ class AsyncClient:
         moved = asyncio.Event()
         query.on_change = moved.set
         try:
-            self._start(wire.encode_frames(request), query)
+            self._start(wire.encode(request), query)
             async with asyncio.timeout(self._connect_timeout + self._query_timeout):
                 await moved.wait()
         except TimeoutError:
@@ -290,9 +317,22 @@ class AsyncClient:
         assert query.reply is not None
         return query.reply
 
+    async def _ask_about(self, stream: AsyncStream) -> None:
+        """Fails a stream that the daemon does not know, or that no daemon answers for."""
+        state = stream._state
+        try:
+            reply = cast("wire.HealthReply", await self._ask(wire.Health(id=self._protocol.new_id(), request=state.id)))
+        except RequestTimeout as error:
+            stream._drop()
+            state.failure = state.failure or ConnectionLost(f"nothing was heard of the request, and {error}")
+        except ConnectionLost:
+            pass  # the stream knows: it has failed with its connection
+        else:
+            state.answered(reply)
+
     def _cancel(self, request_id: int) -> None:
         if not self._closed:
-            self._send_now(wire.encode_frames(wire.Cancel(id=request_id)))
+            self._send_now(wire.encode(wire.Cancel(id=request_id)))
 
     def _cancel_soon(self, request_id: int) -> None:
         """As _cancel, from the garbage collector in any thread."""

@@ -1,4 +1,4 @@
-"""The synchronous client: one zmq socket, blocking receives, no threads. The one to use where the tail counts.
+"""The synchronous client: one socket, blocking receives, no threads. The one to use where the tail counts.
 
     with ull.Client("ipc:///tmp/ull.sock") as client:
         for token in client.generate("def main():", max_tokens=64):
@@ -9,6 +9,7 @@ A client belongs to one thread. Several streams may run over one client; reading
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -21,12 +22,14 @@ import zmq
 from ull import wire
 from ull.config import DEFAULT_ENDPOINT
 from ull.errors import ConnectionLost, RequestTimeout
-from ull.link import LINGER_MS, Link
+from ull.link import LINGER_MS, Link, Transport, check_silence
+from ull.priority import ThreadPriority
 from ull.streams import Prompt, Protocol, Query, Result, StreamState, Token, build_request
 
 # Past the request's own timeout, which the daemon enforces, the client waits this much longer for the terminal frame.
 GRACE_S = 5.0
-_WATCH_MS = 50  # a wait for messages looks at the connection's state this often
+_WATCH_MS = {"local": 1000, "zeromq": 50}  # a wait for messages looks at the connection's state this often
+_UNCONNECTED_MS = 20  # ... and for a daemon to connect to
 
 
 class Stream:
@@ -56,16 +59,16 @@ class Stream:
 
     def __next__(self) -> Token:
         state = self._state
-        while not state.unread:
+        while (token := state.next_token()) is None:
             if state.finished:
                 state.raise_failure()
                 raise StopIteration
             self._wait()
-        return state.unread.popleft()
+        return token
 
     def ready(self) -> Token | None:
         """The next token if it has arrived already, else None; never waits."""
-        return self._state.unread.popleft() if self._state.unread else None
+        return self._state.next_token()
 
     def result(self) -> Result:
         """Waits for the end and returns all of it, whether iterated before or not."""
@@ -82,7 +85,7 @@ class Stream:
         """Cancels if still running, and forgets what is unread."""
         if not self._state.finished:
             self._client._abandon(self._state)
-        self._state.unread.clear()
+        self._state.drop_unread()
 
     def __enter__(self) -> Stream:
         return self
@@ -94,13 +97,21 @@ class Stream:
             self._client._abandon(self._state)
 
     def __del__(self) -> None:
-        if not self._state.finished:
+        if hasattr(self, "_state") and not self._state.finished:
             self._client._abandon(self._state)
 
     def _wait(self) -> None:
-        if not self._client._pump(self._deadline) and self._deadline is not None and not self._state.finished:
-            self._client._abandon(self._state)
-            self._state.failure = RequestTimeout("the daemon did not end the request within its timeout")
+        """Waits for a message; after a silence asks the daemon whether it still knows the request."""
+        state, client = self._state, self._client
+        ask_at = state.heard_ns / 1e9 + client._silence_timeout
+        deadline = ask_at if self._deadline is None else min(ask_at, self._deadline)
+        if client._pump(deadline) or state.finished or time.monotonic() < deadline:
+            return
+        if deadline == ask_at:
+            client._ask_about(state)
+        else:
+            client._abandon(state)
+            state.failure = RequestTimeout("the daemon did not end the request within its timeout")
 
 
 class Client:
@@ -108,6 +119,12 @@ class Client:
 
     connect_timeout: seconds to wait for a daemon before ConnectionLost, at the first request and after a restart.
     query_timeout: seconds to wait for the answer to health, info and stats.
+    silence_timeout: seconds after which a stream that hears nothing asks the daemon whether it still runs; without an
+    answer within query_timeout, or with a no, it fails with ConnectionLost. No wait is without a limit.
+    transport: "auto" takes the unix socket beside an ipc endpoint where the daemon offers it, which wakes one thread
+    per token instead of three, and ZeroMQ elsewhere; "local" and "zeromq" insist. Messages and answers are the same.
+    priority: 1 to 99 lets the kernel run this thread, and libzmq's for it, before all ordinary ones (SCHED_RR) until
+    close(). Needs the right to (LimitRTPRIO=, `ulimit -r` or CAP_SYS_NICE); ConfigError without.
     context: the zmq context to use (default: the process's shared one).
     """
 
@@ -117,6 +134,9 @@ class Client:
         *,
         connect_timeout: float = 2.0,
         query_timeout: float = 5.0,
+        silence_timeout: float = 10.0,
+        transport: Transport = "auto",
+        priority: int | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self._protocol = Protocol()
@@ -126,12 +146,25 @@ class Client:
         self._closed = False
         self._connect_timeout = connect_timeout
         self._query_timeout = query_timeout
-        self._link = Link(url, context)
+        self._silence_timeout = check_silence(silence_timeout)
+        self._priority = None if priority is None else ThreadPriority(priority)
+        try:
+            self._link = Link(url, context or (None if self._priority is None else self._priority.context), transport)
+        except BaseException:
+            self._closed = True
+            if self._priority is not None:
+                self._priority.close()
+            raise
 
     @property
     def url(self) -> str:
         """The endpoint this client talks to."""
         return self._link.url
+
+    @property
+    def transport(self) -> str | None:
+        """What the present connection runs over, "local" or "zeromq"; None while there is none."""
+        return self._link.transport
 
     def generate(
         self,
@@ -189,14 +222,18 @@ class Client:
             speculate=speculate,
             max_tree=max_tree,
         )
-        frames = wire.encode_frames(request)
-        state = self._protocol.open_stream(request)
+        payload = wire.encode(request)
         try:
-            self._send(frames)
-        except BaseException:
+            state = self._protocol.open_stream(request)
+            self._send(payload)
+            return Stream(self, state, None if timeout is None else time.monotonic() + timeout + GRACE_S)
+        except ConnectionLost:
             self._protocol.forget(request.id)
             raise
-        return Stream(self, state, None if timeout is None else time.monotonic() + timeout + GRACE_S)
+        except BaseException:  # an interrupt: it may have been sent
+            if (interrupted := self._protocol.stream(request.id)) is not None:
+                self._abandon(interrupted)
+            raise
 
     def health(self) -> wire.HealthReply:
         """The daemon's state: status, uptime_ns, queue_length."""
@@ -212,7 +249,10 @@ class Client:
 
     def poll(self, timeout: float = 0.0) -> bool:
         """Collects what has arrived for any stream, waiting at most `timeout` seconds; whether there was anything."""
-        return self._pump(time.monotonic() + timeout)
+        if not self._pump(time.monotonic() + timeout):
+            return False
+        self._collect()
+        return True
 
     def close(self) -> None:
         """Cancels what still runs and closes the connection. Streams that were not finished fail."""
@@ -220,9 +260,11 @@ class Client:
             return
         self._closed = True
         for stream_id in self._protocol.live_streams():
-            self._link.send(wire.encode_frames(wire.Cancel(id=stream_id)))
+            self._link.send(wire.encode(wire.Cancel(id=stream_id)))
         self._protocol.fail_all(ConnectionLost("the client was closed"))
         self._link.close(LINGER_MS)
+        if self._priority is not None:
+            self._priority.close()
 
     def __enter__(self) -> Client:
         return self
@@ -232,54 +274,63 @@ class Client:
     ) -> None:
         self.close()
 
-    def _pump(self, deadline: float | None) -> bool:
-        """Takes in what has arrived; waits until there is something, or until `deadline`. False: nothing came."""
+    def _pump(self, deadline: float) -> bool:
+        """Takes in one message, or a change of the connection; waits for it until `deadline`. False: nothing came."""
         if self._closed:
             raise ConnectionLost("the client is closed")
         if self._dropped:
             self._flush_dropped()
         while True:
-            remaining_ms = _WATCH_MS if deadline is None else int((deadline - time.monotonic()) * 1000 + 0.999)
-            if self._receive(max(0, min(remaining_ms, _WATCH_MS))):
+            left_ms = max(0, math.ceil((deadline - time.monotonic()) * 1000))
+            watch_ms = _WATCH_MS.get(self._link.transport or "", _UNCONNECTED_MS)
+            if self._receive(min(left_ms, watch_ms)):
                 return True
-            if deadline is not None and remaining_ms <= _WATCH_MS:
+            if left_ms <= watch_ms:
                 return False
 
     def _receive(self, wait_ms: int) -> bool:
-        """Takes in messages and the connection's changes, waiting at most `wait_ms`; whether there were any."""
-        if not self._link.connected:
-            self._link.monitor.poll(wait_ms)  # nothing can arrive before the connection does
-            wait_ms = 0
+        """Takes in one message or the connection's changes, waiting at most `wait_ms`; whether there were any."""
         self._busy = True
         try:
             return self._link.receive(self._protocol, wait_ms) or self._link.watch(self._protocol)
         finally:
             self._busy = False
 
-    def _send(self, frames: list[bytes]) -> None:
+    def _collect(self) -> None:
+        """Takes in what has arrived, without waiting."""
+        self._busy = True
+        try:
+            self._link.receive_all(self._protocol)
+            self._link.watch(self._protocol)
+        finally:
+            self._busy = False
+
+    def _send(self, payload: bytes) -> None:
         """Sends, waiting up to the connect timeout for a connection. Raises ConnectionLost if there is none."""
         if self._closed:
             raise ConnectionLost("the client is closed")
+        if self._dropped:
+            self._flush_dropped()
         deadline = time.monotonic() + self._connect_timeout
-        self._pump(0.0)
-        while not self._try_send(frames):
+        self._collect()
+        while not self._try_send(payload):
             if time.monotonic() >= deadline:
-                raise ConnectionLost(
-                    f"no daemon answers at {self.url} (waited {self._connect_timeout:g} s); is ulld running?"
-                )
+                raise self._link.nobody(self._connect_timeout)
+            self._pump(min(deadline, time.monotonic() + 0.05))
+        while self._link.unsent and time.monotonic() < deadline:
             self._pump(min(deadline, time.monotonic() + 0.05))
 
-    def _try_send(self, frames: list[bytes]) -> bool:
+    def _try_send(self, payload: bytes) -> bool:
         self._busy = True
         try:
-            return self._link.send(frames)
+            return self._link.send(payload)
         finally:
             self._busy = False
 
     def _ask(self, request: wire.Health | wire.Info | wire.Stats) -> wire.Reply:
         query: Query = self._protocol.open_query(request.id)
         try:
-            self._send(wire.encode_frames(request))
+            self._send(wire.encode(request))
             deadline = time.monotonic() + self._query_timeout
             while not query.finished:
                 if not self._pump(deadline) and time.monotonic() >= deadline:
@@ -291,9 +342,21 @@ class Client:
         assert query.reply is not None
         return query.reply
 
+    def _ask_about(self, state: StreamState) -> None:
+        """Fails a stream that the daemon does not know, or that no daemon answers for."""
+        try:
+            reply = cast("wire.HealthReply", self._ask(wire.Health(id=self._protocol.new_id(), request=state.id)))
+        except RequestTimeout as error:
+            self._abandon(state)
+            state.failure = state.failure or ConnectionLost(f"nothing was heard of the request, and {error}")
+        except ConnectionLost:
+            pass  # the stream knows: it has failed with its connection
+        else:
+            state.answered(reply)
+
     def _cancel(self, request_id: int) -> None:
         if not self._closed:
-            self._try_send(wire.encode_frames(wire.Cancel(id=request_id)))
+            self._try_send(wire.encode(wire.Cancel(id=request_id)))
 
     def _abandon(self, state: StreamState) -> None:
         """Cancels a stream that nobody will read; may run inside the garbage collector, in any thread."""
@@ -304,6 +367,8 @@ class Client:
 
     def _flush_dropped(self) -> None:
         while self._dropped:
-            state = self._dropped.popleft()
+            state = self._dropped[0]
             if not state.finished:
                 self._cancel(state.id)
+            if self._dropped and self._dropped[0] is state:  # else the garbage collector was here meanwhile
+                self._dropped.popleft()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import os
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from ull.errors import ConfigError
 
 DEFAULT_ENDPOINT = "ipc:///tmp/ull.sock"
 _MAX_IPC_PATH = 107  # bytes; sizeof(sockaddr_un.sun_path) less the terminating zero
+_LEAST_MESSAGE = 1024  # bytes
 _LINE = 110  # columns of a comment in the printed defaults
 
 Idle = Literal["adaptive", "spin"]
@@ -33,16 +35,28 @@ def _key(meaning: str, unit: str | None = None, ge: float | None = None, le: flo
 class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     """The engine thread and the executor."""
 
-    core: Annotated[int, _key("core that the engine thread is pinned to; -1: not pinned", ge=-1)] = -1
+    core: Annotated[
+        int, _key("core that the engine thread is pinned to; -1: the first of engine.cores, or by `placement`", ge=-1)
+    ] = -1
     threads: Annotated[
         int, _key("threads that compute, the engine thread included; 0: one per free core, at most 8", ge=0, le=256)
     ] = 0
     cores: Annotated[
-        list[int], _key("cores that the computing threads are pinned to, the engine thread's first; []: not pinned")
+        list[int],
+        _key("cores that the computing threads are pinned to, the engine thread's first; []: by `placement`"),
     ] = []
     idle: Annotated[
         Idle, _key("what the engine thread does without work: adaptive backs off to short sleeps, spin never does")
     ] = "adaptive"
+    priority: Annotated[
+        int,
+        _key(
+            "real-time priority (SCHED_RR) of the computing threads, which then need cores of their own; 0: none. It "
+            "takes the right to one: RLIMIT_RTPRIO, systemd/priority.conf",
+            ge=0,
+            le=99,
+        ),
+    ] = 0
     device: Annotated[int, _key("number of the GPU that a bundle for one runs on", ge=0, le=63)] = 0
     persistent: Annotated[
         bool,
@@ -59,14 +73,38 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         int, _key("prompt and completion of one request together; 0: what the bundle offers", "tokens", ge=0)
     ] = 0
     prefill_chunk: Annotated[
-        int, _key("most prompt tokens put into the KV cache in one step of the cpu executor", "tokens", ge=1, le=65536)
+        int,
+        _key(
+            "most prompt tokens put into the KV cache in one step of the cpu executor; a layer's activations of as "
+            "many stay allocated: about 50 bytes per token and unit of the hidden size",
+            "tokens",
+            ge=1,
+            le=65536,
+        ),
     ] = 256
     kv_pages: Annotated[
         int, _key("KV cache, in pages of 64 tokens, allocated at start; 0: enough for one full context", "pages", ge=0)
     ] = 0
     queue_depth: Annotated[
-        int, _key("accepted requests that may wait; the next one is answered busy", "requests", ge=1, le=65536)
+        int,
+        _key(
+            "accepted requests that may wait; the next one is answered busy. Each place takes 22 KiB, and 4 bytes "
+            "per token of the context",
+            "requests",
+            ge=1,
+            le=65536,
+        ),
     ] = 64
+    client_share: Annotated[
+        int,
+        _key(
+            "requests that one client may have waiting or running, more are answered busy; 0: half of `queue_depth`, "
+            "at least one. Clients take turns: one that waits with many lets others in after each",
+            "requests",
+            ge=0,
+            le=65537,
+        ),
+    ] = 0
     sessions: Annotated[
         int, _key("conversations whose KV cache stays for their next turn, as far as pages reach", ge=1, le=4096)
     ] = 16
@@ -90,17 +128,42 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
 class IoConfig(msgspec.Struct, kw_only=True, frozen=True):
     """The io thread and its socket."""
 
-    core: Annotated[int, _key("core that the io thread is pinned to; -1: not pinned", ge=-1)] = -1
+    core: Annotated[
+        int, _key("core that the io thread is pinned to; -1: any that is not the computing threads'", ge=-1)
+    ] = -1
     idle: Annotated[Idle, _key("as engine.idle, for the io thread")] = "adaptive"
+    priority: Annotated[
+        int,
+        _key(
+            "real-time priority (SCHED_RR) of the io thread and libzmq's: where they share a core, nobody keeps them "
+            "waiting; 0: none. It takes the right to one, as engine.priority does",
+            ge=0,
+            le=99,
+        ),
+    ] = 0
     send_hwm: Annotated[
         int, _key("frames queued for one client before it counts as slow", "frames", ge=1, le=1_000_000)
     ] = 64
     client_stall_ms: Annotated[
-        int, _key("a client that takes no frame for this long loses its streams", "milliseconds", ge=1, le=600_000)
+        int,
+        _key(
+            "a client that takes no frame for this long loses the rest of its streams, though not their ends",
+            "milliseconds",
+            ge=1,
+            le=600_000,
+        ),
     ] = 250
     max_message_bytes: Annotated[
-        int, _key("longest message taken from a client; a longer one closes its connection", "bytes", ge=1024, le=2**30)
-    ] = 16 * 2**20
+        int,
+        _key(
+            "longest message taken from a client; a longer one is refused (too_long), beyond 16 MiB it closes its "
+            "connection, and one connection can have the daemon hold two of them. 0: room for the longest request that "
+            "can be accepted, in any form: 256 KiB + context x (bytes of the vocabulary's longest token + 64)",
+            "bytes",
+            ge=0,
+            le=2**30,
+        ),
+    ] = 0
 
 
 class RequestsConfig(msgspec.Struct, kw_only=True, frozen=True):
@@ -153,6 +216,15 @@ class Config(msgspec.Struct, kw_only=True, frozen=True):
     lock_memory: Annotated[
         Literal["auto", "require", "off"],
         _key("keep the daemon's memory out of swap (mlockall): auto warns where it is not permitted, require stops"),
+    ] = "auto"
+    placement: Annotated[
+        Literal["auto", "off"],
+        _key(
+            "where no core is given for the engine: auto pins the computing threads to the last cores that no other "
+            "daemon of ull computes on, and keeps all its other threads off them, if one core is left for these; off "
+            "leaves all to the kernel. READY names the cores that clients should avoid. Either way the engine offers "
+            "its core to others between layers; with cores given it does not"
+        ),
     ] = "auto"
     drain_timeout_s: Annotated[
         float, _key("after SIGTERM, accepted requests may run on for this long, then are cancelled", "seconds", ge=0)
@@ -239,6 +311,12 @@ def ipc_path(endpoint: str) -> Path | None:
     return Path(address) if transport == "ipc" and not address.startswith("@") else None
 
 
+def local_path(path: Path) -> Path | None:
+    """The local transport's socket beside the ipc socket `path`; None where the name is too long for one."""
+    local = path.with_name(path.name + ".local")
+    return local if len(os.fsencode(local)) <= _MAX_IPC_PATH else None
+
+
 def _check(config: Config, origin: str) -> None:
     """Rules that join several keys, or that a type cannot express."""
     if not config.listen:
@@ -261,13 +339,28 @@ def _check(config: Config, origin: str) -> None:
                 "authentication; use a loopback address, or set insecure_tcp = true",
                 "listen",
             )
+    if 0 < config.io.max_message_bytes < _LEAST_MESSAGE:
+        raise ConfigError(
+            f"{origin}: io.max_message_bytes is 0, or at least {_LEAST_MESSAGE}, not {config.io.max_message_bytes}",
+            "io.max_message_bytes",
+        )
     engine = config.engine
     if any(core < 0 for core in engine.cores) or len(set(engine.cores)) != len(engine.cores):
         raise ConfigError(f"{origin}: engine.cores needs different, non-negative core numbers", "engine.cores")
+    if engine.cores and engine.core not in (-1, engine.cores[0]):
+        raise ConfigError(
+            f"{origin}: engine.core is {engine.core}, but engine.cores begins with {engine.cores[0]}", "engine.core"
+        )
     if engine.cores and engine.threads and engine.threads != len(engine.cores):
         raise ConfigError(
             f"{origin}: engine.threads is {engine.threads}, but engine.cores names {len(engine.cores)}",
             "engine.threads",
+        )
+    if config.io.priority and config.io.idle == "spin" and config.io.core < 0:
+        raise ConfigError(
+            f"{origin}: io.priority with io.idle = spin keeps everybody else off a core for ever: give io.core one of "
+            "its own, or set io.idle = adaptive",
+            "io.priority",
         )
     if config.requests.default_max_tokens > config.requests.max_tokens_limit:
         raise ConfigError(

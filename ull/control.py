@@ -1,15 +1,17 @@
 """The control plane: everything about a request before its first token and after its last. One thread, never waits.
 
-The io thread hands over what clients send (kinds R, B) and how accepted requests ended (D); replies and the
-engine's queue are the way back. Tokens never pass here.
+The io thread hands over what clients send (kinds R, B), who has hung up (G) and how accepted requests ended (D);
+replies and the engine's queue are the way back. Tokens never pass here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,34 +19,24 @@ import zmq
 
 from ull import _native, wire
 from ull.admission import Admission
+from ull.answers import Answers, EngineLike, IoLike
 from ull.errors import Busy, Draining, RequestError
+from ull.host import stand_back
 from ull.log import Log
-from ull.metrics import Metrics, inter_token_ns
-from ull.reader import SocketReader
+from ull.metrics import DutyCycle, Metrics, inter_token_ns
+from ull.reader import MessageReceiver, SocketReader
+from ull.refusals import RefusalLog
 
 # A prompt of this many characters is tokenized in the event loop's thread (about a millisecond); a longer one in a
 # worker, where the tokenizer runs without the GIL.
 INLINE_CHARACTERS = 1024
+_STALL_NS = 10_000_000  # a turn that took longer is counted
+_UNKNOWN_SERVICE_MS = 100  # assumed before the first request has ended
+_MOST_RETRY_MS = 60_000
 _TURN_NS = 2_000_000  # spent on the io thread's messages before other events have their turn
 _WORKERS = 2
-
-
-class EngineLike(Protocol):
-    """What the control plane needs of `_native.Engine`."""
-
-    def submit(self, identity: bytes, request_id: int, tokens: Any, params: dict[str, Any]) -> int: ...
-
-    def cancel(self, identity: bytes, request_id: int) -> bool: ...
-
-    def health(self) -> str: ...
-
-    def stats(self) -> dict[str, Any]: ...
-
-
-class IoLike(Protocol):
-    """What the control plane needs of `_native.Io`."""
-
-    def stats(self) -> dict[str, Any]: ...
+_MEMORY_TRIES = 50  # receives that may fail in a row for want of memory, ...
+_MEMORY_PAUSE_S = 0.02  # ... this far apart, before the daemon gives up
 
 
 class ControlPlane:
@@ -66,18 +58,28 @@ class ControlPlane:
         queue_depth: int,
     ) -> None:
         self.metrics = Metrics()
+        self._duty = DutyCycle(_STALL_NS)
         self.draining = False
+        self.rehearsal: int | None = None  # seed of the daemon's own request, unguessable, while it is under way
+        self.rehearsed = asyncio.Event()  # it has ended
+        self.failure: str | None = None  # why no more messages can be taken; only a new process helps
+        self.changed = asyncio.Event()  # the last request has ended, the engine or the control plane has failed
         self._socket = socket
         self._engine = engine
         self._io = io
         self._admission = admission
         self._log = log
-        self._info = (engine_summary, executor_summary)
+        self._refusals = RefusalLog(log)
+        self._receiver = MessageReceiver(socket)
+        self._memory_tries = 0
         self._queue_depth = queue_depth
+        self._client_share = max(1, queue_depth // 2)  # long prompts of one client that are tokenized at a time
         self._started_ns = time.monotonic_ns()
         self._live: set[tuple[bytes, int]] = set()  # submitted, not yet ended
         self._preparing: dict[tuple[bytes, int], bool] = {}  # being tokenized -> cancelled meanwhile
-        self._workers = ThreadPoolExecutor(_WORKERS, "ull-tokenize")
+        self._preparing_of: Counter[bytes] = Counter()  # of which clients
+        self._answers = Answers(engine_summary, executor_summary, admission.limits)
+        self._workers = ThreadPoolExecutor(_WORKERS, "ull-tokenize", stand_back)
         self._reader: SocketReader | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -88,12 +90,17 @@ class ControlPlane:
 
     def start(self) -> None:
         """Begins to serve, in the running event loop."""
-        self._reader = SocketReader(asyncio.get_running_loop(), self._socket, self._drain_socket)
+        loop = asyncio.get_running_loop()
+        self._reader = SocketReader(loop, self._socket, self._turn)
+        loop.add_reader(self._engine.control_call, self._called)
+        self._engine.beat()
 
     def close(self) -> None:
         """Stops serving."""
         if self._reader is not None:
             self._reader.close()
+        self._engine.end_beat()
+        self._refusals.summarise()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def cancel_all(self) -> None:
@@ -106,46 +113,101 @@ class ControlPlane:
         status = self._engine.health()
         return "draining" if status == "ok" and self.draining else status
 
+    def _turn(self) -> bool:
+        began_ns = time.monotonic_ns()
+        more = self._drain_socket()
+        self._duty.record(time.monotonic_ns() - began_ns)
+        return more
+
     def _drain_socket(self) -> bool:
+        """Takes messages for one turn. True: more may be there. What goes wrong ends the daemon; it never goes deaf."""
         end_ns = time.monotonic_ns() + _TURN_NS
-        while time.monotonic_ns() < end_ns:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return False
-            self._take(frames)
+        try:
+            while time.monotonic_ns() < end_ns:
+                frames = self._receiver.receive()
+                if frames is None:
+                    return False
+                self._memory_tries = 0
+                self._take(frames)
+        except MemoryError:
+            self._wait_for_memory()
+            return False
+        except Exception as error:
+            self._give_up(f"{type(error).__name__}: {error}")
+            return False
         return True
 
-    def _take(self, frames: list[bytes]) -> None:
-        """One message of the io thread. No exception may leave: one client's message must not stop the others'."""
-        kind, rest = frames[0], frames[1:]
+    def _wait_for_memory(self) -> None:
+        """The message that could not be received is still there: it is tried again soon, but not for ever."""
+        self._memory_tries += 1
+        if self._memory_tries > _MEMORY_TRIES:
+            self._give_up("out of memory")
+            return
+        asyncio.get_running_loop().call_later(_MEMORY_PAUSE_S, self._read_again)
+
+    def _read_again(self) -> None:
+        if self._reader is not None:
+            self._reader.again()
+
+    def _give_up(self, reason: str) -> None:
+        self.failure = self.failure or reason
+        self.changed.set()
+
+    def _called(self) -> None:
+        """The watchdog asks for a sign of life. Messages are looked for too: none must wait for a lost event."""
+        self._engine.beat()
+        self._read_again()
+        if self._engine.health() == "failed":
+            self.changed.set()
+
+    def _take(self, frames: list[zmq.Frame]) -> None:
+        """One message of the io thread. What a client's message does to us must not stop the others'."""
+        kind = frames[0].bytes
         try:
             if kind == b"R":
-                identity, payload, received = rest
-                self._request(identity, payload, int.from_bytes(received, "little"))
+                _, identity, payload, received = frames
+                self._request(identity.bytes, payload.buffer, int.from_bytes(received.buffer, "little"))
             elif kind == b"B":
-                identity, reason = rest
-                self._malformed(identity, reason.decode())
+                _, identity, reason, *known = frames
+                request_id = int.from_bytes(known[0].buffer, "little") if known else None
+                self._malformed(identity.bytes, reason.bytes.decode(), request_id)
+            elif kind == b"E":
+                _, endpoint, what = frames
+                self._endpoint_changed(endpoint.bytes.decode(), what.bytes.decode())
+            elif kind == b"G":
+                self._gone(frames[1].bytes)
             elif kind == b"D":
-                self._ended(wire.decode_ended(rest[0]))
+                self._ended(wire.decode_ended(frames[1].buffer))
+        except MemoryError:
+            self._give_up("out of memory")  # the client would wait for ever
         except Exception as error:
             self._log.error("internal", kind=kind.decode(errors="replace"), error=f"{type(error).__name__}: {error}")
 
-    def _request(self, identity: bytes, payload: bytes, received_ns: int) -> None:
+    def _request(self, identity: bytes, payload: memoryview, received_ns: int) -> None:
         request_id: int | None = None
+        rehearsal = False
         try:
             request = wire.decode_request(payload)
             request_id = request.id
+            rehearsal = isinstance(request, wire.Generate) and self._rehearses(request.seed)
             self._dispatch(identity, request, received_ns)
         except wire.WireError as error:
             self._refuse(identity, error.request_id, error)
         except RequestError as error:
-            self._refuse(identity, request_id, error)
+            self._refuse(identity, request_id, error, rehearsal)
         except Exception as error:
-            self._log.error("internal", id=request_id, error=f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            if rehearsal:  # who sent it says so in the daemon's last words
+                self._refuse(identity, request_id, RequestError("internal", reason), rehearsal)
+                return
+            self._log.error("internal", id=request_id, error=reason)
             self._refuse(
                 identity, request_id, RequestError("internal", "the daemon failed on this request; see its log")
             )
+
+    def _rehearses(self, seed: int | None) -> bool:
+        """Whether a request of this seed is the daemon's own, which leaves no trace."""
+        return self.rehearsal is not None and seed == self.rehearsal
 
     def _dispatch(self, identity: bytes, request: wire.Request, received_ns: int) -> None:
         if isinstance(request, wire.Generate):
@@ -154,32 +216,19 @@ class ControlPlane:
             self._reply(identity, wire.Ack(id=request.id, known=self._cancel(identity, request.id)))
         elif isinstance(request, wire.Health):
             uptime_ns = time.monotonic_ns() - self._started_ns
-            queue_length = int(self._engine.stats()["queue_length"])
-            self._reply(
-                identity,
-                wire.HealthReply(id=request.id, status=self.health(), uptime_ns=uptime_ns, queue_length=queue_length),
+            queue_length = self._engine.queue_length
+            reply = wire.HealthReply(
+                id=request.id, status=self.health(), uptime_ns=uptime_ns, queue_length=queue_length
             )
+            if request.request is not msgspec.UNSET:
+                key = (identity, request.request)
+                reply.live = key in self._live or key in self._preparing
+            self._reply(identity, reply)
         elif isinstance(request, wire.Info):
-            engine, executor = self._info
-            limits = {name: getattr(self._admission.limits, name) for name in self._admission.limits.__struct_fields__}
-            self._reply(identity, wire.InfoReply(id=request.id, engine=engine, executor=executor, limits=limits))
+            self._reply(identity, wire.InfoReply(id=request.id, **self._answers.info))
         else:
-            self._reply(
-                identity,
-                wire.StatsReply(
-                    id=request.id,
-                    requests=self.metrics.requests(),
-                    latency=self.metrics.latency(),
-                    engine=self._engine.stats(),
-                    io=self._io.stats(),
-                    speculation=msgspec.to_builtins(self.metrics.speculation) | self._costs(),
-                ),
-            )
-
-    def _costs(self) -> dict[str, Any]:
-        """What the executor measured at warm-up: ns by tokens verified at once, and by drafter per proposed token."""
-        _, executor = self._info
-        return {name: executor.get(name, {}) for name in ("verify_ns", "draft_ns")}
+            stats = self._answers.stats(self.metrics, self._engine, self._io, self._log, self._duty)
+            self._reply(identity, wire.StatsReply(id=request.id, **stats))
 
     def _generate(self, identity: bytes, request: wire.Generate, received_ns: int) -> None:
         key = (identity, request.id)
@@ -192,8 +241,11 @@ class ControlPlane:
             self._submit(identity, request, self._admission.prompt_ids(request), received_ns)
             return
         if len(self._preparing) >= self._queue_depth:
-            raise Busy()
+            raise self._busy("the queue is full")
+        if self._preparing_of[identity] >= self._client_share:
+            raise self._busy(f"{self._client_share} long prompts of this client are being read")
         self._preparing[key] = False
+        self._preparing_of[identity] += 1
         task = asyncio.ensure_future(self._prepare(identity, request, received_ns))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -208,6 +260,9 @@ class ControlPlane:
                 ids = await loop.run_in_executor(self._workers, self._admission.prompt_ids, request)
             finally:
                 cancelled = self._preparing.pop(key)
+                self._preparing_of -= Counter((identity,))  # which forgets who has none
+                if not self.live:
+                    self.changed.set()
             if self.draining:
                 raise Draining()
             self._submit(identity, request, ids, received_ns)
@@ -224,17 +279,24 @@ class ControlPlane:
             self._engine.cancel(identity, request.id)
 
     def _submit(self, identity: bytes, request: wire.Generate, ids: list[int], received_ns: int) -> None:
+        rehearsal = self._rehearses(request.seed)
         params = self._admission.parameters(request, received_ns, time.monotonic_ns())
+        params["rehearsal"] = rehearsal
         try:
             self._engine.submit(identity, request.id, np.asarray(ids, np.int32), params)
-        except _native.QueueFull:
-            raise Busy() from None
+        except _native.QueueFull as full:  # the whole queue, or the client's share
+            raise self._busy(str(full)) from None
         except _native.InvalidRequest as error:  # a limit of the engine that admission does not know
             raise RequestError("bad_request", str(error), error.field) from None
         except _native.EngineClosed as error:
             raise RequestError("internal", f"the engine takes no requests: {error}") from None
         self._live.add((identity, request.id))
-        self.metrics.accepted += 1
+        self.metrics.accepted += not rehearsal
+
+    def _busy(self, message: str) -> Busy:
+        """Half of what is there now has then gone, if requests take as long as they did lately; so there is room."""
+        service_ms = self.metrics.service_ns / 1e6 or _UNKNOWN_SERVICE_MS
+        return Busy(message, retry_after=min(_MOST_RETRY_MS, max(1.0, service_ms * max(1.0, self.live / 2))) / 1000)
 
     def _cancel(self, identity: bytes, request_id: int) -> bool:
         key = (identity, request_id)
@@ -243,29 +305,65 @@ class ControlPlane:
             return True
         return self._engine.cancel(identity, request_id)
 
-    def _malformed(self, identity: bytes, reason: str) -> None:
+    def _endpoint_changed(self, endpoint: str, what: str) -> None:
+        """Says what has become of a socket's file; those who are connected notice nothing."""
+        message = {
+            "bound_again": "its file was gone; it has a new one, and clients can connect again",
+            "gone": "its file is gone and cannot be made again (see its directory): no client can connect",
+            "foreign": "its file was replaced by somebody else's: clients that connect there do not reach this daemon",
+            "ours": "its file is back",
+        }[what]
+        (self._log.info if what == "ours" else self._log.warning)("endpoint", endpoint=endpoint, message=message)
+
+    def _gone(self, identity: bytes) -> None:
+        """A client of the local transport has hung up: nobody waits for what it asked for."""
+        for client, request_id in self._live:
+            if client == identity:
+                self._engine.cancel(client, request_id)
+        for client, request_id in self._preparing:
+            if client == identity:
+                self._preparing[client, request_id] = True
+
+    def _malformed(self, identity: bytes, reason: str, request_id: int | None = None) -> None:
+        """Refuses what the io thread could not hand over: of a wrong shape, or too much of one client."""
+        if reason == "busy":
+            self._refuse(identity, request_id, self._busy("too many of this client's messages wait"))
+            return
+        if reason == "too_long":
+            most = f"a message may have {self._admission.limits.max_message_bytes} bytes (io.max_message_bytes)"
+            self._refuse(identity, request_id, RequestError("too_long", f"the message is too long: {most}"))
+            return
         code = "bad_version" if "version" in reason else "bad_frame"
         expected = f"send two frames, {wire.VERSION.decode()} and a msgpack map"
         self._refuse(identity, None, RequestError(code, f"{reason}; {expected}"))
 
-    def _refuse(self, identity: bytes, request_id: int | None, error: RequestError) -> None:
-        self.metrics.refused[error.code] += 1
-        self._log.info(
-            "refused", client=identity.hex(), id=request_id, code=error.code, field=error.field, message=error.message
-        )
-        self._reply(identity, wire.Error(id=request_id, code=error.code, message=error.message, field=error.field))
+    def _refuse(self, identity: bytes, request_id: int | None, error: RequestError, rehearsal: bool = False) -> None:
+        if not rehearsal:
+            self.metrics.refused[error.code] += 1
+            self._refusals.note(identity, request_id, error)
+        reply = wire.Error(id=request_id, code=error.code, message=error.message, field=error.field)
+        if isinstance(error, Busy) and error.retry_after is not None:
+            reply.retry_after_ms = math.ceil(error.retry_after * 1000)
+        self._reply(identity, reply)
 
     def _reply(self, identity: bytes, message: wire.Reply) -> None:
         self._socket.send_multipart([identity, wire.encode(message)], zmq.NOBLOCK)
-        if self._reader is not None:
-            self._reader.again()  # a send may swallow the edge that announces the next message
+        self._read_again()  # a send may swallow the edge that announces the next message
 
     def _ended(self, record: wire.Ended) -> None:
         self._live.discard((record.identity, record.id))
-        self.metrics.ended(record)
+        if not self.live or record.finish_reason == "error":
+            self.changed.set()
+        log = self._log.info
+        if self._rehearses(record.seed):
+            self.rehearsal = None
+            self.rehearsed.set()
+            log = self._log.debug
+        else:
+            self.metrics.ended(record)
         times = record.timeline
         gap = inter_token_ns(record)
-        self._log.info(
+        log(
             "request",
             client=record.identity.hex(),
             id=record.id,

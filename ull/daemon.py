@@ -1,21 +1,17 @@
-"""`ulld`: loads an engine bundle, serves it, drains and stops. Requests are `ull.control`'s, tokens the native core's.
+"""The daemon: loads an engine bundle, serves it, drains, stops. Requests are `ull.control`'s, tokens the native core's.
 
-Exit status: 0 after a clean stop, 1 if it could not start (one line on standard error says why), 3 if the engine
-failed for good, so that someone must look at the machine (a GPU that needs a reset; systemd/ull@.service does not
-restart it then), 4 if it failed in a way that a restart may mend.
+Exit status: 0 after a clean stop, whenever it was asked for; 1 if it could not start (one line on standard error says
+why); 3 if the engine failed for good, so that someone must look at the machine (a GPU that needs a reset;
+systemd/ull@.service does not restart it then); 4 if it failed, or did not stop in time, and a restart may mend it.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import contextlib
 import gc
 import os
-import signal
-import sys
-import threading
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,89 +22,133 @@ import zmq
 from ull import __version__, _native
 from ull.admission import Admission, Limits
 from ull.bundle import Bundle, open_bundle
-from ull.config import Config, ipc_path, load_config, parse_override
+from ull.config import Config, ipc_path
 from ull.control import ControlPlane
-from ull.errors import ConfigError, DaemonError, UllError
+from ull.errors import DaemonError
 from ull.executors import open_executor, runs_on_gpu
-from ull.host import auto_threads, keep_off, loaded_libzmq, lock_memory
+from ull.host import (
+    auto_threads,
+    check_address_space,
+    loaded_libzmq,
+    lock_memory,
+    move_libzmq,
+    move_threads,
+    prioritise,
+    quick_wake_ups,
+    return_large_blocks,
+)
 from ull.log import Log
+from ull.placement import CoreClaims, place, ranges
+from ull.process import Signals, announce
+from ull.rehearsal import rehearse
 from ull.sockets import SocketClaim
 from ull.tokenizer import Tokenizer
+from ull.wire import longest_request
 
-EXIT_CANNOT_START = 1
 EXIT_ENGINE_FAILED = 3
 EXIT_RESTART = 4
 CONTROL_ENDPOINT = "inproc://ull-control"
 
 _EXECUTOR_FIGURES = ("drafter_weight_bytes", "drafter_kv_bytes", "verify_ns", "draft_ns")
-_TICK_S = 0.02  # how often the state of engine and drain is looked at
+_LAST_CALL_S = 0.1  # what was sent before SIGTERM may still be on its way
 _CANCEL_S = 2.0  # after the drain timeout, for cancelled requests to end
 _STOP_S = 10.0  # for native threads to stop, before the process ends without them
+FLUSH_S = 2.0  # for the log's last lines
+_REHEARSED_TOKENS = 2  # the prompt's last chunk and a round of its own
+_START_GRACE_S = 3.0  # between a signal and the end, before READY
 
 
 class Daemon:
     """One engine and its threads, from the loaded bundle to the last frame.
 
     The constructor blocks until the engine is warm and the endpoints are bound. Raises UllError if anything is in
-    the way; what had been acquired is released.
+    the way; what had been acquired is released. `rehearse`: a request of its own goes all the way before READY; tests
+    that count steps leave it out.
     """
 
-    def __init__(self, bundle: Bundle, config: Config, log: Log) -> None:
+    def __init__(self, bundle: Bundle, config: Config, log: Log, signals: Signals, *, rehearse: bool = True) -> None:
         self.config = config
         self._log = log
-        self._terminations = 0
+        self._signals = signals
+        self._rehearses = rehearse
+        self._slow_wake_ups: str | None = None  # why sleeping cores may take long to wake up
         self._exit = ExitStack()  # what close() undoes, last first
         with ExitStack() as exit_stack:
             self._start(bundle, exit_stack)
             self._exit = exit_stack.pop_all()
 
     async def serve(self) -> int:
-        """Serves until SIGTERM or SIGINT has been honoured, or the engine has failed; returns the exit status."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._terminate)
-        loop.add_signal_handler(signal.SIGHUP, self._refuse_reload)
+        """Serves until SIGTERM or SIGINT has been honoured, or the engine has failed; returns the exit status.
+
+        Raises DaemonError if the daemon cannot answer itself, Stopped if it was asked to stop before it was ready.
+        """
+        asyncio.get_running_loop().add_reader(self._signals.descriptor, self._hear)
         self._control.start()
+        if self._rehearses:
+            await self._rehearse()
+        self._signals.heed()
         self._announce()
-        while self._terminations == 0:
+        stopping_s = _CANCEL_S + _STOP_S + FLUSH_S
+        self._signals.be_patient(self.config.drain_timeout_s + stopping_s, stopping_s, EXIT_RESTART)
+        while not self._signals.asked:
             if self._engine.health() == "failed":
                 return await self._fail()
-            await asyncio.sleep(_TICK_S)
+            if self._control.failure is not None:
+                return self._lose_control()
+            await self._control.changed.wait()
+            self._control.changed.clear()
         return await self._drain()
 
     def close(self) -> None:
         """Stops the native threads and removes the sockets. A thread that hangs costs the process, not the exit."""
-        last_resort = threading.Timer(_STOP_S, os._exit, (self._status() or 1,))
-        last_resort.daemon = True
-        last_resort.start()
+        self._signals.end_within(_STOP_S + FLUSH_S, self._status() or EXIT_RESTART)
         self._exit.close()
         gc.unfreeze()
-        last_resort.cancel()
+
+    async def _rehearse(self) -> None:
+        await rehearse(
+            self._io.endpoints[0],
+            self.config.ipc_mode,
+            self._context,
+            self._control,
+            min(_REHEARSED_TOKENS, self.config.requests.max_tokens_limit),
+            lambda: int(self._engine.stats()["progress"]),
+            self._signals.heed,
+        )
 
     def _start(self, bundle: Bundle, exit_stack: ExitStack) -> None:
         """Sockets claimed, memory locked, engine warm, endpoints bound, control plane connected, in this order."""
         config, started_ns = self.config, time.monotonic_ns()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = context
         claims = self._claim_sockets(exit_stack)
         exit_stack.callback(context.destroy, 0)
-        self._settle(context)
+        self._settle(bundle, context, exit_stack)
         tokenizer = Tokenizer(bundle.tokenizer_directory)
+        self._signals.heed()
         executor = self._load_engine(bundle, exit_stack)
-        limits = self._limits(bundle)
-        self._io = self._open_io(context)
+        self._signals.heed()
+        limits = self._limits(bundle, tokenizer)
+        check_address_space()
+        self._io = self._open_io(context, limits.max_message_bytes, claims)
         exit_stack.callback(self._io.stop)
         exit_stack.callback(self._engine.stop)  # before io, which delivers the last frames
         socket = context.socket(zmq.PAIR)
         exit_stack.callback(socket.close, 0)
         socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 1)  # requests wait with their clients, where each has its turn
         socket.connect(CONTROL_ENDPOINT)  # before the first request can arrive
         mask = os.umask(0o777 & ~config.ipc_mode)
         try:
             self._io.start()
         finally:
             os.umask(mask)
-        for claim in claims:
-            claim.path.chmod(config.ipc_mode)
+        for path in (path for claim in claims for path in claim.paths):
+            path.chmod(config.ipc_mode)
+        if config.io.priority:
+            prioritise({"ull-io": 1, "ZMQbg/IO/0": 1}, config.io.priority, "io.priority")
+        if self._placement.configured:
+            self._slow_wake_ups = exit_stack.enter_context(quick_wake_ups())
         start_ns = time.monotonic_ns() - started_ns
         self._control = ControlPlane(
             socket,
@@ -127,12 +167,13 @@ class Daemon:
             "pid": os.getpid(),
             "context": limits.context,
             "executor": executor["name"],
+            **({"avoid_cores": ranges(avoid)} if (avoid := self._placement.avoid) else {}),
             "start_ms": start_ns // 1_000_000,
         }
         gc.collect()
         gc.freeze()  # what is alive now stays alive: later collections need not look at it
 
-    def _limits(self, bundle: Bundle) -> Limits:
+    def _limits(self, bundle: Bundle, tokenizer: Tokenizer) -> Limits:
         """What requests may ask for. Raises DaemonError where the configured drafter is not in the bundle."""
         config, engine = self.config, self._engine.info
         drafters, drafter = tuple(engine["drafters"]), config.speculation.default
@@ -143,9 +184,11 @@ class Daemon:
             raise DaemonError(
                 f"speculation.default: {drafter!r} is not in this bundle; it offers {offered}", "speculation.default"
             )
+        context = int(engine["context"])
         return Limits(
-            context=int(engine["context"]),
+            context=context,
             vocabulary=bundle.manifest.model.vocabulary,
+            max_message_bytes=config.io.max_message_bytes or longest_request(context, tokenizer.bytes_per_token),
             default_max_tokens=config.requests.default_max_tokens,
             max_tokens=config.requests.max_tokens_limit,
             drafters=drafters,
@@ -162,26 +205,39 @@ class Daemon:
                 exit_stack.callback(claims[-1].release)
         return claims
 
-    def _settle(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """Keeps this thread, and libzmq's, off the pinned cores, and memory out of swap."""
-        engine, io = self.config.engine, self.config.io
-        hot = {*engine.cores, *(core for core in (engine.core, io.core) if core >= 0)}
-        self._threads = engine.threads or len(engine.cores) or auto_threads()
-        keep_off(hot)
-        if hot:
-            for core in sorted(os.sched_getaffinity(0)):
-                context.set(zmq.THREAD_AFFINITY_CPU_ADD, core)
+    def _settle(self, bundle: Bundle, context: zmq.Context[zmq.Socket[bytes]], exit_stack: ExitStack) -> None:
+        """Decides where everything runs, takes this thread and libzmq's there, and keeps memory out of swap."""
+        config, engine = self.config, self.config.engine
+        self._threads = 1 if runs_on_gpu(bundle) else engine.threads or len(engine.cores) or auto_threads()
+        claims, allowed = CoreClaims(), os.sched_getaffinity(0)
+        exit_stack.callback(claims.release)
+        self._placement = placement = place(
+            engine,
+            config.io,
+            automatic=config.placement == "auto",
+            threads=self._threads,
+            allowed=allowed,
+            claims=claims,
+        )
+        placement.check_priorities(engine, config.io)
+        exit_stack.callback(move_threads, allowed)
+        move_threads(placement.others)
+        move_libzmq(context, placement.libzmq)
+        return_large_blocks()
         self._lock_memory()
 
     def _load_engine(self, bundle: Bundle, exit_stack: ExitStack) -> dict[str, Any]:
         """Loads the weights and warms the engine up; returns what `info` says about the executor."""
-        config = self.config.engine
-        self._executor = executor = open_executor(bundle, self.config, self._threads, self._log, exit_stack)
+        config, placement = self.config.engine, self._placement
+        team = placement.computing if len(placement.computing) == self._threads else ()
+        self._executor = executor = open_executor(bundle, self.config, self._threads, team, self._log, exit_stack)
         self._engine = _native.Engine(
             executor,
             str(bundle.vocabulary_path),
             queue_depth=config.queue_depth,
-            core=config.core,
+            client_share=config.client_share,
+            core=placement.engine,
+            cooperative=placement.cooperative,
             idle=config.idle,
             watchdog_ms=config.watchdog_ms,
             max_sessions=config.sessions,
@@ -191,15 +247,21 @@ class Daemon:
         exit_stack.callback(self._engine.stop)
         self._engine.warm_up()
         self._engine.start()
+        if config.priority:
+            others = 0 if runs_on_gpu(bundle) else self._threads - 1
+            prioritise({"ull-engine": 1, "ull-team": others}, config.priority, "engine.priority")
         return {
             "name": executor.name,
             "threads": 1 if runs_on_gpu(bundle) else self._threads,
             "weight_bytes": executor.weight_bytes,
             "kv_bytes": executor.kv_bytes,
+            "placement": placement.summary(),
             **{name: self._engine.info[name] for name in _EXECUTOR_FIGURES},
         }
 
-    def _open_io(self, context: zmq.Context[zmq.Socket[bytes]]) -> _native.Io:
+    def _open_io(
+        self, context: zmq.Context[zmq.Socket[bytes]], longest_message: int, claims: list[SocketClaim]
+    ) -> _native.Io:
         config = self.config.io
         return _native.Io(
             self._engine,
@@ -208,10 +270,12 @@ class Daemon:
             listen=[endpoint.replace("tcp://localhost:", "tcp://127.0.0.1:") for endpoint in self.config.listen],
             control=CONTROL_ENDPOINT,
             core=config.core,
+            cooperative=self._placement.io_shares,
             idle=config.idle,
             send_hwm=config.send_hwm,
             client_stall_ms=config.client_stall_ms,
-            max_message=config.max_message_bytes,
+            max_message=longest_message,
+            local=[str(claim.local) for claim in claims if claim.local is not None],
         )
 
     def _lock_memory(self) -> None:
@@ -225,14 +289,21 @@ class Daemon:
 
     def _announce(self) -> None:
         line = " ".join(f"{name}={value}" for name, value in self._ready.items())
-        print(f"READY {line}", flush=True)
+        if (problem := announce(f"READY {line}")) is not None:
+            self._log.warning("ready", message=f"READY could not be printed: {problem}")
         _native.notify(f"READY=1\nMAINPID={os.getpid()}\nSTATUS=serving {line}")
+        placement = self._placement
+        log = self._log.warning if placement.configured and placement.reason else self._log.info
+        cores = {name: ranges(cores) or "any" for name, cores in placement.cores().items()}
+        log("cores", **cores, cooperative=placement.cooperative, message=placement.reason or None)
+        if self._slow_wake_ups is not None:
+            self._log.info("idle", message=f"sleeping cores may take long to wake up: {self._slow_wake_ups}")
         self._log.info("ready", version=__version__, **self._ready)
 
-    def _terminate(self) -> None:
-        self._terminations += 1
-        if self._terminations > 1:
-            self._log.warning("draining", message="second signal: cancelling what still runs")
+    def _hear(self) -> None:
+        self._signals.hear(self._refuse_reload)
+        if self._signals.asked:
+            self._control.changed.set()
 
     def _refuse_reload(self) -> None:
         self._log.warning(
@@ -244,11 +315,14 @@ class Daemon:
         """Refuses what is new, lets what was accepted finish, then cancels; a second signal skips the waiting."""
         _native.notify("STOPPING=1\nSTATUS=draining")
         control, timeout_s = self._control, self.config.drain_timeout_s
+        await asyncio.sleep(_LAST_CALL_S)
         control.draining = True
         self._log.info("draining", live=control.live, timeout_s=timeout_s)
         loop = asyncio.get_running_loop()
         await self._until_idle(loop.time() + timeout_s, hurry=True)
         cancelled = control.live
+        if cancelled and self._signals.asked > 1:
+            self._log.warning("draining", message="second signal: cancelling what still runs")
         if cancelled:
             control.cancel_all()
             await self._until_idle(loop.time() + _CANCEL_S, hurry=False)
@@ -257,9 +331,12 @@ class Daemon:
 
     async def _until_idle(self, deadline: float, hurry: bool) -> None:
         """Waits for the last accepted request to end, until `deadline`, or a second signal if `hurry`."""
-        loop = asyncio.get_running_loop()
-        while self._control.live and loop.time() < deadline and not (hurry and self._terminations > 1):
-            await asyncio.sleep(_TICK_S)
+        changed = self._control.changed
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                while self._control.live and not (hurry and self._signals.asked > 1):
+                    await changed.wait()
+                    changed.clear()
 
     async def _fail(self) -> int:
         """The engine cannot go on: its requests have been ended by the core; give their last frames time to leave."""
@@ -270,6 +347,12 @@ class Daemon:
         self._control.draining = True
         await self._until_idle(asyncio.get_running_loop().time() + _CANCEL_S, hurry=False)
         return self._status()
+
+    def _lose_control(self) -> int:
+        """The control plane takes no more messages: whoever waits for an answer is better served by a new process."""
+        self._log.error("control", message="no more messages can be taken; stopping", reason=self._control.failure)
+        _native.notify(f"STOPPING=1\nSTATUS=control plane failed: {self._control.failure}")
+        return EXIT_RESTART
 
     def _status(self) -> int:
         """The exit status of a daemon whose engine is as it is now."""
@@ -282,20 +365,16 @@ class Daemon:
         return {"accepted": metrics.accepted, "refused": sum(metrics.refused.values())}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command `ulld`. Returns the exit status."""
-    options = _parser().parse_args(arguments)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+def run(bundle: Path, config: Config, log: Log, signals: Signals, *, rehearse: bool = True) -> int:
+    """Starts a daemon and serves to its end; returns the exit status. `rehearse` is `Daemon`'s.
+
+    Raises UllError if it cannot start, Stopped if it was asked to stop before it was ready.
+    """
+    signals.be_patient(_START_GRACE_S, 0.0, 0)
     try:
-        config = load_config(options.config, _overrides(options))
-        log = Log(config.log.level, config.log.format)
-        daemon = Daemon(open_bundle(options.bundle, config.verify), config, log)
-    except UllError as error:
-        print(f"ulld: {error.message}", file=sys.stderr)
-        return EXIT_CANNOT_START
+        daemon = Daemon(open_bundle(bundle, config.verify), config, log, signals, rehearse=rehearse)
     except (ValueError, RuntimeError, MemoryError, OSError) as error:  # of the native core: what it says is the reason
-        print(f"ulld: cannot start: {error}", file=sys.stderr)
-        return EXIT_CANNOT_START
+        raise DaemonError(f"cannot start: {error}") from error
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(daemon.serve())
@@ -324,51 +403,3 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
         "perplexity_increase": None if quality is None else quality.perplexity_increase,
         "source_sha256": manifest.provenance.source_sha256,
     }
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("ulld", description="Serves an engine bundle over ZeroMQ.")
-    parser.add_argument("bundle", type=Path, help="the engine bundle, a directory written by ull-build")
-    parser.add_argument(
-        "--listen", action="append", metavar="URL", help="ipc:///path or tcp://address:port; repeatable"
-    )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file (see `ull config --defaults`)")
-    parser.add_argument(
-        "--cores",
-        metavar="LIST",
-        help="pinned cores: the computing threads' (the engine thread's first), then the io thread's, e.g. 2,3,4",
-    )
-    parser.add_argument("--threads", type=int, metavar="N", help="computing threads (engine.threads)")
-    parser.add_argument("--context", type=int, metavar="N", help="tokens of one request (engine.context)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the configuration")
-    parser.add_argument("--version", action="version", version=f"ulld {__version__}")
-    return parser
-
-
-def _overrides(options: argparse.Namespace) -> dict[str, Any]:
-    """The configuration keys that the command line sets."""
-    values: dict[str, Any] = dict(parse_override(assignment) for assignment in options.set)
-    if options.listen:
-        values["listen"] = options.listen
-    if options.threads is not None:
-        values["engine.threads"] = options.threads
-    if options.context is not None:
-        values["engine.context"] = options.context
-    if options.cores is not None:
-        values |= _core_overrides(options.cores)
-    return values
-
-
-def _core_overrides(text: str) -> dict[str, Any]:
-    """`--cores 2,3,4`: cores 2 and 3 compute (the engine thread on 2), io runs on 4. One core alone is the engine's."""
-    try:
-        cores = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--cores takes numbers like 2,3,4, not {text!r}", "cores") from None
-    computing = cores[:-1] or cores
-    values: dict[str, Any] = {"engine.core": computing[0], "engine.cores": computing}
-    return values | ({"io.core": cores[-1]} if len(cores) > 1 else {})
-
-
-if __name__ == "__main__":
-    sys.exit(main())

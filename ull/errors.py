@@ -85,10 +85,23 @@ class RequestError(UllError):
 
 
 class Busy(RequestError):
-    """The daemon's queue is full; try again later."""
+    """The daemon's queue is full, or this client's share of it; `retry_after` (seconds) says when to try again.
 
-    def __init__(self, message: str = "the queue is full", field: str | None = None) -> None:
+    It is an estimate from how long requests take and how many wait; None if the daemon makes none.
+    """
+
+    def __init__(
+        self, message: str = "the queue is full", field: str | None = None, retry_after: float | None = None
+    ) -> None:
         super().__init__("busy", message, field)
+        self.retry_after = retry_after
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Busy, (self.message, self.field, self.retry_after))
+
+    def copy(self) -> Busy:
+        """The same error without a traceback, to be raised once more elsewhere."""
+        return Busy(self.message, self.field, self.retry_after)
 
 
 class Draining(RequestError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,15 +13,19 @@ from ull.log import Log
 from ull.manifest import MAX_TREE
 
 
-def open_executor(bundle: Bundle, config: Config, threads: int, log: Log, exit_stack: ExitStack) -> _native.Executor:
-    """Loads the weights of `bundle`. What `exit_stack` gives back, it gives back after the engine has stopped.
+def open_executor(
+    bundle: Bundle, config: Config, threads: int, cores: Sequence[int], log: Log, exit_stack: ExitStack
+) -> _native.Executor:
+    """Loads the weights of `bundle`. `cores`: one per computing thread, or none.
+
+    What `exit_stack` gives back, it gives back after the engine has stopped.
 
     Raises ConfigError, and for a GPU's bundle GpuError, or whatever the native core complains of.
     """
     spec = bundle.native_spec(context=config.engine.context or None)  # also checks the context
     if runs_on_gpu(bundle):
         return _graph_executor(bundle, config, int(spec["context"]), log, exit_stack)
-    return _cpu_executor(bundle, config, threads, spec)
+    return _cpu_executor(bundle, config, threads, cores, spec)
 
 
 def runs_on_gpu(bundle: Bundle) -> bool:
@@ -28,12 +33,14 @@ def runs_on_gpu(bundle: Bundle) -> bool:
     return bundle.manifest.target.startswith("sm_")
 
 
-def _cpu_executor(bundle: Bundle, config: Config, threads: int, spec: dict[str, Any]) -> _native.Executor:
+def _cpu_executor(
+    bundle: Bundle, config: Config, threads: int, cores: Sequence[int], spec: dict[str, Any]
+) -> _native.Executor:
     engine, speculation = config.engine, bundle.manifest.speculation
     return _native.CpuExecutor(
         spec,
         threads=threads,
-        cores=engine.cores,
+        cores=list(cores),
         prefill_chunk=engine.prefill_chunk,
         pages=engine.kv_pages or None,
         isa=engine.isa,

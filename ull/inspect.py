@@ -18,10 +18,19 @@ from rich.table import Table
 
 from ull import _native
 from ull.bundle import Bundle, Forward, Manifest, Model, Plans, open_bundle, read_manifest, verify_hashes
+from ull.config import EngineConfig
 from ull.errors import BundleError
 from ull.host import auto_threads
+from ull.tokenizer import Tokenizer
+from ull.wire import longest_request
 
 _MEMORY = ("weight_bytes", "kv_bytes", "drafter_weight_bytes", "drafter_kv_bytes")
+_MIB = 1 << 20
+_RUNTIME_BYTES = 160 * _MIB  # Python, libraries, buffers; about 70 MB are measured
+_SLOT_BYTES = 22 << 10  # of a place in the queue, beside its tokens
+_PAGE_TOKENS = 64  # native/kv/page.h
+_CLIENTS = 64
+_WAITING_BYTES = 1 * _MIB  # unread, of one client (native/io/router.cpp)
 _GROUPS = {"qkv": "attention", "o": "attention", "gate_up": "mlp", "down": "mlp"}
 
 
@@ -74,8 +83,35 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "path": str(bundle.path),
         "parameters": parameter_count(bundle.manifest.model),
         "weight_bytes": {**sizes, "total": bundle.weight_bytes},
+        "memory_bytes": memory_bytes(bundle),
         **{name: msgspec.to_builtins(getattr(bundle.manifest, name)) for name in Manifest.__struct_fields__},
     }
+
+
+def memory_bytes(bundle: Bundle) -> dict[str, int]:
+    """What a daemon with the default configuration takes of a machine's memory, at most; `total` is its MemoryMax.
+
+    Of an engine for a GPU the weights and pages are the device's; here they are what loading goes through.
+    """
+    manifest = bundle.manifest
+    drafter = manifest.speculation.draft.model if manifest.speculation and manifest.speculation.draft else None
+    context, defaults = manifest.model.context, EngineConfig()
+    tokenizer = Tokenizer(bundle.tokenizer_directory)
+    message = longest_request(context, tokenizer.bytes_per_token)
+    parts = {
+        "weights": bundle.weight_bytes,
+        "kv": sum(_kv_bytes(model, context) for model in (manifest.model, drafter) if model is not None),
+        "runtime": _RUNTIME_BYTES + (defaults.queue_depth + 16) * (_SLOT_BYTES + 4 * context),
+        "messages": _CLIENTS * max(_WAITING_BYTES, 2 * message),
+    }
+    total = sum(parts.values()) * 11 // 10
+    return {**parts, "total": -(-total // _MIB) * _MIB}
+
+
+def _kv_bytes(model: Model, context: int) -> int:
+    """Of the keys and values of one full context, in 16 bits, in whole pages and one more."""
+    tokens = (-(-context // _PAGE_TOKENS) + 1) * _PAGE_TOKENS
+    return 2 * 2 * model.layers * model.kv_heads * model.head_dim * tokens
 
 
 def measure_costs(bundle: Bundle, threads: int) -> dict[str, Any]:
@@ -127,7 +163,7 @@ def _group(name: str) -> str:
 
 
 def _print_tables(report: dict[str, Any]) -> None:
-    names = ("path", "parameters", "weight_bytes")
+    names = ("path", "parameters", "weight_bytes", "memory_bytes")
     manifest = msgspec.convert(
         {key: value for key, value in report.items() if key not in (*names, "verified", "measured")}, Manifest
     )
@@ -144,6 +180,12 @@ def _print_tables(report: dict[str, Any]) -> None:
     for group, size in report["weight_bytes"].items():
         weights.add_row(group, decimal(size), end_section=group == list(report["weight_bytes"])[-2])
     console.print(weights)
+    memory = Table("memory of a daemon", "size", title=f"at most, with {_CLIENTS} clients", title_justify="left")
+    for part, size in report["memory_bytes"].items():
+        if part != "total":
+            memory.add_row(part, decimal(size), end_section=part == "messages")
+    memory.add_row("MemoryMax", f"{report['memory_bytes']['total'] // _MIB}M")
+    console.print(memory)
 
 
 def _rows(manifest: Manifest, parameters: int) -> list[tuple[str, str]]:

@@ -1,120 +1,157 @@
-"""A client's socket and the monitor that says whether a daemon is at the other end. Nothing here waits."""
+"""A client's way to the daemon: which transport, and a new connection when one has ended. Only receive() waits."""
 
 from __future__ import annotations
 
-import struct
+import math
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
 
 import zmq
 
-from ull.errors import ConfigError
+from ull.config import ipc_path, local_path
+from ull.dealer import DealerConnection
+from ull.errors import ConfigError, ConnectionLost
+from ull.local import LocalConnection
 from ull.streams import Protocol
 
-_EVENT = struct.Struct("=HI")  # zmq_socket_monitor: event number, value
-_HEARTBEAT_MS = 1000
-_HEARTBEAT_TIMEOUT_MS = 3000  # a daemon whose machine vanished is noticed after this long
-_RECONNECT_MS = 20
-_RECONNECT_MAX_MS = 500
+Transport = Literal["auto", "local", "zeromq"]
 LINGER_MS = 200  # at the client's end: long enough for a last cancel to leave
+_RETRY_MS = 20  # between two looks for a daemon that is not there
 
 
 class Link:
-    """One DEALER at a time, connected to `url`. libzmq retries until a daemon is there.
+    """The connection to the daemon at `url`, and its successors.
 
-    When a connection ends, its socket is given up and a new one opened: each connection is a new client to the
-    daemon anyway, and what libzmq would carry over to the next connection is a request that has been reported lost.
-    (Its own remedy, ZMQ_IMMEDIATE, also drops what the daemon had sent and nobody has read yet.) `generation` counts
-    the sockets.
+    transport: "local" is the unix socket beside an ipc endpoint, "zeromq" what every daemon offers, "auto" the first
+    where it is there and answers, else the second. Raises ConfigError for a url that cannot be.
     """
 
-    def __init__(self, url: str, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
+    def __init__(
+        self, url: str, context: zmq.Context[zmq.Socket[bytes]] | None = None, transport: Transport = "auto"
+    ) -> None:
         self.url = url
-        self.connected = False
-        self.generation = 0
         self.before_close: Callable[[], None] | None = None  # told while the sockets' descriptors are still valid
-        self._context = context or zmq.Context.instance()
+        self.trouble: str | None = None  # why the last attempt to reach the daemon failed, where that is known
+        self._context = context
+        self._transport = transport
+        path = ipc_path(url)
+        self._path = None if path is None or transport == "zeromq" else local_path(path)
+        if transport not in ("auto", "local", "zeromq"):
+            raise ConfigError(f"transport is {transport!r}; choose auto, local or zeromq", "transport")
+        if transport == "local" and self._path is None:
+            raise ConfigError(
+                f"transport is local, but {url!r} is not ipc:///path, or too long: use zeromq or auto", "transport"
+            )
+        self._closed = False
+        self._greeted = False  # by the present connection's daemon
+        self._shunned = False  # the local socket has let a client wait in vain: not again before the next loss
+        self.connection: LocalConnection | DealerConnection | None = None  # None: nobody listens at the local socket
         self._open()
 
-    def _open(self) -> None:
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)  # requests are few; the daemon's queue is the limit
-        socket.setsockopt(zmq.RCVHWM, 0)  # a client that has stopped reading is the daemon's to judge
-        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, _HEARTBEAT_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-        self.socket = socket
-        self._receive_timeout_ms = -1  # RCVTIMEO of the socket
-        self.monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self.connected = False
-        self.generation += 1
-        try:
-            socket.connect(self.url)
-        except zmq.ZMQError as error:
-            self.close()
-            raise ConfigError(f"{self.url!r} is not an endpoint to connect to: {error}", "url") from error
+    @property
+    def connected(self) -> bool:
+        """Whether there is a daemon at the other end."""
+        return self.connection is not None and self.connection.connected
 
-    def send(self, frames: list[bytes]) -> bool:
+    @property
+    def transport(self) -> str | None:
+        """ "local" or "zeromq" while there is a connection, else None."""
+        return self.connection.name if self.connection is not None and self.connection.connected else None
+
+    @property
+    def unsent(self) -> bool:
+        """Whether something that was sent has not left this process, and needs receive() or flush() to do so."""
+        return self.connection is not None and self.connection.unsent
+
+    def send(self, payload: bytes) -> bool:
         """Hands a message to the connection; False where there is none."""
-        if not self.connected:
-            return False
-        try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+        return self.connection is not None and self.connection.send(payload)
 
     def receive(self, protocol: Protocol, wait_ms: int = 0) -> bool:
-        """Passes every message that has arrived to `protocol`, waiting at most `wait_ms` for the first.
+        """Passes one message to `protocol`, waiting at most `wait_ms` for something to happen; whether there was one.
 
-        Returns whether there was one. The wait is a blocking receive, which wakes up sooner than a poll does.
+        It returns after the first, so that the caller's code runs at once; what came with it is kept.
         """
-        received = False
-        if wait_ms and wait_ms != self._receive_timeout_ms:
-            self.socket.setsockopt(zmq.RCVTIMEO, wait_ms)
-            self._receive_timeout_ms = wait_ms
-        while True:
-            try:
-                frames = [self.socket.recv(0 if wait_ms and not received else zmq.NOBLOCK)]
-            except zmq.Again:
-                return received
-            received_ns = time.monotonic_ns()
-            while self.socket.getsockopt(zmq.RCVMORE):
-                frames.append(self.socket.recv(zmq.NOBLOCK))
-            protocol.receive(frames, received_ns)
-            received = True
+        if self.connection is None:
+            time.sleep(min(wait_ms, _RETRY_MS) / 1000)
+            return False
+        return self.connection.receive(protocol, wait_ms)
+
+    def receive_all(self, protocol: Protocol) -> None:
+        """Passes on what has arrived, without waiting."""
+        if self.connection is not None:
+            self.connection.receive_all(protocol)
 
     def watch(self, protocol: Protocol) -> bool:
-        """Follows the connection's ups and downs; returns whether there were any.
-
-        What a daemon sent before it went away is received first, so that only what is truly unfinished is lost.
-        """
-        changed = False
-        while True:
-            try:
-                event = self.monitor.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return changed
-            while self.monitor.getsockopt(zmq.RCVMORE):
-                self.monitor.recv(zmq.NOBLOCK)
-            if _EVENT.unpack(event)[0] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.connected = changed = True
-                continue
-            self.receive(protocol)
-            protocol.lost(self.url)
-            self.close()
-            self._open()
+        """Follows the connection's ups and downs; returns whether there were any."""
+        connection = self.connection
+        if connection is None:
+            return self._open()
+        connection.look(protocol)
+        if connection.over is None:
+            if connection.connected == self._greeted:
+                return False
+            self._greeted, self.trouble = True, None
+            if connection.name == "zeromq" and self._path is not None and not self._shunned:
+                self._prefer_local(self._path)  # the daemon opens its local socket first: it is there, if it ever is
             return True
+        if self._greeted:
+            protocol.lost(self.url)
+        else:
+            self.trouble = connection.over
+        self._shunned = not self._greeted and self._transport == "auto"
+        self._close_connection()
+        self._open()
+        return True
+
+    def nobody(self, waited_s: float) -> ConnectionLost:
+        """The error of a client that has waited for a daemon in vain."""
+        reason = f": {self.trouble}" if self.trouble else "; is ulld running?"
+        return ConnectionLost(f"no daemon answers at {self.url} (waited {waited_s:g} s){reason}")
 
     def close(self, linger_ms: int = 0) -> None:
-        """Closes both sockets; a second call does nothing. `linger_ms`: how long unsent messages may take to leave."""
-        self.connected = False
-        if not self.socket.closed:
+        """Closes the connection for good. `linger_ms`: how long unsent messages may take to leave."""
+        self._closed = True
+        self._close_connection(linger_ms)
+
+    def _open(self) -> bool:
+        """Opens the best connection that there is; False if there is none."""
+        self._greeted = False
+        if self._path is not None and not self._shunned:
+            try:
+                self.connection = LocalConnection(self._path)
+                return True
+            except PermissionError:
+                self.trouble = f"permission to connect to {self._path} is denied; the file's group may"
+            except OSError as error:
+                self.trouble = f"{self._path}: {error.strerror or error}" if self._transport == "local" else None
+        if self._transport == "local":
+            return False
+        self.connection = DealerConnection(self.url, self._context or zmq.Context.instance())
+        return True
+
+    def _prefer_local(self, path: Path) -> None:
+        """Changes to the local transport if somebody listens there. Nothing is under way yet."""
+        try:
+            local = LocalConnection(path)
+        except OSError:
+            return
+        self._close_connection()
+        self.connection, self._greeted = local, False
+
+    def _close_connection(self, linger_ms: int = 0) -> None:
+        if self.connection is not None:
             if self.before_close is not None:
                 self.before_close()
-            self.socket.disable_monitor()
-            self.monitor.close(0)
-            self.socket.close(linger_ms)
+            self.connection.close(linger_ms)
+            if not self._closed:
+                self.connection = None
+
+
+def check_silence(seconds: float) -> float:
+    """A client's silence_timeout. Raises ConfigError unless it is a positive number of seconds."""
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"silence_timeout must be a positive number of seconds, not {seconds}", "silence_timeout")
+    return seconds

@@ -9,6 +9,7 @@ from typing import Any
 from ull.wire import Ended, Speculation
 
 _SUB_BUCKETS = 16  # per power of two: a quantile is at most 1/16 above the truth
+_RECENT = 0.125  # weight of the latest request in service_ns
 _QUANTILES = {"p50_ns": 0.5, "p90_ns": 0.9, "p99_ns": 0.99, "p999_ns": 0.999}
 
 
@@ -46,6 +47,34 @@ class LatencyHistogram:
         return {"count": self._count, "mean_ns": mean, **quantiles, "max_ns": self._max}
 
 
+class DutyCycle:
+    """What a thread's turns of its event loop cost, as native/base/duty_cycle.h counts other threads' cycles.
+
+    A turn that took longer than `stall_ns` is a stall.
+    """
+
+    def __init__(self, stall_ns: int) -> None:
+        self._stall_ns = stall_ns
+        self._cycles = self._working_ns = self._longest_ns = self._stalls = 0
+
+    def record(self, took_ns: int) -> None:
+        """Adds one turn."""
+        self._cycles += 1
+        self._working_ns += took_ns
+        self._longest_ns = max(self._longest_ns, took_ns)
+        self._stalls += took_ns > self._stall_ns
+
+    def snapshot(self) -> dict[str, int]:
+        """The figures, for `stats`."""
+        return {
+            "cycles": self._cycles,
+            "working_ns": self._working_ns,
+            "longest_ns": self._longest_ns,
+            "stalls": self._stalls,
+            "stall_ns": self._stall_ns,
+        }
+
+
 class Metrics:
     """What happened to requests since the start."""
 
@@ -59,6 +88,7 @@ class Metrics:
         self.cached_tokens = 0
         self.completion_tokens = 0
         self.speculation = Speculation()
+        self.service_ns = 0.0  # running mean of how long requests have occupied the engine, the recent ones above all
         self._latency = {
             name: LatencyHistogram()
             for name in ("admission", "queue", "prefill", "time_to_first_token", "inter_token", "end_to_end")
@@ -79,6 +109,9 @@ class Metrics:
         self._record("prefill", times.started_ns, times.prefilled_ns)
         self._record("time_to_first_token", times.received_ns, times.first_token_ns)
         self._record("end_to_end", times.received_ns, times.done_ns)
+        if times.started_ns and times.done_ns:
+            took = times.done_ns - times.started_ns
+            self.service_ns += (took - self.service_ns) * (_RECENT if self.service_ns else 1.0)
         gap = inter_token_ns(record)
         if gap is not None:
             self._latency["inter_token"].record(gap)

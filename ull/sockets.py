@@ -9,6 +9,7 @@ import socket
 import stat
 from pathlib import Path
 
+from ull.config import local_path
 from ull.errors import DaemonError
 
 _PROBE_S = 0.5
@@ -17,23 +18,28 @@ _PROBE_S = 0.5
 class SocketClaim:
     """Holds the right to bind the ipc socket `path`, by a lock on `path`.lock that dies with the process.
 
-    Raises DaemonError if another daemon holds it, something else listens there, or the path is no socket.
-    A socket file that a dead daemon has left is removed.
+    The right covers the local transport's socket beside it, `local` (None where its name is too long for one).
+    Raises DaemonError if another daemon holds it, something else listens there, or a path is no socket.
+    Socket files that a dead daemon has left are removed.
     """
 
     def __init__(self, path: Path, mode: int) -> None:
         self.path = path
+        self.local = local_path(path)
+        self.paths = [path] if self.local is None else [path, self.local]  # of sockets
         self._lock_path = path.with_name(path.name + ".lock")
         self._descriptor = self._lock(mode)
         try:
-            self._clear_way()
+            for each in self.paths:
+                self._clear_way(each)
         except BaseException:
             self._unlock()
             raise
 
     def release(self) -> None:
-        """Removes the socket file and gives up the claim."""
-        self.path.unlink(missing_ok=True)
+        """Removes the socket files and gives up the claim."""
+        for path in self.paths:
+            path.unlink(missing_ok=True)
         self._unlock()
 
     def _lock(self, mode: int) -> int:
@@ -64,23 +70,23 @@ class SocketClaim:
         self._lock_path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
-    def _clear_way(self) -> None:
+    def _clear_way(self, path: Path) -> None:
         """Removes a dead daemon's socket. The lock says that no ull daemon lives; another program might."""
         try:
-            kind = self.path.lstat().st_mode
+            kind = path.lstat().st_mode
         except FileNotFoundError:
             return
         except OSError as error:
-            raise DaemonError(f"cannot look at {self.path}: {error.strerror}", "listen") from error
+            raise DaemonError(f"cannot look at {path}: {error.strerror}", "listen") from error
         if not stat.S_ISSOCK(kind):
-            raise DaemonError(f"{self.path} exists and is not a socket; it is not ours to remove", "listen")
+            raise DaemonError(f"{path} exists and is not a socket; it is not ours to remove", "listen")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(_PROBE_S)
             try:
-                probe.connect(str(self.path))
+                probe.connect(str(path))
             except OSError as error:
                 if error.errno != errno.ECONNREFUSED:
-                    raise DaemonError(f"cannot probe {self.path}: {error}", "listen") from error
+                    raise DaemonError(f"cannot probe {path}: {error}", "listen") from error
             else:
-                raise DaemonError(f"{self.path} is in use: something listens on it", "listen")
-        self.path.unlink(missing_ok=True)
+                raise DaemonError(f"{path} is in use: something listens on it", "listen")
+        path.unlink(missing_ok=True)

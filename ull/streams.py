@@ -1,13 +1,14 @@
 """The client's half of the wire without a socket: which answers belong to which request.
 
 `Protocol` is shared by the synchronous and the asynchronous client. It never waits and never sends; the clients
-do, and feed every message they receive to `Protocol.receive`.
+do, and feed every message they receive to `Protocol.receive`. A signal handler may raise between any two steps here
+(Ctrl-C): what is recorded is recorded by a single one of them, and the same message may be fed once more.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -54,14 +55,14 @@ class StreamState:
 
     def __init__(self, request_id: int, wants_logprobs: bool) -> None:
         self.id = request_id
-        self.unread: deque[Token] = deque()
         self.done: wire.Done | None = None
         self.failure: UllError | None = None  # refused, or the connection was lost
         self.abandoned = False  # nobody will read it: frames are dropped until the terminal one
         self.on_change: Callable[[], None] | None = None
-        self._texts: list[str] = []
-        self._ids: list[int] = []
-        self._logprobs: list[TokenLogprob] | None = [] if wants_logprobs else None
+        self.heard_ns = time.monotonic_ns()  # when the daemon last said something about it
+        self._wants_logprobs = wants_logprobs
+        self._tokens: list[Token] = []
+        self._read = 0  # tokens that the caller has had
 
     @property
     def finished(self) -> bool:
@@ -86,37 +87,58 @@ class StreamState:
         return self._result(self.done)
 
     def _result(self, done: wire.Done) -> Result:
+        logprobs = [entry for token in self._tokens for entry in token.logprobs or ()]
         return Result(
-            text="".join(self._texts),
-            token_ids=list(self._ids),
+            text="".join(token.text for token in self._tokens),
+            token_ids=[token_id for token in self._tokens for token_id in token.ids],
             finish_reason=done.finish_reason,
             usage=done.usage,
             timeline=done.timeline,
             seed=done.seed,
             speculation=done.speculation,
-            logprobs=self._logprobs,
+            logprobs=logprobs if self._wants_logprobs else None,
             error=done.error,
         )
 
+    def next_token(self) -> Token | None:
+        """The next token that the caller has not had; None if it has had all that are there."""
+        if self._read == len(self._tokens):
+            return None
+        self._read += 1
+        return self._tokens[self._read - 1]
+
+    def drop_unread(self) -> None:
+        """Counts all that is there as had."""
+        self._read = len(self._tokens)
+
     def take(self, reply: wire.Token, received_ns: int) -> None:
         """Appends one token frame."""
+        self.heard_ns = received_ns
         if self.abandoned:
             return
-        logprobs = None if reply.logprobs is msgspec.UNSET else reply.logprobs
-        self._texts.append(reply.text)
-        self._ids.extend(reply.ids)
-        if self._logprobs is not None and logprobs is not None:
-            self._logprobs.extend(logprobs)
-        self.unread.append(
+        last = self._tokens[-1] if self._tokens else None
+        expected = 0 if last is None else last.index + len(last.ids)
+        if reply.index < expected or (last is not None and not last.ids):
+            return  # fed once more; a frame without ids is the last one's text
+        if reply.index > expected:
+            self.failure = ConnectionLost(f"tokens {expected} to {reply.index - 1} of the request were lost on the way")
+            return
+        self._tokens.append(
             Token(
                 index=reply.index,
                 ids=reply.ids,
                 text=reply.text,
                 time_ns=reply.time_ns,
                 received_ns=received_ns,
-                logprobs=logprobs,
+                logprobs=None if reply.logprobs is msgspec.UNSET else reply.logprobs,
             )
         )
+
+    def answered(self, health: wire.HealthReply) -> None:
+        """The daemon has said whether it still runs the request. Its end, if it has had one, was sent before that."""
+        self.heard_ns = time.monotonic_ns()
+        if health.live is False and not self.finished:
+            self.failure = ConnectionLost("the daemon no longer knows the request, and its end did not arrive")
 
     def changed(self) -> None:
         """Tells whoever waits for this stream that it has moved."""
@@ -168,37 +190,48 @@ class Protocol:
         self._streams.pop(request_id, None)
         self._queries.pop(request_id, None)
 
+    def stream(self, request_id: int) -> StreamState | None:
+        """The stream of a request that awaits its terminal frame."""
+        return self._streams.get(request_id)
+
     def live_streams(self) -> list[int]:
         """The ids of the streams that still await their terminal frame."""
         return list(self._streams)
 
-    def receive(self, frames: Sequence[bytes], received_ns: int) -> None:
+    def receive(self, payload: bytes | memoryview, received_ns: int) -> None:
         """Takes one message of the daemon; what belongs to no live request is ignored."""
-        if len(frames) != 2 or frames[0] != wire.VERSION:
-            self.fail_all(RequestError("bad_version", "the daemon speaks another protocol version"))
-            return
         try:
-            reply = wire.decode_reply(frames[1])
+            reply = wire.decode_reply(payload)
         except wire.WireError as error:
             self.fail_all(RequestError("bad_message", f"the daemon's answer is not understood: {error}"))
             return
         if isinstance(reply, wire.Token):
             if (stream := self._streams.get(reply.id)) is not None:
                 stream.take(reply, received_ns)
+                if stream.failure is not None:
+                    self._streams.pop(reply.id, None)
                 stream.changed()
         elif isinstance(reply, wire.Done):
-            if (stream := self._streams.pop(reply.id, None)) is not None:
+            if (stream := self._streams.get(reply.id)) is not None:
                 stream.done = reply
+                self._streams.pop(reply.id, None)
                 stream.changed()
         elif isinstance(reply, wire.Error):
             if reply.id is None:
                 self.fail_all(wire.error_of(reply))
             else:
                 self._fail(reply.id, wire.error_of(reply))
-        elif (query := self._queries.pop(reply.id, None)) is not None:
+        elif (query := self._queries.get(reply.id)) is not None:
             query.reply = reply
+            self._queries.pop(reply.id, None)
             if query.on_change is not None:
                 query.on_change()
+        elif isinstance(reply, wire.Ack) and not reply.known:
+            self._forget_abandoned(reply.id)
+
+    def misunderstood(self) -> None:
+        """The daemon has sent what is no message of this protocol."""
+        self.fail_all(RequestError("bad_version", "the daemon speaks another protocol version"))
 
     def lost(self, url: str) -> None:
         """The connection is gone, and with it everything in flight: a new connection is a new client."""
@@ -209,10 +242,18 @@ class Protocol:
         for request_id in [*self._streams, *self._queries]:
             self._fail(request_id, error)
 
+    def _forget_abandoned(self, request_id: int) -> None:
+        """A stream that was given up before its request had left: the daemon knows nothing of it."""
+        stream = self._streams.get(request_id)
+        if stream is not None and stream.abandoned:
+            stream.failure = ConnectionLost("the request was given up before it was sent")
+            self._streams.pop(request_id, None)
+
     def _fail(self, request_id: int, error: UllError) -> None:
-        target = self._streams.pop(request_id, None) or self._queries.pop(request_id, None)
+        target = self._streams.get(request_id) or self._queries.get(request_id)
         if target is not None:
             target.failure = error
+            self.forget(request_id)
             if target.on_change is not None:
                 target.on_change()
 

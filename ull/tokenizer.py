@@ -40,7 +40,8 @@ class Tokenizer:
         self.bos_id: int | None = self._tokenizer.token_to_id(bos) if bos is not None else None
         self._template = _compile_template(_find_template(directory, config))
         longest = max((len(token.encode()) for token in self._tokenizer.get_vocab()), default=1)
-        self._bytes_per_token = longest * (_NORMALIZER_SHRINK if self._tokenizer.normalizer is not None else 1)
+        # Bytes of text that one token covers at most.
+        self.bytes_per_token = longest * (_NORMALIZER_SHRINK if self._tokenizer.normalizer is not None else 1)
 
     @property
     def has_chat_template(self) -> bool:
@@ -58,7 +59,7 @@ class Tokenizer:
         No token covers more bytes than the longest entry of the vocabulary. That refuses a prompt of megabytes at
         once, where tokenizing it would take seconds.
         """
-        return len(text.encode()) // self._bytes_per_token
+        return len(text.encode()) // self.bytes_per_token
 
     def encode(self, text: str) -> list[int]:
         """The ids of a plain prompt; never two BOS in front, even if the text itself begins with one.

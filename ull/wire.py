@@ -70,9 +70,10 @@ class Cancel(msgspec.Struct, tag="cancel", kw_only=True):
 
 
 class Health(msgspec.Struct, tag="health", kw_only=True):
-    """Asks whether the daemon serves; answered by `health`."""
+    """Asks whether the daemon serves, and whether it still runs `request`; answered by `health`."""
 
     id: int
+    request: int | UnsetType = UNSET  # the id of a request of the same client
 
 
 class Info(msgspec.Struct, tag="info", kw_only=True):
@@ -163,6 +164,7 @@ class Error(msgspec.Struct, tag="error", kw_only=True):
     code: str
     message: str
     field: str | None = None
+    retry_after_ms: int | None = None  # of code "busy": when it may be worth while to try again; an estimate
 
 
 class Ack(msgspec.Struct, tag="ack", kw_only=True):
@@ -179,6 +181,7 @@ class HealthReply(msgspec.Struct, tag="health", kw_only=True):
     status: str  # "ok" | "draining" | "stalled" | "failed"
     uptime_ns: int
     queue_length: int
+    live: bool | UnsetType = UNSET  # where a request was asked about: whether it has not ended
 
 
 class InfoReply(msgspec.Struct, tag="info", kw_only=True):
@@ -191,7 +194,11 @@ class InfoReply(msgspec.Struct, tag="info", kw_only=True):
 
 
 class StatsReply(msgspec.Struct, tag="stats", kw_only=True):
-    """Answers `stats`: counters since the start, latencies, the engine's and the io thread's own figures."""
+    """Answers `stats`: counters since the start, latencies, the engine's and the io thread's own figures.
+
+    `threads` says by thread what its cycles cost: how many there were, how long it worked, the longest, how many were
+    longer than `stall_ns`, and how often it slept.
+    """
 
     id: int
     requests: dict[str, Any]
@@ -199,6 +206,8 @@ class StatsReply(msgspec.Struct, tag="stats", kw_only=True):
     engine: dict[str, Any]
     io: dict[str, Any]
     speculation: dict[str, Any] = {}
+    log: dict[str, Any] = {}  # dropped: lines that could not be written
+    threads: dict[str, dict[str, int]] = {}
 
 
 Request = Generate | Cancel | Health | Info | Stats
@@ -251,6 +260,15 @@ class WireError(RequestError):
         self.request_id = request_id
 
 
+def longest_request(context: int, bytes_per_token: int) -> int:
+    """Bytes of the longest `generate` that an engine of `context` tokens can accept, whatever its form, and some more.
+
+    A text of a token has at most `bytes_per_token`; 64 more are an id, or what a chat's message has around its text;
+    stop texts, biases and fields that are unknown here share the rest.
+    """
+    return (256 << 10) + context * (bytes_per_token + 64)
+
+
 def encode(message: Request | Reply) -> bytes:
     """The msgpack payload of `message`. Raises RequestError for a text that has no UTF-8 form (lone surrogates)."""
     try:
@@ -295,7 +313,8 @@ def decode_ended(payload: bytes | memoryview) -> Ended:
 def error_of(reply: Error) -> RequestError:
     """The exception that a client raises for an `error` message."""
     if reply.code == "busy":
-        return Busy(reply.message, reply.field)
+        seconds = None if reply.retry_after_ms is None else reply.retry_after_ms / 1000
+        return Busy(reply.message, reply.field, seconds)
     if reply.code == "draining":
         return Draining(reply.message, reply.field)
     return RequestError(reply.code, reply.message, reply.field)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -19,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zmq
 from bandwidth import read_bandwidth
+from cores import client_cores
 from journal import Finding, Report, Run, write_findings
 from plans import measure_plans, print_plans
 from rich.console import Console
@@ -139,16 +142,22 @@ def time_persistent_points(arch: str, rounds: int, bandwidth: float) -> Iterator
 def time_client(arch: str, rounds: int) -> Iterator[Finding]:
     """Gaps between tokens as a client on an ipc socket sees them, over so many plain rounds."""
     gaps: list[float] = []
-    with DaemonProcess(build(arch), ready_timeout=300.0) as daemon, Client(daemon.url) as client:
-        while len(gaps) < rounds:
-            last = 0
-            stream = client.generate([1, 2, 3, 4], max_tokens=2000, speculate="none", ignore_eos=True)
-            for _ in stream:
-                now = time.perf_counter_ns()
-                if last:
-                    gaps.append((now - last) / 1e3)
-                last = now
-    yield {"client": {"arch": arch, "inter_token_us": percentiles(gaps[:rounds])}}
+    cores = client_cores(sorted(os.sched_getaffinity(0)))
+    os.sched_setaffinity(0, cores.daemon)  # the daemon inherits it
+    with DaemonProcess(build(arch), arguments=cores.arguments, ready_timeout=300.0) as daemon, zmq.Context() as context:
+        os.sched_setaffinity(0, cores.client_libzmq)  # its threads are started here and stay
+        context.socket(zmq.PAIR).close()
+        os.sched_setaffinity(0, cores.client)
+        with Client(daemon.url, context=context) as client:
+            placement = client.info().executor["placement"]
+            while len(gaps) < rounds:
+                last = 0
+                for _ in client.generate([1, 2, 3, 4], max_tokens=2000, speculate="none", ignore_eos=True):
+                    now = time.perf_counter_ns()
+                    if last:
+                        gaps.append((now - last) / 1e3)
+                    last = now
+    yield {"client": {"arch": arch, "inter_token_us": percentiles(gaps[:rounds]), "placement": placement}}
 
 
 def time_plans() -> Iterator[Finding]:

@@ -60,7 +60,7 @@ from ull_build.drafters import SpeculationSettings, describe, open_drafters
 from ull_build.evaluate import CALIBRATION, EvaluationText, Observation, read_text
 from ull_build.kernels import CompiledFile, compile_kernels, describe_file, write_code
 from ull_build.local_gpu import find_gpu
-from ull_build.output import check_output, file_entry, require_space, staged_output, write_synced
+from ull_build.output import check_output, file_entry, require_space, staged_output
 from ull_build.progress import Reporter
 from ull_build.quality import Evaluator, evaluation_bytes, measure_quality
 from ull_build.recipe import ForwardRecipe, Recipe
@@ -187,7 +187,7 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
         require_space(output.parent, _needed_bytes(inputs.checkpoint, inputs.drafters, settings))
         with staged_output(output) as staging:
             manifest = _fill(staging, inputs, reporter)
-            write_synced(staging / MANIFEST_FILE, encode_manifest(manifest))
+            (staging / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
             open_bundle(staging)  # a bundle that ull would refuse must not come into being
     return BuildResult(output, manifest, time.monotonic() - start)
 

@@ -44,7 +44,8 @@ def is_bundle(path: Path) -> bool:
 def staged_output(output: Path) -> Iterator[Path]:
     """A temporary sibling of `output` to build in; renamed to it at the end, removed if anything goes wrong.
 
-    A bundle that is already there is replaced: renamed away, and deleted once the new one stands in its place. An
+    What was written is on the disk before the rename, so that a crash of the machine leaves no half bundle either. A
+    bundle that is already there is replaced: renamed away, and deleted once the new one stands in its place. An
     interrupt may come between any two steps: either the old bundle or the new one is in place after it.
     """
     mark = f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -56,10 +57,12 @@ def staged_output(output: Path) -> Iterator[Path]:
         except OSError as error:
             raise BuildError(f"cannot create {staging}: {error.strerror}", field="output") from error
         yield staging
+        for path in (*staging.rglob("*"), staging):
+            _sync(path)
         if output.exists():
             output.rename(old)
         staging.rename(output)
-        _sync_directory(output.parent)
+        _sync(output.parent)
     finally:
         if old.exists() and not output.exists():
             old.rename(output)
@@ -67,9 +70,9 @@ def staged_output(output: Path) -> Iterator[Path]:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _sync_directory(path: Path) -> None:
-    """Makes renames in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(path: Path) -> None:
+    """Brings a file's content, or a directory's names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -92,11 +95,3 @@ def file_entry(path: Path) -> FileEntry:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
     return FileEntry(sha256=digest.hexdigest(), bytes=path.stat().st_size)
-
-
-def write_synced(path: Path, data: bytes | memoryview[int]) -> None:
-    """Writes a file that survives a crash of the machine."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

@@ -41,7 +41,7 @@ from ull.bundle import (
 from ull.errors import RecipeError
 from ull_build.build import BuildResult, compile_for
 from ull_build.kernels import write_code
-from ull_build.output import check_output, file_entry, require_space, staged_output, write_synced
+from ull_build.output import check_output, file_entry, require_space, staged_output
 from ull_build.progress import Reporter
 from ull_build.recipe import ForwardRecipe
 from ull_build.shapes import shape_model
@@ -130,12 +130,12 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
             forward=added.forward if added else FUSED,
             random_weights=True,
         )
-        write_synced(staging / MANIFEST_FILE, encode_manifest(manifest))
+        (staging / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
         bundle = open_bundle(staging)
         if added is not None:
             manifest = watch_plans(bundle)
             save_timing_cache(added.timing_cache, timing_cache_of(output))
-            write_synced(staging / MANIFEST_FILE, encode_manifest(manifest))
+            (staging / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
     return BuildResult(output, manifest, time.monotonic() - start)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,10 @@ class WeightsWriter:
         self._emit(np.ascontiguousarray(piece).data.cast("B"))
 
     def finish(self) -> FileEntry:
-        """Flushes to disk. Raises ValueError when tensors are incomplete."""
+        """Writes out what is buffered. Raises ValueError when tensors are incomplete."""
         if self._remaining or self._pending:
             raise ValueError(f"tensor {self._name!r} lacks {self._remaining} bytes, {len(self._pending)} are missing")
         self._file.flush()
-        os.fsync(self._file.fileno())
         return FileEntry(sha256=self._hash.hexdigest(), bytes=self._bytes)
 
     def _emit(self, data: bytes | memoryview) -> None:

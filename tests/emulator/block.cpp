@@ -6,7 +6,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <numeric>
 #include <utility>
+
+#include "copies.h"
+#include "order.h"
+#include "shadow.h"
 
 namespace ull::emulator {
 
@@ -139,13 +144,26 @@ void wake_lanes(Warp& warp, uint32_t lanes) {
   if (warp.runnable != 0) warp.block->runnable_warps |= 1U << warp.index;
 }
 
-void release_barrier(Barrier& barrier) {
+// `last`: the thread that came last, if it did not end instead.
+void release_barrier(Barrier& barrier, const Thread* last) {
+  std::vector<int> met;
+  for (int i = 0; reports && i < grid.threads; ++i) {
+    if ((barrier.waiting[i / kWarpLanes] >> i % kWarpLanes & 1U) != 0) met.push_back(i);
+  }
+  if (reports && last != nullptr) met.push_back(last->index);
+  threads_meet(met);
   for (int w = 0; w < grid.threads / kWarpLanes; ++w) {
     wake_lanes(block->warps[w], barrier.waiting[w]);
     barrier.waiting[w] = 0;
   }
   barrier.arrived = 0;
   barrier.count = 0;
+}
+
+void lanes_meet(const Warp& warp) {
+  std::vector<int> lanes(kWarpLanes);
+  std::iota(lanes.begin(), lanes.end(), warp.index * kWarpLanes);
+  threads_meet(lanes);
 }
 
 void thread_main() {
@@ -161,7 +179,7 @@ void thread_main() {
             name_of(warp.collective));
   }
   Barrier& all = block->barriers[0];
-  if (all.arrived != 0 && all.arrived == block->live) release_barrier(all);
+  if (all.arrived != 0 && all.arrived == block->live) release_barrier(all, nullptr);
   Thread* next = next_thread();
   if (next == nullptr) {
     for (const Block* each : grid.blocks) {
@@ -196,11 +214,11 @@ void prepare_threads() {
 }
 
 void hide_regions() {
-  grid.hidden_contents.resize(grid.hidden.size());
-  for (size_t i = 0; i < grid.hidden.size(); ++i) {
-    auto* data = static_cast<unsigned char*>(grid.hidden[i].address);
-    grid.hidden_contents[i].assign(data, data + grid.hidden[i].bytes);
-    memset(data, 0xFF, grid.hidden[i].bytes);
+  grid.hidden_contents.resize(grid.written.size());
+  for (size_t i = 0; i < grid.written.size(); ++i) {
+    auto* data = static_cast<unsigned char*>(grid.written[i].address);
+    grid.hidden_contents[i].assign(data, data + grid.written[i].bytes);
+    memset(data, 0xFF, grid.written[i].bytes);
   }
 }
 
@@ -293,6 +311,7 @@ const Operand* meet_warp(Collective collective, Site site) {
     return operands;
   }
   if (collective == Collective::kMma) multiply(operands);
+  if (collective == Collective::kWarpBarrier) lanes_meet(warp);
   warp.arrived = 0;
   warp.turn ^= 1;
   wake_lanes(warp, ~0U);
@@ -314,7 +333,7 @@ void meet_barrier(int id, int count, Site site) {
   barrier.count = count;
   ++barrier.arrived;
   if (barrier.arrived == (id == 0 ? block->live : count)) {
-    release_barrier(barrier);
+    release_barrier(barrier, self);
     let_others_run();
     return;
   }
@@ -326,6 +345,7 @@ void meet_barrier(int id, int count, Site site) {
 // Where blocks run at once, the predecessor is complete when all of them have asked for it.
 void predecessor_complete(Site site) {
   block->waited = true;
+  if (reports) my_order().waited = true;
   if (grid.meets && !grid.complete) {
     for (const Block* each : grid.blocks) {
       if (!each->waited) return suspend(Wait::kPredecessor, site);
@@ -343,6 +363,7 @@ void predecessor_complete(Site site) {
 
 void arrive_device(uint32_t* count) {
   maybe_let_others_run();
+  release_order(count);
   ++*count;
   for (Block* each : grid.blocks) {
     for (int i = 0; i < grid.threads; ++i) {
@@ -354,15 +375,19 @@ void arrive_device(uint32_t* count) {
 
 void await_device(const uint32_t* count, uint32_t at_least, Site site) {
   if (!grid.meets) fail_at(site, "await_device in a kernel that is no ULL_GRID_KERNEL");
-  if (*count >= at_least) return maybe_let_others_run();
-  self->count = count;
-  self->parity = at_least;
-  suspend(Wait::kDevice, site);
+  if (*count >= at_least) {
+    maybe_let_others_run();
+  } else {
+    self->count = count;
+    self->parity = at_least;
+    suspend(Wait::kDevice, site);
+  }
+  acquire_order(count);
 }
 
 void show_hidden_regions() {
   for (size_t i = 0; i < grid.hidden_contents.size(); ++i) {
-    memcpy(grid.hidden[i].address, grid.hidden_contents[i].data(), grid.hidden[i].bytes);
+    memcpy(grid.written[i].address, grid.hidden_contents[i].data(), grid.written[i].bytes);
   }
   grid.hidden_contents.clear();
 }
@@ -374,7 +399,10 @@ bool run_blocks() {
     block = each;
     block->waited = block->released = false;
     block->copies.clear();
+    block->mbarriers.clear();
     prepare_threads();
+    begin_order(*block);
+    begin_shadow(*block);
   }
   hide_regions();
   self = &block->thread[0];
@@ -384,8 +412,8 @@ bool run_blocks() {
   self = nullptr;
   for (Block* each : grid.blocks) {
     block = each;
-    if (!block->copies.empty()) {
-      record_error(block->copies.back().site, "the block ends while a bulk copy is under way");
+    if (const Site* site = unfinished_copy()) {
+      record_error(*site, "the block ends while a bulk copy is under way: nobody has waited for it");
     } else if (!block->waited) {
       record_error({nullptr, 0}, "the block ends without wait_for_predecessor()");
     }

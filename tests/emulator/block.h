@@ -5,10 +5,13 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "fiber.h"
+#include "records.h"
 
 namespace ull::emulator {
 
@@ -16,12 +19,6 @@ inline constexpr int kMostThreads = 1024;
 inline constexpr int kWarpLanes = 32;
 inline constexpr int kMostWarps = kMostThreads / kWarpLanes;
 inline constexpr int kNamedBarriers = 16;  // 0 is block_barrier()
-
-// A line of a kernel, for messages.
-struct Site {
-  const char* file;
-  int line;
-};
 
 enum class Wait : uint8_t { kNone, kCollective, kBarrier, kCopies, kPredecessor, kDevice };
 
@@ -79,19 +76,22 @@ struct BulkCopy {
   Site site;
 };
 
-// Device memory that the launch's predecessor writes: 0xFF until the block has called wait_for_predecessor().
-struct HiddenRegion {
+struct Region {
   void* address;
   uint64_t bytes;
 };
 
 struct Block {
   int x, y;
-  int live;  // threads that have not ended
+  uint16_t number;  // of the grid, modulo 2^16
+  int live;         // threads that have not ended
   bool waited;
   bool released;
   unsigned char* shared;
   std::vector<BulkCopy> copies;
+  std::map<const uint64_t*, Mbarrier> mbarriers;
+  std::shared_ptr<Order> order;  // of its threads, and:
+  std::vector<Word> shadow;      // of its shared memory, by word, where kernels report what they access
   uint32_t runnable_warps;
   Barrier barriers[kNamedBarriers];
   Warp warps[kMostWarps];
@@ -102,6 +102,7 @@ struct Block {
 struct Grid {
   const char* kernel;
   const void* params;
+  uint64_t params_bytes;
   void (*body)(const void* params);
   bool meets;     // its blocks wait for each other: all of them run at once
   bool complete;  // and all have asked for the predecessor's results
@@ -110,10 +111,12 @@ struct Grid {
   uint32_t shared_bytes;
   uint64_t random;
   Fiber launcher;
-  std::string error;           // of the first failure
-  std::vector<Block*> blocks;  // that run: one, or all
-  std::vector<HiddenRegion> hidden;
-  std::vector<std::vector<unsigned char>> hidden_contents;
+  std::string error;            // of the first failure
+  std::vector<Block*> blocks;   // that run: one, or all
+  std::vector<Region> written;  // by the predecessor: 0xFF until the block has called wait_for_predecessor()
+  std::vector<std::vector<unsigned char>> hidden_contents;  // of `written`, until then
+  std::vector<Region> constants;                            // that no kernel writes
+  std::vector<Region> host_reads;                           // once store_release_system() has told the host
 };
 
 extern Grid grid;

@@ -2,10 +2,12 @@
 //
 // An mbarrier's 64 bits: [63:48] kMagic, [47] phase, [46:35] arrivals per phase, [34:23] arrivals still to come,
 // [22:0] bytes still to come (signed: a copy may complete before its bytes were announced).
-#include <algorithm>
+#include "copies.h"
+
 #include <cstring>
 
-#include "emulated_arch.h"
+#include "order.h"
+#include "shadow.h"
 
 namespace ull::emulator {
 
@@ -51,13 +53,25 @@ void store(uint64_t* barrier, Fields fields) {
   }
   *barrier = packed(fields);
   if (!complete) return;
+  Mbarrier& known = block->mbarriers[barrier];
+  ++known.phase;
+  known.completed = known.arrived;
   for (int i = 0; i < grid.threads; ++i) {
     Thread& thread = block->thread[i];
     if (thread.wait == Wait::kCopies && thread.barrier == barrier) wake(thread);
   }
 }
 
+bool is_unfinished(const Mbarrier& known) { return known.waited_for < known.copied; }
+
 }  // namespace
+
+const Site* unfinished_copy() {
+  for (const auto& [address, known] : block->mbarriers) {
+    if (is_unfinished(known)) return &known.site;
+  }
+  return nullptr;
+}
 
 void perform_one_copy() {
   const size_t index = draw() % block->copies.size();
@@ -80,6 +94,11 @@ void init_mbarrier(uint64_t* barrier, int arrivals, Site site) {
   if (*barrier >> 48 == kMagic) fail_at(site, "barrier_init of an mbarrier that has not been invalidated");
   const auto count = static_cast<uint32_t>(arrivals);
   *barrier = packed({0, count, count, 0});
+  block->mbarriers[barrier] = {self->index, false, 1, 0, 0, site, {}, {}};
+}
+
+void fence_mbarriers() {
+  for (auto& [address, known] : block->mbarriers) known.fenced = known.fenced || known.initialiser == self->index;
 }
 
 void invalidate_mbarrier(uint64_t* barrier, Site site) {
@@ -90,6 +109,10 @@ void invalidate_mbarrier(uint64_t* barrier, Site site) {
       fail_at(site, "invalidates an mbarrier that thread %d waits for", i);
     }
   }
+  if (is_unfinished(block->mbarriers[barrier])) {
+    fail_at(site, "invalidates an mbarrier without having waited for the bulk copy that completes on it");
+  }
+  block->mbarriers.erase(barrier);
   *barrier = ~uint64_t{0};
 }
 
@@ -99,17 +122,24 @@ void arrive_mbarrier(uint64_t* barrier, uint32_t bytes, Site site) {
   if (fields.to_come == 0) fail_at(site, "arrives once more than the %u times of this phase", fields.arrivals);
   fields.bytes += static_cast<int32_t>(bytes);
   fields.to_come -= 1;
+  hand_over(block->mbarriers[barrier].arrived);
   store(barrier, fields);
   maybe_let_others_run();
 }
 
 void wait_mbarrier(const uint64_t* barrier, uint32_t parity, Site site) {
   if (parity > 1) fail_at(site, "barrier_wait for parity %u", parity);
-  if (fields_of(barrier, site).phase != parity) return maybe_let_others_run();
-  self->barrier = barrier;
-  self->parity = parity;
-  // Woken by the end of the phase; another phase may have begun and ended before this thread runs, as on the chip.
-  while (fields_of(barrier, site).phase == parity) suspend(Wait::kCopies, site);
+  if (fields_of(barrier, site).phase != parity) {
+    maybe_let_others_run();
+  } else {
+    self->barrier = barrier;
+    self->parity = parity;
+    // Woken by the end of the phase; another phase may have begun and ended before this thread runs, as on the chip.
+    while (fields_of(barrier, site).phase == parity) suspend(Wait::kCopies, site);
+  }
+  Mbarrier& known = block->mbarriers[barrier];
+  known.waited_for = known.phase - 1;
+  take_over(known.completed);
 }
 
 void begin_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier, Site site) {
@@ -124,6 +154,13 @@ void begin_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barr
     fail_at(site, "a bulk copy of %u bytes from %p to shared + %td: size and addresses must be multiples of 16", bytes,
             global, offset);
   }
+  Mbarrier& known = block->mbarriers[barrier];
+  if (!known.fenced) {
+    fail_at(site, "a bulk copy completes on an mbarrier that fence_barrier_init() has not followed");
+  }
+  known.copied = known.phase;
+  known.site = site;
+  watch_copy(shared, global, bytes, site);
   memset(destination, 0xFF, bytes);  // from here on the copy may write: whoever reads before it completed reads this
   block->copies.push_back({destination, static_cast<const unsigned char*>(global), bytes, barrier, site});
   maybe_let_others_run();

@@ -3,8 +3,9 @@
 //
 // It is stricter than the chip: all 32 lanes must reach the same line for a warp collective, a barrier that is never
 // met is an error, and so is a block that ends without wait_for_predecessor(). Addresses of 16-byte accesses are
-// checked. What it cannot show: missing fences, races within what one thread does between two of the operations below,
-// and races between blocks other than through their order, or the points where the blocks of a ULL_GRID_KERNEL change.
+// checked; mbarriers are fenced before bulk copies see them, and bulk copies waited for before their block ends. What
+// threads do between two of the operations below is never interleaved: that a barrier or a fence is missing there shows
+// where kernels are compiled to report their loads and stores (shadow.h), whatever the order.
 #pragma once
 
 #include <cmath>
@@ -15,9 +16,14 @@
 #include <type_traits>
 
 #include "block.h"
+#include "copies.h"
 #include "numbers.h"
+#include "order.h"
+#include "shadow.h"
 
 #define ULL_DEVICE inline
+// Functions whose own loads and stores are not the kernel's.
+#define ULL_UNSEEN __attribute__((no_sanitize("thread")))
 #define ULL_OFFSETOF(Type, member) __builtin_offsetof(Type, member)
 
 #define ULL_KERNEL(name, Params, threads, blocks_per_sm) \
@@ -37,13 +43,6 @@ struct Registration {
   Registration(const char* name, size_t params_bytes, int most_threads, bool meets, void (*body)(const void* params));
 };
 
-// copies.cpp
-void init_mbarrier(uint64_t* barrier, int arrivals, Site site);
-void invalidate_mbarrier(uint64_t* barrier, Site site);
-void arrive_mbarrier(uint64_t* barrier, uint32_t bytes, Site site);
-void wait_mbarrier(const uint64_t* barrier, uint32_t parity, Site site);
-void begin_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier, Site site);
-
 }  // namespace ull::emulator
 
 // The caller's place in the kernel, as default arguments.
@@ -55,15 +54,15 @@ namespace ull::arch {
 
 // ---- who am I ---------------------------------------------------------------------------------------------------
 
-inline int thread() { return emulator::self->index; }
-inline int threads() { return emulator::grid.threads; }
-inline int lane() { return emulator::self->lane; }
-inline int warp() { return emulator::self->warp->index; }
-inline int block_x() { return emulator::block->x; }
-inline int block_y() { return emulator::block->y; }
-inline int grid_x() { return emulator::grid.grid_x; }
-inline int grid_y() { return emulator::grid.grid_y; }
-inline unsigned char* shared_memory() { return emulator::block->shared; }
+ULL_UNSEEN inline int thread() { return emulator::self->index; }
+ULL_UNSEEN inline int threads() { return emulator::grid.threads; }
+ULL_UNSEEN inline int lane() { return emulator::self->lane; }
+ULL_UNSEEN inline int warp() { return emulator::self->warp->index; }
+ULL_UNSEEN inline int block_x() { return emulator::block->x; }
+ULL_UNSEEN inline int block_y() { return emulator::block->y; }
+ULL_UNSEEN inline int grid_x() { return emulator::grid.grid_x; }
+ULL_UNSEEN inline int grid_y() { return emulator::grid.grid_y; }
+ULL_UNSEEN inline unsigned char* shared_memory() { return emulator::block->shared; }
 
 // ---- barriers ---------------------------------------------------------------------------------------------------
 
@@ -74,7 +73,7 @@ inline void named_barrier(int id, int count, ULL_SITE_PARAMETERS) {
 }
 inline void warp_barrier(ULL_SITE_PARAMETERS) { emulator::meet_warp(emulator::Collective::kWarpBarrier, ULL_SITE); }
 
-inline void release_dependents() { emulator::block->released = true; }
+ULL_UNSEEN inline void release_dependents() { emulator::block->released = true; }
 inline void wait_for_predecessor(ULL_SITE_PARAMETERS) { emulator::predecessor_complete(ULL_SITE); }
 
 inline void arrive_device(uint32_t* count) { emulator::arrive_device(count); }
@@ -85,7 +84,7 @@ inline void await_device(const uint32_t* count, uint32_t at_least, ULL_SITE_PARA
 // ---- warp -------------------------------------------------------------------------------------------------------
 
 template <typename T>
-inline T exchange(T value, int source_lane, emulator::Collective collective, emulator::Site site) {
+ULL_UNSEEN inline T exchange(T value, int source_lane, emulator::Collective collective, emulator::Site site) {
   static_assert(std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8), "what __shfl_sync takes");
   memcpy(&emulator::my_operand().value, &value, sizeof(T));
   const emulator::Operand* operands = emulator::meet_warp(collective, site);
@@ -101,7 +100,7 @@ template <typename T>
 inline T shuffle(T value, int source_lane, ULL_SITE_PARAMETERS) {
   return exchange(value, source_lane, emulator::Collective::kShuffle, ULL_SITE);
 }
-inline uint32_t ballot(bool predicate, ULL_SITE_PARAMETERS) {
+ULL_UNSEEN inline uint32_t ballot(bool predicate, ULL_SITE_PARAMETERS) {
   emulator::my_operand().value = predicate ? 1 : 0;
   const emulator::Operand* operands = emulator::meet_warp(emulator::Collective::kBallot, ULL_SITE);
   uint32_t result = 0;
@@ -111,7 +110,7 @@ inline uint32_t ballot(bool predicate, ULL_SITE_PARAMETERS) {
 
 // ---- tensor cores -----------------------------------------------------------------------------------------------
 
-inline void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], ULL_SITE_PARAMETERS) {
+ULL_UNSEEN inline void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], ULL_SITE_PARAMETERS) {
   emulator::Operand& mine = emulator::my_operand();
   memcpy(mine.a, a, sizeof(a));
   memcpy(mine.b, b, sizeof(b));
@@ -121,7 +120,7 @@ inline void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], U
 
 // ---- number formats ---------------------------------------------------------------------------------------------
 
-inline uint32_t e4m3x2_to_f16x2(uint32_t pair) {
+ULL_UNSEEN inline uint32_t e4m3x2_to_f16x2(uint32_t pair) {
   return emulator::kE4m3ToF16[pair & 255U] | static_cast<uint32_t>(emulator::kE4m3ToF16[pair >> 8 & 255U]) << 16;
 }
 inline uint32_t f32x2_to_f16x2(float low, float high) {
@@ -172,8 +171,9 @@ inline void store_global(void* address, const Vector4& value, ULL_SITE_PARAMETER
 }
 
 template <typename T>
-inline T change_atomically(T* address, T (*change)(T old, T value), T value) {
+ULL_UNSEEN inline T change_atomically(T* address, T (*change)(T old, T value), T value) {
   emulator::maybe_let_others_run();
+  emulator::watch_atomic(address, sizeof(T), __builtin_return_address(0));
   const T old = *address;  // one thread runs at a time
   *address = change(old, value);
   return old;
@@ -194,11 +194,9 @@ inline uint32_t atomic_or(uint32_t* address, uint32_t value) {
   return change_atomically(address, +[](uint32_t old, uint32_t bits) { return old | bits; }, value);
 }
 
-inline void fence_device() {}
-inline void store_release_system(uint64_t* address, uint64_t value) {
-  __atomic_store_n(address, value, __ATOMIC_RELEASE);
-}
-inline uint64_t load_acquire_system(const uint64_t* address) { return __atomic_load_n(address, __ATOMIC_ACQUIRE); }
+inline void fence_device() { emulator::fence_order(); }
+inline void store_release_system(uint64_t* address, uint64_t value) { emulator::publish(address, value); }
+inline uint64_t load_acquire_system(const uint64_t* address) { return emulator::read_from_host(address); }
 inline uint64_t timer_ns() {
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
@@ -215,11 +213,11 @@ inline uint32_t shared_address(const void* pointer) {
 inline void barrier_init(Barrier* barrier, int arrivals, ULL_SITE_PARAMETERS) {
   emulator::init_mbarrier(barrier, arrivals, ULL_SITE);
 }
-inline void fence_barrier_init() {}
+inline void fence_barrier_init() { emulator::fence_mbarriers(); }
 inline void barrier_invalidate(Barrier* barrier, ULL_SITE_PARAMETERS) {
   emulator::invalidate_mbarrier(barrier, ULL_SITE);
 }
-inline void fence_bulk_copies() {}
+inline void fence_bulk_copies() { emulator::fence_copies_order(); }
 inline void barrier_arrive(Barrier* barrier, ULL_SITE_PARAMETERS) { emulator::arrive_mbarrier(barrier, 0, ULL_SITE); }
 inline void barrier_arrive_expect(Barrier* barrier, uint32_t bytes, ULL_SITE_PARAMETERS) {
   emulator::arrive_mbarrier(barrier, bytes, ULL_SITE);
@@ -227,7 +225,7 @@ inline void barrier_arrive_expect(Barrier* barrier, uint32_t bytes, ULL_SITE_PAR
 inline void barrier_wait(Barrier* barrier, uint32_t parity, ULL_SITE_PARAMETERS) {
   emulator::wait_mbarrier(barrier, parity, ULL_SITE);
 }
-inline void fence_bulk_sources() {}
+inline void fence_bulk_sources() { emulator::fence_sources_order(); }
 inline void bulk_copy(void* shared, const void* global, uint32_t bytes, Barrier* barrier, ULL_SITE_PARAMETERS) {
   emulator::begin_copy(shared, global, bytes, barrier, ULL_SITE);
 }

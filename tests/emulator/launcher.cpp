@@ -14,7 +14,10 @@
 #include <numeric>
 #include <utility>
 
+#include "copies.h"
 #include "emulated_arch.h"
+#include "order.h"
+#include "shadow.h"
 
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
@@ -228,6 +231,7 @@ std::string run_together(const std::vector<int>& numbers) {
     Block& one = places[i]->block;
     one.x = numbers[i] % grid.grid_x;
     one.y = numbers[i] / grid.grid_x;
+    one.number = static_cast<uint16_t>(numbers[i]);
     one.shared = places[i]->shared.fresh(grid.shared_bytes);
     grid.blocks.push_back(&one);
   }
@@ -258,6 +262,12 @@ std::string run_grid() {
   return {};
 }
 
+std::vector<Region> regions(const UllRegion* from, int count) {
+  std::vector<Region> list;
+  for (int i = 0; i < count; ++i) list.push_back({from[i].address, from[i].bytes});
+  return list;
+}
+
 std::string run(const UllLaunch& launch) {
   const std::lock_guard guard(launch_lock);
   for (const Entry& entry : entries()) {
@@ -274,11 +284,14 @@ std::string run(const UllLaunch& launch) {
     grid.threads = launch.threads;
     grid.shared_bytes = static_cast<uint32_t>(launch.shared_bytes);
     grid.random = launch.seed * 0x9E3779B97F4A7C15ULL + 0xD1B54A32D192ED03ULL;
-    grid.hidden.clear();
-    for (int i = 0; i < launch.hidden_count; ++i) {
-      grid.hidden.push_back({launch.hidden[i].address, launch.hidden[i].bytes});
-    }
-    return run_grid();
+    grid.params_bytes = static_cast<uint64_t>(entry.kernel.params_bytes);
+    grid.written = regions(launch.written, launch.written_count);
+    grid.constants = regions(launch.constants, launch.constant_count);
+    grid.host_reads = regions(launch.host_reads, launch.host_read_count);
+    forget_order();
+    forget_shadow();
+    const std::string error = run_grid();
+    return error.empty() ? unpublished() : error;
   }
   return std::string("unknown kernel ") + launch.kernel;
 }

@@ -22,9 +22,11 @@ struct UllLaunch {
   int32_t threads;
   int32_t shared_bytes;
   const void* params;
-  uint64_t seed;            // of the order of blocks and threads
-  const UllRegion* hidden;  // [hidden_count] what the predecessor writes: 0xFF until a block has waited for it
-  int32_t hidden_count;
+  uint64_t seed;                // of the order of blocks and threads
+  const UllRegion* written;     // [written_count] by the predecessor: 0xFF until a block has waited for it
+  const UllRegion* constants;   // [constant_count] what no kernel writes, and the only memory to be read before that
+  const UllRegion* host_reads;  // [host_read_count] mapped memory that the host reads when it is told to
+  int32_t written_count, constant_count, host_read_count;
 };
 
 // The library's kernels; returns how many.

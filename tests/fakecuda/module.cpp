@@ -241,15 +241,19 @@ void run_kernel(const KernelNode& kernel) {
   static std::atomic<uint64_t> seed = static_cast<uint64_t>(number("ULL_FAKECUDA_SEED", 0));
   const std::lock_guard guard(Library::exiting);
   corrupt(kernel);
-  const UllLaunch launch = {kernel.function->kernel.name,
-                            kernel.grid_x,
-                            kernel.grid_y,
-                            kernel.threads,
-                            kernel.shared_bytes,
-                            kernel.params.data(),
-                            seed++,
-                            nullptr,
-                            0};
+  const UllLaunch launch = {.kernel = kernel.function->kernel.name,
+                            .grid_x = kernel.grid_x,
+                            .grid_y = kernel.grid_y,
+                            .threads = kernel.threads,
+                            .shared_bytes = kernel.shared_bytes,
+                            .params = kernel.params.data(),
+                            .seed = seed++,
+                            .written = nullptr,
+                            .constants = nullptr,
+                            .host_reads = nullptr,
+                            .written_count = 0,
+                            .constant_count = 0,
+                            .host_read_count = 0};
   char error[4096];
   if (library().launch(&launch, error, sizeof(error)) == 0) return;
   fprintf(stderr, "fakecuda: %s\n", error);

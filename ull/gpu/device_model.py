@@ -119,6 +119,7 @@ class DeviceModel:
             "medusa": self._heads,
             "medusa_heads": self.sizes.medusa.heads if self.sizes.medusa else 0,
             "kv_bytes": self.sizes.kv_bytes,
+            "kv_pages": self.places.region("KV pages"),
         }
 
     def _map_host_blocks(self, exit_stack: ExitStack) -> HostBlocks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 
-INTERFACE = 2
+INTERFACE = 3
 TREE_TOKENS = 64
 ROUND_SLOTS = 4
 STOP_TOKENS = 32
@@ -55,7 +55,7 @@ class RoundRequest(ctypes.Structure):
         ("stop_count", c_int32),
         ("text", c_uint32),
         ("prompt_tokens", c_int32),
-        ("padding", c_int32),
+        ("forced", c_int32),
         ("tokens", c_int32 * TREE_TOKENS),
         ("parents", c_uint8 * TREE_TOKENS),
         ("sampling", Sampling),
@@ -105,7 +105,7 @@ class Round(ctypes.Structure):
         ("base", c_int32),
         ("max_tokens", c_int32),
         ("draws", c_int32),
-        ("padding", c_int32),
+        ("first_draw", c_int32),
         ("begin_ns", c_uint64),
         ("tokens", c_int32 * TREE_TOKENS),
         ("depths", c_int32 * TREE_TOKENS),

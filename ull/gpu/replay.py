@@ -52,8 +52,11 @@ class Replay:
         seed: int = 0,
         top_logprobs: int = -1,
         size: int | None = None,
+        forced: int = 0,
     ) -> int:
         """Launches a round and returns its sequence number. `parents` default to a chain.
+
+        The first `forced` of a round's tokens, fewer than all, are accepted whatever is drawn behind them.
 
         `size` names the round's graph, which for a prefill fills the cache and leaves logits; default: the smallest
         that holds the tokens, or the prefill's own.
@@ -67,7 +70,7 @@ class Replay:
             self._setting += 1
         request.sequence, request.mode, request.count = self._sequence, mode, count
         request.position, request.max_tokens, request.setting = position, max_tokens, self._setting
-        request.page_count, request.stop_count = self._page_count, 0
+        request.page_count, request.stop_count, request.forced = self._page_count, 0, forced
         request.tokens[:count] = tokens
         request.parents[:count] = parents if parents is not None else [max(0, node - 1) for node in range(count)]
         request.sampling.temperature, request.sampling.top_p = temperature, 1.0

@@ -1,6 +1,7 @@
-// Ends a round's maths: takes the longest path of the tree whose nodes are what was drawn at their parents, cuts it at
-// a stop token and at max_tokens, tells the host, and leaves behind what a continuing round feeds and which nodes' KV
-// commit() keeps. Of a draft it tells the host every head's candidates, and leaves no trace.
+// Ends a round's maths: takes what is forced, and behind it the longest path of the tree whose nodes are what was drawn
+// at their parents, cuts that at a stop token and at max_tokens, tells the host, and leaves behind what a continuing
+// round feeds and which nodes' KV commit() keeps. Of a draft it tells the host every head's candidates, and leaves no
+// trace.
 #include "arch.cuh"
 #include "params.h"
 
@@ -26,10 +27,10 @@ struct Shared {
 static_assert(sizeof(Shared) == 776);  // ull/gpu/launches/sampling.py
 
 // Walks from the root along the draws.
-ULL_DEVICE void walk(int32_t max_tokens, Shared& shared) {
+ULL_DEVICE void walk(int root, int32_t max_tokens, Shared& shared) {
   int count = 0;
   bool stopped = false;
-  for (int node = 0; node >= 0 && count < max_tokens && !stopped; node = shared.next[node]) {
+  for (int node = root; node >= 0 && count < max_tokens && !stopped; node = shared.next[node]) {
     if (shared.draws[node] < 0) break;  // not finite: what came before stands
     shared.accepted[count++] = static_cast<uint8_t>(node);
     stopped = shared.stop[node];
@@ -38,22 +39,23 @@ ULL_DEVICE void walk(int32_t max_tokens, Shared& shared) {
   shared.stopped = stopped ? 1 : 0;
 }
 
-// Finds each node's successor. Siblings hold different tokens, so no two nodes claim the same parent.
-ULL_DEVICE void match(const Round* round, const State* state, int count, Shared& shared) {
+// Finds each node's successor, from the root on: what is forced was not drawn. Siblings hold different tokens, so no
+// two nodes claim the same parent.
+ULL_DEVICE void match(const Round* round, const State* state, int root, int count, Shared& shared) {
   const int me = arch::thread();
   int32_t token = -1;
   int parent = 0;
-  if (me < count) {
+  if (me >= root && me < count) {
     token = round->tokens[me];
     shared.draws[me] = round->drawn[me].token;
     shared.next[me] = -1;
-    if (me > 0) parent = round->path[me][round->depths[me] - 1];
+    if (me > root) parent = round->path[me][round->depths[me] - 1];
   }
   const int stops = state->stop_count;
   if (me >= kStopThread && me < kStopThread + stops) shared.stops[me - kStopThread] = state->stops[me - kStopThread];
   arch::block_barrier();
-  if (me < count) {
-    if (me > 0 && shared.draws[parent] == token) shared.next[parent] = me;
+  if (me >= root && me < count) {
+    if (me > root && shared.draws[parent] == token) shared.next[parent] = me;
     bool stop = false;
     for (int i = 0; i < stops; ++i) stop = stop || shared.draws[me] == shared.stops[i];
     shared.stop[me] = stop;
@@ -83,16 +85,16 @@ ULL_KERNEL(ull_accept, AcceptParams, kThreads, 1) {
   Shared& shared = *reinterpret_cast<Shared*>(arch::shared_memory());
   Round* round = params.round;
   State* state = params.state;
-  const int count = round->count;
+  const int count = round->count, root = round->first_draw;
   const bool draws = round->draws != 0, drafts = round->mode == RoundMode::kDraft;
   const uint64_t sequence = round->sequence;
   RoundResult* result = &params.results[sequence % kRoundSlots];
 
-  if (count > 0 && draws) match(round, state, count, shared);
+  if (count > 0 && draws) match(round, state, root, count, shared);
   if (arch::thread() == 0) {
     shared.count = 0;
     shared.stopped = 0;
-    if (count > 0 && draws) walk(round->max_tokens, shared);
+    if (count > 0 && draws) walk(root, round->max_tokens, shared);
     if (drafts) shared.count = count;
   }
   if (drafts && arch::thread() < count) shared.accepted[arch::thread()] = static_cast<uint8_t>(arch::thread());
@@ -100,7 +102,7 @@ ULL_KERNEL(ull_accept, AcceptParams, kThreads, 1) {
 
   // The host first.
   const int emitted = shared.count;
-  const bool not_finite = count > 0 && draws && shared.draws[0] < 0;
+  const bool not_finite = count > 0 && draws && shared.draws[root] < 0;
   if (arch::thread() == 0) {
     result->status = count == 0 ? RoundStatus::kSkipped : not_finite ? RoundStatus::kNotFinite : RoundStatus::kOk;
     result->count = emitted;
@@ -114,11 +116,13 @@ ULL_KERNEL(ull_accept, AcceptParams, kThreads, 1) {
 
   if (drafts) return;
   if (arch::thread() < emitted && state->sampling.penalizes != 0) {
-    params.text[round->base + 1 + arch::thread()] = shared.draws[shared.accepted[arch::thread()]];
+    params.text[round->base + root + 1 + arch::thread()] = shared.draws[shared.accepted[arch::thread()]];
   }
-  const int kept = draws ? emitted : count;
+  const int given = draws ? root : count;  // nodes that are kept whatever was drawn
+  const int kept = not_finite ? 0 : given + emitted;
   if (arch::thread() < kept) {
-    round->accepted[arch::thread()] = draws ? shared.accepted[arch::thread()] : static_cast<uint8_t>(arch::thread());
+    round->accepted[arch::thread()] =
+        arch::thread() < given ? static_cast<uint8_t>(arch::thread()) : shared.accepted[arch::thread() - given];
   }
   if (arch::thread() == kThreads - 1) {
     round->accepted_count = kept;
@@ -126,7 +130,7 @@ ULL_KERNEL(ull_accept, AcceptParams, kThreads, 1) {
     state->stopped = emitted == 0 || shared.stopped != 0 ? 1 : 0;
     if (emitted > 0) {
       state->token = shared.draws[shared.accepted[emitted - 1]];
-      state->position = round->base + emitted;
+      state->position = round->base + root + emitted;
       state->node = shared.accepted[emitted - 1];
     }
   }

@@ -91,7 +91,8 @@ ULL_DEVICE void store_tree(unsigned char* row, unsigned char* tree, const HeadPa
   }
 }
 
-// Queries of the block's rows; with_tree: also keys and values of all nodes, which part 0 publishes.
+// Queries of the block's rows; with_tree: also keys and values of all nodes, which one block publishes: the one of part
+// 0 that has the last split.
 template <int kTile>
 ULL_DEVICE void prepare_heads(const AttentionParams& params, const AttentionPlan& plan, const AttentionShare& share,
                               bool with_tree) {
@@ -99,6 +100,7 @@ ULL_DEVICE void prepare_heads(const AttentionParams& params, const AttentionPlan
   unsigned char* shared = arch::shared_memory();
   const int part = arch::thread() % kHeadLanes;
   const int heads = share.rows + (with_tree ? 2 * plan.count : 0);
+  const bool publishes = share.part == 0 && share.end_split == plan.end_split;
 #pragma unroll 1
   for (int first = 0; first < heads; first += kAttentionThreads / kHeadLanes) {
     const int head = first + arch::thread() / kHeadLanes;
@@ -128,7 +130,7 @@ ULL_DEVICE void prepare_heads(const AttentionParams& params, const AttentionPlan
     unsigned char* tree = static_cast<unsigned char*>(is_value ? params.tree_values : params.tree_keys) +
                           (share.kv_head * kTreeTokens + node) * kHeadDim * kKvBytes;
     store_tree(shared + (is_value ? Shared::kTreeValue : Shared::kTreeKey) + node * Shared::kHeadRow,
-               share.part == 0 ? tree : nullptr, x, part, inverse_scale, is_value);
+               publishes ? tree : nullptr, x, part, inverse_scale, is_value);
   }
 }
 

@@ -110,8 +110,8 @@ ULL_DEVICE void read_text(const BeginParams& params, const RoundRequest& head, i
   }
 }
 
-// Makes the counts those of the text up to the root, at `base`. A round that nobody took may have counted what stands
-// behind it.
+// Makes the counts those of the text up to the root, at `base`: behind what is forced. A round that nobody took may
+// have counted what stands behind it.
 ULL_DEVICE void count_text(const BeginParams& params, const RoundRequest& head, const State& state, int32_t base) {
   const int32_t count = clamp(base, params.text_capacity - 1) + 1;
   if (head.text != state.text) {
@@ -170,6 +170,11 @@ ULL_DEVICE bool is_skipped(const Shared& shared, const RoundRequest& head) {
   return head.count < 1 || head.count > kTreeTokens;
 }
 
+// The first node that is drawn: what comes before it is forced. 0 where nothing is.
+ULL_DEVICE int first_draw(const RoundRequest& head) {
+  return head.mode == RoundMode::kTake ? clamp(head.forced, head.count - 1) : 0;
+}
+
 }  // namespace
 
 ULL_KERNEL(ull_begin, BeginParams, kThreads, 1) {
@@ -194,6 +199,7 @@ ULL_KERNEL(ull_begin, BeginParams, kThreads, 1) {
     round->base = continues ? state.position : head.position;
     round->max_tokens = head.max_tokens;
     round->draws = head.mode == RoundMode::kPrefill || head.mode == RoundMode::kDraft ? 0 : 1;
+    round->first_draw = skipped ? 0 : first_draw(head);
     round->begin_ns = begin_ns;
     params.state->sequence = state.sequence + 1;
   }
@@ -202,7 +208,7 @@ ULL_KERNEL(ull_begin, BeginParams, kThreads, 1) {
   build_paths(head, count, shared, round);
   if (head.setting != state.setting) copy_setting(params, params.requests[slot], head);
   if (head.sampling.penalizes != 0 && head.mode != RoundMode::kPrefill) {
-    count_text(params, head, state, continues ? state.position : head.position);
+    count_text(params, head, state, continues ? state.position : head.position + first_draw(head));
   }
 }
 

@@ -247,7 +247,7 @@ ULL_KERNEL(ull_sample_filter, SampleParams, kThreads, 2) {
   arch::wait_for_predecessor();
   const int node = arch::block_y(), slices = arch::grid_x();
   Round* round = params.round;
-  if (node >= round->count || round->draws == 0) return;
+  if (!is_drawn(round, node)) return;
   const Wish wish = wish_of(round, params.state, node);
   if (!wish.listing) return;
   Shared& shared = *reinterpret_cast<Shared*>(arch::shared_memory());

@@ -64,7 +64,12 @@ ULL_DEVICE void multiply_staged(float (&sums)[1][4], const Source& stream, int s
   constexpr int kSteps = Plan::kStageSteps;
   arch::Vector4 activations[kSteps][1];
 #pragma unroll
-  for (int s = 0; s < kSteps; ++s) activations[s][0] = arch::load_shared(operands + s * Plan::kStagedStepBytes);
+  for (int s = 0; s < kSteps; ++s) {
+    activations[s][0] = {};  // behind a short stage stand the next slice's, or what is not activations at all
+    if (stream.kWhole || s < stream.steps(stage)) {
+      activations[s][0] = arch::load_shared(operands + s * Plan::kStagedStepBytes);
+    }
+  }
   Weights<Plan::Shape::kBits> weights[kSteps];
   const unsigned char* place = stream.wait(stage);
 #pragma unroll

@@ -8,7 +8,7 @@
 
 namespace ull::gpu {
 
-inline constexpr int kInterface = 2;         // raised with every change of what stands here: see device_layout.py
+inline constexpr int kInterface = 3;         // raised with every change of what stands here: see device_layout.py
 inline constexpr int kTreeTokens = 64;       // nodes of the widest tree, root included
 inline constexpr int kRoundSlots = 4;        // mapped request and result blocks, used in turn
 inline constexpr int kStopTokens = 32;       // token ids that end a request
@@ -21,7 +21,7 @@ inline constexpr int kSlices = 8;            // K slices of a linear layer; part
 inline constexpr float kMlpScale = 0.0625F;  // silu(gate) * up is kept as f16 times this, for its range
 
 enum class RoundMode : uint32_t {
-  kTake = 0,      // the request block says token, position and tree
+  kTake = 0,      // the request block says tokens, position and tree
   kContinue = 1,  // a plain round after the last one: token and position come from the device's state
   kPrefill = 2,   // a chain of prompt tokens: fills the cache, draws nothing
   kDraft = 3,     // Medusa heads on the last accepted token: node i is what head i says of position + 1 + i
@@ -65,7 +65,8 @@ struct alignas(64) RoundRequest {
   int32_t stop_count;
   uint32_t text;          // version of the host's text, of a request with penalties: the device reads a new one
   int32_t prompt_tokens;  // of the text: what follows them was generated
-  int32_t padding;
+  int32_t forced;         // kTake: the first so many nodes, below `count`, are a chain of prompt tokens and accepted as
+                          // they are: the tree's root, from which on nodes are drawn, is the one behind them
   int32_t tokens[kTreeTokens];
   uint8_t parents[kTreeTokens];  // parents[i] < i; parents[0] = 0
   Sampling sampling;
@@ -74,7 +75,7 @@ struct alignas(64) RoundRequest {
 };
 
 // Also in mapped host memory; `pages` follows as [context / kPageTokens] int32, then `text` as [context] int32: the
-// tokens up to the root of the round that brings a new version of it.
+// tokens up to the root of the round that brings a new version of it (its first draw, where tokens are forced).
 struct alignas(64) HostControl {
   uint64_t cancelled_through;  // rounds up to this sequence are skipped
 };
@@ -111,8 +112,8 @@ struct Round {
   int32_t count;  // nodes; 0: every kernel returns at once
   int32_t base;   // position of node 0: positions before it are in the pages
   int32_t max_tokens;
-  int32_t draws;  // 1: nodes are sampled (neither a prefill nor a draft)
-  int32_t padding;
+  int32_t draws;       // 1: nodes are sampled (neither a prefill nor a draft)
+  int32_t first_draw;  // the first of them: those before it are forced tokens, and part of the text
   uint64_t begin_ns;
   int32_t tokens[kTreeTokens];
   int32_t depths[kTreeTokens];             // position of node i: base + depths[i]

@@ -81,7 +81,7 @@ ULL_KERNEL(ull_sample_scan, SampleParams, kThreads, 2) {
   arch::wait_for_predecessor();
   const int node = arch::block_y();
   const Round* round = params.round;
-  if (node >= round->count || round->draws == 0) return;
+  if (!is_drawn(round, node)) return;
   Shared& shared = *reinterpret_cast<Shared*>(arch::shared_memory());
   Scratch& scratch = *static_cast<Scratch*>(params.scratch);
   const Wish wish = wish_of(round, params.state, node);
@@ -113,7 +113,7 @@ ULL_KERNEL(ull_sample_draw, SampleParams, kThreads, 2) {
   arch::wait_for_predecessor();
   const int node = arch::block_y(), slices = arch::grid_x();
   Round* round = params.round;
-  if (node >= round->count || round->draws == 0) return;
+  if (!is_drawn(round, node)) return;
   Shared& shared = *reinterpret_cast<Shared*>(arch::shared_memory());
   Scratch& scratch = *static_cast<Scratch*>(params.scratch);
   const Wish wish = wish_of(round, params.state, node);

@@ -123,6 +123,11 @@ struct Wish {
   int top_logprobs;  // -1: no logprobs
 };
 
+// Whether the node is sampled: not where it is none, nor in a prefill, nor where what follows is forced.
+ULL_DEVICE bool is_drawn(const Round* round, int node) {
+  return node < round->count && node >= round->first_draw && round->draws != 0;
+}
+
 ULL_DEVICE Wish wish_of(const Round* round, const State* state, int node) {
   constexpr float kMostInverseTemperature = 1e30F;  // as exec/cpu/sampler.cpp
   const Sampling& sampling = state->sampling;
@@ -247,9 +252,9 @@ ULL_DEVICE uint64_t sum_before(Shared& shared, uint64_t value) {
   return before;
 }
 
-// True for the last of a node's blocks to come here; what the others have written is visible to it.
+// True for the last of a node's blocks to come here; what the others have written is visible to it: their first threads
+// at any time, the rest before a barrier, as block_reduce() and best_of() hold one.
 ULL_DEVICE bool is_last_block(Shared& shared, uint32_t* arrivals) {
-  arch::block_barrier();
   if (arch::thread() == 0) {
     arch::fence_device();
     shared.last_block = arch::atomic_add(arrivals, 1U) + 1 == static_cast<uint32_t>(arch::grid_x()) ? 1 : 0;
@@ -273,7 +278,7 @@ ULL_DEVICE uint64_t mass_at(const Shared& shared, int at) {
 
 // How a node's raw logits are changed before anything is drawn: by penalties of its text, then by biases. To be called
 // before each_quad(), which takes the answer: whether they are. kNodes: of a tree's node, whose text goes on from the
-// root's by the node's way. Duplicates among the biased ids are refused upstream.
+// root's, the first draw's, by the node's way. Duplicates among the biased ids are refused upstream.
 template <bool kNodes>
 ULL_DEVICE bool stage_adjustment(Shared& shared, const Round* round, const State* state, int node) {
   const int bias_count = state->sampling.bias_count, me = arch::thread();
@@ -284,9 +289,10 @@ ULL_DEVICE bool stage_adjustment(Shared& shared, const Round* round, const State
   for (int i = me; i < kChunk / 4; i += kThreads) shared.added[i] = 0;
   int way_count = 0;
   if constexpr (kNodes) {
-    if (penalizes) way_count = round->depths[node];
+    const int root = round->first_draw;  // which stands at that depth: what comes before it is a chain
+    if (penalizes) way_count = round->depths[node] - root;
     const uint32_t step = static_cast<uint32_t>(me);
-    if (me < way_count) shared.way[step] = round->tokens[round->path[node][step + 1]];
+    if (me < way_count) shared.way[step] = round->tokens[round->path[node][root + static_cast<int>(step) + 1]];
   }
   if (me == 0) {
     shared.adjustment = {bias_count,
@@ -310,11 +316,8 @@ ULL_DEVICE void spread(Shared& shared, int chunk, int last, bool put) {
   if (arch::thread() < shared.adjustment.way_count) {
     const int at = shared.way[arch::thread()] - chunk;
     if (at >= 0 && at < kChunk) {
-      if (put) {
-        arch::atomic_add(&shared.added[at / 4], 1U << (at % 4 * 8));
-      } else {
-        shared.added[at / 4] = 0;
-      }
+      const uint32_t one = 1U << (at % 4 * 8);
+      arch::atomic_add(&shared.added[at / 4], put ? one : 0U - one);
     }
   }
   arch::block_barrier();
@@ -441,7 +444,7 @@ ULL_DEVICE void best_of(Shared& shared, int wanted, uint64_t* out, Each each) {
   arch::block_barrier();
   int larger = 0;
   for (int i = 0; i < kThreads; ++i) larger += shared.chosen[i] > mine ? 1 : 0;
-  if (larger == wanted - 1) shared.least = mine;
+  if (larger == wanted - 1 && mine > 0) shared.least = mine;
   arch::block_barrier();
   const uint64_t least = shared.least;
   each([&](uint64_t item) {

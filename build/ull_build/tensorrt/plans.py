@@ -15,7 +15,6 @@ from typing import Any
 from ull.bundle import PLANS_DIRECTORY, TOKEN_COUNTS, AttentionKind, Model
 from ull.errors import BuildError
 from ull.gpu.tensorrt_library import make_logger
-from ull_build.output import write_synced
 from ull_build.progress import Reporter
 from ull_build.tensorrt.graph import Graph
 from ull_build.tensorrt.monitor import BuildLog, make_monitor, run_cancellable
@@ -76,9 +75,9 @@ def build_plans(
         with reporter.stage("TensorRT engines", _STEPS * len(segments), "steps") as advance:
             for segment in segments:
                 plan = building.build(segment, describe.add, advance)
-                write_synced(directory / plan_path(segment), plan)
+                (directory / plan_path(segment)).write_bytes(plan)
                 building.inspect(segment, plan)
-        write_synced(directory / INSPECTOR_FILE, json.dumps(building.information, indent=1).encode())
+        (directory / INSPECTOR_FILE).write_text(json.dumps(building.information, indent=1), encoding="utf-8")
         return BuiltPlans(
             attention=attention,
             files={segment: plan_path(segment) for segment in segments},

@@ -1,9 +1,12 @@
 #include "base/notify.h"
 
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
@@ -26,6 +29,16 @@ bool notify_service_manager(std::string_view state) noexcept {
                               reinterpret_cast<const sockaddr*>(&address), address_length);
   close(socket_fd);
   return sent == static_cast<ssize_t>(state.size());
+}
+
+void complain(std::string_view line) noexcept {
+  std::array<char, 512> text;  // below PIPE_BUF: a pipe that poll() calls writable takes it whole
+  const size_t length = std::min(line.size(), text.size() - 1);
+  std::memcpy(text.data(), line.data(), length);
+  text[length] = '\n';
+  pollfd item{STDERR_FILENO, POLLOUT, 0};
+  if (poll(&item, 1, 0) != 1 || (item.revents & POLLOUT) == 0) return;
+  [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, text.data(), length + 1);
 }
 
 int64_t service_watchdog_usec() noexcept {

@@ -1,7 +1,32 @@
-// Naming and pinning of the runtime's own threads. Both are best effort: a thread that cannot be pinned still works.
+// Starting, naming and pinning of the runtime's own threads. Names and cores are best effort: a thread that cannot be
+// pinned still works.
 #pragma once
 
+#include <csignal>
+#include <thread>
+#include <utility>
+
 namespace ull {
+
+// Blocks the calling thread's signals, but for those that a fault of its own raises, for as long as it lives.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() noexcept;
+  ~SignalsBlocked();
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+// Starts a thread that no signal of the process ever interrupts: these are the main thread's business. Throws
+// std::system_error.
+template <typename Body>
+[[nodiscard]] std::thread start_thread(Body&& body) {
+  const SignalsBlocked inherited;  // a thread is born with its creator's mask
+  return std::thread(std::forward<Body>(body));
+}
 
 // Shown by top and gdb; at most 15 characters.
 void name_current_thread(const char* name) noexcept;

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "base/clock.h"
+#include "base/thread.h"
 
 namespace ull {
 namespace {
@@ -17,6 +18,7 @@ EngineOptions checked(const EngineOptions& options) {
     if (!condition) throw std::invalid_argument(what);
   };
   require(options.queue_depth >= 0 && options.queue_depth <= 65536, "queue_depth: must be 0 to 65536");
+  require(options.client_share >= 0 && options.client_share <= 65537, "client_share: must be 0 to 65537");
   require(options.core >= -1, "core: must be a core's number, or -1 for any");
   require(options.watchdog_ms >= 1, "watchdog_ms: must be positive");
   require(options.max_prompt >= 0, "max_prompt: must not be negative");
@@ -53,9 +55,14 @@ Engine::Engine(Executor& executor, const std::string& vocabulary_path, const Eng
   EngineLoop::Options loop;
   loop.context = context_;
   loop.core = options.core;
+  loop.cooperative = options.cooperative.value_or(options.core < 0);
   loop.idle = options.idle;
   loop.slow_cycle_ns = options.slow_cycle_us * 1000;
-  loop.sessions = {info.page_count, context_, options.max_sessions, options.prefix_cache};
+  loop.sessions = {.page_count = info.page_count,
+                   .context = context_,
+                   .max_sessions = options.max_sessions,
+                   .reuse = options.prefix_cache,
+                   .copies = info.copies_pages};
   loop_ = std::make_unique<EngineLoop>(*shared_, executor_, vocabulary_, loop);
   watchdog_ = std::make_unique<Watchdog>(*shared_, options.watchdog_ms);
 }
@@ -88,27 +95,37 @@ void Engine::warm_up() {
     finish(executor_.start_prefill(
         {history.data(), position, 0, pages.data(), &drafted, drafts ? Speculation::kAuto : Speculation::kNone}));
   }
+  const Sampling greedy;
+  if (const int32_t forced = std::min(info.forced_tokens, position); forced > 0) {
+    finish(executor_.start_round({.token = history[0],
+                                  .position = 0,
+                                  .pages = pages.data(),
+                                  .sampling = &greedy,
+                                  .max_tokens = 1,
+                                  .history = history.data(),
+                                  .drafted = &drafted,
+                                  .prompt_tokens = forced + 1,
+                                  .rehearsal = true,
+                                  .forced = forced}));
+  }
   Sampling sampled;  // the longest path through the sampler
   sampled.temperature = 1.0F;
   sampled.top_k = 40;
   sampled.top_p = 0.9F;
-  const Sampling greedy;
   for (int kind = 0; kind < kSpeculations; ++kind) {
     const auto speculation = static_cast<Speculation>(kind);
     if (!info.drafters[kind] || speculation == Speculation::kAuto) continue;  // which chooses from the others
     for (int round = 0; round < kWarmUpRounds && position < context_ - 1; ++round) {
       const int most = std::min(info.tokens_per_round, context_ - 1 - position);
-      RoundStep step{history[static_cast<size_t>(position)],
-                     position,
-                     pages.data(),
-                     round % 2 == 0 ? &greedy : &sampled,
-                     most,
-                     history.data(),
-                     speculation,
-                     0,
-                     &drafted};
-      step.rehearsal = true;
-      finish(executor_.start_round(step));
+      finish(executor_.start_round({.token = history[static_cast<size_t>(position)],
+                                    .position = position,
+                                    .pages = pages.data(),
+                                    .sampling = round % 2 == 0 ? &greedy : &sampled,
+                                    .max_tokens = most,
+                                    .history = history.data(),
+                                    .speculation = speculation,
+                                    .drafted = &drafted,
+                                    .rehearsal = true}));
       for (int i = 0; i < result.count; ++i) history[static_cast<size_t>(++position)] = result.tokens[i].token;
     }
   }
@@ -117,7 +134,7 @@ void Engine::warm_up() {
 void Engine::start() {
   if (started_) throw std::logic_error("an engine starts once");
   started_ = true;
-  thread_ = std::thread([this] { loop_->run(); });
+  thread_ = start_thread([this] { loop_->run(); });
   watchdog_->start();
 }
 
@@ -184,11 +201,8 @@ uint64_t Engine::submit(const Submission& submission) {
   if (find(submission.identity, submission.id) != kNoSlot) {
     throw InvalidRequest("id", "a request with this id is in flight");
   }
+  check_room(submission.identity);
   const uint32_t index = free_slot();
-  if (index == kNoSlot || shared_->in_flight.load(std::memory_order_acquire) > options_.queue_depth) {
-    ++refused_;
-    throw QueueFull("the queue is full");
-  }
 
   RequestSlot& slot = shared_->slot(index);
   slot.stops.clear();
@@ -211,6 +225,7 @@ uint64_t Engine::submit(const Submission& submission) {
   slot.stop_id_count = static_cast<int32_t>(submission.stop_ids.size());
   std::copy(submission.stop_ids.begin(), submission.stop_ids.end(), slot.stop_ids.begin());
   slot.deadline_ns = submission.deadline_ns;
+  slot.rehearsal = submission.rehearsal;
   std::copy(submission.tokens.begin(), submission.tokens.end(), slot.tokens.get());
   slot.timeline = Timeline{};
   slot.timeline.received_ns = submission.received_ns;
@@ -224,7 +239,25 @@ uint64_t Engine::submit(const Submission& submission) {
   (void)shared_->submitted.try_push(index);  // has room for every slot
   shared_->attention.fetch_add(1, std::memory_order_release);
   shared_->engine_waker.wake();
+  rehearsed_ += submission.rehearsal ? 1 : 0;
   return ++submitted_;
+}
+
+// Whether the queue and the client's share of it have a place left. Throws QueueFull.
+void Engine::check_room(std::span<const uint8_t> client) {
+  const int share = options_.client_share > 0 ? options_.client_share : std::max(1, options_.queue_depth / 2);
+  int taken = 0;
+  for (uint32_t index = 0; index < shared_->slots; ++index) {
+    const RequestSlot& slot = shared_->slot(index);
+    if (slot.state.load(std::memory_order_acquire) != SlotState::kActive) continue;
+    taken += std::ranges::equal(slot.client(), client) ? 1 : 0;
+  }
+  const bool full = shared_->in_flight.load(std::memory_order_acquire) > options_.queue_depth;
+  if (!full && taken < share && free_slot() != kNoSlot) return;
+  ++refused_;
+  if (full || taken < share) throw QueueFull("the queue is full");
+  throw QueueFull("this client's share of the queue is taken: " + std::to_string(taken) +
+                  " of its requests wait or run");
 }
 
 bool Engine::cancel(std::span<const uint8_t> identity, uint64_t id) noexcept {
@@ -262,15 +295,22 @@ uint32_t Engine::free_slot() const noexcept {
   return kNoSlot;
 }
 
+int Engine::queue_length() const noexcept {
+  const bool running = shared_->running.load(std::memory_order_relaxed) != kNoSlot;
+  return std::max(0, shared_->in_flight.load(std::memory_order_relaxed) - (running ? 1 : 0));
+}
+
 EngineStats Engine::stats() const noexcept {
   EngineStats stats;
   stats.counters = shared_->counters.load();
-  stats.submitted = submitted_;
+  stats.submitted = submitted_ - rehearsed_;
   stats.refused = refused_;
-  stats.progress = shared_->progress.load(std::memory_order_relaxed);
+  const uint64_t rehearsed = shared_->rehearsed_progress.load(std::memory_order_acquire);
+  stats.progress = shared_->progress.load(std::memory_order_relaxed) - rehearsed;
   stats.stalls = shared_->stalls.load(std::memory_order_relaxed);
+  stats.late_threads = shared_->late_threads.load(std::memory_order_relaxed);
   stats.running = shared_->running.load(std::memory_order_relaxed) != kNoSlot;
-  stats.queue_length = std::max(0, shared_->in_flight.load(std::memory_order_relaxed) - (stats.running ? 1 : 0));
+  stats.queue_length = queue_length();
   for (uint32_t index = 0; index < shared_->slots; ++index) {
     stats.slots_used += shared_->slot(index).state.load(std::memory_order_acquire) != SlotState::kFree ? 1 : 0;
   }
@@ -298,6 +338,7 @@ NamedCounts EngineStats::named() const {
           {"longest_cycle_ns", counters.longest_cycle_ns},
           {"slow_cycles", counters.slow_cycles},
           {"stalls", stalls},
+          {"late_threads", late_threads},
           {"progress", progress},
           {"pages_used", counters.pages_used},
           {"page_count", static_cast<uint64_t>(page_count)},

@@ -22,7 +22,11 @@ namespace ull {
 
 struct EngineOptions {
   int queue_depth = 64;  // requests that may wait while one runs
+  int client_share = 0;  // of them and the one that runs, how many may be one client's; 0: half of queue_depth
   int core = -1;         // core of the engine thread; -1: any
+  // Whether the engine thread gives its core away after every announcement and layer, for those who carry the tokens
+  // on; none: where it has no core of its own.
+  std::optional<bool> cooperative = std::nullopt;
   IdleMode idle = IdleMode::kAdaptive;
   int64_t watchdog_ms = 2000;  // busy without progress for longer: stalled
   int max_prompt = 0;          // tokens; 0: as many as leave room for one
@@ -45,6 +49,7 @@ struct Submission {
   int64_t deadline_ns = 0;  // CLOCK_MONOTONIC; 0: none
   int64_t received_ns = 0;
   int64_t admitted_ns = 0;
+  bool rehearsal = false;  // the daemon's own, before it is ready: nobody counts it, and nothing of it stays
 };
 
 // A submission that cannot be served, whatever the engine's state; `field` names what is wrong.
@@ -55,7 +60,7 @@ class InvalidRequest : public std::invalid_argument {
   const char* field;
 };
 
-// Every place in the queue is taken: try again later.
+// Every place in the queue is taken, or every one that the client may take: try again later.
 class QueueFull : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -72,10 +77,11 @@ struct EngineStats {
   uint64_t submitted = 0;
   uint64_t refused = 0;  // by QueueFull
   uint64_t progress = 0;
-  uint64_t stalls = 0;   // times the watchdog found the engine stalled
-  int queue_length = 0;  // submitted and waiting
-  bool running = false;  // a request is being served
-  int slots_used = 0;    // requests whose end has not reached the control plane
+  uint64_t stalls = 0;        // times the watchdog found the engine stalled
+  uint64_t late_threads = 0;  // times a thread gave no sign of life when asked for one
+  int queue_length = 0;       // submitted and waiting
+  bool running = false;       // a request is being served
+  int slots_used = 0;         // requests whose end has not reached the control plane
   int page_count = 0;
 
   [[nodiscard]] NamedCounts named() const;       // all of it but those below
@@ -123,9 +129,21 @@ class Engine {
   [[nodiscard]] const Vocabulary& vocabulary() const noexcept { return vocabulary_; }
   void cancel_slot(uint32_t slot) noexcept;
 
+  [[nodiscard]] int queue_length() const noexcept;  // submitted and waiting
+
+  // For the control plane: readable when it is to call beat(), which is its sign of life, and to look at health().
+  [[nodiscard]] int control_call() const noexcept { return shared_->control_call.fd(); }
+  void beat() noexcept {
+    shared_->control_call.clear();
+    shared_->control_beat.tick();
+  }
+  // The control plane ends, and is watched no longer.
+  void end_beat() noexcept { shared_->control_beat.end(); }
+
  private:
   void end_threads() noexcept;
   void check(const Submission& submission) const;
+  void check_room(std::span<const uint8_t> client);
   [[nodiscard]] uint32_t find(std::span<const uint8_t> identity, uint64_t id) const noexcept;
   [[nodiscard]] uint32_t free_slot() const noexcept;
 
@@ -141,6 +159,7 @@ class Engine {
   bool started_ = false;
   bool draining_ = false;
   uint64_t submitted_ = 0;
+  uint64_t rehearsed_ = 0;  // of them
   uint64_t refused_ = 0;
 };
 

@@ -1,7 +1,8 @@
 #include "engine/loop.h"
 
+#include <sched.h>
+
 #include <algorithm>
-#include <limits>
 
 #include "base/clock.h"
 #include "base/cpu.h"
@@ -10,7 +11,6 @@
 namespace ull {
 namespace {
 
-constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 constexpr int64_t kAbortGraceNs = 2'000'000'000;  // an executor that ignores abort() for longer has failed
 constexpr int64_t kPublishNs = 1'000'000;         // counters are published at least this often while busy
 constexpr uint32_t kPollsPerLook = 64;            // polls of a pending step between two looks at clock and commands
@@ -21,13 +21,21 @@ constexpr const char* kDraining = "draining";
 }  // namespace
 
 EngineLoop::EngineLoop(EngineShared& shared, Executor& executor, const Vocabulary& vocabulary, const Options& options)
-    : shared_(shared), executor_(executor), vocabulary_(vocabulary), options_(options), sessions_(options.sessions) {
-  queue_.reserve(shared.slots);
+    : shared_(shared),
+      executor_(executor),
+      vocabulary_(vocabulary),
+      options_(options),
+      sessions_(options.sessions),
+      queue_(shared.slots) {
+  // A round may feed what later requests are to find in the cache only where it writes what a prefill would.
+  const ExecutorInfo& info = executor.info();
+  if (info.reuse == Reuse::kAll) most_forced_ = info.forced_tokens;
 }
 
 void EngineLoop::run() noexcept {
   name_current_thread("ull-engine");
   (void)pin_current_thread(options_.core);  // the control plane has checked the core; an unpinned engine still works
+  executor_.set_pulse(this);
   publish();
   while (!shared_.stopping.load(std::memory_order_acquire) || shared_.in_flight.load(std::memory_order_relaxed) > 0) {
     if (do_work()) {
@@ -37,33 +45,39 @@ void EngineLoop::run() noexcept {
     }
   }
   publish();
+  executor_.set_pulse(nullptr);
+  shared_.engine_beat.end();
 }
 
 // One request, from the queue to its final event. False if there was none.
 bool EngineLoop::do_work() noexcept {
   look_around(monotonic_ns());
   if (queue_.empty()) return false;
-  const uint32_t slot = queue_.front();
-  queue_.erase(queue_.begin());
-  serve(slot);
+  serve(queue_.take());
   publish();
   return true;
 }
 
 void EngineLoop::idle() noexcept {
   const int64_t now = monotonic_ns();
+  shared_.engine_beat.tick();
   if (idle_since_ns_ == 0) idle_since_ns_ = now;
   cpu_relax();
+  give_way();
+  shared_.engine_duty.end_cycle(now, false);
   if (options_.idle == IdleMode::kSpin || now - idle_since_ns_ < kIdleSpinNs) return;
   shared_.engine_waker.announce();
   // `stopping` too: look_around() may have seen the change of `attention` that came with it, after run() last looked.
   const bool nothing_new = shared_.attention.load(std::memory_order_acquire) == seen_attention_;
   if (nothing_new && !shared_.stopping.load(std::memory_order_acquire)) shared_.engine_waker.wait();
   shared_.engine_waker.awake();
+  shared_.engine_duty.end_sleep(monotonic_ns());
 }
 
 void EngineLoop::serve(uint32_t slot) noexcept {
   RequestSlot& request = shared_.slot(slot);
+  const bool rehearsal = request.rehearsal;
+  const uint64_t progress = shared_.progress.load(std::memory_order_relaxed);
   run_ = Run{};
   run_.request = &request;
   run_.slot = slot;
@@ -73,33 +87,54 @@ void EngineLoop::serve(uint32_t slot) noexcept {
   shared_.running.store(slot, std::memory_order_seq_cst);
   request.timeline.started_ns = monotonic_ns();
   request.outcome.cached_tokens = run_.session->size();
-  ++counters_.started;
-  counters_.prompt_tokens += static_cast<uint64_t>(request.prompt_tokens);
-  counters_.cached_tokens += static_cast<uint64_t>(run_.session->size());
-  counters_.prefix_hits += run_.session->size() > 0 ? 1 : 0;
+  EngineCounters& counted = counters(request);
+  ++counted.started;
+  counted.prompt_tokens += static_cast<uint64_t>(request.prompt_tokens);
+  counted.cached_tokens += static_cast<uint64_t>(run_.session->size());
+  counted.prefix_hits += run_.session->size() > 0 ? 1 : 0;
 
   Ending ending = attend(request.timeline.started_ns);
+  if (!ending) ending = take_over();
   if (!ending) ending = prefill();
   if (!ending) ending = decode();
-  end_running(ending);
+  end_running(ending);  // the slot may be another request's now
+  if (!rehearsal) return;
+  shared_.rehearsed_progress.fetch_add(shared_.progress.load(std::memory_order_relaxed) - progress,
+                                       std::memory_order_release);
 }
 
-// Puts all of the prompt but its last token into the cache; the first round feeds that one.
+// Copies what the session has of another's page: it goes on writing there.
+EngineLoop::Ending EngineLoop::take_over() noexcept {
+  const PageCopy& copy = run_.session->copy();
+  if (copy.tokens == 0) return {};
+  const CopyStep step{.from_page = copy.from, .to_page = copy.to, .tokens = copy.tokens};
+  if (const Ending ending = run_step([&] { return executor_.start_copy(step); })) return ending;
+  run_.session->copied();
+  return {};
+}
+
+// Puts all of the prompt but its last tokens into the cache; the first round feeds these, at least one, at most as many
+// as a round may take.
 EngineLoop::Ending EngineLoop::prefill() noexcept {
   RequestSlot& request = *run_.request;
   Session& session = *run_.session;
   const int32_t chunk = executor_.info().prefill_chunk;
-  while (session.size() < request.prompt_tokens - 1) {
+  const int32_t end = request.prompt_tokens - 1 - most_forced_;
+  while (session.size() < end) {
     const int32_t start = session.size();
-    const int32_t count = std::min(chunk, request.prompt_tokens - 1 - start);
+    const int32_t count = std::min(chunk, end - start);
     if (sessions_.reserve(session, start + count) != Status::kOk) {
       return {FinishReason::kError, kInternal, "the KV cache is full"};
     }
-    const PrefillStep step{request.tokens.get() + start, count, start, session.page_table(), session.drafted(),
-                           request.speculation};
+    const PrefillStep step{.tokens = request.tokens.get() + start,
+                           .count = count,
+                           .start = start,
+                           .pages = session.page_table(),
+                           .drafted = session.drafted(),
+                           .speculation = request.speculation};
     if (const Ending ending = run_step([&] { return executor_.start_prefill(step); })) return ending;
     session.append({step.tokens, static_cast<size_t>(count)});
-    ++counters_.prefill_chunks;
+    ++counters(request).prefill_chunks;
     if (const Ending ending = attend(monotonic_ns())) return ending;
   }
   request.timeline.prefilled_ns = monotonic_ns();
@@ -113,33 +148,38 @@ EngineLoop::Ending EngineLoop::decode() noexcept {
   Session& session = *run_.session;
   for (;;) {
     const int32_t position = session.size();
+    const int32_t forced = std::max(0, request.prompt_tokens - 1 - position);  // the first round's alone
     const int32_t most = std::min(executor_.info().tokens_per_round, request.max_tokens - run_.completed);
-    if (sessions_.reserve(session, position + most) != Status::kOk) {
+    if (sessions_.reserve(session, position + forced + most) != Status::kOk) {
       return {FinishReason::kError, kInternal, "the KV cache is full"};
     }
-    const RoundStep step{request.tokens[position],
-                         position,
-                         session.page_table(),
-                         &request.sampling,
-                         most,
-                         request.tokens.get(),
-                         request.speculation,
-                         request.max_tree,
-                         session.drafted(),
-                         request.stop_ids.data(),
-                         request.stop_id_count,
-                         request.prompt_tokens};
+    const RoundStep step{.token = request.tokens[position],
+                         .position = position,
+                         .pages = session.page_table(),
+                         .sampling = &request.sampling,
+                         .max_tokens = most,
+                         .history = request.tokens.get(),
+                         .speculation = request.speculation,
+                         .max_tree = request.max_tree,
+                         .drafted = session.drafted(),
+                         .stops = request.stop_ids.data(),
+                         .stop_count = request.stop_id_count,
+                         .prompt_tokens = request.prompt_tokens,
+                         .rehearsal = request.rehearsal,
+                         .forced = forced};
     if (const Ending ending = run_step([&] { return executor_.start_round(step); })) return ending;
-    if (const Ending ending = accept_round(most)) return ending;
+    if (const Ending ending = accept_round(step)) return ending;
     announce();
+    give_way();
     if (const Ending ending = attend(run_.last_round_ns)) return ending;
   }
 }
 
 // Takes over a round's tokens up to the one that ends the request, if any.
-EngineLoop::Ending EngineLoop::accept_round(int32_t most) noexcept {
+EngineLoop::Ending EngineLoop::accept_round(const RoundStep& step) noexcept {
   RequestSlot& request = *run_.request;
   const int64_t now = monotonic_ns();
+  const int32_t most = step.forced > 0 ? 1 : step.max_tokens;
   const bool valid = result_.count >= 1 && result_.count <= most && result_.accepted >= 0 &&
                      result_.accepted < result_.count && result_.tree_tokens > result_.accepted &&
                      result_.tree_tokens <= kMaxTreeTokens &&
@@ -151,7 +191,7 @@ EngineLoop::Ending EngineLoop::accept_round(int32_t most) noexcept {
     return {FinishReason::kError, kInternal, "the executor returned an impossible result"};
   }
 
-  if (run_.last_round_ns != 0) {
+  if (run_.last_round_ns != 0 && !request.rehearsal) {
     const int64_t cycle = now - run_.last_round_ns;
     shared_.round_ns.record(cycle);
     counters_.longest_cycle_ns = std::max(counters_.longest_cycle_ns, static_cast<uint64_t>(cycle));
@@ -187,26 +227,30 @@ EngineLoop::Ending EngineLoop::accept_round(int32_t most) noexcept {
     }
     if (!ending && run_.completed == request.max_tokens) ending = {FinishReason::kLength};
   }
-  // In the cache now: the token that was fed and those kept, but for the last, which the next round feeds.
-  run_.session->append({request.tokens.get() + run_.session->size(), static_cast<size_t>(kept)});
-  counters_.completion_tokens += static_cast<uint64_t>(kept);
+  // In the cache now: the tokens that were fed and those kept, but for the last, which the next round feeds.
+  run_.session->append({request.tokens.get() + step.position, static_cast<size_t>(step.forced + kept)});
+  counters(request).completion_tokens += static_cast<uint64_t>(kept);
   return ending;
 }
 
 void EngineLoop::count_round() noexcept {
   run_.request->rounds.count(result_);
-  ++counters_.rounds;
-  ++counters_.rounds_by_drafter[static_cast<size_t>(result_.drafter)];
-  counters_.drafted_tokens += static_cast<uint64_t>(result_.tree_tokens - 1);
-  counters_.accepted_tokens += static_cast<uint64_t>(result_.accepted);
-  for (int depth = 0; depth < std::min(result_.accepted, kCountedDepths); ++depth) ++counters_.accepted_by_depth[depth];
+  EngineCounters& counted = counters(*run_.request);
+  ++counted.rounds;
+  ++counted.rounds_by_drafter[static_cast<size_t>(result_.drafter)];
+  counted.drafted_tokens += static_cast<uint64_t>(result_.tree_tokens - 1);
+  counted.accepted_tokens += static_cast<uint64_t>(result_.accepted);
+  for (int depth = 0; depth < std::min(result_.accepted, kCountedDepths); ++depth) ++counted.accepted_by_depth[depth];
 }
 
 // Tells the io thread of the accepted tokens. If its ring is full they stay unannounced and go with the next round's:
 // the engine never waits for the io thread. Room for every slot's final event is kept free.
 void EngineLoop::announce() noexcept {
-  const EngineEvent event{run_.unannounced_ns, run_.slot, run_.announced, run_.completed - run_.announced,
-                          run_.first_logprob};
+  const EngineEvent event{.time_ns = run_.unannounced_ns,
+                          .slot = run_.slot,
+                          .index = run_.announced,
+                          .count = run_.completed - run_.announced,
+                          .logprobs = run_.first_logprob};
   if (!shared_.events.try_push(event, shared_.slots)) return;
   shared_.io_waker.wake();
   run_.announced = run_.completed;
@@ -218,15 +262,20 @@ void EngineLoop::end_running(const Ending& ending) noexcept {
   shared_.running.store(kNoSlot, std::memory_order_seq_cst);
   sessions_.close(*run_.session, reusable_tokens());
   request.outcome.completion_tokens = run_.completed;
-  EngineEvent last{run_.unannounced_ns, run_.slot,       run_.announced, run_.completed - run_.announced,
-                   run_.first_logprob,  run_.silent_last};
-  end(run_.slot, ending, last);
+  end(run_.slot, ending,
+      {.time_ns = run_.unannounced_ns,
+       .slot = run_.slot,
+       .index = run_.announced,
+       .count = run_.completed - run_.announced,
+       .logprobs = run_.first_logprob,
+       .silent_last = run_.silent_last,
+       .final = true});
 }
 
 // How many of the session's tokens may serve later requests. What an earlier request left in it was cut likewise and is
 // a prefix of this prompt, so that all of the prompt but its last token was written by one prefill or another.
 int EngineLoop::reusable_tokens() const noexcept {
-  if (shared_.failed.load(std::memory_order_relaxed)) return 0;
+  if (shared_.failed.load(std::memory_order_relaxed) || run_.request->rehearsal) return 0;
   switch (executor_.info().reuse) {
     case Reuse::kAll:
       return run_.session->size();
@@ -241,22 +290,23 @@ int EngineLoop::reusable_tokens() const noexcept {
 // The one place where a request ends.
 void EngineLoop::end(uint32_t slot, const Ending& ending, const EngineEvent& last) noexcept {
   RequestSlot& request = shared_.slot(slot);
+  EngineCounters& counted = counters(request);
   switch (ending.reason) {
     case FinishReason::kNone:
     case FinishReason::kStop:
-      ++counters_.stopped;
+      ++counted.stopped;
       break;
     case FinishReason::kLength:
-      ++counters_.length;
+      ++counted.length;
       break;
     case FinishReason::kCancelled:
-      ++counters_.cancelled;
+      ++counted.cancelled;
       break;
     case FinishReason::kTimeout:
-      ++counters_.timeout;
+      ++counted.timeout;
       break;
     case FinishReason::kError:
-      ++counters_.error;
+      ++counted.error;
       break;
   }
   request.outcome.reason = ending.reason;
@@ -266,9 +316,7 @@ void EngineLoop::end(uint32_t slot, const Ending& ending, const EngineEvent& las
   request.state.store(SlotState::kEnded, std::memory_order_release);
   shared_.in_flight.fetch_sub(1, std::memory_order_release);
   shared_.progress.fetch_add(1, std::memory_order_relaxed);
-  EngineEvent event = last;
-  event.final = true;
-  (void)shared_.events.try_push(event);  // cannot fail: announce() keeps room for every slot's final event
+  (void)shared_.events.try_push(last);  // cannot fail: announce() keeps room for every slot's final event
   shared_.io_waker.wake();
 }
 
@@ -285,7 +333,7 @@ EngineLoop::Ending EngineLoop::run_step(Start&& start) noexcept {
         return {};
       case Status::kAborted:
         if (const Ending ending = attend(monotonic_ns())) return ending;
-        ++counters_.repeated_steps;
+        ++counters(*run_.request).repeated_steps;
         continue;
       case Status::kOutOfPages:
         return {FinishReason::kError, kInternal, "the executor ran out of KV pages"};
@@ -305,6 +353,7 @@ Status EngineLoop::wait_for_step() noexcept {
     if (status != Status::kPending) return status;
     cpu_relax();
     if (polls % kPollsPerLook != 0) continue;
+    give_way();
     const int64_t now = monotonic_ns();
     const bool interrupted = static_cast<bool>(attend(now));
     if (interrupted && aborted_ns == 0) {
@@ -327,10 +376,11 @@ bool EngineLoop::take_record(int32_t& record) noexcept {
 EngineLoop::Ending EngineLoop::take_logprob(const RoundToken& token) noexcept {
   int32_t index = -1;
   if (!take_record(index)) {
-    ++counters_.logprob_waits;
+    ++counters(*run_.request).logprob_waits;
     if (run_.announced < run_.completed) announce();
     while (!take_record(index)) {
       cpu_relax();
+      give_way();
       if (const Ending ending = attend(monotonic_ns())) return ending;
       if (run_.announced < run_.completed) announce();
     }
@@ -352,9 +402,23 @@ EngineLoop::Ending EngineLoop::take_logprob(const RoundToken& token) noexcept {
   return {};
 }
 
+// The executor computes on this thread, and has come to the end of a layer.
+bool EngineLoop::beat() noexcept {
+  shared_.progress.fetch_add(1, std::memory_order_relaxed);
+  give_way();
+  return !attend(monotonic_ns());
+}
+
+// Where the engine has no core of its own, those who carry a token to its client may be waiting for this one, and the
+// scheduler lets them wait for its next tick, milliseconds away. 0.6 us if nobody is.
+void EngineLoop::give_way() noexcept {
+  if (options_.cooperative) sched_yield();
+}
+
 // Looks at commands and deadlines; says whether the running request must end. Two loads when nothing has happened.
 EngineLoop::Ending EngineLoop::attend(int64_t now) noexcept {
-  if (shared_.attention.load(std::memory_order_acquire) != seen_attention_ || now >= next_deadline_ns_) {
+  shared_.engine_duty.end_cycle(now, true);
+  if (shared_.attention.load(std::memory_order_acquire) != seen_attention_ || now >= queue_.next_deadline_ns()) {
     look_around(now);
   }
   if (now - published_ns_ >= kPublishNs) publish();
@@ -383,20 +447,12 @@ EngineLoop::Ending EngineLoop::executor_failure() const noexcept {
 void EngineLoop::look_around(int64_t now) noexcept {
   seen_attention_ = shared_.attention.load(std::memory_order_acquire);
   uint32_t slot = kNoSlot;
-  while (shared_.submitted.try_pop(slot)) queue_.push_back(slot);
-
-  next_deadline_ns_ = kNever;
-  size_t kept = 0;
-  for (const uint32_t waiting : queue_) {
-    const RequestSlot& request = shared_.slot(waiting);
-    if (const Ending ending = interruption(request, now)) {
-      end(waiting, ending, EngineEvent{0, waiting});
-      continue;
-    }
-    if (request.deadline_ns != 0) next_deadline_ns_ = std::min(next_deadline_ns_, request.deadline_ns);
-    queue_[kept++] = waiting;
-  }
-  queue_.resize(kept);
+  while (shared_.submitted.try_pop(slot)) queue_.push(slot, shared_.slot(slot));
+  queue_.remove_if([&](uint32_t waiting, const RequestSlot& request) {
+    const Ending ending = interruption(request, now);
+    if (ending) end(waiting, ending, {.slot = waiting, .final = true});
+    return static_cast<bool>(ending);
+  });
 }
 
 void EngineLoop::publish() noexcept {

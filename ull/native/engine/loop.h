@@ -3,9 +3,9 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "base/idle.h"
+#include "engine/queue.h"
 #include "engine/shared.h"
 #include "engine/vocabulary.h"
 #include "exec/executor.h"
@@ -13,11 +13,12 @@
 
 namespace ull {
 
-class EngineLoop {
+class EngineLoop final : private Pulse {
  public:
   struct Options {
-    int context = 0;  // tokens, prompt and completion together
-    int core = -1;    // core of the engine thread; -1: any
+    int context = 0;           // tokens, prompt and completion together
+    int core = -1;             // core of the engine thread; -1: any
+    bool cooperative = false;  // gives its core away for a moment wherever others may be waiting for it
     IdleMode idle = IdleMode::kAdaptive;
     int64_t slow_cycle_ns = 10'000'000;  // cycles longer than this are counted
     SessionCache::Options sessions;
@@ -57,9 +58,10 @@ class EngineLoop {
   void idle() noexcept;
 
   void serve(uint32_t slot) noexcept;
+  [[nodiscard]] Ending take_over() noexcept;
   [[nodiscard]] Ending prefill() noexcept;
   [[nodiscard]] Ending decode() noexcept;
-  [[nodiscard]] Ending accept_round(int32_t most) noexcept;
+  [[nodiscard]] Ending accept_round(const RoundStep& step) noexcept;
   void count_round() noexcept;
   void announce() noexcept;
   void end_running(const Ending& ending) noexcept;
@@ -72,23 +74,30 @@ class EngineLoop {
   [[nodiscard]] bool take_record(int32_t& record) noexcept;
   [[nodiscard]] Ending take_logprob(const RoundToken& token) noexcept;
 
+  [[nodiscard]] bool beat() noexcept override;
+  void give_way() noexcept;
   [[nodiscard]] Ending attend(int64_t now) noexcept;
   [[nodiscard]] Ending interruption(const RequestSlot& request, int64_t now) const noexcept;
   [[nodiscard]] Ending executor_failure() const noexcept;
   void look_around(int64_t now) noexcept;
   void publish() noexcept;
+  // Where what this request does is counted.
+  [[nodiscard]] EngineCounters& counters(const RequestSlot& request) noexcept {
+    return request.rehearsal ? rehearsed_ : counters_;
+  }
 
   EngineShared& shared_;
   Executor& executor_;
   const Vocabulary& vocabulary_;
   const Options options_;
   SessionCache sessions_;
-  std::vector<uint32_t> queue_;  // slots that wait, in order of arrival; capacity: all of them
+  RequestQueue queue_;
   Run run_;
+  int32_t most_forced_ = 0;  // prompt tokens that a round may take behind the first
   RoundResult result_;
   EngineCounters counters_;
+  EngineCounters rehearsed_;  // in the place of counters_, for requests that nobody counts
   uint32_t seen_attention_ = 0;
-  int64_t next_deadline_ns_ = 0;  // the earliest in the queue
   int64_t idle_since_ns_ = 0;
   int64_t published_ns_ = 0;
 };

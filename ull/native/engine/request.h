@@ -45,7 +45,7 @@ struct Timeline {
   int64_t received_ns = 0;   // the io thread had read the request
   int64_t admitted_ns = 0;   // the control plane had accepted it
   int64_t started_ns = 0;    // the engine thread took it from the queue
-  int64_t prefilled_ns = 0;  // all of the prompt but its last token was in the cache
+  int64_t prefilled_ns = 0;  // all of the prompt but what the first round reads was in the cache
   int64_t first_token_ns = 0;
   int64_t last_token_ns = 0;
   int64_t done_ns = 0;
@@ -81,6 +81,7 @@ struct RequestSlot {
   int32_t stop_id_count = 0;
   StopSet stops;
   int64_t deadline_ns = 0;  // CLOCK_MONOTONIC; 0: none
+  bool rehearsal = false;   // the daemon's own, before it is ready: nobody counts it, and nothing of it stays
 
   // The engine's results. tokens[prompt_tokens + i] is completion token i; it is written before the event that
   // announces it and never changes, so the io thread reads ids from here however far it has fallen behind.

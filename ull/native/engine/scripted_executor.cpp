@@ -20,6 +20,8 @@ ScriptedExecutor::ScriptedExecutor(Options options) : options_(std::move(options
   require(options_.context >= 2, "context: must be at least 2");
   require(options_.page_count >= 1, "page_count: must be positive");
   require(options_.prefill_chunk >= 1, "prefill_chunk: must be positive");
+  require(options_.layers >= 0, "layers: must not be negative");
+  require(options_.forced_tokens >= 0, "forced_tokens: must not be negative");
   require(options_.round_ns >= 0 && options_.prefill_token_ns >= 0, "round_ns, prefill_token_ns: must not be negative");
 }
 
@@ -31,6 +33,8 @@ void ScriptedExecutor::prepare() {
   info_.prefill_chunk = options_.prefill_chunk;
   info_.tokens_per_round = options_.tokens_per_round;
   info_.reuse = options_.reuse;
+  info_.forced_tokens = options_.forced_tokens;
+  info_.copies_pages = options_.copies_pages;
   info_.kv_bytes = static_cast<int64_t>(cache_.size() * sizeof(int32_t));
   info_.name = "scripted";
 }
@@ -47,6 +51,14 @@ Status ScriptedExecutor::start_round(const RoundStep& step) noexcept {
   return start(options_.round_ns);
 }
 
+Status ScriptedExecutor::start_copy(const CopyStep& step) noexcept {
+  is_round_ = false;
+  if (!options_.copies_pages) return Status::kExecutorFailed;
+  const auto page = [&](int32_t index) { return cache_.begin() + static_cast<ptrdiff_t>(index) * kPageTokens; };
+  std::copy_n(page(step.from_page), step.tokens, page(step.to_page));
+  return start(0);
+}
+
 Status ScriptedExecutor::start(int64_t cost_ns) noexcept {
   const int64_t step = steps_.load(std::memory_order_relaxed);
   aborted_.store(false, std::memory_order_relaxed);
@@ -54,21 +66,41 @@ Status ScriptedExecutor::start(int64_t cost_ns) noexcept {
   if (step == options_.fail_step) failed_.store(true, std::memory_order_relaxed);
   if (failed_.load(std::memory_order_relaxed)) return Status::kExecutorFailed;
   hanging_ = step == options_.hang_step;
-  ready_ns_ = cost_ns > 0 ? monotonic_ns() + cost_ns : 0;
+  ready_ns_ = cost_ns > 0 && options_.layers == 0 ? monotonic_ns() + cost_ns : 0;
+  if (options_.layers > 0) computed_ = compute(cost_ns);
   return Status::kOk;
 }
 
-Status ScriptedExecutor::poll(RoundResult& result) noexcept {
+// One layer after another, like an executor without a device. A step that hangs has layers without end.
+Status ScriptedExecutor::compute(int64_t cost_ns) noexcept {
+  for (int layer = 0; layer < options_.layers; layer += hanging_ ? 0 : 1) {
+    const int64_t end = monotonic_ns() + cost_ns / options_.layers;
+    while (monotonic_ns() < end) cpu_relax();
+    beats_.fetch_add(1, std::memory_order_release);
+    if (pulse_ != nullptr && !pulse_->beat()) return Status::kAborted;
+  }
+  return Status::kOk;
+}
+
+Status ScriptedExecutor::wait() noexcept {
+  if (options_.layers > 0) return computed_;
   while (hanging_ || (ready_ns_ != 0 && monotonic_ns() < ready_ns_)) {
     if (!options_.ignore_abort && aborted_.load(std::memory_order_acquire)) return Status::kAborted;
     if (!options_.blocking) return Status::kPending;
     cpu_relax();
   }
-  if (!is_round_) return Status::kOk;
-  result.count = std::min(options_.tokens_per_round, round_.max_tokens);
-  int32_t token = round_.token;
+  return Status::kOk;
+}
+
+Status ScriptedExecutor::poll(RoundResult& result) noexcept {
+  if (const Status status = wait(); status != Status::kOk || !is_round_) return status;
+  for (int i = 0; i < round_.forced; ++i)
+    cached(round_.pages, round_.position + i) = round_.history[round_.position + i];
+  const int32_t last = round_.position + round_.forced;  // position of the last token that is fed
+  result.count = round_.forced > 0 ? 1 : std::min(options_.tokens_per_round, round_.max_tokens);
+  int32_t token = round_.forced > 0 ? round_.history[last] : round_.token;
   for (int i = 0; i < result.count; ++i) {
-    const int position = round_.position + i;
+    const int position = last + i;
     cached(round_.pages, position) = options_.reuse == Reuse::kAll ? token : token + options_.vocabulary;
     token = next_token(round_.pages, position + 1);
     RoundToken& out = result.tokens[i];

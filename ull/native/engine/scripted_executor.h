@@ -25,21 +25,26 @@ class ScriptedExecutor : public Executor {
     int64_t round_ns = 0;          // time that a round takes
     int64_t prefill_token_ns = 0;  // time that prefill takes per token
     bool blocking = false;         // poll() waits for the step to end, instead of saying kPending
-    int64_t fail_step = -1;        // this step (from 0, prefill chunks and rounds alike) fails, as do all after
+    int layers = 0;                // above 0: steps are computed inside start_*(), with so many beats of the pulse
+    int64_t fail_step = -1;        // this step (from 0, of any kind) fails, as do all after
     int64_t hang_step = -1;        // this step never ends unless it is aborted
     bool ignore_abort = false;
     std::string failure = {};    // why it has failed, once it has; empty: it cannot say
     bool restart_helps = false;  // after that
     Reuse reuse = Reuse::kAll;   // unless kAll, rounds write other values than prefill does
+    int forced_tokens = 0;       // most prompt tokens that a round takes behind the first
+    bool copies_pages = true;    // false: offers no start_copy()
   };
 
   // Throws std::invalid_argument naming the option.
   explicit ScriptedExecutor(Options options);
 
   void prepare() override;
+  void set_pulse(Pulse* pulse) noexcept override { pulse_ = pulse; }
   [[nodiscard]] const ExecutorInfo& info() const noexcept override { return info_; }
   [[nodiscard]] Status start_prefill(const PrefillStep& step) noexcept override;
   [[nodiscard]] Status start_round(const RoundStep& step) noexcept override;
+  [[nodiscard]] Status start_copy(const CopyStep& step) noexcept override;
   [[nodiscard]] Status poll(RoundResult& result) noexcept override;
   void abort() noexcept override { aborted_.store(true, std::memory_order_release); }
   [[nodiscard]] const char* failure() const noexcept override {
@@ -50,9 +55,12 @@ class ScriptedExecutor : public Executor {
   }
 
   [[nodiscard]] int64_t steps() const noexcept { return steps_.load(std::memory_order_acquire); }
+  [[nodiscard]] int64_t beats() const noexcept { return beats_.load(std::memory_order_acquire); }
 
  private:
   [[nodiscard]] Status start(int64_t cost_ns) noexcept;
+  [[nodiscard]] Status wait() noexcept;
+  [[nodiscard]] Status compute(int64_t cost_ns) noexcept;
   [[nodiscard]] int32_t& cached(const int32_t* pages, int position) noexcept;
   [[nodiscard]] int32_t next_token(const int32_t* pages, int position) noexcept;
 
@@ -61,9 +69,12 @@ class ScriptedExecutor : public Executor {
   std::vector<int32_t> cache_;  // [page_count, kPageTokens] token fed at each position; -1: never written
   std::atomic<bool> aborted_{false};
   std::atomic<int64_t> steps_{0};  // started
+  std::atomic<int64_t> beats_{0};  // of the pulse
+  Pulse* pulse_ = nullptr;
   std::atomic<bool> failed_{false};
   bool hanging_ = false;
-  int64_t ready_ns_ = 0;  // when the step in flight ends; 0: at once
+  int64_t ready_ns_ = 0;           // when the step in flight ends; 0: at once
+  Status computed_ = Status::kOk;  // what became of it, where it is computed inside start_*()
   bool is_round_ = false;
   RoundStep round_{};
 };

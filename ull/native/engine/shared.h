@@ -7,8 +7,11 @@
 #include <cstdint>
 #include <memory>
 
+#include "base/duty_cycle.h"
+#include "base/event_fd.h"
 #include "base/histogram.h"
 #include "engine/request.h"
+#include "sync/beat.h"
 #include "sync/seqlock.h"
 #include "sync/spsc_ring.h"
 #include "sync/waker.h"
@@ -81,6 +84,12 @@ struct EngineShared {
   SpscRing<int32_t> free_logprobs;                   // io -> engine: indices into logprobs
   Waker engine_waker;                                // wakes the engine thread
   Waker io_waker;                                    // wakes the io thread
+  EventFd control_call;                              // the control plane is to tick, and to look at the engine's health
+  DutyCycle engine_duty{10'000'000};                 // a look at commands at least once per layer or round
+  DutyCycle io_duty{1'000'000};
+  Beat engine_beat;
+  Beat io_beat;
+  Beat control_beat;
 
   alignas(kCacheLine) std::atomic<uint32_t> attention{0};  // bumped whenever the engine thread should look around
   std::atomic<uint32_t> running{kNoSlot};                  // slot that the engine thread works on
@@ -89,7 +98,10 @@ struct EngineShared {
   std::atomic<bool> failed{false};                        // the executor must not be used again
   std::atomic<bool> stalled{false};                       // set by the watchdog
   std::atomic<uint64_t> stalls{0};
-  alignas(kCacheLine) std::atomic<uint64_t> progress{0};  // bumped by the engine thread with every completed step
+  std::atomic<uint64_t> late_threads{0};  // times that a thread gave no sign of life when the watchdog asked for one
+  // Bumped by the engine thread with every step that it completes, and with every layer of one that computes on it.
+  alignas(kCacheLine) std::atomic<uint64_t> progress{0};
+  std::atomic<uint64_t> rehearsed_progress{0};  // of it, what the daemon's own requests have made
   Seqlock<EngineCounters> counters;
   Histogram round_ns;  // time from one round's tokens to the next's
 };

@@ -2,7 +2,8 @@
 //
 // prepare() allocates everything and may throw. After it: no allocation, no lock, no exception. Each step is
 // started, then polled until it is no longer kPending; one step is in flight at a time. abort() may be called from
-// another thread at any time and makes the step in flight end early with kAborted.
+// another thread at any time and makes the step in flight end early with kAborted; one that comes while none is in
+// flight may be lost, so that who aborts looks again once a step has started (Pulse, poll()).
 //
 // A step reads the session's page table; the engine guarantees that it covers every position the step writes.
 #pragma once
@@ -72,7 +73,9 @@ struct ExecutorInfo {
   int64_t kv_bytes = 0;      // likewise
   int64_t drafter_weight_bytes = 0;  // the drafters' share of weight_bytes
   int64_t drafter_kv_bytes = 0;
-  bool penalties = false;  // whether Sampling's penalties are applied
+  int forced_tokens = 0;      // most RoundStep::forced; 0: prefill and rounds are different kernels
+  bool copies_pages = false;  // whether start_copy() is offered
+  bool penalties = false;     // whether Sampling's penalties are applied
   Reuse reuse = Reuse::kAll;
   const char* name = "";  // "cpu/avx512", "cpu/avx2", "cpu/portable", "scripted", ...
   bool drafters[kSpeculations] = {true, false, false, false, false};  // by Speculation: which a request may ask for
@@ -106,20 +109,33 @@ struct PrefillStep {
 
 // A decode round: feeds `token` at `position` and emits the token(s) that follow. The prompt's last token is fed by
 // the first round, so that a prompt of n tokens needs prefill of n - 1 and the first round yields the first token.
+//
+// A round with `forced` tokens feeds these behind `token`, as a chain, and emits the one token that follows the last of
+// them, at position + forced + 1: one pass over the weights for a prompt's end and its first token. It drafts nothing
+// (count 1, tree_tokens 1, accepted 0), and its bits are those of a prefill of [position, position + forced) and a
+// plain round.
 struct RoundStep {
   int32_t token;
-  int32_t position;  // position of `token`; the emitted tokens stand at position + 1, ...
+  int32_t position;  // position of `token`; the emitted tokens stand at position + forced + 1, ...
   const int32_t* pages;
   const Sampling* sampling;
-  int32_t max_tokens;                // emit at most this many (>= 1); pages cover position + max_tokens - 1
-  const int32_t* history = nullptr;  // [position + 1] the session's tokens; history[position] == token
+  int32_t max_tokens;                // emit at most this many (>= 1); pages cover position + forced + max_tokens - 1
+  const int32_t* history = nullptr;  // [position + forced + 1] the session's tokens; history[position] == token
   Speculation speculation = Speculation::kNone;
   int32_t max_tree = 0;        // most nodes of the draft tree, root included, 1 .. kMaxTreeTokens; 0: as many as pay
   int32_t* drafted = nullptr;  // in/out, see PrefillStep
   const int32_t* stops = nullptr;  // [stop_count] ids that end the request: a round may go no further than one of them
   int32_t stop_count = 0;
   int32_t prompt_tokens = 0;  // of the history; what follows them was generated
-  bool rehearsal = false;     // of the warm-up: the drafter drafts whether that pays or not, and nothing is learnt
+  bool rehearsal = false;     // not a client's: the drafter drafts whether that pays or not, and nothing is learnt
+  int32_t forced = 0;         // 0 .. ExecutorInfo::forced_tokens: prompt tokens at history[position + 1 ..]
+};
+
+// Copies the first positions of a KV page to another one, all layers, for the draft model's cache too.
+struct CopyStep {
+  int32_t from_page;
+  int32_t to_page;
+  int32_t tokens;  // 1 .. kPageTokens
 };
 
 struct RoundResult {
@@ -132,14 +148,31 @@ struct RoundResult {
   RoundToken tokens[kMaxTokensPerRound];
 };
 
+// What an executor that computes inside start_*() calls meanwhile, so that the engine can look at what has happened.
+class Pulse {
+ public:
+  // Once per layer, on the thread that called start_*(). False: the step is to end now, with kAborted.
+  [[nodiscard]] virtual bool beat() noexcept = 0;
+
+ protected:
+  ~Pulse() = default;
+};
+
 class Executor {
  public:
   virtual ~Executor() = default;
   virtual void prepare() = 0;
+  // While no step is in flight. The pulse outlives the steps that follow; null: nobody wants to know.
+  virtual void set_pulse(Pulse* pulse) noexcept { (void)pulse; }
   [[nodiscard]] virtual const ExecutorInfo& info() const noexcept = 0;
   [[nodiscard]] virtual Status start_prefill(const PrefillStep& step) noexcept = 0;
   [[nodiscard]] virtual Status start_round(const RoundStep& step) noexcept = 0;
-  // Polls the step in flight. For a round that is kOk, `result` holds its tokens; prefill leaves it untouched.
+  // Only where ExecutorInfo::copies_pages says so.
+  [[nodiscard]] virtual Status start_copy(const CopyStep& step) noexcept {
+    (void)step;
+    return Status::kExecutorFailed;
+  }
+  // Polls the step in flight. For a round that is kOk, `result` holds its tokens; other steps leave it untouched.
   [[nodiscard]] virtual Status poll(RoundResult& result) noexcept = 0;
   virtual void abort() noexcept = 0;
   // No step follows: returns once nothing of this executor runs any more, or it has failed.

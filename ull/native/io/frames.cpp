@@ -76,12 +76,24 @@ void pack_speculation(MsgpackWriter& out, const RequestSlot& request) noexcept {
   }
 }
 
+// How the request ended for its client.
+Outcome outcome_of(const RequestSlot& request, const Delivery& delivery) noexcept {
+  Outcome outcome = request.outcome;
+  if (delivery.client == ClientState::kStalled && delivery.truncated && outcome.reason != FinishReason::kError) {
+    outcome.reason = FinishReason::kCancelled;
+    outcome.error_code = "stalled";
+    outcome.error_message = "the client took no frame for too long (io.client_stall_ms): the rest was dropped";
+  }
+  return outcome;
+}
+
 // The members that the done frame and the control plane's record share: seven pairs.
-void pack_end(MsgpackWriter& out, const RequestSlot& request) noexcept {
+void pack_end(MsgpackWriter& out, const RequestSlot& request, const Delivery& delivery) noexcept {
+  const Outcome outcome = outcome_of(request, delivery);
   out.text("id");
   out.integer(request.id);
   out.text("finish_reason");
-  out.text(finish_reason_name(request.outcome.reason));
+  out.text(finish_reason_name(outcome.reason));
   out.text("usage");
   pack_usage(out, request);
   out.text("timeline");
@@ -89,7 +101,7 @@ void pack_end(MsgpackWriter& out, const RequestSlot& request) noexcept {
   out.text("seed");
   out.integer(request.sampling.seed);
   out.text("error");
-  pack_error(out, request.outcome);
+  pack_error(out, outcome);
   out.text("speculation");
   pack_speculation(out, request);
 }
@@ -169,12 +181,12 @@ FramePacker::TokenFrame FramePacker::tokens(const RequestSlot& request, const De
   return frame;
 }
 
-std::span<const uint8_t> FramePacker::done(const RequestSlot& request) noexcept {
+std::span<const uint8_t> FramePacker::done(const RequestSlot& request, const Delivery& delivery) noexcept {
   MsgpackWriter out(buffer_);
   out.map(8);
   out.text("type");
   out.text("done");
-  pack_end(out, request);
+  pack_end(out, request, delivery);
   return out.bytes();
 }
 
@@ -183,7 +195,7 @@ std::span<const uint8_t> FramePacker::ended(const RequestSlot& request, const De
   out.map(10);
   out.text("identity");
   out.binary(request.client());
-  pack_end(out, request);
+  pack_end(out, request, delivery);
   out.text("delivered");
   out.boolean(delivery.delivered);
   out.text("client");

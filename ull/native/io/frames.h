@@ -38,6 +38,7 @@ struct Delivery {
   bool flushed = false;    // the text that the assembler held back has been sent
   bool finished = false;   // the done frame has been sent, or there is nobody to send it to
   bool delivered = false;  // the done frame was sent
+  bool truncated = false;  // the client has not got everything, and will not
   bool silent_last = false;
   ClientState client = ClientState::kOk;
   int32_t sent = 0;            // completion tokens sent (or dropped, if the client is gone)
@@ -67,7 +68,8 @@ class FramePacker {
 
   // As many pending tokens as fit one frame. The delivery is not changed: a frame that cannot be sent is packed again.
   [[nodiscard]] TokenFrame tokens(const RequestSlot& request, const Delivery& delivery) noexcept;
-  [[nodiscard]] std::span<const uint8_t> done(const RequestSlot& request) noexcept;
+  // Of a truncated delivery it says that the request was cancelled because its client had stalled.
+  [[nodiscard]] std::span<const uint8_t> done(const RequestSlot& request, const Delivery& delivery) noexcept;
   // The record for the control plane that an accepted request has ended.
   [[nodiscard]] std::span<const uint8_t> ended(const RequestSlot& request, const Delivery& delivery) noexcept;
 

@@ -1,11 +1,10 @@
 #include "io/io.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <array>
-#include <bit>
-#include <cerrno>
 #include <stdexcept>
-#include <string_view>
 
 #include "base/clock.h"
 #include "base/cpu.h"
@@ -15,18 +14,14 @@ namespace ull {
 namespace {
 
 constexpr int kEventBatch = 256;       // events taken before their tokens are sent
-constexpr int kMessageBatch = 64;      // messages taken before the events get their turn
-constexpr int64_t kSocketsNs = 5'000;  // while spinning the sockets are looked at this often; one look is ~2 us
-constexpr int64_t kRetryNs = 200'000;  // between two tries of a blocked send
-constexpr long kRetrySleepMs = 1;      // ... while asleep
+constexpr int kReplyBatch = 64;        // replies taken before the events get their turn
+constexpr int64_t kSocketsNs = 5'000;  // while spinning the sockets are looked at this often; one look is ~1.5 us
+constexpr int64_t kStreamingSocketsNs = 50'000;  // ... while tokens are on their way: a fraction of a round
+constexpr int64_t kRetryNs = 200'000;            // between two tries of a blocked send
+constexpr int64_t kRetrySleepNs = 1'000'000;     // ... while asleep
+constexpr int64_t kLongestSleepNs = 1'000'000'000;
+constexpr int64_t kFilesNs = 1'000'000'000;  // between two looks at the sockets' files
 constexpr int64_t kPublishNs = 1'000'000;
-constexpr size_t kMaxReplies = 256;  // control plane replies that wait for full clients
-
-constexpr std::string_view kVersion = "ull1";
-
-std::span<const uint8_t> as_bytes(std::string_view text) noexcept {
-  return {reinterpret_cast<const uint8_t*>(text.data()), text.size()};
-}
 
 }  // namespace
 
@@ -35,28 +30,35 @@ Io::Io(Engine& engine, const zmq::Api& api, void* context, const IoOptions& opti
       shared_(engine.shared()),
       api_(api),
       options_(options),
+      cooperative_(options.cooperative.value_or(options.core < 0)),
       router_(api_, context, options.router),
+      local_(api_, {.max_message = options.router.max_message, .linger_ms = options.router.linger_ms}),
+      clients_(router_, local_),
+      control_(api_, context),
+      intake_(api_, control_, {&router_, &local_}),
+      outbox_(clients_, {.stall_ns = options.client_stall_ms * 1'000'000}),
       packer_(engine.vocabulary(), shared_.logprobs.get()),
       deliveries_(shared_.slots) {
   if (options.client_stall_ms < 1) throw std::invalid_argument("client_stall_ms: must be positive");
   if (options.listen.empty()) throw std::invalid_argument("listen: needs at least one endpoint");
   active_.reserve(shared_.slots);
   dirty_.reserve(shared_.slots);
-  replies_.reserve(kMaxReplies);
-  api_.msg_init(&identity_);
-  api_.msg_init(&payload_);
 }
 
-Io::~Io() {
-  stop();
-  api_.msg_close(&identity_);
-  api_.msg_close(&payload_);
-}
+Io::~Io() { stop(); }
 
 void Io::start() {
   if (thread_.joinable() || stopping_.load(std::memory_order_relaxed)) throw std::logic_error("an Io starts once");
-  router_.open(options_.listen, options_.control);
-  thread_ = std::thread([this] { run(); });
+  // The local sockets first: whoever finds an endpoint of ZeroMQ finds them too.
+  for (const std::string& path : options_.local) local_.listen(path);
+  router_.open(options_.listen);
+  try {
+    control_.open(options_.control);
+  } catch (...) {
+    router_.close();
+    throw;
+  }
+  thread_ = start_thread([this] { run(); });
 }
 
 void Io::stop() noexcept {
@@ -70,16 +72,18 @@ void Io::run() noexcept {
   name_current_thread("ull-io");
   (void)pin_current_thread(options_.core);
   int64_t give_up_ns = 0;
-  for (;;) {
+  for (bool worked = false;;) {
+    shared_.io_beat.tick();
     now_ = monotonic_ns();
-    const bool sockets = now_ - sockets_ns_ >= kSocketsNs;
+    shared_.io_duty.end_cycle(now_, worked);
+    const bool sockets = now_ - sockets_ns_ >= (active_.empty() ? kSocketsNs : kStreamingSocketsNs);
     if (sockets) sockets_ns_ = now_;
-    const bool worked = do_work(sockets);
-    if (worked) worked_ns_ = now_;
-    if (now_ - published_ns_ >= kPublishNs) {
-      published_.store(stats_);
-      published_ns_ = now_;
+    worked = do_work(sockets);
+    if (worked) {
+      worked_ns_ = now_;
+      give_way();
     }
+    if (now_ - published_ns_ >= kPublishNs) publish();
     if (stopping_.load(std::memory_order_acquire)) {
       if (give_up_ns == 0) give_up_ns = now_ + static_cast<int64_t>(options_.router.linger_ms) * 1'000'000;
       if ((sockets && !worked && flushed()) || now_ >= give_up_ns) break;
@@ -87,8 +91,39 @@ void Io::run() noexcept {
       idle();
     }
   }
-  published_.store(stats_);
+  publish();
+  local_.close();
   router_.close();
+  control_.close(options_.router.linger_ms);
+  shared_.io_beat.end();
+}
+
+void Io::look_at_files() noexcept {
+  files_ns_ = now_;
+  router_.look_at_files();
+  local_.look_at_files();
+  router_.tell_of_files(control_);
+}
+
+void Io::publish() noexcept {
+  stats_.bound_again = router_.bound_again();
+  stats_.unreachable = router_.unreachable();
+  stats_.requests = intake_.requests() - rehearsals_;
+  stats_.malformed = intake_.malformed();
+  stats_.refused = router_.backlog().counts().refused;
+  stats_.requests_dropped = router_.backlog().counts().dropped;
+  stats_.backlog_bytes = router_.backlog().cost();
+  stats_.replies = outbox_.counts(Outbox::Kind::kReply).sent;
+  stats_.replies_dropped = outbox_.counts(Outbox::Kind::kReply).dropped + broken_replies_;
+  stats_.done_frames = done_frames_ + outbox_.counts(Outbox::Kind::kDone).sent;
+  stats_.dones_dropped = outbox_.counts(Outbox::Kind::kDone).dropped;
+  stats_.waiting = outbox_.waiting();
+  stats_.local_clients = local_.counts().clients;
+  stats_.local_accepted = local_.counts().accepted - of_them_local_;
+  stats_.local_refused = local_.counts().refused;
+  stats_.local_dropped = local_.counts().dropped;
+  published_.store(stats_);
+  published_ns_ = now_;
 }
 
 // Events first: tokens are what a client waits for.
@@ -96,10 +131,19 @@ bool Io::do_work(bool sockets) noexcept {
   bool worked = take_events();
   for (const uint32_t slot : dirty_) deliver(slot);
   dirty_.clear();
-  if (blocked_ && now_ >= retry_ns_) retry();
-  if (!sockets) return worked;
-  for (int i = 0; i < kMessageBatch && receive_request(); ++i) worked = true;
-  for (int i = 0; i < kMessageBatch && receive_reply(); ++i) worked = true;
+  if (blocked_ && (now_ >= retry_ns_ || (record_waits_ && sockets))) retry();
+  if (now_ >= outbox_.due_ns()) outbox_.retry(now_);
+  if (!sockets && !intake_.unfinished()) return worked;
+  if (now_ - files_ns_ >= kFilesNs) look_at_files();
+  // A request is taken only where its reply would have room; the end of one that has been comes first.
+  const bool open = outbox_.room() && !record_waits_;
+  if (open && intake_.work()) worked = true;
+  if (!open || intake_.parked()) {
+    router_.tend();
+    local_.tend();
+  }
+  tell_gone();
+  for (int i = 0; i < kReplyBatch && receive_reply(); ++i) worked = true;
   return worked;
 }
 
@@ -112,24 +156,42 @@ void Io::idle() noexcept {
   if (paced ? now_ >= pace_.spin_from_ns() : now_ - worked_ns_ < kIdleSpinNs) return;
   shared_.io_waker.announce();
   if (shared_.events.empty() && !stopping_.load(std::memory_order_acquire)) {
-    published_.store(stats_);
     ++stats_.sleeps;
+    publish();
     if (paced) alarm_.set(pace_.spin_from_ns());
-    // While a request waits for the control plane no other is read, so clients' input must not end the sleep.
-    const bool parked = parked_kind_ != nullptr;
-    std::array<zmq::PollItem, 4> items{{{nullptr, shared_.io_waker.fd(), zmq::kPollIn, 0},
-                                        {router_.control(), 0, zmq::kPollIn, 0},
-                                        {nullptr, alarm_.fd(), static_cast<short>(paced ? zmq::kPollIn : 0), 0},
-                                        {router_.clients(), 0, zmq::kPollIn, 0}}};
-    (void)api_.poll(items.data(), parked ? 3 : 4, blocked_ || parked ? kRetrySleepMs : -1);
+    wait_for_events(paced);
   }
   shared_.io_waker.awake();
   sockets_ns_ = 0;  // look at the sockets in the next cycle
   worked_ns_ = monotonic_ns();
+  shared_.io_duty.end_sleep(worked_ns_);
+}
+
+// Where libzmq's threads or clients run on this core, they may be waiting for it now: what has been sent is theirs, and
+// the scheduler lets them wait until this thread sleeps, or for its next tick. 0.6 us if nobody is.
+void Io::give_way() noexcept {
+  if (cooperative_) sched_yield();
+}
+
+// What there is no room for must not end the sleep: replies while too much waits for clients.
+void Io::wait_for_events(bool paced) noexcept {
+  const bool parked = intake_.parked() || record_waits_ || local_.gone() != nullptr;
+  const bool room = outbox_.room();
+  const auto control_events = static_cast<short>((room ? zmq::kPollIn : 0) | (parked ? zmq::kPollOut : 0));
+  std::array<zmq::PollItem, 5> items{{{nullptr, shared_.io_waker.fd(), zmq::kPollIn, 0},
+                                      {nullptr, alarm_.fd(), static_cast<short>(paced ? zmq::kPollIn : 0), 0},
+                                      {control_.socket(), 0, control_events, 0},
+                                      {router_.socket(), 0, zmq::kPollIn, 0},
+                                      {nullptr, local_.fd(), zmq::kPollIn, 0}}};
+  int64_t wake_ns = std::min(now_ + kLongestSleepNs, outbox_.due_ns());
+  if (blocked_) wake_ns = std::min(wake_ns, now_ + kRetrySleepNs);
+  if (!parked && room && local_.ready()) wake_ns = now_;
+  const int64_t sleep_ms = std::max<int64_t>(0, (wake_ns - now_ + 999'999) / 1'000'000);
+  (void)api_.poll(items.data(), static_cast<int>(items.size()), static_cast<long>(sleep_ms));
 }
 
 bool Io::flushed() const noexcept {
-  return shared_.events.empty() && replies_.empty() && parked_kind_ == nullptr &&
+  return shared_.events.empty() && outbox_.settled() && !intake_.parked() &&
          std::none_of(active_.begin(), active_.end(), [this](uint32_t slot) { return deliveries_[slot].ended; });
 }
 
@@ -150,6 +212,7 @@ void Io::take(const EngineEvent& event) noexcept {
     delivery.active = true;
     delivery.assembler.reset(&shared_.slot(event.slot).stops);
     active_.push_back(event.slot);
+    note_named_stream(event.slot, 1);
   }
   if (event.count > 0) {
     if (delivery.sent == delivery.available) delivery.pending_ns = event.time_ns;
@@ -188,11 +251,12 @@ void Io::deliver(uint32_t slot) noexcept {
   }
   if (!delivery.ended || !deliver_done(slot)) return;
 
-  if (!to_control(as_bytes("D"), true)) {
+  if (!control_.send_record(packer_.ended(shared_.slot(slot), delivery))) {
     blocked_ = true;
+    record_waits_ = true;
     return;
   }
-  (void)to_control(packer_.ended(shared_.slot(slot), delivery), false);
+  if (delivery.client == ClientState::kOk) note_named_stream(slot, -1);
   delivery.active = false;
   active_.erase(std::find(active_.begin(), active_.end(), slot));
   shared_.slot(slot).state.store(SlotState::kFree, std::memory_order_release);
@@ -205,7 +269,7 @@ bool Io::deliver_tokens(uint32_t slot) noexcept {
   while (delivery.pending() && delivery.client == ClientState::kOk) {
     const FramePacker::TokenFrame frame = packer_.tokens(request, delivery);
     if (frame.count > 0 || frame.text) {
-      const Sent sent = router_.send(request.client(), frame.bytes);
+      const Sent sent = outbox_.send(request.client(), frame.bytes);
       if (sent == Sent::kBlocked) {
         note_blocked(slot);
         if (delivery.client == ClientState::kOk) return false;
@@ -215,10 +279,12 @@ bool Io::deliver_tokens(uint32_t slot) noexcept {
         give_up(slot, ClientState::kGone);
         break;
       }
-      if (frame.count > 0) delivery_ns_.record(monotonic_ns() - delivery.pending_ns);
-      ++stats_.token_frames;
-      stats_.tokens += static_cast<uint64_t>(frame.count);
-      stats_.bytes += frame.bytes.size();
+      if (!request.rehearsal) {
+        if (frame.count > 0) delivery_ns_.record(monotonic_ns() - delivery.pending_ns);
+        ++stats_.token_frames;
+        stats_.tokens += static_cast<uint64_t>(frame.count);
+        stats_.bytes += frame.bytes.size();
+      }
       delivery.blocked_ns = 0;
     }
     delivery.assembler = frame.assembler;
@@ -231,13 +297,14 @@ bool Io::deliver_tokens(uint32_t slot) noexcept {
   return true;
 }
 
+// False if the client has no room. What a stalled client is told waits for it, but not in the slot.
 bool Io::deliver_done(uint32_t slot) noexcept {
   Delivery& delivery = deliveries_[slot];
   if (delivery.finished) return true;
+  const RequestSlot& request = shared_.slot(slot);
   if (delivery.client == ClientState::kOk) {
-    const RequestSlot& request = shared_.slot(slot);
-    const std::span<const uint8_t> frame = packer_.done(request);
-    switch (router_.send(request.client(), frame)) {
+    const std::span<const uint8_t> frame = packer_.done(request, delivery);
+    switch (outbox_.send(request.client(), frame)) {
       case Sent::kBlocked:
         note_blocked(slot);
         if (delivery.client == ClientState::kOk) return false;
@@ -247,10 +314,18 @@ bool Io::deliver_done(uint32_t slot) noexcept {
         break;
       case Sent::kOk:
         delivery.delivered = true;
-        ++stats_.done_frames;
-        stats_.bytes += frame.size();
+        if (request.rehearsal) {
+          ++rehearsals_;
+          of_them_local_ += LocalSocket::owns(request.client()) ? 1 : 0;
+        } else {
+          ++done_frames_;
+          stats_.bytes += frame.size();
+        }
         break;
     }
+  }
+  if (delivery.client == ClientState::kStalled) {
+    outbox_.post(Outbox::Kind::kDone, request.client(), packer_.done(request, delivery), now_);
   }
   delivery.finished = true;
   return true;
@@ -272,11 +347,21 @@ void Io::note_blocked(uint32_t slot) noexcept {
 // The rest of this request goes nowhere: its engine time is better spent on the next.
 void Io::give_up(uint32_t slot, ClientState why) noexcept {
   Delivery& delivery = deliveries_[slot];
+  note_named_stream(slot, -1);
   delivery.client = why;
+  delivery.truncated = !delivery.ended || delivery.pending();
   ++(why == ClientState::kGone ? stats_.clients_gone : stats_.clients_stalled);
   delivery.sent = delivery.available;
   free_logprobs(slot, -1);
   if (!delivery.ended) engine_.cancel_slot(slot);
+}
+
+// A stream that its client reads is not taken over by a second connection of the same name.
+void Io::note_named_stream(uint32_t slot, int change) noexcept {
+  const std::span<const uint8_t> client = shared_.slot(slot).client();
+  if (client.empty() || client[0] == 0) return;  // libzmq's own are never used twice
+  named_streams_ += change;
+  router_.keep_named_clients(named_streams_ > 0);
 }
 
 // Gives the records before `until` (-1: all) back to the engine thread.
@@ -291,128 +376,35 @@ void Io::free_logprobs(uint32_t slot, int32_t until) noexcept {
 // Tries everything again that had no room.
 void Io::retry() noexcept {
   blocked_ = false;
+  record_waits_ = false;
   retry_ns_ = 0;
   // deliver() may remove the slot it is given from the list.
   for (size_t i = active_.size(); i-- > 0;) {
     const Delivery& delivery = deliveries_[active_[i]];
     if (delivery.blocked_ns != 0 || delivery.ended) deliver(active_[i]);
   }
-  size_t kept = 0;
-  for (Reply& reply : replies_) {
-    const bool behind = waits_for_reply(reply.identity, kept);  // one client's replies keep their order
-    const Sent sent = behind ? Sent::kBlocked : router_.send(reply.identity, reply.payload);
-    const bool late = now_ - reply.since_ns >= options_.client_stall_ms * 1'000'000;
-    stats_.replies += sent == Sent::kOk ? 1 : 0;
-    stats_.replies_dropped += sent == Sent::kGone || (sent == Sent::kBlocked && late) ? 1 : 0;
-    if (sent == Sent::kBlocked && !late) std::swap(replies_[kept++], reply);
-  }
-  replies_.resize(kept);
-  blocked_ = blocked_ || kept > 0;
   if (blocked_) retry_ns_ = now_ + kRetryNs;
 }
 
-// True if one of the first `count` waiting replies is for this client.
-bool Io::waits_for_reply(std::span<const uint8_t> identity, size_t count) const noexcept {
-  return std::any_of(replies_.begin(), replies_.begin() + static_cast<std::ptrdiff_t>(count), [&](const Reply& reply) {
-    return std::equal(identity.begin(), identity.end(), reply.identity.begin(), reply.identity.end());
-  });
-}
-
-// Takes one message from a client and hands it to the control plane. False if there was none, or the control plane
-// has no room: then it waits here and clients' further messages wait in libzmq, bounded by its high-water mark.
-bool Io::receive_request() noexcept {
-  if (parked_kind_ != nullptr) return forward_parked();
-  if (api_.msg_recv(&identity_, router_.clients(), zmq::kDontWait) < 0) return false;
-  parked_received_ns_ = monotonic_ns();
-  // Frames beyond the second are dropped one by one: a message of a hundred frames takes no more room than one of two.
-  int frames = 0;
-  bool version_ok = false;
-  const zmq::Message* last = &identity_;
-  zmq::Message other;
-  api_.msg_init(&other);
-  while (api_.msg_more(last) != 0) {
-    ++frames;
-    zmq::Message* const target = frames == 2 ? &payload_ : &other;
-    if (api_.msg_recv(target, router_.clients(), 0) < 0) break;
-    if (frames == 1) {
-      const std::span<const uint8_t> version = bytes(other);
-      version_ok = std::equal(version.begin(), version.end(), kVersion.begin(), kVersion.end());
-    }
-    last = target;
+// What clients of the local transport have asked for ends with their connection; libzmq does not tell.
+void Io::tell_gone() noexcept {
+  while (const LocalSocket::Identity* const identity = local_.gone()) {
+    if (!control_.send_gone(*identity)) return;
+    local_.pop_gone();
   }
-  api_.msg_close(&other);
-  parked_reason_ = frames != 2 ? "bad_frame" : !version_ok ? "bad_version" : nullptr;
-  parked_kind_ = parked_reason_ == nullptr ? "R" : "B";
-  ++(parked_reason_ == nullptr ? stats_.requests : stats_.malformed);
-  (void)forward_parked();
-  return true;
 }
 
-// Returns true if the control plane took it. The payload is moved, not copied: a long prompt holds up no token.
-bool Io::forward_parked() noexcept {
-  if (!to_control(as_bytes(parked_kind_), true)) return false;
-  (void)to_control(bytes(identity_), true);
-  if (parked_reason_ != nullptr) {
-    (void)to_control(as_bytes(parked_reason_), false);
-    api_.msg_close(&payload_);
-    api_.msg_init(&payload_);
-  } else {
-    std::array<uint8_t, sizeof(int64_t)> received;
-    for (size_t i = 0; i < received.size(); ++i) {
-      received[i] = static_cast<uint8_t>(static_cast<uint64_t>(parked_received_ns_) >> (8 * i));  // little endian
-    }
-    (void)api_.msg_send(&payload_, router_.control(), zmq::kDontWait | zmq::kSendMore);
-    (void)to_control(received, false);
-  }
-  parked_kind_ = nullptr;
-  return true;
-}
-
-// Takes one reply [identity, payload] from the control plane and sends it to its client.
+// Takes one reply from the control plane and sends it to its client. While too much waits for clients, replies stay
+// where they are.
 bool Io::receive_reply() noexcept {
-  zmq::Message identity;
-  zmq::Message payload;
-  zmq::Message other;
-  api_.msg_init(&identity);
-  api_.msg_init(&payload);
-  api_.msg_init(&other);
-  const bool received = api_.msg_recv(&identity, router_.control(), zmq::kDontWait) >= 0;
-  if (received) {
-    int frames = 1;
-    const zmq::Message* last = &identity;
-    while (api_.msg_more(last) != 0) {
-      zmq::Message* const target = ++frames == 2 ? &payload : &other;
-      if (api_.msg_recv(target, router_.control(), 0) < 0) break;
-      last = target;
-    }
-    const bool behind = waits_for_reply(bytes(identity), replies_.size());
-    Sent sent = Sent::kGone;
-    if (frames == 2) sent = behind ? Sent::kBlocked : router_.send(bytes(identity), bytes(payload));
-    if (sent == Sent::kOk) {
-      ++stats_.replies;
-    } else if (sent == Sent::kBlocked && replies_.size() < kMaxReplies) {
-      const std::span<const uint8_t> client = bytes(identity);
-      const std::span<const uint8_t> body = bytes(payload);
-      replies_.push_back({{client.begin(), client.end()}, {body.begin(), body.end()}, now_});
-      blocked_ = true;
-    } else {
-      ++stats_.replies_dropped;
-    }
+  ControlPair::Reply reply;
+  if (!outbox_.room() || !control_.receive(reply)) return false;
+  if (reply.whole) {
+    outbox_.post(Outbox::Kind::kReply, reply.identity, reply.payload, now_);
+  } else {
+    ++broken_replies_;
   }
-  api_.msg_close(&identity);
-  api_.msg_close(&payload);
-  api_.msg_close(&other);
-  return received;
-}
-
-// Sends one frame to the control plane; false if it has no room. libzmq decides that with a message's first frame.
-bool Io::to_control(std::span<const uint8_t> frame, bool more) noexcept {
-  const int flags = zmq::kDontWait | (more ? zmq::kSendMore : 0);
-  return api_.send(router_.control(), frame.data(), frame.size(), flags) >= 0;
-}
-
-std::span<const uint8_t> Io::bytes(zmq::Message& message) const noexcept {
-  return {static_cast<const uint8_t*>(api_.msg_data(&message)), api_.msg_size(&message)};
+  return true;
 }
 
 }  // namespace ull

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
@@ -13,7 +14,11 @@
 #include "base/histogram.h"
 #include "base/idle.h"
 #include "engine/engine.h"
+#include "io/clients.h"
+#include "io/control_pair.h"
 #include "io/frames.h"
+#include "io/intake.h"
+#include "io/outbox.h"
 #include "io/pace.h"
 #include "io/router.h"
 #include "io/zmq_api.h"
@@ -24,41 +29,66 @@ namespace ull {
 
 struct IoOptions {
   std::vector<std::string> listen = {};  // clients' endpoints
+  std::vector<std::string> local = {};   // paths of the local transport's sockets
   std::string control = "inproc://ull-control";
   int core = -1;  // core of the io thread; -1: any
+  // Whether the io thread gives its core away for a moment after each send; by default if it has none of its own.
+  std::optional<bool> cooperative = std::nullopt;
   IdleMode idle = IdleMode::kAdaptive;
-  int64_t client_stall_ms = 250;  // a client that takes no frame for longer loses its request
+  int64_t client_stall_ms = 250;  // a client that takes no frame for longer loses its request's tokens
   Router::Options router = {};
 };
 
 // Counted by the io thread.
 struct IoStats {
-  uint64_t requests = 0;         // messages handed to the control plane
-  uint64_t malformed = 0;        // messages of a wrong shape or version
-  uint64_t replies = 0;          // control plane replies sent
-  uint64_t replies_dropped = 0;  // ... to clients that were gone or unreadable
+  uint64_t requests = 0;          // messages handed to the control plane
+  uint64_t malformed = 0;         // messages of a wrong shape or version
+  uint64_t refused = 0;           // messages that were not kept because their client had too many waiting
+  uint64_t requests_dropped = 0;  // ... and are not even answered
+  uint64_t backlog_bytes = 0;     // that wait for the control plane, now
+  uint64_t replies = 0;           // control plane replies sent
+  uint64_t replies_dropped = 0;   // ... to clients that were gone or had left too many
   uint64_t token_frames = 0;
   uint64_t tokens = 0;  // completion tokens in them
   uint64_t done_frames = 0;
+  uint64_t dones_dropped = 0;    // of stalled requests, to clients that were gone or had left too many
+  uint64_t waiting = 0;          // replies and done frames that their clients have not taken, now
   uint64_t bytes = 0;            // payload of token and done frames
   uint64_t blocked_sends = 0;    // sends that found the client's queue full
   uint64_t clients_gone = 0;     // requests that lost their client
   uint64_t clients_stalled = 0;  // requests cancelled because their client did not read
+  uint64_t local_clients = 0;    // connected by the local transport, now
+  uint64_t local_accepted = 0;   // ... since the start
+  uint64_t local_refused = 0;    // turned away: too many at once
+  uint64_t local_dropped = 0;    // disconnected: a wrong or late hello, too long a message, memory short
   uint64_t sleeps = 0;           // times the thread went to sleep
+  uint64_t bound_again = 0;      // sockets whose file was gone and that have a new one
+  uint64_t unreachable = 0;      // endpoints whose file is not ours, now
 
   [[nodiscard]] NamedCounts named() const {
     return {{"requests", requests},
             {"malformed", malformed},
+            {"refused", refused},
+            {"requests_dropped", requests_dropped},
+            {"backlog_bytes", backlog_bytes},
             {"replies", replies},
             {"replies_dropped", replies_dropped},
             {"token_frames", token_frames},
             {"tokens", tokens},
             {"done_frames", done_frames},
+            {"dones_dropped", dones_dropped},
+            {"waiting", waiting},
             {"bytes", bytes},
             {"blocked_sends", blocked_sends},
             {"clients_gone", clients_gone},
             {"clients_stalled", clients_stalled},
-            {"sleeps", sleeps}};
+            {"local_clients", local_clients},
+            {"local_accepted", local_accepted},
+            {"local_refused", local_refused},
+            {"local_dropped", local_dropped},
+            {"sleeps", sleeps},
+            {"bound_again", bound_again},
+            {"unreachable", unreachable}};
   }
 };
 
@@ -70,7 +100,7 @@ class Io {
   Io(const Io&) = delete;
   Io& operator=(const Io&) = delete;
 
-  // Binds and starts the thread. Throws std::runtime_error naming the endpoint that could not be bound.
+  // Binds and starts the thread. Throws std::runtime_error naming the endpoint or path that could not be bound.
   void start();
   // Delivers what has ended (for at most the linger time), closes the sockets, ends the thread. Idempotent.
   void stop() noexcept;
@@ -81,16 +111,11 @@ class Io {
   [[nodiscard]] const std::vector<std::string>& endpoints() const noexcept { return router_.endpoints(); }
 
  private:
-  // A reply of the control plane that its client's full queue did not take yet.
-  struct Reply {
-    std::vector<uint8_t> identity;
-    std::vector<uint8_t> payload;
-    int64_t since_ns = 0;
-  };
-
   void run() noexcept;
   [[nodiscard]] bool do_work(bool sockets) noexcept;
   void idle() noexcept;
+  void wait_for_events(bool paced) noexcept;
+  void give_way() noexcept;
   [[nodiscard]] bool flushed() const noexcept;
 
   [[nodiscard]] bool take_events() noexcept;
@@ -100,43 +125,48 @@ class Io {
   [[nodiscard]] bool deliver_done(uint32_t slot) noexcept;
   void note_blocked(uint32_t slot) noexcept;
   void give_up(uint32_t slot, ClientState why) noexcept;
+  void note_named_stream(uint32_t slot, int change) noexcept;
   void free_logprobs(uint32_t slot, int32_t until) noexcept;
   void retry() noexcept;
 
-  [[nodiscard]] bool receive_request() noexcept;
-  [[nodiscard]] bool forward_parked() noexcept;
   [[nodiscard]] bool receive_reply() noexcept;
-  [[nodiscard]] bool waits_for_reply(std::span<const uint8_t> identity, size_t count) const noexcept;
-  [[nodiscard]] bool to_control(std::span<const uint8_t> frame, bool more) noexcept;
-  [[nodiscard]] std::span<const uint8_t> bytes(zmq::Message& message) const noexcept;
+  void look_at_files() noexcept;
+  void tell_gone() noexcept;
+  void publish() noexcept;
 
   Engine& engine_;
   EngineShared& shared_;
   const zmq::Api api_;
   const IoOptions options_;
+  const bool cooperative_;
   Router router_;
+  LocalSocket local_;
+  Clients clients_;
+  ControlPair control_;
+  Intake intake_;
+  Outbox outbox_;
   FramePacker packer_;
   std::vector<Delivery> deliveries_;  // [slots]
   std::vector<uint32_t> active_;      // slots with an active delivery
   std::vector<uint32_t> dirty_;       // slots with something new to send
-  std::vector<Reply> replies_;        // waiting; bounded
-  // The request that is on its way to the control plane.
-  zmq::Message identity_;
-  zmq::Message payload_;
-  const char* parked_kind_ = nullptr;  // "R" or "B" while the control plane does not take it; null: none
-  const char* parked_reason_ = nullptr;
-  int64_t parked_received_ns_ = 0;
 
   Pace pace_;
   Alarm alarm_;
-  int64_t now_ = 0;         // start of this cycle
-  int64_t worked_ns_ = 0;   // when there last was something to do
-  int64_t sockets_ns_ = 0;  // when the sockets were last looked at
-  int64_t retry_ns_ = 0;    // when blocked sends are tried again
-  bool blocked_ = false;    // some send is waiting for a client or the control plane
+  int64_t now_ = 0;              // start of this cycle
+  int64_t worked_ns_ = 0;        // when there last was something to do
+  int64_t sockets_ns_ = 0;       // when the sockets were last looked at
+  int64_t retry_ns_ = 0;         // when blocked sends are tried again
+  bool blocked_ = false;         // some send is waiting for a client or the control plane
+  bool record_waits_ = false;    // ... for the control plane, among them
+  int named_streams_ = 0;        // active deliveries to clients that read and have chosen their identity
+  uint64_t done_frames_ = 0;     // sent in time
+  uint64_t rehearsals_ = 0;      // requests that the daemon has sent itself: nobody counts them
+  uint64_t of_them_local_ = 0;   // ... by the local transport
+  uint64_t broken_replies_ = 0;  // of the control plane: not two frames
   IoStats stats_;
   Seqlock<IoStats> published_;
   int64_t published_ns_ = 0;
+  int64_t files_ns_ = 0;  // when the files of the sockets were last looked at
   Histogram delivery_ns_;
   std::atomic<bool> stopping_{false};
   std::thread thread_;

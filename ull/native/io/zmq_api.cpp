@@ -23,7 +23,9 @@ Api load(const std::string& path) {
   find(api.bind, "zmq_bind");
   find(api.send, "zmq_send");
   find(api.msg_init, "zmq_msg_init");
+  find(api.msg_init_size, "zmq_msg_init_size");
   find(api.msg_close, "zmq_msg_close");
+  find(api.msg_move, "zmq_msg_move");
   find(api.msg_recv, "zmq_msg_recv");
   find(api.msg_send, "zmq_msg_send");
   find(api.msg_more, "zmq_msg_more");
@@ -33,6 +35,10 @@ Api load(const std::string& path) {
   find(api.error, "zmq_errno");
   find(api.error_text, "zmq_strerror");
   return api;
+}
+
+void fail(const Api& api, const std::string& what) {
+  throw std::runtime_error(what + ": " + api.error_text(api.error()));
 }
 
 }  // namespace ull::zmq

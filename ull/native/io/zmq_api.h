@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 
 namespace ull::zmq {
@@ -12,21 +13,25 @@ namespace ull::zmq {
 inline constexpr int kPair = 0;
 inline constexpr int kRouter = 6;
 
-inline constexpr int kLinger = 17;             // int, ms
-inline constexpr int kMaxMessageSize = 22;     // int64, bytes per frame
-inline constexpr int kSendHighWater = 23;      // int, messages
-inline constexpr int kReceiveHighWater = 24;   // int, messages
-inline constexpr int kLastEndpoint = 32;       // string
-inline constexpr int kRouterMandatory = 33;    // int
-inline constexpr int kRouterHandover = 56;     // int
-inline constexpr int kHandshakeInterval = 66;  // int, ms
-inline constexpr int kHeartbeatInterval = 75;  // int, ms
-inline constexpr int kHeartbeatTtl = 76;       // int, ms
-inline constexpr int kHeartbeatTimeout = 77;   // int, ms
+inline constexpr int kLinger = 17;                // int, ms
+inline constexpr int kMaxMessageSize = 22;        // int64, bytes per frame
+inline constexpr int kSendHighWater = 23;         // int, messages
+inline constexpr int kReceiveHighWater = 24;      // int, messages
+inline constexpr int kLastEndpoint = 32;          // string
+inline constexpr int kRouterMandatory = 33;       // int
+inline constexpr int kTcpKeepalive = 34;          // int
+inline constexpr int kTcpKeepaliveCount = 35;     // int
+inline constexpr int kTcpKeepaliveIdle = 36;      // int, s
+inline constexpr int kTcpKeepaliveInterval = 37;  // int, s
+inline constexpr int kRouterHandover = 56;        // int
+inline constexpr int kHandshakeInterval = 66;     // int, ms
+inline constexpr int kUseFd = 89;                 // int: a listening socket that bind() takes over
+inline constexpr int kTcpMaxRetransmit = 80;      // int, ms
 
 inline constexpr int kDontWait = 1;
 inline constexpr int kSendMore = 2;
 inline constexpr short kPollIn = 1;
+inline constexpr short kPollOut = 2;
 
 struct alignas(void*) Message {  // zmq_msg_t
   unsigned char opaque[64];
@@ -48,7 +53,9 @@ struct Api {
   int (*bind)(void* socket, const char* endpoint);
   int (*send)(void* socket, const void* data, size_t size, int flags);
   int (*msg_init)(Message* message);
+  int (*msg_init_size)(Message* message, size_t size);  // ENOMEM
   int (*msg_close)(Message* message);
+  int (*msg_move)(Message* target, Message* source);  // the source is empty afterwards
   int (*msg_recv)(Message* message, void* socket, int flags);
   int (*msg_send)(Message* message, void* socket, int flags);
   int (*msg_more)(const Message* message);
@@ -62,5 +69,23 @@ struct Api {
 // `path` is that of the libzmq already in this process. Throws std::runtime_error if it is not loaded or lacks a
 // function.
 [[nodiscard]] Api load(const std::string& path);
+
+// Throws std::runtime_error: `what`, and libzmq's last error.
+[[noreturn]] void fail(const Api& api, const std::string& what);
+
+// Gives back what the message holds.
+inline void clear(const Api& api, Message& message) noexcept {
+  api.msg_close(&message);
+  api.msg_init(&message);
+}
+
+template <typename Value>
+void set(const Api& api, void* socket, int option, Value value, const char* name) {
+  if (api.setsockopt(socket, option, &value, sizeof(value)) != 0) fail(api, name);
+}
+
+[[nodiscard]] inline std::span<const uint8_t> bytes(const Api& api, Message& message) noexcept {
+  return {static_cast<const uint8_t*>(api.msg_data(&message)), api.msg_size(&message)};
+}
 
 }  // namespace ull::zmq

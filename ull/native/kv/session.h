@@ -2,10 +2,12 @@
 // what is new. Everything is allocated at construction; after it nothing here allocates, locks or throws. One thread
 // (the engine's) uses it.
 //
-// Admission takes the resident session that shares the longest prefix with the prompt. If the prompt keeps at least
-// half of what that session holds (the next turn, a retry), the session is continued in place. Otherwise (another
-// conversation under the same system prompt) a new session shares its full pages, which are never written again, and
-// the old one stays whole. A page has a count of sessions that hold it.
+// Admission takes the resident session that shares the longest prefix with the prompt, the shortest if there are
+// several. It is continued in place if it loses no more than the prompt keeps of it (the next turn, a retry), or no
+// more than a page holds while the prompt is mostly in it (the same question again). Otherwise (another conversation
+// under the same system prompt) a new session shares the full pages of the prefix, which are never written again, and
+// takes a copy of what lies in the page behind them; the old one stays whole. A page has a count of sessions that hold
+// it.
 #pragma once
 
 #include <cstdint>
@@ -36,6 +38,13 @@ class PagePool {
   std::vector<uint16_t> holders_;  // [page_count] sessions that hold the page
 };
 
+// The first tokens of a page that a session takes over into one of its own.
+struct PageCopy {
+  int32_t from = -1;
+  int32_t to = -1;
+  int32_t tokens = 0;  // 0: there is nothing to copy
+};
+
 class Session {
  public:
   // Tokens whose keys and values are certainly in the cache, by position.
@@ -46,6 +55,10 @@ class Session {
   // How many of tokens() the draft model has in its cache, in the same pages: the executor reads and writes it, the
   // session only cuts it.
   [[nodiscard]] int32_t* drafted() noexcept { return &drafted_; }
+  // What must be copied before anything else is done with a session that has just been opened; tokens() holds it
+  // already. copied(): it has been.
+  [[nodiscard]] const PageCopy& copy() const noexcept { return copy_; }
+  void copied() noexcept { copy_ = {}; }
   // Records tokens that a completed step has put into the cache, at positions size() and on.
   void append(std::span<const int32_t> tokens) noexcept { tokens_.insert(tokens_.end(), tokens.begin(), tokens.end()); }
 
@@ -54,6 +67,7 @@ class Session {
   std::vector<int32_t> tokens_;  // capacity: the context
   std::vector<int32_t> pages_;   // capacity: pages of the context
   int32_t drafted_ = 0;
+  PageCopy copy_;
   uint64_t used_at_ = 0;  // admission count at the last use; 0: the session is free
 };
 
@@ -63,36 +77,52 @@ class SessionCache {
     int page_count = 0;
     int context = 0;  // most tokens a session holds
     int max_sessions = 16;
-    bool reuse = true;  // false: every request starts cold
+    bool reuse = true;   // false: every request starts cold
+    bool copies = true;  // false: pages cannot be copied, so that only full ones are shared
   };
 
   explicit SessionCache(const Options& options);
 
   // The session that serves `prompt` ([>= 1] tokens); its size() tokens, at most prompt.size() - 1, are the prompt's
-  // cached prefix. One session is open at a time.
+  // cached prefix, once its copy() has been made. One session is open at a time.
   [[nodiscard]] Session& open(std::span<const int32_t> prompt) noexcept;
 
   // Makes the page table of the open session cover positions [0, tokens), evicting other sessions, least recently
   // used first. kOutOfPages if even that is not enough.
   [[nodiscard]] Status reserve(Session& session, int tokens) noexcept;
 
-  // Ends the use of the open session. At most its first `kept` tokens stay resident; without any, or if reuse is off,
-  // nothing of it does.
+  // Ends the use of the open session. At most its first `kept` tokens stay resident; without any, if reuse is off, or
+  // if another session begins with the same, nothing of it does.
   void close(Session& session, int kept) noexcept;
 
   [[nodiscard]] int pages_used() const noexcept { return pool_.page_count() - pool_.free_count(); }
   [[nodiscard]] int resident() const noexcept;
 
  private:
+  // The resident session to serve from, and how many of the prompt's tokens it shares.
+  struct Match {
+    Session* session = nullptr;
+    int shared = 0;
+    bool continues = false;  // in place
+  };
+
+  [[nodiscard]] Match find(std::span<const int32_t> reusable) noexcept;
+  void fork(const Match& match, Session& session) noexcept;
+  [[nodiscard]] Session* that_begins_with(const Session& session) noexcept;
   [[nodiscard]] Session* free_session() noexcept;
-  [[nodiscard]] Session* least_recently_used(const Session* except) noexcept;
+  // None of those excepted; null if there is no other.
+  [[nodiscard]] Session* least_recently_used(const Session* except, const Session* other = nullptr) noexcept;
+  // A free page, if need be from another session than those excepted; -1 if there is none.
+  [[nodiscard]] int32_t take_page(const Session* except, const Session* other = nullptr) noexcept;
+  void cut(Session& session, int tokens) noexcept;
   void truncate(Session& session, int tokens) noexcept;
   void evict(Session& session) noexcept;
 
   PagePool pool_;
   std::vector<Session> sessions_;
   uint64_t admissions_ = 0;
-  bool reuse_;
+  const bool reuse_;
+  const bool copies_;
 };
 
 }  // namespace ull

@@ -70,6 +70,7 @@ void bind_executor(nb::module_& m);
 void bind_exec(nb::module_& m);
 void bind_graph(nb::module_& m);
 void bind_engine(nb::module_& m);
+void bind_process(nb::module_& m);
 void bind_io(nb::module_& m);
 
 }  // namespace ull::module

@@ -1,7 +1,6 @@
 // The engine, the scripted executor and what stands alone around them.
 #include <map>
 
-#include "base/notify.h"
 #include "engine/detokenizer.h"
 #include "engine/engine.h"
 #include "engine/scripted_executor.h"
@@ -76,6 +75,7 @@ uint64_t submit(Engine& engine, const nb::bytes& identity, uint64_t request_id, 
   submission.deadline_ns = parameter(params, "deadline_ns", int64_t{0});
   submission.received_ns = parameter(params, "received_ns", int64_t{0});
   submission.admitted_ns = parameter(params, "admitted_ns", int64_t{0});
+  submission.rehearsal = parameter(params, "rehearsal", false);
   return engine.submit(submission);
 }
 
@@ -128,37 +128,63 @@ void bind_engine(nb::module_& m) {
   nb::class_<ScriptedExecutor, Executor>(
       m, "ScriptedExecutor",
       "An executor without a model: the token at position p is tokens[p % len(tokens)], or with from_past a hash of "
-      "every token before p, read back through the page table. Times in nanoseconds; fail_step and hang_step count "
-      "prefill chunks and rounds from 0 (-1: never).")
+      "every token before p, read back through the page table. Times in nanoseconds; layers above 0: steps are "
+      "computed "
+      "inside start_*(), with so many beats of the engine's pulse, like those of an executor without a device; "
+      "fail_step "
+      "and hang_step count prefill chunks, copies and rounds from 0 (-1: never).")
       .def(
           "__init__",
           [](ScriptedExecutor* self, std::vector<int32_t> tokens, bool from_past, int tokens_per_round, int vocabulary,
              int context, int pages, int prefill_chunk, int64_t round_ns, int64_t prefill_token_ns, bool blocking,
-             int64_t fail_step, int64_t hang_step, bool ignore_abort, std::string failure, bool restart_helps) {
-            new (self) ScriptedExecutor({std::move(tokens), from_past, tokens_per_round, vocabulary, context, pages,
-                                         prefill_chunk, round_ns, prefill_token_ns, blocking, fail_step, hang_step,
-                                         ignore_abort, std::move(failure), restart_helps});
+             int layers, int64_t fail_step, int64_t hang_step, bool ignore_abort, std::string failure,
+             bool restart_helps, int forced_tokens) {
+            new (self) ScriptedExecutor({.tokens = std::move(tokens),
+                                         .from_past = from_past,
+                                         .tokens_per_round = tokens_per_round,
+                                         .vocabulary = vocabulary,
+                                         .context = context,
+                                         .page_count = pages,
+                                         .prefill_chunk = prefill_chunk,
+                                         .round_ns = round_ns,
+                                         .prefill_token_ns = prefill_token_ns,
+                                         .blocking = blocking,
+                                         .layers = layers,
+                                         .fail_step = fail_step,
+                                         .hang_step = hang_step,
+                                         .ignore_abort = ignore_abort,
+                                         .failure = std::move(failure),
+                                         .restart_helps = restart_helps,
+                                         .forced_tokens = forced_tokens});
           },
           "tokens"_a, nb::kw_only(), "from_past"_a = false, "tokens_per_round"_a = 1, "vocabulary"_a = 32000,
           "context"_a = 4096, "pages"_a = 128, "prefill_chunk"_a = 256, "round_ns"_a = 0, "prefill_token_ns"_a = 0,
-          "blocking"_a = false, "fail_step"_a = -1, "hang_step"_a = -1, "ignore_abort"_a = false, "failure"_a = "",
-          "restart_helps"_a = false)
+          "blocking"_a = false, "layers"_a = 0, "fail_step"_a = -1, "hang_step"_a = -1, "ignore_abort"_a = false,
+          "failure"_a = "", "restart_helps"_a = false, "forced_tokens"_a = 0)
       .def_prop_ro("steps", &ScriptedExecutor::steps, "Steps started so far.");
 
   nb::class_<Engine>(m, "Engine", "One executor, its request slots, and the engine and watchdog threads.")
       .def(
           "__init__",
-          [](Engine* self, Executor& executor, const std::string& vocab_path, int queue_depth, int core,
-             const std::string& idle, int64_t watchdog_ms, int max_prompt, int max_sessions, bool prefix_cache,
-             int64_t slow_cycle_us) {
-            const EngineOptions options{queue_depth, core,         parse_idle_mode(idle), watchdog_ms,
-                                        max_prompt,  max_sessions, prefix_cache,          slow_cycle_us};
+          [](Engine* self, Executor& executor, const std::string& vocab_path, int queue_depth, int client_share,
+             int core, std::optional<bool> cooperative, const std::string& idle, int64_t watchdog_ms, int max_prompt,
+             int max_sessions, bool prefix_cache, int64_t slow_cycle_us) {
+            const EngineOptions options{.queue_depth = queue_depth,
+                                        .client_share = client_share,
+                                        .core = core,
+                                        .cooperative = cooperative,
+                                        .idle = parse_idle_mode(idle),
+                                        .watchdog_ms = watchdog_ms,
+                                        .max_prompt = max_prompt,
+                                        .max_sessions = max_sessions,
+                                        .prefix_cache = prefix_cache,
+                                        .slow_cycle_us = slow_cycle_us};
             const nb::gil_scoped_release unlocked;
             new (self) Engine(executor, vocab_path, options);
           },
-          "executor"_a, "vocab_path"_a, nb::kw_only(), "queue_depth"_a = 64, "core"_a = -1, "idle"_a = "adaptive",
-          "watchdog_ms"_a = 2000, "max_prompt"_a = 0, "max_sessions"_a = 16, "prefix_cache"_a = true,
-          "slow_cycle_us"_a = 10'000, nb::keep_alive<1, 2>())
+          "executor"_a, "vocab_path"_a, nb::kw_only(), "queue_depth"_a = 64, "client_share"_a = 0, "core"_a = -1,
+          "cooperative"_a = nb::none(), "idle"_a = "adaptive", "watchdog_ms"_a = 2000, "max_prompt"_a = 0,
+          "max_sessions"_a = 16, "prefix_cache"_a = true, "slow_cycle_us"_a = 10'000, nb::keep_alive<1, 2>())
       .def("warm_up", &Engine::warm_up, Unlocked(),
            "Runs a prefill chunk and a few rounds with every drafter; before start().")
       .def("start", &Engine::start, Unlocked())
@@ -176,6 +202,20 @@ void bind_engine(nb::module_& m) {
       .def("drained", &Engine::drained, "True once the end of every accepted request has reached the io PAIR.")
       .def("stats", &engine_stats)
       .def("health", &Engine::health, "'ok', 'stalled' or 'failed'.")
+      .def(
+          "threads",
+          [](Engine& engine) {
+            nb::dict out;
+            out["engine"] = to_dict(engine.shared().engine_duty.named());
+            out["io"] = to_dict(engine.shared().io_duty.named());
+            return out;
+          },
+          "What the engine thread and the io thread do with their time.")
+      .def("beat", &Engine::beat, "The control plane's sign of life; to be called when `control_call` is readable.")
+      .def("end_beat", &Engine::end_beat, "The control plane ends and is watched no longer.")
+      .def_prop_ro("queue_length", &Engine::queue_length, "Requests that wait.")
+      .def_prop_ro("control_call", &Engine::control_call,
+                   "Descriptor that is readable when the control plane is to call beat() and look at health().")
       .def_prop_ro("info", &engine_info);
 
   nb::class_<Detokenizer>(m, "Detokenizer", "Token ids to text, incrementally, cut at the first stop string.")
@@ -184,9 +224,6 @@ void bind_engine(nb::module_& m) {
       .def("feed", &Detokenizer::feed, "tokens"_a, "Text that these tokens finish.")
       .def("finish", &Detokenizer::finish, "Text held back, once no token follows.")
       .def_prop_ro("stopped", &Detokenizer::stopped, "True once a stop string is complete.");
-
-  m.def("notify", &notify_service_manager, "state"_a,
-        "Sends a state (such as READY=1) to systemd's notification socket; False if there is none.");
 }
 
 }  // namespace ull::module

@@ -47,6 +47,7 @@ graph::GraphProgram graph_program(const nb::dict& dict) {
   program.page_count = field<int>(dict, "page_count");
   program.weight_bytes = field<int64_t>(dict, "weight_bytes");
   program.kv_bytes = field<int64_t>(dict, "kv_bytes");
+  program.kv_pages = field<uint64_t>(dict, "kv_pages");
   program.name = field<std::string>(dict, "name");
   program.library = field<std::string>(dict, "library");
   if (dict.contains("medusa")) {

@@ -19,15 +19,24 @@ void bind_io(nb::module_& m) {
       .def(
           "__init__",
           [](Io* self, Engine& engine, uintptr_t zmq_context, const std::string& libzmq,
-             const std::vector<std::string>& listen, const std::string& control, int core, const std::string& idle,
-             int send_hwm, int64_t client_stall_ms, int64_t max_message, int linger_ms) {
+             const std::vector<std::string>& listen, const std::string& control, int core,
+             std::optional<bool> cooperative, const std::string& idle, int send_hwm, int64_t client_stall_ms,
+             int64_t max_message, int linger_ms, const std::vector<std::string>& local) {
             const IoOptions options{
-                listen, control, core, parse_idle_mode(idle), client_stall_ms, {send_hwm, max_message, linger_ms}};
+                .listen = listen,
+                .local = local,
+                .control = control,
+                .core = core,
+                .cooperative = cooperative,
+                .idle = parse_idle_mode(idle),
+                .client_stall_ms = client_stall_ms,
+                .router = {.send_high_water = send_hwm, .max_message = max_message, .linger_ms = linger_ms}};
             new (self) Io(engine, zmq::load(libzmq), reinterpret_cast<void*>(zmq_context), options);
           },
           "engine"_a, nb::kw_only(), "zmq_context"_a, "libzmq"_a, "listen"_a, "control"_a = "inproc://ull-control",
-          "core"_a = -1, "idle"_a = "adaptive", "send_hwm"_a = 64, "client_stall_ms"_a = 250,
-          "max_message"_a = 16 * 1024 * 1024, "linger_ms"_a = 1000, nb::keep_alive<1, 2>())
+          "core"_a = -1, "cooperative"_a = nb::none(), "idle"_a = "adaptive", "send_hwm"_a = 64,
+          "client_stall_ms"_a = 250, "max_message"_a = 16 * 1024 * 1024, "linger_ms"_a = 1000,
+          "local"_a = std::vector<std::string>{}, nb::keep_alive<1, 2>())
       .def("start", &Io::start, Unlocked(), "Binds (RuntimeError naming the endpoint) and starts the thread.")
       .def("stop", &Io::stop, Unlocked(), "Delivers what has ended, closes the sockets. Idempotent.")
       .def("stats", &io_stats)

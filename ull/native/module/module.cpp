@@ -7,5 +7,6 @@ NB_MODULE(_native, m) {
   ull::module::bind_exec(m);
   ull::module::bind_graph(m);
   ull::module::bind_engine(m);
+  ull::module::bind_process(m);
   ull::module::bind_io(m);
 }

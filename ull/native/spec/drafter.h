@@ -1,12 +1,12 @@
 // What proposes draft tokens. To add a drafter: derive from Drafter, allocate in the constructor or prepare(), add
-// candidates to the tree in propose(), and hand it to CpuExecutor (exec/cpu/cpu_executor.cpp: make_drafters()).
+// candidates to the tree in propose(), and hand it to an executor (CpuExecutor::make_drafters(),
+// GraphExecutor::prepare()).
 //
 // What a drafter gets and may rely on:
 //  - DraftContext: the session's tokens, its page table (the draft model's KV uses the same page numbers), the
-//  request's
-//    sampling, and `hidden`, the lm_head's input (final norm applied, not scaled) of position - 1, i.e. of the node
-//    whose draw is the root. Medusa head i (from 0) then predicts position + 1 + i, which is depth i + 1 of the tree.
-//    `hidden` is null where it is unknown (a round right after a full prefix-cache hit).
+//    request's sampling, and `hidden`, the lm_head's input (final norm applied, not scaled) of position - 1, i.e. of
+//    the node whose draw is the root. Medusa head i (from 0) then predicts position + 1 + i, which is depth i + 1 of
+//    the tree. `hidden` is null where it is unknown (a round right after a full prefix-cache hit).
 //  - The coupling: rank candidates for depth d by adjusted draft logit + gumbel(seed, position + d, token):
 //    cpu::Sampler::rank(logits, position + d, sampling, count, tokens, counts); at temperature 0 by the logit.
 //  - TreePlan: the shape wanted. Candidate `plan.ranks[i]` below plan node `plan.parents[i]`. Use
@@ -64,6 +64,10 @@ class Drafter {
   [[nodiscard]] virtual Speculation kind() const noexcept = 0;
   // Allocates what is left to allocate and measures its costs. May throw.
   virtual void prepare() {}
+  // See Executor::set_pulse(); for a drafter with layers of its own to compute.
+  virtual void set_pulse(Pulse* pulse) noexcept { (void)pulse; }
+  // Follows the target's copy of a page's first tokens, in a cache of its own.
+  virtual void copy_page(const CopyStep& step) noexcept { (void)step; }
   // Follows the target's prefill of one chunk. kOk, kAborted or kExecutorFailed.
   [[nodiscard]] virtual Status prefill(const PrefillStep& step, const std::atomic<bool>& abort) noexcept {
     (void)step, (void)abort;

@@ -37,6 +37,14 @@ void Proposer::prepare(const VerifyCosts& costs, ExecutorInfo& info) {
   info.kv_bytes += info.drafter_kv_bytes;
 }
 
+void Proposer::set_pulse(Pulse* pulse) noexcept {
+  for (const auto& drafter : drafters_) drafter->set_pulse(pulse);
+}
+
+void Proposer::copy_page(const CopyStep& step) noexcept {
+  for (const auto& drafter : drafters_) drafter->copy_page(step);
+}
+
 Status Proposer::prefill(const PrefillStep& step, const std::atomic<bool>& abort) noexcept {
   for (const auto& drafter : drafters_) {
     if (!serves(*drafter, step.speculation)) continue;
@@ -65,7 +73,8 @@ Status Proposer::choose(const RoundStep& step, const DraftContext& now) noexcept
   limits_.depth = std::min({step.max_tokens - 1, room, kMaxTreeTokens - 1});
   limits_.nodes = std::min({step.max_tree > 0 ? step.max_tree : kMaxTreeTokens, kMaxTreeTokens, options_.most_nodes});
   tree_.reset(step.token, options_.vocabulary, limits_.nodes, limits_.depth);
-  if (step.speculation == Speculation::kNone || step.history == nullptr || limits_.depth < 1 || limits_.nodes < 2) {
+  if (step.forced > 0 || step.speculation == Speculation::kNone || step.history == nullptr || limits_.depth < 1 ||
+      limits_.nodes < 2) {
     return Status::kOk;
   }
   for (const auto& drafter : drafters_) {
@@ -101,18 +110,20 @@ Status Proposer::catch_up(Drafter& drafter, const DraftContext& now, Speculation
 
 void Proposer::learn(const RoundStep& step, const RoundResult& result) noexcept {
   if (step.rehearsal) return;
-  // A round without speculation is settled too: it tells what plain ones take.
+  // A round without speculation is settled too: it tells what plain ones take. One with forced tokens does not.
   chosen_.plan.count = tree_.count();  // a drafter may have had less to propose than was planned
   chosen_.plan.depth = tree_.deepest();
-  planner_.settle(chosen_.drafter, chosen_.drafter == nullptr ? nullptr : &chosen_.plan, limits_,
-                  {result.count, static_cast<double>(monotonic_ns() - start_ns_),
-                   static_cast<double>(proposed_ns_ - start_ns_), chosen_.worth});
+  if (step.forced == 0) {
+    planner_.settle(chosen_.drafter, chosen_.drafter == nullptr ? nullptr : &chosen_.plan, limits_,
+                    {result.count, static_cast<double>(monotonic_ns() - start_ns_),
+                     static_cast<double>(proposed_ns_ - start_ns_), chosen_.worth});
+  }
   if (step.speculation == Speculation::kNone) return;
   int32_t emitted[kMaxTokensPerRound];
   for (int i = 0; i < result.count; ++i) emitted[i] = result.tokens[i].token;
   for (const auto& drafter : drafters_) {
     if (serves(*drafter, step.speculation))
-      drafter->observe({emitted, result.count, step.position, drafter.get() == chosen_.drafter});
+      drafter->observe({emitted, result.count, step.position + step.forced, drafter.get() == chosen_.drafter});
   }
   if (chosen_.drafter == nullptr) {
     follow_shadow(step, emitted[0]);
@@ -140,7 +151,7 @@ void Proposer::cast_shadow(const Option& option, const DraftContext& now) noexce
 
 void Proposer::follow_shadow(const RoundStep& step, int32_t token) noexcept {
   if (shadow_node_ < 0) return;
-  if (shadow_position_ != step.position + 1) {  // another session's
+  if (shadow_position_ != step.position + step.forced + 1) {  // another session's
     shadow_node_ = -1;
     return;
   }

@@ -30,6 +30,11 @@ class Proposer {
   // Prepares the drafters -> info.drafters, draft_ns and what they add to its bytes. costs: of the executor's rounds.
   void prepare(const VerifyCosts& costs, ExecutorInfo& info);
 
+  // For drafters that compute on the engine's thread, see Executor::set_pulse().
+  void set_pulse(Pulse* pulse) noexcept;
+
+  // With the target's copy.
+  void copy_page(const CopyStep& step) noexcept;
   // After the target's prefill of a chunk. kOk, kAborted or kExecutorFailed.
   [[nodiscard]] Status prefill(const PrefillStep& step, const std::atomic<bool>& abort) noexcept;
 

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <bit>
 #include <cstdint>
+#include <thread>
 #include <type_traits>
 
 #include "base/cpu.h"
@@ -29,21 +30,27 @@ class Seqlock {
     sequence_.store(sequence + 2, std::memory_order_release);
   }
 
-  // Any thread.
+  // Any thread. One that is kept waiting gives its core away now and then: the writer that it has interrupted in the
+  // middle of a store() may be waiting for just that core.
   [[nodiscard]] T load() const noexcept {
     std::array<uint64_t, kWords> words;
-    for (;;) {
+    for (int attempt = 1;; ++attempt) {
       const uint64_t before = sequence_.load(std::memory_order_acquire);
       for (size_t i = 0; i < kWords; ++i) words[i] = words_[i].load(std::memory_order_acquire);
       const uint64_t after = sequence_.load(std::memory_order_relaxed);
       if (before == after && before % 2 == 0) break;
-      cpu_relax();
+      if (attempt % kAttemptsPerYield == 0) {
+        std::this_thread::yield();
+      } else {
+        cpu_relax();
+      }
     }
     return std::bit_cast<T>(words);
   }
 
  private:
   static constexpr size_t kWords = sizeof(T) / sizeof(uint64_t);
+  static constexpr int kAttemptsPerYield = 64;  // a store() takes less than that many looks
 
   alignas(kCacheLine) std::atomic<uint64_t> sequence_{0};
   std::array<std::atomic<uint64_t>, kWords> words_{};

@@ -28,11 +28,12 @@ void Waker::wait() noexcept {
 }
 
 void Waker::awake() noexcept {
-  if (state_.exchange(kAwake, std::memory_order_acq_rel) == kAwake) {
-    // Somebody has written, or is about to: without the drain the next sleep would end at once, which is harmless.
-    uint64_t count = 0;
-    [[maybe_unused]] const ssize_t drained = read(fd_, &count, sizeof(count));
-  }
+  (void)state_.exchange(kAwake, std::memory_order_acq_rel);
+  // Whoever has withdrawn the announcement may write only after this read, which finds nothing then: its signal ends
+  // the next sleep at once, and the read after that takes it away. Were it not for every sleep to end in a read, the
+  // descriptor would stay readable and no sleep would last again.
+  uint64_t count = 0;
+  [[maybe_unused]] const ssize_t drained = read(fd_, &count, sizeof(count));
 }
 
 }  // namespace ull

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -74,9 +75,12 @@ class FakeDevice {
     FakeModel model = {};
     int context = 1024;
     int page_count = 32;
-    int round_us = 0;  // a round takes this long
+    int round_us = 0;                        // a round takes this long,
+    std::array<int, kCostSizes> graph_us{};  // one of this graph so much longer
+    int prefill_us = 0;                      // and the prefill's graph
     int medusa_heads = 0;
     int medusa_rank = 0;           // at which each head names the right token; -1: nowhere
+    bool fails_copies = false;     // copying a page fails
     uint64_t launch_error_at = 0;  // launching this round fails
     int launch_error = kOutOfMemory;
     uint64_t stream_error_at = 0;  // this round ends in an error that the stream keeps reporting
@@ -86,7 +90,9 @@ class FakeDevice {
     uint64_t not_finite_at = 0;
     uint64_t absurd_at = 0;  // this round's answer is of no such round
     std::function<void(gpu::RoundResult&)> absurdity = nullptr;
-    std::function<void(uint64_t)> before = nullptr;  // called on the device's thread before a round begins
+    // Called on the device's thread: before a round begins; and when it is not skipped, before it looks at its setting.
+    std::function<void(uint64_t)> before = nullptr;
+    std::function<void(uint64_t)> begun = nullptr;
   };
 
   struct Record {
@@ -142,6 +148,7 @@ class FakeDevice {
     program.page_count = script_.page_count;
     program.weight_bytes = 1000;
     program.kv_bytes = static_cast<int64_t>(pool_.size() * sizeof(int32_t));
+    program.kv_pages = reinterpret_cast<uintptr_t>(pool_.data());
     program.name = "graph/fake";
     program.library = "none";
     return program;
@@ -151,6 +158,9 @@ class FakeDevice {
     graph::Driver driver;
     driver.set_context = [](void* context) { return context == nullptr ? 1 : graph::kSuccess; };
     driver.launch = [](void* graph, void* stream) { return static_cast<FakeDevice*>(stream)->launch(graph); };
+    driver.copy = [](uint64_t to, uint64_t from, size_t bytes, void* stream) {
+      return static_cast<FakeDevice*>(stream)->copy({.to = to, .from = from, .bytes = bytes});
+    };
     driver.query = [](void* stream) { return static_cast<FakeDevice*>(stream)->query(); };
     driver.error_name = [](int error, const char** name) {
       *name = error == kIllegalAddress ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR_OUT_OF_MEMORY";
@@ -189,29 +199,64 @@ class FakeDevice {
   }
 
  private:
+  // What the stream does in turn: a graph, or a copy where there is none.
+  struct Work {
+    int graph = 0;
+    uint64_t to = 0, from = 0;  // addresses
+    size_t bytes = 0;
+  };
+
   int launch(void* graph) {
     const std::lock_guard lock(mutex_);
     if (error_ != 0) return error_;
     if (script_.launch_error_at == launched_ + 1) return script_.launch_error;
-    if (launched_ - begun_ == queue_.size()) std::abort();  // more than there are slots
+    if (launched_ - begun_ == gpu::kRoundSlots) std::abort();
     if (graph == nullptr) std::abort();
-    queue_[launched_++ % queue_.size()] = static_cast<int>(reinterpret_cast<uintptr_t>(graph));
-    wake_.notify_all();
+    ++launched_;
+    push({.graph = static_cast<int>(reinterpret_cast<uintptr_t>(graph))});
     return graph::kSuccess;
+  }
+
+  int copy(const Work& work) {
+    const std::lock_guard lock(mutex_);
+    if (error_ != 0) return error_;
+    if (script_.fails_copies) return kOutOfMemory;
+    push(work);
+    return graph::kSuccess;
+  }
+
+  void push(const Work& work) {
+    if (pushed_ - taken_ == queue_.size()) std::abort();
+    queue_[pushed_++ % queue_.size()] = work;
+    wake_.notify_all();
+  }
+
+  // Within the pages.
+  void copy_page(const Work& work) {
+    const uint64_t first = reinterpret_cast<uintptr_t>(pool_.data()), bytes = pool_.size() * sizeof(int32_t);
+    for (const uint64_t address : {work.to, work.from}) {
+      if (address < first || address + work.bytes > first + bytes) std::abort();
+    }
+    std::memcpy(reinterpret_cast<void*>(work.to), reinterpret_cast<const void*>(work.from), work.bytes);
   }
 
   int query() {
     const std::lock_guard lock(mutex_);
     if (error_ != 0) return error_;
-    return launched_ == begun_ && !busy_ ? graph::kSuccess : graph::kNotReady;
+    return pushed_ == taken_ && !busy_ ? graph::kSuccess : graph::kNotReady;
   }
 
   void run() {
     std::unique_lock lock(mutex_);
     for (;;) {
-      wake_.wait(lock, [this] { return stopping_ || (launched_ > begun_ && error_ == 0); });
+      wake_.wait(lock, [this] { return stopping_ || (pushed_ > taken_ && error_ == 0); });
       if (stopping_) return;
-      const int graph = queue_[begun_++ % queue_.size()];
+      const Work work = queue_[taken_++ % queue_.size()];
+      if (work.graph == 0) {
+        copy_page(work);
+        continue;
+      }
+      ++begun_;
       busy_ = true;
       const uint64_t sequence = state_.sequence + 1;
       if (sequence == script_.hang_at) {
@@ -221,7 +266,7 @@ class FakeDevice {
       const Script script = script_;
       lock.unlock();
       if (script.before) script.before(sequence);
-      const Record record = round(graph, sequence, script);
+      const Record record = round(work.graph, sequence, script);
       lock.lock();
       records_.push_back(record);
       busy_ = false;
@@ -238,6 +283,11 @@ class FakeDevice {
         0,        request.setting};
     if ((graph == 200) != (request.mode == gpu::RoundMode::kDraft)) std::abort();
     if (request.sequence != sequence) std::abort();  // the block is not this round's
+    const int forced = request.mode == gpu::RoundMode::kTake ? request.forced : 0;
+    if (forced < 0 || (forced > 0 && forced >= request.count)) std::abort();
+    for (int i = 1; i <= forced; ++i) {
+      if (request.parents[i] != i - 1) std::abort();  // no chain
+    }
     if (graph < 100 && request.count > record.graph) std::abort();
     const bool feeds = request.mode == gpu::RoundMode::kTake || request.mode == gpu::RoundMode::kPrefill;
     for (int i = 0; i < request.count && feeds; ++i) {
@@ -245,6 +295,10 @@ class FakeDevice {
     }
     ++state_.sequence;
     const int64_t start = monotonic_ns();
+    const int more = graph < 100    ? script.graph_us[static_cast<size_t>(graph) - 1]
+                     : graph == 100 ? script.prefill_us
+                                    : 0;
+    const int64_t lasts = (script.round_us + more) * int64_t{1000};
     result.begin_ns = static_cast<uint64_t>(start);
     result.count = 0;
     result.stopped = 0;
@@ -254,9 +308,10 @@ class FakeDevice {
     } else if (sequence == script.silent_at) {
       return record;
     } else {
-      while (monotonic_ns() - start < script.round_us * 1000) std::this_thread::yield();
+      if (script.begun) script.begun(sequence);
+      while (monotonic_ns() - start < lasts) std::this_thread::yield();
       if (request.setting != state_.setting) copy_setting(request);
-      const int base = continues ? state_.position : request.position;
+      const int base = continues ? state_.position : request.position + forced;
       if (state_.sampling.penalizes != 0 && request.mode != gpu::RoundMode::kPrefill) read_text(request, base + 1);
       if (request.mode == gpu::RoundMode::kPrefill) {
         for (int i = 0; i < request.count; ++i) cached(request.position + i) = request.tokens[i];
@@ -265,7 +320,7 @@ class FakeDevice {
         record.emitted = hidden_position_ == request.position ? 1 : 0;
         draft(request, result, script.medusa_rank);
       } else {
-        verify(request, result, continues);
+        verify(request, result, continues, forced);
         record.emitted = result.count;
       }
       if (sequence == script.not_finite_at) {
@@ -277,7 +332,8 @@ class FakeDevice {
     }
     result.status = record.status;
     std::atomic_ref<uint64_t>(result.sequence).store(sequence, std::memory_order_release);
-    result.end_ns = static_cast<uint64_t>(monotonic_ns());
+    // By its own clock it takes just as long as the script says, whatever else the machine does.
+    result.end_ns = static_cast<uint64_t>(lasts > 0 ? start + lasts : monotonic_ns());
     if (sequence == script.stream_error_at) {
       const std::lock_guard lock(mutex_);
       error_ = script.stream_error;
@@ -313,14 +369,16 @@ class FakeDevice {
     return script_model().next(past, seed, state_.biases, state_.sampling.bias_count);
   }
 
-  void verify(const gpu::RoundRequest& request, gpu::RoundResult& result, bool continues) {
-    const int base = continues ? state_.position : request.position;
-    const int32_t root = continues ? state_.token : request.tokens[0];
+  // The first `forced` nodes are the prompt's.
+  void verify(const gpu::RoundRequest& request, gpu::RoundResult& result, bool continues, int forced) {
+    const int base = continues ? state_.position : request.position + forced;
+    const int32_t root = continues ? state_.token : request.tokens[forced];
+    for (int i = 0; i < forced; ++i) cached(request.position + i) = request.tokens[i];
     std::vector<int32_t> past;
     for (int position = 0; position < base; ++position) past.push_back(cached(position));
     state_.stopped = 0;
-    for (int node = 0; node >= 0;) {
-      past.push_back(node == 0 ? root : request.tokens[node]);
+    for (int node = forced; node >= 0;) {
+      past.push_back(node == forced ? root : request.tokens[node]);
       cached(base + result.count) = past.back();
       gpu::EmittedToken& out = result.tokens[result.count++];
       out.token = draw(past, static_cast<size_t>(result.count) - 1);
@@ -384,10 +442,12 @@ class FakeDevice {
 
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::array<int, gpu::kRoundSlots> queue_{};  // graphs; a launch allocates nothing
+  std::array<Work, 16> queue_{};  // a launch allocates nothing
+  uint64_t pushed_ = 0;           // to the queue
+  uint64_t taken_ = 0;            // from it
   std::vector<Record> records_;
-  uint64_t launched_ = 0;
-  uint64_t begun_ = 0;
+  uint64_t launched_ = 0;  // rounds
+  uint64_t begun_ = 0;     // likewise
   int error_ = 0;
   bool busy_ = false;
   bool stopping_ = false;

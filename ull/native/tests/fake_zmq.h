@@ -8,12 +8,14 @@
 #include <chrono>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "io/zmq_api.h"
@@ -35,7 +37,13 @@ class FakeZmq {
       of(socket).closed = true;
       return 0;
     };
-    api.setsockopt = [](void*, int, const void*, size_t) { return 0; };
+    api.setsockopt = [](void* socket, int option, const void* value, size_t size) {
+      int64_t number = 0;
+      std::memcpy(&number, value, size);
+      const std::lock_guard lock(of(socket).net->mutex_);
+      of(socket).options[option] = number;
+      return 0;
+    };
     api.getsockopt = [](void*, int, void* value, size_t* size) {
       std::memcpy(value, "fake://bound", 13);
       *size = 13;
@@ -53,13 +61,27 @@ class FakeZmq {
       content(message) = nullptr;
       return 0;
     };
+    api.msg_init_size = [](zmq::Message* message, size_t size) {
+      content(message) = new Content{std::string(size, '\0'), false};
+      return 0;
+    };
     api.msg_close = [](zmq::Message* message) {
       delete content(message);
       content(message) = nullptr;
       return 0;
     };
+    api.msg_move = [](zmq::Message* target, zmq::Message* source) {
+      delete content(target);
+      content(target) = std::exchange(content(source), nullptr);
+      return 0;
+    };
     api.msg_recv = [](zmq::Message* message, void* socket, int) {
-      return of(socket).net->receive(message, of(socket));
+      FakeZmq& net = *of(socket).net;
+      if (&of(socket) == &net.router_) {
+        const std::lock_guard lock(net.hook_mutex_);
+        if (net.before_receive_) net.before_receive_();
+      }
+      return net.receive(message, of(socket));
     };
     api.msg_send = [](zmq::Message* message, void* socket, int flags) {
       std::string bytes = content(message) == nullptr ? "" : content(message)->bytes;
@@ -81,6 +103,13 @@ class FakeZmq {
       return found == nullptr ? size_t{0} : found->bytes.size();
     };
     api.poll = [](zmq::PollItem* items, int count, long timeout_ms) {
+      for (int i = 0; i < count; ++i) {
+        if (items[i].socket == nullptr) continue;
+        FakeZmq& net = *of(items[i].socket).net;
+        const std::lock_guard lock(net.hook_mutex_);
+        if (net.before_poll_) net.before_poll_(items[0].fd);
+        break;
+      }
       const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
       for (;;) {
         for (int i = 0; i < count; ++i) {
@@ -89,7 +118,10 @@ class FakeZmq {
             if (::poll(&item, 1, 0) > 0) return 1;
           } else {
             const std::lock_guard lock(of(items[i].socket).net->mutex_);
-            if (!of(items[i].socket).inbox.empty()) return 1;
+            const Socket& socket = of(items[i].socket);
+            if ((items[i].events & zmq::kPollIn) != 0 && !socket.inbox.empty()) return 1;
+            if ((items[i].events & zmq::kPollOut) != 0 && socket.net->control_.size() < socket.net->control_room_)
+              return 1;
           }
         }
         if (timeout_ms >= 0 && std::chrono::steady_clock::now() >= end) return 0;
@@ -136,6 +168,38 @@ class FakeZmq {
     const std::lock_guard lock(mutex_);
     control_room_ = messages;
   }
+  // Of one client; the others have what set_room() says.
+  void set_room_of(const std::string& client, size_t messages) {
+    const std::lock_guard lock(mutex_);
+    rooms_[client] = messages;
+  }
+  // What the ROUTER was told last, by option; little endian.
+  std::map<int, int64_t> client_options() {
+    const std::lock_guard lock(mutex_);
+    return router_.options;
+  }
+  // Called by the polling thread with the first item's descriptor.
+  void before_poll(std::function<void(int)> hook) {
+    const std::lock_guard lock(hook_mutex_);
+    before_poll_ = std::move(hook);
+  }
+  // Called by the io thread before each look for a client's message.
+  void before_receive(std::function<void()> hook) {
+    const std::lock_guard lock(hook_mutex_);
+    before_receive_ = std::move(hook);
+  }
+  // Replies that the io thread has not taken, and clients' frames.
+  size_t replies_left() {
+    const std::lock_guard lock(mutex_);
+    return pair_.inbox.size();
+  }
+  size_t frames_left() {
+    const std::lock_guard lock(mutex_);
+    size_t frames = router_.partial.size();
+    for (const Frames& message : router_.inbox) frames += message.size();
+    return frames;
+  }
+
   bool closed() {
     const std::lock_guard lock(mutex_);
     return router_.closed && pair_.closed;
@@ -148,6 +212,7 @@ class FakeZmq {
     Frames outgoing;                  // frames of the message being sent
     std::deque<std::string> partial;  // frames of the message being received
     bool closed = false;
+    std::map<int, int64_t> options = {};
   };
   struct Content {
     std::string bytes;
@@ -164,6 +229,11 @@ class FakeZmq {
     return frames;
   }
 
+  size_t room_of(const std::string& client) const {
+    const auto found = rooms_.find(client);
+    return found == rooms_.end() ? room_ : found->second;
+  }
+
   int send(Socket& socket, std::string bytes, int flags) {
     const std::lock_guard lock(mutex_);
     if (socket.outgoing.empty()) {
@@ -172,7 +242,7 @@ class FakeZmq {
         error_ = EHOSTUNREACH;
         return -1;
       }
-      if (to_client ? clients_[bytes].size() >= room_ : control_.size() >= control_room_) {
+      if (to_client ? clients_[bytes].size() >= room_of(bytes) : control_.size() >= control_room_) {
         error_ = EAGAIN;
         return -1;
       }
@@ -211,12 +281,16 @@ class FakeZmq {
 
   static inline thread_local int error_ = 0;
   std::mutex mutex_;
+  std::mutex hook_mutex_;
+  std::function<void(int)> before_poll_;
+  std::function<void()> before_receive_;
   Socket router_{this, {}, {}, {}, false};
   Socket pair_{this, {}, {}, {}, false};
   std::map<std::string, std::deque<Frames>> clients_;
   std::deque<Frames> control_;
   std::set<std::string> gone_;
   size_t room_ = 64;
+  std::map<std::string, size_t> rooms_;
   size_t control_room_ = 1000;
 };
 

@@ -16,13 +16,16 @@
 
 namespace ull::test {
 
-// Keeps the device from beginning a round until release(): the one that is launched after `more` others.
+// Keeps the device from beginning a round until release(): the one that is launched after `more` others. Where `at` is
+// Script::begun, it can no longer be skipped.
 class HeldRound {
  public:
-  explicit HeldRound(FakeDevice& device, uint64_t more = 0) {
+  using Hook = std::function<void(uint64_t)> FakeDevice::Script::*;
+
+  explicit HeldRound(FakeDevice& device, uint64_t more = 0, Hook at = &FakeDevice::Script::before) {
     device.arm([&](FakeDevice::Script& script, uint64_t next) {
       sequence_ = next + more;
-      script.before = [released = released_, reached = reached_, held = sequence_](uint64_t sequence) {
+      script.*at = [released = released_, reached = reached_, held = sequence_](uint64_t sequence) {
         if (sequence != held) return;
         *reached = true;
         while (!*released) std::this_thread::yield();
@@ -42,6 +45,25 @@ class HeldRound {
   std::shared_ptr<std::atomic<bool>> released_ = std::make_shared<std::atomic<bool>>(false);
   std::shared_ptr<std::atomic<bool>> reached_ = std::make_shared<std::atomic<bool>>(false);
   uint64_t sequence_ = 0;
+};
+
+// Aborts a step while the device's round after `more` others has not begun, which it does once it is cancelled.
+class AbortedRound {
+ public:
+  AbortedRound(graph::GraphExecutor& executor, FakeDevice& device, uint64_t more)
+      : held_(device, more), thread_([this, &executor, &device] {
+          while (!held_.reached()) std::this_thread::yield();
+          executor.abort();
+          while (device.cancelled() < held_.sequence()) std::this_thread::yield();
+          held_.release();
+        }) {}
+  ~AbortedRound() { thread_.join(); }
+  AbortedRound(const AbortedRound&) = delete;
+  AbortedRound& operator=(const AbortedRound&) = delete;
+
+ private:
+  HeldRound held_;
+  std::thread thread_;
 };
 
 struct GraphRig {

@@ -67,6 +67,7 @@ class Counting : public ull::Executor {
   explicit Counting(ull::Executor& executor) : executor_(executor) {}
 
   void prepare() override { executor_.prepare(); }
+  void set_pulse(ull::Pulse* pulse) noexcept override { executor_.set_pulse(pulse); }
   [[nodiscard]] const ull::ExecutorInfo& info() const noexcept override { return executor_.info(); }
   [[nodiscard]] ull::Status start_prefill(const ull::PrefillStep& step) noexcept override {
     counting = true;
@@ -77,6 +78,9 @@ class Counting : public ull::Executor {
     rounds.fetch_add(1, std::memory_order_relaxed);
     seen.store(allocations, std::memory_order_release);
     return executor_.start_round(step);
+  }
+  [[nodiscard]] ull::Status start_copy(const ull::CopyStep& step) noexcept override {
+    return executor_.start_copy(step);
   }
   [[nodiscard]] ull::Status poll(ull::RoundResult& result) noexcept override { return executor_.poll(result); }
   void abort() noexcept override { executor_.abort(); }

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "engine_fixture.h"
 
@@ -110,36 +111,111 @@ TEST(cached_and_cold_requests_give_the_same_tokens) {
     for (int i = 0; i < count; ++i) tokens.push_back((i * 7 + (i > 150 ? variant : 0)) % 128);
     return tokens;
   };
-  Harness cold({.from_past = true, .context = 1024}, {.prefix_cache = false});
-  Harness warm({.from_past = true, .tokens_per_round = 7, .context = 1024, .page_count = 40, .prefill_chunk = 33});
+  for (const bool copies : {true, false}) {
+    Harness cold({.from_past = true, .context = 1024}, {.prefix_cache = false});
+    Harness warm({.from_past = true,
+                  .tokens_per_round = 7,
+                  .context = 1024,
+                  .page_count = 40,
+                  .prefill_chunk = 33,
+                  .copies_pages = copies});
+    uint64_t id = 0;
+    int cached = 0;
+    const auto both = [&](const std::vector<int32_t>& tokens) {
+      ++id;
+      for (Harness* engine : {&cold, &warm}) engine->submit(Harness::request(id, tokens, 90));
+      CHECK(cold.wait(id).tokens == warm.wait(id).tokens);
+      CHECK_EQ(cold.wait(id).outcome.cached_tokens, 0);
+      cached = warm.wait(id).outcome.cached_tokens;
+      auto conversation = tokens;
+      conversation.insert(conversation.end(), warm.wait(id).tokens.begin(), warm.wait(id).tokens.end());
+      return conversation;
+    };
+    auto first = both(prompt(300, 0));
+    CHECK_EQ(cached, 0);
+    first.push_back('!');
+    (void)both(first);
+    CHECK_EQ(cached, 300 + 90 - 1);
+    (void)both(prompt(300, 0));
+    CHECK_EQ(cached, 299);
+    const auto second = both(prompt(500, 5));  // shares 151 tokens: two full pages, and 23 of the next
+    CHECK_EQ(cached, copies ? 151 : 128);
+    (void)both(first);
+    CHECK_EQ(cached, 389);
+    (void)both(second);
+    CHECK_EQ(cached, 589);
+    for (int variant = 10; variant < 40; ++variant) (void)both(prompt(200 + 10 * variant, variant));
+    (void)both(second);
+    CHECK(warm.engine.stats().counters.prefix_hits > 20);
+  }
+}
+
+// Answers of any length to the same question: it is prefilled once.
+TEST(the_same_short_prompt_is_warm_from_the_second_time_on) {
+  Harness engine({.from_past = true, .context = 512, .page_count = 64});
   uint64_t id = 0;
-  int cached = 0;
-  const auto both = [&](const std::vector<int32_t>& tokens) {
-    ++id;
-    for (Harness* engine : {&cold, &warm}) engine->submit(Harness::request(id, tokens, 90));
-    CHECK(cold.wait(id).tokens == warm.wait(id).tokens);
-    CHECK_EQ(cold.wait(id).outcome.cached_tokens, 0);
-    cached = warm.wait(id).outcome.cached_tokens;
-    auto conversation = tokens;
-    conversation.insert(conversation.end(), warm.wait(id).tokens.begin(), warm.wait(id).tokens.end());
-    return conversation;
+  for (const int tokens : {200, 5, 5, 90, 5}) {
+    engine.submit(Harness::request(++id, kPrompt, tokens));
+    CHECK_EQ(engine.wait(id).outcome.cached_tokens, id == 1 ? 0 : 25);
+  }
+  for (uint64_t other = 2; other <= id; ++other) {
+    for (size_t i = 0; i < 5; ++i) CHECK_EQ(engine.results[other].tokens[i], engine.results[1].tokens[i]);
+  }
+}
+
+// A prompt's end that is fed with the first round leaves the tokens, the cache and the books as they were; only steps
+// become fewer.
+TEST(a_prompt_s_end_and_its_first_token_take_one_step) {
+  const auto steps_of = [](Harness& engine, uint64_t id, const std::vector<int32_t>& prompt, int tokens) {
+    const int64_t before = engine.executor.steps();
+    engine.submit(Harness::request(id, prompt, tokens));
+    engine.wait(id);
+    return engine.executor.steps() - before;
   };
-  auto first = both(prompt(300, 0));
-  CHECK_EQ(cached, 0);
-  first.push_back('!');
-  (void)both(first);
-  CHECK_EQ(cached, 300 + 90 - 1);
-  (void)both(prompt(300, 0));
-  CHECK_EQ(cached, 299);
-  const auto second = both(prompt(500, 5));  // shares 151 tokens: two full pages
-  CHECK_EQ(cached, 128);
-  (void)both(first);
-  CHECK_EQ(cached, 389);
-  (void)both(second);
-  CHECK_EQ(cached, 589);
-  for (int variant = 10; variant < 40; ++variant) (void)both(prompt(200 + 10 * variant, variant));
-  (void)both(second);
-  CHECK(warm.engine.stats().counters.prefix_hits > 20);
+  for (const int chunk : {10, 64}) {
+    Harness plain({.from_past = true, .context = 512, .prefill_chunk = chunk}, {.prefix_cache = false});
+    for (const int forced : {1, 7, 63}) {
+      Harness engine(
+          {.from_past = true, .tokens_per_round = 3, .context = 512, .prefill_chunk = chunk, .forced_tokens = forced});
+      uint64_t id = 0;
+      for (const int length : {1, 2, 8, 9, 17, 64, 65, 74, 75, 128, 129, 200}) {
+        std::vector<int32_t> prompt(static_cast<size_t>(length));
+        for (int i = 0; i < length; ++i) prompt[static_cast<size_t>(i)] = (i * 7 + length) % 128;
+        ++id;
+        (void)steps_of(plain, 100 * static_cast<uint64_t>(forced) + id, prompt, 20);
+        const auto& expected = plain.results[100 * static_cast<uint64_t>(forced) + id];
+        const int prefilled = std::max(0, length - 1 - forced);
+        const int rounds = length == 1 ? 7 : 1 + 7;  // 20 tokens, 3 at a time; of them one behind the prompt
+        CHECK_EQ(steps_of(engine, id, prompt, 20), (prefilled + chunk - 1) / chunk + rounds);
+        CHECK(engine.results[id].tokens == expected.tokens);
+        CHECK(engine.results[id].timeline.prefilled_ns >= engine.results[id].timeline.started_ns);
+        CHECK(engine.results[id].timeline.prefilled_ns <= engine.results[id].timeline.first_token_ns);
+        // Again, warm; and as the next turn.
+        ++id;
+        (void)steps_of(engine, id, prompt, 20);
+        CHECK(engine.results[id].tokens == expected.tokens);
+        CHECK_EQ(engine.results[id].outcome.cached_tokens, length - 1);
+        auto turn = prompt;
+        turn.insert(turn.end(), expected.tokens.begin(), expected.tokens.end());
+        turn.push_back('!');
+        ++id;
+        (void)steps_of(engine, id, turn, 5);
+        CHECK_EQ(engine.results[id].outcome.cached_tokens, length + 19);
+        (void)steps_of(plain, 100'000 + 100 * static_cast<uint64_t>(forced) + id, turn, 5);
+        CHECK(engine.results[id].tokens == plain.results[100'000 + 100 * static_cast<uint64_t>(forced) + id].tokens);
+      }
+    }
+  }
+}
+
+// Where rounds write what a prefill would not, nothing of a prompt is left to them but its last token.
+TEST(a_round_takes_no_prompt_where_it_writes_other_values) {
+  for (const ull::Reuse reuse : {ull::Reuse::kPrompt, ull::Reuse::kNothing}) {
+    Harness engine({.tokens = alphabet(), .prefill_chunk = 10, .reuse = reuse, .forced_tokens = 63});
+    engine.submit(Harness::request(1, kPrompt, 1));
+    engine.wait(1);
+    CHECK_EQ(engine.executor.steps(), 3 + 1);
+  }
 }
 
 // The executor's rounds write other values than its prefill: what they wrote must never serve a later request, and all
@@ -171,7 +247,7 @@ TEST(only_what_prefill_wrote_is_reused_where_rounds_differ) {
   turn.push_back('!');
   CHECK_EQ(cached_of(turn), 199);
   CHECK_EQ(cached_of(turn), 270);  // the generated tokens are the second turn's prompt: prefill wrote them
-  CHECK_EQ(cached_of(prompt(120)), 64);
+  CHECK_EQ(cached_of(prompt(120)), 119);
   CHECK_EQ(cached_of(prompt(1)), 0);
   CHECK_EQ(cached_of(turn), 270);
   CHECK_EQ(cold.engine.stats().counters.sessions, 0U);
@@ -201,11 +277,84 @@ TEST(requests_are_served_in_order_of_arrival) {
   }
 }
 
+const std::vector<uint8_t> kOthers[] = {{'A'}, {'B'}, {'C', 0, 1}};
+
+ull::Submission request_of(int client, uint64_t id) {
+  auto request = Harness::request(id, kPrompt, 3);
+  request.identity = kOthers[client];
+  return request;
+}
+
+// What a submission is refused with; empty if it is not.
+std::string refusal(Harness& engine, const ull::Submission& request) {
+  try {
+    engine.submit(request);
+  } catch (const ull::QueueFull& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(clients_take_turns) {
+  Harness engine({.tokens = alphabet(), .hang_step = 0});
+  engine.submit(request_of(0, 1));
+  engine.wait_for_steps(1);
+  const std::pair<int, uint64_t> arrivals[] = {{0, 2}, {0, 3}, {0, 4}, {1, 5}, {1, 6}, {2, 7}, {0, 8}, {1, 9}};
+  for (const auto& [client, id] : arrivals) engine.submit(request_of(client, id));
+  CHECK(engine.engine.cancel(kOthers[0], 1));
+  for (uint64_t id = 1; id <= 9; ++id) engine.wait(id);
+  int64_t last = 0;
+  for (const uint64_t id : {1, 5, 7, 2, 6, 3, 9, 4, 8}) {
+    CHECK(engine.results[id].timeline.started_ns > last);
+    last = engine.results[id].timeline.started_ns;
+  }
+}
+
+// Who asks again as soon as it is answered waits for one request of the client with many, each time.
+TEST(a_client_with_many_requests_lets_others_in_after_each) {
+  Harness engine({.tokens = alphabet(), .round_ns = 200'000}, {.queue_depth = 100, .client_share = 100});
+  for (uint64_t id = 1; id <= 60; ++id) engine.submit(request_of(0, id));
+  for (uint64_t id = 101; id <= 110; ++id) {
+    engine.submit(request_of(1, id));
+    const int64_t asked_ns = ull::monotonic_ns();
+    engine.wait(id);
+    int between = 0;
+    for (uint64_t other = 1; other <= 60; ++other) {
+      const int64_t started_ns = engine.results[other].timeline.started_ns;
+      between += started_ns > asked_ns && started_ns < engine.results[id].timeline.started_ns ? 1 : 0;
+    }
+    CHECK(between <= 1);
+  }
+  for (uint64_t id = 1; id <= 60; ++id) engine.wait(id);
+}
+
+TEST(a_client_may_take_its_share_of_the_queue) {
+  for (const int share : {0, 3}) {
+    Harness engine({.tokens = alphabet(), .hang_step = 0}, {.queue_depth = 6, .client_share = share});
+    for (uint64_t id = 1; id <= 3; ++id) engine.submit(request_of(0, id));
+    engine.wait_for_steps(1);
+    CHECK_EQ(refusal(engine, request_of(0, 4)),
+             "this client's share of the queue is taken: 3 of its requests wait or run");
+    for (uint64_t id = 5; id <= 7; ++id) CHECK_EQ(refusal(engine, request_of(1, id)), "");
+    CHECK_EQ(refusal(engine, request_of(2, 8)), "");
+    CHECK_EQ(refusal(engine, request_of(2, 9)), "the queue is full");
+    CHECK_EQ(engine.engine.stats().refused, 2U);
+    CHECK(engine.engine.cancel(kOthers[0], 2));
+    engine.wait(2);
+    CHECK_EQ(refusal(engine, request_of(0, 4)), "");
+    CHECK(engine.engine.cancel(kOthers[0], 1));
+    for (const uint64_t id : {1, 3, 4, 5, 6, 7, 8}) engine.wait(id);
+  }
+  Harness least({.tokens = alphabet()}, {.queue_depth = 0});
+  CHECK_EQ(refusal(least, request_of(0, 1)), "");
+  least.wait(1);
+}
+
 TEST(a_full_queue_refuses) {
-  Harness engine({.tokens = alphabet(), .hang_step = 0}, {.queue_depth = 3});
+  Harness engine({.tokens = alphabet(), .hang_step = 0}, {.queue_depth = 3, .client_share = 4});
   for (uint64_t id = 1; id <= 4; ++id) engine.submit(Harness::request(id, kPrompt, 3));
   engine.wait_for_steps(1);
-  CHECK_THROWS(engine.engine.submit(Harness::request(5, kPrompt, 3)), ull::QueueFull);
+  CHECK_EQ(refusal(engine, Harness::request(5, kPrompt, 3)), "the queue is full");
   CHECK_EQ(engine.engine.stats().refused, 1U);
   CHECK(engine.cancel(1));
   for (uint64_t id = 1; id <= 4; ++id) engine.wait(id);
@@ -271,6 +420,9 @@ TEST(warming_up_leaves_no_trace) {
   Harness engine({.from_past = true, .context = 300, .page_count = 8}, {}, /* start= */ false);
   engine.engine.warm_up();
   CHECK(engine.executor.steps() > 1);
+  Harness forcing({.context = 300, .page_count = 8, .forced_tokens = 20}, {}, false);
+  forcing.engine.warm_up();
+  CHECK_EQ(forcing.executor.steps(), engine.executor.steps() + 1);
   engine.engine.start();
   CHECK_THROWS(engine.engine.warm_up(), std::logic_error);
   CHECK_THROWS(engine.engine.start(), std::logic_error);
@@ -377,6 +529,7 @@ TEST(options_are_checked) {
     CHECK_THROWS(Harness({.tokens = {1}}, options), std::invalid_argument);
   };
   refused({.queue_depth = -1});
+  refused({.client_share = -1});
   refused({.core = -2});
   refused({.watchdog_ms = 0});
   refused({.max_prompt = -1});

@@ -1,6 +1,7 @@
 // CpuExecutor as the engine drives it, and the sampler's reports.
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -135,6 +136,64 @@ TEST(abort_ends_the_step_in_flight_and_no_later_one) {
   CHECK(status == Status::kAborted);
   REQUIRE(executor->start_prefill({tokens.data(), 256, 0, kPages}) == Status::kOk);
   CHECK(finish(*executor, result) == Status::kOk);
+}
+
+// A page's first tokens serve from another page as they did from their own, in the draft model's cache too.
+TEST(a_copied_page_gives_the_same_bits) {
+  const check::ModelFile model;
+  for (const Format format : {Format::kF32, Format::kBf16}) {
+    for (const int shared : {129, 150, 160, 161, 191, 192}) {
+      ModelSpec spec = model.spec;
+      spec.kv_format = format;
+      spec.draft = std::make_shared<ModelSpec>(spec);
+      ModelOptions options;
+      options.chunk = 256;
+      CpuExecutor executor(spec, options, {.adaptive = false});
+      executor.prepare();
+      const std::vector<int32_t> tokens = some_tokens(240);
+      int32_t drafted = 0;
+      RoundResult result;
+      Sampling sampling;
+      sampling.top_logprobs = 5;
+      const auto round = [&](const int32_t* pages) {
+        drafted = shared;
+        RoundStep step{tokens[static_cast<size_t>(shared)], shared, pages, &sampling, 8, tokens.data()};
+        step.speculation = Speculation::kDraft;
+        step.max_tree = 6;
+        step.drafted = &drafted;
+        REQUIRE(executor.start_round(step) == Status::kOk);
+        CHECK(finish(executor, result) == Status::kOk);
+      };
+      const auto prefill = [&](const int32_t* first, const int32_t* pages) {
+        drafted = 0;
+        REQUIRE(executor.start_prefill({first, 200, 0, pages, &drafted, Speculation::kDraft}) == Status::kOk);
+        REQUIRE(finish(executor, result) == Status::kOk);
+      };
+      // The pages that are copied to hold something else before; afterwards the page copied from does.
+      const int32_t other[] = {3, 0, 7, 5};
+      prefill(tokens.data() + 30, other);
+      prefill(tokens.data(), kPages);
+      REQUIRE(executor.start_copy({kPages[2], 7, shared - 128}) == Status::kOk);
+      REQUIRE(finish(executor, result) == Status::kOk);
+      round(kPages);
+      const RoundResult expected = result;
+      const int32_t third[] = {1, 2, kPages[2], 4};
+      prefill(tokens.data() + 30, third);
+      round(other);
+      CHECK(result.depth > 2);
+      CHECK_EQ(result.accepted, result.depth);  // a draft model that is the target is right
+      for (int i = 0; i < std::min(result.count, expected.count); ++i) {
+        CHECK_EQ(result.tokens[i].token, expected.tokens[i].token);
+        CHECK(std::bit_cast<int32_t>(result.tokens[i].logprob) == std::bit_cast<int32_t>(expected.tokens[i].logprob));
+      }
+    }
+  }
+  const auto executor = prepared(model.spec, 1, 64);
+  CHECK(executor->info().copies_pages);
+  for (const CopyStep& wrong :
+       {CopyStep{0, 0, 1}, CopyStep{-1, 0, 1}, CopyStep{0, 8, 1}, CopyStep{0, 1, 0}, CopyStep{0, 1, kPageTokens + 1}}) {
+    CHECK(executor->start_copy(wrong) == Status::kExecutorFailed);
+  }
 }
 
 TEST(nan_logits_fail_instead_of_emitting_a_token) {

@@ -205,7 +205,7 @@ TEST(the_done_frame_and_the_record) {
   f.request.sampling.seed = 42;
   f.request.timeline = {1, 2, 3, 4, 5, 6, 7};
   f.request.outcome = {ull::FinishReason::kError, 10, 5, "internal", "the executor failed"};
-  const Value done = MsgpackReader::read(text_of(f.packer.done(f.request)));
+  const Value done = MsgpackReader::read(text_of(f.packer.done(f.request, f.delivery)));
   CHECK_EQ(done.members.size(), 8U);
   CHECK_EQ(done["type"].text, "done");
   CHECK_EQ(done["id"].integer, f.request.id);
@@ -245,14 +245,14 @@ TEST(the_done_frame_tells_what_the_rounds_did) {
     result.accepted = accepted;
     f.request.rounds.count(result);
   };
-  const Value none = MsgpackReader::read(text_of(f.packer.done(f.request)))["speculation"];
+  const Value none = MsgpackReader::read(text_of(f.packer.done(f.request, f.delivery)))["speculation"];
   CHECK_EQ(none["tokens_per_round"].real, 0.0);
   CHECK_EQ(none["by_drafter"].members.size(), 0U);
   round(ull::Speculation::kNone, 1, 0);
   round(ull::Speculation::kMedusa, 16, 3);
   round(ull::Speculation::kMedusa, 8, 0);
   round(ull::Speculation::kNgram, 5, 4);
-  const Value done = MsgpackReader::read(text_of(f.packer.done(f.request)))["speculation"];
+  const Value done = MsgpackReader::read(text_of(f.packer.done(f.request, f.delivery)))["speculation"];
   CHECK_EQ(done.members.size(), 6U);
   CHECK_EQ(done["rounds"].integer, 4U);
   CHECK_EQ(done["drafted_tokens"].integer, 26U);
@@ -276,7 +276,7 @@ TEST(the_longest_done_frame_fits) {
   f.request.rounds.rounds = f.request.rounds.drafted_tokens = f.request.rounds.accepted_tokens = INT32_MAX;
   f.request.rounds.by_drafter.fill(INT32_MAX);
   f.request.rounds.accepted_by_depth.fill(INT32_MAX);
-  const Value done = MsgpackReader::read(text_of(f.packer.done(f.request)));
+  const Value done = MsgpackReader::read(text_of(f.packer.done(f.request, f.delivery)));
   CHECK_EQ(done["speculation"]["accepted_by_depth"].items.size(), static_cast<size_t>(ull::kMaxDraftDepth));
   const Value record = MsgpackReader::read(text_of(f.packer.ended(f.request, f.delivery)));
   CHECK_EQ(record["speculation"]["by_drafter"].members.size(), static_cast<size_t>(ull::kSpeculations));

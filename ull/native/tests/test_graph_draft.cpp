@@ -10,6 +10,7 @@ using ull::Status;
 using ull::gpu::RoundMode;
 using ull::gpu::RoundStatus;
 using ull::graph::GraphOptions;
+using ull::test::AbortedRound;
 using ull::test::count_of;
 using ull::test::FakeDevice;
 using ull::test::FakeModel;
@@ -204,25 +205,6 @@ TEST(sessions_take_turns) {
   }
 }
 
-// Aborts the step while the draft's round after `more` others has not begun, which it does once it is cancelled.
-class AbortedRound {
- public:
-  AbortedRound(DraftRig& rig, uint64_t more)
-      : held_(*rig.draft_device, more), thread_([this, &rig] {
-          while (!held_.reached()) std::this_thread::yield();
-          rig.executor.abort();
-          while (rig.draft_device->cancelled() < held_.sequence()) std::this_thread::yield();
-          held_.release();
-        }) {}
-  ~AbortedRound() { thread_.join(); }
-  AbortedRound(const AbortedRound&) = delete;
-  AbortedRound& operator=(const AbortedRound&) = delete;
-
- private:
-  HeldRound held_;
-  std::thread thread_;
-};
-
 TEST(an_abort_ends_a_chain_and_the_next_one_is_right) {
   for (const uint64_t more : {0, 1, 5}) {  // while it reads what it lacks, at the chain's first token, within it
     DraftRig rig({}, 7);
@@ -231,7 +213,7 @@ TEST(an_abort_ends_a_chain_and_the_next_one_is_right) {
     rig.speculation = Speculation::kNone;
     CHECK(rig.prefill({tokens.begin(), tokens.end() - 1}) == Status::kOk);
     rig.speculation = Speculation::kDraft;
-    AbortedRound aborted(rig, more);
+    AbortedRound aborted(rig.executor, *rig.draft_device, more);
     CHECK(rig.executor.start_round(rig.step(tokens, 30)) == Status::kOk);
     CHECK(rig.finish() == Status::kAborted);
     CHECK_EQ(count_of(rig.drafts(), RoundMode::kContinue, RoundStatus::kOk), std::max(static_cast<int>(more) - 2, 0));
@@ -244,7 +226,7 @@ TEST(an_abort_ends_a_chain_and_the_next_one_is_right) {
 TEST(an_abort_ends_what_it_reads_along_with_a_prompt) {
   DraftRig rig;
   Tokens tokens = prompt_of(600);
-  AbortedRound aborted(rig, 0);
+  AbortedRound aborted(rig.executor, *rig.draft_device, 0);
   CHECK(rig.prefill({tokens.begin(), tokens.end() - 1}) == Status::kAborted);
   CHECK_EQ(rig.drafted, 0);
   CHECK(rig.prefill({tokens.begin(), tokens.end() - 1}) == Status::kOk);

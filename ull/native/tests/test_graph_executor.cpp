@@ -9,6 +9,7 @@ using ull::Sampling;
 using ull::Status;
 using ull::gpu::RoundMode;
 using ull::gpu::RoundStatus;
+using ull::test::AbortedRound;
 using ull::test::count_of;
 using ull::test::FakeDevice;
 using ull::test::GraphRig;
@@ -151,18 +152,52 @@ TEST(settings_reach_the_device_only_when_they_change) {
   CHECK_EQ(rig.rest().back().setting, changed + 1);
 }
 
-TEST(a_prompt_is_run_in_chunks_of_the_widest_graph) {
+TEST(a_prompt_is_run_in_chunks_of_the_most_tokens) {
   GraphRig rig;
   CHECK_EQ(rig.executor.info().prefill_chunk % ull::kMaxTreeTokens, 0);
   CHECK(rig.prefill(prompt_of(600)) == Status::kOk);
   const auto records = rig.rest();
   CHECK_EQ(count_of(records, RoundMode::kPrefill, RoundStatus::kOk), 10);  // 256, 256 and 88 tokens
   int tokens = 0;
-  for (const auto& record : records) {
-    CHECK_EQ(record.graph, 0);
-    tokens += record.count;
-  }
+  for (const auto& record : records) tokens += record.count;
   CHECK_EQ(tokens, 600);
+}
+
+// By the graph's size.
+constexpr std::array<int, ull::kCostSizes> kGraphUs = {100, 200, 300, 1000, 400, 1000, 800};
+
+// The graph of the only round that the device has run.
+int graph_of_one(GraphRig& rig) {
+  const auto records = rig.rest();
+  CHECK_EQ(records.size(), 1U);
+  return records.back().graph;
+}
+
+TEST(a_chunk_takes_the_cheapest_graph_that_holds_it) {
+  GraphRig rig({.graph_us = kGraphUs, .prefill_us = 500});
+  const std::pair<int, int> cases[] = {{1, 1}, {2, 2}, {3, 4}, {4, 4}, {5, 16}, {8, 16}, {16, 16}, {17, 0}, {64, 0}};
+  for (const auto& [count, graph] : cases) {
+    CHECK(rig.prefill(prompt_of(count)) == Status::kOk);
+    CHECK_EQ(graph_of_one(rig), graph);
+  }
+  CHECK(rig.prefill(prompt_of(67)) == Status::kOk);  // what is left over is a small one
+  CHECK_EQ(rig.rest().back().graph, 4);
+}
+
+TEST(a_prompt_s_graph_is_a_round_s_only_where_they_write_the_same_bits) {
+  for (const ull::Reuse reuse : {ull::Reuse::kAll, ull::Reuse::kPrompt, ull::Reuse::kNothing}) {
+    FakeDevice device({.round_us = 100, .prefill_us = 100});
+    ull::graph::GraphProgram program = device.program();
+    program.reuse = reuse;
+    ull::graph::GraphExecutor executor(program, FakeDevice::driver(), {});
+    executor.prepare();
+    (void)GraphRig::rest(device);
+    const int32_t token = 5, page = 0;
+    CHECK(executor.start_prefill({&token, 1, 0, &page}) == Status::kOk);
+    ull::RoundResult result;
+    while (executor.poll(result) == Status::kPending) std::this_thread::yield();
+    CHECK_EQ(GraphRig::rest(device).back().graph == 0, reuse != ull::Reuse::kAll);
+  }
 }
 
 TEST(a_prompt_follows_a_continuation_that_is_still_under_way) {
@@ -195,6 +230,51 @@ TEST(the_page_table_is_not_written_while_a_round_may_read_it) {
   held.release();
   CHECK(rig.finish() == Status::kOk);
   CHECK(rig.complete(prompt, 5) == rig.model.continuation(prompt, 5));
+}
+
+// A round that is not wanted any more has begun, and is about to read its page table. The next request's prefix is in
+// pages that this one would write to if it saw the new table.
+TEST(a_round_s_setting_is_not_replaced_while_it_reads_it) {
+  GraphRig rig;
+  const Tokens prompt = prompt_of(130, 4);
+  CHECK(rig.prefill({prompt.begin(), prompt.end() - 1}) == Status::kOk);
+  const auto own = rig.pages;
+  std::rotate(rig.pages.begin(), rig.pages.begin() + 5, rig.pages.end());
+  HeldRound held(rig.device, /*more=*/2, &FakeDevice::Script::begun);
+  Tokens tokens = prompt_of(1);
+  for (const int most : {2, 100}) {  // the continuation behind the second round is the first to see a second page
+    CHECK(rig.executor.start_round(rig.step(tokens, most)) == Status::kOk);
+    CHECK(rig.finish() == Status::kOk);
+    tokens.push_back(rig.result.tokens[0].token);
+  }
+  while (!held.reached()) std::this_thread::yield();
+  const uint64_t launched = rig.device.launched();
+  rig.pages = own;
+  rig.sampling.seed = 9;
+  CHECK(rig.executor.start_round(rig.step(prompt, 10)) == Status::kOk);
+  for (int i = 0; i < 1000; ++i) CHECK(rig.executor.poll(rig.result) == Status::kPending);
+  CHECK_EQ(rig.device.launched(), launched);
+  held.release();
+  CHECK(rig.finish() == Status::kOk);
+  CHECK_EQ(rig.result.tokens[0].token, rig.model.continuation(prompt, 1, rig.sampling)[0]);
+}
+
+// A round that was skipped has not looked at its request: what it brought is brought again.
+TEST(biases_reach_the_device_though_the_round_that_brought_them_was_skipped) {
+  GraphRig rig;
+  Tokens tokens = prompt_of(1);
+  CHECK(rig.decode(tokens, 2) == Status::kOk);
+  std::vector<ull::LogitBias> bans;
+  for (int32_t token = 1; token < 100; ++token) bans.push_back({token, -std::numeric_limits<float>::infinity()});
+  rig.sampling.bias = bans.data();
+  rig.sampling.bias_count = 99;
+  {
+    AbortedRound aborted(rig.executor, rig.device, 0);
+    CHECK(rig.executor.start_round(rig.step(tokens, 5)) == Status::kOk);
+    CHECK(rig.finish() == Status::kAborted);
+  }
+  CHECK(rig.advance(tokens, 5) == Status::kOk);
+  CHECK_EQ(tokens.back(), 0);
 }
 
 TEST(steps_that_cannot_be_are_refused) {

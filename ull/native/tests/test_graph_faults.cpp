@@ -340,6 +340,26 @@ TEST(sessions_share_few_pages_without_seeing_each_other) {
   rig.engine.stop();
 }
 
+// As many as the weights are read: of a prompt one for 64 tokens, and then one for each token.
+TEST(a_request_takes_as_few_rounds_as_it_can) {
+  GraphEngine rig({});
+  const ull::test::FakeModel model{128};
+  uint64_t id = 0;
+  for (const auto& [length, rounds] : {std::pair{1, 1}, {17, 1}, {64, 1}, {100, 2}}) {
+    for (const int count : {1, 20}) {
+      (void)GraphRig::rest(rig.device);
+      const Tokens prompt = prompt_of(length, static_cast<int>(++id) * 7);
+      ull::Submission request = GraphEngine::request(id, prompt, count);
+      (void)rig.engine.submit(request);
+      CHECK(rig.wait(id).tokens == model.continuation(prompt, count));
+      const auto records = GraphRig::rest(rig.device);
+      CHECK_EQ(records.size(), static_cast<size_t>(rounds + count - 1));
+      CHECK_EQ(count_of(records, RoundMode::kContinue, RoundStatus::kOk), count - 1);  // each queued ahead
+    }
+  }
+  rig.engine.stop();
+}
+
 TEST(a_request_ends_with_the_device_s_reason) {
   struct Fault {
     uint64_t FakeDevice::Script::* at;

@@ -111,6 +111,59 @@ TEST(an_aborted_round_of_another_request_has_run_all_the_same) {
   CHECK(again == tokens);
 }
 
+// Requests in one slot: their histories lie at one address.
+TEST(a_slot_s_next_request_has_a_text_of_its_own) {
+  GraphRig rig;
+  rig.sampling = penalizing();
+  rig.prompt_tokens = 50;
+  Tokens slot(300);
+  for (const auto& [first, count] : {std::pair{0, 9}, {5, 1}, {0, 4}, {7, 30}, {7, 2}, {3, 12}}) {
+    const Tokens prompt = prompt_of(50, first);
+    const Tokens expected = rig.model.continuation(prompt, count, rig.sampling);
+    std::copy(prompt.begin(), prompt.end(), slot.begin());
+    CHECK(rig.prefill({prompt.begin(), prompt.end() - 1}) == Status::kOk);
+    for (size_t i = 0; i < expected.size(); ++i) {
+      ull::RoundStep step = rig.step(slot, 40);
+      step.position = static_cast<int32_t>(prompt.size() + i) - 1;
+      step.token = slot[static_cast<size_t>(step.position)];
+      CHECK(rig.executor.start_round(step) == Status::kOk);
+      CHECK(rig.finish() == Status::kOk);
+      CHECK_EQ(rig.result.tokens[0].token, expected[i]);
+      slot[prompt.size() + i] = expected[i];
+    }
+  }
+}
+
+TEST(a_text_tells_what_is_still_the_history_s) {
+  Tokens mapped(100);
+  ull::graph::Text text(mapped.data(), 100);
+  Tokens history = prompt_of(60), other = history;
+  const auto add = [&](std::initializer_list<int32_t> tokens) {
+    for (const int32_t token : tokens) text.add(token);
+  };
+  CHECK(!text.holds(history.data(), 10, 10));
+  text.take(history.data(), 10, 10);
+  CHECK(text.holds(history.data(), 10, 10));
+  text.begin(10);
+  add({history[10], history[11], history[12], history[13]});
+  CHECK(text.holds(history.data(), 14, 10));
+  CHECK(!text.holds(history.data(), 14, 9));  // another request's prompt
+  history[2] = 77;                            // no request does that: what has been compared is not compared again
+  CHECK(text.holds(history.data(), 14, 10));
+  CHECK(!text.holds(history.data(), 13, 10));  // but that goes back
+  CHECK(!text.holds(history.data(), 10, 10));  // and here a request begins
+  history[2] = other[2];
+  CHECK(text.holds(history.data(), 13, 10));
+  text.begin(13);
+  add({history[13], 78, history[15]});
+  CHECK(!text.holds(history.data(), 16, 10));  // not what was emitted
+  CHECK(!text.holds(history.data(), 17, 10));  // nor all of it
+  CHECK(text.holds(history.data(), 14, 10));
+  other[3] = 79;
+  CHECK(!text.holds(other.data(), 14, 10));  // another's, as long
+  CHECK(text.holds(history.data(), 14, 10));
+}
+
 TEST(trees_look_at_each_node_s_own_text) {
   for (const auto speculation : {Speculation::kNgram, Speculation::kMedusa, Speculation::kAuto}) {
     GraphRig rig({.model = {100, 5}, .medusa_heads = 4}, {.adaptive = false});

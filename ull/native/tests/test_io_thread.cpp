@@ -1,11 +1,29 @@
 // The io thread against a libzmq in memory: delivery, slow, full and vanished peers, malformed messages, shutdown.
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
 #include <functional>
 #include <map>
+#include <string_view>
 
 #include "engine_fixture.h"
 #include "fake_zmq.h"
 #include "io/io.h"
 #include "msgpack_reader.h"
+
+namespace {
+std::atomic<int> io_yields{0};  // how often the io thread has given its core away
+}
+
+// Takes the C library's place.
+extern "C" int sched_yield() noexcept {
+  char name[16];
+  pthread_getname_np(pthread_self(), name, sizeof(name));
+  if (std::string_view(name) == "ull-io") io_yields.fetch_add(1, std::memory_order_relaxed);
+  return static_cast<int>(syscall(SYS_sched_yield));
+}
 
 namespace {
 
@@ -23,6 +41,8 @@ struct Received {
   size_t logprobs = 0;
   int dones = 0;
   std::string finish_reason;
+  std::string error;            // its code
+  std::vector<uint64_t> times;  // of the token frames, ns
 };
 
 class Daemon {
@@ -61,6 +81,7 @@ class Daemon {
       if (value["type"].text == "done") {
         ++request.dones;
         request.finish_reason = value["finish_reason"].text;
+        if (value["error"].members.count("code") > 0) request.error = value["error"]["code"].text;
         continue;
       }
       CHECK_EQ(request.dones, 0);
@@ -69,6 +90,7 @@ class Daemon {
       request.text += value["text"].text;
       if (value.members.count("logprobs") > 0) request.logprobs += value["logprobs"].items.size();
       ++request.frames;
+      request.times.push_back(value["time_ns"].integer);
     }
     return received[{client, id}].dones > 0;
   }
@@ -126,6 +148,23 @@ TEST(tokens_and_done_arrive_in_order) {
     CHECK_EQ(record["client"].text, "ok");
     while (!daemon.engine.drained()) std::this_thread::yield();
   }
+}
+
+// What was sent is for those to carry on who may share the core.
+TEST(an_io_thread_without_a_core_of_its_own_gives_way) {
+  const auto yields = [](const ull::IoOptions& options) {
+    const int before = io_yields.load(std::memory_order_relaxed);
+    {
+      Daemon daemon({.tokens = ids("a")}, options);
+      daemon.submit("client", 1, 5);
+      daemon.finish("client", 1);
+    }
+    return io_yields.load(std::memory_order_relaxed) - before;
+  };
+  CHECK(yields({}) > 0);
+  CHECK_EQ(yields({.core = 0}), 0);
+  CHECK(yields({.core = 0, .cooperative = true}) > 0);
+  CHECK_EQ(yields({.cooperative = false}), 0);
 }
 
 TEST(requests_and_replies_pass_through) {
@@ -204,11 +243,51 @@ TEST(a_client_that_stops_reading_is_cancelled_and_counted) {
     CHECK_EQ(record["identity"].text, "slow");
     CHECK_EQ(record["finish_reason"].text, "cancelled");
     CHECK_EQ(record["client"].text, "stalled");
+    CHECK_EQ(record["error"]["code"].text, "stalled");
+    CHECK_EQ(record["delivered"].integer, 0U);
+    CHECK_EQ(daemon.record()["identity"].text, "other");
+    while (!daemon.engine.drained()) std::this_thread::yield();  // the slot does not wait for the client
+    // When it reads again it hears the end.
+    const Received& got = daemon.finish("slow", 1);
+    CHECK_EQ(got.finish_reason, "cancelled");
+    CHECK_EQ(got.error, "stalled");
+    CHECK(got.tokens < record["usage"]["completion_tokens"].integer);
+    CHECK_EQ(got.dones, 1);
     daemon.engine.stop();
     daemon.io.stop();
     CHECK_EQ(daemon.io.stats().clients_stalled, 1U);
-    CHECK(!daemon.read("slow", 1));  // no done frame: it did not read
+    CHECK_EQ(daemon.io.stats().dones_dropped, 0U);
+    CHECK_EQ(daemon.io.stats().waiting, 0U);
   }
+}
+
+TEST(a_done_frame_that_finds_no_room_is_not_lost) {
+  for (const int64_t stall_ms : {int64_t{20}, int64_t{60'000}}) {
+    Daemon daemon({.tokens = ids("a"), .round_ns = 200'000}, {.client_stall_ms = stall_ms});
+    daemon.net.set_room(3);
+    daemon.submit("client", 1, 3);  // three frames, if they share none, fill the room
+    daemon.net.set_room_of("client", 3);
+    while (daemon.engine.stats().counters.length == 0) std::this_thread::yield();
+    if (stall_ms == 20) {
+      CHECK_EQ(daemon.record()["identity"].text, "client");
+    } else {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    const Received& got = daemon.finish("client", 1);
+    CHECK_EQ(got.tokens, 3U);  // every token had been taken: nothing was cut short
+    CHECK_EQ(got.finish_reason, "length");
+    CHECK_EQ(got.error, "");
+  }
+}
+
+TEST(frames_of_a_backlog_carry_their_own_tokens_times) {
+  Daemon daemon({.tokens = ids("a"), .round_ns = 20'000}, {.client_stall_ms = 600'000});
+  daemon.net.set_room(1);
+  daemon.submit("slow", 1, 700, [](ull::Submission& s) { s.sampling.top_logprobs = 0; });
+  while (daemon.engine.stats().counters.length == 0) std::this_thread::yield();
+  const Received& got = daemon.finish("slow", 1);
+  REQUIRE(got.times.size() >= 4);  // one that was sent at once, and a backlog of 256 tokens a frame
+  CHECK(got.times[2] > got.times[1]);
 }
 
 TEST(a_client_that_catches_up_loses_nothing) {
@@ -229,7 +308,7 @@ TEST(a_client_that_catches_up_loses_nothing) {
   CHECK_EQ(daemon.got("slow", 2).logprobs, 50'000U);
 }
 
-TEST(replies_wait_for_a_full_client_but_not_for_ever) {
+TEST(replies_wait_for_a_full_client) {
   {
     Daemon daemon({.tokens = ids("a")}, {.client_stall_ms = 60'000});
     daemon.net.set_room(2);
@@ -241,11 +320,48 @@ TEST(replies_wait_for_a_full_client_but_not_for_ever) {
       CHECK_EQ(reply->back(), "reply " + std::to_string(i));
     }
   }
+  // None is dropped, however many they are and however long they wait; others' are not held up for ever.
   Daemon daemon({.tokens = ids("a")}, {.client_stall_ms = 30});
-  daemon.net.set_room(2);
-  for (int i = 0; i < 4; ++i) daemon.net.send_as_control({"client", "unread"});
-  while (daemon.io.stats().replies_dropped < 2) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  daemon.net.set_room_of("client", 2);
+  constexpr int kReplies = 5000;
+  for (int i = 0; i < kReplies; ++i) daemon.net.send_as_control({"client", "reply " + std::to_string(i)});
+  daemon.net.send_as_control({"other", "reply"});
+  daemon.net.send_as("other", {"ull1", "request"});
+  while (!daemon.net.take("other")) std::this_thread::yield();
+  CHECK_EQ(daemon.control()[0], "R");
   CHECK_EQ(daemon.net.waiting("client"), 2U);
+  for (int i = 0; i < kReplies; ++i) {
+    std::optional<Frames> reply;
+    while (!(reply = daemon.net.take("client"))) std::this_thread::yield();
+    REQUIRE(reply->back() == "reply " + std::to_string(i));
+  }
+  daemon.engine.stop();
+  daemon.io.stop();
+  CHECK_EQ(daemon.io.stats().replies, static_cast<uint64_t>(kReplies) + 1);
+  CHECK_EQ(daemon.io.stats().replies_dropped, 0U);
+}
+
+// With the replies of a client that does not read at their limit, nobody's requests are read: nothing may grow.
+TEST(requests_wait_while_replies_have_no_room) {
+  Daemon daemon({.tokens = ids("a")}, {.client_stall_ms = 600'000});
+  daemon.net.set_room_of("client", 0);
+  const std::string reply(100'000, 'x');
+  for (int i = 0; i < 20; ++i) daemon.net.send_as_control({"client", reply});
+  size_t left = 21;
+  while (daemon.net.replies_left() != left) {  // until no more are taken
+    left = daemon.net.replies_left();
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
+  for (int i = 0; i < 5; ++i) daemon.net.send_as("other", {"ull1", "request"});
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  CHECK(daemon.net.replies_left() >= 10);
+  CHECK(!daemon.net.take_control());
+  daemon.submit("other", 1, 3);  // tokens come all the same
+  CHECK_EQ(daemon.finish("other", 1).tokens, 3U);
+  daemon.net.set_room_of("client", 100);
+  int requests = 0;
+  while (requests < 5) requests += daemon.control()[0] == "R" ? 1 : 0;
+  while (daemon.net.waiting("client") < 20) std::this_thread::yield();
 }
 
 TEST(a_control_plane_that_is_behind_loses_no_request_and_no_record) {
@@ -294,6 +410,61 @@ TEST(stop_does_not_wait_for_a_client_that_does_not_read) {
   daemon.engine.stop();
   daemon.io.stop();
   CHECK(daemon.net.closed());
+}
+
+// A message of very many frames is thrown away a part at a time, and tokens come meanwhile.
+TEST(a_message_of_many_frames_holds_up_no_token) {
+  constexpr size_t kFrames = 1'000'000;
+  Daemon daemon({.tokens = ids("a")}, {.client_stall_ms = 600'000});
+  daemon.net.send_as("hostile", Frames(kFrames, ""));
+  daemon.net.send_as("other", {"ull1", "request"});
+  while (daemon.net.frames_left() > kFrames) std::this_thread::yield();
+  daemon.submit("client", 1, 3);
+  CHECK_EQ(daemon.finish("client", 1).tokens, 3U);
+  CHECK(daemon.net.frames_left() > 1000);  // most of it is still there
+  CHECK_EQ(daemon.record()["identity"].text, "client");
+  CHECK_EQ(daemon.control()[2], "bad_frame");
+  CHECK_EQ(daemon.control()[2], "request");
+}
+
+// Between the last look at the ring and the sleep an event may come, whose waker found nobody asleep. An io thread that
+// goes to sleep with an event in the ring must have been woken.
+TEST(no_event_is_slept_through) {
+  Daemon daemon({.tokens = ids("a"), .round_ns = 700'000'000}, {.client_stall_ms = 60'000});
+  ull::EngineShared& shared = daemon.engine.shared();
+  int looks = 0;  // since the first token was taken; the second look is of a cycle that has found nothing else to do
+  bool held = false;
+  int lost = 0;
+  daemon.net.before_receive([&] {
+    if (held || daemon.net.waiting("client") == 0 || ++looks < 2) return;
+    held = true;  // until the second token is in the ring
+    while (shared.events.empty()) std::this_thread::yield();
+  });
+  daemon.net.before_poll([&](int waker) {
+    pollfd item{waker, POLLIN, 0};
+    if (!shared.events.empty() && ::poll(&item, 1, 300) == 0) ++lost;
+  });
+  daemon.submit("client", 1, 3);
+  CHECK_EQ(daemon.finish("client", 1).tokens, 3U);
+  daemon.engine.stop();
+  daemon.io.stop();
+  CHECK(held);
+  CHECK_EQ(lost, 0);
+}
+
+TEST(vanished_machines_are_the_kernels_to_notice) {
+  Daemon daemon({.tokens = {1}}, {.router = {.max_message = 512 * 1024, .linger_ms = 77}});
+  std::map<int, int64_t> options = daemon.net.client_options();
+  CHECK_EQ(options[ull::zmq::kTcpKeepalive], 1);
+  CHECK(options[ull::zmq::kTcpKeepaliveIdle] +
+            options[ull::zmq::kTcpKeepaliveInterval] * options[ull::zmq::kTcpKeepaliveCount] <=
+        5);
+  CHECK_EQ(options[ull::zmq::kTcpMaxRetransmit], 5000);
+  for (const int heartbeat : {75, 76, 77}) CHECK_EQ(options.count(heartbeat), 0U);
+  CHECK_EQ(options[ull::zmq::kLinger], 0);
+  daemon.engine.stop();
+  daemon.io.stop();
+  CHECK_EQ(daemon.net.client_options()[ull::zmq::kLinger], 77);
 }
 
 TEST(options_and_endpoints_are_checked) {

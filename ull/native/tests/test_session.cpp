@@ -1,4 +1,4 @@
-// Pages and sessions: reuse in place, sharing of full pages, eviction, and no page lost or held twice.
+// Pages and sessions: reuse in place, sharing and copying of pages, eviction, and no page lost or held twice.
 #include <algorithm>
 #include <numeric>
 #include <random>
@@ -24,6 +24,7 @@ std::vector<int32_t> numbers(int count, int32_t first = 0) {
 // Runs a request: the cached prefix, then everything of `tokens` but the last goes into the cache.
 int serve(SessionCache& cache, const std::vector<int32_t>& tokens) {
   Session& session = cache.open(tokens);
+  session.copied();
   const int cached = session.size();
   const auto feed = std::span<const int32_t>(tokens).subspan(static_cast<size_t>(cached));
   if (cache.reserve(session, static_cast<int>(tokens.size())) != Status::kOk) return -1;
@@ -45,7 +46,7 @@ TEST(next_turn_continues_in_place) {
 }
 
 TEST(another_conversation_shares_full_pages_and_leaves_the_first_whole) {
-  SessionCache cache({.page_count = 64, .context = 1024});
+  SessionCache cache({.page_count = 64, .context = 1024, .copies = false});
   auto first = numbers(900);
   auto second = numbers(900, 5000);
   std::copy_n(first.begin(), 200, second.begin());  // a common system prompt
@@ -57,11 +58,153 @@ TEST(another_conversation_shares_full_pages_and_leaves_the_first_whole) {
   CHECK_EQ(serve(cache, second), 899);
 }
 
-TEST(a_cut_never_falls_into_a_shared_page) {
+// A prompt of 17 tokens, and an answer of `answer`; how many tokens were cached.
+int ask(SessionCache& cache, int answer, int32_t words) {
+  const auto prompt = numbers(17, 500);
+  Session& session = cache.open(prompt);
+  session.copied();
+  const int cached = session.size();
+  CHECK(cache.reserve(session, 17 + answer) == Status::kOk);
+  session.append(std::span(prompt).subspan(static_cast<size_t>(cached)));
+  session.append(numbers(answer - 1, words));  // the last is in no cache
+  cache.close(session, session.size());
+  return cached;
+}
+
+TEST(a_short_prompt_is_found_again_whatever_was_answered) {
   SessionCache cache({.page_count = 64, .context = 1024});
+  CHECK_EQ(ask(cache, 200, 1000), 0);
+  CHECK_EQ(ask(cache, 8, 2000), 16);  // beside the long answer, which stays
+  CHECK_EQ(cache.resident(), 2);
+  for (int again = 0; again < 20; ++again) CHECK_EQ(ask(cache, 8, 3000 + 10 * again), 16);
+  CHECK_EQ(cache.resident(), 2);
+  auto next_turn = numbers(17, 500);
+  const auto answer = numbers(199, 1000);
+  next_turn.insert(next_turn.end(), answer.begin(), answer.end());
+  next_turn.push_back(1);
+  CHECK_EQ(serve(cache, next_turn), 16 + 200);
+}
+
+TEST(a_short_answer_to_the_same_question_takes_its_place) {
+  SessionCache cache({.page_count = 64, .context = 1024});
+  CHECK_EQ(ask(cache, 60, 1000), 0);
+  CHECK_EQ(ask(cache, 60, 2000), 16);
+  CHECK_EQ(cache.resident(), 1);
+}
+
+TEST(a_question_that_shares_little_with_a_conversation_leaves_it_whole) {
+  SessionCache cache({.page_count = 64, .context = 1024});
+  const auto talk = numbers(60);
+  CHECK_EQ(serve(cache, talk), 0);
+  auto other = numbers(50, 7000);
+  std::copy_n(talk.begin(), 5, other.begin());  // what every conversation begins with: too short to be worth a copy
+  CHECK_EQ(serve(cache, other), 0);
+  std::copy_n(talk.begin(), 9, other.begin());
+  CHECK_EQ(serve(cache, other), 9);
+  CHECK_EQ(serve(cache, talk), 59);
+}
+
+TEST(the_same_conversation_is_not_kept_twice) {
+  SessionCache cache({.page_count = 64, .context = 1024});
+  for (int again = 0; again < 5; ++again) {
+    CHECK_EQ(ask(cache, 200, 1000), again == 0 ? 0 : 16);
+    CHECK_EQ(cache.resident(), 1);
+    CHECK_EQ(cache.pages_used(), ull::pages_for(17 + 199));
+  }
+  // The one that stays counts as used by all of them, also by those that found nothing in it.
+  for (const bool copies : {true, false}) {
+    SessionCache few({.page_count = 64, .context = 1024, .max_sessions = 3, .copies = copies});
+    CHECK_EQ(ask(few, 200, 1000), 0);
+    CHECK_EQ(serve(few, numbers(100, 4000)), 0);
+    CHECK_EQ(ask(few, 200, 1000), copies ? 16 : 0);
+    CHECK_EQ(few.resident(), 2);
+    CHECK_EQ(serve(few, numbers(100, 5000)), 0);
+    CHECK_EQ(serve(few, numbers(100, 6000)), 0);  // takes the place of the second
+    auto next_turn = numbers(17, 500);
+    const auto answer = numbers(199, 1000);
+    next_turn.insert(next_turn.end(), answer.begin(), answer.end());
+    next_turn.push_back(1);
+    CHECK_EQ(serve(few, next_turn), 216);
+  }
+}
+
+TEST(the_rest_of_a_prefix_is_copied_into_a_page_of_its_own) {
+  SessionCache cache({.page_count = 64, .context = 1024});
+  const auto first = numbers(900);
+  auto second = numbers(900, 5000);
+  std::copy_n(first.begin(), 200, second.begin());
+  CHECK_EQ(serve(cache, first), 0);
+  *cache.open(first).drafted() = 195;
+  Session& source = cache.open(first);
+  const int32_t from = source.page_table()[3];
+  cache.close(source, source.size());
+  Session& session = cache.open(second);
+  CHECK_EQ(session.size(), 200);
+  CHECK_EQ(session.copy().from, from);
+  CHECK_EQ(session.copy().to, session.page_table()[3]);
+  CHECK_EQ(session.copy().tokens, 200 - 192);
+  CHECK(session.copy().to != from);
+  CHECK_EQ(*session.drafted(), 195);
+  session.copied();
+  CHECK_EQ(session.copy().tokens, 0);
+  CHECK(cache.reserve(session, 300) == Status::kOk);
+  session.append(std::span(second).subspan(200, 100));
+  cache.close(session, session.size());
+  CHECK_EQ(cache.resident(), 2);
+  // What was to be copied and has not been is not there.
+  auto third = numbers(900, 6000);
+  std::copy_n(first.begin(), 250, third.begin());
+  Session& aborted = cache.open(third);
+  CHECK_EQ(aborted.size(), 250);
+  CHECK_EQ(aborted.copy().tokens, 250 - 192);
+  cache.close(aborted, aborted.size());
+  CHECK_EQ(aborted.size(), 0);  // the full pages are those of the first
+  CHECK_EQ(aborted.copy().tokens, 0);
+  CHECK_EQ(cache.resident(), 2);
+}
+
+TEST(without_room_for_a_copy_full_pages_are_shared) {
+  SessionCache cache({.page_count = 4, .context = 256});
+  const auto first = numbers(256);
+  CHECK_EQ(serve(cache, first), 0);
+  auto second = numbers(256, 5000);
+  std::copy_n(first.begin(), 100, second.begin());
+  Session& session = cache.open(second);
+  CHECK_EQ(session.size(), 64);
+  CHECK_EQ(session.copy().tokens, 0);
+  cache.close(session, 64);
+  CHECK_EQ(serve(cache, first), 255);
+}
+
+TEST(the_only_session_is_cut_rather_than_begun_anew) {
+  SessionCache cache({.page_count = 16, .context = 1024, .max_sessions = 1});
+  CHECK_EQ(serve(cache, numbers(900)), 0);
+  auto other = numbers(300, 5000);
+  std::copy_n(numbers(100).begin(), 100, other.begin());
+  CHECK_EQ(serve(cache, other), 100);
+  CHECK_EQ(cache.resident(), 1);
+}
+
+TEST(the_draft_s_share_is_cut_with_the_tokens) {
+  SessionCache cache({.page_count = 16, .context = 1024});
+  const auto talk = numbers(200);
+  Session& session = cache.open(talk);
+  CHECK(cache.reserve(session, 200) == Status::kOk);
+  session.append(talk);
+  *session.drafted() = 180;
+  cache.close(session, 150);
+  Session& shorter = cache.open(std::span(talk).first(121));
+  CHECK_EQ(shorter.size(), 120);
+  CHECK_EQ(*shorter.drafted(), 120);
+  cache.close(shorter, 0);
+  CHECK_EQ(*cache.open(talk).drafted(), 0);
+}
+
+TEST(a_cut_never_falls_into_a_shared_page) {
+  SessionCache cache({.page_count = 64, .context = 1024, .copies = false});
   auto first = numbers(900);
   auto second = numbers(192 + 10, 0);
-  second.back() = 7777;
+  second[195] = 7777;
   CHECK_EQ(serve(cache, first), 0);
   CHECK_EQ(serve(cache, second), 192);
   // Continues the second at 150, inside a page that the first holds too.
@@ -76,6 +219,31 @@ TEST(a_cut_never_falls_into_a_shared_page) {
   CHECK_EQ(again.size(), 899);
   for (int page = 0; page < 15; ++page) CHECK(again.page_table()[page] != written);
   cache.close(again, again.size());
+}
+
+TEST(a_cut_in_a_shared_page_goes_on_in_a_copy) {
+  SessionCache cache({.page_count = 64, .context = 1024});
+  const auto first = numbers(900);
+  auto second = numbers(192 + 18, 0);
+  second[204] = 7777;
+  CHECK_EQ(serve(cache, first), 0);
+  CHECK_EQ(serve(cache, second), 204);
+  auto third = numbers(400, 9000);
+  std::copy_n(first.begin(), 150, third.begin());
+  Session& session = cache.open(third);
+  CHECK_EQ(session.size(), 150);
+  CHECK_EQ(session.copy().tokens, 150 - 128);
+  CHECK_EQ(session.copy().to, session.page_table()[2]);
+  const int32_t from = session.copy().from, to = session.copy().to;
+  CHECK(from != to);
+  session.copied();
+  CHECK(cache.reserve(session, 200) == Status::kOk);
+  session.append(std::span(third).subspan(150, 50));
+  cache.close(session, session.size());
+  CHECK_EQ(cache.resident(), 2);
+  Session& again = cache.open(first);
+  CHECK_EQ(again.size(), 899);
+  CHECK_EQ(again.page_table()[2], from);
 }
 
 TEST(the_least_recently_used_session_goes_first) {
@@ -104,9 +272,12 @@ TEST(a_session_beyond_the_pool_is_refused) {
   SessionCache cache({.page_count = 4, .context = 1024});
   Session& session = cache.open(numbers(1000));
   CHECK(cache.reserve(session, 256) == Status::kOk);
+  session.append(numbers(256));
   CHECK(cache.reserve(session, 257) == Status::kOutOfPages);
+  CHECK_EQ(session.size(), 256);  // the session that is open is no victim
+  CHECK_EQ(cache.pages_used(), 4);
   cache.close(session, session.size());
-  CHECK_EQ(cache.pages_used(), 0);
+  CHECK_EQ(cache.open(numbers(1000)).size(), 256);
 }
 
 TEST(without_reuse_every_request_starts_cold) {
@@ -151,6 +322,7 @@ TEST(random_use_reads_back_what_was_written) {
   const auto below = [&](int limit) { return static_cast<int>(random() % static_cast<unsigned>(limit)); };
   std::vector<std::vector<int32_t>> history{numbers(640, 1000), numbers(640, 2000)};
   int hits = 0;
+  int copies = 0;
   for (int request = 0; request < 3000; ++request) {
     auto prompt = history[static_cast<size_t>(below(static_cast<int>(history.size())))];
     prompt.resize(static_cast<size_t>(1 + below(640)));
@@ -168,6 +340,17 @@ TEST(random_use_reads_back_what_was_written) {
     const auto at = [&](int position) -> int32_t& {
       return content[static_cast<size_t>(pages[position / kPageTokens] * kPageTokens + position % kPageTokens)];
     };
+    if (const ull::PageCopy copy = session.copy(); copy.tokens > 0) {
+      ++copies;
+      if (below(8) == 0) {  // aborted
+        cache.close(session, session.size());
+        continue;
+      }
+      const auto page = [&](int32_t index) { return content.begin() + static_cast<ptrdiff_t>(index) * kPageTokens; };
+      std::fill_n(page(copy.to), kPageTokens, -1);
+      std::copy_n(page(copy.from), copy.tokens, page(copy.to));
+      session.copied();
+    }
     for (int position = 0; position < cached; ++position) {
       REQUIRE(at(position) == prompt[static_cast<size_t>(position)]);
     }
@@ -180,6 +363,7 @@ TEST(random_use_reads_back_what_was_written) {
     cache.close(session, below(10) == 0 ? 0 : below(session.size() + 1));
   }
   CHECK(hits > 1000);
+  CHECK(copies > 200);
 }
 
 }  // namespace

@@ -1,8 +1,14 @@
-// The rings, the seqlock, the waker, the histogram: alone, and between two threads (under ThreadSanitizer in CI).
+// The rings, the seqlock, the waker, the histogram, the duty cycle: alone, and between two threads (under
+// ThreadSanitizer in CI).
+#include <poll.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdint>
+#include <string_view>
 #include <thread>
 
+#include "base/duty_cycle.h"
 #include "base/histogram.h"
 #include "base/idle.h"
 #include "base/thread.h"
@@ -91,6 +97,43 @@ TEST(seqlock_is_never_torn) {
   CHECK_EQ(torn, 0U);
 }
 
+// The waker's thread may be held up between its withdrawal of the announcement and its write.
+TEST(a_signal_that_comes_late_ends_one_sleep_and_no_more) {
+  ull::Waker waker;
+  const auto readable = [&] {
+    pollfd item{waker.fd(), POLLIN, 0};
+    return poll(&item, 1, 0) == 1;
+  };
+  waker.announce();
+  waker.awake();  // something else has ended the sleep
+  const uint64_t one = 1;
+  CHECK_EQ(write(waker.fd(), &one, sizeof(one)), static_cast<ssize_t>(sizeof(one)));
+  waker.announce();
+  CHECK(readable());
+  waker.awake();
+  waker.announce();
+  CHECK(!readable());
+  waker.awake();
+}
+
+// A wake before the announcement: what was written before the one is there to be read after the other. Only
+// ThreadSanitizer can see that it is not, on a machine whose every exchange is a full barrier.
+TEST(what_was_written_before_a_wake_is_read_after_the_announcement) {
+  ull::Waker waker;
+  int written = 0;
+  std::atomic<bool> woken{false};
+  std::thread other([&] {
+    written = 42;
+    waker.wake();
+    woken.store(true, std::memory_order_relaxed);
+  });
+  while (!woken.load(std::memory_order_relaxed)) std::this_thread::yield();
+  waker.announce();
+  CHECK_EQ(written, 42);
+  waker.awake();
+  other.join();
+}
+
 // Two threads hand a token to and fro, each sleeping until it comes. A lost wake-up would hang the test.
 TEST(waker_loses_no_wake_up) {
   constexpr int kTurns = 20'000;
@@ -139,6 +182,24 @@ TEST(histogram_quantiles_are_within_a_sixteenth) {
   CHECK_EQ(histogram.quantile(1.0), 100'000U);
   histogram.record(INT64_MAX);  // beyond the last bucket: kept as the maximum
   CHECK_EQ(histogram.quantile(1.0), static_cast<uint64_t>(INT64_MAX));
+}
+
+TEST(a_duty_cycle_counts_work_and_stalls_but_no_sleep) {
+  ull::DutyCycle duty(100);
+  duty.end_cycle(1'000, false);  // the first has no beginning
+  duty.end_cycle(1'040, true);
+  duty.end_cycle(1'050, false);
+  duty.end_sleep(9'000);
+  duty.end_cycle(9'100, true);
+  duty.end_cycle(9'201, true);
+  const ull::NamedCounts expected{{"cycles", 5}, {"working_ns", 241}, {"longest_ns", 101},
+                                  {"stalls", 1}, {"stall_ns", 100},   {"sleeps", 1}};
+  const ull::NamedCounts found = duty.named();
+  REQUIRE(found.size() == expected.size());
+  for (size_t i = 0; i < found.size(); ++i) {
+    CHECK_EQ(std::string_view(found[i].first), std::string_view(expected[i].first));
+    CHECK_EQ(found[i].second, expected[i].second);
+  }
 }
 
 TEST(thread_options_are_checked) {

@@ -109,6 +109,27 @@ TEST(stop_sets_are_bounded) {
   CHECK_EQ(assemble({std::string(600, 'a')}, {std::string(256, 'a')}), "");
 }
 
+// Every step of the automaton of every stop string of up to nine letters a and b: what has matched afterwards is the
+// longest beginning of the string that the bytes so far end with.
+TEST(the_automaton_falls_back_to_the_longest_beginning) {
+  for (size_t length = 1; length <= 9; ++length) {
+    for (unsigned letters = 0; letters < 1U << length; ++letters) {
+      std::string stop;
+      for (size_t i = 0; i < length; ++i) stop += (letters >> i & 1U) != 0 ? 'b' : 'a';
+      StopSet set;
+      REQUIRE(set.add(stop));
+      for (size_t matched = 0; matched < length; ++matched) {
+        for (const char next : {'a', 'b'}) {
+          const std::string seen = stop.substr(0, matched) + next;
+          size_t expected = seen.size();
+          while (!seen.ends_with(stop.substr(0, expected))) --expected;
+          REQUIRE(set.step(0, static_cast<int>(matched), static_cast<uint8_t>(next)) == static_cast<int>(expected));
+        }
+      }
+    }
+  }
+}
+
 // Random cuts of random bytes from a small alphabet, so that partial matches, overlaps and broken characters abound.
 TEST(random_streams_agree_with_the_reference) {
   std::mt19937 random(11);

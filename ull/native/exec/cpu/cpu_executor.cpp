@@ -27,12 +27,20 @@ void CpuExecutor::prepare() {
   info_.tokens_per_round = kMaxTokensPerRound;
   info_.weight_bytes = model_->weights().bytes();
   info_.kv_bytes = model_->cache().bytes();
+  info_.forced_tokens = options_.chunk - 1;
+  info_.copies_pages = true;
   info_.penalties = true;
   info_.name = name_.c_str();
   info_.default_drafter = speculation_.drafter;
   info_.default_max_tree = speculation_.max_tree;
   speculator_ = std::make_unique<Speculator>(*model_, make_drafters(), speculation_.adaptive);
   speculator_->prepare(info_);
+}
+
+void CpuExecutor::set_pulse(Pulse* pulse) noexcept {
+  if (model_ == nullptr) return;
+  model_->set_pulse(pulse);
+  speculator_->set_pulse(pulse);
 }
 
 std::vector<std::unique_ptr<Drafter>> CpuExecutor::make_drafters() {
@@ -68,9 +76,27 @@ Status CpuExecutor::start_prefill(const PrefillStep& step) noexcept {
 
 Status CpuExecutor::start_round(const RoundStep& step) noexcept {
   if (!valid(&step.token, 1, step.position) || step.max_tokens < 1) return Status::kExecutorFailed;
+  if (step.forced < 0 || step.forced > info_.forced_tokens) return Status::kExecutorFailed;
+  if (step.forced > 0 && (step.history == nullptr || step.history[step.position] != step.token ||
+                          !valid(step.history + step.position, step.forced + 1, step.position))) {
+    return Status::kExecutorFailed;
+  }
   abort_.store(false, std::memory_order_relaxed);
   is_round_ = true;
   outcome_ = speculator_->round(step, abort_, round_);
+  return Status::kOk;
+}
+
+Status CpuExecutor::start_copy(const CopyStep& step) noexcept {
+  const auto is_page = [&](int32_t page) { return page >= 0 && page < info_.page_count; };
+  if (model_ == nullptr || !is_page(step.from_page) || !is_page(step.to_page) || step.from_page == step.to_page ||
+      step.tokens < 1 || step.tokens > kPageTokens) {
+    return Status::kExecutorFailed;
+  }
+  is_round_ = false;
+  model_->copy_page(step);
+  speculator_->copy_page(step);
+  outcome_ = Status::kOk;
   return Status::kOk;
 }
 

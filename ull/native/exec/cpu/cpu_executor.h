@@ -21,7 +21,7 @@ struct SpeculationOptions {
   bool adaptive = true;                      // false, for tests: always the widest tree that is allowed
   bool coupled = true;                       // false, for comparisons: drafts are ranked without the request's noise
   // For tests: takes the place of the draft model.
-  std::shared_ptr<const ScriptedDrafter> scripted;
+  std::shared_ptr<const ScriptedDrafter> scripted = nullptr;
 };
 
 class CpuExecutor final : public Executor {
@@ -30,9 +30,11 @@ class CpuExecutor final : public Executor {
   CpuExecutor(ModelSpec spec, ModelOptions options, SpeculationOptions speculation = {});
 
   void prepare() override;
+  void set_pulse(Pulse* pulse) noexcept override;
   [[nodiscard]] const ExecutorInfo& info() const noexcept override { return info_; }
   [[nodiscard]] Status start_prefill(const PrefillStep& step) noexcept override;
   [[nodiscard]] Status start_round(const RoundStep& step) noexcept override;
+  [[nodiscard]] Status start_copy(const CopyStep& step) noexcept override;
   [[nodiscard]] Status poll(RoundResult& result) noexcept override;
   void abort() noexcept override { abort_.store(true, std::memory_order_relaxed); }
 

@@ -35,6 +35,8 @@ class DraftModel final : public ChainDrafter {
   explicit DraftModel(const Model& target, bool coupled = true);
 
   void prepare() override;
+  void set_pulse(Pulse* pulse) noexcept override { model_.set_pulse(pulse); }
+  void copy_page(const CopyStep& step) noexcept override { model_.copy_page(step); }
   [[nodiscard]] double catch_up_ns(int tokens) const noexcept override { return tokens * read_ns_; }
   [[nodiscard]] Status propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept override;
   [[nodiscard]] int max_rank() const noexcept override { return DraftChain::kMaxRanks; }

@@ -75,6 +75,25 @@ class KvCache {
     }
   }
 
+  // Copies the first `count` (1 .. 64) tokens' keys and values, all layers, from one page to another. Keys are copied
+  // by whole tiles: what lies behind the tokens in either page is nobody's.
+  void copy_page(int from_page, int to_page, int count) noexcept {
+    constexpr int kTiles = PageLayout::kTokens / PageLayout::kTile;
+    const size_t tiles = static_cast<size_t>((count + PageLayout::kTile - 1) / PageLayout::kTile);
+    const size_t key_bytes = tiles * layout_.key_head_bytes() / kTiles;
+    for (int layer = 0; layer < layout_.layers; ++layer) {
+      for (int head = 0; head < layout_.kv_heads; ++head) {
+        std::memcpy(pool_.data() + layout_.key_offset(to_page, layer, head),
+                    pool_.data() + layout_.key_offset(from_page, layer, head), key_bytes);
+        for (int tile = 0; tile < layout_.value_tiles(); ++tile) {
+          uint8_t* rows = pool_.data() + layout_.value_offset(to_page, layer, head) +
+                          static_cast<size_t>(tile * PageLayout::kTokens) * value_row_bytes();
+          std::memcpy(rows, values(from_page, layer, head, tile), static_cast<size_t>(count) * value_row_bytes());
+        }
+      }
+    }
+  }
+
   // Stores one token's key and value ([head_dim] each) in slot `slot` (0..63) of a page.
   void write(int page, int layer, int kv_head, int slot, const float* key, const float* value) noexcept {
     uint8_t* keys_to = pool_.data() + layout_.key_offset(page, layer, kv_head);

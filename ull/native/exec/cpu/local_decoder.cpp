@@ -32,12 +32,19 @@ Decoded LocalDecoder::decode(const DecodeRequest& request) {
           "max_tokens: the tokens do not fit the context or the pages");
   for (const int32_t page : pages) require(page >= 0 && page < executor_.info().page_count, "pages: out of range");
 
+  require(request.forced >= 0 && request.forced <= executor_.info().forced_tokens, "forced: must be 0 to chunk - 1");
+
   drafted_ = std::min(drafted_, request.cached);
   RoundResult result;
-  for (int start = request.cached; start < prompt - 1;) {
-    const int count = std::min(executor_.info().prefill_chunk, prompt - 1 - start);
-    Status status = executor_.start_prefill(
-        {request.tokens.data() + start, count, start, pages.data(), &drafted_, request.speculation});
+  int start = request.cached;
+  while (start < prompt - 1 - request.forced) {
+    const int count = std::min(executor_.info().prefill_chunk, prompt - 1 - request.forced - start);
+    Status status = executor_.start_prefill({.tokens = request.tokens.data() + start,
+                                             .count = count,
+                                             .start = start,
+                                             .pages = pages.data(),
+                                             .drafted = &drafted_,
+                                             .speculation = request.speculation});
     if (status == Status::kOk) status = executor_.poll(result);
     if (status != Status::kOk) throw std::runtime_error("prefill failed");
     start += count;
@@ -46,12 +53,21 @@ Decoded LocalDecoder::decode(const DecodeRequest& request) {
   std::vector<int32_t> history(request.tokens.begin(), request.tokens.end());
   history.reserve(static_cast<size_t>(end));
   while (static_cast<int>(out.tokens.size()) < request.max_tokens) {
-    const int position = static_cast<int>(history.size()) - 1;
+    const int last = static_cast<int>(history.size()) - 1;
+    const int position = out.tokens.empty() ? start : last;
     const int left = request.max_tokens - static_cast<int>(out.tokens.size());
     const int64_t begin = monotonic_ns();
-    Status status = executor_.start_round({history.back(), position, pages.data(), &request.sampling,
-                                           std::min(left, kMaxTokensPerRound), history.data(), request.speculation,
-                                           request.max_tree, &drafted_, nullptr, 0, prompt});
+    Status status = executor_.start_round({.token = history[static_cast<size_t>(position)],
+                                           .position = position,
+                                           .pages = pages.data(),
+                                           .sampling = &request.sampling,
+                                           .max_tokens = std::min(left, kMaxTokensPerRound),
+                                           .history = history.data(),
+                                           .speculation = request.speculation,
+                                           .max_tree = request.max_tree,
+                                           .drafted = &drafted_,
+                                           .prompt_tokens = prompt,
+                                           .forced = last - position});
     if (status == Status::kOk) status = executor_.poll(result);
     if (status != Status::kOk) {
       out.failed = true;

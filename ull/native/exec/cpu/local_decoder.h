@@ -13,11 +13,12 @@ namespace ull::cpu {
 struct DecodeRequest {
   std::span<const int32_t> tokens;  // the prompt
   int max_tokens = 1;
-  Sampling sampling;
+  Sampling sampling = {};
   Speculation speculation = Speculation::kNone;
   int max_tree = 0;
-  std::span<const int32_t> pages;  // page table; empty: 0, 1, 2, ...
-  int cached = 0;                  // tokens of the prompt that an earlier request left in the cache
+  std::span<const int32_t> pages = {};  // page table; empty: 0, 1, 2, ...
+  int cached = 0;                       // tokens of the prompt that an earlier request left in the cache
+  int forced = 0;                       // most tokens of it that the first round feeds behind its first
 };
 
 struct DecodeRound {

@@ -101,7 +101,8 @@ void MedusaHeads::block_tiles(int member, const Matrix& matrix, int first, int e
 }
 
 MedusaDrafter::MedusaDrafter(Model& model, bool coupled)
-    : heads_(model),
+    : model_(model),
+      heads_(model),
       sampler_(model.kernels(), model.spec().vocabulary),
       hidden_(model.spec().hidden),
       vocabulary_(model.spec().vocabulary),
@@ -131,7 +132,7 @@ int MedusaDrafter::confidence(const DraftContext& context) noexcept {
 }
 
 Status MedusaDrafter::propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept {
-  if (context.abort->load(std::memory_order_relaxed)) return Status::kAborted;
+  if (model_.interrupted(*context.abort)) return Status::kAborted;
   candidates_.depth = std::min(plan.depth, heads_.heads());
   if (context.hidden == nullptr || candidates_.depth < 1) return Status::kOk;
   heads_.run(context.hidden, candidates_.depth, logits_.data());

@@ -62,6 +62,7 @@ class MedusaDrafter final : public Drafter {
   [[nodiscard]] int64_t weight_bytes() const noexcept override { return heads_.bytes(); }
 
  private:
+  Model& model_;
   MedusaHeads heads_;
   Sampler sampler_;
   const int hidden_;

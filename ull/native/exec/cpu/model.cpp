@@ -61,7 +61,7 @@ Status Model::forward(const ForwardStep& step, const std::atomic<bool>& abort) n
     team_->barrier();
     for (int i = 0; i < spec_.layers; ++i) {
       layer(member, i);
-      if (member == 0) stop_ = abort.load(std::memory_order_relaxed);
+      if (member == 0) stop_ = interrupted(abort);
       team_->barrier();
       if (stop_) return;
     }

@@ -20,6 +20,7 @@
 #include "exec/cpu/tap.h"
 #include "exec/cpu/thread_team.h"
 #include "exec/cpu/weights.h"
+#include "exec/executor.h"
 
 namespace ull::cpu {
 
@@ -63,7 +64,15 @@ class Model {
   [[nodiscard]] int pinned_threads() const noexcept { return team_->pinned(); }
   [[nodiscard]] const std::shared_ptr<ThreadTeam>& team() const noexcept { return team_; }
 
-  // kOk, or kAborted if `abort` became true, which is looked at once per layer.
+  // Beaten by every forward() from now on, once per layer; null: none.
+  void set_pulse(Pulse* pulse) noexcept { pulse_ = pulse; }
+  // Whether the step in flight must end. Beats the pulse, on the engine's thread.
+  [[nodiscard]] bool interrupted(const std::atomic<bool>& abort) noexcept {
+    const bool beating = pulse_ == nullptr || pulse_->beat();
+    return !beating || abort.load(std::memory_order_relaxed);
+  }
+
+  // kOk, or kAborted if it was interrupted(), which is asked once per layer.
   [[nodiscard]] Status forward(const ForwardStep& step, const std::atomic<bool>& abort) noexcept;
 
   // The pieces of forward(), for a pass over the model layer by layer. hidden: [count][spec.hidden] f32, in and out.
@@ -85,6 +94,8 @@ class Model {
 
   // Copies the keys and values of tree node `node` (its slot in the tree page) to `position`, all layers.
   void keep_node(int node, int position, const int32_t* pages) noexcept;
+  // Copies the keys and values of a page's first tokens to another page, all layers.
+  void copy_page(const CopyStep& step) noexcept { cache_.copy_page(step.from_page, step.to_page, step.tokens); }
 
  private:
   struct Scratch {
@@ -134,7 +145,8 @@ class Model {
   int start_ = 0;
   const int32_t* pages_ = nullptr;
   const TreePaths* tree_ = nullptr;
-  bool stop_ = false;  // member 0 has seen the abort flag; published by a barrier
+  Pulse* pulse_ = nullptr;
+  bool stop_ = false;  // member 0 was interrupted; published by a barrier
 
   Tap* tap_ = nullptr;
 };

@@ -118,11 +118,33 @@ Status Speculator::prefill(const PrefillStep& step, const std::atomic<bool>& abo
 
 Status Speculator::round(const RoundStep& step, const std::atomic<bool>& abort, RoundResult& result) noexcept {
   penalizes_ = step.sampling->penalizes() && step.history != nullptr;
-  if (penalizes_) counts_.follow(step.history, step.position + 1, step.prompt_tokens);
+  if (penalizes_) counts_.follow(step.history, step.position + step.forced + 1, step.prompt_tokens);
+  if (step.forced > 0) return forced_round(step, abort, result);
   if (const Status status = proposer_.propose(step, context(step, abort)); status != Status::kOk) return status;
   if (const Status status = verify(step, abort); status != Status::kOk) return status;
   if (const Status status = accept(step, result); status != Status::kOk) return status;
   proposer_.learn(step, result);
+  return Status::kOk;
+}
+
+// The prompt's end and the token behind it in one pass. Nothing is learnt from what it takes, and a draft model reads
+// its tokens with the proposal that follows, so that they do not hold up the first token.
+Status Speculator::forced_round(const RoundStep& step, const std::atomic<bool>& abort, RoundResult& result) noexcept {
+  const int last = step.position + step.forced;
+  const Status status = model_.forward(
+      {step.history + step.position, step.forced + 1, step.position, step.pages, LogitsOf::kLast, logits_.data()},
+      abort);
+  if (status != Status::kOk) return status;
+  result.count = 0;
+  if (const Status drawn =
+          sampler_.sample(logits_.data(), last + 1, *step.sampling, result.tokens[0], penalizes_ ? &counts_ : nullptr);
+      drawn != Status::kOk) {
+    return drawn;
+  }
+  if (step.speculation != Speculation::kNone) remember_hidden(step.forced, last, step.history[last], step.pages);
+  result.count = result.tree_tokens = 1;
+  result.drafter = Speculation::kNone;
+  result.depth = result.accepted = 0;
   return Status::kOk;
 }
 

@@ -1,4 +1,5 @@
-// One decode round on the cpu executor: draft, verify, accept. A plain round is one whose tree is its root.
+// One decode round on the cpu executor: draft, verify, accept. A plain round is one whose tree is its root; one with
+// forced tokens is a plain round whose pass begins with them.
 #pragma once
 
 #include <atomic>
@@ -26,13 +27,19 @@ class Speculator {
   // Prepares the drafters and measures what verifying costs -> info.verify_ns, draft_ns, drafters and their bytes. The
   // cache must not hold anything yet.
   void prepare(ExecutorInfo& info);
+  // For the drafters' own models.
+  void set_pulse(Pulse* pulse) noexcept { proposer_.set_pulse(pulse); }
 
+  // After the target's copy.
+  void copy_page(const CopyStep& step) noexcept { proposer_.copy_page(step); }
   // After the target's prefill of a chunk. kOk or kAborted.
   [[nodiscard]] Status prefill(const PrefillStep& step, const std::atomic<bool>& abort) noexcept;
   // Runs a round; result is complete if it returns kOk.
   [[nodiscard]] Status round(const RoundStep& step, const std::atomic<bool>& abort, RoundResult& result) noexcept;
 
  private:
+  [[nodiscard]] Status forced_round(const RoundStep& step, const std::atomic<bool>& abort,
+                                    RoundResult& result) noexcept;
   [[nodiscard]] VerifyCosts measure(ExecutorInfo& info);
   [[nodiscard]] Status verify(const RoundStep& step, const std::atomic<bool>& abort) noexcept;
   // Draws at the visited nodes and copies what was accepted to its place in the cache.

@@ -51,7 +51,7 @@ ThreadTeam::ThreadTeam(int members, std::span<const int> cores)
   threads_.reserve(static_cast<size_t>(members - 1));
   for (int member = 1; member < members; ++member) {
     const int core = cores.empty() ? -1 : cores[static_cast<size_t>(member)];
-    threads_.emplace_back([this, member, core] { work(member, core); });
+    threads_.push_back(start_thread([this, member, core] { work(member, core); }));
   }
 }
 

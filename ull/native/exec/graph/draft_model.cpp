@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "base/cpu.h"
 #include "exec/graph/timing.h"
 
 namespace ull::graph {
@@ -19,6 +18,7 @@ DraftModel::DraftModel(const GraphProgram& program, const Driver& driver, RoundQ
                        int64_t watchdog_ns)
     : ChainDrafter(program.vocabulary, program.context_tokens, std::min(program.vocabulary, target_vocabulary)),
       program_(program),
+      graphs_(program),
       target_(target),
       watchdog_ns_(watchdog_ns),
       setting_(program.pages, pages_for(program.context_tokens)),
@@ -49,29 +49,26 @@ void DraftModel::prepare() {
 
 template <typename Fill, typename Take>
 Status DraftModel::run(int rounds, const std::atomic<bool>& abort, const Fill& fill, const Take& take) noexcept {
-  queue_.restart_watchdog();
-  for (int launched = 0, answered = 0; answered < rounds;) {
-    if (launched < rounds && queue_.has_slot() && !abort.load(std::memory_order_acquire)) {
-      void* graph = fill(launched++, queue_.next_request());
+  for (int launched = 0, answered = 0; answered < rounds; ++answered) {
+    for (; launched < rounds && queue_.has_slot(); ++launched) {
+      void* graph = fill(launched, queue_.next_request());
       if (queue_.launch(graph, setting_, text_) != Status::kOk) return failed();
-    } else if (queue_.take_answer()) {
-      ++answered;
-      if (take(queue_.result(queue_.seen()))) continue;
-      (void)queue_.fail("the device gave an impossible answer to a draft", /*restart_helps=*/true);
-      return failed();
-    } else if (abort.load(std::memory_order_acquire)) {
-      queue_.cancel();
-      return queue_.wait() == Status::kOk ? Status::kAborted : failed();
-    } else if (queue_.watch() != Status::kPending) {
-      return failed();
-    } else {
-      cpu_relax();
     }
+    const Status status = queue_.await(queue_.seen() + 1, abort);
+    if (status == Status::kExecutorFailed) return failed();
+    if (status != Status::kOk) return status;
+    if (take(queue_.result(queue_.seen()))) continue;
+    (void)queue_.fail("the device gave an impossible answer to a draft", /*restart_helps=*/true);
+    return failed();
   }
   return Status::kOk;
 }
 
 Status DraftModel::failed() noexcept { return target_.fail(queue_.failure(), queue_.restart_helps()); }
+
+void DraftModel::copy_page(const CopyStep& step) noexcept {
+  if (queue_.copy_page(step.from_page, step.to_page) != Status::kOk) (void)failed();
+}
 
 Status DraftModel::read(const int32_t* tokens, int count, int start, const int32_t* pages,
                         const std::atomic<bool>& abort) noexcept {
@@ -89,9 +86,7 @@ Status DraftModel::read(const int32_t* tokens, int count, int start, const int32
           request.tokens[i] = known(tokens[first + i]);
           request.parents[i] = static_cast<uint8_t>(std::max(i - 1, 0));
         }
-        // A round's graph fills the cache as well, and a few tokens are read sooner by a small one.
-        void* small = program_.round_for(tokens_here);
-        return small != nullptr ? small : program_.prefill;
+        return graphs_.prefill_for(tokens_here);
       },
       [](const gpu::RoundResult& answer) { return answer.status == gpu::RoundStatus::kOk; });
 }
@@ -108,7 +103,7 @@ Status DraftModel::draw(int32_t root, int32_t position, int depth, const std::at
         request.max_tokens = 1;
         request.tokens[0] = known(root);
         request.parents[0] = 0;
-        return program_.round_for(1);
+        return graphs_.round_for(1);
       },
       [&](const gpu::RoundResult& answer) {
         if (ended) return answer.status == gpu::RoundStatus::kSkipped;

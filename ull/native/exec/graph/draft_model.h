@@ -8,6 +8,7 @@
 
 #include "exec/graph/driver.h"
 #include "exec/graph/program.h"
+#include "exec/graph/round_graphs.h"
 #include "exec/graph/round_queue.h"
 #include "exec/graph/setting.h"
 #include "exec/graph/text.h"
@@ -23,6 +24,7 @@ class DraftModel final : public ChainDrafter {
 
   // Measures what a chain takes. Throws std::runtime_error with the device's failure.
   void prepare() override;
+  void copy_page(const CopyStep& step) noexcept override;
   [[nodiscard]] double catch_up_ns(int tokens) const noexcept override { return tokens * read_ns_; }
   [[nodiscard]] Status propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept override;
   [[nodiscard]] int64_t cost_ns(int depth) const noexcept override { return start_ns_ + depth * step_ns_; }
@@ -46,6 +48,7 @@ class DraftModel final : public ChainDrafter {
   [[nodiscard]] int64_t median_ns(const Run& run) const;
 
   const GraphProgram& program_;
+  const RoundGraphs graphs_;
   RoundQueue& target_;
   const int64_t watchdog_ns_;
   Setting setting_;

@@ -35,6 +35,7 @@ Driver load_driver(const std::string& library) {
   };
   find(driver.set_context, "cuCtxSetCurrent");
   find(driver.launch, "cuGraphLaunch");
+  find(driver.copy, "cuMemcpyDtoDAsync");
   find(driver.query, "cuStreamQuery");
   find(driver.error_name, "cuGetErrorName");
   find(driver.error_text, "cuGetErrorString");

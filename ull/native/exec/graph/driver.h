@@ -2,6 +2,8 @@
 // the core builds and starts where there is none. Tests put functions of their own in it.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <string>
 
 namespace ull::graph {
@@ -9,11 +11,12 @@ namespace ull::graph {
 struct Driver {
   using Result = int;  // CUresult
 
-  Result (*set_context)(void* context) = nullptr;                   // cuCtxSetCurrent
-  Result (*launch)(void* graph, void* stream) = nullptr;            // cuGraphLaunch
-  Result (*query)(void* stream) = nullptr;                          // cuStreamQuery
-  Result (*error_name)(Result error, const char** name) = nullptr;  // cuGetErrorName
-  Result (*error_text)(Result error, const char** text) = nullptr;  // cuGetErrorString
+  Result (*set_context)(void* context) = nullptr;                                    // cuCtxSetCurrent
+  Result (*launch)(void* graph, void* stream) = nullptr;                             // cuGraphLaunch
+  Result (*copy)(uint64_t to, uint64_t from, size_t bytes, void* stream) = nullptr;  // cuMemcpyDtoDAsync
+  Result (*query)(void* stream) = nullptr;                                           // cuStreamQuery
+  Result (*error_name)(Result error, const char** name) = nullptr;                   // cuGetErrorName
+  Result (*error_text)(Result error, const char** text) = nullptr;                   // cuGetErrorString
 };
 
 inline constexpr Driver::Result kSuccess = 0;     // CUDA_SUCCESS

@@ -21,6 +21,15 @@ constexpr int kPrefillChunk = gpu::kRoundSlots * gpu::kTreeTokens;
 constexpr int kMeasuredPosition = 1024;  // where attention's share is measured
 constexpr double kUnmeasured = 1e15;     // nanoseconds
 
+// The position of the token behind which a round's tokens come: the last one forced.
+int root_of(const RoundStep& step) noexcept { return step.position + step.forced; }
+
+// Tokens behind one another.
+void fill_chain(gpu::RoundRequest& request, const int32_t* tokens, int count) noexcept {
+  std::copy_n(tokens, count, request.tokens);
+  for (int i = 0; i < count; ++i) request.parents[i] = static_cast<uint8_t>(std::max(i - 1, 0));
+}
+
 }  // namespace
 
 GraphExecutor::GraphExecutor(GraphProgram program, const Driver& driver, const GraphOptions& options)
@@ -29,7 +38,8 @@ GraphExecutor::GraphExecutor(GraphProgram program, const Driver& driver, const G
       options_(checked(options, program_)),
       setting_(program_.pages, pages_for(program_.context_tokens)),
       text_(program_.text, program_.context_tokens),
-      queue_(program_, driver_) {}
+      queue_(program_, driver_),
+      graphs_(program_) {}
 
 const GraphOptions& GraphExecutor::checked(const GraphOptions& options, const GraphProgram& program) {
   if (options.watchdog_ms < 1) throw std::invalid_argument("watchdog_ms: must be positive");
@@ -52,6 +62,17 @@ bool GraphExecutor::valid(const int32_t* tokens, int count, int start) const noe
   return std::all_of(tokens, tokens + count, [&](int32_t token) { return token >= 0 && token < info_.vocabulary; });
 }
 
+bool GraphExecutor::valid(const RoundStep& step) const noexcept {
+  if (step.max_tokens < 1 || step.sampling->bias_count > kMaxLogitBias) return false;
+  if (step.forced == 0) {
+    return valid(&step.token, 1, step.position) && !(step.sampling->penalizes() && step.history == nullptr);
+  }
+  // To penalties, what is forced is the prompt's.
+  return step.forced > 0 && step.forced <= info_.forced_tokens && step.position >= 0 && step.history != nullptr &&
+         !(step.sampling->penalizes() && root_of(step) >= step.prompt_tokens) &&
+         valid(step.history + step.position, step.forced + 1, step.position);
+}
+
 Status GraphExecutor::begin_step(StepKind kind) noexcept {
   abort_.store(false, std::memory_order_relaxed);  // it was meant for an earlier step
   kind_ = kind;
@@ -72,14 +93,16 @@ Status GraphExecutor::start_prefill(const PrefillStep& step) noexcept {
 }
 
 Status GraphExecutor::start_round(const RoundStep& step) noexcept {
-  if (!valid(&step.token, 1, step.position) || step.max_tokens < 1 || step.sampling->bias_count > kMaxLogitBias) {
-    return Status::kExecutorFailed;
-  }
-  if (step.sampling->penalizes() && step.history == nullptr) return Status::kExecutorFailed;
-  if (begin_step(StepKind::kRound) != Status::kOk) return Status::kExecutorFailed;
+  if (!valid(step) || begin_step(StepKind::kRound) != Status::kOk) return Status::kExecutorFailed;
   round_ = step;
-  const DraftContext now{step.history, step.position, step.pages, step.sampling,     step.drafted,
-                         nullptr,      &abort_,       nullptr,    step.prompt_tokens};
+  const DraftContext now{.history = step.history,
+                         .position = step.position,
+                         .pages = step.pages,
+                         .sampling = step.sampling,
+                         .drafted = step.drafted,
+                         .hidden = nullptr,
+                         .abort = &abort_,
+                         .prompt_tokens = step.prompt_tokens};
   // A draft that was aborted leaves the round to be ended where it is polled.
   if (proposer_->propose(step, now) == Status::kExecutorFailed) {
     return queue_.fail("a drafter has failed", /*restart_helps=*/true);
@@ -96,23 +119,35 @@ Status GraphExecutor::start_round(const RoundStep& step) noexcept {
   return queue_.failed() ? Status::kExecutorFailed : Status::kOk;
 }
 
+Status GraphExecutor::start_copy(const CopyStep& step) noexcept {
+  const auto is_page = [&](int32_t page) { return page >= 0 && page < info_.page_count; };
+  if (!info_.copies_pages || !is_page(step.from_page) || !is_page(step.to_page) || step.from_page == step.to_page ||
+      step.tokens < 1 || step.tokens > kPageTokens) {
+    return Status::kExecutorFailed;
+  }
+  if (begin_step(StepKind::kCopy) != Status::kOk) return Status::kExecutorFailed;
+  if (ahead_ != 0) queue_.cancel();
+  ahead_ = 0;
+  if (queue_.copy_page(step.from_page, step.to_page) == Status::kOk) proposer_->copy_page(step);
+  launched_ = true;
+  return queue_.failed() ? Status::kExecutorFailed : Status::kOk;
+}
+
 // Whether the round that is queued does just what this step asks for.
-bool GraphExecutor::ahead_is(const RoundStep& step) const noexcept {
-  return ahead_ != 0 && ahead_position_ == step.position && ahead_token_ == step.token &&
+bool GraphExecutor::ahead_is(const RoundStep& step) noexcept {
+  return ahead_ != 0 && step.forced == 0 && ahead_position_ == step.position && ahead_token_ == step.token &&
          setting_.holds(*step.sampling, step.stops, step.stop_count) &&
          setting_.holds(step.pages, pages_for(step.position + 1)) && text_is(step);
 }
 
 // Whether penalties look at the text that the device has.
-bool GraphExecutor::text_is(const RoundStep& step) const noexcept {
-  return !step.sampling->penalizes() || text_.holds(step.history, step.position + 1, step.prompt_tokens);
+bool GraphExecutor::text_is(const RoundStep& step) noexcept {
+  return !step.sampling->penalizes() || text_.holds(step.history, root_of(step) + 1, step.prompt_tokens);
 }
 
 void GraphExecutor::advance() noexcept {
-  if (kind_ == StepKind::kPrefill) {
-    launch_prompt();
-    return;
-  }
+  if (kind_ == StepKind::kPrefill) launch_prompt();
+  if (kind_ != StepKind::kRound) return;
   if (!launched_) launch_tree();
   if (launched_ && ahead_ == 0) launch_ahead();
 }
@@ -130,9 +165,8 @@ void GraphExecutor::launch_prompt() noexcept {
     request.count = count;
     request.position = prompt_.start;
     request.max_tokens = 0;
-    std::copy_n(prompt_.tokens, count, request.tokens);
-    for (int i = 0; i < count; ++i) request.parents[i] = static_cast<uint8_t>(std::max(i - 1, 0));
-    if (queue_.launch(program_.prefill, setting_, text_) != Status::kOk) return;
+    fill_chain(request, prompt_.tokens, count);
+    if (queue_.launch(graphs_.prefill_for(count), setting_, text_) != Status::kOk) return;
     last_ = queue_.launched();
     if (first_ == 0) first_ = last_;
     prompt_.tokens += count;
@@ -144,34 +178,39 @@ void GraphExecutor::launch_prompt() noexcept {
 
 void GraphExecutor::launch_tree() noexcept {
   const RoundStep& step = round_;
-  const int pages = pages_for(step.position + step.max_tokens);
+  const int root = root_of(step), pages = pages_for(root + step.max_tokens);
   if (!queue_.has_slot()) return;
   if (!setting_.holds(*step.sampling, step.stops, step.stop_count) || !setting_.holds(step.pages, pages)) {
     if (!queue_.setting_is_free(setting_)) return;
     setting_.take(*step.sampling, step.stops, step.stop_count, step.pages, pages);
   }
-  if (!text_is(step)) text_.take(step.history, step.position + 1, step.prompt_tokens);
-  if (step.sampling->penalizes()) text_.begin(step.position + 1);
+  if (!text_is(step)) text_.take(step.history, root + 1, step.prompt_tokens);
+  if (step.sampling->penalizes()) text_.begin(root + 1);
   const DraftTree& tree = proposer_->tree();
-  const int count = tree.count();
+  const int count = step.forced + tree.count();
   gpu::RoundRequest& request = queue_.next_request();
   request.mode = gpu::RoundMode::kTake;
   request.count = count;
   request.position = step.position;
   request.max_tokens = step.max_tokens;
-  std::copy_n(tree.tokens(), count, request.tokens);
-  std::copy_n(tree.parents(), count, request.parents);
-  if (queue_.launch(program_.round_for(count), setting_, text_) != Status::kOk) return;
+  if (step.forced > 0) {  // then the tree is its root alone, the last of them
+    request.forced = step.forced;
+    fill_chain(request, step.history + step.position, count);
+  } else {
+    std::copy_n(tree.tokens(), count, request.tokens);
+    std::copy_n(tree.parents(), count, request.parents);
+  }
+  if (queue_.launch(graphs_.round_for(count), setting_, text_) != Status::kOk) return;
   first_ = last_ = queue_.launched();
   launched_ = true;
 }
 
 // Queues the plain round that follows the one in flight if that is also plain, unless the request ends with that one.
-// The page is there: the step's pages cover position + max_tokens - 1.
+// The page is there: the step's pages cover its root + max_tokens - 1.
 void GraphExecutor::launch_ahead() noexcept {
   const RoundStep& step = round_;
-  const int position = step.position + 1;
-  const int pages = pages_for(step.position + step.max_tokens);
+  const int position = root_of(step) + 1;
+  const int pages = pages_for(root_of(step) + step.max_tokens);
   if (proposer_->tree().count() > 1 || step.speculation != Speculation::kNone || step.max_tokens < 2) return;
   if (position >= info_.context || !queue_.has_slot()) return;
   if (queue_.seen() >= last_ && queue_.result(last_).stopped != 0) return;
@@ -184,7 +223,7 @@ void GraphExecutor::launch_ahead() noexcept {
   request.count = 1;
   request.position = position;
   request.max_tokens = 1;
-  if (queue_.launch(program_.round_for(1), setting_, text_) != Status::kOk) return;
+  if (queue_.launch(graphs_.round_for(1), setting_, text_) != Status::kOk) return;
   ahead_ = queue_.launched();
   ahead_position_ = -1;
 }
@@ -196,6 +235,7 @@ Status GraphExecutor::poll(RoundResult& result) noexcept {
   if (abandoned_ || abort_.load(std::memory_order_acquire)) return abandon();
   advance();
   if (!launched_ || queue_.seen() < last_) return queue_.watch();
+  if (kind_ == StepKind::kCopy) return Status::kOk;
   return kind_ == StepKind::kPrefill ? finish_prefill() : finish_round(result);
 }
 
@@ -231,7 +271,7 @@ Status GraphExecutor::finish_round(RoundResult& result) noexcept {
   }
   if (round_.speculation != Speculation::kNone) proposer_->learn(round_, result);
   ahead_token_ = result.tokens[result.count - 1].token;
-  ahead_position_ = answer.stopped != 0 ? -1 : round_.position + result.count;
+  ahead_position_ = answer.stopped != 0 ? -1 : root_of(round_) + result.count;
   return Status::kOk;
 }
 
@@ -292,6 +332,8 @@ void GraphExecutor::prepare() {
   info_.weight_bytes = program_.weight_bytes;
   info_.kv_bytes = program_.kv_bytes;
   info_.reuse = program_.reuse;
+  info_.forced_tokens = program_.rounds_prefill() ? std::min(program_.most_nodes(), info_.context) - 1 : 0;
+  info_.copies_pages = program_.kv_pages != 0 && (program_.draft == nullptr || program_.draft->kv_pages != 0);
   info_.penalties = true;
   info_.name = program_.name.c_str();
   info_.default_drafter = options_.drafter;
@@ -314,25 +356,39 @@ void GraphExecutor::prepare() {
       std::move(drafters),
       Proposer::Options{info_.vocabulary, info_.context, program_.most_nodes(), options_.adaptive});
   proposer_->prepare(measure(), info_);
-  queue_.set_watchdog(watchdog);
+  queue_.set_watchdog(watchdog, dearest_ns_);
 }
 
 // Replays every graph on pages that hold nothing yet: what is drawn does not matter. A graph's time holds the
-// lm_head's.
+// lm_head's. A tree costs what the graph that it takes does, so that more nodes never cost less.
 VerifyCosts GraphExecutor::measure() {
   const int held = std::min(info_.context, info_.page_count * kPageTokens);
   std::vector<int32_t> pages(static_cast<size_t>(pages_for(held)));
   for (size_t page = 0; page < pages.size(); ++page) pages[page] = static_cast<int32_t>(page);
   const int far = std::clamp(held - kMaxTreeTokens, 0, kMeasuredPosition);
+  int64_t far_ns[kCostSizes] = {};
+  for (int i = 0; i < kCostSizes; ++i) {
+    if (program_.rounds[i] == nullptr || kCostTokens[i] > held) continue;
+    const auto timed = [&](int position) {
+      return measure_graph(program_.rounds[i], gpu::RoundMode::kTake, kCostTokens[i], position, pages);
+    };
+    info_.verify_ns[i] = timed(0);
+    far_ns[i] = far > 0 ? timed(far) : info_.verify_ns[i];
+    dearest_ns_ = std::max({dearest_ns_, info_.verify_ns[i], far_ns[i]});
+  }
+  const int chunk = std::min(held, gpu::kTreeTokens);
+  const int64_t prefill_ns = measure_graph(program_.prefill, gpu::RoundMode::kPrefill, chunk, 0, pages);
+  dearest_ns_ = std::max(dearest_ns_, prefill_ns);
+  graphs_.measured(info_.verify_ns, prefill_ns);
+
   VerifyCosts costs;
   costs.stepped = true;
-  double least = 0.0;  // more tokens never cost less
   for (int i = 0; i < kCostSizes; ++i) {
-    const bool exists = program_.rounds[i] != nullptr && kCostTokens[i] <= held;
-    if (exists) info_.verify_ns[i] = measure_round(i, 0, pages);
-    costs.body_ns[i] = least = exists ? std::max(least, static_cast<double>(info_.verify_ns[i])) : kUnmeasured;
-    if (exists && far > 0) {
-      const double longer = static_cast<double>(measure_round(i, far, pages)) - costs.body_ns[i];
+    const int graph = graphs_.chosen(i);
+    const bool known = graph >= 0 && info_.verify_ns[graph] > 0;
+    costs.body_ns[i] = known ? static_cast<double>(info_.verify_ns[graph]) : kUnmeasured;
+    if (known && far > 0) {
+      const auto longer = static_cast<double>(far_ns[graph] - info_.verify_ns[graph]);
       costs.body_position_ns[i] = std::max(longer, 0.0) / far;
     }
   }
@@ -340,10 +396,11 @@ VerifyCosts GraphExecutor::measure() {
 }
 
 // The median duration of rounds that keep the device busy, by its own clock.
-int64_t GraphExecutor::measure_round(int size, int position, const std::vector<int32_t>& pages) {
-  const int count = kCostTokens[size];
-  require(queue_.wait());
+int64_t GraphExecutor::measure_graph(void* graph, gpu::RoundMode mode, int count, int position,
+                                     const std::vector<int32_t>& pages) {
+  require(queue_.drain());
   setting_.take(Sampling{}, nullptr, 0, pages.data(), static_cast<int>(pages.size()));
+  constexpr int32_t tokens[gpu::kTreeTokens] = {};
   std::vector<int64_t> durations;
   uint64_t ended = queue_.seen();  // rounds whose duration has been read
   const auto read = [&](uint64_t through) {
@@ -356,22 +413,16 @@ int64_t GraphExecutor::measure_round(int size, int position, const std::vector<i
   for (int round = 0; round < kMeasuredRuns && (round == 0 || monotonic_ns() - start < kMeasureNs); ++round) {
     // The end of a round is known once the next has answered: one slot stays free, so that it is read in time.
     while (queue_.launched() - queue_.seen() >= gpu::kRoundSlots - 1) {
-      if (queue_.take_answer()) {
-        read(queue_.seen() - 1);
-      } else if (queue_.watch() != Status::kPending) {
-        require(Status::kExecutorFailed);
-      }
+      require(queue_.await(queue_.seen() + 1));
+      read(queue_.seen() - 1);
     }
     gpu::RoundRequest& request = queue_.next_request();
-    request.mode = gpu::RoundMode::kTake;
+    request.mode = mode;
     request.count = count;
     request.position = position;
     request.max_tokens = count;
-    for (int i = 0; i < count; ++i) {
-      request.tokens[i] = 0;
-      request.parents[i] = static_cast<uint8_t>(std::max(i - 1, 0));
-    }
-    require(queue_.launch(program_.rounds[size], setting_, text_));
+    fill_chain(request, tokens, count);
+    require(queue_.launch(graph, setting_, text_));
   }
   require(queue_.drain());
   read(queue_.seen());

@@ -16,6 +16,7 @@
 #include "exec/executor.h"
 #include "exec/graph/driver.h"
 #include "exec/graph/program.h"
+#include "exec/graph/round_graphs.h"
 #include "exec/graph/round_queue.h"
 #include "exec/graph/setting.h"
 #include "exec/graph/text.h"
@@ -47,6 +48,8 @@ class GraphExecutor final : public Executor {
   [[nodiscard]] const ExecutorInfo& info() const noexcept override { return info_; }
   [[nodiscard]] Status start_prefill(const PrefillStep& step) noexcept override;
   [[nodiscard]] Status start_round(const RoundStep& step) noexcept override;
+  // Copies whole pages: what lies behind the tokens is nobody's.
+  [[nodiscard]] Status start_copy(const CopyStep& step) noexcept override;
   [[nodiscard]] Status poll(RoundResult& result) noexcept override;
   void abort() noexcept override { abort_.store(true, std::memory_order_release); }
   void settle() noexcept override;
@@ -54,13 +57,14 @@ class GraphExecutor final : public Executor {
   [[nodiscard]] bool restart_helps() const noexcept override { return queue_.restart_helps(); }
 
  private:
-  enum class StepKind : uint8_t { kNone, kPrefill, kRound };
+  enum class StepKind : uint8_t { kNone, kPrefill, kRound, kCopy };
 
   [[nodiscard]] static const GraphOptions& checked(const GraphOptions& options, const GraphProgram& program);
   [[nodiscard]] bool valid(const int32_t* tokens, int count, int start) const noexcept;
+  [[nodiscard]] bool valid(const RoundStep& step) const noexcept;
   [[nodiscard]] Status begin_step(StepKind kind) noexcept;
-  [[nodiscard]] bool ahead_is(const RoundStep& step) const noexcept;
-  [[nodiscard]] bool text_is(const RoundStep& step) const noexcept;
+  [[nodiscard]] bool ahead_is(const RoundStep& step) noexcept;
+  [[nodiscard]] bool text_is(const RoundStep& step) noexcept;
 
   // Launches what is left of the step, as far as slots and the page table allow.
   void advance() noexcept;
@@ -73,8 +77,11 @@ class GraphExecutor final : public Executor {
   [[nodiscard]] Status finish_round(RoundResult& result) noexcept;
   [[nodiscard]] bool copy_tokens(const gpu::RoundResult& answer, RoundResult& result) const noexcept;
 
+  // Measures every graph -> graphs_, info_.verify_ns; the costs of trees.
   [[nodiscard]] VerifyCosts measure();
-  [[nodiscard]] int64_t measure_round(int size, int position, const std::vector<int32_t>& pages);
+  // A graph's time with a chain of `count` nodes from `position` on.
+  [[nodiscard]] int64_t measure_graph(void* graph, gpu::RoundMode mode, int count, int position,
+                                      const std::vector<int32_t>& pages);
   void require(Status status) const;
 
   const GraphProgram program_;
@@ -84,6 +91,8 @@ class GraphExecutor final : public Executor {
   Setting setting_;
   Text text_;
   RoundQueue queue_;
+  RoundGraphs graphs_;
+  int64_t dearest_ns_ = 0;              // of the graphs
   std::unique_ptr<Proposer> proposer_;  // from prepare() on; its tree is the round's, a plain one's is the root alone
 
   // The step in flight.
@@ -91,7 +100,7 @@ class GraphExecutor final : public Executor {
   PrefillStep prefill_{};
   PrefillStep prompt_{};  // tokens, count and start of what is yet to be launched
   RoundStep round_{};
-  bool launched_ = false;   // all of it
+  bool launched_ = false;   // all of it; a copy ends with that: what follows comes behind it
   bool abandoned_ = false;  // aborted: its rounds are being skipped
   bool settled_ = true;     // nothing has been started since settle()
   uint64_t first_ = 0;      // sequence of its first round

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <stdexcept>
 
-#include "base/cpu.h"
 #include "exec/graph/timing.h"
 
 namespace ull::graph {
@@ -14,8 +13,9 @@ MedusaDrafter::MedusaDrafter(const GraphProgram& program, RoundQueue& queue, con
 // The median time from launch to answer. What the hidden state holds does not matter.
 void MedusaDrafter::prepare() {
   const std::atomic<bool> never{false};
+  if (queue_.drain() != Status::kOk) throw std::runtime_error(queue_.failure());
   cost_ns_ = median_duration_ns([&] {
-    if (queue_.wait() != Status::kOk || run(0, never) != Status::kOk) throw std::runtime_error(queue_.failure());
+    if (run(0, never) != Status::kOk) throw std::runtime_error(queue_.failure());
   });
 }
 
@@ -37,14 +37,7 @@ void MedusaDrafter::observe(const DraftOutcome& outcome) noexcept {
 
 Status MedusaDrafter::propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept {
   if (!follows(context)) return Status::kOk;
-  switch (run(context.position, *context.abort)) {
-    case Status::kOk:
-      break;
-    case Status::kAborted:  // the round under way is ended where it is polled
-      return Status::kOk;
-    default:
-      return Status::kExecutorFailed;
-  }
+  if (const Status status = run(context.position, *context.abort); status != Status::kOk) return status;
   if (!take(queue_.result(queue_.seen()), plan)) {
     return queue_.fail("the device gave an impossible answer to a draft", /*restart_helps=*/true);
   }
@@ -54,7 +47,6 @@ Status MedusaDrafter::propose(const DraftContext& context, const TreePlan& plan,
 
 // What ranks the candidates, sampling, biases, seed and text, is the device's from the round before.
 Status MedusaDrafter::run(int32_t position, const std::atomic<bool>& abort) noexcept {
-  if (!queue_.has_slot()) return Status::kAborted;
   gpu::RoundRequest& request = queue_.next_request();
   request.mode = gpu::RoundMode::kDraft;
   request.count = program_.medusa_heads;
@@ -62,13 +54,7 @@ Status MedusaDrafter::run(int32_t position, const std::atomic<bool>& abort) noex
   request.max_tokens = 0;
   std::fill_n(request.tokens, program_.medusa_heads, 0);
   if (queue_.launch(program_.medusa, setting_, text_) != Status::kOk) return Status::kExecutorFailed;
-  while (queue_.seen() < queue_.launched()) {
-    if (queue_.take_answer()) continue;
-    if (abort.load(std::memory_order_acquire)) return Status::kAborted;
-    if (queue_.watch() != Status::kPending) return Status::kExecutorFailed;
-    cpu_relax();
-  }
-  return Status::kOk;
+  return queue_.await(queue_.launched(), abort);
 }
 
 // False if the answer is not one to what was asked.

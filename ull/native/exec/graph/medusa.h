@@ -33,7 +33,7 @@ class MedusaDrafter final : public Drafter {
  private:
   // Whether the device's hidden state is that of the token before the context's root.
   [[nodiscard]] bool follows(const DraftContext& context) const noexcept;
-  // Runs the heads and waits. kOk, kAborted, or kExecutorFailed.
+  // Runs the heads and waits; nothing else is under way. kOk, kAborted, or kExecutorFailed.
   [[nodiscard]] Status run(int32_t position, const std::atomic<bool>& abort) noexcept;
   [[nodiscard]] bool take(const gpu::RoundResult& answer, const TreePlan& plan) noexcept;
 

@@ -38,6 +38,7 @@ void GraphProgram::check() const {
   require(medusa_bytes >= 0, "medusa_bytes: must not be negative");
   require(weight_bytes >= 0, "weight_bytes: must not be negative");
   require(kv_bytes >= 0, "kv_bytes: must not be negative");
+  require(kv_pages == 0 || (kv_bytes > 0 && kv_bytes % page_count == 0), "kv_bytes: must be a multiple of page_count");
   require(!name.empty(), "name: must not be empty");
   if (draft == nullptr) return;
   try {
@@ -58,13 +59,6 @@ int GraphProgram::most_nodes() const noexcept {
     if (rounds[i] != nullptr) most = kCostTokens[i];
   }
   return most;
-}
-
-void* GraphProgram::round_for(int nodes) const noexcept {
-  for (int i = 0; i < kCostSizes; ++i) {
-    if (rounds[i] != nullptr && kCostTokens[i] >= nodes) return rounds[i];
-  }
-  return nullptr;
 }
 
 }  // namespace ull::graph

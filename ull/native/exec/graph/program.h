@@ -18,7 +18,8 @@ static_assert(gpu::kAlternatives == kMaxTopLogprobs && gpu::kBiases == kMaxLogit
 static_assert(kCostTokens[kCostSizes - 1] == gpu::kTreeTokens);
 
 struct GraphProgram {
-  void* rounds[kCostSizes] = {};          // CUgraphExec of a round of up to kCostTokens[i] nodes; null: there is none
+  // CUgraphExec of a round of up to kCostTokens[i] nodes; null: there is none. All give the same bits.
+  void* rounds[kCostSizes] = {};
   void* prefill = nullptr;                // CUgraphExec, up to kTreeTokens prompt tokens
   void* medusa = nullptr;                 // CUgraphExec of the Medusa heads; null: there are none
   void* stream = nullptr;                 // CUstream that all of them are launched on
@@ -35,6 +36,7 @@ struct GraphProgram {
   int64_t medusa_bytes = 0;  // of their weights
   int64_t weight_bytes = 0;  // of all others
   int64_t kv_bytes = 0;
+  uint64_t kv_pages = 0;  // CUdeviceptr of the first page, behind which lie the others; 0: they cannot be copied
   Reuse reuse = Reuse::kAll;
   std::string name;     // of the executor, e.g. "graph/sm_90a"
   std::string library;  // the CUDA driver's file
@@ -45,8 +47,9 @@ struct GraphProgram {
   void check() const;
   // Nodes of the widest round.
   [[nodiscard]] int most_nodes() const noexcept;
-  // The smallest round that holds `nodes` (1 .. most_nodes()).
-  [[nodiscard]] void* round_for(int nodes) const noexcept;
+  [[nodiscard]] int64_t page_bytes() const noexcept { return kv_bytes / page_count; }
+  // Whether a round's graph writes the bits to the cache that `prefill` does.
+  [[nodiscard]] bool rounds_prefill() const noexcept { return reuse == Reuse::kAll; }
 };
 
 }  // namespace ull::graph

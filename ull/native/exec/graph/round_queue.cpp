@@ -8,7 +8,9 @@
 namespace ull::graph {
 namespace {
 
-constexpr int64_t kLookNs = 1'000'000;  // between two questions to the driver
+// Asking the driver takes a lock of its own and may leave the virtual machine: what is on time is not asked about.
+constexpr int64_t kAskNs = 10'000'000;  // between two questions, and before the first
+constexpr int kOverdue = 8;             // times what the dearest round takes
 constexpr uint32_t kPollsPerLook = 16;  // between two looks at the clock
 
 // What both sides of the bus touch at once: single words, in memory that both map.
@@ -23,13 +25,16 @@ RoundQueue::RoundQueue(const GraphProgram& program, const Driver& driver) : prog
 
 Status RoundQueue::enter() noexcept {
   if (failed()) return Status::kExecutorFailed;
+  if (entered_ == std::this_thread::get_id()) return Status::kOk;
   const Driver::Result error = driver_.set_context(program_.context);
-  return error == kSuccess ? Status::kOk : fail("cuCtxSetCurrent", error);
+  if (error != kSuccess) return fail("cuCtxSetCurrent", error);
+  entered_ = std::this_thread::get_id();
+  return Status::kOk;
 }
 
 Status RoundQueue::launch(void* graph, const Setting& setting, const Text& text) noexcept {
   if (failed()) return Status::kExecutorFailed;
-  gpu::RoundRequest& request = next_request();
+  gpu::RoundRequest& request = program_.requests[slot(launched_ + 1)];
   request.sequence = launched_ + 1;
   setting.write(request, device_setting_ == setting.version());
   text.write(request);
@@ -38,6 +43,14 @@ Status RoundQueue::launch(void* graph, const Setting& setting, const Text& text)
   if (error != kSuccess) return fail("cuGraphLaunch", error);
   ++launched_;
   return Status::kOk;
+}
+
+Status RoundQueue::copy_page(int32_t from, int32_t to) noexcept {
+  if (failed()) return Status::kExecutorFailed;
+  const auto bytes = static_cast<uint64_t>(program_.page_bytes());
+  const auto address = [&](int32_t page) { return program_.kv_pages + static_cast<uint64_t>(page) * bytes; };
+  const Driver::Result error = driver_.copy(address(to), address(from), bytes, program_.stream);
+  return error == kSuccess ? Status::kOk : fail("cuMemcpyDtoDAsync", error);
 }
 
 bool RoundQueue::take_answer() noexcept {
@@ -60,18 +73,25 @@ void RoundQueue::cancel() noexcept {
   shared(program_.control->cancelled_through).store(launched_, std::memory_order_release);
 }
 
-Status RoundQueue::wait() noexcept {
+Status RoundQueue::await(uint64_t through, const std::atomic<bool>& abort) noexcept {
   restart_watchdog();
-  while (!idle()) {
+  bool aborted = false;
+  for (;;) {
+    if (failed()) return Status::kExecutorFailed;
+    if (!aborted && abort.load(std::memory_order_acquire)) {
+      aborted = true;
+      through = launched_;
+      cancel();
+    }
+    if (seen_ >= through) return aborted ? Status::kAborted : Status::kOk;
     if (take_answer()) continue;
     if (watch() != Status::kPending) return Status::kExecutorFailed;
     cpu_relax();
   }
-  return failed() ? Status::kExecutorFailed : Status::kOk;
 }
 
 Status RoundQueue::drain() noexcept {
-  if (wait() != Status::kOk) return Status::kExecutorFailed;
+  if (await(launched_) != Status::kOk) return Status::kExecutorFailed;
   const int64_t start = monotonic_ns();
   for (;;) {
     const Driver::Result state = driver_.query(program_.stream);
@@ -80,6 +100,12 @@ Status RoundQueue::drain() noexcept {
     if (monotonic_ns() - start >= limit_ns_) return fail("the device does not come to rest", /*restart_helps=*/false);
     cpu_relax();
   }
+}
+
+void RoundQueue::set_watchdog(int64_t limit_ns, int64_t round_ns) noexcept {
+  limit_ns_ = limit_ns;
+  // An error is heard of before the watchdog's time is over.
+  overdue_ns_ = std::min(std::max(kAskNs, kOverdue * round_ns), limit_ns / 2);
 }
 
 void RoundQueue::restart_watchdog() noexcept {
@@ -91,9 +117,12 @@ Status RoundQueue::watch() noexcept {
   if (failed()) return Status::kExecutorFailed;
   if (++polls_ % kPollsPerLook != 0) return Status::kPending;
   const int64_t now = monotonic_ns();
-  if (progress_ns_ == 0) progress_ns_ = looked_ns_ = now;
-  if (now - looked_ns_ < kLookNs) return Status::kPending;
-  looked_ns_ = now;
+  if (progress_ns_ == 0) {
+    progress_ns_ = now;
+    ask_ns_ = now + overdue_ns_;
+  }
+  if (now < ask_ns_) return Status::kPending;
+  ask_ns_ = std::min(now + kAskNs, progress_ns_ + limit_ns_);
   const Driver::Result state = driver_.query(program_.stream);
   // What has been answered comes first, also where a later round has failed since, or runs for too long.
   if (!idle() && shared(program_.results[slot(seen_ + 1)].sequence).load(std::memory_order_acquire) == seen_ + 1) {

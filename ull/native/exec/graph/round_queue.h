@@ -7,13 +7,14 @@
 // launched after it runs. It writes KV only where a token that was not accepted would stand: at the position after the
 // session's last token. That is in a page that its session alone held when it was launched (full pages alone are
 // shared); if the page is another session's by now, that session writes a position before it reads it, and does so with
-// rounds that come later in the stream.
+// rounds that come later in the stream. Copies of pages stand in that order too.
 //
 // One thread at a time calls this, but for failure() and restart_helps(). Nothing allocates, locks or throws.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <thread>
 
 #include "base/cpu.h"
 #include "base/status.h"
@@ -30,7 +31,8 @@ class RoundQueue {
   // The device has answered no round yet.
   RoundQueue(const GraphProgram& program, const Driver& driver);
 
-  // Before anything else on a thread: makes the stream's context this thread's. kOk or kExecutorFailed.
+  // Before anything else on a thread: makes the stream's context this thread's, which it then stays. kOk or
+  // kExecutorFailed.
   [[nodiscard]] Status enter() noexcept;
 
   [[nodiscard]] bool has_slot() const noexcept { return launched_ - seen_ < gpu::kRoundSlots; }
@@ -43,10 +45,19 @@ class RoundQueue {
     return idle() || device_setting_ == setting.version();
   }
 
-  // The block of the next round; has_slot(). The caller fills mode, count, position, max_tokens, tokens and parents.
-  [[nodiscard]] gpu::RoundRequest& next_request() noexcept { return program_.requests[slot(launched_ + 1)]; }
+  // The block of the next round; has_slot(). The caller fills mode, count, position, max_tokens, tokens and parents,
+  // and `forced` where it is not 0.
+  [[nodiscard]] gpu::RoundRequest& next_request() noexcept {
+    gpu::RoundRequest& request = program_.requests[slot(launched_ + 1)];
+    request.forced = 0;
+    return request;
+  }
   // Launches it. kOk or kExecutorFailed.
   [[nodiscard]] Status launch(void* graph, const Setting& setting, const Text& text) noexcept;
+
+  // Copies a page of the cache to another one: behind what has been launched, before what will be. kOk or
+  // kExecutorFailed.
+  [[nodiscard]] Status copy_page(int32_t from, int32_t to) noexcept;
 
   // Takes the next answer, if it is there, and moves seen() on.
   [[nodiscard]] bool take_answer() noexcept;
@@ -59,17 +70,20 @@ class RoundQueue {
   void cancel() noexcept;
   [[nodiscard]] bool cancelled(uint64_t sequence) const noexcept { return sequence <= cancelled_through_; }
 
-  // Waits, spinning, until every round has been answered. kOk or kExecutorFailed.
-  [[nodiscard]] Status wait() noexcept;
-  // The same, and until the stream is empty: the last kernel has ended, not only answered.
+  // Waits, spinning, until round `through` has been answered; later ones may be under way. Once `abort` is set, rounds
+  // that have not begun are skipped and all others are waited for. kOk; kAborted: nothing is under way any more;
+  // kExecutorFailed.
+  [[nodiscard]] Status await(uint64_t through, const std::atomic<bool>& abort = kNever) noexcept;
+  // Until every round has been answered and the stream is empty: the last kernel has ended, not only answered.
   [[nodiscard]] Status drain() noexcept;
 
   // From now on nothing need have happened yet.
   void restart_watchdog() noexcept;
-  // Called while answers are awaited: looks at the device now and then. kPending, or kExecutorFailed if it reports an
-  // error or has answered nothing for the watchdog's time.
+  // Called while answers are awaited: asks the driver about the device once a round is overdue, and then now and then.
+  // kPending, or kExecutorFailed if it reports an error or has answered nothing for the watchdog's time.
   [[nodiscard]] Status watch() noexcept;
-  void set_watchdog(int64_t limit_ns) noexcept { limit_ns_ = limit_ns; }
+  // limit_ns: without an answer for longer, the device has failed. round_ns: what the dearest round takes; 0: unknown.
+  void set_watchdog(int64_t limit_ns, int64_t round_ns = 0) noexcept;
 
   // The first failure stays: nothing is launched after it.
   Status fail(const char* what, bool restart_helps) noexcept;
@@ -82,6 +96,8 @@ class RoundQueue {
   }
 
  private:
+  inline static const std::atomic<bool> kNever{false};
+
   [[nodiscard]] static size_t slot(uint64_t sequence) noexcept { return sequence % gpu::kRoundSlots; }
   Status fail(const char* call, Driver::Result error) noexcept;
 
@@ -91,9 +107,11 @@ class RoundQueue {
   uint64_t seen_ = 0;
   uint64_t cancelled_through_ = 0;
   uint32_t device_setting_ = 0;  // version that the device had copied when it last answered
+  std::thread::id entered_;      // whose context is the stream's
   int64_t limit_ns_ = 0;
-  int64_t progress_ns_ = 0;  // when a round was last answered, or the watchdog restarted
-  int64_t looked_ns_ = 0;    // when the stream was last asked
+  int64_t overdue_ns_ = 0;   // without an answer for so long, the driver is asked
+  int64_t progress_ns_ = 0;  // when a round was last answered, or the watchdog restarted; 0: not looked at since
+  int64_t ask_ns_ = 0;       // when the stream is to be asked next
   uint32_t polls_ = 0;
   bool restart_helps_ = false;
   char failure_[192] = {};

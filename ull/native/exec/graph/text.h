@@ -22,9 +22,17 @@ class Text {
       : text_(static_cast<size_t>(capacity) + kMaxTokensPerRound), mapped_(mapped), capacity_(capacity) {}
 
   // Whether it begins with history [0, count), the first `prompt_tokens` of which are the prompt.
-  [[nodiscard]] bool holds(const int32_t* history, int count, int prompt_tokens) const noexcept {
-    return version_ > 0 && prompt_tokens == prompt_tokens_ && count <= count_ &&
-           std::equal(history, history + count, text_.data());
+  //
+  // A request's history only grows, and no other request goes on where it was: its first round stands at the end of the
+  // prompt, where no later one does. So what has been compared once is not compared again.
+  [[nodiscard]] bool holds(const int32_t* history, int count, int prompt_tokens) noexcept {
+    if (version_ == 0 || prompt_tokens != prompt_tokens_ || count > count_) return false;
+    const bool goes_on = history == history_ && count > prompt_tokens && count >= compared_;
+    const int same = goes_on ? compared_ : 0;
+    if (!std::equal(history + same, history + count, text_.data() + same)) return false;
+    history_ = history;
+    compared_ = count;
+    return true;
   }
   // Takes it over; count: at most the capacity. No round under way reads the mapped memory: a step begins when the one
   // before it has ended, and what may still be queued behind that one goes on with the text that the device has.
@@ -34,10 +42,15 @@ class Text {
     prompt_tokens_ = prompt_tokens;
     std::copy_n(history, count_, text_.data());
     std::copy_n(history, count_, mapped_);
+    history_ = history;
+    compared_ = count_;
   }
 
   // A round begins whose root is the last of the first `count` tokens, and ends with what it emitted.
-  void begin(int count) noexcept { count_ = std::min(count, count_); }
+  void begin(int count) noexcept {
+    count_ = std::min(count, count_);
+    compared_ = std::min(compared_, count_);
+  }
   void add(int32_t token) noexcept {
     if (static_cast<size_t>(count_) < text_.size()) text_[static_cast<size_t>(count_++)] = token;
   }
@@ -51,7 +64,9 @@ class Text {
   uint32_t version_ = 0;  // the device begins with 0, which no round asks for
   int count_ = 0;
   int prompt_tokens_ = 0;
-  std::vector<int32_t> text_;  // [count_]
+  int compared_ = 0;                  // tokens that were history_'s when it was last looked at
+  const int32_t* history_ = nullptr;  // never read
+  std::vector<int32_t> text_;         // [count_]
   int32_t* const mapped_;
   const int capacity_;
 };

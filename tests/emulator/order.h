@@ -1,0 +1,50 @@
+// What happened before what, for kernels that report their loads and stores (see shadow.h): vector clocks over the
+// threads of a launch, after the memory consistency model of the PTX ISA (its chapter of that name).
+//
+// - Each thread counts its releases. A row holds, for every thread of a block, up to which of its releases all that it
+//   did has happened before the row's owner; a view holds rows of several blocks.
+// - block_barrier(), named_barrier() and warp_barrier() order all threads that meet. Shuffles, ballot and mma order
+//   nothing: "do not imply a memory barrier" (CUDA programming guide).
+// - An mbarrier's arrivals are releases, and waits for a phase acquire what had arrived.
+// - An atomic on global memory is relaxed: it releases what came before the thread's last fence_device(), and what it
+//   acquires counts from the thread's next one. arrive_device() releases, await_device() acquires, on their own.
+// - Nothing else passes from block to block: what another block has stored may be seen in any order, or never.
+// - The async proxy: a bulk copy to where a thread has stored needs that thread's store, then a fence_bulk_copies(),
+//   before it. Loads only need to have happened; and what a bulk copy has brought, its mbarrier's waiters may load.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "block.h"
+
+namespace ull::emulator {
+
+// Whether the library's kernels report what they access: they were compiled for it.
+extern bool reports;
+
+void begin_order(Block& block);
+Order::OfThread& my_order();
+uint32_t my_clock();
+
+void threads_meet(const std::vector<int>& threads);  // of the block
+void hand_over(Handover& to);
+void take_over(const Handover& from);
+void fence_order();  // fence_device()
+void atomic_order(const void* address);
+void release_order(const void* address);
+void acquire_order(const void* address);
+void fence_copies_order();   // fence_bulk_copies()
+void fence_sources_order();  // fence_bulk_sources()
+
+// Whether what the thread of that block did up to that release has happened before what this thread does now.
+bool has_happened(int block_number, int thread, uint32_t clock);
+// Of a store of this block: and a fence_bulk_copies() after it.
+bool is_proxied(int thread, uint32_t clock);
+// All that has happened before what this thread does now.
+View everything_seen();
+bool holds(const View& view, int block_number, int thread, uint32_t clock);
+
+void forget_order();  // of the launch before
+
+}  // namespace ull::emulator

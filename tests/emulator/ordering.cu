@@ -1,0 +1,121 @@
+// What is ordered by what, right and with faults, for tests/test_emulator_order.py.
+#include "arch.cuh"
+#include "probe.h"
+
+namespace arch = ull::arch;
+
+// Each block leaves its threads' inputs in output, and the last one sums them all up: output[0] is the sum, output[1]
+// counts blocks, the rest are the inputs. Faults: 1 no barrier before the count; 2 no fence before it; 3 none after it;
+// 4 the count is read and written, not added to.
+ULL_KERNEL(sum_up, ProbeParams, 256, 1) {
+  arch::wait_for_predecessor();
+  auto* output = static_cast<uint32_t*>(params.output);
+  const int me = arch::thread(), threads = arch::threads(), blocks = arch::grid_x();
+  auto* last = reinterpret_cast<uint32_t*>(arch::shared_memory());
+  const int at = arch::block_x() * threads + me;
+  output[2 + at] = static_cast<const uint32_t*>(params.input)[at];
+  if (params.fault != 1) arch::block_barrier();
+  if (me == 0) {
+    if (params.fault != 2) arch::fence_device();
+    const uint32_t before = params.fault == 4 ? output[1]++ : arch::atomic_add(&output[1], 1U);
+    *last = before + 1 == static_cast<uint32_t>(blocks) ? 1 : 0;
+    if (params.fault != 3) arch::fence_device();
+  }
+  arch::block_barrier();
+  if (*last == 0) return;
+  for (int i = me; i < blocks * threads; i += threads) arch::atomic_add(&output[0], output[2 + i]);
+}
+
+// Puts the inputs into memory that the host reads, behind a number that says they are there. Faults: 1 no barrier
+// before the number; 2 one of them is stored after it.
+ULL_KERNEL(tell_host, ProbeParams, 64, 1) {
+  arch::wait_for_predecessor();
+  auto* output = static_cast<uint64_t*>(params.output);
+  const auto* input = static_cast<const uint64_t*>(params.input);
+  const int me = arch::thread();
+  if (params.fault != 2 || me != 0) output[1 + me] = input[me];
+  if (params.fault != 1) arch::block_barrier();
+  if (me == 0) arch::store_release_system(output, 7);
+  if (params.fault == 2 && me == 0) output[1] = input[0];
+}
+
+// Reverses the input's 1024 bytes within the block: threads put it where a bulk copy brings it next, and add both up.
+// Faults: 1 no fence_bulk_copies(); 2 no barrier between the loads and the copy; 3 no fence_barrier_init(); 4 no
+// fence_bulk_sources(); 5 fence_bulk_sources() before the wait; 6 the copy begins before the wait; 7 nobody waits for
+// the copy; 8 the barrier is invalidated without it.
+ULL_KERNEL(stage_twice, ProbeParams, 256, 1) {
+  auto* shared = reinterpret_cast<uint32_t*>(arch::shared_memory());
+  auto* barrier = reinterpret_cast<arch::Barrier*>(shared + 256);
+  const auto* input = static_cast<const uint32_t*>(params.input);
+  const int me = arch::thread();
+  const auto copy = [&] {
+    arch::barrier_arrive_expect(barrier, 1024);
+    arch::bulk_copy(shared, input, 1024, barrier);
+  };
+  if (me == 0) {
+    arch::barrier_init(barrier, 1);
+    if (params.fault != 3) arch::fence_barrier_init();
+    if (params.fault == 5) arch::fence_bulk_sources();
+    if (params.fault == 6) copy();
+  }
+  arch::block_barrier();
+  arch::wait_for_predecessor();
+  if (me == 0 && params.fault != 4 && params.fault != 5) arch::fence_bulk_sources();
+  shared[me] = input[255 - me];
+  if (params.fault != 1) arch::fence_bulk_copies();
+  arch::block_barrier();
+  const uint32_t reversed = shared[me ^ 1];
+  if (params.fault != 2) arch::block_barrier();
+  if (me == 0) copy();
+  if (params.fault < 7) arch::barrier_wait(barrier, 0);
+  if (params.fault < 7) static_cast<uint32_t*>(params.output)[me] = reversed + shared[me];
+  if (params.fault == 8 && me == 0) arch::barrier_invalidate(barrier);
+}
+
+// output[i] = input[i ^ 1] within each warp, through shared memory. Faults: 1 a shuffle instead of the barrier; 2 a
+// named barrier that the other warps meet at.
+ULL_KERNEL(swap_lanes, ProbeParams, 64, 1) {
+  arch::wait_for_predecessor();
+  auto* shared = reinterpret_cast<uint32_t*>(arch::shared_memory());
+  const int me = arch::thread();
+  shared[me] = static_cast<const uint32_t*>(params.input)[me];
+  if (params.fault == 0) arch::warp_barrier();
+  if (params.fault == 1) arch::shuffle(shared[me], 0);
+  if (params.fault == 2) arch::named_barrier(1 + arch::warp(), 32);
+  if (params.fault == 3 && arch::warp() == 0) arch::named_barrier(1, 32);
+  static_cast<uint32_t*>(params.output)[me] = shared[me ^ 1];
+}
+
+// Threads hand a number on by an mbarrier at which all arrive. Fault 1: they do not wait.
+ULL_KERNEL(hand_on, ProbeParams, 64, 1) {
+  auto* shared = reinterpret_cast<uint32_t*>(arch::shared_memory());
+  auto* barrier = reinterpret_cast<arch::Barrier*>(shared + 64);
+  const int me = arch::thread();
+  if (me == 0) arch::barrier_init(barrier, 64);
+  arch::block_barrier();
+  arch::wait_for_predecessor();
+  shared[me] = static_cast<const uint32_t*>(params.input)[me];
+  arch::barrier_arrive(barrier);
+  if (params.fault != 1) arch::barrier_wait(barrier, 0);
+  static_cast<uint32_t*>(params.output)[me] = shared[(me + 33) % 64];
+}
+
+// A byte of each thread, four to a word. Fault 1: two threads to a byte.
+ULL_KERNEL(store_bytes, ProbeParams, 64, 1) {
+  arch::wait_for_predecessor();
+  const int me = arch::thread();
+  static_cast<uint8_t*>(params.output)[params.fault == 1 ? me / 2 : me] = static_cast<uint8_t>(me);
+}
+
+// Adds the first input, which is a constant, to each. Faults: 1 thread 40 does not wait, though all others do; 2 the
+// inputs are loaded before the wait.
+ULL_KERNEL(load_early, ProbeParams, 64, 1) {
+  const auto* constant = static_cast<const uint32_t*>(params.input);
+  const uint32_t first = constant[0];
+  const uint32_t* inputs = constant + 1;
+  const int me = arch::thread();
+  const uint32_t early = params.fault == 2 ? inputs[me] : 0;
+  if (params.fault != 1 || me != 40) arch::wait_for_predecessor();
+  arch::block_barrier();
+  static_cast<uint32_t*>(params.output)[me] = first + (params.fault == 2 ? early : inputs[me]);
+}

@@ -1,0 +1,73 @@
+// What the emulator knows of a block's memory besides the bytes: see order.h for clocks, shadow.h for accesses,
+// copies.h for mbarriers.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+namespace ull::emulator {
+
+// A line of a kernel, for messages.
+struct Site {
+  const char* file;
+  int line;
+};
+
+using Row = std::vector<uint32_t>;                       // by thread of a block
+using View = std::map<int, std::shared_ptr<const Row>>;  // by block number
+
+// What a release hands to whoever acquires it: an mbarrier's, within a block.
+struct Handover {
+  Row seen;
+  Row proxied;
+};
+
+// A block's clocks.
+struct Order {
+  struct OfThread {
+    std::shared_ptr<const View> foreign;  // what it has acquired of other blocks; null: nothing
+    std::shared_ptr<const View> fenced;   // all that came before its last fence_device(), of its own block too
+    View acquired;                        // by atomics since then
+    bool waited;                          // has called wait_for_predecessor()
+    bool sources_fenced;                  // and fence_bulk_sources() after that
+  };
+
+  std::vector<uint32_t> seen;  // [thread][thread]
+  std::vector<uint32_t>
+      proxied;  // the same of stores that fence_bulk_copies() followed; empty before the first of them
+  std::vector<OfThread> thread;
+
+  uint32_t* row(std::vector<uint32_t>& rows, int index) {
+    return rows.data() + static_cast<size_t>(index) * thread.size();
+  }
+};
+
+struct Access {
+  uint32_t clock;  // my_clock(); 0: none
+  uint16_t block;  // its number, modulo 2^16
+  uint16_t thread : 10;
+  uint16_t bytes : 4;  // of the word, as a mask
+  uint16_t stores : 1;
+  uint16_t is_atomic : 1;
+  uint32_t place;  // of the instruction, in the library
+};
+
+struct Word {
+  Access access[4];
+};
+
+// What is known of an mbarrier besides its own 64 bits.
+struct Mbarrier {
+  int initialiser;      // thread
+  bool fenced;          // it has called fence_barrier_init() since then: bulk copies see the barrier
+  uint32_t phase;       // counted from 1
+  uint32_t copied;      // the last phase that a bulk copy completes on; 0: none
+  uint32_t waited_for;  // the last one that a thread has seen completed
+  Site site;            // of the last bulk copy
+  Handover arrived;     // in this phase and before
+  Handover completed;   // before this phase
+};
+
+}  // namespace ull::emulator

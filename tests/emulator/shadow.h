@@ -1,0 +1,33 @@
+// Who loaded and stored each word last, for kernels that report it: a race detector after ThreadSanitizer, whose
+// compiler pass (g++ -fsanitize=thread) calls the functions in shadow.cpp before every load and store. Two accesses of
+// which one is a store, and of which neither has happened before the other (order.h), end the launch with an error that
+// names both lines, in whatever order the threads ran. So does
+//
+// - an access to global memory by a thread that has not called wait_for_predecessor(), but to `constants`, which no
+//   kernel writes;
+// - a bulk copy from what the predecessor has written without fence_bulk_sources() between the wait and the copy, to
+//   where a thread still loads, or has stored without fence_bulk_copies() after it;
+// - a store to memory that the host reads, of which store_release_system() does not tell the host.
+//
+// Four accesses are kept per word, so that of many threads that load it some are forgotten. Stacks are not watched, nor
+// what the predecessor or the host has written in time.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "block.h"
+
+namespace ull::emulator {
+
+void begin_shadow(Block& block);
+void forget_shadow();  // of the launch before
+
+void watch_atomic(const void* address, uint32_t bytes, const void* instruction);
+void watch_copy(const void* to, const void* from, uint32_t bytes, Site site);
+void publish(uint64_t* address, uint64_t value);   // store_release_system()
+uint64_t read_from_host(const uint64_t* address);  // load_acquire_system()
+// What the host might miss, or nothing.
+std::string unpublished();
+
+}  // namespace ull::emulator

@@ -1,0 +1,108 @@
+"""How launches and weights get to the device: what a forward launches, what may be captured, and staging."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from recording_driver import RecordingDriver
+from ull.bundle import Precision
+from ull.errors import GpuError
+from ull.gpu import params
+from ull.gpu.capture import capture_graph
+from ull.gpu.forward import Recorder
+from ull.gpu.fused import FusedForward
+from ull.gpu.launch import Launch
+from ull.gpu.memory import Sizes
+from ull.gpu.places import HostBlocks, Places
+from ull.gpu.weights import Staging
+from ull.plans import TOKEN_COUNTS
+from ull_build.shapes import shape_model
+
+
+@pytest.fixture
+def driver() -> RecordingDriver:
+    return RecordingDriver()
+
+
+def test_each_layers_window_reaches_its_attention() -> None:
+    model = structs.replace(shape_model("llama-3.2-1b"), layers=3, windows=[0, 64, 1024])
+    places = Places(lambda name: 0, lambda name: None, HostBlocks(0, 0, 0, 0, 0))
+    forward = FusedForward(Sizes(model, Precision(), 4096), places, 132)
+    for tokens in TOKEN_COUNTS:
+        launches = [launch for launch in forward.launches(tokens, True) if launch.kernel.startswith("ull_attention")]
+        assert [launch.params.window for launch in launches] == [0, 64, 1024]
+
+
+def test_a_kernel_behind_the_work_of_others_waits_for_all_of_it(driver: RecordingDriver) -> None:
+    """What others capture does not say when what comes behind it may begin."""
+    functions = {"ull_begin": driver.function(0, "ull_begin")}
+    launch = Launch("ull_begin", (1, 1), 32, 0, params.BeginParams())
+    enqueued: list[int] = []
+
+    def record(recorder: Recorder) -> None:
+        for step in (0, 0, 1, 0, 0):
+            if step:
+                recorder.enqueue(enqueued.append)
+            else:
+                recorder.launch(launch)
+
+    graph = driver.graphs[capture_graph(driver, 7, functions, record)]
+    assert [one.overlaps for one in graph] == [False, True, False, True] and enqueued == [7]
+
+
+@pytest.mark.parametrize("foreign", ["HOST", "EVENT_RECORD", "MEM_ALLOC"])
+def test_a_round_with_the_host_in_it_is_refused(driver: RecordingDriver, foreign: str) -> None:
+    driver.node_types = lambda graph: ["KERNEL", foreign, "MEMSET"]  # type: ignore[method-assign]
+    with pytest.raises(GpuError, match=f"the captured round holds nodes that a round must not have: {foreign}$"):
+        capture_graph(driver, 0, {}, lambda recorder: None)
+    assert not any(driver.live.values())
+
+
+def test_staging_copies_what_is_larger_than_its_buffers(driver: RecordingDriver) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 10_001, np.uint8)
+    target = driver.allocate(len(data))
+    with Staging(driver, 0, chunk=1024) as staging:
+        staging.copy(target, data)
+    np.testing.assert_array_equal(driver.device_bytes(target, len(data)), data)
+
+
+class LateDriver(RecordingDriver):
+    """Copies when somebody waits for them, as a device may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queued: list[Callable[[], None]] = []
+        self._recorded: dict[int, int] = {}  # event -> how many copies come before it
+
+    def copy_to_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        copy = super().copy_to_device
+        self._queued.append(lambda: copy(target, source, nbytes, stream))
+
+    def record(self, event: int, stream: int) -> None:
+        self._recorded[event] = len(self._queued)
+
+    def wait(self, event: int) -> None:
+        self._run(self._recorded.get(event, 0))
+
+    def synchronize(self, stream: int) -> None:
+        self._run(len(self._queued))
+
+    def _run(self, count: int) -> None:
+        for index in range(count):
+            self._queued[index]()
+            self._queued[index] = lambda: None
+
+
+def test_staging_holds_its_buffers_until_the_last_copy_is_done() -> None:
+    driver = LateDriver()
+    data = np.random.default_rng(0).integers(0, 256, 3000, np.uint8)
+    target = driver.allocate(len(data))
+    with Staging(driver, 0, chunk=1024) as staging:
+        staging.copy(target, data)
+    assert driver.live["host"] == set()
+    driver.synchronize(0)  # what is copied only now finds no buffer
+    np.testing.assert_array_equal(driver.device_bytes(target, len(data)), data)

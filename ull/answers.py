@@ -1,0 +1,86 @@
+"""What the control plane answers to `info` and `stats`: packed once and sent often.
+
+Somebody who asks for them all the time must not cost others their turn; packing anew takes most of a millisecond.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import msgspec
+
+from ull.admission import Limits
+from ull.log import Log
+from ull.metrics import DutyCycle, Metrics
+
+_FRESH_NS = 20_000_000  # for so long `stats` may be the same, while nothing was accepted and nothing has ended
+_pack = msgspec.msgpack.Encoder().encode
+
+
+class EngineLike(Protocol):
+    """What the control plane needs of `_native.Engine`."""
+
+    def submit(self, identity: bytes, request_id: int, tokens: Any, params: dict[str, Any]) -> int: ...
+
+    def cancel(self, identity: bytes, request_id: int) -> bool: ...
+
+    def health(self) -> str: ...
+
+    @property
+    def control_call(self) -> int: ...
+
+    def beat(self) -> None: ...
+
+    def end_beat(self) -> None: ...
+
+    @property
+    def queue_length(self) -> int: ...
+
+    def stats(self) -> dict[str, Any]: ...
+
+    def threads(self) -> dict[str, dict[str, int]]: ...
+
+
+class IoLike(Protocol):
+    """What the control plane needs of `_native.Io`."""
+
+    def stats(self) -> dict[str, Any]: ...
+
+
+class Answers:
+    """The packed answers of one daemon. `engine` and `executor` are what `info` reports of them.
+
+    What goes into a message is a map of its fields.
+    """
+
+    def __init__(self, engine: dict[str, Any], executor: dict[str, Any], limits: Limits) -> None:
+        self.info = _packed({"engine": engine, "executor": executor, "limits": msgspec.to_builtins(limits)})
+        self._costs = {name: executor.get(name, {}) for name in ("verify_ns", "draft_ns")}
+        self._stats: dict[str, Any] = {}
+        self._stats_of = (0, 0)  # how many requests were accepted, and had ended, when they were packed
+        self._stats_ns = 0
+
+    def stats(self, metrics: Metrics, engine: EngineLike, io: IoLike, log: Log, duty: DutyCycle) -> dict[str, Any]:
+        """The fields of the answer to `stats`, of a moment ago if nobody can have noticed a difference."""
+        now, state = time.monotonic_ns(), (metrics.accepted, metrics.finished.total())
+        if not self._stats or state != self._stats_of or now - self._stats_ns > _FRESH_NS:
+            self._stats_of, self._stats_ns = state, now
+            speculation = msgspec.to_builtins(metrics.speculation)
+            self._stats = _packed(
+                {
+                    "requests": metrics.requests(),
+                    "latency": metrics.latency(),
+                    "engine": engine.stats(),
+                    "io": io.stats(),
+                    "speculation": speculation | self._costs,
+                    "threads": {**engine.threads(), "control": duty.snapshot()},
+                    "log": {"dropped": log.dropped},
+                }
+            )
+        return self._stats
+
+
+def _packed(fields: dict[str, Any]) -> dict[str, Any]:
+    """Each value as msgpack that goes into a message as it is."""
+    return {name: msgspec.Raw(_pack(value)) for name, value in fields.items()}

@@ -1,0 +1,159 @@
+"""A client's end of the ZeroMQ transport: a DEALER and the monitor that says whether a daemon is at the other end."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+
+import zmq
+
+from ull import wire
+from ull.errors import ConfigError, ConnectionLost
+from ull.reader import Drain, Reader, SocketReader
+from ull.streams import Protocol
+
+_EVENT = struct.Struct("=HI")  # zmq_socket_monitor: event number, value
+_HANDSHAKE_MS = 1000
+_RECONNECT_MS = 20
+_RECONNECT_MAX_MS = 500
+# A daemon whose machine has vanished is noticed within five seconds, by the kernel: ZeroMQ's own heartbeat would end a
+# connection whose PONG waits behind the requests that a busy daemon has not read yet.
+_TCP_OPTIONS = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 2,  # seconds
+    zmq.TCP_KEEPALIVE_INTVL: 1,  # seconds
+    zmq.TCP_KEEPALIVE_CNT: 3,
+    zmq.TCP_MAXRT: 5000,  # milliseconds
+}
+
+
+class DealerConnection:
+    """One DEALER, connected to `url`; libzmq retries until a daemon is there. Raises ConfigError for a wrong `url`.
+
+    When a connection ends it is given up as a whole: each is a new client to the daemon anyway, and what libzmq would
+    carry over to the next one is a request that has been reported lost. (Its own remedy, ZMQ_IMMEDIATE, also drops what
+    the daemon had sent and nobody has read yet.)
+    """
+
+    name = "zeromq"
+    unsent = False  # libzmq keeps what the kernel does not take
+
+    def __init__(self, url: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.connected = False
+        self.over: str | None = None
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)  # requests are few; the daemon's queue is the limit
+        socket.setsockopt(zmq.RCVHWM, 0)  # a client that has stopped reading is the daemon's to judge
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        for option, value in _TCP_OPTIONS.items():
+            socket.setsockopt(option, value)
+        self._socket = socket
+        self._wait_ms = -1  # RCVTIMEO of the socket
+        self._parts: list[bytes] = []  # of the message that is being received
+        self._interrupted = False  # an exception of a signal handler left a receive
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        try:
+            socket.connect(url)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"{url!r} is not an endpoint to connect to: {error}", "url") from error
+
+    def send(self, payload: bytes) -> bool:
+        """Hands a message to libzmq; False where there is no connection."""
+        if not self.connected:
+            return False
+        try:
+            self._socket.send_multipart((wire.VERSION, payload), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except BaseException:  # perhaps between the two frames: what is sent next would be taken for the second one
+            self.over = "a send was interrupted"
+            raise
+        return True
+
+    def flush(self) -> bool:
+        """Nothing to do: libzmq's own thread sends."""
+        return True
+
+    def receive(self, protocol: Protocol, wait_ms: int = 0) -> bool:
+        """Passes one message to `protocol`, waiting at most `wait_ms` for it; whether there was one.
+
+        The wait is a blocking receive, which wakes up sooner than a poll does. Before there is a connection the wait is
+        one for its changes.
+        """
+        if wait_ms and not self.connected:
+            self._monitor.poll(wait_ms)
+            wait_ms = 0
+        if wait_ms and wait_ms != self._wait_ms:
+            self._socket.setsockopt(zmq.RCVTIMEO, wait_ms)
+            self._wait_ms = wait_ms
+        if self._interrupted:
+            self._find_boundary(protocol)
+        parts, recv = self._parts, self._socket.recv
+        try:
+            if not parts:
+                parts.extend(map(recv, (0 if wait_ms else zmq.NOBLOCK,)))
+            received_ns = time.monotonic_ns()
+            if len(parts) == 1 and parts[0] == wire.VERSION:
+                parts.extend(map(recv, (zmq.NOBLOCK,)))  # a message arrives whole
+        except zmq.Again:
+            if not parts:
+                return False
+        except BaseException:
+            self._interrupted = True
+            raise
+        if len(parts) == 2:
+            protocol.receive(parts[1], received_ns)
+        else:
+            protocol.misunderstood()
+        self._parts = []
+        return True
+
+    def receive_all(self, protocol: Protocol) -> None:
+        """Passes every message that has arrived to `protocol`."""
+        while self.receive(protocol):
+            pass
+
+    def look(self, protocol: Protocol) -> None:
+        """Follows the connection's ups and downs.
+
+        What a daemon sent before it went away is received first, so that only what is truly unfinished is lost.
+        """
+        while self.over is None:
+            try:
+                event = self._monitor.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            while self._monitor.getsockopt(zmq.RCVMORE):
+                self._monitor.recv(zmq.NOBLOCK)
+            if _EVENT.unpack(event)[0] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.connected = True
+            else:
+                self.receive_all(protocol)
+                self.over = "the connection was closed"
+
+    def readers(self, loop: asyncio.AbstractEventLoop, on_input: Drain, on_change: Drain) -> list[Reader]:
+        """Event sources: messages call `on_input`, the connection's ups and downs `on_change`."""
+        return [SocketReader(loop, self._socket, on_input), SocketReader(loop, self._monitor, on_change)]
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Closes both sockets; a second call does nothing. `linger_ms`: how long unsent messages may take to leave."""
+        self.connected = False
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(linger_ms)
+
+    def _find_boundary(self, protocol: Protocol) -> None:
+        """After an interrupt: pyzmq may have dropped the frame that it had just received (pyzmq #2044)."""
+        more = self._socket.getsockopt(zmq.RCVMORE)
+        if more and not self._parts:
+            self._parts = [wire.VERSION]
+        elif not more and len(self._parts) == 1:
+            protocol.fail_all(ConnectionLost("an interrupt has cost a message of the daemon; ask again"))
+            self._parts = []
+        self._interrupted = False

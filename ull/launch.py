@@ -1,0 +1,92 @@
+"""The command line of `ulld`, and what can go wrong before there is a daemon.
+
+What takes long to import comes in only once signals are heard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ull import __version__
+from ull.config import load_config, parse_override
+from ull.errors import ConfigError, UllError
+from ull.log import Log, LogQueue
+from ull.process import Signals, Stopped, log_descriptor, raise_descriptor_limit, say
+
+EXIT_CANNOT_START = 1
+DESCRIPTORS = 48  # what a daemon with a few endpoints holds open, and some clients
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Serves as the command line says. Returns the exit status."""
+    options = _parser().parse_args(arguments)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    signals = Signals()
+    queue: LogQueue | None = None
+    try:
+        config = load_config(options.config, _overrides(options))
+        raise_descriptor_limit(DESCRIPTORS)
+        from ull import daemon  # takes a third of a second
+
+        queue = LogQueue(log_descriptor(), config.log.format)
+        return daemon.run(options.bundle, config, Log(config.log.level, config.log.format, queue), signals)
+    except Stopped as stopped:
+        say(str(stopped))
+        return 0
+    except UllError as error:
+        say(error.message)
+    except (ImportError, MemoryError, OSError, RuntimeError) as error:
+        say(f"cannot start: {error or type(error).__name__}")
+    finally:
+        if queue is not None:
+            queue.close(daemon.FLUSH_S)
+    signals.give_back()
+    return EXIT_CANNOT_START
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("ulld", description="Serves an engine bundle over ZeroMQ.")
+    parser.add_argument("bundle", type=Path, help="the engine bundle, a directory written by ull-build")
+    parser.add_argument(
+        "--listen", action="append", metavar="URL", help="ipc:///path or tcp://address:port; repeatable"
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file (see `ull config --defaults`)")
+    parser.add_argument(
+        "--cores",
+        metavar="LIST",
+        help="pinned cores: the computing threads' (the engine thread's first), then the io thread's, e.g. 2,3,4",
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="computing threads (engine.threads)")
+    parser.add_argument("--context", type=int, metavar="N", help="tokens of one request (engine.context)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the configuration")
+    parser.add_argument("--version", action="version", version=f"ulld {__version__}")
+    return parser
+
+
+def _overrides(options: argparse.Namespace) -> dict[str, Any]:
+    """The configuration keys that the command line sets."""
+    values: dict[str, Any] = dict(parse_override(assignment) for assignment in options.set)
+    if options.listen:
+        values["listen"] = options.listen
+    if options.threads is not None:
+        values["engine.threads"] = options.threads
+    if options.context is not None:
+        values["engine.context"] = options.context
+    if options.cores is not None:
+        values |= _core_overrides(options.cores)
+    return values
+
+
+def _core_overrides(text: str) -> dict[str, Any]:
+    """`--cores 2,3,4`: cores 2 and 3 compute (the engine thread on 2), io runs on 4. One core alone is the engine's."""
+    try:
+        cores = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--cores takes numbers like 2,3,4, not {text!r}", "cores") from None
+    computing = cores[:-1] or cores
+    values: dict[str, Any] = {"engine.core": computing[0], "engine.cores": computing}
+    return values | ({"io.core": cores[-1]} if len(cores) > 1 else {})

@@ -1,0 +1,51 @@
+// The file of a listening unix socket, which others may delete or replace while the socket lives on, unreachable.
+#pragma once
+
+#include <sys/stat.h>
+
+#include <string>
+#include <string_view>
+
+namespace ull {
+
+class SocketFile {
+ public:
+  enum class State : uint8_t {
+    kOurs,
+    kGone,     // there is no file: bind_again() helps
+    kForeign,  // somebody else's file is there
+  };
+
+  // Takes what is at `path` now for ours.
+  explicit SocketFile(std::string path) : path_(std::move(path)) { (void)adopt(); }
+
+  // Looks at the file; costs one system call.
+  [[nodiscard]] State look() noexcept;
+  // A listening socket, non-blocking, with a new file of the old one's mode, which is ours from now on. -1: errno says
+  // why not.
+  [[nodiscard]] int bind_again() noexcept;
+
+  [[nodiscard]] const std::string& path() const noexcept { return path_; }
+
+ private:
+  [[nodiscard]] bool adopt() noexcept;
+
+  std::string path_;
+  dev_t device_ = 0;
+  ino_t inode_ = 0;
+  mode_t mode_ = 0;
+};
+
+[[nodiscard]] constexpr std::string_view socket_file_state_name(SocketFile::State state) noexcept {
+  switch (state) {
+    case SocketFile::State::kOurs:
+      return "ours";
+    case SocketFile::State::kGone:
+      return "gone";
+    case SocketFile::State::kForeign:
+      return "foreign";
+  }
+  return "unknown";
+}
+
+}  // namespace ull
