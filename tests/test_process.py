@@ -32,7 +32,7 @@ class ServiceManager:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(str(path))
 
-    def hear(self, seconds: float = 20) -> str | None:
+    def hear(self, seconds: float = 60) -> str | None:
         """The next message; None if none comes."""
         self._socket.settimeout(seconds)
         try:
@@ -46,6 +46,19 @@ class ServiceManager:
             pass
         assert said is not None, f"never heard {beginning}"
 
+    def hear_end_of_life(self, thread: str) -> None:
+        """Waits until `thread` is said to be late and WATCHDOG=1, due twice a second, comes no more.
+
+        A busy machine may have made any thread late for a while before.
+        """
+        late = False
+        for _ in range(100):
+            said = self.hear(1.5 if late else 60)
+            if said is None:
+                break
+            late = said.startswith(f"STATUS=the {thread} has given no sign of life") or (late and said != "WATCHDOG=1")
+        assert late and said is None, f"the {thread} was not said to be late, or life was heard of again"
+
     def close(self) -> None:
         self._socket.close()
 
@@ -55,7 +68,6 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service
     path = tmp_path / "notify.sock"
     manager = ServiceManager(path)
     monkeypatch.setenv("NOTIFY_SOCKET", str(path))
-    monkeypatch.setenv("WATCHDOG_USEC", "1000000")
     yield manager
     manager.close()
 
@@ -81,7 +93,7 @@ def start(tiny_bundle: Path, tmp_path: Path) -> Iterator[Callable[..., "subproce
 
 
 def serves(url: str) -> bool:
-    """Whether a completion comes, from a daemon that may not be ready yet."""
+    """Whether a completion comes."""
     with Client(url, connect_timeout=60) as client:
         return client.generate("x", max_tokens=2, ignore_eos=True).result().usage.completion_tokens == 2
 
@@ -102,7 +114,8 @@ def test_a_signal_before_ready_ends_it_with_one_line(
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     if "READY" not in out:  # the signal came in time
-        assert err == f"ulld: stopped by {number.name} before it was ready\n"
+        said = [line for line in err.splitlines() if " warning " not in line]  # of memory, where it is not locked
+        assert said == [f"ulld: stopped by {number.name} before it was ready"]
     assert process.returncode == 0
     assert list(lock.parent.iterdir()) == []
 
@@ -133,10 +146,11 @@ def test_ten_signals_harm_nothing(spawn: Spawn) -> None:
 
 
 def test_a_control_plane_that_hangs_is_noticed_and_ends_all_the_same(
-    tmp_path: Path, tiny_bundle: Path, manager: ServiceManager, spawn: Spawn
+    manager: ServiceManager, monkeypatch: pytest.MonkeyPatch, spawn: Spawn
 ) -> None:
     command = [sys.executable, str(ROOT / "tests/stuck_daemon.py")]
-    os.environ["ULL_TEST_SCRIPT"] = json.dumps(SLOW)
+    monkeypatch.setenv("ULL_TEST_SCRIPT", json.dumps(SLOW))
+    monkeypatch.setenv("WATCHDOG_USEC", "1000000")
     daemon = spawn("--set", "drain_timeout_s=1", command=command)
     manager.hear_until("READY=1")
     manager.hear_until("WATCHDOG=1")
@@ -144,13 +158,12 @@ def test_a_control_plane_that_hangs_is_noticed_and_ends_all_the_same(
     raw.send_map(type="generate", id=1, token_ids=[5], max_tokens=20)
     assert isinstance(raw.receive(), wire.Token)
     raw.send_map(type="cancel", id=99)
-    manager.hear_until("STATUS=the control plane has given no sign of life")
     assert isinstance(raw.collect(1)[-1], wire.Done)  # tokens need no control plane
-    assert manager.hear(1.5) is None
-    assert any("ulld: the control plane has given no sign of life" in line for line in daemon.log_lines())
+    manager.hear_end_of_life("control plane")
     daemon.process.send_signal(signal.SIGTERM)
     daemon.process.send_signal(signal.SIGTERM)
     assert daemon.process.wait(60) == 4
+    assert any("ulld: the control plane has given no sign of life" in line for line in daemon.log_lines())
     assert "ulld: not stopped after" in daemon.log_lines()[-1]
     raw.close()
 
@@ -159,7 +172,9 @@ def test_a_control_plane_that_hangs_is_noticed_and_ends_all_the_same(
 
 
 @pytest.mark.parametrize("redirection", ["2>&-", ">&-", ">&- 2>&- <&-", ">/dev/full", "2>/dev/full", ">/dev/full 2>&1"])
-def test_streams_that_are_closed_or_full_stop_nothing(tiny_bundle: Path, tmp_path: Path, redirection: str) -> None:
+def test_streams_that_are_closed_or_full_stop_nothing(
+    tiny_bundle: Path, tmp_path: Path, manager: ServiceManager, redirection: str
+) -> None:
     url = f"ipc://{tmp_path}/s"
     command = " ".join([*python_command("ull.ulld"), str(tiny_bundle), "--listen", url, redirection])
     process = subprocess.Popen(
@@ -170,6 +185,7 @@ def test_streams_that_are_closed_or_full_stop_nothing(tiny_bundle: Path, tmp_pat
         text=True,
     )
     try:
+        manager.hear_until("READY=1")  # it serves before; only now it has tried to print READY
         assert serves(url)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
@@ -181,7 +197,9 @@ def test_streams_that_are_closed_or_full_stop_nothing(tiny_bundle: Path, tmp_pat
         process.communicate()
 
 
-def test_ready_does_not_wait_for_a_reader(start: Callable[..., "subprocess.Popen[str]"]) -> None:
+def test_ready_does_not_wait_for_a_reader(
+    start: Callable[..., "subprocess.Popen[str]"], manager: ServiceManager
+) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     while True:
@@ -191,6 +209,7 @@ def test_ready_does_not_wait_for_a_reader(start: Callable[..., "subprocess.Popen
             break
     os.set_blocking(writer, True)
     process = start(stdout=writer)
+    manager.hear_until("READY=1")
     assert serves(process.url)  # type: ignore[attr-defined]
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
