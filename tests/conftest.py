@@ -46,8 +46,11 @@ class Daemon(DaemonProcess):
         super().__init__(bundle, **options)
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
-        """The log's lines of these kinds ("request", "refused", "ready", ...), in order."""
-        events = [json.loads(line) for line in self.log_lines()]
+        """The log's lines of these kinds ("request", "refused", "ready", ...), in order.
+
+        Beside them the native core may complain, of a thread that the machine has kept waiting.
+        """
+        events = [json.loads(line) for line in self.log_lines() if not line.startswith("ulld: ")]
         return [event for event in events if event["event"] in kinds]
 
     def wait_events(self, kind: str, count: int) -> list[dict[str, Any]]:

@@ -165,6 +165,11 @@ def test_queries(shared_daemon: Daemon) -> None:
     with Client(shared_daemon.url) as client:
         client.generate(PROMPT, max_tokens=4).result()
         health, info, stats = client.health(), client.info(), client.stats()
+        deadline = time.monotonic() + 20
+        while stats.engine["completion_tokens"] < 4 or stats.io["done_frames"] < 1:  # published after the answer
+            assert time.monotonic() < deadline, stats
+            time.sleep(0.01)
+            stats = client.stats()
     assert (health.status, health.queue_length) == ("ok", 0)
     assert health.uptime_ns > 0
     assert (info.engine["name"], info.engine["architecture"], info.engine["chat_template"]) == ("tiny", "llama", True)
@@ -173,8 +178,6 @@ def test_queries(shared_daemon: Daemon) -> None:
     assert (info.limits["context"], info.limits["vocabulary"]) == (1024, 4096)
     assert stats.requests["accepted"] >= 1
     assert stats.latency["time_to_first_token"]["count"] >= 1
-    assert stats.engine["completion_tokens"] >= 4
-    assert stats.io["done_frames"] >= 1
     for name in ("engine", "io", "control"):  # each has had something to do, and each but the last has slept since
         duty = stats.threads[name]
         assert duty["cycles"] > 0 and duty["working_ns"] > 0 and duty["longest_ns"] > 0, (name, duty)
@@ -282,17 +285,19 @@ def test_ready_is_announced_to_systemd(spawn: Spawn, tmp_path: Path, monkeypatch
         manager.bind(address)
         manager.settimeout(20)
         monkeypatch.setenv("NOTIFY_SOCKET", address)
-        monkeypatch.setenv("WATCHDOG_USEC", "200000")
+        monkeypatch.setenv("WATCHDOG_USEC", "1000000")  # so that what comes before READY=1 leaves room for it
         daemon = spawn()
-        said = manager.recv(4096)
-        while said == b"WATCHDOG=1":  # the engine is watched before the daemon is ready
-            said = manager.recv(4096)
-        assert said.decode().splitlines()[:2] == ["READY=1", f"MAINPID={daemon.pid}"]
-        assert manager.recv(4096) == b"WATCHDOG=1"
+
+        def hear(beginning: str) -> list[str]:
+            """The next message that begins so. Before may come WATCHDOG=1, and STATUS= of a thread that is late."""
+            while not (said := manager.recv(4096).decode()).startswith(beginning):
+                assert said.startswith(("WATCHDOG=1", "STATUS=")), said
+            return said.splitlines()
+
+        assert hear("READY=1")[:2] == ["READY=1", f"MAINPID={daemon.pid}"]
+        hear("WATCHDOG=1")
         daemon.process.send_signal(signal.SIGTERM)
-        said = b""
-        while not said.startswith(b"STOPPING=1"):
-            said = manager.recv(4096)
+        hear("STOPPING=1")
 
 
 def test_the_socket_s_mode_is_the_configured_one(spawn: Spawn) -> None:
@@ -416,16 +421,18 @@ def test_pinned_cores(spawn: Spawn) -> None:
 def test_sigterm_drains(spawn: Spawn) -> None:
     daemon = spawn(script=SLOW)
     with Client(daemon.url) as client:
-        running = client.generate([5], max_tokens=200)
-        waiting = client.generate([5], max_tokens=3)
+        running = client.generate([5], max_tokens=1000)  # ends when it is told to, not while we look
+        waiting = client.generate([5], max_tokens=100)
         next(running)
         daemon.process.send_signal(signal.SIGTERM)
         daemon.wait_events("draining", 1)
         assert client.health().status == "draining"
         with pytest.raises(ull.Draining):
             client.generate([5]).result()
-        assert running.result().usage.completion_tokens == 200
-        assert waiting.result().finish_reason == "length"
+        running.cancel()
+        assert running.result().finish_reason == "cancelled"
+        result = waiting.result()
+        assert (result.finish_reason, result.usage.completion_tokens) == ("length", 100)
         assert daemon.process.wait(20) == 0
     daemon.check_log()
     (stopped,) = daemon.events("stopped")
