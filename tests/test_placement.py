@@ -1,5 +1,6 @@
 """Which cores everything runs on: chosen, configured, shared with other daemons, and where the kernel says it runs."""
 
+import contextlib
 import os
 import sys
 import threading
@@ -175,7 +176,8 @@ def cores_by_thread(pid: int, *expected: str) -> dict[str, set[int]]:
 
 
 def answered(daemon: Daemon) -> dict[str, Any]:
-    """The placement in `info`, after a request that has gone by way of every thread."""
+    """The placement in `info`, after a request that has gone by way of every thread, and all that the start logs."""
+    daemon.wait_events("ready", 1)
     with Client(daemon.url) as client:
         assert client.generate("import ", max_tokens=4, ignore_eos=True).result().usage.completion_tokens == 4
         placement: dict[str, Any] = client.info().executor["placement"]
@@ -184,7 +186,11 @@ def answered(daemon: Daemon) -> dict[str, Any]:
 
 def holds_latency(daemon: Daemon) -> bool:
     """Whether it keeps the processors out of sleep states that take long to leave."""
-    return Path("/dev/cpu_dma_latency") in [link.readlink() for link in Path(f"/proc/{daemon.pid}/fd").iterdir()]
+    for link in Path(f"/proc/{daemon.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a client's, closed meanwhile
+            if link.readlink() == Path("/dev/cpu_dma_latency"):
+                return True
+    return False
 
 
 def keeps_off(daemon: Daemon, core: int) -> None:
