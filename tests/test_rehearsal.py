@@ -31,10 +31,10 @@ def rehearse(bundle: Path, home: Path, fault: str, script: dict[str, Any] | None
 
 
 def last_words(process: subprocess.Popen[str]) -> str:
-    """What a daemon that cannot start says: one line, and no READY. Placement may have warned before."""
+    """What a daemon that cannot start says: one line, and no READY. It may have warned of memory before."""
     out, said = process.communicate(timeout=120)
     assert (process.returncode, out) == (1, "")
-    lines = [line for line in said.splitlines() if "level=warn" not in line and " WARN" not in line]
+    lines = [line for line in said.splitlines() if " warning " not in line]
     assert len(lines) == 1, said
     assert lines[0].startswith("ulld: cannot start: the request that the daemon sends itself at ipc://"), said
     return lines[0]
