@@ -347,7 +347,7 @@ def test_a_slow_stream_is_asked_about_and_goes_on(serve: Serve) -> None:
 
     with ull.Client(serve(handler).url, silence_timeout=0.05) as client:
         assert client.generate("x").result().text == "late"
-    assert questions == [1, 1, 1]
+    assert len(questions) >= 3 and set(questions) == {1}  # a busy machine may leave time for another
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan")])

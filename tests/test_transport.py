@@ -76,6 +76,7 @@ def test_local_alone_says_why_there_is_nobody(url: str) -> None:
             client.generate("x")
         with FakeDaemon(url, words, local=False), pytest.raises(ull.ConnectionLost, match="No such file"):
             client.generate("x")
+        client._connect_timeout = 20  # who is there may be slow to greet
         with FakeDaemon(url, words, local=True):
             assert client.generate("there now").result().text == "there now "
 
@@ -85,6 +86,7 @@ def test_local_alone_in_asyncio(url: str) -> None:
         async with ull.AsyncClient(url, transport="local", connect_timeout=0.1) as client:
             with pytest.raises(ull.ConnectionLost, match=r"ull.sock.local: No such file or directory"):
                 await client.generate("x").result()
+            client._connect_timeout = 20
             with FakeDaemon(url, words, local=True):
                 assert (await client.generate("there now").result()).text == "there now "
                 assert client.transport == "local"
@@ -149,8 +151,12 @@ def test_what_is_no_daemon_of_ours_is_left_alone(url: str, greet: Callable[[sock
 def test_local_alone_keeps_trying_what_does_not_answer(url: str) -> None:
     client = ull.Client(url, transport="local", connect_timeout=0.2)
     nobody = pytest.raises(ull.ConnectionLost, match=r"no daemon answers at .*: .*(hung up|gone|Broken pipe)")
-    with listener(url, lambda client: client.close()), client, nobody:
-        client.generate("x")
+    with listener(url, lambda client: client.close()), client:
+        deadline = time.monotonic() + 20
+        while client._link.trouble is None and time.monotonic() < deadline:
+            client.poll(0.01)  # until it has been hung up on
+        with nobody:
+            client.generate("x")
 
 
 def test_a_daemon_that_came_after_the_client_is_reached_locally(url: str) -> None:
