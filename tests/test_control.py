@@ -120,6 +120,13 @@ class Harness:
             return wire.decode_reply(payload)
         raise AssertionError("no reply")
 
+    async def refuse(self, count: int) -> None:
+        """Sends so many requests at once, and waits for the answer of each."""
+        for request_id in range(count):
+            self.send(wire.Generate(id=request_id, prompt=""))
+        for _ in range(count):
+            await self.reply()
+
     async def until(self, condition: Callable[[], bool]) -> None:
         """Lets the control plane work until `condition` holds; fails after ten seconds."""
         for _ in range(2000):
@@ -368,9 +375,7 @@ def test_an_end_that_is_lost_is_a_failure_of_the_control_plane(
 
 def test_a_flood_of_refusals_is_counted_in_the_log_not_written_out(harness: Harness) -> None:
     async def body() -> None:
-        for request_id in range(1000):
-            harness.send(wire.Generate(id=request_id, prompt=""))
-            await harness.reply()
+        await harness.refuse(1000)
         stats = harness.send(wire.Stats(id=1)) or await harness.reply()
         assert isinstance(stats, wire.StatsReply) and stats.requests["refused"] == {"bad_request": 1000}
         control = stats.threads["control"]
@@ -387,9 +392,7 @@ def test_a_flood_of_refusals_is_counted_in_the_log_not_written_out(harness: Harn
 
 def test_a_summary_of_refusals_comes_by_itself(harness: Harness) -> None:
     async def body() -> None:
-        for request_id in range(BURST + 200):
-            harness.send(wire.Generate(id=request_id, prompt=""))
-            await harness.reply()
+        await harness.refuse(BURST + 200)
         await harness.until(lambda: len(harness.events("refusals")) >= 1)
 
     harness.run(body)
