@@ -76,7 +76,7 @@ def raw(shared_daemon: Daemon) -> Iterator[RawClient]:
 
 def serves(daemon: Daemon) -> bool:
     """Whether a fresh client gets a completion."""
-    with Client(daemon.url) as client:
+    with Client(daemon.url, connect_timeout=20) as client:
         return client.generate(PROMPT, max_tokens=2, ignore_eos=True).result().usage.completion_tokens == 2
 
 
