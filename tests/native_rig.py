@@ -35,20 +35,60 @@ def loaded_libzmq() -> str:
     return next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libzmq" in line)
 
 
+class Control:
+    """The control plane's PAIR, on which clients are called by their names in the test."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._identities: dict[bytes, bytes] = {}  # by name
+        socket.rcvtimeo = TIMEOUT_MS
+        socket.linger = 0
+
+    def set_high_water(self, messages: int) -> None:
+        """Of what waits on this side, in each direction; 0: as much as comes."""
+        self._socket.rcvhwm = self._socket.sndhwm = messages
+
+    def connect(self, endpoint: str) -> None:
+        self._socket.connect(endpoint)
+
+    def meet(self, name: bytes, identity: bytes) -> None:
+        self._identities[name] = identity
+
+    def identity(self, name: bytes) -> bytes:
+        """A client's; of a name that no client has, the name itself."""
+        return self._identities.get(name, name)
+
+    def name(self, identity: bytes) -> bytes:
+        """The newest name of a client; of an unknown one, its identity."""
+        return next((name for name, each in reversed(self._identities.items()) if each == identity), identity)
+
+    def recv_multipart(self, hang_ups: bool = False) -> list[bytes]:
+        """The next message; the news that a client has hung up only if asked for."""
+        while (frames := self._socket.recv_multipart())[0] == b"G" and not hang_ups:
+            pass
+        if frames[0] in (b"R", b"B", b"G"):
+            frames[1] = self.name(frames[1])
+        return frames
+
+    def send_multipart(self, frames: list[bytes]) -> None:
+        self._socket.send_multipart([self.identity(frames[0]), *frames[1:]])
+
+
 class RigClient:
-    """A DEALER whose identity is its name."""
+    """A DEALER that has said hello."""
 
     def __init__(self, rig: Rig, name: bytes, **options: Any) -> None:
         self.name = name
         self.socket = rig.context.socket(zmq.DEALER)
-        self.socket.routing_id = name
         self.socket.linger = 0
         self.socket.rcvtimeo = TIMEOUT_MS
         for option, value in options.items():
             setattr(self.socket, option, value)
         self.socket.connect(rig.io.endpoints[0])
-        self.send([b"ull1", b"hello"])  # the ROUTER knows a client once it has spoken
-        assert rig.control.recv_multipart()[:3] == [b"R", name, b"hello"]
+        self.send([b"ull1", b"hello"])
+        kind, self.identity, payload, _ = rig.control.recv_multipart()
+        assert (kind, payload) == (b"R", b"hello")
+        rig.control.meet(name, self.identity)
 
     def send(self, frames: list[bytes]) -> None:
         self.socket.send_multipart(frames)
@@ -90,9 +130,7 @@ class Rig:
         self.engine = _native.Engine(self.executor, str(vocabulary), **(engine or {}))
         options = {"listen": [f"ipc://{folder}/sock"], "control": "inproc://control"} | (io or {})
         self.io = _native.Io(self.engine, zmq_context=self.context.underlying, libzmq=loaded_libzmq(), **options)
-        self.control = self.context.socket(zmq.PAIR)
-        self.control.rcvtimeo = TIMEOUT_MS
-        self.control.linger = 0
+        self.control = Control(self.context.socket(zmq.PAIR))
 
     def __enter__(self) -> Rig:
         self.engine.warm_up()
@@ -106,6 +144,8 @@ class Rig:
     ) -> None:
         self.engine.stop()
         self.io.stop()
+        for endpoint in self.io.endpoints:
+            Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)  # as the daemon's claim does
         self.context.destroy(linger=0)
 
     def client(self, name: bytes, **options: Any) -> RigClient:
@@ -114,13 +154,17 @@ class Rig:
     def submit(self, client: bytes, request_id: int, prompt: bytes, **params: Any) -> int:
         """Submits a prompt of ASCII characters."""
         tokens = struct.pack(f"{len(prompt)}i", *prompt)
-        return self.engine.submit(client, request_id, tokens, params)
+        return self.engine.submit(self.control.identity(client), request_id, tokens, params)
+
+    def cancel(self, client: bytes, request_id: int) -> bool:
+        return self.engine.cancel(self.control.identity(client), request_id)
 
     def record(self) -> dict[str, Any]:
         """The next record of an ended request."""
         kind, payload = self.control.recv_multipart()
         assert kind == b"D"
         record: dict[str, Any] = msgspec.msgpack.decode(payload)
+        record["identity"] = self.control.name(record["identity"])
         return record
 
     def wait_until(self, condition: Any) -> None:

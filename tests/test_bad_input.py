@@ -374,7 +374,7 @@ def test_a_killed_client_s_waiting_requests_end_too(spawn: Spawn) -> None:
 
 def test_a_client_that_stops_reading_loses_its_stream_only(spawn: Spawn) -> None:
     script = {"round_ns": 500_000, "context": 65536, "pages": 1100}
-    daemon = spawn("--set", "io.send_hwm=4", "--set", "io.client_stall_ms=500", script=script)
+    daemon = spawn("--set", "io.client_stall_ms=500", script=script)
     client = streaming_client(daemon.url, 20_000)
     try:
         os.kill(client.pid, signal.SIGSTOP)

@@ -27,7 +27,6 @@ KEYS: dict[str, tuple[Any, str, str]] = {
     "engine.prefix_cache": (False, ENGINE, "prefix_cache"),
     "engine.slow_cycle_us": (4321, ENGINE, "slow_cycle_us"),
     "io.idle": ("spin", IO, "idle"),
-    "io.send_hwm": (9, IO, "send_hwm"),
     "io.client_stall_ms": (777, IO, "client_stall_ms"),
     "io.max_message_bytes": (123_456, IO, "max_message"),
     "requests.default_max_tokens": (11, LIMITS, "default_max_tokens"),

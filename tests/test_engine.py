@@ -52,11 +52,11 @@ def test_prompts_come_as_bytes_or_int32_arrays(tmp_path: Path) -> None:
         read_only = ids.copy()
         read_only.flags.writeable = False
         for request_id, tokens in enumerate([ids, read_only, ids.tobytes()]):
-            rig.engine.submit(b"client", request_id, tokens, {"max_tokens": 3})
+            rig.engine.submit(client.identity, request_id, tokens, {"max_tokens": 3})
             assert client.finish(request_id)[1]["usage"]["prompt_tokens"] == 26
         for wrong in [ids.astype(np.int64), ids.reshape(2, 13), ids[::2], ids.tolist(), b"abc"]:
             with pytest.raises(_native.InvalidRequest, match="token_ids: ") as caught:
-                rig.engine.submit(b"client", 9, wrong, {})
+                rig.engine.submit(client.identity, 9, wrong, {})
             assert caught.value.field == "token_ids"
 
 
@@ -121,8 +121,8 @@ def test_a_full_queue_a_draining_and_a_failed_engine_refuse(tmp_path: Path) -> N
         with pytest.raises(_native.EngineClosed, match="draining"):
             rig.submit(b"client", 3, PROMPT)
         assert not rig.engine.drained()
-        assert rig.engine.cancel(b"client", 1)
-        assert not rig.engine.cancel(b"client", 99)
+        assert rig.cancel(b"client", 1)
+        assert not rig.cancel(b"client", 99)
         assert not rig.engine.cancel(b"nobody", 2)
         assert client.finish(2)[1]["finish_reason"] == "length"
         assert [rig.record()["finish_reason"] for _ in range(2)] == ["cancelled", "length"]
@@ -165,7 +165,7 @@ def test_a_hanging_engine_is_stalled_until_it_moves(tmp_path: Path) -> None:
         client = rig.client(b"client")
         rig.submit(b"client", 1, PROMPT)
         rig.wait_until(lambda: rig.engine.health() == "stalled")
-        assert rig.engine.cancel(b"client", 1)
+        assert rig.cancel(b"client", 1)
         assert client.finish(1)[1]["finish_reason"] == "cancelled"
         rig.wait_until(lambda: rig.engine.health() == "ok")
         assert rig.engine.stats()["stalls"] >= 1

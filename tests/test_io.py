@@ -3,6 +3,7 @@
 import os
 import socket
 import stat
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_a_client_of_the_local_transport_is_served_and_its_hang_up_told(tmp_path
             with client.makefile("rb") as received:
                 assert received.read(len(expected)) == expected
             assert rig.io.stats()["local_clients"] <= 1
-        assert rig.control.recv_multipart() == [b"G", identity]
+        assert rig.control.recv_multipart(hang_ups=True) == [b"G", identity]
         rig.control.send_multipart([identity, b"too late"])
         rig.wait_until(lambda: rig.io.stats()["replies_dropped"] == 1)
         rig.wait_until(lambda: rig.io.stats()["local_clients"] == 0)
@@ -176,7 +177,7 @@ def test_a_client_that_dies_loses_its_request_and_nobody_elses(tmp_path: Path) -
 
 def test_a_client_that_stops_reading_is_cancelled_and_nobody_else(tmp_path: Path) -> None:
     script = {"tokens": ALPHABET, "context": 16_000_000, "pages": 250_000}  # more than its socket's buffers hold
-    with Rig(tmp_path, script, engine={"queue_depth": 1, "prefix_cache": False}, io={"send_hwm": 2}) as rig:
+    with Rig(tmp_path, script, engine={"queue_depth": 1, "prefix_cache": False}) as rig:
         slow, other = rig.client(b"slow", rcvhwm=1), rig.client(b"other")
         rig.submit(b"slow", 1, PROMPT, max_tokens=15_000_000)
         assert slow.receive()["type"] == "token"
@@ -197,9 +198,9 @@ def test_a_client_that_stops_reading_is_cancelled_and_nobody_else(tmp_path: Path
 
 def test_a_flood_of_replies_is_told_whole(tmp_path: Path) -> None:
     """Also to a client that begins to read late, and with replies far beyond what its connection takes at once."""
-    with Rig(tmp_path, {"tokens": [97]}, io={"send_hwm": 2, "client_stall_ms": 50}) as rig:
+    with Rig(tmp_path, {"tokens": [97]}, io={"client_stall_ms": 50}) as rig:
         late, other = rig.client(b"late", rcvhwm=1), rig.client(b"other")
-        rig.control.sndhwm = 0
+        rig.control.set_high_water(0)
         padding = b"x" * 2000
         for number in range(400):
             rig.control.send_multipart([b"late", msgspec.msgpack.encode({"id": number, "padding": padding})])
@@ -209,16 +210,18 @@ def test_a_flood_of_replies_is_told_whole(tmp_path: Path) -> None:
         assert rig.io.stats()["replies_dropped"] == 0
 
 
-def test_what_was_sent_last_leaves_after_the_io_thread_has_ended(tmp_path: Path) -> None:
-    with Rig(tmp_path, {"tokens": [97]}, io={"linger_ms": 20_000}) as rig:
+def test_what_was_sent_last_leaves_while_the_io_thread_ends(tmp_path: Path) -> None:
+    with Rig(tmp_path, {"tokens": [97]}, io={"linger_ms": 20_000, "client_stall_ms": 20_000}) as rig:
         client = rig.client(b"client", rcvhwm=1)
-        rig.control.sndhwm = 0
+        rig.control.set_high_water(0)
         for number in range(60):  # far more than the connection's buffers take
             rig.control.send_multipart([b"client", msgspec.msgpack.encode({"id": number, "padding": b"x" * 100_000})])
-        rig.wait_until(lambda: rig.io.stats()["replies"] == 60)
+        rig.wait_until(lambda: rig.io.stats()["waiting"] > 0)
         rig.engine.stop()
-        rig.io.stop()
+        stopping = threading.Thread(target=rig.io.stop)
+        stopping.start()
         assert [client.receive()["id"] for _ in range(60)] == list(range(60))
+        stopping.join()
 
 
 @pytest.mark.parametrize("logprobs", [-1, 2])

@@ -90,7 +90,7 @@ def test_the_daemon_s_own_request_leaves_no_trace(tiny_bundle: Path, tmp_path: P
     daemon.wait_events("ready", 1)
     own = daemon.events("request")
     assert [(event["level"], event["finish"], event["completion"]) for event in own] == [("debug", "length", 2)] * 2
-    assert [len(event["client"]) for event in own] == [10, 20], "by ZeroMQ, then by the local transport"
+    assert [event["client"][:4] for event in own] == ["005a", "004c"], "by ZeroMQ, then by the local transport"
     lines = [json.loads(line)["event"] for line in daemon.log_lines()]
     assert lines.index("ready") > max(index for index, event in enumerate(lines) if event == "request")
 

@@ -141,9 +141,6 @@ class IoConfig(msgspec.Struct, kw_only=True, frozen=True):
             le=99,
         ),
     ] = 0
-    send_hwm: Annotated[
-        int, _key("frames queued for one client before it counts as slow", "frames", ge=1, le=1_000_000)
-    ] = 64
     client_stall_ms: Annotated[
         int,
         _key(
@@ -157,8 +154,9 @@ class IoConfig(msgspec.Struct, kw_only=True, frozen=True):
         int,
         _key(
             "longest message taken from a client; a longer one is refused (too_long), beyond 16 MiB it closes its "
-            "connection, and one connection can have the daemon hold two of them. 0: room for the longest request that "
-            "can be accepted, in any form: 256 KiB + context x (bytes of the vocabulary's longest token + 64)",
+            "connection. All clients together can have the daemon hold eight unfinished ones. 0: room for the longest "
+            "request that can be accepted, in any form: 256 KiB + context x (bytes of the vocabulary's longest token "
+            "+ 64)",
             "bytes",
             ge=0,
             le=2**30,

@@ -316,7 +316,7 @@ class ControlPlane:
         (self._log.info if what == "ours" else self._log.warning)("endpoint", endpoint=endpoint, message=message)
 
     def _gone(self, identity: bytes) -> None:
-        """A client of the local transport has hung up: nobody waits for what it asked for."""
+        """A client has hung up: nobody waits for what it asked for."""
         for client, request_id in self._live:
             if client == identity:
                 self._engine.cancel(client, request_id)
@@ -325,10 +325,7 @@ class ControlPlane:
                 self._preparing[client, request_id] = True
 
     def _malformed(self, identity: bytes, reason: str, request_id: int | None = None) -> None:
-        """Refuses what the io thread could not hand over: of a wrong shape, or too much of one client."""
-        if reason == "busy":
-            self._refuse(identity, request_id, self._busy("too many of this client's messages wait"))
-            return
+        """Refuses what the io thread could not hand over: of a wrong shape, or too long."""
         if reason == "too_long":
             most = f"a message may have {self._admission.limits.max_message_bytes} bytes (io.max_message_bytes)"
             self._refuse(identity, request_id, RequestError("too_long", f"the message is too long: {most}"))

@@ -272,7 +272,6 @@ class Daemon:
             core=config.core,
             cooperative=self._placement.io_shares,
             idle=config.idle,
-            send_hwm=config.send_hwm,
             client_stall_ms=config.client_stall_ms,
             max_message=longest_message,
             local=[str(claim.local) for claim in claims if claim.local is not None],

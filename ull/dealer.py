@@ -51,6 +51,8 @@ class DealerConnection:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         for option, value in _TCP_OPTIONS.items():
             socket.setsockopt(option, value)
+        if "[" in url:  # an IPv6 literal; libzmq resolves names to IPv4 only, unless it is told otherwise
+            socket.setsockopt(zmq.IPV6, 1)
         self._socket = socket
         self._wait_ms = -1  # RCVTIMEO of the socket
         self._parts: list[bytes] = []  # of the message that is being received

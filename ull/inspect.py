@@ -29,8 +29,9 @@ _MIB = 1 << 20
 _RUNTIME_BYTES = 160 * _MIB  # Python, libraries, buffers; about 70 MB are measured
 _SLOT_BYTES = 22 << 10  # of a place in the queue, beside its tokens
 _PAGE_TOKENS = 64  # native/kv/page.h
-_CLIENTS = 64
-_WAITING_BYTES = 1 * _MIB  # unread, of one client (native/io/router.cpp)
+_UNFINISHED_MESSAGES = 8  # of all clients together (native/io/server.cpp)
+_MESSAGES_IN_HAND = 4  # the io thread's, two between it and the control plane, and that one's
+_UNREAD_BYTES = 32 * _MIB  # of all clients together (native/io/outbox.h), and what keeping them takes
 _GROUPS = {"qkv": "attention", "o": "attention", "gate_up": "mlp", "down": "mlp"}
 
 
@@ -102,7 +103,7 @@ def memory_bytes(bundle: Bundle) -> dict[str, int]:
         "weights": bundle.weight_bytes,
         "kv": sum(_kv_bytes(model, context) for model in (manifest.model, drafter) if model is not None),
         "runtime": _RUNTIME_BYTES + (defaults.queue_depth + 16) * (_SLOT_BYTES + 4 * context),
-        "messages": _CLIENTS * max(_WAITING_BYTES, 2 * message),
+        "messages": (_UNFINISHED_MESSAGES + _MESSAGES_IN_HAND + defaults.queue_depth) * message + _UNREAD_BYTES,
     }
     total = sum(parts.values()) * 11 // 10
     return {**parts, "total": -(-total // _MIB) * _MIB}
@@ -180,7 +181,7 @@ def _print_tables(report: dict[str, Any]) -> None:
     for group, size in report["weight_bytes"].items():
         weights.add_row(group, decimal(size), end_section=group == list(report["weight_bytes"])[-2])
     console.print(weights)
-    memory = Table("memory of a daemon", "size", title=f"at most, with {_CLIENTS} clients", title_justify="left")
+    memory = Table("memory of a daemon", "size", title="at most", title_justify="left")
     for part, size in report["memory_bytes"].items():
         if part != "total":
             memory.add_row(part, decimal(size), end_section=part == "messages")

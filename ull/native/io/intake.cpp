@@ -1,16 +1,16 @@
 #include "io/intake.h"
 
-#include <utility>
-
 namespace ull {
 namespace {
 
-constexpr int kMessageBatch = 64;  // messages taken before the events get their turn
+// Taken before the events get their turn.
+constexpr int kMessageBatch = 64;
+constexpr size_t kBatchBytes = 128 * 1024;
 
 }  // namespace
 
-Intake::Intake(const zmq::Api& api, ControlPair& control, std::vector<Transport*> transports)
-    : api_(api), control_(control), transports_(std::move(transports)) {
+Intake::Intake(const zmq::Api& api, ControlPair& control, Transport& clients)
+    : api_(api), control_(control), clients_(clients) {
   api_.msg_init(&message_.payload);
 }
 
@@ -18,29 +18,18 @@ Intake::~Intake() { api_.msg_close(&message_.payload); }
 
 bool Intake::work() noexcept {
   bool worked = false;
-  for (int i = 0; i < kMessageBatch; ++i) {
-    if (!parked_ && !receive()) return worked || unfinished_;
+  size_t bytes = 0;
+  for (int i = 0; i < kMessageBatch && bytes < kBatchBytes; ++i) {
+    if (!parked_) {
+      if (!clients_.receive(message_)) return worked;
+      ++(message_.malformed == nullptr ? requests_ : malformed_);
+    }
+    bytes += api_.msg_size(&message_.payload);
     parked_ = !control_.forward(message_);
-    if (parked_) break;
+    if (parked_) return worked;
     worked = true;
   }
   return worked;
-}
-
-// The next message, of the transport whose turn it is if it has one. A message that has begun is taken to its end
-// before another transport's.
-bool Intake::receive() noexcept {
-  unfinished_ = false;
-  for (size_t i = 0; i < transports_.size(); ++i, turn_ = (turn_ + 1) % transports_.size()) {
-    const Received received = transports_[turn_]->receive(message_);
-    if (received == Received::kNothing) continue;
-    unfinished_ = received == Received::kUnfinished;
-    if (unfinished_) return false;
-    turn_ = (turn_ + 1) % transports_.size();
-    ++(message_.malformed == nullptr ? requests_ : malformed_);
-    return true;
-  }
-  return false;
 }
 
 }  // namespace ull

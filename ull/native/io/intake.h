@@ -1,9 +1,8 @@
-// Clients' messages on their way to the control plane: one at a time, each transport in its turn. What the control
-// plane has no room for waits here, and everything behind it with its client.
+// Clients' messages on their way to the control plane, one at a time. What the control plane has no room for waits
+// here, and everything behind it with its client.
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "io/control_pair.h"
 #include "io/transport.h"
@@ -13,7 +12,7 @@ namespace ull {
 
 class Intake {
  public:
-  Intake(const zmq::Api& api, ControlPair& control, std::vector<Transport*> transports);
+  Intake(const zmq::Api& api, ControlPair& control, Transport& clients);
   ~Intake();
   Intake(const Intake&) = delete;
   Intake& operator=(const Intake&) = delete;
@@ -23,21 +22,15 @@ class Intake {
 
   // A message waits for the control plane: no other is received until it has room.
   [[nodiscard]] bool parked() const noexcept { return parked_; }
-  // There is a rest of a message to take without a wait.
-  [[nodiscard]] bool unfinished() const noexcept { return unfinished_; }
   [[nodiscard]] uint64_t requests() const noexcept { return requests_; }    // handed over, or parked
   [[nodiscard]] uint64_t malformed() const noexcept { return malformed_; }  // messages of a wrong shape or version
 
  private:
-  [[nodiscard]] bool receive() noexcept;
-
   const zmq::Api& api_;
   ControlPair& control_;
-  const std::vector<Transport*> transports_;
-  size_t turn_ = 0;  // the transport that is asked first
+  Transport& clients_;
   Incoming message_;
   bool parked_ = false;
-  bool unfinished_ = false;
   uint64_t requests_ = 0;
   uint64_t malformed_ = 0;
 };

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <stdexcept>
+#include <utility>
 
 #include "base/clock.h"
 #include "base/cpu.h"
@@ -26,21 +28,23 @@ constexpr int64_t kPublishNs = 1'000'000;
 }  // namespace
 
 Io::Io(Engine& engine, const zmq::Api& api, void* context, const IoOptions& options)
+    : Io(engine, api, context, options, std::make_unique<Server>(api, options.server)) {
+  if (options.server.zeromq.empty()) throw std::invalid_argument("listen: needs at least one endpoint");
+}
+
+Io::Io(Engine& engine, const zmq::Api& api, void* context, const IoOptions& options, std::unique_ptr<Transport> clients)
     : engine_(engine),
       shared_(engine.shared()),
       api_(api),
       options_(options),
       cooperative_(options.cooperative.value_or(options.core < 0)),
-      router_(api_, context, options.router),
-      local_(api_, {.max_message = options.router.max_message, .linger_ms = options.router.linger_ms}),
-      clients_(router_, local_),
+      clients_(std::move(clients)),
       control_(api_, context),
-      intake_(api_, control_, {&router_, &local_}),
-      outbox_(clients_, {.stall_ns = options.client_stall_ms * 1'000'000}),
+      intake_(api_, control_, *clients_),
+      outbox_(*clients_, {.stall_ns = options.client_stall_ms * 1'000'000}),
       packer_(engine.vocabulary(), shared_.logprobs.get()),
       deliveries_(shared_.slots) {
   if (options.client_stall_ms < 1) throw std::invalid_argument("client_stall_ms: must be positive");
-  if (options.listen.empty()) throw std::invalid_argument("listen: needs at least one endpoint");
   active_.reserve(shared_.slots);
   dirty_.reserve(shared_.slots);
 }
@@ -49,13 +53,11 @@ Io::~Io() { stop(); }
 
 void Io::start() {
   if (thread_.joinable() || stopping_.load(std::memory_order_relaxed)) throw std::logic_error("an Io starts once");
-  // The local sockets first: whoever finds an endpoint of ZeroMQ finds them too.
-  for (const std::string& path : options_.local) local_.listen(path);
-  router_.open(options_.listen);
   try {
+    clients_->open();
     control_.open(options_.control);
   } catch (...) {
-    router_.close();
+    clients_->close();
     throw;
   }
   thread_ = start_thread([this] { run(); });
@@ -85,43 +87,42 @@ void Io::run() noexcept {
     }
     if (now_ - published_ns_ >= kPublishNs) publish();
     if (stopping_.load(std::memory_order_acquire)) {
-      if (give_up_ns == 0) give_up_ns = now_ + static_cast<int64_t>(options_.router.linger_ms) * 1'000'000;
+      if (give_up_ns == 0) give_up_ns = now_ + static_cast<int64_t>(options_.server.linger_ms) * 1'000'000;
       if ((sockets && !worked && flushed()) || now_ >= give_up_ns) break;
     } else if (!worked) {
       idle();
     }
   }
   publish();
-  local_.close();
-  router_.close();
-  control_.close(options_.router.linger_ms);
+  clients_->close();
+  control_.close(options_.server.linger_ms);
   shared_.io_beat.end();
 }
 
 void Io::look_at_files() noexcept {
   files_ns_ = now_;
-  router_.look_at_files();
-  local_.look_at_files();
-  router_.tell_of_files(control_);
+  clients_->look_at_files();
+  for (Transport::EndpointNews news; clients_->news(news) && control_.send_endpoint(news.endpoint, news.what);) {
+    clients_->pop_news();
+  }
 }
 
 void Io::publish() noexcept {
-  stats_.bound_again = router_.bound_again();
-  stats_.unreachable = router_.unreachable();
+  const Transport::Counts counts = clients_->counts();
+  stats_.clients = counts.clients;
+  stats_.local_clients = counts.local_clients;
+  stats_.accepted = counts.accepted - rehearsals_;
+  stats_.turned_away = counts.refused;
+  stats_.dropped = counts.dropped;
+  stats_.bound_again = counts.bound_again;
+  stats_.unreachable = counts.unreachable;
   stats_.requests = intake_.requests() - rehearsals_;
   stats_.malformed = intake_.malformed();
-  stats_.refused = router_.backlog().counts().refused;
-  stats_.requests_dropped = router_.backlog().counts().dropped;
-  stats_.backlog_bytes = router_.backlog().cost();
   stats_.replies = outbox_.counts(Outbox::Kind::kReply).sent;
   stats_.replies_dropped = outbox_.counts(Outbox::Kind::kReply).dropped + broken_replies_;
   stats_.done_frames = done_frames_ + outbox_.counts(Outbox::Kind::kDone).sent;
   stats_.dones_dropped = outbox_.counts(Outbox::Kind::kDone).dropped;
   stats_.waiting = outbox_.waiting();
-  stats_.local_clients = local_.counts().clients;
-  stats_.local_accepted = local_.counts().accepted - of_them_local_;
-  stats_.local_refused = local_.counts().refused;
-  stats_.local_dropped = local_.counts().dropped;
   published_.store(stats_);
   published_ns_ = now_;
 }
@@ -133,15 +134,12 @@ bool Io::do_work(bool sockets) noexcept {
   dirty_.clear();
   if (blocked_ && (now_ >= retry_ns_ || (record_waits_ && sockets))) retry();
   if (now_ >= outbox_.due_ns()) outbox_.retry(now_);
-  if (!sockets && !intake_.unfinished()) return worked;
-  if (now_ - files_ns_ >= kFilesNs) look_at_files();
   // A request is taken only where its reply would have room; the end of one that has been comes first.
   const bool open = outbox_.room() && !record_waits_;
+  if (!sockets && !(open && !intake_.parked() && clients_->ready())) return worked;
+  if (now_ - files_ns_ >= kFilesNs) look_at_files();
   if (open && intake_.work()) worked = true;
-  if (!open || intake_.parked()) {
-    router_.tend();
-    local_.tend();
-  }
+  if (!open || intake_.parked()) clients_->tend();
   tell_gone();
   for (int i = 0; i < kReplyBatch && receive_reply(); ++i) worked = true;
   return worked;
@@ -175,17 +173,17 @@ void Io::give_way() noexcept {
 
 // What there is no room for must not end the sleep: replies while too much waits for clients.
 void Io::wait_for_events(bool paced) noexcept {
-  const bool parked = intake_.parked() || record_waits_ || local_.gone() != nullptr;
   const bool room = outbox_.room();
-  const auto control_events = static_cast<short>((room ? zmq::kPollIn : 0) | (parked ? zmq::kPollOut : 0));
-  std::array<zmq::PollItem, 5> items{{{nullptr, shared_.io_waker.fd(), zmq::kPollIn, 0},
+  const bool parked = intake_.parked();
+  const bool waits = record_waits_ || (parked ? room : !clients_->gone().empty());  // for the control plane
+  const auto control_events = static_cast<short>((room ? zmq::kPollIn : 0) | (waits ? zmq::kPollOut : 0));
+  std::array<zmq::PollItem, 4> items{{{nullptr, shared_.io_waker.fd(), zmq::kPollIn, 0},
                                       {nullptr, alarm_.fd(), static_cast<short>(paced ? zmq::kPollIn : 0), 0},
                                       {control_.socket(), 0, control_events, 0},
-                                      {router_.socket(), 0, zmq::kPollIn, 0},
-                                      {nullptr, local_.fd(), zmq::kPollIn, 0}}};
+                                      {nullptr, clients_->fd(), zmq::kPollIn, 0}}};
   int64_t wake_ns = std::min(now_ + kLongestSleepNs, outbox_.due_ns());
   if (blocked_) wake_ns = std::min(wake_ns, now_ + kRetrySleepNs);
-  if (!parked && room && local_.ready()) wake_ns = now_;
+  if (room && !parked && !record_waits_ && clients_->ready()) wake_ns = now_;
   const int64_t sleep_ms = std::max<int64_t>(0, (wake_ns - now_ + 999'999) / 1'000'000);
   (void)api_.poll(items.data(), static_cast<int>(items.size()), static_cast<long>(sleep_ms));
 }
@@ -212,7 +210,6 @@ void Io::take(const EngineEvent& event) noexcept {
     delivery.active = true;
     delivery.assembler.reset(&shared_.slot(event.slot).stops);
     active_.push_back(event.slot);
-    note_named_stream(event.slot, 1);
   }
   if (event.count > 0) {
     if (delivery.sent == delivery.available) delivery.pending_ns = event.time_ns;
@@ -256,7 +253,6 @@ void Io::deliver(uint32_t slot) noexcept {
     record_waits_ = true;
     return;
   }
-  if (delivery.client == ClientState::kOk) note_named_stream(slot, -1);
   delivery.active = false;
   active_.erase(std::find(active_.begin(), active_.end(), slot));
   shared_.slot(slot).state.store(SlotState::kFree, std::memory_order_release);
@@ -316,7 +312,6 @@ bool Io::deliver_done(uint32_t slot) noexcept {
         delivery.delivered = true;
         if (request.rehearsal) {
           ++rehearsals_;
-          of_them_local_ += LocalSocket::owns(request.client()) ? 1 : 0;
         } else {
           ++done_frames_;
           stats_.bytes += frame.size();
@@ -347,21 +342,12 @@ void Io::note_blocked(uint32_t slot) noexcept {
 // The rest of this request goes nowhere: its engine time is better spent on the next.
 void Io::give_up(uint32_t slot, ClientState why) noexcept {
   Delivery& delivery = deliveries_[slot];
-  note_named_stream(slot, -1);
   delivery.client = why;
   delivery.truncated = !delivery.ended || delivery.pending();
   ++(why == ClientState::kGone ? stats_.clients_gone : stats_.clients_stalled);
   delivery.sent = delivery.available;
   free_logprobs(slot, -1);
   if (!delivery.ended) engine_.cancel_slot(slot);
-}
-
-// A stream that its client reads is not taken over by a second connection of the same name.
-void Io::note_named_stream(uint32_t slot, int change) noexcept {
-  const std::span<const uint8_t> client = shared_.slot(slot).client();
-  if (client.empty() || client[0] == 0) return;  // libzmq's own are never used twice
-  named_streams_ += change;
-  router_.keep_named_clients(named_streams_ > 0);
 }
 
 // Gives the records before `until` (-1: all) back to the engine thread.
@@ -386,11 +372,11 @@ void Io::retry() noexcept {
   if (blocked_) retry_ns_ = now_ + kRetryNs;
 }
 
-// What clients of the local transport have asked for ends with their connection; libzmq does not tell.
+// What clients have asked for ends with their connection; the last that they said comes before.
 void Io::tell_gone() noexcept {
-  while (const LocalSocket::Identity* const identity = local_.gone()) {
-    if (!control_.send_gone(*identity)) return;
-    local_.pop_gone();
+  if (intake_.parked()) return;
+  for (auto client = clients_->gone(); !client.empty() && control_.send_gone(client); client = clients_->gone()) {
+    clients_->pop_gone();
   }
 }
 

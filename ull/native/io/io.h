@@ -14,13 +14,12 @@
 #include "base/histogram.h"
 #include "base/idle.h"
 #include "engine/engine.h"
-#include "io/clients.h"
 #include "io/control_pair.h"
 #include "io/frames.h"
 #include "io/intake.h"
 #include "io/outbox.h"
 #include "io/pace.h"
-#include "io/router.h"
+#include "io/server.h"
 #include "io/zmq_api.h"
 #include "sync/alarm.h"
 #include "sync/seqlock.h"
@@ -28,26 +27,21 @@
 namespace ull {
 
 struct IoOptions {
-  std::vector<std::string> listen = {};  // clients' endpoints
-  std::vector<std::string> local = {};   // paths of the local transport's sockets
+  Server::Options server = {};
   std::string control = "inproc://ull-control";
   int core = -1;  // core of the io thread; -1: any
   // Whether the io thread gives its core away for a moment after each send; by default if it has none of its own.
   std::optional<bool> cooperative = std::nullopt;
   IdleMode idle = IdleMode::kAdaptive;
   int64_t client_stall_ms = 250;  // a client that takes no frame for longer loses its request's tokens
-  Router::Options router = {};
 };
 
 // Counted by the io thread.
 struct IoStats {
-  uint64_t requests = 0;          // messages handed to the control plane
-  uint64_t malformed = 0;         // messages of a wrong shape or version
-  uint64_t refused = 0;           // messages that were not kept because their client had too many waiting
-  uint64_t requests_dropped = 0;  // ... and are not even answered
-  uint64_t backlog_bytes = 0;     // that wait for the control plane, now
-  uint64_t replies = 0;           // control plane replies sent
-  uint64_t replies_dropped = 0;   // ... to clients that were gone or had left too many
+  uint64_t requests = 0;         // messages handed to the control plane
+  uint64_t malformed = 0;        // messages of a wrong shape or version
+  uint64_t replies = 0;          // control plane replies sent
+  uint64_t replies_dropped = 0;  // ... to clients that were gone or had left too many
   uint64_t token_frames = 0;
   uint64_t tokens = 0;  // completion tokens in them
   uint64_t done_frames = 0;
@@ -57,10 +51,11 @@ struct IoStats {
   uint64_t blocked_sends = 0;    // sends that found the client's queue full
   uint64_t clients_gone = 0;     // requests that lost their client
   uint64_t clients_stalled = 0;  // requests cancelled because their client did not read
-  uint64_t local_clients = 0;    // connected by the local transport, now
-  uint64_t local_accepted = 0;   // ... since the start
-  uint64_t local_refused = 0;    // turned away: too many at once
-  uint64_t local_dropped = 0;    // disconnected: a wrong or late hello, too long a message, memory short
+  uint64_t clients = 0;          // connected, now
+  uint64_t local_clients = 0;    // ... by the local transport
+  uint64_t accepted = 0;         // connections since the start
+  uint64_t turned_away = 0;      // too many at once
+  uint64_t dropped = 0;          // disconnected: not our protocol, late, mute, too long a message, memory short
   uint64_t sleeps = 0;           // times the thread went to sleep
   uint64_t bound_again = 0;      // sockets whose file was gone and that have a new one
   uint64_t unreachable = 0;      // endpoints whose file is not ours, now
@@ -68,9 +63,6 @@ struct IoStats {
   [[nodiscard]] NamedCounts named() const {
     return {{"requests", requests},
             {"malformed", malformed},
-            {"refused", refused},
-            {"requests_dropped", requests_dropped},
-            {"backlog_bytes", backlog_bytes},
             {"replies", replies},
             {"replies_dropped", replies_dropped},
             {"token_frames", token_frames},
@@ -82,10 +74,11 @@ struct IoStats {
             {"blocked_sends", blocked_sends},
             {"clients_gone", clients_gone},
             {"clients_stalled", clients_stalled},
+            {"clients", clients},
             {"local_clients", local_clients},
-            {"local_accepted", local_accepted},
-            {"local_refused", local_refused},
-            {"local_dropped", local_dropped},
+            {"accepted", accepted},
+            {"turned_away", turned_away},
+            {"dropped", dropped},
             {"sleeps", sleeps},
             {"bound_again", bound_again},
             {"unreachable", unreachable}};
@@ -96,6 +89,8 @@ class Io {
  public:
   // `engine` must outlive this; `context` is a libzmq context. Throws std::invalid_argument naming the option.
   Io(Engine& engine, const zmq::Api& api, void* context, const IoOptions& options);
+  // With another way to clients than sockets.
+  Io(Engine& engine, const zmq::Api& api, void* context, const IoOptions& options, std::unique_ptr<Transport> clients);
   ~Io();
   Io(const Io&) = delete;
   Io& operator=(const Io&) = delete;
@@ -106,9 +101,10 @@ class Io {
   void stop() noexcept;
 
   [[nodiscard]] IoStats stats() const noexcept { return published_.load(); }
-  // Time from a token's acceptance by the engine thread to its frame's hand-over to libzmq, oldest token of the frame.
+  // Time from a token's acceptance by the engine thread to its frame's hand-over to the kernel, oldest token of the
+  // frame.
   [[nodiscard]] const Histogram& delivery_ns() const noexcept { return delivery_ns_; }
-  [[nodiscard]] const std::vector<std::string>& endpoints() const noexcept { return router_.endpoints(); }
+  [[nodiscard]] const std::vector<std::string>& endpoints() const noexcept { return clients_->endpoints(); }
 
  private:
   void run() noexcept;
@@ -125,7 +121,6 @@ class Io {
   [[nodiscard]] bool deliver_done(uint32_t slot) noexcept;
   void note_blocked(uint32_t slot) noexcept;
   void give_up(uint32_t slot, ClientState why) noexcept;
-  void note_named_stream(uint32_t slot, int change) noexcept;
   void free_logprobs(uint32_t slot, int32_t until) noexcept;
   void retry() noexcept;
 
@@ -139,9 +134,7 @@ class Io {
   const zmq::Api api_;
   const IoOptions options_;
   const bool cooperative_;
-  Router router_;
-  LocalSocket local_;
-  Clients clients_;
+  const std::unique_ptr<Transport> clients_;
   ControlPair control_;
   Intake intake_;
   Outbox outbox_;
@@ -158,10 +151,8 @@ class Io {
   int64_t retry_ns_ = 0;         // when blocked sends are tried again
   bool blocked_ = false;         // some send is waiting for a client or the control plane
   bool record_waits_ = false;    // ... for the control plane, among them
-  int named_streams_ = 0;        // active deliveries to clients that read and have chosen their identity
   uint64_t done_frames_ = 0;     // sent in time
   uint64_t rehearsals_ = 0;      // requests that the daemon has sent itself: nobody counts them
-  uint64_t of_them_local_ = 0;   // ... by the local transport
   uint64_t broken_replies_ = 0;  // of the control plane: not two frames
   IoStats stats_;
   Seqlock<IoStats> published_;

@@ -1,11 +1,12 @@
-// A way to clients, as the io thread sees it: takes their messages one by one, sends them frames, never waits.
-// A client is known by its identity, 1 to 255 bytes that the transport chooses or the client has chosen.
+// The way to clients, as the io thread sees it: takes their messages one by one, sends them frames, never waits.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "engine/request.h"
 #include "io/zmq_api.h"
@@ -13,9 +14,7 @@
 namespace ull {
 
 inline constexpr std::string_view kWireVersion = "ull1";
-// Values of Incoming::malformed for requests that were not kept: their client has too many waiting; they are longer
-// than a message may be.
-inline constexpr const char* kRefused = "busy";
+// The value of Incoming::malformed for a request that is longer than a message may be.
 inline constexpr const char* kTooLong = "too_long";
 
 // A message that is longer than it may be is thrown away and its request refused, up to this many bytes; beyond, its
@@ -24,7 +23,7 @@ inline constexpr int64_t kLongestRefused = 16 * 1024 * 1024;
 
 enum class Sent : uint8_t {
   kOk,
-  kBlocked,  // the peer's queue is full: try again later
+  kBlocked,  // the peer has room for nothing more: try again later
   kGone,     // there is no such peer (any more)
 };
 
@@ -33,18 +32,12 @@ struct Incoming {
   std::array<uint8_t, kMaxIdentity> identity;
   size_t identity_size = 0;
   zmq::Message payload;             // initialised by whoever owns this; moved on, not copied
-  const char* malformed = nullptr;  // why it is no request: "bad_frame", "bad_version", ...; null: it is one
+  const char* malformed = nullptr;  // why it is no request: "bad_frame", "bad_version", kTooLong; null: it is one
   int64_t received_ns = 0;          // CLOCK_MONOTONIC
   uint64_t id = 0;                  // of a refused request, where it could be found
   bool has_id = false;
 
   [[nodiscard]] std::span<const uint8_t> client() const noexcept { return {identity.data(), identity_size}; }
-};
-
-enum class Received : uint8_t {
-  kNothing,
-  kUnfinished,  // a part was taken: the rest comes with further calls, after others have had their turn
-  kMessage,
 };
 
 class Sender {
@@ -54,12 +47,49 @@ class Sender {
   [[nodiscard]] virtual Sent send(std::span<const uint8_t> identity, std::span<const uint8_t> payload) noexcept = 0;
 };
 
+// A client is known by its identity, 1 to kMaxIdentity bytes that the transport chooses and never uses again.
 class Transport : public Sender {
  public:
-  // Takes the next message, or a bounded part of it.
-  [[nodiscard]] virtual Received receive(Incoming& message) noexcept = 0;
-  // To be called now and then while nothing is received: a bounded amount of what must not wait.
-  virtual void tend() noexcept {}
+  struct Counts {
+    uint64_t clients = 0;        // connected now, their handshake done or not
+    uint64_t local_clients = 0;  // ... by the local transport
+    uint64_t accepted = 0;       // connections since the start
+    uint64_t refused = 0;        // turned away: no room for another connection
+    uint64_t dropped = 0;        // disconnected: not our protocol, late, mute, too long a message, memory short
+    uint64_t bound_again = 0;    // endpoints whose file was gone and that have a new one
+    uint64_t unreachable = 0;    // endpoints whose file is not ours, now
+  };
+  struct EndpointNews {
+    std::string_view endpoint;
+    std::string_view what;  // has become of its file: "bound_again", "ours", "gone" or "foreign"
+  };
+
+  // Opens every endpoint. Throws std::runtime_error naming the one that cannot be opened.
+  virtual void open() = 0;
+  // Gives what has been sent time to leave, then closes everything.
+  virtual void close() noexcept = 0;
+  // As bound: tcp port 0 is resolved.
+  [[nodiscard]] virtual const std::vector<std::string>& endpoints() const noexcept = 0;
+
+  // Takes the next message, of each client in turn; false if there is none. A bounded amount of work: see ready().
+  [[nodiscard]] virtual bool receive(Incoming& message) noexcept = 0;
+  // To be called now and then while nothing is received: notices who comes and who goes.
+  virtual void tend() noexcept = 0;
+  // Whether receive() may have more without an event at fd(): not the time to sleep.
+  [[nodiscard]] virtual bool ready() const noexcept = 0;
+  [[nodiscard]] virtual int fd() const noexcept = 0;
+
+  // A client that has gone and whose requests are to be ended; empty: none. The same until pop_gone().
+  [[nodiscard]] virtual std::span<const uint8_t> gone() noexcept = 0;
+  virtual void pop_gone() noexcept = 0;
+
+  // Looks whether the file of each ipc endpoint is still there, and binds it again if not.
+  virtual void look_at_files() noexcept = 0;
+  // What of that has not been told; false if nothing. The same until pop_news().
+  [[nodiscard]] virtual bool news(EndpointNews& news) noexcept = 0;
+  virtual void pop_news() noexcept = 0;
+
+  [[nodiscard]] virtual Counts counts() const noexcept = 0;
 };
 
 }  // namespace ull

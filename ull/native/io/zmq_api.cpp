@@ -19,7 +19,6 @@ Api load(const std::string& path) {
   find(api.socket, "zmq_socket");
   find(api.close, "zmq_close");
   find(api.setsockopt, "zmq_setsockopt");
-  find(api.getsockopt, "zmq_getsockopt");
   find(api.bind, "zmq_bind");
   find(api.send, "zmq_send");
   find(api.msg_init, "zmq_msg_init");

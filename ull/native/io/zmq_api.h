@@ -11,22 +11,10 @@
 namespace ull::zmq {
 
 inline constexpr int kPair = 0;
-inline constexpr int kRouter = 6;
 
-inline constexpr int kLinger = 17;                // int, ms
-inline constexpr int kMaxMessageSize = 22;        // int64, bytes per frame
-inline constexpr int kSendHighWater = 23;         // int, messages
-inline constexpr int kReceiveHighWater = 24;      // int, messages
-inline constexpr int kLastEndpoint = 32;          // string
-inline constexpr int kRouterMandatory = 33;       // int
-inline constexpr int kTcpKeepalive = 34;          // int
-inline constexpr int kTcpKeepaliveCount = 35;     // int
-inline constexpr int kTcpKeepaliveIdle = 36;      // int, s
-inline constexpr int kTcpKeepaliveInterval = 37;  // int, s
-inline constexpr int kRouterHandover = 56;        // int
-inline constexpr int kHandshakeInterval = 66;     // int, ms
-inline constexpr int kUseFd = 89;                 // int: a listening socket that bind() takes over
-inline constexpr int kTcpMaxRetransmit = 80;      // int, ms
+inline constexpr int kLinger = 17;            // int, ms
+inline constexpr int kSendHighWater = 23;     // int, messages
+inline constexpr int kReceiveHighWater = 24;  // int, messages
 
 inline constexpr int kDontWait = 1;
 inline constexpr int kSendMore = 2;
@@ -49,7 +37,6 @@ struct Api {
   void* (*socket)(void* context, int type);
   int (*close)(void* socket);
   int (*setsockopt)(void* socket, int option, const void* value, size_t size);
-  int (*getsockopt)(void* socket, int option, void* value, size_t* size);
   int (*bind)(void* socket, const char* endpoint);
   int (*send)(void* socket, const void* data, size_t size, int flags);
   int (*msg_init)(Message* message);

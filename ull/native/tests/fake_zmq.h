@@ -1,5 +1,5 @@
-// A libzmq for tests of the io thread: one ROUTER and one PAIR in memory, with clients that can be full or gone at
-// will. Only what io/ calls, with libzmq's own return values and errors.
+// What is at the io thread's two ends, in memory: a libzmq with the PAIR to the control plane (only what io/ calls,
+// with libzmq's own return values and errors), and clients that can be full or gone at will.
 #pragma once
 
 #include <poll.h>
@@ -10,14 +10,19 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
+#include "base/event_fd.h"
+#include "io/transport.h"
 #include "io/zmq_api.h"
 
 namespace ull::test {
@@ -28,32 +33,14 @@ class FakeZmq {
  public:
   [[nodiscard]] static zmq::Api api() {
     zmq::Api api{};
-    api.socket = [](void* context, int type) -> void* {
-      auto* net = static_cast<FakeZmq*>(context);
-      return type == zmq::kRouter ? &net->router_ : &net->pair_;
-    };
+    api.socket = [](void* context, int) -> void* { return &static_cast<FakeZmq*>(context)->pair_; };
     api.close = [](void* socket) {
       const std::lock_guard lock(of(socket).net->mutex_);
       of(socket).closed = true;
       return 0;
     };
-    api.setsockopt = [](void* socket, int option, const void* value, size_t size) {
-      int64_t number = 0;
-      std::memcpy(&number, value, size);
-      const std::lock_guard lock(of(socket).net->mutex_);
-      of(socket).options[option] = number;
-      return 0;
-    };
-    api.getsockopt = [](void*, int, void* value, size_t* size) {
-      std::memcpy(value, "fake://bound", 13);
-      *size = 13;
-      return 0;
-    };
-    api.bind = [](void*, const char* endpoint) {
-      if (std::string_view(endpoint) != "fake://taken") return 0;
-      error_ = EADDRINUSE;
-      return -1;
-    };
+    api.setsockopt = [](void*, int, const void*, size_t) { return 0; };
+    api.bind = [](void*, const char*) { return 0; };
     api.send = [](void* socket, const void* data, size_t size, int flags) {
       return of(socket).net->send(of(socket), {static_cast<const char*>(data), size}, flags);
     };
@@ -76,12 +63,7 @@ class FakeZmq {
       return 0;
     };
     api.msg_recv = [](zmq::Message* message, void* socket, int) {
-      FakeZmq& net = *of(socket).net;
-      if (&of(socket) == &net.router_) {
-        const std::lock_guard lock(net.hook_mutex_);
-        if (net.before_receive_) net.before_receive_();
-      }
-      return net.receive(message, of(socket));
+      return of(socket).net->receive(message, of(socket));
     };
     api.msg_send = [](zmq::Message* message, void* socket, int flags) {
       std::string bytes = content(message) == nullptr ? "" : content(message)->bytes;
@@ -133,11 +115,18 @@ class FakeZmq {
     return api;
   }
 
+  // The clients, as a transport; an endpoint that is called fake://taken cannot be opened.
+  [[nodiscard]] std::unique_ptr<Transport> clients(const std::string& endpoint = "fake://clients") {
+    return std::make_unique<Clients>(*this, endpoint);
+  }
+
   // ---- the test's side ----
+  // A message of the wire: ull1 and a payload, or something malformed.
   void send_as(const std::string& client, Frames frames) {
     const std::lock_guard lock(mutex_);
     frames.insert(frames.begin(), client);
-    router_.inbox.push_back(std::move(frames));
+    inbox_.push_back(std::move(frames));
+    arrived_.raise();
   }
   void send_as_control(Frames frames) {
     const std::lock_guard lock(mutex_);
@@ -173,11 +162,6 @@ class FakeZmq {
     const std::lock_guard lock(mutex_);
     rooms_[client] = messages;
   }
-  // What the ROUTER was told last, by option; little endian.
-  std::map<int, int64_t> client_options() {
-    const std::lock_guard lock(mutex_);
-    return router_.options;
-  }
   // Called by the polling thread with the first item's descriptor.
   void before_poll(std::function<void(int)> hook) {
     const std::lock_guard lock(hook_mutex_);
@@ -188,21 +172,15 @@ class FakeZmq {
     const std::lock_guard lock(hook_mutex_);
     before_receive_ = std::move(hook);
   }
-  // Replies that the io thread has not taken, and clients' frames.
+  // Replies that the io thread has not taken.
   size_t replies_left() {
     const std::lock_guard lock(mutex_);
     return pair_.inbox.size();
   }
-  size_t frames_left() {
-    const std::lock_guard lock(mutex_);
-    size_t frames = router_.partial.size();
-    for (const Frames& message : router_.inbox) frames += message.size();
-    return frames;
-  }
 
   bool closed() {
     const std::lock_guard lock(mutex_);
-    return router_.closed && pair_.closed;
+    return clients_closed_ && pair_.closed;
   }
 
  private:
@@ -212,11 +190,69 @@ class FakeZmq {
     Frames outgoing;                  // frames of the message being sent
     std::deque<std::string> partial;  // frames of the message being received
     bool closed = false;
-    std::map<int, int64_t> options = {};
   };
   struct Content {
     std::string bytes;
     bool more;
+  };
+
+  class Clients final : public Transport {
+   public:
+    Clients(FakeZmq& net, std::string endpoint) : net_(net), endpoints_{std::move(endpoint)} {}
+
+    void open() override {
+      if (endpoints_.front() == "fake://taken") throw std::runtime_error("fake://taken: Address already in use");
+    }
+    void close() noexcept override {
+      const std::lock_guard lock(net_.mutex_);
+      net_.clients_closed_ = true;
+    }
+    const std::vector<std::string>& endpoints() const noexcept override { return endpoints_; }
+    Sent send(std::span<const uint8_t> identity, std::span<const uint8_t> payload) noexcept override {
+      const std::lock_guard lock(net_.mutex_);
+      const std::string client = text(identity);
+      if (net_.gone_.count(client) > 0) return Sent::kGone;
+      if (net_.clients_[client].size() >= net_.room_of(client)) return Sent::kBlocked;
+      net_.clients_[client].push_back({std::string(kWireVersion), text(payload)});
+      return Sent::kOk;
+    }
+    bool receive(Incoming& message) noexcept override {
+      {
+        const std::lock_guard lock(net_.hook_mutex_);
+        if (net_.before_receive_) net_.before_receive_();
+      }
+      const std::lock_guard lock(net_.mutex_);
+      net_.arrived_.clear();
+      const auto frames = pop(net_.inbox_);
+      if (!frames) return false;
+      if (!net_.inbox_.empty()) net_.arrived_.raise();
+      const std::string& client = frames->front();
+      message.identity_size = client.size();
+      std::copy(client.begin(), client.end(), message.identity.begin());
+      const bool whole = frames->size() == 3 && (*frames)[1] == kWireVersion;
+      message.malformed = whole ? nullptr : "bad_frame";
+      message.received_ns = monotonic_ns();
+      delete content(&message.payload);
+      content(&message.payload) = whole ? new Content{frames->back(), false} : nullptr;
+      return true;
+    }
+    void tend() noexcept override {}
+    bool ready() const noexcept override { return false; }
+    int fd() const noexcept override { return net_.arrived_.fd(); }
+    std::span<const uint8_t> gone() noexcept override { return {}; }
+    void pop_gone() noexcept override {}
+    void look_at_files() noexcept override {}
+    bool news(EndpointNews&) noexcept override { return false; }
+    void pop_news() noexcept override {}
+    Counts counts() const noexcept override { return {}; }
+
+   private:
+    static std::string text(std::span<const uint8_t> bytes) {
+      return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+    }
+
+    FakeZmq& net_;
+    const std::vector<std::string> endpoints_;
   };
 
   static Socket& of(void* socket) { return *static_cast<Socket*>(socket); }
@@ -236,29 +272,16 @@ class FakeZmq {
 
   int send(Socket& socket, std::string bytes, int flags) {
     const std::lock_guard lock(mutex_);
-    if (socket.outgoing.empty()) {
-      const bool to_client = &socket == &router_;
-      if (to_client && gone_.count(bytes) > 0) {
-        error_ = EHOSTUNREACH;
-        return -1;
-      }
-      if (to_client ? clients_[bytes].size() >= room_of(bytes) : control_.size() >= control_room_) {
-        error_ = EAGAIN;
-        return -1;
-      }
+    if (socket.outgoing.empty() && control_.size() >= control_room_) {
+      error_ = EAGAIN;
+      return -1;
     }
     const auto size = static_cast<int>(bytes.size());
     socket.outgoing.push_back(std::move(bytes));
     if ((flags & zmq::kSendMore) == 0) {
       Frames frames = std::move(socket.outgoing);
       socket.outgoing.clear();
-      if (&socket == &router_) {
-        const std::string client = frames.front();
-        frames.erase(frames.begin());
-        clients_[client].push_back(std::move(frames));
-      } else {
-        control_.push_back(std::move(frames));
-      }
+      control_.push_back(std::move(frames));
     }
     return size;
   }
@@ -284,8 +307,10 @@ class FakeZmq {
   std::mutex hook_mutex_;
   std::function<void(int)> before_poll_;
   std::function<void()> before_receive_;
-  Socket router_{this, {}, {}, {}, false};
   Socket pair_{this, {}, {}, {}, false};
+  bool clients_closed_ = false;
+  std::deque<Frames> inbox_;  // of clients: their name first
+  EventFd arrived_;           // there is something in it
   std::map<std::string, std::deque<Frames>> clients_;
   std::deque<Frames> control_;
   std::set<std::string> gone_;

@@ -91,9 +91,7 @@ ull::zmq::Api stoppable_api() {
 class LiveDaemon {
  public:
   explicit LiveDaemon(ull::ScriptedExecutor::Options script = {}) : harness(std::move(script), {}, false) {
-    ull::IoOptions options;
-    options.listen = {"fake://clients"};
-    io = std::make_unique<ull::Io>(harness.engine, stoppable_api(), &net, options);
+    io = std::make_unique<ull::Io>(harness.engine, stoppable_api(), &net, ull::IoOptions{}, net.clients());
     harness.engine.start();
     io->start();
     control_ = std::thread([this] { control(); });

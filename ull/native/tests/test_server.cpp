@@ -1,7 +1,10 @@
-// The local transport's socket against raw unix sockets: what clients may send, what they may cost, and how they end.
-#include "io/local_socket.h"
+// The clients' sockets against raw ones, mostly by the local transport's protocol: what clients may send, what they may
+// cost, and how they end. What is ZeroMQ's own is in test_zmtp.cpp.
+#include "io/server.h"
 
 #include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -23,8 +26,8 @@
 namespace {
 
 using namespace std::string_view_literals;
-using ull::LocalSocket;
 using ull::Sent;
+using Options = ull::Server::Options;
 
 const ull::zmq::Api kApi = ull::test::FakeZmq::api();
 const std::string kHello("ull1\0\0\0\0", 8);
@@ -122,28 +125,31 @@ struct Received {
 // The daemon's end, driven by the test as the io thread would.
 class Server {
  public:
-  explicit Server(const LocalSocket::Options& options = {}) : socket(kApi, options) { socket.listen(folder.path()); }
+  explicit Server(Options options = {}) : socket(kApi, here(std::move(options), folder.path())) {
+    kApi.msg_init(&message_.payload);
+    socket.open();
+  }
+  ~Server() { kApi.msg_close(&message_.payload); }
 
   // One round of the io thread; waits up to a millisecond for an event if there is nothing to do.
   std::optional<Received> turn() {
-    socket.tend();
-    while (const LocalSocket::Identity* identity = socket.gone()) {
-      gone.emplace_back(identity->begin(), identity->end());
+    const bool received = socket.receive(message_);
+    for (auto client = socket.gone(); !client.empty(); client = socket.gone()) {
+      gone.emplace_back(client.begin(), client.end());
       socket.pop_gone();
     }
-    const LocalSocket::Message* const message = socket.front();
-    if (message == nullptr) {
+    if (!received) {
       pollfd item{socket.fd(), POLLIN, 0};
       if (!socket.ready()) poll(&item, 1, 1);
       return std::nullopt;
     }
-    Received received{{message->client.begin(), message->client.end()},
-                      {message->payload.begin(), message->payload.end()},
-                      message->too_long,
-                      message->has_id,
-                      message->id};
-    socket.pop();
-    return received;
+    const auto client = message_.client();
+    const auto payload = ull::zmq::bytes(kApi, message_.payload);
+    return Received{{client.begin(), client.end()},
+                    {payload.begin(), payload.end()},
+                    message_.malformed == ull::kTooLong,
+                    message_.has_id,
+                    message_.id};
   }
   Received receive() {
     for (;;) {
@@ -158,8 +164,16 @@ class Server {
   }
 
   Folder folder;
-  LocalSocket socket;
+  ull::Server socket;
   std::vector<std::string> gone;
+
+ private:
+  static Options here(Options options, const std::string& path) {
+    options.local = {path};
+    return options;
+  }
+
+  ull::Incoming message_;
 };
 
 TEST(messages_and_answers) {
@@ -169,11 +183,8 @@ TEST(messages_and_answers) {
   peer.send(framed("request") + framed(""));
   const Received first = server.receive();
   CHECK_EQ(first.payload, "request");
-  REQUIRE(first.client.size() == LocalSocket::kIdentity);
+  REQUIRE(first.client.size() == ull::Server::kIdentity);
   CHECK_EQ(first.client.substr(0, 2), std::string("\0L", 2));
-  CHECK(LocalSocket::owns(bytes(first.client)));
-  CHECK(!LocalSocket::owns(bytes("client")));
-  CHECK(!LocalSocket::owns(bytes(std::string("\0L", 2))));
   CHECK_EQ(server.receive().payload, "");
   CHECK(server.send(first.client, "answer") == Sent::kOk);
   CHECK(server.send(first.client, "") == Sent::kOk);
@@ -181,6 +192,9 @@ TEST(messages_and_answers) {
   CHECK_EQ(peer.receive_message(), "answer");
   CHECK_EQ(peer.receive_message(), "");
   CHECK(server.send("nobody", "x") == Sent::kGone);
+  std::string other = first.client;
+  other[1] = 'Z';  // of another protocol
+  CHECK(server.send(other, "x") == Sent::kGone);
   CHECK(server.send(std::string("\0L\0\0\0\0\0\0\0\0", 10), "x") == Sent::kGone);
   CHECK(server.send(std::string("\0L\377\377\377\377\377\377\377\377", 10), "x") == Sent::kGone);
 }
@@ -256,22 +270,44 @@ TEST(a_client_that_announces_too_much_is_dropped) {
 }
 
 TEST(what_is_announced_and_not_sent_takes_no_room) {
-  ull::LocalInput input;
+  constexpr size_t kChunk = ull::Input::kChunk;
+  ull::Input input;
   CHECK_EQ(input.growth(), 0U);
-  const std::string header("\x00\x00\x00\x40", 4);  // a gigabyte
-  std::memcpy(input.room().data(), header.data(), 4);
-  input.add(4);
-  CHECK_EQ(input.capacity(), ull::LocalInput::kChunk);
+  input.want(size_t{1} << 30);
   while (input.filled() < 100'000) {
     const size_t growth = input.growth();
-    const size_t capacity = input.capacity();
+    const size_t large = input.large();
     const auto room = input.room();
-    CHECK_EQ(input.capacity(), capacity + growth);
+    CHECK_EQ(input.large(), large + growth - (large + growth < kChunk && growth == kChunk ? kChunk : 0));
     REQUIRE(!room.empty());
     input.add(std::min<size_t>(room.size(), 1000));
-    CHECK(input.capacity() <= std::max(2 * input.filled(), ull::LocalInput::kChunk));
+    CHECK(kChunk + input.large() <= std::max(2 * input.filled(), kChunk));
   }
-  CHECK(!input.complete());
+}
+
+TEST(input_is_taken_from_its_beginning) {
+  ull::Input input;
+  const auto feed = [&](size_t size, char byte) {
+    const auto room = input.room();
+    REQUIRE(room.size() >= size);
+    std::fill_n(room.begin(), size, static_cast<uint8_t>(byte));
+    input.add(size);
+  };
+  feed(4000, 'a');
+  input.drop(3999);
+  feed(96, 'b');  // to the chunk's end
+  input.want(200);
+  CHECK_EQ(input.growth(), 0U);
+  feed(3999, 'c');  // what is left has moved to the front
+  REQUIRE(input.filled() == 4096);
+  CHECK(input.bytes()[0] == 'a' && input.bytes()[1] == 'b' && input.bytes()[97] == 'c');
+  input.want(5000);
+  CHECK_EQ(input.growth(), 904U);  // never beyond the end of what is wanted
+  CHECK_EQ(input.room().size(), 904U);
+  input.add(904);
+  CHECK_EQ(input.large(), 904U);
+  input.drop(5000);
+  CHECK_EQ(input.large(), 0U);
 }
 
 TEST(wrong_hellos_are_dropped) {
@@ -289,7 +325,7 @@ TEST(wrong_hellos_are_dropped) {
 }
 
 TEST(a_hello_that_does_not_come_is_not_waited_for) {
-  Server server({.hello_ms = 50});
+  Server server({.handshake_ms = 50});
   Peer mute(server.folder.path(), false);
   Peer half(server.folder.path(), false);
   half.send("ull1");
@@ -332,28 +368,8 @@ TEST(a_send_finds_out_first) {
   const std::string client = server.receive().client;
   peer.reset();
   CHECK(server.send(client, "x") == Sent::kGone);
-  const LocalSocket::Identity* const gone = server.socket.gone();
-  REQUIRE(gone != nullptr);
-  CHECK_EQ(std::string(gone->begin(), gone->end()), client);
-}
-
-TEST(the_message_in_hand_outlives_its_client) {
-  Server server;
-  auto peer = std::make_unique<Peer>(server.folder.path());
-  peer->send(framed("request"));
-  const LocalSocket::Message* message = nullptr;
-  while ((message = server.socket.front()) == nullptr) server.socket.tend();
-  peer.reset();
-  while (server.socket.counts().clients > 0) server.socket.tend();
-  CHECK(server.socket.gone() == nullptr);
-  CHECK_EQ(std::string(message->payload.begin(), message->payload.end()), "request");
-  CHECK(server.socket.front() == message);
-  server.socket.pop();
-  CHECK(server.socket.front() == nullptr);
-  REQUIRE(server.socket.gone() != nullptr);
-  CHECK(*server.socket.gone() == message->client);
-  server.socket.pop_gone();
-  CHECK(server.socket.gone() == nullptr);
+  const auto gone = server.socket.gone();
+  CHECK_EQ(std::string(gone.begin(), gone.end()), client);
 }
 
 TEST(clients_take_turns) {
@@ -370,11 +386,11 @@ TEST(clients_take_turns) {
   CHECK(between <= 3);  // one before its event was seen, one in hand, one turn
 }
 
-TEST(while_a_message_is_in_hand_its_client_s_input_stays_in_the_kernel) {
+TEST(what_is_not_received_stays_in_the_kernel) {
   Server server;
   Peer peer(server.folder.path());
   peer.send(framed("first"));
-  while (server.socket.front() == nullptr) server.socket.tend();
+  (void)server.receive();
   const std::string more = framed(std::string(10'000, 'x'));
   size_t taken = 0;
   for (int stuck = 0; stuck < 50;) {  // the kernel takes some hundred kilobytes, and then no more
@@ -382,9 +398,10 @@ TEST(while_a_message_is_in_hand_its_client_s_input_stays_in_the_kernel) {
     taken += sent;
     stuck = sent == 0 ? stuck + 1 : 0;
     server.socket.tend();
-    CHECK_EQ(server.socket.front()->payload.size(), 5U);
     REQUIRE(taken < 16'000'000);
   }
+  CHECK(server.socket.ready());
+  CHECK_EQ(server.receive().payload.size(), 10'000U);
 }
 
 TEST(a_client_that_does_not_read_is_blocked_and_catches_up) {
@@ -550,13 +567,50 @@ TEST(a_file_that_was_deleted_is_made_again) {
   CHECK_EQ(server.receive().payload, "goes on");
 }
 
-TEST(paths_are_checked) {
+TEST(endpoints_are_checked) {
   Folder folder;
-  LocalSocket socket(kApi, {});
-  CHECK_THROWS(socket.listen(std::string(200, 'x')), std::runtime_error);
-  CHECK_THROWS(socket.listen("/nonexistent/s"), std::runtime_error);
-  socket.listen(folder.path());
-  CHECK_THROWS(socket.listen(folder.path()), std::runtime_error);
+  const auto refused = [](const std::string& endpoint, const std::string& why) {
+    try {
+      const ull::Listener listener(endpoint);
+      CHECK_EQ(endpoint, "refused");
+    } catch (const std::runtime_error& error) {
+      CHECK_EQ(std::string(error.what()), endpoint + ": " + why);
+    }
+  };
+  const ull::Listener path("ipc://" + folder.path());
+  CHECK(!path.tcp());
+  refused("ipc://" + folder.path(), "Address already in use");
+  refused("ipc://" + std::string(200, 'x'), "File name too long");
+  refused("ipc:///nonexistent/s", "No such file or directory");
+  for (const char* wrong : {"", "ipc://", "udp://127.0.0.1:1", "tcp://127.0.0.1", "tcp://127.0.0.1:", "tcp://:80",
+                            "tcp://127.0.0.1:x", "tcp://127.0.0.1:70000", "tcp://127.0.0.1:-1"}) {
+    refused(wrong, "Invalid argument");
+  }
+  CHECK_THROWS(ull::Listener("tcp://nobody.invalid:0"), std::runtime_error);
+  for (const char* free : {"tcp://127.0.0.1:*", "tcp://127.0.0.1:0", "tcp://lo:0"}) {
+    const ull::Listener listener(free);
+    CHECK(listener.tcp());
+    CHECK(listener.endpoint().starts_with("tcp://127.0.0.1:"));
+    CHECK(!listener.endpoint().ends_with(":0"));
+    refused(listener.endpoint(), "Address already in use");
+  }
+  CHECK(ull::Listener("tcp://*:0").endpoint().starts_with("tcp://0.0.0.0:"));
+  const ull::Listener abstract("ipc://@ull-test-" + std::to_string(getpid()));
+  CHECK(abstract.state() == ull::SocketFile::State::kOurs);
+}
+
+TEST(vanished_machines_are_noticed_by_the_kernel) {
+  const ull::Listener listener("tcp://127.0.0.1:0");
+  const auto option = [&](int level, int name) {
+    int value = -1;
+    socklen_t size = sizeof(value);
+    getsockopt(listener.fd(), level, name, &value, &size);
+    return value;
+  };
+  CHECK_EQ(option(SOL_SOCKET, SO_KEEPALIVE), 1);
+  CHECK(option(IPPROTO_TCP, TCP_KEEPIDLE) + option(IPPROTO_TCP, TCP_KEEPINTVL) * option(IPPROTO_TCP, TCP_KEEPCNT) <= 5);
+  CHECK_EQ(option(IPPROTO_TCP, TCP_USER_TIMEOUT), 5000);
+  CHECK_EQ(option(IPPROTO_TCP, TCP_NODELAY), 1);
 }
 
 // Streams cut and damaged anywhere, many at once: others are served, nothing is left behind.

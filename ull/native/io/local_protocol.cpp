@@ -1,0 +1,43 @@
+#include "io/local_protocol.h"
+
+namespace ull {
+namespace {
+
+constexpr std::array<uint8_t, 8> kHello{'u', 'l', 'l', '1', 0, 0, 0, 0};
+constexpr size_t kLength = 4;  // bytes before a payload
+
+}  // namespace
+
+std::span<const uint8_t> LocalProtocol::greeting() const noexcept { return kHello; }
+
+Step LocalProtocol::step(ProtocolState& state, std::span<const uint8_t> input) const noexcept {
+  using enum Step::Kind;
+  if (!state.open) {
+    const size_t seen = std::min(input.size(), kHello.size());
+    if (!std::equal(kHello.begin(), kHello.begin() + seen, input.begin())) return {.kind = kUnfit};
+    if (seen < kHello.size()) return {.wanted = kHello.size()};
+    state.open = true;
+    return {.kind = kOpened, .consumed = kHello.size()};
+  }
+  size_t at = 0;
+  if (!state.throwing) {
+    if (input.size() < kLength) return {.wanted = kLength};
+    const size_t size = input[0] | size_t{input[1]} << 8 | size_t{input[2]} << 16 | size_t{input[3]} << 24;
+    if (size > max_refused_) return {.kind = kUnfit};
+    const size_t needed = kLength + (size > max_message_ ? std::min(size, kLook) : size);
+    if (input.size() < needed) return {.wanted = needed};
+    if (size <= max_message_) return {.kind = kMessage, .consumed = needed, .payload = input.subspan(kLength, size)};
+    look_for_id(state, input.subspan(kLength));
+    throw_away(state, size, kTooLong);
+    at = kLength;
+  }
+  if (!thrown_away(state, input, at)) return {.consumed = at};
+  return refused(state, at);
+}
+
+size_t LocalProtocol::pack_header(size_t size, Header& header) const noexcept {
+  for (size_t i = 0; i < kLength; ++i) header[i] = static_cast<uint8_t>(size >> (8 * i));
+  return kLength;
+}
+
+}  // namespace ull
