@@ -2,8 +2,8 @@
 
 The peer is the least that ZeroMQ costs one way: two C processes, ROUTER and DEALER, same libzmq, same payload, the
 sender computing on while the message travels, as an engine does. It takes turns with ull in one run, sends at the
-engine's pace, and is placed as ull is: its sender on the engine's core, its libzmq threads where the daemon's are, its
-receiver where the client is. Clients stand aside (off the cores that READY says to avoid) or anywhere.
+engine's pace, and is placed as ull is: its sender on the engine's core, its libzmq threads where the daemon's io thread
+is, its receiver where the client is. Clients stand aside (off the cores that READY says to avoid) or anywhere.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def main() -> None:
             placement = client.info().executor["placement"]
             transports = TRANSPORTS if client.transport == "local" else ("zeromq",)
         clients = client_places(placement["avoid_cores"], allowed)
-        peer = Peer(placement["computing"][:1] or allowed, placement["libzmq"])
+        peer = Peer(placement["computing"][:1] or allowed, placement["io"])
         samples = measure(daemon, transports, peer, clients)
     checks = []
     for place in clients:

@@ -39,6 +39,7 @@ class FakeEngine:
         self.control_call = os.eventfd(0, os.EFD_NONBLOCK)
         self.beats = 0
         self.looks = 0
+        self.client_share = 1
 
     def beat(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -76,7 +77,7 @@ class FakeEngine:
 class Harness:
     """The io thread's end of the control socket."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, queue_depth: int = 2) -> None:
         write_tokenizer(directory)
         self.engine = FakeEngine()
         self.output = io.StringIO()
@@ -94,7 +95,7 @@ class Harness:
             Log(form="json", stream=self.output),
             engine_summary={},
             executor_summary={},
-            queue_depth=2,
+            queue_depth=queue_depth,
         )
 
     def send(self, request: wire.Request, identity: bytes = b"me") -> None:
@@ -507,6 +508,23 @@ def test_long_prompts_of_one_client_leave_room_for_another_s(harness: Harness) -
         go.set()
         await harness.until(lambda: len(harness.engine.submitted) == 2)
         assert not harness.plane._preparing_of
+
+    harness.run(body)
+
+
+def test_a_client_may_have_its_share_of_long_prompts(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, queue_depth=4)
+    harness.engine.client_share = 3  # more than half of the queue
+    _, go = hold_tokenizing(harness)
+
+    async def body() -> None:
+        for number in range(1, 5):
+            harness.send(wire.Generate(id=number, prompt=LONG))
+        refused = await harness.reply()
+        assert isinstance(refused, wire.Error) and (refused.id, refused.code) == (4, "busy")
+        assert refused.message == "3 long prompts of this client are being read"
+        go.set()
+        await harness.until(lambda: len(harness.engine.submitted) == 3)
 
     harness.run(body)
 

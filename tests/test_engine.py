@@ -110,6 +110,7 @@ def test_a_prompt_too_long_says_by_how_much(tmp_path: Path) -> None:
 def test_a_full_queue_a_draining_and_a_failed_engine_refuse(tmp_path: Path) -> None:
     script = {"tokens": ALPHABET, "round_ns": 1_000_000}
     with Rig(tmp_path, script, engine={"queue_depth": 1, "client_share": 2}) as rig:
+        assert rig.engine.client_share == 2
         client = rig.client(b"client")
         rig.submit(b"client", 1, PROMPT, max_tokens=4000)
         rig.submit(b"client", 2, PROMPT, max_tokens=3)

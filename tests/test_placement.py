@@ -56,10 +56,10 @@ def test_core_lists_read_like_the_kernel_s() -> None:
 
 def test_the_last_cores_compute_and_the_rest_keeps_off_them(claims: Claims) -> None:
     two = placed(claims(), 2)
-    assert (two.engine, two.computing, two.io, two.others, two.libzmq) == (1, (1,), -1, {0}, {0})
+    assert (two.engine, two.computing, two.io, two.others) == (1, (1,), -1, {0})
     sixteen = placed(claims(), 16, threads=8)
     assert sixteen.computing == (15, 14, 13, 12, 11, 10, 9, 8)
-    assert sixteen.others == sixteen.libzmq == {0, 2, 3, 4, 5, 6, 7}  # the other daemon computes on core 1
+    assert sixteen.others == {0, 2, 3, 4, 5, 6, 7}  # the other daemon computes on core 1
     for placement in (two, sixteen):
         assert placement.avoid == set(placement.computing)
         assert placement.cooperative and not placement.configured and placement.reason == ""
@@ -73,7 +73,7 @@ def test_without_a_core_to_spare_the_kernel_places(claims: Claims) -> None:
     assert off.reason == "placement is off"
     for placement, cores in ((one, {0}), (all_compute, {0, 1}), (off, {0, 1})):
         assert (placement.computing, placement.engine, placement.avoid) == ((), -1, set())
-        assert placement.others == placement.libzmq == cores and placement.cooperative
+        assert placement.others == cores and placement.cooperative
     assert claims().claim(1)  # what was not taken is nobody's
 
 
@@ -95,14 +95,14 @@ def test_a_team_that_does_not_fit_claims_nothing(claims: Claims) -> None:
 
 def test_configured_cores_are_taken_as_they_are(claims: Claims) -> None:
     given = placed(claims(), 8, threads=2, text="[engine]\ncores = [2, 3]\n[io]\ncore = 4")
-    assert (given.computing, given.io, given.libzmq, given.others) == ((2, 3), 4, {5}, {0, 1, 6, 7})
+    assert (given.computing, given.io, given.others) == ((2, 3), 4, {0, 1, 5, 6, 7})
     assert given.avoid == {2, 3, 4} and not given.cooperative
     engine_only = placed(claims(), 4, threads=2, text="[engine]\ncore = 1")
-    assert engine_only.computing == (1,) and engine_only.others == engine_only.libzmq == {0, 2, 3}
+    assert engine_only.computing == (1,) and engine_only.others == {0, 2, 3}
 
 
 def test_a_core_for_io_alone_leaves_the_engine_s_to_be_chosen(claims: Claims) -> None:
-    for allowed, engine, others in ((2, 0, {1}), (8, 6, {1, 2, 3, 4})):  # then core 0 is the first daemon's
+    for allowed, engine, others in ((2, 0, {1}), (8, 6, {1, 2, 3, 4, 5})):  # then core 0 is the first daemon's
         chosen = placed(claims(), allowed, text=f"[io]\ncore = {allowed - 1}")
         assert (chosen.engine, chosen.io, chosen.others) == (engine, allowed - 1, others)
         assert chosen.cooperative
@@ -110,7 +110,7 @@ def test_a_core_for_io_alone_leaves_the_engine_s_to_be_chosen(claims: Claims) ->
 
 def test_with_every_core_named_the_rest_shares_the_io_core(claims: Claims) -> None:
     both = placed(first := claims(), 2, text="[engine]\ncores = [0]\n[io]\ncore = 1")
-    assert both.others == both.libzmq == {1} and both.avoid == {0} and both.reason == ""
+    assert both.others == {1} and both.avoid == {0} and both.reason == ""
     first.release()
     all_engine = placed(claims(), 2, threads=2, text="[engine]\ncores = [0, 1]")
     assert all_engine.others == {0, 1} and all_engine.avoid == set()
@@ -161,7 +161,7 @@ def test_who_has_a_priority_lets_others_run_on_its_core(claims: Claims) -> None:
 def cores_by_thread(pid: int, *expected: str) -> dict[str, set[int]]:
     """Of each thread of a process, by name; threads of one name together. Waits until the `expected` have their name.
 
-    A thread gives itself its name, libzmq's after they have gone to their cores, ours before.
+    A thread of ours gives itself its name before it goes to its cores.
     """
     deadline = time.monotonic() + 60
     while True:
@@ -193,10 +193,10 @@ def holds_latency(daemon: Daemon) -> bool:
     return False
 
 
-def keeps_off(daemon: Daemon, core: int) -> None:
-    """The engine thread has `core` alone; no other thread of the daemon may run there, libzmq's least of all."""
+def keeps_off(daemon: Daemon, core: int, owner: str = "ull-engine") -> None:
+    """The thread `owner` has `core` alone; no other thread of the daemon may run there."""
     threads = cores_by_thread(daemon.pid, "ull-engine", "ull-io", "ull-watchdog", "ZMQbg/IO/0", "ZMQbg/Reaper")
-    assert threads.pop("ull-engine") == {core}
+    assert threads.pop(owner) == {core}
     assert not [name for name, cores in threads.items() if core in cores]
 
 
@@ -231,14 +231,10 @@ def test_everything_keeps_off_a_configured_engine_core(spawn: Spawn) -> None:
 
 
 @TWO_CORES
-def test_libzmq_s_threads_have_cores_of_their_own(
-    spawn: Spawn, placed_daemon: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ULL_TEST_LIBZMQ", str(CORES[-1]))
-    daemon = spawn(**placed_daemon)
-    threads = cores_by_thread(daemon.pid, "ZMQbg/IO/0", "ZMQbg/Reaper")
-    assert threads["ZMQbg/IO/0"] == threads["ZMQbg/Reaper"] == {CORES[-1]}
-    assert os.sched_getaffinity(daemon.pid) == set(CORES[:-1])
+def test_everything_keeps_off_an_io_core_that_others_need_not_share(spawn: Spawn) -> None:
+    daemon = spawn("--set", "placement=off", "--set", f"io.core={CORES[-1]}")  # with an engine's core it takes three
+    assert answered(daemon)["io"] == [CORES[-1]]
+    keeps_off(daemon, CORES[-1], "ull-io")
 
 
 def test_placement_off_leaves_every_thread_where_it_may_be(spawn: Spawn) -> None:
@@ -274,5 +270,5 @@ def test_priorities_reach_the_threads_that_they_are_for(spawn: Spawn) -> None:
     for task in Path(f"/proc/{daemon.pid}/task").iterdir():
         name, thread = (task / "comm").read_text().strip(), int(task.name)
         policy = os.sched_getscheduler(thread), os.sched_getparam(thread).sched_priority
-        wanted = {"ull-engine": (os.SCHED_RR, 3), "ull-io": (os.SCHED_RR, 4), "ZMQbg/IO/0": (os.SCHED_RR, 4)}
+        wanted = {"ull-engine": (os.SCHED_RR, 3), "ull-io": (os.SCHED_RR, 4)}
         assert policy == wanted.get(name, (os.SCHED_OTHER, 0)), name

@@ -189,6 +189,8 @@ class Engine:
     @property
     def queue_length(self) -> int: ...
     @property
+    def client_share(self) -> int: ...
+    @property
     def info(self) -> dict[str, Any]: ...
 
 class Io:
@@ -203,10 +205,11 @@ class Io:
         core: int = -1,
         cooperative: bool | None = None,
         idle: Idle = "adaptive",
-        send_hwm: int = 64,
         client_stall_ms: int = 250,
         max_message: int = 16 * 1024 * 1024,
         linger_ms: int = 1000,
+        ping_ms: int = 2000,
+        mute_ms: int = 5000,
         local: Sequence[str] = [],
     ) -> None: ...
     def start(self) -> None: ...

@@ -135,8 +135,8 @@ class IoConfig(msgspec.Struct, kw_only=True, frozen=True):
     priority: Annotated[
         int,
         _key(
-            "real-time priority (SCHED_RR) of the io thread and libzmq's: where they share a core, nobody keeps them "
-            "waiting; 0: none. It takes the right to one, as engine.priority does",
+            "real-time priority (SCHED_RR) of the io thread: where it shares a core, nobody keeps it waiting; 0: none. "
+            "It takes the right to one, as engine.priority does",
             ge=0,
             le=99,
         ),

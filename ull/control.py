@@ -73,7 +73,6 @@ class ControlPlane:
         self._receiver = MessageReceiver(socket)
         self._memory_tries = 0
         self._queue_depth = queue_depth
-        self._client_share = max(1, queue_depth // 2)  # long prompts of one client that are tokenized at a time
         self._started_ns = time.monotonic_ns()
         self._live: set[tuple[bytes, int]] = set()  # submitted, not yet ended
         self._preparing: dict[tuple[bytes, int], bool] = {}  # being tokenized -> cancelled meanwhile
@@ -242,8 +241,8 @@ class ControlPlane:
             return
         if len(self._preparing) >= self._queue_depth:
             raise self._busy("the queue is full")
-        if self._preparing_of[identity] >= self._client_share:
-            raise self._busy(f"{self._client_share} long prompts of this client are being read")
+        if self._preparing_of[identity] >= self._engine.client_share:
+            raise self._busy(f"{self._engine.client_share} long prompts of this client are being read")
         self._preparing[key] = False
         self._preparing_of[identity] += 1
         task = asyncio.ensure_future(self._prepare(identity, request, received_ns))

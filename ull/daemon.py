@@ -31,7 +31,6 @@ from ull.host import (
     check_address_space,
     loaded_libzmq,
     lock_memory,
-    move_libzmq,
     move_threads,
     prioritise,
     quick_wake_ups,
@@ -123,7 +122,7 @@ class Daemon:
         self._context = context
         claims = self._claim_sockets(exit_stack)
         exit_stack.callback(context.destroy, 0)
-        self._settle(bundle, context, exit_stack)
+        self._settle(bundle, exit_stack)
         tokenizer = Tokenizer(bundle.tokenizer_directory)
         self._signals.heed()
         executor = self._load_engine(bundle, exit_stack)
@@ -146,7 +145,7 @@ class Daemon:
         for path in (path for claim in claims for path in claim.paths):
             path.chmod(config.ipc_mode)
         if config.io.priority:
-            prioritise({"ull-io": 1, "ZMQbg/IO/0": 1}, config.io.priority, "io.priority")
+            prioritise({"ull-io": 1}, config.io.priority, "io.priority")
         if self._placement.configured:
             self._slow_wake_ups = exit_stack.enter_context(quick_wake_ups())
         start_ns = time.monotonic_ns() - started_ns
@@ -205,8 +204,8 @@ class Daemon:
                 exit_stack.callback(claims[-1].release)
         return claims
 
-    def _settle(self, bundle: Bundle, context: zmq.Context[zmq.Socket[bytes]], exit_stack: ExitStack) -> None:
-        """Decides where everything runs, takes this thread and libzmq's there, and keeps memory out of swap."""
+    def _settle(self, bundle: Bundle, exit_stack: ExitStack) -> None:
+        """Decides where everything runs, takes this thread there with all that it starts, keeps memory out of swap."""
         config, engine = self.config, self.config.engine
         self._threads = 1 if runs_on_gpu(bundle) else engine.threads or len(engine.cores) or auto_threads()
         claims, allowed = CoreClaims(), os.sched_getaffinity(0)
@@ -222,7 +221,6 @@ class Daemon:
         placement.check_priorities(engine, config.io)
         exit_stack.callback(move_threads, allowed)
         move_threads(placement.others)
-        move_libzmq(context, placement.libzmq)
         return_large_blocks()
         self._lock_memory()
 

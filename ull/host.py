@@ -59,12 +59,6 @@ def move_threads(cores: Collection[int]) -> None:
             os.sched_setaffinity(int(task.name), cores)
 
 
-def move_libzmq(context: zmq.Context[zmq.Socket[bytes]], cores: Collection[int]) -> None:
-    """Has `context` start its threads on `cores`; before its first socket, which starts them."""
-    for core in sorted(cores):
-        context.set(zmq.THREAD_AFFINITY_CPU_ADD, core)
-
-
 def prioritise(threads: dict[str, int], priority: int, key: str) -> None:
     """Gives threads of this process the real-time priority `priority` (SCHED_RR): `threads` says how many of each name.
 

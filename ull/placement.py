@@ -1,8 +1,8 @@
 """Which cores the daemon's threads run on: what the configuration says, and what is chosen where it says nothing.
 
-A token is late when whoever carries it (the io thread, libzmq's threads, the client) is woken on a core where an engine
-computes: the scheduler may let it wait there until the next tick, milliseconds later. So the computing threads get
-cores of their own as far as there are any, and all else stays off them.
+A token is late when whoever carries it (the io thread, the client) is woken on a core where an engine computes: the
+scheduler may let it wait there until the next tick, milliseconds later. So the computing threads get cores of their own
+as far as there are any, and all else stays off them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ class Placement:
 
     computing: tuple[int, ...]  # the engine thread's first; one alone if only that thread is pinned
     io: int  # of the io thread; -1: one of `others`
-    libzmq: frozenset[int]  # of libzmq's threads, which move bytes between io thread and sockets
     others: frozenset[int]  # of Python, and of every thread that is not named here
     configured: bool  # whether the engine's cores were given, not chosen
     reason: str = ""  # why the computing threads have no cores of their own, or share them
@@ -36,7 +35,7 @@ class Placement:
     def avoid(self) -> frozenset[int]:
         """The cores that clients on this machine should leave alone."""
         own = frozenset(self.computing) | ({self.io} if self.io >= 0 else frozenset())
-        return own - self.others - self.libzmq
+        return own - self.others
 
     @property
     def cooperative(self) -> bool:
@@ -46,11 +45,11 @@ class Placement:
     @property
     def io_shares(self) -> bool:
         """Whether the io thread may find another thread of the daemon on its core."""
-        return self.io < 0 or self.io in self.others | self.libzmq
+        return self.io < 0 or self.io in self.others
 
     def check_priorities(self, engine: EngineConfig, io: IoConfig) -> None:
         """Raises DaemonError where a thread with a real-time priority would never let others run on their core."""
-        if engine.priority and (not self.computing or set(self.computing) & (self.others | self.libzmq | {self.io})):
+        if engine.priority and (not self.computing or set(self.computing) & (self.others | {self.io})):
             raise DaemonError(
                 "engine.priority needs cores of the engine's own: name them with --cores, or set engine.priority = 0",
                 "engine.priority",
@@ -67,7 +66,6 @@ class Placement:
         return {
             "computing": list(self.computing),
             "io": [self.io] if self.io >= 0 else sorted(self.others),
-            "libzmq": sorted(self.libzmq),
             "others": sorted(self.others),
         }
 
@@ -156,13 +154,7 @@ def place(
     others = _first_not_empty(usable - set(computing) - io_core, usable - set(computing), usable)
     if configured and others & set(computing):
         reason = reason or f"no core is left for the rest of the daemon, which shares core {ranges(computing)}"
-    libzmq = others
-    if io_core and not io_core & others and len(others) > 1:
-        libzmq = frozenset({min(others, key=lambda core: (abs(core - io.core), core))})
-        others -= libzmq
-    return Placement(
-        computing=computing, io=io.core, libzmq=libzmq, others=others, configured=configured, reason=reason
-    )
+    return Placement(computing=computing, io=io.core, others=others, configured=configured, reason=reason)
 
 
 def ranges(cores: Collection[int]) -> str:

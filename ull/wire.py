@@ -1,8 +1,8 @@
 """The wire: one struct per message, as msgpack maps tagged by "type".
 
-A client's DEALER sends `[VERSION, payload]`, the daemon's ROUTER answers `[VERSION, payload]`. Unknown fields are
-ignored, so either side may grow. The io thread packs `token` and `done` natively (native/io/); the structs here are
-the same layout, frozen by golden bytes in tests/test_wire.py.
+A client's DEALER sends `[VERSION, payload]`, and so does the daemon, whose io thread speaks ZMTP as a ROUTER would.
+Unknown fields are ignored, so either side may grow. The io thread packs `token` and `done` natively (native/io/); the
+structs here are the same layout, frozen by golden bytes in tests/test_wire.py.
 
 Times are nanoseconds of CLOCK_MONOTONIC on the daemon's machine; 0 stands for "did not happen".
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_NEEDED = 6  # engine, io, the daemon's libzmq, the client, its libzmq, everything else
+_NEEDED = 5  # engine, io, the client, its libzmq, everything else
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ def client_cores(available: Sequence[int]) -> Cores:
     """Of `available`, in ascending order, the last ones; where there are too few, everything runs anywhere."""
     if len(available) < _NEEDED:
         return Cores(set(available), set(available), set(available), [])
-    *_, client_libzmq, client, _, io, engine = available  # the fifth, nearest to io's, becomes libzmq's by itself
+    *_, client_libzmq, client, io, engine = available
     spinning = ["--set=engine.idle=spin", "--set=io.idle=spin"]
     return Cores(
         daemon=set(available) - {client, client_libzmq},

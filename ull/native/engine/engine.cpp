@@ -243,9 +243,13 @@ uint64_t Engine::submit(const Submission& submission) {
   return ++submitted_;
 }
 
+int Engine::client_share() const noexcept {
+  return options_.client_share > 0 ? options_.client_share : std::max(1, options_.queue_depth / 2);
+}
+
 // Whether the queue and the client's share of it have a place left. Throws QueueFull.
 void Engine::check_room(std::span<const uint8_t> client) {
-  const int share = options_.client_share > 0 ? options_.client_share : std::max(1, options_.queue_depth / 2);
+  const int share = client_share();
   int taken = 0;
   for (uint32_t index = 0; index < shared_->slots; ++index) {
     const RequestSlot& slot = shared_->slot(index);

@@ -37,7 +37,7 @@ struct EngineOptions {
 
 // A request as the control plane hands it over; copied by submit().
 struct Submission {
-  std::span<const uint8_t> identity;  // 1 .. kMaxIdentity bytes: the client's ROUTER identity
+  std::span<const uint8_t> identity;  // 1 .. kMaxIdentity bytes that name the client
   uint64_t id = 0;                    // chosen by the client; unique among its requests in flight
   std::span<const int32_t> tokens;    // the prompt
   int32_t max_tokens = 0;
@@ -130,6 +130,7 @@ class Engine {
   void cancel_slot(uint32_t slot) noexcept;
 
   [[nodiscard]] int queue_length() const noexcept;  // submitted and waiting
+  [[nodiscard]] int client_share() const noexcept;  // requests that one client may have waiting or running
 
   // For the control plane: readable when it is to call beat(), which is its sign of life, and to look at health().
   [[nodiscard]] int control_call() const noexcept { return shared_->control_call.fd(); }

@@ -18,7 +18,7 @@
 namespace ull {
 
 inline constexpr int kMaxStopIds = 32;
-inline constexpr int kMaxIdentity = 255;  // bytes of a ROUTER identity
+inline constexpr int kMaxIdentity = 255;  // bytes that name a client
 
 enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kTimeout, kError };
 

@@ -165,8 +165,8 @@ void Io::idle() noexcept {
   shared_.io_duty.end_sleep(worked_ns_);
 }
 
-// Where libzmq's threads or clients run on this core, they may be waiting for it now: what has been sent is theirs, and
-// the scheduler lets them wait until this thread sleeps, or for its next tick. 0.6 us if nobody is.
+// Where clients or other threads of the daemon run on this core, they may be waiting for it now: what has been sent is
+// theirs, and the scheduler lets them wait until this thread sleeps, or for its next tick. 0.6 us if nobody is.
 void Io::give_way() noexcept {
   if (cooperative_) sched_yield();
 }

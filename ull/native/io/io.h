@@ -87,7 +87,8 @@ struct IoStats {
 
 class Io {
  public:
-  // `engine` must outlive this; `context` is a libzmq context. Throws std::invalid_argument naming the option.
+  // `engine` must outlive this; `context` is a libzmq context, for the PAIR. Throws std::invalid_argument
+  // naming the option.
   Io(Engine& engine, const zmq::Api& api, void* context, const IoOptions& options);
   // With another way to clients than sockets.
   Io(Engine& engine, const zmq::Api& api, void* context, const IoOptions& options, std::unique_ptr<Transport> clients);

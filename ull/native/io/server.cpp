@@ -154,7 +154,7 @@ void Server::accept_clients(int listener) noexcept {
       break;
     }
   }
-  set_alarm(monotonic_ns());
+  set_alarm();
 }
 
 void Server::greet(int fd, const Door& door) noexcept {
@@ -197,10 +197,11 @@ void Server::pause_listening() noexcept {
 void Server::tend() noexcept {
   epoll_event events[kEventBatch];
   const int count = epoll_wait(epoll_, events, kEventBatch, 0);
+  bool alarm = false;
   for (int i = 0; i < count; ++i) {
     const uint64_t tag = events[i].data.u64;
     if (tag == kAlarmTag) {
-      on_alarm();
+      alarm = true;
     } else if ((tag & kDoorTag) != 0) {
       accept_clients(static_cast<int>(tag & ~kDoorTag));
     } else if (Connection* const connection = find(tag); connection != nullptr) {
@@ -214,6 +215,8 @@ void Server::tend() noexcept {
       enqueue(*connection);
     }
   }
+  // Last: if this thread was held up, who has answered in time may be an event of the same batch.
+  if (alarm) on_alarm();
 }
 
 void Server::on_alarm() noexcept {
@@ -225,7 +228,8 @@ void Server::on_alarm() noexcept {
   for (Connection& connection : connections_) {
     if (connection.fd >= 0) look_at(connection, now);
   }
-  set_alarm(now);
+  looked_ns_ = now;
+  set_alarm();
 }
 
 // When a connection that stays silent is to be looked at; INT64_MAX: never.
@@ -237,11 +241,15 @@ int64_t Server::due_ns(const Connection& connection) const noexcept {
 }
 
 // Drops a connection that does not shake hands, or does not answer. One to which something was sent, or that has sent
-// what was not read yet, is not judged: a client that is paused still gets what it is owed. Of a client whose protocol
-// knows no ping only one that has never asked for anything is, which loses nothing.
+// what was not read yet, is not judged: a client that is paused still gets what it is owed, and one that nobody reads
+// while there is no room for requests is not to blame. Of clients whose protocol knows no ping only one that has never
+// asked for anything is judged: it loses nothing.
 void Server::look_at(Connection& connection, int64_t now) noexcept {
   if (due_ns(connection) > now) return;
-  if (connection.state == State::kHandshake) return drop(connection);
+  if (connection.state == State::kHandshake) {
+    if (!connection.queued) drop(connection);
+    return;
+  }
   if (connection.told || connection.queued || !connection.rest.empty()) {
     connection.told = false;
     connection.pinged = false;
@@ -255,12 +263,12 @@ void Server::look_at(Connection& connection, int64_t now) noexcept {
 }
 
 // For the earliest of what must not wait for an event.
-void Server::set_alarm(int64_t now) noexcept {
+void Server::set_alarm() noexcept {
   int64_t when = paused_until_ns_ != 0 ? paused_until_ns_ : INT64_MAX;
   for (const Connection& connection : connections_) {
     if (connection.fd >= 0) when = std::min(when, due_ns(connection));
   }
-  if (when != INT64_MAX) alarm_.set(std::max(when, now + kLeastAlarmNs));
+  if (when != INT64_MAX) alarm_.set(std::max(when, looked_ns_ + kLeastAlarmNs));
 }
 
 // ---- receiving ----------------------------------------------------------------------------------------------------

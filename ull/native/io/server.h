@@ -102,7 +102,7 @@ class Server final : public Transport {
   void greet(int fd, const Door& door) noexcept;
   void pause_listening() noexcept;
   void on_alarm() noexcept;
-  void set_alarm(int64_t now) noexcept;
+  void set_alarm() noexcept;
   [[nodiscard]] int64_t due_ns(const Connection& connection) const noexcept;
   void look_at(Connection& connection, int64_t now) noexcept;
 
@@ -145,6 +145,7 @@ class Server final : public Transport {
   size_t large_ = 0;   // bytes of input beyond chunks
   uint64_t growths_ = 0;
   uint64_t serial_ = 0;
+  int64_t looked_ns_ = 0;        // when silence was last looked for
   int64_t paused_until_ns_ = 0;  // nobody is accepted before; 0: anybody is
   std::vector<uint8_t> waste_;   // where bytes go that are thrown away
   Counts counts_;

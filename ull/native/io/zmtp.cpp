@@ -151,9 +151,10 @@ Step Zmtp::shake_hands(ProtocolState& state, Bytes input) noexcept {
     static constexpr auto kNull = literal("NULL\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0");
     static_assert(kNull.size() == kMechanismBytes);
     const size_t seen = input.size();
+    const Bytes mechanism = input.subspan(std::min(seen, kMechanism));
+    const size_t named = std::min(mechanism.size(), kMechanismBytes);
     if ((seen > 0 && input[0] != 0xff) || (seen > kSignatureEnd && input[kSignatureEnd] != 0x7f) ||
-        (seen > kMajor && input[kMajor] < 3) ||
-        (seen >= kMechanism + kMechanismBytes && !std::equal(kNull.begin(), kNull.end(), input.begin() + kMechanism))) {
+        (seen > kMajor && input[kMajor] < 3) || !std::equal(kNull.begin(), kNull.begin() + named, mechanism.begin())) {
       return {.kind = Kind::kUnfit};
     }
     if (seen < kGreeting) return {.wanted = kGreeting};

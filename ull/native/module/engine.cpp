@@ -214,6 +214,7 @@ void bind_engine(nb::module_& m) {
       .def("beat", &Engine::beat, "The control plane's sign of life; to be called when `control_call` is readable.")
       .def("end_beat", &Engine::end_beat, "The control plane ends and is watched no longer.")
       .def_prop_ro("queue_length", &Engine::queue_length, "Requests that wait.")
+      .def_prop_ro("client_share", &Engine::client_share, "Requests that one client may have waiting or running.")
       .def_prop_ro("control_call", &Engine::control_call,
                    "Descriptor that is readable when the control plane is to call beat() and look at health().")
       .def_prop_ro("info", &engine_info);

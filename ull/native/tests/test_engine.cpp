@@ -331,6 +331,7 @@ TEST(a_client_with_many_requests_lets_others_in_after_each) {
 TEST(a_client_may_take_its_share_of_the_queue) {
   for (const int share : {0, 3}) {
     Harness engine({.tokens = alphabet(), .hang_step = 0}, {.queue_depth = 6, .client_share = share});
+    CHECK_EQ(engine.engine.client_share(), 3);
     for (uint64_t id = 1; id <= 3; ++id) engine.submit(request_of(0, id));
     engine.wait_for_steps(1);
     CHECK_EQ(refusal(engine, request_of(0, 4)),
@@ -346,6 +347,7 @@ TEST(a_client_may_take_its_share_of_the_queue) {
     for (const uint64_t id : {1, 3, 4, 5, 6, 7, 8}) engine.wait(id);
   }
   Harness least({.tokens = alphabet()}, {.queue_depth = 0});
+  CHECK_EQ(least.engine.client_share(), 1);
   CHECK_EQ(refusal(least, request_of(0, 1)), "");
   least.wait(1);
 }
