@@ -15,7 +15,7 @@ namespace ull {
 
 inline constexpr std::string_view kWireVersion = "ull1";
 // The value of Incoming::malformed for a request that is longer than a message may be.
-inline constexpr const char* kTooLong = "too_long";
+inline constexpr char kTooLong[] = "too_long";
 
 // A message that is longer than it may be is thrown away and its request refused, up to this many bytes; beyond, its
 // connection is closed.
