@@ -18,7 +18,7 @@ std::span<const uint8_t> bytes(const std::string& text) {
 }
 
 // Clients with as much room as the test says.
-class ScriptedTransport final : public ull::Transport {
+class ScriptedClients final : public ull::Sender {
  public:
   ull::Sent send(std::span<const uint8_t> identity, std::span<const uint8_t> payload) noexcept override {
     const std::string client(identity.begin(), identity.end());
@@ -29,7 +29,6 @@ class ScriptedTransport final : public ull::Transport {
     got[client].emplace_back(payload.begin(), payload.end());
     return ull::Sent::kOk;
   }
-  ull::Received receive(ull::Incoming&) noexcept override { return ull::Received::kNothing; }
 
   std::map<std::string, int> room;
   std::map<std::string, std::vector<std::string>> got;
@@ -38,7 +37,7 @@ class ScriptedTransport final : public ull::Transport {
 };
 
 struct Fixture {
-  explicit Fixture(const ull::Outbox::Limits& limits = {}) : outbox(transport, limits) {}
+  explicit Fixture(const ull::Outbox::Limits& limits = {}) : outbox(clients, limits) {}
 
   void post(const std::string& client, const std::string& text, Kind kind = Kind::kReply) {
     outbox.post(kind, bytes(client), bytes(text), now);
@@ -54,17 +53,17 @@ struct Fixture {
     now = end;
   }
 
-  ScriptedTransport transport;
+  ScriptedClients clients;
   ull::Outbox outbox;
   int64_t now = 1'000 * kMs;
 };
 
 TEST(what_a_client_takes_at_once_waits_for_nothing) {
   Fixture f;
-  f.transport.room["a"] = 2;
+  f.clients.room["a"] = 2;
   f.post("a", "1");
   f.post("a", "2");
-  CHECK(f.transport.got["a"] == std::vector<std::string>({"1", "2"}));
+  CHECK(f.clients.got["a"] == std::vector<std::string>({"1", "2"}));
   CHECK_EQ(f.outbox.waiting(), 0U);
   CHECK_EQ(f.outbox.due_ns(), INT64_MAX);
   CHECK_EQ(f.outbox.counts(Kind::kReply).sent, 2U);
@@ -74,18 +73,18 @@ TEST(one_clients_messages_keep_their_order) {
   Fixture f;
   f.post("a", "1");
   f.post("a", "2", Kind::kDone);
-  f.transport.room["a"] = 1;
+  f.clients.room["a"] = 1;
   f.post("a", "3");                                    // there is room, but others came first
   CHECK(f.send("a", "token") == ull::Sent::kBlocked);  // ... also for what its sender keeps
-  CHECK(f.transport.got["a"].empty());
-  f.transport.room["b"] = 1;
+  CHECK(f.clients.got["a"].empty());
+  f.clients.room["b"] = 1;
   f.post("b", "other");  // nobody else is held up
-  CHECK_EQ(f.transport.got["b"].size(), 1U);
+  CHECK_EQ(f.clients.got["b"].size(), 1U);
   f.pass(kMs);
-  CHECK(f.transport.got["a"] == std::vector<std::string>({"1"}));
-  f.transport.room["a"] = 9;
+  CHECK(f.clients.got["a"] == std::vector<std::string>({"1"}));
+  f.clients.room["a"] = 9;
   f.pass(kMs);
-  CHECK(f.transport.got["a"] == std::vector<std::string>({"1", "2", "3"}));
+  CHECK(f.clients.got["a"] == std::vector<std::string>({"1", "2", "3"}));
   CHECK(f.send("a", "token") == ull::Sent::kOk);
   CHECK_EQ(f.outbox.counts(Kind::kReply).sent, 3U);
   CHECK_EQ(f.outbox.counts(Kind::kDone).sent, 1U);
@@ -101,16 +100,16 @@ TEST(a_stalled_client_gets_everything_when_it_reads_again) {
   f.pass(kMs);  // but not for longer
   CHECK(f.outbox.room());
   CHECK(f.outbox.settled());
-  const int tries = f.transport.tries;
+  const int tries = f.clients.tries;
   f.pass(60'000 * kMs);
-  CHECK(f.transport.tries - tries <= 60'000 / 50 + 1);
-  f.transport.room["a"] = 100;
+  CHECK(f.clients.tries - tries <= 60'000 / 50 + 1);
+  f.clients.room["a"] = 100;
   f.pass(50 * kMs);
-  CHECK_EQ(f.transport.got["a"].size(), 8U);
-  CHECK_EQ(f.transport.got["a"].back(), "7");
+  CHECK_EQ(f.clients.got["a"].size(), 8U);
+  CHECK_EQ(f.clients.got["a"].back(), "7");
   CHECK_EQ(f.outbox.counts(Kind::kDone).sent, 8U);
   CHECK_EQ(f.outbox.waiting(), 0U);
-  f.transport.room["a"] = 0;  // its next stall begins anew
+  f.clients.room["a"] = 0;  // its next stall begins anew
   for (int i = 0; i < 8; ++i) f.post("a", "again");
   CHECK(!f.outbox.room());
 }
@@ -120,11 +119,11 @@ TEST(a_client_that_reads_too_slowly_keeps_nobody_waiting) {
   Fixture f({.stall_ns = 250 * kMs, .waiting_bytes = 1000});
   for (int i = 0; i < 20; ++i) f.post("a", std::to_string(i));
   for (int i = 0; i < 5; ++i) {
-    f.transport.room["a"] = 1;
+    f.clients.room["a"] = 1;
     f.pass(100 * kMs);
   }
   CHECK(f.outbox.room());
-  CHECK_EQ(f.transport.got["a"].size(), 5U);
+  CHECK_EQ(f.clients.got["a"].size(), 5U);
   CHECK_EQ(f.outbox.waiting(), 15U);
 }
 
@@ -142,10 +141,10 @@ TEST(what_a_client_leaves_is_bounded_and_what_is_dropped_is_counted) {
   CHECK_EQ(f.outbox.waiting(), 6U);  // all of them together
   f.post("b", "x");
   CHECK_EQ(f.outbox.waiting(), 6U);
-  f.transport.room["a"] = f.transport.room["b"] = 100;
+  f.clients.room["a"] = f.clients.room["b"] = 100;
   f.pass(50 * kMs);
-  CHECK(f.transport.got["a"] == std::vector<std::string>({"0", "1", "2", "3"}));
-  CHECK(f.transport.got["b"] == std::vector<std::string>({"0", "1"}));
+  CHECK(f.clients.got["a"] == std::vector<std::string>({"0", "1", "2", "3"}));
+  CHECK(f.clients.got["b"] == std::vector<std::string>({"0", "1"}));
   CHECK_EQ(f.outbox.counts(Kind::kReply).dropped, 4U);
 }
 
@@ -153,7 +152,7 @@ TEST(what_waits_for_a_client_that_goes_away_is_given_up) {
   Fixture f;
   f.post("a", "1");
   f.post("a", "2", Kind::kDone);
-  f.transport.gone.insert("a");
+  f.clients.gone.insert("a");
   f.pass(kMs);
   CHECK_EQ(f.outbox.waiting(), 0U);
   CHECK(f.outbox.settled());
@@ -167,11 +166,11 @@ TEST(a_thousand_blocked_clients_are_tried_in_turns) {
   Fixture f({.stall_ns = kMs});
   for (int i = 0; i < 1000; ++i) f.post(std::to_string(i), "x");
   f.pass(100 * kMs);
-  const int tries = f.transport.tries;
+  const int tries = f.clients.tries;
   f.now += 1'000 * kMs;
   f.outbox.retry(f.now);
-  CHECK(f.transport.tries - tries <= 64);  // the rest waits for the next cycle
-  for (int i = 0; i < 1000; ++i) f.transport.room[std::to_string(i)] = 1;
+  CHECK(f.clients.tries - tries <= 64);  // the rest waits for the next cycle
+  for (int i = 0; i < 1000; ++i) f.clients.room[std::to_string(i)] = 1;
   f.pass(200 * kMs);
   CHECK_EQ(f.outbox.counts(Kind::kReply).sent, 1000U);
 }
