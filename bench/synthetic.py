@@ -66,7 +66,7 @@ def synthetic_bundle() -> Path:
         weights = writer.finish()
     files = {**tiny.manifest.files, WEIGHTS_FILE: weights}
     manifest = msgspec.structs.replace(
-        tiny.manifest, name="synthetic", model=model, precision=precision, quality=None, files=files
+        tiny.manifest, name="synthetic", model=model, precision=precision, quality=None, speculation=None, files=files
     )
     (staging / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
     staging.rename(path)
