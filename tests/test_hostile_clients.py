@@ -17,14 +17,8 @@ from native_rig import Rig
 from ull.client import Client
 
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f\3\0" + b"NULL".ljust(20, b"\0") + b"\0" * 32
+READY = b"\x04\x29\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
 PING = b"\x04\x07\x04PING\x00\x00"
-
-
-def ready(identity: bytes = b"") -> bytes:
-    """The handshake's second half, of a DEALER."""
-    body = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
-    body += b"\x08Identity" + struct.pack(">I", len(identity)) + identity
-    return b"\x04" + bytes([len(body)]) + body
 
 
 def message(payload: bytes) -> bytes:
@@ -32,14 +26,14 @@ def message(payload: bytes) -> bytes:
     return b"\x01\x04ull1" + b"\x00" + bytes([len(payload)]) + payload
 
 
-def connect(url: str, identity: bytes = b"") -> socket.socket:
+def connect(url: str) -> socket.socket:
     """A connection that has shaken hands and is free to do anything."""
     link = socket.socket(socket.AF_UNIX)
     link.settimeout(20)
     link.connect(url.removeprefix("ipc://"))
-    link.sendall(GREETING + ready(identity))
+    link.sendall(GREETING + READY)
     heard = b""
-    while len(heard) < len(GREETING) + 43:  # the daemon's own greeting and READY, before which it takes no message
+    while len(heard) < len(GREETING + READY):  # the daemon's own, as long
         heard += link.recv(4096)
     return link
 

@@ -122,7 +122,7 @@ class Client:
     silence_timeout: seconds after which a stream that hears nothing asks the daemon whether it still runs; without an
     answer within query_timeout, or with a no, it fails with ConnectionLost. No wait is without a limit.
     transport: "auto" takes the unix socket beside an ipc endpoint where the daemon offers it, which wakes one thread
-    per token instead of three, and ZeroMQ elsewhere; "local" and "zeromq" insist. Messages and answers are the same.
+    per token instead of two, and ZeroMQ elsewhere; "local" and "zeromq" insist. Messages and answers are the same.
     priority: 1 to 99 lets the kernel run this thread, and libzmq's for it, before all ordinary ones (SCHED_RR) until
     close(). Needs the right to (LimitRTPRIO=, `ulimit -r` or CAP_SYS_NICE); ConfigError without.
     context: the zmq context to use (default: the process's shared one).

@@ -316,12 +316,9 @@ class ControlPlane:
 
     def _gone(self, identity: bytes) -> None:
         """A client has hung up: nobody waits for what it asked for."""
-        for client, request_id in self._live:
+        for client, request_id in (*self._live, *self._preparing):
             if client == identity:
-                self._engine.cancel(client, request_id)
-        for client, request_id in self._preparing:
-            if client == identity:
-                self._preparing[client, request_id] = True
+                self._cancel(client, request_id)
 
     def _malformed(self, identity: bytes, reason: str, request_id: int | None = None) -> None:
         """Refuses what the io thread could not hand over: of a wrong shape, or too long."""

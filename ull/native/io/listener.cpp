@@ -7,13 +7,11 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
-#include <cstddef>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
@@ -31,7 +29,6 @@ constexpr int kUserTimeoutMs = 5000;
 
 union Address {
   sockaddr any;
-  sockaddr_un unix_;
   sockaddr_in v4;
   sockaddr_in6 v6;
 };
@@ -113,7 +110,7 @@ std::string describe_tcp(int fd) {
 Listener::Listener(const std::string& endpoint) : endpoint_(endpoint) {
   try {
     if (endpoint.starts_with(kIpc) && endpoint.size() > kIpc.size()) {
-      listen_ipc(std::string_view(endpoint).substr(kIpc.size()));
+      listen_ipc(endpoint.substr(kIpc.size()));
     } else if (endpoint.starts_with(kTcp)) {
       listen_tcp(std::string_view(endpoint).substr(kTcp.size()));
     } else {
@@ -140,17 +137,10 @@ Listener::Listener(Listener&& other) noexcept
       bound_again_(other.bound_again_),
       told_bound_again_(other.told_bound_again_) {}
 
-void Listener::listen_ipc(std::string_view path) {
-  Address address{};
-  address.unix_.sun_family = AF_UNIX;
-  if (path.size() >= sizeof(address.unix_.sun_path)) fail(ENAMETOOLONG);
-  path.copy(address.unix_.sun_path, path.size());
-  const bool abstract = path.front() == '@';
-  if (abstract) address.unix_.sun_path[0] = '\0';
-  const size_t size = abstract ? offsetof(sockaddr_un, sun_path) + path.size() : sizeof(address.unix_);
-  fd_ = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  if (fd_ < 0 || bind(fd_, &address.any, static_cast<socklen_t>(size)) != 0 || listen(fd_, kBacklog) != 0) fail(errno);
-  if (!abstract) file_.emplace(std::string(path));
+void Listener::listen_ipc(const std::string& path) {
+  fd_ = listen_unix(path, std::nullopt);
+  if (fd_ < 0) fail(errno);
+  if (!path.starts_with('@')) file_.emplace(path);
 }
 
 // Options of the listening socket are those of each connection.

@@ -35,7 +35,7 @@ class Listener {
   void told() noexcept;
 
  private:
-  void listen_ipc(std::string_view path);
+  void listen_ipc(const std::string& path);
   void listen_tcp(std::string_view address);
 
   int fd_ = -1;

@@ -123,21 +123,22 @@ void Server::look_at_files() noexcept {
   }
 }
 
-bool Server::news(EndpointNews& news) noexcept {
-  for (const Door& door : doors_) {
-    if (door.protocol != &zmtp_ || door.listener.news().empty()) continue;
-    news = {door.listener.endpoint(), door.listener.news()};
-    return true;
+// The first listener of ZeroMQ's whose file has changed without anybody having been told; null: none.
+Listener* Server::untold() noexcept {
+  for (Door& door : doors_) {
+    if (door.protocol == &zmtp_ && !door.listener.news().empty()) return &door.listener;
   }
-  return false;
+  return nullptr;
+}
+
+bool Server::news(EndpointNews& news) noexcept {
+  const Listener* const listener = untold();
+  if (listener != nullptr) news = {listener->endpoint(), listener->news()};
+  return listener != nullptr;
 }
 
 void Server::pop_news() noexcept {
-  for (Door& door : doors_) {
-    if (door.protocol != &zmtp_ || door.listener.news().empty()) continue;
-    door.listener.told();
-    return;
-  }
+  if (Listener* const listener = untold()) listener->told();
 }
 
 void Server::accept_clients(int listener) noexcept {

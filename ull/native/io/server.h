@@ -98,6 +98,7 @@ class Server final : public Transport {
 
   void watch(int fd, uint64_t tag, uint32_t events, int operation) noexcept;
   void watch_door(const Door& door) noexcept;
+  [[nodiscard]] Listener* untold() noexcept;
   void accept_clients(int listener) noexcept;
   void greet(int fd, const Door& door) noexcept;
   void pause_listening() noexcept;

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstddef>
 
 namespace ull {
 namespace {
@@ -13,6 +14,32 @@ constexpr int kBacklog = 256;
 constexpr mode_t kModeBits = 0777;
 
 }  // namespace
+
+int listen_unix(const std::string& path, std::optional<mode_t> mode) noexcept {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof(address.sun_path)) {
+    errno = ENAMETOOLONG;
+    return -1;
+  }
+  path.copy(address.sun_path, path.size());
+  const bool abstract = path.starts_with('@');
+  if (abstract) address.sun_path[0] = '\0';
+  const size_t size = abstract ? offsetof(sockaddr_un, sun_path) + path.size() : sizeof(address);
+  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (fd < 0) return -1;
+  // The file's mode is the socket's without the bits of the umask: nobody gets in before it is as it should be, and a
+  // umask that is too strict is made good afterwards.
+  if ((mode && fchmod(fd, *mode) != 0) ||
+      bind(fd, reinterpret_cast<const sockaddr*>(&address), static_cast<socklen_t>(size)) != 0 ||
+      (mode && chmod(path.c_str(), *mode) != 0) || listen(fd, kBacklog) != 0) {
+    const int error = errno;
+    close(fd);
+    errno = error;
+    return -1;
+  }
+  return fd;
+}
 
 SocketFile::State SocketFile::look() noexcept {
   struct stat found{};
@@ -23,25 +50,12 @@ SocketFile::State SocketFile::look() noexcept {
 }
 
 int SocketFile::bind_again() noexcept {
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  if (path_.size() >= sizeof(address.sun_path)) {
-    errno = ENAMETOOLONG;
-    return -1;
-  }
-  path_.copy(address.sun_path, path_.size());
-  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  if (fd < 0) return -1;
-  // The file's mode is the socket's without the bits of the umask: nobody gets in before it is as it should be, and a
-  // umask that is too strict is made good afterwards.
-  if (fchmod(fd, mode_) != 0 || bind(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0 ||
-      chmod(path_.c_str(), mode_) != 0 || listen(fd, kBacklog) != 0 || !adopt()) {
-    const int error = errno;
-    close(fd);
-    errno = error;
-    return -1;
-  }
-  return fd;
+  const int fd = listen_unix(path_, mode_);
+  if (fd < 0 || adopt()) return fd;
+  const int error = errno;
+  close(fd);
+  errno = error;
+  return -1;
 }
 
 bool SocketFile::adopt() noexcept {

@@ -3,10 +3,15 @@
 
 #include <sys/stat.h>
 
+#include <optional>
 #include <string>
 #include <string_view>
 
 namespace ull {
+
+// A listening socket, non-blocking, at a path that does not exist, or at @name in the abstract namespace. Its file has
+// the mode that the umask leaves, or `mode`. -1: errno says why not.
+[[nodiscard]] int listen_unix(const std::string& path, std::optional<mode_t> mode) noexcept;
 
 class SocketFile {
  public:
@@ -21,8 +26,7 @@ class SocketFile {
 
   // Looks at the file; costs one system call.
   [[nodiscard]] State look() noexcept;
-  // A listening socket, non-blocking, with a new file of the old one's mode, which is ours from now on. -1: errno says
-  // why not.
+  // A listening socket with a new file of the old one's mode, which is ours from now on. -1: errno says why not.
   [[nodiscard]] int bind_again() noexcept;
 
   [[nodiscard]] const std::string& path() const noexcept { return path_; }

@@ -24,7 +24,6 @@ Api load(const std::string& path) {
   find(api.msg_init, "zmq_msg_init");
   find(api.msg_init_size, "zmq_msg_init_size");
   find(api.msg_close, "zmq_msg_close");
-  find(api.msg_move, "zmq_msg_move");
   find(api.msg_recv, "zmq_msg_recv");
   find(api.msg_send, "zmq_msg_send");
   find(api.msg_more, "zmq_msg_more");

@@ -42,7 +42,6 @@ struct Api {
   int (*msg_init)(Message* message);
   int (*msg_init_size)(Message* message, size_t size);  // ENOMEM
   int (*msg_close)(Message* message);
-  int (*msg_move)(Message* target, Message* source);  // the source is empty afterwards
   int (*msg_recv)(Message* message, void* socket, int flags);
   int (*msg_send)(Message* message, void* socket, int flags);
   int (*msg_more)(const Message* message);

@@ -57,11 +57,6 @@ class FakeZmq {
       content(message) = nullptr;
       return 0;
     };
-    api.msg_move = [](zmq::Message* target, zmq::Message* source) {
-      delete content(target);
-      content(target) = std::exchange(content(source), nullptr);
-      return 0;
-    };
     api.msg_recv = [](zmq::Message* message, void* socket, int) {
       return of(socket).net->receive(message, of(socket));
     };
