@@ -24,7 +24,7 @@ from ull.gpu import tensorrt_library
 from ull.plans import segment_names
 from ull_build.checkpoint import Checkpoint
 from ull_build.progress import PlainReporter, Reporter
-from ull_build.tensorrt.monitor import Phases
+from ull_build.tensorrt.monitor import Phases, make_monitor
 from ull_build.tensorrt.plans import INSPECTOR_FILE, LOG_FILE, BuiltPlans, build_plans
 from ull_build.tensorrt.timing_cache import require_timing_cache, save_timing_cache
 from ull_build.tensorrt.weights import SegmentWeights
@@ -191,17 +191,27 @@ def test_nested_phases_become_one_fraction() -> None:
     assert phases.fraction() == 0.25
 
 
-def test_ctrl_c_stops_the_build_and_leaves_the_cache(make: Any, tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_build_and_leaves_the_cache(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SIGINT in the middle of a segment: TensorRT is told, comes back, and nothing of it goes on."""
     cache = tmp_path / "model.timing"
     make("first")
     before = cache.read_bytes()
     sent = threading.Event()
+    segments: list[threading.Event] = []  # each one's request to stop
+
+    def watched(trt: Any, cancelled: threading.Event, report: Any) -> Any:
+        segments.append(cancelled)
+        return make_monitor(trt, cancelled, report)
 
     def interrupt() -> None:
         if reporter.done > 150 and not sent.is_set():
             sent.set()
             os.kill(os.getpid(), signal.SIGINT)
+            assert segments[-1].wait(60)  # the main thread may be slow to hear of it: the segment is not to end before
+
+    monkeypatch.setattr("ull_build.tensorrt.plans.make_monitor", watched)
 
     reporter = Recorder(interrupt)
     with pytest.raises(KeyboardInterrupt):
