@@ -166,4 +166,13 @@ void begin_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barr
   maybe_let_others_run();
 }
 
+void prefetch(const void* global, uint32_t bytes, Site site) {
+  if (bytes == 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) {
+    fail_at(site, "a prefetch of %u bytes from %p: size and address must be multiples of 16", bytes, global);
+  }
+  const auto* source = static_cast<const volatile unsigned char*>(global);
+  for (uint32_t i = 0; i < bytes; i += 16) (void)source[i];
+  (void)source[bytes - 1];
+}
+
 }  // namespace ull::emulator

@@ -13,6 +13,7 @@ void invalidate_mbarrier(uint64_t* barrier, Site site);
 void arrive_mbarrier(uint64_t* barrier, uint32_t bytes, Site site);
 void wait_mbarrier(const uint64_t* barrier, uint32_t parity, Site site);
 void begin_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier, Site site);
+void prefetch(const void* global, uint32_t bytes, Site site);  // reads it: what cannot be read must not be fetched
 
 // A bulk copy of the block whose end nobody has waited for; null if there is none.
 const Site* unfinished_copy();

@@ -232,6 +232,9 @@ inline void bulk_copy(void* shared, const void* global, uint32_t bytes, Barrier*
 inline void bulk_copy_stream(void* shared, const void* global, uint32_t bytes, Barrier* barrier, ULL_SITE_PARAMETERS) {
   emulator::begin_copy(shared, global, bytes, barrier, ULL_SITE);
 }
+inline void bulk_prefetch_stream(const void* global, uint32_t bytes, ULL_SITE_PARAMETERS) {
+  emulator::prefetch(global, bytes, ULL_SITE);
+}
 
 }  // namespace ull::arch
 

@@ -262,6 +262,14 @@ ULL_DEVICE void bulk_copy_stream(void* shared, const void* global, uint32_t byte
       : "memory");
 }
 
+// Has L2 fetch `bytes` (a multiple of 16, from an address aligned to 16) of what is read once, for a bulk copy that
+// comes soon. Nothing completes, and nothing waits for it.
+ULL_DEVICE void bulk_prefetch_stream(const void* global, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global), "r"(bytes),
+               "l"(kEvictFirst)
+               : "memory");
+}
+
 }  // namespace ull::arch
 
 #endif  // ULL_EMULATOR
