@@ -79,14 +79,13 @@ wheel: $(VENV)/.installed-test  ## build a wheel into .cache/wheel and check wha
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir .cache/wheel .
 	$(BIN)/python tests/wheel_contents.py .cache/wheel/ull-*.whl
 
-h200:  ## on an H200: install, GPU tests, benchmark; one table, one JSON report
+# In two commands of nine minutes; without ULL_H200_STEPS one behind the other.
+h200:  ## on an H200: ULL_H200_STEPS=correctness make h200, then ULL_H200_STEPS=figures make h200; one JSON report
 	bash bench/h200/run.sh
 
-h200-wheels: $(VENV)/.created  ## fetch what `make h200` needs where no package registry is reached (into .wheels/)
-	rm -rf .wheels
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
-	  --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_26_x86_64 --platform manylinux_2_17_x86_64 \
-	  --platform manylinux2014_x86_64 --dest .wheels pyzmq msgspec
+PYTHON312 ?= python3.12
+h200-wheels: $(VENV)/.created  ## packages and a native module for `make h200` without a registry (.wheels/; PYTHON312)
+	$(BIN)/python bench/h200/wheels.py $(PYTHON312)
 
 install: $(VENV)/.installed  ## create .venv and install ull into it
 

@@ -1,6 +1,7 @@
 """bench/h200 without a GPU: what a run that fails, hangs or runs out of time leaves behind."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,21 @@ from conftest import ROOT
 sys.path.append(str(ROOT / "bench"))
 sys.path.append(str(ROOT / "bench/h200"))
 
+import measure
+import numpy as np
 from cores import client_cores
+from floor import kv_bytes, prompt_operations
 from journal import Report, Run
-from shapes import LARGE, LAST_STEPS, STEPS
-from tables import checks, headline
+from rich.console import Console
+from rounds import Times
+from run import Session, Step, begin
+from shapes import FIRST_STEPS, LARGE, LAST_STEPS, MIDDLE, STEPS, repeats
+from steps import BY_DEFAULT, GROUPS, chosen
+from tables import checks, headline, print_checks, print_persistent, print_prompts, print_rounds
+from work import prompt_row, row
 
 import report as bench_report
+from ull.bundle import Model, Rope
 from ull.config import parse_config
 from ull.launch import _overrides, _parser
 from ull.placement import CoreClaims, place
@@ -86,29 +96,40 @@ def test_a_report_goes_on_where_it_was(start: Start) -> None:
 
 
 def test_large_contexts_are_cut_before_the_points_of_the_issue() -> None:
-    first = [(step.shape.arch, tuple(step.points)) for step in STEPS[:3]]
+    first = [(step.shape.arch, tuple(step.points)) for step in FIRST_STEPS if step.points]
     assert first == [
         ("llama-3.1-8b", ((1, 128), (16, 128), (64, 128))),
         ("llama-3.2-1b", ((1, 128), (16, 128), (64, 128))),
         ("llama-3.3-70b", ((1, 128),)),
     ]
     assert LAST_STEPS[-1].shape is LARGE and not LAST_STEPS[-1].points
-    points = [(step.shape.arch, *point) for step in STEPS for point in step.points]
+    points = [(step.shape.arch, *point) for step in (*FIRST_STEPS, *STEPS) for point in step.points]
     assert len(points) == len(set(points)) == 16 + 16 + 6
+
+
+def test_prompts_of_8b_are_measured_before_anything_else_but_its_rounds() -> None:
+    assert FIRST_STEPS[1].shape is MIDDLE and FIRST_STEPS[1].prompts == (128, 1024, 8192)
+    assert [step.kind for step in FIRST_STEPS] == ["rounds", "prefill", "rounds", "rounds"]
+    assert [repeats(tokens) for tokens in (128, 1024, 8192)] == [20, 16, 3]
+    # 12 s to load; 21 x 2, 17 x 16 and 4 x 128 passes of 2.24 ms, each taken for three times that long
+    assert FIRST_STEPS[1].estimate_s == pytest.approx(12 + (42 + 272 + 512) * 2 * 2.24e-3 * 1.5)
 
 
 def test_a_part_of_the_points_is_checked() -> None:
     point = {"tree": 1, "context": 128, "median_ms": 2.0, "us_per_layer_above_floor": 4.0, "gap_us": {"p50": 1.0}}
     shapes = [
         {"arch": "llama-3.1-8b", "points": [point, {"tree": 64, "context": 128, "median_ms": 3.0}]},
-        {"arch": "llama-3.2-1b", "points": []},
+        {"arch": "llama-3.2-1b", "points": [], "prefill": [{"tokens": 1024, "median_ms": 12.0}]},
     ]
     found = {check.name: check.ok for check in checks(shapes, None)}
+    unlimited = next(check for check in checks(shapes, None) if check.name == "llama-3.2-1b prefill of 1024")
+    assert (unlimited.value, unlimited.unit, unlimited.must, unlimited.goal) == (12.0, "ms", None, None)
     assert found == {
         "llama-3.1-8b T=1": True,
         "llama-3.1-8b above the floor": True,
         "llama-3.1-8b round to round": True,
         "8B verify T=64": False,
+        "llama-3.2-1b prefill of 1024": True,
     }
     assert headline([]) == "nothing was measured"
 
@@ -133,3 +154,306 @@ def test_the_commit_needs_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench_report.environment()["commit"] == "unknown"
     monkeypatch.setenv("ULL_COMMIT", "abc123")
     assert bench_report.environment()["commit"] == "abc123"
+
+
+# ---- what is measured against ---------------------------------------------------------------------------------------
+
+
+def model(windows: list[int]) -> Model:
+    """Of 8 heads of 16 on 2 of keys and values, 64 wide, 96 inside."""
+    return Model(
+        architecture="llama",
+        hidden=64,
+        layers=len(windows),
+        heads=8,
+        kv_heads=2,
+        head_dim=16,
+        intermediate=96,
+        vocabulary=256,
+        tokenizer_vocabulary=256,
+        context=4096,
+        rms_epsilon=1e-5,
+        tied_embeddings=False,
+        qk_norm=False,
+        rope=Rope(theta=10000.0),
+        windows=windows,
+    )
+
+
+@pytest.mark.parametrize(
+    ("windows", "kv", "context", "nbytes"),
+    [
+        ([0, 0], "bf16", 0, 0),
+        ([0, 0], "bf16", 100, 25_600),  # 2 layers x keys and values of 2 heads of 16 x 2 bytes x 100 tokens
+        ([0, 0], "fp8", 100, 12_800),
+        ([0, 64], "bf16", 100, 20_992),  # 128 bytes x (100 + 64) tokens
+        ([0, 64], "bf16", 50, 12_800),  # a window that is not full yet
+        ([32, 64], "fp8", 4096, 6_144),  # 64 bytes x (32 + 64) tokens
+    ],
+)
+def test_the_cache_is_a_part_of_the_floor(windows: list[int], kv: str, context: int, nbytes: int) -> None:
+    assert kv_bytes(model(windows), kv, context) == nbytes
+
+
+def test_an_8b_model_reads_a_gigabyte_of_cache_at_8192_tokens() -> None:
+    from ull_build.shapes import shape_model
+
+    assert kv_bytes(shape_model("llama-3.1-8b"), "bf16", 8192) == 2 * 32 * 8 * 128 * 2 * 8192 == 1_073_741_824
+
+
+def test_the_operations_of_a_prompt() -> None:
+    # A layer's weights: (128 + 64) x 64 for q, k and v, 128 x 64 behind attention, 3 x 64 x 96: 38,912 of two
+    # operations a token. Attention: 4 x 128 a token that is seen: 1 + 2 + 3, and 1 + 2 + 2 in a window of two.
+    assert prompt_operations(model([0]), 3) == 2 * 3 * 38_912 + 512 * 6 == 236_544
+    assert prompt_operations(model([2]), 3) == 2 * 3 * 38_912 + 512 * 5
+    from ull_build.shapes import shape_model
+
+    a_token = prompt_operations(shape_model("llama-3.1-8b"), 1)
+    assert a_token == 13_958_643_712 + 32 * 4 * 4096
+
+
+def times(period: list[int]) -> Times:
+    values = np.array(period, dtype=np.int64)
+    return Times(values, values // 100, np.append(values, values[-1]) - values[0] // 100, 2e6)
+
+
+def test_a_point_says_what_weights_and_what_cache_it_reads() -> None:
+    found = row(times([2_000_000, 2_100_000, 1_900_000]), 6_000_000_000, 2_000_000_000, 32, bandwidth=4e12)
+    assert (found["weight_bytes"], found["kv_bytes"]) == (6_000_000_000, 2_000_000_000)
+    assert found["floor_ms"] == pytest.approx(2.0) and found["median_ms"] == pytest.approx(2.0)
+    assert found["share_of_read_bandwidth"] == pytest.approx(1.0)
+    assert found["us_per_layer_above_floor"] == pytest.approx(0.0)
+    assert found["mean_ms_by_events"] == pytest.approx(2.0)
+
+
+def test_a_timer_that_does_not_move_ends_no_run() -> None:
+    still = Times(np.array([32, 32]), np.array([32, 32]), np.array([32, 32, 32]), 1.0)
+    assert still.timer_step_ns is None
+    assert Times(np.array([64, 96]), np.array([32, 32]), np.array([128, 32, 32]), 1.0).timer_step_ns == 32
+    assert Times(np.array([]), np.array([]), np.array([7]), 1.0).timer_step_ns is None
+
+
+def test_the_figures_of_a_prompt() -> None:
+    from rounds import Prompts
+
+    prompts = Prompts(np.array([50.0, 52.0, 51.0]), np.array([50.5, 52.5, 51.5]))
+    found = prompt_row(prompts, 1024, nbytes=102_000_000_000, operations=14_280_000_000_000, bandwidth=4e12)
+    assert (found["median_ms"], found["slowest_ms"], found["median_ms_seen_by_host"]) == (51.0, 52.0, 51.5)
+    assert found["tokens_per_s"] == pytest.approx(1024 / 0.051)
+    assert found["floor_ms"] == pytest.approx(25.5) and found["share_of_read_bandwidth"] == pytest.approx(0.5)
+    assert found["tflop_per_s"] == pytest.approx(280.0)
+
+
+def test_the_tables_take_any_part_of_a_report() -> None:
+    from rounds import Prompts
+
+    point = {"tree": 1, "context": 128, **row(times([2_000_000, 2_000_000]), 7_000_000_000, 16_777_216, 32, 4e12)}
+    still = {**point, "context": 8192, "timer_step_ns": None}
+    prompt = prompt_row(Prompts(np.array([51.0]), np.array([51.5])), 1024, 10**11, 10**13, 4e12)
+    compared = {"tokens": 64, "distinct": 60, "same": False}
+    shape = {"arch": "llama-3.1-8b", "points": [point, still], "prefill": [prompt], "persistent_compared": compared}
+    console = Console(width=132, record=True, quiet=False)
+    with console.capture() as said:
+        print_rounds(console, {"shapes": [shape]})
+        print_prompts(console, [shape])
+        print_persistent(console, [shape])
+        print_checks(console, checks([shape], None))
+    text = said.get()
+    for words in ("weights MB", "7000", "KV MB", " 17 ", "1024", "51.000", "DIFFERENT", "prefill of 1024", "two CUDA"):
+        assert words in text, words
+    with console.capture() as said:
+        print_prompts(console, [{"arch": "llama-3.1-8b", "points": []}])
+    assert not said.get()
+
+
+# ---- the steps ------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_chosen_by_name_and_by_group() -> None:
+    assert chosen("") == {group: GROUPS[group] for group in BY_DEFAULT} and BY_DEFAULT == ("correctness", "figures")
+    assert chosen(" correctness ") == {"correctness": GROUPS["correctness"]}
+    assert chosen("prefill,kernels, pytorch") == {"correctness": ("kernels", "pytorch"), "figures": ("prefill",)}
+    assert chosen("figures,client") == {"figures": GROUPS["figures"]}
+    with pytest.raises(ValueError, match=r"no step prefil, x; there are correctness \(build, kernels, .*figures \("):
+        chosen("prefil,kernels,x")
+
+
+def test_an_unknown_step_is_refused_at_once(tmp_path: Path) -> None:
+    command = ["bash", str(ROOT / "bench/h200/run.sh"), str(tmp_path / "report.json")]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "ULL_H200_STEPS": "correctness,tables"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 2 and "there is no step tables" in result.stdout
+    assert not (tmp_path / "report.json").exists()
+
+
+def step(name: str, code: str, needs_s: float = 0.0, limit_s: float = 60.0, **more: Any) -> Step:
+    return Step(name, needs_s, limit_s, lambda limit_s: [sys.executable, "-S", "-c", code, str(limit_s)], **more)
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Session:
+    (tmp_path / "out").mkdir()
+    return Session(tmp_path / "cache/report.json", tmp_path / "out/report.json", 60.0)
+
+
+def reported(session: Session) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(session._copy.read_text())
+    assert found == json.loads(session.report.read_text())
+    return found
+
+
+def test_a_step_that_fails_or_hangs_costs_itself_alone(session: Session) -> None:
+    hang = (
+        "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).wait()"
+    )
+    assert not session.do(step("one", "raise SystemExit(3)"))
+    assert not session.do(step("two", hang, limit_s=1.0))
+    assert not session.do(step("three", "raise SystemExit(75)"))
+    assert not session.do(step("four", "", lacks="there is no four here"))
+    assert not session.do(step("five", "", needs_s=100.0))
+    assert session.do(step("six", "import os; assert os.environ['SIX'] == '6'", environment={"SIX": "6"}))
+    found = reported(session)
+    said = {name: what["status"] for name, what in found["steps"].items()}
+    assert said == {
+        "one": "status 3",
+        "two": "did not end in time",
+        "three": "refused",
+        "four": "skipped",
+        "five": "cut",
+        "six": "ok",
+    }
+    assert found["failures"] == ["one: ended with status 3", "two: did not end within 1 s"]
+    assert found["cut"] == ["five: needs 100 s of 60 s left"] or found["cut"][0].startswith("five: needs 100 s of 5")
+    assert found["skipped"] == ["three: this machine does not let it run", "four: there is no four here"]
+    assert session.failed
+
+
+def test_steps_know_how_long_they_may_take_and_are_cut_at_the_deadline(tmp_path: Path) -> None:
+    session = Session(tmp_path / "report.json", tmp_path / "report.json", 2.0)
+    assert session.do(step("short", "import sys; assert 0 < float(sys.argv[1]) <= 2"))
+    assert not session.do(step("long", "import time; time.sleep(60)"))
+    found = reported(session)
+    assert "failures" not in found and found["cut"][0].startswith("long: stopped after ") and session.failed
+
+
+def test_what_a_step_writes_is_in_both_reports(session: Session) -> None:
+    """A second command goes on with the first one's report, although it writes elsewhere."""
+    write = "import json, pathlib, time; p = pathlib.Path({path!r}); d = json.loads(p.read_text()); d[{key!r}] = 1; "
+    write += "p.write_text(json.dumps(d))"
+    assert session.do(step("one", write.format(path=str(session.report), key="found by one")))
+    session.do(step("two", "raise SystemExit(3)"))
+    other = session.report.parent.parent / "elsewhere"
+    other.mkdir()
+    second = Session(session.report, other / "report.json", 60.0)
+    assert second.do(step("two", ""))
+    found = reported(second)
+    assert found["found by one"] == 1 and set(found["steps"]) == {"one", "two"}
+    assert found["failures"] == [] and not second.failed  # it has run again
+
+
+def test_a_report_is_copied_while_a_step_runs(session: Session) -> None:
+    """What ends a command from outside gives no notice."""
+    wait = f"import pathlib, time; p = pathlib.Path({str(session._copy)!r})\n"
+    wait += "for _ in range(600):\n  if p.exists(): break\n  time.sleep(0.05)\nelse: raise SystemExit(1)"
+    assert session.do(step("waits", wait))
+
+
+def test_a_report_of_other_sources_is_put_aside(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    begin(path, "one")
+    report = Report(path)
+    report.found["a"] = 1
+    report.save()
+    begin(path, "one")
+    assert Report(path).found == {"sources": "one", "a": 1}
+    begin(path, "two")
+    assert Report(path).found == {"sources": "two"}
+    assert Report(tmp_path / "report.old.json").found == {"sources": "one", "a": 1}
+
+
+# ---- what measure.py runs -------------------------------------------------------------------------------------------
+
+# A step's process of measure.py: one finding of its kind.
+WORK = """import json, sys
+work, (arch, *rest) = sys.argv[3], json.loads(sys.argv[5]) or [""]
+point = {"tree": 1, "median_ms": 1.0, "floor_ms": 0.5, "gap_us": {"p50": 1.0}}
+findings = {
+    "time_reading": [{"gpu": {"name": "double"}}, {"read_bandwidth": {"bulk copies": 4e12}}],
+    "build_bundles": [{"bundles_s": 1.0}],
+    "compare_persistent": [{"persistent_compared": {"same": True}}],
+    "time_persistent": [{"persistent": {**point, "context": 128}}],
+    "time_client": [{"client": {"arch": arch}}],
+}
+if work == "time_points":
+    findings[work] = [{"about": {"layers": 2}}] + [{"points": {**point, "tree": t, "context": c}} for t, c in rest[0]]
+if work == "time_prompts":
+    findings[work] = [{"prefill": {"tokens": n, "median_ms": 1.0, "floor_ms": 0.5}} for n in rest[0]]
+with open(sys.argv[1], "a") as file:
+    for finding in findings[work]:
+        print(json.dumps(finding), file=file)
+"""
+PROBES = """import json, pathlib, sys
+assert sys.argv[1] == "--json"
+path = pathlib.Path(sys.argv[2])
+path.write_text(json.dumps({**json.loads(path.read_text()), "probes": {"empty": 1.5}}))
+"""
+
+
+def measured(run: Run, steps: set[str]) -> list[str]:
+    """The names of what a run of these steps does, in order."""
+    names: list[str] = []
+    begin_step = run._begin
+
+    def noted(name: str, estimate_s: float) -> float | None:
+        names.append(name)
+        return begin_step(name, estimate_s)
+
+    run._begin = noted  # type: ignore[method-assign]
+    measure.Measurement(run, ["llama-3.1-8b", "llama-3.2-1b", "llama-3.3-70b"], steps).measure()
+    run.report.save()
+    return names
+
+
+@pytest.fixture
+def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Run]:
+    (tmp_path / "probes.py").write_text(PROBES)
+    monkeypatch.setattr(measure, "HERE", tmp_path)
+    return lambda: Run(Report(tmp_path / "report.json"), 1e6, [sys.executable, "-S", "-c", WORK])
+
+
+def test_figures_come_in_the_order_of_their_worth(figures: Callable[[], Run]) -> None:
+    run = figures()
+    names = measured(run, set(GROUPS["figures"]))
+    assert names[:7] == [
+        "bandwidth",
+        "bundles",
+        "llama-3.1-8b, T = 1/16/64 at 128",
+        "llama-3.1-8b, prefill of 128/1024/8192 tokens",
+        "llama-3.2-1b, T = 1/16/64 at 128",
+        "llama-3.3-70b, T = 1 at 128",
+        "probes",  # and no trace: there is no such file
+    ]
+    assert names[-2:] == ["client, llama-3.1-8b", "llama-3.3-70b, one kernel for all layers"]
+    found = saved(run)
+    assert found["probes"] == {"empty": 1.5} and found["failures"] == found["cut"] == []
+    shapes = {shape["arch"]: shape for shape in found["shapes"]}
+    assert len(shapes["llama-3.1-8b"]["points"]) == 16 and shapes["llama-3.3-70b"]["layers"] == 2
+    assert [prompt["tokens"] for prompt in shapes["llama-3.1-8b"]["prefill"]] == [128, 1024, 8192]
+
+
+def test_single_steps_add_to_what_is_there(figures: Callable[[], Run]) -> None:
+    assert measured(figures(), {"persistent"}) == ["llama-3.1-8b, one kernel for all layers against the chain"]
+    measured(figures(), {"rounds"})
+    run = figures()
+    assert measured(run, {"prefill"})[0] == "llama-3.1-8b, prefill of 128/1024/8192 tokens"  # the bandwidth is known
+    measured(figures(), {"rounds"})  # once more
+    found = saved(run)
+    shape = next(shape for shape in found["shapes"] if shape["arch"] == "llama-3.1-8b")
+    assert (len(shape["points"]), len(shape["prefill"])) == (16, 3) and shape["persistent_compared"] == {"same": True}
+
+
+def test_a_program_that_fails_is_named(figures: Callable[[], Run], tmp_path: Path) -> None:
+    (tmp_path / "trace.py").write_text("raise SystemExit(4)")
+    run = figures()
+    measured(run, {"probes", "trace"})
+    assert saved(run)["failures"] == ["trace: ended with status 4"] and "probes" in saved(run)

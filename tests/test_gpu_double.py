@@ -240,30 +240,84 @@ def scenario_bench(path: str) -> None:
     timer = RoundTimer(program)
     times, drafts = timer.time_rounds(2, 5, rounds=4, warm_up=1), timer.time_drafts(5, drafts=3, warm_up=1)
     counts = [len(times.period), len(times.gap), len(times.busy), int((drafts > 0).sum())]
+    prompts = timer.time_prompt(330, prompts=2, warm_up=0)  # more passes than there are slots for
+    slowest = [len(prompts.device), float(prompts.device.max()), float(prompts.host.max())]
     program.close()
-    print(json.dumps([bandwidths, counts, times.mean_ns, measure_plans(Path("/nowhere"))]))
+    print(json.dumps([bandwidths, counts, times.mean_ns, slowest, measure_plans(Path("/nowhere"))]))
 
 
 def test_the_benchmark_measures(bundle: Path, emulated: Path) -> None:
-    bandwidths, counts, mean_ns, plans = run("scenario_bench", str(bundle), kernels=emulated, multiprocessors=4)
+    bandwidths, counts, mean_ns, prompts, plans = run(
+        "scenario_bench", str(bundle), kernels=emulated, multiprocessors=4
+    )
     assert set(bandwidths) == {"bulk copies", "16-byte loads"} and min(bandwidths.values()) > 0
     assert counts == [3, 3, 4, 3] and mean_ns > 0
+    assert prompts[0] == 2 and min(prompts[1:]) > 0
     assert not plans["installed"] and "pip install ull[tensorrt]" in plans["reason"]
 
 
 def scenario_bench_persistent(path: str) -> None:
     """The table of plain rounds made of one kernel for all layers, and of none."""
-    import measure
+    import work
     from rich.console import Console
+    from tables import print_persistent
 
-    measure.build = lambda arch: Path(path)  # type: ignore[attr-defined]
-    measure.PERSISTENT_CONTEXTS = (8, 128)  # type: ignore[attr-defined]
-    points = measure.time_persistent("tiny", 1.0, 3)
+    work.build = lambda arch: Path(path)
+    work.PERSISTENT_CONTEXTS = (8, 128)
+    points = [finding["persistent"] for finding in work.time_persistent("tiny", 3, 4e12)]
     chained = {**points[0], "tree": 1, "context": 128}
-    measure.print_persistent(Console(width=118), [{"arch": "tiny", "points": [chained], "persistent": points}])
-    print(json.dumps([[point["tree"], point["context"], point["median_ms"]] for point in points]))
+    print_persistent(Console(width=132), [{"arch": "tiny", "points": [chained], "persistent": points}])
+    places = [[point["tree"], point["context"], point["median_ms"]] for point in points]
+    print(json.dumps([places, [point["kv_bytes"] for point in points]]))
 
 
 def test_the_benchmark_measures_one_kernel_for_all_layers(bundle: Path, emulated: Path) -> None:
-    points = run("scenario_bench_persistent", str(bundle), kernels=emulated, multiprocessors=4)
+    points, kv = run("scenario_bench_persistent", str(bundle), kernels=emulated, multiprocessors=4)
     assert [point[:2] for point in points] == [[1, 8], [1, 128]] and all(point[2] > 0 for point in points)
+    assert kv == [2 * 6 * 2 * 32 * 2 * context for context in (8, 128)]  # of 6 layers, 2 heads of 32, 2 bytes each
+
+
+def scenario_bench_prefill(path: str) -> None:
+    """Prompts of two lengths."""
+    import work
+
+    work.build = lambda arch: Path(path)
+    work.repeats = lambda tokens: 2
+    print(json.dumps([finding["prefill"] for finding in work.time_prompts("tiny", (64, 130), 4e12)]))
+
+
+def test_the_benchmark_measures_prompts(bundle: Path, emulated: Path) -> None:
+    short, long = run("scenario_bench_prefill", str(bundle), kernels=emulated, multiprocessors=4)
+    assert (short["tokens"], long["tokens"], long["prompts"]) == (64, 130, 2)
+    assert long["bytes"] - 3 * short["bytes"] == 2 * 6 * 2 * 32 * 2 * (64 + 128)  # the cache before the later passes
+    for prompt in (short, long):
+        assert min(prompt[key] for key in ("median_ms", "median_ms_seen_by_host", "tokens_per_s", "tflop_per_s")) > 0
+
+
+def scenario_compare(path: str, flawed: bool) -> None:
+    """One kernel for all layers against the chain, as it is or with one logprob that differs in its last bit."""
+    import work
+
+    def decode(bundle: Any, persistent: bool, *arguments: Any) -> Any:
+        said = sound(bundle, persistent, *arguments)
+        if persistent and flawed:
+            said[2][1] = float(np.nextafter(np.float32(said[2][1]), np.float32(-100)))
+        return said
+
+    work.build = lambda arch: Path(path)
+    sound, work.decode = work.decode, decode
+    findings, complaint = [], ""
+    try:
+        for finding in work.compare_persistent("tiny", 70, 5):
+            findings.append(finding["persistent_compared"])
+    except RuntimeError as error:
+        complaint = str(error)
+    print(json.dumps([findings, complaint]))
+
+
+@pytest.mark.parametrize("flawed", [False, True])
+def test_one_kernel_for_all_layers_is_compared_bit_for_bit(bundle: Path, emulated: Path, flawed: bool) -> None:
+    findings, complaint = run("scenario_compare", str(bundle), flawed, kernels=emulated, multiprocessors=4)
+    assert [finding["same"] for finding in findings] == [None, not flawed] and findings[1]["tokens"] == 5
+    assert findings[1]["distinct"] > 1
+    assert ("in 1 of 5 rounds, first in round 2" in complaint) == flawed and bool(complaint) == flawed

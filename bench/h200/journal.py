@@ -1,6 +1,6 @@
-"""A run that may end at any moment: its report is saved whenever something is known, and what has no time left is cut.
+"""A run that may end at any moment: its report is saved whenever something is known.
 
-python bench/h200/journal.py REPORT STEP STATUS SECONDS    # what came of one of run.sh's steps
+What fails costs itself, and what has no time left is cut.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, NoReturn
 Finding = dict[str, Any]
 Take = Callable[[Finding], None]
 
+NOTES = ("failures", "cut", "skipped")
 PATIENCE = 4.0  # times its estimate that a step may take
 POLL_S = 0.05
 
@@ -30,6 +31,7 @@ class Report:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.failed = False  # whether this process has noted a failure
         self.found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
 
     def save(self) -> None:
@@ -39,11 +41,25 @@ class Report:
         temporary.write_text(json.dumps(self.found, indent=1) + "\n")
         temporary.replace(self.path)
 
-    def note(self, key: str, text: str) -> None:
-        """One more line of "failures" or "cut"."""
-        print(f"{'FAILED' if key == 'failures' else key.upper()} {text}", file=sys.stderr, flush=True)
-        self.found.setdefault(key, []).append(text)
+    def reload(self) -> None:
+        """Takes up what another process has written since."""
+        on_disk = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.found.clear()
+        self.found.update(on_disk)
+
+    def note(self, key: str, step: str, text: str) -> None:
+        """One more line of "failures", "cut" or "skipped", under the step's name."""
+        line = f"{step}: {text}"
+        self.failed |= key == "failures"
+        print(f"{'FAILED' if key == 'failures' else key.upper()} {line}", file=sys.stderr, flush=True)
+        self.found.setdefault(key, []).append(line)
         self.save()
+
+    def forget(self, step: str) -> None:
+        """Takes back what an earlier run of the step has noted: it runs again, and this time counts."""
+        for key in NOTES:
+            if key in self.found:
+                self.found[key] = [line for line in self.found[key] if not line.startswith(f"{step}: ")]
 
 
 class Run:
@@ -61,11 +77,8 @@ class Run:
 
     def step(self, name: str, estimate_s: float, arguments: Sequence[str], take: Take) -> None:
         """Gives each finding to `take` and saves the report after it; a failure is noted and costs nothing else."""
-        left = self._deadline - time.monotonic()
-        if estimate_s > left:
-            self.report.note("cut", f"{name}: takes about {estimate_s:.0f} s of {max(left, 0):.0f} s left")
+        if (left := self._begin(name, estimate_s)) is None:
             return
-        print(f"-- {name}", flush=True)
         limit_s = min(left, PATIENCE * estimate_s)
         failed = False
 
@@ -73,40 +86,75 @@ class Run:
             nonlocal failed
             if "failure" in finding:
                 failed = True
-                self.report.note("failures", f"{name}: {finding['failure']}")
+                self.report.note("failures", name, finding["failure"])
             else:
                 take(finding)
                 self.report.save()
 
-        status = _follow(self._command, arguments, limit_s, save)
-        if status is None and limit_s == left:
-            self.report.note("cut", f"{name}: stopped after {limit_s:.0f} s, at the deadline")
+        status = _follow_findings(self._command, arguments, limit_s, save)
+        if status != 0 and not failed:
+            self._note_end(name, status, limit_s, limit_s == left)
+
+    def program(self, name: str, estimate_s: float, command: Sequence[str]) -> None:
+        """Runs a program that adds to the report on its own."""
+        if (left := self._begin(name, estimate_s)) is None:
+            return
+        self.report.save()
+        limit_s = min(left, PATIENCE * estimate_s)
+        status = follow(command, limit_s)
+        self.report.reload()
+        if status != 0:
+            self._note_end(name, status, limit_s, limit_s == left)
+
+    def _begin(self, name: str, estimate_s: float) -> float | None:
+        """The seconds that are left for a step, or None where they are too few."""
+        left = self._deadline - time.monotonic()
+        self.report.forget(name)
+        if estimate_s > left:
+            self.report.note("cut", name, f"takes about {estimate_s:.0f} s of {max(left, 0):.0f} s left")
+            return None
+        print(f"-- {name}", flush=True)
+        return left
+
+    def _note_end(self, name: str, status: int | None, limit_s: float, at_deadline: bool) -> None:
+        if status is None and at_deadline:
+            self.report.note("cut", name, f"stopped after {limit_s:.0f} s, at the deadline")
         elif status is None:
-            self.report.note("failures", f"{name}: did not end within {limit_s:.0f} s")
-        elif status != 0 and not failed:
-            self.report.note("failures", f"{name}: ended with status {status}")
+            self.report.note("failures", name, f"did not end within {limit_s:.0f} s")
+        else:
+            self.report.note("failures", name, f"ended with status {status}")
 
 
-def _follow(command: Sequence[str], arguments: Sequence[str], limit_s: float, take: Take) -> int | None:
-    """Runs a step's process; its exit status, or None where it had to be killed. Leaves none of its children behind."""
+def follow(
+    command: Sequence[str], limit_s: float, poll: Callable[[], None] = lambda: None, **options: Any
+) -> int | None:
+    """Runs a process; its exit status, or None where it had to be killed. Leaves none of its children behind.
+
+    `poll` is called several times a second, and once when it has ended. `options` are Popen's.
+    """
     deadline = time.monotonic() + limit_s
+    process = subprocess.Popen(command, process_group=0, **options)
+    try:
+        while True:
+            status = process.poll()  # before the last call of `poll`: what it wrote last is there
+            poll()
+            if status is not None or time.monotonic() > deadline:
+                return status
+            time.sleep(POLL_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process may be stuck in the driver
+            process.wait(5.0)
+
+
+def _follow_findings(command: Sequence[str], arguments: Sequence[str], limit_s: float, take: Take) -> int | None:
+    """Runs a step's process and takes its findings as it writes them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "findings"
         path.touch()
-        process = subprocess.Popen([*command, str(path), *arguments], process_group=0)
-        try:
-            with path.open("rb") as findings:
-                while True:
-                    status = process.poll()  # before the reading: what it wrote last is there
-                    _take_lines(findings, take)
-                    if status is not None or time.monotonic() > deadline:
-                        return status
-                    time.sleep(POLL_S)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a process may be stuck in the driver
-                process.wait(5.0)
+        with path.open("rb") as findings:
+            return follow([*command, str(path), *arguments], limit_s, lambda: _take_lines(findings, take))
 
 
 def _take_lines(file: BinaryIO, take: Take) -> None:
@@ -134,14 +182,3 @@ def write_findings(path: Path, findings: Iterable[Finding]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def main() -> None:
-    path, step, status, seconds = sys.argv[1:]
-    report = Report(Path(path))
-    report.found.setdefault("steps", {})[step] = {"status": status, "seconds": int(seconds)}
-    report.save()
-
-
-if __name__ == "__main__":
-    main()

@@ -8,48 +8,70 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import platform
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 from journal import Report
+from packages import NEEDED, Requirement, faults
 
-NEEDED = (
-    *("cuda.bindings.driver", "cuda.bindings.nvrtc", "hypothesis", "jinja2", "ml_dtypes", "msgspec", "nanobind"),
-    *("numpy", "pytest", "rich", "safetensors", "tokenizers", "uvloop", "zmq"),
-)
-WANTED = ("pytest_timeout", "tensorrt", "torch", "transformers", "xdist")  # some tests do without
+IMPORTED = ("cuda.bindings.driver", "cuda.bindings.nvrtc")  # whose parts load libraries
+WANTED = ("cmake", "compute-sanitizer", "g++", "ninja")  # programs; without them a step is left out or done otherwise
+WANTED_MODULES = ("pytest_timeout", "tensorrt", "torch", "transformers", "xdist")  # some tests do without
+MEND = "run `make h200-wheels` where a package registry is reached and carry .wheels/ to this machine"
 
 
-def missing_modules() -> list[str]:
-    missing = []
-    for name in NEEDED:
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            missing.append(name)
-    return missing
+def missing_packages() -> list[str]:
+    """What cannot be imported, or is older than it may be."""
+    found = {name: why for name, why in faults(NEEDED).items() if why}
+    for module in (*NEEDED, *IMPORTED):
+        package = Requirement(NEEDED[".".join(module.split(".")[:2])]).name
+        if package not in found:
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                found[package] = f"cannot be imported: {error}"
+    return [f"{name} ({why})" for name, why in sorted(found.items())]
 
 
 def describe() -> dict[str, str]:
-    """Versions of what compiles and runs kernels. Raises RuntimeError where there is no GPU."""
+    """Versions of what compiles and runs kernels. Raises RuntimeError where there is no GPU or no NVRTC."""
     from cuda.bindings import driver, nvrtc
 
-    _, major, minor = nvrtc.nvrtcVersion()
-    compiler = subprocess.run(["g++", "-dumpfullversion"], capture_output=True, text=True).stdout.strip()
-    status, *_ = driver.cuInit(0)  # cuda.bindings raises RuntimeError where it finds no libcuda
-    if int(status) != 0 or int(driver.cuDeviceGetCount()[1]) == 0:
-        raise RuntimeError(f"the driver sees no GPU ({status.name})")
+    try:  # cuda.bindings raises RuntimeError where it finds no libcuda, or no libnvrtc
+        status, *_ = driver.cuInit(0)
+        if int(status) != 0 or int(driver.cuDeviceGetCount()[1]) == 0:
+            raise RuntimeError(f"the driver sees no GPU ({status.name})")
+    except RuntimeError as error:
+        raise RuntimeError(f"no GPU on this machine: {error}") from error
+    try:
+        _, major, minor = nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        raise RuntimeError(f"no NVRTC on this machine, which PyTorch for CUDA 13 brings: {error}") from error
+    absent = [name for name in WANTED if shutil.which(name) is None]
+    absent += [name for name in WANTED_MODULES if importlib.util.find_spec(name) is None]
     spoken = int(driver.cuDriverGetVersion()[1])
     return {
         "nvrtc": f"{major}.{minor}",
         "driver": f"CUDA {spoken // 1000}.{spoken % 1000 // 10}, {_release()}",
         "cuda_bindings": version("cuda-bindings"),
-        "g++": compiler,
+        "g++": _output("g++", "-dumpfullversion"),
+        "cmake": _output("cmake", "--version").split("\n")[0].removeprefix("cmake version "),
+        "nanobind": version("nanobind"),
+        "glibc": platform.libc_ver()[1],
         "python": sys.version.split()[0],
-        "absent": ", ".join(name for name in WANTED if importlib.util.find_spec(name) is None) or "nothing",
+        "absent": ", ".join(absent) or "nothing",
     }
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return "none"
 
 
 def _release() -> str:
@@ -65,14 +87,13 @@ def _release() -> str:
 
 def main() -> int:
     report = Report(Path(sys.argv[1]))
-    if missing := missing_modules():
-        wheels = "run `make h200-wheels` where a registry is reached and copy .wheels/"
-        report.note("failures", f"this Python lacks {', '.join(missing)}: {wheels}")
+    if missing := missing_packages():
+        report.note("failures", "machine", f"this Python lacks {', '.join(missing)}: {MEND}")
         return 1
     try:
         report.found["machine"] = describe()
-    except (RuntimeError, OSError) as error:
-        report.note("failures", f"no GPU on this machine: {error}")
+    except RuntimeError as error:
+        report.note("failures", "machine", str(error))
         return 1
     report.save()
     print(*(f"{name}: {value}" for name, value in report.found["machine"].items()), sep="\n")

@@ -7,209 +7,112 @@ step is a process of its own, the most important first, and the report is saved 
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import zmq
-from bandwidth import read_bandwidth
-from cores import client_cores
-from journal import Finding, Report, Run, write_findings
-from plans import measure_plans, print_plans
+from journal import NOTES, Finding, Report, Run, write_findings
+from plans import print_plans
 from rich.console import Console
-from rounds import RoundTimer, Times, loaded
-from shapes import CLIENT_ROUNDS, LAST_STEPS, MIDDLE, SHAPES, SMALL, STEPS, Point, Step
-from tables import PERSISTENT_CONTEXTS, checks, headline, print_checks, print_drafts, print_persistent, print_rounds
+from shapes import CLIENT_ROUNDS, FIRST_STEPS, LAST_STEPS, MIDDLE, SHAPES, SMALL, STEPS, Step
+from steps import GROUPS, chosen
+from tables import (
+    checks,
+    headline,
+    print_checks,
+    print_drafts,
+    print_persistent,
+    print_prompts,
+    print_rounds,
+)
+from work import (
+    CACHE,
+    COMPARED_PROMPT,
+    COMPARED_TOKENS,
+    WORK,
+    build_bundles,
+    compare_persistent,
+    time_client,
+    time_persistent,
+    time_plans,
+    time_points,
+    time_prompts,
+    time_reading,
+)
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from report import ROOT, environment, percentiles
-from ull.bundle import MEDUSA, Bundle, open_bundle
-from ull.client import Client
-from ull.gpu import driver
-from ull.spawn import DaemonProcess
+from report import environment
 
-CACHE = ROOT / ".cache/h200"
+HERE = Path(__file__).parent
 COMMAND = (sys.executable, __file__, "--findings")  # of a step's process
 DATASHEET_BANDWIDTH = 4.8e12  # bytes per second; where ours was not measured
-BUNDLES_S, BANDWIDTH_S, PLANS_S, NO_PLANS_S = 40.0, 15.0, 200.0, 5.0  # estimates
-
-
-# ---- what a step's process does ------------------------------------------------------------------------------------
-
-
-def build(arch: str) -> Path:
-    """A bundle of random weights, made once."""
-    shape = SHAPES[arch]
-    drafting = ["--heads", str(shape.heads)] if shape.heads else []
-    bundle = CACHE / f"{arch}.ull"
-    if not (bundle / "manifest.json").exists():
-        options = ["--arch", arch, "--random-weights", "--target", "sm_90a", "--context", "32768", *drafting]
-        command = [sys.executable, "-m", "ull_build", *options, "--output", str(bundle), "--force", "--quiet"]
-        subprocess.run(command, check=True)
-    return bundle
-
-
-def bytes_per_token(bundle: Bundle) -> int:
-    """What a plain round must read: every linear weight and scale and the lm_head; of the embedding only a row."""
-    return sum(entry.nbytes for name, entry in bundle.tensors.items() if not name.startswith(("embed.", MEDUSA)))
-
-
-def bytes_per_draft(bundle: Bundle) -> int:
-    """What Medusa heads with lm_heads of their own must read."""
-    return sum(entry.nbytes for name, entry in bundle.tensors.items() if name.startswith(MEDUSA))
-
-
-def row(times: Times, floor_ms: float, layers: int) -> dict[str, Any]:
-    """The figures of one point, in milliseconds and microseconds."""
-    median = float(np.median(times.period)) / 1e6
-    return {
-        "period_us": percentiles(times.period / 1e3),
-        "busy_us": percentiles(times.busy / 1e3),
-        "gap_us": percentiles(times.gap / 1e3),
-        "timer_step_ns": times.timer_step_ns,
-        "mean_ms_by_events": times.mean_ns / 1e6,
-        "median_ms": median,
-        "floor_ms": floor_ms,
-        "share_of_read_bandwidth": floor_ms / median,
-        "us_per_layer_above_floor": (median - floor_ms) * 1e3 / layers,
-    }
-
-
-def build_bundles(archs: Sequence[str]) -> Iterator[Finding]:
-    """All at once. One that cannot be built fails again in the step that needs it."""
-    started = time.monotonic()
-    with ThreadPoolExecutor() as pool:
-        for bundle in [pool.submit(build, arch) for arch in archs]:
-            bundle.result()
-    yield {"bundles_s": time.monotonic() - started}
-
-
-def time_reading() -> Iterator[Finding]:
-    yield {"gpu": driver.describe_device(0)}
-    yield {"read_bandwidth": read_bandwidth()}
-
-
-def time_points(
-    arch: str, points: Sequence[Point], rounds: int, bandwidth: float, drafts: bool = False
-) -> Iterator[Finding]:
-    """Points of one model, and what its Medusa heads take."""
-    bundle = open_bundle(build(arch))
-    started = time.monotonic()
-    with loaded(bundle) as program:
-        timer = RoundTimer(program)
-        layers, floor_ms = bundle.manifest.model.layers, bytes_per_token(bundle) / bandwidth * 1e3
-        about = {"layers": layers, "bytes_per_token": bytes_per_token(bundle), "floor_ms": floor_ms}
-        yield {"about": {**about, "load_s": time.monotonic() - started}}
-        for tree, context in points:
-            times = timer.time_rounds(tree, context, rounds)
-            yield {"points": {"tree": tree, "context": context, **row(times, floor_ms, layers)}}
-        if drafts:
-            times_us = timer.time_drafts(128, rounds) / 1e3
-            floor_us = bytes_per_draft(bundle) / bandwidth * 1e6
-            heads = SHAPES[arch].heads
-            yield {"drafts": {"heads": heads, "busy_us": percentiles(times_us), "floor_us": floor_us}}
-        timer.drain()
-
-
-def time_persistent(arch: str, floor_ms: float, rounds: int) -> list[dict[str, Any]]:
-    """Plain rounds with one kernel for all layers, whose blocks wait for ever if they wait in vain."""
-    bundle = open_bundle(build(arch))
-    with loaded(bundle, persistent=True) as program:
-        timer = RoundTimer(program)
-        points = []
-        for context in PERSISTENT_CONTEXTS:
-            times = timer.time_rounds(1, context, rounds)
-            points.append({"tree": 1, "context": context, **row(times, floor_ms, bundle.manifest.model.layers)})
-        timer.drain()
-    return points
-
-
-def time_persistent_points(arch: str, rounds: int, bandwidth: float) -> Iterator[Finding]:
-    floor_ms = bytes_per_token(open_bundle(build(arch))) / bandwidth * 1e3
-    for point in time_persistent(arch, floor_ms, rounds):
-        yield {"persistent": point}
-
-
-def time_client(arch: str, rounds: int) -> Iterator[Finding]:
-    """Gaps between tokens as a client on an ipc socket sees them, over so many plain rounds."""
-    gaps: list[float] = []
-    cores = client_cores(sorted(os.sched_getaffinity(0)))
-    os.sched_setaffinity(0, cores.daemon)  # the daemon inherits it
-    with DaemonProcess(build(arch), arguments=cores.arguments, ready_timeout=300.0) as daemon, zmq.Context() as context:
-        os.sched_setaffinity(0, cores.client_libzmq)  # its threads are started here and stay
-        context.socket(zmq.PAIR).close()
-        os.sched_setaffinity(0, cores.client)
-        gc.freeze()  # a full collection of what was imported takes 20 ms
-        with Client(daemon.url, context=context) as client:
-            placement = client.info().executor["placement"]
-            while len(gaps) < rounds:
-                last = 0
-                for _ in client.generate([1, 2, 3, 4], max_tokens=2000, speculate="none", ignore_eos=True):
-                    now = time.perf_counter_ns()
-                    if last:
-                        gaps.append((now - last) / 1e3)
-                    last = now
-    yield {"client": {"arch": arch, "inter_token_us": percentiles(gaps[:rounds]), "placement": placement}}
-
-
-def time_plans() -> Iterator[Finding]:
-    yield {"tensorrt": measure_plans(CACHE)}
-
-
-WORK: dict[str, Callable[..., Iterator[Finding]]] = {
-    work.__name__: work
-    for work in (build_bundles, time_reading, time_points, time_persistent_points, time_client, time_plans)
-}
-
-
-# ---- the run -------------------------------------------------------------------------------------------------------
+BUNDLES_S, BANDWIDTH_S, COMPARISON_S, PLANS_S, NO_PLANS_S = 40.0, 15.0, 60.0, 200.0, 5.0  # estimates
+PROGRAMS = {"probes": 20.0, "trace": 20.0}  # in files of their own, which add to the report; estimates
 
 
 class Measurement:
-    """The steps and what they find. `archs`: only these shapes."""
+    """The steps and what they find. `archs`: only these shapes; `steps`: only these of steps.py."""
 
-    def __init__(self, run: Run, archs: Sequence[str]) -> None:
-        self._run, self._archs = run, archs
+    def __init__(self, run: Run, archs: Sequence[str], steps: Collection[str]) -> None:
+        self._run, self._archs, self._steps = run, archs, steps
         self.found = run.report.found
-        self.found |= {"benchmark": "h200", "environment": environment(), "shapes": [], "failures": [], "cut": []}
+        gpu = self.found.get("environment", {}).get("gpu")
+        self.found |= {"benchmark": "h200", "environment": {**environment(), "gpu": gpu}}
+        for key in ("shapes", *NOTES):
+            self.found.setdefault(key, [])
 
-    def measure(self, client: bool, plans: bool) -> None:
-        """Everything that there is time for; nothing where there is no GPU."""
-        self._do("bandwidth", BANDWIDTH_S, time_reading)
-        if self.found["environment"]["gpu"] is None:
-            return
-        self._do("bundles", BUNDLES_S, build_bundles, self._archs)
-        self._steps(STEPS)
-        if client and (shape := next((shape for shape in (MIDDLE, SMALL) if shape.arch in self._archs), None)):
-            if not self._run.fits(shape.seconds(CLIENT_ROUNDS)) and SMALL.arch in self._archs:
-                shape = SMALL
-            self._do(f"client, {shape.arch}", shape.seconds(CLIENT_ROUNDS), time_client, shape.arch, CLIENT_ROUNDS)
-        self._steps(LAST_STEPS)
-        if plans:
+    def measure(self) -> None:
+        """Everything that there is time for; no figures where there is no GPU."""
+        if "persistent" in self._steps and MIDDLE.arch in self._archs:
+            arguments = (MIDDLE.arch, COMPARED_PROMPT, COMPARED_TOKENS)
+            name = f"{MIDDLE.arch}, one kernel for all layers against the chain"
+            self._do(name, COMPARISON_S, compare_persistent, *arguments, arch=MIDDLE.arch)
+        if set(self._steps) & set(GROUPS["figures"]):
+            self._figures()
+        if "tensorrt-rounds" in self._steps:
             installed = importlib.util.find_spec("tensorrt") is not None
             self._do("tensorrt", PLANS_S if installed else NO_PLANS_S, time_plans)
 
-    def _steps(self, steps: Sequence[Step]) -> None:
+    def _figures(self) -> None:
+        if "bandwidth" in self._steps or "read_bandwidth" not in self.found:
+            self._do("bandwidth", BANDWIDTH_S, time_reading)
+        if self.found["environment"]["gpu"] is None:
+            return
+        if "bundles" in self._steps:
+            self._do("bundles", BUNDLES_S, build_bundles, self._archs)
+        self._shapes(FIRST_STEPS)
+        for name, estimate_s in PROGRAMS.items():
+            if name in self._steps and (HERE / f"{name}.py").exists():
+                command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(self._run.report.path)]
+                self._run.program(name, estimate_s, command)
+        self._shapes(STEPS)
+        self._client()
+        self._shapes(LAST_STEPS)
+
+    def _client(self) -> None:
+        shapes = [shape for shape in (MIDDLE, SMALL) if shape.arch in self._archs]
+        if "client" in self._steps and shapes:
+            fitting = (shape for shape in shapes if self._run.fits(shape.seconds(CLIENT_ROUNDS)))
+            shape = next(fitting, shapes[-1])
+            self._do(f"client, {shape.arch}", shape.seconds(CLIENT_ROUNDS), time_client, shape.arch, CLIENT_ROUNDS)
+
+    def _shapes(self, steps: Sequence[Step]) -> None:
         bandwidth = max(self.found.get("read_bandwidth", {}).values(), default=DATASHEET_BANDWIDTH)
         for step in steps:
             arch, rounds = step.shape.arch, step.shape.rounds
-            if arch not in self._archs:
+            if arch not in self._archs or step.kind not in self._steps:
                 continue
+            work: tuple[Callable[..., Iterator[Finding]], Any, ...] = (time_persistent, arch, rounds, bandwidth)
             if step.points:
-                arguments = (arch, step.points, rounds, bandwidth, step.drafts)
-                self._do(step.name, step.estimate_s, time_points, *arguments, arch=arch)
-            else:
-                self._do(step.name, step.estimate_s, time_persistent_points, arch, rounds, bandwidth, arch=arch)
+                work = (time_points, arch, step.points, rounds, bandwidth, step.drafts)
+            elif step.prompts:
+                work = (time_prompts, arch, step.prompts, bandwidth)
+            self._do(step.name, step.estimate_s, *work, arch=arch)
 
     def _do(
         self, name: str, estimate_s: float, work: Callable[..., Iterator[Finding]], *arguments: Any, arch: str = ""
@@ -218,23 +121,24 @@ class Measurement:
         self._run.step(name, estimate_s, command, lambda finding: self._take(arch, finding))
 
     def _take(self, arch: str, finding: Finding) -> None:
-        """Puts a finding where the report has its place, and says what it is if it is a point."""
+        """Puts a finding where the report has its place, and says what it is if it is a figure."""
         ((key, value),) = finding.items()
         if key == "gpu":
             self.found["environment"]["gpu"] = value
-        elif key in ("about", "points", "persistent", "drafts"):
-            shape = self._shape(arch)
-            if key == "about":
-                shape |= {**value, **shape}
-            elif key == "drafts":
-                shape[key] = value
-            else:
-                shape.setdefault(key, []).append(value)
-                print(
-                    f"{arch} T={value['tree']} at {value['context']}: p50 {value['median_ms']:.4f} ms, "
-                    f"floor {value['floor_ms']:.4f} ms, gap {value['gap_us']['p50']:.2f} us",
-                    flush=True,
-                )
+        elif key == "about":
+            self._shape(arch).update(value)
+        elif key in ("drafts", "persistent_compared"):
+            self._shape(arch)[key] = value
+        elif key in ("points", "persistent", "prefill"):
+            known = self._shape(arch).setdefault(key, [])
+            known[:] = [point for point in known if _place(point) != _place(value)]  # measured again: this time counts
+            known.append(value)
+            what = f"prefill of {value['tokens']}" if key == "prefill" else f"T={value['tree']} at {value['context']}"
+            gap = "" if key == "prefill" else f", gap {value['gap_us']['p50']:.2f} us"
+            print(
+                f"{arch} {what}: p50 {value['median_ms']:.4f} ms, floor {value['floor_ms']:.4f} ms{gap}",
+                flush=True,
+            )
         else:
             self.found[key] = value
 
@@ -246,11 +150,16 @@ class Measurement:
         return found
 
 
+def _place(point: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(point.get(key) for key in ("tree", "context", "tokens"))
+
+
 def print_report(found: dict[str, Any]) -> None:
-    console = Console(width=118)
+    console = Console(width=132)
     if found["environment"]["gpu"] is None:
         return
     print_rounds(console, found)
+    print_prompts(console, found["shapes"])
     print_persistent(console, found["shapes"])
     print_drafts(console, found["shapes"])
     verdicts = checks(found["shapes"], found.get("client"))
@@ -267,31 +176,34 @@ def main() -> None:
         "--seconds", type=float, metavar="N", default=600.0, help="cut what does not fit into this time"
     )
     parser.add_argument("--arch", action="append", choices=SHAPES, help="only these shapes")
-    parser.add_argument("--no-client", action="store_true", help="leave out the run through daemon and client")
-    parser.add_argument("--no-plans", action="store_true", help="leave out TensorRT, installed or not")
+    parser.add_argument("--steps", metavar="NAMES", default="figures", help="only these, separated by commas")
     parser.add_argument("--findings", type=Path, help=argparse.SUPPRESS)
     for name in ("--work", "--arguments"):  # of a step's process
         parser.add_argument(name, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         write_findings(options.findings, WORK[options.work](*json.loads(options.arguments)))
+    try:
+        steps = {name for names in chosen(options.steps).values() for name in names}
+    except ValueError as error:
+        parser.error(str(error))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the step's process too
     started = time.monotonic()
     report = Report(options.json)
-    measurement = Measurement(Run(report, options.seconds, COMMAND), options.arch or list(SHAPES))
-    measurement.measure(not options.no_client, not options.no_plans)
+    Measurement(Run(report, options.seconds, COMMAND), options.arch or list(SHAPES), steps).measure()
     found = report.found
-    found["seconds"] = time.monotonic() - started
+    found.setdefault("seconds", {})["+".join(sorted(steps))] = time.monotonic() - started
     try:
-        print_report(found)
+        if steps & set(GROUPS["figures"]):
+            print_report(found)
     except Exception as error:  # the figures are worth more than their tables
-        report.note("failures", f"tables: {type(error).__name__}: {error}")
+        report.note("failures", "tables", f"{type(error).__name__}: {error}")
     report.save()
-    for key in ("cut", "failures"):
+    for key in NOTES:
         for text in found[key]:
             print(f"{key}: {text}", file=sys.stderr)
     print(f"{headline(found['shapes'])}; report in {options.json}")
-    sys.exit(1 if found["failures"] else 0)
+    sys.exit(1 if report.failed else 0)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import numpy as np
 from stopwatch import Stopwatch
 
 from ull.bundle import Bundle
+from ull.gpu.params import PREFILL, ROUND_SLOTS, TREE_TOKENS
 from ull.gpu.program import Program, load
 from ull.gpu.replay import PATIENCE_S
 
@@ -37,9 +38,21 @@ class Times:
     mean_ns: float  # elapsed between two CUDA events around all rounds, per round
 
     @property
-    def timer_step_ns(self) -> int:
-        """The smallest difference between two of these times that are not equal: among many, the timer's resolution."""
-        return int(np.diff(np.unique(np.concatenate([self.period, self.gap, self.busy]))).min())
+    def timer_step_ns(self) -> int | None:
+        """The smallest difference between two of these times that are not equal: among many, the timer's resolution.
+
+        None where all are equal, as few are of a timer that ticks coarsely.
+        """
+        steps = np.diff(np.unique(np.concatenate([self.period, self.gap, self.busy])))
+        return int(steps.min()) if len(steps) else None
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What prompts took, in milliseconds, each [n]."""
+
+    device: np.ndarray  # between CUDA events before the first pass and behind the last one
+    host: np.ndarray  # from the first launch until the last pass's answer was seen
 
 
 class RoundTimer:
@@ -71,6 +84,27 @@ class RoundTimer:
             self._note(sequence, begin, end)
         begins, ends = np.array(begin, dtype=np.int64), np.array(end, dtype=np.int64)
         return Times(np.diff(begins), begins[1:] - ends[:-1], ends - begins, elapsed_ms * 1e6 / rounds)
+
+    def time_prompt(self, tokens: int, prompts: int, warm_up: int = 1) -> Prompts:
+        """`prompts` prompts of so many tokens from position 0 on, queued as the core queues them, one after another."""
+        text = [(7 * index + 11) % 1000 for index in range(tokens)]
+        device, host = [], []
+        for index in range(warm_up + prompts):
+            pending: list[int] = []
+            began = time.perf_counter()
+            self._stopwatch.start()
+            for start in range(0, tokens, TREE_TOKENS):
+                if len(pending) == ROUND_SLOTS:
+                    self._replay.wait(pending.pop(0))
+                pending.append(self._replay.launch(text[start : start + TREE_TOKENS], start, PREFILL))
+            for sequence in pending:
+                self._replay.wait(sequence)
+            seen = time.perf_counter()
+            elapsed_ms = self._stopwatch.stop()
+            if index >= warm_up:
+                device.append(elapsed_ms)
+                host.append((seen - began) * 1e3)
+        return Prompts(np.array(device), np.array(host))
 
     def time_drafts(self, position: int, drafts: int, warm_up: int = 10) -> np.ndarray:
         """Device times of `drafts` runs of the Medusa heads, each behind a plain round, in nanoseconds."""

@@ -39,14 +39,22 @@ def at(contexts: Sequence[int], *trees: int) -> list[Point]:
 
 @dataclass(frozen=True)
 class Step:
-    """Some points of one model; or, where there are none, its plain rounds with one kernel for all layers."""
+    """Some points of one model, or prompts of some lengths; or else plain rounds with one kernel for all layers."""
 
     shape: Shape
     points: Sequence[Point] = ()
     drafts: bool = False
+    prompts: Sequence[int] = ()
+
+    @property
+    def kind(self) -> str:
+        """The step's name for ULL_H200_STEPS."""
+        return "rounds" if self.points else "prefill" if self.prompts else "persistent-rounds"
 
     @property
     def name(self) -> str:
+        if self.prompts:
+            return f"{self.shape.arch}, prefill of {'/'.join(map(str, self.prompts))} tokens"
         if not self.points:
             return f"{self.shape.arch}, one kernel for all layers"
         trees, contexts = ("/".join(map(str, dict.fromkeys(values))) for values in zip(*self.points, strict=True))
@@ -54,22 +62,36 @@ class Step:
 
     @property
     def estimate_s(self) -> float:
+        if self.prompts:
+            passes = sum((repeats(tokens) + 1) * -(-tokens // 64) for tokens in self.prompts)
+            return self.shape.seconds(2 * passes)  # a pass reads 64 tokens, behind many in the end
         runs = (len(self.points) or 2) + self.drafts
         return self.shape.seconds(runs * self.shape.rounds)
 
 
-STEPS = (
+def repeats(tokens: int) -> int:
+    """How often a prompt is measured, behind one that warms up."""
+    return max(3, min(20, 16384 // tokens))
+
+
+PROMPTS = (128, 1024, 8192)
+FIRST_STEPS = (
     Step(MIDDLE, at([128], 1, 16, 64)),
+    Step(MIDDLE, prompts=PROMPTS),
     Step(SMALL, at([128], 1, 16, 64)),
     Step(LARGE, at([128], 1)),
+)
+STEPS = (
     Step(MIDDLE, at([128], 2, 4, 8, 32), drafts=True),
     Step(SMALL, at([128], 2, 4, 8, 32)),
     Step(MIDDLE, at([2048, 8192], 1, 16, 64)),
-    Step(SMALL, at([2048, 8192, 32000], 1, 16, 64)),
     Step(MIDDLE),
+    Step(SMALL, at([2048, 8192, 32000], 1, 16, 64)),
     Step(SMALL),
     Step(LARGE, at([128], 16, 64)),
+    Step(SMALL, prompts=PROMPTS),
     Step(MIDDLE, at([32000], 1, 16, 64)),
+    Step(LARGE, prompts=PROMPTS[:2]),
     Step(LARGE, at([2048, 8192, 32000], 1)),
 )
 LAST_STEPS = (Step(LARGE),)  # behind the client's

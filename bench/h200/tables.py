@@ -43,6 +43,10 @@ def checks(shapes: list[dict[str, Any]], client: dict[str, Any] | None) -> list[
             if arch == MIDDLE.arch and (point := find(result["points"], tree, 128)):
                 share = point["median_ms"] / base["median_ms"]
                 found.append(Check(f"8B verify T={tree}", share, "x of T=1", must, goal))
+    for result in shapes:
+        for prompt in sorted(result.get("prefill", []), key=lambda prompt: prompt["tokens"]):
+            # No limit was set for these.
+            found.append(Check(f"{result['arch']} prefill of {prompt['tokens']}", prompt["median_ms"], "ms"))
     if client:
         times = client["inter_token_us"]
         found.append(Check("client ITL p99.9 / p50", times["p99.9"] / times["p50"], "x", 1.10, 1.02))
@@ -54,7 +58,10 @@ def print_rounds(console: Console, report: dict[str, Any]) -> None:
     for name, value in report.get("read_bandwidth", {}).items():
         console.print(f"read bandwidth by {name}: {value / 1e12:.3f} TB/s")
     table = Table(title="rounds: device time from one round's start to the next one's")
-    columns = ("model", "T", "context", "p50 ms", "p99 ms", "floor ms", "of bandwidth", "us/layer above", "gap us")
+    columns = (
+        *("model", "T", "context", "p50 ms", "p99 ms", "mean ms", "weights MB", "KV MB", "floor ms", "of bandwidth"),
+        *("us/layer above", "gap us"),
+    )
     for column in columns:
         table.add_column(column, justify="left" if column == "model" else "right")
     for result in report["shapes"]:
@@ -65,14 +72,44 @@ def print_rounds(console: Console, report: dict[str, Any]) -> None:
                 str(point["context"]),
                 f"{point['median_ms']:.4f}",
                 f"{point['period_us']['p99'] / 1e3:.4f}",
+                f"{point['mean_ms_by_events']:.4f}",
+                f"{point['weight_bytes'] / 1e6:.0f}",
+                f"{point['kv_bytes'] / 1e6:.0f}",
                 f"{point['floor_ms']:.4f}",
                 f"{point['share_of_read_bandwidth']:.1%}",
                 f"{point['us_per_layer_above_floor']:.2f}",
                 f"{point['gap_us']['p50']:.2f}",
             )
     console.print(table)
-    if steps := [point["timer_step_ns"] for result in report["shapes"] for point in result["points"]]:
-        console.print(f"smallest step of the device's timer that was seen: {min(steps)} ns; gaps are no finer")
+    steps = [point["timer_step_ns"] for result in report["shapes"] for point in result["points"]]
+    if seen := [step for step in steps if step is not None]:
+        console.print(
+            f"smallest step of the device's timer that was seen: {min(seen)} ns; gaps are no finer. Trust the periods "
+            "(p50, over many rounds) and the mean between two CUDA events (mean) rather than single gaps"
+        )
+
+
+def print_prompts(console: Console, shapes: list[dict[str, Any]]) -> None:
+    """Prompts: the device's time for all passes, and what the memory and the tensor cores had of it."""
+    table = Table(title="prefill: device time from the first pass to the end of the last one")
+    columns = ("model", "tokens", "p50 ms", "slowest ms", "tokens/s", "read GB", "floor ms", "of bandwidth", "TFLOP/s")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for result in shapes:
+        for prompt in sorted(result.get("prefill", []), key=lambda prompt: prompt["tokens"]):
+            table.add_row(
+                result["arch"],
+                str(prompt["tokens"]),
+                f"{prompt['median_ms']:.3f}",
+                f"{prompt['slowest_ms']:.3f}",
+                f"{prompt['tokens_per_s']:,.0f}",
+                f"{prompt['bytes'] / 1e9:.1f}",
+                f"{prompt['floor_ms']:.3f}",
+                f"{prompt['share_of_read_bandwidth']:.1%}",
+                f"{prompt['tflop_per_s']:.1f}",
+            )
+    if table.row_count:
+        console.print(table)
 
 
 def print_persistent(console: Console, shapes: list[dict[str, Any]]) -> None:
@@ -93,6 +130,13 @@ def print_persistent(console: Console, shapes: list[dict[str, Any]]) -> None:
                     )
                 table.add_row(result["arch"], str(context), way, *figures)
     console.print(table)
+    for result in shapes:
+        if compared := result.get("persistent_compared"):
+            verdict = {True: "the same bits", False: "DIFFERENT", None: "not compared to the end"}[compared["same"]]
+            console.print(
+                f"{result['arch']}, one kernel for all layers against the chain, {compared['tokens']} tokens "
+                f"({compared['distinct']} distinct): {verdict}"
+            )
 
 
 def print_drafts(console: Console, shapes: list[dict[str, Any]]) -> None:
@@ -112,8 +156,9 @@ def print_checks(console: Console, found: list[Check]) -> None:
     for column in ("figure", "value", "unit", "must", "goal", ""):
         table.add_column(column)
     for check in found:
-        verdict = "[green]ok" if check.ok else "[red]missed"
-        table.add_row(check.name, f"{check.value:.4g}", check.unit, f"{check.must:g}", f"{check.goal:g}", verdict)
+        verdict = "" if check.must is None else "[green]ok" if check.ok else "[red]missed"
+        limits = ("-" if limit is None else f"{limit:g}" for limit in (check.must, check.goal))
+        table.add_row(check.name, f"{check.value:.4g}", check.unit, *limits, verdict)
     console.print(table)
 
 

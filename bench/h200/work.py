@@ -1,0 +1,216 @@
+"""What a step's process of measure.py does: functions that yield findings, by name."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+from bandwidth import read_bandwidth
+from cores import client_cores
+from floor import draft_bytes, kv_bytes_of, prompt_bytes, prompt_operations, weight_bytes
+from journal import Finding
+from plans import measure_plans
+from rounds import Prompts, RoundTimer, Times, loaded
+from shapes import SHAPES, Point, repeats
+from sources import BUNDLE, ROOT, digest
+from tables import PERSISTENT_CONTEXTS
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from report import percentiles
+from ull.bundle import Bundle, open_bundle
+from ull.client import Client
+from ull.gpu import driver
+from ull.gpu.params import RoundResult
+from ull.spawn import DaemonProcess
+
+CACHE = ROOT / ".cache/h200"
+COMPARED_PROMPT, COMPARED_TOKENS, COMPARED_TOP = 150, 64, 5  # two pages and more; logprobs beside each token
+
+
+def build(arch: str) -> Path:
+    """A bundle of random weights, made once from the same sources."""
+    shape = SHAPES[arch]
+    drafting = ["--heads", str(shape.heads)] if shape.heads else []
+    bundle, stamp, made_from = CACHE / f"{arch}.ull", CACHE / f"{arch}.sources", digest(*BUNDLE)
+    if not (bundle / "manifest.json").exists() or not stamp.exists() or stamp.read_text() != made_from:
+        options = ["--arch", arch, "--random-weights", "--target", "sm_90a", "--context", "32768", *drafting]
+        command = [sys.executable, "-m", "ull_build", *options, "--output", str(bundle), "--force", "--quiet"]
+        subprocess.run(command, check=True)
+        stamp.write_text(made_from)
+    return bundle
+
+
+def row(times: Times, weights: int, kv: int, layers: int, bandwidth: float) -> dict[str, Any]:
+    """The figures of one point that must read so many bytes, in milliseconds and microseconds."""
+    median = float(np.median(times.period)) / 1e6
+    floor_ms = (weights + kv) / bandwidth * 1e3
+    return {
+        "period_us": percentiles(times.period / 1e3),
+        "busy_us": percentiles(times.busy / 1e3),
+        "gap_us": percentiles(times.gap / 1e3),
+        "timer_step_ns": times.timer_step_ns,
+        "mean_ms_by_events": times.mean_ns / 1e6,
+        "median_ms": median,
+        "weight_bytes": weights,
+        "kv_bytes": kv,
+        "floor_ms": floor_ms,
+        "share_of_read_bandwidth": floor_ms / median,
+        "us_per_layer_above_floor": (median - floor_ms) * 1e3 / layers,
+    }
+
+
+def prompt_row(prompts: Prompts, tokens: int, nbytes: int, operations: int, bandwidth: float) -> dict[str, Any]:
+    """The figures of prompts that must read so many bytes and compute so much."""
+    median = float(np.median(prompts.device))
+    floor_ms = nbytes / bandwidth * 1e3
+    return {
+        "tokens": tokens,
+        "median_ms": median,
+        "fastest_ms": float(prompts.device.min()),
+        "slowest_ms": float(prompts.device.max()),
+        "median_ms_seen_by_host": float(np.median(prompts.host)),
+        "prompts": len(prompts.device),
+        "tokens_per_s": tokens / median * 1e3,
+        "bytes": nbytes,
+        "floor_ms": floor_ms,
+        "share_of_read_bandwidth": floor_ms / median,
+        "tflop_per_s": operations / median / 1e9,
+    }
+
+
+def build_bundles(archs: Sequence[str]) -> Iterator[Finding]:
+    """All at once. One that cannot be built fails again in the step that needs it."""
+    started = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        for bundle in [pool.submit(build, arch) for arch in archs]:
+            bundle.result()
+    yield {"bundles_s": time.monotonic() - started}
+
+
+def time_reading() -> Iterator[Finding]:
+    yield {"gpu": driver.describe_device(0)}
+    yield {"read_bandwidth": read_bandwidth()}
+
+
+def time_points(
+    arch: str, points: Sequence[Point], rounds: int, bandwidth: float, drafts: bool = False
+) -> Iterator[Finding]:
+    """Points of one model, and what its Medusa heads take."""
+    bundle = open_bundle(build(arch))
+    started = time.monotonic()
+    with loaded(bundle) as program:
+        timer = RoundTimer(program)
+        layers, weights = bundle.manifest.model.layers, weight_bytes(bundle)
+        yield {"about": {"layers": layers, "weight_bytes": weights, "load_s": time.monotonic() - started}}
+        for tree, context in points:
+            times = timer.time_rounds(tree, context, rounds)
+            figures = row(times, weights, kv_bytes_of(bundle, context), layers, bandwidth)
+            yield {"points": {"tree": tree, "context": context, **figures}}
+        if drafts:
+            times_us = timer.time_drafts(128, rounds) / 1e3
+            floor_us = draft_bytes(bundle) / bandwidth * 1e6
+            heads = SHAPES[arch].heads
+            yield {"drafts": {"heads": heads, "busy_us": percentiles(times_us), "floor_us": floor_us}}
+        timer.drain()
+
+
+def time_prompts(arch: str, lengths: Sequence[int], bandwidth: float) -> Iterator[Finding]:
+    """Prompts of these lengths, of one model."""
+    bundle = open_bundle(build(arch))
+    with loaded(bundle) as program:
+        timer = RoundTimer(program)
+        for tokens in lengths:
+            prompts = timer.time_prompt(tokens, repeats(tokens))
+            operations = prompt_operations(bundle.manifest.model, tokens)
+            yield {"prefill": prompt_row(prompts, tokens, prompt_bytes(bundle, tokens), operations, bandwidth)}
+        timer.drain()
+
+
+def time_persistent(arch: str, rounds: int, bandwidth: float) -> Iterator[Finding]:
+    """Plain rounds with one kernel for all layers, whose blocks wait for ever if they wait in vain."""
+    bundle = open_bundle(build(arch))
+    layers, weights = bundle.manifest.model.layers, weight_bytes(bundle)
+    with loaded(bundle, persistent=True) as program:
+        timer = RoundTimer(program)
+        for context in PERSISTENT_CONTEXTS:
+            times = timer.time_rounds(1, context, rounds)
+            figures = row(times, weights, kv_bytes_of(bundle, context), layers, bandwidth)
+            yield {"persistent": {"tree": 1, "context": context, **figures}}
+        timer.drain()
+
+
+def decode(bundle: Bundle, persistent: bool, prompt: Sequence[int], count: int) -> list[list[Any]]:
+    """[token, logprob, [(token, logprob) of the likeliest]] of each plain round behind the prompt."""
+    with loaded(bundle, persistent=persistent) as program:
+        replay = program.replay()
+        replay.prefill(prompt[:-1])
+        results = replay.decode(prompt[-1], len(prompt) - 1, count, top_logprobs=COMPARED_TOP)
+        replay.drain()
+    return [_said(result) for result in results]
+
+
+def _said(result: RoundResult) -> list[Any]:
+    first = result.tokens[0]
+    return [first.token, first.logprob, [(entry.token, entry.logprob) for entry in first.top[: first.top_count]]]
+
+
+def compare_persistent(arch: str, prompt_tokens: int, count: int) -> Iterator[Finding]:
+    """Tokens and logprobs of one kernel for all layers against the chain's, bit for bit. Raises RuntimeError."""
+    bundle = open_bundle(build(arch))
+    prompt = [int(token) for token in np.random.default_rng(9).integers(2, 4000, prompt_tokens)]
+    chain = decode(bundle, False, prompt, count)
+    yield {"persistent_compared": {"tokens": count, "distinct": len({said[0] for said in chain}), "same": None}}
+    kernel = decode(bundle, True, prompt, count)
+    differs = [index for index in range(count) if chain[index] != kernel[index]]
+    distinct = len({said[0] for said in chain})
+    yield {"persistent_compared": {"tokens": count, "distinct": distinct, "same": not differs}}
+    if differs:
+        at = differs[0]
+        raise RuntimeError(
+            f"one kernel for all layers says otherwise than the chain in {len(differs)} of {count} rounds, first in "
+            f"round {at}: {kernel[at][:2]} instead of {chain[at][:2]}"
+        )
+
+
+def time_client(arch: str, rounds: int) -> Iterator[Finding]:
+    """Gaps between tokens as a client on an ipc socket sees them, over so many plain rounds."""
+    gaps: list[float] = []
+    cores = client_cores(sorted(os.sched_getaffinity(0)))
+    os.sched_setaffinity(0, cores.daemon)  # the daemon inherits it
+    with DaemonProcess(build(arch), arguments=cores.arguments, ready_timeout=300.0) as daemon, zmq.Context() as context:
+        os.sched_setaffinity(0, cores.client_libzmq)  # its threads are started here and stay
+        context.socket(zmq.PAIR).close()
+        os.sched_setaffinity(0, cores.client)
+        gc.freeze()  # a full collection of what was imported takes 20 ms
+        with Client(daemon.url, context=context) as client:
+            placement = client.info().executor["placement"]
+            while len(gaps) < rounds:
+                last = 0
+                for _ in client.generate([1, 2, 3, 4], max_tokens=2000, speculate="none", ignore_eos=True):
+                    now = time.perf_counter_ns()
+                    if last:
+                        gaps.append((now - last) / 1e3)
+                    last = now
+    yield {"client": {"arch": arch, "inter_token_us": percentiles(gaps[:rounds]), "placement": placement}}
+
+
+def time_plans() -> Iterator[Finding]:
+    yield {"tensorrt": measure_plans(CACHE)}
+
+
+WORK: dict[str, Callable[..., Iterator[Finding]]] = {
+    work.__name__: work
+    for work in (
+        *(build_bundles, time_reading, time_points, time_prompts, time_persistent, compare_persistent),
+        *(time_client, time_plans),
+    )
+}
