@@ -2,6 +2,10 @@
 
 Every array that a launch points to is copied to the device before it and back after it, so the same tests, with the
 same NumPy references, prove the kernels on the chip.
+
+A kernel is launched as the engine launches it: it may begin before its predecessor has ended. That one is a kernel
+which lets it begin at once and then, much later, writes what the test says that a predecessor writes; until then there
+are 0xFF bytes. So a missing griddepcontrol.wait gives wrong results here too.
 """
 
 from __future__ import annotations
@@ -28,6 +32,11 @@ from ull_build.std_headers import STD_HEADERS
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "ull/kernels"
 CACHE = ROOT / ".cache/cubins"
+PREDECESSOR = ROOT / "tests/emulator/predecessor.cu"
+PREDECESSOR_GRID, PREDECESSOR_THREADS = (8, 1), 256
+REGIONS = 16  # that one predecessor can write
+# How long it waits before it writes: until the next launch has surely come to the device and has begun there.
+SPIN_NS = 200_000
 BLOCKS = {  # parameter -> what it points to, where a test gives a ctypes object
     "round": layout.Round,
     "state": layout.State,
@@ -37,6 +46,14 @@ BLOCKS = {  # parameter -> what it points to, where a test gives a ctypes object
 }
 _arrays: dict[int, tuple[int, Any]] = {}  # address -> bytes, weak reference to the array
 _lost: list[str] = []  # the launch after which the context answers nothing but its error
+
+
+class _Region(ctypes.Structure):
+    _fields_ = [("source", ctypes.c_void_p), ("target", ctypes.c_void_p), ("bytes", ctypes.c_int64)]
+
+
+class _PredecessorParams(ctypes.Structure):
+    _fields_ = [("regions", _Region * REGIONS), ("count", ctypes.c_int64), ("spin_ns", ctypes.c_uint64)]
 
 
 class DeviceError(RuntimeError):
@@ -118,13 +135,14 @@ class DeviceKernels:
         constants: Sequence[NDArray[Any]] = (),
         host_reads: Sequence[NDArray[Any]] = (),
     ) -> None:
-        """Runs one launch to its end. `seed` and the lists of arrays are the emulator's."""
+        """Runs one launch to its end. `seed`, `constants` and `host_reads` are the emulator's."""
         driver = _driver()
         function = self._function(name)
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check("cuFuncSetAttribute", driver.cuFuncSetAttribute(function, attribute, shared_bytes))
         passed = type(params).from_buffer_copy(params)
         copies: dict[int, tuple[int, int]] = {}  # host address -> bytes, device address
+        held: list[int] = []  # device addresses of what the predecessor writes
         try:
             for field, value in _pointers(params):
                 base, offset, size = _extent(field, value)
@@ -134,16 +152,40 @@ class DeviceKernels:
                     _check("cuMemcpyHtoD", driver.cuMemcpyHtoD(address, base, size))
                 setattr(passed, field, copies[base][1] + offset)
             arguments = (ctypes.c_void_p * 1)(ctypes.addressof(passed))
-            launch = driver.cuLaunchKernel(
-                function, *grid, 1, threads, 1, 1, shared_bytes, 0, ctypes.addressof(arguments), 0
-            )
+            config = _config(grid, threads, shared_bytes, overlaps=True)
+            before = self._hold(predecessor_writes, copies, held)
+            if before.count:  # as short a time before the launch as can be
+                _launch_predecessor(before)
+            launch = driver.cuLaunchKernelEx(config, function, ctypes.addressof(arguments), 0)
             _check(f"launch of {name}", launch)
             self._finish(name)
             for base, (size, address) in copies.items():
                 _check("cuMemcpyDtoH", driver.cuMemcpyDtoH(base, address, size))
         finally:
-            for _, address in copies.values():
+            for address in (*(address for _, address in copies.values()), *held):
                 driver.cuMemFree(address)
+
+    def _hold(
+        self, arrays: Sequence[NDArray[Any]], copies: Mapping[int, tuple[int, int]], held: list[int]
+    ) -> _PredecessorParams:
+        """Puts what is in these arrays aside on the device, and 0xFF bytes where a kernel reads them."""
+        driver = _driver()
+        params = _PredecessorParams(spin_ns=SPIN_NS)
+        for array in arrays:
+            host = array.ctypes.data
+            around = [
+                start for start, (size, _) in copies.items() if start <= host and host + array.nbytes <= start + size
+            ]
+            if not around or not array.nbytes:
+                continue  # the launch has no pointer to it
+            live = copies[around[0]][1] + host - around[0]
+            held.append(int(_check("cuMemAlloc", driver.cuMemAlloc(array.nbytes))))
+            _check("cuMemcpyHtoD", driver.cuMemcpyHtoD(held[-1], host, array.nbytes))
+            _check("cuMemsetD8", driver.cuMemsetD8(live, 0xFF, array.nbytes))
+            params.regions[params.count] = _Region(held[-1], live, array.nbytes)  # IndexError: REGIONS are too few
+            params.count += 1
+        _check("cuCtxSynchronize", driver.cuCtxSynchronize())
+        return params
 
     def _finish(self, name: str) -> None:
         """Waits for the launch. If that breaks the context, whatever comes later fails and names this launch."""
@@ -159,6 +201,36 @@ class DeviceKernels:
             if int(status) == 0:
                 return function
         raise DeviceError(f"no kernel {name} in the compiled sources")
+
+
+def _config(grid: tuple[int, int], threads: int, shared_bytes: int, overlaps: bool) -> Any:
+    """A launch on the default stream; `overlaps`: it may begin before the one ahead of it has ended (PDL)."""
+    driver = _driver()
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = shared_bytes, driver.CUstream(0)
+    if overlaps:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
+@functools.cache
+def _predecessor() -> tuple[Any, Any]:
+    """The kernel that runs before another one, and its launch."""
+    driver = _driver()
+    module = _check("cuModuleLoadData", driver.cuModuleLoadData(_cubin(PREDECESSOR, {})))
+    function = _check("cuModuleGetFunction", driver.cuModuleGetFunction(module, b"ull_predecessor"))
+    return function, _config(PREDECESSOR_GRID, PREDECESSOR_THREADS, 0, overlaps=False)
+
+
+def _launch_predecessor(params: _PredecessorParams) -> None:
+    function, config = _predecessor()
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+    _check("launch of the predecessor", _driver().cuLaunchKernelEx(config, function, ctypes.addressof(arguments), 0))
 
 
 def _pointers(params: ctypes.Structure) -> list[tuple[str, int]]:

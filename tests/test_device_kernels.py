@@ -1,0 +1,97 @@
+"""The kernel tests' other machine, without a GPU: its predecessor kernel, and its launches on the driver double."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import device_kernels
+import driver_double
+import emulation
+from emulation import aligned, pointer
+from ull_build.kernels import compile_file
+
+COUNT = 300
+
+
+class ReaderParams(ctypes.Structure):
+    _fields_ = [
+        ("source", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("count", ctypes.c_int32),
+        ("early", ctypes.c_int32),
+    ]
+
+
+def read(kernels: Any, early: bool) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """What `ull_reader` should have read of an array that its predecessor writes, and what it has read."""
+    source, output = aligned((COUNT, 4), np.uint32), aligned(COUNT, np.uint32)
+    source[...] = np.arange(source.size).reshape(source.shape) + 7
+    kernels.run(
+        "ull_reader",
+        grid=(-(-COUNT // 256), 1),
+        threads=256,
+        params=ReaderParams(pointer(source), pointer(output), COUNT, early),
+        predecessor_writes=[source],
+    )
+    return source[:, 0].copy(), output
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_the_predecessor_compiles(target: Any) -> None:
+    compiled = compile_file(device_kernels.PREDECESSOR, {}, target)
+    assert set(compiled.kernels) == {"ull_predecessor", "ull_reader"}
+    assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
+
+
+def test_the_predecessor_writes_every_region() -> None:
+    kernels = emulation.build([device_kernels.PREDECESSOR])
+    params = device_kernels._PredecessorParams(spin_ns=1000)
+    arrays = [(aligned(size, np.uint8), aligned(size, np.uint8)) for size in (1, 255, 4096, 70_001)]
+    for index, (source, target) in enumerate(arrays):
+        source[...] = np.random.default_rng(index).integers(0, 255, source.shape)
+        params.regions[index] = (pointer(source), pointer(target), source.nbytes)
+    params.count = len(arrays)
+    grid, threads = device_kernels.PREDECESSOR_GRID, device_kernels.PREDECESSOR_THREADS
+    kernels.run("ull_predecessor", grid=grid, threads=threads, params=params)
+    for source, target in arrays:
+        np.testing.assert_array_equal(target, source)
+
+
+def test_reading_before_the_wait_shows_on_the_emulator() -> None:
+    """As it does on the chip (tests/h200/test_dependent_launch.py), where the predecessor above makes it show."""
+    kernels = emulation.build([device_kernels.PREDECESSOR])
+    expected, found = read(kernels, early=False)
+    np.testing.assert_array_equal(found, expected)
+    _, found = read(kernels, early=True)
+    assert (found == 0xFFFFFFFF).any()  # not all: a block's threads wait one after another
+
+
+def scenario_launches() -> None:
+    """Under the double, where launches run one after another: all that the device gets and gives back."""
+    kernels: Any = emulation.build([device_kernels.PREDECESSOR])
+    assert isinstance(kernels, device_kernels.DeviceKernels)
+    expected, found = read(kernels, early=False)
+    np.testing.assert_array_equal(found, expected)
+    # The same without a predecessor that writes: nothing but the copies is left.
+    real = device_kernels._launch_predecessor
+    device_kernels._launch_predecessor = lambda params: None
+    _, poisoned = read(kernels, early=False)
+    device_kernels._launch_predecessor = real
+    print(json.dumps([int((poisoned == 0xFFFFFFFF).sum()), len(found)]))
+
+
+def test_inputs_are_poisoned_until_the_predecessor_has_written_them() -> None:
+    library = emulation.build_library([device_kernels.PREDECESSOR])
+    environment = {**driver_double.environment(library), "ULL_KERNELS": "device"}
+    program = "import test_device_kernels as t; t.scenario_launches()"
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1]) == [COUNT, COUNT]
