@@ -86,6 +86,13 @@ def _driver() -> Any:
 
 
 @functools.cache
+def _stream() -> Any:
+    """Of every launch: not the default one, whose launches wait for all other streams and all others for them."""
+    driver = _driver()
+    return _check("cuStreamCreate", driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+
+
+@functools.cache
 def build(sources: tuple[str | Path, ...], macros: tuple[tuple[str, int | float], ...]) -> DeviceKernels:
     """Compiles `sources` with NVRTC for these macros (without ULL_), side by side, and loads them."""
     defines = {f"ULL_{key}": f"{value!r}F" if isinstance(value, float) else str(value) for key, value in macros}
@@ -204,12 +211,12 @@ class DeviceKernels:
 
 
 def _config(grid: tuple[int, int], threads: int, shared_bytes: int, overlaps: bool) -> Any:
-    """A launch on the default stream; `overlaps`: it may begin before the one ahead of it has ended (PDL)."""
+    """A launch; `overlaps`: it may begin before the one ahead of it has ended (PDL)."""
     driver = _driver()
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes, config.hStream = shared_bytes, driver.CUstream(0)
+    config.sharedMemBytes, config.hStream = shared_bytes, _stream()
     if overlaps:
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

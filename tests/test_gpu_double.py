@@ -240,7 +240,7 @@ def scenario_bench(path: str) -> None:
     timer = RoundTimer(program)
     times, drafts = timer.time_rounds(2, 5, rounds=4, warm_up=1), timer.time_drafts(5, drafts=3, warm_up=1)
     counts = [len(times.period), len(times.gap), len(times.busy), int((drafts > 0).sum())]
-    prompts = timer.time_prompt(330, prompts=2, warm_up=0)  # more passes than there are slots for
+    prompts = timer.time_prompt(330, prompts=1, warm_up=0)  # more passes than there are slots for
     slowest = [len(prompts.device), float(prompts.device.max()), float(prompts.host.max())]
     program.close()
     print(json.dumps([bandwidths, counts, times.mean_ns, slowest, measure_plans(Path("/nowhere"))]))
@@ -252,7 +252,7 @@ def test_the_benchmark_measures(bundle: Path, emulated: Path) -> None:
     )
     assert set(bandwidths) == {"bulk copies", "16-byte loads"} and min(bandwidths.values()) > 0
     assert counts == [3, 3, 4, 3] and mean_ns > 0
-    assert prompts[0] == 2 and min(prompts[1:]) > 0
+    assert prompts[0] == 1 and min(prompts[1:]) > 0
     assert not plans["installed"] and "pip install ull[tensorrt]" in plans["reason"]
 
 
@@ -282,42 +282,48 @@ def scenario_bench_prefill(path: str) -> None:
     import work
 
     work.build = lambda arch: Path(path)
-    work.repeats = lambda tokens: 2
+    work.repeats = lambda tokens: 1
     print(json.dumps([finding["prefill"] for finding in work.time_prompts("tiny", (64, 130), 4e12)]))
 
 
 def test_the_benchmark_measures_prompts(bundle: Path, emulated: Path) -> None:
     short, long = run("scenario_bench_prefill", str(bundle), kernels=emulated, multiprocessors=4)
-    assert (short["tokens"], long["tokens"], long["prompts"]) == (64, 130, 2)
+    assert (short["tokens"], long["tokens"], long["prompts"]) == (64, 130, 1)
     assert long["bytes"] - 3 * short["bytes"] == 2 * 6 * 2 * 32 * 2 * (64 + 128)  # the cache before the later passes
     for prompt in (short, long):
         assert min(prompt[key] for key in ("median_ms", "median_ms_seen_by_host", "tokens_per_s", "tflop_per_s")) > 0
 
 
-def scenario_compare(path: str, flawed: bool) -> None:
-    """One kernel for all layers against the chain, as it is or with one logprob that differs in its last bit."""
+def scenario_compare(path: str) -> None:
+    """One kernel for all layers against the chain, as it is, and with one logprob that differs in its last bit."""
     import work
 
+    said: dict[bool, Any] = {}
+
     def decode(bundle: Any, persistent: bool, *arguments: Any) -> Any:
-        said = sound(bundle, persistent, *arguments)
-        if persistent and flawed:
-            said[2][1] = float(np.nextafter(np.float32(said[2][1]), np.float32(-100)))
-        return said
+        if persistent not in said:
+            said[persistent] = really(bundle, persistent, *arguments)
+        return said[persistent]
+
+    def compare() -> list[Any]:
+        findings, complaint = [], ""
+        try:
+            for finding in work.compare_persistent("tiny", 70, 5):
+                findings.append(finding["persistent_compared"])
+        except RuntimeError as error:
+            complaint = str(error)
+        return [findings, complaint]
 
     work.build = lambda arch: Path(path)
-    sound, work.decode = work.decode, decode
-    findings, complaint = [], ""
-    try:
-        for finding in work.compare_persistent("tiny", 70, 5):
-            findings.append(finding["persistent_compared"])
-    except RuntimeError as error:
-        complaint = str(error)
-    print(json.dumps([findings, complaint]))
+    really, work.decode = work.decode, decode
+    sound = compare()
+    said[True][2][1] = float(np.nextafter(np.float32(said[True][2][1]), np.float32(-100)))
+    print(json.dumps([sound, compare()]))
 
 
-@pytest.mark.parametrize("flawed", [False, True])
-def test_one_kernel_for_all_layers_is_compared_bit_for_bit(bundle: Path, emulated: Path, flawed: bool) -> None:
-    findings, complaint = run("scenario_compare", str(bundle), flawed, kernels=emulated, multiprocessors=4)
-    assert [finding["same"] for finding in findings] == [None, not flawed] and findings[1]["tokens"] == 5
-    assert findings[1]["distinct"] > 1
-    assert ("in 1 of 5 rounds, first in round 2" in complaint) == flawed and bool(complaint) == flawed
+def test_one_kernel_for_all_layers_is_compared_bit_for_bit(bundle: Path, emulated: Path) -> None:
+    (findings, complaint), flawed = run("scenario_compare", str(bundle), kernels=emulated, multiprocessors=4)
+    assert [finding["same"] for finding in findings] == [None, True] and not complaint
+    assert findings[1]["tokens"] == 5 and findings[1]["distinct"] > 1
+    assert [finding["same"] for finding in flawed[0]] == [None, False]
+    assert "in 1 of 5 rounds, first in round 2" in flawed[1]

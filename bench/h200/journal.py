@@ -24,6 +24,7 @@ Take = Callable[[Finding], None]
 NOTES = ("failures", "cut", "skipped")
 PATIENCE = 4.0  # times its estimate that a step may take
 POLL_S = 0.05
+GRACE_S = 5.0  # that a process has to end its own children
 
 
 class Report:
@@ -128,8 +129,9 @@ class Run:
 def follow(
     command: Sequence[str], limit_s: float, poll: Callable[[], None] = lambda: None, **options: Any
 ) -> int | None:
-    """Runs a process; its exit status, or None where it had to be killed. Leaves none of its children behind.
+    """Runs a process; its exit status, or None where it had to be ended. Leaves none of its children behind.
 
+    Those that are in process groups of their own it ends itself, when it is asked to end.
     `poll` is called several times a second, and once when it has ended. `options` are Popen's.
     """
     deadline = time.monotonic() + limit_s
@@ -142,10 +144,14 @@ def follow(
                 return status
             time.sleep(POLL_S)
     finally:
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # a process may be stuck in the driver
-            process.wait(5.0)
+            process.wait(GRACE_S)
 
 
 def _follow_findings(command: Sequence[str], arguments: Sequence[str], limit_s: float, take: Take) -> int | None:

@@ -108,6 +108,16 @@ def program(script: str, *arguments: object) -> Callable[[float], list[str]]:
     return lambda limit_s: [sys.executable, str(HERE / script), *map(str, arguments)]
 
 
+def measuring(report: Path, steps: Sequence[str]) -> Callable[[float], list[str]]:
+    """measure.py, which must have time left to print its tables."""
+
+    def command(limit_s: float) -> list[str]:
+        seconds = max(limit_s - 10, 1)
+        return program("measure.py", "--json", report, "--steps", ",".join(steps), "--seconds", seconds)(limit_s)
+
+    return command
+
+
 def tests(paths: Sequence[str], processes: int = 1, by_file: bool = False) -> Callable[[float], list[str]]:
     """pytest, which with its plugin ends tests that hang, and says what failed in time."""
 
@@ -151,25 +161,20 @@ def correctness(report: Path) -> list[Step]:
         Step("engine", 30, 150, tests(["tests/h200/test_engine.py", "tests/h200/test_small.py"], 2, by_file=True)),
         Step("memory", 30, 120, program("memory_checks.py", CACHE / "tiny-medusa.ull"), lacks=sanitizer),
         # Last, since their blocks wait for each other: for ever, if they wait in vain.
-        Step("persistent", 30, 150, program("measure.py", "--json", report, "--steps", "persistent", "--seconds", 140)),
+        Step("persistent", 30, 150, measuring(report, ["persistent"])),
         Step("persistent-engine", 20, 60, tests(["tests/h200/test_persistent.py"])),
     ]
 
 
 def figures(report: Path, steps: Sequence[str]) -> list[Step]:
-    def command(limit_s: float) -> list[str]:
-        seconds = max(limit_s - 10, 1)
-        return program("measure.py", "--json", report, "--steps", ",".join(steps), "--seconds", seconds)(limit_s)
-
-    return [Step("figures", 30, 24 * 3600, command)]
+    return [Step("figures", 30, 24 * 3600, measuring(report, steps))]
 
 
 def tensorrt(report: Path) -> list[Step]:
     lacks = "" if _imports("tensorrt") else "TensorRT is not on this machine"
-    rounds = program("measure.py", "--json", report, "--steps", "tensorrt-rounds", "--seconds", 300)
     return [
         Step("tensorrt-tests", 60, 300, tests(["tests/h200/test_plans.py"]), lacks=lacks),
-        Step("tensorrt-rounds", 60, 310, rounds, lacks=lacks),
+        Step("tensorrt-rounds", 60, 310, measuring(report, ["tensorrt-rounds"]), lacks=lacks),
     ]
 
 
