@@ -86,6 +86,8 @@ STEPS = (
     Step(SMALL, at([128], 2, 4, 8, 32)),
     Step(MIDDLE, at([2048, 8192], 1, 16, 64)),
     Step(MIDDLE),
+)
+LAST_STEPS = (  # behind the client's
     Step(SMALL, at([2048, 8192, 32000], 1, 16, 64)),
     Step(SMALL),
     Step(LARGE, at([128], 16, 64)),
@@ -93,5 +95,5 @@ STEPS = (
     Step(MIDDLE, at([32000], 1, 16, 64)),
     Step(LARGE, prompts=PROMPTS[:2]),
     Step(LARGE, at([2048, 8192, 32000], 1)),
+    Step(LARGE),
 )
-LAST_STEPS = (Step(LARGE),)  # behind the client's
