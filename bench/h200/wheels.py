@@ -20,6 +20,7 @@ from sources import ROOT
 
 ALL = {**NEEDED, **WANTED}
 MOST_BYTES = 42 << 20  # beside the working tree, of 64 MiB that a lent machine takes
+WORK = ROOT / ".cache/h200-wheels"
 OLDEST_GLIBC = (2, 35)  # Ubuntu 22.04's
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 26, 24, 17, 12, 5)), "manylinux2014_x86_64")
 FETCH = ("-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--only-binary=:all:")
@@ -39,7 +40,7 @@ def fetch(folder: Path) -> None:
 
 def bare_python(python: str, folder: Path) -> Path:
     """A Python 3.12 with nothing in it but what .wheels/ offers. Raises RuntimeError where something is missing."""
-    subprocess.run([python, "-m", "venv", str(folder)], check=True)
+    subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
     found = folder / "bin/python"
     install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
     subprocess.run([str(found), *install, *map(str, sorted(PREBUILT.glob("*.whl")))], check=True)
@@ -100,10 +101,9 @@ def main() -> int:
     if shutil.which(python) is None or subprocess.run(probe).returncode != 0:
         print(f"{python} is no Python 3.12: no native module was made; name one by PYTHON312=...", file=sys.stderr)
         return 1
-    with tempfile.TemporaryDirectory() as folder:
-        bare = bare_python(python, Path(folder) / "bare")
-        compile_module(bare, ROOT / ".cache/stable-abi")
-        print(check_module(bare))
+    bare = bare_python(python, WORK / "python")
+    compile_module(bare, WORK / "native")
+    print(check_module(bare))
     nbytes = sum(path.stat().st_size for path in PREBUILT.iterdir())
     print(f".wheels/ holds {nbytes / 2**20:.1f} MiB")
     if nbytes > MOST_BYTES:
