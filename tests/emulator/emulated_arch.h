@@ -73,6 +73,8 @@ inline void named_barrier(int id, int count, ULL_SITE_PARAMETERS) {
 }
 inline void warp_barrier(ULL_SITE_PARAMETERS) { emulator::meet_warp(emulator::Collective::kWarpBarrier, ULL_SITE); }
 
+template <int kWarps, int kStages, int kBytes>
+inline void remark_ring() {}
 ULL_UNSEEN inline void release_dependents() { emulator::block->released = true; }
 inline void wait_for_predecessor(ULL_SITE_PARAMETERS) { emulator::predecessor_complete(ULL_SITE); }
 

@@ -59,6 +59,13 @@ ULL_DEVICE void await_device(const uint32_t* count, uint32_t at_least) {
   } while (value < at_least);
 }
 
+// A remark in the kernel's PTX, and no instruction: each of so many warps has a ring of stages, which hold so many bytes
+// of weights each. `make kernels-report` reads it.
+template <int kWarps, int kStages, int kBytes>
+ULL_DEVICE void remark_ring() {
+  asm volatile("// ring: %0 warps, %1 stages, %2 bytes" ::"n"(kWarps), "n"(kStages), "n"(kBytes));
+}
+
 // Programmatic dependent launch: lets the next kernel's blocks start; waits for the previous kernel's results. Weights,
 // which no kernel writes, may be read before the wait; nothing else may. Before Hopper kernels never overlap.
 #if __CUDA_ARCH__ >= 900

@@ -66,6 +66,7 @@ class Stream : public Stages<Plan> {
       : params_(params),
         ring_(shared + arch::warp() * Plan::kDepth * Plan::kStageBytes),
         full_(reinterpret_cast<arch::Barrier*>(shared + Plan::kBarrierAt) + arch::warp() * Plan::kDepth) {
+    arch::remark_ring<kComputeWarps, Plan::kDepth, Plan::kWarpTiles * Plan::kStageTileBytes>();
     if (arch::lane() == 0) {
 #pragma unroll
       for (int i = 0; i < Plan::kDepth; ++i) arch::barrier_init(full_ + i, 1);
