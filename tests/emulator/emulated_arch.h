@@ -62,6 +62,7 @@ ULL_UNSEEN inline int block_x() { return emulator::block->x; }
 ULL_UNSEEN inline int block_y() { return emulator::block->y; }
 ULL_UNSEEN inline int grid_x() { return emulator::grid.grid_x; }
 ULL_UNSEEN inline int grid_y() { return emulator::grid.grid_y; }
+ULL_UNSEEN inline int multiprocessor() { return (block_y() * grid_x() + block_x()) % 132; }
 ULL_UNSEEN inline unsigned char* shared_memory() { return emulator::block->shared; }
 
 // ---- barriers ---------------------------------------------------------------------------------------------------
@@ -204,6 +205,7 @@ inline uint64_t timer_ns() {
   clock_gettime(CLOCK_MONOTONIC, &now);
   return static_cast<uint64_t>(now.tv_sec) * 1000000000U + static_cast<uint64_t>(now.tv_nsec);
 }
+inline uint64_t clock_ticks() { return timer_ns(); }
 
 // ---- bulk copies into shared memory, completing on an mbarrier ----------------------------------------------------
 

@@ -32,6 +32,11 @@ ULL_DEVICE int block_x() { return static_cast<int>(blockIdx.x); }
 ULL_DEVICE int block_y() { return static_cast<int>(blockIdx.y); }
 ULL_DEVICE int grid_x() { return static_cast<int>(gridDim.x); }
 ULL_DEVICE int grid_y() { return static_cast<int>(gridDim.y); }
+ULL_DEVICE int multiprocessor() {  // that the block runs on
+  int value;
+  asm volatile("mov.u32 %0, %smid;" : "=r"(value));
+  return value;
+}
 
 // The block's dynamic shared memory, aligned to 128 bytes.
 ULL_DEVICE unsigned char* shared_memory() {
@@ -59,8 +64,8 @@ ULL_DEVICE void await_device(const uint32_t* count, uint32_t at_least) {
   } while (value < at_least);
 }
 
-// A remark in the kernel's PTX, and no instruction: each of so many warps has a ring of stages, which hold so many bytes
-// of weights each. `make kernels-report` reads it.
+// A remark in the kernel's PTX, and no instruction: each of so many warps has a ring of stages, which hold so many
+// bytes of weights each. `make kernels-report` reads it.
 template <int kWarps, int kStages, int kBytes>
 ULL_DEVICE void remark_ring() {
   asm volatile("// ring: %0 warps, %1 stages, %2 bytes" ::"n"(kWarps), "n"(kStages), "n"(kBytes));
@@ -208,6 +213,11 @@ ULL_DEVICE uint64_t load_acquire_system(const uint64_t* address) {
 ULL_DEVICE uint64_t timer_ns() {  // the device's nanosecond clock
   uint64_t value;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
+  return value;
+}
+ULL_DEVICE uint64_t clock_ticks() {  // of the multiprocessor, as fine as can be
+  uint64_t value;
+  asm volatile("mov.u64 %0, %clock64;" : "=l"(value));
   return value;
 }
 
