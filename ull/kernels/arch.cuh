@@ -4,17 +4,36 @@
 
 #include <cstdint>
 
+#ifndef ULL_TRACE
+#define ULL_TRACE 0  // see trace.cuh
+#endif
 #ifdef ULL_EMULATOR
 #include "emulated_arch.h"
 #else
 
 #define ULL_DEVICE __device__ __forceinline__
+#if ULL_TRACE
+namespace ull::trace {
+ULL_DEVICE void wait_returned();
+}
+#endif
 // NVRTC has no <cstddef>, and its older versions no __builtin_offsetof either.
 #define ULL_OFFSETOF(Type, member) __INTADDR__(&((Type*)0)->member)
 
 // Defines a kernel that takes one parameter struct: ULL_KERNEL(name, Params, threads, blocks_per_sm) { ... params ... }
+#if ULL_TRACE
+#define ULL_KERNEL(name, Params, threads, blocks_per_sm)                                                             \
+  ULL_DEVICE void name##_traced(const Params& params);                                                               \
+  extern "C" __global__ void __launch_bounds__(threads, blocks_per_sm) name(const __grid_constant__ Params params) { \
+    ::ull::trace::begin();                                                                                           \
+    name##_traced(params);                                                                                           \
+    ::ull::trace::end(::ull::trace::hash(#name), params);                                                            \
+  }                                                                                                                  \
+  ULL_DEVICE void name##_traced(const Params& params)
+#else
 #define ULL_KERNEL(name, Params, threads, blocks_per_sm) \
   extern "C" __global__ void __launch_bounds__(threads, blocks_per_sm) name(const __grid_constant__ Params params)
+#endif
 
 // The same for a kernel whose blocks wait for each other by await_device(): the grid is at most one block per
 // multiprocessor, so that all run at once.
@@ -75,7 +94,12 @@ ULL_DEVICE void remark_ring() {
 // which no kernel writes, may be read before the wait; nothing else may. Before Hopper kernels never overlap.
 #if __CUDA_ARCH__ >= 900
 ULL_DEVICE void release_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-ULL_DEVICE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+ULL_DEVICE void wait_for_predecessor() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#if ULL_TRACE
+  trace::wait_returned();
+#endif
+}
 #else
 ULL_DEVICE void release_dependents() {}
 ULL_DEVICE void wait_for_predecessor() {}
@@ -290,3 +314,5 @@ ULL_DEVICE void bulk_prefetch_stream(const void* global, uint32_t bytes) {
 }  // namespace ull::arch
 
 #endif  // ULL_EMULATOR
+
+#include "trace.cuh"

@@ -78,6 +78,7 @@ class Stream : public Stages<Plan> {
   // Fills the ring with weights; activations have to wait.
   ULL_DEVICE void fill() const {
     for (int stage = 0; stage < smaller(Plan::kDepth, stages()); ++stage) fetch_weights(stage);
+    trace::mark(trace::kFilled);
   }
 
   // The activations of the stages that fill() began.
@@ -101,6 +102,7 @@ class Stream : public Stages<Plan> {
 
   // All lanes have read the stage: the one that comes to its place is fetched.
   ULL_DEVICE void refill(int stage) const {
+    trace::mark_stage(stage);
     const int next = stage + Plan::kDepth;
     if (next < stages()) {
       fetch_weights(next);
