@@ -123,7 +123,7 @@ def draw_timeline(blocks: Sequence[Block], begin_us: float, end_us: float) -> ND
         image[HEAD - 6 : HEAD - 2, at] = 0
         write_text(image, at + 3, HEAD - 20, f"{tick:.4g}")
     write_text(image, WIDTH - MARGIN + 8, HEAD - 20, "us")
-    for number in numbers[:: max(1, len(numbers) // 16)]:
+    for number in numbers[:: max(-(-8 // (deep * ROW + 1)), len(numbers) // 16)]:
         write_text(image, 8, top[number], f"sm {number}", 1)
     return image
 
