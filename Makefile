@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NATIVE := $(shell find ull/native -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt) ull/kernels/params.h
 KERNELS := $(shell find ull/kernels tests/emulator tests/fakecuda -name '*.c*' -o -name '*.h')
 
-.PHONY: demo test lint format native-test sanitize oldest-nvrtc oracle wheel h200 h200-wheels install clean help
+.PHONY: demo test lint format native-test sanitize oldest-nvrtc oracle wheel kernels-report h200 h200-wheels install clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -19,9 +19,10 @@ demo: $(VENV)/.installed  ## build the tiny engine, serve it, stream a completio
 # so that no process is left with one of them at the end. The rest run one after the other.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 LONG_TESTS := $(patsubst %,tests/test_%.py,tensorrt_end_to_end gpu_end_to_end kernel_linear kernel_attention kernel_layers \
-  kernel_compile kernel_sampling gpu_double gpu_evaluation)
-LONG_TESTS += $(filter-out $(LONG_TESTS),$(sort $(wildcard $(patsubst %,tests/test_%.py,device_kernels emulator* fakecuda gpu_* kernel_* \
-  tensorrt_* build build_gpu* build_speculation build_vocabulary bundle calibrate checkpoint evaluate executor oracle \
+  kernel_compile kernel_report kernel_sampling gpu_double gpu_evaluation)
+LONG_TESTS += $(filter-out $(LONG_TESTS),$(sort $(wildcard $(patsubst %,tests/test_%.py,bench_probes bench_trace device_kernels \
+  emulator* fakecuda gpu_* kernel_* tensorrt_* build build_gpu* build_speculation build_vocabulary bundle calibrate checkpoint \
+  evaluate executor oracle \
   speculation text train))))
 
 test: $(VENV)/.installed-test  ## linters, types, the test suite
@@ -57,7 +58,7 @@ sanitize: $(VENV)/.installed-test  ## native unit tests under ASan + UBSan, then
 	$(call run_native_tests,tsan,thread)
 	ULL_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(PRELOADED)" \
 	  $(BIN)/python -m pytest $(SIDE_BY_SIDE) -p no:faulthandler --capture=sys -o timeout=900 \
-	  $(filter tests/test_kernel_% tests/test_emulator.py,$(filter-out %_compile.py,$(LONG_TESTS)))
+	  $(filter tests/test_kernel_% tests/test_emulator.py,$(filter-out %_compile.py %_report.py,$(LONG_TESTS)))
 comma := ,
 # libstdc++ beside libasan: it looks up what throws exceptions when it starts, and Python itself has none.
 PRELOADED = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so)
@@ -68,6 +69,9 @@ oldest-nvrtc: $(VENV)/.installed-test  ## compile the kernels of an 8B model wit
 	$(PIP) --no-deps --upgrade --target $(OLDEST) "nvidia-cuda-nvrtc==13.0.*"
 	LD_LIBRARY_PATH=$(abspath $(OLDEST)/nvidia/cu13/lib) LD_PRELOAD=$(abspath $(OLDEST)/nvidia/cu13/lib/libnvrtc.so.13) \
 	  ULL_NVRTC=13.0 $(BIN)/python -m pytest -n 2 tests/test_kernel_compile.py -k "llama-3.1-8b or asked_for"
+
+kernels-report: $(VENV)/.installed-test  ## write the static figures of every kernel, which a test holds them to
+	$(BIN)/python bench/kernels_report.py
 
 oracle: $(VENV)/.installed-test  ## compare with transformers, live (installs PyTorch for the CPU)
 	$(PIP) 'torch==2.13.0'

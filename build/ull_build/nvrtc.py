@@ -31,11 +31,12 @@ class FunctionUse:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A cubin, the compiler's log, and what each function in it uses."""
+    """A cubin, the compiler's log, what each function in it uses, and the PTX that it was assembled from."""
 
     cubin: bytes
     log: str
     functions: dict[str, FunctionUse]
+    ptx: str
 
     @property
     def kernels(self) -> list[str]:
@@ -79,9 +80,10 @@ def compile_source(name: str, source: str, headers: Mapping[str, str], options: 
         log = _fetch(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).rstrip(b"\0").decode()
         _check(nvrtc, status, name, log)
         cubin = _fetch(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+        ptx = _fetch(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).rstrip(b"\0").decode()
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return Compiled(cubin, log, parse_log(log))
+    return Compiled(cubin, log, parse_log(log), ptx)
 
 
 def parse_log(log: str) -> dict[str, FunctionUse]:

@@ -29,11 +29,25 @@
 #define ULL_KERNEL(name, Params, threads, blocks_per_sm) \
   ULL_EMULATED_KERNEL(name, Params, threads, blocks_per_sm, false)
 #define ULL_GRID_KERNEL(name, Params, threads) ULL_EMULATED_KERNEL(name, Params, threads, 1, true)
-#define ULL_EMULATED_KERNEL(name, Params, threads, blocks_per_sm, meets)                                             \
-  static void name(const Params& params);                                                                            \
-  static const ::ull::emulator::Registration ull_registration_##name(                                                \
-      #name, sizeof(Params), threads, meets, [](const void* params) { name(*static_cast<const Params*>(params)); }); \
-  static_assert((threads) % 32 == 0 && (threads) <= 1024 && (blocks_per_sm) >= 1, "launch bounds of " #name);        \
+#if ULL_TRACE
+namespace ull::trace {
+inline void wait_returned();
+}
+#define ULL_BODY(name, params)                            \
+  {                                                       \
+    ::ull::trace::begin();                                \
+    name(params);                                         \
+    ::ull::trace::end(::ull::trace::hash(#name), params); \
+  }
+#else
+#define ULL_BODY(name, params) name(params)
+#endif
+#define ULL_EMULATED_KERNEL(name, Params, threads, blocks_per_sm, meets)                                      \
+  static void name(const Params& params);                                                                     \
+  static const ::ull::emulator::Registration ull_registration_##name(                                         \
+      #name, sizeof(Params), threads, meets,                                                                  \
+      [](const void* params) { ULL_BODY(name, *static_cast<const Params*>(params)); });                       \
+  static_assert((threads) % 32 == 0 && (threads) <= 1024 && (blocks_per_sm) >= 1, "launch bounds of " #name); \
   static void name([[maybe_unused]] const Params& params)
 
 namespace ull::emulator {
@@ -62,6 +76,7 @@ ULL_UNSEEN inline int block_x() { return emulator::block->x; }
 ULL_UNSEEN inline int block_y() { return emulator::block->y; }
 ULL_UNSEEN inline int grid_x() { return emulator::grid.grid_x; }
 ULL_UNSEEN inline int grid_y() { return emulator::grid.grid_y; }
+ULL_UNSEEN inline int multiprocessor() { return (block_y() * grid_x() + block_x()) % 132; }
 ULL_UNSEEN inline unsigned char* shared_memory() { return emulator::block->shared; }
 
 // ---- barriers ---------------------------------------------------------------------------------------------------
@@ -73,8 +88,15 @@ inline void named_barrier(int id, int count, ULL_SITE_PARAMETERS) {
 }
 inline void warp_barrier(ULL_SITE_PARAMETERS) { emulator::meet_warp(emulator::Collective::kWarpBarrier, ULL_SITE); }
 
+template <int kWarps, int kStages, int kBytes>
+inline void remark_ring() {}
 ULL_UNSEEN inline void release_dependents() { emulator::block->released = true; }
-inline void wait_for_predecessor(ULL_SITE_PARAMETERS) { emulator::predecessor_complete(ULL_SITE); }
+inline void wait_for_predecessor(ULL_SITE_PARAMETERS) {
+  emulator::predecessor_complete(ULL_SITE);
+#if ULL_TRACE
+  trace::wait_returned();
+#endif
+}
 
 inline void arrive_device(uint32_t* count) { emulator::arrive_device(count); }
 inline void await_device(const uint32_t* count, uint32_t at_least, ULL_SITE_PARAMETERS) {
@@ -202,6 +224,7 @@ inline uint64_t timer_ns() {
   clock_gettime(CLOCK_MONOTONIC, &now);
   return static_cast<uint64_t>(now.tv_sec) * 1000000000U + static_cast<uint64_t>(now.tv_nsec);
 }
+inline uint64_t clock_ticks() { return timer_ns(); }
 
 // ---- bulk copies into shared memory, completing on an mbarrier ----------------------------------------------------
 

@@ -4,17 +4,36 @@
 
 #include <cstdint>
 
+#ifndef ULL_TRACE
+#define ULL_TRACE 0  // see trace.cuh
+#endif
 #ifdef ULL_EMULATOR
 #include "emulated_arch.h"
 #else
 
 #define ULL_DEVICE __device__ __forceinline__
+#if ULL_TRACE
+namespace ull::trace {
+ULL_DEVICE void wait_returned();
+}
+#endif
 // NVRTC has no <cstddef>, and its older versions no __builtin_offsetof either.
 #define ULL_OFFSETOF(Type, member) __INTADDR__(&((Type*)0)->member)
 
 // Defines a kernel that takes one parameter struct: ULL_KERNEL(name, Params, threads, blocks_per_sm) { ... params ... }
+#if ULL_TRACE
+#define ULL_KERNEL(name, Params, threads, blocks_per_sm)                                                             \
+  ULL_DEVICE void name##_traced(const Params& params);                                                               \
+  extern "C" __global__ void __launch_bounds__(threads, blocks_per_sm) name(const __grid_constant__ Params params) { \
+    ::ull::trace::begin();                                                                                           \
+    name##_traced(params);                                                                                           \
+    ::ull::trace::end(::ull::trace::hash(#name), params);                                                            \
+  }                                                                                                                  \
+  ULL_DEVICE void name##_traced(const Params& params)
+#else
 #define ULL_KERNEL(name, Params, threads, blocks_per_sm) \
   extern "C" __global__ void __launch_bounds__(threads, blocks_per_sm) name(const __grid_constant__ Params params)
+#endif
 
 // The same for a kernel whose blocks wait for each other by await_device(): the grid is at most one block per
 // multiprocessor, so that all run at once.
@@ -32,6 +51,11 @@ ULL_DEVICE int block_x() { return static_cast<int>(blockIdx.x); }
 ULL_DEVICE int block_y() { return static_cast<int>(blockIdx.y); }
 ULL_DEVICE int grid_x() { return static_cast<int>(gridDim.x); }
 ULL_DEVICE int grid_y() { return static_cast<int>(gridDim.y); }
+ULL_DEVICE int multiprocessor() {  // that the block runs on
+  int value;
+  asm volatile("mov.u32 %0, %smid;" : "=r"(value));
+  return value;
+}
 
 // The block's dynamic shared memory, aligned to 128 bytes.
 ULL_DEVICE unsigned char* shared_memory() {
@@ -59,11 +83,23 @@ ULL_DEVICE void await_device(const uint32_t* count, uint32_t at_least) {
   } while (value < at_least);
 }
 
+// A remark in the kernel's PTX, and no instruction: each of so many warps has a ring of stages, which hold so many
+// bytes of weights each. `make kernels-report` reads it.
+template <int kWarps, int kStages, int kBytes>
+ULL_DEVICE void remark_ring() {
+  asm volatile("// ring: %0 warps, %1 stages, %2 bytes" ::"n"(kWarps), "n"(kStages), "n"(kBytes));
+}
+
 // Programmatic dependent launch: lets the next kernel's blocks start; waits for the previous kernel's results. Weights,
 // which no kernel writes, may be read before the wait; nothing else may. Before Hopper kernels never overlap.
 #if __CUDA_ARCH__ >= 900
 ULL_DEVICE void release_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-ULL_DEVICE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+ULL_DEVICE void wait_for_predecessor() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#if ULL_TRACE
+  trace::wait_returned();
+#endif
+}
 #else
 ULL_DEVICE void release_dependents() {}
 ULL_DEVICE void wait_for_predecessor() {}
@@ -203,6 +239,11 @@ ULL_DEVICE uint64_t timer_ns() {  // the device's nanosecond clock
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
   return value;
 }
+ULL_DEVICE uint64_t clock_ticks() {  // of the multiprocessor, as fine as can be
+  uint64_t value;
+  asm volatile("mov.u64 %0, %clock64;" : "=l"(value));
+  return value;
+}
 
 // ---- bulk copies into shared memory, completing on an mbarrier ----------------------------------------------------
 
@@ -273,3 +314,5 @@ ULL_DEVICE void bulk_prefetch_stream(const void* global, uint32_t bytes) {
 }  // namespace ull::arch
 
 #endif  // ULL_EMULATOR
+
+#include "trace.cuh"

@@ -96,6 +96,7 @@ class LayerRing {
  public:
   ULL_DEVICE LayerRing(const LayerParams* layers, unsigned char* ring, arch::Barrier* full)
       : cursor_(layers), ring_(ring + arch::warp() * kDepth * kStageBytes), full_(full + arch::warp() * kDepth) {
+    arch::remark_ring<kComputeWarps, kDepth, kStageBytes>();
     if (arch::lane() == 0) {
 #pragma unroll
       for (int i = 0; i < kDepth; ++i) arch::barrier_init(full_ + i, 1);

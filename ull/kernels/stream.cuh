@@ -66,6 +66,7 @@ class Stream : public Stages<Plan> {
       : params_(params),
         ring_(shared + arch::warp() * Plan::kDepth * Plan::kStageBytes),
         full_(reinterpret_cast<arch::Barrier*>(shared + Plan::kBarrierAt) + arch::warp() * Plan::kDepth) {
+    arch::remark_ring<kComputeWarps, Plan::kDepth, Plan::kWarpTiles * Plan::kStageTileBytes>();
     if (arch::lane() == 0) {
 #pragma unroll
       for (int i = 0; i < Plan::kDepth; ++i) arch::barrier_init(full_ + i, 1);
@@ -77,6 +78,7 @@ class Stream : public Stages<Plan> {
   // Fills the ring with weights; activations have to wait.
   ULL_DEVICE void fill() const {
     for (int stage = 0; stage < smaller(Plan::kDepth, stages()); ++stage) fetch_weights(stage);
+    trace::mark(trace::kFilled);
   }
 
   // The activations of the stages that fill() began.
@@ -100,6 +102,7 @@ class Stream : public Stages<Plan> {
 
   // All lanes have read the stage: the one that comes to its place is fetched.
   ULL_DEVICE void refill(int stage) const {
+    trace::mark_stage(stage);
     const int next = stage + Plan::kDepth;
     if (next < stages()) {
       fetch_weights(next);

@@ -1,0 +1,127 @@
+// What the chip's own parts take that the engine is made of, each by itself: launches that overlap, the grid barrier,
+// the weights' stream, the placing of blocks and the timers. Not part of the engine. Every kernel leaves something
+// behind that says whether it did what it is timed for.
+#include "linear_narrow.cuh"
+
+namespace ull::gpu {
+namespace {
+
+struct LinkParams {
+  uint32_t* count;  // one more for each kernel of a chain; null: nothing is read or written
+};
+
+struct BarrierParams {
+  uint32_t* arrivals;     // 0 before it
+  arch::Vector4* passed;  // [2][blocks] what each block hands to the next one; null: nothing
+  uint32_t* sums;         // [blocks] of what it was handed
+  int32_t count;          // barriers
+};
+
+struct WeightsParams {
+  const void* weights;
+  uint32_t* sums;  // [blocks][kComputeWarps] of the words that a warp has read
+};
+
+struct Place {
+  uint64_t ns;  // when the block was there
+  uint64_t ticks;
+  uint64_t multiprocessor;
+};
+
+struct PlaceParams {
+  Place* places;  // [blocks]
+};
+
+struct TimerParams {
+  uint64_t* samples;  // [count][2] nanoseconds, ticks
+  int32_t count;
+};
+
+constexpr int kHidden8b = 4096;  // FP8 row tiles of 64 KB, as qkv, o and gate_up of an 8B model have
+constexpr uint32_t kNeverSum = 0x9E3779B9U;
+
+// Reads the weights as linear_narrow() does, by its Stream.
+template <int kRows>
+ULL_DEVICE void read_weights(const WeightsParams& params) {
+  using Plan = NarrowPlan<LinearShape<kRows, kHidden8b, 8, true>, 1>;
+  static_assert(Plan::kStageBytes == 2048 && Plan::kDepth == 6);
+  arch::release_dependents();
+  LinearParams linear{};
+  linear.weights = params.weights;
+  const Stream<Plan> stream(linear, arch::shared_memory());
+  stream.fill();
+  arch::wait_for_predecessor();
+  uint32_t sum = 0;
+  for (int stage = 0; stage < stream.stages(); ++stage) {
+    const unsigned char* place = stream.wait(stage);
+#pragma unroll
+    for (int i = 0; i < Plan::kStageBytes / 512; ++i) {
+      const arch::Vector4 v = arch::load_shared(place + i * 512 + arch::lane() * 16);
+      sum += v.word[0] + v.word[1] + v.word[2] + v.word[3];
+    }
+    arch::warp_barrier();
+    // The branch waits for the loads: bulk copies do not.
+    if (arch::ballot(sum == kNeverSum) != 0xFFFFFFFFU) stream.refill(stage);
+  }
+  for (int mask = 16; mask > 0; mask /= 2) sum += arch::shuffle_xor(sum, mask);
+  if (arch::lane() == 0) params.sums[arch::block_x() * kComputeWarps + arch::warp()] = sum;
+}
+
+}  // namespace
+
+// A link of a chain.
+ULL_KERNEL(ull_probe_link, LinkParams, 256, 2) {
+  arch::release_dependents();
+  arch::wait_for_predecessor();
+  if (params.count != nullptr && arch::block_x() == 0 && arch::thread() == 0) *params.count += 1;
+}
+
+// Grid barriers one behind the other, each as a step of the layers' one kernel ends and the next one begins.
+ULL_GRID_KERNEL(ull_probe_barrier, BarrierParams, 256) {
+  arch::release_dependents();
+  arch::wait_for_predecessor();
+  const int blocks = arch::grid_x();
+  const int from = (arch::block_x() + 1) % blocks;
+  uint32_t expected = 0;
+  uint32_t sum = 0;
+#pragma unroll 1
+  for (int i = 0; i < params.count; ++i) {
+    const bool passes = params.passed != nullptr && arch::thread() == 0;
+    const int half = i % 2 * blocks;
+    if (passes)
+      arch::store_global(params.passed + half + arch::block_x(),
+                         {{static_cast<uint32_t>(i * blocks + arch::block_x())}});
+    arch::fence_bulk_copies();
+    arch::block_barrier();
+    if (arch::thread() == 0) arch::arrive_device(params.arrivals);
+    expected += static_cast<uint32_t>(blocks);
+    if (arch::thread() == 0) arch::await_device(params.arrivals, expected);
+    arch::block_barrier();
+    if (passes) sum += arch::load_global(params.passed + half + from).word[0];
+  }
+  if (arch::thread() == 0) params.sums[arch::block_x()] = sum;
+}
+
+ULL_KERNEL(ull_probe_weights, WeightsParams, kNarrowThreads, 2) { read_weights<1 << 20>(params); }
+ULL_KERNEL(ull_probe_few_weights, WeightsParams, kNarrowThreads, 2) { read_weights<16 * 21>(params); }
+
+// Where a grid's blocks come to run, and when.
+ULL_KERNEL(ull_probe_place, PlaceParams, 256, 2) {
+  arch::release_dependents();
+  const Place place{arch::timer_ns(), arch::clock_ticks(), static_cast<uint64_t>(arch::multiprocessor())};
+  arch::wait_for_predecessor();
+  if (arch::thread() == 0) params.places[arch::block_y() * arch::grid_x() + arch::block_x()] = place;
+}
+
+// One thread reads both timers over and over.
+ULL_KERNEL(ull_probe_timer, TimerParams, 32, 1) {
+  arch::wait_for_predecessor();
+  if (arch::thread() != 0) return;
+#pragma unroll 1
+  for (int i = 0; i < params.count; ++i) {
+    params.samples[2 * i] = arch::timer_ns();
+    params.samples[2 * i + 1] = arch::clock_ticks();
+  }
+}
+
+}  // namespace ull::gpu

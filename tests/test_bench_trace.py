@@ -1,0 +1,244 @@
+"""bench/h200/trace: a traced round of the tiny engine under the driver double, and the pictures that are made of it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import driver_double
+import emulation
+from conftest import ROOT
+from device_bundles import build_with_stubs
+from test_gpu_double import PROMPT
+from ull import _native
+from ull.bundle import Precision, device_macros, open_bundle
+from ull_build.build import Settings, build
+from ull_build.kernels import compile_file, kernel_sources
+from ull_build.shapes import shape_model
+
+sys.path.append(str(ROOT / "bench/h200"))
+
+
+import timeline
+import traced_round as trace
+
+pytestmark = pytest.mark.timeout(1800)  # every kernel is compiled for the emulator
+MULTIPROCESSORS = 4
+COUNT = 4  # tokens
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    options: dict[str, Any] = {"target": "sm_90a", "evaluate": False, "context": 512}
+    with pytest.MonkeyPatch.context() as patch:
+        return build_with_stubs(
+            patch, folder / "kernels", Settings(ROOT / "engines/tiny", folder / "tiny.ull", "tiny", **options)
+        )
+
+
+@pytest.fixture(scope="module")
+def stamping(bundle: Path) -> Path:
+    """Every kernel for the emulator, with stamps; compiled quickly rather than to run quickly."""
+    code = open_bundle(bundle).manifest.code
+    assert code is not None
+    macros = {**code.macros, "ULL_TRACE": "1"}
+    defines = [f"-D{name}={value}" for name, value in macros.items()]
+    simple = [*emulation.COMMON_FLAGS, "-O0", *(flag for flag in emulation._fast_flags() if not flag.startswith("-O"))]
+    sources = kernel_sources(frozenset(code.kernels()))
+    jobs: list[tuple[Path, list[str]]] = [(source, [*simple, *defines]) for source in sources]
+    fast = [*emulation.COMMON_FLAGS, *emulation._fast_flags()]
+    jobs += [(source, fast) for source in sorted(emulation.EMULATOR.glob("*.cpp"))]
+    objects = emulation.compile_all(jobs, emulation.INCLUDES)
+    return emulation.compiled(objects, ["-shared", "-Wl,-Bsymbolic", *fast], ".so")
+
+
+def run(scenario: str, *arguments: object, kernels: Path) -> Any:
+    program = f"import test_bench_trace as t; t.{scenario}(*{arguments!r})"
+    environment = driver_double.environment(kernels, imports=[ROOT / "bench/h200"], multiprocessors=MULTIPROCESSORS)
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=1200
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def decoded(replay: Any) -> list[int]:
+    replay.prefill(PROMPT[:-1])
+    return [result.tokens[0].token for result in replay.decode(PROMPT[-1], len(PROMPT) - 1, COUNT)]
+
+
+def scenario_traced(path: str, folder: str) -> None:
+    traced = trace.load_traced(open_bundle(path))
+    tracer = trace.Tracer(traced, traced._driver)
+    tokens = decoded(tracer.replay)
+    records = tracer.trace(len(PROMPT))
+    code = open_bundle(path).manifest.code
+    assert code is not None
+    found = trace.save(records, code.kernels(), Path(folder), "tiny")
+    np.save(Path(folder) / "records.npy", records)
+    again = decoded(tracer.replay)
+    traced.close()
+    print(json.dumps([tokens, again, found]))
+
+
+@pytest.fixture(scope="module")
+def traced(
+    bundle: Path, stamping: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[int], dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("trace")
+    tokens, again, found = run("scenario_traced", str(bundle), str(folder), kernels=stamping)
+    assert tokens == again
+    return folder, tokens, found
+
+
+def test_the_tokens_are_what_they_are_without_stamps(traced: Any, tmp_path: Path) -> None:
+    """test_gpu_double.py holds untraced rounds to the same."""
+    settings = Settings(ROOT / "engines/tiny", tmp_path / "cpu.ull", "cpu", evaluate=False, context=512)
+    cpu_model = _native.CpuModel(open_bundle(build(settings).path).native_spec())
+    assert traced[1] == cpu_model.generate_greedy(np.array(PROMPT, np.int32), COUNT).tolist()
+
+
+def test_every_block_of_every_kernel_leaves_its_record(traced: Any) -> None:
+    folder, _, found = traced
+    records = np.load(folder / "records.npy")
+    code_kernels = {trace.hash_of(f"ull_{name}"): name for name in found["kernels_us"]}
+    assert set(records["kernel"].tolist()) == set(code_kernels) and len(records) == found["records"]
+    launches = {name: row["launches"] for name, row in found["kernels_us"].items()}
+    layers = {name: count for name, count in launches.items() if count > 1}
+    assert layers == dict.fromkeys(("qkv_1", "attention_8", "o_1", "gate_up_1", "down_1"), 6)
+    assert {"begin", "embed", "head_1", "accept"} <= set(launches)
+    for number, name in code_kernels.items():
+        blocks = records["block"][records["kernel"] == number]
+        assert np.array_equal(np.bincount(blocks), np.full(blocks.max() + 1, launches[name])), name
+
+
+def test_stamps_are_in_order(traced: Any) -> None:
+    records = np.load(traced[0] / "records.npy")
+    ns = records["ns"].astype(np.int64)
+    start, filled, waited, first, last, end = ns.T
+    assert (start > 0).all() and (start <= waited).all() and (waited <= end).all()
+    streams = filled > 0
+    assert streams.any() and (filled[streams] <= waited[streams]).all()
+    used = first > 0
+    assert used.any() and (waited[used] <= first[used]).all() and (first[used] <= last[used]).all()
+    assert (last[used] <= end[used]).all()
+
+
+def test_kernels_come_one_after_another(traced: Any) -> None:
+    names = [f"ull_{name}" for name in traced[2]["kernels_us"]]
+    blocks = trace.blocks_of(np.load(traced[0] / "records.npy"), names)
+    order = [kernel for kernel, _ in trace.launches_of(blocks)]
+    assert order[:2] == ["begin", "embed"] and order[2:7] == ["qkv_1", "attention_8", "o_1", "gate_up_1", "down_1"]
+    assert order[2:32] == order[2:7] * 6 and order[32] == "head_1"
+
+
+def test_the_pictures_are_whole(traced: Any) -> None:
+    folder, _, found = traced
+    events = json.loads(gzip.decompress((folder / found["files"][0]).read_bytes()))["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert sum("args" in event for event in complete) == found["records"]
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in complete)
+    assert {"streams", "prepares", "fills its ring", "waits for its predecessor"} <= {one["name"] for one in complete}
+    check_png((folder / found["files"][1]).read_bytes())
+
+
+def check_png(data: bytes) -> np.ndarray:
+    """Reads it as the format says: checks every chunk's sum; the pixels."""
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    place, chunks = 8, {}
+    while place < len(data):
+        (length,) = struct.unpack_from(">I", data, place)
+        kind, body = data[place + 4 : place + 8], data[place + 8 : place + 8 + length]
+        assert struct.unpack_from(">I", data, place + 8 + length)[0] == zlib.crc32(kind + body)
+        chunks[kind] = body
+        place += 12 + length
+    width, height = struct.unpack_from(">II", chunks[b"IHDR"])
+    lines = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, 1 + 3 * width)
+    assert list(chunks) == [b"IHDR", b"IDAT", b"IEND"] and not lines[:, 0].any()
+    return lines[:, 1:].reshape(height, width, 3)
+
+
+def block(kernel: str, launch: int, number: int, sm: int, *us: float) -> timeline.Block:
+    return timeline.Block(kernel, launch, number, sm, us)
+
+
+NONE = float("nan")
+
+
+def test_blocks_side_by_side_get_rows_of_their_own() -> None:
+    blocks = [
+        block("a", 0, 0, 3, 0, 1, 2, 3, 8, 10),
+        block("b", 0, 0, 3, 4, NONE, 10, NONE, NONE, 12),
+        block("a", 1, 0, 3, 10, 11, 12, 13, 14, 20),
+        block("b", 0, 1, 5, 4, NONE, 10, NONE, NONE, 12),
+    ]
+    assert timeline.lanes(blocks) == [0, 1, 0, 0]
+    image = timeline.draw_timeline(blocks, 0.0, 20.0)
+    np.testing.assert_array_equal(check_png(timeline.png(image)), image)
+    row = image[timeline.HEAD + 1]
+    at = {us: timeline.MARGIN + round(us * (timeline.WIDTH - 2 * timeline.MARGIN) / 20) for us in (1, 5, 11, 16)}
+    assert tuple(row[at[5]]) == timeline.COLOURS[0] and tuple(row[at[16]]) == timeline.COLOURS[0]
+    assert row[at[1]].min() > row[at[5]].min() and row[at[11]].min() > row[at[16]].min()  # paler while they wait
+    other = image[timeline.HEAD + 1 + timeline.ROW]
+    assert tuple(other[at[11]]) == timeline.COLOURS[1] and tuple(other[at[16]]) == (255, 255, 255)
+
+
+def records_of(ns: np.ndarray, ticks: np.ndarray, sms: np.ndarray) -> np.ndarray:
+    records = np.zeros(len(ns), trace.RECORD)
+    records["ns"], records["ticks"], records["multiprocessor"] = ns, ticks, sms
+    return records
+
+
+def test_a_coarse_timer_is_refined_by_the_clocks() -> None:
+    """Ticks of 1.024 us, clocks of 1.755 GHz that began at different times: the fit is right to a few nanoseconds."""
+    random = np.random.default_rng(0)
+    sms = np.repeat(np.arange(8), 400)
+    true = np.sort(random.uniform(1e6, 3e6, (len(sms), len(timeline.MARKS))), axis=1)
+    coarse = (true // 1024 * 1024).astype(np.uint64)
+    ticks = (true * 1.755 + sms[:, None] * 1e9).astype(np.uint64)
+    records = records_of(coarse, ticks, sms)
+    assert trace.timer_step_ns(records) == 1024
+    assert np.abs(trace.stamps_ns(records) - true).max() < 30
+    fine = records_of(true.astype(np.uint64) // 32 * 32, ticks, sms)
+    np.testing.assert_array_equal(trace.stamps_ns(fine), fine["ns"].astype(float))
+
+
+def test_the_summary_says_what_a_boundary_costs() -> None:
+    first = [block("a", 0, index, index, 0, 1, 2, 3, 8, 10 + index) for index in range(2)]
+    second = [block("b", 0, index, index, 4, NONE, 12.5 + index, NONE, NONE, 15) for index in range(2)]
+    found = trace.summarise([*second, *first])
+    assert list(found) == ["a", "b"]
+    assert found["a"] == {
+        "launches": 1,
+        "ahead": 2.0,
+        "release": None,
+        "prepare": 1.0,
+        "stream": 5.0,
+        "finish": 2.5,
+        "span": 9.0,
+    }
+    assert (found["b"]["release"], found["b"]["ahead"], found["b"]["stream"]) == (1.5, 8.5, None)
+
+
+def test_records_of_no_kernel_are_refused() -> None:
+    with pytest.raises(trace.TraceError, match="nobody knows"):
+        trace.blocks_of(np.ones(1, trace.RECORD), ["ull_begin"])
+
+
+@pytest.mark.parametrize("source", [source for source in kernel_sources() if source.stem in ("embed", "output")])
+def test_kernels_compile_with_stamps_and_are_the_same_without(source: Path) -> None:
+    macros = device_macros(shape_model("llama-3.1-8b"), Precision())
+    traced = compile_file(source, {**macros, "ULL_TRACE": "1"})
+    plain = compile_file(source, macros)
+    assert traced.kernels == plain.kernels and "%smid" in traced.ptx
+    assert "%smid" not in plain.ptx and "%globaltimer" not in plain.ptx

@@ -1,0 +1,165 @@
+"""`make kernels-report`: how machine code is read, and that no kernel gets worse than the committed figures."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import ROOT
+
+sys.path.append(str(ROOT / "bench"))
+
+import sass
+from kernels_report import (
+    ARCHS,
+    RESULTS,
+    UPDATE,
+    Figures,
+    compiler,
+    figures_of,
+    launches_of,
+    resident_blocks,
+    table,
+    worse,
+)
+from ull_build.kernels import kernel_sources
+
+COMMITTED = json.loads(RESULTS.read_text())
+ARCH = ARCHS[0]
+
+
+@pytest.fixture(scope="module")
+def launches() -> dict[str, Any]:
+    return launches_of(ARCH)
+
+
+@pytest.mark.parametrize("source", kernel_sources(), ids=lambda path: path.name)
+def test_no_kernel_got_worse(source: Path, launches: dict[str, Any]) -> None:
+    same_compiler = compiler() == COMMITTED["compiler"]
+    problems = []
+    for kernel, figures in figures_of(source, ARCH, launches).items():
+        before = COMMITTED["models"][ARCH].get(kernel)
+        assert before, f"{kernel} is not in {RESULTS.name}: {UPDATE}"
+        problems += worse(kernel, asdict(figures), before, same_compiler)
+    assert not problems, f"{'; '.join(problems)}: {UPDATE}"
+
+
+def test_the_table_holds_the_kernels_that_there_are() -> None:
+    text = "".join(source.read_text() for source in kernel_sources())
+    kernels = set(re.findall(r"ULL_(?:GRID_)?KERNEL\((ull_\w+),", text))
+    for arch in ARCHS:
+        assert set(COMMITTED["models"][arch]) == kernels, UPDATE
+        lines = table(COMMITTED["models"][arch])
+        assert "\n".join(lines) in RESULTS.with_suffix(".md").read_text(), UPDATE
+
+
+def test_what_only_weights_show() -> None:
+    """The table's figures of one kernel, as a reading of its machine code and of its plan by hand gave them."""
+    row = COMMITTED["models"][ARCH]["ull_qkv_1"]
+    assert (row["loop_bytes"], row["grid"], row["threads"]) == (2048, [132, 1], 256)
+    warps, stages, nbytes = row["ring"]
+    assert (warps, nbytes) == (8, 2048) and row["bytes_in_flight"] == warps * stages * nbytes
+    assert row["ring"][1] * 8 * (2048 + 8) <= row["shared_bytes"]  # with the barriers
+
+
+CODE = """
+.text.ull_a:
+        /*0000*/                   PREEXIT ;
+        /*0010*/                   ACQBULK ;
+.L_x_4:
+        /*0020*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+.L_x_1:
+        /*0030*/                   F2FP.F16.E4M3.UNPACK_B R1, R2 ;
+.L_x_2:
+        /*0040*/                   F2FP.F16.E4M3.UNPACK_B R3, R2.H1 ;
+        /*0050*/                   HMMA.16816.F32 R4, R1, R5, R4 ;
+        /*0060*/              @!P0 BRA `(.L_x_3) ;
+.L_x_5:
+        /*0070*/               @P1 BRA `(.L_x_1) ;
+        /*0080*/               @P2 BRA `(.L_x_4) ;
+        /*0090*/                   EXIT ;
+.L_x_3:
+        /*00a0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R38+URZ], R37 ;
+        /*00b0*/                   BRA `(.L_x_2) ;
+.L_x_6:
+        /*00c0*/                   BRA `(.L_x_6);
+        /*00d0*/                   NOP;
+.text.ull_b:
+        /*0000*/                   HMMA.16816.F32 R4, R1, R5, R4 ;
+        /*0010*/                   ACQBULK ;
+        /*0020*/                   EXIT ;
+"""
+
+
+def test_machine_code_is_read() -> None:
+    kernels = sass.parse(CODE)
+    a, b = kernels["ull_a"], kernels["ull_b"]
+    assert (a.nbytes, b.nbytes) == (12 * 16, 3 * 16)
+    assert (a.index("ACQBULK"), a.from_wait_to_mma(), b.from_wait_to_mma()) == (1, (3, 1), None)
+    # The inner loop is that of .L_x_1: it lies within .L_x_4's, and what jumps back to .L_x_2 does so from outside.
+    assert sass.weight_loop(a, 1) == sass.Loop(5, 2 * 2 * 32)
+    assert sass.weight_loop(b, 1) is None
+
+
+def test_16_bit_weights_show_by_the_mma() -> None:
+    text = CODE.replace("F2FP.F16.E4M3.UNPACK_B", "IADD3")
+    assert sass.weight_loop(sass.parse(text)["ull_a"], 2) == sass.Loop(5, 512 // 2)
+
+
+def test_blocks_of_a_multiprocessor() -> None:
+    assert [resident_blocks(*use) for use in ((69, 256, 112 << 10), (129, 256, 0), (128, 256, 107 << 10))] == [2, 1, 2]
+    assert resident_blocks(16, 32, 0) == 32
+
+
+FIGURES = asdict(
+    Figures(
+        file="a.cu",
+        registers=64,
+        stack_bytes=0,
+        spill_bytes=0,
+        code_bytes=16000,
+        before_wait=100,
+        wait_to_mma=300,
+        wait_to_mma_barriers=2,
+        loop_instructions=130,
+        loop_bytes=2048,
+        ring=[8, 6, 2048],
+        bytes_in_flight=98304,
+        grid=[132, 1],
+        threads=256,
+        shared_bytes=114688,
+        blocks=2,
+    )
+)
+WORSE = {
+    "registers": (80, 81),
+    "stack_bytes": (0, 8),
+    "spill_bytes": (0, 4),
+    "code_bytes": (17000, 20000),
+    "wait_to_mma": (325, 340),
+    "wait_to_mma_barriers": (1, 3),
+    "loop_instructions": (142, 150),
+    "bytes_in_flight": (98304, 81920),
+    "blocks": (3, 1),
+}
+
+
+@pytest.mark.parametrize("name", WORSE)
+def test_what_is_worse_is_named(name: str) -> None:
+    bearable, too_much = WORSE[name]
+    assert worse("ull_a", FIGURES, FIGURES, True) == []
+    assert worse("ull_a", FIGURES | {name: bearable}, FIGURES, False) == []
+    for same_compiler in (True, False):
+        assert len(worse("ull_a", FIGURES | {name: too_much}, FIGURES, same_compiler)) == 1
+
+
+def test_the_same_compiler_is_held_to_more() -> None:
+    found = worse("ull_a", FIGURES | {"loop_instructions": 136, "registers": 72}, FIGURES, True)
+    assert found == ["ull_a: registers 72, was 64", "ull_a: instructions per byte of weights 0.06641, was 0.06348"]
+    assert worse("ull_a", FIGURES | {"loop_instructions": 136, "registers": 72}, FIGURES, False) == []
