@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,13 +40,13 @@ class RandomWeights:
 
     def linear(self, name: str) -> Linear:
         """Weights that keep the size of what they are multiplied with."""
-        shape, compute = self._shapes[name.rpartition(".")[2]], compute_type(name)
+        shape, compute = self._shapes[name.rpartition(".")[2]], compute_type(name, self.storage(name))
         random = np.random.default_rng(zlib.crc32(name.encode()))
         unit = np.sqrt(3.0 / shape[1])  # of weights that are even in [-1, 1]
         if self.storage(name) == "fp8":
             codes = random.integers(0, _CODES_BELOW_ONE, shape, np.uint8)
             codes |= random.integers(0, 2, shape, np.uint8) << np.uint8(7)
-            scales: NDArray[Any] = np.full(shape[0], 3 * unit, compute)  # most codes are of small values
+            scales = np.full(shape[0], 3 * unit, np.float32)  # most codes are of small values
             return Linear(codes.view(F8), scales, None, compute)
         values = random.random(shape, np.float32)
         return Linear(((2 * values - 1) * unit).astype(compute), None, None, compute)
