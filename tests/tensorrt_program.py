@@ -1,38 +1,27 @@
 """`python tests/tensorrt_program.py build|serve|measure ...`: ull-build, ulld, or the benchmark of plans on doubles.
 
 TensorRT and the driver are doubles; TensorRT's contexts run as kernels of the driver double. Environment:
-ULL_TEST_KERNELS, a folder of kernel sources that the build compiles in place of the real ones; ULL_TEST_UNSTABLE, a
-segment whose plan computes something else.
+ULL_TEST_KERNELS, a folder of kernel sources that the build compiles in place of the real ones; ULL_TEST_TENSORRT,
+options of the double (tensorrt_double/tensorrt/behaviour.py), separated by commas.
 """
 
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 import tensorrt_rig
 from host_call import HostCalls
 
 tensorrt_rig.load()
+import tensorrt.behaviour  # noqa: E402
 import tensorrt.runtime  # noqa: E402
 
 calls = HostCalls()
 tensorrt.runtime.enqueue = calls.enqueue
 
-if unstable := os.environ.get("ULL_TEST_UNSTABLE"):
-    evaluate = tensorrt.runtime.run
-
-    def run(graph: Any, inputs: Any) -> Any:
-        found = evaluate(graph, inputs)
-        if graph.name == unstable:
-            for index in graph.outputs:
-                found[index] = np.roll(found[index], 1, axis=-1)
-        return found
-
-    tensorrt.runtime.run = run
+tensorrt.runtime.is_capturing = calls.is_capturing
+tensorrt.behaviour.options.read(os.environ.get("ULL_TEST_TENSORRT", ""))
 
 
 def measure(bundle: Path) -> int:

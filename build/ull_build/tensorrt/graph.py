@@ -22,6 +22,7 @@ class Graph:
 
     def __init__(self, trt: Any, network: Any) -> None:
         self.trt, self.network = trt, network
+        self.linears: dict[str, Linear] = {}  # that it holds, by name
         self._kept: list[NDArray[Any]] = []
         self._types = {
             np.dtype(np.float32): trt.DataType.FLOAT,
@@ -96,6 +97,7 @@ class Graph:
         codes are dequantised by 1, and what the rows were divided by is multiplied onto the product. f16 operands
         become f32 first: the product of f16 tensors may be summed in f16.
         """
+        self.linears[name] = linear
         compute = linear.compute
         operand = self._as(f"{name}.input", tensor, compute)
         rows = self.constant(f"{name}.weight", linear.rows)

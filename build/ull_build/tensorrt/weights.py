@@ -51,7 +51,7 @@ class Linear:
     @property
     def is_fp8(self) -> bool:
         """Whether both operands of the product pass through FP8."""
-        return self.rows.dtype == F8
+        return bool(self.rows.dtype == F8)
 
     def in_16_bits(self, name: str) -> Linear:
         """The same weights for activations that are not quantised: every code is a bf16 and an f16 value too."""
@@ -122,9 +122,8 @@ def compute_type(name: str, storage: str) -> np.dtype[Any]:
     The head's operands are f16, or FP8 that is dequantised to f32: 448 times an activation, summed over K, is beyond
     f16. Either way its product is f32.
     """
-    if name != HEAD:
-        return BF16
-    return F32 if storage == "fp8" else F16
+    of_head: np.dtype[Any] = F32 if storage == "fp8" else F16
+    return of_head if name == HEAD else BF16
 
 
 def to_compute(values: NDArray[np.float32], compute: np.dtype[Any]) -> NDArray[Any]:
