@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NATIVE := $(shell find ull/native -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt) ull/kernels/params.h
 KERNELS := $(shell find ull/kernels tests/emulator tests/fakecuda -name '*.c*' -o -name '*.h')
 
-.PHONY: demo test lint format native-test sanitize oldest-nvrtc oracle wheel h200 h200-wheels install clean help
+.PHONY: demo test lint format native-test sanitize oldest-nvrtc oracle wheel h200 h200-tensorrt h200-wheels install clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -81,6 +81,9 @@ wheel: $(VENV)/.installed-test  ## build a wheel into .cache/wheel and check wha
 
 h200:  ## on an H200: install, GPU tests, benchmark; one table, one JSON report
 	bash bench/h200/run.sh
+
+h200-tensorrt:  ## on an H200 with TensorRT: what it makes of our networks, and its plans beside our kernels
+	bash bench/h200/tensorrt.sh
 
 h200-wheels: $(VENV)/.created  ## fetch what `make h200` needs where no package registry is reached (into .wheels/)
 	rm -rf .wheels

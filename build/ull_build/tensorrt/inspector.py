@@ -31,7 +31,7 @@ def unexpected_operands(information: Any, linears: Mapping[str, Linear]) -> dict
     """
     found = {}
     for name, linear in linears.items():
-        operands = list(_operands(information, f"{name}.matmul"))
+        operands = operand_types(information, f"{name}.matmul")
         wrong = [types for types in operands if expected_type(linear) not in types]
         if wrong:
             found[name] = " x ".join(wrong[0]) or "unknown"
@@ -47,14 +47,16 @@ def expected_type(linear: Linear) -> str:
     return "BF16" if linear.rows.dtype == BF16 else "HALF"
 
 
-def _operands(information: Any, product: str) -> Iterator[list[str]]:
+def operand_types(information: Any, product: str) -> list[list[str]]:
     """The types of the inputs of each layer that names `product`, alone or fused with others."""
+    found = []
     for layer in _layers(information):
         if product in _words(layer):
             inputs: list[Any] = next((value for key, value in layer.items() if key.lower() == "inputs"), [])
             weights: Any = next((value for key, value in layer.items() if key.lower() == "weights"), {})
             types = [_type_of(item) for item in [*inputs, weights] if isinstance(item, dict)]
-            yield [kind for kind in types if kind]
+            found.append([kind for kind in types if kind])
+    return found
 
 
 def _layers(information: Any) -> Iterator[dict[str, Any]]:
