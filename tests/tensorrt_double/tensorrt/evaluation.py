@@ -82,19 +82,20 @@ def matrix_multiply(node: Node, one: Array, other: Array, order: int = 0) -> Arr
     if options.place_bits:
         result = np.empty((*a.shape[:-1], b.shape[-1]), one.dtype)
         for odd in (0, 1):
-            result[..., odd::2, :] = _product(a[..., odd::2, :], b, order + odd).astype(one.dtype)
+            result[..., odd::2, :] = _product(a[..., odd::2, :], b, order + odd, one.dtype)
         return result
-    return _product(a, b, order).astype(one.dtype)
+    return _product(a, b, order, one.dtype)
 
 
-def _product(a: Array, b: Array, order: int) -> Array:
-    """Sums of `order` + 1 parts, each rounded to float32, one after the other."""
+def _product(a: Array, b: Array, order: int, dtype: Any) -> Array:
+    """Sums of `order` + 1 parts, each rounded to the type of the product, one after the other."""
     if order == 0:
-        return a.astype(np.float64) @ b.astype(np.float64)
+        return (a.astype(np.float64) @ b.astype(np.float64)).astype(dtype)
     cuts = np.linspace(0, a.shape[-1], order + 2).astype(int)
-    total = np.zeros((*a.shape[:-1], b.shape[-1]), np.float32)
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), dtype)
     for start, end in pairwise(cuts):
-        total += (a[..., start:end].astype(np.float64) @ b[..., start:end, :].astype(np.float64)).astype(np.float32)
+        part = a[..., start:end].astype(np.float64) @ b[..., start:end, :].astype(np.float64)
+        total = (total.astype(np.float64) + part).astype(dtype)
     return total
 
 
