@@ -6,7 +6,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NATIVE := $(shell find ull/native -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt) ull/kernels/params.h
 KERNELS := $(shell find ull/kernels tests/emulator tests/fakecuda -name '*.c*' -o -name '*.h')
 
-.PHONY: demo test lint format native-test sanitize oldest-nvrtc oracle wheel kernels-report h200 h200-wheels install clean help
+.PHONY: demo test lint format native-test sanitize oldest-nvrtc oracle wheel kernels-report h200 h200-tensorrt h200-wheels
+.PHONY: install clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -86,6 +87,9 @@ wheel: $(VENV)/.installed-test  ## build a wheel into .cache/wheel and check wha
 # In two commands of nine minutes; without ULL_H200_STEPS one behind the other.
 h200:  ## on an H200: ULL_H200_STEPS=correctness make h200, then ULL_H200_STEPS=figures make h200; one JSON report
 	bash bench/h200/run.sh
+
+h200-tensorrt:  ## on an H200 with TensorRT: what it makes of our networks, and its plans beside our kernels
+	bash bench/h200/tensorrt.sh
 
 PYTHON312 ?= python3.12
 h200-wheels: $(VENV)/.created  ## packages and a native module for `make h200` without a registry (.wheels/; PYTHON312)

@@ -38,6 +38,13 @@ class HostCalls:
         )
         assert status == driver.CUresult.CUDA_SUCCESS, status
 
+    def is_capturing(self, stream: int) -> bool:
+        from cuda.bindings import driver
+
+        status, found = driver.cuStreamIsCapturing(driver.CUstream(stream))
+        assert status == driver.CUresult.CUDA_SUCCESS, status
+        return bool(found != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
     def _call(self, index: int) -> None:
         try:
             self._work[index]()

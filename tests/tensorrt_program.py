@@ -1,38 +1,27 @@
-"""`python tests/tensorrt_program.py build|serve|measure ...`: ull-build, ulld, or the benchmark of plans on doubles.
+"""`python tests/tensorrt_program.py build|serve|measure|probe ...`: ull-build, ulld, or benchmarks of plans on doubles.
 
 TensorRT and the driver are doubles; TensorRT's contexts run as kernels of the driver double. Environment:
-ULL_TEST_KERNELS, a folder of kernel sources that the build compiles in place of the real ones; ULL_TEST_UNSTABLE, a
-segment whose plan computes something else.
+ULL_TEST_KERNELS, a folder of kernel sources that the build compiles in place of the real ones; ULL_TEST_TENSORRT,
+options of the double (tensorrt_double/tensorrt/behaviour.py), separated by commas.
 """
 
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 import tensorrt_rig
 from host_call import HostCalls
 
 tensorrt_rig.load()
+import tensorrt.behaviour  # noqa: E402
 import tensorrt.runtime  # noqa: E402
 
 calls = HostCalls()
 tensorrt.runtime.enqueue = calls.enqueue
 
-if unstable := os.environ.get("ULL_TEST_UNSTABLE"):
-    evaluate = tensorrt.runtime.run
-
-    def run(graph: Any, inputs: Any) -> Any:
-        found = evaluate(graph, inputs)
-        if graph.name == unstable:
-            for index in graph.outputs:
-                found[index] = np.roll(found[index], 1, axis=-1)
-        return found
-
-    tensorrt.runtime.run = run
+tensorrt.runtime.is_capturing = calls.is_capturing
+tensorrt.behaviour.options.read(os.environ.get("ULL_TEST_TENSORRT", ""))
 
 
 def measure(bundle: Path) -> int:
@@ -50,11 +39,32 @@ def measure(bundle: Path) -> int:
     return 0
 
 
+def probe(folder: Path) -> int:
+    """The probes of bench/h200 on a model that the double is quick with: each finding on a line."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "bench/h200"))
+    import plan_probe
+
+    from test_random_plans import SMALL
+
+    plan_probe.FLUSHED_BYTES, plan_probe.REPEATS, plan_probe.REPLAYS = 1 << 16, 2, 2
+    size = {"rows": 48, "columns": 64}
+    for finding in (
+        *plan_probe.probe_linear("llama-3.1-8b", "layers.0.o", size),
+        *plan_probe.probe_linear("llama-3.1-8b", "lm_head", size, (3,)),
+        *plan_probe.probe_profiles("", str(folder), SMALL),
+        *plan_probe.probe_capture("", str(folder), SMALL, 20),
+    ):
+        print(json.dumps(finding))
+    return 0
+
+
 def main(arguments: list[str]) -> int:
     if arguments[0] == "serve":
         from ull import launch
 
         return launch.run(arguments[1:])
+    if arguments[0] == "probe":
+        return probe(Path(arguments[1]))
     if arguments[0] == "measure":
         return measure(Path(arguments[1]))
     from ull_build import cli, kernels

@@ -159,20 +159,21 @@ class Reference:
 
     def _linear(self, name: str, rows: Array) -> Array:
         is_head = name == "lm_head"
-        compute = F16 if is_head else BF16
         self.largest[name] = max(self.largest.get(name, 0.0), float(np.abs(rows).max()))
         sources = weight_sources(self._checkpoint, name)
         weight = np.concatenate([block for source in sources for block in self._checkpoint.blocks(source)])
-        operand = rows.astype(np.float32).astype(compute).astype(np.float64)
         if self._amax is not None and (self._fp8_head or not is_head):
+            compute = np.dtype(np.float32) if is_head else BF16
+            operand = rounded(rows, compute)
             scale = float(up_to(np.array([self._amax[name] / 448.0]), compute)[0])
-            operand = rounded(np.clip(operand / scale, -448, 448), F8) * scale
-            scales = up_to(np.abs(weight).max(1) / 448.0, compute)[:, None]
-            weight = rounded(np.clip(weight / scales, -448, 448), F8) * scales
-            operand, weight = rounded(operand, compute), rounded(weight, compute)
+            operand = rounded(rounded(np.clip(operand / scale, -448, 448), F8) * scale, compute)
+            scales = np.abs(weight).max(1) / np.float32(448.0)
+            codes = rounded(np.clip(weight / scales[:, None], -448, 448), F8)
+            result = rounded(operand @ codes.T, compute) * scales
         else:
-            weight = rounded(weight, compute)
-        result = rounded(operand @ weight.T.astype(np.float64), compute)
+            compute = F16 if is_head else BF16
+            product = rounded(rows, compute) @ rounded(weight, compute).T
+            result = product if is_head else rounded(product, compute)
         biases = [] if is_head else bias_sources(self._checkpoint, f"{name}.bias")
         if biases:
             result = result + np.concatenate([self._checkpoint.vector(source) for source in biases])

@@ -90,7 +90,13 @@ def test_every_key_of_a_recipe_is_documented() -> None:
         "medusa": ["medusa.heads", "medusa.num"],
         "draft": ["draft.model"],
         "speculation": ["speculation.max_tree"],
-        "forward": ["forward.prefill", "forward.decode", "forward.attention", "forward.logits_limit"],
+        "forward": [
+            "forward.prefill",
+            "forward.decode",
+            "forward.attention",
+            "forward.profiles",
+            "forward.logits_limit",
+        ],
     }
     keys = [key for name in Recipe.__struct_fields__ for key in tables.get(name, [name])]
     assert [key for key, _, _ in rows] == keys

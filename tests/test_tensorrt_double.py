@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,10 @@ import tensorrt_rig
 
 trt = tensorrt_rig.load()
 import tensorrt.runtime  # noqa: E402
+from tensorrt.behaviour import options  # noqa: E402
 from tensorrt.bindings import real  # noqa: E402
-from tensorrt.evaluation import evaluate  # noqa: E402
-from tensorrt.graph import Refused  # noqa: E402
+from tensorrt.evaluation import evaluate, kv_cache_update, matrix_multiply  # noqa: E402
+from tensorrt.graph import Node, Refused  # noqa: E402
 from tensorrt.signatures import overloads  # noqa: E402
 
 Op, Matrix = trt.ElementWiseOperation, trt.MatrixOperation
@@ -372,10 +374,11 @@ def test_a_context_reads_and_writes_at_its_addresses(net: Net) -> None:
 
 def test_a_run_can_be_captured_and_replayed(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[tuple[int, Callable[[], None]]] = []
-    monkeypatch.setattr(tensorrt.runtime, "enqueue", lambda stream, function: captured.append((stream, function)))
     x, y, scratch, elsewhere = Memory(16), Memory(16), Memory(1024), Memory(16)
     context = ready_context(engine_of(net), 0, x, y, scratch)
+    monkeypatch.setattr(tensorrt.runtime, "enqueue", lambda stream, function: captured.append((stream, function)))
     y.floats()[:] = 0
+    captured.clear()
     assert context.execute_async_v3(9)
     context.set_tensor_address("y", elsewhere.address)  # changes what is enqueued next, not what was captured
     [(stream, function)] = captured
@@ -395,7 +398,7 @@ def test_engines_describe_themselves(net: Net) -> None:
     assert tuple(engine.get_tensor_shape("y")) == (-1, 4)
     assert engine.num_optimization_profiles == 2
     needed = [engine.get_device_memory_size_for_profile_v2(profile) for profile in range(2)]
-    assert engine.device_memory_size_v2 == max(needed) > 0
+    assert engine.device_memory_size_v2 > max(needed) > 0
     assert engine.get_aliased_input_tensor("y") is None
 
 
@@ -424,6 +427,149 @@ def test_contexts_refuse_as_the_real_ones(net: Net) -> None:
     assert context.execute_async_v3(5)
     assert context.set_optimization_profile_async(1, 5)  # forgets the shapes
     assert not context.execute_async_v3(5)
+
+
+def test_a_context_can_be_captured_once_it_has_run(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it allocates and loads for a profile, its shapes and its memory it does in the next run."""
+    x, y, scratch = Memory(48), Memory(48), Memory(1024)
+    context = ready_context(engine_of(net, (1, 3)), 0, x, y, scratch)
+
+    def captures() -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(tensorrt.runtime, "is_capturing", lambda stream: True)
+            patch.setattr(tensorrt.runtime, "enqueue", lambda stream, function: None)
+            return bool(context.execute_async_v3(5))
+
+    def change_profile() -> None:
+        context.set_optimization_profile_async(1, 5)
+        context.set_input_shape("x", (3, 4))
+
+    for change in (
+        lambda: None,
+        lambda: context.set_device_memory(scratch.address, 768),
+        change_profile,
+    ):
+        change()
+        assert not captures()
+        assert "has not run since" in LOGGER.errors[-1]
+        assert context.execute_async_v3(5)
+        assert captures()
+
+
+def test_shapes_wait_for_the_profile(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    later: list[Callable[[], None]] = []
+    context = engine_of(net).create_execution_context()
+    monkeypatch.setattr(tensorrt.runtime, "enqueue", lambda stream, function: later.append(function))
+    assert context.set_optimization_profile_async(1, 5)
+    assert not context.set_input_shape("x", (3, 4))
+    assert "synchronize it" in LOGGER.errors[-1]
+    later.pop()()
+    assert context.set_input_shape("x", (3, 4))
+
+
+def test_scratch_is_as_large_as_the_engine_says_and_keeps_nothing(net: Net) -> None:
+    engine = engine_of(net)
+    x, y, scratch = Memory(48), Memory(48), Memory(1024)
+    context = ready_context(engine, 1, x, y, scratch)
+    needed = engine.get_device_memory_size_for_profile_v2(1)
+    context.set_device_memory(scratch.address, needed)
+    assert not context.execute_async_v3(5)  # what a profile needs is not what a context asks for
+    context.set_device_memory(scratch.address, engine.device_memory_size_v2)
+    scratch.floats()[:] = 7.0
+    assert context.execute_async_v3(5)
+    used = engine.device_memory_size_v2 // 4
+    assert np.isnan(scratch.floats()[:used]).all() and (scratch.floats()[used:] == 7.0).all()
+
+
+def multiplied(net: Net, scales: tuple[int, ...], axis: int | None, transposed: bool = True) -> list[str]:
+    """The operands of a product of FP8 codes, as the inspector says."""
+    network, one = net.network, net.floats()
+    rows = net.constant(np.ones((4, 4)), trt.fp8, ml_dtypes.float8_e4m3fn)
+    weight = network.add_dequantize(rows, net.floats(*scales), trt.float32)
+    if axis is not None:
+        weight.axis = axis
+    left = network.add_dequantize(quantized(net, net.x, one), one, trt.float32).get_output(0)
+    op = Matrix.TRANSPOSE if transposed else Matrix.NONE
+    product = network.add_matrix_multiply(left, Matrix.NONE, weight.get_output(0), op)
+    product.name = "it.matmul"
+    network.mark_output(product.get_output(0))
+    config = config_of((1,))
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    plan = BUILDER.build_serialized_network(network, config)
+    engine = trt.Runtime(LOGGER).deserialize_cuda_engine(plan)
+    text = engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
+    [layer] = [layer for layer in json.loads(text)["Layers"] if layer["Name"] == "it.matmul"]
+    return [item["Datatype"] for item in layer["Inputs"]]
+
+
+@pytest.mark.parametrize(
+    ("scales", "axis", "transposed", "found"),
+    [((), None, True, "FP8"), ((4,), 0, True, "FLOAT"), ((), None, False, "FLOAT")],
+    ids=["scalar", "a scale per row", "not transposed"],
+)
+def test_only_scalar_scales_make_an_fp8_product(
+    net: Net, scales: tuple[int, ...], axis: int | None, transposed: bool, found: str
+) -> None:
+    assert multiplied(net, scales, axis, transposed) == [found, found]
+
+
+def test_profiles_may_have_weights_of_their_own(net: Net) -> None:
+    tensor = net.network.add_elementwise(net.x, net.floats(1, 4), Op.SUM).get_output(0)
+    net.network.mark_output(tensor)
+
+    def size(target: float) -> int:
+        config = config_of(())
+        for count in (1, 2, 3):
+            profile = BUILDER.create_optimization_profile()
+            profile.set_shape("x", (count, 4), (count, 4), (count, 4))
+            profile.extra_memory_target = target
+            config.add_optimization_profile(profile)
+        return len(bytes(BUILDER.build_serialized_network(net.network, config)))
+
+    assert size(1.0) - size(0.0) == 2 * 16  # of two more profiles, 16 bytes of weights each
+
+
+def test_level_0_neither_reads_nor_fills_the_timing_cache(net: Net) -> None:
+    net.network.mark_output(net.network.add_elementwise(net.x, net.floats(1, 4), Op.SUM).get_output(0))
+    sizes = []
+    for level in (0, 3):
+        config = config_of((1,))
+        config.builder_optimization_level = level
+        cache = config.create_timing_cache(b"")
+        config.set_timing_cache(cache, False)
+        assert BUILDER.build_serialized_network(net.network, config) is not None
+        sizes.append(len(bytes(cache.serialize())))
+    assert sizes[0] < sizes[1]
+
+
+def test_options_make_it_less_friendly(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by itself: sums by profile and by place, sums in f16, a driver that is too old, segments that go wrong."""
+    random = np.random.default_rng(0)
+    a, b = random.standard_normal((4, 64)).astype(np.float32), random.standard_normal((64, 8)).astype(np.float32)
+    node = Node("MATRIX_MULTIPLY", "m", [0, 1], [2], {"op0": Matrix.NONE, "op1": Matrix.NONE})
+    usual = matrix_multiply(node, a, b)
+    assert not np.array_equal(matrix_multiply(node, a, b, 2), usual)
+    monkeypatch.setattr(options, "place_bits", True)
+    by_place = matrix_multiply(node, a, b)
+    assert np.array_equal(by_place[::2], usual[::2]) and not np.array_equal(by_place[1::2], usual[1::2])
+    monkeypatch.setattr(options, "place_bits", False)
+    narrow = (a.astype(np.float16), b.astype(np.float16))
+    exact = matrix_multiply(node, *narrow)
+    monkeypatch.setattr(options, "f16_sums", True)
+    assert not np.array_equal(matrix_multiply(node, *narrow), exact)
+    assert np.array_equal(matrix_multiply(node, a, b), usual)
+    monkeypatch.setattr(options, "old_driver", True)
+    with pytest.raises(TypeError, match="nullptr"):
+        trt.Builder(LOGGER)
+    monkeypatch.setattr(options, "unstable", "layer.1@31+exit/layers.2.down")
+    assert options.is_unstable("layer.1", 3, set()) and not options.is_unstable("layer.1", 0, set())
+    assert options.is_unstable("exit", 0, {"layers.2.down"}) and not options.is_unstable("exit", 0, {"layers.2.o"})
+
+
+def test_what_is_written_outside_of_a_kv_cache_is_ignored() -> None:
+    cache, update = np.zeros((1, 1, 4, 1), np.float32), np.ones((1, 1, 3, 1), np.float32)
+    kv_cache_update(Node("KV_CACHE_UPDATE", "k", [], []), cache, update, np.array([2]))
+    np.testing.assert_array_equal(cache.reshape(-1), [0, 0, 1, 1])
 
 
 def test_what_is_no_plan_is_none() -> None:

@@ -14,15 +14,16 @@ import pytest
 import tensorrt_rig
 from oracle.cases import Case
 from tensorrt_subjects import BF16, FITTING, FP8, Recorder, Subject, describe_all, mean_error, silent_logger, subject
-from ull.bundle import Precision, cache_positions
+from ull.bundle import Precision, cache_positions, profile_scheme
 from ull_build.tensorrt.graph import Graph
 from ull_build.tensorrt.native import NativeNetwork
-from ull_build.tensorrt.plans import build_plans
+from ull_build.tensorrt.plans import PlanSettings, build_plans
 from ull_build.tensorrt.weights import SegmentWeights
 
 trt = tensorrt_rig.load()
 from tensorrt.evaluation import evaluate, problems  # noqa: E402
 
+NATIVE = PlanSettings("native", *profile_scheme("two", True, "native"))
 Step = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
 
 
@@ -110,8 +111,9 @@ def test_plans_run_with_caches_in_place(tmp_path: Path) -> None:
     it = subject("qwen3")
     cache = tmp_path / "model.timing"
     model, weights = it.checkpoint.model, SegmentWeights(it.checkpoint, BF16)
-    plans = build_plans(trt, model, weights, {}, tmp_path / "bundle", cache, Recorder(), attention="native")
-    assert (plans.attention, list(plans.files), plans.tokens) == ("native", ["step", "head"], (1, 64))
+    plans = build_plans(trt, model, weights, {}, tmp_path / "bundle", cache, Recorder(), NATIVE)
+    assert list(plans.files) == ["step", "head"]
+    assert plans.settings.profiles == [(1, 1, 1), (64, 64, 64)]
     runtime = trt.Runtime(silent_logger())
     engines = {
         name: runtime.deserialize_cuda_engine((tmp_path / "bundle" / path).read_bytes())

@@ -9,15 +9,16 @@ import pytest
 
 import tensorrt_rig
 from oracle.cases import ROOT, Case
-from tensorrt_subjects import BF16, FITTING, FP8, FP8_HEAD, MODELS, mean_error, relative_error, subject
+from tensorrt_subjects import BF16, FITTING, FP8, FP8_HEAD, MODELS, mean_error, relative_error, subject, trt
 from ull.bundle import Precision, device_problems
 from ull.errors import BuildError
 from ull.plans import segment_names
 from ull_build.checkpoint import Checkpoint
+from ull_build.quantize import quantize_rows
 from ull_build.tensorrt.weights import BF16 as BF16_TYPE
-from ull_build.tensorrt.weights import F8 as F8_TYPE
 from ull_build.tensorrt.weights import F16 as F16_TYPE
-from ull_build.tensorrt.weights import SegmentWeights, activation_scale, quantize_rows
+from ull_build.tensorrt.weights import F32 as F32_TYPE
+from ull_build.tensorrt.weights import SegmentWeights, activation_scale
 
 
 def inputs_of(model: Any, segment: str, tokens: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -157,27 +158,68 @@ def test_linears_are_fused_in_the_checkpoint_s_own_row_order() -> None:
             np.testing.assert_array_equal(exact.rows.astype(np.float32), expected)
             coded = SegmentWeights(checkpoint, FP8).linear(f"layers.2.{short}")
             assert coded.scales is not None
-            stored = coded.rows.astype(np.float32) * coded.scales.astype(np.float32)[:, None]
+            stored = coded.rows.astype(np.float32) * coded.scales[:, None]
             np.testing.assert_allclose(stored, expected, rtol=1 / 16, atol=1e-4)
         head = SegmentWeights(checkpoint, BF16).linear("lm_head")
         embedding = np.concatenate(list(checkpoint.blocks("model.embed_tokens.weight")))
         np.testing.assert_array_equal(head.rows, embedding.astype(np.float16))
 
 
-@pytest.mark.parametrize("compute", [BF16_TYPE, F16_TYPE], ids=["bf16", "f16"])
-def test_scales_are_rounded_up_and_rows_fill_the_range(compute: np.dtype[Any]) -> None:
-    random = np.random.default_rng(1)
-    rows = (random.standard_normal((64, 32)) * np.exp(random.uniform(-8, 4, (64, 1)))).astype(np.float32)
-    rows[5] = 0.0
-    rows[6] = 1e-30  # far below what an f16 scale can be
-    codes, scales = quantize_rows(rows, compute)
-    assert codes.dtype == F8_TYPE and scales.dtype == compute
-    wide, exact = scales.astype(np.float64), np.abs(rows.astype(np.float64)).max(1) / 448
-    assert (wide >= exact).all() and scales[5] == 1
-    usual = exact > 1e-4
-    assert (wide[usual] <= exact[usual] * (1 + 2.0**-7)).all()
-    error = np.abs(codes.astype(np.float64) * wide[:, None] - rows)
-    assert (error <= np.maximum(np.abs(rows) / 16, wide[:, None] * 2.0**-10) * 1.0001).all()
+@pytest.mark.parametrize("compute", [BF16_TYPE, F16_TYPE, F32_TYPE], ids=["bf16", "f16", "f32"])
+def test_scales_of_activations_are_rounded_up(compute: np.dtype[Any]) -> None:
     assert activation_scale(448.0, compute) == 1.0
     assert activation_scale(3.0, compute).shape == ()
     assert activation_scale(0.0, compute) == 1.0
+    for amax in (0.7, 3.0, 1000.1):
+        scale, exact = float(activation_scale(amax, compute)), float(np.float32(amax) / np.float32(448))
+        assert exact <= scale <= exact * (1 + 2.0**-7)
+        assert compute != F32_TYPE or scale == exact
+
+
+def test_codes_and_scales_are_those_of_our_own_kernels() -> None:
+    """Not rounded to any 16-bit type: the weights of a bundle are one set, whoever multiplies with them."""
+    it = subject("llama-bias")
+    linear = SegmentWeights(it.checkpoint, FP8).linear("layers.0.o")
+    codes, scales = quantize_rows(np.concatenate(list(it.checkpoint.blocks("model.layers.0.self_attn.o_proj.weight"))))
+    assert linear.scales is not None and linear.scales.dtype == np.float32
+    np.testing.assert_array_equal(linear.scales, scales)
+    np.testing.assert_array_equal(linear.rows.view(np.uint8), codes)
+
+
+def layers_by_name(network: Any) -> dict[str, Any]:
+    return {layer.name: layer for layer in (network.get_layer(index) for index in range(network.num_layers))}
+
+
+def test_both_operands_of_an_fp8_product_have_a_scalar_scale() -> None:
+    """TensorRT fuses no other; the rows' scales come behind the product, in float32."""
+    graphs = subject("llama-bias").networks(FP8_HEAD).graphs
+    for segment, name in (("entry", "layers.0.qkv"), ("layer.0", "layers.0.down"), ("head", "lm_head")):
+        layers = layers_by_name(graphs[segment].network)
+        product = layers[f"{name}.matmul"]
+        for place, kind in enumerate(("input", "weight")):
+            dequantize = layers[f"{name}.{kind}_dequantize"]
+            assert product.get_input(place).name == dequantize.get_output(0).name
+            assert tuple(dequantize.get_input(1).shape) == ()
+        scaled = layers[f"{name}.scaled"]
+        assert [scaled.get_input(place).dtype for place in range(2)] == [trt.float32, trt.float32]
+        assert layers[f"{name}.row_scales"].get_output(0).name == scaled.get_input(1).name
+
+
+@pytest.mark.parametrize("precision", [BF16, FP8_HEAD], ids=["bf16", "fp8"])
+def test_logits_are_summed_in_float32(precision: Precision) -> None:
+    """Operands of a product that TensorRT may not sum in f16."""
+    layers = layers_by_name(subject("llama-bias").networks(precision).graphs["head"].network)
+    product = layers["lm_head.matmul"]
+    assert {product.get_input(place).dtype for place in range(2)} == {trt.float32}
+    assert product.get_output(0).dtype == trt.float32
+    stored = layers["lm_head.weight"].get_output(0).dtype
+    assert stored == (trt.float16 if precision == BF16 else trt.fp8)
+
+
+@pytest.mark.parametrize("name", ["layers.0.down", "lm_head"])
+def test_a_linear_in_16_bits_keeps_its_weights(name: str) -> None:
+    linear = SegmentWeights(subject("llama-bias").checkpoint, FP8_HEAD).linear(name)
+    wide = linear.in_16_bits(name)
+    assert not wide.is_fp8 and wide.compute == (F16_TYPE if name == "lm_head" else BF16_TYPE)
+    assert wide.scales is linear.scales and wide.bias is linear.bias
+    np.testing.assert_array_equal(wide.rows.astype(np.float32), linear.rows.astype(np.float32))

@@ -18,21 +18,25 @@ import pytest
 import tensorrt_rig
 from oracle.cases import CASES
 from tensorrt_subjects import Recorder
-from ull.bundle import TOKEN_COUNTS, Precision
+from ull.bundle import TOKEN_COUNTS, Precision, profile_scheme
 from ull.errors import BuildError, GpuError
 from ull.gpu import tensorrt_library
 from ull.plans import segment_names
 from ull_build.checkpoint import Checkpoint
 from ull_build.progress import PlainReporter, Reporter
 from ull_build.tensorrt.monitor import Phases, make_monitor
-from ull_build.tensorrt.plans import INSPECTOR_FILE, LOG_FILE, BuiltPlans, build_plans
+from ull_build.tensorrt.plans import INSPECTOR_FILE, LOG_FILE, TACTICS_FILE, BuiltPlans, PlanSettings, build_plans
 from ull_build.tensorrt.timing_cache import require_timing_cache, save_timing_cache
+from ull_build.tensorrt.trial import Runner
 from ull_build.tensorrt.weights import SegmentWeights
 
 trt = tensorrt_rig.load()
 import tensorrt.builder  # noqa: E402
+from tensorrt.behaviour import options  # noqa: E402
 
 FP8 = Precision(weights="fp8", lm_head="bf16")
+SEVEN = PlanSettings("paged", *profile_scheme("seven", True, "paged"))
+TWO = PlanSettings("paged", *profile_scheme("two", True, "paged"))
 CASE = next(case for case in CASES if case.name == "qwen2-window")  # three layers
 
 
@@ -53,10 +57,18 @@ def amax(checkpoint: Checkpoint) -> dict[str, float]:
 def make(checkpoint: Checkpoint, amax: dict[str, float], tmp_path: Path) -> Callable[..., BuiltPlans]:
     """make("first"): builds into tmp_path/first, the timing cache beside it."""
 
-    def build(name: str, reporter: Reporter | None = None, precision: Precision = FP8) -> BuiltPlans:
+    def build(
+        name: str,
+        reporter: Reporter | None = None,
+        precision: Precision = FP8,
+        settings: PlanSettings = SEVEN,
+        runner: Runner | None = None,
+    ) -> BuiltPlans:
         cache = tmp_path / "model.timing"
         weights = SegmentWeights(checkpoint, precision)
-        plans = build_plans(trt, checkpoint.model, weights, amax, tmp_path / name, cache, reporter or Recorder())
+        plans = build_plans(
+            trt, checkpoint.model, weights, amax, tmp_path / name, cache, reporter or Recorder(), settings, runner
+        )
         save_timing_cache(plans.timing_cache, cache)
         return plans
 
@@ -75,10 +87,10 @@ def test_everything_is_written_in_order(make: Any, checkpoint: Checkpoint, tmp_p
     bundle = tmp_path / "bundle"
     assert list(plans.files) == segment_names(checkpoint.model.layers, "paged")
     assert plans.files["layer.1"] == "code/plans/layer.1.plan"
-    assert plans.tokens == TOKEN_COUNTS == (1, 2, 4, 8, 16, 32, 64)
+    assert (plans.sixteen_bits, plans.operands, plans.notes) == ([], {}, [])
     assert plans.tensorrt == trt.__version__
     written = {str(path.relative_to(bundle)) for path in bundle.rglob("*") if path.is_file()}
-    assert written == {*plans.files.values(), *plans.reports} == {*plans.files.values(), LOG_FILE, INSPECTOR_FILE}
+    assert written == {*plans.files.values(), LOG_FILE, TACTICS_FILE, INSPECTOR_FILE}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "model.timing"]
     assert reporter.notes == []
 
@@ -86,7 +98,7 @@ def test_everything_is_written_in_order(make: Any, checkpoint: Checkpoint, tmp_p
 def test_the_plans_are_what_a_runtime_expects(make: Any, tmp_path: Path) -> None:
     plans = make("bundle")
     runtime = trt.Runtime(tensorrt_library.make_logger(trt, lambda severity, message: None))
-    needed = []
+    needed, whole = [], []
     for segment, path in plans.files.items():
         engine = runtime.deserialize_cuda_engine((tmp_path / "bundle" / path).read_bytes())
         assert engine.name == segment
@@ -96,7 +108,8 @@ def test_the_plans_are_what_a_runtime_expects(make: Any, tmp_path: Path) -> None
             shapes = engine.get_tensor_profile_shape("residual", profile)
             assert [tuple(shape) for shape in shapes] == [(tokens, 32)] * 3
             needed.append(engine.get_device_memory_size_for_profile_v2(profile))
-    assert plans.device_memory == max(needed) > 0
+        whole.append(engine.device_memory_size_v2)
+    assert plans.device_memory == max(whole) > max(needed) > 0  # what a context asks for is more than a profile says
 
 
 def test_the_reports_say_what_each_segment_became(make: Any, tmp_path: Path) -> None:
@@ -239,12 +252,7 @@ def test_a_failed_build_quotes_tensorrt(make: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_missing_gpu_is_an_error_of_the_build(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoGpu:
-        def __init__(self, logger: Any) -> None:
-            logger.log(trt.ILogger.Severity.ERROR, "CUDA initialization failure with error: 35")
-            raise TypeError("pybind11::init(): factory function returned nullptr")
-
-    monkeypatch.setattr(trt, "Builder", NoGpu)
+    monkeypatch.setattr(options, "old_driver", True)
     with pytest.raises(BuildError, match="cannot start on this machine: CUDA initialization failure"):
         make("bundle")
 

@@ -279,7 +279,7 @@ def _device_rows(manifest: Manifest) -> list[tuple[str, str]]:
     rows.append(("forward", f"prefill {manifest.forward.prefill}, decode {manifest.forward.decode}"))
     if (plans := manifest.forward.plans) is not None:
         rows += _plan_rows(plans, manifest.forward)
-    return rows
+    return rows + [("note" if number == 0 else "", note) for number, note in enumerate(manifest.forward.notes)]
 
 
 def _plan_rows(plans: Plans, forward: Forward) -> list[tuple[str, str]]:
@@ -290,12 +290,39 @@ def _plan_rows(plans: Plans, forward: Forward) -> list[tuple[str, str]]:
         ("rounds", f"of up to {', '.join(map(str, forward.tree_sizes))} tokens: bit-identical to plain decoding"),
         ("KV kept", f"{kept}, for the next turn"),
     ]
+    if plans.profiles:
+        rows.append(("kernels chosen", "; ".join(map(_profile_text, plans.profiles))))
+    if plans.sixteen_bits:
+        rows.append(("16-bit activations", f"{', '.join(plans.sixteen_bits)}: their FP8 kernels proved wrong"))
+    rows += _operand_rows(plans)
     if (check := plans.check) is not None:
-        against = f"{check.cpu_error:.2%} off the cpu executor with the same activations"
-        rows.append(("plans' logits", f"{against} (limit {check.limit:.0%}), {check.tokens} tokens"))
+        limit = f"(limit {check.limit:.0%}), {check.tokens} tokens"
+        if check.cpu_error is not None:
+            against = f"{check.cpu_error:.2%} off the cpu executor with the same activations"
+            rows.append(("plans' logits", f"{against} {limit}"))
         if check.fused_error is not None:
-            kernels = f"{check.fused_error:.2%}; FP8 activations alone cost {check.activation_error:.2%}"
-            rows.append(("off our kernels'", kernels))
+            kernels = f"{check.fused_error:.2%}"
+            kernels += f" {limit}" if check.activation_error is None else ""
+            alone = (
+                "" if check.activation_error is None else f"; FP8 activations alone cost {check.activation_error:.2%}"
+            )
+            rows.append(("off our kernels'", kernels + alone))
+    return rows
+
+
+def _profile_text(profile: tuple[int, int, int]) -> str:
+    least, best, most = profile
+    return f"for {best}" if least == most else f"for {best}, used for {least} to {most} tokens"
+
+
+def _operand_rows(plans: Plans) -> list[tuple[str, str]]:
+    """Linears that TensorRT does not multiply as they were described, by what it multiplies instead."""
+    if not plans.operands:
+        return [("operands", "as described in every linear, as TensorRT's inspector says")]
+    rows = []
+    for found in sorted(set(plans.operands.values())):
+        names = [name for name, kind in plans.operands.items() if kind == found]
+        rows.append(("NOT as described", f"{found}: {', '.join(names)}"))
     return rows
 
 

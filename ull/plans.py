@@ -7,6 +7,7 @@ source, or of itself for another number of tokens, speculation and caching keep 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
@@ -18,38 +19,54 @@ Reuse = Literal["all", "prompt", "nothing"]
 PLANS_DIRECTORY: Final = "code/plans"
 TOKEN_COUNTS: Final = (1, 2, 4, 8, 16, 32, 64)  # that graphs are captured for
 MOST_TOKENS: Final = TOKEN_COUNTS[-1]
+_NARROW: Final = 16  # the widest round of the first of two profiles
 
 ENTRY_SEGMENT: Final = "entry"  # what comes before the first attention
 EXIT_SEGMENT: Final = "exit"  # what comes after the last one
 HEAD_SEGMENT: Final = "head"
 STEP_SEGMENT: Final = "step"  # all layers, with TensorRT's own attention
 
+Profile = tuple[int, int, int]  # least tokens, the number that kernels are chosen for, most tokens
+ProfileScheme = Literal["two", "seven"]
+
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+
+def profile_of(tokens: int, profiles: Sequence[Profile]) -> int:
+    """The number of the first profile for so many tokens. Raises ValueError where there is none."""
+    for number, (least, _, most) in enumerate(profiles):
+        if least <= tokens <= most:
+            return number
+    raise ValueError(f"no profile is for {tokens} tokens")
 
 
 class PlanCheck(Struct, frozen=True, forbid_unknown_fields=True):
     """Logits of the plans against others', on the GPU that built them: |difference| / |logits|, Frobenius norms.
 
     The CPU executor computes with the same FP8 activations, our kernels with 16-bit ones: what that alone makes of the
-    logits, by the CPU executor, is `activation_error`.
+    logits, by the CPU executor, is `activation_error`. Weights that were made up are held against our kernels only.
     """
 
     tokens: Annotated[int, Meta(ge=1)]
-    cpu_error: Annotated[float, Meta(ge=0.0)]
-    cpu_top1: Share
+    cpu_error: Annotated[float, Meta(ge=0.0)] | None
+    cpu_top1: Share | None
     fused_error: Annotated[float, Meta(ge=0.0)] | None  # None: our kernels do not run there
     fused_top1: Share | None
-    activation_error: Annotated[float, Meta(ge=0.0)]
+    activation_error: Annotated[float, Meta(ge=0.0)] | None
     limit: Annotated[float, Meta(gt=0.0)]  # of cpu_error, and of fused_error beyond activation_error
 
     def __post_init__(self) -> None:
-        if not all(map(math.isfinite, (self.fused_error or 0.0, self.cpu_error, self.activation_error, self.limit))):
+        errors = (self.fused_error, self.cpu_error, self.activation_error, self.limit)
+        if not all(math.isfinite(error or 0.0) for error in errors):
             raise ValueError("errors must be finite")
 
 
 class Plans(Struct, frozen=True, forbid_unknown_fields=True):
-    """TensorRT plans, one per segment of the forward in order of execution; profile i is for `token_counts[i]`.
+    """TensorRT plans, one per segment of the forward in order of execution.
 
+    `profiles` are the optimisation profiles of each, in order; empty: one for each of `token_counts`. `sixteen_bits`
+    are linears with FP8 weights that take 16-bit activations, because TensorRT's FP8 kernels for them proved wrong;
+    `operands` are those whose product has other operands than it was given, and which, as TensorRT's inspector says.
     `exact` are the token counts whose logits were bit for bit those of one token at a time; `place_exact` says that a
     prompt token's were the same wherever in a chunk it stood. Both were seen on the GPU, by the build.
     """
@@ -65,6 +82,13 @@ class Plans(Struct, frozen=True, forbid_unknown_fields=True):
     attention: AttentionKind = "paged"
     resident_bytes: Annotated[int, Meta(ge=0)] = 0  # that TensorRT took to load them, as the build saw; 0: not seen
     check: PlanCheck | None = None
+    profiles: list[Profile] = []
+    sixteen_bits: list[str] = []
+    operands: dict[str, str] = {}
+
+    def profile_of(self, tokens: int) -> int:
+        """The number of the profile for so many tokens. Raises ValueError where there is none."""
+        return profile_of(tokens, self.profiles or [(count, count, count) for count in self.token_counts])
 
     def __post_init__(self) -> None:
         ascending = sorted(set(self.token_counts)) == self.token_counts
@@ -74,17 +98,25 @@ class Plans(Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("`token_counts` lacks 1 or 64")
         if 1 not in self.exact or not set(self.exact) <= set(self.token_counts):
             raise ValueError("`exact` must hold 1 and nothing that `token_counts` lacks")
+        if any(not 1 <= least <= best <= most for least, best, most in self.profiles):
+            raise ValueError("a profile of `profiles` does not ascend")
+        for count in self.token_counts:
+            self.profile_of(count)
         for name in self.files:
             if not name.startswith(PLANS_DIRECTORY + "/"):
                 raise ValueError(f"{name!r} does not lie in {PLANS_DIRECTORY}/")
 
 
 class Forward(Struct, frozen=True, forbid_unknown_fields=True):
-    """Who computes what lies between embedding and sampler, by phase."""
+    """Who computes what lies between embedding and sampler, by phase.
+
+    `notes`: what the build replaced or left out of what it was asked for, and why.
+    """
 
     prefill: Source = "fused"
     decode: Source = "fused"
     plans: Plans | None = None
+    notes: list[str] = []
 
     def __post_init__(self) -> None:
         if self.uses("tensorrt") != (self.plans is not None):
@@ -121,6 +153,24 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 FUSED = Forward()
+
+
+def profile_scheme(scheme: ProfileScheme, decodes: bool, attention: AttentionKind) -> tuple[list[int], list[Profile]]:
+    """Token counts of the graphs and the optimisation profiles behind them.
+
+    "two": one for 1 to 16 tokens, whose kernels are chosen for 16, and one for 64. The weights are what such a round
+    reads, however few tokens it has, so little is lost at one token; and rounds that share kernels may share bits,
+    without which no tree is verified. "seven": one for each count. Plans that do not decode, or have TensorRT's own
+    attention, get a profile for each of 1 and 64.
+    """
+    if not decodes or attention == "native":
+        counts = [1, MOST_TOKENS]
+    elif scheme == "two":
+        narrow = [count for count in TOKEN_COUNTS if count <= _NARROW]
+        return [*narrow, MOST_TOKENS], [(1, _NARROW, _NARROW), (MOST_TOKENS,) * 3]
+    else:
+        counts = list(TOKEN_COUNTS)
+    return counts, [(count, count, count) for count in counts]
 
 
 def segment_names(layers: int, attention: AttentionKind) -> list[str]:

@@ -64,10 +64,25 @@ from ull_build.output import check_output, file_entry, require_space, staged_out
 from ull_build.progress import Reporter
 from ull_build.quality import Evaluator, evaluation_bytes, measure_quality
 from ull_build.recipe import ForwardRecipe, Recipe
-from ull_build.tensorrt.staged import REFERENCE, Tools, add_plans, find_tools, timing_cache_of, try_plans
-from ull_build.tensorrt.timing_cache import require_timing_cache, save_timing_cache
+from ull_build.tensorrt.preflight import preflight
+from ull_build.tensorrt.staged import (
+    REFERENCE,
+    AddedPlans,
+    Source,
+    Tools,
+    find_tools,
+    settle_plans,
+    timing_cache_of,
+    try_plans,
+)
+from ull_build.tensorrt.timing_cache import require_timing_cache
 from ull_build.tensorrt.weights import SegmentWeights
 from ull_build.vocabulary import CheckpointTokenizer, copy_tokenizer_files, read_tokenizer
+
+MEDUSA_LEFT_OUT = (
+    "the recipe's Medusa heads are left out: they read the hidden state of ull's own decode, and TensorRT decodes; "
+    'forward.decode = "fused" keeps them'
+)
 
 
 @dataclass(frozen=True)
@@ -97,6 +112,7 @@ class Settings:
     force: bool = False
     threads: int = 0  # 0: as many as this process may use
     recipe: dict[str, RecipeValue] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # what the recipe asks for and this build leaves out, and why
 
     @property
     def on_cpu(self) -> bool:
@@ -117,8 +133,9 @@ class BuildResult:
 
 
 def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool = False) -> Settings:
-    """The settings that a recipe asks for. What a GPU cannot draft with is left out."""
+    """The settings that a recipe asks for. What a GPU cannot draft with is left out, Medusa heads with a note."""
     medusa = recipe.medusa if recipe.forward.decode == "fused" else None
+    notes = [MEDUSA_LEFT_OUT] if recipe.medusa is not None and medusa is None else []
     draft = recipe.draft if runs_draft_models(recipe.target) else None
     return Settings(
         model=Path(recipe.model),
@@ -145,6 +162,7 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
         forward=recipe.forward,
         force=force,
         recipe=msgspec.to_builtins(recipe),
+        notes=tuple(notes),
     )
 
 
@@ -195,6 +213,8 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
 def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, reporter: Reporter) -> _Inputs:
     """Everything that can be refused is, before the kernels are compiled."""
     tools = None
+    for note in settings.notes:
+        reporter.note(note)
     if settings.forward.has_plans:
         tools = find_tools(settings.target)
         require_timing_cache(timing_cache_of(output))
@@ -203,6 +223,8 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
     checkpoint = files_open.enter_context(Checkpoint(settings.model, settings.context))
     tokenizer = read_tokenizer(settings.model, checkpoint.model.vocabulary)
     model = msgspec.structs.replace(checkpoint.model, tokenizer_vocabulary=tokenizer.vocabulary.count)
+    if tools is not None:
+        preflight(tools.trt, model, settings.precision, output.parent, reporter)
     if settings.evaluates_on_gpu:
         require_bf16(checkpoint)
     drafters = files_open.enter_context(open_drafters(settings.speculation, model, tokenizer))
@@ -249,15 +271,40 @@ def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
         quality, calibration = _measure(evaluator, texts, observation, errors, settings, inputs.model)
         if inputs.tools is None:
             return _describe(inputs, files, code, quality, calibration)
-        source, cache = SegmentWeights(checkpoint, settings.precision), timing_cache_of(inputs.output)
-        amax = {} if calibration is None else calibration.amax
-        added = add_plans(inputs.tools, settings.forward, inputs.model, source, amax, staging, cache, reporter)
-        manifest = _describe(inputs, files | added.files, code, quality, calibration, added.forward)
-        assert texts.trial is not None
-        tokens, limit = texts.trial.first_window, settings.forward.logits_limit
-        manifest = try_plans(staging, manifest, tokens, evaluator, limit, reporter)
-        save_timing_cache(added.timing_cache, cache)  # of what has proved right
-        return manifest
+        return _settle_plans(staging, inputs, inputs.tools, evaluator, files, code, quality, calibration, reporter)
+
+
+def _settle_plans(
+    staging: Path,
+    inputs: _Inputs,
+    tools: Tools,
+    evaluator: Evaluator,
+    files: dict[str, FileEntry],
+    code: _Code,
+    quality: Quality | None,
+    calibration: Calibration | None,
+    reporter: Reporter,
+) -> Manifest:
+    """Adds plans that compute what they should, or our own kernels' forward where there are none."""
+    settings, texts = inputs.settings, inputs.texts
+    assert texts.trial is not None
+    tokens, limit = texts.trial.first_window, settings.forward.logits_limit
+    amax = {} if calibration is None else calibration.amax
+    source = Source(inputs.model, SegmentWeights(inputs.checkpoint, settings.precision), amax)
+
+    def attempt(added: AddedPlans) -> Manifest:
+        has_plans = added.forward.plans is not None
+        described = calibration if has_plans else None  # our own kernels quantise no activations
+        manifest = _describe(inputs, files | added.files, code, quality, described, added.forward)
+        return try_plans(staging, manifest, tokens, evaluator, limit, reporter) if has_plans else manifest
+
+    cache = timing_cache_of(inputs.output)
+    manifest = settle_plans(tools, settings.forward, source, staging, cache, reporter, attempt)
+    shutil.rmtree(staging / REFERENCE, ignore_errors=True)
+    if settings.notes:
+        forward = msgspec.structs.replace(manifest.forward, notes=[*settings.notes, *manifest.forward.notes])
+        manifest = msgspec.structs.replace(manifest, forward=forward)
+    return manifest
 
 
 def _measure_on_gpu(

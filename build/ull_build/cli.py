@@ -109,7 +109,11 @@ def _forward(options: argparse.Namespace) -> ForwardRecipe:
     source: Source = options.forward or "fused"
     if options.attention == "native" and source != "tensorrt":
         raise RecipeError("--attention native goes with --forward tensorrt", field="attention")
-    return ForwardRecipe(prefill=source, decode=source, attention=options.attention or "paged")
+    if options.profiles is not None and source != "tensorrt":
+        raise RecipeError("--profiles goes with --forward tensorrt", field="profiles")
+    return ForwardRecipe(
+        prefill=source, decode=source, attention=options.attention or "paged", profiles=options.profiles or "two"
+    )
 
 
 @contextmanager
@@ -158,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--drafter", choices=drafters, help='what drafts for requests that do not say (default "auto")')
     add("--forward", choices=("fused", "tensorrt"), help="who computes the layers, on a GPU (default fused)")
     add("--attention", choices=("paged", "native"), help="with --forward tensorrt: whose attention (default paged)")
+    add("--profiles", choices=("two", "seven"), help="with --forward tensorrt: choices of kernels (default two)")
     shapes = ", ".join(SHAPES)
     add("--arch", choices=tuple(SHAPES), metavar="NAME", help=f"a benchmark bundle in this shape, no weights: {shapes}")
     add("--random-weights", action="store_true", help="with --arch: the GPU makes the weights up when it loads")
@@ -186,8 +191,9 @@ def _recipe(options: argparse.Namespace) -> Recipe:
         overrides["medusa"] = {"heads": options.medusa}
     if options.draft is not None:
         overrides["draft"] = {"model": options.draft}
-    if options.forward is not None or options.attention is not None:
-        forward = {"prefill": options.forward, "decode": options.forward, "attention": options.attention}
+    forward: dict[str, Any] = {"prefill": options.forward, "decode": options.forward}
+    forward |= {"attention": options.attention, "profiles": options.profiles}
+    if any(value is not None for value in forward.values()):
         overrides["forward"] = {key: value for key, value in forward.items() if value is not None}
     if options.recipe is None:
         return make_recipe(overrides, "command line")
@@ -238,6 +244,14 @@ def print_summary(result: BuildResult) -> None:
         exact = ", ".join(map(str, plans.exact))
         table.add_row("exact rounds", f"of {exact} tokens" if plans.exact != [1] else "of 1 token: no speculation")
         if plans.check is not None:
-            table.add_row("plans' logits", f"{plans.check.cpu_error:.2%} off (limit {plans.check.limit:.0%})")
+            errors = {"the cpu executor's": plans.check.cpu_error, "our kernels'": plans.check.fused_error}
+            off = ", ".join(f"{error:.2%} off {whose}" for whose, error in errors.items() if error is not None)
+            table.add_row("plans' logits", f"{off} (limit {plans.check.limit:.0%})")
+        if plans.operands:
+            table.add_row("not as described", f"{len(plans.operands)} linears (`ull inspect` names them)")
+        if plans.sixteen_bits:
+            table.add_row("16-bit activations", ", ".join(plans.sixteen_bits))
+    for number, note in enumerate(manifest.forward.notes):
+        table.add_row("note" if number == 0 else "", note)
     table.add_row("time", f"{result.seconds:.1f} s")
     Console(highlight=False).print(table)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from ull.bundle import (
     MANIFEST_FILE,
     TOKENIZER_FILE,
     VOCABULARY_FILE,
+    WEIGHTS_FILE,
     DraftModel,
     FileEntry,
     Manifest,
@@ -45,9 +48,20 @@ from ull_build.output import check_output, file_entry, require_space, staged_out
 from ull_build.progress import Reporter
 from ull_build.recipe import ForwardRecipe
 from ull_build.shapes import shape_model
-from ull_build.tensorrt.random_weights import RandomWeights, random_ranges
-from ull_build.tensorrt.staged import add_plans, find_tools, timing_cache_of, watch_plans
-from ull_build.tensorrt.timing_cache import save_timing_cache
+from ull_build.tensorrt.preflight import preflight
+from ull_build.tensorrt.random_weights import RandomCheckpoint, random_ranges
+from ull_build.tensorrt.staged import (
+    MADE_UP_LIMIT,
+    REFERENCE,
+    AddedPlans,
+    Source,
+    Tools,
+    find_tools,
+    settle_plans,
+    timing_cache_of,
+    try_made_up,
+)
+from ull_build.tensorrt.weights import SegmentWeights
 from ull_build.vocabulary import Vocabulary, build_vocabulary
 
 _NEEDED_BYTES = 64 << 20
@@ -85,6 +99,8 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
     precision, request = settings.precision, settings.forward
     tools = find_tools(settings.target) if request.has_plans else None
     model = shape_model(settings.arch, settings.layers, settings.context)
+    if tools is not None:
+        preflight(tools.trt, model, precision, output.parent, reporter)
     medusa = settings.medusa
     for problem in () if medusa is None else medusa_problems(medusa, request.decode):
         raise RecipeError(problem, field="medusa")
@@ -93,7 +109,8 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
         raise RecipeError(problem, field="draft")
     kernels = compile_for(settings.target, model, precision, reporter, request.attention if tools else None, medusa)
     own = [] if draft is None else compile_for(settings.target, draft, precision, reporter, of="draft model")
-    plan_bytes = sum(shape.nbytes for shape in device_tensors(model, precision).values()) if tools else 0
+    # Plans, and until they have been tried the weights of our own kernels.
+    plan_bytes = 2 * sum(shape.nbytes for shape in device_tensors(model, precision).values()) if tools else 0
     require_space(output.parent, _NEEDED_BYTES + plan_bytes)
     with staged_output(output) as staging:
         files = _write_tokenizer(staging, model.vocabulary)
@@ -103,40 +120,64 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
             macros = device_macros(draft, precision)
             draft_code, more = write_code(own, macros, staging, settings.target, DRAFT_CODE_DIRECTORY)
             drafting, code_files = DraftModel(draft, precision, draft_code), code_files | more
-        added = None
-        if tools is not None:
-            weights, ranges = RandomWeights(model, precision), random_ranges(model, precision)
-            added = add_plans(tools, request, model, weights, ranges, staging, timing_cache_of(output), reporter)
-        manifest = Manifest(
-            format=FORMAT,
-            format_version=FORMAT_VERSION,
-            name=output.name.removesuffix(".ull"),
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            target=settings.target,
-            ull_version=ull.__version__,
-            model=model,
-            precision=precision,
-            tokens=Tokens(bos=None, eos=[], chat_template=False),  # nothing ends a benchmark early
-            quality=None,
-            provenance=Provenance(
-                source=f"random weights in the shape of {settings.arch}",
-                source_sha256=hashlib.sha256(msgspec.json.encode(model)).hexdigest(),
-                recipe={"arch": settings.arch, "layers": settings.layers, "context": settings.context},
-                builder_version=ull.__version__,
-            ),
-            files={**files, **code_files, **(added.files if added else {})},
-            speculation=Speculation(default="none", medusa=medusa, draft=drafting),
-            code=code,
-            forward=added.forward if added else FUSED,
-            random_weights=True,
-        )
+
+        def describe(added: AddedPlans) -> Manifest:
+            return Manifest(
+                format=FORMAT,
+                format_version=FORMAT_VERSION,
+                name=output.name.removesuffix(".ull"),
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                target=settings.target,
+                ull_version=ull.__version__,
+                model=model,
+                precision=precision,
+                tokens=Tokens(bos=None, eos=[], chat_template=False),  # nothing ends a benchmark early
+                quality=None,
+                provenance=Provenance(
+                    source=f"random weights in the shape of {settings.arch}",
+                    source_sha256=hashlib.sha256(msgspec.json.encode(model)).hexdigest(),
+                    recipe={"arch": settings.arch, "layers": settings.layers, "context": settings.context},
+                    builder_version=ull.__version__,
+                ),
+                files={**files, **code_files, **added.files},
+                speculation=Speculation(default="none", medusa=medusa, draft=drafting),
+                code=code,
+                forward=added.forward,
+                random_weights=True,
+            )
+
+        if tools is None:
+            manifest = describe(AddedPlans(FUSED, {}))
+        else:
+            manifest = _settle_plans(tools, settings, model, staging, timing_cache_of(output), reporter, describe)
         (staging / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
-        bundle = open_bundle(staging)
-        if added is not None:
-            manifest = watch_plans(bundle)
-            save_timing_cache(added.timing_cache, timing_cache_of(output))
-            (staging / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+        open_bundle(staging)  # a bundle that ull would refuse must not come into being
     return BuildResult(output, manifest, time.monotonic() - start)
+
+
+def _settle_plans(
+    tools: Tools,
+    settings: RandomSettings,
+    model: Model,
+    staging: Path,
+    timing_cache: Path,
+    reporter: Reporter,
+    describe: Callable[[AddedPlans], Manifest],
+) -> Manifest:
+    """Adds plans of made-up weights, which are held against our own kernels with the same ones."""
+    precision, checkpoint = settings.precision, RandomCheckpoint(model)
+
+    def attempt(added: AddedPlans) -> Manifest:
+        if added.forward.plans is None:
+            (staging / WEIGHTS_FILE).unlink(missing_ok=True)  # the reference: the device makes its own up
+            return describe(replace(added, files={k: v for k, v in added.files.items() if k != WEIGHTS_FILE}))
+        return try_made_up(staging, describe(added), checkpoint, MADE_UP_LIMIT, reporter)
+
+    source = Source(model, SegmentWeights(checkpoint, precision), random_ranges(model, precision))
+    try:
+        return settle_plans(tools, settings.forward, source, staging, timing_cache, reporter, attempt)
+    finally:
+        shutil.rmtree(staging / REFERENCE, ignore_errors=True)
 
 
 def draft_shape(arch: str, target: Model) -> Model:

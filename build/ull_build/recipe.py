@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from ull.bundle import ARCHITECTURES, MAX_TREE, AttentionKind, Drafter, Source, runs_draft_models
+from ull.bundle import ARCHITECTURES, MAX_TREE, AttentionKind, Drafter, ProfileScheme, Source, runs_draft_models
 from ull.errors import RecipeError
 
 TARGETS = {"cpu": "any x86-64 or ARM machine"} | {name: item.machines for name, item in ARCHITECTURES.items()}
@@ -57,7 +57,13 @@ class ForwardRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         AttentionKind,
         Meta(description='of plans: "paged", ull\'s kernel between them, or "native", TensorRT\'s own, for comparison'),
     ] = "paged"
-
+    profiles: Annotated[
+        ProfileScheme,
+        Meta(
+            description='of plans that decode: "two" choices of kernels, for up to 16 tokens and for 64, or "seven", '
+            "one for each size of round: longer builds, more memory, fewer sizes that agree bit for bit"
+        ),
+    ] = "two"
     logits_limit: Annotated[
         float,
         Meta(

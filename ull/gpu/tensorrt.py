@@ -23,7 +23,7 @@ from ull.gpu.memory import Sizes
 from ull.gpu.paged_attention import PagedAttention
 from ull.gpu.params import TREE_TOKENS, Round
 from ull.gpu.places import Places
-from ull.gpu.tensorrt_library import load, make_logger
+from ull.gpu.tensorrt_library import load, make_logger, wheel
 from ull.layout import round_up
 from ull.log import Log
 from ull.plans import segment_names
@@ -108,7 +108,7 @@ def check_plans(plans: Plans, info: DeviceInfo) -> Any:
         raise GpuError(
             "wrong_tensorrt",
             f"the bundle's plans were built by TensorRT {plans.version}, installed is {trt.__version__}; "
-            f"install tensorrt=={plans.version}, or {_REBUILD}",
+            f"install {wheel()}=={plans.version}, or {_REBUILD}",
         )
     capability = capability_text(info.capability)
     if (plans.gpu, plans.capability) != (info.name, capability):
@@ -197,7 +197,7 @@ class TensorRtForward:
             tensor: (tensor in segment.inputs, shape, getattr(trt.DataType, dtype))
             for tensor, (shape, dtype) in tensor_forms(self._sizes, segment).items()
         }
-        profiles = len(self._plans.token_counts)
+        profiles = len(self._plans.profiles or self._plans.token_counts)
         if engine.name != segment.name or found != wanted or engine.num_optimization_profiles != profiles:
             raise BundleError(f"the plan {name} is not one of segment {segment.name!r}; {_REBUILD}", field=name)
 
@@ -207,7 +207,7 @@ class TensorRtForward:
         context = engine.create_execution_context(self._trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if context is None:
             raise self._failed(segment, "makes no execution context")
-        profile = self._plans.token_counts.index(tokens)
+        profile = self._plans.profile_of(tokens)
         try:
             context.set_optimization_profile_async(profile, self._stream)
         except RuntimeError as error:

@@ -6,6 +6,7 @@ Nothing else of ull imports `tensorrt`; whoever uses it is handed the module.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,23 @@ def load() -> Any:
         found = f"TensorRT {version}" if version else "what is called TensorRT here"
         raise GpuError("old_tensorrt", f"{found} is too old, ull needs {OLDEST} or later; {INSTALL}")
     return trt
+
+
+def wheel() -> str:
+    """The package that TensorRT's installed library came in: of CUDA 12, or of another. What `pip install` takes."""
+    return "tensorrt-cu12" if cuda_of_wheel() == 12 else "tensorrt"
+
+
+def cuda_of_wheel() -> int | None:
+    """The major version of CUDA that the installed wheels are for; None where pip did not install any."""
+    for major in (12, 13, 14):
+        for part in ("", "-bindings", "-libs"):
+            try:
+                importlib.metadata.version(f"tensorrt-cu{major}{part}")
+            except importlib.metadata.PackageNotFoundError:
+                continue
+            return major
+    return None
 
 
 def make_logger(trt: Any, write: Callable[[str, str], None]) -> Any:

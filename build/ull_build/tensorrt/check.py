@@ -16,12 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ull.bundle import Bundle, Forward, PlanCheck, Plans
-from ull.errors import BuildError
 from ull_build.local_gpu import open_program
+from ull_build.tensorrt.plans import PlansFailed
 
 Logits = NDArray[np.float32]  # [tokens, V]
-
-_REMEDY = 'build again, use precision = "bf16", or --forward fused'
 
 CHECK_TOKENS = 160  # two whole chunks and a part of one
 EXACT_TOKENS = 64  # of them, by rounds of every size
@@ -61,7 +59,7 @@ def read_logits(bundle: Bundle, tokens: Sequence[int]) -> Logits:
 def observe_plans(bundle: Bundle, tokens: Sequence[int]) -> Seen:
     """Runs the plans of a bundle in every way that the daemon will.
 
-    Raises GpuError or BundleError where they do not run, BuildError where they do not repeat themselves.
+    Raises GpuError or BundleError where they do not run, PlansFailed where they do not repeat themselves.
     """
     plans = bundle.manifest.forward.plans
     assert plans is not None
@@ -79,7 +77,7 @@ def observe_plans(bundle: Bundle, tokens: Sequence[int]) -> Seen:
     finally:
         program.close()
     if 1 not in exact:
-        raise BuildError(f"the TensorRT plans give the same tokens other logits each time; {_REMEDY}", field="forward")
+        raise PlansFailed("the TensorRT plans give the same tokens other logits each time", field="forward")
     if len(few) < EXACT_TOKENS:
         exact = [1]
     place_exact = len(tokens) >= EXACT_TOKENS + MOVED_TOKENS and np.array_equal(np.concatenate(moved), logits)
@@ -88,34 +86,48 @@ def observe_plans(bundle: Bundle, tokens: Sequence[int]) -> Seen:
 
 @dataclass(frozen=True)
 class References:
-    """What plans are held against. `plain` and `fp8`: the CPU executor's logits without and with FP8 activations."""
+    """What plans are held against. `plain` and `fp8`: the CPU executor's logits without and with FP8 activations.
 
-    plain: Logits
-    fp8: Logits
-    fused: Logits | None  # our kernels'; None where they do not run
+    `fused`: our kernels', None where they do not run. Of made-up weights there are only these.
+    """
+
+    plain: Logits | None
+    fp8: Logits | None
+    fused: Logits | None
 
 
 def check_plans(seen: Seen, against: References, limit: float) -> PlanCheck:
-    """The account of a comparison of both, rounds of 64 tokens and of one. Raises BuildError above the limit."""
-    fused, few = against.fused, len(seen.plain)
+    """The account of a comparison of both, rounds of 64 tokens and of one. Raises PlansFailed above the limit."""
+    few = len(seen.plain)
 
-    def off(reference: Logits) -> float:
+    def off(reference: Logits | None) -> float | None:
+        if reference is None:
+            return None
         return max(_error(seen.logits, reference), _error(seen.plain, reference[:few]))
 
+    def agreement(reference: Logits | None) -> float | None:
+        return None if reference is None else _agreement(seen.logits, reference)
+
+    fp8, fused, plain = against.fp8, against.fused, against.plain
     made = PlanCheck(
-        tokens=len(against.fp8),
-        cpu_error=off(against.fp8),
-        cpu_top1=_agreement(seen.logits, against.fp8),
-        fused_error=None if fused is None else off(fused),
-        fused_top1=None if fused is None else _agreement(seen.logits, fused),
-        activation_error=_error(against.fp8, against.plain),
+        tokens=len(seen.logits),
+        cpu_error=off(fp8),
+        cpu_top1=agreement(fp8),
+        fused_error=off(fused),
+        fused_top1=agreement(fused),
+        activation_error=None if fp8 is None or plain is None else _error(fp8, plain),
         limit=limit,
     )
-    if not max(made.cpu_error, (made.fused_error or 0.0) - made.activation_error) <= limit:
-        ours = "" if made.fused_error is None else f", {made.fused_error:.1%} off our kernels'"
-        raise BuildError(
-            f"the TensorRT plans' logits are {made.cpu_error:.1%} off the cpu executor's with the same FP8 activations"
-            f"{ours}; the limit is {limit:.0%}. TensorRT has probably chosen an unstable FP8 kernel: {_REMEDY}",
+    beyond = (made.fused_error or 0.0) - (made.activation_error or 0.0)
+    if not max(made.cpu_error or 0.0, beyond) <= limit:
+        found = []
+        if made.cpu_error is not None:
+            found.append(f"{made.cpu_error:.1%} off the cpu executor's with the same FP8 activations")
+        if made.fused_error is not None:
+            found.append(f"{made.fused_error:.1%} off our kernels'")
+        raise PlansFailed(
+            f"the TensorRT plans' logits are {', '.join(found)}; the limit is {limit:.0%}. "
+            "TensorRT has probably chosen an unstable FP8 kernel",
             field="forward",
         )
     return made

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ull.errors import BuildError
-from ull_build.tensorrt.weights import Linear, activation_scale
+from ull_build.tensorrt.weights import F16, Linear, activation_scale
 
 
 class Graph:
@@ -22,6 +22,7 @@ class Graph:
 
     def __init__(self, trt: Any, network: Any) -> None:
         self.trt, self.network = trt, network
+        self.linears: dict[str, Linear] = {}  # that it holds, by name
         self._kept: list[NDArray[Any]] = []
         self._types = {
             np.dtype(np.float32): trt.DataType.FLOAT,
@@ -89,35 +90,45 @@ class Graph:
         return self.elementwise(f"{name}.silu", "PROD", tensor, self.named(sigmoid, f"{name}.sigmoid"))
 
     def linear(self, name: str, tensor: Any, linear: Linear, amax: float | None) -> Any:
-        """y = x W^T + b: [T, K] of any float type -> [T, N] float32.
+        """y = (x W^T) * s + b: [T, K] of any float type -> [T, N] float32.
 
-        The operands are in `linear.compute`; where the weights are FP8, both pass through FP8, the activations with
-        the scale of `amax`. TensorRT fuses Q/DQ and the product into one FP8 GEMM.
+        Where the weights are FP8 both operands pass through FP8, the activations with the scale of `amax`. TensorRT
+        makes an FP8 GEMM of that only if both scales are scalars (TensorRT-Model-Connect, pull request 1386): so the
+        codes are dequantised by 1, and what the rows were divided by is multiplied onto the product. f16 operands
+        become f32 first: the product of f16 tensors may be summed in f16.
         """
+        self.linears[name] = linear
         compute = linear.compute
-        operand = self.cast(f"{name}.input", tensor, compute)
+        operand = self._as(f"{name}.input", tensor, compute)
         rows = self.constant(f"{name}.weight", linear.rows)
-        if linear.scales is not None:
+        if linear.is_fp8:
             if amax is None:
                 raise BuildError(f"the calibration has no activation scale for {name}", field=name)
             scale = self.constant(f"{name}.input_scale", activation_scale(amax, compute))
             quantized = self.network.add_quantize(operand, scale, self.trt.DataType.FP8)
             operand = self._dequantize(f"{name}.input", self.named(quantized, f"{name}.quantize"), scale, compute)
-            scales = self.constant(f"{name}.weight_scale", linear.scales)
-            rows = self._dequantize(f"{name}.weight", rows, scales, compute, axis=0)
+            one = self.constant(f"{name}.weight_scale", np.ones((), compute))
+            rows = self._dequantize(f"{name}.weight", rows, one, compute)
+        elif compute == F16:
+            operand = self.cast(f"{name}.input_wide", operand, np.float32)
+            rows = self.cast(f"{name}.weight_wide", rows, np.float32)
         kinds = self.trt.MatrixOperation
         product = self.network.add_matrix_multiply(operand, kinds.NONE, rows, kinds.TRANSPOSE)
-        result = self.cast(f"{name}.output", self.named(product, f"{name}.matmul"), np.float32)
+        result = self._as(f"{name}.output", self.named(product, f"{name}.matmul"), np.float32)
+        if linear.scales is not None:
+            scales = self.constant(f"{name}.row_scales", linear.scales[None])
+            result = self.elementwise(f"{name}.scaled", "PROD", result, scales)
         if linear.bias is not None:
             bias = self.constant(f"{name}.bias", linear.bias[None])
             result = self.elementwise(f"{name}.biased", "SUM", result, bias)
         return result
 
-    def _dequantize(self, name: str, tensor: Any, scale: Any, compute: np.dtype[Any], axis: int | None = None) -> Any:
-        layer = self.network.add_dequantize(tensor, scale, self._types[compute])
-        if layer is not None and axis is not None:
-            layer.axis = axis
-        return self.named(layer, f"{name}_dequantize")
+    def _as(self, name: str, tensor: Any, dtype: Any) -> Any:
+        """The tensor in that type."""
+        return tensor if tensor.dtype == self._types[np.dtype(dtype)] else self.cast(name, tensor, dtype)
+
+    def _dequantize(self, name: str, tensor: Any, scale: Any, compute: np.dtype[Any]) -> Any:
+        return self.named(self.network.add_dequantize(tensor, scale, self._types[compute]), f"{name}_dequantize")
 
     # ---- shapes ---------------------------------------------------------------------------------------------------
 

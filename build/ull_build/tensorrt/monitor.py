@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -15,21 +16,32 @@ Result = TypeVar("Result")
 class BuildLog:
     """Writes messages to a file and remembers the last error. A context manager; `write` suits make_logger.
 
-    Verbose messages are left out: a model would fill hundreds of megabytes with them, and what each layer became is in
-    the inspector's report.
+    Of the verbose ones, with which a model would fill hundreds of megabytes, only what the timing cache can be edited
+    by is kept, compressed in a file of its own: each layer's key, the tactics that were timed, the one that was taken.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tactics: Path) -> None:
         self._file = path.open("w", encoding="utf-8", errors="replace")
+        self._tactics = gzip.open(tactics, "wt", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._is_timing = False  # inside the lines on one layer's tactics
         self.last_error = ""
 
     def write(self, severity: str, message: str) -> None:
+        if self._file.closed:  # TensorRT's objects have a word to say when they go, too
+            return
         if severity == "verbose":
+            self._write_tactic(message)
             return
         if severity.endswith("error"):
             self.last_error = message.strip()
-        if not self._file.closed:  # TensorRT's objects have a word to say when they go, too
-            self._file.write(f"[{severity}] {message}\n")
+        self._file.write(f"[{severity}] {message}\n")
+
+    def _write_tactic(self, message: str) -> None:
+        """The lines of TensorRT 11, as its sample sampleEditableTimingCache reads them."""
+        self._is_timing |= "Autotuning op " in message
+        if self._is_timing:
+            self._tactics.write(f"{message}\n")
+        self._is_timing &= "(tactic hash, cost(in ms)):" not in message
 
     def reason(self) -> str:
         return self.last_error or "it gave no reason"
@@ -39,6 +51,7 @@ class BuildLog:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+        self._tactics.close()
 
 
 @dataclass

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import HEAD_SEGMENT, MAX_TREE, Model, cache_positions, inverse_frequencies, segment_names
+from ull.bundle import HEAD_SEGMENT, Model, cache_positions, inverse_frequencies, segment_names
 from ull_build.tensorrt.graph import Graph
 from ull_build.tensorrt.network import LayerNetwork
 from ull_build.tensorrt.weights import BF16
@@ -26,8 +26,6 @@ from ull_build.tensorrt.weights import BF16
 
 class NativeNetwork(LayerNetwork):
     """Describes the one step of all layers, and the head."""
-
-    tokens: tuple[int, ...] = (1, MAX_TREE)
 
     def segments(self) -> list[str]:
         return segment_names(self.model.layers, "native")

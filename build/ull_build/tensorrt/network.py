@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ull.bundle import ENTRY_SEGMENT, EXIT_SEGMENT, HEAD_SEGMENT, MAX_TREE, TOKEN_COUNTS, Model, segment_names
+from ull.bundle import ENTRY_SEGMENT, EXIT_SEGMENT, HEAD_SEGMENT, MAX_TREE, Model, segment_names
 from ull_build.tensorrt.graph import Graph
 from ull_build.tensorrt.weights import HEAD, Weights
 
@@ -27,11 +27,12 @@ ATTENTION_COLUMNS = 32  # of the attention's layout
 class LayerNetwork:
     """The parts of a model's layers, whatever attention lies between them.
 
-    `amax`: largest input of each FP8 linear.
+    `amax`: largest input of each FP8 linear. `sixteen_bits`: those of them whose inputs are not quantised after all.
     """
 
     def __init__(self, model: Model, weights: Weights, amax: Mapping[str, float]) -> None:
-        self.model, self.weights, self._amax = model, weights, amax
+        self.model, self.weights, self.amax = model, weights, amax
+        self.sixteen_bits: frozenset[str] = frozenset()
         self.attention_width = model.heads * model.head_dim
 
     def residual_input(self, graph: Graph) -> Any:
@@ -68,13 +69,14 @@ class LayerNetwork:
         return graph.rms_norm(name, tensor, self.weights.norm(name), self.model.rms_epsilon)
 
     def linear(self, graph: Graph, name: str, tensor: Any) -> Any:
-        return graph.linear(name, tensor, self.weights.linear(name), self._amax.get(name))
+        linear = self.weights.linear(name)
+        if name in self.sixteen_bits and linear.is_fp8:
+            linear = linear.in_16_bits(name)
+        return graph.linear(name, tensor, linear, self.amax.get(name))
 
 
 class SegmentNetwork(LayerNetwork):
     """Describes the segments between which our attention kernel runs."""
-
-    tokens = TOKEN_COUNTS
 
     def segments(self) -> list[str]:
         return segment_names(self.model.layers, "paged")

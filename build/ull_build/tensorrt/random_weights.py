@@ -2,54 +2,80 @@
 
 from __future__ import annotations
 
+import math
 import zlib
-from typing import Any, Literal
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import Model, Precision, quantised_inputs
-from ull_build.tensorrt.weights import F8, HEAD, HEAD_ROWS, Linear, compute_type
+from ull.bundle import Model, Precision, TensorEntry, quantised_inputs
+from ull_build.checkpoint import BLOCK_ELEMENTS, Checkpoint
 
 RANGE = 16.0  # of activations: a norm's output, and what such weights make of it, stay far below
-_CODES_BELOW_ONE = 0x38  # E4M3 codes 0 to 0x37 are the values in [0, 1)
 
 
-class RandomWeights:
-    """The `Weights` of a model whose values are drawn from its tensors' names: the same ones every time."""
+class RandomCheckpoint(Checkpoint):
+    """A checkpoint of a model's shape, without biases, whose values are drawn from its tensors' names.
 
-    def __init__(self, model: Model, precision: Precision) -> None:
-        self._precision = precision
+    They are the same ones every time, for plans as for our own kernels: norms are 1, weights keep the size of what they
+    are multiplied with.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
         attention, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-        rows = -(-model.vocabulary // HEAD_ROWS) * HEAD_ROWS
-        self._hidden, self._head_dim = model.hidden, model.head_dim
-        self._shapes = {
-            "qkv": (attention + 2 * keys, model.hidden),
-            "o": (model.hidden, attention),
-            "gate_up": (2 * model.intermediate, model.hidden),
-            "down": (model.hidden, model.intermediate),
-            HEAD: (rows, model.hidden),
+        self._shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (model.vocabulary, model.hidden),
+            "model.norm.weight": (model.hidden,),
         }
+        if not model.tied_embeddings:
+            self._shapes["lm_head.weight"] = (model.vocabulary, model.hidden)
+        for layer in range(model.layers):
+            self._shapes |= {
+                f"model.layers.{layer}.{name}.weight": shape
+                for name, shape in {
+                    "input_layernorm": (model.hidden,),
+                    "post_attention_layernorm": (model.hidden,),
+                    "self_attn.q_norm": (model.head_dim,),
+                    "self_attn.k_norm": (model.head_dim,),
+                    "self_attn.q_proj": (attention, model.hidden),
+                    "self_attn.k_proj": (keys, model.hidden),
+                    "self_attn.v_proj": (keys, model.hidden),
+                    "self_attn.o_proj": (model.hidden, attention),
+                    "mlp.gate_proj": (model.intermediate, model.hidden),
+                    "mlp.up_proj": (model.intermediate, model.hidden),
+                    "mlp.down_proj": (model.hidden, model.intermediate),
+                }.items()
+            }
 
-    def storage(self, name: str) -> Literal["fp8", "bf16", "f32"]:
-        return self._precision.lm_head if name == HEAD else self._precision.weights
+    @property
+    def model(self) -> Model:
+        return self._model
 
-    def norm(self, name: str) -> NDArray[np.float32]:
-        is_of_heads = name.endswith((".q_norm", ".k_norm"))
-        return np.ones(self._head_dim if is_of_heads else self._hidden, np.float32)
+    @property
+    def tensors(self) -> dict[str, TensorEntry]:
+        return {name: TensorEntry(0, 4 * math.prod(shape), "F32", shape) for name, shape in self._shapes.items()}
 
-    def linear(self, name: str) -> Linear:
-        """Weights that keep the size of what they are multiplied with."""
-        shape, compute = self._shapes[name.rpartition(".")[2]], compute_type(name)
+    def has(self, name: str) -> bool:
+        return name in self._shapes
+
+    def blocks(self, name: str) -> Iterator[NDArray[np.float32]]:
+        """As Checkpoint.blocks."""
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            yield np.ones(shape, np.float32)
+            return
         random = np.random.default_rng(zlib.crc32(name.encode()))
-        unit = np.sqrt(3.0 / shape[1])  # of weights that are even in [-1, 1]
-        if self.storage(name) == "fp8":
-            codes = random.integers(0, _CODES_BELOW_ONE, shape, np.uint8)
-            codes |= random.integers(0, 2, shape, np.uint8) << np.uint8(7)
-            scales: NDArray[Any] = np.full(shape[0], 3 * unit, compute)  # most codes are of small values
-            return Linear(codes.view(F8), scales, None, compute)
-        values = random.random(shape, np.float32)
-        return Linear(((2 * values - 1) * unit).astype(compute), None, None, compute)
+        # Even in [-a, a]: a variance of 1/K. An embedding's row is what a norm makes one of anyway.
+        amplitude = np.float32(np.sqrt(3.0 / shape[1])) if "embed" not in name else np.float32(1.0)
+        rows = max(32, BLOCK_ELEMENTS // shape[1] // 32 * 32)
+        for start in range(0, shape[0], rows):
+            values = random.random((min(rows, shape[0] - start), shape[1]), np.float32)
+            yield (np.float32(2.0) * values - np.float32(1.0)) * amplitude
+
+    def close(self) -> None:
+        """There is nothing open."""
 
 
 def random_ranges(model: Model, precision: Precision) -> dict[str, float]:

@@ -1,7 +1,9 @@
 """The timing cache: what TensorRT measured of each layer, kept beside the bundle so that the next build is quick.
 
-It also pins: a build that finds every layer in the cache takes the tactics that were chosen before. The editable kind
-of cache lets one that turns out wrong be replaced by hand.
+It also pins: a build that finds every layer in the cache takes the tactics that were chosen before; but for segments
+that are built at optimisation level 0, which ignores the cache. The editable kind of cache lets a tactic that turns out
+wrong be replaced by hand, as TensorRT's sampleEditableTimingCache does: the keys and the tactics that were timed are in
+the bundle's tactics.log.gz.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ lm_head  padded with rows of zeros to a multiple of 16
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import ml_dtypes
@@ -18,33 +18,45 @@ from numpy.typing import NDArray
 from ull.bundle import Precision
 from ull_build.checkpoint import Checkpoint
 from ull_build.convert import bias_sources, vector_source, weight_sources
-from ull_build.quantize import BF16_MAX, FP8_MAX
+from ull_build.quantize import BF16_MAX, FP8_MAX, quantize_rows
 
 HEAD = "lm_head"
 HEAD_ROWS = 16  # the padded vocabulary is a multiple of it
 F8 = np.dtype(ml_dtypes.float8_e4m3fn)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F16 = np.dtype(np.float16)
+F32 = np.dtype(np.float32)
 
 # Least normal and largest value. A subnormal scale would have too few bits of its own.
 _RANGES = {
     BF16: (np.finfo(np.float32).tiny, BF16_MAX),
     F16: (np.float32(np.finfo(np.float16).tiny), np.float32(np.finfo(np.float16).max)),
+    F32: (np.finfo(np.float32).tiny, np.finfo(np.float32).max),
 }
 
 
 @dataclass(frozen=True)
 class Linear:
-    """One fused linear, y = x W^T + b.
+    """One fused linear, y = (x W^T) * s + b.
 
-    rows: [N, K] in `compute`, or FP8 codes; scales: [N] in `compute` if FP8, else None; bias: [N] float32 or None;
-    compute: the type of its operands before quantisation and of its product.
+    rows W: [N, K], FP8 codes or values in `compute`; scales s: [N] float32, of rows that are codes, else None; bias b:
+    [N] float32 or None; compute: the type that FP8 operands are dequantised to, and that others have.
     """
 
     rows: NDArray[Any]
-    scales: NDArray[Any] | None
+    scales: NDArray[np.float32] | None
     bias: NDArray[np.float32] | None
     compute: np.dtype[Any]
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether both operands of the product pass through FP8."""
+        return bool(self.rows.dtype == F8)
+
+    def in_16_bits(self, name: str) -> Linear:
+        """The same weights for activations that are not quantised: every code is a bf16 and an f16 value too."""
+        compute = compute_type(name, "bf16")
+        return replace(self, rows=self.rows.astype(compute), compute=compute)
 
 
 class Weights(Protocol):
@@ -76,21 +88,22 @@ class SegmentWeights:
         return self._checkpoint.vector(vector_source(name))
 
     def linear(self, name: str) -> Linear:
-        compute = compute_type(name)
+        storage = self.storage(name)
+        compute = compute_type(name, storage)
         sources = weight_sources(self._checkpoint, name)
         shapes = [self._checkpoint.tensors[source].shape for source in sources]
         rows = sum(shape[0] for shape in shapes)
         padded = -(-rows // HEAD_ROWS) * HEAD_ROWS if name == HEAD else rows
-        is_fp8 = self.storage(name) == "fp8"
-        stored = np.zeros((padded, shapes[0][1]), F8 if is_fp8 else compute)
-        scales = np.ones(padded, compute) if is_fp8 else None
+        stored = np.zeros((padded, shapes[0][1]), F8 if storage == "fp8" else compute)
+        scales = np.ones(padded, np.float32) if storage == "fp8" else None
         start = 0
         for block in self._blocks(sources):
             place = slice(start, start + len(block))
             if scales is None:
                 stored[place] = to_compute(block, compute)
             else:
-                stored[place], scales[place] = quantize_rows(block, compute)
+                codes, scales[place] = quantize_rows(block)
+                stored[place] = codes.view(F8)
             start += len(block)
         return Linear(stored, scales, self._bias(name), compute)
 
@@ -103,9 +116,14 @@ class SegmentWeights:
         return np.concatenate([self._checkpoint.vector(source) for source in names]) if names else None
 
 
-def compute_type(name: str) -> np.dtype[Any]:
-    """Of a linear's operands and product: bf16, but for logits, which would be too coarse to sample from."""
-    return F16 if name == HEAD else BF16
+def compute_type(name: str, storage: str) -> np.dtype[Any]:
+    """Of a linear's operands: bf16, but for logits, which would be too coarse to sample from.
+
+    The head's operands are f16, or FP8 that is dequantised to f32: 448 times an activation, summed over K, is beyond
+    f16. Either way its product is f32.
+    """
+    of_head: np.dtype[Any] = F32 if storage == "fp8" else F16
+    return of_head if name == HEAD else BF16
 
 
 def to_compute(values: NDArray[np.float32], compute: np.dtype[Any]) -> NDArray[Any]:
@@ -114,20 +132,8 @@ def to_compute(values: NDArray[np.float32], compute: np.dtype[Any]) -> NDArray[A
     return np.clip(values, -limit, limit).astype(compute)
 
 
-def quantize_rows(rows: NDArray[np.float32], compute: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Finite rows [N, K] as FP8 codes [N, K] and scales [N] in `compute`.
-
-    A scale is max|row| / 448, rounded up to its type before the row is divided by it: rounding the scale loses nothing,
-    and no code leaves the range. A row of zeros has the scale 1.
-    """
-    maxima = np.maximum(rows.max(axis=1), -rows.min(axis=1))
-    scales = round_up(np.where(maxima > 0, maxima / FP8_MAX, np.float32(1.0)), compute)
-    quotients = np.clip(rows / scales.astype(np.float32)[:, None], -FP8_MAX, FP8_MAX)
-    return quotients.astype(F8), scales
-
-
 def round_up(values: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The least normal values of bf16 or f16 that are not below `values` (which are not negative)."""
+    """The least normal values of a float type that are not below `values` (which are not negative)."""
     least, _ = _RANGES[dtype]
     rounded = np.maximum(values, least).astype(dtype)
     too_small = rounded.astype(np.float32) < values
@@ -136,11 +142,11 @@ def round_up(values: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def activation_scale(amax: float, compute: np.dtype[Any]) -> NDArray[Any]:
-    """The scale of activations up to `amax`, a scalar array in `compute`, rounded up like a weight's; 1 for zeros."""
+    """The scale of activations up to `amax`, a scalar array in `compute`, rounded up to it; 1 for zeros."""
     exact = np.float32(amax) / FP8_MAX if amax > 0.0 else np.float32(1.0)
     return round_up(np.array([exact], np.float32), compute).reshape(())
 
 
 def input_scales(amax: Mapping[str, float]) -> dict[str, float]:
-    """The scale of each linear's input, by its largest activation."""
-    return {name: float(activation_scale(value, compute_type(name))) for name, value in amax.items()}
+    """The scale of each FP8 linear's input, by its largest activation."""
+    return {name: float(activation_scale(value, compute_type(name, "fp8"))) for name, value in amax.items()}

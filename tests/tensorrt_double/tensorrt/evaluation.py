@@ -6,17 +6,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .behaviour import options
 from .bindings import real
 from .graph import NUMPY, DataType, Graph, Node, Refused
 from .rules import agrees, need, reshaped
 
 Array = NDArray[Any]
 FP8_MAX = 448.0
+F16_STEP = 16  # of K, that a tensor core sums at once
 _WIDENED = (NUMPY[DataType.HALF], NUMPY[DataType.BF16], NUMPY[DataType.FP8])
 
 
@@ -69,12 +72,41 @@ def reduce(node: Node, values: Array) -> Array:
     return functions[node.attributes["op"]](wide, axis=axes, keepdims=node.attributes["keep_dims"]).astype(values.dtype)
 
 
-def matrix_multiply(node: Node, one: Array, other: Array) -> Array:
+def matrix_multiply(node: Node, one: Array, other: Array, order: int = 0) -> Array:
+    """`order`: of the sums, see `behaviour`; 0 is that of all profiles, in float64."""
     transpose = real.MatrixOperation.TRANSPOSE
-    a, b = one.astype(np.float64), other.astype(np.float64)
-    a = a.swapaxes(-1, -2) if node.attributes["op0"] == transpose else a
-    b = b.swapaxes(-1, -2) if node.attributes["op1"] == transpose else b
-    return (a @ b).astype(one.dtype)
+    a = one.swapaxes(-1, -2) if node.attributes["op0"] == transpose else one
+    b = other.swapaxes(-1, -2) if node.attributes["op1"] == transpose else other
+    if options.f16_sums and one.dtype == np.float16:
+        return _summed_in_f16(a, b)
+    if options.place_bits:
+        result = np.empty((*a.shape[:-1], b.shape[-1]), one.dtype)
+        for odd in (0, 1):
+            result[..., odd::2, :] = _product(a[..., odd::2, :], b, order + odd, one.dtype)
+        return result
+    return _product(a, b, order, one.dtype)
+
+
+def _product(a: Array, b: Array, order: int, dtype: Any) -> Array:
+    """Sums of `order` + 1 parts, each rounded to the type of the product, one after the other."""
+    if order == 0:
+        return (a.astype(np.float64) @ b.astype(np.float64)).astype(dtype)
+    cuts = np.linspace(0, a.shape[-1], order + 2).astype(int)
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), dtype)
+    for start, end in pairwise(cuts):
+        part = a[..., start:end].astype(np.float64) @ b[..., start:end, :].astype(np.float64)
+        total = (total.astype(np.float64) + part).astype(dtype)
+    return total
+
+
+def _summed_in_f16(a: Array, b: Array) -> Array:
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), np.float16)
+    for start in range(0, a.shape[-1], F16_STEP):
+        part = a[..., start : start + F16_STEP].astype(np.float32) @ b[..., start : start + F16_STEP, :].astype(
+            np.float32
+        )
+        total = (total.astype(np.float32) + part).astype(np.float16)
+    return total
 
 
 def _along(scale: Array, node: Node, rank: int) -> Array:
@@ -138,11 +170,14 @@ def rotary_embedding(node: Node, values: Array, cosine: Array, sine: Array, posi
 
 
 def kv_cache_update(node: Node, cache: Array, update: Array, indices: Array) -> Array:
-    """In the memory of `cache`: the caller gives the array that lies at the address of both."""
-    tokens = update.shape[2]
+    """In the memory of `cache`: the caller gives the array that lies at the address of both.
+
+    What would lie outside of the cache is not written, and nothing is said about it, as with the real one.
+    """
     for batch, index in enumerate(indices.tolist()):
-        need(0 <= index <= cache.shape[2] - tokens, f"{tokens} tokens at {index} of a cache of {cache.shape[2]}")
-        cache[batch, :, index : index + tokens] = update[batch]
+        for token in range(update.shape[2]):
+            if 0 <= index + token < cache.shape[2]:
+                cache[batch, :, index + token] = update[batch, :, token]
     return cache
 
 
@@ -191,8 +226,12 @@ def fold(graph: Graph) -> dict[int, Array]:
     return found
 
 
-def run(graph: Graph, inputs: Mapping[str, Array], folded: Mapping[int, Array] | None = None) -> list[Array]:
+def run(
+    graph: Graph, inputs: Mapping[str, Array], folded: Mapping[int, Array] | None = None, order: int = 0
+) -> list[Array]:
     """Every tensor of the network, by number, from its inputs by name; `folded` ones are not computed again.
+
+    `order`: of the sums of a product.
 
     Raises Refused where a layer cannot work.
     """
@@ -209,8 +248,9 @@ def run(graph: Graph, inputs: Mapping[str, Array], folded: Mapping[int, Array] |
     for node in graph.nodes:
         if node.outputs[0] in known:
             continue
+        more = {"order": order} if node.kind == "MATRIX_MULTIPLY" else {}
         try:
-            result = RUN[node.kind](node, *(None if index is None else found[index] for index in node.inputs))
+            result = RUN[node.kind](node, *(None if index is None else found[index] for index in node.inputs), **more)
         except Refused as error:
             raise Refused(f"{node.name}: {error}") from error
         tensor = graph.tensors[node.outputs[0]]
