@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -32,6 +33,7 @@ class Shape:
     kv_bits: int = 16
     layers: int = 2
     reports: bool = False  # see emulation.build
+    sources: tuple[str | Path, ...] = ("attention.cu", "commit.cu")
 
     @property
     def group(self) -> int:
@@ -55,7 +57,7 @@ class Shape:
             "KV_BITS": self.kv_bits,
             "RMS_EPSILON": EPSILON,
         }
-        return emulation.build(["attention.cu", "commit.cu"], model, reports=self.reports)
+        return emulation.build(self.sources, model, reports=self.reports)
 
 
 @dataclass
@@ -115,6 +117,8 @@ class Cache:
         rng = np.random.default_rng(5)
         self.norms = [aligned(shape.head_dim, np.float32, rng.uniform(0.5, 1.5, shape.head_dim)) for _ in range(2)]
         self.scale = aligned((2, shape.kv_heads), np.float32, rng.uniform(0.01, 0.03, (2, shape.kv_heads)))
+        self.kernel_of_one = "ull_attention_1"
+        self.begin_overlaps = False  # with embed, and so with what reads early: see ull.gpu.rounds
         self.results = aligned(ROUND_SLOTS * ctypes.sizeof(RoundResult), np.uint8, 0)
         self.sequence = 0
 
@@ -129,7 +133,10 @@ class Cache:
     def round(
         self, rows: Array, base: int, tree: Tree | None = None, accept: Sequence[int] | None = None, tile: int = 0
     ) -> Array:
-        """Attention of the nodes, whose rows of qkv are `rows`; then the commit of the nodes `accept` (all)."""
+        """Attention of the nodes, whose rows of qkv are `rows`; then the commit of the nodes `accept` (all).
+
+        `tile` 1 is the kernel for one token, behind which nothing is committed.
+        """
         count = len(rows)
         tree = Tree.chain(count) if tree is None else tree
         self.sequence += 1
@@ -139,7 +146,8 @@ class Cache:
         width = self.shape.heads * self.shape.head_dim
         output = aligned((width // 32, TREE_TOKENS, 32), np.float16)  # as activations.cuh says
         self._attend(state, qkv, output, tile or tile_of(max(count, 1)))
-        self._commit(state)
+        if tile != 1:
+            self._commit(state)
         assert np.isnan(output[:, count:]).all()
         return output[:, :count].transpose(1, 0, 2).reshape(count, width)
 
@@ -180,14 +188,17 @@ class Cache:
         grid, threads, shared = attention.attention(
             shape.heads, shape.kv_heads, shape.head_dim, shape.kv_bits, self.context, tile, self.blocks * shape.kv_heads
         )
+        reads_early = tile == 1 and not self.begin_overlaps
         self.kernels.run(
-            f"ull_attention_{tile}",
+            self.kernel_of_one if tile == 1 else f"ull_attention_{tile}",
             grid=grid,
             threads=threads,
             shared_bytes=shared,
             params=params,
             seed=self.seed,
-            predecessor_writes=[qkv, state],
+            predecessor_writes=[qkv] if reads_early else [qkv, state],
+            # What no kernel of the round writes, and what begin wrote unless it still does.
+            constants=[self.pool, self.rope, *self.norms, self.scale, *([state, self.table] if reads_early else ())],
         )
         assert not self.counters.any()
 
@@ -217,6 +228,8 @@ class Cache:
 
     def fill(self, rows: Array) -> None:
         """Puts a chain's tokens into the pages of layer `layer` as the reference rounds them."""
+        if len(rows) == 0:
+            return
         _, keys, values = self.heads_of(rows, range(len(rows)))
         if self.shape.kv_bits == 8:
             keys, values = keys / self.scale[0][None, :, None], values / self.scale[1][None, :, None]

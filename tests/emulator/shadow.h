@@ -4,9 +4,10 @@
 // names both lines, in whatever order the threads ran. So does
 //
 // - an access to global memory by a thread that has not called wait_for_predecessor(), but to `constants`, which no
-//   kernel writes;
+//   kernel of the round writes behind begin();
 // - a bulk copy from what the predecessor has written without fence_bulk_sources() between the wait and the copy, to
 //   where a thread still loads, or has stored without fence_bulk_copies() after it;
+// - a store to where a bulk copy of the block reads that is still under way: in the order in which the threads ran;
 // - a store to memory that the host reads, of which store_release_system() does not tell the host.
 //
 // Four accesses are kept per word, so that of many threads that load it some are forgotten. Stacks are not watched, nor

@@ -99,7 +99,7 @@ struct alignas(64) RoundResult {
   RoundStatus status;
   int32_t count;      // tokens emitted
   uint64_t begin_ns;  // device clock: the round's first and last kernel
-  uint64_t end_ns;    // stored by commit(), after `sequence`: complete once the next round has answered. kDraft: before
+  uint64_t end_ns;    // stored again by a round's commit(), after `sequence`: complete once the next round has answered
   int32_t stopped;    // 1: the last token is one of the stops; rounds that continue this one are skipped
   int32_t padding[7];
   EmittedToken tokens[kTreeTokens + 1];
@@ -205,7 +205,8 @@ struct AttentionParams {
   const float* rope;      // [context, head_dim / 2, 2] cos, sin
   const int32_t* pages;   // page table
   void* page_pool;        // [page][layer][K, V]; K [kv_head][64][head_dim], V [kv_head][head_dim][64]
-  void* tree_keys;        // this layer's [kv_head][64][head_dim]: the nodes of this round, as in the pages
+  void* tree_keys;        // this layer's [kv_head][64][head_dim]: the nodes of this round, as in the pages; one token's
+                          // key and value go to its page instead
   void* tree_values;      // this layer's [kv_head][64][head_dim]
   const float* kv_scale;  // [2, kv_heads] of FP8 pages: value = stored * scale; null for bf16
   float* partial;         // [kv_heads][splits][64 * group][head_dim + 2] output, maximum, sum
