@@ -23,8 +23,10 @@ from ull.errors import BundleError, GpuError
 from ull.gpu import checks, params
 from ull.gpu.arena import REGION_ALIGNMENT, ArenaPlan
 from ull.gpu.driver import Driver
+from ull.gpu.launches import sampling
 from ull.gpu.memory import Sizes, plan_memory, rope_table
 from ull.gpu.program import Program
+from ull.gpu.rounds import BURST_ROUNDS
 from ull.log import Log
 from ull.plans import TOKEN_COUNTS
 from ull_build import kernels
@@ -94,6 +96,32 @@ def test_a_round_is_the_kernels_in_order(program: Program, driver: RecordingDriv
     graph = graph_of(program, driver, tokens)
     assert [launch.kernel for launch in graph] == expected
     assert [launch.overlaps for launch in graph] == [False] + [True] * (len(graph) - 1)
+
+
+def test_a_round_that_filters_nothing_has_one_kernel_behind_the_head(program: Program, driver: RecordingDriver) -> None:
+    """And several of them in one graph are the same again and again, each overlapping with the one before."""
+    full = graph_of(program, driver, 1)
+    handover = program.handover
+    single = driver.graphs[handover["singles"]["plain"]]
+    names = [launch.kernel for launch in full]
+    forward = names[: names.index("ull_sample_scan")]
+    assert [launch.kernel for launch in single] == [*forward, "ull_sample_plain", "ull_commit"]
+    assert [launch.overlaps for launch in single] == [False] + [True] * (len(single) - 1)
+    head, plain = single[-3], single[-2]
+    assert head.kernel == "ull_head_1" and plain.params.parts == head.grid[0]
+    assert head.params.maxima == plain.params.sample.scratch + sampling.MAXIMA_AT
+    used = {address for graph in driver.graphs.values() for one in graph for address in counters_of(one)}
+    begin = full[0].params
+    assert plain.params.counters not in used
+    assert begin.counters <= plain.params.counters < begin.counters + 4 * begin.counter_count
+    accept = full[-2]
+    assert accept.kernel == "ull_accept" and bytes(plain.params.accept) == bytes(accept.params)
+    burst = driver.graphs[handover["bursts"]["plain"]]
+    assert handover["burst_rounds"] == BURST_ROUNDS and len(burst) == BURST_ROUNDS * len(single)
+    assert [(one.kernel, one.grid, bytes(one.params)) for one in burst] == BURST_ROUNDS * [
+        (one.kernel, one.grid, bytes(one.params)) for one in single
+    ]
+    assert [launch.overlaps for launch in burst] == [False] + [True] * (len(burst) - 1)
 
 
 def test_every_kernel_divides_a_multiprocessor_alike(program: Program, driver: RecordingDriver) -> None:
