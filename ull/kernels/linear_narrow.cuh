@@ -179,10 +179,10 @@ ULL_DEVICE void stage_activations(const LinearParams& params, int count, unsigne
 
 // The block's row tiles, one after another, as `stream` (a Stream, or what does as well) brings their weights.
 // Epilogue: kItems threads of a token finish one row tile; `load` brings what an item needs besides the sums (early: it
-// may take long), `finish` does the rest. -> the thread's epilogue, with what it has gathered.
+// may take long), `finish` does the rest. `finish_block`, if it has one, ends what it has gathered, in every thread.
 template <typename Plan, typename Epilogue, typename Source>
-ULL_DEVICE Epilogue multiply_tiles(const LinearParams& params, const Source& stream, int count,
-                                   const unsigned char* staged, float* partial) {
+ULL_DEVICE void multiply_tiles(const LinearParams& params, const Source& stream, int count, const unsigned char* staged,
+                               float* partial) {
   const int lane = Plan::kTokens == 1 ? arch::lane() % 4 : arch::lane();
   const int token = arch::thread() / Epilogue::kItems;
   const int item = arch::thread() % Epilogue::kItems;
@@ -221,7 +221,7 @@ ULL_DEVICE Epilogue multiply_tiles(const LinearParams& params, const Source& str
       }
     }
   }
-  return epilogue;
+  if constexpr (requires { epilogue.finish_block(params, partial); }) epilogue.finish_block(params, partial);
 }
 
 // The kernel.
@@ -251,8 +251,7 @@ ULL_DEVICE void linear_narrow(const LinearParams& params) {
     return;
   }
 
-  Epilogue epilogue = multiply_tiles<Plan, Epilogue>(params, stream, count, staged, partial);
-  if constexpr (requires { epilogue.finish_block(params, partial); }) epilogue.finish_block(params, partial);
+  multiply_tiles<Plan, Epilogue>(params, stream, count, staged, partial);
 }
 
 }  // namespace ull::gpu
