@@ -303,11 +303,12 @@ FAULTS = {
         *("sample.cuh", "    arch::fence_device();\n", "", "", ""),
         r"a race at .*load by thread .*store by thread",
     ),
-    "the last block tells the host before it has drawn": (
+    "the last block tells the host before it has reported the token": (
         "accept.cuh",
-        "  arch::block_barrier();\n  if (arch::thread() == 0) arch::store_release_system",
-        "  if (arch::thread() == 0) arch::store_release_system",
-        *("", ""),
+        "  report_tokens<kThreads>(round, shared, result);\n",
+        "",
+        "arch::store_release_system(&result->sequence, sequence);\n",
+        "arch::store_release_system(&result->sequence, sequence);\n  report_tokens<kThreads>(round, shared, result);\n",
         r"store by thread .*, in memory that the host reads, has not happened before store_release_system",
     ),
 }
