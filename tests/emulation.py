@@ -121,8 +121,9 @@ class Kernels:
         """Runs one launch to its end; `seed` orders blocks and threads. KernelError says what went wrong, and where.
 
         `predecessor_writes`: each block reads these arrays as 0xFF bytes until it has called wait_for_predecessor().
-        Kernels that report their accesses (see `build`) may load nothing but `constants` before that; and what they
-        store in `host_reads`, if they tell the host so, they must have stored before they do.
+        Kernels that report their accesses (see `build`) may load nothing but `constants` before that: weights, and
+        behind embed what begin and earlier rounds wrote (see `ull.gpu.rounds`); and what they store in `host_reads`, if
+        they tell the host so, they must have stored before they do.
         """
         if ctypes.sizeof(params) != self.params_bytes.get(name, ctypes.sizeof(params)):
             raise KernelError(

@@ -3,10 +3,12 @@
 // which one is a store, and of which neither has happened before the other (order.h), end the launch with an error that
 // names both lines, in whatever order the threads ran. So does
 //
-// - an access to global or host memory by a thread that has not called wait_for_predecessor(), but to `constants`, which
-//   no kernel writes, nor the host while the graph may run;
+// - an access to global or host memory by a thread that has not called wait_for_predecessor(), but to `constants`,
+// which
+//   no kernel of the round writes behind begin(), nor the host while its graph may run;
 // - a bulk copy from what the predecessor has written without fence_bulk_sources() between the wait and the copy, to
 //   where a thread still loads, or has stored without fence_bulk_copies() after it;
+// - a store to where a bulk copy of the block reads that is still under way: in the order in which the threads ran;
 // - a store to memory that the host reads, of which store_release_system() does not tell the host.
 //
 // Four accesses are kept per word, so that of many threads that load it some are forgotten. Stacks are not watched, nor

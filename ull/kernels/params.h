@@ -206,7 +206,8 @@ struct AttentionParams {
   const float* rope;      // [context, head_dim / 2, 2] cos, sin
   const int32_t* pages;   // page table
   void* page_pool;        // [page][layer][K, V]; K [kv_head][64][head_dim], V [kv_head][head_dim][64]
-  void* tree_keys;        // this layer's [kv_head][64][head_dim]: the nodes of this round, as in the pages
+  void* tree_keys;        // this layer's [kv_head][64][head_dim]: the nodes of this round, as in the pages; one token's
+                          // key and value go to its page instead
   void* tree_values;      // this layer's [kv_head][64][head_dim]
   const float* kv_scale;  // [2, kv_heads] of FP8 pages: value = stored * scale; null for bf16
   float* partial;         // [kv_heads][splits][64 * group][head_dim + 2] output, maximum, sum
