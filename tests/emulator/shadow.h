@@ -4,8 +4,7 @@
 // names both lines, in whatever order the threads ran. So does
 //
 // - an access to global or host memory by a thread that has not called wait_for_predecessor(), but to `constants`,
-// which
-//   no kernel of the round writes behind begin(), nor the host while its graph may run;
+//   which no kernel of the round writes behind begin(), nor the host while its graph may run;
 // - a bulk copy from what the predecessor has written without fence_bulk_sources() between the wait and the copy, to
 //   where a thread still loads, or has stored without fence_bulk_copies() after it;
 // - a store to where a bulk copy of the block reads that is still under way: in the order in which the threads ran;
