@@ -13,7 +13,7 @@ from ull.layout import DRAFT, FILLER, MEDUSA, TensorEntry, TensorShape, qkv_rows
 from ull.manifest import DeviceCode, Manifest, MedusaHeads, Model, Precision
 from ull.plans import FUSED, Forward
 
-DEVICE_INTERFACE = 3  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
+DEVICE_INTERFACE = 4  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
 DEVICE_TILE_ROWS = 16
 DEVICE_STEP = 32  # columns
 DEVICE_ALIGNMENT = 128  # bytes: a cache line of the GPU
@@ -22,7 +22,7 @@ _LINEARS = ("ull_qkv", "ull_o", "ull_gate_up", "ull_down", "ull_head")
 ROUND_KERNELS = frozenset(
     [
         *("ull_begin", "ull_embed", "ull_sample_scan", "ull_sample_draw", "ull_sample_filter"),
-        *("ull_accept", "ull_commit", "ull_fill"),
+        *("ull_sample_plain", "ull_accept", "ull_commit", "ull_fill"),
     ]
 )
 _ATTENTION_KERNELS = frozenset(f"ull_attention_{tile}" for tile in (1, 8, 16, 32, 64))

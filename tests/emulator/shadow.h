@@ -3,8 +3,8 @@
 // which one is a store, and of which neither has happened before the other (order.h), end the launch with an error that
 // names both lines, in whatever order the threads ran. So does
 //
-// - an access to global memory by a thread that has not called wait_for_predecessor(), but to `constants`, which no
-//   kernel of the round writes behind begin();
+// - an access to global or host memory by a thread that has not called wait_for_predecessor(), but to `constants`,
+//   which no kernel of the round writes behind begin(), nor the host while its graph may run;
 // - a bulk copy from what the predecessor has written without fence_bulk_sources() between the wait and the copy, to
 //   where a thread still loads, or has stored without fence_bulk_copies() after it;
 // - a store to where a bulk copy of the block reads that is still under way: in the order in which the threads ran;

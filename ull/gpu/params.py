@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 
-INTERFACE = 3
+INTERFACE = 4
 TREE_TOKENS = 64
 ROUND_SLOTS = 4
 STOP_TOKENS = 32
@@ -182,6 +182,7 @@ class LinearParams(ctypes.Structure):
         ("activations", c_void_p),
         ("output", c_void_p),
         ("partial", c_void_p),
+        ("maxima", c_void_p),
     ]
 
 
@@ -230,6 +231,16 @@ class SampleParams(ctypes.Structure):
 
 class AcceptParams(ctypes.Structure):
     _fields_ = [("round", c_void_p), ("state", c_void_p), ("results", c_void_p), ("text", c_void_p)]
+
+
+class PlainParams(ctypes.Structure):
+    _fields_ = [
+        ("sample", SampleParams),
+        ("accept", AcceptParams),
+        ("counters", c_void_p),
+        ("parts", c_int32),
+        ("padding", c_int32),
+    ]
 
 
 class CommitParams(ctypes.Structure):

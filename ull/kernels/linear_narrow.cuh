@@ -179,7 +179,7 @@ ULL_DEVICE void stage_activations(const LinearParams& params, int count, unsigne
 
 // The block's row tiles, one after another, as `stream` (a Stream, or what does as well) brings their weights.
 // Epilogue: kItems threads of a token finish one row tile; `load` brings what an item needs besides the sums (early: it
-// may take long), `finish` does the rest.
+// may take long), `finish` does the rest. `finish_block`, if it has one, ends what it has gathered, in every thread.
 template <typename Plan, typename Epilogue, typename Source>
 ULL_DEVICE void multiply_tiles(const LinearParams& params, const Source& stream, int count, const unsigned char* staged,
                                float* partial) {
@@ -187,6 +187,7 @@ ULL_DEVICE void multiply_tiles(const LinearParams& params, const Source& stream,
   const int token = arch::thread() / Epilogue::kItems;
   const int item = arch::thread() % Epilogue::kItems;
   const bool finishes = token < smaller(count, Plan::kTokens);
+  Epilogue epilogue;
   int turn = 0;
   for (int first = 0; first < stream.stages(); first += stream.kPassStages) {
     const int tile = stream.tile(first);
@@ -214,12 +215,13 @@ ULL_DEVICE void multiply_tiles(const LinearParams& params, const Source& stream,
         arch::block_barrier();
         if (finishes) {
           const auto sum = [&](int row) { return sum_slices<Plan>(area, token, row); };
-          Epilogue::finish(params, operands[r], tile + r, token, item, sum);
+          epilogue.finish(params, operands[r], tile + r, token, item, sum);
         }
         turn ^= 1;
       }
     }
   }
+  if constexpr (requires { epilogue.finish_block(params, partial); }) epilogue.finish_block(params, partial);
 }
 
 // The kernel.
