@@ -144,6 +144,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--target", metavar="TARGET", help='what the bundle runs on (default "cpu")')
     add("--precision", choices=("fp8", "bf16"), help="format of the linear weights (default fp8)")
     add("--lm-head", choices=("bf16", "fp8"), help="format of the output head (default bf16)")
+    scan = "on a GPU: an FP8 copy of the lm_head too, from which tokens are found with fewer bytes read"
+    add("--lm-head-scan", action="store_const", const=True, help=scan)
     add("--kv", choices=("bf16", "fp8", "f32"), help="format of the KV cache (default bf16)")
     add("--context", type=int, metavar="TOKENS", help="tokens a session may hold (default: the model's)")
     add("--eval-text", metavar="FILE", help="text on which the loss is measured (default: one that comes with ull)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 
-INTERFACE = 3
+INTERFACE = 4
 TREE_TOKENS = 64
 ROUND_SLOTS = 4
 STOP_TOKENS = 32
@@ -225,6 +225,21 @@ class SampleParams(ctypes.Structure):
         ("logits", c_void_p),
         ("scratch", c_void_p),
         ("text_counts", c_void_p),
+    ]
+
+
+class HeadScanParams(ctypes.Structure):
+    _fields_ = [
+        ("round", c_void_p),
+        ("state", c_void_p),
+        ("weights", c_void_p),
+        ("scale", c_void_p),
+        ("bound", c_void_p),
+        ("residual", c_void_p),
+        ("norm_weight", c_void_p),
+        ("logits", c_void_p),
+        ("normed", c_void_p),
+        ("scratch", c_void_p),
     ]
 
 

@@ -8,7 +8,7 @@
 
 namespace ull::gpu {
 
-inline constexpr int kInterface = 3;         // raised with every change of what stands here: see device_layout.py
+inline constexpr int kInterface = 4;         // raised with every change of what stands here: see device_layout.py
 inline constexpr int kTreeTokens = 64;       // nodes of the widest tree, root included
 inline constexpr int kRoundSlots = 4;        // mapped request and result blocks, used in turn
 inline constexpr int kStopTokens = 32;       // token ids that end a request
@@ -241,6 +241,20 @@ struct SampleParams {
   float* logits;                // [64, V]; neither penalties nor biases are in it
   void* scratch;                // sample_scratch_bytes
   const uint32_t* text_counts;  // [V]
+};
+
+// The draw of one token from an FP8 scan of the lm_head, where only the token is asked for (head_rescore.cu).
+struct HeadScanParams {
+  Round* round;
+  const State* state;
+  const void* weights;       // of the lm_head: packed, 16 bits
+  const float* scale;        // [V] of the lm_head
+  const float* bound;        // [V] |exact - scanned logit| is at most that times the norm of the normed residual
+  const float* residual;     // [64, H]: row 0
+  const float* norm_weight;  // [H]
+  const float* logits;       // [V] of the scan
+  void* normed;              // H f16 activations: row 0
+  void* scratch;             // sample_scratch_bytes
 };
 
 struct AcceptParams {
