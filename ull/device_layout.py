@@ -23,7 +23,7 @@ _LINEARS = ("ull_qkv", "ull_o", "ull_gate_up", "ull_down", "ull_head")
 ROUND_KERNELS = frozenset(
     [
         *("ull_begin", "ull_embed", "ull_sample_scan", "ull_sample_draw", "ull_sample_filter"),
-        *("ull_accept", "ull_commit", "ull_fill"),
+        *("ull_sample_plain", "ull_accept", "ull_commit", "ull_fill"),
     ]
 )
 _ATTENTION_KERNELS = frozenset(f"ull_attention_{tile}" for tile in (8, 16, 32, 64))

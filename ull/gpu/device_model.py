@@ -20,7 +20,7 @@ from ull.gpu.memory import Sizes, reserve_model, rope_table
 from ull.gpu.modules import Kernels
 from ull.gpu.params import ROUND_SLOTS, TREE_TOKENS, HostControl, RoundRequest, RoundResult, State
 from ull.gpu.places import HostBlocks, Places
-from ull.gpu.rounds import Rounds
+from ull.gpu.rounds import BURST_ROUNDS, FULL, PLAIN, Rounds
 from ull.gpu.weights import Staging, WeightImage
 from ull.layout import round_up
 
@@ -36,6 +36,8 @@ class DeviceModel:
         self.sizes = Sizes(part.model, part.precision, context, pages, part.medusa)
         self.host: dict[str, int] = {}  # addresses of the mapped blocks on the host
         self._graphs: dict[int, int] = {}
+        self._singles: dict[str, int] = {}  # rounds of one token with a sampler that does less, by its name
+        self._bursts: dict[str, int] = {}  # several of those in one graph
         self._prefill = self._heads = 0
 
     def reserve(self, plan: ArenaPlan) -> None:
@@ -74,10 +76,16 @@ class DeviceModel:
         return FusedForward(self.sizes, self.places, self._driver.info.multiprocessors, persistent)
 
     def capture(self, sources: Mapping[str, Forward], stream: int, exit_stack: ExitStack) -> None:
-        """One graph per number of tokens, one that only fills the cache, and one of the Medusa heads, if there are."""
+        """One graph per number of tokens, one that only fills the cache, and one of the Medusa heads, if there are.
+
+        Where our kernels find the maxima of a round of one token, also the graphs of those whose request filters
+        nothing: one round, and several behind one another.
+        """
         rounds, forward = Rounds(self.sizes, self.places, self._driver.info.multiprocessors), self.part.forward
 
-        def captured(source: Forward | None, tokens: int, draws: bool, launches: Sequence[Iterable[Launch]]) -> int:
+        def captured(
+            source: Forward | None, tokens: int, draws: bool, launches: Sequence[Iterable[Launch]], count: int = 1
+        ) -> int:
             opening, closing = map(list, launches)
             between = source.launches(tokens, draws) if source else []
             self.kernels.prepare([*opening, *between, *closing])
@@ -85,23 +93,29 @@ class DeviceModel:
                 source.warm_up(tokens, draws)
 
             def record(recorder: Recorder) -> None:
-                for launch in opening:
-                    recorder.launch(launch)
-                if source:
-                    source.capture(recorder, tokens, draws)
-                for launch in closing:
-                    recorder.launch(launch)
+                for _ in range(count):
+                    for launch in opening:
+                        recorder.launch(launch)
+                    if source:
+                        source.capture(recorder, tokens, draws)
+                    for launch in closing:
+                        recorder.launch(launch)
 
             executable = capture_graph(self._driver, stream, self.kernels.functions, record)
             exit_stack.callback(self._driver.destroy_executable, executable)
             return executable
 
-        def round_of(source: Forward, tokens: int, draws: bool) -> int:
-            return captured(source, tokens, draws, (rounds.opening(tokens), rounds.closing(tokens, draws)))
+        def round_of(source: Forward, tokens: int, draws: bool, sampler: str = FULL, count: int = 1) -> int:
+            launches = (rounds.opening(tokens), rounds.closing(tokens, draws, sampler))
+            return captured(source, tokens, draws, launches, count)
 
         self._graphs = {
             tokens: round_of(sources[forward.decode], tokens, draws=True) for tokens in self.part.tree_sizes
         }
+        if forward.decode == "fused":
+            self._singles[PLAIN] = round_of(sources["fused"], 1, True, PLAIN)
+            if not self.part.prefix:  # a draft model's rounds are launched one by one
+                self._bursts[PLAIN] = round_of(sources["fused"], 1, True, PLAIN, BURST_ROUNDS)
         self._prefill = round_of(sources[forward.prefill], TREE_TOKENS, draws=False)
         if self.sizes.medusa is not None:
             self._heads = captured(None, 0, False, (rounds.draft(), ()))
@@ -111,6 +125,9 @@ class DeviceModel:
         """What the core learns about this model: handles, addresses on the host and sizes, all plain integers."""
         return {
             "graphs": dict(self._graphs),
+            "singles": dict(self._singles),
+            "bursts": dict(self._bursts),
+            "burst_rounds": BURST_ROUNDS if self._bursts else 0,
             "prefill": self._prefill,
             **self.host,
             "vocabulary": self.sizes.model.vocabulary,

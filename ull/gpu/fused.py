@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ull.gpu.forward import Recorder
 from ull.gpu.launch import Launch
-from ull.gpu.launches import linear
+from ull.gpu.launches import linear, sampling
 from ull.gpu.memory import Sizes
 from ull.gpu.paged_attention import PagedAttention
 from ull.gpu.params import MLP_SCALE, LayersParams, LinearParams, NormParams
@@ -110,7 +110,10 @@ class FusedForward:
         linears = Linears(self._places, tokens)
         geometry = linear.head(model.hidden, model.vocabulary, linears.tile, self._multiprocessors)
         before = self._after_down(model.layers - 1, tokens)
-        return linears.normalised("head", "lm_head", "norm", geometry, "logits", before)
+        launches = linears.normalised("head", "lm_head", "norm", geometry, "logits", before)
+        if tokens == 1:
+            launches[-1].params.maxima = self._places.region("sampler") + sampling.MAXIMA_AT
+        return launches
 
 
 class Linears:

@@ -43,7 +43,8 @@ class Sizes:
         self.attention_counters = attention.counter_count(model.heads)
         self.layers_counter = model.layers * self.attention_counters
         self.commit_counter = self.layers_counter + 1
-        self.draft_counter = self.commit_counter + 1
+        self.plain_counter = self.commit_counter + 1
+        self.draft_counter = self.plain_counter + 1
         self.counter_count = self.draft_counter + (medusa.heads if medusa else 0)
 
     @property

@@ -182,6 +182,7 @@ class LinearParams(ctypes.Structure):
         ("activations", c_void_p),
         ("output", c_void_p),
         ("partial", c_void_p),
+        ("maxima", c_void_p),
     ]
 
 
@@ -245,6 +246,16 @@ class HeadScanParams(ctypes.Structure):
 
 class AcceptParams(ctypes.Structure):
     _fields_ = [("round", c_void_p), ("state", c_void_p), ("results", c_void_p), ("text", c_void_p)]
+
+
+class PlainParams(ctypes.Structure):
+    _fields_ = [
+        ("sample", SampleParams),
+        ("accept", AcceptParams),
+        ("counters", c_void_p),
+        ("parts", c_int32),
+        ("padding", c_int32),
+    ]
 
 
 class CommitParams(ctypes.Structure):

@@ -1,9 +1,11 @@
 """The launches around a round's forward, in order, with every pointer: pure lists, testable without a driver.
 
     begin, embed, forward, sample*, accept, commit
+    begin, embed, forward, plain, commit
     begin, start, block*, head, rank, accept
 
-A prefill leaves out the sampler. The second is a draft: Medusa heads on what the last round left behind.
+A prefill leaves out the sampler. The second is a round of one token whose request filters nothing; the third a draft:
+Medusa heads on what the last round left behind.
 """
 
 from __future__ import annotations
@@ -20,10 +22,14 @@ from ull.gpu.params import (
     DraftStartParams,
     EmbedParams,
     LinearParams,
+    PlainParams,
     SampleParams,
 )
 from ull.gpu.places import Places
 from ull.layout import MEDUSA
+
+FULL, PLAIN = "full", "plain"  # what a round's sampler can do, by the core's names
+BURST_ROUNDS = 2  # of one token in one graph. A stop leaves at most these to be skipped, and then they cost the most
 
 
 class Rounds:
@@ -60,26 +66,42 @@ class Rounds:
         )
         return Launch("ull_begin", *sampling.begin(), begin)
 
-    def closing(self, tokens: int, draws: bool) -> list[Launch]:
-        """The sampler, if the round `draws`; accept and commit."""
-        return [*(self._sampler(tokens) if draws else ()), *self._ending()]
+    def closing(self, tokens: int, draws: bool, sampler: str = FULL) -> list[Launch]:
+        """The sampler, if the round `draws`; accept and commit. `PLAIN` is for one token."""
+        if draws and sampler == PLAIN:
+            return [self._plain(), self._commit()]
+        return [*(self._sampler(tokens) if draws else ()), self._accept(), self._commit()]
 
-    def _sampler(self, tokens: int) -> list[Launch]:
-        region, vocabulary = self._places.region, self._sizes.model.vocabulary
-        params = SampleParams(
+    def _plain(self) -> Launch:
+        sizes, multiprocessors = self._sizes, self._multiprocessors
+        (parts, _), _, _ = linear.head(sizes.model.hidden, sizes.model.vocabulary, 1, multiprocessors)
+        params = PlainParams(
+            sample=self._sample_params(),
+            accept=self._accept_params(),
+            counters=self._places.region("counters") + 4 * sizes.plain_counter,
+            parts=parts,
+        )
+        return Launch(sampling.PLAIN, *sampling.plain(sizes.model.vocabulary, multiprocessors), params)
+
+    def _sample_params(self) -> SampleParams:
+        region = self._places.region
+        return SampleParams(
             round=region("round"),
             state=region("state"),
             logits=region("logits"),
             scratch=region("sampler"),
             text_counts=region("text counts"),
         )
+
+    def _sampler(self, tokens: int) -> list[Launch]:
+        vocabulary, params = self._sizes.model.vocabulary, self._sample_params()
         launches = []
         for kernel in sampling.SAMPLING:
             geometry = sampling.sample(kernel, vocabulary, tokens, self._multiprocessors)
             launches.append(Launch(kernel, *geometry, params))
         return launches
 
-    def _ending(self) -> list[Launch]:
+    def _commit(self) -> Launch:
         region, sizes, host = self._places.region, self._sizes, self._places.host
         commit = CommitParams(
             round=region("round"),
@@ -91,17 +113,16 @@ class Rounds:
             counters=region("counters") + 4 * sizes.commit_counter,
             page_bytes=sizes.page_bytes,
         )
-        return [
-            self._accept(),
-            Launch("ull_commit", *attention.commit(sizes.model.kv_heads, sizes.model.layers), commit),
-        ]
+        return Launch("ull_commit", *attention.commit(sizes.model.kv_heads, sizes.model.layers), commit)
 
-    def _accept(self) -> Launch:
+    def _accept_params(self) -> AcceptParams:
         region = self._places.region
-        params = AcceptParams(
+        return AcceptParams(
             round=region("round"), state=region("state"), results=self._places.host.results, text=region("text")
         )
-        return Launch("ull_accept", *sampling.accept(), params)
+
+    def _accept(self) -> Launch:
+        return Launch("ull_accept", *sampling.accept(), self._accept_params())
 
     def draft(self) -> list[Launch]:
         """What the Medusa heads say of the tokens that follow the last round's; ValueError without heads."""

@@ -1,8 +1,8 @@
 // Starts a round: finds its request in mapped host memory and turns it into the Round that every other kernel reads.
 //
 // A dependent read of host memory costs a PCIe round trip (1 to 2 us), and which slot is due is known only to the
-// device. So the small part of all slots is read at once, beside the state and the control block. The rest of a request
-// (stops, biases, pages) is read only when its setting is a new one.
+// device. So the small part of all slots is read at once, with the control block, and before the round before has
+// ended. The rest of a request (stops, biases, pages) is read only when its setting is a new one.
 #include "model.cuh"
 
 namespace ull::gpu {
@@ -11,18 +11,18 @@ namespace {
 constexpr int kThreads = 512;
 // 8-byte words of a request's head: everything before the stops.
 constexpr int kHeadWords = ULL_OFFSETOF(RoundRequest, stops) / 8;
-constexpr int kStateWords = ULL_OFFSETOF(State, stops) / 8;  // everything before the stops
+constexpr int kStatePieces = ULL_OFFSETOF(State, stops) / 16;  // of 16 bytes, everything before the stops
 constexpr int kRequestThreads = kRoundSlots * kHeadWords;
 constexpr int kStateThread = kRequestThreads + 1;  // the one before reads the control block
-static_assert(kStateThread + kStateWords <= kThreads);
-static_assert(ULL_OFFSETOF(RoundRequest, stops) % 8 == 0 && ULL_OFFSETOF(State, stops) % 8 == 0);
+static_assert(kStateThread + kStatePieces <= kThreads);
+static_assert(ULL_OFFSETOF(RoundRequest, stops) % 8 == 0 && ULL_OFFSETOF(State, stops) % 16 == 0);
 // Stops and biases stand together in both.
 static_assert(ULL_OFFSETOF(RoundRequest, biases) == ULL_OFFSETOF(RoundRequest, stops) + 4 * kStopTokens);
 static_assert(ULL_OFFSETOF(State, biases) == ULL_OFFSETOF(State, stops) + 4 * kStopTokens);
 
 struct alignas(64) Shared {
   uint64_t requests[kRoundSlots][round_up(kHeadWords, 8)];
-  uint64_t state[round_up(kStateWords, 8)];
+  uint64_t state[round_up(2 * kStatePieces, 8)];
   uint64_t cancelled_through;
   uint64_t ancestors[2][kTreeTokens];  // bit j of entry i: node j is on node i's way from the root, so far
   uint8_t jumps[2][kTreeTokens];       // the node above those
@@ -44,7 +44,9 @@ ULL_DEVICE int bits_set(uint64_t bits) {
 
 ULL_DEVICE int32_t clamp(int32_t value, int32_t limit) { return value < 0 ? 0 : value < limit ? value : limit; }
 
-ULL_DEVICE void read_heads(const BeginParams& params, Shared& shared) {
+// What the host has written, which no kernel does: a request is complete before its round is launched. In a burst this
+// is read while the round before ends.
+ULL_DEVICE void read_requests(const BeginParams& params, Shared& shared) {
   const int me = arch::thread();
   if (me < kRequestThreads) {
     const int slot = me / kHeadWords, word = me % kHeadWords;
@@ -52,10 +54,16 @@ ULL_DEVICE void read_heads(const BeginParams& params, Shared& shared) {
         arch::load_acquire_system(reinterpret_cast<const uint64_t*>(&params.requests[slot]) + word);
   } else if (me == kRequestThreads) {
     shared.cancelled_through = arch::load_acquire_system(&params.control->cancelled_through);
-  } else if (me < kStateThread + kStateWords) {
-    shared.state[me - kStateThread] = reinterpret_cast<const uint64_t*>(params.state)[me - kStateThread];
   }
-  for (int i = me; i < params.counter_count; i += kThreads) params.counters[i] = 0;
+}
+
+// What the round before has left, by way of L2: in a burst this block may have begun, and its multiprocessor may have
+// cached the State, before that round's last block wrote it.
+ULL_DEVICE void read_state(const BeginParams& params, Shared& shared) {
+  const int piece = arch::thread() - kStateThread;
+  if (piece < 0 || piece >= kStatePieces) return;
+  arch::store_shared(&shared.state[2 * piece],
+                     arch::load_global(reinterpret_cast<const uint64_t*>(params.state) + 2 * piece));
 }
 
 // Sampling, stops, biases and page table of a setting that the device has not seen. `head` lies in shared memory,
@@ -179,11 +187,13 @@ ULL_DEVICE int first_draw(const RoundRequest& head) {
 
 ULL_KERNEL(ull_begin, BeginParams, kThreads, 1) {
   arch::release_dependents();
-  arch::wait_for_predecessor();
-  const uint64_t begin_ns = arch::timer_ns();
   Shared& shared = *reinterpret_cast<Shared*>(arch::shared_memory());
   for (int i = arch::thread(); i < kTreeTokens * kTreeTokens / 8; i += kThreads) shared.path[i] = 0;
-  read_heads(params, shared);
+  read_requests(params, shared);
+  arch::wait_for_predecessor();
+  const uint64_t begin_ns = arch::timer_ns();
+  read_state(params, shared);
+  for (int i = arch::thread(); i < params.counter_count; i += kThreads) params.counters[i] = 0;
   arch::block_barrier();
 
   const State& state = shared.old_state();

@@ -179,14 +179,15 @@ ULL_DEVICE void stage_activations(const LinearParams& params, int count, unsigne
 
 // The block's row tiles, one after another, as `stream` (a Stream, or what does as well) brings their weights.
 // Epilogue: kItems threads of a token finish one row tile; `load` brings what an item needs besides the sums (early: it
-// may take long), `finish` does the rest.
+// may take long), `finish` does the rest. -> the thread's epilogue, with what it has gathered.
 template <typename Plan, typename Epilogue, typename Source>
-ULL_DEVICE void multiply_tiles(const LinearParams& params, const Source& stream, int count, const unsigned char* staged,
-                               float* partial) {
+ULL_DEVICE Epilogue multiply_tiles(const LinearParams& params, const Source& stream, int count,
+                                   const unsigned char* staged, float* partial) {
   const int lane = Plan::kTokens == 1 ? arch::lane() % 4 : arch::lane();
   const int token = arch::thread() / Epilogue::kItems;
   const int item = arch::thread() % Epilogue::kItems;
   const bool finishes = token < smaller(count, Plan::kTokens);
+  Epilogue epilogue;
   int turn = 0;
   for (int first = 0; first < stream.stages(); first += stream.kPassStages) {
     const int tile = stream.tile(first);
@@ -214,12 +215,13 @@ ULL_DEVICE void multiply_tiles(const LinearParams& params, const Source& stream,
         arch::block_barrier();
         if (finishes) {
           const auto sum = [&](int row) { return sum_slices<Plan>(area, token, row); };
-          Epilogue::finish(params, operands[r], tile + r, token, item, sum);
+          epilogue.finish(params, operands[r], tile + r, token, item, sum);
         }
         turn ^= 1;
       }
     }
   }
+  return epilogue;
 }
 
 // The kernel.
@@ -249,7 +251,8 @@ ULL_DEVICE void linear_narrow(const LinearParams& params) {
     return;
   }
 
-  multiply_tiles<Plan, Epilogue>(params, stream, count, staged, partial);
+  Epilogue epilogue = multiply_tiles<Plan, Epilogue>(params, stream, count, staged, partial);
+  if constexpr (requires { epilogue.finish_block(params, partial); }) epilogue.finish_block(params, partial);
 }
 
 }  // namespace ull::gpu

@@ -195,6 +195,7 @@ struct LinearParams {
                              // head: f32 logits [64, V]
   float* partial;            // [kSlices, 64, N]: from 16 tokens on, qkv, o and down leave each slice's sums here and
                              // write no output: qkv_sum or the next norm finishes them
+  void* maxima;              // head of one token: a ScanPart (scores.cuh) of each block; null: nobody wants them
 };
 
 struct AttentionParams {
@@ -262,6 +263,14 @@ struct AcceptParams {
   State* state;
   RoundResult* results;  // [kRoundSlots] mapped
   int32_t* text;         // [context + kTreeTokens + 1]
+};
+
+struct PlainParams {  // draws of a round of one token whose request has neither filters nor biases, and ends the round
+  SampleParams sample;
+  AcceptParams accept;
+  uint32_t* counters;  // [1] blocks that have finished; zero before it
+  int32_t parts;       // blocks of the head, which has left its maxima in the scratch
+  int32_t padding;
 };
 
 struct CommitParams {

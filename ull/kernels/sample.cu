@@ -90,7 +90,6 @@ ULL_KERNEL(ull_sample_scan, SampleParams, kThreads, 2) {
 
   const Slice slice = slice_of(arch::block_x(), arch::grid_x());
   const float* row = params.logits + static_cast<int64_t>(node) * kLogitRow;
-  constexpr uint64_t kPoison = uint64_t{1} << 32;
   uint64_t best = 0, maximum = 0;
   each_quad(shared, row, slice, load_chunk(row, slice.first, slice.last), adjusts, params.text_counts,
             [&](int token, const float (&raw)[4], const float (&biased)[4]) {
@@ -98,7 +97,7 @@ ULL_KERNEL(ull_sample_scan, SampleParams, kThreads, 2) {
               for (int j = 0; j < 4; ++j) {
                 if (token + j >= slice.last) break;
                 best = Larger()(best, packed(biased[j], token + j));
-                maximum = Larger()(maximum, raw[j] - raw[j] == 0.0F ? ordered(raw[j]) : kPoison);
+                maximum = Larger()(maximum, maximum_of(raw[j]));
               }
             });
   block_reduce(shared, best, Larger(), maximum, Larger());

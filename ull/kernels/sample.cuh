@@ -6,7 +6,7 @@
 
 #include "base/float_math.h"
 #include "base/philox.h"
-#include "model.cuh"
+#include "scores.cuh"
 
 namespace ull::gpu::sample {
 
@@ -31,12 +31,6 @@ inline constexpr int kListed = 8192;  // tokens that a node's list holds
 
 // ---- scratch: fixed size, nothing in it outlives a round -----------------------------------------------------------
 
-struct alignas(16) ScanPart {  // of a slice
-  uint64_t best;               // biased logits: packed(value, token); 0: the slice is empty
-  uint32_t maximum;            // raw logits: ordered(value)
-  uint32_t poisoned;           // 1: a raw logit is not finite
-};
-
 struct alignas(16) DrawPart {  // of a slice
   uint64_t best;               // scores: packed(score, token); 0: none
   uint64_t total;              // sum of mass(raw logit - raw maximum), of ull_sample_draw
@@ -51,31 +45,17 @@ struct alignas(16) NodeScratch {
 
 struct Scratch {
   NodeScratch nodes[kTreeTokens];
-  ScanPart scans[kMostBlocks];  // [node][slice]
+  ScanPart scans[kMostBlocks];  // [node][slice], or of a round of one token [block of the head]
   DrawPart draws[kMostBlocks];  // [node][slice]
   uint64_t alternatives[kMostBlocks][kAlternatives];
   uint32_t counts[kTreeTokens][kBuckets];
   uint64_t masses[kTreeTokens][kBuckets];
   uint64_t listed[kTreeTokens][kListed];  // order(magnitude, token)
 };
-static_assert(sizeof(Scratch) == 5866496);  // ull/gpu/launches/sampling.py: SCRATCH_BYTES
+static_assert(sizeof(Scratch) == 5866496);            // ull/gpu/launches/sampling.py: SCRATCH_BYTES
+static_assert(ULL_OFFSETOF(Scratch, scans) == 1024);  // MAXIMA_AT
 
 // ---- numbers -------------------------------------------------------------------------------------------------------
-
-// Orders as floats do; -0 and +0 are one.
-ULL_DEVICE uint32_t ordered(float value) {
-  const uint32_t bits = value == 0.0F ? 0U : arch::float_bits(value);
-  return (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
-}
-ULL_DEVICE float unordered(uint32_t key) {
-  return arch::bits_float((key & 0x80000000U) != 0 ? key & 0x7FFFFFFFU : ~key);
-}
-// The larger is the better: by value, then by smaller token id. Never 0.
-ULL_DEVICE uint64_t packed(float value, int token) {
-  return (static_cast<uint64_t>(ordered(value)) << 32) | ~static_cast<uint32_t>(token);
-}
-ULL_DEVICE int token_of(uint64_t pack) { return static_cast<int>(~static_cast<uint32_t>(pack)); }
-ULL_DEVICE float value_of(uint64_t pack) { return unordered(static_cast<uint32_t>(pack >> 32)); }
 
 // exp(adjusted) in units of 2^-44: exact from 2^-21 up.
 ULL_DEVICE uint64_t mass(float adjusted) { return static_cast<uint64_t>(exp_lanes<ScalarMath>(adjusted) * 0x1.0p44F); }
@@ -205,9 +185,6 @@ struct alignas(16) Shared {
 // ull/gpu/launches/sampling.py: the scan needs nothing of the union.
 static_assert(sizeof(Shared) == 43632 && ULL_OFFSETOF(Shared, counts) == 19056);
 
-struct Larger {
-  ULL_DEVICE uint64_t operator()(uint64_t a, uint64_t b) const { return a > b ? a : b; }
-};
 struct Sum {
   ULL_DEVICE uint64_t operator()(uint64_t a, uint64_t b) const { return a + b; }
 };

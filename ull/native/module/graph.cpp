@@ -24,6 +24,20 @@ Reuse reuse_named(const std::string& name) {
   throw std::invalid_argument("reuse: must be all, prompt or nothing, not \"" + name + "\"");
 }
 
+// Handles by the sampler's name, at a member of `singles`; ValueError names the field.
+void read_singles(const nb::dict& dict, const char* name, void* graph::SingleGraphs::* member,
+                  graph::GraphProgram& program) {
+  constexpr const char* kNames[graph::kSamplers] = {"full", "plain", "scan"};
+  if (!dict.contains(name)) return;
+  for (const auto& [sampler, handle] : field<std::map<std::string, uintptr_t>>(dict, name)) {
+    const auto* known = std::find(std::begin(kNames), std::end(kNames), sampler);
+    if (known == std::end(kNames) || handle == 0) {
+      throw std::invalid_argument(std::string(name) + ": must map full, plain or scan to the handle of a graph");
+    }
+    program.singles[known - std::begin(kNames)].*member = reinterpret_cast<void*>(handle);
+  }
+}
+
 // ValueError names the field.
 graph::GraphProgram graph_program(const nb::dict& dict) {
   graph::GraphProgram program;
@@ -34,6 +48,9 @@ graph::GraphProgram graph_program(const nb::dict& dict) {
     }
     program.rounds[size - std::begin(kCostTokens)] = reinterpret_cast<void*>(handle);
   }
+  read_singles(dict, "singles", &graph::SingleGraphs::round, program);
+  read_singles(dict, "bursts", &graph::SingleGraphs::burst, program);
+  if (dict.contains("burst_rounds")) program.burst_rounds = field<int>(dict, "burst_rounds");
   program.prefill = address(dict, "prefill");
   program.stream = address(dict, "stream");
   program.context = address(dict, "context");

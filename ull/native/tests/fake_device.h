@@ -78,6 +78,11 @@ class FakeDevice {
     int round_us = 0;                        // a round takes this long,
     std::array<int, kCostSizes> graph_us{};  // one of this graph so much longer
     int prefill_us = 0;                      // and the prefill's graph
+    bool has_plain = false;                  // there is a round of one token with the plain sampler
+    int plain_us = 0;                        // which takes this long besides round_us
+    bool has_scan = false;                   // likewise
+    int scan_us = 0;
+    int burst_rounds = 0;  // of a burst, of which there is one for each sampler; 0: there are none
     int medusa_heads = 0;
     int medusa_rank = 0;           // at which each head names the right token; -1: nowhere
     bool fails_copies = false;     // copying a page fails
@@ -100,6 +105,8 @@ class FakeDevice {
     gpu::RoundMode mode;
     gpu::RoundStatus status;
     int graph;  // nodes of the graph that was launched; 0: prefill or draft
+    graph::Sampler sampler;
+    bool in_burst;
     int count;
     int emitted;  // of a draft: 1 if it came right after the round whose hidden state it was to read
     uint32_t setting;
@@ -130,6 +137,12 @@ class FakeDevice {
   [[nodiscard]] graph::GraphProgram program() {
     graph::GraphProgram program;
     for (int i = 0; i < kCostSizes; ++i) program.rounds[i] = reinterpret_cast<void*>(uintptr_t{1} + i);
+    const bool has[graph::kSamplers] = {true, script_.has_plain, script_.has_scan};
+    for (uintptr_t i = 0; i < graph::kSamplers; ++i) {
+      if (has[i] && i > 0) program.singles[i].round = reinterpret_cast<void*>(kSingles + i);
+      if (has[i] && script_.burst_rounds > 0) program.singles[i].burst = reinterpret_cast<void*>(kBursts + i);
+    }
+    program.burst_rounds = script_.burst_rounds;
     program.prefill = reinterpret_cast<void*>(uintptr_t{100});
     if (script_.medusa_heads > 0) {
       program.medusa = reinterpret_cast<void*>(uintptr_t{200});
@@ -199,6 +212,9 @@ class FakeDevice {
   }
 
  private:
+  // Graphs of rounds of one token, by sampler.
+  static constexpr uintptr_t kSingles = 20, kBursts = 30;
+
   // What the stream does in turn: a graph, or a copy where there is none.
   struct Work {
     int graph = 0;
@@ -209,11 +225,13 @@ class FakeDevice {
   int launch(void* graph) {
     const std::lock_guard lock(mutex_);
     if (error_ != 0) return error_;
-    if (script_.launch_error_at == launched_ + 1) return script_.launch_error;
-    if (launched_ - begun_ == gpu::kRoundSlots) std::abort();
     if (graph == nullptr) std::abort();
-    ++launched_;
-    push({.graph = static_cast<int>(reinterpret_cast<uintptr_t>(graph))});
+    const auto handle = reinterpret_cast<uintptr_t>(graph);
+    const uint64_t last = launched_ + static_cast<uint64_t>(rounds_of(static_cast<int>(handle)));
+    if (script_.launch_error_at > launched_ && script_.launch_error_at <= last) return script_.launch_error;
+    if (last - begun_ > gpu::kRoundSlots) std::abort();
+    launched_ = last;
+    push({.graph = static_cast<int>(handle)});
     return graph::kSuccess;
   }
 
@@ -256,31 +274,56 @@ class FakeDevice {
         copy_page(work);
         continue;
       }
-      ++begun_;
       busy_ = true;
-      const uint64_t sequence = state_.sequence + 1;
-      if (sequence == script_.hang_at) {
-        wake_.wait(lock, [this] { return stopping_; });
-        return;
+      for (int rest = rounds_of(work.graph); rest > 0 && error_ == 0; --rest) {
+        ++begun_;
+        const uint64_t sequence = state_.sequence + 1;
+        if (sequence == script_.hang_at) {
+          wake_.wait(lock, [this] { return stopping_; });
+          return;
+        }
+        const Script script = script_;
+        lock.unlock();
+        if (script.before) script.before(sequence);
+        const Record record = round(work.graph, sequence, script);
+        lock.lock();
+        records_.push_back(record);
+        if (sequence == script_.stream_error_at) error_ = script_.stream_error;
       }
-      const Script script = script_;
-      lock.unlock();
-      if (script.before) script.before(sequence);
-      const Record record = round(work.graph, sequence, script);
-      lock.lock();
-      records_.push_back(record);
       busy_ = false;
-      if (sequence == script_.stream_error_at) error_ = script_.stream_error;
     }
+  }
+
+  [[nodiscard]] static bool is_burst(int graph) { return graph >= static_cast<int>(kBursts) && graph < 100; }
+  [[nodiscard]] int rounds_of(int graph) const { return is_burst(graph) ? script_.burst_rounds : 1; }
+  // Nodes that a graph holds; 0: it is no round's.
+  [[nodiscard]] static int nodes_of(int graph) {
+    return graph >= 100 ? 0 : graph >= static_cast<int>(kSingles) ? 1 : kCostTokens[graph - 1];
+  }
+  [[nodiscard]] static graph::Sampler sampler_of(int graph) {
+    return static_cast<graph::Sampler>(nodes_of(graph) == 1 && graph > kCostSizes ? graph % 10 : 0);
+  }
+  [[nodiscard]] static int more_us(int graph, const Script& script) {
+    if (graph >= 100) return graph == 100 ? script.prefill_us : 0;
+    if (sampler_of(graph) == graph::Sampler::kPlain) return script.plain_us;
+    if (sampler_of(graph) == graph::Sampler::kScan) return script.scan_us;
+    return graph >= static_cast<int>(kSingles) ? script.graph_us[0] : script.graph_us[static_cast<size_t>(graph) - 1];
   }
 
   // One graph, as begin ... commit run it.
   Record round(int graph, uint64_t sequence, const Script& script) {
     const gpu::RoundRequest& request = requests_[sequence % gpu::kRoundSlots];
     gpu::RoundResult& result = results_[sequence % gpu::kRoundSlots];
-    Record record{
-        sequence, request.mode,   gpu::RoundStatus::kOk, graph >= 100 ? 0 : kCostTokens[graph - 1], request.count,
-        0,        request.setting};
+    Record record{.sequence = sequence,
+                  .mode = request.mode,
+                  .status = gpu::RoundStatus::kOk,
+                  .graph = nodes_of(graph),
+                  .sampler = sampler_of(graph),
+                  .in_burst = is_burst(graph),
+                  .count = request.count,
+                  .emitted = 0,
+                  .setting = request.setting};
+    if (is_burst(graph) && request.mode != gpu::RoundMode::kContinue) std::abort();
     if ((graph == 200) != (request.mode == gpu::RoundMode::kDraft)) std::abort();
     if (request.sequence != sequence) std::abort();  // the block is not this round's
     const int forced = request.mode == gpu::RoundMode::kTake ? request.forced : 0;
@@ -295,10 +338,7 @@ class FakeDevice {
     }
     ++state_.sequence;
     const int64_t start = monotonic_ns();
-    const int more = graph < 100    ? script.graph_us[static_cast<size_t>(graph) - 1]
-                     : graph == 100 ? script.prefill_us
-                                    : 0;
-    const int64_t lasts = (script.round_us + more) * int64_t{1000};
+    const int64_t lasts = (script.round_us + more_us(graph, script)) * int64_t{1000};
     result.begin_ns = static_cast<uint64_t>(start);
     result.count = 0;
     result.stopped = 0;
@@ -311,6 +351,7 @@ class FakeDevice {
       if (script.begun) script.begun(sequence);
       while (monotonic_ns() - start < lasts) std::this_thread::yield();
       if (request.setting != state_.setting) copy_setting(request);
+      if (record.sampler != graph::Sampler::kFull && !is_plain(state_.sampling)) std::abort();
       const int base = continues ? state_.position : request.position + forced;
       if (state_.sampling.penalizes != 0 && request.mode != gpu::RoundMode::kPrefill) read_text(request, base + 1);
       if (request.mode == gpu::RoundMode::kPrefill) {
@@ -339,6 +380,12 @@ class FakeDevice {
       error_ = script.stream_error;
     }
     return record;
+  }
+
+  // What a sampler that is not the full one can do.
+  [[nodiscard]] static bool is_plain(const gpu::Sampling& sampling) {
+    return (sampling.temperature <= 0.0F || (sampling.top_k == 0 && sampling.top_p >= 1.0F)) &&
+           sampling.bias_count == 0 && sampling.penalizes == 0 && sampling.top_logprobs < 0;
   }
 
   void copy_setting(const gpu::RoundRequest& request) {

@@ -36,7 +36,9 @@ void DraftModel::prepare() {
   queue_.set_watchdog(kPrepareNs);
   require(target_.drain(), target_);
   setting_.take(Sampling{}, nullptr, 0, &page, 1);
-  const auto chain = [&](int depth) { return median_duration_ns([&] { require(draw(0, 0, depth, never), queue_); }); };
+  const auto chain = [&](int depth) {
+    return median_duration_ns([&] { require(draw(0, 0, depth, Sampling{}, never), queue_); });
+  };
   const int depth = std::min(kMeasuredDepth, program_.context_tokens - 1);
   const int64_t one = chain(1), all = chain(depth);
   step_ns_ = depth > 1 ? std::max<int64_t>((all - one) / (depth - 1), 1) : one;
@@ -91,7 +93,8 @@ Status DraftModel::read(const int32_t* tokens, int count, int start, const int32
       [](const gpu::RoundResult& answer) { return answer.status == gpu::RoundStatus::kOk; });
 }
 
-Status DraftModel::draw(int32_t root, int32_t position, int depth, const std::atomic<bool>& abort) noexcept {
+Status DraftModel::draw(int32_t root, int32_t position, int depth, const Sampling& sampling,
+                        const std::atomic<bool>& abort) noexcept {
   candidates_.depth = 0;
   bool ended = false;
   return run(
@@ -103,7 +106,7 @@ Status DraftModel::draw(int32_t root, int32_t position, int depth, const std::at
         request.max_tokens = 1;
         request.tokens[0] = known(root);
         request.parents[0] = 0;
-        return graphs_.round_for(1);
+        return graphs_.round_for(1, sampling);
       },
       [&](const gpu::RoundResult& answer) {
         if (ended) return answer.status == gpu::RoundStatus::kSkipped;
@@ -133,7 +136,7 @@ Status DraftModel::propose(const DraftContext& context, const TreePlan& plan, Dr
     if (status != Status::kOk) return status;
   }
   reached_root(context);
-  if (const Status status = draw(context.history[root], root, depth, *context.abort); status != Status::kOk) {
+  if (const Status status = draw(context.history[root], root, depth, sampling, *context.abort); status != Status::kOk) {
     return status;
   }
   chain_ = candidates_.depth;

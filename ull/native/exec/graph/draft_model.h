@@ -35,7 +35,8 @@ class DraftModel final : public ChainDrafter {
   [[nodiscard]] Status read(const int32_t* tokens, int count, int start, const int32_t* pages,
                             const std::atomic<bool>& abort) noexcept override;
   // Draws `depth` tokens behind `root`, each fed to the next -> candidates_.
-  [[nodiscard]] Status draw(int32_t root, int32_t position, int depth, const std::atomic<bool>& abort) noexcept;
+  [[nodiscard]] Status draw(int32_t root, int32_t position, int depth, const Sampling& sampling,
+                            const std::atomic<bool>& abort) noexcept;
 
   // Launches `rounds` rounds, each as `fill(index, request)` asks, which returns its graph, and waits for them:
   // `take(result)` says whether an answer is possible. kOk, kAborted with nothing under way, or kExecutorFailed.

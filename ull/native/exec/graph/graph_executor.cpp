@@ -30,6 +30,14 @@ void fill_chain(gpu::RoundRequest& request, const int32_t* tokens, int count) no
   for (int i = 0; i < count; ++i) request.parents[i] = static_cast<uint8_t>(std::max(i - 1, 0));
 }
 
+// A plain round behind the last one.
+void fill_continuation(gpu::RoundRequest& request, int position) noexcept {
+  request.mode = gpu::RoundMode::kContinue;
+  request.count = 1;
+  request.position = position;
+  request.max_tokens = 1;
+}
+
 }  // namespace
 
 GraphExecutor::GraphExecutor(GraphProgram program, const Driver& driver, const GraphOptions& options)
@@ -111,10 +119,12 @@ Status GraphExecutor::start_round(const RoundStep& step) noexcept {
   if (adopted) {
     first_ = last_ = ahead_;
     launched_ = true;
-  } else if (ahead_ != 0) {
-    queue_.cancel();
+    ahead_ = ahead_ < ahead_through_ ? ahead_ + 1 : 0;
+    ahead_position_ = -1;
+  } else {
+    if (ahead_ != 0) queue_.cancel();
+    ahead_ = 0;
   }
-  ahead_ = 0;
   advance();
   return queue_.failed() ? Status::kExecutorFailed : Status::kOk;
 }
@@ -200,31 +210,35 @@ void GraphExecutor::launch_tree() noexcept {
     std::copy_n(tree.tokens(), count, request.tokens);
     std::copy_n(tree.parents(), count, request.parents);
   }
-  if (queue_.launch(graphs_.round_for(count), setting_, text_) != Status::kOk) return;
+  if (queue_.launch(graphs_.round_for(count, *step.sampling), setting_, text_) != Status::kOk) return;
   first_ = last_ = queue_.launched();
   launched_ = true;
 }
 
-// Queues the plain round that follows the one in flight if that is also plain, unless the request ends with that one.
-// The page is there: the step's pages cover its root + max_tokens - 1.
+// Queues the plain rounds that follow the one in flight if that is also plain, unless the request ends with that one.
+// The pages are there: the step's cover its root + max_tokens - 1.
 void GraphExecutor::launch_ahead() noexcept {
   const RoundStep& step = round_;
   const int position = root_of(step) + 1;
   const int pages = pages_for(root_of(step) + step.max_tokens);
   if (proposer_->tree().count() > 1 || step.speculation != Speculation::kNone || step.max_tokens < 2) return;
-  if (position >= info_.context || !queue_.has_slot()) return;
+  if (position >= info_.context) return;
   if (queue_.seen() >= last_ && queue_.result(last_).stopped != 0) return;
+  void* graph = graphs_.burst_for(*step.sampling);
+  int rounds = program_.burst_rounds;
+  if (graph == nullptr || rounds >= step.max_tokens || position + rounds > info_.context) {
+    graph = graphs_.round_for(1, *step.sampling);
+    rounds = 1;
+  }
+  if (!queue_.has_slots(rounds)) return;
   if (!setting_.holds(step.pages, pages)) {
     if (!queue_.setting_is_free(setting_)) return;
     setting_.take(step.pages, pages);
   }
-  gpu::RoundRequest& request = queue_.next_request();
-  request.mode = gpu::RoundMode::kContinue;
-  request.count = 1;
-  request.position = position;
-  request.max_tokens = 1;
-  if (queue_.launch(graphs_.round_for(1), setting_, text_) != Status::kOk) return;
-  ahead_ = queue_.launched();
+  for (int i = 0; i < rounds; ++i) fill_continuation(queue_.next_request(i), position + i);
+  if (queue_.launch(graph, setting_, text_, rounds) != Status::kOk) return;
+  ahead_through_ = queue_.launched();
+  ahead_ = ahead_through_ - static_cast<uint64_t>(rounds) + 1;
   ahead_position_ = -1;
 }
 
@@ -327,8 +341,8 @@ void GraphExecutor::prepare() {
   info_.context = program_.context_tokens;
   info_.page_count = program_.page_count;
   info_.prefill_chunk = kPrefillChunk;
-  // At least a plain round and the continuation behind it.
-  info_.tokens_per_round = std::max(program_.most_nodes(), 2);
+  // At least a plain round and the continuations behind it.
+  info_.tokens_per_round = std::max({program_.most_nodes(), 2, 1 + program_.burst_rounds});
   info_.weight_bytes = program_.weight_bytes;
   info_.kv_bytes = program_.kv_bytes;
   info_.reuse = program_.reuse;
@@ -366,33 +380,68 @@ VerifyCosts GraphExecutor::measure() {
   std::vector<int32_t> pages(static_cast<size_t>(pages_for(held)));
   for (size_t page = 0; page < pages.size(); ++page) pages[page] = static_cast<int32_t>(page);
   const int far = std::clamp(held - kMaxTreeTokens, 0, kMeasuredPosition);
-  int64_t far_ns[kCostSizes] = {};
+  int64_t near_ns[kCostSizes] = {}, far_ns[kCostSizes] = {}, single_ns[kSamplers] = {};
   for (int i = 0; i < kCostSizes; ++i) {
     if (program_.rounds[i] == nullptr || kCostTokens[i] > held) continue;
     const auto timed = [&](int position) {
       return measure_graph(program_.rounds[i], gpu::RoundMode::kTake, kCostTokens[i], position, pages);
     };
-    info_.verify_ns[i] = timed(0);
-    far_ns[i] = far > 0 ? timed(far) : info_.verify_ns[i];
-    dearest_ns_ = std::max({dearest_ns_, info_.verify_ns[i], far_ns[i]});
+    near_ns[i] = timed(0);
+    far_ns[i] = far > 0 ? timed(far) : near_ns[i];
+    dearest_ns_ = std::max({dearest_ns_, near_ns[i], far_ns[i]});
+  }
+  for (const Sampler sampler : {Sampler::kPlain, Sampler::kScan}) {
+    if (void* graph = program_.single(sampler); graph != nullptr) {
+      single_ns[static_cast<int>(sampler)] = measure_graph(graph, gpu::RoundMode::kTake, 1, 0, pages);
+    }
   }
   const int chunk = std::min(held, gpu::kTreeTokens);
   const int64_t prefill_ns = measure_graph(program_.prefill, gpu::RoundMode::kPrefill, chunk, 0, pages);
   dearest_ns_ = std::max(dearest_ns_, prefill_ns);
-  graphs_.measured(info_.verify_ns, prefill_ns);
+  graphs_.measured(near_ns, single_ns, prefill_ns);
+  run_bursts(held);
 
   VerifyCosts costs;
   costs.stepped = true;
   for (int i = 0; i < kCostSizes; ++i) {
+    info_.verify_ns[i] = near_ns[i];
     const int graph = graphs_.chosen(i);
-    const bool known = graph >= 0 && info_.verify_ns[graph] > 0;
-    costs.body_ns[i] = known ? static_cast<double>(info_.verify_ns[graph]) : kUnmeasured;
+    const bool known = graph >= 0 && near_ns[graph] > 0;
+    costs.body_ns[i] = known ? static_cast<double>(near_ns[graph]) : kUnmeasured;
     if (known && far > 0) {
-      const auto longer = static_cast<double>(far_ns[graph] - info_.verify_ns[graph]);
+      const auto longer = static_cast<double>(far_ns[graph] - near_ns[graph]);
       costs.body_position_ns[i] = std::max(longer, 0.0) / far;
     }
   }
+  // What most requests pay for a plain round.
+  if (const int64_t plain_ns = single_ns[static_cast<int>(graphs_.plain())]; plain_ns > 0) {
+    info_.verify_ns[0] = plain_ns;
+    costs.body_ns[0] = static_cast<double>(plain_ns);
+  }
   return costs;
+}
+
+// Each burst behind a round that it continues, as far as `held` positions suffice: so that none is run for the first
+// time when a request waits for it.
+void GraphExecutor::run_bursts(int held) {
+  if (program_.burst_rounds >= held) return;
+  for (int i = 0; i < kSamplers; ++i) {
+    const auto sampler = static_cast<Sampler>(i);
+    if (program_.burst(sampler) == nullptr) continue;
+    constexpr int32_t kToken = 0;
+    gpu::RoundRequest& first = queue_.next_request();
+    first.mode = gpu::RoundMode::kTake;
+    first.count = 1;
+    first.position = 0;
+    first.max_tokens = 1;
+    fill_chain(first, &kToken, 1);
+    require(queue_.launch(program_.single(sampler), setting_, text_));
+    for (int round = 0; round < program_.burst_rounds; ++round) {
+      fill_continuation(queue_.next_request(round), 1 + round);
+    }
+    require(queue_.launch(program_.burst(sampler), setting_, text_, program_.burst_rounds));
+    require(queue_.drain());
+  }
 }
 
 // The median duration of rounds that keep the device busy, by its own clock.

@@ -3,6 +3,10 @@
 // the device's own state. If the next step turns out to be exactly that round, it is adopted; if not, it is cancelled,
 // its answer ignored (round_queue.h says why that does no harm), and what is wanted is launched behind it.
 //
+// Where the program holds a burst of such rounds in one graph, that is queued as long as the request wants them all.
+// Its rounds are adopted one by one, each as soon as it has answered. What is no longer wanted costs no more than
+// without bursts: each round looks at the host's cancellation before it begins, so that only one that has begun is run.
+//
 // Requests that speculate get no such round: whether a draft pays shows only when the newest token is known, and a
 // continuation that has begun costs a round.
 #pragma once
@@ -77,11 +81,13 @@ class GraphExecutor final : public Executor {
   [[nodiscard]] Status finish_round(RoundResult& result) noexcept;
   [[nodiscard]] bool copy_tokens(const gpu::RoundResult& answer, RoundResult& result) const noexcept;
 
-  // Measures every graph -> graphs_, info_.verify_ns; the costs of trees.
+  // Measures every graph of one round -> graphs_, info_.verify_ns; the costs of trees. Runs the others.
   [[nodiscard]] VerifyCosts measure();
   // A graph's time with a chain of `count` nodes from `position` on.
   [[nodiscard]] int64_t measure_graph(void* graph, gpu::RoundMode mode, int count, int position,
                                       const std::vector<int32_t>& pages);
+  // Runs each burst once, on the first of `held` positions.
+  void run_bursts(int held);
   void require(Status status) const;
 
   const GraphProgram program_;
@@ -106,8 +112,9 @@ class GraphExecutor final : public Executor {
   uint64_t first_ = 0;      // sequence of its first round
   uint64_t last_ = 0;       // and of the last one launched
 
-  // The continuation queued behind the last plain round; 0: there is none.
+  // The continuation queued behind the last plain round, and the last of those queued with it; 0: there is none.
   uint64_t ahead_ = 0;
+  uint64_t ahead_through_ = 0;
   int32_t ahead_token_ = -1;     // that it feeds: known, like the rest, once the round before it has been taken
   int32_t ahead_position_ = -1;  // -1: it is not to be adopted
 

@@ -22,6 +22,16 @@ void require_block(const Block* block, const char* field) {
 
 void GraphProgram::check() const {
   require(rounds[0] != nullptr, "graphs: a round of one token is missing");
+  require(singles[0].round == nullptr, "singles: the full sampler's is the round of one token");
+  bool bursts = false;
+  for (int i = 0; i < kSamplers; ++i) {
+    bursts = bursts || singles[i].burst != nullptr;
+    require(singles[i].burst == nullptr || single(static_cast<Sampler>(i)) != nullptr,
+            "bursts: there is no single round of that sampler");
+  }
+  // Beside the rounds of a burst stands the one that they continue.
+  require(bursts ? burst_rounds >= 2 && burst_rounds < gpu::kRoundSlots : burst_rounds == 0,
+          "burst_rounds: must be 2 or 3 if there are bursts");
   require(prefill != nullptr, "prefill: must be the handle of a graph");
   require(stream != nullptr, "stream: must be the handle of a stream");
   require(context != nullptr, "context: must be the handle of a context");

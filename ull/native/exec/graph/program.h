@@ -17,9 +17,25 @@ static_assert(gpu::kTreeTokens == kMaxTreeTokens && gpu::kPageTokens == kPageTok
 static_assert(gpu::kAlternatives == kMaxTopLogprobs && gpu::kBiases == kMaxLogitBias);
 static_assert(kCostTokens[kCostSizes - 1] == gpu::kTreeTokens);
 
+// What the sampler of a round of one token can do. Two that serve a request give it the same bits.
+enum class Sampler : uint8_t {
+  kFull,   // everything
+  kPlain,  // requests without filters, biases, penalties and logprobs: see serves()
+  kScan,   // the same, by a scan of a coarser lm_head and an exact rescoring of what may win
+};
+inline constexpr int kSamplers = 3;
+
+// Graphs of rounds of one token.
+struct SingleGraphs {
+  void* round = nullptr;  // CUgraphExec of one; null: there is none
+  void* burst = nullptr;  // CUgraphExec of burst_rounds that continue one another; null: there is none
+};
+
 struct GraphProgram {
   // CUgraphExec of a round of up to kCostTokens[i] nodes; null: there is none. All give the same bits.
   void* rounds[kCostSizes] = {};
+  SingleGraphs singles[kSamplers] = {};   // by Sampler; kFull's round is rounds[0], and null here
+  int burst_rounds = 0;                   // 0: there are no bursts
   void* prefill = nullptr;                // CUgraphExec, up to kTreeTokens prompt tokens
   void* medusa = nullptr;                 // CUgraphExec of the Medusa heads; null: there are none
   void* stream = nullptr;                 // CUstream that all of them are launched on
@@ -47,6 +63,11 @@ struct GraphProgram {
   void check() const;
   // Nodes of the widest round.
   [[nodiscard]] int most_nodes() const noexcept;
+  // CUgraphExec of a round of one token; null: there is none.
+  [[nodiscard]] void* single(Sampler sampler) const noexcept {
+    return sampler == Sampler::kFull ? rounds[0] : singles[static_cast<int>(sampler)].round;
+  }
+  [[nodiscard]] void* burst(Sampler sampler) const noexcept { return singles[static_cast<int>(sampler)].burst; }
   [[nodiscard]] int64_t page_bytes() const noexcept { return kv_bytes / page_count; }
   // Whether a round's graph writes the bits to the cache that `prefill` does.
   [[nodiscard]] bool rounds_prefill() const noexcept { return reuse == Reuse::kAll; }

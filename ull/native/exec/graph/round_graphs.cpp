@@ -4,9 +4,16 @@
 
 namespace ull::graph {
 
-RoundGraphs::RoundGraphs(const GraphProgram& program) noexcept : program_(program) { measured({}, 0); }
+bool serves(Sampler sampler, const Sampling& sampling) noexcept {
+  if (sampler == Sampler::kFull) return true;
+  const bool filters = sampling.temperature > 0.0F && (sampling.top_k > 0 || sampling.top_p < 1.0F);
+  return !filters && sampling.bias_count == 0 && !sampling.penalizes() && sampling.top_logprobs < 0;
+}
 
-void RoundGraphs::measured(const int64_t (&round_ns)[kCostSizes], int64_t prefill_ns) noexcept {
+RoundGraphs::RoundGraphs(const GraphProgram& program) noexcept : program_(program) { measured({}, {}, 0); }
+
+void RoundGraphs::measured(const int64_t (&round_ns)[kCostSizes], const int64_t (&single_ns)[kSamplers],
+                           int64_t prefill_ns) noexcept {
   std::copy_n(round_ns, kCostSizes, round_ns_);
   prefill_ns_ = prefill_ns;
   int larger = -1;
@@ -15,6 +22,16 @@ void RoundGraphs::measured(const int64_t (&round_ns)[kCostSizes], int64_t prefil
     if (program_.rounds[i] != nullptr && !cheaper) larger = i;
     chosen_[i] = larger;
   }
+  plain_ = program_.single(Sampler::kPlain) != nullptr ? Sampler::kPlain : Sampler::kFull;
+  int64_t least = chosen_[0] >= 0 ? round_ns_[chosen_[0]] : 0;
+  if (least == 0) return;
+  plain_ = Sampler::kFull;
+  for (const Sampler sampler : {Sampler::kPlain, Sampler::kScan}) {
+    const int64_t nanoseconds = single_ns[static_cast<int>(sampler)];
+    if (program_.single(sampler) == nullptr || nanoseconds == 0 || nanoseconds > least) continue;
+    plain_ = sampler;
+    least = nanoseconds;
+  }
 }
 
 int RoundGraphs::size_for(int nodes) noexcept {
@@ -22,7 +39,8 @@ int RoundGraphs::size_for(int nodes) noexcept {
   return static_cast<int>(size - kCostTokens);
 }
 
-void* RoundGraphs::round_for(int nodes) const noexcept {
+void* RoundGraphs::round_for(int nodes, const Sampling& sampling) const noexcept {
+  if (nodes == 1 && single_for(sampling) != Sampler::kFull) return program_.single(plain_);
   const int size = size_for(nodes);
   return size < kCostSizes && chosen_[size] >= 0 ? program_.rounds[chosen_[size]] : nullptr;
 }

@@ -5,30 +5,47 @@
 #include <cstdint>
 
 #include "exec/graph/program.h"
+#include "exec/sampling.h"
 
 namespace ull::graph {
 
+// Whether a request asks for no more than what the sampler can do. Filters do nothing where nothing is drawn.
+[[nodiscard]] bool serves(Sampler sampler, const Sampling& sampling) noexcept;
+
 class RoundGraphs {
  public:
-  // Until they are measured, the smallest that holds a round is its own. The program must outlive it.
+  // Until they are measured, the smallest that holds a round is its own, with the plain sampler where that serves. The
+  // program must outlive it.
   explicit RoundGraphs(const GraphProgram& program) noexcept;
 
-  // What a round of each graph takes, and a chunk of a prompt; 0: unknown.
-  void measured(const int64_t (&round_ns)[kCostSizes], int64_t prefill_ns) noexcept;
+  // What a round of each graph takes, a single one with each sampler (but for kFull's), and a chunk of a prompt; 0:
+  // unknown.
+  void measured(const int64_t (&round_ns)[kCostSizes], const int64_t (&single_ns)[kSamplers],
+                int64_t prefill_ns) noexcept;
 
   // Of a round of `nodes` (1 .. most_nodes()).
-  [[nodiscard]] void* round_for(int nodes) const noexcept;
+  [[nodiscard]] void* round_for(int nodes, const Sampling& sampling) const noexcept;
+  // Of burst_rounds rounds of one token; null: one by one is all there is.
+  [[nodiscard]] void* burst_for(const Sampling& sampling) const noexcept {
+    return program_.burst(single_for(sampling));
+  }
   // Of a chunk of `tokens` (1 .. kTreeTokens) that only fills the cache.
   [[nodiscard]] void* prefill_for(int tokens) const noexcept;
   // Which graph kCostTokens[size] nodes take; -1: none holds them.
   [[nodiscard]] int chosen(int size) const noexcept { return chosen_[size]; }
+  // The sampler of a single round that asks for nothing.
+  [[nodiscard]] Sampler plain() const noexcept { return plain_; }
 
  private:
   // The index of the smallest size that holds `nodes`.
   [[nodiscard]] static int size_for(int nodes) noexcept;
+  [[nodiscard]] Sampler single_for(const Sampling& sampling) const noexcept {
+    return serves(plain_, sampling) ? plain_ : Sampler::kFull;
+  }
 
   const GraphProgram& program_;
   int chosen_[kCostSizes];
+  Sampler plain_ = Sampler::kFull;
   int64_t round_ns_[kCostSizes] = {};
   int64_t prefill_ns_ = 0;
 };

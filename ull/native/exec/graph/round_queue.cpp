@@ -32,16 +32,19 @@ Status RoundQueue::enter() noexcept {
   return Status::kOk;
 }
 
-Status RoundQueue::launch(void* graph, const Setting& setting, const Text& text) noexcept {
+Status RoundQueue::launch(void* graph, const Setting& setting, const Text& text, int rounds) noexcept {
   if (failed()) return Status::kExecutorFailed;
-  gpu::RoundRequest& request = program_.requests[slot(launched_ + 1)];
-  request.sequence = launched_ + 1;
-  setting.write(request, device_setting_ == setting.version());
-  text.write(request);
-  // The driver's call orders the block before the device's reads of it.
+  const uint64_t last = launched_ + static_cast<uint64_t>(rounds);
+  for (uint64_t sequence = launched_ + 1; sequence <= last; ++sequence) {
+    gpu::RoundRequest& request = program_.requests[slot(sequence)];
+    request.sequence = sequence;
+    setting.write(request, device_setting_ == setting.version());
+    text.write(request);
+  }
+  // The driver's call orders the blocks before the device's reads of them.
   const Driver::Result error = driver_.launch(graph, program_.stream);
   if (error != kSuccess) return fail("cuGraphLaunch", error);
-  ++launched_;
+  launched_ = last;
   return Status::kOk;
 }
 

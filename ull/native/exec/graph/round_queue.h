@@ -35,7 +35,10 @@ class RoundQueue {
   // kExecutorFailed.
   [[nodiscard]] Status enter() noexcept;
 
-  [[nodiscard]] bool has_slot() const noexcept { return launched_ - seen_ < gpu::kRoundSlots; }
+  [[nodiscard]] bool has_slots(int rounds) const noexcept {
+    return launched_ + static_cast<uint64_t>(rounds) <= seen_ + gpu::kRoundSlots;
+  }
+  [[nodiscard]] bool has_slot() const noexcept { return has_slots(1); }
   [[nodiscard]] bool idle() const noexcept { return launched_ == seen_; }
   [[nodiscard]] uint64_t launched() const noexcept { return launched_; }  // sequence of the newest round
   [[nodiscard]] uint64_t seen() const noexcept { return seen_; }          // of the newest that has been answered
@@ -45,15 +48,15 @@ class RoundQueue {
     return idle() || device_setting_ == setting.version();
   }
 
-  // The block of the next round; has_slot(). The caller fills mode, count, position, max_tokens, tokens and parents,
-  // and `forced` where it is not 0.
-  [[nodiscard]] gpu::RoundRequest& next_request() noexcept {
-    gpu::RoundRequest& request = program_.requests[slot(launched_ + 1)];
+  // The block of the next round, or of one that many behind it; has_slots(). The caller fills mode, count, position,
+  // max_tokens, tokens and parents, and `forced` where it is not 0.
+  [[nodiscard]] gpu::RoundRequest& next_request(int behind = 0) noexcept {
+    gpu::RoundRequest& request = program_.requests[slot(launched_ + 1 + static_cast<uint64_t>(behind))];
     request.forced = 0;
     return request;
   }
-  // Launches it. kOk or kExecutorFailed.
-  [[nodiscard]] Status launch(void* graph, const Setting& setting, const Text& text) noexcept;
+  // Launches it, or as many as the graph holds. kOk or kExecutorFailed.
+  [[nodiscard]] Status launch(void* graph, const Setting& setting, const Text& text, int rounds = 1) noexcept;
 
   // Copies a page of the cache to another one: behind what has been launched, before what will be. kOk or
   // kExecutorFailed.

@@ -1,0 +1,140 @@
+// The end of a round's maths, by one block: takes what is forced, and behind it the longest path of the tree whose
+// nodes are what was drawn at their parents, cuts that at a stop token and at max_tokens, tells the host, and leaves
+// behind what a continuing round feeds and which nodes' KV commit() keeps. Of a draft it tells the host every head's
+// candidates, and leaves no trace.
+#pragma once
+
+#include "arch.cuh"
+#include "params.h"
+
+namespace ull::gpu::accept {
+
+constexpr int kLeastThreads = 128;
+constexpr int kPieces = sizeof(EmittedToken) / 16;  // 16-byte pieces of a result token; the first is all but `top`
+constexpr int kStopThread = kTreeTokens;            // the first of the threads that read the stops
+static_assert(sizeof(EmittedToken) % 16 == 0 && ULL_OFFSETOF(EmittedToken, top) == 16);
+static_assert(ULL_OFFSETOF(RoundResult, tokens) % 16 == 0 && ULL_OFFSETOF(Round, drawn) % 8 == 0);
+static_assert(kStopThread + kStopTokens <= kLeastThreads);
+
+// In shared memory.
+struct Shared {
+  int32_t draws[kTreeTokens];
+  int32_t next[kTreeTokens];  // the child that holds the node's draw, or -1
+  int32_t stops[kStopTokens];
+  bool stop[kTreeTokens];  // the draw is a stop token
+  uint8_t accepted[kTreeTokens];
+  int32_t count;
+  int32_t stopped;
+};
+static_assert(sizeof(Shared) == 776);  // ull/gpu/launches/sampling.py
+
+// Walks from the root along the draws.
+ULL_DEVICE void walk(int root, int32_t max_tokens, Shared& shared) {
+  int count = 0;
+  bool stopped = false;
+  for (int node = root; node >= 0 && count < max_tokens && !stopped; node = shared.next[node]) {
+    if (shared.draws[node] < 0) break;  // not finite: what came before stands
+    shared.accepted[count++] = static_cast<uint8_t>(node);
+    stopped = shared.stop[node];
+  }
+  shared.count = count;
+  shared.stopped = stopped ? 1 : 0;
+}
+
+// Finds each node's successor, from the root on: what is forced was not drawn. Siblings hold different tokens, so no
+// two nodes claim the same parent.
+ULL_DEVICE void match(const Round* round, const State* state, int root, int count, Shared& shared) {
+  const int me = arch::thread();
+  int32_t token = -1;
+  int parent = 0;
+  if (me >= root && me < count) {
+    token = round->tokens[me];
+    shared.draws[me] = round->drawn[me].token;
+    shared.next[me] = -1;
+    if (me > root) parent = round->path[me][round->depths[me] - 1];
+  }
+  const int stops = state->stop_count;
+  if (me >= kStopThread && me < kStopThread + stops) shared.stops[me - kStopThread] = state->stops[me - kStopThread];
+  arch::block_barrier();
+  if (me >= root && me < count) {
+    if (me > root && shared.draws[parent] == token) shared.next[parent] = me;
+    bool stop = false;
+    for (int i = 0; i < stops; ++i) stop = stop || shared.draws[me] == shared.stops[i];
+    shared.stop[me] = stop;
+  }
+  arch::block_barrier();
+}
+
+// Pieces of the emitted tokens, one store each; a token's unused alternatives are left out.
+template <int kThreads>
+ULL_DEVICE void report_tokens(const Round* round, const Shared& shared, RoundResult* result) {
+  for (int i = arch::thread(); i < shared.count * kPieces; i += kThreads) {
+    const int emitted = i / kPieces, piece = i % kPieces;
+    const EmittedToken& drawn = round->drawn[shared.accepted[emitted]];
+    if (2 * piece > drawn.top_count + 1) continue;
+    const auto* from = reinterpret_cast<const uint64_t*>(&drawn) + 2 * piece;
+    const uint64_t low = from[0], high = from[1];
+    arch::store_global(reinterpret_cast<arch::Vector4*>(&result->tokens[emitted]) + piece,
+                       {{static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high),
+                         static_cast<uint32_t>(high >> 32)}});
+  }
+}
+
+// For all threads of the block. What it draws on is visible to them.
+template <int kThreads>
+ULL_DEVICE void end_round(const AcceptParams& params, Shared& shared) {
+  static_assert(kThreads >= kLeastThreads);
+  Round* round = params.round;
+  State* state = params.state;
+  const int count = round->count, root = round->first_draw;
+  const bool draws = round->draws != 0, drafts = round->mode == RoundMode::kDraft;
+  const uint64_t sequence = round->sequence;
+  RoundResult* result = &params.results[sequence % kRoundSlots];
+
+  if (count > 0 && draws) match(round, state, root, count, shared);
+  if (arch::thread() == 0) {
+    shared.count = 0;
+    shared.stopped = 0;
+    if (count > 0 && draws) walk(root, round->max_tokens, shared);
+    if (drafts) shared.count = count;
+  }
+  if (drafts && arch::thread() < count) shared.accepted[arch::thread()] = static_cast<uint8_t>(arch::thread());
+  arch::block_barrier();
+
+  // The host first.
+  const int emitted = shared.count;
+  const bool not_finite = count > 0 && draws && shared.draws[root] < 0;
+  if (arch::thread() == 0) {
+    result->status = count == 0 ? RoundStatus::kSkipped : not_finite ? RoundStatus::kNotFinite : RoundStatus::kOk;
+    result->count = emitted;
+    result->begin_ns = round->begin_ns;
+    result->stopped = shared.stopped;
+    if (drafts) result->end_ns = arch::timer_ns();
+  }
+  report_tokens<kThreads>(round, shared, result);
+  arch::block_barrier();
+  if (arch::thread() == 0) arch::store_release_system(&result->sequence, sequence);
+
+  if (drafts) return;
+  if (arch::thread() < emitted && state->sampling.penalizes != 0) {
+    params.text[round->base + root + 1 + arch::thread()] = shared.draws[shared.accepted[arch::thread()]];
+  }
+  const int given = draws ? root : count;  // nodes that are kept whatever was drawn
+  const int kept = not_finite ? 0 : given + emitted;
+  if (arch::thread() < kept) {
+    round->accepted[arch::thread()] =
+        arch::thread() < given ? static_cast<uint8_t>(arch::thread()) : shared.accepted[arch::thread() - given];
+  }
+  if (arch::thread() == kThreads - 1) {
+    round->accepted_count = kept;
+    // Only a round that emitted can be continued.
+    state->stopped = emitted == 0 || shared.stopped != 0 ? 1 : 0;
+    if (emitted > 0) {
+      state->token = shared.draws[shared.accepted[emitted - 1]];
+      state->position = round->base + root + emitted;
+      state->node = shared.accepted[emitted - 1];
+    }
+  }
+}
+
+}  // namespace ull::gpu::accept
