@@ -76,14 +76,16 @@ class Head:
         built = kernels(self.vocabulary, self.hidden)
         round_, round_memory = structure(layout.Round)
         round_.count, round_.base, round_.draws, round_.first_draw = 1, position - 1, 1, 0
-        round_.depths[0] = 0
+        round_.depths[0], round_.sequence, round_.mode, round_.max_tokens = 0, 1, layout.TAKE, 1
         state, state_memory = structure(layout.State)
+        state.stop_count = 0
         wish = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "top_logprobs": -1}
         wish |= {"bias_count": 0, "penalizes": 0}
         for name, value in (wish | sampling_).items():
             setattr(state.sampling, name, value)
         logits = aligned((1, linear_layers.round_up(self.vocabulary, 16)), np.float32)
         scratch = aligned(sampling.SCRATCH_BYTES, np.uint8)
+        results, results_memory = structure(layout.RoundResult * layout.ROUND_SLOTS)
         run = functools.partial(self._run, built, seed, [self._residual, round_memory, state_memory])
         codes = (self._codes, self._code_scale) if scans else (self._weights, self._scale)
         head = layout.LinearParams(
@@ -108,12 +110,17 @@ class Head:
                 logits=pointer(logits),
                 normed=pointer(normed),
                 scratch=pointer(scratch),
+                accept=layout.AcceptParams(pointer(round_memory), pointer(state_memory), pointer(results_memory)),
             )
             run("ull_head_scan_1", head_scan.scan(self.hidden, self.vocabulary, blocks), head, [])
             run("ull_head_bounds", head_scan.bounds(self.vocabulary, blocks), params, [logits])
             rescore = head_scan.rescore(self.hidden, self.vocabulary, blocks)
             run("ull_head_rescore", rescore, params, [logits, scratch, normed])
             exact = _exact(scratch, head_scan.LIST_AT)
+            answer = results[1]
+            failed = round_.drawn[0].token < 0
+            assert (answer.sequence, answer.status) == (1, layout.NOT_FINITE if failed else layout.OK)
+            assert failed or (answer.count, answer.tokens[0].token) == (1, round_.drawn[0].token)
         else:
             counts = aligned(linear_layers.round_up(self.vocabulary, 16), np.uint32, 0)
             params_ = layout.SampleParams(*map(pointer, (round_memory, state_memory, logits, scratch, counts)))

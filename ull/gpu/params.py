@@ -229,6 +229,20 @@ class SampleParams(ctypes.Structure):
     ]
 
 
+class AcceptParams(ctypes.Structure):
+    _fields_ = [("round", c_void_p), ("state", c_void_p), ("results", c_void_p), ("text", c_void_p)]
+
+
+class PlainParams(ctypes.Structure):
+    _fields_ = [
+        ("sample", SampleParams),
+        ("accept", AcceptParams),
+        ("counters", c_void_p),
+        ("parts", c_int32),
+        ("padding", c_int32),
+    ]
+
+
 class HeadScanParams(ctypes.Structure):
     _fields_ = [
         ("round", c_void_p),
@@ -241,20 +255,7 @@ class HeadScanParams(ctypes.Structure):
         ("logits", c_void_p),
         ("normed", c_void_p),
         ("scratch", c_void_p),
-    ]
-
-
-class AcceptParams(ctypes.Structure):
-    _fields_ = [("round", c_void_p), ("state", c_void_p), ("results", c_void_p), ("text", c_void_p)]
-
-
-class PlainParams(ctypes.Structure):
-    _fields_ = [
-        ("sample", SampleParams),
         ("accept", AcceptParams),
-        ("counters", c_void_p),
-        ("parts", c_int32),
-        ("padding", c_int32),
     ]
 
 

@@ -1,8 +1,9 @@
 // From the logits of ull_head_scan_1 to the draw that ull_head_1 and the sampler would have made, bit for bit:
 // ull_head_bounds finds what is certain of the best rows, ull_head_rescore computes the exact logits of all rows that
-// may still be the best, as ull_head_1 computes them, and its last block draws from those. However many they are, up to
-// all rows: only the time depends on it. Greedy draws and plain sampling of one node; what needs all logits exact
-// (logprobs, top-k, top-p, min-p, biases, penalties) is for the other graph.
+// may still be the best, as ull_head_1 computes them, and its last block draws from those and ends the round as
+// ull_accept does. However many they are, up to all rows: only the time depends on it. Greedy draws and plain sampling
+// of one node; what needs all logits exact (logprobs, top-k, top-p, min-p, biases, penalties) is for the other graph.
+#include "accept.cuh"
 #include "head_rescore.cuh"
 #include "rows.cuh"
 
@@ -63,7 +64,8 @@ struct RescoreShared {
   uint32_t last_block;
   uint32_t padding;
 };
-static_assert(sizeof(RescoreShared) == 8848);  // ull/gpu/launches/head_scan.py
+static_assert(sizeof(RescoreShared) == 8848 &&
+              sizeof(accept::Shared) <= sizeof(RescoreShared));  // ull/gpu/launches/head_scan.py
 
 inline constexpr int kAtOnce = 4;  // steps of two candidates whose weights a lane has on the way
 
@@ -188,11 +190,10 @@ ULL_DEVICE void each_exact(const Scratch& scratch, int count, Visit visit) {
 // The sampler's draw, from those rows that can have a say in it.
 ULL_DEVICE void draw(RescoreShared& shared, const Scratch& scratch, const sample::Wish& wish, EmittedToken& drawn) {
   const int count = static_cast<int>(arch::load_global(&scratch).word[1]);
-  constexpr uint64_t kPoison = uint64_t{1} << 32;
   const sample::Larger larger;
   uint64_t maximum = 0, best = 0;
   each_exact(scratch, count, [&](int token, float logit) {
-    maximum = larger(maximum, logit - logit == 0.0F ? ordered(logit) : kPoison);
+    maximum = larger(maximum, sample::maximum_of(logit));
     best = larger(best, packed(logit, token));
   });
   block_largest(shared.largest, maximum, best);
@@ -264,7 +265,12 @@ ULL_KERNEL(ull_head_rescore, HeadScanParams, kThreads, 2) {
   unsigned char* staged = arch::shared_memory();
   RescoreShared& shared = *reinterpret_cast<RescoreShared*>(staged + Head::kSteps * kTokenStepBytes);
   arch::wait_for_predecessor();
-  if (!sample::is_drawn(params.round, 0)) return;
+  if (!sample::is_drawn(params.round, 0)) {  // skipped: there is nothing but the end
+    if (arch::block_x() == 0) {
+      accept::end_round<kThreads>(params.accept, *reinterpret_cast<accept::Shared*>(&shared));
+    }
+    return;
+  }
   const sample::Wish wish = sample::wish_of(params.round, params.state, 0);
   Scratch& scratch = *static_cast<Scratch*>(params.scratch);
 
@@ -297,7 +303,10 @@ ULL_KERNEL(ull_head_rescore, HeadScanParams, kThreads, 2) {
     }
     arch::block_barrier();
   }
-  if (is_last_block(shared, &scratch.finished)) draw(shared, scratch, wish, params.round->drawn[0]);
+  if (!is_last_block(shared, &scratch.finished)) return;
+  draw(shared, scratch, wish, params.round->drawn[0]);
+  arch::block_barrier();
+  accept::end_round<kThreads>(params.accept, *reinterpret_cast<accept::Shared*>(&shared));
 }
 
 }  // namespace ull::gpu::rescore

@@ -244,20 +244,6 @@ struct SampleParams {
   const uint32_t* text_counts;  // [V]
 };
 
-// The draw of one token from an FP8 scan of the lm_head, where only the token is asked for (head_rescore.cu).
-struct HeadScanParams {
-  Round* round;
-  const State* state;
-  const void* weights;       // of the lm_head: packed, 16 bits
-  const float* scale;        // [V] of the lm_head
-  const float* bound;        // [V] |exact - scanned logit| is at most that times the norm of the normed residual
-  const float* residual;     // [64, H]: row 0
-  const float* norm_weight;  // [H]
-  const float* logits;       // [V] of the scan
-  void* normed;              // H f16 activations: row 0
-  void* scratch;             // sample_scratch_bytes
-};
-
 struct AcceptParams {
   Round* round;
   State* state;
@@ -271,6 +257,22 @@ struct PlainParams {  // draws of a round of one token whose request has neither
   uint32_t* counters;  // [1] blocks that have finished; zero before it
   int32_t parts;       // blocks of the head, which has left its maxima in the scratch
   int32_t padding;
+};
+
+// The end of a round of one token whose lm_head was scanned in FP8: its draw, where only the token is asked for, and
+// what ull_accept does (head_rescore.cu).
+struct HeadScanParams {
+  Round* round;
+  const State* state;
+  const void* weights;       // of the lm_head: packed, 16 bits
+  const float* scale;        // [V] of the lm_head
+  const float* bound;        // [V] |exact - scanned logit| is at most that times the norm of the normed residual
+  const float* residual;     // [64, H]: row 0
+  const float* norm_weight;  // [H]
+  const float* logits;       // [V] of the scan
+  void* normed;              // H f16 activations: row 0
+  void* scratch;             // sample_scratch_bytes
+  AcceptParams accept;
 };
 
 struct CommitParams {
