@@ -78,8 +78,9 @@ class DeviceModel:
     def capture(self, sources: Mapping[str, Forward], stream: int, exit_stack: ExitStack) -> None:
         """One graph per number of tokens, one that only fills the cache, and one of the Medusa heads, if there are.
 
-        `sources`: by name; "scan" is "fused" with the lm_head's FP8 copy in place of the lm_head. Where our kernels find the maxima of a round of one token, also the graphs of those whose request filters
-        nothing: one round, and several behind one another.
+        `sources`: by name; "scan" is "fused" with the lm_head's FP8 copy in place of the lm_head. Where they are our
+        kernels, also the graphs of those rounds of one token whose request filters nothing: one round, and several
+        behind one another.
         """
         rounds, forward = Rounds(self.sizes, self.places, self._driver.info.multiprocessors), self.part.forward
 
