@@ -24,6 +24,7 @@ class Device:
         self.kernels = kernels
         self.device_memory: list[NDArray[np.uint8]] = []
         self.host_memory: list[NDArray[np.uint8]] = []  # that kernels store to
+        self.requested: list[NDArray[np.uint8]] = []  # what the host has written before it launches
         self.requests: Any = self._memory(layout.RoundRequest * layout.ROUND_SLOTS)
         self.results: Any = self._memory(layout.RoundResult * layout.ROUND_SLOTS)
         self.control: Any = self._memory(layout.HostControl)
@@ -45,6 +46,8 @@ class Device:
         memory = aligned(ctypes.sizeof(kind), np.uint8)
         if kind in (layout.Round, layout.State):
             self.device_memory.append(memory)
+        if kind in (layout.RoundRequest * layout.ROUND_SLOTS, layout.HostControl):
+            self.requested.append(memory)
         if kind == layout.RoundResult * layout.ROUND_SLOTS:
             self.host_memory.append(memory)
         return kind.from_buffer(memory)
@@ -118,6 +121,7 @@ class Device:
             params=params,
             seed=self.seed,
             predecessor_writes=self.device_memory,
+            constants=self.requested,
             host_reads=self.host_memory,
         )
 

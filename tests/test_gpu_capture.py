@@ -23,8 +23,10 @@ from ull.errors import BundleError, GpuError
 from ull.gpu import checks, params
 from ull.gpu.arena import REGION_ALIGNMENT, ArenaPlan
 from ull.gpu.driver import Driver
+from ull.gpu.launches import sampling
 from ull.gpu.memory import Sizes, plan_memory, rope_table
 from ull.gpu.program import Program
+from ull.gpu.rounds import BURST_ROUNDS
 from ull.log import Log
 from ull.plans import TOKEN_COUNTS
 from ull_build import kernels
@@ -84,16 +86,74 @@ def graph_of(program: Program, driver: RecordingDriver, tokens: int) -> list[Lau
 @pytest.mark.parametrize("tokens", TOKEN_COUNTS)
 def test_a_round_is_the_kernels_in_order(program: Program, driver: RecordingDriver, tokens: int) -> None:
     tile = {1: 8, 2: 8, 4: 8}.get(tokens, tokens)
-    narrow = 1 if tokens == 1 else tile  # the linear kernels have a variant for one token
+    narrow = 1 if tokens == 1 else tile  # attention and the linear kernels have a variant for one token
     norm = [f"ull_norm_{tile}"] if tokens >= 16 else []
     qkv = [f"ull_qkv_{narrow}", *([f"ull_qkv_sum_{tile}"] if norm else [])]
-    layer = [*norm, *qkv, f"ull_attention_{tile}", f"ull_o_{narrow}", *norm]
+    layer = [*norm, *qkv, f"ull_attention_{narrow}", f"ull_o_{narrow}", *norm]
     layer += [f"ull_gate_up_{narrow}", f"ull_down_{narrow}"]
     sample = ["ull_sample_scan", "ull_sample_draw", "ull_sample_filter"]
-    expected = ["ull_begin", "ull_embed", *layer * 2, *norm, f"ull_head_{narrow}", *sample, "ull_accept", "ull_commit"]
+    commit = ["ull_commit"] if tokens > 1 else []
+    expected = ["ull_begin", "ull_embed", *layer * 2, *norm, f"ull_head_{narrow}", *sample, "ull_accept", *commit]
     graph = graph_of(program, driver, tokens)
     assert [launch.kernel for launch in graph] == expected
-    assert [launch.overlaps for launch in graph] == [False] + [True] * (len(graph) - 1)
+    assert [launch.overlaps for launch in graph] == [False, False] + [True] * (len(graph) - 2)
+
+
+READ_EARLY = {"ull_attention_1", "ull_layers_1"}  # before they wait: what begin and earlier rounds wrote
+
+
+def check_edges(graph: list[Launched]) -> None:
+    """Wherever a kernel reads early, one between the round's begin and it has not started before begin had ended."""
+    begun = False
+    for launch in graph:
+        begun = begun or not launch.overlaps
+        if launch.kernel == "ull_begin":
+            begun = False
+        assert begun or launch.kernel not in READ_EARLY, f"{launch.kernel} may read what begin has yet to write"
+
+
+def test_what_begin_wrote_is_there_for_kernels_that_read_early(bundle: Bundle, driver: RecordingDriver) -> None:
+    for persistent in (False, True):
+        program = load(bundle, driver, persistent=persistent)
+        try:
+            plain = graph_of(program, driver, 1)
+            assert READ_EARLY & {launch.kernel for launch in plain}
+            for graph in driver.graphs.values():
+                check_edges(graph)
+            check_edges(plain * 2)  # rounds one after another
+            faulty = [dataclasses.replace(one, overlaps=one.kernel != "ull_begin") for one in plain]
+            with pytest.raises(AssertionError, match="may read what begin has yet to write"):
+                check_edges(faulty)
+        finally:
+            program.close()
+
+
+def test_a_round_that_filters_nothing_has_one_kernel_behind_the_head(program: Program, driver: RecordingDriver) -> None:
+    """And several of them in one graph are the same again and again, each overlapping with the one before."""
+    full = graph_of(program, driver, 1)
+    handover = program.handover
+    single = driver.graphs[handover["singles"]["plain"]]
+    names = [launch.kernel for launch in full]
+    forward = names[: names.index("ull_sample_scan")]
+    assert [launch.kernel for launch in single] == [*forward, "ull_sample_plain"]
+    assert [launch.overlaps for launch in single] == [False, False] + [True] * (len(single) - 2)
+    head, plain = single[-2], single[-1]
+    assert head.kernel == "ull_head_1" and plain.params.parts == head.grid[0]
+    assert head.params.maxima == plain.params.sample.scratch + sampling.MAXIMA_AT
+    used = {address for graph in driver.graphs.values() for one in graph for address in counters_of(one)}
+    begin = full[0].params
+    assert plain.params.counters not in used
+    assert begin.counters <= plain.params.counters < begin.counters + 4 * begin.counter_count
+    accept = full[-1]
+    assert accept.kernel == "ull_accept" and bytes(plain.params.accept) == bytes(accept.params)
+    burst = driver.graphs[handover["bursts"]["plain"]]
+    assert handover["burst_rounds"] == BURST_ROUNDS and len(burst) == BURST_ROUNDS * len(single)
+    assert [(one.kernel, one.grid, bytes(one.params)) for one in burst] == BURST_ROUNDS * [
+        (one.kernel, one.grid, bytes(one.params)) for one in single
+    ]
+    assert burst[len(single)].kernel == "ull_begin"
+    overlaps = [True, False] + [True] * (len(single) - 2)  # begin, embed, ...
+    assert [launch.overlaps for launch in burst] == [False, *(BURST_ROUNDS * overlaps)[1:]]
 
 
 def test_every_kernel_divides_a_multiprocessor_alike(program: Program, driver: RecordingDriver) -> None:
@@ -106,9 +166,9 @@ def test_all_layers_of_a_plain_round_can_be_one_kernel(bundle: Bundle, driver: R
     try:
         plain, pair = graph_of(program, driver, 1), graph_of(program, driver, 2)
         sample = ["ull_sample_scan", "ull_sample_draw", "ull_sample_filter"]
-        expected = ["ull_begin", "ull_embed", "ull_layers_1", "ull_head_1", *sample, "ull_accept", "ull_commit"]
+        expected = ["ull_begin", "ull_embed", "ull_layers_1", "ull_head_1", *sample, "ull_accept"]
         assert [launch.kernel for launch in plain] == expected
-        assert [launch.overlaps for launch in plain] == [False] + [True] * 8
+        assert [launch.overlaps for launch in plain] == [False, False] + [True] * 6
         layers, begin = plain[2], plain[0].params
         assert (layers.grid, layers.threads, layers.shared_bytes) == ((H200.multiprocessors, 1), 256, 224 << 10)
         assert layers.params.round == program._arena.address("round")

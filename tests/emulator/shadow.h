@@ -3,8 +3,8 @@
 // which one is a store, and of which neither has happened before the other (order.h), end the launch with an error that
 // names both lines, in whatever order the threads ran. So does
 //
-// - an access to global memory by a thread that has not called wait_for_predecessor(), but to `constants`, which no
-//   kernel writes;
+// - an access to global or host memory by a thread that has not called wait_for_predecessor(), but to `constants`, which
+//   no kernel writes, nor the host while the graph may run;
 // - a bulk copy from what the predecessor has written without fence_bulk_sources() between the wait and the copy, to
 //   where a thread still loads, or has stored without fence_bulk_copies() after it;
 // - a store to memory that the host reads, of which store_release_system() does not tell the host.

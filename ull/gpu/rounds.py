@@ -1,12 +1,13 @@
 """The launches around a round's forward, in order, with every pointer: pure lists, testable without a driver.
 
-    begin, embed, forward, sample*, accept, commit
-    begin, embed, forward, plain, commit
-    begin, embed, forward, bounds, rescore, commit
+    begin, embed, forward, sample*, accept[, commit]
+    begin, embed, forward, plain
+    begin, embed, forward, bounds, rescore
     begin, start, block*, head, rank, accept
 
-A prefill leaves out the sampler. The second is a round of one token whose request filters nothing, the third the
-same with an FP8 scan in place of the lm_head; the fourth a draft: Medusa heads on what the last round left behind.
+A prefill leaves out the sampler, and a round of one token the commit: its attention writes to the page itself. The
+second is a round of one token whose request filters nothing, the third the same with an FP8 scan in place of the
+lm_head; the fourth a draft: Medusa heads on what the last round left behind.
 """
 
 from __future__ import annotations
@@ -41,13 +42,20 @@ class Rounds:
         self._sizes, self._places, self._multiprocessors = sizes, places, multiprocessors
 
     def opening(self, tokens: int) -> list[Launch]:
-        """begin and embed."""
+        """begin and embed, which does not begin before begin has ended.
+
+        That is what lets kernels behind embed read before they wait. embed's blocks start when begin has ended, and those
+        of every kernel behind it after embed's have started. begin in turn has waited: the kernel before it, wherever
+        that was captured, has ended, and so have all before that one, since each waits before it ends. So what begin,
+        an earlier round of this graph or an earlier graph wrote is there when any block behind embed starts.
+        """
         embed = EmbedParams(
             round=self._places.region("round"),
             table=self._places.tensor("embed.weight"),
             residual=self._places.region("residual"),
         )
-        return [self._begin(), Launch("ull_embed", *sampling.embed(self._sizes.model.hidden, tokens), embed)]
+        geometry = sampling.embed(self._sizes.model.hidden, tokens)
+        return [self._begin(), Launch("ull_embed", *geometry, embed, overlaps=False)]
 
     def _begin(self) -> Launch:
         region, host, sizes = self._places.region, self._places.host, self._sizes
@@ -69,12 +77,16 @@ class Rounds:
         return Launch("ull_begin", *sampling.begin(), begin)
 
     def closing(self, tokens: int, draws: bool, sampler: str = FULL) -> list[Launch]:
-        """The sampler, if the round `draws`; accept and commit. `PLAIN` and `SCAN` are for one token."""
+        """The sampler, if the round `draws`; accept; and for more than one token the commit.
+
+        `PLAIN` and `SCAN` are for one.
+        """
         if draws and sampler == PLAIN:
-            return [self._plain(), self._commit()]
+            return [self._plain()]
         if draws and sampler == SCAN:
-            return [*self._rescore(), self._commit()]
-        return [*(self._sampler(tokens) if draws else ()), self._accept(), self._commit()]
+            return self._rescore()
+        sampled = self._sampler(tokens) if draws else []
+        return [*sampled, self._accept(), *([self._commit()] if tokens > 1 else [])]
 
     def _plain(self) -> Launch:
         sizes, multiprocessors = self._sizes, self._multiprocessors

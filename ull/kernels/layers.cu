@@ -4,7 +4,7 @@
 //
 // Shared memory: what the step under way needs, attention or a linear layer; then the ring that carries every layer's
 // weights, which goes on through all waiting (layer_ring.cuh); then two layers' parameters.
-#include "attention.cuh"
+#include "attention_one.cuh"
 #include "gate_up.cuh"
 #include "layer_ring.cuh"
 #include "layer_shapes.cuh"
@@ -15,7 +15,6 @@ namespace {
 
 constexpr int kThreads = kNarrowThreads;
 static_assert(kThreads == kAttentionThreads);
-constexpr int kTile = 8;  // of attention
 
 // What a linear layer keeps beside the ring: activations, then two areas of sums, then the norm's.
 template <typename Plan>
@@ -30,7 +29,7 @@ constexpr int kLinearBytes = LinearArea<NarrowPlan<Shape, 1>>::kBytes;
 
 constexpr int kStepBytes = round_up(
     larger(larger(larger(kLinearBytes<Qkv>, kLinearBytes<Output>), larger(kLinearBytes<GateUp>, kLinearBytes<Down>)),
-           AttentionShared<kTile>::kBytes),
+           AttentionShared<1>::kBytes),
     128);
 constexpr int kParamsBytes = 2 * static_cast<int>(sizeof(LayerParams));
 constexpr int kDepth =
@@ -99,21 +98,22 @@ ULL_DEVICE void linear_step(const LinearParams& params, Ring& ring, GridBarrier&
   grid.arrive();
 }
 
-// The kv heads' blocks are dealt out to the grid's, as many rounds as it takes.
+// The kv heads' blocks are dealt out to the grid's, as many rounds as it takes. What the pages hold is on its way while
+// the grid's blocks meet behind qkv.
 ULL_DEVICE void attention_step(const AttentionParams& params, GridBarrier& grid) {
-  using Shared = AttentionShared<kTile>;
-  constexpr int kLeastBlocks = (kGroup - 1) / Shared::kPartRows + 1;
-  const int blocks = larger(kLeastBlocks, arch::grid_x() / kKvHeads);
-  grid.wait();
+  const int blocks = larger(1, arch::grid_x() / kKvHeads);
 #pragma unroll 1
-  for (int i = arch::block_x(); i < blocks * kKvHeads; i += arch::grid_x()) {
-    if (!attend_at<kTile, true>(params, {i % blocks, blocks, i / blocks})) continue;
-    arch::fence_bulk_copies();
-    arch::block_barrier();
-    if (arch::thread() < kSplitTiles) {
-      arch::barrier_invalidate(reinterpret_cast<arch::Barrier*>(arch::shared_memory() + Shared::kArrived) +
-                               arch::thread());
+  for (int i = arch::block_x();; i += arch::grid_x()) {
+    AttentionOfOne<true> block(params, {i % blocks, blocks, i / blocks});
+    const bool works = i < blocks * kKvHeads && block.request();
+    grid.wait();
+    if (works) {
+      block.finish();
+      arch::fence_bulk_copies();
+      arch::block_barrier();
+      block.end();
     }
+    if (i + arch::grid_x() >= blocks * kKvHeads) break;
   }
   grid.arrive();
 }

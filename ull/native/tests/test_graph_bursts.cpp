@@ -11,7 +11,6 @@ using ull::Status;
 using ull::gpu::RoundMode;
 using ull::gpu::RoundStatus;
 using ull::graph::Sampler;
-using ull::test::AbortedRound;
 using ull::test::count_of;
 using ull::test::FakeDevice;
 using ull::test::GraphRig;
@@ -217,24 +216,25 @@ TEST(rounds_of_a_burst_that_have_not_begun_are_skipped_once_they_are_not_wanted)
 }
 
 TEST(an_abort_skips_the_rest_of_a_burst) {
-  for (const uint64_t more : {1U, 2U}) {  // before its first round, and between the two
+  for (const int before : {1, 2}) {  // rounds: the burst's first follows, or its second
     GraphRig rig(burst_script());
     const Tokens prompt = prompt_of(1);
     Tokens tokens = prompt;
-    {
-      AbortedRound aborted(rig.executor, rig.device, more);
-      CHECK(rig.advance(tokens, 100) == Status::kOk);
-      if (more == 2) CHECK(rig.advance(tokens, 100) == Status::kOk);
-      CHECK(rig.executor.start_round(rig.step(tokens, 100)) == Status::kOk);
-      CHECK(rig.finish() == Status::kAborted);
-    }
+    HeldRound held(rig.device, static_cast<uint64_t>(before));
+    for (int i = 0; i < before; ++i) CHECK(rig.advance(tokens, 100) == Status::kOk);
+    CHECK(rig.executor.start_round(rig.step(tokens, 100)) == Status::kOk);
+    while (!held.reached()) std::this_thread::yield();
+    rig.executor.abort();
+    CHECK(rig.executor.poll(rig.result) == Status::kPending);
+    CHECK(rig.device.cancelled() >= held.sequence());
+    held.release();
+    CHECK(rig.finish() == Status::kAborted);
     const auto records = rig.rest();
     const int ran = count_of(records, RoundMode::kTake, RoundStatus::kOk) +
                     count_of(records, RoundMode::kContinue, RoundStatus::kOk);
-    CHECK_EQ(ran, static_cast<int>(more));
+    CHECK_EQ(ran, before);
     CHECK(rig.decode(tokens, 10) == Status::kOk);
-    const Tokens expected = rig.model.continuation(prompt, 10 + static_cast<int>(more));
-    CHECK((Tokens{tokens.begin() + 1, tokens.end()} == expected));
+    CHECK((Tokens{tokens.begin() + 1, tokens.end()} == rig.model.continuation(prompt, 10 + before)));
   }
 }
 
