@@ -94,7 +94,10 @@ def _random_settings(options: argparse.Namespace) -> RandomSettings:
         output=Path(options.output) if options.output is not None else options.recipe,
         target=cast(Target, target),
         precision=Precision(
-            weights=options.precision or "fp8", lm_head=options.lm_head or "bf16", kv=options.kv or "bf16"
+            weights=options.precision or "fp8",
+            lm_head=options.lm_head or "bf16",
+            kv=options.kv or "bf16",
+            lm_head_scan=bool(options.lm_head_scan),
         ),
         layers=options.layers,
         context=options.context,
