@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -32,6 +33,7 @@ class Shape:
     kv_bits: int = 16
     layers: int = 2
     reports: bool = False  # see emulation.build
+    sources: tuple[str | Path, ...] = ("attention.cu", "commit.cu")
 
     @property
     def group(self) -> int:
@@ -55,7 +57,7 @@ class Shape:
             "KV_BITS": self.kv_bits,
             "RMS_EPSILON": EPSILON,
         }
-        return emulation.build(["attention.cu", "commit.cu"], model, reports=self.reports)
+        return emulation.build(self.sources, model, reports=self.reports)
 
 
 @dataclass
@@ -115,6 +117,8 @@ class Cache:
         rng = np.random.default_rng(5)
         self.norms = [aligned(shape.head_dim, np.float32, rng.uniform(0.5, 1.5, shape.head_dim)) for _ in range(2)]
         self.scale = aligned((2, shape.kv_heads), np.float32, rng.uniform(0.01, 0.03, (2, shape.kv_heads)))
+        self.kernel_of_one = "ull_attention_1"
+        self.begin_overlaps = False  # with embed, and so with what reads early: see ull.gpu.rounds
         self.results = aligned(ROUND_SLOTS * ctypes.sizeof(RoundResult), np.uint8, 0)
         self.sequence = 0
 
@@ -184,16 +188,17 @@ class Cache:
         grid, threads, shared = attention.attention(
             shape.heads, shape.kv_heads, shape.head_dim, shape.kv_bits, self.context, tile, self.blocks * shape.kv_heads
         )
+        reads_early = tile == 1 and not self.begin_overlaps
         self.kernels.run(
-            f"ull_attention_{tile}",
+            self.kernel_of_one if tile == 1 else f"ull_attention_{tile}",
             grid=grid,
             threads=threads,
             shared_bytes=shared,
             params=params,
             seed=self.seed,
-            predecessor_writes=[qkv] if tile == 1 else [qkv, state],
-            # What begin and earlier graphs wrote may be read before the wait. (Pages: also `base`, which nobody does.)
-            constants=[state, self.table, self.pool, self.rope, *self.norms, self.scale] if tile == 1 else (),
+            predecessor_writes=[qkv] if reads_early else [qkv, state],
+            # What no kernel of the round writes, and what begin wrote unless it still does.
+            constants=[self.pool, self.rope, *self.norms, self.scale, *([state, self.table] if reads_early else ())],
         )
         assert not self.counters.any()
 

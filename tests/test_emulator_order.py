@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,19 @@ def test_bulk_copies_and_threads_take_turns(kernels: emulation.Kernels, seed: in
         run(kernels, "stage_twice", source, output, fault, seed, threads=256)
     with pytest.raises(KernelError, match=message):
         run(kernels, "stage_twice", source, output, fault, seed, threads=256, predecessor_writes=[source])
+
+
+def test_nobody_stores_where_a_bulk_copy_reads(kernels: emulation.Kernels) -> None:
+    """The emulator sees it if the copy is still under way: in some order of the threads."""
+    seen = 0
+    for seed in range(8):
+        source, output = numbers(256), aligned(256, np.uint32)
+        try:
+            run(kernels, "stage_twice", source, output, 9, seed, threads=256)
+        except KernelError as error:
+            assert re.search(r"a race at .*the store by thread .*ordering\.cu:\d+.* a bulk copy that is under way", str(error))
+            seen += 1
+    assert seen > 0
 
 
 @pytest.mark.parametrize("seed", SEEDS)

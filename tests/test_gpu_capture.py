@@ -186,6 +186,15 @@ def test_all_layers_of_a_plain_round_can_be_one_kernel(bundle: Bundle, driver: R
         program.close()
 
 
+def pointers_of(parameters: ctypes.Structure) -> Iterator[tuple[str, int | None]]:
+    """Fields and their values, those of structs within too."""
+    for field, kind in parameters._fields_:
+        if kind is ctypes.c_void_p:
+            yield field, getattr(parameters, field)
+        elif issubclass(kind, ctypes.Structure):
+            yield from pointers_of(getattr(parameters, field))
+
+
 def counters_of(launch: Launched) -> list[int]:
     """Addresses that a kernel counts at; begin clears them all."""
     if launch.kernel.startswith("ull_attention"):
@@ -198,7 +207,7 @@ def test_a_prefill_has_neither_head_nor_sampler(program: Program, driver: Record
     assert names[:2] == ["ull_begin", "ull_embed"] and names[-3:] == ["ull_down_64", "ull_accept", "ull_commit"]
     assert names[2:6] == ["ull_norm_64", "ull_qkv_64", "ull_qkv_sum_64", "ull_attention_64"]
     assert names[6:8] == ["ull_o_64", "ull_norm_64"]
-    assert len(driver.graphs) == len(TOKEN_COUNTS) + 1
+    assert len(driver.graphs) == len(TOKEN_COUNTS) + 1 + 2  # and the plain round, alone and in a burst
 
 
 def test_every_launch_fits_the_device(program: Program, driver: RecordingDriver) -> None:
@@ -237,12 +246,11 @@ def test_every_pointer_names_the_beginning_of_what_it_means(program: Program, dr
         layer = 0
         left = None  # the layer whose partial sums the next norm finishes
         for launch in graph:
+            if launch.kernel == "ull_begin":
+                layer = 0
             kernel = launch.kernel.removeprefix("ull_").rstrip("0123456789").rstrip("_").removesuffix("_sum")
             name = "lm_head" if kernel == "head" else f"layers.{layer}.{kernel}"
-            for field, kind in launch.params._fields_:
-                if kind is not ctypes.c_void_p:
-                    continue
-                value = getattr(launch.params, field)
+            for field, value in pointers_of(launch.params):
                 if field in same and field != "table":
                     assert value == region[same[field]], (launch.kernel, field)
                 elif field == "table":
@@ -289,9 +297,8 @@ def test_every_pointer_lies_in_the_arena_or_in_mapped_memory(program: Program, d
     mapped = (host["requests"] + HOST_OFFSET, host["text"] + 4 * program.sizes.context + HOST_OFFSET)
     for graph in driver.graphs.values():
         for launch in graph:
-            for field, kind in launch.params._fields_:
-                value = getattr(launch.params, field)
-                if kind is ctypes.c_void_p and value is not None:
+            for field, value in pointers_of(launch.params):
+                if value is not None:
                     inside = arena <= value < end or mapped[0] <= value < mapped[1]
                     assert inside and value % 4 == 0, (launch.kernel, field)
 
@@ -301,10 +308,10 @@ def test_counters_are_nobody_elses(program: Program, driver: RecordingDriver) ->
     graph = graph_of(program, driver, 64)
     begin = graph[0].params
     spans = []
-    for launch in graph:
+    for launch in [*graph, *driver.graphs[program.handover["singles"]["plain"]][-1:]]:
         if isinstance(launch.params, params.AttentionParams):
             spans.append((launch.params.counters, program.sizes.attention_counters))
-        elif isinstance(launch.params, params.CommitParams):
+        elif isinstance(launch.params, params.CommitParams | params.PlainParams):
             spans.append((launch.params.counters, 1))
     spans.sort()
     assert spans[0][0] == begin.counters

@@ -42,7 +42,8 @@ ULL_KERNEL(tell_host, ProbeParams, 64, 1) {
 // Reverses the input's 1024 bytes within the block: threads put it where a bulk copy brings it next, and add both up.
 // Faults: 1 no fence_bulk_copies(); 2 no barrier between the loads and the copy; 3 no fence_barrier_init(); 4 no
 // fence_bulk_sources(); 5 fence_bulk_sources() before the wait; 6 the copy begins before the wait; 7 nobody waits for
-// the copy; 8 the barrier is invalidated without it.
+// the copy; 8 the barrier is invalidated without it; 9 a
+// thread stores where the copy reads.
 ULL_KERNEL(stage_twice, ProbeParams, 256, 1) {
   auto* shared = reinterpret_cast<uint32_t*>(arch::shared_memory());
   auto* barrier = reinterpret_cast<arch::Barrier*>(shared + 256);
@@ -67,8 +68,9 @@ ULL_KERNEL(stage_twice, ProbeParams, 256, 1) {
   const uint32_t reversed = shared[me ^ 1];
   if (params.fault != 2) arch::block_barrier();
   if (me == 0) copy();
-  if (params.fault < 7) arch::barrier_wait(barrier, 0);
-  if (params.fault < 7) static_cast<uint32_t*>(params.output)[me] = reversed + shared[me];
+  if (params.fault == 9 && me < 32) const_cast<uint32_t*>(input)[me] = 0;
+  if (params.fault < 7 || params.fault == 9) arch::barrier_wait(barrier, 0);
+  if (params.fault < 7 || params.fault == 9) static_cast<uint32_t*>(params.output)[me] = reversed + shared[me];
   if (params.fault == 8 && me == 0) arch::barrier_invalidate(barrier);
 }
 

@@ -158,6 +158,16 @@ void require_wait(const void* address, const Access& access) {
        address);
 }
 
+// Of a store to global memory: a bulk copy may read its source until somebody has waited for it.
+void require_copied(const void* address, uint64_t bytes, const Access& access) {
+  const auto* first = static_cast<const unsigned char*>(address);
+  for (const BulkCopy& copy : block->copies) {
+    if (first >= copy.global + copy.bytes || first + bytes <= copy.global) continue;
+    fail("a race at %p: %s, where a bulk copy that is under way reads", address,
+         told(access, action_of(access)).c_str());
+  }
+}
+
 void watch(const void* address, uint64_t bytes, Access access) {
   const bool shared = is_shared(address);
   if (!shared) {
@@ -166,6 +176,7 @@ void watch(const void* address, uint64_t bytes, Access access) {
       return;
     }
     require_wait(address, access);
+    if (access.stores) require_copied(address, bytes, access);
   }
   const auto first = reinterpret_cast<uintptr_t>(address);
   for (uintptr_t at = first & ~uintptr_t{3}; at < first + bytes; at += 4) {

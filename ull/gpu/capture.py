@@ -15,7 +15,7 @@ OVERLAPPING = (9, 0)  # the first compute capability with programmatic dependent
 
 
 class StreamRecorder:
-    """Launches kernels on a capturing stream; each that `overlaps` may begin before the kernel of ours before it ends."""
+    """Launches kernels on a capturing stream; each that `overlaps` may begin before our kernel before it has ended."""
 
     def __init__(self, driver: Driver, stream: int, functions: Mapping[str, int]) -> None:
         self._driver, self._functions = driver, functions

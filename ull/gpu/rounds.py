@@ -44,10 +44,10 @@ class Rounds:
     def opening(self, tokens: int) -> list[Launch]:
         """begin and embed, which does not begin before begin has ended.
 
-        That is what lets kernels behind embed read before they wait. embed's blocks start when begin has ended, and those
-        of every kernel behind it after embed's have started. begin in turn has waited: the kernel before it, wherever
-        that was captured, has ended, and so have all before that one, since each waits before it ends. So what begin,
-        an earlier round of this graph or an earlier graph wrote is there when any block behind embed starts.
+        That is what lets kernels behind embed read before they wait. embed's blocks start when begin has ended, and
+        those of every kernel behind it after embed's have started. begin in turn has waited: the kernel before it,
+        wherever that was captured, has ended, and so have all before that one, since each waits before it ends. So what
+        begin, an earlier round of this graph or an earlier graph wrote is there when any block behind embed starts.
         """
         embed = EmbedParams(
             round=self._places.region("round"),

@@ -59,8 +59,10 @@ ULL_DEVICE void await_device(const uint32_t* count, uint32_t at_least) {
   } while (value < at_least);
 }
 
-// Programmatic dependent launch: lets the next kernel's blocks start; waits for the previous kernel's results. Weights,
-// which no kernel writes, may be read before the wait; nothing else may. Before Hopper kernels never overlap.
+// Programmatic dependent launch: lets the next kernel's blocks start; waits for the previous kernel's results. Before the
+// wait a kernel may read weights, which no kernel writes; and one that comes behind embed, whose launch does not overlap
+// with begin() (ull/gpu/rounds.py says why that is enough), what begin() or an earlier round wrote: by load_global() or
+// bulk copies, past L1. Nothing else, and nobody writes before it. Before Hopper kernels never overlap.
 #if __CUDA_ARCH__ >= 900
 ULL_DEVICE void release_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 ULL_DEVICE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

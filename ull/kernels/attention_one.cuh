@@ -122,6 +122,7 @@ class AttentionOfOne {
       key_scale_ = params_.kv_scale[place_.kv_head];
       value_scale_ = params_.kv_scale[kKvHeads + place_.kv_head];
     }
+    if constexpr (!kInLoop) prepare(keys_);
     return true;
   }
 
@@ -194,7 +195,6 @@ class AttentionOfOne {
   // reaches `base` the key into shared memory and its page, and the value into shared memory.
   ULL_DEVICE void prepare_own_heads() {
     HeadPart x = load_own_head(own_head());
-    if constexpr (!kInLoop) prepare(keys_);  // while that is on its way
 #pragma unroll 1
     for (int head = own_head();;) {
       if constexpr (kQkNorm) {
