@@ -123,7 +123,9 @@ def test_nobody_stores_where_a_bulk_copy_reads(kernels: emulation.Kernels) -> No
         try:
             run(kernels, "stage_twice", source, output, 9, seed, threads=256)
         except KernelError as error:
-            assert re.search(r"a race at .*the store by thread .*ordering\.cu:\d+.* a bulk copy that is under way", str(error))
+            assert re.search(
+                r"a race at .*the store by thread .*ordering\.cu:\d+.* a bulk copy that is under way", str(error)
+            )
             seen += 1
     assert seen > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -13,7 +14,11 @@ import pytest
 
 import driver_double
 from device_bundles import build_with_stubs, emulated_kernels
+from recording_driver import RecordingDriver
 from ull.bundle import HEAD_SCAN, Precision, open_bundle
+from ull.gpu.program import Program
+from ull.gpu.rounds import BURST_ROUNDS
+from ull.log import Log
 from ull_build.build import Settings
 
 ROOT = Path(__file__).parent.parent
@@ -85,6 +90,35 @@ def test_the_scan_says_what_the_lm_head_says(bundle: Path) -> None:
     for of_wish in said:
         assert of_wish["scan"] == of_wish["plain"] == of_wish["continued"] == of_wish["full"]
         assert all(0 < count < 4096 // 4 for count in of_wish["again"]), of_wish["again"]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_scanned_round_is_the_kernels_in_order(bundle: Path, persistent: bool) -> None:
+    driver, opened = RecordingDriver(), open_bundle(bundle)
+    program = Program(opened, Log(stream=io.StringIO()), persistent=persistent, driver=driver)
+    try:
+        plain, scan, burst = (
+            driver.graphs[program.handover[name][sampler]]
+            for name, sampler in (("singles", "plain"), ("singles", "scan"), ("bursts", "scan"))
+        )
+        arena = program._arena
+        weights = arena.address("weights")
+        offsets = {name: weights + entry.offset for name, entry in opened.tensors.items()}
+        start = min(entry.offset for entry in opened.tensors.values())
+    finally:
+        program.close()
+    names = [launch.kernel for launch in plain]
+    ending = ["ull_head_scan_1", "ull_head_bounds", "ull_head_rescore"]
+    assert [launch.kernel for launch in scan] == [*names[: names.index("ull_head_1")], *ending]
+    assert [launch.kernel for launch in burst] == [launch.kernel for launch in scan] * BURST_ROUNDS
+    head, rescore = scan[-3].params, scan[-1].params
+    assert (
+        head.weights == offsets[f"{HEAD_SCAN}.weight"] - start and head.scale == offsets[f"{HEAD_SCAN}.scale"] - start
+    )
+    assert (
+        rescore.weights == offsets["lm_head.weight"] - start and rescore.bound == offsets[f"{HEAD_SCAN}.bound"] - start
+    )
+    assert head.output == rescore.logits and rescore.accept.results == plain[-1].params.accept.results
 
 
 def test_the_bundle_holds_the_copy_and_its_bounds(bundle: Path) -> None:
