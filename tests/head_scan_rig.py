@@ -71,9 +71,17 @@ class Head:
         """What the head multiplies with."""
         return linear_layers.normed(self._residual[:, : self.hidden], self._norm_weight, EPSILON)[0]
 
-    def draw(self, sampling_: dict[str, Any], scans: bool, position: int = 7, blocks: int = 5, seed: int = 0) -> Draw:
-        """The token drawn for `position`."""
-        built = kernels(self.vocabulary, self.hidden)
+    def draw(
+        self,
+        sampling_: dict[str, Any],
+        scans: bool,
+        position: int = 7,
+        blocks: int = 5,
+        seed: int = 0,
+        reports: bool = False,
+    ) -> Draw:
+        """The token drawn for `position`. `reports`: a race ends the launch."""
+        built = kernels(self.vocabulary, self.hidden, reports)
         round_, round_memory = structure(layout.Round)
         round_.count, round_.base, round_.draws, round_.first_draw = 1, position - 1, 1, 0
         round_.depths[0], round_.sequence, round_.mode, round_.max_tokens = 0, 1, layout.TAKE, 1

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+import emulation
 from head_scan_rig import Draw, Head
 from linear_layers import normed
 from ull_build.head_scan import scan_rows, sum_error
@@ -155,6 +156,17 @@ def test_few_rows_are_computed_again() -> None:
     """Of even weights: else there would be no point in it."""
     head = head_of("even")
     assert all(0 < len(head.draw(wish, scans=True).exact) < VOCABULARY // 50 for wish in (GREEDY, SAMPLED))
+
+
+@pytest.mark.skipif(emulation.ON_DEVICE or emulation.SANITIZE, reason="only the emulator's own build reports accesses")
+def test_no_two_blocks_race() -> None:
+    """Neither for the list of candidates nor for the end of the round, which is the last block's."""
+    rng = np.random.default_rng(2)
+    head = Head(near_ties(rng)[:200], rng.standard_normal(HIDDEN).astype(np.float32))
+    expected = head.draw(SAMPLED, scans=False).token
+    for seed in range(3):
+        drawn = head.draw(SAMPLED, scans=True, blocks=3, seed=seed, reports=True)
+        assert drawn.token == expected and len(drawn.exact) > 3
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1])
