@@ -63,4 +63,4 @@ def scan_bounds(
     bounds = norms[0] + sum_error(halves.shape[1]) * (norms[1] + norms[2])
     with np.errstate(over="ignore"):
         narrow = (bounds * (1 + 2.0**-24)).astype(np.float32)
-        return np.nextafter(narrow, np.float32(np.inf))
+        return np.asarray(np.nextafter(narrow, np.float32(np.inf)), np.float32)

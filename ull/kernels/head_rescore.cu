@@ -189,7 +189,7 @@ ULL_DEVICE void each_exact(const Scratch& scratch, int count, Visit visit) {
 
 // The sampler's draw, from those rows that can have a say in it.
 ULL_DEVICE void draw(RescoreShared& shared, const Scratch& scratch, const sample::Wish& wish, EmittedToken& drawn) {
-  const int count = static_cast<int>(arch::load_global(&scratch).word[1]);
+  const int count = static_cast<int>(arch::load_global(&scratch.counts).word[1]);
   const sample::Larger larger;
   uint64_t maximum = 0, best = 0;
   each_exact(scratch, count, [&](int token, float logit) {
@@ -252,10 +252,8 @@ ULL_KERNEL(ull_head_bounds, HeadScanParams, kThreads, 2) {
     Scratch& scratch = *static_cast<Scratch*>(params.scratch);
     scratch.certain[arch::block_x()] = {static_cast<uint32_t>(logit), static_cast<uint32_t>(score), {}};
     if (arch::block_x() == 0) {
-      scratch.finished = 0;
-      scratch.listed = 0;
-      scratch.norm = norm;
-      scratch.padding = static_cast<uint32_t>(arch::grid_x());  // blocks, for whoever reads what they found
+      scratch.counts = {};
+      scratch.found = {norm, arch::grid_x()};
     }
   }
 }
@@ -274,9 +272,9 @@ ULL_KERNEL(ull_head_rescore, HeadScanParams, kThreads, 2) {
   const sample::Wish wish = sample::wish_of(params.round, params.state, 0);
   Scratch& scratch = *static_cast<Scratch*>(params.scratch);
 
-  const arch::Vector4 found = arch::load_global(&scratch);
-  const float norm = arch::bits_float(found.word[2]);
-  const int slices = static_cast<int>(found.word[3]);
+  const arch::Vector4 found = arch::load_global(&scratch.found);
+  const float norm = arch::bits_float(found.word[0]);
+  const int slices = static_cast<int>(found.word[1]);
   for (int i = arch::thread(); i < Head::kSteps * kTokenStepBytes / 16; i += kThreads) {
     const auto* normed = static_cast<const unsigned char*>(params.normed);
     const arch::Vector4 v = arch::load_global(normed + static_cast<int64_t>(i / 4) * kActivationStepBytes + i % 4 * 16);
@@ -296,14 +294,14 @@ ULL_KERNEL(ull_head_rescore, HeadScanParams, kThreads, 2) {
     choose(shared, params, pass, norm, static_cast<uint32_t>(logit), static_cast<uint32_t>(score), wish);
     arch::block_barrier();
     const int count = static_cast<int>(shared.count);
-    if (arch::thread() == 0 && count > 0) shared.first = arch::atomic_add(&scratch.listed, shared.count);
+    if (arch::thread() == 0 && count > 0) shared.first = arch::atomic_add(&scratch.counts.listed, shared.count);
     for (int first = 0; first < count; first += kRowUnit) rescore_tile(shared, params, staged, first, count);
     for (int i = arch::thread(); i < count; i += kThreads) {
       scratch.exact[shared.first + static_cast<uint32_t>(i)] = {shared.rows[i], shared.exact[i]};
     }
     arch::block_barrier();
   }
-  if (!is_last_block(shared, &scratch.finished)) return;
+  if (!is_last_block(shared, &scratch.counts.finished)) return;
   draw(shared, scratch, wish, params.round->drawn[0]);
   arch::block_barrier();
   accept::end_round<kThreads>(params.accept, *reinterpret_cast<accept::Shared*>(&shared));

@@ -48,15 +48,19 @@ struct ExactLogit {
 
 // In SampleParams.scratch, in place of the sampler's.
 struct Scratch {
-  uint32_t finished;  // blocks of ull_head_rescore
-  uint32_t listed;    // rows with an exact logit
-  float norm;         // |x|, or a little more
-  uint32_t padding;
+  struct alignas(16) {  // counted by the blocks of ull_head_rescore
+    uint32_t finished;  // blocks
+    uint32_t listed;    // rows with an exact logit
+  } counts;
+  struct alignas(16) {
+    float norm;     // |x|, or a little more
+    int32_t parts;  // blocks of ull_head_bounds
+  } found;
   Certain certain[sample::kMostBlocks];
   ExactLogit exact[round_up(kVocabulary, 2)];
 };
 static_assert(sizeof(Scratch) <= sizeof(sample::Scratch));
-static_assert(ULL_OFFSETOF(Scratch, exact) == 8208);  // ull/gpu/launches/head_scan.py: LIST_AT
+static_assert(ULL_OFFSETOF(Scratch, exact) == 8224);  // ull/gpu/launches/head_scan.py: LIST_AT
 
 // Where a row's exact logit lies; `known` false: nowhere in particular.
 struct Interval {
