@@ -126,13 +126,13 @@ class DeviceKernels:
         passed = type(params).from_buffer_copy(params)
         copies: dict[int, tuple[int, int]] = {}  # host address -> bytes, device address
         try:
-            for field, value in _pointers(params):
+            for struct, field, value in _pointers(passed):
                 base, offset, size = _extent(field, value)
                 if base not in copies:
                     address = int(_check("cuMemAlloc", driver.cuMemAlloc(max(size, 1))))
                     copies[base] = (size, address)
                     _check("cuMemcpyHtoD", driver.cuMemcpyHtoD(address, base, size))
-                setattr(passed, field, copies[base][1] + offset)
+                setattr(struct, field, copies[base][1] + offset)
             arguments = (ctypes.c_void_p * 1)(ctypes.addressof(passed))
             launch = driver.cuLaunchKernel(
                 function, *grid, 1, threads, 1, 1, shared_bytes, 0, ctypes.addressof(arguments), 0
@@ -161,10 +161,16 @@ class DeviceKernels:
         raise DeviceError(f"no kernel {name} in the compiled sources")
 
 
-def _pointers(params: ctypes.Structure) -> list[tuple[str, int]]:
-    """(field, address) of every pointer that is not null."""
-    fields = [(name, getattr(params, name)) for name, kind, *_ in params._fields_ if kind is ctypes.c_void_p]
-    return [(name, value) for name, value in fields if value]
+def _pointers(params: ctypes.Structure) -> list[tuple[ctypes.Structure, str, int]]:
+    """(struct, field, address) of every pointer that is not null, those of structs within it too."""
+    found = []
+    for field, kind, *_ in params._fields_:
+        value = getattr(params, field)
+        if isinstance(value, ctypes.Structure):
+            found += _pointers(value)
+        elif kind is ctypes.c_void_p and value:
+            found.append((params, field, value))
+    return found
 
 
 def _extent(field: str, address: int) -> tuple[int, int, int]:
