@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 import emulation
-from ull.bundle import DEVICE_KERNELS, MEDUSA_KERNELS, open_bundle, read_tensor_file
+from ull.bundle import DEVICE_KERNELS, HEAD_SCAN_KERNELS, MEDUSA_KERNELS, open_bundle, read_tensor_file
 from ull_build import kernels
 from ull_build.build import Settings, build
 
@@ -20,11 +20,13 @@ STUB = """#include "params.h"
 """
 
 
-def write_stubs(directory: Path, names: Any = DEVICE_KERNELS | MEDUSA_KERNELS) -> Path:
+def write_stubs(directory: Path, names: Any = DEVICE_KERNELS | MEDUSA_KERNELS | HEAD_SCAN_KERNELS) -> Path:
     """A folder of kernel sources in which every kernel exists and none does anything."""
     directory.mkdir(exist_ok=True)
-    always, drafting = sorted(set(names) - MEDUSA_KERNELS), sorted(set(names) & MEDUSA_KERNELS)
-    for part, chosen in (("first", always[::2]), ("second", always[1::2]), ("medusa", drafting)):
+    always = sorted(set(names) - MEDUSA_KERNELS - HEAD_SCAN_KERNELS)
+    drafting, scanning = sorted(set(names) & MEDUSA_KERNELS), sorted(set(names) & HEAD_SCAN_KERNELS)
+    parts = {"first": always[::2], "second": always[1::2], "medusa": drafting, "head_scan": scanning}
+    for part, chosen in parts.items():
         lines = [f'extern "C" __global__ void {name}(ull::gpu::SampleParams) {{}}' for name in chosen]
         (directory / f"{part}.cu").write_text(STUB.format(kernels="\n".join(lines)))
     return directory

@@ -151,13 +151,13 @@ class DeviceKernels:
         copies: dict[int, tuple[int, int]] = {}  # host address -> bytes, device address
         held: list[int] = []  # device addresses of what the predecessor writes
         try:
-            for field, value in _pointers(params):
+            for struct, field, value in _pointers(passed):
                 base, offset, size = _extent(field, value)
                 if base not in copies:
                     address = int(_check("cuMemAlloc", driver.cuMemAlloc(max(size, 1))))
                     copies[base] = (size, address)
                     _check("cuMemcpyHtoD", driver.cuMemcpyHtoD(address, base, size))
-                setattr(passed, field, copies[base][1] + offset)
+                setattr(struct, field, copies[base][1] + offset)
             arguments = (ctypes.c_void_p * 1)(ctypes.addressof(passed))
             config = _config(grid, threads, shared_bytes, overlaps=True)
             before = self._hold(predecessor_writes, copies, held)
@@ -240,10 +240,16 @@ def _launch_predecessor(params: _PredecessorParams) -> None:
     _check("launch of the predecessor", _driver().cuLaunchKernelEx(config, function, ctypes.addressof(arguments), 0))
 
 
-def _pointers(params: ctypes.Structure) -> list[tuple[str, int]]:
-    """(field, address) of every pointer that is not null."""
-    fields = [(name, getattr(params, name)) for name, kind, *_ in params._fields_ if kind is ctypes.c_void_p]
-    return [(name, value) for name, value in fields if value]
+def _pointers(params: ctypes.Structure) -> list[tuple[ctypes.Structure, str, int]]:
+    """(struct, field, address) of every pointer that is not null, those of structs within it too."""
+    found = []
+    for field, kind, *_ in params._fields_:
+        value = getattr(params, field)
+        if isinstance(value, ctypes.Structure):
+            found += _pointers(value)
+        elif kind is ctypes.c_void_p and value:
+            found.append((params, field, value))
+    return found
 
 
 def _extent(field: str, address: int) -> tuple[int, int, int]:

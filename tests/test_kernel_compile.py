@@ -12,6 +12,7 @@ import pytest
 import ull
 from ull.bundle import (
     DEVICE_KERNELS,
+    HEAD_SCAN_KERNELS,
     MEDUSA_KERNELS,
     ROUND_KERNELS,
     MedusaHeads,
@@ -49,6 +50,7 @@ MODELS = {
     "qwen3-8b, bf16": (shape_model("qwen3-8b"), Precision(weights="bf16")),
 }
 MACROS = device_macros(TINY, Precision())
+SCAN_SOURCES = sorted(set(kernel_sources(HEAD_SCAN_KERNELS)) - set(kernel_sources(ROUND_KERNELS)))
 MEDUSA_SOURCES = sorted(set(kernel_sources(MEDUSA_KERNELS)) - set(kernel_sources(ROUND_KERNELS)))
 
 
@@ -83,6 +85,16 @@ def test_medusa_heads_compile_without_spills(name: str, arch: str, source: Path)
     assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
 
 
+@pytest.mark.parametrize("source", SCAN_SOURCES, ids=lambda path: path.name)
+@pytest.mark.parametrize("arch", ["llama-3.2-1b", "llama-3.1-8b", "llama-3.3-70b"])
+def test_the_scan_of_the_lm_head_compiles_without_spills(arch: str, source: Path) -> None:
+    """And leaves registers for a second block, its own or the next kernel's."""
+    compiled = compile_file(source, device_macros(shape_model(arch), Precision(lm_head_scan=True)))
+    assert set(compiled.kernels) <= HEAD_SCAN_KERNELS
+    assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
+    assert all(use.registers <= 128 for use in compiled.functions.values())
+
+
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 @pytest.mark.parametrize("arch", ["llama-3.2-1b", "llama-3.1-8b", "qwen3-8b", "llama-3.3-70b"])
 def test_all_layers_in_one_kernel_leave_registers_over(arch: str, kv: Literal["bf16", "fp8"]) -> None:
@@ -106,7 +118,7 @@ def test_other_architectures_compile(target: Target, source: Path) -> None:
 
 def test_the_sources_hold_every_kernel_of_a_round() -> None:
     """By their text: the build makes sure once more of what the compiler saw."""
-    needed = DEVICE_KERNELS | MEDUSA_KERNELS
+    needed = DEVICE_KERNELS | MEDUSA_KERNELS | HEAD_SCAN_KERNELS
     text = "\n".join(source.read_text() for source in kernel_sources(needed))
     assert not [kernel for kernel in needed if f"({kernel}," not in text]
 

@@ -17,6 +17,7 @@ DEVICE_INTERFACE = 4  # of ull/kernels/params.h: cubins of another one do not un
 DEVICE_TILE_ROWS = 16
 DEVICE_STEP = 32  # columns
 DEVICE_ALIGNMENT = 128  # bytes: a cache line of the GPU
+HEAD_SCAN = "lm_head_scan"  # the FP8 copy of the lm_head, with a bound for each row
 
 _LINEARS = ("ull_qkv", "ull_o", "ull_gate_up", "ull_down", "ull_head")
 ROUND_KERNELS = frozenset(
@@ -34,6 +35,7 @@ _LINEAR_KERNELS = frozenset(
     ]
 )
 DEVICE_KERNELS = ROUND_KERNELS | _ATTENTION_KERNELS | _LINEAR_KERNELS
+HEAD_SCAN_KERNELS = frozenset(["ull_head_scan_1", "ull_head_bounds", "ull_head_rescore"])
 MEDUSA_KERNELS = frozenset(f"ull_draft_{name}" for name in ("start", "block", "head", "rank"))
 
 
@@ -55,7 +57,7 @@ class DevicePart:
 
     def needed_kernels(self) -> frozenset[str]:
         """The kernels of ull that its rounds are made of."""
-        return needed_kernels(self.forward, self.medusa)
+        return needed_kernels(self.forward, self.medusa, self.precision.lm_head_scan)
 
     def macros(self) -> dict[str, str]:
         """The model as the sources of its kernels see it."""
@@ -79,14 +81,18 @@ def device_parts(manifest: Manifest) -> list[DevicePart]:
     return parts
 
 
-def needed_kernels(forward: Forward, medusa: MedusaHeads | None = None) -> frozenset[str]:
-    """The kernels of ull that a bundle's rounds are made of."""
-    needed = ROUND_KERNELS
+def needed_kernels(forward: Forward, medusa: MedusaHeads | None = None, scans: bool = False) -> frozenset[str]:
+    """The kernels of ull that a bundle's rounds are made of. `scans`: with an FP8 copy of the lm_head."""
+    needed = ROUND_KERNELS | optional_kernels(medusa, scans)
     if forward.attention != "native":
         needed |= _ATTENTION_KERNELS
-    if medusa is not None:
-        needed |= MEDUSA_KERNELS
     return needed | _LINEAR_KERNELS if forward.uses("fused") else needed
+
+
+def optional_kernels(medusa: MedusaHeads | None, scans: bool) -> frozenset[str]:
+    """Those that only bundles with heads, or with an FP8 copy of the lm_head, have."""
+    drafting = frozenset[str]() if medusa is None else MEDUSA_KERNELS
+    return drafting | HEAD_SCAN_KERNELS if scans else drafting
 
 
 def gate_up_rows(model: Model) -> int:
@@ -171,6 +177,9 @@ def device_tensors(
         linear(f"{prefix}.down", model.hidden, model.intermediate, precision.weights)
     norm("norm")
     linear("lm_head", model.vocabulary, model.hidden, precision.lm_head, bias=False)
+    if precision.lm_head_scan:
+        linear(HEAD_SCAN, model.vocabulary, model.hidden, "fp8", bias=False)
+        vector(f"{HEAD_SCAN}.bound", head_rows(model))
     if medusa is not None:
         for layer in range(medusa.layers):
             linear(f"{MEDUSA}{layer}", medusa.heads * model.hidden, model.hidden, precision.weights)

@@ -17,7 +17,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from ull import _native
-from ull.bundle import Bundle, Forward, Manifest, Model, Plans, open_bundle, read_manifest, verify_hashes
+from ull.bundle import HEAD_SCAN, Bundle, Forward, Manifest, Model, Plans, open_bundle, read_manifest, verify_hashes
 from ull.config import EngineConfig
 from ull.errors import BundleError
 from ull.host import auto_threads
@@ -160,7 +160,7 @@ def _group(name: str) -> str:
         return {"medusa": "medusa heads", "draft": "draft model"}[parts[0]]
     if parts[0] == "layers":
         return _GROUPS.get(parts[2], "norms")  # biases and scales count with their matrix
-    return {"embed": "embedding", "lm_head": "lm_head"}.get(parts[0], "norms")
+    return {"embed": "embedding", "lm_head": "lm_head", HEAD_SCAN: "lm_head's FP8 copy"}.get(parts[0], "norms")
 
 
 def _print_tables(report: dict[str, Any]) -> None:
@@ -273,7 +273,9 @@ def _device_rows(manifest: Manifest) -> list[tuple[str, str]]:
     if manifest.code is None:
         return []
     code = manifest.code
-    rows = [("kernels", f"{len(code.kernels())} in {len(code.files)} cubins, {code.compiler} {code.toolkit}")]
+    copy = [("lm_head scan", "an FP8 copy, read for tokens of which no other logit is asked for")]
+    rows = copy if manifest.precision.lm_head_scan else []
+    rows += [("kernels", f"{len(code.kernels())} in {len(code.files)} cubins, {code.compiler} {code.toolkit}")]
     if manifest.random_weights:
         rows.append(("weights", "random, made up on the device at load: a benchmark bundle"))
     rows.append(("forward", f"prefill {manifest.forward.prefill}, decode {manifest.forward.decode}"))

@@ -111,12 +111,16 @@ class Model(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Precision(Struct, frozen=True, forbid_unknown_fields=True):
-    """Storage formats. "f32" serves tests and the build's own evaluation of the original weights."""
+    """Storage formats. "f32" serves tests and the build's own evaluation of the original weights.
+
+    `lm_head_scan`: beside the lm_head there is an FP8 copy, which a GPU reads instead where that gives the same token.
+    """
 
     weights: Literal["fp8", "bf16", "f32"] = "fp8"
     lm_head: Literal["fp8", "bf16", "f32"] = "bf16"
     embedding: Literal["bf16", "f32"] = "bf16"
     kv: Literal["bf16", "fp8", "f32"] = "bf16"
+    lm_head_scan: bool = False
 
 
 class MedusaHeads(Struct, frozen=True, forbid_unknown_fields=True):
@@ -273,6 +277,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     calibration: Calibration | None = None  # None: activations stay in 16 bits
 
     def __post_init__(self) -> None:
+        for problem in head_scan_problems(self.target, self.precision, self.forward.decode):
+            raise ValueError(problem)
         if self.target == "cpu":
             _require(self.draft is None or self.draft.code is None, 'target "cpu" takes no `code` of a draft model')
             _require(self.code is None and not self.random_weights, 'target "cpu" takes no `code` or `random_weights`')
@@ -346,6 +352,18 @@ def medusa_problems(medusa: MedusaHeads, decode: Source) -> Iterator[str]:
         yield "Medusa heads read the hidden state of ull's own decode; supported: forward.decode fused"
     if medusa.heads > MAX_DEVICE_HEADS:
         yield f"a GPU runs at most {MAX_DEVICE_HEADS} Medusa heads, not {medusa.heads}; take fewer (medusa.num)"
+
+
+def head_scan_problems(target: Target, precision: Precision, decode: Source) -> Iterator[str]:
+    """Why an FP8 copy of the lm_head would be of no use there, each with what would be. `decode`: who computes it."""
+    if not precision.lm_head_scan:
+        return
+    if target == "cpu" or not ARCHITECTURES[target].has_bulk_copies:
+        yield f"lm_head_scan is for ull's own kernels, which do not run on {target}; leave it out"
+    elif decode != "fused":
+        yield "lm_head_scan is read by ull's own decode; supported: forward.decode fused"
+    if precision.lm_head != "bf16":
+        yield f"lm_head_scan spares reading a bf16 lm_head; this one is {precision.lm_head}: leave it out"
 
 
 def runs_draft_models(target: str) -> bool:
@@ -451,6 +469,7 @@ __all__ = [
     "draft_problems",
     "embedding_is_shared",
     "encode_manifest",
+    "head_scan_problems",
     "is_inside",
     "medusa_problems",
     "quantised_inputs",

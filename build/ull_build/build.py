@@ -21,7 +21,6 @@ from ull.bundle import (
     FORMAT_VERSION,
     FUSED,
     MANIFEST_FILE,
-    MEDUSA_KERNELS,
     ROUND_KERNELS,
     TOKENIZER_FILE,
     VOCABULARY_FILE,
@@ -45,8 +44,10 @@ from ull.bundle import (
     device_problems,
     draft_problems,
     encode_manifest,
+    head_scan_problems,
     medusa_problems,
     open_bundle,
+    optional_kernels,
     quantised_inputs,
     runs_draft_models,
 )
@@ -142,7 +143,9 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
         output=Path(recipe.output),
         name=recipe.name,
         target=cast(Target, recipe.target),
-        precision=Precision(weights=recipe.precision, lm_head=recipe.lm_head, kv=recipe.kv),
+        precision=Precision(
+            weights=recipe.precision, lm_head=recipe.lm_head, kv=recipe.kv, lm_head_scan=recipe.lm_head_scan
+        ),
         context=recipe.context,
         evaluate=evaluate,
         eval_text=None if recipe.eval_text is None else Path(recipe.eval_text),
@@ -212,6 +215,8 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
 
 def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, reporter: Reporter) -> _Inputs:
     """Everything that can be refused is, before the kernels are compiled."""
+    for problem in head_scan_problems(settings.target, settings.precision, settings.forward.decode):
+        raise RecipeError(problem, field="lm_head_scan")
     tools = None
     for note in settings.notes:
         reporter.note(note)
@@ -378,12 +383,10 @@ def compile_for(
     for problem in device_problems(target, model, precision, attention):
         raise RecipeError(f'target "{target}": {problem}', field="target")
     needed = DEVICE_KERNELS if ARCHITECTURES[target].has_bulk_copies else ROUND_KERNELS
-    if medusa is not None:
-        needed |= MEDUSA_KERNELS
     return compile_kernels(
         device_macros(model, precision, medusa),
         target,
-        needed,
+        needed | optional_kernels(medusa, precision.lm_head_scan),
         lambda compiled: reporter.note(f"compiled {of + ': ' if of else ''}{describe_file(compiled)}"),
     )
 

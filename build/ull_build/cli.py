@@ -94,7 +94,10 @@ def _random_settings(options: argparse.Namespace) -> RandomSettings:
         output=Path(options.output) if options.output is not None else options.recipe,
         target=cast(Target, target),
         precision=Precision(
-            weights=options.precision or "fp8", lm_head=options.lm_head or "bf16", kv=options.kv or "bf16"
+            weights=options.precision or "fp8",
+            lm_head=options.lm_head or "bf16",
+            kv=options.kv or "bf16",
+            lm_head_scan=bool(options.lm_head_scan),
         ),
         layers=options.layers,
         context=options.context,
@@ -148,6 +151,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--target", metavar="TARGET", help='what the bundle runs on (default "cpu")')
     add("--precision", choices=("fp8", "bf16"), help="format of the linear weights (default fp8)")
     add("--lm-head", choices=("bf16", "fp8"), help="format of the output head (default bf16)")
+    scan = "on a GPU: an FP8 copy of the lm_head too, from which tokens are found with fewer bytes read"
+    add("--lm-head-scan", action="store_const", const=True, help=scan)
     add("--kv", choices=("bf16", "fp8", "f32"), help="format of the KV cache (default bf16)")
     add("--context", type=int, metavar="TOKENS", help="tokens a session may hold (default: the model's)")
     add("--eval-text", metavar="FILE", help="text on which the loss is measured (default: one that comes with ull)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ull.bundle import (
     DEVICE_TILE_ROWS,
     DRAFT,
     FILLER,
+    HEAD_SCAN,
     MEDUSA,
     FileEntry,
     Model,
@@ -34,6 +36,7 @@ from ull_build.convert import (
     vector_source,
     weight_sources,
 )
+from ull_build.head_scan import scan_rows
 from ull_build.medusa import MedusaWeights
 from ull_build.pack import alternate_tiles, whole_tiles
 from ull_build.pack_device import pack_blocks, scale_rows, unscale_rows
@@ -42,6 +45,21 @@ from ull_build.quantize import ErrorSum, dequantize_rows, quantize_rows, to_bf16
 from ull_build.weights import WeightsWriter
 
 _MAX_FP8 = 448.0
+
+
+@dataclass
+class RowValues:
+    """What the rows of the weight that was written last have besides it, piece by piece."""
+
+    scale: list[NDArray[np.float32]] = field(default_factory=list)
+    bound: list[NDArray[np.float32]] = field(default_factory=list)
+
+    def take(self, kind: str) -> NDArray[np.float32]:
+        """All of one kind, which are then forgotten."""
+        pieces: list[NDArray[np.float32]] = getattr(self, kind)
+        taken = np.concatenate(pieces)
+        pieces.clear()
+        return taken
 
 
 def plan_device_weights(
@@ -80,20 +98,20 @@ def convert_for_device(
     plan, medusa = plan_device_weights(checkpoint, precision, fused, drafters), drafters.medusa
     errors: list[TensorError] = []
     with WeightsWriter(path, plan) as writer:
-        scales: list[NDArray[np.float32]] = []
+        values = RowValues()
         for name, shape in plan.items():
             error = ErrorSum()
             if drafters.draft is not None and name.startswith(DRAFT):
-                pieces = _pieces(drafters.draft, name.removeprefix(DRAFT), shape, scales, error, None)
+                pieces = _pieces(drafters.draft, name.removeprefix(DRAFT), shape, values, error, None)
             elif medusa is not None and name.startswith(MEDUSA):
-                pieces = _medusa_pieces(medusa, checkpoint.model, name, shape, scales, error)
+                pieces = _medusa_pieces(medusa, checkpoint.model, name, shape, values, error)
             else:
-                pieces = _pieces(checkpoint, name, shape, scales, error, keys_values)
+                pieces = _pieces(checkpoint, name, shape, values, error, keys_values)
             for piece in pieces:
                 writer.write(name, piece)
                 if progress:
                     progress(piece.nbytes)
-            if len(shape.shape) > 2:
+            if len(shape.shape) > 2 and not name.endswith(f"{HEAD_SCAN}.weight"):  # whose error never shows
                 errors.append(TensorError(name=name, relative_error=error.value()))
         return writer.finish(), errors
 
@@ -117,25 +135,30 @@ def _pieces(
     checkpoint: Checkpoint,
     name: str,
     shape: TensorShape,
-    scales: list[NDArray[np.float32]],
+    values: RowValues,
     error: ErrorSum,
     keys_values: Mapping[str, NDArray[np.float32]] | None,
 ) -> Iterator[NDArray[Any]]:
-    """The pieces of one tensor in stored form. A weight leaves the `scales` of its rows, its .scale takes them."""
+    """The pieces of one tensor in stored form. A weight leaves `values` of its rows, its .scale takes them."""
     stem, _, kind = name.rpartition(".")
     if name.endswith(FILLER):
         yield np.zeros(shape.shape, np.uint8)
     elif name == "embed.weight":
         yield from (to_bf16(block) for block in checkpoint.blocks(EMBEDDING))
-    elif kind == "scale":
-        yield _padded(np.concatenate(scales), shape)
-        scales.clear()
+    elif kind in ("scale", "bound"):
+        yield _padded(values.take(kind), shape)
     elif kind == "bias":
         columns = [checkpoint.vector(source)[:, None] for source in bias_sources(checkpoint, name)]
         yield _padded(np.concatenate(list(_fuse(stem, [[column] for column in columns]))).reshape(-1), shape)
+    elif name == f"{HEAD_SCAN}.weight":
+        for rows in whole_tiles(checkpoint.blocks(*weight_sources(checkpoint, "lm_head")), DEVICE_TILE_ROWS):
+            codes, row_scales, bounds = scan_rows(rows)
+            values.scale.append(row_scales)
+            values.bound.append(bounds)
+            yield pack_blocks(codes)
     elif kind == "weight":
         for rows in _fuse(stem, [checkpoint.blocks(source) for source in weight_sources(checkpoint, stem)]):
-            yield pack_blocks(_stored(rows, shape.dtype, scales, error))
+            yield pack_blocks(_stored(rows, shape.dtype, values, error))
     elif kind == "kv_scale":
         largest = None if keys_values is None else keys_values[f"{stem}.kv"]
         yield _padded(kv_scales(checkpoint, stem, largest), shape)
@@ -148,7 +171,7 @@ def _medusa_pieces(
     model: Model,
     name: str,
     shape: TensorShape,
-    scales: list[NDArray[np.float32]],
+    values: RowValues,
     error: ErrorSum,
 ) -> Iterator[NDArray[Any]]:
     """The pieces of one tensor of the heads in stored form: each head's part after the other.
@@ -160,8 +183,7 @@ def _medusa_pieces(
         return
     _, part, kind = name.split(".")
     if kind == "scale":
-        yield _padded(np.concatenate(scales), shape)
-        scales.clear()
+        yield _padded(values.take(kind), shape)
     elif kind == "bias":
         biases = [bias for bias in (layers[int(part)][1] for layers in medusa.blocks) if bias is not None]
         yield _padded(np.concatenate(biases), shape)
@@ -171,7 +193,7 @@ def _medusa_pieces(
         for source in medusa.lm_heads if own else [layers[int(part)][0] for layers in medusa.blocks]:
             padded = np.pad(source[:rows], [(0, max(0, rows - len(source))), (0, 0)])
             for start in range(0, rows, MEDUSA_ROWS):
-                yield pack_blocks(_stored(padded[start : start + MEDUSA_ROWS], shape.dtype, scales, error))
+                yield pack_blocks(_stored(padded[start : start + MEDUSA_ROWS], shape.dtype, values, error))
 
 
 def kv_scales(checkpoint: Checkpoint, layer: str, observed: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
@@ -198,16 +220,16 @@ def _with_room_for_twice(largest: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.asarray(np.ldexp(1.0, np.clip(powers, -126, 127).astype(np.int64)), np.float32)
 
 
-def _stored(rows: NDArray[np.float32], dtype: str, scales: list[NDArray[np.float32]], error: ErrorSum) -> NDArray[Any]:
+def _stored(rows: NDArray[np.float32], dtype: str, values: RowValues, error: ErrorSum) -> NDArray[Any]:
     """Rows in stored form, their error added to `error`."""
     if dtype == "F16":
         halves, row_scales = scale_rows(rows)
         error.add(rows, unscale_rows(halves, row_scales))
-        scales.append(row_scales)
+        values.scale.append(row_scales)
         return halves
     codes, row_scales = quantize_rows(rows)
     error.add(rows, dequantize_rows(codes, row_scales))
-    scales.append(row_scales)
+    values.scale.append(row_scales)
     return codes
 
 

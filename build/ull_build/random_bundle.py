@@ -95,6 +95,8 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
     start = time.monotonic()
     if settings.target == "cpu":
         raise RecipeError("random weights are made up on a GPU; use --target sm_90a", field="target")
+    if settings.precision.lm_head_scan:
+        raise RecipeError("--lm-head-scan needs an lm_head to copy, and random weights have none", field="lm_head_scan")
     output = check_output(settings.output, settings.force)
     precision, request = settings.precision, settings.forward
     tools = find_tools(settings.target) if request.has_plans else None

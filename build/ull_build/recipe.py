@@ -96,6 +96,13 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         Meta(description="format of the linear weights; fp8 is E4M3 with one scale per output channel"),
     ] = "fp8"
     lm_head: Annotated[Literal["bf16", "fp8"], Meta(description="format of the output head")] = "bf16"
+    lm_head_scan: Annotated[
+        bool,
+        Meta(
+            description="on a GPU: an FP8 copy beside a bf16 lm_head, half as much memory again, read in its place for "
+            "greedy and plain sampled tokens; rows that may win are then computed in bf16, so the tokens are the same"
+        ),
+    ] = False
     kv: Annotated[
         Literal["bf16", "fp8", "f32"], Meta(description="format of the KV cache; f32 on cpu only, fp8 on GPUs only")
     ] = "bf16"

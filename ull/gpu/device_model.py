@@ -20,7 +20,7 @@ from ull.gpu.memory import Sizes, reserve_model, rope_table
 from ull.gpu.modules import Kernels
 from ull.gpu.params import ROUND_SLOTS, TREE_TOKENS, HostControl, RoundRequest, RoundResult, State
 from ull.gpu.places import HostBlocks, Places
-from ull.gpu.rounds import BURST_ROUNDS, FULL, PLAIN, Rounds
+from ull.gpu.rounds import BURST_ROUNDS, FULL, PLAIN, SCAN, Rounds
 from ull.gpu.weights import Staging, WeightImage
 from ull.layout import round_up
 
@@ -71,15 +71,16 @@ class DeviceModel:
             parameters = np.frombuffer(self.fused(persistent).layer_parameters(), np.uint8)
             staging.copy(region("layer parameters"), parameters)
 
-    def fused(self, persistent: bool) -> FusedForward:
+    def fused(self, persistent: bool, scans: bool = False) -> FusedForward:
         """Our kernels as a forward of this model."""
-        return FusedForward(self.sizes, self.places, self._driver.info.multiprocessors, persistent)
+        return FusedForward(self.sizes, self.places, self._driver.info.multiprocessors, persistent, scans)
 
     def capture(self, sources: Mapping[str, Forward], stream: int, exit_stack: ExitStack) -> None:
         """One graph per number of tokens, one that only fills the cache, and one of the Medusa heads, if there are.
 
-        Where our kernels find the maxima of a round of one token, also the graphs of those whose request filters
-        nothing: one round, and several behind one another.
+        `sources`: by name; "scan" is "fused" with the lm_head's FP8 copy in place of the lm_head. Where they are our
+        kernels, also the graphs of those rounds of one token whose request filters nothing: one round, and several
+        behind one another.
         """
         rounds, forward = Rounds(self.sizes, self.places, self._driver.info.multiprocessors), self.part.forward
 
@@ -112,10 +113,13 @@ class DeviceModel:
         self._graphs = {
             tokens: round_of(sources[forward.decode], tokens, draws=True) for tokens in self.part.tree_sizes
         }
-        if forward.decode == "fused":
-            self._singles[PLAIN] = round_of(sources["fused"], 1, True, PLAIN)
+        samplers = {PLAIN: "fused", SCAN: "scan"} if forward.decode == "fused" else {}
+        for sampler, name in samplers.items():
+            if name not in sources:
+                continue
+            self._singles[sampler] = round_of(sources[name], 1, True, sampler)
             if not self.part.prefix:  # a draft model's rounds are launched one by one
-                self._bursts[PLAIN] = round_of(sources["fused"], 1, True, PLAIN, BURST_ROUNDS)
+                self._bursts[sampler] = round_of(sources[name], 1, True, sampler, BURST_ROUNDS)
         self._prefill = round_of(sources[forward.prefill], TREE_TOKENS, draws=False)
         if self.sizes.medusa is not None:
             self._heads = captured(None, 0, False, (rounds.draft(), ()))

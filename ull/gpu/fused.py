@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ull.device_layout import HEAD_SCAN
 from ull.gpu.forward import Recorder
 from ull.gpu.launch import Launch
 from ull.gpu.launches import linear, sampling
@@ -34,14 +35,16 @@ class FusedForward:
     """Builds the launches of the forward, layer by layer.
 
     `persistent`: all layers of a round of one token are one launch. Then "layer parameters" must hold
-    `layer_parameters` before the first round.
+    `layer_parameters` before the first round. `scans`: for one token, the logits are those of the lm_head's FP8 copy.
     """
 
     name = "fused"
 
-    def __init__(self, sizes: Sizes, places: Places, multiprocessors: int, persistent: bool = False) -> None:
+    def __init__(
+        self, sizes: Sizes, places: Places, multiprocessors: int, persistent: bool = False, scans: bool = False
+    ) -> None:
         self._sizes, self._places, self._multiprocessors = sizes, places, multiprocessors
-        self._persistent = persistent
+        self._persistent, self._scans = persistent, scans
         self._attention = PagedAttention(sizes, places, multiprocessors)
 
     def launches(self, tokens: int, draws: bool) -> list[Launch]:
@@ -109,6 +112,8 @@ class FusedForward:
         model = self._sizes.model
         linears = Linears(self._places, tokens)
         geometry = linear.head(model.hidden, model.vocabulary, linears.tile, self._multiprocessors)
+        if self._scans and tokens == 1:
+            return linears.normalised("head_scan", HEAD_SCAN, "norm", geometry, "logits", None)
         before = self._after_down(model.layers - 1, tokens)
         launches = linears.normalised("head", "lm_head", "norm", geometry, "logits", before)
         if tokens == 1:

@@ -243,6 +243,22 @@ class PlainParams(ctypes.Structure):
     ]
 
 
+class HeadScanParams(ctypes.Structure):
+    _fields_ = [
+        ("round", c_void_p),
+        ("state", c_void_p),
+        ("weights", c_void_p),
+        ("scale", c_void_p),
+        ("bound", c_void_p),
+        ("residual", c_void_p),
+        ("norm_weight", c_void_p),
+        ("logits", c_void_p),
+        ("normed", c_void_p),
+        ("scratch", c_void_p),
+        ("accept", AcceptParams),
+    ]
+
+
 class CommitParams(ctypes.Structure):
     _fields_ = [
         ("round", c_void_p),

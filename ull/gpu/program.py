@@ -183,6 +183,8 @@ class Program:
         forward, sources = model.part.forward, dict[str, Forward]()
         if forward.uses("fused"):
             sources["fused"] = model.fused(self._persistent)
+            if model.part.precision.lm_head_scan:
+                sources["scan"] = model.fused(self._persistent, scans=True)
         if forward.uses("tensorrt"):
             from ull.gpu.tensorrt import TensorRtForward  # installed only where a bundle asks for it
 

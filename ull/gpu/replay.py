@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ull.errors import GpuError
 from ull.gpu.driver import Driver
 from ull.gpu.params import CONTINUE, DRAFT, OK, PREFILL, ROUND_SLOTS, TAKE, TREE_TOKENS, RoundRequest, RoundResult
+from ull.gpu.rounds import FULL
 from ull.layout import round_up
 
 # A round that takes longer has hung. Under a tool that watches every access a round takes a hundred times as long.
@@ -53,13 +54,14 @@ class Replay:
         top_logprobs: int = -1,
         size: int | None = None,
         forced: int = 0,
+        sampler: str = FULL,
     ) -> int:
         """Launches a round and returns its sequence number. `parents` default to a chain.
 
         The first `forced` of a round's tokens, fewer than all, are accepted whatever is drawn behind them.
 
         `size` names the round's graph, which for a prefill fills the cache and leaves logits; default: the smallest
-        that holds the tokens, or the prefill's own.
+        that holds the tokens, or the prefill's own. `sampler`: of a round of one token.
         """
         self._sequence += 1
         request = self._requests[self._sequence % ROUND_SLOTS]
@@ -75,7 +77,7 @@ class Replay:
         request.parents[:count] = parents if parents is not None else [max(0, node - 1) for node in range(count)]
         request.sampling.temperature, request.sampling.top_p = temperature, 1.0
         request.sampling.seed, request.sampling.top_logprobs = seed, top_logprobs
-        self._driver.replay(self._graph(count, mode, size), self._stream)
+        self._driver.replay(self._graph(count, mode, size, sampler), self._stream)
         return self._sequence
 
     def draft(self, position: int, **sampling: Any) -> int:
@@ -125,7 +127,9 @@ class Replay:
             self.drain()
         return out[:, :vocabulary]
 
-    def _graph(self, count: int, mode: int, size: int | None) -> int:
+    def _graph(self, count: int, mode: int, size: int | None, sampler: str) -> int:
+        if sampler != FULL:
+            return int(self._handover["singles"][sampler])
         if mode == DRAFT:
             return int(self._handover["medusa"])
         if size is None and mode == PREFILL:

@@ -2,18 +2,19 @@
 
     begin, embed, forward, sample*, accept[, commit]
     begin, embed, forward, plain
+    begin, embed, forward, bounds, rescore
     begin, start, block*, head, rank, accept
 
 A prefill leaves out the sampler, and a round of one token the commit: its attention writes to the page itself. The
-second is a round of one token whose request filters nothing; the third a draft: Medusa heads on what the last round
-left behind.
+second is a round of one token whose request filters nothing, the third the same with an FP8 scan in place of the
+lm_head; the fourth a draft: Medusa heads on what the last round left behind.
 """
 
 from __future__ import annotations
 
-from ull.device_layout import head_rows
+from ull.device_layout import HEAD_SCAN, head_rows
 from ull.gpu.launch import Launch
-from ull.gpu.launches import attention, linear, sampling
+from ull.gpu.launches import attention, head_scan, linear, sampling
 from ull.gpu.memory import DRAFT_STATES, Sizes
 from ull.gpu.params import (
     AcceptParams,
@@ -22,6 +23,7 @@ from ull.gpu.params import (
     DraftRankParams,
     DraftStartParams,
     EmbedParams,
+    HeadScanParams,
     LinearParams,
     PlainParams,
     SampleParams,
@@ -29,7 +31,7 @@ from ull.gpu.params import (
 from ull.gpu.places import Places
 from ull.layout import MEDUSA
 
-FULL, PLAIN = "full", "plain"  # what a round's sampler can do, by the core's names
+FULL, PLAIN, SCAN = "full", "plain", "scan"  # what a round's sampler can do, by the core's names
 BURST_ROUNDS = 2  # of one token in one graph. A stop leaves at most these to be skipped, and then they cost the most
 
 
@@ -75,9 +77,14 @@ class Rounds:
         return Launch("ull_begin", *sampling.begin(), begin)
 
     def closing(self, tokens: int, draws: bool, sampler: str = FULL) -> list[Launch]:
-        """The sampler, if the round `draws`; accept; and for more than one token the commit. `PLAIN` is for one."""
+        """The sampler, if the round `draws`; accept; and for more than one token the commit.
+
+        `PLAIN` and `SCAN` are for one.
+        """
         if draws and sampler == PLAIN:
             return [self._plain()]
+        if draws and sampler == SCAN:
+            return self._rescore()
         sampled = self._sampler(tokens) if draws else []
         return [*sampled, self._accept(), *([self._commit()] if tokens > 1 else [])]
 
@@ -91,6 +98,26 @@ class Rounds:
             parts=parts,
         )
         return Launch(sampling.PLAIN, *sampling.plain(sizes.model.vocabulary, multiprocessors), params)
+
+    def _rescore(self) -> list[Launch]:
+        """What draws from the logits of the lm_head's FP8 copy, and accepts."""
+        region, tensor, model = self._places.region, self._places.tensor, self._sizes.model
+        params = HeadScanParams(
+            round=region("round"),
+            state=region("state"),
+            weights=tensor("lm_head.weight"),
+            scale=tensor("lm_head.scale"),
+            bound=tensor(f"{HEAD_SCAN}.bound"),
+            residual=region("residual"),
+            norm_weight=tensor("norm"),
+            logits=region("logits"),
+            normed=region("normed"),
+            scratch=region("sampler"),
+            accept=self._accept_params(),
+        )
+        bounds = head_scan.bounds(model.vocabulary, self._multiprocessors)
+        rescore = head_scan.rescore(model.hidden, model.vocabulary, self._multiprocessors)
+        return [Launch("ull_head_bounds", *bounds, params), Launch("ull_head_rescore", *rescore, params)]
 
     def _sample_params(self) -> SampleParams:
         region = self._places.region

@@ -260,6 +260,22 @@ struct PlainParams {  // draws of a round of one token whose request has neither
   int32_t padding;
 };
 
+// The end of a round of one token whose lm_head was scanned in FP8: its draw, where only the token is asked for, and
+// what ull_accept does (head_rescore.cu).
+struct HeadScanParams {
+  Round* round;
+  const State* state;
+  const void* weights;       // of the lm_head: packed, 16 bits
+  const float* scale;        // [V] of the lm_head
+  const float* bound;        // [V] |exact - scanned logit| is at most that times the norm of the normed residual
+  const float* residual;     // [64, H]: row 0
+  const float* norm_weight;  // [H]
+  const float* logits;       // [V] of the scan
+  void* normed;              // H f16 activations: row 0
+  void* scratch;             // sample_scratch_bytes
+  AcceptParams accept;
+};
+
 struct CommitParams {
   const Round* round;
   const int32_t* pages;

@@ -65,6 +65,30 @@ TEST(a_request_gets_the_least_sampler_that_serves_it) {
   }
 }
 
+TEST(min_p_is_not_for_the_scan) {
+  FakeDevice::Script script = plain_script();
+  script.plain_us = 100;
+  script.has_scan = true;
+  script.scan_us = 50;
+  GraphRig rig(script);
+  const std::pair<Sampling, Sampler> cases[] = {
+      {{.temperature = 0.7F, .seed = 5}, Sampler::kScan},
+      {{.temperature = 0.0F, .min_p = 0.1F}, Sampler::kScan},  // nothing is drawn
+      {{.temperature = 0.7F, .min_p = 0.1F}, Sampler::kPlain},
+      {{.temperature = 0.7F, .top_p = 0.9F}, Sampler::kFull},
+      {{.top_logprobs = 0}, Sampler::kFull},
+      {{.repetition_penalty = 1.5F}, Sampler::kFull},
+  };
+  const Tokens prompt = prompt_of(5);
+  for (const auto& [sampling, sampler] : cases) {
+    rig.sampling = sampling;
+    CHECK(rig.complete(prompt, 6) == rig.model.continuation(prompt, 6, sampling));
+    for (const FakeDevice::Record& record : rig.rest()) {
+      if (record.mode != RoundMode::kPrefill) CHECK(record.sampler == sampler);
+    }
+  }
+}
+
 TEST(of_samplers_that_serve_the_cheapest_is_taken) {
   struct Case {
     int plain_us, scan_us;

@@ -21,7 +21,7 @@ static_assert(kCostTokens[kCostSizes - 1] == gpu::kTreeTokens);
 enum class Sampler : uint8_t {
   kFull,   // everything
   kPlain,  // requests without filters, biases, penalties and logprobs: see serves()
-  kScan,   // the same, by a scan of a coarser lm_head and an exact rescoring of what may win
+  kScan,   // the same but for min-p, by a scan of a coarser lm_head and an exact rescoring of what may win
 };
 inline constexpr int kSamplers = 3;
 

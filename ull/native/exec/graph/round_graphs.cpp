@@ -7,7 +7,9 @@ namespace ull::graph {
 bool serves(Sampler sampler, const Sampling& sampling) noexcept {
   if (sampler == Sampler::kFull) return true;
   const bool filters = sampling.temperature > 0.0F && (sampling.top_k > 0 || sampling.top_p < 1.0F);
-  return !filters && sampling.bias_count == 0 && !sampling.penalizes() && sampling.top_logprobs < 0;
+  // The scan's bounds do not say which tokens min-p leaves out.
+  const bool min_p = sampler == Sampler::kScan && sampling.temperature > 0.0F && sampling.min_p > 0.0F;
+  return !filters && !min_p && sampling.bias_count == 0 && !sampling.penalizes() && sampling.top_logprobs < 0;
 }
 
 RoundGraphs::RoundGraphs(const GraphProgram& program) noexcept : program_(program) { measured({}, {}, 0); }
@@ -40,7 +42,9 @@ int RoundGraphs::size_for(int nodes) noexcept {
 }
 
 void* RoundGraphs::round_for(int nodes, const Sampling& sampling) const noexcept {
-  if (nodes == 1 && single_for(sampling) != Sampler::kFull) return program_.single(plain_);
+  if (const Sampler sampler = single_for(sampling); nodes == 1 && sampler != Sampler::kFull) {
+    return program_.single(sampler);
+  }
   const int size = size_for(nodes);
   return size < kCostSizes && chosen_[size] >= 0 ? program_.rounds[chosen_[size]] : nullptr;
 }

@@ -40,7 +40,9 @@ class RoundGraphs {
   // The index of the smallest size that holds `nodes`.
   [[nodiscard]] static int size_for(int nodes) noexcept;
   [[nodiscard]] Sampler single_for(const Sampling& sampling) const noexcept {
-    return serves(plain_, sampling) ? plain_ : Sampler::kFull;
+    if (serves(plain_, sampling)) return plain_;
+    const bool plain = program_.single(Sampler::kPlain) != nullptr && serves(Sampler::kPlain, sampling);
+    return plain ? Sampler::kPlain : Sampler::kFull;
   }
 
   const GraphProgram& program_;
