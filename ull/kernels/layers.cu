@@ -26,7 +26,7 @@ struct LinearArea {
 };
 
 template <typename Shape>
-constexpr int kLinearBytes = LinearArea<NarrowPlan<Shape, 1>>::kBytes;
+constexpr int kLinearBytes = LinearArea<LayerPlan<Shape>>::kBytes;
 
 constexpr int kStepBytes = round_up(
     larger(larger(larger(kLinearBytes<Qkv>, kLinearBytes<Output>), larger(kLinearBytes<GateUp>, kLinearBytes<Down>)),
@@ -85,11 +85,11 @@ ULL_DEVICE void load_params(const LayerParams* layers, int layer) {
 
 template <typename Shape, typename Epilogue>
 ULL_DEVICE void linear_step(const LinearParams& params, Ring& ring, GridBarrier& grid) {
-  using Plan = NarrowPlan<Shape, 1>;
+  using Plan = LayerPlan<Shape>;
   using Area = LinearArea<Plan>;
   unsigned char* shared = arch::shared_memory();
   RowShare norm_weight;
-  if constexpr (Shape::kNorms) load_norm_weight(norm_weight, params.norm_weight);
+  if constexpr (Plan::kNorms) load_norm_weight(norm_weight, params.norm_weight);
   grid.wait();
   stage_activations<Plan>(params, 1, shared, reinterpret_cast<float*>(shared + Area::kSumAt), norm_weight);
   arch::block_barrier();
