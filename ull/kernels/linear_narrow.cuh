@@ -55,7 +55,7 @@ struct NarrowPlan {
   static constexpr int kPartialArea = kSlices * kPartialSlice;  // two of them: one is read while the next is written
   static constexpr int kSumBytes = kNorms ? kTokens * kNormWarps * 4 : 0;
 
-  static constexpr int kRingBytes = kBytes - kStagedBytes - 8 * kPartialArea - kSumBytes;
+  static constexpr int kRingBytes = kBytes - kStagedBytes - 8 * kPartialArea - kSumBytes - 2 * kBarrierBytes;
   static constexpr int kDepth = smaller(16, kRingBytes / (kComputeWarps * (kStageBytes + kBarrierBytes)));
   static constexpr int kBytesInFlight = kComputeWarps * kDepth * kWarpTiles * kStageTileBytes;  // of weights
   static_assert(kLimit > kStagedLimit || kBytesInFlight >= 60 * 1024, "the ring is too small for the memory's latency");
@@ -65,7 +65,8 @@ struct NarrowPlan {
   static constexpr int kPartialAt = kStagedAt + kStagedBytes;
   static constexpr int kSumAt = kPartialAt + 8 * kPartialArea;
   static constexpr int kBarrierAt = kSumAt + kSumBytes;
-  static_assert(kBarrierAt + kComputeWarps * kDepth * kBarrierBytes <= kBytes);
+  static constexpr int kEmptyAt = kBarrierAt + kComputeWarps * kDepth * kBarrierBytes;
+  static_assert(kEmptyAt + 2 * kBarrierBytes <= kBytes);
 
   ULL_DEVICE static int warp_tile() { return 0; }
   ULL_DEVICE static int first_slice() { return arch::warp(); }
@@ -248,16 +249,56 @@ ULL_DEVICE void stage_activations(const LinearParams& params, int count, unsigne
   }
 }
 
+// Where the slices' sums of row tiles meet, one tile after another, of as many layers as the kernel has. They lie in
+// two areas in turn. Some of the block's warps finish a tile, others the next, so that none falls behind the others;
+// the rest only arrive at the area's named barrier and go on. Before a warp writes to an area again it waits at its
+// mbarrier, until the finishing ones have read it.
+class SumAreas {
+ public:
+  // empty: two barriers, which one thread has initialised for as many arrivals as warps finish a tile.
+  ULL_DEVICE explicit SumAreas(arch::Barrier* empty) : empty_(empty) {}
+
+  ULL_DEVICE int tile() const { return tile_; }  // the one under way, counted from 0
+  ULL_DEVICE int area() const { return tile_ % 2; }
+
+  ULL_DEVICE void wait_until_empty() const {
+    if (tile_ >= 2) arch::barrier_wait(empty_ + area(), (tile_ / 2 + 1) % 2);
+  }
+  ULL_DEVICE void wait_until_full() const { arch::named_barrier(kFirstBarrier + area(), kNarrowThreads); }
+  ULL_DEVICE void has_written() const { arch::named_arrive(kFirstBarrier + area(), kNarrowThreads); }
+  ULL_DEVICE void has_read() const {
+    arch::warp_barrier();
+    if (arch::lane() == 0) arch::barrier_arrive(empty_ + area());
+  }
+  ULL_DEVICE void next_tile() { ++tile_; }
+
+ private:
+  static constexpr int kFirstBarrier = 1;
+  arch::Barrier* empty_;
+  int tile_ = 0;
+};
+
+// The threads that finish a row tile: kItems for each token.
+template <typename Plan, typename Epilogue>
+struct Finishers {
+  static constexpr int kItems = Epilogue::kItems;
+  static constexpr int kWarps = (Plan::kTokens * kItems + 31) / 32;
+  static_assert(kComputeWarps % kWarps == 0);
+
+  ULL_DEVICE static bool has_warp(int tile) { return arch::warp() / kWarps == tile % (kComputeWarps / kWarps); }
+  ULL_DEVICE static int index() { return arch::warp() % kWarps * 32 + arch::lane(); }
+  ULL_DEVICE static int token() { return index() / kItems; }
+  ULL_DEVICE static int item() { return index() % kItems; }
+};
+
 // The block's row tiles, one after another, as `stream` (a Stream, or what does as well) brings their weights.
 // Epilogue: kItems threads of a token finish one row tile; `load` brings what an item needs besides the sums (early: it
 // may take long), `finish` does the rest.
 template <typename Plan, typename Epilogue, typename Source, typename Activations>
 ULL_DEVICE void multiply_tiles(const LinearParams& params, const Source& stream, int count,
-                               const Activations& activations, float* partial) {
-  const int token = arch::thread() / Epilogue::kItems;
-  const int item = arch::thread() % Epilogue::kItems;
-  const bool finishes = token < smaller(count, Plan::kTokens);
-  int turn = 0;
+                               const Activations& activations, float* partial, SumAreas& areas) {
+  using Who = Finishers<Plan, Epilogue>;
+  const bool has_token = Who::token() < smaller(count, Plan::kTokens);
   for (int first = 0; first < stream.stages(); first += stream.kPassStages) {
     const int tile = stream.tile(first);
     const int tiles = stream.tiles(first);
@@ -265,23 +306,40 @@ ULL_DEVICE void multiply_tiles(const LinearParams& params, const Source& stream,
 #pragma unroll
     for (int r = 0; r < Plan::kWarpTiles; ++r) {
       if constexpr (Source::kInLoop) operands[r] = {};
-      if (finishes && r < tiles) operands[r] = Epilogue::load(params, tile + r, token, item);
+      if (has_token && r < tiles && Who::has_warp(areas.tile() + r)) {
+        operands[r] = Epilogue::load(params, tile + r, Who::token(), Who::item());
+      }
     }
     float sums[Plan::kWarpTiles][1][4] = {};
     multiply_pass<Plan>(sums, stream, first, activations);
 #pragma unroll
     for (int r = 0; r < Plan::kWarpTiles; ++r) {
       if (r < tiles) {
-        float* area = partial + turn * Plan::kPartialArea;
+        float* area = partial + areas.area() * Plan::kPartialArea;
+        areas.wait_until_empty();
         store_partial<Plan>(area, sums[r][0]);
-        arch::block_barrier();
-        if (finishes) {
-          Epilogue::finish(params, operands[r], tile + r, token, item, TokenSums<Plan>(area, token));
+        if (Who::has_warp(areas.tile())) {
+          areas.wait_until_full();
+          if (has_token) {
+            const TokenSums<Plan> sum(area, Who::token());
+            Epilogue::finish(params, operands[r], tile + r, Who::token(), Who::item(), sum);
+          }
+          areas.has_read();
+        } else {
+          areas.has_written();
         }
-        turn ^= 1;
+        areas.next_tile();
       }
     }
   }
+}
+
+// The areas' barriers, at `empty`: by every thread, before a barrier of the block.
+template <typename Plan, typename Epilogue>
+ULL_DEVICE SumAreas make_areas(unsigned char* empty) {
+  auto* barriers = reinterpret_cast<arch::Barrier*>(empty);
+  if (arch::thread() < 2) arch::barrier_init(barriers + arch::thread(), Finishers<Plan, Epilogue>::kWarps);
+  return SumAreas(barriers);
 }
 
 // The kernel.
@@ -293,16 +351,18 @@ ULL_DEVICE void linear_narrow(const LinearParams& params) {
   arch::release_dependents();
   Stream<Plan> stream(params, shared);
   stream.fill();
+  SumAreas areas = make_areas<Plan, Epilogue>(shared + Plan::kEmptyAt);
   RowShare norm_weight;
   if constexpr (Plan::kNorms) load_norm_weight(norm_weight, params.norm_weight);
 
+  if constexpr (!Plan::kStaged) arch::block_barrier();  // of what is staged there is one below
   arch::wait_for_predecessor();
   if constexpr (Plan::kHeld) {
     HeldActivations<Plan> held;
     held.load(params);
     const int count = token_count(params.round);
     if (count == 0) return stream.drain();
-    multiply_tiles<Plan, Epilogue>(params, stream, count, held, partial);
+    multiply_tiles<Plan, Epilogue>(params, stream, count, held, partial, areas);
   } else {
     const int count = token_count(params.round);
     stream.fill_activations();
@@ -313,7 +373,7 @@ ULL_DEVICE void linear_narrow(const LinearParams& params) {
       arch::block_barrier();
     }
     if (count == 0) return stream.drain();
-    multiply_tiles<Plan, Epilogue>(params, stream, count, staged, partial);
+    multiply_tiles<Plan, Epilogue>(params, stream, count, staged, partial, areas);
   }
 }
 
