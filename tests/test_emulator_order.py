@@ -148,6 +148,29 @@ def test_an_mbarrier_orders_arrivals_before_waiters(kernels: emulation.Kernels, 
         run(kernels, "hand_on", source, output, 1, seed)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        fault_of(1, r"(?s)deadlock.* wait in named_barrier 1 at ordering\.cu:\d+ \(96 of 128 arrived\)"),
+        fault_of(2, r"named_(barrier|arrive) 1 of (64|128) threads, but others are there for one of (128|64)"),
+        fault_of(3, "a race at shared|arrives twice"),  # if a warp is two tiles ahead
+        fault_of(4, "a race at shared"),
+        fault_of(5, "a race at shared|arrives twice"),
+        fault_of(6, r"thread \d+ arrives twice at named_barrier 1"),
+        fault_of(7, "a race at shared"),
+    ],
+)
+def test_a_warp_finishes_while_the_others_go_on(
+    kernels: emulation.Kernels, seed: int, fault: int, message: str
+) -> None:
+    source = numbers(7 * 128)
+    output = run(kernels, "sum_tiles", source, aligned(7 * 32, np.uint32), 0, seed, threads=128)
+    np.testing.assert_array_equal(output.reshape(7, 32), source.reshape(7, 4, 32).sum(axis=1))
+    with pytest.raises(KernelError, match=message):
+        run(kernels, "sum_tiles", source, aligned(7 * 32, np.uint32), fault, seed, threads=128)
+
+
 def test_bytes_of_a_word_are_apart(kernels: emulation.Kernels) -> None:
     output = aligned(64, np.uint8)
     assert run(kernels, "store_bytes", output, output, 0, 1).tolist() == list(range(64))

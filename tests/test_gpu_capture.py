@@ -86,10 +86,11 @@ def graph_of(program: Program, driver: RecordingDriver, tokens: int) -> list[Lau
 @pytest.mark.parametrize("tokens", TOKEN_COUNTS)
 def test_a_round_is_the_kernels_in_order(program: Program, driver: RecordingDriver, tokens: int) -> None:
     tile = {1: 8, 2: 8, 4: 8}.get(tokens, tokens)
-    narrow = 1 if tokens == 1 else tile  # attention and the linear kernels have a variant for one token
+    narrow = tokens  # the linear kernels have variants for few tokens
+    attention = 1 if tokens == 1 else tile
     norm = [f"ull_norm_{tile}"] if tokens >= 16 else []
     qkv = [f"ull_qkv_{narrow}", *([f"ull_qkv_sum_{tile}"] if norm else [])]
-    layer = [*norm, *qkv, f"ull_attention_{narrow}", f"ull_o_{narrow}", *norm]
+    layer = [*norm, *qkv, f"ull_attention_{attention}", f"ull_o_{narrow}", *norm]
     layer += [f"ull_gate_up_{narrow}", f"ull_down_{narrow}"]
     sample = ["ull_sample_scan", "ull_sample_draw", "ull_sample_filter"]
     commit = ["ull_commit"] if tokens > 1 else []
@@ -177,7 +178,7 @@ def test_all_layers_of_a_plain_round_can_be_one_kernel(bundle: Bundle, driver: R
         assert begin.counters <= layers.params.arrivals < begin.counters + 4 * begin.counter_count
         chain = pair[2:12]
         assert [launch.kernel for launch in chain[:5]] == [
-            *("ull_qkv_8", "ull_attention_8", "ull_o_8", "ull_gate_up_8", "ull_down_8")
+            *("ull_qkv_2", "ull_attention_8", "ull_o_2", "ull_gate_up_2", "ull_down_2")
         ]
         order = [chain[5 * layer + step].params for layer in range(2) for step in (0, 2, 3, 4, 1)]
         stored = driver.device_bytes(layers.params.layers, program._plan.regions["layer parameters"].nbytes)

@@ -23,6 +23,8 @@ from ull.gpu.weights import Staging
 from ull.plans import TOKEN_COUNTS
 from ull_build.shapes import shape_model
 
+LINEARS = ("norm", "qkv", "o", "gate", "down", "head")
+
 
 @pytest.fixture
 def driver() -> RecordingDriver:
@@ -36,6 +38,21 @@ def test_each_layers_window_reaches_its_attention() -> None:
     for tokens in TOKEN_COUNTS:
         launches = [launch for launch in forward.launches(tokens, True) if launch.kernel.startswith("ull_attention")]
         assert [launch.params.window for launch in launches] == [0, 64, 1024]
+
+
+@pytest.mark.parametrize(("arch", "apart"), [("llama-3.2-1b", 16), ("llama-3.1-8b", 8), ("llama-3.3-70b", 4)])
+def test_many_activations_are_normed_by_a_kernel_of_its_own(arch: str, apart: int) -> None:
+    """From so many tokens on that a block cannot stage them beside its ring."""
+    model = structs.replace(shape_model(arch), layers=1, windows=[0])
+    places = Places(lambda name: sum(map(ord, name)), lambda name: None, HostBlocks(0, 0, 0, 0, 0))
+    forward = FusedForward(Sizes(model, Precision(), 4096), places, 132)
+    for tokens in TOKEN_COUNTS:
+        launches = [launch for launch in forward.launches(tokens, True) if launch.kernel.split("_")[1] in LINEARS]
+        norms = [index for index, launch in enumerate(launches) if launch.kernel == f"ull_norm_{tokens}"]
+        normed = [launches[index + 1] for index in norms]
+        kernels = [f"ull_{name}_{tokens}" for name in ("qkv", "gate_up", "head")]
+        assert [launch.kernel for launch in normed] == (kernels if tokens >= apart else [])
+        assert all(launches[i].params.normed == launches[i + 1].params.activations for i in norms)
 
 
 def test_a_kernel_behind_the_work_of_others_waits_for_all_of_it(driver: RecordingDriver) -> None:

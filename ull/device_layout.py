@@ -29,8 +29,8 @@ ROUND_KERNELS = frozenset(
 _ATTENTION_KERNELS = frozenset(f"ull_attention_{tile}" for tile in (1, 8, 16, 32, 64))
 _LINEAR_KERNELS = frozenset(
     [
-        *(f"{name}_{tile}" for name in ("ull_norm", "ull_qkv_sum") for tile in (16, 32, 64)),
-        *(f"{name}_{tile}" for name in _LINEARS for tile in (1, 8, 16, 32, 64)),
+        *(f"ull_qkv_sum_{tile}" for tile in (16, 32, 64)),
+        *(f"{name}_{tile}" for name in ("ull_norm", *_LINEARS) for tile in (1, 2, 4, 8, 16, 32, 64)),
         "ull_layers_1",
     ]
 )

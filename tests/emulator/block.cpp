@@ -1,10 +1,12 @@
 #include "block.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <numeric>
 #include <utility>
@@ -151,19 +153,15 @@ void release_barrier(Barrier& barrier, const Thread* last) {
     if ((barrier.waiting[i / kWarpLanes] >> i % kWarpLanes & 1U) != 0) met.push_back(i);
   }
   if (reports && last != nullptr) met.push_back(last->index);
-  threads_meet(met);
-  for (int w = 0; w < grid.threads / kWarpLanes; ++w) {
-    wake_lanes(block->warps[w], barrier.waiting[w]);
-    barrier.waiting[w] = 0;
-  }
-  barrier.arrived = 0;
-  barrier.count = 0;
+  if (!met.empty()) threads_meet(met, barrier.handed);
+  for (int w = 0; w < grid.threads / kWarpLanes; ++w) wake_lanes(block->warps[w], barrier.waiting[w]);
+  barrier = {};
 }
 
 void lanes_meet(const Warp& warp) {
   std::vector<int> lanes(kWarpLanes);
   std::iota(lanes.begin(), lanes.end(), warp.index * kWarpLanes);
-  threads_meet(lanes);
+  threads_meet(lanes, {});
 }
 
 void thread_main() {
@@ -194,7 +192,7 @@ void thread_main() {
 void prepare_threads() {
   block->runnable_warps = 0;
   block->live = grid.threads;
-  memset(block->barriers, 0, sizeof(block->barriers));
+  for (Barrier& barrier : block->barriers) barrier = {};
   for (int w = 0; w < grid.threads / kWarpLanes; ++w) {
     Warp& warp = block->warps[w];
     warp.block = block;
@@ -319,7 +317,10 @@ const Operand* meet_warp(Collective collective, Site site) {
   return operands;
 }
 
-void meet_barrier(int id, int count, Site site) {
+namespace {
+
+// Counts this thread.
+Barrier& come_to_barrier(int id, int count, Site site) {
   Barrier& barrier = block->barriers[id & (kNamedBarriers - 1)];
   if (id != 0) {
     if (id < 1 || id >= kNamedBarriers) fail_at(site, "named_barrier %d: ids are 1 to %d", id, kNamedBarriers - 1);
@@ -330,8 +331,22 @@ void meet_barrier(int id, int count, Site site) {
       fail_at(site, "named_barrier %d of %d threads, but others are there for one of %d", id, count, barrier.count);
     }
   }
+  uint32_t& came = barrier.came[self->warp->index];
+  if ((came >> self->lane & 1U) != 0) {
+    fail_at(site, "thread %d arrives twice at named_barrier %d, where %d of %d are", self->index, id, barrier.arrived,
+            count);
+  }
+  came |= 1U << self->lane;
   barrier.count = count;
+  barrier.site = site;
   ++barrier.arrived;
+  return barrier;
+}
+
+}  // namespace
+
+void meet_barrier(int id, int count, Site site) {
+  Barrier& barrier = come_to_barrier(id, count, site);
   if (barrier.arrived == (id == 0 ? block->live : count)) {
     release_barrier(barrier, self);
     let_others_run();
@@ -340,6 +355,15 @@ void meet_barrier(int id, int count, Site site) {
   barrier.waiting[self->warp->index] |= 1U << self->lane;
   self->parity = static_cast<uint32_t>(id);
   suspend(Wait::kBarrier, site);
+}
+
+// A release: those who wait there acquire it.
+void arrive_barrier(int id, int count, Site site) {
+  if (id == 0) fail_at(site, "named_arrive 0 is nobody's");
+  Barrier& barrier = come_to_barrier(id, count, site);
+  hand_over(barrier.handed);
+  if (barrier.arrived == count) release_barrier(barrier, nullptr);
+  maybe_let_others_run();
 }
 
 // Where blocks run at once, the predecessor is complete when all of them have asked for it.
@@ -412,8 +436,14 @@ bool run_blocks() {
   self = nullptr;
   for (Block* each : grid.blocks) {
     block = each;
+    const Barrier* open = std::find_if(std::begin(block->barriers), std::end(block->barriers),
+                                       [](const Barrier& barrier) { return barrier.arrived != 0; });
     if (const Site* site = unfinished_copy()) {
       record_error(*site, "the block ends while a bulk copy is under way: nobody has waited for it");
+    } else if (open != std::end(block->barriers)) {
+      record_error(open->site, "the block ends with " + std::to_string(open->arrived) + " of " +
+                                   std::to_string(open->count) + " threads at named_barrier " +
+                                   std::to_string(open - block->barriers));
     } else if (!block->waited) {
       record_error({nullptr, 0}, "the block ends without wait_for_predecessor()");
     }

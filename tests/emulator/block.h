@@ -63,9 +63,12 @@ struct Warp {
 
 // A named barrier of the block.
 struct Barrier {
-  int arrived;
-  int count;
-  uint32_t waiting[kMostWarps];  // lanes
+  int arrived = 0;
+  int count = 0;
+  Site site{};                        // of the last arrival
+  uint32_t waiting[kMostWarps] = {};  // lanes
+  uint32_t came[kMostWarps] = {};     // those and the ones that only arrived
+  Handover handed;                    // by the latter
 };
 
 struct BulkCopy {
@@ -144,6 +147,7 @@ Operand& my_operand();
 // until this lane's next collective.
 const Operand* meet_warp(Collective collective, Site site);
 void meet_barrier(int id, int count, Site site);
+void arrive_barrier(int id, int count, Site site);
 void predecessor_complete(Site site);
 void arrive_device(uint32_t* count);
 void await_device(const uint32_t* count, uint32_t at_least, Site site);

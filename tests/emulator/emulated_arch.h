@@ -86,6 +86,7 @@ inline void named_barrier(int id, int count, ULL_SITE_PARAMETERS) {
   if (id == 0) emulator::fail_at(ULL_SITE, "named_barrier 0 is block_barrier()");
   emulator::meet_barrier(id, count, ULL_SITE);
 }
+inline void named_arrive(int id, int count, ULL_SITE_PARAMETERS) { emulator::arrive_barrier(id, count, ULL_SITE); }
 inline void warp_barrier(ULL_SITE_PARAMETERS) { emulator::meet_warp(emulator::Collective::kWarpBarrier, ULL_SITE); }
 
 template <int kWarps, int kStages, int kBytes>

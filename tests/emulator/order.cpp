@@ -96,8 +96,11 @@ void forget_order() { released.clear(); }
 Order::OfThread& my_order() { return order().thread[static_cast<size_t>(self->index)]; }
 uint32_t my_clock() { return seen(self->index)[self->index]; }
 
-void threads_meet(const std::vector<int>& threads) {
+void threads_meet(const std::vector<int>& threads, const Handover& arrived) {
   if (!reports) return;
+  const int first = threads[0];
+  if (!arrived.seen.empty()) raise(seen(first), arrived.seen.data(), width());
+  if (!arrived.proxied.empty()) raise(proxied(first), arrived.proxied.data(), width());
   join_rows(order().seen, threads);
   if (!order().proxied.empty()) join_rows(order().proxied, threads);
   join_foreign(threads);

@@ -3,8 +3,8 @@
 //
 // - Each thread counts its releases. A row holds, for every thread of a block, up to which of its releases all that it
 //   did has happened before the row's owner; a view holds rows of several blocks.
-// - block_barrier(), named_barrier() and warp_barrier() order all threads that meet. Shuffles, ballot and mma order
-//   nothing: "do not imply a memory barrier" (CUDA programming guide).
+// - block_barrier(), named_barrier() and warp_barrier() order all threads that meet; named_arrive() is a release to
+//   those that wait. Shuffles, ballot and mma order nothing: "do not imply a memory barrier" (CUDA programming guide).
 // - An mbarrier's arrivals are releases, and waits for a phase acquire what had arrived.
 // - An atomic on global memory is relaxed: it releases what came before the thread's last fence_device(), and what it
 //   acquires counts from the thread's next one. arrive_device() releases, await_device() acquires, on their own.
@@ -27,7 +27,8 @@ void begin_order(Block& block);
 Order::OfThread& my_order();
 uint32_t my_clock();
 
-void threads_meet(const std::vector<int>& threads);  // of the block
+// Of the block; arrived: what threads that do not wait have released to them.
+void threads_meet(const std::vector<int>& threads, const Handover& arrived);
 void hand_over(Handover& to);
 void take_over(const Handover& from);
 void fence_order();  // fence_device()

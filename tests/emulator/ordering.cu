@@ -102,6 +102,40 @@ ULL_KERNEL(hand_on, ProbeParams, 64, 1) {
   static_cast<uint32_t*>(params.output)[me] = shared[(me + 33) % 64];
 }
 
+// output[tile][lane] = sum of the warps' inputs of the tile: the warps leave theirs in one of two areas in turn, and
+// one warp, another for each tile, adds them up while the others go on. Faults: 1 a warp does not arrive; 2 the
+// finishing warp waits for half of them; 3 nobody waits until an area has been read; 4 that is said before it has been;
+// 5 the finishing warp only arrives, too; 6 a warp arrives twice; 7 the last tile is not waited for.
+ULL_KERNEL(sum_tiles, ProbeParams, 128, 1) {
+  constexpr int kTiles = 7;
+  constexpr int kThreads = 128;
+  auto* areas = reinterpret_cast<uint32_t*>(arch::shared_memory());
+  auto* empty = reinterpret_cast<arch::Barrier*>(areas + 2 * kThreads);
+  const int me = arch::thread(), warp = arch::warp();
+  if (me < 2) arch::barrier_init(empty + me, 1);
+  arch::block_barrier();
+  arch::wait_for_predecessor();
+  for (int tile = 0; tile < kTiles; ++tile) {
+    uint32_t* area = areas + tile % 2 * kThreads;
+    const bool finishes = warp == tile % 4;
+    if (tile >= 2 && params.fault != 3) arch::barrier_wait(empty + tile % 2, (tile / 2 - 1) % 2);
+    area[me] = static_cast<const uint32_t*>(params.input)[tile * kThreads + me];
+    if (!finishes || params.fault == 5 || (params.fault == 7 && tile == kTiles - 1)) {
+      if (params.fault != 1 || warp != 3) arch::named_arrive(1 + tile % 2, kThreads);
+      if (params.fault == 6 && warp == 3) arch::named_arrive(1 + tile % 2, kThreads);
+      if (!finishes) continue;
+    } else {
+      arch::named_barrier(1 + tile % 2, params.fault == 2 ? kThreads / 2 : kThreads);
+    }
+    if (params.fault == 4 && arch::lane() == 0) arch::barrier_arrive(empty + tile % 2);
+    uint32_t sum = 0;
+    for (int i = 0; i < 4; ++i) sum += area[32 * i + arch::lane()];
+    static_cast<uint32_t*>(params.output)[tile * 32 + arch::lane()] = sum;
+    arch::warp_barrier();
+    if (params.fault != 4 && arch::lane() == 0) arch::barrier_arrive(empty + tile % 2);
+  }
+}
+
 // A byte of each thread, four to a word. Fault 1: two threads to a byte.
 ULL_KERNEL(store_bytes, ProbeParams, 64, 1) {
   arch::wait_for_predecessor();

@@ -18,7 +18,7 @@ struct Site {
 using Row = std::vector<uint32_t>;                       // by thread of a block
 using View = std::map<int, std::shared_ptr<const Row>>;  // by block number
 
-// What a release hands to whoever acquires it: an mbarrier's, within a block.
+// What a release hands to whoever acquires it: an mbarrier's or a named_arrive()'s, within a block.
 struct Handover {
   Row seen;
   Row proxied;

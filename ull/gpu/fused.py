@@ -83,12 +83,12 @@ class FusedForward:
 
     def _layer(self, layer: int, tokens: int) -> list[Launch]:
         model, sizes, blocks = self._sizes.model, self._sizes, self._multiprocessors
-        linears, name = Linears(self._places, tokens), f"layers.{layer}"
+        linears, name = self._linears(tokens), f"layers.{layer}"
         tile = linears.tile
-        qkv = linear.qkv(model.hidden, sizes.qkv_width, tile, blocks)
-        o = linear.o(model.hidden, sizes.attention_width, tile, blocks)
-        gate_up = linear.gate_up(model.hidden, model.intermediate, tile, blocks)
-        down = linear.down(model.hidden, model.intermediate, tile, blocks)
+        qkv = linear.qkv(sizes.qkv_width, tile, blocks)
+        o = linear.o(model.hidden, tile, blocks)
+        gate_up = linear.gate_up(model.intermediate, tile, blocks)
+        down = linear.down(model.hidden, tile, blocks)
         before = self._after_down(layer - 1, tokens)
         return [
             *linears.normalised("qkv", f"{name}.qkv", f"{name}.attn_norm", qkv, "qkv", before),
@@ -105,13 +105,16 @@ class FusedForward:
         """What this layer's down leaves; nothing does before the first layer."""
         if layer < 0:
             return None
-        return Linears(self._places, tokens).unfinished(f"layers.{layer}.down", 1 / MLP_SCALE)
+        return self._linears(tokens).unfinished(f"layers.{layer}.down", 1 / MLP_SCALE)
+
+    def _linears(self, tokens: int) -> Linears:
+        return Linears(self._places, self._sizes.model.hidden, tokens)
 
     def _head(self, tokens: int) -> list[Launch]:
         """The final norm and the lm_head."""
         model = self._sizes.model
-        linears = Linears(self._places, tokens)
-        geometry = linear.head(model.hidden, model.vocabulary, linears.tile, self._multiprocessors)
+        linears = self._linears(tokens)
+        geometry = linear.head(model.vocabulary, linears.tile, self._multiprocessors)
         if self._scans and tokens == 1:
             return linears.normalised("head_scan", HEAD_SCAN, "norm", geometry, "logits", None)
         before = self._after_down(model.layers - 1, tokens)
@@ -124,8 +127,9 @@ class FusedForward:
 class Linears:
     """Launches of linear layers and the norms before them, for one number of tokens."""
 
-    def __init__(self, places: Places, tokens: int) -> None:
+    def __init__(self, places: Places, hidden: int, tokens: int) -> None:
         self._places = places
+        self._hidden = hidden
         self.tile = linear.tile_of(tokens)
 
     def normalised(
@@ -137,10 +141,10 @@ class Linears:
         output: str,
         unfinished: Unfinished | None,
     ) -> list[Launch]:
-        """A linear of the normalised residual: one launch, or from 16 tokens on two, once `unfinished` is added."""
+        """A linear of the normalised residual: one launch, or two where it norms apart, once `unfinished` is added."""
         region, tensor = self._places.region, self._places.tensor
         launches = []
-        if linear.is_split(self.tile):
+        if linear.norms_apart(self._hidden, self.tile):
             params = NormParams(
                 round=region("round"),
                 residual=region("residual"),

@@ -185,7 +185,7 @@ class Rounds:
         lm_head = f"{MEDUSA}lm_head" if own else "lm_head"
         rows = heads * head_rows(model) if own else model.vocabulary
         block = linear.draft_block(model.hidden, heads, self._multiprocessors)
-        head = linear.draft_head(model.hidden, rows, self._multiprocessors)
+        head = linear.draft_head(rows, self._multiprocessors)
         states = [DRAFT_STATES[layer % 2] for layer in range(sizes.medusa.layers + 1)]
         return [
             self._begin(),

@@ -68,6 +68,8 @@ ULL_DEVICE unsigned char* shared_memory() {
 ULL_DEVICE void block_barrier() { __syncthreads(); }
 // Of `count` threads (a multiple of 32) that name the same id (1 .. 15).
 ULL_DEVICE void named_barrier(int id, int count) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory"); }
+// The same for a warp that only arrives: what it did before is seen by those that wait there.
+ULL_DEVICE void named_arrive(int id, int count) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory"); }
 ULL_DEVICE void warp_barrier() { __syncwarp(); }
 
 // Between blocks of a launch, by one thread of each: what the block's threads wrote before the block_barrier() before

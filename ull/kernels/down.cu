@@ -13,6 +13,12 @@ using Wide = WidePlan<Down, kTokens, true>;
 ULL_KERNEL(ull_down_1, LinearParams, kNarrowThreads, Narrow<1>::kBlocks) {
   linear_narrow<Narrow<1>, DownEpilogue>(params);
 }
+ULL_KERNEL(ull_down_2, LinearParams, kNarrowThreads, Narrow<2>::kBlocks) {
+  linear_narrow<Narrow<2>, DownEpilogue>(params);
+}
+ULL_KERNEL(ull_down_4, LinearParams, kNarrowThreads, Narrow<4>::kBlocks) {
+  linear_narrow<Narrow<4>, DownEpilogue>(params);
+}
 ULL_KERNEL(ull_down_8, LinearParams, kNarrowThreads, Narrow<8>::kBlocks) {
   linear_narrow<Narrow<8>, DownEpilogue>(params);
 }

@@ -13,6 +13,12 @@ using Wide = WidePlan<GateUp, kTokens, false>;
 ULL_KERNEL(ull_gate_up_1, LinearParams, kNarrowThreads, Narrow<1>::kBlocks) {
   linear_narrow<Narrow<1>, GateUpEpilogue>(params);
 }
+ULL_KERNEL(ull_gate_up_2, LinearParams, kNarrowThreads, Narrow<2>::kBlocks) {
+  linear_narrow<Narrow<2>, GateUpEpilogue>(params);
+}
+ULL_KERNEL(ull_gate_up_4, LinearParams, kNarrowThreads, Narrow<4>::kBlocks) {
+  linear_narrow<Narrow<4>, GateUpEpilogue>(params);
+}
 ULL_KERNEL(ull_gate_up_8, LinearParams, kNarrowThreads, Narrow<8>::kBlocks) {
   linear_narrow<Narrow<8>, GateUpEpilogue>(params);
 }

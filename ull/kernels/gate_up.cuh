@@ -16,45 +16,43 @@ ULL_DEVICE float activated(float gate, float up) {
 
 // Epilogue: f16 activations times kMlpScale.
 struct GateUpEpilogue {
-  static constexpr int kItems = 2;
   static constexpr int kTileColumns = kRowUnit / 2;
+  static constexpr int kItems =
+      kTileColumns;  // a column each: its activation is a long chain of dependent instructions
   struct Operands {
-    RowScale gate;
-    RowScale up;
+    float gate_scale, gate_bias, up_scale, up_bias;
   };
 
   ULL_DEVICE static Operands load(const LinearParams& params, int tile, int, int item) {
-    const int row = tile * kRowUnit + 4 * item;
-    return {load_row_scale(params.scale, params.bias, row), load_row_scale(params.scale, params.bias, row + 8)};
+    const int row = tile * kRowUnit + item;
+    Operands operands{params.scale[row], 0.0F, params.scale[row + 8], 0.0F};
+    if (params.bias != nullptr) {
+      operands.gate_bias = params.bias[row];
+      operands.up_bias = params.bias[row + 8];
+    }
+    return operands;
   }
 
-  template <typename Sum>
+  template <typename Sums>
   ULL_DEVICE static void finish(const LinearParams& params, const Operands& operands, int tile, int token, int item,
-                                const Sum& sum) {
-    const Four gate = scaled(sum(4 * item), operands.gate);
-    const Four up = scaled(sum(8 + 4 * item), operands.up);
-    float y[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) y[i] = activated(gate.value[i], up.value[i]);
-    store(params, tile, token, 4 * item,
-          arch::Vector2{arch::f32x2_to_f16x2(y[0], y[1]), arch::f32x2_to_f16x2(y[2], y[3])});
+                                const Sums& sums) {
+    const float gate = scaled(sums.one(item), operands.gate_scale, operands.gate_bias);
+    const float up = scaled(sums.one(8 + item), operands.up_scale, operands.up_bias);
+    store(params, tile, token, item, static_cast<uint16_t>(arch::f32x2_to_f16x2(activated(gate, up), 0.0F)));
   }
 
   // A lane has gate and up of column g for tokens 2t, 2t + 1; with its neighbour it makes pairs of columns.
   template <int kGroups>
   ULL_DEVICE static void finish_tile(const LinearParams& params, int tile, int count, const float (&sums)[kGroups][4]) {
     const int g = arch::lane() / 4;
-    const int row = tile * kRowUnit + g;
-    const float gate_scale = params.scale[row];
-    const float up_scale = params.scale[row + 8];
-    const float gate_bias = params.bias == nullptr ? 0.0F : params.bias[row];
-    const float up_bias = params.bias == nullptr ? 0.0F : params.bias[row + 8];
+    const Operands rows = load(params, tile, 0, g);
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       float y[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        y[i] = activated(scaled(sums[group][i], gate_scale, gate_bias), scaled(sums[group][2 + i], up_scale, up_bias));
+        y[i] = activated(scaled(sums[group][i], rows.gate_scale, rows.gate_bias),
+                         scaled(sums[group][2 + i], rows.up_scale, rows.up_bias));
       }
       const bool odd = g % 2 != 0;
       const float received = arch::shuffle_xor(odd ? y[0] : y[1], 4);

@@ -61,6 +61,12 @@ using Wide = WidePlan<Head, kTokens, false>;
 ULL_KERNEL(ull_head_1, LinearParams, kNarrowThreads, Narrow<1>::kBlocks) {
   linear_narrow<Narrow<1>, StoreLogits>(params);
 }
+ULL_KERNEL(ull_head_2, LinearParams, kNarrowThreads, Narrow<2>::kBlocks) {
+  linear_narrow<Narrow<2>, HeadEpilogue>(params);
+}
+ULL_KERNEL(ull_head_4, LinearParams, kNarrowThreads, Narrow<4>::kBlocks) {
+  linear_narrow<Narrow<4>, HeadEpilogue>(params);
+}
 ULL_KERNEL(ull_head_8, LinearParams, kNarrowThreads, Narrow<8>::kBlocks) {
   linear_narrow<Narrow<8>, HeadEpilogue>(params);
 }

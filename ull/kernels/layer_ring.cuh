@@ -9,7 +9,11 @@
 
 namespace ull::gpu {
 
-inline constexpr int kStageBytes = NarrowPlan<Qkv, 1>::kStageBytes;  // the same for every shape
+// Activations are staged, however many: the ring is another one than the single kernels'.
+template <typename Shape>
+using LayerPlan = NarrowPlan<Shape, 1, kNarrowBytes>;
+
+inline constexpr int kStageBytes = LayerPlan<Qkv>::kStageBytes;  // the same for every shape
 
 // Where a warp's stream has come to: [row tile][stage] of its slice of a linear layer, then of the next.
 class LayerCursor {
@@ -68,7 +72,7 @@ class LayerCursor {
 
   template <typename Shape>
   ULL_DEVICE void begin(const unsigned char* weights) {
-    using Plan = NarrowPlan<Shape, 1>;
+    using Plan = LayerPlan<Shape>;
     static_assert(Plan::kStageBytes == kStageBytes && Plan::kStaged);
     const int slice = Plan::first_slice();
     const int first_tile = Shape::first_tile();

@@ -25,21 +25,22 @@ struct LinearArea {
 };
 
 template <typename Shape>
-constexpr int kLinearBytes = LinearArea<NarrowPlan<Shape, 1>>::kBytes;
+constexpr int kLinearBytes = LinearArea<LayerPlan<Shape>>::kBytes;
 
 constexpr int kStepBytes = round_up(
     larger(larger(larger(kLinearBytes<Qkv>, kLinearBytes<Output>), larger(kLinearBytes<GateUp>, kLinearBytes<Down>)),
            AttentionShared<1>::kBytes),
     128);
 constexpr int kParamsBytes = 2 * static_cast<int>(sizeof(LayerParams));
-constexpr int kDepth =
-    smaller(16, (kWideBytes - kStepBytes - kParamsBytes) / (kComputeWarps * (kStageBytes + kBarrierBytes)));
+constexpr int kDepth = smaller(
+    16, (kWideBytes - kStepBytes - kParamsBytes - 2 * kBarrierBytes) / (kComputeWarps * (kStageBytes + kBarrierBytes)));
 static_assert(kDepth >= 2, "the layers do not fit into shared memory");
 
 constexpr int kRingAt = kStepBytes;
 constexpr int kParamsAt = kRingAt + kComputeWarps * kDepth * kStageBytes;
 constexpr int kBarrierAt = kParamsAt + kParamsBytes;
-static_assert(kBarrierAt + kComputeWarps * kDepth * kBarrierBytes <= kWideBytes);
+constexpr int kEmptyAt = kBarrierAt + kComputeWarps * kDepth * kBarrierBytes;
+static_assert(kEmptyAt + 2 * kBarrierBytes <= kWideBytes);
 
 using Ring = LayerRing<kDepth>;
 
@@ -83,17 +84,17 @@ ULL_DEVICE void load_params(const LayerParams* layers, int layer) {
 }
 
 template <typename Shape, typename Epilogue>
-ULL_DEVICE void linear_step(const LinearParams& params, Ring& ring, GridBarrier& grid) {
-  using Plan = NarrowPlan<Shape, 1>;
+ULL_DEVICE void linear_step(const LinearParams& params, Ring& ring, SumAreas& areas, GridBarrier& grid) {
+  using Plan = LayerPlan<Shape>;
   using Area = LinearArea<Plan>;
   unsigned char* shared = arch::shared_memory();
   RowShare norm_weight;
-  if constexpr (Shape::kNorms) load_norm_weight(norm_weight, params.norm_weight);
+  if constexpr (Plan::kNorms) load_norm_weight(norm_weight, params.norm_weight);
   grid.wait();
   stage_activations<Plan>(params, 1, shared, reinterpret_cast<float*>(shared + Area::kSumAt), norm_weight);
   arch::block_barrier();
   const LayerStream<Plan, Ring> stream(ring);
-  multiply_tiles<Plan, Epilogue>(params, stream, 1, shared, reinterpret_cast<float*>(shared + Area::kPartialAt));
+  multiply_tiles<Plan, Epilogue>(params, stream, 1, shared, reinterpret_cast<float*>(shared + Area::kPartialAt), areas);
   ring.finish(stream.stages());
   grid.arrive();
 }
@@ -124,6 +125,8 @@ ULL_GRID_KERNEL(ull_layers_1, LayersParams, kThreads) {
   arch::release_dependents();
   unsigned char* shared = arch::shared_memory();
   Ring ring(params.layers, shared + kRingAt, reinterpret_cast<arch::Barrier*>(shared + kBarrierAt));
+  SumAreas areas =
+      make_areas<LayerPlan<GateUp>, GateUpEpilogue>(shared + kEmptyAt);  // one warp finishes a tile of each
   load_params(params.layers, 0);
   arch::wait_for_predecessor();
   if (token_count(params.round) == 0) {
@@ -135,12 +138,12 @@ ULL_GRID_KERNEL(ull_layers_1, LayersParams, kThreads) {
 #pragma unroll 1
   for (int layer = 0; layer < kLayers; ++layer) {
     const LayerParams& own = *layer_params(layer);
-    linear_step<Qkv, QkvEpilogue>(own.linears[kQkvLinear], ring, grid);
+    linear_step<Qkv, QkvEpilogue>(own.linears[kQkvLinear], ring, areas, grid);
     load_params(params.layers, layer + 1);
     attention_step(own.attention, grid);
-    linear_step<Output, OutputEpilogue>(own.linears[kOutputLinear], ring, grid);
-    linear_step<GateUp, GateUpEpilogue>(own.linears[kGateUpLinear], ring, grid);
-    linear_step<Down, DownEpilogue>(own.linears[kDownLinear], ring, grid);
+    linear_step<Output, OutputEpilogue>(own.linears[kOutputLinear], ring, areas, grid);
+    linear_step<GateUp, GateUpEpilogue>(own.linears[kGateUpLinear], ring, areas, grid);
+    linear_step<Down, DownEpilogue>(own.linears[kDownLinear], ring, areas, grid);
   }
 }
 

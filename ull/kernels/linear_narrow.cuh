@@ -8,67 +8,103 @@
 namespace ull::gpu {
 
 inline constexpr int kNarrowThreads = 32 * kComputeWarps;
-inline constexpr int kStagedLimit =
-    64 * 1024;  // most activations that a block keeps beside its ring, if it has a choice
+// Most activations that a block keeps in shared memory. Beside them the ring still has 64 KB of weights, and with the
+// next kernel's block twice that are in flight on a multiprocessor; 52 KB of both are what the memory needs (4.3 TB/s
+// of 132 multiprocessors and 800 ns, for each of two blocks).
+inline constexpr int kStagedLimit = 36 * 1024;
+inline constexpr int kHeldSteps = 16;  // most steps whose activations a lane keeps in registers, four for each
 static_assert(kNarrowThreads == kNormThreads && kComputeWarps == kSlices);
 
-// Staged: all activations are in shared memory before the first step. Else they come through the ring with the weights,
-// and two row tiles at once share them.
-template <typename Shape_, int kTokens_>
+// Where a block of kTokens has its activations, of all steps:
+//
+// - Staged: in shared memory before the first step, where they fit. The kernel norms them itself on the way: with few
+//   tokens that costs less than another kernel before this one.
+// - Held: in registers, read from L2 before the first step, where a warp's slice is short. Each warp needs its slice
+//   alone, so the block has everything once and shared memory is the ring's.
+// - Streamed: they come through the ring with the weights, and two row tiles at once share them. It is the only way for
+//   long slices, and the dearest: L2 delivers them again for every two row tiles.
+//
+// kLimit: more activations than those are not staged.
+template <typename Shape_, int kTokens_, int kLimit = kStagedLimit>
 struct NarrowPlan {
   using Shape = Shape_;
   static constexpr int kTokens = kTokens_;
-  static_assert(kTokens == 1 || kTokens == kGroupTokens);
-  static constexpr int kStagedStepBytes = kTokens * kTokenStepBytes;
-  static constexpr bool kStaged = kTokens == 1 || Shape::kNorms || Shape::kSteps * kStagedStepBytes <= kStagedLimit;
-  static constexpr int kStagedBytes = kStaged ? Shape::kSteps * kStagedStepBytes : 0;
-  static constexpr int kBytes = kStagedBytes <= kStagedLimit ? kNarrowBytes : kWideBytes;
-  static constexpr int kBlocks =
-      kStagedBytes <= kStagedLimit ? 2 : 1;  // on a multiprocessor, of this or the next kernel
+  static_assert(kTokens == 1 || kTokens == 2 || kTokens == 4 || kTokens == kGroupTokens);
+  static constexpr int kStepActivationBytes = kTokens * kTokenStepBytes;  // wherever they are
+  static constexpr bool kFits = Shape::kSteps * kStepActivationBytes <= kLimit;
+  static constexpr bool kNorms = Shape::kNorms && kFits;  // else ull_norm_{tokens} has done it
+  static constexpr bool kHeld = !kNorms && kTokens > 1 && Shape::kSliceSteps <= kHeldSteps;
+  static constexpr bool kStaged = kFits && !kHeld;
+  static constexpr bool kStageActivations = !kStaged && !kHeld;
+  static constexpr int kStagedBytes = kStaged ? Shape::kSteps * kStepActivationBytes : 0;
+  static constexpr int kBytes = kNarrowBytes;
+  static constexpr int kBlocks = 2;  // on a multiprocessor, of this or the next kernel
 
-  static constexpr int kGroups = 1;
   static constexpr int kBlockSlices = 1;  // of a warp
-  static constexpr bool kStageActivations = !kStaged;
-  static constexpr int kWarpTiles = kStaged ? 1 : 2;
+  static constexpr int kWarpTiles = kStageActivations ? 2 : 1;
   static constexpr int kTileStride = 1;
   static constexpr int kPassTiles = kWarpTiles;
-  static constexpr int kStageSteps = (kStaged ? 32 : 16) / Shape::kBits;
+  // A stage brings 2 KB of a row tile, or 1 KB where it brings many activations besides.
+  static constexpr int kStageSteps = (kStageActivations && kTokens > 2 ? 16 : 32) / Shape::kBits;
   static constexpr int kStageTileBytes = kStageSteps * Shape::kStepBytes;
-  static constexpr int kStageBytes = kWarpTiles * kStageTileBytes + (kStaged ? 0 : kStageSteps * kGroupBytes);
+  static constexpr int kStageBytes =
+      kWarpTiles * kStageTileBytes + (kStageActivations ? kStageSteps * kStepActivationBytes : 0);
 
   static constexpr int kPartialStride = kRowUnit + 4;  // floats of a token's row tile: keeps lanes on their own banks
   static constexpr int kPartialSlice = kTokens * kPartialStride;
   static constexpr int kPartialArea = kSlices * kPartialSlice;  // two of them: one is read while the next is written
-  static constexpr int kSumBytes = Shape::kNorms ? kTokens * kNormWarps * 4 : 0;
+  static constexpr int kSumBytes = kNorms ? kTokens * kNormWarps * 4 : 0;
 
-  static constexpr int kRingBytes = kBytes - kStagedBytes - 8 * kPartialArea - kSumBytes;
+  static constexpr int kRingBytes = kBytes - kStagedBytes - 8 * kPartialArea - kSumBytes - 2 * kBarrierBytes;
   static constexpr int kDepth = smaller(16, kRingBytes / (kComputeWarps * (kStageBytes + kBarrierBytes)));
-  static_assert(kDepth >= 2, "the layer does not fit into shared memory");
+  static constexpr int kBytesInFlight = kComputeWarps * kDepth * kWarpTiles * kStageTileBytes;  // of weights
+  static_assert(kLimit > kStagedLimit || kBytesInFlight >= 60 * 1024, "the ring is too small for the memory's latency");
 
   // Offsets in shared memory; the ring comes first.
   static constexpr int kStagedAt = kComputeWarps * kDepth * kStageBytes;
   static constexpr int kPartialAt = kStagedAt + kStagedBytes;
   static constexpr int kSumAt = kPartialAt + 8 * kPartialArea;
   static constexpr int kBarrierAt = kSumAt + kSumBytes;
-  static_assert(kBarrierAt + kComputeWarps * kDepth * kBarrierBytes <= kBytes);
+  static constexpr int kEmptyAt = kBarrierAt + kComputeWarps * kDepth * kBarrierBytes;
+  static_assert(kEmptyAt + 2 * kBarrierBytes <= kBytes);
 
   ULL_DEVICE static int warp_tile() { return 0; }
   ULL_DEVICE static int first_slice() { return arch::warp(); }
+  // Where a lane's operands begin in the activations of a step. Lanes of tokens that are not there take another's: they
+  // only reach columns of the product that nobody reads.
+  ULL_DEVICE static int lane_offset() { return arch::lane() % (4 * kTokens) * 16; }
 };
 
-// sums += a stage whose activations are staged: `operands` is this lane's of the first step. All is in registers before
-// the first mma. The stage is refilled behind the last one: only what has been used is certain to have been loaded, and
-// bulk copies do not wait for loads.
-template <typename Plan, typename Source>
-ULL_DEVICE void multiply_staged(float (&sums)[1][4], const Source& stream, int stage, const unsigned char* operands) {
+// A warp's activations in registers: this lane's operands of its slice's steps.
+template <typename Plan>
+struct HeldActivations {
+  arch::Vector4 step[Stages<Plan>::kSliceStages * Plan::kStageSteps];
+
+  ULL_DEVICE void load(const LinearParams& params) {
+    const int slice = Plan::first_slice();
+    const int first = Plan::Shape::slice_begin(slice);
+    const int steps = Plan::Shape::slice_begin(slice + 1) - first;
+    const auto* address = static_cast<const unsigned char*>(params.activations) +
+                          static_cast<int64_t>(first) * kActivationStepBytes + Plan::lane_offset();
+#pragma unroll
+    for (int s = 0; s < Stages<Plan>::kSliceStages * Plan::kStageSteps; ++s) {
+      step[s] = {};
+      if (s < steps) step[s] = arch::load_global(address + s * kActivationStepBytes);
+    }
+  }
+};
+
+// sums += a stage whose activations are here already: operand(s) is this lane's of the stage's step s. All is in
+// registers before the first mma. The stage is refilled behind the last one: only what has been used is certain to have
+// been loaded, and bulk copies do not wait for loads.
+template <typename Plan, typename Source, typename Operand>
+ULL_DEVICE void multiply_weights(float (&sums)[1][4], const Source& stream, int stage, const Operand& operand) {
   constexpr int kSteps = Plan::kStageSteps;
   arch::Vector4 activations[kSteps][1];
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
     activations[s][0] = {};  // behind a short stage stand the next slice's, or what is not activations at all
-    if (stream.kWhole || s < stream.steps(stage)) {
-      activations[s][0] = arch::load_shared(operands + s * Plan::kStagedStepBytes);
-    }
+    if (stream.kWhole || s < stream.steps(stage)) activations[s][0] = operand(s);
   }
   Weights<Plan::Shape::kBits> weights[kSteps];
   const unsigned char* place = stream.wait(stage);
@@ -86,11 +122,11 @@ ULL_DEVICE void multiply_staged(float (&sums)[1][4], const Source& stream, int s
 template <typename Plan>
 ULL_DEVICE void multiply_streamed(float (&sums)[Plan::kWarpTiles][1][4], const Stream<Plan>& stream, int stage) {
   const unsigned char* place = stream.wait(stage);
-  const unsigned char* operands = place + Plan::kWarpTiles * Plan::kStageTileBytes + arch::lane() * 16;
+  const unsigned char* operands = place + Plan::kWarpTiles * Plan::kStageTileBytes + Plan::lane_offset();
 #pragma unroll
   for (int s = 0; s < Plan::kStageSteps; ++s) {
     if (stream.kWhole || s < stream.steps(stage)) {
-      const arch::Vector4 activations[1] = {arch::load_shared(operands + s * kGroupBytes)};
+      const arch::Vector4 activations[1] = {arch::load_shared(operands + s * Plan::kStepActivationBytes)};
 #pragma unroll
       for (int r = 0; r < Plan::kWarpTiles; ++r) {
         if (r < stream.tiles(stage)) {
@@ -105,56 +141,92 @@ ULL_DEVICE void multiply_streamed(float (&sums)[Plan::kWarpTiles][1][4], const S
   stream.refill(stage);
 }
 
+// sums += a pass, which begins with stage `first`. activations: where they are staged, or the held ones.
+template <typename Plan, typename Source, typename Activations>
+ULL_DEVICE void multiply_pass(float (&sums)[Plan::kWarpTiles][1][4], const Source& stream, int first,
+                              const Activations& activations) {
+  if constexpr (Plan::kHeld) {
+#pragma unroll
+    for (int i = 0; i < stream.kPassStages; ++i) {
+      multiply_weights<Plan>(sums[0], stream, first + i,
+                             [&](int s) { return activations.step[i * Plan::kStageSteps + s]; });
+    }
+  } else {
+    for (int stage = first; stage < first + stream.kPassStages; ++stage) {
+      if constexpr (Plan::kStaged) {
+        const unsigned char* operands =
+            activations + stream.step(stage) * Plan::kStepActivationBytes + Plan::lane_offset();
+        multiply_weights<Plan>(sums[0], stream, stage,
+                               [&](int s) { return arch::load_shared(operands + s * Plan::kStepActivationBytes); });
+      } else {
+        multiply_streamed(sums, stream, stage);
+      }
+    }
+  }
+}
+
 // Writes this warp's sums of one row tile: [token][16 rows and padding].
 template <typename Plan>
 ULL_DEVICE void store_partial(float* partial, const float (&sums)[4]) {
   const int g = arch::lane() / 4;
   const int t = arch::lane() % 4;
   float* at = partial + arch::warp() * Plan::kPartialSlice + 2 * t * Plan::kPartialStride + g;
-  if (Plan::kTokens > 1 || t == 0) {
+  if (2 * t < Plan::kTokens) {
     at[0] = sums[0];
     at[8] = sums[2];
   }
-  if (Plan::kTokens > 1) {
+  if (2 * t + 1 < Plan::kTokens) {
     at[Plan::kPartialStride] = sums[1];
     at[Plan::kPartialStride + 8] = sums[3];
   }
 }
 
-// The slices' sums, in ascending order, for rows `row` .. row + 3 of a token.
+// A token's sums of a row tile: its slices', added in ascending order.
 template <typename Plan>
-ULL_DEVICE Four sum_slices(const float* partial, int token, int row) {
-  Four total{};
-#pragma unroll
-  for (int slice = 0; slice < kSlices; ++slice) {
-    const arch::Vector4 v =
-        arch::load_shared(partial + slice * Plan::kPartialSlice + token * Plan::kPartialStride + row);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float x = arch::bits_float(v.word[i]);
-      total.value[i] = slice == 0 ? x : total.value[i] + x;
-    }
-  }
-  return total;
-}
+class TokenSums {
+ public:
+  ULL_DEVICE TokenSums(const float* partial, int token) : partial_(partial + token * Plan::kPartialStride) {}
 
-// The activations of all steps: [step][token 0..7][32 columns], or [step][32 columns] for one token. Rows beyond
-// `count` stay as they are: they only reach columns of the product that nobody reads.
+  // Of rows `row` .. row + 3.
+  ULL_DEVICE Four operator()(int row) const {
+    Four total{};
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      const Four part = load_four(arch::load_shared(partial_ + slice * Plan::kPartialSlice + row));
+      total = slice == 0 ? part : added(total, part);
+    }
+    return total;
+  }
+
+  // Of one row.
+  ULL_DEVICE float one(int row) const {
+    float total = partial_[row];
+#pragma unroll
+    for (int slice = 1; slice < kSlices; ++slice) total += partial_[slice * Plan::kPartialSlice + row];
+    return total;
+  }
+
+ private:
+  const float* partial_;
+};
+
+// The activations of all steps: [step][token][32 columns]. Rows beyond `count` stay as they are: they only reach
+// columns of the product that nobody reads.
 template <typename Plan>
 ULL_DEVICE void stage_activations(const LinearParams& params, int count, unsigned char* staged, float* sums,
                                   const RowShare& norm_weight) {
-  if constexpr (Plan::Shape::kNorms) {
+  if constexpr (Plan::kNorms) {
     constexpr int kRowsAtOnce = larger(1, smaller(Plan::kTokens, 16 / kNormVectors));
     norm_rows<kRowsAtOnce>(
         norm_weight, count, sums,
         [&](RowShare& row, int token) { load_row(row, params.residual + token * kResidualStride); },
         [&](int token, int column, arch::Vector2 four) {
-          *reinterpret_cast<arch::Vector2*>(staged + column / kColumnUnit * Plan::kStagedStepBytes +
+          *reinterpret_cast<arch::Vector2*>(staged + column / kColumnUnit * Plan::kStepActivationBytes +
                                             token * kTokenStepBytes + column % kColumnUnit * 2) = four;
         });
   } else {
     constexpr int kVectors = Plan::kStagedBytes / 16;
-    constexpr int kStepVectors = Plan::kStagedStepBytes / 16;
+    constexpr int kStepVectors = Plan::kStepActivationBytes / 16;
     constexpr int kAtOnce = smaller(8, (kVectors + kNarrowThreads - 1) / kNarrowThreads);
     const auto* activations = static_cast<const unsigned char*>(params.activations);
     for (int first = arch::thread(); first < kVectors; first += kAtOnce * kNarrowThreads) {
@@ -177,18 +249,57 @@ ULL_DEVICE void stage_activations(const LinearParams& params, int count, unsigne
   }
 }
 
+// Where the slices' sums of row tiles meet, one tile after another, of as many layers as the kernel has. They lie in
+// two areas in turn. Some of the block's warps finish a tile, others the next, so that none falls behind the others;
+// the rest only arrive at the area's named barrier and go on. Before a warp writes to an area again it waits at its
+// mbarrier, until the finishing ones have read it.
+class SumAreas {
+ public:
+  // empty: two barriers, which one thread has initialised for as many arrivals as warps finish a tile.
+  ULL_DEVICE explicit SumAreas(arch::Barrier* empty) : empty_(empty) {}
+
+  ULL_DEVICE int tile() const { return tile_; }  // the one under way, counted from 0
+  ULL_DEVICE int area() const { return tile_ % 2; }
+
+  ULL_DEVICE void wait_until_empty() const {
+    if (tile_ >= 2) arch::barrier_wait(empty_ + area(), (tile_ / 2 + 1) % 2);
+  }
+  ULL_DEVICE void wait_until_full() const { arch::named_barrier(kFirstBarrier + area(), kNarrowThreads); }
+  ULL_DEVICE void has_written() const { arch::named_arrive(kFirstBarrier + area(), kNarrowThreads); }
+  ULL_DEVICE void has_read() const {
+    arch::warp_barrier();
+    if (arch::lane() == 0) arch::barrier_arrive(empty_ + area());
+  }
+  ULL_DEVICE void next_tile() { ++tile_; }
+
+ private:
+  static constexpr int kFirstBarrier = 1;
+  arch::Barrier* empty_;
+  int tile_ = 0;
+};
+
+// The threads that finish a row tile: kItems for each token.
+template <typename Plan, typename Epilogue>
+struct Finishers {
+  static constexpr int kItems = Epilogue::kItems;
+  static constexpr int kWarps = (Plan::kTokens * kItems + 31) / 32;
+  static_assert(kComputeWarps % kWarps == 0);
+
+  ULL_DEVICE static bool has_warp(int tile) { return arch::warp() / kWarps == tile % (kComputeWarps / kWarps); }
+  ULL_DEVICE static int index() { return arch::warp() % kWarps * 32 + arch::lane(); }
+  ULL_DEVICE static int token() { return index() / kItems; }
+  ULL_DEVICE static int item() { return index() % kItems; }
+};
+
 // The block's row tiles, one after another, as `stream` (a Stream, or what does as well) brings their weights.
 // Epilogue: kItems threads of a token finish one row tile; `load` brings what an item needs besides the sums (early: it
 // may take long), `finish` does the rest. `finish_block`, if it has one, ends what it has gathered, in every thread.
-template <typename Plan, typename Epilogue, typename Source>
-ULL_DEVICE void multiply_tiles(const LinearParams& params, const Source& stream, int count, const unsigned char* staged,
-                               float* partial) {
-  const int lane = Plan::kTokens == 1 ? arch::lane() % 4 : arch::lane();
-  const int token = arch::thread() / Epilogue::kItems;
-  const int item = arch::thread() % Epilogue::kItems;
-  const bool finishes = token < smaller(count, Plan::kTokens);
+template <typename Plan, typename Epilogue, typename Source, typename Activations>
+ULL_DEVICE void multiply_tiles(const LinearParams& params, const Source& stream, int count,
+                               const Activations& activations, float* partial, SumAreas& areas) {
+  using Who = Finishers<Plan, Epilogue>;
+  const bool has_token = Who::token() < smaller(count, Plan::kTokens);
   Epilogue epilogue;
-  int turn = 0;
   for (int first = 0; first < stream.stages(); first += stream.kPassStages) {
     const int tile = stream.tile(first);
     const int tiles = stream.tiles(first);
@@ -196,62 +307,76 @@ ULL_DEVICE void multiply_tiles(const LinearParams& params, const Source& stream,
 #pragma unroll
     for (int r = 0; r < Plan::kWarpTiles; ++r) {
       if constexpr (Source::kInLoop) operands[r] = {};
-      if (finishes && r < tiles) operands[r] = Epilogue::load(params, tile + r, token, item);
-    }
-    float sums[Plan::kWarpTiles][1][4] = {};
-    for (int stage = first; stage < first + stream.kPassStages; ++stage) {
-      if constexpr (Plan::kStaged) {
-        const unsigned char* step = staged + stream.step(stage) * Plan::kStagedStepBytes;
-        multiply_staged<Plan>(sums[0], stream, stage, step + lane * 16);
-      } else {
-        multiply_streamed(sums, stream, stage);
+      if (has_token && r < tiles && Who::has_warp(areas.tile() + r)) {
+        operands[r] = Epilogue::load(params, tile + r, Who::token(), Who::item());
       }
     }
+    float sums[Plan::kWarpTiles][1][4] = {};
+    multiply_pass<Plan>(sums, stream, first, activations);
 #pragma unroll
     for (int r = 0; r < Plan::kWarpTiles; ++r) {
       if (r < tiles) {
-        float* area = partial + turn * Plan::kPartialArea;
+        float* area = partial + areas.area() * Plan::kPartialArea;
+        areas.wait_until_empty();
         store_partial<Plan>(area, sums[r][0]);
-        arch::block_barrier();
-        if (finishes) {
-          const auto sum = [&](int row) { return sum_slices<Plan>(area, token, row); };
-          epilogue.finish(params, operands[r], tile + r, token, item, sum);
+        if (Who::has_warp(areas.tile())) {
+          areas.wait_until_full();
+          if (has_token) {
+            const TokenSums<Plan> sum(area, Who::token());
+            epilogue.finish(params, operands[r], tile + r, Who::token(), Who::item(), sum);
+          }
+          areas.has_read();
+        } else {
+          areas.has_written();
         }
-        turn ^= 1;
+        areas.next_tile();
       }
     }
   }
   if constexpr (requires { epilogue.finish_block(params, partial); }) epilogue.finish_block(params, partial);
 }
 
+// The areas' barriers, at `empty`: by every thread, before a barrier of the block.
+template <typename Plan, typename Epilogue>
+ULL_DEVICE SumAreas make_areas(unsigned char* empty) {
+  auto* barriers = reinterpret_cast<arch::Barrier*>(empty);
+  if (arch::thread() < 2) arch::barrier_init(barriers + arch::thread(), Finishers<Plan, Epilogue>::kWarps);
+  return SumAreas(barriers);
+}
+
 // The kernel.
 template <typename Plan, typename Epilogue>
 ULL_DEVICE void linear_narrow(const LinearParams& params) {
-  using Shape = typename Plan::Shape;
   unsigned char* shared = arch::shared_memory();
   unsigned char* staged = shared + Plan::kStagedAt;
   auto* partial = reinterpret_cast<float*>(shared + Plan::kPartialAt);
   arch::release_dependents();
   Stream<Plan> stream(params, shared);
   stream.fill();
+  SumAreas areas = make_areas<Plan, Epilogue>(shared + Plan::kEmptyAt);
   RowShare norm_weight;
-  if constexpr (Shape::kNorms) load_norm_weight(norm_weight, params.norm_weight);
+  if constexpr (Plan::kNorms) load_norm_weight(norm_weight, params.norm_weight);
 
+  if constexpr (!Plan::kStaged) arch::block_barrier();  // of what is staged there is one below
   arch::wait_for_predecessor();
-  const int count = token_count(params.round);
-  stream.fill_activations();
-  if constexpr (Plan::kStaged) {
-    // One token is there whatever `count` says: its loads need not wait for that answer.
-    const int rows = Plan::kTokens == 1 ? 1 : count;
-    stage_activations<Plan>(params, rows, staged, reinterpret_cast<float*>(shared + Plan::kSumAt), norm_weight);
-    arch::block_barrier();
+  if constexpr (Plan::kHeld) {
+    HeldActivations<Plan> held;
+    held.load(params);
+    const int count = token_count(params.round);
+    if (count == 0) return stream.drain();
+    multiply_tiles<Plan, Epilogue>(params, stream, count, held, partial, areas);
+  } else {
+    const int count = token_count(params.round);
+    stream.fill_activations();
+    if constexpr (Plan::kStaged) {
+      // One token is there whatever `count` says: its loads need not wait for that answer.
+      const int rows = Plan::kTokens == 1 ? 1 : count;
+      stage_activations<Plan>(params, rows, staged, reinterpret_cast<float*>(shared + Plan::kSumAt), norm_weight);
+      arch::block_barrier();
+    }
+    if (count == 0) return stream.drain();
+    multiply_tiles<Plan, Epilogue>(params, stream, count, staged, partial, areas);
   }
-  if (count == 0) {
-    stream.drain();
-    return;
-  }
-
-  multiply_tiles<Plan, Epilogue>(params, stream, count, staged, partial);
 }
 
 }  // namespace ull::gpu

@@ -1,5 +1,5 @@
-// RMSNorm of each token's residual row, for tiles of 16 tokens and more, after what the layer before left to be added.
-// One block per token.
+// RMSNorm of each token's residual row, where the linear layer behind it does not do that itself; from 16 tokens on
+// after what the layer before left to be added. One block per token.
 #include "rows.cuh"
 
 namespace ull::gpu {
@@ -45,6 +45,10 @@ ULL_DEVICE void norm_token(const NormParams& params) {
       });
 }
 
+ULL_KERNEL(ull_norm_1, NormParams, kNormThreads, 2) { norm_token(params); }
+ULL_KERNEL(ull_norm_2, NormParams, kNormThreads, 2) { norm_token(params); }
+ULL_KERNEL(ull_norm_4, NormParams, kNormThreads, 2) { norm_token(params); }
+ULL_KERNEL(ull_norm_8, NormParams, kNormThreads, 2) { norm_token(params); }
 ULL_KERNEL(ull_norm_16, NormParams, kNormThreads, 2) { norm_token(params); }
 ULL_KERNEL(ull_norm_32, NormParams, kNormThreads, 2) { norm_token(params); }
 ULL_KERNEL(ull_norm_64, NormParams, kNormThreads, 2) { norm_token(params); }

@@ -13,6 +13,12 @@ using Wide = WidePlan<Output, kTokens, true>;
 ULL_KERNEL(ull_o_1, LinearParams, kNarrowThreads, Narrow<1>::kBlocks) {
   linear_narrow<Narrow<1>, OutputEpilogue>(params);
 }
+ULL_KERNEL(ull_o_2, LinearParams, kNarrowThreads, Narrow<2>::kBlocks) {
+  linear_narrow<Narrow<2>, OutputEpilogue>(params);
+}
+ULL_KERNEL(ull_o_4, LinearParams, kNarrowThreads, Narrow<4>::kBlocks) {
+  linear_narrow<Narrow<4>, OutputEpilogue>(params);
+}
 ULL_KERNEL(ull_o_8, LinearParams, kNarrowThreads, Narrow<8>::kBlocks) {
   linear_narrow<Narrow<8>, OutputEpilogue>(params);
 }

@@ -13,6 +13,12 @@ using Wide = WidePlan<Qkv, kTokens, true>;
 ULL_KERNEL(ull_qkv_1, LinearParams, kNarrowThreads, Narrow<1>::kBlocks) {
   linear_narrow<Narrow<1>, QkvEpilogue>(params);
 }
+ULL_KERNEL(ull_qkv_2, LinearParams, kNarrowThreads, Narrow<2>::kBlocks) {
+  linear_narrow<Narrow<2>, QkvEpilogue>(params);
+}
+ULL_KERNEL(ull_qkv_4, LinearParams, kNarrowThreads, Narrow<4>::kBlocks) {
+  linear_narrow<Narrow<4>, QkvEpilogue>(params);
+}
 ULL_KERNEL(ull_qkv_8, LinearParams, kNarrowThreads, Narrow<8>::kBlocks) {
   linear_narrow<Narrow<8>, QkvEpilogue>(params);
 }

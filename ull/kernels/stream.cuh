@@ -5,7 +5,7 @@
 // Stages are numbered from 0: pass after pass over the block's row tiles, slice after slice, kSliceStages each. Plan
 // says: Shape; slices first_slice() and kBlockSlices - 1 more; kWarpTiles row tiles at once, from the warp_tile()th of
 // the pass, kTileStride apart, and the next pass kPassTiles further; kStageSteps steps a stage; kStageActivations:
-// whether a stage also brings the activations of its steps, of kGroups groups of tokens; kDepth stages in the ring.
+// whether a stage also brings the activations of its steps, kStepActivationBytes each; kDepth stages in the ring.
 #pragma once
 
 #include "linear.cuh"
@@ -115,9 +115,10 @@ class Stream : public Stages<Plan> {
     if (arch::lane() != 0) return;
     const int slot = stage % Plan::kDepth;
     const int count = tiles(stage);
-    const int activations = Plan::kStageActivations ? steps(stage) * Plan::kGroups * kGroupBytes : 0;
     const int bytes = steps(stage) * Shape::kStepBytes;
-    arch::barrier_arrive_expect(full_ + slot, static_cast<uint32_t>(count * bytes + activations));
+    int expected = count * bytes;
+    if constexpr (Plan::kStageActivations) expected += steps(stage) * Plan::kStepActivationBytes;
+    arch::barrier_arrive_expect(full_ + slot, static_cast<uint32_t>(expected));
     const auto* weights = static_cast<const unsigned char*>(params_.weights);
     const int64_t first = static_cast<int64_t>(tile(stage)) * Shape::kSteps + step(stage);
 #pragma unroll
@@ -138,9 +139,9 @@ class Stream : public Stages<Plan> {
 #pragma unroll
     for (int i = 0; i < Plan::kStageSteps; ++i) {
       if (i < steps(stage)) {
-        arch::bulk_copy(target + i * Plan::kGroups * kGroupBytes,
+        arch::bulk_copy(target + i * Plan::kStepActivationBytes,
                         activations + static_cast<int64_t>(step(stage) + i) * kActivationStepBytes,
-                        Plan::kGroups * kGroupBytes, full_ + slot);
+                        Plan::kStepActivationBytes, full_ + slot);
       }
     }
   }

@@ -15,12 +15,12 @@ from ull.layout import round_up
 
 Geometry = tuple[tuple[int, int], int, int]  # grid, threads, bytes of shared memory
 
-LINEAR_TILES = (1, *TILES)  # one token has a variant of its own
+LINEAR_TILES = (1, 2, 4, *TILES)  # few tokens have variants of their own
 NARROW_TILE = 8  # most tokens of linear_narrow.cuh
 THREADS = 256
 NARROW_BYTES = 112 * 1024  # two blocks on a multiprocessor
 WIDE_BYTES = 224 * 1024
-STAGED_LIMIT = 64 * 1024  # most activations that a block keeps beside its ring, if it has a choice
+STAGED_LIMIT = 36 * 1024  # most activations that a block of linear_narrow.cuh keeps in shared memory
 PASS_TILES = 16  # row tiles that a block of linear_wide.cuh handles at once
 SPLIT_BLOCKS = 132  # blocks of a split layer that are aimed at
 
@@ -35,21 +35,26 @@ def is_split(tile: int) -> bool:
     return tile > NARROW_TILE
 
 
+def norms_apart(hidden: int, tile: int) -> bool:
+    """Whether qkv, gate_up and the head leave RMSNorm to `ull_norm_{tile}`: the activations are too many to stage."""
+    return is_split(tile) or round_up(hidden, 32) * 2 * tile > STAGED_LIMIT
+
+
 def partial_bytes(hidden: int, qkv_width: int) -> int:
     """Size of `LinearParams.partial`, which all layers share."""
     return SLICES * TREE_TOKENS * round_up(max(hidden, qkv_width), 16) * 4
 
 
 def norm(tile: int) -> Geometry:
-    """`ull_norm_{tile}`, for tiles of 16 and more: a block per token."""
+    """`ull_norm_{tile}`, where it `norms_apart`: a block per token."""
     return (tile, 1), THREADS, 128
 
 
-def qkv(hidden: int, width: int, tile: int, multiprocessors: int) -> Geometry:
+def qkv(width: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_qkv_{tile}`: `width` rows of queries, keys and values."""
     if is_split(tile):
         return _split(width, multiprocessors)
-    return _narrow(width, hidden, tile, multiprocessors, norms=True)
+    return _narrow(width, multiprocessors)
 
 
 def qkv_sum(width: int, tile: int) -> Geometry:
@@ -57,41 +62,41 @@ def qkv_sum(width: int, tile: int) -> Geometry:
     return (tile, round_up(width, 1024) // 1024), THREADS, 0
 
 
-def o(hidden: int, attention_width: int, tile: int, multiprocessors: int) -> Geometry:
+def o(hidden: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_o_{tile}`."""
     if is_split(tile):
         return _split(hidden, multiprocessors)
-    return _narrow(hidden, attention_width, tile, multiprocessors)
+    return _narrow(hidden, multiprocessors)
 
 
-def gate_up(hidden: int, intermediate: int, tile: int, multiprocessors: int) -> Geometry:
+def gate_up(intermediate: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_gate_up_{tile}`: a row tile is eight gate and eight up rows."""
     rows = 2 * round_up(intermediate, 8)
     if is_split(tile):
         return _wide(rows, tile, multiprocessors)
-    return _narrow(rows, hidden, tile, multiprocessors, norms=True)
+    return _narrow(rows, multiprocessors)
 
 
-def down(hidden: int, intermediate: int, tile: int, multiprocessors: int) -> Geometry:
+def down(hidden: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_down_{tile}`."""
-    return o(hidden, intermediate, tile, multiprocessors)
+    return o(hidden, tile, multiprocessors)
 
 
-def head(hidden: int, vocabulary: int, tile: int, multiprocessors: int) -> Geometry:
+def head(vocabulary: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_head_{tile}`."""
     if is_split(tile):
         return _wide(vocabulary, tile, multiprocessors)
-    return _narrow(vocabulary, hidden, tile, multiprocessors, norms=True)
+    return _narrow(vocabulary, multiprocessors)
 
 
 def draft_block(hidden: int, heads: int, multiprocessors: int) -> Geometry:
     """`ull_draft_block`: one layer of all Medusa heads, whose matrices stand one below the other."""
-    return _narrow(heads * hidden, hidden, NARROW_TILE, multiprocessors)
+    return _narrow(heads * hidden, multiprocessors)
 
 
-def draft_head(hidden: int, rows: int, multiprocessors: int) -> Geometry:
+def draft_head(rows: int, multiprocessors: int) -> Geometry:
     """`ull_draft_head`: `rows` of the model's lm_head, or of all heads' own."""
-    return _narrow(rows, hidden, NARROW_TILE, multiprocessors)
+    return _narrow(rows, multiprocessors)
 
 
 def draft_start() -> Geometry:
@@ -104,11 +109,9 @@ def layers(multiprocessors: int) -> Geometry:
     return (multiprocessors, 1), THREADS, WIDE_BYTES
 
 
-def _narrow(rows: int, columns: int, tile: int, multiprocessors: int, norms: bool = False) -> Geometry:
-    """`NarrowPlan`: all activations are staged if a kernel norms them, or if they fit."""
-    staged = round_up(columns, 32) * 2 * tile
-    shared_bytes = NARROW_BYTES if staged <= STAGED_LIMIT or (tile > 1 and not norms) else WIDE_BYTES
-    return (min(multiprocessors, _row_tiles(rows)), 1), THREADS, shared_bytes
+def _narrow(rows: int, multiprocessors: int) -> Geometry:
+    """`NarrowPlan`."""
+    return (min(multiprocessors, _row_tiles(rows)), 1), THREADS, NARROW_BYTES
 
 
 def _wide(rows: int, tile: int, multiprocessors: int) -> Geometry:
