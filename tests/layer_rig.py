@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -77,14 +78,28 @@ def _random(rng: np.random.Generator, name: str, dtype: Any, shape: tuple[int, .
 
 
 class Layers:
-    """Weights and a KV cache of random numbers; `run` plays one round of one token at `position`."""
+    """Weights and a KV cache of random numbers; `run` plays one round of one token at `position`.
 
-    def __init__(self, model: Model, precision: Precision, biases: bool = False, reports: bool = False) -> None:
+    `tuning`: macros of `ull_build.kernels.TUNING` that are not as in `emulation.TINY_MODEL`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        precision: Precision,
+        biases: bool = False,
+        reports: bool = False,
+        tuning: Mapping[str, int] | None = None,
+    ) -> None:
         self.model = model
         self.sizes = Sizes(model, precision, model.context)
-        self.kernels = emulation.build(SOURCES, numbers_of(device_macros(model, precision)), reports=reports)
+        macros = numbers_of(device_macros(model, precision)) | dict(tuning or {})
+        self.kernels = emulation.build(SOURCES, macros, reports=reports)
         self._rng = np.random.default_rng(11)
-        self._tensors = random_tensors(device_tensors(model, precision), self._rng, biases)
+        self.prefetched: list[
+            tuple[str, list[emulation.Prefetch]]
+        ] = []  # what each kernel of the last run asked L2 for
+        self.tensors = random_tensors(device_tensors(model, precision), self._rng, biases)
         plan: ArenaPlan = plan_memory(self.sizes, 0)
         self._bytes = {name: region.nbytes for name, region in plan.regions.items()}
         stored = ml_dtypes.bfloat16 if precision.kv == "bf16" else ml_dtypes.float8_e4m3fn
@@ -105,15 +120,23 @@ class Layers:
         pages[: self.sizes.table_pages] = np.random.default_rng(3).permutation(self.sizes.page_count)
         places = Places(
             lambda name: pointer(memory[name]),
-            lambda name: pointer(self._tensors[name]) if name in self._tensors else None,
+            lambda name: pointer(self.tensors[name]) if name in self.tensors else None,
             HostBlocks(0, 0, 0, 0, 0),
         )
         forward = FusedForward(self.sizes, places, multiprocessors, persistent)
         memory["layer parameters"][...] = np.frombuffer(forward.layer_parameters(), np.uint8)
         # The pages are of earlier rounds: a graph's end makes them visible to bulk copies too.
         written = [memory[name] for name in ("residual", "round", "page table", "qkv", "attention", "mlp")]
-        constants = [*self._tensors.values(), memory["layer parameters"]]
-        emulation.run_launches(self.kernels, forward.launches(1, draws=True), seed * 1000, written, constants)
+        constants = [*self.tensors.values(), memory["layer parameters"]]
+        self.prefetched.clear()
+        emulation.run_launches(
+            self.kernels,
+            forward.launches(1, draws=True),
+            seed * 1000,
+            written,
+            constants,
+            after=lambda launch: self.prefetched.append((launch.kernel, self.kernels.prefetches())),
+        )
         result = {name: memory[name].tobytes() for name in COMPARED}
         counters = memory["counters"].view(np.uint32)
         result["arrivals"] = counters[self.sizes.layers_counter :].tobytes()

@@ -13,7 +13,7 @@ from ull.layout import DRAFT, FILLER, MEDUSA, TensorEntry, TensorShape, qkv_rows
 from ull.manifest import DeviceCode, Manifest, MedusaHeads, Model, Precision
 from ull.plans import FUSED, Forward
 
-DEVICE_INTERFACE = 3  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
+DEVICE_INTERFACE = 4  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
 DEVICE_TILE_ROWS = 16
 DEVICE_STEP = 32  # columns
 DEVICE_ALIGNMENT = 128  # bytes: a cache line of the GPU

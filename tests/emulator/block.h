@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "fiber.h"
+#include "launcher.h"
 #include "records.h"
 
 namespace ull::emulator {
@@ -117,6 +118,7 @@ struct Grid {
   std::vector<std::vector<unsigned char>> hidden_contents;  // of `written`, until then
   std::vector<Region> constants;                            // that no kernel writes
   std::vector<Region> host_reads;                           // once store_release_system() has told the host
+  std::vector<UllPrefetch> prefetches;                      // that were asked for
 };
 
 extern Grid grid;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 
-INTERFACE = 3
+INTERFACE = 4
 TREE_TOKENS = 64
 ROUND_SLOTS = 4
 STOP_TOKENS = 32
@@ -204,6 +204,10 @@ class AttentionParams(ctypes.Structure):
         ("layer_offset", c_int64),
         ("window", c_int32),
         ("splits", c_int32),
+        ("o_weights", c_void_p),
+        ("gate_up_weights", c_void_p),
+        ("linear_blocks", c_int32),
+        ("unused", c_int32 * 3),
     ]
 
 

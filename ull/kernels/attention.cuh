@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "arch.cuh"
+#include "attention_ahead.cuh"
 #include "attention_heads.cuh"
 #include "attention_merge.cuh"
 #include "attention_plan.cuh"
@@ -256,8 +257,10 @@ ULL_DEVICE bool attend_at(const AttentionParams& params, const AttentionPlace& p
 template <int kTile>
 ULL_DEVICE void attend(const AttentionParams& params) {
   arch::release_dependents();
+  if constexpr (kTile <= kGroupTokens) prefetch_output(params);
   arch::wait_for_predecessor();
-  attend_at<kTile, false>(params, {arch::block_x(), arch::grid_x(), arch::block_y()});
+  const bool attended = attend_at<kTile, false>(params, {arch::block_x(), arch::grid_x(), arch::block_y()});
+  if (kTile <= kGroupTokens && !attended) prefetch_gate_up(params);
 }
 
 }  // namespace ull::gpu

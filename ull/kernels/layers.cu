@@ -136,6 +136,7 @@ ULL_GRID_KERNEL(ull_layers_1, LayersParams, kThreads) {
   for (int layer = 0; layer < kLayers; ++layer) {
     const LayerParams& own = *layer_params(layer);
     linear_step<Qkv, QkvEpilogue>(own.linears[kQkvLinear], ring, grid);
+    ring.fetch_ahead<kAheadBytes>();  // attention takes longer than the ring has weights for; no other wait does
     load_params(params.layers, layer + 1);
     attention_step(own.attention, grid);
     linear_step<Output, OutputEpilogue>(own.linears[kOutputLinear], ring, grid);

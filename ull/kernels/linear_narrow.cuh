@@ -222,8 +222,8 @@ ULL_DEVICE void multiply_tiles(const LinearParams& params, const Source& stream,
   }
 }
 
-// The kernel.
-template <typename Plan, typename Epilogue>
+// The kernel. kAhead: see ahead.cuh.
+template <typename Plan, typename Epilogue, int kAhead = kAheadOfLongBytes>
 ULL_DEVICE void linear_narrow(const LinearParams& params) {
   using Shape = typename Plan::Shape;
   unsigned char* shared = arch::shared_memory();
@@ -232,6 +232,7 @@ ULL_DEVICE void linear_narrow(const LinearParams& params) {
   arch::release_dependents();
   Stream<Plan> stream(params, shared);
   stream.fill();
+  stream.template fetch_ahead<kAhead>();
   RowShare norm_weight;
   if constexpr (Shape::kNorms) load_norm_weight(norm_weight, params.norm_weight);
 

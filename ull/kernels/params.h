@@ -8,7 +8,7 @@
 
 namespace ull::gpu {
 
-inline constexpr int kInterface = 3;         // raised with every change of what stands here: see device_layout.py
+inline constexpr int kInterface = 4;         // raised with every change of what stands here: see device_layout.py
 inline constexpr int kTreeTokens = 64;       // nodes of the widest tree, root included
 inline constexpr int kRoundSlots = 4;        // mapped request and result blocks, used in turn
 inline constexpr int kStopTokens = 32;       // token ids that end a request
@@ -212,9 +212,13 @@ struct AttentionParams {
   uint32_t* counters;     // [kv_heads] blocks that have finished
   void* output;           // A f16 activations
   int64_t page_bytes;
-  int64_t layer_offset;  // bytes of this layer within a page
-  int32_t window;        // sliding window in tokens; 0: all
-  int32_t splits;        // most splits (context / kSplitTokens, rounded up)
+  int64_t layer_offset;         // bytes of this layer within a page
+  int32_t window;               // sliding window in tokens; 0: all
+  int32_t splits;               // most splits (context / kSplitTokens, rounded up)
+  const void* o_weights;        // what is read next, or null where another forward has it: L2 is asked for it
+  const void* gate_up_weights;  // and behind that
+  int32_t linear_blocks;        // of a launch of theirs, at most
+  int32_t unused[3];
 };
 
 inline constexpr int kLayerLinears = 4;
