@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +16,7 @@ from ull.bundle import Model, Precision, Rope, TensorShape, device_macros
 from ull.device_layout import device_tensors
 from ull.gpu.arena import ArenaPlan
 from ull.gpu.fused import FusedForward
+from ull.gpu.launches.linear import LINE_WORDS
 from ull.gpu.memory import Sizes, plan_memory, rope_table
 from ull.gpu.params import Round
 from ull.gpu.places import HostBlocks, Places
@@ -90,11 +91,12 @@ class Layers:
         biases: bool = False,
         reports: bool = False,
         tuning: Mapping[str, int] | None = None,
+        sources: Sequence[str | Path] = SOURCES,
     ) -> None:
         self.model = model
         self.sizes = Sizes(model, precision, model.context)
         macros = numbers_of(device_macros(model, precision)) | dict(tuning or {})
-        self.kernels = emulation.build(SOURCES, macros, reports=reports)
+        self.kernels = emulation.build(sources, macros, reports=reports)
         self._rng = np.random.default_rng(11)
         self.prefetched: list[
             tuple[str, list[emulation.Prefetch]]
@@ -107,9 +109,15 @@ class Layers:
         self._residual = self._rng.standard_normal(model.hidden).astype(np.float32)
 
     def run(
-        self, position: int, multiprocessors: int, persistent: bool, seed: int = 0, count: int = 1
+        self,
+        position: int,
+        multiprocessors: int,
+        persistent: bool,
+        seed: int = 0,
+        count: int = 1,
+        draws: bool = True,
     ) -> dict[str, bytes]:
-        """What the round leaves in `COMPARED` and "arrivals". `seed` orders threads and blocks."""
+        """What the round leaves in `COMPARED` and "arrivals". `seed` orders threads and blocks; not `draws`: no head."""
         memory = {name: aligned(nbytes, np.uint8, 0) for name, nbytes in self._bytes.items()}
         round_ = Round.from_buffer(memory["round"])
         round_.count, round_.base, round_.draws = count, position, 1
@@ -131,7 +139,7 @@ class Layers:
         self.prefetched.clear()
         emulation.run_launches(
             self.kernels,
-            forward.launches(1, draws=True),
+            forward.launches(1, draws),
             seed * 1000,
             written,
             constants,
@@ -144,5 +152,9 @@ class Layers:
         return result
 
 
-def arrivals(result: dict[str, bytes]) -> int:
-    return ctypes.c_uint32.from_buffer_copy(result["arrivals"]).value
+def arrivals(result: dict[str, bytes]) -> NDArray[np.uint32]:
+    """The counters of the kernel of all layers. The rest of their lines must not have been touched."""
+    words = np.frombuffer(result["arrivals"], np.uint32)
+    lines = words[: len(words) // LINE_WORDS * LINE_WORDS].reshape(-1, LINE_WORDS)
+    assert not lines[:, 1:].any() and not words[lines.size :].any()
+    return lines[:, 0]

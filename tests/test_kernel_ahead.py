@@ -42,9 +42,9 @@ def asked(setting: str, persistent: bool, position: int = POSITION) -> list[tupl
     return list(rig.prefetched)
 
 
-def places(prefetches: list[Prefetch], weights: str, layer: int) -> list[tuple[int, int, int]]:
+def places(setting: str, prefetches: list[Prefetch], weights: str, layer: int) -> list[tuple[int, int, int]]:
     """(block, first byte, end) in these weights of those that lie there."""
-    tensor = layers("none").tensors[f"layers.{layer}.{weights}.weight"]
+    tensor = layers(setting).tensors[f"layers.{layer}.{weights}.weight"]
     start = tensor.ctypes.data
     return [
         (found.block, found.address - start, found.address - start + found.bytes)
@@ -98,8 +98,8 @@ def test_a_layer_asks_for_what_comes_behind_its_ring(setting: str) -> None:
         ahead = kib * 1024 if name in SHORT or of_all else 0
         for layer, prefetches in enumerate(launches):
             assert not any(found.waited for found in prefetches)
-            assert spans(places(prefetches, name, layer)) == expected(rows, columns, ahead, norms)
-            assert len(places(prefetches, name, layer)) == len(prefetches)
+            assert spans(places(setting, prefetches, name, layer)) == expected(rows, columns, ahead, norms)
+            assert len(places(setting, prefetches, name, layer)) == len(prefetches)
 
 
 def shares(rows: int, kib: int) -> dict[int, tuple[int, int]]:
@@ -118,9 +118,9 @@ def test_attention_asks_for_the_heads_of_o_and_gate_up(setting: str) -> None:
         for layer, prefetches in enumerate(launches):
             early = [found for found in prefetches if not found.waited]
             late = [found for found in prefetches if found.waited]
-            assert spans(places(early, "o", layer)) == shares(HIDDEN, kib)
+            assert spans(places(setting, early, "o", layer)) == shares(HIDDEN, kib)
             idle = {block: span for block, span in shares(2560, kib).items() if block not in busy}
-            assert spans(places(late, "gate_up", layer)) == idle
+            assert spans(places(setting, late, "gate_up", layer)) == idle
             assert len(prefetches) == len(shares(HIDDEN, kib)) + len(idle)
 
 
@@ -131,7 +131,7 @@ def test_the_one_kernel_asks_for_what_comes_behind_its_ring_before_attention(set
     assert all(found.waited for found in prefetches)
     assert sum(found.bytes for found in prefetches) == LAYERS * BLOCKS * kib * 1024
     for layer in range(LAYERS if kib else 0):
-        o, gate_up = (spans(places(prefetches, name, layer)) for name in SHORT)
+        o, gate_up = (spans(places(setting, prefetches, name, layer)) for name in SHORT)
         for block in range(BLOCKS):
             first, end = o[block]
             assert first % TILE == 0 and first - block * 8 * TILE >= 2 * TILE  # the ring has at least two stages

@@ -82,6 +82,7 @@ ULL_DEVICE void pass_round(const ProbeParams& params) {
     if (arch::thread() == 0) {
       if (params.fault != 2 || me != 0) arch::arrive_device(arrivals);
       if (params.fault != 1) arch::await_device(arrivals, static_cast<uint32_t>(i * blocks));
+      if (params.fault != 3) arch::fence_device();
     }
     arch::block_barrier();
     if (arch::thread() == arch::threads() - 1) {

@@ -31,7 +31,8 @@ struct Thread {
   int index;  // in the block
   int lane;
   Warp* warp;
-  Wait wait;  // what it waits for, for messages; with:
+  bool waited;  // has called wait_for_predecessor()
+  Wait wait;    // what it waits for, for messages; with:
   Site site;
   const uint64_t* barrier;  // kCopies: the mbarrier
   const uint32_t* count;    // kDevice: the arrivals that are awaited
@@ -147,7 +148,7 @@ Operand& my_operand();
 const Operand* meet_warp(Collective collective, Site site);
 void meet_barrier(int id, int count, Site site);
 void predecessor_complete(Site site);
-void arrive_device(uint32_t* count);
+void arrive_device(uint32_t* count, uint32_t by);
 void await_device(const uint32_t* count, uint32_t at_least, Site site);
 
 // Bulk copies (copies.cpp).

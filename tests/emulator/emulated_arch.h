@@ -76,7 +76,7 @@ inline void warp_barrier(ULL_SITE_PARAMETERS) { emulator::meet_warp(emulator::Co
 ULL_UNSEEN inline void release_dependents() { emulator::block->released = true; }
 inline void wait_for_predecessor(ULL_SITE_PARAMETERS) { emulator::predecessor_complete(ULL_SITE); }
 
-inline void arrive_device(uint32_t* count) { emulator::arrive_device(count); }
+inline void arrive_device(uint32_t* count, uint32_t by = 1) { emulator::arrive_device(count, by); }
 inline void await_device(const uint32_t* count, uint32_t at_least, ULL_SITE_PARAMETERS) {
   emulator::await_device(count, at_least, ULL_SITE);
 }

@@ -9,7 +9,7 @@ struct UllPrefetch {
   const void* address;
   uint64_t bytes;
   int32_t block;   // y * grid_x + x
-  int32_t waited;  // 1: the block had called wait_for_predecessor()
+  int32_t waited;  // 1: the thread had called wait_for_predecessor()
 };
 
 struct UllKernel {

@@ -177,6 +177,36 @@ ULL_DEVICE void stage_activations(const LinearParams& params, int count, unsigne
   }
 }
 
+// The same of a layer without norm by each warp for its own slice, which nobody else reads: of one token.
+template <typename Plan>
+ULL_DEVICE void stage_slice(const LinearParams& params, unsigned char* staged) {
+  using Shape = typename Plan::Shape;
+  static_assert(Plan::kTokens == 1 && !Shape::kNorms);
+  constexpr int kStepVectors = kTokenStepBytes / 16;
+  constexpr int kVectors = Shape::kSliceSteps * kStepVectors;
+  constexpr int kAtOnce = smaller(8, (kVectors + 31) / 32);
+  const int begin = Shape::slice_begin(arch::warp()) * kStepVectors;
+  const int end = Shape::slice_begin(arch::warp() + 1) * kStepVectors;
+  const auto* activations = static_cast<const unsigned char*>(params.activations);
+  for (int first = begin + arch::lane(); first < end; first += kAtOnce * 32) {
+    arch::Vector4 v[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int index = first + i * 32;
+      v[i] = {};
+      if (index < end) {
+        v[i] = arch::load_global(activations + static_cast<int64_t>(index / kStepVectors) * kActivationStepBytes +
+                                 index % kStepVectors * 16);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int index = first + i * 32;
+      if (index < end) arch::store_shared(staged + index * 16, v[i]);
+    }
+  }
+}
+
 // The block's row tiles, one after another, as `stream` (a Stream, or what does as well) brings their weights.
 // Epilogue: kItems threads of a token finish one row tile; `load` brings what an item needs besides the sums (early: it
 // may take long), `finish` does the rest.

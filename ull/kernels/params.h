@@ -236,7 +236,7 @@ struct alignas(16) LayerParams {
 struct LayersParams {  // all layers of a round of one token in one launch
   const Round* round;
   const LayerParams* layers;  // [layers]
-  uint32_t* arrivals;         // blocks that have come to the end of a step, counted through the round; zero before it
+  uint32_t* arrivals;         // what the steps have done, counted through the round (layer_steps.cuh); zero before it
 };
 
 struct SampleParams {
