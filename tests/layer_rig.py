@@ -117,7 +117,7 @@ class Layers:
         count: int = 1,
         draws: bool = True,
     ) -> dict[str, bytes]:
-        """What the round leaves in `COMPARED` and "arrivals". `seed` orders threads and blocks; not `draws`: no head."""
+        """What the round leaves in `COMPARED` and "arrivals". `seed` orders threads and blocks. No `draws`: no head."""
         memory = {name: aligned(nbytes, np.uint8, 0) for name, nbytes in self._bytes.items()}
         round_ = Round.from_buffer(memory["round"])
         round_.count, round_.base, round_.draws = count, position, 1

@@ -46,9 +46,8 @@ def faulty_source() -> str:
     with_block = " && ".join(f"!(ull_fault == {fault} && {which})" for fault, which in parts)
     steps = replaced(steps, AWAIT, *map(no_wait.format, ("ull_fault != 5", "ull_fault != 7", with_block)))
     steps = replaced(steps, FENCE, *(f"if (ull_fault != {fault}) {FENCE}" for fault in (6, 8, 4)))
-    steps = replaced(
-        steps, "arch::block_barrier();\n", "if (ull_fault != 9) arch::block_barrier();\n", "arch::block_barrier();\n"
-    )
+    barrier = "arch::block_barrier();"
+    steps = replaced(steps, barrier, f"if (ull_fault != 9) {barrier}", barrier)
     layers = (emulation.KERNELS / "layers.cu").read_text()
     layers = replaced(layers, "if (stream.stages() == 0)", "if (ull_fault != 10 && stream.stages() == 0)")
     return replaced(layers, '#include "layer_steps.cuh"\n', steps)
@@ -71,7 +70,7 @@ def test_without_one_of_them_there_is_a_race(layers: Layers, fault: int) -> None
     switch = ctypes.c_int.in_dll(ctypes.CDLL(str(layers.kernels.path)), "ull_fault")
     switch.value = fault
     try:
-        with pytest.raises(emulation.KernelError, match="ull_layers_1.*a race at"):
+        with pytest.raises(emulation.KernelError, match=r"ull_layers_1.*a race at"):
             layers.run(300, FAULTS[fault][1], persistent=True, seed=5, draws=False)
     finally:
         switch.value = 0

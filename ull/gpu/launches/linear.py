@@ -106,7 +106,7 @@ def layers(multiprocessors: int) -> Geometry:
 
 
 def layers_counters(kv_heads: int) -> int:
-    """`LayersParams.arrivals`: words of 32 bits. Each counter has a line of 128 bytes (`ull/kernels/layer_steps.cuh`)."""
+    """Words of `LayersParams.arrivals`: a line of 128 bytes for each counter (`ull/kernels/layer_steps.cuh`)."""
     return LINE_WORDS * (2 * kv_heads + SLICES + 2)
 
 
