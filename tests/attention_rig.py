@@ -129,7 +129,10 @@ class Cache:
     def round(
         self, rows: Array, base: int, tree: Tree | None = None, accept: Sequence[int] | None = None, tile: int = 0
     ) -> Array:
-        """Attention of the nodes, whose rows of qkv are `rows`; then the commit of the nodes `accept` (all)."""
+        """Attention of the nodes, whose rows of qkv are `rows`; then the commit of the nodes `accept` (all).
+
+        `tile` 1 is the kernel for one token, behind which nothing is committed.
+        """
         count = len(rows)
         tree = Tree.chain(count) if tree is None else tree
         self.sequence += 1
@@ -139,7 +142,8 @@ class Cache:
         width = self.shape.heads * self.shape.head_dim
         output = aligned((width // 32, TREE_TOKENS, 32), np.float16)  # as activations.cuh says
         self._attend(state, qkv, output, tile or tile_of(max(count, 1)))
-        self._commit(state)
+        if tile != 1:
+            self._commit(state)
         assert np.isnan(output[:, count:]).all()
         return output[:, :count].transpose(1, 0, 2).reshape(count, width)
 
@@ -187,7 +191,9 @@ class Cache:
             shared_bytes=shared,
             params=params,
             seed=self.seed,
-            predecessor_writes=[qkv, state],
+            predecessor_writes=[qkv] if tile == 1 else [qkv, state],
+            # What begin and earlier graphs wrote may be read before the wait. (Pages: also `base`, which nobody does.)
+            constants=[state, self.table, self.pool, self.rope, *self.norms, self.scale] if tile == 1 else (),
         )
         assert not self.counters.any()
 
@@ -217,6 +223,8 @@ class Cache:
 
     def fill(self, rows: Array) -> None:
         """Puts a chain's tokens into the pages of layer `layer` as the reference rounds them."""
+        if len(rows) == 0:
+            return
         _, keys, values = self.heads_of(rows, range(len(rows)))
         if self.shape.kv_bits == 8:
             keys, values = keys / self.scale[0][None, :, None], values / self.scale[1][None, :, None]

@@ -22,7 +22,7 @@ from ull.gpu.params import Round
 from ull.gpu.places import HostBlocks, Places
 
 SOURCES = [f"{name}.cu" for name in ("attention", "down", "gate_up", "head", "layers", "output", "qkv")]
-COMPARED = ("residual", "qkv", "attention", "mlp", "tree keys", "tree values", "logits")
+COMPARED = ("residual", "qkv", "attention", "mlp", "KV pages", "logits")
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn}
 
 
@@ -133,9 +133,11 @@ class Layers:
         )
         forward = FusedForward(self.sizes, places, multiprocessors, persistent)
         memory["layer parameters"][...] = np.frombuffer(forward.layer_parameters(), np.uint8)
-        # The pages are of earlier rounds: a graph's end makes them visible to bulk copies too.
-        written = [memory[name] for name in ("residual", "round", "page table", "qkv", "attention", "mlp")]
-        constants = [*self.tensors.values(), memory["layer parameters"]]
+        # The pages are of earlier rounds, and begin has ended before the first of these launches: what those wrote may
+        # be read before the wait, also by bulk copies.
+        written = [memory[name] for name in ("residual", "qkv", "attention", "mlp")]
+        earlier = [memory[name] for name in ("layer parameters", "round", "page table", "KV pages", "rope")]
+        constants = [*self.tensors.values(), *earlier]
         self.prefetched.clear()
         emulation.run_launches(
             self.kernels,

@@ -84,16 +84,46 @@ def graph_of(program: Program, driver: RecordingDriver, tokens: int) -> list[Lau
 @pytest.mark.parametrize("tokens", TOKEN_COUNTS)
 def test_a_round_is_the_kernels_in_order(program: Program, driver: RecordingDriver, tokens: int) -> None:
     tile = {1: 8, 2: 8, 4: 8}.get(tokens, tokens)
-    narrow = 1 if tokens == 1 else tile  # the linear kernels have a variant for one token
+    narrow = 1 if tokens == 1 else tile  # attention and the linear kernels have a variant for one token
     norm = [f"ull_norm_{tile}"] if tokens >= 16 else []
     qkv = [f"ull_qkv_{narrow}", *([f"ull_qkv_sum_{tile}"] if norm else [])]
-    layer = [*norm, *qkv, f"ull_attention_{tile}", f"ull_o_{narrow}", *norm]
+    layer = [*norm, *qkv, f"ull_attention_{narrow}", f"ull_o_{narrow}", *norm]
     layer += [f"ull_gate_up_{narrow}", f"ull_down_{narrow}"]
     sample = ["ull_sample_scan", "ull_sample_draw", "ull_sample_filter"]
-    expected = ["ull_begin", "ull_embed", *layer * 2, *norm, f"ull_head_{narrow}", *sample, "ull_accept", "ull_commit"]
+    commit = ["ull_commit"] if tokens > 1 else []
+    expected = ["ull_begin", "ull_embed", *layer * 2, *norm, f"ull_head_{narrow}", *sample, "ull_accept", *commit]
     graph = graph_of(program, driver, tokens)
     assert [launch.kernel for launch in graph] == expected
-    assert [launch.overlaps for launch in graph] == [False] + [True] * (len(graph) - 1)
+    assert [launch.overlaps for launch in graph] == [False, False] + [True] * (len(graph) - 2)
+
+
+READ_EARLY = {"ull_attention_1", "ull_layers_1"}  # before they wait: what begin and earlier rounds wrote
+
+
+def check_edges(graph: list[Launched]) -> None:
+    """Wherever a kernel reads early, one between the round's begin and it has not started before begin had ended."""
+    begun = False
+    for launch in graph:
+        begun = begun or not launch.overlaps
+        if launch.kernel == "ull_begin":
+            begun = False
+        assert begun or launch.kernel not in READ_EARLY, f"{launch.kernel} may read what begin has yet to write"
+
+
+def test_what_begin_wrote_is_there_for_kernels_that_read_early(bundle: Bundle, driver: RecordingDriver) -> None:
+    for persistent in (False, True):
+        program = load(bundle, driver, persistent=persistent)
+        try:
+            plain = graph_of(program, driver, 1)
+            assert READ_EARLY & {launch.kernel for launch in plain}
+            for graph in driver.graphs.values():
+                check_edges(graph)
+            check_edges(plain * 2)  # rounds one after another
+            faulty = [dataclasses.replace(one, overlaps=one.kernel != "ull_begin") for one in plain]
+            with pytest.raises(AssertionError, match="may read what begin has yet to write"):
+                check_edges(faulty)
+        finally:
+            program.close()
 
 
 def test_every_kernel_divides_a_multiprocessor_alike(program: Program, driver: RecordingDriver) -> None:
@@ -106,9 +136,9 @@ def test_all_layers_of_a_plain_round_can_be_one_kernel(bundle: Bundle, driver: R
     try:
         plain, pair = graph_of(program, driver, 1), graph_of(program, driver, 2)
         sample = ["ull_sample_scan", "ull_sample_draw", "ull_sample_filter"]
-        expected = ["ull_begin", "ull_embed", "ull_layers_1", "ull_head_1", *sample, "ull_accept", "ull_commit"]
+        expected = ["ull_begin", "ull_embed", "ull_layers_1", "ull_head_1", *sample, "ull_accept"]
         assert [launch.kernel for launch in plain] == expected
-        assert [launch.overlaps for launch in plain] == [False] + [True] * 8
+        assert [launch.overlaps for launch in plain] == [False, False] + [True] * 6
         layers, begin = plain[2], plain[0].params
         assert (layers.grid, layers.threads, layers.shared_bytes) == ((H200.multiprocessors, 1), 256, 224 << 10)
         assert layers.params.round == program._arena.address("round")

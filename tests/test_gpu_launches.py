@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -41,17 +42,18 @@ def test_a_kernel_behind_the_work_of_others_waits_for_all_of_it(driver: Recordin
     """What others capture does not say when what comes behind it may begin."""
     functions = {"ull_begin": driver.function(0, "ull_begin")}
     launch = Launch("ull_begin", (1, 1), 32, 0, params.BeginParams())
+    apart = replace(launch, overlaps=False)
     enqueued: list[int] = []
 
     def record(recorder: Recorder) -> None:
-        for step in (0, 0, 1, 0, 0):
-            if step:
+        for step in (launch, launch, None, launch, launch, apart, launch):
+            if step is None:
                 recorder.enqueue(enqueued.append)
             else:
-                recorder.launch(launch)
+                recorder.launch(step)
 
     graph = driver.graphs[capture_graph(driver, 7, functions, record)]
-    assert [one.overlaps for one in graph] == [False, True, False, True] and enqueued == [7]
+    assert [one.overlaps for one in graph] == [False, True, False, True, False, True] and enqueued == [7]
 
 
 @pytest.mark.parametrize("foreign", ["HOST", "EVENT_RECORD", "MEM_ALLOC"])

@@ -113,7 +113,7 @@ def test_attention_asks_for_the_heads_of_o_and_gate_up(setting: str) -> None:
     """Of o before it waits; of gate_up only blocks without positions of their own, once they know."""
     kib, _ = SETTINGS[setting]
     for position, busy in ((POSITION, {0, 4}), (1000, set(range(8)))):
-        launches = [found for kernel, found in asked(setting, False, position) if kernel == "ull_attention_8"]
+        launches = [found for kernel, found in asked(setting, False, position) if kernel == "ull_attention_1"]
         assert len(launches) == LAYERS
         for layer, prefetches in enumerate(launches):
             early = [found for found in prefetches if not found.waited]
@@ -149,5 +149,5 @@ def test_weights_of_another_forward_are_not_asked_for() -> None:
             rig.run(POSITION, BLOCKS, persistent=False)
     finally:
         rig.tensors |= o_weights
-    assert [kernel for kernel, _ in rig.prefetched] == ["ull_qkv_1", "ull_attention_8"]
+    assert [kernel for kernel, _ in rig.prefetched] == ["ull_qkv_1", "ull_attention_1"]
     assert not any(found for _, found in rig.prefetched)

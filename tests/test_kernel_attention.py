@@ -2,6 +2,7 @@
 be computed."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +72,23 @@ def test_a_token_is_the_same_alone_in_a_chain_and_in_a_tree(shape: Shape, base: 
     chain = start.copy()
     chain.round(rows[base:], base)
     assert np.array_equal(chain.round(following, base + 6), tree.round(following, base + 6))
+
+
+def check_one(start: Cache, row: Array, base: int, **changes: Any) -> None:
+    """The kernel for one token gives what the one for trees gives, and leaves the pages as that and the commit do."""
+    one, tree = start.copy(**changes), start.copy(**changes)
+    expected = tree.round(row, base, tile=8)
+    assert np.array_equal(one.round(row, base, tile=1), expected)
+    assert np.isfinite(expected.astype(np.float32)).all()
+    assert one.snapshot() == tree.snapshot()
+
+
+@pytest.mark.parametrize("base", (*BORDERS, 511, 512, 1000, 2047, 2048, 4500))
+def test_one_token_has_a_kernel_of_its_own(shape: Shape, base: int) -> None:
+    rows = text(shape, base + 1)
+    start = Cache(shape, context=base // 512 * 512 + 512, blocks=3, seed=base)
+    start.fill(rows[:base])
+    check_one(start, rows[base:], base)
 
 
 @pytest.mark.parametrize("kv_bits", [16, 8])

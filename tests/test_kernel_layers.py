@@ -94,7 +94,7 @@ def test_all_accesses_are_ordered(position: int, blocks: int, count: int) -> Non
 def test_a_skipped_round_does_nothing(multiprocessors: int) -> None:
     result = layers("small").run(300, multiprocessors, True, count=0)
     assert not arrivals(result).any()
-    assert not any(result["tree keys"]) and not any(result["qkv"])
+    assert not any(result["qkv"]) and not any(result["attention"])
 
 
 def test_blocks_that_do_not_run_at_once_are_refused() -> None:

@@ -25,7 +25,7 @@ ROUND_KERNELS = frozenset(
         *("ull_accept", "ull_commit", "ull_fill"),
     ]
 )
-_ATTENTION_KERNELS = frozenset(f"ull_attention_{tile}" for tile in (8, 16, 32, 64))
+_ATTENTION_KERNELS = frozenset(f"ull_attention_{tile}" for tile in (1, 8, 16, 32, 64))
 _LINEAR_KERNELS = frozenset(
     [
         *(f"{name}_{tile}" for name in ("ull_norm", "ull_qkv_sum") for tile in (16, 32, 64)),

@@ -15,7 +15,7 @@ OVERLAPPING = (9, 0)  # the first compute capability with programmatic dependent
 
 
 class StreamRecorder:
-    """Launches kernels on a capturing stream; each may begin before the kernel of ours before it has ended."""
+    """Launches kernels on a capturing stream; each that `overlaps` may begin before the kernel of ours before it ends."""
 
     def __init__(self, driver: Driver, stream: int, functions: Mapping[str, int]) -> None:
         self._driver, self._functions = driver, functions
@@ -26,8 +26,9 @@ class StreamRecorder:
     def launch(self, launch: Launch) -> None:
         """The first kernel of a graph has no predecessor to overlap with: the graph before it must have ended."""
         function = self._functions[launch.kernel]
+        overlaps = self._overlaps and launch.overlaps
         self._driver.launch(
-            function, launch.grid, launch.threads, launch.shared_bytes, self._stream, launch.params, self._overlaps
+            function, launch.grid, launch.threads, launch.shared_bytes, self._stream, launch.params, overlaps
         )
         self._overlaps = self._may_overlap
 

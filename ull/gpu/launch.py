@@ -10,13 +10,17 @@ TILES = (8, 16, 32, 64)  # tokens that one variant of a kernel handles at once
 
 @dataclass(frozen=True)
 class Launch:
-    """`kernel` with its one parameter struct. `shared_bytes` is dynamic shared memory."""
+    """`kernel` with its one parameter struct. `shared_bytes` is dynamic shared memory.
+
+    `overlaps`: whether it may begin before the launch before it has ended.
+    """
 
     kernel: str
     grid: tuple[int, int]
     threads: int
     shared_bytes: int
     params: ctypes.Structure
+    overlaps: bool = True
 
 
 def tile_of(tokens: int) -> int:

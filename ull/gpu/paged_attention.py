@@ -1,4 +1,8 @@
-"""Our attention between a layer's QKV and its O, which every forward source captures."""
+"""Our attention between a layer's QKV and its O, which every forward source captures.
+
+The kernel for one token writes that one's keys and values to its page; the others leave those of all nodes in the tree
+scratch, for the commit.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from ull.gpu.places import Places
 
 
 class PagedAttention:
-    """From "qkv" [64, Q] f32 to "attention", f16 activations of width A; keys and values to the tree scratch."""
+    """From "qkv" [64, Q] f32 to "attention", f16 activations of width A."""
 
     def __init__(self, sizes: Sizes, places: Places, multiprocessors: int) -> None:
         self._sizes, self._places, self._multiprocessors = sizes, places, multiprocessors
@@ -18,7 +22,7 @@ class PagedAttention:
     def launch(self, layer: int, tokens: int) -> Launch:
         """QK norm, RoPE and attention of one layer over up to `tokens` nodes (1 to 64)."""
         region, tensor, sizes = self._places.region, self._places.tensor, self._sizes
-        name, tile = f"layers.{layer}", tile_of(tokens)
+        name, tile = f"layers.{layer}", 1 if tokens == 1 else tile_of(tokens)
         params = AttentionParams(
             round=region("round"),
             qkv=region("qkv"),

@@ -1,9 +1,10 @@
 """The launches around a round's forward, in order, with every pointer: pure lists, testable without a driver.
 
-    begin, embed, forward, sample*, accept, commit
+    begin, embed, forward, sample*, accept[, commit]
     begin, start, block*, head, rank, accept
 
-A prefill leaves out the sampler. The second is a draft: Medusa heads on what the last round left behind.
+A prefill leaves out the sampler, and a round of one token the commit: its attention writes to the page itself. The
+second is a draft: Medusa heads on what the last round left behind.
 """
 
 from __future__ import annotations
@@ -33,13 +34,20 @@ class Rounds:
         self._sizes, self._places, self._multiprocessors = sizes, places, multiprocessors
 
     def opening(self, tokens: int) -> list[Launch]:
-        """begin and embed."""
+        """begin and embed, which does not begin before begin has ended.
+
+        That is what lets kernels behind embed read before they wait. embed's blocks start when begin has ended, and those
+        of every kernel behind it after embed's have started. begin in turn has waited: the kernel before it, wherever
+        that was captured, has ended, and so have all before that one, since each waits before it ends. So what begin,
+        an earlier round of this graph or an earlier graph wrote is there when any block behind embed starts.
+        """
         embed = EmbedParams(
             round=self._places.region("round"),
             table=self._places.tensor("embed.weight"),
             residual=self._places.region("residual"),
         )
-        return [self._begin(), Launch("ull_embed", *sampling.embed(self._sizes.model.hidden, tokens), embed)]
+        geometry = sampling.embed(self._sizes.model.hidden, tokens)
+        return [self._begin(), Launch("ull_embed", *geometry, embed, overlaps=False)]
 
     def _begin(self) -> Launch:
         region, host, sizes = self._places.region, self._places.host, self._sizes
@@ -61,8 +69,9 @@ class Rounds:
         return Launch("ull_begin", *sampling.begin(), begin)
 
     def closing(self, tokens: int, draws: bool) -> list[Launch]:
-        """The sampler, if the round `draws`; accept and commit."""
-        return [*(self._sampler(tokens) if draws else ()), *self._ending()]
+        """The sampler, if the round `draws`; accept; and for more than one token the commit."""
+        sampler = self._sampler(tokens) if draws else []
+        return [*sampler, self._accept(), *([self._commit()] if tokens > 1 else [])]
 
     def _sampler(self, tokens: int) -> list[Launch]:
         region, vocabulary = self._places.region, self._sizes.model.vocabulary
@@ -79,7 +88,7 @@ class Rounds:
             launches.append(Launch(kernel, *geometry, params))
         return launches
 
-    def _ending(self) -> list[Launch]:
+    def _commit(self) -> Launch:
         region, sizes, host = self._places.region, self._sizes, self._places.host
         commit = CommitParams(
             round=region("round"),
@@ -91,10 +100,7 @@ class Rounds:
             counters=region("counters") + 4 * sizes.commit_counter,
             page_bytes=sizes.page_bytes,
         )
-        return [
-            self._accept(),
-            Launch("ull_commit", *attention.commit(sizes.model.kv_heads, sizes.model.layers), commit),
-        ]
+        return Launch("ull_commit", *attention.commit(sizes.model.kv_heads, sizes.model.layers), commit)
 
     def _accept(self) -> Launch:
         region = self._places.region

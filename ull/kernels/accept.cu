@@ -108,7 +108,7 @@ ULL_KERNEL(ull_accept, AcceptParams, kThreads, 1) {
     result->count = emitted;
     result->begin_ns = round->begin_ns;
     result->stopped = shared.stopped;
-    if (drafts) result->end_ns = arch::timer_ns();
+    result->end_ns = arch::timer_ns();  // where commit() follows, it says once more
   }
   report_tokens(round, shared, result);
   arch::block_barrier();

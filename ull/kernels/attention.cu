@@ -1,9 +1,12 @@
 // Attention over the pages and the round's own tree, and the write of the round's keys and values: see attention.cuh.
-// One variant for each tile of tokens. Grid: x = blocks that share rows and positions, y = kv heads.
+// One variant for one token (attention_one.cuh), and one for each tile. Grid: x = blocks that share rows and positions,
+// y = kv heads.
 #include "attention.cuh"
+#include "attention_one.cuh"
 
 namespace ull::gpu {
 
+ULL_KERNEL(ull_attention_1, AttentionParams, kAttentionThreads, 2) { attend_one(params); }
 ULL_KERNEL(ull_attention_8, AttentionParams, kAttentionThreads, 2) { attend<8>(params); }
 ULL_KERNEL(ull_attention_16, AttentionParams, kAttentionThreads, 1) { attend<16>(params); }
 ULL_KERNEL(ull_attention_32, AttentionParams, kAttentionThreads, 1) { attend<32>(params); }

@@ -20,13 +20,6 @@
 
 namespace ull::gpu {
 
-// A constant index for the compiler's sake: registers have no addresses.
-ULL_DEVICE uint32_t word_of(const arch::Vector4& v, int index) {
-  const uint32_t low = index % 2 == 0 ? v.word[0] : v.word[1];
-  const uint32_t high = index % 2 == 0 ? v.word[2] : v.word[3];
-  return index < 2 ? low : high;
-}
-
 // What one block does.
 template <int kTile>
 struct Attention {
@@ -49,12 +42,9 @@ struct Attention {
     ULL_DEVICE bool has(int tile, int half) const { return row + 16 * tile + 8 * half < rows; }
   };
 
-  ULL_DEVICE const unsigned char* page_keys(uint32_t page) const {
-    return static_cast<const unsigned char*>(params.page_pool) + params.layer_offset + share.kv_head * kKvHeadBytes +
-           static_cast<int64_t>(page) * params.page_bytes;
-  }
+  ULL_DEVICE const unsigned char* page_keys(uint32_t page) const { return head_of_page(params, share.kv_head, page); }
   ULL_DEVICE const unsigned char* page_values(uint32_t page) const { return page_keys(page) + kKvLayerBytes / 2; }
-  ULL_DEVICE arch::Vector4 load_pages(int split) const { return arch::load_global(params.pages + split * kSplitTiles); }
+  ULL_DEVICE arch::Vector4 load_pages(int split) const { return load_split_pages(params, split); }
 
   // pages: the split's four.
   ULL_DEVICE void load_split_keys(KeyFragment& keys, int split, const arch::Vector4& pages) const {
@@ -156,7 +146,10 @@ struct Attention {
     for (int unit = 0; unit < kValueUnits; ++unit) {
       const int position = step.start + unit * kValueUnit;
       if (position > plan.last || position + kValueUnit <= plan.first_visible) continue;
-      if (position < plan.base) arch::barrier_wait(arrived() + unit / kTileUnits, (step.split - share.first_split) % 2);
+      const int page = unit / kTileUnits;
+      if (step.start + page * kPageTokens < plan.base) {
+        arch::barrier_wait(arrived() + page, (step.split - share.first_split) % 2);
+      }
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         if (!step.has(tile, 0)) continue;
@@ -199,7 +192,6 @@ struct Attention {
   }
 
   // keys: loaded, of the first split.
-  template <bool kInLoop>
   ULL_DEVICE void run(KeyFragment& keys) const {
 #pragma unroll 1
     for (int split = share.first_split; split < share.end_split; ++split) {
@@ -226,32 +218,9 @@ struct Attention {
       copy_split_values(split + 1, pages);
     }
     if (plan.splits() == 1) return;
-    if (is_last_lane<kTile>(params, plan, share)) merge_part<kInLoop>(params, plan, share);
+    if (is_last_lane<kTile>(params, plan, share)) merge_part<false>(params, plan, share);
   }
 };
-
-// What the block at `place` does, once its predecessor's results are there; false if that is nothing. kInLoop: see
-// merge_splits().
-template <int kTile, bool kInLoop>
-ULL_DEVICE bool attend_at(const AttentionParams& params, const AttentionPlace& place) {
-  // Most blocks begin with the split of their own number: asking for its pages at once saves a trip to memory.
-  const int guess = place.x < params.splits ? place.x : 0;
-  const arch::Vector4 guessed = arch::load_global(params.pages + guess * kSplitTiles);
-  const AttentionPlan plan = make_plan<kTile>(*params.round, params.window, place.blocks);
-  if (plan.count == 0) return false;
-  const int lane = plan.parts == 1 ? place.x : place.x / plan.parts;
-  if (lane >= plan.busy_lanes) return false;
-  const AttentionShare share = make_share(plan, place.kv_head, place.x - lane * plan.parts, lane);
-  const float key_scale = kKvBits == 8 ? params.kv_scale[place.kv_head] : 1.0F;
-  const Attention<kTile> block{params, plan, share, key_scale};
-  KeyFragment keys{};
-  block.begin(keys, share.first_split == guess ? guessed : block.load_pages(share.first_split));
-  auto* work = reinterpret_cast<AttentionWork*>(arch::shared_memory() + AttentionShared<kTile>::kWork);
-  if (arch::thread() == 0) *work = {plan, share};
-  arch::block_barrier();
-  Attention<kTile>{params, work->plan, work->share, key_scale}.template run<kInLoop>(keys);
-  return true;
-}
 
 // The kernel.
 template <int kTile>
@@ -259,8 +228,26 @@ ULL_DEVICE void attend(const AttentionParams& params) {
   arch::release_dependents();
   if constexpr (kTile <= kGroupTokens) prefetch_output(params);
   arch::wait_for_predecessor();
-  const bool attended = attend_at<kTile, false>(params, {arch::block_x(), arch::grid_x(), arch::block_y()});
-  if (kTile <= kGroupTokens && !attended) prefetch_gate_up(params);
+  const AttentionPlace place{arch::block_x(), arch::grid_x(), arch::block_y()};
+  // Most blocks begin with the split of their own number: asking for its pages at once saves a trip to memory.
+  const int guess = place.x < params.splits ? place.x : 0;
+  const arch::Vector4 guessed = arch::load_global(params.pages + guess * kSplitTiles);
+  const AttentionPlan plan = make_plan<kTile>(*params.round, params.window, place.blocks);
+  if (plan.count == 0) return;
+  const int lane = plan.parts == 1 ? place.x : place.x / plan.parts;
+  const AttentionShare share = make_share(plan, place.kv_head, place.x - lane * plan.parts, lane);
+  if (share.splits() <= 0) {
+    if constexpr (kTile <= kGroupTokens) prefetch_gate_up(params);
+    return;
+  }
+  const float key_scale = kKvBits == 8 ? params.kv_scale[place.kv_head] : 1.0F;
+  const Attention<kTile> block{params, plan, share, key_scale};
+  KeyFragment keys{};
+  block.begin(keys, share.first_split == guess ? guessed : block.load_pages(share.first_split));
+  auto* work = reinterpret_cast<AttentionWork*>(arch::shared_memory() + AttentionShared<kTile>::kWork);
+  if (arch::thread() == 0) *work = {plan, share};
+  arch::block_barrier();
+  Attention<kTile>{params, work->plan, work->share, key_scale}.run(keys);
 }
 
 }  // namespace ull::gpu

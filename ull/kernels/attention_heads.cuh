@@ -34,29 +34,41 @@ ULL_DEVICE HeadPart load_head(const float* head, int part) {
   return x;
 }
 
-// RMS norm over the head. All lanes of the warp take part.
-ULL_DEVICE void normalize_head(HeadPart& x, const float* weight, int part) {
+// The sum of the head's squares, in every lane of it. All lanes of the warp take part.
+ULL_DEVICE float square_sum(const HeadPart& x) {
   float sum = 0.0F;
   for (const float value : x.low) sum = ::fmaf(value, value, sum);
   for (const float value : x.high) sum = ::fmaf(value, value, sum);
   for (int mask = kHeadLanes / 2; mask > 0; mask /= 2) sum += arch::shuffle_xor(sum, mask);
-  if (weight == nullptr) return;
+  return sum;
+}
+
+// RMS norm over the head, whose squares' sum is `sum`.
+ULL_DEVICE void normalize_head(HeadPart& x, float sum, const HeadPart& weight) {
   const float inverse = arch::reciprocal_sqrt(::fmaf(sum, 1.0F / kHeadDim, kRmsEpsilon));
-  const HeadPart w = load_head(weight, part);
   for (int i = 0; i < 4; ++i) {
-    x.low[i] = x.low[i] * inverse * w.low[i];
-    x.high[i] = x.high[i] * inverse * w.high[i];
+    x.low[i] = x.low[i] * inverse * weight.low[i];
+    x.high[i] = x.high[i] * inverse * weight.high[i];
   }
 }
 
+// A lane's part of a position's rotation: cos, sin of each of its four pairs of elements.
+struct HeadTurn {
+  float pair[2][4];
+};
+
 // rope: [head_dim / 2] cos, sin of the position.
-ULL_DEVICE void rotate_head(HeadPart& x, const float* rope, int part) {
-  float turn[2][4];
-  load_floats(turn[0], rope + 8 * part);
-  load_floats(turn[1], rope + 8 * part + 4);
+ULL_DEVICE HeadTurn load_turn(const float* rope, int part) {
+  HeadTurn turn;
+  load_floats(turn.pair[0], rope + 8 * part);
+  load_floats(turn.pair[1], rope + 8 * part + 4);
+  return turn;
+}
+
+ULL_DEVICE void rotate_head(HeadPart& x, const HeadTurn& turn) {
   for (int i = 0; i < 4; ++i) {
-    const float cosine = turn[i / 2][i % 2 * 2];
-    const float sine = turn[i / 2][i % 2 * 2 + 1];
+    const float cosine = turn.pair[i / 2][i % 2 * 2];
+    const float sine = turn.pair[i / 2][i % 2 * 2 + 1];
     const float low = ::fmaf(x.low[i], cosine, -(x.high[i] * sine));
     x.high[i] = ::fmaf(x.high[i], cosine, x.low[i] * sine);
     x.low[i] = low;
@@ -114,12 +126,13 @@ ULL_DEVICE void prepare_heads(const AttentionParams& params, const AttentionPlan
     HeadPart x{};
     if (active) x = load_head(params.qkv + static_cast<size_t>(node) * kQkvWidth + column * kHeadDim, part);
     if constexpr (kQkNorm) {
-      normalize_head(x, !active || is_value ? nullptr : own < 0 ? params.q_norm : params.k_norm, part);
+      const float sum = square_sum(x);
+      if (active && !is_value) normalize_head(x, sum, load_head(own < 0 ? params.q_norm : params.k_norm, part));
     }
     if (!active) continue;
     if (!is_value) {
       const int position = plan.base + params.round->depths[node];
-      rotate_head(x, params.rope + static_cast<size_t>(position) * kHeadDim, part);
+      rotate_head(x, load_turn(params.rope + static_cast<size_t>(position) * kHeadDim, part));
     }
     if (own < 0) {
       store_query(shared + Shared::kQuery + head * Shared::kHeadRow, x, part);

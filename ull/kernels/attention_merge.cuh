@@ -107,7 +107,7 @@ ULL_DEVICE void take_row(const AttentionParams& params, const AttentionPlan& pla
   }
   const bool keeps_statistics = arch::warp() == 0 && arch::lane() % 4 == 0;
   int slot = split;
-  if (plan.span_is_local(split)) {
+  if (plan.has_span(share.first_split, share.end_split, split)) {
     auto* span = reinterpret_cast<Floats<kLaneDims>*>(shared + Shared::kSpanOutput + 4 * (row * kHeadDim + lane_dim()));
     // Two copies in turn: warp 0 writes one while slower warps still read the other.
     auto* span_statistics = reinterpret_cast<RowStatistics*>(shared + Shared::kSpanStatistics) + row;
@@ -132,7 +132,7 @@ ULL_DEVICE void take_row(const AttentionParams& params, const AttentionPlan& pla
 
 // ---- in the end -----------------------------------------------------------------------------------------------------
 
-// Counts this block in; true for the last one of its part. The counter is left at 0 for the next layer.
+// Counts this block's splits; true for the last block of its part. The counter is left at 0 for the next layer.
 template <int kTile>
 ULL_DEVICE bool is_last_lane(const AttentionParams& params, const AttentionPlan& plan, const AttentionShare& share) {
   auto* last = reinterpret_cast<volatile uint32_t*>(arch::shared_memory() + AttentionShared<kTile>::kLast);
@@ -140,7 +140,8 @@ ULL_DEVICE bool is_last_lane(const AttentionParams& params, const AttentionPlan&
   if (arch::thread() == 0) {
     arch::fence_device();
     uint32_t* counter = params.counters + share.kv_head * kMostParts + share.part;
-    *last = arch::atomic_add(counter, 1U) == static_cast<uint32_t>(plan.busy_lanes - 1) ? 1U : 0U;
+    const auto own = static_cast<uint32_t>(share.splits());
+    *last = arch::atomic_add(counter, own) + own == static_cast<uint32_t>(plan.splits()) ? 1U : 0U;
     if (*last != 0) *counter = 0;
     arch::fence_device();
   }
@@ -169,6 +170,7 @@ ULL_DEVICE MergedQuad merge_splits(const AttentionParams& params, const Attentio
   constexpr MergedQuad kNothing{{kNoMaximum, 0.0F}, {}};
   MergedQuad total = kNothing;
   MergedQuad span = kNothing;
+  int lane_end = plan.first_split + plan.per_lane;  // of the lane that had the split
 #pragma unroll 1
   for (int split = plan.first_split; split < plan.end_split;) {
     arch::Vector4 outputs[kMergeBatch];
@@ -182,7 +184,8 @@ ULL_DEVICE MergedQuad merge_splits(const AttentionParams& params, const Attentio
       const size_t from = partial_row(params, kv_head, split, row);
       outputs[i] = arch::load_global(partial_output(params, from) + dim);
       statistics[i] = arch::load_global(partial_statistics(params, from - from % 2));
-      split = plan.span_is_local(split) ? plan.span_last(split) + 1 : split + 1;
+      while (lane_end <= split) lane_end += plan.per_lane;
+      split = plan.has_span(lane_end - plan.per_lane, lane_end, split) ? plan.span_last(split) + 1 : split + 1;
       next[i] = split;
     }
 #pragma unroll

@@ -33,7 +33,7 @@ inline constexpr int kValueTiles = kWarpDims / 8;
 inline constexpr int kValueWarps = kHeadDim / kWarpDims;
 static_assert(kHeadDim % kWarpDims == 0 && kValueTiles <= 2);
 
-// Shared memory of the variant for kTile tokens, in bytes from its start.
+// Shared memory of the variant for kTile tokens, in bytes from its start. (For one token: attention_one.cuh.)
 template <int kTile>
 struct AttentionShared {
   // The smallest tile leaves room for a block of the next kernel on the multiprocessor, which loads its weights there.
@@ -64,7 +64,7 @@ struct AttentionShared {
   static constexpr int kArrived = kDepth + kDepths * 4;       // [4] barriers: a page's values are there
   static constexpr int kLast = kArrived + kSplitTiles * 8;    // 1: this block merges
   static constexpr int kWork = kLast + 8;                     // AttentionWork, read from here for lack of registers
-  static constexpr int kBytes = kWork + 72;
+  static constexpr int kBytes = kWork + 68;
 };
 
 // What all blocks agree on.
@@ -78,9 +78,8 @@ struct AttentionPlan {
   int rows;       // of a kv head
   int part_rows;  // rows of a block
   int parts;
-  int lanes;       // blocks that share the splits of a part
-  int per_lane;    // splits of a lane, one after another
-  int busy_lanes;  // lanes that have any
+  int lanes;     // blocks that share the splits of a part
+  int per_lane;  // splits of a lane, one after another
 
   ULL_DEVICE int splits() const { return end_split - first_split; }
   // Whether [position, position + size) has positions that are in the pages and seen by some node.
@@ -98,9 +97,9 @@ struct AttentionPlan {
     const int last_one = split / kSpanSplits * kSpanSplits + kSpanSplits - 1;
     return last_one < end_split ? last_one : end_split - 1;
   }
-  // Whether one lane has all splits of the span, and merges them.
-  ULL_DEVICE bool span_is_local(int split) const {
-    return (span_first(split) - first_split) / per_lane == (span_last(split) - first_split) / per_lane;
+  // Whether a lane that has [first, end), `split` among them, has all splits of that one's span, and merges them.
+  ULL_DEVICE bool has_span(int first, int end, int split) const {
+    return span_first(split) >= first && span_last(split) < end;
   }
 };
 
@@ -142,7 +141,6 @@ ULL_DEVICE AttentionPlan make_plan(const Round& round, int window, int blocks) {
   plan.parts = ((plan.rows - 1) >> shift) + 1;
   plan.lanes = plan.parts <= 1 ? blocks : blocks / plan.parts;  // there is room for all parts
   plan.per_lane = splits <= plan.lanes ? 1 : (splits - 1) / plan.lanes + 1;
-  plan.busy_lanes = plan.per_lane == 1 ? splits : (splits - 1) / plan.per_lane + 1;
   return plan;
 }
 
@@ -154,6 +152,8 @@ struct AttentionShare {
   int rows;  // how many
   int first_split;
   int end_split;
+
+  ULL_DEVICE int splits() const { return end_split - first_split; }
 };
 
 ULL_DEVICE AttentionShare make_share(const AttentionPlan& plan, int kv_head, int part, int lane) {
@@ -168,10 +168,27 @@ ULL_DEVICE AttentionShare make_share(const AttentionPlan& plan, int kv_head, int
   return share;
 }
 
+// The page table's entries for a split, and the n-th of them: a constant index for the compiler's sake, registers have
+// no addresses.
+ULL_DEVICE arch::Vector4 load_split_pages(const AttentionParams& params, int split) {
+  return arch::load_global(params.pages + split * kSplitTiles);
+}
+ULL_DEVICE uint32_t word_of(const arch::Vector4& v, int index) {
+  const uint32_t low = index % 2 == 0 ? v.word[0] : v.word[1];
+  const uint32_t high = index % 2 == 0 ? v.word[2] : v.word[3];
+  return index < 2 ? low : high;
+}
+
+// A page's keys of a kv head; its values lie kKvLayerBytes / 2 further.
+ULL_DEVICE unsigned char* head_of_page(const AttentionParams& params, int kv_head, uint32_t page) {
+  return static_cast<unsigned char*>(params.page_pool) + params.layer_offset + kv_head * kKvHeadBytes +
+         static_cast<int64_t>(page) * params.page_bytes;
+}
+
 struct AttentionWork {
   AttentionPlan plan;
   AttentionShare share;
 };
-static_assert(sizeof(AttentionWork) == 72, "see AttentionShared");
+static_assert(sizeof(AttentionWork) == 68, "see AttentionShared");
 
 }  // namespace ull::gpu

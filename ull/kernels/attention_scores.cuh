@@ -25,8 +25,8 @@ struct ScoreFragment {
   float score[kTiles][4][4];
 };
 
-// keys: a page's keys of the kv head, [64][head_dim].
-ULL_DEVICE void load_keys(KeyFragment& keys, const unsigned char* page_keys, int half_of_page) {
+// keys: a page's keys of the kv head, [64][head_dim]; of the half, `count` are wanted.
+ULL_DEVICE void load_keys(KeyFragment& keys, const unsigned char* page_keys, int half_of_page, int count = kHalf) {
   const int g = arch::lane() / 4;
   const int t = arch::lane() % 4;
   const int first = half_of_page * kHalf + g / 2 * 8 + g % 2;
@@ -34,6 +34,7 @@ ULL_DEVICE void load_keys(KeyFragment& keys, const unsigned char* page_keys, int
   for (int step = 0; step < kKeySteps; ++step) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
+      if (first - half_of_page * kHalf + 2 * j >= count) continue;
       keys.loaded[j][step] =
           arch::load_global(page_keys + (first + 2 * j) * (kHeadDim * kKvBytes) + key_offset(step, t));
     }
@@ -56,7 +57,8 @@ ULL_DEVICE void row_operand(uint32_t (&a)[4], const arch::Vector4& low, const ar
   a[3] = high.word[m % 2 * 2 + 1];
 }
 
-// query: row g of the m-tile, f16 in shared memory; scale: of the stored keys.
+// query: row g of the m-tile, f16 in shared memory; scale: of the stored keys; kHalves: 1 if nobody wants rows 8 to 15.
+template <int kHalves = 2, bool kPrepared = true>
 ULL_DEVICE void multiply_keys(float (&score)[4][4], const unsigned char* query, int row_bytes, const KeyFragment& keys,
                               float scale) {
 #pragma unroll
@@ -67,11 +69,18 @@ ULL_DEVICE void multiply_keys(float (&score)[4][4], const unsigned char* query, 
   const int t = arch::lane() % 4;
 #pragma unroll
   for (int step = 0; step < kKeySteps; ++step) {
+    arch::Vector4 prepared[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      prepared[j] = keys.loaded[j][step];
+      if constexpr (!kPrepared) prepare(prepared[j]);
+    }
 #pragma unroll
     for (int m = 0; m < kKeyProducts; m += 2) {
       const unsigned char* at = query + row_offset(kKeyProducts, step, t, m);
       const arch::Vector4 low = arch::load_shared(at);
-      const arch::Vector4 high = arch::load_shared(at + 8 * row_bytes);
+      arch::Vector4 high{};
+      if constexpr (kHalves == 2) high = arch::load_shared(at + 8 * row_bytes);
 #pragma unroll
       for (int product = m; product < m + 2; ++product) {
         uint32_t a[4];
@@ -79,7 +88,7 @@ ULL_DEVICE void multiply_keys(float (&score)[4][4], const unsigned char* query, 
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           uint32_t b[2];
-          key_operand(b, keys.loaded[j][step], product, t);
+          key_operand(b, prepared[j], product, t);
           arch::mma(score[j], a, b);
         }
       }
@@ -152,10 +161,11 @@ ULL_DEVICE void choose_scores(float (&score)[4][4], const AttentionPlan& plan, i
   }
 }
 
-// Maxima of rows g and g + 8 over the warp's positions. All lanes take part.
-ULL_DEVICE void row_maxima(float (&maximum)[2], const float (&score)[4][4]) {
+// Maxima of rows g and g + 8 (or of row g alone) over the warp's positions. All lanes take part.
+template <int kHalves>
+ULL_DEVICE void row_maxima(float (&maximum)[kHalves], const float (&score)[4][4]) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
+  for (int r = 0; r < kHalves; ++r) {
     float m = kNoMaximum;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {

@@ -20,10 +20,13 @@ inline constexpr int kValueUnits = kSplitTokens / kValueUnit;  // 8 or 4
 inline constexpr int kTileUnits = kPageTokens / kValueUnit;    // 2 or 1
 
 // The warp's values of a unit, n-tile n, from shared memory. values: of the split, [4 pages][head_dim][64].
+ULL_DEVICE int value_dim(int n) { return arch::warp() * kWarpDims + arch::lane() / 4 * kValueTiles + n; }
+ULL_DEVICE arch::Vector4 load_stored_value(const unsigned char* values, int n, int unit) {
+  return arch::load_shared(values + unit / kTileUnits * kKvHeadBytes + value_dim(n) * (kPageTokens * kKvBytes) +
+                           64 * (unit % kTileUnits) + 16 * (arch::lane() % 4));
+}
 ULL_DEVICE arch::Vector4 load_value(const unsigned char* values, int n, int unit) {
-  const int dim = arch::warp() * kWarpDims + arch::lane() / 4 * kValueTiles + n;
-  arch::Vector4 value = arch::load_shared(values + unit / kTileUnits * kKvHeadBytes + dim * (kPageTokens * kKvBytes) +
-                                          64 * (unit % kTileUnits) + 16 * (arch::lane() % 4));
+  arch::Vector4 value = load_stored_value(values, n, unit);
   prepare(value);
   return value;
 }
@@ -35,9 +38,10 @@ struct SumFragment {
 };
 
 // Rescales an m-tile's sums at a tile of positions. corrections: row g, [4 tiles].
+template <int kHalves = 2>
 ULL_DEVICE void rescale(float (&sum)[kValueTiles][4], const unsigned char* corrections, int tile) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
+  for (int r = 0; r < kHalves; ++r) {
     const float correction = reinterpret_cast<const float*>(corrections + 8 * r * 16)[tile];
 #pragma unroll
     for (int n = 0; n < kValueTiles; ++n) {
@@ -47,17 +51,16 @@ ULL_DEVICE void rescale(float (&sum)[kValueTiles][4], const unsigned char* corre
   }
 }
 
-// probabilities: row g of the m-tile; values: of the split.
-ULL_DEVICE void multiply_page_values(float (&sum)[kValueTiles][4], const unsigned char* probabilities, int row_bytes,
-                                     const unsigned char* values, int unit) {
-  arch::Vector4 loaded[kValueTiles];
-#pragma unroll
-  for (int n = 0; n < kValueTiles; ++n) loaded[n] = load_value(values, n, unit);
+// probabilities: row g of the m-tile; values: the unit's, prepared; kHalves: 1 if nobody wants rows 8 to 15.
+template <int kHalves = 2>
+ULL_DEVICE void multiply_values(float (&sum)[kValueTiles][4], const unsigned char* probabilities, int row_bytes,
+                                const arch::Vector4 (&loaded)[kValueTiles], int unit) {
 #pragma unroll
   for (int m = 0; m < kKvProducts; m += 2) {
     const unsigned char* at = probabilities + row_offset(kKvProducts, unit, arch::lane() % 4, m);
     const arch::Vector4 low = arch::load_shared(at);
-    const arch::Vector4 high = arch::load_shared(at + 8 * row_bytes);
+    arch::Vector4 high{};
+    if constexpr (kHalves == 2) high = arch::load_shared(at + 8 * row_bytes);
 #pragma unroll
     for (int product = m; product < m + 2; ++product) {
       uint32_t a[4];
@@ -70,6 +73,15 @@ ULL_DEVICE void multiply_page_values(float (&sum)[kValueTiles][4], const unsigne
       }
     }
   }
+}
+
+// The same of a unit that lies in the pages as a whole. values: of the split.
+ULL_DEVICE void multiply_page_values(float (&sum)[kValueTiles][4], const unsigned char* probabilities, int row_bytes,
+                                     const unsigned char* values, int unit) {
+  arch::Vector4 loaded[kValueTiles];
+#pragma unroll
+  for (int n = 0; n < kValueTiles; ++n) loaded[n] = load_value(values, n, unit);
+  multiply_values(sum, probabilities, row_bytes, loaded, unit);
 }
 
 // The lane's values of a node at four positions from index `index` of its path on (below 0: from `paged`, the unit in

@@ -4,7 +4,7 @@
 //
 // Shared memory: what the step under way needs, attention or a linear layer; then the ring that carries every layer's
 // weights, which goes on through all waiting (layer_ring.cuh); then two layers' parameters.
-#include "attention.cuh"
+#include "attention_one.cuh"
 #include "gate_up.cuh"
 #include "layer_ring.cuh"
 #include "layer_shapes.cuh"
@@ -16,7 +16,6 @@ namespace {
 
 constexpr int kThreads = kNarrowThreads;
 static_assert(kThreads == kAttentionThreads);
-constexpr int kTile = 8;  // of attention
 
 // What a linear layer keeps beside the ring: activations, then two areas of sums, then the norm's.
 template <typename Plan>
@@ -31,7 +30,7 @@ constexpr int kLinearBytes = LinearArea<NarrowPlan<Shape, 1>>::kBytes;
 
 constexpr int kStepBytes = round_up(
     larger(larger(larger(kLinearBytes<Qkv>, kLinearBytes<Output>), larger(kLinearBytes<GateUp>, kLinearBytes<Down>)),
-           AttentionShared<kTile>::kBytes),
+           AttentionShared<1>::kBytes),
     128);
 constexpr int kParamsBytes = 2 * static_cast<int>(sizeof(LayerParams));
 constexpr int kDepth =
@@ -83,31 +82,24 @@ ULL_DEVICE void linear_step(const LinearParams& params, Ring& ring, const Wait& 
 }
 
 // Blocks that share a kv head.
-ULL_DEVICE int attention_blocks() {
-  constexpr int kLeastBlocks = (kGroup - 1) / AttentionShared<kTile>::kPartRows + 1;
-  return larger(kLeastBlocks, arch::grid_x() / kKvHeads);
-}
+ULL_DEVICE int attention_blocks() { return larger(1, arch::grid_x() / kKvHeads); }
 
-// The kv heads' blocks are dealt out to the grid's, as many rounds as it takes.
+// The kv heads' blocks are dealt out to the grid's, as many rounds as it takes. What the pages hold is on its way while
+// a block waits for its kv head's part of qkv.
 ULL_DEVICE void attention_step(const AttentionParams& params, const LayerSteps& steps) {
-  using Shared = AttentionShared<kTile>;
   const int blocks = attention_blocks();
 #pragma unroll 1
   for (int i = arch::block_x(); i < blocks * kKvHeads; i += arch::grid_x()) {
     const int kv_head = i / blocks;
-    steps.wait_for_qkv(kv_head);
-    if (attend_at<kTile, true>(params, {i % blocks, blocks, kv_head})) {
+    AttentionOfOne<true> block(params, {i % blocks, blocks, kv_head});
+    if (block.request()) {
+      steps.wait_for_qkv(kv_head);
+      block.finish();
       arch::fence_bulk_copies();
       arch::block_barrier();
-      if (arch::thread() < kSplitTiles) {
-        arch::barrier_invalidate(reinterpret_cast<arch::Barrier*>(arch::shared_memory() + Shared::kArrived) +
-                                 arch::thread());
-      }
-      const auto* work = reinterpret_cast<const AttentionWork*>(arch::shared_memory() + Shared::kWork);
-      steps.finish_attention(work->share.kv_head);  // from there for lack of registers
-    } else {
-      steps.finish_attention(kv_head);
+      block.end();
     }
+    steps.finish_attention(kv_head);
   }
 }
 

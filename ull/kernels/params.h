@@ -99,7 +99,7 @@ struct alignas(64) RoundResult {
   RoundStatus status;
   int32_t count;      // tokens emitted
   uint64_t begin_ns;  // device clock: the round's first and last kernel
-  uint64_t end_ns;    // stored by commit(), after `sequence`: complete once the next round has answered. kDraft: before
+  uint64_t end_ns;    // stored again by a round's commit(), after `sequence`: complete once the next round has answered
   int32_t stopped;    // 1: the last token is one of the stops; rounds that continue this one are skipped
   int32_t padding[7];
   EmittedToken tokens[kTreeTokens + 1];

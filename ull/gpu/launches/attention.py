@@ -19,6 +19,9 @@ def attention(
     heads: int, kv_heads: int, head_dim: int, kv_bits: int, context: int, tile: int, multiprocessors: int
 ) -> Geometry:
     """`ull_attention_{tile}`: one wave of blocks, at least as many per kv head as its rows need."""
+    if tile == 1:
+        blocks = max(1, min(splits(context), multiprocessors // kv_heads))
+        return (blocks, kv_heads), THREADS, _bytes_of_one(heads // kv_heads, head_dim, kv_bits)
     rows = tile * (heads // kv_heads)
     useful = splits(context) * _parts(rows, _M_TILE)
     blocks = max(_parts(rows, _part_rows(rows, tile)), min(useful, multiprocessors // kv_heads))
@@ -87,5 +90,20 @@ def _shared_bytes(rows: int, head_dim: int, kv_bits: int, tile: int) -> int:
         + 4 * (tile + 16)
         + 8 * 4  # a barrier for each page of values
         + 8
-        + 72  # whether this block merges; its plan and share
+        + 68  # whether this block merges; its plan and share
+    )
+
+
+def _bytes_of_one(group: int, head_dim: int, kv_bits: int) -> int:
+    """`AttentionShared<1>` of attention_one.cuh."""
+    products = 32 // kv_bits
+    step_rows = 8 if group <= 8 else 16
+    rows = _parts(group, step_rows) * step_rows
+    row_statistics = 8 * 4 + 8 * 4 + 4 * 4 + 4  # as below
+    return (
+        (SPLIT_TOKENS + 2) * head_dim * kv_bits // 8  # a split's values, and the token's own key and value
+        + rows * (_row_bytes(head_dim, 2 if head_dim % 64 != 0 else products) + 2 * 8 + 4 * head_dim)
+        + step_rows * (_row_bytes(SPLIT_TOKENS, products) + row_statistics)
+        + 8 * 4  # a barrier for each page of values
+        + 8  # whether this block merges
     )
