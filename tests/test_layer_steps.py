@@ -27,7 +27,6 @@ FAULTS = {  # what is left out, and how many blocks it takes to show
     7: ("down does not wait for gate_up", 3),
     8: ("down's wait has no fence", 3),
     9: ("a block tells before all of its threads are done", 3),
-    10: ("a block without row tiles reads its input", 20),
 }
 
 
@@ -49,7 +48,6 @@ def faulty_source() -> str:
     barrier = "arch::block_barrier();"
     steps = replaced(steps, barrier, f"if (ull_fault != 9) {barrier}", barrier)
     layers = (emulation.KERNELS / "layers.cu").read_text()
-    layers = replaced(layers, "if (stream.stages() == 0)", "if (ull_fault != 10 && stream.stages() == 0)")
     return replaced(layers, '#include "layer_steps.cuh"\n', steps)
 
 
