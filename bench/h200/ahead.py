@@ -1,4 +1,4 @@
-"""The same bundle with its kernels compiled for other settings of `ull_build.kernels.TUNING`, and what rounds take then.
+"""The same bundle with kernels compiled for other settings of `ull_build.kernels.TUNING`, and what rounds take then.
 
 `time_ahead` is one step of a run: it yields findings as the steps of `measure.py` do.
 """

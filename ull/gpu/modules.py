@@ -66,8 +66,8 @@ class Kernels:
         if each < 1 or blocks > granted:
             raise GpuError(
                 "wrong_gpu",
-                f"the {blocks} blocks of {launch.kernel} wait for each other and must run at once, but the driver gives "
-                f"this process {granted} multiprocessors with room for {each} of them each; lift the MPS thread limit, "
+                f"the {blocks} blocks of {launch.kernel} wait for each other and must run at once, but the driver "
+                f"gives this process {granted} multiprocessors with room for {each} of them each; lift the MPS thread limit, "
                 "or set engine.persistent = false",
             )
 
