@@ -67,8 +67,8 @@ class Kernels:
             raise GpuError(
                 "wrong_gpu",
                 f"the {blocks} blocks of {launch.kernel} wait for each other and must run at once, but the driver "
-                f"gives this process {granted} multiprocessors with room for {each} of them each; lift the MPS thread limit, "
-                "or set engine.persistent = false",
+                f"gives this process {granted} multiprocessors with room for {each} of them each; "
+                "lift the MPS thread limit, or set engine.persistent = false",
             )
 
     def _load(self, bundle: Bundle, name: str) -> int:
