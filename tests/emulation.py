@@ -18,7 +18,7 @@ import os
 import re
 import subprocess
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ull.device_layout import DEVICE_INTERFACE
 from ull.gpu.launch import Launch
+from ull_build.kernels import TUNING
 
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "ull/kernels"
@@ -53,6 +54,7 @@ TINY_MODEL: dict[str, int | float] = {  # what `build` takes for macros that a t
     "KV_BITS": 16,
     "MEDUSA_HEADS": 3,
     "MEDUSA_OWN_HEADS": 0,
+    **{name.removeprefix("ULL_"): int(value) for name, value in TUNING.items()},
 }
 
 COMMON_FLAGS = (
@@ -92,6 +94,17 @@ class _Launch(ctypes.Structure):
         ("written_count", ctypes.c_int32),
         ("constant_count", ctypes.c_int32),
         ("host_read_count", ctypes.c_int32),
+    ]
+
+
+class Prefetch(ctypes.Structure):
+    """That a block asked L2 for some bytes; `waited`: behind wait_for_predecessor()."""
+
+    _fields_ = [
+        ("address", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+        ("block", ctypes.c_int32),
+        ("waited", ctypes.c_int32),
     ]
 
 
@@ -140,6 +153,12 @@ class Kernels:
         if self._library.ull_emulator_launch(ctypes.byref(launch), error, ctypes.c_uint64(len(error))) != 0:
             raise KernelError(re.sub(r"\{\+(0x[0-9a-f]+)\}", self._source_line, error.value.decode()))
 
+    def prefetches(self) -> list[Prefetch]:
+        """What the last launch asked L2 for, in its order."""
+        found = ctypes.POINTER(Prefetch)()
+        count = self._library.ull_emulator_prefetches(ctypes.byref(found))
+        return [Prefetch.from_buffer_copy(found[i]) for i in range(count)]
+
     def _source_line(self, place: re.Match[str]) -> str:
         """What stands at an offset in the library: the kernels' lines, the innermost first."""
         command = ["addr2line", "-i", "-s", "-e", str(self.path), hex(int(place[1], 16) - 1)]
@@ -153,8 +172,9 @@ def run_launches(
     seed: int = 0,
     predecessor_writes: Sequence[NDArray[Any]] = (),
     constants: Sequence[NDArray[Any]] = (),
+    after: Callable[[Launch], None] = lambda launch: None,
 ) -> None:
-    """Runs launches one after another, the n-th with `seed` + n. See `Kernels.run`."""
+    """Runs launches one after another, the n-th with `seed` + n; `after` hears of each. See `Kernels.run`."""
     for number, launch in enumerate(launches):
         kernels.run(
             launch.kernel,
@@ -166,6 +186,7 @@ def run_launches(
             predecessor_writes=predecessor_writes,
             constants=constants,
         )
+        after(launch)
 
 
 def build(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -15,6 +16,7 @@ from ull.bundle import Model, Precision, Rope, TensorShape, device_macros
 from ull.device_layout import device_tensors
 from ull.gpu.arena import ArenaPlan
 from ull.gpu.fused import FusedForward
+from ull.gpu.launches.linear import LINE_WORDS
 from ull.gpu.memory import Sizes, plan_memory, rope_table
 from ull.gpu.params import Round
 from ull.gpu.places import HostBlocks, Places
@@ -77,14 +79,29 @@ def _random(rng: np.random.Generator, name: str, dtype: Any, shape: tuple[int, .
 
 
 class Layers:
-    """Weights and a KV cache of random numbers; `run` plays one round of one token at `position`."""
+    """Weights and a KV cache of random numbers; `run` plays one round of one token at `position`.
 
-    def __init__(self, model: Model, precision: Precision, biases: bool = False, reports: bool = False) -> None:
+    `tuning`: macros of `ull_build.kernels.TUNING` that are not as in `emulation.TINY_MODEL`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        precision: Precision,
+        biases: bool = False,
+        reports: bool = False,
+        tuning: Mapping[str, int] | None = None,
+        sources: Sequence[str | Path] = SOURCES,
+    ) -> None:
         self.model = model
         self.sizes = Sizes(model, precision, model.context)
-        self.kernels = emulation.build(SOURCES, numbers_of(device_macros(model, precision)), reports=reports)
+        macros = numbers_of(device_macros(model, precision)) | dict(tuning or {})
+        self.kernels = emulation.build(sources, macros, reports=reports)
         self._rng = np.random.default_rng(11)
-        self._tensors = random_tensors(device_tensors(model, precision), self._rng, biases)
+        self.prefetched: list[
+            tuple[str, list[emulation.Prefetch]]
+        ] = []  # what each kernel of the last run asked L2 for
+        self.tensors = random_tensors(device_tensors(model, precision), self._rng, biases)
         plan: ArenaPlan = plan_memory(self.sizes, 0)
         self._bytes = {name: region.nbytes for name, region in plan.regions.items()}
         stored = ml_dtypes.bfloat16 if precision.kv == "bf16" else ml_dtypes.float8_e4m3fn
@@ -92,9 +109,15 @@ class Layers:
         self._residual = self._rng.standard_normal(model.hidden).astype(np.float32)
 
     def run(
-        self, position: int, multiprocessors: int, persistent: bool, seed: int = 0, count: int = 1
+        self,
+        position: int,
+        multiprocessors: int,
+        persistent: bool,
+        seed: int = 0,
+        count: int = 1,
+        draws: bool = True,
     ) -> dict[str, bytes]:
-        """What the round leaves in `COMPARED` and "arrivals". `seed` orders threads and blocks."""
+        """What the round leaves in `COMPARED` and "arrivals". `seed` orders threads and blocks. No `draws`: no head."""
         memory = {name: aligned(nbytes, np.uint8, 0) for name, nbytes in self._bytes.items()}
         round_ = Round.from_buffer(memory["round"])
         round_.count, round_.base, round_.draws = count, position, 1
@@ -105,7 +128,7 @@ class Layers:
         pages[: self.sizes.table_pages] = np.random.default_rng(3).permutation(self.sizes.page_count)
         places = Places(
             lambda name: pointer(memory[name]),
-            lambda name: pointer(self._tensors[name]) if name in self._tensors else None,
+            lambda name: pointer(self.tensors[name]) if name in self.tensors else None,
             HostBlocks(0, 0, 0, 0, 0),
         )
         forward = FusedForward(self.sizes, places, multiprocessors, persistent)
@@ -114,8 +137,16 @@ class Layers:
         # be read before the wait, also by bulk copies.
         written = [memory[name] for name in ("residual", "qkv", "attention", "mlp")]
         earlier = [memory[name] for name in ("layer parameters", "round", "page table", "KV pages", "rope")]
-        constants = [*self._tensors.values(), *earlier]
-        emulation.run_launches(self.kernels, forward.launches(1, draws=True), seed * 1000, written, constants)
+        constants = [*self.tensors.values(), *earlier]
+        self.prefetched.clear()
+        emulation.run_launches(
+            self.kernels,
+            forward.launches(1, draws),
+            seed * 1000,
+            written,
+            constants,
+            after=lambda launch: self.prefetched.append((launch.kernel, self.kernels.prefetches())),
+        )
         result = {name: memory[name].tobytes() for name in COMPARED}
         counters = memory["counters"].view(np.uint32)
         result["arrivals"] = counters[self.sizes.layers_counter :].tobytes()
@@ -123,5 +154,9 @@ class Layers:
         return result
 
 
-def arrivals(result: dict[str, bytes]) -> int:
-    return ctypes.c_uint32.from_buffer_copy(result["arrivals"]).value
+def arrivals(result: dict[str, bytes]) -> NDArray[np.uint32]:
+    """The counters of the kernel of all layers. The rest of their lines must not have been touched."""
+    words = np.frombuffer(result["arrivals"], np.uint32)
+    lines = words[: len(words) // LINE_WORDS * LINE_WORDS].reshape(-1, LINE_WORDS)
+    assert not lines[:, 1:].any() and not words[lines.size :].any()
+    return lines[:, 0]

@@ -46,6 +46,8 @@ class RecordingDriver(Driver):
         self._capture: list[Launched] | None = None
         self._captured: dict[int, list[Launched]] = {}
         self.preferring: set[int] = set()  # functions that prefer shared memory
+        self.granted = info.multiprocessors  # to our context
+        self.resident = 1  # blocks of any kernel on a multiprocessor
         self._names: dict[int, str] = {}
         self._allowed_to: dict[int, int] = {}  # shared memory, by function
 
@@ -144,6 +146,13 @@ class RecordingDriver(Driver):
     def allow_shared_bytes(self, function: int, nbytes: int) -> None:
         assert nbytes <= self.info.shared_bytes
         self.allowed[self._names[function]] = self._allowed_to[function] = nbytes
+
+    def resident_blocks(self, function: int, threads: int, shared_bytes: int) -> int:
+        assert shared_bytes <= self._allowed_to[function]
+        return self.resident
+
+    def granted_multiprocessors(self) -> int:
+        return self.granted
 
     def prefer_shared_memory(self, function: int) -> None:
         self.preferring.add(function)

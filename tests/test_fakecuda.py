@@ -501,3 +501,17 @@ def scenario_corruption() -> None:
 
 def test_corrupted_results(kernels: Path) -> None:
     run("scenario_corruption", kernels=kernels, fault="corrupt=2")
+
+
+def scenario_granted() -> None:
+    from ull.gpu.driver import Driver
+
+    driver = Driver()
+    driver.open()
+    print(driver.info.multiprocessors, driver.granted_multiprocessors())
+    driver.close()
+
+
+@pytest.mark.parametrize(("granted", "told"), [(0, "132 132"), (66, "132 66"), (200, "132 132")])
+def test_a_context_may_be_granted_fewer_multiprocessors(granted: int, told: str) -> None:
+    assert told in run("scenario_granted", granted=granted)

@@ -100,6 +100,19 @@ def test_a_round_is_the_kernels_in_order(program: Program, driver: RecordingDriv
     assert [launch.overlaps for launch in graph] == [False, False] + [True] * (len(graph) - 2)
 
 
+@pytest.mark.parametrize(("granted", "resident"), [(66, 1), (132, 0)])
+def test_blocks_that_could_not_all_run_at_once_are_refused(
+    bundle: Bundle, driver: RecordingDriver, granted: int, resident: int
+) -> None:
+    """As under an MPS thread limit. The chain of kernels does not mind."""
+    driver.granted, driver.resident = granted, resident
+    message = rf"132 blocks of ull_layers_1 .* {granted} multiprocessors with room for {resident} of them each"
+    with pytest.raises(GpuError, match=message):
+        load(bundle, driver, persistent=True)
+    assert not any(driver.live.values())
+    load(bundle, driver).close()
+
+
 READ_EARLY = {"ull_attention_1", "ull_layers_1"}  # before they wait: what begin and earlier rounds wrote
 
 

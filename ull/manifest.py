@@ -247,7 +247,7 @@ class DeviceCode(Struct, frozen=True, forbid_unknown_fields=True):
     compiler: Annotated[str, Meta(min_length=1)]
     toolkit: Annotated[str, Meta(pattern="^[0-9]{1,4}\\.[0-9]{1,4}$")]
     options: list[str]
-    macros: dict[str, str]  # the model's dimensions, as the sources see them
+    macros: dict[str, str]  # the model's dimensions as the sources see them, and how they are tuned
     files: Annotated[list[CodeFile], Meta(min_length=1)]
 
     def kernels(self) -> dict[str, str]:

@@ -25,6 +25,10 @@ OPTIONS = (
     "--generate-line-info",
     "--ptxas-options=-v",
 )
+TUNING = {  # macros that change no bit of a result; bench/h200/ahead.py compares settings
+    "ULL_AHEAD_KIB": "64",  # of weights for each multiprocessor that L2 is asked for: ull/kernels/ahead.cuh
+    "ULL_AHEAD_ALL": "0",  # 1: by every linear layer, not only by those that wait for short steps
+}
 
 _PART_OF = {  # source files that only some forwards need, by a kernel of theirs
     **dict.fromkeys(("down", "gate_up", "head", "layers", "norm", "output", "qkv"), "ull_qkv_1"),
@@ -59,11 +63,13 @@ def options_for(target: Target) -> list[str]:
 def compile_file(source: Path, macros: Mapping[str, str], target: Target = "sm_90a") -> nvrtc.Compiled:
     """Compiles one source file, which where our kernels are tuned must need neither stack nor spilled registers.
 
+    `macros`: the model's, and those of `TUNING` that shall be different.
+
     Raises BuildError naming the kernel that does, or the compiler's first error.
     """
     text = source.read_text(encoding="utf-8")
     headers = {**STD_HEADERS, **_headers(text, source.parent)}
-    defines = [f"--define-macro={name}={value}" for name, value in macros.items()]
+    defines = [f"--define-macro={name}={value}" for name, value in {**TUNING, **macros}.items()]
     compiled = nvrtc.compile_source(source.name, text, headers, [*options_for(target), *defines])
     for name, use in compiled.functions.items():
         if ARCHITECTURES[target].has_bulk_copies and (use.stack or use.spills):
@@ -134,7 +140,11 @@ def write_code(
         code_files.append(CodeFile(path=name, kernels=file.compiled.kernels))
     major, minor = nvrtc.version()
     code = DeviceCode(
-        compiler="NVRTC", toolkit=f"{major}.{minor}", options=options_for(target), macros=dict(macros), files=code_files
+        compiler="NVRTC",
+        toolkit=f"{major}.{minor}",
+        options=options_for(target),
+        macros={**TUNING, **macros},
+        files=code_files,
     )
     return code, entries
 

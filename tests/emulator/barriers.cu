@@ -67,7 +67,7 @@ ULL_KERNEL(hand_over, ProbeParams, 1024, 1) {
 
 // Blocks pass numbers round, `count` times: each adds its neighbour's of the round before to its own. output: two sets
 // of a number per block in turn, then the arrivals. Faults: 1 nobody waits; 2 block 0 does not arrive; 3 block 0 ends
-// without wait_for_predecessor; 4 the input is read before it.
+// without wait_for_predecessor; 4 the input is read before it; 5 no fence behind the wait.
 ULL_DEVICE void pass_round(const ProbeParams& params) {
   const auto* input = static_cast<const uint32_t*>(params.input);
   auto* output = static_cast<uint32_t*>(params.output);
@@ -82,6 +82,7 @@ ULL_DEVICE void pass_round(const ProbeParams& params) {
     if (arch::thread() == 0) {
       if (params.fault != 2 || me != 0) arch::arrive_device(arrivals);
       if (params.fault != 1) arch::await_device(arrivals, static_cast<uint32_t>(i * blocks));
+      if (params.fault != 5) arch::fence_device();
     }
     arch::block_barrier();
     if (arch::thread() == arch::threads() - 1) {

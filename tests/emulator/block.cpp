@@ -207,6 +207,7 @@ void prepare_threads() {
     thread.lane = i % kWarpLanes;
     thread.warp = &block->warps[i / kWarpLanes];
     thread.wait = Wait::kNone;
+    thread.waited = false;
     fiber_prepare(thread.fiber, thread_main);
   }
 }
@@ -368,7 +369,7 @@ void arrive_barrier(int id, int count, Site site) {
 
 // Where blocks run at once, the predecessor is complete when all of them have asked for it.
 void predecessor_complete(Site site) {
-  block->waited = true;
+  block->waited = self->waited = true;
   if (reports) my_order().waited = true;
   if (grid.meets && !grid.complete) {
     for (const Block* each : grid.blocks) {
@@ -385,10 +386,10 @@ void predecessor_complete(Site site) {
   let_others_run();
 }
 
-void arrive_device(uint32_t* count) {
+void arrive_device(uint32_t* count, uint32_t by) {
   maybe_let_others_run();
   release_order(count);
-  ++*count;
+  *count += by;
   for (Block* each : grid.blocks) {
     for (int i = 0; i < grid.threads; ++i) {
       Thread& thread = each->thread[i];
@@ -406,7 +407,7 @@ void await_device(const uint32_t* count, uint32_t at_least, Site site) {
     self->parity = at_least;
     suspend(Wait::kDevice, site);
   }
-  acquire_order(count);
+  await_order(count);
 }
 
 void show_hidden_regions() {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "fiber.h"
+#include "launcher.h"
 #include "records.h"
 
 namespace ull::emulator {
@@ -30,7 +31,8 @@ struct Thread {
   int index;  // in the block
   int lane;
   Warp* warp;
-  Wait wait;  // what it waits for, for messages; with:
+  bool waited;  // has called wait_for_predecessor()
+  Wait wait;    // what it waits for, for messages; with:
   Site site;
   const uint64_t* barrier;  // kCopies: the mbarrier
   const uint32_t* count;    // kDevice: the arrivals that are awaited
@@ -120,6 +122,7 @@ struct Grid {
   std::vector<std::vector<unsigned char>> hidden_contents;  // of `written`, until then
   std::vector<Region> constants;                            // that no kernel writes
   std::vector<Region> host_reads;                           // once store_release_system() has told the host
+  std::vector<UllPrefetch> prefetches;                      // that were asked for
 };
 
 extern Grid grid;
@@ -149,7 +152,7 @@ const Operand* meet_warp(Collective collective, Site site);
 void meet_barrier(int id, int count, Site site);
 void arrive_barrier(int id, int count, Site site);
 void predecessor_complete(Site site);
-void arrive_device(uint32_t* count);
+void arrive_device(uint32_t* count, uint32_t by);
 void await_device(const uint32_t* count, uint32_t at_least, Site site);
 
 // Bulk copies (copies.cpp).

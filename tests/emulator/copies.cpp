@@ -173,6 +173,7 @@ void prefetch(const void* global, uint32_t bytes, Site site) {
   const auto* source = static_cast<const volatile unsigned char*>(global);
   for (uint32_t i = 0; i < bytes; i += 16) (void)source[i];
   (void)source[bytes - 1];
+  grid.prefetches.push_back({global, bytes, block->number, self->waited ? 1 : 0});
 }
 
 }  // namespace ull::emulator

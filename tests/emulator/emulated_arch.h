@@ -99,7 +99,7 @@ inline void wait_for_predecessor(ULL_SITE_PARAMETERS) {
 #endif
 }
 
-inline void arrive_device(uint32_t* count) { emulator::arrive_device(count); }
+inline void arrive_device(uint32_t* count, uint32_t by = 1) { emulator::arrive_device(count, by); }
 inline void await_device(const uint32_t* count, uint32_t at_least, ULL_SITE_PARAMETERS) {
   emulator::await_device(count, at_least, ULL_SITE);
 }

@@ -288,6 +288,7 @@ std::string run(const UllLaunch& launch) {
     grid.written = regions(launch.written, launch.written_count);
     grid.constants = regions(launch.constants, launch.constant_count);
     grid.host_reads = regions(launch.host_reads, launch.host_read_count);
+    grid.prefetches.clear();
     forget_order();
     forget_shadow();
     const std::string error = run_grid();
@@ -312,6 +313,11 @@ int ull_emulator_kernels(const UllKernel** kernels) {
   }
   *kernels = list.data();
   return static_cast<int>(list.size());
+}
+
+int ull_emulator_prefetches(const UllPrefetch** prefetches) {
+  *prefetches = ull::emulator::grid.prefetches.data();
+  return static_cast<int>(ull::emulator::grid.prefetches.size());
 }
 
 int ull_emulator_launch(const UllLaunch* launch, char* error, uint64_t error_bytes) {

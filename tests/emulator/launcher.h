@@ -5,6 +5,13 @@
 
 extern "C" {
 
+struct UllPrefetch {
+  const void* address;
+  uint64_t bytes;
+  int32_t block;   // y * grid_x + x
+  int32_t waited;  // 1: the thread had called wait_for_predecessor()
+};
+
 struct UllKernel {
   const char* name;
   int32_t params_bytes;
@@ -31,6 +38,8 @@ struct UllLaunch {
 
 // The library's kernels; returns how many.
 __attribute__((visibility("default"))) int ull_emulator_kernels(const UllKernel** kernels);
+// What the last launch asked L2 for, in its order; returns how many times.
+__attribute__((visibility("default"))) int ull_emulator_prefetches(const UllPrefetch** prefetches);
 // Runs one launch to its end. 0, or 1 with a message in `error` [error_bytes].
 __attribute__((visibility("default"))) int ull_emulator_launch(const UllLaunch* launch, char* error,
                                                                uint64_t error_bytes);

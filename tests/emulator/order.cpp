@@ -154,8 +154,8 @@ void release_order(const void* address) {
   advance(self->index);
 }
 
-void acquire_order(const void* address) {
-  if (reports) acquire(released[address]);
+void await_order(const void* address) {
+  if (reports) add(my_order().acquired, released[address]);
 }
 
 void fence_copies_order() {

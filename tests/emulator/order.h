@@ -7,7 +7,7 @@
 //   those that wait. Shuffles, ballot and mma order nothing: "do not imply a memory barrier" (CUDA programming guide).
 // - An mbarrier's arrivals are releases, and waits for a phase acquire what had arrived.
 // - An atomic on global memory is relaxed: it releases what came before the thread's last fence_device(), and what it
-//   acquires counts from the thread's next one. arrive_device() releases, await_device() acquires, on their own.
+//   acquires counts from the thread's next one. So does what await_device() has seen; arrive_device() is a release.
 // - Nothing else passes from block to block: what another block has stored may be seen in any order, or never.
 // - The async proxy: a bulk copy to where a thread has stored needs that thread's store, then a fence_bulk_copies(),
 //   before it. Loads only need to have happened; and what a bulk copy has brought, its mbarrier's waiters may load.
@@ -34,9 +34,9 @@ void take_over(const Handover& from);
 void fence_order();  // fence_device()
 void atomic_order(const void* address);
 void release_order(const void* address);
-void acquire_order(const void* address);
-void fence_copies_order();   // fence_bulk_copies()
-void fence_sources_order();  // fence_bulk_sources()
+void await_order(const void* address);  // a relaxed load
+void fence_copies_order();              // fence_bulk_copies()
+void fence_sources_order();             // fence_bulk_sources()
 
 // Whether what the thread of that block did up to that release has happened before what this thread does now.
 bool has_happened(int block_number, int thread, uint32_t clock);

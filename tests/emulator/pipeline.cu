@@ -79,3 +79,14 @@ ULL_KERNEL(touch, ProbeParams, 32, 1) {
   if (params.fault == 5) output[0] = static_cast<float>(arch::load_shared(shared + 1).word[0]);
   if (params.fault == 6) output[0] = deep(size * 1000);
 }
+
+// Asks L2 for `count` bytes of the input, each thread, half of it before the wait. Faults: 1 past the end; 2
+// misaligned; 3 no whole vectors.
+ULL_KERNEL(ask_ahead, ProbeParams, 32, 1) {
+  const auto* input = static_cast<const unsigned char*>(params.input) + 2 * params.count * arch::thread();
+  const auto bytes = static_cast<uint32_t>(params.count);
+  arch::bulk_prefetch_stream(input, bytes);
+  arch::wait_for_predecessor();
+  arch::bulk_prefetch_stream(input + bytes + (params.fault == 2 ? 8 : 0),
+                             bytes + (params.fault == 1 ? 16 : 0) - (params.fault == 3 ? 8 : 0));
+}

@@ -95,6 +95,22 @@ Result device_uuid(unsigned char (*uuid)[16], int device) {
   return check_device(device);
 }
 
+Result affinity_support(int* supported, int /*type*/, int device) {
+  *supported = number("ULL_FAKECUDA_GRANTED", 0) > 0 ? 1 : 0;
+  return check_device(device);
+}
+
+struct ExecAffinity {  // CUexecAffinityParam
+  int type;
+  unsigned multiprocessors;
+};
+
+Result context_affinity(ExecAffinity* affinity, int type) {
+  if (const Result result = ready(); result != kSuccess) return result;
+  *affinity = {type, static_cast<unsigned>(number("ULL_FAKECUDA_GRANTED", 0))};
+  return kSuccess;
+}
+
 Result device_attribute(int* value, int id, int device) {
   bool known;
   *value = attribute(id, known);
@@ -205,6 +221,8 @@ const Exports exports{
     {"cuDeviceGetName", address_of(device_name)},
     {"cuDeviceGetUuid", address_of(device_uuid)},
     {"cuDeviceGetAttribute", address_of(device_attribute)},
+    {"cuDeviceGetExecAffinitySupport", address_of(affinity_support)},
+    {"cuCtxGetExecAffinity", address_of(context_affinity)},
     {"cuDeviceTotalMem", address_of(total_memory)},
     {"cuDeviceGetPCIBusId", address_of(pci_bus_id)},
     {"cuDevicePrimaryCtxRetain", address_of(retain_context)},

@@ -9,6 +9,7 @@
 //   ULL_FAKECUDA_CAPABILITY       "9.0"
 //   ULL_FAKECUDA_DRIVER           version that cuDriverGetVersion tells, 1000 * major + 10 * minor (13000)
 //   ULL_FAKECUDA_MULTIPROCESSORS  132
+//   ULL_FAKECUDA_GRANTED          of them, to a context, as an MPS thread limit does; 0: all, and no affinity is known
 //   ULL_FAKECUDA_MEMORY           bytes of device memory in all (150754820096)
 //   ULL_FAKECUDA_FREE             bytes that are free at first (all)
 //   ULL_FAKECUDA_SEED             of the emulator's order of threads (0)

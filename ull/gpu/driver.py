@@ -144,6 +144,18 @@ class Driver:
         attribute = self._api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
         self._call("cuFuncSetAttribute", self._handle("CUfunction", function), attribute, 100)  # percent
 
+    def resident_blocks(self, function: int, threads: int, shared_bytes: int) -> int:
+        """How many such blocks of a kernel a multiprocessor runs at once."""
+        kernel = self._handle("CUfunction", function)
+        return int(self._call("cuOccupancyMaxActiveBlocksPerMultiprocessor", kernel, threads, shared_bytes))
+
+    def granted_multiprocessors(self) -> int:
+        """The multiprocessors that our context may use: not all where MPS limits it."""
+        kind = self._api.CUexecAffinityType.CU_EXEC_AFFINITY_TYPE_SM_COUNT
+        if not int(self._call("cuDeviceGetExecAffinitySupport", kind, self._device)):
+            return self.info.multiprocessors
+        return min(self.info.multiprocessors, int(self._call("cuCtxGetExecAffinity", kind).param.smCount.val))
+
     def launch(
         self,
         function: int,

@@ -79,7 +79,7 @@ class FusedForward:
             layers=region("layer parameters"),
             arrivals=region("counters") + 4 * self._sizes.layers_counter,
         )
-        return Launch("ull_layers_1", *linear.layers(self._multiprocessors), params)
+        return Launch("ull_layers_1", *linear.layers(self._multiprocessors), params, meets=True)
 
     def _layer(self, layer: int, tokens: int) -> list[Launch]:
         model, sizes, blocks = self._sizes.model, self._sizes, self._multiprocessors

@@ -12,7 +12,8 @@ TILES = (8, 16, 32, 64)  # tokens that one variant of a kernel handles at once
 class Launch:
     """`kernel` with its one parameter struct. `shared_bytes` is dynamic shared memory.
 
-    `overlaps`: whether it may begin before the launch before it has ended.
+    `overlaps`: whether it may begin before the launch before it has ended. `meets`: its blocks wait for each other, so
+    all of them must run at once.
     """
 
     kernel: str
@@ -21,6 +22,7 @@ class Launch:
     shared_bytes: int
     params: ctypes.Structure
     overlaps: bool = True
+    meets: bool = False
 
 
 def tile_of(tokens: int) -> int:

@@ -41,8 +41,8 @@ class Sizes:
         self.layer_page_bytes = 2 * self.tree_bytes
         self.page_bytes = model.layers * self.layer_page_bytes
         self.attention_counters = attention.counter_count(model.heads)
-        self.layers_counter = model.layers * self.attention_counters
-        self.commit_counter = self.layers_counter + 1
+        self.layers_counter = round_up(model.layers * self.attention_counters, linear.LINE_WORDS)
+        self.commit_counter = self.layers_counter + linear.layers_counters(model.kv_heads)
         self.plain_counter = self.commit_counter + 1
         self.draft_counter = self.plain_counter + 1
         self.counter_count = self.draft_counter + (medusa.heads if medusa else 0)

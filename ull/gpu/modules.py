@@ -37,7 +37,10 @@ class Kernels:
         return self._functions
 
     def prepare(self, launches: Iterable[Launch]) -> None:
-        """Allows each kernel the most shared memory that any of these launches asks for."""
+        """Allows each kernel the most shared memory that any of these launches asks for.
+
+        Raises GpuError where the device has not that much, or cannot run all blocks at once that wait for each other.
+        """
         for launch in launches:
             if launch.shared_bytes > max(_FREE_SHARED_BYTES, self._shared_bytes.get(launch.kernel, 0)):
                 limit = self._driver.info.shared_bytes
@@ -49,10 +52,24 @@ class Kernels:
                     )
                 self._driver.allow_shared_bytes(self._functions[launch.kernel], launch.shared_bytes)
                 self._shared_bytes[launch.kernel] = launch.shared_bytes
+            if launch.meets:
+                self._check_room(launch)
 
     def close(self) -> None:
         while self._modules:
             self._driver.unload_module(self._modules.pop())
+
+    def _check_room(self, launch: Launch) -> None:
+        """A block that has no multiprocessor would be waited for without end."""
+        each = self._driver.resident_blocks(self._functions[launch.kernel], launch.threads, launch.shared_bytes)
+        granted, blocks = self._driver.granted_multiprocessors(), launch.grid[0] * launch.grid[1]
+        if each < 1 or blocks > granted:
+            raise GpuError(
+                "wrong_gpu",
+                f"the {blocks} blocks of {launch.kernel} wait for each other and must run at once, but the driver "
+                f"gives this process {granted} multiprocessors with room for {each} of them each; "
+                "lift the MPS thread limit, or set engine.persistent = false",
+            )
 
     def _load(self, bundle: Bundle, name: str) -> int:
         path = bundle.path / name

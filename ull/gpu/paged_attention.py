@@ -41,6 +41,9 @@ class PagedAttention:
             layer_offset=layer * sizes.layer_page_bytes,
             window=sizes.model.windows[layer],
             splits=attention.splits(sizes.context),
+            o_weights=tensor(f"{name}.o.weight"),
+            gate_up_weights=tensor(f"{name}.gate_up.weight"),
+            linear_blocks=self._multiprocessors,
         )
         model = sizes.model
         geometry = attention.attention(

@@ -205,6 +205,10 @@ class AttentionParams(ctypes.Structure):
         ("layer_offset", c_int64),
         ("window", c_int32),
         ("splits", c_int32),
+        ("o_weights", c_void_p),
+        ("gate_up_weights", c_void_p),
+        ("linear_blocks", c_int32),
+        ("unused", c_int32 * 3),
     ]
 
 

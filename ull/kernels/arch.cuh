@@ -72,16 +72,16 @@ ULL_DEVICE void named_barrier(int id, int count) { asm volatile("bar.sync %0, %1
 ULL_DEVICE void named_arrive(int id, int count) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory"); }
 ULL_DEVICE void warp_barrier() { __syncwarp(); }
 
-// Between blocks of a launch, by one thread of each: what the block's threads wrote before the block_barrier() before
-// arrive_device() is seen by those of another block after the block_barrier() after its await_device(). `count` only
-// grows while somebody waits.
-ULL_DEVICE void arrive_device(uint32_t* count) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
+// Between blocks of a launch: what came before arrive_device() (also other threads', seen through a barrier) is seen by
+// what comes behind a fence_device() behind the await_device() of another thread. `count` only grows while somebody
+// waits. The wait itself orders nothing: each acquire would empty L1, and one is enough.
+ULL_DEVICE void arrive_device(uint32_t* count, uint32_t by = 1) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(count), "r"(by) : "memory");
 }
 ULL_DEVICE void await_device(const uint32_t* count, uint32_t at_least) {
   uint32_t value;
   do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
   } while (value < at_least);
 }
 

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "arch.cuh"
+#include "attention_ahead.cuh"
 #include "attention_heads.cuh"
 #include "attention_merge.cuh"
 #include "attention_plan.cuh"
@@ -225,6 +226,7 @@ struct Attention {
 template <int kTile>
 ULL_DEVICE void attend(const AttentionParams& params) {
   arch::release_dependents();
+  if constexpr (kTile <= kGroupTokens) prefetch_output(params);
   arch::wait_for_predecessor();
   const AttentionPlace place{arch::block_x(), arch::grid_x(), arch::block_y()};
   // Most blocks begin with the split of their own number: asking for its pages at once saves a trip to memory.
@@ -234,7 +236,10 @@ ULL_DEVICE void attend(const AttentionParams& params) {
   if (plan.count == 0) return;
   const int lane = plan.parts == 1 ? place.x : place.x / plan.parts;
   const AttentionShare share = make_share(plan, place.kv_head, place.x - lane * plan.parts, lane);
-  if (share.splits() <= 0) return;
+  if (share.splits() <= 0) {
+    if constexpr (kTile <= kGroupTokens) prefetch_gate_up(params);
+    return;
+  }
   const float key_scale = kKvBits == 8 ? params.kv_scale[place.kv_head] : 1.0F;
   const Attention<kTile> block{params, plan, share, key_scale};
   KeyFragment keys{};

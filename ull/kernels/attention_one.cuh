@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "arch.cuh"
+#include "attention_ahead.cuh"
 #include "attention_heads.cuh"
 #include "attention_merge.cuh"
 #include "attention_plan.cuh"
@@ -387,10 +388,15 @@ class AttentionOfOne {
 // The kernel.
 ULL_DEVICE void attend_one(const AttentionParams& params) {
   arch::release_dependents();
+  prefetch_output(params);
   AttentionOfOne<false> block(params, {arch::block_x(), arch::grid_x(), arch::block_y()});
   const bool works = block.request();
   arch::wait_for_predecessor();
-  if (works) block.finish();
+  if (works) {
+    block.finish();
+  } else {
+    prefetch_gate_up(params);
+  }
 }
 
 }  // namespace ull::gpu

@@ -11,25 +11,25 @@ template <int kTokens>
 using Wide = WidePlan<GateUp, kTokens, false>;
 
 ULL_KERNEL(ull_gate_up_1, LinearParams, kNarrowThreads, Narrow<1>::kBlocks) {
-  linear_narrow<Narrow<1>, GateUpEpilogue>(params);
+  linear_narrow<Narrow<1>, GateUpEpilogue, kAheadBytes>(params);
 }
 ULL_KERNEL(ull_gate_up_2, LinearParams, kNarrowThreads, Narrow<2>::kBlocks) {
-  linear_narrow<Narrow<2>, GateUpEpilogue>(params);
+  linear_narrow<Narrow<2>, GateUpEpilogue, kAheadBytes>(params);
 }
 ULL_KERNEL(ull_gate_up_4, LinearParams, kNarrowThreads, Narrow<4>::kBlocks) {
-  linear_narrow<Narrow<4>, GateUpEpilogue>(params);
+  linear_narrow<Narrow<4>, GateUpEpilogue, kAheadBytes>(params);
 }
 ULL_KERNEL(ull_gate_up_8, LinearParams, kNarrowThreads, Narrow<8>::kBlocks) {
-  linear_narrow<Narrow<8>, GateUpEpilogue>(params);
+  linear_narrow<Narrow<8>, GateUpEpilogue, kAheadBytes>(params);
 }
 ULL_KERNEL(ull_gate_up_16, LinearParams, Wide<16>::kBoundThreads, Wide<16>::kBlocks) {
-  linear_wide<Wide<16>, GateUpEpilogue>(params);
+  linear_wide<Wide<16>, GateUpEpilogue, kAheadBytes>(params);
 }
 ULL_KERNEL(ull_gate_up_32, LinearParams, Wide<32>::kBoundThreads, Wide<32>::kBlocks) {
-  linear_wide<Wide<32>, GateUpEpilogue>(params);
+  linear_wide<Wide<32>, GateUpEpilogue, kAheadBytes>(params);
 }
 ULL_KERNEL(ull_gate_up_64, LinearParams, Wide<64>::kBoundThreads, Wide<64>::kBlocks) {
-  linear_wide<Wide<64>, GateUpEpilogue>(params);
+  linear_wide<Wide<64>, GateUpEpilogue, kAheadBytes>(params);
 }
 
 }  // namespace ull::gpu

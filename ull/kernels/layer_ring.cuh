@@ -125,6 +125,21 @@ class LayerRing {
     ++fetched_;
   }
 
+  // Has L2 fetch what comes behind the ring: kBytes of the block's weights.
+  template <int kBytes>
+  ULL_DEVICE void fetch_ahead() const {
+    constexpr int kStages = kBytes / (kComputeWarps * kStageBytes);
+    if (kStages == 0) return;
+    LayerCursor ahead = cursor_;
+#pragma unroll 1
+    for (int i = 0; i < kStages && !ahead.is_at_end(); ++i) {
+      const LayerCursor::Stage stage = ahead.take();
+      if (arch::lane() == 0 && stage.bytes > 0) {
+        arch::bulk_prefetch_stream(stage.weights, static_cast<uint32_t>(stage.bytes));
+      }
+    }
+  }
+
   // A stage of the linear layer under way, once it has arrived.
   ULL_DEVICE const unsigned char* wait(int stage) const {
     const int number = used_ + stage;

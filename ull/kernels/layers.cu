@@ -1,6 +1,6 @@
-// All layers of a round of one token in one launch: one block per multiprocessor stays for the whole loop, and the
-// grid's blocks meet between dependent steps instead of ending. Every output is computed as in the kernels of the
-// single steps, bit for bit.
+// All layers of a round of one token in one launch: one block per multiprocessor stays for the whole loop, and waits
+// for what its next step reads of others' (layer_steps.cuh). Every output is computed as in the kernels of the single
+// steps, bit for bit.
 //
 // Shared memory: what the step under way needs, attention or a linear layer; then the ring that carries every layer's
 // weights, which goes on through all waiting (layer_ring.cuh); then two layers' parameters.
@@ -8,6 +8,7 @@
 #include "gate_up.cuh"
 #include "layer_ring.cuh"
 #include "layer_shapes.cuh"
+#include "layer_steps.cuh"
 #include "linear_narrow.cuh"
 
 namespace ull::gpu {
@@ -44,31 +45,6 @@ static_assert(kEmptyAt + 2 * kBarrierBytes <= kWideBytes);
 
 using Ring = LayerRing<kDepth>;
 
-// Where the grid's blocks meet. Their arrivals are counted in global memory from 0, which ull_begin has put there.
-class GridBarrier {
- public:
-  ULL_DEVICE explicit GridBarrier(uint32_t* arrivals) : arrivals_(arrivals) {}
-
-  // The block has done its part of a step. Its shared memory is free for what copies the next step starts.
-  ULL_DEVICE void arrive() {
-    arch::fence_bulk_copies();
-    arch::block_barrier();
-    if (arch::thread() == 0) arch::arrive_device(arrivals_);
-    expected_ += static_cast<uint32_t>(arch::grid_x());
-  }
-
-  // All blocks have done the steps before, whose results may be read.
-  ULL_DEVICE void wait() const {
-    if (expected_ == 0) return;
-    if (arch::thread() == 0) arch::await_device(arrivals_, expected_);
-    arch::block_barrier();
-  }
-
- private:
-  uint32_t* arrivals_;
-  uint32_t expected_ = 0;
-};
-
 ULL_DEVICE LayerParams* layer_params(int layer) {
   return reinterpret_cast<LayerParams*>(arch::shared_memory() + kParamsAt) + layer % 2;
 }
@@ -83,40 +59,49 @@ ULL_DEVICE void load_params(const LayerParams* layers, int layer) {
                      arch::load_global(reinterpret_cast<const arch::Vector4*>(layers + layer) + vector));
 }
 
-template <typename Shape, typename Epilogue>
-ULL_DEVICE void linear_step(const LinearParams& params, Ring& ring, SumAreas& areas, GridBarrier& grid) {
+// wait: until the step's input is there, with the whole block, or with each warp for its own slice. A block without row
+// tiles must not look at the input: see layer_steps.cuh.
+template <typename Shape, typename Epilogue, typename Wait>
+ULL_DEVICE void linear_step(const LinearParams& params, Ring& ring, SumAreas& areas, const Wait& wait) {
   using Plan = LayerPlan<Shape>;
   using Area = LinearArea<Plan>;
   unsigned char* shared = arch::shared_memory();
+  const LayerStream<Plan, Ring> stream(ring);
   RowShare norm_weight;
   if constexpr (Plan::kNorms) load_norm_weight(norm_weight, params.norm_weight);
-  grid.wait();
-  stage_activations<Plan>(params, 1, shared, reinterpret_cast<float*>(shared + Area::kSumAt), norm_weight);
-  arch::block_barrier();
-  const LayerStream<Plan, Ring> stream(ring);
+  wait();
+  if (stream.stages() == 0) return;
+  if constexpr (Plan::kNorms) {
+    stage_activations<Plan>(params, 1, shared, reinterpret_cast<float*>(shared + Area::kSumAt), norm_weight);
+    arch::block_barrier();
+  } else {
+    stage_slice<Plan>(params, shared);
+    arch::warp_barrier();
+  }
   multiply_tiles<Plan, Epilogue>(params, stream, 1, shared, reinterpret_cast<float*>(shared + Area::kPartialAt), areas);
   ring.finish(stream.stages());
-  grid.arrive();
 }
 
+// Blocks that share a kv head.
+ULL_DEVICE int attention_blocks() { return larger(1, arch::grid_x() / kKvHeads); }
+
 // The kv heads' blocks are dealt out to the grid's, as many rounds as it takes. What the pages hold is on its way while
-// the grid's blocks meet behind qkv.
-ULL_DEVICE void attention_step(const AttentionParams& params, GridBarrier& grid) {
-  const int blocks = larger(1, arch::grid_x() / kKvHeads);
+// a block waits for its kv head's part of qkv.
+ULL_DEVICE void attention_step(const AttentionParams& params, const LayerSteps& steps) {
+  const int blocks = attention_blocks();
 #pragma unroll 1
-  for (int i = arch::block_x();; i += arch::grid_x()) {
-    AttentionOfOne<true> block(params, {i % blocks, blocks, i / blocks});
-    const bool works = i < blocks * kKvHeads && block.request();
-    grid.wait();
-    if (works) {
+  for (int i = arch::block_x(); i < blocks * kKvHeads; i += arch::grid_x()) {
+    const int kv_head = i / blocks;
+    AttentionOfOne<true> block(params, {i % blocks, blocks, kv_head});
+    if (block.request()) {
+      steps.wait_for_qkv(kv_head);
       block.finish();
       arch::fence_bulk_copies();
       arch::block_barrier();
       block.end();
     }
-    if (i + arch::grid_x() >= blocks * kKvHeads) break;
+    steps.finish_attention(kv_head);
   }
-  grid.arrive();
 }
 
 }  // namespace
@@ -134,16 +119,22 @@ ULL_GRID_KERNEL(ull_layers_1, LayersParams, kThreads) {
     return;
   }
   arch::block_barrier();
-  GridBarrier grid(params.arrivals);
 #pragma unroll 1
   for (int layer = 0; layer < kLayers; ++layer) {
     const LayerParams& own = *layer_params(layer);
-    linear_step<Qkv, QkvEpilogue>(own.linears[kQkvLinear], ring, areas, grid);
+    const LayerSteps steps(params.arrivals, layer);
+    linear_step<Qkv, QkvEpilogue>(own.linears[kQkvLinear], ring, areas, [&] { steps.wait_for_down(); });
+    steps.finish_qkv();
+    ring.fetch_ahead<kAheadBytes>();  // attention takes longer than the ring has weights for; no other wait does
     load_params(params.layers, layer + 1);
-    attention_step(own.attention, grid);
-    linear_step<Output, OutputEpilogue>(own.linears[kOutputLinear], ring, areas, grid);
-    linear_step<GateUp, GateUpEpilogue>(own.linears[kGateUpLinear], ring, areas, grid);
-    linear_step<Down, DownEpilogue>(own.linears[kDownLinear], ring, areas, grid);
+    attention_step(own.attention, steps);
+    linear_step<Output, OutputEpilogue>(own.linears[kOutputLinear], ring, areas,
+                                        [&] { steps.wait_for_attention(attention_blocks()); });
+    steps.finish_output();
+    linear_step<GateUp, GateUpEpilogue>(own.linears[kGateUpLinear], ring, areas, [&] { steps.wait_for_output(); });
+    steps.finish_gate_up();
+    linear_step<Down, DownEpilogue>(own.linears[kDownLinear], ring, areas, [&] { steps.wait_for_gate_up(); });
+    steps.finish_down();
   }
 }
 

@@ -249,6 +249,36 @@ ULL_DEVICE void stage_activations(const LinearParams& params, int count, unsigne
   }
 }
 
+// The same of a layer without norm by each warp for its own slice, which nobody else reads: of one token.
+template <typename Plan>
+ULL_DEVICE void stage_slice(const LinearParams& params, unsigned char* staged) {
+  using Shape = typename Plan::Shape;
+  static_assert(Plan::kTokens == 1 && !Plan::kNorms);
+  constexpr int kStepVectors = kTokenStepBytes / 16;
+  constexpr int kVectors = Shape::kSliceSteps * kStepVectors;
+  constexpr int kAtOnce = smaller(8, (kVectors + 31) / 32);
+  const int begin = Shape::slice_begin(arch::warp()) * kStepVectors;
+  const int end = Shape::slice_begin(arch::warp() + 1) * kStepVectors;
+  const auto* activations = static_cast<const unsigned char*>(params.activations);
+  for (int first = begin + arch::lane(); first < end; first += kAtOnce * 32) {
+    arch::Vector4 v[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int index = first + i * 32;
+      v[i] = {};
+      if (index < end) {
+        v[i] = arch::load_global(activations + static_cast<int64_t>(index / kStepVectors) * kActivationStepBytes +
+                                 index % kStepVectors * 16);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int index = first + i * 32;
+      if (index < end) arch::store_shared(staged + index * 16, v[i]);
+    }
+  }
+}
+
 // Where the slices' sums of row tiles meet, one tile after another, of as many layers as the kernel has. They lie in
 // two areas in turn. Some of the block's warps finish a tile, others the next, so that none falls behind the others;
 // the rest only arrive at the area's named barrier and go on. Before a warp writes to an area again it waits at its
@@ -344,8 +374,8 @@ ULL_DEVICE SumAreas make_areas(unsigned char* empty) {
   return SumAreas(barriers);
 }
 
-// The kernel.
-template <typename Plan, typename Epilogue>
+// The kernel. kAhead: see ahead.cuh.
+template <typename Plan, typename Epilogue, int kAhead = kAheadOfLongBytes>
 ULL_DEVICE void linear_narrow(const LinearParams& params) {
   unsigned char* shared = arch::shared_memory();
   unsigned char* staged = shared + Plan::kStagedAt;
@@ -353,6 +383,7 @@ ULL_DEVICE void linear_narrow(const LinearParams& params) {
   arch::release_dependents();
   Stream<Plan> stream(params, shared);
   stream.fill();
+  stream.template fetch_ahead<kAhead>();
   SumAreas areas = make_areas<Plan, Epilogue>(shared + Plan::kEmptyAt);
   RowShare norm_weight;
   if constexpr (Plan::kNorms) load_norm_weight(norm_weight, params.norm_weight);

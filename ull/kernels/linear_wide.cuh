@@ -196,12 +196,14 @@ ULL_DEVICE void store_slice(const LinearParams& params, int slice, int tile, int
   }
 }
 
-// The kernel. Epilogue: finish_tile(params, tile, count, sums) of a row tile's groups; unused by split layers.
-template <typename Plan, typename Epilogue>
+// The kernel. Epilogue: finish_tile(params, tile, count, sums) of a row tile's groups; unused by split layers. kAhead:
+// see ahead.cuh.
+template <typename Plan, typename Epilogue, int kAhead = kAheadOfLongBytes>
 ULL_DEVICE void linear_wide(const LinearParams& params) {
   arch::release_dependents();
   WideStream<Plan> stream(params, arch::shared_memory());
   const Stream<Plan>& weights = stream.weights();
+  weights.template fetch_ahead<kAhead>();
   arch::wait_for_predecessor();
   if (token_count(params.round) == 0) {
     weights.drain();

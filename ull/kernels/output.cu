@@ -11,25 +11,25 @@ template <int kTokens>
 using Wide = WidePlan<Output, kTokens, true>;
 
 ULL_KERNEL(ull_o_1, LinearParams, kNarrowThreads, Narrow<1>::kBlocks) {
-  linear_narrow<Narrow<1>, OutputEpilogue>(params);
+  linear_narrow<Narrow<1>, OutputEpilogue, kAheadBytes>(params);
 }
 ULL_KERNEL(ull_o_2, LinearParams, kNarrowThreads, Narrow<2>::kBlocks) {
-  linear_narrow<Narrow<2>, OutputEpilogue>(params);
+  linear_narrow<Narrow<2>, OutputEpilogue, kAheadBytes>(params);
 }
 ULL_KERNEL(ull_o_4, LinearParams, kNarrowThreads, Narrow<4>::kBlocks) {
-  linear_narrow<Narrow<4>, OutputEpilogue>(params);
+  linear_narrow<Narrow<4>, OutputEpilogue, kAheadBytes>(params);
 }
 ULL_KERNEL(ull_o_8, LinearParams, kNarrowThreads, Narrow<8>::kBlocks) {
-  linear_narrow<Narrow<8>, OutputEpilogue>(params);
+  linear_narrow<Narrow<8>, OutputEpilogue, kAheadBytes>(params);
 }
 ULL_KERNEL(ull_o_16, LinearParams, Wide<16>::kBoundThreads, Wide<16>::kBlocks) {
-  linear_wide<Wide<16>, OutputEpilogue>(params);
+  linear_wide<Wide<16>, OutputEpilogue, kAheadBytes>(params);
 }
 ULL_KERNEL(ull_o_32, LinearParams, Wide<32>::kBoundThreads, Wide<32>::kBlocks) {
-  linear_wide<Wide<32>, OutputEpilogue>(params);
+  linear_wide<Wide<32>, OutputEpilogue, kAheadBytes>(params);
 }
 ULL_KERNEL(ull_o_64, LinearParams, Wide<64>::kBoundThreads, Wide<64>::kBlocks) {
-  linear_wide<Wide<64>, OutputEpilogue>(params);
+  linear_wide<Wide<64>, OutputEpilogue, kAheadBytes>(params);
 }
 
 }  // namespace ull::gpu

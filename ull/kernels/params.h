@@ -214,9 +214,13 @@ struct AttentionParams {
   uint32_t* counters;     // [kv_heads] blocks that have finished
   void* output;           // A f16 activations
   int64_t page_bytes;
-  int64_t layer_offset;  // bytes of this layer within a page
-  int32_t window;        // sliding window in tokens; 0: all
-  int32_t splits;        // most splits (context / kSplitTokens, rounded up)
+  int64_t layer_offset;         // bytes of this layer within a page
+  int32_t window;               // sliding window in tokens; 0: all
+  int32_t splits;               // most splits (context / kSplitTokens, rounded up)
+  const void* o_weights;        // what is read next, or null where another forward has it: L2 is asked for it
+  const void* gate_up_weights;  // and behind that
+  int32_t linear_blocks;        // of a launch of theirs, at most
+  int32_t unused[3];
 };
 
 inline constexpr int kLayerLinears = 4;
@@ -234,7 +238,7 @@ struct alignas(16) LayerParams {
 struct LayersParams {  // all layers of a round of one token in one launch
   const Round* round;
   const LayerParams* layers;  // [layers]
-  uint32_t* arrivals;         // blocks that have come to the end of a step, counted through the round; zero before it
+  uint32_t* arrivals;         // what the steps have done, counted through the round (layer_steps.cuh); zero before it
 };
 
 struct SampleParams {

@@ -8,7 +8,7 @@
 // whether a stage also brings the activations of its steps, kStepActivationBytes each; kDepth stages in the ring.
 #pragma once
 
-#include "linear.cuh"
+#include "ahead.cuh"
 
 namespace ull::gpu {
 
@@ -37,12 +37,13 @@ class Stages {
   }
   // Its slice, first step, and how many steps: perhaps none, slices of short rows differ.
   ULL_DEVICE static int slice(int stage) { return Plan::first_slice() + stage / kSliceStages % Plan::kBlockSlices; }
+  ULL_DEVICE static int slice_end(int stage) { return Shape::slice_begin(slice(stage) + 1); }
   ULL_DEVICE static int step(int stage) {
     return Shape::slice_begin(slice(stage)) + stage % kSliceStages * Plan::kStageSteps;
   }
   ULL_DEVICE static int steps(int stage) {
     if (kWhole) return Plan::kStageSteps;
-    return larger(0, smaller(Plan::kStageSteps, Shape::slice_begin(slice(stage) + 1) - step(stage)));
+    return larger(0, smaller(Plan::kStageSteps, slice_end(stage) - step(stage)));
   }
 
  private:
@@ -59,6 +60,8 @@ class Stream : public Stages<Plan> {
   using Stages<Plan>::stages;
   using Stages<Plan>::tile;
   using Stages<Plan>::tiles;
+  using Stages<Plan>::kPassStages;
+  using Stages<Plan>::slice_end;
   using Stages<Plan>::step;
   using Stages<Plan>::steps;
 
@@ -79,6 +82,30 @@ class Stream : public Stages<Plan> {
   ULL_DEVICE void fill() const {
     for (int stage = 0; stage < smaller(Plan::kDepth, stages()); ++stage) fetch_weights(stage);
     trace::mark(trace::kFilled);
+  }
+
+  // Has L2 fetch what comes behind the ring: the stages that make up kBytes of the block's weights. Once the block is
+  // under way its ring alone keeps more on its way than the memory needs, so this is done once, before the wait.
+  template <int kBytes>
+  ULL_DEVICE void fetch_ahead() const {
+    constexpr int kStages = kBytes / (kComputeWarps * Plan::kWarpTiles * Plan::kStageTileBytes);
+    if (kStages == 0 || arch::lane() != 0) return;
+    const int end = smaller(Plan::kDepth + kStages, stages());
+    const auto* weights = static_cast<const unsigned char*>(params_.weights);
+    int stage = Plan::kDepth;
+    while (stage < end) {  // pass by pass: what a warp reads of a row tile lies together
+      const int next = smaller(end, (stage / kPassStages + 1) * kPassStages);
+      const int first = smaller(step(stage), slice_end(stage));
+      const int bytes = (smaller(step(next - 1) + Plan::kStageSteps, slice_end(next - 1)) - first) * Shape::kStepBytes;
+#pragma unroll
+      for (int i = 0; i < Plan::kWarpTiles; ++i) {
+        if (i < tiles(stage) && bytes > 0) {
+          const int64_t place = (static_cast<int64_t>(tile(stage)) + i * Plan::kTileStride) * Shape::kSteps + first;
+          arch::bulk_prefetch_stream(weights + place * Shape::kStepBytes, static_cast<uint32_t>(bytes));
+        }
+      }
+      stage = next;
+    }
   }
 
   // The activations of the stages that fill() began.

@@ -22,6 +22,7 @@ NARROW_BYTES = 112 * 1024  # two blocks on a multiprocessor
 WIDE_BYTES = 224 * 1024
 STAGED_LIMIT = 36 * 1024  # most activations that a block of linear_narrow.cuh keeps in shared memory
 PASS_TILES = 16  # row tiles that a block of linear_wide.cuh handles at once
+LINE_WORDS = 32
 SPLIT_BLOCKS = 132  # blocks of a split layer that are aimed at
 
 
@@ -107,6 +108,11 @@ def draft_start() -> Geometry:
 def layers(multiprocessors: int) -> Geometry:
     """`ull_layers_1`: a block on every multiprocessor, with all of its shared memory."""
     return (multiprocessors, 1), THREADS, WIDE_BYTES
+
+
+def layers_counters(kv_heads: int) -> int:
+    """Words of `LayersParams.arrivals`: a line of 128 bytes for each counter (`ull/kernels/layer_steps.cuh`)."""
+    return LINE_WORDS * (2 * kv_heads + SLICES + 2)
 
 
 def _narrow(rows: int, multiprocessors: int) -> Geometry:
