@@ -120,7 +120,7 @@ class Head:
                 scratch=pointer(scratch),
                 accept=layout.AcceptParams(pointer(round_memory), pointer(state_memory), pointer(results_memory)),
             )
-            run("ull_head_scan_1", head_scan.scan(self.hidden, self.vocabulary, blocks), head, [])
+            run("ull_head_scan_1", head_scan.scan(self.vocabulary, blocks), head, [])
             run("ull_head_bounds", head_scan.bounds(self.vocabulary, blocks), params, [logits])
             rescore = head_scan.rescore(self.hidden, self.vocabulary, blocks)
             run("ull_head_rescore", rescore, params, [logits, scratch, normed])
@@ -132,7 +132,7 @@ class Head:
         else:
             counts = aligned(linear_layers.round_up(self.vocabulary, 16), np.uint32, 0)
             params_ = layout.SampleParams(*map(pointer, (round_memory, state_memory, logits, scratch, counts)))
-            run("ull_head_1", linear.head(self.hidden, self.vocabulary, 1, blocks), head, [])
+            run("ull_head_1", linear.head(self.vocabulary, 1, blocks), head, [])
             for kernel in sampling.SAMPLING:
                 geometry = sampling.sample(kernel, self.vocabulary, 1, blocks)
                 run(kernel, geometry, params_, [logits, scratch])

@@ -90,7 +90,7 @@ class Rounds:
 
     def _plain(self) -> Launch:
         sizes, multiprocessors = self._sizes, self._multiprocessors
-        (parts, _), _, _ = linear.head(sizes.model.hidden, sizes.model.vocabulary, 1, multiprocessors)
+        (parts, _), _, _ = linear.head(sizes.model.vocabulary, 1, multiprocessors)
         params = PlainParams(
             sample=self._sample_params(),
             accept=self._accept_params(),

@@ -20,9 +20,9 @@ _GRANULE = 64  # kGranule: rows that one block of ull_head_rescore looks at
 _MOST_SLICES = 512  # kMostBlocks of sample.cuh
 
 
-def scan(hidden: int, vocabulary: int, multiprocessors: int) -> Geometry:
+def scan(vocabulary: int, multiprocessors: int) -> Geometry:
     """`ull_head_scan_1`: as `ull_head_1`, whose weights have twice the bits."""
-    return linear.head(hidden, vocabulary, 1, multiprocessors)
+    return linear.head(vocabulary, 1, multiprocessors)
 
 
 def bounds(vocabulary: int, multiprocessors: int) -> Geometry:
