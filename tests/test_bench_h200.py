@@ -24,7 +24,7 @@ from rich.console import Console
 from rounds import Times
 from run import Session, Step, begin
 from shapes import FIRST_STEPS, LARGE, LAST_STEPS, MIDDLE, STEPS, repeats
-from steps import BY_DEFAULT, GROUPS, chosen
+from steps import GROUPS, chosen
 from tables import checks, headline, print_checks, print_persistent, print_prompts, print_rounds
 from work import prompt_row, row
 
@@ -271,7 +271,7 @@ def test_the_tables_take_any_part_of_a_report() -> None:
 
 
 def test_steps_are_chosen_by_name_and_by_group() -> None:
-    assert chosen("") == {group: GROUPS[group] for group in BY_DEFAULT} and BY_DEFAULT == ("correctness", "figures")
+    assert chosen("") == GROUPS and tuple(GROUPS) == ("correctness", "figures")
     assert chosen(" correctness ") == {"correctness": GROUPS["correctness"]}
     assert chosen("prefill,kernels, pytorch") == {"correctness": ("kernels", "pytorch"), "figures": ("prefill",)}
     assert chosen("figures,client") == {"figures": GROUPS["figures"]}

@@ -7,7 +7,6 @@ step is a process of its own, the most important first, and the report is saved 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import signal
 import sys
@@ -17,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from journal import NOTES, Finding, Report, Run, write_findings
-from plans import print_plans
 from rich.console import Console
 from shapes import CLIENT_ROUNDS, FIRST_STEPS, LAST_STEPS, MIDDLE, SHAPES, SMALL, STEPS, Step
 from steps import GROUPS, chosen
 from tables import (
     checks,
     headline,
+    print_ahead,
     print_checks,
     print_drafts,
     print_persistent,
@@ -37,9 +36,9 @@ from work import (
     WORK,
     build_bundles,
     compare_persistent,
+    time_ahead,
     time_client,
     time_persistent,
-    time_plans,
     time_points,
     time_prompts,
     time_reading,
@@ -51,7 +50,7 @@ from report import environment
 HERE = Path(__file__).parent
 COMMAND = (sys.executable, __file__, "--findings")  # of a step's process
 DATASHEET_BANDWIDTH = 4.8e12  # bytes per second; where ours was not measured
-BUNDLES_S, BANDWIDTH_S, COMPARISON_S, PLANS_S, NO_PLANS_S = 40.0, 15.0, 60.0, 200.0, 5.0  # estimates
+BUNDLES_S, BANDWIDTH_S, COMPARISON_S, AHEAD_S = 40.0, 15.0, 60.0, 120.0  # estimates
 PROGRAMS = {"probes": 20.0, "trace": 20.0}  # in files of their own, which add to the report; estimates
 
 
@@ -74,9 +73,6 @@ class Measurement:
             self._do(name, COMPARISON_S, compare_persistent, *arguments, arch=MIDDLE.arch)
         if set(self._steps) & set(GROUPS["figures"]):
             self._figures()
-        if "tensorrt-rounds" in self._steps:
-            installed = importlib.util.find_spec("tensorrt") is not None
-            self._do("tensorrt", PLANS_S if installed else NO_PLANS_S, time_plans)
 
     def _figures(self) -> None:
         if "bandwidth" in self._steps or "read_bandwidth" not in self.found:
@@ -92,6 +88,9 @@ class Measurement:
                 self._run.program(name, estimate_s, command)
         self._shapes(STEPS)
         self._client()
+        if "ahead" in self._steps and MIDDLE.arch in self._archs:
+            name = f"{MIDDLE.arch}, weights ahead"
+            self._do(name, AHEAD_S, time_ahead, MIDDLE.arch, MIDDLE.rounds, arch=MIDDLE.arch)
         self._shapes(LAST_STEPS)
 
     def _client(self) -> None:
@@ -129,6 +128,10 @@ class Measurement:
             self._shape(arch).update(value)
         elif key in ("drafts", "persistent_compared"):
             self._shape(arch)[key] = value
+        elif key == "ahead":
+            known = self._shape(arch).setdefault(key, [])
+            known[:] = [one for one in known if _setting(one) != _setting(value)]
+            known.append(value)
         elif key in ("points", "persistent", "prefill"):
             known = self._shape(arch).setdefault(key, [])
             known[:] = [point for point in known if _place(point) != _place(value)]  # measured again: this time counts
@@ -154,6 +157,10 @@ def _place(point: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(point.get(key) for key in ("tree", "context", "tokens"))
 
 
+def _setting(found: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(found[key] for key in ("setting", "persistent", "context"))
+
+
 def print_report(found: dict[str, Any]) -> None:
     console = Console(width=132)
     if found["environment"]["gpu"] is None:
@@ -162,11 +169,10 @@ def print_report(found: dict[str, Any]) -> None:
     print_prompts(console, found["shapes"])
     print_persistent(console, found["shapes"])
     print_drafts(console, found["shapes"])
+    print_ahead(console, found["shapes"])
     verdicts = checks(found["shapes"], found.get("client"))
     found["checks"] = [{**check.__dict__} for check in verdicts]
     print_checks(console, verdicts)
-    if "tensorrt" in found:
-        print_plans(found["tensorrt"])
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from ull.bundle import Bundle
 from ull.gpu.params import PREFILL, ROUND_SLOTS, TREE_TOKENS
 from ull.gpu.program import Program, load
 from ull.gpu.replay import PATIENCE_S
+from ull.gpu.rounds import FULL, PLAIN
 
 
 @contextmanager
@@ -61,21 +62,26 @@ class RoundTimer:
     def __init__(self, program: Program) -> None:
         self._replay = program.replay()
         self._results = self._replay.results
+        self._singles = program.handover["singles"]
         self._stopwatch = Stopwatch(program.handover["stream"])
 
     def drain(self) -> None:
         self._replay.drain()
 
     def time_rounds(self, tree: int, position: int, rounds: int, warm_up: int = 10) -> Times:
-        """`rounds` rounds of a chain of `tree` tokens at the same position, with up to two under way."""
+        """`rounds` rounds of a chain of `tree` tokens at the same position, with up to two under way.
+
+        Of one token it is the round of a request that filters nothing and asks for no logprobs, if there is a graph.
+        """
         tokens = [(7 * index + 11) % 1000 for index in range(tree)]
+        sampler = PLAIN if tree == 1 and PLAIN in self._singles else FULL
         for _ in range(warm_up):
-            self._replay.wait(self._replay.launch(tokens, position))
+            self._replay.wait(self._replay.launch(tokens, position, sampler=sampler))
         self._replay.drain()
         begin, end, pending = [], [], []
         self._stopwatch.start()
         for _ in range(rounds):
-            pending.append(self._replay.launch(tokens, position))
+            pending.append(self._replay.launch(tokens, position, sampler=sampler))
             if len(pending) > 2:
                 self._note(pending.pop(0), begin, end)
         elapsed_ms = self._stopwatch.stop()

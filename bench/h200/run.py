@@ -170,14 +170,6 @@ def figures(report: Path, steps: Sequence[str]) -> list[Step]:
     return [Step("figures", 30, 24 * 3600, measuring(report, steps))]
 
 
-def tensorrt(report: Path) -> list[Step]:
-    lacks = "" if _imports("tensorrt") else "TensorRT is not on this machine"
-    return [
-        Step("tensorrt-tests", 60, 300, tests(["tests/h200/test_plans.py"]), lacks=lacks),
-        Step("tensorrt-rounds", 60, 310, measuring(report, ["tensorrt-rounds"]), lacks=lacks),
-    ]
-
-
 def begin(report: Path, made_from: str) -> None:
     """Goes on with the report that is there if it is of the same sources; else that one is put aside."""
     found = Report(report).found
@@ -192,8 +184,7 @@ def begin(report: Path, made_from: str) -> None:
 def steps_of(group: str, names: Sequence[str], report: Path) -> list[Step]:
     if group == "figures":
         return figures(report, names)
-    steps = correctness(report) if group == "correctness" else tensorrt(report)
-    return [step for step in steps if step.name in names]
+    return [step for step in correctness(report) if step.name in names]
 
 
 def main() -> int:

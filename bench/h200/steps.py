@@ -6,19 +6,16 @@ GROUPS: dict[str, tuple[str, ...]] = {
     # Whether it is right: the chip against NumPy, PyTorch, the CPU executor and itself.
     "correctness": ("build", "kernels", "pytorch", "engine", "memory", "persistent", "persistent-engine"),
     # How fast it is; measure.py says what each of them measures.
-    "figures": ("bandwidth", "bundles", "rounds", "prefill", "probes", "trace", "persistent-rounds", "client"),
-    # What only a machine with TensorRT can do; asked for by name alone.
-    "tensorrt": ("tensorrt-tests", "tensorrt-rounds"),
+    "figures": ("bandwidth", "bundles", "rounds", "prefill", "probes", "trace", "persistent-rounds", "client", "ahead"),
 }
-BY_DEFAULT = ("correctness", "figures")
 
 
 def chosen(text: str) -> dict[str, tuple[str, ...]]:
-    """The steps to run, by group, of a comma-separated list of steps and groups; an empty one stands for BY_DEFAULT.
+    """The steps to run, by group, of a comma-separated list of steps and groups; an empty one stands for all.
 
     Raises ValueError for a name that is neither.
     """
-    names = [name for part in text.split(",") if (name := part.strip())] or list(BY_DEFAULT)
+    names = [name for part in text.split(",") if (name := part.strip())] or list(GROUPS)
     known = {*GROUPS, *(step for steps in GROUPS.values() for step in steps)}
     if unknown := [name for name in names if name not in known]:
         listed = "; ".join(f"{group} ({', '.join(steps)})" for group, steps in GROUPS.items())

@@ -151,6 +151,21 @@ def print_drafts(console: Console, shapes: list[dict[str, Any]]) -> None:
             )
 
 
+def print_ahead(console: Console, shapes: list[dict[str, Any]]) -> None:
+    """Plain rounds by how far L2 is asked for weights ahead (ull/kernels/ahead.cuh)."""
+    table = Table(title="weights ahead: KiB that L2 is asked for beyond the rings, for each multiprocessor")
+    for column in ("model", "context", "layers", "ahead", "p50 ms", "p99 ms", "mean ms"):
+        table.add_column(column, justify="left" if column in ("model", "layers", "ahead") else "right")
+    for result in shapes:
+        for found in result.get("ahead", []):
+            period = found["period_us"]
+            times = (f"{value / 1e3:.4f}" for value in (period["p50"], period["p99"], found["mean_us"]))
+            layers = "persistent" if found["persistent"] else "graph + PDL"
+            table.add_row(result["arch"], str(found["context"]), layers, found["setting"], *times)
+    if table.row_count:
+        console.print(table)
+
+
 def print_checks(console: Console, found: list[Check]) -> None:
     table = Table(title="against the limits")
     for column in ("figure", "value", "unit", "must", "goal", ""):

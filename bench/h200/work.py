@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -12,13 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import ahead
 import numpy as np
 import zmq
 from bandwidth import read_bandwidth
 from cores import client_cores
 from floor import draft_bytes, kv_bytes_of, prompt_bytes, prompt_operations, weight_bytes
 from journal import Finding
-from plans import measure_plans
 from rounds import Prompts, RoundTimer, Times, loaded
 from shapes import SHAPES, Point, repeats
 from sources import BUNDLE, ROOT, digest
@@ -44,6 +45,8 @@ def build(arch: str) -> Path:
     if not (bundle / "manifest.json").exists() or not stamp.exists() or stamp.read_text() != made_from:
         options = ["--arch", arch, "--random-weights", "--target", "sm_90a", "--context", "32768", *drafting]
         command = [sys.executable, "-m", "ull_build", *options, "--output", str(bundle), "--force", "--quiet"]
+        for retuned in CACHE.glob(f"{arch}-ahead-*"):  # made from the one before
+            shutil.rmtree(retuned)
         subprocess.run(command, check=True)
         stamp.write_text(made_from)
     return bundle
@@ -203,14 +206,15 @@ def time_client(arch: str, rounds: int) -> Iterator[Finding]:
     yield {"client": {"arch": arch, "inter_token_us": percentiles(gaps[:rounds]), "placement": placement}}
 
 
-def time_plans() -> Iterator[Finding]:
-    yield {"tensorrt": measure_plans(CACHE)}
+def time_ahead(arch: str, rounds: int) -> Iterator[Finding]:
+    """Plain rounds with kernels that were compiled to fetch weights further ahead, or not at all."""
+    yield from ahead.time_ahead(build(arch), rounds)
 
 
 WORK: dict[str, Callable[..., Iterator[Finding]]] = {
     work.__name__: work
     for work in (
         *(build_bundles, time_reading, time_points, time_prompts, time_persistent, compare_persistent),
-        *(time_client, time_plans),
+        *(time_client, time_ahead),
     )
 }
