@@ -23,7 +23,7 @@ from ull.gpu.fused import FusedForward
 from ull.gpu.launch import Launch
 from ull.gpu.memory import Sizes
 from ull.gpu.places import HostBlocks, Places
-from ull.gpu.rounds import Rounds
+from ull.gpu.rounds import PLAIN, Rounds
 from ull_build import nvrtc
 from ull_build.kernels import compile_file, kernel_sources
 from ull_build.shapes import shape_model
@@ -80,6 +80,8 @@ def launches_of(arch: str) -> dict[str, Launch]:
         for persistent in (False, True):
             forward = FusedForward(sizes, places, MULTIPROCESSORS, persistent)
             launches = [*rounds.opening(tokens), *forward.launches(tokens, True), *rounds.closing(tokens, True)]
+            if tokens == 1:
+                launches += rounds.closing(tokens, True, PLAIN)
             found |= {launch.kernel: launch for launch in launches}
     return found
 
