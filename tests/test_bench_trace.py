@@ -115,8 +115,8 @@ def test_every_block_of_every_kernel_leaves_its_record(traced: Any) -> None:
     assert set(records["kernel"].tolist()) == set(code_kernels) and len(records) == found["records"]
     launches = {name: row["launches"] for name, row in found["kernels_us"].items()}
     layers = {name: count for name, count in launches.items() if count > 1}
-    assert layers == dict.fromkeys(("qkv_1", "attention_8", "o_1", "gate_up_1", "down_1"), 6)
-    assert {"begin", "embed", "head_1", "accept"} <= set(launches)
+    assert layers == dict.fromkeys(("qkv_1", "attention_1", "o_1", "gate_up_1", "down_1"), 6)
+    assert {"begin", "embed", "head_1", "sample_plain"} <= set(launches)
     for number, name in code_kernels.items():
         blocks = records["block"][records["kernel"] == number]
         assert np.array_equal(np.bincount(blocks), np.full(blocks.max() + 1, launches[name])), name
@@ -138,7 +138,7 @@ def test_kernels_come_one_after_another(traced: Any) -> None:
     names = [f"ull_{name}" for name in traced[2]["kernels_us"]]
     blocks = trace.blocks_of(np.load(traced[0] / "records.npy"), names)
     order = [kernel for kernel, _ in trace.launches_of(blocks)]
-    assert order[:2] == ["begin", "embed"] and order[2:7] == ["qkv_1", "attention_8", "o_1", "gate_up_1", "down_1"]
+    assert order[:2] == ["begin", "embed"] and order[2:7] == ["qkv_1", "attention_1", "o_1", "gate_up_1", "down_1"]
     assert order[2:32] == order[2:7] * 6 and order[32] == "head_1"
 
 

@@ -30,6 +30,7 @@ from ull.gpu import arena, program
 from ull.gpu.driver import Driver
 from ull.gpu.params import Round
 from ull.gpu.program import Program
+from ull.gpu.rounds import PLAIN
 from ull.layout import round_up
 from ull.log import Log
 from ull_build import kernels
@@ -106,10 +107,10 @@ class Tracer:
     def trace(self, position: int) -> NDArray[Any]:
         """The records of a plain round at that position, in the order in which the blocks ended. Raises TraceError."""
         for _ in range(WARM_UP):
-            self.replay.wait(self.replay.launch([11], position))
+            self.replay.wait(self.replay.launch([11], position, sampler=PLAIN))
         self.replay.drain()
         self._set(0, CAPACITY)
-        self.replay.wait(self.replay.launch([11], position))
+        self.replay.wait(self.replay.launch([11], position, sampler=PLAIN))
         self.replay.drain()
         count = int(self._read(np.uint32, 1, 0)[0])
         self._set(0, 0)

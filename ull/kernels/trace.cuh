@@ -85,25 +85,31 @@ ULL_TRACED void begin() {
   mark(kStart);
 }
 
+ULL_TRACED void leave_record(uint32_t kernel, const gpu::Round* round) {
+  arch::block_barrier();
+  mark(kEnd);
+  if (arch::thread() != 0) return;
+  auto* area = reinterpret_cast<Area*>(reinterpret_cast<uint64_t>(round) + kAreaAt);
+  const uint32_t index = arch::atomic_add(&area->count, 1U);
+  if (index >= area->capacity) return;
+  Record& record = area->records[index];
+  record.kernel = kernel;
+  record.block = static_cast<uint32_t>(arch::block_y() * arch::grid_x() + arch::block_x());
+  record.multiprocessor = static_cast<uint32_t>(arch::multiprocessor());
+  const Stamps& block = stamps();
+  for (int i = 0; i < kMarks; ++i) {
+    record.ns[i] = block.ns[i];
+    record.ticks[i] = block.ticks[i];
+  }
+}
+
 // By all threads of a block. Kernels that belong to no round leave nothing.
 template <typename Params>
 ULL_TRACED void end(uint32_t kernel, const Params& params) {
   if constexpr (requires { params.round->count; }) {
-    arch::block_barrier();
-    mark(kEnd);
-    if (arch::thread() != 0) return;
-    auto* area = reinterpret_cast<Area*>(reinterpret_cast<uint64_t>(params.round) + kAreaAt);
-    const uint32_t index = arch::atomic_add(&area->count, 1U);
-    if (index >= area->capacity) return;
-    Record& record = area->records[index];
-    record.kernel = kernel;
-    record.block = static_cast<uint32_t>(arch::block_y() * arch::grid_x() + arch::block_x());
-    record.multiprocessor = static_cast<uint32_t>(arch::multiprocessor());
-    const Stamps& block = stamps();
-    for (int i = 0; i < kMarks; ++i) {
-      record.ns[i] = block.ns[i];
-      record.ticks[i] = block.ticks[i];
-    }
+    leave_record(kernel, params.round);
+  } else if constexpr (requires { params.sample.round->count; }) {
+    leave_record(kernel, params.sample.round);
   }
 }
 
