@@ -96,8 +96,9 @@ class Loop:
 
 
 def weight_loop(code: Code, token_groups: int) -> Loop | None:
-    """The dearest inner loop over weights. FP8 weights show by their conversion, once for all tokens; 16-bit ones by
-    the mma, one for each of `token_groups` (8 tokens each)."""
+    """The inner loop that multiplies the most weights each time round (others are for what is left over), the dearest
+    of such. FP8 weights show by their conversion, once for all tokens; 16-bit ones by the mma, one for each of
+    `token_groups` (8 tokens each)."""
     found = []
     for body in code.loops():
         converted = 2 * _WARP * sum(bool(_FROM_E4M3.match(one.name)) for one in body)
@@ -107,7 +108,7 @@ def weight_loop(code: Code, token_groups: int) -> Loop | None:
         loops = [Loop(count, converted) for count, converted, _ in found if converted]
     else:
         loops = [Loop(count, nbytes) for count, _, nbytes in found if nbytes]
-    return max(loops, key=lambda loop: loop.per_byte, default=None)
+    return max(loops, key=lambda loop: (loop.weight_bytes, loop.per_byte), default=None)
 
 
 def parse(text: str) -> dict[str, Code]:

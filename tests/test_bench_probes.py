@@ -25,7 +25,8 @@ from ull_build.kernels import compile_file
 
 SOURCE = probes.SOURCE
 WAIT = "  arch::wait_for_predecessor();\n"
-AWAIT = "    if (arch::thread() == 0) arch::await_device(params.arrivals, expected);\n    arch::block_barrier();\n"
+FENCE = "      arch::fence_device();\n"
+AWAIT = f"      arch::await_device(params.arrivals, expected);\n{FENCE}"
 SEEDS = range(4)
 Mutate = Callable[[str, str], emulation.Kernels]
 
@@ -129,7 +130,7 @@ def test_a_missing_wait_shows(mutate: Mutate) -> None:
 
 
 def test_a_grid_barrier_that_nobody_waits_at_shows(mutate: Mutate) -> None:
-    broken = mutate(AWAIT, "    arch::block_barrier();\n")
+    broken = mutate(AWAIT, "")
     expected = probes.passed_sums(5, probes.PROVED_BARRIERS)
     found = []
     for seed in SEEDS:
@@ -138,6 +139,11 @@ def test_a_grid_barrier_that_nobody_waits_at_shows(mutate: Mutate) -> None:
         except KernelError:
             found.append(False)
     assert not all(found)
+
+
+def test_a_grid_barrier_without_its_fence_shows(mutate: Mutate) -> None:
+    with pytest.raises(KernelError, match="a race at"):
+        handed_over(mutate(FENCE, ""), 5, 0)
 
 
 def test_a_stage_that_is_not_waited_for_shows(mutate: Mutate) -> None:

@@ -241,7 +241,8 @@ def test_same_bits_for_every_tile_and_grid(name: str, model: str) -> None:
     narrow = [(8, 8, 1), (8, 5, 7), (4, 4, 2), (4, 3, 5), (2, 2, 1), (2, 1, 3)]
     for tile, count, multiprocessors in wide + narrow:
         np.testing.assert_array_equal(check(layer, tile, count, multiprocessors)[:count], widest[:count])
-    np.testing.assert_array_equal(check(layer, 1, 1, 132)[:1], widest[:1])
+    for multiprocessors in (1, 2, 3, 132):  # row tiles of a block: in twos, with one left over, one alone
+        np.testing.assert_array_equal(check(layer, 1, 1, multiprocessors)[:1], widest[:1])
 
 
 @pytest.mark.parametrize("tile", TILES)

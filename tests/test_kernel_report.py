@@ -62,7 +62,7 @@ def test_the_table_holds_the_kernels_that_there_are() -> None:
 def test_what_only_weights_show() -> None:
     """The table's figures of one kernel, as a reading of its machine code and of its plan by hand gave them."""
     row = COMMITTED["models"][ARCH]["ull_qkv_1"]
-    assert (row["loop_bytes"], row["grid"], row["threads"]) == (2048, [132, 1], 256)
+    assert (row["loop_bytes"], row["grid"], row["threads"]) == (2 * 2048, [132, 1], 256)  # a stage of two row tiles
     warps, stages, nbytes = row["ring"]
     assert (warps, nbytes) == (8, 2048) and row["bytes_in_flight"] == warps * stages * nbytes
     assert row["ring"][1] * 8 * (2048 + 8) <= row["shared_bytes"]  # with the barriers
@@ -105,6 +105,19 @@ def test_machine_code_is_read() -> None:
     # The inner loop is that of .L_x_1: it lies within .L_x_4's, and what jumps back to .L_x_2 does so from outside.
     assert sass.weight_loop(a, 1) == sass.Loop(5, 2 * 2 * 32)
     assert sass.weight_loop(b, 1) is None
+
+
+def test_the_loop_is_the_one_that_multiplies_most() -> None:
+    """Of three loops: two row tiles at once; one with less to do for each byte, but fewer of them; a dearer one."""
+    bodies = {"a": (4, 10), "b": (2, 3), "c": (4, 12)}  # conversions, other instructions
+    lines, address = [".text.ull_a:"], 0
+    for name, (conversions, others) in bodies.items():
+        names = ["F2FP.F16.E4M3.UNPACK_B"] * conversions + ["HMMA.16816.F32"] + ["IADD3"] * others
+        lines.append(f".L_x_{ord(name)}:")
+        for instruction in (*(f"{one} R1, R2" for one in names), f"@P1 BRA `(.L_x_{ord(name)})"):
+            lines.append(f"        /*{address:04x}*/                   {instruction} ;")
+            address += 16
+    assert sass.weight_loop(sass.parse("\n".join(lines))["ull_a"], 1) == sass.Loop(4 + 1 + 12 + 1, 4 * 2 * 32)
 
 
 def test_16_bit_weights_show_by_the_mma() -> None:

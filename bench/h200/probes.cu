@@ -95,7 +95,10 @@ ULL_GRID_KERNEL(ull_probe_barrier, BarrierParams, 256) {
     arch::block_barrier();
     if (arch::thread() == 0) arch::arrive_device(params.arrivals);
     expected += static_cast<uint32_t>(blocks);
-    if (arch::thread() == 0) arch::await_device(params.arrivals, expected);
+    if (arch::thread() == 0) {
+      arch::await_device(params.arrivals, expected);
+      arch::fence_device();
+    }
     arch::block_barrier();
     if (passes) sum += arch::load_global(params.passed + half + from).word[0];
   }

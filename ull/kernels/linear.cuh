@@ -81,4 +81,20 @@ ULL_DEVICE void multiply_step(float (&sums)[kGroups][4], const Weights<kBits>& w
   }
 }
 
+// The same of kTiles row tiles and one group: the row tiles' mma take turns.
+template <int kBits, int kTiles, int kSums>
+ULL_DEVICE void multiply_in_turn(float (&sums)[kSums][1][4], const Weights<kBits> (&weights)[kTiles],
+                                 const arch::Vector4& activations) {
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const uint32_t b[2] = {activations.word[2 * j], activations.word[2 * j + 1]};
+#pragma unroll
+    for (int r = 0; r < kTiles; ++r) {
+      uint32_t a[4];
+      weights[r].operand(j, a);
+      arch::mma(sums[r][0], a, b);
+    }
+  }
+}
+
 }  // namespace ull::gpu

@@ -43,7 +43,6 @@ struct NarrowPlan {
   static constexpr int kBlockSlices = 1;  // of a warp
   static constexpr int kWarpTiles = kStageActivations ? 2 : 1;
   static constexpr int kTileStride = 1;
-  static constexpr int kPassTiles = kWarpTiles;
   // A stage brings 2 KB of a row tile, or 1 KB where it brings many activations besides.
   static constexpr int kStageSteps = (kStageActivations && kTokens > 2 ? 16 : 32) / Shape::kBits;
   static constexpr int kStageTileBytes = kStageSteps * Shape::kStepBytes;
@@ -57,6 +56,15 @@ struct NarrowPlan {
 
   static constexpr int kRingBytes = kBytes - kStagedBytes - 8 * kPartialArea - kSumBytes - 2 * kBarrierBytes;
   static constexpr int kDepth = smaller(16, kRingBytes / (kComputeWarps * (kStageBytes + kBarrierBytes)));
+  // A row tile's mma are one chain, and a stage takes as long as that, unless another row tile's mma stand between. So
+  // a pass is over two row tiles, here as where activations are streamed:
+  //
+  // - Their stages take turns, no larger than before. Two are used at once, so the ring must have more than two pairs:
+  //   with four stages half of it would be empty meanwhile.
+  // - Kernels with held activations use up to 125 of the 128 registers that two blocks have: no room for more weights.
+  // - In the kernel of all layers (another kLimit) the ring goes on from row tile to row tile, one after another.
+  static constexpr bool kPairs = kStaged && kLimit == kStagedLimit && kDepth >= 5;
+  static constexpr int kPassTiles = kPairs ? 2 : kWarpTiles;
   static constexpr int kBytesInFlight = kComputeWarps * kDepth * kWarpTiles * kStageTileBytes;  // of weights
   static_assert(kLimit > kStagedLimit || kBytesInFlight >= 60 * 1024, "the ring is too small for the memory's latency");
 
@@ -94,28 +102,34 @@ struct HeldActivations {
   }
 };
 
-// sums += a stage whose activations are here already: operand(s) is this lane's of the stage's step s. All is in
-// registers before the first mma. The stage is refilled behind the last one: only what has been used is certain to have
+// sums += stages `stage` and on of kTiles row tiles, of each the same `steps` steps. Their activations are here
+// already: operand(s) is this lane's of step s. All is in registers before the first mma; then the row tiles' mma take
+// turns, each its own chain. The stages are refilled behind the last one: only what has been used is certain to have
 // been loaded, and bulk copies do not wait for loads.
-template <typename Plan, typename Source, typename Operand>
-ULL_DEVICE void multiply_weights(float (&sums)[1][4], const Source& stream, int stage, const Operand& operand) {
+template <typename Plan, int kTiles, typename Source, typename Operand>
+ULL_DEVICE void multiply_weights(float (&sums)[Plan::kPassTiles][1][4], const Source& stream, int stage, int steps,
+                                 const Operand& operand) {
   constexpr int kSteps = Plan::kStageSteps;
-  arch::Vector4 activations[kSteps][1];
+  arch::Vector4 activations[kSteps];
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
-    activations[s][0] = {};  // behind a short stage stand the next slice's, or what is not activations at all
-    if (stream.kWhole || s < stream.steps(stage)) activations[s][0] = operand(s);
+    activations[s] = {};  // behind a short stage stand the next slice's, or what is not activations at all
+    if (stream.kWhole || s < steps) activations[s] = operand(s);
   }
-  Weights<Plan::Shape::kBits> weights[kSteps];
-  const unsigned char* place = stream.wait(stage);
+  Weights<Plan::Shape::kBits> weights[kSteps][kTiles];
 #pragma unroll
-  for (int s = 0; s < kSteps; ++s) weights[s].load(place + s * Plan::Shape::kStepBytes);
+  for (int r = 0; r < kTiles; ++r) {
+    const unsigned char* place = stream.wait(stage + r);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) weights[s][r].load(place + s * Plan::Shape::kStepBytes);
+  }
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
-    if (stream.kWhole || s < stream.steps(stage)) multiply_step(sums, weights[s], activations[s]);
+    if (stream.kWhole || s < steps) multiply_in_turn(sums, weights[s], activations[s]);
   }
   arch::warp_barrier();
-  stream.refill(stage);
+#pragma unroll
+  for (int r = 0; r < kTiles; ++r) stream.refill(stage + r);
 }
 
 // sums += a stage that brings its activations.
@@ -141,25 +155,32 @@ ULL_DEVICE void multiply_streamed(float (&sums)[Plan::kWarpTiles][1][4], const S
   stream.refill(stage);
 }
 
-// sums += a pass, which begins with stage `first`. activations: where they are staged, or the held ones.
-template <typename Plan, typename Source, typename Activations>
-ULL_DEVICE void multiply_pass(float (&sums)[Plan::kWarpTiles][1][4], const Source& stream, int first,
+// sums += a pass of kTiles row tiles, which begins with stage `first`. activations: where they are staged, or the held
+// ones.
+template <typename Plan, int kTiles, typename Source, typename Activations>
+ULL_DEVICE void multiply_pass(float (&sums)[Plan::kPassTiles][1][4], const Source& stream, int first,
                               const Activations& activations) {
-  if constexpr (Plan::kHeld) {
-#pragma unroll
-    for (int i = 0; i < stream.kPassStages; ++i) {
-      multiply_weights<Plan>(sums[0], stream, first + i,
-                             [&](int s) { return activations.step[i * Plan::kStageSteps + s]; });
-    }
+  if constexpr (Plan::kStageActivations) {
+    for (int stage = first; stage < first + stream.kPassStages; ++stage) multiply_streamed(sums, stream, stage);
   } else {
-    for (int stage = first; stage < first + stream.kPassStages; ++stage) {
-      if constexpr (Plan::kStaged) {
-        const unsigned char* operands =
-            activations + stream.step(stage) * Plan::kStepActivationBytes + Plan::lane_offset();
-        multiply_weights<Plan>(sums[0], stream, stage,
-                               [&](int s) { return arch::load_shared(operands + s * Plan::kStepActivationBytes); });
-      } else {
-        multiply_streamed(sums, stream, stage);
+    const int first_step = Plan::Shape::slice_begin(Plan::first_slice());
+    if constexpr (Plan::kHeld) {
+#pragma unroll
+      for (int i = 0; i < stream.kSliceStages; ++i) {
+        const int stage = first + i * kTiles;
+        const int steps = stream.steps_from(stage, first_step + i * Plan::kStageSteps);
+        multiply_weights<Plan, kTiles>(sums, stream, stage, steps,
+                                       [&](int s) { return activations.step[i * Plan::kStageSteps + s]; });
+      }
+    } else {
+      const unsigned char* operands = activations + first_step * Plan::kStepActivationBytes + Plan::lane_offset();
+      for (int i = 0; i < stream.kSliceStages; ++i) {
+        const int stage = first + i * kTiles;
+        const int steps = stream.steps_from(stage, first_step + i * Plan::kStageSteps);
+        const unsigned char* place = operands + i * Plan::kStageSteps * Plan::kStepActivationBytes;
+        multiply_weights<Plan, kTiles>(sums, stream, stage, steps, [&](int s) {
+          return arch::load_shared(place + s * Plan::kStepActivationBytes);
+        });
       }
     }
   }
@@ -332,19 +353,23 @@ ULL_DEVICE void multiply_tiles(const LinearParams& params, const Source& stream,
   Epilogue epilogue;
   for (int first = 0; first < stream.stages(); first += stream.kPassStages) {
     const int tile = stream.tile(first);
-    const int tiles = stream.tiles(first);
-    typename Epilogue::Operands operands[Plan::kWarpTiles];
+    const int tiles = Plan::kPairs ? (stream.is_paired(first) ? 2 : 1) : stream.tiles(first);
+    typename Epilogue::Operands operands[Plan::kPassTiles];
 #pragma unroll
-    for (int r = 0; r < Plan::kWarpTiles; ++r) {
+    for (int r = 0; r < Plan::kPassTiles; ++r) {
       if constexpr (Source::kInLoop) operands[r] = {};
       if (has_token && r < tiles && Who::has_warp(areas.tile() + r)) {
         operands[r] = Epilogue::load(params, tile + r, Who::token(), Who::item());
       }
     }
-    float sums[Plan::kWarpTiles][1][4] = {};
-    multiply_pass<Plan>(sums, stream, first, activations);
+    float sums[Plan::kPassTiles][1][4] = {};
+    if (!Plan::kPairs || tiles == 1) {
+      multiply_pass<Plan, 1>(sums, stream, first, activations);
+    } else {
+      multiply_pass<Plan, Plan::kPassTiles>(sums, stream, first, activations);
+    }
 #pragma unroll
-    for (int r = 0; r < Plan::kWarpTiles; ++r) {
+    for (int r = 0; r < Plan::kPassTiles; ++r) {
       if (r < tiles) {
         float* area = partial + areas.area() * Plan::kPartialArea;
         areas.wait_until_empty();

@@ -27,6 +27,7 @@ struct WidePlan {
   static constexpr int kGroups = kTokens / kGroupTokens;
   static constexpr bool kStageActivations = false;
   static constexpr int kWarpTiles = 2;
+  static constexpr bool kPairs = false;
   static constexpr int kTileStride = kComputeWarps;
   static constexpr int kPassTiles = kWarpTiles * kTileStride;
   static constexpr int kParts = kSplit ? parts_of(Shape::kRowTiles, kPassTiles) : 1;  // of the slices: grid_y

@@ -6,6 +6,8 @@
 // says: Shape; slices first_slice() and kBlockSlices - 1 more; kWarpTiles row tiles at once, from the warp_tile()th of
 // the pass, kTileStride apart, and the next pass kPassTiles further; kStageSteps steps a stage; kStageActivations:
 // whether a stage also brings the activations of its steps, kStepActivationBytes each; kDepth stages in the ring.
+// kPairs: a pass is over two row tiles whose stages take turns, of each the same steps. Where a share's last pass has
+// one row tile only, it has that one's stages only.
 #pragma once
 
 #include "ahead.cuh"
@@ -18,18 +20,27 @@ class Stages {
  public:
   using Shape = typename Plan::Shape;
   static constexpr int kSliceStages = (Shape::kSliceSteps + Plan::kStageSteps - 1) / Plan::kStageSteps;
-  static constexpr int kPassStages = Plan::kBlockSlices * kSliceStages;
+  static constexpr int kTurns = Plan::kPairs ? 2 : 1;
+  static constexpr int kPassStages = kTurns * Plan::kBlockSlices * kSliceStages;
+  static_assert(!Plan::kPairs || (Plan::kPassTiles == 2 && Plan::kWarpTiles == 1 && Plan::kBlockSlices == 1));
   static constexpr bool kWhole = Shape::kSteps == kSlices * kSliceStages * Plan::kStageSteps;  // all stages are full
 
   ULL_DEVICE Stages() : first_tile_(Shape::first_tile()), last_tile_(Shape::last_tile()) {}
 
   ULL_DEVICE int stages() const {
+    if (Plan::kPairs) return (last_tile_ - first_tile_) * kSliceStages;
     return (last_tile_ - first_tile_ + Plan::kPassTiles - 1) / Plan::kPassTiles * kPassStages;
+  }
+
+  // Whether two row tiles take turns in the stage's pass.
+  ULL_DEVICE bool is_paired(int stage) const {
+    return Plan::kPairs && first_tile_ + stage / kPassStages * Plan::kPassTiles + 1 < last_tile_;
   }
 
   // Of a stage: the warp's first row tile (the next ones are kTileStride apart) and how many are there, perhaps none.
   ULL_DEVICE int tile(int stage) const {
-    return first_tile_ + stage / kPassStages * Plan::kPassTiles + Plan::warp_tile();
+    const int turn = is_paired(stage) ? stage % 2 : 0;
+    return first_tile_ + stage / kPassStages * Plan::kPassTiles + Plan::warp_tile() + turn;
   }
   ULL_DEVICE int tiles(int stage) const {
     const int rest = (last_tile_ - tile(stage) + Plan::kTileStride - 1) / Plan::kTileStride;
@@ -38,12 +49,16 @@ class Stages {
   // Its slice, first step, and how many steps: perhaps none, slices of short rows differ.
   ULL_DEVICE static int slice(int stage) { return Plan::first_slice() + stage / kSliceStages % Plan::kBlockSlices; }
   ULL_DEVICE static int slice_end(int stage) { return Shape::slice_begin(slice(stage) + 1); }
-  ULL_DEVICE static int step(int stage) {
-    return Shape::slice_begin(slice(stage)) + stage % kSliceStages * Plan::kStageSteps;
+  ULL_DEVICE int step(int stage) const {
+    const int pass_stage = stage % (kTurns * kSliceStages);
+    const int index = is_paired(stage) ? pass_stage / 2 : pass_stage;
+    return Shape::slice_begin(slice(stage)) + index * Plan::kStageSteps;
   }
-  ULL_DEVICE static int steps(int stage) {
+  ULL_DEVICE int steps(int stage) const { return steps_from(stage, step(stage)); }
+  // The same where the first step is known.
+  ULL_DEVICE static int steps_from(int stage, int step) {
     if (kWhole) return Plan::kStageSteps;
-    return larger(0, smaller(Plan::kStageSteps, slice_end(stage) - step(stage)));
+    return larger(0, smaller(Plan::kStageSteps, slice_end(stage) - step));
   }
 
  private:
@@ -57,6 +72,7 @@ class Stream : public Stages<Plan> {
   static constexpr bool kInLoop = false;  // see merge_splits()
   using Shape = typename Plan::Shape;
   using Stages<Plan>::kWhole;
+  using Stages<Plan>::is_paired;
   using Stages<Plan>::stages;
   using Stages<Plan>::tile;
   using Stages<Plan>::tiles;
@@ -64,6 +80,7 @@ class Stream : public Stages<Plan> {
   using Stages<Plan>::slice_end;
   using Stages<Plan>::step;
   using Stages<Plan>::steps;
+  using Stages<Plan>::steps_from;
 
   ULL_DEVICE Stream(const LinearParams& params, unsigned char* shared)
       : params_(params),
@@ -93,8 +110,8 @@ class Stream : public Stages<Plan> {
     const int end = smaller(Plan::kDepth + kStages, stages());
     const auto* weights = static_cast<const unsigned char*>(params_.weights);
     int stage = Plan::kDepth;
-    while (stage < end) {  // pass by pass: what a warp reads of a row tile lies together
-      const int next = smaller(end, (stage / kPassStages + 1) * kPassStages);
+    while (stage < end) {  // pass by pass: what a warp reads of a row tile lies together, unless two take turns
+      const int next = Plan::kPairs ? stage + 1 : smaller(end, (stage / kPassStages + 1) * kPassStages);
       const int first = smaller(step(stage), slice_end(stage));
       const int bytes = (smaller(step(next - 1) + Plan::kStageSteps, slice_end(next - 1)) - first) * Shape::kStepBytes;
 #pragma unroll
@@ -142,12 +159,13 @@ class Stream : public Stages<Plan> {
     if (arch::lane() != 0) return;
     const int slot = stage % Plan::kDepth;
     const int count = tiles(stage);
-    const int bytes = steps(stage) * Shape::kStepBytes;
+    const int first_step = step(stage);
+    const int bytes = steps_from(stage, first_step) * Shape::kStepBytes;
     int expected = count * bytes;
     if constexpr (Plan::kStageActivations) expected += steps(stage) * Plan::kStepActivationBytes;
     arch::barrier_arrive_expect(full_ + slot, static_cast<uint32_t>(expected));
     const auto* weights = static_cast<const unsigned char*>(params_.weights);
-    const int64_t first = static_cast<int64_t>(tile(stage)) * Shape::kSteps + step(stage);
+    const int64_t first = static_cast<int64_t>(tile(stage)) * Shape::kSteps + first_step;
 #pragma unroll
     for (int i = 0; i < Plan::kWarpTiles; ++i) {
       if (i < count && (kWhole || bytes > 0)) {
