@@ -210,7 +210,7 @@ def test_what_a_warp_has_seen_of_another_block_passes_on(kernels: emulation.Kern
     for fault in range(4):
         output = aligned(3, np.uint32, 0)
         params = Probe(pointer(source), pointer(output), way, fault)
-        launch = {"grid": (2, 1), "threads": 64, "shared_bytes": 64, "params": params, "seed": seed}
+        launch: dict[str, Any] = {"grid": (2, 1), "threads": 64, "shared_bytes": 64, "params": params, "seed": seed}
         if fault == 0:
             kernels.run("relay", **launch)
             assert output[2] == source[0]
