@@ -200,3 +200,20 @@ def test_blocks_that_run_at_once_wait_for_each_other(kernels: emulation.Kernels,
         else:
             with pytest.raises(KernelError, match="a race at"):
                 kernels.run("pass_numbers", **launch)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("way", [0, 1], ids=["named barrier", "mbarrier"])
+def test_what_a_warp_has_seen_of_another_block_passes_on(kernels: emulation.Kernels, seed: int, way: int) -> None:
+    """To those whom it tells after its wait and its fence, without waiting for them."""
+    source = numbers(1)
+    for fault in range(4):
+        output = aligned(3, np.uint32, 0)
+        params = Probe(pointer(source), pointer(output), way, fault)
+        launch: dict[str, Any] = {"grid": (2, 1), "threads": 64, "shared_bytes": 64, "params": params, "seed": seed}
+        if fault == 0:
+            kernels.run("relay", **launch)
+            assert output[2] == source[0]
+        else:
+            with pytest.raises(KernelError, match="a race at"):
+                kernels.run("relay", **launch)

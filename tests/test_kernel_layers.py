@@ -23,7 +23,11 @@ SHAPES = {
         Precision(kv="fp8"),
         True,
     ),
-    "heads of 128": (model_of(hidden=256, head_dim=128, intermediate=640, layers=2), Precision(lm_head="fp8"), False),
+    "heads of 128": (
+        model_of(hidden=256, head_dim=128, intermediate=640, layers=2, windows=[0, 300]),
+        Precision(lm_head="fp8"),
+        False,
+    ),
     "16 bits, long rows, many heads that share": (
         model_of(hidden=160, heads=20, kv_heads=1, head_dim=64, intermediate=2100, layers=2),
         Precision(weights="bf16"),
@@ -76,12 +80,24 @@ def test_every_place_gives_the_chain_s_bits(position: int) -> None:
     check("qk-norm, biases, fp8 pages, windows, odd sizes", position, 4, seed=position)
 
 
+@pytest.mark.parametrize("multiprocessors", [2, 6])
+@pytest.mark.parametrize("position", [192, 193, 224, 255, 256, 460, 990])
+def test_every_place_in_bf16_pages_gives_the_chain_s_bits(position: int, multiprocessors: int) -> None:
+    """The values of a split's last page wait in registers there: begun, whole, behind a window, in split after split.
+
+    2: a block walks through all splits.
+    """
+    check("heads of 128", position, multiprocessors, seed=position)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_every_order_gives_the_chain_s_bits(seed: int) -> None:
     check("small", 300, 3, seed)
 
 
-@pytest.mark.parametrize(("position", "blocks", "count"), [(300, 3, 1), (0, 3, 1), (300, 20, 1), (300, 3, 0)])
+@pytest.mark.parametrize(
+    ("position", "blocks", "count"), [(300, 3, 1), (0, 3, 1), (230, 3, 1), (300, 20, 1), (300, 3, 0)]
+)
 def test_all_accesses_are_ordered(position: int, blocks: int, count: int) -> None:
     """In the chain and in the one kernel, within a split of attention and over two; in blocks without row tiles too."""
     shape, precision, biases = SHAPES["small"]

@@ -103,6 +103,12 @@ void threads_meet(const std::vector<int>& threads, const Handover& arrived) {
   if (!arrived.proxied.empty()) raise(proxied(first), arrived.proxied.data(), width());
   join_rows(order().seen, threads);
   if (!order().proxied.empty()) join_rows(order().proxied, threads);
+  if (!arrived.foreign.empty()) {
+    std::shared_ptr<const View>& foreign = order().thread[static_cast<size_t>(first)].foreign;
+    auto both = foreign == nullptr ? std::make_shared<View>() : std::make_shared<View>(*foreign);
+    add(*both, arrived.foreign);
+    foreign = std::move(both);
+  }
   join_foreign(threads);
   for (const int thread : threads) advance(thread);
 }
@@ -116,6 +122,7 @@ void hand_over(Handover& to) {
     to.proxied.resize(static_cast<size_t>(width()));
     raise(to.proxied.data(), proxied(me), width());
   }
+  if (my_order().foreign != nullptr) add(to.foreign, *my_order().foreign);
   advance(me);
 }
 
@@ -123,6 +130,7 @@ void take_over(const Handover& from) {
   if (!reports || from.seen.empty()) return;
   raise(seen(self->index), from.seen.data(), width());
   if (!from.proxied.empty()) raise(proxied(self->index), from.proxied.data(), width());
+  acquire(from.foreign);
 }
 
 View everything_seen() {

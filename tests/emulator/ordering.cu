@@ -136,6 +136,35 @@ ULL_KERNEL(sum_tiles, ProbeParams, 128, 1) {
   }
 }
 
+// Block 0 leaves a number in output[1] and counts itself in output[0]; one warp of block 1 waits for that, and tells
+// the other, which takes it to output[2], by a named barrier at which it only arrives (count 0) or an mbarrier (count
+// 1). Faults: 1 it does not wait; 2 no fence behind the wait; 3 it tells before it has waited.
+ULL_GRID_KERNEL(relay, ProbeParams, 64) {
+  auto* output = static_cast<uint32_t*>(params.output);
+  auto* barrier = reinterpret_cast<arch::Barrier*>(arch::shared_memory());
+  if (arch::thread() == 0) arch::barrier_init(barrier, 32);
+  arch::block_barrier();
+  arch::wait_for_predecessor();
+  const auto tell = [&] {
+    if (params.count == 0) arch::named_arrive(1, 64);
+    if (params.count == 1) arch::barrier_arrive(barrier);
+  };
+  if (arch::block_x() == 0) {
+    if (arch::thread() != 0) return;
+    output[1] = static_cast<const uint32_t*>(params.input)[0];
+    arch::arrive_device(output);
+  } else if (arch::warp() == 1) {
+    if (params.fault == 3) tell();
+    if (params.fault != 1) arch::await_device(output, 1);
+    if (params.fault != 2) arch::fence_device();
+    if (params.fault != 3) tell();
+  } else {
+    if (params.count == 0) arch::named_barrier(1, 64);
+    if (params.count == 1) arch::barrier_wait(barrier, 0);
+    if (arch::lane() == 0) output[2] = output[1];
+  }
+}
+
 // A byte of each thread, four to a word. Fault 1: two threads to a byte.
 ULL_KERNEL(store_bytes, ProbeParams, 64, 1) {
   arch::wait_for_predecessor();

@@ -22,6 +22,7 @@ using View = std::map<int, std::shared_ptr<const Row>>;  // by block number
 struct Handover {
   Row seen;
   Row proxied;
+  View foreign;  // what they had acquired of other blocks: what has happened before passes on
 };
 
 // A block's clocks.

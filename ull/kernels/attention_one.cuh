@@ -30,11 +30,14 @@ struct AttentionShared<1> {
   static constexpr int kHeadRow = padded_row_bytes(kHeadDim, kKeyProducts);  // query
   static constexpr int kProbabilityRow = padded_row_bytes(kSplitTokens, kKvProducts);
 
-  static constexpr int kValue = 0;                                      // [4 pages][head_dim][64] as in the pages
-  static constexpr int kQuery = kValue + kSplitTiles * kKvHeadBytes;    // [part rows][head row] f16
-  static constexpr int kOwnKey = kQuery + kPartRows * kHeadRow;         // [head_dim] f16, or e4m3
-  static constexpr int kOwnValue = kOwnKey + kHeadDim * kKvBytes;       // [head_dim] as in the pages
-  static constexpr int kProbability = kOwnValue + kHeadDim * kKvBytes;  // [step rows][probability row] f16
+  // In the kernel of all layers the values of a split's last page wait in registers, 16 of each thread, as keys do: its
+  // shared memory is a stage of the ring there (layers.cu). FP8 pages leave room for more stages anyway.
+  static constexpr int kHeldTiles = kKvBits == 16 ? 1 : 0;
+
+  static constexpr int kQuery = 0;                                             // [part rows][head row] f16
+  static constexpr int kOwnKey = kQuery + kPartRows * kHeadRow;                // [head_dim] f16, or e4m3
+  static constexpr int kOwnValue = kOwnKey + kHeadDim * kKvBytes;              // [head_dim] as in the pages
+  static constexpr int kProbability = kOwnValue + kHeadDim * kKvBytes;         // [step rows][probability row] f16
   static constexpr int kMaximum = kProbability + kStepRows * kProbabilityRow;  // [step rows][8 halves] f32
   static constexpr int kSum = kMaximum + kStepRows * 32;                       // [step rows][8 halves] f32
   static constexpr int kCorrection = kSum + kStepRows * 32;                    // [step rows][4 tiles] f32
@@ -43,7 +46,9 @@ struct AttentionShared<1> {
   static constexpr int kSpanOutput = kSpanStatistics + 2 * kPartRows * 8;      // [part rows][head_dim] f32
   static constexpr int kArrived = kSpanOutput + kPartRows * kHeadDim * 4;  // [4] barriers: a page's values are there
   static constexpr int kLast = kArrived + kSplitTiles * 8;                 // 1: this block merges
-  static constexpr int kBytes = kLast + 8;
+  static constexpr int kValue = round_up(kLast + 8, 128);                  // [4 pages][head_dim][64] as in the pages
+  static constexpr int kBytes = kValue + kSplitTiles * kKvHeadBytes;
+  static constexpr int kLoopBytes = kBytes - kHeldTiles * kKvHeadBytes;
   static_assert(kBytes <= 227 * 1024, "so many query heads that share a kv head do not fit into shared memory");
 };
 
@@ -87,7 +92,8 @@ class AttentionOfOne {
   static constexpr int kHalves = Shared::kHalves;
   static constexpr int kOwnHeads = kGroup + 2;  // the token's: key, value, queries
   static constexpr int kHeadsAtOnce = kAttentionThreads / kHeadLanes;
-  static constexpr int kKey = 0, kFirstQuery = 2;  // heads; the value is between
+  static constexpr int kKey = 0, kFirstQuery = 2;                                        // heads; the value is between
+  static constexpr int kCopiedTiles = kSplitTiles - (kInLoop ? Shared::kHeldTiles : 0);  // into shared memory
 
  public:
   ULL_DEVICE AttentionOfOne(const AttentionParams& params, const AttentionPlace& place)
@@ -108,9 +114,10 @@ class AttentionOfOne {
     if (share_.splits() <= 0) return false;
     const arch::Vector4 pages = share_.first_split == guess ? guessed : load_split_pages(params_, share_.first_split);
     load_keys_of(share_.first_split, pages);
-    if (arch::thread() < kSplitTiles) arch::barrier_init(arrived() + arch::thread(), 1);
+    if (arch::thread() < kCopiedTiles) arch::barrier_init(arrived() + arch::thread(), 1);
     arch::fence_barrier_init();
     copy_values_of(share_.first_split, pages);
+    hold_values_of(share_.first_split, pages);
 
     const int last = share_.end_split - 1;
     const arch::Vector4 last_pages = last == share_.first_split ? pages : load_split_pages(params_, last);
@@ -154,6 +161,7 @@ class AttentionOfOne {
       if (!more) break;
       arch::block_barrier();  // nobody reads this split's values any more
       copy_values_of(split + 1, pages);
+      hold_values_of(split + 1, pages);
     }
     if (plan_.splits() == 1) return;
     if (is_last_lane<1>(params_, plan_, share_)) merge_part<kInLoop>(params_, plan_, share_);
@@ -161,7 +169,7 @@ class AttentionOfOne {
 
   // After a barrier behind finish(), where another block's work follows: for request() to use the same shared memory.
   ULL_DEVICE static void end() {
-    if (arch::thread() < kSplitTiles) arch::barrier_invalidate(arrived() + arch::thread());
+    if (arch::thread() < kCopiedTiles) arch::barrier_invalidate(arrived() + arch::thread());
   }
 
  private:
@@ -180,16 +188,43 @@ class AttentionOfOne {
               plan_.base - first);
   }
 
-  // Threads 0 to 3 ask for a page each, and for nothing where no row looks: `arrived` completes in every split.
+  // The first threads ask for a page each, and for nothing where no row looks: `arrived` completes in every split.
   ULL_DEVICE void copy_values_of(int split, const arch::Vector4& pages) const {
     const int page = arch::thread();
-    if (page >= kSplitTiles) return;
+    if (page >= kCopiedTiles) return;
     arch::Barrier* barrier = arrived() + page;
     if (!plan_.in_pages(split * kSplitTokens + page * kPageTokens, kPageTokens)) return arch::barrier_arrive(barrier);
     arch::barrier_arrive_expect(barrier, kKvHeadBytes);
     arch::bulk_copy_stream(at(Shared::kValue + page * kKvHeadBytes),
                            head_of_page(params_, place_.kv_head, word_of(pages, page)) + kKvLayerBytes / 2,
                            kKvHeadBytes, barrier);
+  }
+
+  // The last page's values of the warp's dimensions, where some row looks.
+  ULL_DEVICE void hold_values_of(int split, const arch::Vector4& pages) {
+    constexpr int kPage = kCopiedTiles;
+    if constexpr (kPage < kSplitTiles) {
+      static_assert(kPage == kSplitTiles - 1);
+      if (arch::warp() >= kValueWarps) return;
+      if (!plan_.in_pages(split * kSplitTokens + kPage * kPageTokens, kPageTokens)) return;
+      const unsigned char* values = head_of_page(params_, place_.kv_head, word_of(pages, kPage)) + kKvLayerBytes / 2;
+#pragma unroll
+      for (int unit = 0; unit < kTileUnits; ++unit) {
+#pragma unroll
+        for (int n = 0; n < kValueTiles; ++n) held_[unit][n] = arch::load_global(values + value_offset(n, unit));
+      }
+    }
+  }
+
+  // Of a unit of the page. Selects, as registers have no addresses.
+  ULL_DEVICE arch::Vector4 held_value(int n, int unit) const {
+    arch::Vector4 value = held_[0][n];
+#pragma unroll
+    for (int other = 1; other < kTileUnits; ++other) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) value.word[w] = unit == other ? held_[other][n].word[w] : value.word[w];
+    }
+    return value;
   }
 
   // QK norm, rotary embedding and conversion of the token's heads: queries into shared memory, and in the block that
@@ -327,12 +362,15 @@ class AttentionOfOne {
       if (position > plan_.base || position + kValueUnit <= plan_.first_visible) continue;
       const int page = unit / kTileUnits;
       const bool comes = first + page * kPageTokens < plan_.base;  // from the page
-      if (comes) arch::barrier_wait(arrived() + page, (split - share_.first_split) % 2);
+      const bool is_copied = kCopiedTiles == kSplitTiles || page < kCopiedTiles;
+      if (comes && is_copied) arch::barrier_wait(arrived() + page, (split - share_.first_split) % 2);
       if (unit % kTileUnits == 0) rescale<kHalves>(sums.sum[0], corrections, page);
       arch::Vector4 values[kValueTiles] = {};
       if (comes) {
 #pragma unroll
-        for (int n = 0; n < kValueTiles; ++n) values[n] = load_stored_value(at(Shared::kValue), n, unit);
+        for (int n = 0; n < kValueTiles; ++n) {
+          values[n] = is_copied ? load_stored_value(at(Shared::kValue), n, unit) : held_value(n, unit % kTileUnits);
+        }
       }
       if (position + kValueUnit > plan_.base) end_values(values, plan_.base - position);
 #pragma unroll
@@ -378,8 +416,9 @@ class AttentionOfOne {
   AttentionPlan plan_{};
   AttentionShare share_{};
   KeyFragment keys_{};
-  HeadTurn turn_{};                    // of `base`
-  HeadPart weight_{};                  // of the first head that the thread has a part of
+  arch::Vector4 held_[kTileUnits][kValueTiles] = {};  // values of the split's last page, if not copied
+  HeadTurn turn_{};                                   // of `base`
+  HeadPart weight_{};                                 // of the first head that the thread has a part of
   unsigned char* own_page_ = nullptr;  // keys of the kv head in the page of `base`, in the block that publishes
   float key_scale_ = 1.0F;
   float value_scale_ = 1.0F;

@@ -21,9 +21,12 @@ inline constexpr int kTileUnits = kPageTokens / kValueUnit;    // 2 or 1
 
 // The warp's values of a unit, n-tile n, from shared memory. values: of the split, [4 pages][head_dim][64].
 ULL_DEVICE int value_dim(int n) { return arch::warp() * kWarpDims + arch::lane() / 4 * kValueTiles + n; }
+ULL_DEVICE int value_offset(int n, int unit) {  // in bytes
+  return unit / kTileUnits * kKvHeadBytes + value_dim(n) * (kPageTokens * kKvBytes) + 64 * (unit % kTileUnits) +
+         16 * (arch::lane() % 4);
+}
 ULL_DEVICE arch::Vector4 load_stored_value(const unsigned char* values, int n, int unit) {
-  return arch::load_shared(values + unit / kTileUnits * kKvHeadBytes + value_dim(n) * (kPageTokens * kKvBytes) +
-                           64 * (unit % kTileUnits) + 16 * (arch::lane() % 4));
+  return arch::load_shared(values + value_offset(n, unit));
 }
 ULL_DEVICE arch::Vector4 load_value(const unsigned char* values, int n, int unit) {
   arch::Vector4 value = load_stored_value(values, n, unit);

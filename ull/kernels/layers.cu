@@ -30,12 +30,15 @@ constexpr int kLinearBytes = LinearArea<LayerPlan<Shape>>::kBytes;
 
 constexpr int kStepBytes = round_up(
     larger(larger(larger(kLinearBytes<Qkv>, kLinearBytes<Output>), larger(kLinearBytes<GateUp>, kLinearBytes<Down>)),
-           AttentionShared<1>::kBytes),
+           AttentionShared<1>::kLoopBytes),
     128);
 constexpr int kParamsBytes = 2 * static_cast<int>(sizeof(LayerParams));
 constexpr int kDepth = smaller(
     16, (kWideBytes - kStepBytes - kParamsBytes - 2 * kBarrierBytes) / (kComputeWarps * (kStageBytes + kBarrierBytes)));
 static_assert(kDepth >= 2, "the layers do not fit into shared memory");
+// Llama 8B and 70B have 10 stages beside bf16 pages (160 KB in flight; attention needs most beside the ring), and 8B
+// has 11 beside FP8 pages, where 70B's staged activations of down are in the way of more than 10.
+static_assert(kHeadDim > 128 || kGroup > 8 || kIntermediate > 28672 || kDepth >= 10, "the ring is too short");
 
 constexpr int kRingAt = kStepBytes;
 constexpr int kParamsAt = kRingAt + kComputeWarps * kDepth * kStageBytes;

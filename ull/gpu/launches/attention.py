@@ -100,10 +100,11 @@ def _bytes_of_one(group: int, head_dim: int, kv_bits: int) -> int:
     step_rows = 8 if group <= 8 else 16
     rows = _parts(group, step_rows) * step_rows
     row_statistics = 8 * 4 + 8 * 4 + 4 * 4 + 4  # as below
-    return (
-        (SPLIT_TOKENS + 2) * head_dim * kv_bits // 8  # a split's values, and the token's own key and value
+    before_values = (
+        2 * head_dim * kv_bits // 8  # the token's own key and value
         + rows * (_row_bytes(head_dim, 2 if head_dim % 64 != 0 else products) + 2 * 8 + 4 * head_dim)
         + step_rows * (_row_bytes(SPLIT_TOKENS, products) + row_statistics)
         + 8 * 4  # a barrier for each page of values
         + 8  # whether this block merges
     )
+    return _parts(before_values, 128) * 128 + SPLIT_TOKENS * head_dim * kv_bits // 8
