@@ -75,6 +75,7 @@ class Heads:
         }
         self.residual = rng.standard_normal((64, model.hidden)).astype(np.float32)
         self.memory["residual"].view(np.float32)[...] = self.residual.reshape(-1)
+        self.requested: list[NDArray[np.uint8]] = []  # what the host has written before it launches
         self.requests = self._block(RoundRequest * ROUND_SLOTS)
         self.results = self._block(RoundResult * ROUND_SLOTS)
         self.control = self._block(HostControl)
@@ -84,6 +85,8 @@ class Heads:
     def _block(self, kind: Any) -> Any:
         memory = aligned(ctypes.sizeof(kind), np.uint8, 0)
         pointer(memory)
+        if kind in (RoundRequest * ROUND_SLOTS, HostControl):
+            self.requested.append(memory)
         return kind.from_buffer(memory)
 
     def launches(self, multiprocessors: int) -> list[Launch]:
@@ -126,7 +129,7 @@ class Heads:
         request.parents[:] = [9] * 64  # a draft has none
         self.control.cancelled_through = 6 if cancelled else 0
         written = [self.memory[name] for name in ("round", "state", "residual", "logits", *DRAFT_STATES)]
-        constants = list(self.tensors.values())
+        constants = [*self.tensors.values(), *self.requested]
         emulation.run_launches(self.kernels, self.launches(multiprocessors), seed * 100, written, constants)
         after = State.from_buffer_copy(bytes(state))
         assert (after.sequence, after.counted) == (7, POSITION + int(state.sampling.penalizes and not cancelled))
