@@ -152,6 +152,7 @@ def test_the_one_kernel_asks_for_what_comes_behind_its_ring_before_attention(set
         assert in_ring.pop() >= 2
 
 
+@pytest.mark.skipif(emulation.SANITIZE, reason="AddressSanitizer ends the process where o's launch has no weights")
 def test_weights_of_another_forward_are_not_asked_for() -> None:
     """Where a bundle's linear layers are not ours, attention's parameters name no weights."""
     rig = layers("64")
