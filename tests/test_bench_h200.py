@@ -416,6 +416,7 @@ findings = {
     "compare_persistent": [{"persistent_compared": {"same": True}}],
     "time_persistent": [{"persistent": {**point, "context": 128}}],
     "time_client": [{"client": {"arch": arch}}],
+    "time_ahead": [{"ahead": {"setting": "none", "persistent": False, "context": 128}}],
 }
 if work == "time_points":
     findings[work] = [{"about": {"layers": 2}}] + [{"points": {**point, "tree": t, "context": c}} for t, c in rest[0]]
@@ -468,6 +469,7 @@ def test_figures_come_in_the_order_of_their_worth(figures: Callable[[], Run]) ->
     ]
     client = names.index("client, llama-3.1-8b")
     assert names[client - 1] == "llama-3.1-8b, one kernel for all layers" and "32000" not in " ".join(names[:client])
+    assert names[client + 1] == "llama-3.1-8b, weights ahead"
     assert names[-1] == "llama-3.3-70b, one kernel for all layers"
     found = saved(run)
     assert found["probes"] == {"empty": 1.5} and found["failures"] == found["cut"] == []
