@@ -159,7 +159,7 @@ def test_one_token_reads_early_what_is_there(name: str) -> None:
     rows = text(SHAPES[name], 1021)
     sources = ("attention.cu", "commit.cu", emulation.EMULATOR / "early.cu")
     for base in (0, 31, 700, 1020):
-        for reports in (True, False):
+        for reports in (False,) if SANITIZE else (True, False):
             cache = Cache(replace(SHAPES[name], reports=reports, sources=sources), context=1536, blocks=3, seed=base)
             cache.fill(rows[:base])
             expected = cache.copy().round(rows[base : base + 1], base, tile=8)
