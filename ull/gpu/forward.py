@@ -22,8 +22,7 @@ class Forward(Protocol):
     """Turns the residual [tokens, H] f32 after the embedding into the logits [tokens, V] f32.
 
     Keys and values of the round's nodes go to the tree scratch, as `ull/kernels/params.h` says, and in a graph of one
-    token straight to the page. A graph that only fills
-    the KV cache `draws` nothing: it ends with the last layer.
+    token straight to the page. A graph that only fills the KV cache `draws` nothing: it ends with the last layer.
     """
 
     name: str

@@ -167,16 +167,6 @@ ULL_DEVICE void choose(RescoreShared& shared, const HeadScanParams& params, int 
   }
 }
 
-ULL_DEVICE bool is_last_block(RescoreShared& shared, uint32_t* arrivals) {
-  if (arch::thread() == 0) {
-    arch::fence_device();
-    shared.last_block = arch::atomic_add(arrivals, 1U) + 1 == static_cast<uint32_t>(arch::grid_x()) ? 1 : 0;
-    arch::fence_device();
-  }
-  arch::block_barrier();
-  return shared.last_block != 0;
-}
-
 // visit(token, exact logit) for this thread's share of the list.
 template <typename Visit>
 ULL_DEVICE void each_exact(const Scratch& scratch, int count, Visit visit) {
@@ -301,7 +291,7 @@ ULL_KERNEL(ull_head_rescore, HeadScanParams, kThreads, 2) {
     }
     arch::block_barrier();
   }
-  if (!is_last_block(shared, &scratch.counts.finished)) return;
+  if (!sample::is_last_block(shared, &scratch.counts.finished)) return;
   draw(shared, scratch, wish, params.round->drawn[0]);
   arch::block_barrier();
   accept::end_round<kThreads>(params.accept, *reinterpret_cast<accept::Shared*>(&shared));

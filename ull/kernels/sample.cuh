@@ -231,7 +231,8 @@ ULL_DEVICE uint64_t sum_before(Shared& shared, uint64_t value) {
 
 // True for the last of a node's blocks to come here; what the others have written is visible to it: their first threads
 // at any time, the rest before a barrier, as block_reduce() and best_of() hold one.
-ULL_DEVICE bool is_last_block(Shared& shared, uint32_t* arrivals) {
+template <typename Block>
+ULL_DEVICE bool is_last_block(Block& shared, uint32_t* arrivals) {
   if (arch::thread() == 0) {
     arch::fence_device();
     shared.last_block = arch::atomic_add(arrivals, 1U) + 1 == static_cast<uint32_t>(arch::grid_x()) ? 1 : 0;
