@@ -1,7 +1,9 @@
 #include "io/server.h"
 
+#include <linux/sockios.h>
 #include <poll.h>
 #include <sys/epoll.h>
+#include <sys/ioctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -49,6 +51,12 @@ bool is_full(int error) noexcept {
   return error == EAGAIN || error == EWOULDBLOCK || error == ENOBUFS || error == ENOMEM;
 }
 
+// Bytes that a local peer has not read yet.
+int untaken(int fd) noexcept {
+  int bytes = 0;
+  return ioctl(fd, SIOCOUTQ, &bytes) == 0 ? bytes : 0;
+}
+
 }  // namespace
 
 // ---- opening and closing ------------------------------------------------------------------------------------------
@@ -91,7 +99,16 @@ void Server::close() noexcept {
       pollfd item{connection.fd, POLLOUT, 0};
       if (left_ms <= 0 || ::poll(&item, 1, static_cast<int>(left_ms)) <= 0) break;
     }
+    // No more will come: a client that takes its time reads on and sees the end behind the last frame.
+    if (connection.fd >= 0) (void)::shutdown(connection.fd, SHUT_WR);
+  }
+  for (Connection& connection : connections_) {
     if (connection.fd < 0) continue;
+    // A local client hears of a closed descriptor at once, and libzmq then leaves unread what it had no room for.
+    while (!connection.tcp && untaken(connection.fd) > 0 && monotonic_ns() < until_ns) {
+      pollfd item{connection.fd, 0, 0};
+      if (::poll(&item, 1, 1) != 0) break;  // it has hung up
+    }
     // Closing over unread input would reset the connection, and what is on its way to the client with it.
     while (::recv(connection.fd, waste_.data(), waste_.size(), MSG_DONTWAIT) > 0 && monotonic_ns() < until_ns) {
     }

@@ -344,6 +344,26 @@ TEST(closing_gives_what_was_sent_time_to_leave) {
   }
 }
 
+// libzmq leaves unread what it had no room for when its peer's descriptor closes (POLLHUP), but not at an end of file.
+TEST(a_local_client_that_reads_late_is_not_hung_up_on) {
+  DrivenServer server({.linger_ms = 20'000});
+  Peer peer(server);
+  peer.send(local_message("request"));
+  const std::string client = server.receive().client;
+  const std::string last(50'000, 'l');
+  CHECK(server.send(client, last) == Sent::kOk);  // the kernel has room for all of it
+  std::thread closing([&] { server.socket.close(); });
+  pollfd item{peer.fd(), POLLRDHUP, 0};
+  CHECK_EQ(poll(&item, 1, 20'000), 1);  // no more will come,
+  CHECK_EQ(item.revents & POLLHUP, 0);  // ... but the connection stands while something is unread
+  item.events = 0;
+  CHECK_EQ(poll(&item, 1, 50), 0);
+  CHECK_EQ(peer.receive(8), kLocalHello);
+  CHECK(peer.receive_message() == last);
+  closing.join();
+  CHECK_EQ(peer.receive(1), "");
+}
+
 TEST(a_thousand_clients) {
   rlimit limit{};
   getrlimit(RLIMIT_NOFILE, &limit);
