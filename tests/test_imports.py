@@ -27,6 +27,7 @@ PYTHON_LAYERS = {
     "_native": 2,
     "process": 2,
     "bundle": 2,
+    "coercion": 1,
     "wire": 2,
     "inspect": 3,
     "tokenizer": 3,

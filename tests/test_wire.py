@@ -72,12 +72,13 @@ GOLDEN_REPLIES = [
     ),
     (
         Done(id=1, finish_reason="stop", usage=USAGE, timeline=Timeline(received_ns=1, done_ns=7), seed=9),
-        "88a474797065a4646f6e65a2696401ad66696e6973685f726561736f6ea473746f70a5757361676583ad70726f6d70745f746f6b656e73"
+        "89a474797065a4646f6e65a2696401ad66696e6973685f726561736f6ea473746f70a5757361676583ad70726f6d70745f746f6b656e73"
         "03ad6361636865645f746f6b656e7302b1636f6d706c6574696f6e5f746f6b656e7301a874696d656c696e6587ab72656365697665645f"
         "6e7301ab61646d69747465645f6e7300aa737461727465645f6e7300ac70726566696c6c65645f6e7300ae66697273745f746f6b656e5f"
         "6e7300ad6c6173745f746f6b656e5f6e7300a7646f6e655f6e7307a47365656409a56572726f72c0ab73706563756c6174696f6e86a672"
         "6f756e647300ae647261667465645f746f6b656e7300af61636365707465645f746f6b656e7300b0746f6b656e735f7065725f726f756e"
-        "64cb0000000000000000aa62795f6472616674657280b161636365707465645f62795f646570746890",
+        "64cb0000000000000000aa62795f6472616674657280b161636365707465645f62795f646570746890"
+        "a87761726e696e677390",
     ),
     (
         Done(
@@ -94,14 +95,15 @@ GOLDEN_REPLIES = [
                 by_drafter={"none": 1, "medusa": 1},
                 accepted_by_depth=[1, 1, 1],
             ),
+            warnings=["max_token", "messages[1].foo"],
         ),
-        "88a474797065a4646f6e65a2696401ad66696e6973685f726561736f6ea473746f70a5757361676583ad70726f6d70745f746f6b656e73"
+        "89a474797065a4646f6e65a2696401ad66696e6973685f726561736f6ea473746f70a5757361676583ad70726f6d70745f746f6b656e73"
         "03ad6361636865645f746f6b656e7302b1636f6d706c6574696f6e5f746f6b656e7301a874696d656c696e6587ab72656365697665645f"
         "6e7300ab61646d69747465645f6e7300aa737461727465645f6e7300ac70726566696c6c65645f6e7300ae66697273745f746f6b656e5f"
         "6e7300ad6c6173745f746f6b656e5f6e7300a7646f6e655f6e7300a47365656409a56572726f72c0ab73706563756c6174696f6e86a672"
         "6f756e647302ae647261667465645f746f6b656e7307af61636365707465645f746f6b656e7303b0746f6b656e735f7065725f726f756e"
         "64cb4004000000000000aa62795f6472616674657282a46e6f6e6501a66d656475736101b161636365707465645f62795f646570746893"
-        "010101",
+        "010101a87761726e696e677392a96d61785f746f6b656eaf6d657373616765735b315d2e666f6f",
     ),
     (
         Error(id=None, code="bad_frame", message="m", field=None),
@@ -174,7 +176,7 @@ BAD_REQUESTS = {
     "no id": (pack({"type": "health"}), "bad_request", "id", None),
     "negative id": (pack({"type": "health", "id": -1}), "bad_request", "id", None),
     "id is text": (pack({"type": "health", "id": "7"}), "bad_request", "id", None),
-    "id is a float": (pack({"type": "health", "id": 7.0}), "bad_request", "id", None),
+    "id is a fraction": (pack({"type": "health", "id": 7.5}), "bad_request", "id", None),
     "id is a big list": (pack({"type": "health", "id": [0] * 100_000}), "bad_request", "id", None),
     "wrong type": (pack({"type": "generate", "id": 7, "max_tokens": "many"}), "bad_request", "max_tokens", 7),
     "wrong item type": (pack({"type": "generate", "id": 7, "token_ids": [1, "x"]}), "bad_request", "token_ids", 7),

@@ -1,20 +1,23 @@
 """The wire: one struct per message, as msgpack maps tagged by "type".
 
 A client's DEALER sends `[VERSION, payload]`, and so does the daemon, whose io thread speaks ZMTP as a ROUTER would.
-Unknown fields are ignored, so either side may grow. The io thread packs `token` and `done` natively (native/io/); the
-structs here are the same layout, frozen by golden bytes in tests/test_wire.py.
+Unknown fields are ignored, so either side may grow; `done` names those of its request. The io thread packs `token` and
+`done` natively (native/io/); the structs here are the same layout, frozen by golden bytes in tests/test_wire.py. What
+clients may read here, docs/wire.md says for people.
 
 Times are nanoseconds of CLOCK_MONOTONIC on the daemon's machine; 0 stands for "did not happen".
 """
 
 from __future__ import annotations
 
+import difflib
 import re
-from typing import Annotated, Any, Final, NoReturn, TypeVar, get_args
+from typing import Annotated, Any, Final, NoReturn, Protocol, TypeVar, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from ull.coercion import ONE_FOR_LIST, Coercion
 from ull.errors import Busy, Draining, RequestError
 from ull.manifest import Drafter
 
@@ -28,21 +31,28 @@ _MAX_PROMPT_IDS = 1 << 20
 _MAX_MESSAGES = 1 << 14
 _MAX_STOPS = 1024
 _MAX_BIASES = 1 << 16
+MAX_WARNINGS: Final = 8  # of one request (native/engine/request.h)
+MAX_WARNING_BYTES: Final = 64  # of one of them
 
 
-class Message(msgspec.Struct, kw_only=True):
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One turn of a chat; `role` and `content` go into the engine's chat template."""
 
     role: str
     content: str
 
 
-class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True):
-    """Asks for a completion of exactly one of `prompt`, `messages` and `token_ids`. Defaults are the daemon's."""
+class Prompted(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What becomes a prompt's ids: a text, or a chat's messages."""
 
     id: int  # chosen by the client, unique among its live requests
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(max_length=_MAX_MESSAGES)] | None = None
+
+
+class Generate(Prompted, tag="generate", kw_only=True, omit_defaults=True):
+    """Asks for a completion of exactly one of `prompt`, `messages` and `token_ids`. Defaults are the daemon's."""
+
     token_ids: Annotated[list[int], Meta(max_length=_MAX_PROMPT_IDS)] | None = None
     max_tokens: int | None = None  # tokens; None: the daemon's default (256 unless configured)
     temperature: float = 0.0  # 0: greedy
@@ -53,36 +63,53 @@ class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True)
     frequency_penalty: float = 0.0  # off a logit, times how often the completion holds its token, -2 to 2; 0: off
     repetition_penalty: float = 1.0  # divides the logits above 0, multiplies the others of tokens so far; 1: off
     seed: int | None = None  # None: drawn by the daemon and reported in `done`
-    stop: Annotated[list[str], Meta(max_length=_MAX_STOPS)] = []
-    stop_ids: Annotated[list[int], Meta(max_length=_MAX_STOPS)] = []
+    stop: Annotated[list[str], Meta(max_length=_MAX_STOPS, extra=ONE_FOR_LIST)] = []
+    stop_ids: Annotated[list[int], Meta(max_length=_MAX_STOPS, extra=ONE_FOR_LIST)] = []
     logit_bias: Annotated[dict[int, float], Meta(max_length=_MAX_BIASES)] = {}
     logprobs: int | None = None  # None: none; 0: the chosen token's; n: and n alternatives
     ignore_eos: bool = False
     timeout_ms: int | None = None  # milliseconds from receipt; None: none
     speculate: str | None = None  # one of DRAFTERS; None: the daemon's default. The tokens are the same for all
     max_tree: int | None = None  # tokens of one verification, 1 to 64; None: the executor's choice
+    strict: bool = False  # refuse unknown fields instead of naming them in `done`
 
 
-class Cancel(msgspec.Struct, tag="cancel", kw_only=True):
+class Tokenize(Prompted, tag="tokenize", kw_only=True, omit_defaults=True):
+    """Asks for the ids that a `generate` of the same `prompt` or `messages` would use; answered by `tokenize`."""
+
+    add_special_tokens: bool = True  # False: the text's own ids, without BOS; a chat's template writes its own
+    strict: bool = False  # refuse unknown fields
+
+
+class Detokenize(msgspec.Struct, tag="detokenize", kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Asks for the text that a stream of `token_ids` would give; answered by `detokenize`."""
+
+    id: int
+    token_ids: Annotated[list[int], Meta(max_length=_MAX_PROMPT_IDS)]
+    skip_special_tokens: bool = True  # False: special tokens' texts too, which no stream gives
+    strict: bool = False  # refuse unknown fields
+
+
+class Cancel(msgspec.Struct, tag="cancel", kw_only=True, forbid_unknown_fields=True):
     """Ends the live request `id` of the same client; answered by `ack`."""
 
     id: int
 
 
-class Health(msgspec.Struct, tag="health", kw_only=True):
+class Health(msgspec.Struct, tag="health", kw_only=True, forbid_unknown_fields=True):
     """Asks whether the daemon serves, and whether it still runs `request`; answered by `health`."""
 
     id: int
     request: int | UnsetType = UNSET  # the id of a request of the same client
 
 
-class Info(msgspec.Struct, tag="info", kw_only=True):
+class Info(msgspec.Struct, tag="info", kw_only=True, forbid_unknown_fields=True):
     """Asks what the daemon serves; answered by `info`."""
 
     id: int
 
 
-class Stats(msgspec.Struct, tag="stats", kw_only=True):
+class Stats(msgspec.Struct, tag="stats", kw_only=True, forbid_unknown_fields=True):
     """Asks for counters and latencies; answered by `stats`."""
 
     id: int
@@ -155,6 +182,22 @@ class Done(msgspec.Struct, tag="done", kw_only=True):
     seed: int
     error: Failure | None = None
     speculation: Speculation = msgspec.field(default_factory=Speculation)
+    warnings: list[str] = []  # unknown fields of the request, which were ignored: the first MAX_WARNINGS
+
+
+class TokenizeReply(msgspec.Struct, tag="tokenize", kw_only=True):
+    """Answers `tokenize`."""
+
+    id: int
+    token_ids: list[int]
+    count: int  # of token_ids
+
+
+class DetokenizeReply(msgspec.Struct, tag="detokenize", kw_only=True):
+    """Answers `detokenize`."""
+
+    id: int
+    text: str  # U+FFFD stands for bytes that are no UTF-8
 
 
 class Error(msgspec.Struct, tag="error", kw_only=True):
@@ -210,8 +253,8 @@ class StatsReply(msgspec.Struct, tag="stats", kw_only=True):
     threads: dict[str, dict[str, int]] = {}
 
 
-Request = Generate | Cancel | Health | Info | Stats
-Reply = Token | Done | Error | Ack | HealthReply | InfoReply | StatsReply
+Request = Generate | Tokenize | Detokenize | Cancel | Health | Info | Stats
+Reply = Token | Done | TokenizeReply | DetokenizeReply | Error | Ack | HealthReply | InfoReply | StatsReply
 
 
 class Ended(msgspec.Struct, kw_only=True):
@@ -238,18 +281,23 @@ class _Envelope(msgspec.Struct):
 
 _encoder = msgspec.msgpack.Encoder()
 _envelope_decoder = msgspec.msgpack.Decoder(_Envelope)
-_id_decoder = msgspec.msgpack.Decoder(int)
+_id_decoder = msgspec.msgpack.Decoder(int | float)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _ended_decoder = msgspec.msgpack.Decoder(Ended)
-_request_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
-    "generate": msgspec.msgpack.Decoder(Generate),
-    "cancel": msgspec.msgpack.Decoder(Cancel),
-    "health": msgspec.msgpack.Decoder(Health),
-    "info": msgspec.msgpack.Decoder(Info),
-    "stats": msgspec.msgpack.Decoder(Stats),
+_request_types: dict[str, type[Request]] = {
+    "generate": Generate,
+    "tokenize": Tokenize,
+    "detokenize": Detokenize,
+    "cancel": Cancel,
+    "health": Health,
+    "info": Info,
+    "stats": Stats,
 }
+_exact_decoders = {name: msgspec.msgpack.Decoder(struct) for name, struct in _request_types.items()}
+_coercions: dict[str, Coercion[Any]] = {name: Coercion(struct, MAX_WARNINGS) for name, struct in _request_types.items()}
 _FIELD_PATH = re.compile(r"\$\.([a-z_]+)")
 _Decoded = TypeVar("_Decoded")
+_Decoded_co = TypeVar("_Decoded_co", covariant=True)
 
 
 class WireError(RequestError):
@@ -286,18 +334,28 @@ def encode_frames(message: Request | Reply) -> list[bytes]:
 
 def decode_request(payload: bytes | memoryview) -> Request:
     """Decodes a client's message. Whatever the bytes are, the only exception is WireError."""
+    return read_request(payload)[0]
+
+
+def read_request(payload: bytes | memoryview) -> tuple[Request, list[str]]:
+    """Decodes a client's message; with it the names of its unknown fields, MAX_WARNINGS of MAX_WARNING_BYTES at most.
+
+    Whatever the bytes are, the only exception is WireError; also for unknown fields where the message says `strict`.
+    """
     envelope = _decode(_envelope_decoder, payload, None)
     request_id = _valid_id(envelope.id)
     if envelope.type is None:
         raise WireError("bad_message", 'the message has no field "type"', "type", request_id)
-    decoder = _request_decoders.get(envelope.type)
+    decoder = _exact_decoders.get(envelope.type)
     if decoder is None:
-        known = ", ".join(_request_decoders)
+        known = ", ".join(_exact_decoders)
         raise WireError("unknown_type", f"unknown type {envelope.type[:40]!r}; known: {known}", "type", request_id)
     if request_id is None:
         raise WireError("bad_request", "id must be an integer from 0 to 2^64 - 1", "id")
-    request: Request = _decode(decoder, payload, request_id)
-    return request
+    try:
+        return decoder.decode(payload), []
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
+        return _read_coerced(_coercions[envelope.type], payload, request_id)
 
 
 def decode_reply(payload: bytes | memoryview) -> Reply:
@@ -326,12 +384,27 @@ def _valid_id(raw: msgspec.Raw) -> int | None:
         value = _id_decoder.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and 0 <= value <= 2**53 else None
     return value if value >= 0 else None
 
 
-def _decode(
-    decoder: msgspec.msgpack.Decoder[_Decoded], payload: bytes | memoryview, request_id: int | None
-) -> _Decoded:
+def _read_coerced(coercion: Coercion[Any], payload: bytes | memoryview, request_id: int) -> tuple[Request, list[str]]:
+    """A message that is not exactly of its struct: of unknown fields, or as other languages write it."""
+    request, paths = _decode(coercion, payload, request_id)
+    names = [path.encode()[:MAX_WARNING_BYTES].decode(errors="ignore") for path in paths]
+    if names and getattr(request, "strict", False):
+        nearest = difflib.get_close_matches(names[0], coercion.known_fields(paths[0]), n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise WireError("bad_request", f"{names[0]} is no field of this message{hint}", names[0], request_id)
+    return request, names
+
+
+class _Decoder(Protocol[_Decoded_co]):
+    def decode(self, payload: bytes | memoryview, /) -> _Decoded_co: ...
+
+
+def _decode(decoder: _Decoder[_Decoded], payload: bytes | memoryview, request_id: int | None) -> _Decoded:
     """Runs a decoder; msgspec alone raises four families of exceptions on hostile bytes."""
     try:
         return decoder.decode(payload)
