@@ -211,6 +211,10 @@ uint64_t Engine::submit(const Submission& submission) {
       throw InvalidRequest("stop", "at most 16 strings, each of 1 to 256 bytes of UTF-8");
     }
   }
+  slot.warnings.clear();
+  for (const std::string& warning : submission.warnings) {
+    if (!slot.warnings.add(warning)) throw InvalidRequest("warnings", "at most 8, each of at most 64 bytes of UTF-8");
+  }
   std::copy(submission.identity.begin(), submission.identity.end(), slot.identity.begin());
   slot.identity_size = static_cast<uint8_t>(submission.identity.size());
   slot.id = submission.id;

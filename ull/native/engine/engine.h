@@ -46,7 +46,8 @@ struct Submission {
   int32_t max_tree = 0;                    // 1 .. kMaxTreeTokens; 0: the engine's default
   std::vector<std::string> stops;
   std::vector<int32_t> stop_ids;
-  int64_t deadline_ns = 0;  // CLOCK_MONOTONIC; 0: none
+  std::vector<std::string> warnings;  // for its done frame
+  int64_t deadline_ns = 0;            // CLOCK_MONOTONIC; 0: none
   int64_t received_ns = 0;
   int64_t admitted_ns = 0;
   bool rehearsal = false;  // the daemon's own, before it is ready: nobody counts it, and nothing of it stays

@@ -5,11 +5,13 @@
 // by a ring. Only the atomics are written by others: `cancel` by any thread.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string_view>
 
 #include "engine/round_totals.h"
 #include "engine/text.h"
@@ -19,6 +21,8 @@ namespace ull {
 
 inline constexpr int kMaxStopIds = 32;
 inline constexpr int kMaxIdentity = 255;  // bytes that name a client
+inline constexpr int kMaxWarnings = 8;
+inline constexpr int kMaxWarningBytes = 64;
 
 enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kTimeout, kError };
 
@@ -60,6 +64,28 @@ struct Outcome {
   const char* error_message = nullptr;  // static, or the executor's
 };
 
+// What the client should know of its request although it was accepted: names of fields that nobody knows.
+class WarningList {
+ public:
+  void clear() noexcept { count_ = 0; }
+  // False if it is longer than kMaxWarningBytes, or there are kMaxWarnings already.
+  [[nodiscard]] bool add(std::string_view warning) noexcept {
+    if (warning.size() > kMaxWarningBytes || count_ == kMaxWarnings) return false;
+    std::copy(warning.begin(), warning.end(), bytes_[count_].begin());
+    sizes_[count_++] = static_cast<uint8_t>(warning.size());
+    return true;
+  }
+  [[nodiscard]] size_t size() const noexcept { return count_; }
+  [[nodiscard]] std::string_view operator[](size_t index) const noexcept {
+    return {bytes_[index].data(), sizes_[index]};
+  }
+
+ private:
+  size_t count_ = 0;
+  std::array<uint8_t, kMaxWarnings> sizes_{};
+  std::array<std::array<char, kMaxWarningBytes>, kMaxWarnings> bytes_;
+};
+
 enum class SlotState : uint8_t { kFree, kActive, kEnded };  // kEnded: its final event is on its way
 
 struct RequestSlot {
@@ -80,6 +106,7 @@ struct RequestSlot {
   std::array<int32_t, kMaxStopIds> stop_ids;
   int32_t stop_id_count = 0;
   StopSet stops;
+  WarningList warnings;
   int64_t deadline_ns = 0;  // CLOCK_MONOTONIC; 0: none
   bool rehearsal = false;   // the daemon's own, before it is ready: nobody counts it, and nothing of it stays
 

@@ -10,7 +10,7 @@ namespace {
 
 constexpr size_t kTokenBytes = 5;                            // an id, encoded
 constexpr size_t kLogprobBytes = 64 + kMaxTopLogprobs * 16;  // one token's logprobs, encoded
-constexpr size_t kHeaderBytes = 2048;                        // everything else in a frame
+constexpr size_t kHeaderBytes = 4096;                        // everything else in a frame
 
 void pack_usage(MsgpackWriter& out, const RequestSlot& request) noexcept {
   out.map(3);
@@ -183,10 +183,13 @@ FramePacker::TokenFrame FramePacker::tokens(const RequestSlot& request, const De
 
 std::span<const uint8_t> FramePacker::done(const RequestSlot& request, const Delivery& delivery) noexcept {
   MsgpackWriter out(buffer_);
-  out.map(8);
+  out.map(9);
   out.text("type");
   out.text("done");
   pack_end(out, request, delivery);
+  out.text("warnings");
+  out.array(request.warnings.size());
+  for (size_t i = 0; i < request.warnings.size(); ++i) out.text(request.warnings[i]);
   return out.bytes();
 }
 

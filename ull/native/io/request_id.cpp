@@ -1,6 +1,7 @@
 #include "io/request_id.h"
 
 #include <algorithm>
+#include <bit>
 #include <string_view>
 
 namespace ull {
@@ -37,7 +38,19 @@ struct Head {
   bool integer = false;  // not negative, or of `bytes` bytes
   uint64_t small = 0;    // an integer within the head
   bool text = false;
+  bool real = false;  // of `bytes` bytes
 };
+
+constexpr double kMaxExact = 9007199254740992.0;  // 2^53; beyond it neighbouring integers are the same float
+
+// The value of a float's bits, if it is an integer from 0 to kMaxExact.
+bool integral(uint64_t bits, uint64_t bytes, uint64_t& id) noexcept {
+  const double value =
+      bytes == 8 ? std::bit_cast<double>(bits) : static_cast<double>(std::bit_cast<float>(static_cast<uint32_t>(bits)));
+  if (!(value >= 0 && value <= kMaxExact)) return false;
+  id = static_cast<uint64_t>(value);
+  return static_cast<double>(id) == value;
+}
 
 Head head(Cursor& in) noexcept {
   const auto tag = static_cast<uint8_t>(in.number(1));
@@ -57,7 +70,7 @@ Head head(Cursor& in) noexcept {
       return {.bytes = in.number(size_t{1} << (tag - 0xC7)) + 1};
     case 0xCA:
     case 0xCB:
-      return {.bytes = uint64_t{4} << (tag - 0xCA)};
+      return {.bytes = uint64_t{4} << (tag - 0xCA), .real = true};
     case 0xCC:
     case 0xCD:
     case 0xCE:
@@ -104,6 +117,10 @@ bool find_request_id(std::span<const uint8_t> payload, uint64_t& id) noexcept {
     uint64_t values = 1;  // still to be skipped, nested ones included
     for (; in.ok && values > 0 && budget > 0; --values, --budget) {
       const Head value = head(in);
+      if (found && value.real) {
+        const uint64_t bits = in.number(static_cast<size_t>(value.bytes));
+        return in.ok && integral(bits, value.bytes, id);
+      }
       if (found) {
         id = value.bytes > 0 && value.integer ? in.number(static_cast<size_t>(value.bytes)) : value.small;
         return in.ok && value.integer;

@@ -6,7 +6,8 @@
 
 namespace ull {
 
-// False if there is none, it is no integer that fits, or too much stands before it.
+// A float whose value is an integer counts as one. False if there is none, it is no integer that fits, or too much
+// stands before it.
 [[nodiscard]] bool find_request_id(std::span<const uint8_t> payload, uint64_t& id) noexcept;
 
 }  // namespace ull

@@ -72,6 +72,7 @@ uint64_t submit(Engine& engine, const nb::bytes& identity, uint64_t request_id, 
     submission.stops.emplace_back(stop.c_str(), stop.size());
   }
   submission.stop_ids = parameter(params, "stop_ids", std::vector<int32_t>{});
+  submission.warnings = parameter(params, "warnings", std::vector<std::string>{});
   submission.deadline_ns = parameter(params, "deadline_ns", int64_t{0});
   submission.received_ns = parameter(params, "received_ns", int64_t{0});
   submission.admitted_ns = parameter(params, "admitted_ns", int64_t{0});

@@ -520,6 +520,8 @@ TEST(submissions_are_checked) {
   refused([&](Submission& r) { r.sampling.bias = &nan_bias, r.sampling.bias_count = 1; }, "logit_bias");
   refused([](Submission& r) { r.stop_ids.assign(33, 1); }, "stop_ids");
   refused([](Submission& r) { r.stops.assign(17, "x"); }, "stop");
+  refused([](Submission& r) { r.warnings.assign(9, "x"); }, "warnings");
+  refused([](Submission& r) { r.warnings = {std::string(65, 'x')}; }, "warnings");
   refused([](Submission& r) { r.stops = {""}; }, "stop");
   CHECK_EQ(engine.engine.stats().submitted, 0U);
   engine.submit(Harness::request(1, kPrompt, 5));

@@ -206,7 +206,8 @@ TEST(the_done_frame_and_the_record) {
   f.request.timeline = {1, 2, 3, 4, 5, 6, 7};
   f.request.outcome = {ull::FinishReason::kError, 10, 5, "internal", "the executor failed"};
   const Value done = MsgpackReader::read(text_of(f.packer.done(f.request, f.delivery)));
-  CHECK_EQ(done.members.size(), 8U);
+  CHECK_EQ(done.members.size(), 9U);
+  CHECK_EQ(done["warnings"].items.size(), 0U);
   CHECK_EQ(done["type"].text, "done");
   CHECK_EQ(done["id"].integer, f.request.id);
   CHECK_EQ(done["finish_reason"].text, "error");
@@ -267,8 +268,25 @@ TEST(the_done_frame_tells_what_the_rounds_did) {
   CHECK_EQ(done["accepted_by_depth"].items[3].integer, 1U);
 }
 
+TEST(the_done_frame_names_what_was_ignored) {
+  Fixture f("x");
+  CHECK(f.request.warnings.add("max_token"));
+  CHECK(f.request.warnings.add(""));
+  CHECK(!f.request.warnings.add(std::string(65, 'x')));
+  const std::string packed = text_of(f.packer.done(f.request, f.delivery));
+  const Value warnings = MsgpackReader::read(packed)["warnings"];
+  REQUIRE(warnings.items.size() == 2);
+  CHECK_EQ(warnings.items[0].text, "max_token");
+  CHECK_EQ(warnings.items[1].text, "");
+  CHECK_EQ(packed.find("warnings"), packed.size() - std::string("warnings\x92\xa9max_token\xa0").size());
+  f.request.warnings.clear();
+  CHECK_EQ(MsgpackReader::read(text_of(f.packer.done(f.request, f.delivery)))["warnings"].items.size(), 0U);
+}
+
 TEST(the_longest_done_frame_fits) {
   Fixture f("x");
+  for (int i = 0; i < ull::kMaxWarnings; ++i) CHECK(f.request.warnings.add(std::string(ull::kMaxWarningBytes, 'w')));
+  CHECK(!f.request.warnings.add("one more"));
   f.request.identity_size = ull::kMaxIdentity;
   f.request.sampling.seed = 0xFFFF'FFFF'FFFF'FFFF;
   f.request.timeline = {INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX};
@@ -278,6 +296,7 @@ TEST(the_longest_done_frame_fits) {
   f.request.rounds.accepted_by_depth.fill(INT32_MAX);
   const Value done = MsgpackReader::read(text_of(f.packer.done(f.request, f.delivery)));
   CHECK_EQ(done["speculation"]["accepted_by_depth"].items.size(), static_cast<size_t>(ull::kMaxDraftDepth));
+  CHECK_EQ(done["warnings"].items.size(), static_cast<size_t>(ull::kMaxWarnings));
   const Value record = MsgpackReader::read(text_of(f.packer.ended(f.request, f.delivery)));
   CHECK_EQ(record["speculation"]["by_drafter"].members.size(), static_cast<size_t>(ull::kSpeculations));
   CHECK_EQ(record["client"].text, "ok");
