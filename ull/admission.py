@@ -1,7 +1,7 @@
-"""Decides whether a generate request can be run, and turns it into what the engine takes.
+"""Decides whether a generate request can be run, and turns it into what the engine takes; tokenizes and detokenizes.
 
-Every refusal is a RequestError that names the field and says what would be right. Nothing here waits; the one slow
-step, `prompt_ids` of a long prompt, is the caller's to place in a thread.
+Every refusal is a RequestError that names the field and says what would be right. Nothing here waits; what is slow of
+long texts, `prompt_ids` and `convert`, is the caller's to place in a thread.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -17,7 +17,7 @@ import msgspec
 from ull.errors import RequestError
 from ull.manifest import MAX_TREE
 from ull.tokenizer import Tokenizer
-from ull.wire import DRAFTERS, MAX_ID, Generate
+from ull.wire import DRAFTERS, MAX_ID, Detokenize, DetokenizeReply, Generate, Prompted, Tokenize, TokenizeReply
 
 # The engine's fixed-size request slots (native/engine/request.h, text.h; exec/sampling.h, executor.h).
 MAX_STOPS = 16
@@ -33,6 +33,9 @@ MAX_PENALTY = 2.0  # of frequency and presence, either way
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 _TOKENS_PER_MESSAGE = 2  # of a chat, at least: whose it is, and where it ends
 MAX_TIMEOUT_MS = 24 * 3_600_000
+MAX_ANSWER_BYTES = 256 << 10  # of the ids of `tokenize` and the text of `detokenize`: no more than of a token frame
+_ID_BYTES = 5  # of one id on the wire, at most
+_DRAWN_SEED_BITS = 53  # what is an exact number in every language
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,18 +85,41 @@ class Admission:
             _refuse("timeout_ms", f"must be from 1 to {MAX_TIMEOUT_MS} milliseconds, not {request.timeout_ms}")
         self._check_speculation(request)
 
-    def prompt_size(self, request: Generate) -> int:
-        """How much text `prompt_ids` will have to work through, in characters."""
+    def check_text(self, request: Tokenize | Detokenize) -> None:
+        """As `check`, of a text or ids that are to be converted."""
+        if isinstance(request, Tokenize):
+            self._check_prompt(request)
+        else:
+            self._check_vocabulary("token_ids", request.token_ids)
+            if len(request.token_ids) > self.limits.context:
+                raise RequestError(
+                    "too_long",
+                    f"token_ids: {len(request.token_ids)} are more than the context of {self.limits.context} holds; "
+                    "send them in parts",
+                    "token_ids",
+                )
+
+    def convert(self, request: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply:
+        """The answer to a checked request. Slow for long texts and many ids; thread-safe.
+
+        Raises RequestError as `prompt_ids` does, and for what does not fit an answer.
+        """
+        return self._tokenize(request) if isinstance(request, Tokenize) else self._detokenize(request)
+
+    def prompt_size(self, request: Prompted | Detokenize) -> int:
+        """How much `prompt_ids` or `convert` will have to work through, in characters or ids."""
+        if isinstance(request, Detokenize):
+            return len(request.token_ids)
         if request.messages is not None:
             return sum(len(message.content) + len(message.role) + 16 for message in request.messages)
         return len(request.prompt or "")
 
-    def prompt_ids(self, request: Generate) -> list[int]:
+    def prompt_ids(self, request: Prompted) -> list[int]:
         """The prompt's ids: given, encoded, or encoded after the chat template. Slow for long texts; thread-safe.
 
         Raises RequestError: too long (by how many tokens), or messages that the template refuses.
         """
-        if request.token_ids is not None:
+        if isinstance(request, Generate) and request.token_ids is not None:
             ids = request.token_ids
         elif request.messages is not None:
             text = self._tokenizer.render(request.messages)
@@ -118,7 +144,7 @@ class Admission:
             "presence_penalty": request.presence_penalty,
             "frequency_penalty": request.frequency_penalty,
             "repetition_penalty": request.repetition_penalty,
-            "seed": secrets.randbits(64) if request.seed is None else request.seed,
+            "seed": secrets.randbits(_DRAWN_SEED_BITS) if request.seed is None else request.seed,
             "stop": [text.encode() for text in request.stop],
             "stop_ids": self._stop_ids(request),
             "logit_bias": request.logit_bias,
@@ -130,15 +156,42 @@ class Admission:
             "max_tree": request.max_tree or self.limits.default_max_tree,
         }
 
-    def _check_prompt(self, request: Generate) -> None:
-        given = [name for name in ("prompt", "messages", "token_ids") if getattr(request, name) is not None]
+    def _tokenize(self, request: Tokenize) -> TokenizeReply:
+        """The ids that a `generate` of the same prompt would use."""
+        if request.prompt is not None and not request.add_special_tokens:
+            ids = self._tokenizer.encode_chat(request.prompt)
+            self._refuse_long(len(ids), "prompt")
+        else:
+            ids = self.prompt_ids(request)
+        if request.count_only:
+            return TokenizeReply(id=request.id, token_ids=[], count=len(ids))
+        most = MAX_ANSWER_BYTES // _ID_BYTES
+        if len(ids) > most:
+            field = _prompt_field(request)
+            raise RequestError(
+                "too_long", f"{field}: {len(ids)} ids; an answer holds {most}: send count_only, or parts", field
+            )
+        return TokenizeReply(id=request.id, token_ids=ids, count=len(ids))
+
+    def _detokenize(self, request: Detokenize) -> DetokenizeReply:
+        text = self._tokenizer.decode(request.token_ids, request.skip_special_tokens)
+        size = len(text.encode())
+        if size > MAX_ANSWER_BYTES:
+            reason = f"token_ids: their text has {size} bytes; an answer holds {MAX_ANSWER_BYTES}: send them in parts"
+            raise RequestError("too_long", reason, "token_ids")
+        return DetokenizeReply(id=request.id, text=text)
+
+    def _check_prompt(self, request: Prompted) -> None:
+        names = ("prompt", "messages", "token_ids") if isinstance(request, Generate) else ("prompt", "messages")
+        given = [name for name in names if getattr(request, name) is not None]
         if not given:
-            _refuse("prompt", "is missing; send one of prompt, messages, token_ids")
+            _refuse("prompt", f"is missing; send one of {', '.join(names)}")
         if len(given) > 1:
             _refuse(given[1], f"and {given[0]} are both set; send exactly one")
         if not getattr(request, given[0]):
             _refuse(given[0], "is empty")
-        self._refuse_long(len(request.token_ids or ()), "token_ids")
+        if isinstance(request, Generate):
+            self._refuse_long(len(request.token_ids or ()), "token_ids")
         self._refuse_hopeless(request.prompt or "", "prompt")
         self._refuse_many(len(request.messages or ()))
         if request.messages is not None and not self._tokenizer.has_chat_template:
@@ -150,9 +203,12 @@ class Admission:
             ("stop_ids", request.stop_ids),
             ("logit_bias", request.logit_bias),
         ):
-            if ids and not (min(ids) >= 0 and max(ids) < self.limits.vocabulary):
-                wrong = next(token for token in ids if not 0 <= token < self.limits.vocabulary)
-                _refuse(field, f"id {wrong} is outside the vocabulary of {self.limits.vocabulary}")
+            self._check_vocabulary(field, ids)
+
+    def _check_vocabulary(self, field: str, ids: Collection[int]) -> None:
+        if ids and not (min(ids) >= 0 and max(ids) < self.limits.vocabulary):
+            wrong = next(token for token in ids if not 0 <= token < self.limits.vocabulary)
+            _refuse(field, f"id {wrong} is outside the vocabulary of {self.limits.vocabulary}")
 
     def _check_stops(self, request: Generate) -> None:
         if len(request.stop) > MAX_STOPS:
@@ -258,8 +314,8 @@ def _check_sampling(request: Generate) -> None:
         _refuse("min_p", f"must be from 0 (off) to 1, not {request.min_p}")
 
 
-def _prompt_field(request: Generate) -> str:
-    if request.token_ids is not None:
+def _prompt_field(request: Prompted) -> str:
+    if isinstance(request, Generate) and request.token_ids is not None:
         return "token_ids"
     return "messages" if request.messages is not None else "prompt"
 

@@ -20,7 +20,17 @@ from ull.config import DEFAULT_ENDPOINT
 from ull.errors import ConnectionLost, RequestTimeout, UllError
 from ull.link import LINGER_MS, Link, Transport, check_silence
 from ull.reader import Reader
-from ull.streams import Prompt, Protocol, Query, Result, StreamState, Token, build_request
+from ull.streams import (
+    Prompt,
+    Protocol,
+    Query,
+    Result,
+    StreamState,
+    Token,
+    build_detokenize,
+    build_request,
+    build_tokenize,
+)
 
 _RETRY_S = 0.02  # between two looks for a daemon that is not there
 
@@ -193,6 +203,22 @@ class AsyncClient:
         self._start(payload, state)
         return stream
 
+    async def tokenize(
+        self, prompt: str | Sequence[wire.Message | Mapping[str, str]], *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """The ids that generate() would use of this text or these chat messages.
+
+        add_special_tokens: False leaves out what the tokenizer puts around a text, such as BOS.
+        Raises RequestError: too long, or messages that the chat template refuses.
+        """
+        request = build_tokenize(self._protocol.new_id(), prompt, add_special_tokens)
+        return cast("wire.TokenizeReply", await self._ask(request)).token_ids
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text that a stream of these ids would give; with skip_special_tokens False special tokens' texts too."""
+        request = build_detokenize(self._protocol.new_id(), token_ids, skip_special_tokens)
+        return cast("wire.DetokenizeReply", await self._ask(request)).text
+
     async def health(self) -> wire.HealthReply:
         """The daemon's state: status, uptime_ns, queue_length."""
         return cast("wire.HealthReply", await self._ask(wire.Health(id=self._protocol.new_id())))
@@ -299,7 +325,7 @@ class AsyncClient:
             if target.on_change is not None:
                 target.on_change()
 
-    async def _ask(self, request: wire.Health | wire.Info | wire.Stats) -> wire.Reply:
+    async def _ask(self, request: wire.Request) -> wire.Reply:
         self._running()
         query = self._protocol.open_query(request.id)
         moved = asyncio.Event()

@@ -24,7 +24,17 @@ from ull.config import DEFAULT_ENDPOINT
 from ull.errors import ConnectionLost, RequestTimeout
 from ull.link import LINGER_MS, Link, Transport, check_silence
 from ull.priority import ThreadPriority
-from ull.streams import Prompt, Protocol, Query, Result, StreamState, Token, build_request
+from ull.streams import (
+    Prompt,
+    Protocol,
+    Query,
+    Result,
+    StreamState,
+    Token,
+    build_detokenize,
+    build_request,
+    build_tokenize,
+)
 
 # Past the request's own timeout, which the daemon enforces, the client waits this much longer for the terminal frame.
 GRACE_S = 5.0
@@ -235,6 +245,22 @@ class Client:
                 self._abandon(interrupted)
             raise
 
+    def tokenize(
+        self, prompt: str | Sequence[wire.Message | Mapping[str, str]], *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """The ids that generate() would use of this text or these chat messages.
+
+        add_special_tokens: False leaves out what the tokenizer puts around a text, such as BOS.
+        Raises RequestError: too long, or messages that the chat template refuses.
+        """
+        request = build_tokenize(self._protocol.new_id(), prompt, add_special_tokens)
+        return cast("wire.TokenizeReply", self._ask(request)).token_ids
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text that a stream of these ids would give; with skip_special_tokens False special tokens' texts too."""
+        request = build_detokenize(self._protocol.new_id(), token_ids, skip_special_tokens)
+        return cast("wire.DetokenizeReply", self._ask(request)).text
+
     def health(self) -> wire.HealthReply:
         """The daemon's state: status, uptime_ns, queue_length."""
         return cast("wire.HealthReply", self._ask(wire.Health(id=self._protocol.new_id())))
@@ -327,7 +353,7 @@ class Client:
         finally:
             self._busy = False
 
-    def _ask(self, request: wire.Health | wire.Info | wire.Stats) -> wire.Reply:
+    def _ask(self, request: wire.Request) -> wire.Reply:
         query: Query = self._protocol.open_query(request.id)
         try:
             self._send(wire.encode(request))

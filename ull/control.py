@@ -7,11 +7,13 @@ replies and the engine's queue are the way back. Tokens never pass here.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -37,6 +39,9 @@ _TURN_NS = 2_000_000  # spent on the io thread's messages before other events ha
 _WORKERS = 2
 _MEMORY_TRIES = 50  # receives that may fail in a row for want of memory, ...
 _MEMORY_PAUSE_S = 0.02  # ... this far apart, before the daemon gives up
+
+_Prepared = TypeVar("_Prepared", bound=wire.Generate | wire.Tokenize | wire.Detokenize)
+_Result = TypeVar("_Result")
 
 
 class ControlPlane:
@@ -186,10 +191,10 @@ class ControlPlane:
         request_id: int | None = None
         rehearsal = False
         try:
-            request = wire.decode_request(payload)
+            request, warnings = wire.read_request(payload)
             request_id = request.id
             rehearsal = isinstance(request, wire.Generate) and self._rehearses(request.seed)
-            self._dispatch(identity, request, received_ns)
+            self._dispatch(identity, request, received_ns, warnings)
         except wire.WireError as error:
             self._refuse(identity, error.request_id, error)
         except RequestError as error:
@@ -208,9 +213,11 @@ class ControlPlane:
         """Whether a request of this seed is the daemon's own, which leaves no trace."""
         return self.rehearsal is not None and seed == self.rehearsal
 
-    def _dispatch(self, identity: bytes, request: wire.Request, received_ns: int) -> None:
+    def _dispatch(self, identity: bytes, request: wire.Request, received_ns: int, warnings: list[str]) -> None:
         if isinstance(request, wire.Generate):
-            self._generate(identity, request, received_ns)
+            self._generate(identity, request, received_ns, warnings)
+        elif isinstance(request, wire.Tokenize | wire.Detokenize):
+            self._convert(identity, request)
         elif isinstance(request, wire.Cancel):
             self._reply(identity, wire.Ack(id=request.id, known=self._cancel(identity, request.id)))
         elif isinstance(request, wire.Health):
@@ -229,34 +236,66 @@ class ControlPlane:
             stats = self._answers.stats(self.metrics, self._engine, self._io, self._log, self._duty)
             self._reply(identity, wire.StatsReply(id=request.id, **stats))
 
-    def _generate(self, identity: bytes, request: wire.Generate, received_ns: int) -> None:
-        key = (identity, request.id)
+    def _generate(self, identity: bytes, request: wire.Generate, received_ns: int, warnings: list[str]) -> None:
+        self._refuse_repeated(identity, request.id)
+        self._admission.check(request)
+
+        def submit(ids: list[int]) -> None:
+            self._submit(identity, request, ids, received_ns, warnings)
+
+        if self._admission.prompt_size(request) <= INLINE_CHARACTERS:
+            submit(self._admission.prompt_ids(request))
+        else:
+            self._prepare_soon(identity, request, self._admission.prompt_ids, submit)
+
+    def _convert(self, identity: bytes, request: wire.Tokenize | wire.Detokenize) -> None:
+        """Answers `tokenize` and `detokenize`; long ones are in line with the long prompts."""
+        self._refuse_repeated(identity, request.id)
+        self._admission.check_text(request)
+        if self._admission.prompt_size(request) <= INLINE_CHARACTERS:
+            self._reply(identity, self._admission.convert(request))
+        else:
+            self._prepare_soon(identity, request, self._admission.convert, functools.partial(self._reply, identity))
+
+    def _refuse_repeated(self, identity: bytes, request_id: int) -> None:
+        """Refuses new work while draining, and an id that the client already uses."""
         if self.draining:
             raise Draining()
-        if key in self._live or key in self._preparing:
-            raise RequestError("duplicate_id", f"request {request.id} of this client is still running", "id")
-        self._admission.check(request)
-        if self._admission.prompt_size(request) <= INLINE_CHARACTERS:
-            self._submit(identity, request, self._admission.prompt_ids(request), received_ns)
-            return
+        if (identity, request_id) in self._live or (identity, request_id) in self._preparing:
+            raise RequestError("duplicate_id", f"request {request_id} of this client is still running", "id")
+
+    def _prepare_soon(
+        self,
+        identity: bytes,
+        request: _Prepared,
+        work: Callable[[_Prepared], _Result],
+        finish: Callable[[_Result], None],
+    ) -> None:
+        """Does `work` on a request in a worker, then hands what it returns to `finish`."""
         if len(self._preparing) >= self._queue_depth:
             raise self._busy("the queue is full")
         if self._preparing_of[identity] >= self._engine.client_share:
             raise self._busy(f"{self._engine.client_share} long prompts of this client are being read")
-        self._preparing[key] = False
+        self._preparing[(identity, request.id)] = False
         self._preparing_of[identity] += 1
-        task = asyncio.ensure_future(self._prepare(identity, request, received_ns))
+        task = asyncio.ensure_future(self._prepare(identity, request, work, finish))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _prepare(self, identity: bytes, request: wire.Generate, received_ns: int) -> None:
-        """Tokenizes a long prompt in a worker, then submits it; a cancel that came meanwhile follows it."""
+    async def _prepare(
+        self,
+        identity: bytes,
+        request: _Prepared,
+        work: Callable[[_Prepared], _Result],
+        finish: Callable[[_Result], None],
+    ) -> None:
+        """As _prepare_soon says; a cancel that came meanwhile follows what `finish` has submitted."""
         key = (identity, request.id)
         cancelled = False
         try:
             loop = asyncio.get_running_loop()
             try:
-                ids = await loop.run_in_executor(self._workers, self._admission.prompt_ids, request)
+                result = await loop.run_in_executor(self._workers, work, request)
             finally:
                 cancelled = self._preparing.pop(key)
                 self._preparing_of -= Counter((identity,))  # which forgets who has none
@@ -264,7 +303,7 @@ class ControlPlane:
                     self.changed.set()
             if self.draining:
                 raise Draining()
-            self._submit(identity, request, ids, received_ns)
+            finish(result)
         except RequestError as error:
             self._refuse(identity, request.id, error)
             return
@@ -277,10 +316,12 @@ class ControlPlane:
         if cancelled:
             self._engine.cancel(identity, request.id)
 
-    def _submit(self, identity: bytes, request: wire.Generate, ids: list[int], received_ns: int) -> None:
+    def _submit(
+        self, identity: bytes, request: wire.Generate, ids: list[int], received_ns: int, warnings: list[str]
+    ) -> None:
         rehearsal = self._rehearses(request.seed)
         params = self._admission.parameters(request, received_ns, time.monotonic_ns())
-        params["rehearsal"] = rehearsal
+        params |= {"rehearsal": rehearsal, "warnings": warnings}
         try:
             self._engine.submit(identity, request.id, np.asarray(ids, np.int32), params)
         except _native.QueueFull as full:  # the whole queue, or the client's share

@@ -32,6 +32,7 @@ _PAGE_TOKENS = 64  # native/kv/page.h
 _UNFINISHED_MESSAGES = 8  # of all clients together (native/io/server.cpp)
 _MESSAGES_IN_HAND = 4  # the io thread's, two between it and the control plane, and that one's
 _UNREAD_BYTES = 32 * _MIB  # of all clients together (native/io/outbox.h), and what keeping them takes
+_UNSENT_BYTES = 256 * _MIB  # of a frame to each of 1024 clients that have taken a part of it (native/io/server.cpp)
 _GROUPS = {"qkv": "attention", "o": "attention", "gate_up": "mlp", "down": "mlp"}
 
 
@@ -103,7 +104,9 @@ def memory_bytes(bundle: Bundle) -> dict[str, int]:
         "weights": bundle.weight_bytes,
         "kv": sum(_kv_bytes(model, context) for model in (manifest.model, drafter) if model is not None),
         "runtime": _RUNTIME_BYTES + (defaults.queue_depth + 16) * (_SLOT_BYTES + 4 * context),
-        "messages": (_UNFINISHED_MESSAGES + _MESSAGES_IN_HAND + defaults.queue_depth) * message + _UNREAD_BYTES,
+        "messages": (_UNFINISHED_MESSAGES + _MESSAGES_IN_HAND + defaults.queue_depth) * message
+        + _UNREAD_BYTES
+        + _UNSENT_BYTES,
     }
     total = sum(parts.values()) * 11 // 10
     return {**parts, "total": -(-total // _MIB) * _MIB}

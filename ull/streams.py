@@ -8,6 +8,7 @@ do, and feed every message they receive to `Protocol.receive`. A signal handler 
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -48,6 +49,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Speculation
     logprobs: list[TokenLogprob] | None = None
     error: Failure | None = None
+    warnings: list[str] = []  # fields of the request that the daemon did not know, and ignored
 
 
 class StreamState:
@@ -98,6 +100,7 @@ class StreamState:
             speculation=done.speculation,
             logprobs=logprobs if self._wants_logprobs else None,
             error=done.error,
+            warnings=done.warnings,
         )
 
     def next_token(self) -> Token | None:
@@ -147,7 +150,7 @@ class StreamState:
 
 
 class Query:
-    """A health, info or stats request, or a cancel that awaits its acknowledgement."""
+    """A request with one answer: all but generate."""
 
     def __init__(self) -> None:
         self.reply: wire.Reply | None = None
@@ -318,6 +321,31 @@ def build_request(
             "bad_request", f"prompt must be a text, a list of messages {{role, content}} or of ids: {error}", "prompt"
         ) from error
     return request
+
+
+def build_tokenize(
+    request_id: int, prompt: str | Sequence[wire.Message | Mapping[str, str]], add_special_tokens: bool
+) -> wire.Tokenize:
+    """The message for one tokenize call. Raises RequestError where the prompt is no text and no list of messages."""
+    request = wire.Tokenize(id=request_id, add_special_tokens=add_special_tokens)
+    if isinstance(prompt, str):
+        request.prompt = prompt
+        return request
+    try:
+        request.messages = [msgspec.convert(item, wire.Message, from_attributes=True) for item in prompt]
+    except (TypeError, msgspec.ValidationError) as error:
+        reason = f"prompt must be a text or a list of messages {{role, content}}: {error}"
+        raise RequestError("bad_request", reason, "prompt") from error
+    return request
+
+
+def build_detokenize(request_id: int, token_ids: Sequence[int], skip_special_tokens: bool) -> wire.Detokenize:
+    """The message for one detokenize call. Raises RequestError where an item is no integer."""
+    try:
+        ids = [operator.index(item) for item in token_ids]
+    except TypeError as error:
+        raise RequestError("bad_request", f"token_ids must be a list of integers: {error}", "token_ids") from error
+    return wire.Detokenize(id=request_id, token_ids=ids, skip_special_tokens=skip_special_tokens)
 
 
 def _milliseconds(seconds: float) -> int:

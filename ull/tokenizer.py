@@ -89,9 +89,10 @@ class Tokenizer:
         """The ids of a rendered chat. The template has written BOS where the model wants one: none is added."""
         return self._encode(text, add_special_tokens=False)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out (tests and tools; the daemon's answers never come this way)."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`, special tokens left out unless asked for (streams never come this way)."""
+        # The batch call releases the GIL.
+        return str(self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0])
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # The batch call releases the GIL, `encode` does not (measured with tokenizers 0.23); "fast" leaves out the

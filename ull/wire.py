@@ -78,6 +78,7 @@ class Tokenize(Prompted, tag="tokenize", kw_only=True, omit_defaults=True):
     """Asks for the ids that a `generate` of the same `prompt` or `messages` would use; answered by `tokenize`."""
 
     add_special_tokens: bool = True  # False: the text's own ids, without BOS; a chat's template writes its own
+    count_only: bool = False  # answer with the number of ids alone
     strict: bool = False  # refuse unknown fields
 
 
@@ -189,8 +190,8 @@ class TokenizeReply(msgspec.Struct, tag="tokenize", kw_only=True):
     """Answers `tokenize`."""
 
     id: int
-    token_ids: list[int]
-    count: int  # of token_ids
+    token_ids: list[int]  # empty where `count_only` was asked for
+    count: int
 
 
 class DetokenizeReply(msgspec.Struct, tag="detokenize", kw_only=True):
