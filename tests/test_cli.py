@@ -21,6 +21,7 @@ from ull.client import Client
 from ull.commands import demo
 from ull.config import Config, parse_config
 from ull.spawn import python_command, python_environment
+from ull.tokenizer import Tokenizer
 
 PROMPT = "def main():\n"
 
@@ -67,6 +68,32 @@ def test_sampling_options_reach_the_wire(words_url: str, capsys: pytest.CaptureF
     sampling = "--temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --seed 3 --stop A --stop B --timeout 2 --ignore-eos"
     assert cli.main(["generate", "one two", "--connect", words_url, *sampling.split()]) == 0
     assert capsys.readouterr().out == "one two \n"
+
+
+@pytest.mark.parametrize("where", ["daemon", "bundle"])
+def test_tokenize_and_detokenize(shared_daemon: Daemon, tiny_bundle: Path, where: str) -> None:
+    place = ("--connect", shared_daemon.url) if where == "daemon" else ("--bundle", str(tiny_bundle))
+    expected = Tokenizer(open_bundle(tiny_bundle).tokenizer_directory).encode(PROMPT)
+    outcome = ull("tokenize", PROMPT, *place)
+    assert (outcome.returncode, outcome.stderr) == (0, "")
+    ids = outcome.stdout.split()
+    assert [int(word) for word in ids] == expected
+    assert ull("tokenize", "-", "--count", *place, stdin=PROMPT).stdout == f"{len(ids)}\n"
+    assert ull("tokenize", PROMPT, "--no-special-tokens", *place).stdout.split() == ids[1:]  # without BOS
+    assert ull("detokenize", *ids, *place).stdout == PROMPT
+    assert ull("detokenize", "-", *place, stdin=" ".join(ids)).stdout == PROMPT
+    assert ull("detokenize", *ids, "--special-tokens", *place).stdout.endswith(">" + PROMPT)
+    chat = ull("tokenize", "--messages", '[{"role": "user", "content": "Hi"}]', *place)
+    assert len(chat.stdout.split()) > 3
+    for arguments, says in (
+        (("detokenize", "5", "x"), "ids are integers"),
+        (("detokenize", "1000000"), "outside the vocabulary"),
+        (("tokenize", ""), "prompt is empty"),
+        (("tokenize", "--messages", "[1]"), "--messages takes a JSON list"),
+    ):
+        outcome = ull(*arguments, *place)
+        assert (outcome.returncode, len(outcome.stderr.splitlines())) == (1, 1)
+        assert says in outcome.stderr
 
 
 def test_refusals_are_one_line(shared_daemon: Daemon) -> None:

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from ull.commands import bench, chat, demo, generate, inspect, status
+    from ull.commands import bench, chat, demo, generate, inspect, status, tokenize
 
     parser = argparse.ArgumentParser("ull", description="Talks to an ull daemon, and looks into engine bundles.")
     parser.add_argument("--version", action="version", version=f"ull {__version__}")
@@ -49,6 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     command = client_command("chat", "A conversation in the terminal.")
     chat.add_arguments(command)
     command.set_defaults(run=chat.run)
+    command = client_command("tokenize", "A text's token ids, by a daemon's tokenizer or a bundle's.")
+    tokenize.add_tokenize_arguments(command)
+    command.set_defaults(run=tokenize.run_tokenize)
+    command = client_command("detokenize", "The text of token ids, by a daemon's tokenizer or a bundle's.")
+    tokenize.add_detokenize_arguments(command)
+    command.set_defaults(run=tokenize.run_detokenize)
     command = client_command("bench", "Measures a running daemon from the client's side.")
     bench.add_arguments(command)
     command.set_defaults(run=bench.run)
