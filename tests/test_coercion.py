@@ -75,7 +75,7 @@ def test_integral_floats_are_integers() -> None:
         ({"logit_bias": {"1e3": 1}}, "logit_bias", "no integer"),
         ({"logit_bias": {"٣": 1}}, "logit_bias", "no integer"),
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "no integer"),
-        ({"logit_bias": {"7": 1, 7: 2}}, "logit_bias", "the key 7 twice"),
+        ({"logit_bias": {"7": 1, 7: 2}}, "logit_bias", "holds a key twice"),
         ({"max_tokens": "5"}, "max_tokens", "Expected `int | null`, got `str`"),
         ({"ignore_eos": 1}, "ignore_eos", "Expected `bool | null`"),
         ({"messages": [{"role": None, "content": "x"}]}, "messages", "got `None`"),
@@ -104,6 +104,8 @@ def test_unknown_fields_are_told_by_name() -> None:
     request, warnings = wire.read_request(pack("generate", max_token=2, messages=messages, stop="a"))
     assert request == Generate(id=7, messages=[Message(role="user", content="x")] * 4, stop=["a"])
     assert warnings == ["max_token", "messages[3].foo"]
+    _, warnings = wire.read_request(pack("generate", messages=[{"role": "user", "content": "x", "type": "y"}]))
+    assert warnings == ["messages[0].type"]
     assert wire.read_request(pack("health", foo={"deep": [1]})) == (Health(id=7), ["foo"])
 
 

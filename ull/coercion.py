@@ -7,8 +7,10 @@ encoder may write 5.0 for 5. A field that holds a list of texts or ids may hold 
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Callable
 from types import NoneType, UnionType
-from typing import Annotated, Any, Final, Generic, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Generic, TypeVar, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, UnsetType
@@ -16,6 +18,8 @@ from msgspec import Meta, UnsetType
 ONE_FOR_LIST: Final = {"one_for_list": True}  # the `extra` of a list's Meta whose field may hold one item alone
 _MAX_EXACT: Final = 2**53  # beyond it neighbouring integers are the same float
 _MAX_MEMBERS: Final = 1024  # of one map that is searched for unknown fields
+_INTEGER = re.compile("-?[0-9]{1,20}")
+_Narrow = Callable[[Any], Any]
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _Members = Annotated[dict[str, msgspec.Raw], Meta(max_length=_MAX_MEMBERS)]
 _members_decoder = msgspec.msgpack.Decoder(_Members)
@@ -26,9 +30,10 @@ class Coercion(Generic[_Struct]):
     """Reads maps into `struct`, whose fields may be nil; the first `most_unknown` that it lacks are told by name."""
 
     def __init__(self, struct: type[_Struct], most_unknown: int) -> None:
-        self._struct = struct
+        self._narrow = _narrow_struct(struct)
         self._most_unknown = most_unknown
         self._fields = {field.encode_name: field for field in msgspec.structs.fields(struct)}
+        self._known = {*self._fields, "type"} if struct.__struct_config__.tag else set(self._fields)
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_wide_struct(struct))
         self._parts = {
             name: Coercion(part, most_unknown)
@@ -46,7 +51,11 @@ class Coercion(Generic[_Struct]):
         except msgspec.ValidationError as error:  # its text names the wide types
             text = str(error).replace("int | float | str", "int").replace("int | float", "int")
             raise msgspec.ValidationError(text) from error
-        return _narrow_struct(wide, self._struct, "$"), self._unknown_fields(payload, self._most_unknown)
+        try:
+            struct: _Struct = self._narrow(wide)
+        except _NotExact as error:
+            raise msgspec.ValidationError(f"{error.field} {error.reason} - at `$.{error.field}`") from error
+        return struct, self._unknown_fields(payload, self._most_unknown)
 
     def known_fields(self, path: str) -> list[str]:
         """What may stand where `path`, an unknown field, was found; paths like it."""
@@ -59,12 +68,14 @@ class Coercion(Generic[_Struct]):
             members = _members_decoder.decode(payload)
         except msgspec.ValidationError as error:
             raise msgspec.ValidationError(f"a map has more than {_MAX_MEMBERS} members") from error
-        names = [name for name in members if name not in self._fields and name != "type"][:most]
+        unknown = members.keys() - self._known
+        names = [name for name in members if name in unknown][:most] if unknown else []
         for field, part in self._parts.items():
             for index, item in enumerate(_items(members.get(field))):
                 if len(names) == most:
                     return names
-                names += [f"{field}[{index}].{name}" for name in part._unknown_fields(item, most - len(names))]
+                if inner := part._unknown_fields(item, most - len(names)):
+                    names += [f"{field}[{index}].{name}" for name in inner]
         return names
 
 
@@ -102,78 +113,115 @@ def _wide(kind: Any) -> Any:
     return _wide_struct(kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else kind
 
 
-def _narrow_struct(wide: msgspec.Struct, struct: type[_Struct], path: str) -> _Struct:
-    values = {}
-    for field in msgspec.structs.fields(struct):
-        value = getattr(wide, field.name)
-        if value is not None:
-            values[field.name] = _narrow(value, field.type, f"{path}.{field.name}")
-    return struct(**values)
+@functools.cache
+def _narrow_struct(struct: type[msgspec.Struct]) -> _Narrow:
+    """What makes a `struct` of its wide form. Raises _NotExact."""
+    names = [field.name for field in msgspec.structs.fields(struct)]
+    narrows = {field.name: narrow for field in msgspec.structs.fields(struct) if (narrow := _narrow(field.type))}
+
+    def narrow_struct(wide: msgspec.Struct) -> msgspec.Struct:
+        values = {name: value for name in names if (value := getattr(wide, name)) is not None}
+        for name, narrow in narrows.items():
+            if name in values:
+                try:
+                    values[name] = narrow(values[name])
+                except _NotExact as error:
+                    raise _NotExact(error.reason, name) from None
+        return struct(**values)
+
+    return narrow_struct
 
 
-def _narrow(value: Any, kind: Any, path: str) -> Any:
-    """`value`, which is of the type _wide(kind), as one of `kind`. Raises msgspec.ValidationError."""
+def _narrow(kind: Any) -> _Narrow | None:
+    """What makes a value of `kind` of one of the type _wide(kind); None where they are the same."""
     if kind is int:
-        return _integer(value, path) if type(value) is float else value
+        return _integer
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        alone = (arguments[1].extra or {}) == ONE_FOR_LIST and not isinstance(value, list)
-        return _narrow([value] if alone else value, arguments[0], path)
+        narrow = _narrow(arguments[0])
+        return _narrow_one_or_list(narrow) if (arguments[1].extra or {}) == ONE_FOR_LIST else narrow
     if origin in (Union, UnionType):
-        return value if value is None else _narrow(value, _member_of(value, arguments), path)
+        return _narrow_union(arguments)
     if origin is list:
-        return value if arguments[0] is str else [_narrow(item, arguments[0], path) for item in value]
-    if origin is dict and arguments[0] is int:
-        return _narrow_map(value, arguments[1], path)
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return _narrow_struct(value, kind, path)
-    return value
+        return _narrow_list(arguments[0])
+    if origin is dict:
+        return _narrow_map(arguments[1]) if arguments[0] is int else None
+    return _narrow_struct(kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else None
 
 
-def _member_of(value: Any, kinds: tuple[Any, ...]) -> Any:
-    """Which type of a union `value`, which was read as the union's wide form, is to have."""
+def _narrow_one_or_list(narrow: _Narrow | None) -> _Narrow:
+    def one_or_list(value: Any) -> Any:
+        items = value if isinstance(value, list) else [value]
+        return items if narrow is None else narrow(items)
+
+    return one_or_list
+
+
+def _narrow_list(kind: Any) -> _Narrow | None:
+    narrow = _narrow(kind)
+    if kind is int:  # of which there may be very many
+        return lambda items: [_integer(item) for item in items] if float in set(map(type, items)) else items
+    return None if narrow is None else lambda items: [narrow(item) for item in items]
+
+
+def _narrow_map(kind: Any) -> _Narrow:
+    narrow = _narrow(kind)
+
+    def narrow_map(members: dict[int | float | str, Any]) -> dict[int, Any]:
+        result = {_integer(key): value if narrow is None else narrow(value) for key, value in members.items()}
+        if len(result) < len(members):
+            raise _NotExact("holds a key twice, as a text and as an integer")
+        return result
+
+    return narrow_map
+
+
+def _narrow_union(kinds: tuple[Any, ...]) -> _Narrow | None:
+    """Which of `kinds` a value was read as decides how it is narrowed."""
     present = [kind for kind in kinds if kind not in (UnsetType, NoneType)]
-    if len(present) == 1 or (type(value) is float and float not in present):
-        return present[0] if len(present) == 1 else int
-    if isinstance(value, list | dict):
-        return next(kind for kind in present if isinstance(value, _container(kind)))
-    if isinstance(value, msgspec.Struct):
-        return next(kind for kind in present if isinstance(kind, type) and issubclass(kind, msgspec.Struct))
-    return type(value)
+    narrows = {_read_as(kind): narrow for kind in present if (narrow := _narrow(kind))}
+    if len(present) == 1 or not narrows:
+        return next(iter(narrows.values()), None)
+    if float in present:
+        narrows.pop(float, None)
+
+    def narrow_union(value: Any) -> Any:
+        narrow = narrows.get(type(value))
+        return value if narrow is None else narrow(value)
+
+    return narrow_union
 
 
-def _container(kind: Any) -> type:
-    """`list` or `dict` of a type that is one, whatever its items."""
+def _read_as(kind: Any) -> type:
+    """The type of what is read for `kind` and may need narrowing."""
     kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
-    found = get_origin(kind) or kind
-    return found if isinstance(found, type) else object
+    if kind is int:
+        return float
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return _wide_struct(kind)
+    found: type = get_origin(kind) or kind
+    return found
 
 
-def _narrow_map(members: dict[int | float | str, Any], kind: Any, path: str) -> dict[int, Any]:
-    narrow: dict[int, Any] = {}
-    for key, value in members.items():
-        number = _integer(key, path)
-        if number in narrow:
-            _refuse(f"holds the key {number} twice", path)
-        narrow[number] = _narrow(value, kind, path)
-    return narrow
-
-
-def _integer(value: float | str, path: str) -> int:
+def _integer(value: float | str) -> int:
     if isinstance(value, str):
-        digits = value.removeprefix("-")
-        if not (digits.isascii() and digits.isdigit() and len(digits) <= 20):
-            _refuse(f"has the key {value[:40]!r}, which is no integer", path)
+        if not _INTEGER.fullmatch(value):
+            raise _NotExact(f"has the key {value[:40]!r}, which is no integer")
     elif isinstance(value, float):
         if not value.is_integer():
-            _refuse(f"must be an integer, not {value}", path)
+            raise _NotExact(f"must be an integer, not {value}")
         if abs(value) > _MAX_EXACT:
-            _refuse(f"is {value:.0f} as a float, which is exact up to 2^53 only; send an integer (BigInt)", path)
+            raise _NotExact(f"is {value:.0f} as a float, which is exact up to 2^53 only; send an integer (BigInt)")
     return int(value)
 
 
-def _refuse(reason: str, path: str) -> NoReturn:
-    raise msgspec.ValidationError(f"{path.removeprefix('$.')} {reason} - at `{path}`")
+class _NotExact(Exception):
+    """A value that the exact type does not have, and the field that holds it."""
+
+    def __init__(self, reason: str, field: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.field = field
 
 
 def _items(value: msgspec.Raw | None) -> list[msgspec.Raw]:

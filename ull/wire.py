@@ -30,7 +30,7 @@ DRAFTERS: Final[tuple[str, ...]] = get_args(Drafter)  # what `speculate` may nam
 _MAX_PROMPT_IDS = 1 << 20
 _MAX_MESSAGES = 1 << 14
 _MAX_STOPS = 1024
-_MAX_BIASES = 1 << 16
+_MAX_BIASES = 1 << 13
 MAX_WARNINGS: Final = 8  # of one request (native/engine/request.h)
 MAX_WARNING_BYTES: Final = 64  # of one of them
 
