@@ -109,11 +109,12 @@ def test_any_flipped_bit_of_the_manifest_is_refused(bundle: Path, place: int) ->
     [
         (b"", "manifest.sha256 is damaged: it must hold the SHA-256 of manifest.json; rebuild it"),
         (b"0" * 64, "is damaged"),
+        (b"0" * 64 + b"  manifest.json", "is damaged"),
         (b"0" * 64 + b"  weights.safetensors\n", "is damaged"),
         (b"\xff" * 80, "is damaged"),
         (b"x" * 5000, "far too large: 5000 bytes"),
     ],
-    ids=["empty", "no name", "other name", "no text", "large"],
+    ids=["empty", "no name", "no line end", "other name", "no text", "large"],
 )
 def test_damaged_seals_are_refused(bundle: Path, content: bytes, words: str) -> None:
     (bundle / "manifest.sha256").write_bytes(content)

@@ -19,7 +19,7 @@ MANIFEST_FILE: Final = "manifest.json"
 SEAL_FILE: Final = "manifest.sha256"
 MAX_MANIFEST_BYTES: Final = 64 << 20
 _MAX_SEAL_BYTES = 1024
-_SEAL = re.compile(rb"([0-9a-f]{64}) [ *]manifest\.json\n?")
+_SEAL = re.compile(rb"([0-9a-f]{64}) [ *]manifest\.json\n")
 _REMEDY = "rebuild it with ull-build"
 
 
