@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from report import ROOT
+from ull.bundle import SEAL_FILE
 from ull.spawn import DaemonProcess
 
 
@@ -14,8 +15,8 @@ def tiny_bundle() -> Path:
     """engines/tiny.toml compiled into .cache/tiny.ull; built again whenever the recipe or any weights are newer."""
     bundle = ROOT / ".cache/tiny.ull"
     sources = [ROOT / "engines/tiny.toml", *(ROOT / "engines/tiny").rglob("*.safetensors")]
-    manifest = bundle / "manifest.json"
-    if not manifest.exists() or manifest.stat().st_mtime < max(source.stat().st_mtime for source in sources):
+    seal = bundle / SEAL_FILE
+    if not seal.exists() or seal.stat().st_mtime < max(source.stat().st_mtime for source in sources):
         bundle.parent.mkdir(exist_ok=True)
         command = [sys.executable, "-m", "ull_build", sources[0], "--output", bundle, "--force", "--quiet"]
         subprocess.run(command, check=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from report import ROOT
 from serving import tiny_bundle
-from ull.bundle import MANIFEST_FILE, WEIGHTS_FILE, encode_manifest, open_bundle
+from ull.bundle import MANIFEST_FILE, SEAL_FILE, WEIGHTS_FILE, encode_manifest, open_bundle, write_sealed
 from ull.layout import expected_tensors
 from ull_build.weights import WeightsWriter
 
@@ -30,7 +30,7 @@ def random_fp8(generator: np.random.Generator, count: int) -> np.ndarray:
 def synthetic_bundle() -> Path:
     """Writes .cache/synthetic.ull on first use: Llama, 16 layers of hidden 2048; tokenizer of the tiny engine."""
     path = ROOT / ".cache/synthetic.ull"
-    if (path / MANIFEST_FILE).exists():
+    if (path / SEAL_FILE).exists():
         return path
     tiny = open_bundle(tiny_bundle())
     model = msgspec.structs.replace(
@@ -46,7 +46,7 @@ def synthetic_bundle() -> Path:
     precision = msgspec.structs.replace(tiny.manifest.precision, weights="fp8")
     staging = path.with_suffix(".partial")
     shutil.rmtree(staging, ignore_errors=True)
-    shutil.copytree(tiny.path, staging, ignore=shutil.ignore_patterns(WEIGHTS_FILE, MANIFEST_FILE))
+    shutil.copytree(tiny.path, staging, ignore=shutil.ignore_patterns(WEIGHTS_FILE, MANIFEST_FILE, SEAL_FILE))
     plan = {name: shape for name, shape in expected_tensors(model, precision).items() if not shape.optional}
     generator = np.random.default_rng(0)
     with WeightsWriter(staging / WEIGHTS_FILE, plan) as writer:
@@ -65,9 +65,19 @@ def synthetic_bundle() -> Path:
                 writer.write(name, values.view(np.uint16))
         weights = writer.finish()
     files = {**tiny.manifest.files, WEIGHTS_FILE: weights}
-    manifest = msgspec.structs.replace(
-        tiny.manifest, name="synthetic", model=model, precision=precision, quality=None, speculation=None, files=files
+    made_up = msgspec.structs.replace(
+        tiny.manifest.provenance, source="random weights", source_sha256=None, source_files={}, drafters={}
     )
-    (staging / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+    manifest = msgspec.structs.replace(
+        tiny.manifest,
+        name="synthetic",
+        model=model,
+        precision=precision,
+        quality=None,
+        provenance=made_up,
+        speculation=None,
+        files=files,
+    )
+    write_sealed(staging, encode_manifest(manifest))
     staging.rename(path)
     return path

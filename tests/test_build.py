@@ -302,19 +302,6 @@ def test_manifest(tmp_path: Path) -> None:
     assert set(manifest.files) == names
 
 
-def test_the_source_hash_follows_config_and_weights_index(tmp_path: Path) -> None:
-    def source_hash(name: str, **options: Any) -> str:
-        (tmp_path / name).mkdir()
-        checkpoint = write_checkpoint(tmp_path / name / "m", **options)
-        return make(tmp_path / name, checkpoint).manifest.provenance.source_sha256
-
-    first = source_hash("a")
-    assert source_hash("b") == first
-    assert source_hash("c", config={"rms_norm_eps": 1e-6}) != first
-    assert source_hash("d", config={"vocab_size": 331}) != first
-    assert source_hash("e", shards=2) != first
-
-
 def test_eos_falls_back_to_the_tokenizer(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "m", config={"eos_token_id": None, "bos_token_id": None})
     tokens = make(tmp_path, checkpoint).manifest.tokens

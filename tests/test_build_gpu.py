@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 
 from checkpoints import write_checkpoint
 from device_bundles import build_with_stubs, read_weights, write_stubs
+from manifests import read_manifest_json, write_manifest_json
 from ull import inspect
 from ull.bundle import DEVICE_ALIGNMENT, DEVICE_KERNELS, Bundle, Precision, open_bundle
 from ull.device_layout import DEVICE_INTERFACE
@@ -284,6 +285,7 @@ def test_the_quality_is_measured_by_the_cpu(tmp_path: Path) -> None:
     assert sorted(file.name for file in on_device.path.iterdir()) == [
         "code",
         "manifest.json",
+        "manifest.sha256",
         "tokenizer",
         "vocab.bin",
         "weights.safetensors",
@@ -295,12 +297,12 @@ def test_the_quality_is_measured_by_the_cpu(tmp_path: Path) -> None:
 
 def edit(bundle: Path, *path: str, value: Any) -> None:
     """Changes one field of the manifest."""
-    manifest = json.loads((bundle / "manifest.json").read_bytes())
+    manifest = read_manifest_json(bundle)
     place = manifest
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
-    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest_json(bundle, manifest)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import io
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from checkpoints import write_checkpoint
 from device_bundles import read_weights, write_stubs
+from manifests import change_manifest, read_manifest_json, write_manifest_json
 from recording_driver import Launched, RecordingDriver
 from ull import inspect
 from ull.bundle import DEVICE_KERNELS, Bundle, Precision, open_bundle
@@ -148,16 +148,13 @@ def test_the_models_share_no_memory(program: Program, driver: RecordingDriver) -
 
 
 def test_damaged_bundles_are_refused(bundle: Bundle) -> None:
-    path = bundle.path / "manifest.json"
-    good = path.read_bytes()
+    good = read_manifest_json(bundle.path)
 
     def refused(words: str, change: Any) -> None:
-        manifest = json.loads(good)
-        change(manifest["speculation"]["draft"], manifest)
-        path.write_text(json.dumps(manifest))
+        change_manifest(bundle.path, lambda manifest: change(manifest["speculation"]["draft"], manifest))
         with pytest.raises(BundleError, match=words):
             open_bundle(bundle.path)
-        path.write_bytes(good)
+        write_manifest_json(bundle.path, good)
 
     refused("needs `code` of the draft model", lambda draft, _: draft.pop("code"))
     refused(

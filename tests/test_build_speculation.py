@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from checkpoints import head_tensors, tokenizer_json, write_checkpoint, write_json
+from manifests import change_manifest, read_manifest_json, write_manifest_json
 from ull.bundle import Bundle, Precision, open_bundle
 from ull.errors import BundleError, CheckpointError, RecipeError
 from ull.inspect import describe as inspect_bundle
@@ -425,9 +426,9 @@ def test_specials_of_the_tokenizers_may_differ(target: Path, tmp_path: Path) -> 
 
 def test_bundles_of_before_open_and_have_no_drafters(target: Path, tmp_path: Path) -> None:
     bundle = built(target, tmp_path / "x.ull")
-    manifest = json.loads((bundle.path / "manifest.json").read_bytes())
+    manifest = read_manifest_json(bundle.path)
     assert manifest.pop("speculation") == {"default": "auto", "max_tree": 64, "medusa": None, "draft": None}
-    (bundle.path / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest_json(bundle.path, manifest)
     old = open_bundle(bundle.path)
     assert old.manifest.speculation is None
     assert old.native_spec()["medusa"] is None and old.native_spec()["draft"] is None
@@ -447,9 +448,7 @@ def test_bundles_of_before_open_and_have_no_drafters(target: Path, tmp_path: Pat
 )
 def test_false_manifests_are_refused(target: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
     bundle = built(target, tmp_path / "x.ull")
-    manifest = json.loads((bundle.path / "manifest.json").read_bytes())
-    manifest["speculation"].update(change)
-    (bundle.path / "manifest.json").write_text(json.dumps(manifest))
+    change_manifest(bundle.path, lambda manifest: manifest["speculation"].update(change))
     with pytest.raises(BundleError, match=message):
         open_bundle(bundle.path)
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import write_checkpoint, write_json
+from manifests import read_manifest_json, write_manifest_json
 from ull import inspect
 from ull.bundle import (
     Bundle,
@@ -25,6 +26,7 @@ from ull.bundle import (
     inverse_frequencies,
     open_bundle,
     read_tensor_file,
+    write_sealed,
 )
 from ull.errors import BundleError, ConfigError
 from ull_build.build import Settings, build
@@ -46,7 +48,7 @@ def bundle(pristine: Path, tmp_path: Path) -> Path:
 
 def edit(bundle: Path, *path: str, value: Any) -> None:
     """Sets (or with `...` removes) one field of the manifest."""
-    manifest = json.loads((bundle / "manifest.json").read_text())
+    manifest = read_manifest_json(bundle)
     place = manifest
     for key in path[:-1]:
         place = place[key]
@@ -54,7 +56,7 @@ def edit(bundle: Path, *path: str, value: Any) -> None:
         del place[path[-1]]
     else:
         place[path[-1]] = value
-    write_json(bundle / "manifest.json", manifest)
+    write_manifest_json(bundle, manifest)
 
 
 def accept_file(bundle: Path, name: str) -> None:
@@ -89,17 +91,21 @@ def test_missing_and_foreign_directories(tmp_path: Path, bundle: Path) -> None:
         refuse(bundle, "not an engine bundle: its manifest's format is not 'ull-engine'", "format")
 
 
-def test_newer_format(bundle: Path) -> None:
-    edit(bundle, "format_version", value=2)
-    refuse(bundle, "bundle format 2, this ull reads up to 1; upgrade ull", "format_version")
-    edit(bundle, "format_version", value=0)
+def test_other_formats(bundle: Path) -> None:
+    edit(bundle, "format_version", value=3)
+    refuse(bundle, "bundle format 3, this ull reads 2; upgrade ull", "format_version")
+    edit(bundle, "format_version", value=1)
+    refuse(bundle, "bundle format 1, this ull reads 2; rebuild it", "format_version")
+    (bundle / "manifest.sha256").unlink()  # formats of before had none
+    refuse(bundle, "bundle format 1, this ull reads 2; rebuild it", "format_version")
+    edit(bundle, "format_version", value="2")
     refuse(bundle, "is damaged", "format_version")
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, -2])
 def test_truncated_manifest(bundle: Path, keep: int) -> None:
     path = bundle / "manifest.json"
-    path.write_bytes(path.read_bytes()[:keep])
+    write_sealed(bundle, path.read_bytes()[:keep])
     refuse(bundle, "manifest.json is damaged.*rebuild it")
 
 
@@ -130,6 +136,9 @@ def test_truncated_manifest(bundle: Path, keep: int) -> None:
         (("name",), "", "name"),
         (("quality",), {"eval_text": "x"}, "quality"),
         (("provenance", "source_sha256"), "abc", "source_sha256"),
+        (("provenance", "source_sha256"), "0" * 64, "`source_sha256` is not that of `source_files`"),
+        (("provenance", "source_sha256"), None, "`source_sha256` is not that of `source_files`"),
+        (("files", "manifest.sha256"), {"sha256": "0" * 64, "bytes": 1}, "does not lie inside"),
         (("files", "weights.safetensors"), ..., "lacks 'weights.safetensors'"),
         (("files", "tokenizer/tokenizer.json"), ..., "lacks 'tokenizer/tokenizer.json'"),
         (("files", "../other"), {"sha256": "0" * 64, "bytes": 1}, "does not lie inside"),
@@ -246,7 +255,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 @given(data=st.data())
 def test_no_mutation_of_a_manifest_crashes(bundle: Path, pristine: Path, data: st.DataObject) -> None:
     """Whatever a field becomes, the bundle opens (and then describes itself to the core) or is refused politely."""
-    manifest = json.loads((pristine / "manifest.json").read_text())
+    manifest = read_manifest_json(pristine)
     changed = copy.deepcopy(manifest)
     for _ in range(data.draw(st.integers(1, 3))):
         *path, last = data.draw(st.sampled_from(places(changed)))
@@ -257,7 +266,7 @@ def test_no_mutation_of_a_manifest_crashes(bundle: Path, pristine: Path, data: s
             place[last] = data.draw(JSON_VALUES)
         else:
             del place[last]
-    (bundle / "manifest.json").write_text(json.dumps(changed))
+    write_manifest_json(bundle, changed)
     try:
         opened = open_bundle(bundle)
     except BundleError as error:
@@ -355,6 +364,8 @@ def test_inspect_json(pristine: Path, capsys: pytest.CaptureFixture[str]) -> Non
     )
     assert report["weight_bytes"]["total"] == open_bundle(pristine).weight_bytes
     assert set(report["verified"].values()) == {"ok"}
+    assert next(iter(report["verified"])) == "manifest.json"
+    assert report["digest"] == open_bundle(pristine).digest
     keys = set(Manifest.__struct_fields__)
     assert msgspec.convert({key: report[key] for key in keys}, Manifest) == open_bundle(pristine).manifest
 

@@ -180,6 +180,7 @@ def test_a_build_measures_and_keeps_its_calibration(checkpoint: Path, tmp_path: 
     ]
     assert {path.name for path in result.path.iterdir()} == {
         "manifest.json",
+        "manifest.sha256",
         "tokenizer",
         "vocab.bin",
         "weights.safetensors",

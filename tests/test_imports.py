@@ -16,6 +16,7 @@ PYTHON_LAYERS = {
     "refusals": 1,
     "config": 1,
     "host": 1,
+    "seal": 1,
     "sockets": 1,
     "spawn": 1,
     "manifest": 1,

@@ -31,7 +31,7 @@ def joined(frames: list[dict[str, Any]]) -> tuple[list[int], str]:
 @pytest.mark.parametrize("idle", ["adaptive", "spin"])
 @pytest.mark.parametrize("endpoint", ["ipc://{folder}/sock", "tcp://127.0.0.1:0"])
 def test_an_exchange(tmp_path: Path, endpoint: str, idle: str) -> None:
-    io = {"listen": [endpoint.format(folder=tmp_path)], "idle": idle}
+    io = {"listen": [endpoint.format(folder=tmp_path)], "idle": idle, "bundle": "d" * 64}
     with Rig(tmp_path, {"tokens": ALPHABET}, engine={"idle": idle}, io=io) as rig:
         assert not rig.io.endpoints[0].endswith(":0")
         client = rig.client(b"client")
@@ -69,7 +69,8 @@ def test_an_exchange(tmp_path: Path, endpoint: str, idle: str) -> None:
                 "accepted_by_depth": [],
             },
         }
-        assert done == {"type": "done", **ending, "warnings": []}
+        assert done == {"type": "done", "bundle": "d" * 64, **ending, "warnings": []}
+        assert list(done)[list(done).index("seed") + 1] == "bundle"
         record = rig.record()
         assert record.pop("timeline") == timeline
         assert record == {"identity": b"client", "delivered": True, "client": "ok", **ending}
@@ -295,6 +296,11 @@ def test_an_endpoint_that_is_taken_is_named(tmp_path: Path) -> None:
 def test_a_library_that_is_not_loaded_is_refused(tmp_path: Path) -> None:
     with Rig(tmp_path, {"tokens": [97]}) as rig, pytest.raises(RuntimeError, match="is not loaded in this process"):
         _native.Io(rig.engine, zmq_context=rig.context.underlying, libzmq="/none/libzmq.so", listen=["ipc:///tmp/x"])
+
+
+def test_a_digest_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="bundle: a digest has at most 64 characters"):
+        Rig(tmp_path, {"tokens": [97]}, io={"bundle": "d" * 65})
 
 
 def test_a_deleted_socket_file_is_made_again(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def observe(monkeypatch: pytest.MonkeyPatch) -> Callable[..., check.Seen]:
         monkeypatch.setattr(check, "_open", opened)
         manifest: Any = type("M", (), {"forward": Forward("tensorrt", "fused", plans())})()
         monkeypatch.setattr(check, "with_forward", lambda bundle, forward: _with(bundle, forward))
-        return check.observe_plans(Bundle(None, manifest, {}), tokens)  # type: ignore[arg-type]
+        return check.observe_plans(Bundle(None, manifest, {}, ""), tokens)  # type: ignore[arg-type]
 
     def _with(bundle: Bundle, forward: Forward) -> Bundle:
         bundle.manifest.forward = forward  # type: ignore[misc]

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import driver_double
 from conftest import ROOT
 from device_bundles import build_with_stubs, emulated_kernels, write_stubs
 from double_daemons import TOKENS, complete, daemons
+from manifests import change_manifest
 from ull.bundle import Bundle, open_bundle
 from ull.client import Client
 from ull.spawn import DaemonProcess
@@ -196,17 +197,11 @@ def copy(workshop: Workshop, tmp_path: Path) -> Path:
     return Path(shutil.copytree(bundle.path, tmp_path / "x.ull"))
 
 
-def edit(bundle: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    manifest = json.loads((bundle / "manifest.json").read_text())
-    change(manifest)
-    (bundle / "manifest.json").write_text(json.dumps(manifest))
-
-
 def replace_plan(bundle: Path, name: str, data: bytes) -> None:
     """Another plan, of which the manifest knows."""
     (bundle / name).write_bytes(data)
     entry = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
-    edit(bundle, lambda manifest: manifest["files"].update({name: entry}))
+    change_manifest(bundle, lambda manifest: manifest["files"].update({name: entry}))
 
 
 def test_plans_of_another_version_gpu_or_place_are_refused(workshop: Workshop, copy: Path) -> None:
@@ -222,10 +217,10 @@ def test_plans_of_another_version_gpu_or_place_are_refused(workshop: Workshop, c
     assert "entry.plan is not one of segment 'entry'" in refused(workshop, copy)
     replace_plan(copy, "code/plans/entry.plan", whole)
     swapped = ["code/plans/layer.1.plan", "code/plans/layer.0.plan"]
-    edit(copy, lambda manifest: manifest["forward"]["plans"]["files"].__setitem__(slice(1, 3), swapped))
+    change_manifest(copy, lambda manifest: manifest["forward"]["plans"]["files"].__setitem__(slice(1, 3), swapped))
     assert "layer.1.plan is not one of segment 'layer.0'" in refused(workshop, copy)
     assert refused(workshop, copy, memory=10_000_000).count("in all; use a larger GPU") == 1
-    edit(copy, lambda manifest: manifest["forward"]["plans"].update(version="11.0.0.1"))
+    change_manifest(copy, lambda manifest: manifest["forward"]["plans"].update(version="11.0.0.1"))
     assert "built by TensorRT 11.0.0.1" in (said := refused(workshop, copy)) and "tensorrt==11.0.0.1" in said
 
 

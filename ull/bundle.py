@@ -1,14 +1,15 @@
 """Opens engine bundles: validates every field and file, and describes the weights to the native core.
 
-A bundle is a directory: `manifest.json` (see `ull.manifest`), `weights.safetensors` (see `ull.layout`, for a GPU
-`ull.device_layout`), `vocab.bin` (token id -> bytes), `tokenizer/`, and for a GPU `code/`. Whatever is wrong with one
-ends in a `BundleError` that names file, field and remedy.
+A bundle is a directory: `manifest.json` (see `ull.manifest`) and its seal (see `ull.seal`), `weights.safetensors` (see
+`ull.layout`, for a GPU `ull.device_layout`), `vocab.bin` (token id -> bytes), `tokenizer/`, and for a GPU `code/`.
+Whatever is wrong with one ends in a `BundleError` that names file, field and remedy.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,7 @@ from ull.manifest import (
     Quality,
     RecipeValue,
     Rope,
+    SourceFiles,
     Speculation,
     Target,
     TensorError,
@@ -86,6 +88,7 @@ from ull.manifest import (
     embedding_is_shared,
     encode_manifest,
     head_scan_problems,
+    listing_sha256,
     medusa_problems,
     quantised_inputs,
     runs_draft_models,
@@ -106,6 +109,14 @@ from ull.plans import (
     profile_of,
     profile_scheme,
     segment_names,
+)
+from ull.seal import (
+    MANIFEST_FILE,
+    SEAL_FILE,
+    check_seal,
+    digest_of,
+    read_manifest_bytes,
+    write_sealed,
 )
 from ull.targets import ARCHITECTURES, capability_text
 
@@ -137,6 +148,7 @@ __all__ = [
     "MEDUSA_KERNELS",
     "PLANS_DIRECTORY",
     "ROUND_KERNELS",
+    "SEAL_FILE",
     "STEP_SEGMENT",
     "TILE_ROWS",
     "TOKENIZER_FILE",
@@ -168,6 +180,7 @@ __all__ = [
     "RecipeValue",
     "Rope",
     "Source",
+    "SourceFiles",
     "Speculation",
     "Target",
     "TensorEntry",
@@ -180,6 +193,7 @@ __all__ = [
     "device_parts",
     "device_problems",
     "device_tensors",
+    "digest_of",
     "draft_problems",
     "embedding_is_shared",
     "encode_manifest",
@@ -187,6 +201,7 @@ __all__ = [
     "head_rows",
     "head_scan_problems",
     "inverse_frequencies",
+    "listing_sha256",
     "medusa_problems",
     "medusa_tensors",
     "native_spec",
@@ -196,14 +211,15 @@ __all__ = [
     "profile_scheme",
     "quantised_inputs",
     "read_manifest",
+    "read_manifest_bytes",
+    "read_sealed_manifest",
     "read_tensor_file",
     "runs_draft_models",
     "segment_names",
     "verify_hashes",
+    "write_sealed",
 ]
 
-MANIFEST_FILE = "manifest.json"
-MAX_MANIFEST_BYTES = 64 << 20
 VOCABULARY_MAGIC = b"ULLVOCAB"
 VOCABULARY_VERSION = 1
 REBUILD = "rebuild it with ull-build"
@@ -214,11 +230,15 @@ _ELF_CUDA = 190  # e_machine of a cubin
 
 @dataclass(frozen=True)
 class Bundle:
-    """An opened, validated bundle. `tensors` says where each tensor lies in `weights_path`."""
+    """An opened, validated bundle. `tensors` says where each tensor lies in `weights_path`.
+
+    `digest` identifies the bundle: the SHA-256 of its manifest, in hexadecimal.
+    """
 
     path: Path
     manifest: Manifest
     tensors: dict[str, TensorEntry]
+    digest: str
 
     @property
     def weights_path(self) -> Path:
@@ -267,12 +287,14 @@ class Bundle:
 
 
 def open_bundle(path: str | Path, verify: Literal["sizes", "hashes"] = "sizes") -> Bundle:
-    """Opens and validates the bundle at `path`; "hashes" also reads every byte and compares SHA-256.
+    """Opens and validates the bundle at `path`, whose manifest must be as it was sealed.
+
+    "sizes" compares the other files' sizes with the manifest; "hashes" also reads every byte and compares SHA-256.
 
     Raises BundleError naming the file, the field and the remedy.
     """
     path = Path(path)
-    manifest = read_manifest(path)
+    manifest, digest = read_sealed_manifest(path)
     _check_files(path, manifest)
     for part in device_parts(manifest):
         _check_code(path, part)
@@ -282,37 +304,40 @@ def open_bundle(path: str | Path, verify: Literal["sizes", "hashes"] = "sizes") 
         for name, problem in verify_hashes(path, manifest).items():
             if problem is not None:
                 raise BundleError(f"{path / name} {problem}; {REBUILD}", field=name)
-    return Bundle(path, manifest, tensors)
+    return Bundle(path, manifest, tensors, digest)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads and validates `manifest.json` alone. Raises BundleError."""
-    manifest_path = path / MANIFEST_FILE
+    """Reads and validates `manifest.json` and its seal alone. Raises BundleError."""
+    return read_sealed_manifest(path)[0]
+
+
+def read_sealed_manifest(path: Path) -> tuple[Manifest, str]:
+    """The manifest as `read_manifest` reads it, and the bundle's digest. Raises BundleError."""
     if not path.exists():
         raise BundleError(f"no engine bundle at {path}; build one with `ull-build RECIPE`", field=str(path))
+    raw = read_manifest_bytes(path)
+    _check_format(path, raw)
+    digest = check_seal(path, raw)
     try:
-        if manifest_path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise BundleError(f"{path} is not an engine bundle: {MANIFEST_FILE} is far too large", field=MANIFEST_FILE)
-        raw = manifest_path.read_bytes()
-    except OSError as error:
-        reason = "it has no manifest.json" if isinstance(error, FileNotFoundError) else str(error)
-        raise BundleError(f"{path} is not an engine bundle: {reason}", field=MANIFEST_FILE) from error
-    try:
-        _check_format(path, msgspec.json.decode(raw))
-        return msgspec.json.decode(raw, type=Manifest)
+        return msgspec.json.decode(raw, type=Manifest), digest
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BundleError(f"{manifest_path} is damaged: {error}; {REBUILD}", field=_field(str(error))) from error
+        raise BundleError(f"{path / MANIFEST_FILE} is damaged: {error}; {REBUILD}", field=_field(str(error))) from error
 
 
-def _check_format(path: Path, manifest: Any) -> None:
-    """Tells a foreign or newer manifest from a damaged one."""
+def _check_format(path: Path, raw: bytes) -> None:
+    """Tells a manifest that is foreign, older or newer from one that is damaged, which is for others to say."""
+    try:
+        manifest = msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise BundleError(f"{path} is not an engine bundle: its manifest's format is not {FORMAT!r}", field="format")
     version = manifest.get("format_version")
-    if type(version) is int and version > FORMAT_VERSION:
+    if type(version) is int and version != FORMAT_VERSION:
+        remedy = f"upgrade ull, or {REBUILD}" if version > FORMAT_VERSION else REBUILD
         raise BundleError(
-            f"{path} has bundle format {version}, this ull reads up to {FORMAT_VERSION}; upgrade ull, or {REBUILD}",
-            field="format_version",
+            f"{path} has bundle format {version}, this ull reads {FORMAT_VERSION}; {remedy}", field="format_version"
         )
 
 
@@ -323,18 +348,24 @@ def _field(message: str) -> str | None:
 
 
 def _check_files(path: Path, manifest: Manifest) -> None:
-    """Every listed file exists and has its size."""
+    """Every listed file exists and has its size, and the tokenizer's directory holds no other."""
     for name, entry in manifest.files.items():
         file = path / name
         try:
-            if not file.is_file():
-                raise BundleError(f"{file} is missing; {REBUILD}", field=name)
-            size = file.stat().st_size
+            status = file.stat()
+        except FileNotFoundError as error:
+            raise BundleError(f"{file} is missing; {REBUILD}", field=name) from error
         except OSError as error:
             raise BundleError(f"{file} cannot be read ({error.strerror}); {REBUILD}", field=name) from error
-        if size != entry.bytes:
-            state = "is truncated" if size < entry.bytes else "has the wrong size"
-            raise BundleError(f"{file} {state}: {size} bytes, expected {entry.bytes}; {REBUILD}", field=name)
+        if not stat.S_ISREG(status.st_mode):
+            raise BundleError(f"{file} is not a regular file; {REBUILD}", field=name)
+        if status.st_size != entry.bytes:
+            state = "is truncated" if status.st_size < entry.bytes else "has the wrong size"
+            raise BundleError(f"{file} {state}: {status.st_size} bytes, expected {entry.bytes}; {REBUILD}", field=name)
+    directory = Path(TOKENIZER_FILE).parent
+    for file in sorted((path / directory).iterdir()):
+        if str(directory / file.name) not in manifest.files:
+            raise BundleError(f"{file} is not in the manifest, and would be read; remove it", field=str(directory))
 
 
 def verify_hashes(

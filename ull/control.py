@@ -33,6 +33,7 @@ from ull.refusals import RefusalLog
 # worker, where the tokenizer runs without the GIL.
 INLINE_CHARACTERS = 1024
 _STALL_NS = 10_000_000  # a turn that took longer is counted
+LOGGED_DIGITS = 16  # of the bundle's digest, in the line of each request
 _UNKNOWN_SERVICE_MS = 100  # assumed before the first request has ended
 _MOST_RETRY_MS = 60_000
 _TURN_NS = 2_000_000  # spent on the io thread's messages before other events have their turn
@@ -78,6 +79,7 @@ class ControlPlane:
         self._receiver = MessageReceiver(socket)
         self._memory_tries = 0
         self._queue_depth = queue_depth
+        self._bundle = str(engine_summary.get("digest", ""))[:LOGGED_DIGITS] or None
         self._started_ns = time.monotonic_ns()
         self._live: set[tuple[bytes, int]] = set()  # submitted, not yet ended
         self._preparing: dict[tuple[bytes, int], bool] = {}  # being tokenized -> cancelled meanwhile
@@ -413,6 +415,7 @@ class ControlPlane:
             tokens_per_round=record.speculation.tokens_per_round or None,
             total_ms=_milliseconds(times.received_ns, times.done_ns),
             seed=record.seed,
+            bundle=self._bundle,
             delivered=record.delivered,
             connection=record.client,
             error=None if record.error is None else f"{record.error.code}: {record.error.message}",

@@ -129,7 +129,7 @@ class Daemon:
         self._signals.heed()
         limits = self._limits(bundle, tokenizer)
         check_address_space()
-        self._io = self._open_io(context, limits.max_message_bytes, claims)
+        self._io = self._open_io(context, bundle.digest, limits.max_message_bytes, claims)
         exit_stack.callback(self._io.stop)
         exit_stack.callback(self._engine.stop)  # before io, which delivers the last frames
         socket = context.socket(zmq.PAIR)
@@ -155,7 +155,7 @@ class Daemon:
             self._io,
             Admission(tokenizer, limits, bundle.manifest.tokens.eos),
             self._log,
-            engine_summary=_summary(bundle),
+            engine_summary=_summary(bundle, config.verify),
             executor_summary={**executor, "start_ns": start_ns},
             queue_depth=config.engine.queue_depth,
         )
@@ -168,6 +168,11 @@ class Daemon:
             "executor": executor["name"],
             **({"avoid_cores": ranges(avoid)} if (avoid := self._placement.avoid) else {}),
             "start_ms": start_ns // 1_000_000,
+        }
+        self._identity = {
+            "bundle": bundle.digest,
+            "source_sha256": bundle.manifest.provenance.source_sha256,
+            "verified": config.verify,
         }
         gc.collect()
         gc.freeze()  # what is alive now stays alive: later collections need not look at it
@@ -258,7 +263,7 @@ class Daemon:
         }
 
     def _open_io(
-        self, context: zmq.Context[zmq.Socket[bytes]], longest_message: int, claims: list[SocketClaim]
+        self, context: zmq.Context[zmq.Socket[bytes]], digest: str, longest_message: int, claims: list[SocketClaim]
     ) -> _native.Io:
         config = self.config.io
         return _native.Io(
@@ -273,6 +278,7 @@ class Daemon:
             client_stall_ms=config.client_stall_ms,
             max_message=longest_message,
             local=[str(claim.local) for claim in claims if claim.local is not None],
+            bundle=digest,
         )
 
     def _lock_memory(self) -> None:
@@ -295,7 +301,7 @@ class Daemon:
         log("cores", **cores, cooperative=placement.cooperative, message=placement.reason or None)
         if self._slow_wake_ups is not None:
             self._log.info("idle", message=f"sleeping cores may take long to wake up: {self._slow_wake_ups}")
-        self._log.info("ready", version=__version__, **self._ready)
+        self._log.info("ready", version=__version__, **self._ready, **self._identity)
 
     def _hear(self) -> None:
         self._signals.hear(self._refuse_reload)
@@ -379,8 +385,8 @@ def run(bundle: Path, config: Config, log: Log, signals: Signals, *, rehearse: b
         daemon.close()
 
 
-def _summary(bundle: Bundle) -> dict[str, Any]:
-    """What `info` says about the engine."""
+def _summary(bundle: Bundle, verified: str) -> dict[str, Any]:
+    """What `info` says about the engine. `verified`: what of the bundle was compared at start, "sizes" or "hashes"."""
     manifest = bundle.manifest
     model, forward = manifest.model, manifest.forward
     quality = manifest.calibration if forward.uses("tensorrt") and manifest.calibration else manifest.quality
@@ -398,5 +404,8 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
         "tokens": {"bos": manifest.tokens.bos, "eos": manifest.tokens.eos},
         "chat_template": manifest.tokens.chat_template,
         "perplexity_increase": None if quality is None else quality.perplexity_increase,
+        "digest": bundle.digest,
+        "verified": verified,
         "source_sha256": manifest.provenance.source_sha256,
+        "drafter_sha256": {name: source.sha256 for name, source in manifest.provenance.drafters.items()},
     }

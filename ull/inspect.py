@@ -17,7 +17,19 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from ull import _native
-from ull.bundle import HEAD_SCAN, Bundle, Forward, Manifest, Model, Plans, open_bundle, read_manifest, verify_hashes
+from ull.bundle import (
+    HEAD_SCAN,
+    MANIFEST_FILE,
+    Bundle,
+    Forward,
+    Manifest,
+    Model,
+    Plans,
+    Provenance,
+    open_bundle,
+    read_manifest,
+    verify_hashes,
+)
 from ull.config import EngineConfig
 from ull.errors import BundleError
 from ull.host import auto_threads
@@ -37,7 +49,7 @@ _GROUPS = {"qkv": "attention", "o": "attention", "gate_up": "mlp", "down": "mlp"
 
 
 def main(path: str | Path, as_json: bool = False, verify: bool = False, measure: bool = False, threads: int = 0) -> int:
-    """Prints what the bundle at `path` holds; `verify` reads every file and compares its SHA-256.
+    """Prints what the bundle at `path` holds; `verify` reads every file and compares its SHA-256, the manifest's first.
 
     `measure` loads the engine, with `threads` computing threads (0: as many as a daemon takes), and measures what
     verifying and drafting cost. Returns 0, or 1 when the bundle cannot be opened, a file differs or the engine cannot
@@ -48,7 +60,7 @@ def main(path: str | Path, as_json: bool = False, verify: bool = False, measure:
     report: dict[str, Any] = {"path": str(path)}
     try:
         if verify:
-            hashes = verify_hashes(path, read_manifest(path))
+            hashes = {MANIFEST_FILE: None, **verify_hashes(path, read_manifest(path))}
         bundle = open_bundle(path)
         report |= describe(bundle)
         error = None
@@ -76,13 +88,14 @@ def main(path: str | Path, as_json: bool = False, verify: bool = False, measure:
 
 
 def describe(bundle: Bundle) -> dict[str, Any]:
-    """The manifest as plain data, with `path`, the number of parameters, and `weight_bytes` per group of tensors."""
+    """The manifest as plain data, with `path`, `digest`, the number of parameters, and `weight_bytes` per group."""
     sizes: dict[str, int] = {}
     for name, entry in bundle.tensors.items():
         group = _group(name)
         sizes[group] = sizes.get(group, 0) + entry.nbytes
     return {
         "path": str(bundle.path),
+        "digest": bundle.digest,
         "parameters": parameter_count(bundle.manifest.model),
         "weight_bytes": {**sizes, "total": bundle.weight_bytes},
         "memory_bytes": memory_bytes(bundle),
@@ -144,7 +157,10 @@ def print_served(url: str, engine: Mapping[str, Any], executor: Mapping[str, Any
     if engine["target"] != "cpu":
         table.add_row("forward", f"prefill {engine['forward']['prefill']}, decode {engine['forward']['decode']}")
     table.add_row("built", f"{engine['created']} by ull {engine['ull_version']}")
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.print(table)
+    digests = {"digest": engine.get("digest"), "source": engine.get("source_sha256")}
+    console.print(_identity({**digests, **engine.get("drafter_sha256", {})}))
     _print_costs({**executor, "executor": executor["name"]})
 
 
@@ -167,7 +183,7 @@ def _group(name: str) -> str:
 
 
 def _print_tables(report: dict[str, Any]) -> None:
-    names = ("path", "parameters", "weight_bytes", "memory_bytes")
+    names = ("path", "digest", "parameters", "weight_bytes", "memory_bytes")
     manifest = msgspec.convert(
         {key: value for key, value in report.items() if key not in (*names, "verified", "measured")}, Manifest
     )
@@ -176,6 +192,10 @@ def _print_tables(report: dict[str, Any]) -> None:
     for name, value in _rows(manifest, report["parameters"]):
         table.add_row(name, value)
     console.print(table)
+    digests = {"digest": report["digest"], "source": manifest.provenance.source_sha256}
+    for kind, source in manifest.provenance.drafters.items():
+        digests[kind] = source.sha256
+    console.print(_identity(digests))
     files = Table("file", "size", "SHA-256", title="files", title_justify="left")
     for name, entry in manifest.files.items():
         files.add_row(name, decimal(entry.bytes), entry.sha256[:16])
@@ -230,13 +250,26 @@ def _rows(manifest: Manifest, parameters: int) -> list[tuple[str, str]]:
                 f"{worst.relative_error:.3%} ({worst.name})" if worst and worst.relative_error else "none",
             ),
         ]
-    rows += _calibration_rows(manifest)
-    provenance = manifest.provenance
-    rows += [
-        ("source", f"{provenance.source} (SHA-256 {provenance.source_sha256[:16]})"),
-        ("built", f"{manifest.created} by ull {provenance.builder_version}"),
-    ]
+    rows += _calibration_rows(manifest) + _source_rows(manifest.provenance)
+    rows.append(("built", f"{manifest.created} by ull {manifest.provenance.builder_version}"))
     return rows
+
+
+def _source_rows(provenance: Provenance) -> list[tuple[str, str]]:
+    """What the weights were read from, and what drafts."""
+    rows = [("source", provenance.source)]
+    if provenance.source_files:
+        rows.append(("source's files", " ".join(provenance.source_files)))
+    return rows + [(f"{kind}'s files", " ".join(source.files)) for kind, source in provenance.drafters.items()]
+
+
+def _identity(digests: Mapping[str, str | None]) -> Table:
+    """The bundle's digest and the hashes of what it was built from; None: it has no source."""
+    table = Table("of", "SHA-256", title="identity", title_justify="left")
+    for name, digest in digests.items():
+        if digest is not None:
+            table.add_row(name, digest)
+    return table
 
 
 def _calibration_rows(manifest: Manifest) -> list[tuple[str, str]]:

@@ -6,8 +6,10 @@ The structs validate themselves while they are decoded, single fields by `Meta` 
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Annotated, Final, Literal, cast
 
@@ -15,10 +17,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ull.plans import FUSED, AttentionKind, Forward, PlanCheck, Plans, Source, segment_names
+from ull.seal import MANIFEST_FILE, SEAL_FILE
 from ull.targets import ARCHITECTURES, Target
 
 FORMAT: Final = "ull-engine"
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 WEIGHTS_FILE = "weights.safetensors"
 VOCABULARY_FILE = "vocab.bin"
 TOKENIZER_FILE = "tokenizer/tokenizer.json"
@@ -218,13 +221,43 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-class Provenance(Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the weights came from. `source_sha256` covers config.json and the weights index (or header)."""
+class SourceFiles(Struct, frozen=True, forbid_unknown_fields=True):
+    """The files of a checkpoint that a build has read: name -> SHA-256. `sha256`: see `listing_sha256`."""
+
+    sha256: Sha256
+    files: dict[str, Sha256]
+
+    def __post_init__(self) -> None:
+        _require(self.sha256 == listing_sha256(self.files), "`sha256` is not that of `files`")
+
+
+class Provenance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Where the weights came from: `source` is the checkpoint's directory, without its path.
+
+    `source_files` are the files of the checkpoint that the build has read, with their SHA-256: config.json,
+    generation_config.json, the weights' index, every safetensors file, and the tokenizer's files that the bundle holds.
+    `source_sha256` covers them all, see `listing_sha256`. Weights that were made up have neither.
+    """
 
     source: str
-    source_sha256: Sha256
+    source_sha256: Sha256 | None
+    source_files: dict[str, Sha256]
     recipe: dict[str, RecipeValue]
     builder_version: str
+    drafters: dict[Literal["medusa", "draft"], SourceFiles] = {}  # the checkpoints of what drafts
+
+    def __post_init__(self) -> None:
+        expected = listing_sha256(self.source_files) if self.source_files else None
+        _require(self.source_sha256 == expected, "`source_sha256` is not that of `source_files`")
+
+
+def listing_sha256(files: Mapping[str, str]) -> str:
+    """The SHA-256 of what `sha256sum FILES` prints: a line "SHA256  NAME" per file, in byte order of the names.
+
+    In the checkpoint's directory `sha256sum FILES | sha256sum` gives the same value.
+    """
+    lines = [f"{files[name]}  {name}\n" for name in sorted(files, key=os.fsencode)]
+    return hashlib.sha256(os.fsencode("".join(lines))).hexdigest()
 
 
 class FileEntry(Struct, frozen=True, forbid_unknown_fields=True):
@@ -259,7 +292,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     """`manifest.json`."""
 
     format: Literal["ull-engine"]
-    format_version: Literal[1]
+    format_version: Literal[2]
     name: Annotated[str, Meta(min_length=1)]
     created: str  # ISO 8601, UTC
     target: Target
@@ -269,7 +302,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     tokens: Tokens
     quality: Quality | None
     provenance: Provenance
-    files: dict[str, FileEntry]  # relative path -> entry, all but manifest.json
+    files: dict[str, FileEntry]  # relative path -> entry, all but the manifest and its seal
     speculation: Speculation | None = None  # None: built before there was any
     code: DeviceCode | None = None  # of a GPU target
     forward: Forward = FUSED  # of a GPU target
@@ -420,10 +453,11 @@ def embedding_is_shared(model: Model, precision: Precision) -> bool:
 
 
 def is_inside(name: str) -> bool:
-    """True for a plain relative POSIX path that stays inside its directory."""
+    """True for a plain relative POSIX path that stays inside its directory, but for the manifest and its seal."""
     path = PurePosixPath(name)
     plain = bool(name) and "\\" not in name and "\0" not in name and str(path) == name
-    return plain and not path.is_absolute() and not {"..", "."} & set(path.parts) and name != "manifest.json"
+    plain = plain and not path.is_absolute() and not {"..", "."} & set(path.parts)
+    return plain and name not in (MANIFEST_FILE, SEAL_FILE)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -461,6 +495,7 @@ __all__ = [
     "Quality",
     "RecipeValue",
     "Rope",
+    "SourceFiles",
     "Speculation",
     "Target",
     "TensorError",
@@ -471,6 +506,7 @@ __all__ = [
     "encode_manifest",
     "head_scan_problems",
     "is_inside",
+    "listing_sha256",
     "medusa_problems",
     "quantised_inputs",
     "runs_draft_models",

@@ -46,6 +46,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
     timeline: Timeline
     seed: int
+    bundle: str  # digest of the bundle that answered: what `ull inspect` says of it, hexadecimal
     speculation: Speculation
     logprobs: list[TokenLogprob] | None = None
     error: Failure | None = None
@@ -97,6 +98,7 @@ class StreamState:
             usage=done.usage,
             timeline=done.timeline,
             seed=done.seed,
+            bundle=done.bundle,
             speculation=done.speculation,
             logprobs=logprobs if self._wants_logprobs else None,
             error=done.error,

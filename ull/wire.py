@@ -181,6 +181,7 @@ class Done(msgspec.Struct, tag="done", kw_only=True):
     usage: Usage
     timeline: Timeline
     seed: int
+    bundle: str = ""  # digest of the bundle that answered (see `ull.seal`), hexadecimal
     error: Failure | None = None
     speculation: Speculation = msgspec.field(default_factory=Speculation)
     warnings: list[str] = []  # unknown fields of the request, which were ignored: the first MAX_WARNINGS

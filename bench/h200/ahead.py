@@ -16,7 +16,15 @@ from journal import Finding
 from rounds import RoundTimer, loaded
 
 from report import percentiles
-from ull.bundle import CODE_DIRECTORY, MANIFEST_FILE, device_parts, encode_manifest, open_bundle
+from ull.bundle import (
+    CODE_DIRECTORY,
+    MANIFEST_FILE,
+    SEAL_FILE,
+    device_parts,
+    encode_manifest,
+    open_bundle,
+    write_sealed,
+)
 from ull_build.kernels import compile_kernels, write_code
 
 SETTINGS = {  # KiB of weights for each multiprocessor that L2 is asked for, and whether by every layer
@@ -32,7 +40,7 @@ def retuned(bundle: Path, tuning: Mapping[str, str], output: Path) -> Path:
 
     Made once. Raises BuildError or OSError.
     """
-    if (output / MANIFEST_FILE).exists():
+    if (output / SEAL_FILE).exists():
         return output
     manifest = open_bundle(bundle).manifest
     (part,) = device_parts(manifest)
@@ -40,14 +48,14 @@ def retuned(bundle: Path, tuning: Mapping[str, str], output: Path) -> Path:
     shutil.rmtree(staging, ignore_errors=True)
     shutil.rmtree(output, ignore_errors=True)
     shutil.copytree(
-        bundle, staging, copy_function=os.link, ignore=shutil.ignore_patterns(CODE_DIRECTORY, MANIFEST_FILE)
+        bundle, staging, copy_function=os.link, ignore=shutil.ignore_patterns(CODE_DIRECTORY, MANIFEST_FILE, SEAL_FILE)
     )
     macros = {**part.macros(), **tuning}
     files = compile_kernels(macros, manifest.target, part.needed_kernels())
     code, entries = write_code(files, macros, staging, manifest.target)
     others = {name: entry for name, entry in manifest.files.items() if not name.startswith(f"{CODE_DIRECTORY}/")}
     manifest = msgspec.structs.replace(manifest, code=code, files=others | entries)
-    (staging / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+    write_sealed(staging, encode_manifest(manifest))
     return staging.rename(output)
 
 

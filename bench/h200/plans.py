@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rounds import RoundTimer, loaded
 
-from ull.bundle import FUSED, Bundle, Forward, open_bundle
+from ull.bundle import FUSED, SEAL_FILE, Bundle, Forward, open_bundle
 from ull.errors import GpuError
 from ull.gpu import tensorrt_library
 from ull_build.tensorrt.check import everything, with_forward
@@ -30,7 +30,7 @@ def build(folder: Path, *options: str) -> tuple[Bundle, float]:
     """A bundle of random weights, made once, and the seconds that took now."""
     path = folder / f"{ARCH}-{LAYERS}-{'-'.join(options).replace('--', '') or 'fused'}.ull"
     started = time.monotonic()
-    if not (path / "manifest.json").exists():
+    if not (path / SEAL_FILE).exists():
         command = [sys.executable, "-m", "ull_build", "--arch", ARCH, "--random-weights", "--layers", str(LAYERS)]
         command += ["--context", "16384", "--target", "sm_90a", "--output", str(path), "--force", "--quiet", *options]
         subprocess.run(command, check=True, timeout=BUILD_S)

@@ -27,7 +27,7 @@ from tables import PERSISTENT_CONTEXTS
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from report import percentiles
-from ull.bundle import Bundle, open_bundle
+from ull.bundle import SEAL_FILE, Bundle, open_bundle
 from ull.client import Client
 from ull.gpu import driver
 from ull.gpu.params import RoundResult
@@ -42,7 +42,7 @@ def build(arch: str) -> Path:
     shape = SHAPES[arch]
     drafting = ["--heads", str(shape.heads)] if shape.heads else []
     bundle, stamp, made_from = CACHE / f"{arch}.ull", CACHE / f"{arch}.sources", digest(*BUNDLE)
-    if not (bundle / "manifest.json").exists() or not stamp.exists() or stamp.read_text() != made_from:
+    if not (bundle / SEAL_FILE).exists() or not stamp.exists() or stamp.read_text() != made_from:
         options = ["--arch", arch, "--random-weights", "--target", "sm_90a", "--context", "32768", *drafting]
         command = [sys.executable, "-m", "ull_build", *options, "--output", str(bundle), "--force", "--quiet"]
         for retuned in CACHE.glob(f"{arch}-ahead-*"):  # made from the one before

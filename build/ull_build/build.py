@@ -6,7 +6,6 @@ import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, cast
 
@@ -20,7 +19,6 @@ from ull.bundle import (
     FORMAT,
     FORMAT_VERSION,
     FUSED,
-    MANIFEST_FILE,
     ROUND_KERNELS,
     TOKENIZER_FILE,
     VOCABULARY_FILE,
@@ -34,7 +32,6 @@ from ull.bundle import (
     MedusaHeads,
     Model,
     Precision,
-    Provenance,
     Quality,
     RecipeValue,
     Target,
@@ -50,6 +47,7 @@ from ull.bundle import (
     optional_kernels,
     quantised_inputs,
     runs_draft_models,
+    write_sealed,
 )
 from ull.errors import BuildError, CheckpointError, RecipeError
 from ull_build.calibrate import calibrate
@@ -61,10 +59,11 @@ from ull_build.drafters import SpeculationSettings, describe, open_drafters
 from ull_build.evaluate import CALIBRATION, EvaluationText, Observation, read_text
 from ull_build.kernels import CompiledFile, compile_kernels, describe_file, write_code
 from ull_build.local_gpu import find_gpu
-from ull_build.output import check_output, file_entry, require_space, staged_output
+from ull_build.output import build_time, check_output, file_entry, require_space, staged_output
 from ull_build.progress import Reporter
 from ull_build.quality import Evaluator, evaluation_bytes, measure_quality
 from ull_build.recipe import ForwardRecipe, Recipe
+from ull_build.source import Sources, open_sources
 from ull_build.tensorrt.preflight import preflight
 from ull_build.tensorrt.staged import (
     REFERENCE,
@@ -164,7 +163,7 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
         ),
         forward=recipe.forward,
         force=force,
-        recipe=msgspec.to_builtins(recipe),
+        recipe={key: value for key, value in msgspec.to_builtins(recipe).items() if key != "output"},
         notes=tuple(notes),
     )
 
@@ -184,7 +183,9 @@ class _Inputs:
 
     settings: Settings
     output: Path
+    created: str
     checkpoint: Checkpoint
+    sources: Sources
     tokenizer: CheckpointTokenizer
     model: Model
     tokens: Tokens
@@ -208,7 +209,7 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
         require_space(output.parent, _needed_bytes(inputs.checkpoint, inputs.drafters, settings))
         with staged_output(output) as staging:
             manifest = _fill(staging, inputs, reporter)
-            (staging / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+            write_sealed(staging, encode_manifest(manifest))
             open_bundle(staging)  # a bundle that ull would refuse must not come into being
     return BuildResult(output, manifest, time.monotonic() - start)
 
@@ -217,7 +218,7 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
     """Everything that can be refused is, before the kernels are compiled."""
     for problem in head_scan_problems(settings.target, settings.precision, settings.forward.decode):
         raise RecipeError(problem, field="lm_head_scan")
-    tools = None
+    created, tools = build_time(), None
     for note in settings.notes:
         reporter.note(note)
     if settings.forward.has_plans:
@@ -245,7 +246,9 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
     return _Inputs(
         settings=settings,
         output=output,
+        created=created,
         checkpoint=checkpoint,
+        sources=files_open.enter_context(open_sources(checkpoint, drafters)),
         tokenizer=tokenizer,
         model=model,
         tokens=_special_tokens(checkpoint, tokenizer),
@@ -270,6 +273,7 @@ def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
         observation = None if texts.calibration is None else evaluator.observe(texts.calibration)
         written, errors = _write_files(inputs, observation, staging, reporter)
         files |= written
+        inputs.sources.wait(reporter)
         if settings.evaluates_on_gpu:
             staged = _describe(inputs, files, code, None)
             return _describe(inputs, files, code, _measure_on_gpu(inputs, staged, errors, staging, reporter))
@@ -343,19 +347,14 @@ def _describe(
         format=FORMAT,
         format_version=FORMAT_VERSION,
         name=settings.name,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=inputs.created,
         target=settings.target,
         ull_version=ull.__version__,
         model=inputs.model,
         precision=settings.precision,
         tokens=inputs.tokens,
         quality=quality,
-        provenance=Provenance(
-            source=settings.model.resolve().name,
-            source_sha256=inputs.checkpoint.source_sha256(),
-            recipe=settings.recipe,
-            builder_version=ull.__version__,
-        ),
+        provenance=inputs.sources.provenance(settings.model.resolve().name, settings.recipe, ull.__version__),
         files=files,
         speculation=describe(settings.speculation, inputs.drafters, inputs.model, settings.precision, code.draft),
         code=code.target,

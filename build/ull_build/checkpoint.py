@@ -7,10 +7,9 @@ Every pass over a tensor also checks that it is finite.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from ull.bundle import Model, TensorEntry, read_tensor_file
 from ull.errors import CheckpointError
 from ull_build.architecture import Architecture, parse_config
 
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 BLOCK_ELEMENTS = 1 << 18  # per block of rows: 1 MB in float32, so that a block and its copies stay in a core's cache
@@ -71,13 +72,14 @@ class Checkpoint:
         self.directory = directory
         if not directory.is_dir():
             raise CheckpointError(f"no checkpoint directory at {directory}", field=str(directory))
-        config = read_json(directory / "config.json")
-        generation_path = directory / "generation_config.json"
+        config = read_json(directory / CONFIG_FILE)
+        generation_path = directory / GENERATION_FILE
         generation = read_json(generation_path) if generation_path.exists() else {}
         self.architecture: Architecture = parse_config(config, generation, context)
         self.shards: list[Shard] = []
         self._shard_of: dict[str, Shard] = {}
         self._checked: set[str] = set()
+        self.on_read: Callable[[str], None] | None = None  # told a shard's name whenever a tensor of it is read
         try:
             self._open_shards()
             self._check_tensors()
@@ -107,6 +109,8 @@ class Checkpoint:
         A 1-D tensor is one block [length]. Raises CheckpointError for NaN or infinite values.
         """
         shard = self._shard_of[name]
+        if self.on_read is not None:
+            self.on_read(shard.path.name)
         raw = shard.raw(name)
         row_bytes = raw.nbytes // len(raw)
         rows = len(raw) if raw.ndim == 1 else max(32, BLOCK_ELEMENTS // raw.shape[1] // 32 * 32)
@@ -137,16 +141,11 @@ class Checkpoint:
             )
         return values
 
-    def source_sha256(self) -> str:
-        """SHA-256 over config.json and the weights index (or, for a single file, its safetensors header)."""
-        digest = hashlib.sha256((self.directory / "config.json").read_bytes())
-        index = self.directory / INDEX_FILE
-        if index.exists():
-            digest.update(index.read_bytes())
-        else:
-            with self.shards[0].path.open("rb") as file:
-                digest.update(file.read(8 + int.from_bytes(file.read(8), "little")))
-        return digest.hexdigest()
+    @property
+    def files(self) -> list[str]:
+        """The names of the files that make up the model: configuration, weights and their index."""
+        extra = [name for name in (GENERATION_FILE, INDEX_FILE) if (self.directory / name).exists()]
+        return [CONFIG_FILE, *extra, *(shard.path.name for shard in self.shards)]
 
     def close(self) -> None:
         for shard in self.shards:

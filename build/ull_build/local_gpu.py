@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ull.bundle import ARCHITECTURES, WEIGHTS_FILE, Bundle, Manifest, Target, capability_text, read_tensor_file
+from ull.bundle import (
+    ARCHITECTURES,
+    WEIGHTS_FILE,
+    Bundle,
+    Manifest,
+    Target,
+    capability_text,
+    digest_of,
+    encode_manifest,
+    read_tensor_file,
+)
 from ull.errors import BuildError
 from ull.log import Log
 
@@ -35,8 +45,9 @@ def find_gpu(target: Target, purpose: str) -> LocalGpu:
 
 
 def staged_bundle(directory: Path, manifest: Manifest) -> Bundle:
-    """The bundle that `directory` will be: its weights are there, its manifest is not yet."""
-    return Bundle(directory, manifest, read_tensor_file(directory / WEIGHTS_FILE))
+    """The bundle that `directory` would be with this manifest, which is not written yet: its weights are there."""
+    tensors = read_tensor_file(directory / WEIGHTS_FILE)
+    return Bundle(directory, manifest, tensors, digest_of(encode_manifest(manifest)))
 
 
 def open_program(bundle: Bundle, context: int) -> Any:

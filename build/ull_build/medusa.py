@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ull.bundle import MAX_MEDUSA_HEADS, MAX_MEDUSA_LAYERS, MedusaHeads, Model
 from ull.errors import CheckpointError
-from ull_build.checkpoint import FLOAT_DTYPES, Shard, read_json
+from ull_build.checkpoint import CONFIG_FILE, FLOAT_DTYPES, Shard, read_json
 from ull_build.torch_file import read_torch_file
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
@@ -41,6 +41,11 @@ class MedusaWeights:
     def description(self) -> MedusaHeads:
         version: Literal["1", "2"] = "1" if self.lm_heads else "2"
         return MedusaHeads(heads=len(self.blocks), layers=len(self.blocks[0]), version=version)
+
+    @property
+    def files(self) -> list[str]:
+        """The names of the files that say what the heads are, in the directory of `path`."""
+        return [self.path.name, *([CONFIG_FILE] if (self.path.parent / CONFIG_FILE).exists() else [])]
 
     @property
     def biased(self) -> bool:
@@ -187,7 +192,7 @@ def _assemble(
 
 def _check_version(file: Path, heads: MedusaWeights) -> None:
     """The version that config.json claims: only 1 and 2 exist, and 1 means that every head has its own lm_head."""
-    config = file.parent / "config.json"
+    config = file.parent / CONFIG_FILE
     if not config.exists():
         return
     values = read_json(config)

@@ -1,4 +1,4 @@
-"""Where a bundle is written: a temporary sibling directory that is renamed when it is complete, and nothing else."""
+"""Where a bundle is written, a temporary sibling directory that is renamed when it is complete, and when."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
-from ull.bundle import FORMAT, MANIFEST_FILE, FileEntry
-from ull.errors import BuildError
+from ull.bundle import FORMAT, FileEntry, read_manifest_bytes
+from ull.errors import BuildError, BundleError
 
 
 def check_output(output: Path, force: bool) -> Path:
@@ -34,8 +35,8 @@ def check_output(output: Path, force: bool) -> Path:
 def is_bundle(path: Path) -> bool:
     """True for a directory whose manifest says that it is an engine bundle, be it damaged or of another version."""
     try:
-        manifest = json.loads((path / MANIFEST_FILE).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        manifest = json.loads(read_manifest_bytes(path))
+    except (BundleError, ValueError, RecursionError):
         return False
     return isinstance(manifest, dict) and manifest.get("format") == FORMAT
 
@@ -77,6 +78,23 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def build_time() -> str:
+    """When a bundle is built: UTC, ISO 8601, whole seconds.
+
+    SOURCE_DATE_EPOCH (seconds since 1970) in the environment stands for the clock, so that a build can be repeated byte
+    for byte. Raises BuildError where it is no such number.
+    """
+    epoch = os.environ.get("SOURCE_DATE_EPOCH")
+    if not epoch:
+        return datetime.now(UTC).isoformat(timespec="seconds")
+    try:
+        return datetime.fromtimestamp(int(epoch), UTC).isoformat(timespec="seconds")
+    except (ValueError, OverflowError, OSError) as error:
+        raise BuildError(
+            f"SOURCE_DATE_EPOCH must be a whole number of seconds since 1970, not {epoch!r}", field="SOURCE_DATE_EPOCH"
+        ) from error
 
 
 def require_space(directory: Path, needed: int) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -20,7 +18,6 @@ from ull.bundle import (
     FORMAT,
     FORMAT_VERSION,
     FUSED,
-    MANIFEST_FILE,
     TOKENIZER_FILE,
     VOCABULARY_FILE,
     WEIGHTS_FILE,
@@ -40,11 +37,12 @@ from ull.bundle import (
     encode_manifest,
     medusa_problems,
     open_bundle,
+    write_sealed,
 )
 from ull.errors import RecipeError
 from ull_build.build import BuildResult, compile_for
 from ull_build.kernels import write_code
-from ull_build.output import check_output, file_entry, require_space, staged_output
+from ull_build.output import build_time, check_output, file_entry, require_space, staged_output
 from ull_build.progress import Reporter
 from ull_build.recipe import ForwardRecipe
 from ull_build.shapes import shape_model
@@ -98,7 +96,7 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
     if settings.precision.lm_head_scan:
         raise RecipeError("--lm-head-scan needs an lm_head to copy, and random weights have none", field="lm_head_scan")
     output = check_output(settings.output, settings.force)
-    precision, request = settings.precision, settings.forward
+    precision, request, created = settings.precision, settings.forward, build_time()
     tools = find_tools(settings.target) if request.has_plans else None
     model = shape_model(settings.arch, settings.layers, settings.context)
     if tools is not None:
@@ -128,7 +126,7 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
                 format=FORMAT,
                 format_version=FORMAT_VERSION,
                 name=output.name.removesuffix(".ull"),
-                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                created=created,
                 target=settings.target,
                 ull_version=ull.__version__,
                 model=model,
@@ -137,7 +135,8 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
                 quality=None,
                 provenance=Provenance(
                     source=f"random weights in the shape of {settings.arch}",
-                    source_sha256=hashlib.sha256(msgspec.json.encode(model)).hexdigest(),
+                    source_sha256=None,
+                    source_files={},
                     recipe={"arch": settings.arch, "layers": settings.layers, "context": settings.context},
                     builder_version=ull.__version__,
                 ),
@@ -152,7 +151,7 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
             manifest = describe(AddedPlans(FUSED, {}))
         else:
             manifest = _settle_plans(tools, settings, model, staging, timing_cache_of(output), reporter, describe)
-        (staging / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+        write_sealed(staging, encode_manifest(manifest))
         open_bundle(staging)  # a bundle that ull would refuse must not come into being
     return BuildResult(output, manifest, time.monotonic() - start)
 

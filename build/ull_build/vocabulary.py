@@ -111,10 +111,15 @@ def read_tokenizer(directory: Path, embedding_rows: int) -> CheckpointTokenizer:
     )
 
 
+def tokenizer_files(directory: Path) -> list[str]:
+    """The names of the tokenizer's files that a checkpoint has."""
+    return [name for name in TOKENIZER_FILES if (directory / name).is_file()]
+
+
 def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
     """Copies the files of a tokenizer; returns their names."""
     target.mkdir()
-    names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    names = tokenizer_files(source)
     for name in names:
         shutil.copyfile(source / name, target / name)
     return names

@@ -1,7 +1,9 @@
 #include "io/frames.h"
 
 #include <algorithm>
+#include <optional>
 #include <string_view>
+#include <utility>
 
 #include "io/msgpack.h"
 
@@ -87,8 +89,10 @@ Outcome outcome_of(const RequestSlot& request, const Delivery& delivery) noexcep
   return outcome;
 }
 
-// The members that the done frame and the control plane's record share: seven pairs.
-void pack_end(MsgpackWriter& out, const RequestSlot& request, const Delivery& delivery) noexcept {
+// The members that the done frame and the control plane's record share: seven pairs, and the digest of the `bundle`
+// where there is one.
+void pack_end(MsgpackWriter& out, const RequestSlot& request, const Delivery& delivery,
+              std::optional<std::string_view> bundle = std::nullopt) noexcept {
   const Outcome outcome = outcome_of(request, delivery);
   out.text("id");
   out.integer(request.id);
@@ -100,6 +104,10 @@ void pack_end(MsgpackWriter& out, const RequestSlot& request, const Delivery& de
   pack_timeline(out, request.timeline);
   out.text("seed");
   out.integer(request.sampling.seed);
+  if (bundle) {
+    out.text("bundle");
+    out.text(*bundle);
+  }
   out.text("error");
   pack_error(out, outcome);
   out.text("speculation");
@@ -123,9 +131,10 @@ void pack_logprob(MsgpackWriter& out, const RoundToken& token) noexcept {
 
 }  // namespace
 
-FramePacker::FramePacker(const Vocabulary& vocabulary, const LogprobRecord* logprobs)
+FramePacker::FramePacker(const Vocabulary& vocabulary, const LogprobRecord* logprobs, std::string bundle)
     : vocabulary_(vocabulary),
       logprobs_(logprobs),
+      bundle_(std::move(bundle)),
       // At least one token and the flush always fit.
       text_capacity_(std::max(kFrameText, 2 * TextAssembler::text_bound(vocabulary.longest()))),
       text_(std::make_unique_for_overwrite<char[]>(text_capacity_)),
@@ -183,10 +192,10 @@ FramePacker::TokenFrame FramePacker::tokens(const RequestSlot& request, const De
 
 std::span<const uint8_t> FramePacker::done(const RequestSlot& request, const Delivery& delivery) noexcept {
   MsgpackWriter out(buffer_);
-  out.map(9);
+  out.map(10);
   out.text("type");
   out.text("done");
-  pack_end(out, request, delivery);
+  pack_end(out, request, delivery, bundle_);
   out.text("warnings");
   out.array(request.warnings.size());
   for (size_t i = 0; i < request.warnings.size(); ++i) out.text(request.warnings[i]);

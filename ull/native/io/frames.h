@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "engine/request.h"
@@ -16,6 +17,7 @@ namespace ull {
 inline constexpr int kMaxFrameTokens = 4096;      // tokens per frame; a longer backlog takes several
 inline constexpr int kMaxFrameLogprobs = 256;     // tokens per frame with logprobs
 inline constexpr size_t kFrameText = 256 * 1024;  // bytes of text per frame
+inline constexpr size_t kMaxDigest = 64;          // characters of a bundle's digest
 
 enum class ClientState : uint8_t { kOk, kGone, kStalled };
 
@@ -55,7 +57,8 @@ struct Delivery {
 
 class FramePacker {
  public:
-  FramePacker(const Vocabulary& vocabulary, const LogprobRecord* logprobs);
+  // `bundle`: the digest that every done frame names, at most kMaxDigest characters.
+  FramePacker(const Vocabulary& vocabulary, const LogprobRecord* logprobs, std::string bundle = {});
 
   struct TokenFrame {
     std::span<const uint8_t> bytes;  // valid until the next pack
@@ -76,6 +79,7 @@ class FramePacker {
  private:
   const Vocabulary& vocabulary_;
   const LogprobRecord* logprobs_;  // [kLogprobRecords]
+  const std::string bundle_;
   const size_t text_capacity_;
   const std::unique_ptr<char[]> text_;
   std::vector<uint8_t> buffer_;

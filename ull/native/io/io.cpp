@@ -42,8 +42,9 @@ Io::Io(Engine& engine, const zmq::Api& api, void* context, const IoOptions& opti
       control_(api_, context),
       intake_(api_, control_, *clients_),
       outbox_(*clients_, {.stall_ns = options.client_stall_ms * 1'000'000}),
-      packer_(engine.vocabulary(), shared_.logprobs.get()),
+      packer_(engine.vocabulary(), shared_.logprobs.get(), options.bundle),
       deliveries_(shared_.slots) {
+  if (options.bundle.size() > kMaxDigest) throw std::invalid_argument("bundle: a digest has at most 64 characters");
   if (options.client_stall_ms < 1) throw std::invalid_argument("client_stall_ms: must be positive");
   active_.reserve(shared_.slots);
   dirty_.reserve(shared_.slots);

@@ -33,6 +33,7 @@ struct IoOptions {
   // Whether the io thread gives its core away for a moment after each send; by default if it has none of its own.
   std::optional<bool> cooperative = std::nullopt;
   IdleMode idle = IdleMode::kAdaptive;
+  std::string bundle = {};        // its digest, which every done frame names; at most kMaxDigest characters
   int64_t client_stall_ms = 250;  // a client that takes no frame for longer loses its request's tokens
 };
 

@@ -66,7 +66,7 @@ struct Fixture {
   ull::test::AsciiVocabulary file;
   ull::Vocabulary vocabulary{file.path()};
   std::vector<ull::LogprobRecord> records{ull::kLogprobRecords};
-  ull::FramePacker packer{vocabulary, records.data()};
+  ull::FramePacker packer{vocabulary, records.data(), std::string(ull::kMaxDigest, 'd')};
   ull::RequestSlot request;
   ull::Delivery delivery;
 
@@ -206,7 +206,7 @@ TEST(the_done_frame_and_the_record) {
   f.request.timeline = {1, 2, 3, 4, 5, 6, 7};
   f.request.outcome = {ull::FinishReason::kError, 10, 5, "internal", "the executor failed"};
   const Value done = MsgpackReader::read(text_of(f.packer.done(f.request, f.delivery)));
-  CHECK_EQ(done.members.size(), 9U);
+  CHECK_EQ(done.members.size(), 10U);
   CHECK_EQ(done["warnings"].items.size(), 0U);
   CHECK_EQ(done["type"].text, "done");
   CHECK_EQ(done["id"].integer, f.request.id);
@@ -220,6 +220,7 @@ TEST(the_done_frame_and_the_record) {
     CHECK_EQ(done["timeline"][name].integer, ++expected);
   }
   CHECK_EQ(done["seed"].integer, 42U);
+  CHECK_EQ(done["bundle"].text, std::string(ull::kMaxDigest, 'd'));
   CHECK_EQ(done["error"]["code"].text, "internal");
   CHECK_EQ(done["error"]["message"].text, "the executor failed");
 

@@ -1,0 +1,26 @@
+"""Manifests that tests change: read, changed and sealed again, as if they had been built like that."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ull.bundle import MANIFEST_FILE, write_sealed
+
+
+def read_manifest_json(bundle: Path) -> dict[str, Any]:
+    """The manifest as plain data."""
+    value: dict[str, Any] = json.loads((bundle / MANIFEST_FILE).read_bytes())
+    return value
+
+
+def write_manifest_json(bundle: Path, value: Any) -> str:
+    """Writes `value` as the bundle's manifest and seals it; returns the digest."""
+    return write_sealed(bundle, json.dumps(value, indent=2).encode())
+
+
+def change_manifest(bundle: Path, change: Callable[[dict[str, Any]], object]) -> str:
+    """Lets `change` edit the manifest, and seals the result; returns the digest."""
+    value = read_manifest_json(bundle)
+    change(value)
+    return write_manifest_json(bundle, value)
