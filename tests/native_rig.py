@@ -18,14 +18,14 @@ TIMEOUT_MS = 20_000  # a hang, not a slow machine
 
 
 def write_vocabulary(path: Path, pieces: Sequence[bytes], special: Iterable[int] = ()) -> Path:
-    """vocab.bin: magic, version, count, offsets, flags, bytes."""
+    """vocab.bin: magic, version, count, leading spaces, offsets, flags, bytes."""
     offsets = [0]
     for piece in pieces:
         offsets.append(offsets[-1] + len(piece))
     flags = bytearray(len(pieces))
     for token in special:
         flags[token] = 1
-    header = b"ULLVOCAB" + struct.pack(f"<II{len(offsets)}I", 1, len(pieces), *offsets)
+    header = b"ULLVOCAB" + struct.pack(f"<III{len(offsets)}I", 2, len(pieces), 0, *offsets)
     path.write_bytes(header + flags + b"".join(pieces))
     return path
 
