@@ -18,16 +18,6 @@ bool StopSet::add(std::string_view stop) noexcept {
   return true;
 }
 
-int StopSet::step(int index, int matched, uint8_t byte) const noexcept {
-  const auto& bytes = bytes_[static_cast<size_t>(index)];
-  const auto& borders = borders_[static_cast<size_t>(index)];
-  const char next = static_cast<char>(byte);
-  while (matched > 0 && next != bytes[static_cast<size_t>(matched)]) {
-    matched = borders[static_cast<size_t>(matched) - 1];
-  }
-  return matched + (next == bytes[static_cast<size_t>(matched)] ? 1 : 0);
-}
-
 void StopMatcher::reset(const StopSet* stops) noexcept {
   stops_ = stops;
   matched_.fill(0);

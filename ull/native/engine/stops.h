@@ -24,7 +24,15 @@ class StopSet {
     return {bytes_[static_cast<size_t>(index)].data(), lengths_[static_cast<size_t>(index)]};
   }
   // How many bytes of the stop string match after `byte`, if `matched` (less than all) did before.
-  [[nodiscard]] int step(int index, int matched, uint8_t byte) const noexcept;
+  [[nodiscard]] int step(int index, int matched, uint8_t byte) const noexcept {
+    const auto& bytes = bytes_[static_cast<size_t>(index)];
+    const auto& borders = borders_[static_cast<size_t>(index)];
+    const char next = static_cast<char>(byte);
+    while (matched > 0 && next != bytes[static_cast<size_t>(matched)]) {
+      matched = borders[static_cast<size_t>(matched) - 1];
+    }
+    return matched + (next == bytes[static_cast<size_t>(matched)] ? 1 : 0);
+  }
 
  private:
   int count_ = 0;

@@ -44,11 +44,19 @@ void Utf8Repair::reset() noexcept {
 
 void ByteRun::reset() noexcept { state_ = State::kNone; }
 
-void ByteRun::begin(const TextFilter& filter) noexcept {
+void ByteRun::begin() noexcept {
   state_ = State::kHeld;
   scanner_.reset();
   held_ = 0;
-  trial_ = filter;
+}
+
+// Whether the bytes held complete a stop string if they are text.
+bool ByteRun::completes_stop(const TextFilter& filter) const noexcept {
+  if (!filter.searches()) return false;
+  TextFilter trial = filter;
+  NoText nowhere;
+  trial.write({bytes_.data(), held_}, nowhere);
+  return trial.stopped();
 }
 
 void TextAssembler::reset(const StopSet* stops, LeadingSpaces leading) noexcept {

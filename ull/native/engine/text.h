@@ -87,9 +87,11 @@ class TextFilter {
       out.append(text);
       return;
     }
+    if (stopped_) return;
     for (const char byte : text) {
-      if (stopped_) return;
-      stopped_ = matcher_.feed(static_cast<uint8_t>(byte), [&](uint8_t released) { append(released, out); });
+      if (!matcher_.feed(static_cast<uint8_t>(byte), [&](uint8_t released) { append(released, out); })) continue;
+      stopped_ = true;
+      return;
     }
   }
   template <typename Out>
@@ -159,19 +161,15 @@ class ByteRun {
 
   template <typename Out>
   void feed(uint8_t byte, TextFilter& filter, Out& out) noexcept {
-    if (state_ == State::kNone) begin(filter);
+    if (state_ == State::kNone) begin();
     if (state_ == State::kBroken || !scanner_.accept(byte)) {
       replace(held_ + 1, filter, out);
       state_ = State::kBroken;
       return;
     }
     bytes_[held_++] = static_cast<char>(byte);
-    if (state_ == State::kHeld && trial_.searches()) {
-      NoText nowhere;
-      trial_.write({&bytes_[held_ - 1], 1}, nowhere);
-    }
     if (!scanner_.whole()) return;
-    if (state_ == State::kHeld && held_ < kTrustedRunBytes && !trial_.stopped()) return;
+    if (state_ == State::kHeld && held_ < kTrustedRunBytes && !completes_stop(filter)) return;
     state_ = State::kTrusted;
     release(filter, out);
   }
@@ -195,7 +193,8 @@ class ByteRun {
     kBroken,   // invalid
   };
 
-  void begin(const TextFilter& filter) noexcept;
+  void begin() noexcept;
+  [[nodiscard]] bool completes_stop(const TextFilter& filter) const noexcept;
   template <typename Out>
   void release(TextFilter& filter, Out& out) noexcept {
     filter.write({bytes_.data(), held_}, out);
@@ -212,7 +211,6 @@ class ByteRun {
   Utf8Scanner scanner_;
   size_t held_ = 0;
   std::array<char, kTrustedRunBytes + 3> bytes_{};
-  TextFilter trial_;  // what the filter would come to if the run stays valid
 };
 
 class TextAssembler {
