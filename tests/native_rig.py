@@ -112,8 +112,8 @@ class RigClient:
 
 
 class Rig:
-    """An engine whose vocabulary is the 128 ASCII characters (token 0 is special); `script` is the executor's,
-    unless one is given."""
+    """An engine whose vocabulary is the 128 ASCII characters (token 0 is special), unless another is given; `script` is
+    the executor's, unless one is given."""
 
     def __init__(
         self,
@@ -123,8 +123,10 @@ class Rig:
         engine: dict[str, Any] | None = None,
         io: dict[str, Any] | None = None,
         executor: _native.Executor | None = None,
+        vocabulary: Path | None = None,
     ) -> None:
-        vocabulary = write_vocabulary(folder / "vocab.bin", [bytes([token]) for token in range(128)], special=[0])
+        letters = [bytes([token]) for token in range(128)]
+        vocabulary = vocabulary or write_vocabulary(folder / "vocab.bin", letters, special=[0])
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.executor = executor or _native.ScriptedExecutor(**({"vocabulary": 128} | script))
         self.engine = _native.Engine(self.executor, str(vocabulary), **(engine or {}))

@@ -7,10 +7,12 @@ import itertools
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from checkpoints import tokenizer_json
+from native_rig import Rig
 from tokenizer_kinds import KINDS, TEXT
 from ull import _native
 from ull_build.vocabulary import Vocabulary, build_vocabulary
@@ -195,6 +197,35 @@ def test_a_long_run_is_released_and_then_decided_by_characters(tmp_path: Path) -
     for token in run(valid.encode()):
         held = held + 1 - len(stream.feed([token]).encode())
         assert held < TRUSTED_RUN + 3
+
+
+def test_engine_and_io_thread_agree_on_runs_of_byte_tokens(tmp_path: Path) -> None:
+    path = Path(write_vocabulary(tmp_path, "llama2"))
+    tokenizer, vocabulary = make_tokenizer("llama2")
+    begin = tokenizer.token_to_id("<s>")
+    ids = tokenizer.encode("fox 🚀", add_special_tokens=False).ids
+    line_end = len(ids)
+    ids += [tokenizer.token_to_id("<0x0A>"), *ids[:2]]
+    text = decode(tokenizer, ids)
+    rocket = ids.index(tokenizer.token_to_id("<0xF0>"))
+    script = {"tokens": [begin, *ids], "vocabulary": vocabulary.count + 5}  # the token at each position
+    with Rig(tmp_path, script, vocabulary=path) as rig:
+        client = rig.client(b"client")
+        stopped, whole, cut, behind = {"stop": [b"\n"]}, {}, {"max_tokens": rocket + 2}, {"max_tokens": len(ids) - 1}
+        prompts = [[begin], [begin], [begin], [begin, ids[0]]]
+        texts, counts = [], []
+        for request_id, params in enumerate([stopped, whole, cut, behind]):
+            rig.engine.submit(
+                client.identity,
+                request_id,
+                np.array(prompts[request_id], np.int32),
+                {"max_tokens": len(ids)} | params,
+            )
+            frames, done = client.finish(request_id)
+            texts.append("".join(frame["text"] for frame in frames))
+            counts.append((done["finish_reason"], done["usage"]["completion_tokens"]))
+    assert texts == ["fox 🚀", text, "fox " + REPLACEMENT * 2, text.removeprefix(decode(tokenizer, ids[:1]))]
+    assert counts == [("stop", line_end + 1), ("length", len(ids)), ("length", rocket + 2), ("length", len(ids) - 1)]
 
 
 def test_ids_that_no_token_has_are_no_text(tmp_path: Path) -> None:
