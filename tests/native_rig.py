@@ -18,14 +18,14 @@ TIMEOUT_MS = 20_000  # a hang, not a slow machine
 
 
 def write_vocabulary(path: Path, pieces: Sequence[bytes], special: Iterable[int] = ()) -> Path:
-    """vocab.bin: magic, version, count, offsets, flags, bytes."""
+    """vocab.bin: magic, version, count, leading spaces, offsets, flags, bytes."""
     offsets = [0]
     for piece in pieces:
         offsets.append(offsets[-1] + len(piece))
     flags = bytearray(len(pieces))
     for token in special:
         flags[token] = 1
-    header = b"ULLVOCAB" + struct.pack(f"<II{len(offsets)}I", 1, len(pieces), *offsets)
+    header = b"ULLVOCAB" + struct.pack(f"<III{len(offsets)}I", 2, len(pieces), 0, *offsets)
     path.write_bytes(header + flags + b"".join(pieces))
     return path
 
@@ -112,8 +112,8 @@ class RigClient:
 
 
 class Rig:
-    """An engine whose vocabulary is the 128 ASCII characters (token 0 is special); `script` is the executor's,
-    unless one is given."""
+    """An engine whose vocabulary is the 128 ASCII characters (token 0 is special), unless another is given; `script` is
+    the executor's, unless one is given."""
 
     def __init__(
         self,
@@ -123,8 +123,10 @@ class Rig:
         engine: dict[str, Any] | None = None,
         io: dict[str, Any] | None = None,
         executor: _native.Executor | None = None,
+        vocabulary: Path | None = None,
     ) -> None:
-        vocabulary = write_vocabulary(folder / "vocab.bin", [bytes([token]) for token in range(128)], special=[0])
+        letters = [bytes([token]) for token in range(128)]
+        vocabulary = vocabulary or write_vocabulary(folder / "vocab.bin", letters, special=[0])
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.executor = executor or _native.ScriptedExecutor(**({"vocabulary": 128} | script))
         self.engine = _native.Engine(self.executor, str(vocabulary), **(engine or {}))

@@ -217,10 +217,10 @@ def test_unexpected_tensor(bundle: Path) -> None:
     ("position", "content", "words"),
     [
         (0, b"NOTVOCAB", "not a vocabulary table"),
-        (8, (2).to_bytes(4, "little"), "has version 2"),
+        (8, (1).to_bytes(4, "little"), "has version 1, expected 2; rebuild"),
         (12, (329).to_bytes(4, "little"), "holds 329 tokens, the model has 330"),
-        (16, (1).to_bytes(4, "little"), "damaged offsets"),
-        (20, (1 << 31).to_bytes(4, "little"), "damaged offsets"),
+        (20, (1).to_bytes(4, "little"), "damaged offsets"),
+        (24, (1 << 31).to_bytes(4, "little"), "damaged offsets"),
     ],
 )
 def test_damaged_vocabulary(bundle: Path, position: int, content: bytes, words: str) -> None:

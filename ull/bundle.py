@@ -221,7 +221,7 @@ __all__ = [
 ]
 
 VOCABULARY_MAGIC = b"ULLVOCAB"
-VOCABULARY_VERSION = 1
+VOCABULARY_VERSION = 2
 REBUILD = "rebuild it with ull-build"
 _HASH_BLOCK = 1 << 20  # bytes
 _ELF_MAGIC = b"\x7fELF"
@@ -448,13 +448,15 @@ def _check_vocabulary(path: Path, model: Model) -> None:
     except OSError as error:
         raise BundleError(f"{path} cannot be read ({error.strerror})", field=VOCABULARY_FILE) from error
     count = model.vocabulary
-    head = len(VOCABULARY_MAGIC) + 8
+    head = len(VOCABULARY_MAGIC) + 12
     bytes_start = head + 4 * (count + 1) + count
     if raw[: len(VOCABULARY_MAGIC)] != VOCABULARY_MAGIC or len(raw) < head:
         raise BundleError(f"{path} is not a vocabulary table; {REBUILD}", field=VOCABULARY_FILE)
     version, found = np.frombuffer(raw, "<u4", 2, len(VOCABULARY_MAGIC)).tolist()
     if version != VOCABULARY_VERSION:
-        raise BundleError(f"{path} has version {version}, expected {VOCABULARY_VERSION}", field=VOCABULARY_FILE)
+        raise BundleError(
+            f"{path} has version {version}, expected {VOCABULARY_VERSION}; {REBUILD}", field=VOCABULARY_FILE
+        )
     if found != count or len(raw) < bytes_start:
         raise BundleError(f"{path} holds {found} tokens, the model has {count}; {REBUILD}", field=VOCABULARY_FILE)
     offsets = np.frombuffer(raw, "<u4", count + 1, head).astype(np.int64)

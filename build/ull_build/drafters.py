@@ -11,10 +11,10 @@ import msgspec
 
 from ull.bundle import MAX_TREE, DeviceCode, Drafter, DraftModel, Model, Precision, Speculation
 from ull.errors import CheckpointError
-from ull_build.checkpoint import Checkpoint, read_json
+from ull_build.checkpoint import Checkpoint
 from ull_build.convert import Drafters
 from ull_build.medusa import check_medusa, read_medusa
-from ull_build.vocabulary import CheckpointTokenizer, Vocabulary, build_vocabulary
+from ull_build.vocabulary import CheckpointTokenizer, Vocabulary, build_vocabulary, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _check_draft(path: Path, draft: Checkpoint, model: Model, vocabulary: Vocabu
                 field="draft",
             )
         return
-    other = build_vocabulary(read_json(file))
+    other = build_vocabulary(load_tokenizer(file))
     for token in range(max(vocabulary.count, other.count)):
         own, theirs = _piece(vocabulary, token), _piece(other, token)
         if own != theirs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable
@@ -201,7 +200,7 @@ def _write_tokenizer(staging: Path, vocabulary: int) -> dict[str, FileEntry]:
     path = staging / TOKENIZER_FILE
     path.parent.mkdir()
     tokenizer.save(str(path))
-    pieces = build_vocabulary(json.loads(path.read_bytes())).pieces
+    pieces = build_vocabulary(tokenizer).pieces
     pieces += [f" {token:x}".encode() for token in range(len(pieces), vocabulary)]
     Vocabulary(pieces, [False] * vocabulary, vocabulary).write(staging / VOCABULARY_FILE, vocabulary)
     return {name: file_entry(staging / name) for name in (TOKENIZER_FILE, VOCABULARY_FILE)}

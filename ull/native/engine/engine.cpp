@@ -231,6 +231,7 @@ uint64_t Engine::submit(const Submission& submission) {
   slot.deadline_ns = submission.deadline_ns;
   slot.rehearsal = submission.rehearsal;
   std::copy(submission.tokens.begin(), submission.tokens.end(), slot.tokens.get());
+  slot.leading_spaces = vocabulary_.leading_spaces(submission.tokens);
   slot.timeline = Timeline{};
   slot.timeline.received_ns = submission.received_ns;
   slot.timeline.admitted_ns = submission.admitted_ns;

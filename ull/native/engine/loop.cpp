@@ -81,7 +81,7 @@ void EngineLoop::serve(uint32_t slot) noexcept {
   run_ = Run{};
   run_.request = &request;
   run_.slot = slot;
-  run_.matcher.reset(&request.stops);
+  run_.text.reset(&request.stops, request.leading_spaces);
   run_.session = &sessions_.open(request.prompt());
   // seq_cst, like the canceller's store to `cancel` and load of `running`: one of the two sees the other.
   shared_.running.store(slot, std::memory_order_seq_cst);
@@ -218,12 +218,8 @@ EngineLoop::Ending EngineLoop::accept_round(const RoundStep& step) noexcept {
       run_.silent_last = true;
       ending = {FinishReason::kStop};
     } else if (request.stops.count() > 0) {
-      for (const uint8_t byte : vocabulary_.text(token.token)) {
-        if (run_.matcher.feed(byte, [](uint8_t) {})) {
-          ending = {FinishReason::kStop};
-          break;
-        }
-      }
+      NoText nowhere;
+      if (run_.text.feed(vocabulary_.piece(token.token), nowhere)) ending = {FinishReason::kStop};
     }
     if (!ending && run_.completed == request.max_tokens) ending = {FinishReason::kLength};
   }

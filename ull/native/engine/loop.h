@@ -35,7 +35,7 @@ class EngineLoop final : private Pulse {
     RequestSlot* request = nullptr;
     uint32_t slot = kNoSlot;
     Session* session = nullptr;
-    StopMatcher matcher;
+    TextAssembler text;  // finds the stop strings; the io thread has its own
     int64_t last_round_ns = 0;
     int32_t completed = 0;       // completion tokens accepted
     int32_t announced = 0;       // of those, told to the io thread

@@ -107,8 +107,9 @@ struct RequestSlot {
   int32_t stop_id_count = 0;
   StopSet stops;
   WarningList warnings;
-  int64_t deadline_ns = 0;  // CLOCK_MONOTONIC; 0: none
-  bool rehearsal = false;   // the daemon's own, before it is ready: nobody counts it, and nothing of it stays
+  LeadingSpaces leading_spaces;  // that the completion's text loses
+  int64_t deadline_ns = 0;       // CLOCK_MONOTONIC; 0: none
+  bool rehearsal = false;        // the daemon's own, before it is ready: nobody counts it, and nothing of it stays
 
   // The engine's results. tokens[prompt_tokens + i] is completion token i; it is written before the event that
   // announces it and never changes, so the io thread reads ids from here however far it has fallen behind.

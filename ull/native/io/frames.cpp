@@ -150,9 +150,9 @@ FramePacker::TokenFrame FramePacker::tokens(const RequestSlot& request, const De
   frame.assembler = delivery.assembler;
   TextBuffer text{text_.get(), 0};
   while (frame.count < most) {
-    const std::span<const uint8_t> piece = vocabulary_.text(ids[frame.count]);
+    const Piece piece = vocabulary_.piece(ids[frame.count]);
     // Room for this piece and the flush that may follow.
-    if (text.size + TextAssembler::text_bound(piece.size()) > text_capacity_) break;
+    if (text.size + TextAssembler::text_bound(piece.bytes.size()) > text_capacity_) break;
     const bool silent = delivery.silent_last && delivery.sent + frame.count + 1 == delivery.available;
     if (!silent) frame.assembler.feed(piece, text);
     ++frame.count;

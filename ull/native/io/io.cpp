@@ -209,7 +209,8 @@ void Io::take(const EngineEvent& event) noexcept {
   if (!delivery.active) {
     delivery = Delivery{};
     delivery.active = true;
-    delivery.assembler.reset(&shared_.slot(event.slot).stops);
+    const RequestSlot& request = shared_.slot(event.slot);
+    delivery.assembler.reset(&request.stops, request.leading_spaces);
     active_.push_back(event.slot);
   }
   if (event.count > 0) {

@@ -220,9 +220,18 @@ void bind_engine(nb::module_& m) {
                    "Descriptor that is readable when the control plane is to call beat() and look at health().")
       .def_prop_ro("info", &engine_info);
 
+  nb::class_<Vocabulary>(m, "Vocabulary", "A bundle's vocab.bin: token ids to text.")
+      .def(nb::init<const std::string&>(), "path"_a)
+      .def_prop_ro("size", &Vocabulary::size, "Ids, rows of padding included.")
+      .def(
+          "text", [](const Vocabulary& self, const std::vector<int32_t>& ids) { return text_of(self, ids); }, "ids"_a,
+          nb::call_guard<nb::gil_scoped_release>(),
+          "The whole text of these tokens, by the code of the streams. Special tokens and unknown ids have none.");
+
   nb::class_<Detokenizer>(m, "Detokenizer", "Token ids to text, incrementally, cut at the first stop string.")
-      .def(nb::init<const std::string&, const std::vector<std::string>&>(), "vocab_path"_a,
-           "stop"_a = std::vector<std::string>{})
+      .def(nb::init<const std::string&, const std::vector<std::string>&, const std::vector<int32_t>&>(), "vocab_path"_a,
+           "stop"_a = std::vector<std::string>{}, "prompt"_a = std::vector<int32_t>{},
+           "`prompt`: the tokens that the text goes on behind.")
       .def("feed", &Detokenizer::feed, "tokens"_a, "Text that these tokens finish.")
       .def("finish", &Detokenizer::finish, "Text held back, once no token follows.")
       .def_prop_ro("stopped", &Detokenizer::stopped, "True once a stop string is complete.");

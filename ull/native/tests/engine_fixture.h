@@ -27,8 +27,9 @@ class AsciiVocabulary {
     std::ofstream file(path_, std::ios::binary);
     const auto u32 = [&](uint32_t value) { file.write(reinterpret_cast<const char*>(&value), sizeof(value)); };
     file << "ULLVOCAB";
-    u32(1);
+    u32(2);
     u32(128);
+    u32(0);
     for (uint32_t offset = 0; offset <= 128; ++offset) u32(offset);
     for (int token = 0; token < 128; ++token) file.put(token == 0 ? '\1' : '\0');
     for (int token = 0; token < 128; ++token) file.put(static_cast<char>(token));

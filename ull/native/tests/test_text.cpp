@@ -14,23 +14,30 @@
 
 namespace {
 
+using ull::Piece;
+using ull::PieceKind;
 using ull::StopSet;
 using ull::TextAssembler;
 using ull::TextBuffer;
 
 // Feeds the pieces and returns the text; `stopped` says whether a stop string was found.
-std::string assemble(const std::vector<std::string>& pieces, const std::vector<std::string>& stops, bool& stopped) {
+std::string assemble_pieces(const std::vector<Piece>& pieces, const std::vector<std::string>& stops, bool& stopped,
+                            ull::LeadingSpaces leading = {}) {
   StopSet set;
   for (const std::string& stop : stops) CHECK(set.add(stop));
   TextAssembler assembler;
-  assembler.reset(&set);
+  assembler.reset(&set, leading);
   std::string text;
   stopped = false;
-  for (const std::string& piece : pieces) {
-    std::string room(TextAssembler::text_bound(piece.size()), '\0');
+  for (const Piece& piece : pieces) {
+    std::string room(TextAssembler::text_bound(piece.bytes.size()), '\0');
     TextBuffer out{room.data(), 0};
-    stopped = assembler.feed({reinterpret_cast<const uint8_t*>(piece.data()), piece.size()}, out);
+    TextAssembler unsent = assembler;  // a frame that cannot be sent is packed again
+    unsent.feed(piece, out);
+    unsent.finish(out);
     CHECK(out.size <= room.size());
+    out.size = 0;
+    stopped = assembler.feed(piece, out);
     text.append(room.data(), out.size);
   }
   std::string room(TextAssembler::text_bound(0), '\0');
@@ -38,6 +45,13 @@ std::string assemble(const std::vector<std::string>& pieces, const std::vector<s
   assembler.finish(out);
   text.append(room.data(), out.size);
   return text;
+}
+
+// Parts of characters, as a byte-level vocabulary has them.
+std::string assemble(const std::vector<std::string>& parts, const std::vector<std::string>& stops, bool& stopped) {
+  std::vector<Piece> pieces;
+  for (const std::string& part : parts) pieces.push_back({part, PieceKind::kBytes});
+  return assemble_pieces(pieces, stops, stopped);
 }
 
 std::string assemble(const std::vector<std::string>& pieces, const std::vector<std::string>& stops = {}) {
@@ -87,9 +101,7 @@ TEST(what_may_become_a_stop_string_is_held_back_and_no_more) {
   assembler.reset(&set);
   char room[2048];
   TextBuffer out{room, 0};
-  const auto feed = [&](std::string_view piece) {
-    return assembler.feed({reinterpret_cast<const uint8_t*>(piece.data()), piece.size()}, out);
-  };
+  const auto feed = [&](std::string_view piece) { return assembler.feed({piece, PieceKind::kBytes}, out); };
   CHECK(!feed("abcST"));
   CHECK_EQ(std::string(room, out.size), "abc");
   CHECK(!feed("S"));
@@ -172,6 +184,114 @@ TEST(random_streams_agree_with_the_reference) {
   CHECK(found > 500);
 }
 
+// A SentencePiece stream: "<E2>" is a byte token, "<>" a special one; everything else is text, a token per character.
+std::vector<Piece> sentencepiece(std::string_view stream) {
+  static std::string bytes = [] {
+    std::string all;
+    for (int byte = 0; byte < 256; ++byte) all += static_cast<char>(byte);
+    return all;
+  }();
+  std::vector<Piece> pieces;
+  while (!stream.empty()) {
+    if (stream.starts_with("<>")) {
+      pieces.push_back({});
+      stream.remove_prefix(2);
+    } else if (stream.front() == '<') {
+      const auto byte = static_cast<size_t>(std::stoi(std::string(stream.substr(1, 2)), nullptr, 16));
+      pieces.push_back({std::string_view(bytes).substr(byte, 1), PieceKind::kByteToken});
+      stream.remove_prefix(4);
+    } else {
+      pieces.push_back({stream.substr(0, 1), PieceKind::kText});
+      stream.remove_prefix(1);
+    }
+  }
+  return pieces;
+}
+
+std::string runs(std::string_view stream, const std::vector<std::string>& stops = {}, ull::LeadingSpaces leading = {}) {
+  bool stopped = false;
+  return assemble_pieces(sentencepiece(stream), stops, stopped, leading);
+}
+
+TEST(a_run_of_byte_tokens_is_valid_as_a_whole_or_each_byte_is_replaced) {
+  CHECK_EQ(runs("a<E2><82><AC>b"), "a€b");
+  CHECK_EQ(runs("<E2><82>"), "\uFFFD\uFFFD");
+  CHECK_EQ(runs("<E2><82>A"), "\uFFFD\uFFFDA");
+  CHECK_EQ(runs("<0A><E2><82>A<0A>"), "\uFFFD\uFFFD\uFFFDA\n");  // the line end is part of the broken run
+  CHECK_EQ(runs("<0A><FF><41><42>A"), "\uFFFD\uFFFD\uFFFD\uFFFDA");
+  CHECK_EQ(runs("<E2><82><><AC>"), "€");  // a special token does not end a run
+  CHECK_EQ(runs("<C3><A9><F0><9F><98><80>"), "é😀");
+  CHECK_EQ(runs("<ED><A0><80>"), "\uFFFD\uFFFD\uFFFD");  // a surrogate
+}
+
+// What the stream has released after each token.
+std::vector<std::string> progress(std::string_view stream, const std::vector<std::string>& stops = {}) {
+  StopSet set;
+  for (const std::string& stop : stops) CHECK(set.add(stop));
+  TextAssembler assembler;
+  assembler.reset(&set);
+  char room[4096];
+  TextBuffer out{room, 0};
+  std::vector<std::string> shown;
+  for (const Piece& piece : sentencepiece(stream)) {
+    assembler.feed(piece, out);
+    shown.emplace_back(room, out.size);
+  }
+  return shown;
+}
+
+TEST(a_run_is_held_until_it_ends_or_is_broken) {
+  CHECK(progress("a<C3><A9><0A>b") == (std::vector<std::string>{"a", "a", "a", "a", "aé\nb"}));
+  CHECK(progress("<41><FF><42>") == (std::vector<std::string>{"", "\uFFFD\uFFFD", "\uFFFD\uFFFD\uFFFD"}));
+}
+
+TEST(a_run_that_was_valid_for_long_is_released_and_then_decided_by_characters) {
+  std::string stream;
+  std::string text;
+  for (size_t i = 0; i + 3 <= ull::kTrustedRunBytes; i += 3) {
+    stream += "<E2><82><AC>";
+    text += "€";
+  }
+  CHECK_EQ(progress(stream).back(), "");  // 63 bytes
+  stream += "<C3>";
+  CHECK_EQ(progress(stream).back(), "");
+  CHECK_EQ(runs(stream).size(), 3 * 64U);
+  stream += "<A9>";
+  text += "é";
+  CHECK_EQ(progress(stream).back(), text);
+  CHECK_EQ(progress(stream + "<C3>").back(), text);
+  CHECK_EQ(progress(stream + "<C3><A9>").back(), text + "é");
+  CHECK_EQ(runs(stream + "<F0><9F>"), text + "\uFFFD\uFFFD");
+  CHECK_EQ(runs(stream + "<F0><9F><41><42>c<41>"), text + "\uFFFD\uFFFD\uFFFD\uFFFDcA");
+}
+
+TEST(a_stop_string_that_the_bytes_so_far_complete_ends_the_text_at_once) {
+  CHECK(progress("ab<0A><C3>", {"\n"}) == (std::vector<std::string>{"a", "ab", "ab", "ab"}));
+  bool stopped = false;
+  CHECK_EQ(assemble_pieces(sentencepiece("ab<0A>"), {"\n"}, stopped), "ab");
+  CHECK(stopped);
+  CHECK_EQ(assemble_pieces(sentencepiece("x<41><C3><A9>"), {"é"}, stopped), "xA");
+  CHECK(stopped);
+  CHECK_EQ(assemble_pieces(sentencepiece("x<41>yz"), {"Ay"}, stopped), "x");  // across the end of a run
+  CHECK(stopped);
+  CHECK_EQ(assemble_pieces(sentencepiece("x<41><FF>yz"), {"Ay"}, stopped), "x\uFFFD\uFFFDyz");
+  CHECK(!stopped);
+  CHECK_EQ(assemble_pieces(sentencepiece("a<41><FF>b"), {"A\uFFFD", "\uFFFDb"}, stopped), "a\uFFFD");
+  CHECK(stopped);
+}
+
+TEST(leading_spaces_are_dropped_where_the_text_begins) {
+  bool stopped = false;
+  CHECK_EQ(runs("  a b", {}, {.count = 1}), " a b");
+  CHECK_EQ(runs("<>  a", {}, {.count = 9}), "a");
+  CHECK_EQ(runs("<20><41>", {}, {.count = 1}), "A");
+  CHECK_EQ(runs("<20><FF>", {}, {.count = 1}), "\uFFFD\uFFFD");
+  CHECK_EQ(runs("   a", {}, {.count = 0xFFFF'FFFF, .first_token_only = true}), "  a");
+  CHECK_EQ(runs("a   b", {}, {.count = 0xFFFF'FFFF, .first_token_only = true}), "a   b");
+  CHECK_EQ(assemble_pieces(sentencepiece(" ab"), {" a"}, stopped, {.count = 1}), "ab");
+  CHECK(!stopped);
+}
+
 class VocabularyFile {
  public:
   explicit VocabularyFile(const std::string& bytes)
@@ -187,25 +307,57 @@ class VocabularyFile {
 
 std::string u32(uint32_t value) { return {reinterpret_cast<const char*>(&value), sizeof(value)}; }
 
+// vocab.bin of version 2.
+std::string vocabulary_file(const std::vector<uint32_t>& offsets, const std::string& flags, const std::string& bytes,
+                            uint32_t leading_spaces = 0) {
+  std::string file = "ULLVOCAB" + u32(2) + u32(static_cast<uint32_t>(flags.size())) + u32(leading_spaces);
+  for (const uint32_t offset : offsets) file += u32(offset);
+  return file + flags + bytes;
+}
+
 TEST(vocabularies_are_read) {
-  const VocabularyFile file("ULLVOCAB" + u32(1) + u32(3) + u32(0) + u32(2) + u32(6) + u32(7) +
-                            std::string("\0\1\0", 3) + "hi<eos!");
+  const VocabularyFile file(
+      vocabulary_file({0, 2, 6, 7, 8, 10, 10}, std::string("\0\1\0\2\0\0", 6), "hi<eos!\xE2\xC3\xC3", 3));
   const ull::Vocabulary vocabulary(file.path());
-  const auto text = [&](int32_t token) {
-    const auto bytes = vocabulary.text(token);
-    return std::string(bytes.begin(), bytes.end());
+  const auto is = [&](int32_t token, PieceKind kind, std::string_view bytes) {
+    const Piece piece = vocabulary.piece(token);
+    CHECK(piece.kind == kind);
+    CHECK_EQ(std::string(piece.bytes), std::string(bytes));
   };
-  CHECK_EQ(vocabulary.size(), 3);
-  CHECK_EQ(text(0), "hi");
-  CHECK_EQ(text(1), "");  // special
-  CHECK_EQ(text(2), "!");
-  CHECK_EQ(text(3), "");
-  CHECK_EQ(text(-1), "");
+  CHECK_EQ(vocabulary.size(), 6);
+  is(0, PieceKind::kText, "hi");
+  is(1, PieceKind::kSkipped, "");  // special
+  is(2, PieceKind::kText, "!");
+  is(3, PieceKind::kByteToken, "\xE2");
+  is(4, PieceKind::kBytes, "\xC3\xC3");
+  is(5, PieceKind::kText, "");
+  is(6, PieceKind::kSkipped, "");
+  is(-1, PieceKind::kSkipped, "");
   CHECK_EQ(vocabulary.longest(), 2U);
+  CHECK_EQ(vocabulary.leading_spaces().count, 3U);
+  CHECK(!vocabulary.leading_spaces().first_token_only);
+}
+
+TEST(a_text_behind_a_prompt_keeps_the_spaces_that_the_prompt_has_not_used_up) {
+  const std::string flags("\0\0\0\1", 4);  // "  ", "a", "", special
+  const auto left = [&](uint32_t leading, const std::vector<int32_t>& prompt) {
+    const VocabularyFile file(vocabulary_file({0, 2, 3, 3, 4}, flags, "  as", leading));
+    return ull::Vocabulary(file.path()).leading_spaces(prompt).count;
+  };
+  CHECK_EQ(left(0, {}), 0U);
+  CHECK_EQ(left(1, {}), 1U);
+  CHECK_EQ(left(1, {3, 2, 9, -1}), 1U);
+  CHECK_EQ(left(1, {3, 1}), 0U);
+  CHECK_EQ(left(1, {0}), 0U);
+  CHECK_EQ(left(5, {3, 0, 0}), 1U);
+  constexpr uint32_t kFirstTokens = 0xFFFF'FFFF;
+  CHECK_EQ(left(kFirstTokens, {3}), kFirstTokens);
+  CHECK_EQ(left(kFirstTokens, {3, 2}), 0U);
+  CHECK_EQ(left(kFirstTokens, {0}), 0U);
 }
 
 TEST(broken_vocabularies_are_refused) {
-  const std::string good = "ULLVOCAB" + u32(1) + u32(2) + u32(0) + u32(1) + u32(3) + std::string(2, '\0') + "abc";
+  const std::string good = vocabulary_file({0, 1, 3}, std::string(2, '\0'), "abc");
   CHECK_EQ(ull::Vocabulary(VocabularyFile(good).path()).size(), 2);
   const auto refused = [](const std::string& bytes) {
     const VocabularyFile file(bytes);
@@ -214,10 +366,11 @@ TEST(broken_vocabularies_are_refused) {
   for (size_t size = 0; size < good.size(); ++size) refused(good.substr(0, size));
   refused(good + "x");
   refused("NOTVOCAB" + good.substr(8));
-  refused("ULLVOCAB" + u32(2) + good.substr(12));
-  refused("ULLVOCAB" + u32(1) + u32(0xFFFF'FFFF) + good.substr(16));
-  refused("ULLVOCAB" + u32(1) + u32(2) + u32(0) + u32(3) + u32(1) + std::string(2, '\0') + "abc");
-  refused("ULLVOCAB" + u32(1) + u32(2) + u32(1) + u32(2) + u32(3) + std::string(2, '\0') + "abc");
+  refused("ULLVOCAB" + u32(1) + good.substr(12));
+  refused("ULLVOCAB" + u32(2) + u32(0xFFFF'FFFF) + good.substr(16));
+  refused(vocabulary_file({0, 3, 1}, std::string(2, '\0'), "abc"));
+  refused(vocabulary_file({1, 2, 3}, std::string(2, '\0'), "abc"));
+  refused(vocabulary_file({0, 1, 3}, std::string("\0\2", 2), "abc"));  // a byte token of two bytes
   CHECK_THROWS(ull::Vocabulary("/nonexistent/vocab.bin"), std::runtime_error);
 }
 
