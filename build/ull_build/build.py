@@ -226,6 +226,8 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
     if settings.evaluates_on_gpu:
         find_gpu(settings.target, "the loss is measured")
     checkpoint = files_open.enter_context(Checkpoint(settings.model, settings.context))
+    for note in checkpoint.architecture.notes:
+        reporter.note(note)
     tokenizer = read_tokenizer(settings.model, checkpoint.model.vocabulary)
     model = msgspec.structs.replace(checkpoint.model, tokenizer_vocabulary=tokenizer.vocabulary.count)
     if tools is not None:
