@@ -14,6 +14,7 @@ import msgspec
 from ull.bundle import Model
 from ull.errors import CheckpointError
 from ull_build.config_fields import Fields, short
+from ull_build.foreign import QUANTISED
 from ull_build.rope import WHOLE_HEAD, read_rope, rope_notes
 
 ARCHITECTURES = {
@@ -26,6 +27,7 @@ ARCHITECTURES = {
 # Fields that change the maths in a way that no supported architecture has. A value listed as harmless is let through.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
+    "compression_config": (None,),
     "num_experts": (None, 0, 1),
     "num_local_experts": (None, 0, 1),
     "n_routed_experts": (None, 0),
@@ -39,7 +41,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "use_mrope": (None, False),
 }
 _REFUSED_MEANING = {
-    "quantization_config": "the checkpoint is already quantised; build from the original bf16, fp16 or fp32 weights",
+    "quantization_config": QUANTISED,
+    "compression_config": QUANTISED,
     "num_experts": "mixture-of-experts models are not supported",
     "num_local_experts": "mixture-of-experts models are not supported",
     "n_routed_experts": "mixture-of-experts models are not supported",
