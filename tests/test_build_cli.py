@@ -417,6 +417,33 @@ def test_an_error_is_one_line(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("text", ["", "Unable to allocate 64.0 GiB"])
+def test_memory_that_is_not_there(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    def fail(self: Any, name: str, piece: Any) -> None:
+        raise MemoryError(text)
+
+    monkeypatch.setattr("ull_build.weights.WeightsWriter.write", fail)
+    assert cli.main(["--model", str(checkpoint), "--output", str(tmp_path / "x.ull"), "--no-eval"]) == 1
+    assert capsys.readouterr().err == f"ull-build: error: out of memory{f' ({text})' if text else ''}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+IMPORT_FAULTS = {
+    "raise ImportError('no room')": (1, "ull-build: error: cannot be loaded: no room\n"),
+    "raise MemoryError": (1, "ull-build: error: cannot be loaded: out of memory\n"),
+    "import os, signal; os.kill(os.getpid(), signal.SIGINT)": (-signal.SIGINT, ""),
+}
+
+
+@pytest.mark.parametrize("statement", IMPORT_FAULTS)
+def test_what_goes_wrong_while_the_rest_is_imported(tmp_path: Path, statement: str) -> None:
+    (tmp_path / "tokenizers.py").write_text(statement)
+    done = run("--version", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stderr) == IMPORT_FAULTS[statement]
+
+
 def test_help_lists_the_keys_of_a_recipe() -> None:
     printed = run("--help").stdout
     assert all(key in printed for key in Recipe.__struct_fields__)

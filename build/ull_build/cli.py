@@ -51,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         place = f" ({error.filename})" if error.filename else ""
         _complain(f"error: {error.strerror or error}{place}")
         return EXIT_FAILED
+    except MemoryError as error:
+        _complain(f"error: out of memory{f' ({error})' if str(error) else ''}")
+        return EXIT_FAILED
     except KeyboardInterrupt:
         _complain("interrupted; no half bundle is left")
         return EXIT_INTERRUPTED
