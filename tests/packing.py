@@ -54,6 +54,7 @@ class Dims:
     tied: bool = True
     windows: tuple[int, ...] = ()
     inv_freq: np.ndarray | None = None
+    attention_factor: float = 1.0
     weights: str = "f32"  # f32, bf16 or fp8
     lm_head: str = "f32"
     embedding: str = "f32"
@@ -267,6 +268,7 @@ class RandomModel:
             "kv_dtype": d.kv,
             "qk_norm": d.qk_norm,
             "inv_freq": d.inv_freq,
+            "attention_factor": d.attention_factor,
             "windows": self.windows,
         }
 
@@ -326,7 +328,8 @@ class RandomModel:
         positions = np.arange(count)
         assert d.inv_freq is not None
         angles = (positions[:, None].astype(np.float32) * d.inv_freq[None]).astype(np.float64)
-        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]  # [T, 1, head_dim / 2]
+        # Both [T, 1, head_dim / 2].
+        cos, sin = np.cos(angles)[:, None] * d.attention_factor, np.sin(angles)[:, None] * d.attention_factor
 
         def rms(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
             return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + d.rms_epsilon) * weight

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import Model, inverse_frequencies
+from ull.bundle import Model, attention_factor, inverse_frequencies
 from ull.plans import segment_names
 from ull_build.checkpoint import Checkpoint
 from ull_build.convert import bias_sources, vector_source, weight_sources
@@ -85,10 +85,10 @@ class Attention:
 
     def _rotate(self, heads: Array, positions: Array) -> Array:
         angles = (positions.astype(np.float32)[:, None] * self._frequencies)[:, None].astype(np.float64)
+        factor = attention_factor(self.model.rope)
+        cosine, sine = factor * np.cos(angles), factor * np.sin(angles)
         first, second = np.split(heads, 2, -1)
-        return np.concatenate(
-            [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], -1
-        )
+        return np.concatenate([first * cosine - second * sine, second * cosine + first * sine], -1)
 
 
 def visible(positions: Array, keys: int, window: int) -> Array:

@@ -417,40 +417,48 @@ def test_an_error_is_one_line(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("text", ["", "Unable to allocate 64.0 GiB"])
+def test_memory_that_is_not_there(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    def fail(self: Any, name: str, piece: Any) -> None:
+        raise MemoryError(text)
+
+    monkeypatch.setattr("ull_build.weights.WeightsWriter.write", fail)
+    assert cli.main(["--model", str(checkpoint), "--output", str(tmp_path / "x.ull"), "--no-eval"]) == 1
+    assert capsys.readouterr().err == f"ull-build: error: out of memory{f' ({text})' if text else ''}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+IMPORT_FAULTS = {
+    "raise ImportError('no room')": (1, "ull-build: error: cannot be loaded: no room\n"),
+    "raise MemoryError": (1, "ull-build: error: cannot be loaded: out of memory\n"),
+    "import os, signal; os.kill(os.getpid(), signal.SIGINT)": (-signal.SIGINT, ""),
+}
+
+
+@pytest.mark.parametrize("statement", IMPORT_FAULTS)
+def test_what_goes_wrong_while_the_rest_is_imported(tmp_path: Path, statement: str) -> None:
+    (tmp_path / "tokenizers.py").write_text(statement)
+    done = run("--version", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stderr) == IMPORT_FAULTS[statement]
+
+
 def test_help_lists_the_keys_of_a_recipe() -> None:
     printed = run("--help").stdout
     assert all(key in printed for key in Recipe.__struct_fields__)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 @pytest.mark.parametrize("replaces", [False, True])
 def test_an_interrupted_build_leaves_no_half_bundle(
     tmp_path: Path, checkpoint: Path, number: signal.Signals, replaces: bool
 ) -> None:
-    """Killed while it writes: the staging directory goes, and a bundle that was there stays as it was."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 64, "num_attention_heads": 16}
-    large = write_checkpoint(
-        tmp_path / "large", config={**sizes, "num_hidden_layers": 4, "num_key_value_heads": 16, "vocab_size": 330}
-    )
+    """Stopped while it writes: the staging directory goes, and a bundle that was there stays as it was."""
     output = tmp_path / "x.ull"
     if replaces:
         assert build_into(output, checkpoint).returncode == 0
-    command = [
-        sys.executable,
-        "-m",
-        "ull_build",
-        "--model",
-        str(large),
-        "--output",
-        str(output),
-        "--no-eval",
-        "--force",
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".x.ull.building-*/weights.safetensors")):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.002)
+    process = build_until_it_writes(tmp_path)
     process.send_signal(number)
     out, error = process.communicate(timeout=60)
     assert process.returncode == 130, (out, error)
@@ -458,6 +466,44 @@ def test_an_interrupted_build_leaves_no_half_bundle(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["large"] + ["x.ull"] * replaces
     if replaces:
         assert open_bundle(output, verify="hashes").manifest.model.hidden == 48
+
+
+def build_until_it_writes(directory: Path, **options: Any) -> subprocess.Popen[str]:
+    """A build of directory/x.ull, from a checkpoint that takes long enough, which has begun to write its weights."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 64, "num_attention_heads": 16}
+    large = write_checkpoint(
+        directory / "large", config={**sizes, "num_hidden_layers": 4, "num_key_value_heads": 16, "vocab_size": 330}
+    )
+    command = [sys.executable, "-m", "ull_build", "--model", str(large), "--output", str(directory / "x.ull")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    process = subprocess.Popen([*command, "--no-eval", "--force"], **pipes)
+    deadline = time.monotonic() + 60
+    while not list(directory.glob(".x.ull.building-*/weights.safetensors")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.002)
+    return process
+
+
+def test_the_next_build_clears_what_a_killed_one_left(tmp_path: Path, checkpoint: Path) -> None:
+    process = build_until_it_writes(tmp_path)
+    [folder] = tmp_path.glob(".x.ull.building-*")
+    beside = build_into(tmp_path / "y.ull", checkpoint)
+    assert beside.returncode == 0 and folder.is_dir() and folder.name not in beside.stdout  # the first one lives
+    process.kill()
+    process.communicate(timeout=60)
+    assert folder.is_dir()
+    done = build_into(tmp_path / "y.ull", checkpoint, "--force")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("removed what killed builds left in") == 1 and done.stdout.count(folder.name) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["large", "y.ull"]
+
+
+def test_an_ignored_hangup_does_not_end_a_build(tmp_path: Path) -> None:
+    process = build_until_it_writes(tmp_path, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    process.send_signal(signal.SIGHUP)
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 0, (out, error)
+    assert open_bundle(tmp_path / "x.ull").manifest.model.hidden == 1024
 
 
 def test_an_interrupted_evaluation_leaves_no_half_bundle(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,7 @@ from ull.bundle import (
     Bundle,
     Manifest,
     Precision,
-    Rope,
     expected_tensors,
-    inverse_frequencies,
     open_bundle,
     read_tensor_file,
     write_sealed,
@@ -125,7 +122,11 @@ def test_truncated_manifest(bundle: Path, keep: int) -> None:
         (("model", "architecture"), "gpt2", "architecture"),
         (("model", "surprise"), 1, "surprise"),
         (("model", "rope", "theta"), -1.0, "theta"),
-        (("model", "rope", "kind"), "yarn", "kind"),
+        (("model", "rope", "kind"), "su", "kind"),
+        (("model", "rope", "kind"), "yarn", "yarn"),
+        (("model", "rope", "beta_fast"), 2.0, "no yarn fields"),
+        (("model", "rope", "truncate"), False, "no yarn fields"),
+        (("model", "rope", "original_context"), 64, "original_context"),
         (("model", "rope", "kind"), "linear", "factor"),
         (("model", "rope", "factor"), 2.0, "factor"),
         (("model", "rope", "low_frequency_factor"), 2.0, "no llama3 fields"),
@@ -285,43 +286,6 @@ def test_no_bytes_crash_the_header_reader(tmp_path: Path, content: bytes, length
         read_tensor_file(path)
     except ValueError as error:
         assert str(error)
-
-
-def reference_frequencies(rope: Rope, head_dim: int) -> list[float]:
-    """The formulas of transformers' `modeling_rope_utils` in float64, one pair at a time."""
-    result = []
-    for pair in range(head_dim // 2):
-        frequency = rope.theta ** (-2 * pair / head_dim)
-        if rope.kind == "linear":
-            frequency /= rope.factor
-        elif rope.kind == "llama3":
-            wavelength = 2 * math.pi / frequency
-            low, high = rope.low_frequency_factor, rope.high_frequency_factor
-            if wavelength > rope.original_context / low:
-                frequency /= rope.factor
-            elif wavelength >= rope.original_context / high:
-                smooth = (rope.original_context / wavelength - low) / (high - low)
-                frequency = (1 - smooth) * frequency / rope.factor + smooth * frequency
-        result.append(frequency)
-    return result
-
-
-@pytest.mark.parametrize("head_dim", [2, 12, 64, 80, 128])
-@pytest.mark.parametrize(
-    "rope",
-    [
-        Rope(theta=10000.0),
-        Rope(theta=1e6),
-        Rope(theta=10000.0, kind="linear", factor=4.0),
-        Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192),
-        Rope(10000.0, "llama3", 32.0, 1.0, 4.0, 64),
-    ],
-    ids=lambda rope: f"{rope.kind}-{rope.theta:g}",
-)
-def test_inverse_frequencies(rope: Rope, head_dim: int) -> None:
-    got = inverse_frequencies(rope, head_dim)
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, reference_frequencies(rope, head_dim), rtol=3e-6)
 
 
 def test_native_spec(pristine: Path) -> None:

@@ -1,6 +1,7 @@
 """Reading Hugging Face checkpoints: what is understood, and what is refused with which words."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,9 @@ def test_defaults_of_absent_keys_are_those_of_transformers() -> None:
         ("qwen2", {"sliding_window": 64, "use_sliding_window": True}, [0, 0]),
         ("qwen2", {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, [0, 0]),
         ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}, [4096, 4096]),
+        ("mistral", {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}, [64, 0]),
+        ("mistral", {"sliding_window": 64, "layer_types": ["full_attention"] * 2}, [0, 0]),
+        ("mistral", {"sliding_window": None, "layer_types": ["attention"] * 2}, [0, 0]),
         (
             "qwen3",
             {
@@ -115,6 +119,43 @@ def test_default_and_linear_rope() -> None:
     assert (linear.kind, linear.factor, linear.theta) == ("linear", 2.0, 10000.0)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def test_rope_scaling_replaces_rope_parameters_as_in_transformers() -> None:
+    parameters = {"rope_type": "default", "rope_theta": 1e6}
+    read = parse(rope_theta=..., rope_parameters=parameters, rope_scaling=YARN)
+    assert (read.model.rope.kind, read.model.rope.theta) == ("yarn", 10000.0)
+    [note] = read.notes
+    assert "rope_theta is 10000, not 1e+06; if that is not meant, put rope_theta into rope_scaling" in note
+    same = parse(rope_theta=..., rope_parameters=parameters, rope_scaling=YARN | {"rope_theta": 1e6})
+    assert (same.model.rope.theta, same.notes) == (1e6, ())
+    for empty in ({}, None):
+        read = parse(rope_theta=5e5, rope_parameters=parameters, rope_scaling=empty)
+        assert (read.model.rope.kind, read.model.rope.theta, read.notes) == ("default", 1e6, ())
+
+
+def test_the_original_context_is_the_models_own_unless_said() -> None:
+    for kind in ("llama3", "yarn"):
+        scaling = {"rope_type": kind, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        assert parse(rope_scaling=scaling).model.rope.original_context == 256
+        inside = {**scaling, "original_max_position_embeddings": 64}
+        assert parse(rope_scaling=inside).model.rope.original_context == 64
+        assert parse(rope_scaling=inside, original_max_position_embeddings=96).model.rope.original_context == 96
+
+
+def test_yarn() -> None:
+    plain = parse(rope_scaling=YARN).model.rope
+    assert (plain.factor, plain.original_context, plain.beta_fast, plain.beta_slow) == (4.0, 64, 32.0, 1.0)
+    assert plain.truncate and plain.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    said = {"attention_factor": 1.5, "beta_fast": 8, "beta_slow": 2, "truncate": False}
+    given = parse(rope_scaling=YARN | said).model.rope
+    assert (given.attention_factor, given.beta_fast, given.beta_slow, given.truncate) == (1.5, 8.0, 2.0, False)
+    scaled = parse(rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}).model.rope
+    assert scaled.attention_factor == pytest.approx((0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1))
+    assert parse(rope_scaling=YARN | {"factor": None}).model.rope.factor == 4.0  # 256 / 64
+
+
 def test_special_tokens_are_merged_from_both_configs() -> None:
     config = make_config(eos_token_id=[1, 2])
     merged = parse_config(config, {"eos_token_id": [2, 7], "bos_token_id": 9})
@@ -145,12 +186,25 @@ def test_special_tokens_are_merged_from_both_configs() -> None:
         ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps", "positive number"),
         ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings", "true or false"),
         ("llama", {"eos_token_id": ["</s>"]}, "eos_token_id", "token id"),
-        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_scaling.rope_type", "yarn.*llama3"),
-        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4}}, "rope_scaling.rope_type", "'dynamic'"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4}}, "rope_scaling.rope_type", "'dynamic'.*yarn"),
         ("llama", {"rope_scaling": {"type": "longrope"}}, "rope_scaling.rope_type", "'longrope'"),
         ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor", "is missing"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor", "at least 1"),
         ("llama", {"rope_scaling": "linear"}, "rope_scaling", "must be an object"),
+        ("llama", {"rope_parameters": [], "rope_scaling": {"type": "linear"}}, "rope_parameters", "must be an object"),
+        ("llama", {"rope_theta": None}, "rope_theta", "is null; give it a value, or remove it"),
+        ("llama", {"rope_parameters": {"rope_theta": None}}, "rope_parameters.rope_theta", "is null"),
+        ("llama", {"rope_scaling": {"rope_type": None}}, "rope_scaling.rope_type", "None is not supported"),
+        ("llama", {"rope_scaling": YARN | {"factor": "4"}}, "rope_scaling.factor", "must be a positive number"),
+        ("llama", {"rope_scaling": YARN | {"attention_factor": 0}}, "rope_scaling.attention_factor", "positive number"),
+        ("llama", {"rope_scaling": YARN | {"truncate": "no"}}, "rope_scaling.truncate", "true or false"),
+        ("llama", {"rope_scaling": YARN | {"rope_theta": 1}}, "rope_scaling.rope_theta", "above 1 for yarn"),
+        (
+            "llama",
+            {"rope_scaling": YARN, "original_max_position_embeddings": None},
+            "original_max_position_embeddings",
+            "is null",
+        ),
         (
             "llama",
             {"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}},
@@ -161,9 +215,15 @@ def test_special_tokens_are_merged_from_both_configs() -> None:
         ("llama", {"layer_types": ["sliding_attention"] * 2}, "layer_types", "Llama does not have"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "layer_types", "'chunked_attention'"),
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types", "must list 2 layers"),
-        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types", "`use_sliding_window` is false"),
-        ("mistral", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types", "mixes"),
-        ("mistral", {"layer_types": ["full_attention"] * 2, "sliding_window": 8}, "layer_types", "contradicts"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types", "`use_sliding_window` switches off"),
+        (
+            "qwen3",
+            {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": None},
+            "layer_types",
+            "`sliding_window` switches off",
+        ),
+        ("mistral", {"layer_types": ["sliding_attention"] * 2}, "layer_types", "`sliding_window` switches off"),
+        ("qwen2", {"layer_types": [["full_attention"]] * 2}, "layer_types", "not supported"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": "all"}, "max_window_layers", "integer"),
     ],
 )

@@ -21,6 +21,7 @@ PYTHON_LAYERS = {
     "spawn": 1,
     "manifest": 1,
     "placement": 2,
+    "rope": 2,
     "plans": 1,
     "targets": 1,
     "layout": 1,

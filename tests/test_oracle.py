@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oracle.cases import CASES, CHAT, CONTEXT, GREEDY_TOKENS, TOLERANCE, Case, assemble, assemble_tokenizer
+from oracle.cases import CASES, CHAT, CONFIGS, CONTEXT, GREEDY_TOKENS, TOLERANCE, Case, assemble, assemble_tokenizer
 from ull._native import CpuModel, evaluate
-from ull.bundle import Bundle, Precision, open_bundle
-from ull.errors import RequestError
+from ull.bundle import Bundle, Precision, attention_factor, inverse_frequencies, open_bundle
+from ull.errors import CheckpointError, RequestError
 from ull.tokenizer import Tokenizer
 from ull.wire import Message
+from ull_build.architecture import parse_config
 from ull_build.build import Settings, build
 from ull_build.convert import ORIGINAL_BF16, ORIGINAL_F32
 
@@ -183,6 +184,43 @@ def test_special_tokens_reach_the_manifest(case: Case, make_engine: Any) -> None
     assert tokens.bos == case.config["bos_token_id"]
     assert sorted(tokens.eos) == sorted(case.eos)
     assert tokens.chat_template
+
+
+READINGS = json.loads(CONFIGS.read_text(encoding="utf-8"))
+SEEN_TOKENS = 12  # configs.LENGTH
+# What transformers computes and we refuse: the maths is not ours, or the file says what transformers passes over.
+REFUSED = {
+    "rope_scaling.rope_type": "dynamic",
+    "rope_parameters.rope_type": "dynamic",
+    "rope_scaling": "nested",
+    "rope_parameters": "nested",
+    "layer_types": "llama",
+}
+# Here transformers fails: it prepares the sliding mask of a Mistral with layer types also where no layer slides.
+FULL_ATTENTION = {
+    f"mistral {window} {types}" for window in ("null-window", "used-null") for types in ("+null", "+full", "+old-name")
+}
+
+
+@pytest.mark.parametrize("entry", READINGS["entries"], ids=lambda entry: entry["name"])
+def test_configurations_are_read_as_in_transformers(entry: dict[str, Any]) -> None:
+    config = READINGS["base"] | entry["config"]
+    if entry["name"] in FULL_ATTENTION:
+        assert parse_config(config, {}).model.windows == [0, 0]
+        return
+    if "error" in entry:
+        with pytest.raises(CheckpointError):
+            parse_config(config, {})
+        return
+    try:
+        model = parse_config(config, {}).model
+    except CheckpointError as error:
+        assert error.field is not None and REFUSED[error.field] in entry["name"].split(), error.message
+        return
+    frequencies = inverse_frequencies(model.rope, model.head_dim)
+    np.testing.assert_allclose(frequencies, entry["inverse_frequencies"], rtol=3e-7)
+    assert attention_factor(model.rope) == pytest.approx(entry["attention_factor"], rel=1e-9)
+    assert [min(window or SEEN_TOKENS, SEEN_TOKENS) for window in model.windows] == entry["seen"]
 
 
 CHAT_ENTRIES = json.loads(CHAT.read_text(encoding="utf-8"))

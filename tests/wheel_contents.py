@@ -13,6 +13,7 @@ MUST = [
     r"ull/daemon\.py",
     r"ull/cli\.py",
     r"ull_build/__init__\.py",
+    r"ull_build/__main__\.py",
     r"ull_build/cli\.py",
     r"ull_build/data/calibration\.txt",
     r"ull_build/data/eval\.txt",

@@ -8,7 +8,6 @@ Whatever is wrong with one ends in a `BundleError` that names file, field and re
 from __future__ import annotations
 
 import hashlib
-import math
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from ull.device_layout import (
     DEVICE_ALIGNMENT,
@@ -110,6 +108,7 @@ from ull.plans import (
     profile_scheme,
     segment_names,
 )
+from ull.rope import attention_factor, inverse_frequencies
 from ull.seal import (
     MANIFEST_FILE,
     SEAL_FILE,
@@ -187,6 +186,7 @@ __all__ = [
     "TensorError",
     "TensorShape",
     "Tokens",
+    "attention_factor",
     "cache_positions",
     "capability_text",
     "device_macros",
@@ -464,29 +464,6 @@ def _check_vocabulary(path: Path, model: Model) -> None:
         raise BundleError(f"{path} has damaged offsets; {REBUILD}", field=VOCABULARY_FILE)
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> NDArray[np.float32]:
-    """Angular frequency (radians per position) of each pair of a head, scaling applied: [head_dim / 2] float32.
-
-    As transformers computes them (`modeling_rope_utils`, types default, linear and llama3), in float32; only the power
-    itself is taken in float64 and rounded, because float32 `pow` differs between maths libraries.
-    """
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequencies = np.float32(1.0) / np.power(np.float64(rope.theta), exponents.astype(np.float64)).astype(np.float32)
-    if rope.kind == "default":
-        return frequencies
-    factor = np.float32(rope.factor or 1.0)
-    if rope.kind == "linear":
-        return frequencies / factor
-    low, high = rope.low_frequency_factor or 1.0, rope.high_frequency_factor or 4.0
-    context = rope.original_context or 8192
-    wavelengths = np.float32(2 * math.pi) / frequencies
-    smooth = (np.float32(context) / wavelengths - np.float32(low)) / np.float32(high - low)
-    smoothed = (np.float32(1.0) - smooth) * frequencies / factor + smooth * frequencies
-    scaled = np.where(wavelengths > np.float32(context / low), frequencies / factor, frequencies)
-    is_medium = (wavelengths <= np.float32(context / low)) & (wavelengths >= np.float32(context / high))
-    return np.where(is_medium, smoothed, scaled).astype(np.float32)
-
-
 def native_spec(
     model: Model,
     weights_path: Path,
@@ -528,5 +505,6 @@ def _dimensions(model: Model, context: int, kv: str) -> dict[str, Any]:
         "kv_dtype": kv,
         "qk_norm": model.qk_norm,
         "inv_freq": inverse_frequencies(model.rope, model.head_dim),
+        "attention_factor": attention_factor(model.rope),
         "windows": list(model.windows),
     }

@@ -62,24 +62,38 @@ class Rope(Struct, frozen=True, forbid_unknown_fields=True):
     """Rotary position embedding: base period and context extension, named as in transformers' rope types."""
 
     theta: Positive
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
     factor: Positive | None = None
-    low_frequency_factor: Positive | None = None
-    high_frequency_factor: Positive | None = None
-    original_context: TokenCount | None = None
+    low_frequency_factor: Positive | None = None  # llama3
+    high_frequency_factor: Positive | None = None  # llama3
+    original_context: TokenCount | None = None  # llama3, yarn: tokens
+    attention_factor: Positive | None = None  # yarn: on cosines and sines
+    beta_fast: Positive | None = None  # yarn: turns within the original context above which a pair is kept
+    beta_slow: Positive | None = None  # yarn: turns below which it is stretched
+    truncate: bool = True  # yarn: the pairs of both are rounded outwards
 
     def __post_init__(self) -> None:
         _require_finite(self)
-        llama3 = (self.low_frequency_factor, self.high_frequency_factor, self.original_context)
+        llama3 = (self.low_frequency_factor, self.high_frequency_factor)
+        yarn = (self.attention_factor, self.beta_fast, self.beta_slow)
         _require((self.kind == "default") == (self.factor is None), f"rope kind {self.kind!r} and `factor` disagree")
         if self.kind == "llama3":
-            _require(None not in llama3, "rope kind 'llama3' needs its frequency factors and `original_context`")
+            _require(None not in llama3, "rope kind 'llama3' needs its frequency factors")
             _require(
                 (self.low_frequency_factor or 0.0) < (self.high_frequency_factor or 0.0),
                 "`low_frequency_factor` must be below `high_frequency_factor`",
             )
         else:
-            _require(llama3 == (None, None, None), f"rope kind {self.kind!r} takes no llama3 fields")
+            _require(llama3 == (None, None), f"rope kind {self.kind!r} takes no llama3 fields")
+        if self.kind == "yarn":
+            _require(None not in yarn, "rope kind 'yarn' needs `attention_factor`, `beta_fast` and `beta_slow`")
+            _require(self.theta > 1.0, "rope kind 'yarn' needs a `theta` above 1")
+        else:
+            _require(yarn == (None, None, None) and self.truncate, f"rope kind {self.kind!r} takes no yarn fields")
+        extends = self.kind in ("llama3", "yarn")
+        _require(
+            extends == (self.original_context is not None), f"rope kind {self.kind!r} and `original_context` disagree"
+        )
 
 
 class Model(Struct, frozen=True, forbid_unknown_fields=True):

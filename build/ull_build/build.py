@@ -58,6 +58,7 @@ from ull_build.device_quality import ORIGINAL, DeviceEvaluator, require_bf16
 from ull_build.drafters import SpeculationSettings, describe, open_drafters
 from ull_build.evaluate import CALIBRATION, EvaluationText, Observation, read_text
 from ull_build.kernels import CompiledFile, compile_kernels, describe_file, write_code
+from ull_build.leftovers import clear_leftovers
 from ull_build.local_gpu import find_gpu
 from ull_build.output import build_time, check_output, file_entry, require_space, staged_output
 from ull_build.progress import Reporter
@@ -203,6 +204,7 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
     """
     reporter = reporter or Reporter()
     start = time.monotonic()
+    clear_leftovers(settings.output.resolve().parent, reporter.note)
     output = check_output(settings.output, settings.force)
     with ExitStack() as files_open:
         inputs = _open_inputs(settings, output, files_open, reporter)
@@ -227,6 +229,8 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
     if settings.evaluates_on_gpu:
         find_gpu(settings.target, "the loss is measured")
     checkpoint = files_open.enter_context(Checkpoint(settings.model, settings.context))
+    for note in checkpoint.architecture.notes:
+        reporter.note(note)
     tokenizer = read_tokenizer(settings.model, checkpoint.model.vocabulary)
     model = msgspec.structs.replace(checkpoint.model, tokenizer_vocabulary=tokenizer.vocabulary.count)
     if tools is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from ull.bundle import Model, TensorEntry, read_tensor_file
 from ull.errors import CheckpointError
 from ull_build.architecture import Architecture, parse_config
+from ull_build.foreign import quantised_tensor, why_no_checkpoint, why_no_directory, why_quantised
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -40,7 +42,9 @@ class Shard:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} is missing; download the checkpoint again", field=path.name) from error
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise unreadable(path, error) from error
+        except ValueError as error:
             raise CheckpointError(f"{path} {error}", field=path.name) from error
 
     def raw(self, name: str) -> NDArray[Any]:
@@ -70,8 +74,8 @@ class Checkpoint:
 
     def __init__(self, directory: Path, context: int | None = None) -> None:
         self.directory = directory
-        if not directory.is_dir():
-            raise CheckpointError(f"no checkpoint directory at {directory}", field=str(directory))
+        if (reason := _why_refused(directory)) is not None:
+            raise CheckpointError(reason, field=str(directory))
         config = read_json(directory / CONFIG_FILE)
         generation_path = directory / GENERATION_FILE
         generation = read_json(generation_path) if generation_path.exists() else {}
@@ -203,6 +207,8 @@ class Checkpoint:
             if name in self._shard_of:
                 first = self._shard_of[name].path.name
                 raise CheckpointError(f"tensor {name!r} is both in {first} and in {path.name}", field=name)
+            if quantised_tensor(name, entry.dtype):
+                raise CheckpointError(why_quantised(self.directory, name, entry.dtype), field=name)
             if entry.dtype not in FLOAT_DTYPES:
                 raise CheckpointError(
                     f"tensor {name!r} is {entry.dtype}; supported: {', '.join(FLOAT_DTYPES)}", field=name
@@ -278,13 +284,31 @@ def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _why_refused(directory: Path) -> str | None:
+    """Why a path cannot be a checkpoint's directory, and what helps; None for one that may be."""
+    try:
+        return why_no_checkpoint(directory) if directory.is_dir() else why_no_directory(directory)
+    except OSError as error:
+        raise unreadable(directory, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """The error for a file or directory that cannot be read."""
+    remedy = ""
+    if isinstance(error, PermissionError):
+        remedy = f"; let user id {os.geteuid()} read it (chmod or chown, its directories too)"
+    return CheckpointError(f"{path} cannot be read: {error.strerror or error}{remedy}", field=path.name)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises CheckpointError naming the file."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; download the checkpoint again", field=path.name) from error
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}", field=path.name) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object", field=path.name)

@@ -9,7 +9,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -45,18 +45,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 result = build(settings, reporter)
     except UllError as error:
         # One line, whatever the message quotes.
-        print(f"ull-build: error: {' '.join(error.message.split())}", file=sys.stderr)
+        _complain(f"error: {' '.join(error.message.split())}")
         return EXIT_USAGE if isinstance(error, RecipeError) else EXIT_FAILED
     except OSError as error:
         place = f" ({error.filename})" if error.filename else ""
-        print(f"ull-build: error: {error.strerror or error}{place}", file=sys.stderr)
+        _complain(f"error: {error.strerror or error}{place}")
+        return EXIT_FAILED
+    except MemoryError as error:
+        _complain(f"error: out of memory{f' ({error})' if str(error) else ''}")
         return EXIT_FAILED
     except KeyboardInterrupt:
-        print("ull-build: interrupted; no half bundle is left", file=sys.stderr)
+        _complain("interrupted; no half bundle is left")
         return EXIT_INTERRUPTED
     if not options.quiet:
         print_summary(result)
     return 0
+
+
+def _complain(text: str) -> None:
+    """One line on stderr, which may have gone with its terminal."""
+    with suppress(OSError):
+        print(f"ull-build: {text}", file=sys.stderr, flush=True)
 
 
 def _check_usage(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -121,14 +130,21 @@ def _forward(options: argparse.Namespace) -> ForwardRecipe:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGINT and SIGTERM unwind the build as KeyboardInterrupt, once: a second one must not disturb the cleaning up."""
+    """The signals that end a session unwind the build as KeyboardInterrupt, once: a second one must not disturb the
+    cleaning up. A hangup that is ignored, as under nohup, stays so.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         for other in handlers:
             signal.signal(other, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:

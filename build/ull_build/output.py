@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from ull.bundle import FORMAT, FileEntry, read_manifest_bytes
 from ull.errors import BuildError, BundleError
+from ull_build.leftovers import create_locked, lock_folder, old_bundle, staging_folder
 
 
 def check_output(output: Path, force: bool) -> Path:
@@ -49,26 +49,33 @@ def staged_output(output: Path) -> Iterator[Path]:
     bundle that is already there is replaced: renamed away, and deleted once the new one stands in its place. An
     interrupt may come between any two steps: either the old bundle or the new one is in place after it.
     """
-    mark = f"{os.getpid()}-{secrets.token_hex(4)}"
-    staging = output.with_name(f".{output.name}.building-{mark}")
-    old = output.with_name(f".{output.name}.old-{mark}")
-    try:
+    staging, old = staging_folder(output), old_bundle(output)
+    with ExitStack() as locks:
         try:
-            staging.mkdir()
-        except OSError as error:
-            raise BuildError(f"cannot create {staging}: {error.strerror}", field="output") from error
-        yield staging
-        for path in (*staging.rglob("*"), staging):
-            _sync(path)
-        if output.exists():
-            output.rename(old)
-        staging.rename(output)
-        _sync(output.parent)
-    finally:
-        if old.exists() and not output.exists():
-            old.rename(output)
-        for leftover in (staging, old):
-            shutil.rmtree(leftover, ignore_errors=True)
+            try:
+                _close_with(locks, create_locked(staging))
+            except OSError as error:
+                raise BuildError(f"cannot create {staging}: {error.strerror}", field="output") from error
+            yield staging
+            for path in (*staging.rglob("*"), staging):
+                _sync(path)
+            if output.exists():
+                with suppress(OSError):
+                    _close_with(locks, lock_folder(output))
+                output.rename(old)
+            staging.rename(output)
+            _sync(output.parent)
+        finally:
+            if old.exists() and not output.exists():
+                old.rename(output)
+            for leftover in (staging, old):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _close_with(locks: ExitStack, lock: int | None) -> None:
+    """Gives a lock back when `locks` ends."""
+    if lock is not None:
+        locks.callback(os.close, lock)
 
 
 def _sync(path: Path) -> None:

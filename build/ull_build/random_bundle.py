@@ -41,6 +41,7 @@ from ull.bundle import (
 from ull.errors import RecipeError
 from ull_build.build import BuildResult, compile_for
 from ull_build.kernels import write_code
+from ull_build.leftovers import clear_leftovers
 from ull_build.output import build_time, check_output, file_entry, require_space, staged_output
 from ull_build.progress import Reporter
 from ull_build.recipe import ForwardRecipe
@@ -94,6 +95,7 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
         raise RecipeError("random weights are made up on a GPU; use --target sm_90a", field="target")
     if settings.precision.lm_head_scan:
         raise RecipeError("--lm-head-scan needs an lm_head to copy, and random weights have none", field="lm_head_scan")
+    clear_leftovers(settings.output.resolve().parent, reporter.note)
     output = check_output(settings.output, settings.force)
     precision, request, created = settings.precision, settings.forward, build_time()
     tools = find_tools(settings.target) if request.has_plans else None

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 FIXTURES = Path(__file__).parent / "fixtures"
 TOKENIZER = FIXTURES / "tokenizer"
 CHAT = FIXTURES / "chat.json"
+CONFIGS = FIXTURES / "configs.json"
 
 GREEDY_TOKENS = 64
 CONTEXT = 256  # tokens; every prompt plus its 64 greedy tokens fits
@@ -137,6 +138,15 @@ CASES = [
         "llama-rope-linear-classic",
         config={"rope_parameters": rope(kind="linear", factor=2.5), "num_hidden_layers": 1},
         classic=True,
+        without=NO_SCALING,
+    ),
+    llama(
+        "llama-rope-yarn",
+        config={
+            "rope_parameters": rope(kind="yarn", factor=4.0, original_max_position_embeddings=64),
+            "head_dim": 32,
+            **NARROW,
+        },
         without=NO_SCALING,
     ),
     # Llama: storage

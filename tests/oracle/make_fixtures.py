@@ -18,8 +18,9 @@ import numpy as np
 import torch
 import transformers
 
-from .cases import BEGIN, CASES, CHAT, END, END_OF_TURN, GREEDY_TOKENS, TOKENIZER, TOLERANCE, Case
+from .cases import BEGIN, CASES, CHAT, CONFIGS, END, END_OF_TURN, GREEDY_TOKENS, TOKENIZER, TOLERANCE, Case
 from .chat import write_chat, write_tokenizer
+from .configs import write_configs
 
 # Searching a prompt: rounds of candidates that share all but their last tokens; then the next seed's model.
 SEEDS = 8
@@ -262,12 +263,14 @@ def deterministic() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="only these cases, or `chat`; all without any")
-    names = parser.parse_args().cases or ["chat", *(case.name for case in CASES)]
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="only these cases, `chat`, `configs`; all without any")
+    names = parser.parse_args().cases or ["chat", "configs", *(case.name for case in CASES)]
     deterministic()
     if "chat" in names:
         write_tokenizer(TOKENIZER, [BEGIN, END, END_OF_TURN])
         write_chat(CHAT)
+    if "configs" in names:
+        write_configs(CONFIGS)
     for case in CASES:
         if case.name in names:
             print(write_case(case, case.directory), flush=True)

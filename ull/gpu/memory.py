@@ -8,7 +8,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import MedusaHeads, Model, Precision, inverse_frequencies
+from ull.bundle import MedusaHeads, Model, Precision, attention_factor, inverse_frequencies
 from ull.gpu.arena import ArenaPlan
 from ull.gpu.launches import attention, linear, sampling
 from ull.gpu.params import PAGE_TOKENS, TREE_TOKENS, LayerParams, Round, State
@@ -95,11 +95,13 @@ def reserve_model(plan: ArenaPlan, sizes: Sizes, prefix: str = "") -> None:
 def rope_table(model: Model, context: int) -> NDArray[np.float32]:
     """[context, head_dim / 2, 2] cosines and sines, as the CPU executor computes them.
 
-    Angles are rounded to float32 first; cosine and sine are the C library's in double precision, not NumPy's own.
+    Angles are rounded to float32 first; cosine and sine are the C library's in double precision, not NumPy's own. Both
+    carry the attention factor of the rotary embedding.
     """
     frequencies = inverse_frequencies(model.rope, model.head_dim)
     angles = (np.arange(context, dtype=np.float32)[:, None] * frequencies).reshape(-1).tolist()
     table = np.empty((len(angles), 2), np.float32)
     table[:, 0] = np.fromiter(map(math.cos, angles), np.float64, len(angles))
     table[:, 1] = np.fromiter(map(math.sin, angles), np.float64, len(angles))
+    table *= np.float32(attention_factor(model.rope))
     return table.reshape(context, len(frequencies), 2)

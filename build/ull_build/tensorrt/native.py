@@ -18,7 +18,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import HEAD_SEGMENT, Model, cache_positions, inverse_frequencies, segment_names
+from ull.bundle import (
+    HEAD_SEGMENT,
+    Model,
+    attention_factor,
+    cache_positions,
+    inverse_frequencies,
+    segment_names,
+)
 from ull_build.tensorrt.graph import Graph
 from ull_build.tensorrt.network import LayerNetwork
 from ull_build.tensorrt.weights import BF16
@@ -146,4 +153,5 @@ def rope_tables(model: Model, rows: int) -> tuple[NDArray[np.float32], NDArray[n
     """Cosines and sines [rows, head_dim / 2]; angles are rounded to float32 first, as transformers does."""
     frequencies = inverse_frequencies(model.rope, model.head_dim)
     angles = (np.arange(rows, dtype=np.float32)[:, None] * frequencies).astype(np.float64)
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    factor = np.float32(attention_factor(model.rope))
+    return np.cos(angles).astype(np.float32) * factor, np.sin(angles).astype(np.float32) * factor

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ull.bundle import Model, inverse_frequencies
+from ull.bundle import Model, attention_factor, inverse_frequencies
 from ull_build.architecture import Architecture
 
 
@@ -92,12 +92,13 @@ class Decoder(nn.Module):
             self.lm_head = nn.Linear(model.hidden, model.vocabulary, bias=False)
         frequencies = torch.from_numpy(inverse_frequencies(model.rope, model.head_dim))
         self.register_buffer("frequencies", frequencies, persistent=False)
+        self.attention_factor = attention_factor(model.rope)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [B, T] -> the lm_head's input, after the final norm, [B, T, hidden]."""
         angles = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * self.frequencies
         angles = torch.cat((angles, angles), dim=-1)
-        cosine, sine = angles.cos(), angles.sin()
+        cosine, sine = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
         states = self.model.embed_tokens(tokens)
         for layer in self.model.layers:
             states = layer(states, cosine, sine)

@@ -66,6 +66,7 @@ cpu::ModelSpec model_dimensions(const nb::dict& dict) {
   spec.kv_format = format_named("kv_dtype", field<std::string>(dict, "kv_dtype"));
   const auto frequencies = field<FloatArray>(dict, "inv_freq");
   spec.inv_freq.assign(frequencies.data(), frequencies.data() + frequencies.size());
+  spec.attention_factor = field<float>(dict, "attention_factor");
   spec.windows = field<std::vector<int>>(dict, "windows");
   return spec;
 }

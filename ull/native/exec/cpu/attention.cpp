@@ -27,8 +27,8 @@ Attention::Attention(const ModelSpec& spec, const Kernels& kernels, KvCache& cac
   for (int position = 0; position < positions; ++position) {
     for (const float frequency : spec.inv_freq) {
       const float angle = static_cast<float>(position) * frequency;  // rounded to float, as transformers does
-      cosine_[index] = static_cast<float>(std::cos(static_cast<double>(angle)));
-      sine_[index] = static_cast<float>(std::sin(static_cast<double>(angle)));
+      cosine_[index] = static_cast<float>(std::cos(static_cast<double>(angle))) * spec.attention_factor;
+      sine_[index] = static_cast<float>(std::sin(static_cast<double>(angle))) * spec.attention_factor;
       ++index;
     }
   }

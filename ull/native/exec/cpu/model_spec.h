@@ -40,9 +40,10 @@ struct ModelSpec {
   float rms_epsilon = 0.0F;
   bool qk_norm = false;
   Format kv_format = Format::kBf16;
-  std::vector<float> inv_freq;  // [head_dim / 2] radians per position, rope scaling applied
-  std::vector<int> windows;     // [layers] tokens a query sees, itself included; 0: all
-  std::string path;             // weights.safetensors
+  std::vector<float> inv_freq;    // [head_dim / 2] radians per position, rope scaling applied
+  float attention_factor = 1.0F;  // on cosines and sines of the rotary embedding
+  std::vector<int> windows;       // [layers] tokens a query sees, itself included; 0: all
+  std::string path;               // weights.safetensors
   std::map<std::string, TensorInfo> tensors;
   // What a bundle may add for speculative decoding; null: it does not.
   std::shared_ptr<const MedusaSpec> medusa;

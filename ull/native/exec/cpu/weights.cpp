@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 
@@ -29,6 +30,8 @@ void validate(const ModelSpec& spec) {
   require(spec.rms_epsilon >= 0.0F && spec.rms_epsilon < 1.0F, "rms_epsilon: must be in [0, 1)");
   require(spec.kv_format != Format::kF8, "kv_dtype: must be bf16 or f32");
   require(spec.inv_freq.size() == static_cast<size_t>(spec.head_dim / 2), "inv_freq: must hold head_dim / 2 values");
+  require(std::isfinite(spec.attention_factor) && spec.attention_factor > 0.0F,
+          "attention_factor: must be above 0 and finite");
   require(spec.windows.size() == static_cast<size_t>(spec.layers), "windows: must hold one value per layer");
   for (const int window : spec.windows) require(window >= 0, "windows: must not be negative");
   if (spec.medusa != nullptr) {

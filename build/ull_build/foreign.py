@@ -1,0 +1,114 @@
+"""Names what people give a build in place of a Hugging Face checkpoint, and what helps: one line each."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ORIGINAL = "build from the original bf16, fp16 or fp32 weights"
+QUANTISED = f"the checkpoint is already quantised; {ORIGINAL}"
+
+_ADAPTER = "adapter_config.json"
+_INDEX = "*.safetensors.index.json"
+# Where quantisers say what they did when config.json does not: ModelOpt, AutoGPTQ, AutoAWQ.
+_QUANTISERS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+_QUANTISED_DTYPES = ("F8_", "F6_", "F4", "U8", "I8", "U4", "I4")  # how they begin
+_QUANTISED_SUFFIXES = (
+    *(".qweight", ".qzeros", ".g_idx"),  # GPTQ, AWQ
+    *(".weight_packed", ".weight_shape", ".weight_zero_point"),  # compressed-tensors
+    *(".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".input_scale"),  # FP8, NVFP4
+    *("_blocks", "_scales"),  # MXFP4
+    *(".absmax", ".quant_map", ".SCB"),  # bitsandbytes
+)
+_HUB_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_HUB_URL = re.compile(r"(?:(?:https?:/+)?(?:www\.)?(?:huggingface\.co|hf\.co)|hf:)/+([^/]+)/([^/]+)(?:/.*)?")
+
+
+def why_no_directory(path: Path) -> str:
+    """What to do about a `path` that is no directory."""
+    if path.is_file():
+        return _why_file(path)
+    missing = f"no checkpoint directory at {path}"
+    if (url := _HUB_URL.fullmatch(str(path))) is not None:
+        return f"{missing}; a build reads local files: {_download('/'.join(url.groups()), url[2])}"
+    words = path.parts[-2:]
+    may_be_hub = len(words) == 2 and not path.is_absolute() and all(_HUB_WORD.fullmatch(word) for word in words)
+    if may_be_hub and (len(path.parts) == 2 or not path.parent.exists()):
+        return f"{missing}; if it is a model of the Hugging Face Hub: {_download('/'.join(words), str(path))}"
+    return missing
+
+
+def why_no_checkpoint(directory: Path) -> str | None:
+    """What to do about a directory that is something else than a checkpoint; None for what may be one."""
+    if (directory / _ADAPTER).exists() and not _has_weights(directory):
+        return _why_adapter(directory)
+    if any(directory.glob("*.gguf")) and not any(directory.glob("*.safetensors")):
+        return f"{directory} holds GGUF files, whose weights are quantised for llama.cpp; {ORIGINAL}, in safetensors"
+    if (directory / "config.json").exists():
+        return None
+    snapshots = sorted(path for path in directory.glob("snapshots/*") if (path / "config.json").exists())
+    if snapshots:
+        return f"{directory} is the Hub's cache of a model; give the snapshot in it: {snapshots[-1]}"
+    if any(directory.glob("consolidated.*")):
+        return (
+            f"{directory} has the weights in their publisher's own format (consolidated.*); "
+            "download the files of the Hugging Face format too, config.json and *.safetensors"
+        )
+    if any(directory.glob("*.safetensors")):
+        return (
+            f"{directory} has weights but no config.json, which says what model they are; "
+            "download it from where the weights came from (with tokenizer.json)"
+        )
+    return None if any(directory.iterdir()) else f"{directory} is empty; download the checkpoint again"
+
+
+def quantised_tensor(name: str, dtype: str) -> bool:
+    """True for a tensor that only quantised checkpoints have."""
+    return dtype.startswith(_QUANTISED_DTYPES) or name.endswith(_QUANTISED_SUFFIXES)
+
+
+def why_quantised(directory: Path, name: str, dtype: str) -> str:
+    """What to do about the quantised tensor `name`; says where the quantiser left its name."""
+    found = [file for file in _QUANTISERS if (directory / file).exists()]
+    by = f" (see its {found[0]})" if found else ""
+    return f"tensor {name!r} is {dtype}: {QUANTISED}{by}"
+
+
+def _why_file(path: Path) -> str:
+    with path.open("rb") as file:
+        is_gguf = file.read(4) == b"GGUF"
+    if is_gguf or path.suffix == ".gguf":
+        return f"{path} is a GGUF file, whose weights are quantised for llama.cpp; {ORIGINAL}, in safetensors"
+    if path.suffix == ".safetensors" or path.name == "config.json":
+        return f"{path} is a file; give its directory, {path.parent}, with config.json and tokenizer.json in it"
+    return f"{path} is a file, not a checkpoint directory with config.json, tokenizer.json and *.safetensors"
+
+
+def _why_adapter(directory: Path) -> str:
+    base = _value(directory / _ADAPTER, "base_model_name_or_path")
+    of = f" of {base}" if isinstance(base, str) and base else ""
+    return (
+        f"{directory} is a LoRA adapter{of}, not a whole model; merge it first: "
+        f"peft.AutoPeftModelForCausalLM.from_pretrained('{directory}').merge_and_unload().save_pretrained('MERGED'), "
+        "copy the tokenizer's files to MERGED, and build that"
+    )
+
+
+def _has_weights(directory: Path) -> bool:
+    """True where there are weights beside an adapter's."""
+    return (directory / "model.safetensors").exists() or any(directory.glob(_INDEX))
+
+
+def _download(model: str, folder: str) -> str:
+    return f"`hf download {model} --local-dir {folder}` fetches it, then give {folder}"
+
+
+def _value(path: Path, key: str) -> Any:
+    """One key of a JSON file that need not be whole; None without it."""
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return values.get(key) if isinstance(values, dict) else None
