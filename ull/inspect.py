@@ -140,6 +140,8 @@ def print_served(url: str, engine: Mapping[str, Any], executor: Mapping[str, Any
     table.add_row("precision", f"weights {precision['weights']}, lm_head {precision['lm_head']}")
     if engine["target"] != "cpu":
         table.add_row("forward", f"prefill {engine['forward']['prefill']}, decode {engine['forward']['decode']}")
+    drafting = "where it pays" if executor.get("adaptive", True) else "in every round (speculation.adaptive is false)"
+    table.add_row("drafting", drafting)
     table.add_row("built", f"{engine['created']} by ull {engine['ull_version']}")
     Console(highlight=False).print(table)
     _print_costs({**executor, "executor": executor["name"]})
