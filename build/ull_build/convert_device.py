@@ -41,7 +41,7 @@ from ull_build.medusa import MedusaWeights
 from ull_build.pack import alternate_tiles, whole_tiles
 from ull_build.pack_device import pack_blocks, scale_rows, unscale_rows
 from ull_build.progress import Reporter
-from ull_build.quantize import ErrorSum, dequantize_rows, quantize_rows, to_bf16
+from ull_build.quantize import ErrorSum, dequantize_rows, quantize_rows, round_to_bf16, to_bf16
 from ull_build.weights import WeightsWriter
 
 _MAX_FP8 = 448.0
@@ -149,7 +149,7 @@ def _pieces(
         yield _padded(values.take(kind), shape)
     elif kind == "bias":
         columns = [checkpoint.vector(source)[:, None] for source in bias_sources(checkpoint, name)]
-        yield _padded(np.concatenate(list(_fuse(stem, [[column] for column in columns]))).reshape(-1), shape)
+        yield _vector(np.concatenate(list(_fuse(stem, [[column] for column in columns]))).reshape(-1), shape)
     elif name == f"{HEAD_SCAN}.weight":
         for rows in whole_tiles(checkpoint.blocks(*weight_sources(checkpoint, "lm_head")), DEVICE_TILE_ROWS):
             codes, row_scales, bounds = scan_rows(rows)
@@ -163,7 +163,7 @@ def _pieces(
         largest = None if keys_values is None else keys_values[f"{stem}.kv"]
         yield _padded(kv_scales(checkpoint, stem, largest), shape)
     else:
-        yield _padded(checkpoint.vector(vector_source(name)), shape)
+        yield _vector(checkpoint.vector(vector_source(name)), shape)
 
 
 def _medusa_pieces(
@@ -186,7 +186,7 @@ def _medusa_pieces(
         yield _padded(values.take(kind), shape)
     elif kind == "bias":
         biases = [bias for bias in (layers[int(part)][1] for layers in medusa.blocks) if bias is not None]
-        yield _padded(np.concatenate(biases), shape)
+        yield _vector(np.concatenate(biases), shape)
     else:
         own = part == "lm_head"
         rows = head_rows(model) if own else model.hidden
@@ -238,6 +238,11 @@ def _fuse(stem: str, sources: list[Any]) -> Iterator[NDArray[np.float32]]:
     if stem.endswith(".gate_up"):
         return alternate_tiles(sources[0], sources[1], DEVICE_TILE_ROWS // 2)
     return whole_tiles(chain.from_iterable(sources), DEVICE_TILE_ROWS)
+
+
+def _vector(values: NDArray[np.float32], shape: TensorShape) -> NDArray[np.float32]:
+    """A norm or bias, of the CPU's precision though stored as float32, with zeros up to its stored length."""
+    return _padded(round_to_bf16(values.astype(np.float32)), shape)
 
 
 def _padded(values: NDArray[np.float32], shape: TensorShape) -> NDArray[np.float32]:
