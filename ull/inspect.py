@@ -229,7 +229,7 @@ def _rows(manifest: Manifest, parameters: int) -> list[tuple[str, str]]:
                 f"{worst.relative_error:.3%} ({worst.name})" if worst and worst.relative_error else "none",
             ),
         ]
-    rows += _calibration_rows(manifest)
+    rows += _calibration_rows(manifest) + _activation_rows(manifest)
     provenance = manifest.provenance
     rows += [
         ("source", f"{provenance.source} (SHA-256 {provenance.source_sha256[:16]})"),
@@ -251,6 +251,19 @@ def _calibration_rows(manifest: Manifest) -> list[tuple[str, str]]:
         ("activation ranges", f"{chosen} of |x|, {calibration.tokens} tokens of {calibration.text}"),
         ("ranges tried", f"perplexity there: {tried}"),
     ]
+
+
+def _activation_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    """Whether f16 holds the activations of a GPU's bundle."""
+    found = manifest.activations
+    if found is None:
+        return [] if manifest.target == "cpu" else [("activations", "not checked whether f16 holds them")]
+    share = f"at most {found.largest_share:.2%} of what f16 holds ({found.largest_at})"
+    rows = [("activations", f"{share}, {found.tokens} tokens of {found.text}")]
+    if found.scaled:
+        scaled = ", ".join(f"{name} by 2^-{exponent}" for name, exponent in found.scaled.items())
+        rows.append(("scaled to fit", scaled))
+    return rows
 
 
 def _speculation_rows(manifest: Manifest) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from ull.bundle import (
     device_tensors,
     head_rows,
 )
+from ull_build.activation_range import scale_rows_of
 from ull_build.checkpoint import Checkpoint
 from ull_build.convert import (
     EMBEDDING,
@@ -86,11 +88,12 @@ def convert_for_device(
     keys_values: Mapping[str, NDArray[np.float32]] | None = None,
     fused: bool = True,
     drafters: Drafters = NO_DRAFTERS,
+    scaled: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[FileEntry, list[TensorError]]:
     """Writes the weights file at `path`; tells `progress` the bytes written by each step.
 
     `keys_values`: what Observation saw, for the scales of FP8 pages; None leaves them to the biases. Not `fused`:
-    without the linear layers, which plans hold.
+    without the linear layers, which plans hold. `scaled`: MLPs whose activations are scaled, as check_activations says.
 
     Returns its size and hash, and the relative error of every linear weight. Equal input gives equal bytes. Raises
     CheckpointError for values that are not finite, OSError when the disk is full.
@@ -107,6 +110,7 @@ def convert_for_device(
                 pieces = _medusa_pieces(medusa, checkpoint.model, name, shape, values, error)
             else:
                 pieces = _pieces(checkpoint, name, shape, values, error, keys_values)
+                pieces = (scale_rows_of(name, piece, scaled) for piece in pieces)
             for piece in pieces:
                 writer.write(name, piece)
                 if progress:
@@ -124,11 +128,12 @@ def convert_device_stage(
     path: Path,
     keys_values: Mapping[str, NDArray[np.float32]] | None = None,
     drafters: Drafters = NO_DRAFTERS,
+    scaled: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[FileEntry, list[TensorError]]:
     """convert_for_device as a stage of a build, with its progress."""
     plan = plan_device_weights(checkpoint, precision, drafters=drafters)
     with reporter.stage(title, sum(shape.nbytes for shape in plan.values()), "bytes") as advance:
-        return convert_for_device(checkpoint, precision, path, advance, keys_values, drafters=drafters)
+        return convert_for_device(checkpoint, precision, path, advance, keys_values, drafters=drafters, scaled=scaled)
 
 
 def _pieces(
