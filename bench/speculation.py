@@ -157,10 +157,11 @@ def record(workload: Workload, series: dict[str, Series], samples: dict[str, Any
 @contextmanager
 def fixed_trees(coupled: bool) -> Iterator[ull.Client]:
     """A client of a daemon that drafts the widest tree allowed in every round, with or without the shared noise."""
-    command = [sys.executable, str(ROOT / "bench/comparison_daemon.py")]
-    os.environ["ULL_BENCH_EXECUTOR"] = json.dumps({"coupled": coupled, "adaptive": False})
+    command = None if coupled else [sys.executable, str(ROOT / "bench/comparison_daemon.py")]
+    os.environ["ULL_BENCH_EXECUTOR"] = json.dumps({"coupled": coupled})
+    arguments = ["--set=engine.threads=1", "--set=speculation.adaptive=false"]
     with (
-        DaemonProcess(tiny_bundle(), arguments=["--set=engine.threads=1"], command=command) as daemon,
+        DaemonProcess(tiny_bundle(), arguments=arguments, command=command) as daemon,
         ull.Client(daemon.url) as client,
     ):
         yield client

@@ -155,7 +155,7 @@ class Reference:
 
     def _norm(self, name: str, rows: Array) -> Array:
         model: Model = self._checkpoint.model
-        return rms_norm(rows, self._checkpoint.vector(vector_source(name)), model.rms_epsilon)
+        return rms_norm(rows, rounded(self._checkpoint.vector(vector_source(name)), BF16), model.rms_epsilon)
 
     def _linear(self, name: str, rows: Array) -> Array:
         is_head = name == "lm_head"
@@ -172,11 +172,11 @@ class Reference:
             result = rounded(operand @ codes.T, compute) * scales
         else:
             compute = F16 if is_head else BF16
-            product = rounded(rows, compute) @ rounded(weight, compute).T
+            product = rounded(rows, compute) @ rounded(rounded(weight, BF16), compute).T
             result = product if is_head else rounded(product, compute)
         biases = [] if is_head else bias_sources(self._checkpoint, f"{name}.bias")
         if biases:
-            result = result + np.concatenate([self._checkpoint.vector(source) for source in biases])
+            result = result + rounded(np.concatenate([self._checkpoint.vector(source) for source in biases]), BF16)
         return result.astype(np.float64)
 
 

@@ -179,6 +179,7 @@ def test_inspect_of_a_daemon(shared_daemon: Daemon, capsys: pytest.CaptureFixtur
     assert cli.main(["inspect", shared_daemon.url]) == 0
     out = capsys.readouterr().out
     assert "tokens verified at once" in out and "drafting one, draft" in out
+    assert "where it pays" in out
     assert shared_daemon.url in "".join(out.split()), "a title is as wide as its table: a long path goes on below"
     assert cli.main(["inspect", shared_daemon.url, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -32,6 +32,7 @@ KEYS: dict[str, tuple[Any, str, str]] = {
     "requests.default_max_tokens": (11, LIMITS, "default_max_tokens"),
     "requests.max_tokens_limit": (222, LIMITS, "max_tokens"),
     "speculation.max_tree": (6, LIMITS, "default_max_tree"),
+    "speculation.adaptive": (False, CPU, "adaptive"),
     "verify": ("hashes", "open_bundle", "verify"),
     "log.level": ("error", "Log", "level"),
     "log.format": ("json", "Log", "form"),

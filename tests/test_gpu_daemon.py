@@ -38,6 +38,7 @@ def test_it_is_loaded_served_and_given_back(gpu: Any) -> None:
         "engine.kv_pages=40",
         "engine.persistent=true",
         "engine.watchdog_ms=1500",
+        "speculation.adaptive=false",
     ]
     daemon = gpu(*[word for argument in arguments for word in ("--set", argument)])
     with Client(daemon.url) as client:
@@ -48,7 +49,7 @@ def test_it_is_loaded_served_and_given_back(gpu: Any) -> None:
     daemon.check_log()
     assert gpu.calls() == [
         {"call": "load", "target": "sm_90a", "context": 128, "pages": 40, "device": 3, "persistent": True},
-        {"call": "execute", "watchdog_ms": 1500, "drafter": "ngram", "max_tree": 16},
+        {"call": "execute", "watchdog_ms": 1500, "drafter": "ngram", "max_tree": 16, "adaptive": False},
         {"call": "close"},
     ]
 

@@ -6,8 +6,7 @@ import json
 import math
 import re
 import shutil
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ REPEATING = "x = 1\nx = 1\nx = 1\nx = 1\nx ="  # n-gram has something to propose
 PROMPTS = ("def add(first, second):\n    return", REPEATING)
 PROMPT_IDS = [0, 306, 903, 10, 1617, 14, 2480, 294, 271, 323]  # of the first
 DRAFTED = 24
+ALWAYS_DRAFTS = ("--set", "engine.watchdog_ms=120000", "--set", "speculation.adaptive=false")
 
 pytestmark = pytest.mark.timeout(1800)  # the first test compiles every kernel for the emulator
 Start = Callable[..., DaemonProcess]
@@ -63,14 +63,12 @@ def emulated(bundles: dict[str, Path]) -> Path:
 
 @pytest.fixture
 def start(bundles: dict[str, Path], emulated: Path) -> Iterator[Start]:
-    """start(*arguments, bundle=, command=, **double's options): ulld on the GPU bundle, or another one."""
+    """start(*arguments, bundle=, **double's options): ulld on the GPU bundle, or another one."""
     with daemons() as serve:
 
-        def begin(
-            *arguments: str, bundle: Path = bundles["gpu"], command: Sequence[str] | None = None, **options: object
-        ) -> DaemonProcess:
+        def begin(*arguments: str, bundle: Path = bundles["gpu"], **options: object) -> DaemonProcess:
             environment = driver_double.environment(emulated, multiprocessors=4, **options)
-            return serve(bundle, environment, *arguments, command=command)
+            return serve(bundle, environment, *arguments)
 
         yield begin
 
@@ -137,10 +135,11 @@ def test_medusa_heads_draft_on_the_device(bundles: dict[str, Path], start: Start
         rig.decode(np.array(PROMPT_IDS, np.int32), DRAFTED, {"seed": 7, **sampling}, "medusa", max_tree)
         for max_tree, sampling in cases
     ]
-    command = [sys.executable, str(ROOT / "tests/drafting_daemon.py")]
-    daemon = start("--set", "engine.watchdog_ms=120000", "--set", "engine.persistent=true", command=command)
+    daemon = start("--set", "engine.persistent=true", *ALWAYS_DRAFTS)
     with Client(daemon.url) as client:
-        assert list(client.info().limits["drafters"]) == ["none", "ngram", "medusa", "auto"]
+        info = client.info()
+        assert list(info.limits["drafters"]) == ["none", "ngram", "medusa", "auto"]
+        assert info.executor["adaptive"] is False
         for (max_tree, sampling), expected in zip(cases, on_cpu, strict=True):
             options = {"max_tokens": DRAFTED, "seed": 7, "ignore_eos": True, "max_tree": max_tree, **sampling}
             result = client.generate(PROMPT_IDS, speculate="medusa", **options).result()
@@ -181,8 +180,7 @@ def test_a_draft_model_drafts_on_the_device(
     with pytest.MonkeyPatch.context() as patch:
         bundle = build_with_stubs(patch, tmp_path / "kernels", tiny_settings(tmp_path / "x.ull", "sm_90a", draft))
     rig = _native.SpeculationRig(open_bundle(bundles["cpu"]).native_spec())
-    command = [sys.executable, str(ROOT / "tests/drafting_daemon.py")]
-    daemon = start("--set", "engine.watchdog_ms=120000", bundle=bundle, command=command)
+    daemon = start(*ALWAYS_DRAFTS, bundle=bundle)
     with Client(daemon.url) as client:
         info = client.info()
         assert list(info.limits["drafters"]) == ["none", "ngram", "medusa", "draft", "auto"]

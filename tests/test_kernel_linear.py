@@ -16,6 +16,7 @@ from emulation import aligned, pointer
 from linear_layers import TOKENS, Floats, activation_buffer, interleave, pack_activations, pack_rows, pack_weights
 from ull.gpu.launches import linear
 from ull.gpu.params import MLP_SCALE, SLICES, LinearParams, NormParams, Round
+from ull_build.activation_range import scale_rows_of
 
 EPSILON = 1e-5
 UNWRITTEN = 54321.0  # in rows of the residual beyond the round's tokens
@@ -307,3 +308,19 @@ def test_large_products_saturate() -> None:
     rows = layer.rows_of(layer.run(1, 1))[0].astype(np.float32)
     assert np.isfinite(rows).all()
     assert np.abs(rows).max() == 65504
+
+
+@pytest.mark.parametrize("tile", [1, 8, 64])
+def test_a_scaled_mlp_has_the_bits_of_one_that_fits(tile: int) -> None:
+    """Rows of up that are 2^20 times as large saturate; with the scales that a build gives them nothing is lost."""
+    layer, count, saturating = Layer("gate_up", "odd", seed=8, with_bias=True), min(tile, 9), {"layers.0.down": 20}
+    plain = layer.rows_of(layer.run(tile, count))[:count]
+    larger = [part.copy() for part in (layer.scale, layer.bias) if part is not None]
+    for place, part in enumerate(larger, start=1):
+        part[layer.rows // 2 :] *= np.float32(2.0**20)
+        layer.packed[place] = pack_rows(interleave(*np.split(part, 2)))
+    assert np.abs(layer.rows_of(layer.run(tile, count))[:count].astype(np.float32)).max() == 65504
+    for place, (part, kind) in enumerate(zip(larger, ("scale", "bias"), strict=True), start=1):
+        rows = scale_rows_of(f"layers.0.gate_up.{kind}", interleave(*np.split(part, 2)), saturating)
+        layer.packed[place] = pack_rows(rows)
+    np.testing.assert_array_equal(layer.rows_of(layer.run(tile, count))[:count], plain)

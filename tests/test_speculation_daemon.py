@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -197,7 +196,7 @@ def test_a_cancelled_request_leaves_the_next_one_alone(client: Client) -> None:
 
 def test_speculation_saves_rounds(spawn: Spawn) -> None:
     """Less than half as many rounds as tokens where the text repeats itself and drafting always pays."""
-    daemon = spawn(command=[sys.executable, str(ROOT / "tests/drafting_daemon.py")])
+    daemon = spawn("--set", "speculation.adaptive=false")
     ids = [500, 600, 700, 800] * 30
     bias = dict.fromkeys((500, 600, 700, 800), 50.0)  # nothing else can come
     with Client(daemon.url) as client:
@@ -205,6 +204,33 @@ def test_speculation_saves_rounds(spawn: Spawn) -> None:
         check_same(result, complete(client, ids, "none", max_tokens=200, logit_bias=bias))
     assert result.speculation.by_drafter["ngram"] > 0
     assert result.speculation.rounds < 100
+
+
+def test_not_adaptive_drafts_in_every_round(spawn: Spawn, tmp_path: Path) -> None:
+    """Whatever it costs here: the bits of none, and as plain rounds only those that have nothing to draft."""
+    file = tmp_path / "always.toml"
+    file.write_text("[speculation]\nadaptive = false\n")
+    daemon = spawn("--config", str(file))
+    tokens = 40
+    with Client(daemon.url) as client:
+        assert client.info().executor["adaptive"] is False
+        assert client.stats().speculation["adaptive"] is False
+        for sampling in ({}, {"temperature": 0.8, "seed": 4}, {"logprobs": 3}):
+            plain = complete(client, REPEATING, "none", max_tokens=tokens, **sampling)
+            for drafter in CHAIN:
+                for max_tree in (2, 16, None):
+                    result = complete(client, REPEATING, drafter, max_tokens=tokens, max_tree=max_tree, **sampling)
+                    check_same(result, plain)
+                    check_adds_up(result)
+                    rounds = result.speculation
+                    drafted = rounds.rounds - rounds.by_drafter.get("none", 0)
+                    if drafter == "ngram":  # only where the last tokens have occurred before
+                        assert rounds.by_drafter["ngram"] == drafted > 0
+                    else:  # the first reads the prompt's end, the last may need one token
+                        assert drafted >= rounds.rounds - 2
+                    if drafter in ("medusa", "draft") and max_tree == 2:
+                        assert rounds.drafted_tokens == drafted
+    assert ull_command("inspect", daemon.url).stdout.count("in every round (speculation.adaptive is false)") == 1
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class Answers:
 
     def __init__(self, engine: dict[str, Any], executor: dict[str, Any], limits: Limits) -> None:
         self.info = _packed({"engine": engine, "executor": executor, "limits": msgspec.to_builtins(limits)})
-        self._costs = {name: executor.get(name, {}) for name in ("verify_ns", "draft_ns")}
+        self._drafting = {name: executor[name] for name in ("adaptive", "verify_ns", "draft_ns") if name in executor}
         self._stats: dict[str, Any] = {}
         self._stats_of = (0, 0)  # how many requests were accepted, and had ended, when they were packed
         self._stats_ns = 0
@@ -76,7 +76,7 @@ class Answers:
                     "latency": metrics.latency(),
                     "engine": engine.stats(),
                     "io": io.stats(),
-                    "speculation": speculation | self._costs,
+                    "speculation": speculation | self._drafting,
                     "threads": {**engine.threads(), "control": duty.snapshot()},
                     "log": {"dropped": log.dropped},
                 }

@@ -186,6 +186,14 @@ class SpeculationConfig(msgspec.Struct, kw_only=True, frozen=True):
         int,
         _key("most tokens of one verification for a request that names none; 0: the bundle's", "tokens", ge=0, le=64),
     ] = 0
+    adaptive: Annotated[
+        bool,
+        _key(
+            "draft where measurements say that it pays. false, for tests and benchmarks: draft in every round, as many "
+            "tokens as max_tree allows, whatever that costs. A round stays plain where the drafter has no proposal "
+            "(ngram: no match), where it reads a prompt's end, and where it may emit one token only"
+        ),
+    ] = True
 
 
 class LogConfig(msgspec.Struct, kw_only=True, frozen=True):

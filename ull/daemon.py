@@ -259,6 +259,7 @@ class Daemon:
             "weight_bytes": executor.weight_bytes,
             "kv_bytes": executor.kv_bytes,
             "placement": placement.summary(),
+            "adaptive": self.config.speculation.adaptive,
             **{name: self._engine.info[name] for name in _EXECUTOR_FIGURES},
         }
 

@@ -17,6 +17,7 @@ DEVICE_INTERFACE = 4  # of ull/kernels/params.h: cubins of another one do not un
 DEVICE_TILE_ROWS = 16
 DEVICE_STEP = 32  # columns
 DEVICE_ALIGNMENT = 128  # bytes: a cache line of the GPU
+MLP_SCALE = 0.0625  # of ull/kernels/params.h: silu(gate) * up is kept as f16 times this
 HEAD_SCAN = "lm_head_scan"  # the FP8 copy of the lm_head, with a bound for each row
 
 _LINEARS = ("ull_qkv", "ull_o", "ull_gate_up", "ull_down", "ull_head")

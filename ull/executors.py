@@ -46,6 +46,7 @@ def _cpu_executor(
         isa=engine.isa,
         speculate="none" if speculation is None else speculation.default,
         max_tree=MAX_TREE if speculation is None else speculation.max_tree,
+        adaptive=config.speculation.adaptive,
     )
 
 
@@ -69,6 +70,7 @@ def _graph_executor(bundle: Bundle, config: Config, context: int, log: Log, exit
         watchdog_ms=engine.watchdog_ms,
         drafter=drafter,
         max_tree=MAX_TREE if speculation is None else speculation.max_tree,
+        adaptive=config.speculation.adaptive,
     )
 
     def settle() -> None:

@@ -156,6 +156,8 @@ def print_served(url: str, engine: Mapping[str, Any], executor: Mapping[str, Any
     table.add_row("precision", f"weights {precision['weights']}, lm_head {precision['lm_head']}")
     if engine["target"] != "cpu":
         table.add_row("forward", f"prefill {engine['forward']['prefill']}, decode {engine['forward']['decode']}")
+    drafting = "where it pays" if executor.get("adaptive", True) else "in every round (speculation.adaptive is false)"
+    table.add_row("drafting", drafting)
     table.add_row("built", f"{engine['created']} by ull {engine['ull_version']}")
     console = Console(highlight=False)
     console.print(table)
@@ -250,7 +252,7 @@ def _rows(manifest: Manifest, parameters: int) -> list[tuple[str, str]]:
                 f"{worst.relative_error:.3%} ({worst.name})" if worst and worst.relative_error else "none",
             ),
         ]
-    rows += _calibration_rows(manifest) + _source_rows(manifest.provenance)
+    rows += _calibration_rows(manifest) + _activation_rows(manifest) + _source_rows(manifest.provenance)
     rows.append(("built", f"{manifest.created} by ull {manifest.provenance.builder_version}"))
     return rows
 
@@ -285,6 +287,19 @@ def _calibration_rows(manifest: Manifest) -> list[tuple[str, str]]:
         ("activation ranges", f"{chosen} of |x|, {calibration.tokens} tokens of {calibration.text}"),
         ("ranges tried", f"perplexity there: {tried}"),
     ]
+
+
+def _activation_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    """Whether f16 holds the activations of a GPU's bundle."""
+    found = manifest.activations
+    if found is None:
+        return [] if manifest.target == "cpu" else [("activations", "not checked whether f16 holds them")]
+    share = f"at most {found.largest_share:.2%} of what f16 holds ({found.largest_at})"
+    rows = [("activations", f"{share}, {found.tokens} tokens of {found.text}")]
+    if found.scaled:
+        scaled = ", ".join(f"{name} by 2^-{exponent}" for name, exponent in found.scaled.items())
+        rows.append(("scaled to fit", scaled))
+    return rows
 
 
 def _speculation_rows(manifest: Manifest) -> list[tuple[str, str]]:

@@ -235,6 +235,20 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
+class ActivationRange(Struct, frozen=True, forbid_unknown_fields=True):
+    """How much of f16's range a GPU's activations take, as the unquantised model has them on a text.
+
+    `largest_share` of what f16 holds is taken at `largest_at`, the input of a linear or "layers.N.keys" or ".values".
+    `scaled` names the inputs of linears ("layers.N.down") that are kept 2^-k times the usual ones, with k.
+    """
+
+    text: str
+    tokens: TokenCount  # of it that were looked at
+    largest_share: Annotated[float, Meta(ge=0.0, le=1.0)]
+    largest_at: str
+    scaled: dict[str, Annotated[int, Meta(ge=1)]]
+
+
 class SourceFiles(Struct, frozen=True, forbid_unknown_fields=True):
     """The files of a checkpoint that a build has read: name -> SHA-256. `sha256`: see `listing_sha256`."""
 
@@ -322,6 +336,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     forward: Forward = FUSED  # of a GPU target
     random_weights: bool = False  # no weights file: they are made up on the device at load, for benchmarks
     calibration: Calibration | None = None  # None: activations stay in 16 bits
+    activations: ActivationRange | None = None  # of a GPU target; None: not checked whether f16 holds them
 
     def __post_init__(self) -> None:
         for problem in head_scan_problems(self.target, self.precision, self.forward.decode):
@@ -330,6 +345,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
             _require(self.draft is None or self.draft.code is None, 'target "cpu" takes no `code` of a draft model')
             _require(self.code is None and not self.random_weights, 'target "cpu" takes no `code` or `random_weights`')
             _require(self.forward == FUSED, 'target "cpu" takes no `forward`')
+            _require(self.activations is None, 'target "cpu" takes no `activations`: its own are float32')
             _require(self.precision.kv != "fp8", '`precision.kv` fp8 is not supported on target "cpu"')
         else:
             self._check_device()
@@ -492,6 +508,7 @@ __all__ = [
     "TOKENIZER_FILE",
     "VOCABULARY_FILE",
     "WEIGHTS_FILE",
+    "ActivationRange",
     "Calibration",
     "CodeFile",
     "DeviceCode",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from ull.bundle import (
     TOKENIZER_FILE,
     VOCABULARY_FILE,
     WEIGHTS_FILE,
+    ActivationRange,
     AttentionKind,
     Calibration,
     DeviceCode,
@@ -50,6 +52,7 @@ from ull.bundle import (
     write_sealed,
 )
 from ull.errors import BuildError, CheckpointError, RecipeError
+from ull_build.activation_range import check_activations
 from ull_build.calibrate import calibrate
 from ull_build.checkpoint import Checkpoint
 from ull_build.convert import Drafters, convert_stage, plan_weights
@@ -275,7 +278,8 @@ def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
         checkpoint, inputs.model, settings.precision, staging, weights, settings.threads, reporter
     ) as evaluator:
         observation = None if texts.calibration is None else evaluator.observe(texts.calibration)
-        written, errors = _write_files(inputs, observation, staging, reporter)
+        activations = _check_activations(texts, observation, settings, reporter)
+        written, errors = _write_files(inputs, observation, activations, staging, reporter)
         files |= written
         inputs.sources.wait(reporter)
         if settings.evaluates_on_gpu:
@@ -283,8 +287,24 @@ def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
             return _describe(inputs, files, code, _measure_on_gpu(inputs, staged, errors, staging, reporter))
         quality, calibration = _measure(evaluator, texts, observation, errors, settings, inputs.model)
         if inputs.tools is None:
-            return _describe(inputs, files, code, quality, calibration)
-        return _settle_plans(staging, inputs, inputs.tools, evaluator, files, code, quality, calibration, reporter)
+            manifest = _describe(inputs, files, code, quality, calibration)
+        else:
+            tools = inputs.tools
+            manifest = _settle_plans(staging, inputs, tools, evaluator, files, code, quality, calibration, reporter)
+        return msgspec.structs.replace(manifest, activations=activations)
+
+
+def _check_activations(
+    texts: _Texts, observation: Observation | None, settings: Settings, reporter: Reporter
+) -> ActivationRange | None:
+    """How the target holds what was observed; None where nothing has to be checked, or can be. Raises BuildError."""
+    if settings.on_cpu:
+        return None
+    if observation is None or texts.calibration is None:
+        how = "--evaluate-on cpu" if settings.evaluate else "a build without --no-eval"
+        reporter.note(f"not checked whether f16 holds the activations on a GPU; {how} checks it")
+        return None
+    return check_activations(observation, texts.calibration, reporter)
 
 
 def _settle_plans(
@@ -436,7 +456,7 @@ def _read_texts(settings: Settings, tokenizer: CheckpointTokenizer, model: Model
     evaluation = calibration = None
     if settings.evaluate:
         evaluation = read_text(settings.eval_text, tokenizer, settings.eval_tokens, model.context)
-    observes = settings.evaluate and not settings.on_cpu and settings.precision.kv == "fp8"
+    observes = settings.evaluate and not settings.on_cpu and not settings.evaluates_on_gpu
     if calibrates or observes or settings.forward.has_plans:
         path, most = settings.calibration_text, settings.calibration_tokens
         calibration = read_text(path, tokenizer, most, model.context, CALIBRATION)
@@ -465,7 +485,11 @@ def _needed_bytes(checkpoint: Checkpoint, drafters: Drafters, settings: Settings
 
 
 def _write_files(
-    inputs: _Inputs, observation: Observation | None, staging: Path, reporter: Reporter
+    inputs: _Inputs,
+    observation: Observation | None,
+    activations: ActivationRange | None,
+    staging: Path,
+    reporter: Reporter,
 ) -> tuple[dict[str, FileEntry], list[TensorError]]:
     """Writes weights, vocabulary and tokenizer; the table of files and the error of each linear weight."""
     settings, checkpoint = inputs.settings, inputs.checkpoint
@@ -473,7 +497,8 @@ def _write_files(
     if settings.on_cpu:
         weights, errors = convert_stage(title, reporter, checkpoint, settings.precision, path, inputs.drafters)
     else:
-        weights, errors = _write_device_weights(title, inputs, observation, staging, reporter)
+        scaled = {} if activations is None else activations.scaled
+        weights, errors = _write_device_weights(title, inputs, observation, scaled, staging, reporter)
     inputs.tokenizer.vocabulary.write(staging / VOCABULARY_FILE, checkpoint.model.vocabulary)
     directory = Path(TOKENIZER_FILE).parent
     copied = copy_tokenizer_files(settings.model, staging / directory)
@@ -482,14 +507,19 @@ def _write_files(
 
 
 def _write_device_weights(
-    title: str, inputs: _Inputs, observation: Observation | None, staging: Path, reporter: Reporter
+    title: str,
+    inputs: _Inputs,
+    observation: Observation | None,
+    scaled: Mapping[str, int],
+    staging: Path,
+    reporter: Reporter,
 ) -> tuple[FileEntry, list[TensorError]]:
     """Writes the bundle's weights; those of layers that only plans will hold go to the reference beside it."""
     checkpoint, precision, path = inputs.checkpoint, inputs.settings.precision, staging / WEIGHTS_FILE
     full = path if inputs.settings.forward.keeps_weights else staging / REFERENCE / WEIGHTS_FILE
     full.parent.mkdir(exist_ok=True)
     keys_values, drafters = None if observation is None else observation.keys_values, inputs.drafters
-    weights, errors = convert_device_stage(title, reporter, checkpoint, precision, full, keys_values, drafters)
+    weights, errors = convert_device_stage(title, reporter, checkpoint, precision, full, keys_values, drafters, scaled)
     if full is not path:
         weights, _ = convert_for_device(checkpoint, precision, path, None, keys_values, fused=False, drafters=drafters)
     return weights, errors

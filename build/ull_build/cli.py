@@ -260,6 +260,9 @@ def print_summary(result: BuildResult) -> None:
         worst = max(quality.tensors, key=lambda item: item.relative_error)
         error = f"{worst.relative_error:.3%} ({worst.name})" if worst.relative_error else "none"
         table.add_row("largest tensor error", error)
+    if (activations := manifest.activations) is not None:
+        share = f"at most {activations.largest_share:.2%} of f16's range ({activations.largest_at})"
+        table.add_row("activations", share + (f", {len(activations.scaled)} MLPs scaled" if activations.scaled else ""))
     if (plans := manifest.forward.plans) is not None:
         table.add_row("plans", f"{len(plans.files)}, TensorRT {plans.version}, {plans.attention} attention")
         exact = ", ".join(map(str, plans.exact))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from ull.bundle import (
     device_tensors,
     head_rows,
 )
+from ull_build.activation_range import scale_rows_of
 from ull_build.checkpoint import Checkpoint
 from ull_build.convert import (
     EMBEDDING,
@@ -41,7 +43,7 @@ from ull_build.medusa import MedusaWeights
 from ull_build.pack import alternate_tiles, whole_tiles
 from ull_build.pack_device import pack_blocks, scale_rows, unscale_rows
 from ull_build.progress import Reporter
-from ull_build.quantize import ErrorSum, dequantize_rows, quantize_rows, to_bf16
+from ull_build.quantize import ErrorSum, dequantize_rows, quantize_rows, round_to_bf16, to_bf16
 from ull_build.weights import WeightsWriter
 
 _MAX_FP8 = 448.0
@@ -86,11 +88,12 @@ def convert_for_device(
     keys_values: Mapping[str, NDArray[np.float32]] | None = None,
     fused: bool = True,
     drafters: Drafters = NO_DRAFTERS,
+    scaled: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[FileEntry, list[TensorError]]:
     """Writes the weights file at `path`; tells `progress` the bytes written by each step.
 
     `keys_values`: what Observation saw, for the scales of FP8 pages; None leaves them to the biases. Not `fused`:
-    without the linear layers, which plans hold.
+    without the linear layers, which plans hold. `scaled`: MLPs whose activations are scaled, as check_activations says.
 
     Returns its size and hash, and the relative error of every linear weight. Equal input gives equal bytes. Raises
     CheckpointError for values that are not finite, OSError when the disk is full.
@@ -107,6 +110,7 @@ def convert_for_device(
                 pieces = _medusa_pieces(medusa, checkpoint.model, name, shape, values, error)
             else:
                 pieces = _pieces(checkpoint, name, shape, values, error, keys_values)
+                pieces = (scale_rows_of(name, piece, scaled) for piece in pieces)
             for piece in pieces:
                 writer.write(name, piece)
                 if progress:
@@ -124,11 +128,12 @@ def convert_device_stage(
     path: Path,
     keys_values: Mapping[str, NDArray[np.float32]] | None = None,
     drafters: Drafters = NO_DRAFTERS,
+    scaled: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[FileEntry, list[TensorError]]:
     """convert_for_device as a stage of a build, with its progress."""
     plan = plan_device_weights(checkpoint, precision, drafters=drafters)
     with reporter.stage(title, sum(shape.nbytes for shape in plan.values()), "bytes") as advance:
-        return convert_for_device(checkpoint, precision, path, advance, keys_values, drafters=drafters)
+        return convert_for_device(checkpoint, precision, path, advance, keys_values, drafters=drafters, scaled=scaled)
 
 
 def _pieces(
@@ -149,7 +154,7 @@ def _pieces(
         yield _padded(values.take(kind), shape)
     elif kind == "bias":
         columns = [checkpoint.vector(source)[:, None] for source in bias_sources(checkpoint, name)]
-        yield _padded(np.concatenate(list(_fuse(stem, [[column] for column in columns]))).reshape(-1), shape)
+        yield _vector(np.concatenate(list(_fuse(stem, [[column] for column in columns]))).reshape(-1), shape)
     elif name == f"{HEAD_SCAN}.weight":
         for rows in whole_tiles(checkpoint.blocks(*weight_sources(checkpoint, "lm_head")), DEVICE_TILE_ROWS):
             codes, row_scales, bounds = scan_rows(rows)
@@ -163,7 +168,7 @@ def _pieces(
         largest = None if keys_values is None else keys_values[f"{stem}.kv"]
         yield _padded(kv_scales(checkpoint, stem, largest), shape)
     else:
-        yield _padded(checkpoint.vector(vector_source(name)), shape)
+        yield _vector(checkpoint.vector(vector_source(name)), shape)
 
 
 def _medusa_pieces(
@@ -186,7 +191,7 @@ def _medusa_pieces(
         yield _padded(values.take(kind), shape)
     elif kind == "bias":
         biases = [bias for bias in (layers[int(part)][1] for layers in medusa.blocks) if bias is not None]
-        yield _padded(np.concatenate(biases), shape)
+        yield _vector(np.concatenate(biases), shape)
     else:
         own = part == "lm_head"
         rows = head_rows(model) if own else model.hidden
@@ -238,6 +243,11 @@ def _fuse(stem: str, sources: list[Any]) -> Iterator[NDArray[np.float32]]:
     if stem.endswith(".gate_up"):
         return alternate_tiles(sources[0], sources[1], DEVICE_TILE_ROWS // 2)
     return whole_tiles(chain.from_iterable(sources), DEVICE_TILE_ROWS)
+
+
+def _vector(values: NDArray[np.float32], shape: TensorShape) -> NDArray[np.float32]:
+    """A norm or bias, of the CPU's precision though stored as float32, with zeros up to its stored length."""
+    return _padded(round_to_bf16(values.astype(np.float32)), shape)
 
 
 def _padded(values: NDArray[np.float32], shape: TensorShape) -> NDArray[np.float32]:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ull.bundle import DEVICE_STEP, DEVICE_TILE_ROWS
+from ull_build.quantize import round_to_bf16
 
 # A row of a tile is 8 h + g, a column of a step 8 t + 4 j + 2 p + e. Lane 4 g + t holds both rows g of a tile and
 # eight columns, which the matrix instructions j = 0 and 1 take, in the order p, h, e of their operand registers.
@@ -44,11 +45,12 @@ def unpack_blocks(packed: NDArray[Any]) -> NDArray[Any]:
 
 
 def scale_rows(rows: NDArray[np.float32]) -> tuple[NDArray[np.float16], NDArray[np.float32]]:
-    """Finite `rows` [N, K] as f16 [N, K] times scales [N] that are powers of two.
+    """Finite `rows` [N, K], rounded to bf16, as f16 [N, K] times scales [N] that are powers of two.
 
-    A row's maximum comes to lie in [2^14, 2^15], where f16 is widest: what was bf16 stays exact down to 2^-33 of the
-    maximum, anything else is rounded to 11 bits. A row of zeros has the scale 1.
+    A row's maximum comes to lie in [2^14, 2^15], where f16 is widest: bf16 values stay exact down to 2^-32 of the
+    maximum. A row of zeros has the scale 1.
     """
+    rows = round_to_bf16(rows)
     maxima = np.maximum(rows.max(axis=1), -rows.min(axis=1))
     _, exponents = np.frexp(maxima)  # maximum = m * 2^exponent, m in [0.5, 1)
     exponents = np.where(maxima > 0, exponents - _LARGEST_EXPONENT, 0)

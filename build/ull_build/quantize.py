@@ -43,6 +43,19 @@ def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return np.clip(values, -BF16_MAX, BF16_MAX).astype(ml_dtypes.bfloat16).view(np.uint16)
 
 
+def round_to_bf16(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The nearest bfloat16 values of finite float32, as float32; saturating. A checkpoint in bf16 stays as it is.
+
+    Every target stores what is not FP8 (embeddings, norms, biases, lm_head by default, all linears of a bf16 bundle) as
+    these values, whatever the checkpoint's own format is. So CPU and GPU hold the same model, and the loss that a build
+    measures on the CPU is the GPU's. An fp16 or fp32 weight changes by up to 2^-8 of it, an FP8 one by up to 2^-4, and
+    the measured loss contains both. Keeping more on the GPU alone, whose f16 with a scale has three bits to spare,
+    would make the targets differ. Keeping more on both would take a third format on the CPU, or float32, which takes
+    twice as long to read.
+    """
+    return from_bf16(to_bf16(values))
+
+
 def from_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     """Widens the bits of bfloat16 to float32, exactly."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)

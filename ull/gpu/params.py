@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 
+from ull.device_layout import MLP_SCALE as MLP_SCALE
+
 INTERFACE = 4
 TREE_TOKENS = 64
 ROUND_SLOTS = 4
@@ -15,7 +17,6 @@ DRAFT_RANKS = 10
 PAGE_TOKENS = 64
 SPLIT_TOKENS = 256
 SLICES = 8
-MLP_SCALE = 0.0625
 LAYER_LINEARS = 4
 PROMPTED, GENERATED = 1, 2  # in a word of the text's counts
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ull.bundle import Precision
 from ull_build.checkpoint import Checkpoint
 from ull_build.convert import bias_sources, vector_source, weight_sources
-from ull_build.quantize import BF16_MAX, FP8_MAX, quantize_rows
+from ull_build.quantize import BF16_MAX, FP8_MAX, quantize_rows, round_to_bf16
 
 HEAD = "lm_head"
 HEAD_ROWS = 16  # the padded vocabulary is a multiple of it
@@ -85,7 +85,7 @@ class SegmentWeights:
         return self._precision.lm_head if name == HEAD else self._precision.weights
 
     def norm(self, name: str) -> NDArray[np.float32]:
-        return self._checkpoint.vector(vector_source(name))
+        return round_to_bf16(self._checkpoint.vector(vector_source(name)))
 
     def linear(self, name: str) -> Linear:
         storage = self.storage(name)
@@ -100,7 +100,7 @@ class SegmentWeights:
         for block in self._blocks(sources):
             place = slice(start, start + len(block))
             if scales is None:
-                stored[place] = to_compute(block, compute)
+                stored[place] = to_compute(round_to_bf16(block), compute)
             else:
                 codes, scales[place] = quantize_rows(block)
                 stored[place] = codes.view(F8)
@@ -113,7 +113,9 @@ class SegmentWeights:
 
     def _bias(self, name: str) -> NDArray[np.float32] | None:
         names = [] if name == HEAD else bias_sources(self._checkpoint, f"{name}.bias")
-        return np.concatenate([self._checkpoint.vector(source) for source in names]) if names else None
+        if not names:
+            return None
+        return round_to_bf16(np.concatenate([self._checkpoint.vector(source) for source in names]))
 
 
 def compute_type(name: str, storage: str) -> np.dtype[Any]:

@@ -352,8 +352,8 @@ void bind_exec(nb::module_& m) {
           "coupled"_a = true,
           "`threads` includes the engine thread. `cores`: none, or one per thread; the first is the engine thread's "
           "own. `pages`: KV pages of 64 tokens, default: one session of the spec's context. `speculate`, `max_tree`: "
-          "of requests that name none. For tests and comparisons: adaptive=False drafts the widest tree allowed in "
-          "every round, coupled=False ranks drafts without the request's noise.");
+          "of requests that name none. adaptive=False drafts the widest tree allowed in every round, whether that pays "
+          "or not. For comparisons: coupled=False ranks drafts without the request's noise.");
 
   nb::class_<cpu::LocalDecoder>(m, "SpeculationRig",
                                 "A cpu executor without an engine, for tests and benchmarks of speculation.")

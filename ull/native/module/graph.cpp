@@ -96,9 +96,10 @@ void bind_graph(nb::module_& m) {
           "program"_a, nb::kw_only(), "watchdog_ms"_a = 2000, "drafter"_a = "none", "max_tree"_a = kMaxTreeTokens,
           "adaptive"_a = true,
           "`program`: the hand-over of ull.gpu: handles and addresses, which must stay valid until the engine has "
-          "stopped. Its device must not have run a round yet. `drafter`, `max_tree`: of requests that name none. For "
-          "tests: adaptive=False drafts the widest tree allowed in every round. ValueError names the field at fault, "
-          "RuntimeError what the driver lacks.");
+          "stopped. Its device must not have run a round yet. `drafter`, `max_tree`: of requests that name none. "
+          "adaptive=False drafts the widest tree allowed in every round, whether that pays or not. ValueError names "
+          "the "
+          "field at fault, RuntimeError what the driver lacks.");
 }
 
 }  // namespace ull::module

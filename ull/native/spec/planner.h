@@ -48,7 +48,7 @@ class TimeRatio {
 
 class Planner {
  public:
-  // adaptive: false, for tests: a tree of the most nodes allowed, whatever it costs.
+  // adaptive: false: a tree of the most nodes allowed, whatever it costs.
   explicit Planner(bool adaptive = true);
 
   void set_costs(const VerifyCosts& costs) noexcept { costs_ = costs; }

@@ -21,7 +21,7 @@ class Proposer {
     int vocabulary = 0;
     int context = 0;
     int most_nodes = kMaxTreeTokens;  // of a tree that the executor can verify
-    bool adaptive = true;             // false, for tests: always the widest tree that is allowed
+    bool adaptive = true;             // false: always the widest tree that is allowed
   };
 
   // drafters: at most one of each kind. Allocates everything but what the drafters allocate in prepare().

@@ -33,7 +33,7 @@ struct GraphOptions {
   int64_t watchdog_ms = 2000;                // without an answer for longer, the device has failed
   Speculation drafter = Speculation::kNone;  // of requests that name none
   int max_tree = kMaxTreeTokens;             // of requests that set none
-  bool adaptive = true;                      // false, for tests: always the widest tree that is allowed
+  bool adaptive = true;                      // false: always the widest tree that is allowed
   // For tests: takes the draft model's place.
   std::shared_ptr<const ScriptedDrafter> scripted = nullptr;
 };
