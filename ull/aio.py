@@ -276,7 +276,7 @@ class AsyncClient:
         if self._loop is not None:
             if not self._loop.is_closed():
                 raise UsageError(
-                    "this AsyncClient belongs to another event loop, which is still open; make an AsyncClient in each loop"
+                    "this AsyncClient belongs to another event loop, which is still open; make one in each loop"
                 )
             self._leave_loop()
         self._loop = loop
@@ -284,7 +284,7 @@ class AsyncClient:
         return loop
 
     def _leave_loop(self) -> None:
-        """Ends what belonged to an event loop that is closed. The link opens a new connection when it is next watched."""
+        """Ends what belonged to an event loop that is closed, and opens a new connection."""
         self._loop = self._retry = None
         self._readers = []
         self._sending = set()

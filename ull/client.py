@@ -22,7 +22,6 @@ from typing import cast
 import zmq
 
 from ull import wire
-from ull.config import DEFAULT_ENDPOINT
 from ull.errors import ConnectionLost, RequestTimeout, UllError
 from ull.link import LINGER_MS, Link, Transport, check_silence
 from ull.ownership import OwnerThread
@@ -150,8 +149,8 @@ class Client:
     url: ipc:///path or tcp://host:port (default: ipc:///tmp/ull.sock).
     connect_timeout: seconds to wait for a daemon before ConnectionLost, at the first request and after a restart (2).
     query_timeout: seconds to wait for the answer to health, info and stats (5).
-    silence_timeout: seconds (10) after which a stream that hears nothing asks the daemon whether it still runs; without an
-    answer within query_timeout, or with a no, it fails with ConnectionLost. No wait is without a limit.
+    silence_timeout: seconds after which a stream that hears nothing asks the daemon whether it still runs (10); without
+    an answer within query_timeout, or with a no, it fails with ConnectionLost. No wait is without a limit.
     transport: "auto" takes the unix socket beside an ipc endpoint where the daemon offers it, which wakes one thread
     per token instead of two, and ZeroMQ elsewhere; "local" and "zeromq" insist. Messages and answers are the same.
     priority: 1 to 99 lets the kernel run this thread, and libzmq's for it, before all ordinary ones (SCHED_RR) until
@@ -224,10 +223,9 @@ class Client:
         """Sends a request and returns its stream at once. None stands for the default of every argument.
 
         prompt: a text, a list of chat messages ({"role", "content"}) or a list of token ids.
-        max_tokens: tokens (None: the daemon's default). temperature 0: greedy (default). top_k 0, top_p 1, min_p 0: off
-        (default).
-        presence_penalty, frequency_penalty: -2 to 2, over the completion's tokens (0: off). repetition_penalty: above 0,
-        over the prompt's too (1: off).
+        max_tokens: tokens (None: the daemon's default). temperature 0: greedy. top_k 0, top_p 1, min_p 0: off.
+        presence_penalty, frequency_penalty: -2 to 2, over the completion's tokens (0: off). repetition_penalty: above
+        0, over the prompt's too (1: off).
         seed: None lets the daemon draw one and report it. stop: texts that end the completion, not part of it.
         logit_bias: token id -> number added to its logit. logprobs: alternatives per token (0: only the chosen).
         timeout: seconds after which the daemon ends the request ("timeout").

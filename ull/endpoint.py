@@ -56,9 +56,7 @@ def permission_denied(path: Path) -> str:
         return f"{denied}: {user} may not enter its directory"
     mode = stat.S_IMODE(status.st_mode)
     if not mode & stat.S_IWGRP or status.st_gid == 0:
-        return (
-            f"{denied}: it belongs to {_user_name(status.st_uid)}, mode {mode:04o}; ulld's `ipc_mode` and user decide"
-        )
+        return f"{denied}: it is {_user_name(status.st_uid)}'s, mode {mode:04o}; ulld's user and `ipc_mode` decide"
     group, members = _group(status.st_gid)
     if user in members:
         return f"{denied}: {user} is in its group {group} since after this login; log in again"

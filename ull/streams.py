@@ -304,8 +304,7 @@ def _check_sendable(name: str, value: object) -> None:
     except UnicodeEncodeError as error:
         raise _refused(
             name,
-            f"{name} holds {error.object[error.start]!r} (character {error.start} of a text), which UTF-8 does not know; "
-            "replace it",
+            f"{name} holds {error.object[error.start]!r} (character {error.start} of a text), which has no UTF-8 form",
         ) from None
     except OverflowError:
         raise _refused(name, f"{name} holds a number that does not fit 64 bits") from None
