@@ -149,8 +149,7 @@ def test_an_interrupted_stream_is_cancelled_although_its_traceback_is_kept(spawn
 class Tripwire:
     """Raises Interrupt at the `place`th place in ull's code where the interpreter lets signal handlers run.
 
-    Those are the beginnings of functions, the ends of calls and the ends of loops' rounds. Left out is where an
-    exception is being handled: one that a tracer raises there leaves the interpreter's record of the first one behind.
+    Those are the beginnings of functions, the ends of calls and the ends of loops' rounds.
     """
 
     def __init__(self, place: int) -> None:
@@ -163,7 +162,6 @@ class Tripwire:
         return self._left < 0
 
     def __enter__(self) -> "Tripwire":
-        self._handled = sys.exc_info()[1]
         sys.settrace(self._enter)
         return self
 
@@ -184,7 +182,7 @@ class Tripwire:
                 self._operations[code] = {each.offset: each.opname for each in dis.get_instructions(code)}
             last = self._last[id(frame)]
             self._last[id(frame)] = self._operations[code].get(frame.f_lasti, "")
-            if last.startswith(("RESUME", "CALL", "JUMP_BACKWARD")) and sys.exc_info()[1] is self._handled:
+            if last.startswith(("RESUME", "CALL", "JUMP_BACKWARD")):
                 self._left -= 1
                 if self._left == -1:
                     raise Interrupt
