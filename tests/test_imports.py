@@ -12,9 +12,11 @@ ROOT = Path(__file__).parent.parent
 PYTHON_LAYERS = {
     "errors": 0,
     "log": 0,
+    "ownership": 1,
     "reader": 0,
     "refusals": 1,
     "config": 1,
+    "endpoint": 2,
     "host": 1,
     "seal": 1,
     "sockets": 1,

@@ -307,10 +307,7 @@ def alarms(after_s: float, every_s: float = 0.0) -> Iterator[None]:
 
 @pytest.mark.parametrize("transport", ["local", "zeromq"])
 def test_interrupts_cost_no_token(url: str, transport: Any) -> None:
-    """A stream is read to its end although reading it is interrupted all the time.
-
-    Over ZeroMQ pyzmq itself may drop a frame then: that is said, not hidden, and the next request is whole.
-    """
+    """A stream is read to its end although reading it is interrupted all the time."""
     count = 600
 
     def handler(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
@@ -319,11 +316,11 @@ def test_interrupts_cost_no_token(url: str, transport: Any) -> None:
                 daemon.send(identity, token(request.id, index, f"{index} "))
             daemon.send(identity, done(request.id, count))
 
-    interrupts = lost = 0
+    interrupts = 0
     with FakeDaemon(url, handler, local=True), ull.Client(url, transport=transport) as client:
-        for _ in range(20 if transport == "local" else 5):
+        for _ in range(20):
             stream = client.generate("x")
-            deadline = time.monotonic() + (60 if transport == "local" else 2)
+            deadline = time.monotonic() + 60
             with alarms(0.0007, 0.0007):
                 while time.monotonic() < deadline:
                     try:
@@ -332,25 +329,13 @@ def test_interrupts_cost_no_token(url: str, transport: Any) -> None:
                         client.poll(10)
                     except Interrupt:
                         interrupts += 1
-            if transport == "zeromq" and not stream.finished:  # its end was lost: the client would ask the daemon
-                stream.close()
-                lost += 1
-                continue
-            try:
-                assert stream.result().text == "".join(f"{index} " for index in range(count))
-            except ull.ConnectionLost:
-                lost += 1
-        assert client.generate("x").result().usage.completion_tokens == count
+            assert stream.result().text == "".join(f"{index} " for index in range(count))
     assert interrupts > 0
-    assert lost == 0 or transport == "zeromq"
 
 
 @pytest.mark.parametrize("transport", ["local", "zeromq"])
 def test_a_request_whose_sending_was_interrupted_is_cancelled(url: str, transport: Any) -> None:
-    """What its connection brought to the daemon is cancelled over the same one; and the next request succeeds.
-
-    Over ZeroMQ the next one may have to be asked again.
-    """
+    """What its connection brought to the daemon is cancelled over the same one; and the next request succeeds."""
     live: set[tuple[bytes, int]] = set()
     newest = [b""]
 
@@ -379,16 +364,7 @@ def test_a_request_whose_sending_was_interrupted_is_cancelled(url: str, transpor
                 interrupts += 1
             if interrupts == 60:
                 break
-        try:
-            text = client.generate("and now").result().text
-        except (
-            ull.ConnectionLost
-        ):  # pyzmq has dropped an answer, or stopped between two frames: that connection is over
-            assert transport == "zeromq"
-            text = client.generate("and now").result().text
-        assert text == "and now "
-        if transport == "zeromq":
-            return
+        assert client.generate("and now").result().text == "and now "
         deadline = time.monotonic() + 20
         while client._protocol.live_streams() and time.monotonic() < deadline:
             client.poll(0.01)

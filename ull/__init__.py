@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from ull.client import Client, Stream
     from ull.errors import (
         Busy,
+        ConfigError,
         ConnectionLost,
         Draining,
         RequestError,
         RequestFailed,
         RequestTimeout,
         UllError,
+        UsageError,
     )
     from ull.streams import Result, Token
 
@@ -27,6 +29,7 @@ _HOMES = {
     "AsyncStream": "ull.aio",
     "Busy": "ull.errors",
     "Client": "ull.client",
+    "ConfigError": "ull.errors",
     "ConnectionLost": "ull.errors",
     "Draining": "ull.errors",
     "RequestError": "ull.errors",
@@ -36,6 +39,7 @@ _HOMES = {
     "Stream": "ull.client",
     "Token": "ull.streams",
     "UllError": "ull.errors",
+    "UsageError": "ull.errors",
 }
 
 __all__ = [
@@ -43,6 +47,7 @@ __all__ = [
     "AsyncStream",
     "Busy",
     "Client",
+    "ConfigError",
     "ConnectionLost",
     "Draining",
     "RequestError",
@@ -52,6 +57,7 @@ __all__ = [
     "Stream",
     "Token",
     "UllError",
+    "UsageError",
     "__version__",
 ]
 
@@ -61,3 +67,7 @@ def __getattr__(name: str) -> object:
     if home is None:
         raise AttributeError(f"module 'ull' has no attribute {name!r}")
     return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -8,6 +8,7 @@ async with ull.AsyncClient("ipc:///tmp/ull.sock") as client:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import cast
@@ -15,10 +16,10 @@ from typing import cast
 import zmq
 
 from ull import wire
-from ull.client import GRACE_S
-from ull.config import DEFAULT_ENDPOINT
-from ull.errors import ConnectionLost, RequestTimeout, UllError
+from ull.client import CONNECT_TIMEOUT_S, GRACE_S, QUERY_TIMEOUT_S, SILENCE_TIMEOUT_S
+from ull.errors import ConnectionLost, RequestTimeout, UllError, UsageError
 from ull.link import LINGER_MS, Link, Transport, check_silence
+from ull.ownership import OwnerProcess
 from ull.reader import Reader
 from ull.streams import (
     Prompt,
@@ -30,6 +31,7 @@ from ull.streams import (
     build_detokenize,
     build_request,
     build_tokenize,
+    encode_request,
 )
 
 _RETRY_S = 0.02  # between two looks for a daemon that is not there
@@ -73,10 +75,19 @@ class AsyncStream:
             await self._wait()
         return self._state.result()
 
+    def ready(self) -> Token | None:
+        """The next token if it has arrived already, else None; never waits."""
+        return self._state.next_token()
+
     def cancel(self) -> None:
         """Asks the daemon to stop; what follows is at most a few tokens and the end ("cancelled")."""
         if not self._state.finished:
             self._client._cancel(self._state.id)
+
+    def close(self) -> None:
+        """Cancels if still running, and forgets what is unread."""
+        self._drop()
+        self._state.drop_unread()
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -87,7 +98,8 @@ class AsyncStream:
         self._drop()
 
     def __del__(self) -> None:
-        self._drop()
+        if hasattr(self, "_state"):
+            self._drop()
 
     def _drop(self) -> None:
         if not self._state.finished:
@@ -97,6 +109,9 @@ class AsyncStream:
     async def _wait(self) -> None:
         """Waits for a message; after a silence asks the daemon whether it still knows the request."""
         state = self._state
+        self._client._running()  # in another event loop than its own the stream has failed, or this raises
+        if state.failure is not None:
+            return
         self._moved.clear()
         ask_at = state.heard_ns / 1e9 + self._client._silence_timeout  # loop.time() is CLOCK_MONOTONIC too
         asks = self._deadline is None or ask_at < self._deadline
@@ -114,22 +129,28 @@ class AsyncStream:
 
 
 class AsyncClient:
-    """A connection to a daemon at `url`; the arguments are `ull.Client`'s. It belongs to one event loop."""
+    """A connection to a daemon at `url`; the arguments are `ull.Client`'s, None stands for the default of each.
+
+    It belongs to the event loop of its first use. Once that is closed (a second `asyncio.run`), the next one to use it
+    gets a new connection; while it is open, another loop gets UsageError, and so does a fork's child.
+    There is no `priority`: it would put every task of the loop before other threads, not only what waits for tokens.
+    """
 
     def __init__(
         self,
-        url: str = DEFAULT_ENDPOINT,
+        url: str | None = None,
         *,
-        connect_timeout: float = 2.0,
-        query_timeout: float = 5.0,
-        silence_timeout: float = 10.0,
-        transport: Transport = "auto",
+        connect_timeout: float | None = None,
+        query_timeout: float | None = None,
+        silence_timeout: float | None = None,
+        transport: Transport | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self._protocol = Protocol()
-        self._connect_timeout = connect_timeout
-        self._query_timeout = query_timeout
-        self._silence_timeout = check_silence(silence_timeout)
+        self._connect_timeout = CONNECT_TIMEOUT_S if connect_timeout is None else connect_timeout
+        self._query_timeout = QUERY_TIMEOUT_S if query_timeout is None else query_timeout
+        self._silence_timeout = check_silence(SILENCE_TIMEOUT_S if silence_timeout is None else silence_timeout)
+        self._owner = OwnerProcess()
         self._link = Link(url, context, transport)
         self._link.before_close = self._unwatch_link
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -154,27 +175,29 @@ class AsyncClient:
         prompt: Prompt,
         *,
         max_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        repetition_penalty: float = 1.0,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        repetition_penalty: float | None = None,
         seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        stop_ids: Sequence[int] = (),
+        stop: str | Sequence[str] | None = None,
+        stop_ids: Sequence[int] | None = None,
         logit_bias: Mapping[int, float] | None = None,
         logprobs: int | None = None,
-        ignore_eos: bool = False,
+        ignore_eos: bool | None = None,
         timeout: float | None = None,
         speculate: str | None = None,
         max_tree: int | None = None,
     ) -> AsyncStream:
         """Sends a request and returns its stream at once; the arguments are `ull.Client.generate`'s.
 
-        Where no daemon answers within connect_timeout, the stream fails with ConnectionLost.
+        To be called from a coroutine of the client's event loop. Where no daemon answers within connect_timeout, the
+        stream fails with ConnectionLost.
         """
+        loop = self._running()
         request = build_request(
             self._protocol.new_id(),
             prompt,
@@ -196,15 +219,14 @@ class AsyncClient:
             speculate=speculate,
             max_tree=max_tree,
         )
-        payload = wire.encode(request)
-        loop = self._running()
+        payload = encode_request(request)
         state = self._protocol.open_stream(request)
         stream = AsyncStream(self, state, None if timeout is None else loop.time() + timeout + GRACE_S)
         self._start(payload, state)
         return stream
 
     async def tokenize(
-        self, prompt: str | Sequence[wire.Message | Mapping[str, str]], *, add_special_tokens: bool = True
+        self, prompt: str | Sequence[wire.Message | Mapping[str, str]], *, add_special_tokens: bool | None = None
     ) -> list[int]:
         """The ids that generate() would use of this text or these chat messages.
 
@@ -214,7 +236,7 @@ class AsyncClient:
         request = build_tokenize(self._protocol.new_id(), prompt, add_special_tokens)
         return cast("wire.TokenizeReply", await self._ask(request)).token_ids
 
-    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None) -> str:
         """The text that a stream of these ids would give; with skip_special_tokens False special tokens' texts too."""
         request = build_detokenize(self._protocol.new_id(), token_ids, skip_special_tokens)
         return cast("wire.DetokenizeReply", await self._ask(request)).text
@@ -232,9 +254,17 @@ class AsyncClient:
         return cast("wire.StatsReply", await self._ask(wire.Stats(id=self._protocol.new_id())))
 
     async def close(self) -> None:
-        """Cancels what still runs and closes the connection. Streams that were not finished fail."""
+        """Cancels what still runs and closes the connection. Streams that were not finished fail.
+
+        In a fork's child it gives up the child's copy of the connection, and nothing happens to the parent's.
+        """
         if self._closed:
             return
+        if not self._owner.here:
+            self._closed = True
+            self._link.leave()
+            return
+        self._running()
         self._closed = True
         for task in self._sending:
             task.cancel()
@@ -255,13 +285,39 @@ class AsyncClient:
         await self.close()
 
     def _running(self) -> asyncio.AbstractEventLoop:
-        """The event loop, with the connection registered in it. Raises ConnectionLost after close()."""
+        """The event loop, with the connection registered in it.
+
+        Raises ConnectionLost after close(), UsageError outside of the event loop that the client belongs to.
+        """
+        self._owner.check("AsyncClient")
         if self._closed:
             raise ConnectionLost("the client is closed")
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._follow_link()
-        return self._loop
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise UsageError(
+                "no event loop runs here: use an AsyncClient in a coroutine (asyncio.run(...)), or use Client"
+            ) from None
+        if loop is self._loop:
+            return loop
+        if self._loop is not None:
+            if not self._loop.is_closed():
+                raise UsageError(
+                    "this AsyncClient belongs to another event loop, which is still open; make one in each loop"
+                )
+            self._leave_loop()
+        self._loop = loop
+        self._follow_link()
+        return loop
+
+    def _leave_loop(self) -> None:
+        """Ends what belonged to an event loop that is closed, and opens a new connection."""
+        self._loop = self._retry = None
+        self._readers = []
+        self._sending = set()
+        self._connected = asyncio.Event()
+        self._protocol.fail_all(ConnectionLost("the event loop that the request was made in is closed"), tell=False)
+        self._link.restart()
 
     def _unwatch_link(self) -> None:
         for reader in self._readers:
@@ -319,7 +375,7 @@ class AsyncClient:
                 while not (await self._connected.wait() and self._send_now(payload)):
                     await asyncio.sleep(0.01)
         except TimeoutError:
-            failure = self._link.nobody(self._connect_timeout)
+            failure = await asyncio.to_thread(self._link.nobody, self._connect_timeout)
         if failure is not None and not target.finished:
             target.failure = failure
             if target.on_change is not None:
@@ -331,7 +387,7 @@ class AsyncClient:
         moved = asyncio.Event()
         query.on_change = moved.set
         try:
-            self._start(wire.encode(request), query)
+            self._start(encode_request(request), query)
             async with asyncio.timeout(self._connect_timeout + self._query_timeout):
                 await moved.wait()
         except TimeoutError:
@@ -358,9 +414,11 @@ class AsyncClient:
 
     def _cancel(self, request_id: int) -> None:
         if not self._closed:
+            self._running()
             self._send_now(wire.encode(wire.Cancel(id=request_id)))
 
     def _cancel_soon(self, request_id: int) -> None:
         """As _cancel, from the garbage collector in any thread."""
-        if self._loop is not None and not self._closed and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._cancel, request_id)
+        if self._loop is not None and not self._closed and self._owner.here:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing runs any more
+                self._loop.call_soon_threadsafe(self._cancel, request_id)

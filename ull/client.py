@@ -4,14 +4,16 @@
         for token in client.generate("def main():", max_tokens=64):
             print(token.text, end="", flush=True)
 
-A client belongs to one thread. Several streams may run over one client; reading one collects the others' tokens.
+A client belongs to the thread that makes it. Several streams may run over one client; reading one collects the others'
+tokens. A signal handler may raise at any moment (Ctrl-C): the request that was waited for is cancelled, what it has
+brought can still be read, and the client goes on.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -20,9 +22,9 @@ from typing import cast
 import zmq
 
 from ull import wire
-from ull.config import DEFAULT_ENDPOINT
-from ull.errors import ConnectionLost, RequestTimeout
+from ull.errors import ConnectionLost, RequestTimeout, UllError
 from ull.link import LINGER_MS, Link, Transport, check_silence
+from ull.ownership import OwnerThread
 from ull.priority import ThreadPriority
 from ull.streams import (
     Prompt,
@@ -34,18 +36,30 @@ from ull.streams import (
     build_detokenize,
     build_request,
     build_tokenize,
+    encode_request,
 )
 
+CONNECT_TIMEOUT_S = 2.0
+QUERY_TIMEOUT_S = 5.0
+SILENCE_TIMEOUT_S = 10.0
 # Past the request's own timeout, which the daemon enforces, the client waits this much longer for the terminal frame.
 GRACE_S = 5.0
 _WATCH_MS = {"local": 1000, "zeromq": 50}  # a wait for messages looks at the connection's state this often
 _UNCONNECTED_MS = 20  # ... and for a daemon to connect to
 
 
+class _Guard(weakref.ref["Stream"]):
+    """Says which request a stream was of when the stream has gone, even if an exception has ended its `__del__`."""
+
+    __slots__ = ("request_id",)
+    request_id: int
+
+
 class Stream:
     """The tokens of one request as they arrive. Iterate it, then ask for `result()`; both may be left out.
 
-    Leaving a `with` block, or dropping the last reference, cancels a request that still runs.
+    Leaving a `with` block, dropping the last reference, or an exception of a signal handler (Ctrl-C) while it waits
+    cancels a request that still runs.
     Raises RequestError (refused), ConnectionLost, RequestTimeout or RequestFailed, from iteration and result().
     """
 
@@ -53,6 +67,9 @@ class Stream:
         self._client = client
         self._state = state
         self._deadline = deadline  # time.monotonic() seconds
+        guard = _Guard(self, client._orphans.append)
+        guard.request_id = state.id
+        state.guard = guard
 
     @property
     def id(self) -> int:
@@ -73,7 +90,7 @@ class Stream:
             if state.finished:
                 state.raise_failure()
                 raise StopIteration
-            self._wait()
+            self._wait_or_cancel()
         return token
 
     def ready(self) -> Token | None:
@@ -83,7 +100,7 @@ class Stream:
     def result(self) -> Result:
         """Waits for the end and returns all of it, whether iterated before or not."""
         while not self._state.finished:
-            self._wait()
+            self._wait_or_cancel()
         return self._state.result()
 
     def cancel(self) -> None:
@@ -110,6 +127,17 @@ class Stream:
         if hasattr(self, "_state") and not self._state.finished:
             self._client._abandon(self._state)
 
+    def _wait_or_cancel(self) -> None:
+        """Waits for a message. An exception that is none of ours, as of a signal handler, cancels the request."""
+        try:
+            self._wait()
+        except UllError:
+            raise
+        except BaseException:
+            if not self._state.finished:
+                self._client._cancel_surely(self._state)
+            raise
+
     def _wait(self) -> None:
         """Waits for a message; after a silence asks the daemon whether it still knows the request."""
         state, client = self._state, self._client
@@ -125,12 +153,15 @@ class Stream:
 
 
 class Client:
-    """A connection to a daemon at `url`.
+    """A connection to a daemon at `url`. None stands for the default of every argument.
 
-    connect_timeout: seconds to wait for a daemon before ConnectionLost, at the first request and after a restart.
-    query_timeout: seconds to wait for the answer to health, info and stats.
-    silence_timeout: seconds after which a stream that hears nothing asks the daemon whether it still runs; without an
-    answer within query_timeout, or with a no, it fails with ConnectionLost. No wait is without a limit.
+    It belongs to the thread that makes it: UsageError in another thread, or in a fork's child.
+
+    url: ipc:///path or tcp://host:port (default: ipc:///tmp/ull.sock).
+    connect_timeout: seconds to wait for a daemon before ConnectionLost, at the first request and after a restart (2).
+    query_timeout: seconds to wait for the answer to health, info and stats (5).
+    silence_timeout: seconds after which a stream that hears nothing asks the daemon whether it still runs (10); without
+    an answer within query_timeout, or with a no, it fails with ConnectionLost. No wait is without a limit.
     transport: "auto" takes the unix socket beside an ipc endpoint where the daemon offers it, which wakes one thread
     per token instead of two, and ZeroMQ elsewhere; "local" and "zeromq" insist. Messages and answers are the same.
     priority: 1 to 99 lets the kernel run this thread, and libzmq's for it, before all ordinary ones (SCHED_RR) until
@@ -140,28 +171,30 @@ class Client:
 
     def __init__(
         self,
-        url: str = DEFAULT_ENDPOINT,
+        url: str | None = None,
         *,
-        connect_timeout: float = 2.0,
-        query_timeout: float = 5.0,
-        silence_timeout: float = 10.0,
-        transport: Transport = "auto",
+        connect_timeout: float | None = None,
+        query_timeout: float | None = None,
+        silence_timeout: float | None = None,
+        transport: Transport | None = None,
         priority: int | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self._protocol = Protocol()
-        self._dropped: deque[StreamState] = deque()
-        self._thread = threading.get_ident()
+        self._dropped: deque[StreamState] = deque()  # to be cancelled
+        self._orphans: deque[weakref.ref[Stream]] = deque()  # guards of streams that have gone
+        self._owner = OwnerThread()
         self._busy = False
-        self._closed = False
-        self._connect_timeout = connect_timeout
-        self._query_timeout = query_timeout
-        self._silence_timeout = check_silence(silence_timeout)
+        self._closed = False  # no more requests
+        self._released = False  # close() has come to its end
+        self._connect_timeout = CONNECT_TIMEOUT_S if connect_timeout is None else connect_timeout
+        self._query_timeout = QUERY_TIMEOUT_S if query_timeout is None else query_timeout
+        self._silence_timeout = check_silence(SILENCE_TIMEOUT_S if silence_timeout is None else silence_timeout)
         self._priority = None if priority is None else ThreadPriority(priority)
         try:
             self._link = Link(url, context or (None if self._priority is None else self._priority.context), transport)
         except BaseException:
-            self._closed = True
+            self._closed = self._released = True
             if self._priority is not None:
                 self._priority.close()
             raise
@@ -181,36 +214,38 @@ class Client:
         prompt: Prompt,
         *,
         max_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        repetition_penalty: float = 1.0,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        repetition_penalty: float | None = None,
         seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        stop_ids: Sequence[int] = (),
+        stop: str | Sequence[str] | None = None,
+        stop_ids: Sequence[int] | None = None,
         logit_bias: Mapping[int, float] | None = None,
         logprobs: int | None = None,
-        ignore_eos: bool = False,
+        ignore_eos: bool | None = None,
         timeout: float | None = None,
         speculate: str | None = None,
         max_tree: int | None = None,
     ) -> Stream:
-        """Sends a request and returns its stream at once.
+        """Sends a request and returns its stream at once. None stands for the default of every argument.
 
         prompt: a text, a list of chat messages ({"role", "content"}) or a list of token ids.
         max_tokens: tokens (None: the daemon's default). temperature 0: greedy. top_k 0, top_p 1, min_p 0: off.
-        presence_penalty, frequency_penalty: -2 to 2, over the completion's tokens. repetition_penalty: above 0, over
-        the prompt's too (1: off).
+        presence_penalty, frequency_penalty: -2 to 2, over the completion's tokens (0: off). repetition_penalty: above
+        0, over the prompt's too (1: off).
         seed: None lets the daemon draw one and report it. stop: texts that end the completion, not part of it.
         logit_bias: token id -> number added to its logit. logprobs: alternatives per token (0: only the chosen).
         timeout: seconds after which the daemon ends the request ("timeout").
         speculate: "none", "ngram", "medusa", "draft" or "auto" (None: the daemon's default); max_tree: tokens of one
         verification, 1 to 64 (None: as many as pay). Both change the speed only, never the tokens.
-        Raises ConnectionLost if no daemon answers within connect_timeout.
+        Raises ConnectionLost if no daemon answers within connect_timeout; RequestError, which names the argument, for
+        what cannot be sent.
         """
+        self._owner.check("Client")
         request = build_request(
             self._protocol.new_id(),
             prompt,
@@ -232,11 +267,13 @@ class Client:
             speculate=speculate,
             max_tree=max_tree,
         )
-        payload = wire.encode(request)
+        payload = encode_request(request)
         try:
-            state = self._protocol.open_stream(request)
+            stream = Stream(self, self._protocol.open_stream(request), None)
             self._send(payload)
-            return Stream(self, state, None if timeout is None else time.monotonic() + timeout + GRACE_S)
+            if timeout is not None:
+                stream._deadline = time.monotonic() + timeout + GRACE_S
+            return stream
         except ConnectionLost:
             self._protocol.forget(request.id)
             raise
@@ -246,7 +283,7 @@ class Client:
             raise
 
     def tokenize(
-        self, prompt: str | Sequence[wire.Message | Mapping[str, str]], *, add_special_tokens: bool = True
+        self, prompt: str | Sequence[wire.Message | Mapping[str, str]], *, add_special_tokens: bool | None = None
     ) -> list[int]:
         """The ids that generate() would use of this text or these chat messages.
 
@@ -256,7 +293,7 @@ class Client:
         request = build_tokenize(self._protocol.new_id(), prompt, add_special_tokens)
         return cast("wire.TokenizeReply", self._ask(request)).token_ids
 
-    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None) -> str:
         """The text that a stream of these ids would give; with skip_special_tokens False special tokens' texts too."""
         request = build_detokenize(self._protocol.new_id(), token_ids, skip_special_tokens)
         return cast("wire.DetokenizeReply", self._ask(request)).text
@@ -281,9 +318,17 @@ class Client:
         return True
 
     def close(self) -> None:
-        """Cancels what still runs and closes the connection. Streams that were not finished fail."""
-        if self._closed:
+        """Cancels what still runs and closes the connection. Streams that were not finished fail.
+
+        In a fork's child it gives up the child's copy of the connection, and nothing happens to the parent's.
+        """
+        if self._released:
             return
+        if not self._owner.process.here:
+            self._closed = self._released = True
+            self._link.leave()
+            return
+        self._owner.check("Client")
         self._closed = True
         for stream_id in self._protocol.live_streams():
             self._link.send(wire.encode(wire.Cancel(id=stream_id)))
@@ -291,6 +336,7 @@ class Client:
         self._link.close(LINGER_MS)
         if self._priority is not None:
             self._priority.close()
+        self._released = True
 
     def __enter__(self) -> Client:
         return self
@@ -302,9 +348,10 @@ class Client:
 
     def _pump(self, deadline: float) -> bool:
         """Takes in one message, or a change of the connection; waits for it until `deadline`. False: nothing came."""
+        self._owner.check("Client")
         if self._closed:
             raise ConnectionLost("the client is closed")
-        if self._dropped:
+        if self._dropped or self._orphans:
             self._flush_dropped()
         while True:
             left_ms = max(0, math.ceil((deadline - time.monotonic()) * 1000))
@@ -333,9 +380,10 @@ class Client:
 
     def _send(self, payload: bytes) -> None:
         """Sends, waiting up to the connect timeout for a connection. Raises ConnectionLost if there is none."""
+        self._owner.check("Client")
         if self._closed:
             raise ConnectionLost("the client is closed")
-        if self._dropped:
+        if self._dropped or self._orphans:
             self._flush_dropped()
         deadline = time.monotonic() + self._connect_timeout
         self._collect()
@@ -354,9 +402,10 @@ class Client:
             self._busy = False
 
     def _ask(self, request: wire.Request) -> wire.Reply:
+        self._owner.check("Client")
         query: Query = self._protocol.open_query(request.id)
         try:
-            self._send(wire.encode(request))
+            self._send(encode_request(request))
             deadline = time.monotonic() + self._query_timeout
             while not query.finished:
                 if not self._pump(deadline) and time.monotonic() >= deadline:
@@ -381,17 +430,30 @@ class Client:
             state.answered(reply)
 
     def _cancel(self, request_id: int) -> None:
+        self._owner.check("Client")
         if not self._closed:
             self._try_send(wire.encode(wire.Cancel(id=request_id)))
 
     def _abandon(self, state: StreamState) -> None:
         """Cancels a stream that nobody will read; may run inside the garbage collector, in any thread."""
         state.abandoned = True
+        self._cancel_surely(state)
+
+    def _cancel_surely(self, state: StreamState) -> None:
+        """Cancels a stream now, or before anything else is sent or waited for."""
         self._dropped.append(state)
-        if not self._busy and not self._closed and threading.get_ident() == self._thread:
+        if not self._busy and not self._closed and self._owner.here:
             self._flush_dropped()
 
     def _flush_dropped(self) -> None:
+        while self._orphans:
+            orphan = cast("_Guard", self._orphans[0])
+            state = self._protocol.stream(orphan.request_id)
+            if state is not None and not state.abandoned:
+                state.abandoned = True
+                self._dropped.append(state)
+            if self._orphans and self._orphans[0] is orphan:
+                self._orphans.popleft()
         while self._dropped:
             state = self._dropped[0]
             if not state.finished:

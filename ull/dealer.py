@@ -1,15 +1,23 @@
-"""A client's end of the ZeroMQ transport: a DEALER and the monitor that says whether a daemon is at the other end."""
+"""A client's end of the ZeroMQ transport: a DEALER and the monitor that says whether a daemon is at the other end.
+
+A signal handler may raise wherever Python calls something. What is received is therefore put into a list by one native
+call, and taken out only once it has been delivered.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import functools
 import struct
 import time
 
 import zmq
 
 from ull import wire
+from ull._native import MessageSocket
 from ull.errors import ConfigError, ConnectionLost
+from ull.host import loaded_libzmq
 from ull.reader import Drain, Reader, SocketReader
 from ull.streams import Protocol
 
@@ -42,6 +50,8 @@ class DealerConnection:
     def __init__(self, url: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.connected = False
         self.over: str | None = None
+        if context.closed:
+            raise ConnectionLost("the client's zmq context has ended; make a new client")
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, 0)  # requests are few; the daemon's queue is the limit
@@ -55,9 +65,12 @@ class DealerConnection:
             socket.setsockopt(zmq.IPV6, 1)
         self._socket = socket
         self._wait_ms = -1  # RCVTIMEO of the socket
-        self._parts: list[bytes] = []  # of the message that is being received
-        self._interrupted = False  # an exception of a signal handler left a receive
         self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        # pyzmq itself drops the frame that it has just received where a signal handler raises (pyzmq #2044).
+        self._messages = MessageSocket(socket.underlying, libzmq=_libzmq())
+        self._changes = MessageSocket(self._monitor.underlying, libzmq=_libzmq())
+        self._received: list[list[bytes]] = []  # messages, and ...
+        self._noticed: list[list[bytes]] = []  # ... the monitor's events, that have not been dealt with yet
         try:
             socket.connect(url)
         except zmq.ZMQError as error:
@@ -66,16 +79,7 @@ class DealerConnection:
 
     def send(self, payload: bytes) -> bool:
         """Hands a message to libzmq; False where there is no connection."""
-        if not self.connected:
-            return False
-        try:
-            self._socket.send_multipart((wire.VERSION, payload), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        except BaseException:  # perhaps between the two frames: what is sent next would be taken for the second one
-            self.over = "a send was interrupted"
-            raise
-        return True
+        return self.connected and self._usable() and _happened(self._messages.send((wire.VERSION, payload)))
 
     def flush(self) -> bool:
         """Nothing to do: libzmq's own thread sends."""
@@ -87,32 +91,24 @@ class DealerConnection:
         The wait is a blocking receive, which wakes up sooner than a poll does. Before there is a connection the wait is
         one for its changes.
         """
-        if wait_ms and not self.connected:
-            self._monitor.poll(wait_ms)
-            wait_ms = 0
-        if wait_ms and wait_ms != self._wait_ms:
-            self._socket.setsockopt(zmq.RCVTIMEO, wait_ms)
-            self._wait_ms = wait_ms
-        if self._interrupted:
-            self._find_boundary(protocol)
-        parts, recv = self._parts, self._socket.recv
-        try:
-            if not parts:
-                parts.extend(map(recv, (0 if wait_ms else zmq.NOBLOCK,)))
-            received_ns = time.monotonic_ns()
-            if len(parts) == 1 and parts[0] == wire.VERSION:
-                parts.extend(map(recv, (zmq.NOBLOCK,)))  # a message arrives whole
-        except zmq.Again:
-            if not parts:
+        if not self._received:
+            if not self._usable():
                 return False
-        except BaseException:
-            self._interrupted = True
-            raise
-        if len(parts) == 2:
-            protocol.receive(parts[1], received_ns)
+            if wait_ms and not self.connected:
+                self._monitor.poll(wait_ms)
+                wait_ms = 0
+            if wait_ms and wait_ms != self._wait_ms:
+                self._socket.setsockopt(zmq.RCVTIMEO, wait_ms)
+                self._wait_ms = wait_ms
+            _happened(self._messages.receive(self._received, wait_ms > 0))
+            if not self._received:
+                return False
+        frames = self._received[0]
+        if len(frames) == 2 and frames[0] == wire.VERSION:
+            protocol.receive(frames[1], time.monotonic_ns())
         else:
             protocol.misunderstood()
-        self._parts = []
+        self._received.clear()
         return True
 
     def receive_all(self, protocol: Protocol) -> None:
@@ -126,17 +122,16 @@ class DealerConnection:
         What a daemon sent before it went away is received first, so that only what is truly unfinished is lost.
         """
         while self.over is None:
-            try:
-                event = self._monitor.recv(zmq.NOBLOCK)
-            except zmq.Again:
+            if not self._noticed and self._usable():
+                _happened(self._changes.receive(self._noticed, False))
+            if not self._noticed:
                 return
-            while self._monitor.getsockopt(zmq.RCVMORE):
-                self._monitor.recv(zmq.NOBLOCK)
-            if _EVENT.unpack(event)[0] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if _EVENT.unpack(self._noticed[0][0])[0] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.connected = True
             else:
                 self.receive_all(protocol)
                 self.over = "the connection was closed"
+            self._noticed.clear()
 
     def readers(self, loop: asyncio.AbstractEventLoop, on_input: Drain, on_change: Drain) -> list[Reader]:
         """Event sources: messages call `on_input`, the connection's ups and downs `on_change`."""
@@ -150,12 +145,25 @@ class DealerConnection:
             self._monitor.close(0)
             self._socket.close(linger_ms)
 
-    def _find_boundary(self, protocol: Protocol) -> None:
-        """After an interrupt: pyzmq may have dropped the frame that it had just received (pyzmq #2044)."""
-        more = self._socket.getsockopt(zmq.RCVMORE)
-        if more and not self._parts:
-            self._parts = [wire.VERSION]
-        elif not more and len(self._parts) == 1:
-            protocol.fail_all(ConnectionLost("an interrupt has cost a message of the daemon; ask again"))
-            self._parts = []
-        self._interrupted = False
+    def leave(self) -> None:
+        """In a fork's child: nothing. The descriptors are libzmq's, and pyzmq closes nothing that is the parent's."""
+        self.connected = False
+
+    def _usable(self) -> bool:
+        """Whether the sockets are open: the native calls do not look, and a context closes its sockets when it ends."""
+        if self._socket.closed or self._monitor.closed:
+            self.over = "its zmq context has ended"
+            return False
+        return True
+
+
+@functools.cache
+def _libzmq() -> str:
+    return loaded_libzmq()
+
+
+def _happened(error: int) -> bool:
+    """Whether a call of a MessageSocket did what it was asked to; False where it would have had to wait."""
+    if error in (0, errno.EAGAIN, errno.EINTR):
+        return error == 0
+    raise zmq.ZMQError(error)

@@ -123,6 +123,12 @@ class RequestTimeout(_FixedCodeError):
     fixed_code = "timeout"
 
 
+class UsageError(_FixedCodeError):
+    """A client is used where it does not belong: in another thread, event loop or process than its own."""
+
+    fixed_code = "bad_usage"
+
+
 class RequestFailed(UllError):
     """An accepted request ended early because the engine failed; what it had produced is in `partial`."""
 

@@ -10,8 +10,9 @@ from typing import Literal
 
 import zmq
 
-from ull.config import ipc_path, local_path
+from ull.config import DEFAULT_ENDPOINT, ipc_path, local_path
 from ull.dealer import DealerConnection
+from ull.endpoint import check_url, permission_denied, why_nobody
 from ull.errors import ConfigError, ConnectionLost
 from ull.local import LocalConnection
 from ull.streams import Protocol
@@ -29,8 +30,13 @@ class Link:
     """
 
     def __init__(
-        self, url: str, context: zmq.Context[zmq.Socket[bytes]] | None = None, transport: Transport = "auto"
+        self,
+        url: str | None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        transport: Transport | None = None,
     ) -> None:
+        url = check_url(DEFAULT_ENDPOINT if url is None else url)
+        transport = "auto" if transport is None else transport
         self.url = url
         self.before_close: Callable[[], None] | None = None  # told while the sockets' descriptors are still valid
         self.trouble: str | None = None  # why the last attempt to reach the daemon failed, where that is known
@@ -107,14 +113,26 @@ class Link:
         return True
 
     def nobody(self, waited_s: float) -> ConnectionLost:
-        """The error of a client that has waited for a daemon in vain."""
-        reason = f": {self.trouble}" if self.trouble else "; is ulld running?"
-        return ConnectionLost(f"no daemon answers at {self.url} (waited {waited_s:g} s){reason}")
+        """The error of a client that has waited for a daemon in vain. It takes up to a second to find out why."""
+        reason = self.trouble or why_nobody(self.url)
+        return ConnectionLost(f"no daemon answers at {self.url} (waited {waited_s:g} s): {reason}")
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes the connection for good. `linger_ms`: how long unsent messages may take to leave."""
         self._closed = True
         self._close_connection(linger_ms)
+
+    def restart(self) -> None:
+        """Ends the connection and opens another."""
+        self._close_connection()
+        self._shunned = False
+        self._open()
+
+    def leave(self) -> None:
+        """In a fork's child: gives up its copy of the connection; the parent's is not touched, nor told anything."""
+        self._closed = True
+        if self.connection is not None:
+            self.connection.leave()
 
     def _open(self) -> bool:
         """Opens the best connection that there is; False if there is none."""
@@ -124,7 +142,7 @@ class Link:
                 self.connection = LocalConnection(self._path)
                 return True
             except PermissionError:
-                self.trouble = f"permission to connect to {self._path} is denied; the file's group may"
+                self.trouble = permission_denied(self._path)
             except OSError as error:
                 self.trouble = f"{self._path}: {error.strerror or error}" if self._transport == "local" else None
         if self._transport == "local":

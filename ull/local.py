@@ -122,6 +122,12 @@ class LocalConnection:
             self._poll(select.POLLOUT, int(left_ms) + 1)
         self._socket.close()
 
+    def leave(self) -> None:
+        """In a fork's child: closes its copy of the descriptor. The connection is the parent's."""
+        self._closed = True
+        self.connected = False
+        self._socket.close()
+
     def _poll(self, events: int, wait_ms: int) -> None:
         poll = select.poll()
         poll.register(self._socket, events)
@@ -163,17 +169,23 @@ class LocalConnection:
             self.over = "the daemon has hung up"
         data = self._data[self._at :] + b"".join(self._chunks)
         self._data, self._at, self._chunks = data, 0, []
-        if not self.connected and len(data) >= len(HELLO):
-            if data.startswith(HELLO):
+        return self.over is None or len(data) > 0
+
+    def _greet(self) -> bool:
+        """Whether the daemon has said its hello, which is the first that arrives."""
+        if not self.connected and len(self._data) >= len(HELLO):
+            if self._data.startswith(HELLO):
                 self._at, self.connected = len(HELLO), True
             else:
                 self.over = f"what listens on {self._path} is no daemon of this version"
-        return self.over is None or len(data) > 0
+        return self.connected
 
     def _deliver(self, protocol: Protocol) -> bool:
         """Passes the next message to `protocol`; False if it has not arrived whole."""
+        if not self.connected and not self._greet():
+            return False
         data, start = self._data, self._at + _LENGTH.size
-        if len(data) < start or not self.connected:
+        if len(data) < start:
             return False
         end = start + _LENGTH.unpack_from(data, self._at)[0]
         if len(data) < end:

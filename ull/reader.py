@@ -100,7 +100,14 @@ class SocketReader:
         self._run()
 
     def _run(self) -> None:
-        if self._descriptor >= 0 and self._drain():
+        if self._descriptor < 0:
+            return
+        try:
+            unfinished = self._drain()
+        except BaseException:  # of a signal handler: what is left in the socket would not be announced again
+            self.again()
+            raise
+        if unfinished:
             self.again()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
@@ -62,6 +62,7 @@ class StreamState:
         self.failure: UllError | None = None  # refused, or the connection was lost
         self.abandoned = False  # nobody will read it: frames are dropped until the terminal one
         self.on_change: Callable[[], None] | None = None
+        self.guard: object = None  # a weak reference to who reads it
         self.heard_ns = time.monotonic_ns()  # when the daemon last said something about it
         self._wants_logprobs = wants_logprobs
         self._tokens: list[Token] = []
@@ -213,14 +214,14 @@ class Protocol:
         if isinstance(reply, wire.Token):
             if (stream := self._streams.get(reply.id)) is not None:
                 stream.take(reply, received_ns)
+                stream.changed()
                 if stream.failure is not None:
                     self._streams.pop(reply.id, None)
-                stream.changed()
         elif isinstance(reply, wire.Done):
             if (stream := self._streams.get(reply.id)) is not None:
                 stream.done = reply
-                self._streams.pop(reply.id, None)
                 stream.changed()
+                self._streams.pop(reply.id, None)
         elif isinstance(reply, wire.Error):
             if reply.id is None:
                 self.fail_all(wire.error_of(reply))
@@ -228,9 +229,9 @@ class Protocol:
                 self._fail(reply.id, wire.error_of(reply))
         elif (query := self._queries.get(reply.id)) is not None:
             query.reply = reply
-            self._queries.pop(reply.id, None)
             if query.on_change is not None:
                 query.on_change()
+            self._queries.pop(reply.id, None)
         elif isinstance(reply, wire.Ack) and not reply.known:
             self._forget_abandoned(reply.id)
 
@@ -242,10 +243,10 @@ class Protocol:
         """The connection is gone, and with it everything in flight: a new connection is a new client."""
         self.fail_all(ConnectionLost(f"the connection to {url} was lost while the request was in flight"))
 
-    def fail_all(self, error: UllError) -> None:
-        """Ends everything in flight with `error`."""
+    def fail_all(self, error: UllError, tell: bool = True) -> None:
+        """Ends everything in flight with `error`; whoever waits for it is told, unless nobody can."""
         for request_id in [*self._streams, *self._queries]:
-            self._fail(request_id, error)
+            self._fail(request_id, error, tell)
 
     def _forget_abandoned(self, request_id: int) -> None:
         """A stream that was given up before its request had left: the daemon knows nothing of it."""
@@ -254,103 +255,146 @@ class Protocol:
             stream.failure = ConnectionLost("the request was given up before it was sent")
             self._streams.pop(request_id, None)
 
-    def _fail(self, request_id: int, error: UllError) -> None:
+    def _fail(self, request_id: int, error: UllError, tell: bool = True) -> None:
         target = self._streams.get(request_id) or self._queries.get(request_id)
         if target is not None:
             target.failure = error
-            self.forget(request_id)
-            if target.on_change is not None:
+            if tell and target.on_change is not None:
                 target.on_change()
+            self.forget(request_id)
 
 
-def build_request(
-    request_id: int,
-    prompt: Prompt,
-    *,
-    max_tokens: int | None,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    presence_penalty: float,
-    frequency_penalty: float,
-    repetition_penalty: float,
-    seed: int | None,
-    stop: str | Sequence[str],
-    stop_ids: Sequence[int],
-    logit_bias: Mapping[int, float] | None,
-    logprobs: int | None,
-    ignore_eos: bool,
-    timeout: float | None,
-    speculate: str | None,
-    max_tree: int | None,
-) -> wire.Generate:
-    """The message for one generate call. Values are checked by the daemon; only the prompt's kind is decided here.
+def build_request(request_id: int, prompt: Prompt, *, timeout: float | None = None, **values: Any) -> wire.Generate:
+    """The message for one generate call. `values` are fields of wire.Generate; None stands for a field's default.
 
-    Raises RequestError (field "prompt") where the prompt is no text, no list of messages and no list of ids.
+    The daemon checks the values; here it is only what kind of prompt there is, and that containers are containers.
+    Raises RequestError, which names the field.
     """
-    request = wire.Generate(
-        id=request_id,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=[stop] if isinstance(stop, str) else list(stop),
-        stop_ids=list(stop_ids),
-        logit_bias=dict(logit_bias or {}),
-        logprobs=logprobs,
-        ignore_eos=ignore_eos,
-        timeout_ms=None if timeout is None else _milliseconds(timeout),
-        speculate=speculate,
-        max_tree=max_tree,
-    )
+    given = {name: value for name, value in values.items() if value is not None}
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
+    for name, kind in (("stop", list), ("stop_ids", list), ("logit_bias", dict)):
+        if name in given:
+            given[name] = _container(name, kind, given[name])
+    if timeout is not None:
+        given["timeout_ms"] = _milliseconds(timeout)
+    request = wire.Generate(id=request_id, **given)
     if isinstance(prompt, str):
         request.prompt = prompt
         return request
-    try:
-        items: list[Any] = list(prompt)
-        if items and isinstance(items[0], wire.Message | Mapping):
-            request.messages = [msgspec.convert(item, wire.Message, from_attributes=True) for item in items]
-        else:
-            request.token_ids = [int(item) for item in items]
-    except (TypeError, ValueError, msgspec.ValidationError) as error:
-        raise RequestError(
-            "bad_request", f"prompt must be a text, a list of messages {{role, content}} or of ids: {error}", "prompt"
-        ) from error
+    if isinstance(prompt, bytes | bytearray | memoryview):
+        raise _refused("prompt", f"prompt is {type(prompt).__name__}; decode it to a text, or give a list of token ids")
+    items = _prompt_items(prompt)
+    if items and isinstance(items[0], wire.Message | Mapping):
+        request.messages = [_message(index, item) for index, item in enumerate(items)]
+    else:
+        request.token_ids = _token_ids(items, "prompt", "a text, a list of messages or of token ids (integers)")
     return request
 
 
 def build_tokenize(
-    request_id: int, prompt: str | Sequence[wire.Message | Mapping[str, str]], add_special_tokens: bool
+    request_id: int, prompt: str | Sequence[wire.Message | Mapping[str, str]], add_special_tokens: bool | None
 ) -> wire.Tokenize:
     """The message for one tokenize call. Raises RequestError where the prompt is no text and no list of messages."""
-    request = wire.Tokenize(id=request_id, add_special_tokens=add_special_tokens)
+    request = wire.Tokenize(id=request_id, add_special_tokens=add_special_tokens is not False)
     if isinstance(prompt, str):
         request.prompt = prompt
-        return request
-    try:
-        request.messages = [msgspec.convert(item, wire.Message, from_attributes=True) for item in prompt]
-    except (TypeError, msgspec.ValidationError) as error:
-        reason = f"prompt must be a text or a list of messages {{role, content}}: {error}"
-        raise RequestError("bad_request", reason, "prompt") from error
+    else:
+        request.messages = [_message(index, item) for index, item in enumerate(_prompt_items(prompt))]
     return request
 
 
-def build_detokenize(request_id: int, token_ids: Sequence[int], skip_special_tokens: bool) -> wire.Detokenize:
+def build_detokenize(request_id: int, token_ids: Sequence[int], skip_special_tokens: bool | None) -> wire.Detokenize:
     """The message for one detokenize call. Raises RequestError where an item is no integer."""
+    ids = _token_ids(_container("token_ids", list, token_ids), "token_ids", "a list of token ids (integers)")
+    return wire.Detokenize(id=request_id, token_ids=ids, skip_special_tokens=skip_special_tokens is not False)
+
+
+def encode_request(request: wire.Request) -> bytes:
+    """The payload of `request`. Raises RequestError, which names the field that the wire cannot carry."""
     try:
-        ids = [operator.index(item) for item in token_ids]
-    except TypeError as error:
-        raise RequestError("bad_request", f"token_ids must be a list of integers: {error}", "token_ids") from error
-    return wire.Detokenize(id=request_id, token_ids=ids, skip_special_tokens=skip_special_tokens)
+        return wire.encode(request)
+    except (RequestError, TypeError, ValueError):
+        for name in request.__struct_fields__:
+            _check_sendable(name, getattr(request, name))
+        raise
+
+
+def _check_sendable(name: str, value: object) -> None:
+    try:
+        msgspec.msgpack.encode(value)
+    except UnicodeEncodeError as error:
+        raise _refused(
+            name,
+            f"{name} holds {error.object[error.start]!r} (character {error.start} of a text), which has no UTF-8 form",
+        ) from None
+    except OverflowError:
+        raise _refused(name, f"{name} holds a number that does not fit 64 bits") from None
+    except RecursionError:
+        raise _refused(name, f"{name} is nested too deeply") from None
+    except (TypeError, ValueError) as error:
+        raise _refused(name, f"{name} holds what cannot be sent: {error}") from None
+
+
+def _prompt_items(prompt: object) -> list[Any]:
+    wanted = "prompt must be a text, a list of messages {role, content} or a list of token ids"
+    if isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | Set):
+        return list(prompt)
+    raise _refused("prompt", f"{wanted}, not {type(prompt).__name__}")
+
+
+def _message(index: int, item: object) -> wire.Message:
+    if isinstance(item, Mapping):
+        known = wire.Message.__struct_encode_fields__
+        unknown = [key for key in item if key not in known]
+        if unknown:
+            raise _refused(
+                "prompt", f"message {index} of the prompt has the unknown key {unknown[0]!r}; known: {', '.join(known)}"
+            )
+    try:
+        return msgspec.convert(item, wire.Message, from_attributes=True)
+    except msgspec.ValidationError as error:
+        raise _refused("prompt", f"prompt must be a list of messages, but message {index} is none: {error}") from error
+
+
+def _token_ids(items: list[Any], name: str, wanted: str) -> list[int]:
+    if set(map(type, items)) == {int}:
+        return items
+    ids = []
+    for index, item in enumerate(items):
+        try:
+            if isinstance(item, bool):
+                raise TypeError
+            ids.append(operator.index(item))  # NumPy's integers are welcome
+        except TypeError:
+            raise _refused(
+                name, f"{name} must be {wanted}, but item {index} is {_shortened(item)}, a {type(item).__name__}"
+            ) from None
+    return ids
+
+
+def _container(name: str, kind: type[list[Any]] | type[dict[Any, Any]], value: Any) -> Any:
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return kind(value)
+    except (TypeError, ValueError):
+        wanted = "a mapping of token ids to numbers" if kind is dict else "a list"
+        raise _refused(name, f"{name} must be {wanted}, not {_shortened(value)}") from None
 
 
 def _milliseconds(seconds: float) -> int:
-    if not math.isfinite(seconds) or seconds <= 0:
-        raise RequestError("bad_request", f"timeout must be a positive number of seconds, not {seconds}", "timeout")
-    return max(1, math.ceil(seconds * 1000))
+    try:
+        if seconds > 0:
+            return max(1, math.ceil(seconds * 1000))
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise _refused("timeout", f"timeout must be a positive number of seconds, not {_shortened(seconds)}")
+
+
+def _shortened(value: object) -> str:
+    return f"{value!r:.60}"
+
+
+def _refused(name: str, message: str) -> RequestError:
+    return RequestError("bad_request", message, name)

@@ -72,5 +72,6 @@ void bind_graph(nb::module_& m);
 void bind_engine(nb::module_& m);
 void bind_process(nb::module_& m);
 void bind_io(nb::module_& m);
+void bind_messages(nb::module_& m);
 
 }  // namespace ull::module
