@@ -10,6 +10,8 @@ ROOT = Path(__file__).parent.parent
 
 # A module may import from its own layer's earlier rows and from every row below. Lower number = lower layer.
 PYTHON_LAYERS = {
+    "access": 0,
+    "endpoints": 1,
     "errors": 0,
     "log": 0,
     "reader": 0,

@@ -1,6 +1,6 @@
 """The asynchronous client, for programs that live in asyncio. Its tail is longer than `ull.Client`'s.
 
-async with ull.AsyncClient("ipc:///tmp/ull.sock") as client:
+async with ull.AsyncClient() as client:
     async for token in client.generate("def main():", max_tokens=64):
         print(token.text, end="", flush=True)
 """
@@ -16,7 +16,7 @@ import zmq
 
 from ull import wire
 from ull.client import GRACE_S
-from ull.config import DEFAULT_ENDPOINT
+from ull.endpoints import default_endpoint
 from ull.errors import ConnectionLost, RequestTimeout, UllError
 from ull.link import LINGER_MS, Link, Transport, check_silence
 from ull.reader import Reader
@@ -108,7 +108,7 @@ class AsyncClient:
 
     def __init__(
         self,
-        url: str = DEFAULT_ENDPOINT,
+        url: str | None = None,
         *,
         connect_timeout: float = 2.0,
         query_timeout: float = 5.0,
@@ -120,7 +120,7 @@ class AsyncClient:
         self._connect_timeout = connect_timeout
         self._query_timeout = query_timeout
         self._silence_timeout = check_silence(silence_timeout)
-        self._link = Link(url, context, transport)
+        self._link = Link(url or default_endpoint(), context, transport)
         self._link.before_close = self._unwatch_link
         self._loop: asyncio.AbstractEventLoop | None = None
         self._readers: list[Reader] = []

@@ -1,6 +1,6 @@
 """The synchronous client: one socket, blocking receives, no threads. The one to use where the tail counts.
 
-    with ull.Client("ipc:///tmp/ull.sock") as client:
+    with ull.Client() as client:
         for token in client.generate("def main():", max_tokens=64):
             print(token.text, end="", flush=True)
 
@@ -20,7 +20,7 @@ from typing import cast
 import zmq
 
 from ull import wire
-from ull.config import DEFAULT_ENDPOINT
+from ull.endpoints import default_endpoint
 from ull.errors import ConnectionLost, RequestTimeout
 from ull.link import LINGER_MS, Link, Transport, check_silence
 from ull.priority import ThreadPriority
@@ -115,7 +115,7 @@ class Stream:
 
 
 class Client:
-    """A connection to a daemon at `url`.
+    """A connection to a daemon at `url` (None: this user's own, `ull.endpoints.default_endpoint`).
 
     connect_timeout: seconds to wait for a daemon before ConnectionLost, at the first request and after a restart.
     query_timeout: seconds to wait for the answer to health, info and stats.
@@ -130,7 +130,7 @@ class Client:
 
     def __init__(
         self,
-        url: str = DEFAULT_ENDPOINT,
+        url: str | None = None,
         *,
         connect_timeout: float = 2.0,
         query_timeout: float = 5.0,
@@ -149,7 +149,11 @@ class Client:
         self._silence_timeout = check_silence(silence_timeout)
         self._priority = None if priority is None else ThreadPriority(priority)
         try:
-            self._link = Link(url, context or (None if self._priority is None else self._priority.context), transport)
+            self._link = Link(
+                url or default_endpoint(),
+                context or (None if self._priority is None else self._priority.context),
+                transport,
+            )
         except BaseException:
             self._closed = True
             if self._priority is not None:

@@ -10,8 +10,8 @@ from typing import Literal
 
 import zmq
 
-from ull.config import ipc_path, local_path
 from ull.dealer import DealerConnection
+from ull.endpoints import check_endpoint, ipc_path, local_path
 from ull.errors import ConfigError, ConnectionLost
 from ull.local import LocalConnection
 from ull.streams import Protocol
@@ -36,6 +36,10 @@ class Link:
         self.trouble: str | None = None  # why the last attempt to reach the daemon failed, where that is known
         self._context = context
         self._transport = transport
+        try:
+            check_endpoint(url)
+        except ConfigError as error:
+            raise ConfigError(f"{url!r} is not an endpoint to connect to: {error.message}", "url") from None
         path = ipc_path(url)
         self._path = None if path is None or transport == "zeromq" else local_path(path)
         if transport not in ("auto", "local", "zeromq"):
