@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from ull import _native, cli, wire
 from ull.benchmark import Load, measure, quantiles
 from ull.bundle import open_bundle
 from ull.client import Client
-from ull.commands import demo
+from ull.commands import bench, demo
+from ull.commands.outcome import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NO_READER, EXIT_TIMED_OUT
 from ull.config import Config, parse_config
 from ull.spawn import python_command, python_environment
 from ull.tokenizer import Tokenizer
@@ -141,8 +143,111 @@ def test_a_closed_pipe_is_no_drama(shared_daemon: Daemon) -> None:
     os.close(writing)
     assert process.stderr is not None
     assert process.stderr.read() == b""
-    assert process.wait(20) == 1
+    assert process.wait(20) == EXIT_NO_READER
     process.stderr.close()
+
+
+def into(output: int, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Runs ull with that descriptor as its standard output."""
+    command = [*python_command("ull.cli"), *arguments]
+    environment = {
+        **python_environment(),
+        "PYTHONUNBUFFERED": "",
+    }  # argparse would not say that it cannot print the help
+    return subprocess.run(
+        command, env=environment, stdout=output, stderr=subprocess.PIPE, text=True, timeout=100, check=False
+    )
+
+
+def commands(url: str, bundle: Path) -> list[list[str]]:
+    """One of each that prints."""
+    there = ["--connect", url]
+    return [
+        ["generate", PROMPT, "--max-tokens", "8", *there],
+        ["generate", PROMPT, "--max-tokens", "8", "--json", *there],
+        ["generate", PROMPT, "--max-tokens", "8", "--ids", *there],
+        ["bench", "--requests", "1", "--warmup", "0", "--max-tokens", "2", *there],
+        ["bench", "--requests", "1", "--warmup", "0", "--max-tokens", "2", "--json", *there],
+        ["health", *there],
+        ["info", *there],
+        ["stats", *there],
+        ["inspect", str(bundle)],
+        ["inspect", str(bundle), "--json"],
+        ["config", "--defaults"],
+        ["--help"],
+    ]
+
+
+def test_a_full_disk_is_one_line(shared_daemon: Daemon, tiny_bundle: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        for command in commands(shared_daemon.url, tiny_bundle):
+            outcome = into(full.fileno(), *command)
+            assert outcome.stderr == "ull: cannot write the output: No space left on device\n", command
+            assert outcome.returncode == 1, command
+
+
+def test_a_reader_that_has_gone_is_no_drama(shared_daemon: Daemon, tiny_bundle: Path) -> None:
+    for command in commands(shared_daemon.url, tiny_bundle):
+        reading, writing = os.pipe()
+        os.close(reading)
+        outcome = into(writing, *command)
+        os.close(writing)
+        assert (outcome.returncode, outcome.stderr) == (EXIT_NO_READER, ""), command
+
+
+def test_streams_that_are_closed_stop_nothing(shared_daemon: Daemon) -> None:
+    command = " ".join([*python_command("ull.cli"), "health", "--connect", shared_daemon.url])
+    for redirection in (">&-", "2>&-", ">&- 2>&- <&-"):
+        outcome = subprocess.run(
+            ["sh", "-c", f"{command} {redirection}"], env=python_environment(), capture_output=True, check=False
+        )
+        assert (outcome.returncode, outcome.stderr) == (0, b""), redirection
+
+
+def test_little_is_imported_before_an_interrupt_is_heard() -> None:
+    late = ["msgspec", "rich", "ull.commands", "zmq"]
+    program = f"import ull.cli, sys; print([name for name in {late} if name in sys.modules])"
+    outcome = subprocess.run(
+        [sys.executable, "-P", "-c", program], env=python_environment(), capture_output=True, text=True, check=True
+    )
+    assert outcome.stdout == "[]\n"
+
+
+def test_an_answer_that_took_too_long_is_no_success(spawn: Spawn) -> None:
+    daemon = spawn(script={"round_ns": 20_000_000})
+    command = ["generate", "x", "--connect", daemon.url, "--max-tokens", "3000", "--timeout", "0.2", "--ids"]
+    outcome = ull(*command)
+    assert outcome.returncode == EXIT_TIMED_OUT
+    tokens = len(outcome.stdout.split())
+    assert outcome.stderr == f"ull: timed out after 0.2 s: the answer ends after {tokens} tokens\n"
+    outcome = ull(*command, "--json")
+    assert (outcome.returncode, json.loads(outcome.stdout)["finish_reason"]) == (EXIT_TIMED_OUT, "timeout")
+    assert outcome.stderr.startswith("ull: timed out after 0.2 s")
+    outcome = ull("chat", "--connect", daemon.url, "--max-tokens", "3000", "--timeout", "0.2", stdin="hello\n")
+    assert (outcome.returncode, outcome.stderr) == (0, "(timed out after 0.2 s)\n")
+
+
+def test_the_statuses_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--help"])
+    assert caught.value.code == 0
+    explained = re.findall(r"^  (\d+) ", capsys.readouterr().out, re.MULTILINE)
+    statuses = [0, EXIT_FAILED, 2, EXIT_TIMED_OUT, EXIT_INTERRUPTED, EXIT_NO_READER]
+    assert list(map(int, explained)) == statuses
+    table = (ROOT / "README.md").read_text().partition("| Status of `ull` |")[2].partition("\n\n")[0]
+    assert list(map(int, re.findall(r"^\| (\d+) \|", table, re.MULTILINE))) == statuses
+
+
+def test_logprobs_are_printed_beside_the_text(shared_daemon: Daemon) -> None:
+    asked = ["generate", PROMPT, "--connect", shared_daemon.url, "--max-tokens", "3", "--logprobs", "2"]
+    result = json.loads(ull(*asked, "--json").stdout)
+    outcome = ull(*asked)
+    assert (outcome.returncode, outcome.stdout.rstrip("\n")) == (0, result["text"].rstrip("\n"))
+    lines = outcome.stderr.splitlines()[1:]
+    assert [int(line.split()[0]) for line in lines] == result["token_ids"]
+    for line, entry in zip(lines, result["logprobs"], strict=True):
+        numbers = [entry["logprob"], *(number for pair in entry["top"] for number in pair)]
+        assert [float(word) for word in line.split()[1:]] == pytest.approx(numbers, abs=1e-4)
 
 
 def test_status_commands(shared_daemon: Daemon) -> None:
@@ -327,6 +432,32 @@ def test_bench_counts_refusals(spawn: Spawn) -> None:
         samples = measure(client, Load(prompt=[5], max_tokens=20, requests=8, warmup=0, concurrency=8))
     assert samples.requests + samples.refused == 8
     assert samples.refused >= 5
+
+
+def test_bench_refuses_a_place_that_cannot_be_written_before_it_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "Client", None)  # not even asked for
+    for place, why in ((tmp_path / "none/x", "No such file or directory"), (tmp_path, "Is a directory")):
+        assert cli.main(["bench", "--json", str(place)]) == 1
+        assert capsys.readouterr() == ("", f"ull: --json: cannot write {place}: {why}\n")
+
+
+def test_bench_keeps_a_report_until_there_is_a_new_one(shared_daemon: Daemon, tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("x" * 100_000)
+    for path in (old, new):
+        assert cli.main(["bench", "--connect", shared_daemon.url, "--temperature", "-1", "--json", str(path)]) == 1
+    assert old.read_text() == "x" * 100_000 and not new.exists()
+    load = ["--requests", "1", "--warmup", "0", "--max-tokens", "2"]
+    assert cli.main(["bench", "--connect", shared_daemon.url, *load, "--json", str(old)]) == 0
+    assert json.loads(old.read_text())["summary"]["requests"] == 1
+
+
+def test_bench_says_that_the_report_did_not_fit(shared_daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> None:
+    load = ["--requests", "1", "--warmup", "0", "--max-tokens", "2"]
+    assert cli.main(["bench", "--connect", shared_daemon.url, *load, "--json", "/dev/full"]) == 1
+    assert capsys.readouterr().err == "ull: --json: cannot write /dev/full: No space left on device\n"
 
 
 def test_bench_arguments_are_checked(capsys: pytest.CaptureFixture[str]) -> None:

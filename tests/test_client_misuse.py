@@ -20,7 +20,7 @@ import zmq
 import ull
 from fake_daemon import FakeDaemon, done, token, words
 from ull import wire
-from ull.endpoint import permission_denied, why_nobody
+from ull.unreachable import permission_denied, why_nobody
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["local", "zeromq"])
 

@@ -8,9 +8,7 @@ import pytest
 from ull.config import (
     Config,
     default_toml,
-    ipc_path,
     load_config,
-    local_endpoint,
     parse_config,
     parse_override,
 )
@@ -62,20 +60,28 @@ def test_overrides_win_over_the_file() -> None:
         ("[engine]\ncore = 'x'", "engine.core", "expected `int`, got `str`"),
         ("[engine]\ncore = true", "engine.core", "expected `int`, got `bool`"),
         ("[engine]\nthreads = -1", "engine.threads", ">= 0"),
-        ("[engine]\nidle = 'nap'", "engine.idle", "nap"),
+        ("[engine]\nidle = 'nap'", "engine.idle", "must be one of adaptive, spin; not 'nap'"),
+        ("[log]\nlevel = 'trace'", "log.level", "must be one of debug, info, warning, error; not 'trace'"),
+        ("verify = 'all'", "verify", "must be one of sizes, hashes; not 'all'"),
+        ("[log]\nlevel = 3", "log.level", "expected `str`"),
         ("[engine]\nthreads = 3\ncores = [1, 2]", "engine.threads", "cores names 2"),
         ("[engine]\ncores = [1, 1]", "engine.cores", "different"),
-        ("[engine]\ncores = [-1]", "engine.cores", "non-negative"),
+        ("[engine]\ncores = [-1]", "engine.cores", "0 to 1023"),
+        ("[engine]\ncores = [1024]", "engine.cores", "0 to 1023"),
+        ("drain_timeout_s = inf", "drain_timeout_s", "<= 1000000"),
         ("[io]\npriority = 100", "io.priority", "<= 99"),
         ("[io]\npriority = 5\nidle = 'spin'", "io.priority", "give io.core one of its own"),
         ("engine = 3", "engine", "expected `object`"),
         ("drain_timeout_s = nan", "drain_timeout_s", ">= 0"),
         ("ipc_mode = 0o7777", "ipc_mode", "<= 511"),
-        ("listen = []", "listen", "empty"),
         ("listen = ['udp://x']", "listen", "neither ipc"),
         ("listen = ['ipc://']", "listen", "neither ipc"),
         ("listen = ['tcp://127.0.0.1']", "listen", "no port"),
         ("listen = ['ipc:///a', 'ipc:///a']", "listen", "twice"),
+        ("listen = ['ipc:///tmp/a', 'ipc:///tmp//a']", "listen", "twice: ipc:///tmp/a and ipc:///tmp//a are the same"),
+        ("listen = ['tcp://localhost:7', 'tcp://127.0.0.1:7']", "listen", "twice"),
+        ("listen = ['tcp://127.0.0.1:65536']", "listen", "a port is 0 to 65535, not 65536"),
+        ("listen = ['tcp://[::]:5555']", "listen", "insecure_tcp = true"),
         (f"listen = ['ipc:///{'x' * 120}']", "listen", "longer than 107 bytes"),
         ("listen = ['tcp://0.0.0.0:5555']", "listen", "insecure_tcp = true"),
         ("listen = ['tcp://*:5555']", "listen", "insecure_tcp = true"),
@@ -115,10 +121,3 @@ def test_overrides_on_the_command_line() -> None:
         parse_override("engine.threads")
     with pytest.raises(ConfigError, match="a table, not a value"):
         parse_config("log = 3", {"log.format": "json"})
-
-
-def test_endpoints() -> None:
-    assert local_endpoint("ipc:///a") and local_endpoint("tcp://127.9.9.9:1") and local_endpoint("tcp://[::1]:1")
-    assert not local_endpoint("tcp://*:1") and not local_endpoint("tcp://example.org:1")
-    assert ipc_path("ipc:///run/ull.sock") == Path("/run/ull.sock")
-    assert ipc_path("ipc://@abstract") is None and ipc_path("tcp://127.0.0.1:1") is None

@@ -366,10 +366,11 @@ def test_a_foreign_listener_and_a_plain_file_are_left_alone(tiny_bundle: Path, t
     [
         (["--listen", "tcp://0.0.0.0:5555"], "insecure_tcp"),
         (["--listen", "nonsense"], "neither ipc"),
+        (["--listen", "tcp://127.0.0.1:99999"], "a port is 0 to 65535, not 99999"),
         (["--set", "engine.quee_depth=3"], "did you mean engine.queue_depth?"),
-        (["--set", "engine.core=4000"], "core 4000 is not available"),
+        (["--set", "engine.core=1000"], "core 1000 is not available"),
         (["--cores", "a,b"], "--cores takes numbers"),
-        (["--context", "4096"], "context 4096 is out of range"),
+        (["--context", "4096"], "engine.context: 4096 is out of range"),
         (["--config", "/nowhere/ulld.toml"], "cannot read /nowhere/ulld.toml"),
         (["--listen", "ipc:///nowhere/ull.sock"], "cannot create /nowhere/ull.sock.lock"),
     ],

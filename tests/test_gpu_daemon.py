@@ -55,7 +55,7 @@ def test_it_is_loaded_served_and_given_back(gpu: Any) -> None:
 
 
 def test_a_context_beyond_the_bundle_s_is_refused_before_anything_is_loaded(gpu: Any, tmp_path: Path) -> None:
-    with pytest.raises(DaemonError, match="context 999999 is out of range"):
+    with pytest.raises(DaemonError, match=r"engine.context: 999999 is out of range"):
         gpu("--set", "engine.context=999999")
     assert not (tmp_path / "calls").exists()
 

@@ -10,13 +10,15 @@ ROOT = Path(__file__).parent.parent
 
 # A module may import from its own layer's earlier rows and from every row below. Lower number = lower layer.
 PYTHON_LAYERS = {
+    "access": 0,
+    "endpoints": 1,
     "errors": 0,
     "log": 0,
     "ownership": 1,
     "reader": 0,
     "refusals": 1,
     "config": 1,
-    "endpoint": 2,
+    "unreachable": 2,
     "host": 1,
     "seal": 1,
     "sockets": 1,

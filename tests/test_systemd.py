@@ -61,5 +61,6 @@ def test_it_follows_the_daemon_s_contract() -> None:
     assert unit["RestartPreventExitStatus"].split() == [str(EXIT_ENGINE_FAILED)]
     assert EXIT_RESTART not in (0, EXIT_ENGINE_FAILED)  # and on-failure restarts on it
     assert unit["LimitMEMLOCK"] == "infinity"
+    assert unit["LogRateLimitIntervalSec"] == "0"
     assert int(unit["WatchdogSec"]) > 2  # engine.watchdog_ms must be able to speak first
     assert int(unit["TimeoutStopSec"]) > 30  # drain_timeout_s

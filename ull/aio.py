@@ -1,6 +1,6 @@
 """The asynchronous client, for programs that live in asyncio. Its tail is longer than `ull.Client`'s.
 
-async with ull.AsyncClient("ipc:///tmp/ull.sock") as client:
+async with ull.AsyncClient() as client:
     async for token in client.generate("def main():", max_tokens=64):
         print(token.text, end="", flush=True)
 """

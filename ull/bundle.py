@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from ull.access import denial, unreadable
 from ull.device_layout import (
     DEVICE_ALIGNMENT,
     DEVICE_KERNELS,
@@ -266,7 +267,7 @@ class Bundle:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise BundleError(f"{path} cannot be read ({error.strerror})", field=name) from error
+            raise BundleError(unreadable(path, error), field=name) from error
         if hashlib.sha256(data).hexdigest() != self.manifest.files[name].sha256:
             raise BundleError(f"{path} differs from its SHA-256 in the manifest; {remedy}", field=name)
         return data
@@ -279,7 +280,7 @@ class Bundle:
         model = self.manifest.model
         if context is not None and not 1 <= context <= model.context:
             raise ConfigError(
-                f"context {context} is out of range; this bundle was built for 1 to {model.context} tokens",
+                f"engine.context: {context} is out of range; this bundle was built for 1 to {model.context} tokens",
                 field="context",
             )
         if kv is not None and kv not in ("bf16", "f32"):
@@ -318,8 +319,11 @@ def read_manifest(path: Path) -> Manifest:
 
 def read_sealed_manifest(path: Path) -> tuple[Manifest, str]:
     """The manifest as `read_manifest` reads it, and the bundle's digest. Raises BundleError."""
-    if not path.exists():
-        raise BundleError(f"no engine bundle at {path}; build one with `ull-build RECIPE`", field=str(path))
+    try:
+        if not path.exists():
+            raise BundleError(f"no engine bundle at {path}; build one with `ull-build RECIPE`", field=str(path))
+    except PermissionError as error:
+        raise BundleError(denial(path), field=MANIFEST_FILE) from error
     raw = read_manifest_bytes(path)
     _check_format(path, raw)
     digest = check_seal(path, raw)
@@ -359,6 +363,8 @@ def _check_files(path: Path, manifest: Manifest) -> None:
             status = file.stat()
         except FileNotFoundError as error:
             raise BundleError(f"{file} is missing; {REBUILD}", field=name) from error
+        except PermissionError as error:
+            raise BundleError(denial(file), field=name) from error
         except OSError as error:
             raise BundleError(f"{file} cannot be read ({error.strerror}); {REBUILD}", field=name) from error
         if not stat.S_ISREG(status.st_mode):
@@ -405,6 +411,8 @@ def _read_tensors(path: Path, manifest: Manifest) -> dict[str, TensorEntry]:
         return entries_of({name: shape for name, shape in expected.items() if not shape.optional})
     try:
         tensors = read_tensor_file(path)
+    except PermissionError as error:
+        raise BundleError(denial(path), field=WEIGHTS_FILE) from error
     except (ValueError, OSError) as error:
         raise BundleError(f"{path} {error}; {REBUILD}", field=WEIGHTS_FILE) from error
     for name, want in expected.items():
@@ -440,7 +448,7 @@ def _check_code(path: Path, part: DevicePart) -> None:
             with (path / file.path).open("rb") as stream:
                 head = stream.read(20)
         except OSError as error:
-            raise BundleError(f"{path / file.path} cannot be read ({error.strerror})", field=file.path) from error
+            raise BundleError(unreadable(path / file.path, error), field=file.path) from error
         if not head.startswith(_ELF_MAGIC) or int.from_bytes(head[18:20], "little") != _ELF_CUDA:
             raise BundleError(f"{path / file.path} is not a cubin; {REBUILD}", field=file.path)
 
@@ -450,7 +458,7 @@ def _check_vocabulary(path: Path, model: Model) -> None:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise BundleError(f"{path} cannot be read ({error.strerror})", field=VOCABULARY_FILE) from error
+        raise BundleError(unreadable(path, error), field=VOCABULARY_FILE) from error
     count = model.vocabulary
     head = len(VOCABULARY_MAGIC) + 12
     bytes_start = head + 4 * (count + 1) + count

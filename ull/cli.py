@@ -1,46 +1,52 @@
-"""`ull`: the command line for users of a daemon. Each subcommand lives in `ull.commands`."""
+"""`ull`: the command line for users of a daemon. Each subcommand lives in `ull.commands`.
+
+What takes long to import comes in only where an interrupt ends the process without a traceback.
+"""
 
 from __future__ import annotations
 
 import argparse
-import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ull import __version__
-from ull.config import DEFAULT_ENDPOINT, default_toml, load_config
-from ull.errors import UllError
-
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `ull`; returns the exit status: 0, 1 (one line on standard error says why), 2 wrong usage, 130 Ctrl-C."""
-    options = _parser().parse_args(arguments)
-    try:
+    """Runs `ull`; returns the exit status, which `ull --help` explains. Wrong usage raises SystemExit."""
+    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if handled:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from ull.commands.outcome import conclude
+
+    parser = _parser()
+    if handled:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def run() -> int:
+        options = parser.parse_args(arguments)
         return int(options.run(options))
-    except UllError as error:
-        print(f"ull: {error.message}", file=sys.stderr)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has gone, as `| head` does. Point stdout elsewhere for the interpreter's last flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
+
+    return conclude(run)
 
 
 def _parser() -> argparse.ArgumentParser:
-    from ull.commands import bench, chat, demo, generate, inspect, status, tokenize
+    from ull.commands import bench, chat, demo, generate, inspect, outcome, status, tokenize
 
-    parser = argparse.ArgumentParser("ull", description="Talks to an ull daemon, and looks into engine bundles.")
+    parser = argparse.ArgumentParser(
+        "ull",
+        description="Talks to an ull daemon, and looks into engine bundles.",
+        epilog=outcome.STATUSES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"ull {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def client_command(name: str, summary: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary)
-        command.add_argument("--connect", default=DEFAULT_ENDPOINT, metavar="URL", help=f"default {DEFAULT_ENDPOINT}")
+        command.add_argument("--connect", metavar="URL", help="default: this user's socket, as ulld's without --listen")
         return command
 
     command = client_command("generate", "Streams one completion to the terminal.")
@@ -77,6 +83,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config(options: argparse.Namespace) -> int:
+    from ull.config import default_toml, load_config
+
     if options.defaults:
         print(default_toml(), end="")
     else:

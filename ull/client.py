@@ -1,6 +1,6 @@
 """The synchronous client: one socket, blocking receives, no threads. The one to use where the tail counts.
 
-    with ull.Client("ipc:///tmp/ull.sock") as client:
+    with ull.Client() as client:
         for token in client.generate("def main():", max_tokens=64):
             print(token.text, end="", flush=True)
 
@@ -157,7 +157,7 @@ class Client:
 
     It belongs to the thread that makes it: UsageError in another thread, or in a fork's child.
 
-    url: ipc:///path or tcp://host:port (default: ipc:///tmp/ull.sock).
+    url: ipc:///path or tcp://host:port (default: this user's own, `ull.endpoints.default_endpoint`).
     connect_timeout: seconds to wait for a daemon before ConnectionLost, at the first request and after a restart (2).
     query_timeout: seconds to wait for the answer to health, info and stats (5).
     silence_timeout: seconds after which a stream that hears nothing asks the daemon whether it still runs (10); without
@@ -192,7 +192,11 @@ class Client:
         self._silence_timeout = check_silence(SILENCE_TIMEOUT_S if silence_timeout is None else silence_timeout)
         self._priority = None if priority is None else ThreadPriority(priority)
         try:
-            self._link = Link(url, context or (None if self._priority is None else self._priority.context), transport)
+            self._link = Link(
+                url,
+                context or (None if self._priority is None else self._priority.context),
+                transport,
+            )
         except BaseException:
             self._closed = self._released = True
             if self._priority is not None:

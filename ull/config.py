@@ -7,8 +7,6 @@ structs below; parsing it gives exactly the defaults.
 from __future__ import annotations
 
 import difflib
-import ipaddress
-import os
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +15,12 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from ull.access import denial
+from ull.endpoints import check_endpoint, local_endpoint, same_endpoint
 from ull.errors import ConfigError
 
-DEFAULT_ENDPOINT = "ipc:///tmp/ull.sock"
-_MAX_IPC_PATH = 107  # bytes; sizeof(sockaddr_un.sun_path) less the terminating zero
+PAGE_TOKENS = 64  # of a page of the KV cache (native/kv/page.h)
+MAX_CORE = 1023  # a core's highest number (CPU_SETSIZE of native/base/thread.cpp, less one)
 _LEAST_MESSAGE = 1024  # bytes
 _LINE = 110  # columns of a comment in the printed defaults
 
@@ -36,7 +36,12 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     """The engine thread and the executor."""
 
     core: Annotated[
-        int, _key("core that the engine thread is pinned to; -1: the first of engine.cores, or by `placement`", ge=-1)
+        int,
+        _key(
+            "core that the engine thread is pinned to; -1: the first of engine.cores, or by `placement`",
+            ge=-1,
+            le=MAX_CORE,
+        ),
     ] = -1
     threads: Annotated[
         int, _key("threads that compute, the engine thread included; 0: one per free core, at most 8", ge=0, le=256)
@@ -70,7 +75,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         _key("instruction set of the cpu executor; every choice gives the same bits"),
     ] = "auto"
     context: Annotated[
-        int, _key("prompt and completion of one request together; 0: what the bundle offers", "tokens", ge=0)
+        int,
+        _key("prompt and completion of one request together; 0: what the bundle offers", "tokens", ge=0, le=2**24),
     ] = 0
     prefill_chunk: Annotated[
         int,
@@ -83,7 +89,13 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         ),
     ] = 256
     kv_pages: Annotated[
-        int, _key("KV cache, in pages of 64 tokens, allocated at start; 0: enough for one full context", "pages", ge=0)
+        int,
+        _key(
+            "KV cache, in pages of 64 tokens, allocated at start; 0: enough for one full context. Fewer cut it short",
+            "pages",
+            ge=0,
+            le=100_000_000,
+        ),
     ] = 0
     queue_depth: Annotated[
         int,
@@ -106,7 +118,13 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         ),
     ] = 0
     sessions: Annotated[
-        int, _key("conversations whose KV cache stays for their next turn, as far as pages reach", ge=1, le=4096)
+        int,
+        _key(
+            "conversations whose KV cache stays for their next turn, as far as pages reach. Each takes 4 bytes per "
+            "token of the context beside its pages",
+            ge=1,
+            le=1024,
+        ),
     ] = 16
     prefix_cache: Annotated[
         bool, _key("reuse the KV cache of a prompt's beginning; the tokens are the same either way")
@@ -129,7 +147,8 @@ class IoConfig(msgspec.Struct, kw_only=True, frozen=True):
     """The io thread and its socket."""
 
     core: Annotated[
-        int, _key("core that the io thread is pinned to; -1: any that is not the computing threads'", ge=-1)
+        int,
+        _key("core that the io thread is pinned to; -1: any that is not the computing threads'", ge=-1, le=MAX_CORE),
     ] = -1
     idle: Annotated[Idle, _key("as engine.idle, for the io thread")] = "adaptive"
     priority: Annotated[
@@ -208,9 +227,14 @@ class LogConfig(msgspec.Struct, kw_only=True, frozen=True):
 class Config(msgspec.Struct, kw_only=True, frozen=True):
     """Everything that the daemon can be told."""
 
-    listen: Annotated[list[str], _key("endpoints to serve, ipc:///path or tcp://address:port")] = msgspec.field(
-        default_factory=lambda: [DEFAULT_ENDPOINT]
-    )
+    listen: Annotated[
+        list[str],
+        _key(
+            "endpoints to serve, ipc:///path or tcp://address:port (IPv6 in brackets; port 0: any, READY names it). "
+            "[]: the socket that clients connect to where they are told nothing: ull.sock in $XDG_RUNTIME_DIR, else in "
+            "/run/user/UID, else in /tmp/ull-UID, which nobody else may write to"
+        ),
+    ] = []
     insecure_tcp: Annotated[
         bool, _key("serve tcp beyond the loopback interface, without encryption or authentication")
     ] = False
@@ -233,7 +257,13 @@ class Config(msgspec.Struct, kw_only=True, frozen=True):
         ),
     ] = "auto"
     drain_timeout_s: Annotated[
-        float, _key("after SIGTERM, accepted requests may run on for this long, then are cancelled", "seconds", ge=0)
+        float,
+        _key(
+            "after SIGTERM, accepted requests may run on for this long, then are cancelled",
+            "seconds",
+            ge=0,
+            le=1_000_000,
+        ),
     ] = 30.0
     engine: EngineConfig = EngineConfig()
     io: IoConfig = IoConfig()
@@ -251,6 +281,8 @@ def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> C
     if path is not None:
         try:
             text = path.read_text(encoding="utf-8")
+        except PermissionError as error:
+            raise ConfigError(denial(path)) from error
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from error
     return parse_config(text, overrides, origin=str(path) if path is not None else "configuration")
@@ -276,7 +308,8 @@ def parse_config(text: str, overrides: dict[str, Any] | None = None, origin: str
     except msgspec.ValidationError as error:
         message, _, place = str(error).partition(" - at ")
         key = place.strip("`").removeprefix("$.")
-        raise ConfigError(f"{origin}: {key}: {message[:1].lower()}{message[1:]}", key) from error
+        said = _choices(values, key) or f"{message[:1].lower()}{message[1:]}"
+        raise ConfigError(f"{origin}: {key}: {said}", key) from error
     _check(config, origin)
     return config
 
@@ -297,62 +330,17 @@ def default_toml() -> str:
     return "\n".join(_toml_lines(Config(), "")).strip() + "\n"
 
 
-def local_endpoint(endpoint: str) -> bool:
-    """Whether only this machine can reach `endpoint` (ipc, or tcp on a loopback address)."""
-    transport, _, address = endpoint.partition("://")
-    if transport != "tcp":
-        return True
-    host = address.rpartition(":")[0].strip("[]")
-    if host in ("localhost", "lo"):
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def ipc_path(endpoint: str) -> Path | None:
-    """The file of an ipc endpoint; None for tcp and for abstract sockets (ipc://@name)."""
-    transport, _, address = endpoint.partition("://")
-    return Path(address) if transport == "ipc" and not address.startswith("@") else None
-
-
-def local_path(path: Path) -> Path | None:
-    """The local transport's socket beside the ipc socket `path`; None where the name is too long for one."""
-    local = path.with_name(path.name + ".local")
-    return local if len(os.fsencode(local)) <= _MAX_IPC_PATH else None
-
-
 def _check(config: Config, origin: str) -> None:
     """Rules that join several keys, or that a type cannot express."""
-    if not config.listen:
-        raise ConfigError(f"{origin}: listen is empty; name at least one endpoint", "listen")
-    if len(set(config.listen)) != len(config.listen):
-        raise ConfigError(f"{origin}: listen names an endpoint twice", "listen")
-    for endpoint in config.listen:
-        transport, separator, address = endpoint.partition("://")
-        if not separator or transport not in ("ipc", "tcp") or not address:
-            raise ConfigError(f"{origin}: listen: {endpoint!r} is neither ipc:///path nor tcp://address:port", "listen")
-        if transport == "ipc" and len(address.encode()) > _MAX_IPC_PATH:
-            raise ConfigError(
-                f"{origin}: listen: the path of {endpoint} is longer than {_MAX_IPC_PATH} bytes", "listen"
-            )
-        if transport == "tcp" and not (port := address.rpartition(":")[2]).isdigit() and port != "*":
-            raise ConfigError(f"{origin}: listen: {endpoint!r} has no port", "listen")
-        if not config.insecure_tcp and not local_endpoint(endpoint):
-            raise ConfigError(
-                f"{origin}: listen: {endpoint} is reachable from other machines, without encryption or "
-                "authentication; use a loopback address, or set insecure_tcp = true",
-                "listen",
-            )
+    _check_listen(config, origin)
     if 0 < config.io.max_message_bytes < _LEAST_MESSAGE:
         raise ConfigError(
             f"{origin}: io.max_message_bytes is 0, or at least {_LEAST_MESSAGE}, not {config.io.max_message_bytes}",
             "io.max_message_bytes",
         )
     engine = config.engine
-    if any(core < 0 for core in engine.cores) or len(set(engine.cores)) != len(engine.cores):
-        raise ConfigError(f"{origin}: engine.cores needs different, non-negative core numbers", "engine.cores")
+    if any(not 0 <= core <= MAX_CORE for core in engine.cores) or len(set(engine.cores)) != len(engine.cores):
+        raise ConfigError(f"{origin}: engine.cores needs different core numbers, 0 to {MAX_CORE}", "engine.cores")
     if engine.cores and engine.core not in (-1, engine.cores[0]):
         raise ConfigError(
             f"{origin}: engine.core is {engine.core}, but engine.cores begins with {engine.cores[0]}", "engine.core"
@@ -372,6 +360,40 @@ def _check(config: Config, origin: str) -> None:
         raise ConfigError(
             f"{origin}: requests.default_max_tokens is above requests.max_tokens_limit", "requests.default_max_tokens"
         )
+
+
+def _check_listen(config: Config, origin: str) -> None:
+    """Raises ConfigError for an endpoint that cannot be served, is named twice, or is too open."""
+    served: dict[str, str] = {}
+    for endpoint in config.listen:
+        try:
+            check_endpoint(endpoint)
+        except ConfigError as error:
+            raise ConfigError(f"{origin}: listen: {error.message}", "listen") from None
+        if not config.insecure_tcp and not local_endpoint(endpoint):
+            raise ConfigError(
+                f"{origin}: listen: {endpoint} is reachable from other machines, without encryption or "
+                "authentication; use a loopback address, or set insecure_tcp = true",
+                "listen",
+            )
+        name = same_endpoint(endpoint)
+        if name is not None and name in served:
+            both = "" if served[name] == endpoint else f": {served[name]} and {endpoint} are the same"
+            raise ConfigError(f"{origin}: listen names an endpoint twice{both}", "listen")
+        if name is not None:
+            served[name] = endpoint
+
+
+def _choices(values: dict[str, Any], key: str) -> str | None:
+    """What the key `key` may be, and is not, if its type is a choice of words and its value a text."""
+    kind: Any = Config
+    value: Any = values
+    for part in key.split("."):
+        kind = get_type_hints(kind).get(part) if isinstance(kind, type) else None
+        value = value.get(part) if isinstance(value, dict) else None
+    if get_origin(kind) is not Literal or not isinstance(value, str):
+        return None
+    return f"must be one of {', '.join(get_args(kind))}; not {value!r}"
 
 
 def _refuse_unknown(values: dict[str, Any], struct: type[msgspec.Struct], prefix: str, origin: str) -> None:

@@ -20,10 +20,12 @@ import uvloop
 import zmq
 
 from ull import __version__, _native
+from ull.access import denial
 from ull.admission import Admission, Limits
 from ull.bundle import Bundle, open_bundle
-from ull.config import Config, ipc_path
+from ull.config import Config, EngineConfig
 from ull.control import ControlPlane
+from ull.endpoints import default_endpoint, ipc_path
 from ull.errors import DaemonError
 from ull.executors import open_executor, runs_on_gpu
 from ull.host import (
@@ -70,6 +72,7 @@ class Daemon:
         self._log = log
         self._signals = signals
         self._rehearses = rehearse
+        self._listen = config.listen or [default_endpoint()]
         self._slow_wake_ups: str | None = None  # why sleeping cores may take long to wake up
         self._exit = ExitStack()  # what close() undoes, last first
         with ExitStack() as exit_stack:
@@ -203,7 +206,7 @@ class Daemon:
 
     def _claim_sockets(self, exit_stack: ExitStack) -> list[SocketClaim]:
         claims = []
-        for endpoint in self.config.listen:
+        for endpoint in self._listen:
             if (path := ipc_path(endpoint)) is not None:
                 claims.append(SocketClaim(path, self.config.ipc_mode))
                 exit_stack.callback(claims[-1].release)
@@ -271,7 +274,7 @@ class Daemon:
             self._engine,
             zmq_context=context.underlying,
             libzmq=loaded_libzmq(),
-            listen=[endpoint.replace("tcp://localhost:", "tcp://127.0.0.1:") for endpoint in self.config.listen],
+            listen=[endpoint.replace("tcp://localhost:", "tcp://127.0.0.1:") for endpoint in self._listen],
             control=CONTROL_ENDPOINT,
             core=config.core,
             cooperative=self._placement.io_shares,
@@ -378,12 +381,22 @@ def run(bundle: Path, config: Config, log: Log, signals: Signals, *, rehearse: b
     try:
         daemon = Daemon(open_bundle(bundle, config.verify), config, log, signals, rehearse=rehearse)
     except (ValueError, RuntimeError, MemoryError, OSError) as error:  # of the native core: what it says is the reason
-        raise DaemonError(f"cannot start: {error}") from error
+        raise DaemonError(f"cannot start: {_reason(error)}") from error
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(daemon.serve())
     finally:
         daemon.close()
+
+
+def _reason(error: Exception) -> str:
+    """What has gone wrong, by the configuration's keys: the core names those of [engine] without the table."""
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return denial(Path(os.fsdecode(error.filename)), "use")
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    said = str(error)
+    return f"engine.{said}" if said.partition(":")[0] in EngineConfig.__struct_fields__ else said
 
 
 def _summary(bundle: Bundle, verified: str) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from ull import _native
 from ull.bundle import Bundle
-from ull.config import Config
+from ull.config import PAGE_TOKENS, Config, EngineConfig
+from ull.errors import ConfigError
 from ull.log import Log
 from ull.manifest import MAX_TREE
 
@@ -23,6 +24,7 @@ def open_executor(
     Raises ConfigError, and for a GPU's bundle GpuError, or whatever the native core complains of.
     """
     spec = bundle.native_spec(context=config.engine.context or None)  # also checks the context
+    _check_pages(config.engine, int(spec["context"]), log)
     if runs_on_gpu(bundle):
         return _graph_executor(bundle, config, int(spec["context"]), log, exit_stack)
     return _cpu_executor(bundle, config, threads, cores, spec)
@@ -31,6 +33,26 @@ def open_executor(
 def runs_on_gpu(bundle: Bundle) -> bool:
     """Whether the bundle's target is a GPU's architecture."""
     return bundle.manifest.target.startswith("sm_")
+
+
+def _check_pages(engine: EngineConfig, context: int, log: Log) -> None:
+    """Complains of fewer pages than `context` tokens need. Raises ConfigError where the context is configured too."""
+    held = engine.kv_pages * PAGE_TOKENS
+    if not engine.kv_pages or held >= context:
+        return
+    pages = f"{engine.kv_pages} pages hold {held} tokens" if engine.kv_pages > 1 else f"one page holds {held} tokens"
+    needed = -(-context // PAGE_TOKENS)
+    if engine.context:
+        raise ConfigError(
+            f"engine.kv_pages: {pages}, but engine.context is {context}: set engine.kv_pages to {needed} or more, or a "
+            "smaller context",
+            "engine.kv_pages",
+        )
+    log.warning(
+        "engine",
+        message=f"engine.kv_pages: {pages}, of the bundle's context of {context}: a request may have no more; "
+        f"{needed} pages hold all of it",
+    )
 
 
 def _cpu_executor(

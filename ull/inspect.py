@@ -30,7 +30,7 @@ from ull.bundle import (
     read_manifest,
     verify_hashes,
 )
-from ull.config import EngineConfig
+from ull.config import PAGE_TOKENS, EngineConfig
 from ull.errors import BundleError
 from ull.host import auto_threads
 from ull.tokenizer import Tokenizer
@@ -40,7 +40,6 @@ _MEMORY = ("weight_bytes", "kv_bytes", "drafter_weight_bytes", "drafter_kv_bytes
 _MIB = 1 << 20
 _RUNTIME_BYTES = 160 * _MIB  # Python, libraries, buffers; about 70 MB are measured
 _SLOT_BYTES = 22 << 10  # of a place in the queue, beside its tokens
-_PAGE_TOKENS = 64  # native/kv/page.h
 _UNFINISHED_MESSAGES = 8  # of all clients together (native/io/server.cpp)
 _MESSAGES_IN_HAND = 4  # the io thread's, two between it and the control plane, and that one's
 _UNREAD_BYTES = 32 * _MIB  # of all clients together (native/io/outbox.h), and what keeping them takes
@@ -127,7 +126,7 @@ def memory_bytes(bundle: Bundle) -> dict[str, int]:
 
 def _kv_bytes(model: Model, context: int) -> int:
     """Of the keys and values of one full context, in 16 bits, in whole pages and one more."""
-    tokens = (-(-context // _PAGE_TOKENS) + 1) * _PAGE_TOKENS
+    tokens = (-(-context // PAGE_TOKENS) + 1) * PAGE_TOKENS
     return 2 * 2 * model.layers * model.kv_heads * model.head_dim * tokens
 
 

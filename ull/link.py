@@ -10,12 +10,12 @@ from typing import Literal
 
 import zmq
 
-from ull.config import DEFAULT_ENDPOINT, ipc_path, local_path
 from ull.dealer import DealerConnection
-from ull.endpoint import check_url, permission_denied, why_nobody
+from ull.endpoints import check_url, default_endpoint, ipc_path, local_path
 from ull.errors import ConfigError, ConnectionLost
 from ull.local import LocalConnection
 from ull.streams import Protocol
+from ull.unreachable import permission_denied, why_nobody
 
 Transport = Literal["auto", "local", "zeromq"]
 LINGER_MS = 200  # at the client's end: long enough for a last cancel to leave
@@ -35,7 +35,8 @@ class Link:
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         transport: Transport | None = None,
     ) -> None:
-        url = check_url(DEFAULT_ENDPOINT if url is None else url)
+        url = default_endpoint() if url is None else url
+        check_url(url)
         transport = "auto" if transport is None else transport
         self.url = url
         self.before_close: Callable[[], None] | None = None  # told while the sockets' descriptors are still valid

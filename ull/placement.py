@@ -136,7 +136,8 @@ def place(
     computing = tuple(engine.cores) or ((engine.core,) if engine.core >= 0 else ())
     configured = bool(computing)
     if missing := sorted((set(computing) | io_core) - usable):
-        raise DaemonError(f"core {missing[0]} is not available here; available: {ranges(allowed)}", "cores")
+        key = ("engine.cores" if engine.cores else "engine.core") if missing[0] in computing else "io.core"
+        raise DaemonError(f"{key}: core {missing[0]} is not available here; available: {ranges(allowed)}", key)
     reason = ""
     if configured:
         if shared := [core for core in computing if not claims.claim(core)]:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import zmq
 
 from ull.aio import AsyncClient
-from ull.config import ipc_path, local_path
 from ull.control import ControlPlane
+from ull.endpoints import ipc_path, local_path
 from ull.errors import Busy, DaemonError, UllError
 from ull.link import Transport
 

@@ -13,6 +13,7 @@ import stat
 from pathlib import Path
 from typing import Final
 
+from ull.access import denial
 from ull.errors import BundleError
 
 MANIFEST_FILE: Final = "manifest.json"
@@ -42,7 +43,7 @@ def read_manifest_bytes(directory: Path) -> bytes:
     try:
         return read_regular(path, MAX_MANIFEST_BYTES)
     except PermissionError as error:
-        raise BundleError(f"{path} cannot be read: permission denied; see its owner and mode", MANIFEST_FILE) from error
+        raise BundleError(denial(path), MANIFEST_FILE) from error
     except (OSError, ValueError) as error:
         reason = f"it has no {MANIFEST_FILE}" if isinstance(error, FileNotFoundError) else str(error)
         raise BundleError(f"{directory} is not an engine bundle: {reason}", MANIFEST_FILE) from error
@@ -56,7 +57,7 @@ def check_seal(directory: Path, manifest: bytes) -> str:
     except FileNotFoundError as error:
         raise BundleError(f"{path} is missing; {_REMEDY}", SEAL_FILE) from error
     except PermissionError as error:
-        raise BundleError(f"{path} cannot be read: permission denied; see its owner and mode", SEAL_FILE) from error
+        raise BundleError(denial(path), SEAL_FILE) from error
     except (OSError, ValueError) as error:
         raise BundleError(f"{error}; {_REMEDY}", SEAL_FILE) from error
     if sealed is None:

@@ -9,7 +9,8 @@ import socket
 import stat
 from pathlib import Path
 
-from ull.config import local_path
+from ull.access import denial
+from ull.endpoints import local_path
 from ull.errors import DaemonError
 
 _PROBE_S = 0.5
@@ -46,6 +47,11 @@ class SocketClaim:
         while True:
             try:
                 descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+            except PermissionError as error:
+                place = self._lock_path if os.path.lexists(self._lock_path) else self._lock_path.parent
+                raise DaemonError(
+                    f"cannot listen on {self.path}: {denial(place.absolute(), 'write')}", "listen"
+                ) from error
             except OSError as error:
                 raise DaemonError(f"cannot create {self._lock_path}: {error.strerror}", "listen") from error
             try:

@@ -16,6 +16,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
+from ull.access import unreadable
 from ull.errors import RequestError, TokenizerError
 from ull.wire import Message
 
@@ -104,7 +105,7 @@ def _load_tokenizer(path: Path) -> HuggingFaceTokenizer:
     try:
         return HuggingFaceTokenizer.from_buffer(path.read_bytes())
     except OSError as error:
-        raise TokenizerError(f"cannot read {path}: {error.strerror}", "tokenizer.json") from error
+        raise TokenizerError(unreadable(path, error), "tokenizer.json") from error
     except Exception as error:  # the library raises bare Exception and ValueError alike
         raise TokenizerError(f"{path} is not a tokenizer: {error}", "tokenizer.json") from error
 
@@ -115,7 +116,9 @@ def _load_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise TokenizerError(unreadable(path, error), path.name) from error
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"cannot read {path}: {error}", path.name) from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path} is not a JSON object", path.name)

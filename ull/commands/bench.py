@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
+import stat
 import sys
 import time
 from pathlib import Path
@@ -51,28 +53,79 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--requests and --concurrency must be at least 1, --warmup at least 0")
     if options.rate is not None and not 0 < options.rate < 1e6:
         raise ConfigError(f"--rate must be a positive number of requests per second, not {options.rate}")
-    with Client(options.connect) as client:
-        info = client.info()
-        prompt: str | list[int] = options.prompt
-        if options.prompt_tokens is not None:
-            vocabulary = int(info.limits["vocabulary"])
-            prompt = [1 + (index * 7919) % (vocabulary - 1) for index in range(options.prompt_tokens)]
-        load = Load(
-            prompt=prompt,
-            max_tokens=options.max_tokens,
-            requests=options.requests,
-            warmup=options.warmup,
-            temperature=options.temperature,
-            concurrency=options.concurrency,
-            rate=options.rate,
-            poisson=not options.even,
-            speculate=options.speculate,
-            max_tree=options.max_tree,
-        )
-        samples = measure(client, load)
-    summary = samples.summary()
-    report = {
-        "environment": _environment(options.connect, info.engine, info.executor),
+    report_file = None if options.json in (None, "-") else ReportFile(Path(options.json))
+    with report_file or contextlib.nullcontext(), Client(options.connect) as client:
+        report = _measure(client, options)
+        url = client.url
+        if report_file is not None:
+            report_file.write(json.dumps(report, indent=2) + "\n")
+    if options.json == "-":
+        print(json.dumps(report, indent=2))
+        return 0
+    environment = report["environment"]
+    print_table(report["summary"], f"{environment['engine']} at {url}, {environment['executor']}")
+    return 0
+
+
+class ReportFile:
+    """A file that is opened before there is anything to write, so that a wrong place is told of at once.
+
+    What it holds stays until `write`; one that was not there before is removed where there never is anything.
+    Raises ConfigError where it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written = False
+        try:
+            self._new = not path.exists()
+            self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json: cannot write {path}: {error.strerror}", "json") from error
+
+    def write(self, text: str) -> None:
+        """Replaces what the file holds."""
+        try:
+            if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                self._file.truncate(0)
+            self._file.write(text)
+            self._file.flush()
+        except OSError as error:
+            raise ConfigError(f"--json: cannot write {self._path}: {error.strerror}", "json") from error
+        self._written = True
+
+    def __enter__(self) -> ReportFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):  # what write() could not write
+            self._file.close()
+        if self._new and not self._written:
+            self._path.unlink(missing_ok=True)
+
+
+def _measure(client: Client, options: argparse.Namespace) -> dict[str, Any]:
+    """Runs the load that the options ask for; returns the report."""
+    info = client.info()
+    prompt: str | list[int] = options.prompt
+    if options.prompt_tokens is not None:
+        vocabulary = int(info.limits["vocabulary"])
+        prompt = [1 + (index * 7919) % (vocabulary - 1) for index in range(options.prompt_tokens)]
+    load = Load(
+        prompt=prompt,
+        max_tokens=options.max_tokens,
+        requests=options.requests,
+        warmup=options.warmup,
+        temperature=options.temperature,
+        concurrency=options.concurrency,
+        rate=options.rate,
+        poisson=not options.even,
+        speculate=options.speculate,
+        max_tree=options.max_tree,
+    )
+    samples = measure(client, load)
+    return {
+        "environment": _environment(client.url, info.engine, info.executor),
         "load": {
             "rate": load.rate,
             "concurrency": load.concurrency,
@@ -81,15 +134,8 @@ def run(options: argparse.Namespace) -> int:
             "speculate": load.speculate or info.limits["default_drafter"],
             "max_tree": load.max_tree,
         },
-        "summary": summary,
+        "summary": samples.summary(),
     }
-    if options.json == "-":
-        print(json.dumps(report, indent=2))
-        return 0
-    if options.json is not None:
-        Path(options.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print_table(summary, f"{info.engine['name']} at {options.connect}, {info.executor['name']}")
-    return 0
 
 
 def print_table(summary: dict[str, Any], title: str) -> None:

@@ -84,8 +84,11 @@ def _answer(client: Client, history: list[Message], options: argparse.Namespace)
             if pressed:
                 stream.cancel()
             text = print_text(stream)
-            if stream.result().finish_reason == "cancelled":
+            reason = stream.result().finish_reason
+            if reason == "cancelled":
                 print("(cancelled)")
+            elif reason == "timeout":
+                print(f"(timed out after {options.timeout:g} s)", file=sys.stderr)
             return text
     finally:
         signal.signal(signal.SIGINT, previous)

@@ -9,7 +9,9 @@ import sys
 import msgspec
 
 from ull.client import Client, Stream
+from ull.commands.outcome import EXIT_FAILED, EXIT_TIMED_OUT, complain
 from ull.errors import ConfigError
+from ull.streams import Result
 from ull.wire import DRAFTERS
 
 
@@ -46,14 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `ull generate`."""
     parser.add_argument("prompt", metavar="PROMPT", help="the prompt's text, or - to read it from standard input")
     add_sampling_arguments(parser)
-    parser.add_argument("--logprobs", type=int, metavar="N", help="with --json: log-probabilities and N alternatives")
+    parser.add_argument("--logprobs", type=int, metavar="N", help="log-probabilities and N alternatives")
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at the engine's end-of-text ids")
     parser.add_argument("--ids", action="store_true", help="print token ids instead of text")
     parser.add_argument("--json", action="store_true", help="print one JSON object with everything at the end")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `ull generate`; a keyboard interrupt cancels the request."""
+    """Runs `ull generate`; a keyboard interrupt cancels the request. An answer that is not whole is no success."""
     with Client(options.connect) as client:
         stream = client.generate(
             _prompt(options.prompt),
@@ -80,6 +82,15 @@ def run(options: argparse.Namespace) -> int:
                 _print_ids(stream)
             else:
                 print_text(stream)
+        result = stream.result()
+    if options.logprobs is not None and not options.json:
+        _print_logprobs(result)
+    if result.finish_reason == "timeout":
+        complain(f"timed out after {options.timeout:g} s: the answer ends after {len(result.token_ids)} tokens")
+        return EXIT_TIMED_OUT
+    if result.finish_reason == "cancelled":
+        complain(f"the daemon has cancelled the request: the answer ends after {len(result.token_ids)} tokens")
+        return EXIT_FAILED
     return 0
 
 
@@ -99,6 +110,15 @@ def print_text(stream: Stream) -> str:
 def _print_ids(stream: Stream) -> None:
     for token in stream:
         print(*token.ids, sep="\n", flush=True)
+
+
+def _print_logprobs(result: Result) -> None:
+    """A line per token on standard error, so that standard output holds the answer alone."""
+    sys.stdout.flush()
+    print("   token   logprob  alternatives", file=sys.stderr)
+    for entry in result.logprobs or ():
+        alternatives = "  ".join(f"{token} {logprob:.4f}" for token, logprob in entry.top)
+        print(f"{entry.token:8d} {entry.logprob:9.4f}  {alternatives}".rstrip(), file=sys.stderr)
 
 
 def _prompt(argument: str) -> str:

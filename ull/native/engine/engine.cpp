@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "base/allocation.h"
 #include "base/clock.h"
 #include "base/thread.h"
 
@@ -27,6 +28,14 @@ EngineOptions checked(const EngineOptions& options) {
   return options;
 }
 
+std::unique_ptr<EngineShared> share(int queue_depth, int context) {
+  const int slots = queue_depth + 1 + kDeliverySlots;
+  const double bytes = slots * (static_cast<double>(sizeof(RequestSlot)) + sizeof(int32_t) * context);
+  return allocate_for(
+      "queue_depth: " + std::to_string(queue_depth) + " requests of up to " + std::to_string(context) + " tokens",
+      bytes, [&] { return std::make_unique<EngineShared>(slots, context); });
+}
+
 void check_penalties(const Sampling& sampling, bool offered) {
   const auto check = [&](const char* field, float value, float off, float least, float most, const char* reason) {
     if (!(value >= least && value <= most)) throw InvalidRequest(field, reason);
@@ -44,14 +53,14 @@ Engine::Engine(Executor& executor, const std::string& vocabulary_path, const Eng
     : executor_(executor), vocabulary_(vocabulary_path), options_(checked(options)) {
   executor_.prepare();
   const ExecutorInfo& info = executor_.info();
-  context_ = std::min(info.context, info.page_count * kPageTokens);
+  context_ = std::min(info.context, tokens_in(info.page_count));
   if (context_ < 2) throw std::invalid_argument("executor: its context must hold at least 2 tokens");
   if (info.tokens_per_round < 1 || info.tokens_per_round > kMaxTokensPerRound) {
     throw std::invalid_argument("executor: its rounds must emit 1 to 65 tokens");
   }
   max_prompt_ = context_ - 1;
   if (options.max_prompt > 0) max_prompt_ = std::min(max_prompt_, options.max_prompt);
-  shared_ = std::make_unique<EngineShared>(options.queue_depth + 1 + kDeliverySlots, context_);
+  shared_ = share(options.queue_depth, context_);
   EngineLoop::Options loop;
   loop.context = context_;
   loop.core = options.core;

@@ -1,6 +1,5 @@
 #include "io/listener.h"
 
-#include <arpa/inet.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
@@ -43,7 +42,9 @@ uint16_t parse_port(std::string_view text) {
   if (text == "*") return 0;
   uint16_t port = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), port);
-  if (text.empty() || error != std::errc{} || end != text.data() + text.size()) fail(EINVAL);
+  if (text.empty() || error != std::errc{} || end != text.data() + text.size()) {
+    throw std::runtime_error("a port is 0 to 65535, or *");
+  }
   return port;
 }
 
@@ -77,7 +78,7 @@ void find_host(const std::string& name, Address& address) {
 
 Address parse_tcp(std::string_view text) {
   const size_t colon = text.rfind(':');
-  if (colon == std::string_view::npos || colon == 0) fail(EINVAL);
+  if (colon == std::string_view::npos || colon == 0) throw std::runtime_error("it has no port");
   const uint16_t port = parse_port(text.substr(colon + 1));
   std::string_view host = text.substr(0, colon);
   Address address{};
@@ -96,10 +97,11 @@ std::string describe_tcp(int fd) {
   Address address{};
   socklen_t size = sizeof(address);
   if (getsockname(fd, &address.any, &size) != 0) fail(errno);
-  char text[INET6_ADDRSTRLEN];
+  char text[NI_MAXHOST];  // with the zone of a link-local address
   const bool v6 = address.any.sa_family == AF_INET6;
-  const void* const bytes = v6 ? static_cast<const void*>(&address.v6.sin6_addr) : &address.v4.sin_addr;
-  if (inet_ntop(address.any.sa_family, bytes, text, sizeof(text)) == nullptr) fail(errno);
+  if (const int error = getnameinfo(&address.any, size, text, sizeof(text), nullptr, 0, NI_NUMERICHOST); error != 0) {
+    throw std::runtime_error(gai_strerror(error));
+  }
   std::string endpoint(kTcp);
   endpoint.append(v6 ? "[" : "").append(text).append(v6 ? "]:" : ":");
   return endpoint.append(std::to_string(ntohs(v6 ? address.v6.sin6_port : address.v4.sin_port)));

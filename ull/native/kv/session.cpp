@@ -1,6 +1,9 @@
 #include "kv/session.h"
 
 #include <algorithm>
+#include <string>
+
+#include "base/allocation.h"
 
 namespace ull {
 namespace {
@@ -31,10 +34,15 @@ SessionCache::SessionCache(const Options& options)
       sessions_(static_cast<size_t>(options.max_sessions)),
       reuse_(options.reuse),
       copies_(options.copies) {
-  for (Session& session : sessions_) {
-    session.tokens_.reserve(static_cast<size_t>(options.context));
-    session.pages_.reserve(static_cast<size_t>(pages_for(options.context)));
-  }
+  const double bytes = static_cast<double>(sizeof(int32_t)) * options.max_sessions * options.context;
+  allocate_for(
+      "sessions: " + std::to_string(options.max_sessions) + " of up to " + std::to_string(options.context) + " tokens",
+      bytes, [&] {
+        for (Session& session : sessions_) {
+          session.tokens_.reserve(static_cast<size_t>(options.context));
+          session.pages_.reserve(static_cast<size_t>(pages_for(options.context)));
+        }
+      });
 }
 
 Session& SessionCache::open(std::span<const int32_t> prompt) noexcept {

@@ -5,8 +5,10 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
+#include <string>
 
 #include "base/aligned.h"
+#include "base/allocation.h"
 #include "exec/cpu/kernels.h"
 #include "kv/page_layout.h"
 
@@ -25,7 +27,7 @@ class KvCache {
       : layout_(layout),
         format_(format),
         pages_(pages),
-        pool_(static_cast<size_t>(pages + (trees ? 1 : 0)) * layout.page_bytes()) {}
+        pool_(allocate(static_cast<size_t>(pages), trees ? 1 : 0, layout.page_bytes())) {}
 
   [[nodiscard]] int pages() const noexcept { return pages_; }
   [[nodiscard]] int tree_page() const noexcept { return pages_; }
@@ -110,6 +112,12 @@ class KvCache {
   }
 
  private:
+  static AlignedArray<uint8_t> allocate(size_t pages, size_t more, size_t page_bytes) {
+    const double bytes = static_cast<double>(pages + more) * static_cast<double>(page_bytes);
+    const std::string what = std::to_string(pages) + " pages of " + describe_bytes(static_cast<double>(page_bytes));
+    return allocate_for("kv_pages: " + what, bytes, [&] { return AlignedArray<uint8_t>((pages + more) * page_bytes); });
+  }
+
   void put(uint8_t* to, int index, float value) const noexcept {
     if (format_ == Format::kBf16) {
       const uint16_t rounded = round_to_bf16(value);

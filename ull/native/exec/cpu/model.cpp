@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <string>
 #include <utility>
+
+#include "base/allocation.h"
 
 namespace ull::cpu {
 namespace {
@@ -39,14 +42,23 @@ Model::Model(ModelSpec spec, const ModelOptions& options, std::shared_ptr<Thread
              options.trees),
       attention_(spec_, kernels_, cache_, *team_, spec_.context),
       qkv_stride_((spec_.qkv_rows() + kTileRows - 1) / kTileRows * kTileRows) {
-  const size_t tokens = static_cast<size_t>(chunk_);
   const size_t columns = static_cast<size_t>(Panels::most_columns(chunk_));
   const size_t hidden = static_cast<size_t>(spec_.hidden);
+  const size_t widest = static_cast<size_t>(std::max({spec_.hidden, spec_.query_rows(), spec_.intermediate}));
+  const size_t of_tokens = static_cast<size_t>(chunk_) * (hidden + static_cast<size_t>(qkv_stride_));
+  const size_t of_columns =
+      columns * (hidden + widest + static_cast<size_t>(team_->size()) * kMaxTileGroup * kTileRows);
+  allocate_for("prefill_chunk: activations of " + std::to_string(chunk_) + " tokens",
+               sizeof(float) * static_cast<double>(of_tokens + of_columns),
+               [&] { allocate_activations(hidden, columns, widest); });
+}
+
+void Model::allocate_activations(size_t hidden, size_t columns, size_t widest) {
+  const size_t tokens = static_cast<size_t>(chunk_);
   hidden_ = AlignedArray<float>(tokens * hidden);
   qkv_ = AlignedArray<float>(tokens * static_cast<size_t>(qkv_stride_));
   normed_ = AlignedArray<float>(columns * hidden);
-  mixed_ = AlignedArray<float>(columns *
-                               static_cast<size_t>(std::max({spec_.hidden, spec_.query_rows(), spec_.intermediate})));
+  mixed_ = AlignedArray<float>(columns * widest);
   for (int member = 0; member < team_->size(); ++member) {
     scratch_.push_back({AlignedArray<float>(hidden), AlignedArray<float>(kUnpackedDepth * kTileRows),
                         AlignedArray<float>(kMaxTileGroup * columns * kTileRows)});

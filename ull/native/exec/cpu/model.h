@@ -122,6 +122,7 @@ class Model {
   void linear(int member, const Matrix& matrix, const float* x, const Panels& panels, int unit, Finish finish) noexcept;
   void add_to_hidden(int member, const Matrix& matrix, const float* x) noexcept;
   void activate(int member, const LayerWeights& weights, const float* x) noexcept;
+  void allocate_activations(size_t hidden, size_t columns, size_t widest);
   void set_chunk(float* hidden, int count, int start, const int32_t* pages, const TreePaths* tree = nullptr) noexcept;
 
   ModelSpec spec_;

@@ -56,7 +56,7 @@ void Speculator::prepare(ExecutorInfo& info) { proposer_.prepare(measure(info), 
 VerifyCosts Speculator::measure(ExecutorInfo& info) {
   const int32_t tokens[kMaxTreeTokens] = {};
   const std::atomic<bool> never{false};
-  const int held = std::min(model_.spec().context, model_.cache().pages() * kPageTokens);
+  const int held = std::min(model_.spec().context, tokens_in(model_.cache().pages()));
   std::vector<int32_t> pages(static_cast<size_t>(pages_for(held)));
   for (size_t page = 0; page < pages.size(); ++page) pages[page] = static_cast<int32_t>(page);
   const int far = std::clamp(held - kMaxTreeTokens, 0, kMeasuredPosition);

@@ -9,6 +9,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "base/allocation.h"
+
 namespace ull::cpu {
 namespace {
 
@@ -87,7 +89,9 @@ TensorLoader::TensorLoader(const std::string& path, const std::map<std::string, 
     check_extent(name, tensor);
     if (tensor.shape.size() > 1) total += aligned_up(static_cast<size_t>(tensor.bytes));
   }
-  memory.arena = AlignedArray<uint8_t>(total, /*touch=*/false);  // reading fills it
+  memory.arena = allocate_for("weights", static_cast<double>(total), [&] {
+    return AlignedArray<uint8_t>(total, /*touch=*/false);  // reading fills it
+  });
 }
 
 TensorLoader::~TensorLoader() = default;

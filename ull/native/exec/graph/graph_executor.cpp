@@ -376,7 +376,7 @@ void GraphExecutor::prepare() {
 // Replays every graph on pages that hold nothing yet: what is drawn does not matter. A graph's time holds the
 // lm_head's. A tree costs what the graph that it takes does, so that more nodes never cost less.
 VerifyCosts GraphExecutor::measure() {
-  const int held = std::min(info_.context, info_.page_count * kPageTokens);
+  const int held = std::min(info_.context, tokens_in(info_.page_count));
   std::vector<int32_t> pages(static_cast<size_t>(pages_for(held)));
   for (size_t page = 0; page < pages.size(); ++page) pages[page] = static_cast<int32_t>(page);
   const int far = std::clamp(held - kMaxTreeTokens, 0, kMeasuredPosition);

@@ -1,36 +1,20 @@
-"""A client's endpoint: whether it can be one, and why nobody answers there."""
+"""Why no daemon answers at an endpoint, and what to do about it."""
 
 from __future__ import annotations
 
 import grp
 import os
-import pwd
 import socket
 import stat
 import threading
 from pathlib import Path
 
-from ull.config import ipc_path
-from ull.errors import ConfigError
+from ull.access import user_name
+from ull.endpoints import ipc_path
 
 _LOOK_S = 1.0  # for finding out why nobody answers
-_FORMS = "use ipc:///path or tcp://host:port"
 _RUNNING = "is ulld running?"
 _STRANGER = "something listens there, but it does not answer as ulld does"
-
-
-def check_url(url: object) -> str:
-    """Returns `url`. Raises ConfigError (field "url") unless it is ipc:///path or tcp://host:port."""
-    if not isinstance(url, str):
-        raise ConfigError(f"{url!r} is not an endpoint to connect to: {_FORMS}", "url")
-    scheme, separator, address = url.partition("://")
-    if not separator or not address:
-        raise ConfigError(f"{url!r} is not an endpoint to connect to: {_FORMS}", "url")
-    if scheme not in ("ipc", "tcp"):
-        raise ConfigError(f"{url!r} is not an endpoint to connect to: its scheme is {scheme}; {_FORMS}", "url")
-    if scheme == "tcp" and not all(_host_and_port(address)):
-        raise ConfigError(f"{url!r} is not an endpoint to connect to: it has no host or no port; {_FORMS}", "url")
-    return url
 
 
 def why_nobody(url: str) -> str:
@@ -48,7 +32,7 @@ def why_nobody(url: str) -> str:
 
 def permission_denied(path: Path) -> str:
     """Why the socket file `path` refuses this user, and the remedy."""
-    user = _user_name(os.geteuid())
+    user = user_name(os.geteuid())
     denied = f"permission to connect to {path} is denied"
     try:
         status = path.stat()
@@ -56,7 +40,7 @@ def permission_denied(path: Path) -> str:
         return f"{denied}: {user} may not enter its directory"
     mode = stat.S_IMODE(status.st_mode)
     if not mode & stat.S_IWGRP or status.st_gid == 0:
-        return f"{denied}: it is {_user_name(status.st_uid)}'s, mode {mode:04o}; ulld's user and `ipc_mode` decide"
+        return f"{denied}: it is {user_name(status.st_uid)}'s, mode {mode:04o}; ulld's user and `ipc_mode` decide"
     group, members = _group(status.st_gid)
     if user in members:
         return f"{denied}: {user} is in its group {group} since after this login; log in again"
@@ -100,13 +84,6 @@ def _why_nobody_on(host: str, port: str) -> str:
     except (OSError, ValueError, OverflowError) as error:
         return f"port {port} of {host} cannot be reached: {error}"
     return _STRANGER
-
-
-def _user_name(number: int) -> str:
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return str(number)
 
 
 def _group(number: int) -> tuple[str, list[str]]:
