@@ -26,7 +26,7 @@ def make(directory: Path, *, add_bos: bool = True, template: Any = CHAT_TEMPLATE
 @pytest.mark.parametrize("add_bos", [True, False])
 @pytest.mark.parametrize("text", ["hello", "<|bos|>hello"])
 def test_plain_prompts_have_at_most_one_bos(tmp_path: Path, add_bos: bool, text: str) -> None:
-    ids = make(tmp_path, add_bos=add_bos).encode(text)
+    ids = make(tmp_path, add_bos=add_bos).encode(text, special_tokens=True)
     wanted = add_bos or text.startswith("<|bos|>")
     assert ids.count(BOS) == wanted
     assert ids[:1] == [BOS] or not wanted
@@ -34,9 +34,9 @@ def test_plain_prompts_have_at_most_one_bos(tmp_path: Path, add_bos: bool, text:
 
 def test_chat_gets_the_template_s_bos_only(tmp_path: Path) -> None:
     tokenizer = make(tmp_path)
-    text = tokenizer.render(USER)
+    text = tokenizer.render(USER).text
     assert text == "<|bos|><user>hello<|end|><assistant>"
-    assert tokenizer.encode_chat(text).count(BOS) == 1
+    assert tokenizer.encode_chat(tokenizer.render(USER)).count(BOS) == 1
     bare = make(tmp_path / "bare", template="{{ messages[0].content }}")
     assert BOS not in bare.encode_chat(bare.render(USER))
 
@@ -49,7 +49,7 @@ def test_ids_decode_back(tmp_path: Path) -> None:
 
 def test_whitespace_is_trimmed_as_transformers_does(tmp_path: Path) -> None:
     template = "{% for m in messages %}\n    {% if loop.first %}\n<{{ m.role }}>\n    {% endif %}\n{% endfor %}end"
-    assert make(tmp_path, template=template).render(USER) == "<user>\nend"
+    assert make(tmp_path, template=template).render(USER).text == "<user>\nend"
 
 
 def test_extensions_that_templates_rely_on(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_extensions_that_templates_rely_on(tmp_path: Path) -> None:
         "{{ m | tojson }}{% break %}{% endfor %}{{ strftime_now('%Y') | length }}"
     )
     turns = [Message(role="skip", content=""), Message(role="user", content="<é>")]
-    assert make(tmp_path, template=template).render(turns) == '{"role": "user", "content": "<é>"}4'
+    assert make(tmp_path, template=template).render(turns).text == '{"role": "user", "content": "<é>"}4'
 
 
 def test_the_template_may_refuse(tmp_path: Path) -> None:
@@ -78,10 +78,10 @@ def test_templates_are_confined(tmp_path: Path, template: str) -> None:
 
 def test_named_templates_and_the_template_file(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    assert make(tmp_path, template=named).render(USER) == "plain"
-    assert make(tmp_path, template=named[:1]).render(USER) == "tools"
+    assert make(tmp_path, template=named).render(USER).text == "plain"
+    assert make(tmp_path, template=named[:1]).render(USER).text == "tools"
     (tmp_path / "chat_template.jinja").write_text("from the file")
-    assert make(tmp_path).render(USER) == "from the file"
+    assert make(tmp_path).render(USER).text == "from the file"
 
 
 def test_without_a_template(tmp_path: Path) -> None:
@@ -105,7 +105,6 @@ def test_the_lower_bound_never_exceeds_the_truth(tmp_path: Path) -> None:
         ("tokenizer_config.json", "{", "cannot read"),
         ("tokenizer_config.json", "[]", "not a JSON object"),
         ("tokenizer_config.json", '{"chat_template": 3}', "neither a string"),
-        ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "does not compile"),
     ],
 )
 def test_broken_files_are_named(tmp_path: Path, name: str, content: str, said: str) -> None:

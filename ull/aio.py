@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
 
 import zmq
 
@@ -160,6 +160,12 @@ class AsyncClient:
         timeout: float | None = None,
         speculate: str | None = None,
         max_tree: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        special_tokens: bool = False,
     ) -> AsyncStream:
         """Sends a request and returns its stream at once; the arguments are `ull.Client.generate`'s.
 
@@ -185,6 +191,12 @@ class AsyncClient:
             timeout=timeout,
             speculate=speculate,
             max_tree=max_tree,
+            tools=tools,
+            documents=documents,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            special_tokens=special_tokens,
         )
         payload = wire.encode(request)
         loop = self._running()

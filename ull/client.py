@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
 
 import zmq
 
@@ -187,10 +187,16 @@ class Client:
         timeout: float | None = None,
         speculate: str | None = None,
         max_tree: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        special_tokens: bool = False,
     ) -> Stream:
         """Sends a request and returns its stream at once.
 
-        prompt: a text, a list of chat messages ({"role", "content"}) or a list of token ids.
+        prompt: a text, a list of chat messages ({"role", "content", ...}) or a list of token ids.
         max_tokens: tokens (None: the daemon's default). temperature 0: greedy. top_k 0, top_p 1, min_p 0: off.
         presence_penalty, frequency_penalty: -2 to 2, over the completion's tokens. repetition_penalty: above 0, over
         the prompt's too (1: off).
@@ -199,6 +205,10 @@ class Client:
         timeout: seconds after which the daemon ends the request ("timeout").
         speculate: "none", "ngram", "medusa", "draft" or "auto" (None: the daemon's default); max_tree: tokens of one
         verification, 1 to 64 (None: as many as pay). Both change the speed only, never the tokens.
+        With messages, which then may have tool_calls, tool_call_id and name: tools (function schemas), documents and
+        chat_template_kwargs ({"enable_thinking": False}) go to the chat template; add_generation_prompt=False leaves
+        out the beginning of an answer; continue_final_message lets the completion continue the last message.
+        special_tokens: texts of control tokens ("<|im_end|>") in the prompt become these tokens (else they stay text).
         Raises ConnectionLost if no daemon answers within connect_timeout.
         """
         request = build_request(
@@ -221,6 +231,12 @@ class Client:
             timeout=timeout,
             speculate=speculate,
             max_tree=max_tree,
+            tools=tools,
+            documents=documents,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            special_tokens=special_tokens,
         )
         payload = wire.encode(request)
         try:

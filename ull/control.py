@@ -28,7 +28,7 @@ from ull.reader import MessageReceiver, SocketReader
 from ull.refusals import RefusalLog
 
 # A prompt of this many characters is tokenized in the event loop's thread (about a millisecond); a longer one in a
-# worker, where the tokenizer runs without the GIL.
+# worker, where the tokenizer runs without the GIL. A chat waits in a thread for the process that runs its template.
 INLINE_CHARACTERS = 1024
 _STALL_NS = 10_000_000  # a turn that took longer is counted
 _UNKNOWN_SERVICE_MS = 100  # assumed before the first request has ended
@@ -79,6 +79,7 @@ class ControlPlane:
         self._preparing_of: Counter[bytes] = Counter()  # of which clients
         self._answers = Answers(engine_summary, executor_summary, admission.limits)
         self._workers = ThreadPoolExecutor(_WORKERS, "ull-tokenize", stand_back)
+        self._chats = ThreadPoolExecutor(1, "ull-chat", stand_back)  # there is one process that runs templates
         self._reader: SocketReader | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -101,6 +102,7 @@ class ControlPlane:
         self._engine.end_beat()
         self._refusals.summarise()
         self._workers.shutdown(wait=False, cancel_futures=True)
+        self._chats.shutdown(wait=False, cancel_futures=True)
 
     def cancel_all(self) -> None:
         """Asks the engine to end everything that is still running."""
@@ -236,7 +238,7 @@ class ControlPlane:
         if key in self._live or key in self._preparing:
             raise RequestError("duplicate_id", f"request {request.id} of this client is still running", "id")
         self._admission.check(request)
-        if self._admission.prompt_size(request) <= INLINE_CHARACTERS:
+        if request.messages is None and self._admission.prompt_size(request) <= INLINE_CHARACTERS:
             self._submit(identity, request, self._admission.prompt_ids(request), received_ns)
             return
         if len(self._preparing) >= self._queue_depth:
@@ -250,13 +252,14 @@ class ControlPlane:
         task.add_done_callback(self._tasks.discard)
 
     async def _prepare(self, identity: bytes, request: wire.Generate, received_ns: int) -> None:
-        """Tokenizes a long prompt in a worker, then submits it; a cancel that came meanwhile follows it."""
+        """Tokenizes a chat or a long prompt in a worker, then submits it; a cancel that came meanwhile follows it."""
         key = (identity, request.id)
         cancelled = False
         try:
             loop = asyncio.get_running_loop()
+            workers = self._workers if request.messages is None else self._chats
             try:
-                ids = await loop.run_in_executor(self._workers, self._admission.prompt_ids, request)
+                ids = await loop.run_in_executor(workers, self._admission.prompt_ids, request)
             finally:
                 cancelled = self._preparing.pop(key)
                 self._preparing_of -= Counter((identity,))  # which forgets who has none

@@ -18,7 +18,7 @@ from ull import wire
 from ull.errors import ConnectionLost, RequestError, RequestFailed, UllError
 from ull.wire import Failure, Speculation, Timeline, TokenLogprob, Usage
 
-Prompt = str | Sequence[int] | Sequence[wire.Message | Mapping[str, str]]
+Prompt = str | Sequence[int] | Sequence[wire.Message | Mapping[str, Any]]
 
 
 class Token(msgspec.Struct, frozen=True, kw_only=True):
@@ -279,6 +279,12 @@ def build_request(
     timeout: float | None,
     speculate: str | None,
     max_tree: int | None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    special_tokens: bool = False,
 ) -> wire.Generate:
     """The message for one generate call. Values are checked by the daemon; only the prompt's kind is decided here.
 
@@ -303,6 +309,12 @@ def build_request(
         timeout_ms=None if timeout is None else _milliseconds(timeout),
         speculate=speculate,
         max_tree=max_tree,
+        tools=None if tools is None else [dict(tool) for tool in tools],
+        documents=None if documents is None else [dict(document) for document in documents],
+        chat_template_kwargs=None if chat_template_kwargs is None else dict(chat_template_kwargs),
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        special_tokens=special_tokens,
     )
     if isinstance(prompt, str):
         request.prompt = prompt

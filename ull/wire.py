@@ -26,15 +26,23 @@ DRAFTERS: Final[tuple[str, ...]] = get_args(Drafter)  # what `speculate` may nam
 # checked by admission, which can say more.
 _MAX_PROMPT_IDS = 1 << 20
 _MAX_MESSAGES = 1 << 14
+_MAX_TOOLS = 4096
 _MAX_STOPS = 1024
 _MAX_BIASES = 1 << 16
 
 
-class Message(msgspec.Struct, kw_only=True):
-    """One turn of a chat; `role` and `content` go into the engine's chat template."""
+class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One turn of a chat, as the engine's chat template gets it. A field that is null is as one that is not there."""
 
     role: str
-    content: str
+    content: str | list[dict[str, Any]] | None = None  # a text, or parts {"type": "text", "text": ...}
+    name: str | None = None  # of who speaks, or of the function whose result this is
+    tool_calls: list[dict[str, Any]] | None = None  # of an assistant's turn; `arguments` are JSON text or a map
+    tool_call_id: str | None = None  # which call a result answers
+    reasoning_content: str | None = None  # what the assistant thought; `reasoning` and `thinking` are other names
+    reasoning: str | None = None
+    thinking: str | None = None
+    tool_plan: str | None = None
 
 
 class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True):
@@ -61,6 +69,12 @@ class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True)
     timeout_ms: int | None = None  # milliseconds from receipt; None: none
     speculate: str | None = None  # one of DRAFTERS; None: the daemon's default. The tokens are the same for all
     max_tree: int | None = None  # tokens of one verification, 1 to 64; None: the executor's choice
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=_MAX_TOOLS)] | None = None  # function schemas; with messages
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=_MAX_TOOLS)] | None = None  # with messages
+    chat_template_kwargs: dict[str, Any] | None = None  # further variables of the chat template; with messages
+    add_generation_prompt: bool | None = None  # whether the template begins an answer; None: unless one is continued
+    continue_final_message: bool = False  # the completion continues the last message instead of answering it
+    special_tokens: bool = False  # texts of control tokens in prompt and messages become these tokens
 
 
 class Cancel(msgspec.Struct, tag="cancel", kw_only=True):
