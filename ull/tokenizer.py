@@ -23,6 +23,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 _NORMALIZER_SHRINK = 4
 # What a template may write: so many times what it is given, and some more. Beyond that it writes without end.
 _MOST_GROWTH, _MOST_EXTRA = 16, 1 << 20
+_UNCOMPILED = "the chat template does not compile: "
 _TRIAL = [
     Message(role="user", content="Hello."),
     Message(role="assistant", content="Hi!"),
@@ -112,7 +113,8 @@ class Tokenizer:
             try:
                 self._process.compile(name)
             except ChatError as error:
-                raise TokenizerError(f"{error} (template {name!r})", "chat_template") from error
+                reason = str(error).removeprefix(_UNCOMPILED)
+                raise TokenizerError(f"{_UNCOMPILED}{reason} (the one named {name!r})", "chat_template") from error
 
     def try_template(self) -> str | None:
         """Why the chat template refuses a plain chat of user and assistant; None if it does not."""
