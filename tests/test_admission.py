@@ -246,6 +246,7 @@ def test_template_variables_may_not_take_reserved_names(admission: Admission, na
     [
         (Message(role="user|>", content="a"), "messages [1].role"),
         (Message(role="", content="a"), "messages [1].role"),
+        (Message(role="user"), "messages [1].content is missing"),
         (Message(role="user", content=[{"type": "image_url", "image_url": {}}]), "content[0] is of type 'image_url'"),
         (Message(role="user", content=[{"type": "text"}]), "content[0].text is missing"),
         (Message(role="user", content=[{}]), "content[0] is of type 'None'"),

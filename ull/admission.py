@@ -282,6 +282,8 @@ def _check_message(place: str, message: Message) -> None:
         _refuse(
             "messages", f"{place}.role must be a name of 1 to 64 letters, digits and .-_, not {message.role[:40]!r}"
         )
+    if message.content is None and message.role != "assistant":
+        _refuse("messages", f"{place}.content is missing; only an assistant's turn may be without")
     if not isinstance(message.content, list):
         return
     for index, part in enumerate(message.content):
