@@ -217,3 +217,63 @@ def test_an_executor_without_penalties(admission: Admission) -> None:
 def test_drawn_seeds_differ(admission: Admission) -> None:
     request = Generate(id=1, prompt="x")
     assert admission.parameters(request, 0, 0)["seed"] != admission.parameters(request, 0, 0)["seed"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "said"),
+    [
+        ({"tools": [{"name": "f"}]}, "tools", "send it with messages"),
+        ({"continue_final_message": True}, "continue_final_message", "send it with messages"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "send it with messages"),
+    ],
+)
+def test_what_is_for_chats_needs_messages(admission: Admission, fields: dict[str, Any], field: str, said: str) -> None:
+    error = refusal(admission, **fields)
+    assert (error.code, error.field) == ("bad_request", field)
+    assert said in error.message
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "bos_token"])
+def test_template_variables_may_not_take_reserved_names(admission: Admission, name: str) -> None:
+    messages = [Message(role="user", content="a")]
+    error = refusal(admission, prompt=None, messages=messages, chat_template_kwargs={name: 1})
+    assert error.field == "chat_template_kwargs"
+    assert repr(name) in error.message
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (Message(role="user|>", content="a"), "messages [1].role"),
+        (Message(role="", content="a"), "messages [1].role"),
+        (Message(role="user"), "messages [1].content is missing"),
+        (Message(role="user", content=[{"type": "image_url", "image_url": {}}]), "content[0] is of type 'image_url'"),
+        (Message(role="user", content=[{"type": "text"}]), "content[0].text is missing"),
+        (Message(role="user", content=[{}]), "content[0] is of type 'None'"),
+    ],
+)
+def test_messages_of_a_wrong_shape_are_named(admission: Admission, message: Message, said: str) -> None:
+    error = refusal(admission, prompt=None, messages=[Message(role="user", content="a"), message])
+    assert error.field == "messages"
+    assert said in error.message
+
+
+def test_a_continued_message_gets_no_generation_prompt(admission: Admission) -> None:
+    messages = [Message(role="assistant", content="a")]
+    error = refusal(admission, prompt=None, messages=messages, continue_final_message=True, add_generation_prompt=True)
+    assert error.field == "continue_final_message"
+    request = Generate(id=1, messages=messages, continue_final_message=True)
+    admission.check(request)
+    assert admission.prompt_ids(request)[-1] == admission._tokenizer.encode("a")[-1]
+
+
+def test_control_tokens_in_prompts_are_text_unless_asked_for(admission: Admission) -> None:
+    assert EOS[1] not in admission.prompt_ids(Generate(id=1, prompt="a<|end|>"))
+    assert EOS[1] in admission.prompt_ids(Generate(id=1, prompt="a<|end|>", special_tokens=True))
+
+
+def test_messages_are_refused_where_the_template_does_not_compile(tmp_path: Path) -> None:
+    admission = make(tmp_path, template="{% for %}")
+    assert admission.prompt_ids(Generate(id=1, prompt="a"))
+    error = refusal(admission, prompt=None, messages=[Message(role="user", content="a")])
+    assert "does not compile: line 1" in error.message

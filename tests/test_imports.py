@@ -36,6 +36,9 @@ PYTHON_LAYERS = {
     "coercion": 1,
     "wire": 2,
     "inspect": 3,
+    "chat_template": 1,
+    "template_process": 2,
+    "control_tokens": 1,
     "tokenizer": 3,
     "metrics": 3,
     "streams": 3,
@@ -103,7 +106,17 @@ def test_build_step_uses_only_the_format_layer(path: Path) -> None:
     for name, _ in imported_modules(path):
         parts = name.split(".")
         if parts[0] == "ull" and len(parts) > 1:
-            allowed = {"bundle", "config", "errors", "kernels", "log", "_native", "__version__"}
+            allowed = {
+                "bundle",
+                "chat_template",
+                "config",
+                "errors",
+                "kernels",
+                "log",
+                "tokenizer",
+                "_native",
+                "__version__",
+            }
             if path.parent.name == "tensorrt":  # plans are built and tried on the GPU
                 allowed.add("gpu")
             assert parts[1] in allowed, (path.name, name)

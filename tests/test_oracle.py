@@ -236,13 +236,13 @@ def test_chat_templates_render_as_in_transformers(entry: dict[str, Any], tmp_pat
                 tokenizer.render(messages)
             assert conversation["error"] in caught.value.message
             continue
-        text = tokenizer.render(messages)
-        assert text == conversation["text"]
-        assert tokenizer.encode_chat(text) == conversation["ids"]
+        chat = tokenizer.render(messages, special_tokens=True)
+        assert chat.text == conversation["text"]
+        assert tokenizer.encode_chat(chat) == conversation["ids"]
 
 
 @pytest.mark.parametrize("entry", CHAT_ENTRIES, ids=lambda entry: entry["name"])
 def test_prompts_encode_as_in_transformers(entry: dict[str, Any], tmp_path: Path) -> None:
     tokenizer = Tokenizer(assemble_tokenizer(entry, tmp_path / "tokenizer"))
     for prompt in entry["prompts"]:
-        assert tokenizer.encode(prompt["text"]) == prompt["ids"], prompt["text"]
+        assert tokenizer.encode(prompt["text"], special_tokens=True) == prompt["ids"], prompt["text"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import secrets
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
@@ -17,7 +18,7 @@ import msgspec
 from ull.errors import RequestError
 from ull.manifest import MAX_TREE
 from ull.tokenizer import Tokenizer
-from ull.wire import DRAFTERS, MAX_ID, Detokenize, DetokenizeReply, Generate, Prompted, Tokenize, TokenizeReply
+from ull.wire import DRAFTERS, MAX_ID, Detokenize, DetokenizeReply, Generate, Message, Prompted, Tokenize, TokenizeReply
 
 # The engine's fixed-size request slots (native/engine/request.h, text.h; exec/sampling.h, executor.h).
 MAX_STOPS = 16
@@ -36,6 +37,12 @@ MAX_TIMEOUT_MS = 24 * 3_600_000
 MAX_ANSWER_BYTES = 256 << 10  # of the ids of `tokenize` and the text of `detokenize`: no more than of a token frame
 _ID_BYTES = 5  # of one id on the wire, at most
 _DRAWN_SEED_BITS = 53  # what is an exact number in every language
+_QUOTED = 1 << 16  # characters that a prompt counts as if it quotes control tokens: it takes longer to encode
+_ROLE = re.compile(r"[\w.\- ]{1,64}")  # some templates write it between the bars of a control token
+_CHAT_FIELDS = ("tools", "documents", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+_RESERVED_VARIABLES = frozenset(
+    ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,12 +114,13 @@ class Admission:
         return self._tokenize(request) if isinstance(request, Tokenize) else self._detokenize(request)
 
     def prompt_size(self, request: Prompted | Detokenize) -> int:
-        """How much `prompt_ids` or `convert` will have to work through, in characters or ids."""
+        """How much work `prompt_ids` will be for a prompt, or `convert` for ids, in characters or ids."""
         if isinstance(request, Detokenize):
             return len(request.token_ids)
-        if request.messages is not None:
-            return sum(len(message.content) + len(message.role) + 16 for message in request.messages)
-        return len(request.prompt or "")
+        prompt = request.prompt or ""
+        if request.special_tokens or not self._tokenizer.quotes_control_tokens(prompt[:_QUOTED]):
+            return len(prompt)
+        return max(len(prompt), _QUOTED)
 
     def prompt_ids(self, request: Prompted) -> list[int]:
         """The prompt's ids: given, encoded, or encoded after the chat template. Slow for long texts; thread-safe.
@@ -122,11 +130,19 @@ class Admission:
         if isinstance(request, Generate) and request.token_ids is not None:
             ids = request.token_ids
         elif request.messages is not None:
-            text = self._tokenizer.render(request.messages)
-            self._refuse_hopeless(text, "messages")
-            ids = self._tokenizer.encode_chat(text)
+            chat = self._tokenizer.render(
+                request.messages,
+                tools=request.tools,
+                documents=request.documents,
+                variables=request.chat_template_kwargs,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                special_tokens=request.special_tokens,
+            )
+            self._refuse_hopeless(chat.text, "messages")
+            ids = self._tokenizer.encode_chat(chat)
         else:
-            ids = self._tokenizer.encode(request.prompt or "")
+            ids = self._tokenizer.encode(request.prompt or "", request.special_tokens)
         field = _prompt_field(request)
         if not ids:
             _refuse(field, "has no tokens; send at least one")
@@ -159,7 +175,7 @@ class Admission:
     def _tokenize(self, request: Tokenize) -> TokenizeReply:
         """The ids that a `generate` of the same prompt would use."""
         if request.prompt is not None and not request.add_special_tokens:
-            ids = self._tokenizer.encode_chat(request.prompt)
+            ids = self._tokenizer.encode(request.prompt, request.special_tokens, add_special_tokens=False)
             self._refuse_long(len(ids), "prompt")
         else:
             ids = self.prompt_ids(request)
@@ -194,8 +210,25 @@ class Admission:
             self._refuse_long(len(request.token_ids or ()), "token_ids")
         self._refuse_hopeless(request.prompt or "", "prompt")
         self._refuse_many(len(request.messages or ()))
-        if request.messages is not None and not self._tokenizer.has_chat_template:
+        if request.messages is None:
+            _check_no_chat(request)
+        else:
+            self._check_chat(request, request.messages)
+
+    def _check_chat(self, request: Prompted, messages: Sequence[Message]) -> None:
+        tokenizer = self._tokenizer
+        if not tokenizer.has_chat_template:
             _refuse("messages", "cannot be rendered: this engine has no chat template; send a prompt")
+        if tokenizer.template_error is not None:
+            _refuse("messages", f"cannot be rendered: {tokenizer.template_error}; send a prompt")
+        for place, message in enumerate(messages):
+            _check_message(f"[{place}]", message)
+        reserved = _RESERVED_VARIABLES | tokenizer.variables
+        for name in request.chat_template_kwargs or ():
+            if name in reserved:
+                _refuse("chat_template_kwargs", f"cannot set {name!r}, which the chat template gets from elsewhere")
+        if request.continue_final_message and request.add_generation_prompt:
+            _refuse("continue_final_message", "and add_generation_prompt exclude each other; send one of them")
 
     def _check_ids(self, request: Generate) -> None:
         for field, ids in (
@@ -297,6 +330,32 @@ class Admission:
                 f"the context of {self.limits.context} leaves room for {room} and a completion of at least one",
                 field,
             )
+
+
+def _check_message(place: str, message: Message) -> None:
+    """The parts of a message that no template is asked about."""
+    if not _ROLE.fullmatch(message.role):
+        _refuse(
+            "messages", f"{place}.role must be a name of 1 to 64 letters, digits and .-_, not {message.role[:40]!r}"
+        )
+    if message.content is None and message.role != "assistant":
+        _refuse("messages", f"{place}.content is missing; only an assistant's turn may be without")
+    if not isinstance(message.content, list):
+        return
+    for index, part in enumerate(message.content):
+        kind = part.get("type")
+        if kind != "text":
+            _refuse(
+                "messages", f"{place}.content[{index}] is of type {str(kind)[:40]!r}; this engine reads text parts only"
+            )
+        if not isinstance(part.get("text"), str):
+            _refuse("messages", f"{place}.content[{index}].text is missing or no text")
+
+
+def _check_no_chat(request: Prompted) -> None:
+    for field in _CHAT_FIELDS:
+        if getattr(request, field):
+            _refuse(field, "is for chats; send it with messages, or leave it out")
 
 
 def _check_sampling(request: Generate) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
 
 import zmq
 
@@ -22,6 +22,7 @@ from ull.link import LINGER_MS, Link, Transport, check_silence
 from ull.ownership import OwnerProcess
 from ull.reader import Reader
 from ull.streams import (
+    ChatMessage,
     Prompt,
     Protocol,
     Query,
@@ -191,6 +192,12 @@ class AsyncClient:
         timeout: float | None = None,
         speculate: str | None = None,
         max_tree: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        special_tokens: bool | None = None,
     ) -> AsyncStream:
         """Sends a request and returns its stream at once; the arguments are `ull.Client.generate`'s.
 
@@ -218,6 +225,12 @@ class AsyncClient:
             timeout=timeout,
             speculate=speculate,
             max_tree=max_tree,
+            tools=tools,
+            documents=documents,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            special_tokens=special_tokens,
         )
         payload = encode_request(request)
         state = self._protocol.open_stream(request)
@@ -226,14 +239,33 @@ class AsyncClient:
         return stream
 
     async def tokenize(
-        self, prompt: str | Sequence[wire.Message | Mapping[str, str]], *, add_special_tokens: bool | None = None
+        self,
+        prompt: str | Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        special_tokens: bool | None = None,
+        add_special_tokens: bool | None = None,
     ) -> list[int]:
-        """The ids that generate() would use of this text or these chat messages.
+        """The ids that generate() would use of this text or these chat messages, with the same arguments.
 
         add_special_tokens: False leaves out what the tokenizer puts around a text, such as BOS.
         Raises RequestError: too long, or messages that the chat template refuses.
         """
-        request = build_tokenize(self._protocol.new_id(), prompt, add_special_tokens)
+        request = build_tokenize(
+            self._protocol.new_id(),
+            prompt,
+            tools=tools,
+            documents=documents,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            special_tokens=special_tokens,
+            add_special_tokens=add_special_tokens,
+        )
         return cast("wire.TokenizeReply", await self._ask(request)).token_ids
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None) -> str:

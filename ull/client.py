@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
 
 import zmq
 
@@ -27,6 +27,7 @@ from ull.link import LINGER_MS, Link, Transport, check_silence
 from ull.ownership import OwnerThread
 from ull.priority import ThreadPriority
 from ull.streams import (
+    ChatMessage,
     Prompt,
     Protocol,
     Query,
@@ -234,10 +235,16 @@ class Client:
         timeout: float | None = None,
         speculate: str | None = None,
         max_tree: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        special_tokens: bool | None = None,
     ) -> Stream:
         """Sends a request and returns its stream at once. None stands for the default of every argument.
 
-        prompt: a text, a list of chat messages ({"role", "content"}) or a list of token ids.
+        prompt: a text, a list of chat messages ({"role", "content", ...}) or a list of token ids.
         max_tokens: tokens (None: the daemon's default). temperature 0: greedy. top_k 0, top_p 1, min_p 0: off.
         presence_penalty, frequency_penalty: -2 to 2, over the completion's tokens (0: off). repetition_penalty: above
         0, over the prompt's too (1: off).
@@ -246,6 +253,10 @@ class Client:
         timeout: seconds after which the daemon ends the request ("timeout").
         speculate: "none", "ngram", "medusa", "draft" or "auto" (None: the daemon's default); max_tree: tokens of one
         verification, 1 to 64 (None: as many as pay). Both change the speed only, never the tokens.
+        With messages, which then may have tool_calls, tool_call_id and name: tools (function schemas), documents and
+        chat_template_kwargs ({"enable_thinking": False}) go to the chat template; add_generation_prompt=False leaves
+        out the beginning of an answer; continue_final_message lets the completion continue the last message.
+        special_tokens: texts of control tokens ("<|im_end|>") in the prompt become these tokens (else they stay text).
         Raises ConnectionLost if no daemon answers within connect_timeout; RequestError, which names the argument, for
         what cannot be sent.
         """
@@ -270,6 +281,12 @@ class Client:
             timeout=timeout,
             speculate=speculate,
             max_tree=max_tree,
+            tools=tools,
+            documents=documents,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            special_tokens=special_tokens,
         )
         payload = encode_request(request)
         try:
@@ -287,14 +304,33 @@ class Client:
             raise
 
     def tokenize(
-        self, prompt: str | Sequence[wire.Message | Mapping[str, str]], *, add_special_tokens: bool | None = None
+        self,
+        prompt: str | Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        special_tokens: bool | None = None,
+        add_special_tokens: bool | None = None,
     ) -> list[int]:
-        """The ids that generate() would use of this text or these chat messages.
+        """The ids that generate() would use of this text or these chat messages, with the same arguments.
 
         add_special_tokens: False leaves out what the tokenizer puts around a text, such as BOS.
         Raises RequestError: too long, or messages that the chat template refuses.
         """
-        request = build_tokenize(self._protocol.new_id(), prompt, add_special_tokens)
+        request = build_tokenize(
+            self._protocol.new_id(),
+            prompt,
+            tools=tools,
+            documents=documents,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            special_tokens=special_tokens,
+            add_special_tokens=add_special_tokens,
+        )
         return cast("wire.TokenizeReply", self._ask(request)).token_ids
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None) -> str:

@@ -30,7 +30,7 @@ from ull.reader import MessageReceiver, SocketReader
 from ull.refusals import RefusalLog
 
 # A prompt of this many characters is tokenized in the event loop's thread (about a millisecond); a longer one in a
-# worker, where the tokenizer runs without the GIL.
+# worker, where the tokenizer runs without the GIL. A chat waits in a thread for the process that runs its template.
 INLINE_CHARACTERS = 1024
 _STALL_NS = 10_000_000  # a turn that took longer is counted
 LOGGED_DIGITS = 16  # of the bundle's digest, in the line of each request
@@ -86,6 +86,7 @@ class ControlPlane:
         self._preparing_of: Counter[bytes] = Counter()  # of which clients
         self._answers = Answers(engine_summary, executor_summary, admission.limits)
         self._workers = ThreadPoolExecutor(_WORKERS, "ull-tokenize", stand_back)
+        self._chats = ThreadPoolExecutor(1, "ull-chat", stand_back)  # there is one process that runs templates
         self._reader: SocketReader | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -108,6 +109,7 @@ class ControlPlane:
         self._engine.end_beat()
         self._refusals.summarise()
         self._workers.shutdown(wait=False, cancel_futures=True)
+        self._chats.shutdown(wait=False, cancel_futures=True)
 
     def cancel_all(self) -> None:
         """Asks the engine to end everything that is still running."""
@@ -245,7 +247,7 @@ class ControlPlane:
         def submit(ids: list[int]) -> None:
             self._submit(identity, request, ids, received_ns, warnings)
 
-        if self._admission.prompt_size(request) <= INLINE_CHARACTERS:
+        if not _is_chat(request) and self._admission.prompt_size(request) <= INLINE_CHARACTERS:
             submit(self._admission.prompt_ids(request))
         else:
             self._prepare_soon(identity, request, self._admission.prompt_ids, submit)
@@ -254,7 +256,7 @@ class ControlPlane:
         """Answers `tokenize` and `detokenize`; long ones are in line with the long prompts."""
         self._refuse_repeated(identity, request.id)
         self._admission.check_text(request)
-        if self._admission.prompt_size(request) <= INLINE_CHARACTERS:
+        if not _is_chat(request) and self._admission.prompt_size(request) <= INLINE_CHARACTERS:
             self._reply(identity, self._admission.convert(request))
         else:
             self._prepare_soon(identity, request, self._admission.convert, functools.partial(self._reply, identity))
@@ -296,8 +298,9 @@ class ControlPlane:
         cancelled = False
         try:
             loop = asyncio.get_running_loop()
+            workers = self._chats if _is_chat(request) else self._workers
             try:
-                result = await loop.run_in_executor(self._workers, work, request)
+                result = await loop.run_in_executor(workers, work, request)
             finally:
                 cancelled = self._preparing.pop(key)
                 self._preparing_of -= Counter((identity,))  # which forgets who has none
@@ -420,6 +423,10 @@ class ControlPlane:
             connection=record.client,
             error=None if record.error is None else f"{record.error.code}: {record.error.message}",
         )
+
+
+def _is_chat(request: wire.Prompted | wire.Detokenize) -> bool:
+    return isinstance(request, wire.Prompted) and request.messages is not None
 
 
 def _milliseconds(start_ns: int, end_ns: int) -> float | None:

@@ -127,6 +127,10 @@ class Daemon:
         exit_stack.callback(context.destroy, 0)
         self._settle(bundle, exit_stack)
         tokenizer = Tokenizer(bundle.tokenizer_directory)
+        exit_stack.callback(tokenizer.close)
+        tokenizer.start()
+        if tokenizer.template_error is not None:
+            self._log.warning("chat_template", message=f"chat messages are refused: {tokenizer.template_error}")
         self._signals.heed()
         executor = self._load_engine(bundle, exit_stack)
         self._signals.heed()

@@ -19,7 +19,8 @@ from ull import wire
 from ull.errors import ConnectionLost, RequestError, RequestFailed, UllError
 from ull.wire import Failure, Speculation, Timeline, TokenLogprob, Usage
 
-Prompt = str | Sequence[int] | Sequence[wire.Message | Mapping[str, str]]
+ChatMessage = wire.Message | Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 
 class Token(msgspec.Struct, frozen=True, kw_only=True):
@@ -270,20 +271,14 @@ def build_request(request_id: int, prompt: Prompt, *, timeout: float | None = No
     The daemon checks the values; here it is only what kind of prompt there is, and that containers are containers.
     Raises RequestError, which names the field.
     """
-    given = {name: value for name, value in values.items() if value is not None}
-    if isinstance(given.get("stop"), str):
-        given["stop"] = [given["stop"]]
-    for name, kind in (("stop", list), ("stop_ids", list), ("logit_bias", dict)):
-        if name in given:
-            given[name] = _container(name, kind, given[name])
+    if isinstance(values.get("stop"), str):
+        values["stop"] = [values["stop"]]
     if timeout is not None:
-        given["timeout_ms"] = _milliseconds(timeout)
-    request = wire.Generate(id=request_id, **given)
+        values["timeout_ms"] = _milliseconds(timeout)
+    request = wire.Generate(id=request_id, **_given(values))
     if isinstance(prompt, str):
         request.prompt = prompt
         return request
-    if isinstance(prompt, bytes | bytearray | memoryview):
-        raise _refused("prompt", f"prompt is {type(prompt).__name__}; decode it to a text, or give a list of token ids")
     items = _prompt_items(prompt)
     if items and isinstance(items[0], wire.Message | Mapping):
         request.messages = [_message(index, item) for index, item in enumerate(items)]
@@ -292,11 +287,9 @@ def build_request(request_id: int, prompt: Prompt, *, timeout: float | None = No
     return request
 
 
-def build_tokenize(
-    request_id: int, prompt: str | Sequence[wire.Message | Mapping[str, str]], add_special_tokens: bool | None
-) -> wire.Tokenize:
-    """The message for one tokenize call. Raises RequestError where the prompt is no text and no list of messages."""
-    request = wire.Tokenize(id=request_id, add_special_tokens=add_special_tokens is not False)
+def build_tokenize(request_id: int, prompt: str | Sequence[ChatMessage], **values: Any) -> wire.Tokenize:
+    """The message for one tokenize call, as `build_request`; the prompt is a text or a list of messages."""
+    request = wire.Tokenize(id=request_id, **_given(values))
     if isinstance(prompt, str):
         request.prompt = prompt
     else:
@@ -336,7 +329,22 @@ def _check_sendable(name: str, value: object) -> None:
         raise _refused(name, f"{name} holds what cannot be sent: {error}") from None
 
 
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that are not None; lists and maps as such."""
+    kinds: dict[str, type[list[Any]] | type[dict[Any, Any]]] = {
+        **dict.fromkeys(("stop", "stop_ids", "tools", "documents"), list),
+        **dict.fromkeys(("logit_bias", "chat_template_kwargs"), dict),
+    }
+    return {
+        name: _container(name, kinds[name], value) if name in kinds else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
 def _prompt_items(prompt: object) -> list[Any]:
+    if isinstance(prompt, bytes | bytearray | memoryview):
+        raise _refused("prompt", f"prompt is {type(prompt).__name__}; decode it to a text, or give a list of token ids")
     wanted = "prompt must be a text, a list of messages {role, content} or a list of token ids"
     if isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | Set):
         return list(prompt)

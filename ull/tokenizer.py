@@ -5,54 +5,125 @@ Ids to text is not here: the io thread does that from vocab.bin, without Python.
 
 from __future__ import annotations
 
-import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from ull.access import unreadable
+from ull.chat_template import ChatError, choose, find_templates, literal_texts
+from ull.control_tokens import ChatQuoter, ControlTokens, Marks
 from ull.errors import RequestError, TokenizerError
+from ull.template_process import TemplateProcess
 from ull.wire import Message
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Unicode normalisation (NFC, NFKC) can shorten a text; composed characters need at most this many times the bytes.
 _NORMALIZER_SHRINK = 4
+# What a template may write: so many times what it is given, and some more. Beyond that it writes without end.
+_MOST_GROWTH, _MOST_EXTRA = 16, 1 << 20
+_UNCOMPILED = "the chat template does not compile: "
+_TRIAL = [
+    Message(role="user", content="Hello."),
+    Message(role="assistant", content="Hi!"),
+    Message(role="user", content="How are you?"),
+]
+
+
+class RenderedChat:
+    """What a chat template made of a chat: `text`, and what in it is text that must not become control tokens."""
+
+    def __init__(self, text: str, marks: Marks) -> None:
+        self._marked = text
+        self._marks = marks
+
+    @property
+    def text(self) -> str:
+        """The text as transformers renders it."""
+        return self._marks.restore(self._marked) if self._marks.used else self._marked
+
+    def encode(self, tokenizer: HuggingFaceTokenizer, control: ControlTokens) -> list[int]:
+        """The ids. The template has written BOS where the model wants one: none is added."""
+        if not self._marks.used:
+            return _encode(tokenizer, self._marked, add_special_tokens=False)
+        plain = control.plain()
+        return plain.encode(self._marks.restore(plain.rename(self._marked)), add_special_tokens=False)
 
 
 class Tokenizer:
-    """The tokenizer of one bundle. `encode` and `encode_chat` are pure and may run in any thread.
+    """The tokenizer of one bundle. `encode`, `render` and `encode_chat` may be called in any thread.
 
-    `directory` is the bundle's `tokenizer/`. Raises TokenizerError naming the file that is missing or broken.
+    `directory` is the bundle's `tokenizer/`. Raises TokenizerError naming the file that is missing or broken. A chat
+    template that cannot be used is no such error: `template_error` says why, and messages are refused with it.
     """
 
     def __init__(self, directory: Path) -> None:
-        self._tokenizer = _load_tokenizer(directory / "tokenizer.json")
+        path = directory / "tokenizer.json"
+        self._tokenizer = _load_tokenizer(path)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = _load_json(directory / "tokenizer_config.json")
-        self._specials = _special_tokens(config)
+        self._specials = _special_tokens(config, _load_json(directory / "special_tokens_map.json"))
         bos = self._specials.get("bos_token")
         self.bos_id: int | None = self._tokenizer.token_to_id(bos) if bos is not None else None
-        self._template = _compile_template(_find_template(directory, config))
+        self._templates = find_templates(directory, config)
+        self.template_error: str | None = None
+        texts: set[str] = set()
+        try:
+            for source in self._templates.values():
+                texts |= literal_texts(source)
+        except TokenizerError as error:
+            self.template_error = error.message
+        self._control = ControlTokens(path, self._tokenizer, texts)
+        self._process = TemplateProcess(self._templates)
         longest = max((len(token.encode()) for token in self._tokenizer.get_vocab()), default=1)
         # Bytes of text that one token covers at most.
         self.bytes_per_token = longest * (_NORMALIZER_SHRINK if self._tokenizer.normalizer is not None else 1)
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `encode_chat` is possible."""
-        return self._template is not None
+        """Whether there is a chat template; `template_error` says whether it can be used."""
+        return bool(self._templates)
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The names of the special tokens that templates may read."""
+        return frozenset(self._specials)
 
     @property
     def vocabulary(self) -> int:
         """Number of tokens, special ones included."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def start(self) -> None:
+        """Starts the process that runs the chat template, so that the first chat need not wait for it."""
+        if self.has_chat_template and self.template_error is None:
+            self._process.start()
+
+    def close(self) -> None:
+        """Ends the process that runs the chat template."""
+        self._process.close()
+
+    def check_templates(self) -> None:
+        """Compiles the chat templates. Raises TokenizerError saying which does not compile, and where."""
+        if self.template_error is not None:
+            raise TokenizerError(self.template_error, "chat_template")
+        for name in self._templates:
+            try:
+                self._process.compile(name)
+            except ChatError as error:
+                reason = str(error).removeprefix(_UNCOMPILED)
+                raise TokenizerError(f"{_UNCOMPILED}{reason} (the one named {name!r})", "chat_template") from error
+
+    def try_template(self) -> str | None:
+        """Why the chat template refuses a plain chat of user and assistant; None if it does not."""
+        try:
+            self.render(_TRIAL)
+        except RequestError as error:
+            return error.message
+        return None
 
     def least_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens of `text`, found without tokenizing it.
@@ -62,43 +133,118 @@ class Tokenizer:
         """
         return len(text.encode()) // self.bytes_per_token
 
-    def encode(self, text: str) -> list[int]:
+    def quotes_control_tokens(self, text: str) -> bool:
+        """Whether `text` holds the text of a control token, which takes longer to encode as text."""
+        return self._control.quoted_in(text)
+
+    def encode(self, text: str, special_tokens: bool = False, add_special_tokens: bool = True) -> list[int]:
         """The ids of a plain prompt; never two BOS in front, even if the text itself begins with one.
 
         Whether there is one, tokenizer.json decides: like transformers, this ignores `add_bos_token`.
+        special_tokens: the texts of control tokens become these tokens; otherwise they are text as any other.
+        add_special_tokens: False gives the text's own ids alone.
         """
-        ids = self._encode(text, add_special_tokens=True)
+        if not special_tokens and self._control.quoted_in(text):
+            ids = self._control.plain().encode(text, add_special_tokens)
+        else:
+            ids = _encode(self._tokenizer, text, add_special_tokens)
         start = 0
         while self.bos_id is not None and ids[start : start + 2] == [self.bos_id, self.bos_id]:
             start += 1
         return ids[start:]
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        special_tokens: bool = False,
+    ) -> RenderedChat:
         """The chat template applied to `messages`, up to where the assistant's answer begins.
 
+        continue_final_message: up to the end of the last message, which the answer continues.
+        special_tokens: the texts of control tokens in messages become these tokens; otherwise they stay text.
         Raises RequestError (field "messages") if there is no template, or the template refuses the messages.
         """
-        if self._template is None:
+        if not self._templates:
             raise RequestError("bad_request", "this engine has no chat template; send a prompt instead", "messages")
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+        if self.template_error is not None:
+            raise RequestError("bad_request", f"messages cannot be rendered: {self.template_error}", "messages")
+        marks = Marks()
+        quoter = ChatQuoter(self._control, marks)
+        turns = [_turn(message) for message in messages]
+        given: dict[str, Any] = {"tools": tools, "documents": documents, "chat_template_kwargs": dict(variables or {})}
+        if not special_tokens:
+            turns = [quoter.quote(_joined(turn, self._control), "messages", _is_assistant(turn)) for turn in turns]
+            given = {field: quoter.quote(value, field) for field, value in given.items()}
+        extra = given.pop("chat_template_kwargs")
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        characters = _characters(turns) + _characters(given) + _characters(extra)
+        arguments = {
+            "messages": turns,
+            **given,
+            "variables": {**self._specials, **extra},
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "most_characters": _MOST_GROWTH * characters + _MOST_EXTRA,
+        }
         try:
-            return self._template.render(messages=turns, add_generation_prompt=True, **self._specials)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+            text = self._process.render(choose(self._templates, tools is not None), arguments)
+        except ChatError as error:
             raise RequestError("bad_request", f"the chat template refuses the messages: {error}", "messages") from error
+        return RenderedChat(text, marks)
 
-    def encode_chat(self, text: str) -> list[int]:
+    def encode_chat(self, chat: RenderedChat) -> list[int]:
         """The ids of a rendered chat. The template has written BOS where the model wants one: none is added."""
-        return self._encode(text, add_special_tokens=False)
+        return chat.encode(self._tokenizer, self._control)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`, special tokens left out unless asked for (streams never come this way)."""
         # The batch call releases the GIL.
         return str(self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0])
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # The batch call releases the GIL, `encode` does not (measured with tokenizers 0.23); "fast" leaves out the
-        # offsets, which nobody reads here.
-        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+def _encode(tokenizer: HuggingFaceTokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    # The batch call releases the GIL, `encode` does not (measured with tokenizers 0.23); "fast" leaves out the
+    # offsets, which nobody reads here.
+    return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+
+def _turn(message: Message) -> dict[str, Any]:
+    """A message's fields as the template gets them: those that were given."""
+    return {name: value for name in Message.__struct_fields__ if (value := getattr(message, name)) is not None}
+
+
+def _is_assistant(turn: dict[str, Any]) -> bool:
+    return bool(turn["role"] == "assistant")
+
+
+def _joined(turn: dict[str, Any], control: ControlTokens) -> dict[str, Any]:
+    """`turn`; its text parts as one where together they hold a control token's text that no part holds alone."""
+    content = turn.get("content")
+    if not isinstance(content, list) or len(content) < 2:
+        return turn
+    texts = [str(part.get("text", "")) for part in content]
+    whole = "".join(texts)
+    if not control.quoted_in(whole):
+        return turn
+    return {**turn, "content": [{**content[0], "text": whole}]}
+
+
+def _characters(value: Any) -> int:
+    """Characters of all the texts in `value`, and one for everything else."""
+    if isinstance(value, str):
+        return len(value) + 1
+    if isinstance(value, dict):
+        return sum(len(key) + _characters(item) for key, item in value.items()) + 1
+    if isinstance(value, list):
+        return sum(map(_characters, value)) + 1
+    return 1
 
 
 def _load_tokenizer(path: Path) -> HuggingFaceTokenizer:
@@ -125,54 +271,18 @@ def _load_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The named special tokens that templates may use; each is a string or an object with `content`."""
+def _special_tokens(config: dict[str, Any], legacy: dict[str, Any]) -> dict[str, str]:
+    """The named special tokens that templates may use; each is a string or an object with `content`.
+
+    As transformers reads them: special_tokens_map.json (`legacy`) wins over tokenizer_config.json, but counts only
+    where that has no `added_tokens_decoder`. A model's own names (`image_token`) count beside the usual ones.
+    """
+    merged = config if "added_tokens_decoder" in config else {**config, **legacy}
+    extra = merged.get("extra_special_tokens")
+    named = {name: value for name, value in merged.items() if name in _SPECIAL_NAMES or name.endswith("_token")}
     specials: dict[str, str] = {}
-    for name in _SPECIAL_NAMES:
-        value = config.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            specials[name] = value
+    for name, value in {**named, **(extra if isinstance(extra, dict) else {})}.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            specials[name] = text
     return specials
-
-
-def _find_template(directory: Path, config: dict[str, Any]) -> str | None:
-    """The chat template: chat_template.jinja, or tokenizer_config.json's string or list of named templates."""
-    path = directory / "chat_template.jinja"
-    if path.exists():
-        return path.read_text(encoding="utf-8")
-    value = config.get("chat_template")
-    if isinstance(value, list):
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-        value = named.get("default", next(iter(named.values()), None))
-    if value is not None and not isinstance(value, str):
-        raise TokenizerError("chat_template is neither a string nor a list of named templates", "chat_template")
-    return value
-
-
-def _compile_template(source: str | None) -> jinja2.Template | None:
-    """Compiles a template with the extensions and globals that transformers offers to it."""
-    if source is None:
-        return None
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise TokenizerError(f"the chat template does not compile: {error}", "chat_template") from error
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    """Plain JSON; jinja2's own filter escapes HTML characters."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)

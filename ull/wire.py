@@ -29,17 +29,25 @@ DRAFTERS: Final[tuple[str, ...]] = get_args(Drafter)  # what `speculate` may nam
 # checked by admission, which can say more.
 _MAX_PROMPT_IDS = 1 << 20
 _MAX_MESSAGES = 1 << 14
+_MAX_TOOLS = 4096
 _MAX_STOPS = 1024
 _MAX_BIASES = 1 << 13
 MAX_WARNINGS: Final = 8  # of one request (native/engine/request.h)
 MAX_WARNING_BYTES: Final = 64  # of one of them
 
 
-class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One turn of a chat; `role` and `content` go into the engine's chat template."""
+class Message(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One turn of a chat, as the engine's chat template gets it. A field that is null is as one that is not there."""
 
     role: str
-    content: str
+    content: str | list[dict[str, Any]] | None = None  # a text, or parts {"type": "text", "text": ...}
+    name: str | None = None  # of who speaks, or of the function whose result this is
+    tool_calls: list[dict[str, Any]] | None = None  # of an assistant's turn; `arguments` are JSON text or a map
+    tool_call_id: str | None = None  # which call a result answers
+    reasoning_content: str | None = None  # what the assistant thought; `reasoning` and `thinking` are other names
+    reasoning: str | None = None
+    thinking: str | None = None
+    tool_plan: str | None = None
 
 
 class Prompted(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -48,6 +56,12 @@ class Prompted(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_
     id: int  # chosen by the client, unique among its live requests
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(max_length=_MAX_MESSAGES)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=_MAX_TOOLS)] | None = None  # function schemas; with messages
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=_MAX_TOOLS)] | None = None  # with messages
+    chat_template_kwargs: dict[str, Any] | None = None  # further variables of the chat template; with messages
+    add_generation_prompt: bool | None = None  # whether the template begins an answer; None: unless one is continued
+    continue_final_message: bool = False  # the completion continues the last message instead of answering it
+    special_tokens: bool = False  # texts of control tokens in prompt and messages become these tokens
 
 
 class Generate(Prompted, tag="generate", kw_only=True, omit_defaults=True):

@@ -54,6 +54,7 @@ from ull.bundle import (
 from ull.errors import BuildError, CheckpointError, RecipeError
 from ull_build.activation_range import check_activations
 from ull_build.calibrate import calibrate
+from ull_build.chat import check_chat_templates
 from ull_build.checkpoint import Checkpoint
 from ull_build.convert import Drafters, convert_stage, plan_weights
 from ull_build.convert_device import convert_device_stage, convert_for_device, plan_device_weights
@@ -235,6 +236,7 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
     for note in checkpoint.architecture.notes:
         reporter.note(note)
     tokenizer = read_tokenizer(settings.model, checkpoint.model.vocabulary)
+    check_chat_templates(settings.model, reporter)
     model = msgspec.structs.replace(checkpoint.model, tokenizer_vocabulary=tokenizer.vocabulary.count)
     if tools is not None:
         preflight(tools.trt, model, settings.precision, output.parent, reporter)

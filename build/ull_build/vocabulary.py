@@ -35,7 +35,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders
 
 from ull.bundle import VOCABULARY_MAGIC, VOCABULARY_VERSION
-from ull.errors import CheckpointError
+from ull.chat_template import NAMED_TEMPLATES, find_templates
+from ull.errors import CheckpointError, TokenizerError
 from ull_build.checkpoint import read_json
 
 TOKENIZER_FILES = (
@@ -124,25 +125,33 @@ def read_tokenizer(directory: Path, embedding_rows: int) -> CheckpointTokenizer:
     _check_round_trip(tokenizer, vocabulary, byte_level=read_decoder(tokenizer).byte_level)
     config_path = directory / "tokenizer_config.json"
     config = read_json(config_path) if config_path.exists() else {}
+    try:
+        templates = find_templates(directory, config)
+    except TokenizerError as error:
+        raise CheckpointError(f"{directory}: {error.message}", field=error.field) from error
     eos = config.get("eos_token")
     eos_text = eos.get("content") if isinstance(eos, dict) else eos
     return CheckpointTokenizer(
         tokenizer=tokenizer,
         vocabulary=vocabulary,
-        has_chat_template=bool(config.get("chat_template")) or (directory / "chat_template.jinja").exists(),
+        has_chat_template=bool(templates),
         eos=tokenizer.token_to_id(eos_text) if isinstance(eos_text, str) else None,
     )
 
 
 def tokenizer_files(directory: Path) -> list[str]:
     """The names of the tokenizer's files that a checkpoint has."""
-    return [name for name in TOKENIZER_FILES if (directory / name).is_file()]
+    named = sorted((directory / NAMED_TEMPLATES).glob("*.jinja"))
+    names = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
+    return names + [f"{NAMED_TEMPLATES}/{path.name}" for path in named]
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
     """Copies the files of a tokenizer; returns their names."""
     target.mkdir()
     names = tokenizer_files(source)
+    if any(name.startswith(NAMED_TEMPLATES) for name in names):
+        (target / NAMED_TEMPLATES).mkdir()
     for name in names:
         shutil.copyfile(source / name, target / name)
     return names

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import signal
 import sys
 from types import FrameType
+from typing import Any
 
 from ull.client import Client, Stream
 from ull.commands.generate import add_sampling_arguments, print_text
@@ -18,6 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `ull chat`."""
     add_sampling_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    parser.add_argument(
+        "--template-kwargs",
+        type=_json_object,
+        metavar="JSON",
+        help="variables of the chat template, such as '{\"enable_thinking\": false}'",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -110,4 +118,17 @@ def _ask(client: Client, history: list[Message], options: argparse.Namespace) ->
         timeout=options.timeout,
         speculate=options.speculate,
         max_tree=options.max_tree,
+        special_tokens=options.special_tokens,
+        chat_template_kwargs=options.template_kwargs,
     )
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """The JSON object in an argument. Raises ArgumentTypeError for anything else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError('not a JSON object such as {"enable_thinking": false}')
+    return value

@@ -33,6 +33,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, metavar="N", help="default: drawn by the daemon")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; repeatable")
+    parser.add_argument(
+        "--special-tokens",
+        action="store_true",
+        help="texts of control tokens, such as <|im_end|>, become these tokens (default: they stay text)",
+    )
     parser.add_argument("--timeout", type=float, metavar="S", help="seconds after which the daemon ends the request")
     add_speculation_arguments(parser)
 
@@ -74,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
             timeout=options.timeout,
             speculate=options.speculate,
             max_tree=options.max_tree,
+            special_tokens=options.special_tokens,
         )
         with stream:
             if options.json:
