@@ -22,8 +22,8 @@ SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 LONG_TESTS := $(patsubst %,tests/test_%.py,tensorrt_end_to_end gpu_end_to_end kernel_linear kernel_attention kernel_layers \
   kernel_compile kernel_report kernel_head_scan kernel_sampling gpu_double gpu_evaluation)
 LONG_TESTS += $(filter-out $(LONG_TESTS),$(sort $(wildcard $(patsubst %,tests/test_%.py,bench_ahead bench_probes bench_trace device_kernels \
-  emulator* fakecuda gpu_* kernel_* tensorrt_* build build_gpu* build_speculation build_vocabulary bundle calibrate checkpoint \
-  evaluate executor oracle speculation text train))))
+  emulator* fakecuda gpu_* kernel_* tensorrt_* build build_gpu* build_speculation build_vocabulary bundle calibrate chat_templates checkpoint \
+  control_tokens evaluate executor oracle speculation text text_streams train))))
 
 test: $(VENV)/.installed-test  ## linters, types, the test suite
 	$(MAKE) --no-print-directory lint
