@@ -20,6 +20,7 @@ import zmq
 import ull
 from fake_daemon import FakeDaemon, done, token, words
 from ull import wire
+from ull.endpoints import default_endpoint
 from ull.unreachable import permission_denied, why_nobody
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["local", "zeromq"])
@@ -279,7 +280,7 @@ def test_none_is_the_default(url: str) -> None:
         with ull.Client(url, connect_timeout=None, query_timeout=None, silence_timeout=None, transport=None) as client:
             client._connect_timeout = 60
             client.generate("x", **nothing).result()
-            assert ull.Client(None).url == "ipc:///tmp/ull.sock"
+            assert ull.Client(None).url == default_endpoint()
         asyncio.run(main())
         assert daemon.wait_for(wire.Generate, 2) == [wire.Generate(id=1, prompt="x")] * 2
 
@@ -391,14 +392,14 @@ def test_completion_in_a_shell_shows_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("http://localhost:8000", "its scheme is http; use ipc:///path or tcp://host:port"),
-        ("unix:///tmp/x", "its scheme is unix; use ipc"),
-        ("/tmp/ull.sock", "is not an endpoint to connect to: use ipc:///path"),
-        ("ipc://", "use ipc:///path"),
-        ("tcp://localhost", "no host or no port"),
-        ("tcp://:5555", "no host or no port"),
-        ("tcp://localhost:port", "is not an endpoint to connect to"),
-        (Path("/tmp/ull.sock"), "is not an endpoint to connect to: use ipc"),
+        ("http://localhost:8000", "'http://localhost:8000' is neither ipc:///path nor tcp://"),
+        ("unix:///tmp/x", "is neither ipc:///path nor tcp://"),
+        ("/tmp/ull.sock", "is neither ipc:///path nor"),
+        ("ipc://", "is neither ipc:///path"),
+        ("tcp://localhost", "has no port; write tcp://address:port"),
+        ("tcp://:5555", "has no port; write tcp://address:port"),
+        ("tcp://localhost:port", "has no port"),
+        (Path("/tmp/ull.sock"), "url must be a text, ipc:///path or tcp://address:port, not"),
     ],
 )
 def test_wrong_urls_are_named(url: Any, said: str) -> None:
@@ -460,7 +461,7 @@ def test_a_name_service_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) ->
         return socket.socket()
 
     monkeypatch.setattr(socket, "create_connection", wait)
-    monkeypatch.setattr("ull.endpoint._LOOK_S", 0.05)
+    monkeypatch.setattr("ull.unreachable._LOOK_S", 0.05)
     assert why_nobody("tcp://slow.invalid:1") == "neither the name service nor slow.invalid:1 has answered"
     answer.set()
 
@@ -500,8 +501,8 @@ def test_a_member_of_the_group_since_this_login(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "ull.sock"
     path.touch()
     path.chmod(0o660)
-    monkeypatch.setattr("ull.endpoint._group", lambda number: ("ull", ["me"]))
-    monkeypatch.setattr("ull.endpoint._user_name", lambda number: "me")
+    monkeypatch.setattr("ull.unreachable._group", lambda number: ("ull", ["me"]))
+    monkeypatch.setattr("ull.unreachable.user_name", lambda number: "me")
     status = os.stat_result((0o140660, 0, 0, 1, 0, 77, 0, 0, 0, 0))
     monkeypatch.setattr(Path, "stat", lambda self, **_: status)
     assert permission_denied(path).endswith("me is in its group ull since after this login; log in again")

@@ -190,7 +190,7 @@ def test_a_client_that_stops_reading_is_cancelled_and_nobody_else(tmp_path: Path
         assert (records[b"other"]["client"], records[b"other"]["delivered"]) == ("ok", True)
         rig.wait_until(lambda: rig.io.stats()["clients_stalled"] == 1)
         rig.wait_until(rig.engine.drained)  # its slot is free again
-        assert rig.io.stats()["waiting"] == 1
+        assert rig.io.stats()["waiting"] <= 1  # 0 where the client's libzmq, on a busy machine, has made room late
         _, done = slow.finish(1)  # when it reads again it hears the end
         assert (done["finish_reason"], done["error"]["code"]) == ("cancelled", "stalled")
         assert done["usage"] == records[b"slow"]["usage"]

@@ -70,7 +70,7 @@ def test_the_asynchronous_client(shared_daemon: Daemon) -> None:
         (lambda client: client.tokenize(""), "prompt"),
         (lambda client: client.tokenize("x " * 100_000), "prompt"),
         (lambda client: client.tokenize([]), "messages"),
-        (lambda client: client.tokenize([{"role": "user"}]), "prompt"),
+        (lambda client: client.tokenize([{"role": "user"}]), "messages"),
         (lambda client: client.tokenize([1, 2]), "prompt"),
         (lambda client: client.detokenize(["x"]), "token_ids"),
         (lambda client: client.detokenize([-1]), "token_ids"),
@@ -99,7 +99,7 @@ def test_an_answer_has_a_most(tiny_bundle: Path) -> None:
     assert admission.convert(Tokenize(id=1, prompt=text, count_only=True)) == wire.TokenizeReply(
         id=1, token_ids=[], count=count
     )
-    ids = tokenizer.encode_chat("import " * 1000) * 100
+    ids = tokenizer.encode("import " * 1000, add_special_tokens=False) * 100
     with pytest.raises(RequestError, match="700000 bytes; an answer holds 262144: send them in parts"):
         admission.convert(Detokenize(id=1, token_ids=ids))
 

@@ -64,13 +64,12 @@ def check_endpoint(endpoint: str) -> None:
 
 def check_url(url: object) -> None:
     """Raises ConfigError (field "url") unless a client can connect to `url`: ipc:///path or tcp://host:port."""
-    wrong = f"{url!r} is not an endpoint to connect to"
     if not isinstance(url, str):
-        raise ConfigError(f"{wrong}: use ipc:///path or tcp://host:port", "url")
+        raise ConfigError(f"url must be a text, ipc:///path or tcp://address:port, not {url!r}", "url")
     try:
         check_endpoint(url)
     except ConfigError as error:
-        raise ConfigError(f"{wrong}: {error.message}", "url") from None
+        raise ConfigError(error.message, "url") from None
 
 
 def same_endpoint(endpoint: str) -> str | None:
