@@ -1,5 +1,6 @@
 """Chats through a daemon: what reaches the template, and templates that do not compile or never end."""
 
+import hashlib
 import shutil
 import threading
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import ull
 from checkpoints import CHAT_TEMPLATE, END, write_checkpoint
 from conftest import Daemon, Spawn
+from manifests import change_manifest
 from ull.bundle import open_bundle
 from ull.client import Client
 from ull.control_tokens import Marks
@@ -36,7 +38,10 @@ def with_template(bundle: Path, directory: Path, template: str) -> Path:
     """A copy of `bundle` whose tokenizer has another template, as if an older build had taken it."""
     copy = directory / "other.ull"
     shutil.copytree(bundle, copy)
-    (copy / "tokenizer/chat_template.jinja").write_text(template)
+    name = "tokenizer/chat_template.jinja"
+    (copy / name).write_text(template)
+    entry = {"bytes": len(template), "sha256": hashlib.sha256(template.encode()).hexdigest()}
+    change_manifest(copy, lambda manifest: manifest["files"].update({name: entry}))
     return copy
 
 

@@ -113,7 +113,7 @@ def test_nobody_there_is_one_line(
         complaint = capsys.readouterr().err
         assert complaint.count("\n") == 1 and "is ulld running?" in complaint
     assert cli.main(["health", "--connect", "nonsense"]) == 1
-    assert "not an endpoint" in capsys.readouterr().err
+    assert "neither ipc:///path nor tcp://" in capsys.readouterr().err
 
 
 def test_ctrl_c_cancels(spawn: Spawn) -> None:

@@ -147,6 +147,10 @@ def test_a_tokenizer_file_that_nobody_lists_is_refused(bundle: Path) -> None:
     (bundle / "notes.txt").write_text("this one is read by nobody")
     (bundle / "tokenizer" / "chat_template.jinja").unlink()
     open_bundle(bundle)
+    named = bundle / "tokenizer" / "additional_chat_templates"
+    named.mkdir()
+    (named / "tool_use.jinja").write_text("{{ 'other answers' }}")
+    refuse(bundle, "tool_use.jinja is not in the manifest, and would be read; remove it", "tokenizer")
 
 
 # What is no regular file

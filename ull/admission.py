@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -66,10 +66,20 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Admission:
-    """The checks of one engine: its tokenizer, its limits, the ids that end its texts."""
+    """The checks of one engine: its tokenizer, its limits, the ids that end its texts.
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits, eos: Sequence[int]) -> None:
+    `text_of` gives the text that a stream of ids has (default: what the tokenizer decodes).
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        eos: Sequence[int],
+        text_of: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._text_of = tokenizer.decode if text_of is None else text_of
         self._eos = list(eos)
         self.limits = limits
 
@@ -190,7 +200,8 @@ class Admission:
         return TokenizeReply(id=request.id, token_ids=ids, count=len(ids))
 
     def _detokenize(self, request: Detokenize) -> DetokenizeReply:
-        text = self._tokenizer.decode(request.token_ids, request.skip_special_tokens)
+        ids = request.token_ids
+        text = self._text_of(ids) if request.skip_special_tokens else self._tokenizer.decode(ids, False)
         size = len(text.encode())
         if size > MAX_ANSWER_BYTES:
             reason = f"token_ids: their text has {size} bytes; an answer holds {MAX_ANSWER_BYTES}: send them in parts"

@@ -373,8 +373,8 @@ def _check_files(path: Path, manifest: Manifest) -> None:
             state = "is truncated" if status.st_size < entry.bytes else "has the wrong size"
             raise BundleError(f"{file} {state}: {status.st_size} bytes, expected {entry.bytes}; {REBUILD}", field=name)
     directory = Path(TOKENIZER_FILE).parent
-    for file in sorted((path / directory).iterdir()):
-        if str(directory / file.name) not in manifest.files:
+    for file in sorted((path / directory).rglob("*")):
+        if not file.is_dir() and str(file.relative_to(path)) not in manifest.files:
             raise BundleError(f"{file} is not in the manifest, and would be read; remove it", field=str(directory))
 
 

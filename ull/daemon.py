@@ -160,7 +160,9 @@ class Daemon:
             socket,
             self._engine,
             self._io,
-            Admission(tokenizer, limits, bundle.manifest.tokens.eos),
+            Admission(
+                tokenizer, limits, bundle.manifest.tokens.eos, _native.Vocabulary(str(bundle.vocabulary_path)).text
+            ),
             self._log,
             engine_summary=_summary(bundle, config.verify),
             executor_summary={**executor, "start_ns": start_ns},

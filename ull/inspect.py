@@ -33,6 +33,7 @@ from ull.bundle import (
 from ull.config import PAGE_TOKENS, EngineConfig
 from ull.errors import BundleError
 from ull.host import auto_threads
+from ull.template_process import MEMORY_LIMIT
 from ull.tokenizer import Tokenizer
 from ull.wire import longest_request
 
@@ -40,6 +41,7 @@ _MEMORY = ("weight_bytes", "kv_bytes", "drafter_weight_bytes", "drafter_kv_bytes
 _MIB = 1 << 20
 _RUNTIME_BYTES = 160 * _MIB  # Python, libraries, buffers; about 70 MB are measured
 _SLOT_BYTES = 22 << 10  # of a place in the queue, beside its tokens
+_TEMPLATE_PROCESS = 48 * _MIB + MEMORY_LIMIT  # Python and jinja2, and what a chat may take there
 _UNFINISHED_MESSAGES = 8  # of all clients together (native/io/server.cpp)
 _MESSAGES_IN_HAND = 4  # the io thread's, two between it and the control plane, and that one's
 _UNREAD_BYTES = 32 * _MIB  # of all clients together (native/io/outbox.h), and what keeping them takes
@@ -110,12 +112,12 @@ def memory_bytes(bundle: Bundle) -> dict[str, int]:
     manifest = bundle.manifest
     drafter = manifest.speculation.draft.model if manifest.speculation and manifest.speculation.draft else None
     context, defaults = manifest.model.context, EngineConfig()
-    tokenizer = Tokenizer(bundle.tokenizer_directory)
-    message = longest_request(context, tokenizer.bytes_per_token)
+    message = longest_request(context, Tokenizer(bundle.tokenizer_directory).bytes_per_token)
     parts = {
         "weights": bundle.weight_bytes,
         "kv": sum(_kv_bytes(model, context) for model in (manifest.model, drafter) if model is not None),
         "runtime": _RUNTIME_BYTES + (defaults.queue_depth + 16) * (_SLOT_BYTES + 4 * context),
+        "chats": _TEMPLATE_PROCESS,
         "messages": (_UNFINISHED_MESSAGES + _MESSAGES_IN_HAND + defaults.queue_depth) * message
         + _UNREAD_BYTES
         + _UNSENT_BYTES,

@@ -31,7 +31,7 @@ from ull.errors import TokenizerError
 from ull.spawn import python_command, python_environment
 
 TIME_LIMIT_S = 5.0  # for one chat; a thousand times what a long one takes
-MEMORY_LIMIT = 1 << 30  # bytes beyond what the process has when it is ready
+MEMORY_LIMIT = 512 << 20  # bytes beyond what the process has when it is ready
 _START_LIMIT_S = 60.0
 _GRACE_S = 1.0  # the process's own alarm comes first
 _LENGTH = struct.Struct("<I")
@@ -210,6 +210,8 @@ def main(time_limit_s: float) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     with contextlib.suppress(OSError):  # the parent's threads may have a priority
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    with contextlib.suppress(OSError):  # where memory runs out, this process goes and not the daemon
+        Path("/proc/self/oom_score_adj").write_text("1000")
     connection = socket.socket(fileno=0)
     _limit_memory()
     _send(connection, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ def _ask(options: argparse.Namespace, request: Tokenize | Detokenize) -> Any:
     if options.bundle is None:
         with Client(options.connect) as client:
             return client._ask(request)
+    from ull import _native
     from ull.admission import Admission, Limits
     from ull.bundle import open_bundle
     from ull.tokenizer import Tokenizer
@@ -76,9 +78,11 @@ def _ask(options: argparse.Namespace, request: Tokenize | Detokenize) -> Any:
     bundle = open_bundle(options.bundle)
     model = bundle.manifest.model
     limits = Limits(context=model.context, vocabulary=model.vocabulary, default_max_tokens=1, max_tokens=model.context)
-    admission = Admission(Tokenizer(bundle.tokenizer_directory), limits, [])
-    admission.check_text(request)
-    return admission.convert(request)
+    with contextlib.closing(Tokenizer(bundle.tokenizer_directory)) as tokenizer:
+        text_of = _native.Vocabulary(str(bundle.vocabulary_path)).text
+        admission = Admission(tokenizer, limits, [], text_of)
+        admission.check_text(request)
+        return admission.convert(request)
 
 
 def _standard_input() -> str:
