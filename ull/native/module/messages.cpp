@@ -76,8 +76,7 @@ void bind_messages(nb::module_& m) {
       .def(nb::init<uintptr_t, const std::string&>(), "socket"_a, nb::kw_only(), "libzmq"_a)
       .def("receive", &MessageSocket::receive, "messages"_a, "wait"_a,
            "Appends the next message's frames to `messages`; waits for it, at most RCVTIMEO, if `wait`. Returns 0, or "
-           "the "
-           "errno (EAGAIN: none has come; EINTR: a signal came first).")
+           "the errno (EAGAIN: none has come; EINTR: a signal came first).")
       .def("send", &MessageSocket::send, "frames"_a, "Sends one message without waiting. Returns 0, or the errno.");
 }
 
