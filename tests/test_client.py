@@ -243,7 +243,7 @@ def test_nobody_there(tmp_path: Path) -> None:
 
 
 def test_a_bad_url() -> None:
-    with pytest.raises(ull.UllError, match="not an endpoint"):
+    with pytest.raises(ull.UllError, match="neither ipc:///path nor tcp://"):
         ull.Client("nonsense")
 
 
