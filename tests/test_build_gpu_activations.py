@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from checkpoints import Tensors, write_checkpoint
 from device_bundles import write_stubs
+from manifests import read_manifest_json, write_manifest_json
 from ull import inspect
 from ull.bundle import ActivationRange, Bundle, Precision, encode_manifest, open_bundle
 from ull.errors import BuildError, BundleError
@@ -188,10 +188,9 @@ def test_only_up_and_down_of_that_layer_are_scaled() -> None:
 def test_damaged_accounts_are_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "m", config=DIMENSIONS)
     bundle = built(folder, "x.ull")
-    path = bundle.path / "manifest.json"
-    manifest = msgspec.json.decode(path.read_bytes())
+    manifest = read_manifest_json(bundle.path)
     for name, value in (("largest_share", 1.5), ("tokens", 0), ("scaled", {"layers.0.down": 0})):
         broken = manifest | {"activations": manifest["activations"] | {name: value}}
-        path.write_bytes(msgspec.json.encode(broken))
+        write_manifest_json(bundle.path, broken)
         with pytest.raises(BundleError, match=name):
             open_bundle(bundle.path)

@@ -100,7 +100,7 @@ def test_every_architecture_and_option_has_a_case() -> None:
     configs = [case.config for case in CASES]
     assert {config["model_type"] for config in configs} == {"llama", "mistral", "qwen2", "qwen3"}
     assert {case.dtype for case in CASES} == {"bfloat16", "float16", "float32"}
-    assert {config["rope_parameters"]["rope_type"] for config in configs} == {"default", "linear", "llama3"}
+    assert {config["rope_parameters"]["rope_type"] for config in configs} == {"default", "linear", "llama3", "yarn"}
     for kind in ("llama", "qwen2", "qwen3"):
         assert {c["tie_word_embeddings"] for c in configs if c["model_type"] == kind} == {True, False}, kind
     for kind in ("mistral", "qwen2", "qwen3"):

@@ -278,7 +278,10 @@ def test_a_bundle_without_learned_drafters(spawn: Spawn, tmp_path: Path) -> None
         assert plain.speculation.by_drafter == {"none": len(plain.token_ids)}
         for drafter in ("ngram", "auto"):
             check_same(complete(client, REPEATING, drafter), plain)
-    for drafter, said in (("medusa", "it offers none, ngram, auto"), ("magic", "must be one of bundle, none, ngram, medusa, draft, auto")):
+    for drafter, said in (
+        ("medusa", "it offers none, ngram, auto"),
+        ("magic", "must be one of bundle, none, ngram, medusa, draft, auto"),
+    ):
         outcome = ulld(str(bundle), "--listen", f"ipc://{tmp_path}/sock", "--set", f"speculation.default={drafter}")
         assert (outcome.returncode, outcome.stdout, outcome.stderr.count("\n")) == (1, "", 1)
         assert "speculation.default" in outcome.stderr and said.lower() in outcome.stderr.lower()
