@@ -3,9 +3,12 @@
 Whatever was interrupted, the next request gives the right answer, and nothing is left running at the daemon.
 """
 
+import ctypes
 import dis
+import errno
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,11 +18,13 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
+import zmq
 
 import ull
 from conftest import Daemon, Spawn
 from fake_daemon import FakeDaemon, done, token, words
-from ull import wire
+from ull import _native, wire
+from ull.host import loaded_libzmq
 
 PROMPT = "import os\n"
 INTERRUPTS = 250
@@ -265,3 +270,56 @@ def test_connecting_and_closing_may_be_interrupted_everywhere(tmp_path: Path, tr
                     client.generate("z")
             place += 1
         assert place > 50
+
+
+# libzmq's functions, of which those that do not wait end with EINTR every other time, as while a signal is pending.
+CUT_SHORT = """
+#include <cerrno>
+#include <cstddef>
+#include <dlfcn.h>
+
+namespace {
+template <typename Function>
+Function real(const char* name) {
+  return reinterpret_cast<Function>(dlsym(dlopen(LIBZMQ, RTLD_NOLOAD | RTLD_NOW), name));
+}
+bool cut_short(int flags) {
+  static unsigned calls = 0;
+  if ((flags & 1) == 0 || ++calls % 2 == 0) return false;  // ZMQ_DONTWAIT
+  errno = EINTR;
+  return true;
+}
+}  // namespace
+
+extern "C" int zmq_send(void* socket, const void* data, size_t size, int flags) {
+  return cut_short(flags) ? -1 : real<int (*)(void*, const void*, size_t, int)>("zmq_send")(socket, data, size, flags);
+}
+extern "C" int zmq_msg_recv(void* message, void* socket, int flags) {
+  return cut_short(flags) ? -1 : real<int (*)(void*, void*, int)>("zmq_msg_recv")(message, socket, flags);
+}
+"""
+
+
+def test_calls_that_a_signal_cuts_short_leave_messages_whole(tmp_path: Path) -> None:
+    source, library = tmp_path / "cut_short.cpp", tmp_path / "cut_short.so"
+    source.write_text(CUT_SHORT)
+    libzmq = loaded_libzmq()
+    flags = [
+        "-shared",
+        "-fPIC",
+        f'-DLIBZMQ="{libzmq}"',
+        "-Wl,--no-as-needed",
+    ]  # what it lacks is found in libzmq itself
+    subprocess.run(["g++", *flags, source, libzmq, "-o", library, "-ldl"], check=True)
+    ctypes.CDLL(str(library))
+    with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as other:
+        one.bind(f"inproc://{tmp_path}")
+        other.connect(f"inproc://{tmp_path}")
+        ours = _native.MessageSocket(one.underlying, libzmq=str(library))
+        assert ours.send([b"version", b"payload"]) == 0
+        assert other.recv_multipart(zmq.NOBLOCK) == [b"version", b"payload"]
+        other.send_multipart([b"version", b"answer", b"more"])
+        messages: list[list[bytes]] = []
+        assert ours.receive(messages, False) == 0
+        assert messages == [[b"version", b"answer", b"more"]]
+        assert ours.receive(messages, False) == errno.EAGAIN

@@ -1,4 +1,6 @@
 // A client's messages over a ZeroMQ socket of pyzmq's.
+#include <cerrno>
+
 #include "io/zmq_api.h"
 #include "module/bindings.h"
 
@@ -52,14 +54,25 @@ class MessageSocket {
   int send(const std::vector<nb::bytes>& frames) {
     for (size_t at = 0; at < frames.size(); ++at) {
       const int flags = zmq::kDontWait | (at + 1 < frames.size() ? zmq::kSendMore : 0);
-      if (api_.send(socket_, frames[at].c_str(), frames[at].size(), flags) < 0) return api_.error();
+      const auto frame = [&] { return api_.send(socket_, frames[at].c_str(), frames[at].size(), flags); };
+      if (const int error = whatever_signals(frame); error != 0) return error;
     }
     return 0;
   }
 
  private:
+  // A call that does not wait, until no signal has cut it short: even these end with EINTR while one is pending. A
+  // message that began would be left without its other frames.
+  template <typename Call>
+  int whatever_signals(const Call& call) {
+    while (call() < 0) {
+      if (const int error = api_.error(); error != EINTR) return error;
+    }
+    return 0;
+  }
+
   int receive_frame(Frame& frame, bool wait) {
-    if (!wait) return api_.msg_recv(&frame.message, socket_, zmq::kDontWait) < 0 ? api_.error() : 0;
+    if (!wait) return whatever_signals([&] { return api_.msg_recv(&frame.message, socket_, zmq::kDontWait); });
     const nb::gil_scoped_release unlocked;
     return api_.msg_recv(&frame.message, socket_, 0) < 0 ? api_.error() : 0;
   }
