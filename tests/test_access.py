@@ -65,7 +65,9 @@ def check(outcome: "subprocess.CompletedProcess[str]", path: Path, action: str, 
     assert f"{culprit} belongs to user " in complaint and f"chmod or chown {culprit}" in complaint
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "weights.safetensors", "vocab.bin", "tokenizer/tokenizer.json"])
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "manifest.sha256", "weights.safetensors", "vocab.bin", "tokenizer/tokenizer.json"]
+)
 def test_a_file_of_the_bundle(home: Path, ulld: Ulld, name: str) -> None:
     path = home / "tiny.ull" / name
     path.chmod(0)

@@ -209,7 +209,7 @@ def test_a_link_to_a_regular_file_is_as_good_as_the_file(bundle: Path, pristine:
 @pytest.mark.parametrize("name", ["manifest.json", "manifest.sha256"])
 def test_what_may_not_be_read_is_said_to_be_so(bundle: Path, name: str) -> None:
     (bundle / name).chmod(0)
-    refuse(bundle, f"{name} cannot be read: permission denied; see its owner and mode", name)
+    refuse(bundle, f"{name}: permission to read is denied to user .*; chmod or chown it, or run as another user", name)
 
 
 # Who reports it
