@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -36,6 +37,23 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("engines") / "tiny.ull"
     recipe = load_recipe(ROOT / "engines/tiny.toml", {"output": str(output)})
     return build(settings_from_recipe(recipe, evaluate=False)).path
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of a random Llama, never changed by a test."""
+    from checkpoints import write_checkpoint
+    from ull_build.build import Settings, build
+
+    directory = tmp_path_factory.mktemp("bundle")
+    checkpoint = write_checkpoint(directory / "model")
+    return build(Settings(model=checkpoint, output=directory / "x.ull", name="x", evaluate=False)).path
+
+
+@pytest.fixture
+def bundle(pristine: Path, tmp_path: Path) -> Path:
+    """A copy of the bundle to damage."""
+    return Path(shutil.copytree(pristine, tmp_path / "x.ull"))
 
 
 class Daemon(DaemonProcess):

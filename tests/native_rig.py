@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from ull import _native
+from ull.host import loaded_libzmq
 
 TIMEOUT_MS = 20_000  # a hang, not a slow machine
 
@@ -28,11 +29,6 @@ def write_vocabulary(path: Path, pieces: Sequence[bytes], special: Iterable[int]
     header = b"ULLVOCAB" + struct.pack(f"<III{len(offsets)}I", 2, len(pieces), 0, *offsets)
     path.write_bytes(header + flags + b"".join(pieces))
     return path
-
-
-def loaded_libzmq() -> str:
-    """The path of the libzmq that pyzmq has loaded into this process."""
-    return next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libzmq" in line)
 
 
 class Control:

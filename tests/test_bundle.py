@@ -2,7 +2,6 @@
 
 import copy
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from checkpoints import write_checkpoint, write_json
+from checkpoints import write_json
 from manifests import read_manifest_json, write_manifest_json
 from ull import inspect
 from ull.bundle import (
@@ -26,21 +25,6 @@ from ull.bundle import (
     write_sealed,
 )
 from ull.errors import BundleError, ConfigError
-from ull_build.build import Settings, build
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle of a random Llama, never changed by a test."""
-    directory = tmp_path_factory.mktemp("bundle")
-    checkpoint = write_checkpoint(directory / "model")
-    return build(Settings(model=checkpoint, output=directory / "x.ull", name="x", evaluate=False)).path
-
-
-@pytest.fixture
-def bundle(pristine: Path, tmp_path: Path) -> Path:
-    """A copy of the bundle to damage."""
-    return Path(shutil.copytree(pristine, tmp_path / "x.ull"))
 
 
 def edit(bundle: Path, *path: str, value: Any) -> None:

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 import zmq
 
-from native_rig import Rig, loaded_libzmq
+from native_rig import Rig
 from ull import _native
+from ull.host import loaded_libzmq
 
 ALPHABET = list(b"abcdefghijklmnopqrstuvwxyz")
 PROMPT = b"once upon a time there was"  # 26 tokens: the completion begins at "a"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from checkpoints import write_checkpoint
 from conftest import Daemon, Spawn
 from manifests import change_manifest, read_manifest_json
 from ull import inspect
@@ -19,22 +17,7 @@ from ull.bundle import open_bundle
 from ull.client import Client
 from ull.errors import BundleError
 from ull.spawn import python_command, python_environment
-from ull_build.build import Settings, build
 from ull_build.output import is_bundle
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle of a random Llama, never changed by a test."""
-    directory = tmp_path_factory.mktemp("bundle")
-    checkpoint = write_checkpoint(directory / "model")
-    return build(Settings(model=checkpoint, output=directory / "x.ull", name="x", evaluate=False)).path
-
-
-@pytest.fixture
-def bundle(pristine: Path, tmp_path: Path) -> Path:
-    """A copy of the bundle to damage."""
-    return Path(shutil.copytree(pristine, tmp_path / "x.ull"))
 
 
 def refuse(bundle: Path, words: str, field: str = "manifest.json") -> None:

@@ -114,6 +114,7 @@ from ull.plans import (
 from ull.rope import attention_factor, inverse_frequencies
 from ull.seal import (
     MANIFEST_FILE,
+    REBUILD,
     SEAL_FILE,
     check_seal,
     digest_of,
@@ -227,7 +228,6 @@ __all__ = [
 
 VOCABULARY_MAGIC = b"ULLVOCAB"
 VOCABULARY_VERSION = 2
-REBUILD = "rebuild it with ull-build"
 _HASH_BLOCK = 1 << 20  # bytes
 _ELF_MAGIC = b"\x7fELF"
 _ELF_CUDA = 190  # e_machine of a cubin
@@ -319,11 +319,6 @@ def read_manifest(path: Path) -> Manifest:
 
 def read_sealed_manifest(path: Path) -> tuple[Manifest, str]:
     """The manifest as `read_manifest` reads it, and the bundle's digest. Raises BundleError."""
-    try:
-        if not path.exists():
-            raise BundleError(f"no engine bundle at {path}; build one with `ull-build RECIPE`", field=str(path))
-    except PermissionError as error:
-        raise BundleError(denial(path), field=MANIFEST_FILE) from error
     raw = read_manifest_bytes(path)
     _check_format(path, raw)
     digest = check_seal(path, raw)

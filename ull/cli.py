@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ull import __version__
@@ -44,29 +44,36 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ull {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def client_command(name: str, summary: str) -> argparse.ArgumentParser:
+    def client_command(
+        name: str,
+        summary: str,
+        run: Callable[[argparse.Namespace], int],
+        add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
+    ) -> None:
         command = commands.add_parser(name, help=summary, description=summary)
         command.add_argument("--connect", metavar="URL", help="default: this user's socket, as ulld's without --listen")
-        return command
+        if add_arguments is not None:
+            add_arguments(command)
+        command.set_defaults(run=run)
 
-    command = client_command("generate", "Streams one completion to the terminal.")
-    generate.add_arguments(command)
-    command.set_defaults(run=generate.run)
-    command = client_command("chat", "A conversation in the terminal.")
-    chat.add_arguments(command)
-    command.set_defaults(run=chat.run)
-    command = client_command("tokenize", "A text's token ids, by a daemon's tokenizer or a bundle's.")
-    tokenize.add_tokenize_arguments(command)
-    command.set_defaults(run=tokenize.run_tokenize)
-    command = client_command("detokenize", "The text of token ids, by a daemon's tokenizer or a bundle's.")
-    tokenize.add_detokenize_arguments(command)
-    command.set_defaults(run=tokenize.run_detokenize)
-    command = client_command("bench", "Measures a running daemon from the client's side.")
-    bench.add_arguments(command)
-    command.set_defaults(run=bench.run)
-    client_command("health", "Whether the daemon serves; exit status 0 if it does.").set_defaults(run=status.run_health)
-    client_command("info", "What the daemon serves.").set_defaults(run=status.run_info)
-    client_command("stats", "Counters and latencies since the daemon's start.").set_defaults(run=status.run_stats)
+    client_command("generate", "Streams one completion to the terminal.", generate.run, generate.add_arguments)
+    client_command("chat", "A conversation in the terminal.", chat.run, chat.add_arguments)
+    client_command(
+        "tokenize",
+        "A text's token ids, by a daemon's tokenizer or a bundle's.",
+        tokenize.run_tokenize,
+        tokenize.add_tokenize_arguments,
+    )
+    client_command(
+        "detokenize",
+        "The text of token ids, by a daemon's tokenizer or a bundle's.",
+        tokenize.run_detokenize,
+        tokenize.add_detokenize_arguments,
+    )
+    client_command("bench", "Measures a running daemon from the client's side.", bench.run, bench.add_arguments)
+    client_command("health", "Whether the daemon serves; exit status 0 if it does.", status.run_health)
+    client_command("info", "What the daemon serves.", status.run_info)
+    client_command("stats", "Counters and latencies since the daemon's start.", status.run_stats)
 
     command = commands.add_parser("config", help="Prints or checks a daemon's configuration.")
     which = command.add_mutually_exclusive_group(required=True)

@@ -335,7 +335,7 @@ class Client:
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None) -> str:
         """The text that a stream of these ids would give; with skip_special_tokens False special tokens' texts too."""
-        request = build_detokenize(self._protocol.new_id(), token_ids, skip_special_tokens)
+        request = build_detokenize(self._protocol.new_id(), token_ids, skip_special_tokens=skip_special_tokens)
         return cast("wire.DetokenizeReply", self._ask(request)).text
 
     def health(self) -> wire.HealthReply:

@@ -160,9 +160,7 @@ class Daemon:
             socket,
             self._engine,
             self._io,
-            Admission(
-                tokenizer, limits, bundle.manifest.tokens.eos, _native.Vocabulary(str(bundle.vocabulary_path)).text
-            ),
+            Admission(tokenizer, limits, bundle.manifest.tokens.eos, self._engine.vocabulary.text),
             self._log,
             engine_summary=_summary(bundle, config.verify),
             executor_summary={**executor, "start_ns": start_ns},

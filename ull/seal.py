@@ -21,7 +21,7 @@ SEAL_FILE: Final = "manifest.sha256"
 MAX_MANIFEST_BYTES: Final = 64 << 20
 _MAX_SEAL_BYTES = 1024
 _SEAL = re.compile(rb"([0-9a-f]{64}) [ *]manifest\.json\n")
-_REMEDY = "rebuild it with ull-build"
+REBUILD: Final = "rebuild it with ull-build"
 
 
 def digest_of(manifest: bytes) -> str:
@@ -44,9 +44,16 @@ def read_manifest_bytes(directory: Path) -> bytes:
         return read_regular(path, MAX_MANIFEST_BYTES)
     except PermissionError as error:
         raise BundleError(denial(path), MANIFEST_FILE) from error
+    except FileNotFoundError as error:
+        if directory.exists():
+            raise BundleError(
+                f"{directory} is not an engine bundle: it has no {MANIFEST_FILE}", MANIFEST_FILE
+            ) from error
+        raise BundleError(
+            f"no engine bundle at {directory}; build one with `ull-build RECIPE`", str(directory)
+        ) from error
     except (OSError, ValueError) as error:
-        reason = f"it has no {MANIFEST_FILE}" if isinstance(error, FileNotFoundError) else str(error)
-        raise BundleError(f"{directory} is not an engine bundle: {reason}", MANIFEST_FILE) from error
+        raise BundleError(f"{directory} is not an engine bundle: {error}", MANIFEST_FILE) from error
 
 
 def check_seal(directory: Path, manifest: bytes) -> str:
@@ -55,18 +62,18 @@ def check_seal(directory: Path, manifest: bytes) -> str:
     try:
         sealed = _SEAL.fullmatch(read_regular(path, _MAX_SEAL_BYTES))
     except FileNotFoundError as error:
-        raise BundleError(f"{path} is missing; {_REMEDY}", SEAL_FILE) from error
+        raise BundleError(f"{path} is missing; {REBUILD}", SEAL_FILE) from error
     except PermissionError as error:
         raise BundleError(denial(path), SEAL_FILE) from error
     except (OSError, ValueError) as error:
-        raise BundleError(f"{error}; {_REMEDY}", SEAL_FILE) from error
+        raise BundleError(f"{error}; {REBUILD}", SEAL_FILE) from error
     if sealed is None:
-        raise BundleError(f"{path} is damaged: it must hold the SHA-256 of {MANIFEST_FILE}; {_REMEDY}", SEAL_FILE)
+        raise BundleError(f"{path} is damaged: it must hold the SHA-256 of {MANIFEST_FILE}; {REBUILD}", SEAL_FILE)
     digest = digest_of(manifest)
     if sealed[1].decode() != digest:
         raise BundleError(
             f"{directory / MANIFEST_FILE} differs from its SHA-256 in {SEAL_FILE}: it was changed after the build; "
-            f"restore it, or {_REMEDY}",
+            f"restore it, or {REBUILD}",
             MANIFEST_FILE,
         )
     return digest

@@ -23,6 +23,13 @@ ChatMessage = wire.Message | Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 
+_CONTAINERS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    **dict.fromkeys(("stop", "stop_ids", "token_ids", "tools", "documents"), (list, "a list")),
+    "logit_bias": (dict, "a mapping of token ids to numbers"),
+    "chat_template_kwargs": (dict, "a mapping"),
+}
+
+
 class Token(msgspec.Struct, frozen=True, kw_only=True):
     """What one token frame brought: usually one round's tokens, `text` being their whole characters.
 
@@ -297,10 +304,10 @@ def build_tokenize(request_id: int, prompt: str | Sequence[ChatMessage], **value
     return request
 
 
-def build_detokenize(request_id: int, token_ids: Sequence[int], skip_special_tokens: bool | None) -> wire.Detokenize:
+def build_detokenize(request_id: int, token_ids: Sequence[int], **values: Any) -> wire.Detokenize:
     """The message for one detokenize call. Raises RequestError where an item is no integer."""
-    ids = _token_ids(_container("token_ids", list, token_ids), "token_ids", "a list of token ids (integers)")
-    return wire.Detokenize(id=request_id, token_ids=ids, skip_special_tokens=skip_special_tokens is not False)
+    ids = _token_ids(_container("token_ids", token_ids), "token_ids", "a list of token ids (integers)")
+    return wire.Detokenize(id=request_id, token_ids=ids, **_given(values))
 
 
 def encode_request(request: wire.Request) -> bytes:
@@ -331,15 +338,7 @@ def _check_sendable(name: str, value: object) -> None:
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that are not None; lists and maps as such."""
-    kinds: dict[str, type[list[Any]] | type[dict[Any, Any]]] = {
-        **dict.fromkeys(("stop", "stop_ids", "tools", "documents"), list),
-        **dict.fromkeys(("logit_bias", "chat_template_kwargs"), dict),
-    }
-    return {
-        name: _container(name, kinds[name], value) if name in kinds else value
-        for name, value in values.items()
-        if value is not None
-    }
+    return {name: _container(name, value) for name, value in values.items() if value is not None}
 
 
 def _prompt_items(prompt: object) -> list[Any]:
@@ -381,13 +380,16 @@ def _token_ids(items: list[Any], name: str, wanted: str) -> list[int]:
     return ids
 
 
-def _container(name: str, kind: type[list[Any]] | type[dict[Any, Any]], value: Any) -> Any:
+def _container(name: str, value: Any) -> Any:
+    """`value`; that of a field which is a list or a map, as one."""
+    kind, wanted = _CONTAINERS.get(name, (None, ""))
+    if kind is None:
+        return value
     try:
         if isinstance(value, str | bytes):
             raise TypeError
         return kind(value)
     except (TypeError, ValueError):
-        wanted = "a mapping of token ids to numbers" if kind is dict else "a list"
         raise _refused(name, f"{name} must be {wanted}, not {_shortened(value)}") from None
 
 

@@ -218,6 +218,7 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("client_share", &Engine::client_share, "Requests that one client may have waiting or running.")
       .def_prop_ro("control_call", &Engine::control_call,
                    "Descriptor that is readable when the control plane is to call beat() and look at health().")
+      .def_prop_ro("vocabulary", &Engine::vocabulary, "What the texts of its streams are made of.")
       .def_prop_ro("info", &engine_info);
 
   nb::class_<Vocabulary>(m, "Vocabulary", "A bundle's vocab.bin: token ids to text.")
