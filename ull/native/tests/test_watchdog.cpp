@@ -1,15 +1,33 @@
 // The watchdog against a service manager made of a datagram socket: it is fed while engine thread, io thread and
 // control plane all give their signs of life, and not once any of them hangs.
 #include <poll.h>
+#include <pthread.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/un.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
+#include <string_view>
 
 #include "engine_fixture.h"
 #include "fake_zmq.h"
 #include "io/io.h"
+
+namespace {
+std::atomic<bool> engine_slow{false};  // takes 700 ms between its sign of life and its sleep
+}
+
+// Takes the C library's place.
+extern "C" int sched_yield() noexcept {
+  char name[16];
+  pthread_getname_np(pthread_self(), name, sizeof(name));
+  if (engine_slow && std::string_view(name) == "ull-engine") {
+    std::this_thread::sleep_for(std::chrono::milliseconds(700));
+  }
+  return static_cast<int>(syscall(SYS_sched_yield));
+}
 
 namespace {
 
@@ -131,6 +149,17 @@ class LiveDaemon {
 TEST(an_idle_daemon_is_alive_because_its_sleeping_threads_are_asked) {
   const LiveDaemon daemon;
   daemon.manager.hear_of_life(4);
+}
+
+// The watchdog asks twice a second: here always while the engine is awake, and has given its last sign of life before
+// it sleeps. Asked before it announces that it will sleep, it is not woken.
+TEST(a_question_to_a_thread_that_is_about_to_sleep_is_answered) {
+  engine_slow = true;
+  {
+    const LiveDaemon daemon;
+    daemon.manager.hear_of_life(4);
+  }
+  engine_slow = false;
 }
 
 TEST(a_control_plane_that_hangs_stops_the_signs_of_life) {
