@@ -67,7 +67,6 @@ void EngineLoop::idle() noexcept {
   shared_.engine_duty.end_cycle(now, false);
   if (options_.idle == IdleMode::kSpin || now - idle_since_ns_ < kIdleSpinNs) return;
   shared_.engine_waker.announce();
-  shared_.engine_beat.tick();  // the watchdog may have asked since the last tick, and found nobody asleep to be woken
   // `stopping` too: look_around() may have seen the change of `attention` that came with it, after run() last looked.
   const bool nothing_new = shared_.attention.load(std::memory_order_acquire) == seen_attention_;
   if (nothing_new && !shared_.stopping.load(std::memory_order_acquire)) shared_.engine_waker.wait();

@@ -90,7 +90,9 @@ void Watchdog::look_at_threads(int64_t now) noexcept {
     shared_.late_threads.fetch_add(1, std::memory_order_relaxed);
     say_late(thread.name, now - asked_ns_);
   }
-  if (!all || now - asked_ns_ < ask_ns_) return;
+  // One that was awake when it was asked may have gone to sleep since, without another tick.
+  if (!all) return wake_threads();
+  if (now - asked_ns_ < ask_ns_) return;
   const bool failed = shared_.failed.load(std::memory_order_relaxed);
   if (service_ns_ > 0 && !failed) notify_service_manager("WATCHDOG=1");
   ask(now);
@@ -107,6 +109,10 @@ void Watchdog::ask(int64_t now) noexcept {
   for (Watched& thread : threads_) thread.seen = thread.beat->count();
   asked_progress_ = shared_.progress.load(std::memory_order_relaxed);
   asked_ns_ = now;
+  wake_threads();
+}
+
+void Watchdog::wake_threads() noexcept {
   shared_.engine_waker.wake();
   shared_.io_waker.wake();
   shared_.control_call.raise();

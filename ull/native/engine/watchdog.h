@@ -2,9 +2,9 @@
 //
 // If the engine is busy and its progress counter stands still for longer than the limit, the engine is stalled
 // (counted, shown by health; cleared when it moves on). And each thread is asked for a sign of life: it is woken if it
-// sleeps, and must tick its Beat. The service manager's watchdog is fed (WATCHDOG=1) only once all of them have, so
-// that a thread that hangs gets the daemon restarted; which one it is, standard error and the service manager's status
-// say.
+// sleeps, until it has ticked its Beat. The service manager's watchdog is fed (WATCHDOG=1) only once all of them have,
+// so that a thread that hangs gets the daemon restarted; which one it is, standard error and the service manager's
+// status say.
 #pragma once
 
 #include <array>
@@ -42,6 +42,7 @@ class Watchdog {
   void look_at_threads(int64_t now) noexcept;
   [[nodiscard]] bool has_ticked(const Watched& thread) const noexcept;
   void ask(int64_t now) noexcept;
+  void wake_threads() noexcept;
 
   EngineShared& shared_;
   const int64_t limit_ns_;

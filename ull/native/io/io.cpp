@@ -154,7 +154,6 @@ void Io::idle() noexcept {
   const bool paced = pace_.expects(now_);
   if (paced ? now_ >= pace_.spin_from_ns() : now_ - worked_ns_ < kIdleSpinNs) return;
   shared_.io_waker.announce();
-  shared_.io_beat.tick();  // the watchdog may have asked since the last tick, and found nobody asleep to be woken
   if (shared_.events.empty() && !stopping_.load(std::memory_order_acquire)) {
     ++stats_.sleeps;
     publish();

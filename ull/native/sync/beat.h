@@ -10,8 +10,7 @@ namespace ull {
 
 class Beat {
  public:
-  // The thread itself, at least whenever it is woken, and between its announcement that it will sleep and its sleep:
-  // whoever asks before the announcement wakes nobody. From its first tick on it is watched.
+  // The thread itself, at least whenever it is woken. From its first tick on it is watched.
   void tick() noexcept { count_.store(count_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed); }
   // The thread itself, before it ends: it is watched no longer.
   void end() noexcept { count_.store(0, std::memory_order_relaxed); }
