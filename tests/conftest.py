@@ -24,10 +24,10 @@ with contextlib.suppress(ImportError):  # where only the GPU's tests are run it 
 
     settings.register_profile("ull", deadline=None)  # of one example: a busy machine may take its time
     settings.load_profile("ull")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts its background jobs
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup starts a command
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# A shell starts its background jobs with one of these ignored, nohup a command with the other.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

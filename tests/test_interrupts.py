@@ -304,12 +304,8 @@ def test_calls_that_a_signal_cuts_short_leave_messages_whole(tmp_path: Path) -> 
     source, library = tmp_path / "cut_short.cpp", tmp_path / "cut_short.so"
     source.write_text(CUT_SHORT)
     libzmq = loaded_libzmq()
-    flags = [
-        "-shared",
-        "-fPIC",
-        f'-DLIBZMQ="{libzmq}"',
-        "-Wl,--no-as-needed",
-    ]  # what it lacks is found in libzmq itself
+    # What it lacks is found in libzmq itself.
+    flags = ["-shared", "-fPIC", f'-DLIBZMQ="{libzmq}"', "-Wl,--no-as-needed"]
     subprocess.run(["g++", *flags, source, libzmq, "-o", library, "-ldl"], check=True)
     ctypes.CDLL(str(library))
     with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as other:

@@ -362,9 +362,8 @@ def test_a_request_whose_sending_was_interrupted_is_cancelled(url: str, transpor
                     pass
             except Interrupt:
                 interrupts += 1
-            while (
-                len(client._protocol.live_streams()) > 100
-            ):  # most turns end before their alarm: the daemon must keep up
+            # Most turns end before their alarm: the daemon must keep up.
+            while len(client._protocol.live_streams()) > 100:
                 client.poll(0.01)
             if interrupts == 60:
                 break

@@ -1,32 +1,23 @@
 // The watchdog against a service manager made of a datagram socket: it is fed while engine thread, io thread and
 // control plane all give their signs of life, and not once any of them hangs.
 #include <poll.h>
-#include <pthread.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <sys/un.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
-#include <string_view>
 
 #include "engine_fixture.h"
 #include "fake_zmq.h"
 #include "io/io.h"
+#include "yields.h"
 
 namespace {
 std::atomic<bool> engine_slow{false};  // takes 700 ms between its sign of life and its sleep
 }
 
-// Takes the C library's place.
-extern "C" int sched_yield() noexcept {
-  char name[16];
-  pthread_getname_np(pthread_self(), name, sizeof(name));
-  if (engine_slow && std::string_view(name) == "ull-engine") {
-    std::this_thread::sleep_for(std::chrono::milliseconds(700));
-  }
-  return static_cast<int>(syscall(SYS_sched_yield));
+void on_yield(std::string_view thread) noexcept {
+  if (engine_slow && thread == "ull-engine") std::this_thread::sleep_for(std::chrono::milliseconds(700));
 }
 
 namespace {
