@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-NATIVE := $(shell find ull/native -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt) ull/kernels/params.h
-KERNELS := $(shell find ull/kernels tests/emulator tests/fakecuda -name '*.c*' -o -name '*.h')
+NATIVE := $(shell find ull/native tests/native -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt) ull/kernels/params.h
+KERNELS := $(shell find ull/kernels tests/doubles/emulator tests/doubles/fakecuda -name '*.c*' -o -name '*.h')
 
 .PHONY: demo test lint format native-test sanitize oldest-nvrtc oracle wheel kernels-report h200 h200-tensorrt h200-wheels
 .PHONY: install clean help
@@ -19,11 +19,12 @@ demo: $(VENV)/.installed  ## build the tiny engine, serve it, stream a completio
 # Tests that compute and time nothing run side by side, a file to a process, in this order: those that take minutes first,
 # so that no process is left with one of them at the end. The rest run one after the other.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
-LONG_TESTS := $(patsubst %,tests/test_%.py,tensorrt_end_to_end gpu_end_to_end kernel_linear kernel_attention kernel_layers \
-  kernel_compile kernel_report kernel_head_scan kernel_sampling gpu_double gpu_evaluation)
-LONG_TESTS += $(filter-out $(LONG_TESTS),$(sort $(wildcard $(patsubst %,tests/test_%.py,bench_ahead bench_probes bench_trace device_kernels \
-  emulator* fakecuda gpu_* kernel_* tensorrt_* build build_gpu* build_speculation build_vocabulary bundle calibrate chat_templates checkpoint \
-  control_tokens evaluate executor oracle speculation text text_streams train))))
+LONG_TESTS := $(wildcard $(patsubst %,tests/%.py,tensorrt_plans/test_tensorrt_end_to_end gpu/test_gpu_end_to_end \
+  $(patsubst %,kernels/test_kernel_%,linear attention layers compile report head_scan sampling) gpu/test_gpu_double build/test_gpu_evaluation))
+LONG_TESTS += $(filter-out $(LONG_TESTS),$(sort $(wildcard $(patsubst %,tests/%/test_*.py,kernels gpu tensorrt_plans build bundle) \
+  $(patsubst %,tests/%.py,bench/test_bench_ahead bench/test_bench_probes bench/test_bench_trace bench/test_tensorrt_probe \
+  $(patsubst %,text/test_%,chat_templates control_tokens) \
+  $(patsubst %,core/test_%,evaluate executor oracle speculation text text_streams)))))
 
 test: $(VENV)/.installed-test  ## linters, types, the test suite
 	$(MAKE) --no-print-directory lint
@@ -58,7 +59,7 @@ sanitize: $(VENV)/.installed-test  ## native unit tests under ASan + UBSan, then
 	$(call run_native_tests,tsan,thread)
 	ULL_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(PRELOADED)" \
 	  $(BIN)/python -m pytest $(SIDE_BY_SIDE) -p no:faulthandler --capture=sys -o timeout=900 \
-	  $(filter tests/test_kernel_% tests/test_emulator.py,$(filter-out %_compile.py %_report.py,$(LONG_TESTS)))
+	  $(filter tests/kernels/test_kernel_% tests/kernels/test_emulator.py,$(filter-out %_compile.py %_report.py,$(LONG_TESTS)))
 comma := ,
 # libstdc++ beside libasan: it looks up what throws exceptions when it starts, and Python itself has none.
 PRELOADED = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so)
@@ -68,7 +69,7 @@ OLDEST := .cache/nvrtc-13.0
 oldest-nvrtc: $(VENV)/.installed-test  ## compile the kernels of an 8B model with the oldest NVRTC that will do
 	$(PIP) --no-deps --upgrade --target $(OLDEST) "nvidia-cuda-nvrtc==13.0.*"
 	LD_LIBRARY_PATH=$(abspath $(OLDEST)/nvidia/cu13/lib) LD_PRELOAD=$(abspath $(OLDEST)/nvidia/cu13/lib/libnvrtc.so.13) \
-	  ULL_NVRTC=13.0 $(BIN)/python -m pytest -n 2 tests/test_kernel_compile.py -k "llama-3.1-8b or asked_for"
+	  ULL_NVRTC=13.0 $(BIN)/python -m pytest -n 2 tests/kernels/test_kernel_compile.py -k "llama-3.1-8b or asked_for"
 
 kernels-report: $(VENV)/.installed-test  ## write the static figures of every kernel, which a test holds them to
 	$(BIN)/python bench/kernels_report.py
@@ -81,7 +82,7 @@ oracle: $(VENV)/.installed-test  ## compare with transformers, live (installs Py
 wheel: $(VENV)/.installed-test  ## build a wheel into .cache/wheel and check what is in it
 	rm -rf .cache/wheel
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir .cache/wheel .
-	$(BIN)/python tests/wheel_contents.py .cache/wheel/ull-*.whl
+	$(BIN)/python tests/house/wheel_contents.py .cache/wheel/ull-*.whl
 
 # In two commands of nine minutes; without ULL_H200_STEPS one behind the other.
 h200:  ## on an H200: ULL_H200_STEPS=correctness make h200, then ULL_H200_STEPS=figures make h200; one JSON report

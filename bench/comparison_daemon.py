@@ -9,7 +9,8 @@ import json
 import os
 import sys
 
-from ull import _native, ulld
+from ull import _native
+from ull.daemon import __main__ as ulld
 
 if __name__ == "__main__":
     changes = json.loads(os.environ["ULL_BENCH_EXECUTOR"])

@@ -18,14 +18,14 @@ from typing import Any
 
 from report import ROOT
 from sass import disassemble, weight_loop
-from ull.bundle import Precision, device_macros
+from ull.bundle.open import Precision, device_macros
 from ull.gpu.fused import FusedForward
 from ull.gpu.launch import Launch
 from ull.gpu.memory import Sizes
 from ull.gpu.places import HostBlocks, Places
 from ull.gpu.rounds import PLAIN, Rounds
-from ull_build import nvrtc
-from ull_build.kernels import compile_file, kernel_sources
+from ull_build.code import nvrtc
+from ull_build.code.kernels import compile_file, kernel_sources
 from ull_build.shapes import shape_model
 
 TARGET = "sm_90a"

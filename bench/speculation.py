@@ -25,8 +25,8 @@ from rich.table import Table
 import ull
 from report import ROOT, Check, arguments, finish, percentiles
 from serving import serve, tiny_bundle
-from ull.benchmark import speculation_summary
-from ull.metrics import added
+from ull.client.benchmark import speculation_summary
+from ull.daemon.metrics import added
 from ull.spawn import DaemonProcess
 from ull.wire import DRAFTERS, Speculation
 

@@ -24,8 +24,8 @@ import zmq
 import ull
 from report import Check, arguments, compile_peer, finish, percentiles
 from serving import serve, tiny_bundle
-from ull.host import loaded_libzmq
-from ull.link import Transport
+from ull.client.link import Transport
+from ull.daemon.host import loaded_libzmq
 from ull.spawn import DaemonProcess
 
 BLOCKS = 8

@@ -107,7 +107,7 @@ def spawn(tiny_bundle: Path, tmp_path: Path) -> Iterator[Spawn]:
         home.mkdir()
         if script is not None:
             os.environ["ULL_TEST_SCRIPT"] = json.dumps(script)
-            options["command"] = [sys.executable, str(ROOT / "tests/scripted_daemon.py")]
+            options["command"] = [sys.executable, str(ROOT / "tests/rigs/daemons/scripted_daemon.py")]
         daemons.append(Daemon(options.pop("bundle", tiny_bundle), directory=home, arguments=arguments, **options))
         return daemons[-1]
 

@@ -6,8 +6,9 @@ import importlib
 
 TYPE_CHECKING = False  # what type checkers take for True; typing itself takes longer to import than all of this
 if TYPE_CHECKING:
-    from ull.aio import AsyncClient, AsyncStream
-    from ull.client import Client, Stream
+    from ull.client.aio import AsyncClient, AsyncStream
+    from ull.client.protocol import Result, Token
+    from ull.client.sync import Client, Stream
     from ull.errors import (
         Busy,
         ConfigError,
@@ -19,25 +20,24 @@ if TYPE_CHECKING:
         UllError,
         UsageError,
     )
-    from ull.streams import Result, Token
 
 __version__ = "0.1.0"
 
 # Loaded on first use: the build and the daemon need no client, a client needs neither.
 _HOMES = {
-    "AsyncClient": "ull.aio",
-    "AsyncStream": "ull.aio",
+    "AsyncClient": "ull.client.aio",
+    "AsyncStream": "ull.client.aio",
     "Busy": "ull.errors",
-    "Client": "ull.client",
+    "Client": "ull.client.sync",
     "ConfigError": "ull.errors",
     "ConnectionLost": "ull.errors",
     "Draining": "ull.errors",
     "RequestError": "ull.errors",
     "RequestFailed": "ull.errors",
     "RequestTimeout": "ull.errors",
-    "Result": "ull.streams",
-    "Stream": "ull.client",
-    "Token": "ull.streams",
+    "Result": "ull.client.protocol",
+    "Stream": "ull.client.sync",
+    "Token": "ull.client.protocol",
     "UllError": "ull.errors",
     "UsageError": "ull.errors",
 }

@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config(options: argparse.Namespace) -> int:
-    from ull.config import default_toml, load_config
+    from ull.daemon.config import default_toml, load_config
 
     if options.defaults:
         print(default_toml(), end="")

@@ -17,9 +17,9 @@ from typing import Annotated, Any, Final, NoReturn, Protocol, TypeVar, get_args
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from ull.bundle.manifest import Drafter
 from ull.coercion import ONE_FOR_LIST, Coercion
 from ull.errors import Busy, Draining, RequestError
-from ull.manifest import Drafter
 
 VERSION: Final = b"ull1"
 MAX_ID: Final = 2**64 - 1  # request ids and seeds are unsigned 64-bit numbers
@@ -195,7 +195,7 @@ class Done(msgspec.Struct, tag="done", kw_only=True):
     usage: Usage
     timeline: Timeline
     seed: int
-    bundle: str = ""  # digest of the bundle that answered (see `ull.seal`), hexadecimal
+    bundle: str = ""  # digest of the bundle that answered (see `ull.bundle.seal`), hexadecimal
     error: Failure | None = None
     speculation: Speculation = msgspec.field(default_factory=Speculation)
     warnings: list[str] = []  # unknown fields of the request, which were ignored: the first MAX_WARNINGS

@@ -1,4 +1,5 @@
-"""The same bundle with kernels compiled for other settings of `ull_build.kernels.TUNING`, and what rounds take then.
+"""The same bundle with kernels compiled for other settings of `ull_build.code.kernels.TUNING`, and what rounds
+take then.
 
 `time_ahead` is one step of a run: it yields findings as the steps of `measure.py` do.
 """
@@ -16,7 +17,7 @@ from journal import Finding
 from rounds import RoundTimer, loaded
 
 from report import percentiles
-from ull.bundle import (
+from ull.bundle.open import (
     CODE_DIRECTORY,
     MANIFEST_FILE,
     SEAL_FILE,
@@ -25,7 +26,7 @@ from ull.bundle import (
     open_bundle,
     write_sealed,
 )
-from ull_build.kernels import compile_kernels, write_code
+from ull_build.code.kernels import compile_kernels, write_code
 
 SETTINGS = {  # KiB of weights for each multiprocessor that L2 is asked for, and whether by every layer
     "none": {"ULL_AHEAD_KIB": "0", "ULL_AHEAD_ALL": "0"},

@@ -9,7 +9,7 @@ from pathlib import Path
 from stopwatch import Stopwatch
 
 from ull.gpu.driver import Driver
-from ull_build.kernels import compile_file
+from ull_build.code.kernels import compile_file
 
 SOURCE = Path(__file__).parent / "read.cu"
 STAGE_BYTES, STAGES = 8192, 24  # of ull_read_bulk

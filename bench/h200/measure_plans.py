@@ -22,7 +22,7 @@ from plans import ARCH, measure_plans, print_plans
 from rich.console import Console
 from rich.table import Table
 
-from ull.bundle import Precision
+from ull.bundle.open import Precision
 from ull_build.shapes import shape_model
 from ull_build.tensorrt.preflight import estimate, read_machine, remarks
 
@@ -38,8 +38,8 @@ MACHINE_S, LINEAR_S, PROFILES_S, CAPTURE_S, TINY_S, LAYERS_S = 10.0, 60.0, 240.0
 
 def describe_machine() -> Iterator[Finding]:
     """Stops here with a sentence where TensorRT or its GPU is missing, or the driver is too old for the wheel."""
-    from ull.gpu import tensorrt_library
     from ull.gpu.driver import describe_device
+    from ull.gpu.tensorrt import library as tensorrt_library
 
     trt = tensorrt_library.load()
     machine = read_machine(trt, ROOT)

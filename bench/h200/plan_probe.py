@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ull.bundle import Model, Precision, Profile, profile_of, profile_scheme, segment_names
-from ull.gpu import tensorrt_library
+from ull.bundle.open import Model, Precision, Profile, profile_of, profile_scheme, segment_names
 from ull.gpu.driver import Driver
+from ull.gpu.tensorrt import library as tensorrt_library
 from ull_build.progress import Reporter
-from ull_build.quantize import FP8_MAX, quantize_rows
 from ull_build.shapes import shape_model
 from ull_build.tensorrt.graph import Graph
 from ull_build.tensorrt.inspector import operand_types
@@ -27,6 +26,7 @@ from ull_build.tensorrt.plans import LEVELS, PlanSettings, Rung, build_plans
 from ull_build.tensorrt.random_weights import RandomCheckpoint, random_ranges
 from ull_build.tensorrt.timing_cache import open_timing_cache
 from ull_build.tensorrt.weights import BF16, F8, F16, F32, HEAD, Linear, SegmentWeights, activation_scale
+from ull_build.weights.quantise import FP8_MAX, quantize_rows
 
 Finding = dict[str, Any]
 SCHEMES = ("row product", "per-row DQ", "per tensor", "16 bits")

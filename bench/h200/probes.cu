@@ -1,7 +1,7 @@
 // What the chip's own parts take that the engine is made of, each by itself: launches that overlap, the grid barrier,
 // the weights' stream, the placing of blocks and the timers. Not part of the engine. Every kernel leaves something
 // behind that says whether it did what it is timed for.
-#include "linear_narrow.cuh"
+#include "linear/linear_narrow.cuh"
 
 namespace ull::gpu {
 namespace {

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from rich.console import Console
 from stopwatch import Stopwatch
 
-from ull.bundle import Precision, device_macros
+from ull.bundle.open import Precision, device_macros
 from ull.errors import GpuError
 from ull.gpu.driver import Driver
-from ull.gpu.launches import linear
-from ull_build.kernels import compile_file
+from ull.gpu.geometry import linear
+from ull_build.code.kernels import compile_file
 from ull_build.shapes import shape_model
 
 SOURCE = Path(__file__).parent / "probes.cu"

@@ -152,7 +152,7 @@ def print_drafts(console: Console, shapes: list[dict[str, Any]]) -> None:
 
 
 def print_ahead(console: Console, shapes: list[dict[str, Any]]) -> None:
-    """Plain rounds by how far L2 is asked for weights ahead (ull/kernels/ahead.cuh)."""
+    """Plain rounds by how far L2 is asked for weights ahead (ull/kernels/linear/ahead.cuh)."""
     table = Table(title="weights ahead: KiB that L2 is asked for beyond the rings, for each multiprocessor")
     for column in ("model", "context", "layers", "ahead", "p50 ms", "p99 ms", "mean ms"):
         table.add_column(column, justify="left" if column in ("model", "layers", "ahead") else "right")

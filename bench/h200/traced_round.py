@@ -24,17 +24,17 @@ from rich.console import Console
 from rich.table import Table
 from timeline import END, FIRST, LAST, MARKS, START, WAITED, Block, draw_timeline, png, write_chrome_trace
 
-from ull.bundle import Bundle, open_bundle
+from ull.bundle.layout import round_up
+from ull.bundle.open import Bundle, open_bundle
 from ull.errors import UllError
 from ull.gpu import arena, program
 from ull.gpu.driver import Driver
 from ull.gpu.params import Round
 from ull.gpu.program import Program
 from ull.gpu.rounds import PLAIN
-from ull.layout import round_up
 from ull.log import Log
-from ull_build import kernels
-from ull_build.kernels import compile_file
+from ull_build.code import kernels
+from ull_build.code.kernels import compile_file
 
 BUNDLE = Path(__file__).parent.parent.parent / ".cache/h200/llama-3.1-8b.ull"  # of random weights
 POSITION = 128
@@ -68,8 +68,9 @@ class TracedBundle(Bundle):
 def stamping_cubins(bundle: Bundle) -> dict[str, bytes]:
     """The bundle's cubins of ull's own kernels, compiled anew with stamps."""
     code = bundle.manifest.code
-    sources = {file.path: kernels.SOURCES / f"{Path(file.path).stem}.cu" for file in (code.files if code else ())}
-    own = {name: source for name, source in sources.items() if source.exists()}
+    by_stem = {source.stem: source for source in kernels.SOURCES.rglob("*.cu")}
+    stems = {file.path: Path(file.path).stem for file in (code.files if code else ())}
+    own = {name: by_stem[stem] for name, stem in stems.items() if stem in by_stem}
     macros = {**(code.macros if code else {}), "ULL_TRACE": "1"}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         compiled = pool.map(lambda source: compile_file(source, macros), own.values())

@@ -14,9 +14,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from native import PREBUILT, STAMP, prebuilt_stamp
 from packages import NEEDED, WANTED, read_wheel, to_install
 from sources import ROOT
+
+from native import PREBUILT, STAMP, prebuilt_stamp
 
 ALL = {**NEEDED, **WANTED}
 MOST_BYTES = 42 << 20  # beside the working tree, of 64 MiB that a lent machine takes

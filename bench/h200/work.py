@@ -27,8 +27,8 @@ from tables import PERSISTENT_CONTEXTS
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from report import percentiles
-from ull.bundle import SEAL_FILE, Bundle, open_bundle
-from ull.client import Client
+from ull.bundle.open import SEAL_FILE, Bundle, open_bundle
+from ull.client.sync import Client
 from ull.gpu import driver
 from ull.gpu.params import RoundResult
 from ull.spawn import DaemonProcess

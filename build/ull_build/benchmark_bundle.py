@@ -12,7 +12,7 @@ import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import ull
-from ull.bundle import (
+from ull.bundle.open import (
     DRAFT_CODE_DIRECTORY,
     FORMAT,
     FORMAT_VERSION,
@@ -40,12 +40,13 @@ from ull.bundle import (
 )
 from ull.errors import RecipeError
 from ull_build.build import BuildResult, compile_for
-from ull_build.kernels import write_code
+from ull_build.code.kernels import write_code
 from ull_build.leftovers import clear_leftovers
 from ull_build.output import build_time, check_output, file_entry, require_space, staged_output
 from ull_build.progress import Reporter
 from ull_build.recipe import ForwardRecipe
 from ull_build.shapes import shape_model
+from ull_build.source.vocabulary import Vocabulary, build_vocabulary
 from ull_build.tensorrt.preflight import preflight
 from ull_build.tensorrt.random_weights import RandomCheckpoint, random_ranges
 from ull_build.tensorrt.staged import (
@@ -60,7 +61,6 @@ from ull_build.tensorrt.staged import (
     try_made_up,
 )
 from ull_build.tensorrt.weights import SegmentWeights
-from ull_build.vocabulary import Vocabulary, build_vocabulary
 
 _NEEDED_BYTES = 64 << 20
 

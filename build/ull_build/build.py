@@ -13,7 +13,7 @@ from typing import Literal, cast
 import msgspec
 
 import ull
-from ull.bundle import (
+from ull.bundle.open import (
     ARCHITECTURES,
     DEVICE_KERNELS,
     DRAFT_CODE_DIRECTORY,
@@ -52,23 +52,22 @@ from ull.bundle import (
     write_sealed,
 )
 from ull.errors import BuildError, CheckpointError, RecipeError
-from ull_build.activation_range import check_activations
-from ull_build.calibrate import calibrate
-from ull_build.chat import check_chat_templates
-from ull_build.checkpoint import Checkpoint
-from ull_build.convert import Drafters, convert_stage, plan_weights
-from ull_build.convert_device import convert_device_stage, convert_for_device, plan_device_weights
-from ull_build.device_quality import ORIGINAL, DeviceEvaluator, require_bf16
-from ull_build.drafters import SpeculationSettings, describe, open_drafters
-from ull_build.evaluate import CALIBRATION, EvaluationText, Observation, read_text
-from ull_build.kernels import CompiledFile, compile_kernels, describe_file, write_code
+from ull_build.code.kernels import CompiledFile, compile_kernels, describe_file, write_code
 from ull_build.leftovers import clear_leftovers
 from ull_build.local_gpu import find_gpu
 from ull_build.output import build_time, check_output, file_entry, require_space, staged_output
 from ull_build.progress import Reporter
-from ull_build.quality import Evaluator, evaluation_bytes, measure_quality
+from ull_build.quality.activation_range import check_activations
+from ull_build.quality.calibrate import calibrate
+from ull_build.quality.evaluate import CALIBRATION, EvaluationText, Observation, read_text
+from ull_build.quality.measure import Evaluator, evaluation_bytes, measure_quality
+from ull_build.quality.on_gpu import ORIGINAL, DeviceEvaluator, require_bf16
 from ull_build.recipe import ForwardRecipe, Recipe
-from ull_build.source import Sources, open_sources
+from ull_build.source.chat import check_chat_templates
+from ull_build.source.checkpoint import Checkpoint
+from ull_build.source.digest import Sources, open_sources
+from ull_build.source.drafters import SpeculationSettings, describe, open_drafters
+from ull_build.source.vocabulary import CheckpointTokenizer, copy_tokenizer_files, read_tokenizer
 from ull_build.tensorrt.preflight import preflight
 from ull_build.tensorrt.staged import (
     REFERENCE,
@@ -82,7 +81,8 @@ from ull_build.tensorrt.staged import (
 )
 from ull_build.tensorrt.timing_cache import require_timing_cache
 from ull_build.tensorrt.weights import SegmentWeights
-from ull_build.vocabulary import CheckpointTokenizer, copy_tokenizer_files, read_tokenizer
+from ull_build.weights.cpu import Drafters, convert_stage, plan_weights
+from ull_build.weights.gpu import convert_device_stage, convert_for_device, plan_device_weights
 
 MEDUSA_LEFT_OUT = (
     "the recipe's Medusa heads are left out: they read the hidden state of ull's own decode, and TensorRT decodes; "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ull.bundle import (
+from ull.bundle.open import (
     ARCHITECTURES,
     WEIGHTS_FILE,
     Bundle,

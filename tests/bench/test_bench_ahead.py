@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from device_bundles import write_stubs
-from ull.bundle import Precision, open_bundle
-from ull_build import kernels
-from ull_build.random_bundle import RandomSettings, build_random
+from ull.bundle.open import Precision, open_bundle
+from ull_build.benchmark_bundle import RandomSettings, build_random
+from ull_build.code import kernels
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "bench"), str(ROOT / "bench/h200")]
 
 import ahead  # noqa: E402

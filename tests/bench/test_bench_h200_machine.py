@@ -15,10 +15,11 @@ from conftest import ROOT
 sys.path.append(str(ROOT / "bench/h200"))
 
 import machine
-import native
 import packages
 import sources
 from packages import Requirement
+
+import native
 
 
 def wheel(folder: Path, name: str, *requires: str, number: str = "1.0") -> Path:

@@ -21,7 +21,7 @@ sys.path.append(str(ROOT / "bench/h200"))
 
 import probes
 
-from ull_build.kernels import compile_file
+from ull_build.code.kernels import compile_file
 
 SOURCE = probes.SOURCE
 WAIT = "  arch::wait_for_predecessor();\n"

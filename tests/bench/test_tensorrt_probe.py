@@ -18,7 +18,12 @@ SCHEMES = ("row product", "per-row DQ", "per tensor", "16 bits")
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, dict[str, Any]]]:
-    command = [sys.executable, str(ROOT / "tests/tensorrt_program.py"), "probe", str(tmp_path_factory.mktemp("probe"))]
+    command = [
+        sys.executable,
+        str(ROOT / "tests/rigs/gpu/tensorrt_program.py"),
+        "probe",
+        str(tmp_path_factory.mktemp("probe")),
+    ]
     environment = driver_double.environment(multiprocessors=4) | {"ULL_TEST_TENSORRT": "profile-bits,f16-sums"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr

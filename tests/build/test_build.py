@@ -18,14 +18,14 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from checkpoints import BOS, EOS, make_config, write_checkpoint, write_json, write_shards
-from ull.bundle import Bundle, Precision, TensorShape, open_bundle, read_tensor_file
+from ull.bundle.open import Bundle, Precision, TensorShape, open_bundle, read_tensor_file
 from ull.errors import CheckpointError
 from ull_build.build import Settings, build
-from ull_build.checkpoint import Checkpoint
-from ull_build.convert import ORIGINAL_BF16, ORIGINAL_F32, convert_checkpoint
-from ull_build.pack import alternate_tiles, pack_tiles, unpack_tiles, whole_tiles
-from ull_build.quantize import dequantize_rows, quantize_rows, to_bf16
-from ull_build.weights import WeightsWriter
+from ull_build.source.checkpoint import Checkpoint
+from ull_build.weights.cpu import ORIGINAL_BF16, ORIGINAL_F32, convert_checkpoint
+from ull_build.weights.pack_cpu import alternate_tiles, pack_tiles, unpack_tiles, whole_tiles
+from ull_build.weights.quantise import dequantize_rows, quantize_rows, to_bf16
+from ull_build.weights.writer import WeightsWriter
 
 FP8 = Precision()
 ROWS = hypothesis_numpy.arrays(
@@ -275,7 +275,7 @@ def test_equal_input_gives_equal_bytes(tmp_path: Path, monkeypatch: pytest.Monke
     checkpoint = write_checkpoint(tmp_path / "m", config={"intermediate_size": 200})
     hashes = []
     for run, block in enumerate((1 << 20, 1 << 20, 1)):
-        monkeypatch.setattr("ull_build.checkpoint.BLOCK_ELEMENTS", block)
+        monkeypatch.setattr("ull_build.source.checkpoint.BLOCK_ELEMENTS", block)
         (tmp_path / str(run)).mkdir()
         bundle = make(tmp_path / str(run), checkpoint)
         hashes.append(bundle.manifest.files["weights.safetensors"].sha256)
@@ -319,8 +319,8 @@ MEASURE = """
 import sys
 from pathlib import Path
 from ull_build.build import Settings, build
-from ull_build.checkpoint import Checkpoint
-from ull_build.convert import ORIGINAL_F32, convert_checkpoint
+from ull_build.source.checkpoint import Checkpoint
+from ull_build.weights.cpu import ORIGINAL_F32, convert_checkpoint
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024

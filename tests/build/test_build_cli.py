@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 
 from checkpoints import write_checkpoint, write_json
-from ull.bundle import FileEntry, open_bundle
+from ull.bundle.open import FileEntry, open_bundle
 from ull.errors import BuildError, BundleError, RecipeError
 from ull_build import cli
 from ull_build.build import Settings, build
-from ull_build.evaluate import EvaluationText, Predictions, check_quality, read_text
 from ull_build.output import file_entry
 from ull_build.progress import PlainReporter
+from ull_build.quality.evaluate import EvaluationText, Predictions, check_quality, read_text
 from ull_build.recipe import Recipe, describe_keys, load_recipe, make_recipe
-from ull_build.vocabulary import read_tokenizer
+from ull_build.source.vocabulary import read_tokenizer
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ def fake_predict(monkeypatch: pytest.MonkeyPatch, change: float) -> list[str]:
         nll = 3.0 if Path(spec["path"]).name == "original.safetensors" else 3.0 + change
         return Predictions(np.full(text.predictions, nll, np.float32), np.zeros(text.predictions, np.int32))
 
-    monkeypatch.setattr("ull_build.quality.predict", predict)
+    monkeypatch.setattr("ull_build.quality.measure.predict", predict)
     return files
 
 
@@ -319,7 +319,7 @@ def test_an_error_while_writing_leaves_nothing(
         if next(writes) == 5:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ull_build.weights.WeightsWriter.write", fail)
+    monkeypatch.setattr("ull_build.weights.writer.WeightsWriter.write", fail)
     assert cli.main(["--model", str(checkpoint), "--output", str(tmp_path / "x.ull"), "--no-eval"]) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -424,7 +424,7 @@ def test_memory_that_is_not_there(
     def fail(self: Any, name: str, piece: Any) -> None:
         raise MemoryError(text)
 
-    monkeypatch.setattr("ull_build.weights.WeightsWriter.write", fail)
+    monkeypatch.setattr("ull_build.weights.writer.WeightsWriter.write", fail)
     assert cli.main(["--model", str(checkpoint), "--output", str(tmp_path / "x.ull"), "--no-eval"]) == 1
     assert capsys.readouterr().err == f"ull-build: error: out of memory{f' ({text})' if text else ''}\n"
     assert list(tmp_path.iterdir()) == []

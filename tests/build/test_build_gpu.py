@@ -20,22 +20,23 @@ from safetensors.numpy import load_file, save_file
 from checkpoints import head_tensors, write_checkpoint
 from device_bundles import build_with_stubs, read_weights, write_stubs
 from manifests import read_manifest_json, write_manifest_json
-from ull import inspect
-from ull.bundle import DEVICE_ALIGNMENT, DEVICE_KERNELS, Bundle, Precision, open_bundle
-from ull.device_layout import DEVICE_INTERFACE
+from ull.bundle.device_layout import DEVICE_INTERFACE
+from ull.bundle.open import DEVICE_ALIGNMENT, DEVICE_KERNELS, Bundle, Precision, open_bundle
+from ull.commands import inspect_tables as inspect
 from ull.errors import BuildError, BundleError, RecipeError
-from ull_build import cli, kernels, nvrtc
+from ull_build import cli
+from ull_build.benchmark_bundle import RandomSettings, build_random
 from ull_build.build import Settings, build, settings_from_recipe
-from ull_build.checkpoint import Checkpoint
-from ull_build.convert_device import kv_scales
-from ull_build.drafters import SpeculationSettings
-from ull_build.pack import unpack_tiles
-from ull_build.pack_device import pack_blocks, scale_rows, unpack_blocks, unscale_rows
-from ull_build.quantize import round_to_bf16
-from ull_build.random_bundle import RandomSettings, build_random
+from ull_build.code import kernels, nvrtc
 from ull_build.recipe import make_recipe
 from ull_build.shapes import SHAPES, shape_model
+from ull_build.source.checkpoint import Checkpoint
+from ull_build.source.drafters import SpeculationSettings
 from ull_build.tensorrt.weights import SegmentWeights
+from ull_build.weights.gpu import kv_scales
+from ull_build.weights.pack_cpu import unpack_tiles
+from ull_build.weights.pack_gpu import pack_blocks, scale_rows, unpack_blocks, unscale_rows
+from ull_build.weights.quantise import round_to_bf16
 
 DIMENSIONS = {"head_dim": 32, "hidden_size": 96, "intermediate_size": 100, "num_attention_heads": 4, "vocab_size": 333}
 
@@ -545,7 +546,7 @@ def test_a_benchmark_bundle_has_a_shape_and_no_weights(tmp_path: Path, capsys: p
 
 
 def test_the_tokenizer_of_a_benchmark_bundle_keeps_text(tmp_path: Path) -> None:
-    from ull.tokenizer import Tokenizer
+    from ull.text.tokenizer import Tokenizer
 
     settings = RandomSettings("llama-3.2-1b", tmp_path / "x.ull", layers=1)
     bundle = open_bundle(build_random(settings).path)
@@ -590,8 +591,8 @@ def test_our_kernels_of_the_layers_do_not_run_everywhere(checkpoint: Path, tmp_p
 
 
 def test_only_a_bf16_checkpoint_is_held_as_it_is_by_the_gpu(tmp_path: Path) -> None:
-    from ull_build.checkpoint import Checkpoint
-    from ull_build.device_quality import require_bf16
+    from ull_build.quality.on_gpu import require_bf16
+    from ull_build.source.checkpoint import Checkpoint
 
     for dtype in ("bf16", "fp32"):
         with Checkpoint(write_checkpoint(tmp_path / dtype, dtype=dtype)) as opened:

@@ -11,14 +11,15 @@ from safetensors.numpy import load_file
 
 from checkpoints import write_checkpoint
 from device_bundles import read_weights, write_stubs
-from ull import inspect
-from ull.bundle import DEVICE_KERNELS, HEAD_SCAN_KERNELS, Precision, open_bundle
+from ull.bundle.open import DEVICE_KERNELS, HEAD_SCAN_KERNELS, Precision, open_bundle
+from ull.commands import inspect_tables as inspect
 from ull.errors import RecipeError
-from ull_build import cli, kernels
+from ull_build import cli
 from ull_build.build import Settings, build, settings_from_recipe
-from ull_build.head_scan import scan_rows
-from ull_build.pack_device import unpack_blocks
+from ull_build.code import kernels
 from ull_build.recipe import make_recipe
+from ull_build.weights.head_scan import scan_rows
+from ull_build.weights.pack_gpu import unpack_blocks
 
 DIMENSIONS = {"head_dim": 32, "hidden_size": 96, "intermediate_size": 100, "num_attention_heads": 4, "vocab_size": 333}
 GPU = {"model": "m", "name": "n", "output": "x.ull", "target": "sm_90a", "lm_head_scan": True}

@@ -13,16 +13,17 @@ from safetensors.numpy import save_file
 from checkpoints import head_tensors, write_checkpoint
 from device_bundles import read_weights, write_stubs
 from recording_driver import RecordingDriver
-from ull import inspect
-from ull.bundle import DEVICE_KERNELS, MEDUSA_KERNELS, Bundle, Precision, open_bundle
+from ull.bundle.open import DEVICE_KERNELS, MEDUSA_KERNELS, Bundle, Precision, open_bundle
+from ull.commands import inspect_tables as inspect
 from ull.errors import CheckpointError
 from ull.gpu.program import Program
 from ull.log import Log
-from ull_build import cli, kernels
+from ull_build import cli
 from ull_build.build import Settings, build
-from ull_build.drafters import SpeculationSettings
-from ull_build.pack_device import unpack_blocks
-from ull_build.quantize import round_to_bf16
+from ull_build.code import kernels
+from ull_build.source.drafters import SpeculationSettings
+from ull_build.weights.pack_gpu import unpack_blocks
+from ull_build.weights.quantise import round_to_bf16
 
 HIDDEN, VOCABULARY = 96, 333
 DIMENSIONS = {"head_dim": 32, "hidden_size": HIDDEN, "num_attention_heads": 4, "vocab_size": VOCABULARY}

@@ -17,18 +17,18 @@ from safetensors.numpy import save_file
 
 from checkpoints import head_tensors, tokenizer_json, write_checkpoint, write_json
 from manifests import change_manifest, read_manifest_json, write_manifest_json
-from ull.bundle import Bundle, Precision, open_bundle
+from ull.bundle.open import Bundle, Precision, open_bundle
+from ull.commands.inspect_tables import describe as inspect_bundle
+from ull.commands.inspect_tables import main as inspect
 from ull.errors import BundleError, CheckpointError, RecipeError
-from ull.inspect import describe as inspect_bundle
-from ull.inspect import main as inspect
 from ull_build.build import Settings, build
 from ull_build.cli import main as ull_build
-from ull_build.drafters import SpeculationSettings
-from ull_build.medusa import read_medusa
-from ull_build.pack import unpack_tiles
-from ull_build.quantize import dequantize_rows, quantize_rows
 from ull_build.recipe import load_recipe, make_recipe
-from ull_build.torch_file import read_torch_file
+from ull_build.source.drafters import SpeculationSettings
+from ull_build.source.medusa import read_medusa
+from ull_build.source.torch_file import read_torch_file
+from ull_build.weights.pack_cpu import unpack_tiles
+from ull_build.weights.quantise import dequantize_rows, quantize_rows
 
 HIDDEN, ROWS = 48, 330  # of checkpoints.make_config
 Tensors = dict[str, NDArray[Any]]

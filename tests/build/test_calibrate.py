@@ -16,17 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoints import write_checkpoint
-from ull import inspect
-from ull.bundle import Calibration, Manifest, Precision, open_bundle, quantised_inputs, read_manifest
+from ull.bundle.open import Calibration, Manifest, Precision, open_bundle, quantised_inputs, read_manifest
+from ull.commands import inspect_tables as inspect
 from ull.errors import BuildError, RecipeError
 from ull_build import cli
 from ull_build.build import BuildResult, Settings, build, settings_from_recipe
-from ull_build.calibrate import PERCENTILE, percentile_amax
-from ull_build.evaluate import CALIBRATION, EvaluationText, Predictions, read_text
 from ull_build.progress import Advance, Reporter
+from ull_build.quality.calibrate import PERCENTILE, percentile_amax
+from ull_build.quality.evaluate import CALIBRATION, EvaluationText, Predictions, read_text
 from ull_build.recipe import load_recipe, make_recipe
+from ull_build.source.vocabulary import read_tokenizer
 from ull_build.tensorrt.weights import BF16, activation_scale
-from ull_build.vocabulary import read_tokenizer
 
 pytest.importorskip("ull._native")
 
@@ -223,7 +223,7 @@ def fake_predict(monkeypatch: pytest.MonkeyPatch, by_max: float, by_percentile: 
             loss += by_max if scales == runs[0] else by_percentile
         return Predictions(np.full(text.predictions, loss, np.float32), np.zeros(text.predictions, np.int32))
 
-    monkeypatch.setattr("ull_build.quality.predict", predict)
+    monkeypatch.setattr("ull_build.quality.measure.predict", predict)
     return runs
 
 

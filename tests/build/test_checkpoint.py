@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 
 from checkpoints import CLASS_NAMES, make_config, random_tensors, write_checkpoint, write_json, write_shards
 from ull.errors import CheckpointError
-from ull_build.architecture import parse_config
-from ull_build.checkpoint import Checkpoint
-from ull_build.vocabulary import read_tokenizer
+from ull_build.source.architecture import parse_config
+from ull_build.source.checkpoint import Checkpoint
+from ull_build.source.vocabulary import read_tokenizer
 
 
 def parse(architecture: str = "llama", **changes: Any):
@@ -42,7 +42,7 @@ def test_every_value_is_read_exactly(tmp_path: Path, architecture: str, dtype: s
 
 
 def test_blocks_are_whole_rows_in_multiples_of_a_tile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ull_build.checkpoint.BLOCK_ELEMENTS", 48 * 70)
+    monkeypatch.setattr("ull_build.source.checkpoint.BLOCK_ELEMENTS", 48 * 70)
     directory = write_checkpoint(tmp_path / "m")
     with Checkpoint(directory) as checkpoint:
         blocks = list(checkpoint.blocks("model.embed_tokens.weight"))

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 from checkpoints import write_checkpoint, write_json
 from ull.errors import CheckpointError
 from ull_build import cli
-from ull_build.checkpoint import Checkpoint
-from ull_build.vocabulary import read_tokenizer
+from ull_build.source.checkpoint import Checkpoint
+from ull_build.source.vocabulary import read_tokenizer
 
 
 def refusal(directory: Path) -> str:

@@ -11,7 +11,7 @@ import pytest
 import driver_double
 from conftest import ROOT
 from device_bundles import build_with_stubs, emulated_kernels, write_stubs
-from ull.bundle import Precision, open_bundle
+from ull.bundle.open import Precision, open_bundle
 from ull_build.build import Settings, build
 
 PRECISION = Precision(weights="bf16")  # both sides of a comparison, so that one library of emulated kernels will do
@@ -35,7 +35,13 @@ def run(folder: Path, *arguments: str, kernels: Path | None = None, **options: o
     """ull-build on engines/tiny under the double: exit status and standard error."""
     environment = driver_double.environment(kernels, multiprocessors=4, **options)
     environment["ULL_TEST_KERNELS"] = str(write_stubs(folder / "stubs"))
-    command = [sys.executable, str(ROOT / "tests/gpu_build.py"), "--model", str(ROOT / "engines/tiny"), "--output"]
+    command = [
+        sys.executable,
+        str(ROOT / "tests/rigs/gpu/gpu_build.py"),
+        "--model",
+        str(ROOT / "engines/tiny"),
+        "--output",
+    ]
     command += [str(folder / "x.ull"), "--target", "sm_90a", "--evaluate-on", "gpu", *arguments]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     return result.returncode, result.stderr

@@ -11,13 +11,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from checkpoints import head_tensors, write_checkpoint, write_json
-from ull.bundle import Bundle, listing_sha256, open_bundle
+from ull.bundle.open import Bundle, listing_sha256, open_bundle
 from ull.errors import BuildError, CheckpointError
-from ull_build import source
 from ull_build.build import Settings, build, settings_from_recipe
-from ull_build.drafters import SpeculationSettings
 from ull_build.recipe import make_recipe
-from ull_build.source import SourceHash
+from ull_build.source import digest as source
+from ull_build.source.digest import SourceHash
+from ull_build.source.drafters import SpeculationSettings
 
 
 def built(checkpoint: Path, output: Path, **options: Any) -> Bundle:

@@ -8,13 +8,13 @@ import pytest
 
 from checkpoints import TRAINING_TEXT, write_checkpoint
 from ull import _native
-from ull.bundle import Bundle, Precision, open_bundle
+from ull.bundle.open import Bundle, Precision, open_bundle
 from ull.errors import BuildError
 from ull_build.build import Settings, build
-from ull_build.checkpoint import Checkpoint
-from ull_build.drafters import SpeculationSettings
 from ull_build.progress import Reporter
-from ull_build.quantize import dequantize_rows, quantize_rows
+from ull_build.source.checkpoint import Checkpoint
+from ull_build.source.drafters import SpeculationSettings
+from ull_build.source.vocabulary import read_tokenizer
 from ull_build.train import cli
 from ull_build.train.acceptance import describe, measure, ranks
 from ull_build.train.data import (
@@ -27,7 +27,7 @@ from ull_build.train.data import (
     read_texts,
 )
 from ull_build.train.unpack import bundle_weights
-from ull_build.vocabulary import read_tokenizer
+from ull_build.weights.quantise import dequantize_rows, quantize_rows
 
 PLAN = Plan(sequences=6, prompt_tokens=24, response_tokens=12)
 

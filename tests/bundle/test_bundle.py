@@ -14,8 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from checkpoints import write_json
 from manifests import read_manifest_json, write_manifest_json
-from ull import inspect
-from ull.bundle import (
+from ull.bundle.open import (
     Bundle,
     Manifest,
     Precision,
@@ -24,6 +23,7 @@ from ull.bundle import (
     read_tensor_file,
     write_sealed,
 )
+from ull.commands import inspect_tables as inspect
 from ull.errors import BundleError, ConfigError
 
 

@@ -7,22 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from ull.plans import TOKEN_COUNTS, Forward, Plans
-
-BUILT = {
-    "version": "11.4.0.106",
-    "gpu": "NVIDIA H200",
-    "capability": "9.0",
-    "files": [f"code/plans/{name}.plan" for name in ("entry", "exit", "head")],
-    "token_counts": list(TOKEN_COUNTS),
-    "scratch_bytes": 1 << 20,
-    "exact": [1, 2, 4],
-    "place_exact": True,
-}
-
-
-def plans(**changes: Any) -> Plans:
-    return msgspec.convert({**BUILT, **changes}, Plans)
+from manifests import BUILT, plans
+from ull.bundle.forward import TOKEN_COUNTS, Forward
 
 
 @pytest.mark.parametrize(

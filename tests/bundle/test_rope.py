@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from checkpoints import make_config
-from ull.bundle import Model, Rope, attention_factor, inverse_frequencies
+from ull.bundle.open import Model, Rope, attention_factor, inverse_frequencies
 from ull.gpu.memory import rope_table
-from ull_build.architecture import parse_config
+from ull_build.source.architecture import parse_config
 from ull_build.tensorrt.native import rope_tables
 
 YARN = Rope(10000.0, "yarn", 16.0, None, None, 64, 1.2773, 8.0, 2.0)

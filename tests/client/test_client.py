@@ -221,7 +221,7 @@ def test_a_stream_dropped_in_another_thread_is_cancelled_later(serve: Serve) -> 
 
 
 def test_closing_the_client_cancels_and_fails_what_runs(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ull.client.LINGER_MS", 10_000)
+    monkeypatch.setattr("ull.client.sync.LINGER_MS", 10_000)
     daemon = serve(first_word_then_silence)
     client = ull.Client(daemon.url)
     stream = client.generate("x")
@@ -278,7 +278,7 @@ def test_the_daemon_may_start_after_the_client(serve: Serve, tmp_path: Path) -> 
 
 
 def test_a_daemon_that_never_ends_a_request(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ull.client.GRACE_S", 0.05)
+    monkeypatch.setattr("ull.client.sync.GRACE_S", 0.05)
     daemon = serve(lambda daemon, identity, request: None)
     with ull.Client(daemon.url, query_timeout=0.05) as client:
         with pytest.raises(ull.RequestTimeout):
@@ -481,7 +481,7 @@ def test_async_loss_and_return(serve: Serve, new_loop: Callable[[], asyncio.Abst
 
 
 def test_async_timeout(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ull.aio.GRACE_S", 0.05)
+    monkeypatch.setattr("ull.client.aio.GRACE_S", 0.05)
 
     async def body(client: ull.AsyncClient) -> None:
         with pytest.raises(ull.RequestTimeout):

@@ -20,8 +20,8 @@ import zmq
 import ull
 from fake_daemon import FakeDaemon, done, token, words
 from ull import wire
+from ull.client.unreachable import permission_denied, why_nobody
 from ull.endpoints import default_endpoint
-from ull.unreachable import permission_denied, why_nobody
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["local", "zeromq"])
 
@@ -376,7 +376,9 @@ def test_texts_that_have_no_utf8_form(client: ull.Client) -> None:
 
 
 def test_completion_in_a_shell_shows_what_there_is() -> None:
-    program = "import sys, ull; print(*dir(ull)); assert 'ull.client' not in sys.modules and 'zmq' not in sys.modules"
+    program = (
+        "import sys, ull; print(*dir(ull)); assert 'ull.client.sync' not in sys.modules and 'zmq' not in sys.modules"
+    )
     names = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
     assert set(ull.__all__) <= set(names)
     assert not {"TYPE_CHECKING", "annotations", "importlib"} & set(names)
@@ -461,7 +463,7 @@ def test_a_name_service_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) ->
         return socket.socket()
 
     monkeypatch.setattr(socket, "create_connection", wait)
-    monkeypatch.setattr("ull.unreachable._LOOK_S", 0.05)
+    monkeypatch.setattr("ull.client.unreachable._LOOK_S", 0.05)
     assert why_nobody("tcp://slow.invalid:1") == "neither the name service nor slow.invalid:1 has answered"
     answer.set()
 
@@ -501,8 +503,8 @@ def test_a_member_of_the_group_since_this_login(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "ull.sock"
     path.touch()
     path.chmod(0o660)
-    monkeypatch.setattr("ull.unreachable._group", lambda number: ("ull", ["me"]))
-    monkeypatch.setattr("ull.unreachable.user_name", lambda number: "me")
+    monkeypatch.setattr("ull.client.unreachable._group", lambda number: ("ull", ["me"]))
+    monkeypatch.setattr("ull.client.unreachable.user_name", lambda number: "me")
     status = os.stat_result((0o140660, 0, 0, 1, 0, 77, 0, 0, 0, 0))
     monkeypatch.setattr(Path, "stat", lambda self, **_: status)
     assert permission_denied(path).endswith("me is in its group ull since after this login; log in again")

@@ -20,8 +20,8 @@ import pytest
 import ull
 from fake_daemon import HELLO, FakeDaemon, done, token, words
 from ull import wire
-from ull.local import LocalConnection
-from ull.streams import Protocol
+from ull.client.local import LocalConnection
+from ull.client.protocol import Protocol
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_a_socket_that_is_not_for_us(url: str, monkeypatch: pytest.MonkeyPatch, 
     def refuse(path: Path) -> None:
         raise PermissionError
 
-    monkeypatch.setattr("ull.link.LocalConnection", refuse)
+    monkeypatch.setattr("ull.client.link.LocalConnection", refuse)
     client = ull.Client(url, transport=transport, connect_timeout=0.05)
     with client, pytest.raises(ull.ConnectionLost, match=r"permission to connect to .*\.local is denied"):
         client.generate("x")

@@ -15,30 +15,18 @@ import pytest
 
 from conftest import ROOT, Daemon, Spawn
 from fake_daemon import FakeDaemon, words
+from processes import ull
 from ull import _native, cli, wire
-from ull.benchmark import Load, measure, quantiles
-from ull.bundle import open_bundle
-from ull.client import Client
+from ull.bundle.open import open_bundle
+from ull.client.benchmark import Load, measure, quantiles
+from ull.client.sync import Client
 from ull.commands import bench, demo
 from ull.commands.outcome import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NO_READER, EXIT_TIMED_OUT
-from ull.config import Config, parse_config
+from ull.daemon.config import Config, parse_config
 from ull.spawn import python_command, python_environment
-from ull.tokenizer import Tokenizer
+from ull.text.tokenizer import Tokenizer
 
 PROMPT = "def main():\n"
-
-
-def ull(*arguments: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
-    """Runs ull to its end in a process of its own."""
-    return subprocess.run(
-        [*python_command("ull.cli"), *arguments],
-        env=python_environment(),
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
 
 
 @pytest.fixture
@@ -499,7 +487,7 @@ def test_demo_outside_the_repository(tmp_path: Path) -> None:
 
 def test_the_entry_points_exist() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert (scripts["ull"], scripts["ulld"]) == ("ull.cli:main", "ull.ulld:main")
+    assert (scripts["ull"], scripts["ulld"]) == ("ull.cli:main", "ull.daemon.__main__:main")
     assert sys.modules["ull.cli"].main is cli.main
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ull import _native
 
-STUB = Path(__file__).parent.parent / "ull/_native.pyi"
+STUB = Path(__file__).parents[2] / "ull/_native.pyi"
 TREE = ast.parse(STUB.read_text())
 CLASSES = {node.name: node for node in TREE.body if isinstance(node, ast.ClassDef)}
 FUNCTIONS = {node.name: node for node in TREE.body if isinstance(node, ast.FunctionDef)}

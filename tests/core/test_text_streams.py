@@ -15,7 +15,7 @@ from checkpoints import tokenizer_json
 from native_rig import Rig
 from tokenizer_kinds import KINDS, TEXT
 from ull import _native
-from ull_build.vocabulary import Vocabulary, build_vocabulary
+from ull_build.source.vocabulary import Vocabulary, build_vocabulary
 
 NAMES = [*KINDS, "tiny"]
 TRUSTED_RUN = 64  # bytes: a valid run of byte tokens is held no longer

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from checkpoints import CHAT_TEMPLATE, tokenizer_json
-from ull.admission import Admission, Limits
+from ull.daemon.admission import Admission, Limits
 from ull.errors import RequestError
-from ull.tokenizer import Tokenizer
+from ull.text.tokenizer import Tokenizer
 from ull.wire import Generate, Message
 
 CONTEXT = 64

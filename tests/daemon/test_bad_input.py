@@ -11,60 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-import zmq
 
 import ull
 from conftest import Daemon, Spawn
+from raw_client import RawClient
 from ull import wire
-from ull.admission import MAX_LOGIT_BIAS, MAX_STOP_BYTES, MAX_STOPS
-from ull.bundle import open_bundle
-from ull.client import Client
-from ull.link import Transport
+from ull.bundle.open import open_bundle
+from ull.client.link import Transport
+from ull.client.sync import Client
+from ull.daemon.admission import MAX_LOGIT_BIAS, MAX_STOP_BYTES, MAX_STOPS
 from ull.spawn import python_environment
-from ull.tokenizer import Tokenizer
+from ull.text.tokenizer import Tokenizer
 
 SLOW = {"round_ns": 5_000_000}
 PROMPT = "def main():\n"
-
-
-class RawClient:
-    """A DEALER that sends whatever it is told."""
-
-    def __init__(self, url: str) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(url)
-
-    def send(self, *frames: bytes) -> None:
-        self._socket.send_multipart(frames)
-
-    def send_map(self, **fields: Any) -> None:
-        self.send(wire.VERSION, msgspec.msgpack.encode(fields))
-
-    def receive(self) -> wire.Reply:
-        """The next message; fails after 20 seconds."""
-        assert self._socket.poll(20_000), "no answer"
-        version, payload = self._socket.recv_multipart()
-        assert version == wire.VERSION
-        return wire.decode_reply(payload)
-
-    def collect(self, request_id: int) -> list[wire.Reply]:
-        """Everything about one request up to its terminal frame."""
-        replies: list[wire.Reply] = []
-        while not (replies and isinstance(replies[-1], wire.Done | wire.Error)):
-            reply = self.receive()
-            if reply.id == request_id:
-                replies.append(reply)
-        return replies
-
-    def silent(self, seconds: float = 0.2) -> bool:
-        """Whether nothing more comes."""
-        return not self._socket.poll(int(seconds * 1000))
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 @pytest.fixture
@@ -315,7 +276,7 @@ def test_an_id_may_not_be_used_twice_at_once(spawn: Spawn) -> None:
 
 CLIENT_PROGRAM = """
 import sys
-from ull.client import Client
+from ull.client.sync import Client
 with Client(sys.argv[1]) as client:
     for index, token in enumerate(client.generate([5], max_tokens=1000, logprobs=20)):
         if index == 0:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ull.config import (
+from ull.daemon.config import (
     Config,
     default_toml,
     load_config,

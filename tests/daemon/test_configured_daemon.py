@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from ull import _native, daemon, launch
+from ull import _native
+from ull.daemon import main as launch
+from ull.daemon import server as daemon
+from ull.daemon.socket_claim import SocketClaim
 from ull.errors import DaemonError
-from ull.sockets import SocketClaim
 
 CORE = min(os.sched_getaffinity(0))
 CPU, ENGINE, IO, LIMITS = "CpuExecutor", "Engine", "Io", "limits"

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import stat
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,27 +14,15 @@ import zmq
 
 import ull
 from conftest import Daemon, Spawn
+from processes import ulld
 from ull import wire
-from ull.bundle import open_bundle
-from ull.client import Client
-from ull.spawn import python_command, python_environment
-from ull.tokenizer import Tokenizer
+from ull.bundle.open import open_bundle
+from ull.client.sync import Client
+from ull.text.tokenizer import Tokenizer
 
 # Rounds of five milliseconds: a request of the whole context takes five seconds unless something ends it.
 SLOW = {"round_ns": 5_000_000}
 PROMPT = "def main():\n"
-
-
-def ulld(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs ulld to its end."""
-    return subprocess.run(
-        [*python_command("ull.ulld"), *arguments],
-        env=python_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 def wait_for_status(client: Client, status: str) -> None:

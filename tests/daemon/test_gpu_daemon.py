@@ -11,7 +11,7 @@ import pytest
 
 import ull
 from conftest import ROOT, Daemon, Spawn
-from ull.client import Client
+from ull.client.sync import Client
 from ull.errors import DaemonError
 
 
@@ -22,7 +22,7 @@ def gpu(spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def start(*arguments: str, script: dict[str, Any] | None = None, **played: Any) -> Daemon:
         monkeypatch.setenv("ULL_TEST_SCRIPT", json.dumps(script or {}))
         monkeypatch.setenv("ULL_TEST_GPU", json.dumps({"folder": str(tmp_path)} | played))
-        return spawn(*arguments, command=[sys.executable, str(ROOT / "tests/gpu_daemon.py")])
+        return spawn(*arguments, command=[sys.executable, str(ROOT / "tests/rigs/daemons/gpu_daemon.py")])
 
     def calls() -> list[dict[str, Any]]:
         return [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ull import daemon, host, launch
+from ull.daemon import host
+from ull.daemon import main as launch
+from ull.daemon import server as daemon
+from ull.daemon.socket_claim import SocketClaim
 from ull.errors import DaemonError
-from ull.sockets import SocketClaim
 
 
 def test_the_loaded_libzmq_is_found() -> None:
@@ -30,7 +32,8 @@ def test_auto_threads_leave_a_core_free(monkeypatch: pytest.MonkeyPatch) -> None
 def test_too_small_an_address_space_is_said() -> None:
     code = """
 import resource
-from ull import errors, host
+from ull import errors
+from ull.daemon import host
 host.check_address_space()
 used = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize"))
 resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), used + (32 << 20)))

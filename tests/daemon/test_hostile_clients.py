@@ -14,7 +14,7 @@ import zmq
 
 from conftest import Daemon, Spawn
 from native_rig import Rig
-from ull.client import Client
+from ull.client.sync import Client
 
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f\3\0" + b"NULL".ljust(20, b"\0") + b"\0" * 32
 READY = b"\x04\x29\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"

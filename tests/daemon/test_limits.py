@@ -9,10 +9,11 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import pytest
 
-from ull import daemon, launch
-from ull.config import Config, parse_config
+from ull.daemon import main as launch
+from ull.daemon import server as daemon
+from ull.daemon.config import Config, parse_config
+from ull.daemon.executors import open_executor
 from ull.errors import ConfigError
-from ull.executors import open_executor
 from ull.spawn import python_command, python_environment
 
 AS_FAR = "this is as far as it goes"
@@ -86,7 +87,14 @@ def test_the_ends_of_the_range_are_taken_or_refused_by_name(
 def test_what_is_too_large_is_said_with_its_size(
     tiny_bundle: Path, tmp_path: Path, key: str, value: int, available: int, size: str
 ) -> None:
-    command = [*python_command("ull.ulld"), str(tiny_bundle), "--listen", f"ipc://{tmp_path}/s", "--threads", "1"]
+    command = [
+        *python_command("ull.daemon.__main__"),
+        str(tiny_bundle),
+        "--listen",
+        f"ipc://{tmp_path}/s",
+        "--threads",
+        "1",
+    ]
     outcome = subprocess.run(
         [*command, "--set", f"{key}={value}", "--set", "lock_memory=off"],
         env={**python_environment(), "MALLOC_ARENA_MAX": "1", "OPENBLAS_NUM_THREADS": "1"},
@@ -104,7 +112,7 @@ def test_what_is_too_large_is_said_with_its_size(
 def test_too_few_pages_are_said(tiny_bundle: Path) -> None:
     from contextlib import ExitStack
 
-    from ull.bundle import open_bundle
+    from ull.bundle.open import open_bundle
 
     class Log:
         def __init__(self) -> None:

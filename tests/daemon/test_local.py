@@ -15,8 +15,8 @@ import pytest
 import ull
 from conftest import Daemon, Spawn
 from ull import wire
+from ull.daemon.socket_claim import SocketClaim
 from ull.errors import DaemonError
-from ull.sockets import SocketClaim
 
 HELLO = b"ull1" + bytes(4)
 PROMPT = "def main():"

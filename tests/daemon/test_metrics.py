@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ull.daemon.metrics import DutyCycle, LatencyHistogram, Metrics, added, inter_token_ns
 from ull.log import Log, LogQueue
-from ull.metrics import DutyCycle, LatencyHistogram, Metrics, added, inter_token_ns
 from ull.wire import Ended, Speculation, Timeline, Usage
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from conftest import ROOT, Daemon, Spawn
 from ull import Client
-from ull.config import Config, parse_config
+from ull.daemon.config import Config, parse_config
+from ull.daemon.placement import CoreClaims, Placement, place, ranges
 from ull.errors import ConfigError, DaemonError
-from ull.placement import CoreClaims, Placement, place, ranges
 
 CORES = sorted(os.sched_getaffinity(0))
 TWO_CORES = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
@@ -204,7 +204,7 @@ def keeps_off(daemon: Daemon, core: int, owner: str = "ull-engine") -> None:
 def placed_daemon(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """spawn(**placed_daemon): a daemon that knows nothing of others than this test's."""
     monkeypatch.setenv("ULL_TEST_CLAIMS", f"ull-test-{uuid.uuid4()}-")
-    return {"command": [sys.executable, str(ROOT / "tests/placed_daemon.py")]}
+    return {"command": [sys.executable, str(ROOT / "tests/rigs/daemons/placed_daemon.py")]}
 
 
 @TWO_CORES

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT, Spawn
-from test_bad_input import RawClient
+from raw_client import RawClient
 from ull import wire
-from ull.client import Client
+from ull.client.sync import Client
+from ull.daemon.main import DESCRIPTORS
+from ull.daemon.process import raise_descriptor_limit
 from ull.errors import DaemonError
-from ull.launch import DESCRIPTORS
-from ull.process import raise_descriptor_limit
 from ull.spawn import python_command, python_environment
 
 SLOW = {"round_ns": 5_000_000}
@@ -80,7 +80,7 @@ def start(tiny_bundle: Path, tmp_path: Path) -> Iterator[Callable[..., "subproce
     def begin(*arguments: str, **options: object) -> "subprocess.Popen[str]":
         home = tmp_path / f"process{len(started)}"
         home.mkdir()
-        command = [*python_command("ull.ulld"), str(tiny_bundle), "--listen", f"ipc://{home}/s", *arguments]
+        command = [*python_command("ull.daemon.__main__"), str(tiny_bundle), "--listen", f"ipc://{home}/s", *arguments]
         streams: dict[str, object] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         started.append(subprocess.Popen(command, env=python_environment(), text=True, **{**streams, **options}))  # type: ignore[call-overload]
         started[-1].url = f"ipc://{home}/s"  # type: ignore[attr-defined]
@@ -122,8 +122,10 @@ def test_a_signal_before_ready_ends_it_with_one_line(
 
 def test_little_is_imported_before_signals_are_heard() -> None:
     """What an interrupt of an import would show as a traceback."""
-    late = ["asyncio", "numpy", "tokenizers", "ull.daemon", "uvloop", "zmq"]
-    program = f"import ull.ulld, ull.launch, sys; print([name for name in {late} if name in sys.modules])"
+    late = ["asyncio", "numpy", "tokenizers", "ull.daemon.server", "uvloop", "zmq"]
+    program = (
+        f"import ull.daemon.__main__, ull.daemon.main, sys; print([name for name in {late} if name in sys.modules])"
+    )
     outcome = subprocess.run(
         [sys.executable, "-P", "-c", program], env=python_environment(), capture_output=True, text=True, check=True
     )
@@ -148,7 +150,7 @@ def test_ten_signals_harm_nothing(spawn: Spawn) -> None:
 def test_a_control_plane_that_hangs_is_noticed_and_ends_all_the_same(
     manager: ServiceManager, monkeypatch: pytest.MonkeyPatch, spawn: Spawn
 ) -> None:
-    command = [sys.executable, str(ROOT / "tests/stuck_daemon.py")]
+    command = [sys.executable, str(ROOT / "tests/rigs/daemons/stuck_daemon.py")]
     monkeypatch.setenv("ULL_TEST_SCRIPT", json.dumps(SLOW))
     monkeypatch.setenv("WATCHDOG_USEC", "1000000")
     daemon = spawn("--set", "drain_timeout_s=1", command=command)
@@ -176,7 +178,7 @@ def test_streams_that_are_closed_or_full_stop_nothing(
     tiny_bundle: Path, tmp_path: Path, manager: ServiceManager, redirection: str
 ) -> None:
     url = f"ipc://{tmp_path}/s"
-    command = " ".join([*python_command("ull.ulld"), str(tiny_bundle), "--listen", url, redirection])
+    command = " ".join([*python_command("ull.daemon.__main__"), str(tiny_bundle), "--listen", url, redirection])
     process = subprocess.Popen(
         ["sh", "-c", f"exec {command}"],
         env=python_environment(),

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from conftest import ROOT, Spawn
-from ull.client import Client
+from ull.client.sync import Client
 from ull.spawn import python_environment
 
-COMMAND = [sys.executable, str(ROOT / "tests/rehearsing_daemon.py")]
+COMMAND = [sys.executable, str(ROOT / "tests/rigs/daemons/rehearsing_daemon.py")]
 SIGNS_OF_LIFE = {"sleeps", "requests", "replies"}  # of a thread, and of the clients that ask
 
 

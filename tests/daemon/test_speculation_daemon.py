@@ -11,10 +11,10 @@ import pytest
 
 import ull
 from conftest import ROOT, Daemon, Spawn
-from test_cli import ull as ull_command
-from test_daemon import ulld
-from ull.client import Client
-from ull.streams import Result
+from processes import ull as ull_command
+from processes import ulld
+from ull.client.protocol import Result
+from ull.client.sync import Client
 from ull.wire import DRAFTERS, Speculation
 
 HELD_OUT = (ROOT / "engines/tiny/heldout.txt").read_text()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ull.daemon import EXIT_ENGINE_FAILED, EXIT_RESTART
-from ull.launch import _parser
+from ull.daemon.main import _parser
+from ull.daemon.server import EXIT_ENGINE_FAILED, EXIT_RESTART
 
-UNIT = Path(__file__).parent.parent / "systemd/ull@.service"
+UNIT = Path(__file__).parents[2] / "systemd/ull@.service"
 
 
 def settings() -> dict[str, str]:

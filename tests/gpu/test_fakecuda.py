@@ -14,15 +14,15 @@ import pytest
 import driver_double
 import emulation
 from driver_double import cubin
-from test_emulator import Probe
+from probe import Probe
 
-HERE = Path(__file__).parent
+DOUBLES = Path(__file__).parents[1] / "doubles"
 SUCCESS = "CUDA_SUCCESS"
 
 
 @pytest.fixture(scope="module")
 def kernels() -> Path:
-    return emulation.build_library([HERE / "emulator/barriers.cu", HERE / "fakecuda/rounds.cu"])
+    return emulation.build_library([DOUBLES / "emulator/barriers.cu", DOUBLES / "fakecuda/rounds.cu"])
 
 
 def run(scenario: str, *arguments: object, **options: Any) -> str:

@@ -15,17 +15,16 @@ import numpy as np
 import pytest
 
 import driver_double
-from device_bundles import build_with_stubs, emulated_kernels
+from device_bundles import PROMPT, build_with_stubs, emulated_kernels
 from ull import _native
-from ull.bundle import open_bundle
+from ull.bundle.open import open_bundle
 from ull.gpu import params
 from ull_build.build import Settings, build
-from ull_build.drafters import SpeculationSettings
+from ull_build.source.drafters import SpeculationSettings
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CONTEXT = 512
 BANDWIDTH = ROOT / "bench/h200/read.cu"
-PROMPT = [0, 306, 903, 10, 1617, 14, 2480, 294, 271, 323]  # engines/tiny: "def add(first, second):\n    return"
 ANSWER = 12
 
 pytestmark = pytest.mark.timeout(1800)  # the first test compiles every kernel for the emulator

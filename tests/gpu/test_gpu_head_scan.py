@@ -15,13 +15,13 @@ import pytest
 import driver_double
 from device_bundles import build_with_stubs, emulated_kernels
 from recording_driver import RecordingDriver
-from ull.bundle import HEAD_SCAN, Precision, open_bundle
+from ull.bundle.open import HEAD_SCAN, Precision, open_bundle
 from ull.gpu.program import Program
 from ull.gpu.rounds import BURST_ROUNDS
 from ull.log import Log
 from ull_build.build import Settings
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CONTEXT = 512
 PROMPT = [0, 306, 903, 10, 1617, 14, 2480, 294, 271, 323]  # engines/tiny: "def add(first, second):\n    return"
 ANSWER = 8

@@ -10,7 +10,8 @@ import pytest
 from msgspec import structs
 
 from recording_driver import RecordingDriver
-from ull.bundle import Precision
+from ull.bundle.forward import TOKEN_COUNTS
+from ull.bundle.open import Precision
 from ull.errors import GpuError
 from ull.gpu import params
 from ull.gpu.capture import capture_graph
@@ -20,7 +21,6 @@ from ull.gpu.launch import Launch
 from ull.gpu.memory import Sizes
 from ull.gpu.places import HostBlocks, Places
 from ull.gpu.weights import Staging
-from ull.plans import TOKEN_COUNTS
 from ull_build.shapes import shape_model
 
 LINEARS = ("norm", "qkv", "o", "gate", "down", "head")

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "bench/h200")]
+sys.path[:0] = [
+    *(str(ROOT / "tests" / room) for room in (".", "rigs", "rigs/daemons", "rigs/gpu", "rigs/kernels")),
+    str(ROOT / "bench/h200"),
+]
 
 
 def _has_gpu() -> bool:

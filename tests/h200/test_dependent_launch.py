@@ -14,7 +14,7 @@ LAUNCHES = 20
 def test_a_read_before_the_wait_sees_what_the_predecessor_has_not_written() -> None:
     import device_kernels
     import emulation
-    from test_device_kernels import read
+    from early_reader import read
 
     kernels = emulation.build([device_kernels.PREDECESSOR])
     for _ in range(LAUNCHES):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ull.client import Client
+from ull.client.sync import Client
 from ull.spawn import DaemonProcess
 
 ROOT = Path(__file__).parent.parent.parent

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ull.bundle import open_bundle
-from ull.client import Client
+from ull.bundle.open import open_bundle
+from ull.client.sync import Client
 from ull.spawn import DaemonProcess
 
 ROOT = Path(__file__).parent.parent.parent

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 # A module may import from its own layer's earlier rows and from every row below. Lower number = lower layer.
 PYTHON_LAYERS = {

@@ -1,4 +1,4 @@
-"""Asserts what a wheel must and must not contain: `python tests/wheel_contents.py WHEEL` (`make wheel` runs it)."""
+"""Asserts what a wheel must and must not contain: `python tests/house/wheel_contents.py WHEEL`, see `make wheel`."""
 
 import re
 import sys
@@ -9,8 +9,8 @@ MUST = [
     r"ull/_native\..*\.so",
     r"ull/_native\.pyi",
     r"ull/py\.typed",
-    r"ull/client\.py",
-    r"ull/daemon\.py",
+    r"ull/client/sync\.py",
+    r"ull/daemon/server\.py",
     r"ull/cli\.py",
     r"ull_build/__init__\.py",
     r"ull_build/__main__\.py",
@@ -19,7 +19,7 @@ MUST = [
     r"ull_build/data/eval\.txt",
     r"ull_build/tensorrt/plans\.py",
     r"ull/gpu/program\.py",
-    r"ull/kernels/qkv\.cu",
+    r"ull/kernels/linear/qkv\.cu",
     r"ull/kernels/arch\.cuh",
     r"ull/kernels/params\.h",
     r"ull/native/base/philox\.h",

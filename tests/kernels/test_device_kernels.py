@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import subprocess
 import sys
@@ -10,38 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import device_kernels
 import driver_double
 import emulation
+from early_reader import COUNT, read
 from emulation import aligned, pointer
-from ull_build.kernels import compile_file
-
-COUNT = 300
-
-
-class ReaderParams(ctypes.Structure):
-    _fields_ = [
-        ("source", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("count", ctypes.c_int32),
-        ("early", ctypes.c_int32),
-    ]
-
-
-def read(kernels: Any, early: bool) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """What `ull_reader` should have read of an array that its predecessor writes, and what it has read."""
-    source, output = aligned((COUNT, 4), np.uint32), aligned(COUNT, np.uint32)
-    source[...] = np.arange(source.size).reshape(source.shape) + 7
-    kernels.run(
-        "ull_reader",
-        grid=(-(-COUNT // 256), 1),
-        threads=256,
-        params=ReaderParams(pointer(source), pointer(output), COUNT, early),
-        predecessor_writes=[source],
-    )
-    return source[:, 0].copy(), output
+from ull_build.code.kernels import compile_file
 
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])

@@ -13,18 +13,11 @@ from numpy.typing import NDArray
 
 import emulation
 from emulation import KernelError, aligned, pointer
+from probe import Probe
 
 HERE = Path(__file__).parent
+DOUBLES = HERE.parent / "doubles"
 SEEDS = range(8)
-
-
-class Probe(ctypes.Structure):
-    _fields_ = [
-        ("input", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("count", ctypes.c_int32),
-        ("fault", ctypes.c_int32),
-    ]
 
 
 class Mma(ctypes.Structure):
@@ -41,7 +34,7 @@ class Convert(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def kernels() -> emulation.Kernels:
-    return emulation.build([HERE / f"emulator/{name}.cu" for name in ("barriers", "arithmetic", "pipeline")])
+    return emulation.build([DOUBLES / f"emulator/{name}.cu" for name in ("barriers", "arithmetic", "pipeline")])
 
 
 def rotated(kernels: emulation.Kernels, seed: int, threads: int = 512, fault: int = 0, hide: bool = False) -> bool:
@@ -326,7 +319,7 @@ def test_the_sanitizer_sees_shared_memory(fault: int, count: int) -> None:
     }
     program = (
         "import test_emulator as t, emulation;"
-        "kernels = emulation.build([t.HERE / 'emulator/pipeline.cu'], sanitize=True);"
+        "kernels = emulation.build([t.DOUBLES / 'emulator/pipeline.cu'], sanitize=True);"
         f"assert t.touch(kernels, 0, {count}); print('right', flush=True); t.touch(kernels, {fault}, {count})"
     )
     result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)

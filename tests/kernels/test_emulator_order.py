@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 from typing import Any
 
@@ -12,20 +11,12 @@ from numpy.typing import NDArray
 
 import emulation
 from emulation import EMULATOR, KernelError, aligned, pointer
+from probe import Probe
 
 pytestmark = pytest.mark.skipif(
     emulation.SANITIZE or emulation.ON_DEVICE, reason="the emulator alone sees it, and not beside AddressSanitizer"
 )
 SEEDS = range(4)
-
-
-class Probe(ctypes.Structure):
-    _fields_ = [
-        ("input", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("count", ctypes.c_int32),
-        ("fault", ctypes.c_int32),
-    ]
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import pytest
 import emulation
 from emulation import Prefetch
 from layer_rig import COMPARED, Layers, model_of
-from ull.bundle import Precision
-from ull.gpu.launches.linear import NARROW_BYTES
+from ull.bundle.open import Precision
+from ull.gpu.geometry.linear import NARROW_BYTES
 
 pytestmark = [
     pytest.mark.timeout(1800),

@@ -10,7 +10,7 @@ import pytest
 import emulation
 from attention_rig import Array, Cache, Shape, Tree, filled, text
 from emulation import ON_DEVICE, SANITIZE, KernelError
-from ull.gpu.launches import attention
+from ull.gpu.geometry import attention
 
 TINY = Shape()
 SHAPES = {

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 import ull
-from ull.bundle import (
+from ull.bundle.open import (
     DEVICE_KERNELS,
     HEAD_SCAN_KERNELS,
     MEDUSA_KERNELS,
@@ -23,8 +23,8 @@ from ull.bundle import (
     device_macros,
 )
 from ull.errors import BuildError
-from ull_build import kernels, nvrtc
-from ull_build.kernels import compile_file, kernel_sources
+from ull_build.code import kernels, nvrtc
+from ull_build.code.kernels import compile_file, kernel_sources
 from ull_build.shapes import shape_model
 
 TINY = Model(
@@ -99,7 +99,9 @@ def test_the_scan_of_the_lm_head_compiles_without_spills(arch: str, source: Path
 @pytest.mark.parametrize("arch", ["llama-3.2-1b", "llama-3.1-8b", "qwen3-8b", "llama-3.3-70b"])
 def test_all_layers_in_one_kernel_leave_registers_over(arch: str, kv: Literal["bf16", "fp8"]) -> None:
     """It needs more than any other, and what it needs depends on the shape."""
-    compiled = compile_file(kernels.SOURCES / "layers.cu", device_macros(shape_model(arch), Precision(kv=kv)))
+    compiled = compile_file(
+        kernels.SOURCES / "persistent/layers.cu", device_macros(shape_model(arch), Precision(kv=kv))
+    )
     use = compiled.functions["ull_layers_1"]
     assert (use.stack, use.spills) == (0, 0) and use.registers < 255
 

@@ -9,7 +9,7 @@ import pytest
 
 import emulation
 from layer_rig import Layers, model_of
-from ull.bundle import Precision
+from ull.bundle.open import Precision
 
 pytestmark = [
     pytest.mark.timeout(1800),
@@ -39,7 +39,7 @@ def replaced(text: str, old: str, *new: str) -> str:
 
 def faulty_source() -> str:
     """layers.cu with a switch for each fault."""
-    steps = (emulation.KERNELS / "layer_steps.cuh").read_text().replace("#pragma once\n", SWITCH)
+    steps = emulation.source_of("layer_steps.cuh").read_text().replace("#pragma once\n", SWITCH)
     no_wait = "if ({}) arch::await_device("
     parts = ((1, "index == kDownAt"), (2, "index < kAttentionAt"), (3, "index == kOutputAt"))
     with_block = " && ".join(f"!(ull_fault == {fault} && {which})" for fault, which in parts)
@@ -47,8 +47,8 @@ def faulty_source() -> str:
     steps = replaced(steps, FENCE, *(f"if (ull_fault != {fault}) {FENCE}" for fault in (6, 8, 4)))
     barrier = "arch::block_barrier();"
     steps = replaced(steps, barrier, f"if (ull_fault != 9) {barrier}", barrier)
-    layers = (emulation.KERNELS / "layers.cu").read_text()
-    return replaced(layers, '#include "layer_steps.cuh"\n', steps)
+    layers = emulation.source_of("layers.cu").read_text()
+    return replaced(layers, '#include "persistent/layer_steps.cuh"\n', steps)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from emulation import aligned, pointer
 from layer_rig import model_of, numbers_of, random_tensors
 from linear_layers import normed, product, unpack_activations
 from ull import _native
-from ull.bundle import MedusaHeads, Model, Precision, device_macros, device_tensors
+from ull.bundle.open import MedusaHeads, Model, Precision, device_macros, device_tensors
 from ull.gpu.launch import Launch
 from ull.gpu.memory import DRAFT_STATES, Sizes, plan_memory
 from ull.gpu.params import (
@@ -33,7 +33,7 @@ from ull.gpu.params import (
 )
 from ull.gpu.places import HostBlocks, Places
 from ull.gpu.rounds import Rounds
-from ull_build.pack_device import unpack_blocks
+from ull_build.weights.pack_gpu import unpack_blocks
 
 POSITION, SEED = 300, 2**40 + 9
 REGIONS = (

@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_kernel_linear as linears
 from numpy.typing import NDArray
+from test_kernel_sampling import KINDS, rows_of
 
 import emulation
-import test_kernel_linear as linears
 from emulation import KernelError, aligned, pointer
 from round_rig import SINGLE, Device, emitted
-from test_kernel_sampling import KINDS, rows_of
 from ull import _native
 from ull.gpu import params as layout
-from ull.gpu.launches import sampling as launches
+from ull.gpu.geometry import sampling as launches
 
 SMALL, LARGE = 1003, 70001  # neither is a multiple of anything
 SOURCES = ("begin.cu", "accept.cu", "plain.cu", "sample.cu", "filter.cu")
@@ -319,14 +319,14 @@ FAULTS = {
 def test_each_fault_is_seen(tmp_path: Path, fault: str) -> None:
     """Kernels with one fault each, which the order of threads need not show."""
     name, first, instead, second, instead_too, message = FAULTS[fault]
-    faulty = (emulation.KERNELS / name).read_text()
+    faulty = emulation.source_of(name).read_text()
     assert first in faulty and second in faulty
     faulty = faulty.replace(first, instead).replace(second or "\0", instead_too)
     sources: list[str | Path] = ["begin.cu", "plain.cu"]
     if name.endswith(".cuh"):  # in the place of its include
-        include = f'#include "{name}"\n'
+        include = f'#include "{emulation.source_of(name).relative_to(emulation.KERNELS)}"\n'
         name, header = "plain.cu", faulty.replace("#pragma once\n", "")
-        faulty = (emulation.KERNELS / name).read_text()
+        faulty = emulation.source_of(name).read_text()
         assert include in faulty
         faulty = faulty.replace(include, header)
     (tmp_path / name).write_text(faulty)

@@ -28,7 +28,7 @@ from kernels_report import (
     table,
     worse,
 )
-from ull_build.kernels import kernel_sources
+from ull_build.code.kernels import kernel_sources
 
 COMMITTED = json.loads(RESULTS.read_text())
 ARCH = ARCHS[0]

@@ -17,7 +17,7 @@ from emulation import aligned, pointer
 from round_rig import PAGES, SINGLE, Device, emitted
 from ull import _native
 from ull.gpu import params as layout
-from ull.gpu.launches import sampling as launches
+from ull.gpu.geometry import sampling as launches
 
 CHAIN = (0, *range(63))  # parents
 

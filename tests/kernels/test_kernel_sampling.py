@@ -17,7 +17,7 @@ import emulation
 from emulation import aligned, pointer
 from ull import _native
 from ull.gpu import params as layout
-from ull.gpu.launches import sampling as launches
+from ull.gpu.geometry import sampling as launches
 
 MULTIPROCESSORS = 132
 SMALL, LARGE = 1003, 70001  # vocabularies: neither is a multiple of anything; a block loads 2048 logits at once

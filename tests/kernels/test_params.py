@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ull.device_layout import DEVICE_INTERFACE
+from ull.bundle.device_layout import DEVICE_INTERFACE
 from ull.gpu import params
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STRUCTS = {
     name: struct
     for name, struct in inspect.getmembers(params, inspect.isclass)

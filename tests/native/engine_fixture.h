@@ -15,7 +15,7 @@
 #include "base/clock.h"
 #include "check.h"
 #include "engine/engine.h"
-#include "engine/scripted_executor.h"
+#include "testing/scripted_executor.h"
 
 namespace ull::test {
 

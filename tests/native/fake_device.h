@@ -18,9 +18,9 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "exec/graph/driver.h"
-#include "exec/graph/program.h"
-#include "exec/sampling.h"
+#include "executor/sampling.h"
+#include "graph/driver.h"
+#include "graph/program.h"
 
 namespace ull::test {
 

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "check.h"
-#include "exec/graph/graph_executor.h"
 #include "fake_device.h"
+#include "graph/graph_executor.h"
 
 namespace ull::test {
 

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "exec/cpu/model_spec.h"
-#include "tests/exec_model.h"
+#include "cpu/model_shape.h"
+#include "exec_model.h"
 
 namespace ull::check {
 

@@ -5,7 +5,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ull.bundle import MANIFEST_FILE, write_sealed
+import msgspec
+
+from ull.bundle.forward import TOKEN_COUNTS, Plans
+from ull.bundle.open import MANIFEST_FILE, write_sealed
+
+BUILT = {
+    "version": "11.4.0.106",
+    "gpu": "NVIDIA H200",
+    "capability": "9.0",
+    "files": [f"code/plans/{name}.plan" for name in ("entry", "exit", "head")],
+    "token_counts": list(TOKEN_COUNTS),
+    "scratch_bytes": 1 << 20,
+    "exact": [1, 2, 4],
+    "place_exact": True,
+}
 
 
 def read_manifest_json(bundle: Path) -> dict[str, Any]:
@@ -24,3 +38,7 @@ def change_manifest(bundle: Path, change: Callable[[dict[str, Any]], object]) ->
     value = read_manifest_json(bundle)
     change(value)
     return write_manifest_json(bundle, value)
+
+
+def plans(**changes: Any) -> Plans:
+    return msgspec.convert({**BUILT, **changes}, Plans)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from test_plans import plans
-from ull.bundle import Bundle, Forward
+from manifests import plans
+from ull.bundle.open import Bundle, Forward
 from ull_build.tensorrt import check
 from ull_build.tensorrt.plans import PlansFailed
 

@@ -12,18 +12,19 @@ import pytest
 import tensorrt_rig
 from device_bundles import write_stubs
 from host_driver import HostDriver
-from ull.bundle import Bundle, Manifest, Model, Precision, Rope, Target, open_bundle
+from tensorrt_subjects import SMALL
+from ull.bundle.open import Bundle, Manifest, Precision, Target, open_bundle
 from ull.errors import BuildError
-from ull_build import kernels, random_bundle
+from ull_build import benchmark_bundle as random_bundle
+from ull_build.benchmark_bundle import RandomSettings, build_random
+from ull_build.code import kernels
 from ull_build.local_gpu import LocalGpu
-from ull_build.random_bundle import RandomSettings, build_random
 from ull_build.recipe import ForwardRecipe
 from ull_build.tensorrt import check, trial
 from ull_build.tensorrt.random_weights import RandomCheckpoint
 from ull_build.tensorrt.staged import Tools
 from ull_build.tensorrt.weights import SegmentWeights
 
-SMALL = Model("qwen3", 64, 2, 2, 1, 32, 96, 300, 300, 128, 1e-6, False, True, Rope(10000.0), [0, 0])  # with QK norms
 TRUE = np.random.default_rng(0).standard_normal((128, 300)).astype(np.float32)
 Build = Callable[..., Manifest]
 

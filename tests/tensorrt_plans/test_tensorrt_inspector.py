@@ -11,10 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from test_random_plans import SMALL
-from ull.bundle import Precision
+from tensorrt_subjects import SMALL
+from ull.bundle.open import Precision
 from ull.errors import BuildError
-from ull.gpu import tensorrt_library
+from ull.gpu.tensorrt import library as tensorrt_library
 from ull_build.tensorrt.inspector import UNSEEN, unexpected_operands
 from ull_build.tensorrt.preflight import Machine, Needs, estimate, remarks
 from ull_build.tensorrt.weights import BF16, F8, F16, F32, Linear
@@ -116,7 +116,7 @@ def test_a_driver_that_the_wheel_does_not_run_on_ends_the_build() -> None:
 
 
 def test_the_extra_that_is_named_exists() -> None:
-    text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert 'tensorrt-cu12 = ["tensorrt-cu12>=11"]' in text
 
 

@@ -10,15 +10,15 @@ import pytest
 import tensorrt_rig
 from oracle.cases import ROOT, Case
 from tensorrt_subjects import BF16, FITTING, FP8, FP8_HEAD, MODELS, mean_error, relative_error, subject, trt
-from ull.bundle import Precision, device_problems
+from ull.bundle.forward import segment_names
+from ull.bundle.open import Precision, device_problems
 from ull.errors import BuildError
-from ull.plans import segment_names
-from ull_build.checkpoint import Checkpoint
-from ull_build.quantize import quantize_rows
+from ull_build.source.checkpoint import Checkpoint
 from ull_build.tensorrt.weights import BF16 as BF16_TYPE
 from ull_build.tensorrt.weights import F16 as F16_TYPE
 from ull_build.tensorrt.weights import F32 as F32_TYPE
 from ull_build.tensorrt.weights import SegmentWeights, activation_scale
+from ull_build.weights.quantise import quantize_rows
 
 
 def inputs_of(model: Any, segment: str, tokens: int, seed: int = 0) -> dict[str, np.ndarray]:

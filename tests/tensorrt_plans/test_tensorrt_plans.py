@@ -18,12 +18,12 @@ import pytest
 import tensorrt_rig
 from oracle.cases import CASES
 from tensorrt_subjects import Recorder
-from ull.bundle import TOKEN_COUNTS, Precision, profile_scheme
+from ull.bundle.forward import segment_names
+from ull.bundle.open import TOKEN_COUNTS, Precision, profile_scheme
 from ull.errors import BuildError, GpuError
-from ull.gpu import tensorrt_library
-from ull.plans import segment_names
-from ull_build.checkpoint import Checkpoint
+from ull.gpu.tensorrt import library as tensorrt_library
 from ull_build.progress import PlainReporter, Reporter
+from ull_build.source.checkpoint import Checkpoint
 from ull_build.tensorrt.monitor import Phases, make_monitor
 from ull_build.tensorrt.plans import INSPECTOR_FILE, LOG_FILE, TACTICS_FILE, BuiltPlans, PlanSettings, build_plans
 from ull_build.tensorrt.timing_cache import require_timing_cache, save_timing_cache
@@ -270,7 +270,7 @@ def test_a_failing_worker_is_no_mystery(make: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_missing_tensorrt_says_what_to_install() -> None:
-    script = "from ull.gpu.tensorrt_library import load\ntry: load()\nexcept Exception as e: print(e.code, '|', e)"
+    script = "from ull.gpu.tensorrt.library import load\ntry: load()\nexcept Exception as e: print(e.code, '|', e)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if "tensorrt" not in path)}
     result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert result.stdout.startswith("no_tensorrt | this machine has no TensorRT")
@@ -280,7 +280,7 @@ def test_missing_tensorrt_says_what_to_install() -> None:
 def test_bindings_without_their_library_are_missing_too(tmp_path: Path) -> None:
     """The real bindings, with no libnvinfer in reach."""
     (tmp_path / "tensorrt.py").write_text("from tensorrt_bindings import *\n")
-    script = "from ull.gpu.tensorrt_library import load\ntry: load()\nexcept Exception as e: print(e.code, '|', e)"
+    script = "from ull.gpu.tensorrt.library import load\ntry: load()\nexcept Exception as e: print(e.code, '|', e)"
     paths = [str(tmp_path), *(path for path in sys.path if "tensorrt" not in path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
@@ -289,7 +289,7 @@ def test_bindings_without_their_library_are_missing_too(tmp_path: Path) -> None:
 
 
 def test_the_double_serves_a_subprocess() -> None:
-    script = "from ull.gpu.tensorrt_library import load\nprint(load().Builder.__module__)"
+    script = "from ull.gpu.tensorrt.library import load\nprint(load().Builder.__module__)"
     environment = tensorrt_rig.environment({**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert result.stdout == "tensorrt.builder\n"

@@ -11,7 +11,7 @@ import pytest
 
 from oracle.chat_templates import CHATS, EXPECTED, NAMES, TEMPLATES, date_formats, dated, digest, write_tokenizer
 from ull.errors import RequestError
-from ull.tokenizer import Tokenizer
+from ull.text.tokenizer import Tokenizer
 from ull.wire import Message
 
 VIEWS = json.loads(EXPECTED.read_text(encoding="utf-8"))

@@ -12,9 +12,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from oracle.chat_templates import CHATS, NAMES, SPECIAL, TEMPLATES, TEXT_TOKENS, write_tokenizer
-from ull.control_tokens import MAX_DEPTH
 from ull.errors import RequestError
-from ull.tokenizer import Tokenizer
+from ull.text.control_tokens import MAX_DEPTH
+from ull.text.tokenizer import Tokenizer
 from ull.wire import Message
 
 CHATML = (

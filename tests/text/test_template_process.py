@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ull.chat_template import ChatError
-from ull.template_process import TemplateProcess
+from ull.text.chat_template import ChatError
+from ull.text.template_process import TemplateProcess
 
 GOOD = "{% for m in messages %}{{ m.content }}{% endfor %}"
 # The deadline is short only so that the test is: whatever is refused is refused by any deadline.

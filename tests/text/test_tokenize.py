@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from conftest import Daemon
-from test_control import LONG, Harness
+from control_rig import LONG, Harness
 from ull import AsyncClient, Client, RequestError, _native, wire
-from ull.admission import MAX_ANSWER_BYTES, Admission, Limits
-from ull.bundle import open_bundle
-from ull.tokenizer import Tokenizer
+from ull.bundle.open import open_bundle
+from ull.daemon.admission import MAX_ANSWER_BYTES, Admission, Limits
+from ull.text.tokenizer import Tokenizer
 from ull.wire import Detokenize, Tokenize
 
 MANY_LINES = "def main():\n" * 100  # tokenized in a worker

@@ -8,7 +8,7 @@ import pytest
 
 from checkpoints import BOS, CHAT_TEMPLATE, tokenizer_json
 from ull.errors import RequestError, TokenizerError
-from ull.tokenizer import Tokenizer
+from ull.text.tokenizer import Tokenizer
 from ull.wire import Message
 
 USER = [Message(role="user", content="hello")]

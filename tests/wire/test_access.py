@@ -15,7 +15,9 @@ from ull.spawn import python_environment
 # Where the tests run, nobody may not even start Python: it changes its user once all is imported.
 AS_NOBODY = """
 import os, sys
-from ull import daemon, executors, launch
+from ull.daemon import server as daemon
+from ull.daemon import executors
+from ull.daemon import main as launch
 if os.geteuid() == 0:
     os.chdir("/")
     os.setgroups([])

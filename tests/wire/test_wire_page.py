@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from conftest import ROOT, Daemon
-from ull import admission, wire
-from ull.client import Client
+from ull import wire
+from ull.client.sync import Client
+from ull.daemon import admission
 
 PAGE = (ROOT / "docs/wire.md").read_text()
 
@@ -159,7 +160,7 @@ def fixed_codes() -> set[str]:
 def test_every_code_that_a_daemon_sends() -> None:
     raised = fixed_codes()
     assert raised == {"busy", "draining"}
-    for name in ("admission", "coercion", "control", "tokenizer", "wire"):
+    for name in ("daemon/admission", "coercion", "daemon/control", "text/tokenizer", "wire"):
         raised |= codes_in(ast.parse((ROOT / f"ull/{name}.py").read_text()))
     head, _, accepted = section("## Error codes").partition("Of `done.error`")
     assert {row[0].strip("`") for row in table(head)} == raised

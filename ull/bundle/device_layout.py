@@ -1,17 +1,17 @@
 """The layout of weights for a GPU: which tensors a bundle holds, in the order and shape in which the kernels read them.
 
 Linear weights lie in blocks of 512 bytes, one 16-byte vector per lane of a warp: row tiles of 16, in each the columns
-in steps of 32 (one step of e4m3, half a step of f16). Rows and columns are padded with zeros. `ull_build.pack_device`
-fills this layout, `ull.bundle` checks it, `ull/kernels/linear.cuh` reads it.
+in steps of 32 (one step of e4m3, half a step of f16). Rows and columns are padded with zeros.
+`ull_build.weights.pack_gpu` fills this layout, `ull.bundle.open` checks it, `ull/kernels/linear/linear.cuh` reads it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ull.layout import DRAFT, FILLER, MEDUSA, TensorEntry, TensorShape, qkv_rows, round_up
-from ull.manifest import DeviceCode, Manifest, MedusaHeads, Model, Precision
-from ull.plans import FUSED, Forward
+from ull.bundle.forward import FUSED, Forward
+from ull.bundle.layout import DRAFT, FILLER, MEDUSA, TensorEntry, TensorShape, qkv_rows, round_up
+from ull.bundle.manifest import DeviceCode, Manifest, MedusaHeads, Model, Precision
 
 DEVICE_INTERFACE = 4  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
 DEVICE_TILE_ROWS = 16

@@ -1,7 +1,7 @@
 """The layout of weights: which tensors a bundle holds, their shapes and bytes, and the safetensors header that says so.
 
 The executor reads linear weights in row tiles of 32: `[tiles, K, 32]`, so that one vector load takes the same column of
-32 output rows. `ull_build.pack` fills this layout, `ull.bundle` checks it.
+32 output rows. `ull_build.weights.pack_cpu` fills this layout, `ull.bundle.open` checks it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from ull.manifest import MedusaHeads, Model, Precision, Speculation, embedding_is_shared
+from ull.bundle.manifest import MedusaHeads, Model, Precision, Speculation, embedding_is_shared
 
 TILE_ROWS = 32
 ALIGNMENT = 64  # bytes: one cache line, and one AVX-512 register

@@ -1,7 +1,7 @@
 """The manifest of an engine bundle: every field of `manifest.json` with its type, range and meaning.
 
 The structs validate themselves while they are decoded, single fields by `Meta` and mutual consistency in
-`__post_init__`, so a `Manifest` that exists is one that the rest of ull may trust. `ull.bundle` opens bundles.
+`__post_init__`, so a `Manifest` that exists is one that the rest of ull may trust. `ull.bundle.open` opens bundles.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Annotated, Final, Literal, cast
 import msgspec
 from msgspec import Meta, Struct
 
-from ull.plans import FUSED, AttentionKind, Forward, PlanCheck, Plans, Source, segment_names
-from ull.seal import MANIFEST_FILE, SEAL_FILE
-from ull.targets import ARCHITECTURES, Target
+from ull.bundle.forward import FUSED, AttentionKind, Forward, PlanCheck, Plans, Source, segment_names
+from ull.bundle.seal import MANIFEST_FILE, SEAL_FILE
+from ull.bundle.targets import ARCHITECTURES, Target
 
 FORMAT: Final = "ull-engine"
 FORMAT_VERSION: Final = 2

@@ -1,7 +1,8 @@
 """Opens engine bundles: validates every field and file, and describes the weights to the native core.
 
-A bundle is a directory: `manifest.json` (see `ull.manifest`) and its seal (see `ull.seal`), `weights.safetensors` (see
-`ull.layout`, for a GPU `ull.device_layout`), `vocab.bin` (token id -> bytes), `tokenizer/`, and for a GPU `code/`.
+A bundle is a directory: `manifest.json` (see `ull.bundle.manifest`) and its seal (see `ull.bundle.seal`),
+`weights.safetensors` (see `ull.bundle.layout`, for a GPU `ull.bundle.device_layout`), `vocab.bin` (token id -> bytes),
+`tokenizer/`, and for a GPU `code/`.
 Whatever is wrong with one ends in a `BundleError` that names file, field and remedy.
 """
 
@@ -18,7 +19,7 @@ import msgspec
 import numpy as np
 
 from ull.access import denial, unreadable
-from ull.device_layout import (
+from ull.bundle.device_layout import (
     DEVICE_ALIGNMENT,
     DEVICE_KERNELS,
     DEVICE_STEP,
@@ -36,8 +37,24 @@ from ull.device_layout import (
     head_rows,
     optional_kernels,
 )
-from ull.errors import BundleError, ConfigError
-from ull.layout import (
+from ull.bundle.forward import (
+    ENTRY_SEGMENT,
+    EXIT_SEGMENT,
+    FUSED,
+    HEAD_SEGMENT,
+    PLANS_DIRECTORY,
+    STEP_SEGMENT,
+    TOKEN_COUNTS,
+    AttentionKind,
+    Profile,
+    ProfileScheme,
+    Source,
+    cache_positions,
+    profile_of,
+    profile_scheme,
+    segment_names,
+)
+from ull.bundle.layout import (
     ALIGNMENT,
     DRAFT,
     FILLER,
@@ -49,7 +66,7 @@ from ull.layout import (
     medusa_tensors,
     read_tensor_file,
 )
-from ull.manifest import (
+from ull.bundle.manifest import (
     CODE_DIRECTORY,
     DRAFT_CODE_DIRECTORY,
     FORMAT,
@@ -94,25 +111,8 @@ from ull.manifest import (
     quantised_inputs,
     runs_draft_models,
 )
-from ull.plans import (
-    ENTRY_SEGMENT,
-    EXIT_SEGMENT,
-    FUSED,
-    HEAD_SEGMENT,
-    PLANS_DIRECTORY,
-    STEP_SEGMENT,
-    TOKEN_COUNTS,
-    AttentionKind,
-    Profile,
-    ProfileScheme,
-    Source,
-    cache_positions,
-    profile_of,
-    profile_scheme,
-    segment_names,
-)
-from ull.rope import attention_factor, inverse_frequencies
-from ull.seal import (
+from ull.bundle.rope import attention_factor, inverse_frequencies
+from ull.bundle.seal import (
     MANIFEST_FILE,
     REBUILD,
     SEAL_FILE,
@@ -121,7 +121,8 @@ from ull.seal import (
     read_manifest_bytes,
     write_sealed,
 )
-from ull.targets import ARCHITECTURES, capability_text
+from ull.bundle.targets import ARCHITECTURES, capability_text
+from ull.errors import BundleError, ConfigError
 
 __all__ = [
     "ALIGNMENT",

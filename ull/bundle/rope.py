@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.manifest import Rope
+from ull.bundle.manifest import Rope
 
 Frequencies = NDArray[np.float32]  # [head_dim / 2] radians per position
 

@@ -16,12 +16,9 @@ from typing import Any, cast
 import zmq
 
 from ull import wire
-from ull.client import CONNECT_TIMEOUT_S, GRACE_S, QUERY_TIMEOUT_S, SILENCE_TIMEOUT_S
-from ull.errors import ConnectionLost, RequestTimeout, UllError, UsageError
-from ull.link import LINGER_MS, Link, Transport, check_silence
-from ull.ownership import OwnerProcess
-from ull.reader import Reader
-from ull.streams import (
+from ull.client.link import LINGER_MS, Link, Transport, check_silence
+from ull.client.ownership import OwnerProcess
+from ull.client.protocol import (
     ChatMessage,
     Prompt,
     Protocol,
@@ -34,6 +31,9 @@ from ull.streams import (
     build_tokenize,
     encode_request,
 )
+from ull.client.sync import CONNECT_TIMEOUT_S, GRACE_S, QUERY_TIMEOUT_S, SILENCE_TIMEOUT_S
+from ull.errors import ConnectionLost, RequestTimeout, UllError, UsageError
+from ull.socket_reader import Reader
 
 _RETRY_S = 0.02  # between two looks for a daemon that is not there
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import msgspec
 
-from ull.client import Client, Stream
+from ull.client.protocol import Prompt
+from ull.client.sync import Client, Stream
+from ull.daemon.metrics import added
 from ull.errors import RequestError
-from ull.metrics import added
-from ull.streams import Prompt
 from ull.wire import Speculation
 
 QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999))

@@ -16,10 +16,10 @@ import zmq
 
 from ull import wire
 from ull._native import MessageSocket
+from ull.client.protocol import Protocol
+from ull.daemon.host import loaded_libzmq
 from ull.errors import ConfigError, ConnectionLost
-from ull.host import loaded_libzmq
-from ull.reader import Drain, Reader, SocketReader
-from ull.streams import Protocol
+from ull.socket_reader import Drain, Reader, SocketReader
 
 _EVENT = struct.Struct("=HI")  # zmq_socket_monitor: event number, value
 _HANDSHAKE_MS = 1000

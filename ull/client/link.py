@@ -10,12 +10,12 @@ from typing import Literal
 
 import zmq
 
-from ull.dealer import DealerConnection
+from ull.client.dealer import DealerConnection
+from ull.client.local import LocalConnection
+from ull.client.protocol import Protocol
+from ull.client.unreachable import permission_denied, why_nobody
 from ull.endpoints import check_url, default_endpoint, ipc_path, local_path
 from ull.errors import ConfigError, ConnectionLost
-from ull.local import LocalConnection
-from ull.streams import Protocol
-from ull.unreachable import permission_denied, why_nobody
 
 Transport = Literal["auto", "local", "zeromq"]
 LINGER_MS = 200  # at the client's end: long enough for a last cancel to leave

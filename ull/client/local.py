@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 from ull import wire
-from ull.reader import DescriptorReader, Drain, Reader
-from ull.streams import Protocol
+from ull.client.protocol import Protocol
+from ull.socket_reader import DescriptorReader, Drain, Reader
 
 HELLO = wire.VERSION + bytes(4)
 _HELLO_S = 0.5  # a listener that has not said its hello by then is not a daemon's, or is stopped

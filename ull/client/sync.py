@@ -22,11 +22,10 @@ from typing import Any, cast
 import zmq
 
 from ull import wire
-from ull.errors import ConnectionLost, RequestTimeout, UllError
-from ull.link import LINGER_MS, Link, Transport, check_silence
-from ull.ownership import OwnerThread
-from ull.priority import ThreadPriority
-from ull.streams import (
+from ull.client.link import LINGER_MS, Link, Transport, check_silence
+from ull.client.ownership import OwnerThread
+from ull.client.priority import ThreadPriority
+from ull.client.protocol import (
     ChatMessage,
     Prompt,
     Protocol,
@@ -39,6 +38,7 @@ from ull.streams import (
     build_tokenize,
     encode_request,
 )
+from ull.errors import ConnectionLost, RequestTimeout, UllError
 
 CONNECT_TIMEOUT_S = 2.0
 QUERY_TIMEOUT_S = 5.0

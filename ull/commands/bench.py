@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ull import __version__
-from ull.benchmark import QUANTILES, Load, measure
-from ull.client import Client
+from ull.client.benchmark import QUANTILES, Load, measure
+from ull.client.sync import Client
 from ull.commands.generate import add_speculation_arguments
 from ull.errors import ConfigError
 

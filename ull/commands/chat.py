@@ -10,7 +10,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-from ull.client import Client, Stream
+from ull.client.sync import Client, Stream
 from ull.commands.generate import add_sampling_arguments, print_text
 from ull.errors import RequestError
 from ull.wire import Message

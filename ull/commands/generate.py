@@ -8,10 +8,10 @@ import sys
 
 import msgspec
 
-from ull.client import Client, Stream
+from ull.client.protocol import Result
+from ull.client.sync import Client, Stream
 from ull.commands.outcome import EXIT_FAILED, EXIT_TIMED_OUT, complain
 from ull.errors import ConfigError
-from ull.streams import Result
 from ull.wire import DRAFTERS
 
 

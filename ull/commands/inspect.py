@@ -6,8 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from ull import inspect
-from ull.client import Client
+from ull.client.sync import Client
+from ull.commands import inspect_tables as inspect
 from ull.errors import ConfigError
 
 

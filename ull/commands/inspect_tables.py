@@ -17,7 +17,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from ull import _native
-from ull.bundle import (
+from ull.bundle.open import (
     HEAD_SCAN,
     MANIFEST_FILE,
     Bundle,
@@ -30,11 +30,11 @@ from ull.bundle import (
     read_manifest,
     verify_hashes,
 )
-from ull.config import PAGE_TOKENS, EngineConfig
+from ull.daemon.config import PAGE_TOKENS, EngineConfig
+from ull.daemon.host import auto_threads
 from ull.errors import BundleError
-from ull.host import auto_threads
-from ull.template_process import MEMORY_LIMIT
-from ull.tokenizer import Tokenizer
+from ull.text.template_process import MEMORY_LIMIT
+from ull.text.tokenizer import Tokenizer
 from ull.wire import longest_request
 
 _MEMORY = ("weight_bytes", "kv_bytes", "drafter_weight_bytes", "drafter_kv_bytes")

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ull.client import Client
+from ull.client.sync import Client
 from ull.errors import ConfigError
 from ull.wire import Detokenize, Message, Tokenize
 
@@ -71,9 +71,9 @@ def _ask(options: argparse.Namespace, request: Tokenize | Detokenize) -> Any:
         with Client(options.connect) as client:
             return client._ask(request)
     from ull import _native
-    from ull.admission import Admission, Limits
-    from ull.bundle import open_bundle
-    from ull.tokenizer import Tokenizer
+    from ull.bundle.open import open_bundle
+    from ull.daemon.admission import Admission, Limits
+    from ull.text.tokenizer import Tokenizer
 
     bundle = open_bundle(options.bundle)
     model = bundle.manifest.model

@@ -5,11 +5,11 @@ import sys
 
 
 def main() -> int:
-    """Returns the exit status, which ull/daemon.py explains."""
+    """Returns the exit status, which ull/daemon/server.py explains."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from ull.launch import run
-    from ull.process import open_standard_streams
+    from ull.daemon.main import run
+    from ull.daemon.process import open_standard_streams
 
     open_standard_streams()
     return run(sys.argv[1:])

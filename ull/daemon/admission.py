@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from ull.bundle.manifest import MAX_TREE
 from ull.errors import RequestError
-from ull.manifest import MAX_TREE
-from ull.tokenizer import Tokenizer
+from ull.text.tokenizer import Tokenizer
 from ull.wire import DRAFTERS, MAX_ID, Detokenize, DetokenizeReply, Generate, Message, Prompted, Tokenize, TokenizeReply
 
 # The engine's fixed-size request slots (native/engine/request.h, text.h; exec/sampling.h, executor.h).

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ull.admission import Limits
+from ull.daemon.admission import Limits
+from ull.daemon.metrics import DutyCycle, Metrics
 from ull.log import Log
-from ull.metrics import DutyCycle, Metrics
 
 _FRESH_NS = 20_000_000  # for so long `stats` may be the same, while nothing was accepted and nothing has ended
 _pack = msgspec.msgpack.Encoder().encode

@@ -20,14 +20,14 @@ import numpy as np
 import zmq
 
 from ull import _native, wire
-from ull.admission import Admission
-from ull.answers import Answers, EngineLike, IoLike
+from ull.daemon.admission import Admission
+from ull.daemon.answers import Answers, EngineLike, IoLike
+from ull.daemon.host import stand_back
+from ull.daemon.metrics import DutyCycle, Metrics, inter_token_ns
+from ull.daemon.refusals import RefusalLog
 from ull.errors import Busy, Draining, RequestError
-from ull.host import stand_back
 from ull.log import Log
-from ull.metrics import DutyCycle, Metrics, inter_token_ns
-from ull.reader import MessageReceiver, SocketReader
-from ull.refusals import RefusalLog
+from ull.socket_reader import MessageReceiver, SocketReader
 
 # A prompt of this many characters is tokenized in the event loop's thread (about a millisecond); a longer one in a
 # worker, where the tokenizer runs without the GIL. A chat waits in a thread for the process that runs its template.

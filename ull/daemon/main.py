@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ull import __version__
-from ull.config import load_config, parse_override
+from ull.daemon.config import load_config, parse_override
+from ull.daemon.process import Signals, Stopped, log_descriptor, raise_descriptor_limit, say
 from ull.errors import ConfigError, UllError
 from ull.log import Log, LogQueue
-from ull.process import Signals, Stopped, log_descriptor, raise_descriptor_limit, say
 
 EXIT_CANNOT_START = 1
 DESCRIPTORS = 48  # what a daemon with a few endpoints holds open, and some clients
@@ -30,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         config = load_config(options.config, _overrides(options))
         raise_descriptor_limit(DESCRIPTORS)
-        from ull import daemon  # takes a third of a second
+        from ull.daemon import server as daemon  # takes a third of a second
 
         queue = LogQueue(log_descriptor(), config.log.format)
         return daemon.run(options.bundle, config, Log(config.log.level, config.log.format, queue), signals)

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from ull.config import EngineConfig, IoConfig
+from ull.daemon.config import EngineConfig, IoConfig
 from ull.errors import DaemonError
 
 

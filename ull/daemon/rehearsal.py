@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import zmq
 
-from ull.aio import AsyncClient
-from ull.control import ControlPlane
+from ull.client.aio import AsyncClient
+from ull.client.link import Transport
+from ull.daemon.control import ControlPlane
 from ull.endpoints import ipc_path, local_path
 from ull.errors import Busy, DaemonError, UllError
-from ull.link import Transport
 
 LIMIT_S = 30.0  # without any progress of the engine
 _LOOK_S = 0.05  # between two looks at what may end the wait

@@ -1,4 +1,5 @@
-"""The daemon: loads an engine bundle, serves it, drains, stops. Requests are `ull.control`'s, tokens the native core's.
+"""The daemon: loads an engine bundle, serves it, drains, stops. Requests are `ull.daemon.control`'s, tokens the
+native core's.
 
 Exit status: 0 after a clean stop, whenever it was asked for; 1 if it could not start (one line on standard error says
 why); 3 if the engine failed for good, so that someone must look at the machine (a GPU that needs a reset;
@@ -21,14 +22,12 @@ import zmq
 
 from ull import __version__, _native
 from ull.access import denial
-from ull.admission import Admission, Limits
-from ull.bundle import Bundle, open_bundle
-from ull.config import Config, EngineConfig
-from ull.control import ControlPlane
-from ull.endpoints import default_endpoint, ipc_path
-from ull.errors import DaemonError
-from ull.executors import open_executor, runs_on_gpu
-from ull.host import (
+from ull.bundle.open import Bundle, open_bundle
+from ull.daemon.admission import Admission, Limits
+from ull.daemon.config import Config, EngineConfig
+from ull.daemon.control import ControlPlane
+from ull.daemon.executors import open_executor, runs_on_gpu
+from ull.daemon.host import (
     auto_threads,
     check_address_space,
     loaded_libzmq,
@@ -38,12 +37,14 @@ from ull.host import (
     quick_wake_ups,
     return_large_blocks,
 )
+from ull.daemon.placement import CoreClaims, place, ranges
+from ull.daemon.process import Signals, announce
+from ull.daemon.rehearsal import rehearse
+from ull.daemon.socket_claim import SocketClaim
+from ull.endpoints import default_endpoint, ipc_path
+from ull.errors import DaemonError
 from ull.log import Log
-from ull.placement import CoreClaims, place, ranges
-from ull.process import Signals, announce
-from ull.rehearsal import rehearse
-from ull.sockets import SocketClaim
-from ull.tokenizer import Tokenizer
+from ull.text.tokenizer import Tokenizer
 from ull.wire import longest_request
 
 EXIT_ENGINE_FAILED = 3

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from rich.filesize import decimal
 
+from ull.bundle.layout import round_up
 from ull.errors import GpuError
 from ull.gpu.driver import Driver
-from ull.layout import round_up
 
 REGION_ALIGNMENT = 256  # bytes
 

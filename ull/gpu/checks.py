@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 
-from ull.bundle import Bundle
+from ull.bundle.open import Bundle
+from ull.bundle.targets import ARCHITECTURES, capability_text
 from ull.errors import GpuError
 from ull.gpu.driver import DeviceInfo
-from ull.targets import ARCHITECTURES, capability_text
 
 
 def check_device(bundle: Bundle, info: DeviceInfo) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ull.bundle import Bundle, DevicePart
+from ull.bundle.layout import round_up
+from ull.bundle.open import Bundle, DevicePart
 from ull.gpu.arena import Arena, ArenaPlan
 from ull.gpu.capture import capture_graph
 from ull.gpu.driver import Driver
@@ -22,7 +23,6 @@ from ull.gpu.params import ROUND_SLOTS, TREE_TOKENS, HostControl, RoundRequest, 
 from ull.gpu.places import HostBlocks, Places
 from ull.gpu.rounds import BURST_ROUNDS, FULL, PLAIN, SCAN, Rounds
 from ull.gpu.weights import Staging, WeightImage
-from ull.layout import round_up
 
 
 class DeviceModel:

@@ -11,8 +11,8 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+from ull.bundle.targets import capability_text
 from ull.errors import GpuError
-from ull.targets import capability_text
 
 INSTALL = "install it with `pip install ull[gpu]`"
 

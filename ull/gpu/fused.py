@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ull.device_layout import HEAD_SCAN
+from ull.bundle.device_layout import HEAD_SCAN
 from ull.gpu.forward import Recorder
+from ull.gpu.geometry import linear, sampling
 from ull.gpu.launch import Launch
-from ull.gpu.launches import linear, sampling
 from ull.gpu.memory import Sizes
 from ull.gpu.paged_attention import PagedAttention
 from ull.gpu.params import MLP_SCALE, LayersParams, LinearParams, NormParams

@@ -8,11 +8,11 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import MedusaHeads, Model, Precision, attention_factor, inverse_frequencies
+from ull.bundle.layout import qkv_rows, round_up
+from ull.bundle.open import MedusaHeads, Model, Precision, attention_factor, inverse_frequencies
 from ull.gpu.arena import ArenaPlan
-from ull.gpu.launches import attention, linear, sampling
+from ull.gpu.geometry import attention, linear, sampling
 from ull.gpu.params import PAGE_TOKENS, TREE_TOKENS, LayerParams, Round, State
-from ull.layout import qkv_rows, round_up
 
 DRAFT_STATES = ("draft states", "next draft states")  # regions: of the heads before and after a layer, in turn
 

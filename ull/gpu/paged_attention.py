@@ -6,8 +6,8 @@ scratch, for the commit.
 
 from __future__ import annotations
 
+from ull.gpu.geometry import attention
 from ull.gpu.launch import Launch, tile_of
-from ull.gpu.launches import attention
 from ull.gpu.memory import Sizes
 from ull.gpu.params import AttentionParams
 from ull.gpu.places import Places

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from ull.bundle import DRAFT, MEDUSA, Bundle, device_parts
+from ull.bundle.open import DRAFT, MEDUSA, Bundle, device_parts
 from ull.errors import BundleError
 from ull.gpu.arena import Arena, ArenaPlan
 from ull.gpu.checks import check_device, check_size, other_processes
@@ -121,7 +121,7 @@ class Program:
             model.reserve(self._plan)
         self._plan_bytes = 0
         if (plans := self._bundle.manifest.forward.plans) is not None:
-            from ull.gpu import tensorrt
+            from ull.gpu.tensorrt import forward as tensorrt
 
             self._tensorrt = tensorrt.check_plans(plans, info)
             tensorrt.reserve(self._plan, self.sizes, plans)
@@ -186,7 +186,7 @@ class Program:
             if model.part.precision.lm_head_scan:
                 sources["scan"] = model.fused(self._persistent, scans=True)
         if forward.uses("tensorrt"):
-            from ull.gpu.tensorrt import TensorRtForward  # installed only where a bundle asks for it
+            from ull.gpu.tensorrt.forward import TensorRtForward  # installed only where a bundle asks for it
 
             plans = TensorRtForward(
                 self._tensorrt, self._bundle, model.sizes, model.places, self._driver, self._stream, self._log

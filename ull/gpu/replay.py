@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ull.bundle.layout import round_up
 from ull.errors import GpuError
 from ull.gpu.driver import Driver
 from ull.gpu.params import CONTINUE, DRAFT, OK, PREFILL, ROUND_SLOTS, TAKE, TREE_TOKENS, RoundRequest, RoundResult
 from ull.gpu.rounds import FULL
-from ull.layout import round_up
 
 # A round that takes longer has hung. Under a tool that watches every access a round takes a hundred times as long.
 PATIENCE_S = float(os.environ.get("ULL_PATIENCE_S", "20"))

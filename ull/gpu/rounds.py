@@ -12,9 +12,10 @@ lm_head; the fourth a draft: Medusa heads on what the last round left behind.
 
 from __future__ import annotations
 
-from ull.device_layout import HEAD_SCAN, head_rows
+from ull.bundle.device_layout import HEAD_SCAN, head_rows
+from ull.bundle.layout import MEDUSA
+from ull.gpu.geometry import attention, head_scan, linear, sampling
 from ull.gpu.launch import Launch
-from ull.gpu.launches import attention, head_scan, linear, sampling
 from ull.gpu.memory import DRAFT_STATES, Sizes
 from ull.gpu.params import (
     AcceptParams,
@@ -29,7 +30,6 @@ from ull.gpu.params import (
     SampleParams,
 )
 from ull.gpu.places import Places
-from ull.layout import MEDUSA
 
 FULL, PLAIN, SCAN = "full", "plain", "scan"  # what a round's sampler can do, by the core's names
 BURST_ROUNDS = 2  # of one token in one graph. A stop leaves at most these to be skipped, and then they cost the most

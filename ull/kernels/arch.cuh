@@ -1,5 +1,6 @@
 // What the kernels need of the chip, and the only file with PTX (sm_90a). With ULL_EMULATOR the same names come from
-// tests/emulator, which runs a block's threads as fibers on the CPU. Kernels use nothing of CUDA but what is here.
+// tests/doubles/emulator, which runs a block's threads as fibers on the CPU. Kernels use nothing of CUDA but what is
+// here.
 #pragma once
 
 #include <cstdint>

@@ -26,9 +26,9 @@ from typing import Any
 
 import msgspec
 
-from ull.chat_template import ChatError, ChatTemplate
 from ull.errors import TokenizerError
 from ull.spawn import python_command, python_environment
+from ull.text.chat_template import ChatError, ChatTemplate
 
 TIME_LIMIT_S = 5.0  # for one chat; a thousand times what a long one takes
 MEMORY_LIMIT = 512 << 20  # bytes beyond what the process has when it is ready
@@ -131,7 +131,7 @@ class _Child:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [*python_command("ull.template_process"), str(time_limit_s)],
+                [*python_command("ull.text.template_process"), str(time_limit_s)],
                 env=python_environment(),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,

@@ -13,10 +13,10 @@ from typing import Any
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from ull.access import unreadable
-from ull.chat_template import ChatError, choose, find_templates, literal_texts
-from ull.control_tokens import ChatQuoter, ControlTokens, Marks
 from ull.errors import RequestError, TokenizerError
-from ull.template_process import TemplateProcess
+from ull.text.chat_template import ChatError, choose, find_templates, literal_texts
+from ull.text.control_tokens import ChatQuoter, ControlTokens, Marks
+from ull.text.template_process import TemplateProcess
 from ull.wire import Message
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ull
-from ull.bundle import ARCHITECTURES, CODE_DIRECTORY, DEVICE_KERNELS, CodeFile, DeviceCode, FileEntry, Target
+from ull.bundle.open import ARCHITECTURES, CODE_DIRECTORY, DEVICE_KERNELS, CodeFile, DeviceCode, FileEntry, Target
 from ull.errors import BuildError
-from ull_build import nvrtc
-from ull_build.std_headers import STD_HEADERS
+from ull_build.code import nvrtc
+from ull_build.code.std_headers import STD_HEADERS
 
 SOURCES = Path(ull.__file__).parent / "kernels"
 INCLUDE_DIRECTORIES = (SOURCES, Path(ull.__file__).parent / "native")
@@ -26,7 +26,7 @@ OPTIONS = (
     "--ptxas-options=-v",
 )
 TUNING = {  # macros that change no bit of a result; bench/h200/ahead.py compares settings
-    "ULL_AHEAD_KIB": "64",  # of weights for each multiprocessor that L2 is asked for: ull/kernels/ahead.cuh
+    "ULL_AHEAD_KIB": "64",  # of weights for each multiprocessor that L2 is asked for: ull/kernels/linear/ahead.cuh
     "ULL_AHEAD_ALL": "0",  # 1: by every linear layer, not only by those that wait for short steps
 }
 
@@ -49,7 +49,7 @@ class CompiledFile:
 
 def kernel_sources(needed: frozenset[str] = DEVICE_KERNELS) -> list[Path]:
     """The translation units that the needed kernels are in. Raises BuildError when ull was installed without them."""
-    sources = sorted(SOURCES.glob("*.cu"))
+    sources = sorted(SOURCES.rglob("*.cu"), key=lambda source: source.stem)
     if not sources:
         raise BuildError(f"{SOURCES} holds no kernel sources; reinstall ull", field="target")
     return [source for source in sources if source.stem not in _PART_OF or _PART_OF[source.stem] in needed]

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import MLP_SCALE, ActivationRange
+from ull.bundle.open import MLP_SCALE, ActivationRange
 from ull.errors import BuildError
-from ull_build.evaluate import EvaluationText, Observation
 from ull_build.progress import Reporter
+from ull_build.quality.evaluate import EvaluationText, Observation
 
 F16_MAX = 65504.0
 MARGIN = 4.0  # room for activations of other texts, as a factor

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ull.errors import BuildError
-from ull_build.vocabulary import CheckpointTokenizer
+from ull_build.source.vocabulary import CheckpointTokenizer
 
 WINDOW = 512  # tokens that are evaluated together; each window starts from an empty context
 DEFAULT_TEXT = "ull-build's default text"

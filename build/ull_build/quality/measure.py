@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import Model, Precision, Quality, TensorError, native_spec, read_tensor_file
-from ull_build.checkpoint import Checkpoint
-from ull_build.convert import ORIGINAL_BF16, ORIGINAL_F32, convert_stage, plan_weights
-from ull_build.evaluate import EvaluationText, Observation, Predictions, check_quality, logits, observe, predict
+from ull.bundle.open import Model, Precision, Quality, TensorError, native_spec, read_tensor_file
 from ull_build.progress import Reporter
+from ull_build.quality.evaluate import EvaluationText, Observation, Predictions, check_quality, logits, observe, predict
+from ull_build.source.checkpoint import Checkpoint
+from ull_build.weights.cpu import ORIGINAL_BF16, ORIGINAL_F32, convert_stage, plan_weights
 
 
 def original_precision(checkpoint: Checkpoint) -> Precision:

@@ -13,14 +13,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import WEIGHTS_FILE, Bundle, Manifest, Precision, device_macros
+from ull.bundle.open import WEIGHTS_FILE, Bundle, Manifest, Precision, device_macros
 from ull.errors import BuildError
-from ull_build.checkpoint import Checkpoint
-from ull_build.convert_device import convert_device_stage
-from ull_build.evaluate import EvaluationText, Predictions
-from ull_build.kernels import CompiledFile, write_code
+from ull_build.code.kernels import CompiledFile, write_code
 from ull_build.local_gpu import open_program, staged_bundle
 from ull_build.progress import Reporter
+from ull_build.quality.evaluate import EvaluationText, Predictions
+from ull_build.source.checkpoint import Checkpoint
+from ull_build.weights.gpu import convert_device_stage
 
 ORIGINAL = Precision(weights="bf16", lm_head="bf16", embedding="bf16", kv="bf16")
 

@@ -1,7 +1,7 @@
 """Reads a Hugging Face `config.json`: which architecture, which dimensions, and what is not supported.
 
-The rotary embedding is read in `ull_build.rope`. Absent keys take the defaults of transformers' own configuration
-classes. The dtype is not read here: what counts is the dtype that each tensor has.
+The rotary embedding is read in `ull_build.source.rope`. Absent keys take the defaults of transformers' own
+configuration classes. The dtype is not read here: what counts is the dtype that each tensor has.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from ull.bundle import Model
+from ull.bundle.open import Model
 from ull.errors import CheckpointError
-from ull_build.config_fields import Fields, short
-from ull_build.foreign import QUANTISED
-from ull_build.rope import WHOLE_HEAD, read_rope, rope_notes
+from ull_build.source.config_fields import Fields, short
+from ull_build.source.foreign import QUANTISED
+from ull_build.source.rope import WHOLE_HEAD, read_rope, rope_notes
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ull.errors import CheckpointError, TokenizerError
-from ull.tokenizer import Tokenizer
+from ull.text.tokenizer import Tokenizer
 from ull_build.progress import Reporter
 
 

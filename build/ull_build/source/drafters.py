@@ -9,12 +9,12 @@ from pathlib import Path
 
 import msgspec
 
-from ull.bundle import MAX_TREE, DeviceCode, Drafter, DraftModel, Model, Precision, Speculation
+from ull.bundle.open import MAX_TREE, DeviceCode, Drafter, DraftModel, Model, Precision, Speculation
 from ull.errors import CheckpointError
-from ull_build.checkpoint import Checkpoint
-from ull_build.convert import Drafters
-from ull_build.medusa import check_medusa, read_medusa
-from ull_build.vocabulary import CheckpointTokenizer, Vocabulary, build_vocabulary, load_tokenizer
+from ull_build.source.checkpoint import Checkpoint
+from ull_build.source.medusa import check_medusa, read_medusa
+from ull_build.source.vocabulary import CheckpointTokenizer, Vocabulary, build_vocabulary, load_tokenizer
+from ull_build.weights.cpu import Drafters
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import MAX_MEDUSA_HEADS, MAX_MEDUSA_LAYERS, MedusaHeads, Model
+from ull.bundle.open import MAX_MEDUSA_HEADS, MAX_MEDUSA_LAYERS, MedusaHeads, Model
 from ull.errors import CheckpointError
-from ull_build.checkpoint import CONFIG_FILE, FLOAT_DTYPES, Shard, read_json
-from ull_build.torch_file import read_torch_file
+from ull_build.source.checkpoint import CONFIG_FILE, FLOAT_DTYPES, Shard, read_json
+from ull_build.source.torch_file import read_torch_file
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
 _PREFIX = "medusa_heads."  # vLLM's, optional

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 
-from ull.bundle import Rope
-from ull_build.config_fields import Fields, short
+from ull.bundle.open import Rope
+from ull_build.source.config_fields import Fields, short
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 WHOLE_HEAD = "rotary embeddings must span the whole head (partial_rotary_factor 1)"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import (
+from ull.bundle.open import (
     HEAD_SEGMENT,
     Model,
     attention_factor,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ull.bundle import Model, Precision, device_tensors
+from ull.bundle.open import Model, Precision, device_tensors
 from ull.errors import BuildError
-from ull.gpu import tensorrt_library
 from ull.gpu.driver import Driver
+from ull.gpu.tensorrt import library as tensorrt_library
 from ull_build.progress import Reporter
 
 OLD_WHEELS = "tensorrt tensorrt-cu13 tensorrt-cu13-bindings tensorrt-cu13-libs"

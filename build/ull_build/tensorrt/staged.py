@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ull.bundle import (
+from ull.bundle.open import (
     ARCHITECTURES,
     CODE_DIRECTORY,
     FUSED,
@@ -29,19 +29,19 @@ from ull.bundle import (
     Target,
     profile_scheme,
 )
-from ull.gpu import tensorrt_library
-from ull_build.checkpoint import Checkpoint
-from ull_build.convert_device import convert_for_device
+from ull.gpu.tensorrt import library as tensorrt_library
 from ull_build.local_gpu import LocalGpu, find_gpu, staged_bundle
 from ull_build.output import file_entry
 from ull_build.progress import Reporter
-from ull_build.quality import Evaluator
+from ull_build.quality.measure import Evaluator
 from ull_build.recipe import ForwardRecipe
+from ull_build.source.checkpoint import Checkpoint
 from ull_build.tensorrt import check
 from ull_build.tensorrt.plans import LEVELS, REPORTS, PlanSettings, PlansFailed, Rung, build_plans
 from ull_build.tensorrt.timing_cache import save_timing_cache
 from ull_build.tensorrt.trial import DeviceRunner
 from ull_build.tensorrt.weights import Weights, input_scales
+from ull_build.weights.gpu import convert_for_device
 
 REFERENCE = "reference"  # folder of the staging directory
 MADE_UP_LIMIT = 0.5  # of made-up weights' logits: what FP8 activations alone cost them is not measured

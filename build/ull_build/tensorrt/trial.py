@@ -15,12 +15,21 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import ENTRY_SEGMENT, EXIT_SEGMENT, HEAD_SEGMENT, MAX_TREE, STEP_SEGMENT, Model, Profile, profile_of
+from ull.bundle.open import (
+    ENTRY_SEGMENT,
+    EXIT_SEGMENT,
+    HEAD_SEGMENT,
+    MAX_TREE,
+    STEP_SEGMENT,
+    Model,
+    Profile,
+    profile_of,
+)
 from ull.errors import GpuError
 from ull.gpu.driver import Driver
-from ull_build.quantize import FP8_MAX
 from ull_build.tensorrt.network import ATTENTION_COLUMNS, LayerNetwork
 from ull_build.tensorrt.weights import F8, F16, HEAD, Linear, activation_scale
+from ull_build.weights.quantise import FP8_MAX
 
 Array = NDArray[Any]
 _ALIGNMENT = 256  # bytes

@@ -15,10 +15,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import Precision
-from ull_build.checkpoint import Checkpoint
-from ull_build.convert import bias_sources, vector_source, weight_sources
-from ull_build.quantize import BF16_MAX, FP8_MAX, quantize_rows, round_to_bf16
+from ull.bundle.open import Precision
+from ull_build.source.checkpoint import Checkpoint
+from ull_build.weights.cpu import bias_sources, vector_source, weight_sources
+from ull_build.weights.quantise import BF16_MAX, FP8_MAX, quantize_rows, round_to_bf16
 
 HEAD = "lm_head"
 HEAD_ROWS = 16  # the padded vocabulary is a multiple of it

@@ -16,12 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import ull
-from ull.bundle import Bundle, open_bundle
+from ull.bundle.open import Bundle, open_bundle
 from ull.errors import BuildError, UllError
 from ull_build.build import Settings as BuildSettings
 from ull_build.build import build
-from ull_build.drafters import SpeculationSettings
 from ull_build.progress import Reporter, make_reporter
+from ull_build.source.drafters import SpeculationSettings
+from ull_build.source.vocabulary import CheckpointTokenizer, read_tokenizer
 from ull_build.train.data import (
     Plan,
     Sequences,
@@ -31,7 +32,6 @@ from ull_build.train.data import (
     load_sequences,
     read_texts,
 )
-from ull_build.vocabulary import CheckpointTokenizer, read_tokenizer
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 _HELD_OUT = 0.02  # of the documents, when no --heldout text is given

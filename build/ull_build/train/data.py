@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import Bundle, native_spec
+from ull.bundle.open import Bundle, native_spec
 from ull.errors import BuildError
 from ull_build.progress import Reporter
-from ull_build.vocabulary import CheckpointTokenizer
+from ull_build.source.vocabulary import CheckpointTokenizer
 
 MIN_PROMPT = 16  # tokens of text in a prompt, at least
 _SEED_STRIDE = 1 << 20  # sequences of one plan never share a seed with those of another

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
-from ull_build.architecture import Architecture
 from ull_build.progress import Reporter
+from ull_build.source.architecture import Architecture
 from ull_build.train.data import Sequences
 from ull_build.train.loop import autocast, rows_of, run_steps
 from ull_build.train.model import Decoder, initialise

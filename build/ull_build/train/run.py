@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from ull.bundle import Bundle
+from ull.bundle.open import Bundle
 from ull.errors import BuildError
-from ull_build.architecture import parse_config
-from ull_build.checkpoint import read_json
 from ull_build.progress import Reporter
+from ull_build.source.architecture import parse_config
+from ull_build.source.checkpoint import read_json
 from ull_build.train import draft as draft_training
 from ull_build.train import medusa as medusa_training
 from ull_build.train.acceptance import Acceptance, describe, measure

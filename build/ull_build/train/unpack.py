@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import Bundle, embedding_is_shared
-from ull_build.pack import unpack_tiles
-from ull_build.quantize import dequantize_rows, from_bf16
+from ull.bundle.open import Bundle, embedding_is_shared
+from ull_build.weights.pack_cpu import unpack_tiles
+from ull_build.weights.quantise import dequantize_rows, from_bf16
 
 TILE = 32
 _DTYPES = {"F8_E4M3": np.uint8, "BF16": np.uint16, "F32": np.float32}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import (
+from ull.bundle.open import (
     DRAFT,
     FILLER,
     MEDUSA,
@@ -23,12 +23,12 @@ from ull.bundle import (
     expected_tensors,
     medusa_tensors,
 )
-from ull_build.checkpoint import Checkpoint
-from ull_build.medusa import MedusaWeights
-from ull_build.pack import alternate_tiles, pack_tiles, whole_tiles
 from ull_build.progress import Reporter
-from ull_build.quantize import ErrorSum, dequantize_rows, from_bf16, quantize_rows, to_bf16
-from ull_build.weights import WeightsWriter
+from ull_build.source.checkpoint import Checkpoint
+from ull_build.source.medusa import MedusaWeights
+from ull_build.weights.pack_cpu import alternate_tiles, pack_tiles, whole_tiles
+from ull_build.weights.quantise import ErrorSum, dequantize_rows, from_bf16, quantize_rows, to_bf16
+from ull_build.weights.writer import WeightsWriter
 
 Rows = Iterable[NDArray[np.float32]]
 ORIGINAL_F32 = Precision(weights="f32", lm_head="f32", embedding="f32", kv="f32")

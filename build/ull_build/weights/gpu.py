@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import (
+from ull.bundle.open import (
     DEVICE_TILE_ROWS,
     DRAFT,
     FILLER,
@@ -26,9 +26,11 @@ from ull.bundle import (
     device_tensors,
     head_rows,
 )
-from ull_build.activation_range import scale_rows_of
-from ull_build.checkpoint import Checkpoint
-from ull_build.convert import (
+from ull_build.progress import Reporter
+from ull_build.quality.activation_range import scale_rows_of
+from ull_build.source.checkpoint import Checkpoint
+from ull_build.source.medusa import MedusaWeights
+from ull_build.weights.cpu import (
     EMBEDDING,
     MEDUSA_ROWS,
     NO_DRAFTERS,
@@ -38,13 +40,11 @@ from ull_build.convert import (
     vector_source,
     weight_sources,
 )
-from ull_build.head_scan import scan_rows
-from ull_build.medusa import MedusaWeights
-from ull_build.pack import alternate_tiles, whole_tiles
-from ull_build.pack_device import pack_blocks, scale_rows, unscale_rows
-from ull_build.progress import Reporter
-from ull_build.quantize import ErrorSum, dequantize_rows, quantize_rows, round_to_bf16, to_bf16
-from ull_build.weights import WeightsWriter
+from ull_build.weights.head_scan import scan_rows
+from ull_build.weights.pack_cpu import alternate_tiles, whole_tiles
+from ull_build.weights.pack_gpu import pack_blocks, scale_rows, unscale_rows
+from ull_build.weights.quantise import ErrorSum, dequantize_rows, quantize_rows, round_to_bf16, to_bf16
+from ull_build.weights.writer import WeightsWriter
 
 _MAX_FP8 = 448.0
 

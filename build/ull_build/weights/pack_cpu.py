@@ -1,4 +1,4 @@
-"""Row tiles: the order in which the executor reads linear weights (see `ull.layout`)."""
+"""Row tiles: the order in which the executor reads linear weights (see `ull.bundle.layout`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import TILE_ROWS
+from ull.bundle.open import TILE_ROWS
 
 # Even positions of a 32-wide vector are rows 0..15 of the tile and odd ones rows 16..31, so that widening the even and
 # the odd elements of a register yields 16 consecutive rows each.

@@ -1,4 +1,4 @@
-"""Blocks of 512 bytes: the order in which the GPU's kernels read linear weights (see `ull.device_layout`)."""
+"""Blocks of 512 bytes: the order in which the GPU's kernels read linear weights (see `ull.bundle.device_layout`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import DEVICE_STEP, DEVICE_TILE_ROWS
-from ull_build.quantize import round_to_bf16
+from ull.bundle.open import DEVICE_STEP, DEVICE_TILE_ROWS
+from ull_build.weights.quantise import round_to_bf16
 
 # A row of a tile is 8 h + g, a column of a step 8 t + 4 j + 2 p + e. Lane 4 g + t holds both rows g of a tile and
 # eight columns, which the matrix instructions j = 0 and 1 take, in the order p, h, e of their operand registers.

@@ -1,5 +1,5 @@
 // Attention of one token that forgets what it has to wait for, for tests/test_kernel_attention.py.
-#include "attention_one.cuh"
+#include "attention/attention_one.cuh"
 
 namespace ull::gpu {
 

@@ -1,5 +1,5 @@
 // The software side of ull/kernels/arch.cuh: every name of its CUDA branch with the same meaning, for the emulator of
-// tests/emulator (see block.h for how a block runs). Kernels include arch.cuh, never this.
+// tests/doubles/emulator (see block.h for how a block runs). Kernels include arch.cuh, never this.
 //
 // It is stricter than the chip: all 32 lanes must reach the same line for a warp collective, a barrier that is never
 // met is an error, and so is a block that ends without wait_for_predecessor(). Addresses of 16-byte accesses are

@@ -1,4 +1,5 @@
-// The C interface of a library of emulated kernels (tests/emulation.py and tests/fakecuda load it).
+// The C interface of a library of emulated kernels (tests/rigs/kernels/emulation.py and tests/doubles/fakecuda load
+// it).
 #pragma once
 
 #include <cstdint>

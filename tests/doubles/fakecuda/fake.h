@@ -1,9 +1,9 @@
 // A double of the CUDA driver (libcuda.so.1) for tests: one device whose memory is the host's, streams that are
-// threads, graphs that are lists, and kernels that tests/emulator runs. Only what ull and cuda-python's loading of it
-// ask for.
+// threads, graphs that are lists, and kernels that tests/doubles/emulator runs. Only what ull and cuda-python's loading
+// of it ask for.
 //
 // Environment (all optional but the first, for kernels):
-//   ULL_FAKECUDA_KERNELS          library built by tests/emulation.py that holds the code of every kernel
+//   ULL_FAKECUDA_KERNELS          library built by tests/rigs/kernels/emulation.py that holds the code of every kernel
 //   ULL_FAKECUDA_DEVICES          number of devices, 0 or 1 (1)
 //   ULL_FAKECUDA_NAME             "NVIDIA H200"
 //   ULL_FAKECUDA_CAPABILITY       "9.0"

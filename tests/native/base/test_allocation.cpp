@@ -4,11 +4,11 @@
 #include <memory>
 #include <new>
 
+#include "cpu/cpu_executor.h"
 #include "engine_fixture.h"
-#include "exec/cpu/cpu_executor.h"
-#include "exec/graph/graph_executor.h"
 #include "exec_model.h"
 #include "fake_device.h"
+#include "graph/graph_executor.h"
 #include "medusa_file.h"
 
 namespace {

@@ -10,10 +10,10 @@
 #include <thread>
 #include <vector>
 
-#include "exec/cpu/cpu_executor.h"
-#include "exec/cpu/local_session.h"
-#include "tests/check.h"
-#include "tests/exec_model.h"
+#include "check.h"
+#include "cpu/cpu_executor.h"
+#include "cpu/offline/local_session.h"
+#include "exec_model.h"
 
 using namespace ull;
 using namespace ull::cpu;

@@ -5,9 +5,9 @@
 #include <memory>
 #include <vector>
 
-#include "exec/cpu/local_decoder.h"
-#include "tests/check.h"
-#include "tests/medusa_file.h"
+#include "check.h"
+#include "medusa_file.h"
+#include "testing/local_decoder.h"
 
 using namespace ull;
 using namespace ull::cpu;

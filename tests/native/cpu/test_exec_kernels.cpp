@@ -9,9 +9,9 @@
 
 #include "base/float_math.h"
 #include "base/gumbel.h"
-#include "exec/cpu/kernels.h"
-#include "exec/cpu/kv_cache.h"
-#include "tests/check.h"
+#include "check.h"
+#include "cpu/kernels/kernels.h"
+#include "cpu/kv_cache.h"
 
 using namespace ull;
 using namespace ull::cpu;

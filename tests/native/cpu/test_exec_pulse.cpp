@@ -3,9 +3,9 @@
 #include <memory>
 #include <vector>
 
-#include "exec/cpu/cpu_executor.h"
-#include "tests/check.h"
-#include "tests/medusa_file.h"
+#include "check.h"
+#include "cpu/cpu_executor.h"
+#include "medusa_file.h"
 
 using namespace ull;
 using namespace ull::cpu;

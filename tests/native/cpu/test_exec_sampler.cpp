@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "base/gumbel.h"
-#include "exec/cpu/kernels.h"
-#include "exec/cpu/sampler.h"
-#include "tests/check.h"
+#include "check.h"
+#include "cpu/kernels/kernels.h"
+#include "cpu/sampler.h"
 
 using namespace ull;
 using namespace ull::cpu;

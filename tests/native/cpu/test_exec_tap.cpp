@@ -9,11 +9,11 @@
 #include <string>
 #include <vector>
 
-#include "exec/cpu/evaluate.h"
-#include "exec/cpu/fake_quantiser.h"
-#include "exec/cpu/observe.h"
-#include "tests/check.h"
-#include "tests/exec_model.h"
+#include "check.h"
+#include "cpu/offline/evaluate.h"
+#include "cpu/offline/fake_quantiser.h"
+#include "cpu/offline/observe.h"
+#include "exec_model.h"
 
 using namespace ull;
 using namespace ull::cpu;

@@ -9,8 +9,8 @@
 #include <xmmintrin.h>
 #endif
 
-#include "exec/cpu/thread_team.h"
-#include "tests/check.h"
+#include "check.h"
+#include "cpu/thread_team.h"
 
 using ull::cpu::ThreadTeam;
 

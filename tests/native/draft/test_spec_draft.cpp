@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "exec/cpu/draft_model.h"
-#include "exec/cpu/local_session.h"
-#include "tests/check.h"
-#include "tests/exec_model.h"
+#include "check.h"
+#include "cpu/draft_model.h"
+#include "cpu/offline/local_session.h"
+#include "exec_model.h"
 
 using namespace ull;
 using namespace ull::cpu;

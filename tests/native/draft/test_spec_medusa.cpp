@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "base/gumbel.h"
-#include "exec/cpu/medusa.h"
-#include "tests/check.h"
-#include "tests/medusa_file.h"
+#include "check.h"
+#include "cpu/medusa.h"
+#include "medusa_file.h"
 
 using namespace ull;
 using namespace ull::cpu;

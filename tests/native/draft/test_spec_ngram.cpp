@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "check.h"
-#include "spec/ngram.h"
+#include "draft/ngram.h"
 
 namespace {
 

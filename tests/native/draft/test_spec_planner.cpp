@@ -4,7 +4,7 @@
 #include <random>
 
 #include "check.h"
-#include "spec/planner.h"
+#include "draft/planner.h"
 
 namespace {
 

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "check.h"
-#include "spec/tree.h"
+#include "draft/tree.h"
 
 namespace {
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "check.h"
-#include "exec/token_counts.h"
+#include "executor/token_counts.h"
 
 namespace {
 

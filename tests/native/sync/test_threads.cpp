@@ -9,8 +9,8 @@
 #include <string>
 
 #include "base/thread.h"
+#include "cpu/thread_team.h"
 #include "engine_fixture.h"
-#include "exec/cpu/thread_team.h"
 
 namespace {
 thread_local int yields = 0;

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ull.client import Client
+from ull.client.sync import Client
 from ull.spawn import DaemonProcess
 
 TOKENS = 10

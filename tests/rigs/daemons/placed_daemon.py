@@ -3,7 +3,9 @@
 import os
 import sys
 
-from ull import daemon, placement, ulld
+from ull.daemon import __main__ as ulld
+from ull.daemon import placement
+from ull.daemon import server as daemon
 
 if __name__ == "__main__":
     prefix = os.environ["ULL_TEST_CLAIMS"]

@@ -10,9 +10,11 @@ import sys
 from typing import Any
 
 from scripted_daemon import scripted
-from ull import _native, rehearsal, ulld
-from ull.control import ControlPlane
-from ull.tokenizer import Tokenizer
+from ull import _native
+from ull.daemon import __main__ as ulld
+from ull.daemon import rehearsal
+from ull.daemon.control import ControlPlane
+from ull.text.tokenizer import Tokenizer
 
 
 def broken(*_: Any) -> list[int]:

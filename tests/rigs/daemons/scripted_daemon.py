@@ -11,7 +11,9 @@ import os
 import sys
 from typing import Any
 
-from ull import _native, daemon, ulld
+from ull import _native
+from ull.daemon import __main__ as ulld
+from ull.daemon import server as daemon
 
 
 def scripted(spec: dict[str, Any], **_: Any) -> _native.ScriptedExecutor:

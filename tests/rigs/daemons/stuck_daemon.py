@@ -4,8 +4,10 @@ import sys
 import time
 
 from scripted_daemon import leave_rehearsal_out, scripted
-from ull import _native, daemon, ulld
-from ull.control import ControlPlane
+from ull import _native
+from ull.daemon import __main__ as ulld
+from ull.daemon import server as daemon
+from ull.daemon.control import ControlPlane
 
 
 def cancel(plane: ControlPlane, identity: bytes, request_id: int) -> bool:

@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 import emulation
-from ull.bundle import DEVICE_KERNELS, HEAD_SCAN_KERNELS, MEDUSA_KERNELS, open_bundle, read_tensor_file
-from ull_build import kernels
+from ull.bundle.open import DEVICE_KERNELS, HEAD_SCAN_KERNELS, MEDUSA_KERNELS, open_bundle, read_tensor_file
 from ull_build.build import Settings, build
+from ull_build.code import kernels
 
 STUB = """#include "params.h"
 {kernels}
@@ -57,3 +57,6 @@ def read_weights(path: Path) -> dict[str, NDArray[Any]]:
         count = entry.nbytes // dtype.itemsize
         tensors[name] = np.frombuffer(raw, dtype, count, entry.offset).reshape(entry.shape)
     return tensors
+
+
+PROMPT = [0, 306, 903, 10, 1617, 14, 2480, 294, 271, 323]  # engines/tiny: "def add(first, second):\n    return"

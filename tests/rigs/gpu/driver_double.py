@@ -1,4 +1,5 @@
-"""The driver double of tests/fakecuda: a `libcuda.so.1` that runs emulated kernels, for processes started by tests.
+"""The driver double of tests/doubles/fakecuda: a `libcuda.so.1` that runs emulated kernels, for processes that
+tests start.
 
 environment = driver_double.environment(emulation.build_library(sources, model), fault="hang=3")
 subprocess.run([sys.executable, ...], env=environment)
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import emulation
 
-FOLDER = emulation.ROOT / "tests/fakecuda"
+FOLDER = emulation.ROOT / "tests/doubles/fakecuda"
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
 
 
@@ -39,7 +40,7 @@ def environment(kernels: Path | None = None, *, imports: Sequence[Path] = (), **
     `options`: fake.h lists them (capability="8.0", fault="hang=2").
     """
     own = [*imports, *(emulation.ROOT / folder for folder in ("tests", "build", "."))]
-    found = [path for path in sys.path if path != str(emulation.ROOT / "tests/tensorrt_double")]
+    found = [path for path in sys.path if path != str(emulation.ROOT / "tests/doubles/tensorrt_double")]
     paths = [str(library_folder()), *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
     settings = {f"ULL_FAKECUDA_{name.upper()}": str(value) for name, value in options.items()}
     if kernels is not None:

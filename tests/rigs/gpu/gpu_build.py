@@ -4,7 +4,8 @@ import os
 import sys
 from pathlib import Path
 
-from ull_build import cli, kernels
+from ull_build import cli
+from ull_build.code import kernels
 
 if __name__ == "__main__":
     kernels.SOURCES = Path(os.environ["ULL_TEST_KERNELS"])

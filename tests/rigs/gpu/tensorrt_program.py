@@ -1,4 +1,4 @@
-"""`python tests/tensorrt_program.py build|serve|measure|probe ...`: ull-build, ulld, or benchmarks of plans on doubles.
+"""`python tests/rigs/gpu/tensorrt_program.py build|serve|measure|probe ...`: ull-build, ulld, or benchmarks of plans.
 
 TensorRT and the driver are doubles; TensorRT's contexts run as kernels of the driver double. Environment:
 ULL_TEST_KERNELS, a folder of kernel sources that the build compiles in place of the real ones; ULL_TEST_TENSORRT,
@@ -26,10 +26,10 @@ tensorrt.behaviour.options.read(os.environ.get("ULL_TEST_TENSORRT", ""))
 
 def measure(bundle: Path) -> int:
     """What bench/h200 measures of a bundle's plans, in two rounds."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "bench/h200"))
+    sys.path.insert(0, str(Path(__file__).parents[3] / "bench/h200"))
     import plans
 
-    from ull.bundle import open_bundle
+    from ull.bundle.open import open_bundle
 
     plans.ROUNDS, plans.CONTEXTS, plans.TREES = 2, (8,), (1, 16)
     plans.build = lambda folder, *options: (open_bundle(bundle), 0.0)
@@ -41,10 +41,10 @@ def measure(bundle: Path) -> int:
 
 def probe(folder: Path) -> int:
     """The probes of bench/h200 on a model that the double is quick with: each finding on a line."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "bench/h200"))
+    sys.path.insert(0, str(Path(__file__).parents[3] / "bench/h200"))
     import plan_probe
 
-    from test_random_plans import SMALL
+    from tensorrt_subjects import SMALL
 
     plan_probe.FLUSHED_BYTES, plan_probe.REPEATS, plan_probe.REPLAYS = 1 << 16, 2, 2
     size = {"rows": 48, "columns": 64}
@@ -60,14 +60,15 @@ def probe(folder: Path) -> int:
 
 def main(arguments: list[str]) -> int:
     if arguments[0] == "serve":
-        from ull import launch
+        from ull.daemon import main as launch
 
         return launch.run(arguments[1:])
     if arguments[0] == "probe":
         return probe(Path(arguments[1]))
     if arguments[0] == "measure":
         return measure(Path(arguments[1]))
-    from ull_build import cli, kernels
+    from ull_build import cli
+    from ull_build.code import kernels
 
     if sources := os.environ.get("ULL_TEST_KERNELS"):
         kernels.SOURCES = Path(sources)

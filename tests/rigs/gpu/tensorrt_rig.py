@@ -17,12 +17,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import Model, attention_factor, inverse_frequencies
-from ull.plans import segment_names
-from ull_build.checkpoint import Checkpoint
-from ull_build.convert import bias_sources, vector_source, weight_sources
+from ull.bundle.forward import segment_names
+from ull.bundle.open import Model, attention_factor, inverse_frequencies
+from ull_build.source.checkpoint import Checkpoint
+from ull_build.weights.cpu import bias_sources, vector_source, weight_sources
 
-FOLDER = Path(__file__).parent / "tensorrt_double"
+FOLDER = Path(__file__).parents[3] / "tests/doubles/tensorrt_double"
 TREE_TOKENS, COLUMNS = 64, 32  # of the attention's layout
 BF16, F16, F8 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(ml_dtypes.float8_e4m3fn)
 Array = NDArray[Any]

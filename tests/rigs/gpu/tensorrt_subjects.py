@@ -17,10 +17,10 @@ import numpy as np
 
 import tensorrt_rig
 from oracle.cases import CASES, Case
-from ull.bundle import Precision
-from ull.gpu.tensorrt_library import make_logger
-from ull_build.checkpoint import Checkpoint
+from ull.bundle.open import Model, Precision, Rope
+from ull.gpu.tensorrt.library import make_logger
 from ull_build.progress import Reporter
+from ull_build.source.checkpoint import Checkpoint
 from ull_build.tensorrt.graph import Graph
 from ull_build.tensorrt.network import SegmentNetwork
 from ull_build.tensorrt.weights import SegmentWeights
@@ -123,3 +123,6 @@ class Recorder(Reporter):
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+
+SMALL = Model("qwen3", 64, 2, 2, 1, 32, 96, 300, 300, 128, 1e-6, False, True, Rope(10000.0), [0, 0])  # with QK norms

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 import emulation
 from emulation import aligned, pointer
+from ull.gpu.geometry import attention
 from ull.gpu.launch import tile_of
-from ull.gpu.launches import attention
 from ull.gpu.params import PAGE_TOKENS, ROUND_SLOTS, TREE_TOKENS, AttentionParams, CommitParams, Round, RoundResult
 
 Array = NDArray[Any]

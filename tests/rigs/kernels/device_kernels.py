@@ -24,15 +24,15 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from emulation import source_of
 from ull.gpu import params as layout
-from ull_build import nvrtc
-from ull_build.kernels import INCLUDE_DIRECTORIES, compile_file, options_for
-from ull_build.std_headers import STD_HEADERS
+from ull_build.code import nvrtc
+from ull_build.code.kernels import INCLUDE_DIRECTORIES, compile_file, options_for
+from ull_build.code.std_headers import STD_HEADERS
 
-ROOT = Path(__file__).parent.parent
-KERNELS = ROOT / "ull/kernels"
+ROOT = Path(__file__).parents[3]
 CACHE = ROOT / ".cache/cubins"
-PREDECESSOR = ROOT / "tests/emulator/predecessor.cu"
+PREDECESSOR = ROOT / "tests/doubles/emulator/predecessor.cu"
 PREDECESSOR_GRID, PREDECESSOR_THREADS = (8, 1), 256
 REGIONS = 16  # that one predecessor can write
 # How long it waits before it writes: until the next launch has surely come to the device and has begun there.
@@ -97,7 +97,7 @@ def build(sources: tuple[str | Path, ...], macros: tuple[tuple[str, int | float]
     """Compiles `sources` with NVRTC for these macros (without ULL_), side by side, and loads them."""
     defines = {f"ULL_{key}": f"{value!r}F" if isinstance(value, float) else str(value) for key, value in macros}
     with ThreadPoolExecutor() as pool:
-        return DeviceKernels(list(pool.map(lambda source: _cubin(KERNELS / source, defines), sources)))
+        return DeviceKernels(list(pool.map(lambda source: _cubin(source_of(source), defines), sources)))
 
 
 def _cubin(source: Path, defines: Mapping[str, str]) -> bytes:

@@ -1,4 +1,4 @@
-"""Kernels of `ull/kernels` on the CPU: compiled by g++ against tests/emulator, run from NumPy arrays.
+"""Kernels of `ull/kernels` on the CPU: compiled by g++ against tests/doubles/emulator, run from NumPy arrays.
 
     kernels = emulation.build(["qkv.cu"], {"HIDDEN": 256})
     kernels.run("ull_qkv_8", grid=(8, 1), threads=288, shared_bytes=4096, params=LinearParams(...), seed=3)
@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ull.device_layout import DEVICE_INTERFACE
+from ull.bundle.device_layout import DEVICE_INTERFACE
 from ull.gpu.launch import Launch
-from ull_build.kernels import TUNING
+from ull_build.code.kernels import TUNING
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 KERNELS = ROOT / "ull/kernels"
-EMULATOR = ROOT / "tests/emulator"
+EMULATOR = ROOT / "tests/doubles/emulator"
 CACHE = ROOT / ".cache/emulator"
 INCLUDES = (EMULATOR, KERNELS, ROOT / "ull/native")
 ON_DEVICE = os.environ.get("ULL_KERNELS", "") == "device"  # see device_kernels.py
@@ -197,8 +197,8 @@ def build(
 ) -> Kernels:
     """Compiles `sources` (names in ull/kernels, or paths) for `model` (macros without ULL_; absent: TINY_MODEL's).
 
-    `reports`: the kernels report their loads and stores, and races end a launch (tests/emulator/shadow.h). They take
-    several times as long. Not together with `sanitize`.
+    `reports`: the kernels report their loads and stores, and races end a launch (tests/doubles/emulator/shadow.h).
+    They take several times as long. Not together with `sanitize`.
 
     Cached in .cache/emulator by the content of everything that can be included. With ULL_KERNELS=device the kernels
     are compiled for the GPU and run there.
@@ -230,9 +230,19 @@ def build_library(
         raise ValueError(f"no such model macro: {', '.join(sorted(unknown))}")
     flags = (*COMMON_FLAGS, *(SANITIZE_FLAGS if sanitize else _fast_flags()))
     defines = [f"-DULL_{key}={f'{value}F' if isinstance(value, float) else value}" for key, value in macros.items()]
-    jobs = [(KERNELS / source, [*flags, *defines, *(REPORT_FLAGS if reports else ())]) for source in sources]
+    jobs = [(source_of(source), [*flags, *defines, *(REPORT_FLAGS if reports else ())]) for source in sources]
     jobs += [(source, flags) for source in sorted(EMULATOR.glob("*.cpp"))]
     return compiled(compile_all(jobs, INCLUDES), ["-shared", "-Wl,-Bsymbolic", *flags], ".so")
+
+
+def source_of(source: str | Path) -> Path:
+    """The file of a kernel source: a name is looked for in the rooms of ull/kernels."""
+    if isinstance(source, Path):
+        return source
+    found = list(KERNELS.rglob(source))
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} files of ull/kernels are named {source}")
+    return found[0]
 
 
 def _fast_flags() -> tuple[str, ...]:

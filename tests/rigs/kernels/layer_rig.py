@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 import emulation
 from emulation import aligned, pointer
-from ull.bundle import Model, Precision, Rope, TensorShape, device_macros
-from ull.device_layout import device_tensors
+from ull.bundle.device_layout import device_tensors
+from ull.bundle.open import Model, Precision, Rope, TensorShape, device_macros
 from ull.gpu.arena import ArenaPlan
 from ull.gpu.fused import FusedForward
-from ull.gpu.launches.linear import LINE_WORDS
+from ull.gpu.geometry.linear import LINE_WORDS
 from ull.gpu.memory import Sizes, plan_memory, rope_table
 from ull.gpu.params import Round
 from ull.gpu.places import HostBlocks, Places
@@ -81,7 +81,7 @@ def _random(rng: np.random.Generator, name: str, dtype: Any, shape: tuple[int, .
 class Layers:
     """Weights and a KV cache of random numbers; `run` plays one round of one token at `position`.
 
-    `tuning`: macros of `ull_build.kernels.TUNING` that are not as in `emulation.TINY_MODEL`.
+    `tuning`: macros of `ull_build.code.kernels.TUNING` that are not as in `emulation.TINY_MODEL`.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 import emulation
 from emulation import aligned, pointer
 from ull.gpu import params as layout
-from ull.gpu.launches import sampling as launches
+from ull.gpu.geometry import sampling as launches
 
 PAGES = 9
 CONTEXT = 64 * PAGES

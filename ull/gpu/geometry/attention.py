@@ -1,4 +1,5 @@
-"""Geometry of attention (`ull/kernels/attention_plan.cuh`) and of the KV commit, and the scratch that they share.
+"""Geometry of attention (`ull/kernels/attention/attention_plan.cuh`) and of the KV commit, and the scratch
+that they share.
 
 The results do not depend on the grid: the blocks of a kv head divide rows and positions among themselves by what a
 round turns out to need.

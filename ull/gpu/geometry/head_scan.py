@@ -1,4 +1,4 @@
-"""Geometry of the FP8 scan of the lm_head and of what finds the draw with it (`ull/kernels/head_rescore.cu`).
+"""Geometry of the FP8 scan of the lm_head and of what finds the draw with it (`ull/kernels/linear/head_rescore.cu`).
 
 A round of one token captures `ull_head_scan_1`, `ull_head_bounds`, `ull_head_rescore` in place of head and sampler. The
 results do not depend on the grids.
@@ -6,9 +6,9 @@ results do not depend on the grids.
 
 from __future__ import annotations
 
-from ull.gpu.launches import linear
-from ull.gpu.launches.linear import Geometry
-from ull.layout import round_up
+from ull.bundle.layout import round_up
+from ull.gpu.geometry import linear
+from ull.gpu.geometry.linear import Geometry
 
 LIST_AT = 8224  # bytes from the start of HeadScanParams.scratch to the exact logits, which tests and figures read
 

@@ -1,4 +1,4 @@
-"""Geometry of the linear layers' kernels (`ull/kernels/linear_narrow.cuh`, `linear_wide.cuh`) and of RMSNorm.
+"""Geometry of the linear layers' kernels (`ull/kernels/linear/linear_narrow.cuh`, `linear_wide.cuh`) and of RMSNorm.
 
 The results do not depend on the grid. One block per multiprocessor shares the weights evenly and, where its shared
 memory allows, leaves room for a block of the next kernel, which fills its ring meanwhile.
@@ -9,9 +9,9 @@ From 16 tokens on a layer of few rows (qkv, o, down) is split along K as well: i
 
 from __future__ import annotations
 
+from ull.bundle.layout import round_up
 from ull.gpu.launch import TILES
 from ull.gpu.params import SLICES, TREE_TOKENS
-from ull.layout import round_up
 
 Geometry = tuple[tuple[int, int], int, int]  # grid, threads, bytes of shared memory
 
@@ -111,7 +111,7 @@ def layers(multiprocessors: int) -> Geometry:
 
 
 def layers_counters(kv_heads: int) -> int:
-    """Words of `LayersParams.arrivals`: a line of 128 bytes for each counter (`ull/kernels/layer_steps.cuh`)."""
+    """Words of `LayersParams.arrivals`: 128 bytes for each counter (`ull/kernels/persistent/layer_steps.cuh`)."""
     return LINE_WORDS * (2 * kv_heads + SLICES + 2)
 
 

@@ -13,7 +13,10 @@ import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
-from ull.bundle import AttentionKind, Bundle, Plans, cache_positions
+from ull.bundle.forward import segment_names
+from ull.bundle.layout import round_up
+from ull.bundle.open import AttentionKind, Bundle, Plans, cache_positions
+from ull.bundle.targets import capability_text
 from ull.errors import BundleError, GpuError
 from ull.gpu.arena import ArenaPlan
 from ull.gpu.driver import DeviceInfo, Driver
@@ -23,11 +26,8 @@ from ull.gpu.memory import Sizes
 from ull.gpu.paged_attention import PagedAttention
 from ull.gpu.params import TREE_TOKENS, Round
 from ull.gpu.places import Places
-from ull.gpu.tensorrt_library import load, make_logger, wheel
-from ull.layout import round_up
+from ull.gpu.tensorrt.library import load, make_logger, wheel
 from ull.log import Log
-from ull.plans import segment_names
-from ull.targets import capability_text
 
 _REBUILD = "rebuild the bundle on this machine with ull-build"
 _INT32_BYTES, _BF16_BYTES = 4, 2

@@ -1,8 +1,8 @@
 // Attention over the pages and the round's own tree, and the write of the round's keys and values: see attention.cuh.
 // One variant for one token (attention_one.cuh), and one for each tile. Grid: x = blocks that share rows and positions,
 // y = kv heads.
-#include "attention.cuh"
-#include "attention_one.cuh"
+#include "attention/attention.cuh"
+#include "attention/attention_one.cuh"
 
 namespace ull::gpu {
 

@@ -2,9 +2,9 @@
 // the linear layers behind it out among themselves.
 #pragma once
 
-#include "ahead.cuh"
-#include "gate_up.cuh"
-#include "layer_shapes.cuh"
+#include "linear/ahead.cuh"
+#include "linear/gate_up.cuh"
+#include "linear/layer_shapes.cuh"
 
 namespace ull::gpu {
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "arch.cuh"
-#include "attention_plan.cuh"
-#include "kv_format.cuh"
+#include "attention/attention_plan.cuh"
+#include "attention/kv_format.cuh"
 #include "model.cuh"
 
 namespace ull::gpu {

@@ -5,11 +5,11 @@
 
 #include <cstdint>
 
-#include "activations.cuh"
 #include "arch.cuh"
-#include "attention_plan.cuh"
-#include "attention_values.cuh"
+#include "attention/attention_plan.cuh"
+#include "attention/attention_values.cuh"
 #include "base/float_math.h"
+#include "linear/activations.cuh"
 #include "model.cuh"
 
 namespace ull::gpu {

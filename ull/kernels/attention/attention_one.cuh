@@ -11,13 +11,13 @@
 #include <cstdint>
 
 #include "arch.cuh"
-#include "attention_ahead.cuh"
-#include "attention_heads.cuh"
-#include "attention_merge.cuh"
-#include "attention_plan.cuh"
-#include "attention_scores.cuh"
-#include "attention_values.cuh"
-#include "kv_format.cuh"
+#include "attention/attention_ahead.cuh"
+#include "attention/attention_heads.cuh"
+#include "attention/attention_merge.cuh"
+#include "attention/attention_plan.cuh"
+#include "attention/attention_scores.cuh"
+#include "attention/attention_values.cuh"
+#include "attention/kv_format.cuh"
 #include "model.cuh"
 
 namespace ull::gpu {

@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "arch.cuh"
-#include "kv_format.cuh"
+#include "attention/kv_format.cuh"
 #include "model.cuh"
 
 namespace ull::gpu {

@@ -7,9 +7,9 @@
 #include <cstdint>
 
 #include "arch.cuh"
-#include "attention_plan.cuh"
+#include "attention/attention_plan.cuh"
+#include "attention/kv_format.cuh"
 #include "base/float_math.h"
-#include "kv_format.cuh"
 #include "model.cuh"
 
 namespace ull::gpu {

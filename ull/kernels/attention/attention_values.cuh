@@ -9,9 +9,9 @@
 #include <cstdint>
 
 #include "arch.cuh"
-#include "attention_plan.cuh"
-#include "attention_scores.cuh"
-#include "kv_format.cuh"
+#include "attention/attention_plan.cuh"
+#include "attention/attention_scores.cuh"
+#include "attention/kv_format.cuh"
 #include "model.cuh"
 
 namespace ull::gpu {

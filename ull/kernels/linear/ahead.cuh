@@ -8,7 +8,7 @@
 #pragma once
 
 #include "arch.cuh"
-#include "linear.cuh"
+#include "linear/linear.cuh"
 
 namespace ull::gpu {
 

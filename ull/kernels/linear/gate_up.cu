@@ -1,7 +1,7 @@
 // silu(gate) * up of the normed residual.
-#include "gate_up.cuh"
-#include "linear_narrow.cuh"
-#include "linear_wide.cuh"
+#include "linear/gate_up.cuh"
+#include "linear/linear_narrow.cuh"
+#include "linear/linear_wide.cuh"
 
 namespace ull::gpu {
 

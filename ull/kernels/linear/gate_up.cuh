@@ -3,7 +3,7 @@
 #pragma once
 
 #include "base/float_math.h"
-#include "rows.cuh"
+#include "linear/rows.cuh"
 
 namespace ull::gpu {
 

@@ -1,7 +1,7 @@
 // Logits of the normed residual, in f32. The kernel for one token also finds what ull_sample_scan would without biases:
 // the best logit, the largest and whether all are finite, of each block's rows.
-#include "linear_narrow.cuh"
-#include "linear_wide.cuh"
+#include "linear/linear_narrow.cuh"
+#include "linear/linear_wide.cuh"
 #include "scores.cuh"
 
 namespace ull::gpu {

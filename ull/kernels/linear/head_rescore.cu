@@ -3,9 +3,9 @@
 // may still be the best, as ull_head_1 computes them, and its last block draws from those and ends the round as
 // ull_accept does. However many they are, up to all rows: only the time depends on it. Greedy draws and plain sampling
 // of one node; what needs all logits exact (logprobs, top-k, top-p, min-p, biases, penalties) is for the other graph.
-#include "accept.cuh"
-#include "head_rescore.cuh"
-#include "rows.cuh"
+#include "linear/head_rescore.cuh"
+#include "linear/rows.cuh"
+#include "round/accept.cuh"
 
 namespace ull::gpu::rescore {
 namespace {
@@ -22,7 +22,7 @@ struct BoundsShared {
   float square_sums[kWarps];  // of the residual, for the norm
   float normed_sums[kWarps];  // of what it became
 };
-static_assert(sizeof(BoundsShared) == 192);  // ull/gpu/launches/head_scan.py
+static_assert(sizeof(BoundsShared) == 192);  // ull/gpu/geometry/head_scan.py
 
 ULL_DEVICE float square(uint32_t pair, float sum) {
   const float low = arch::f16_to_f32(static_cast<uint16_t>(pair));
@@ -65,7 +65,7 @@ struct RescoreShared {
   uint32_t padding;
 };
 static_assert(sizeof(RescoreShared) == 8848 &&
-              sizeof(accept::Shared) <= sizeof(RescoreShared));  // ull/gpu/launches/head_scan.py
+              sizeof(accept::Shared) <= sizeof(RescoreShared));  // ull/gpu/geometry/head_scan.py
 
 inline constexpr int kAtOnce = 4;  // steps of two candidates whose weights a lane has on the way
 

@@ -12,7 +12,7 @@
 // M is scored too.
 #pragma once
 
-#include "sample.cuh"
+#include "sampling/sample.cuh"
 
 namespace ull::gpu::rescore {
 
@@ -60,7 +60,7 @@ struct Scratch {
   ExactLogit exact[round_up(kVocabulary, 2)];
 };
 static_assert(sizeof(Scratch) <= sizeof(sample::Scratch));
-static_assert(ULL_OFFSETOF(Scratch, exact) == 8224);  // ull/gpu/launches/head_scan.py: LIST_AT
+static_assert(ULL_OFFSETOF(Scratch, exact) == 8224);  // ull/gpu/geometry/head_scan.py: LIST_AT
 
 // Where a row's exact logit lies; `known` false: nowhere in particular.
 struct Interval {

@@ -2,7 +2,7 @@
 // sums.
 #pragma once
 
-#include "rows.cuh"
+#include "linear/rows.cuh"
 
 namespace ull::gpu {
 

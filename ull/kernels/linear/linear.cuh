@@ -8,7 +8,7 @@
 // linear_narrow.cuh serves up to 8 tokens, a warp per slice; linear_wide.cuh 16 and more, a warp per row tile.
 #pragma once
 
-#include "norm.cuh"
+#include "linear/norm.cuh"
 
 namespace ull::gpu {
 

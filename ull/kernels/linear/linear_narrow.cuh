@@ -2,8 +2,8 @@
 // and the warps' sums of a row tile meet in shared memory.
 #pragma once
 
-#include "rows.cuh"
-#include "stream.cuh"
+#include "linear/rows.cuh"
+#include "linear/stream.cuh"
 
 namespace ull::gpu {
 

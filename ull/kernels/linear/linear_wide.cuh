@@ -3,8 +3,8 @@
 // the row tiles of x and kSlices / grid_y slices, and leaves each slice's sums to the kernel that finishes the layer.
 #pragma once
 
-#include "rows.cuh"
-#include "stream.cuh"
+#include "linear/rows.cuh"
+#include "linear/stream.cuh"
 
 namespace ull::gpu {
 

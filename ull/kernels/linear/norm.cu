@@ -1,6 +1,6 @@
 // RMSNorm of each token's residual row, where the linear layer behind it does not do that itself; from 16 tokens on
 // after what the layer before left to be added. One block per token.
-#include "rows.cuh"
+#include "linear/rows.cuh"
 
 namespace ull::gpu {
 

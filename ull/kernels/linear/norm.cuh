@@ -3,7 +3,7 @@
 // warps' sums in ascending order.
 #pragma once
 
-#include "activations.cuh"
+#include "linear/activations.cuh"
 
 namespace ull::gpu {
 

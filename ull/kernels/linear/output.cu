@@ -1,7 +1,7 @@
 // The attention's output projection, added to the residual.
-#include "layer_shapes.cuh"
-#include "linear_narrow.cuh"
-#include "linear_wide.cuh"
+#include "linear/layer_shapes.cuh"
+#include "linear/linear_narrow.cuh"
+#include "linear/linear_wide.cuh"
 
 namespace ull::gpu {
 

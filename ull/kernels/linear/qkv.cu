@@ -1,7 +1,7 @@
 // Queries, keys and values of the normed residual, in f32, with bias.
-#include "layer_shapes.cuh"
-#include "linear_narrow.cuh"
-#include "linear_wide.cuh"
+#include "linear/layer_shapes.cuh"
+#include "linear/linear_narrow.cuh"
+#include "linear/linear_wide.cuh"
 
 namespace ull::gpu {
 

@@ -1,7 +1,7 @@
 // What becomes of a linear layer's row sums: f32 outputs, or an addition to the residual.
 #pragma once
 
-#include "linear.cuh"
+#include "linear/linear.cuh"
 
 namespace ull::gpu {
 

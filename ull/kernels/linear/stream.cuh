@@ -10,7 +10,7 @@
 // one row tile only, it has that one's stages only.
 #pragma once
 
-#include "ahead.cuh"
+#include "linear/ahead.cuh"
 
 namespace ull::gpu {
 

@@ -3,7 +3,7 @@
 // below the other, so that a layer is one launch. To the linear kernels head i is token i: of a row that is one head's,
 // they compute every token's product, which costs nothing beside the weights, and keep the head's.
 #include "base/float_math.h"
-#include "linear_narrow.cuh"
+#include "linear/linear_narrow.cuh"
 
 namespace ull::gpu {
 namespace {

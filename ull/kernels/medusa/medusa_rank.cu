@@ -1,7 +1,7 @@
 // Ranks what the Medusa heads propose by the rule that will accept it: logit and bias over the temperature, plus the
 // noise of the position that the head speaks of; at temperature 0 the logit and its bias alone. Penalties are those of
 // the text so far. Filters are left out: they would take time, and a draft that is wrong costs time, never output.
-#include "sample.cuh"
+#include "sampling/sample.cuh"
 
 namespace ull::gpu::sample {
 

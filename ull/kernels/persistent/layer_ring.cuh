@@ -3,9 +3,9 @@
 // attention, the next linear layers' weights are on their way; the ring is never emptied between two of them.
 #pragma once
 
-#include "gate_up.cuh"
-#include "layer_shapes.cuh"
-#include "linear_narrow.cuh"
+#include "linear/gate_up.cuh"
+#include "linear/layer_shapes.cuh"
+#include "linear/linear_narrow.cuh"
 
 namespace ull::gpu {
 

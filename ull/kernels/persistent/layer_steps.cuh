@@ -13,8 +13,8 @@
 // input. Blocks without any must not read it.
 #pragma once
 
-#include "gate_up.cuh"
-#include "layer_shapes.cuh"
+#include "linear/gate_up.cuh"
+#include "linear/layer_shapes.cuh"
 
 namespace ull::gpu {
 

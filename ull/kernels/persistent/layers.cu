@@ -4,12 +4,12 @@
 //
 // Shared memory: what the step under way needs, attention or a linear layer; then the ring that carries every layer's
 // weights, which goes on through all waiting (layer_ring.cuh); then two layers' parameters.
-#include "attention_one.cuh"
-#include "gate_up.cuh"
-#include "layer_ring.cuh"
-#include "layer_shapes.cuh"
-#include "layer_steps.cuh"
-#include "linear_narrow.cuh"
+#include "attention/attention_one.cuh"
+#include "linear/gate_up.cuh"
+#include "linear/layer_shapes.cuh"
+#include "linear/linear_narrow.cuh"
+#include "persistent/layer_ring.cuh"
+#include "persistent/layer_steps.cuh"
 
 namespace ull::gpu {
 namespace {

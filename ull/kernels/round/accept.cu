@@ -1,5 +1,5 @@
 // Ends a round whose sampler leaves that to it: see accept.cuh.
-#include "accept.cuh"
+#include "round/accept.cuh"
 
 namespace ull::gpu {
 

@@ -26,7 +26,7 @@ struct Shared {
   int32_t count;
   int32_t stopped;
 };
-static_assert(sizeof(Shared) == 776);  // ull/gpu/launches/sampling.py
+static_assert(sizeof(Shared) == 776);  // ull/gpu/geometry/sampling.py
 
 // Walks from the root along the draws.
 ULL_DEVICE void walk(int root, int32_t max_tokens, Shared& shared) {

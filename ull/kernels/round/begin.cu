@@ -34,7 +34,7 @@ struct alignas(64) Shared {
   }
   ULL_DEVICE const State& old_state() const { return *reinterpret_cast<const State*>(state); }
 };
-static_assert(sizeof(Shared) == 7232);  // ull/gpu/launches/sampling.py
+static_assert(sizeof(Shared) == 7232);  // ull/gpu/geometry/sampling.py
 
 ULL_DEVICE int bits_set(uint64_t bits) {
   bits -= (bits >> 1) & 0x5555555555555555U;

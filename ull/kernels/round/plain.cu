@@ -2,15 +2,15 @@
 // temperature, noise and min-p, but without filters that look at all tokens together, biases, penalties and logprobs.
 // The head has found the maxima (head.cu), so that one kernel does what ull_sample_scan, ull_sample_draw,
 // ull_sample_filter and ull_accept do for any request, bit for bit: the last block ends the round.
-#include "accept.cuh"
-#include "sample.cuh"
+#include "round/accept.cuh"
+#include "sampling/sample.cuh"
 
 namespace ull::gpu::sample {
 namespace {
 
 // Of Shared the part before the biases; behind it accept's.
 constexpr int kPlainBytes = ULL_OFFSETOF(Shared, biases);
-static_assert(kPlainBytes == 336);  // ull/gpu/launches/sampling.py
+static_assert(kPlainBytes == 336);  // ull/gpu/geometry/sampling.py
 
 // The best score of this block's slice.
 ULL_DEVICE uint64_t best_score(Shared& shared, const float* row, Slice slice, const Loaded& first, float maximum,

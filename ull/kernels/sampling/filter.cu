@@ -1,7 +1,7 @@
 // ull_sample_filter finishes the nodes with top-k or top-p. A histogram over the whole vocabulary is known (sample.cu):
 // the buckets before the filters' limits survive as a whole, and only the tokens of the buckets in which a limit falls
 // are listed. The node's last block finds the exact limits among these.
-#include "sample.cuh"
+#include "sampling/sample.cuh"
 
 namespace ull::gpu::sample {
 namespace {

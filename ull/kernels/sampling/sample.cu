@@ -1,6 +1,6 @@
 // Draws a token for each node. ull_sample_scan finds maxima; ull_sample_draw, which needs them, finishes every node but
 // those with top-k or top-p, for which it makes histograms that ull_sample_filter goes on from (filter.cu).
-#include "sample.cuh"
+#include "sampling/sample.cuh"
 
 namespace ull::gpu::sample {
 namespace {

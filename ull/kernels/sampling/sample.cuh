@@ -52,7 +52,7 @@ struct Scratch {
   uint64_t masses[kTreeTokens][kBuckets];
   uint64_t listed[kTreeTokens][kListed];  // order(magnitude, token)
 };
-static_assert(sizeof(Scratch) == 5866496);            // ull/gpu/launches/sampling.py: SCRATCH_BYTES
+static_assert(sizeof(Scratch) == 5866496);            // ull/gpu/geometry/sampling.py: SCRATCH_BYTES
 static_assert(ULL_OFFSETOF(Scratch, scans) == 1024);  // MAXIMA_AT
 
 // ---- numbers -------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ struct alignas(16) Shared {
     uint64_t chosen[kChosen];
   };
 };
-// ull/gpu/launches/sampling.py: the scan needs nothing of the union.
+// ull/gpu/geometry/sampling.py: the scan needs nothing of the union.
 static_assert(sizeof(Shared) == 43632 && ULL_OFFSETOF(Shared, counts) == 19056);
 
 struct Sum {

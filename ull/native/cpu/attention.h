@@ -16,13 +16,13 @@
 #include <vector>
 
 #include "base/aligned.h"
-#include "exec/cpu/kernels.h"
-#include "exec/cpu/kv_cache.h"
-#include "exec/cpu/model_spec.h"
-#include "exec/cpu/panels.h"
-#include "exec/cpu/thread_team.h"
-#include "exec/cpu/weights.h"
-#include "spec/tree.h"
+#include "cpu/kernels/kernels.h"
+#include "cpu/kv_cache.h"
+#include "cpu/model_shape.h"
+#include "cpu/panels.h"
+#include "cpu/thread_team.h"
+#include "cpu/weights.h"
+#include "draft/tree.h"
 
 namespace ull::cpu {
 

@@ -1,11 +1,11 @@
-#include "exec/cpu/cpu_executor.h"
+#include "cpu/cpu_executor.h"
 
 #include <algorithm>
 #include <utility>
 
-#include "exec/cpu/draft_model.h"
-#include "exec/cpu/medusa.h"
-#include "spec/ngram.h"
+#include "cpu/draft_model.h"
+#include "cpu/medusa.h"
+#include "draft/ngram.h"
 
 namespace ull::cpu {
 

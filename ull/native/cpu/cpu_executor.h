@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "base/cpu.h"
-#include "exec/cpu/model.h"
-#include "exec/cpu/speculator.h"
-#include "exec/executor.h"
-#include "spec/scripted_drafter.h"
+#include "cpu/model.h"
+#include "cpu/speculator.h"
+#include "executor/executor.h"
+#include "testing/scripted_drafter.h"
 
 namespace ull::cpu {
 

@@ -1,4 +1,4 @@
-#include "exec/cpu/draft_model.h"
+#include "cpu/draft_model.h"
 
 #include <algorithm>
 #include <limits>

@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "base/aligned.h"
-#include "exec/cpu/model.h"
-#include "exec/cpu/sampler.h"
-#include "spec/chain_drafter.h"
+#include "cpu/model.h"
+#include "cpu/sampler.h"
+#include "draft/chain_drafter.h"
 
 namespace ull::cpu {
 

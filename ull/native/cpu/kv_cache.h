@@ -9,7 +9,7 @@
 
 #include "base/aligned.h"
 #include "base/allocation.h"
-#include "exec/cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 #include "kv/page_layout.h"
 
 namespace ull::cpu {

@@ -1,4 +1,4 @@
-#include "exec/cpu/medusa.h"
+#include "cpu/medusa.h"
 
 #include <algorithm>
 #include <cstring>

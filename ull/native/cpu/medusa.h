@@ -7,11 +7,11 @@
 #include <vector>
 
 #include "base/aligned.h"
-#include "exec/cpu/model.h"
-#include "exec/cpu/sampler.h"
-#include "exec/cpu/tensor_loader.h"
-#include "spec/drafter.h"
-#include "spec/medusa_tree.h"
+#include "cpu/model.h"
+#include "cpu/sampler.h"
+#include "cpu/tensor_loader.h"
+#include "draft/drafter.h"
+#include "draft/medusa_tree.h"
 
 namespace ull::cpu {
 

@@ -1,4 +1,4 @@
-#include "exec/cpu/model.h"
+#include "cpu/model.h"
 
 #include <algorithm>
 #include <stdexcept>

@@ -12,15 +12,15 @@
 
 #include "base/aligned.h"
 #include "base/status.h"
-#include "exec/cpu/attention.h"
-#include "exec/cpu/kernels.h"
-#include "exec/cpu/kv_cache.h"
-#include "exec/cpu/model_spec.h"
-#include "exec/cpu/panels.h"
-#include "exec/cpu/tap.h"
-#include "exec/cpu/thread_team.h"
-#include "exec/cpu/weights.h"
-#include "exec/executor.h"
+#include "cpu/attention.h"
+#include "cpu/kernels/kernels.h"
+#include "cpu/kv_cache.h"
+#include "cpu/model_shape.h"
+#include "cpu/panels.h"
+#include "cpu/tap.h"
+#include "cpu/thread_team.h"
+#include "cpu/weights.h"
+#include "executor/executor.h"
 
 namespace ull::cpu {
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "exec/cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 
 namespace ull::cpu {
 

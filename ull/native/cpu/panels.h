@@ -4,7 +4,7 @@
 
 #include <cstddef>
 
-#include "exec/cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 
 namespace ull::cpu {
 

@@ -1,4 +1,4 @@
-#include "exec/cpu/sampler.h"
+#include "cpu/sampler.h"
 
 #include <algorithm>
 #include <bit>

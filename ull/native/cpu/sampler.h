@@ -6,10 +6,10 @@
 
 #include "base/aligned.h"
 #include "base/status.h"
-#include "exec/cpu/kernels.h"
-#include "exec/executor.h"
-#include "exec/sampling.h"
-#include "exec/token_counts.h"
+#include "cpu/kernels/kernels.h"
+#include "executor/executor.h"
+#include "executor/sampling.h"
+#include "executor/token_counts.h"
 
 namespace ull::cpu {
 

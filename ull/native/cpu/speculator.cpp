@@ -1,4 +1,4 @@
-#include "exec/cpu/speculator.h"
+#include "cpu/speculator.h"
 
 #include <algorithm>
 #include <limits>

@@ -9,13 +9,13 @@
 
 #include "base/aligned.h"
 #include "base/status.h"
-#include "exec/cpu/model.h"
-#include "exec/cpu/sampler.h"
-#include "exec/executor.h"
-#include "spec/drafter.h"
-#include "spec/planner.h"
-#include "spec/proposer.h"
-#include "spec/tree.h"
+#include "cpu/model.h"
+#include "cpu/sampler.h"
+#include "draft/drafter.h"
+#include "draft/planner.h"
+#include "draft/proposer.h"
+#include "draft/tree.h"
+#include "executor/executor.h"
 
 namespace ull::cpu {
 

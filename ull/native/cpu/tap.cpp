@@ -1,4 +1,4 @@
-#include "exec/cpu/tap.h"
+#include "cpu/tap.h"
 
 namespace ull::cpu {
 

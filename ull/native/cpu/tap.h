@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "exec/cpu/kv_cache.h"
+#include "cpu/kv_cache.h"
 
 namespace ull::cpu {
 

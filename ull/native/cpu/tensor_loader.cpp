@@ -1,4 +1,4 @@
-#include "exec/cpu/tensor_loader.h"
+#include "cpu/tensor_loader.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "base/aligned.h"
-#include "exec/cpu/kernels.h"
-#include "exec/cpu/model_spec.h"
+#include "cpu/kernels/kernels.h"
+#include "cpu/model_shape.h"
 
 namespace ull::cpu {
 

@@ -1,4 +1,4 @@
-#include "exec/cpu/thread_team.h"
+#include "cpu/thread_team.h"
 
 #include <algorithm>
 #include <cfenv>

@@ -1,4 +1,4 @@
-#include "exec/cpu/weights.h"
+#include "cpu/weights.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -8,7 +8,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "spec/medusa_tree.h"
+#include "draft/medusa_tree.h"
 
 namespace ull::cpu {
 

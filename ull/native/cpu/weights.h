@@ -5,9 +5,9 @@
 #include <vector>
 
 #include "base/aligned.h"
-#include "exec/cpu/kernels.h"
-#include "exec/cpu/model_spec.h"
-#include "exec/cpu/tensor_loader.h"
+#include "cpu/kernels/kernels.h"
+#include "cpu/model_shape.h"
+#include "cpu/tensor_loader.h"
 
 namespace ull::cpu {
 

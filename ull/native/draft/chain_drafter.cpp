@@ -1,4 +1,4 @@
-#include "spec/chain_drafter.h"
+#include "draft/chain_drafter.h"
 
 #include <algorithm>
 #include <utility>

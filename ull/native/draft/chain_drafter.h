@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "spec/draft_chain.h"
-#include "spec/drafter.h"
+#include "draft/draft_chain.h"
+#include "draft/drafter.h"
 
 namespace ull {
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "spec/tree.h"
+#include "draft/tree.h"
 
 namespace ull {
 

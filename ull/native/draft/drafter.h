@@ -23,9 +23,9 @@
 #include <cstdint>
 
 #include "base/status.h"
-#include "exec/executor.h"
-#include "exec/token_counts.h"
-#include "spec/tree.h"
+#include "draft/tree.h"
+#include "executor/executor.h"
+#include "executor/token_counts.h"
 
 namespace ull {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "base/float_math.h"
-#include "spec/tree.h"
+#include "draft/tree.h"
 
 namespace ull {
 

@@ -1,4 +1,4 @@
-#include "spec/ngram.h"
+#include "draft/ngram.h"
 
 #include <algorithm>
 #include <bit>

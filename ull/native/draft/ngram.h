@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "spec/drafter.h"
+#include "draft/drafter.h"
 
 namespace ull {
 

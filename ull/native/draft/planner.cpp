@@ -1,4 +1,4 @@
-#include "spec/planner.h"
+#include "draft/planner.h"
 
 #include <algorithm>
 #include <cmath>

@@ -18,8 +18,8 @@
 
 #include <cstdint>
 
-#include "spec/drafter.h"
-#include "spec/tree.h"
+#include "draft/drafter.h"
+#include "draft/tree.h"
 
 namespace ull {
 

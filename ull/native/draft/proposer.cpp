@@ -1,4 +1,4 @@
-#include "spec/proposer.h"
+#include "draft/proposer.h"
 
 #include <algorithm>
 #include <utility>

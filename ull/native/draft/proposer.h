@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "base/status.h"
-#include "exec/executor.h"
-#include "spec/drafter.h"
-#include "spec/planner.h"
-#include "spec/tree.h"
+#include "draft/drafter.h"
+#include "draft/planner.h"
+#include "draft/tree.h"
+#include "executor/executor.h"
 
 namespace ull {
 

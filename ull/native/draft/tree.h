@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "exec/executor.h"
+#include "executor/executor.h"
 
 namespace ull {
 

@@ -16,7 +16,7 @@
 #include "engine/shared.h"
 #include "engine/vocabulary.h"
 #include "engine/watchdog.h"
-#include "exec/executor.h"
+#include "executor/executor.h"
 
 namespace ull {
 

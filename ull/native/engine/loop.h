@@ -8,7 +8,7 @@
 #include "engine/queue.h"
 #include "engine/shared.h"
 #include "engine/vocabulary.h"
-#include "exec/executor.h"
+#include "executor/executor.h"
 #include "kv/session.h"
 
 namespace ull {

@@ -15,7 +15,7 @@
 
 #include "engine/round_totals.h"
 #include "engine/text.h"
-#include "exec/executor.h"
+#include "executor/executor.h"
 
 namespace ull {
 

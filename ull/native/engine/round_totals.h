@@ -5,7 +5,7 @@
 #include <array>
 #include <cstdint>
 
-#include "exec/executor.h"
+#include "executor/executor.h"
 
 namespace ull {
 

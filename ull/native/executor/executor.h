@@ -14,7 +14,7 @@
 #include <string_view>
 
 #include "base/status.h"
-#include "exec/sampling.h"
+#include "executor/sampling.h"
 #include "kv/page.h"
 
 namespace ull {

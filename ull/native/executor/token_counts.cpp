@@ -1,8 +1,8 @@
-#include "exec/token_counts.h"
+#include "executor/token_counts.h"
 
 #include <algorithm>
 
-#include "exec/executor.h"
+#include "executor/executor.h"
 
 namespace ull {
 

@@ -1,11 +1,11 @@
-#include "exec/graph/draft_model.h"
+#include "graph/draft_model.h"
 
 #include <algorithm>
 #include <stdexcept>
 #include <vector>
 
 #include "base/clock.h"
-#include "exec/graph/timing.h"
+#include "graph/timing.h"
 
 namespace ull::graph {
 namespace {

@@ -6,13 +6,13 @@
 
 #include <cstdint>
 
-#include "exec/graph/driver.h"
-#include "exec/graph/program.h"
-#include "exec/graph/round_graphs.h"
-#include "exec/graph/round_queue.h"
-#include "exec/graph/setting.h"
-#include "exec/graph/text.h"
-#include "spec/chain_drafter.h"
+#include "draft/chain_drafter.h"
+#include "graph/driver.h"
+#include "graph/program.h"
+#include "graph/round_graphs.h"
+#include "graph/round_queue.h"
+#include "graph/setting.h"
+#include "graph/text.h"
 
 namespace ull::graph {
 

@@ -1,4 +1,4 @@
-#include "exec/graph/driver.h"
+#include "graph/driver.h"
 
 #include <dlfcn.h>
 

@@ -1,4 +1,4 @@
-#include "exec/graph/graph_executor.h"
+#include "graph/graph_executor.h"
 
 #include <algorithm>
 #include <stdexcept>
@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "exec/graph/draft_model.h"
-#include "exec/graph/medusa.h"
-#include "exec/graph/timing.h"
-#include "spec/ngram.h"
+#include "draft/ngram.h"
+#include "graph/draft_model.h"
+#include "graph/medusa.h"
+#include "graph/timing.h"
 
 namespace ull::graph {
 namespace {

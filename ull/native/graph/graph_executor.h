@@ -17,15 +17,15 @@
 #include <vector>
 
 #include "base/cpu.h"
-#include "exec/executor.h"
-#include "exec/graph/driver.h"
-#include "exec/graph/program.h"
-#include "exec/graph/round_graphs.h"
-#include "exec/graph/round_queue.h"
-#include "exec/graph/setting.h"
-#include "exec/graph/text.h"
-#include "spec/proposer.h"
-#include "spec/scripted_drafter.h"
+#include "draft/proposer.h"
+#include "executor/executor.h"
+#include "graph/driver.h"
+#include "graph/program.h"
+#include "graph/round_graphs.h"
+#include "graph/round_queue.h"
+#include "graph/setting.h"
+#include "graph/text.h"
+#include "testing/scripted_drafter.h"
 
 namespace ull::graph {
 

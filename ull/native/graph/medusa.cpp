@@ -1,10 +1,10 @@
-#include "exec/graph/medusa.h"
+#include "graph/medusa.h"
 
 #include <algorithm>
 #include <atomic>
 #include <stdexcept>
 
-#include "exec/graph/timing.h"
+#include "graph/timing.h"
 
 namespace ull::graph {
 MedusaDrafter::MedusaDrafter(const GraphProgram& program, RoundQueue& queue, const Setting& setting, const Text& text)

@@ -5,11 +5,11 @@
 
 #include <cstdint>
 
-#include "exec/graph/program.h"
-#include "exec/graph/round_queue.h"
-#include "exec/graph/setting.h"
-#include "spec/drafter.h"
-#include "spec/medusa_tree.h"
+#include "draft/drafter.h"
+#include "draft/medusa_tree.h"
+#include "graph/program.h"
+#include "graph/round_queue.h"
+#include "graph/setting.h"
 
 namespace ull::graph {
 

@@ -1,4 +1,4 @@
-#include "exec/graph/program.h"
+#include "graph/program.h"
 
 #include <stdexcept>
 

@@ -6,9 +6,9 @@
 #include <memory>
 #include <string>
 
-#include "exec/executor.h"
+#include "draft/medusa_tree.h"
+#include "executor/executor.h"
 #include "kernels/params.h"
-#include "spec/medusa_tree.h"
 
 namespace ull::graph {
 

@@ -1,4 +1,4 @@
-#include "exec/graph/round_graphs.h"
+#include "graph/round_graphs.h"
 
 #include <algorithm>
 

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "exec/graph/program.h"
-#include "exec/sampling.h"
+#include "executor/sampling.h"
+#include "graph/program.h"
 
 namespace ull::graph {
 

@@ -1,4 +1,4 @@
-#include "exec/graph/round_queue.h"
+#include "graph/round_queue.h"
 
 #include <algorithm>
 #include <cstdio>

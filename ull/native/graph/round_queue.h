@@ -18,10 +18,10 @@
 
 #include "base/cpu.h"
 #include "base/status.h"
-#include "exec/graph/driver.h"
-#include "exec/graph/program.h"
-#include "exec/graph/setting.h"
-#include "exec/graph/text.h"
+#include "graph/driver.h"
+#include "graph/program.h"
+#include "graph/setting.h"
+#include "graph/text.h"
 #include "kernels/params.h"
 
 namespace ull::graph {

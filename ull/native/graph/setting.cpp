@@ -1,4 +1,4 @@
-#include "exec/graph/setting.h"
+#include "graph/setting.h"
 
 #include <algorithm>
 #include <cstring>

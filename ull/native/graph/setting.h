@@ -8,8 +8,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "exec/executor.h"
-#include "exec/sampling.h"
+#include "executor/executor.h"
+#include "executor/sampling.h"
 #include "kernels/params.h"
 
 namespace ull::graph {

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "exec/executor.h"
+#include "executor/executor.h"
 #include "kernels/params.h"
 
 namespace ull::graph {

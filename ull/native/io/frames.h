@@ -1,5 +1,5 @@
 // What the io thread puts on the wire, and the text and logprobs that go with it. One layout per frame;
-// docs/wire.md documents them and tests/test_io.py freezes them.
+// docs/wire.md documents them and tests/core/test_io.py freezes them.
 #pragma once
 
 #include <cstdint>

@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "base/histogram.h"
-#include "exec/executor.h"
+#include "executor/executor.h"
 
 namespace ull::module {
 

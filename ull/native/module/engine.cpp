@@ -3,8 +3,8 @@
 
 #include "engine/detokenizer.h"
 #include "engine/engine.h"
-#include "engine/scripted_executor.h"
 #include "module/bindings.h"
+#include "testing/scripted_executor.h"
 
 namespace ull::module {
 namespace {

@@ -5,14 +5,14 @@
 #include <tuple>
 
 #include "base/gumbel.h"
-#include "exec/cpu/cpu_executor.h"
-#include "exec/cpu/evaluate.h"
-#include "exec/cpu/fake_quantiser.h"
-#include "exec/cpu/local_decoder.h"
-#include "exec/cpu/local_session.h"
-#include "exec/cpu/observe.h"
-#include "exec/cpu/sampler.h"
+#include "cpu/cpu_executor.h"
+#include "cpu/offline/evaluate.h"
+#include "cpu/offline/fake_quantiser.h"
+#include "cpu/offline/local_session.h"
+#include "cpu/offline/observe.h"
+#include "cpu/sampler.h"
 #include "module/bindings.h"
+#include "testing/local_decoder.h"
 
 namespace ull::module {
 namespace {

@@ -4,9 +4,9 @@
 #include <map>
 #include <memory>
 
-#include "exec/graph/driver.h"
-#include "exec/graph/graph_executor.h"
-#include "exec/graph/program.h"
+#include "graph/driver.h"
+#include "graph/graph_executor.h"
+#include "graph/program.h"
 #include "module/bindings.h"
 
 namespace ull::module {

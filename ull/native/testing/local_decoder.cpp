@@ -1,4 +1,4 @@
-#include "exec/cpu/local_decoder.h"
+#include "testing/local_decoder.h"
 
 #include <algorithm>
 #include <numeric>

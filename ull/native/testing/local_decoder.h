@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "exec/cpu/cpu_executor.h"
+#include "cpu/cpu_executor.h"
 
 namespace ull::cpu {
 

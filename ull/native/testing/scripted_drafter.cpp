@@ -1,4 +1,4 @@
-#include "spec/scripted_drafter.h"
+#include "testing/scripted_drafter.h"
 
 #include <stdexcept>
 #include <string>

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/philox.h"
-#include "spec/drafter.h"
+#include "draft/drafter.h"
 
 namespace ull {
 

@@ -1,4 +1,4 @@
-#include "engine/scripted_executor.h"
+#include "testing/scripted_executor.h"
 
 #include <algorithm>
 #include <stdexcept>

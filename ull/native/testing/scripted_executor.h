@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "exec/executor.h"
+#include "executor/executor.h"
 
 namespace ull {
 

@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "stub.c"
-CACHE = Path(__file__).parents[3] / ".cache/tensorrt"
+CACHE = Path(__file__).parents[4] / ".cache/tensorrt"
 LIBRARIES = ("nvinfer", "nvinfer_plugin", "nvonnxparser")
 
 

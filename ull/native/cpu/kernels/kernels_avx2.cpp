@@ -1,10 +1,10 @@
 // The avx2 table of kernels.h.
-#include "exec/cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 
 #if defined(__x86_64__)
-#include "exec/cpu/kernels_matrix.h"
-#include "exec/cpu/kernels_vector.h"
-#include "exec/cpu/simd_avx2.h"
+#include "cpu/kernels/kernels_matrix.h"
+#include "cpu/kernels/kernels_vector.h"
+#include "cpu/kernels/simd_avx2.h"
 
 namespace ull::cpu {
 namespace {

@@ -1,10 +1,10 @@
 // The avx512 table of kernels.h.
-#include "exec/cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 
 #if defined(__x86_64__)
-#include "exec/cpu/kernels_matrix.h"
-#include "exec/cpu/kernels_vector.h"
-#include "exec/cpu/simd_avx512.h"
+#include "cpu/kernels/kernels_matrix.h"
+#include "cpu/kernels/kernels_vector.h"
+#include "cpu/kernels/simd_avx512.h"
 
 namespace ull::cpu {
 namespace {

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "base/inline.h"
-#include "exec/cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 
 namespace ull::cpu {
 namespace {

@@ -1,9 +1,9 @@
 // The portable table of kernels.h.
-#include "exec/cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 
-#include "exec/cpu/kernels_matrix.h"
-#include "exec/cpu/kernels_vector.h"
-#include "exec/cpu/simd_portable.h"
+#include "cpu/kernels/kernels_matrix.h"
+#include "cpu/kernels/kernels_vector.h"
+#include "cpu/kernels/simd_portable.h"
 
 namespace ull::cpu {
 namespace {

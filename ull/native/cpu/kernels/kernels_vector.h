@@ -6,7 +6,7 @@
 
 #include "base/float_math.h"
 #include "base/philox.h"
-#include "exec/cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 
 namespace ull::cpu {
 namespace {

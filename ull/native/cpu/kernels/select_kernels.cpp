@@ -1,6 +1,6 @@
 #include <stdexcept>
 
-#include "exec/cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 
 namespace ull::cpu {
 namespace {

@@ -10,7 +10,7 @@
 
 #include <cstdint>
 
-#include "exec/cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 
 namespace ull::cpu {
 namespace {

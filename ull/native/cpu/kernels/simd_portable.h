@@ -4,7 +4,7 @@
 #include <bit>
 #include <cstdint>
 
-#include "exec/cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 
 namespace ull::cpu {
 namespace {

@@ -1,4 +1,4 @@
-#include "exec/cpu/evaluate.h"
+#include "cpu/offline/evaluate.h"
 
 #include <algorithm>
 #include <numeric>
@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/float_math.h"
-#include "exec/cpu/model.h"
+#include "cpu/model.h"
 
 namespace ull::cpu {
 namespace {

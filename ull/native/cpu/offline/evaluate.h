@@ -5,8 +5,8 @@
 #include <functional>
 #include <vector>
 
-#include "exec/cpu/model_spec.h"
-#include "exec/cpu/tap.h"
+#include "cpu/model_shape.h"
+#include "cpu/tap.h"
 
 namespace ull::cpu {
 

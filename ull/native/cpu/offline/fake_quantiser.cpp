@@ -1,4 +1,4 @@
-#include "exec/cpu/fake_quantiser.h"
+#include "cpu/offline/fake_quantiser.h"
 
 #include <cstddef>
 #include <stdexcept>

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "exec/cpu/tap.h"
+#include "cpu/tap.h"
 
 namespace ull::cpu {
 

@@ -1,4 +1,4 @@
-#include "exec/cpu/local_session.h"
+#include "cpu/offline/local_session.h"
 
 #include <algorithm>
 #include <numeric>

@@ -8,8 +8,8 @@
 #include <span>
 #include <vector>
 
-#include "exec/cpu/model.h"
-#include "exec/cpu/sampler.h"
+#include "cpu/model.h"
+#include "cpu/sampler.h"
 
 namespace ull::cpu {
 

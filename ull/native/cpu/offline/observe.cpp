@@ -1,12 +1,12 @@
-#include "exec/cpu/observe.h"
+#include "cpu/offline/observe.h"
 
 #include <algorithm>
 #include <bit>
 #include <stdexcept>
 #include <utility>
 
-#include "exec/cpu/evaluate.h"
-#include "exec/cpu/tap.h"
+#include "cpu/offline/evaluate.h"
+#include "cpu/tap.h"
 
 namespace ull::cpu {
 namespace {

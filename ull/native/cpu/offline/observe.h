@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "exec/cpu/model_spec.h"
+#include "cpu/model_shape.h"
 
 namespace ull::cpu {
 

@@ -1,0 +1,1 @@
+"""Weights quantised, packed and written, for the CPU and for a GPU."""

@@ -1,0 +1,1 @@
+"""TensorRT plans as a forward of the graph program."""

@@ -1,0 +1,1 @@
+"""Text to ids and back: the tokenizer, chat templates, and what clients write that must stay text."""
