@@ -4,8 +4,8 @@ The peer is the least that ZeroMQ costs one way: two C processes, ROUTER and DEA
 sender computing on while the message travels, as an engine does. It takes turns with ull in one run, sends at the
 engine's pace, and is placed as ull is: its sender on the engine's core, its libzmq threads where the daemon's io thread
 is, its receiver where the client is. Clients stand aside (off the cores that READY says to avoid) or anywhere.
-The client's process has told Python's garbage collector to leave alone what it has imported, as README advises: a full
-collection of that takes 20 ms.
+The client's process has told Python's garbage collector to leave alone what it has imported, as docs/clients.md
+advises: a full collection of that takes 20 ms.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ def test_the_statuses_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     explained = re.findall(r"^  (\d+) ", capsys.readouterr().out, re.MULTILINE)
     statuses = [0, EXIT_FAILED, 2, EXIT_TIMED_OUT, EXIT_INTERRUPTED, EXIT_NO_READER]
     assert list(map(int, explained)) == statuses
-    table = (ROOT / "README.md").read_text().partition("| Status of `ull` |")[2].partition("\n\n")[0]
+    table = (ROOT / "docs/clients.md").read_text().partition("| Status of `ull` |")[2].partition("\n\n")[0]
     assert list(map(int, re.findall(r"^\| (\d+) \|", table, re.MULTILINE))) == statuses
 
 
