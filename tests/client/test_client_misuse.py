@@ -20,6 +20,7 @@ import zmq
 import ull
 from fake_daemon import FakeDaemon, done, token, words
 from ull import wire
+from ull.client.options import GenerateOptions
 from ull.client.unreachable import permission_denied, why_nobody
 from ull.endpoints import default_endpoint
 
@@ -265,11 +266,7 @@ def test_an_async_stream_has_what_a_stream_has(url: str) -> None:
 
 
 def test_none_is_the_default(url: str) -> None:
-    names = set(wire.Generate.__struct_fields__) - {"id", "prompt", "messages", "token_ids", "timeout_ms"} | {"timeout"}
-    signature = ull.Client.generate.__kwdefaults__
-    nothing = dict.fromkeys(names & signature.keys())
-    assert {"stop", "stop_ids", "temperature", "top_p", "logit_bias", "ignore_eos", "timeout"} <= nothing.keys()
-    assert ull.AsyncClient.generate.__kwdefaults__ == signature == dict.fromkeys(signature)
+    nothing = dict.fromkeys(GenerateOptions.__optional_keys__)
 
     async def main() -> None:
         async with ull.AsyncClient(url, connect_timeout=None, transport=None, silence_timeout=None) as client:
