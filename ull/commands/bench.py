@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ull import __version__
+from ull.client import Client
 from ull.client.benchmark import QUANTILES, Load, measure
-from ull.client.sync import Client
 from ull.commands.flags import add_options
 from ull.errors import ConfigError
 

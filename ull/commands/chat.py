@@ -10,8 +10,8 @@ import sys
 from types import FrameType
 from typing import Any
 
+from ull.client import Client, Stream
 from ull.client.options import GENERATE_OPTIONS
-from ull.client.sync import Client, Stream
 from ull.commands.flags import NOT_IN_CHAT, add_options, given_options
 from ull.commands.generate import print_text
 from ull.errors import RequestError

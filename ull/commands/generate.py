@@ -8,9 +8,8 @@ import sys
 
 import msgspec
 
+from ull.client import Client, Result, Stream
 from ull.client.options import GENERATE_OPTIONS
-from ull.client.protocol import Result
-from ull.client.sync import Client, Stream
 from ull.commands.flags import NOT_IN_GENERATE, add_options, given_options
 from ull.commands.outcome import EXIT_FAILED, EXIT_TIMED_OUT, complain
 from ull.errors import ConfigError

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from ull.client.sync import Client
+from ull.client import Client
 from ull.commands import inspect_tables as inspect
 from ull.errors import ConfigError
 
