@@ -14,7 +14,7 @@ from conftest import Daemon, Spawn
 from manifests import change_manifest, read_manifest_json
 from ull.bundle.open import open_bundle
 from ull.client.sync import Client
-from ull.commands import inspect_tables as inspect
+from ull.commands import inspect
 from ull.errors import BundleError
 from ull.spawn import python_command, python_environment
 from ull_build.output import is_bundle
