@@ -50,7 +50,7 @@ class DaemonProcess:
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    *(command or python_command("ull.daemon.__main__")),
+                    *(command or python_command("ull.daemon")),
                     *(str(bundle), "--listen", url or f"ipc://{home / 'ull.sock'}"),
                     *arguments,
                 ],

@@ -22,7 +22,8 @@ from device_bundles import build_with_stubs, read_weights, write_stubs
 from manifests import read_manifest_json, write_manifest_json
 from ull.bundle.device_layout import DEVICE_INTERFACE
 from ull.bundle.open import DEVICE_ALIGNMENT, DEVICE_KERNELS, Bundle, Precision, open_bundle
-from ull.commands import inspect_tables as inspect
+from ull.commands import inspect
+from ull.commands.inspect_tables import parameter_count
 from ull.errors import BuildError, BundleError, RecipeError
 from ull_build import cli
 from ull_build.benchmark_bundle import RandomSettings, build_random
@@ -527,7 +528,7 @@ def test_a_kernel_that_is_missing_is_named(checkpoint: Path, tmp_path: Path, mon
     ("arch", "billions"), [("llama-3.2-1b", 1.24), ("llama-3.1-8b", 8.03), ("llama-3.3-70b", 70.55)]
 )
 def test_shapes_have_as_many_parameters_as_the_models(arch: str, billions: float) -> None:
-    assert inspect.parameter_count(shape_model(arch)) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert parameter_count(shape_model(arch)) / 1e9 == pytest.approx(billions, abs=0.01)
 
 
 def test_a_benchmark_bundle_has_a_shape_and_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

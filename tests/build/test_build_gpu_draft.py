@@ -16,7 +16,7 @@ from device_bundles import read_weights, write_stubs
 from manifests import change_manifest, read_manifest_json, write_manifest_json
 from recording_driver import Launched, RecordingDriver
 from ull.bundle.open import DEVICE_KERNELS, Bundle, Precision, open_bundle
-from ull.commands import inspect_tables as inspect
+from ull.commands import inspect
 from ull.errors import BundleError, CheckpointError
 from ull.gpu import params
 from ull.gpu.program import Program

@@ -14,7 +14,7 @@ from checkpoints import head_tensors, write_checkpoint
 from device_bundles import read_weights, write_stubs
 from recording_driver import RecordingDriver
 from ull.bundle.open import DEVICE_KERNELS, MEDUSA_KERNELS, Bundle, Precision, open_bundle
-from ull.commands import inspect_tables as inspect
+from ull.commands import inspect
 from ull.errors import CheckpointError
 from ull.gpu.program import Program
 from ull.log import Log

@@ -18,8 +18,7 @@ from safetensors.numpy import save_file
 from checkpoints import head_tensors, tokenizer_json, write_checkpoint, write_json
 from manifests import change_manifest, read_manifest_json, write_manifest_json
 from ull.bundle.open import Bundle, Precision, open_bundle
-from ull.commands.inspect_tables import describe as inspect_bundle
-from ull.commands.inspect_tables import main as inspect
+from ull.commands import inspect
 from ull.errors import BundleError, CheckpointError, RecipeError
 from ull_build.build import Settings, build
 from ull_build.cli import main as ull_build
@@ -432,7 +431,7 @@ def test_bundles_of_before_open_and_have_no_drafters(target: Path, tmp_path: Pat
     old = open_bundle(bundle.path)
     assert old.manifest.speculation is None
     assert old.native_spec()["medusa"] is None and old.native_spec()["draft"] is None
-    assert inspect(bundle.path) == 0
+    assert inspect.main(bundle.path) == 0
 
 
 @pytest.mark.parametrize(
@@ -483,11 +482,11 @@ def test_the_command_line_builds_and_inspects(target: Path, tmp_path: Path, caps
     drafters = ["--medusa", str(tmp_path), "--draft", str(draft), "--drafter", "draft"]
     assert ull_build(["--model", str(target), "--output", str(output), "--no-eval", *drafters]) == 0
     assert "3 Medusa heads (version 2)" in capsys.readouterr().out
-    assert inspect(output) == 0
+    assert inspect.main(output) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "default draft, at most 64 tokens per verification" in shown and "medusa heads" in shown
     assert "3 of 1 layer, the model's lm_head (version 2)" in shown
-    report = inspect_bundle(open_bundle(output))
+    report = inspect.describe(open_bundle(output))
     assert report["speculation"]["medusa"] == {"heads": 3, "layers": 1, "version": "2"}
     assert report["weight_bytes"]["medusa heads"] > 3 * HIDDEN * HIDDEN and report["weight_bytes"]["draft model"] > 0
     assert ull_build(["--model", str(target), "--output", str(output), "--drafter", "medusa", "--no-eval"]) == 2

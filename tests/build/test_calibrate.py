@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from checkpoints import write_checkpoint
 from ull.bundle.open import Calibration, Manifest, Precision, open_bundle, quantised_inputs, read_manifest
-from ull.commands import inspect_tables as inspect
+from ull.commands import inspect
 from ull.errors import BuildError, RecipeError
 from ull_build import cli
 from ull_build.build import BuildResult, Settings, build, settings_from_recipe

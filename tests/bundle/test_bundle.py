@@ -23,7 +23,7 @@ from ull.bundle.open import (
     read_tensor_file,
     write_sealed,
 )
-from ull.commands import inspect_tables as inspect
+from ull.commands import inspect
 from ull.errors import BundleError, ConfigError
 
 

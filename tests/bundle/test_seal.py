@@ -14,7 +14,7 @@ from conftest import Daemon, Spawn
 from manifests import change_manifest, read_manifest_json
 from ull.bundle.open import open_bundle
 from ull.client.sync import Client
-from ull.commands import inspect_tables as inspect
+from ull.commands import inspect
 from ull.errors import BundleError
 from ull.spawn import python_command, python_environment
 from ull_build.output import is_bundle
@@ -29,7 +29,7 @@ def refuse(bundle: Path, words: str, field: str = "manifest.json") -> None:
 
 def ulld(bundle: Path) -> subprocess.CompletedProcess[str]:
     """Runs ulld, which is to refuse the bundle, to its end."""
-    command = [*python_command("ull.daemon.__main__"), str(bundle), "--listen", f"ipc://{bundle}.sock"]
+    command = [*python_command("ull.daemon"), str(bundle), "--listen", f"ipc://{bundle}.sock"]
     return subprocess.run(command, env=python_environment(), capture_output=True, text=True, timeout=60, check=False)
 
 

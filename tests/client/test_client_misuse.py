@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ import uvloop
 import zmq
 
 import ull
+import ull.client
 from fake_daemon import FakeDaemon, done, token, words
 from ull import wire
+from ull.client.options import GenerateOptions
 from ull.client.unreachable import permission_denied, why_nobody
 from ull.endpoints import default_endpoint
 
@@ -265,11 +268,7 @@ def test_an_async_stream_has_what_a_stream_has(url: str) -> None:
 
 
 def test_none_is_the_default(url: str) -> None:
-    names = set(wire.Generate.__struct_fields__) - {"id", "prompt", "messages", "token_ids", "timeout_ms"} | {"timeout"}
-    signature = ull.Client.generate.__kwdefaults__
-    nothing = dict.fromkeys(names & signature.keys())
-    assert {"stop", "stop_ids", "temperature", "top_p", "logit_bias", "ignore_eos", "timeout"} <= nothing.keys()
-    assert ull.AsyncClient.generate.__kwdefaults__ == signature == dict.fromkeys(signature)
+    nothing = dict.fromkeys(GenerateOptions.__optional_keys__)
 
     async def main() -> None:
         async with ull.AsyncClient(url, connect_timeout=None, transport=None, silence_timeout=None) as client:
@@ -375,17 +374,25 @@ def test_texts_that_have_no_utf8_form(client: ull.Client) -> None:
         client.generate([1, 2**64])
 
 
-def test_completion_in_a_shell_shows_what_there_is() -> None:
+@pytest.mark.parametrize("face", [ull, ull.client], ids=["ull", "ull.client"])
+def test_completion_in_a_shell_shows_what_there_is(face: ModuleType) -> None:
+    late = ["msgspec", "ull.client.sync", "zmq"]
     program = (
-        "import sys, ull; print(*dir(ull)); assert 'ull.client.sync' not in sys.modules and 'zmq' not in sys.modules"
+        f"import sys, {face.__name__} as face; print(*dir(face))\n"
+        f"assert not [name for name in {late} if name in sys.modules]"
     )
     names = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
-    assert set(ull.__all__) <= set(names)
+    assert set(face.__all__) <= set(names)
     assert not {"TYPE_CHECKING", "annotations", "importlib"} & set(names)
-    for name in ull.__all__:
-        assert getattr(ull, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'Klient'"):
-        _ = ull.Klient
+    for name in face.__all__:
+        assert getattr(face, name) is not None
+    with pytest.raises(AttributeError, match=f"module '{face.__name__}' has no attribute 'Klient'"):
+        _ = face.Klient
+
+
+def test_the_room_and_the_package_have_the_same_client() -> None:
+    for name in ull.client.__all__:
+        assert getattr(ull.client, name) is getattr(ull, name)
 
 
 # ---- endpoints ----------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from fake_daemon import FakeDaemon, words
 from processes import ull
 from ull import _native, cli, wire
 from ull.bundle.open import open_bundle
+from ull.client import Client
 from ull.client.benchmark import Load, measure, quantiles
-from ull.client.sync import Client
 from ull.commands import bench, demo
 from ull.commands.outcome import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NO_READER, EXIT_TIMED_OUT
 from ull.daemon.config import Config, parse_config

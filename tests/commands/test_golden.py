@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from conftest import Spawn
-from ull.client.sync import Client
+from ull.client import Client
 
 GOLDEN: list[tuple[dict[str, Any], str, str]] = [
     (

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from ull import _native
-from ull.daemon import main as launch
-from ull.daemon import server as daemon
+from ull.daemon import main, server
 from ull.daemon.socket_claim import SocketClaim
 from ull.errors import DaemonError
 
@@ -74,12 +73,12 @@ def seen(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
         return call
 
-    def limits(of: daemon.Daemon, bundle: Any, tokenizer: Any) -> Any:
+    def limits(of: server.Daemon, bundle: Any, tokenizer: Any) -> Any:
         found = real_limits(of, bundle, tokenizer)
         seen[LIMITS] = {name: getattr(found, name) for name in found.__struct_fields__}
         return found
 
-    real_limits = daemon.Daemon._limits
+    real_limits = server.Daemon._limits
     home = tmp_path_factory.mktemp("configured")
     arguments = [str(tiny_bundle), "--listen", f"ipc://{home}/s", "--set", "lock_memory=off", "--set", "ipc_mode=0o640"]
     for key, (value, _, _) in KEYS.items():
@@ -89,12 +88,12 @@ def seen(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         patch.setattr(_native, CPU, noting(CPU, _native.CpuExecutor, "spec"))
         patch.setattr(_native, ENGINE, Engine)
         patch.setattr(_native, IO, Io)
-        patch.setattr(daemon, "open_bundle", noting("open_bundle", daemon.open_bundle, "path", "verify"))
-        patch.setattr(launch, "Log", noting("Log", launch.Log, "level", "form", "stream"))
-        patch.setattr(daemon.Daemon, "_limits", limits)
+        patch.setattr(server, "open_bundle", noting("open_bundle", server.open_bundle, "path", "verify"))
+        patch.setattr(main, "Log", noting("Log", main.Log, "level", "form", "stream"))
+        patch.setattr(server.Daemon, "_limits", limits)
         mask = os.umask(0o022)
         try:
-            assert launch.run(arguments) == 1
+            assert main.run(arguments) == 1
             assert os.umask(0o022) == 0o022  # as it was
         finally:
             os.umask(mask)

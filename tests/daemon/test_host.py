@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ull.daemon import host
-from ull.daemon import main as launch
-from ull.daemon import server as daemon
+from ull.daemon import host, main, server
 from ull.daemon.socket_claim import SocketClaim
 from ull.errors import DaemonError
 
@@ -84,9 +82,9 @@ def test_quick_wake_ups_last_as_long_as_they_are_wanted(tmp_path: Path) -> None:
 def test_required_memory_locking_stops_the_start(
     tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(daemon, "lock_memory", lambda: "mlockall: not today")
+    monkeypatch.setattr(server, "lock_memory", lambda: "mlockall: not today")
     listen = ["--listen", f"ipc://{tmp_path / 's'}"]
-    assert launch.run([str(tiny_bundle), *listen, "--set", "lock_memory=require"]) == 1
+    assert main.run([str(tiny_bundle), *listen, "--set", "lock_memory=require"]) == 1
     assert capfd.readouterr().err == "ulld: lock_memory is required, but mlockall: not today\n"
     assert list(tmp_path.iterdir()) == []  # socket and lock are gone
 

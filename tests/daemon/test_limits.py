@@ -9,8 +9,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import pytest
 
-from ull.daemon import main as launch
-from ull.daemon import server as daemon
+from ull.daemon import main, server
 from ull.daemon.config import Config, parse_config
 from ull.daemon.executors import open_executor
 from ull.errors import ConfigError
@@ -61,14 +60,14 @@ def test_the_ends_of_the_range_are_taken_or_refused_by_name(
             raise RuntimeError(AS_FAR)
 
     if not key.startswith("io."):
-        monkeypatch.setattr(daemon._native, "Io", Io)
+        monkeypatch.setattr(server._native, "Io", Io)
     else:  # its own numbers are checked when it is made; it then would serve
-        monkeypatch.setattr(daemon._native.Io, "start", Io)
+        monkeypatch.setattr(server._native.Io, "start", Io)
     arguments = [str(tiny_bundle), "--listen", f"ipc://{tmp_path}/s", "--set", "lock_memory=off"]
     ends = [NUMBERS[key].ge] if key in LARGE else [NUMBERS[key].ge, NUMBERS[key].le]
     for value in ends:
         more = ["--threads", "1"] if key not in ("engine.threads",) else []
-        assert launch.run([*arguments, *more, "--set", f"{key}={value}"]) == 1
+        assert main.run([*arguments, *more, "--set", f"{key}={value}"]) == 1
         out, err = capfd.readouterr()
         complaints = [line for line in err.splitlines() if line.startswith("ulld: ")]
         assert out == "" and "Traceback" not in err
@@ -88,7 +87,7 @@ def test_what_is_too_large_is_said_with_its_size(
     tiny_bundle: Path, tmp_path: Path, key: str, value: int, available: int, size: str
 ) -> None:
     command = [
-        *python_command("ull.daemon.__main__"),
+        *python_command("ull.daemon"),
         str(tiny_bundle),
         "--listen",
         f"ipc://{tmp_path}/s",

@@ -80,7 +80,7 @@ def start(tiny_bundle: Path, tmp_path: Path) -> Iterator[Callable[..., "subproce
     def begin(*arguments: str, **options: object) -> "subprocess.Popen[str]":
         home = tmp_path / f"process{len(started)}"
         home.mkdir()
-        command = [*python_command("ull.daemon.__main__"), str(tiny_bundle), "--listen", f"ipc://{home}/s", *arguments]
+        command = [*python_command("ull.daemon"), str(tiny_bundle), "--listen", f"ipc://{home}/s", *arguments]
         streams: dict[str, object] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         started.append(subprocess.Popen(command, env=python_environment(), text=True, **{**streams, **options}))  # type: ignore[call-overload]
         started[-1].url = f"ipc://{home}/s"  # type: ignore[attr-defined]
@@ -178,7 +178,7 @@ def test_streams_that_are_closed_or_full_stop_nothing(
     tiny_bundle: Path, tmp_path: Path, manager: ServiceManager, redirection: str
 ) -> None:
     url = f"ipc://{tmp_path}/s"
-    command = " ".join([*python_command("ull.daemon.__main__"), str(tiny_bundle), "--listen", url, redirection])
+    command = " ".join([*python_command("ull.daemon"), str(tiny_bundle), "--listen", url, redirection])
     process = subprocess.Popen(
         ["sh", "-c", f"exec {command}"],
         env=python_environment(),

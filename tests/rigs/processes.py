@@ -21,7 +21,7 @@ def ull(*arguments: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
 def ulld(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs ulld to its end."""
     return subprocess.run(
-        [*python_command("ull.daemon.__main__"), *arguments],
+        [*python_command("ull.daemon"), *arguments],
         env=python_environment(),
         capture_output=True,
         text=True,

@@ -15,15 +15,13 @@ from ull.spawn import python_environment
 # Where the tests run, nobody may not even start Python: it changes its user once all is imported.
 AS_NOBODY = """
 import os, sys
-from ull.daemon import server as daemon
-from ull.daemon import executors
-from ull.daemon import main as launch
+from ull.daemon import executors, main, server
 if os.geteuid() == 0:
     os.chdir("/")
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
-sys.exit(launch.run(sys.argv[1:]))
+sys.exit(main.run(sys.argv[1:]))
 """
 Ulld = Callable[..., "subprocess.CompletedProcess[str]"]
 

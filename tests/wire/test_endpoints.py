@@ -160,7 +160,7 @@ def test_daemon_and_clients_meet_without_being_told(
     directory.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
     daemon = subprocess.Popen(
-        [*python_command("ull.daemon.__main__"), str(tiny_bundle), "--threads", "1"],
+        [*python_command("ull.daemon"), str(tiny_bundle), "--threads", "1"],
         env=python_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -11,7 +11,7 @@ import pytest
 
 from conftest import ROOT, Daemon
 from ull import wire
-from ull.client.sync import Client
+from ull.client import Client
 from ull.daemon import admission
 
 PAGE = (ROOT / "docs/wire.md").read_text()

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, cast
+from typing import Unpack, cast
 
 import zmq
 
 from ull import wire
 from ull.client.link import LINGER_MS, Link, Transport, check_silence
+from ull.client.options import GenerateOptions, TokenizeOptions, names_options
 from ull.client.ownership import OwnerProcess
 from ull.client.protocol import (
     ChatMessage,
@@ -171,101 +172,29 @@ class AsyncClient:
         """What the present connection runs over, "local" or "zeromq"; None while there is none."""
         return self._link.transport
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        presence_penalty: float | None = None,
-        frequency_penalty: float | None = None,
-        repetition_penalty: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        stop_ids: Sequence[int] | None = None,
-        logit_bias: Mapping[int, float] | None = None,
-        logprobs: int | None = None,
-        ignore_eos: bool | None = None,
-        timeout: float | None = None,
-        speculate: str | None = None,
-        max_tree: int | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool | None = None,
-        special_tokens: bool | None = None,
-    ) -> AsyncStream:
-        """Sends a request and returns its stream at once; the arguments are `ull.Client.generate`'s.
+    @names_options(GenerateOptions)
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
+        """Sends a request and returns its stream at once, as `ull.Client.generate`.
 
         To be called from a coroutine of the client's event loop. Where no daemon answers within connect_timeout, the
         stream fails with ConnectionLost.
         """
         loop = self._running()
-        request = build_request(
-            self._protocol.new_id(),
-            prompt,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            stop=stop,
-            stop_ids=stop_ids,
-            logit_bias=logit_bias,
-            logprobs=logprobs,
-            ignore_eos=ignore_eos,
-            timeout=timeout,
-            speculate=speculate,
-            max_tree=max_tree,
-            tools=tools,
-            documents=documents,
-            chat_template_kwargs=chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            special_tokens=special_tokens,
-        )
+        request = build_request(self._protocol.new_id(), prompt, options)
         payload = encode_request(request)
         state = self._protocol.open_stream(request)
+        timeout = options.get("timeout")
         stream = AsyncStream(self, state, None if timeout is None else loop.time() + timeout + GRACE_S)
         self._start(payload, state)
         return stream
 
-    async def tokenize(
-        self,
-        prompt: str | Sequence[ChatMessage],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool | None = None,
-        special_tokens: bool | None = None,
-        add_special_tokens: bool | None = None,
-    ) -> list[int]:
+    @names_options(TokenizeOptions)
+    async def tokenize(self, prompt: str | Sequence[ChatMessage], **options: Unpack[TokenizeOptions]) -> list[int]:
         """The ids that generate() would use of this text or these chat messages, with the same arguments.
 
-        add_special_tokens: False leaves out what the tokenizer puts around a text, such as BOS.
         Raises RequestError: too long, or messages that the chat template refuses.
         """
-        request = build_tokenize(
-            self._protocol.new_id(),
-            prompt,
-            tools=tools,
-            documents=documents,
-            chat_template_kwargs=chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            special_tokens=special_tokens,
-            add_special_tokens=add_special_tokens,
-        )
+        request = build_tokenize(self._protocol.new_id(), prompt, options)
         return cast("wire.TokenizeReply", await self._ask(request)).token_ids
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None) -> str:

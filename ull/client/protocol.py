@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from ull import wire
+from ull.client.options import GENERATE_OPTIONS, TOKENIZE_OPTIONS, GenerateOptions, TokenizeOptions, refuse_unknown
 from ull.errors import ConnectionLost, RequestError, RequestFailed, UllError
 from ull.wire import Failure, Speculation, Timeline, TokenLogprob, Usage
 
@@ -272,15 +273,17 @@ class Protocol:
             self.forget(request_id)
 
 
-def build_request(request_id: int, prompt: Prompt, *, timeout: float | None = None, **values: Any) -> wire.Generate:
-    """The message for one generate call. `values` are fields of wire.Generate; None stands for a field's default.
+def build_request(request_id: int, prompt: Prompt, options: GenerateOptions) -> wire.Generate:
+    """The message for one generate call. None stands for an option's default.
 
     The daemon checks the values; here it is only what kind of prompt there is, and that containers are containers.
-    Raises RequestError, which names the field.
+    Raises RequestError, which names the field; TypeError for what is no option.
     """
+    refuse_unknown("generate", options, GENERATE_OPTIONS)
+    values: dict[str, Any] = {**options}
     if isinstance(values.get("stop"), str):
         values["stop"] = [values["stop"]]
-    if timeout is not None:
+    if (timeout := values.pop("timeout", None)) is not None:
         values["timeout_ms"] = _milliseconds(timeout)
     request = wire.Generate(id=request_id, **_given(values))
     if isinstance(prompt, str):
@@ -294,9 +297,10 @@ def build_request(request_id: int, prompt: Prompt, *, timeout: float | None = No
     return request
 
 
-def build_tokenize(request_id: int, prompt: str | Sequence[ChatMessage], **values: Any) -> wire.Tokenize:
+def build_tokenize(request_id: int, prompt: str | Sequence[ChatMessage], options: TokenizeOptions) -> wire.Tokenize:
     """The message for one tokenize call, as `build_request`; the prompt is a text or a list of messages."""
-    request = wire.Tokenize(id=request_id, **_given(values))
+    refuse_unknown("tokenize", options, TOKENIZE_OPTIONS)
+    request = wire.Tokenize(id=request_id, **_given(options))
     if isinstance(prompt, str):
         request.prompt = prompt
     else:

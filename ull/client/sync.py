@@ -15,14 +15,15 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, cast
+from typing import Unpack, cast
 
 import zmq
 
 from ull import wire
 from ull.client.link import LINGER_MS, Link, Transport, check_silence
+from ull.client.options import GenerateOptions, TokenizeOptions, names_options
 from ull.client.ownership import OwnerThread
 from ull.client.priority import ThreadPriority
 from ull.client.protocol import (
@@ -214,85 +215,22 @@ class Client:
         """What the present connection runs over, "local" or "zeromq"; None while there is none."""
         return self._link.transport
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        presence_penalty: float | None = None,
-        frequency_penalty: float | None = None,
-        repetition_penalty: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        stop_ids: Sequence[int] | None = None,
-        logit_bias: Mapping[int, float] | None = None,
-        logprobs: int | None = None,
-        ignore_eos: bool | None = None,
-        timeout: float | None = None,
-        speculate: str | None = None,
-        max_tree: int | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool | None = None,
-        special_tokens: bool | None = None,
-    ) -> Stream:
+    @names_options(GenerateOptions)
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """Sends a request and returns its stream at once. None stands for the default of every argument.
 
-        prompt: a text, a list of chat messages ({"role", "content", ...}) or a list of token ids.
-        max_tokens: tokens (None: the daemon's default). temperature 0: greedy. top_k 0, top_p 1, min_p 0: off.
-        presence_penalty, frequency_penalty: -2 to 2, over the completion's tokens (0: off). repetition_penalty: above
-        0, over the prompt's too (1: off).
-        seed: None lets the daemon draw one and report it. stop: texts that end the completion, not part of it.
-        logit_bias: token id -> number added to its logit. logprobs: alternatives per token (0: only the chosen).
-        timeout: seconds after which the daemon ends the request ("timeout").
-        speculate: "none", "ngram", "medusa", "draft" or "auto" (None: the daemon's default); max_tree: tokens of one
-        verification, 1 to 64 (None: as many as pay). Both change the speed only, never the tokens.
-        With messages, which then may have tool_calls, tool_call_id and name: tools (function schemas), documents and
-        chat_template_kwargs ({"enable_thinking": False}) go to the chat template; add_generation_prompt=False leaves
-        out the beginning of an answer; continue_final_message lets the completion continue the last message.
-        special_tokens: texts of control tokens ("<|im_end|>") in the prompt become these tokens (else they stay text).
+        prompt: a text, a list of token ids, or a list of chat messages ({"role", "content", ...}), which may have
+        tool_calls, tool_call_id and name.
         Raises ConnectionLost if no daemon answers within connect_timeout; RequestError, which names the argument, for
         what cannot be sent.
         """
         self._owner.check("Client")
-        request = build_request(
-            self._protocol.new_id(),
-            prompt,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            stop=stop,
-            stop_ids=stop_ids,
-            logit_bias=logit_bias,
-            logprobs=logprobs,
-            ignore_eos=ignore_eos,
-            timeout=timeout,
-            speculate=speculate,
-            max_tree=max_tree,
-            tools=tools,
-            documents=documents,
-            chat_template_kwargs=chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            special_tokens=special_tokens,
-        )
+        request = build_request(self._protocol.new_id(), prompt, options)
         payload = encode_request(request)
         try:
             stream = Stream(self, self._protocol.open_stream(request), None)
             self._send(payload)
-            if timeout is not None:
+            if (timeout := options.get("timeout")) is not None:
                 stream._deadline = time.monotonic() + timeout + GRACE_S
             return stream
         except ConnectionLost:
@@ -303,34 +241,13 @@ class Client:
                 self._abandon(interrupted)
             raise
 
-    def tokenize(
-        self,
-        prompt: str | Sequence[ChatMessage],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool | None = None,
-        special_tokens: bool | None = None,
-        add_special_tokens: bool | None = None,
-    ) -> list[int]:
+    @names_options(TokenizeOptions)
+    def tokenize(self, prompt: str | Sequence[ChatMessage], **options: Unpack[TokenizeOptions]) -> list[int]:
         """The ids that generate() would use of this text or these chat messages, with the same arguments.
 
-        add_special_tokens: False leaves out what the tokenizer puts around a text, such as BOS.
         Raises RequestError: too long, or messages that the chat template refuses.
         """
-        request = build_tokenize(
-            self._protocol.new_id(),
-            prompt,
-            tools=tools,
-            documents=documents,
-            chat_template_kwargs=chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            special_tokens=special_tokens,
-            add_special_tokens=add_special_tokens,
-        )
+        request = build_tokenize(self._protocol.new_id(), prompt, options)
         return cast("wire.TokenizeReply", self._ask(request)).token_ids
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None) -> str:

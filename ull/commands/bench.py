@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ull import __version__
+from ull.client import Client
 from ull.client.benchmark import QUANTILES, Load, measure
-from ull.client.sync import Client
-from ull.commands.generate import add_speculation_arguments
+from ull.commands.flags import add_options
 from ull.errors import ConfigError
 
 DEFAULT_PROMPT = "def main() -> None:\n    "
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, default=1, metavar="N", help="closed loop: requests at once")
     parser.add_argument("--rate", type=float, metavar="X", help="open loop: X requests per second, at planned times")
     parser.add_argument("--even", action="store_true", help="open loop: even gaps instead of Poisson arrivals")
-    add_speculation_arguments(parser)
+    add_options(parser, {"speculate", "max_tree"})
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or print only JSON")
 
 

@@ -10,18 +10,21 @@ import sys
 from types import FrameType
 from typing import Any
 
-from ull.client.sync import Client, Stream
-from ull.commands.generate import add_sampling_arguments, print_text
+from ull.client import Client, Stream
+from ull.client.options import GENERATE_OPTIONS
+from ull.commands.flags import NOT_IN_CHAT, add_options, given_options
+from ull.commands.generate import print_text
 from ull.errors import RequestError
 from ull.wire import Message
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `ull chat`."""
-    add_sampling_arguments(parser)
+    add_options(parser, GENERATE_OPTIONS - NOT_IN_CHAT)
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     parser.add_argument(
         "--template-kwargs",
+        dest="chat_template_kwargs",
         type=_json_object,
         metavar="JSON",
         help="variables of the chat template, such as '{\"enable_thinking\": false}'",
@@ -87,7 +90,7 @@ def _answer(client: Client, history: list[Message], options: argparse.Namespace)
 
     previous = signal.signal(signal.SIGINT, interrupt)
     try:
-        stream = _ask(client, history, options)
+        stream = client.generate(history, **given_options(options))
         with stream:
             if pressed:
                 stream.cancel()
@@ -100,27 +103,6 @@ def _answer(client: Client, history: list[Message], options: argparse.Namespace)
             return text
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-def _ask(client: Client, history: list[Message], options: argparse.Namespace) -> Stream:
-    return client.generate(
-        history,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
-        repetition_penalty=options.repetition_penalty,
-        seed=options.seed,
-        stop=options.stop,
-        timeout=options.timeout,
-        speculate=options.speculate,
-        max_tree=options.max_tree,
-        special_tokens=options.special_tokens,
-        chat_template_kwargs=options.template_kwargs,
-    )
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ull import __version__
 from ull.bundle.open import open_bundle
+from ull.client import Client
 from ull.client.benchmark import Load, measure
-from ull.client.sync import Client
 from ull.commands.bench import print_table
 from ull.commands.generate import print_text
 from ull.errors import BundleError, DaemonError

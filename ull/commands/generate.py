@@ -8,53 +8,17 @@ import sys
 
 import msgspec
 
-from ull.client.protocol import Result
-from ull.client.sync import Client, Stream
+from ull.client import Client, Result, Stream
+from ull.client.options import GENERATE_OPTIONS
+from ull.commands.flags import NOT_IN_GENERATE, add_options, given_options
 from ull.commands.outcome import EXIT_FAILED, EXIT_TIMED_OUT, complain
 from ull.errors import ConfigError
-from ull.wire import DRAFTERS
-
-
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that generate and chat share; their meaning is `ull.Client.generate`'s."""
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens to generate (default: the daemon's)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0: greedy (default)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="0: off (default)")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="X", help="1: off (default)")
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="X", help="0: off (default)")
-    parser.add_argument("--presence-penalty", type=float, default=0.0, metavar="X", help="-2 to 2; 0: off (default)")
-    parser.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X", help="-2 to 2; 0: off (default)")
-    parser.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="above 0, prompt included; 1: off (default)",
-    )
-    parser.add_argument("--seed", type=int, metavar="N", help="default: drawn by the daemon")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; repeatable")
-    parser.add_argument(
-        "--special-tokens",
-        action="store_true",
-        help="texts of control tokens, such as <|im_end|>, become these tokens (default: they stay text)",
-    )
-    parser.add_argument("--timeout", type=float, metavar="S", help="seconds after which the daemon ends the request")
-    add_speculation_arguments(parser)
-
-
-def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that decide how fast the same tokens come; the daemon knows which drafters its engine has."""
-    names = ", ".join(DRAFTERS)
-    parser.add_argument("--speculate", metavar="DRAFTER", help=f"{names} (default: the daemon's)")
-    parser.add_argument("--max-tree", type=int, metavar="N", help="most tokens of one verification, 1 to 64")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `ull generate`."""
     parser.add_argument("prompt", metavar="PROMPT", help="the prompt's text, or - to read it from standard input")
-    add_sampling_arguments(parser)
-    parser.add_argument("--logprobs", type=int, metavar="N", help="log-probabilities and N alternatives")
-    parser.add_argument("--ignore-eos", action="store_true", help="do not stop at the engine's end-of-text ids")
+    add_options(parser, GENERATE_OPTIONS - NOT_IN_GENERATE)
     parser.add_argument("--ids", action="store_true", help="print token ids instead of text")
     parser.add_argument("--json", action="store_true", help="print one JSON object with everything at the end")
 
@@ -62,25 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs `ull generate`; a keyboard interrupt cancels the request. An answer that is not whole is no success."""
     with Client(options.connect) as client:
-        stream = client.generate(
-            _prompt(options.prompt),
-            max_tokens=options.max_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            presence_penalty=options.presence_penalty,
-            frequency_penalty=options.frequency_penalty,
-            repetition_penalty=options.repetition_penalty,
-            seed=options.seed,
-            stop=options.stop,
-            logprobs=options.logprobs,
-            ignore_eos=options.ignore_eos,
-            timeout=options.timeout,
-            speculate=options.speculate,
-            max_tree=options.max_tree,
-            special_tokens=options.special_tokens,
-        )
+        stream = client.generate(_prompt(options.prompt), **given_options(options))
         with stream:
             if options.json:
                 print(json.dumps(msgspec.to_builtins(stream.result()), ensure_ascii=False))

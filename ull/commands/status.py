@@ -7,7 +7,7 @@ import json
 
 import msgspec
 
-from ull.client.sync import Client
+from ull.client import Client
 
 
 def run_health(options: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ull.client.sync import Client
+from ull.client import Client
 from ull.errors import ConfigError
 from ull.wire import Detokenize, Message, Tokenize
 

@@ -30,10 +30,10 @@ def run(arguments: Sequence[str]) -> int:
     try:
         config = load_config(options.config, _overrides(options))
         raise_descriptor_limit(DESCRIPTORS)
-        from ull.daemon import server as daemon  # takes a third of a second
+        from ull.daemon import server  # takes a third of a second
 
         queue = LogQueue(log_descriptor(), config.log.format)
-        return daemon.run(options.bundle, config, Log(config.log.level, config.log.format, queue), signals)
+        return server.run(options.bundle, config, Log(config.log.level, config.log.format, queue), signals)
     except Stopped as stopped:
         say(str(stopped))
         return 0
@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> int:
         say(f"cannot start: {error or type(error).__name__}")
     finally:
         if queue is not None:
-            queue.close(daemon.FLUSH_S)
+            queue.close(server.FLUSH_S)
     signals.give_back()
     return EXIT_CANNOT_START
 

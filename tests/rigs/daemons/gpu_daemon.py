@@ -18,11 +18,11 @@ from scripted_daemon import leave_rehearsal_out, scripted
 from ull import _native
 from ull.bundle.open import Bundle, Speculation
 from ull.daemon import __main__ as ulld
-from ull.daemon import server as daemon
+from ull.daemon import server
 from ull.errors import UllError
 
 GPU = json.loads(os.environ.get("ULL_TEST_GPU", "{}"))
-open_bundle = daemon.open_bundle
+open_bundle = server.open_bundle
 
 
 def note(call: str, **details: Any) -> None:
@@ -68,6 +68,6 @@ if __name__ == "__main__":
     module.Program = Program  # type: ignore[attr-defined]
     sys.modules["ull.gpu.program"] = module
     _native.GraphExecutor = graph_executor  # type: ignore[assignment,misc]
-    daemon.open_bundle = gpu_bundle
+    server.open_bundle = gpu_bundle
     leave_rehearsal_out()
     sys.exit(ulld.main())

@@ -4,10 +4,9 @@ import os
 import sys
 
 from ull.daemon import __main__ as ulld
-from ull.daemon import placement
-from ull.daemon import server as daemon
+from ull.daemon import placement, server
 
 if __name__ == "__main__":
     prefix = os.environ["ULL_TEST_CLAIMS"]
-    daemon.CoreClaims = lambda: placement.CoreClaims(prefix)  # type: ignore[assignment,misc]
+    server.CoreClaims = lambda: placement.CoreClaims(prefix)  # type: ignore[assignment,misc]
     sys.exit(ulld.main())

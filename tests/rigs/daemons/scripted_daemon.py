@@ -13,7 +13,7 @@ from typing import Any
 
 from ull import _native
 from ull.daemon import __main__ as ulld
-from ull.daemon import server as daemon
+from ull.daemon import server
 
 
 def scripted(spec: dict[str, Any], **_: Any) -> _native.ScriptedExecutor:
@@ -24,7 +24,7 @@ def scripted(spec: dict[str, Any], **_: Any) -> _native.ScriptedExecutor:
 
 def leave_rehearsal_out() -> None:
     """No step is the daemon's own."""
-    daemon.run = functools.partial(daemon.run, rehearse=False)
+    server.run = functools.partial(server.run, rehearse=False)
 
 
 if __name__ == "__main__":

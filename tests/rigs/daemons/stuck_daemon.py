@@ -6,7 +6,7 @@ import time
 from scripted_daemon import leave_rehearsal_out, scripted
 from ull import _native
 from ull.daemon import __main__ as ulld
-from ull.daemon import server as daemon
+from ull.daemon import server
 from ull.daemon.control import ControlPlane
 
 
@@ -20,6 +20,6 @@ def cancel(plane: ControlPlane, identity: bytes, request_id: int) -> bool:
 if __name__ == "__main__":
     _native.CpuExecutor = scripted  # type: ignore[assignment,misc]
     ControlPlane._cancel = cancel  # type: ignore[method-assign]
-    daemon._STOP_S = 1.0  # nothing stops it: the sooner it ends, the better
+    server._STOP_S = 1.0  # nothing stops it: the sooner it ends, the better
     leave_rehearsal_out()
     sys.exit(ulld.main())

@@ -60,9 +60,9 @@ def probe(folder: Path) -> int:
 
 def main(arguments: list[str]) -> int:
     if arguments[0] == "serve":
-        from ull.daemon import main as launch
+        from ull.daemon.main import run
 
-        return launch.run(arguments[1:])
+        return run(arguments[1:])
     if arguments[0] == "probe":
         return probe(Path(arguments[1]))
     if arguments[0] == "measure":
