@@ -67,7 +67,8 @@ def start(bundles: dict[str, Path], emulated: Path) -> Iterator[Start]:
     with daemons() as serve:
 
         def begin(*arguments: str, bundle: Path = bundles["gpu"], **options: object) -> DaemonProcess:
-            environment = driver_double.environment(emulated, multiprocessors=4, **options)
+            options = {"multiprocessors": 4, "launch_ms": 1000} | options
+            environment = driver_double.environment(emulated, **options)
             return serve(bundle, environment, *arguments)
 
         yield begin
@@ -90,7 +91,7 @@ def test_the_daemon_says_what_the_cpu_executor_says(bundles: dict[str, Path], st
     ]
     with DaemonProcess(bundles["cpu"]) as daemon, Client(daemon.url) as client:
         expected = [[complete(client, prompt, **case) for prompt in PROMPTS] for case in cases]
-    daemon = start("--set", "engine.watchdog_ms=120000")
+    daemon = start("--set", "engine.watchdog_ms=120000", launch_ms=0)  # the host does its part while the device does
     with Client(daemon.url) as client:
         assert client.info().executor["name"] == "graph/sm_90a"
         for case, texts in zip(cases, expected, strict=True):
@@ -200,6 +201,16 @@ def test_a_draft_model_drafts_on_the_device(
     assert daemon.stop() == 0
 
 
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first layer of engines/tiny as an engine: what a fault ends need not say anything."""
+    folder = tmp_path_factory.mktemp("one_layer")
+    model = write_truncated(folder / "model", 1)
+    settings = Settings(model, folder / "x.ull", "one", "sm_90a", evaluate=False, context=CONTEXT)
+    with pytest.MonkeyPatch.context() as patch:
+        return build_with_stubs(patch, folder / "kernels", settings)
+
+
 @pytest.mark.parametrize(
     ("fault", "status", "words"),
     [
@@ -210,21 +221,21 @@ def test_a_draft_model_drafts_on_the_device(
     ],
 )
 def test_a_fault_ends_the_request_with_its_reason_and_the_daemon_with_its_status(
-    start: Start, tmp_path: Path, fault: str, status: int, words: str
+    one_layer: Path, start: Start, tmp_path: Path, fault: str, status: int, words: str
 ) -> None:
     """Exactly one terminal frame, which says why; systemd restarts only what a restart can mend."""
     control = tmp_path / "faults"
     control.write_text("")
-    limit = 30_000 if fault.startswith("hang") else 120_000  # a round of 64 nodes takes seconds beside other work
-    daemon = start("--set", f"engine.watchdog_ms={limit}", "--set", "log.format=json", control=control)
+    limit = 10_000 if fault.startswith("hang") else 120_000  # a round takes half a second beside other work
+    options = ("--set", f"engine.watchdog_ms={limit}", "--set", "log.format=json")
+    daemon = start(*options, bundle=one_layer, control=control)
     with Client(daemon.url) as client:
         assert len(complete(client, PROMPTS[0], max_tokens=2)) == 2
         control.write_text(fault + "\n")
         # The double corrupts what a sampler hands to ull_accept: that of requests with logprobs.
         logprobs = 0 if fault.startswith("corrupt") else None
         with pytest.raises(RequestFailed, match=words):
-            options = {"max_tokens": 50, "ignore_eos": True, "speculate": "none", "logprobs": logprobs}
-            client.generate(PROMPTS[1], **options).result()
+            client.generate(PROMPTS[1], max_tokens=50, ignore_eos=True, speculate="none", logprobs=logprobs).result()
     assert daemon.process.wait(60) == status
     log = [json.loads(line) for line in daemon.log_lines() if line.startswith("{")]  # the double speaks plainly
     assert [line["finish"] for line in log if line["event"] == "request"] == ["length", "error"]

@@ -43,7 +43,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(scenario: str, *arguments: object, kernels: Path) -> Any:
     """Runs `scenario` under the double; what it printed as JSON. Fails with its traceback."""
     program = f"import test_gpu_head_scan as t; t.{scenario}(*{arguments!r})"
-    environment = driver_double.environment(kernels, multiprocessors=4)
+    environment = driver_double.environment(kernels, multiprocessors=4, launch_ms=1000)
     result = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=1200
     )

@@ -43,7 +43,7 @@ class Workshop:
         self.emulated = emulated_kernels(plain)
 
     def environment(self, **options: object) -> dict[str, str]:
-        double = driver_double.environment(self.emulated, multiprocessors=4, **options)
+        double = driver_double.environment(self.emulated, multiprocessors=4, launch_ms=1000, **options)
         return {**double, "ULL_TEST_KERNELS": str(self.stubs)}
 
     def recipe(self, more: str) -> Path:

@@ -13,11 +13,14 @@
 //   ULL_FAKECUDA_MEMORY           bytes of device memory in all (150754820096)
 //   ULL_FAKECUDA_FREE             bytes that are free at first (all)
 //   ULL_FAKECUDA_SEED             of the emulator's order of threads (0)
+//   ULL_FAKECUDA_LAUNCH_MS        for so long a graph's launch may wait for its work (0), so that a host that would
+//                                 spin leaves its core to it
 //   ULL_FAKECUDA_LOG              file that gets one JSON line per kernel captured, graph instantiated and fault
-//   injected ULL_FAKECUDA_FAULT            faults, see faults.cpp; ULL_FAKECUDA_CONTROL names a file from which more
-//   are read
+//                                 injected
+//   ULL_FAKECUDA_FAULT            faults, see faults.cpp; ULL_FAKECUDA_CONTROL names a file from which more are read
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -161,6 +164,8 @@ Result submit(const std::shared_ptr<Stream>& stream, Node node);
 void enqueue(const std::shared_ptr<Stream>& stream, std::function<void()> operation);
 // kSuccess, or why it may not be waited for.
 Result wait_for(const std::shared_ptr<Stream>& stream);
+// Whether the stream has nothing left to do, now or within `patience`.
+bool rests(Stream& stream, std::chrono::milliseconds patience);
 void drain_all_streams();
 
 // ---- memory (memory.cpp) ----------------------------------------------------------------------------------------

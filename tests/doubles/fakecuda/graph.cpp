@@ -82,7 +82,11 @@ Result launch(void* handle, void* stream_handle) {
     }
   };
   // Within a capture it becomes a child graph.
-  return submit(stream, {NodeType::kGraph, run, nullptr, std::make_shared<Graph>(Graph{executable->nodes})});
+  const Result result =
+      submit(stream, {NodeType::kGraph, run, nullptr, std::make_shared<Graph>(Graph{executable->nodes})});
+  static const auto patience = std::chrono::milliseconds(number("ULL_FAKECUDA_LAUNCH_MS", 0));
+  if (stream->capture == nullptr) rests(*stream, patience);
+  return result;
 }
 
 Result upload(void* handle, void* stream) {

@@ -90,10 +90,10 @@ Result query(void* handle) {
     stream->capture_broken = true;
     return kCaptureUnsupported;
   }
-  const auto at_rest = [&] { return stream->queue.empty() && !stream->running; };
-  const bool rests = stream->changed.wait_for(guard, kQuery, at_rest);
+  guard.unlock();
+  const bool done = rests(*stream, kQuery);
   if (const Result result = ready(); result != kSuccess) return result;  // the work may have failed meanwhile
-  return rests ? kSuccess : kNotReady;
+  return done ? kSuccess : kNotReady;
 }
 
 Result begin_capture(void* handle, int /*mode*/) {
@@ -243,6 +243,11 @@ Result wait_for(const std::shared_ptr<Stream>& stream) {
   }
   drain(*stream);
   return sticky_error();
+}
+
+bool rests(Stream& stream, std::chrono::milliseconds patience) {
+  std::unique_lock guard(stream.lock);
+  return stream.changed.wait_for(guard, patience, [&] { return stream.queue.empty() && !stream.running; });
 }
 
 void drain_all_streams() {
