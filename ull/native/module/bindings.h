@@ -67,8 +67,11 @@ T field(const nb::dict& dict, const char* name) {
 [[nodiscard]] Speculation speculation_named(const std::string& name);
 
 void bind_executor(nb::module_& m);
-void bind_exec(nb::module_& m);
+void bind_cpu(nb::module_& m);
 void bind_graph(nb::module_& m);
+void bind_testing(nb::module_& m);
+void bind_offline(nb::module_& m);
+void bind_sampling(nb::module_& m);
 void bind_engine(nb::module_& m);
 void bind_process(nb::module_& m);
 void bind_io(nb::module_& m);
