@@ -1,9 +1,8 @@
 // The engine, and the texts of its streams.
-#include <map>
-
-#include "engine/detokenizer.h"
 #include "engine/engine.h"
+#include "engine/detokenizer.h"
 #include "module/bindings.h"
+#include "module/sampling.h"
 
 namespace ull::module {
 namespace {
@@ -27,17 +26,6 @@ std::span<const int32_t> token_view(const nb::object& tokens) {
   return {array.data(), array.size()};
 }
 
-// Reads params[key], or returns `fallback` if it is absent.
-template <typename T>
-T parameter(const nb::dict& params, const char* key, T fallback) {
-  if (!params.contains(key)) return fallback;
-  try {
-    return nb::cast<T>(params[key]);
-  } catch (const nb::cast_error&) {
-    throw InvalidRequest(key, "has the wrong type or is out of range");
-  }
-}
-
 uint64_t submit(Engine& engine, const nb::bytes& identity, uint64_t request_id, const nb::object& tokens,
                 const nb::dict& params) {
   Submission submission;
@@ -45,22 +33,8 @@ uint64_t submit(Engine& engine, const nb::bytes& identity, uint64_t request_id, 
   submission.id = request_id;
   submission.tokens = token_view(tokens);
   submission.max_tokens = parameter(params, "max_tokens", 256);
-  Sampling& sampling = submission.sampling;
-  sampling.temperature = parameter(params, "temperature", 0.0F);
-  sampling.top_k = parameter(params, "top_k", 0);
-  sampling.top_p = parameter(params, "top_p", 1.0F);
-  sampling.min_p = parameter(params, "min_p", 0.0F);
-  sampling.seed = parameter(params, "seed", uint64_t{0});
-  sampling.top_logprobs = parameter(params, "logprobs", -1);
-  sampling.repetition_penalty = parameter(params, "repetition_penalty", 1.0F);
-  sampling.frequency_penalty = parameter(params, "frequency_penalty", 0.0F);
-  sampling.presence_penalty = parameter(params, "presence_penalty", 0.0F);
-  std::vector<LogitBias> bias;
-  for (const auto& [token, value] : parameter(params, "logit_bias", std::map<int32_t, float>{})) {
-    bias.push_back({token, value});
-  }
-  sampling.bias = bias.data();
-  sampling.bias_count = static_cast<int32_t>(bias.size());
+  const SamplingParameters wanted(params);
+  submission.sampling = wanted.sampling();
   if (params.contains("speculate") && !params["speculate"].is_none()) {
     const auto name = parameter(params, "speculate", std::string());
     submission.speculation = parse_speculation(name);

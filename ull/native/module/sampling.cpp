@@ -10,12 +10,12 @@
 namespace ull::module {
 namespace {
 
-int32_t sample(const FloatArray& logits, int32_t position, const nb::dict& parameters,
+int32_t sample(const FloatArray& logits, int32_t position, const nb::dict& params,
                const std::optional<Int32Array>& history, int prompt_tokens) {
-  const SamplingParameters wanted(parameters);
+  const SamplingParameters wanted(params);
   if (logits.size() == 0) throw std::invalid_argument("logits: at least one is needed");
   std::vector<float> copy(logits.data(), logits.data() + logits.size());
-  const auto isa = parameters.contains("isa") ? field<std::string>(parameters, "isa") : std::string("auto");
+  const auto isa = parameter(params, "isa", std::string("auto"));
   cpu::Sampler sampler(cpu::select_kernels(isa), static_cast<int>(copy.size()));
   RoundToken token{};
   std::optional<TokenCounts> counts;
@@ -38,20 +38,17 @@ auto gumbel_noise(uint64_t seed, int32_t position, const Int32Array& tokens) {
 
 }  // namespace
 
-SamplingParameters::SamplingParameters(const nb::dict& parameters) {
-  const auto optional = [&]<typename T>(const char* name, T fallback) {
-    return parameters.contains(name) ? field<T>(parameters, name) : fallback;
-  };
-  sampling_.temperature = optional("temperature", 0.0F);
-  sampling_.top_k = optional("top_k", 0);
-  sampling_.top_p = optional("top_p", 1.0F);
-  sampling_.min_p = optional("min_p", 0.0F);
-  sampling_.seed = optional("seed", uint64_t{0});
-  sampling_.top_logprobs = optional("logprobs", -1);
-  sampling_.repetition_penalty = optional("repetition_penalty", 1.0F);
-  sampling_.frequency_penalty = optional("frequency_penalty", 0.0F);
-  sampling_.presence_penalty = optional("presence_penalty", 0.0F);
-  for (const auto& [token, value] : optional("logit_bias", std::map<int32_t, float>{})) {
+SamplingParameters::SamplingParameters(const nb::dict& params) {
+  sampling_.temperature = parameter(params, "temperature", 0.0F);
+  sampling_.top_k = parameter(params, "top_k", 0);
+  sampling_.top_p = parameter(params, "top_p", 1.0F);
+  sampling_.min_p = parameter(params, "min_p", 0.0F);
+  sampling_.seed = parameter(params, "seed", uint64_t{0});
+  sampling_.top_logprobs = parameter(params, "logprobs", -1);
+  sampling_.repetition_penalty = parameter(params, "repetition_penalty", 1.0F);
+  sampling_.frequency_penalty = parameter(params, "frequency_penalty", 0.0F);
+  sampling_.presence_penalty = parameter(params, "presence_penalty", 0.0F);
+  for (const auto& [token, value] : parameter(params, "logit_bias", std::map<int32_t, float>{})) {
     bias_.push_back({token, value});
   }
   sampling_.bias = bias_.data();
