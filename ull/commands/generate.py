@@ -12,7 +12,7 @@ from ull.client.protocol import Result
 from ull.client.sync import Client, Stream
 from ull.commands.outcome import EXIT_FAILED, EXIT_TIMED_OUT, complain
 from ull.errors import ConfigError
-from ull.wire import DRAFTERS
+from ull.wire import DRAFTERS, MAX_TREE
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that decide how fast the same tokens come; the daemon knows which drafters its engine has."""
     names = ", ".join(DRAFTERS)
     parser.add_argument("--speculate", metavar="DRAFTER", help=f"{names} (default: the daemon's)")
-    parser.add_argument("--max-tree", type=int, metavar="N", help="most tokens of one verification, 1 to 64")
+    parser.add_argument("--max-tree", type=int, metavar="N", help=f"most tokens of one verification, 1 to {MAX_TREE}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,9 @@ namespace ull::module {
 namespace {
 
 cpu::SpeculationOptions speculation_options(const std::string& speculate, int max_tree, bool adaptive, bool coupled) {
-  if (max_tree < 1 || max_tree > kMaxTreeTokens) throw std::invalid_argument("max_tree: must be 1 to 64");
+  if (max_tree < 1 || max_tree > kMaxTreeTokens) {
+    throw std::invalid_argument("max_tree: must be 1 to " + std::to_string(kMaxTreeTokens));
+  }
   return {.drafter = speculation_named(speculate), .max_tree = max_tree, .adaptive = adaptive, .coupled = coupled};
 }
 

@@ -13,4 +13,5 @@ NB_MODULE(_native, m) {
   ull::module::bind_process(m);
   ull::module::bind_io(m);
   ull::module::bind_messages(m);
+  ull::module::bind_limits(m);
 }
