@@ -10,7 +10,9 @@ Isa = Literal["auto", "avx512", "avx2", "portable"]
 Idle = Literal["adaptive", "spin"]
 Drafter = Literal["none", "ngram", "medusa", "draft", "auto"]
 
+IO_MESSAGES: Final[Mapping[str, bytes]]  # what the io thread tells the control plane: the letter by the name
 LIMITS: Final[Mapping[str, int]]  # of requests, and of the configuration (module/limits.cpp)
+WIRE_VERSION: Final[bytes]
 
 class InvalidRequest(ValueError):
     """A submission that cannot be served, whatever the engine's state."""

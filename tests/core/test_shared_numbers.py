@@ -15,6 +15,7 @@ from ull.bundle import manifest
 from ull.bundle.forward import MOST_TOKENS
 from ull.client.sync import Client
 from ull.daemon import admission, config
+from ull.daemon.control import IoMessage
 from ull.gpu import params
 
 LIMITS = _native.LIMITS
@@ -53,9 +54,15 @@ def test_the_configuration_goes_as_far_as_the_core() -> None:
     assert greatest(config.SpeculationConfig, "max_tree") == LIMITS["tree"]
 
 
+def test_both_sides_speak_of_the_same_messages() -> None:
+    assert {message.name.lower(): message.value for message in IoMessage} == _native.IO_MESSAGES
+    assert wire.VERSION == _native.WIRE_VERSION
+
+
 def test_nobody_can_change_a_limit() -> None:
-    with pytest.raises(TypeError):
-        _native.LIMITS["tree"] = 65  # type: ignore[index]
+    for mapping in (_native.LIMITS, _native.IO_MESSAGES):
+        with pytest.raises(TypeError):
+            mapping["tree"] = 65  # type: ignore[index]
 
 
 def test_the_client_names_the_greatest_tree() -> None:

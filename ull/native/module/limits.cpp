@@ -1,5 +1,4 @@
-// What Python must know of the core's numbers.
-#include <string_view>
+// What Python must know of the core's numbers and words.
 #include <utility>
 
 #include "base/thread.h"
@@ -7,7 +6,9 @@
 #include "draft/medusa_tree.h"
 #include "engine/engine.h"
 #include "engine/stops.h"
+#include "io/control_pair.h"
 #include "io/frames.h"
+#include "io/transport.h"
 #include "module/bindings.h"
 
 namespace ull::module {
@@ -38,6 +39,13 @@ void bind_limits(nb::module_& m) {
   nb::dict limits;
   for (const auto& [name, value] : kLimits) limits[name] = value;
   m.attr("LIMITS") = read_only(limits);
+  nb::dict messages;
+  for (const auto& [name, kind] : kIoMessages) {
+    const auto letter = static_cast<char>(kind);
+    messages[name] = nb::bytes(&letter, 1);
+  }
+  m.attr("IO_MESSAGES") = read_only(messages);
+  m.attr("WIRE_VERSION") = nb::bytes(kWireVersion.data(), kWireVersion.size());
 }
 
 }  // namespace ull::module
