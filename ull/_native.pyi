@@ -1,7 +1,7 @@
 """The native core of ull: what ull/native/module/ binds."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +9,10 @@ from numpy.typing import NDArray
 Isa = Literal["auto", "avx512", "avx2", "portable"]
 Idle = Literal["adaptive", "spin"]
 Drafter = Literal["none", "ngram", "medusa", "draft", "auto"]
+
+IO_MESSAGES: Final[Mapping[str, bytes]]  # what the io thread tells the control plane: the letter by the name
+LIMITS: Final[Mapping[str, int]]  # of requests, and of the configuration (module/limits.cpp)
+WIRE_VERSION: Final[bytes]
 
 class InvalidRequest(ValueError):
     """A submission that cannot be served, whatever the engine's state."""

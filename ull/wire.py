@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, NoReturn, Protocol, TypeVar, get_args
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from ull.bundle.manifest import MAX_TREE as MAX_TREE
 from ull.bundle.manifest import Drafter
 from ull.coercion import ONE_FOR_LIST, Coercion
 from ull.errors import Busy, Draining, RequestError
@@ -32,7 +33,7 @@ _MAX_MESSAGES = 1 << 14
 _MAX_TOOLS = 4096
 _MAX_STOPS = 1024
 _MAX_BIASES = 1 << 13
-MAX_WARNINGS: Final = 8  # of one request (native/engine/request.h)
+MAX_WARNINGS: Final = 8  # of one request; the core has room for so many
 MAX_WARNING_BYTES: Final = 64  # of one of them
 
 
@@ -84,7 +85,7 @@ class Generate(Prompted, tag="generate", kw_only=True, omit_defaults=True):
     ignore_eos: bool = False
     timeout_ms: int | None = None  # milliseconds from receipt; None: none
     speculate: str | None = None  # one of DRAFTERS; None: the daemon's default. The tokens are the same for all
-    max_tree: int | None = None  # tokens of one verification, 1 to 64; None: the executor's choice
+    max_tree: int | None = None  # tokens of one verification, 1 to MAX_TREE; None: the executor's choice
     strict: bool = False  # refuse unknown fields instead of naming them in `done`
 
 
@@ -274,7 +275,7 @@ Reply = Token | Done | TokenizeReply | DetokenizeReply | Error | Ack | HealthRep
 
 
 class Ended(msgspec.Struct, kw_only=True):
-    """The io thread's record of one accepted request that has ended (kind b"D"), for the log and the metrics."""
+    """The io thread's record of one accepted request that has ended, for the log and the metrics."""
 
     identity: bytes
     id: int

@@ -13,6 +13,7 @@ import zmq
 
 from native_rig import Rig
 from ull import _native
+from ull.daemon.control import IoMessage
 from ull.daemon.host import loaded_libzmq
 
 ALPHABET = list(b"abcdefghijklmnopqrstuvwxyz")
@@ -83,7 +84,7 @@ def test_requests_go_to_the_control_plane_and_replies_come_back(tmp_path: Path) 
         client = rig.client(b"client")
         client.send([b"ull1", b"a request"])
         kind, identity, payload, received_ns = rig.control.recv_multipart()
-        assert (kind, identity, payload) == (b"R", b"client", b"a request")
+        assert (kind, identity, payload) == (IoMessage.REQUEST, b"client", b"a request")
         assert int.from_bytes(received_ns, "little") > 0
         rig.control.send_multipart([b"client", b"\x81\xa2id\x05"])
         assert client.receive() == {"id": 5}
@@ -99,14 +100,14 @@ def test_a_client_of_the_local_transport_is_served_and_its_hang_up_told(tmp_path
             client.connect(path)
             client.sendall(b"ull1\0\0\0\0" + b"\7\0\0\0request")
             kind, identity, payload, received_ns = rig.control.recv_multipart()
-            assert (kind, payload, len(identity), identity[:2]) == (b"R", b"request", 10, b"\0L")
+            assert (kind, payload, len(identity), identity[:2]) == (IoMessage.REQUEST, b"request", 10, b"\0L")
             assert int.from_bytes(received_ns, "little") > 0
             rig.control.send_multipart([identity, b"reply"])
             expected = b"ull1\0\0\0\0" + b"\5\0\0\0reply"
             with client.makefile("rb") as received:
                 assert received.read(len(expected)) == expected
             assert rig.io.stats()["local_clients"] <= 1
-        assert rig.control.recv_multipart(hang_ups=True) == [b"G", identity]
+        assert rig.control.recv_multipart(hang_ups=True) == [IoMessage.GONE, identity]
         rig.control.send_multipart([identity, b"too late"])
         rig.wait_until(lambda: rig.io.stats()["replies_dropped"] == 1)
         rig.wait_until(lambda: rig.io.stats()["local_clients"] == 0)
@@ -126,7 +127,7 @@ def test_malformed_messages_are_told_to_the_control_plane(tmp_path: Path) -> Non
             ([b"ull1\0", b"payload"], b"bad_version"),
         ]:
             client.send(frames)
-            assert rig.control.recv_multipart() == [b"B", b"client", reason]
+            assert rig.control.recv_multipart() == [IoMessage.MALFORMED, b"client", reason]
         rig.wait_until(lambda: rig.io.stats()["malformed"] == 8)
         rig.submit(b"client", 1, PROMPT, max_tokens=3)
         assert client.finish(1)[1]["finish_reason"] == "length"
@@ -142,7 +143,7 @@ def test_bytes_that_are_not_zmq_and_frames_that_are_too_big_harm_nobody(tmp_path
                 raw.sendall(garbage)
         big, huge = rig.client(b"big"), rig.client(b"huge", immediate=1)
         big.send([b"ull1", b"x" * 2000])
-        assert rig.control.recv_multipart() == [b"B", b"big", b"too_long"]
+        assert rig.control.recv_multipart() == [IoMessage.MALFORMED, b"big", b"too_long"]
         huge.send([b"ull1", b"x" * (2**24 + 1)])
         good.send([b"ull1", b"x" * 900])
         assert rig.control.recv_multipart()[1:3] == [b"good", b"x" * 900]
@@ -312,7 +313,7 @@ def test_a_deleted_socket_file_is_made_again(tmp_path: Path) -> None:
         connected = rig.client(b"connected")
         for turn in range(1, 3):
             path.unlink()
-            assert rig.control.recv_multipart() == [b"E", f"ipc://{path}".encode(), b"bound_again"]
+            assert rig.control.recv_multipart() == [IoMessage.ENDPOINT, f"ipc://{path}".encode(), b"bound_again"]
             assert stat.S_IMODE(path.stat().st_mode) == 0o640
             rig.wait_until(lambda turn=turn: rig.io.stats()["bound_again"] == turn)
             late = rig.client(b"late%d" % turn)

@@ -9,6 +9,9 @@ from ull import _native
 STUB = Path(__file__).parents[2] / "ull/_native.pyi"
 TREE = ast.parse(STUB.read_text())
 CLASSES = {node.name: node for node in TREE.body if isinstance(node, ast.ClassDef)}
+CONSTANTS = {
+    node.target.id for node in TREE.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+}
 FUNCTIONS = {node.name: node for node in TREE.body if isinstance(node, ast.FunctionDef)}
 
 
@@ -31,7 +34,7 @@ def bound_argument_names(function: object) -> list[str]:
 
 
 def test_the_same_names() -> None:
-    assert public(_native) == CLASSES.keys() | FUNCTIONS.keys()
+    assert public(_native) == CLASSES.keys() | FUNCTIONS.keys() | CONSTANTS
     for name, node in CLASSES.items():
         members = {item.name for item in node.body if isinstance(item, ast.FunctionDef) and item.name != "__init__"}
         bound = public(getattr(_native, name))

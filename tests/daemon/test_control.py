@@ -10,6 +10,7 @@ import pytest
 
 from control_rig import LONG, Harness
 from ull import _native, wire
+from ull.daemon.control import IoMessage
 from ull.daemon.refusals import BURST
 from ull.errors import Busy
 
@@ -77,12 +78,12 @@ def test_a_limit_that_only_the_engine_knows(harness: Harness) -> None:
 
 def test_malformed_messages_and_odd_records(harness: Harness) -> None:
     async def body() -> None:
-        harness.send_frames(b"B", b"me", b"frame count")
-        harness.send_frames(b"B", b"me", b"version")
+        harness.send_frames(IoMessage.MALFORMED, b"me", b"frame count")
+        harness.send_frames(IoMessage.MALFORMED, b"me", b"version")
         codes = [(await harness.reply()).code for _ in range(2)]  # type: ignore[union-attr]
         assert codes == ["bad_frame", "bad_version"]
-        harness.send_frames(b"D", b"\xc1")
-        harness.send_frames(b"R", b"me")
+        harness.send_frames(IoMessage.ENDED, b"\xc1")
+        harness.send_frames(IoMessage.REQUEST, b"me")
         harness.send_frames(b"?", b"me")
         harness.send(wire.Health(id=9))
         assert isinstance(await harness.reply(), wire.HealthReply)
@@ -97,7 +98,7 @@ def test_a_request_is_live_until_its_record_comes(harness: Harness) -> None:
         await harness.until(lambda: harness.plane.live == 1)
         harness.send(wire.Generate(id=1, prompt="x"))
         assert (await harness.reply()).code == "duplicate_id"  # type: ignore[union-attr]
-        harness.send_frames(b"D", ended(1))
+        harness.send_frames(IoMessage.ENDED, ended(1))
         await harness.until(lambda: harness.plane.live == 0)
         harness.send(wire.Generate(id=1, prompt="x"))
         await harness.until(lambda: len(harness.engine.submitted) == 2)
@@ -130,7 +131,7 @@ def test_a_client_that_has_hung_up_is_worked_for_no_longer(harness: Harness) -> 
         harness.send(wire.Generate(id=1, prompt="x"))
         harness.send(wire.Generate(id=2, prompt="x"), identity=b"you")
         harness.send(wire.Generate(id=3, prompt=LONG))
-        harness.send_frames(b"G", b"me")
+        harness.send_frames(IoMessage.GONE, b"me")
         await harness.until(lambda: len(harness.engine.cancelled) == 2)
         assert sorted(harness.engine.cancelled) == [(b"me", 1), (b"me", 3)]
 
@@ -208,7 +209,7 @@ def test_an_end_that_is_lost_is_a_failure_of_the_control_plane(
 
     async def body() -> None:
         monkeypatch.setattr(wire, "decode_ended", decode)
-        harness.send_frames(b"D", ended(1))
+        harness.send_frames(IoMessage.ENDED, ended(1))
         await harness.until(lambda: harness.plane.failure == "out of memory")
 
     harness.run(body)
@@ -258,10 +259,10 @@ def test_the_last_end_and_a_failure_are_told(harness: Harness) -> None:
         for request_id in (1, 2):
             harness.send(wire.Generate(id=request_id, prompt="x"))
         await harness.until(lambda: harness.plane.live == 2)
-        harness.send_frames(b"D", ended(1))
+        harness.send_frames(IoMessage.ENDED, ended(1))
         await harness.until(lambda: harness.plane.live == 1)
         assert not harness.plane.changed.is_set()
-        harness.send_frames(b"D", ended(2))
+        harness.send_frames(IoMessage.ENDED, ended(2))
         await harness.until(lambda: harness.plane.changed.is_set())
         harness.plane.changed.clear()
         harness.send(wire.Generate(id=1, prompt="y " * 2 * 4096))  # refused while it is tokenized
@@ -282,7 +283,7 @@ def test_busy_says_when_to_try_again(harness: Harness) -> None:
         harness.engine.failure = _native.QueueFull("no room")
         harness.send(wire.Generate(id=3, prompt="x"))
         first = await harness.reply()
-        harness.send_frames(b"D", ended(1, started_ns=1, done_ns=3_000_000_001))
+        harness.send_frames(IoMessage.ENDED, ended(1, started_ns=1, done_ns=3_000_000_001))
         await harness.until(lambda: harness.plane.live == 1)
         harness.send(wire.Generate(id=4, prompt="x"))
         second = await harness.reply()

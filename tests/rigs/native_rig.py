@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from ull import _native
+from ull.daemon.control import IoMessage
 from ull.daemon.host import loaded_libzmq
 
 TIMEOUT_MS = 20_000  # a hang, not a slow machine
@@ -60,9 +61,9 @@ class Control:
 
     def recv_multipart(self, hang_ups: bool = False) -> list[bytes]:
         """The next message; the news that a client has hung up only if asked for."""
-        while (frames := self._socket.recv_multipart())[0] == b"G" and not hang_ups:
+        while (frames := self._socket.recv_multipart())[0] == IoMessage.GONE and not hang_ups:
             pass
-        if frames[0] in (b"R", b"B", b"G"):
+        if frames[0] in (IoMessage.REQUEST, IoMessage.MALFORMED, IoMessage.GONE):
             frames[1] = self.name(frames[1])
         return frames
 
@@ -83,7 +84,7 @@ class RigClient:
         self.socket.connect(rig.io.endpoints[0])
         self.send([b"ull1", b"hello"])
         kind, self.identity, payload, _ = rig.control.recv_multipart()
-        assert (kind, payload) == (b"R", b"hello")
+        assert (kind, payload) == (IoMessage.REQUEST, b"hello")
         rig.control.meet(name, self.identity)
 
     def send(self, frames: list[bytes]) -> None:
@@ -160,7 +161,7 @@ class Rig:
     def record(self) -> dict[str, Any]:
         """The next record of an ended request."""
         kind, payload = self.control.recv_multipart()
-        assert kind == b"D"
+        assert kind == IoMessage.ENDED
         record: dict[str, Any] = msgspec.msgpack.decode(payload)
         record["identity"] = self.control.name(record["identity"])
         return record

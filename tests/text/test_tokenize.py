@@ -14,6 +14,7 @@ from control_rig import LONG, Harness
 from ull import AsyncClient, Client, RequestError, _native, wire
 from ull.bundle.open import open_bundle
 from ull.daemon.admission import MAX_ANSWER_BYTES, Admission, Limits
+from ull.daemon.control import IoMessage
 from ull.text.tokenizer import Tokenizer
 from ull.wire import Detokenize, Tokenize
 
@@ -147,7 +148,7 @@ def test_a_hang_up_and_a_cancel_while_it_is_converted(tmp_path: Path) -> None:
     async def body() -> None:
         harness.send(Tokenize(id=1, prompt=LONG), identity=b"me")
         harness.send(wire.Cancel(id=1))
-        harness.send_frames(b"G", b"me")
+        harness.send_frames(IoMessage.GONE, b"me")
         assert await harness.reply() == wire.Ack(id=1, known=True)
         assert isinstance(await harness.reply(), wire.TokenizeReply)  # the io thread throws away what is for nobody
         await harness.until(lambda: harness.plane.live == 0)

@@ -15,17 +15,18 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from ull._native import LIMITS
 from ull.bundle.manifest import MAX_TREE
 from ull.errors import RequestError
 from ull.text.tokenizer import Tokenizer
 from ull.wire import DRAFTERS, MAX_ID, Detokenize, DetokenizeReply, Generate, Message, Prompted, Tokenize, TokenizeReply
 
-# The engine's fixed-size request slots (native/engine/request.h, text.h; exec/sampling.h, executor.h).
-MAX_STOPS = 16
-MAX_STOP_BYTES = 256
-MAX_STOP_IDS = 32  # the engine's EOS ids included
-MAX_LOGIT_BIAS = 1024
-MAX_LOGPROBS = 20
+# What the engine's request slots, of fixed size, have room for.
+MAX_STOPS = LIMITS["stops"]
+MAX_STOP_BYTES = LIMITS["stop_bytes"]
+MAX_STOP_IDS = LIMITS["stop_ids"]  # the engine's EOS ids included
+MAX_LOGIT_BIAS = LIMITS["logit_bias"]
+MAX_LOGPROBS = LIMITS["logprobs"]
 
 MIN_TEMPERATURE = 1e-4  # below it, logits / temperature leaves float32
 MAX_TEMPERATURE = 100.0
@@ -34,7 +35,7 @@ MAX_PENALTY = 2.0  # of frequency and presence, either way
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 _TOKENS_PER_MESSAGE = 2  # of a chat, at least: whose it is, and where it ends
 MAX_TIMEOUT_MS = 24 * 3_600_000
-MAX_ANSWER_BYTES = 256 << 10  # of the ids of `tokenize` and the text of `detokenize`: no more than of a token frame
+MAX_ANSWER_BYTES = LIMITS["frame_text"]  # of the ids of `tokenize` and the text of `detokenize`
 _ID_BYTES = 5  # of one id on the wire, at most
 _DRAWN_SEED_BITS = 53  # what is an exact number in every language
 _QUOTED = 1 << 16  # characters that a prompt counts as if it quotes control tokens: it takes longer to encode

@@ -16,11 +16,16 @@ import msgspec
 from msgspec import Meta
 
 from ull.access import denial
+from ull.bundle.manifest import MAX_TREE
 from ull.endpoints import check_endpoint, local_endpoint, same_endpoint
 from ull.errors import ConfigError
 
-PAGE_TOKENS = 64  # of a page of the KV cache (native/kv/page.h)
-MAX_CORE = 1023  # a core's highest number (CPU_SETSIZE of native/base/thread.cpp, less one)
+# The core's own numbers, held equal by tests/core/test_shared_numbers.py: a configuration is read without the core.
+PAGE_TOKENS = 64  # of a page of the KV cache
+MAX_CORE = 1023  # a core's highest number
+MAX_CONTEXT = 2**24  # tokens
+MAX_QUEUE_DEPTH = 65536
+MAX_SESSIONS = 1024
 _LEAST_MESSAGE = 1024  # bytes
 _LINE = 110  # columns of a comment in the printed defaults
 
@@ -76,7 +81,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     ] = "auto"
     context: Annotated[
         int,
-        _key("prompt and completion of one request together; 0: what the bundle offers", "tokens", ge=0, le=2**24),
+        _key(
+            "prompt and completion of one request together; 0: what the bundle offers", "tokens", ge=0, le=MAX_CONTEXT
+        ),
     ] = 0
     prefill_chunk: Annotated[
         int,
@@ -91,7 +98,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     kv_pages: Annotated[
         int,
         _key(
-            "KV cache, in pages of 64 tokens, allocated at start; 0: enough for one full context. Fewer cut it short",
+            f"KV cache, in pages of {PAGE_TOKENS} tokens, allocated at start; 0: enough for one full context. Fewer "
+            "cut it short",
             "pages",
             ge=0,
             le=100_000_000,
@@ -104,7 +112,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
             "per token of the context",
             "requests",
             ge=1,
-            le=65536,
+            le=MAX_QUEUE_DEPTH,
         ),
     ] = 64
     client_share: Annotated[
@@ -114,7 +122,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
             "at least one. Clients take turns: one that waits with many lets others in after each",
             "requests",
             ge=0,
-            le=65537,
+            le=MAX_QUEUE_DEPTH + 1,
         ),
     ] = 0
     sessions: Annotated[
@@ -123,7 +131,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
             "conversations whose KV cache stays for their next turn, as far as pages reach. Each takes 4 bytes per "
             "token of the context beside its pages",
             ge=1,
-            le=1024,
+            le=MAX_SESSIONS,
         ),
     ] = 16
     prefix_cache: Annotated[
@@ -203,7 +211,12 @@ class SpeculationConfig(msgspec.Struct, kw_only=True, frozen=True):
     ] = "bundle"
     max_tree: Annotated[
         int,
-        _key("most tokens of one verification for a request that names none; 0: the bundle's", "tokens", ge=0, le=64),
+        _key(
+            "most tokens of one verification for a request that names none; 0: the bundle's",
+            "tokens",
+            ge=0,
+            le=MAX_TREE,
+        ),
     ] = 0
     adaptive: Annotated[
         bool,

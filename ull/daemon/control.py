@@ -1,7 +1,7 @@
 """The control plane: everything about a request before its first token and after its last. One thread, never waits.
 
-The io thread hands over what clients send (kinds R, B), who has hung up (G) and how accepted requests ended (D);
-replies and the engine's queue are the way back. Tokens never pass here.
+The io thread hands over what clients send, who has hung up and how accepted requests ended (IoMessage); replies and the
+engine's queue are the way back. Tokens never pass here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
 from typing import Any, TypeVar
 
 import msgspec
@@ -43,6 +44,16 @@ _MEMORY_PAUSE_S = 0.02  # ... this far apart, before the daemon gives up
 
 _Prepared = TypeVar("_Prepared", bound=wire.Generate | wire.Tokenize | wire.Detokenize)
 _Result = TypeVar("_Result")
+
+
+class IoMessage(bytes, Enum):
+    """What the io thread tells the control plane: the first frame of a message. The core's, see io/control_pair.h."""
+
+    REQUEST = b"R"
+    MALFORMED = b"B"
+    ENDED = b"D"
+    ENDPOINT = b"E"
+    GONE = b"G"
 
 
 class ControlPlane:
@@ -172,19 +183,19 @@ class ControlPlane:
         """One message of the io thread. What a client's message does to us must not stop the others'."""
         kind = frames[0].bytes
         try:
-            if kind == b"R":
+            if kind == IoMessage.REQUEST:
                 _, identity, payload, received = frames
                 self._request(identity.bytes, payload.buffer, int.from_bytes(received.buffer, "little"))
-            elif kind == b"B":
+            elif kind == IoMessage.MALFORMED:
                 _, identity, reason, *known = frames
                 request_id = int.from_bytes(known[0].buffer, "little") if known else None
                 self._malformed(identity.bytes, reason.bytes.decode(), request_id)
-            elif kind == b"E":
+            elif kind == IoMessage.ENDPOINT:
                 _, endpoint, what = frames
                 self._endpoint_changed(endpoint.bytes.decode(), what.bytes.decode())
-            elif kind == b"G":
+            elif kind == IoMessage.GONE:
                 self._gone(frames[1].bytes)
-            elif kind == b"D":
+            elif kind == IoMessage.ENDED:
                 self._ended(wire.decode_ended(frames[1].buffer))
         except MemoryError:
             self._give_up("out of memory")  # the client would wait for ever

@@ -20,11 +20,14 @@ void on_yield(std::string_view thread) noexcept {
 
 namespace {
 
+using ull::IoMessage;
 using ull::test::FakeZmq;
 using ull::test::Frames;
 using ull::test::ids;
 using ull::test::MsgpackReader;
 using ull::test::Value;
+
+std::string letter(IoMessage kind) { return {static_cast<char>(kind)}; }
 
 // What one client got for one request.
 struct Received {
@@ -105,7 +108,7 @@ class Daemon {
 
   Value record() {
     const Frames frames = control();
-    CHECK_EQ(frames.front(), "D");
+    CHECK_EQ(frames.front(), letter(IoMessage::kEnded));
     return MsgpackReader::read(frames.back());
   }
 
@@ -162,7 +165,7 @@ TEST(requests_and_replies_pass_through) {
   daemon.net.send_as("client", {"ull1", "payload"});
   const Frames request = daemon.control();
   CHECK_EQ(request.size(), 4U);
-  CHECK_EQ(request[0], "R");
+  CHECK_EQ(request[0], letter(IoMessage::kRequest));
   CHECK_EQ(request[1], "client");
   CHECK_EQ(request[2], "payload");
   int64_t received = 0;
@@ -181,13 +184,13 @@ TEST(malformed_messages_are_named_and_survived) {
     daemon.net.send_as("client", std::move(frames));
     const Frames told = daemon.control();
     CHECK_EQ(told.size(), 3U);
-    CHECK_EQ(told[0], "B");
+    CHECK_EQ(told[0], letter(IoMessage::kMalformed));
     CHECK_EQ(told[1], "client");
     return told[2];
   };
   CHECK_EQ(reason({}), "bad_frame");
   daemon.net.send_as("client", {"ull1", ""});
-  CHECK_EQ(daemon.control()[0], "R");
+  CHECK_EQ(daemon.control()[0], letter(IoMessage::kRequest));
   daemon.net.send_as_control({"lonely frame"});  // not even the control plane is trusted to count
   daemon.net.send_as_control({"client", "one", "too many"});
   daemon.submit("client", 1, 3);
@@ -313,7 +316,7 @@ TEST(replies_wait_for_a_full_client) {
   daemon.net.send_as_control({"other", "reply"});
   daemon.net.send_as("other", {"ull1", "request"});
   while (!daemon.net.take("other")) std::this_thread::yield();
-  CHECK_EQ(daemon.control()[0], "R");
+  CHECK_EQ(daemon.control()[0], letter(IoMessage::kRequest));
   CHECK_EQ(daemon.net.waiting("client"), 2U);
   for (int i = 0; i < kReplies; ++i) {
     std::optional<Frames> reply;
@@ -345,7 +348,7 @@ TEST(requests_wait_while_replies_have_no_room) {
   CHECK_EQ(daemon.finish("other", 1).tokens, 3U);
   daemon.net.set_room_of("client", 100);
   int requests = 0;
-  while (requests < 5) requests += daemon.control()[0] == "R" ? 1 : 0;
+  while (requests < 5) requests += daemon.control()[0] == letter(IoMessage::kRequest) ? 1 : 0;
   while (daemon.net.waiting("client") < 20) std::this_thread::yield();
 }
 
@@ -360,7 +363,7 @@ TEST(a_control_plane_that_is_behind_loses_no_request_and_no_record) {
   int records = 0;
   while (requests + records < 25) {
     const Frames frames = daemon.control();
-    if (frames[0] == "R") {
+    if (frames[0] == letter(IoMessage::kRequest)) {
       CHECK_EQ(frames[2], std::to_string(requests++));
     } else {
       ++records;
@@ -444,7 +447,7 @@ TEST(storm) {
   const auto pump = [&] {
     daemon.read("a", 0);
     daemon.read("b", 0);
-    while (auto frames = daemon.net.take_control()) records += frames->front() == "D" ? 1 : 0;
+    while (auto frames = daemon.net.take_control()) records += frames->front() == letter(IoMessage::kEnded) ? 1 : 0;
   };
   for (uint64_t id = 1; id <= 300; ++id) {
     for (const std::string client : {"a", "b"}) {

@@ -14,7 +14,7 @@ import zmq
 from checkpoints import write_tokenizer
 from ull import wire
 from ull.daemon.admission import Admission, Limits
-from ull.daemon.control import INLINE_CHARACTERS, ControlPlane
+from ull.daemon.control import INLINE_CHARACTERS, ControlPlane, IoMessage
 from ull.log import Log
 from ull.socket_reader import MessageReceiver
 from ull.text.tokenizer import Tokenizer
@@ -93,7 +93,7 @@ class Harness:
         )
 
     def send(self, request: wire.Request, identity: bytes = b"me") -> None:
-        self._io.send_multipart([b"R", identity, wire.encode(request), (5).to_bytes(8, "little")])
+        self._io.send_multipart([IoMessage.REQUEST, identity, wire.encode(request), (5).to_bytes(8, "little")])
 
     def fail_receives(self, failures: list[Exception | None]) -> None:
         """The control plane's next receives of a frame fail as FailingSocket says."""

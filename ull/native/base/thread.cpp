@@ -18,7 +18,7 @@ void name_current_thread(const char* name) noexcept { pthread_setname_np(pthread
 
 bool pin_current_thread(int core) noexcept {
   if (core < 0) return true;
-  if (core >= CPU_SETSIZE) return false;
+  if (core > kMaxCore) return false;
   cpu_set_t cores;
   CPU_ZERO(&cores);
   CPU_SET(core, &cores);

@@ -2,11 +2,15 @@
 // pinned still works.
 #pragma once
 
+#include <sched.h>
+
 #include <csignal>
 #include <thread>
 #include <utility>
 
 namespace ull {
+
+inline constexpr int kMaxCore = CPU_SETSIZE - 1;  // a core's highest number
 
 // Blocks the calling thread's signals, but for those that a fault of its own raises, for as long as it lives.
 class SignalsBlocked {

@@ -12,6 +12,8 @@
 
 namespace ull::cpu {
 
+inline constexpr int kMaxDimension = 1 << 24;  // of what a model counts, the tokens of its context among them
+
 struct TensorInfo {
   int64_t offset = 0;  // bytes from the start of the file, a multiple of 64
   int64_t bytes = 0;

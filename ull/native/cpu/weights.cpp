@@ -16,14 +16,13 @@ void validate(const ModelSpec& spec) {
   const auto require = [](bool condition, const char* message) {
     if (!condition) throw std::invalid_argument(message);
   };
-  constexpr int kLimit = 1 << 24;
-  const auto sane = [](int value) { return value >= 1 && value <= kLimit; };
+  const auto sane = [](int value) { return value >= 1 && value <= kMaxDimension; };
   require(sane(spec.hidden), "hidden: must be 1 to 2^24");
   require(sane(spec.layers), "layers: must be 1 to 2^24");
   require(sane(spec.kv_heads), "kv_heads: must be 1 to 2^24");
   require(sane(spec.heads) && spec.heads % spec.kv_heads == 0, "heads: must be a multiple of kv_heads");
   require(sane(spec.head_dim) && spec.head_dim % 2 == 0 && spec.head_dim <= 1024, "head_dim: must be even, 2 to 1024");
-  require(static_cast<int64_t>(spec.heads) * spec.head_dim <= kLimit, "heads * head_dim: must be at most 2^24");
+  require(static_cast<int64_t>(spec.heads) * spec.head_dim <= kMaxDimension, "heads * head_dim: must be at most 2^24");
   require(sane(spec.intermediate), "intermediate: must be 1 to 2^24");
   require(sane(spec.vocabulary), "vocabulary: must be 1 to 2^24");
   require(sane(spec.context), "context: must be 1 to 2^24 tokens");
@@ -36,7 +35,7 @@ void validate(const ModelSpec& spec) {
   for (const int window : spec.windows) require(window >= 0, "windows: must not be negative");
   if (spec.medusa != nullptr) {
     require(spec.medusa->heads >= 1 && spec.medusa->heads <= kMaxMedusaHeads, "medusa.heads: must be 1 to 12");
-    require(spec.medusa->layers >= 1 && spec.medusa->layers <= 16, "medusa.layers: must be 1 to 16");
+    require(spec.medusa->layers >= 1 && spec.medusa->layers <= kMaxMedusaLayers, "medusa.layers: must be 1 to 16");
   }
   if (spec.draft != nullptr) {
     require(spec.draft->medusa == nullptr && spec.draft->draft == nullptr, "draft: must not have drafters of its own");

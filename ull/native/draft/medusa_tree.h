@@ -10,7 +10,8 @@
 namespace ull {
 
 inline constexpr int kMaxMedusaHeads = 12;
-inline constexpr int kMedusaRanks = 10;  // candidates of a head
+inline constexpr int kMaxMedusaLayers = 16;  // residual blocks of a head
+inline constexpr int kMedusaRanks = 10;      // candidates of a head
 
 // What each head proposes, best first: head d - 1 of depth d. A score is the adjusted logit plus the noise.
 struct MedusaCandidates {

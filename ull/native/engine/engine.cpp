@@ -18,12 +18,16 @@ EngineOptions checked(const EngineOptions& options) {
   const auto require = [](bool condition, const char* what) {
     if (!condition) throw std::invalid_argument(what);
   };
-  require(options.queue_depth >= 0 && options.queue_depth <= 65536, "queue_depth: must be 0 to 65536");
-  require(options.client_share >= 0 && options.client_share <= 65537, "client_share: must be 0 to 65537");
+  const auto require_within = [](int value, int least, int most, const std::string& name) {
+    if (value >= least && value <= most) return;
+    throw std::invalid_argument(name + ": must be " + std::to_string(least) + " to " + std::to_string(most));
+  };
+  require_within(options.queue_depth, 0, kMaxQueueDepth, "queue_depth");
+  require_within(options.client_share, 0, kMaxQueueDepth + 1, "client_share");  // one request runs
   require(options.core >= -1, "core: must be a core's number, or -1 for any");
   require(options.watchdog_ms >= 1, "watchdog_ms: must be positive");
   require(options.max_prompt >= 0, "max_prompt: must not be negative");
-  require(options.max_sessions >= 1 && options.max_sessions <= 1024, "max_sessions: must be 1 to 1024");
+  require_within(options.max_sessions, 1, kMaxSessions, "max_sessions");
   require(options.slow_cycle_us >= 1, "slow_cycle_us: must be positive");
   return options;
 }

@@ -20,6 +20,9 @@
 
 namespace ull {
 
+inline constexpr int kMaxQueueDepth = 65536;
+inline constexpr int kMaxSessions = 1024;
+
 struct EngineOptions {
   int queue_depth = 64;  // requests that may wait while one runs
   int client_share = 0;  // of them and the one that runs, how many may be one client's; 0: half of queue_depth

@@ -19,9 +19,9 @@
 
 namespace ull {
 
-inline constexpr int kMaxTreeTokens = 64;      // nodes of the widest draft tree, root included
-inline constexpr int kMaxTokensPerRound = 65;  // widest tree (64) + the bonus token
-inline constexpr int kMaxTopLogprobs = 20;     // alternatives reported per token
+inline constexpr int kMaxTreeTokens = 64;                      // nodes of the widest draft tree, root included
+inline constexpr int kMaxTokensPerRound = kMaxTreeTokens + 1;  // the widest tree and the bonus token
+inline constexpr int kMaxTopLogprobs = 20;                     // alternatives reported per token
 
 // Who proposes a round's draft tokens. It changes the speed of a request, never its output.
 enum class Speculation : uint8_t { kNone, kNgram, kMedusa, kDraft, kAuto };

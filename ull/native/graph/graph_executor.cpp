@@ -52,7 +52,7 @@ GraphExecutor::GraphExecutor(GraphProgram program, const Driver& driver, const G
 const GraphOptions& GraphExecutor::checked(const GraphOptions& options, const GraphProgram& program) {
   if (options.watchdog_ms < 1) throw std::invalid_argument("watchdog_ms: must be positive");
   if (options.max_tree < 1 || options.max_tree > kMaxTreeTokens) {
-    throw std::invalid_argument("max_tree: must be 1 to 64");
+    throw std::invalid_argument("max_tree: must be 1 to " + std::to_string(kMaxTreeTokens));
   }
   if (options.drafter == Speculation::kDraft && program.draft == nullptr && options.scripted == nullptr) {
     throw std::invalid_argument("drafter: the program holds no draft model");

@@ -53,8 +53,7 @@ void ControlPair::close(int linger_ms) noexcept {
 }
 
 bool ControlPair::forward(Incoming& message) noexcept {
-  // libzmq decides with a message's first frame whether there is room; the others always go with it.
-  if (!send(as_bytes(message.malformed == nullptr ? "R" : "B"), true)) return false;
+  if (!begin(message.malformed == nullptr ? IoMessage::kRequest : IoMessage::kMalformed)) return false;
   (void)send(message.client(), true);
   if (message.malformed != nullptr) {
     (void)send(as_bytes(message.malformed), message.has_id);
@@ -69,20 +68,20 @@ bool ControlPair::forward(Incoming& message) noexcept {
 }
 
 bool ControlPair::send_record(std::span<const uint8_t> record) noexcept {
-  if (!send(as_bytes("D"), true)) return false;
+  if (!begin(IoMessage::kEnded)) return false;
   (void)send(record, false);
   return true;
 }
 
 bool ControlPair::send_endpoint(std::string_view endpoint, std::string_view what) noexcept {
-  if (!send(as_bytes("E"), true)) return false;
+  if (!begin(IoMessage::kEndpoint)) return false;
   (void)send(as_bytes(endpoint), true);
   (void)send(as_bytes(what), false);
   return true;
 }
 
 bool ControlPair::send_gone(std::span<const uint8_t> identity) noexcept {
-  if (!send(as_bytes("G"), true)) return false;
+  if (!begin(IoMessage::kGone)) return false;
   (void)send(identity, false);
   return true;
 }
@@ -98,6 +97,12 @@ bool ControlPair::receive(Reply& reply) noexcept {
   }
   reply = {zmq::bytes(api_, identity_), zmq::bytes(api_, payload_), frames == 2};
   return true;
+}
+
+// libzmq decides with a message's first frame whether there is room; the others always go with it.
+bool ControlPair::begin(IoMessage kind) noexcept {
+  const auto letter = static_cast<uint8_t>(kind);
+  return send({&letter, 1}, true);
 }
 
 bool ControlPair::send(std::span<const uint8_t> frame, bool more) noexcept {

@@ -6,11 +6,27 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "io/transport.h"
 #include "io/zmq_api.h"
 
 namespace ull {
+
+// What the control plane is told: a message's first frame, this letter. Numbers are u64, little endian.
+enum class IoMessage : char {
+  kRequest = 'R',    // a client's message: [identity, payload, received_ns]
+  kMalformed = 'B',  // a client's that is no request: [identity, reason], and its id if it is known
+  kEnded = 'D',      // an accepted request has ended: [record]
+  kEndpoint = 'E',   // what has become of an endpoint's socket file: [endpoint, bound_again | ours | gone | foreign]
+  kGone = 'G',       // a client has hung up, and what it asked for is to be ended: [identity]
+};
+
+inline constexpr std::pair<const char*, IoMessage> kIoMessages[] = {{"request", IoMessage::kRequest},
+                                                                    {"malformed", IoMessage::kMalformed},
+                                                                    {"ended", IoMessage::kEnded},
+                                                                    {"endpoint", IoMessage::kEndpoint},
+                                                                    {"gone", IoMessage::kGone}};
 
 class ControlPair {
  public:
@@ -23,16 +39,11 @@ class ControlPair {
   void open(const std::string& endpoint);
   void close(int linger_ms) noexcept;
 
-  // A client's message: [R, identity, payload, received_ns] or, if malformed, [B, identity, reason] and its id if it is
-  // known; numbers are u64, little endian. False if the control plane has no room; else the payload is empty
-  // afterwards.
+  // Each sends one message; false if the control plane has no room. forward() decides between kRequest and kMalformed,
+  // and leaves a message that it has sent without its payload.
   [[nodiscard]] bool forward(Incoming& message) noexcept;
-  // The record that an accepted request has ended: [D, record]. False if the control plane has no room.
   [[nodiscard]] bool send_record(std::span<const uint8_t> record) noexcept;
-  // What has become of an endpoint's socket file: [E, endpoint, what], where `what` is bound_again, ours, gone or
-  // foreign. False if the control plane has no room.
   [[nodiscard]] bool send_endpoint(std::string_view endpoint, std::string_view what) noexcept;
-  // A client has hung up, and what it asked for is to be ended: [G, identity]. False if the control plane has no room.
   [[nodiscard]] bool send_gone(std::span<const uint8_t> identity) noexcept;
   // The next reply to a client; false if there is none. What it returns is valid until the next call.
   struct Reply {
@@ -45,6 +56,7 @@ class ControlPair {
   [[nodiscard]] void* socket() const noexcept { return socket_; }
 
  private:
+  [[nodiscard]] bool begin(IoMessage kind) noexcept;
   [[nodiscard]] bool send(std::span<const uint8_t> frame, bool more) noexcept;
 
   const zmq::Api& api_;

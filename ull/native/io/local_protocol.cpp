@@ -1,9 +1,18 @@
 #include "io/local_protocol.h"
 
+#include <algorithm>
+#include <array>
+
+#include "io/transport.h"
+
 namespace ull {
 namespace {
 
-constexpr std::array<uint8_t, 8> kHello{'u', 'l', 'l', '1', 0, 0, 0, 0};
+constexpr auto kHello = [] {
+  std::array<uint8_t, 8> hello{};  // the version, and zeros
+  std::copy(kWireVersion.begin(), kWireVersion.end(), hello.begin());
+  return hello;
+}();
 constexpr size_t kLength = 4;  // bytes before a payload
 
 }  // namespace

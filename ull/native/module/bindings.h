@@ -61,17 +61,26 @@ T field(const nb::dict& dict, const char* name) {
   return out;
 }
 
+// A view of `dict` that nobody can write to.
+[[nodiscard]] inline nb::object read_only(const nb::dict& dict) {
+  return nb::module_::import_("types").attr("MappingProxyType")(dict);
+}
+
 // What an executor says of itself.
 [[nodiscard]] nb::dict executor_info(const ExecutorInfo& info);
 // "none", "ngram", ...; std::invalid_argument otherwise.
 [[nodiscard]] Speculation speculation_named(const std::string& name);
 
 void bind_executor(nb::module_& m);
-void bind_exec(nb::module_& m);
+void bind_cpu(nb::module_& m);
 void bind_graph(nb::module_& m);
+void bind_testing(nb::module_& m);
+void bind_offline(nb::module_& m);
+void bind_sampling(nb::module_& m);
 void bind_engine(nb::module_& m);
 void bind_process(nb::module_& m);
 void bind_io(nb::module_& m);
 void bind_messages(nb::module_& m);
+void bind_limits(nb::module_& m);
 
 }  // namespace ull::module

@@ -1,10 +1,8 @@
-// The engine, the scripted executor and what stands alone around them.
-#include <map>
-
-#include "engine/detokenizer.h"
+// The engine, and the texts of its streams.
 #include "engine/engine.h"
+#include "engine/detokenizer.h"
 #include "module/bindings.h"
-#include "testing/scripted_executor.h"
+#include "module/sampling.h"
 
 namespace ull::module {
 namespace {
@@ -28,17 +26,6 @@ std::span<const int32_t> token_view(const nb::object& tokens) {
   return {array.data(), array.size()};
 }
 
-// Reads params[key], or returns `fallback` if it is absent.
-template <typename T>
-T parameter(const nb::dict& params, const char* key, T fallback) {
-  if (!params.contains(key)) return fallback;
-  try {
-    return nb::cast<T>(params[key]);
-  } catch (const nb::cast_error&) {
-    throw InvalidRequest(key, "has the wrong type or is out of range");
-  }
-}
-
 uint64_t submit(Engine& engine, const nb::bytes& identity, uint64_t request_id, const nb::object& tokens,
                 const nb::dict& params) {
   Submission submission;
@@ -46,22 +33,8 @@ uint64_t submit(Engine& engine, const nb::bytes& identity, uint64_t request_id, 
   submission.id = request_id;
   submission.tokens = token_view(tokens);
   submission.max_tokens = parameter(params, "max_tokens", 256);
-  Sampling& sampling = submission.sampling;
-  sampling.temperature = parameter(params, "temperature", 0.0F);
-  sampling.top_k = parameter(params, "top_k", 0);
-  sampling.top_p = parameter(params, "top_p", 1.0F);
-  sampling.min_p = parameter(params, "min_p", 0.0F);
-  sampling.seed = parameter(params, "seed", uint64_t{0});
-  sampling.top_logprobs = parameter(params, "logprobs", -1);
-  sampling.repetition_penalty = parameter(params, "repetition_penalty", 1.0F);
-  sampling.frequency_penalty = parameter(params, "frequency_penalty", 0.0F);
-  sampling.presence_penalty = parameter(params, "presence_penalty", 0.0F);
-  std::vector<LogitBias> bias;
-  for (const auto& [token, value] : parameter(params, "logit_bias", std::map<int32_t, float>{})) {
-    bias.push_back({token, value});
-  }
-  sampling.bias = bias.data();
-  sampling.bias_count = static_cast<int32_t>(bias.size());
+  const SamplingParameters wanted(params);
+  submission.sampling = wanted.sampling();
   if (params.contains("speculate") && !params["speculate"].is_none()) {
     const auto name = parameter(params, "speculate", std::string());
     submission.speculation = parse_speculation(name);
@@ -125,44 +98,6 @@ void bind_engine_errors(nb::module_& m) {
 void bind_engine(nb::module_& m) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   bind_engine_errors(m);
-
-  nb::class_<ScriptedExecutor, Executor>(
-      m, "ScriptedExecutor",
-      "An executor without a model: the token at position p is tokens[p % len(tokens)], or with from_past a hash of "
-      "every token before p, read back through the page table. Times in nanoseconds; layers above 0: steps are "
-      "computed "
-      "inside start_*(), with so many beats of the engine's pulse, like those of an executor without a device; "
-      "fail_step "
-      "and hang_step count prefill chunks, copies and rounds from 0 (-1: never).")
-      .def(
-          "__init__",
-          [](ScriptedExecutor* self, std::vector<int32_t> tokens, bool from_past, int tokens_per_round, int vocabulary,
-             int context, int pages, int prefill_chunk, int64_t round_ns, int64_t prefill_token_ns, bool blocking,
-             int layers, int64_t fail_step, int64_t hang_step, bool ignore_abort, std::string failure,
-             bool restart_helps, int forced_tokens) {
-            new (self) ScriptedExecutor({.tokens = std::move(tokens),
-                                         .from_past = from_past,
-                                         .tokens_per_round = tokens_per_round,
-                                         .vocabulary = vocabulary,
-                                         .context = context,
-                                         .page_count = pages,
-                                         .prefill_chunk = prefill_chunk,
-                                         .round_ns = round_ns,
-                                         .prefill_token_ns = prefill_token_ns,
-                                         .blocking = blocking,
-                                         .layers = layers,
-                                         .fail_step = fail_step,
-                                         .hang_step = hang_step,
-                                         .ignore_abort = ignore_abort,
-                                         .failure = std::move(failure),
-                                         .restart_helps = restart_helps,
-                                         .forced_tokens = forced_tokens});
-          },
-          "tokens"_a, nb::kw_only(), "from_past"_a = false, "tokens_per_round"_a = 1, "vocabulary"_a = 32000,
-          "context"_a = 4096, "pages"_a = 128, "prefill_chunk"_a = 256, "round_ns"_a = 0, "prefill_token_ns"_a = 0,
-          "blocking"_a = false, "layers"_a = 0, "fail_step"_a = -1, "hang_step"_a = -1, "ignore_abort"_a = false,
-          "failure"_a = "", "restart_helps"_a = false, "forced_tokens"_a = 0)
-      .def_prop_ro("steps", &ScriptedExecutor::steps, "Steps started so far.");
 
   nb::class_<Engine>(m, "Engine", "One executor, its request slots, and the engine and watchdog threads.")
       .def(

@@ -4,10 +4,14 @@
 NB_MODULE(_native, m) {
   m.doc() = "The native core of ull.";
   ull::module::bind_executor(m);
-  ull::module::bind_exec(m);
+  ull::module::bind_cpu(m);
   ull::module::bind_graph(m);
+  ull::module::bind_testing(m);
+  ull::module::bind_offline(m);
+  ull::module::bind_sampling(m);
   ull::module::bind_engine(m);
   ull::module::bind_process(m);
   ull::module::bind_io(m);
   ull::module::bind_messages(m);
+  ull::module::bind_limits(m);
 }

@@ -1,0 +1,39 @@
+// The cpu executor.
+#include "cpu/cpu_executor.h"
+
+#include "module/bindings.h"
+#include "module/model.h"
+
+namespace ull::module {
+namespace {
+
+cpu::SpeculationOptions speculation_options(const std::string& speculate, int max_tree, bool adaptive, bool coupled) {
+  if (max_tree < 1 || max_tree > kMaxTreeTokens) {
+    throw std::invalid_argument("max_tree: must be 1 to " + std::to_string(kMaxTreeTokens));
+  }
+  return {.drafter = speculation_named(speculate), .max_tree = max_tree, .adaptive = adaptive, .coupled = coupled};
+}
+
+}  // namespace
+
+void bind_cpu(nb::module_& m) {
+  nb::class_<cpu::CpuExecutor, Executor>(m, "CpuExecutor", "The executor that needs no GPU.")
+      .def(
+          "__init__",
+          [](cpu::CpuExecutor* self, const nb::dict& spec, int threads, std::vector<int> cores, int prefill_chunk,
+             std::optional<int> pages, std::string isa, const std::string& speculate, int max_tree, bool adaptive,
+             bool coupled) {
+            new (self) cpu::CpuExecutor(model_spec(spec),
+                                        model_options(threads, std::move(cores), std::move(isa), prefill_chunk, pages),
+                                        speculation_options(speculate, max_tree, adaptive, coupled));
+          },
+          "spec"_a, nb::kw_only(), "threads"_a, "cores"_a, "prefill_chunk"_a = 256, "pages"_a = nb::none(),
+          "isa"_a = "auto", "speculate"_a = "none", "max_tree"_a = kMaxTreeTokens, "adaptive"_a = true,
+          "coupled"_a = true,
+          "`threads` includes the engine thread. `cores`: none, or one per thread; the first is the engine thread's "
+          "own. `pages`: KV pages of 64 tokens, default: one session of the spec's context. `speculate`, `max_tree`: "
+          "of requests that name none. adaptive=False drafts the widest tree allowed in every round, whether that pays "
+          "or not. For comparisons: coupled=False ranks drafts without the request's noise.");
+}
+
+}  // namespace ull::module
