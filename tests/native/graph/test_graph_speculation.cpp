@@ -1,5 +1,6 @@
 // Trees on the graph executor: whatever is drafted, the tokens are those of the model.
 #include "graph_fixture.h"
+#include "testing/scripted_drafter.h"
 
 namespace {
 
@@ -89,7 +90,7 @@ TEST(trees_of_every_shape_are_verified) {
       Tokens truth = prompt;
       truth.insert(truth.end(), expected.begin(), expected.end());
       ull::graph::GraphOptions options{.adaptive = false};
-      options.scripted = std::make_shared<ScriptedDrafter>(mode, truth, 100, uint64_t{7});
+      options.in_place_of_draft_model = ull::scripted_drafter(mode, truth, 100, 7);
       GraphRig rig({.model = model}, options);
       rig.speculation = Speculation::kDraft;
       rig.max_tree = widest;
@@ -108,7 +109,7 @@ TEST(a_tree_takes_the_cheapest_graph) {
   Tokens truth = prompt;
   const Tokens more = FakeModel{100}.continuation(prompt, 60);
   truth.insert(truth.end(), more.begin(), more.end());
-  options.scripted = std::make_shared<ScriptedDrafter>(ScriptedDrafter::Mode::kRight, truth, 100, uint64_t{7});
+  options.in_place_of_draft_model = ull::scripted_drafter(ScriptedDrafter::Mode::kRight, truth, 100, 7);
   GraphRig rig({.graph_us = {100, 200, 300, 1000, 400, 500, 600}}, options);
   rig.speculation = Speculation::kDraft;
   const std::pair<int, int> cases[] = {{2, 2}, {3, 4}, {4, 4}, {5, 16}, {8, 16}, {9, 16}, {17, 32}, {33, 64}};
@@ -131,7 +132,7 @@ TEST(a_stop_within_a_tree_ends_the_round) {
   Tokens truth = prompt;
   truth.insert(truth.end(), expected.begin(), expected.end());
   ull::graph::GraphOptions options{.adaptive = false};
-  options.scripted = std::make_shared<ScriptedDrafter>(ScriptedDrafter::Mode::kRight, truth, 100, uint64_t{7});
+  options.in_place_of_draft_model = ull::scripted_drafter(ScriptedDrafter::Mode::kRight, truth, 100, 7);
   GraphRig rig({}, options);
   rig.speculation = Speculation::kDraft;
   rig.stops = {expected[9]};
@@ -173,7 +174,7 @@ TEST(nonsense_about_a_tree_is_not_passed_on) {
   }();
   for (int kind = 0; kind < 3; ++kind) {
     ull::graph::GraphOptions options{.adaptive = false};
-    options.scripted = std::make_shared<ScriptedDrafter>(ScriptedDrafter::Mode::kRight, truth, 100, uint64_t{7});
+    options.in_place_of_draft_model = ull::scripted_drafter(ScriptedDrafter::Mode::kRight, truth, 100, 7);
     GraphRig rig({}, options);
     rig.speculation = Speculation::kDraft;
     rig.max_tree = 8;

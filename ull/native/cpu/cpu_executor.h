@@ -10,8 +10,8 @@
 #include "base/cpu.h"
 #include "cpu/model.h"
 #include "cpu/speculator.h"
+#include "draft/drafter.h"
 #include "executor/executor.h"
-#include "testing/scripted_drafter.h"
 
 namespace ull::cpu {
 
@@ -20,8 +20,7 @@ struct SpeculationOptions {
   int max_tree = kMaxTreeTokens;             // of requests that set none
   bool adaptive = true;                      // false: always the widest tree that is allowed
   bool coupled = true;                       // false, for comparisons: drafts are ranked without the request's noise
-  // For tests: takes the place of the draft model.
-  std::shared_ptr<const ScriptedDrafter> scripted = nullptr;
+  MakeDrafter in_place_of_draft_model = nullptr;
 };
 
 class CpuExecutor final : public Executor {

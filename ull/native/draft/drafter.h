@@ -21,6 +21,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
+#include <memory>
 
 #include "base/status.h"
 #include "draft/tree.h"
@@ -110,5 +112,8 @@ class Drafter {
   // Estimated nanoseconds of propose() for a tree of that depth.
   [[nodiscard]] virtual int64_t cost_ns(int depth) const noexcept = 0;
 };
+
+// Makes one for each executor that is prepared; empty: there is none.
+using MakeDrafter = std::function<std::unique_ptr<Drafter>()>;
 
 }  // namespace ull

@@ -54,7 +54,7 @@ const GraphOptions& GraphExecutor::checked(const GraphOptions& options, const Gr
   if (options.max_tree < 1 || options.max_tree > kMaxTreeTokens) {
     throw std::invalid_argument("max_tree: must be 1 to 64");
   }
-  if (options.drafter == Speculation::kDraft && program.draft == nullptr && options.scripted == nullptr) {
+  if (options.drafter == Speculation::kDraft && program.draft == nullptr && !options.in_place_of_draft_model) {
     throw std::invalid_argument("drafter: the program holds no draft model");
   }
   if (options.drafter == Speculation::kMedusa && program.medusa == nullptr) {
@@ -361,8 +361,8 @@ void GraphExecutor::prepare() {
   if (program_.medusa != nullptr && program_.most_nodes() > 1) {
     drafters.push_back(std::make_unique<MedusaDrafter>(program_, queue_, setting_, text_));
   }
-  if (options_.scripted != nullptr) {
-    drafters.push_back(std::make_unique<ScriptedDrafter>(*options_.scripted));
+  if (options_.in_place_of_draft_model) {
+    drafters.push_back(options_.in_place_of_draft_model());
   } else if (program_.draft != nullptr && program_.most_nodes() > 1) {
     drafters.push_back(std::make_unique<DraftModel>(*program_.draft, driver_, queue_, program_.vocabulary, watchdog));
   }

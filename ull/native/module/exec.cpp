@@ -13,6 +13,7 @@
 #include "cpu/sampler.h"
 #include "module/bindings.h"
 #include "testing/local_decoder.h"
+#include "testing/scripted_drafter.h"
 
 namespace ull::module {
 namespace {
@@ -364,8 +365,8 @@ void bind_exec(nb::module_& m) {
              std::vector<int32_t> truth, uint64_t seed) {
             cpu::SpeculationOptions options = speculation_options("none", kMaxTreeTokens, adaptive, coupled);
             if (!drafter.empty()) {
-              options.scripted = std::make_shared<ScriptedDrafter>(parse_draft_mode(drafter), std::move(truth),
-                                                                   field<int>(spec, "vocabulary"), seed);
+              options.in_place_of_draft_model =
+                  scripted_drafter(parse_draft_mode(drafter), std::move(truth), field<int>(spec, "vocabulary"), seed);
             }
             new (self) cpu::LocalDecoder(model_spec(spec),
                                          model_options(threads, std::move(cores), std::move(isa), prefill_chunk, pages),

@@ -46,6 +46,10 @@ class ScriptedDrafter final : public Drafter {
   uint32_t drawn_ = 0;
 };
 
+// What an executor takes in place of its draft model.
+[[nodiscard]] MakeDrafter scripted_drafter(ScriptedDrafter::Mode mode, std::vector<int32_t> truth, int vocabulary,
+                                           uint64_t seed);
+
 // "right", "wrong", "random", "mixed", "duplicates" or "beyond"; throws std::invalid_argument.
 [[nodiscard]] ScriptedDrafter::Mode parse_draft_mode(std::string_view name);
 
