@@ -39,6 +39,9 @@ class CpuExecutor final : public Executor {
 
  private:
   [[nodiscard]] bool valid(const int32_t* tokens, int count, int start) const noexcept;
+  // What the model offers to them: team() and Model(spec, options, team), so that they share one thread team;
+  // multiply() for any packed matrix, scale and bias applied; head_logits() for the shared lm_head; forward() for a
+  // draft model; normed_row() for the last accepted node's hidden state. Sampler::rank() ranks candidates.
   [[nodiscard]] std::vector<std::unique_ptr<Drafter>> make_drafters();
 
   ModelSpec spec_;

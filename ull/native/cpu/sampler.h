@@ -1,4 +1,5 @@
-// The one rule of exec/sampling.h: penalties, bias, temperature, top-k, top-p, min-p, then argmax with Gumbel noise.
+// The one rule of executor/sampling.h: penalties, bias, temperature, top-k, top-p, min-p, then argmax with Gumbel
+// noise.
 #pragma once
 
 #include <cstdint>

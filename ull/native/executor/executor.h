@@ -77,7 +77,7 @@ struct ExecutorInfo {
   bool copies_pages = false;  // whether start_copy() is offered
   bool penalties = false;     // whether Sampling's penalties are applied
   Reuse reuse = Reuse::kAll;
-  const char* name = "";  // "cpu/avx512", "cpu/avx2", "cpu/portable", "scripted", ...
+  const char* name = "";  // of the implementation: "cpu/avx512", "cpu/portable", ...
   bool drafters[kSpeculations] = {true, false, false, false, false};  // by Speculation: which a request may ask for
   Speculation default_drafter = Speculation::kNone;                   // of a request that asks for none
   int default_max_tree = kMaxTreeTokens;
