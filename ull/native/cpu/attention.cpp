@@ -68,7 +68,7 @@ void Attention::run(int member, const AttentionStep& step) noexcept {
 void Attention::prepare_head(Scratch& scratch, const float* from, const float* weight, int position) const noexcept {
   float* head = scratch.head.data();
   if (weight != nullptr) {
-    kernels_.normalize(from, weight, spec_.head_dim, spec_.rms_epsilon, 1.0F, head, 1);
+    kernels_.normalise(from, weight, spec_.head_dim, spec_.rms_epsilon, 1.0F, head, 1);
   } else {
     std::copy(from, from + spec_.head_dim, head);
   }

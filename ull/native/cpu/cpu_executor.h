@@ -16,7 +16,7 @@
 namespace ull::cpu {
 
 struct SpeculationOptions {
-  Speculation drafter = Speculation::kNone;  // of requests that name none
+  DrafterKind drafter = DrafterKind::kNone;  // of requests that name none
   int max_tree = kMaxTreeTokens;             // of requests that set none
   bool adaptive = true;                      // false: always the widest tree that is allowed
   bool coupled = true;                       // false, for comparisons: drafts are ranked without the request's noise

@@ -58,7 +58,7 @@ class Drafter {
  public:
   virtual ~Drafter() = default;
 
-  [[nodiscard]] virtual Speculation kind() const noexcept = 0;
+  [[nodiscard]] virtual DrafterKind kind() const noexcept = 0;
   // Allocates what is left to allocate and measures its costs. May throw.
   virtual void prepare() {}
   // See Executor::set_pulse(); for a drafter with layers of its own to compute.

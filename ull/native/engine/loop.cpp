@@ -67,8 +67,8 @@ void EngineLoop::idle() noexcept {
   shared_.engine_duty.end_cycle(now, false);
   if (options_.idle == IdleMode::kSpin || now - idle_since_ns_ < kIdleSpinNs) return;
   shared_.engine_waker.announce();
-  // `stopping` too: look_around() may have seen the change of `attention` that came with it, after run() last looked.
-  const bool nothing_new = shared_.attention.load(std::memory_order_acquire) == seen_attention_;
+  // `stopping` too: look_around() may have seen the change of `calls` that came with it, after run() last looked.
+  const bool nothing_new = shared_.calls.load(std::memory_order_acquire) == seen_calls_;
   if (nothing_new && !shared_.stopping.load(std::memory_order_acquire)) shared_.engine_waker.wait();
   shared_.engine_waker.awake();
   shared_.engine_duty.end_sleep(monotonic_ns());
@@ -93,7 +93,7 @@ void EngineLoop::serve(uint32_t slot) noexcept {
   counted.cached_tokens += static_cast<uint64_t>(run_.session->size());
   counted.prefix_hits += run_.session->size() > 0 ? 1 : 0;
 
-  Ending ending = attend(request.timeline.started_ns);
+  Ending ending = check_commands(request.timeline.started_ns);
   if (!ending) ending = take_over();
   if (!ending) ending = prefill();
   if (!ending) ending = decode();
@@ -135,7 +135,7 @@ EngineLoop::Ending EngineLoop::prefill() noexcept {
     if (const Ending ending = run_step([&] { return executor_.start_prefill(step); })) return ending;
     session.append({step.tokens, static_cast<size_t>(count)});
     ++counters(request).prefill_chunks;
-    if (const Ending ending = attend(monotonic_ns())) return ending;
+    if (const Ending ending = check_commands(monotonic_ns())) return ending;
   }
   request.timeline.prefilled_ns = monotonic_ns();
   return {};
@@ -171,7 +171,7 @@ EngineLoop::Ending EngineLoop::decode() noexcept {
     if (const Ending ending = accept_round(step)) return ending;
     announce();
     give_way();
-    if (const Ending ending = attend(run_.last_round_ns)) return ending;
+    if (const Ending ending = check_commands(run_.last_round_ns)) return ending;
   }
 }
 
@@ -328,7 +328,7 @@ EngineLoop::Ending EngineLoop::run_step(Start&& start) noexcept {
         shared_.progress.fetch_add(1, std::memory_order_relaxed);
         return {};
       case Status::kAborted:
-        if (const Ending ending = attend(monotonic_ns())) return ending;
+        if (const Ending ending = check_commands(monotonic_ns())) return ending;
         ++counters(*run_.request).repeated_steps;
         continue;
       case Status::kOutOfPages:
@@ -351,7 +351,7 @@ Status EngineLoop::wait_for_step() noexcept {
     if (polls % kPollsPerLook != 0) continue;
     give_way();
     const int64_t now = monotonic_ns();
-    const bool interrupted = static_cast<bool>(attend(now));
+    const bool interrupted = static_cast<bool>(check_commands(now));
     if (interrupted && aborted_ns == 0) {
       executor_.abort();
       aborted_ns = now;
@@ -377,7 +377,7 @@ EngineLoop::Ending EngineLoop::take_logprob(const RoundToken& token) noexcept {
     while (!take_record(index)) {
       cpu_relax();
       give_way();
-      if (const Ending ending = attend(monotonic_ns())) return ending;
+      if (const Ending ending = check_commands(monotonic_ns())) return ending;
       if (run_.announced < run_.completed) announce();
     }
     run_.last_round_ns = 0;  // the wait is the client's, not a slow cycle
@@ -402,7 +402,7 @@ EngineLoop::Ending EngineLoop::take_logprob(const RoundToken& token) noexcept {
 bool EngineLoop::beat() noexcept {
   shared_.progress.fetch_add(1, std::memory_order_relaxed);
   give_way();
-  return !attend(monotonic_ns());
+  return !check_commands(monotonic_ns());
 }
 
 // Where the engine has no core of its own, those who carry a token to its client may be waiting for this one, and the
@@ -412,9 +412,9 @@ void EngineLoop::give_way() noexcept {
 }
 
 // Looks at commands and deadlines; says whether the running request must end. Two loads when nothing has happened.
-EngineLoop::Ending EngineLoop::attend(int64_t now) noexcept {
+EngineLoop::Ending EngineLoop::check_commands(int64_t now) noexcept {
   shared_.engine_duty.end_cycle(now, true);
-  if (shared_.attention.load(std::memory_order_acquire) != seen_attention_ || now >= queue_.next_deadline_ns()) {
+  if (shared_.calls.load(std::memory_order_acquire) != seen_calls_ || now >= queue_.next_deadline_ns()) {
     look_around(now);
   }
   if (now - published_ns_ >= kPublishNs) publish();
@@ -441,7 +441,7 @@ EngineLoop::Ending EngineLoop::executor_failure() const noexcept {
 
 // Takes what was submitted into the queue and ends the queued requests that are cancelled, late, or cannot be served.
 void EngineLoop::look_around(int64_t now) noexcept {
-  seen_attention_ = shared_.attention.load(std::memory_order_acquire);
+  seen_calls_ = shared_.calls.load(std::memory_order_acquire);
   uint32_t slot = kNoSlot;
   while (shared_.submitted.try_pop(slot)) queue_.push(slot, shared_.slot(slot));
   queue_.remove_if([&](uint32_t waiting, const RequestSlot& request) {

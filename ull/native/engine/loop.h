@@ -76,7 +76,7 @@ class EngineLoop final : private Pulse {
 
   [[nodiscard]] bool beat() noexcept override;
   void give_way() noexcept;
-  [[nodiscard]] Ending attend(int64_t now) noexcept;
+  [[nodiscard]] Ending check_commands(int64_t now) noexcept;
   [[nodiscard]] Ending interruption(const RequestSlot& request, int64_t now) const noexcept;
   [[nodiscard]] Ending executor_failure() const noexcept;
   void look_around(int64_t now) noexcept;
@@ -97,7 +97,7 @@ class EngineLoop final : private Pulse {
   RoundResult result_;
   EngineCounters counters_;
   EngineCounters rehearsed_;  // in the place of counters_, for requests that nobody counts
-  uint32_t seen_attention_ = 0;
+  uint32_t seen_calls_ = 0;
   int64_t idle_since_ns_ = 0;
   int64_t published_ns_ = 0;
 };

@@ -36,7 +36,7 @@ struct EngineCounters {
   uint64_t rounds = 0;
   uint64_t drafted_tokens = 0;   // proposed and verified
   uint64_t accepted_tokens = 0;  // of those
-  uint64_t rounds_by_drafter[kSpeculations] = {};
+  uint64_t rounds_by_drafter[kDrafterKinds] = {};
   uint64_t accepted_by_depth[kCountedDepths] = {};  // [d] rounds whose draft was accepted to depth d + 1 or deeper
   uint64_t repeated_steps = 0;                      // steps run again because an abort for an earlier request hit them
   uint64_t logprob_waits = 0;     // times a request waited for the io thread to give back logprob records
@@ -91,8 +91,9 @@ struct EngineShared {
   Beat io_beat;
   Beat control_beat;
 
-  alignas(kCacheLine) std::atomic<uint32_t> attention{0};  // bumped whenever the engine thread should look around
-  std::atomic<uint32_t> running{kNoSlot};                  // slot that the engine thread works on
+  alignas(kCacheLine) std::atomic<uint32_t> calls{
+      0};                                  // to the engine thread: bumped whenever there is something to look at
+  std::atomic<uint32_t> running{kNoSlot};  // slot that the engine thread works on
   std::atomic<bool> stopping{false};
   alignas(kCacheLine) std::atomic<int32_t> in_flight{0};  // submitted and not ended
   std::atomic<bool> failed{false};                        // the executor must not be used again

@@ -31,7 +31,7 @@ namespace ull::graph {
 
 struct GraphOptions {
   int64_t watchdog_ms = 2000;                // without an answer for longer, the device has failed
-  Speculation drafter = Speculation::kNone;  // of requests that name none
+  DrafterKind drafter = DrafterKind::kNone;  // of requests that name none
   int max_tree = kMaxTreeTokens;             // of requests that set none
   bool adaptive = true;                      // false: always the widest tree that is allowed
   MakeDrafter in_place_of_draft_model = nullptr;

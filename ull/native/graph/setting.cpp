@@ -17,7 +17,7 @@ gpu::Sampling device_sampling(const Sampling& sampling) noexcept {
           sampling.repetition_penalty,
           sampling.frequency_penalty,
           sampling.presence_penalty,
-          sampling.penalizes() ? 1 : 0};
+          sampling.penalises() ? 1 : 0};
 }
 
 bool same_bits(const gpu::Sampling& a, const gpu::Sampling& b) noexcept {

@@ -190,7 +190,7 @@ void Io::wait_for_events(bool paced) noexcept {
 }
 
 bool Io::flushed() const noexcept {
-  return shared_.events.empty() && outbox_.settled() && !intake_.parked() &&
+  return shared_.events.empty() && outbox_.delivered() && !intake_.parked() &&
          std::none_of(active_.begin(), active_.end(), [this](uint32_t slot) { return deliveries_[slot].ended; });
 }
 

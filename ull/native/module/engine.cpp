@@ -64,7 +64,7 @@ uint64_t submit(Engine& engine, const nb::bytes& identity, uint64_t request_id, 
   sampling.bias_count = static_cast<int32_t>(bias.size());
   if (params.contains("speculate") && !params["speculate"].is_none()) {
     const auto name = parameter(params, "speculate", std::string());
-    submission.speculation = parse_speculation(name);
+    submission.speculation = parse_drafter(name);
     if (!submission.speculation) throw InvalidRequest("speculate", "\"" + name + "\" is no drafter");
   }
   submission.max_tree = parameter(params, "max_tree", 0);

@@ -255,8 +255,8 @@ nb::dict decode(cpu::LocalDecoder& self, const Int32Array& tokens, int max_token
     top.append(alternatives);
   }
   for (const cpu::DecodeRound& round : decoded.rounds) {
-    rounds.append(nb::make_tuple(speculation_name(round.drafter), round.tree_tokens, round.depth, round.accepted,
-                                 round.nanoseconds));
+    rounds.append(
+        nb::make_tuple(drafter_name(round.drafter), round.tree_tokens, round.depth, round.accepted, round.nanoseconds));
   }
   nb::dict out;
   out["tokens"] = ids;
