@@ -167,9 +167,18 @@ void Model::layer(int member, int index) noexcept {
   });
   team_->barrier();
 
-  attention_.run(member, {qkv_.data(), qkv_stride_, start_, pages_, index % cache_.layers(),
-                          spec_.windows[static_cast<size_t>(index)], data_or_null(weights.query_norm),
-                          data_or_null(weights.key_norm), panels_, mixed_.data(), weights.output.input_scale(), tree_});
+  attention_.run(member, {.qkv = qkv_.data(),
+                          .qkv_stride = qkv_stride_,
+                          .start = start_,
+                          .pages = pages_,
+                          .cache_layer = index % cache_.layers(),
+                          .window = spec_.windows[static_cast<size_t>(index)],
+                          .query_norm = data_or_null(weights.query_norm),
+                          .key_norm = data_or_null(weights.key_norm),
+                          .panels = panels_,
+                          .out = mixed_.data(),
+                          .out_scale = weights.output.input_scale(),
+                          .tree = tree_});
   team_->barrier();
 
   tap(member, linear_index(index, Linear::kOutput), weights.output, mixed_, panels_);

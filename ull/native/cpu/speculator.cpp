@@ -96,10 +96,14 @@ DraftContext Speculator::context(const RoundStep& step, const std::atomic<bool>&
   const int last = step.position - 1;
   const bool known = step.history != nullptr && hidden_position_ >= 0 && hidden_position_ == last &&
                      hidden_token_ == step.history[last] && hidden_page_ == step.pages[last / kPageTokens];
-  return {step.history, step.position,
-          step.pages,   step.sampling,
-          step.drafted, known ? hidden_.data() : nullptr,
-          &abort,       penalises_ ? &counts_ : nullptr};
+  return {.history = step.history,
+          .position = step.position,
+          .pages = step.pages,
+          .sampling = step.sampling,
+          .drafted = step.drafted,
+          .hidden = known ? hidden_.data() : nullptr,
+          .abort = &abort,
+          .counts = penalises_ ? &counts_ : nullptr};
 }
 
 void Speculator::remember_hidden(int row, int position, int32_t token, const int32_t* pages) noexcept {
@@ -156,11 +160,15 @@ Status Speculator::verify(const RoundStep& step, const std::atomic<bool>& abort)
   batched_ = plain || (count <= batch_rows_ && proposer_.batches_logits());
   const bool chain = tree.is_chain();
   if (!chain) paths_.assign(tree);
-  return model_.forward({tree.tokens(), count, step.position, step.pages,
-                         plain      ? LogitsOf::kLast
-                         : batched_ ? LogitsOf::kAll
-                                    : LogitsOf::kNone,
-                         logits_.data(), chain ? nullptr : &paths_},
+  return model_.forward({.tokens = tree.tokens(),
+                         .count = count,
+                         .start = step.position,
+                         .pages = step.pages,
+                         .logits_of = plain      ? LogitsOf::kLast
+                                      : batched_ ? LogitsOf::kAll
+                                                 : LogitsOf::kNone,
+                         .logits = logits_.data(),
+                         .tree = chain ? nullptr : &paths_},
                         abort);
 }
 

@@ -101,8 +101,12 @@ void Engine::warm_up() {
   const bool drafts = info.drafters[static_cast<size_t>(DrafterKind::kAuto)];
   int position = std::max(0, std::min(info.prefill_chunk, context_ - kWarmUpRounds - 1));
   if (position > 0) {
-    finish(executor_.start_prefill(
-        {history.data(), position, 0, pages.data(), &drafted, drafts ? DrafterKind::kAuto : DrafterKind::kNone}));
+    finish(executor_.start_prefill({.tokens = history.data(),
+                                    .count = position,
+                                    .start = 0,
+                                    .pages = pages.data(),
+                                    .drafted = &drafted,
+                                    .speculation = drafts ? DrafterKind::kAuto : DrafterKind::kNone}));
   }
   const Sampling greedy;
   if (const int32_t forced = std::min(info.forced_tokens, position); forced > 0) {
