@@ -161,7 +161,7 @@ void Engine::end_threads() noexcept {
   shared_->stopping.store(true, std::memory_order_release);
   shared_->calls.fetch_add(1, std::memory_order_release);
   executor_.abort();
-  shared_->engine_waker.wake();
+  shared_->engine_agent.wake();
   thread_.join();
   watchdog_->stop();
 }
@@ -256,7 +256,7 @@ uint64_t Engine::submit(const Submission& submission) {
   shared_->in_flight.fetch_add(1, std::memory_order_relaxed);
   (void)shared_->submitted.try_push(index);  // has room for every slot
   shared_->calls.fetch_add(1, std::memory_order_release);
-  shared_->engine_waker.wake();
+  shared_->engine_agent.wake();
   rehearsed_ += submission.rehearsal ? 1 : 0;
   return ++submitted_;
 }
@@ -295,7 +295,7 @@ void Engine::cancel_slot(uint32_t slot) noexcept {
   shared_->calls.fetch_add(1, std::memory_order_release);
   // An abort may hit the next request's step if this one ends just now; the engine thread then repeats that step.
   if (shared_->running.load(std::memory_order_seq_cst) == slot) executor_.abort();
-  shared_->engine_waker.wake();
+  shared_->engine_agent.wake();
 }
 
 bool Engine::drained() const noexcept { return stats().slots_used == 0; }

@@ -10,6 +10,7 @@
 #include "engine/vocabulary.h"
 #include "executor/executor.h"
 #include "kv/session.h"
+#include "sync/agent.h"
 
 namespace ull {
 
@@ -75,7 +76,6 @@ class EngineLoop final : private Pulse {
   [[nodiscard]] Ending take_logprob(const RoundToken& token) noexcept;
 
   [[nodiscard]] bool beat() noexcept override;
-  void give_way() noexcept;
   [[nodiscard]] Ending check_commands(int64_t now) noexcept;
   [[nodiscard]] Ending interruption(const RequestSlot& request, int64_t now) const noexcept;
   [[nodiscard]] Ending executor_failure() const noexcept;
@@ -87,6 +87,7 @@ class EngineLoop final : private Pulse {
   }
 
   EngineShared& shared_;
+  Agent& agent_;
   Executor& executor_;
   const Vocabulary& vocabulary_;
   const Options options_;

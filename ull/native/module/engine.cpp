@@ -207,8 +207,8 @@ void bind_engine(nb::module_& m) {
           "threads",
           [](Engine& engine) {
             nb::dict out;
-            out["engine"] = to_dict(engine.shared().engine_duty.named());
-            out["io"] = to_dict(engine.shared().io_duty.named());
+            out["engine"] = to_dict(engine.shared().engine_agent.duty().named());
+            out["io"] = to_dict(engine.shared().io_agent.duty().named());
             return out;
           },
           "What the engine thread and the io thread do with their time.")
