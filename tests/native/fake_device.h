@@ -50,7 +50,7 @@ struct FakeModel {
   }
 
   // What penalties make of the seed: of a text with that many prompt tokens.
-  [[nodiscard]] static uint64_t penalized(uint64_t seed, const std::vector<int32_t>& text, int prompt_tokens) {
+  [[nodiscard]] static uint64_t penalised(uint64_t seed, const std::vector<int32_t>& text, int prompt_tokens) {
     for (const int32_t token : text) seed = seed * 31 + static_cast<uint64_t>(token) + 1;
     return seed * 31 + static_cast<uint64_t>(prompt_tokens);
   }
@@ -61,7 +61,7 @@ struct FakeModel {
     const size_t start = prompt.size();
     if (prompt_tokens == 0) prompt_tokens = static_cast<int>(start);
     for (int i = 0; i < count; ++i) {
-      const uint64_t seed = sampling.penalizes() ? penalized(sampling.seed, prompt, prompt_tokens) : sampling.seed;
+      const uint64_t seed = sampling.penalises() ? penalised(sampling.seed, prompt, prompt_tokens) : sampling.seed;
       prompt.push_back(next(prompt, seed, sampling.bias, sampling.bias_count));
     }
     return {prompt.begin() + static_cast<std::ptrdiff_t>(start), prompt.end()};
@@ -411,7 +411,7 @@ class FakeDevice {
     if (state_.sampling.penalizes != 0) {
       std::vector<int32_t> text(text_.begin(), text_.begin() + state_.counted);
       text.insert(text.end(), past.end() - static_cast<std::ptrdiff_t>(way), past.end());
-      seed = FakeModel::penalized(seed, text, state_.prompt_tokens);
+      seed = FakeModel::penalised(seed, text, state_.prompt_tokens);
     }
     return script_model().next(past, seed, state_.biases, state_.sampling.bias_count);
   }

@@ -169,7 +169,7 @@ struct GraphRig {
   std::vector<int32_t> pages;
   Sampling sampling;
   std::vector<int32_t> stops;
-  Speculation speculation = Speculation::kNone;
+  DrafterKind speculation = DrafterKind::kNone;
   int max_tree = 0;
   int prompt_tokens = 0;  // of requests with penalties
   int32_t drafted = 0;    // positions that the draft model's cache holds

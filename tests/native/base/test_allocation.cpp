@@ -186,11 +186,11 @@ TEST(replaying_graphs_allocates_nothing) {
   for (const bool adaptive : {true, false}) {
     ull::test::FakeDevice again({.model = {128, 9}, .context = 1024});
     ull::graph::GraphExecutor drafting(again.program(), ull::test::FakeDevice::driver(),
-                                       {.drafter = ull::Speculation::kNgram, .adaptive = adaptive});
+                                       {.drafter = ull::DrafterKind::kNgram, .adaptive = adaptive});
     decode_everything(drafting, 400, adaptive ? Rounds::kAny : Rounds::kFewer);
     ull::test::FakeDevice target({.model = {128}, .context = 1024}), draft({.model = {128}, .context = 1024});
     ull::graph::GraphExecutor chained(ull::test::program_with_draft(target, draft), ull::test::FakeDevice::driver(),
-                                      {.drafter = ull::Speculation::kDraft, .adaptive = adaptive});
+                                      {.drafter = ull::DrafterKind::kDraft, .adaptive = adaptive});
     decode_everything(chained, 400, adaptive ? Rounds::kAny : Rounds::kFewer);
   }
 }
@@ -204,7 +204,7 @@ TEST(drafting_allocates_nothing) {
   ull::cpu::ModelOptions options;
   options.threads = 2;
   for (const auto drafter :
-       {ull::Speculation::kNgram, ull::Speculation::kMedusa, ull::Speculation::kDraft, ull::Speculation::kAuto}) {
+       {ull::DrafterKind::kNgram, ull::DrafterKind::kMedusa, ull::DrafterKind::kDraft, ull::DrafterKind::kAuto}) {
     for (const bool adaptive : {false, true}) {
       ull::cpu::SpeculationOptions speculation;
       speculation.drafter = drafter;

@@ -158,7 +158,7 @@ TEST(a_copied_page_gives_the_same_bits) {
       const auto round = [&](const int32_t* pages) {
         drafted = shared;
         RoundStep step{tokens[static_cast<size_t>(shared)], shared, pages, &sampling, 8, tokens.data()};
-        step.speculation = Speculation::kDraft;
+        step.speculation = DrafterKind::kDraft;
         step.max_tree = 6;
         step.drafted = &drafted;
         REQUIRE(executor.start_round(step) == Status::kOk);
@@ -166,7 +166,7 @@ TEST(a_copied_page_gives_the_same_bits) {
       };
       const auto prefill = [&](const int32_t* first, const int32_t* pages) {
         drafted = 0;
-        REQUIRE(executor.start_prefill({first, 200, 0, pages, &drafted, Speculation::kDraft}) == Status::kOk);
+        REQUIRE(executor.start_prefill({first, 200, 0, pages, &drafted, DrafterKind::kDraft}) == Status::kOk);
         REQUIRE(finish(executor, result) == Status::kOk);
       };
       // The pages that are copied to hold something else before; afterwards the page copied from does.

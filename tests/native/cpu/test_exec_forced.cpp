@@ -82,7 +82,7 @@ TEST(forced_rounds_keep_every_bit) {
         DecodeRequest request{.tokens = prompt, .max_tokens = 12, .sampling = sampling, .max_tree = 6, .pages = kPages};
         const Decoded expected = plain->decode(request);
         for (const auto speculation :
-             {Speculation::kNone, Speculation::kNgram, Speculation::kMedusa, Speculation::kDraft, Speculation::kAuto}) {
+             {DrafterKind::kNone, DrafterKind::kNgram, DrafterKind::kMedusa, DrafterKind::kDraft, DrafterKind::kAuto}) {
           request.speculation = speculation;
           request.forced = std::min(drawn * 5, chunk - 1);
           request.cached = 0;
@@ -117,23 +117,23 @@ TEST(drafters_know_what_a_forced_round_has_read) {
   spec.draft = std::make_shared<ModelSpec>(spec);
   const auto forcing = decoder(spec, 64, 1);
   const std::vector<int32_t> prompt = some_tokens(60);
-  DecodeRequest request{.tokens = prompt, .max_tokens = 20, .speculation = Speculation::kDraft, .max_tree = 6};
+  DecodeRequest request{.tokens = prompt, .max_tokens = 20, .speculation = DrafterKind::kDraft, .max_tree = 6};
   request.forced = 63;
   const Decoded decoded = forcing->decode(request);
-  CHECK(decoded.rounds[0].drafter == Speculation::kNone);
+  CHECK(decoded.rounds[0].drafter == DrafterKind::kNone);
   CHECK_EQ(decoded.rounds[0].tree_tokens, 1);
   for (size_t round = 1; round < decoded.rounds.size(); ++round) {
     if (static_cast<int>(round) + 1 == static_cast<int>(decoded.rounds.size())) continue;  // cut by the end
-    CHECK(decoded.rounds[round].drafter == Speculation::kDraft);
+    CHECK(decoded.rounds[round].drafter == DrafterKind::kDraft);
     CHECK_EQ(decoded.rounds[round].accepted, decoded.rounds[round].depth);  // the draft model is the target
   }
 
   const check::MedusaFile file(2, 1, /*own_lm_head=*/false, /*fp8=*/false);
   const auto medusa = decoder(file.model.spec, 64, 1);
-  request.speculation = Speculation::kMedusa;
+  request.speculation = DrafterKind::kMedusa;
   const Decoded with_heads = medusa->decode(request);
   REQUIRE(with_heads.rounds.size() > 1);
-  CHECK(with_heads.rounds[1].drafter == Speculation::kMedusa);  // the last node's hidden state is known
+  CHECK(with_heads.rounds[1].drafter == DrafterKind::kMedusa);  // the last node's hidden state is known
 }
 
 TEST(forced_rounds_that_make_no_sense_are_refused) {

@@ -227,7 +227,7 @@ TEST(norms_follow_the_definition) {
     for (const Kernels* kernels : tables()) {
       for (const int stride : {1, 5}) {
         std::vector<float> out(static_cast<size_t>(count * stride)), packed;
-        kernels->normalize(x.data(), weight.data(), count, 1e-5F, 4.0F, out.data(), stride);
+        kernels->normalise(x.data(), weight.data(), count, 1e-5F, 4.0F, out.data(), stride);
         for (size_t i = 0; i < x.size(); ++i) {
           const float value = out[i * static_cast<size_t>(stride)];
           const double exact = 4.0 * static_cast<double>(x[i]) * inverse * static_cast<double>(weight[i]);

@@ -32,13 +32,13 @@ class Bench {
   ~Bench() { executor_.set_pulse(nullptr); }
 
   // Both for a request of that drafter; as if nothing were in the cache yet.
-  Status prefill(Speculation speculation) {
+  Status prefill(DrafterKind speculation) {
     pulse.beats = 0;
     drafted_ = 0;
     const PrefillStep step{history_.data(), 64, 0, kPages, &drafted_, speculation};
     return executor_.start_prefill(step) == Status::kOk ? executor_.poll(result) : Status::kExecutorFailed;
   }
-  Status round(Speculation speculation) {
+  Status round(DrafterKind speculation) {
     pulse.beats = 0;
     RoundStep step{history_[64], 64, kPages, &greedy_, 8};
     step.history = history_.data();
@@ -81,8 +81,8 @@ TEST(every_layer_of_the_target_beats) {
   const check::ModelFile model(5);
   for (const int threads : {1, 2}) {
     Bench bench(model.spec, threads);
-    check_beats(bench.pulse, 5, [&] { return bench.prefill(Speculation::kNone); });
-    check_beats(bench.pulse, 5, [&] { return bench.round(Speculation::kNone); });
+    check_beats(bench.pulse, 5, [&] { return bench.prefill(DrafterKind::kNone); });
+    check_beats(bench.pulse, 5, [&] { return bench.round(DrafterKind::kNone); });
   }
 }
 
@@ -94,13 +94,13 @@ TEST(every_layer_of_a_draft_model_beats) {
   ModelSpec spec = model.spec;
   spec.draft = draft;
   Bench bench(spec, 1);
-  check_beats(bench.pulse, 3 + 2, [&] { return bench.prefill(Speculation::kDraft); });
+  check_beats(bench.pulse, 3 + 2, [&] { return bench.prefill(DrafterKind::kDraft); });
   // A chain of three tokens: the root and two more are fed.
   check_beats(bench.pulse, 3 * 2 + 3, [&] {
     bench.pulse.end_at = -bench.pulse.end_at;  // not in the prefill
-    CHECK(bench.prefill(Speculation::kDraft) == Status::kOk);
+    CHECK(bench.prefill(DrafterKind::kDraft) == Status::kOk);
     bench.pulse.end_at = -bench.pulse.end_at;
-    return bench.round(Speculation::kDraft);
+    return bench.round(DrafterKind::kDraft);
   });
   CHECK_EQ(bench.result.depth, 3);
 }
@@ -108,14 +108,14 @@ TEST(every_layer_of_a_draft_model_beats) {
 TEST(medusa_heads_beat) {
   const check::MedusaFile file(2, 1, /*own_lm_head=*/false, /*fp8=*/false);
   Bench bench(file.model.spec, 1);
-  CHECK(bench.prefill(Speculation::kMedusa) == Status::kOk);
+  CHECK(bench.prefill(DrafterKind::kMedusa) == Status::kOk);
   check_beats(bench.pulse, 1 + 3, [&] {
     bench.pulse.end_at = -bench.pulse.end_at;
-    CHECK(bench.prefill(Speculation::kMedusa) == Status::kOk);
+    CHECK(bench.prefill(DrafterKind::kMedusa) == Status::kOk);
     bench.pulse.end_at = -bench.pulse.end_at;
-    return bench.round(Speculation::kMedusa);
+    return bench.round(DrafterKind::kMedusa);
   });
-  CHECK(bench.result.drafter == Speculation::kMedusa);
+  CHECK(bench.result.drafter == DrafterKind::kMedusa);
 }
 
 }  // namespace

@@ -186,21 +186,21 @@ TEST(prefill_fills_the_draft_s_cache_only_for_requests_that_may_use_it) {
   const std::vector<int32_t> tokens = some_tokens(130);
   const Sampling greedy;
   int32_t drafted = 0;
-  const auto feed = [&](int start, int count, Speculation speculation, int32_t* where) {
+  const auto feed = [&](int start, int count, DrafterKind speculation, int32_t* where) {
     return pair.drafter->prefill({tokens.data() + start, count, start, kPages, where, speculation}, kNever);
   };
-  CHECK(feed(0, 64, Speculation::kNone, &drafted) == Status::kOk);
-  CHECK(feed(0, 64, Speculation::kNgram, &drafted) == Status::kOk);
-  CHECK(feed(0, 64, Speculation::kMedusa, &drafted) == Status::kOk);
-  CHECK(feed(0, 64, Speculation::kDraft, nullptr) == Status::kOk);
+  CHECK(feed(0, 64, DrafterKind::kNone, &drafted) == Status::kOk);
+  CHECK(feed(0, 64, DrafterKind::kNgram, &drafted) == Status::kOk);
+  CHECK(feed(0, 64, DrafterKind::kMedusa, &drafted) == Status::kOk);
+  CHECK(feed(0, 64, DrafterKind::kDraft, nullptr) == Status::kOk);
   CHECK_EQ(drafted, 0);
-  CHECK(feed(10, 54, Speculation::kDraft, &drafted) == Status::kOk);  // a gap: left to propose()
+  CHECK(feed(10, 54, DrafterKind::kDraft, &drafted) == Status::kOk);  // a gap: left to propose()
   CHECK_EQ(drafted, 0);
-  CHECK(feed(0, 64, Speculation::kDraft, &drafted) == Status::kOk);
+  CHECK(feed(0, 64, DrafterKind::kDraft, &drafted) == Status::kOk);
   CHECK_EQ(drafted, 64);
-  CHECK(feed(50, 50, Speculation::kAuto, &drafted) == Status::kOk);  // overlaps what is there
+  CHECK(feed(50, 50, DrafterKind::kAuto, &drafted) == Status::kOk);  // overlaps what is there
   CHECK_EQ(drafted, 100);
-  CHECK(feed(60, 20, Speculation::kAuto, &drafted) == Status::kOk);
+  CHECK(feed(60, 20, DrafterKind::kAuto, &drafted) == Status::kOk);
   CHECK_EQ(drafted, 100);
   CHECK(propose(*pair.drafter, tokens, &drafted, greedy, chain_plan(6)) == decode(pair.spec, tokens, greedy, 6));
   CHECK_EQ(drafted, 129);
@@ -236,7 +236,7 @@ TEST(an_abort_leaves_drafted_as_it_was) {
   tree.reset(history.back(), 80, 64, 63);
   CHECK(pair.drafter->propose(context, chain_plan(3), tree) == Status::kAborted);
   CHECK_EQ(drafted, 20);
-  CHECK(pair.drafter->prefill({history.data() + 20, 16, 20, kPages, &drafted, Speculation::kDraft}, aborted) ==
+  CHECK(pair.drafter->prefill({history.data() + 20, 16, 20, kPages, &drafted, DrafterKind::kDraft}, aborted) ==
         Status::kAborted);
   CHECK_EQ(drafted, 20);
 }

@@ -161,7 +161,7 @@ TEST(a_plan_deeper_than_the_heads_is_cut_and_without_a_hidden_state_nothing_is_p
   drafter.prepare();
   CHECK_EQ(drafter.max_depth(), 2);
   CHECK(drafter.branches());
-  CHECK(drafter.kind() == Speculation::kMedusa);
+  CHECK(drafter.kind() == DrafterKind::kMedusa);
   CHECK_EQ(drafter.cost_ns(0), 0);
   CHECK(drafter.cost_ns(1) > 0 && drafter.cost_ns(99) == drafter.cost_ns(2));
   const std::vector<int32_t> history(10, 7);

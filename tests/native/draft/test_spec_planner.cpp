@@ -8,26 +8,26 @@
 
 namespace {
 
+using ull::DrafterKind;
 using ull::Planner;
-using ull::Speculation;
 using ull::TreePlan;
 
 class Simulated final : public ull::Drafter {
  public:
-  Simulated(Speculation kind, int64_t step_ns, int ranks, bool branching)
+  Simulated(DrafterKind kind, int64_t step_ns, int ranks, bool branching)
       : kind_(kind), step_ns_(step_ns), ranks_(ranks), branching_(branching) {}
-  [[nodiscard]] Speculation kind() const noexcept override { return kind_; }
+  [[nodiscard]] DrafterKind kind() const noexcept override { return kind_; }
   [[nodiscard]] ull::Status propose(const ull::DraftContext&, const TreePlan&, ull::DraftTree&) noexcept override {
     return ull::Status::kOk;
   }
   [[nodiscard]] int max_rank() const noexcept override { return ranks_; }
   [[nodiscard]] bool branches() const noexcept override { return branching_; }
   [[nodiscard]] int64_t cost_ns(int depth) const noexcept override { return step_ns_ * depth; }
-  [[nodiscard]] bool catches_up() const noexcept override { return kind_ == Speculation::kDraft; }
+  [[nodiscard]] bool catches_up() const noexcept override { return kind_ == DrafterKind::kDraft; }
   [[nodiscard]] double catch_up_ns(int tokens) const noexcept override { return 0.2 * tokens * step_ns_; }
 
  private:
-  Speculation kind_;
+  DrafterKind kind_;
   int64_t step_ns_;
   int ranks_;
   bool branching_;
@@ -82,7 +82,7 @@ Run simulate(Planner& planner, const Simulated& drafter, double chance, int toke
                           : table.plain_ns(100) * machine.plain_factor;
     if (uniform(random) < machine.interrupted * round / 1e6) round += 4e6;
     run.nanoseconds += round;
-    planner.settle(drafts ? &drafter : nullptr, drafts ? &plan : nullptr, limits,
+    planner.record(drafts ? &drafter : nullptr, drafts ? &plan : nullptr, limits,
                    {accepted + 1, round, drafting, worth});
     run.tokens += accepted + 1;
     ++run.rounds;
@@ -97,7 +97,7 @@ Run simulate(Planner& planner, const Simulated& drafter, double chance, int toke
 TEST(unpredictable_text_costs_at_most_three_percent) {
   for (const double slope : {0.02, 0.2, 0.7}) {
     for (const int64_t draft_ns : {int64_t{1000}, int64_t{100'000}, int64_t{600'000}}) {
-      const Simulated drafter(Speculation::kDraft, draft_ns, 1, false);
+      const Simulated drafter(DrafterKind::kDraft, draft_ns, 1, false);
       Planner planner;
       planner.set_costs(costs(slope));
       for (int request = 0; request < 4; ++request) {
@@ -109,7 +109,7 @@ TEST(unpredictable_text_costs_at_most_three_percent) {
 }
 
 TEST(text_that_stops_being_predictable_costs_little) {
-  const Simulated drafter(Speculation::kDraft, 50'000, 1, false);
+  const Simulated drafter(DrafterKind::kDraft, 50'000, 1, false);
   Planner planner;
   planner.set_costs(costs(0.1));
   CHECK(simulate(planner, drafter, 0.9, 2000, 1, 0.1).speedup(1e6) > 1.5);
@@ -118,7 +118,7 @@ TEST(text_that_stops_being_predictable_costs_little) {
 }
 
 TEST(predictable_text_is_drafted_as_far_as_it_pays) {
-  const Simulated drafter(Speculation::kDraft, 1000, 1, false);
+  const Simulated drafter(DrafterKind::kDraft, 1000, 1, false);
   Planner cheap, dear;
   cheap.set_costs(costs(0.01));
   dear.set_costs(costs(0.3));
@@ -130,7 +130,7 @@ TEST(predictable_text_is_drafted_as_far_as_it_pays) {
 }
 
 TEST(a_tree_that_costs_what_it_brings_is_not_drafted) {
-  const Simulated drafter(Speculation::kDraft, 1000, 1, false);
+  const Simulated drafter(DrafterKind::kDraft, 1000, 1, false);
   Planner planner;
   planner.set_costs(costs(1.0));
   CHECK(simulate(planner, drafter, 0.9, 1000, 1, 1.0).speedup(1e6) > 0.97);
@@ -147,7 +147,7 @@ double plain_time(const Machine& machine) {
 TEST(a_table_that_flatters_drafting_is_found_out) {
   // As measured on a busy machine: a plain round took two thirds of what the table says, a drafted one more than it
   // says, so that drafting loses whatever is accepted of one token in two.
-  const Simulated drafter(Speculation::kMedusa, 100'000, 4, true);
+  const Simulated drafter(DrafterKind::kMedusa, 100'000, 4, true);
   for (const double chance : {0.0, 0.3, 0.5}) {
     Planner planner;
     planner.set_costs(costs(0.2));
@@ -157,7 +157,7 @@ TEST(a_table_that_flatters_drafting_is_found_out) {
 }
 
 TEST(a_table_that_talks_drafting_down_is_found_out) {
-  const Simulated drafter(Speculation::kMedusa, 100'000, 4, true);
+  const Simulated drafter(DrafterKind::kMedusa, 100'000, 4, true);
   Planner planner;
   planner.set_costs(costs(1.0));
   const Machine machine{costs(1.0), 1.5, 0.7};
@@ -165,7 +165,7 @@ TEST(a_table_that_talks_drafting_down_is_found_out) {
 }
 
 TEST(interruptions_of_the_machine_are_not_charged_to_drafts) {
-  const Simulated drafter(Speculation::kMedusa, 10'000, 4, true);
+  const Simulated drafter(DrafterKind::kMedusa, 10'000, 4, true);
   Planner planner;
   planner.set_costs(costs(0.1));
   const Machine machine{costs(0.1), 1.0, 1.0, 0.1};
@@ -177,7 +177,7 @@ TEST(a_decision_that_costs_time_is_charged) {
   Planner planner;
   planner.set_costs(costs(0.1));
   const Planner::Limits limits{100, 64, 63};
-  for (int round = 0; round < 50; ++round) planner.settle(nullptr, nullptr, limits, {1, 1.05e6, 5e4});
+  for (int round = 0; round < 50; ++round) planner.record(nullptr, nullptr, limits, {1, 1.05e6, 5e4});
   CHECK(planner.credit_rounds(limits) < 1.0);
   CHECK(std::abs(planner.plain_ns(100) - 1e6) < 1e4);  // what a round without speculation takes, not what these took
 }
@@ -185,15 +185,15 @@ TEST(a_decision_that_costs_time_is_charged) {
 TEST(drafters_asked_for_by_name_do_not_spend_what_others_earn) {
   Planner planner;
   planner.set_costs(costs(0.1));
-  const Planner::Limits earning{100, 64, 63, Speculation::kNone}, other{100, 64, 63, Speculation::kMedusa};
-  for (int round = 0; round < 200; ++round) planner.settle(nullptr, nullptr, earning, {1, 1e6, 0.0});
-  planner.settle(nullptr, nullptr, other, {1, 1e6, 0.0});
+  const Planner::Limits earning{100, 64, 63, DrafterKind::kNone}, other{100, 64, 63, DrafterKind::kMedusa};
+  for (int round = 0; round < 200; ++round) planner.record(nullptr, nullptr, earning, {1, 1e6, 0.0});
+  planner.record(nullptr, nullptr, other, {1, 1e6, 0.0});
   CHECK(planner.credit_rounds(earning) > 3.0);
   CHECK(planner.credit_rounds(other) < 2.1);
 }
 
 TEST(the_reserve_pays_for_catching_up_and_is_refilled_slowly) {
-  const Simulated drafter(Speculation::kDraft, 100'000, 1, false);
+  const Simulated drafter(DrafterKind::kDraft, 100'000, 1, false);
   Planner planner;
   planner.set_costs(costs(0.1));
   const Planner::Limits limits{100, 64, 63};
@@ -205,11 +205,11 @@ TEST(the_reserve_pays_for_catching_up_and_is_refilled_slowly) {
   CHECK(affords(0.0));  // nothing to catch up with
   planner.spend(-0.1 * context, limits.wanted);
   CHECK(!affords(drafter.catch_up_ns(1)));
-  for (int round = 0; round < 100; ++round) planner.settle(nullptr, nullptr, limits, {1, 1e6, 0.0});
+  for (int round = 0; round < 100; ++round) planner.record(nullptr, nullptr, limits, {1, 1e6, 0.0});
   CHECK(affords(0.99e6) && !affords(1.01e6));  // 1% of the time
   TreePlan plan;
   plan.count = 5, plan.depth = 4;
-  for (int round = 0; round < 100; ++round) planner.settle(&drafter, &plan, limits, {5, 1.8e6, 4e5, 2.8});
+  for (int round = 0; round < 100; ++round) planner.record(&drafter, &plan, limits, {5, 1.8e6, 4e5, 2.8});
   CHECK(affords(context));  // gains pay for it, up to the first grant
   CHECK(!affords(context * 1.01));
 }
@@ -219,7 +219,7 @@ TEST(plans_respect_their_limits) {
     for (const bool branching : {true, false}) {
       for (const int nodes : {1, 2, 5, 64}) {
         for (const int depth : {0, 1, 3, 63}) {
-          const Simulated drafter(Speculation::kMedusa, 10, 4, branching);
+          const Simulated drafter(DrafterKind::kMedusa, 10, 4, branching);
           Planner planner(adaptive);
           planner.set_costs(costs(0.001));
           TreePlan plan;
@@ -241,13 +241,13 @@ TEST(plans_respect_their_limits) {
 }
 
 TEST(ranks_that_are_accepted_are_preferred) {
-  const Simulated drafter(Speculation::kMedusa, 10, 4, true);
+  const Simulated drafter(DrafterKind::kMedusa, 10, 4, true);
   Planner planner;
   planner.set_costs(costs(0.02));
-  for (int i = 0; i < 200; ++i) planner.learn(Speculation::kMedusa, 0, 1, 4, i % 2 == 0 ? 2 : 0);
-  CHECK(planner.acceptance(Speculation::kMedusa, 0, 1, 2) > 0.4);
-  CHECK(planner.acceptance(Speculation::kMedusa, 0, 1, 1) < 0.1);
-  CHECK(planner.acceptance(Speculation::kMedusa, 0, 2, 0) > 0.3);  // untouched
+  for (int i = 0; i < 200; ++i) planner.learn(DrafterKind::kMedusa, 0, 1, 4, i % 2 == 0 ? 2 : 0);
+  CHECK(planner.acceptance(DrafterKind::kMedusa, 0, 1, 2) > 0.4);
+  CHECK(planner.acceptance(DrafterKind::kMedusa, 0, 1, 1) < 0.1);
+  CHECK(planner.acceptance(DrafterKind::kMedusa, 0, 2, 0) > 0.3);  // untouched
 }
 
 }  // namespace

@@ -9,8 +9,8 @@
 
 namespace {
 
+using ull::DrafterKind;
 using ull::FinishReason;
-using ull::Speculation;
 using ull::test::Harness;
 using ull::test::ids;
 
@@ -443,7 +443,7 @@ class Recording : public ull::Executor {
   void prepare() override {
     scripted_.prepare();
     info_ = scripted_.info();
-    for (const Speculation kind : {Speculation::kNgram, Speculation::kDraft, Speculation::kAuto}) {
+    for (const DrafterKind kind : {DrafterKind::kNgram, DrafterKind::kDraft, DrafterKind::kAuto}) {
       info_.drafters[static_cast<size_t>(kind)] = true;
     }
   }
@@ -461,8 +461,8 @@ class Recording : public ull::Executor {
   [[nodiscard]] ull::Status poll(ull::RoundResult& result) noexcept override { return scripted_.poll(result); }
   void abort() noexcept override { scripted_.abort(); }
 
-  Speculation prefilled = Speculation::kNone;
-  int rounds[ull::kSpeculations] = {};
+  DrafterKind prefilled = DrafterKind::kNone;
+  int rounds[ull::kDrafterKinds] = {};
   bool right = true;
 
  private:
@@ -476,12 +476,12 @@ TEST(warming_up_runs_rounds_with_every_drafter) {
   ull::Engine engine(executor, vocabulary.path(), {});
   engine.warm_up();
   CHECK(executor.right);
-  CHECK(executor.prefilled == Speculation::kAuto);
-  for (const Speculation kind : {Speculation::kNone, Speculation::kNgram, Speculation::kDraft}) {
+  CHECK(executor.prefilled == DrafterKind::kAuto);
+  for (const DrafterKind kind : {DrafterKind::kNone, DrafterKind::kNgram, DrafterKind::kDraft}) {
     CHECK(executor.rounds[static_cast<size_t>(kind)] > 0);
   }
-  CHECK_EQ(executor.rounds[static_cast<size_t>(Speculation::kMedusa)], 0);
-  CHECK_EQ(executor.rounds[static_cast<size_t>(Speculation::kAuto)], 0);
+  CHECK_EQ(executor.rounds[static_cast<size_t>(DrafterKind::kMedusa)], 0);
+  CHECK_EQ(executor.rounds[static_cast<size_t>(DrafterKind::kAuto)], 0);
 }
 
 TEST(submissions_are_checked) {

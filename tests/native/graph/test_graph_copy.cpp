@@ -3,7 +3,7 @@
 
 namespace {
 
-using ull::Speculation;
+using ull::DrafterKind;
 using ull::Status;
 using ull::test::FakeDevice;
 using ull::test::GraphRig;
@@ -29,7 +29,7 @@ TEST(a_session_goes_on_in_a_copy) {
   for (const bool drafts : {false, true}) {
     GraphRig rig({}, {.adaptive = false}, drafts ? std::optional(FakeDevice::Script{}) : std::nullopt);
     CHECK(rig.executor.info().copies_pages);
-    if (drafts) rig.speculation = Speculation::kDraft, rig.max_tree = 6;
+    if (drafts) rig.speculation = DrafterKind::kDraft, rig.max_tree = 6;
     const Tokens first = prompt_of(100);
     Tokens second(first.begin(), first.begin() + 90);
     for (int32_t token = 0; token < 30; ++token) second.push_back(token);

@@ -5,7 +5,7 @@
 
 namespace {
 
-using ull::Speculation;
+using ull::DrafterKind;
 using ull::Status;
 using ull::gpu::RoundMode;
 using ull::gpu::RoundStatus;
@@ -27,7 +27,7 @@ const GraphOptions kAlways{.adaptive = false};
 struct DraftRig : GraphRig {
   explicit DraftRig(FakeModel draft = {}, int depth = 7, FakeDevice::Script script = {}, GraphOptions options = kAlways)
       : GraphRig(script, options, FakeDevice::Script{.model = draft}) {
-    speculation = Speculation::kDraft;
+    speculation = DrafterKind::kDraft;
     max_tree = depth + 1;
   }
 
@@ -38,16 +38,16 @@ struct DraftRig : GraphRig {
 TEST(a_draft_model_is_offered_with_what_it_costs) {
   DraftRig rig;
   const ull::ExecutorInfo& info = rig.executor.info();
-  CHECK(info.drafters[static_cast<int>(Speculation::kDraft)]);
-  CHECK(info.draft_ns[static_cast<int>(Speculation::kDraft)] > 0);
+  CHECK(info.drafters[static_cast<int>(DrafterKind::kDraft)]);
+  CHECK(info.draft_ns[static_cast<int>(DrafterKind::kDraft)] > 0);
   CHECK_EQ(info.drafter_weight_bytes, int64_t{1000});
   CHECK_EQ(info.weight_bytes, int64_t{2000});
   CHECK(info.drafter_kv_bytes > 0);
   GraphRig without;
-  CHECK(!without.executor.info().drafters[static_cast<int>(Speculation::kDraft)]);
+  CHECK(!without.executor.info().drafters[static_cast<int>(DrafterKind::kDraft)]);
   FakeDevice device({});
   const auto drafting = [&] {
-    ull::graph::GraphExecutor(device.program(), FakeDevice::driver(), {.drafter = Speculation::kDraft});
+    ull::graph::GraphExecutor(device.program(), FakeDevice::driver(), {.drafter = DrafterKind::kDraft});
   };
   CHECK_THROWS(drafting(), std::invalid_argument);
 }
@@ -91,7 +91,7 @@ TEST(a_draft_model_like_the_target_is_accepted_whole) {
       rig.rounds = 0;
       CHECK(rig.complete(prompt, 160) == rig.model.continuation(prompt, 160, rig.sampling));
       CHECK_EQ(rig.rounds, (160 + depth) / (depth + 1));
-      CHECK(rig.result.drafter == Speculation::kDraft);
+      CHECK(rig.result.drafter == DrafterKind::kDraft);
     }
   }
 }
@@ -138,11 +138,11 @@ TEST(what_the_draft_model_lacks_is_read_first) {
   DraftRig rig({}, 4);
   Tokens tokens = prompt_of(300);
   // Its cache holds nothing of a session that others drafted for, or none: it reads all of it.
-  rig.speculation = Speculation::kNgram;
+  rig.speculation = DrafterKind::kNgram;
   CHECK(rig.prefill({tokens.begin(), tokens.end() - 1}) == Status::kOk);
   CHECK_EQ(rig.drafted, 0);
   CHECK(rig.drafts().empty());
-  rig.speculation = Speculation::kDraft;
+  rig.speculation = DrafterKind::kDraft;
   CHECK(rig.advance(tokens, 30) == Status::kOk);
   auto records = rig.drafts();
   CHECK_EQ(count_of(records, RoundMode::kPrefill, RoundStatus::kOk), 5);  // 299 tokens by 64
@@ -155,10 +155,10 @@ TEST(what_the_draft_model_lacks_is_read_first) {
   CHECK_EQ(records[0].graph, 1);
   CHECK_EQ(records[0].count, 1);
   // Plain rounds in between leave a gap: a few tokens by the smaller graph.
-  rig.speculation = Speculation::kNone;
+  rig.speculation = DrafterKind::kNone;
   for (int i = 0; i < 4; ++i) CHECK(rig.advance(tokens, 1) == Status::kOk);
   CHECK(rig.drafts().empty());
-  rig.speculation = Speculation::kDraft;
+  rig.speculation = DrafterKind::kDraft;
   CHECK(rig.advance(tokens, 30) == Status::kOk);
   records = rig.drafts();
   CHECK_EQ(records[0].count, 5);
@@ -192,12 +192,12 @@ TEST(sessions_take_turns) {
       const Tokens& prompt = tokens[session];
       CHECK(rig.prefill({prompt.begin(), prompt.end() - 1}) == Status::kOk);
     }
-    rig.speculation = turn % 5 == 4 ? Speculation::kNone : Speculation::kDraft;
+    rig.speculation = turn % 5 == 4 ? DrafterKind::kNone : DrafterKind::kDraft;
     Tokens& text = tokens[session];
     const Tokens chain = FakeModel{.flaw = 3}.continuation(text, 5, rig.sampling);
     const auto agreed = std::mismatch(chain.begin(), chain.end(), expected[session].data() + text.size()).first;
     CHECK(rig.advance(text, 30) == Status::kOk);
-    if (rig.speculation == Speculation::kDraft) CHECK_EQ(rig.result.accepted, agreed - chain.begin());
+    if (rig.speculation == DrafterKind::kDraft) CHECK_EQ(rig.result.accepted, agreed - chain.begin());
     drafted[session] = rig.drafted;
   }
   for (int session = 0; session < 2; ++session) {
@@ -210,9 +210,9 @@ TEST(an_abort_ends_a_chain_and_the_next_one_is_right) {
     DraftRig rig({}, 7);
     Tokens tokens = prompt_of(30);
     const Tokens expected = rig.model.continuation(tokens, 60);
-    rig.speculation = Speculation::kNone;
+    rig.speculation = DrafterKind::kNone;
     CHECK(rig.prefill({tokens.begin(), tokens.end() - 1}) == Status::kOk);
-    rig.speculation = Speculation::kDraft;
+    rig.speculation = DrafterKind::kDraft;
     AbortedRound aborted(rig.executor, *rig.draft_device, more);
     CHECK(rig.executor.start_round(rig.step(tokens, 30)) == Status::kOk);
     CHECK(rig.finish() == Status::kAborted);
@@ -270,7 +270,7 @@ TEST(a_chain_ends_where_the_draft_model_has_nothing_to_say) {
     rig.draft_device->arm([&](FakeDevice::Script& script, uint64_t next) { script.not_finite_at = next + more; });
     CHECK(rig.advance(tokens, 30) == Status::kOk);
     CHECK_EQ(rig.result.accepted, static_cast<int32_t>(more));
-    CHECK(rig.result.drafter == (more > 0 ? Speculation::kDraft : Speculation::kNone));
+    CHECK(rig.result.drafter == (more > 0 ? DrafterKind::kDraft : DrafterKind::kNone));
     CHECK(rig.advance(tokens, 30) == Status::kOk);
     CHECK_EQ(rig.result.accepted, 7);
     CHECK(std::equal(tokens.begin() + 1, tokens.end(), expected.begin()));
@@ -298,10 +298,10 @@ TEST(vocabularies_may_be_padded_differently) {
   for (const int vocabulary : {80, 120}) {
     DraftRig rig({.vocabulary = vocabulary}, 6);
     const ull::LogitBias bans[] = {{3, -INFINITY}, {90, -INFINITY}};
-    for (const bool penalized : {false, true}) {
+    for (const bool penalised : {false, true}) {
       rig.sampling = {};
       rig.sampling.bias = bans, rig.sampling.bias_count = 2;
-      if (penalized) rig.sampling.presence_penalty = 0.5F;
+      if (penalised) rig.sampling.presence_penalty = 0.5F;
       const Tokens prompt = prompt_of(200);  // of tokens up to 96
       CHECK(rig.complete(prompt, 200) == rig.model.continuation(prompt, 200, rig.sampling));
     }

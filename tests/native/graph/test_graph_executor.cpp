@@ -346,7 +346,7 @@ TEST(programs_that_cannot_be_are_refused) {
   refused([](GraphProgram& program) { program.page_count = 0; }, "page_count");
   refused([](GraphProgram& program) { program.name.clear(); }, "name");
   CHECK_THROWS(GraphExecutor(device.program(), FakeDevice::driver(), {.watchdog_ms = 0}), std::invalid_argument);
-  CHECK_THROWS(GraphExecutor(device.program(), FakeDevice::driver(), {.drafter = ull::Speculation::kMedusa}),
+  CHECK_THROWS(GraphExecutor(device.program(), FakeDevice::driver(), {.drafter = ull::DrafterKind::kMedusa}),
                std::invalid_argument);
   CHECK_THROWS(GraphExecutor(device.program(), FakeDevice::driver(), {.max_tree = 65}), std::invalid_argument);
 }

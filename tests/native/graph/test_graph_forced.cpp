@@ -5,8 +5,8 @@
 
 namespace {
 
+using ull::DrafterKind;
 using ull::Sampling;
-using ull::Speculation;
 using ull::Status;
 using ull::gpu::RoundMode;
 using ull::gpu::RoundStatus;
@@ -39,7 +39,7 @@ Tokens complete(GraphRig& rig, const Tokens& prompt, int count, int forced) {
   CHECK(rig.executor.start_round(first_step(rig, tokens, forced, most)) == Status::kOk);
   CHECK(rig.finish() == Status::kOk);
   CHECK(rig.result.count == 1 && rig.result.tree_tokens == 1 && rig.result.depth == 0 && rig.result.accepted == 0);
-  CHECK(rig.result.drafter == Speculation::kNone);
+  CHECK(rig.result.drafter == DrafterKind::kNone);
   tokens.push_back(rig.result.tokens[0].token);
   rig.rounds = 1;
   CHECK(rig.decode(tokens, count - 1) == Status::kOk);
@@ -111,9 +111,9 @@ TEST(the_tokens_are_those_of_a_prefill_and_a_plain_round) {
 }
 
 TEST(rounds_run_ahead_behind_them) {
-  for (const bool penalizes : {false, true}) {
+  for (const bool penalises : {false, true}) {
     GraphRig rig;
-    if (penalizes) rig.sampling.presence_penalty = 0.5F;
+    if (penalises) rig.sampling.presence_penalty = 0.5F;
     const Tokens prompt = prompt_of(60);
     CHECK(complete(rig, prompt, 40, 59) == rig.model.continuation(prompt, 40, rig.sampling));
     const auto records = rig.rest();
@@ -153,7 +153,7 @@ TEST(a_stop_behind_them_ends_the_device_s_rounds) {
 }
 
 TEST(drafts_go_on_behind_them) {
-  const auto drafted = [](Speculation speculation, GraphRig& rig) {
+  const auto drafted = [](DrafterKind speculation, GraphRig& rig) {
     rig.speculation = speculation;
     rig.max_tree = 8;
     for (int turn = 0; turn < 3; ++turn) {
@@ -165,28 +165,28 @@ TEST(drafts_go_on_behind_them) {
       CHECK(complete(rig, prompt, 90, most_forced(rig, prompt)) == expected);
       CHECK(rig.rounds < 80);
     }
-    CHECK(rig.result.drafter != Speculation::kNone || rig.result.count == 1);
+    CHECK(rig.result.drafter != DrafterKind::kNone || rig.result.count == 1);
   };
   const ull::graph::GraphOptions always{.adaptive = false};
   GraphRig ngram({.model = {100, 5}}, always);
-  drafted(Speculation::kNgram, ngram);
+  drafted(DrafterKind::kNgram, ngram);
   GraphRig medusa({.medusa_heads = 4}, always);
-  drafted(Speculation::kMedusa, medusa);
+  drafted(DrafterKind::kMedusa, medusa);
   GraphRig draft({}, always, FakeDevice::Script{.model = {.flaw = 4}});
-  drafted(Speculation::kDraft, draft);
+  drafted(DrafterKind::kDraft, draft);
 }
 
 // They read the hidden state of the last token that was fed.
 TEST(heads_draft_right_behind_them) {
   GraphRig rig({.medusa_heads = 3}, {.adaptive = false});
-  rig.speculation = Speculation::kMedusa;
+  rig.speculation = DrafterKind::kMedusa;
   Tokens tokens = prompt_of(50);
   const Tokens expected = rig.model.continuation(tokens, 5);
   CHECK(rig.executor.start_round(first_step(rig, tokens, 49, 20)) == Status::kOk);
   CHECK(rig.finish() == Status::kOk);
   tokens.push_back(rig.result.tokens[0].token);
   CHECK(rig.advance(tokens, 20) == Status::kOk);
-  CHECK(rig.result.drafter == Speculation::kMedusa);
+  CHECK(rig.result.drafter == DrafterKind::kMedusa);
   CHECK((Tokens{tokens.begin() + 50, tokens.end()} == expected));
   const auto records = rig.rest();
   REQUIRE(records.size() == 3);

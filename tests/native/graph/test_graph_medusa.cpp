@@ -3,7 +3,7 @@
 
 namespace {
 
-using ull::Speculation;
+using ull::DrafterKind;
 using ull::Status;
 using ull::gpu::RoundMode;
 using ull::gpu::RoundStatus;
@@ -25,22 +25,22 @@ int drafts_of(const std::vector<FakeDevice::Record>& records) {
 TEST(heads_are_offered_with_what_they_cost) {
   GraphRig rig({.medusa_heads = 3});
   const ull::ExecutorInfo& info = rig.executor.info();
-  CHECK(info.drafters[static_cast<int>(Speculation::kMedusa)]);
-  CHECK(info.draft_ns[static_cast<int>(Speculation::kMedusa)] > 0);
+  CHECK(info.drafters[static_cast<int>(DrafterKind::kMedusa)]);
+  CHECK(info.draft_ns[static_cast<int>(DrafterKind::kMedusa)] > 0);
   CHECK_EQ(info.drafter_weight_bytes, int64_t{70});
   CHECK_EQ(info.weight_bytes, int64_t{1070});
   GraphRig without;
-  CHECK(!without.executor.info().drafters[static_cast<int>(Speculation::kMedusa)]);
+  CHECK(!without.executor.info().drafters[static_cast<int>(DrafterKind::kMedusa)]);
   FakeDevice device({});
   const auto drafting = [&] {
-    ull::graph::GraphExecutor(device.program(), FakeDevice::driver(), {.drafter = Speculation::kMedusa});
+    ull::graph::GraphExecutor(device.program(), FakeDevice::driver(), {.drafter = DrafterKind::kMedusa});
   };
   CHECK_THROWS(drafting(), std::invalid_argument);
 }
 
 TEST(heads_change_the_speed_not_the_tokens) {
   for (const int right : {-1, 0, 2}) {
-    for (const auto speculation : {Speculation::kMedusa, Speculation::kAuto}) {
+    for (const auto speculation : {DrafterKind::kMedusa, DrafterKind::kAuto}) {
       GraphRig rig({.medusa_heads = 4, .medusa_rank = right}, {.adaptive = false});
       rig.speculation = speculation;
       rig.max_tree = 16;
@@ -52,7 +52,7 @@ TEST(heads_change_the_speed_not_the_tokens) {
       const auto records = rig.rest();
       const int drafts = drafts_of(records);
       CHECK(drafts > 0);
-      if (speculation != Speculation::kMedusa) continue;
+      if (speculation != DrafterKind::kMedusa) continue;
       // The first round of a turn follows a prompt, whose hidden state is not kept; then four heads and the bonus.
       if (right == 0) CHECK_EQ(rig.rounds, 4 * (1 + (99 + 4) / 5));
       if (right < 0) CHECK_EQ(rig.rounds, 400);
@@ -64,12 +64,12 @@ TEST(heads_change_the_speed_not_the_tokens) {
 
 TEST(a_round_says_that_the_heads_drafted_it) {
   GraphRig rig({.medusa_heads = 2, .medusa_rank = 1}, {.adaptive = false});
-  rig.speculation = Speculation::kMedusa;
+  rig.speculation = DrafterKind::kMedusa;
   rig.max_tree = 12;
   Tokens tokens = prompt_of(1);
   for (int round = 0; round < 20; ++round) {
     CHECK(rig.advance(tokens, 20) == Status::kOk);
-    CHECK(rig.result.drafter == (round == 0 ? Speculation::kNone : Speculation::kMedusa));
+    CHECK(rig.result.drafter == (round == 0 ? DrafterKind::kNone : DrafterKind::kMedusa));
     if (round > 0) {
       CHECK_EQ(rig.result.tree_tokens, 12);
       CHECK_EQ(rig.result.depth, 2);
@@ -84,7 +84,7 @@ TEST(what_came_between_two_rounds_leaves_no_hidden_state) {
   const Tokens expected = rig.model.continuation(tokens, 300);
   CHECK(rig.prefill({tokens.begin(), tokens.end() - 1}) == Status::kOk);
   for (int turn = 0; tokens.size() < 300; ++turn) {
-    rig.speculation = turn % 5 == 4 ? Speculation::kNone : Speculation::kMedusa;
+    rig.speculation = turn % 5 == 4 ? DrafterKind::kNone : DrafterKind::kMedusa;
     const Status status = rig.advance(tokens, 30, turn % 11 == 3);
     if (status != Status::kAborted) REQUIRE(status == Status::kOk);
   }
@@ -94,7 +94,7 @@ TEST(what_came_between_two_rounds_leaves_no_hidden_state) {
 
 TEST(an_abort_skips_the_heads) {
   GraphRig rig({.medusa_heads = 3}, {.adaptive = false});
-  rig.speculation = Speculation::kMedusa;
+  rig.speculation = DrafterKind::kMedusa;
   Tokens tokens = prompt_of(1);
   CHECK(rig.advance(tokens, 20) == Status::kOk);
   {
@@ -112,7 +112,7 @@ TEST(an_abort_skips_the_heads) {
 TEST(nonsense_from_the_heads_is_not_passed_on) {
   for (int kind = 0; kind < 4; ++kind) {
     GraphRig rig({.medusa_heads = 3}, {.adaptive = false});
-    rig.speculation = Speculation::kMedusa;
+    rig.speculation = DrafterKind::kMedusa;
     Tokens tokens = prompt_of(1);
     CHECK(rig.executor.start_round(rig.step(tokens, 20)) == Status::kOk);
     CHECK(rig.finish() == Status::kOk);
@@ -133,7 +133,7 @@ TEST(nonsense_from_the_heads_is_not_passed_on) {
 
 TEST(heads_that_never_answer_are_a_failure) {
   GraphRig rig({.medusa_heads = 3}, {.watchdog_ms = 500, .adaptive = false});
-  rig.speculation = Speculation::kMedusa;
+  rig.speculation = DrafterKind::kMedusa;
   Tokens tokens = prompt_of(1);
   CHECK(rig.executor.start_round(rig.step(tokens, 20)) == Status::kOk);
   CHECK(rig.finish() == Status::kOk);

@@ -3,8 +3,8 @@
 
 namespace {
 
+using ull::DrafterKind;
 using ull::Sampling;
-using ull::Speculation;
 using ull::Status;
 using ull::gpu::RoundMode;
 using ull::gpu::RoundStatus;
@@ -14,7 +14,7 @@ using ull::test::GraphRig;
 using ull::test::prompt_of;
 using Tokens = std::vector<int32_t>;
 
-Sampling penalizing(float frequency = 0.5F, uint64_t seed = 3) {
+Sampling penalising(float frequency = 0.5F, uint64_t seed = 3) {
   Sampling sampling;
   sampling.seed = seed;
   sampling.frequency_penalty = frequency;
@@ -24,7 +24,7 @@ Sampling penalizing(float frequency = 0.5F, uint64_t seed = 3) {
 TEST(penalties_are_offered) {
   GraphRig rig;
   CHECK(rig.executor.info().penalties);
-  rig.sampling = penalizing();
+  rig.sampling = penalising();
   const Tokens tokens = prompt_of(1);
   ull::RoundStep step = rig.step(tokens, 4);
   step.history = nullptr;
@@ -33,7 +33,7 @@ TEST(penalties_are_offered) {
 
 TEST(plain_rounds_run_ahead_with_penalties_too) {
   GraphRig rig;
-  rig.sampling = penalizing();
+  rig.sampling = penalising();
   const Tokens prompt = prompt_of(90);
   CHECK(rig.complete(prompt, 200) == rig.model.continuation(prompt, 200, rig.sampling));
   const auto records = rig.rest();
@@ -45,7 +45,7 @@ TEST(requests_take_turns) {
   GraphRig rig;
   for (int turn = 0; turn < 24; ++turn) {
     rig.sampling = {};
-    if (turn % 3 != 0) rig.sampling = penalizing(turn % 4 == 1 ? 0.5F : -0.25F, static_cast<uint64_t>(turn / 6));
+    if (turn % 3 != 0) rig.sampling = penalising(turn % 4 == 1 ? 0.5F : -0.25F, static_cast<uint64_t>(turn / 6));
     const Tokens prompt = prompt_of(20 + 13 * (turn % 5), turn % 2);
     CHECK(rig.complete(prompt, 30) == rig.model.continuation(prompt, 30, rig.sampling));
   }
@@ -54,7 +54,7 @@ TEST(requests_take_turns) {
 // The same text, pages, seed and penalties, but another part of it is the prompt.
 TEST(the_next_turn_s_prompt_holds_what_was_generated) {
   GraphRig rig;
-  rig.sampling = penalizing();
+  rig.sampling = penalising();
   Tokens text = prompt_of(70);
   const Tokens first = rig.complete(text, 40);
   text.insert(text.end(), first.begin(), first.end());
@@ -67,7 +67,7 @@ TEST(the_next_turn_s_prompt_holds_what_was_generated) {
 
 TEST(texts_of_one_length_are_told_apart) {
   GraphRig rig;
-  rig.sampling = penalizing();
+  rig.sampling = penalising();
   for (const int first : {0, 5, 0}) {
     const Tokens prompt = prompt_of(50, first);
     CHECK(rig.complete(prompt, 3) == rig.model.continuation(prompt, 3, rig.sampling));
@@ -77,7 +77,7 @@ TEST(texts_of_one_length_are_told_apart) {
 // A round is queued that would go on with the old request's idea of what the prompt is.
 TEST(a_continuation_of_another_request_s_text_is_not_taken) {
   GraphRig rig;
-  rig.sampling = penalizing();
+  rig.sampling = penalising();
   Tokens tokens = prompt_of(1);
   rig.prompt_tokens = 1;
   CHECK(rig.executor.start_round(rig.step(tokens, 20)) == Status::kOk);
@@ -93,18 +93,18 @@ TEST(a_continuation_of_another_request_s_text_is_not_taken) {
 // It has written the device's text behind its root, and nobody knows what.
 TEST(an_aborted_round_of_another_request_has_run_all_the_same) {
   GraphRig rig;
-  rig.sampling = penalizing(0.5F, 3);
+  rig.sampling = penalising(0.5F, 3);
   const Tokens prompt = prompt_of(40);
   Tokens tokens = prompt;
   const Tokens expected = rig.complete(prompt, 30);
   tokens.insert(tokens.end(), expected.begin(), expected.end());
   const Tokens early(tokens.begin(), tokens.begin() + 45);
-  rig.sampling = penalizing(0.5F, 4);
+  rig.sampling = penalising(0.5F, 4);
   CHECK(rig.executor.start_round(rig.step(early, 2)) == Status::kOk);
   while (FakeDevice::driver().query(&rig.device) == ull::graph::kNotReady) std::this_thread::yield();
   rig.executor.abort();
   CHECK(rig.finish() == Status::kAborted);
-  rig.sampling = penalizing(0.5F, 3);
+  rig.sampling = penalising(0.5F, 3);
   Tokens again(tokens.begin(), tokens.begin() + 60);
   CHECK(rig.prefill({again.begin() + 40, again.end() - 1}, 40) == Status::kOk);  // its cache is the other's by now
   CHECK(rig.decode(again, 10) == Status::kOk);
@@ -114,7 +114,7 @@ TEST(an_aborted_round_of_another_request_has_run_all_the_same) {
 // Requests in one slot: their histories lie at one address.
 TEST(a_slot_s_next_request_has_a_text_of_its_own) {
   GraphRig rig;
-  rig.sampling = penalizing();
+  rig.sampling = penalising();
   rig.prompt_tokens = 50;
   Tokens slot(300);
   for (const auto& [first, count] : {std::pair{0, 9}, {5, 1}, {0, 4}, {7, 30}, {7, 2}, {3, 12}}) {
@@ -165,9 +165,9 @@ TEST(a_text_tells_what_is_still_the_history_s) {
 }
 
 TEST(trees_look_at_each_node_s_own_text) {
-  for (const auto speculation : {Speculation::kNgram, Speculation::kMedusa, Speculation::kAuto}) {
+  for (const auto speculation : {DrafterKind::kNgram, DrafterKind::kMedusa, DrafterKind::kAuto}) {
     GraphRig rig({.model = {100, 5}, .medusa_heads = 4}, {.adaptive = false});
-    rig.sampling = penalizing();
+    rig.sampling = penalising();
     rig.speculation = speculation;
     rig.max_tree = 12;
     const Tokens prompt = prompt_of(60);
@@ -178,13 +178,13 @@ TEST(trees_look_at_each_node_s_own_text) {
 
 TEST(rounds_that_nobody_takes_leave_nothing_in_the_text) {
   GraphRig rig({.medusa_heads = 3}, {.adaptive = false});
-  rig.sampling = penalizing();
+  rig.sampling = penalising();
   Tokens tokens = prompt_of(40);
   rig.prompt_tokens = 40;
   const Tokens expected = rig.model.continuation(tokens, 300, rig.sampling);
   CHECK(rig.prefill({tokens.begin(), tokens.end() - 1}) == Status::kOk);
   for (int turn = 0; tokens.size() < 300; ++turn) {
-    rig.speculation = turn % 4 == 3 ? Speculation::kMedusa : Speculation::kNone;
+    rig.speculation = turn % 4 == 3 ? DrafterKind::kMedusa : DrafterKind::kNone;
     if (turn % 13 == 7 && tokens.size() > 60) tokens.resize(tokens.size() - 5);  // as a request that is run again
     const Status status = rig.advance(tokens, 30, turn % 5 == 2);
     if (status != Status::kAborted) REQUIRE(status == Status::kOk);

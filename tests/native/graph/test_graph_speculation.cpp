@@ -1,10 +1,11 @@
 // Trees on the graph executor: whatever is drafted, the tokens are those of the model.
 #include "graph_fixture.h"
+#include "testing/scripted_drafter.h"
 
 namespace {
 
+using ull::DrafterKind;
 using ull::ScriptedDrafter;
-using ull::Speculation;
 using ull::Status;
 using ull::gpu::RoundMode;
 using ull::gpu::RoundStatus;
@@ -20,21 +21,21 @@ const FakeModel kRepeating{100, 17};
 TEST(ngram_is_offered_and_nothing_that_the_device_lacks) {
   GraphRig rig;
   const ull::ExecutorInfo& info = rig.executor.info();
-  CHECK(info.drafters[static_cast<int>(Speculation::kNgram)] && info.drafters[static_cast<int>(Speculation::kAuto)]);
-  CHECK(!info.drafters[static_cast<int>(Speculation::kMedusa)] &&
-        !info.drafters[static_cast<int>(Speculation::kDraft)]);
+  CHECK(info.drafters[static_cast<int>(DrafterKind::kNgram)] && info.drafters[static_cast<int>(DrafterKind::kAuto)]);
+  CHECK(!info.drafters[static_cast<int>(DrafterKind::kMedusa)] &&
+        !info.drafters[static_cast<int>(DrafterKind::kDraft)]);
   FakeDevice device({});
   ull::graph::GraphProgram program = device.program();
   std::fill(program.rounds + 1, program.rounds + ull::kCostSizes, nullptr);
   ull::graph::GraphExecutor narrow(program, FakeDevice::driver(), {});
   narrow.prepare();
-  CHECK(!narrow.info().drafters[static_cast<int>(Speculation::kNgram)]);
+  CHECK(!narrow.info().drafters[static_cast<int>(DrafterKind::kNgram)]);
   CHECK_EQ(narrow.info().tokens_per_round, 2);
 }
 
 TEST(ngram_changes_the_speed_not_the_tokens) {
   for (const bool adaptive : {true, false}) {
-    for (const auto speculation : {Speculation::kNgram, Speculation::kAuto}) {
+    for (const auto speculation : {DrafterKind::kNgram, DrafterKind::kAuto}) {
       GraphRig rig({.model = kRepeating, .round_us = adaptive ? 100 : 0}, {.adaptive = adaptive});
       rig.speculation = speculation;
       for (int turn = 0; turn < 4; ++turn) {
@@ -55,7 +56,7 @@ TEST(ngram_changes_the_speed_not_the_tokens) {
 
 TEST(a_round_says_what_was_drafted) {
   GraphRig rig({.model = {100, 5}}, {.adaptive = false});
-  rig.speculation = Speculation::kNgram;
+  rig.speculation = DrafterKind::kNgram;
   Tokens tokens = prompt_of(1);
   int drafted = 0;
   while (tokens.size() < 400) {
@@ -66,11 +67,11 @@ TEST(a_round_says_what_was_drafted) {
     CHECK(result.count <= 20 && result.accepted <= result.depth);
     if (result.tree_tokens > 1) {
       ++drafted;
-      CHECK(result.drafter == Speculation::kNgram);
+      CHECK(result.drafter == DrafterKind::kNgram);
       CHECK_EQ(result.depth, result.tree_tokens - 1);  // a chain
       for (int i = 0; i < result.accepted; ++i) CHECK_EQ(static_cast<int>(result.ranks[i]), 0);
     } else {
-      CHECK(result.drafter == Speculation::kNone && result.depth == 0 && result.accepted == 0);
+      CHECK(result.drafter == DrafterKind::kNone && result.depth == 0 && result.accepted == 0);
     }
     for (int i = 0; i < result.count; ++i) tokens.push_back(result.tokens[i].token);
   }
@@ -89,9 +90,9 @@ TEST(trees_of_every_shape_are_verified) {
       Tokens truth = prompt;
       truth.insert(truth.end(), expected.begin(), expected.end());
       ull::graph::GraphOptions options{.adaptive = false};
-      options.scripted = std::make_shared<ScriptedDrafter>(mode, truth, 100, uint64_t{7});
+      options.in_place_of_draft_model = ull::scripted_drafter(mode, truth, 100, 7);
       GraphRig rig({.model = model}, options);
-      rig.speculation = Speculation::kDraft;
+      rig.speculation = DrafterKind::kDraft;
       rig.max_tree = widest;
       CHECK(rig.complete(prompt, 150) == expected);
       if (mode == Mode::kWrong) CHECK_EQ(rig.rounds, 150);
@@ -108,9 +109,9 @@ TEST(a_tree_takes_the_cheapest_graph) {
   Tokens truth = prompt;
   const Tokens more = FakeModel{100}.continuation(prompt, 60);
   truth.insert(truth.end(), more.begin(), more.end());
-  options.scripted = std::make_shared<ScriptedDrafter>(ScriptedDrafter::Mode::kRight, truth, 100, uint64_t{7});
+  options.in_place_of_draft_model = ull::scripted_drafter(ScriptedDrafter::Mode::kRight, truth, 100, 7);
   GraphRig rig({.graph_us = {100, 200, 300, 1000, 400, 500, 600}}, options);
-  rig.speculation = Speculation::kDraft;
+  rig.speculation = DrafterKind::kDraft;
   const std::pair<int, int> cases[] = {{2, 2}, {3, 4}, {4, 4}, {5, 16}, {8, 16}, {9, 16}, {17, 32}, {33, 64}};
   for (const auto& [nodes, graph] : cases) {
     rig.max_tree = nodes;
@@ -131,9 +132,9 @@ TEST(a_stop_within_a_tree_ends_the_round) {
   Tokens truth = prompt;
   truth.insert(truth.end(), expected.begin(), expected.end());
   ull::graph::GraphOptions options{.adaptive = false};
-  options.scripted = std::make_shared<ScriptedDrafter>(ScriptedDrafter::Mode::kRight, truth, 100, uint64_t{7});
+  options.in_place_of_draft_model = ull::scripted_drafter(ScriptedDrafter::Mode::kRight, truth, 100, 7);
   GraphRig rig({}, options);
-  rig.speculation = Speculation::kDraft;
+  rig.speculation = DrafterKind::kDraft;
   rig.stops = {expected[9]};
   const int end = static_cast<int>(std::find(expected.begin(), expected.end(), expected[9]) - expected.begin()) + 1;
   CHECK(rig.prefill({prompt.begin(), prompt.end() - 1}) == Status::kOk);
@@ -149,7 +150,7 @@ TEST(requests_with_and_without_speculation_take_turns) {
   const Tokens expected = rig.model.continuation(tokens, 300);
   CHECK(rig.prefill({tokens.begin(), tokens.end() - 1}) == Status::kOk);
   for (int turn = 0; tokens.size() < 300; ++turn) {
-    rig.speculation = turn % 2 == 0 ? Speculation::kNone : Speculation::kNgram;
+    rig.speculation = turn % 2 == 0 ? DrafterKind::kNone : DrafterKind::kNgram;
     // One step at a time with more to come: a continuation is in flight when the tree is asked for.
     const Status status = rig.advance(tokens, 30, turn % 7 == 3);
     if (status != Status::kAborted) REQUIRE(status == Status::kOk);
@@ -159,7 +160,7 @@ TEST(requests_with_and_without_speculation_take_turns) {
 
 TEST(trees_end_with_the_context) {
   GraphRig rig({.model = {100, 3}, .context = 128}, {.adaptive = false});
-  rig.speculation = Speculation::kNgram;
+  rig.speculation = DrafterKind::kNgram;
   const Tokens prompt = prompt_of(20);
   CHECK(rig.complete(prompt, 108) == rig.model.continuation(prompt, 108));
 }
@@ -173,9 +174,9 @@ TEST(nonsense_about_a_tree_is_not_passed_on) {
   }();
   for (int kind = 0; kind < 3; ++kind) {
     ull::graph::GraphOptions options{.adaptive = false};
-    options.scripted = std::make_shared<ScriptedDrafter>(ScriptedDrafter::Mode::kRight, truth, 100, uint64_t{7});
+    options.in_place_of_draft_model = ull::scripted_drafter(ScriptedDrafter::Mode::kRight, truth, 100, 7);
     GraphRig rig({}, options);
-    rig.speculation = Speculation::kDraft;
+    rig.speculation = DrafterKind::kDraft;
     rig.max_tree = 8;
     rig.device.arm([&](FakeDevice::Script& script, uint64_t next) {
       script.absurd_at = next;

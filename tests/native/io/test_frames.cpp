@@ -239,7 +239,7 @@ TEST(the_done_frame_and_the_record) {
 TEST(the_done_frame_tells_what_the_rounds_did) {
   Fixture f("hello, hello");
   f.request.outcome = {ull::FinishReason::kLength, 0, 12, nullptr, nullptr};
-  const auto round = [&](ull::Speculation drafter, int32_t tree_tokens, int32_t accepted) {
+  const auto round = [&](ull::DrafterKind drafter, int32_t tree_tokens, int32_t accepted) {
     ull::RoundResult result;
     result.count = accepted + 1;
     result.drafter = drafter;
@@ -250,10 +250,10 @@ TEST(the_done_frame_tells_what_the_rounds_did) {
   const Value none = MsgpackReader::read(text_of(f.packer.done(f.request, f.delivery)))["speculation"];
   CHECK_EQ(none["tokens_per_round"].real, 0.0);
   CHECK_EQ(none["by_drafter"].members.size(), 0U);
-  round(ull::Speculation::kNone, 1, 0);
-  round(ull::Speculation::kMedusa, 16, 3);
-  round(ull::Speculation::kMedusa, 8, 0);
-  round(ull::Speculation::kNgram, 5, 4);
+  round(ull::DrafterKind::kNone, 1, 0);
+  round(ull::DrafterKind::kMedusa, 16, 3);
+  round(ull::DrafterKind::kMedusa, 8, 0);
+  round(ull::DrafterKind::kNgram, 5, 4);
   const Value done = MsgpackReader::read(text_of(f.packer.done(f.request, f.delivery)))["speculation"];
   CHECK_EQ(done.members.size(), 6U);
   CHECK_EQ(done["rounds"].integer, 4U);
@@ -299,7 +299,7 @@ TEST(the_longest_done_frame_fits) {
   CHECK_EQ(done["speculation"]["accepted_by_depth"].items.size(), static_cast<size_t>(ull::kMaxDraftDepth));
   CHECK_EQ(done["warnings"].items.size(), static_cast<size_t>(ull::kMaxWarnings));
   const Value record = MsgpackReader::read(text_of(f.packer.ended(f.request, f.delivery)));
-  CHECK_EQ(record["speculation"]["by_drafter"].members.size(), static_cast<size_t>(ull::kSpeculations));
+  CHECK_EQ(record["speculation"]["by_drafter"].members.size(), static_cast<size_t>(ull::kDrafterKinds));
   CHECK_EQ(record["client"].text, "ok");
 }
 

@@ -94,12 +94,12 @@ TEST(a_stalled_client_gets_everything_when_it_reads_again) {
   Fixture f({.stall_ns = 250 * kMs, .waiting_bytes = 1000});
   for (int i = 0; i < 8; ++i) f.post("a", std::to_string(i), Kind::kDone);
   CHECK(!f.outbox.room());  // others are kept waiting
-  CHECK(!f.outbox.settled());
+  CHECK(!f.outbox.delivered());
   f.pass(249 * kMs);
   CHECK(!f.outbox.room());
   f.pass(kMs);  // but not for longer
   CHECK(f.outbox.room());
-  CHECK(f.outbox.settled());
+  CHECK(f.outbox.delivered());
   const int tries = f.clients.tries;
   f.pass(60'000 * kMs);
   CHECK(f.clients.tries - tries <= 60'000 / 50 + 1);
@@ -155,7 +155,7 @@ TEST(what_waits_for_a_client_that_goes_away_is_given_up) {
   f.clients.gone.insert("a");
   f.pass(kMs);
   CHECK_EQ(f.outbox.waiting(), 0U);
-  CHECK(f.outbox.settled());
+  CHECK(f.outbox.delivered());
   CHECK_EQ(f.outbox.counts(Kind::kReply).dropped, 1U);
   CHECK_EQ(f.outbox.counts(Kind::kDone).dropped, 1U);
   f.post("a", "3");

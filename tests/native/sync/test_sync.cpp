@@ -1,4 +1,4 @@
-// The rings, the seqlock, the waker, the histogram, the duty cycle: alone, and between two threads (under
+// The rings, the seqlock, the waker, the agent, the histogram, the duty cycle: alone, and between two threads (under
 // ThreadSanitizer in CI).
 #include <poll.h>
 #include <unistd.h>
@@ -13,6 +13,7 @@
 #include "base/idle.h"
 #include "base/thread.h"
 #include "check.h"
+#include "sync/agent.h"
 #include "sync/seqlock.h"
 #include "sync/spsc_ring.h"
 #include "sync/waker.h"
@@ -165,6 +166,24 @@ TEST(waker_loses_no_wake_up) {
   }
   echo.join();
   CHECK_EQ(wrong, 0);
+}
+
+TEST(an_agent_waits_only_where_its_last_look_finds_nothing) {
+  ull::Agent agent(1'000'000);
+  int waits = 0;
+  const auto wait = [&] { ++waits; };
+  CHECK(agent.sleep([] { return false; }, wait) > 0);
+  CHECK_EQ(waits, 0);
+  CHECK(agent.sleep([] { return true; }, wait) > 0);
+  CHECK_EQ(waits, 1);
+  // Woken behind its last look: a sleep that did not end at once would hang the test.
+  CHECK(agent.sleep([&] {
+    agent.wake();
+    return true;
+  }) > 0);
+  for (const auto& [name, count] : agent.duty().named()) {
+    if (std::string_view(name) == "sleeps") CHECK_EQ(count, 3U);
+  }
 }
 
 TEST(histogram_quantiles_are_within_a_sixteenth) {

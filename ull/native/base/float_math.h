@@ -1,5 +1,5 @@
 // exp and log as one sequence of IEEE single-precision operations, so that every instruction set (and the GPU) gives
-// the same bits. Written once over a set of vector operations S (exec/cpu/simd_*.h); ScalarMath is the one-lane set.
+// the same bits. Written once over a set of vector operations S (cpu/kernels/simd_*.h); ScalarMath is the one-lane set.
 // Coefficients: Cephes expf.c and logf.c (S. Moshier). Relative error below 2e-7.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The noise of the one sampling rule (DESIGN.md): a Gumbel variate for every (seed, position, token id). Counter:
+// The noise of the one sampling rule: a Gumbel variate for every (seed, position, token id). Counter:
 // (token >> 2, position, 0, 0), key: the seed; the token's low two bits choose the Philox word.
 #pragma once
 

@@ -35,10 +35,13 @@ Attention::Attention(const ModelSpec& spec, const Kernels& kernels, KvCache& cac
   const size_t dim = static_cast<size_t>(spec.head_dim);
   const size_t padded = (dim + kTileRows - 1) / kTileRows * kTileRows;
   for (int member = 0; member < team.size(); ++member) {
-    scratch_.push_back({AlignedArray<float>(dim), AlignedArray<float>(dim * kMaxPanel),
-                        AlignedArray<float>(2 * kMaxPanel * kTileRows), AlignedArray<float>(kMaxPanel * kPageKeys),
-                        AlignedArray<float>(kMaxPanel * padded), AlignedArray<float>(2 * kMaxPanel * kTileRows),
-                        AlignedArray<uint8_t>(kPageKeys * kTileRows * sizeof(float))});
+    scratch_.push_back({.head = AlignedArray<float>(dim),
+                        .queries = AlignedArray<float>(dim * kMaxPanel),
+                        .scores = AlignedArray<float>(2 * kMaxPanel * kTileRows),
+                        .probabilities = AlignedArray<float>(kMaxPanel * kPageKeys),
+                        .sums = AlignedArray<float>(kMaxPanel * padded),
+                        .node_scores = AlignedArray<float>(2 * kMaxPanel * kTileRows),
+                        .gathered = AlignedArray<uint8_t>(kPageKeys * kTileRows * sizeof(float))});
   }
 }
 
@@ -68,7 +71,7 @@ void Attention::run(int member, const AttentionStep& step) noexcept {
 void Attention::prepare_head(Scratch& scratch, const float* from, const float* weight, int position) const noexcept {
   float* head = scratch.head.data();
   if (weight != nullptr) {
-    kernels_.normalize(from, weight, spec_.head_dim, spec_.rms_epsilon, 1.0F, head, 1);
+    kernels_.normalise(from, weight, spec_.head_dim, spec_.rms_epsilon, 1.0F, head, 1);
   } else {
     std::copy(from, from + spec_.head_dim, head);
   }
@@ -90,7 +93,13 @@ void Attention::write_cache(Scratch& scratch, const AttentionStep& step, int tok
 void Attention::attend(Scratch& scratch, const AttentionStep& step, int kv_head, int row, int count) const noexcept {
   const int group = spec_.group();
   const int dim = spec_.head_dim;
-  Rows rows{kv_head, row, count, step.position(row / group), step.position(row / group), {}, {}};
+  Rows rows{.kv_head = kv_head,
+            .first = row,
+            .count = count,
+            .lowest = step.position(row / group),
+            .highest = step.position(row / group),
+            .maximum = {},
+            .total = {}};
   std::fill_n(rows.maximum, kMaxPanel, kNoMaximum);
   for (int r = 0; r < count; ++r) {
     const int token = (row + r) / group;

@@ -47,8 +47,8 @@ std::vector<std::unique_ptr<Drafter>> CpuExecutor::make_drafters() {
   std::vector<std::unique_ptr<Drafter>> drafters;
   drafters.push_back(std::make_unique<NgramDrafter>(spec_.context));
   if (spec_.medusa != nullptr) drafters.push_back(std::make_unique<MedusaDrafter>(*model_, speculation_.coupled));
-  if (speculation_.scripted != nullptr) {
-    drafters.push_back(std::make_unique<ScriptedDrafter>(*speculation_.scripted));
+  if (speculation_.in_place_of_draft_model) {
+    drafters.push_back(speculation_.in_place_of_draft_model());
   } else if (spec_.draft != nullptr) {
     drafters.push_back(std::make_unique<DraftModel>(*model_, speculation_.coupled));
   }

@@ -10,18 +10,17 @@
 #include "base/cpu.h"
 #include "cpu/model.h"
 #include "cpu/speculator.h"
+#include "draft/drafter.h"
 #include "executor/executor.h"
-#include "testing/scripted_drafter.h"
 
 namespace ull::cpu {
 
 struct SpeculationOptions {
-  Speculation drafter = Speculation::kNone;  // of requests that name none
+  DrafterKind drafter = DrafterKind::kNone;  // of requests that name none
   int max_tree = kMaxTreeTokens;             // of requests that set none
   bool adaptive = true;                      // false: always the widest tree that is allowed
   bool coupled = true;                       // false, for comparisons: drafts are ranked without the request's noise
-  // For tests: takes the place of the draft model.
-  std::shared_ptr<const ScriptedDrafter> scripted = nullptr;
+  MakeDrafter in_place_of_draft_model = nullptr;
 };
 
 class CpuExecutor final : public Executor {
@@ -40,6 +39,9 @@ class CpuExecutor final : public Executor {
 
  private:
   [[nodiscard]] bool valid(const int32_t* tokens, int count, int start) const noexcept;
+  // What the model offers to them: team() and Model(spec, options, team), so that they share one thread team;
+  // multiply() for any packed matrix, scale and bias applied; head_logits() for the shared lm_head; forward() for a
+  // draft model; normed_row() for the last accepted node's hidden state. Sampler::rank() ranks candidates.
   [[nodiscard]] std::vector<std::unique_ptr<Drafter>> make_drafters();
 
   ModelSpec spec_;

@@ -51,7 +51,7 @@ class MedusaDrafter final : public Drafter {
   // coupled: candidates are ranked with the request's noise; false, for comparisons: by the logits alone.
   explicit MedusaDrafter(Model& model, bool coupled = true);
 
-  [[nodiscard]] Speculation kind() const noexcept override { return Speculation::kMedusa; }
+  [[nodiscard]] DrafterKind kind() const noexcept override { return DrafterKind::kMedusa; }
   void prepare() override;
   [[nodiscard]] int confidence(const DraftContext& context) noexcept override;
   [[nodiscard]] Status propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept override;

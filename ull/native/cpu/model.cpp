@@ -113,7 +113,7 @@ void Model::project_rows(int row, int count, float* out) noexcept {
 }
 
 void Model::normed_row(int row, float* out) const noexcept {
-  kernels_.normalize(hidden_.data() + static_cast<size_t>(row) * static_cast<size_t>(spec_.hidden),
+  kernels_.normalise(hidden_.data() + static_cast<size_t>(row) * static_cast<size_t>(spec_.hidden),
                      weights_.norm().data(), spec_.hidden, spec_.rms_epsilon, 1.0F, out, 1);
 }
 
@@ -155,7 +155,7 @@ void Model::embed_tokens(int member, const int32_t* tokens) noexcept {
 void Model::layer(int member, int index) noexcept {
   const LayerWeights& weights = weights_.layer(index);
 
-  const float* x = normalize(member, residual_, panels_, weights.attention_norm, weights.qkv);
+  const float* x = normalise(member, residual_, panels_, weights.attention_norm, weights.qkv);
   tap(member, linear_index(index, Linear::kQkv), weights.qkv, normed_, panels_);
   if (member == 0) attention_.reset();
   linear(member, weights.qkv, x, panels_, 1, [&](int tile, const float* sums, size_t) {
@@ -167,16 +167,25 @@ void Model::layer(int member, int index) noexcept {
   });
   team_->barrier();
 
-  attention_.run(member, {qkv_.data(), qkv_stride_, start_, pages_, index % cache_.layers(),
-                          spec_.windows[static_cast<size_t>(index)], data_or_null(weights.query_norm),
-                          data_or_null(weights.key_norm), panels_, mixed_.data(), weights.output.input_scale(), tree_});
+  attention_.run(member, {.qkv = qkv_.data(),
+                          .qkv_stride = qkv_stride_,
+                          .start = start_,
+                          .pages = pages_,
+                          .cache_layer = index % cache_.layers(),
+                          .window = spec_.windows[static_cast<size_t>(index)],
+                          .query_norm = data_or_null(weights.query_norm),
+                          .key_norm = data_or_null(weights.key_norm),
+                          .panels = panels_,
+                          .out = mixed_.data(),
+                          .out_scale = weights.output.input_scale(),
+                          .tree = tree_});
   team_->barrier();
 
   tap(member, linear_index(index, Linear::kOutput), weights.output, mixed_, panels_);
   add_to_hidden(member, weights.output, mixed_.data());
   team_->barrier();
 
-  x = normalize(member, residual_, panels_, weights.mlp_norm, weights.gate_up);
+  x = normalise(member, residual_, panels_, weights.mlp_norm, weights.gate_up);
   tap(member, linear_index(index, Linear::kGateUp), weights.gate_up, normed_, panels_);
   activate(member, weights, x);
   team_->barrier();
@@ -187,7 +196,7 @@ void Model::layer(int member, int index) noexcept {
 
 void Model::logits(int member, const float* hidden, const Panels& panels, float* out) noexcept {
   const Matrix& matrix = weights_.lm_head();
-  const float* x = normalize(member, hidden, panels, weights_.norm(), matrix);
+  const float* x = normalise(member, hidden, panels, weights_.norm(), matrix);
   tap(member, lm_head_index(spec_.layers), matrix, normed_, panels);
   product(member, matrix, x, panels, spec_.vocabulary, out, static_cast<size_t>(spec_.vocabulary));
 }
@@ -213,16 +222,16 @@ void Model::product(int member, const Matrix& matrix, const float* x, const Pane
   });
 }
 
-const float* Model::normalize(int member, const float* hidden, const Panels& panels, const AlignedArray<float>& weight,
+const float* Model::normalise(int member, const float* hidden, const Panels& panels, const AlignedArray<float>& weight,
                               const Matrix& consumer) noexcept {
   const size_t width = static_cast<size_t>(spec_.hidden);
   if (panels.tokens == 1 && tap_ == nullptr) {  // cheaper than a barrier
     float* out = scratch_[static_cast<size_t>(member)].normed.data();
-    kernels_.normalize(hidden, weight.data(), spec_.hidden, spec_.rms_epsilon, consumer.input_scale(), out, 1);
+    kernels_.normalise(hidden, weight.data(), spec_.hidden, spec_.rms_epsilon, consumer.input_scale(), out, 1);
     return out;
   }
   for (int token = member; token < panels.tokens; token += team_->size()) {
-    kernels_.normalize(hidden + static_cast<size_t>(token) * width, weight.data(), spec_.hidden, spec_.rms_epsilon,
+    kernels_.normalise(hidden + static_cast<size_t>(token) * width, weight.data(), spec_.hidden, spec_.rms_epsilon,
                        consumer.input_scale(), normed_.data() + panels.offset(token, spec_.hidden), panels.width);
   }
   team_->barrier();

@@ -114,7 +114,7 @@ class Model {
   void product(int member, const Matrix& matrix, const float* x, const Panels& panels, int rows, float* out,
                size_t out_stride) noexcept;
   // RMS norm of the chunk, packed for `consumer`. Ends with a barrier unless each member made its own.
-  const float* normalize(int member, const float* hidden, const Panels& panels, const AlignedArray<float>& weight,
+  const float* normalise(int member, const float* hidden, const Panels& panels, const AlignedArray<float>& weight,
                          const Matrix& consumer) noexcept;
   // Multiplies this member's share of the row tiles and calls finish(tile, sums) for each `unit` tiles; sums is
   // [unit][sums_tile], of which [token][32] is filled.

@@ -33,7 +33,7 @@ Sampler::Sampler(const Kernels& kernels, int vocabulary)
       scores_(static_cast<size_t>(vocabulary)),
       bucket_counts_(kBuckets),
       bucket_masses_(kBuckets),
-      unpenalized_(static_cast<size_t>(vocabulary)),
+      unpenalised_(static_cast<size_t>(vocabulary)),
       unbiased_(kMaxLogitBias),
       banned_(kMaxRanks) {
   candidates_.reserve(static_cast<size_t>(vocabulary));
@@ -44,12 +44,12 @@ Status Sampler::sample(float* logits, int32_t position, const Sampling& sampling
   float raw_maximum = 0.0F;
   if (!kernels_.scan(logits, vocabulary_, &raw_maximum) || !valid_bias(sampling)) return Status::kExecutorFailed;
 
-  penalize(logits, sampling, counts);
+  penalise(logits, sampling, counts);
   add_bias(logits, sampling);
   int chosen = kernels_.argmax(logits, vocabulary_);
   if (sampling.temperature > 0.0F && chosen >= 0) chosen = draw(logits, logits[chosen], position, sampling);
   remove_bias(logits, sampling);
-  restore_penalized(logits, sampling, counts);
+  restore_penalised(logits, sampling, counts);
   if (chosen < 0 || chosen >= vocabulary_) return Status::kExecutorFailed;  // every token is banned
 
   token.token = chosen;
@@ -63,7 +63,7 @@ int Sampler::rank(float* logits, int32_t position, const Sampling& sampling, int
                   const TokenCounts* counts) noexcept {
   float maximum = 0.0F;
   if (!kernels_.scan(logits, vocabulary_, &maximum) || !valid_bias(sampling)) return 0;
-  penalize(logits, sampling, counts);
+  penalise(logits, sampling, counts);
   add_bias(logits, sampling);
   count = std::min({count, kMaxRanks, vocabulary_});
   int found = 0;
@@ -79,13 +79,13 @@ int Sampler::rank(float* logits, int32_t position, const Sampling& sampling, int
   const int rest = take_best(logits, count - found, tokens + found);
   for (int i = found - 1; i >= 0; --i) logits[tokens[i]] = banned_[static_cast<size_t>(i)];
   remove_bias(logits, sampling);
-  restore_penalized(logits, sampling, counts);
+  restore_penalised(logits, sampling, counts);
   return found + rest;
 }
 
 float Sampler::adjusted(float logit, int32_t token, const Sampling& sampling, const TokenCounts* counts) noexcept {
-  if (counts != nullptr && sampling.penalizes() && counts->holds(token)) {
-    logit = sampling.penalized(logit, counts->generated(token));
+  if (counts != nullptr && sampling.penalises() && counts->holds(token)) {
+    logit = sampling.penalised(logit, counts->generated(token));
   }
   for (int i = 0; i < sampling.bias_count; ++i) {
     if (sampling.bias[i].token == token) logit += sampling.bias[i].bias;
@@ -93,22 +93,22 @@ float Sampler::adjusted(float logit, int32_t token, const Sampling& sampling, co
   return logit;
 }
 
-void Sampler::penalize(float* logits, const Sampling& sampling, const TokenCounts* counts) noexcept {
-  if (counts == nullptr || !sampling.penalizes()) return;
+void Sampler::penalise(float* logits, const Sampling& sampling, const TokenCounts* counts) noexcept {
+  if (counts == nullptr || !sampling.penalises()) return;
   size_t kept = 0;
   for (int i = 0; i < counts->size(); ++i) {
     const int32_t token = counts->token(i);
     if (token >= vocabulary_) continue;  // a draft model may know fewer
-    unpenalized_[kept++] = logits[token];
-    logits[token] = sampling.penalized(logits[token], counts->generated(token));
+    unpenalised_[kept++] = logits[token];
+    logits[token] = sampling.penalised(logits[token], counts->generated(token));
   }
 }
 
-void Sampler::restore_penalized(float* logits, const Sampling& sampling, const TokenCounts* counts) noexcept {
-  if (counts == nullptr || !sampling.penalizes()) return;
+void Sampler::restore_penalised(float* logits, const Sampling& sampling, const TokenCounts* counts) noexcept {
+  if (counts == nullptr || !sampling.penalises()) return;
   size_t kept = 0;
   for (int i = 0; i < counts->size(); ++i) {
-    if (counts->token(i) < vocabulary_) logits[counts->token(i)] = unpenalized_[kept++];
+    if (counts->token(i) < vocabulary_) logits[counts->token(i)] = unpenalised_[kept++];
   }
 }
 

@@ -1,4 +1,5 @@
-// The one rule of exec/sampling.h: penalties, bias, temperature, top-k, top-p, min-p, then argmax with Gumbel noise.
+// The one rule of executor/sampling.h: penalties, bias, temperature, top-k, top-p, min-p, then argmax with Gumbel
+// noise.
 #pragma once
 
 #include <cstdint>
@@ -45,8 +46,8 @@ class Sampler {
   // Log-softmax of the raw logits: of `token.token` and of the `count` best.
   void report_logprobs(const float* logits, float maximum, int count, RoundToken& token) noexcept;
   // Applies the penalties to the logits, or takes them back.
-  void penalize(float* logits, const Sampling& sampling, const TokenCounts* counts) noexcept;
-  void restore_penalized(float* logits, const Sampling& sampling, const TokenCounts* counts) noexcept;
+  void penalise(float* logits, const Sampling& sampling, const TokenCounts* counts) noexcept;
+  void restore_penalised(float* logits, const Sampling& sampling, const TokenCounts* counts) noexcept;
   // False if a biased token is outside the vocabulary.
   [[nodiscard]] bool valid_bias(const Sampling& sampling) const noexcept;
   // Adds the bias to the logits, or takes it back.
@@ -73,7 +74,7 @@ class Sampler {
   AlignedArray<float> scores_;          // [vocabulary] of rank()
   std::vector<int32_t> bucket_counts_;  // [kBuckets]
   std::vector<double> bucket_masses_;   // [kBuckets]
-  std::vector<float> unpenalized_;      // [vocabulary] logits to restore
+  std::vector<float> unpenalised_;      // [vocabulary] logits to restore
   std::vector<float> unbiased_;         // [kMaxLogitBias] logits to restore
   std::vector<float> banned_;           // [kMaxRanks] logits to restore
 };

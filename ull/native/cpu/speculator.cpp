@@ -96,10 +96,14 @@ DraftContext Speculator::context(const RoundStep& step, const std::atomic<bool>&
   const int last = step.position - 1;
   const bool known = step.history != nullptr && hidden_position_ >= 0 && hidden_position_ == last &&
                      hidden_token_ == step.history[last] && hidden_page_ == step.pages[last / kPageTokens];
-  return {step.history, step.position,
-          step.pages,   step.sampling,
-          step.drafted, known ? hidden_.data() : nullptr,
-          &abort,       penalizes_ ? &counts_ : nullptr};
+  return {.history = step.history,
+          .position = step.position,
+          .pages = step.pages,
+          .sampling = step.sampling,
+          .drafted = step.drafted,
+          .hidden = known ? hidden_.data() : nullptr,
+          .abort = &abort,
+          .counts = penalises_ ? &counts_ : nullptr};
 }
 
 void Speculator::remember_hidden(int row, int position, int32_t token, const int32_t* pages) noexcept {
@@ -111,14 +115,14 @@ void Speculator::remember_hidden(int row, int position, int32_t token, const int
 }
 
 Status Speculator::prefill(const PrefillStep& step, const std::atomic<bool>& abort) noexcept {
-  if (step.speculation == Speculation::kNone) return Status::kOk;
+  if (step.speculation == DrafterKind::kNone) return Status::kOk;
   remember_hidden(step.count - 1, step.start + step.count - 1, step.tokens[step.count - 1], step.pages);
   return proposer_.prefill(step, abort);
 }
 
 Status Speculator::round(const RoundStep& step, const std::atomic<bool>& abort, RoundResult& result) noexcept {
-  penalizes_ = step.sampling->penalizes() && step.history != nullptr;
-  if (penalizes_) counts_.follow(step.history, step.position + step.forced + 1, step.prompt_tokens);
+  penalises_ = step.sampling->penalises() && step.history != nullptr;
+  if (penalises_) counts_.follow(step.history, step.position + step.forced + 1, step.prompt_tokens);
   if (step.forced > 0) return forced_round(step, abort, result);
   if (const Status status = proposer_.propose(step, context(step, abort)); status != Status::kOk) return status;
   if (const Status status = verify(step, abort); status != Status::kOk) return status;
@@ -137,13 +141,13 @@ Status Speculator::forced_round(const RoundStep& step, const std::atomic<bool>& 
   if (status != Status::kOk) return status;
   result.count = 0;
   if (const Status drawn =
-          sampler_.sample(logits_.data(), last + 1, *step.sampling, result.tokens[0], penalizes_ ? &counts_ : nullptr);
+          sampler_.sample(logits_.data(), last + 1, *step.sampling, result.tokens[0], penalises_ ? &counts_ : nullptr);
       drawn != Status::kOk) {
     return drawn;
   }
-  if (step.speculation != Speculation::kNone) remember_hidden(step.forced, last, step.history[last], step.pages);
+  if (step.speculation != DrafterKind::kNone) remember_hidden(step.forced, last, step.history[last], step.pages);
   result.count = result.tree_tokens = 1;
-  result.drafter = Speculation::kNone;
+  result.drafter = DrafterKind::kNone;
   result.depth = result.accepted = 0;
   return Status::kOk;
 }
@@ -156,11 +160,15 @@ Status Speculator::verify(const RoundStep& step, const std::atomic<bool>& abort)
   batched_ = plain || (count <= batch_rows_ && proposer_.batches_logits());
   const bool chain = tree.is_chain();
   if (!chain) paths_.assign(tree);
-  return model_.forward({tree.tokens(), count, step.position, step.pages,
-                         plain      ? LogitsOf::kLast
-                         : batched_ ? LogitsOf::kAll
-                                    : LogitsOf::kNone,
-                         logits_.data(), chain ? nullptr : &paths_},
+  return model_.forward({.tokens = tree.tokens(),
+                         .count = count,
+                         .start = step.position,
+                         .pages = step.pages,
+                         .logits_of = plain      ? LogitsOf::kLast
+                                      : batched_ ? LogitsOf::kAll
+                                                 : LogitsOf::kNone,
+                         .logits = logits_.data(),
+                         .tree = chain ? nullptr : &paths_},
                         abort);
 }
 
@@ -175,7 +183,7 @@ Status Speculator::accept(const RoundStep& step, RoundResult& result) noexcept {
     if (!batched_) model_.project_rows(node, 1, logits);
     RoundToken& token = result.tokens[result.count];
     const Status status = sampler_.sample(logits, step.position + result.count + 1, *step.sampling, token,
-                                          penalizes_ ? &counts_ : nullptr);
+                                          penalises_ ? &counts_ : nullptr);
     if (status != Status::kOk) {
       // What came before stands; the round that starts here will fail as it would have without a draft.
       if (result.count == 0) return status;
@@ -183,7 +191,7 @@ Status Speculator::accept(const RoundStep& step, RoundResult& result) noexcept {
       break;
     }
     ++result.count;
-    if (penalizes_) counts_.add(token.token);
+    if (penalises_) counts_.add(token.token);
     next = tree.child(node, token.token);
     if (next >= 0) result.ranks[result.count - 1] = static_cast<uint8_t>(tree.rank(next));
   }
@@ -192,7 +200,7 @@ Status Speculator::accept(const RoundStep& step, RoundResult& result) noexcept {
       model_.keep_node(paths_.path[node][depth], step.position + depth, step.pages);
     }
   }
-  if (step.speculation != Speculation::kNone) {
+  if (step.speculation != DrafterKind::kNone) {
     remember_hidden(node, step.position + tree.depth(node), tree.token(node), step.pages);
   }
   result.drafter = proposer_.drafter();

@@ -61,7 +61,7 @@ class Speculator {
 
   // The round in flight.
   TreePaths paths_;
-  bool penalizes_ = false;  // counts_ holds the text up to the node in hand
+  bool penalises_ = false;  // counts_ holds the text up to the node in hand
   bool batched_ = false;    // logits_ holds those of every node
 };
 

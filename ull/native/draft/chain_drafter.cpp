@@ -9,7 +9,7 @@ ChainDrafter::ChainDrafter(int vocabulary, int context, int common)
     : vocabulary_(vocabulary), context_(context), common_(common), bias_(kMaxLogitBias) {}
 
 Status ChainDrafter::prefill(const PrefillStep& step, const std::atomic<bool>& abort) noexcept {
-  if (step.speculation != Speculation::kDraft && step.speculation != Speculation::kAuto) return Status::kOk;
+  if (step.speculation != DrafterKind::kDraft && step.speculation != DrafterKind::kAuto) return Status::kOk;
   // A gap (a cached prefix that was never drafted) is left to propose(), which knows the tokens.
   if (step.drafted == nullptr || *step.drafted < step.start) return Status::kOk;
   const int32_t end = step.start + step.count;

@@ -16,7 +16,7 @@ namespace ull {
 
 class ChainDrafter : public Drafter {
  public:
-  [[nodiscard]] Speculation kind() const noexcept override { return Speculation::kDraft; }
+  [[nodiscard]] DrafterKind kind() const noexcept override { return DrafterKind::kDraft; }
   [[nodiscard]] Status prefill(const PrefillStep& step, const std::atomic<bool>& abort) noexcept override;
   [[nodiscard]] int confidence(const DraftContext& context) noexcept override;
   [[nodiscard]] bool catches_up() const noexcept override { return true; }

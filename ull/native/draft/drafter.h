@@ -1,26 +1,23 @@
 // What proposes draft tokens. To add a drafter: derive from Drafter, allocate in the constructor or prepare(), add
-// candidates to the tree in propose(), and hand it to an executor (CpuExecutor::make_drafters(),
-// GraphExecutor::prepare()).
+// candidates to the tree in propose(), and have an executor make it where it prepares.
 //
 // What a drafter gets and may rely on:
 //  - DraftContext: the session's tokens, its page table (the draft model's KV uses the same page numbers), the
 //    request's sampling, and `hidden`, the lm_head's input (final norm applied, not scaled) of position - 1, i.e. of
 //    the node whose draw is the root. Medusa head i (from 0) then predicts position + 1 + i, which is depth i + 1 of
 //    the tree. `hidden` is null where it is unknown (a round right after a full prefix-cache hit).
-//  - The coupling: rank candidates for depth d by adjusted draft logit + gumbel(seed, position + d, token):
-//    cpu::Sampler::rank(logits, position + d, sampling, count, tokens, counts); at temperature 0 by the logit.
+//  - The coupling: rank candidates for depth d by adjusted draft logit + gumbel(seed, position + d, token),
+//    at temperature 0 by the logit.
 //  - TreePlan: the shape wanted. Candidate `plan.ranks[i]` below plan node `plan.parents[i]`. Use
 //    tree.add(node_of[plan.parents[i]], token) and keep node_of[i]; -1 propagates. A chain drafter gets plans whose
 //    alternatives hang off the rank-0 chain only (branches() == false).
-//  - exec/cpu offers: Model::team() and Model(spec, options, team) to share one thread team; Model::multiply(matrix, x,
-//    count, out, stride) for any packed matrix (scale and bias applied); Model::head_logits(x, count, logits) for the
-//    shared lm_head; Model::forward for a draft model; Model::normed_row(row, out) for the last accepted node's hidden
-//    state.
 // A draft that is wrong costs time, never output. Nothing here allocates, locks or throws after prepare().
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
+#include <memory>
 
 #include "base/status.h"
 #include "draft/tree.h"
@@ -61,7 +58,7 @@ class Drafter {
  public:
   virtual ~Drafter() = default;
 
-  [[nodiscard]] virtual Speculation kind() const noexcept = 0;
+  [[nodiscard]] virtual DrafterKind kind() const noexcept = 0;
   // Allocates what is left to allocate and measures its costs. May throw.
   virtual void prepare() {}
   // See Executor::set_pulse(); for a drafter with layers of its own to compute.
@@ -110,5 +107,8 @@ class Drafter {
   // Estimated nanoseconds of propose() for a tree of that depth.
   [[nodiscard]] virtual int64_t cost_ns(int depth) const noexcept = 0;
 };
+
+// Makes one for each executor that is prepared; empty: there is none.
+using MakeDrafter = std::function<std::unique_ptr<Drafter>()>;
 
 }  // namespace ull

@@ -19,7 +19,7 @@ class NgramDrafter final : public Drafter {
   // context: most tokens of a session.
   explicit NgramDrafter(int context);
 
-  [[nodiscard]] Speculation kind() const noexcept override { return Speculation::kNgram; }
+  [[nodiscard]] DrafterKind kind() const noexcept override { return DrafterKind::kNgram; }
   // By the length of the match: 2, 3 to 4, 5 to 7, 8 and more.
   [[nodiscard]] int confidence(const DraftContext& context) noexcept override;
   // A chain: the tokens that followed the match found by confidence().

@@ -30,7 +30,7 @@ constexpr double kLeastReach = 0.01;  // a node less likely than this is not con
 float first_chance(int drafter, int confidence, int depth, int rank) {
   constexpr float kNgram[kConfidenceClasses] = {0.25F, 0.45F, 0.65F, 0.8F};
   float chance = 0.6F;
-  if (static_cast<Speculation>(drafter) == Speculation::kNgram) {
+  if (static_cast<DrafterKind>(drafter) == DrafterKind::kNgram) {
     chance = depth == 1 ? kNgram[confidence] : std::min(0.9F, kNgram[confidence] + 0.15F);
   }
   for (int i = 0; i < rank; ++i) chance *= 0.3F;
@@ -62,7 +62,7 @@ double TimeRatio::learn(double measured, double expected, double most) noexcept 
 }
 
 Planner::Planner(bool adaptive) : adaptive_(adaptive) {
-  for (int drafter = 0; drafter < kSpeculations; ++drafter) {
+  for (int drafter = 0; drafter < kDrafterKinds; ++drafter) {
     for (int confidence = 0; confidence < kConfidenceClasses; ++confidence) {
       for (int depth = 1; depth <= kDepths; ++depth) {
         for (int rank = 0; rank < kRanks; ++rank) {
@@ -103,14 +103,14 @@ bool Planner::batches_logits(int tokens, double visited) const noexcept {
   return cost_of(costs_.logits_ns, tokens) < visited * costs_.logits_ns[0];
 }
 
-double Planner::acceptance(Speculation drafter, int confidence, int depth, int rank) const noexcept {
+double Planner::acceptance(DrafterKind drafter, int confidence, int depth, int rank) const noexcept {
   const Chance& known = chances_[static_cast<int>(drafter)][confidence][depth_index(depth)][std::min(rank, kRanks - 1)];
   return static_cast<double>((known.hits + kPriorWeight * known.prior) / (known.tried + kPriorWeight));
 }
 
 // Grows the tree by the node most likely to be reached and keeps the size with the best worth.
 double Planner::plan(const Drafter& drafter, int confidence, const Limits& limits, TreePlan& plan) const noexcept {
-  const Speculation kind = drafter.kind();
+  const DrafterKind kind = drafter.kind();
   const int nodes = std::min(limits.nodes, kMaxTreeTokens);
   const int depth = std::min(limits.depth, drafter.max_depth());
   const double plain = plain_ns(limits.position);
@@ -183,10 +183,10 @@ bool Planner::approves(const Drafter& drafter, double worth, const TreePlan& pla
   if (pays(worth)) return loss <= credit_ns(limits);
   // N-gram's guesses are scored without being verified: it needs no probes.
   const Account& own = account(limits.wanted);
-  return drafter.kind() != Speculation::kNgram && own.probing && loss <= own.probes_ns;
+  return drafter.kind() != DrafterKind::kNgram && own.probing && loss <= own.probes_ns;
 }
 
-void Planner::learn(Speculation drafter, int confidence, int depth, int ranks, int hit) noexcept {
+void Planner::learn(DrafterKind drafter, int confidence, int depth, int ranks, int hit) noexcept {
   for (int rank = 0; rank < std::min(ranks, kRanks); ++rank) {
     Chance& known = chances_[static_cast<int>(drafter)][confidence][depth_index(depth)][rank];
     known.hits = known.hits * kMemory + (rank == hit ? 1.0F : 0.0F);
@@ -194,7 +194,7 @@ void Planner::learn(Speculation drafter, int confidence, int depth, int ranks, i
   }
 }
 
-void Planner::settle(const Drafter* drafter, const TreePlan* plan, const Limits& limits,
+void Planner::record(const Drafter* drafter, const TreePlan* plan, const Limits& limits,
                      const Outcome& outcome) noexcept {
   Account& own = account(limits.wanted);
   const double plain = plain_ns(limits.position);

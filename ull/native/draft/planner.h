@@ -57,7 +57,7 @@ class Planner {
     int position;  // of the root
     int nodes;     // root included
     int depth;
-    Speculation wanted = Speculation::kAuto;  // by the request: each has accounts of its own
+    DrafterKind wanted = DrafterKind::kAuto;  // by the request: each has accounts of its own
   };
 
   // A shape for one drafter whose confidence() was `confidence`, and its worth in tokens per nanosecond relative to a
@@ -71,7 +71,7 @@ class Planner {
 
   // A node at `depth` - 1 was visited whose children had ranks 0 .. ranks - 1; the draw was the one of rank `hit`, or
   // none of them (-1).
-  void learn(Speculation drafter, int confidence, int depth, int ranks, int hit) noexcept;
+  void learn(DrafterKind drafter, int confidence, int depth, int ranks, int hit) noexcept;
 
   // What a round brought and took.
   struct Outcome {
@@ -81,18 +81,18 @@ class Planner {
     double worth = 0.0;           // plan()'s; of a drafted round
   };
   // After every round: `drafter` and `plan` are null for a plain one.
-  void settle(const Drafter* drafter, const TreePlan* plan, const Limits& limits, const Outcome& outcome) noexcept;
+  void record(const Drafter* drafter, const TreePlan* plan, const Limits& limits, const Outcome& outcome) noexcept;
 
   // The reserve: whether it covers work of that estimate for such requests, and what the work took. It is filled once
   // by grant(), which is also the most that it holds.
   void grant(double nanoseconds) noexcept;
-  [[nodiscard]] bool affords(double nanoseconds, Speculation wanted) const noexcept {
+  [[nodiscard]] bool affords(double nanoseconds, DrafterKind wanted) const noexcept {
     return !adaptive_ || nanoseconds <= 0.0 || nanoseconds <= account(wanted).reserve_ns;
   }
-  void spend(double nanoseconds, Speculation wanted) noexcept { account(wanted).reserve_ns -= nanoseconds; }
+  void spend(double nanoseconds, DrafterKind wanted) noexcept { account(wanted).reserve_ns -= nanoseconds; }
 
   // The chance that the candidate of `rank` at `depth` is the draw, given that its parent was visited.
-  [[nodiscard]] double acceptance(Speculation drafter, int confidence, int depth, int rank) const noexcept;
+  [[nodiscard]] double acceptance(DrafterKind drafter, int confidence, int depth, int rank) const noexcept;
   [[nodiscard]] double plain_ns(int position) const noexcept { return verify_ns(1, position, 1.0); }
   // Verifying `tokens` nodes, of which `visited` are expected to be sampled, on the machine as it is now.
   [[nodiscard]] double verify_ns(int tokens, int position, double visited) const noexcept;
@@ -123,8 +123,8 @@ class Planner {
     int since_plain = 0;  // rounds
   };
 
-  [[nodiscard]] Account& account(Speculation wanted) noexcept { return accounts_[static_cast<int>(wanted)]; }
-  [[nodiscard]] const Account& account(Speculation wanted) const noexcept {
+  [[nodiscard]] Account& account(DrafterKind wanted) noexcept { return accounts_[static_cast<int>(wanted)]; }
+  [[nodiscard]] const Account& account(DrafterKind wanted) const noexcept {
     return accounts_[static_cast<int>(wanted)];
   }
   // The smallest measured size that holds `tokens`.
@@ -141,10 +141,10 @@ class Planner {
 
   const bool adaptive_;
   VerifyCosts costs_;
-  Chance chances_[kSpeculations][kConfidenceClasses][kDepths][kRanks];
+  Chance chances_[kDrafterKinds][kConfidenceClasses][kDepths][kRanks];
   TimeRatio plain_ratio_;                                // of plain rounds to costs_
-  TimeRatio drafted_ratios_[kSpeculations][kCostSizes];  // of drafted rounds to costs_ * plain_ratio_, by size
-  Account accounts_[kSpeculations];
+  TimeRatio drafted_ratios_[kDrafterKinds][kCostSizes];  // of drafted rounds to costs_ * plain_ratio_, by size
+  Account accounts_[kDrafterKinds];
   double most_reserve_ns_ = 0.0;
 };
 

@@ -15,7 +15,7 @@ constexpr int kShadowDepth = 4;
 Proposer::Proposer(std::vector<std::unique_ptr<Drafter>> drafters, const Options& options)
     : options_(options), drafters_(std::move(drafters)), planner_(options.adaptive) {
   for (const auto& drafter : drafters_) {
-    if (drafter->kind() == Speculation::kNgram && options_.adaptive) ngram_ = drafter.get();
+    if (drafter->kind() == DrafterKind::kNgram && options_.adaptive) ngram_ = drafter.get();
   }
   shadow_plan_.count = kShadowDepth + 1;
   shadow_plan_.depth = kShadowDepth;
@@ -28,7 +28,7 @@ void Proposer::prepare(const VerifyCosts& costs, ExecutorInfo& info) {
     if (drafter->catches_up()) planner_.grant(drafter->catch_up_ns(options_.context));
     const auto kind = static_cast<size_t>(drafter->kind());
     info.drafters[kind] = true;
-    info.drafters[static_cast<size_t>(Speculation::kAuto)] = true;
+    info.drafters[static_cast<size_t>(DrafterKind::kAuto)] = true;
     info.draft_ns[kind] = drafter->cost_ns(1);
     info.drafter_weight_bytes += drafter->weight_bytes();
     info.drafter_kv_bytes += drafter->kv_bytes();
@@ -73,7 +73,7 @@ Status Proposer::choose(const RoundStep& step, const DraftContext& now) noexcept
   limits_.depth = std::min({step.max_tokens - 1, room, kMaxTreeTokens - 1});
   limits_.nodes = std::min({step.max_tree > 0 ? step.max_tree : kMaxTreeTokens, kMaxTreeTokens, options_.most_nodes});
   tree_.reset(step.token, options_.vocabulary, limits_.nodes, limits_.depth);
-  if (step.forced > 0 || step.speculation == Speculation::kNone || step.history == nullptr || limits_.depth < 1 ||
+  if (step.forced > 0 || step.speculation == DrafterKind::kNone || step.history == nullptr || limits_.depth < 1 ||
       limits_.nodes < 2) {
     return Status::kOk;
   }
@@ -99,7 +99,7 @@ Status Proposer::choose(const RoundStep& step, const DraftContext& now) noexcept
   return status;
 }
 
-Status Proposer::catch_up(Drafter& drafter, const DraftContext& now, Speculation wanted) noexcept {
+Status Proposer::catch_up(Drafter& drafter, const DraftContext& now, DrafterKind wanted) noexcept {
   const int64_t start = monotonic_ns();
   const Status status = drafter.catch_up(now);
   const int64_t took = monotonic_ns() - start;
@@ -110,15 +110,15 @@ Status Proposer::catch_up(Drafter& drafter, const DraftContext& now, Speculation
 
 void Proposer::learn(const RoundStep& step, const RoundResult& result) noexcept {
   if (step.rehearsal) return;
-  // A round without speculation is settled too: it tells what plain ones take. One with forced tokens does not.
+  // A round without speculation is recorded too: it tells what plain ones take. One with forced tokens does not.
   chosen_.plan.count = tree_.count();  // a drafter may have had less to propose than was planned
   chosen_.plan.depth = tree_.deepest();
   if (step.forced == 0) {
-    planner_.settle(chosen_.drafter, chosen_.drafter == nullptr ? nullptr : &chosen_.plan, limits_,
+    planner_.record(chosen_.drafter, chosen_.drafter == nullptr ? nullptr : &chosen_.plan, limits_,
                     {result.count, static_cast<double>(monotonic_ns() - start_ns_),
                      static_cast<double>(proposed_ns_ - start_ns_), chosen_.worth});
   }
-  if (step.speculation == Speculation::kNone) return;
+  if (step.speculation == DrafterKind::kNone) return;
   int32_t emitted[kMaxTokensPerRound];
   for (int i = 0; i < result.count; ++i) emitted[i] = result.tokens[i].token;
   for (const auto& drafter : drafters_) {
@@ -156,7 +156,7 @@ void Proposer::follow_shadow(const RoundStep& step, int32_t token) noexcept {
     return;
   }
   const int hit = shadow_.child(shadow_node_, token);
-  planner_.learn(Speculation::kNgram, shadow_confidence_, shadow_.depth(shadow_node_) + 1, 1, hit < 0 ? -1 : 0);
+  planner_.learn(DrafterKind::kNgram, shadow_confidence_, shadow_.depth(shadow_node_) + 1, 1, hit < 0 ? -1 : 0);
   shadow_node_ = hit >= 0 && shadow_.depth(hit) < shadow_.deepest() ? hit : -1;
   ++shadow_position_;
 }

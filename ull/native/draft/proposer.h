@@ -42,8 +42,8 @@ class Proposer {
   [[nodiscard]] Status propose(const RoundStep& step, const DraftContext& now) noexcept;
   [[nodiscard]] const DraftTree& tree() const noexcept { return tree_; }
   // Who proposed it; kNone: a plain round.
-  [[nodiscard]] Speculation drafter() const noexcept {
-    return chosen_.drafter == nullptr ? Speculation::kNone : chosen_.drafter->kind();
+  [[nodiscard]] DrafterKind drafter() const noexcept {
+    return chosen_.drafter == nullptr ? DrafterKind::kNone : chosen_.drafter->kind();
   }
   // Whether the logits of all its nodes at once are cheaper than those of the visited ones, one after another.
   [[nodiscard]] bool batches_logits() const noexcept {
@@ -62,19 +62,19 @@ class Proposer {
     TreePlan plan;
   };
 
-  [[nodiscard]] static bool serves(const Drafter& drafter, Speculation wanted) noexcept {
-    return wanted == drafter.kind() || wanted == Speculation::kAuto;
+  [[nodiscard]] static bool serves(const Drafter& drafter, DrafterKind wanted) noexcept {
+    return wanted == drafter.kind() || wanted == DrafterKind::kAuto;
   }
   [[nodiscard]] Status choose(const RoundStep& step, const DraftContext& now) noexcept;
   // Lets a drafter read what it has missed, paid from the planner's reserve.
-  [[nodiscard]] Status catch_up(Drafter& drafter, const DraftContext& now, Speculation wanted) noexcept;
+  [[nodiscard]] Status catch_up(Drafter& drafter, const DraftContext& now, DrafterKind wanted) noexcept;
   void cast_shadow(const Option& option, const DraftContext& now) noexcept;
   void follow_shadow(const RoundStep& step, int32_t token) noexcept;
 
   const Options options_;
   const std::vector<std::unique_ptr<Drafter>> drafters_;
   Planner planner_;
-  double worths_[kSpeculations] = {};  // of each drafter's last plan
+  double worths_[kDrafterKinds] = {};  // of each drafter's last plan
 
   // The round in flight.
   DraftTree tree_;

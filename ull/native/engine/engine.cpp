@@ -102,11 +102,15 @@ void Engine::warm_up() {
                                (reason != nullptr ? reason : status_name(status)));
     }
   };
-  const bool drafts = info.drafters[static_cast<size_t>(Speculation::kAuto)];
+  const bool drafts = info.drafters[static_cast<size_t>(DrafterKind::kAuto)];
   int position = std::max(0, std::min(info.prefill_chunk, context_ - kWarmUpRounds - 1));
   if (position > 0) {
-    finish(executor_.start_prefill(
-        {history.data(), position, 0, pages.data(), &drafted, drafts ? Speculation::kAuto : Speculation::kNone}));
+    finish(executor_.start_prefill({.tokens = history.data(),
+                                    .count = position,
+                                    .start = 0,
+                                    .pages = pages.data(),
+                                    .drafted = &drafted,
+                                    .speculation = drafts ? DrafterKind::kAuto : DrafterKind::kNone}));
   }
   const Sampling greedy;
   if (const int32_t forced = std::min(info.forced_tokens, position); forced > 0) {
@@ -125,9 +129,9 @@ void Engine::warm_up() {
   sampled.temperature = 1.0F;
   sampled.top_k = 40;
   sampled.top_p = 0.9F;
-  for (int kind = 0; kind < kSpeculations; ++kind) {
-    const auto speculation = static_cast<Speculation>(kind);
-    if (!info.drafters[kind] || speculation == Speculation::kAuto) continue;  // which chooses from the others
+  for (int kind = 0; kind < kDrafterKinds; ++kind) {
+    const auto speculation = static_cast<DrafterKind>(kind);
+    if (!info.drafters[kind] || speculation == DrafterKind::kAuto) continue;  // which chooses from the others
     for (int round = 0; round < kWarmUpRounds && position < context_ - 1; ++round) {
       const int most = std::min(info.tokens_per_round, context_ - 1 - position);
       finish(executor_.start_round({.token = history[static_cast<size_t>(position)],
@@ -159,9 +163,9 @@ void Engine::stop() noexcept {
 
 void Engine::end_threads() noexcept {
   shared_->stopping.store(true, std::memory_order_release);
-  shared_->attention.fetch_add(1, std::memory_order_release);
+  shared_->calls.fetch_add(1, std::memory_order_release);
   executor_.abort();
-  shared_->engine_waker.wake();
+  shared_->engine_agent.wake();
   thread_.join();
   watchdog_->stop();
 }
@@ -255,8 +259,8 @@ uint64_t Engine::submit(const Submission& submission) {
 
   shared_->in_flight.fetch_add(1, std::memory_order_relaxed);
   (void)shared_->submitted.try_push(index);  // has room for every slot
-  shared_->attention.fetch_add(1, std::memory_order_release);
-  shared_->engine_waker.wake();
+  shared_->calls.fetch_add(1, std::memory_order_release);
+  shared_->engine_agent.wake();
   rehearsed_ += submission.rehearsal ? 1 : 0;
   return ++submitted_;
 }
@@ -292,10 +296,10 @@ bool Engine::cancel(std::span<const uint8_t> identity, uint64_t id) noexcept {
 
 void Engine::cancel_slot(uint32_t slot) noexcept {
   shared_->slot(slot).cancel.store(true, std::memory_order_seq_cst);
-  shared_->attention.fetch_add(1, std::memory_order_release);
+  shared_->calls.fetch_add(1, std::memory_order_release);
   // An abort may hit the next request's step if this one ends just now; the engine thread then repeats that step.
   if (shared_->running.load(std::memory_order_seq_cst) == slot) executor_.abort();
-  shared_->engine_waker.wake();
+  shared_->engine_agent.wake();
 }
 
 bool Engine::drained() const noexcept { return stats().slots_used == 0; }
@@ -369,9 +373,9 @@ NamedCounts EngineStats::named() const {
 
 NamedCounts EngineStats::by_drafter() const {
   NamedCounts counts;
-  for (int i = 0; i < kSpeculations; ++i) {
-    if (static_cast<Speculation>(i) == Speculation::kAuto) continue;  // chooses a drafter, is none
-    counts.emplace_back(speculation_name(static_cast<Speculation>(i)), counters.rounds_by_drafter[i]);
+  for (int i = 0; i < kDrafterKinds; ++i) {
+    if (static_cast<DrafterKind>(i) == DrafterKind::kAuto) continue;  // chooses a drafter, is none
+    counts.emplace_back(drafter_name(static_cast<DrafterKind>(i)), counters.rounds_by_drafter[i]);
   }
   return counts;
 }

@@ -45,7 +45,7 @@ struct Submission {
   std::span<const int32_t> tokens;    // the prompt
   int32_t max_tokens = 0;
   Sampling sampling;
-  std::optional<Speculation> speculation;  // none: the engine's default
+  std::optional<DrafterKind> speculation;  // none: the engine's default
   int32_t max_tree = 0;                    // 1 .. kMaxTreeTokens; 0: the engine's default
   std::vector<std::string> stops;
   std::vector<int32_t> stop_ids;

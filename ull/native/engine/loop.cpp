@@ -1,12 +1,9 @@
 #include "engine/loop.h"
 
-#include <sched.h>
-
 #include <algorithm>
 
 #include "base/clock.h"
 #include "base/cpu.h"
-#include "base/thread.h"
 
 namespace ull {
 namespace {
@@ -22,6 +19,7 @@ constexpr const char* kDraining = "draining";
 
 EngineLoop::EngineLoop(EngineShared& shared, Executor& executor, const Vocabulary& vocabulary, const Options& options)
     : shared_(shared),
+      agent_(shared.engine_agent),
       executor_(executor),
       vocabulary_(vocabulary),
       options_(options),
@@ -33,8 +31,9 @@ EngineLoop::EngineLoop(EngineShared& shared, Executor& executor, const Vocabular
 }
 
 void EngineLoop::run() noexcept {
-  name_current_thread("ull-engine");
-  (void)pin_current_thread(options_.core);  // the control plane has checked the core; an unpinned engine still works
+  // The control plane has checked the core.
+  agent_.begin(
+      {.name = "ull-engine", .core = options_.core, .cooperative = options_.cooperative, .idle = options_.idle});
   executor_.set_pulse(this);
   publish();
   while (!shared_.stopping.load(std::memory_order_acquire) || shared_.in_flight.load(std::memory_order_relaxed) > 0) {
@@ -46,7 +45,7 @@ void EngineLoop::run() noexcept {
   }
   publish();
   executor_.set_pulse(nullptr);
-  shared_.engine_beat.end();
+  agent_.end();
 }
 
 // One request, from the queue to its final event. False if there was none.
@@ -60,18 +59,17 @@ bool EngineLoop::do_work() noexcept {
 
 void EngineLoop::idle() noexcept {
   const int64_t now = monotonic_ns();
-  shared_.engine_beat.tick();
+  agent_.tick();
   if (idle_since_ns_ == 0) idle_since_ns_ = now;
   cpu_relax();
-  give_way();
-  shared_.engine_duty.end_cycle(now, false);
-  if (options_.idle == IdleMode::kSpin || now - idle_since_ns_ < kIdleSpinNs) return;
-  shared_.engine_waker.announce();
-  // `stopping` too: look_around() may have seen the change of `attention` that came with it, after run() last looked.
-  const bool nothing_new = shared_.attention.load(std::memory_order_acquire) == seen_attention_;
-  if (nothing_new && !shared_.stopping.load(std::memory_order_acquire)) shared_.engine_waker.wait();
-  shared_.engine_waker.awake();
-  shared_.engine_duty.end_sleep(monotonic_ns());
+  agent_.give_way();
+  agent_.end_cycle(now, false);
+  if (!agent_.sleeps() || !Agent::spun(now - idle_since_ns_)) return;
+  // `stopping` too: look_around() may have seen the change of `calls` that came with it, after run() last looked.
+  (void)agent_.sleep([this] {
+    const bool nothing_new = shared_.calls.load(std::memory_order_acquire) == seen_calls_;
+    return nothing_new && !shared_.stopping.load(std::memory_order_acquire);
+  });
 }
 
 void EngineLoop::serve(uint32_t slot) noexcept {
@@ -93,7 +91,7 @@ void EngineLoop::serve(uint32_t slot) noexcept {
   counted.cached_tokens += static_cast<uint64_t>(run_.session->size());
   counted.prefix_hits += run_.session->size() > 0 ? 1 : 0;
 
-  Ending ending = attend(request.timeline.started_ns);
+  Ending ending = check_commands(request.timeline.started_ns);
   if (!ending) ending = take_over();
   if (!ending) ending = prefill();
   if (!ending) ending = decode();
@@ -135,7 +133,7 @@ EngineLoop::Ending EngineLoop::prefill() noexcept {
     if (const Ending ending = run_step([&] { return executor_.start_prefill(step); })) return ending;
     session.append({step.tokens, static_cast<size_t>(count)});
     ++counters(request).prefill_chunks;
-    if (const Ending ending = attend(monotonic_ns())) return ending;
+    if (const Ending ending = check_commands(monotonic_ns())) return ending;
   }
   request.timeline.prefilled_ns = monotonic_ns();
   return {};
@@ -170,8 +168,8 @@ EngineLoop::Ending EngineLoop::decode() noexcept {
     if (const Ending ending = run_step([&] { return executor_.start_round(step); })) return ending;
     if (const Ending ending = accept_round(step)) return ending;
     announce();
-    give_way();
-    if (const Ending ending = attend(run_.last_round_ns)) return ending;
+    agent_.give_way();
+    if (const Ending ending = check_commands(run_.last_round_ns)) return ending;
   }
 }
 
@@ -248,7 +246,7 @@ void EngineLoop::announce() noexcept {
                           .count = run_.completed - run_.announced,
                           .logprobs = run_.first_logprob};
   if (!shared_.events.try_push(event, shared_.slots)) return;
-  shared_.io_waker.wake();
+  shared_.io_agent.wake();
   run_.announced = run_.completed;
   run_.first_logprob = run_.last_logprob = -1;
 }
@@ -313,7 +311,7 @@ void EngineLoop::end(uint32_t slot, const Ending& ending, const EngineEvent& las
   shared_.in_flight.fetch_sub(1, std::memory_order_release);
   shared_.progress.fetch_add(1, std::memory_order_relaxed);
   (void)shared_.events.try_push(last);  // cannot fail: announce() keeps room for every slot's final event
-  shared_.io_waker.wake();
+  shared_.io_agent.wake();
 }
 
 // Starts a step and polls it to its end. A step that was hit by an abort meant for an earlier request is run again:
@@ -328,7 +326,7 @@ EngineLoop::Ending EngineLoop::run_step(Start&& start) noexcept {
         shared_.progress.fetch_add(1, std::memory_order_relaxed);
         return {};
       case Status::kAborted:
-        if (const Ending ending = attend(monotonic_ns())) return ending;
+        if (const Ending ending = check_commands(monotonic_ns())) return ending;
         ++counters(*run_.request).repeated_steps;
         continue;
       case Status::kOutOfPages:
@@ -349,9 +347,9 @@ Status EngineLoop::wait_for_step() noexcept {
     if (status != Status::kPending) return status;
     cpu_relax();
     if (polls % kPollsPerLook != 0) continue;
-    give_way();
+    agent_.give_way();
     const int64_t now = monotonic_ns();
-    const bool interrupted = static_cast<bool>(attend(now));
+    const bool interrupted = static_cast<bool>(check_commands(now));
     if (interrupted && aborted_ns == 0) {
       executor_.abort();
       aborted_ns = now;
@@ -376,8 +374,8 @@ EngineLoop::Ending EngineLoop::take_logprob(const RoundToken& token) noexcept {
     if (run_.announced < run_.completed) announce();
     while (!take_record(index)) {
       cpu_relax();
-      give_way();
-      if (const Ending ending = attend(monotonic_ns())) return ending;
+      agent_.give_way();
+      if (const Ending ending = check_commands(monotonic_ns())) return ending;
       if (run_.announced < run_.completed) announce();
     }
     run_.last_round_ns = 0;  // the wait is the client's, not a slow cycle
@@ -401,20 +399,14 @@ EngineLoop::Ending EngineLoop::take_logprob(const RoundToken& token) noexcept {
 // The executor computes on this thread, and has come to the end of a layer.
 bool EngineLoop::beat() noexcept {
   shared_.progress.fetch_add(1, std::memory_order_relaxed);
-  give_way();
-  return !attend(monotonic_ns());
-}
-
-// Where the engine has no core of its own, those who carry a token to its client may be waiting for this one, and the
-// scheduler lets them wait for its next tick, milliseconds away. 0.6 us if nobody is.
-void EngineLoop::give_way() noexcept {
-  if (options_.cooperative) sched_yield();
+  agent_.give_way();
+  return !check_commands(monotonic_ns());
 }
 
 // Looks at commands and deadlines; says whether the running request must end. Two loads when nothing has happened.
-EngineLoop::Ending EngineLoop::attend(int64_t now) noexcept {
-  shared_.engine_duty.end_cycle(now, true);
-  if (shared_.attention.load(std::memory_order_acquire) != seen_attention_ || now >= queue_.next_deadline_ns()) {
+EngineLoop::Ending EngineLoop::check_commands(int64_t now) noexcept {
+  agent_.end_cycle(now, true);
+  if (shared_.calls.load(std::memory_order_acquire) != seen_calls_ || now >= queue_.next_deadline_ns()) {
     look_around(now);
   }
   if (now - published_ns_ >= kPublishNs) publish();
@@ -441,7 +433,7 @@ EngineLoop::Ending EngineLoop::executor_failure() const noexcept {
 
 // Takes what was submitted into the queue and ends the queued requests that are cancelled, late, or cannot be served.
 void EngineLoop::look_around(int64_t now) noexcept {
-  seen_attention_ = shared_.attention.load(std::memory_order_acquire);
+  seen_calls_ = shared_.calls.load(std::memory_order_acquire);
   uint32_t slot = kNoSlot;
   while (shared_.submitted.try_pop(slot)) queue_.push(slot, shared_.slot(slot));
   queue_.remove_if([&](uint32_t waiting, const RequestSlot& request) {

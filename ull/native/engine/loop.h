@@ -10,6 +10,7 @@
 #include "engine/vocabulary.h"
 #include "executor/executor.h"
 #include "kv/session.h"
+#include "sync/agent.h"
 
 namespace ull {
 
@@ -75,8 +76,7 @@ class EngineLoop final : private Pulse {
   [[nodiscard]] Ending take_logprob(const RoundToken& token) noexcept;
 
   [[nodiscard]] bool beat() noexcept override;
-  void give_way() noexcept;
-  [[nodiscard]] Ending attend(int64_t now) noexcept;
+  [[nodiscard]] Ending check_commands(int64_t now) noexcept;
   [[nodiscard]] Ending interruption(const RequestSlot& request, int64_t now) const noexcept;
   [[nodiscard]] Ending executor_failure() const noexcept;
   void look_around(int64_t now) noexcept;
@@ -87,6 +87,7 @@ class EngineLoop final : private Pulse {
   }
 
   EngineShared& shared_;
+  Agent& agent_;
   Executor& executor_;
   const Vocabulary& vocabulary_;
   const Options options_;
@@ -97,7 +98,7 @@ class EngineLoop final : private Pulse {
   RoundResult result_;
   EngineCounters counters_;
   EngineCounters rehearsed_;  // in the place of counters_, for requests that nobody counts
-  uint32_t seen_attention_ = 0;
+  uint32_t seen_calls_ = 0;
   int64_t idle_since_ns_ = 0;
   int64_t published_ns_ = 0;
 };

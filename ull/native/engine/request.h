@@ -100,7 +100,7 @@ struct RequestSlot {
   int32_t prompt_tokens = 0;
   int32_t max_tokens = 0;  // cut to what the context leaves
   Sampling sampling;       // its bias points to `bias`
-  Speculation speculation = Speculation::kNone;
+  DrafterKind speculation = DrafterKind::kNone;
   int32_t max_tree = 0;  // nodes of a draft tree; 0: the executor's choice
   std::array<LogitBias, kMaxLogitBias> bias;
   std::array<int32_t, kMaxStopIds> stop_ids;

@@ -15,7 +15,7 @@ struct RoundTotals {
   int32_t rounds = 0;
   int32_t drafted_tokens = 0;  // the whole of every tree but its root
   int32_t accepted_tokens = 0;
-  std::array<int32_t, kSpeculations> by_drafter{};          // rounds, by what proposed; kNone: plain rounds
+  std::array<int32_t, kDrafterKinds> by_drafter{};          // rounds, by what proposed; kNone: plain rounds
   std::array<int32_t, kMaxDraftDepth> accepted_by_depth{};  // [d] rounds whose draft was accepted to depth d + 1
 
   void count(const RoundResult& result) noexcept {

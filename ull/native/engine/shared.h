@@ -1,4 +1,4 @@
-// What the control, engine, io and watchdog threads of one engine share: rings, wakers, and single atomics. Everything
+// What the control, engine, io and watchdog threads of one engine share: rings, agents, and single atomics. Everything
 // is allocated here, once.
 #pragma once
 
@@ -7,14 +7,13 @@
 #include <cstdint>
 #include <memory>
 
-#include "base/duty_cycle.h"
 #include "base/event_fd.h"
 #include "base/histogram.h"
 #include "engine/request.h"
+#include "sync/agent.h"
 #include "sync/beat.h"
 #include "sync/seqlock.h"
 #include "sync/spsc_ring.h"
-#include "sync/waker.h"
 
 namespace ull {
 
@@ -36,7 +35,7 @@ struct EngineCounters {
   uint64_t rounds = 0;
   uint64_t drafted_tokens = 0;   // proposed and verified
   uint64_t accepted_tokens = 0;  // of those
-  uint64_t rounds_by_drafter[kSpeculations] = {};
+  uint64_t rounds_by_drafter[kDrafterKinds] = {};
   uint64_t accepted_by_depth[kCountedDepths] = {};  // [d] rounds whose draft was accepted to depth d + 1 or deeper
   uint64_t repeated_steps = 0;                      // steps run again because an abort for an earlier request hit them
   uint64_t logprob_waits = 0;     // times a request waited for the io thread to give back logprob records
@@ -82,17 +81,14 @@ struct EngineShared {
   SpscRing<EngineEvent> events;                      // engine -> io
   const std::unique_ptr<LogprobRecord[]> logprobs;   // [kLogprobRecords]
   SpscRing<int32_t> free_logprobs;                   // io -> engine: indices into logprobs
-  Waker engine_waker;                                // wakes the engine thread
-  Waker io_waker;                                    // wakes the io thread
-  EventFd control_call;                              // the control plane is to tick, and to look at the engine's health
-  DutyCycle engine_duty{10'000'000};                 // a look at commands at least once per layer or round
-  DutyCycle io_duty{1'000'000};
-  Beat engine_beat;
-  Beat io_beat;
+  Agent engine_agent{10'000'000};                    // looks at commands at least once per layer or round
+  Agent io_agent{1'000'000};
+  EventFd control_call;  // the control plane is to tick, and to look at the engine's health
   Beat control_beat;
 
-  alignas(kCacheLine) std::atomic<uint32_t> attention{0};  // bumped whenever the engine thread should look around
-  std::atomic<uint32_t> running{kNoSlot};                  // slot that the engine thread works on
+  // Bumped by whoever has something for the engine thread to look at.
+  alignas(kCacheLine) std::atomic<uint32_t> calls{0};
+  std::atomic<uint32_t> running{kNoSlot};  // slot that the engine thread works on
   std::atomic<bool> stopping{false};
   alignas(kCacheLine) std::atomic<int32_t> in_flight{0};  // submitted and not ended
   std::atomic<bool> failed{false};                        // the executor must not be used again

@@ -32,8 +32,8 @@ Watchdog::Watchdog(EngineShared& shared, int64_t limit_ms)
       period_ns_(service_ns_ > 0 ? std::min(limit_ns_ / 4, service_ns_ / 8) : limit_ns_ / 4),
       ask_ns_(service_ns_ > 0 ? service_ns_ * 3 / 8 : kAskNs),  // a look later is half of the service manager's period
       patience_ns_(2 * ask_ns_),
-      threads_{{{"engine thread", &shared.engine_beat},
-                {"io thread", &shared.io_beat},
+      threads_{{{"engine thread", &shared.engine_agent.beat()},
+                {"io thread", &shared.io_agent.beat()},
                 {"control plane", &shared.control_beat}}} {}
 
 void Watchdog::start() {
@@ -102,7 +102,8 @@ void Watchdog::look_at_threads(int64_t now) noexcept {
 bool Watchdog::has_ticked(const Watched& thread) const noexcept {
   const uint64_t count = thread.beat->count();
   if (count == 0 || count != thread.seen) return true;
-  return thread.beat == &shared_.engine_beat && shared_.progress.load(std::memory_order_relaxed) != asked_progress_;
+  return thread.beat == &shared_.engine_agent.beat() &&
+         shared_.progress.load(std::memory_order_relaxed) != asked_progress_;
 }
 
 void Watchdog::ask(int64_t now) noexcept {
@@ -113,8 +114,8 @@ void Watchdog::ask(int64_t now) noexcept {
 }
 
 void Watchdog::wake_threads() noexcept {
-  shared_.engine_waker.wake();
-  shared_.io_waker.wake();
+  shared_.engine_agent.wake();
+  shared_.io_agent.wake();
   shared_.control_call.raise();
 }
 

@@ -23,29 +23,30 @@ inline constexpr int kMaxTreeTokens = 64;                      // nodes of the w
 inline constexpr int kMaxTokensPerRound = kMaxTreeTokens + 1;  // the widest tree and the bonus token
 inline constexpr int kMaxTopLogprobs = 20;                     // alternatives reported per token
 
-// Who proposes a round's draft tokens. It changes the speed of a request, never its output.
-enum class Speculation : uint8_t { kNone, kNgram, kMedusa, kDraft, kAuto };
-inline constexpr int kSpeculations = 5;
+// Who proposes a round's draft tokens: it changes the speed of a request, never its output. A request may also ask for
+// kAuto, which chooses from the others.
+enum class DrafterKind : uint8_t { kNone, kNgram, kMedusa, kDraft, kAuto };
+inline constexpr int kDrafterKinds = 5;
 
-[[nodiscard]] constexpr const char* speculation_name(Speculation speculation) noexcept {
-  switch (speculation) {
-    case Speculation::kNone:
+[[nodiscard]] constexpr const char* drafter_name(DrafterKind kind) noexcept {
+  switch (kind) {
+    case DrafterKind::kNone:
       return "none";
-    case Speculation::kNgram:
+    case DrafterKind::kNgram:
       return "ngram";
-    case Speculation::kMedusa:
+    case DrafterKind::kMedusa:
       return "medusa";
-    case Speculation::kDraft:
+    case DrafterKind::kDraft:
       return "draft";
-    case Speculation::kAuto:
+    case DrafterKind::kAuto:
       return "auto";
   }
   return "unknown";
 }
 
-[[nodiscard]] constexpr std::optional<Speculation> parse_speculation(std::string_view name) noexcept {
-  for (int i = 0; i < kSpeculations; ++i) {
-    if (name == speculation_name(static_cast<Speculation>(i))) return static_cast<Speculation>(i);
+[[nodiscard]] constexpr std::optional<DrafterKind> parse_drafter(std::string_view name) noexcept {
+  for (int i = 0; i < kDrafterKinds; ++i) {
+    if (name == drafter_name(static_cast<DrafterKind>(i))) return static_cast<DrafterKind>(i);
   }
   return std::nullopt;
 }
@@ -77,12 +78,12 @@ struct ExecutorInfo {
   bool copies_pages = false;  // whether start_copy() is offered
   bool penalties = false;     // whether Sampling's penalties are applied
   Reuse reuse = Reuse::kAll;
-  const char* name = "";  // "cpu/avx512", "cpu/avx2", "cpu/portable", "scripted", ...
-  bool drafters[kSpeculations] = {true, false, false, false, false};  // by Speculation: which a request may ask for
-  Speculation default_drafter = Speculation::kNone;                   // of a request that asks for none
+  const char* name = "";  // of the implementation: "cpu/avx512", "cpu/portable", ...
+  bool drafters[kDrafterKinds] = {true, false, false, false, false};  // by DrafterKind: which a request may ask for
+  DrafterKind default_drafter = DrafterKind::kNone;                   // of a request that asks for none
   int default_max_tree = kMaxTreeTokens;
   int64_t verify_ns[kCostSizes] = {};    // a forward pass over kCostTokens[i] tree nodes and their logits; 0: unknown
-  int64_t draft_ns[kSpeculations] = {};  // one proposal of one token by each drafter; 0: unknown
+  int64_t draft_ns[kDrafterKinds] = {};  // one proposal of one token by each drafter; 0: unknown
 };
 
 struct TokenLogprob {
@@ -104,7 +105,7 @@ struct PrefillStep {
   int32_t start;               // position of tokens[0]
   const int32_t* pages;        // page table: pages[p / kPageTokens] holds position p
   int32_t* drafted = nullptr;  // in/out: positions [0, *drafted) of this session are in the draft model's KV too
-  Speculation speculation = Speculation::kNone;  // of the request that this prompt belongs to
+  DrafterKind speculation = DrafterKind::kNone;  // of the request that this prompt belongs to
 };
 
 // A decode round: feeds `token` at `position` and emits the token(s) that follow. The prompt's last token is fed by
@@ -121,7 +122,7 @@ struct RoundStep {
   const Sampling* sampling;
   int32_t max_tokens;                // emit at most this many (>= 1); pages cover position + forced + max_tokens - 1
   const int32_t* history = nullptr;  // [position + forced + 1] the session's tokens; history[position] == token
-  Speculation speculation = Speculation::kNone;
+  DrafterKind speculation = DrafterKind::kNone;
   int32_t max_tree = 0;        // most nodes of the draft tree, root included, 1 .. kMaxTreeTokens; 0: as many as pay
   int32_t* drafted = nullptr;  // in/out, see PrefillStep
   const int32_t* stops = nullptr;  // [stop_count] ids that end the request: a round may go no further than one of them
@@ -140,7 +141,7 @@ struct CopyStep {
 
 struct RoundResult {
   int32_t count = 0;                         // tokens emitted
-  Speculation drafter = Speculation::kNone;  // who proposed the tree that was verified; kNone: a plain round
+  DrafterKind drafter = DrafterKind::kNone;  // who proposed the tree that was verified; kNone: a plain round
   int32_t tree_tokens = 1;                   // its nodes, root included
   int32_t depth = 0;                         // of its deepest node; the root's is 0
   int32_t accepted = 0;                      // draft tokens accepted: count - 1

@@ -1,4 +1,4 @@
-// A request's sampling parameters, validated by the control plane. The one rule (DESIGN.md): the token at position p
+// A request's sampling parameters, validated by the control plane. The one rule: the token at position p
 // is argmax(adjusted_logits + G), G = Gumbel noise keyed by (seed, p, token id); at temperature 0, G = 0.
 // Order: penalties (repetition, frequency, presence), bias, temperature, top-k, top-p (of what top-k left), min-p; a
 // smaller token id wins a tie. Penalties depend on the text up to the token before: a draft's node has a text of its
@@ -32,11 +32,11 @@ struct Sampling {
   float frequency_penalty = 0.0F;   // subtracted for each time that the completion holds the token
   float presence_penalty = 0.0F;    // subtracted if the completion holds the token
 
-  [[nodiscard]] bool penalizes() const noexcept {
+  [[nodiscard]] bool penalises() const noexcept {
     return repetition_penalty != 1.0F || frequency_penalty != 0.0F || presence_penalty != 0.0F;
   }
   // The logit of a token that the text holds, `generated` times in the completion.
-  [[nodiscard]] float penalized(float logit, int generated) const noexcept {
+  [[nodiscard]] float penalised(float logit, int generated) const noexcept {
     logit = logit > 0.0F ? logit / repetition_penalty : logit * repetition_penalty;
     if (generated == 0) return logit;
     const float frequency = frequency_penalty * static_cast<float>(generated);

@@ -1,4 +1,4 @@
-// How often each token occurs in a request's text so far: what penalties look at (exec/sampling.h). At a node of a
+// How often each token occurs in a request's text so far: what penalties look at (executor/sampling.h). At a node of a
 // draft tree the text includes the way from the root to that node, so tokens can be added and taken back.
 #pragma once
 

@@ -130,7 +130,7 @@ Status DraftModel::propose(const DraftContext& context, const TreePlan& plan, Dr
   sampling.top_logprobs = -1;
   setting_.take(sampling, nullptr, 0, context.pages, pages_for(root + depth));
   // The device's own text ends in the last chain, which is never all of what the round has emitted.
-  if (sampling.penalizes()) text_.take(context.history, root + 1, context.prompt_tokens);
+  if (sampling.penalises()) text_.take(context.history, root + 1, context.prompt_tokens);
   if (missing < root) {
     const Status status = read(context.history + missing, root - missing, missing, context.pages, *context.abort);
     if (status != Status::kOk) return status;

@@ -54,10 +54,10 @@ const GraphOptions& GraphExecutor::checked(const GraphOptions& options, const Gr
   if (options.max_tree < 1 || options.max_tree > kMaxTreeTokens) {
     throw std::invalid_argument("max_tree: must be 1 to " + std::to_string(kMaxTreeTokens));
   }
-  if (options.drafter == Speculation::kDraft && program.draft == nullptr && options.scripted == nullptr) {
+  if (options.drafter == DrafterKind::kDraft && program.draft == nullptr && !options.in_place_of_draft_model) {
     throw std::invalid_argument("drafter: the program holds no draft model");
   }
-  if (options.drafter == Speculation::kMedusa && program.medusa == nullptr) {
+  if (options.drafter == DrafterKind::kMedusa && program.medusa == nullptr) {
     throw std::invalid_argument("drafter: the program holds no Medusa heads");
   }
   return options;
@@ -73,11 +73,11 @@ bool GraphExecutor::valid(const int32_t* tokens, int count, int start) const noe
 bool GraphExecutor::valid(const RoundStep& step) const noexcept {
   if (step.max_tokens < 1 || step.sampling->bias_count > kMaxLogitBias) return false;
   if (step.forced == 0) {
-    return valid(&step.token, 1, step.position) && !(step.sampling->penalizes() && step.history == nullptr);
+    return valid(&step.token, 1, step.position) && !(step.sampling->penalises() && step.history == nullptr);
   }
   // To penalties, what is forced is the prompt's.
   return step.forced > 0 && step.forced <= info_.forced_tokens && step.position >= 0 && step.history != nullptr &&
-         !(step.sampling->penalizes() && root_of(step) >= step.prompt_tokens) &&
+         !(step.sampling->penalises() && root_of(step) >= step.prompt_tokens) &&
          valid(step.history + step.position, step.forced + 1, step.position);
 }
 
@@ -152,7 +152,7 @@ bool GraphExecutor::ahead_is(const RoundStep& step) noexcept {
 
 // Whether penalties look at the text that the device has.
 bool GraphExecutor::text_is(const RoundStep& step) noexcept {
-  return !step.sampling->penalizes() || text_.holds(step.history, root_of(step) + 1, step.prompt_tokens);
+  return !step.sampling->penalises() || text_.holds(step.history, root_of(step) + 1, step.prompt_tokens);
 }
 
 void GraphExecutor::advance() noexcept {
@@ -195,7 +195,7 @@ void GraphExecutor::launch_tree() noexcept {
     setting_.take(*step.sampling, step.stops, step.stop_count, step.pages, pages);
   }
   if (!text_is(step)) text_.take(step.history, root + 1, step.prompt_tokens);
-  if (step.sampling->penalizes()) text_.begin(root + 1);
+  if (step.sampling->penalises()) text_.begin(root + 1);
   const DraftTree& tree = proposer_->tree();
   const int count = step.forced + tree.count();
   gpu::RoundRequest& request = queue_.next_request();
@@ -221,7 +221,7 @@ void GraphExecutor::launch_ahead() noexcept {
   const RoundStep& step = round_;
   const int position = root_of(step) + 1;
   const int pages = pages_for(root_of(step) + step.max_tokens);
-  if (proposer_->tree().count() > 1 || step.speculation != Speculation::kNone || step.max_tokens < 2) return;
+  if (proposer_->tree().count() > 1 || step.speculation != DrafterKind::kNone || step.max_tokens < 2) return;
   if (position >= info_.context) return;
   if (queue_.seen() >= last_ && queue_.result(last_).stopped != 0) return;
   void* graph = graphs_.burst_for(*step.sampling);
@@ -280,10 +280,10 @@ Status GraphExecutor::finish_round(RoundResult& result) noexcept {
   if (answer.status != gpu::RoundStatus::kOk || !copy_tokens(answer, result)) {
     return queue_.fail("the device gave an impossible answer to a round", /*restart_helps=*/true);
   }
-  if (round_.sampling->penalizes()) {
+  if (round_.sampling->penalises()) {
     for (int i = 0; i < result.count; ++i) text_.add(result.tokens[i].token);
   }
-  if (round_.speculation != Speculation::kNone) proposer_->learn(round_, result);
+  if (round_.speculation != DrafterKind::kNone) proposer_->learn(round_, result);
   ahead_token_ = result.tokens[result.count - 1].token;
   ahead_position_ = answer.stopped != 0 ? -1 : root_of(round_) + result.count;
   return Status::kOk;
@@ -361,8 +361,8 @@ void GraphExecutor::prepare() {
   if (program_.medusa != nullptr && program_.most_nodes() > 1) {
     drafters.push_back(std::make_unique<MedusaDrafter>(program_, queue_, setting_, text_));
   }
-  if (options_.scripted != nullptr) {
-    drafters.push_back(std::make_unique<ScriptedDrafter>(*options_.scripted));
+  if (options_.in_place_of_draft_model) {
+    drafters.push_back(options_.in_place_of_draft_model());
   } else if (program_.draft != nullptr && program_.most_nodes() > 1) {
     drafters.push_back(std::make_unique<DraftModel>(*program_.draft, driver_, queue_, program_.vocabulary, watchdog));
   }

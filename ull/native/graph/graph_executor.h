@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/cpu.h"
+#include "draft/drafter.h"
 #include "draft/proposer.h"
 #include "executor/executor.h"
 #include "graph/driver.h"
@@ -25,17 +26,15 @@
 #include "graph/round_queue.h"
 #include "graph/setting.h"
 #include "graph/text.h"
-#include "testing/scripted_drafter.h"
 
 namespace ull::graph {
 
 struct GraphOptions {
   int64_t watchdog_ms = 2000;                // without an answer for longer, the device has failed
-  Speculation drafter = Speculation::kNone;  // of requests that name none
+  DrafterKind drafter = DrafterKind::kNone;  // of requests that name none
   int max_tree = kMaxTreeTokens;             // of requests that set none
   bool adaptive = true;                      // false: always the widest tree that is allowed
-  // For tests: takes the draft model's place.
-  std::shared_ptr<const ScriptedDrafter> scripted = nullptr;
+  MakeDrafter in_place_of_draft_model = nullptr;
 };
 
 class GraphExecutor final : public Executor {

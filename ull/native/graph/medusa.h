@@ -18,7 +18,7 @@ class MedusaDrafter final : public Drafter {
   // All of them must outlive it.
   MedusaDrafter(const GraphProgram& program, RoundQueue& queue, const Setting& setting, const Text& text);
 
-  [[nodiscard]] Speculation kind() const noexcept override { return Speculation::kMedusa; }
+  [[nodiscard]] DrafterKind kind() const noexcept override { return DrafterKind::kMedusa; }
   // Measures what the heads take. Throws std::runtime_error with the device's failure.
   void prepare() override;
   [[nodiscard]] int confidence(const DraftContext& context) noexcept override;

@@ -9,7 +9,7 @@ bool serves(Sampler sampler, const Sampling& sampling) noexcept {
   const bool filters = sampling.temperature > 0.0F && (sampling.top_k > 0 || sampling.top_p < 1.0F);
   // The scan's bounds do not say which tokens min-p leaves out.
   const bool min_p = sampler == Sampler::kScan && sampling.temperature > 0.0F && sampling.min_p > 0.0F;
-  return !filters && !min_p && sampling.bias_count == 0 && !sampling.penalizes() && sampling.top_logprobs < 0;
+  return !filters && !min_p && sampling.bias_count == 0 && !sampling.penalises() && sampling.top_logprobs < 0;
 }
 
 RoundGraphs::RoundGraphs(const GraphProgram& program) noexcept : program_(program) { measured({}, {}, 0); }

@@ -7,17 +7,17 @@ namespace ull::graph {
 namespace {
 
 gpu::Sampling device_sampling(const Sampling& sampling) noexcept {
-  return {sampling.temperature,
-          sampling.top_k,
-          sampling.top_p,
-          sampling.min_p,
-          sampling.seed,
-          sampling.top_logprobs,
-          sampling.bias_count,
-          sampling.repetition_penalty,
-          sampling.frequency_penalty,
-          sampling.presence_penalty,
-          sampling.penalizes() ? 1 : 0};
+  return {.temperature = sampling.temperature,
+          .top_k = sampling.top_k,
+          .top_p = sampling.top_p,
+          .min_p = sampling.min_p,
+          .seed = sampling.seed,
+          .top_logprobs = sampling.top_logprobs,
+          .bias_count = sampling.bias_count,
+          .repetition_penalty = sampling.repetition_penalty,
+          .frequency_penalty = sampling.frequency_penalty,
+          .presence_penalty = sampling.presence_penalty,
+          .penalizes = sampling.penalises() ? 1 : 0};
 }
 
 bool same_bits(const gpu::Sampling& a, const gpu::Sampling& b) noexcept {

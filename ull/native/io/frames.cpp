@@ -67,7 +67,7 @@ void pack_speculation(MsgpackWriter& out, const RequestSlot& request) noexcept {
   out.map(static_cast<uint64_t>(std::count_if(by_drafter.begin(), by_drafter.end(), [](int32_t n) { return n > 0; })));
   for (size_t i = 0; i < by_drafter.size(); ++i) {
     if (by_drafter[i] == 0) continue;
-    out.text(speculation_name(static_cast<Speculation>(i)));
+    out.text(drafter_name(static_cast<DrafterKind>(i)));
     out.integer(static_cast<uint64_t>(by_drafter[i]));
   }
   out.text("accepted_by_depth");

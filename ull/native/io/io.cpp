@@ -1,7 +1,5 @@
 #include "io/io.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -35,9 +33,9 @@ Io::Io(Engine& engine, const zmq::Api& api, void* context, const IoOptions& opti
 Io::Io(Engine& engine, const zmq::Api& api, void* context, const IoOptions& options, std::unique_ptr<Transport> clients)
     : engine_(engine),
       shared_(engine.shared()),
+      agent_(shared_.io_agent),
       api_(api),
       options_(options),
-      cooperative_(options.cooperative.value_or(options.core < 0)),
       clients_(std::move(clients)),
       control_(api_, context),
       intake_(api_, control_, *clients_),
@@ -67,24 +65,26 @@ void Io::start() {
 void Io::stop() noexcept {
   stopping_.store(true, std::memory_order_release);
   if (!thread_.joinable()) return;
-  shared_.io_waker.wake();
+  agent_.wake();
   thread_.join();
 }
 
 void Io::run() noexcept {
-  name_current_thread("ull-io");
-  (void)pin_current_thread(options_.core);
+  agent_.begin({.name = "ull-io",
+                .core = options_.core,
+                .cooperative = options_.cooperative.value_or(options_.core < 0),
+                .idle = options_.idle});
   int64_t give_up_ns = 0;
   for (bool worked = false;;) {
-    shared_.io_beat.tick();
+    agent_.tick();
     now_ = monotonic_ns();
-    shared_.io_duty.end_cycle(now_, worked);
+    agent_.end_cycle(now_, worked);
     const bool sockets = now_ - sockets_ns_ >= (active_.empty() ? kSocketsNs : kStreamingSocketsNs);
     if (sockets) sockets_ns_ = now_;
     worked = do_work(sockets);
     if (worked) {
       worked_ns_ = now_;
-      give_way();
+      agent_.give_way();
     }
     if (now_ - published_ns_ >= kPublishNs) publish();
     if (stopping_.load(std::memory_order_acquire)) {
@@ -97,7 +97,7 @@ void Io::run() noexcept {
   publish();
   clients_->close();
   control_.close(options_.server.linger_ms);
-  shared_.io_beat.end();
+  agent_.end();
 }
 
 void Io::look_at_files() noexcept {
@@ -150,26 +150,17 @@ bool Io::do_work(bool sockets) noexcept {
 // socket or the engine has something, or until it is time to spin again.
 void Io::idle() noexcept {
   cpu_relax();
-  if (options_.idle == IdleMode::kSpin) return;
+  if (!agent_.sleeps()) return;
   const bool paced = pace_.expects(now_);
-  if (paced ? now_ >= pace_.spin_from_ns() : now_ - worked_ns_ < kIdleSpinNs) return;
-  shared_.io_waker.announce();
-  if (shared_.events.empty() && !stopping_.load(std::memory_order_acquire)) {
+  if (paced ? now_ >= pace_.spin_from_ns() : !Agent::spun(now_ - worked_ns_)) return;
+  const auto nothing_new = [this] { return shared_.events.empty() && !stopping_.load(std::memory_order_acquire); };
+  worked_ns_ = agent_.sleep(nothing_new, [&] {
     ++stats_.sleeps;
     publish();
     if (paced) alarm_.set(pace_.spin_from_ns());
     wait_for_events(paced);
-  }
-  shared_.io_waker.awake();
+  });
   sockets_ns_ = 0;  // look at the sockets in the next cycle
-  worked_ns_ = monotonic_ns();
-  shared_.io_duty.end_sleep(worked_ns_);
-}
-
-// Where clients or other threads of the daemon run on this core, they may be waiting for it now: what has been sent is
-// theirs, and the scheduler lets them wait until this thread sleeps, or for its next tick. 0.6 us if nobody is.
-void Io::give_way() noexcept {
-  if (cooperative_) sched_yield();
 }
 
 // What there is no room for must not end the sleep: replies while too much waits for clients.
@@ -178,7 +169,7 @@ void Io::wait_for_events(bool paced) noexcept {
   const bool parked = intake_.parked();
   const bool waits = record_waits_ || (parked ? room : !clients_->gone().empty());  // for the control plane
   const auto control_events = static_cast<short>((room ? zmq::kPollIn : 0) | (waits ? zmq::kPollOut : 0));
-  std::array<zmq::PollItem, 4> items{{{nullptr, shared_.io_waker.fd(), zmq::kPollIn, 0},
+  std::array<zmq::PollItem, 4> items{{{nullptr, agent_.fd(), zmq::kPollIn, 0},
                                       {nullptr, alarm_.fd(), static_cast<short>(paced ? zmq::kPollIn : 0), 0},
                                       {control_.socket(), 0, control_events, 0},
                                       {nullptr, clients_->fd(), zmq::kPollIn, 0}}};
@@ -190,7 +181,7 @@ void Io::wait_for_events(bool paced) noexcept {
 }
 
 bool Io::flushed() const noexcept {
-  return shared_.events.empty() && outbox_.settled() && !intake_.parked() &&
+  return shared_.events.empty() && outbox_.delivered() && !intake_.parked() &&
          std::none_of(active_.begin(), active_.end(), [this](uint32_t slot) { return deliveries_[slot].ended; });
 }
 

@@ -21,6 +21,7 @@
 #include "io/pace.h"
 #include "io/server.h"
 #include "io/zmq_api.h"
+#include "sync/agent.h"
 #include "sync/alarm.h"
 #include "sync/seqlock.h"
 
@@ -113,7 +114,6 @@ class Io {
   [[nodiscard]] bool do_work(bool sockets) noexcept;
   void idle() noexcept;
   void wait_for_events(bool paced) noexcept;
-  void give_way() noexcept;
   [[nodiscard]] bool flushed() const noexcept;
 
   [[nodiscard]] bool take_events() noexcept;
@@ -133,9 +133,9 @@ class Io {
 
   Engine& engine_;
   EngineShared& shared_;
+  Agent& agent_;
   const zmq::Api api_;
   const IoOptions options_;
-  const bool cooperative_;
   const std::unique_ptr<Transport> clients_;
   ControlPair control_;
   Intake intake_;

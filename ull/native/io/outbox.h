@@ -52,7 +52,7 @@ class Outbox {
   // When retry() has something to do; INT64_MAX: never.
   [[nodiscard]] int64_t due_ns() const noexcept { return due_.empty() ? INT64_MAX : due_.begin()->first; }
   // Nothing waits but for clients that have stalled.
-  [[nodiscard]] bool settled() const noexcept { return waiting_cost_ == 0; }
+  [[nodiscard]] bool delivered() const noexcept { return waiting_cost_ == 0; }
   [[nodiscard]] uint64_t waiting() const noexcept { return waiting_; }  // messages
   [[nodiscard]] const Counts& counts(Kind kind) const noexcept { return counts_[static_cast<size_t>(kind)]; }
 

@@ -1,7 +1,7 @@
 // How one KV page lies in memory. A page holds the keys and values of kPageTokens tokens for every layer; pages lie
 // behind one another in one pool: [page][layer][keys | values].
 //
-// Both halves are stored as row tiles of 32, like weights (exec/cpu/kernels.h), so that scores and weighted sums are
+// Both halves are stored as row tiles of 32, like weights (cpu/kernels/kernels.h), so that scores and weighted sums are
 // the same products as every linear layer: keys [kv_head][token / 32][head_dim][32 tokens], rows = tokens; values
 // [kv_head][head_dim / 32][64 tokens][32 dims], rows = dims (padded with zeros to a multiple of 32). bf16 elements are
 // interleaved within the 32 as weights are.

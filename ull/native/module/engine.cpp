@@ -37,7 +37,7 @@ uint64_t submit(Engine& engine, const nb::bytes& identity, uint64_t request_id, 
   submission.sampling = wanted.sampling();
   if (params.contains("speculate") && !params["speculate"].is_none()) {
     const auto name = parameter(params, "speculate", std::string());
-    submission.speculation = parse_speculation(name);
+    submission.speculation = parse_drafter(name);
     if (!submission.speculation) throw InvalidRequest("speculate", "\"" + name + "\" is no drafter");
   }
   submission.max_tree = parameter(params, "max_tree", 0);
@@ -142,8 +142,8 @@ void bind_engine(nb::module_& m) {
           "threads",
           [](Engine& engine) {
             nb::dict out;
-            out["engine"] = to_dict(engine.shared().engine_duty.named());
-            out["io"] = to_dict(engine.shared().io_duty.named());
+            out["engine"] = to_dict(engine.shared().engine_agent.duty().named());
+            out["io"] = to_dict(engine.shared().io_agent.duty().named());
             return out;
           },
           "What the engine thread and the io thread do with their time.")

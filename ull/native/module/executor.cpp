@@ -15,8 +15,8 @@ nb::dict executor_info(const ExecutorInfo& info) {
   nb::list drafters;
   nb::dict draft_ns;
   nb::dict verify_ns;
-  for (int i = 0; i < kSpeculations; ++i) {
-    const char* name = speculation_name(static_cast<Speculation>(i));
+  for (int i = 0; i < kDrafterKinds; ++i) {
+    const char* name = drafter_name(static_cast<DrafterKind>(i));
     if (info.drafters[i]) drafters.append(name);
     if (info.draft_ns[i] > 0) draft_ns[name] = info.draft_ns[i];
   }
@@ -25,15 +25,15 @@ nb::dict executor_info(const ExecutorInfo& info) {
   }
   out["penalties"] = info.penalties;
   out["drafters"] = drafters;
-  out["default_drafter"] = speculation_name(info.default_drafter);
+  out["default_drafter"] = drafter_name(info.default_drafter);
   out["default_max_tree"] = info.default_max_tree;
   out["draft_ns"] = draft_ns;
   out["verify_ns"] = verify_ns;
   return out;
 }
 
-Speculation speculation_named(const std::string& name) {
-  const std::optional<Speculation> speculation = parse_speculation(name);
+DrafterKind speculation_named(const std::string& name) {
+  const std::optional<DrafterKind> speculation = parse_drafter(name);
   if (!speculation) throw std::invalid_argument("speculate: \"" + name + "\" is no drafter");
   return *speculation;
 }

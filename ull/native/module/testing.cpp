@@ -6,6 +6,7 @@
 #include "module/model.h"
 #include "module/sampling.h"
 #include "testing/local_decoder.h"
+#include "testing/scripted_drafter.h"
 #include "testing/scripted_executor.h"
 
 namespace ull::module {
@@ -37,8 +38,8 @@ nb::dict decode(cpu::LocalDecoder& self, const Int32Array& tokens, int max_token
     top.append(alternatives);
   }
   for (const cpu::DecodeRound& round : decoded.rounds) {
-    rounds.append(nb::make_tuple(speculation_name(round.drafter), round.tree_tokens, round.depth, round.accepted,
-                                 round.nanoseconds));
+    rounds.append(
+        nb::make_tuple(drafter_name(round.drafter), round.tree_tokens, round.depth, round.accepted, round.nanoseconds));
   }
   nb::dict out;
   out["tokens"] = ids;
@@ -56,8 +57,8 @@ void bind_testing(nb::module_& m) {
       m, "ScriptedExecutor",
       "An executor without a model: the token at position p is tokens[p % len(tokens)], or with from_past a hash of "
       "every token before p, read back through the page table. Times in nanoseconds; layers above 0: steps are "
-      "computed "
-      "inside start_*(), with so many beats of the engine's pulse, like those of an executor without a device; "
+      "computed inside start_*(), with so many beats of the engine's pulse, like those of an executor without a "
+      "device; "
       "fail_step "
       "and hang_step count prefill chunks, copies and rounds from 0 (-1: never).")
       .def(
@@ -99,8 +100,8 @@ void bind_testing(nb::module_& m) {
              std::vector<int32_t> truth, uint64_t seed) {
             cpu::SpeculationOptions options{.adaptive = adaptive, .coupled = coupled};
             if (!drafter.empty()) {
-              options.scripted = std::make_shared<ScriptedDrafter>(parse_draft_mode(drafter), std::move(truth),
-                                                                   field<int>(spec, "vocabulary"), seed);
+              options.in_place_of_draft_model =
+                  scripted_drafter(parse_draft_mode(drafter), std::move(truth), field<int>(spec, "vocabulary"), seed);
             }
             new (self) cpu::LocalDecoder(model_spec(spec),
                                          model_options(threads, std::move(cores), std::move(isa), prefill_chunk, pages),

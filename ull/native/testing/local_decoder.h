@@ -14,7 +14,7 @@ struct DecodeRequest {
   std::span<const int32_t> tokens;  // the prompt
   int max_tokens = 1;
   Sampling sampling = {};
-  Speculation speculation = Speculation::kNone;
+  DrafterKind speculation = DrafterKind::kNone;
   int max_tree = 0;
   std::span<const int32_t> pages = {};  // page table; empty: 0, 1, 2, ...
   int cached = 0;                       // tokens of the prompt that an earlier request left in the cache
@@ -22,7 +22,7 @@ struct DecodeRequest {
 };
 
 struct DecodeRound {
-  Speculation drafter;
+  DrafterKind drafter;
   int tree_tokens;
   int depth;
   int accepted;

@@ -1,9 +1,14 @@
 #include "testing/scripted_drafter.h"
 
+#include <memory>
 #include <stdexcept>
 #include <string>
 
 namespace ull {
+
+MakeDrafter scripted_drafter(ScriptedDrafter::Mode mode, std::vector<int32_t> truth, int vocabulary, uint64_t seed) {
+  return [=] { return std::make_unique<ScriptedDrafter>(mode, truth, vocabulary, seed); };
+}
 
 ScriptedDrafter::Mode parse_draft_mode(std::string_view name) {
   using Mode = ScriptedDrafter::Mode;

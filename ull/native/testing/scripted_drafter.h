@@ -27,7 +27,7 @@ class ScriptedDrafter final : public Drafter {
   ScriptedDrafter(Mode mode, std::vector<int32_t> truth, int vocabulary, uint64_t seed)
       : mode_(mode), truth_(std::move(truth)), vocabulary_(vocabulary), seed_(seed) {}
 
-  [[nodiscard]] Speculation kind() const noexcept override { return Speculation::kDraft; }
+  [[nodiscard]] DrafterKind kind() const noexcept override { return DrafterKind::kDraft; }
   [[nodiscard]] Status propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept override;
   [[nodiscard]] bool branches() const noexcept override { return true; }
   [[nodiscard]] int max_rank() const noexcept override { return kMaxTreeTokens; }
@@ -45,6 +45,10 @@ class ScriptedDrafter final : public Drafter {
   const uint64_t seed_;
   uint32_t drawn_ = 0;
 };
+
+// What an executor takes in place of its draft model.
+[[nodiscard]] MakeDrafter scripted_drafter(ScriptedDrafter::Mode mode, std::vector<int32_t> truth, int vocabulary,
+                                           uint64_t seed);
 
 // "right", "wrong", "random", "mixed", "duplicates" or "beyond"; throws std::invalid_argument.
 [[nodiscard]] ScriptedDrafter::Mode parse_draft_mode(std::string_view name);

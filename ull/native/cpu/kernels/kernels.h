@@ -53,7 +53,7 @@ struct Kernels {
   // out[i] = silu(gate[i]) * up[i] * factor, i in [0, 32)
   void (*silu_multiply)(const float* gate, const float* up, float factor, float* out) noexcept;
   // RMS norm: out[i * stride] = x[i] / sqrt(mean(x^2) + epsilon) * weight[i] * factor. factor: a power of two.
-  void (*normalize)(const float* x, const float* weight, int count, float epsilon, float factor, float* out,
+  void (*normalise)(const float* x, const float* weight, int count, float epsilon, float factor, float* out,
                     int stride) noexcept;
   // Rotary embedding of one head in halves: (a, b) -> (a cos - b sin, b cos + a sin), a = head[i], b = head[half + i].
   void (*rotate)(float* head, const float* cosine, const float* sine, int half) noexcept;

@@ -53,7 +53,7 @@ void silu_multiply(const float* gate, const float* up, float factor, float* out)
 }
 
 template <class S>
-void normalize(const float* x, const float* weight, int count, float epsilon, float factor, float* out,
+void normalise(const float* x, const float* weight, int count, float epsilon, float factor, float* out,
                int stride) noexcept {
   static_assert(kNormPartials == 4 * kLanes);
   typename S::F partial[4] = {S::zero(), S::zero(), S::zero(), S::zero()};
@@ -255,7 +255,7 @@ constexpr void fill_vector_kernels(Kernels& table) {
   table.name = S::kName;
   table.finish_tile = finish_tile<S>;
   table.silu_multiply = silu_multiply<S>;
-  table.normalize = normalize<S>;
+  table.normalise = normalise<S>;
   table.rotate = rotate<S>;
   table.softmax_page = softmax_page<S>;
   table.scan = scan<S>;
