@@ -66,7 +66,7 @@ from ull_build.recipe import ForwardRecipe, Recipe
 from ull_build.source.chat import check_chat_templates
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.source.digest import Sources, open_sources
-from ull_build.source.drafters import SpeculationSettings, describe, open_drafters
+from ull_build.source.drafters import Drafters, SpeculationSettings, describe, open_drafters
 from ull_build.source.vocabulary import CheckpointTokenizer, copy_tokenizer_files, read_tokenizer
 from ull_build.tensorrt.preflight import preflight
 from ull_build.tensorrt.staged import (
@@ -81,8 +81,9 @@ from ull_build.tensorrt.staged import (
 )
 from ull_build.tensorrt.timing_cache import require_timing_cache
 from ull_build.tensorrt.weights import SegmentWeights
-from ull_build.weights.cpu import Drafters, convert_stage, plan_weights
-from ull_build.weights.gpu import convert_device_stage, convert_for_device, plan_device_weights
+from ull_build.weights.convert import convert_checkpoint, convert_stage, plan_weights
+from ull_build.weights.pack_cpu import CpuPacker
+from ull_build.weights.pack_gpu import GpuPacker
 
 MEDUSA_LEFT_OUT = (
     "the recipe's Medusa heads are left out: they read the hidden state of ull's own decode, and TensorRT decodes; "
@@ -473,14 +474,12 @@ def _fp8_inputs(settings: Settings, model: Model) -> list[str]:
 
 def _needed_bytes(checkpoint: Checkpoint, drafters: Drafters, settings: Settings) -> int:
     """Disk space of a build: the bundle, and what the evaluation puts beside it."""
-    if settings.on_cpu:
-        plan = plan_weights(checkpoint, settings.precision, drafters)
-    else:
-        plan = plan_device_weights(checkpoint, settings.precision, drafters=drafters)
+    packer = CpuPacker(settings.precision) if settings.on_cpu else GpuPacker(settings.precision)
+    plan = plan_weights(checkpoint, packer, drafters)
     copies = 2 if settings.forward.has_plans else 1  # plans hold the weights once more
     rest = 64 << 20  # tokenizer, vocabulary and manifest
     if settings.evaluates_on_gpu:
-        rest += sum(shape.nbytes for shape in plan_device_weights(checkpoint, ORIGINAL).values())
+        rest += sum(shape.nbytes for shape in plan_weights(checkpoint, GpuPacker(ORIGINAL)).values())
     elif settings.evaluate or settings.forward.has_plans:  # plans are tried against the CPU executor
         rest += evaluation_bytes(checkpoint, settings.precision, settings.on_cpu)
     return rest + copies * sum(shape.nbytes for shape in plan.values())
@@ -497,7 +496,8 @@ def _write_files(
     settings, checkpoint = inputs.settings, inputs.checkpoint
     title, path = f"weights to {settings.precision.weights}", staging / WEIGHTS_FILE
     if settings.on_cpu:
-        weights, errors = convert_stage(title, reporter, checkpoint, settings.precision, path, inputs.drafters)
+        packer = CpuPacker(settings.precision)
+        weights, errors = convert_stage(title, reporter, checkpoint, packer, path, inputs.drafters)
     else:
         scaled = {} if activations is None else activations.scaled
         weights, errors = _write_device_weights(title, inputs, observation, scaled, staging, reporter)
@@ -517,13 +517,15 @@ def _write_device_weights(
     reporter: Reporter,
 ) -> tuple[FileEntry, list[TensorError]]:
     """Writes the bundle's weights; those of layers that only plans will hold go to the reference beside it."""
-    checkpoint, precision, path = inputs.checkpoint, inputs.settings.precision, staging / WEIGHTS_FILE
+    checkpoint, drafters, precision = inputs.checkpoint, inputs.drafters, inputs.settings.precision
+    keys_values = None if observation is None else observation.keys_values
+    packer, path = GpuPacker(precision, keys_values=keys_values, scaled=scaled), staging / WEIGHTS_FILE
     full = path if inputs.settings.forward.keeps_weights else staging / REFERENCE / WEIGHTS_FILE
     full.parent.mkdir(exist_ok=True)
-    keys_values, drafters = None if observation is None else observation.keys_values, inputs.drafters
-    weights, errors = convert_device_stage(title, reporter, checkpoint, precision, full, keys_values, drafters, scaled)
+    weights, errors = convert_stage(title, reporter, checkpoint, packer, full, drafters)
     if full is not path:
-        weights, _ = convert_for_device(checkpoint, precision, path, None, keys_values, fused=False, drafters=drafters)
+        unfused = GpuPacker(precision, fused=False, keys_values=keys_values)
+        weights, _ = convert_checkpoint(checkpoint, unfused, path, drafters=drafters)
     return weights, errors
 
 

@@ -22,8 +22,9 @@ from ull.bundle.open import Bundle, Precision, TensorShape, open_bundle, read_te
 from ull.errors import CheckpointError
 from ull_build.build import Settings, build
 from ull_build.source.checkpoint import Checkpoint
-from ull_build.weights.cpu import ORIGINAL_BF16, ORIGINAL_F32, convert_checkpoint
-from ull_build.weights.pack_cpu import alternate_tiles, pack_tiles, unpack_tiles, whole_tiles
+from ull_build.weights.convert import convert_checkpoint
+from ull_build.weights.fuse import alternate_tiles, whole_tiles
+from ull_build.weights.pack_cpu import ORIGINAL_BF16, ORIGINAL_F32, CpuPacker, pack_tiles, unpack_tiles
 from ull_build.weights.quantise import dequantize_rows, quantize_rows, to_bf16
 from ull_build.weights.writer import WeightsWriter
 
@@ -108,7 +109,7 @@ def test_whole_tiles_keep_order_and_pad_the_end(lengths: list[int]) -> None:
     total = sum(lengths)
     stream = np.arange(1, 2 * total + 1).reshape(-1, 2)
     blocks = np.split(stream, np.cumsum(lengths)[:-1])
-    tiles = list(whole_tiles(blocks))
+    tiles = list(whole_tiles(blocks, 32))
     assert all(len(tile) % 32 == 0 for tile in tiles)
     joined = np.concatenate(tiles)
     assert len(joined) == -(-total // 32) * 32
@@ -118,7 +119,7 @@ def test_whole_tiles_keep_order_and_pad_the_end(lengths: list[int]) -> None:
 
 def test_alternate_tiles() -> None:
     gate, up = np.arange(40)[:, None] + 1, np.arange(40)[:, None] + 101
-    joined = np.concatenate(list(alternate_tiles([gate], [up]))).reshape(4, 32)
+    joined = np.concatenate(list(alternate_tiles([gate], [up], 32))).reshape(4, 32)
     assert joined[:, 0].tolist() == [1, 101, 33, 133]
     assert joined[2, 7] == 40 and not joined[2, 8:].any()
 
@@ -320,7 +321,8 @@ import sys
 from pathlib import Path
 from ull_build.build import Settings, build
 from ull_build.source.checkpoint import Checkpoint
-from ull_build.weights.cpu import ORIGINAL_F32, convert_checkpoint
+from ull_build.weights.convert import convert_checkpoint
+from ull_build.weights.pack_cpu import ORIGINAL_F32, CpuPacker
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
@@ -329,7 +331,7 @@ source, output = map(Path, sys.argv[1:])
 before = peak()
 build(Settings(model=source, output=output, name="x", evaluate=False))
 with Checkpoint(source) as checkpoint:
-    convert_checkpoint(checkpoint, ORIGINAL_F32, output.with_suffix(".f32"))
+    convert_checkpoint(checkpoint, CpuPacker(ORIGINAL_F32), output.with_suffix(".f32"))
 print(peak() - before)
 """
 
@@ -377,7 +379,7 @@ def test_relative_errors_are_those_of_the_packed_tensors(tmp_path: Path) -> None
     (tmp_path / "f32").mkdir()
     original = make(tmp_path / "f32", checkpoint_directory, ORIGINAL_F32)
     with Checkpoint(checkpoint_directory) as checkpoint:
-        _, errors = convert_checkpoint(checkpoint, FP8, tmp_path / "again")
+        _, errors = convert_checkpoint(checkpoint, CpuPacker(FP8), tmp_path / "again")
     assert [item.name for item in errors] == [name for name in bundle.tensors if name.endswith(".weight")][1:]
     for item in errors:
         stem = item.name.removesuffix(".weight")

@@ -33,10 +33,9 @@ from ull_build.shapes import SHAPES, shape_model
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.source.drafters import SpeculationSettings
 from ull_build.tensorrt.weights import SegmentWeights
-from ull_build.weights.gpu import kv_scales
 from ull_build.weights.pack_cpu import unpack_tiles
-from ull_build.weights.pack_gpu import pack_blocks, scale_rows, unpack_blocks, unscale_rows
-from ull_build.weights.quantise import round_to_bf16
+from ull_build.weights.pack_gpu import kv_scales, pack_blocks, unpack_blocks
+from ull_build.weights.quantise import round_to_bf16, scale_rows, unscale_rows
 
 DIMENSIONS = {"head_dim": 32, "hidden_size": 96, "intermediate_size": 100, "num_attention_heads": 4, "vocab_size": 333}
 

@@ -20,7 +20,7 @@ from ull.text.tokenizer import Tokenizer
 from ull.wire import Message
 from ull_build.build import Settings, build
 from ull_build.source.architecture import parse_config
-from ull_build.weights.cpu import ORIGINAL_BF16, ORIGINAL_F32
+from ull_build.weights.pack_cpu import ORIGINAL_BF16, ORIGINAL_F32
 
 # Far inside the tolerance: a wrong option is off by more than 2e-2, float32 rounding by about 2e-6 (the fixtures
 # themselves differ that much from a float64 computation).

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from ull._native import CpuModel
 from ull.bundle.open import open_bundle
 from ull_build.build import Settings, build
-from ull_build.weights.cpu import ORIGINAL_F32
+from ull_build.weights.pack_cpu import ORIGINAL_F32
 
 from .cases import CASES, TOLERANCE, Case, assemble
 from .make_fixtures import all_logits, deterministic, expectation, load, write_checkpoint

@@ -41,7 +41,8 @@ from ull_build.tensorrt.plans import LEVELS, REPORTS, PlanSettings, PlansFailed,
 from ull_build.tensorrt.timing_cache import save_timing_cache
 from ull_build.tensorrt.trial import DeviceRunner
 from ull_build.tensorrt.weights import Weights, input_scales
-from ull_build.weights.gpu import convert_for_device
+from ull_build.weights.convert import convert_checkpoint
+from ull_build.weights.pack_gpu import GpuPacker
 
 REFERENCE = "reference"  # folder of the staging directory
 MADE_UP_LIMIT = 0.5  # of made-up weights' logits: what FP8 activations alone cost them is not measured
@@ -222,7 +223,7 @@ def try_made_up(
     reference = staging / REFERENCE
     if not (path := reference / WEIGHTS_FILE).exists():
         reference.mkdir()
-        convert_for_device(checkpoint, manifest.precision, path)
+        convert_checkpoint(checkpoint, GpuPacker(manifest.precision), path)
         (reference / CODE_DIRECTORY).symlink_to(staging / CODE_DIRECTORY)
     whole = msgspec.structs.replace(
         manifest,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ull.bundle.open import Precision
 from ull_build.source.checkpoint import Checkpoint
-from ull_build.weights.cpu import bias_sources, vector_source, weight_sources
+from ull_build.weights.names import bias_sources, vector_source, weight_sources
 from ull_build.weights.quantise import BF16_MAX, FP8_MAX, quantize_rows, round_to_bf16
 
 HEAD = "lm_head"

@@ -99,7 +99,7 @@ def _linear(bundle: Bundle, name: str) -> dict[str, NDArray[np.float32]]:
 
 
 def _alternate(fused: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Undoes `pack.alternate_tiles`: rows or elements of the first and of the second stream."""
+    """Undoes `fuse.alternate_tiles`: rows or elements of the first and of the second stream."""
     tiles = fused.reshape(-1, 2, TILE, *fused.shape[1:])
     first, second = (np.ascontiguousarray(tiles[:, side]).reshape(-1, *fused.shape[1:]) for side in (0, 1))
     return first, second

@@ -22,8 +22,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ull_build.weights.pack_gpu import scale_rows
-from ull_build.weights.quantise import quantize_rows
+from ull_build.weights.quantise import quantize_rows, scale_rows
 
 MMA_COLUMNS = 16  # that a matrix instruction adds up
 MMA_ERROR = 2.0**-18  # relative to the sum of magnitudes
