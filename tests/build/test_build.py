@@ -20,7 +20,8 @@ from safetensors.numpy import load_file
 from checkpoints import BOS, EOS, make_config, write_checkpoint, write_json, write_shards
 from ull.bundle.open import Bundle, Precision, TensorShape, open_bundle, read_tensor_file
 from ull.errors import CheckpointError
-from ull_build.build import Settings, build
+from ull_build.build import build
+from ull_build.settings import Settings
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.weights.convert import convert_checkpoint
 from ull_build.weights.fuse import alternate_tiles, whole_tiles
@@ -319,7 +320,8 @@ def test_special_tokens_outside_of_the_vocabulary(tmp_path: Path) -> None:
 MEASURE = """
 import sys
 from pathlib import Path
-from ull_build.build import Settings, build
+from ull_build.build import build
+from ull_build.settings import Settings
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.weights.convert import convert_checkpoint
 from ull_build.weights.pack_cpu import ORIGINAL_F32, CpuPacker

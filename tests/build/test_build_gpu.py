@@ -26,9 +26,10 @@ from ull.commands import inspect_tables as inspect
 from ull.errors import BuildError, BundleError, RecipeError
 from ull_build import cli
 from ull_build.benchmark_bundle import RandomSettings, build_random
-from ull_build.build import Settings, build, settings_from_recipe
+from ull_build.build import build
 from ull_build.code import kernels, nvrtc
 from ull_build.recipe import make_recipe
+from ull_build.settings import Settings, settings_from_recipe
 from ull_build.shapes import SHAPES, shape_model
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.source.drafters import SpeculationSettings

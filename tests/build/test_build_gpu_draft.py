@@ -23,8 +23,9 @@ from ull.gpu.program import Program
 from ull.gpu.weights import WeightImage, random_fills, random_vectors
 from ull.log import Log
 from ull_build import cli
-from ull_build.build import Settings, build
+from ull_build.build import build
 from ull_build.code import kernels
+from ull_build.settings import Settings
 from ull_build.source.drafters import SpeculationSettings
 
 TARGET = {"head_dim": 32, "hidden_size": 96, "num_attention_heads": 4, "vocab_size": 333}

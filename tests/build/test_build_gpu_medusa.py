@@ -19,8 +19,9 @@ from ull.errors import CheckpointError
 from ull.gpu.program import Program
 from ull.log import Log
 from ull_build import cli
-from ull_build.build import Settings, build
+from ull_build.build import build
 from ull_build.code import kernels
+from ull_build.settings import Settings
 from ull_build.source.drafters import SpeculationSettings
 from ull_build.weights.pack_gpu import unpack_blocks
 from ull_build.weights.quantise import round_to_bf16

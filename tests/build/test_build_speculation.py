@@ -21,9 +21,10 @@ from ull.bundle.open import Bundle, Precision, open_bundle
 from ull.commands.inspect_tables import describe as inspect_bundle
 from ull.commands.inspect_tables import main as inspect
 from ull.errors import BundleError, CheckpointError, RecipeError
-from ull_build.build import Settings, build
+from ull_build.build import build
 from ull_build.cli import main as ull_build
 from ull_build.recipe import load_recipe, make_recipe
+from ull_build.settings import Settings
 from ull_build.source.drafters import SpeculationSettings
 from ull_build.source.medusa import read_medusa
 from ull_build.source.torch_file import read_torch_file

@@ -10,8 +10,9 @@ from checkpoints import TRAINING_TEXT, write_checkpoint
 from ull import _native
 from ull.bundle.open import Bundle, Precision, open_bundle
 from ull.errors import BuildError
-from ull_build.build import Settings, build
+from ull_build.build import build
 from ull_build.progress import Reporter
+from ull_build.settings import Settings
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.source.drafters import SpeculationSettings
 from ull_build.source.vocabulary import read_tokenizer

@@ -18,7 +18,8 @@ from ull.bundle.open import Bundle, Precision, attention_factor, inverse_frequen
 from ull.errors import CheckpointError, RequestError
 from ull.text.tokenizer import Tokenizer
 from ull.wire import Message
-from ull_build.build import Settings, build
+from ull_build.build import build
+from ull_build.settings import Settings
 from ull_build.source.architecture import parse_config
 from ull_build.weights.pack_cpu import ORIGINAL_BF16, ORIGINAL_F32
 

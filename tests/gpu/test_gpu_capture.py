@@ -30,8 +30,8 @@ from ull.gpu.program import Program
 from ull.gpu.rounds import BURST_ROUNDS
 from ull.log import Log
 from ull_build.benchmark_bundle import RandomSettings, build_random
-from ull_build.build import Settings
 from ull_build.code import kernels
+from ull_build.settings import Settings
 from ull_build.shapes import shape_model
 
 DIMENSIONS = {

@@ -23,7 +23,8 @@ from ull.bundle.open import open_bundle
 from ull.client.sync import Client
 from ull.errors import RequestFailed
 from ull.spawn import DaemonProcess
-from ull_build.build import Settings, build
+from ull_build.build import build
+from ull_build.settings import Settings
 from ull_build.source.drafters import SpeculationSettings
 
 TINY = ROOT / "engines/tiny"

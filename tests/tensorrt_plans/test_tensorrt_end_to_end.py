@@ -22,7 +22,7 @@ from manifests import change_manifest
 from ull.bundle.open import Bundle, open_bundle
 from ull.client.sync import Client
 from ull.spawn import DaemonProcess
-from ull_build.build import Settings
+from ull_build.settings import Settings
 
 CONTEXT = 192
 PROMPTS = ("def add(first, second):\n    return", "x = 1\nx = 1\nx = 1\nx = 1\nx =")

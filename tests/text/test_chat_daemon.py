@@ -18,8 +18,9 @@ from ull.errors import CheckpointError
 from ull.text.control_tokens import Marks
 from ull.text.tokenizer import RenderedChat, Tokenizer
 from ull.wire import Message
-from ull_build.build import Settings, build
+from ull_build.build import build
 from ull_build.progress import Reporter
+from ull_build.settings import Settings
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 TEMPLATE = (
