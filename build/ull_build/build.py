@@ -13,12 +13,12 @@ import msgspec
 
 import ull
 from ull.bundle.open import (
-    ARCHITECTURES,
     DEVICE_KERNELS,
     DRAFT_CODE_DIRECTORY,
     FORMAT,
     FORMAT_VERSION,
     FUSED,
+    GPU_ARCHITECTURES,
     ROUND_KERNELS,
     TOKENIZER_FILE,
     VOCABULARY_FILE,
@@ -326,7 +326,7 @@ def compile_for(
         return []
     for problem in device_problems(target, model, precision, attention):
         raise RecipeError(f'target "{target}": {problem}', field="target")
-    needed = DEVICE_KERNELS if ARCHITECTURES[target].has_bulk_copies else ROUND_KERNELS
+    needed = DEVICE_KERNELS if GPU_ARCHITECTURES[target].has_bulk_copies else ROUND_KERNELS
     return compile_kernels(
         device_macros(model, precision, medusa),
         target,

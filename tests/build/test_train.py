@@ -28,7 +28,7 @@ from ull_build.train.data import (
     read_texts,
 )
 from ull_build.train.unpack import bundle_weights
-from ull_build.weights.quantise import dequantize_rows, quantize_rows
+from ull_build.weights.quantise import dequantise_rows, quantise_rows
 
 PLAN = Plan(sequences=6, prompt_tokens=24, response_tokens=12)
 
@@ -113,7 +113,7 @@ def test_a_bundle_gives_back_its_weights(tmp_path: Path, precision: str, archite
         for name, found in weights.items():
             original = np.concatenate(list(checkpoint.blocks(name)))
             if precision == "fp8" and name.endswith("_proj.weight"):
-                original = dequantize_rows(*quantize_rows(original))
+                original = dequantise_rows(*quantise_rows(original))
             assert np.array_equal(found, original), name
 
 

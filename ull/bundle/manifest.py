@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 
 from ull.bundle.forward import FUSED, AttentionKind, Forward, PlanCheck, Plans, Source, segment_names
 from ull.bundle.seal import MANIFEST_FILE, SEAL_FILE
-from ull.bundle.targets import ARCHITECTURES, Target
+from ull.bundle.targets import GPU_ARCHITECTURES, Target
 
 FORMAT: Final = "ull-engine"
 FORMAT_VERSION: Final = 2
@@ -421,7 +421,7 @@ def head_scan_problems(target: Target, precision: Precision, decode: Source) -> 
     """Why an FP8 copy of the lm_head would be of no use there, each with what would be. `decode`: who computes it."""
     if not precision.lm_head_scan:
         return
-    if target == "cpu" or not ARCHITECTURES[target].has_bulk_copies:
+    if target == "cpu" or not GPU_ARCHITECTURES[target].has_bulk_copies:
         yield f"lm_head_scan is for ull's own kernels, which do not run on {target}; leave it out"
     elif decode != "fused":
         yield "lm_head_scan is read by ull's own decode; supported: forward.decode fused"
@@ -431,7 +431,7 @@ def head_scan_problems(target: Target, precision: Precision, decode: Source) -> 
 
 def runs_draft_models(target: str) -> bool:
     """Whether an engine for this target can have a draft model: the CPU's, and where our own kernels run."""
-    return target == "cpu" or (target in ARCHITECTURES and ARCHITECTURES[cast(Target, target)].has_bulk_copies)
+    return target == "cpu" or (target in GPU_ARCHITECTURES and GPU_ARCHITECTURES[cast(Target, target)].has_bulk_copies)
 
 
 def draft_problems(target: Target, model: Model, precision: Precision) -> Iterator[str]:
@@ -447,7 +447,7 @@ def device_problems(
     target: Target, model: Model, precision: Precision, attention: AttentionKind | None
 ) -> Iterator[str]:
     """What a GPU target cannot do with this model, each with what it can. `attention`: of plans; None: no plans."""
-    if not ARCHITECTURES[target].has_bulk_copies and attention != "native":
+    if not GPU_ARCHITECTURES[target].has_bulk_copies and attention != "native":
         yield f"ull's kernels of the layers do not run on {target}; supported: --forward tensorrt --attention native"
     if attention == "native" and precision.kv != "bf16":
         yield f"TensorRT's own attention keeps its KV cache in bf16, not {precision.kv}"

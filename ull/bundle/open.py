@@ -121,12 +121,11 @@ from ull.bundle.seal import (
     read_manifest_bytes,
     write_sealed,
 )
-from ull.bundle.targets import ARCHITECTURES, capability_text
+from ull.bundle.targets import GPU_ARCHITECTURES, capability_text
 from ull.errors import BundleError, ConfigError
 
 __all__ = [
     "ALIGNMENT",
-    "ARCHITECTURES",
     "CODE_DIRECTORY",
     "DEVICE_ALIGNMENT",
     "DEVICE_KERNELS",
@@ -140,6 +139,7 @@ __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
     "FUSED",
+    "GPU_ARCHITECTURES",
     "HEAD_SCAN",
     "HEAD_SCAN_KERNELS",
     "HEAD_SEGMENT",

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from ull.bundle.open import (
-    ARCHITECTURES,
     CODE_DIRECTORY,
     FUSED,
+    GPU_ARCHITECTURES,
     WEIGHTS_FILE,
     FileEntry,
     Forward,
@@ -116,7 +116,7 @@ def settle_plans(
             continue
         save_timing_cache(built, timing_cache)
         return manifest
-    if not ARCHITECTURES[tools.target].has_bulk_copies:
+    if not GPU_ARCHITECTURES[tools.target].has_bulk_copies:
         raise PlansFailed(f"{notes[-1]}; our own kernels do not run on this GPU", field="forward")
     notes.append("prefill and decode by our own kernels: no TensorRT plans proved right")
     reporter.note(f"TensorRT is left out: {notes[-2]}")
@@ -202,7 +202,7 @@ def try_plans(
     reporter.note("trying the plans on the GPU")
     seen = check.observe_plans(staged_bundle(staging, manifest), tokens)
     fused = None
-    if ARCHITECTURES[manifest.target].has_bulk_copies:
+    if GPU_ARCHITECTURES[manifest.target].has_bulk_copies:
         fused = _fused_logits(staging, manifest, tokens)
     plain = fp8 = evaluator.logits(tokens)
     if manifest.calibration is not None:
@@ -234,7 +234,7 @@ def try_made_up(
     tokens = check.enough_of(range(check.CHECK_TOKENS), manifest.model.context)
     seen = check.observe_plans(staged_bundle(reference, whole), tokens)
     made = None
-    if ARCHITECTURES[manifest.target].has_bulk_copies:
+    if GPU_ARCHITECTURES[manifest.target].has_bulk_copies:
         fused = check.read_logits(check.with_forward(staged_bundle(reference, whole), FUSED), tokens)
         made = check.check_plans(seen, check.References(None, None, fused), limit)
     return _noted(manifest, seen, made)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ull.bundle.open import TILE_ROWS, MedusaHeads, Model, Precision, TensorShape, expected_tensors, medusa_tensors
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.weights.packer import PackedRows
-from ull_build.weights.quantise import as_stored, dequantize_rows, from_bf16, quantize_rows, to_bf16
+from ull_build.weights.quantise import as_stored, dequantise_rows, from_bf16, quantise_rows, to_bf16
 
 ORIGINAL_F32 = Precision(weights="f32", lm_head="f32", embedding="f32", kv="f32")
 ORIGINAL_BF16 = Precision(weights="bf16", lm_head="bf16", embedding="bf16", kv="f32")
@@ -59,8 +59,8 @@ class CpuPacker:
         if dtype == "BF16":
             bits = to_bf16(rows)
             return PackedRows(pack_tiles(bits), restored=from_bf16(bits))
-        codes, scales = quantize_rows(rows)
-        return PackedRows(pack_tiles(codes), scales, restored=dequantize_rows(codes, scales))
+        codes, scales = quantise_rows(rows)
+        return PackedRows(pack_tiles(codes), scales, restored=dequantise_rows(codes, scales))
 
     def vector(self, name: str, values: NDArray[np.float32], shape: TensorShape) -> NDArray[Any]:
         return as_stored(np.pad(values, (0, shape.shape[0] - len(values))), shape.dtype)

@@ -20,7 +20,7 @@ _LARGEST_F32 = float(np.finfo(np.float32).max)
 _VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)  # code -> value
 
 
-def quantize_rows(rows: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+def quantise_rows(rows: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Quantises finite `rows` [N, K] to FP8 codes [N, K] and scales [N].
 
     scale = max|row| / 448 (1.0 for a row of zeros); quotients saturate at +-448 and round to nearest even. There are no
@@ -38,7 +38,7 @@ def quantize_rows(rows: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray
     return quotients.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales
 
 
-def dequantize_rows(codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> NDArray[np.float32]:
+def dequantise_rows(codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> NDArray[np.float32]:
     """The inverse: codes [N, K], scales [N] -> float32 [N, K]."""
     return np.take(_VALUES, codes) * scales[:, None]
 
