@@ -19,6 +19,7 @@ from msgspec import Meta, Struct
 from ull.bundle.forward import FUSED, AttentionKind, Forward, PlanCheck, Plans, Source, segment_names
 from ull.bundle.seal import MANIFEST_FILE, SEAL_FILE
 from ull.bundle.targets import GPU_ARCHITECTURES, Target
+from ull.wire import Drafter
 
 FORMAT: Final = "ull-engine"
 FORMAT_VERSION: Final = 2
@@ -40,7 +41,6 @@ LayerCount = Annotated[int, Meta(ge=1, le=1 << 12)]
 TokenCount = Annotated[int, Meta(ge=1, le=1 << 28)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 28) - 1)]
 Positive = Annotated[float, Meta(gt=0.0)]
-Drafter = Literal["none", "ngram", "medusa", "draft", "auto"]
 RecipeValue = str | int | float | bool | None | dict[str, str | int | float | bool | None]
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 KernelName = Annotated[str, Meta(pattern="^ull_[a-z0-9_]+$", max_length=64)]

@@ -1,4 +1,4 @@
-"""Opens engine bundles: validates every field and file, and describes the weights to the native core.
+"""Opens engine bundles: validates every field and file.
 
 A bundle is a directory: `manifest.json` (see `ull.bundle.manifest`) and its seal (see `ull.bundle.seal`),
 `weights.safetensors` (see `ull.bundle.layout`, for a GPU `ull.bundle.device_layout`), `vocab.bin` (token id -> bytes),
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -60,11 +60,8 @@ from ull.bundle.layout import (
     FILLER,
     MEDUSA,
     TILE_ROWS,
-    TensorEntry,
-    TensorShape,
     expected_tensors,
     medusa_tensors,
-    read_tensor_file,
 )
 from ull.bundle.manifest import (
     CODE_DIRECTORY,
@@ -111,6 +108,7 @@ from ull.bundle.manifest import (
     quantised_inputs,
     runs_draft_models,
 )
+from ull.bundle.native_spec import native_spec
 from ull.bundle.rope import attention_factor, inverse_frequencies
 from ull.bundle.seal import (
     MANIFEST_FILE,
@@ -122,6 +120,7 @@ from ull.bundle.seal import (
     write_sealed,
 )
 from ull.bundle.targets import GPU_ARCHITECTURES, capability_text
+from ull.bundle.tensor_file import TensorEntry, TensorShape, read_tensor_file
 from ull.errors import BundleError, ConfigError
 
 __all__ = [
@@ -470,49 +469,3 @@ def _check_vocabulary(path: Path, model: Model) -> None:
     offsets = np.frombuffer(raw, "<u4", count + 1, head).astype(np.int64)
     if offsets[0] != 0 or bool((np.diff(offsets) < 0).any()) or bytes_start + int(offsets[-1]) != len(raw):
         raise BundleError(f"{path} has damaged offsets; {REBUILD}", field=VOCABULARY_FILE)
-
-
-def native_spec(
-    model: Model,
-    weights_path: Path,
-    tensors: Mapping[str, TensorEntry],
-    context: int,
-    kv: str,
-    speculation: Speculation | None = None,
-) -> dict[str, Any]:
-    """The dict by which `ull._native` learns about one weights file: dimensions, frequencies, where tensors lie.
-
-    `medusa` and `draft` describe what `speculation` brings along; without it their tensors are left out.
-    """
-    medusa, draft = (speculation.medusa, speculation.draft) if speculation else (None, None)
-    left_out = (*(() if medusa else (MEDUSA,)), *(() if draft else (DRAFT,)))
-    return {
-        **_dimensions(model, context, kv),
-        "path": str(weights_path),
-        "medusa": None if medusa is None else msgspec.to_builtins(medusa),
-        "draft": None if draft is None else _dimensions(draft.model, context, draft.precision.kv),
-        "tensors": {
-            name: (item.offset, item.nbytes, item.dtype, item.shape)
-            for name, item in tensors.items()
-            if not name.endswith(FILLER) and not name.startswith(left_out)
-        },
-    }
-
-
-def _dimensions(model: Model, context: int, kv: str) -> dict[str, Any]:
-    return {
-        "hidden": model.hidden,
-        "layers": model.layers,
-        "heads": model.heads,
-        "kv_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "intermediate": model.intermediate,
-        "vocabulary": model.vocabulary,
-        "context": context,
-        "rms_epsilon": model.rms_epsilon,
-        "kv_dtype": kv,
-        "qk_norm": model.qk_norm,
-        "inv_freq": inverse_frequencies(model.rope, model.head_dim),
-        "attention_factor": attention_factor(model.rope),
-        "windows": list(model.windows),
-    }
