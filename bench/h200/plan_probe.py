@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ull.bundle.open import Model, Precision, Profile, profile_of, profile_scheme, segment_names
+from ull.bundle import Model, Precision, Profile, profile_of, profile_scheme, segment_names
 from ull.gpu.driver import Driver
 from ull.gpu.tensorrt import library as tensorrt_library
 from ull_build.progress import Reporter

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 import ull
-from ull.bundle.open import (
+from ull.bundle import (
     DEVICE_KERNELS,
     DRAFT_CODE_DIRECTORY,
     FORMAT,

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ull
-from ull.bundle.open import Manifest, MedusaHeads, Precision, Source, Target
+from ull.bundle import Manifest, MedusaHeads, Precision, Source, Target
 from ull.errors import RecipeError, UllError
 from ull_build.benchmark_bundle import RandomSettings, build_random
 from ull_build.build import BuildResult, build

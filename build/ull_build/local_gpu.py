@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ull.bundle.open import (
+from ull.bundle import (
     GPU_ARCHITECTURES,
     WEIGHTS_FILE,
     Bundle,

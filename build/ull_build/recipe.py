@@ -11,15 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from ull.bundle.open import (
-    GPU_ARCHITECTURES,
-    MAX_TREE,
-    AttentionKind,
-    Drafter,
-    ProfileScheme,
-    Source,
-    runs_draft_models,
-)
+from ull.bundle import GPU_ARCHITECTURES, MAX_TREE, AttentionKind, Drafter, ProfileScheme, Source, runs_draft_models
 from ull.errors import RecipeError
 
 TARGETS = {"cpu": "any x86-64 or ARM machine"} | {name: item.machines for name, item in GPU_ARCHITECTURES.items()}

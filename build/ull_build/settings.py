@@ -8,7 +8,7 @@ from typing import Literal, cast
 
 import msgspec
 
-from ull.bundle.open import Precision, RecipeValue, Target, runs_draft_models
+from ull.bundle import Precision, RecipeValue, Target, runs_draft_models
 from ull_build.recipe import ForwardRecipe, Recipe
 from ull_build.source.drafters import SpeculationSettings
 

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from checkpoints import BOS, EOS, make_config, write_checkpoint, write_json, write_shards
-from ull.bundle.open import Bundle, Precision, TensorShape, open_bundle, read_tensor_file
+from ull.bundle import Bundle, Precision, TensorShape, open_bundle, read_tensor_file
 from ull.errors import CheckpointError
 from ull_build.build import build
 from ull_build.settings import Settings

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from checkpoints import write_checkpoint, write_json
-from ull.bundle.open import FileEntry, open_bundle
+from ull.bundle import FileEntry, open_bundle
 from ull.errors import BuildError, BundleError, RecipeError
 from ull_build import cli
 from ull_build.build import build

@@ -20,8 +20,7 @@ from safetensors.numpy import load_file, save_file
 from checkpoints import head_tensors, write_checkpoint
 from device_bundles import build_with_stubs, read_weights, write_stubs
 from manifests import read_manifest_json, write_manifest_json
-from ull.bundle.device_layout import DEVICE_INTERFACE
-from ull.bundle.open import DEVICE_ALIGNMENT, DEVICE_KERNELS, Bundle, Precision, open_bundle
+from ull.bundle import DEVICE_ALIGNMENT, DEVICE_INTERFACE, DEVICE_KERNELS, Bundle, Precision, open_bundle
 from ull.commands import inspect_tables as inspect
 from ull.errors import BuildError, BundleError, RecipeError
 from ull_build import cli

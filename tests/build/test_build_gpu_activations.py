@@ -12,7 +12,7 @@ import pytest
 from checkpoints import Tensors, write_checkpoint
 from device_bundles import write_stubs
 from manifests import read_manifest_json, write_manifest_json
-from ull.bundle.open import ActivationRange, Bundle, Precision, encode_manifest, open_bundle
+from ull.bundle import ActivationRange, Bundle, Precision, encode_manifest, open_bundle
 from ull.commands import inspect_tables as inspect
 from ull.errors import BuildError, BundleError
 from ull_build.build import build

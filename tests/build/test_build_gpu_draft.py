@@ -15,7 +15,7 @@ from checkpoints import write_checkpoint
 from device_bundles import read_weights, write_stubs
 from manifests import change_manifest, read_manifest_json, write_manifest_json
 from recording_driver import Launched, RecordingDriver
-from ull.bundle.open import DEVICE_KERNELS, Bundle, Precision, open_bundle
+from ull.bundle import DEVICE_KERNELS, Bundle, Precision, open_bundle
 from ull.commands import inspect_tables as inspect
 from ull.errors import BundleError, CheckpointError
 from ull.gpu import params

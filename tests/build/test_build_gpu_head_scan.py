@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from checkpoints import write_checkpoint
 from device_bundles import read_weights, write_stubs
-from ull.bundle.open import DEVICE_KERNELS, HEAD_SCAN_KERNELS, Precision, open_bundle
+from ull.bundle import DEVICE_KERNELS, HEAD_SCAN_KERNELS, Precision, open_bundle
 from ull.commands import inspect_tables as inspect
 from ull.errors import RecipeError
 from ull_build import cli

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from checkpoints import head_tensors, write_checkpoint
 from device_bundles import read_weights, write_stubs
 from recording_driver import RecordingDriver
-from ull.bundle.open import DEVICE_KERNELS, MEDUSA_KERNELS, Bundle, Precision, open_bundle
+from ull.bundle import DEVICE_KERNELS, MEDUSA_KERNELS, Bundle, Precision, open_bundle
 from ull.commands import inspect_tables as inspect
 from ull.errors import CheckpointError
 from ull.gpu.program import Program

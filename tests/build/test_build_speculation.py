@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from checkpoints import head_tensors, tokenizer_json, write_checkpoint, write_json
 from manifests import change_manifest, read_manifest_json, write_manifest_json
-from ull.bundle.open import Bundle, Precision, open_bundle
+from ull.bundle import Bundle, Precision, open_bundle
 from ull.commands.inspect_tables import describe as inspect_bundle
 from ull.commands.inspect_tables import main as inspect
 from ull.errors import BundleError, CheckpointError, RecipeError

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from checkpoints import BOS, tokenizer_json, write_checkpoint, write_json
-from ull.bundle.open import Bundle, open_bundle
+from ull.bundle import Bundle, open_bundle
 from ull.errors import CheckpointError
 from ull_build.build import build
 from ull_build.settings import Settings

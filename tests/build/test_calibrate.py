@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoints import write_checkpoint
-from ull.bundle.open import Calibration, Manifest, Precision, open_bundle, quantised_inputs, read_manifest
+from ull.bundle import Calibration, Manifest, Precision, open_bundle, quantised_inputs, read_manifest
 from ull.commands import inspect_tables as inspect
 from ull.errors import BuildError, RecipeError
 from ull_build import cli

@@ -11,7 +11,7 @@ import pytest
 import driver_double
 from conftest import ROOT
 from device_bundles import build_with_stubs, emulated_kernels, write_stubs
-from ull.bundle.open import Precision, open_bundle
+from ull.bundle import Precision, open_bundle
 from ull_build.build import build
 from ull_build.settings import Settings
 

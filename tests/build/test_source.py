@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from checkpoints import head_tensors, write_checkpoint, write_json
-from ull.bundle.open import Bundle, listing_sha256, open_bundle
+from ull.bundle import Bundle, listing_sha256, open_bundle
 from ull.errors import BuildError, CheckpointError
 from ull_build.build import build
 from ull_build.recipe import make_recipe

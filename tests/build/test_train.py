@@ -8,7 +8,7 @@ import pytest
 
 from checkpoints import TRAINING_TEXT, write_checkpoint
 from ull import _native
-from ull.bundle.open import Bundle, Precision, open_bundle
+from ull.bundle import Bundle, Precision, open_bundle
 from ull.errors import BuildError
 from ull_build.build import build
 from ull_build.progress import Reporter

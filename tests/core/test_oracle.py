@@ -14,7 +14,7 @@ import pytest
 
 from oracle.cases import CASES, CHAT, CONFIGS, CONTEXT, GREEDY_TOKENS, TOLERANCE, Case, assemble, assemble_tokenizer
 from ull._native import CpuModel, evaluate
-from ull.bundle.open import Bundle, Precision, attention_factor, inverse_frequencies, open_bundle
+from ull.bundle import Bundle, Precision, attention_factor, inverse_frequencies, open_bundle
 from ull.errors import CheckpointError, RequestError
 from ull.text.tokenizer import Tokenizer
 from ull.wire import Message

@@ -15,7 +15,7 @@ import pytest
 import driver_double
 from device_bundles import build_with_stubs, emulated_kernels
 from recording_driver import RecordingDriver
-from ull.bundle.open import HEAD_SCAN, Precision, open_bundle
+from ull.bundle import HEAD_SCAN, Precision, open_bundle
 from ull.gpu.program import Program
 from ull.gpu.rounds import BURST_ROUNDS
 from ull.log import Log

@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file
 
 from ull._native import CpuModel
-from ull.bundle.open import open_bundle
+from ull.bundle import open_bundle
 from ull_build.build import build
 from ull_build.settings import Settings
 from ull_build.weights.pack_cpu import ORIGINAL_F32

@@ -19,7 +19,7 @@ from conftest import ROOT
 from device_bundles import build_with_stubs, emulated_kernels, write_stubs
 from double_daemons import TOKENS, complete, daemons
 from manifests import change_manifest
-from ull.bundle.open import Bundle, open_bundle
+from ull.bundle import Bundle, open_bundle
 from ull.client.sync import Client
 from ull.spawn import DaemonProcess
 from ull_build.settings import Settings

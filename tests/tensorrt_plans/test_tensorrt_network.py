@@ -10,8 +10,7 @@ import pytest
 import tensorrt_rig
 from oracle.cases import ROOT, Case
 from tensorrt_subjects import BF16, FITTING, FP8, FP8_HEAD, MODELS, mean_error, relative_error, subject, trt
-from ull.bundle.forward import segment_names
-from ull.bundle.open import Precision, device_problems
+from ull.bundle import Precision, device_problems, segment_names
 from ull.errors import BuildError
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.tensorrt.weights import BF16 as BF16_TYPE

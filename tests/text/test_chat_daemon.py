@@ -12,7 +12,7 @@ import ull
 from checkpoints import CHAT_TEMPLATE, END, write_checkpoint
 from conftest import Daemon, Spawn
 from manifests import change_manifest
-from ull.bundle.open import open_bundle
+from ull.bundle import open_bundle
 from ull.client.sync import Client
 from ull.errors import CheckpointError
 from ull.text.control_tokens import Marks

@@ -17,7 +17,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from ull import _native
-from ull.bundle.open import (
+from ull.bundle import (
     HEAD_SCAN,
     MANIFEST_FILE,
     Bundle,

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from ull.bundle.manifest import MAX_TREE
+from ull.bundle import MAX_TREE
 from ull.errors import RequestError
 from ull.text.tokenizer import Tokenizer
 from ull.wire import DRAFTERS, MAX_ID, Detokenize, DetokenizeReply, Generate, Message, Prompted, Tokenize, TokenizeReply

@@ -7,8 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ull import _native
-from ull.bundle.manifest import MAX_TREE
-from ull.bundle.open import Bundle
+from ull.bundle import MAX_TREE, Bundle
 from ull.daemon.config import PAGE_TOKENS, Config, EngineConfig
 from ull.errors import ConfigError
 from ull.log import Log

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 
-from ull.bundle.open import Bundle
-from ull.bundle.targets import GPU_ARCHITECTURES, capability_text
+from ull.bundle import GPU_ARCHITECTURES, Bundle, capability_text
 from ull.errors import GpuError
 from ull.gpu.driver import DeviceInfo
 

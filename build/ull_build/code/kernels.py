@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ull
-from ull.bundle.open import CODE_DIRECTORY, DEVICE_KERNELS, GPU_ARCHITECTURES, CodeFile, DeviceCode, FileEntry, Target
+from ull.bundle import CODE_DIRECTORY, DEVICE_KERNELS, GPU_ARCHITECTURES, CodeFile, DeviceCode, FileEntry, Target
 from ull.errors import BuildError
 from ull_build.code import nvrtc
 from ull_build.code.std_headers import STD_HEADERS

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ull.bundle.open import MLP_SCALE, ActivationRange
+from ull.bundle import MLP_SCALE, ActivationRange
 from ull.errors import BuildError
 from ull_build.progress import Reporter
 from ull_build.quality.evaluate import EvaluationText, Observation

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import Model, Precision, Quality, TensorError, native_spec, read_tensor_file
+from ull.bundle import Model, Precision, Quality, TensorError, native_spec, read_tensor_file
 from ull_build.progress import Reporter
 from ull_build.quality.evaluate import EvaluationText, Observation, Predictions, check_quality, logits, observe, predict
 from ull_build.source.checkpoint import Checkpoint

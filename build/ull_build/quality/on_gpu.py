@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import WEIGHTS_FILE, Bundle, Manifest, Precision, device_macros
+from ull.bundle import WEIGHTS_FILE, Bundle, Manifest, Precision, device_macros
 from ull.errors import BuildError
 from ull_build.code.kernels import CompiledFile, write_code
 from ull_build.local_gpu import open_program, staged_bundle

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
-from ull.bundle.open import Provenance, RecipeValue, SourceFiles, listing_sha256
+from ull.bundle import Provenance, RecipeValue, SourceFiles, listing_sha256
 from ull.errors import CheckpointError
 from ull_build.progress import Reporter
 from ull_build.source.checkpoint import Checkpoint

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from ull.bundle.open import MAX_TREE, DeviceCode, Drafter, DraftModel, MedusaHeads, Model, Precision, Speculation
+from ull.bundle import MAX_TREE, DeviceCode, Drafter, DraftModel, MedusaHeads, Model, Precision, Speculation
 from ull.errors import CheckpointError
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.source.medusa import MedusaWeights, check_medusa, read_medusa

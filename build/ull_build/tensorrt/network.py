@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ull.bundle.open import ENTRY_SEGMENT, EXIT_SEGMENT, HEAD_SEGMENT, MAX_TREE, Model, segment_names
+from ull.bundle import ENTRY_SEGMENT, EXIT_SEGMENT, HEAD_SEGMENT, MAX_TREE, Model, segment_names
 from ull_build.tensorrt.graph import Graph
 from ull_build.tensorrt.weights import HEAD, Weights
 

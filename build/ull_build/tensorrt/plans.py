@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ull.bundle.open import PLANS_DIRECTORY, AttentionKind, Model, Profile, profile_scheme
+from ull.bundle import PLANS_DIRECTORY, AttentionKind, Model, Profile, profile_scheme
 from ull.errors import BuildError
 from ull.gpu.tensorrt.library import make_logger
 from ull_build.progress import Reporter

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ull.bundle.open import Model, Precision, device_tensors
+from ull.bundle import Model, Precision, device_tensors
 from ull.errors import BuildError
 from ull.gpu.driver import Driver
 from ull.gpu.tensorrt import library as tensorrt_library

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ull.bundle.open import (
+from ull.bundle import (
     CODE_DIRECTORY,
     FUSED,
     GPU_ARCHITECTURES,

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import Precision
+from ull.bundle import Precision
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.weights.names import bias_sources, vector_source, weight_sources
 from ull_build.weights.quantise import BF16_MAX, FP8_MAX, quantise_rows, round_to_bf16

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import ull
-from ull.bundle.open import Bundle, open_bundle
+from ull.bundle import Bundle, open_bundle
 from ull.errors import BuildError, UllError
 from ull_build.build import build
 from ull_build.progress import Reporter, make_reporter

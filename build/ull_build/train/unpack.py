@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import Bundle, embedding_is_shared
+from ull.bundle import Bundle, embedding_is_shared
 from ull_build.weights.pack_cpu import unpack_tiles
 from ull_build.weights.quantise import dequantise_rows, from_bf16
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import DRAFT, FILLER, HEAD_SCAN, MEDUSA, FileEntry, TensorError, TensorShape
+from ull.bundle import DRAFT, FILLER, HEAD_SCAN, MEDUSA, FileEntry, TensorError, TensorShape
 from ull_build.progress import Reporter
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.source.drafters import NO_DRAFTERS, Drafters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ull.bundle.open import HEAD_SCAN, TensorShape
+from ull.bundle import HEAD_SCAN, TensorShape
 from ull_build.source.checkpoint import Checkpoint
 
 EMBEDDING = "model.embed_tokens.weight"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import TILE_ROWS, MedusaHeads, Model, Precision, TensorShape, expected_tensors, medusa_tensors
+from ull.bundle import TILE_ROWS, MedusaHeads, Model, Precision, TensorShape, expected_tensors, medusa_tensors
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.weights.packer import PackedRows
 from ull_build.weights.quantise import as_stored, dequantise_rows, from_bf16, quantise_rows, to_bf16

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import (
+from ull.bundle import (
     DEVICE_STEP,
     DEVICE_TILE_ROWS,
     HEAD_SCAN,

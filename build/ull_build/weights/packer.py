@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import MedusaHeads, Model, TensorShape
+from ull.bundle import MedusaHeads, Model, TensorShape
 from ull_build.source.checkpoint import Checkpoint
 
 
