@@ -16,7 +16,7 @@ from typing import Annotated, Final, Literal, cast
 import msgspec
 from msgspec import Meta, Struct
 
-from ull.bundle.forward import FUSED, AttentionKind, Forward, PlanCheck, Plans, Source, segment_names
+from ull.bundle.forward import FUSED, AttentionKind, Forward, Source, segment_names
 from ull.bundle.seal import MANIFEST_FILE, SEAL_FILE
 from ull.bundle.targets import GPU_ARCHITECTURES, Target
 from ull.wire import Drafter
@@ -493,52 +493,3 @@ def is_inside(name: str) -> bool:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of `manifest.json`: indented, keys in the order of the structs."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
-
-
-__all__ = [
-    "CODE_DIRECTORY",
-    "DRAFT_CODE_DIRECTORY",
-    "FORMAT",
-    "FORMAT_VERSION",
-    "MAX_DEVICE_HEADS",
-    "MAX_MEDUSA_HEADS",
-    "MAX_MEDUSA_LAYERS",
-    "MAX_TREE",
-    "REQUIRED_FILES",
-    "TOKENIZER_FILE",
-    "VOCABULARY_FILE",
-    "WEIGHTS_FILE",
-    "ActivationRange",
-    "Calibration",
-    "CodeFile",
-    "DeviceCode",
-    "DraftModel",
-    "Drafter",
-    "FileEntry",
-    "Forward",
-    "Manifest",
-    "MedusaHeads",
-    "Model",
-    "PlanCheck",
-    "Plans",
-    "Precision",
-    "Provenance",
-    "Quality",
-    "RecipeValue",
-    "Rope",
-    "SourceFiles",
-    "Speculation",
-    "Target",
-    "TensorError",
-    "Tokens",
-    "device_problems",
-    "draft_problems",
-    "embedding_is_shared",
-    "encode_manifest",
-    "head_scan_problems",
-    "is_inside",
-    "listing_sha256",
-    "medusa_problems",
-    "quantised_inputs",
-    "runs_draft_models",
-]
