@@ -25,14 +25,13 @@ from ull_build.weights.head_scan import scan_rows
 from ull_build.weights.mlp_scale import scale_rows_of
 from ull_build.weights.names import bias_sources
 from ull_build.weights.packer import PackedRows
-from ull_build.weights.quantise import dequantise_rows, quantise_rows, round_to_bf16, scale_rows, unscale_rows
+from ull_build.weights.quantise import FP8_MAX, dequantise_rows, quantise_rows, round_to_bf16, scale_rows, unscale_rows
 
 # A row of a tile is 8 h + g, a column of a step 8 t + 4 j + 2 p + e. Lane 4 g + t holds both rows g of a tile and
 # eight columns, which the matrix instructions j = 0 and 1 take, in the order p, h, e of their operand registers.
 _ROWS = (2, 8)  # h, g
 _COLUMNS = (4, 2, 2, 2)  # t, j, p, e
-_MAX_FP8 = 448.0
-_OF_ROWS = ("scale", "bound", "kv_scale")  # kinds of vectors that are of full precision
+_FULL_PRECISION = (".scale", ".bound", ".kv_scale")  # suffixes of vectors that are not rounded
 
 
 def pack_blocks(rows: NDArray[Any]) -> NDArray[Any]:
@@ -104,7 +103,7 @@ class GpuPacker:
 
     def vector(self, name: str, values: NDArray[np.float32], shape: TensorShape) -> NDArray[np.float32]:
         """Norms and biases are of the CPU's precision, though stored as float32."""
-        exact = values if name.endswith(_OF_ROWS) else round_to_bf16(values)
+        exact = values if name.endswith(_FULL_PRECISION) else round_to_bf16(values)
         return scale_rows_of(name, np.pad(exact, (0, shape.shape[0] - len(exact))), self._scaled)
 
     def own_values(self, checkpoint: Checkpoint, name: str) -> NDArray[np.float32] | None:
@@ -123,7 +122,7 @@ def kv_scales(checkpoint: Checkpoint, layer: str, observed: NDArray[np.float32] 
     """
     model = checkpoint.model
     if observed is not None:
-        return _with_room_for_twice(np.where(observed > 0, observed, np.float32(_MAX_FP8 / 2)))
+        return _with_room_for_twice(np.where(observed > 0, observed, FP8_MAX / 2))
     sources = bias_sources(checkpoint, f"{layer}.qkv.bias")
     if not sources or model.qk_norm:  # a norm takes the bias's size away
         return np.ones(2 * model.kv_heads, np.float32)
@@ -134,5 +133,5 @@ def kv_scales(checkpoint: Checkpoint, layer: str, observed: NDArray[np.float32] 
 
 def _with_room_for_twice(largest: NDArray[np.float32]) -> NDArray[np.float32]:
     """The smallest powers of two, float32, that reach 2 * largest (all positive) with E4M3's 448."""
-    powers = np.ceil(np.log2(2.0 * largest.astype(np.float64) / _MAX_FP8))
+    powers = np.ceil(np.log2(2.0 * largest.astype(np.float64) / FP8_MAX))
     return np.asarray(np.ldexp(1.0, np.clip(powers, -126, 127).astype(np.int64)), np.float32)
