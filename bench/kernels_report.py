@@ -18,7 +18,7 @@ from typing import Any
 
 from report import ROOT
 from sass import disassemble, weight_loop
-from ull.bundle.open import Precision, device_macros
+from ull.bundle import Precision, device_macros
 from ull.gpu.fused import FusedForward
 from ull.gpu.launch import Launch
 from ull.gpu.memory import Sizes

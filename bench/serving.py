@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from report import ROOT
-from ull.bundle.open import SEAL_FILE
+from ull.bundle import SEAL_FILE
 from ull.spawn import DaemonProcess
 
 

@@ -12,8 +12,15 @@ import numpy as np
 
 from report import ROOT
 from serving import tiny_bundle
-from ull.bundle.layout import expected_tensors
-from ull.bundle.open import MANIFEST_FILE, SEAL_FILE, WEIGHTS_FILE, encode_manifest, open_bundle, write_sealed
+from ull.bundle import (
+    MANIFEST_FILE,
+    SEAL_FILE,
+    WEIGHTS_FILE,
+    encode_manifest,
+    expected_tensors,
+    open_bundle,
+    write_sealed,
+)
 from ull_build.weights.writer import WeightsWriter
 
 PIECE_BYTES = 32 << 20

@@ -33,8 +33,9 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 @pytest.fixture(scope="session")
 def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """engines/tiny.toml, built without its evaluation."""
-    from ull_build.build import build, settings_from_recipe
+    from ull_build.build import build
     from ull_build.recipe import load_recipe
+    from ull_build.settings import settings_from_recipe
 
     output = tmp_path_factory.mktemp("engines") / "tiny.ull"
     recipe = load_recipe(ROOT / "engines/tiny.toml", {"output": str(output)})
@@ -45,7 +46,8 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of a random Llama, never changed by a test."""
     from checkpoints import write_checkpoint
-    from ull_build.build import Settings, build
+    from ull_build.build import build
+    from ull_build.settings import Settings
 
     directory = tmp_path_factory.mktemp("bundle")
     checkpoint = write_checkpoint(directory / "model")

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Annotated, Any, Final, NoReturn, Protocol, TypeVar, get_args
+from typing import Annotated, Any, Final, Literal, NoReturn, Protocol, TypeVar, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from ull.bundle.manifest import MAX_TREE as MAX_TREE
-from ull.bundle.manifest import Drafter
 from ull.coercion import ONE_FOR_LIST, Coercion
 from ull.errors import Busy, Draining, RequestError
 
 VERSION: Final = b"ull1"
 MAX_ID: Final = 2**64 - 1  # request ids and seeds are unsigned 64-bit numbers
+MAX_TREE: Final = 64  # tokens of one verification, the root included
+Drafter = Literal["none", "ngram", "medusa", "draft", "auto"]
 DRAFTERS: Final[tuple[str, ...]] = get_args(Drafter)  # what `speculate` may name
 
 # Refused while decoding, before anything is allocated for the elements. The engine's own limits are tighter and

@@ -17,7 +17,7 @@ from journal import Finding
 from rounds import RoundTimer, loaded
 
 from report import percentiles
-from ull.bundle.open import (
+from ull.bundle import (
     CODE_DIRECTORY,
     MANIFEST_FILE,
     SEAL_FILE,

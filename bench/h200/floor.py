@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ull.bundle.open import MEDUSA, Bundle, Model
+from ull.bundle import MEDUSA, Bundle, Model
 
 KV_BYTES = {"bf16": 2, "fp8": 1}
 PASS_TOKENS = 64  # of a prompt, for which the weights of the layers are read once

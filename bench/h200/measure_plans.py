@@ -22,7 +22,7 @@ from plans import ARCH, measure_plans, print_plans
 from rich.console import Console
 from rich.table import Table
 
-from ull.bundle.open import Precision
+from ull.bundle import Precision
 from ull_build.shapes import shape_model
 from ull_build.tensorrt.preflight import estimate, read_machine, remarks
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ull.bundle.open import Model, Precision, Profile, profile_of, profile_scheme, segment_names
+from ull.bundle import Model, Precision, Profile, profile_of, profile_scheme, segment_names
 from ull.gpu.driver import Driver
 from ull.gpu.tensorrt import library as tensorrt_library
 from ull_build.progress import Reporter
@@ -26,7 +26,7 @@ from ull_build.tensorrt.plans import LEVELS, PlanSettings, Rung, build_plans
 from ull_build.tensorrt.random_weights import RandomCheckpoint, random_ranges
 from ull_build.tensorrt.timing_cache import open_timing_cache
 from ull_build.tensorrt.weights import BF16, F8, F16, F32, HEAD, Linear, SegmentWeights, activation_scale
-from ull_build.weights.quantise import FP8_MAX, quantize_rows
+from ull_build.weights.quantise import FP8_MAX, quantise_rows
 
 Finding = dict[str, Any]
 SCHEMES = ("row product", "per-row DQ", "per tensor", "16 bits")
@@ -69,7 +69,7 @@ class ProbeGraph(Graph):
             assert amax is not None and linear.scales is not None
             scale = self.constant(f"{name}.input_scale", activation_scale(amax, linear.compute))
             coded = self.named(self.network.add_quantize(operand, scale, self.trt.DataType.FP8), f"{name}.quantize")
-            operand = self._dequantize(f"{name}.input", coded, scale, linear.compute)
+            operand = self._dequantise(f"{name}.input", coded, scale, linear.compute)
             by_row = self.scheme == "per-row DQ"
             scales = linear.scales if by_row else linear.scales[0]
             layer = self.network.add_dequantize(
@@ -214,7 +214,7 @@ def made_up_linear(shape: Shape, scheme: str) -> tuple[Linear, np.ndarray]:
         scale = np.float32(np.asarray(np.abs(values).max() / FP8_MAX, BF16))
         codes = np.clip(values / scale, -FP8_MAX, FP8_MAX).astype(F8)
         return Linear(codes, np.full(shape.rows, scale, np.float32), None, BF16), codes.astype(np.float32) * scale
-    bits, scales = quantize_rows(values)
+    bits, scales = quantise_rows(values)
     compute = F32 if shape.name == HEAD and scheme == "row product" else BF16
     linear = Linear(bits.view(F8), scales, None, compute)
     stands_for = linear.rows.astype(np.float32) * scales[:, None]

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rounds import RoundTimer, loaded
 
-from ull.bundle.open import FUSED, SEAL_FILE, Bundle, Forward, open_bundle
+from ull.bundle import FUSED, SEAL_FILE, Bundle, Forward, open_bundle
 from ull.errors import GpuError
 from ull.gpu.tensorrt import library as tensorrt_library
 from ull_build.tensorrt.check import everything, with_forward

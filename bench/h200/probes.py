@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from stopwatch import Stopwatch
 
-from ull.bundle.open import Precision, device_macros
+from ull.bundle import Precision, device_macros
 from ull.errors import GpuError
 from ull.gpu.driver import Driver
 from ull.gpu.geometry import linear

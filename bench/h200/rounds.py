@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from stopwatch import Stopwatch
 
-from ull.bundle.open import Bundle
+from ull.bundle import Bundle
 from ull.gpu.params import PREFILL, ROUND_SLOTS, TREE_TOKENS
 from ull.gpu.program import Program, load
 from ull.gpu.replay import PATIENCE_S

@@ -24,8 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from timeline import END, FIRST, LAST, MARKS, START, WAITED, Block, draw_timeline, png, write_chrome_trace
 
-from ull.bundle.layout import round_up
-from ull.bundle.open import Bundle, open_bundle
+from ull.bundle import Bundle, open_bundle, round_up
 from ull.errors import UllError
 from ull.gpu import arena, program
 from ull.gpu.driver import Driver

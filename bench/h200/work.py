@@ -27,7 +27,7 @@ from tables import PERSISTENT_CONTEXTS
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from report import percentiles
-from ull.bundle.open import SEAL_FILE, Bundle, open_bundle
+from ull.bundle import SEAL_FILE, Bundle, open_bundle
 from ull.client.sync import Client
 from ull.gpu import driver
 from ull.gpu.params import RoundResult

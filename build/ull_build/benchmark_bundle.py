@@ -12,7 +12,7 @@ import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import ull
-from ull.bundle.open import (
+from ull.bundle import (
     DRAFT_CODE_DIRECTORY,
     FORMAT,
     FORMAT_VERSION,

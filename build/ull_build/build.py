@@ -6,20 +6,19 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
 
 import msgspec
 
 import ull
-from ull.bundle.open import (
-    ARCHITECTURES,
+from ull.bundle import (
     DEVICE_KERNELS,
     DRAFT_CODE_DIRECTORY,
     FORMAT,
     FORMAT_VERSION,
     FUSED,
+    GPU_ARCHITECTURES,
     ROUND_KERNELS,
     TOKENIZER_FILE,
     VOCABULARY_FILE,
@@ -35,7 +34,6 @@ from ull.bundle.open import (
     Model,
     Precision,
     Quality,
-    RecipeValue,
     Target,
     TensorError,
     Tokens,
@@ -48,7 +46,6 @@ from ull.bundle.open import (
     open_bundle,
     optional_kernels,
     quantised_inputs,
-    runs_draft_models,
     write_sealed,
 )
 from ull.errors import BuildError, CheckpointError, RecipeError
@@ -62,11 +59,11 @@ from ull_build.quality.calibrate import calibrate
 from ull_build.quality.evaluate import CALIBRATION, EvaluationText, Observation, read_text
 from ull_build.quality.measure import Evaluator, evaluation_bytes, measure_quality
 from ull_build.quality.on_gpu import ORIGINAL, DeviceEvaluator, require_bf16
-from ull_build.recipe import ForwardRecipe, Recipe
+from ull_build.settings import Settings
 from ull_build.source.chat import check_chat_templates
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.source.digest import Sources, open_sources
-from ull_build.source.drafters import SpeculationSettings, describe, open_drafters
+from ull_build.source.drafters import Drafters, describe, open_drafters
 from ull_build.source.vocabulary import CheckpointTokenizer, copy_tokenizer_files, read_tokenizer
 from ull_build.tensorrt.preflight import preflight
 from ull_build.tensorrt.staged import (
@@ -81,51 +78,9 @@ from ull_build.tensorrt.staged import (
 )
 from ull_build.tensorrt.timing_cache import require_timing_cache
 from ull_build.tensorrt.weights import SegmentWeights
-from ull_build.weights.cpu import Drafters, convert_stage, plan_weights
-from ull_build.weights.gpu import convert_device_stage, convert_for_device, plan_device_weights
-
-MEDUSA_LEFT_OUT = (
-    "the recipe's Medusa heads are left out: they read the hidden state of ull's own decode, and TensorRT decodes; "
-    'forward.decode = "fused" keeps them'
-)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to build. A text of None is the default one; `evaluate` False leaves the quality unmeasured.
-
-    `calibrate`: FP8 linears get FP8 inputs too, as TensorRT's plans need; their ranges are measured, not without
-    `evaluate`.
-    """
-
-    model: Path
-    output: Path
-    name: str
-    target: Target = "cpu"
-    precision: Precision = field(default_factory=Precision)
-    context: int | None = None
-    evaluate: bool = True
-    eval_text: Path | None = None
-    eval_tokens: int = 4096
-    evaluate_on: Literal["cpu", "gpu"] = "cpu"
-    calibrate: bool = False
-    calibration_text: Path | None = None
-    calibration_tokens: int = 2048
-    max_perplexity_increase: float = 0.01
-    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
-    forward: ForwardRecipe = field(default_factory=ForwardRecipe)
-    force: bool = False
-    threads: int = 0  # 0: as many as this process may use
-    recipe: dict[str, RecipeValue] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # what the recipe asks for and this build leaves out, and why
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.target == "cpu"
-
-    @property
-    def evaluates_on_gpu(self) -> bool:
-        return self.evaluate and self.evaluate_on == "gpu"
+from ull_build.weights.convert import convert_checkpoint, convert_stage, plan_weights
+from ull_build.weights.pack_cpu import CpuPacker
+from ull_build.weights.pack_gpu import GpuPacker
 
 
 @dataclass(frozen=True)
@@ -135,42 +90,6 @@ class BuildResult:
     path: Path
     manifest: Manifest
     seconds: float
-
-
-def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool = False) -> Settings:
-    """The settings that a recipe asks for. What a GPU cannot draft with is left out, Medusa heads with a note."""
-    medusa = recipe.medusa if recipe.forward.decode == "fused" else None
-    notes = [MEDUSA_LEFT_OUT] if recipe.medusa is not None and medusa is None else []
-    draft = recipe.draft if runs_draft_models(recipe.target) else None
-    return Settings(
-        model=Path(recipe.model),
-        output=Path(recipe.output),
-        name=recipe.name,
-        target=cast(Target, recipe.target),
-        precision=Precision(
-            weights=recipe.precision, lm_head=recipe.lm_head, kv=recipe.kv, lm_head_scan=recipe.lm_head_scan
-        ),
-        context=recipe.context,
-        evaluate=evaluate,
-        eval_text=None if recipe.eval_text is None else Path(recipe.eval_text),
-        eval_tokens=recipe.eval_tokens,
-        evaluate_on=recipe.evaluate_on,
-        calibrate=recipe.forward.has_plans,
-        calibration_text=None if recipe.calibration_text is None else Path(recipe.calibration_text),
-        calibration_tokens=recipe.calibration_tokens,
-        max_perplexity_increase=recipe.max_perplexity_increase,
-        speculation=SpeculationSettings(
-            default=recipe.drafter,
-            max_tree=recipe.speculation.max_tree,
-            medusa=None if medusa is None else Path(medusa.heads),
-            medusa_count=None if medusa is None else medusa.num,
-            draft=None if draft is None else Path(draft.model),
-        ),
-        forward=recipe.forward,
-        force=force,
-        recipe={key: value for key, value in msgspec.to_builtins(recipe).items() if key != "output"},
-        notes=tuple(notes),
-    )
 
 
 @dataclass(frozen=True)
@@ -407,7 +326,7 @@ def compile_for(
         return []
     for problem in device_problems(target, model, precision, attention):
         raise RecipeError(f'target "{target}": {problem}', field="target")
-    needed = DEVICE_KERNELS if ARCHITECTURES[target].has_bulk_copies else ROUND_KERNELS
+    needed = DEVICE_KERNELS if GPU_ARCHITECTURES[target].has_bulk_copies else ROUND_KERNELS
     return compile_kernels(
         device_macros(model, precision, medusa),
         target,
@@ -473,14 +392,12 @@ def _fp8_inputs(settings: Settings, model: Model) -> list[str]:
 
 def _needed_bytes(checkpoint: Checkpoint, drafters: Drafters, settings: Settings) -> int:
     """Disk space of a build: the bundle, and what the evaluation puts beside it."""
-    if settings.on_cpu:
-        plan = plan_weights(checkpoint, settings.precision, drafters)
-    else:
-        plan = plan_device_weights(checkpoint, settings.precision, drafters=drafters)
+    packer = CpuPacker(settings.precision) if settings.on_cpu else GpuPacker(settings.precision)
+    plan = plan_weights(checkpoint, packer, drafters)
     copies = 2 if settings.forward.has_plans else 1  # plans hold the weights once more
     rest = 64 << 20  # tokenizer, vocabulary and manifest
     if settings.evaluates_on_gpu:
-        rest += sum(shape.nbytes for shape in plan_device_weights(checkpoint, ORIGINAL).values())
+        rest += sum(shape.nbytes for shape in plan_weights(checkpoint, GpuPacker(ORIGINAL)).values())
     elif settings.evaluate or settings.forward.has_plans:  # plans are tried against the CPU executor
         rest += evaluation_bytes(checkpoint, settings.precision, settings.on_cpu)
     return rest + copies * sum(shape.nbytes for shape in plan.values())
@@ -497,7 +414,8 @@ def _write_files(
     settings, checkpoint = inputs.settings, inputs.checkpoint
     title, path = f"weights to {settings.precision.weights}", staging / WEIGHTS_FILE
     if settings.on_cpu:
-        weights, errors = convert_stage(title, reporter, checkpoint, settings.precision, path, inputs.drafters)
+        packer = CpuPacker(settings.precision)
+        weights, errors = convert_stage(title, reporter, checkpoint, packer, path, inputs.drafters)
     else:
         scaled = {} if activations is None else activations.scaled
         weights, errors = _write_device_weights(title, inputs, observation, scaled, staging, reporter)
@@ -517,13 +435,15 @@ def _write_device_weights(
     reporter: Reporter,
 ) -> tuple[FileEntry, list[TensorError]]:
     """Writes the bundle's weights; those of layers that only plans will hold go to the reference beside it."""
-    checkpoint, precision, path = inputs.checkpoint, inputs.settings.precision, staging / WEIGHTS_FILE
+    checkpoint, drafters, precision = inputs.checkpoint, inputs.drafters, inputs.settings.precision
+    keys_values = None if observation is None else observation.keys_values
+    packer, path = GpuPacker(precision, keys_values=keys_values, scaled=scaled), staging / WEIGHTS_FILE
     full = path if inputs.settings.forward.keeps_weights else staging / REFERENCE / WEIGHTS_FILE
     full.parent.mkdir(exist_ok=True)
-    keys_values, drafters = None if observation is None else observation.keys_values, inputs.drafters
-    weights, errors = convert_device_stage(title, reporter, checkpoint, precision, full, keys_values, drafters, scaled)
+    weights, errors = convert_stage(title, reporter, checkpoint, packer, full, drafters)
     if full is not path:
-        weights, _ = convert_for_device(checkpoint, precision, path, None, keys_values, fused=False, drafters=drafters)
+        unfused = GpuPacker(precision, fused=False, keys_values=keys_values)
+        weights, _ = convert_checkpoint(checkpoint, unfused, path, drafters=drafters)
     return weights, errors
 
 

@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 import ull
-from ull.bundle.open import Manifest, MedusaHeads, Precision, Source, Target
+from ull.bundle import Manifest, MedusaHeads, Precision, Source, Target
 from ull.errors import RecipeError, UllError
 from ull_build.benchmark_bundle import RandomSettings, build_random
-from ull_build.build import BuildResult, build, settings_from_recipe
+from ull_build.build import BuildResult, build
 from ull_build.progress import format_amount, make_reporter
 from ull_build.recipe import TARGETS, ForwardRecipe, Recipe, describe_keys, load_recipe, make_recipe
+from ull_build.settings import settings_from_recipe
 from ull_build.shapes import SHAPES
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ull.bundle.open import (
-    ARCHITECTURES,
+from ull.bundle import (
+    GPU_ARCHITECTURES,
     WEIGHTS_FILE,
     Bundle,
     Manifest,
@@ -34,7 +34,7 @@ def find_gpu(target: Target, purpose: str) -> LocalGpu:
     """GPU 0, on which `purpose` is to happen. Raises GpuError without one, BuildError where it is not the target's."""
     found = importlib.import_module("ull.gpu.driver").describe_device(0)
     gpu = LocalGpu(found["name"], found["capability"])
-    architecture = ARCHITECTURES[target]
+    architecture = GPU_ARCHITECTURES[target]
     if gpu.capability != capability_text(architecture.capability):
         raise BuildError(
             f"{purpose} on the GPU at hand, {gpu.name} (compute capability {gpu.capability}), which is not a {target}: "

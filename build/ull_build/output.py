@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ull.bundle.open import FORMAT, FileEntry, read_manifest_bytes
+from ull.bundle import FORMAT, FileEntry, read_manifest_bytes
 from ull.errors import BuildError, BundleError
 from ull_build.leftovers import create_locked, lock_folder, old_bundle, staging_folder
 

@@ -11,10 +11,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from ull.bundle.open import ARCHITECTURES, MAX_TREE, AttentionKind, Drafter, ProfileScheme, Source, runs_draft_models
+from ull.bundle import GPU_ARCHITECTURES, AttentionKind, ProfileScheme, Source, runs_draft_models
 from ull.errors import RecipeError
+from ull.wire import MAX_TREE, Drafter
 
-TARGETS = {"cpu": "any x86-64 or ARM machine"} | {name: item.machines for name, item in ARCHITECTURES.items()}
+TARGETS = {"cpu": "any x86-64 or ARM machine"} | {name: item.machines for name, item in GPU_ARCHITECTURES.items()}
 
 
 class MedusaRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

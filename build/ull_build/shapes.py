@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ull.bundle.open import Model, Rope
+from ull.bundle import Model, Rope
 from ull.errors import RecipeError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from device_bundles import write_stubs
-from ull.bundle.open import Precision, open_bundle
+from ull.bundle import Precision, open_bundle
 from ull_build.benchmark_bundle import RandomSettings, build_random
 from ull_build.code import kernels
 

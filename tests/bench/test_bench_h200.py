@@ -29,7 +29,7 @@ from tables import checks, headline, print_checks, print_persistent, print_promp
 from work import prompt_row, row
 
 import report as bench_report
-from ull.bundle.open import Model, Rope
+from ull.bundle import Model, Rope
 from ull.daemon.config import parse_config
 from ull.daemon.main import _overrides, _parser
 from ull.daemon.placement import CoreClaims, place

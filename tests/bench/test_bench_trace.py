@@ -19,9 +19,10 @@ import emulation
 from conftest import ROOT
 from device_bundles import PROMPT, build_with_stubs
 from ull import _native
-from ull.bundle.open import Precision, device_macros, open_bundle
-from ull_build.build import Settings, build
+from ull.bundle import Precision, device_macros, open_bundle
+from ull_build.build import build
 from ull_build.code.kernels import compile_file, kernel_sources
+from ull_build.settings import Settings
 from ull_build.shapes import shape_model
 
 sys.path.append(str(ROOT / "bench/h200"))

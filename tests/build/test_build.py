@@ -18,13 +18,15 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from checkpoints import BOS, EOS, make_config, write_checkpoint, write_json, write_shards
-from ull.bundle.open import Bundle, Precision, TensorShape, open_bundle, read_tensor_file
+from ull.bundle import Bundle, Precision, TensorShape, open_bundle, read_tensor_file
 from ull.errors import CheckpointError
-from ull_build.build import Settings, build
+from ull_build.build import build
+from ull_build.settings import Settings
 from ull_build.source.checkpoint import Checkpoint
-from ull_build.weights.cpu import ORIGINAL_BF16, ORIGINAL_F32, convert_checkpoint
-from ull_build.weights.pack_cpu import alternate_tiles, pack_tiles, unpack_tiles, whole_tiles
-from ull_build.weights.quantise import dequantize_rows, quantize_rows, to_bf16
+from ull_build.weights.convert import convert_checkpoint
+from ull_build.weights.fuse import alternate_tiles, whole_tiles
+from ull_build.weights.pack_cpu import ORIGINAL_BF16, ORIGINAL_F32, CpuPacker, pack_tiles, unpack_tiles
+from ull_build.weights.quantise import dequantise_rows, quantise_rows, to_bf16
 from ull_build.weights.writer import WeightsWriter
 
 FP8 = Precision()
@@ -41,13 +43,13 @@ ROWS = hypothesis_numpy.arrays(
 @settings(deadline=None)
 @given(rows=ROWS)
 def test_quantised_rows_are_near_and_never_nan_or_subnormal(rows: NDArray[np.float32]) -> None:
-    codes, scales = quantize_rows(rows)
+    codes, scales = quantise_rows(rows)
     magnitudes = codes & 0x7F
     assert codes.shape == rows.shape and scales.shape == rows.shape[:1]
     assert (magnitudes < 0x7F).all()
     assert ((magnitudes == 0) | (magnitudes >= 8)).all()
     assert (np.isfinite(scales) & (scales >= np.finfo(np.float32).tiny)).all()
-    stored = dequantize_rows(codes, scales).astype(np.float64)
+    stored = dequantise_rows(codes, scales).astype(np.float64)
     # Half of the last of 3 mantissa bits for normals, half of the least normal below; and float32's own rounding.
     bound = np.maximum(np.abs(rows) * 2.0**-4, scales[:, None].astype(np.float64) * 2.0**-7) * (1 + 1e-6)
     assert (np.abs(stored - rows) <= bound).all()
@@ -57,9 +59,9 @@ def test_rounding_is_to_nearest_even_as_in_ml_dtypes() -> None:
     values = np.concatenate([np.arange(2.0**-6, 448, 0.013), np.arange(0, 448.5, 0.5)]).astype(np.float32)
     values = values[(values == 0) | ((values >= 2.0**-6) & (values <= 448))]
     row = np.concatenate([values, -values])[None, :]
-    codes, scales = quantize_rows(row)
+    codes, scales = quantise_rows(row)
     assert scales.tolist() == [1.0]
-    np.testing.assert_array_equal(dequantize_rows(codes, scales), row.astype(ml_dtypes.float8_e4m3fn).astype(float))
+    np.testing.assert_array_equal(dequantise_rows(codes, scales), row.astype(ml_dtypes.float8_e4m3fn).astype(float))
 
 
 @pytest.mark.parametrize(
@@ -67,16 +69,16 @@ def test_rounding_is_to_nearest_even_as_in_ml_dtypes() -> None:
     [(2.0**-7, 0.0), (np.nextafter(np.float32(2.0**-7), np.float32(1)), 2.0**-6), (0.0155, 2.0**-6), (-0.0, 0.0)],
 )
 def test_subnormals_go_to_the_nearer_neighbour(value: float, stored: float) -> None:
-    codes, scales = quantize_rows(np.array([[448.0, value, -value]], np.float32))
-    assert dequantize_rows(codes, scales).tolist() == [[448.0, stored, -stored]]
+    codes, scales = quantise_rows(np.array([[448.0, value, -value]], np.float32))
+    assert dequantise_rows(codes, scales).tolist() == [[448.0, stored, -stored]]
 
 
 def test_zero_and_extreme_rows() -> None:
     largest = np.finfo(np.float32).max
     rows = np.array([[0, 0], [largest, -largest], [1e-45, 0], [-3, 1.5]], np.float32)
-    codes, scales = quantize_rows(rows)
+    codes, scales = quantise_rows(rows)
     assert scales[0] == 1.0 and codes[0].tolist() == [0, 0]
-    stored = dequantize_rows(codes, scales)
+    stored = dequantise_rows(codes, scales)
     np.testing.assert_allclose(stored[[1, 3]], rows[[1, 3]], rtol=1e-6)
     assert stored[2].tolist() == [0, 0]
 
@@ -108,7 +110,7 @@ def test_whole_tiles_keep_order_and_pad_the_end(lengths: list[int]) -> None:
     total = sum(lengths)
     stream = np.arange(1, 2 * total + 1).reshape(-1, 2)
     blocks = np.split(stream, np.cumsum(lengths)[:-1])
-    tiles = list(whole_tiles(blocks))
+    tiles = list(whole_tiles(blocks, 32))
     assert all(len(tile) % 32 == 0 for tile in tiles)
     joined = np.concatenate(tiles)
     assert len(joined) == -(-total // 32) * 32
@@ -118,7 +120,7 @@ def test_whole_tiles_keep_order_and_pad_the_end(lengths: list[int]) -> None:
 
 def test_alternate_tiles() -> None:
     gate, up = np.arange(40)[:, None] + 1, np.arange(40)[:, None] + 101
-    joined = np.concatenate(list(alternate_tiles([gate], [up]))).reshape(4, 32)
+    joined = np.concatenate(list(alternate_tiles([gate], [up], 32))).reshape(4, 32)
     assert joined[:, 0].tolist() == [1, 101, 33, 133]
     assert joined[2, 7] == 40 and not joined[2, 8:].any()
 
@@ -318,9 +320,11 @@ def test_special_tokens_outside_of_the_vocabulary(tmp_path: Path) -> None:
 MEASURE = """
 import sys
 from pathlib import Path
-from ull_build.build import Settings, build
+from ull_build.build import build
+from ull_build.settings import Settings
 from ull_build.source.checkpoint import Checkpoint
-from ull_build.weights.cpu import ORIGINAL_F32, convert_checkpoint
+from ull_build.weights.convert import convert_checkpoint
+from ull_build.weights.pack_cpu import ORIGINAL_F32, CpuPacker
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
@@ -329,7 +333,7 @@ source, output = map(Path, sys.argv[1:])
 before = peak()
 build(Settings(model=source, output=output, name="x", evaluate=False))
 with Checkpoint(source) as checkpoint:
-    convert_checkpoint(checkpoint, ORIGINAL_F32, output.with_suffix(".f32"))
+    convert_checkpoint(checkpoint, CpuPacker(ORIGINAL_F32), output.with_suffix(".f32"))
 print(peak() - before)
 """
 
@@ -377,7 +381,7 @@ def test_relative_errors_are_those_of_the_packed_tensors(tmp_path: Path) -> None
     (tmp_path / "f32").mkdir()
     original = make(tmp_path / "f32", checkpoint_directory, ORIGINAL_F32)
     with Checkpoint(checkpoint_directory) as checkpoint:
-        _, errors = convert_checkpoint(checkpoint, FP8, tmp_path / "again")
+        _, errors = convert_checkpoint(checkpoint, CpuPacker(FP8), tmp_path / "again")
     assert [item.name for item in errors] == [name for name in bundle.tensors if name.endswith(".weight")][1:]
     for item in errors:
         stem = item.name.removesuffix(".weight")

@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 
 from checkpoints import write_checkpoint, write_json
-from ull.bundle.open import FileEntry, open_bundle
+from ull.bundle import FileEntry, open_bundle
 from ull.errors import BuildError, BundleError, RecipeError
 from ull_build import cli
-from ull_build.build import Settings, build
+from ull_build.build import build
 from ull_build.output import file_entry
 from ull_build.progress import PlainReporter
 from ull_build.quality.evaluate import EvaluationText, Predictions, check_quality, read_text
 from ull_build.recipe import Recipe, describe_keys, load_recipe, make_recipe
+from ull_build.settings import Settings
 from ull_build.source.vocabulary import read_tokenizer
 
 ROOT = Path(__file__).parents[2]

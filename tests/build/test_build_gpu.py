@@ -20,24 +20,23 @@ from safetensors.numpy import load_file, save_file
 from checkpoints import head_tensors, write_checkpoint
 from device_bundles import build_with_stubs, read_weights, write_stubs
 from manifests import read_manifest_json, write_manifest_json
-from ull.bundle.device_layout import DEVICE_INTERFACE
-from ull.bundle.open import DEVICE_ALIGNMENT, DEVICE_KERNELS, Bundle, Precision, open_bundle
+from ull.bundle import DEVICE_ALIGNMENT, DEVICE_INTERFACE, DEVICE_KERNELS, Bundle, Precision, open_bundle
 from ull.commands import inspect
 from ull.commands.inspect_tables import parameter_count
 from ull.errors import BuildError, BundleError, RecipeError
 from ull_build import cli
 from ull_build.benchmark_bundle import RandomSettings, build_random
-from ull_build.build import Settings, build, settings_from_recipe
+from ull_build.build import build
 from ull_build.code import kernels, nvrtc
 from ull_build.recipe import make_recipe
+from ull_build.settings import Settings, settings_from_recipe
 from ull_build.shapes import SHAPES, shape_model
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.source.drafters import SpeculationSettings
 from ull_build.tensorrt.weights import SegmentWeights
-from ull_build.weights.gpu import kv_scales
 from ull_build.weights.pack_cpu import unpack_tiles
-from ull_build.weights.pack_gpu import pack_blocks, scale_rows, unpack_blocks, unscale_rows
-from ull_build.weights.quantise import round_to_bf16
+from ull_build.weights.pack_gpu import kv_scales, pack_blocks, unpack_blocks
+from ull_build.weights.quantise import round_to_bf16, scale_rows, unscale_rows
 
 DIMENSIONS = {"head_dim": 32, "hidden_size": 96, "intermediate_size": 100, "num_attention_heads": 4, "vocab_size": 333}
 

@@ -12,14 +12,16 @@ import pytest
 from checkpoints import Tensors, write_checkpoint
 from device_bundles import write_stubs
 from manifests import read_manifest_json, write_manifest_json
-from ull.bundle.open import ActivationRange, Bundle, Precision, encode_manifest, open_bundle
+from ull.bundle import ActivationRange, Bundle, Precision, encode_manifest, open_bundle
 from ull.commands import inspect
 from ull.errors import BuildError, BundleError
-from ull_build.build import Settings, build
+from ull_build.build import build
 from ull_build.code import kernels
 from ull_build.progress import Reporter
-from ull_build.quality.activation_range import F16_MAX, MARGIN, MOST_EXPONENT, check_activations, scale_rows_of
+from ull_build.quality.activation_range import F16_MAX, MARGIN, MOST_EXPONENT, check_activations
 from ull_build.quality.evaluate import EvaluationText, Observation
+from ull_build.settings import Settings
+from ull_build.weights.mlp_scale import scale_rows_of
 
 DIMENSIONS = {"head_dim": 32, "hidden_size": 96, "intermediate_size": 112, "num_attention_heads": 4, "vocab_size": 333}
 TEXT = EvaluationText("a text", np.zeros(64, np.int32), 64)

@@ -15,7 +15,7 @@ from checkpoints import write_checkpoint
 from device_bundles import read_weights, write_stubs
 from manifests import change_manifest, read_manifest_json, write_manifest_json
 from recording_driver import Launched, RecordingDriver
-from ull.bundle.open import DEVICE_KERNELS, Bundle, Precision, open_bundle
+from ull.bundle import DEVICE_KERNELS, Bundle, Precision, open_bundle
 from ull.commands import inspect
 from ull.errors import BundleError, CheckpointError
 from ull.gpu import params
@@ -23,8 +23,9 @@ from ull.gpu.program import Program
 from ull.gpu.weights import WeightImage, random_fills, random_vectors
 from ull.log import Log
 from ull_build import cli
-from ull_build.build import Settings, build
+from ull_build.build import build
 from ull_build.code import kernels
+from ull_build.settings import Settings
 from ull_build.source.drafters import SpeculationSettings
 
 TARGET = {"head_dim": 32, "hidden_size": 96, "num_attention_heads": 4, "vocab_size": 333}

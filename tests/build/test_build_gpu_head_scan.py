@@ -11,13 +11,14 @@ from safetensors.numpy import load_file
 
 from checkpoints import write_checkpoint
 from device_bundles import read_weights, write_stubs
-from ull.bundle.open import DEVICE_KERNELS, HEAD_SCAN_KERNELS, Precision, open_bundle
+from ull.bundle import DEVICE_KERNELS, HEAD_SCAN_KERNELS, Precision, open_bundle
 from ull.commands import inspect
 from ull.errors import RecipeError
 from ull_build import cli
-from ull_build.build import Settings, build, settings_from_recipe
+from ull_build.build import build
 from ull_build.code import kernels
 from ull_build.recipe import make_recipe
+from ull_build.settings import Settings, settings_from_recipe
 from ull_build.weights.head_scan import scan_rows
 from ull_build.weights.pack_gpu import unpack_blocks
 

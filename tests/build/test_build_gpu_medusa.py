@@ -13,14 +13,15 @@ from safetensors.numpy import save_file
 from checkpoints import head_tensors, write_checkpoint
 from device_bundles import read_weights, write_stubs
 from recording_driver import RecordingDriver
-from ull.bundle.open import DEVICE_KERNELS, MEDUSA_KERNELS, Bundle, Precision, open_bundle
+from ull.bundle import DEVICE_KERNELS, MEDUSA_KERNELS, Bundle, Precision, open_bundle
 from ull.commands import inspect
 from ull.errors import CheckpointError
 from ull.gpu.program import Program
 from ull.log import Log
 from ull_build import cli
-from ull_build.build import Settings, build
+from ull_build.build import build
 from ull_build.code import kernels
+from ull_build.settings import Settings
 from ull_build.source.drafters import SpeculationSettings
 from ull_build.weights.pack_gpu import unpack_blocks
 from ull_build.weights.quantise import round_to_bf16

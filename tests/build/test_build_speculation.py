@@ -17,17 +17,18 @@ from safetensors.numpy import save_file
 
 from checkpoints import head_tensors, tokenizer_json, write_checkpoint, write_json
 from manifests import change_manifest, read_manifest_json, write_manifest_json
-from ull.bundle.open import Bundle, Precision, open_bundle
+from ull.bundle import Bundle, Precision, open_bundle
 from ull.commands import inspect
 from ull.errors import BundleError, CheckpointError, RecipeError
-from ull_build.build import Settings, build
+from ull_build.build import build
 from ull_build.cli import main as ull_build
 from ull_build.recipe import load_recipe, make_recipe
+from ull_build.settings import Settings
 from ull_build.source.drafters import SpeculationSettings
 from ull_build.source.medusa import read_medusa
 from ull_build.source.torch_file import read_torch_file
 from ull_build.weights.pack_cpu import unpack_tiles
-from ull_build.weights.quantise import dequantize_rows, quantize_rows
+from ull_build.weights.quantise import dequantise_rows, quantise_rows
 
 HIDDEN, ROWS = 48, 330  # of checkpoints.make_config
 Tensors = dict[str, NDArray[Any]]
@@ -179,10 +180,10 @@ def test_every_form_of_heads_gives_the_same_bundle(target: Path, tmp_path: Path,
         if own:
             sources[f"{head}.lm_head"] = tensors[f"{head}.2.weight"]
         for place, source in sources.items():
-            rows = dequantize_rows(
+            rows = dequantise_rows(
                 unpack_tiles(stored(bundle, f"medusa.{place}.weight")), stored(bundle, f"medusa.{place}.scale")
             )
-            assert np.array_equal(rows[: len(source)], dequantize_rows(*quantize_rows(source)))
+            assert np.array_equal(rows[: len(source)], dequantise_rows(*quantise_rows(source)))
             assert not rows[len(source) :].any()
         bias = stored(bundle, f"medusa.{head}.1.bias")[:HIDDEN]
         wide = (bias.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -334,7 +335,7 @@ def test_lm_heads_may_differ_in_padding_rows(target: Path, tmp_path: Path, rows:
     save_file(tensors, tmp_path / "heads.safetensors")
     bundle = built(target, tmp_path / "x.ull", medusa=tmp_path / "heads.safetensors")
     tiles, scales = stored(bundle, "medusa.0.lm_head.weight"), stored(bundle, "medusa.0.lm_head.scale")
-    whole = dequantize_rows(unpack_tiles(tiles), scales)
+    whole = dequantise_rows(unpack_tiles(tiles), scales)
     assert len(whole) == 352 and np.abs(whole[:kept] - tensors["0.1.weight"][:kept]).max() < 0.3
 
 

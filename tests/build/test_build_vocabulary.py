@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from checkpoints import BOS, tokenizer_json, write_checkpoint, write_json
-from ull.bundle.open import Bundle, open_bundle
+from ull.bundle import Bundle, open_bundle
 from ull.errors import CheckpointError
-from ull_build.build import Settings, build
+from ull_build.build import build
+from ull_build.settings import Settings
 from ull_build.source.vocabulary import Vocabulary, build_vocabulary, read_tokenizer
 
 

@@ -11,8 +11,9 @@ import pytest
 import driver_double
 from conftest import ROOT
 from device_bundles import build_with_stubs, emulated_kernels, write_stubs
-from ull.bundle.open import Precision, open_bundle
-from ull_build.build import Settings, build
+from ull.bundle import Precision, open_bundle
+from ull_build.build import build
+from ull_build.settings import Settings
 
 PRECISION = Precision(weights="bf16")  # both sides of a comparison, so that one library of emulated kernels will do
 TOKENS = 130  # windows of 130: two whole chunks and a part of one

@@ -11,10 +11,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from checkpoints import head_tensors, write_checkpoint, write_json
-from ull.bundle.open import Bundle, listing_sha256, open_bundle
+from ull.bundle import Bundle, listing_sha256, open_bundle
 from ull.errors import BuildError, CheckpointError
-from ull_build.build import Settings, build, settings_from_recipe
+from ull_build.build import build
 from ull_build.recipe import make_recipe
+from ull_build.settings import Settings, settings_from_recipe
 from ull_build.source import digest as source
 from ull_build.source.digest import SourceHash
 from ull_build.source.drafters import SpeculationSettings

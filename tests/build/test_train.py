@@ -8,10 +8,11 @@ import pytest
 
 from checkpoints import TRAINING_TEXT, write_checkpoint
 from ull import _native
-from ull.bundle.open import Bundle, Precision, open_bundle
+from ull.bundle import Bundle, Precision, open_bundle
 from ull.errors import BuildError
-from ull_build.build import Settings, build
+from ull_build.build import build
 from ull_build.progress import Reporter
+from ull_build.settings import Settings
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.source.drafters import SpeculationSettings
 from ull_build.source.vocabulary import read_tokenizer
@@ -27,7 +28,7 @@ from ull_build.train.data import (
     read_texts,
 )
 from ull_build.train.unpack import bundle_weights
-from ull_build.weights.quantise import dequantize_rows, quantize_rows
+from ull_build.weights.quantise import dequantise_rows, quantise_rows
 
 PLAN = Plan(sequences=6, prompt_tokens=24, response_tokens=12)
 
@@ -112,7 +113,7 @@ def test_a_bundle_gives_back_its_weights(tmp_path: Path, precision: str, archite
         for name, found in weights.items():
             original = np.concatenate(list(checkpoint.blocks(name)))
             if precision == "fp8" and name.endswith("_proj.weight"):
-                original = dequantize_rows(*quantize_rows(original))
+                original = dequantise_rows(*quantise_rows(original))
             assert np.array_equal(found, original), name
 
 

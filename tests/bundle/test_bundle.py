@@ -14,15 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from checkpoints import write_json
 from manifests import read_manifest_json, write_manifest_json
-from ull.bundle.open import (
-    Bundle,
-    Manifest,
-    Precision,
-    expected_tensors,
-    open_bundle,
-    read_tensor_file,
-    write_sealed,
-)
+from ull.bundle import Bundle, Manifest, Precision, expected_tensors, open_bundle, read_tensor_file, write_sealed
 from ull.commands import inspect
 from ull.errors import BundleError, ConfigError
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from manifests import BUILT, plans
-from ull.bundle.forward import TOKEN_COUNTS, Forward
+from ull.bundle import TOKEN_COUNTS, Forward
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from checkpoints import make_config
-from ull.bundle.open import Model, Rope, attention_factor, inverse_frequencies
+from ull.bundle import Model, Rope, attention_factor, inverse_frequencies
 from ull.gpu.memory import rope_table
 from ull_build.source.architecture import parse_config
 from ull_build.tensorrt.native import rope_tables

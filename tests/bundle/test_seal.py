@@ -12,7 +12,7 @@ import pytest
 
 from conftest import Daemon, Spawn
 from manifests import change_manifest, read_manifest_json
-from ull.bundle.open import open_bundle
+from ull.bundle import open_bundle
 from ull.client.sync import Client
 from ull.commands import inspect
 from ull.errors import BundleError

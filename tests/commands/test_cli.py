@@ -17,7 +17,7 @@ from conftest import ROOT, Daemon, Spawn
 from fake_daemon import FakeDaemon, words
 from processes import ull
 from ull import _native, cli, wire
-from ull.bundle.open import open_bundle
+from ull.bundle import open_bundle
 from ull.client import Client
 from ull.client.benchmark import Load, measure, quantiles
 from ull.commands import bench, demo

@@ -14,13 +14,14 @@ import pytest
 
 from oracle.cases import CASES, CHAT, CONFIGS, CONTEXT, GREEDY_TOKENS, TOLERANCE, Case, assemble, assemble_tokenizer
 from ull._native import CpuModel, evaluate
-from ull.bundle.open import Bundle, Precision, attention_factor, inverse_frequencies, open_bundle
+from ull.bundle import Bundle, Precision, attention_factor, inverse_frequencies, open_bundle
 from ull.errors import CheckpointError, RequestError
 from ull.text.tokenizer import Tokenizer
 from ull.wire import Message
-from ull_build.build import Settings, build
+from ull_build.build import build
+from ull_build.settings import Settings
 from ull_build.source.architecture import parse_config
-from ull_build.weights.cpu import ORIGINAL_BF16, ORIGINAL_F32
+from ull_build.weights.pack_cpu import ORIGINAL_BF16, ORIGINAL_F32
 
 # Far inside the tolerance: a wrong option is off by more than 2e-2, float32 rounding by about 2e-6 (the fixtures
 # themselves differ that much from a float64 computation).

@@ -17,7 +17,7 @@ import ull
 from conftest import Daemon, Spawn
 from raw_client import RawClient
 from ull import wire
-from ull.bundle.open import open_bundle
+from ull.bundle import open_bundle
 from ull.client.link import Transport
 from ull.client.sync import Client
 from ull.daemon.admission import MAX_LOGIT_BIAS, MAX_STOP_BYTES, MAX_STOPS

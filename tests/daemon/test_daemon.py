@@ -16,7 +16,7 @@ import ull
 from conftest import Daemon, Spawn
 from processes import ulld
 from ull import wire
-from ull.bundle.open import open_bundle
+from ull.bundle import open_bundle
 from ull.client.sync import Client
 from ull.text.tokenizer import Tokenizer
 

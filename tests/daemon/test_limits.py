@@ -111,7 +111,7 @@ def test_what_is_too_large_is_said_with_its_size(
 def test_too_few_pages_are_said(tiny_bundle: Path) -> None:
     from contextlib import ExitStack
 
-    from ull.bundle.open import open_bundle
+    from ull.bundle import open_bundle
 
     class Log:
         def __init__(self) -> None:

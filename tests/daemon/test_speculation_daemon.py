@@ -254,8 +254,9 @@ def test_bad_requests_are_refused_at_admission(client: Client, fields: dict[str,
 
 def plain_bundle(directory: Path) -> Path:
     """The tiny engine without any learned drafter."""
-    from ull_build.build import build, settings_from_recipe
+    from ull_build.build import build
     from ull_build.recipe import load_recipe
+    from ull_build.settings import settings_from_recipe
 
     recipe = directory / "plain.toml"
     recipe.write_text(f'model = "{ROOT / "engines/tiny"}"\nprecision = "fp8"\n')

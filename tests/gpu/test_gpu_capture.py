@@ -18,8 +18,7 @@ import pytest
 from checkpoints import write_checkpoint
 from device_bundles import build_with_stubs, write_stubs
 from recording_driver import H200, HOST_OFFSET, Launched, RecordingDriver
-from ull.bundle.forward import TOKEN_COUNTS
-from ull.bundle.open import Bundle, Precision, inverse_frequencies, open_bundle
+from ull.bundle import TOKEN_COUNTS, Bundle, Precision, inverse_frequencies, open_bundle
 from ull.errors import BundleError, GpuError
 from ull.gpu import checks, params
 from ull.gpu.arena import REGION_ALIGNMENT, ArenaPlan
@@ -30,8 +29,8 @@ from ull.gpu.program import Program
 from ull.gpu.rounds import BURST_ROUNDS
 from ull.log import Log
 from ull_build.benchmark_bundle import RandomSettings, build_random
-from ull_build.build import Settings
 from ull_build.code import kernels
+from ull_build.settings import Settings
 from ull_build.shapes import shape_model
 
 DIMENSIONS = {
@@ -376,7 +375,7 @@ def test_the_rope_table_is_the_cpu_executors(program: Program, driver: Recording
 
 @pytest.mark.parametrize(("arch", "context", "gigabytes"), [("llama-3.1-8b", 8192, 10.5), ("llama-3.3-70b", 32768, 87)])
 def test_memory_of_real_models(arch: str, context: int, gigabytes: float) -> None:
-    from ull.bundle.device_layout import device_tensors
+    from ull.bundle import device_tensors
 
     model, precision = shape_model(arch), Precision()
     weights = sum(shape.nbytes for shape in device_tensors(model, precision).values() if not shape.optional)

@@ -17,9 +17,10 @@ import pytest
 import driver_double
 from device_bundles import PROMPT, build_with_stubs, emulated_kernels
 from ull import _native
-from ull.bundle.open import open_bundle
+from ull.bundle import open_bundle
 from ull.gpu import params
-from ull_build.build import Settings, build
+from ull_build.build import build
+from ull_build.settings import Settings
 from ull_build.source.drafters import SpeculationSettings
 
 ROOT = Path(__file__).parents[2]

@@ -19,11 +19,12 @@ from conftest import ROOT
 from device_bundles import build_with_stubs, emulated_kernels
 from double_daemons import TOKENS, complete, daemons
 from ull import _native
-from ull.bundle.open import open_bundle
+from ull.bundle import open_bundle
 from ull.client.sync import Client
 from ull.errors import RequestFailed
 from ull.spawn import DaemonProcess
-from ull_build.build import Settings, build
+from ull_build.build import build
+from ull_build.settings import Settings
 from ull_build.source.drafters import SpeculationSettings
 
 TINY = ROOT / "engines/tiny"

@@ -15,11 +15,11 @@ import pytest
 import driver_double
 from device_bundles import build_with_stubs, emulated_kernels
 from recording_driver import RecordingDriver
-from ull.bundle.open import HEAD_SCAN, Precision, open_bundle
+from ull.bundle import HEAD_SCAN, Precision, open_bundle
 from ull.gpu.program import Program
 from ull.gpu.rounds import BURST_ROUNDS
 from ull.log import Log
-from ull_build.build import Settings
+from ull_build.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 512

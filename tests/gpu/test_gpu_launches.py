@@ -10,8 +10,7 @@ import pytest
 from msgspec import structs
 
 from recording_driver import RecordingDriver
-from ull.bundle.forward import TOKEN_COUNTS
-from ull.bundle.open import Precision
+from ull.bundle import TOKEN_COUNTS, Precision
 from ull.errors import GpuError
 from ull.gpu import params
 from ull.gpu.capture import capture_graph

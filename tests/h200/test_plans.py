@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ull.bundle.open import open_bundle
+from ull.bundle import open_bundle
 from ull.client.sync import Client
 from ull.spawn import DaemonProcess
 

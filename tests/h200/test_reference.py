@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ull.bundle.open import open_bundle
+from ull.bundle import open_bundle
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ull.bundle.open import open_bundle
+from ull.bundle import open_bundle
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -11,7 +11,7 @@ import pytest
 import emulation
 from emulation import Prefetch
 from layer_rig import COMPARED, Layers, model_of
-from ull.bundle.open import Precision
+from ull.bundle import Precision
 from ull.gpu.geometry.linear import NARROW_BYTES
 
 pytestmark = [

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 import ull
-from ull.bundle.open import (
+from ull.bundle import (
     DEVICE_KERNELS,
     HEAD_SCAN_KERNELS,
     MEDUSA_KERNELS,

@@ -15,7 +15,7 @@ import emulation
 from head_scan_rig import Draw, Head
 from linear_layers import normed
 from ull_build.weights.head_scan import scan_rows, sum_error
-from ull_build.weights.pack_gpu import scale_rows
+from ull_build.weights.quantise import scale_rows
 
 VOCABULARY, HIDDEN = 901, 256  # rows: no multiple of a tile, of a slice or of a granule
 GREEDY: dict[str, Any] = {}

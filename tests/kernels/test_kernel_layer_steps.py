@@ -9,7 +9,7 @@ import pytest
 
 import emulation
 from layer_rig import Layers, model_of
-from ull.bundle.open import Precision
+from ull.bundle import Precision
 
 pytestmark = [
     pytest.mark.timeout(1800),

@@ -10,7 +10,7 @@ import pytest
 
 import emulation
 from layer_rig import COMPARED, Layers, arrivals, model_of
-from ull.bundle.open import Model, Precision
+from ull.bundle import Model, Precision
 
 pytestmark = [
     pytest.mark.timeout(1800),

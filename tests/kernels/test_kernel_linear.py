@@ -16,7 +16,7 @@ from emulation import aligned, pointer
 from linear_layers import TOKENS, Floats, activation_buffer, interleave, pack_activations, pack_rows, pack_weights
 from ull.gpu.geometry import linear
 from ull.gpu.params import MLP_SCALE, SLICES, LinearParams, NormParams, Round
-from ull_build.quality.activation_range import scale_rows_of
+from ull_build.weights.mlp_scale import scale_rows_of
 
 EPSILON = 1e-5
 UNWRITTEN = 54321.0  # in rows of the residual beyond the round's tokens

@@ -15,7 +15,7 @@ from emulation import aligned, pointer
 from layer_rig import model_of, numbers_of, random_tensors
 from linear_layers import normed, product, unpack_activations
 from ull import _native
-from ull.bundle.open import MedusaHeads, Model, Precision, device_macros, device_tensors
+from ull.bundle import MedusaHeads, Model, Precision, device_macros, device_tensors
 from ull.gpu.launch import Launch
 from ull.gpu.memory import DRAFT_STATES, Sizes, plan_memory
 from ull.gpu.params import (

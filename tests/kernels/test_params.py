@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ull.bundle.device_layout import DEVICE_INTERFACE
+from ull.bundle import DEVICE_INTERFACE
 from ull.gpu import params
 
 ROOT = Path(__file__).parents[2]

@@ -17,9 +17,10 @@ import transformers
 from safetensors.torch import load_file
 
 from ull._native import CpuModel
-from ull.bundle.open import open_bundle
-from ull_build.build import Settings, build
-from ull_build.weights.cpu import ORIGINAL_F32
+from ull.bundle import open_bundle
+from ull_build.build import build
+from ull_build.settings import Settings
+from ull_build.weights.pack_cpu import ORIGINAL_F32
 
 from .cases import CASES, TOLERANCE, Case, assemble
 from .make_fixtures import all_logits, deterministic, expectation, load, write_checkpoint

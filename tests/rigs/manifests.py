@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ull.bundle.forward import TOKEN_COUNTS, Plans
-from ull.bundle.open import MANIFEST_FILE, write_sealed
+from ull.bundle import MANIFEST_FILE, TOKEN_COUNTS, Plans, write_sealed
 
 BUILT = {
     "version": "11.4.0.106",

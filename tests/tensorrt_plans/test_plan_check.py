@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from manifests import plans
-from ull.bundle.open import Bundle, Forward
+from ull.bundle import Bundle, Forward
 from ull_build.tensorrt import check
 from ull_build.tensorrt.plans import PlansFailed
 

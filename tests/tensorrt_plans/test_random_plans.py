@@ -13,7 +13,7 @@ import tensorrt_rig
 from device_bundles import write_stubs
 from host_driver import HostDriver
 from tensorrt_subjects import SMALL
-from ull.bundle.open import Bundle, Manifest, Precision, Target, open_bundle
+from ull.bundle import Bundle, Manifest, Precision, Target, open_bundle
 from ull.errors import BuildError
 from ull_build import benchmark_bundle as random_bundle
 from ull_build.benchmark_bundle import RandomSettings, build_random

@@ -19,10 +19,10 @@ from conftest import ROOT
 from device_bundles import build_with_stubs, emulated_kernels, write_stubs
 from double_daemons import TOKENS, complete, daemons
 from manifests import change_manifest
-from ull.bundle.open import Bundle, open_bundle
+from ull.bundle import Bundle, open_bundle
 from ull.client.sync import Client
 from ull.spawn import DaemonProcess
-from ull_build.build import Settings
+from ull_build.settings import Settings
 
 CONTEXT = 192
 PROMPTS = ("def add(first, second):\n    return", "x = 1\nx = 1\nx = 1\nx = 1\nx =")

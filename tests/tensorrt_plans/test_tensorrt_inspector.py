@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tensorrt_subjects import SMALL
-from ull.bundle.open import Precision
+from ull.bundle import Precision
 from ull.errors import BuildError
 from ull.gpu.tensorrt import library as tensorrt_library
 from ull_build.tensorrt.inspector import UNSEEN, unexpected_operands

@@ -15,7 +15,7 @@ import tensorrt_rig
 from host_driver import HostDriver
 from oracle.cases import CASES
 from tensorrt_subjects import FP8_HEAD, Recorder, silent_logger
-from ull.bundle.open import Precision, profile_scheme
+from ull.bundle import Precision, profile_scheme
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.tensorrt import trial
 from ull_build.tensorrt.plans import (

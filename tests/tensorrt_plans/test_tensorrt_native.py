@@ -14,7 +14,7 @@ import pytest
 import tensorrt_rig
 from oracle.cases import Case
 from tensorrt_subjects import BF16, FITTING, FP8, Recorder, Subject, describe_all, mean_error, silent_logger, subject
-from ull.bundle.open import Precision, cache_positions, profile_scheme
+from ull.bundle import Precision, cache_positions, profile_scheme
 from ull_build.tensorrt.graph import Graph
 from ull_build.tensorrt.native import NativeNetwork
 from ull_build.tensorrt.plans import PlanSettings, build_plans

@@ -10,15 +10,14 @@ import pytest
 import tensorrt_rig
 from oracle.cases import ROOT, Case
 from tensorrt_subjects import BF16, FITTING, FP8, FP8_HEAD, MODELS, mean_error, relative_error, subject, trt
-from ull.bundle.forward import segment_names
-from ull.bundle.open import Precision, device_problems
+from ull.bundle import Precision, device_problems, segment_names
 from ull.errors import BuildError
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.tensorrt.weights import BF16 as BF16_TYPE
 from ull_build.tensorrt.weights import F16 as F16_TYPE
 from ull_build.tensorrt.weights import F32 as F32_TYPE
 from ull_build.tensorrt.weights import SegmentWeights, activation_scale
-from ull_build.weights.quantise import quantize_rows
+from ull_build.weights.quantise import quantise_rows
 
 
 def inputs_of(model: Any, segment: str, tokens: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -180,7 +179,7 @@ def test_codes_and_scales_are_those_of_our_own_kernels() -> None:
     """Not rounded to any 16-bit type: the weights of a bundle are one set, whoever multiplies with them."""
     it = subject("llama-bias")
     linear = SegmentWeights(it.checkpoint, FP8).linear("layers.0.o")
-    codes, scales = quantize_rows(np.concatenate(list(it.checkpoint.blocks("model.layers.0.self_attn.o_proj.weight"))))
+    codes, scales = quantise_rows(np.concatenate(list(it.checkpoint.blocks("model.layers.0.self_attn.o_proj.weight"))))
     assert linear.scales is not None and linear.scales.dtype == np.float32
     np.testing.assert_array_equal(linear.scales, scales)
     np.testing.assert_array_equal(linear.rows.view(np.uint8), codes)

@@ -18,8 +18,7 @@ import pytest
 import tensorrt_rig
 from oracle.cases import CASES
 from tensorrt_subjects import Recorder
-from ull.bundle.forward import segment_names
-from ull.bundle.open import TOKEN_COUNTS, Precision, profile_scheme
+from ull.bundle import TOKEN_COUNTS, Precision, profile_scheme, segment_names
 from ull.errors import BuildError, GpuError
 from ull.gpu.tensorrt import library as tensorrt_library
 from ull_build.progress import PlainReporter, Reporter

@@ -12,14 +12,15 @@ import ull
 from checkpoints import CHAT_TEMPLATE, END, write_checkpoint
 from conftest import Daemon, Spawn
 from manifests import change_manifest
-from ull.bundle.open import open_bundle
+from ull.bundle import open_bundle
 from ull.client.sync import Client
 from ull.errors import CheckpointError
 from ull.text.control_tokens import Marks
 from ull.text.tokenizer import RenderedChat, Tokenizer
 from ull.wire import Message
-from ull_build.build import Settings, build
+from ull_build.build import build
 from ull_build.progress import Reporter
+from ull_build.settings import Settings
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 TEMPLATE = (

@@ -12,7 +12,7 @@ import pytest
 from conftest import Daemon
 from control_rig import LONG, Harness
 from ull import AsyncClient, Client, RequestError, _native, wire
-from ull.bundle.open import open_bundle
+from ull.bundle import open_bundle
 from ull.daemon.admission import MAX_ANSWER_BYTES, Admission, Limits
 from ull.daemon.control import IoMessage
 from ull.text.tokenizer import Tokenizer

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ull.bundle.forward import FUSED, Forward
-from ull.bundle.layout import DRAFT, FILLER, MEDUSA, TensorEntry, TensorShape, qkv_rows, round_up
+from ull.bundle.layout import DRAFT, FILLER, MEDUSA, qkv_rows, round_up
 from ull.bundle.manifest import DeviceCode, Manifest, MedusaHeads, Model, Precision
+from ull.bundle.tensor_file import TensorEntry, TensorShape
 
 DEVICE_INTERFACE = 4  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
 DEVICE_TILE_ROWS = 16

@@ -16,9 +16,10 @@ from typing import Annotated, Final, Literal, cast
 import msgspec
 from msgspec import Meta, Struct
 
-from ull.bundle.forward import FUSED, AttentionKind, Forward, PlanCheck, Plans, Source, segment_names
+from ull.bundle.forward import FUSED, AttentionKind, Forward, Source, segment_names
 from ull.bundle.seal import MANIFEST_FILE, SEAL_FILE
-from ull.bundle.targets import ARCHITECTURES, Target
+from ull.bundle.targets import GPU_ARCHITECTURES, Target
+from ull.wire import MAX_TREE, Drafter
 
 FORMAT: Final = "ull-engine"
 FORMAT_VERSION: Final = 2
@@ -30,7 +31,6 @@ DRAFT_CODE_DIRECTORY = f"{CODE_DIRECTORY}/draft"
 MAX_MEDUSA_HEADS: Final = 12
 MAX_DEVICE_HEADS: Final = 8  # on a GPU: the columns of one matrix instruction
 MAX_MEDUSA_LAYERS: Final = 16
-MAX_TREE: Final = 64  # tokens of one verification, the root included
 REQUIRED_FILES = (VOCABULARY_FILE, TOKENIZER_FILE)  # and WEIGHTS_FILE, unless the weights are random
 _LAYER_LINEARS: Final = ("qkv", "o", "gate_up", "down")
 
@@ -40,7 +40,6 @@ LayerCount = Annotated[int, Meta(ge=1, le=1 << 12)]
 TokenCount = Annotated[int, Meta(ge=1, le=1 << 28)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 28) - 1)]
 Positive = Annotated[float, Meta(gt=0.0)]
-Drafter = Literal["none", "ngram", "medusa", "draft", "auto"]
 RecipeValue = str | int | float | bool | None | dict[str, str | int | float | bool | None]
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 KernelName = Annotated[str, Meta(pattern="^ull_[a-z0-9_]+$", max_length=64)]
@@ -421,7 +420,7 @@ def head_scan_problems(target: Target, precision: Precision, decode: Source) -> 
     """Why an FP8 copy of the lm_head would be of no use there, each with what would be. `decode`: who computes it."""
     if not precision.lm_head_scan:
         return
-    if target == "cpu" or not ARCHITECTURES[target].has_bulk_copies:
+    if target == "cpu" or not GPU_ARCHITECTURES[target].has_bulk_copies:
         yield f"lm_head_scan is for ull's own kernels, which do not run on {target}; leave it out"
     elif decode != "fused":
         yield "lm_head_scan is read by ull's own decode; supported: forward.decode fused"
@@ -431,7 +430,7 @@ def head_scan_problems(target: Target, precision: Precision, decode: Source) -> 
 
 def runs_draft_models(target: str) -> bool:
     """Whether an engine for this target can have a draft model: the CPU's, and where our own kernels run."""
-    return target == "cpu" or (target in ARCHITECTURES and ARCHITECTURES[cast(Target, target)].has_bulk_copies)
+    return target == "cpu" or (target in GPU_ARCHITECTURES and GPU_ARCHITECTURES[cast(Target, target)].has_bulk_copies)
 
 
 def draft_problems(target: Target, model: Model, precision: Precision) -> Iterator[str]:
@@ -447,7 +446,7 @@ def device_problems(
     target: Target, model: Model, precision: Precision, attention: AttentionKind | None
 ) -> Iterator[str]:
     """What a GPU target cannot do with this model, each with what it can. `attention`: of plans; None: no plans."""
-    if not ARCHITECTURES[target].has_bulk_copies and attention != "native":
+    if not GPU_ARCHITECTURES[target].has_bulk_copies and attention != "native":
         yield f"ull's kernels of the layers do not run on {target}; supported: --forward tensorrt --attention native"
     if attention == "native" and precision.kv != "bf16":
         yield f"TensorRT's own attention keeps its KV cache in bf16, not {precision.kv}"
@@ -493,52 +492,3 @@ def is_inside(name: str) -> bool:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of `manifest.json`: indented, keys in the order of the structs."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
-
-
-__all__ = [
-    "CODE_DIRECTORY",
-    "DRAFT_CODE_DIRECTORY",
-    "FORMAT",
-    "FORMAT_VERSION",
-    "MAX_DEVICE_HEADS",
-    "MAX_MEDUSA_HEADS",
-    "MAX_MEDUSA_LAYERS",
-    "MAX_TREE",
-    "REQUIRED_FILES",
-    "TOKENIZER_FILE",
-    "VOCABULARY_FILE",
-    "WEIGHTS_FILE",
-    "ActivationRange",
-    "Calibration",
-    "CodeFile",
-    "DeviceCode",
-    "DraftModel",
-    "Drafter",
-    "FileEntry",
-    "Forward",
-    "Manifest",
-    "MedusaHeads",
-    "Model",
-    "PlanCheck",
-    "Plans",
-    "Precision",
-    "Provenance",
-    "Quality",
-    "RecipeValue",
-    "Rope",
-    "SourceFiles",
-    "Speculation",
-    "Target",
-    "TensorError",
-    "Tokens",
-    "device_problems",
-    "draft_problems",
-    "embedding_is_shared",
-    "encode_manifest",
-    "head_scan_problems",
-    "is_inside",
-    "listing_sha256",
-    "medusa_problems",
-    "quantised_inputs",
-    "runs_draft_models",
-]

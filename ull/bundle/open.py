@@ -1,4 +1,4 @@
-"""Opens engine bundles: validates every field and file, and describes the weights to the native core.
+"""Opens engine bundles: validates every field and file.
 
 A bundle is a directory: `manifest.json` (see `ull.bundle.manifest`) and its seal (see `ull.bundle.seal`),
 `weights.safetensors` (see `ull.bundle.layout`, for a GPU `ull.bundle.device_layout`), `vocab.bin` (token id -> bytes),
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,213 +19,21 @@ import msgspec
 import numpy as np
 
 from ull.access import denial, unreadable
-from ull.bundle.device_layout import (
-    DEVICE_ALIGNMENT,
-    DEVICE_KERNELS,
-    DEVICE_STEP,
-    DEVICE_TILE_ROWS,
-    HEAD_SCAN,
-    HEAD_SCAN_KERNELS,
-    MEDUSA_KERNELS,
-    MLP_SCALE,
-    ROUND_KERNELS,
-    DevicePart,
-    device_macros,
-    device_parts,
-    device_tensors,
-    entries_of,
-    head_rows,
-    optional_kernels,
-)
-from ull.bundle.forward import (
-    ENTRY_SEGMENT,
-    EXIT_SEGMENT,
-    FUSED,
-    HEAD_SEGMENT,
-    PLANS_DIRECTORY,
-    STEP_SEGMENT,
-    TOKEN_COUNTS,
-    AttentionKind,
-    Profile,
-    ProfileScheme,
-    Source,
-    cache_positions,
-    profile_of,
-    profile_scheme,
-    segment_names,
-)
-from ull.bundle.layout import (
-    ALIGNMENT,
-    DRAFT,
-    FILLER,
-    MEDUSA,
-    TILE_ROWS,
-    TensorEntry,
-    TensorShape,
-    expected_tensors,
-    medusa_tensors,
-    read_tensor_file,
-)
+from ull.bundle.device_layout import DevicePart, device_parts, entries_of
+from ull.bundle.layout import expected_tensors
 from ull.bundle.manifest import (
-    CODE_DIRECTORY,
-    DRAFT_CODE_DIRECTORY,
     FORMAT,
     FORMAT_VERSION,
-    MAX_DEVICE_HEADS,
-    MAX_MEDUSA_HEADS,
-    MAX_MEDUSA_LAYERS,
-    MAX_TREE,
     TOKENIZER_FILE,
     VOCABULARY_FILE,
     WEIGHTS_FILE,
-    ActivationRange,
-    Calibration,
-    CodeFile,
-    DeviceCode,
-    Drafter,
-    DraftModel,
-    FileEntry,
-    Forward,
     Manifest,
-    MedusaHeads,
     Model,
-    PlanCheck,
-    Plans,
-    Precision,
-    Provenance,
-    Quality,
-    RecipeValue,
-    Rope,
-    SourceFiles,
-    Speculation,
-    Target,
-    TensorError,
-    Tokens,
-    device_problems,
-    draft_problems,
-    embedding_is_shared,
-    encode_manifest,
-    head_scan_problems,
-    listing_sha256,
-    medusa_problems,
-    quantised_inputs,
-    runs_draft_models,
 )
-from ull.bundle.rope import attention_factor, inverse_frequencies
-from ull.bundle.seal import (
-    MANIFEST_FILE,
-    REBUILD,
-    SEAL_FILE,
-    check_seal,
-    digest_of,
-    read_manifest_bytes,
-    write_sealed,
-)
-from ull.bundle.targets import ARCHITECTURES, capability_text
+from ull.bundle.native_spec import native_spec
+from ull.bundle.seal import MANIFEST_FILE, REBUILD, check_seal, read_manifest_bytes
+from ull.bundle.tensor_file import TensorEntry, read_tensor_file
 from ull.errors import BundleError, ConfigError
-
-__all__ = [
-    "ALIGNMENT",
-    "ARCHITECTURES",
-    "CODE_DIRECTORY",
-    "DEVICE_ALIGNMENT",
-    "DEVICE_KERNELS",
-    "DEVICE_STEP",
-    "DEVICE_TILE_ROWS",
-    "DRAFT",
-    "DRAFT_CODE_DIRECTORY",
-    "ENTRY_SEGMENT",
-    "EXIT_SEGMENT",
-    "FILLER",
-    "FORMAT",
-    "FORMAT_VERSION",
-    "FUSED",
-    "HEAD_SCAN",
-    "HEAD_SCAN_KERNELS",
-    "HEAD_SEGMENT",
-    "MANIFEST_FILE",
-    "MAX_DEVICE_HEADS",
-    "MAX_MEDUSA_HEADS",
-    "MAX_MEDUSA_LAYERS",
-    "MAX_TREE",
-    "MEDUSA",
-    "MEDUSA_KERNELS",
-    "MLP_SCALE",
-    "PLANS_DIRECTORY",
-    "ROUND_KERNELS",
-    "SEAL_FILE",
-    "STEP_SEGMENT",
-    "TILE_ROWS",
-    "TOKENIZER_FILE",
-    "TOKEN_COUNTS",
-    "VOCABULARY_FILE",
-    "VOCABULARY_MAGIC",
-    "VOCABULARY_VERSION",
-    "WEIGHTS_FILE",
-    "ActivationRange",
-    "AttentionKind",
-    "Bundle",
-    "Calibration",
-    "CodeFile",
-    "DeviceCode",
-    "DevicePart",
-    "DraftModel",
-    "Drafter",
-    "FileEntry",
-    "Forward",
-    "Manifest",
-    "MedusaHeads",
-    "Model",
-    "PlanCheck",
-    "Plans",
-    "Precision",
-    "Profile",
-    "ProfileScheme",
-    "Provenance",
-    "Quality",
-    "RecipeValue",
-    "Rope",
-    "Source",
-    "SourceFiles",
-    "Speculation",
-    "Target",
-    "TensorEntry",
-    "TensorError",
-    "TensorShape",
-    "Tokens",
-    "attention_factor",
-    "cache_positions",
-    "capability_text",
-    "device_macros",
-    "device_parts",
-    "device_problems",
-    "device_tensors",
-    "digest_of",
-    "draft_problems",
-    "embedding_is_shared",
-    "encode_manifest",
-    "expected_tensors",
-    "head_rows",
-    "head_scan_problems",
-    "inverse_frequencies",
-    "listing_sha256",
-    "medusa_problems",
-    "medusa_tensors",
-    "native_spec",
-    "open_bundle",
-    "optional_kernels",
-    "profile_of",
-    "profile_scheme",
-    "quantised_inputs",
-    "read_manifest",
-    "read_manifest_bytes",
-    "read_sealed_manifest",
-    "read_tensor_file",
-    "runs_draft_models",
-    "segment_names",
-    "verify_hashes",
-    "write_sealed",
-]
 
 VOCABULARY_MAGIC = b"ULLVOCAB"
 VOCABULARY_VERSION = 2
@@ -470,49 +278,3 @@ def _check_vocabulary(path: Path, model: Model) -> None:
     offsets = np.frombuffer(raw, "<u4", count + 1, head).astype(np.int64)
     if offsets[0] != 0 or bool((np.diff(offsets) < 0).any()) or bytes_start + int(offsets[-1]) != len(raw):
         raise BundleError(f"{path} has damaged offsets; {REBUILD}", field=VOCABULARY_FILE)
-
-
-def native_spec(
-    model: Model,
-    weights_path: Path,
-    tensors: Mapping[str, TensorEntry],
-    context: int,
-    kv: str,
-    speculation: Speculation | None = None,
-) -> dict[str, Any]:
-    """The dict by which `ull._native` learns about one weights file: dimensions, frequencies, where tensors lie.
-
-    `medusa` and `draft` describe what `speculation` brings along; without it their tensors are left out.
-    """
-    medusa, draft = (speculation.medusa, speculation.draft) if speculation else (None, None)
-    left_out = (*(() if medusa else (MEDUSA,)), *(() if draft else (DRAFT,)))
-    return {
-        **_dimensions(model, context, kv),
-        "path": str(weights_path),
-        "medusa": None if medusa is None else msgspec.to_builtins(medusa),
-        "draft": None if draft is None else _dimensions(draft.model, context, draft.precision.kv),
-        "tensors": {
-            name: (item.offset, item.nbytes, item.dtype, item.shape)
-            for name, item in tensors.items()
-            if not name.endswith(FILLER) and not name.startswith(left_out)
-        },
-    }
-
-
-def _dimensions(model: Model, context: int, kv: str) -> dict[str, Any]:
-    return {
-        "hidden": model.hidden,
-        "layers": model.layers,
-        "heads": model.heads,
-        "kv_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "intermediate": model.intermediate,
-        "vocabulary": model.vocabulary,
-        "context": context,
-        "rms_epsilon": model.rms_epsilon,
-        "kv_dtype": kv,
-        "qk_norm": model.qk_norm,
-        "inv_freq": inverse_frequencies(model.rope, model.head_dim),
-        "attention_factor": attention_factor(model.rope),
-        "windows": list(model.windows),
-    }

@@ -9,7 +9,7 @@ Target = Literal["cpu", "sm_89", "sm_90a", "sm_100a"]
 
 
 @dataclass(frozen=True)
-class Architecture:
+class GpuArchitecture:
     """A GPU architecture, named as NVRTC names it; one with "a" is of exactly that compute capability."""
 
     capability: tuple[int, int]
@@ -22,8 +22,8 @@ def capability_text(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
-ARCHITECTURES: Final[dict[str, Architecture]] = {
-    "sm_89": Architecture((8, 9), "an L4, L40S or RTX 40", has_bulk_copies=False),
-    "sm_90a": Architecture((9, 0), "an H100, H200 or GH200", has_bulk_copies=True),
-    "sm_100a": Architecture((10, 0), "a B200 or GB200", has_bulk_copies=True),
+GPU_ARCHITECTURES: Final[dict[str, GpuArchitecture]] = {
+    "sm_89": GpuArchitecture((8, 9), "an L4, L40S or RTX 40", has_bulk_copies=False),
+    "sm_90a": GpuArchitecture((9, 0), "an H100, H200 or GH200", has_bulk_copies=True),
+    "sm_100a": GpuArchitecture((10, 0), "a B200 or GB200", has_bulk_copies=True),
 }

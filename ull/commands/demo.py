@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from ull import __version__
-from ull.bundle.open import open_bundle
+from ull.bundle import open_bundle
 from ull.client import Client
 from ull.client.benchmark import Load, measure
 from ull.commands.bench import print_table

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ull import _native
-from ull.bundle.open import HEAD_SCAN, MANIFEST_FILE, Bundle, Manifest, Model, open_bundle, read_manifest, verify_hashes
+from ull.bundle import HEAD_SCAN, MANIFEST_FILE, Bundle, Manifest, Model, open_bundle, read_manifest, verify_hashes
 from ull.client import Client
 from ull.commands.inspect_tables import (
     MIB,

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from ull.bundle.open import Forward, Manifest, Model, Plans, Provenance
+from ull.bundle import Forward, Manifest, Model, Plans, Provenance
 
 MIB = 1 << 20
 

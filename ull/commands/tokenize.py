@@ -71,7 +71,7 @@ def _ask(options: argparse.Namespace, request: Tokenize | Detokenize) -> Any:
         with Client(options.connect) as client:
             return client._ask(request)
     from ull import _native
-    from ull.bundle.open import open_bundle
+    from ull.bundle import open_bundle
     from ull.daemon.admission import Admission, Limits
     from ull.text.tokenizer import Tokenizer
 

@@ -16,10 +16,20 @@ from typing import Any, NoReturn
 import msgspec
 
 from ull._native import LIMITS
-from ull.bundle.manifest import MAX_TREE
 from ull.errors import RequestError
 from ull.text.tokenizer import Tokenizer
-from ull.wire import DRAFTERS, MAX_ID, Detokenize, DetokenizeReply, Generate, Message, Prompted, Tokenize, TokenizeReply
+from ull.wire import (
+    DRAFTERS,
+    MAX_ID,
+    MAX_TREE,
+    Detokenize,
+    DetokenizeReply,
+    Generate,
+    Message,
+    Prompted,
+    Tokenize,
+    TokenizeReply,
+)
 
 # What the engine's request slots, of fixed size, have room for.
 MAX_STOPS = LIMITS["stops"]

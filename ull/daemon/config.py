@@ -16,9 +16,9 @@ import msgspec
 from msgspec import Meta
 
 from ull.access import denial
-from ull.bundle.manifest import MAX_TREE
 from ull.endpoints import check_endpoint, local_endpoint, same_endpoint
 from ull.errors import ConfigError
+from ull.wire import MAX_TREE
 
 # The core's own numbers, held equal by tests/core/test_shared_numbers.py: a configuration is read without the core.
 PAGE_TOKENS = 64  # of a page of the KV cache

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from typing import Any
 
 from ull import _native
-from ull.bundle.manifest import MAX_TREE
-from ull.bundle.open import Bundle
+from ull.bundle import Bundle
 from ull.daemon.config import PAGE_TOKENS, Config, EngineConfig
 from ull.errors import ConfigError
 from ull.log import Log
+from ull.wire import MAX_TREE
 
 
 def open_executor(

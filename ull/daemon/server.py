@@ -22,7 +22,7 @@ import zmq
 
 from ull import __version__, _native
 from ull.access import denial
-from ull.bundle.open import Bundle, open_bundle
+from ull.bundle import Bundle, open_bundle
 from ull.daemon.admission import Admission, Limits
 from ull.daemon.config import Config, EngineConfig
 from ull.daemon.control import ControlPlane

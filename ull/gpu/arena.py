@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rich.filesize import decimal
 
-from ull.bundle.layout import round_up
+from ull.bundle import round_up
 from ull.errors import GpuError
 from ull.gpu.driver import Driver
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 
-from ull.bundle.open import Bundle
-from ull.bundle.targets import ARCHITECTURES, capability_text
+from ull.bundle import GPU_ARCHITECTURES, Bundle, capability_text
 from ull.errors import GpuError
 from ull.gpu.driver import DeviceInfo
 
@@ -14,9 +13,9 @@ from ull.gpu.driver import DeviceInfo
 def check_device(bundle: Bundle, info: DeviceInfo) -> None:
     """Architecture and driver. Raises GpuError."""
     target, code = bundle.manifest.target, bundle.manifest.code
-    if target not in ARCHITECTURES or code is None:
+    if target not in GPU_ARCHITECTURES or code is None:
         raise GpuError("wrong_gpu", f"the bundle is built for target {target!r}, not for a GPU")
-    architecture = ARCHITECTURES[target]
+    architecture = GPU_ARCHITECTURES[target]
     wanted = architecture.capability
     if info.capability != wanted:
         raise GpuError(
@@ -37,7 +36,7 @@ def check_device(bundle: Bundle, info: DeviceInfo) -> None:
 
 def _target_for(capability: tuple[int, int]) -> str:
     """The target that this GPU could run, else the cpu."""
-    fitting = [name for name, architecture in ARCHITECTURES.items() if architecture.capability == capability]
+    fitting = [name for name, architecture in GPU_ARCHITECTURES.items() if architecture.capability == capability]
     return f"target {fitting[0]}" if fitting else "target cpu"
 
 

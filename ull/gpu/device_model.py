@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ull.bundle.layout import round_up
-from ull.bundle.open import Bundle, DevicePart
+from ull.bundle import Bundle, DevicePart, round_up
 from ull.gpu.arena import Arena, ArenaPlan
 from ull.gpu.capture import capture_graph
 from ull.gpu.driver import Driver

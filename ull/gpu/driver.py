@@ -11,7 +11,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from ull.bundle.targets import capability_text
+from ull.bundle import capability_text
 from ull.errors import GpuError
 
 INSTALL = "install it with `pip install ull[gpu]`"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ull.bundle.device_layout import HEAD_SCAN
+from ull.bundle import HEAD_SCAN
 from ull.gpu.forward import Recorder
 from ull.gpu.geometry import linear, sampling
 from ull.gpu.launch import Launch

@@ -8,8 +8,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.layout import qkv_rows, round_up
-from ull.bundle.open import MedusaHeads, Model, Precision, attention_factor, inverse_frequencies
+from ull.bundle import MedusaHeads, Model, Precision, attention_factor, inverse_frequencies, qkv_rows, round_up
 from ull.gpu.arena import ArenaPlan
 from ull.gpu.geometry import attention, linear, sampling
 from ull.gpu.params import PAGE_TOKENS, TREE_TOKENS, LayerParams, Round, State

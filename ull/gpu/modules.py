@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ull.bundle.open import Bundle, DeviceCode
+from ull.bundle import Bundle, DeviceCode
 from ull.errors import GpuError
 from ull.gpu.driver import Driver
 from ull.gpu.launch import Launch

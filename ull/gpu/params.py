@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 
-from ull.bundle.device_layout import MLP_SCALE as MLP_SCALE
-from ull.bundle.manifest import MAX_TREE
+from ull.bundle import MLP_SCALE as MLP_SCALE
+from ull.wire import MAX_TREE
 
 INTERFACE = 4
 TREE_TOKENS = MAX_TREE

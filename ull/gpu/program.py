@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from ull.bundle.open import DRAFT, MEDUSA, Bundle, device_parts
+from ull.bundle import DRAFT, MEDUSA, Bundle, device_parts
 from ull.errors import BundleError
 from ull.gpu.arena import Arena, ArenaPlan
 from ull.gpu.checks import check_device, check_size, other_processes

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.layout import round_up
+from ull.bundle import round_up
 from ull.errors import GpuError
 from ull.gpu.driver import Driver
 from ull.gpu.params import CONTINUE, DRAFT, OK, PREFILL, ROUND_SLOTS, TAKE, TREE_TOKENS, RoundRequest, RoundResult

@@ -12,8 +12,7 @@ lm_head; the fourth a draft: Medusa heads on what the last round left behind.
 
 from __future__ import annotations
 
-from ull.bundle.device_layout import HEAD_SCAN, head_rows
-from ull.bundle.layout import MEDUSA
+from ull.bundle import HEAD_SCAN, MEDUSA, head_rows
 from ull.gpu.geometry import attention, head_scan, linear, sampling
 from ull.gpu.launch import Launch
 from ull.gpu.memory import DRAFT_STATES, Sizes

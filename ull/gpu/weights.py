@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import Bundle, Model, TensorEntry, device_parts
+from ull.bundle import Bundle, Model, TensorEntry, device_parts
 from ull.gpu.driver import Driver
 from ull.gpu.geometry import sampling
 from ull.gpu.launch import Launch

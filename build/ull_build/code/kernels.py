@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ull
-from ull.bundle.open import ARCHITECTURES, CODE_DIRECTORY, DEVICE_KERNELS, CodeFile, DeviceCode, FileEntry, Target
+from ull.bundle import CODE_DIRECTORY, DEVICE_KERNELS, GPU_ARCHITECTURES, CodeFile, DeviceCode, FileEntry, Target
 from ull.errors import BuildError
 from ull_build.code import nvrtc
 from ull_build.code.std_headers import STD_HEADERS
@@ -72,7 +72,7 @@ def compile_file(source: Path, macros: Mapping[str, str], target: Target = "sm_9
     defines = [f"--define-macro={name}={value}" for name, value in {**TUNING, **macros}.items()]
     compiled = nvrtc.compile_source(source.name, text, headers, [*options_for(target), *defines])
     for name, use in compiled.functions.items():
-        if ARCHITECTURES[target].has_bulk_copies and (use.stack or use.spills):
+        if GPU_ARCHITECTURES[target].has_bulk_copies and (use.stack or use.spills):
             raise BuildError(
                 f"{source.name}: {name} needs {use.stack} bytes of stack and spills {use.spills} bytes of registers "
                 "with this model's dimensions, which would cost far more than it should; this is a bug of ull",

@@ -4,20 +4,18 @@ Our kernels keep what goes into a linear as f16, silu(gate) * up times MLP_SCALE
 as f16. What is larger than f16 holds would saturate, and the output would be wrong without a sign of it. The CPU
 executor, which measures a build's loss, computes in float32 and cannot see it.
 
-An MLP is scaled further where it has to be: the scales and biases of the rows of up by 2^-k, the scales of down by 2^k.
-Both are exact, so every weight, every sum and every rounding is what it would be without, but for the range. Other
-activations cannot be scaled, and a model that has too large ones is refused.
+An MLP is scaled further where it has to be (see `ull_build.weights.mlp_scale`). Other activations cannot be scaled, and
+a model that has too large ones is refused.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ull.bundle.open import MLP_SCALE, ActivationRange
+from ull.bundle import MLP_SCALE, ActivationRange
 from ull.errors import BuildError
 from ull_build.progress import Reporter
 from ull_build.quality.evaluate import EvaluationText, Observation
@@ -26,7 +24,6 @@ F16_MAX = 65504.0
 MARGIN = 4.0  # room for activations of other texts, as a factor
 MOST_EXPONENT = 40  # of a scale: the row scales stay far from the ends of float32
 
-_UP_ROWS = np.arange(16) >= 8  # of a row tile of gate_up, the other half is gate's
 _PLACES = {"qkv": "attention norm", "o": "attention", "gate_up": "MLP norm", "lm_head": "final norm"}
 
 
@@ -64,23 +61,6 @@ def check_activations(observation: Observation, text: EvaluationText, reporter: 
     return ActivationRange(
         text=text.name, tokens=len(text.tokens), largest_share=shares[worst], largest_at=worst, scaled=scaled
     )
-
-
-def scale_rows_of(name: str, values: NDArray[np.float32], scaled: Mapping[str, int]) -> NDArray[np.float32]:
-    """Row scales or biases as they are stored (tensor `name`), in the units that `scaled` (linear "layers.N.down" ->
-    exponent) asks for: those of up smaller, the scales of down larger. Everything else as it is."""
-    stem, _, kind = name.rpartition(".")
-    layer, _, linear = stem.rpartition(".")
-    exponent = scaled.get(f"{layer}.down", 0)
-    if exponent == 0:
-        return values
-    if linear == "gate_up" and kind in ("scale", "bias"):
-        exponents = np.where(np.resize(_UP_ROWS, len(values)), -exponent, 0)
-    elif linear == "down" and kind == "scale":
-        exponents = np.full(len(values), exponent)
-    else:
-        return values
-    return np.ldexp(values, exponents).astype(np.float32)
 
 
 def _needed_exponent(largest: float, limit: float) -> int:

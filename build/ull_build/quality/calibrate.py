@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import Calibration
+from ull.bundle import Calibration
 from ull_build.quality.evaluate import EvaluationText, Observation, Predictions, check_quality
 from ull_build.quality.measure import Evaluator
 from ull_build.tensorrt.weights import input_scales

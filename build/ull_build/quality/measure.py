@@ -13,11 +13,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import Model, Precision, Quality, TensorError, native_spec, read_tensor_file
+from ull.bundle import Model, Precision, Quality, TensorError, native_spec, read_tensor_file
 from ull_build.progress import Reporter
 from ull_build.quality.evaluate import EvaluationText, Observation, Predictions, check_quality, logits, observe, predict
 from ull_build.source.checkpoint import Checkpoint
-from ull_build.weights.cpu import ORIGINAL_BF16, ORIGINAL_F32, convert_stage, plan_weights
+from ull_build.weights.convert import convert_stage, plan_weights
+from ull_build.weights.pack_cpu import ORIGINAL_BF16, ORIGINAL_F32, CpuPacker
 
 
 def original_precision(checkpoint: Checkpoint) -> Precision:
@@ -32,9 +33,9 @@ def cpu_precision(precision: Precision) -> Precision:
 
 def evaluation_bytes(checkpoint: Checkpoint, precision: Precision, on_cpu: bool) -> int:
     """Disk space that an Evaluator takes."""
-    plans = [plan_weights(checkpoint, original_precision(checkpoint))]
+    plans = [plan_weights(checkpoint, CpuPacker(original_precision(checkpoint)))]
     if not on_cpu:
-        plans.append(plan_weights(checkpoint, cpu_precision(precision)))
+        plans.append(plan_weights(checkpoint, CpuPacker(cpu_precision(precision))))
     return sum(shape.nbytes for plan in plans for shape in plan.values())
 
 
@@ -97,7 +98,8 @@ class Evaluator:
     @cached_property
     def _original(self) -> dict[str, Any]:
         precision = original_precision(self._checkpoint)
-        convert_stage("original, for comparison", self._reporter, self._checkpoint, precision, self._original_path)
+        packer = CpuPacker(precision)
+        convert_stage("original, for comparison", self._reporter, self._checkpoint, packer, self._original_path)
         return self._spec(self._original_path, precision.kv)
 
     @cached_property
@@ -105,7 +107,8 @@ class Evaluator:
         if self._weights is not None:
             return self._spec(self._weights, self._precision.kv)
         precision = cpu_precision(self._precision)
-        convert_stage("packed for the cpu", self._reporter, self._checkpoint, precision, self._packed_path)
+        packer = CpuPacker(precision)
+        convert_stage("packed for the cpu", self._reporter, self._checkpoint, packer, self._packed_path)
         return self._spec(self._packed_path, precision.kv)
 
     def _spec(self, path: Path, kv: str) -> dict[str, Any]:

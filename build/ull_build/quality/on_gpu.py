@@ -13,14 +13,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import WEIGHTS_FILE, Bundle, Manifest, Precision, device_macros
+from ull.bundle import WEIGHTS_FILE, Bundle, Manifest, Precision, device_macros
 from ull.errors import BuildError
 from ull_build.code.kernels import CompiledFile, write_code
 from ull_build.local_gpu import open_program, staged_bundle
 from ull_build.progress import Reporter
 from ull_build.quality.evaluate import EvaluationText, Predictions
 from ull_build.source.checkpoint import Checkpoint
-from ull_build.weights.gpu import convert_device_stage
+from ull_build.weights.convert import convert_stage
+from ull_build.weights.pack_gpu import GpuPacker
 
 ORIGINAL = Precision(weights="bf16", lm_head="bf16", embedding="bf16", kv="bf16")
 
@@ -56,7 +57,8 @@ class DeviceEvaluator:
             self._compile(ORIGINAL), device_macros(self._staged.model, ORIGINAL), directory, self._staged.target
         )
         path = directory / WEIGHTS_FILE
-        weights, _ = convert_device_stage("original, for comparison", self._reporter, self._checkpoint, ORIGINAL, path)
+        packer = GpuPacker(ORIGINAL)
+        weights, _ = convert_stage("original, for comparison", self._reporter, self._checkpoint, packer, path)
         files = self._staged.files | files | {WEIGHTS_FILE: weights}
         manifest = msgspec.structs.replace(self._staged, precision=ORIGINAL, code=code, files=files, speculation=None)
         return self._run("evaluate original", staged_bundle(directory, manifest), text)

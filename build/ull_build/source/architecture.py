@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ull.bundle.open import Model
+from ull.bundle import Model
 from ull.errors import CheckpointError
 from ull_build.source.config_fields import Fields, short
 from ull_build.source.foreign import QUANTISED

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import Model, TensorEntry, read_tensor_file
+from ull.bundle import Model, TensorEntry, read_tensor_file
 from ull.errors import CheckpointError
 from ull_build.source.architecture import Architecture, parse_config
 from ull_build.source.foreign import quantised_tensor, why_no_checkpoint, why_no_directory, why_quantised

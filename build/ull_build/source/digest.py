@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
-from ull.bundle.open import Provenance, RecipeValue, SourceFiles, listing_sha256
+from ull.bundle import Provenance, RecipeValue, SourceFiles, listing_sha256
 from ull.errors import CheckpointError
 from ull_build.progress import Reporter
 from ull_build.source.checkpoint import Checkpoint
+from ull_build.source.drafters import Drafters
 from ull_build.source.vocabulary import tokenizer_files
-from ull_build.weights.cpu import Drafters
 
 _BLOCK = 1 << 20  # bytes
 _STAGE_BYTES = 1 << 28  # fewer are not worth a stage of their own

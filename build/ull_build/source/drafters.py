@@ -9,12 +9,28 @@ from pathlib import Path
 
 import msgspec
 
-from ull.bundle.open import MAX_TREE, DeviceCode, Drafter, DraftModel, Model, Precision, Speculation
+from ull.bundle import DeviceCode, DraftModel, MedusaHeads, Model, Precision, Speculation
 from ull.errors import CheckpointError
+from ull.wire import MAX_TREE, Drafter
 from ull_build.source.checkpoint import Checkpoint
-from ull_build.source.medusa import check_medusa, read_medusa
+from ull_build.source.medusa import MedusaWeights, check_medusa, read_medusa
 from ull_build.source.vocabulary import CheckpointTokenizer, Vocabulary, build_vocabulary, load_tokenizer
-from ull_build.weights.cpu import Drafters
+
+
+@dataclass(frozen=True)
+class Drafters:
+    """What drafts for the model and is stored beside it."""
+
+    medusa: MedusaWeights | None = None
+    draft: Checkpoint | None = None
+
+    @property
+    def heads(self) -> MedusaHeads | None:
+        """The manifest's account of the Medusa heads."""
+        return None if self.medusa is None else self.medusa.description
+
+
+NO_DRAFTERS = Drafters()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import MAX_MEDUSA_HEADS, MAX_MEDUSA_LAYERS, MedusaHeads, Model
+from ull.bundle import MAX_MEDUSA_HEADS, MAX_MEDUSA_LAYERS, MedusaHeads, Model
 from ull.errors import CheckpointError
 from ull_build.source.checkpoint import CONFIG_FILE, FLOAT_DTYPES, Shard, read_json
 from ull_build.source.torch_file import read_torch_file

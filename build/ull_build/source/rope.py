@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from ull.bundle.open import Rope
+from ull.bundle import Rope
 from ull_build.source.config_fields import Fields, short
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders
 
-from ull.bundle.open import VOCABULARY_MAGIC, VOCABULARY_VERSION
+from ull.bundle import VOCABULARY_MAGIC, VOCABULARY_VERSION
 from ull.errors import CheckpointError, TokenizerError
 from ull.text.chat_template import NAMED_TEMPLATES, find_templates
 from ull_build.source.checkpoint import read_json

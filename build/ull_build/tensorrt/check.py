@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import Bundle, Forward, PlanCheck, Plans
+from ull.bundle import Bundle, Forward, PlanCheck, Plans
 from ull_build.local_gpu import open_program
 from ull_build.tensorrt.plans import PlansFailed
 

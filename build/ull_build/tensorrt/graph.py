@@ -105,10 +105,10 @@ class Graph:
             if amax is None:
                 raise BuildError(f"the calibration has no activation scale for {name}", field=name)
             scale = self.constant(f"{name}.input_scale", activation_scale(amax, compute))
-            quantized = self.network.add_quantize(operand, scale, self.trt.DataType.FP8)
-            operand = self._dequantize(f"{name}.input", self.named(quantized, f"{name}.quantize"), scale, compute)
+            quantised = self.network.add_quantize(operand, scale, self.trt.DataType.FP8)
+            operand = self._dequantise(f"{name}.input", self.named(quantised, f"{name}.quantize"), scale, compute)
             one = self.constant(f"{name}.weight_scale", np.ones((), compute))
-            rows = self._dequantize(f"{name}.weight", rows, one, compute)
+            rows = self._dequantise(f"{name}.weight", rows, one, compute)
         elif compute == F16:
             operand = self.cast(f"{name}.input_wide", operand, np.float32)
             rows = self.cast(f"{name}.weight_wide", rows, np.float32)
@@ -127,7 +127,7 @@ class Graph:
         """The tensor in that type."""
         return tensor if tensor.dtype == self._types[np.dtype(dtype)] else self.cast(name, tensor, dtype)
 
-    def _dequantize(self, name: str, tensor: Any, scale: Any, compute: np.dtype[Any]) -> Any:
+    def _dequantise(self, name: str, tensor: Any, scale: Any, compute: np.dtype[Any]) -> Any:
         return self.named(self.network.add_dequantize(tensor, scale, self._types[compute]), f"{name}_dequantize")
 
     # ---- shapes ---------------------------------------------------------------------------------------------------

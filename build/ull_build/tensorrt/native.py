@@ -18,14 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import (
-    HEAD_SEGMENT,
-    Model,
-    attention_factor,
-    cache_positions,
-    inverse_frequencies,
-    segment_names,
-)
+from ull.bundle import HEAD_SEGMENT, Model, attention_factor, cache_positions, inverse_frequencies, segment_names
 from ull_build.tensorrt.graph import Graph
 from ull_build.tensorrt.network import LayerNetwork
 from ull_build.tensorrt.weights import BF16

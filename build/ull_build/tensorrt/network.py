@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ull.bundle.open import ENTRY_SEGMENT, EXIT_SEGMENT, HEAD_SEGMENT, MAX_TREE, Model, segment_names
+from ull.bundle import ENTRY_SEGMENT, EXIT_SEGMENT, HEAD_SEGMENT, Model, segment_names
+from ull.wire import MAX_TREE
 from ull_build.tensorrt.graph import Graph
 from ull_build.tensorrt.weights import HEAD, Weights
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ull.bundle.open import PLANS_DIRECTORY, AttentionKind, Model, Profile, profile_scheme
+from ull.bundle import PLANS_DIRECTORY, AttentionKind, Model, Profile, profile_scheme
 from ull.errors import BuildError
 from ull.gpu.tensorrt.library import make_logger
 from ull_build.progress import Reporter
@@ -202,7 +202,7 @@ class _Building:
             raise BuildError(f"TensorRT cannot start on this machine: {log.reason()}") from error
 
     def build(self, segment: str, advance: Callable[[int], None]) -> memoryview[int]:
-        """The serialized plan of one segment, by the first rung that gives one that is right. Raises PlansFailed."""
+        """The serialised plan of one segment, by the first rung that gives one that is right. Raises PlansFailed."""
         shown = 0
 
         def show(fraction: float) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ull.bundle.open import Model, Precision, device_tensors
+from ull.bundle import Model, Precision, device_tensors
 from ull.errors import BuildError
 from ull.gpu.driver import Driver
 from ull.gpu.tensorrt import library as tensorrt_library
@@ -18,7 +18,7 @@ OLD_WHEELS = "tensorrt tensorrt-cu13 tensorrt-cu13-bindings tensorrt-cu13-libs"
 TO_CUDA_12 = f"`pip uninstall -y {OLD_WHEELS} && pip install 'ull[tensorrt-cu12]'`, or update the driver to r580"
 TO_CUDA_13 = "`pip install 'ull[tensorrt]'`, which is for CUDA 13"
 _BUILDER_BYTES = 4 << 30  # of the device and of the host, that TensorRT takes for itself: an estimate
-_SEGMENT_COPIES = 6  # of a segment's weights on the host: read, in the network, folded, serialized, written, tried
+_SEGMENT_COPIES = 6  # of a segment's weights on the host: read, in the network, folded, serialised, written, tried
 
 
 @dataclass(frozen=True)

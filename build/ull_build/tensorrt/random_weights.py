@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import Model, Precision, TensorEntry, quantised_inputs
+from ull.bundle import Model, Precision, TensorEntry, quantised_inputs
 from ull_build.source.checkpoint import BLOCK_ELEMENTS, Checkpoint
 
 RANGE = 16.0  # of activations: a norm's output, and what such weights make of it, stay far below

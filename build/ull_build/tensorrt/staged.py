@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from ull.bundle.open import (
-    ARCHITECTURES,
+from ull.bundle import (
     CODE_DIRECTORY,
     FUSED,
+    GPU_ARCHITECTURES,
     WEIGHTS_FILE,
     FileEntry,
     Forward,
@@ -41,7 +41,8 @@ from ull_build.tensorrt.plans import LEVELS, REPORTS, PlanSettings, PlansFailed,
 from ull_build.tensorrt.timing_cache import save_timing_cache
 from ull_build.tensorrt.trial import DeviceRunner
 from ull_build.tensorrt.weights import Weights, input_scales
-from ull_build.weights.gpu import convert_for_device
+from ull_build.weights.convert import convert_checkpoint
+from ull_build.weights.pack_gpu import GpuPacker
 
 REFERENCE = "reference"  # folder of the staging directory
 MADE_UP_LIMIT = 0.5  # of made-up weights' logits: what FP8 activations alone cost them is not measured
@@ -115,7 +116,7 @@ def settle_plans(
             continue
         save_timing_cache(built, timing_cache)
         return manifest
-    if not ARCHITECTURES[tools.target].has_bulk_copies:
+    if not GPU_ARCHITECTURES[tools.target].has_bulk_copies:
         raise PlansFailed(f"{notes[-1]}; our own kernels do not run on this GPU", field="forward")
     notes.append("prefill and decode by our own kernels: no TensorRT plans proved right")
     reporter.note(f"TensorRT is left out: {notes[-2]}")
@@ -201,7 +202,7 @@ def try_plans(
     reporter.note("trying the plans on the GPU")
     seen = check.observe_plans(staged_bundle(staging, manifest), tokens)
     fused = None
-    if ARCHITECTURES[manifest.target].has_bulk_copies:
+    if GPU_ARCHITECTURES[manifest.target].has_bulk_copies:
         fused = _fused_logits(staging, manifest, tokens)
     plain = fp8 = evaluator.logits(tokens)
     if manifest.calibration is not None:
@@ -222,7 +223,7 @@ def try_made_up(
     reference = staging / REFERENCE
     if not (path := reference / WEIGHTS_FILE).exists():
         reference.mkdir()
-        convert_for_device(checkpoint, manifest.precision, path)
+        convert_checkpoint(checkpoint, GpuPacker(manifest.precision), path)
         (reference / CODE_DIRECTORY).symlink_to(staging / CODE_DIRECTORY)
     whole = msgspec.structs.replace(
         manifest,
@@ -233,7 +234,7 @@ def try_made_up(
     tokens = check.enough_of(range(check.CHECK_TOKENS), manifest.model.context)
     seen = check.observe_plans(staged_bundle(reference, whole), tokens)
     made = None
-    if ARCHITECTURES[manifest.target].has_bulk_copies:
+    if GPU_ARCHITECTURES[manifest.target].has_bulk_copies:
         fused = check.read_logits(check.with_forward(staged_bundle(reference, whole), FUSED), tokens)
         made = check.check_plans(seen, check.References(None, None, fused), limit)
     return _noted(manifest, seen, made)

@@ -15,18 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import (
-    ENTRY_SEGMENT,
-    EXIT_SEGMENT,
-    HEAD_SEGMENT,
-    MAX_TREE,
-    STEP_SEGMENT,
-    Model,
-    Profile,
-    profile_of,
-)
+from ull.bundle import ENTRY_SEGMENT, EXIT_SEGMENT, HEAD_SEGMENT, STEP_SEGMENT, Model, Profile, profile_of
 from ull.errors import GpuError
 from ull.gpu.driver import Driver
+from ull.wire import MAX_TREE
 from ull_build.tensorrt.network import ATTENTION_COLUMNS, LayerNetwork
 from ull_build.tensorrt.weights import F8, F16, HEAD, Linear, activation_scale
 from ull_build.weights.quantise import FP8_MAX

@@ -15,10 +15,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import Precision
+from ull.bundle import Precision
 from ull_build.source.checkpoint import Checkpoint
-from ull_build.weights.cpu import bias_sources, vector_source, weight_sources
-from ull_build.weights.quantise import BF16_MAX, FP8_MAX, quantize_rows, round_to_bf16
+from ull_build.weights.names import bias_sources, vector_source, weight_sources
+from ull_build.weights.quantise import BF16_MAX, FP8_MAX, quantise_rows, round_to_bf16
 
 HEAD = "lm_head"
 HEAD_ROWS = 16  # the padded vocabulary is a multiple of it
@@ -102,7 +102,7 @@ class SegmentWeights:
             if scales is None:
                 stored[place] = to_compute(round_to_bf16(block), compute)
             else:
-                codes, scales[place] = quantize_rows(block)
+                codes, scales[place] = quantise_rows(block)
                 stored[place] = codes.view(F8)
             start += len(block)
         return Linear(stored, scales, self._bias(name), compute)

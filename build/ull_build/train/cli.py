@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import ull
-from ull.bundle.open import Bundle, open_bundle
+from ull.bundle import Bundle, open_bundle
 from ull.errors import BuildError, UllError
-from ull_build.build import Settings as BuildSettings
 from ull_build.build import build
 from ull_build.progress import Reporter, make_reporter
+from ull_build.settings import Settings as BuildSettings
 from ull_build.source.drafters import SpeculationSettings
 from ull_build.source.vocabulary import CheckpointTokenizer, read_tokenizer
 from ull_build.train.data import (

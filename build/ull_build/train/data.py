@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import Bundle, native_spec
+from ull.bundle import Bundle, native_spec
 from ull.errors import BuildError
 from ull_build.progress import Reporter
 from ull_build.source.vocabulary import CheckpointTokenizer

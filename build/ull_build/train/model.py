@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ull.bundle.open import Model, attention_factor, inverse_frequencies
+from ull.bundle import Model, attention_factor, inverse_frequencies
 from ull_build.source.architecture import Architecture
 
 

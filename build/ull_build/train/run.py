@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from ull.bundle.open import Bundle
+from ull.bundle import Bundle
 from ull.errors import BuildError
 from ull_build.progress import Reporter
 from ull_build.source.architecture import parse_config

@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import Bundle, embedding_is_shared
+from ull.bundle import Bundle, embedding_is_shared
 from ull_build.weights.pack_cpu import unpack_tiles
-from ull_build.weights.quantise import dequantize_rows, from_bf16
+from ull_build.weights.quantise import dequantise_rows, from_bf16
 
 TILE = 32
 _DTYPES = {"F8_E4M3": np.uint8, "BF16": np.uint16, "F32": np.float32}
@@ -92,14 +92,14 @@ def _linear(bundle: Bundle, name: str) -> dict[str, NDArray[np.float32]]:
     """`weight` [rows, K] in whole tiles, and `bias` [rows] where there is one."""
     rows = unpack_tiles(_raw(bundle, f"{name}.weight"))
     quantised = f"{name}.scale" in bundle.tensors
-    parts = {"weight": dequantize_rows(rows, _raw(bundle, f"{name}.scale")) if quantised else _floats(rows)}
+    parts = {"weight": dequantise_rows(rows, _raw(bundle, f"{name}.scale")) if quantised else _floats(rows)}
     if f"{name}.bias" in bundle.tensors:
         parts["bias"] = _vector(bundle, f"{name}.bias")
     return parts
 
 
 def _alternate(fused: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Undoes `pack.alternate_tiles`: rows or elements of the first and of the second stream."""
+    """Undoes `fuse.alternate_tiles`: rows or elements of the first and of the second stream."""
     tiles = fused.reshape(-1, 2, TILE, *fused.shape[1:])
     first, second = (np.ascontiguousarray(tiles[:, side]).reshape(-1, *fused.shape[1:]) for side in (0, 1))
     return first, second

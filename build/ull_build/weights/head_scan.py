@@ -22,8 +22,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ull_build.weights.pack_gpu import scale_rows
-from ull_build.weights.quantise import quantize_rows
+from ull_build.weights.quantise import quantise_rows, scale_rows
 
 MMA_COLUMNS = 16  # that a matrix instruction adds up
 MMA_ERROR = 2.0**-18  # relative to the sum of magnitudes
@@ -46,7 +45,7 @@ def scan_rows(
     """
     halves, row_scales = scale_rows(rows)
     kept = halves.astype(np.float32) * row_scales[:, None]  # exact: the scales are powers of two
-    codes, scales = quantize_rows(kept)
+    codes, scales = quantise_rows(kept)
     return codes, scales, scan_bounds(halves, row_scales, codes, scales)
 
 

@@ -1,41 +1,23 @@
-"""Row tiles: the order in which the executor reads linear weights (see `ull.bundle.layout`)."""
+"""Row tiles: the order in which the CPU executor reads linear weights (see `ull.bundle.layout`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import TILE_ROWS
+from ull.bundle import TILE_ROWS, MedusaHeads, Model, Precision, TensorShape, expected_tensors, medusa_tensors
+from ull_build.source.checkpoint import Checkpoint
+from ull_build.weights.packer import PackedRows
+from ull_build.weights.quantise import as_stored, dequantise_rows, from_bf16, quantise_rows, to_bf16
+
+ORIGINAL_F32 = Precision(weights="f32", lm_head="f32", embedding="f32", kv="f32")
+ORIGINAL_BF16 = Precision(weights="bf16", lm_head="bf16", embedding="bf16", kv="f32")
 
 # Even positions of a 32-wide vector are rows 0..15 of the tile and odd ones rows 16..31, so that widening the even and
 # the odd elements of a register yields 16 consecutive rows each.
 INTERLEAVED = np.arange(TILE_ROWS).reshape(2, TILE_ROWS // 2).T.reshape(-1)
-
-
-def whole_tiles(blocks: Iterable[NDArray[Any]], tile_rows: int = TILE_ROWS) -> Iterator[NDArray[Any]]:
-    """Cuts a stream of row blocks [n, K] into blocks of whole tiles; the last one is padded with rows of zeros."""
-    rest: NDArray[Any] | None = None
-    for block in blocks:
-        rows = block if rest is None else np.concatenate([rest, block])
-        whole = len(rows) // tile_rows * tile_rows
-        if whole:
-            yield rows[:whole]
-        rest = rows[whole:] if whole < len(rows) else None
-    if rest is not None:
-        yield np.pad(rest, [(0, tile_rows - len(rest)), (0, 0)])
-
-
-def alternate_tiles(
-    first: Iterable[NDArray[Any]], second: Iterable[NDArray[Any]], tile_rows: int = TILE_ROWS
-) -> Iterator[NDArray[Any]]:
-    """Tiles of two equally shaped streams in turn: tile 2j from `first`, tile 2j + 1 from `second`."""
-    for one, two in zip(whole_tiles(first, tile_rows), whole_tiles(second, tile_rows), strict=True):
-        columns = one.shape[1]
-        pairs = [one.reshape(-1, tile_rows, columns), two.reshape(-1, tile_rows, columns)]
-        yield np.stack(pairs, axis=1).reshape(-1, columns)
 
 
 def pack_tiles(rows: NDArray[Any]) -> NDArray[Any]:
@@ -52,3 +34,36 @@ def unpack_tiles(tiles: NDArray[Any]) -> NDArray[Any]:
     if tiles.itemsize < 4:
         rows = rows[:, np.argsort(INTERLEAVED), :]
     return np.ascontiguousarray(rows).reshape(-1, tiles.shape[1])
+
+
+class CpuPacker:
+    """Stores a model as the CPU executor reads it: a Packer."""
+
+    tile_rows = gate_rows = TILE_ROWS
+
+    def __init__(self, precision: Precision) -> None:
+        self._precision = precision
+
+    def tensors(self, model: Model) -> dict[str, TensorShape]:
+        return expected_tensors(model, self._precision)
+
+    def medusa_tensors(self, model: Model, heads: MedusaHeads) -> dict[str, TensorShape]:
+        return medusa_tensors(model, self._precision, heads)
+
+    def for_draft(self) -> CpuPacker:
+        return self
+
+    def rows(self, stem: str, rows: NDArray[np.float32], dtype: str) -> PackedRows:
+        if dtype == "F32":
+            return PackedRows(pack_tiles(rows))
+        if dtype == "BF16":
+            bits = to_bf16(rows)
+            return PackedRows(pack_tiles(bits), restored=from_bf16(bits))
+        codes, scales = quantise_rows(rows)
+        return PackedRows(pack_tiles(codes), scales, restored=dequantise_rows(codes, scales))
+
+    def vector(self, name: str, values: NDArray[np.float32], shape: TensorShape) -> NDArray[Any]:
+        return as_stored(np.pad(values, (0, shape.shape[0] - len(values))), shape.dtype)
+
+    def own_values(self, checkpoint: Checkpoint, name: str) -> None:
+        return None

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import DEVICE_STEP, DEVICE_TILE_ROWS
-from ull_build.weights.quantise import round_to_bf16
+from ull.bundle import (
+    DEVICE_STEP,
+    DEVICE_TILE_ROWS,
+    HEAD_SCAN,
+    MEDUSA,
+    MedusaHeads,
+    Model,
+    Precision,
+    TensorShape,
+    device_tensors,
+)
+from ull_build.source.checkpoint import Checkpoint
+from ull_build.weights.head_scan import scan_rows
+from ull_build.weights.mlp_scale import scale_rows_of
+from ull_build.weights.names import bias_sources
+from ull_build.weights.packer import PackedRows
+from ull_build.weights.quantise import FP8_MAX, dequantise_rows, quantise_rows, round_to_bf16, scale_rows, unscale_rows
 
 # A row of a tile is 8 h + g, a column of a step 8 t + 4 j + 2 p + e. Lane 4 g + t holds both rows g of a tile and
 # eight columns, which the matrix instructions j = 0 and 1 take, in the order p, h, e of their operand registers.
 _ROWS = (2, 8)  # h, g
 _COLUMNS = (4, 2, 2, 2)  # t, j, p, e
-_LARGEST_EXPONENT = 15  # of an f16
-_LARGEST_F32 = float(np.finfo(np.float32).max)
+_FULL_PRECISION = (".scale", ".bound", ".kv_scale")  # suffixes of vectors that are not rounded
 
 
 def pack_blocks(rows: NDArray[Any]) -> NDArray[Any]:
@@ -44,22 +60,78 @@ def unpack_blocks(packed: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(split).reshape(tiles * DEVICE_TILE_ROWS, steps * DEVICE_STEP)
 
 
-def scale_rows(rows: NDArray[np.float32]) -> tuple[NDArray[np.float16], NDArray[np.float32]]:
-    """Finite `rows` [N, K], rounded to bf16, as f16 [N, K] times scales [N] that are powers of two.
+class GpuPacker:
+    """Stores a model as the GPU's kernels read it: a Packer.
 
-    A row's maximum comes to lie in [2^14, 2^15], where f16 is widest: bf16 values stay exact down to 2^-32 of the
-    maximum. A row of zeros has the scale 1.
+    Not `fused`: without the linear layers, which plans hold. `keys_values`: what Observation saw, for the scales of FP8
+    pages; None leaves them to the biases. `scaled`: MLPs whose activations are scaled, as check_activations says.
     """
-    rows = round_to_bf16(rows)
-    maxima = np.maximum(rows.max(axis=1), -rows.min(axis=1))
-    _, exponents = np.frexp(maxima)  # maximum = m * 2^exponent, m in [0.5, 1)
-    exponents = np.where(maxima > 0, exponents - _LARGEST_EXPONENT, 0)
-    exponents = np.maximum(exponents, -149)  # the least power of two that a float32 scale can be
-    stored = np.ldexp(rows.astype(np.float64), -exponents[:, None]).astype(np.float16)
-    return stored, np.ldexp(1.0, exponents).astype(np.float32)
+
+    tile_rows = DEVICE_TILE_ROWS
+    gate_rows = DEVICE_TILE_ROWS // 2
+
+    def __init__(
+        self,
+        precision: Precision,
+        fused: bool = True,
+        keys_values: Mapping[str, NDArray[np.float32]] | None = None,
+        scaled: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self._precision, self._fused = precision, fused
+        self._keys_values, self._scaled = keys_values, scaled
+
+    def tensors(self, model: Model) -> dict[str, TensorShape]:
+        return device_tensors(model, self._precision, self._fused)
+
+    def medusa_tensors(self, model: Model, heads: MedusaHeads) -> dict[str, TensorShape]:
+        both = device_tensors(model, self._precision, self._fused, heads)
+        return {name: shape for name, shape in both.items() if name.startswith(MEDUSA)}
+
+    def for_draft(self) -> GpuPacker:
+        """Our own kernels compute it; nobody observed it."""
+        return GpuPacker(self._precision)
+
+    def rows(self, stem: str, rows: NDArray[np.float32], dtype: str) -> PackedRows:
+        if stem == HEAD_SCAN:
+            codes, scales, bounds = scan_rows(rows)
+            return PackedRows(pack_blocks(codes), scales, bounds)
+        if dtype == "F16":
+            halves, scales = scale_rows(rows)
+            return PackedRows(pack_blocks(halves), scales, restored=unscale_rows(halves, scales))
+        codes, scales = quantise_rows(rows)
+        return PackedRows(pack_blocks(codes), scales, restored=dequantise_rows(codes, scales))
+
+    def vector(self, name: str, values: NDArray[np.float32], shape: TensorShape) -> NDArray[np.float32]:
+        """Norms and biases are of the CPU's precision, though stored as float32."""
+        exact = values if name.endswith(_FULL_PRECISION) else round_to_bf16(values)
+        return scale_rows_of(name, np.pad(exact, (0, shape.shape[0] - len(exact))), self._scaled)
+
+    def own_values(self, checkpoint: Checkpoint, name: str) -> NDArray[np.float32] | None:
+        layer, _, kind = name.rpartition(".")
+        if kind != "kv_scale":
+            return None
+        return kv_scales(checkpoint, layer, None if self._keys_values is None else self._keys_values[f"{layer}.kv"])
 
 
-def unscale_rows(stored: NDArray[np.float16], scales: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The inverse: f16 [N, K], scales [N] -> float32 [N, K], saturating."""
-    values = stored.astype(np.float64) * scales[:, None].astype(np.float64)
-    return np.clip(values, -_LARGEST_F32, _LARGEST_F32).astype(np.float32)
+def kv_scales(checkpoint: Checkpoint, layer: str, observed: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    """Scale of each KV head's keys, then values, in FP8 pages: a power of two, [2 * kv_heads].
+
+    Room for twice the largest ones `observed` [2 * kv_heads], the smallest power that gives it. Where nothing was
+    observed: 1 reaches +-448, far beyond the keys and values of a model without biases. A projection's bias can be
+    larger, and it is in every key: then the scale leaves room for twice that.
+    """
+    model = checkpoint.model
+    if observed is not None:
+        return _with_room_for_twice(np.where(observed > 0, observed, FP8_MAX / 2))
+    sources = bias_sources(checkpoint, f"{layer}.qkv.bias")
+    if not sources or model.qk_norm:  # a norm takes the bias's size away
+        return np.ones(2 * model.kv_heads, np.float32)
+    biases = np.concatenate([checkpoint.vector(source) for source in sources[1:]])
+    largest = np.abs(biases).reshape(2 * model.kv_heads, model.head_dim).max(axis=1)
+    return np.maximum(_with_room_for_twice(np.maximum(largest, np.float32(1.0))), np.float32(1.0))
+
+
+def _with_room_for_twice(largest: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The smallest powers of two, float32, that reach 2 * largest (all positive) with E4M3's 448."""
+    powers = np.ceil(np.log2(2.0 * largest.astype(np.float64) / FP8_MAX))
+    return np.asarray(np.ldexp(1.0, np.clip(powers, -126, 127).astype(np.int64)), np.float32)

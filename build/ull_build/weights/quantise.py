@@ -1,6 +1,8 @@
-"""FP8 E4M3 with one scale per output channel (row): weight = fp8 * scale."""
+"""Formats of weights: FP8 E4M3 and f16 with one scale per output channel (row), weight = stored * scale, and bf16."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -12,10 +14,13 @@ BF16_MAX = np.float32((2.0 - 2.0**-7) * 2.0**127)
 # A smaller scale would be a float32 subnormal, with too few bits of its own.
 _MIN_SCALE = np.finfo(np.float32).tiny
 
+_LARGEST_F16_EXPONENT = 15
+_LARGEST_F32 = float(np.finfo(np.float32).max)
+
 _VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)  # code -> value
 
 
-def quantize_rows(rows: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+def quantise_rows(rows: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Quantises finite `rows` [N, K] to FP8 codes [N, K] and scales [N].
 
     scale = max|row| / 448 (1.0 for a row of zeros); quotients saturate at +-448 and round to nearest even. There are no
@@ -33,9 +38,30 @@ def quantize_rows(rows: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray
     return quotients.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales
 
 
-def dequantize_rows(codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> NDArray[np.float32]:
+def dequantise_rows(codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> NDArray[np.float32]:
     """The inverse: codes [N, K], scales [N] -> float32 [N, K]."""
     return np.take(_VALUES, codes) * scales[:, None]
+
+
+def scale_rows(rows: NDArray[np.float32]) -> tuple[NDArray[np.float16], NDArray[np.float32]]:
+    """Finite `rows` [N, K], rounded to bf16, as f16 [N, K] times scales [N] that are powers of two.
+
+    A row's maximum comes to lie in [2^14, 2^15], where f16 is widest: bf16 values stay exact down to 2^-32 of the
+    maximum. A row of zeros has the scale 1.
+    """
+    rows = round_to_bf16(rows)
+    maxima = np.maximum(rows.max(axis=1), -rows.min(axis=1))
+    _, exponents = np.frexp(maxima)  # maximum = m * 2^exponent, m in [0.5, 1)
+    exponents = np.where(maxima > 0, exponents - _LARGEST_F16_EXPONENT, 0)
+    exponents = np.maximum(exponents, -149)  # the least power of two that a float32 scale can be
+    stored = np.ldexp(rows.astype(np.float64), -exponents[:, None]).astype(np.float16)
+    return stored, np.ldexp(1.0, exponents).astype(np.float32)
+
+
+def unscale_rows(stored: NDArray[np.float16], scales: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The inverse: f16 [N, K], scales [N] -> float32 [N, K], saturating."""
+    values = stored.astype(np.float64) * scales[:, None].astype(np.float64)
+    return np.clip(values, -_LARGEST_F32, _LARGEST_F32).astype(np.float32)
 
 
 def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
@@ -59,6 +85,11 @@ def round_to_bf16(values: NDArray[np.float32]) -> NDArray[np.float32]:
 def from_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     """Widens the bits of bfloat16 to float32, exactly."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def as_stored(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
+    """Finite values as a tensor of `dtype`, BF16 or F32, holds them."""
+    return to_bf16(values) if dtype == "BF16" else values
 
 
 class ErrorSum:

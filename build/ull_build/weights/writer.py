@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.open import ALIGNMENT, FILLER, FileEntry, TensorShape
+from ull.bundle import ALIGNMENT, FILLER, FileEntry, TensorShape
 
 
 class WeightsWriter:

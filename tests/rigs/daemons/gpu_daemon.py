@@ -16,7 +16,7 @@ import msgspec
 
 from scripted_daemon import leave_rehearsal_out, scripted
 from ull import _native
-from ull.bundle.open import Bundle, Speculation
+from ull.bundle import Bundle, Speculation
 from ull.daemon import __main__ as ulld
 from ull.daemon import server
 from ull.errors import UllError

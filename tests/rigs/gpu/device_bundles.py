@@ -11,9 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 import emulation
-from ull.bundle.open import DEVICE_KERNELS, HEAD_SCAN_KERNELS, MEDUSA_KERNELS, open_bundle, read_tensor_file
-from ull_build.build import Settings, build
+from ull.bundle import DEVICE_KERNELS, HEAD_SCAN_KERNELS, MEDUSA_KERNELS, open_bundle, read_tensor_file
+from ull_build.build import build
 from ull_build.code import kernels
+from ull_build.settings import Settings
 
 STUB = """#include "params.h"
 {kernels}

@@ -29,7 +29,7 @@ def measure(bundle: Path) -> int:
     sys.path.insert(0, str(Path(__file__).parents[3] / "bench/h200"))
     import plans
 
-    from ull.bundle.open import open_bundle
+    from ull.bundle import open_bundle
 
     plans.ROUNDS, plans.CONTEXTS, plans.TREES = 2, (8,), (1, 16)
     plans.build = lambda folder, *options: (open_bundle(bundle), 0.0)

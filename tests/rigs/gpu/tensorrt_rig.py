@@ -17,10 +17,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle.forward import segment_names
-from ull.bundle.open import Model, attention_factor, inverse_frequencies
+from ull.bundle import Model, attention_factor, inverse_frequencies, segment_names
 from ull_build.source.checkpoint import Checkpoint
-from ull_build.weights.cpu import bias_sources, vector_source, weight_sources
+from ull_build.weights.names import bias_sources, vector_source, weight_sources
 
 FOLDER = Path(__file__).parents[3] / "tests/doubles/tensorrt_double"
 TREE_TOKENS, COLUMNS = 64, 32  # of the attention's layout

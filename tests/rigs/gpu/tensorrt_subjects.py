@@ -17,7 +17,7 @@ import numpy as np
 
 import tensorrt_rig
 from oracle.cases import CASES, Case
-from ull.bundle.open import Model, Precision, Rope
+from ull.bundle import Model, Precision, Rope
 from ull.gpu.tensorrt.library import make_logger
 from ull_build.progress import Reporter
 from ull_build.source.checkpoint import Checkpoint

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ull.bundle.device_layout import DEVICE_INTERFACE
+from ull.bundle import DEVICE_INTERFACE
 from ull.gpu.launch import Launch
 from ull_build.code.kernels import TUNING
 

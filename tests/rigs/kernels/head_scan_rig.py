@@ -18,8 +18,7 @@ from linear_layers import pack_rows, pack_weights
 from ull.gpu import params as layout
 from ull.gpu.geometry import head_scan, linear, sampling
 from ull_build.weights.head_scan import scan_bounds
-from ull_build.weights.pack_gpu import scale_rows
-from ull_build.weights.quantise import quantize_rows
+from ull_build.weights.quantise import quantise_rows, scale_rows
 
 EPSILON = 1e-5
 SOURCES = ("head.cu", "head_scan.cu", "head_rescore.cu", "sample.cu", "filter.cu")
@@ -56,7 +55,7 @@ class Head:
     ) -> None:
         self.vocabulary, self.hidden = rows.shape
         halves, scales = scale_rows(rows)
-        codes, code_scales = quantize_rows(halves.astype(np.float32) * scales[:, None])
+        codes, code_scales = quantise_rows(halves.astype(np.float32) * scales[:, None])
         bounds = scan_bounds(halves, scales, codes, code_scales)
         self.halves, self.scales, self.bounds = halves, scales, bounds
         self._weights, self._scale = pack_weights(halves), pack_rows(scales)

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 import emulation
 from emulation import aligned, pointer
-from ull.bundle.device_layout import device_tensors
-from ull.bundle.open import Model, Precision, Rope, TensorShape, device_macros
+from ull.bundle import Model, Precision, Rope, TensorShape, device_macros, device_tensors
 from ull.gpu.arena import ArenaPlan
 from ull.gpu.fused import FusedForward
 from ull.gpu.geometry.linear import LINE_WORDS

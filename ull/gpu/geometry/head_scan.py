@@ -6,7 +6,7 @@ results do not depend on the grids.
 
 from __future__ import annotations
 
-from ull.bundle.layout import round_up
+from ull.bundle import round_up
 from ull.gpu.geometry import linear
 from ull.gpu.geometry.linear import Geometry
 

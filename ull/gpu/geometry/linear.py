@@ -9,7 +9,7 @@ From 16 tokens on a layer of few rows (qkv, o, down) is split along K as well: i
 
 from __future__ import annotations
 
-from ull.bundle.layout import round_up
+from ull.bundle import round_up
 from ull.gpu.launch import TILES
 from ull.gpu.params import SLICES, TREE_TOKENS
 

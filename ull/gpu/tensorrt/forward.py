@@ -13,10 +13,7 @@ import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
-from ull.bundle.forward import segment_names
-from ull.bundle.layout import round_up
-from ull.bundle.open import AttentionKind, Bundle, Plans, cache_positions
-from ull.bundle.targets import capability_text
+from ull.bundle import AttentionKind, Bundle, Plans, cache_positions, capability_text, round_up, segment_names
 from ull.errors import BundleError, GpuError
 from ull.gpu.arena import ArenaPlan
 from ull.gpu.driver import DeviceInfo, Driver

@@ -11,7 +11,7 @@ cpu::SpeculationOptions speculation_options(const std::string& speculate, int ma
   if (max_tree < 1 || max_tree > kMaxTreeTokens) {
     throw std::invalid_argument("max_tree: must be 1 to " + std::to_string(kMaxTreeTokens));
   }
-  return {.drafter = speculation_named(speculate), .max_tree = max_tree, .adaptive = adaptive, .coupled = coupled};
+  return {.drafter = drafter_named(speculate), .max_tree = max_tree, .adaptive = adaptive, .coupled = coupled};
 }
 
 }  // namespace

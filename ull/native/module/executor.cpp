@@ -32,7 +32,7 @@ nb::dict executor_info(const ExecutorInfo& info) {
   return out;
 }
 
-DrafterKind speculation_named(const std::string& name) {
+DrafterKind drafter_named(const std::string& name) {
   const std::optional<DrafterKind> speculation = parse_drafter(name);
   if (!speculation) throw std::invalid_argument("speculate: \"" + name + "\" is no drafter");
   return *speculation;

@@ -89,7 +89,7 @@ void bind_graph(nb::module_& m) {
           [](graph::GraphExecutor* self, const nb::dict& program, int64_t watchdog_ms, const std::string& drafter,
              int max_tree, bool adaptive) {
             graph::GraphProgram checked = graph_program(program);
-            const graph::GraphOptions options{watchdog_ms, speculation_named(drafter), max_tree, adaptive};
+            const graph::GraphOptions options{watchdog_ms, drafter_named(drafter), max_tree, adaptive};
             const graph::Driver driver = graph::load_driver(checked.library);
             new (self) graph::GraphExecutor(std::move(checked), driver, options);
           },

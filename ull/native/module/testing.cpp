@@ -18,7 +18,7 @@ nb::dict decode(cpu::LocalDecoder& self, const Int32Array& tokens, int max_token
   const cpu::DecodeRequest request{span_of(tokens),
                                    max_tokens,
                                    wanted.sampling(),
-                                   speculation_named(speculate),
+                                   drafter_named(speculate),
                                    max_tree,
                                    pages ? span_of(*pages) : std::span<const int32_t>(),
                                    cached};

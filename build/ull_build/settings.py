@@ -1,0 +1,92 @@
+"""What to build, as a recipe and the command line say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, cast
+
+import msgspec
+
+from ull.bundle import Precision, RecipeValue, Target, runs_draft_models
+from ull_build.recipe import ForwardRecipe, Recipe
+from ull_build.source.drafters import SpeculationSettings
+
+_MEDUSA_LEFT_OUT = (
+    "the recipe's Medusa heads are left out: they read the hidden state of ull's own decode, and TensorRT decodes; "
+    'forward.decode = "fused" keeps them'
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to build. A text of None is the default one; `evaluate` False leaves the quality unmeasured.
+
+    `calibrate`: FP8 linears get FP8 inputs too, as TensorRT's plans need; their ranges are measured, not without
+    `evaluate`.
+    """
+
+    model: Path
+    output: Path
+    name: str
+    target: Target = "cpu"
+    precision: Precision = field(default_factory=Precision)
+    context: int | None = None
+    evaluate: bool = True
+    eval_text: Path | None = None
+    eval_tokens: int = 4096
+    evaluate_on: Literal["cpu", "gpu"] = "cpu"
+    calibrate: bool = False
+    calibration_text: Path | None = None
+    calibration_tokens: int = 2048
+    max_perplexity_increase: float = 0.01
+    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
+    forward: ForwardRecipe = field(default_factory=ForwardRecipe)
+    force: bool = False
+    threads: int = 0  # 0: as many as this process may use
+    recipe: dict[str, RecipeValue] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # what the recipe asks for and this build leaves out, and why
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.target == "cpu"
+
+    @property
+    def evaluates_on_gpu(self) -> bool:
+        return self.evaluate and self.evaluate_on == "gpu"
+
+
+def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool = False) -> Settings:
+    """The settings that a recipe asks for. What a GPU cannot draft with is left out, Medusa heads with a note."""
+    medusa = recipe.medusa if recipe.forward.decode == "fused" else None
+    notes = [_MEDUSA_LEFT_OUT] if recipe.medusa is not None and medusa is None else []
+    draft = recipe.draft if runs_draft_models(recipe.target) else None
+    return Settings(
+        model=Path(recipe.model),
+        output=Path(recipe.output),
+        name=recipe.name,
+        target=cast(Target, recipe.target),
+        precision=Precision(
+            weights=recipe.precision, lm_head=recipe.lm_head, kv=recipe.kv, lm_head_scan=recipe.lm_head_scan
+        ),
+        context=recipe.context,
+        evaluate=evaluate,
+        eval_text=None if recipe.eval_text is None else Path(recipe.eval_text),
+        eval_tokens=recipe.eval_tokens,
+        evaluate_on=recipe.evaluate_on,
+        calibrate=recipe.forward.has_plans,
+        calibration_text=None if recipe.calibration_text is None else Path(recipe.calibration_text),
+        calibration_tokens=recipe.calibration_tokens,
+        max_perplexity_increase=recipe.max_perplexity_increase,
+        speculation=SpeculationSettings(
+            default=recipe.drafter,
+            max_tree=recipe.speculation.max_tree,
+            medusa=None if medusa is None else Path(medusa.heads),
+            medusa_count=None if medusa is None else medusa.num,
+            draft=None if draft is None else Path(draft.model),
+        ),
+        forward=recipe.forward,
+        force=force,
+        recipe={key: value for key, value in msgspec.to_builtins(recipe).items() if key != "output"},
+        notes=tuple(notes),
+    )
