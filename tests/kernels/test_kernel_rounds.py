@@ -148,7 +148,7 @@ def test_the_longest_path_is_accepted(
     assert device.state.stopped == (stopped or not expected)
     if expected:
         assert (device.state.token, device.state.position) == (expected[-1], 50 + len(expected))
-        assert device.state.node == nodes[-1]  # whose hidden state a draft reads
+        assert device.state.node == nodes[-1]  # whose hidden state the Medusa heads read
 
 
 def test_a_whole_chain_is_accepted(device: Device) -> None:
@@ -190,7 +190,7 @@ def test_more_cannot_be_forced_than_there_are_nodes(device: Device) -> None:
     for forced, first in ((-1, 0), (3, 2), (2**31 - 1, 2)):
         assert device.ask(layout.TAKE, [1, 2, 3], CHAIN, forced=forced).first_draw == first
         device.draw([2, 3, 4])
-    for mode in (layout.PREFILL, layout.DRAFT):
+    for mode in (layout.PREFILL, layout.MEDUSA):
         assert device.ask(mode, [1, 2, 3], forced=1).first_draw == 0
         device.draw([2, 3, 4])
 
@@ -281,13 +281,13 @@ def test_a_prefill_is_not_continued(device: Device) -> None:
     assert outcome(device.take([4], SINGLE, [5])) == (layout.OK, [5])
 
 
-def test_a_draft_between_two_rounds_leaves_no_trace(device: Device) -> None:
+def test_the_medusa_heads_between_two_rounds_leave_no_trace(device: Device) -> None:
     """The host gets the heads' candidates; the round after goes on as if nothing had been."""
     device.take([5, 6], (0, 0), [6, 7], position=10)
-    round_ = device.ask(layout.DRAFT, [0, 0, 0], position=12)
+    round_ = device.ask(layout.MEDUSA, [0, 0, 0], position=12)
     assert (round_.count, round_.base, round_.draws, list(round_.depths[:3])) == (3, 12, 0, [0, 1, 2])
     for head in range(3):
-        drawn = layout.EmittedToken(30 + head, 0.0, layout.DRAFT_RANKS, head)
+        drawn = layout.EmittedToken(30 + head, 0.0, layout.MEDUSA_RANKS, head)
         drawn.top[:2] = [layout.TokenLogprob(30 + head, 2.5), layout.TokenLogprob(40 + head, -1.0)]
         round_.drawn[head] = drawn
     before = bytes(device.state)

@@ -459,8 +459,8 @@ class FakeDevice {
       const int32_t next = draw(past, static_cast<size_t>(head));
       past.push_back(next);
       gpu::EmittedToken& out = result.tokens[head];
-      out.top_count = gpu::kDraftRanks;
-      for (int rank = 0; rank < gpu::kDraftRanks; ++rank) {
+      out.top_count = gpu::kMedusaRanks;
+      for (int rank = 0; rank < gpu::kMedusaRanks; ++rank) {
         const int32_t token = rank == right ? next : (next + 1 + rank) % script_model().vocabulary;
         out.top[rank] = {token, 3.0F - 4.0F * static_cast<float>(rank)};
       }

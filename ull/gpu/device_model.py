@@ -122,7 +122,7 @@ class DeviceModel:
                 self._bursts[sampler] = round_of(sources[name], 1, True, sampler, BURST_ROUNDS)
         self._prefill = round_of(sources[forward.prefill], TREE_TOKENS, draws=False)
         if self.sizes.medusa is not None:
-            self._heads = captured(None, 0, False, (rounds.draft(), ()))
+            self._heads = captured(None, 0, False, (rounds.medusa(), ()))
 
     @property
     def handover(self) -> dict[str, Any]:

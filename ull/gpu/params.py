@@ -13,14 +13,14 @@ ROUND_SLOTS = 4
 STOP_TOKENS = 32
 BIASES = 1024
 ALTERNATIVES = 20
-DRAFT_RANKS = 10
+MEDUSA_RANKS = 10
 PAGE_TOKENS = 64
 SPLIT_TOKENS = 256
 SLICES = 8
 LAYER_LINEARS = 4
 PROMPTED, GENERATED = 1, 2  # in a word of the text's counts
 
-TAKE, CONTINUE, PREFILL, DRAFT = range(4)  # RoundMode
+TAKE, CONTINUE, PREFILL, MEDUSA = range(4)  # RoundMode
 OK, SKIPPED, NOT_FINITE = range(3)  # RoundStatus
 
 
@@ -277,7 +277,7 @@ class CommitParams(ctypes.Structure):
     ]
 
 
-class DraftStartParams(ctypes.Structure):
+class MedusaStartParams(ctypes.Structure):
     _fields_ = [
         ("round", c_void_p),
         ("state", c_void_p),
@@ -287,7 +287,7 @@ class DraftStartParams(ctypes.Structure):
     ]
 
 
-class DraftRankParams(ctypes.Structure):
+class MedusaRankParams(ctypes.Structure):
     _fields_ = [
         ("round", c_void_p),
         ("state", c_void_p),

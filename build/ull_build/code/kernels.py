@@ -33,7 +33,7 @@ TUNING = {  # macros that change no bit of a result; bench/h200/ahead.py compare
 _PART_OF = {  # source files that only some forwards need, by a kernel of theirs
     **dict.fromkeys(("down", "gate_up", "head", "layers", "norm", "output", "qkv"), "ull_qkv_1"),
     "attention": "ull_attention_8",
-    **dict.fromkeys(("medusa", "medusa_rank"), "ull_draft_start"),
+    **dict.fromkeys(("medusa", "medusa_rank"), "ull_medusa_start"),
     **dict.fromkeys(("head_scan", "head_rescore"), "ull_head_scan_1"),
 }
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)

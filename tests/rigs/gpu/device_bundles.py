@@ -24,8 +24,8 @@ def write_stubs(directory: Path, names: Any = DEVICE_KERNELS | MEDUSA_KERNELS | 
     """A folder of kernel sources in which every kernel exists and none does anything."""
     directory.mkdir(exist_ok=True)
     always = sorted(set(names) - MEDUSA_KERNELS - HEAD_SCAN_KERNELS)
-    drafting, scanning = sorted(set(names) & MEDUSA_KERNELS), sorted(set(names) & HEAD_SCAN_KERNELS)
-    parts = {"first": always[::2], "second": always[1::2], "medusa": drafting, "head_scan": scanning}
+    heads, scanning = sorted(set(names) & MEDUSA_KERNELS), sorted(set(names) & HEAD_SCAN_KERNELS)
+    parts = {"first": always[::2], "second": always[1::2], "medusa": heads, "head_scan": scanning}
     for part, chosen in parts.items():
         lines = [f'extern "C" __global__ void {name}(ull::gpu::SampleParams) {{}}' for name in chosen]
         (directory / f"{part}.cu").write_text(STUB.format(kernels="\n".join(lines)))
