@@ -14,7 +14,7 @@ from ull.bundle.open import Bundle, DevicePart
 from ull.gpu.arena import Arena, ArenaPlan
 from ull.gpu.capture import capture_graph
 from ull.gpu.driver import Driver
-from ull.gpu.forward import Forward, Recorder
+from ull.gpu.forward import ForwardSource, Recorder
 from ull.gpu.fused import FusedForward
 from ull.gpu.launch import Launch
 from ull.gpu.memory import Sizes, reserve_model, rope_table
@@ -75,7 +75,7 @@ class DeviceModel:
         """Our kernels as a forward of this model."""
         return FusedForward(self.sizes, self.places, self._driver.info.multiprocessors, persistent, scans)
 
-    def capture(self, sources: Mapping[str, Forward], stream: int, exit_stack: ExitStack) -> None:
+    def capture(self, sources: Mapping[str, ForwardSource], stream: int, exit_stack: ExitStack) -> None:
         """One graph per number of tokens, one that only fills the cache, and one of the Medusa heads, if there are.
 
         `sources`: by name; "scan" is "fused" with the lm_head's FP8 copy in place of the lm_head. Where they are our
@@ -85,7 +85,7 @@ class DeviceModel:
         rounds, forward = Rounds(self.sizes, self.places, self._driver.info.multiprocessors), self.part.forward
 
         def captured(
-            source: Forward | None, tokens: int, draws: bool, launches: Sequence[Iterable[Launch]], count: int = 1
+            source: ForwardSource | None, tokens: int, draws: bool, launches: Sequence[Iterable[Launch]], count: int = 1
         ) -> int:
             opening, closing = map(list, launches)
             between = source.launches(tokens, draws) if source else []
@@ -106,7 +106,7 @@ class DeviceModel:
             exit_stack.callback(self._driver.destroy_executable, executable)
             return executable
 
-        def round_of(source: Forward, tokens: int, draws: bool, sampler: str = FULL, count: int = 1) -> int:
+        def round_of(source: ForwardSource, tokens: int, draws: bool, sampler: str = FULL, count: int = 1) -> int:
             launches = (rounds.opening(tokens), rounds.closing(tokens, draws, sampler))
             return captured(source, tokens, draws, launches, count)
 

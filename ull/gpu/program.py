@@ -11,7 +11,7 @@ from ull.gpu.arena import Arena, ArenaPlan
 from ull.gpu.checks import check_device, check_size, other_processes
 from ull.gpu.device_model import DeviceModel
 from ull.gpu.driver import Driver
-from ull.gpu.forward import Forward
+from ull.gpu.forward import ForwardSource
 from ull.gpu.memory import Sizes
 from ull.gpu.modules import Kernels
 from ull.gpu.replay import Replay
@@ -50,7 +50,7 @@ class Program:
     ) -> None:
         self._exit = ExitStack()
         self._replay: Replay | None = None
-        self._open_sources: dict[str, Forward] = {}
+        self._open_sources: dict[str, ForwardSource] = {}
         self.resident_bytes = 0  # of device memory that graphs and TensorRT took beside the arena
         self._bundle, self._log, self._persistent = bundle, log, persistent
         context = context or bundle.manifest.model.context
@@ -178,9 +178,9 @@ class Program:
     def _report(self, done: int, of_all: int) -> None:
         self._log.info("loading", weights=f"{done / 1e9:.2f} of {of_all / 1e9:.2f} GB")
 
-    def _sources(self, model: DeviceModel, exit_stack: ExitStack) -> dict[str, Forward]:
+    def _sources(self, model: DeviceModel, exit_stack: ExitStack) -> dict[str, ForwardSource]:
         """The forward sources that the model's phases name, by name."""
-        forward, sources = model.part.forward, dict[str, Forward]()
+        forward, sources = model.part.forward, dict[str, ForwardSource]()
         if forward.uses("fused"):
             sources["fused"] = model.fused(self._persistent)
             if model.part.precision.lm_head_scan:
