@@ -110,7 +110,7 @@ class Heads:
         state.sampling.temperature, state.sampling.seed, state.sampling.top_p = wish.temperature, SEED, 0.5
         state.sampling.bias_count = len(wish.bias)
         state.sampling.repetition_penalty, state.sampling.presence_penalty = 1.0, wish.presence_penalty
-        state.sampling.penalizes = int(wish.presence_penalty != 0)
+        state.sampling.penalises = int(wish.presence_penalty != 0)
         state.text, state.counted = 3, POSITION  # but for the last token, which accept() has put behind the text
         text, counts = self.memory["text"].view(np.int32), self.memory["text counts"].view(np.uint32)
         text[...], counts[...] = -1, 0
@@ -132,7 +132,7 @@ class Heads:
         constants = [*self.tensors.values(), *self.requested]
         emulation.run_launches(self.kernels, self.launches(multiprocessors), seed * 100, written, constants)
         after = State.from_buffer_copy(bytes(state))
-        assert (after.sequence, after.counted) == (7, POSITION + int(state.sampling.penalizes and not cancelled))
+        assert (after.sequence, after.counted) == (7, POSITION + int(state.sampling.penalises and not cancelled))
         after.sequence, after.counted, after.prompt_tokens = 6, POSITION, 0
         assert bytes(after) == before, "the heads leave no trace"
         result: RoundResult = self.results[6 % ROUND_SLOTS]

@@ -408,7 +408,7 @@ def test_a_generation_with_penalties(sampling: dict[str, float | int]) -> None:
         history = np.array(text, np.int32)
         text.append(_native.sample(table[text[-1]], len(text), sampling, history, len(prompt)))
     assert text[len(prompt) :] != [int(table[token].argmax()) for token in text[len(prompt) - 1 : -1]]
-    wished = {"top_p": 1.0, "repetition_penalty": 1.0, "penalizes": 1, "top_logprobs": 0, **sampling}
+    wished = {"top_p": 1.0, "repetition_penalty": 1.0, "penalises": 1, "top_logprobs": 0, **sampling}
     device = Generator(kernels, table)
     for number, length in enumerate((len(prompt), 60)):  # a request, and one that begins with another's text
         device.host_text[:length] = text[:length]
@@ -465,7 +465,7 @@ def test_a_generation_begins_with_its_prompts_end(sampling: dict[str, float | in
     for _ in range(9):  # the root is what is drawn, as far as that can be: counted as generated it would be another
         prompt[root] = generated(1)[-1]
     text = generated(12)
-    wished = {"top_p": 1.0, "repetition_penalty": 1.0, "penalizes": 1, "top_logprobs": 3, **sampling}
+    wished = {"top_p": 1.0, "repetition_penalty": 1.0, "penalises": 1, "top_logprobs": 3, **sampling}
     fields = {"sampling": layout.Sampling(**wished), "text": 5, "prompt_tokens": len(prompt)}
     device = Generator(kernels, table)
     device.host_text[: len(prompt)] = prompt

@@ -353,7 +353,7 @@ class FakeDevice {
       if (request.setting != state_.setting) copy_setting(request);
       if (record.sampler != graph::Sampler::kFull && !is_plain(state_.sampling)) std::abort();
       const int base = continues ? state_.position : request.position + forced;
-      if (state_.sampling.penalizes != 0 && request.mode != gpu::RoundMode::kPrefill) read_text(request, base + 1);
+      if (state_.sampling.penalises != 0 && request.mode != gpu::RoundMode::kPrefill) read_text(request, base + 1);
       if (request.mode == gpu::RoundMode::kPrefill) {
         for (int i = 0; i < request.count; ++i) cached(request.position + i) = request.tokens[i];
         hidden_position_ = -1;
@@ -385,7 +385,7 @@ class FakeDevice {
   // What a sampler that is not the full one can do.
   [[nodiscard]] static bool is_plain(const gpu::Sampling& sampling) {
     return (sampling.temperature <= 0.0F || (sampling.top_k == 0 && sampling.top_p >= 1.0F)) &&
-           sampling.bias_count == 0 && sampling.penalizes == 0 && sampling.top_logprobs < 0;
+           sampling.bias_count == 0 && sampling.penalises == 0 && sampling.top_logprobs < 0;
   }
 
   void copy_setting(const gpu::RoundRequest& request) {
@@ -408,7 +408,7 @@ class FakeDevice {
   // The token after `past` by the request's sampling. `way` of its last tokens are a draft's.
   [[nodiscard]] int32_t draw(const std::vector<int32_t>& past, size_t way) const {
     uint64_t seed = state_.sampling.seed;
-    if (state_.sampling.penalizes != 0) {
+    if (state_.sampling.penalises != 0) {
       std::vector<int32_t> text(text_.begin(), text_.begin() + state_.counted);
       text.insert(text.end(), past.end() - static_cast<std::ptrdiff_t>(way), past.end());
       seed = FakeModel::penalized(seed, text, state_.prompt_tokens);
@@ -441,7 +441,7 @@ class FakeDevice {
       }
       node = next;
     }
-    for (int i = 0; i < result.count && state_.sampling.penalizes != 0; ++i) {
+    for (int i = 0; i < result.count && state_.sampling.penalises != 0; ++i) {
       text_[static_cast<size_t>(base + 1 + i)] = result.tokens[i].token;
     }
     state_.token = result.tokens[result.count - 1].token;

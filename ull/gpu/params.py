@@ -40,7 +40,7 @@ class Sampling(ctypes.Structure):
         ("repetition_penalty", c_float),
         ("frequency_penalty", c_float),
         ("presence_penalty", c_float),
-        ("penalizes", c_int32),
+        ("penalises", c_int32),
     ]
 
 

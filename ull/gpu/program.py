@@ -205,6 +205,6 @@ class Program:
             sources = self._sources(model, exit_stack)
             self._open_sources |= {model.part.prefix + name: source for name, source in sources.items()}
             captured.append(model.capture(sources, self._stream, exit_stack))
-        self._driver.synchronize(self._stream)
+        self._driver.synchronise(self._stream)
         self.resident_bytes = max(0, free - self._driver.memory_info()[0])
         return captured

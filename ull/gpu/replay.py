@@ -98,7 +98,7 @@ class Replay:
 
     def drain(self) -> None:
         """Waits until the device has nothing left to do."""
-        self._driver.synchronize(self._stream)
+        self._driver.synchronise(self._stream)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Puts tokens at positions 0, 1, ... into the cache."""

@@ -49,7 +49,7 @@ struct Sampling {
   float repetition_penalty;  // 1: off
   float frequency_penalty;   // 0: off
   float presence_penalty;    // 0: off
-  int32_t penalizes;         // 1: one of them is on
+  int32_t penalises;         // 1: one of them is on
 };
 
 // Host -> device, in mapped host memory: round number `sequence` is asked for in slot sequence % kRoundSlots. Written

@@ -116,7 +116,7 @@ ULL_DEVICE void end_round(const AcceptParams& params, Shared& shared) {
   if (arch::thread() == 0) arch::store_release_system(&result->sequence, sequence);
 
   if (medusa) return;
-  if (arch::thread() < emitted && state->sampling.penalizes != 0) {
+  if (arch::thread() < emitted && state->sampling.penalises != 0) {
     params.text[round->base + root + 1 + arch::thread()] = shared.draws[shared.accepted[arch::thread()]];
   }
   const int given = draws ? root : count;  // nodes that are kept whatever was drawn

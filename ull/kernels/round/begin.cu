@@ -217,7 +217,7 @@ ULL_KERNEL(ull_begin, BeginParams, kThreads, 1) {
   if (me < count) round->tokens[me] = continues ? state.token : head.tokens[me];
   build_paths(head, count, shared, round);
   if (head.setting != state.setting) copy_setting(params, params.requests[slot], head);
-  if (head.sampling.penalizes != 0 && head.mode != RoundMode::kPrefill) {
+  if (head.sampling.penalises != 0 && head.mode != RoundMode::kPrefill) {
     count_text(params, head, state, continues ? state.position : head.position + first_draw(head));
   }
 }
