@@ -35,7 +35,7 @@ CONSTANTS = {  # Python's name: C++'s
     "TAKE": "RoundMode::kTake",
     "CONTINUE": "RoundMode::kContinue",
     "PREFILL": "RoundMode::kPrefill",
-    "MEDUSA": "RoundMode::kDraft",
+    "MEDUSA": "RoundMode::kMedusa",
     "OK": "RoundStatus::kOk",
     "SKIPPED": "RoundStatus::kSkipped",
     "NOT_FINITE": "RoundStatus::kNotFinite",

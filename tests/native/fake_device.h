@@ -324,7 +324,7 @@ class FakeDevice {
                   .emitted = 0,
                   .setting = request.setting};
     if (is_burst(graph) && request.mode != gpu::RoundMode::kContinue) std::abort();
-    if ((graph == 200) != (request.mode == gpu::RoundMode::kDraft)) std::abort();
+    if ((graph == 200) != (request.mode == gpu::RoundMode::kMedusa)) std::abort();
     if (request.sequence != sequence) std::abort();  // the block is not this round's
     const int forced = request.mode == gpu::RoundMode::kTake ? request.forced : 0;
     if (forced < 0 || (forced > 0 && forced >= request.count)) std::abort();
@@ -357,7 +357,7 @@ class FakeDevice {
       if (request.mode == gpu::RoundMode::kPrefill) {
         for (int i = 0; i < request.count; ++i) cached(request.position + i) = request.tokens[i];
         hidden_position_ = -1;
-      } else if (request.mode == gpu::RoundMode::kDraft) {
+      } else if (request.mode == gpu::RoundMode::kMedusa) {
         record.emitted = hidden_position_ == request.position ? 1 : 0;
         draft(request, result, script.medusa_rank);
       } else {

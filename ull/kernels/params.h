@@ -24,7 +24,7 @@ enum class RoundMode : uint32_t {
   kTake = 0,      // the request block says tokens, position and tree
   kContinue = 1,  // a plain round after the last one: token and position come from the device's state
   kPrefill = 2,   // a chain of prompt tokens: fills the cache, draws nothing
-  kDraft = 3,     // Medusa heads on the last accepted token: node i is what head i says of position + 1 + i
+  kMedusa = 3,    // Medusa heads on the last accepted token: node i is what head i says of position + 1 + i
 };
 
 enum class RoundStatus : uint32_t {
@@ -57,7 +57,7 @@ struct Sampling {
 struct alignas(64) RoundRequest {
   uint64_t sequence;  // from 1, one more each round
   RoundMode mode;
-  int32_t count;       // nodes (kTake), prompt tokens (kPrefill) or heads (kDraft); 1 for kContinue
+  int32_t count;       // nodes (kTake), prompt tokens (kPrefill) or heads (kMedusa); 1 for kContinue
   int32_t position;    // of the root, or of the first prompt token
   int32_t max_tokens;  // emit at most this many
   uint32_t setting;    // version of sampling, biases, stops and pages: the device copies them when it changes

@@ -87,7 +87,7 @@ ULL_DEVICE void end_round(const AcceptParams& params, Shared& shared) {
   Round* round = params.round;
   State* state = params.state;
   const int count = round->count, root = round->first_draw;
-  const bool draws = round->draws != 0, medusa = round->mode == RoundMode::kDraft;
+  const bool draws = round->draws != 0, medusa = round->mode == RoundMode::kMedusa;
   const uint64_t sequence = round->sequence;
   RoundResult* result = &params.results[sequence % kRoundSlots];
 
