@@ -18,7 +18,7 @@ def layer_bytes(bundle: Bundle) -> int:
     return sum(entry.nbytes for name, entry in bundle.tensors.items() if name.startswith("layers."))
 
 
-def draft_bytes(bundle: Bundle) -> int:
+def medusa_bytes(bundle: Bundle) -> int:
     """What Medusa heads with lm_heads of their own must read."""
     return sum(entry.nbytes for name, entry in bundle.tensors.items() if name.startswith(MEDUSA))
 

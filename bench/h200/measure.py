@@ -24,7 +24,7 @@ from tables import (
     headline,
     print_ahead,
     print_checks,
-    print_drafts,
+    print_medusa,
     print_persistent,
     print_prompts,
     print_rounds,
@@ -108,7 +108,7 @@ class Measurement:
                 continue
             work: tuple[Callable[..., Iterator[Finding]], Any, ...] = (time_persistent, arch, rounds, bandwidth)
             if step.points:
-                work = (time_points, arch, step.points, rounds, bandwidth, step.drafts)
+                work = (time_points, arch, step.points, rounds, bandwidth, step.medusa)
             elif step.prompts:
                 work = (time_prompts, arch, step.prompts, bandwidth)
             self._do(step.name, step.estimate_s, *work, arch=arch)
@@ -168,7 +168,7 @@ def print_report(found: dict[str, Any]) -> None:
     print_rounds(console, found)
     print_prompts(console, found["shapes"])
     print_persistent(console, found["shapes"])
-    print_drafts(console, found["shapes"])
+    print_medusa(console, found["shapes"])
     print_ahead(console, found["shapes"])
     verdicts = checks(found["shapes"], found.get("client"))
     found["checks"] = [{**check.__dict__} for check in verdicts]

@@ -138,12 +138,12 @@ class Bench:
         """A context with its inputs in place that has run once, and a reader of each output."""
         context = engine.create_execution_context(self.trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         context.set_optimization_profile_async(profile, self.stream)
-        self.driver.synchronize(self.stream)
+        self.driver.synchronise(self.stream)
         context.set_device_memory(self.allocate(engine.device_memory_size_v2), engine.device_memory_size_v2)
         for name, values in inputs.items():
             array, address = np.ascontiguousarray(values), self.allocate(values.nbytes)
             self.driver.copy_to_device(address, array.ctypes.data, array.nbytes, self.stream)
-            self.driver.synchronize(self.stream)
+            self.driver.synchronise(self.stream)
             context.set_input_shape(name, array.shape)
             context.set_tensor_address(name, address)
         readers: dict[str, Any] = {}
@@ -155,13 +155,13 @@ class Bench:
                 context.set_tensor_address(name, address)
                 readers[name] = lambda at=address, of=shape: self.read(at, of)
         self.enqueue(context)
-        self.driver.synchronize(self.stream)
+        self.driver.synchronise(self.stream)
         return context, readers
 
     def read(self, address: int, shape: tuple[int, ...]) -> np.ndarray:
         found = np.zeros(shape, np.float32)
         self.driver.copy_to_host(found.ctypes.data, address, found.nbytes, self.stream)
-        self.driver.synchronize(self.stream)
+        self.driver.synchronise(self.stream)
         return found
 
     def enqueue(self, context: Any) -> None:
@@ -199,7 +199,7 @@ class Bench:
         for _ in range(REPLAYS):
             started = time.perf_counter()
             self.driver.replay(executable, self.stream)
-            self.driver.synchronize(self.stream)
+            self.driver.synchronise(self.stream)
             taken.append(time.perf_counter() - started)
         return min(taken)
 
@@ -347,7 +347,7 @@ def probe_capture(arch: str, folder: str, shape: Model | None = None, replays: i
         for context, _ in contexts:
             context.set_device_memory(shared, scratch)
             bench.enqueue(context)
-        bench.driver.synchronize(bench.stream)
+        bench.driver.synchronise(bench.stream)
 
         def outputs() -> list[np.ndarray]:
             return [read() for of in readers for read in of.values()]

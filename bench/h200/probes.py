@@ -239,7 +239,7 @@ class Probes:
     def _read(self, address: int, count: int, dtype: Any) -> NDArray[Any]:
         values = np.empty(count, dtype)
         self._driver.copy_to_host(values.ctypes.data, address, values.nbytes, self._stream)
-        self._driver.synchronize(self._stream)
+        self._driver.synchronise(self._stream)
         return values
 
 

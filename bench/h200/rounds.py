@@ -112,12 +112,12 @@ class RoundTimer:
                 host.append((seen - began) * 1e3)
         return Prompts(np.array(device), np.array(host))
 
-    def time_drafts(self, position: int, drafts: int, warm_up: int = 10) -> np.ndarray:
-        """Device times of `drafts` runs of the Medusa heads, each behind a plain round, in nanoseconds."""
+    def time_medusa(self, position: int, runs: int, warm_up: int = 10) -> np.ndarray:
+        """Device times of `runs` runs of the Medusa heads, each behind a plain round, in nanoseconds."""
         times = []
-        for index in range(warm_up + drafts):
+        for index in range(warm_up + runs):
             self._replay.wait(self._replay.launch([11], position))
-            result = self._replay.wait(self._replay.draft(position + 1, temperature=0.8))
+            result = self._replay.wait(self._replay.medusa(position + 1, temperature=0.8))
             if index >= warm_up:
                 times.append(result.end_ns - result.begin_ns)
         return np.array(times, dtype=np.int64)

@@ -43,7 +43,7 @@ class Step:
 
     shape: Shape
     points: Sequence[Point] = ()
-    drafts: bool = False
+    medusa: bool = False
     prompts: Sequence[int] = ()
 
     @property
@@ -65,7 +65,7 @@ class Step:
         if self.prompts:
             passes = sum((repeats(tokens) + 1) * -(-tokens // 64) for tokens in self.prompts)
             return self.shape.seconds(2 * passes)  # a pass reads 64 tokens, behind many in the end
-        runs = (len(self.points) or 2) + self.drafts
+        runs = (len(self.points) or 2) + self.medusa
         return self.shape.seconds(runs * self.shape.rounds)
 
 
@@ -82,7 +82,7 @@ FIRST_STEPS = (
     Step(LARGE, at([128], 1)),
 )
 STEPS = (
-    Step(MIDDLE, at([128], 2, 4, 8, 32), drafts=True),
+    Step(MIDDLE, at([128], 2, 4, 8, 32), medusa=True),
     Step(SMALL, at([128], 2, 4, 8, 32)),
     Step(MIDDLE, at([2048, 8192], 1, 16, 64)),
     Step(MIDDLE),

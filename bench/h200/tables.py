@@ -139,7 +139,7 @@ def print_persistent(console: Console, shapes: list[dict[str, Any]]) -> None:
             )
 
 
-def print_drafts(console: Console, shapes: list[dict[str, Any]]) -> None:
+def print_medusa(console: Console, shapes: list[dict[str, Any]]) -> None:
     """What Medusa heads take before a round."""
     for result in shapes:
         if (drafts := result.get("drafts")) and (base := plain(result)):

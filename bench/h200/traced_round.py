@@ -122,12 +122,12 @@ class Tracer:
         header = np.zeros(HEADER_BYTES // 4, np.uint32)
         header[:2] = count, capacity
         self._driver.copy_to_device(self._area, header.ctypes.data, header.nbytes, self._stream)
-        self._driver.synchronize(self._stream)
+        self._driver.synchronise(self._stream)
 
     def _read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
         values = np.empty(count, dtype)
         self._driver.copy_to_host(values.ctypes.data, self._area + offset, values.nbytes, self._stream)
-        self._driver.synchronize(self._stream)
+        self._driver.synchronise(self._stream)
         return values
 
 

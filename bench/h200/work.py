@@ -18,7 +18,7 @@ import numpy as np
 import zmq
 from bandwidth import read_bandwidth
 from cores import client_cores
-from floor import draft_bytes, kv_bytes_of, prompt_bytes, prompt_operations, weight_bytes
+from floor import kv_bytes_of, medusa_bytes, prompt_bytes, prompt_operations, weight_bytes
 from journal import Finding
 from rounds import Prompts, RoundTimer, Times, loaded
 from shapes import SHAPES, Point, repeats
@@ -40,10 +40,10 @@ COMPARED_PROMPT, COMPARED_TOKENS, COMPARED_TOP = 150, 64, 5  # two pages and mor
 def build(arch: str) -> Path:
     """A bundle of random weights, made once from the same sources."""
     shape = SHAPES[arch]
-    drafting = ["--heads", str(shape.heads)] if shape.heads else []
+    heads = ["--heads", str(shape.heads)] if shape.heads else []
     bundle, stamp, made_from = CACHE / f"{arch}.ull", CACHE / f"{arch}.sources", digest(*BUNDLE)
     if not (bundle / SEAL_FILE).exists() or not stamp.exists() or stamp.read_text() != made_from:
-        options = ["--arch", arch, "--random-weights", "--target", "sm_90a", "--context", "32768", *drafting]
+        options = ["--arch", arch, "--random-weights", "--target", "sm_90a", "--context", "32768", *heads]
         command = [sys.executable, "-m", "ull_build", *options, "--output", str(bundle), "--force", "--quiet"]
         for retuned in CACHE.glob(f"{arch}-ahead-*"):  # made from the one before
             shutil.rmtree(retuned)
@@ -105,7 +105,7 @@ def time_reading() -> Iterator[Finding]:
 
 
 def time_points(
-    arch: str, points: Sequence[Point], rounds: int, bandwidth: float, drafts: bool = False
+    arch: str, points: Sequence[Point], rounds: int, bandwidth: float, medusa: bool = False
 ) -> Iterator[Finding]:
     """Points of one model, and what its Medusa heads take."""
     bundle = open_bundle(build(arch))
@@ -118,9 +118,9 @@ def time_points(
             times = timer.time_rounds(tree, context, rounds)
             figures = row(times, weights, kv_bytes_of(bundle, context), layers, bandwidth)
             yield {"points": {"tree": tree, "context": context, **figures}}
-        if drafts:
-            times_us = timer.time_drafts(128, rounds) / 1e3
-            floor_us = draft_bytes(bundle) / bandwidth * 1e6
+        if medusa:
+            times_us = timer.time_medusa(128, rounds) / 1e3
+            floor_us = medusa_bytes(bundle) / bandwidth * 1e6
             heads = SHAPES[arch].heads
             yield {"drafts": {"heads": heads, "busy_us": percentiles(times_us), "floor_us": floor_us}}
         timer.drain()

@@ -56,7 +56,7 @@ from ull_build.tensorrt.staged import (
     Source,
     Tools,
     find_tools,
-    settle_plans,
+    prove_plans,
     timing_cache_of,
     try_made_up,
 )
@@ -151,13 +151,13 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
         if tools is None:
             manifest = describe(AddedPlans(FUSED, {}))
         else:
-            manifest = _settle_plans(tools, settings, model, staging, timing_cache_of(output), reporter, describe)
+            manifest = _add_plans(tools, settings, model, staging, timing_cache_of(output), reporter, describe)
         write_sealed(staging, encode_manifest(manifest))
         open_bundle(staging)  # a bundle that ull would refuse must not come into being
     return BuildResult(output, manifest, time.monotonic() - start)
 
 
-def _settle_plans(
+def _add_plans(
     tools: Tools,
     settings: RandomSettings,
     model: Model,
@@ -177,7 +177,7 @@ def _settle_plans(
 
     source = Source(model, SegmentWeights(checkpoint, precision), random_ranges(model, precision))
     try:
-        return settle_plans(tools, settings.forward, source, staging, timing_cache, reporter, attempt)
+        return prove_plans(tools, settings.forward, source, staging, timing_cache, reporter, attempt)
     finally:
         shutil.rmtree(staging / REFERENCE, ignore_errors=True)
 

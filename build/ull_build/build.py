@@ -72,7 +72,7 @@ from ull_build.tensorrt.staged import (
     Source,
     Tools,
     find_tools,
-    settle_plans,
+    prove_plans,
     timing_cache_of,
     try_plans,
 )
@@ -211,7 +211,7 @@ def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
             manifest = _describe(inputs, files, code, quality, calibration)
         else:
             tools = inputs.tools
-            manifest = _settle_plans(staging, inputs, tools, evaluator, files, code, quality, calibration, reporter)
+            manifest = _add_plans(staging, inputs, tools, evaluator, files, code, quality, calibration, reporter)
         return msgspec.structs.replace(manifest, activations=activations)
 
 
@@ -228,7 +228,7 @@ def _check_activations(
     return check_activations(observation, texts.calibration, reporter)
 
 
-def _settle_plans(
+def _add_plans(
     staging: Path,
     inputs: _Inputs,
     tools: Tools,
@@ -253,7 +253,7 @@ def _settle_plans(
         return try_plans(staging, manifest, tokens, evaluator, limit, reporter) if has_plans else manifest
 
     cache = timing_cache_of(inputs.output)
-    manifest = settle_plans(tools, settings.forward, source, staging, cache, reporter, attempt)
+    manifest = prove_plans(tools, settings.forward, source, staging, cache, reporter, attempt)
     shutil.rmtree(staging / REFERENCE, ignore_errors=True)
     if settings.notes:
         forward = msgspec.structs.replace(manifest.forward, notes=[*settings.notes, *manifest.forward.notes])

@@ -412,7 +412,7 @@ def bundle(pristine: Path, tmp_path: Path) -> Path:
         (("precision", "kv"), "f32", "f32 KV cache"),
         (("precision", "weights"), "f32", "f32 weights"),
         (("precision", "weights"), "bf16", "compiled with ULL_WEIGHT_BITS"),
-        (("speculation",), {"medusa": {"heads": 1, "layers": 1, "version": "2"}}, "lacks the kernel 'ull_draft"),
+        (("speculation",), {"medusa": {"heads": 1, "layers": 1, "version": "2"}}, "lacks the kernel 'ull_medusa"),
         (("speculation",), {"medusa": {"heads": 9, "layers": 1, "version": "2"}}, "at most 8 Medusa heads, not 9"),
     ],
 )

@@ -97,15 +97,15 @@ def test_heads_are_a_graph_of_their_own(checkpoint: Path, tmp_path: Path, own: b
     heads = sum(entry.nbytes for name, entry in bundle.tensors.items() if name.startswith("medusa."))
     assert (handover["medusa_bytes"], handover["weight_bytes"]) == (heads, bundle.weight_bytes - heads)
     graph = driver.graphs[handover["medusa"]]
-    kernels_of = [launch.kernel.removeprefix("ull_") for launch in graph]
-    assert kernels_of == ["begin", "draft_start", "draft_block", "draft_block", "draft_head", "draft_rank", "accept"]
+    of_heads = [f"ull_medusa_{name}" for name in ("start", "block", "block", "head", "rank")]
+    assert [launch.kernel for launch in graph] == ["ull_begin", *of_heads, "ull_accept"]
     assert [launch.overlaps for launch in graph] == [False] + [True] * 6
     _, start, first, second, head, rank, _ = [launch.params for launch in graph]
 
     def tensor(name: str) -> int:
         return region("weights") + (program._image.offset(name) or 0)
 
-    one, other = region("draft states"), region("next draft states")
+    one, other = region("medusa states"), region("next medusa states")
     assert (start.residual, start.norm_weight, start.normed) == (region("residual"), tensor("norm"), one)
     assert (first.weights, first.bias) == (tensor("medusa.0.weight"), tensor("medusa.0.bias"))
     assert second.scale == tensor("medusa.1.scale")

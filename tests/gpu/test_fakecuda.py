@@ -323,7 +323,7 @@ def scenario_foreign_nodes() -> None:
     assert driver.node_types(host) == ["HOST"]
     executable = driver.instantiate(host)
     call("cuGraphLaunch", api().CUgraphExec(executable), stream)
-    driver.synchronize(stream)
+    driver.synchronise(stream)
     assert called == [None]
 
     def nested(recorder: Any) -> None:

@@ -239,8 +239,8 @@ def scenario_bench(path: str) -> None:
     program = load(open_bundle(path))
     timer = RoundTimer(program)
     timer.time_rounds(1, 5, rounds=2, warm_up=1)
-    times, drafts = timer.time_rounds(2, 5, rounds=4, warm_up=1), timer.time_drafts(5, drafts=3, warm_up=1)
-    counts = [len(times.period), len(times.gap), len(times.busy), int((drafts > 0).sum())]
+    times, heads = timer.time_rounds(2, 5, rounds=4, warm_up=1), timer.time_medusa(5, runs=3, warm_up=1)
+    counts = [len(times.period), len(times.gap), len(times.busy), int((heads > 0).sum())]
     prompts = timer.time_prompt(330, prompts=1, warm_up=0)  # more passes than there are slots for
     slowest = [len(prompts.device), float(prompts.device.max()), float(prompts.host.max())]
     program.close()

@@ -106,7 +106,7 @@ class LateDriver(RecordingDriver):
     def wait(self, event: int) -> None:
         self._run(self._recorded.get(event, 0))
 
-    def synchronize(self, stream: int) -> None:
+    def synchronise(self, stream: int) -> None:
         self._run(len(self._queued))
 
     def _run(self, count: int) -> None:
@@ -122,5 +122,5 @@ def test_staging_holds_its_buffers_until_the_last_copy_is_done() -> None:
     with Staging(driver, 0, chunk=1024) as staging:
         staging.copy(target, data)
     assert driver.live["host"] == set()
-    driver.synchronize(0)  # what is copied only now finds no buffer
+    driver.synchronise(0)  # what is copied only now finds no buffer
     np.testing.assert_array_equal(driver.device_bytes(target, len(data)), data)

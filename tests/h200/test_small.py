@@ -29,8 +29,8 @@ def test_every_graph_runs(tmp_path: Path) -> None:
             parents = [max(0, index // 2 - 1) for index in range(size)]  # siblings at every node
             result = rounds.wait(rounds.launch(tree, 299, parents=parents, temperature=0.8, seed=5, top_logprobs=5))
             assert 1 <= result.count <= size
-            draft = rounds.wait(rounds.draft(299 + result.count, temperature=0.8, seed=5, top_logprobs=5))
-            assert all(0 <= token.top[0].token < 4096 for token in draft.tokens[: draft.count]) and draft.count > 0
+            heads = rounds.wait(rounds.medusa(299 + result.count, temperature=0.8, seed=5, top_logprobs=5))
+            assert all(0 <= token.top[0].token < 4096 for token in heads.tokens[: heads.count]) and heads.count > 0
         forced = rounds.wait(rounds.launch(prompt[-40:], 260, forced=39, temperature=0.8, seed=5))
         assert forced.count == 1 and 0 <= forced.tokens[0].token < 4096
         assert len(rounds.decode(prompt[-1], 299, 8, temperature=0.8, seed=5)) == 8

@@ -195,7 +195,7 @@ def test_the_kernels_need_nothing_but_what_a_wheel_holds(folder: Path, monkeypat
     for header in (installed / "native/base").glob("*.h"):
         shutil.copy(header, folder / "native/base")
     monkeypatch.setattr(kernels, "INCLUDE_DIRECTORIES", (folder / "kernels", folder / "native"))
-    for path in sorted((folder / "kernels").glob("*.cu")):
+    for path in sorted((folder / "kernels").rglob("*.cu")):
         wanted = kernels._headers(path.read_text(), path.parent)
         found = {name for text in (path.read_text(), *wanted.values()) for name in kernels._INCLUDE.findall(text)}
         assert found - set(wanted) <= {"emulated_arch.h"}, path.name

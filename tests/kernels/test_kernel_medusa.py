@@ -17,11 +17,11 @@ from linear_layers import normed, product, unpack_activations
 from ull import _native
 from ull.bundle import MedusaHeads, Model, Precision, device_macros, device_tensors
 from ull.gpu.launch import Launch
-from ull.gpu.memory import DRAFT_STATES, Sizes, plan_memory
+from ull.gpu.memory import MEDUSA_STATES, Sizes, plan_memory
 from ull.gpu.params import (
-    DRAFT,
-    DRAFT_RANKS,
     GENERATED,
+    MEDUSA,
+    MEDUSA_RANKS,
     OK,
     ROUND_SLOTS,
     SKIPPED,
@@ -38,7 +38,7 @@ from ull_build.weights.pack_gpu import unpack_blocks
 POSITION, SEED = 300, 2**40 + 9
 REGIONS = (
     *("round", "state", "counters", "page table", "text", "text counts", "residual", "logits", "sampler"),
-    *DRAFT_STATES,
+    *MEDUSA_STATES,
 )
 SOURCES = ("begin.cu", "medusa.cu", "medusa_rank.cu", "accept.cu")
 
@@ -97,12 +97,12 @@ class Heads:
             lambda name: pointer(self.tensors[name]) if name in self.tensors else None,
             host,
         )
-        return Rounds(self.sizes, places, multiprocessors).draft()
+        return Rounds(self.sizes, places, multiprocessors).medusa()
 
     def run(
         self, node: int, wish: Wish, multiprocessors: int = 3, cancelled: bool = False, seed: int = 0
     ) -> RoundResult:
-        """One draft; `seed` orders threads and blocks."""
+        """One run of the heads; `seed` orders threads and blocks."""
         state = State.from_buffer(self.memory["state"])
         ctypes.memset(ctypes.addressof(state), 0, ctypes.sizeof(state))
         state.sequence, state.node, state.setting, state.stopped = 6, node, 4, 1
@@ -110,7 +110,7 @@ class Heads:
         state.sampling.temperature, state.sampling.seed, state.sampling.top_p = wish.temperature, SEED, 0.5
         state.sampling.bias_count = len(wish.bias)
         state.sampling.repetition_penalty, state.sampling.presence_penalty = 1.0, wish.presence_penalty
-        state.sampling.penalizes = int(wish.presence_penalty != 0)
+        state.sampling.penalises = int(wish.presence_penalty != 0)
         state.text, state.counted = 3, POSITION  # but for the last token, which accept() has put behind the text
         text, counts = self.memory["text"].view(np.int32), self.memory["text counts"].view(np.uint32)
         text[...], counts[...] = -1, 0
@@ -123,18 +123,18 @@ class Heads:
         self.memory["sampler"][...] = 0xFF  # nothing that an earlier round has left there may matter
         self.memory["logits"][...] = 0xFF
         request = self.requests[6 % ROUND_SLOTS]
-        request.sequence, request.mode, request.count = 6, DRAFT, self.medusa.heads
+        request.sequence, request.mode, request.count = 6, MEDUSA, self.medusa.heads
         request.position, request.setting = POSITION, 4
         request.text, request.sampling = 3, state.sampling
-        request.parents[:] = [9] * 64  # a draft has none
+        request.parents[:] = [9] * 64  # the heads' round has none
         self.control.cancelled_through = 6 if cancelled else 0
-        written = [self.memory[name] for name in ("round", "state", "residual", "logits", *DRAFT_STATES)]
+        written = [self.memory[name] for name in ("round", "state", "residual", "logits", *MEDUSA_STATES)]
         constants = [*self.tensors.values(), *self.requested]
         emulation.run_launches(self.kernels, self.launches(multiprocessors), seed * 100, written, constants)
         after = State.from_buffer_copy(bytes(state))
-        assert (after.sequence, after.counted) == (7, POSITION + int(state.sampling.penalizes and not cancelled))
+        assert (after.sequence, after.counted) == (7, POSITION + int(state.sampling.penalises and not cancelled))
         after.sequence, after.counted, after.prompt_tokens = 6, POSITION, 0
-        assert bytes(after) == before, "a draft leaves no trace"
+        assert bytes(after) == before, "the heads leave no trace"
         result: RoundResult = self.results[6 % ROUND_SLOTS]
         assert result.sequence == 6
         return RoundResult.from_buffer_copy(result)
@@ -155,7 +155,7 @@ class Heads:
         heads, width = self.medusa.heads, self.model.hidden
         buffers = [
             unpack_activations(self.memory[name].view(np.float16).reshape(-1, 64, 32), width)[:heads]
-            for name in DRAFT_STATES
+            for name in MEDUSA_STATES
         ]
         last = self.medusa.layers - 1
         x, y = buffers[last % 2], buffers[(last + 1) % 2]
@@ -176,7 +176,7 @@ class Heads:
         """From the last states; -> the device's, [heads, V]."""
         heads, model = self.medusa.heads, self.model
         states = unpack_activations(
-            self.memory[DRAFT_STATES[self.medusa.layers % 2]].view(np.float16).reshape(-1, 64, 32), model.hidden
+            self.memory[MEDUSA_STATES[self.medusa.layers % 2]].view(np.float16).reshape(-1, 64, 32), model.hidden
         )[:heads]
         row = -(-model.vocabulary // 16) * 16
         logits = self.memory["logits"].view(np.float32).reshape(64, row)[:heads, : model.vocabulary]
@@ -193,7 +193,7 @@ class Heads:
         """The best candidates of the device's own logits, by the rule that accepts them."""
         assert (result.status, result.count, result.stopped) == (OK, self.medusa.heads, 0)
         assert result.end_ns >= result.begin_ns > 0
-        count = min(DRAFT_RANKS, self.model.vocabulary)
+        count = min(MEDUSA_RANKS, self.model.vocabulary)
         tokens = np.arange(self.model.vocabulary, dtype=np.int32)
         for head, row in enumerate(logits):
             scores = row.copy()
@@ -274,7 +274,7 @@ def test_the_grid_does_not_matter() -> None:
     assert len(answers) == 1
 
 
-def test_a_cancelled_draft_is_skipped() -> None:
+def test_a_cancelled_round_of_the_heads_is_skipped() -> None:
     heads = heads_of(2, vocabulary=1003)
     result = heads.run(0, Wish(), cancelled=True)
     assert (result.status, result.count) == (SKIPPED, 0)

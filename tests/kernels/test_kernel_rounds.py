@@ -148,7 +148,7 @@ def test_the_longest_path_is_accepted(
     assert device.state.stopped == (stopped or not expected)
     if expected:
         assert (device.state.token, device.state.position) == (expected[-1], 50 + len(expected))
-        assert device.state.node == nodes[-1]  # whose hidden state a draft reads
+        assert device.state.node == nodes[-1]  # whose hidden state the Medusa heads read
 
 
 def test_a_whole_chain_is_accepted(device: Device) -> None:
@@ -190,7 +190,7 @@ def test_more_cannot_be_forced_than_there_are_nodes(device: Device) -> None:
     for forced, first in ((-1, 0), (3, 2), (2**31 - 1, 2)):
         assert device.ask(layout.TAKE, [1, 2, 3], CHAIN, forced=forced).first_draw == first
         device.draw([2, 3, 4])
-    for mode in (layout.PREFILL, layout.DRAFT):
+    for mode in (layout.PREFILL, layout.MEDUSA):
         assert device.ask(mode, [1, 2, 3], forced=1).first_draw == 0
         device.draw([2, 3, 4])
 
@@ -281,13 +281,13 @@ def test_a_prefill_is_not_continued(device: Device) -> None:
     assert outcome(device.take([4], SINGLE, [5])) == (layout.OK, [5])
 
 
-def test_a_draft_between_two_rounds_leaves_no_trace(device: Device) -> None:
+def test_the_medusa_heads_between_two_rounds_leave_no_trace(device: Device) -> None:
     """The host gets the heads' candidates; the round after goes on as if nothing had been."""
     device.take([5, 6], (0, 0), [6, 7], position=10)
-    round_ = device.ask(layout.DRAFT, [0, 0, 0], position=12)
+    round_ = device.ask(layout.MEDUSA, [0, 0, 0], position=12)
     assert (round_.count, round_.base, round_.draws, list(round_.depths[:3])) == (3, 12, 0, [0, 1, 2])
     for head in range(3):
-        drawn = layout.EmittedToken(30 + head, 0.0, layout.DRAFT_RANKS, head)
+        drawn = layout.EmittedToken(30 + head, 0.0, layout.MEDUSA_RANKS, head)
         drawn.top[:2] = [layout.TokenLogprob(30 + head, 2.5), layout.TokenLogprob(40 + head, -1.0)]
         round_.drawn[head] = drawn
     before = bytes(device.state)
@@ -408,7 +408,7 @@ def test_a_generation_with_penalties(sampling: dict[str, float | int]) -> None:
         history = np.array(text, np.int32)
         text.append(_native.sample(table[text[-1]], len(text), sampling, history, len(prompt)))
     assert text[len(prompt) :] != [int(table[token].argmax()) for token in text[len(prompt) - 1 : -1]]
-    wished = {"top_p": 1.0, "repetition_penalty": 1.0, "penalizes": 1, "top_logprobs": 0, **sampling}
+    wished = {"top_p": 1.0, "repetition_penalty": 1.0, "penalises": 1, "top_logprobs": 0, **sampling}
     device = Generator(kernels, table)
     for number, length in enumerate((len(prompt), 60)):  # a request, and one that begins with another's text
         device.host_text[:length] = text[:length]
@@ -465,7 +465,7 @@ def test_a_generation_begins_with_its_prompts_end(sampling: dict[str, float | in
     for _ in range(9):  # the root is what is drawn, as far as that can be: counted as generated it would be another
         prompt[root] = generated(1)[-1]
     text = generated(12)
-    wished = {"top_p": 1.0, "repetition_penalty": 1.0, "penalizes": 1, "top_logprobs": 3, **sampling}
+    wished = {"top_p": 1.0, "repetition_penalty": 1.0, "penalises": 1, "top_logprobs": 3, **sampling}
     fields = {"sampling": layout.Sampling(**wished), "text": 5, "prompt_tokens": len(prompt)}
     device = Generator(kernels, table)
     device.host_text[: len(prompt)] = prompt

@@ -77,7 +77,7 @@ class Wish:
             setattr(sampling, name, getattr(self, name))
         sampling.top_logprobs = self.logprobs
         sampling.bias_count = len(self.bias)
-        sampling.penalizes = int(bool(self.penalties))
+        sampling.penalises = int(bool(self.penalties))
         for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
             setattr(sampling, name, self.penalties.get(name, float(name == "repetition_penalty")))
         for i, (token, value) in enumerate(self.bias.items()):

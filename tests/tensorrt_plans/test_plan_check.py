@@ -130,5 +130,5 @@ def test_few_tokens_claim_nothing(observe: Callable[..., check.Seen]) -> None:
 
 def test_a_native_cache_knows_no_trees() -> None:
     seen = check.Seen(TRUE, TRUE, [1, 64], True, 7)
-    assert check.settled(plans(token_counts=[1, 64], exact=[1], attention="native"), seen, None).exact == [1]
-    assert check.settled(plans(token_counts=[1, 64], exact=[1]), seen, None).exact == [1, 64]
+    assert check.with_findings(plans(token_counts=[1, 64], exact=[1], attention="native"), seen, None).exact == [1]
+    assert check.with_findings(plans(token_counts=[1, 64], exact=[1]), seen, None).exact == [1, 64]

@@ -38,7 +38,7 @@ _LINEAR_KERNELS = frozenset(
 )
 DEVICE_KERNELS = ROUND_KERNELS | _ATTENTION_KERNELS | _LINEAR_KERNELS
 HEAD_SCAN_KERNELS = frozenset(["ull_head_scan_1", "ull_head_bounds", "ull_head_rescore"])
-MEDUSA_KERNELS = frozenset(f"ull_draft_{name}" for name in ("start", "block", "head", "rank"))
+MEDUSA_KERNELS = frozenset(f"ull_medusa_{name}" for name in ("start", "block", "head", "rank"))
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ def needed_kernels(forward: Forward, medusa: MedusaHeads | None = None, scans: b
 
 def optional_kernels(medusa: MedusaHeads | None, scans: bool) -> frozenset[str]:
     """Those that only bundles with heads, or with an FP8 copy of the lm_head, have."""
-    drafting = frozenset[str]() if medusa is None else MEDUSA_KERNELS
-    return drafting | HEAD_SCAN_KERNELS if scans else drafting
+    heads = frozenset[str]() if medusa is None else MEDUSA_KERNELS
+    return heads | HEAD_SCAN_KERNELS if scans else heads
 
 
 def gate_up_rows(model: Model) -> int:

@@ -126,7 +126,7 @@ class Daemon:
         self._context = context
         claims = self._claim_sockets(exit_stack)
         exit_stack.callback(context.destroy, 0)
-        self._settle(bundle, exit_stack)
+        self._place_threads(bundle, exit_stack)
         tokenizer = Tokenizer(bundle.tokenizer_directory)
         exit_stack.callback(tokenizer.close)
         tokenizer.start()
@@ -217,7 +217,7 @@ class Daemon:
                 exit_stack.callback(claims[-1].release)
         return claims
 
-    def _settle(self, bundle: Bundle, exit_stack: ExitStack) -> None:
+    def _place_threads(self, bundle: Bundle, exit_stack: ExitStack) -> None:
         """Decides where everything runs, takes this thread there with all that it starts, keeps memory out of swap."""
         config, engine = self.config, self.config.engine
         self._threads = 1 if runs_on_gpu(bundle) else engine.threads or len(engine.cores) or auto_threads()

@@ -107,7 +107,7 @@ class Driver:
     def destroy_stream(self, stream: int) -> None:
         self._give_back("cuStreamDestroy", self._stream(stream))
 
-    def synchronize(self, stream: int) -> None:
+    def synchronise(self, stream: int) -> None:
         self._call("cuStreamSynchronize", self._stream(stream))
 
     def create_event(self) -> int:

@@ -18,7 +18,7 @@ class Recorder(Protocol):
         """Captures what `work` does on the capturing stream (CUstream): work that is not a launch of ours."""
 
 
-class Forward(Protocol):
+class ForwardSource(Protocol):
     """Turns the residual [tokens, H] f32 after the embedding into the logits [tokens, V] f32.
 
     Keys and values of the round's nodes go to the tree scratch, as `ull/kernels/params.h` says, and in a graph of one

@@ -13,7 +13,7 @@ from ull.gpu.arena import ArenaPlan
 from ull.gpu.geometry import attention, linear, sampling
 from ull.gpu.params import PAGE_TOKENS, TREE_TOKENS, LayerParams, Round, State
 
-DRAFT_STATES = ("draft states", "next draft states")  # regions: of the heads before and after a layer, in turn
+MEDUSA_STATES = ("medusa states", "next medusa states")  # regions: of the heads before and after a layer, in turn
 
 _COLUMN_UNIT, _ROW_UNIT = 32, 16  # of f16 activations and of f32 outputs
 
@@ -43,8 +43,8 @@ class Sizes:
         self.layers_counter = round_up(model.layers * self.attention_counters, linear.LINE_WORDS)
         self.commit_counter = self.layers_counter + linear.layers_counters(model.kv_heads)
         self.plain_counter = self.commit_counter + 1
-        self.draft_counter = self.plain_counter + 1
-        self.counter_count = self.draft_counter + (medusa.heads if medusa else 0)
+        self.medusa_counter = self.plain_counter + 1
+        self.counter_count = self.medusa_counter + (medusa.heads if medusa else 0)
 
     @property
     def kv_bytes(self) -> int:
@@ -87,7 +87,7 @@ def reserve_model(plan: ArenaPlan, sizes: Sizes, prefix: str = "") -> None:
     reserve("attention parts", attention.partial_bytes(model.heads, model.head_dim, sizes.context))
     reserve("sampler", sampling.SCRATCH_BYTES)
     if sizes.medusa is not None:
-        for name in DRAFT_STATES:
+        for name in MEDUSA_STATES:
             reserve(name, 2 * TREE_TOKENS * round_up(model.hidden, _COLUMN_UNIT))
 
 

@@ -14,14 +14,14 @@ ROUND_SLOTS = 4
 STOP_TOKENS = 32
 BIASES = 1024
 ALTERNATIVES = 20
-DRAFT_RANKS = 10
+MEDUSA_RANKS = 10
 PAGE_TOKENS = 64
 SPLIT_TOKENS = 256
 SLICES = 8
 LAYER_LINEARS = 4
 PROMPTED, GENERATED = 1, 2  # in a word of the text's counts
 
-TAKE, CONTINUE, PREFILL, DRAFT = range(4)  # RoundMode
+TAKE, CONTINUE, PREFILL, MEDUSA = range(4)  # RoundMode
 OK, SKIPPED, NOT_FINITE = range(3)  # RoundStatus
 
 
@@ -41,7 +41,7 @@ class Sampling(ctypes.Structure):
         ("repetition_penalty", c_float),
         ("frequency_penalty", c_float),
         ("presence_penalty", c_float),
-        ("penalizes", c_int32),
+        ("penalises", c_int32),
     ]
 
 
@@ -278,7 +278,7 @@ class CommitParams(ctypes.Structure):
     ]
 
 
-class DraftStartParams(ctypes.Structure):
+class MedusaStartParams(ctypes.Structure):
     _fields_ = [
         ("round", c_void_p),
         ("state", c_void_p),
@@ -288,7 +288,7 @@ class DraftStartParams(ctypes.Structure):
     ]
 
 
-class DraftRankParams(ctypes.Structure):
+class MedusaRankParams(ctypes.Structure):
     _fields_ = [
         ("round", c_void_p),
         ("state", c_void_p),

@@ -9,9 +9,9 @@ from ull.bundle import DRAFT, MEDUSA, Bundle, device_parts
 from ull.errors import BundleError
 from ull.gpu.arena import Arena, ArenaPlan
 from ull.gpu.checks import check_device, check_size, other_processes
-from ull.gpu.device_model import DeviceModel
+from ull.gpu.device_model import CapturedModel, PlacedModel, PlannedModel
 from ull.gpu.driver import Driver
-from ull.gpu.forward import Forward
+from ull.gpu.forward import ForwardSource
 from ull.gpu.memory import Sizes
 from ull.gpu.modules import Kernels
 from ull.gpu.replay import Replay
@@ -50,17 +50,15 @@ class Program:
     ) -> None:
         self._exit = ExitStack()
         self._replay: Replay | None = None
-        self._open_sources: dict[str, Forward] = {}
+        self._open_sources: dict[str, ForwardSource] = {}
         self.resident_bytes = 0  # of device memory that graphs and TensorRT took beside the arena
         self._bundle, self._log, self._persistent = bundle, log, persistent
-        context = context or bundle.manifest.model.context
-        self._models = [DeviceModel(part, context, pages) for part in device_parts(bundle.manifest)]
         with ExitStack() as exit_stack:
             self._driver = driver or Driver(device)
-            self._check()
+            planned = self._check(context or bundle.manifest.model.context, pages)
             self._driver.open()
             exit_stack.callback(self._driver.close)
-            self._load(exit_stack)
+            self._models = self._load(planned, exit_stack)
             self._exit = exit_stack.pop_all()
 
     @property
@@ -110,43 +108,47 @@ class Program:
         """Gives everything back. The core must have stopped replaying."""
         self._exit.close()
 
-    def _check(self) -> None:
+    def _check(self, context: int, pages: int | None) -> list[PlannedModel]:
         """What can be told before anything is allocated."""
         info = self._driver.info
         check_device(self._bundle, info)
         self._image = WeightImage(self._bundle.tensors)
         self._plan = ArenaPlan()
         self._plan.reserve("weights", self._image.nbytes)
-        for model in self._models:
-            model.reserve(self._plan)
+        models = [PlannedModel.plan(part, context, pages, self._plan) for part in device_parts(self._bundle.manifest)]
         self._plan_bytes = 0
         if (plans := self._bundle.manifest.forward.plans) is not None:
             from ull.gpu.tensorrt import forward as tensorrt
 
             self._tensorrt = tensorrt.check_plans(plans, info)
-            tensorrt.reserve(self._plan, self.sizes, plans)
+            tensorrt.reserve(self._plan, models[0].sizes, plans)
             self._plan_bytes = max(plans.resident_bytes, tensorrt.plan_bytes(self._bundle))
         check_size(self._plan.nbytes + self._plan_bytes, info)
         if others := other_processes(info):
             listed = ", ".join(map(str, others))
             self._log.warning("gpu", message=f"other processes compute on {info.name}: they cost latency", pids=listed)
+        return models
 
-    def _load(self, exit_stack: ExitStack) -> None:
-        driver = self._driver
-        for model in self._models:
-            model.load_kernels(driver, self._bundle, exit_stack)
+    def _load(self, planned: list[PlannedModel], exit_stack: ExitStack) -> list[CapturedModel]:
+        driver, kernels = self._driver, list[Kernels]()
+        for model in planned:
+            kernels.append(Kernels(driver, self._bundle, model.part.code))
+            exit_stack.callback(kernels[-1].close)
         self._stream = driver.create_stream()
         exit_stack.callback(driver.destroy_stream, self._stream)
         self._arena = Arena(driver, self._plan, self._plan_bytes)
         exit_stack.callback(self._arena.close)
-        for model in self._models:
-            model.place(self._arena, self._image, exit_stack)
-        self._fill_memory()
-        self._capture(exit_stack)
+        placed = [
+            model.place(driver, own, self._arena, self._image, exit_stack)
+            for model, own in zip(planned, kernels, strict=True)
+        ]
+        self._fill_memory(placed)
+        captured = self._capture(placed, exit_stack)
         info = driver.info
         self._log.info("gpu", device=info.name, driver=f"{info.driver[0]}.{info.driver[1]}", bytes=self._plan.nbytes)
+        return captured
 
-    def _fill_memory(self) -> None:
+    def _fill_memory(self, models: list[PlacedModel]) -> None:
         """Weights, and what each model begins with; the rest is zeroed, so that padding holds numbers."""
         driver, arena, bundle = self._driver, self._arena, self._bundle
         weights = self._plan.regions["weights"]
@@ -154,15 +156,17 @@ class Program:
         driver.fill(arena.base + rest, 0, self._plan.nbytes - rest, self._stream)
         with Staging(driver, self._stream) as staging:
             if bundle.manifest.random_weights:
-                self._make_weights(self._models[0].kernels, staging)
+                self._make_weights(models[0].kernels, staging)
             else:
                 try:
                     upload(bundle.weights_path, self._image, arena.address("weights"), staging, self._report)
                 except OSError as error:
                     reason = error.strerror or str(error)
                     raise BundleError(f"{bundle.weights_path} cannot be read ({reason})") from error
-            for model in self._models:
-                model.fill(staging, self._persistent and model.part.forward.uses("fused"))
+            for model in models:
+                persistent = self._persistent and model.part.forward.uses("fused")
+                for address, values in model.first_contents(persistent):
+                    staging.copy(address, values)
 
     def _make_weights(self, kernels: Kernels, staging: Staging) -> None:
         driver, target = self._driver, self._arena.address("weights")
@@ -178,9 +182,9 @@ class Program:
     def _report(self, done: int, of_all: int) -> None:
         self._log.info("loading", weights=f"{done / 1e9:.2f} of {of_all / 1e9:.2f} GB")
 
-    def _sources(self, model: DeviceModel, exit_stack: ExitStack) -> dict[str, Forward]:
+    def _sources(self, model: PlacedModel, exit_stack: ExitStack) -> dict[str, ForwardSource]:
         """The forward sources that the model's phases name, by name."""
-        forward, sources = model.part.forward, dict[str, Forward]()
+        forward, sources = model.part.forward, dict[str, ForwardSource]()
         if forward.uses("fused"):
             sources["fused"] = model.fused(self._persistent)
             if model.part.precision.lm_head_scan:
@@ -195,11 +199,12 @@ class Program:
             sources["tensorrt"] = plans
         return sources
 
-    def _capture(self, exit_stack: ExitStack) -> None:
-        free = self._driver.memory_info()[0]
-        for model in self._models:
+    def _capture(self, models: list[PlacedModel], exit_stack: ExitStack) -> list[CapturedModel]:
+        free, captured = self._driver.memory_info()[0], []
+        for model in models:
             sources = self._sources(model, exit_stack)
             self._open_sources |= {model.part.prefix + name: source for name, source in sources.items()}
-            model.capture(sources, self._stream, exit_stack)
-        self._driver.synchronize(self._stream)
+            captured.append(model.capture(sources, self._stream, exit_stack))
+        self._driver.synchronise(self._stream)
         self.resident_bytes = max(0, free - self._driver.memory_info()[0])
+        return captured

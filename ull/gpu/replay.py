@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ull.bundle import round_up
 from ull.errors import GpuError
 from ull.gpu.driver import Driver
-from ull.gpu.params import CONTINUE, DRAFT, OK, PREFILL, ROUND_SLOTS, TAKE, TREE_TOKENS, RoundRequest, RoundResult
+from ull.gpu.params import CONTINUE, MEDUSA, OK, PREFILL, ROUND_SLOTS, TAKE, TREE_TOKENS, RoundRequest, RoundResult
 from ull.gpu.rounds import FULL
 
 # A round that takes longer has hung. Under a tool that watches every access a round takes a hundred times as long.
@@ -80,9 +80,9 @@ class Replay:
         self._driver.replay(self._graph(count, mode, size, sampler), self._stream)
         return self._sequence
 
-    def draft(self, position: int, **sampling: Any) -> int:
+    def medusa(self, position: int, **sampling: Any) -> int:
         """Launches the Medusa heads behind the last round, whose newest token stands at `position`."""
-        return self.launch([0] * int(self._handover["medusa_heads"]), position, DRAFT, **sampling)
+        return self.launch([0] * int(self._handover["medusa_heads"]), position, MEDUSA, **sampling)
 
     def wait(self, sequence: int) -> RoundResult:
         """The result of a round, copied."""
@@ -98,7 +98,7 @@ class Replay:
 
     def drain(self) -> None:
         """Waits until the device has nothing left to do."""
-        self._driver.synchronize(self._stream)
+        self._driver.synchronise(self._stream)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Puts tokens at positions 0, 1, ... into the cache."""
@@ -130,7 +130,7 @@ class Replay:
     def _graph(self, count: int, mode: int, size: int | None, sampler: str) -> int:
         if sampler != FULL:
             return int(self._handover["singles"][sampler])
-        if mode == DRAFT:
+        if mode == MEDUSA:
             return int(self._handover["medusa"])
         if size is None and mode == PREFILL:
             return int(self._handover["prefill"])

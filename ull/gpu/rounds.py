@@ -7,7 +7,7 @@
 
 A prefill leaves out the sampler, and a round of one token the commit: its attention writes to the page itself. The
 second is a round of one token whose request filters nothing, the third the same with an FP8 scan in place of the
-lm_head; the fourth a draft: Medusa heads on what the last round left behind.
+lm_head; the fourth runs the Medusa heads on what the last round left behind.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from __future__ import annotations
 from ull.bundle import HEAD_SCAN, MEDUSA, head_rows
 from ull.gpu.geometry import attention, head_scan, linear, sampling
 from ull.gpu.launch import Launch
-from ull.gpu.memory import DRAFT_STATES, Sizes
+from ull.gpu.memory import MEDUSA_STATES, Sizes
 from ull.gpu.params import (
     AcceptParams,
     BeginParams,
     CommitParams,
-    DraftRankParams,
-    DraftStartParams,
     EmbedParams,
     HeadScanParams,
     LinearParams,
+    MedusaRankParams,
+    MedusaStartParams,
     PlainParams,
     SampleParams,
 )
@@ -159,42 +159,42 @@ class Rounds:
     def _accept(self) -> Launch:
         return Launch("ull_accept", *sampling.accept(), self._accept_params())
 
-    def draft(self) -> list[Launch]:
+    def medusa(self) -> list[Launch]:
         """What the Medusa heads say of the tokens that follow the last round's; ValueError without heads."""
         sizes, region = self._sizes, self._places.region
         if sizes.medusa is None:
             raise ValueError("the bundle holds no Medusa heads")
-        start = DraftStartParams(
+        start = MedusaStartParams(
             round=region("round"),
             state=region("state"),
             residual=region("residual"),
             norm_weight=self._places.tensor("norm"),
-            normed=region(DRAFT_STATES[0]),
+            normed=region(MEDUSA_STATES[0]),
         )
-        rank = DraftRankParams(
+        rank = MedusaRankParams(
             round=region("round"),
             state=region("state"),
             logits=region("logits"),
             scratch=region("sampler"),
             text_counts=region("text counts"),
-            counters=region("counters") + 4 * sizes.draft_counter,
+            counters=region("counters") + 4 * sizes.medusa_counter,
         )
         heads, model = sizes.medusa.heads, sizes.model
         own = sizes.medusa.version == "1"
         lm_head = f"{MEDUSA}lm_head" if own else "lm_head"
         rows = heads * head_rows(model) if own else model.vocabulary
-        block = linear.draft_block(model.hidden, heads, self._multiprocessors)
-        head = linear.draft_head(rows, self._multiprocessors)
-        states = [DRAFT_STATES[layer % 2] for layer in range(sizes.medusa.layers + 1)]
+        block = linear.medusa_block(model.hidden, heads, self._multiprocessors)
+        head = linear.medusa_head(rows, self._multiprocessors)
+        states = [MEDUSA_STATES[layer % 2] for layer in range(sizes.medusa.layers + 1)]
         return [
             self._begin(),
-            Launch("ull_draft_start", *linear.draft_start(), start),
+            Launch("ull_medusa_start", *linear.medusa_start(), start),
             *(
-                Launch("ull_draft_block", *block, self._linear(f"{MEDUSA}{layer}", states[layer], states[layer + 1]))
+                Launch("ull_medusa_block", *block, self._linear(f"{MEDUSA}{layer}", states[layer], states[layer + 1]))
                 for layer in range(sizes.medusa.layers)
             ),
-            Launch("ull_draft_head", *head, self._linear(lm_head, states[-1], "logits")),
-            Launch("ull_draft_rank", *sampling.draft_rank(model.vocabulary, heads, self._multiprocessors), rank),
+            Launch("ull_medusa_head", *head, self._linear(lm_head, states[-1], "logits")),
+            Launch("ull_medusa_rank", *sampling.medusa_rank(model.vocabulary, heads, self._multiprocessors), rank),
             self._accept(),
         ]
 

@@ -60,7 +60,7 @@ class Staging:
                 exit_stack.callback(driver.free_host, self._buffers[-1])
                 self._events.append(driver.create_event())
                 exit_stack.callback(driver.destroy_event, self._events[-1])
-            exit_stack.callback(driver.synchronize, stream)
+            exit_stack.callback(driver.synchronise, stream)
             self._exit = exit_stack.pop_all()
 
     def copy(self, target: int, data: NDArray[Any], progress: Callable[[int], None] | None = None) -> None:

@@ -14,7 +14,7 @@ inline constexpr int kRoundSlots = 4;        // mapped request and result blocks
 inline constexpr int kStopTokens = 32;       // token ids that end a request
 inline constexpr int kBiases = 1024;         // logit biases of a request
 inline constexpr int kAlternatives = 20;     // alternatives reported per token
-inline constexpr int kDraftRanks = 10;       // candidates that a Medusa head proposes
+inline constexpr int kMedusaRanks = 10;      // candidates that a Medusa head proposes
 inline constexpr int kPageTokens = 64;       // tokens per KV page
 inline constexpr int kSplitTokens = 256;     // positions that one attention split covers, aligned; part of the numerics
 inline constexpr int kSlices = 8;            // K slices of a linear layer; part of the numerics
@@ -24,7 +24,7 @@ enum class RoundMode : uint32_t {
   kTake = 0,      // the request block says tokens, position and tree
   kContinue = 1,  // a plain round after the last one: token and position come from the device's state
   kPrefill = 2,   // a chain of prompt tokens: fills the cache, draws nothing
-  kDraft = 3,     // Medusa heads on the last accepted token: node i is what head i says of position + 1 + i
+  kMedusa = 3,    // Medusa heads on the last accepted token: node i is what head i says of position + 1 + i
 };
 
 enum class RoundStatus : uint32_t {
@@ -49,7 +49,7 @@ struct Sampling {
   float repetition_penalty;  // 1: off
   float frequency_penalty;   // 0: off
   float presence_penalty;    // 0: off
-  int32_t penalizes;         // 1: one of them is on
+  int32_t penalises;         // 1: one of them is on
 };
 
 // Host -> device, in mapped host memory: round number `sequence` is asked for in slot sequence % kRoundSlots. Written
@@ -57,7 +57,7 @@ struct Sampling {
 struct alignas(64) RoundRequest {
   uint64_t sequence;  // from 1, one more each round
   RoundMode mode;
-  int32_t count;       // nodes (kTake), prompt tokens (kPrefill) or heads (kDraft); 1 for kContinue
+  int32_t count;       // nodes (kTake), prompt tokens (kPrefill) or heads (kMedusa); 1 for kContinue
   int32_t position;    // of the root, or of the first prompt token
   int32_t max_tokens;  // emit at most this many
   uint32_t setting;    // version of sampling, biases, stops and pages: the device copies them when it changes
@@ -112,7 +112,7 @@ struct Round {
   int32_t count;  // nodes; 0: every kernel returns at once
   int32_t base;   // position of node 0: positions before it are in the pages
   int32_t max_tokens;
-  int32_t draws;       // 1: nodes are sampled (neither a prefill nor a draft)
+  int32_t draws;       // 1: nodes are sampled (neither a prefill nor Medusa's)
   int32_t first_draw;  // the first of them: those before it are forced tokens, and part of the text
   uint64_t begin_ns;
   int32_t tokens[kTreeTokens];
@@ -131,7 +131,7 @@ struct State {
   int32_t stopped;    // 1: the last round cannot be continued: it stopped, was skipped, failed, or was a prefill
   uint32_t setting;   // version that `sampling`, biases, stops and the page table below were copied from
   int32_t stop_count;
-  int32_t node;  // of the last round that emitted: the last accepted one, whose row of the residual a draft reads
+  int32_t node;  // of the last round that emitted: the last accepted one, whose row of the residual the heads read
   Sampling sampling;
   uint32_t text;    // version that the device's text and its counts began with
   int32_t counted;  // tokens of the text that are counted, from position 0
@@ -291,7 +291,7 @@ struct CommitParams {
   int64_t page_bytes;
 };
 
-struct DraftStartParams {
+struct MedusaStartParams {
   const Round* round;
   const State* state;
   const float* residual;     // [64, H] as the last round that emitted left it
@@ -299,7 +299,7 @@ struct DraftStartParams {
   void* normed;              // H f16 activations: the same row for every head
 };
 
-struct DraftRankParams {
+struct MedusaRankParams {
   Round* round;
   const State* state;
   const float* logits;          // [heads, V]

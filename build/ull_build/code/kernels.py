@@ -30,11 +30,12 @@ TUNING = {  # macros that change no bit of a result; bench/h200/ahead.py compare
     "ULL_AHEAD_ALL": "0",  # 1: by every linear layer, not only by those that wait for short steps
 }
 
-_PART_OF = {  # source files that only some forwards need, by a kernel of theirs
-    **dict.fromkeys(("down", "gate_up", "head", "layers", "norm", "output", "qkv"), "ull_qkv_1"),
+_PART_OF = {  # rooms of sources that only some forwards need, by a kernel of theirs
     "attention": "ull_attention_8",
-    **dict.fromkeys(("medusa", "medusa_rank"), "ull_draft_start"),
-    **dict.fromkeys(("head_scan", "head_rescore"), "ull_head_scan_1"),
+    "head_scan": "ull_head_scan_1",
+    "linear": "ull_qkv_1",
+    "medusa": "ull_medusa_start",
+    "persistent": "ull_qkv_1",
 }
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
@@ -52,7 +53,8 @@ def kernel_sources(needed: frozenset[str] = DEVICE_KERNELS) -> list[Path]:
     sources = sorted(SOURCES.rglob("*.cu"), key=lambda source: source.stem)
     if not sources:
         raise BuildError(f"{SOURCES} holds no kernel sources; reinstall ull", field="target")
-    return [source for source in sources if source.stem not in _PART_OF or _PART_OF[source.stem] in needed]
+    rooms = {room for room, kernel in _PART_OF.items() if kernel in needed}
+    return [source for source in sources if source.parent.name not in _PART_OF or source.parent.name in rooms]
 
 
 def options_for(target: Target) -> list[str]:

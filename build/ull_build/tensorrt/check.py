@@ -143,7 +143,7 @@ def everything(plans: Plans) -> Plans:
     return msgspec.structs.replace(plans, exact=plans.token_counts)
 
 
-def settled(plans: Plans, seen: Seen, made: PlanCheck | None) -> Plans:
+def with_findings(plans: Plans, seen: Seen, made: PlanCheck | None) -> Plans:
     """The manifest's account with what has been seen. A native KV cache knows no trees."""
     return msgspec.structs.replace(
         plans,

@@ -87,7 +87,7 @@ class AddedPlans:
 Try = Callable[[AddedPlans], Manifest]
 
 
-def settle_plans(
+def prove_plans(
     tools: Tools,
     request: ForwardRecipe,
     source: Source,
@@ -254,5 +254,5 @@ def _noted(manifest: Manifest, seen: check.Seen, made: PlanCheck | None) -> Mani
     """The manifest with what has been seen of its plans."""
     plans = manifest.forward.plans
     assert plans is not None
-    forward = msgspec.structs.replace(manifest.forward, plans=check.settled(plans, seen, made))
+    forward = msgspec.structs.replace(manifest.forward, plans=check.with_findings(plans, seen, made))
     return msgspec.structs.replace(manifest, forward=forward)

@@ -69,12 +69,12 @@ class DeviceRunner:
             if context is None:
                 raise GpuError("gpu_failed", f"TensorRT makes no execution context for {engine.name}")
             context.set_optimization_profile_async(profile, stream)
-            driver.synchronize(stream)
+            driver.synchronise(stream)
             context.set_device_memory(allocate(engine.device_memory_size_v2), max(0, engine.device_memory_size_v2))
             for name, values in inputs.items():
                 address, array = allocate(values.nbytes), np.ascontiguousarray(values)
                 driver.copy_to_device(address, array.ctypes.data, array.nbytes, stream)
-                driver.synchronize(stream)
+                driver.synchronise(stream)
                 context.set_input_shape(name, array.shape)
                 context.set_tensor_address(name, address)
             for index in range(engine.num_io_tensors):
@@ -87,7 +87,7 @@ class DeviceRunner:
                 raise GpuError("gpu_failed", f"TensorRT's plan of {engine.name} cannot be enqueued")
             for address, found in outputs.values():
                 driver.copy_to_host(found.ctypes.data, address, found.nbytes, stream)
-            driver.synchronize(stream)
+            driver.synchronise(stream)
             del context  # before the memory that it was given
         return {name: found for name, (_, found) in outputs.items()}
 

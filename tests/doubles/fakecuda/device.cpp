@@ -156,7 +156,7 @@ Result context_device(int* device) {
   return ready();
 }
 
-Result synchronize_context() {
+Result synchronise_context() {
   if (const Result result = ready(); result != kSuccess) return result;
   drain_all_streams();
   return sticky;
@@ -230,7 +230,7 @@ const Exports exports{
     {"cuCtxSetCurrent", address_of(set_context)},
     {"cuCtxGetCurrent", address_of(get_context)},
     {"cuCtxGetDevice", address_of(context_device)},
-    {"cuCtxSynchronize", address_of(synchronize_context)},
+    {"cuCtxSynchronize", address_of(synchronise_context)},
     {"cuCtxGetStreamPriorityRange", address_of(priority_range)},
     {"cuGetErrorName", address_of(error_name)},
     {"cuGetErrorString", address_of(error_string)},

@@ -72,7 +72,7 @@ Result destroy(void* handle) {
   return ready();
 }
 
-Result synchronize(void* handle) {
+Result synchronise(void* handle) {
   if (const Result result = ready(); result != kSuccess) return result;
   const auto stream = find_stream(handle);
   return stream == nullptr ? kInvalidHandle : wait_for(stream);
@@ -156,7 +156,7 @@ void wait_for_event(Event& event) {
   }
 }
 
-Result event_synchronize(void* handle) {
+Result event_synchronise(void* handle) {
   if (const Result result = ready(); result != kSuccess) return result;
   const auto event = events().find(handle);
   if (event == nullptr) return kInvalidHandle;
@@ -188,7 +188,7 @@ const Exports exports{
     {"cuStreamCreate", address_of(create)},
     {"cuStreamCreateWithPriority", address_of(create_with_priority)},
     {"cuStreamDestroy", address_of(destroy)},
-    {"cuStreamSynchronize", address_of(synchronize)},
+    {"cuStreamSynchronize", address_of(synchronise)},
     {"cuStreamQuery", address_of(query)},
     {"cuStreamBeginCapture", address_of(begin_capture)},
     {"cuStreamIsCapturing", address_of(is_capturing)},
@@ -197,7 +197,7 @@ const Exports exports{
     {"cuEventDestroy", address_of(destroy_event)},
     {"cuEventRecord", address_of(record)},
     {"cuEventQuery", address_of(event_query)},
-    {"cuEventSynchronize", address_of(event_synchronize)},
+    {"cuEventSynchronize", address_of(event_synchronise)},
     {"cuEventElapsedTime", address_of(elapsed_time)},
 };
 

@@ -190,7 +190,7 @@ TEST(heads_draft_right_behind_them) {
   CHECK((Tokens{tokens.begin() + 50, tokens.end()} == expected));
   const auto records = rig.rest();
   REQUIRE(records.size() == 3);
-  CHECK(records[1].mode == RoundMode::kDraft && records[1].emitted == 1);
+  CHECK(records[1].mode == RoundMode::kMedusa && records[1].emitted == 1);
 }
 
 TEST(an_aborted_one_can_be_run_again) {

@@ -17,9 +17,9 @@ using Tokens = std::vector<int32_t>;
 
 int drafts_of(const std::vector<FakeDevice::Record>& records) {
   for (const auto& record : records) {
-    if (record.mode == RoundMode::kDraft && record.status == RoundStatus::kOk) CHECK_EQ(record.emitted, 1);
+    if (record.mode == RoundMode::kMedusa && record.status == RoundStatus::kOk) CHECK_EQ(record.emitted, 1);
   }
-  return count_of(records, RoundMode::kDraft, RoundStatus::kOk);
+  return count_of(records, RoundMode::kMedusa, RoundStatus::kOk);
 }
 
 TEST(heads_are_offered_with_what_they_cost) {
@@ -102,7 +102,7 @@ TEST(an_abort_skips_the_heads) {
     CHECK(rig.executor.start_round(rig.step(tokens, 20)) == Status::kOk);
     CHECK(rig.finish() == Status::kAborted);
   }
-  CHECK_EQ(count_of(rig.rest(), RoundMode::kDraft, RoundStatus::kOk), 0);
+  CHECK_EQ(count_of(rig.rest(), RoundMode::kMedusa, RoundStatus::kOk), 0);
   CHECK(rig.advance(tokens, 20) == Status::kOk);
   CHECK(rig.advance(tokens, 20) == Status::kOk);
   CHECK((Tokens{tokens.begin() + 1, tokens.end()}) ==

@@ -23,13 +23,18 @@ STUB = """#include "params.h"
 
 def write_stubs(directory: Path, names: Any = DEVICE_KERNELS | MEDUSA_KERNELS | HEAD_SCAN_KERNELS) -> Path:
     """A folder of kernel sources in which every kernel exists and none does anything."""
-    directory.mkdir(exist_ok=True)
     always = sorted(set(names) - MEDUSA_KERNELS - HEAD_SCAN_KERNELS)
-    drafting, scanning = sorted(set(names) & MEDUSA_KERNELS), sorted(set(names) & HEAD_SCAN_KERNELS)
-    parts = {"first": always[::2], "second": always[1::2], "medusa": drafting, "head_scan": scanning}
-    for part, chosen in parts.items():
+    heads, scanning = sorted(set(names) & MEDUSA_KERNELS), sorted(set(names) & HEAD_SCAN_KERNELS)
+    files = {
+        "round/first.cu": always[::2],
+        "round/second.cu": always[1::2],
+        "medusa/medusa.cu": heads,
+        "head_scan/head_scan.cu": scanning,
+    }
+    for file, chosen in files.items():
         lines = [f'extern "C" __global__ void {name}(ull::gpu::SampleParams) {{}}' for name in chosen]
-        (directory / f"{part}.cu").write_text(STUB.format(kernels="\n".join(lines)))
+        (directory / file).parent.mkdir(parents=True, exist_ok=True)
+        (directory / file).write_text(STUB.format(kernels="\n".join(lines)))
     return directory
 
 

@@ -119,7 +119,7 @@ class RecordingDriver(Driver):
     def destroy_stream(self, stream: int) -> None:
         self._release("stream", stream)
 
-    def synchronize(self, stream: int) -> None:
+    def synchronise(self, stream: int) -> None:
         assert self._capture is None, "a capturing stream cannot be waited for"
 
     def create_event(self) -> int:

@@ -87,7 +87,7 @@ class Head:
         state, state_memory = structure(layout.State)
         state.stop_count = 0
         wish = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "top_logprobs": -1}
-        wish |= {"bias_count": 0, "penalizes": 0}
+        wish |= {"bias_count": 0, "penalises": 0}
         for name, value in (wish | sampling_).items():
             setattr(state.sampling, name, value)
         logits = aligned((1, linear_layers.round_up(self.vocabulary, 16)), np.float32)

@@ -68,7 +68,7 @@ class Device:
         request = self.requests[self.sequence % layout.ROUND_SLOTS]
         ctypes.memset(ctypes.addressof(request), 0xFF, ctypes.sizeof(request))  # what a mode does not need
         request.sequence, request.mode = self.sequence, mode
-        request.max_tokens, request.setting, request.sampling.penalizes = 65, 1, 0
+        request.max_tokens, request.setting, request.sampling.penalises = 65, 1, 0
         if mode != layout.CONTINUE:
             request.count, request.position = len(tokens), 0
             request.tokens[: len(tokens)] = tokens

@@ -1,4 +1,4 @@
-"""Geometry of the FP8 scan of the lm_head and of what finds the draw with it (`ull/kernels/linear/head_rescore.cu`).
+"""Geometry of the FP8 scan of the lm_head and of what finds the draw with it (`ull/kernels/head_scan/head_rescore.cu`).
 
 A round of one token captures `ull_head_scan_1`, `ull_head_bounds`, `ull_head_rescore` in place of head and sampler. The
 results do not depend on the grids.

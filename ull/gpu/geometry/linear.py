@@ -90,18 +90,18 @@ def head(vocabulary: int, tile: int, multiprocessors: int) -> Geometry:
     return _narrow(vocabulary, multiprocessors)
 
 
-def draft_block(hidden: int, heads: int, multiprocessors: int) -> Geometry:
-    """`ull_draft_block`: one layer of all Medusa heads, whose matrices stand one below the other."""
+def medusa_block(hidden: int, heads: int, multiprocessors: int) -> Geometry:
+    """`ull_medusa_block`: one layer of all Medusa heads, whose matrices stand one below the other."""
     return _narrow(heads * hidden, multiprocessors)
 
 
-def draft_head(rows: int, multiprocessors: int) -> Geometry:
-    """`ull_draft_head`: `rows` of the model's lm_head, or of all heads' own."""
+def medusa_head(rows: int, multiprocessors: int) -> Geometry:
+    """`ull_medusa_head`: `rows` of the model's lm_head, or of all heads' own."""
     return _narrow(rows, multiprocessors)
 
 
-def draft_start() -> Geometry:
-    """`ull_draft_start`: one block."""
+def medusa_start() -> Geometry:
+    """`ull_medusa_start`: one block."""
     return (1, 1), THREADS, 32
 
 

@@ -57,9 +57,9 @@ def plain(vocabulary: int, multiprocessors: int) -> Geometry:
     return sample(PLAIN, vocabulary, 1, multiprocessors)
 
 
-def draft_rank(vocabulary: int, heads: int, multiprocessors: int) -> Geometry:
-    """`ull_draft_rank` for `heads` rows of logits. Raises ValueError as `sample` does."""
-    return sample("ull_draft_rank", vocabulary, heads, multiprocessors)
+def medusa_rank(vocabulary: int, heads: int, multiprocessors: int) -> Geometry:
+    """`ull_medusa_rank` for `heads` rows of logits. Raises ValueError as `sample` does."""
+    return sample("ull_medusa_rank", vocabulary, heads, multiprocessors)
 
 
 def accept() -> Geometry:

@@ -163,7 +163,7 @@ class TensorRtForward:
         self._contexts[tokens, draws] = contexts
         for segment, context in zip(self._segments, contexts, strict=False):
             self._enqueue(segment, context, self._stream)
-        self._driver.synchronize(self._stream)
+        self._driver.synchronise(self._stream)
 
     def capture(self, recorder: Recorder, tokens: int, draws: bool) -> None:
         attention = iter(self.launches(tokens, draws))
@@ -209,7 +209,7 @@ class TensorRtForward:
             context.set_optimization_profile_async(profile, self._stream)
         except RuntimeError as error:
             raise self._failed(segment, f"has no profile {profile}") from error
-        self._driver.synchronize(self._stream)
+        self._driver.synchronise(self._stream)
         context.set_device_memory(self._places.region("plan scratch"), self._plans.scratch_bytes)
         for name, region in (segment.inputs | segment.outputs).items():
             if name in segment.inputs and -1 in (shape := list(engine.get_tensor_shape(name))):

@@ -44,7 +44,7 @@ ULL_DEVICE float square_sum(const HeadPart& x) {
 }
 
 // RMS norm over the head, whose squares' sum is `sum`.
-ULL_DEVICE void normalize_head(HeadPart& x, float sum, const HeadPart& weight) {
+ULL_DEVICE void normalise_head(HeadPart& x, float sum, const HeadPart& weight) {
   const float inverse = arch::reciprocal_sqrt(::fmaf(sum, 1.0F / kHeadDim, kRmsEpsilon));
   for (int i = 0; i < 4; ++i) {
     x.low[i] = x.low[i] * inverse * weight.low[i];
@@ -127,7 +127,7 @@ ULL_DEVICE void prepare_heads(const AttentionParams& params, const AttentionPlan
     if (active) x = load_head(params.qkv + static_cast<size_t>(node) * kQkvWidth + column * kHeadDim, part);
     if constexpr (kQkNorm) {
       const float sum = square_sum(x);
-      if (active && !is_value) normalize_head(x, sum, load_head(own < 0 ? params.q_norm : params.k_norm, part));
+      if (active && !is_value) normalise_head(x, sum, load_head(own < 0 ? params.q_norm : params.k_norm, part));
     }
     if (!active) continue;
     if (!is_value) {

@@ -235,7 +235,7 @@ class AttentionOfOne {
     for (int head = own_head();;) {
       if constexpr (kQkNorm) {
         const float sum = square_sum(x);
-        if (head != kKey + 1) normalize_head(x, sum, weight_);
+        if (head != kKey + 1) normalise_head(x, sum, weight_);
       }
       if (has_own_head(head)) {
         if (head != kKey + 1) rotate_head(x, turn_);

@@ -8,9 +8,9 @@
 namespace ull::gpu {
 namespace {
 
-inline constexpr int kDraftHeads = ULL_MEDUSA_HEADS;
+inline constexpr int kMedusaHeads = ULL_MEDUSA_HEADS;
 inline constexpr bool kOwnHeads = ULL_MEDUSA_OWN_HEADS != 0;
-static_assert(kDraftHeads >= 1 && kDraftHeads <= kGroupTokens, "one group of tokens holds all heads");
+static_assert(kMedusaHeads >= 1 && kMedusaHeads <= kGroupTokens, "one group of tokens holds all heads");
 static_assert(kHidden % kColumnUnit == 0, "heads begin at whole row tiles");
 
 ULL_DEVICE float silu(float x) { return x * arch::reciprocal(1.0F + exp_lanes<ScalarMath>(-x)); }
@@ -85,18 +85,18 @@ struct LogitsOf {  // of the model's lm_head
 };
 template <>
 struct LogitsOf<true> {
-  using Shape = LinearShape<kDraftHeads * round_up(kVocabulary, kRowUnit), kHidden, kWeightBits, false>;
+  using Shape = LinearShape<kMedusaHeads * round_up(kVocabulary, kRowUnit), kHidden, kWeightBits, false>;
   using Epilogue = OwnLogits;
 };
 
-using BlockPlan = NarrowPlan<LinearShape<kDraftHeads * kHidden, kHidden, kWeightBits, false>, kGroupTokens>;
+using BlockPlan = NarrowPlan<LinearShape<kMedusaHeads * kHidden, kHidden, kWeightBits, false>, kGroupTokens>;
 using Logits = LogitsOf<kOwnHeads>;
 using LogitsPlan = NarrowPlan<Logits::Shape, kGroupTokens>;
 
 }  // namespace
 
 // The last accepted token's row of the residual, normed: one block.
-ULL_KERNEL(ull_draft_start, DraftStartParams, kNormThreads, 1) {
+ULL_KERNEL(ull_medusa_start, MedusaStartParams, kNormThreads, 1) {
   arch::release_dependents();
   RowShare weight;
   load_norm_weight(weight, params.norm_weight);
@@ -110,17 +110,17 @@ ULL_KERNEL(ull_draft_start, DraftStartParams, kNormThreads, 1) {
       weight, 1, sums, [&](RowShare& row, int) { load_row(row, params.residual + node * kResidualStride); },
       [&](int, int column, arch::Vector2 four) {
 #pragma unroll
-        for (int head = 0; head < kDraftHeads; ++head) {
+        for (int head = 0; head < kMedusaHeads; ++head) {
           *reinterpret_cast<arch::Vector2*>(output + activation_index(head, column)) = four;
         }
       });
 }
 
-ULL_KERNEL(ull_draft_block, LinearParams, kNarrowThreads, BlockPlan::kBlocks) {
+ULL_KERNEL(ull_medusa_block, LinearParams, kNarrowThreads, BlockPlan::kBlocks) {
   linear_narrow<BlockPlan, BlockEpilogue>(params);
 }
 
-ULL_KERNEL(ull_draft_head, LinearParams, kNarrowThreads, LogitsPlan::kBlocks) {
+ULL_KERNEL(ull_medusa_head, LinearParams, kNarrowThreads, LogitsPlan::kBlocks) {
   linear_narrow<LogitsPlan, Logits::Epilogue>(params);
 }
 

@@ -5,7 +5,7 @@
 
 namespace ull::gpu::sample {
 
-ULL_KERNEL(ull_draft_rank, DraftRankParams, kThreads, 2) {
+ULL_KERNEL(ull_medusa_rank, MedusaRankParams, kThreads, 2) {
   arch::release_dependents();
   arch::wait_for_predecessor();
   const int head = arch::block_y(), slices = arch::grid_x();
@@ -19,7 +19,7 @@ ULL_KERNEL(ull_draft_rank, DraftRankParams, kThreads, 2) {
 
   const float* row = params.logits + static_cast<int64_t>(head) * kLogitRow;
   const Slice slice = slice_of(arch::block_x(), slices);
-  best_of(shared, kDraftRanks, scratch.alternatives[head * slices + arch::block_x()], [&](auto visit) {
+  best_of(shared, kMedusaRanks, scratch.alternatives[head * slices + arch::block_x()], [&](auto visit) {
     each_quad(shared, row, slice, load_chunk(row, slice.first, slice.last), adjusts, params.text_counts,
               [&](int token, const float (&)[4], const float (&biased)[4]) {
                 float noise[4] = {};
@@ -32,9 +32,9 @@ ULL_KERNEL(ull_draft_rank, DraftRankParams, kThreads, 2) {
               });
   });
   if (!is_last_block(shared, params.counters + head)) return;
-  merge_lists(shared, scratch, head, slices, kDraftRanks);
+  merge_lists(shared, scratch, head, slices, kMedusaRanks);
   EmittedToken& drawn = round->drawn[head];
-  constexpr int kCount = kDraftRanks < kVocabulary ? kDraftRanks : kVocabulary;
+  constexpr int kCount = kMedusaRanks < kVocabulary ? kMedusaRanks : kVocabulary;
   if (arch::thread() < kCount) {
     const uint64_t item = shared.sorted[arch::thread()];
     drawn.top[arch::thread()] = {token_of(item), value_of(item)};

@@ -1,7 +1,7 @@
 // The end of a round's maths, by one block: takes what is forced, and behind it the longest path of the tree whose
 // nodes are what was drawn at their parents, cuts that at a stop token and at max_tokens, tells the host, and leaves
-// behind what a continuing round feeds and which nodes' KV commit() keeps. Of a draft it tells the host every head's
-// candidates, and leaves no trace.
+// behind what a continuing round feeds and which nodes' KV commit() keeps. Of the Medusa heads it tells the host every
+// one's candidates, and leaves no trace.
 #pragma once
 
 #include "arch.cuh"
@@ -87,7 +87,7 @@ ULL_DEVICE void end_round(const AcceptParams& params, Shared& shared) {
   Round* round = params.round;
   State* state = params.state;
   const int count = round->count, root = round->first_draw;
-  const bool draws = round->draws != 0, drafts = round->mode == RoundMode::kDraft;
+  const bool draws = round->draws != 0, medusa = round->mode == RoundMode::kMedusa;
   const uint64_t sequence = round->sequence;
   RoundResult* result = &params.results[sequence % kRoundSlots];
 
@@ -96,9 +96,9 @@ ULL_DEVICE void end_round(const AcceptParams& params, Shared& shared) {
     shared.count = 0;
     shared.stopped = 0;
     if (count > 0 && draws) walk(root, round->max_tokens, shared);
-    if (drafts) shared.count = count;
+    if (medusa) shared.count = count;
   }
-  if (drafts && arch::thread() < count) shared.accepted[arch::thread()] = static_cast<uint8_t>(arch::thread());
+  if (medusa && arch::thread() < count) shared.accepted[arch::thread()] = static_cast<uint8_t>(arch::thread());
   arch::block_barrier();
 
   // The host first.
@@ -115,8 +115,8 @@ ULL_DEVICE void end_round(const AcceptParams& params, Shared& shared) {
   arch::block_barrier();
   if (arch::thread() == 0) arch::store_release_system(&result->sequence, sequence);
 
-  if (drafts) return;
-  if (arch::thread() < emitted && state->sampling.penalizes != 0) {
+  if (medusa) return;
+  if (arch::thread() < emitted && state->sampling.penalises != 0) {
     params.text[round->base + root + 1 + arch::thread()] = shared.draws[shared.accepted[arch::thread()]];
   }
   const int given = draws ? root : count;  // nodes that are kept whatever was drawn

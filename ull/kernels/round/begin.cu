@@ -143,7 +143,7 @@ ULL_DEVICE void count_text(const BeginParams& params, const RoundRequest& head, 
 // ancestor j is how many ancestors come before it. The sets grow by doubling: after round r they reach 2^r nodes up.
 ULL_DEVICE void build_paths(const RoundRequest& head, int count, Shared& shared, Round* round) {
   const int me = arch::thread();
-  const bool chain = head.mode == RoundMode::kPrefill || head.mode == RoundMode::kDraft;
+  const bool chain = head.mode == RoundMode::kPrefill || head.mode == RoundMode::kMedusa;
   if (me < kTreeTokens) {
     shared.ancestors[0][me] = uint64_t{1} << me;
     shared.jumps[0][me] = me == 0 || me >= count ? 0 : chain ? static_cast<uint8_t>(me - 1) : head.parents[me];
@@ -208,7 +208,7 @@ ULL_KERNEL(ull_begin, BeginParams, kThreads, 1) {
     round->count = count;
     round->base = continues ? state.position : head.position;
     round->max_tokens = head.max_tokens;
-    round->draws = head.mode == RoundMode::kPrefill || head.mode == RoundMode::kDraft ? 0 : 1;
+    round->draws = head.mode == RoundMode::kPrefill || head.mode == RoundMode::kMedusa ? 0 : 1;
     round->first_draw = skipped ? 0 : first_draw(head);
     round->begin_ns = begin_ns;
     params.state->sequence = state.sequence + 1;
@@ -217,7 +217,7 @@ ULL_KERNEL(ull_begin, BeginParams, kThreads, 1) {
   if (me < count) round->tokens[me] = continues ? state.token : head.tokens[me];
   build_paths(head, count, shared, round);
   if (head.setting != state.setting) copy_setting(params, params.requests[slot], head);
-  if (head.sampling.penalizes != 0 && head.mode != RoundMode::kPrefill) {
+  if (head.sampling.penalises != 0 && head.mode != RoundMode::kPrefill) {
     count_text(params, head, state, continues ? state.position : head.position + first_draw(head));
   }
 }

@@ -155,7 +155,7 @@ struct Crossing {
 struct alignas(16) Adjustment {
   int32_t bias_count;
   int32_t way_count;  // tokens of the node's way, if penalties look at it
-  bool penalizes;
+  bool penalises;
   float repetition;
   float frequency;
   float presence;
@@ -260,22 +260,22 @@ ULL_DEVICE uint64_t mass_at(const Shared& shared, int at) {
 template <bool kNodes>
 ULL_DEVICE bool stage_adjustment(Shared& shared, const Round* round, const State* state, int node) {
   const int bias_count = state->sampling.bias_count, me = arch::thread();
-  const bool penalizes = state->sampling.penalizes != 0;
-  if (bias_count == 0 && !penalizes) return false;
+  const bool penalises = state->sampling.penalises != 0;
+  if (bias_count == 0 && !penalises) return false;
   for (int i = me; i < bias_count; i += kThreads) shared.biases[i] = state->biases[i];
   for (int i = me; i < kChunk; i += kThreads) shared.dense[i] = 0.0F;
   for (int i = me; i < kChunk / 4; i += kThreads) shared.added[i] = 0;
   int way_count = 0;
   if constexpr (kNodes) {
     const int root = round->first_draw;  // which stands at that depth: what comes before it is a chain
-    if (penalizes) way_count = round->depths[node] - root;
+    if (penalises) way_count = round->depths[node] - root;
     const uint32_t step = static_cast<uint32_t>(me);
     if (me < way_count) shared.way[step] = round->tokens[round->path[node][root + static_cast<int>(step) + 1]];
   }
   if (me == 0) {
     shared.adjustment = {bias_count,
                          way_count,
-                         penalizes,
+                         penalises,
                          state->sampling.repetition_penalty,
                          state->sampling.frequency_penalty,
                          state->sampling.presence_penalty};
@@ -303,7 +303,7 @@ ULL_DEVICE void spread(Shared& shared, int chunk, int last, bool put) {
 
 // As exec/sampling.h: the logit of a token that the text holds `counted` (a word of the counts) times, and `added`
 // more.
-ULL_DEVICE float penalized(const Shared& shared, float logit, uint32_t counted, uint32_t added) {
+ULL_DEVICE float penalised(const Shared& shared, float logit, uint32_t counted, uint32_t added) {
   if (counted == 0 && added == 0) return logit;
   const float repetition = shared.adjustment.repetition;
   logit = logit > 0.0F ? arch::divide(logit, repetition) : logit * repetition;
@@ -322,11 +322,11 @@ ULL_DEVICE void load_quad(const float* row, int token, float (&logits)[4]) {
 
 // Of tokens chunk + at .. chunk + at + 3, as stage_adjustment() and spread() have laid down.
 ULL_DEVICE void adjust_quad(const Shared& shared, const uint32_t* text_counts, int chunk, int at, float (&logits)[4]) {
-  if (shared.adjustment.penalizes) {
+  if (shared.adjustment.penalises) {
     const arch::Vector4 counted = arch::load_global(text_counts + chunk + at);
     const uint32_t added = shared.added[at / 4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) logits[j] = penalized(shared, logits[j], counted.word[j], added >> (8 * j) & 0xFFU);
+    for (int j = 0; j < 4; ++j) logits[j] = penalised(shared, logits[j], counted.word[j], added >> (8 * j) & 0xFFU);
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j) logits[j] += shared.dense[at + j];

@@ -48,7 +48,7 @@ Status MedusaDrafter::propose(const DraftContext& context, const TreePlan& plan,
 // What ranks the candidates, sampling, biases, seed and text, is the device's from the round before.
 Status MedusaDrafter::run(int32_t position, const std::atomic<bool>& abort) noexcept {
   gpu::RoundRequest& request = queue_.next_request();
-  request.mode = gpu::RoundMode::kDraft;
+  request.mode = gpu::RoundMode::kMedusa;
   request.count = program_.medusa_heads;
   request.position = position;
   request.max_tokens = 0;

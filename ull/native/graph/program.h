@@ -12,7 +12,7 @@
 
 namespace ull::graph {
 
-static_assert(gpu::kDraftRanks == kMedusaRanks);
+static_assert(gpu::kMedusaRanks == kMedusaRanks);
 static_assert(gpu::kTreeTokens == kMaxTreeTokens && gpu::kPageTokens == kPageTokens);
 static_assert(gpu::kAlternatives == kMaxTopLogprobs && gpu::kBiases == kMaxLogitBias);
 static_assert(kCostTokens[kCostSizes - 1] == gpu::kTreeTokens);

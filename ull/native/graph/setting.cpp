@@ -17,7 +17,7 @@ gpu::Sampling device_sampling(const Sampling& sampling) noexcept {
           .repetition_penalty = sampling.repetition_penalty,
           .frequency_penalty = sampling.frequency_penalty,
           .presence_penalty = sampling.presence_penalty,
-          .penalizes = sampling.penalises() ? 1 : 0};
+          .penalises = sampling.penalises() ? 1 : 0};
 }
 
 bool same_bits(const gpu::Sampling& a, const gpu::Sampling& b) noexcept {

@@ -3,7 +3,7 @@
 // may still be the best, as ull_head_1 computes them, and its last block draws from those and ends the round as
 // ull_accept does. However many they are, up to all rows: only the time depends on it. Greedy draws and plain sampling
 // of one node; what needs all logits exact (logprobs, top-k, top-p, min-p, biases, penalties) is for the other graph.
-#include "linear/head_rescore.cuh"
+#include "head_scan/head_rescore.cuh"
 #include "linear/rows.cuh"
 #include "round/accept.cuh"
 
