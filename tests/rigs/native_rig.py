@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from ull import _native
-from ull.daemon.host import loaded_libzmq
+from ull.libzmq import loaded_libzmq
 
 TIMEOUT_MS = 20_000  # a hang, not a slow machine
 
