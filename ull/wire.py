@@ -2,8 +2,8 @@
 
 A client's DEALER sends `[VERSION, payload]`, and so does the daemon, whose io thread speaks ZMTP as a ROUTER would.
 Unknown fields are ignored, so either side may grow; `done` names those of its request. The io thread packs `token` and
-`done` natively (native/io/); the structs here are the same layout, frozen by golden bytes in tests/test_wire.py. What
-clients may read here, docs/wire.md says for people.
+`done` natively (native/io/); the structs here are the same layout, frozen by golden bytes in tests/wire/test_wire.py.
+What clients may read here, docs/wire.md says for people.
 
 Times are nanoseconds of CLOCK_MONOTONIC on the daemon's machine; 0 stands for "did not happen".
 """
