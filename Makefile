@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NATIVE := $(shell find ull/native tests/native -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt) ull/kernels/params.h
 KERNELS := $(shell find ull/kernels tests/doubles/emulator tests/doubles/fakecuda -name '*.c*' -o -name '*.h')
 
-.PHONY: demo test lint format native-test sanitize oldest-nvrtc oracle wheel kernels-report h200 h200-tensorrt h200-wheels
+.PHONY: demo test check lint format native-test sanitize oldest-nvrtc oracle wheel kernels-report h200 h200-tensorrt h200-wheels
 .PHONY: install clean help
 .DEFAULT_GOAL := help
 
@@ -30,6 +30,9 @@ test: $(VENV)/.installed-test  ## linters, types, the test suite
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(LONG_TESTS)
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(LONG_TESTS))
+
+check: $(VENV)/.installed-test  ## linters, types and the quick tests of the rooms that changed: about a minute
+	$(BIN)/python tests/house/changed_rooms.py
 
 lint: $(VENV)/.installed-test  ## ruff, mypy, clang-format
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ import ull
 from report import Check, arguments, finish, percentiles
 from serving import tiny_bundle
 from ull import _native, wire
-from ull.daemon.host import loaded_libzmq
+from ull.libzmq import loaded_libzmq
 
 CONTEXT = 400_000  # tokens
 MAX_TOKENS = 300_000

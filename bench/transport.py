@@ -25,7 +25,7 @@ import ull
 from report import Check, arguments, compile_peer, finish, percentiles
 from serving import serve, tiny_bundle
 from ull.client.link import Transport
-from ull.daemon.host import loaded_libzmq
+from ull.libzmq import loaded_libzmq
 from ull.spawn import DaemonProcess
 
 BLOCKS = 8

@@ -2,8 +2,8 @@
 
 A client's DEALER sends `[VERSION, payload]`, and so does the daemon, whose io thread speaks ZMTP as a ROUTER would.
 Unknown fields are ignored, so either side may grow; `done` names those of its request. The io thread packs `token` and
-`done` natively (native/io/); the structs here are the same layout, frozen by golden bytes in tests/test_wire.py. What
-clients may read here, docs/wire.md says for people.
+`done` natively (native/io/); the structs here are the same layout, frozen by golden bytes in tests/wire/test_wire.py.
+What clients may read here, docs/wire.md says for people.
 
 Times are nanoseconds of CLOCK_MONOTONIC on the daemon's machine; 0 stands for "did not happen".
 """
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
+from itertools import zip_longest
 from typing import Annotated, Any, Final, Literal, NoReturn, Protocol, TypeVar, get_args
 
 import msgspec
@@ -179,6 +181,21 @@ class Speculation(msgspec.Struct, kw_only=True):
     tokens_per_round: float = 0.0  # completion tokens / rounds; 0 without a round
     by_drafter: dict[str, int] = {}  # rounds by what proposed; "none": plain rounds
     accepted_by_depth: list[int] = []  # [d]: rounds whose draft was accepted to a depth of d + 1 or beyond
+
+
+def added(one: Speculation, other: Speculation) -> Speculation:
+    """The figures of two sets of rounds together."""
+    rounds = one.rounds + other.rounds
+    tokens = one.tokens_per_round * one.rounds + other.tokens_per_round * other.rounds
+    depths = zip_longest(one.accepted_by_depth, other.accepted_by_depth, fillvalue=0)
+    return Speculation(
+        rounds=rounds,
+        drafted_tokens=one.drafted_tokens + other.drafted_tokens,
+        accepted_tokens=one.accepted_tokens + other.accepted_tokens,
+        tokens_per_round=tokens / rounds if rounds else 0.0,
+        by_drafter=dict(Counter(one.by_drafter) + Counter(other.by_drafter)),
+        accepted_by_depth=[first + second for first, second in depths],
+    )
 
 
 class Failure(msgspec.Struct, kw_only=True):

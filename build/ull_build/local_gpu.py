@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from ull.bundle import (
     read_tensor_file,
 )
 from ull.errors import BuildError
+from ull.gpu import driver, program
 from ull.log import Log
 
 
@@ -32,7 +32,7 @@ class LocalGpu:
 
 def find_gpu(target: Target, purpose: str) -> LocalGpu:
     """GPU 0, on which `purpose` is to happen. Raises GpuError without one, BuildError where it is not the target's."""
-    found = importlib.import_module("ull.gpu.driver").describe_device(0)
+    found = driver.describe_device(0)
     gpu = LocalGpu(found["name"], found["capability"])
     architecture = GPU_ARCHITECTURES[target]
     if gpu.capability != capability_text(architecture.capability):
@@ -52,5 +52,4 @@ def staged_bundle(directory: Path, manifest: Manifest) -> Bundle:
 
 def open_program(bundle: Bundle, context: int) -> Any:
     """The graph program of a bundle on GPU 0. Raises GpuError or BundleError."""
-    program: Any = importlib.import_module("ull.gpu.program")  # needs cuda-python, which other builds do without
     return program.load(bundle, context=context, log=Log("warning"))

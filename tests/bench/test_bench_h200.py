@@ -22,7 +22,7 @@ from floor import kv_bytes, prompt_operations
 from journal import Report, Run
 from rich.console import Console
 from rounds import Times
-from run import Session, Step, begin
+from run import Session, Step, begin, correctness
 from shapes import FIRST_STEPS, LARGE, LAST_STEPS, MIDDLE, STEPS, repeats
 from steps import GROUPS, chosen
 from tables import checks, headline, print_checks, print_persistent, print_prompts, print_rounds
@@ -389,6 +389,13 @@ def test_a_report_is_copied_while_a_step_runs(session: Session) -> None:
     wait = f"import pathlib, time; p = pathlib.Path({str(session._copy)!r})\n"
     wait += "for _ in range(600):\n  if p.exists(): break\n  time.sleep(0.05)\nelse: raise SystemExit(1)"
     assert session.do(step("waits", wait))
+
+
+def test_the_tests_that_steps_run_are_there(tmp_path: Path) -> None:
+    commands = [step.command(60.0) for step in correctness(tmp_path / "report.json")]
+    named = {word for command in commands for word in command if word.startswith("tests/")}
+    assert len(named) > 5
+    assert not [name for name in named if not (ROOT / name).is_file()]
 
 
 def test_a_report_of_other_sources_is_put_aside(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import ull
 from conftest import Daemon, Spawn
 from fake_daemon import FakeDaemon, done, token, words
 from ull import _native, wire
-from ull.daemon.host import loaded_libzmq
+from ull.libzmq import loaded_libzmq
 
 PROMPT = "import os\n"
 INTERRUPTS = 250

@@ -14,7 +14,7 @@ import zmq
 from native_rig import Rig
 from ull import _native
 from ull.daemon.control import IoMessage
-from ull.daemon.host import loaded_libzmq
+from ull.libzmq import loaded_libzmq
 
 ALPHABET = list(b"abcdefghijklmnopqrstuvwxyz")
 PROMPT = b"once upon a time there was"  # 26 tokens: the completion begins at "a"

@@ -13,10 +13,11 @@ import pytest
 from ull.daemon import host, main, server
 from ull.daemon.socket_claim import SocketClaim
 from ull.errors import DaemonError
+from ull.libzmq import loaded_libzmq
 
 
 def test_the_loaded_libzmq_is_found() -> None:
-    path = host.loaded_libzmq()
+    path = loaded_libzmq()
     assert Path(path).is_file()
     assert path in Path("/proc/self/maps").read_text()
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ull.daemon.metrics import DutyCycle, LatencyHistogram, Metrics, added, inter_token_ns
+from ull.daemon.metrics import DutyCycle, LatencyHistogram, Metrics, inter_token_ns
 from ull.log import Log, LogQueue
-from ull.wire import Ended, Speculation, Timeline, Usage
+from ull.wire import Ended, Speculation, Timeline, Usage, added
 
 
 def ended(reason: str = "stop", tokens: int = 3, client: str = "ok", delivered: bool = True, **times: int) -> Ended:

@@ -1,163 +1,130 @@
-"""The import rules of the house (CONTRIBUTING.md), in Python and in C++."""
+"""Which way imports point in Python: every room knows rooms below it, and only those that it needs."""
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
 
+from floors import Floors, imported_names, looked_up_names, python_arrows, python_sources
+
 ROOT = Path(__file__).parents[2]
-
-# A module may import from its own layer's earlier rows and from every row below. Lower number = lower layer.
-PYTHON_LAYERS = {
-    "access": 0,
-    "endpoints": 1,
-    "errors": 0,
-    "log": 0,
-    "ownership": 1,
-    "reader": 0,
-    "refusals": 1,
-    "config": 1,
-    "unreachable": 2,
-    "host": 1,
-    "seal": 1,
-    "sockets": 1,
-    "spawn": 1,
-    "manifest": 1,
-    "placement": 2,
-    "rope": 2,
-    "plans": 1,
-    "targets": 1,
-    "layout": 1,
-    "device_layout": 1,
-    "_native": 2,
-    "process": 2,
-    "bundle": 2,
-    "coercion": 1,
-    "wire": 2,
-    "inspect": 3,
-    "chat_template": 1,
-    "template_process": 2,
-    "control_tokens": 1,
-    "tokenizer": 3,
-    "metrics": 3,
-    "streams": 3,
-    "admission": 4,
-    "answers": 4,
-    "gpu": 4,
-    "executors": 5,
-    "dealer": 4,
-    "local": 4,
-    "priority": 4,
-    "link": 4,
-    "client": 5,
-    "control": 5,
-    "aio": 6,
-    "benchmark": 6,
-    "rehearsal": 6,
-    "daemon": 6,
-    "launch": 7,
-    "ulld": 8,
-    "commands": 7,
-    "cli": 8,
-}
-NATIVE_LAYERS = {"base": 0, "sync": 1, "kv": 2, "exec": 3, "spec": 3, "engine": 4, "io": 5, "module": 6}
-SHARED_WITH_KERNELS = "kernels/params.h"
 TRAINING_ONLY = {"torch", "transformers"}
+TRAINERS = ("draft", "loop", "medusa", "model", "run")  # of ull_build.train: those that need PyTorch
+
+# Room: the rooms it uses. Nothing in ull knows the build.
+ULL = Floors(
+    {
+        "_native access coercion errors log socket_reader": "",
+        "endpoints libzmq spawn": "errors",
+        "wire": "coercion errors",
+        "bundle": "access errors",
+        "gpu": "bundle errors log",
+        "text": "access errors spawn wire",
+        "client": "access endpoints errors libzmq socket_reader wire",
+        "daemon": "_native access bundle endpoints errors gpu libzmq log socket_reader text wire",
+        "commands": "_native bundle client daemon errors spawn text wire",
+        "cli": "commands daemon",
+        "__init__": "client errors",
+    },
+    {
+        ("ull/client/dealer.py", "ull._native"): "pyzmq drops a frame where a handler raises",
+        ("ull/daemon/rehearsal.py", "ull.client"): "a daemon rehearses as a client of its own",
+    },
+)
+BUILD = Floors(
+    {
+        "ull._native ull.bundle ull.errors ull.gpu ull.log ull.text": "",
+        "leftovers progress": "",
+        "recipe shapes": "ull.bundle ull.errors",
+        "output": "leftovers ull.bundle ull.errors",
+        "local_gpu": "ull.bundle ull.errors ull.gpu ull.log",
+        "source": "progress ull.bundle ull.errors ull.text",
+        "weights": "progress source ull.bundle",
+        "code": "ull.bundle ull.errors",
+        "quality": "code local_gpu progress source ull._native ull.bundle ull.errors weights",
+        "tensorrt": "local_gpu output progress quality recipe source ull.bundle ull.errors ull.gpu weights",
+        "build": "*",
+        "benchmark_bundle": "*",
+        "cli": "benchmark_bundle build progress recipe shapes ull.bundle ull.errors",
+        "__main__": "cli",
+        "train": "build progress source ull._native ull.bundle ull.errors weights",
+    },
+    {
+        ("ull_build/quality/calibrate.py", "ull_build.tensorrt.weights"): "the scales of a plan's networks",
+    },
+)
+# What is looked up by a name that is computed.
+LOOKED_UP = {"ull/__init__.py": "the public names are loaded on first use"}
+
+SOURCES = python_sources(ROOT / "ull")
+BUILD_SOURCES = python_sources(ROOT / "build/ull_build")
 
 
-def imported_modules(path: Path) -> list[tuple[str, bool]]:
-    """(dotted name, at module level) of everything that `path` imports."""
-    tree = ast.parse(path.read_text())
-    found = []
-    for node in ast.walk(tree):
-        top_level = node in tree.body
-        if isinstance(node, ast.Import):
-            found += [(alias.name, top_level) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.append((node.module, top_level))
-            found += [(f"{node.module}.{alias.name}", top_level) for alias in node.names]
-    return found
+def test_ull_imports_point_down() -> None:
+    rooms = ULL.rooms()
+    arrows = [a for file, text in SOURCES.items() for a in python_arrows(file, text, ("ull", "ull_build"), rooms)]
+    assert not (problems := ULL.problems(arrows)), "\n".join(problems)
 
 
-def python_layer(path: Path) -> int:
-    room = path.relative_to(ROOT / "ull").parts[0].removesuffix(".py")
-    return PYTHON_LAYERS.get(room, -1)
+def test_ull_build_imports_point_down() -> None:
+    rooms = BUILD.rooms()
+    arrows = [a for file, text in BUILD_SOURCES.items() for a in python_arrows(file, text, ("ull_build", "ull"), rooms)]
+    assert not (problems := BUILD.problems(arrows)), "\n".join(problems)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "ull").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_python_imports_point_down(path: Path) -> None:
-    if path.name == "__init__.py":
-        return
-    layer = python_layer(path)
-    assert layer >= 0, f"{path.name} has no layer: add it to PYTHON_LAYERS and to CONTRIBUTING.md"
-    for name, top_level in imported_modules(path):
-        parts = name.split(".")
-        if parts[0] == "ull" and len(parts) > 1 and parts[1] in PYTHON_LAYERS:
-            assert PYTHON_LAYERS[parts[1]] <= layer, f"{path.name} imports {name}, a higher layer"
-        assert parts[0] not in TRAINING_ONLY, f"{path.name} imports {name}: only tests and training may"
-        if parts[0] == "ull_build":
-            assert not top_level, f"{path.name} imports ull_build at module level: ull never depends on the build step"
-            assert parts[0] != "ull_build" or PYTHON_LAYERS["commands"] <= layer
+def test_nothing_of_ours_is_looked_up_by_name() -> None:
+    """import_module() would pass both the type checker and the floors by."""
+    found = {file: looked_up_names(text) for file, text in {**SOURCES, **BUILD_SOURCES}.items()}
+    assert {file for file, names in found.items() if "?" in names} == set(LOOKED_UP)
+    ours = [
+        (file, name) for file, names in found.items() for name in names if name.split(".")[0] in ("ull", "ull_build")
+    ]
+    assert not ours
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "build/ull_build").rglob("*.py")), ids=lambda p: p.name)
-def test_build_step_uses_only_the_format_layer(path: Path) -> None:
-    for name, _ in imported_modules(path):
-        parts = name.split(".")
-        if parts[0] == "ull" and len(parts) > 1:
-            allowed = {
-                "bundle",
-                "chat_template",
-                "config",
-                "errors",
-                "kernels",
-                "log",
-                "tokenizer",
-                "_native",
-                "__version__",
-            }
-            if path.parent.name == "tensorrt":  # plans are built and tried on the GPU
-                allowed.add("gpu")
-            assert parts[1] in allowed, (path.name, name)
-        if path.parent.name != "train":
-            assert parts[0] not in TRAINING_ONLY, f"{path.name} imports {name}: the build needs no PyTorch"
+def test_ull_itself_loads_no_room() -> None:
+    """Everybody imports it on the way to a room; what it imports under TYPE_CHECKING is for type checkers."""
+    at_run_time = [
+        node for node in ast.parse(SOURCES["ull/__init__.py"]).body if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert not [name for node in at_run_time for name in imported_names(ast.unparse(node)) if name.startswith("ull")]
+
+
+def imports_of_training(folder: Path) -> set[str]:
+    """The files below `folder` that import what only training and the comparison with transformers need."""
+    return {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*.py")
+        if TRAINING_ONLY & {name.split(".")[0] for name in imported_names(path.read_text())}
+    }
+
+
+@pytest.mark.parametrize("folder", ["ull", "bench"])
+def test_no_pytorch_in(folder: str) -> None:
+    assert not imports_of_training(ROOT / folder)
+
+
+def test_of_the_build_only_the_trainers_import_pytorch() -> None:
+    assert imports_of_training(ROOT / "build/ull_build") == {f"train/{name}.py" for name in TRAINERS}
 
 
 def test_ull_train_asks_for_pytorch_only_when_it_trains() -> None:
-    """Of the trainer, the command line, the data and the figures can be imported without PyTorch."""
-    folder = ROOT / "build/ull_build/train"
-    needs_torch = {"model", "loop", "draft", "medusa", "run"}
-    for path in folder.glob("*.py"):
-        for name, top_level in imported_modules(path):
-            if path.stem not in needs_torch and top_level:
-                assert name.split(".")[0] not in TRAINING_ONLY, (path.name, name)
-                assert name not in {f"ull_build.train.{module}" for module in needs_torch}, (path.name, name)
-    for path in (ROOT / "build/ull_build").glob("*.py"):
-        assert not [name for name, _ in imported_modules(path) if name.startswith("ull_build.train")], path.name
+    """The command line, the data and the figures can be imported without PyTorch."""
+    trainers = {f"ull_build.train.{name}" for name in TRAINERS}
+    for path in (ROOT / "build/ull_build/train").glob("*.py"):
+        at_once = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = [name for node in at_once for name in imported_names(ast.unparse(node))]
+        assert path.stem in TRAINERS or not {".".join(name.split(".")[:3]) for name in names} & trainers, path.name
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "bench").glob("*.py")), ids=lambda p: p.name)
-def test_benchmarks_see_only_public_tools(path: Path) -> None:
-    assert not TRAINING_ONLY & {name.split(".")[0] for name, _ in imported_modules(path)}
-
-
-NATIVE_FILES = sorted(
-    path for path in (ROOT / "ull/native").rglob("*") if path.suffix in {".h", ".cpp"} and "tests" not in path.parts
-)
-
-
-@pytest.mark.parametrize("path", NATIVE_FILES, ids=lambda p: str(p.relative_to(ROOT / "ull/native")))
-def test_native_includes_point_down(path: Path) -> None:
-    room = path.relative_to(ROOT / "ull/native").parts[0]
-    text = path.read_text()
-    for include in re.findall(r'#include "([^"]+)"', text):
-        other = include.split("/")[0]
-        if other in NATIVE_LAYERS and "/" in include:
-            assert NATIVE_LAYERS[other] <= NATIVE_LAYERS[room], f"{path.name} includes {include}, a higher layer"
-        if "kernels" in include.split("/")[:-1]:
-            assert include == SHARED_WITH_KERNELS, f"{path.name} includes {include}: of the kernels only the parameters"
-    system = set(re.findall(r"#include <([^>]+)>", text))
-    if room != "module":
-        assert not [name for name in system if name.startswith(("Python", "nanobind"))], "Python only in module/"
-    assert not [name for name in system if "cuda" in name.lower()], "no CUDA header in native/"
+def test_no_test_module_imports_another() -> None:
+    """What several share lies in tests/rigs."""
+    paths = sorted((ROOT / "tests").rglob("*.py"))
+    modules = {path.stem for path in paths if path.stem.startswith("test_")}
+    crossing = {
+        (str(path.relative_to(ROOT)), name)
+        for path in paths
+        for name in imported_names(path.read_text())
+        if modules & set(name.split("."))
+    }
+    assert not crossing

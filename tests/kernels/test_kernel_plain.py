@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_kernel_linear as linears
 from numpy.typing import NDArray
-from test_kernel_sampling import KINDS, rows_of
 
 import emulation
 from emulation import KernelError, aligned, pointer
+from linear_rig import MODELS, Layer
+from logit_rows import KINDS, rows_of
 from round_rig import SINGLE, Device, emitted
 from ull import _native
 from ull.gpu import params as layout
@@ -65,7 +65,7 @@ def head_blocks(vocabulary: int, blocks: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-class Head(linears.Layer):
+class Head(Layer):
     """The lm_head of one token, with its maxima."""
 
     def __init__(self, model: str, seed: int = 3, reports: bool = False) -> None:
@@ -84,7 +84,7 @@ class Head(linears.Layer):
         super().launch(kernel, geometry, params, seed, written)
 
 
-@pytest.mark.parametrize("model", linears.MODELS)
+@pytest.mark.parametrize("model", MODELS)
 def test_the_head_finds_each_block_s_maxima(model: str) -> None:
     head = Head(model)
     for multiprocessors in (1, 2, 3, 5, 64):
@@ -108,7 +108,7 @@ def test_the_head_says_where_a_logit_is_not_finite(value: float) -> None:
 
 
 def test_a_head_that_nobody_asks_for_maxima_writes_the_same_logits() -> None:
-    expected = linears.Layer("head", "odd", 3, with_bias=False).run(1, 1, 5)
+    expected = Layer("head", "odd", 3, with_bias=False).run(1, 1, 5)
     np.testing.assert_array_equal(Head("odd").run(1, 1, 5).view(np.uint32), expected.view(np.uint32))
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 import emulation
 from emulation import aligned, pointer
+from logit_rows import KINDS, rows_of
 from ull import _native
 from ull.gpu import params as layout
 from ull.gpu.geometry import sampling as launches
@@ -167,26 +168,6 @@ def check(
         assert [token for token, _ in result.top] == best.tolist()
         assert [logprob for _, logprob in result.top] == pytest.approx(logprobs[best], rel=1e-6, abs=1e-5)
     return [result.token for result in drawn]
-
-
-def rows_of(rng: np.random.Generator, kind: str, rows: int, vocabulary: int) -> NDArray[np.float32]:
-    normal = rng.standard_normal((rows, vocabulary))
-    logits = {
-        "normal": lambda: normal * 2,
-        "wide": lambda: normal * 20,
-        "narrow": lambda: normal * 0.01,
-        "ties": lambda: np.round(normal * 2),
-        "few": lambda: rng.choice([-3.0, -0.0, 0.0, 1.0], (rows, vocabulary)),
-        "zeros": lambda: rng.choice([-0.0, 0.0], (rows, vocabulary)),
-        "equal": lambda: np.full((rows, vocabulary), -7.25),
-        "rising": lambda: np.sort(normal * 3),
-        "peak": lambda: normal - 100 * (np.arange(vocabulary) != rng.integers(vocabulary)),
-        "huge": lambda: normal * 1e30,
-    }[kind]()
-    return logits.astype(np.float32)
-
-
-KINDS = ("normal", "wide", "narrow", "ties", "few", "zeros", "equal", "rising", "peak", "huge")
 
 
 @st.composite

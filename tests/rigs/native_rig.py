@@ -14,7 +14,7 @@ import zmq
 
 from ull import _native
 from ull.daemon.control import IoMessage
-from ull.daemon.host import loaded_libzmq
+from ull.libzmq import loaded_libzmq
 
 TIMEOUT_MS = 20_000  # a hang, not a slow machine
 

@@ -20,9 +20,8 @@ import msgspec
 
 from ull.client.protocol import Prompt
 from ull.client.sync import Client, Stream
-from ull.daemon.metrics import added
 from ull.errors import RequestError
-from ull.wire import Speculation
+from ull.wire import Speculation, added
 
 QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999))
 

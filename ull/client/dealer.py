@@ -17,8 +17,8 @@ import zmq
 from ull import wire
 from ull._native import MessageSocket
 from ull.client.protocol import Protocol
-from ull.daemon.host import loaded_libzmq
 from ull.errors import ConfigError, ConnectionLost
+from ull.libzmq import loaded_libzmq
 from ull.socket_reader import Drain, Reader, SocketReader
 
 _EVENT = struct.Struct("=HI")  # zmq_socket_monitor: event number, value

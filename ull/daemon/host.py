@@ -1,4 +1,4 @@
-"""The process and its machine: which cores, which memory, which libzmq."""
+"""The process and its machine: which cores, which memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
-
-import zmq
 
 from ull.errors import DaemonError
 
@@ -103,19 +101,6 @@ def stand_back() -> None:
 def auto_threads() -> int:
     """Computing threads if none are configured: all available cores but one, which io and Python keep."""
     return max(1, min(_AUTO_THREADS, len(os.sched_getaffinity(0)) - 1))
-
-
-def loaded_libzmq() -> str:
-    """The path of the libzmq that pyzmq has loaded; the native io thread uses the same one.
-
-    Raises DaemonError if there is none, as with a statically linked pyzmq.
-    """
-    zmq.Context()  # loads it
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.partition("/")[2]
-        if "libzmq" in path.rpartition("/")[2]:
-            return "/" + path
-    raise DaemonError("pyzmq has loaded no shared libzmq; install pyzmq from its wheel")
 
 
 def check_address_space(wanted: int = _THREADS_BYTES) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import zip_longest
 from typing import Any
 
-from ull.wire import Ended, Speculation
+from ull.wire import Ended, Speculation, added
 
 _SUB_BUCKETS = 16  # per power of two: a quantile is at most 1/16 above the truth
 _RECENT = 0.125  # weight of the latest request in service_ns
@@ -136,21 +135,6 @@ class Metrics:
     def _record(self, name: str, start_ns: int, end_ns: int) -> None:
         if start_ns and end_ns:
             self._latency[name].record(end_ns - start_ns)
-
-
-def added(one: Speculation, other: Speculation) -> Speculation:
-    """The figures of two sets of rounds together."""
-    rounds = one.rounds + other.rounds
-    tokens = one.tokens_per_round * one.rounds + other.tokens_per_round * other.rounds
-    depths = zip_longest(one.accepted_by_depth, other.accepted_by_depth, fillvalue=0)
-    return Speculation(
-        rounds=rounds,
-        drafted_tokens=one.drafted_tokens + other.drafted_tokens,
-        accepted_tokens=one.accepted_tokens + other.accepted_tokens,
-        tokens_per_round=tokens / rounds if rounds else 0.0,
-        by_drafter=dict(Counter(one.by_drafter) + Counter(other.by_drafter)),
-        accepted_by_depth=[first + second for first, second in depths],
-    )
 
 
 def inter_token_ns(record: Ended) -> int | None:

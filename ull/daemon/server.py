@@ -30,7 +30,6 @@ from ull.daemon.executors import open_executor, runs_on_gpu
 from ull.daemon.host import (
     auto_threads,
     check_address_space,
-    loaded_libzmq,
     lock_memory,
     move_threads,
     prioritise,
@@ -43,6 +42,7 @@ from ull.daemon.rehearsal import rehearse
 from ull.daemon.socket_claim import SocketClaim
 from ull.endpoints import default_endpoint, ipc_path
 from ull.errors import DaemonError
+from ull.libzmq import loaded_libzmq
 from ull.log import Log
 from ull.text.tokenizer import Tokenizer
 from ull.wire import longest_request

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -141,9 +140,10 @@ def logits(
     Raises BuildError.
     """
     try:
-        native: Any = importlib.import_module("ull._native")
+        from ull import _native
+
         scales = None if input_scales is None else dict(input_scales)
-        model = native.CpuModel(spec, threads=threads, input_scales=scales)
+        model = _native.CpuModel(spec, threads=threads, input_scales=scales)
         return np.asarray(model.logits(np.array(tokens, np.int32)), np.float32)
     except ImportError as error:
         raise BuildError("the native core is not built; install ull") from error
@@ -154,8 +154,9 @@ def logits(
 def _run(name: str, text: EvaluationText, *arguments: Any) -> Any:
     """Calls a function of the native core."""
     try:
-        native: Any = importlib.import_module("ull._native")  # late: conversion works where the core is not built
-        return getattr(native, name)(*arguments)
+        from ull import _native  # late: conversion works where the core is not built
+
+        return getattr(_native, name)(*arguments)
     except ImportError as error:
         raise BuildError("the native core is not built; install ull, or skip the measurement with --no-eval") from error
     except (ValueError, RuntimeError) as error:

@@ -6,10 +6,8 @@ the same Gumbel noise as that draw, and the outputs *are* the target's draws. So
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,9 +51,10 @@ def token_noise(seed: int, positions: Sequence[int], vocabulary: int, temperatur
     """The noise with which the target drew the tokens at `positions`, [N, V]; zeros for a greedy request."""
     if temperature == 0:
         return np.zeros((len(positions), vocabulary), np.float32)
-    native: Any = importlib.import_module("ull._native")
+    from ull import _native
+
     everything = np.arange(vocabulary, dtype=np.int32)
-    return np.stack([np.asarray(native.gumbel(seed, position, everything)) for position in positions])
+    return np.stack([np.asarray(_native.gumbel(seed, position, everything)) for position in positions])
 
 
 def measure(outputs: Sequences, proposals: Proposals, depths: int, first_ahead: int) -> list[Acceptance]:

@@ -7,7 +7,6 @@ the texts. The native executor writes them: the very weights and arithmetic that
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,8 +158,9 @@ def generate(
     model = bundle.manifest.model
     spec = native_spec(model, bundle.weights_path, bundle.tensors, model.context, bundle.manifest.precision.kv)
     try:
-        native: Any = importlib.import_module("ull._native")
-        target = native.CpuModel(spec, threads=threads)
+        from ull import _native
+
+        target = _native.CpuModel(spec, threads=threads)
     except ImportError as error:
         raise BuildError("the native core is not built; install ull before training") from error
     except (ValueError, RuntimeError) as error:
@@ -173,7 +173,7 @@ def generate(
         for index, prompt in enumerate(cut_prompts(documents, prefix, plan, model.context)):
             seeds.append(plan.seed * _SEED_STRIDE + index)
             sampling = {"temperature": plan.temperatures[index % len(plan.temperatures)], "seed": seeds[-1]}
-            rows.append(_continue(native, target, prompt, sampling, plan.response_tokens, ends))
+            rows.append(_continue(_native, target, prompt, sampling, plan.response_tokens, ends))
             prompts.append(len(prompt))
             advance(len(rows[-1]) - len(prompt))
     cycle = np.array(plan.temperatures, np.float32)

@@ -1,4 +1,4 @@
-// The tensor cores' product and the number formats, for tests/test_emulator.py.
+// The tensor cores' product and the number formats, for tests/kernels/test_emulator.py.
 #include "arch.cuh"
 #include "probe.h"
 

@@ -1,4 +1,4 @@
-// Barriers and warp operations, right and with faults, for tests/test_emulator.py.
+// Barriers and warp operations, right and with faults, for tests/kernels/test_emulator.py.
 #include "arch.cuh"
 #include "probe.h"
 

@@ -1,4 +1,4 @@
-// Attention of one token that forgets what it has to wait for, for tests/test_kernel_attention.py.
+// Attention of one token that forgets what it has to wait for, for tests/kernels/test_kernel_attention.py.
 #include "attention/attention_one.cuh"
 
 namespace ull::gpu {

@@ -1,4 +1,4 @@
-// What is ordered by what, right and with faults, for tests/test_emulator_order.py.
+// What is ordered by what, right and with faults, for tests/kernels/test_emulator_order.py.
 #include "arch.cuh"
 #include "probe.h"
 

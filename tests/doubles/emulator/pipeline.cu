@@ -1,5 +1,5 @@
 // A ring of shared-memory buffers that bulk copies fill, and accesses outside what a block may touch, for
-// tests/test_emulator.py.
+// tests/kernels/test_emulator.py.
 #include "arch.cuh"
 #include "probe.h"
 

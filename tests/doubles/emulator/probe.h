@@ -1,4 +1,4 @@
-// The parameters of every kernel of tests/test_emulator.py.
+// The parameters of every kernel of tests/kernels/test_emulator.py.
 #pragma once
 
 #include <cstdint>

@@ -74,7 +74,7 @@ Word* existing_word(uintptr_t address) {
   return words == nullptr ? nullptr : words + address % kPage / 4;
 }
 
-// The places in the message become file:line in tests/emulation.py.
+// The places in the message become file:line in tests/rigs/kernels/emulation.py.
 std::string told(const Access& access, const char* action) {
   char text[200];
   snprintf(text, sizeof(text), "%s by thread %d of block (%d, %d) at {+0x%x}", action, access.thread,

@@ -1,4 +1,4 @@
-// Stand-ins for kernels that report to the host, for tests/test_fakecuda.py.
+// Stand-ins for kernels that report to the host, for tests/gpu/test_fakecuda.py.
 #include "arch.cuh"
 #include "params.h"
 #include "probe.h"

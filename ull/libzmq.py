@@ -1,0 +1,22 @@
+"""Which libzmq this process uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import zmq
+
+from ull.errors import DaemonError
+
+
+def loaded_libzmq() -> str:
+    """The path of the libzmq that pyzmq has loaded; the native io thread uses the same one.
+
+    Raises DaemonError if there is none, as with a statically linked pyzmq.
+    """
+    zmq.Context()  # loads it
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.partition("/")[2]
+        if "libzmq" in path.rpartition("/")[2]:
+            return "/" + path
+    raise DaemonError("pyzmq has loaded no shared libzmq; install pyzmq from its wheel")
