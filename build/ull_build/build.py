@@ -55,7 +55,6 @@ from ull_build.local_gpu import find_gpu
 from ull_build.output import build_time, check_output, file_entry, require_space, staged_output
 from ull_build.progress import Reporter
 from ull_build.quality.activation_range import check_activations
-from ull_build.quality.calibrate import calibrate
 from ull_build.quality.evaluate import CALIBRATION, EvaluationText, Observation, read_text
 from ull_build.quality.measure import Evaluator, evaluation_bytes, measure_quality
 from ull_build.quality.on_gpu import ORIGINAL, DeviceEvaluator, require_bf16
@@ -65,6 +64,7 @@ from ull_build.source.checkpoint import Checkpoint
 from ull_build.source.digest import Sources, open_sources
 from ull_build.source.drafters import Drafters, describe, open_drafters
 from ull_build.source.vocabulary import CheckpointTokenizer, copy_tokenizer_files, read_tokenizer
+from ull_build.tensorrt.calibrate import calibrate
 from ull_build.tensorrt.preflight import preflight
 from ull_build.tensorrt.staged import (
     REFERENCE,

@@ -22,11 +22,11 @@ from ull.errors import BuildError, RecipeError
 from ull_build import cli
 from ull_build.build import BuildResult, build
 from ull_build.progress import Advance, Reporter
-from ull_build.quality.calibrate import PERCENTILE, percentile_amax
 from ull_build.quality.evaluate import CALIBRATION, EvaluationText, Predictions, read_text
 from ull_build.recipe import load_recipe, make_recipe
 from ull_build.settings import Settings, settings_from_recipe
 from ull_build.source.vocabulary import read_tokenizer
+from ull_build.tensorrt.calibrate import PERCENTILE, percentile_amax
 from ull_build.tensorrt.weights import BF16, activation_scale
 
 pytest.importorskip("ull._native")

@@ -17,8 +17,8 @@ ULL = Floors(
         "_native access coercion errors log socket_reader": "",
         "endpoints libzmq spawn": "errors",
         "wire": "coercion errors",
-        "bundle": "access errors",
-        "gpu": "bundle errors log",
+        "bundle": "access errors wire",
+        "gpu": "bundle errors log wire",
         "text": "access errors spawn wire",
         "client": "access endpoints errors libzmq socket_reader wire",
         "daemon": "_native access bundle endpoints errors gpu libzmq log socket_reader text wire",
@@ -33,28 +33,28 @@ ULL = Floors(
 )
 BUILD = Floors(
     {
-        "ull._native ull.bundle ull.errors ull.gpu ull.log ull.text": "",
+        "ull._native ull.bundle ull.errors ull.gpu ull.log ull.text ull.wire": "",
         "leftovers progress": "",
-        "recipe shapes": "ull.bundle ull.errors",
+        "shapes": "ull.bundle ull.errors",
+        "recipe": "ull.bundle ull.errors ull.wire",
         "output": "leftovers ull.bundle ull.errors",
         "local_gpu": "ull.bundle ull.errors ull.gpu ull.log",
-        "source": "progress ull.bundle ull.errors ull.text",
+        "source": "progress ull.bundle ull.errors ull.text ull.wire",
         "weights": "progress source ull.bundle",
+        "settings": "recipe source ull.bundle",
         "code": "ull.bundle ull.errors",
         "quality": "code local_gpu progress source ull._native ull.bundle ull.errors weights",
-        "tensorrt": "local_gpu output progress quality recipe source ull.bundle ull.errors ull.gpu weights",
+        "tensorrt": "local_gpu output progress quality recipe source ull.bundle ull.errors ull.gpu ull.wire weights",
         "build": "*",
         "benchmark_bundle": "*",
-        "cli": "benchmark_bundle build progress recipe shapes ull.bundle ull.errors",
+        "cli": "benchmark_bundle build progress recipe settings shapes ull.bundle ull.errors",
         "__main__": "cli",
-        "train": "build progress source ull._native ull.bundle ull.errors weights",
+        "train": "build progress settings source ull._native ull.bundle ull.errors weights",
     },
-    {
-        ("ull_build/quality/calibrate.py", "ull_build.tensorrt.weights"): "the scales of a plan's networks",
-    },
+    {},
 )
 # What is looked up by a name that is computed.
-LOOKED_UP = {"ull/__init__.py": "the public names are loaded on first use"}
+LOOKED_UP = dict.fromkeys(("ull/__init__.py", "ull/client/__init__.py"), "the public names are loaded on first use")
 
 SOURCES = python_sources(ROOT / "ull")
 BUILD_SOURCES = python_sources(ROOT / "build/ull_build")

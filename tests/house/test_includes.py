@@ -34,15 +34,15 @@ KERNELS = Floors(
         "base": "",
         "shared": "base",
         "sampling": "base shared",
-        "linear": "base sampling shared",
+        "linear": "base shared",
         "attention": "base linear shared",
         "round": "attention base sampling shared",
+        "head_scan": "linear round sampling",
         "medusa": "base linear sampling",
         "persistent": "attention linear",
     },
     {
         ("arch.cuh", "emulated_arch.h"): "in its place, where the tests' emulator compiles it",
-        ("linear/head_rescore.cu", "round/accept.cuh"): "the head's last block ends the round",
     },
 )
 
