@@ -11,7 +11,8 @@ import pytest
 
 from native_rig import Rig
 from ull import _native, wire
-from ull.bundle import MOST_TOKENS, manifest
+from ull.bundle import manifest
+from ull.bundle.forward import MOST_TOKENS
 from ull.client.sync import Client
 from ull.daemon import admission, config
 from ull.daemon.control import IoMessage
