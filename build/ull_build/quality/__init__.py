@@ -1,1 +1,1 @@
-"""What quantising cost, and the calibration that keeps it low."""
+"""What quantising costs."""
