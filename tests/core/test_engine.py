@@ -1,4 +1,4 @@
-"""The bindings of the engine: what Python may hand in, and what it gets back. (The loop itself: native/tests.)"""
+"""The bindings of the engine: what Python may hand in, and what it gets back. (The loop itself: tests/native.)"""
 
 import gc
 from pathlib import Path

@@ -106,7 +106,7 @@ def test_settings_are_copied_when_they_change(device: Device, bias_count: int, p
 def walked(
     tokens: Sequence[int], parents: Sequence[int], draws: Sequence[int], stops: Sequence[int], max_tokens: int
 ) -> tuple[list[int], list[int]]:
-    """exec/cpu/speculator.cpp's accept(), with stops -> nodes kept, tokens emitted."""
+    """cpu/speculator.cpp's accept(), with stops -> nodes kept, tokens emitted."""
     nodes: list[int] = []
     node: int | None = 0
     while node is not None and len(nodes) < max_tokens and draws[node] >= 0:

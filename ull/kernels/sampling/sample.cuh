@@ -1,4 +1,4 @@
-// What the sampler's kernels share. They follow exec/cpu/sampler.cpp: bias, temperature, top-k, top-p, min-p, then
+// What the sampler's kernels share. They follow cpu/sampler.cpp: bias, temperature, top-k, top-p, min-p, then
 // argmax with Gumbel noise; a smaller token id wins a tie. A launch's grid is (slices, nodes): a node's logits are cut
 // into slices, each block reduces one, and what blocks find is merged by maxima and integer sums, so that the order in
 // which they finish cannot matter.
@@ -109,7 +109,7 @@ ULL_DEVICE bool is_drawn(const Round* round, int node) {
 }
 
 ULL_DEVICE Wish wish_of(const Round* round, const State* state, int node) {
-  constexpr float kMostInverseTemperature = 1e30F;  // as exec/cpu/sampler.cpp
+  constexpr float kMostInverseTemperature = 1e30F;  // as cpu/sampler.cpp
   const Sampling& sampling = state->sampling;
   Wish wish;
   wish.sampled = sampling.temperature > 0.0F;
@@ -301,7 +301,7 @@ ULL_DEVICE void spread(Shared& shared, int chunk, int last, bool put) {
   arch::block_barrier();
 }
 
-// As exec/sampling.h: the logit of a token that the text holds `counted` (a word of the counts) times, and `added`
+// As executor/sampling.h: the logit of a token that the text holds `counted` (a word of the counts) times, and `added`
 // more.
 ULL_DEVICE float penalised(const Shared& shared, float logit, uint32_t counted, uint32_t added) {
   if (counted == 0 && added == 0) return logit;
