@@ -64,7 +64,7 @@ COMMON_FLAGS = (
 )
 SANITIZE_FLAGS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 # Only kernels are compiled with these, and nothing is linked with them: the emulator is who gets the reports.
-REPORT_FLAGS = ("-g", "-fsanitize=thread")
+REPORT_FLAGS = ("-g1", "-fsanitize=thread")
 
 
 class KernelError(Exception):
