@@ -16,19 +16,23 @@ help:  ## list the commands
 demo: $(VENV)/.installed  ## build the tiny engine, serve it, stream a completion, print latencies
 	@$(BIN)/ull demo
 
-# Tests that compute and time nothing run side by side, a file to a process, in this order: those that take minutes first,
-# so that no process is left with one of them at the end. The rest run one after the other.
+# Tests that compute and time nothing run side by side, a file to a process, in this order: those that take longest
+# first, so that no process is left with one of them at the end. The rest run one after the other.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
+# OpenBLAS's threads spin while they wait for each other: beside a second process that costs more than they save.
+ONE_THREAD := OPENBLAS_NUM_THREADS=1
 LONG_TESTS := $(wildcard $(patsubst %,tests/%.py,tensorrt_plans/test_tensorrt_end_to_end gpu/test_gpu_end_to_end \
-  $(patsubst %,kernels/test_kernel_%,linear attention layers compile report head_scan sampling) gpu/test_gpu_double build/test_gpu_evaluation))
+  $(patsubst %,kernels/test_kernel_%,compile linear attention) gpu/test_gpu_double core/test_executor \
+  $(patsubst %,kernels/test_kernel_%,layers head_scan ahead) build/test_build build/test_build_cli \
+  $(patsubst %,kernels/test_kernel_%,sampling report) build/test_gpu_evaluation))
 LONG_TESTS += $(filter-out $(LONG_TESTS),$(sort $(wildcard $(patsubst %,tests/%/test_*.py,kernels gpu tensorrt_plans build bundle) \
   $(patsubst %,tests/%.py,bench/test_bench_ahead bench/test_bench_probes bench/test_bench_trace bench/test_tensorrt_probe \
-  $(patsubst %,text/test_%,chat_templates control_tokens) \
-  $(patsubst %,core/test_%,evaluate executor oracle speculation text text_streams)))))
+  $(patsubst %,text/test_%,chat_templates control_tokens tokenize tokenizer) commands/test_golden \
+  $(patsubst %,core/test_%,drafters evaluate executor oracle speculation text text_streams)))))
 
 test: $(VENV)/.installed-test  ## linters, types, the test suite
 	$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(LONG_TESTS)
+	$(ONE_THREAD) $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(LONG_TESTS)
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(LONG_TESTS))
 
 check: $(VENV)/.installed-test  ## linters, types and the quick tests of the rooms that changed: about a minute

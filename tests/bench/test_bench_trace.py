@@ -53,13 +53,12 @@ def stamping(bundle: Path) -> Path:
     assert code is not None
     macros = {**code.macros, "ULL_TRACE": "1"}
     defines = [f"-D{name}={value}" for name, value in macros.items()]
-    simple = [*emulation.COMMON_FLAGS, "-O0", *(flag for flag in emulation._fast_flags() if not flag.startswith("-O"))]
+    flags = [*emulation.COMMON_FLAGS, *emulation.processor_flags()]
     sources = kernel_sources(frozenset(code.kernels()))
-    jobs: list[tuple[Path, list[str]]] = [(source, [*simple, *defines]) for source in sources]
-    fast = [*emulation.COMMON_FLAGS, *emulation._fast_flags()]
-    jobs += [(source, fast) for source in sorted(emulation.EMULATOR.glob("*.cpp"))]
+    jobs: list[tuple[Path, list[str]]] = [(source, [*flags, "-O0", *defines]) for source in sources]
+    jobs += [(source, [*flags, emulation.EMULATOR_LEVEL]) for source in sorted(emulation.EMULATOR.glob("*.cpp"))]
     objects = emulation.compile_all(jobs, emulation.INCLUDES)
-    return emulation.compiled(objects, ["-shared", "-Wl,-Bsymbolic", *fast], ".so")
+    return emulation.compiled(objects, ["-shared", "-Wl,-Bsymbolic", *flags], ".so")
 
 
 def run(scenario: str, *arguments: object, kernels: Path) -> Any:

@@ -240,6 +240,14 @@ void record_error(Site site, const std::string& text) {
 
 }  // namespace
 
+int block_x() { return block->x; }
+int block_y() { return block->y; }
+int grid_x() { return grid.grid_x; }
+int grid_y() { return grid.grid_y; }
+int threads() { return grid.threads; }
+unsigned char* shared_memory() { return block->shared; }
+void release_dependents() { block->released = true; }
+
 void fail(const char* format, ...) {
   va_list arguments;
   va_start(arguments, format);
@@ -310,7 +318,7 @@ const Operand* meet_warp(Collective collective, Site site) {
     return operands;
   }
   if (collective == Collective::kMma) multiply(operands);
-  if (collective == Collective::kWarpBarrier) lanes_meet(warp);
+  if (collective == Collective::kWarpBarrier && reports) lanes_meet(warp);
   warp.arrived = 0;
   warp.turn ^= 1;
   wake_lanes(warp, ~0U);

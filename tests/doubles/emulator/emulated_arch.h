@@ -1,5 +1,6 @@
 // The software side of ull/kernels/arch.cuh: every name of its CUDA branch with the same meaning, for the emulator of
-// tests/doubles/emulator (see block.h for how a block runs). Kernels include arch.cuh, never this.
+// tests/doubles/emulator (see block.h for how a block runs, thread.h for what is asked of it). Kernels include
+// arch.cuh, never this.
 //
 // It is stricter than the chip: all 32 lanes must reach the same line for a warp collective, a barrier that is never
 // met is an error, and so is a block that ends without wait_for_predecessor(). Addresses of 16-byte accesses are
@@ -8,18 +9,16 @@
 // where kernels are compiled to report their loads and stores (shadow.h), whatever the order.
 #pragma once
 
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <ctime>
 #include <type_traits>
 
-#include "block.h"
-#include "copies.h"
 #include "numbers.h"
-#include "order.h"
-#include "shadow.h"
+#include "thread.h"
+
+extern "C" float fmaf(float a, float b, float c) noexcept;  // all that kernels need of <cmath>
 
 #define ULL_DEVICE inline
 // Functions whose own loads and stores are not the kernel's.
@@ -69,15 +68,15 @@ namespace ull::arch {
 // ---- who am I ---------------------------------------------------------------------------------------------------
 
 ULL_UNSEEN inline int thread() { return emulator::self->index; }
-ULL_UNSEEN inline int threads() { return emulator::grid.threads; }
+ULL_UNSEEN inline int threads() { return emulator::threads(); }
 ULL_UNSEEN inline int lane() { return emulator::self->lane; }
 ULL_UNSEEN inline int warp() { return emulator::self->warp->index; }
-ULL_UNSEEN inline int block_x() { return emulator::block->x; }
-ULL_UNSEEN inline int block_y() { return emulator::block->y; }
-ULL_UNSEEN inline int grid_x() { return emulator::grid.grid_x; }
-ULL_UNSEEN inline int grid_y() { return emulator::grid.grid_y; }
+ULL_UNSEEN inline int block_x() { return emulator::block_x(); }
+ULL_UNSEEN inline int block_y() { return emulator::block_y(); }
+ULL_UNSEEN inline int grid_x() { return emulator::grid_x(); }
+ULL_UNSEEN inline int grid_y() { return emulator::grid_y(); }
 ULL_UNSEEN inline int multiprocessor() { return (block_y() * grid_x() + block_x()) % 132; }
-ULL_UNSEEN inline unsigned char* shared_memory() { return emulator::block->shared; }
+ULL_UNSEEN inline unsigned char* shared_memory() { return emulator::shared_memory(); }
 
 // ---- barriers ---------------------------------------------------------------------------------------------------
 
@@ -91,7 +90,7 @@ inline void warp_barrier(ULL_SITE_PARAMETERS) { emulator::meet_warp(emulator::Co
 
 template <int kWarps, int kStages, int kBytes>
 inline void remark_ring() {}
-ULL_UNSEEN inline void release_dependents() { emulator::block->released = true; }
+ULL_UNSEEN inline void release_dependents() { emulator::release_dependents(); }
 inline void wait_for_predecessor(ULL_SITE_PARAMETERS) {
   emulator::predecessor_complete(ULL_SITE);
 #if ULL_TRACE
@@ -144,7 +143,7 @@ ULL_UNSEEN inline void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t
 // ---- number formats ---------------------------------------------------------------------------------------------
 
 ULL_UNSEEN inline uint32_t e4m3x2_to_f16x2(uint32_t pair) {
-  return emulator::kE4m3ToF16[pair & 255U] | static_cast<uint32_t>(emulator::kE4m3ToF16[pair >> 8 & 255U]) << 16;
+  return emulator::kE4m3.f16[pair & 255U] | static_cast<uint32_t>(emulator::kE4m3.f16[pair >> 8 & 255U]) << 16;
 }
 inline uint32_t f32x2_to_f16x2(float low, float high) {
   return emulator::f32_to_f16_saturating(low) | static_cast<uint32_t>(emulator::f32_to_f16_saturating(high)) << 16;
@@ -160,7 +159,7 @@ inline uint32_t f32x2_to_e4m3x2(float low, float high) {
 }
 inline uint32_t float_bits(float value) { return std::bit_cast<uint32_t>(value); }
 inline float bits_float(uint32_t bits) { return std::bit_cast<float>(bits); }
-inline float reciprocal_sqrt(float value) { return 1.0F / std::sqrt(value); }
+inline float reciprocal_sqrt(float value) { return 1.0F / __builtin_sqrtf(value); }
 inline float reciprocal(float value) { return 1.0F / value; }
 inline float divide(float a, float b) { return a / b; }
 
@@ -232,7 +231,7 @@ inline uint64_t clock_ticks() { return timer_ns(); }
 using Barrier = uint64_t;
 
 inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - emulator::block->shared);
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - emulator::shared_memory());
 }
 inline void barrier_init(Barrier* barrier, int arrivals, ULL_SITE_PARAMETERS) {
   emulator::init_mbarrier(barrier, arrivals, ULL_SITE);

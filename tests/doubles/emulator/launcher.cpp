@@ -36,6 +36,11 @@ constexpr size_t kStackBytes = 256 * 1024;  // frames are larger
 constexpr size_t kStackBytes = 64 * 1024;
 #endif
 
+// Stacks begin at different places in their pages: what 32 lanes have at the same depth would otherwise compete for the
+// same lines of the cache.
+constexpr size_t kColours = 16;
+constexpr size_t kColourBytes = 192;
+
 constexpr int kMostTogether = 64;  // blocks that run at once
 
 struct Entry {
@@ -125,7 +130,7 @@ class Place {
     for (; stacks_ < threads; ++stacks_) {
       Fiber& fiber = block.thread[stacks_].fiber;
       fiber.stack = map_guarded(kStackBytes);
-      fiber.bytes = kStackBytes;
+      fiber.bytes = kStackBytes - static_cast<size_t>(stacks_) % kColours * kColourBytes;
     }
   }
 

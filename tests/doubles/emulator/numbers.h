@@ -2,7 +2,6 @@
 // 0x7F NaN). Rounding to nearest even, subnormals kept.
 #pragma once
 
-#include <array>
 #include <bit>
 #include <cstdint>
 
@@ -70,9 +69,12 @@ constexpr uint16_t e4m3_to_f16(uint8_t bits) {
 }
 
 // e4m3_to_f16 of every byte: what the weights' way through the kernels is made of.
-inline constexpr auto kE4m3ToF16 = [] {
-  std::array<uint16_t, 256> table{};
-  for (size_t i = 0; i < table.size(); ++i) table[i] = e4m3_to_f16(static_cast<uint8_t>(i));
+struct E4m3Table {
+  uint16_t f16[256];
+};
+inline constexpr E4m3Table kE4m3 = [] {
+  E4m3Table table{};
+  for (int i = 0; i < 256; ++i) table.f16[i] = e4m3_to_f16(static_cast<uint8_t>(i));
   return table;
 }();
 

@@ -31,12 +31,9 @@ uint32_t my_clock();
 void threads_meet(const std::vector<int>& threads, const Handover& arrived);
 void hand_over(Handover& to);
 void take_over(const Handover& from);
-void fence_order();  // fence_device()
 void atomic_order(const void* address);
 void release_order(const void* address);
 void await_order(const void* address);  // a relaxed load
-void fence_copies_order();              // fence_bulk_copies()
-void fence_sources_order();             // fence_bulk_sources()
 
 // Whether what the thread of that block did up to that release has happened before what this thread does now.
 bool has_happened(int block_number, int thread, uint32_t clock);

@@ -7,13 +7,9 @@
 #include <memory>
 #include <vector>
 
-namespace ull::emulator {
+#include "thread.h"
 
-// A line of a kernel, for messages.
-struct Site {
-  const char* file;
-  int line;
-};
+namespace ull::emulator {
 
 using Row = std::vector<uint32_t>;                       // by thread of a block
 using View = std::map<int, std::shared_ptr<const Row>>;  // by block number

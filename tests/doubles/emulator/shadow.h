@@ -24,10 +24,7 @@ namespace ull::emulator {
 void begin_shadow(Block& block);
 void forget_shadow();  // of the launch before
 
-void watch_atomic(const void* address, uint32_t bytes, const void* instruction);
 void watch_copy(const void* to, const void* from, uint32_t bytes, Site site);
-void publish(uint64_t* address, uint64_t value);   // store_release_system()
-uint64_t read_from_host(const uint64_t* address);  // load_acquire_system()
 // What the host might miss, or nothing.
 std::string unpublished();
 

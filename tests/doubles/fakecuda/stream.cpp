@@ -79,7 +79,7 @@ Result synchronise(void* handle) {
 }
 
 // Who asks spins, on a core that the work needs here: the answer comes when the work is done, or after some time.
-constexpr std::chrono::milliseconds kQuery{5};
+constexpr std::chrono::milliseconds kQuery{50};
 
 Result query(void* handle) {
   if (const Result result = ready(); result != kSuccess) return result;

@@ -62,9 +62,11 @@ COMMON_FLAGS = (
     *("-ffp-contract=off", "-fno-math-errno"),  # the kernels' arithmetic is what they write, on both sides
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-maybe-uninitialized"),
 )
-SANITIZE_FLAGS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+# A kernel is compiled for many models and runs little for each: -O2 would take longer than it saves.
+KERNEL_LEVEL, EMULATOR_LEVEL = "-O1", "-O2"
+SANITIZE_FLAGS = ("-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 # Only kernels are compiled with these, and nothing is linked with them: the emulator is who gets the reports.
-REPORT_FLAGS = ("-g", "-fsanitize=thread")
+REPORT_FLAGS = ("-g1", "-fsanitize=thread")
 
 
 class KernelError(Exception):
@@ -228,10 +230,11 @@ def build_library(
     unknown = set(macros) - set(TINY_MODEL)
     if unknown:
         raise ValueError(f"no such model macro: {', '.join(sorted(unknown))}")
-    flags = (*COMMON_FLAGS, *(SANITIZE_FLAGS if sanitize else _fast_flags()))
+    flags = (*COMMON_FLAGS, *(SANITIZE_FLAGS if sanitize else processor_flags()))
     defines = [f"-DULL_{key}={f'{value}F' if isinstance(value, float) else value}" for key, value in macros.items()]
-    jobs = [(source_of(source), [*flags, *defines, *(REPORT_FLAGS if reports else ())]) for source in sources]
-    jobs += [(source, flags) for source in sorted(EMULATOR.glob("*.cpp"))]
+    more = (KERNEL_LEVEL, *defines, *(REPORT_FLAGS if reports else ()))
+    jobs = [(source_of(source), (*flags, *more)) for source in sources]
+    jobs += [(source, (*flags, EMULATOR_LEVEL)) for source in sorted(EMULATOR.glob("*.cpp"))]
     return compiled(compile_all(jobs, INCLUDES), ["-shared", "-Wl,-Bsymbolic", *flags], ".so")
 
 
@@ -245,10 +248,10 @@ def source_of(source: str | Path) -> Path:
     return found[0]
 
 
-def _fast_flags() -> tuple[str, ...]:
+def processor_flags() -> tuple[str, ...]:
     """-mfma makes ::fmaf one instruction; nothing is contracted, so the bits are the same without it."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
-    return ("-O2", *(f"-m{name}" for name in ("fma", "avx2") if f" {name} " in cpuinfo))
+    return tuple(f"-m{name}" for name in ("fma", "avx2") if f" {name} " in cpuinfo)
 
 
 def compile_all(jobs: Iterable[tuple[Path, Sequence[str]]], includes: Sequence[Path]) -> list[Path]:
