@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-NATIVE := $(shell find ull/native tests/native -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt) ull/kernels/params.h
+CORE := $(shell find ull/native -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt) ull/kernels/params.h
+NATIVE := $(CORE) $(shell find tests/native -name '*.cpp' -o -name '*.h')
 KERNELS := $(shell find ull/kernels tests/doubles/emulator tests/doubles/fakecuda -name '*.c*' -o -name '*.h')
 
 .PHONY: demo test check lint format native-test sanitize oldest-nvrtc oracle wheel kernels-report h200 h200-tensorrt h200-wheels
@@ -16,24 +17,18 @@ help:  ## list the commands
 demo: $(VENV)/.installed  ## build the tiny engine, serve it, stream a completion, print latencies
 	@$(BIN)/ull demo
 
-# Tests that compute and time nothing run side by side, a file to a process, in this order: those that take longest
-# first, so that no process is left with one of them at the end. The rest run one after the other.
+# A file to a process, two at a time, and first those that take longest, so that no process is left with one at the end.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
-# OpenBLAS's threads spin while they wait for each other: beside a second process that costs more than they save.
-ONE_THREAD := OPENBLAS_NUM_THREADS=1
-LONG_TESTS := $(wildcard $(patsubst %,tests/%.py,tensorrt_plans/test_tensorrt_end_to_end gpu/test_gpu_end_to_end \
+LONGEST := $(patsubst %,tests/%.py,gpu/test_gpu_end_to_end tensorrt_plans/test_tensorrt_end_to_end \
   $(patsubst %,kernels/test_kernel_%,compile linear attention) gpu/test_gpu_double core/test_executor \
   $(patsubst %,kernels/test_kernel_%,layers head_scan ahead) build/test_build build/test_build_cli \
-  $(patsubst %,kernels/test_kernel_%,sampling report) build/test_gpu_evaluation))
-LONG_TESTS += $(filter-out $(LONG_TESTS),$(sort $(wildcard $(patsubst %,tests/%/test_*.py,kernels gpu tensorrt_plans build bundle) \
-  $(patsubst %,tests/%.py,bench/test_bench_ahead bench/test_bench_probes bench/test_bench_trace bench/test_tensorrt_probe \
-  $(patsubst %,text/test_%,chat_templates control_tokens tokenize tokenizer) commands/test_golden \
-  $(patsubst %,core/test_%,drafters evaluate executor oracle speculation text text_streams)))))
+  $(patsubst %,kernels/test_kernel_%,sampling report) build/test_gpu_evaluation)
+# OpenBLAS's threads spin while they wait for each other: beside a second process that costs more than they save.
+ONE_THREAD := OPENBLAS_NUM_THREADS=1
 
 test: $(VENV)/.installed-test  ## linters, types, the test suite
 	$(MAKE) --no-print-directory lint
-	$(ONE_THREAD) $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(LONG_TESTS)
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(LONG_TESTS))
+	$(ONE_THREAD) $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(LONGEST) $(filter-out $(LONGEST),$(sort $(wildcard tests/*/test_*.py)))
 
 check: $(VENV)/.installed-test  ## linters, types and the quick tests of the rooms that changed: about a minute
 	$(BIN)/python tests/house/changed_rooms.py
@@ -49,24 +44,28 @@ format: $(VENV)/.installed-test  ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(filter %.cpp %.h,$(NATIVE)) $(KERNELS)
 
-# The native unit tests: plain, then under the sanitizers.
+# The native unit tests, in the module's own build, whose core they share, then under the sanitizers.
 NATIVE_TESTS := .cache/native
 define run_native_tests
-	$(BIN)/cmake -S ull/native -B $(NATIVE_TESTS)/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
-	  -DULL_BUILD_MODULE=OFF -DULL_BUILD_TESTS=ON -DULL_SANITIZE=$(2) > /dev/null
-	$(BIN)/cmake --build $(NATIVE_TESTS)/$(1)
-	$(BIN)/ctest --test-dir $(NATIVE_TESTS)/$(1) --output-on-failure
+	$(BIN)/cmake --build $(1) --target native_tests
+	$(BIN)/ctest --test-dir $(1) --output-on-failure -j 2
+endef
+define configure_sanitized
+	$(BIN)/cmake -S ull/native -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+	  -DULL_BUILD_MODULE=OFF -DULL_SANITIZE=$(2) > /dev/null
 endef
 
 native-test: $(VENV)/.installed-test  ## native unit tests
-	$(call run_native_tests,plain,)
+	$(call run_native_tests,$$(dirname .cache/cmake/*/build.ninja))
 
 sanitize: $(VENV)/.installed-test  ## native unit tests under ASan + UBSan, then TSan; kernels under ASan + UBSan
-	$(call run_native_tests,asan,address$(comma)undefined)
-	$(call run_native_tests,tsan,thread)
-	ULL_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(PRELOADED)" \
+	$(call configure_sanitized,$(NATIVE_TESTS)/asan,address$(comma)undefined)
+	$(call run_native_tests,$(NATIVE_TESTS)/asan)
+	$(call configure_sanitized,$(NATIVE_TESTS)/tsan,thread)
+	$(call run_native_tests,$(NATIVE_TESTS)/tsan)
+	ULL_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(PRELOADED)" $(ONE_THREAD) \
 	  $(BIN)/python -m pytest $(SIDE_BY_SIDE) -p no:faulthandler --capture=sys -o timeout=900 \
-	  $(filter tests/kernels/test_kernel_% tests/kernels/test_emulator.py,$(filter-out %_compile.py %_report.py,$(LONG_TESTS)))
+	  $(filter-out %_compile.py %_report.py,$(wildcard tests/kernels/test_kernel_*.py)) tests/kernels/test_emulator.py
 comma := ,
 # libstdc++ beside libasan: it looks up what throws exceptions when it starts, and Python itself has none.
 PRELOADED = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so)
@@ -110,7 +109,7 @@ $(VENV)/.created:
 	$(PIP) 'scikit-build-core>=0.10' 'nanobind>=2.4' 'cmake>=3.24' 'ninja>=1.11'
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.created pyproject.toml $(NATIVE)
+$(VENV)/.installed: $(VENV)/.created pyproject.toml $(CORE)
 	@echo "installing ull (compiles the native core)"
 	$(PIP) --no-build-isolation --editable .
 	@touch $@

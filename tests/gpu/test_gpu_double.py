@@ -52,7 +52,7 @@ def emulated(bundle: Path) -> Path:
 def run(scenario: str, *arguments: object, kernels: Path | None = None, **options: Any) -> Any:
     """Runs `scenario` under the double; what it printed as JSON. Fails with its traceback."""
     program = f"import test_gpu_double as t; t.{scenario}(*{arguments!r})"
-    environment = driver_double.environment(kernels, imports=[ROOT / "bench/h200"], **options)
+    environment = driver_double.environment(kernels, imports=[ROOT / "bench", ROOT / "bench/h200"], **options)
     result = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=1200
     )

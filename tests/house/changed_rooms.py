@@ -17,7 +17,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-NATIVE_BUILD = ROOT / ".cache/native/plain"
 FORMATTED = {".h", ".cpp", ".c", ".cu", ".cuh"}
 
 # What begins with a path -> the tests that say most about it, and the rooms of tests that only `make test` runs.
@@ -126,11 +125,9 @@ def jobs_for(names: list[str]) -> dict[str, str]:
 
 
 def _native_command(programs: list[str]) -> str:
-    options = f"-G Ninja -DCMAKE_MAKE_PROGRAM={BIN}/ninja -DULL_BUILD_MODULE=OFF -DULL_BUILD_TESTS=ON -DULL_SANITIZE="
     return (
-        f"{BIN}/cmake -S ull/native -B {NATIVE_BUILD} {options} && "
-        f"{BIN}/cmake --build {NATIVE_BUILD} --target {' '.join(programs)} && "
-        f"{BIN}/ctest --test-dir {NATIVE_BUILD} --output-on-failure -R '^({'|'.join(programs)})$'"
+        f"build=$(dirname .cache/cmake/*/build.ninja) && {BIN}/cmake --build $build --target {' '.join(programs)} && "
+        f"{BIN}/ctest --test-dir $build --output-on-failure -R '^({'|'.join(programs)})$'"
     )
 
 
