@@ -123,16 +123,18 @@ def test_an_interrupt_at_any_point_leaves_a_client_that_works(shared_daemon: Dae
 def test_a_storm_of_interrupts_costs_no_token(shared_daemon: Daemon, transport: Any) -> None:
     with ull.Client(shared_daemon.url, transport=transport, connect_timeout=60) as client:
         expected = complete(client, 100)
-        interrupts = 0
-        for _ in range(3):
+        interrupts, streams = 0, 0
+        while streams < 3 or (interrupts < 10 and streams < 100):
+            delay = 0.0008 / 2 ** (streams % 4)  # one of them ends waits, however fast the machine is
             stream = client.generate(PROMPT, max_tokens=100, ignore_eos=True, seed=1, temperature=0.7)
             while not stream.finished:
                 try:
-                    with armed(0.0008, 0.0008):
+                    with armed(delay, delay):
                         client.poll(20)
                 except Interrupt:
                     interrupts += 1
             assert stream.result().token_ids == expected
+            streams += 1
         assert interrupts > 0
 
 

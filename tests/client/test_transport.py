@@ -16,10 +16,12 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import zmq
 
 import ull
 from fake_daemon import HELLO, FakeDaemon, done, token, words
 from ull import wire
+from ull.client.dealer import DealerConnection
 from ull.client.local import LocalConnection
 from ull.client.protocol import Protocol
 
@@ -411,3 +413,18 @@ def test_the_hello_is_the_wire_s_version() -> None:
     assert wire.VERSION + bytes(4) == HELLO
     with pytest.raises(FileNotFoundError):
         LocalConnection(Path("/nonexistent"))
+
+
+def test_connections_that_nobody_closed_hold_up_no_other(tmp_path: Path) -> None:
+    """At any moment of their handshake: libzmq's thread tells nobody of them, who would be waited for."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    url = f"ipc://{tmp_path / 'ull.sock'}"
+    with FakeDaemon(url, words):
+        for count in range(3000):
+            connection = DealerConnection(url, context)
+            for _ in range(count % 400):
+                pass
+            del connection
+        with ull.Client(url, transport="zeromq", context=context, connect_timeout=20) as client:
+            assert client.generate("x y").result().text == "x y "
+    context.term()

@@ -15,7 +15,7 @@ import time
 import zmq
 
 from ull import wire
-from ull._native import MessageSocket
+from ull._native import MessageSocket, MonitoredSocket
 from ull.client.protocol import Protocol
 from ull.errors import ConfigError, ConnectionLost
 from ull.libzmq import loaded_libzmq
@@ -63,6 +63,7 @@ class DealerConnection:
             socket.setsockopt(option, value)
         if "[" in url:  # an IPv6 literal; libzmq resolves names to IPv4 only, unless it is told otherwise
             socket.setsockopt(zmq.IPV6, 1)
+        self._monitored = MonitoredSocket(socket, libzmq=_libzmq())  # goes first where nobody calls close()
         self._socket = socket
         self._wait_ms = -1  # RCVTIMEO of the socket
         self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
@@ -141,7 +142,7 @@ class DealerConnection:
         """Closes both sockets; a second call does nothing. `linger_ms`: how long unsent messages may take to leave."""
         self.connected = False
         if not self._socket.closed:
-            self._socket.disable_monitor()
+            self._monitored.end()
             self._monitor.close(0)
             self._socket.close(linger_ms)
 

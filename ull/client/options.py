@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
 
-from ull.wire import DRAFTERS
+from ull.wire import DRAFTERS, MAX_TREE
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -52,7 +52,7 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: Annotated[bool | None, "do not stop at the engine's end-of-text ids"]
     timeout: Annotated[float | None, "seconds after which the daemon ends the request"]
     speculate: Annotated[str | None, f"{', '.join(DRAFTERS)} (default: the daemon's); the tokens are the same for all"]
-    max_tree: Annotated[int | None, "most tokens of one verification, 1 to 64 (default: as many as pay)"]
+    max_tree: Annotated[int | None, f"most tokens of one verification, 1 to {MAX_TREE} (default: as many as pay)"]
 
 
 class GenerateOptions(SamplingOptions, PromptOptions, total=False):

@@ -27,6 +27,7 @@ Api load(const std::string& path) {
   find(api.msg_recv, "zmq_msg_recv");
   find(api.msg_send, "zmq_msg_send");
   find(api.msg_more, "zmq_msg_more");
+  find(api.socket_monitor, "zmq_socket_monitor");
   find(api.msg_data, "zmq_msg_data");
   find(api.msg_size, "zmq_msg_size");
   find(api.poll, "zmq_poll");

@@ -48,6 +48,7 @@ struct Api {
   void* (*msg_data)(Message* message);
   size_t (*msg_size)(const Message* message);
   int (*poll)(PollItem* items, int count, long timeout_ms);
+  int (*socket_monitor)(void* socket, const char* address, int events);
   int (*error)();  // zmq_errno
   const char* (*error_text)(int error);
 };

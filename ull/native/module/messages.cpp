@@ -1,4 +1,6 @@
-// A client's messages over a ZeroMQ socket of pyzmq's.
+// A client's messages over a ZeroMQ socket of pyzmq's, and the end of that socket's monitoring.
+#include <unistd.h>
+
 #include <cerrno>
 
 #include "io/zmq_api.h"
@@ -81,6 +83,38 @@ class MessageSocket {
   void* socket_;
 };
 
+// Ends the monitoring of a socket of pyzmq's, at the latest when it goes itself. libzmq's thread, which all sockets of
+// a context share, would wait forever to tell a reader that has gone what becomes of the connection.
+class MonitoredSocket {
+ public:
+  MonitoredSocket(nb::object socket, const std::string& libzmq)
+      : api_(zmq::load(libzmq)),
+        socket_(std::move(socket)),
+        handle_(reinterpret_cast<void*>(nb::cast<uintptr_t>(socket_.attr("underlying")))),
+        process_(getpid()) {}
+  MonitoredSocket(const MonitoredSocket&) = delete;
+  MonitoredSocket& operator=(const MonitoredSocket&) = delete;
+  ~MonitoredSocket() {
+    try {
+      end();
+    } catch (...) {  // while Python ends there may be no attributes any more
+    }
+  }
+
+  // In a fork's child it does nothing: the socket is the parent's.
+  void end() {
+    void* const handle = std::exchange(handle_, nullptr);
+    if (handle == nullptr || process_ != getpid() || nb::cast<bool>(socket_.attr("closed"))) return;
+    (void)api_.socket_monitor(handle, nullptr, 0);
+  }
+
+ private:
+  zmq::Api api_;
+  nb::object socket_;
+  void* handle_;  // null: it has ended
+  pid_t process_;
+};
+
 }  // namespace
 
 void bind_messages(nb::module_& m) {
@@ -91,6 +125,10 @@ void bind_messages(nb::module_& m) {
            "Appends the next message's frames to `messages`; waits for it, at most RCVTIMEO, if `wait`. Returns 0, or "
            "the errno (EAGAIN: none has come; EINTR: a signal came first).")
       .def("send", &MessageSocket::send, "frames"_a, "Sends one message without waiting. Returns 0, or the errno.");
+  nb::class_<MonitoredSocket>(m, "MonitoredSocket",
+                              "Ends the monitoring of a pyzmq socket, at the latest when it is collected itself.")
+      .def(nb::init<nb::object, const std::string&>(), "socket"_a, nb::kw_only(), "libzmq"_a)
+      .def("end", &MonitoredSocket::end);
 }
 
 }  // namespace ull::module
