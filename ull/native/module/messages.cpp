@@ -95,6 +95,7 @@ class MonitoredSocket {
   MonitoredSocket(const MonitoredSocket&) = delete;
   MonitoredSocket& operator=(const MonitoredSocket&) = delete;
   ~MonitoredSocket() {
+    const nb::error_scope raised;  // it may be what ended whoever held this
     try {
       end();
     } catch (...) {  // while Python ends there may be no attributes any more
