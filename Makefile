@@ -17,8 +17,9 @@ help:  ## list the commands
 demo: $(VENV)/.installed  ## build the tiny engine, serve it, stream a completion, print latencies
 	@$(BIN)/ull demo
 
-# A file to a process, two at a time, and first those that take longest, so that no process is left with one at the end.
-SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
+# A file to a process, and first those that take longest, so that no process is left with one at the end. Three processes
+# for two cores: what daemons do is mostly waiting.
+SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 LONGEST := $(patsubst %,tests/%.py,gpu/test_gpu_end_to_end tensorrt_plans/test_tensorrt_end_to_end \
   $(patsubst %,kernels/test_kernel_%,compile linear attention) gpu/test_gpu_double core/test_executor \
   $(patsubst %,kernels/test_kernel_%,layers head_scan ahead) build/test_build build/test_build_cli \
