@@ -7,7 +7,6 @@ import ctypes
 import dis
 import errno
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import pytest
 import zmq
 
 import ull
+from alarms import ringing
 from conftest import Daemon, Spawn
 from fake_daemon import FakeDaemon, done, token, words
 from ull import _native, wire
@@ -47,13 +47,8 @@ def armed(after_s: float, every_s: float = 0.0) -> Iterator[None]:
     def ring(*_: object) -> None:
         raise Interrupt
 
-    before = signal.signal(signal.SIGALRM, ring)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, after_s, every_s)
+    with ringing(ring, after_s, every_s):
         yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def wait_idle(client: ull.Client) -> None:

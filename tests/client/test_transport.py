@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import os
-import signal
 import socket
 import struct
 import threading
@@ -19,6 +18,7 @@ import pytest
 import zmq
 
 import ull
+from alarms import ringing
 from fake_daemon import HELLO, FakeDaemon, done, token, words
 from ull import wire
 from ull.client.dealer import DealerConnection
@@ -298,13 +298,8 @@ def alarms(after_s: float, every_s: float = 0.0) -> Iterator[None]:
         if frame is not None and frame.f_globals["__name__"].startswith("ull.") and "__del__" not in names:
             raise Interrupt  # the interpreter would report, and swallow, what leaves a __del__
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, after_s, every_s)
-    try:
+    with ringing(ring, after_s, every_s):
         yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("transport", ["local", "zeromq"])
