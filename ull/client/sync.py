@@ -92,7 +92,11 @@ class Stream:
             if state.finished:
                 state.raise_failure()
                 raise StopIteration
-            self._wait_or_cancel()
+            try:
+                self._wait()
+            except BaseException as error:
+                self._cancel_after(error)
+                raise
         return token
 
     def ready(self) -> Token | None:
@@ -101,8 +105,12 @@ class Stream:
 
     def result(self) -> Result:
         """Waits for the end and returns all of it, whether iterated before or not."""
-        while not self._state.finished:
-            self._wait_or_cancel()
+        try:
+            while not self._state.finished:
+                self._wait()
+        except BaseException as error:
+            self._cancel_after(error)
+            raise
         return self._state.result()
 
     def cancel(self) -> None:
@@ -129,16 +137,10 @@ class Stream:
         if hasattr(self, "_state") and not self._state.finished:
             self._client._abandon(self._state)
 
-    def _wait_or_cancel(self) -> None:
-        """Waits for a message. An exception that is none of ours, as of a signal handler, cancels the request."""
-        try:
-            self._wait()
-        except UllError:
-            raise
-        except BaseException:
-            if not self._state.finished:
-                self._client._cancel_surely(self._state)
-            raise
+    def _cancel_after(self, error: BaseException) -> None:
+        """Cancels the request where what ended a wait is none of ours, as an exception of a signal handler."""
+        if not isinstance(error, UllError) and not self._state.finished:
+            self._client._cancel_surely(self._state)
 
     def _wait(self) -> None:
         """Waits for a message; after a silence asks the daemon whether it still knows the request."""
