@@ -67,7 +67,7 @@ class TracedBundle(Bundle):
 def stamping_cubins(bundle: Bundle) -> dict[str, bytes]:
     """The bundle's cubins of ull's own kernels, compiled anew with stamps."""
     code = bundle.manifest.code
-    by_stem = {source.stem: source for source in kernels.SOURCES.rglob("*.cu")}
+    by_stem = {source.stem: source for source in kernels.all_sources()}
     stems = {file.path: Path(file.path).stem for file in (code.files if code else ())}
     own = {name: by_stem[stem] for name, stem in stems.items() if stem in by_stem}
     macros = {**(code.macros if code else {}), "ULL_TRACE": "1"}

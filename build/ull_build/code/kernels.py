@@ -48,13 +48,18 @@ class CompiledFile:
     compiled: nvrtc.Compiled
 
 
-def kernel_sources(needed: frozenset[str] = DEVICE_KERNELS) -> list[Path]:
-    """The translation units that the needed kernels are in. Raises BuildError when ull was installed without them."""
+def all_sources() -> list[Path]:
+    """Every translation unit, in the order of their names. Raises BuildError when ull was installed without them."""
     sources = sorted(SOURCES.rglob("*.cu"), key=lambda source: source.stem)
     if not sources:
         raise BuildError(f"{SOURCES} holds no kernel sources; reinstall ull", field="target")
+    return sources
+
+
+def kernel_sources(needed: frozenset[str] = DEVICE_KERNELS) -> list[Path]:
+    """The translation units that the needed kernels are in. Raises BuildError as `all_sources` does."""
     rooms = {room for room, kernel in _PART_OF.items() if kernel in needed}
-    return [source for source in sources if source.parent.name not in _PART_OF or source.parent.name in rooms]
+    return [source for source in all_sources() if source.parent.name not in _PART_OF or source.parent.name in rooms]
 
 
 def options_for(target: Target) -> list[str]:
