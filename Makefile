@@ -49,7 +49,7 @@ format: $(VENV)/.installed-test  ## rewrite the sources in the house format
 NATIVE_TESTS := .cache/native
 define run_native_tests
 	$(BIN)/cmake --build $(1) --target native_tests
-	$(BIN)/ctest --test-dir $(1) --output-on-failure -j 2
+	$(BIN)/ctest --test-dir $(1) --output-on-failure -j 3
 endef
 define configure_sanitized
 	$(BIN)/cmake -S ull/native -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \

@@ -101,17 +101,17 @@ int pick_bit(uint32_t mask, uint32_t random) {
 Thread* draw_thread() {
   if (block->runnable_warps == 0) return nullptr;
   const uint32_t random = draw();
-  int warp = self->warp->index;
-  if ((block->runnable_warps >> warp & 1U) == 0 || (random & 15U) == 0) {
-    warp = pick_bit(block->runnable_warps, random >> 4);
+  const Warp* warp = self->warp;
+  if (warp->block != block || warp->runnable == 0 || (random & 15U) == 0) {
+    warp = &block->warps[pick_bit(block->runnable_warps, random >> 4)];
   }
-  return &block->thread[warp * kWarpLanes + pick_bit(block->warps[warp].runnable, random >> 9)];
+  return &block->thread[warp->index * kWarpLanes + pick_bit(warp->runnable, random >> 9)];
 }
 
 // Of the block `block`; its copies go on if nothing else can.
 Thread* next_thread_of_block() {
   if (block->live == 0) return nullptr;
-  maybe_perform_copies();
+  if (!block->copies.empty()) maybe_perform_copies();
   Thread* next = draw_thread();
   while (next == nullptr && !block->copies.empty()) {
     perform_one_copy();
@@ -183,10 +183,11 @@ void thread_main() {
     for (const Block* each : grid.blocks) {
       if (each->live != 0) fail_deadlock();
     }
-    fiber_leave(thread.fiber, grid.launcher);
+  } else {
+    self = next;
   }
-  self = next;
-  fiber_leave(thread.fiber, next->fiber);
+  thread.fiber.is_done = true;
+  fiber_leave(thread.fiber, next == nullptr ? grid.launcher : next->fiber);
 }
 
 void prepare_threads() {

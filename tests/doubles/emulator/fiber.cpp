@@ -44,10 +44,17 @@ static void swap(Fiber& from, Fiber& to) { ull_emulator_switch(&from.saved, to.s
 static void swap(Fiber& from, Fiber& to) { swapcontext(&from.context, &to.context); }
 #endif
 
+#ifdef __SANITIZE_ADDRESS__
+static constexpr size_t kFirstFrame = 4096;
+#endif
+
 void fiber_prepare(Fiber& fiber, void (*entry)()) {
 #ifdef __SANITIZE_ADDRESS__
-  __asan_unpoison_memory_region(fiber.stack, fiber.bytes);  // an abandoned block leaves its frames poisoned
+  // Frames that nobody returned from are still poisoned.
+  const size_t poisoned = fiber.is_done ? kFirstFrame : fiber.bytes;
+  __asan_unpoison_memory_region(static_cast<char*>(fiber.stack) + fiber.bytes - poisoned, poisoned);
 #endif
+  fiber.is_done = false;
   fiber.fake_stack = nullptr;
 #ifdef __x86_64__
   // From the top: a null return address of entry(), entry(), six registers. On entry rsp is 8 modulo 16, as after a
@@ -68,10 +75,20 @@ void fiber_prepare(Fiber& fiber, void (*entry)()) {
 
 void fiber_adopt_caller([[maybe_unused]] Fiber& fiber) {
 #ifdef __SANITIZE_ADDRESS__  // the only one who asks
-  pthread_attr_t attributes;
-  if (pthread_getattr_np(pthread_self(), &attributes) != 0) abort();
-  pthread_attr_getstack(&attributes, &fiber.stack, &fiber.bytes);
-  pthread_attr_destroy(&attributes);
+  struct Stack {
+    void* lowest;
+    size_t bytes;
+  };
+  static thread_local const Stack stack = [] {  // to ask takes long
+    Stack found;
+    pthread_attr_t attributes;
+    if (pthread_getattr_np(pthread_self(), &attributes) != 0) abort();
+    pthread_attr_getstack(&attributes, &found.lowest, &found.bytes);
+    pthread_attr_destroy(&attributes);
+    return found;
+  }();
+  fiber.stack = stack.lowest;
+  fiber.bytes = stack.bytes;
 #endif
 }
 

@@ -15,6 +15,7 @@ struct Fiber {
   size_t bytes = 0;
   void* saved = nullptr;       // x86-64: stack pointer
   void* fake_stack = nullptr;  // AddressSanitizer's
+  bool is_done = false;        // has returned from everything but its entry
 #ifndef __x86_64__
   ucontext_t context;
 #endif

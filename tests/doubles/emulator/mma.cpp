@@ -16,11 +16,9 @@ namespace {
 
 // The operands of the whole warp, as matrices. Pairs along k are adjacent in the fragments of arch::mma.
 struct Matrices {
-  alignas(32) uint16_t a16[16][16];
-  alignas(32) uint16_t b16[8][16];  // [column][k]
-  alignas(32) double a[16][16];
-  alignas(32) double b[16][8];  // [k][column]
-  alignas(32) double sum[16][8];
+  alignas(64) uint16_t a[16][16];
+  alignas(64) uint16_t b[16][8];  // [k][column]
+  alignas(64) float c[16][8];     // and then the result
 };
 
 // g = lane / 4, t = lane % 4, see arch::mma.
@@ -29,12 +27,16 @@ void gather(const Operand (&operands)[kWarpLanes], Matrices& m) {
     const int g = lane / 4;
     const int t = lane % 4;
     const Operand& o = operands[lane];
-    memcpy(&m.a16[g][2 * t], &o.a[0], 4);
-    memcpy(&m.a16[g + 8][2 * t], &o.a[1], 4);
-    memcpy(&m.a16[g][2 * t + 8], &o.a[2], 4);
-    memcpy(&m.a16[g + 8][2 * t + 8], &o.a[3], 4);
-    memcpy(&m.b16[g][2 * t], &o.b[0], 4);
-    memcpy(&m.b16[g][2 * t + 8], &o.b[1], 4);
+    memcpy(&m.a[g][2 * t], &o.a[0], 4);
+    memcpy(&m.a[g + 8][2 * t], &o.a[1], 4);
+    memcpy(&m.a[g][2 * t + 8], &o.a[2], 4);
+    memcpy(&m.a[g + 8][2 * t + 8], &o.a[3], 4);
+    for (int i = 0; i < 2; ++i) {
+      m.b[2 * t + 8 * i][g] = static_cast<uint16_t>(o.b[i]);
+      m.b[2 * t + 8 * i + 1][g] = static_cast<uint16_t>(o.b[i] >> 16);
+    }
+    memcpy(&m.c[g][2 * t], &o.c[0], 8);
+    memcpy(&m.c[g + 8][2 * t], &o.c[2], 8);
   }
 }
 
@@ -42,63 +44,94 @@ void scatter(const Matrices& m, Operand (&operands)[kWarpLanes]) {
   for (int lane = 0; lane < kWarpLanes; ++lane) {
     const int g = lane / 4;
     const int t = lane % 4;
-    float (&c)[4] = operands[lane].c;
-    for (int i = 0; i < 4; ++i) {
-      c[i] = static_cast<float>(m.sum[g + 8 * (i / 2)][2 * t + i % 2] + static_cast<double>(c[i]));
-    }
+    memcpy(&operands[lane].c[0], &m.c[g][2 * t], 8);
+    memcpy(&operands[lane].c[2], &m.c[g + 8][2 * t], 8);
   }
 }
 
 void product(Matrices& m) {
   for (int row = 0; row < 16; ++row) {
-    for (int k = 0; k < 16; ++k) m.a[row][k] = f16_to_f32(m.a16[row][k]);
-  }
-  for (int column = 0; column < 8; ++column) {
-    for (int k = 0; k < 16; ++k) m.b[k][column] = f16_to_f32(m.b16[column][k]);
-  }
-  for (int row = 0; row < 16; ++row) {
     double sum[8] = {};
     for (int k = 0; k < 16; ++k) {
-      for (int column = 0; column < 8; ++column) sum[column] += m.a[row][k] * m.b[k][column];
+      const double a = f16_to_f32(m.a[row][k]);
+      for (int column = 0; column < 8; ++column) sum[column] += a * f16_to_f32(m.b[k][column]);
     }
-    memcpy(m.sum[row], sum, sizeof(sum));
+    for (int column = 0; column < 8; ++column) {
+      m.c[row][column] = static_cast<float>(sum[column] + static_cast<double>(m.c[row][column]));
+    }
   }
 }
 
 #ifdef __x86_64__
 #define ULL_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define ULL_AVX512 __attribute__((target("avx512f,avx512dq,avx2,fma,f16c")))
 
-ULL_AVX2 void widen(const uint16_t* from, double* to) {  // 16
-  for (int i = 0; i < 16; i += 4) {
-    const __m128 single = _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + i)));
-    _mm256_store_pd(to + i, _mm256_cvtps_pd(single));
-  }
+ULL_AVX2 inline __m256 widen(const uint16_t* from) {  // 8
+  return _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(from)));
 }
 
 // The same bits: a product of two f16 is exact in double, so fma rounds as the addition does.
 ULL_AVX2 void product_avx2(Matrices& m) {
-  for (int row = 0; row < 16; ++row) widen(m.a16[row], m.a[row]);
-  for (int column = 0; column < 8; ++column) {
-    alignas(32) double values[16];
-    widen(m.b16[column], values);
-    for (int k = 0; k < 16; ++k) m.b[k][column] = values[k];
+  alignas(64) double a[16][16];
+  alignas(64) double b[16][8];
+  for (int k = 0; k < 16; ++k) {
+    for (int half = 0; half < 2; ++half) {
+      const __m256 values = widen(&m.a[k][8 * half]);
+      _mm256_store_pd(&a[k][8 * half], _mm256_cvtps_pd(_mm256_castps256_ps128(values)));
+      _mm256_store_pd(&a[k][8 * half + 4], _mm256_cvtps_pd(_mm256_extractf128_ps(values, 1)));
+    }
+    const __m256 values = widen(m.b[k]);
+    _mm256_store_pd(&b[k][0], _mm256_cvtps_pd(_mm256_castps256_ps128(values)));
+    _mm256_store_pd(&b[k][4], _mm256_cvtps_pd(_mm256_extractf128_ps(values, 1)));
   }
   for (int row = 0; row < 16; row += 4) {
     __m256d sum[4][2] = {};
     for (int k = 0; k < 16; ++k) {
-      const __m256d b0 = _mm256_load_pd(&m.b[k][0]);
-      const __m256d b1 = _mm256_load_pd(&m.b[k][4]);
+      const __m256d b0 = _mm256_load_pd(&b[k][0]);
+      const __m256d b1 = _mm256_load_pd(&b[k][4]);
       for (int i = 0; i < 4; ++i) {
-        const __m256d a = _mm256_broadcast_sd(&m.a[row + i][k]);
-        sum[i][0] = _mm256_fmadd_pd(a, b0, sum[i][0]);
-        sum[i][1] = _mm256_fmadd_pd(a, b1, sum[i][1]);
+        const __m256d value = _mm256_broadcast_sd(&a[row + i][k]);
+        sum[i][0] = _mm256_fmadd_pd(value, b0, sum[i][0]);
+        sum[i][1] = _mm256_fmadd_pd(value, b1, sum[i][1]);
       }
     }
     for (int i = 0; i < 4; ++i) {
-      _mm256_store_pd(&m.sum[row + i][0], sum[i][0]);
-      _mm256_store_pd(&m.sum[row + i][4], sum[i][1]);
+      for (int half = 0; half < 2; ++half) {
+        float* c = &m.c[row + i][4 * half];
+        _mm_store_ps(c, _mm256_cvtpd_ps(_mm256_add_pd(sum[i][half], _mm256_cvtps_pd(_mm_load_ps(c)))));
+      }
     }
   }
+}
+
+// (maskz: g++ 12 warns of the plain conversions.)
+ULL_AVX512 void product_avx512(Matrices& m) {
+  alignas(64) double a[16][16];
+  __m512d b[16];
+  for (int k = 0; k < 16; ++k) {
+    _mm512_store_pd(&a[k][0], _mm512_maskz_cvtps_pd(0xFF, widen(&m.a[k][0])));
+    _mm512_store_pd(&a[k][8], _mm512_maskz_cvtps_pd(0xFF, widen(&m.a[k][8])));
+    b[k] = _mm512_maskz_cvtps_pd(0xFF, widen(m.b[k]));
+  }
+  for (int row = 0; row < 16; row += 8) {
+    __m512d sum[8] = {};
+    for (int k = 0; k < 16; ++k) {
+      for (int i = 0; i < 8; ++i) sum[i] = _mm512_fmadd_pd(_mm512_set1_pd(a[row + i][k]), b[k], sum[i]);
+    }
+    for (int i = 0; i < 8; ++i) {
+      float* c = m.c[row + i];
+      _mm256_store_ps(
+          c, _mm512_maskz_cvtpd_ps(0xFF, _mm512_add_pd(sum[i], _mm512_maskz_cvtps_pd(0xFF, _mm256_load_ps(c)))));
+    }
+  }
+}
+
+using Product = void (*)(Matrices&);
+
+Product widest_product() {
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) return product_avx512;
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  return avx2 ? product_avx2 : product;
 }
 #endif
 
@@ -108,14 +141,11 @@ void multiply(Operand (&operands)[kWarpLanes]) {
   Matrices m;
   gather(operands, m);
 #ifdef __x86_64__
-  static const bool avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  if (avx2) {
-    product_avx2(m);
-    return scatter(m, operands);
-  }
-#endif
+  static const Product widest = widest_product();
+  widest(m);
+#else
   product(m);
+#endif
   scatter(m, operands);
 }
 

@@ -51,7 +51,8 @@ def emulated_kernels(bundle: Path, *more: Path) -> Path:
     macros = {name.removeprefix("ULL_"): float(value.rstrip("F")) for name, value in code.macros.items()}
     model = {name: value if name == "RMS_EPSILON" else int(value) for name, value in macros.items()}
     needed = frozenset(code.kernels())
-    return emulation.build_library([*(source.name for source in kernels.kernel_sources(needed)), *more], model)
+    sources = [*(source.name for source in kernels.kernel_sources(needed)), *more]
+    return emulation.build_library(sources, model, level=emulation.ENGINE_LEVEL)
 
 
 def read_weights(path: Path) -> dict[str, NDArray[Any]]:

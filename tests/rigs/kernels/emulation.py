@@ -62,8 +62,9 @@ COMMON_FLAGS = (
     *("-ffp-contract=off", "-fno-math-errno"),  # the kernels' arithmetic is what they write, on both sides
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-maybe-uninitialized"),
 )
-# A kernel is compiled for many models and runs little for each: -O2 would take longer than it saves.
-KERNEL_LEVEL, EMULATOR_LEVEL = "-O1", "-O2"
+# A kernel is compiled for many models and runs little for each: more than -Og would take longer than it saves, but for
+# whole engines.
+KERNEL_LEVEL, ENGINE_LEVEL, EMULATOR_LEVEL = "-Og", "-O1", "-O2"
 SANITIZE_FLAGS = ("-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 # Only kernels are compiled with these, and nothing is linked with them: the emulator is who gets the reports.
 REPORT_FLAGS = ("-g1", "-fsanitize=thread")
@@ -225,6 +226,7 @@ def build_library(
     model: Mapping[str, int | float] | None = None,
     sanitize: bool = SANITIZE,
     reports: bool = False,
+    level: str = KERNEL_LEVEL,
 ) -> Path:
     macros = {**TINY_MODEL, **(model or {})}
     unknown = set(macros) - set(TINY_MODEL)
@@ -232,7 +234,7 @@ def build_library(
         raise ValueError(f"no such model macro: {', '.join(sorted(unknown))}")
     flags = (*COMMON_FLAGS, *(SANITIZE_FLAGS if sanitize else processor_flags()))
     defines = [f"-DULL_{key}={f'{value}F' if isinstance(value, float) else value}" for key, value in macros.items()]
-    more = (KERNEL_LEVEL, *defines, *(REPORT_FLAGS if reports else ()))
+    more = (level, *defines, *(REPORT_FLAGS if reports else ()))
     jobs = [(source_of(source), (*flags, *more)) for source in sources]
     jobs += [(source, (*flags, EMULATOR_LEVEL)) for source in sorted(EMULATOR.glob("*.cpp"))]
     return compiled(compile_all(jobs, INCLUDES), ["-shared", "-Wl,-Bsymbolic", *flags], ".so")
