@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import CodeType, FrameType
@@ -24,6 +24,7 @@ from alarms import ringing
 from conftest import Daemon, Spawn
 from fake_daemon import FakeDaemon, done, token, words
 from ull import _native, wire
+from ull.client.protocol import StreamState
 from ull.libzmq import loaded_libzmq
 
 PROMPT = "import os\n"
@@ -245,6 +246,32 @@ def test_every_place_may_be_interrupted(tmp_path: Path, transport: Any, body: An
             assert not requests.live and not client._protocol.live_streams(), place
             place += 1
         assert place > 50
+
+
+@pytest.mark.parametrize("wait", [next, ull.Stream.result])
+def test_an_interrupt_between_two_waits_cancels_what_is_still_referred_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: Callable[[ull.Stream], object]
+) -> None:
+    """As a notebook keeps the stream, with the last traceback."""
+    requests, looks = Requests(), []
+
+    def look(state: StreamState) -> None:
+        looks.append(state)
+        if len(looks) == 2:  # behind the first wait, which has brought a token
+            monkeypatch.undo()
+            raise Interrupt
+
+    url = f"ipc://{tmp_path / 'ull.sock'}"
+    with FakeDaemon(url, requests, local=True), ull.Client(url, connect_timeout=60) as client:
+        stream = client.generate("open")
+        if wait is next:
+            monkeypatch.setattr(StreamState, "next_token", look)
+        else:
+            monkeypatch.setattr(StreamState, "finished", property(look))
+        with pytest.raises(Interrupt):
+            wait(stream)
+        assert stream.result().finish_reason == "cancelled"
+        assert len(looks) == 2 and not requests.live
 
 
 @pytest.mark.parametrize("transport", ["local", "zeromq"])

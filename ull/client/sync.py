@@ -88,15 +88,15 @@ class Stream:
 
     def __next__(self) -> Token:
         state = self._state
-        while (token := state.next_token()) is None:
-            if state.finished:
-                state.raise_failure()
-                raise StopIteration
-            try:
+        try:
+            while (token := state.next_token()) is None and not state.finished:
                 self._wait()
-            except BaseException as error:
-                self._cancel_after(error)
-                raise
+        except BaseException as error:
+            self._cancel_after(error)
+            raise
+        if token is None:
+            state.raise_failure()
+            raise StopIteration
         return token
 
     def ready(self) -> Token | None:
