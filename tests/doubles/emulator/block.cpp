@@ -111,7 +111,7 @@ Thread* draw_thread() {
 // Of the block `block`; its copies go on if nothing else can.
 Thread* next_thread_of_block() {
   if (block->live == 0) return nullptr;
-  if (!block->copies.empty()) maybe_perform_copies();
+  maybe_perform_copies();
   Thread* next = draw_thread();
   while (next == nullptr && !block->copies.empty()) {
     perform_one_copy();

@@ -44,13 +44,10 @@ static void swap(Fiber& from, Fiber& to) { ull_emulator_switch(&from.saved, to.s
 static void swap(Fiber& from, Fiber& to) { swapcontext(&from.context, &to.context); }
 #endif
 
-#ifdef __SANITIZE_ADDRESS__
-static constexpr size_t kFirstFrame = 4096;
-#endif
-
 void fiber_prepare(Fiber& fiber, void (*entry)()) {
 #ifdef __SANITIZE_ADDRESS__
   // Frames that nobody returned from are still poisoned.
+  constexpr size_t kFirstFrame = 4096;
   const size_t poisoned = fiber.is_done ? kFirstFrame : fiber.bytes;
   __asan_unpoison_memory_region(static_cast<char*>(fiber.stack) + fiber.bytes - poisoned, poisoned);
 #endif

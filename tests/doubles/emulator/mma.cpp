@@ -64,35 +64,40 @@ void product(Matrices& m) {
 
 #ifdef __x86_64__
 #define ULL_AVX2 __attribute__((target("avx2,fma,f16c")))
-#define ULL_AVX512 __attribute__((target("avx512f,avx512dq,avx2,fma,f16c")))
+#define ULL_AVX512 __attribute__((target("avx512f,avx2,fma,f16c")))
 
-ULL_AVX2 inline __m256 widen(const uint16_t* from) {  // 8
-  return _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(from)));
+struct Widened {
+  alignas(64) double a[16][16];
+  alignas(64) double b[16][8];
+};
+
+ULL_AVX2 void widen(const uint16_t* from, double* to) {  // 8
+  const __m256 values = _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(from)));
+  _mm256_store_pd(to, _mm256_cvtps_pd(_mm256_castps256_ps128(values)));
+  _mm256_store_pd(to + 4, _mm256_cvtps_pd(_mm256_extractf128_ps(values, 1)));
+}
+
+ULL_AVX2 void widen(const Matrices& m, Widened& to) {
+  for (int i = 0; i < 16; ++i) {
+    widen(&m.a[i][0], &to.a[i][0]);
+    widen(&m.a[i][8], &to.a[i][8]);
+    widen(m.b[i], to.b[i]);
+  }
 }
 
 // The same bits: a product of two f16 is exact in double, so fma rounds as the addition does.
 ULL_AVX2 void product_avx2(Matrices& m) {
-  alignas(64) double a[16][16];
-  alignas(64) double b[16][8];
-  for (int k = 0; k < 16; ++k) {
-    for (int half = 0; half < 2; ++half) {
-      const __m256 values = widen(&m.a[k][8 * half]);
-      _mm256_store_pd(&a[k][8 * half], _mm256_cvtps_pd(_mm256_castps256_ps128(values)));
-      _mm256_store_pd(&a[k][8 * half + 4], _mm256_cvtps_pd(_mm256_extractf128_ps(values, 1)));
-    }
-    const __m256 values = widen(m.b[k]);
-    _mm256_store_pd(&b[k][0], _mm256_cvtps_pd(_mm256_castps256_ps128(values)));
-    _mm256_store_pd(&b[k][4], _mm256_cvtps_pd(_mm256_extractf128_ps(values, 1)));
-  }
+  Widened w;
+  widen(m, w);
   for (int row = 0; row < 16; row += 4) {
     __m256d sum[4][2] = {};
     for (int k = 0; k < 16; ++k) {
-      const __m256d b0 = _mm256_load_pd(&b[k][0]);
-      const __m256d b1 = _mm256_load_pd(&b[k][4]);
+      const __m256d b0 = _mm256_load_pd(&w.b[k][0]);
+      const __m256d b1 = _mm256_load_pd(&w.b[k][4]);
       for (int i = 0; i < 4; ++i) {
-        const __m256d value = _mm256_broadcast_sd(&a[row + i][k]);
-        sum[i][0] = _mm256_fmadd_pd(value, b0, sum[i][0]);
-        sum[i][1] = _mm256_fmadd_pd(value, b1, sum[i][1]);
+        const __m256d a = _mm256_broadcast_sd(&w.a[row + i][k]);
+        sum[i][0] = _mm256_fmadd_pd(a, b0, sum[i][0]);
+        sum[i][1] = _mm256_fmadd_pd(a, b1, sum[i][1]);
       }
     }
     for (int i = 0; i < 4; ++i) {
@@ -106,17 +111,13 @@ ULL_AVX2 void product_avx2(Matrices& m) {
 
 // (maskz: g++ 12 warns of the plain conversions.)
 ULL_AVX512 void product_avx512(Matrices& m) {
-  alignas(64) double a[16][16];
-  __m512d b[16];
-  for (int k = 0; k < 16; ++k) {
-    _mm512_store_pd(&a[k][0], _mm512_maskz_cvtps_pd(0xFF, widen(&m.a[k][0])));
-    _mm512_store_pd(&a[k][8], _mm512_maskz_cvtps_pd(0xFF, widen(&m.a[k][8])));
-    b[k] = _mm512_maskz_cvtps_pd(0xFF, widen(m.b[k]));
-  }
+  Widened w;
+  widen(m, w);
   for (int row = 0; row < 16; row += 8) {
     __m512d sum[8] = {};
     for (int k = 0; k < 16; ++k) {
-      for (int i = 0; i < 8; ++i) sum[i] = _mm512_fmadd_pd(_mm512_set1_pd(a[row + i][k]), b[k], sum[i]);
+      const __m512d b = _mm512_load_pd(w.b[k]);
+      for (int i = 0; i < 8; ++i) sum[i] = _mm512_fmadd_pd(_mm512_set1_pd(w.a[row + i][k]), b, sum[i]);
     }
     for (int i = 0; i < 8; ++i) {
       float* c = m.c[row + i];
@@ -129,9 +130,9 @@ ULL_AVX512 void product_avx512(Matrices& m) {
 using Product = void (*)(Matrices&);
 
 Product widest_product() {
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) return product_avx512;
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  return avx2 ? product_avx2 : product;
+  if (!avx2) return product;
+  return __builtin_cpu_supports("avx512f") ? product_avx512 : product_avx2;
 }
 #endif
 
