@@ -87,21 +87,46 @@ class RequestError(UllError):
 class Busy(RequestError):
     """The daemon's queue is full, or this client's share of it; `retry_after` (seconds) says when to try again.
 
-    It is an estimate from how long requests take and how many wait; None if the daemon makes none.
+    It is an estimate from how long requests take and how many wait (`queue_length`); None if the daemon makes none.
     """
 
     def __init__(
-        self, message: str = "the queue is full", field: str | None = None, retry_after: float | None = None
+        self,
+        message: str = "the queue is full",
+        field: str | None = None,
+        retry_after: float | None = None,
+        queue_length: int | None = None,
     ) -> None:
         super().__init__("busy", message, field)
         self.retry_after = retry_after
+        self.queue_length = queue_length
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (Busy, (self.message, self.field, self.retry_after))
+        return (Busy, (self.message, self.field, self.retry_after, self.queue_length))
 
     def copy(self) -> Busy:
         """The same error without a traceback, to be raised once more elsewhere."""
-        return Busy(self.message, self.field, self.retry_after)
+        return Busy(self.message, self.field, self.retry_after, self.queue_length)
+
+
+class DeadlineUnreachable(RequestError):
+    """The answer cannot be there by the request's deadline; `expected` (seconds from receipt) says when it would be."""
+
+    def __init__(
+        self,
+        message: str = "the deadline cannot be met",
+        field: str | None = "deadline_ms",
+        expected: float | None = None,
+    ) -> None:
+        super().__init__("deadline_unreachable", message, field)
+        self.expected = expected
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (DeadlineUnreachable, (self.message, self.field, self.expected))
+
+    def copy(self) -> DeadlineUnreachable:
+        """The same error without a traceback, to be raised once more elsewhere."""
+        return DeadlineUnreachable(self.message, self.field, self.expected)
 
 
 class Draining(RequestError):

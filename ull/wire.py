@@ -20,13 +20,15 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ull.coercion import ONE_FOR_LIST, Coercion
-from ull.errors import Busy, Draining, RequestError
+from ull.errors import Busy, DeadlineUnreachable, Draining, RequestError
 
 VERSION: Final = b"ull1"
 MAX_ID: Final = 2**64 - 1  # request ids and seeds are unsigned 64-bit numbers
 MAX_TREE: Final = 64  # tokens of one verification, the root included
 Drafter = Literal["none", "ngram", "medusa", "draft", "auto"]
 DRAFTERS: Final[tuple[str, ...]] = get_args(Drafter)  # what `speculate` may name
+Priority = Literal["realtime", "interactive", "batch"]
+PRIORITIES: Final[tuple[str, ...]] = get_args(Priority)  # what `priority` may name, the most urgent first
 
 # Refused while decoding, before anything is allocated for the elements. The engine's own limits are tighter and
 # checked by admission, which can say more.
@@ -68,10 +70,15 @@ class Prompted(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_
 
 
 class Generate(Prompted, tag="generate", kw_only=True, omit_defaults=True):
-    """Asks for a completion of exactly one of `prompt`, `messages` and `token_ids`. Defaults are the daemon's."""
+    """Asks for a completion of exactly one of `prompt`, `messages` and `token_ids`. Defaults are the daemon's.
+
+    In a session `prompt` and `token_ids` go on behind what it holds, and may be left out where it holds something;
+    `messages` are the whole conversation, of which the session keeps what is the same.
+    """
 
     token_ids: Annotated[list[int], Meta(max_length=_MAX_PROMPT_IDS)] | None = None
-    max_tokens: int | None = None  # tokens; None: the daemon's default (256 unless configured)
+    session: int | None = None  # of this client; None: none
+    max_tokens: int | None = None  # tokens; 0: only read the prompt; None: the daemon's default (256 unless configured)
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
@@ -86,6 +93,9 @@ class Generate(Prompted, tag="generate", kw_only=True, omit_defaults=True):
     logprobs: int | None = None  # None: none; 0: the chosen token's; n: and n alternatives
     ignore_eos: bool = False
     timeout_ms: int | None = None  # milliseconds from receipt; None: none
+    deadline_ms: int | None = None  # milliseconds from receipt, by which the last token must be there; None: none
+    priority: str = "interactive"  # one of PRIORITIES
+    hold: bool = False  # keep the answer until `commit`
     speculate: str | None = None  # one of DRAFTERS; None: the daemon's default. The tokens are the same for all
     max_tree: int | None = None  # tokens of one verification, 1 to MAX_TREE; None: the executor's choice
     strict: bool = False  # refuse unknown fields instead of naming them in `done`
@@ -106,6 +116,53 @@ class Detokenize(msgspec.Struct, tag="detokenize", kw_only=True, omit_defaults=T
     token_ids: Annotated[list[int], Meta(max_length=_MAX_PROMPT_IDS)]
     skip_special_tokens: bool = True  # False: special tokens' texts too, which no stream gives
     strict: bool = False  # refuse unknown fields
+
+
+class OpenSession(msgspec.Struct, tag="open_session", kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Opens a session, which holds nothing yet; answered by `session`, as all that follow."""
+
+    id: int
+    session: int  # chosen by the client, unique among its sessions
+    pin: bool = False  # its KV cache is never given up for others'
+
+
+class Fork(msgspec.Struct, tag="fork", kw_only=True, forbid_unknown_fields=True):
+    """Opens the session `to` with what `session` holds."""
+
+    id: int
+    session: int
+    to: int
+
+
+class Rollback(msgspec.Struct, tag="rollback", kw_only=True, forbid_unknown_fields=True):
+    """Takes the last `tokens` tokens off a session."""
+
+    id: int
+    session: int
+    tokens: int
+
+
+class Truncate(msgspec.Struct, tag="truncate", kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Keeps the beginning of a session's last answer, which ends it: exactly one of `tokens` and `characters` of it."""
+
+    id: int
+    session: int
+    tokens: int | None = None
+    characters: int | None = None  # of its text
+
+
+class CloseSession(msgspec.Struct, tag="close_session", kw_only=True, forbid_unknown_fields=True):
+    """Ends a session, and what it still generates."""
+
+    id: int
+    session: int
+
+
+class Commit(msgspec.Struct, tag="commit", kw_only=True, forbid_unknown_fields=True):
+    """Releases the answer of the `generate` with the id `request`, which is held; answered by `ack`."""
+
+    id: int
+    request: int
 
 
 class Cancel(msgspec.Struct, tag="cancel", kw_only=True, forbid_unknown_fields=True):
@@ -158,6 +215,7 @@ class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    rolled_back_tokens: int = 0  # that the session held, and the prompt does not go on from
 
 
 class Timeline(msgspec.Struct, kw_only=True):
@@ -170,6 +228,8 @@ class Timeline(msgspec.Struct, kw_only=True):
     first_token_ns: int = 0
     last_token_ns: int = 0
     done_ns: int = 0
+    expected_first_ns: int = 0  # as predicted when the request was accepted: its first token, ...
+    expected_done_ns: int = 0  # ... and its last, if it has max_tokens
 
 
 class Speculation(msgspec.Struct, kw_only=True):
@@ -209,7 +269,7 @@ class Done(msgspec.Struct, tag="done", kw_only=True):
     """The one terminal frame of an accepted request."""
 
     id: int
-    finish_reason: str  # "stop" | "length" | "cancelled" | "timeout" | "error"
+    finish_reason: str  # "stop" | "length" | "cancelled" | "timeout" | "deadline" | "error"
     usage: Usage
     timeline: Timeline
     seed: int
@@ -234,6 +294,14 @@ class DetokenizeReply(msgspec.Struct, tag="detokenize", kw_only=True):
     text: str  # U+FFFD stands for bytes that are no UTF-8
 
 
+class SessionReply(msgspec.Struct, tag="session", kw_only=True):
+    """What a session holds, once the message that this answers has been carried out."""
+
+    id: int
+    session: int
+    tokens: int  # in it
+
+
 class Error(msgspec.Struct, tag="error", kw_only=True):
     """A request was refused or a message not understood (`id` null); never follows an accepted request."""
 
@@ -242,6 +310,8 @@ class Error(msgspec.Struct, tag="error", kw_only=True):
     message: str
     field: str | None = None
     retry_after_ms: int | None = None  # of code "busy": when it may be worth while to try again; an estimate
+    queue_length: int | None = None  # of code "busy": requests that wait
+    expected_ms: float | None = None  # of code "deadline_unreachable": when the last token would be there, from receipt
 
 
 class Ack(msgspec.Struct, tag="ack", kw_only=True):
@@ -287,8 +357,11 @@ class StatsReply(msgspec.Struct, tag="stats", kw_only=True):
     threads: dict[str, dict[str, int]] = {}
 
 
-Request = Generate | Tokenize | Detokenize | Cancel | Health | Info | Stats
-Reply = Token | Done | TokenizeReply | DetokenizeReply | Error | Ack | HealthReply | InfoReply | StatsReply
+SessionRequest = OpenSession | Fork | Rollback | Truncate | CloseSession
+Request = Generate | Tokenize | Detokenize | SessionRequest | Commit | Cancel | Health | Info | Stats
+Reply = (
+    Token | Done | TokenizeReply | DetokenizeReply | SessionReply | Error | Ack | HealthReply | InfoReply | StatsReply
+)
 
 
 class Ended(msgspec.Struct, kw_only=True):
@@ -322,6 +395,12 @@ _request_types: dict[str, type[Request]] = {
     "generate": Generate,
     "tokenize": Tokenize,
     "detokenize": Detokenize,
+    "open_session": OpenSession,
+    "fork": Fork,
+    "rollback": Rollback,
+    "truncate": Truncate,
+    "close_session": CloseSession,
+    "commit": Commit,
     "cancel": Cancel,
     "health": Health,
     "info": Info,
@@ -406,7 +485,10 @@ def error_of(reply: Error) -> RequestError:
     """The exception that a client raises for an `error` message."""
     if reply.code == "busy":
         seconds = None if reply.retry_after_ms is None else reply.retry_after_ms / 1000
-        return Busy(reply.message, reply.field, seconds)
+        return Busy(reply.message, reply.field, seconds, reply.queue_length)
+    if reply.code == "deadline_unreachable":
+        expected = None if reply.expected_ms is None else reply.expected_ms / 1000
+        return DeadlineUnreachable(reply.message, reply.field, expected)
     if reply.code == "draining":
         return Draining(reply.message, reply.field)
     return RequestError(reply.code, reply.message, reply.field)

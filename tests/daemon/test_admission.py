@@ -155,7 +155,7 @@ def test_parameters_of_a_plain_request(admission: Admission) -> None:
         "stop_ids": [9, 1, 2],
         "logit_bias": {},
         "logprobs": -1,
-        "deadline_ns": 0,
+        "timeout_ns": 0,
         "received_ns": 100,
         "admitted_ns": 200,
         "speculate": "none",
@@ -186,7 +186,7 @@ def test_parameters_of_an_elaborate_request(admission: Admission) -> None:
     assert parameters["top_k"] == VOCABULARY
     assert parameters["seed"] == 2**64 - 1
     assert parameters["stop_ids"] == []
-    assert parameters["deadline_ns"] == 100 + 2_000_000
+    assert parameters["timeout_ns"] == 100 + 2_000_000
     assert (parameters["logprobs"], parameters["max_tokens"]) == (3, 5)
     assert (parameters["speculate"], parameters["max_tree"]) == ("ngram", 8)
     assert (parameters["presence_penalty"], parameters["frequency_penalty"]) == (-2.0, 0.5)

@@ -186,7 +186,7 @@ class Admission:
             "stop_ids": self._stop_ids(request),
             "logit_bias": request.logit_bias,
             "logprobs": -1 if request.logprobs is None else request.logprobs,
-            "deadline_ns": 0 if request.timeout_ms is None else received_ns + request.timeout_ms * 1_000_000,
+            "timeout_ns": 0 if request.timeout_ms is None else received_ns + request.timeout_ms * 1_000_000,
             "received_ns": received_ns,
             "admitted_ns": admitted_ns,
             "speculate": request.speculate or self.limits.default_drafter,

@@ -88,13 +88,13 @@ TEST(cancel_during_a_copy) {
 TEST(a_deadline_ends_a_running_request) {
   Harness engine({.tokens = ids("a"), .hang_step = 3});
   auto running = Harness::request(1, kPrompt, 1000);
-  running.deadline_ns = ull::monotonic_ns() + 500 * kMillisecond;
+  running.timeout_ns = ull::monotonic_ns() + 500 * kMillisecond;
   engine.submit(running);
   CHECK(engine.wait(1).outcome.reason == FinishReason::kTimeout);
   CHECK_EQ(engine.results[1].tokens.size(), 2U);
-  CHECK(engine.results[1].timeline.done_ns >= running.deadline_ns);
+  CHECK(engine.results[1].timeline.done_ns >= running.timeout_ns);
   auto late = Harness::request(3, kPrompt, 1000);
-  late.deadline_ns = ull::monotonic_ns() - 1;
+  late.timeout_ns = ull::monotonic_ns() - 1;
   engine.submit(late);
   CHECK(engine.wait(3).outcome.reason == FinishReason::kTimeout);
   CHECK(engine.results[3].tokens.empty());
@@ -259,7 +259,7 @@ TEST(storm) {
   for (uint64_t id = 1; id <= 1000; ++id) {
     std::vector<int32_t> prompt(1 + below(300), static_cast<int32_t>(below(3)));
     auto request = Harness::request(id, prompt, static_cast<int>(1 + below(60)));
-    if (below(5) == 0) request.deadline_ns = ull::monotonic_ns() + below(400'000);
+    if (below(5) == 0) request.timeout_ns = ull::monotonic_ns() + below(400'000);
     if (below(5) == 0) request.stop_ids = {static_cast<int32_t>(below(128))};
     while (prompts.count(id) == 0) {
       try {

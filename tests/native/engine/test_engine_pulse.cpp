@@ -26,10 +26,10 @@ TEST(a_deadline_ends_the_step_that_it_falls_into) {
   for (const int64_t hang_step : {0, 1}) {  // while prefilling, while decoding
     Harness engine({.tokens = ids("a"), .layers = 4, .hang_step = hang_step});
     auto request = Harness::request(1, kPrompt, 100);
-    request.deadline_ns = ull::monotonic_ns() + 1000 * kMillisecond;  // the hanging step has begun long before
+    request.timeout_ns = ull::monotonic_ns() + 1000 * kMillisecond;  // the hanging step has begun long before
     engine.submit(request);
     CHECK(engine.wait(1).outcome.reason == FinishReason::kTimeout);
-    CHECK(engine.results[1].timeline.done_ns >= request.deadline_ns);
+    CHECK(engine.results[1].timeline.done_ns >= request.timeout_ns);
     CHECK_EQ(engine.executor.steps(), hang_step + 1);
     engine.submit(Harness::request(2, kPrompt, 3));
     CHECK_EQ(engine.wait(2).text(), "aaa");
@@ -52,11 +52,11 @@ TEST(queued_requests_end_while_anothers_step_runs) {
     engine.submit(Harness::request(1, kPrompt, 100));
     engine.wait_for_steps(1);
     auto late = Harness::request(2, kPrompt, 100);
-    late.deadline_ns = ull::monotonic_ns() + 20 * kMillisecond;
+    late.timeout_ns = ull::monotonic_ns() + 20 * kMillisecond;
     engine.submit(late);
     engine.submit(Harness::request(3, kPrompt, 100));
     CHECK(engine.wait(2).outcome.reason == FinishReason::kTimeout);
-    CHECK(engine.results[2].timeline.done_ns >= late.deadline_ns);
+    CHECK(engine.results[2].timeline.done_ns >= late.timeout_ns);
     CHECK(engine.cancel(3));
     CHECK(engine.wait(3).outcome.reason == FinishReason::kCancelled);
     for (const uint64_t id : {2, 3}) CHECK_EQ(engine.results[id].timeline.started_ns, 0);

@@ -168,6 +168,11 @@ void Engine::end_threads() noexcept {
   shared_->engine_agent.wake();
   thread_.join();
   watchdog_->stop();
+  for (uint32_t index = 0; index < shared_->slots; ++index) {  // what nobody has committed
+    RequestSlot& slot = shared_->slot(index);
+    if (slot.held.load(std::memory_order_acquire)) slot.cancel.store(true, std::memory_order_release);
+  }
+  release();
 }
 
 void Engine::check(const Submission& submission) const {
@@ -186,7 +191,9 @@ void Engine::check(const Submission& submission) const {
   }
   require(std::all_of(submission.tokens.begin(), submission.tokens.end(), is_token), "token_ids",
           "a token is outside the vocabulary");
-  require(submission.max_tokens >= 1, "max_tokens", "must be at least 1");
+  require(submission.max_tokens >= 0, "max_tokens", "must be 0 (only read the prompt) or more");
+  // Records wait for the io thread, of which there are not enough for answers that may never be asked for.
+  require(!submission.hold || submission.sampling.top_logprobs < 0, "hold", "cannot be combined with logprobs");
   const Sampling& sampling = submission.sampling;
   require(std::isfinite(sampling.temperature) && sampling.temperature >= 0, "temperature", "must be finite, 0 or more");
   require(sampling.top_k >= 0, "top_k", "must be 0 (off) or more");
@@ -245,7 +252,11 @@ uint64_t Engine::submit(const Submission& submission) {
   slot.rounds = RoundTotals{};
   slot.stop_id_count = static_cast<int32_t>(submission.stop_ids.size());
   std::copy(submission.stop_ids.begin(), submission.stop_ids.end(), slot.stop_ids.begin());
+  slot.priority = submission.priority;
+  slot.timeout_ns = submission.timeout_ns;
   slot.deadline_ns = submission.deadline_ns;
+  slot.rolled_back_tokens = submission.rolled_back_tokens;
+  slot.returns_tokens = submission.returns_tokens;
   slot.rehearsal = submission.rehearsal;
   std::copy(submission.tokens.begin(), submission.tokens.end(), slot.tokens.get());
   slot.leading_spaces = vocabulary_.leading_spaces(submission.tokens);
@@ -254,6 +265,7 @@ uint64_t Engine::submit(const Submission& submission) {
   slot.timeline.admitted_ns = submission.admitted_ns;
   slot.outcome = Outcome{};
   slot.cancel.store(false, std::memory_order_relaxed);
+  slot.held.store(submission.hold, std::memory_order_relaxed);
   slot.logprobs_returned.store(0, std::memory_order_relaxed);
   slot.state.store(SlotState::kActive, std::memory_order_release);
 
@@ -275,7 +287,8 @@ void Engine::check_room(std::span<const uint8_t> client) {
   int taken = 0;
   for (uint32_t index = 0; index < shared_->slots; ++index) {
     const RequestSlot& slot = shared_->slot(index);
-    if (slot.state.load(std::memory_order_acquire) != SlotState::kActive) continue;
+    const bool active = slot.state.load(std::memory_order_acquire) == SlotState::kActive;
+    if (!active && !(slot.state.load(std::memory_order_acquire) == SlotState::kEnded && slot.held.load())) continue;
     taken += std::ranges::equal(slot.client(), client) ? 1 : 0;
   }
   const bool full = shared_->in_flight.load(std::memory_order_acquire) > options_.queue_depth;
@@ -288,10 +301,28 @@ void Engine::check_room(std::span<const uint8_t> client) {
 
 bool Engine::cancel(std::span<const uint8_t> identity, uint64_t id) noexcept {
   const uint32_t index = find(identity, id);
-  if (index == kNoSlot || shared_->slot(index).state.load(std::memory_order_acquire) != SlotState::kActive)
-    return false;
+  if (index == kNoSlot) return false;
+  const RequestSlot& slot = shared_->slot(index);
+  const bool held = slot.held.load(std::memory_order_acquire);
+  if (slot.state.load(std::memory_order_acquire) != SlotState::kActive && !held) return false;
   cancel_slot(index);
+  if (held) release();
   return true;
+}
+
+bool Engine::commit(std::span<const uint8_t> identity, uint64_t id) noexcept {
+  const uint32_t index = find(identity, id);
+  if (index == kNoSlot) return false;
+  RequestSlot& slot = shared_->slot(index);
+  if (slot.cancel.load(std::memory_order_acquire) || !slot.held.exchange(false, std::memory_order_acq_rel)) return false;
+  release();
+  return true;
+}
+
+// The io thread has something to look at among what is held.
+void Engine::release() noexcept {
+  shared_->releases.fetch_add(1, std::memory_order_release);
+  shared_->io_agent.wake();
 }
 
 void Engine::cancel_slot(uint32_t slot) noexcept {
@@ -385,6 +416,7 @@ NamedCounts EngineStats::finished() const {
           {"length", counters.length},
           {"cancelled", counters.cancelled},
           {"timeout", counters.timeout},
+          {"deadline", counters.deadline},
           {"error", counters.error}};
 }
 

@@ -43,14 +43,19 @@ struct Submission {
   std::span<const uint8_t> identity;  // 1 .. kMaxIdentity bytes that name the client
   uint64_t id = 0;                    // chosen by the client; unique among its requests in flight
   std::span<const int32_t> tokens;    // the prompt
-  int32_t max_tokens = 0;
+  int32_t max_tokens = 0;             // 0: only read the prompt
   Sampling sampling;
   std::optional<DrafterKind> speculation;  // none: the engine's default
   int32_t max_tree = 0;                    // 1 .. kMaxTreeTokens; 0: the engine's default
   std::vector<std::string> stops;
   std::vector<int32_t> stop_ids;
   std::vector<std::string> warnings;  // for its done frame
-  int64_t deadline_ns = 0;            // CLOCK_MONOTONIC; 0: none
+  Priority priority = Priority::kInteractive;
+  int64_t timeout_ns = 0;   // CLOCK_MONOTONIC; 0: none
+  int64_t deadline_ns = 0;  // likewise; what cannot be done by then is refused
+  bool hold = false;        // nothing is delivered before commit()
+  int32_t rolled_back_tokens = 0;
+  bool returns_tokens = false;
   int64_t received_ns = 0;
   int64_t admitted_ns = 0;
   bool rehearsal = false;  // the daemon's own, before it is ready: nobody counts it, and nothing of it stays
@@ -114,6 +119,9 @@ class Engine {
   uint64_t submit(const Submission& submission);
   // True if that client has such a request and it had not ended.
   bool cancel(std::span<const uint8_t> identity, uint64_t id) noexcept;
+  // Releases what a request that was submitted with `hold` has brought. False if that client has no such request that
+  // is held.
+  bool commit(std::span<const uint8_t> identity, uint64_t id) noexcept;
   void drain() noexcept { draining_ = true; }
   // True once every accepted request has ended and its end has been told to the control plane.
   [[nodiscard]] bool drained() const noexcept;
@@ -147,6 +155,7 @@ class Engine {
 
  private:
   void end_threads() noexcept;
+  void release() noexcept;
   void check(const Submission& submission) const;
   void check_room(std::span<const uint8_t> client);
   [[nodiscard]] uint32_t find(std::span<const uint8_t> identity, uint64_t id) const noexcept;

@@ -117,7 +117,7 @@ EngineLoop::Ending EngineLoop::prefill() noexcept {
   RequestSlot& request = *run_.request;
   Session& session = *run_.session;
   const int32_t chunk = executor_.info().prefill_chunk;
-  const int32_t end = request.prompt_tokens - 1 - most_forced_;
+  const int32_t end = request.max_tokens > 0 ? request.prompt_tokens - 1 - most_forced_ : request.prompt_tokens;
   while (session.size() < end) {
     const int32_t start = session.size();
     const int32_t count = std::min(chunk, end - start);
@@ -136,7 +136,7 @@ EngineLoop::Ending EngineLoop::prefill() noexcept {
     if (const Ending ending = check_commands(monotonic_ns())) return ending;
   }
   request.timeline.prefilled_ns = monotonic_ns();
-  return {};
+  return {request.max_tokens > 0 ? FinishReason::kNone : FinishReason::kLength};
 }
 
 // Rounds until something ends the request. The session always holds the tokens before the one to feed, so
@@ -274,7 +274,7 @@ int EngineLoop::reusable_tokens() const noexcept {
     case Reuse::kAll:
       return run_.session->size();
     case Reuse::kPrompt:
-      return run_.request->prompt_tokens - 1;
+      return run_.request->prompt_tokens - (run_.request->max_tokens > 0 ? 1 : 0);
     case Reuse::kNothing:
       break;
   }
@@ -298,6 +298,9 @@ void EngineLoop::end(uint32_t slot, const Ending& ending, const EngineEvent& las
       break;
     case FinishReason::kTimeout:
       ++counted.timeout;
+      break;
+    case FinishReason::kDeadline:
+      ++counted.deadline;
       break;
     case FinishReason::kError:
       ++counted.error;
@@ -415,7 +418,8 @@ EngineLoop::Ending EngineLoop::check_commands(int64_t now) noexcept {
 
 EngineLoop::Ending EngineLoop::interruption(const RequestSlot& request, int64_t now) const noexcept {
   if (request.cancel.load(std::memory_order_seq_cst)) return {FinishReason::kCancelled};
-  if (request.deadline_ns != 0 && now >= request.deadline_ns) return {FinishReason::kTimeout};
+  if (request.timeout_ns != 0 && now >= request.timeout_ns) return {FinishReason::kTimeout};
+  if (request.deadline_ns != 0 && now >= request.deadline_ns) return {FinishReason::kDeadline};
   if (shared_.stopping.load(std::memory_order_relaxed)) {
     return {FinishReason::kCancelled, kDraining, "the daemon is shutting down"};
   }

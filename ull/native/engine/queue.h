@@ -71,7 +71,9 @@ class RequestQueue {
   };
 
   void note_deadline(const RequestSlot& request) noexcept {
-    if (request.deadline_ns != 0) next_deadline_ns_ = std::min(next_deadline_ns_, request.deadline_ns);
+    for (const int64_t limit : {request.timeout_ns, request.deadline_ns}) {
+      if (limit != 0) next_deadline_ns_ = std::min(next_deadline_ns_, limit);
+    }
   }
 
   std::vector<Waiting> waiting_;                // in order of arrival

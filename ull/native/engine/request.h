@@ -2,7 +2,8 @@
 //
 // Ownership moves with `state`: the control thread fills a free slot and submits it; the engine thread runs it and
 // writes its results; the io thread delivers them and frees the slot. What a later owner reads was published to it
-// by a ring. Only the atomics are written by others: `cancel` by any thread.
+// by a ring. Only the atomics are written by others: `cancel` and
+// `held` by any thread.
 #pragma once
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
 
@@ -24,7 +26,30 @@ inline constexpr int kMaxIdentity = 255;  // bytes that name a client
 inline constexpr int kMaxWarnings = 8;
 inline constexpr int kMaxWarningBytes = 64;
 
-enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kTimeout, kError };
+// How urgent a request is: a more urgent one does not wait for the end of another.
+enum class Priority : uint8_t { kRealtime, kInteractive, kBatch };
+inline constexpr int kPriorities = 3;
+
+[[nodiscard]] constexpr const char* priority_name(Priority priority) noexcept {
+  switch (priority) {
+    case Priority::kRealtime:
+      return "realtime";
+    case Priority::kInteractive:
+      return "interactive";
+    case Priority::kBatch:
+      return "batch";
+  }
+  return "unknown";
+}
+
+[[nodiscard]] constexpr std::optional<Priority> parse_priority(std::string_view name) noexcept {
+  for (int i = 0; i < kPriorities; ++i) {
+    if (name == priority_name(static_cast<Priority>(i))) return static_cast<Priority>(i);
+  }
+  return std::nullopt;
+}
+
+enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kTimeout, kDeadline, kError };
 
 [[nodiscard]] constexpr const char* finish_reason_name(FinishReason reason) noexcept {
   switch (reason) {
@@ -38,6 +63,8 @@ enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kTimeout,
       return "cancelled";
     case FinishReason::kTimeout:
       return "timeout";
+    case FinishReason::kDeadline:
+      return "deadline";
     case FinishReason::kError:
       return "error";
   }
@@ -53,6 +80,8 @@ struct Timeline {
   int64_t first_token_ns = 0;
   int64_t last_token_ns = 0;
   int64_t done_ns = 0;
+  int64_t expected_first_ns = 0;  // as predicted at admission: its first token, ...
+  int64_t expected_done_ns = 0;   // ... and its last, if it has max_tokens
 };
 
 // How a request ended; written by the engine thread before its final event.
@@ -91,6 +120,7 @@ enum class SlotState : uint8_t { kFree, kActive, kEnded };  // kEnded: its final
 struct RequestSlot {
   std::atomic<SlotState> state{SlotState::kFree};
   std::atomic<bool> cancel{false};
+  std::atomic<bool> held{false};  // nothing of it is delivered until this is false, or `cancel` is true
   std::atomic<int32_t> logprobs_returned{0};  // records that the io thread has given back
 
   // The request; immutable from submission on.
@@ -98,7 +128,7 @@ struct RequestSlot {
   uint8_t identity_size = 0;
   uint64_t id = 0;
   int32_t prompt_tokens = 0;
-  int32_t max_tokens = 0;  // cut to what the context leaves
+  int32_t max_tokens = 0;  // cut to what the context leaves; 0: only the prompt is read
   Sampling sampling;       // its bias points to `bias`
   DrafterKind speculation = DrafterKind::kNone;
   int32_t max_tree = 0;  // nodes of a draft tree; 0: the executor's choice
@@ -108,7 +138,11 @@ struct RequestSlot {
   StopSet stops;
   WarningList warnings;
   LeadingSpaces leading_spaces;  // that the completion's text loses
-  int64_t deadline_ns = 0;       // CLOCK_MONOTONIC; 0: none
+  Priority priority = Priority::kInteractive;
+  int64_t timeout_ns = 0;           // CLOCK_MONOTONIC, as is the next; 0: none. It ends the request, ...
+  int64_t deadline_ns = 0;          // ... and so does this, which also says when it must be served
+  int32_t rolled_back_tokens = 0;   // of the session that it goes on from: only for its usage
+  bool returns_tokens = false;      // the control plane is told the completion's ids
   bool rehearsal = false;        // the daemon's own, before it is ready: nobody counts it, and nothing of it stays
 
   // The engine's results. tokens[prompt_tokens + i] is completion token i; it is written before the event that

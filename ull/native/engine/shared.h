@@ -26,6 +26,7 @@ struct EngineCounters {
   uint64_t length = 0;
   uint64_t cancelled = 0;
   uint64_t timeout = 0;
+  uint64_t deadline = 0;
   uint64_t error = 0;
   uint64_t prompt_tokens = 0;  // of started requests
   uint64_t cached_tokens = 0;  // of those, found in a resident session
@@ -89,6 +90,7 @@ struct EngineShared {
   // Bumped by whoever has something for the engine thread to look at.
   alignas(kCacheLine) std::atomic<uint32_t> calls{0};
   std::atomic<uint32_t> running{kNoSlot};  // slot that the engine thread works on
+  std::atomic<uint32_t> releases{0};       // bumped when a held request is to be delivered or dropped
   std::atomic<bool> stopping{false};
   alignas(kCacheLine) std::atomic<int32_t> in_flight{0};  // submitted and not ended
   std::atomic<bool> failed{false};                        // the executor must not be used again

@@ -67,9 +67,10 @@ bool ControlPair::forward(Incoming& message) noexcept {
   return true;
 }
 
-bool ControlPair::send_record(std::span<const uint8_t> record) noexcept {
+bool ControlPair::send_record(std::span<const uint8_t> record, std::optional<std::span<const int32_t>> ids) noexcept {
   if (!begin(IoMessage::kEnded)) return false;
-  (void)send(record, false);
+  (void)send(record, ids.has_value());
+  if (ids) (void)send({reinterpret_cast<const uint8_t*>(ids->data()), ids->size_bytes()}, false);
   return true;
 }
 

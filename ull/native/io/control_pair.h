@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -17,7 +18,7 @@ namespace ull {
 enum class IoMessage : char {
   kRequest = 'R',    // a client's message: [identity, payload, received_ns]
   kMalformed = 'B',  // a client's that is no request: [identity, reason], and its id if it is known
-  kEnded = 'D',      // an accepted request has ended: [record]
+  kEnded = 'D',      // an accepted request has ended: [record], and its completion's ids (i32) if they are wanted
   kEndpoint = 'E',   // what has become of an endpoint's socket file: [endpoint, bound_again | ours | gone | foreign]
   kGone = 'G',       // a client has hung up, and what it asked for is to be ended: [identity]
 };
@@ -42,7 +43,8 @@ class ControlPair {
   // Each sends one message; false if the control plane has no room. forward() decides between kRequest and kMalformed,
   // and leaves a message that it has sent without its payload.
   [[nodiscard]] bool forward(Incoming& message) noexcept;
-  [[nodiscard]] bool send_record(std::span<const uint8_t> record) noexcept;
+  [[nodiscard]] bool send_record(std::span<const uint8_t> record,
+                                 std::optional<std::span<const int32_t>> ids = std::nullopt) noexcept;
   [[nodiscard]] bool send_endpoint(std::string_view endpoint, std::string_view what) noexcept;
   [[nodiscard]] bool send_gone(std::span<const uint8_t> identity) noexcept;
   // The next reply to a client; false if there is none. What it returns is valid until the next call.

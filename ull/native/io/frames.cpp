@@ -15,13 +15,15 @@ constexpr size_t kLogprobBytes = 64 + kMaxTopLogprobs * 16;  // one token's logp
 constexpr size_t kHeaderBytes = 4096;                        // everything else in a frame
 
 void pack_usage(MsgpackWriter& out, const RequestSlot& request) noexcept {
-  out.map(3);
+  out.map(4);
   out.text("prompt_tokens");
   out.integer(static_cast<uint64_t>(request.prompt_tokens));
   out.text("cached_tokens");
   out.integer(static_cast<uint64_t>(request.outcome.cached_tokens));
   out.text("completion_tokens");
   out.integer(static_cast<uint64_t>(request.outcome.completion_tokens));
+  out.text("rolled_back_tokens");
+  out.integer(static_cast<uint64_t>(request.rolled_back_tokens));
 }
 
 void pack_timeline(MsgpackWriter& out, const Timeline& timeline) noexcept {
@@ -29,7 +31,7 @@ void pack_timeline(MsgpackWriter& out, const Timeline& timeline) noexcept {
     out.text(name);
     out.integer(static_cast<uint64_t>(time_ns));
   };
-  out.map(7);
+  out.map(9);
   stamp("received_ns", timeline.received_ns);
   stamp("admitted_ns", timeline.admitted_ns);
   stamp("started_ns", timeline.started_ns);
@@ -37,6 +39,8 @@ void pack_timeline(MsgpackWriter& out, const Timeline& timeline) noexcept {
   stamp("first_token_ns", timeline.first_token_ns);
   stamp("last_token_ns", timeline.last_token_ns);
   stamp("done_ns", timeline.done_ns);
+  stamp("expected_first_ns", timeline.expected_first_ns);
+  stamp("expected_done_ns", timeline.expected_done_ns);
 }
 
 void pack_error(MsgpackWriter& out, const Outcome& outcome) noexcept {
@@ -86,6 +90,7 @@ Outcome outcome_of(const RequestSlot& request, const Delivery& delivery) noexcep
     outcome.error_code = "stalled";
     outcome.error_message = "the client took no frame for too long (io.client_stall_ms): the rest was dropped";
   }
+  if (delivery.dropped && outcome.reason != FinishReason::kError) outcome.reason = FinishReason::kCancelled;
   return outcome;
 }
 

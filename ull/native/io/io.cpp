@@ -131,6 +131,11 @@ void Io::publish() noexcept {
 // Events first: tokens are what a client waits for.
 bool Io::do_work(bool sockets) noexcept {
   bool worked = take_events();
+  if (const uint32_t releases = shared_.releases.load(std::memory_order_acquire); releases != seen_releases_) {
+    seen_releases_ = releases;
+    dirty_.assign(active_.begin(), active_.end());
+    worked = true;
+  }
   for (const uint32_t slot : dirty_) deliver(slot);
   dirty_.clear();
   if (blocked_ && (now_ >= retry_ns_ || (record_waits_ && sockets))) retry();
@@ -153,7 +158,10 @@ void Io::idle() noexcept {
   if (!agent_.sleeps()) return;
   const bool paced = pace_.expects(now_);
   if (paced ? now_ >= pace_.spin_from_ns() : !Agent::spun(now_ - worked_ns_)) return;
-  const auto nothing_new = [this] { return shared_.events.empty() && !stopping_.load(std::memory_order_acquire); };
+  const auto nothing_new = [this] {
+    return shared_.events.empty() && shared_.releases.load(std::memory_order_acquire) == seen_releases_ &&
+           !stopping_.load(std::memory_order_acquire);
+  };
   worked_ns_ = agent_.sleep(nothing_new, [&] {
     ++stats_.sleeps;
     publish();
@@ -233,6 +241,7 @@ void Io::take(const EngineEvent& event) noexcept {
 // which the slot is free again. Stops early if the client or the control plane has no room; retry() comes back.
 void Io::deliver(uint32_t slot) noexcept {
   Delivery& delivery = deliveries_[slot];
+  if (holds_back(slot)) return;
   if (delivery.client != ClientState::kOk) {
     delivery.sent = delivery.available;
     free_logprobs(slot, -1);
@@ -241,7 +250,10 @@ void Io::deliver(uint32_t slot) noexcept {
   }
   if (!delivery.ended || !deliver_done(slot)) return;
 
-  if (!control_.send_record(packer_.ended(shared_.slot(slot), delivery))) {
+  const RequestSlot& request = shared_.slot(slot);
+  std::optional<std::span<const int32_t>> ids;
+  if (request.returns_tokens) ids.emplace(request.completion(), static_cast<size_t>(delivery.available));
+  if (!control_.send_record(packer_.ended(request, delivery), ids)) {
     blocked_ = true;
     record_waits_ = true;
     return;
@@ -249,6 +261,18 @@ void Io::deliver(uint32_t slot) noexcept {
   delivery.active = false;
   active_.erase(std::find(active_.begin(), active_.end(), slot));
   shared_.slot(slot).state.store(SlotState::kFree, std::memory_order_release);
+}
+
+// Whether nothing of it may be delivered yet. What is dropped instead of committed has no tokens for its client.
+bool Io::holds_back(uint32_t slot) noexcept {
+  const RequestSlot& request = shared_.slot(slot);
+  if (!request.held.load(std::memory_order_acquire)) return false;
+  if (!request.cancel.load(std::memory_order_acquire)) return true;
+  Delivery& delivery = deliveries_[slot];
+  delivery.dropped = true;
+  delivery.sent = delivery.available;
+  delivery.flushed = true;
+  return false;
 }
 
 // False if the client has no room. A client that turns out to be gone counts as served.

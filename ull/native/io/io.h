@@ -119,6 +119,7 @@ class Io {
   [[nodiscard]] bool take_events() noexcept;
   void take(const EngineEvent& event) noexcept;
   void deliver(uint32_t slot) noexcept;
+  [[nodiscard]] bool holds_back(uint32_t slot) noexcept;
   [[nodiscard]] bool deliver_tokens(uint32_t slot) noexcept;
   [[nodiscard]] bool deliver_done(uint32_t slot) noexcept;
   void note_blocked(uint32_t slot) noexcept;
@@ -151,6 +152,7 @@ class Io {
   int64_t worked_ns_ = 0;        // when there last was something to do
   int64_t sockets_ns_ = 0;       // when the sockets were last looked at
   int64_t retry_ns_ = 0;         // when blocked sends are tried again
+  uint32_t seen_releases_ = 0;   // EngineShared::releases when what is held was last looked at
   bool blocked_ = false;         // some send is waiting for a client or the control plane
   bool record_waits_ = false;    // ... for the control plane, among them
   uint64_t done_frames_ = 0;     // sent in time

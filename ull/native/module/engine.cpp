@@ -46,7 +46,17 @@ uint64_t submit(Engine& engine, const nb::bytes& identity, uint64_t request_id, 
   }
   submission.stop_ids = parameter(params, "stop_ids", std::vector<int32_t>{});
   submission.warnings = parameter(params, "warnings", std::vector<std::string>{});
+  if (params.contains("priority")) {
+    const auto name = parameter(params, "priority", std::string());
+    const std::optional<Priority> priority = parse_priority(name);
+    if (!priority) throw InvalidRequest("priority", "\"" + name + "\" is none; choose realtime, interactive or batch");
+    submission.priority = *priority;
+  }
+  submission.timeout_ns = parameter(params, "timeout_ns", int64_t{0});
   submission.deadline_ns = parameter(params, "deadline_ns", int64_t{0});
+  submission.hold = parameter(params, "hold", false);
+  submission.rolled_back_tokens = parameter(params, "rolled_back_tokens", 0);
+  submission.returns_tokens = parameter(params, "returns_tokens", false);
   submission.received_ns = parameter(params, "received_ns", int64_t{0});
   submission.admitted_ns = parameter(params, "admitted_ns", int64_t{0});
   submission.rehearsal = parameter(params, "rehearsal", false);
@@ -133,7 +143,13 @@ void bind_engine(nb::module_& m) {
           [](Engine& engine, const nb::bytes& identity, uint64_t request_id) {
             return engine.cancel(view(identity), request_id);
           },
-          "identity"_a, "request_id"_a, "True if that client has such a request and it had not ended.")
+          "identity"_a, "request_id"_a, "True if that client has such a request and it had not ended, or is held.")
+      .def(
+          "commit",
+          [](Engine& engine, const nb::bytes& identity, uint64_t request_id) {
+            return engine.commit(view(identity), request_id);
+          },
+          "identity"_a, "request_id"_a, "Releases a held request; False if that client has no such one.")
       .def("drain", &Engine::drain, "Refuses new requests; those accepted run to their end.")
       .def("drained", &Engine::drained, "True once the end of every accepted request has reached the io PAIR.")
       .def("stats", &engine_stats)
