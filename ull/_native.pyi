@@ -19,7 +19,17 @@ class InvalidRequest(ValueError):
 
     field: str
 
-class QueueFull(RuntimeError): ...
+class QueueFull(RuntimeError):
+    """Every place in the queue, or of the client's share of it, is taken."""
+
+    queue_length: int
+    backlog_ns: int
+
+class DeadlineUnreachable(RuntimeError):
+    """The request would not be done by its deadline; `expected_ns` (CLOCK_MONOTONIC) says when it would."""
+
+    expected_ns: int
+
 class EngineClosed(RuntimeError): ...
 
 class Executor:
@@ -172,6 +182,7 @@ class Engine:
         max_prompt: int = 0,
         max_sessions: int = 16,
         prefix_cache: bool = True,
+        aging_ms: int = 2000,
         slow_cycle_us: int = 10_000,
     ) -> None: ...
     def warm_up(self) -> None: ...
@@ -181,6 +192,7 @@ class Engine:
         self, identity: bytes, request_id: int, tokens: bytes | NDArray[np.int32], params: dict[str, Any]
     ) -> int: ...
     def cancel(self, identity: bytes, request_id: int) -> bool: ...
+    def unpin(self, pin: int) -> bool: ...
     def commit(self, identity: bytes, request_id: int) -> bool: ...
     def drain(self) -> None: ...
     def drained(self) -> bool: ...

@@ -105,7 +105,7 @@ class Harness {
       result.timeline = slot.timeline;
       result.silent_last = event.silent_last;
       CHECK_EQ(result.tokens.size(), static_cast<size_t>(slot.outcome.completion_tokens));
-      slot.state.store(SlotState::kFree, std::memory_order_release);
+      slot.enter(SlotState::kFree);
     }
     return true;
   }

@@ -155,7 +155,7 @@ void decode_everything(ull::Executor& executor, int tokens, Rounds expected = Ro
       if (!event.final) continue;
       --left;
       CHECK(slot.outcome.reason == ull::FinishReason::kLength);
-      slot.state.store(ull::SlotState::kFree, std::memory_order_release);
+      slot.enter(ull::SlotState::kFree);
     }
   }
   engine.stop();

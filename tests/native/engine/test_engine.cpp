@@ -335,7 +335,7 @@ TEST(a_client_may_take_its_share_of_the_queue) {
     for (uint64_t id = 1; id <= 3; ++id) engine.submit(request_of(0, id));
     engine.wait_for_steps(1);
     CHECK_EQ(refusal(engine, request_of(0, 4)),
-             "this client's share of the queue is taken: 3 of its requests wait or run");
+             "this client's share of the queue is taken: 3 of its requests wait, run or are held");
     for (uint64_t id = 5; id <= 7; ++id) CHECK_EQ(refusal(engine, request_of(1, id)), "");
     CHECK_EQ(refusal(engine, request_of(2, 8)), "");
     CHECK_EQ(refusal(engine, request_of(2, 9)), "the queue is full");
@@ -507,7 +507,7 @@ TEST(submissions_are_checked) {
   refused([&](Submission& r) { r.tokens = long_prompt; }, "token_ids");
   refused([&](Submission& r) { r.tokens = foreign; }, "token_ids");
   refused([&](Submission& r) { r.tokens = negative; }, "token_ids");
-  refused([](Submission& r) { r.max_tokens = 0; }, "max_tokens");
+  refused([](Submission& r) { r.max_tokens = -1; }, "max_tokens");
   refused([](Submission& r) { r.sampling.temperature = -1; }, "temperature");
   refused([](Submission& r) { r.sampling.temperature = std::nanf(""); }, "temperature");
   refused([](Submission& r) { r.sampling.top_k = -1; }, "top_k");

@@ -301,7 +301,7 @@ struct GraphEngine {
       if (!event.final) continue;
       ++result.finals;
       result.outcome = slot.outcome;
-      slot.state.store(ull::SlotState::kFree, std::memory_order_release);
+      slot.enter(ull::SlotState::kFree);
     }
     return results[id];
   }

@@ -13,6 +13,8 @@ namespace {
 
 constexpr int kDeliverySlots = 15;  // ended requests that may still be on their way to their clients
 constexpr int kWarmUpRounds = 4;    // of each kind
+constexpr int kWarmUpTokens = 16;   // of a short chunk
+constexpr int64_t kMaxAgingMs = 86'400'000;
 
 EngineOptions checked(const EngineOptions& options) {
   const auto require = [](bool condition, const char* what) {
@@ -29,6 +31,7 @@ EngineOptions checked(const EngineOptions& options) {
   require(options.max_prompt >= 0, "max_prompt: must not be negative");
   require_within(options.max_sessions, 1, kMaxSessions, "max_sessions");
   require(options.slow_cycle_us >= 1, "slow_cycle_us: must be positive");
+  require(options.aging_ms >= 1 && options.aging_ms <= kMaxAgingMs, "aging_ms: must be 1 to 86400000");
   return options;
 }
 
@@ -71,12 +74,16 @@ Engine::Engine(Executor& executor, const std::string& vocabulary_path, const Eng
   loop.cooperative = options.cooperative.value_or(options.core < 0);
   loop.idle = options.idle;
   loop.slow_cycle_ns = options.slow_cycle_us * 1000;
+  loop.aging_ns = options.aging_ms * 1'000'000;
   loop.sessions = {.page_count = info.page_count,
                    .context = context_,
                    .max_sessions = options.max_sessions,
+                   .max_open = kPriorities,
                    .reuse = options.prefix_cache,
                    .copies = info.copies_pages};
   loop_ = std::make_unique<EngineLoop>(*shared_, executor_, vocabulary_, loop);
+  shared_->cached = &loop_->cached();
+  forecast_ = std::make_unique<Forecast>(*shared_, info);
   watchdog_ = std::make_unique<Watchdog>(*shared_, options.watchdog_ms);
 }
 
@@ -104,13 +111,18 @@ void Engine::warm_up() {
   };
   const bool drafts = info.drafters[static_cast<size_t>(DrafterKind::kAuto)];
   int position = std::max(0, std::min(info.prefill_chunk, context_ - kWarmUpRounds - 1));
-  if (position > 0) {
+  StepCosts& costs = loop_->costs();
+  for (const int count : {position, std::min(position, kWarmUpTokens)}) {  // two sizes tell what a token costs
+    if (count == 0) continue;
+    drafted = 0;
+    const int64_t began = monotonic_ns();
     finish(executor_.start_prefill({.tokens = history.data(),
-                                    .count = position,
+                                    .count = count,
                                     .start = 0,
                                     .pages = pages.data(),
                                     .drafted = &drafted,
                                     .speculation = drafts ? DrafterKind::kAuto : DrafterKind::kNone}));
+    costs.prefilled(count, 0, monotonic_ns() - began);
   }
   const Sampling greedy;
   if (const int32_t forced = std::min(info.forced_tokens, position); forced > 0) {
@@ -134,6 +146,7 @@ void Engine::warm_up() {
     if (!info.drafters[kind] || speculation == DrafterKind::kAuto) continue;  // which chooses from the others
     for (int round = 0; round < kWarmUpRounds && position < context_ - 1; ++round) {
       const int most = std::min(info.tokens_per_round, context_ - 1 - position);
+      const int64_t began = monotonic_ns();
       finish(executor_.start_round({.token = history[static_cast<size_t>(position)],
                                     .position = position,
                                     .pages = pages.data(),
@@ -143,6 +156,7 @@ void Engine::warm_up() {
                                     .speculation = speculation,
                                     .drafted = &drafted,
                                     .rehearsal = true}));
+      if (round > 0) costs.round(speculation, result.count, position, monotonic_ns() - began);
       for (int i = 0; i < result.count; ++i) history[static_cast<size_t>(++position)] = result.tokens[i].token;
     }
   }
@@ -257,6 +271,7 @@ uint64_t Engine::submit(const Submission& submission) {
   slot.deadline_ns = submission.deadline_ns;
   slot.rolled_back_tokens = submission.rolled_back_tokens;
   slot.returns_tokens = submission.returns_tokens;
+  slot.pin = submission.pin;
   slot.rehearsal = submission.rehearsal;
   std::copy(submission.tokens.begin(), submission.tokens.end(), slot.tokens.get());
   slot.leading_spaces = vocabulary_.leading_spaces(submission.tokens);
@@ -267,7 +282,9 @@ uint64_t Engine::submit(const Submission& submission) {
   slot.cancel.store(false, std::memory_order_relaxed);
   slot.held.store(submission.hold, std::memory_order_relaxed);
   slot.logprobs_returned.store(0, std::memory_order_relaxed);
-  slot.state.store(SlotState::kActive, std::memory_order_release);
+  if (!slot.rehearsal) foresee(slot);
+  slot.reached.store(0, std::memory_order_relaxed);
+  slot.enter(SlotState::kQueued);
 
   shared_->in_flight.fetch_add(1, std::memory_order_relaxed);
   (void)shared_->submitted.try_push(index);  // has room for every slot
@@ -281,22 +298,40 @@ int Engine::client_share() const noexcept {
   return options_.client_share > 0 ? options_.client_share : std::max(1, options_.queue_depth / 2);
 }
 
+// Writes when the request is expected to be done. Throws DeadlineUnreachable where that is too late.
+void Engine::foresee(RequestSlot& slot) {
+  const Expected expected = forecast_->of(slot, monotonic_ns());
+  slot.timeline.expected_first_ns = expected.first_ns;
+  slot.timeline.expected_done_ns = expected.done_ns;
+  if (slot.deadline_ns == 0) return;
+  if (expected.late_ns > slot.deadline_ns) {
+    throw DeadlineUnreachable("the answer cannot be expected by then", expected.late_ns);
+  }
+  if (!expected.keeps_promises) {
+    throw DeadlineUnreachable("requests that were accepted before would miss their deadlines", expected.late_ns);
+  }
+}
+
 // Whether the queue and the client's share of it have a place left. Throws QueueFull.
 void Engine::check_room(std::span<const uint8_t> client) {
   const int share = client_share();
   int taken = 0;
+  int active = 0;
   for (uint32_t index = 0; index < shared_->slots; ++index) {
     const RequestSlot& slot = shared_->slot(index);
-    const bool active = slot.state.load(std::memory_order_acquire) == SlotState::kActive;
-    if (!active && !(slot.state.load(std::memory_order_acquire) == SlotState::kEnded && slot.held.load())) continue;
+    // What is held takes its client's place, though not the queue's.
+    if (!slot.active() && slot.state.load(std::memory_order_acquire) != SlotState::kHeld) continue;
+    active += slot.active() ? 1 : 0;
     taken += std::ranges::equal(slot.client(), client) ? 1 : 0;
   }
-  const bool full = shared_->in_flight.load(std::memory_order_acquire) > options_.queue_depth;
-  if (!full && taken < share && free_slot() != kNoSlot) return;
+  const bool full = active > options_.queue_depth || free_slot() == kNoSlot;
+  if (!full && taken < share) return;
   ++refused_;
-  if (full || taken < share) throw QueueFull("the queue is full");
-  throw QueueFull("this client's share of the queue is taken: " + std::to_string(taken) +
-                  " of its requests wait or run");
+  const int64_t backlog_ns = forecast_->backlog_ns();
+  if (full) throw QueueFull("the queue is full", queue_length(), backlog_ns);
+  throw QueueFull(
+      "this client's share of the queue is taken: " + std::to_string(taken) + " of its requests wait, run or are held",
+      queue_length(), backlog_ns);
 }
 
 bool Engine::cancel(std::span<const uint8_t> identity, uint64_t id) noexcept {
@@ -304,7 +339,7 @@ bool Engine::cancel(std::span<const uint8_t> identity, uint64_t id) noexcept {
   if (index == kNoSlot) return false;
   const RequestSlot& slot = shared_->slot(index);
   const bool held = slot.held.load(std::memory_order_acquire);
-  if (slot.state.load(std::memory_order_acquire) != SlotState::kActive && !held) return false;
+  if (!slot.active() && !held) return false;
   cancel_slot(index);
   if (held) release();
   return true;
@@ -314,8 +349,16 @@ bool Engine::commit(std::span<const uint8_t> identity, uint64_t id) noexcept {
   const uint32_t index = find(identity, id);
   if (index == kNoSlot) return false;
   RequestSlot& slot = shared_->slot(index);
-  if (slot.cancel.load(std::memory_order_acquire) || !slot.held.exchange(false, std::memory_order_acq_rel)) return false;
+  if (slot.cancel.load(std::memory_order_acquire) || !slot.held.exchange(false, std::memory_order_acq_rel))
+    return false;
   release();
+  return true;
+}
+
+bool Engine::unpin(uint64_t pin) noexcept {
+  if (!shared_->unpins.try_push(pin)) return false;
+  shared_->calls.fetch_add(1, std::memory_order_release);
+  shared_->engine_agent.wake();
   return true;
 }
 
@@ -399,7 +442,8 @@ NamedCounts EngineStats::named() const {
           {"progress", progress},
           {"pages_used", counters.pages_used},
           {"page_count", static_cast<uint64_t>(page_count)},
-          {"sessions", counters.sessions}};
+          {"sessions", counters.sessions},
+          {"suspensions", counters.suspensions}};
 }
 
 NamedCounts EngineStats::by_drafter() const {
@@ -412,12 +456,8 @@ NamedCounts EngineStats::by_drafter() const {
 }
 
 NamedCounts EngineStats::finished() const {
-  return {{"stop", counters.stopped},
-          {"length", counters.length},
-          {"cancelled", counters.cancelled},
-          {"timeout", counters.timeout},
-          {"deadline", counters.deadline},
-          {"error", counters.error}};
+  return {{"stop", counters.stopped},    {"length", counters.length},     {"cancelled", counters.cancelled},
+          {"timeout", counters.timeout}, {"deadline", counters.deadline}, {"error", counters.error}};
 }
 
 const char* Engine::health() const noexcept {

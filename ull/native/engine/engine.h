@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/idle.h"
+#include "engine/forecast.h"
 #include "engine/loop.h"
 #include "engine/shared.h"
 #include "engine/vocabulary.h"
@@ -35,6 +36,7 @@ struct EngineOptions {
   int max_prompt = 0;          // tokens; 0: as many as leave room for one
   int max_sessions = 16;       // conversations whose KV stays resident
   bool prefix_cache = true;
+  int64_t aging_ms = 2000;         // a request that waits for so long counts as one priority more urgent
   int64_t slow_cycle_us = 10'000;  // decode cycles longer than this are counted
 };
 
@@ -56,6 +58,7 @@ struct Submission {
   bool hold = false;        // nothing is delivered before commit()
   int32_t rolled_back_tokens = 0;
   bool returns_tokens = false;
+  uint64_t pin = 0;  // its KV stays under this number, in place of what did before, until unpin(); 0: as all others'
   int64_t received_ns = 0;
   int64_t admitted_ns = 0;
   bool rehearsal = false;  // the daemon's own, before it is ready: nobody counts it, and nothing of it stays
@@ -72,7 +75,18 @@ class InvalidRequest : public std::invalid_argument {
 // Every place in the queue is taken, or every one that the client may take: try again later.
 class QueueFull : public std::runtime_error {
  public:
-  using std::runtime_error::runtime_error;
+  QueueFull(const std::string& reason, int waiting, int64_t backlog)
+      : std::runtime_error(reason), queue_length(waiting), backlog_ns(backlog) {}
+  int queue_length;    // requests that wait
+  int64_t backlog_ns;  // nanoseconds that all that was submitted will take; an estimate
+};
+
+// The request would not be done by its deadline, or another one not by its own that was accepted before.
+class DeadlineUnreachable : public std::runtime_error {
+ public:
+  DeadlineUnreachable(const std::string& reason, int64_t expected)
+      : std::runtime_error(reason), expected_ns(expected) {}
+  int64_t expected_ns;  // CLOCK_MONOTONIC: when it would be done
 };
 
 // The engine takes no requests: not started, draining, stopped or failed.
@@ -115,13 +129,16 @@ class Engine {
   // Ends every request that has not ended (finish reason cancelled), then the threads. Idempotent.
   void stop() noexcept;
 
-  // Returns a handle, unique over the engine's life. Throws InvalidRequest, QueueFull or EngineClosed.
+  // Returns a handle, unique over the engine's life. Throws InvalidRequest, QueueFull, DeadlineUnreachable or
+  // EngineClosed.
   uint64_t submit(const Submission& submission);
   // True if that client has such a request and it had not ended.
   bool cancel(std::span<const uint8_t> identity, uint64_t id) noexcept;
   // Releases what a request that was submitted with `hold` has brought. False if that client has no such request that
   // is held.
   bool commit(std::span<const uint8_t> identity, uint64_t id) noexcept;
+  // What was pinned by that number no longer is. False: too much at once, try again.
+  bool unpin(uint64_t pin) noexcept;
   void drain() noexcept { draining_ = true; }
   // True once every accepted request has ended and its end has been told to the control plane.
   [[nodiscard]] bool drained() const noexcept;
@@ -158,6 +175,7 @@ class Engine {
   void release() noexcept;
   void check(const Submission& submission) const;
   void check_room(std::span<const uint8_t> client);
+  void foresee(RequestSlot& slot);
   [[nodiscard]] uint32_t find(std::span<const uint8_t> identity, uint64_t id) const noexcept;
   [[nodiscard]] uint32_t free_slot() const noexcept;
 
@@ -168,6 +186,7 @@ class Engine {
   int max_prompt_ = 0;
   std::unique_ptr<EngineShared> shared_;
   std::unique_ptr<EngineLoop> loop_;
+  std::unique_ptr<Forecast> forecast_;
   std::unique_ptr<Watchdog> watchdog_;
   std::thread thread_;
   bool started_ = false;

@@ -1,6 +1,8 @@
 #include "engine/loop.h"
 
 #include <algorithm>
+#include <optional>
+#include <utility>
 
 #include "base/clock.h"
 #include "base/cpu.h"
@@ -11,6 +13,15 @@ namespace {
 constexpr int64_t kAbortGraceNs = 2'000'000'000;  // an executor that ignores abort() for longer has failed
 constexpr int64_t kPublishNs = 1'000'000;         // counters are published at least this often while busy
 constexpr uint32_t kPollsPerLook = 64;            // polls of a pending step between two looks at clock and commands
+
+// When a request ends at the latest, of what is yet to come; kNever if it may take as long as it likes.
+int64_t first_limit_ns(const RequestSlot& request, int64_t now) noexcept {
+  int64_t first = kNever;
+  for (const int64_t limit : {request.timeout_ns, request.deadline_ns}) {
+    if (limit > now) first = std::min(first, limit);
+  }
+  return first;
+}
 
 constexpr const char* kInternal = "internal";
 constexpr const char* kDraining = "draining";
@@ -24,7 +35,7 @@ EngineLoop::EngineLoop(EngineShared& shared, Executor& executor, const Vocabular
       vocabulary_(vocabulary),
       options_(options),
       sessions_(options.sessions),
-      queue_(shared.slots) {
+      schedule_(shared.slots, options.aging_ns) {
   // A round may feed what later requests are to find in the cache only where it writes what a prefill would.
   const ExecutorInfo& info = executor.info();
   if (info.reuse == Reuse::kAll) most_forced_ = info.forced_tokens;
@@ -48,11 +59,13 @@ void EngineLoop::run() noexcept {
   agent_.end();
 }
 
-// One request, from the queue to its final event. False if there was none.
+// The most urgent request, until it ends or another one is more urgent. False if there is none.
 bool EngineLoop::do_work() noexcept {
-  look_around(monotonic_ns());
-  if (queue_.empty()) return false;
-  serve(queue_.take());
+  const int64_t now = monotonic_ns();
+  look_around(now);
+  const std::optional<Priority> next = schedule_.choose(now, [this](uint32_t slot) { return may_begin(slot); });
+  if (!next) return false;
+  serve(*next);
   publish();
   return true;
 }
@@ -72,58 +85,120 @@ void EngineLoop::idle() noexcept {
   });
 }
 
-void EngineLoop::serve(uint32_t slot) noexcept {
-  RequestSlot& request = shared_.slot(slot);
-  const bool rehearsal = request.rehearsal;
-  const uint64_t progress = shared_.progress.load(std::memory_order_relaxed);
-  run_ = Run{};
-  run_.request = &request;
-  run_.slot = slot;
-  run_.text.reset(&request.stops, request.leading_spaces);
-  run_.session = &sessions_.open(request.prompt());
+void EngineLoop::serve(Priority priority) noexcept {
+  const int64_t now = monotonic_ns();
+  run_ = &run_of(priority);
+  if (schedule_.begun(priority)) {
+    schedule_.resume(priority, now);
+  } else {
+    begin(schedule_.begin(priority, now));
+  }
+  run_->request->enter(SlotState::kPrefilling);
   // seq_cst, like the canceller's store to `cancel` and load of `running`: one of the two sees the other.
-  shared_.running.store(slot, std::memory_order_seq_cst);
+  shared_.running.store(run_->slot, std::memory_order_seq_cst);
+  Ending ending = check_commands(now);
+  if (!ending) ending = open_session();
+  if (!ending) ending = prefill();
+  if (!ending) ending = decode();
+  shared_.running.store(kNoSlot, std::memory_order_seq_cst);
+  if (ending.suspended) {
+    suspend();
+  } else {
+    end_run(*run_, ending);
+  }
+  run_ = nullptr;
+}
+
+void EngineLoop::begin(uint32_t slot) noexcept {
+  RequestSlot& request = shared_.slot(slot);
+  *run_ = Run{};
+  run_->request = &request;
+  run_->slot = slot;
+  run_->progress_before = shared_.progress.load(std::memory_order_relaxed);
+  run_->text.reset(&request.stops, request.leading_spaces);
   request.timeline.started_ns = monotonic_ns();
-  request.outcome.cached_tokens = run_.session->size();
   EngineCounters& counted = counters(request);
   ++counted.started;
   counted.prompt_tokens += static_cast<uint64_t>(request.prompt_tokens);
-  counted.cached_tokens += static_cast<uint64_t>(run_.session->size());
-  counted.prefix_hits += run_.session->size() > 0 ? 1 : 0;
-
-  Ending ending = check_commands(request.timeline.started_ns);
-  if (!ending) ending = take_over();
-  if (!ending) ending = prefill();
-  if (!ending) ending = decode();
-  end_running(ending);  // the slot may be another request's now
-  if (!rehearsal) return;
-  shared_.rehearsed_progress.fetch_add(shared_.progress.load(std::memory_order_relaxed) - progress,
-                                       std::memory_order_release);
 }
 
-// Copies what the session has of another's page: it goes on writing there.
-EngineLoop::Ending EngineLoop::take_over() noexcept {
-  const PageCopy& copy = run_.session->copy();
+void EngineLoop::suspend() noexcept {
+  if (run_->announced < run_->completed) announce();
+  run_->last_round_ns = 0;  // the wait is no slow cycle
+  run_->request->enter(SlotState::kSuspended);
+  schedule_.suspend(monotonic_ns());
+  ++counters(*run_->request).suspensions;
+}
+
+// Whether a more urgent request is to come first.
+bool EngineLoop::outranked(int64_t now) noexcept {
+  if (!schedule_.changed(now)) return false;
+  return schedule_.choose(now, [this](uint32_t slot) { return may_begin(slot); }) != run_->request->priority;
+}
+
+// Whether a request may begin beside those that are suspended. Where what a suspended request has computed can be
+// computed again, bit for bit, its pages are taken if they are needed; elsewhere there must be enough for all to the
+// end.
+bool EngineLoop::may_begin(uint32_t slot) noexcept {
+  if (executor_.info().reuse == Reuse::kAll) return true;
+  const auto needs = [](const RequestSlot& request) { return pages_for(request.prompt_tokens + request.max_tokens); };
+  int pages = sessions_.pages_pinned() + needs(shared_.slot(slot));
+  for (int i = 0; i < kPriorities; ++i) {
+    const auto priority = static_cast<Priority>(i);
+    if (schedule_.begun(priority)) pages += needs(*run_of(priority).request);
+  }
+  return pages <= sessions_.page_count();
+}
+
+// Finds what is cached of the request's text, and copies what it takes over of another's page: it goes on writing
+// there. Nothing to do for one that has kept its session.
+EngineLoop::Ending EngineLoop::open_session() noexcept {
+  if (run_->session != nullptr) return {};
+  const RequestSlot& request = *run_->request;
+  const std::span<const int32_t> text{request.tokens.get(), static_cast<size_t>(run_->text_tokens())};
+  run_->session = &sessions_.open(text, request.pin);
+  if (run_->completed == 0) {
+    const int32_t cached = run_->session->size();
+    run_->request->outcome.cached_tokens = cached;
+    EngineCounters& counted = counters(request);
+    counted.cached_tokens += static_cast<uint64_t>(cached);
+    counted.prefix_hits += cached > 0 ? 1 : 0;
+  }
+  const PageCopy& copy = run_->session->copy();
   if (copy.tokens == 0) return {};
   const CopyStep step{.from_page = copy.from, .to_page = copy.to, .tokens = copy.tokens};
   if (const Ending ending = run_step([&] { return executor_.start_copy(step); })) return ending;
-  run_.session->copied();
+  run_->session->copied();
   return {};
 }
 
-// Puts all of the prompt but its last tokens into the cache; the first round feeds these, at least one, at most as many
-// as a round may take.
+// Makes the session's page table cover `tokens`, if need be with the pages of suspended requests, the least urgent
+// first: these read their text again. False if there are not enough.
+bool EngineLoop::reserve(int32_t tokens) noexcept {
+  Session& session = *run_->session;
+  for (int i = kPriorities - 1; sessions_.reserve(session, tokens) != Status::kOk; --i) {
+    if (i < 0 || executor_.info().reuse != Reuse::kAll) return false;
+    Run& other = run_of(static_cast<Priority>(i));
+    if (!schedule_.suspended(static_cast<Priority>(i)) || other.session == nullptr) continue;
+    sessions_.close(*other.session, other.session->size());
+    other.session = nullptr;
+  }
+  return true;
+}
+
+// Puts all of the text but its last tokens into the cache; the next round feeds these, at least one, and of a prompt at
+// most as many as a round may take.
 EngineLoop::Ending EngineLoop::prefill() noexcept {
-  RequestSlot& request = *run_.request;
-  Session& session = *run_.session;
+  RequestSlot& request = *run_->request;
+  Session& session = *run_->session;
   const int32_t chunk = executor_.info().prefill_chunk;
-  const int32_t end = request.max_tokens > 0 ? request.prompt_tokens - 1 - most_forced_ : request.prompt_tokens;
+  const int32_t forced = run_->completed == 0 ? most_forced_ : 0;
+  const int32_t end = request.max_tokens > 0 ? run_->text_tokens() - 1 - forced : request.prompt_tokens;
+  int64_t now = monotonic_ns();
   while (session.size() < end) {
     const int32_t start = session.size();
     const int32_t count = std::min(chunk, end - start);
-    if (sessions_.reserve(session, start + count) != Status::kOk) {
-      return {FinishReason::kError, kInternal, "the KV cache is full"};
-    }
+    if (!reserve(start + count)) return {FinishReason::kError, kInternal, "the KV cache is full"};
     const PrefillStep step{.tokens = request.tokens.get() + start,
                            .count = count,
                            .start = start,
@@ -132,25 +207,29 @@ EngineLoop::Ending EngineLoop::prefill() noexcept {
                            .speculation = request.speculation};
     if (const Ending ending = run_step([&] { return executor_.start_prefill(step); })) return ending;
     session.append({step.tokens, static_cast<size_t>(count)});
+    request.reached.store(session.size(), std::memory_order_relaxed);
     ++counters(request).prefill_chunks;
-    if (const Ending ending = check_commands(monotonic_ns())) return ending;
+    const int64_t began = std::exchange(now, monotonic_ns());
+    costs_.prefilled(count, start, now - began);
+    if (const Ending ending = check_commands(now)) return ending;
+    if (session.size() < end && outranked(now)) return {.suspended = true};
   }
-  request.timeline.prefilled_ns = monotonic_ns();
-  return {request.max_tokens > 0 ? FinishReason::kNone : FinishReason::kLength};
+  if (run_->completed == 0) request.timeline.prefilled_ns = now;
+  if (request.max_tokens == 0) return {FinishReason::kLength};
+  request.enter(SlotState::kRunning);
+  return outranked(now) ? Ending{.suspended = true} : Ending{};
 }
 
 // Rounds until something ends the request. The session always holds the tokens before the one to feed, so
 // request.tokens[session.size()] is that token.
 EngineLoop::Ending EngineLoop::decode() noexcept {
-  RequestSlot& request = *run_.request;
-  Session& session = *run_.session;
+  RequestSlot& request = *run_->request;
+  Session& session = *run_->session;
   for (;;) {
     const int32_t position = session.size();
-    const int32_t forced = std::max(0, request.prompt_tokens - 1 - position);  // the first round's alone
-    const int32_t most = std::min(executor_.info().tokens_per_round, request.max_tokens - run_.completed);
-    if (sessions_.reserve(session, position + forced + most) != Status::kOk) {
-      return {FinishReason::kError, kInternal, "the KV cache is full"};
-    }
+    const int32_t forced = std::max(0, run_->text_tokens() - 1 - position);  // the first round's alone
+    const int32_t most = std::min(executor_.info().tokens_per_round, request.max_tokens - run_->completed);
+    if (!reserve(position + forced + most)) return {FinishReason::kError, kInternal, "the KV cache is full"};
     const RoundStep step{.token = request.tokens[position],
                          .position = position,
                          .pages = session.page_table(),
@@ -169,13 +248,14 @@ EngineLoop::Ending EngineLoop::decode() noexcept {
     if (const Ending ending = accept_round(step)) return ending;
     announce();
     agent_.give_way();
-    if (const Ending ending = check_commands(run_.last_round_ns)) return ending;
+    if (const Ending ending = check_commands(run_->last_round_ns)) return ending;
+    if (outranked(run_->last_round_ns)) return {.suspended = true};
   }
 }
 
 // Takes over a round's tokens up to the one that ends the request, if any.
 EngineLoop::Ending EngineLoop::accept_round(const RoundStep& step) noexcept {
-  RequestSlot& request = *run_.request;
+  RequestSlot& request = *run_->request;
   const int64_t now = monotonic_ns();
   const int32_t most = step.forced > 0 ? 1 : step.max_tokens;
   const bool valid = result_.count >= 1 && result_.count <= most && result_.accepted >= 0 &&
@@ -189,15 +269,18 @@ EngineLoop::Ending EngineLoop::accept_round(const RoundStep& step) noexcept {
     return {FinishReason::kError, kInternal, "the executor returned an impossible result"};
   }
 
-  if (run_.last_round_ns != 0 && !request.rehearsal) {
-    const int64_t cycle = now - run_.last_round_ns;
+  if (run_->last_round_ns != 0 && !request.rehearsal) {
+    const int64_t cycle = now - run_->last_round_ns;
     shared_.round_ns.record(cycle);
     counters_.longest_cycle_ns = std::max(counters_.longest_cycle_ns, static_cast<uint64_t>(cycle));
     counters_.slow_cycles += cycle > options_.slow_cycle_ns ? 1 : 0;
+    costs_.round(request.speculation, result_.count, step.position, cycle);
+  } else if (step.forced > 0) {
+    costs_.prefilled(step.forced + 1, step.position, now - request.timeline.prefilled_ns);
   }
-  run_.last_round_ns = now;
-  if (run_.completed == run_.announced) run_.unannounced_ns = now;
-  if (run_.completed == 0) request.timeline.first_token_ns = now;
+  run_->last_round_ns = now;
+  if (run_->completed == run_->announced) run_->unannounced_ns = now;
+  if (run_->completed == 0) request.timeline.first_token_ns = now;
   request.timeline.last_token_ns = now;
   count_round();
 
@@ -208,28 +291,29 @@ EngineLoop::Ending EngineLoop::accept_round(const RoundStep& step) noexcept {
     if (request.sampling.top_logprobs >= 0) {
       if (ending = take_logprob(token); ending) break;
     }
-    request.tokens[request.prompt_tokens + run_.completed] = token.token;
-    ++run_.completed;
+    request.tokens[request.prompt_tokens + run_->completed] = token.token;
+    ++run_->completed;
     ++kept;
     const int32_t* stop_ids = request.stop_ids.data();
     if (std::find(stop_ids, stop_ids + request.stop_id_count, token.token) != stop_ids + request.stop_id_count) {
-      run_.silent_last = true;
+      run_->silent_last = true;
       ending = {FinishReason::kStop};
     } else if (request.stops.count() > 0) {
       NoText nowhere;
-      if (run_.text.feed(vocabulary_.piece(token.token), nowhere)) ending = {FinishReason::kStop};
+      if (run_->text.feed(vocabulary_.piece(token.token), nowhere)) ending = {FinishReason::kStop};
     }
-    if (!ending && run_.completed == request.max_tokens) ending = {FinishReason::kLength};
+    if (!ending && run_->completed == request.max_tokens) ending = {FinishReason::kLength};
   }
   // In the cache now: the tokens that were fed and those kept, but for the last, which the next round feeds.
-  run_.session->append({request.tokens.get() + step.position, static_cast<size_t>(step.forced + kept)});
+  run_->session->append({request.tokens.get() + step.position, static_cast<size_t>(step.forced + kept)});
+  request.reached.store(run_->session->size(), std::memory_order_relaxed);
   counters(request).completion_tokens += static_cast<uint64_t>(kept);
   return ending;
 }
 
 void EngineLoop::count_round() noexcept {
-  run_.request->rounds.count(result_);
-  EngineCounters& counted = counters(*run_.request);
+  run_->request->rounds.count(result_);
+  EngineCounters& counted = counters(*run_->request);
   ++counted.rounds;
   ++counted.rounds_by_drafter[static_cast<size_t>(result_.drafter)];
   counted.drafted_tokens += static_cast<uint64_t>(result_.tree_tokens - 1);
@@ -240,41 +324,47 @@ void EngineLoop::count_round() noexcept {
 // Tells the io thread of the accepted tokens. If its ring is full they stay unannounced and go with the next round's:
 // the engine never waits for the io thread. Room for every slot's final event is kept free.
 void EngineLoop::announce() noexcept {
-  const EngineEvent event{.time_ns = run_.unannounced_ns,
-                          .slot = run_.slot,
-                          .index = run_.announced,
-                          .count = run_.completed - run_.announced,
-                          .logprobs = run_.first_logprob};
+  const EngineEvent event{.time_ns = run_->unannounced_ns,
+                          .slot = run_->slot,
+                          .index = run_->announced,
+                          .count = run_->completed - run_->announced,
+                          .logprobs = run_->first_logprob};
   if (!shared_.events.try_push(event, shared_.slots)) return;
   shared_.io_agent.wake();
-  run_.announced = run_.completed;
-  run_.first_logprob = run_.last_logprob = -1;
+  run_->announced = run_->completed;
+  run_->first_logprob = run_->last_logprob = -1;
 }
 
-void EngineLoop::end_running(const Ending& ending) noexcept {
-  RequestSlot& request = *run_.request;
-  shared_.running.store(kNoSlot, std::memory_order_seq_cst);
-  sessions_.close(*run_.session, reusable_tokens());
-  request.outcome.completion_tokens = run_.completed;
-  end(run_.slot, ending,
-      {.time_ns = run_.unannounced_ns,
-       .slot = run_.slot,
-       .index = run_.announced,
-       .count = run_.completed - run_.announced,
-       .logprobs = run_.first_logprob,
-       .silent_last = run_.silent_last,
-       .final = true});
+void EngineLoop::end_run(Run& run, const Ending& ending) noexcept {
+  RequestSlot& request = *run.request;
+  if (run.session != nullptr) sessions_.close(*run.session, reusable_tokens(run), request.pin);
+  schedule_.end(request.priority);
+  request.outcome.completion_tokens = run.completed;
+  const bool rehearsal = request.rehearsal;
+  end(run.slot, ending,
+      {.time_ns = run.unannounced_ns,
+       .slot = run.slot,
+       .index = run.announced,
+       .count = run.completed - run.announced,
+       .logprobs = run.first_logprob,
+       .silent_last = run.silent_last,
+       .final = true});  // the slot may be another request's now
+  run.session = nullptr;
+  if (!rehearsal) return;
+  shared_.rehearsed_progress.fetch_add(shared_.progress.load(std::memory_order_relaxed) - run.progress_before,
+                                       std::memory_order_release);
 }
 
 // How many of the session's tokens may serve later requests. What an earlier request left in it was cut likewise and is
 // a prefix of this prompt, so that all of the prompt but its last token was written by one prefill or another.
-int EngineLoop::reusable_tokens() const noexcept {
-  if (shared_.failed.load(std::memory_order_relaxed) || run_.request->rehearsal) return 0;
+int EngineLoop::reusable_tokens(const Run& run) const noexcept {
+  const RequestSlot& request = *run.request;
+  if (shared_.failed.load(std::memory_order_relaxed) || request.rehearsal) return 0;
   switch (executor_.info().reuse) {
     case Reuse::kAll:
-      return run_.session->size();
+      return run.session->size();
     case Reuse::kPrompt:
-      return run_.request->prompt_tokens - (run_.request->max_tokens > 0 ? 1 : 0);
+      return request.prompt_tokens - (request.max_tokens > 0 ? 1 : 0);
     case Reuse::kNothing:
       break;
   }
@@ -310,7 +400,9 @@ void EngineLoop::end(uint32_t slot, const Ending& ending, const EngineEvent& las
   request.outcome.error_code = ending.error_code;
   request.outcome.error_message = ending.error_message;
   request.timeline.done_ns = monotonic_ns();
-  request.state.store(SlotState::kEnded, std::memory_order_release);
+  const SlotState was = request.state.load(std::memory_order_relaxed);
+  const bool computed = was == SlotState::kPrefilling || was == SlotState::kRunning;
+  request.enter(computed && request.held.load(std::memory_order_acquire) ? SlotState::kHeld : SlotState::kEnded);
   shared_.in_flight.fetch_sub(1, std::memory_order_release);
   shared_.progress.fetch_add(1, std::memory_order_relaxed);
   (void)shared_.events.try_push(last);  // cannot fail: announce() keeps room for every slot's final event
@@ -330,7 +422,7 @@ EngineLoop::Ending EngineLoop::run_step(Start&& start) noexcept {
         return {};
       case Status::kAborted:
         if (const Ending ending = check_commands(monotonic_ns())) return ending;
-        ++counters(*run_.request).repeated_steps;
+        ++counters(*run_->request).repeated_steps;
         continue;
       case Status::kOutOfPages:
         return {FinishReason::kError, kInternal, "the executor ran out of KV pages"};
@@ -362,9 +454,9 @@ Status EngineLoop::wait_for_step() noexcept {
 }
 
 bool EngineLoop::take_record(int32_t& record) noexcept {
-  const int32_t held = run_.logprobs_taken - run_.request->logprobs_returned.load(std::memory_order_relaxed);
+  const int32_t held = run_->logprobs_taken - run_->request->logprobs_returned.load(std::memory_order_relaxed);
   if (held >= kLogprobRecordsPerRequest || !shared_.free_logprobs.try_pop(record)) return false;
-  ++run_.logprobs_taken;
+  ++run_->logprobs_taken;
   return true;
 }
 
@@ -373,29 +465,29 @@ bool EngineLoop::take_record(int32_t& record) noexcept {
 EngineLoop::Ending EngineLoop::take_logprob(const RoundToken& token) noexcept {
   int32_t index = -1;
   if (!take_record(index)) {
-    ++counters(*run_.request).logprob_waits;
-    if (run_.announced < run_.completed) announce();
+    ++counters(*run_->request).logprob_waits;
+    if (run_->announced < run_->completed) announce();
     while (!take_record(index)) {
       cpu_relax();
       agent_.give_way();
       if (const Ending ending = check_commands(monotonic_ns())) return ending;
-      if (run_.announced < run_.completed) announce();
+      if (run_->announced < run_->completed) announce();
     }
-    run_.last_round_ns = 0;  // the wait is the client's, not a slow cycle
-    if (run_.completed == run_.announced) run_.unannounced_ns = monotonic_ns();
+    run_->last_round_ns = 0;  // the wait is the client's, not a slow cycle
+    if (run_->completed == run_->announced) run_->unannounced_ns = monotonic_ns();
   }
   LogprobRecord& record = shared_.logprobs[static_cast<size_t>(index)];
   record.token.token = token.token;
   record.token.logprob = token.logprob;
-  record.token.top_count = std::clamp(token.top_count, 0, run_.request->sampling.top_logprobs);
+  record.token.top_count = std::clamp(token.top_count, 0, run_->request->sampling.top_logprobs);
   std::copy_n(token.top, record.token.top_count, record.token.top);
   record.next = -1;
-  if (run_.first_logprob < 0) {
-    run_.first_logprob = index;
+  if (run_->first_logprob < 0) {
+    run_->first_logprob = index;
   } else {
-    shared_.logprobs[static_cast<size_t>(run_.last_logprob)].next = index;
+    shared_.logprobs[static_cast<size_t>(run_->last_logprob)].next = index;
   }
-  run_.last_logprob = index;
+  run_->last_logprob = index;
   return {};
 }
 
@@ -409,11 +501,11 @@ bool EngineLoop::beat() noexcept {
 // Looks at commands and deadlines; says whether the running request must end. Two loads when nothing has happened.
 EngineLoop::Ending EngineLoop::check_commands(int64_t now) noexcept {
   agent_.end_cycle(now, true);
-  if (shared_.calls.load(std::memory_order_acquire) != seen_calls_ || now >= queue_.next_deadline_ns()) {
+  if (shared_.calls.load(std::memory_order_acquire) != seen_calls_ || now >= next_limit_ns_) {
     look_around(now);
   }
   if (now - published_ns_ >= kPublishNs) publish();
-  return interruption(*run_.request, now);
+  return interruption(*run_->request, now);
 }
 
 EngineLoop::Ending EngineLoop::interruption(const RequestSlot& request, int64_t now) const noexcept {
@@ -435,16 +527,28 @@ EngineLoop::Ending EngineLoop::executor_failure() const noexcept {
   return {FinishReason::kError, kInternal, reason != nullptr ? reason : "the executor failed"};
 }
 
-// Takes what was submitted into the queue and ends the queued requests that are cancelled, late, or cannot be served.
+// Takes what was submitted into the queues and ends the requests that wait, or are suspended, and are cancelled, late,
+// or cannot be served.
 void EngineLoop::look_around(int64_t now) noexcept {
   seen_calls_ = shared_.calls.load(std::memory_order_acquire);
+  uint64_t pin = 0;
+  while (shared_.unpins.try_pop(pin)) sessions_.unpin(pin);
   uint32_t slot = kNoSlot;
-  while (shared_.submitted.try_pop(slot)) queue_.push(slot, shared_.slot(slot));
-  queue_.remove_if([&](uint32_t waiting, const RequestSlot& request) {
+  while (shared_.submitted.try_pop(slot)) schedule_.push(slot, shared_.slot(slot), now);
+  schedule_.remove_if([&](uint32_t waiting, const RequestSlot& request) {
     const Ending ending = interruption(request, now);
     if (ending) end(waiting, ending, {.slot = waiting, .final = true});
     return static_cast<bool>(ending);
   });
+  next_limit_ns_ = schedule_.next_limit_ns();
+  for (int i = 0; i < kPriorities; ++i) {
+    const auto priority = static_cast<Priority>(i);
+    if (!schedule_.begun(priority)) continue;
+    Run& run = run_of(priority);
+    next_limit_ns_ = std::min(next_limit_ns_, first_limit_ns(*run.request, now));
+    if (!schedule_.suspended(priority)) continue;
+    if (const Ending ending = interruption(*run.request, now)) end_run(run, ending);
+  }
 }
 
 void EngineLoop::publish() noexcept {
@@ -452,6 +556,7 @@ void EngineLoop::publish() noexcept {
   counters_.pages_used = static_cast<uint64_t>(sessions_.pages_used());
   counters_.sessions = static_cast<uint64_t>(sessions_.resident());
   shared_.counters.store(counters_);
+  shared_.costs.store(costs_);
 }
 
 }  // namespace ull

@@ -1,11 +1,13 @@
-// The engine thread: takes a request, prefills its prompt, decodes rounds, reports what happened. See loop.cpp, which
-// reads top to bottom.
+// The engine thread: takes the most urgent request, prefills its prompt, decodes rounds, reports what happened. See
+// loop.cpp, which reads top to bottom. Between two steps a more urgent request may come first: what one request has
+// come to lies in its Run, and it goes on from there.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "base/idle.h"
-#include "engine/queue.h"
+#include "engine/schedule.h"
 #include "engine/shared.h"
 #include "engine/vocabulary.h"
 #include "executor/executor.h"
@@ -22,6 +24,7 @@ class EngineLoop final : private Pulse {
     bool cooperative = false;  // gives its core away for a moment wherever others may be waiting for it
     IdleMode idle = IdleMode::kAdaptive;
     int64_t slow_cycle_ns = 10'000'000;  // cycles longer than this are counted
+    int64_t aging_ns = 2'000'000'000;    // see Schedule
     SessionCache::Options sessions;
   };
 
@@ -30,13 +33,18 @@ class EngineLoop final : private Pulse {
   // The body of the engine thread; returns once shared.stopping is set and every accepted request has ended.
   void run() noexcept;
 
+  // Before run(): what is known of the steps' costs already.
+  [[nodiscard]] StepCosts& costs() noexcept { return costs_; }
+  // For guesses by other threads.
+  [[nodiscard]] const CachedPages& cached() const noexcept { return sessions_.cached(); }
+
  private:
-  // The request being served.
+  // A request that has begun.
   struct Run {
     RequestSlot* request = nullptr;
     uint32_t slot = kNoSlot;
-    Session* session = nullptr;
-    TextAssembler text;  // finds the stop strings; the io thread has its own
+    Session* session = nullptr;  // null: it has none yet, or has lost it while it was suspended
+    TextAssembler text;          // finds the stop strings; the io thread has its own
     int64_t last_round_ns = 0;
     int32_t completed = 0;       // completion tokens accepted
     int32_t announced = 0;       // of those, told to the io thread
@@ -45,28 +53,38 @@ class EngineLoop final : private Pulse {
     int32_t last_logprob = -1;
     int32_t logprobs_taken = 0;
     bool silent_last = false;
+    uint64_t progress_before = 0;
+
+    // Tokens of its text: the prompt, and what has followed.
+    [[nodiscard]] int32_t text_tokens() const noexcept { return request->prompt_tokens + completed; }
   };
 
-  // Why a request ends; kNone: it goes on.
+  // Why the work on a request ends; kNone: it goes on.
   struct Ending {
     FinishReason reason = FinishReason::kNone;
     const char* error_code = nullptr;
     const char* error_message = nullptr;
-    [[nodiscard]] explicit operator bool() const noexcept { return reason != FinishReason::kNone; }
+    bool suspended = false;  // it does not end: a more urgent one comes first
+    [[nodiscard]] explicit operator bool() const noexcept { return reason != FinishReason::kNone || suspended; }
   };
 
   [[nodiscard]] bool do_work() noexcept;
   void idle() noexcept;
 
-  void serve(uint32_t slot) noexcept;
-  [[nodiscard]] Ending take_over() noexcept;
+  void serve(Priority priority) noexcept;
+  void begin(uint32_t slot) noexcept;
+  void suspend() noexcept;
+  [[nodiscard]] bool outranked(int64_t now) noexcept;
+  [[nodiscard]] bool may_begin(uint32_t slot) noexcept;
+  [[nodiscard]] Ending open_session() noexcept;
+  [[nodiscard]] bool reserve(int32_t tokens) noexcept;
   [[nodiscard]] Ending prefill() noexcept;
   [[nodiscard]] Ending decode() noexcept;
   [[nodiscard]] Ending accept_round(const RoundStep& step) noexcept;
   void count_round() noexcept;
   void announce() noexcept;
-  void end_running(const Ending& ending) noexcept;
-  [[nodiscard]] int reusable_tokens() const noexcept;
+  void end_run(Run& run, const Ending& ending) noexcept;
+  [[nodiscard]] int reusable_tokens(const Run& run) const noexcept;
   void end(uint32_t slot, const Ending& ending, const EngineEvent& last) noexcept;
 
   template <typename Start>
@@ -81,6 +99,7 @@ class EngineLoop final : private Pulse {
   [[nodiscard]] Ending executor_failure() const noexcept;
   void look_around(int64_t now) noexcept;
   void publish() noexcept;
+  [[nodiscard]] Run& run_of(Priority priority) noexcept { return runs_[static_cast<size_t>(priority)]; }
   // Where what this request does is counted.
   [[nodiscard]] EngineCounters& counters(const RequestSlot& request) noexcept {
     return request.rehearsal ? rehearsed_ : counters_;
@@ -92,13 +111,16 @@ class EngineLoop final : private Pulse {
   const Vocabulary& vocabulary_;
   const Options options_;
   SessionCache sessions_;
-  RequestQueue queue_;
-  Run run_;
-  int32_t most_forced_ = 0;  // prompt tokens that a round may take behind the first
+  Schedule schedule_;
+  std::array<Run, kPriorities> runs_;  // what has begun, by priority
+  Run* run_ = nullptr;                 // what is worked on, of these
+  int32_t most_forced_ = 0;            // prompt tokens that a round may take behind the first
   RoundResult result_;
   EngineCounters counters_;
+  StepCosts costs_;
   EngineCounters rehearsed_;  // in the place of counters_, for requests that nobody counts
   uint32_t seen_calls_ = 0;
+  int64_t next_limit_ns_ = 0;  // when a request may next have to end because of the time
   int64_t idle_since_ns_ = 0;
   int64_t published_ns_ = 0;
 };

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cassert>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -115,12 +116,54 @@ class WarningList {
   std::array<std::array<char, kMaxWarningBytes>, kMaxWarnings> bytes_;
 };
 
-enum class SlotState : uint8_t { kFree, kActive, kEnded };  // kEnded: its final event is on its way
+// What a request is doing. Of all requests one at most is prefilling or running.
+enum class SlotState : uint8_t {
+  kFree,        // there is none
+  kQueued,      // it waits to begin
+  kPrefilling,  // its prompt is being read
+  kRunning,     // its rounds are being run
+  kSuspended,   // it has begun, and waits for a more urgent one
+  kHeld,        // it has ended, and nothing is delivered before it is committed or dropped
+  kEnded,       // it has ended, and its final event is on its way
+};
+
+// The transitions that there are.
+[[nodiscard]] constexpr bool may_follow(SlotState from, SlotState to) noexcept {
+  switch (to) {
+    case SlotState::kQueued:
+      return from == SlotState::kFree;
+    case SlotState::kPrefilling:
+      return from == SlotState::kQueued || from == SlotState::kSuspended;
+    case SlotState::kRunning:
+      return from == SlotState::kPrefilling;
+    case SlotState::kSuspended:
+      return from == SlotState::kPrefilling || from == SlotState::kRunning;
+    case SlotState::kHeld:
+      return from == SlotState::kPrefilling || from == SlotState::kRunning;
+    case SlotState::kEnded:
+      return from != SlotState::kFree && from != SlotState::kEnded && from != SlotState::kHeld;
+    case SlotState::kFree:
+      return from == SlotState::kHeld || from == SlotState::kEnded;
+  }
+  return false;
+}
 
 struct RequestSlot {
+  // By the control thread from kFree to kQueued, by the io thread to kFree, else by the engine thread.
+  void enter(SlotState next) noexcept {
+    assert(may_follow(state.load(std::memory_order_relaxed), next));
+    state.store(next, std::memory_order_release);
+  }
+  // Whether the engine has it.
+  [[nodiscard]] bool active() const noexcept {
+    const SlotState now = state.load(std::memory_order_acquire);
+    return now != SlotState::kFree && now != SlotState::kHeld && now != SlotState::kEnded;
+  }
+
   std::atomic<SlotState> state{SlotState::kFree};
+  std::atomic<int32_t> reached{0};  // tokens of it that are in the KV cache, for guesses by other threads
   std::atomic<bool> cancel{false};
-  std::atomic<bool> held{false};  // nothing of it is delivered until this is false, or `cancel` is true
+  std::atomic<bool> held{false};              // nothing of it is delivered until this is false, or `cancel` is true
   std::atomic<int32_t> logprobs_returned{0};  // records that the io thread has given back
 
   // The request; immutable from submission on.
@@ -139,11 +182,12 @@ struct RequestSlot {
   WarningList warnings;
   LeadingSpaces leading_spaces;  // that the completion's text loses
   Priority priority = Priority::kInteractive;
-  int64_t timeout_ns = 0;           // CLOCK_MONOTONIC, as is the next; 0: none. It ends the request, ...
-  int64_t deadline_ns = 0;          // ... and so does this, which also says when it must be served
-  int32_t rolled_back_tokens = 0;   // of the session that it goes on from: only for its usage
-  bool returns_tokens = false;      // the control plane is told the completion's ids
-  bool rehearsal = false;        // the daemon's own, before it is ready: nobody counts it, and nothing of it stays
+  int64_t timeout_ns = 0;          // CLOCK_MONOTONIC, as is the next; 0: none. It ends the request, ...
+  int64_t deadline_ns = 0;         // ... and so does this, which also says when it must be served
+  int32_t rolled_back_tokens = 0;  // of the session that it goes on from: only for its usage
+  uint64_t pin = 0;                // by whom its KV is pinned when it has ended; 0: nobody
+  bool returns_tokens = false;     // the control plane is told the completion's ids
+  bool rehearsal = false;          // the daemon's own, before it is ready: nobody counts it, and nothing of it stays
 
   // The engine's results. tokens[prompt_tokens + i] is completion token i; it is written before the event that
   // announces it and never changes, so the io thread reads ids from here however far it has fallen behind.

@@ -9,7 +9,9 @@
 
 #include "base/event_fd.h"
 #include "base/histogram.h"
+#include "engine/costs.h"
 #include "engine/request.h"
+#include "kv/page_hash.h"
 #include "sync/agent.h"
 #include "sync/beat.h"
 #include "sync/seqlock.h"
@@ -43,10 +45,12 @@ struct EngineCounters {
   uint64_t longest_cycle_ns = 0;  // longest time from one round's tokens to the next's, within a request
   uint64_t slow_cycles = 0;       // cycles longer than the threshold
   uint64_t pages_used = 0;
-  uint64_t sessions = 0;  // resident
+  uint64_t sessions = 0;     // resident
+  uint64_t suspensions = 0;  // times a request had to wait for a more urgent one
 };
 
 inline constexpr uint32_t kNoSlot = UINT32_MAX;
+inline constexpr size_t kMaxUnpins = 1024;    // under way
 inline constexpr int kLogprobRecords = 8192;  // tokens with logprobs between the engine and io threads
 // One request may hold half of them, so that a client that reads slowly leaves enough for the next.
 inline constexpr int kLogprobRecordsPerRequest = kLogprobRecords / 2;
@@ -57,6 +61,7 @@ struct EngineShared {
       : slots(static_cast<size_t>(slot_count)),
         slot_memory(std::make_unique<RequestSlot[]>(slots)),
         submitted(slots),
+        unpins(kMaxUnpins),
         events(2 * slots + 1024),
         logprobs(std::make_unique<LogprobRecord[]>(kLogprobRecords)),
         free_logprobs(kLogprobRecords) {
@@ -79,6 +84,7 @@ struct EngineShared {
   const size_t slots;
   const std::unique_ptr<RequestSlot[]> slot_memory;  // [slots]
   SpscRing<uint32_t> submitted;                      // control -> engine: slot indices
+  SpscRing<uint64_t> unpins;                         // control -> engine: pins that are given up
   SpscRing<EngineEvent> events;                      // engine -> io
   const std::unique_ptr<LogprobRecord[]> logprobs;   // [kLogprobRecords]
   SpscRing<int32_t> free_logprobs;                   // io -> engine: indices into logprobs
@@ -101,7 +107,9 @@ struct EngineShared {
   alignas(kCacheLine) std::atomic<uint64_t> progress{0};
   std::atomic<uint64_t> rehearsed_progress{0};  // of it, what the daemon's own requests have made
   Seqlock<EngineCounters> counters;
-  Histogram round_ns;  // time from one round's tokens to the next's
+  Seqlock<StepCosts> costs;
+  const CachedPages* cached = nullptr;  // set before the threads start
+  Histogram round_ns;                   // time from one round's tokens to the next's
 };
 
 }  // namespace ull

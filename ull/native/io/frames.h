@@ -42,7 +42,7 @@ struct Delivery {
   bool delivered = false;  // the done frame was sent
   bool truncated = false;  // the client has not got everything, and will not
   bool silent_last = false;
-  bool dropped = false;    // it was held, and nobody wants it any more
+  bool dropped = false;  // it was held, and nobody wants it any more
   ClientState client = ClientState::kOk;
   int32_t sent = 0;            // completion tokens sent (or dropped, if the client is gone)
   int32_t available = 0;       // completion tokens known of

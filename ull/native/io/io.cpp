@@ -260,7 +260,7 @@ void Io::deliver(uint32_t slot) noexcept {
   }
   delivery.active = false;
   active_.erase(std::find(active_.begin(), active_.end(), slot));
-  shared_.slot(slot).state.store(SlotState::kFree, std::memory_order_release);
+  shared_.slot(slot).enter(SlotState::kFree);
 }
 
 // Whether nothing of it may be delivered yet. What is dropped instead of committed has no tokens for its client.

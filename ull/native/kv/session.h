@@ -2,12 +2,16 @@
 // what is new. Everything is allocated at construction; after it nothing here allocates, locks or throws. One thread
 // (the engine's) uses it.
 //
+// A session is open while a request fills it, resident afterwards. Several may be open at a time: a request that is
+// suspended keeps its own. Nobody takes the pages of an open session, nor of a pinned one; what is resident goes, the
+// least recently used first, when pages are needed.
+//
 // Admission takes the resident session that shares the longest prefix with the prompt, the shortest if there are
 // several. It is continued in place if it loses no more than the prompt keeps of it (the next turn, a retry), or no
 // more than a page holds while the prompt is mostly in it (the same question again). Otherwise (another conversation
 // under the same system prompt) a new session shares the full pages of the prefix, which are never written again, and
-// takes a copy of what lies in the page behind them; the old one stays whole. A page has a count of sessions that hold
-// it.
+// takes a copy of what lies in the page behind them; the old one stays whole, as one always does that is open, or
+// pinned by somebody else. A page has a count of sessions that hold it.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +21,7 @@
 
 #include "base/status.h"
 #include "kv/page.h"
+#include "kv/page_hash.h"
 
 namespace ull {
 
@@ -60,43 +65,60 @@ class Session {
   [[nodiscard]] const PageCopy& copy() const noexcept { return copy_; }
   void copied() noexcept { copy_ = {}; }
   // Records tokens that a completed step has put into the cache, at positions size() and on.
-  void append(std::span<const int32_t> tokens) noexcept { tokens_.insert(tokens_.end(), tokens.begin(), tokens.end()); }
+  void append(std::span<const int32_t> tokens) noexcept;
 
  private:
   friend class SessionCache;
-  std::vector<int32_t> tokens_;  // capacity: the context
-  std::vector<int32_t> pages_;   // capacity: pages of the context
+  [[nodiscard]] bool evictable() const noexcept { return used_at_ != 0 && !open_ && pin_ == 0; }
+  // Forgets what lies behind the first `tokens` tokens.
+  void shorten(int tokens) noexcept;
+
+  std::vector<int32_t> tokens_;   // capacity: the context
+  std::vector<uint64_t> hashes_;  // of the full pages of tokens_; capacity: pages of the context
+  std::vector<int32_t> pages_;    // likewise
+  CachedPages* cached_ = nullptr;
   int32_t drafted_ = 0;
   PageCopy copy_;
   uint64_t used_at_ = 0;  // admission count at the last use; 0: the session is free
+  uint64_t pin_ = 0;      // by whom it is pinned; 0: nobody
+  bool open_ = false;
 };
 
 class SessionCache {
  public:
   struct Options {
     int page_count = 0;
-    int context = 0;  // most tokens a session holds
-    int max_sessions = 16;
-    bool reuse = true;   // false: every request starts cold
-    bool copies = true;  // false: pages cannot be copied, so that only full ones are shared
+    int context = 0;        // most tokens a session holds
+    int max_sessions = 16;  // resident
+    int max_open = 1;       // at a time, beside those
+    bool reuse = true;      // false: every request starts cold
+    bool copies = true;     // false: pages cannot be copied, so that only full ones are shared
   };
 
   explicit SessionCache(const Options& options);
 
   // The session that serves `prompt` ([>= 1] tokens); its size() tokens, at most prompt.size() - 1, are the prompt's
-  // cached prefix, once its copy() has been made. One session is open at a time.
-  [[nodiscard]] Session& open(std::span<const int32_t> prompt) noexcept;
+  // cached prefix, once its copy() has been made, which comes before anything else is opened. `pin`: as in close().
+  [[nodiscard]] Session& open(std::span<const int32_t> prompt, uint64_t pin = 0) noexcept;
 
-  // Makes the page table of the open session cover positions [0, tokens), evicting other sessions, least recently
-  // used first. kOutOfPages if even that is not enough.
+  // Makes the page table of an open session cover positions [0, tokens), evicting resident ones, least recently used
+  // first. kOutOfPages if even that is not enough.
   [[nodiscard]] Status reserve(Session& session, int tokens) noexcept;
 
-  // Ends the use of the open session. At most its first `kept` tokens stay resident; without any, if reuse is off, or
-  // if another session begins with the same, nothing of it does.
-  void close(Session& session, int kept) noexcept;
+  // Ends the use of an open session. At most its first `kept` tokens stay resident; without any, if reuse is off, or
+  // if another session begins with the same, nothing of it does. With a `pin` (not 0) they stay until unpin(), in place
+  // of what was pinned by it before; a pin beyond max_sessions / 2 has no effect.
+  void close(Session& session, int kept, uint64_t pin = 0) noexcept;
+  void unpin(uint64_t pin) noexcept;
 
   [[nodiscard]] int pages_used() const noexcept { return pool_.page_count() - pool_.free_count(); }
+  [[nodiscard]] int page_count() const noexcept { return pool_.page_count(); }
+  // Pages that only pinned sessions' needs may count on.
+  [[nodiscard]] int pages_pinned() const noexcept;
   [[nodiscard]] int resident() const noexcept;
+  [[nodiscard]] int pinned() const noexcept;
+  // For guesses by other threads.
+  [[nodiscard]] const CachedPages& cached() const noexcept { return cached_; }
 
  private:
   // The resident session to serve from, and how many of the prompt's tokens it shares.
@@ -106,21 +128,26 @@ class SessionCache {
     bool continues = false;  // in place
   };
 
-  [[nodiscard]] Match find(std::span<const int32_t> reusable) noexcept;
+  [[nodiscard]] Match find(std::span<const int32_t> reusable, uint64_t pin) noexcept;
+  // How many tokens it shares with `text`, whose pages have the names wanted_.
+  [[nodiscard]] int shared_with(const Session& session, std::span<const int32_t> text) const noexcept;
   void fork(const Match& match, Session& session) noexcept;
   [[nodiscard]] Session* that_begins_with(const Session& session) noexcept;
   [[nodiscard]] Session* free_session() noexcept;
-  // None of those excepted; null if there is no other.
-  [[nodiscard]] Session* least_recently_used(const Session* except, const Session* other = nullptr) noexcept;
-  // A free page, if need be from another session than those excepted; -1 if there is none.
-  [[nodiscard]] int32_t take_page(const Session* except, const Session* other = nullptr) noexcept;
+  // Of the evictable ones, but not the one excepted; null if there is no other.
+  [[nodiscard]] Session* least_recently_used(const Session* except = nullptr) noexcept;
+  // A free page, if need be an evictable session's, but not the excepted one's; -1 if there is none.
+  [[nodiscard]] int32_t take_page(const Session* except = nullptr) noexcept;
   void cut(Session& session, int tokens) noexcept;
   void truncate(Session& session, int tokens) noexcept;
   void evict(Session& session) noexcept;
 
   PagePool pool_;
+  CachedPages cached_;
   std::vector<Session> sessions_;
+  std::vector<uint64_t> wanted_;  // names of the pages of the text that is looked for
   uint64_t admissions_ = 0;
+  const int max_sessions_;
   const bool reuse_;
   const bool copies_;
 };

@@ -57,6 +57,7 @@ uint64_t submit(Engine& engine, const nb::bytes& identity, uint64_t request_id, 
   submission.hold = parameter(params, "hold", false);
   submission.rolled_back_tokens = parameter(params, "rolled_back_tokens", 0);
   submission.returns_tokens = parameter(params, "returns_tokens", false);
+  submission.pin = parameter(params, "pin", uint64_t{0});
   submission.received_ns = parameter(params, "received_ns", int64_t{0});
   submission.admitted_ns = parameter(params, "admitted_ns", int64_t{0});
   submission.rehearsal = parameter(params, "rehearsal", false);
@@ -83,24 +84,37 @@ nb::dict engine_info(const Engine& engine) {
   return out;
 }
 
-void bind_engine_errors(nb::module_& m) {
-  nb::exception<QueueFull>(m, "QueueFull", PyExc_RuntimeError);
-  nb::exception<EngineClosed>(m, "EngineClosed", PyExc_RuntimeError);
-  // InvalidRequest(ValueError) with an attribute `field`.
-  const nb::object invalid = nb::steal(PyErr_NewException("ull._native.InvalidRequest", PyExc_ValueError, nullptr));
-  m.attr("InvalidRequest") = invalid;
+// What Python sees of the exceptions that have more to say than a text.
+void describe(const InvalidRequest& error, nb::object& value) { value.attr("field") = error.field; }
+void describe(const QueueFull& error, nb::object& value) {
+  value.attr("queue_length") = error.queue_length;
+  value.attr("backlog_ns") = error.backlog_ns;
+}
+void describe(const DeadlineUnreachable& error, nb::object& value) { value.attr("expected_ns") = error.expected_ns; }
+
+template <typename Error>
+void bind_error(nb::module_& m, const char* name, PyObject* base) {
+  const nb::object type = nb::steal(PyErr_NewException((std::string("ull._native.") + name).c_str(), base, nullptr));
+  m.attr(name) = type;
   nb::register_exception_translator(
-      [](const std::exception_ptr& pointer, void* type) {
+      [](const std::exception_ptr& pointer, void* raised) {
         try {
           std::rethrow_exception(pointer);
-        } catch (const InvalidRequest& error) {
-          const nb::handle handle(static_cast<PyObject*>(type));
+        } catch (const Error& error) {
+          const nb::handle handle(static_cast<PyObject*>(raised));
           nb::object value = handle(error.what());
-          value.attr("field") = error.field;
+          describe(error, value);
           PyErr_SetObject(handle.ptr(), value.ptr());
         }
       },
-      invalid.ptr());
+      type.ptr());
+}
+
+void bind_engine_errors(nb::module_& m) {
+  nb::exception<EngineClosed>(m, "EngineClosed", PyExc_RuntimeError);
+  bind_error<InvalidRequest>(m, "InvalidRequest", PyExc_ValueError);
+  bind_error<QueueFull>(m, "QueueFull", PyExc_RuntimeError);
+  bind_error<DeadlineUnreachable>(m, "DeadlineUnreachable", PyExc_RuntimeError);
 }
 
 }  // namespace
@@ -114,7 +128,7 @@ void bind_engine(nb::module_& m) {
           "__init__",
           [](Engine* self, Executor& executor, const std::string& vocab_path, int queue_depth, int client_share,
              int core, std::optional<bool> cooperative, const std::string& idle, int64_t watchdog_ms, int max_prompt,
-             int max_sessions, bool prefix_cache, int64_t slow_cycle_us) {
+             int max_sessions, bool prefix_cache, int64_t aging_ms, int64_t slow_cycle_us) {
             const EngineOptions options{.queue_depth = queue_depth,
                                         .client_share = client_share,
                                         .core = core,
@@ -124,20 +138,23 @@ void bind_engine(nb::module_& m) {
                                         .max_prompt = max_prompt,
                                         .max_sessions = max_sessions,
                                         .prefix_cache = prefix_cache,
+                                        .aging_ms = aging_ms,
                                         .slow_cycle_us = slow_cycle_us};
             const nb::gil_scoped_release unlocked;
             new (self) Engine(executor, vocab_path, options);
           },
           "executor"_a, "vocab_path"_a, nb::kw_only(), "queue_depth"_a = 64, "client_share"_a = 0, "core"_a = -1,
           "cooperative"_a = nb::none(), "idle"_a = "adaptive", "watchdog_ms"_a = 2000, "max_prompt"_a = 0,
-          "max_sessions"_a = 16, "prefix_cache"_a = true, "slow_cycle_us"_a = 10'000, nb::keep_alive<1, 2>())
+          "max_sessions"_a = 16, "prefix_cache"_a = true, "aging_ms"_a = 2000, "slow_cycle_us"_a = 10'000,
+          nb::keep_alive<1, 2>())
       .def("warm_up", &Engine::warm_up, Unlocked(),
            "Runs a prefill chunk and a few rounds with every drafter; before start().")
       .def("start", &Engine::start, Unlocked())
       .def("stop", &Engine::stop, Unlocked(), "Ends every request, then the threads. Idempotent.")
       .def("submit", &submit, "identity"_a, "request_id"_a, "tokens"_a, "params"_a,
            "Queues a request (everything is copied) and returns a handle. Raises InvalidRequest (a ValueError with "
-           "the attribute `field`), QueueFull or EngineClosed. Only one thread may submit and cancel.")
+           "the attribute `field`), QueueFull (`queue_length`, `backlog_ns`), DeadlineUnreachable (`expected_ns`) or "
+           "EngineClosed. Only one thread may submit and cancel.")
       .def(
           "cancel",
           [](Engine& engine, const nb::bytes& identity, uint64_t request_id) {
@@ -150,6 +167,7 @@ void bind_engine(nb::module_& m) {
             return engine.commit(view(identity), request_id);
           },
           "identity"_a, "request_id"_a, "Releases a held request; False if that client has no such one.")
+      .def("unpin", &Engine::unpin, "pin"_a, "What was pinned by that number no longer is. False: try again later.")
       .def("drain", &Engine::drain, "Refuses new requests; those accepted run to their end.")
       .def("drained", &Engine::drained, "True once the end of every accepted request has reached the io PAIR.")
       .def("stats", &engine_stats)

@@ -1,0 +1,104 @@
+#include "engine/forecast.h"
+
+#include <algorithm>
+#include <tuple>
+
+#include "engine/queue.h"
+
+namespace ull {
+
+Forecast::Forecast(EngineShared& shared, const ExecutorInfo& info)
+    : shared_(shared), chunk_(info.prefill_chunk), forced_(info.reuse == Reuse::kAll ? info.forced_tokens : 0) {
+  works_.reserve(shared.slots + 1);
+}
+
+Forecast::Work Forecast::work_of(const RequestSlot& request, int reached, bool begun, int cached) const noexcept {
+  Work work{.request = &request, .begun = begun, .due_ns = request.deadline_ns != 0 ? request.deadline_ns : kNever};
+  const int prompt = request.prompt_tokens;
+  const int from = std::max(reached, cached);
+  if (from < prompt - 1 || (request.max_tokens == 0 && from < prompt)) {
+    // The last tokens of the prompt, where a round reads several, are read at the price of a chunk.
+    const StepCosts::Estimate prefill = costs_.prefill(from, prompt, chunk_);
+    work.first_ns += prefill.ns;
+    work.margin_ns += prefill.margin;
+  }
+  if (request.max_tokens == 0) return work;
+  const int completed = std::max(0, reached + 1 - prompt);
+  const int left = std::max(0, request.max_tokens - completed);
+  const bool read_with_first_round = forced_ > 0 && from < prompt - 1;
+  const int rounds_for = std::max(0, left - (read_with_first_round ? 1 : 0));
+  const StepCosts::Estimate decode = costs_.decode(request.speculation, std::max(from, prompt), rounds_for);
+  const StepCosts::Estimate first = costs_.round(request.speculation, std::max(from, prompt));
+  const double first_round = read_with_first_round ? 0.0 : std::min(first.ns, decode.ns);
+  work.first_ns += first_round;
+  work.rest_ns = decode.ns - first_round;
+  work.margin_ns += decode.margin;
+  return work;
+}
+
+void Forecast::collect(const RequestSlot* except) noexcept {
+  costs_ = shared_.costs.load();
+  works_.clear();
+  for (uint32_t index = 0; index < shared_.slots; ++index) {
+    const RequestSlot& request = shared_.slot(index);
+    if (&request == except) continue;
+    const SlotState state = request.state.load(std::memory_order_acquire);
+    const bool queued = state == SlotState::kQueued;
+    const bool begun =
+        state == SlotState::kPrefilling || state == SlotState::kRunning || state == SlotState::kSuspended;
+    if (!queued && !begun) continue;
+    // What is cached of one that waits is not looked at again: it is few, or it is soon done.
+    works_.push_back(work_of(request, request.reached.load(std::memory_order_relaxed), begun, 0));
+  }
+}
+
+Expected Forecast::of(const RequestSlot& request, int64_t now) noexcept {
+  collect(&request);
+  const int cached = shared_.cached != nullptr ? shared_.cached->likely(request.prompt()) : 0;
+  const Work own = work_of(request, 0, false, std::min(cached, request.prompt_tokens - 1));
+  double blocked = 0;  // the step of something less urgent that is under way
+  for (const Work& work : works_) {
+    if (work.begun && work.request->priority > request.priority) {
+      const int reached = work.request->reached.load(std::memory_order_relaxed);
+      const bool reads = reached < work.request->prompt_tokens - 1;
+      const StepCosts::Estimate step =
+          reads ? costs_.prefill(reached, reached + chunk_, chunk_) : costs_.round(work.request->speculation, reached);
+      blocked = std::max(blocked, step.ns);
+    }
+  }
+  std::erase_if(works_, [&](const Work& work) { return work.request->priority > request.priority; });
+  works_.push_back(own);
+  std::stable_sort(works_.begin(), works_.end(), [](const Work& a, const Work& b) {
+    return std::tuple(a.request->priority, !a.begun, a.due_ns) < std::tuple(b.request->priority, !b.begun, b.due_ns);
+  });
+
+  Expected expected;
+  double time = blocked, late = blocked;
+  bool behind = false;
+  for (const Work& work : works_) {
+    const bool is_own = work.request == &request;
+    if (is_own) expected.first_ns = now + static_cast<int64_t>(time + work.first_ns);
+    time += work.first_ns + work.rest_ns;
+    late += work.first_ns + work.rest_ns + work.margin_ns;
+    if (is_own) {
+      expected.done_ns = now + static_cast<int64_t>(time);
+      expected.late_ns = now + static_cast<int64_t>(late);
+      behind = true;
+      continue;
+    }
+    if (!behind || work.due_ns == kNever || work.request->priority != request.priority) continue;
+    const double without = late - own.first_ns - own.rest_ns - own.margin_ns;
+    const auto misses = [&](double ns) { return now + static_cast<int64_t>(ns) > work.due_ns; };
+    if (misses(late) && !misses(without)) expected.keeps_promises = false;
+  }
+  return expected;
+}
+
+int64_t Forecast::backlog_ns() noexcept {
+  collect(nullptr);
+  double sum = 0;
+  for (const Work& work : works_) sum += work.first_ns + work.rest_ns;
+  return static_cast<int64_t>(sum);
+}
+
+}  // namespace ull

@@ -1,0 +1,52 @@
+// When a request that is submitted now will be done, if all that is ahead of it takes as long as steps have taken so
+// far and emits as many tokens as it may. The control thread's; it looks at the slots without stopping anybody.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/costs.h"
+#include "engine/shared.h"
+#include "executor/executor.h"
+
+namespace ull {
+
+struct Expected {
+  int64_t first_ns = 0;        // CLOCK_MONOTONIC, as all of these: its first token, ...
+  int64_t done_ns = 0;         // ... and its last
+  int64_t late_ns = 0;         // when it is done if what may well go slowly does
+  bool keeps_promises = true;  // no request whose deadline was accepted misses it because of this one
+};
+
+class Forecast {
+ public:
+  // Allocates for as many requests as there are slots.
+  Forecast(EngineShared& shared, const ExecutorInfo& info);
+
+  // `request` holds what is submitted; its state is not looked at.
+  [[nodiscard]] Expected of(const RequestSlot& request, int64_t now) noexcept;
+  // Nanoseconds until all that has been submitted is done.
+  [[nodiscard]] int64_t backlog_ns() noexcept;
+
+ private:
+  // Work that is ahead of a request, or its own.
+  struct Work {
+    const RequestSlot* request = nullptr;
+    bool begun = false;
+    int64_t due_ns = 0;
+    double first_ns = 0;  // up to and with its first token
+    double rest_ns = 0;
+    double margin_ns = 0;
+  };
+
+  [[nodiscard]] Work work_of(const RequestSlot& request, int reached, bool begun, int cached) const noexcept;
+  void collect(const RequestSlot* except) noexcept;
+
+  EngineShared& shared_;
+  const int chunk_;   // of prefill
+  const int forced_;  // prompt tokens that a first round reads
+  StepCosts costs_;
+  std::vector<Work> works_;
+};
+
+}  // namespace ull
