@@ -1,6 +1,7 @@
 // The io thread between clients and a control plane in memory: delivery, slow, full and vanished clients, malformed
 // messages, shutdown.
 #include <atomic>
+#include <cstring>
 #include <functional>
 #include <map>
 
@@ -425,6 +426,88 @@ TEST(no_event_is_slept_through) {
   daemon.io.stop();
   CHECK(held);
   CHECK_EQ(lost, 0);
+}
+
+std::span<const uint8_t> name_of(const std::string& client) {
+  return {reinterpret_cast<const uint8_t*>(client.data()), client.size()};
+}
+
+void hold(ull::Submission& request) { request.hold = true; }
+
+TEST(a_held_answer_comes_when_it_is_committed) {
+  for (const auto idle : {ull::IdleMode::kSpin, ull::IdleMode::kAdaptive}) {
+    Daemon daemon({.tokens = ids("abcdefghijklmnopqrstuvwxyz")}, {.idle = idle});
+    const std::string client = "client";
+    daemon.submit(client, 1, 30, hold);
+    daemon.submit("other", 1, 5);
+    CHECK_EQ(daemon.finish("other", 1).tokens, 5U);  // it had its turn behind the held one, which has ended
+    CHECK_EQ(daemon.net.waiting(client), 0U);
+    CHECK(!daemon.engine.commit(name_of("other"), 1));  // of which nothing is held
+    CHECK(!daemon.engine.commit(name_of(client), 2));
+    CHECK(daemon.engine.commit(name_of(client), 1));
+    CHECK(!daemon.engine.commit(name_of(client), 1));
+    const Received& got = daemon.finish(client, 1);
+    CHECK_EQ(got.text, "abcdefghijklmnopqrstuvwxyzabcd");
+    CHECK_EQ(got.frames, 1U);
+    CHECK_EQ(got.finish_reason, "length");
+  }
+}
+
+TEST(an_answer_that_is_committed_while_it_is_computed_streams_on) {
+  Daemon daemon({.tokens = ids("a"), .round_ns = 1'000'000});
+  const std::string client = "client";
+  daemon.submit(client, 1, 60, hold);
+  while (daemon.executor.steps() < 20) std::this_thread::yield();
+  CHECK_EQ(daemon.net.waiting(client), 0U);
+  CHECK(daemon.engine.commit(name_of(client), 1));
+  const Received& got = daemon.finish(client, 1);
+  CHECK_EQ(got.tokens, 60U);
+  CHECK(got.frames > 2);
+}
+
+TEST(a_held_answer_that_nobody_wants_has_an_end_and_no_tokens) {
+  for (const bool computed : {true, false}) {
+    Daemon daemon({.tokens = ids("a"), .round_ns = computed ? 0 : 1'000'000});
+    const std::string client = "client";
+    daemon.submit(client, 1, 60, hold);
+    const auto state = [&] { return daemon.engine.shared().slot(0).state.load(); };
+    while (state() != (computed ? ull::SlotState::kHeld : ull::SlotState::kRunning)) std::this_thread::yield();
+    CHECK(daemon.engine.cancel(name_of(client), 1));
+    CHECK(!daemon.engine.commit(name_of(client), 1));
+    const Received& got = daemon.finish(client, 1);
+    CHECK_EQ(got.tokens, 0U);
+    CHECK_EQ(got.finish_reason, "cancelled");
+    (void)daemon.record();
+    while (!daemon.engine.drained()) std::this_thread::yield();
+  }
+}
+
+TEST(what_is_held_takes_its_client_s_place_and_ends_with_the_daemon) {
+  Daemon daemon({.tokens = ids("a")}, {}, {.queue_depth = 8, .client_share = 2});
+  for (uint64_t id = 1; id <= 2; ++id) daemon.submit("client", id, 3, hold);
+  const auto held = [&](uint32_t slot) {
+    return daemon.engine.shared().slot(slot).state.load() == ull::SlotState::kHeld;
+  };
+  while (!held(0) || !held(1)) std::this_thread::yield();
+  CHECK_THROWS(daemon.submit("client", 3, 3), ull::QueueFull);
+  daemon.submit("other", 3, 3);
+  daemon.finish("other", 3);
+  daemon.engine.stop();
+  for (uint64_t id = 1; id <= 2; ++id) CHECK_EQ(daemon.finish("client", id).finish_reason, "cancelled");
+}
+
+TEST(the_control_plane_is_told_the_ids_where_it_wants_them) {
+  Daemon daemon({.tokens = ids("abcdefghijklmnopqrstuvwxyz")});
+  daemon.submit("client", 1, 5, [](ull::Submission& request) { request.returns_tokens = true; });
+  const Frames frames = daemon.control();
+  CHECK_EQ(frames.size(), 3U);
+  std::vector<int32_t> told(frames[2].size() / sizeof(int32_t));
+  std::memcpy(told.data(), frames[2].data(), told.size() * sizeof(int32_t));
+  CHECK(told == ids("abcde"));
+  daemon.submit("client", 2, 0, [](ull::Submission& request) { request.returns_tokens = true; });
+  const Frames none = daemon.control();
+  CHECK_EQ(none.size(), 3U);
+  CHECK(none[2].empty());
 }
 
 TEST(options_and_endpoints_are_checked) {

@@ -366,4 +366,159 @@ TEST(random_use_reads_back_what_was_written) {
   CHECK(copies > 200);
 }
 
+TEST(an_open_session_is_shared_and_never_continued) {
+  SessionCache cache({.page_count = 64, .context = 1024, .max_sessions = 4, .max_open = 3});
+  const auto talk = numbers(300);
+  Session& first = cache.open(talk);
+  CHECK(cache.reserve(first, 300) == Status::kOk);
+  first.append(std::span(talk).first(250));
+  Session& second = cache.open(talk);  // the same question, while the first is suspended
+  CHECK(&second != &first);
+  CHECK_EQ(second.size(), 250);
+  CHECK_EQ(second.copy().tokens, 250 - 192);
+  second.copied();
+  CHECK(cache.reserve(second, 300) == Status::kOk);
+  CHECK(second.page_table()[2] == first.page_table()[2]);
+  CHECK(second.page_table()[3] != first.page_table()[3]);
+  cache.close(second, second.size());
+  CHECK_EQ(cache.resident(), 1);  // it holds nothing that the first does not
+  cache.close(first, first.size());
+  CHECK_EQ(serve(cache, talk), 250);
+}
+
+TEST(open_sessions_keep_their_pages) {
+  SessionCache cache({.page_count = 8, .context = 512, .max_sessions = 2, .max_open = 2});
+  const auto talk = numbers(300);
+  Session& first = cache.open(talk);
+  CHECK(cache.reserve(first, 300) == Status::kOk);
+  Session& second = cache.open(numbers(300, 5000));
+  CHECK(cache.reserve(second, 192) == Status::kOk);
+  CHECK(cache.reserve(second, 193) == Status::kOutOfPages);
+  cache.close(first, 0);
+  CHECK(cache.reserve(second, 512) == Status::kOk);
+  cache.close(second, 0);
+  CHECK_EQ(cache.pages_used(), 0);
+}
+
+TEST(pins_stay_move_and_go) {
+  SessionCache cache({.page_count = 16, .context = 512, .max_sessions = 4});
+  const auto pin = [&](const std::vector<int32_t>& tokens, uint64_t by) {
+    Session& session = cache.open(tokens, by);
+    session.copied();
+    CHECK(cache.reserve(session, static_cast<int>(tokens.size())) == Status::kOk);
+    session.append(std::span(tokens).subspan(static_cast<size_t>(session.size())));
+    cache.close(session, session.size(), by);
+  };
+  const auto system = numbers(140), other = numbers(140, 3000);
+  pin(system, 1);
+  pin(other, 2);
+  pin(numbers(140, 4000), 3);  // one too many of four sessions: it is resident as any other
+  CHECK_EQ(cache.pinned(), 2);
+  CHECK_EQ(cache.pages_pinned(), 6);
+  for (int i = 0; i < 8; ++i) CHECK_EQ(serve(cache, numbers(300, 10'000 * (i + 1))), 0);
+  // Another conversation under the pinned prompt takes it over and leaves it where it is.
+  auto turn = system;
+  turn.resize(200, 77);
+  CHECK_EQ(serve(cache, turn), 140);
+  CHECK_EQ(cache.pinned(), 2);
+  // Who has pinned it goes on in place.
+  pin(turn, 1);
+  CHECK_EQ(cache.pinned(), 2);
+  cache.unpin(1);
+  cache.unpin(2);
+  cache.unpin(2);
+  CHECK_EQ(cache.pinned(), 0);
+  for (int i = 0; i < 8; ++i) (void)serve(cache, numbers(300, 10'000 * (i + 1)));
+  CHECK_EQ(serve(cache, system), 0);
+}
+
+TEST(a_guess_at_what_is_cached) {
+  SessionCache cache({.page_count = 32, .context = 1024});
+  const auto talk = numbers(600);
+  CHECK_EQ(cache.cached().likely(talk), 0);
+  CHECK_EQ(serve(cache, talk), 0);
+  CHECK_EQ(cache.cached().likely(talk), 599 / kPageTokens * kPageTokens);
+  auto other = talk;
+  other[200] = 7;
+  CHECK_EQ(cache.cached().likely(other), 192);
+  Session& session = cache.open(talk);
+  cache.close(session, 100);
+  CHECK_EQ(cache.cached().likely(talk), 64);
+}
+
+// Several requests at a time, as the engine thread has them: each reads back what it wrote, whatever others are opened,
+// shared, pinned, given up and closed meanwhile, and no page is lost.
+TEST(random_use_of_several_open_sessions) {
+  constexpr int kPages = 16;
+  SessionCache cache({.page_count = kPages, .context = 640, .max_sessions = 5, .max_open = 3});
+  std::mt19937 random(11);
+  const auto below = [&](int limit) { return static_cast<int>(random() % static_cast<uint32_t>(limit)); };
+  std::vector<int32_t> content(kPages * kPageTokens, -1);
+  struct Work {
+    Session* session = nullptr;
+    std::vector<int32_t> text;
+    uint64_t pin = 0;
+  };
+  std::vector<Work> works(3);
+  std::vector<std::vector<int32_t>> history;
+  int hits = 0, refused = 0;
+  const auto at = [&](Session& session, int position) -> int32_t& {
+    const int32_t page = session.page_table()[position / kPageTokens];
+    return content[static_cast<size_t>(page * kPageTokens + position % kPageTokens)];
+  };
+  for (int step = 0; step < 30'000; ++step) {
+    Work& work = works[static_cast<size_t>(below(3))];
+    if (work.session == nullptr) {
+      work.text.assign(static_cast<size_t>(1 + below(400)), 0);
+      if (!history.empty() && below(4) > 0) {
+        work.text = history[static_cast<size_t>(below(static_cast<int>(history.size())))];
+        work.text.resize(static_cast<size_t>(1 + below(500)), below(4));
+      } else {
+        for (int32_t& token : work.text) token = below(3);
+        if (history.size() < 10) history.push_back(work.text);
+      }
+      work.pin = below(4) == 0 ? 1 + static_cast<uint64_t>(below(2)) : 0;
+      Session& session = cache.open(work.text, work.pin);
+      if (const ull::PageCopy copy = session.copy(); copy.tokens > 0) {
+        const auto page = [&](int32_t index) { return content.begin() + static_cast<ptrdiff_t>(index) * kPageTokens; };
+        std::fill_n(page(copy.to), kPageTokens, -1);
+        std::copy_n(page(copy.from), copy.tokens, page(copy.to));
+        session.copied();
+      }
+      hits += session.size() > 0 ? 1 : 0;
+      work.session = &session;
+    } else if (const int size = work.session->size(); size < static_cast<int>(work.text.size()) && below(3) > 0) {
+      const int count = std::min(1 + below(90), static_cast<int>(work.text.size()) - size);
+      if (cache.reserve(*work.session, size + count) == Status::kOk) {
+        for (int i = size; i < size + count; ++i) at(*work.session, i) = work.text[static_cast<size_t>(i)];
+        work.session->append(
+            std::span<const int32_t>(work.text).subspan(static_cast<size_t>(size), static_cast<size_t>(count)));
+      } else {
+        ++refused;
+      }
+    } else {
+      cache.close(*work.session, below(8) == 0 ? 0 : below(work.session->size() + 1), work.pin);
+      work.session = nullptr;
+    }
+    if (below(20) == 0) cache.unpin(1 + static_cast<uint64_t>(below(2)));
+    for (const Work& each : works) {
+      if (each.session == nullptr) continue;
+      const int size = each.session->size();
+      REQUIRE(size <= static_cast<int>(each.text.size()));
+      for (int i = 0; i < size; ++i) REQUIRE(at(*each.session, i) == each.text[static_cast<size_t>(i)]);
+    }
+    REQUIRE(cache.pages_used() <= kPages && cache.pinned() <= 2 && cache.resident() <= 5 + 2);
+  }
+  for (Work& work : works) {
+    if (work.session != nullptr) cache.close(*work.session, 0);
+  }
+  for (const uint64_t pin : {1, 2}) cache.unpin(pin);
+  // One session that takes every page: all others must let go of theirs.
+  Session& all = cache.open(numbers(640, 500));  // of which pages are left over
+  CHECK(cache.reserve(all, 640) == Status::kOk);
+  CHECK(hits > 1000);
+  CHECK(refused > 10);
+  cache.close(all, 0);
+}
+
 }  // namespace
