@@ -23,6 +23,9 @@ int64_t first_limit_ns(const RequestSlot& request, int64_t now) noexcept {
   return first;
 }
 
+constexpr int64_t kFastRoundNs = 20'000;  // of rounds that are faster ...
+constexpr int kFastRounds = 16;           // ... one in so many is learnt from
+
 constexpr const char* kInternal = "internal";
 constexpr const char* kDraining = "draining";
 
@@ -274,7 +277,10 @@ EngineLoop::Ending EngineLoop::accept_round(const RoundStep& step) noexcept {
     shared_.round_ns.record(cycle);
     counters_.longest_cycle_ns = std::max(counters_.longest_cycle_ns, static_cast<uint64_t>(cycle));
     counters_.slow_cycles += cycle > options_.slow_cycle_ns ? 1 : 0;
-    costs_.round(request.speculation, result_.count, step.position, cycle);
+    if (--unlearnt_rounds_ <= 0) {
+      costs_.round(request.speculation, result_.count, step.position, cycle);
+      unlearnt_rounds_ = cycle < kFastRoundNs ? kFastRounds : 1;
+    }
   } else if (step.forced > 0) {
     costs_.prefilled(step.forced + 1, step.position, now - request.timeline.prefilled_ns);
   }
