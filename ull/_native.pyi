@@ -22,8 +22,8 @@ class InvalidRequest(ValueError):
 class QueueFull(RuntimeError):
     """Every place in the queue, or of the client's share of it, is taken."""
 
-    queue_length: int
-    backlog_ns: int
+    queue_length: int  # requests that wait
+    expected_ns: int  # nanoseconds until there is a place; an estimate
 
 class DeadlineUnreachable(RuntimeError):
     """The request would not be done by its deadline; `expected_ns` (CLOCK_MONOTONIC) says when it would."""

@@ -327,11 +327,11 @@ void Engine::check_room(std::span<const uint8_t> client) {
   const bool full = active > options_.queue_depth || free_slot() == kNoSlot;
   if (!full && taken < share) return;
   ++refused_;
-  const int64_t backlog_ns = forecast_->backlog_ns();
-  if (full) throw QueueFull("the queue is full", queue_length(), backlog_ns);
+  const int64_t expected_ns = forecast_->next_end_ns();
+  if (full) throw QueueFull("the queue is full", queue_length(), expected_ns);
   throw QueueFull(
       "this client's share of the queue is taken: " + std::to_string(taken) + " of its requests wait, run or are held",
-      queue_length(), backlog_ns);
+      queue_length(), expected_ns);
 }
 
 bool Engine::cancel(std::span<const uint8_t> identity, uint64_t id) noexcept {

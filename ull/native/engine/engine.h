@@ -75,10 +75,10 @@ class InvalidRequest : public std::invalid_argument {
 // Every place in the queue is taken, or every one that the client may take: try again later.
 class QueueFull : public std::runtime_error {
  public:
-  QueueFull(const std::string& reason, int waiting, int64_t backlog)
-      : std::runtime_error(reason), queue_length(waiting), backlog_ns(backlog) {}
-  int queue_length;    // requests that wait
-  int64_t backlog_ns;  // nanoseconds that all that was submitted will take; an estimate
+  QueueFull(const std::string& reason, int waiting, int64_t expected)
+      : std::runtime_error(reason), queue_length(waiting), expected_ns(expected) {}
+  int queue_length;     // requests that wait
+  int64_t expected_ns;  // nanoseconds until there is a place; an estimate
 };
 
 // The request would not be done by its deadline, or another one not by its own that was accepted before.

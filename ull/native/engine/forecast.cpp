@@ -94,11 +94,12 @@ Expected Forecast::of(const RequestSlot& request, int64_t now) noexcept {
   return expected;
 }
 
-int64_t Forecast::backlog_ns() noexcept {
+int64_t Forecast::next_end_ns() noexcept {
   collect(nullptr);
-  double sum = 0;
-  for (const Work& work : works_) sum += work.first_ns + work.rest_ns;
-  return static_cast<int64_t>(sum);
+  std::erase_if(works_, [](const Work& work) { return !work.begun; });
+  const auto least =
+      std::ranges::min_element(works_, {}, [](const Work& work) { return work.first_ns + work.rest_ns; });
+  return least == works_.end() ? 0 : static_cast<int64_t>(least->first_ns + least->rest_ns);
 }
 
 }  // namespace ull

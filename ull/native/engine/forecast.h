@@ -25,8 +25,8 @@ class Forecast {
 
   // `request` holds what is submitted; its state is not looked at.
   [[nodiscard]] Expected of(const RequestSlot& request, int64_t now) noexcept;
-  // Nanoseconds until all that has been submitted is done.
-  [[nodiscard]] int64_t backlog_ns() noexcept;
+  // Nanoseconds until one of those that have begun is done; 0 if none has.
+  [[nodiscard]] int64_t next_end_ns() noexcept;
 
  private:
   // Work that is ahead of a request, or its own.

@@ -88,7 +88,7 @@ nb::dict engine_info(const Engine& engine) {
 void describe(const InvalidRequest& error, nb::object& value) { value.attr("field") = error.field; }
 void describe(const QueueFull& error, nb::object& value) {
   value.attr("queue_length") = error.queue_length;
-  value.attr("backlog_ns") = error.backlog_ns;
+  value.attr("expected_ns") = error.expected_ns;
 }
 void describe(const DeadlineUnreachable& error, nb::object& value) { value.attr("expected_ns") = error.expected_ns; }
 
@@ -153,7 +153,7 @@ void bind_engine(nb::module_& m) {
       .def("stop", &Engine::stop, Unlocked(), "Ends every request, then the threads. Idempotent.")
       .def("submit", &submit, "identity"_a, "request_id"_a, "tokens"_a, "params"_a,
            "Queues a request (everything is copied) and returns a handle. Raises InvalidRequest (a ValueError with "
-           "the attribute `field`), QueueFull (`queue_length`, `backlog_ns`), DeadlineUnreachable (`expected_ns`) or "
+           "the attribute `field`), QueueFull (`queue_length`, `expected_ns`), DeadlineUnreachable (`expected_ns`) or "
            "EngineClosed. Only one thread may submit and cancel.")
       .def(
           "cancel",
