@@ -138,6 +138,16 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     prefix_cache: Annotated[
         bool, _key("reuse the KV cache of a prompt's beginning; the tokens are the same either way")
     ] = True
+    aging_ms: Annotated[
+        int,
+        _key(
+            "a request that waits for so long counts as one priority more urgent, so that none waits for ever; what has "
+            "risen is served for a twentieth of that at a time",
+            "milliseconds",
+            ge=1,
+            le=86_400_000,
+        ),
+    ] = 2000
     slow_cycle_us: Annotated[
         int, _key("gaps between two rounds longer than this are counted in stats", "microseconds", ge=1, le=10**9)
     ] = 10_000

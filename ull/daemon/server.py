@@ -256,6 +256,7 @@ class Daemon:
             watchdog_ms=config.watchdog_ms,
             max_sessions=config.sessions,
             prefix_cache=config.prefix_cache,
+            aging_ms=config.aging_ms,
             slow_cycle_us=config.slow_cycle_us,
         )
         exit_stack.callback(self._engine.stop)
