@@ -19,19 +19,8 @@ from ull import wire
 from ull.client.link import LINGER_MS, Link, Transport, check_silence
 from ull.client.options import GenerateOptions, TokenizeOptions, names_options
 from ull.client.ownership import OwnerProcess
-from ull.client.protocol import (
-    ChatMessage,
-    Prompt,
-    Protocol,
-    Query,
-    Result,
-    StreamState,
-    Token,
-    build_detokenize,
-    build_request,
-    build_tokenize,
-    encode_request,
-)
+from ull.client.protocol import Protocol, Query, Result, StreamState, Token
+from ull.client.requests import ChatMessage, Prompt, build_detokenize, build_request, build_tokenize, encode_request
 from ull.client.sync import CONNECT_TIMEOUT_S, GRACE_S, QUERY_TIMEOUT_S, SILENCE_TIMEOUT_S
 from ull.errors import ConnectionLost, RequestTimeout, UllError, UsageError
 from ull.socket_reader import Reader

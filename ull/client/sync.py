@@ -26,19 +26,8 @@ from ull.client.link import LINGER_MS, Link, Transport, check_silence
 from ull.client.options import GenerateOptions, TokenizeOptions, names_options
 from ull.client.ownership import OwnerThread
 from ull.client.priority import ThreadPriority
-from ull.client.protocol import (
-    ChatMessage,
-    Prompt,
-    Protocol,
-    Query,
-    Result,
-    StreamState,
-    Token,
-    build_detokenize,
-    build_request,
-    build_tokenize,
-    encode_request,
-)
+from ull.client.protocol import Protocol, Query, Result, StreamState, Token
+from ull.client.requests import ChatMessage, Prompt, build_detokenize, build_request, build_tokenize, encode_request
 from ull.errors import ConnectionLost, RequestTimeout, UllError
 
 CONNECT_TIMEOUT_S = 2.0
