@@ -8,12 +8,20 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from ull import wire
-from ull.client.options import GENERATE_OPTIONS, TOKENIZE_OPTIONS, GenerateOptions, TokenizeOptions, refuse_unknown
+from ull.client.options import (
+    GENERATE_OPTIONS,
+    READ_OPTIONS,
+    TOKENIZE_OPTIONS,
+    GenerateOptions,
+    ReadOptions,
+    TokenizeOptions,
+    refuse_unknown,
+)
 from ull.errors import RequestError
 
 ChatMessage = wire.Message | Mapping[str, Any]
@@ -26,19 +34,23 @@ _CONTAINERS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-def build_request(request_id: int, prompt: Prompt, options: GenerateOptions) -> wire.Generate:
-    """The message for one generate call. None stands for an option's default.
+def build_request(
+    request_id: int, prompt: Prompt | None, options: GenerateOptions, session: int | None = None
+) -> wire.Generate:
+    """The message for one generate call. None stands for an option's default; only in a session for no prompt.
 
-    The daemon checks the values; here it is only what kind of prompt there is, and that containers are containers.
     Raises RequestError, which names the field; TypeError for what is no option.
     """
     refuse_unknown("generate", options, GENERATE_OPTIONS)
     values: dict[str, Any] = {**options}
     if isinstance(values.get("stop"), str):
         values["stop"] = [values["stop"]]
-    if (timeout := values.pop("timeout", None)) is not None:
-        values["timeout_ms"] = _milliseconds(timeout)
-    request = wire.Generate(id=request_id, **_given(values))
+    for name in ("timeout", "deadline"):
+        if (seconds := values.pop(name, None)) is not None:
+            values[f"{name}_ms"] = _milliseconds(name, seconds)
+    request = wire.Generate(id=request_id, session=session, **_given(values))
+    if prompt is None and session is not None:
+        return request
     if isinstance(prompt, str):
         request.prompt = prompt
         return request
@@ -48,6 +60,16 @@ def build_request(request_id: int, prompt: Prompt, options: GenerateOptions) -> 
     else:
         request.token_ids = _token_ids(items, "prompt", "a text, a list of messages or of token ids (integers)")
     return request
+
+
+def build_reading(
+    function: str, request_id: int, prompt: Prompt, options: ReadOptions, session: int | None = None
+) -> wire.Generate:
+    """The message of a generate call that only reads its prompt, as `build_request`. `function` is what was called."""
+    refuse_unknown(function, options, READ_OPTIONS)
+    if prompt is None:
+        raise _refused("prompt", f"{function}() needs a prompt to read")
+    return build_request(request_id, prompt, cast("GenerateOptions", {**options, "max_tokens": 0}), session)
 
 
 def build_tokenize(request_id: int, prompt: str | Sequence[ChatMessage], options: TokenizeOptions) -> wire.Tokenize:
@@ -65,6 +87,25 @@ def build_detokenize(request_id: int, token_ids: Sequence[int], **values: Any) -
     """The message for one detokenize call. Raises RequestError where an item is no integer."""
     ids = _token_ids(_container("token_ids", token_ids), "token_ids", "a list of token ids (integers)")
     return wire.Detokenize(id=request_id, token_ids=ids, **_given(values))
+
+
+def build_rollback(request_id: int, session: int, tokens: int) -> wire.Rollback:
+    """The message for one rollback call. Raises RequestError where `tokens` is no number of tokens."""
+    return wire.Rollback(id=request_id, session=session, tokens=_count("tokens", tokens))
+
+
+def build_truncate(request_id: int, session: int, tokens: int | None, characters: int | None) -> wire.Truncate:
+    """The message for one truncate call. Raises RequestError unless exactly one number is given."""
+    given = {name: value for name, value in (("tokens", tokens), ("characters", characters)) if value is not None}
+    if len(given) != 1:
+        raise _refused("tokens", "truncate() takes either tokens or characters: how much of the last answer stays")
+    return wire.Truncate(id=request_id, session=session, **{name: _count(name, value) for name, value in given.items()})
+
+
+def time_limit(request: wire.Generate) -> float | None:
+    """Seconds after which the daemon ends a request; None: unknown, as of one that is held until somebody says so."""
+    limits = [limit / 1000 for limit in (request.timeout_ms, request.deadline_ms) if limit is not None]
+    return min(limits) if limits and not request.hold else None
 
 
 def encode_request(request: wire.Request) -> bytes:
@@ -150,13 +191,22 @@ def _container(name: str, value: Any) -> Any:
         raise _refused(name, f"{name} must be {wanted}, not {_shortened(value)}") from None
 
 
-def _milliseconds(seconds: float) -> int:
+def _count(name: str, value: object) -> int:
+    try:
+        if not isinstance(value, bool) and 0 <= (number := operator.index(value)) <= wire.MAX_ID:  # type: ignore[arg-type]
+            return number
+    except TypeError:
+        pass
+    raise _refused(name, f"{name} must be a number of {name}, 0 or more, not {_shortened(value)}")
+
+
+def _milliseconds(name: str, seconds: float) -> int:
     try:
         if seconds > 0:
             return max(1, math.ceil(seconds * 1000))
     except (TypeError, ValueError, OverflowError):
         pass
-    raise _refused("timeout", f"timeout must be a positive number of seconds, not {_shortened(seconds)}")
+    raise _refused(name, f"{name} must be a positive number of seconds, not {_shortened(seconds)}")
 
 
 def _shortened(value: object) -> str:
