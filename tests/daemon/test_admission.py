@@ -51,8 +51,7 @@ def refusal(admission: Admission, **fields: Any) -> RequestError:
         ({"prompt": None, "token_ids": [5, 320]}, "token_ids", "id 320 is outside the vocabulary of 320"),
         ({"prompt": None, "token_ids": [5, -1]}, "token_ids", "id -1 is outside"),
         ({"prompt": None, "token_ids": [2**63]}, "token_ids", "outside"),
-        ({"max_tokens": 0}, "max_tokens", "from 1 to 1000, not 0"),
-        ({"max_tokens": -4}, "max_tokens", "not -4"),
+        ({"max_tokens": -4}, "max_tokens", "from 0 (only read the prompt) to 1000, not -4"),
         ({"max_tokens": 1001}, "max_tokens", "not 1001"),
         ({"temperature": math.nan}, "temperature", "not nan"),
         ({"temperature": math.inf}, "temperature", "not inf"),
@@ -84,6 +83,12 @@ def refusal(admission: Admission, **fields: Any) -> RequestError:
         ({"logprobs": 21}, "logprobs", "not 21"),
         ({"timeout_ms": 0}, "timeout_ms", "not 0"),
         ({"timeout_ms": -5}, "timeout_ms", "not -5"),
+        ({"deadline_ms": 0}, "deadline_ms", "not 0"),
+        ({"deadline_ms": 86_400_001}, "deadline_ms", "from 1 to 86400000 milliseconds, not 86400001"),
+        ({"priority": "urgent"}, "priority", "'urgent' is none of realtime, interactive, batch"),
+        ({"priority": "real-time"}, "priority", "did you mean 'realtime'?"),
+        ({"priority": "Q" * 10_000_000}, "priority", "is none of"),
+        ({"hold": True, "logprobs": 0}, "hold", "cannot be combined with logprobs"),
         ({"speculate": "medusa"}, "speculate", "'medusa' is not in this engine's bundle; it offers none, ngram, auto"),
         ({"speculate": "draft"}, "speculate", "'draft' is not in this engine's bundle"),
         ({"speculate": "n-gram"}, "speculate", "did you mean 'ngram'? This engine offers none, ngram, auto"),
@@ -156,6 +161,9 @@ def test_parameters_of_a_plain_request(admission: Admission) -> None:
         "logit_bias": {},
         "logprobs": -1,
         "timeout_ns": 0,
+        "deadline_ns": 0,
+        "priority": "interactive",
+        "hold": False,
         "received_ns": 100,
         "admitted_ns": 200,
         "speculate": "none",
@@ -174,6 +182,9 @@ def test_parameters_of_an_elaborate_request(admission: Admission) -> None:
         ignore_eos=True,
         logprobs=3,
         timeout_ms=2,
+        deadline_ms=3,
+        priority="batch",
+        hold=False,
         logit_bias={5: -math.inf, 6: 1.0},
         speculate="ngram",
         max_tree=8,
@@ -186,7 +197,8 @@ def test_parameters_of_an_elaborate_request(admission: Admission) -> None:
     assert parameters["top_k"] == VOCABULARY
     assert parameters["seed"] == 2**64 - 1
     assert parameters["stop_ids"] == []
-    assert parameters["timeout_ns"] == 100 + 2_000_000
+    assert (parameters["timeout_ns"], parameters["deadline_ns"]) == (100 + 2_000_000, 100 + 3_000_000)
+    assert parameters["priority"] == "batch"
     assert (parameters["logprobs"], parameters["max_tokens"]) == (3, 5)
     assert (parameters["speculate"], parameters["max_tree"]) == ("ngram", 8)
     assert (parameters["presence_penalty"], parameters["frequency_penalty"]) == (-2.0, 0.5)
@@ -212,6 +224,36 @@ def test_an_executor_without_penalties(admission: Admission) -> None:
     for field, value in (("presence_penalty", 1.0), ("frequency_penalty", -0.5), ("repetition_penalty", 1.2)):
         error = refusal(admission, **{field: value})
         assert error.field == field and "not applied by this engine's executor" in error.message
+
+
+def test_a_prompt_may_only_be_read(admission: Admission) -> None:
+    request = Generate(id=1, prompt="x", max_tokens=0)
+    admission.check(request)
+    assert admission.parameters(request, 0, 0)["max_tokens"] == 0
+
+
+def test_a_prompt_in_a_session_goes_on_behind_what_it_holds(admission: Admission) -> None:
+    request = Generate(id=1, session=2, prompt="hello")
+    whole = admission.prompt_ids(request)
+    assert [0, *admission.prompt_ids(request, held=3)] == whole  # one BOS is enough
+    nothing = Generate(id=1, session=2)
+    admission.check(nothing)
+    assert admission.prompt_ids(nothing, held=3) == []
+    with pytest.raises(RequestError, match="the session holds nothing") as caught:
+        admission.prompt_ids(nothing)
+    assert (caught.value.code, caught.value.field) == ("bad_request", "prompt")
+
+
+@pytest.mark.parametrize(("field", "value", "more"), [("prompt", "hello", 3), ("token_ids", [5] * 3, 3), (None, [], 0)])
+def test_a_session_that_outgrows_the_context(admission: Admission, field: str | None, value: Any, more: int) -> None:
+    request = Generate(id=1, session=2, **({field: value} if field else {}))
+    count = len(admission.prompt_ids(request, held=1)) if more else 0
+    admission.prompt_ids(request, held=CONTEXT - 1 - count)
+    with pytest.raises(RequestError) as caught:
+        admission.prompt_ids(request, held=CONTEXT - count)
+    assert (caught.value.code, caught.value.field) == ("too_long", field or "session")
+    assert f"{count} tokens are 1 too many" in caught.value.message
+    assert f"behind the {CONTEXT - count} that the session holds" in caught.value.message
 
 
 def test_drawn_seeds_differ(admission: Admission) -> None:

@@ -114,14 +114,27 @@ def test_a_request_is_live_until_its_record_comes(harness: Harness) -> None:
 
 
 def test_a_cancel_that_meets_a_prompt_being_tokenized(harness: Harness) -> None:
+    """The request is over at once: it never comes to the engine, and its id may be used again."""
+    started, go = hold_tokenizing(harness)
+
     async def body() -> None:
-        harness.send(wire.Generate(id=1, prompt=LONG))
+        harness.send(wire.Generate(id=1, prompt=LONG, seed=3))
+        await harness.until(started.is_set)
         harness.send(wire.Cancel(id=1))
-        assert await harness.reply() == wire.Ack(id=1, known=True)
-        await harness.until(lambda: harness.engine.cancelled == [(b"me", 1)])
+        done, ack = await harness.reply(), await harness.reply()
+        assert ack == wire.Ack(id=1, known=True)
+        assert isinstance(done, wire.Done) and (done.finish_reason, done.usage.prompt_tokens) == ("cancelled", 0)
+        assert harness.plane.live == 0 and harness.engine.cancelled == []
+        harness.send(wire.Generate(id=1, prompt="x"))
+        go.set()
+        await harness.until(lambda: harness.engine.submitted == [(b"me", 1)])
+        await harness.until(lambda: not harness.plane._preparation._jobs)
         assert harness.engine.submitted == [(b"me", 1)]
 
     harness.run(body)
+    (line,) = harness.events("request")
+    assert (line["finish"], line["seed"]) == ("cancelled", 3)
+    assert harness.plane.metrics.accepted == 2
 
 
 def test_a_client_that_has_hung_up_is_worked_for_no_longer(harness: Harness) -> None:
@@ -132,8 +145,9 @@ def test_a_client_that_has_hung_up_is_worked_for_no_longer(harness: Harness) -> 
         harness.send(wire.Generate(id=2, prompt="x"), identity=b"you")
         harness.send(wire.Generate(id=3, prompt=LONG))
         harness.send_frames(IoMessage.GONE, b"me")
-        await harness.until(lambda: len(harness.engine.cancelled) == 2)
-        assert sorted(harness.engine.cancelled) == [(b"me", 1), (b"me", 3)]
+        await harness.until(lambda: harness.engine.cancelled == [(b"me", 1)])
+        await harness.until(lambda: harness.plane.live == 2)  # the one that ends, and the other client's
+        assert (b"me", 3) not in harness.engine.submitted
 
     harness.run(body)
 
@@ -280,7 +294,8 @@ def test_busy_says_when_to_try_again(harness: Harness) -> None:
         harness.send(wire.Generate(id=1, prompt="x"))
         harness.send(wire.Generate(id=2, prompt="x"))
         await harness.until(lambda: harness.plane.live == 2)
-        harness.engine.failure = _native.QueueFull("no room")
+        full = harness.engine.failure = _native.QueueFull("no room")
+        full.queue_length = 7
         harness.send(wire.Generate(id=3, prompt="x"))
         first = await harness.reply()
         harness.send_frames(IoMessage.ENDED, ended(1, started_ns=1, done_ns=3_000_000_001))
@@ -290,6 +305,11 @@ def test_busy_says_when_to_try_again(harness: Harness) -> None:
         assert isinstance(first, wire.Error) and isinstance(second, wire.Error)
         assert (first.code, first.message, first.retry_after_ms) == ("busy", "no room", 100)  # nothing is known yet
         assert second.retry_after_ms == 3000  # as long as a request takes
+        assert first.queue_length == second.queue_length == 7
+        full.expected_ns = 41_000_000  # what the engine says counts more
+        harness.send(wire.Generate(id=5, prompt="x"))
+        third = await harness.reply()
+        assert isinstance(third, wire.Error) and third.retry_after_ms == 41
         busy = wire.error_of(second)
         assert isinstance(busy, Busy) and busy.retry_after == 3.0
         for same in (busy.copy(), pickle.loads(pickle.dumps(busy))):
@@ -323,7 +343,7 @@ def hold_tokenizing(harness: Harness) -> tuple[threading.Event, threading.Event]
     """Has the workers wait with each prompt. Returns what is set once one has begun, and what lets all go on."""
     started, go = threading.Event(), threading.Event()
 
-    def tokenize(request: wire.Generate) -> list[int]:
+    def tokenize(request: wire.Generate, held: int) -> list[int]:
         started.set()
         assert go.wait(20)
         return [1]
@@ -348,7 +368,7 @@ def test_long_prompts_of_one_client_leave_room_for_another_s(harness: Harness) -
         await harness.until(lambda: harness.plane.metrics.refused["busy"] == 2)
         go.set()
         await harness.until(lambda: len(harness.engine.submitted) == 2)
-        assert not harness.plane._preparing_of
+        assert not harness.plane._preparation._jobs
 
     harness.run(body)
 

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, Daemon
 from ull import wire
 from ull.client import Client
-from ull.daemon import admission
+from ull.daemon import admission, sessions
 
 PAGE = (ROOT / "docs/wire.md").read_text()
 
@@ -21,6 +21,12 @@ PLACES: dict[type[msgspec.Struct], tuple[str, str]] = {
     wire.Generate: ("### generate", ""),
     wire.Tokenize: ("### tokenize", ""),
     wire.Detokenize: ("### detokenize", ""),
+    wire.OpenSession: ("### open_session", ""),
+    wire.Fork: ("### fork", ""),
+    wire.Rollback: ("### rollback", ""),
+    wire.Truncate: ("### truncate", ""),
+    wire.CloseSession: ("### close_session", ""),
+    wire.Commit: ("### commit", ""),
     wire.Cancel: ("### cancel", ""),
     wire.Health: ("### health", ""),
     wire.Info: ("### info", ""),
@@ -35,6 +41,7 @@ PLACES: dict[type[msgspec.Struct], tuple[str, str]] = {
     wire.Speculation: ("### done", "\n`speculation`:"),
     wire.TokenizeReply: ("### tokenize answer", ""),
     wire.DetokenizeReply: ("### detokenize answer", ""),
+    wire.SessionReply: ("### session", ""),
     wire.Error: ("### error", ""),
     wire.Ack: ("### ack", ""),
     wire.HealthReply: ("### health answer", ""),
@@ -114,11 +121,15 @@ def test_ranges_and_limits() -> None:
         "logit_bias": (admission.MAX_LOGIT_BIAS, -admission.MAX_BIAS, admission.MAX_BIAS),
         "logprobs": (admission.MAX_LOGPROBS,),
         "timeout_ms": (admission.MAX_TIMEOUT_MS,),
+        "deadline_ms": (admission.MAX_TIMEOUT_MS,),
         "max_tree": (admission.MAX_TREE,),
     }.items():
         said = re.findall(r"-?[0-9]+(?:\.[0-9]+)?", generate[field][3])
         assert not {f"{number:f}".rstrip("0").rstrip(".") for number in numbers} - set(said), field
     assert all(f"`{drafter}`" in generate["speculate"][3] for drafter in wire.DRAFTERS)
+    assert all(f"`{priority}`" in generate["priority"][3] for priority in wire.PRIORITIES)
+    waiting = f"most {sessions.MAX_WAITING} messages wait"
+    assert waiting in " ".join(section("## Sessions").split())
     warnings = rows(wire.Done)["warnings"][3]
     assert f"first {wire.MAX_WARNINGS}," in warnings and f"{wire.MAX_WARNING_BYTES} bytes" in warnings
     assert f"{admission.MAX_ANSWER_BYTES >> 10} KiB: {admission.MAX_ANSWER_BYTES // 5} ids" in PAGE
@@ -159,8 +170,9 @@ def fixed_codes() -> set[str]:
 
 def test_every_code_that_a_daemon_sends() -> None:
     raised = fixed_codes()
-    assert raised == {"busy", "draining"}
-    for name in ("daemon/admission", "coercion", "daemon/control", "text/tokenizer", "wire"):
+    assert raised == {"busy", "draining", "deadline_unreachable"}
+    rooms = ("daemon/admission", "daemon/control", "daemon/sessions", "daemon/turns", "text/cut", "text/tokenizer")
+    for name in (*rooms, "coercion", "wire"):
         raised |= codes_in(ast.parse((ROOT / f"ull/{name}.py").read_text()))
     head, _, accepted = section("## Error codes").partition("Of `done.error`")
     assert {row[0].strip("`") for row in table(head)} == raised
@@ -175,7 +187,7 @@ def test_every_code_that_a_daemon_sends() -> None:
 
 def test_finish_reasons_and_states() -> None:
     header = (ROOT / "ull/native/engine/request.h").read_text()
-    reasons = set(re.findall(r'return "([a-z]+)";', header)) - {"none", "unknown"}
+    reasons = set(re.findall(r'return "([a-z]+)";', header)) - {"none", "unknown", *wire.PRIORITIES}
     text = section("### done")
     found = table(text[text.index("| `finish_reason` | The") :])
     assert {row[0].strip("`") for row in found} == reasons
@@ -186,7 +198,7 @@ def test_finish_reasons_and_states() -> None:
 def test_every_type_of_message_has_its_section() -> None:
     for kind in wire._request_types:
         assert section(f"### {kind}")
-    for struct in (wire.Token, wire.Done, wire.Error, wire.Ack):
+    for struct in (wire.Token, wire.Done, wire.Error, wire.Ack, wire.SessionReply):
         assert section(f"### {struct.__struct_config__.tag}")
 
 

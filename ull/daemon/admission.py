@@ -10,18 +10,20 @@ import difflib
 import math
 import re
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 import msgspec
 
 from ull._native import LIMITS
 from ull.errors import RequestError
+from ull.text.cut import TextOf, cut
 from ull.text.tokenizer import Tokenizer
 from ull.wire import (
     DRAFTERS,
     MAX_ID,
     MAX_TREE,
+    PRIORITIES,
     Detokenize,
     DetokenizeReply,
     Generate,
@@ -29,6 +31,7 @@ from ull.wire import (
     Prompted,
     Tokenize,
     TokenizeReply,
+    Truncate,
 )
 
 # What the engine's request slots, of fixed size, have room for.
@@ -74,12 +77,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_tree: int = MAX_TREE
     default_max_tree: int = 0  # 0: the executor's choice
     penalties: bool = True  # whether the executor applies them
+    max_sessions: int = 16  # of one client
+    max_pinned_tokens: int = 0  # of all pinned sessions together
 
 
 class Admission:
     """The checks of one engine: its tokenizer, its limits, the ids that end its texts.
 
-    `text_of` gives the text that a stream of ids has (default: what the tokenizer decodes).
+    `text_of` gives the text that a stream of ids has behind a prompt (default: what the tokenizer decodes).
     """
 
     def __init__(
@@ -87,10 +92,10 @@ class Admission:
         tokenizer: Tokenizer,
         limits: Limits,
         eos: Sequence[int],
-        text_of: Callable[[Sequence[int]], str] | None = None,
+        text_of: TextOf | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._text_of = tokenizer.decode if text_of is None else text_of
+        self._text_of = self._decode if text_of is None else text_of
         self._eos = list(eos)
         self.limits = limits
 
@@ -103,14 +108,14 @@ class Admission:
         self._check_stops(request)
         self._check_bias(request)
         limits = self.limits
-        if request.max_tokens is not None and not 1 <= request.max_tokens <= limits.max_tokens:
-            _refuse("max_tokens", f"must be from 1 to {limits.max_tokens}, not {request.max_tokens}")
+        if request.max_tokens is not None and not 0 <= request.max_tokens <= limits.max_tokens:
+            only = "0 (only read the prompt)"
+            _refuse("max_tokens", f"must be from {only} to {limits.max_tokens}, not {request.max_tokens}")
         if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
             _refuse("logprobs", f"must be from 0 to {MAX_LOGPROBS}, not {request.logprobs}")
         if request.seed is not None and not 0 <= request.seed <= MAX_ID:
             _refuse("seed", "must be from 0 to 2^64 - 1")
-        if request.timeout_ms is not None and not 1 <= request.timeout_ms <= MAX_TIMEOUT_MS:
-            _refuse("timeout_ms", f"must be from 1 to {MAX_TIMEOUT_MS} milliseconds, not {request.timeout_ms}")
+        _check_schedule(request)
         self._check_speculation(request)
 
     def check_text(self, request: Tokenize | Detokenize) -> None:
@@ -126,6 +131,23 @@ class Admission:
                     "send them in parts",
                     "token_ids",
                 )
+
+    def check_truncation(self, request: Truncate) -> None:
+        """Raises RequestError unless exactly one of `tokens` and `characters` says what is kept."""
+        given = [name for name in ("tokens", "characters") if getattr(request, name) is not None]
+        if not given:
+            _refuse("tokens", "is missing; send one of tokens, characters")
+        if len(given) > 1:
+            _refuse(given[1], f"and {given[0]} are both set; send exactly one")
+        if getattr(request, given[0]) < 0:
+            _refuse(given[0], f"must be 0 or more, not {getattr(request, given[0])}")
+
+    def cut(self, prompt: list[int], answer: list[int], characters: int) -> list[int]:
+        """The beginning of an answer behind its prompt, as `ull.text.cut`. Slow for long ones; thread-safe.
+
+        Raises RequestError if its text has fewer `characters`.
+        """
+        return cut(prompt, answer, characters, self._text_of, self._tokenizer.encode_rest)
 
     def convert(self, request: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply:
         """The answer to a checked request. Slow for long texts and many ids; thread-safe.
@@ -143,11 +165,18 @@ class Admission:
             return len(prompt)
         return max(len(prompt), _QUOTED)
 
-    def prompt_ids(self, request: Prompted) -> list[int]:
+    def prompt_ids(self, request: Prompted, held: int = 0) -> list[int]:
         """The prompt's ids: given, encoded, or encoded after the chat template. Slow for long texts; thread-safe.
 
+        A prompt or ids go on behind the `held` tokens of a session, and none may be given if there are any.
         Raises RequestError: too long (by how many tokens), or messages that the template refuses.
         """
+        field = _prompt_field(request)
+        if field == "session":
+            if not held:
+                _refuse("prompt", "is missing: the session holds nothing that could be gone on from")
+            self._refuse_long(0, field, held)
+            return []
         if isinstance(request, Generate) and request.token_ids is not None:
             ids = request.token_ids
         elif request.messages is not None:
@@ -162,18 +191,22 @@ class Admission:
             )
             self._refuse_hopeless(chat.text, "messages")
             ids = self._tokenizer.encode_chat(chat)
+            held = 0  # they are the whole conversation
         else:
-            ids = self._tokenizer.encode(request.prompt or "", request.special_tokens)
-        field = _prompt_field(request)
+            ids = self._tokenizer.encode(request.prompt or "", request.special_tokens, add_special_tokens=not held)
         if not ids:
             _refuse(field, "has no tokens; send at least one")
-        self._refuse_long(len(ids), field)
+        self._refuse_long(len(ids), field, held)
         return ids
+
+    def most_tokens(self, request: Generate) -> int:
+        """How long a checked request's completion may become, in tokens, if the context leaves as much."""
+        return self.limits.default_max_tokens if request.max_tokens is None else request.max_tokens
 
     def parameters(self, request: Generate, received_ns: int, admitted_ns: int) -> dict[str, Any]:
         """The engine's parameters for a checked request; a missing seed is drawn here."""
         return {
-            "max_tokens": request.max_tokens or self.limits.default_max_tokens,
+            "max_tokens": self.most_tokens(request),
             "temperature": request.temperature,
             "top_k": min(request.top_k, self.limits.vocabulary),
             "top_p": request.top_p,
@@ -187,6 +220,9 @@ class Admission:
             "logit_bias": request.logit_bias,
             "logprobs": -1 if request.logprobs is None else request.logprobs,
             "timeout_ns": 0 if request.timeout_ms is None else received_ns + request.timeout_ms * 1_000_000,
+            "deadline_ns": 0 if request.deadline_ms is None else received_ns + request.deadline_ms * 1_000_000,
+            "priority": request.priority,
+            "hold": request.hold,
             "received_ns": received_ns,
             "admitted_ns": admitted_ns,
             "speculate": request.speculate or self.limits.default_drafter,
@@ -212,7 +248,7 @@ class Admission:
 
     def _detokenize(self, request: Detokenize) -> DetokenizeReply:
         ids = request.token_ids
-        text = self._text_of(ids) if request.skip_special_tokens else self._tokenizer.decode(ids, False)
+        text = self._text_of(ids, []) if request.skip_special_tokens else self._tokenizer.decode(ids, False)
         size = len(text.encode())
         if size > MAX_ANSWER_BYTES:
             reason = f"token_ids: their text has {size} bytes; an answer holds {MAX_ANSWER_BYTES}: send them in parts"
@@ -222,6 +258,9 @@ class Admission:
     def _check_prompt(self, request: Prompted) -> None:
         names = ("prompt", "messages", "token_ids") if isinstance(request, Generate) else ("prompt", "messages")
         given = [name for name in names if getattr(request, name) is not None]
+        if not given and isinstance(request, Generate) and request.session is not None:
+            _check_no_chat(request)
+            return  # it goes on from what the session holds
         if not given:
             _refuse("prompt", f"is missing; send one of {', '.join(names)}")
         if len(given) > 1:
@@ -320,13 +359,18 @@ class Admission:
         """The request's stop ids, and the engine's unless ignored; each once."""
         return list(dict.fromkeys([*request.stop_ids, *([] if request.ignore_eos else self._eos)]))
 
-    def _refuse_long(self, count: int, field: str) -> None:
-        room = self.limits.context - 1
+    def _decode(self, ids: Sequence[int], prompt: Sequence[int]) -> str:
+        """The text of ids behind a prompt, without a vocabulary of the core."""
+        return self._tokenizer.decode([*prompt, *ids])[len(self._tokenizer.decode(prompt)) :]
+
+    def _refuse_long(self, count: int, field: str, held: int = 0) -> None:
+        room = self.limits.context - 1 - held
         if count > room:
+            behind = f" behind the {held} that the session holds" if held else ""
             raise RequestError(
                 "too_long",
                 f"{field}: {count} tokens are {count - room} too many; the context of {self.limits.context} "
-                f"leaves room for {room} and a completion of at least one",
+                f"leaves room for {max(0, room)}{behind} and a completion of at least one",
                 field,
             )
 
@@ -380,6 +424,20 @@ def _check_no_chat(request: Prompted) -> None:
             _refuse(field, "is for chats; send it with messages, or leave it out")
 
 
+def _check_schedule(request: Generate) -> None:
+    """The fields that say when."""
+    for field in ("timeout_ms", "deadline_ms"):
+        value = getattr(request, field)
+        if value is not None and not 1 <= value <= MAX_TIMEOUT_MS:
+            _refuse(field, f"must be from 1 to {MAX_TIMEOUT_MS} milliseconds, not {value}")
+    if request.priority not in PRIORITIES:
+        nearest = difflib.get_close_matches(request.priority[:40], PRIORITIES, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        _refuse("priority", f"{request.priority[:40]!r} is none of {', '.join(PRIORITIES)}{hint}")
+    if request.hold and request.logprobs is not None:
+        _refuse("hold", "cannot be combined with logprobs; leave one of them out")
+
+
 def _check_sampling(request: Generate) -> None:
     """The sampling fields; comparisons are written so that NaN fails them."""
     temperature = request.temperature
@@ -398,7 +456,10 @@ def _check_sampling(request: Generate) -> None:
 def _prompt_field(request: Prompted) -> str:
     if isinstance(request, Generate) and request.token_ids is not None:
         return "token_ids"
-    return "messages" if request.messages is not None else "prompt"
+    if request.messages is not None:
+        return "messages"
+    in_session = isinstance(request, Generate) and request.session is not None
+    return "session" if in_session and request.prompt is None else "prompt"
 
 
 def _refuse(field: str, reason: str) -> NoReturn:

@@ -26,6 +26,7 @@ MAX_CORE = 1023  # a core's highest number
 MAX_CONTEXT = 2**24  # tokens
 MAX_QUEUE_DEPTH = 65536
 MAX_SESSIONS = 1024
+MAX_OPEN = 65536  # sessions of clients
 _LEAST_MESSAGE = 1024  # bytes
 _LINE = 110  # columns of a comment in the printed defaults
 
@@ -202,6 +203,19 @@ class RequestsConfig(msgspec.Struct, kw_only=True, frozen=True):
     ] = 131_072
 
 
+class SessionsConfig(msgspec.Struct, kw_only=True, frozen=True):
+    """Conversations that clients keep open: token ids, 4 bytes each; their KV cache is engine.sessions'."""
+
+    per_client: Annotated[int, _key("sessions that one client may have open", ge=0, le=MAX_OPEN)] = 16
+    total: Annotated[int, _key("sessions that all clients together may have open", ge=0, le=MAX_OPEN)] = 256
+    hold_timeout_s: Annotated[
+        float,
+        _key(
+            "an answer that is held is dropped where nobody commits it for this long", "seconds", ge=0.001, le=1_000_000
+        ),
+    ] = 30.0
+
+
 class SpeculationConfig(msgspec.Struct, kw_only=True, frozen=True):
     """How tokens are drafted for requests that do not say; it decides how fast they come, never which they are."""
 
@@ -281,6 +295,7 @@ class Config(msgspec.Struct, kw_only=True, frozen=True):
     engine: EngineConfig = EngineConfig()
     io: IoConfig = IoConfig()
     requests: RequestsConfig = RequestsConfig()
+    sessions: SessionsConfig = SessionsConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     log: LogConfig = LogConfig()
 

@@ -10,40 +10,34 @@ import asyncio
 import functools
 import math
 import time
-from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
-import numpy as np
 import zmq
 
 from ull import _native, wire
 from ull.daemon.admission import Admission
 from ull.daemon.answers import Answers, EngineLike, IoLike
-from ull.daemon.host import stand_back
+from ull.daemon.config import SessionsConfig
 from ull.daemon.metrics import DutyCycle, Metrics, inter_token_ns
+from ull.daemon.preparation import Preparation
 from ull.daemon.refusals import RefusalLog
-from ull.errors import Busy, Draining, RequestError
+from ull.daemon.sessions import Sessions
+from ull.daemon.turn import Turn
+from ull.daemon.turns import INLINE_CHARACTERS, Turns, completion_ids
+from ull.errors import Busy, DeadlineUnreachable, Draining, RequestError
 from ull.log import Log
 from ull.socket_reader import MessageReceiver, SocketReader
 
-# A prompt of this many characters is tokenized in the event loop's thread (about a millisecond); a longer one in a
-# worker, where the tokenizer runs without the GIL. A chat waits in a thread for the process that runs its template.
-INLINE_CHARACTERS = 1024
 _STALL_NS = 10_000_000  # a turn that took longer is counted
 LOGGED_DIGITS = 16  # of the bundle's digest, in the line of each request
 _UNKNOWN_SERVICE_MS = 100  # assumed before the first request has ended
 _MOST_RETRY_MS = 60_000
 _TURN_NS = 2_000_000  # spent on the io thread's messages before other events have their turn
-_WORKERS = 2
 _MEMORY_TRIES = 50  # receives that may fail in a row for want of memory, ...
 _MEMORY_PAUSE_S = 0.02  # ... this far apart, before the daemon gives up
-
-_Prepared = TypeVar("_Prepared", bound=wire.Generate | wire.Tokenize | wire.Detokenize)
-_Result = TypeVar("_Result")
 
 
 class IoMessage(bytes, Enum):
@@ -73,6 +67,7 @@ class ControlPlane:
         engine_summary: dict[str, Any],
         executor_summary: dict[str, Any],
         queue_depth: int,
+        sessions: SessionsConfig,
     ) -> None:
         self.metrics = Metrics()
         self._duty = DutyCycle(_STALL_NS)
@@ -89,22 +84,29 @@ class ControlPlane:
         self._refusals = RefusalLog(log)
         self._receiver = MessageReceiver(socket)
         self._memory_tries = 0
-        self._queue_depth = queue_depth
-        self._bundle = str(engine_summary.get("digest", ""))[:LOGGED_DIGITS] or None
+        digest = str(engine_summary.get("digest", ""))
+        self._bundle = digest[:LOGGED_DIGITS] or None
         self._started_ns = time.monotonic_ns()
-        self._live: set[tuple[bytes, int]] = set()  # submitted, not yet ended
-        self._preparing: dict[tuple[bytes, int], bool] = {}  # being tokenized -> cancelled meanwhile
-        self._preparing_of: Counter[bytes] = Counter()  # of which clients
         self._answers = Answers(engine_summary, executor_summary, admission.limits)
-        self._workers = ThreadPoolExecutor(_WORKERS, "ull-tokenize", stand_back)
-        self._chats = ThreadPoolExecutor(1, "ull-chat", stand_back)  # there is one process that runs templates
+        self._preparation = Preparation(queue_depth, self.busy)
+        self._converting: set[tuple[bytes, int]] = set()  # long texts and ids
+        self._turns = Turns(
+            self,
+            engine,
+            admission,
+            self._preparation,
+            Sessions(sessions.per_client, sessions.total, admission.limits.max_pinned_tokens),
+            self.metrics,
+            log,
+            bundle=digest,
+            hold_timeout_s=sessions.hold_timeout_s,
+        )
         self._reader: SocketReader | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def live(self) -> int:
-        """Accepted requests that have not ended, and requests that are being tokenized."""
-        return len(self._live) + len(self._preparing)
+        """Requests that have not ended: accepted, being tokenized, or waiting for their session."""
+        return len(self._turns) + len(self._converting)
 
     def start(self) -> None:
         """Begins to serve, in the running event loop."""
@@ -119,13 +121,11 @@ class ControlPlane:
             self._reader.close()
         self._engine.end_beat()
         self._refusals.summarise()
-        self._workers.shutdown(wait=False, cancel_futures=True)
-        self._chats.shutdown(wait=False, cancel_futures=True)
+        self._preparation.close()
 
     def cancel_all(self) -> None:
         """Asks the engine to end everything that is still running."""
-        for identity, request_id in self._live:
-            self._engine.cancel(identity, request_id)
+        self._turns.cancel_all()
 
     def health(self) -> str:
         """ "ok" | "draining" | "stalled" | "failed"; a fault of the engine outranks draining."""
@@ -172,6 +172,10 @@ class ControlPlane:
         self.failure = self.failure or reason
         self.changed.set()
 
+    def _look_for_end(self) -> None:
+        if not self.live:
+            self.changed.set()
+
     def _called(self) -> None:
         """The watchdog asks for a sign of life. Messages are looked for too: none must wait for a lost event."""
         self._engine.beat()
@@ -194,172 +198,118 @@ class ControlPlane:
                 _, endpoint, what = frames
                 self._endpoint_changed(endpoint.bytes.decode(), what.bytes.decode())
             elif kind == IoMessage.GONE:
-                self._gone(frames[1].bytes)
+                self._turns.gone(frames[1].bytes)
             elif kind == IoMessage.ENDED:
-                self._ended(wire.decode_ended(frames[1].buffer))
+                _, record, *completion = frames
+                self._end(wire.decode_ended(record.buffer), completion_ids(completion))
         except MemoryError:
             self._give_up("out of memory")  # the client would wait for ever
         except Exception as error:
             self._log.error("internal", kind=kind.decode(errors="replace"), error=f"{type(error).__name__}: {error}")
 
     def _request(self, identity: bytes, payload: memoryview, received_ns: int) -> None:
-        request_id: int | None = None
-        rehearsal = False
         try:
             request, warnings = wire.read_request(payload)
-            request_id = request.id
-            rehearsal = isinstance(request, wire.Generate) and self._rehearses(request.seed)
-            self._dispatch(identity, request, received_ns, warnings)
         except wire.WireError as error:
             self._refuse(identity, error.request_id, error)
+            return
+        rehearsal = isinstance(request, wire.Generate) and self._rehearses(request.seed)
+        work = functools.partial(self._dispatch, identity, request, received_ns, warnings)
+        self.attempt(identity, request.id, work, rehearsal)
+
+    def attempt(self, identity: bytes, request_id: int, work: Callable[[], None], rehearsal: bool = False) -> None:
+        """Does `work`; what it raises is its client's answer."""
+        try:
+            work()
         except RequestError as error:
             self._refuse(identity, request_id, error, rehearsal)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            if rehearsal:  # who sent it says so in the daemon's last words
-                self._refuse(identity, request_id, RequestError("internal", reason), rehearsal)
-                return
-            self._log.error("internal", id=request_id, error=reason)
-            self._refuse(
-                identity, request_id, RequestError("internal", "the daemon failed on this request; see its log")
-            )
+            if not rehearsal:  # else who sent it says so in the daemon's last words
+                self._log.error("internal", id=request_id, error=reason)
+                reason = "the daemon failed on this request; see its log"
+            self._refuse(identity, request_id, RequestError("internal", reason), rehearsal)
 
     def _rehearses(self, seed: int | None) -> bool:
         """Whether a request of this seed is the daemon's own, which leaves no trace."""
         return self.rehearsal is not None and seed == self.rehearsal
 
     def _dispatch(self, identity: bytes, request: wire.Request, received_ns: int, warnings: list[str]) -> None:
+        turns = self._turns
         if isinstance(request, wire.Generate):
-            self._generate(identity, request, received_ns, warnings)
+            self._refuse_repeated(identity, request.id)
+            turns.generate(Turn(identity, request, received_ns, warnings, self._rehearses(request.seed)))
         elif isinstance(request, wire.Tokenize | wire.Detokenize):
             self._convert(identity, request)
+        elif isinstance(request, wire.OpenSession | wire.Fork | wire.Rollback | wire.Truncate | wire.CloseSession):
+            if isinstance(request, wire.OpenSession | wire.Fork) and self.draining:
+                raise Draining()
+            turns.change(identity, request)
+        elif isinstance(request, wire.Commit):
+            turns.commit(identity, request.request)
+            self.reply(identity, wire.Ack(id=request.id, known=True))
         elif isinstance(request, wire.Cancel):
-            self._reply(identity, wire.Ack(id=request.id, known=self._cancel(identity, request.id)))
+            key = (identity, request.id)
+            self.reply(identity, wire.Ack(id=request.id, known=turns.cancel(key) or key in self._converting))
         elif isinstance(request, wire.Health):
-            uptime_ns = time.monotonic_ns() - self._started_ns
-            queue_length = self._engine.queue_length
-            reply = wire.HealthReply(
-                id=request.id, status=self.health(), uptime_ns=uptime_ns, queue_length=queue_length
-            )
-            if request.request is not msgspec.UNSET:
-                key = (identity, request.request)
-                reply.live = key in self._live or key in self._preparing
-            self._reply(identity, reply)
+            self._answer_health(identity, request)
         elif isinstance(request, wire.Info):
-            self._reply(identity, wire.InfoReply(id=request.id, **self._answers.info))
+            self.reply(identity, wire.InfoReply(id=request.id, **self._answers.info))
         else:
             stats = self._answers.stats(self.metrics, self._engine, self._io, self._log, self._duty)
-            self._reply(identity, wire.StatsReply(id=request.id, **stats))
+            self.reply(identity, wire.StatsReply(id=request.id, **stats))
 
-    def _generate(self, identity: bytes, request: wire.Generate, received_ns: int, warnings: list[str]) -> None:
-        self._refuse_repeated(identity, request.id)
-        self._admission.check(request)
-
-        def submit(ids: list[int]) -> None:
-            self._submit(identity, request, ids, received_ns, warnings)
-
-        if not _is_chat(request) and self._admission.prompt_size(request) <= INLINE_CHARACTERS:
-            submit(self._admission.prompt_ids(request))
-        else:
-            self._prepare_soon(identity, request, self._admission.prompt_ids, submit)
+    def _answer_health(self, identity: bytes, request: wire.Health) -> None:
+        uptime_ns = time.monotonic_ns() - self._started_ns
+        queue_length = self._engine.queue_length
+        reply = wire.HealthReply(id=request.id, status=self.health(), uptime_ns=uptime_ns, queue_length=queue_length)
+        if request.request is not msgspec.UNSET:
+            key = (identity, request.request)
+            reply.live = key in self._turns or key in self._converting
+        self.reply(identity, reply)
 
     def _convert(self, identity: bytes, request: wire.Tokenize | wire.Detokenize) -> None:
         """Answers `tokenize` and `detokenize`; long ones are in line with the long prompts."""
         self._refuse_repeated(identity, request.id)
         self._admission.check_text(request)
-        if not _is_chat(request) and self._admission.prompt_size(request) <= INLINE_CHARACTERS:
-            self._reply(identity, self._admission.convert(request))
-        else:
-            self._prepare_soon(identity, request, self._admission.convert, functools.partial(self._reply, identity))
+        chat = isinstance(request, wire.Tokenize) and request.messages is not None
+        work = functools.partial(self._admission.convert, request)
+        if not chat and self._admission.prompt_size(request) <= INLINE_CHARACTERS:
+            self.reply(identity, work())
+            return
+        key = (identity, request.id)
+
+        def finish(converted: asyncio.Future[wire.TokenizeReply | wire.DetokenizeReply]) -> None:
+            def answer() -> None:
+                if self.draining:
+                    raise Draining()
+                self.reply(identity, converted.result())
+
+            self._converting.discard(key)
+            self.attempt(*key, answer)
+            self._look_for_end()
+
+        self._preparation.start(identity, self._engine.client_share, work, finish, chat=chat)
+        self._converting.add(key)
 
     def _refuse_repeated(self, identity: bytes, request_id: int) -> None:
         """Refuses new work while draining, and an id that the client already uses."""
         if self.draining:
             raise Draining()
-        if (identity, request_id) in self._live or (identity, request_id) in self._preparing:
+        if (identity, request_id) in self._turns or (identity, request_id) in self._converting:
             raise RequestError("duplicate_id", f"request {request_id} of this client is still running", "id")
 
-    def _prepare_soon(
-        self,
-        identity: bytes,
-        request: _Prepared,
-        work: Callable[[_Prepared], _Result],
-        finish: Callable[[_Result], None],
-    ) -> None:
-        """Does `work` on a request in a worker, then hands what it returns to `finish`."""
-        if len(self._preparing) >= self._queue_depth:
-            raise self._busy("the queue is full")
-        if self._preparing_of[identity] >= self._engine.client_share:
-            raise self._busy(f"{self._engine.client_share} long prompts of this client are being read")
-        self._preparing[(identity, request.id)] = False
-        self._preparing_of[identity] += 1
-        task = asyncio.ensure_future(self._prepare(identity, request, work, finish))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def busy(self, message: str, full: _native.QueueFull | None = None) -> Busy:
+        """The error that refuses what there is no room for. `full`: what the engine has said of its queue.
 
-    async def _prepare(
-        self,
-        identity: bytes,
-        request: _Prepared,
-        work: Callable[[_Prepared], _Result],
-        finish: Callable[[_Result], None],
-    ) -> None:
-        """As _prepare_soon says; a cancel that came meanwhile follows what `finish` has submitted."""
-        key = (identity, request.id)
-        cancelled = False
-        try:
-            loop = asyncio.get_running_loop()
-            workers = self._chats if _is_chat(request) else self._workers
-            try:
-                result = await loop.run_in_executor(workers, work, request)
-            finally:
-                cancelled = self._preparing.pop(key)
-                self._preparing_of -= Counter((identity,))  # which forgets who has none
-                if not self.live:
-                    self.changed.set()
-            if self.draining:
-                raise Draining()
-            finish(result)
-        except RequestError as error:
-            self._refuse(identity, request.id, error)
-            return
-        except Exception as error:
-            self._log.error("internal", id=request.id, error=f"{type(error).__name__}: {error}")
-            self._refuse(
-                identity, request.id, RequestError("internal", "the daemon failed on this request; see its log")
-            )
-            return
-        if cancelled:
-            self._engine.cancel(identity, request.id)
-
-    def _submit(
-        self, identity: bytes, request: wire.Generate, ids: list[int], received_ns: int, warnings: list[str]
-    ) -> None:
-        rehearsal = self._rehearses(request.seed)
-        params = self._admission.parameters(request, received_ns, time.monotonic_ns())
-        params |= {"rehearsal": rehearsal, "warnings": warnings}
-        try:
-            self._engine.submit(identity, request.id, np.asarray(ids, np.int32), params)
-        except _native.QueueFull as full:  # the whole queue, or the client's share
-            raise self._busy(str(full)) from None
-        except _native.InvalidRequest as error:  # a limit of the engine that admission does not know
-            raise RequestError("bad_request", str(error), error.field) from None
-        except _native.EngineClosed as error:
-            raise RequestError("internal", f"the engine takes no requests: {error}") from None
-        self._live.add((identity, request.id))
-        self.metrics.accepted += not rehearsal
-
-    def _busy(self, message: str) -> Busy:
-        """Half of what is there now has then gone, if requests take as long as they did lately; so there is room."""
-        service_ms = self.metrics.service_ns / 1e6 or _UNKNOWN_SERVICE_MS
-        return Busy(message, retry_after=min(_MOST_RETRY_MS, max(1.0, service_ms * max(1.0, self.live / 2))) / 1000)
-
-    def _cancel(self, identity: bytes, request_id: int) -> bool:
-        key = (identity, request_id)
-        if key in self._preparing:
-            self._preparing[key] = True
-            return True
-        return self._engine.cancel(identity, request_id)
+        Where that is unknown: half of what is there now has then gone, if requests take as long as they did lately.
+        """
+        wait_ms = 0.0 if full is None else full.expected_ns / 1e6
+        if not wait_ms:
+            service_ms = self.metrics.service_ns / 1e6 or _UNKNOWN_SERVICE_MS
+            wait_ms = service_ms * max(1.0, self.live / 2)
+        waiting = self._engine.queue_length if full is None else full.queue_length
+        return Busy(message, retry_after=min(_MOST_RETRY_MS, max(1.0, wait_ms)) / 1000, queue_length=waiting)
 
     def _endpoint_changed(self, endpoint: str, what: str) -> None:
         """Says what has become of a socket's file; those who are connected notice nothing."""
@@ -370,12 +320,6 @@ class ControlPlane:
             "ours": "its file is back",
         }[what]
         (self._log.info if what == "ours" else self._log.warning)("endpoint", endpoint=endpoint, message=message)
-
-    def _gone(self, identity: bytes) -> None:
-        """A client has hung up: nobody waits for what it asked for."""
-        for client, request_id in (*self._live, *self._preparing):
-            if client == identity:
-                self._cancel(client, request_id)
 
     def _malformed(self, identity: bytes, reason: str, request_id: int | None = None) -> None:
         """Refuses what the io thread could not hand over: of a wrong shape, or too long."""
@@ -392,17 +336,26 @@ class ControlPlane:
             self.metrics.refused[error.code] += 1
             self._refusals.note(identity, request_id, error)
         reply = wire.Error(id=request_id, code=error.code, message=error.message, field=error.field)
-        if isinstance(error, Busy) and error.retry_after is not None:
-            reply.retry_after_ms = math.ceil(error.retry_after * 1000)
-        self._reply(identity, reply)
+        if isinstance(error, Busy):
+            reply.queue_length = error.queue_length
+            reply.retry_after_ms = None if error.retry_after is None else math.ceil(error.retry_after * 1000)
+        elif isinstance(error, DeadlineUnreachable):
+            reply.expected_ms = None if error.expected is None else error.expected * 1000
+        self.reply(identity, reply)
+        self._look_for_end()
 
-    def _reply(self, identity: bytes, message: wire.Reply) -> None:
+    def reply(self, identity: bytes, message: wire.Reply) -> None:
         self._socket.send_multipart([identity, wire.encode(message)], zmq.NOBLOCK)
         self._read_again()  # a send may swallow the edge that announces the next message
 
-    def _ended(self, record: wire.Ended) -> None:
-        self._live.discard((record.identity, record.id))
-        if not self.live or record.finish_reason == "error":
+    def _end(self, record: wire.Ended, completion: Sequence[int]) -> None:
+        """The engine has ended a request, and its client has been told."""
+        self.ended(record, self._turns.ended(record, completion))
+
+    def ended(self, record: wire.Ended, turn: Turn | None) -> None:
+        """Counts and logs a turn that is over."""
+        self._look_for_end()
+        if record.finish_reason == "error":
             self.changed.set()
         log = self._log.info
         if self._rehearses(record.seed):
@@ -411,12 +364,15 @@ class ControlPlane:
             log = self._log.debug
         else:
             self.metrics.ended(record)
+        request = None if turn is None else turn.request
         times = record.timeline
         gap = inter_token_ns(record)
         log(
             "request",
             client=record.identity.hex(),
             id=record.id,
+            session=None if request is None else request.session,
+            priority=None if request is None else request.priority,
             finish=record.finish_reason,
             prompt=record.usage.prompt_tokens,
             cached=record.usage.cached_tokens,
@@ -434,10 +390,6 @@ class ControlPlane:
             connection=record.client,
             error=None if record.error is None else f"{record.error.code}: {record.error.message}",
         )
-
-
-def _is_chat(request: wire.Prompted | wire.Detokenize) -> bool:
-    return isinstance(request, wire.Prompted) and request.messages is not None
 
 
 def _milliseconds(start_ns: int, end_ns: int) -> float | None:

@@ -24,7 +24,7 @@ from ull import __version__, _native
 from ull.access import denial
 from ull.bundle import Bundle, open_bundle
 from ull.daemon.admission import Admission, Limits
-from ull.daemon.config import Config, EngineConfig
+from ull.daemon.config import PAGE_TOKENS, Config, EngineConfig
 from ull.daemon.control import ControlPlane
 from ull.daemon.executors import open_executor, runs_on_gpu
 from ull.daemon.host import (
@@ -166,6 +166,7 @@ class Daemon:
             engine_summary=_summary(bundle, config.verify),
             executor_summary={**executor, "start_ns": start_ns},
             queue_depth=config.engine.queue_depth,
+            sessions=config.sessions,
         )
         exit_stack.callback(self._control.close)
         self._ready = {
@@ -207,6 +208,8 @@ class Daemon:
             default_drafter=drafter,
             default_max_tree=config.speculation.max_tree or int(engine["default_max_tree"]),
             penalties=bool(engine["penalties"]),
+            max_sessions=min(config.sessions.per_client, config.sessions.total),
+            max_pinned_tokens=int(self._engine.stats()["page_count"]) * PAGE_TOKENS // 2,
         )
 
     def _claim_sockets(self, exit_stack: ExitStack) -> list[SocketClaim]:

@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import os
+from array import array
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import zmq
 from checkpoints import write_tokenizer
 from ull import wire
 from ull.daemon.admission import Admission, Limits
-from ull.daemon.control import INLINE_CHARACTERS, ControlPlane, IoMessage
+from ull.daemon.config import SessionsConfig
+from ull.daemon.control import ControlPlane, IoMessage
+from ull.daemon.turns import INLINE_CHARACTERS
 from ull.log import Log
 from ull.socket_reader import MessageReceiver
 from ull.text.tokenizer import Tokenizer
@@ -30,6 +33,10 @@ class FakeEngine:
         self.status = "ok"
         self.submitted: list[tuple[bytes, int]] = []
         self.cancelled: list[tuple[bytes, int]] = []
+        self.committed: list[tuple[bytes, int]] = []
+        self.unpinned: list[int] = []
+        self.tokens: list[list[int]] = []  # of what was submitted, ...
+        self.params: list[dict[str, Any]] = []  # ... and how
         self.control_call = os.eventfd(0, os.EFD_NONBLOCK)
         self.beats = 0
         self.looks = 0
@@ -47,11 +54,20 @@ class FakeEngine:
         if self.failure is not None:
             raise self.failure
         self.submitted.append((identity, request_id))
+        self.tokens.append(array("i", tokens).tolist())
+        self.params.append(params)
         return len(self.submitted)
 
     def cancel(self, identity: bytes, request_id: int) -> bool:
         self.cancelled.append((identity, request_id))
         return (identity, request_id) in self.submitted
+
+    def commit(self, identity: bytes, request_id: int) -> bool:
+        self.committed.append((identity, request_id))
+        return (identity, request_id) in self.submitted
+
+    def unpin(self, key: int) -> None:
+        self.unpinned.append(key)
 
     def health(self) -> str:
         return self.status
@@ -71,7 +87,7 @@ class FakeEngine:
 class Harness:
     """The io thread's end of the control socket."""
 
-    def __init__(self, directory: Path, queue_depth: int = 2) -> None:
+    def __init__(self, directory: Path, queue_depth: int = 2, sessions: SessionsConfig | None = None) -> None:
         write_tokenizer(directory)
         self.engine = FakeEngine()
         self.output = io.StringIO()
@@ -80,7 +96,7 @@ class Harness:
         self._io.bind("inproc://control")
         self._control = self._context.socket(zmq.PAIR)
         self._control.connect("inproc://control")
-        limits = Limits(context=4096, vocabulary=320, default_max_tokens=8, max_tokens=100)
+        limits = Limits(context=4096, vocabulary=320, default_max_tokens=8, max_tokens=100, max_pinned_tokens=1000)
         self.plane = ControlPlane(
             self._control,
             self.engine,
@@ -90,6 +106,7 @@ class Harness:
             engine_summary={},
             executor_summary={},
             queue_depth=queue_depth,
+            sessions=SessionsConfig() if sessions is None else sessions,
         )
 
     def send(self, request: wire.Request, identity: bytes = b"me") -> None:

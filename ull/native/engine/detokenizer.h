@@ -31,11 +31,12 @@ std::string collect_text(size_t bound, Write&& write) {
   return text;
 }
 
-// The whole text of `tokens`; special tokens and ids outside the vocabulary have none.
-inline std::string text_of(const Vocabulary& vocabulary, std::span<const int32_t> tokens) {
+// The whole text of `tokens` behind those of `prompt`; special tokens and ids outside the vocabulary have none.
+inline std::string text_of(const Vocabulary& vocabulary, std::span<const int32_t> tokens,
+                           std::span<const int32_t> prompt = {}) {
   StopSet none;
   TextAssembler assembler;
-  assembler.reset(&none, vocabulary.leading_spaces());
+  assembler.reset(&none, vocabulary.leading_spaces(prompt));
   return collect_text(text_bound(vocabulary, tokens), [&](TextBuffer& out) {
     for (const int32_t token : tokens) assembler.feed(vocabulary.piece(token), out);
     assembler.finish(out);

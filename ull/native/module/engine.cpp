@@ -84,7 +84,11 @@ nb::dict engine_info(const Engine& engine) {
 }
 
 void bind_engine_errors(nb::module_& m) {
-  nb::exception<QueueFull>(m, "QueueFull", PyExc_RuntimeError);
+  nb::exception<QueueFull> full(m, "QueueFull", PyExc_RuntimeError);
+  full.attr("queue_length") = 0;
+  full.attr("expected_ns") = 0;
+  m.attr("DeadlineUnreachable") =
+      nb::steal(PyErr_NewException("ull._native.DeadlineUnreachable", PyExc_RuntimeError, nullptr));
   nb::exception<EngineClosed>(m, "EngineClosed", PyExc_RuntimeError);
   // InvalidRequest(ValueError) with an attribute `field`.
   const nb::object invalid = nb::steal(PyErr_NewException("ull._native.InvalidRequest", PyExc_ValueError, nullptr));
@@ -150,6 +154,7 @@ void bind_engine(nb::module_& m) {
             return engine.commit(view(identity), request_id);
           },
           "identity"_a, "request_id"_a, "Releases a held request; False if that client has no such one.")
+      .def("unpin", [](Engine&, uint64_t) {}, "key"_a)
       .def("drain", &Engine::drain, "Refuses new requests; those accepted run to their end.")
       .def("drained", &Engine::drained, "True once the end of every accepted request has reached the io PAIR.")
       .def("stats", &engine_stats)
@@ -176,9 +181,13 @@ void bind_engine(nb::module_& m) {
       .def(nb::init<const std::string&>(), "path"_a)
       .def_prop_ro("size", &Vocabulary::size, "Ids, rows of padding included.")
       .def(
-          "text", [](const Vocabulary& self, const std::vector<int32_t>& ids) { return text_of(self, ids); }, "ids"_a,
-          nb::call_guard<nb::gil_scoped_release>(),
-          "The whole text of these tokens, by the code of the streams. Special tokens and unknown ids have none.");
+          "text",
+          [](const Vocabulary& self, const std::vector<int32_t>& ids, const std::vector<int32_t>& prompt) {
+            return text_of(self, ids, prompt);
+          },
+          "ids"_a, "prompt"_a = std::vector<int32_t>{}, nb::call_guard<nb::gil_scoped_release>(),
+          "The whole text of these tokens, by the code of the streams. Special tokens and unknown ids have none. "
+          "`prompt`: the tokens that the text goes on behind.");
 
   nb::class_<Detokenizer>(m, "Detokenizer", "Token ids to text, incrementally, cut at the first stop string.")
       .def(nb::init<const std::string&, const std::vector<std::string>&, const std::vector<int32_t>&>(), "vocab_path"_a,

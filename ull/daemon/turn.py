@@ -1,0 +1,51 @@
+"""One `generate` from its receipt to its end: what it asked for, where it takes place, and how far it has come."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from ull.wire import Generate
+
+if TYPE_CHECKING:
+    from ull.daemon.sessions import Session
+
+
+class TurnState(Enum):
+    """What becomes of a `generate`. Each comes after the one above, if it comes."""
+
+    WAITING = "waiting"  # for its session's earlier messages
+    PREPARING = "preparing"  # a worker tokenizes it
+    SUBMITTED = "submitted"  # the engine has accepted it
+    OVER = "over"
+
+
+class Turn:
+    """One `generate`, in a session or not. `ull.daemon.turns` changes its state."""
+
+    def __init__(
+        self, identity: bytes, request: Generate, received_ns: int, warnings: list[str], rehearsal: bool
+    ) -> None:
+        self.identity = identity
+        self.request = request
+        self.received_ns = received_ns
+        self.warnings = warnings
+        self.rehearsal = rehearsal  # the daemon's own, which leaves no trace
+        self.state = TurnState.WAITING
+        self.held = request.hold  # its answer waits for a `commit` that has not come
+        self.session: Session | None = None
+        self.prompt = array("i")  # once it is submitted
+        self.timer: asyncio.TimerHandle | None = None  # ends it: its time limit while it waits, then what holds it
+
+    @property
+    def key(self) -> tuple[bytes, int]:
+        """What names it: ids are a client's own."""
+        return self.identity, self.request.id
+
+    def stop_timer(self) -> None:
+        """Nothing ends it by itself any more, but the engine."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None

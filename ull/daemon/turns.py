@@ -1,0 +1,405 @@
+"""Every `generate` from its receipt to its end, and the sessions in which they take place.
+
+What a `generate` is doing is its TurnState; the methods of Turns are the transitions. A session's messages are carried
+out one after the other: `_enter` lets a message in or has it wait, `_advance` goes on with those that waited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import zmq
+
+from ull import _native, wire
+from ull.daemon.admission import Admission
+from ull.daemon.answers import EngineLike
+from ull.daemon.metrics import Metrics
+from ull.daemon.preparation import Preparation
+from ull.daemon.sessions import MAX_WAITING, Session, Sessions, Step
+from ull.daemon.turn import Turn, TurnState
+from ull.errors import Busy, DeadlineUnreachable, Draining, RequestError
+from ull.log import Log
+
+# A prompt of this many characters is tokenized in the event loop's thread (about a millisecond); a longer one in a
+# worker, where the tokenizer runs without the GIL. A chat waits in a thread for the process that runs its template.
+INLINE_CHARACTERS = 1024
+
+
+class Front(Protocol):
+    """What turns need of the control plane."""
+
+    @property
+    def draining(self) -> bool: ...
+
+    def attempt(self, identity: bytes, request_id: int, work: Callable[[], None], rehearsal: bool = False) -> None:
+        """Does `work`; what it raises is its client's answer."""
+        ...
+
+    def reply(self, identity: bytes, message: wire.Reply) -> None: ...
+
+    def busy(self, message: str, full: _native.QueueFull | None = None) -> Busy: ...
+
+    def ended(self, record: wire.Ended, turn: Turn | None) -> None:
+        """Counts and logs a turn that is over."""
+        ...
+
+
+class Turns:
+    """All turns and sessions. `bundle` is the digest that `done` reports; `hold_timeout_s` ends what nobody commits."""
+
+    def __init__(
+        self,
+        front: Front,
+        engine: EngineLike,
+        admission: Admission,
+        preparation: Preparation,
+        sessions: Sessions,
+        metrics: Metrics,
+        log: Log,
+        *,
+        bundle: str,
+        hold_timeout_s: float,
+    ) -> None:
+        self._front = front
+        self._engine = engine
+        self._admission = admission
+        self._preparation = preparation
+        self._sessions = sessions
+        self._metrics = metrics
+        self._log = log
+        self._bundle = bundle
+        self._hold_timeout_s = hold_timeout_s
+        self._live: dict[tuple[bytes, int], Turn] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, key: tuple[bytes, int]) -> bool:
+        return key in self._live
+
+    # ---- a turn ---------------------------------------------------------------------------------------------------
+
+    def generate(self, turn: Turn) -> None:
+        """Takes a `generate`. Raises RequestError for what cannot be served."""
+        self._admission.check(turn.request)
+        if turn.request.session is None:
+            self._start(turn)
+            return
+        session = turn.session = self._sessions.find(turn.identity, turn.request.session)
+        self._enter(session, Step(turn.identity, turn.request.id, partial(self._start, turn), turn))
+        if turn.state is TurnState.WAITING:
+            self._live[turn.key] = turn
+            self._end_in_time(turn)
+
+    def cancel(self, key: tuple[bytes, int]) -> bool:
+        """Ends a turn. False if there is no such one."""
+        turn = self._live.get(key)
+        if turn is None:
+            return False
+        self._end(turn, "cancelled")
+        return True
+
+    def commit(self, identity: bytes, request_id: int) -> None:
+        """Releases an answer that is held. Raises RequestError if this client has no such one."""
+        turn = self._live.get((identity, request_id))
+        submitted = turn is not None and turn.state is TurnState.SUBMITTED
+        if turn is None or not turn.held or (submitted and not self._engine.commit(*turn.key)):
+            message = f"no answer of a request {request_id} of this client is held: it is not known, or has ended"
+            raise RequestError("not_held", message, "request")
+        turn.held = False
+        if submitted:
+            turn.stop_timer()
+
+    def ended(self, record: wire.Ended, completion: Sequence[int]) -> Turn | None:
+        """Takes the end of a submitted turn; returns the turn."""
+        turn = self._live.get((record.identity, record.id))
+        if turn is None:
+            return None
+        session = turn.session
+        present = session is not None and session.turn is turn  # not an answer that was held and has been dropped
+        self._leave(turn)
+        if session is None:
+            return turn
+        if session.closed:
+            self._unpin(session)  # what this request has left under its key
+        if present:
+            session.pinned_tokens = record.usage.prompt_tokens + record.usage.completion_tokens if session.pin else 0
+            if record.finish_reason != "error" and not turn.held:
+                session.complete(turn.request, turn.prompt, completion)
+            self._advance(session)
+        return turn
+
+    def gone(self, identity: bytes) -> None:
+        """A client has hung up: nobody waits for what it asked for, and its sessions are closed."""
+        for session in self._sessions.of(identity):
+            self._sessions.close(identity, session)
+            self._unpin(session)
+            session.waiting.clear()
+        self._metrics.sessions = self._sessions.open_now
+        for turn in [turn for turn in self._live.values() if turn.identity == identity]:
+            self._end(turn, "cancelled")
+
+    def cancel_all(self) -> None:
+        """Ends all that is left."""
+        for turn in list(self._live.values()):
+            self._end(turn, "cancelled")
+
+    def _start(self, turn: Turn) -> None:
+        """Its session, if it has one, is free for it: tokenizes and submits it. Raises RequestError."""
+        if self._front.draining:
+            raise Draining()
+        turn.stop_timer()
+        session, request = turn.session, turn.request
+        held = 0 if session is None else len(session.ids)
+        if session is not None:
+            session.turn = turn
+        try:
+            work = partial(self._admission.prompt_ids, request, held)
+            if request.messages is None and self._admission.prompt_size(request) <= INLINE_CHARACTERS:
+                self._submit(turn, work())
+                return
+            finish, chat = partial(self._prepared, turn), request.messages is not None
+            self._preparation.start(turn.identity, self._engine.client_share, work, finish, chat=chat)
+            turn.state = TurnState.PREPARING
+            self._live[turn.key] = turn
+        except BaseException:
+            self._leave(turn)
+            raise
+
+    def _prepared(self, turn: Turn, prepared: asyncio.Future[list[int]]) -> None:
+        if turn.state is not TurnState.PREPARING:
+            prepared.exception()  # nobody wants it any more
+            return
+
+        def submit() -> None:
+            try:
+                if self._front.draining:
+                    raise Draining()
+                self._submit(turn, prepared.result())
+            except BaseException:
+                self._leave(turn)
+                raise
+
+        self._front.attempt(*turn.key, submit, turn.rehearsal)
+        if turn.session is not None:
+            self._advance(turn.session)
+
+    def _submit(self, turn: Turn, ids: list[int]) -> None:
+        """Hands it to the engine. Raises RequestError."""
+        session, request = turn.session, turn.request
+        params = self._admission.parameters(request, turn.received_ns, time.monotonic_ns())
+        params |= {"hold": turn.held, "rehearsal": turn.rehearsal, "warnings": turn.warnings}
+        turn.prompt = array("i", ids)
+        if session is not None:
+            params |= self._place(session, turn)
+        try:
+            self._engine.submit(*turn.key, turn.prompt.tobytes(), params)
+        except _native.QueueFull as full:  # the whole queue, or the client's share
+            raise self._front.busy(str(full), full) from None
+        except _native.DeadlineUnreachable as late:
+            expected_s = (late.expected_ns - turn.received_ns) / 1e9
+            raise DeadlineUnreachable(f"deadline_ms cannot be met: {late}", expected=expected_s) from None
+        except _native.InvalidRequest as error:  # a limit of the engine that admission does not know
+            raise RequestError("bad_request", str(error), error.field) from None
+        except _native.EngineClosed as error:
+            raise RequestError("internal", f"the engine takes no requests: {error}") from None
+        turn.state = TurnState.SUBMITTED
+        self._live[turn.key] = turn
+        self._metrics.accepted += not turn.rehearsal
+        if turn.held:
+            turn.timer = asyncio.get_running_loop().call_later(self._hold_timeout_s, self._end, turn, "cancelled")
+
+    def _place(self, session: Session, turn: Turn) -> dict[str, object]:
+        """Puts a turn's prompt behind what its session holds; returns what the engine is told of that."""
+        rolled_back = 0
+        if turn.request.messages is None:
+            turn.prompt = session.ids + turn.prompt
+        else:
+            rolled_back = session.rolled_back(turn.prompt)
+            if rolled_back and not session.warned and session.is_answered_in(turn.request):
+                session.warned = True
+                self._log.warning(
+                    "template",
+                    client=turn.identity.hex(),
+                    session=session.number,
+                    id=turn.request.id,
+                    rolled_back=rolled_back,
+                    message="the last answer is not in the next turn's prompt as it was generated: the chat template "
+                    "renders it otherwise, or the client has changed it; so many tokens are rolled back",
+                )
+        if session.pin:
+            most = self._admission.most_tokens(turn.request)
+            self._sessions.pin(session, min(len(turn.prompt) + most, self._admission.limits.context))
+        return {"rolled_back_tokens": rolled_back, "returns_tokens": True, "pin": session.pin}
+
+    def _end(self, turn: Turn, reason: str) -> None:
+        """Ends a turn wherever it is. What the engine has is over once it says so, the rest at once."""
+        if turn.state is TurnState.SUBMITTED:
+            session = turn.session
+            if turn.held and session is not None and session.turn is turn:
+                session.turn = None  # it is no part of it, and never will be
+            turn.stop_timer()
+            self._engine.cancel(*turn.key)
+            return
+        self._leave(turn)
+        now_ns = time.monotonic_ns()
+        record = wire.Ended(
+            identity=turn.identity,
+            id=turn.request.id,
+            finish_reason=reason,
+            usage=wire.Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=0),
+            timeline=wire.Timeline(received_ns=turn.received_ns, done_ns=now_ns),
+            seed=turn.request.seed or 0,
+        )
+        done = {name: getattr(record, name) for name in ("id", "finish_reason", "usage", "timeline", "seed")}
+        self._front.reply(turn.identity, wire.Done(**done, bundle=self._bundle, warnings=turn.warnings))
+        self._metrics.accepted += 1
+        self._front.ended(record, turn)
+        if turn.session is not None:
+            self._advance(turn.session)
+
+    def _leave(self, turn: Turn) -> None:
+        """A turn is over: it is nobody's present one any more, and waits for nothing."""
+        turn.state = TurnState.OVER
+        turn.stop_timer()
+        self._live.pop(turn.key, None)
+        session = turn.session
+        if session is None:
+            return
+        if session.turn is turn:
+            session.turn = None
+        for step in [step for step in session.waiting if step.turn is turn]:
+            session.waiting.remove(step)
+
+    def _end_in_time(self, turn: Turn) -> None:
+        """A turn that waits for its session ends when its time is over."""
+        limits = {"timeout": turn.request.timeout_ms, "deadline": turn.request.deadline_ms}
+        given = [(limit, reason) for reason, limit in limits.items() if limit is not None]
+        if given:
+            limit_ms, reason = min(given)
+            left_s = (turn.received_ns - time.monotonic_ns()) / 1e9 + limit_ms / 1000
+            turn.timer = asyncio.get_running_loop().call_later(max(0.0, left_s), self._end, turn, reason)
+
+    # ---- a session's messages, in order ---------------------------------------------------------------------------
+
+    def change(self, identity: bytes, request: wire.SessionRequest) -> None:
+        """Opens, changes or closes a session, once it is the message's turn. Raises RequestError."""
+        try:
+            self._change(identity, request)
+        finally:
+            self._metrics.sessions = self._sessions.open_now
+
+    def _change(self, identity: bytes, request: wire.SessionRequest) -> None:
+        if isinstance(request, wire.OpenSession):
+            self._answer(identity, request.id, self._sessions.open(identity, request.session, pin=request.pin))
+            return
+        session = self._sessions.find(identity, request.session)
+        if isinstance(request, wire.CloseSession):
+            self._close(identity, request, session)
+        elif isinstance(request, wire.Fork):
+            self._fork(identity, request, session)
+        elif isinstance(request, wire.Rollback):
+            self._enter(session, Step(identity, request.id, partial(self._roll_back, identity, request, session)))
+        else:
+            self._admission.check_truncation(request)
+            self._enter(session, Step(identity, request.id, partial(self._truncate, identity, request, session)))
+
+    def _enter(self, session: Session, step: Step) -> None:
+        """Carries a message out now, or once those before it have been. It drops an answer that is held."""
+        if len(session.waiting) >= MAX_WAITING:
+            raise self._front.busy(f"{MAX_WAITING} messages wait for session {session.number}")
+        self._drop_held(session)
+        if session.blocked or session.waiting:
+            session.waiting.append(step)
+        else:
+            step.carry_out()
+
+    def _advance(self, session: Session) -> None:
+        """Goes on with what waits for a session."""
+        while session.waiting and not session.blocked:
+            step = session.waiting.popleft()
+            self._front.attempt(step.identity, step.request_id, step.carry_out)
+
+    def _drop_held(self, session: Session) -> None:
+        for turn in (session.turn, *(step.turn for step in session.waiting)):
+            if turn is not None and turn.held:
+                self._end(turn, "cancelled")
+
+    def _roll_back(self, identity: bytes, request: wire.Rollback, session: Session) -> None:
+        session.roll_back(request.tokens)
+        self._answer(identity, request.id, session)
+
+    def _truncate(self, identity: bytes, request: wire.Truncate, session: Session) -> None:
+        begin, end = session.last_answer
+        answer = session.ids[begin:end].tolist()
+        if request.tokens is not None:
+            if request.tokens > len(answer):
+                raise RequestError("bad_request", f"tokens must be at most the {len(answer)} of the answer", "tokens")
+            session.truncate(answer[: request.tokens])
+            self._answer(identity, request.id, session)
+            return
+        prompt = session.ids[:begin].tolist()
+        work = partial(self._admission.cut, prompt, answer, request.characters or 0)
+        if len(answer) <= INLINE_CHARACTERS:
+            session.truncate(work())
+            self._answer(identity, request.id, session)
+            return
+
+        def finish(kept: asyncio.Future[list[int]]) -> None:
+            session.reserved = False
+
+            def truncate() -> None:
+                session.truncate(kept.result())
+                self._answer(identity, request.id, session)
+
+            self._front.attempt(identity, request.id, truncate)
+            self._advance(session)
+
+        self._preparation.start(identity, self._engine.client_share, work, finish)
+        session.reserved = True
+
+    def _fork(self, identity: bytes, request: wire.Fork, session: Session) -> None:
+        """The new session is there at once, and what is sent for it waits until it has been filled."""
+        into = self._sessions.open(identity, request.to, "to")
+        into.reserved = True
+
+        def fork() -> None:
+            into.reserved = False
+            session.fork(into)
+            self._answer(identity, request.id, into)
+            self._advance(into)
+
+        try:
+            self._enter(session, Step(identity, request.id, fork))
+        except RequestError:
+            self._sessions.close(identity, into)
+            raise
+
+    def _close(self, identity: bytes, request: wire.CloseSession, session: Session) -> None:
+        """Its number is free at once; the answer comes when what ran in it has ended."""
+        self._sessions.close(identity, session)
+        self._unpin(session)
+        for turn in [turn for turn in reversed(self._live.values()) if turn.session is session]:
+            self._end(turn, "cancelled")  # the last first, so that none begins before it is ended
+        session.waiting.append(Step(identity, request.id, partial(self._answer, identity, request.id, session)))
+        self._advance(session)
+
+    def _unpin(self, session: Session) -> None:
+        if session.pin:
+            self._engine.unpin(session.pin)
+
+    def _answer(self, identity: bytes, request_id: int, session: Session) -> None:
+        self._front.reply(identity, wire.SessionReply(id=request_id, session=session.number, tokens=len(session.ids)))
+
+
+def completion_ids(frames: Sequence[zmq.Frame]) -> array[int]:
+    """The ids that the io thread sends with the end of a request that returns them: one frame, or none."""
+    ids = array("i")
+    for frame in frames:
+        ids.frombytes(frame.buffer)
+    return ids
