@@ -8,11 +8,13 @@ TYPE_CHECKING = False  # what type checkers take for True; typing itself takes l
 if TYPE_CHECKING:
     from ull.client.aio import AsyncClient, AsyncStream
     from ull.client.protocol import Result, Token
+    from ull.client.sessions import AsyncSession, Session
     from ull.client.sync import Client, Stream
     from ull.errors import (
         Busy,
         ConfigError,
         ConnectionLost,
+        DeadlineUnreachable,
         Draining,
         RequestError,
         RequestFailed,
@@ -26,16 +28,19 @@ __version__ = "0.1.0"
 # Loaded on first use: the build and the daemon need no client, a client needs neither.
 _HOMES = {
     "AsyncClient": "ull.client.aio",
+    "AsyncSession": "ull.client.sessions",
     "AsyncStream": "ull.client.aio",
     "Busy": "ull.errors",
     "Client": "ull.client.sync",
     "ConfigError": "ull.errors",
     "ConnectionLost": "ull.errors",
+    "DeadlineUnreachable": "ull.errors",
     "Draining": "ull.errors",
     "RequestError": "ull.errors",
     "RequestFailed": "ull.errors",
     "RequestTimeout": "ull.errors",
     "Result": "ull.client.protocol",
+    "Session": "ull.client.sessions",
     "Stream": "ull.client.sync",
     "Token": "ull.client.protocol",
     "UllError": "ull.errors",
@@ -44,16 +49,19 @@ _HOMES = {
 
 __all__ = [
     "AsyncClient",
+    "AsyncSession",
     "AsyncStream",
     "Busy",
     "Client",
     "ConfigError",
     "ConnectionLost",
+    "DeadlineUnreachable",
     "Draining",
     "RequestError",
     "RequestFailed",
     "RequestTimeout",
     "Result",
+    "Session",
     "Stream",
     "Token",
     "UllError",

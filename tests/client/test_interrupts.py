@@ -23,6 +23,7 @@ import ull
 from alarms import ringing
 from conftest import Daemon, Spawn
 from fake_daemon import FakeDaemon, done, token, words
+from fake_sessions import FakeSessions
 from ull import _native, wire
 from ull.client.protocol import StreamState
 from ull.libzmq import loaded_libzmq
@@ -246,6 +247,52 @@ def test_every_place_may_be_interrupted(tmp_path: Path, transport: Any, body: An
             assert not requests.live and not client._protocol.live_streams(), place
             place += 1
         assert place > 50
+
+
+def append_and_ask(client: ull.Client) -> None:
+    with client.open_session() as session:
+        session.append("a")
+        assert session.generate("b").result().text == "b "
+        session.rollback(1)
+
+
+def hold(client: ull.Client) -> None:
+    with client.open_session() as session:
+        held = session.generate("b", hold=True)
+        held.commit()
+        assert held.result().text == "b "
+        session.generate("never said", hold=True)
+
+
+def fork_and_drop(client: ull.Client) -> None:
+    with client.open_session() as session, session.fork() as other:
+        next(other.generate("open"))
+    client.open_session()
+    client.health()
+
+
+@pytest.mark.parametrize("transport", ["local", "zeromq"])
+@pytest.mark.parametrize("body", [append_and_ask, hold, fork_and_drop])
+def test_every_place_of_a_conversation_may_be_interrupted(tmp_path: Path, transport: Any, body: Any) -> None:
+    """No session and no held answer is left at the daemon, and the client goes on."""
+    sessions = FakeSessions()
+    url = f"ipc://{tmp_path / 'ull.sock'}"
+    with FakeDaemon(url, sessions, local=True), ull.Client(url, transport=transport, connect_timeout=60) as client:
+        client.health()
+        place, tripped = 0, True
+        while tripped:
+            with suppress(Interrupt), Tripwire(place) as tripwire:
+                body(client)
+            tripped = tripwire.tripped
+            with client.open_session() as session:
+                assert session.generate("x y").result().text == "x y ", place
+            deadline = time.monotonic() + 60
+            while (sessions.busy or client._protocol.live_streams()) and time.monotonic() < deadline:
+                client.poll(0.01)
+            assert not sessions.busy and not client._protocol.live_streams(), place
+            assert not client._protocol._sessions and not client._dropped and not client._orphans, place
+            place += 1
+        assert place > 100
 
 
 @pytest.mark.parametrize("wait", [next, ull.Stream.result])

@@ -11,7 +11,7 @@ import pytest
 
 import ull
 from ull import wire
-from ull.client.options import GenerateOptions, TokenizeOptions, options_of
+from ull.client.options import GenerateOptions, ReadOptions, SamplingOptions, TokenizeOptions, options_of
 from ull.commands import chat, generate
 from ull.commands.flags import NOT_IN_CHAT, NOT_IN_GENERATE, given_options
 
@@ -20,8 +20,14 @@ BOTH = pytest.mark.parametrize("client", [ull.Client, ull.AsyncClient])
 
 
 def test_the_options_are_the_fields_of_generate() -> None:
-    fields = {name.replace("timeout_ms", "timeout") for name in wire.Generate.__struct_fields__}
-    assert set(options_of(GenerateOptions)) == fields - OF_THE_PROMPT - {"strict"}
+    fields = {name.removesuffix("_ms") for name in wire.Generate.__struct_fields__}
+    assert set(options_of(GenerateOptions)) == fields - OF_THE_PROMPT - {"strict", "session"}
+
+
+def test_what_only_reads_has_the_options_of_its_prompt_and_its_time() -> None:
+    sampling = set(options_of(SamplingOptions))
+    assert set(options_of(ReadOptions)) == set(options_of(GenerateOptions)) - sampling
+    assert {"max_tokens", "hold"} < sampling and {"deadline", "priority", "tools"} < set(options_of(ReadOptions))
 
 
 def test_the_options_are_the_fields_of_tokenize() -> None:
@@ -63,7 +69,9 @@ def test_flags_are_read_as_the_types_of_their_options() -> None:
 
 
 @BOTH
-@pytest.mark.parametrize(("method", "group"), [("generate", GenerateOptions), ("tokenize", TokenizeOptions)])
+@pytest.mark.parametrize(
+    ("method", "group"), [("generate", GenerateOptions), ("tokenize", TokenizeOptions), ("prewarm", ReadOptions)]
+)
 def test_signature_and_help_name_every_option(client: type, method: str, group: type) -> None:
     function = getattr(client, method)
     parameters = inspect.signature(function).parameters
@@ -80,6 +88,9 @@ def test_signature_and_help_name_every_option(client: type, method: str, group: 
     [
         ("generate", {"temprature": 0.5}, "unexpected keyword argument 'temprature'. Did you mean 'temperature'?"),
         ("generate", {"timeout_ms": 1}, "unexpected keyword argument 'timeout_ms'. Did you mean 'timeout'?"),
+        ("generate", {"deadline_ms": 1}, "unexpected keyword argument 'deadline_ms'. Did you mean 'deadline'?"),
+        ("prewarm", {"priorty": "batch"}, "unexpected keyword argument 'priorty'. Did you mean 'priority'?"),
+        ("prewarm", {"top_k": 1}, "unexpected keyword argument 'top_k'"),
         ("generate", {"strict": True}, "unexpected keyword argument 'strict'"),
         ("generate", {"xyzzy": None}, "unexpected keyword argument 'xyzzy'"),
         ("tokenize", {"special_token": True}, "argument 'special_token'. Did you mean 'special_tokens'?"),

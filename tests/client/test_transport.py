@@ -256,7 +256,7 @@ def test_messages_may_be_fed_twice() -> None:
     protocol = Protocol()
     state = protocol.open_stream(wire.Generate(id=1, prompt="x"))
     tail = wire.Token(id=1, index=2, ids=[], text="!", time_ns=5)
-    query = protocol.open_query(2)
+    query = protocol.open_query(wire.Health(id=2))
     health = wire.HealthReply(id=2, status="ok", uptime_ns=1, queue_length=0)
     for reply in [token(1, 0, "a"), token(1, 1, "b"), tail, health, done(1, 2)]:
         for received_ns in (7, 8):

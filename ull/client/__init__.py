@@ -8,19 +8,22 @@ TYPE_CHECKING = False  # as in ull/__init__.py
 if TYPE_CHECKING:
     from ull.client.aio import AsyncClient, AsyncStream
     from ull.client.protocol import Result, Token
+    from ull.client.sessions import AsyncSession, Session
     from ull.client.sync import Client, Stream
 
 # Loaded on first use: who wants one name gets its module alone, and `import ull.client` takes in no zmq.
 _HOMES = {
     "AsyncClient": "ull.client.aio",
+    "AsyncSession": "ull.client.sessions",
     "AsyncStream": "ull.client.aio",
     "Client": "ull.client.sync",
     "Result": "ull.client.protocol",
+    "Session": "ull.client.sessions",
     "Stream": "ull.client.sync",
     "Token": "ull.client.protocol",
 }
 
-__all__ = ["AsyncClient", "AsyncStream", "Client", "Result", "Stream", "Token"]
+__all__ = ["AsyncClient", "AsyncSession", "AsyncStream", "Client", "Result", "Session", "Stream", "Token"]
 
 
 def __getattr__(name: str) -> object:

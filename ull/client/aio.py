@@ -17,23 +17,22 @@ import zmq
 
 from ull import wire
 from ull.client.link import LINGER_MS, Link, Transport, check_silence
-from ull.client.options import GenerateOptions, TokenizeOptions, names_options
+from ull.client.options import GenerateOptions, ReadOptions, TokenizeOptions, names_options
 from ull.client.ownership import OwnerProcess
-from ull.client.protocol import (
+from ull.client.protocol import Protocol, Query, Result, SessionState, StreamState, Token
+from ull.client.requests import (
     ChatMessage,
     Prompt,
-    Protocol,
-    Query,
-    Result,
-    StreamState,
-    Token,
     build_detokenize,
+    build_reading,
     build_request,
     build_tokenize,
     encode_request,
+    time_limit,
 )
+from ull.client.sessions import AsyncSession
 from ull.client.sync import CONNECT_TIMEOUT_S, GRACE_S, QUERY_TIMEOUT_S, SILENCE_TIMEOUT_S
-from ull.errors import ConnectionLost, RequestTimeout, UllError, UsageError
+from ull.errors import ConnectionLost, RequestError, RequestTimeout, UllError, UsageError
 from ull.socket_reader import Reader
 
 _RETRY_S = 0.02  # between two looks for a daemon that is not there
@@ -42,10 +41,11 @@ _RETRY_S = 0.02  # between two looks for a daemon that is not there
 class AsyncStream:
     """The tokens of one request as they arrive; as `ull.Stream`, with `async for`, `async with`, `await result()`."""
 
-    def __init__(self, client: AsyncClient, state: StreamState, deadline: float | None) -> None:
+    def __init__(self, client: AsyncClient, state: StreamState, session: AsyncSession | None = None) -> None:
         self._client = client
         self._state = state
-        self._deadline = deadline  # loop.time() seconds
+        self._session = session  # which lives as long as its streams
+        self._deadline: float | None = None  # loop.time() seconds
         self._moved = asyncio.Event()
         state.on_change = self._moved.set
 
@@ -86,6 +86,14 @@ class AsyncStream:
         if not self._state.finished:
             self._client._cancel(self._state.id)
 
+    async def commit(self) -> None:
+        """Releases an answer that was held, as `ull.Stream.commit`."""
+        state = self._state
+        if state.failure is not None:
+            state.raise_failure()
+        await self._client._ask(wire.Commit(id=self._client._protocol.new_id(), request=state.id))
+        state.released()
+
     def close(self) -> None:
         """Cancels if still running, and forgets what is unread."""
         self._drop()
@@ -100,13 +108,13 @@ class AsyncStream:
         self._drop()
 
     def __del__(self) -> None:
-        if hasattr(self, "_state"):
+        if hasattr(self, "_state") and not self._state.detached:
             self._drop()
 
     def _drop(self) -> None:
         if not self._state.finished:
             self._state.abandoned = True
-            self._client._cancel_soon(self._state.id)
+            self._client._end_soon(self._state)
 
     async def _wait(self) -> None:
         """Waits for a message; after a silence asks the daemon whether it still knows the request."""
@@ -179,14 +187,20 @@ class AsyncClient:
         To be called from a coroutine of the client's event loop. Where no daemon answers within connect_timeout, the
         stream fails with ConnectionLost.
         """
-        loop = self._running()
-        request = build_request(self._protocol.new_id(), prompt, options)
-        payload = encode_request(request)
-        state = self._protocol.open_stream(request)
-        timeout = options.get("timeout")
-        stream = AsyncStream(self, state, None if timeout is None else loop.time() + timeout + GRACE_S)
-        self._start(payload, state)
-        return stream
+        return self._start(build_request(self._protocol.new_id(), prompt, options))
+
+    @names_options(ReadOptions)
+    async def prewarm(self, prompt: Prompt, **options: Unpack[ReadOptions]) -> Result:
+        """Reads a prompt and generates nothing, as `ull.Client.prewarm`."""
+        return await self._start(build_reading("prewarm", self._protocol.new_id(), prompt, options)).result()
+
+    async def open_session(self, *, pin: bool | None = None) -> AsyncSession:
+        """Opens a session, which holds nothing yet, as `ull.Client.open_session`."""
+        self._running()
+        self._take_in()  # a connection that has ended before is none of this session's
+        session = AsyncSession(self, SessionState(self._protocol.new_id()))
+        await self._open(session, wire.OpenSession(id=self._protocol.new_id(), session=session.id, pin=bool(pin)))
+        return session
 
     @names_options(TokenizeOptions)
     async def tokenize(self, prompt: str | Sequence[ChatMessage], **options: Unpack[TokenizeOptions]) -> list[int]:
@@ -231,7 +245,7 @@ class AsyncClient:
             task.cancel()
         for stream_id in self._protocol.live_streams():
             self._link.send(wire.encode(wire.Cancel(id=stream_id)))
-        self._protocol.fail_all(ConnectionLost("the client was closed"))
+        self._protocol.end_all(ConnectionLost("the client was closed"))
         if self._retry is not None:
             self._retry.cancel()
         self._link.close(LINGER_MS)
@@ -277,7 +291,7 @@ class AsyncClient:
         self._readers = []
         self._sending = set()
         self._connected = asyncio.Event()
-        self._protocol.fail_all(ConnectionLost("the event loop that the request was made in is closed"), tell=False)
+        self._protocol.end_all(ConnectionLost("the event loop that the request was made in is closed"), tell=False)
         self._link.restart()
 
     def _unwatch_link(self) -> None:
@@ -301,6 +315,8 @@ class AsyncClient:
     def _take_in(self) -> bool:
         """Passes on what has arrived."""
         self._link.receive_all(self._protocol)
+        if self._protocol.unwanted:
+            self._end_unwanted()
         return self._look()
 
     def _look(self) -> bool:
@@ -315,11 +331,49 @@ class AsyncClient:
             self._link.watch(self._protocol)
             self._follow_link()
 
-    def _start(self, payload: bytes, target: StreamState | Query) -> None:
-        """Sends at once where there is a connection, else from a task that waits for one."""
+    def _start(
+        self, request: wire.Generate, session: AsyncSession | None = None, detached: bool = False
+    ) -> AsyncStream:
+        """Sends a request whose answer is a stream."""
+        loop = self._running()
+        payload = encode_request(request)
+        owner = None if session is None else session._state
+        if owner is not None:
+            owner.raise_failure()
+        state = self._protocol.open_stream(request, owner, detached)
+        stream = AsyncStream(self, state, session)
+        if (limit := time_limit(request)) is not None:
+            stream._deadline = loop.time() + limit + GRACE_S
+        self._send(payload, state, owner)
+        return stream
+
+    async def _open(
+        self, session: AsyncSession, request: wire.OpenSession | wire.Fork, parent: AsyncSession | None = None
+    ) -> None:
+        """Asks for a session, which is closed again where that may have come about although the answer did not."""
+        self._running()
+        if parent is not None:
+            parent._state.raise_failure()
+        self._protocol.open_session(session._state)
+        try:
+            await self._ask(request, (parent or session)._state)
+        except RequestError:
+            self._protocol.forget(session.id)
+            raise
+        except BaseException:
+            session.close()
+            raise
+
+    def _send(self, payload: bytes, target: StreamState | Query, session: SessionState | None = None) -> None:
+        """Sends at once where there is a connection, else from a task that waits for one.
+
+        What is for a session goes over its own connection or not at all.
+        """
+        if self._protocol.unwanted:
+            self._end_unwanted()
         if self._connected.is_set() and self._send_now(payload):
             return
-        task = asyncio.ensure_future(self._send_later(payload, target))
+        task = asyncio.ensure_future(self._send_later(payload, target, session))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
@@ -329,12 +383,15 @@ class AsyncClient:
             self._readers[0].again()
         return sent
 
-    async def _send_later(self, payload: bytes, target: StreamState | Query) -> None:
+    async def _send_later(self, payload: bytes, target: StreamState | Query, session: SessionState | None) -> None:
         failure: UllError | None = None
         try:
             async with asyncio.timeout(self._connect_timeout):
-                while not (await self._connected.wait() and self._send_now(payload)):
+                while await self._connected.wait() and (session is None or session.failure is None):
+                    if self._send_now(payload):
+                        return
                     await asyncio.sleep(0.01)
+                failure = None if session is None else session.failure
         except TimeoutError:
             failure = await asyncio.to_thread(self._link.nobody, self._connect_timeout)
         if failure is not None and not target.finished:
@@ -342,13 +399,15 @@ class AsyncClient:
             if target.on_change is not None:
                 target.on_change()
 
-    async def _ask(self, request: wire.Request) -> wire.Reply:
+    async def _ask(self, request: wire.Request, session: SessionState | None = None) -> wire.Reply:
         self._running()
-        query = self._protocol.open_query(request.id)
+        if session is not None:
+            session.raise_failure()
+        query = self._protocol.open_query(request)
         moved = asyncio.Event()
         query.on_change = moved.set
         try:
-            self._start(encode_request(request), query)
+            self._send(encode_request(request), query, session)
             async with asyncio.timeout(self._connect_timeout + self._query_timeout):
                 await moved.wait()
         except TimeoutError:
@@ -378,8 +437,19 @@ class AsyncClient:
             self._running()
             self._send_now(wire.encode(wire.Cancel(id=request_id)))
 
-    def _cancel_soon(self, request_id: int) -> None:
-        """As _cancel, from the garbage collector in any thread."""
+    def _end_soon(self, state: StreamState | SessionState) -> None:
+        """Ends a stream or a session, also from the garbage collector in any thread."""
+        self._protocol.unwanted.append(state)
         if self._loop is not None and not self._closed and self._owner.here:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing runs any more
-                self._loop.call_soon_threadsafe(self._cancel, request_id)
+                self._loop.call_soon_threadsafe(self._end_unwanted)
+
+    def _end_unwanted(self) -> None:
+        """Ends at the daemon what nobody wants any more."""
+        while self._protocol.unwanted and not self._closed:
+            state = self._protocol.unwanted.popleft()
+            if (farewell := self._protocol.farewell(state)) is not None:
+                self._running()
+                self._send_now(farewell)
+                if isinstance(state, SessionState):
+                    self._protocol.forget(state.id)

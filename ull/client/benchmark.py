@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from ull.client.protocol import Prompt
+from ull.client.requests import Prompt
 from ull.client.sync import Client, Stream
 from ull.errors import RequestError
 from ull.wire import Speculation, added

@@ -1,7 +1,8 @@
 """What a caller may ask of a completion: type and meaning of every option, once for both clients and the command line.
 
 None stands for an option's default. The fields are those of `ull.wire.Generate` and `ull.wire.Tokenize`, but for the
-prompt's own and for `timeout`, which is in seconds. What a value may be, the daemon checks (`ull.daemon.admission`).
+prompt's own, for `session`, and for `timeout` and `deadline`, which are in seconds. What a value may be, the daemon
+checks (`ull.daemon.admission`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
 
-from ull.wire import DRAFTERS, MAX_TREE
+from ull.wire import DRAFTERS, MAX_TREE, PRIORITIES
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -29,6 +30,16 @@ class PromptOptions(TypedDict, total=False):
     special_tokens: Annotated[
         bool | None, "texts of control tokens, such as <|im_end|>, become these tokens (default: they stay text)"
     ]
+
+
+class TimeOptions(TypedDict, total=False):
+    """When a request's turn comes, and when it is too late for it."""
+
+    priority: Annotated[str | None, f"{', '.join(PRIORITIES)}: who goes first (default: interactive)"]
+    deadline: Annotated[
+        float | None, "seconds within which the last token must come: refused at once where it cannot, else ended then"
+    ]
+    timeout: Annotated[float | None, "seconds after which the daemon ends the request"]
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -50,13 +61,17 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Annotated[Mapping[int, float] | None, "token id -> number added to its logit"]
     logprobs: Annotated[int | None, "log-probabilities and this many alternatives; 0: only the chosen token's"]
     ignore_eos: Annotated[bool | None, "do not stop at the engine's end-of-text ids"]
-    timeout: Annotated[float | None, "seconds after which the daemon ends the request"]
+    hold: Annotated[bool | None, "compute the answer and keep it until commit(); not with logprobs"]
     speculate: Annotated[str | None, f"{', '.join(DRAFTERS)} (default: the daemon's); the tokens are the same for all"]
     max_tree: Annotated[int | None, f"most tokens of one verification, 1 to {MAX_TREE} (default: as many as pay)"]
 
 
-class GenerateOptions(SamplingOptions, PromptOptions, total=False):
-    """The options of `Client.generate`."""
+class GenerateOptions(SamplingOptions, TimeOptions, PromptOptions, total=False):
+    """The options of `Client.generate` and `Session.generate`."""
+
+
+class ReadOptions(TimeOptions, PromptOptions, total=False):
+    """The options of `Client.prewarm` and `Session.append`, which read a prompt and generate nothing."""
 
 
 class TokenizeOptions(PromptOptions, total=False):
@@ -66,6 +81,7 @@ class TokenizeOptions(PromptOptions, total=False):
 
 
 GENERATE_OPTIONS = GenerateOptions.__optional_keys__
+READ_OPTIONS = ReadOptions.__optional_keys__
 TOKENIZE_OPTIONS = TokenizeOptions.__optional_keys__
 
 

@@ -7,28 +7,15 @@ do, and feed every message they receive to `Protocol.receive`. A signal handler 
 
 from __future__ import annotations
 
-import math
-import operator
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any
+from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
 from ull import wire
-from ull.client.options import GENERATE_OPTIONS, TOKENIZE_OPTIONS, GenerateOptions, TokenizeOptions, refuse_unknown
 from ull.errors import ConnectionLost, RequestError, RequestFailed, UllError
 from ull.wire import Failure, Speculation, Timeline, TokenLogprob, Usage
-
-ChatMessage = wire.Message | Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[ChatMessage]
-
-
-_CONTAINERS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
-    **dict.fromkeys(("stop", "stop_ids", "token_ids", "tools", "documents"), (list, "a list")),
-    "logit_bias": (dict, "a mapping of token ids to numbers"),
-    "chat_template_kwargs": (dict, "a mapping"),
-}
 
 
 class Token(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +38,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str
     token_ids: list[int]
-    finish_reason: str  # "stop" | "length" | "cancelled" | "timeout" | "error"
+    finish_reason: str  # "stop" | "length" | "cancelled" | "timeout" | "deadline" | "error"
     usage: Usage
     timeline: Timeline
     seed: int
@@ -62,18 +49,62 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[str] = []  # fields of the request that the daemon did not know, and ignored
 
 
-class StreamState:
-    """Everything known about one generate request of this client."""
+_SESSION_LOST = (
+    "the session has ended with its connection; open another and send it the same ids or messages: "
+    "what was computed of them is found in the prefix cache"
+)
 
-    def __init__(self, request_id: int, wants_logprobs: bool) -> None:
-        self.id = request_id
+
+def engine_failure(done: wire.Done) -> RequestFailed:
+    """The error of a request that the engine could not finish."""
+    reason = done.error or Failure(code="internal", message="the engine failed")
+    return RequestFailed(reason.code, reason.message)
+
+
+class SessionState:
+    """Everything known about one session of this client."""
+
+    def __init__(self, session_id: int) -> None:
+        self.id = session_id  # its number on the wire, and no request's id
+        self.tokens = 0  # in it, as last reported
+        self.failure: UllError | None = None  # it has ended: closed, or its connection lost
+        self.refusal: UllError | None = None  # why an append did not get into it, until somebody is told
+        self.abandoned = False  # nobody uses it
+        self.guard: object = None  # a weak reference to who uses it
+
+    def raise_failure(self) -> None:
+        """Raises why the session has ended, or (once) why it lacks what was to be appended."""
+        if self.failure is not None:
+            raise self.failure.copy()
+        if (refusal := self.refusal) is not None:
+            self.refusal = None
+            raise refusal.copy()
+
+    def close(self) -> None:
+        """Nothing is asked of the session any more."""
+        if self.failure is None:
+            self.failure = RequestError("unknown_session", "the session is closed", "session")
+
+
+class StreamState:
+    """Everything known about one generate request of this client.
+
+    detached: it goes on although nobody waits for it. If it fails, its session tells the next who asks for something.
+    """
+
+    def __init__(self, request: wire.Generate, session: SessionState | None = None, detached: bool = False) -> None:
+        self.id = request.id
+        self.session = session
+        self.detached = detached
         self.done: wire.Done | None = None
         self.failure: UllError | None = None  # refused, or the connection was lost
         self.abandoned = False  # nobody will read it: frames are dropped until the terminal one
         self.on_change: Callable[[], None] | None = None
         self.guard: object = None  # a weak reference to who reads it
         self.heard_ns = time.monotonic_ns()  # when the daemon last said something about it
-        self._wants_logprobs = wants_logprobs
+        self.commit: Query | None = None  # the request to release the answer
+        self._withheld = request.hold  # nothing of it was released
+        self._wants_logprobs = request.logprobs is not None
         self._tokens: list[Token] = []
         self._read = 0  # tokens that the caller has had
 
@@ -85,10 +116,11 @@ class StreamState:
     def raise_failure(self) -> None:
         """Raises what ended the stream, unless it ended well."""
         if self.failure is not None:
+            if self.session is not None and self.session.refusal is self.failure:
+                self.session.refusal = None
             raise self.failure.copy()  # a shared exception would collect every raiser's traceback
         if self.done is not None and self.done.finish_reason == "error":
-            reason = self.done.error or Failure(code="internal", message="the engine failed")
-            failed = RequestFailed(reason.code, reason.message)
+            failed = engine_failure(self.done)
             failed.partial = self._result(self.done)
             raise failed
 
@@ -126,9 +158,24 @@ class StreamState:
         """Counts all that is there as had."""
         self._read = len(self._tokens)
 
+    def released(self) -> None:
+        """A held answer comes from now on."""
+        self._withheld = False
+        if self.commit is not None:
+            self.commit.answer(wire.Ack(id=self.id, known=True))
+
+    def end(self, done: wire.Done) -> None:
+        """Takes the terminal frame. What has failed, or was held back to the end, is no part of the session."""
+        self.done = done
+        dropped = done.finish_reason == "error" or (self._withheld and done.finish_reason == "cancelled")
+        if self.session is not None and not dropped:
+            self.session.tokens = done.usage.prompt_tokens + done.usage.completion_tokens
+
     def take(self, reply: wire.Token, received_ns: int) -> None:
         """Appends one token frame."""
         self.heard_ns = received_ns
+        if self._withheld:
+            self.released()
         if self.abandoned:
             return
         last = self._tokens[-1] if self._tokens else None
@@ -174,13 +221,21 @@ class Query:
         """Whether the answer, or the reason why there will be none, is there."""
         return self.reply is not None or self.failure is not None
 
+    def answer(self, reply: wire.Reply) -> None:
+        """Takes the answer, and tells whoever waits for it."""
+        self.reply = reply
+        if self.on_change is not None:
+            self.on_change()
+
 
 class Protocol:
-    """The live requests of one client, by id."""
+    """The live requests and the sessions of one client, by id."""
 
     def __init__(self) -> None:
+        self.unwanted: deque[StreamState | SessionState] = deque()  # to be ended at the daemon by whoever sends next
         self._streams: dict[int, StreamState] = {}
         self._queries: dict[int, Query] = {}
+        self._sessions: dict[int, SessionState] = {}
         self._next_id = 0
 
     def new_id(self) -> int:
@@ -188,26 +243,43 @@ class Protocol:
         self._next_id += 1
         return self._next_id
 
-    def open_stream(self, request: wire.Generate) -> StreamState:
+    def open_stream(
+        self, request: wire.Generate, session: SessionState | None = None, detached: bool = False
+    ) -> StreamState:
         """Registers `request`; its frames will be collected in the returned state."""
-        state = StreamState(request.id, request.logprobs is not None)
+        state = StreamState(request, session, detached)
         self._streams[request.id] = state
         return state
 
-    def open_query(self, request_id: int) -> Query:
-        """Registers a request with a single answer."""
+    def open_session(self, session: SessionState) -> None:
+        """Registers a session: it ends with the connection at the latest."""
+        self._sessions[session.id] = session
+
+    def open_query(self, request: wire.Request) -> Query:
+        """Registers a request with a single answer; the first token answers a `commit` as well."""
         query = Query()
-        self._queries[request_id] = query
+        self._queries[request.id] = query
+        if isinstance(request, wire.Commit) and (stream := self._streams.get(request.request)) is not None:
+            stream.commit = query
         return query
 
     def forget(self, request_id: int) -> None:
-        """Drops a request that was never sent, or whose answer no longer matters."""
+        """Drops what was never sent, or whose answer no longer matters: a request or a session."""
         self._streams.pop(request_id, None)
         self._queries.pop(request_id, None)
+        self._sessions.pop(request_id, None)
 
-    def stream(self, request_id: int) -> StreamState | None:
-        """The stream of a request that awaits its terminal frame."""
-        return self._streams.get(request_id)
+    def find(self, request_id: int) -> StreamState | SessionState | None:
+        """The request that awaits its terminal frame, or the session that the daemon keeps, with this id."""
+        return self._streams.get(request_id) or self._sessions.get(request_id)
+
+    def farewell(self, state: StreamState | SessionState) -> bytes | None:
+        """The message that ends `state` at the daemon; None if there is nothing to end."""
+        if self.find(state.id) is not state:
+            return None
+        if isinstance(state, SessionState):
+            return wire.encode(wire.CloseSession(id=self.new_id(), session=state.id))
+        return wire.encode(wire.Cancel(id=state.id))
 
     def live_streams(self) -> list[int]:
         """The ids of the streams that still await their terminal frame."""
@@ -224,11 +296,13 @@ class Protocol:
             if (stream := self._streams.get(reply.id)) is not None:
                 stream.take(reply, received_ns)
                 stream.changed()
-                if stream.failure is not None:
+                if stream.failure is not None and not stream.abandoned:
                     self._streams.pop(reply.id, None)
         elif isinstance(reply, wire.Done):
             if (stream := self._streams.get(reply.id)) is not None:
-                stream.done = reply
+                stream.end(reply)
+                if stream.detached and reply.finish_reason == "error":
+                    self._lack(stream, engine_failure(reply))
                 stream.changed()
                 self._streams.pop(reply.id, None)
         elif isinstance(reply, wire.Error):
@@ -236,11 +310,11 @@ class Protocol:
                 self.fail_all(wire.error_of(reply))
             else:
                 self._fail(reply.id, wire.error_of(reply))
-        elif (query := self._queries.get(reply.id)) is not None:
-            query.reply = reply
-            if query.on_change is not None:
-                query.on_change()
-            self._queries.pop(reply.id, None)
+        elif isinstance(reply, wire.SessionReply) and (session := self._sessions.get(reply.session)) is not None:
+            session.tokens = reply.tokens
+            self._answer(reply)
+        elif reply.id in self._queries:
+            self._answer(reply)
         elif isinstance(reply, wire.Ack) and not reply.known:
             self._forget_abandoned(reply.id)
 
@@ -250,12 +324,38 @@ class Protocol:
 
     def lost(self, url: str) -> None:
         """The connection is gone, and with it everything in flight: a new connection is a new client."""
-        self.fail_all(ConnectionLost(f"the connection to {url} was lost while the request was in flight"))
+        self.end_all(ConnectionLost(f"the connection to {url} was lost while the request was in flight"))
+
+    def end_all(self, error: UllError, tell: bool = True) -> None:
+        """As fail_all, and ends every session: there is no connection any more."""
+        self.fail_all(error, tell)
+        for session in list(self._sessions.values()):
+            session.failure = session.failure or ConnectionLost(_SESSION_LOST)
+            self._sessions.pop(session.id, None)
 
     def fail_all(self, error: UllError, tell: bool = True) -> None:
         """Ends everything in flight with `error`; whoever waits for it is told, unless nobody can."""
         for request_id in [*self._streams, *self._queries]:
             self._fail(request_id, error, tell)
+
+    def _answer(self, reply: wire.Reply) -> None:
+        """Ends a request that has one answer."""
+        assert reply.id is not None
+        if (query := self._queries.get(reply.id)) is not None:
+            query.answer(reply)
+            self._queries.pop(reply.id, None)
+
+    def _lack(self, append: StreamState, error: UllError) -> None:
+        """The session lacks what was to be appended: what was sent for it later was meant otherwise, and ends."""
+        append.failure = error
+        if (session := append.session) is None:
+            return
+        session.refusal = error
+        for stream in list(self._streams.values()):
+            if stream.session is session and stream.id > append.id and not stream.finished:
+                self.unwanted.append(stream)
+                stream.abandoned, stream.failure = True, error
+                stream.changed()
 
     def _forget_abandoned(self, request_id: int) -> None:
         """A stream that was given up before its request had left: the daemon knows nothing of it."""
@@ -267,148 +367,9 @@ class Protocol:
     def _fail(self, request_id: int, error: UllError, tell: bool = True) -> None:
         target = self._streams.get(request_id) or self._queries.get(request_id)
         if target is not None:
+            if isinstance(target, StreamState) and target.detached:
+                self._lack(target, error)
             target.failure = error
             if tell and target.on_change is not None:
                 target.on_change()
             self.forget(request_id)
-
-
-def build_request(request_id: int, prompt: Prompt, options: GenerateOptions) -> wire.Generate:
-    """The message for one generate call. None stands for an option's default.
-
-    The daemon checks the values; here it is only what kind of prompt there is, and that containers are containers.
-    Raises RequestError, which names the field; TypeError for what is no option.
-    """
-    refuse_unknown("generate", options, GENERATE_OPTIONS)
-    values: dict[str, Any] = {**options}
-    if isinstance(values.get("stop"), str):
-        values["stop"] = [values["stop"]]
-    if (timeout := values.pop("timeout", None)) is not None:
-        values["timeout_ms"] = _milliseconds(timeout)
-    request = wire.Generate(id=request_id, **_given(values))
-    if isinstance(prompt, str):
-        request.prompt = prompt
-        return request
-    items = _prompt_items(prompt)
-    if items and isinstance(items[0], wire.Message | Mapping):
-        request.messages = [_message(index, item) for index, item in enumerate(items)]
-    else:
-        request.token_ids = _token_ids(items, "prompt", "a text, a list of messages or of token ids (integers)")
-    return request
-
-
-def build_tokenize(request_id: int, prompt: str | Sequence[ChatMessage], options: TokenizeOptions) -> wire.Tokenize:
-    """The message for one tokenize call, as `build_request`; the prompt is a text or a list of messages."""
-    refuse_unknown("tokenize", options, TOKENIZE_OPTIONS)
-    request = wire.Tokenize(id=request_id, **_given(options))
-    if isinstance(prompt, str):
-        request.prompt = prompt
-    else:
-        request.messages = [_message(index, item) for index, item in enumerate(_prompt_items(prompt))]
-    return request
-
-
-def build_detokenize(request_id: int, token_ids: Sequence[int], **values: Any) -> wire.Detokenize:
-    """The message for one detokenize call. Raises RequestError where an item is no integer."""
-    ids = _token_ids(_container("token_ids", token_ids), "token_ids", "a list of token ids (integers)")
-    return wire.Detokenize(id=request_id, token_ids=ids, **_given(values))
-
-
-def encode_request(request: wire.Request) -> bytes:
-    """The payload of `request`. Raises RequestError, which names the field that the wire cannot carry."""
-    try:
-        return wire.encode(request)
-    except (RequestError, TypeError, ValueError):
-        for name in request.__struct_fields__:
-            _check_sendable(name, getattr(request, name))
-        raise
-
-
-def _check_sendable(name: str, value: object) -> None:
-    try:
-        msgspec.msgpack.encode(value)
-    except UnicodeEncodeError as error:
-        raise _refused(
-            name,
-            f"{name} holds {error.object[error.start]!r} (character {error.start} of a text), which has no UTF-8 form",
-        ) from None
-    except OverflowError:
-        raise _refused(name, f"{name} holds a number that does not fit 64 bits") from None
-    except RecursionError:
-        raise _refused(name, f"{name} is nested too deeply") from None
-    except (TypeError, ValueError) as error:
-        raise _refused(name, f"{name} holds what cannot be sent: {error}") from None
-
-
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that are not None; lists and maps as such."""
-    return {name: _container(name, value) for name, value in values.items() if value is not None}
-
-
-def _prompt_items(prompt: object) -> list[Any]:
-    if isinstance(prompt, bytes | bytearray | memoryview):
-        raise _refused("prompt", f"prompt is {type(prompt).__name__}; decode it to a text, or give a list of token ids")
-    wanted = "prompt must be a text, a list of messages {role, content} or a list of token ids"
-    if isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | Set):
-        return list(prompt)
-    raise _refused("prompt", f"{wanted}, not {type(prompt).__name__}")
-
-
-def _message(index: int, item: object) -> wire.Message:
-    if isinstance(item, Mapping):
-        known = wire.Message.__struct_encode_fields__
-        unknown = [key for key in item if key not in known]
-        if unknown:
-            raise _refused(
-                "prompt", f"message {index} of the prompt has the unknown key {unknown[0]!r}; known: {', '.join(known)}"
-            )
-    try:
-        return msgspec.convert(item, wire.Message, from_attributes=True)
-    except msgspec.ValidationError as error:
-        raise _refused("prompt", f"prompt must be a list of messages, but message {index} is none: {error}") from error
-
-
-def _token_ids(items: list[Any], name: str, wanted: str) -> list[int]:
-    if set(map(type, items)) == {int}:
-        return items
-    ids = []
-    for index, item in enumerate(items):
-        try:
-            if isinstance(item, bool):
-                raise TypeError
-            ids.append(operator.index(item))  # NumPy's integers are welcome
-        except TypeError:
-            raise _refused(
-                name, f"{name} must be {wanted}, but item {index} is {_shortened(item)}, a {type(item).__name__}"
-            ) from None
-    return ids
-
-
-def _container(name: str, value: Any) -> Any:
-    """`value`; that of a field which is a list or a map, as one."""
-    kind, wanted = _CONTAINERS.get(name, (None, ""))
-    if kind is None:
-        return value
-    try:
-        if isinstance(value, str | bytes):
-            raise TypeError
-        return kind(value)
-    except (TypeError, ValueError):
-        raise _refused(name, f"{name} must be {wanted}, not {_shortened(value)}") from None
-
-
-def _milliseconds(seconds: float) -> int:
-    try:
-        if seconds > 0:
-            return max(1, math.ceil(seconds * 1000))
-    except (TypeError, ValueError, OverflowError):
-        pass
-    raise _refused("timeout", f"timeout must be a positive number of seconds, not {_shortened(seconds)}")
-
-
-def _shortened(value: object) -> str:
-    return f"{value!r:.60}"
-
-
-def _refused(name: str, message: str) -> RequestError:
-    return RequestError("bad_request", message, name)

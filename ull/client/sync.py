@@ -23,23 +23,22 @@ import zmq
 
 from ull import wire
 from ull.client.link import LINGER_MS, Link, Transport, check_silence
-from ull.client.options import GenerateOptions, TokenizeOptions, names_options
+from ull.client.options import GenerateOptions, ReadOptions, TokenizeOptions, names_options
 from ull.client.ownership import OwnerThread
 from ull.client.priority import ThreadPriority
-from ull.client.protocol import (
+from ull.client.protocol import Protocol, Query, Result, SessionState, StreamState, Token
+from ull.client.requests import (
     ChatMessage,
     Prompt,
-    Protocol,
-    Query,
-    Result,
-    StreamState,
-    Token,
     build_detokenize,
+    build_reading,
     build_request,
     build_tokenize,
     encode_request,
+    time_limit,
 )
-from ull.errors import ConnectionLost, RequestTimeout, UllError
+from ull.client.sessions import Session
+from ull.errors import ConnectionLost, RequestError, RequestTimeout, UllError
 
 CONNECT_TIMEOUT_S = 2.0
 QUERY_TIMEOUT_S = 5.0
@@ -50,8 +49,8 @@ _WATCH_MS = {"local": 1000, "zeromq": 50}  # a wait for messages looks at the co
 _UNCONNECTED_MS = 20  # ... and for a daemon to connect to
 
 
-class _Guard(weakref.ref["Stream"]):
-    """Says which request a stream was of when the stream has gone, even if an exception has ended its `__del__`."""
+class _Guard(weakref.ref["Stream | Session"]):
+    """Says which request or session somebody had who has gone, even if an exception has ended its `__del__`."""
 
     __slots__ = ("request_id",)
     request_id: int
@@ -65,13 +64,13 @@ class Stream:
     Raises RequestError (refused), ConnectionLost, RequestTimeout or RequestFailed, from iteration and result().
     """
 
-    def __init__(self, client: Client, state: StreamState, deadline: float | None) -> None:
+    def __init__(self, client: Client, state: StreamState, session: Session | None = None) -> None:
         self._client = client
         self._state = state
-        self._deadline = deadline  # time.monotonic() seconds
-        guard = _Guard(self, client._orphans.append)
-        guard.request_id = state.id
-        state.guard = guard
+        self._session = session  # which lives as long as its streams
+        self._deadline: float | None = None  # time.monotonic() seconds
+        if not state.detached:
+            client._guard(self, state)
 
     @property
     def id(self) -> int:
@@ -118,6 +117,22 @@ class Stream:
         if not self._state.finished:
             self._client._cancel(self._state.id)
 
+    def commit(self) -> None:
+        """Releases an answer that was held: what there is comes at once, the rest as it is computed.
+
+        Raises RequestError of the code not_held where nothing is: not asked for, released before, dropped by a later
+        message for its session, or kept for too long.
+        """
+        state = self._state
+        if state.failure is not None:
+            state.raise_failure()
+        try:
+            self._client._ask(wire.Commit(id=self._client._protocol.new_id(), request=state.id))
+            state.released()
+        except BaseException as error:
+            self._cancel_after(error)
+            raise
+
     def close(self) -> None:
         """Cancels if still running, and forgets what is unread."""
         if not self._state.finished:
@@ -134,13 +149,13 @@ class Stream:
             self._client._abandon(self._state)
 
     def __del__(self) -> None:
-        if hasattr(self, "_state") and not self._state.finished:
+        if hasattr(self, "_state") and not (self._state.finished or self._state.detached):
             self._client._abandon(self._state)
 
     def _cancel_after(self, error: BaseException) -> None:
         """Cancels the request where what ended a wait is none of ours, as an exception of a signal handler."""
         if not isinstance(error, UllError) and not self._state.finished:
-            self._client._cancel_surely(self._state)
+            self._client._end_surely(self._state)
 
     def _wait(self) -> None:
         """Waits for a message; after a silence asks the daemon whether it still knows the request."""
@@ -185,8 +200,8 @@ class Client:
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self._protocol = Protocol()
-        self._dropped: deque[StreamState] = deque()  # to be cancelled
-        self._orphans: deque[weakref.ref[Stream]] = deque()  # guards of streams that have gone
+        self._dropped = self._protocol.unwanted
+        self._orphans: deque[weakref.ref[Stream | Session]] = deque()  # guards of streams and sessions that have gone
         self._owner = OwnerThread()
         self._busy = False
         self._closed = False  # no more requests
@@ -226,22 +241,25 @@ class Client:
         Raises ConnectionLost if no daemon answers within connect_timeout; RequestError, which names the argument, for
         what cannot be sent.
         """
-        self._owner.check("Client")
-        request = build_request(self._protocol.new_id(), prompt, options)
-        payload = encode_request(request)
-        try:
-            stream = Stream(self, self._protocol.open_stream(request), None)
-            self._send(payload)
-            if (timeout := options.get("timeout")) is not None:
-                stream._deadline = time.monotonic() + timeout + GRACE_S
-            return stream
-        except ConnectionLost:
-            self._protocol.forget(request.id)
-            raise
-        except BaseException:  # an interrupt: it may have been sent
-            if (interrupted := self._protocol.stream(request.id)) is not None:
-                self._abandon(interrupted)
-            raise
+        return self._start(build_request(self._protocol.new_id(), prompt, options))
+
+    @names_options(ReadOptions)
+    def prewarm(self, prompt: Prompt, **options: Unpack[ReadOptions]) -> Result:
+        """Reads a prompt and generates nothing: a request that begins with the same ids reads only the rest.
+
+        It lasts as long as the KV cache has room; a session opened with `pin` keeps it.
+        """
+        return self._start(build_reading("prewarm", self._protocol.new_id(), prompt, options)).result()
+
+    def open_session(self, *, pin: bool | None = None) -> Session:
+        """Opens a session, which holds nothing yet: see `ull.Session`. pin: its KV cache is not given up for others'.
+
+        Raises RequestError: too many sessions. ConnectionLost and RequestTimeout as every question.
+        """
+        self.poll()  # a connection that has ended before is none of this session's
+        session = Session(self, SessionState(self._protocol.new_id()))
+        self._open(session, wire.OpenSession(id=self._protocol.new_id(), session=session.id, pin=bool(pin)))
+        return session
 
     @names_options(TokenizeOptions)
     def tokenize(self, prompt: str | Sequence[ChatMessage], **options: Unpack[TokenizeOptions]) -> list[int]:
@@ -291,7 +309,7 @@ class Client:
         self._closed = True
         for stream_id in self._protocol.live_streams():
             self._link.send(wire.encode(wire.Cancel(id=stream_id)))
-        self._protocol.fail_all(ConnectionLost("the client was closed"))
+        self._protocol.end_all(ConnectionLost("the client was closed"))
         self._link.close(LINGER_MS)
         if self._priority is not None:
             self._priority.close()
@@ -304,6 +322,46 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _start(self, request: wire.Generate, session: Session | None = None, detached: bool = False) -> Stream:
+        """Sends a request whose answer is a stream."""
+        self._owner.check("Client")
+        payload = encode_request(request)
+        state = None if session is None else session._state
+        try:
+            stream = Stream(self, self._protocol.open_stream(request, state, detached), session)
+            self._send(payload, state)
+            if (limit := time_limit(request)) is not None:
+                stream._deadline = time.monotonic() + limit + GRACE_S
+            return stream
+        except UllError:  # it was not sent
+            self._protocol.forget(request.id)
+            raise
+        except BaseException:  # an interrupt: it may have been sent
+            if isinstance(interrupted := self._protocol.find(request.id), StreamState):
+                self._abandon(interrupted)
+            raise
+
+    def _open(self, session: Session, request: wire.OpenSession | wire.Fork, parent: Session | None = None) -> None:
+        """Asks for a session, which is closed again where that may have come about although the answer did not."""
+        self._owner.check("Client")
+        if parent is not None:
+            parent._state.raise_failure()
+        try:
+            self._protocol.open_session(session._state)
+            self._ask(request, (parent or session)._state)
+        except RequestError:
+            self._protocol.forget(session.id)
+            raise
+        except BaseException:
+            session.close()
+            raise
+
+    def _guard(self, holder: Stream | Session, state: StreamState | SessionState) -> None:
+        """Has `state` ended once nobody holds it any more."""
+        guard = _Guard(holder, self._orphans.append)
+        guard.request_id = state.id
+        state.guard = guard
 
     def _pump(self, deadline: float) -> bool:
         """Takes in one message, or a change of the connection; waits for it until `deadline`. False: nothing came."""
@@ -337,8 +395,11 @@ class Client:
         finally:
             self._busy = False
 
-    def _send(self, payload: bytes) -> None:
-        """Sends, waiting up to the connect timeout for a connection. Raises ConnectionLost if there is none."""
+    def _send(self, payload: bytes, session: SessionState | None = None) -> None:
+        """Sends, waiting up to the connect timeout for a connection. Raises ConnectionLost if there is none.
+
+        What is for a session goes over its own connection or not at all: raises what SessionState.raise_failure does.
+        """
         self._owner.check("Client")
         if self._closed:
             raise ConnectionLost("the client is closed")
@@ -346,7 +407,11 @@ class Client:
             self._flush_dropped()
         deadline = time.monotonic() + self._connect_timeout
         self._collect()
+        if session is not None:
+            session.raise_failure()
         while not self._try_send(payload):
+            if session is not None:
+                session.raise_failure()
             if time.monotonic() >= deadline:
                 raise self._link.nobody(self._connect_timeout)
             self._pump(min(deadline, time.monotonic() + 0.05))
@@ -360,11 +425,11 @@ class Client:
         finally:
             self._busy = False
 
-    def _ask(self, request: wire.Request) -> wire.Reply:
+    def _ask(self, request: wire.Request, session: SessionState | None = None) -> wire.Reply:
         self._owner.check("Client")
-        query: Query = self._protocol.open_query(request.id)
+        query: Query = self._protocol.open_query(request)
         try:
-            self._send(encode_request(request))
+            self._send(encode_request(request), session)
             deadline = time.monotonic() + self._query_timeout
             while not query.finished:
                 if not self._pump(deadline) and time.monotonic() >= deadline:
@@ -396,10 +461,10 @@ class Client:
     def _abandon(self, state: StreamState) -> None:
         """Cancels a stream that nobody will read; may run inside the garbage collector, in any thread."""
         state.abandoned = True
-        self._cancel_surely(state)
+        self._end_surely(state)
 
-    def _cancel_surely(self, state: StreamState) -> None:
-        """Cancels a stream now, or before anything else is sent or waited for."""
+    def _end_surely(self, state: StreamState | SessionState) -> None:
+        """Ends a stream or a session now, or before anything else is sent or waited for."""
         self._dropped.append(state)
         if not self._busy and not self._closed and self._owner.here:
             self._flush_dropped()
@@ -407,7 +472,7 @@ class Client:
     def _flush_dropped(self) -> None:
         while self._orphans:
             orphan = cast("_Guard", self._orphans[0])
-            state = self._protocol.stream(orphan.request_id)
+            state = self._protocol.find(orphan.request_id)
             if state is not None and not state.abandoned:
                 state.abandoned = True
                 self._dropped.append(state)
@@ -415,7 +480,9 @@ class Client:
                 self._orphans.popleft()
         while self._dropped:
             state = self._dropped[0]
-            if not state.finished:
-                self._cancel(state.id)
+            if (farewell := self._protocol.farewell(state)) is not None and not self._closed:
+                self._try_send(farewell)
+                if isinstance(state, SessionState):
+                    self._protocol.forget(state.id)
             if self._dropped and self._dropped[0] is state:  # else the garbage collector was here meanwhile
                 self._dropped.popleft()

@@ -10,12 +10,12 @@ from typing import Any, Final, cast, get_args
 from ull.client.options import GENERATE_OPTIONS, GenerateOptions, Option, options_of
 
 _OF_PROGRAMS = frozenset(
-    {"stop_ids", "logit_bias", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+    {"stop_ids", "logit_bias", "tools", "documents", "add_generation_prompt", "continue_final_message", "hold"}
 )
 NOT_IN_GENERATE: Final = _OF_PROGRAMS | {"chat_template_kwargs"}  # its prompt goes through no template
 # `ull chat` prints answers alone; its flag for the template's variables is --template-kwargs.
 NOT_IN_CHAT: Final = _OF_PROGRAMS | {"chat_template_kwargs", "logprobs", "ignore_eos"}
-_METAVARS: Final = {"speculate": "DRAFTER", "timeout": "S"}
+_METAVARS: Final = {"speculate": "DRAFTER", "timeout": "S", "deadline": "S", "priority": "CLASS"}
 _KINDS: Final[dict[type, str]] = {int: "N", float: "X", str: "TEXT"}  # metavar of the others, by type
 
 

@@ -83,6 +83,7 @@ class Metrics:
         self.finished: Counter[str] = Counter()  # by finish reason
         self.clients: Counter[str] = Counter()  # ended requests by what became of their client
         self.undelivered = 0  # terminal frames that could not be handed to a connection
+        self.sessions = 0  # that are open now
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
@@ -123,6 +124,7 @@ class Metrics:
             "finished": dict(self.finished),
             "clients": dict(self.clients),
             "undelivered": self.undelivered,
+            "sessions": self.sessions,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "completion_tokens": self.completion_tokens,

@@ -46,6 +46,7 @@ class Session:
     reserved: bool = False  # something else is: it is being forked into, or cut in a worker
     waiting: deque[Step] = field(default_factory=deque)
     pinned_tokens: int = 0  # at most so many are pinned under its key
+    closed: bool = False  # it is nobody's any more; what was sent for it before is still carried out
     warned: bool = False  # the log has said once that the template does not keep its answers
     _answers: list[tuple[int, int]] = field(default_factory=list)  # [begin, end) in ids, in order
     _chat: bytes | None = None  # digest of the chat that was rendered last, ...
@@ -63,11 +64,13 @@ class Session:
             raise RequestError("bad_request", f"session {self.number} holds no answer to truncate", "session")
         return self._answers[-1]
 
-    def complete(self, prompt: array[int], completion: Sequence[int] | None) -> None:
-        """Makes it hold a request's prompt and completion (None: the prompt was only read)."""
+    def complete(self, request: Generate, prompt: array[int], completion: Sequence[int]) -> None:
+        """Makes it hold a request's prompt and completion, which is its last answer unless the prompt was only read."""
         self._forget_answers(self._common(prompt))
         self.ids = prompt
-        if completion is None:
+        self._chat_messages = len(request.messages or ())
+        self._chat = _digest(request, self._chat_messages) if request.messages else None
+        if request.max_tokens == 0:
             return
         begin = len(prompt)
         self.ids.extend(completion)
@@ -102,13 +105,11 @@ class Session:
         into._answers = self._answers[:]
         into._chat, into._chat_messages = self._chat, self._chat_messages
 
-    def continues_chat(self, request: Generate) -> bool:
-        """Whether a chat is the one that was rendered last, an assistant's answer and more. It is now the last one."""
-        messages = request.messages or []
-        before, count = self._chat, self._chat_messages
-        self._chat, self._chat_messages = _digest(request, len(messages)), len(messages)
-        answered = count < len(messages) and messages[count].role == "assistant"
-        return before is not None and answered and _digest(request, count) == before
+    def is_answered_in(self, request: Generate) -> bool:
+        """Whether a chat is the one that was rendered last, an assistant's answer behind it, and more."""
+        messages, before = request.messages or [], self._chat_messages
+        answered = before < len(messages) and messages[before].role == "assistant"
+        return self._chat is not None and answered and _digest(request, before) == self._chat
 
     def _common(self, prompt: array[int]) -> int:
         """The length of the longest prefix that `ids` and a prompt have in common."""
@@ -166,15 +167,14 @@ class Sessions:
             raise RequestError("unknown_session", f"this client has no session {number} open", "session")
         return session
 
-    def close(self, identity: bytes, number: int) -> Session:
-        """Takes a session out. Its number may be used again. Raises RequestError as `find` does."""
-        session = self.find(identity, number)
+    def close(self, identity: bytes, session: Session) -> None:
+        """Takes a client's session out. Its number may be used again."""
         own = self._clients[identity]
-        del own[number]
+        del own[session.number]
         if not own:
             del self._clients[identity]
         self.open_now -= 1
-        return session
+        session.closed = True
 
     def of(self, identity: bytes) -> list[Session]:
         """The sessions of a client."""

@@ -121,21 +121,26 @@ class Turns:
         if turn is None:
             return None
         session = turn.session
+        present = session is not None and session.turn is turn  # not an answer that was held and has been dropped
         self._leave(turn)
-        if session is not None:
-            if session.pin:
-                session.pinned_tokens = record.usage.prompt_tokens + record.usage.completion_tokens
+        if session is None:
+            return turn
+        if session.closed:
+            self._unpin(session)  # what this request has left under its key
+        if present:
+            session.pinned_tokens = record.usage.prompt_tokens + record.usage.completion_tokens if session.pin else 0
             if record.finish_reason != "error" and not turn.held:
-                session.complete(turn.prompt, None if turn.request.max_tokens == 0 else completion)
+                session.complete(turn.request, turn.prompt, completion)
             self._advance(session)
         return turn
 
     def gone(self, identity: bytes) -> None:
         """A client has hung up: nobody waits for what it asked for, and its sessions are closed."""
         for session in self._sessions.of(identity):
-            self._sessions.close(identity, session.number)
+            self._sessions.close(identity, session)
             self._unpin(session)
             session.waiting.clear()
+        self._metrics.sessions = self._sessions.open_now
         for turn in [turn for turn in self._live.values() if turn.identity == identity]:
             self._end(turn, "cancelled")
 
@@ -188,7 +193,7 @@ class Turns:
         """Hands it to the engine. Raises RequestError."""
         session, request = turn.session, turn.request
         params = self._admission.parameters(request, turn.received_ns, time.monotonic_ns())
-        params |= {"rehearsal": turn.rehearsal, "warnings": turn.warnings}
+        params |= {"hold": turn.held, "rehearsal": turn.rehearsal, "warnings": turn.warnings}
         turn.prompt = array("i", ids)
         if session is not None:
             params |= self._place(session, turn)
@@ -216,7 +221,7 @@ class Turns:
             turn.prompt = session.ids + turn.prompt
         else:
             rolled_back = session.rolled_back(turn.prompt)
-            if session.continues_chat(turn.request) and rolled_back and not session.warned:
+            if rolled_back and not session.warned and session.is_answered_in(turn.request):
                 session.warned = True
                 self._log.warning(
                     "template",
@@ -224,8 +229,8 @@ class Turns:
                     session=session.number,
                     id=turn.request.id,
                     rolled_back=rolled_back,
-                    message="the chat template does not repeat the last answer as it was generated: so many of the "
-                    "session's tokens are no beginning of the next turn's prompt, and are read again",
+                    message="the last answer is not in the next turn's prompt as it was generated: the chat template "
+                    "renders it otherwise, or the client has changed it; so many tokens are rolled back",
                 )
         if session.pin:
             most = self._admission.most_tokens(turn.request)
@@ -236,8 +241,8 @@ class Turns:
         """Ends a turn wherever it is. What the engine has is over once it says so, the rest at once."""
         if turn.state is TurnState.SUBMITTED:
             session = turn.session
-            if turn.held and session is not None:
-                session.turn = turn.session = None  # it is no part of it, and never will be
+            if turn.held and session is not None and session.turn is turn:
+                session.turn = None  # it is no part of it, and never will be
             turn.stop_timer()
             self._engine.cancel(*turn.key)
             return
@@ -284,14 +289,19 @@ class Turns:
 
     def change(self, identity: bytes, request: wire.SessionRequest) -> None:
         """Opens, changes or closes a session, once it is the message's turn. Raises RequestError."""
+        try:
+            self._change(identity, request)
+        finally:
+            self._metrics.sessions = self._sessions.open_now
+
+    def _change(self, identity: bytes, request: wire.SessionRequest) -> None:
         if isinstance(request, wire.OpenSession):
             self._answer(identity, request.id, self._sessions.open(identity, request.session, pin=request.pin))
             return
-        if isinstance(request, wire.CloseSession):
-            self._close(identity, request)
-            return
         session = self._sessions.find(identity, request.session)
-        if isinstance(request, wire.Fork):
+        if isinstance(request, wire.CloseSession):
+            self._close(identity, request, session)
+        elif isinstance(request, wire.Fork):
             self._fork(identity, request, session)
         elif isinstance(request, wire.Rollback):
             self._enter(session, Step(identity, request.id, partial(self._roll_back, identity, request, session)))
@@ -367,15 +377,15 @@ class Turns:
         try:
             self._enter(session, Step(identity, request.id, fork))
         except RequestError:
-            self._sessions.close(identity, request.to)
+            self._sessions.close(identity, into)
             raise
 
-    def _close(self, identity: bytes, request: wire.CloseSession) -> None:
+    def _close(self, identity: bytes, request: wire.CloseSession, session: Session) -> None:
         """Its number is free at once; the answer comes when what ran in it has ended."""
-        session = self._sessions.close(identity, request.session)
+        self._sessions.close(identity, session)
         self._unpin(session)
         for turn in [turn for turn in reversed(self._live.values()) if turn.session is session]:
-            self._end(turn, "cancelled")
+            self._end(turn, "cancelled")  # the last first, so that none begins before it is ended
         session.waiting.append(Step(identity, request.id, partial(self._answer, identity, request.id, session)))
         self._advance(session)
 

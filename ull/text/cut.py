@@ -51,9 +51,13 @@ def _head(prompt: Sequence[int], text_of: TextOf) -> Sequence[int]:
 
 
 def _whole_tokens(answer: Sequence[int], wanted: str, text_of: Callable[[Sequence[int]], str]) -> int:
-    """How many tokens have a text with which `wanted` begins: the most."""
-    low, high = 0, len(answer)  # a longer text than wanted begins somewhere behind low, ...
-    while low < high:  # ... and texts of parts grow, but for a character of which only the first bytes are there
+    """How many tokens have a text with which `wanted` begins: the most. All of them have more text than that.
+
+    The text of a part may end in the first bytes of a character, with U+FFFD for each: then it is no beginning of the
+    whole, and may even be longer than that of a greater part.
+    """
+    low, high = 0, len(answer)
+    while low < high:
         middle = (low + high + 1) // 2
         if len(text_of(answer[:middle])) <= len(wanted):
             low = middle
@@ -61,4 +65,10 @@ def _whole_tokens(answer: Sequence[int], wanted: str, text_of: Callable[[Sequenc
             high = middle - 1
     while not wanted.startswith(text_of(answer[:low])):
         low -= 1
+    for count in range(low + 1, len(answer)):
+        text = text_of(answer[:count])
+        if wanted.startswith(text):
+            low = count
+        elif text.startswith(wanted):
+            break
     return low

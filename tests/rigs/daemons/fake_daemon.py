@@ -199,5 +199,7 @@ def words(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
         daemon.send(
             identity, wire.InfoReply(id=request.id, engine=engine, executor=executor, limits={"vocabulary": 1000})
         )
+    elif isinstance(request, wire.SessionRequest):
+        daemon.send(identity, wire.SessionReply(id=request.id, session=request.session, tokens=0))
     else:
         daemon.send(identity, wire.StatsReply(id=request.id, requests={}, latency={}, engine={}, io={}))
