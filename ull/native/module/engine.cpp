@@ -194,9 +194,13 @@ void bind_engine(nb::module_& m) {
       .def(nb::init<const std::string&>(), "path"_a)
       .def_prop_ro("size", &Vocabulary::size, "Ids, rows of padding included.")
       .def(
-          "text", [](const Vocabulary& self, const std::vector<int32_t>& ids) { return text_of(self, ids); }, "ids"_a,
-          nb::call_guard<nb::gil_scoped_release>(),
-          "The whole text of these tokens, by the code of the streams. Special tokens and unknown ids have none.");
+          "text",
+          [](const Vocabulary& self, const std::vector<int32_t>& ids, const std::vector<int32_t>& prompt) {
+            return text_of(self, ids, prompt);
+          },
+          "ids"_a, "prompt"_a = std::vector<int32_t>{}, nb::call_guard<nb::gil_scoped_release>(),
+          "The whole text of these tokens, by the code of the streams. Special tokens and unknown ids have none. "
+          "`prompt`: the tokens that the text goes on behind.");
 
   nb::class_<Detokenizer>(m, "Detokenizer", "Token ids to text, incrementally, cut at the first stop string.")
       .def(nb::init<const std::string&, const std::vector<std::string>&, const std::vector<int32_t>&>(), "vocab_path"_a,
