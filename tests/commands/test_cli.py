@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT, Daemon, Spawn
-from fake_daemon import FakeDaemon, done, words
+from fake_daemon import FakeDaemon, done, token, words
 from processes import ull
 from ull import _native, cli, wire
 from ull.bundle import open_bundle
@@ -213,6 +213,23 @@ def test_an_answer_that_took_too_long_is_no_success(spawn: Spawn) -> None:
     assert outcome.stderr.startswith("ull: timed out after 0.2 s")
     outcome = ull("chat", "--connect", daemon.url, "--max-tokens", "3000", "--timeout", "0.2", stdin="hello\n")
     assert (outcome.returncode, outcome.stderr) == (0, "(timed out after 0.2 s)\n")
+
+
+def test_an_answer_that_misses_its_deadline_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def late(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
+        if not isinstance(request, wire.Generate):
+            words(daemon, identity, request)
+            return
+        assert (request.deadline_ms, request.priority) == (200, "realtime")
+        daemon.send(identity, token(request.id, 0, "so far"), done(request.id, 1, "deadline"))
+
+    with FakeDaemon(f"ipc://{tmp_path / 'ull.sock'}", late) as daemon:
+        options = ["--connect", daemon.url, "--deadline", "0.2", "--priority", "realtime"]
+        assert cli.main(["generate", "x", *options]) == EXIT_TIMED_OUT
+        said = "ull: not done by its deadline of 0.2 s: the answer ends after 1 tokens\n"
+        assert capsys.readouterr() == ("so far\n", said)
+        outcome = ull("chat", *options, stdin="hello\n")
+        assert (outcome.returncode, outcome.stderr) == (0, "(not done by its deadline of 0.2 s)\n")
 
 
 def test_the_statuses_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
