@@ -42,7 +42,7 @@ class Front(Protocol):
 
     def reply(self, identity: bytes, message: wire.Reply) -> None: ...
 
-    def busy(self, message: str, full: _native.QueueFull | None = None) -> Busy: ...
+    def busy(self, message: str, waiting: int | None = None, wait_ns: int = 0) -> Busy: ...
 
     def ended(self, record: wire.Ended, turn: Turn | None) -> None:
         """Counts and logs a turn that is over."""
@@ -151,14 +151,14 @@ class Turns:
 
     def _start(self, turn: Turn) -> None:
         """Its session, if it has one, is free for it: tokenizes and submits it. Raises RequestError."""
-        if self._front.draining:
-            raise Draining()
         turn.stop_timer()
         session, request = turn.session, turn.request
         held = 0 if session is None else len(session.ids)
         if session is not None:
             session.turn = turn
         try:
+            if self._front.draining:
+                raise Draining()
             work = partial(self._admission.prompt_ids, request, held)
             if request.messages is None and self._admission.prompt_size(request) <= INLINE_CHARACTERS:
                 self._submit(turn, work())
@@ -200,7 +200,7 @@ class Turns:
         try:
             self._engine.submit(*turn.key, turn.prompt.tobytes(), params)
         except _native.QueueFull as full:  # the whole queue, or the client's share
-            raise self._front.busy(str(full), full) from None
+            raise self._front.busy(str(full), full.queue_length, full.expected_ns) from None
         except _native.DeadlineUnreachable as late:
             expected_s = (late.expected_ns - turn.received_ns) / 1e9
             raise DeadlineUnreachable(f"deadline_ms cannot be met: {late}", expected=expected_s) from None
@@ -312,7 +312,7 @@ class Turns:
     def _enter(self, session: Session, step: Step) -> None:
         """Carries a message out now, or once those before it have been. It drops an answer that is held."""
         if len(session.waiting) >= MAX_WAITING:
-            raise self._front.busy(f"{MAX_WAITING} messages wait for session {session.number}")
+            raise self._front.busy(f"{MAX_WAITING} messages wait for session {session.number}", MAX_WAITING)
         self._drop_held(session)
         if session.blocked or session.waiting:
             session.waiting.append(step)
