@@ -131,6 +131,28 @@ def test_a_deadline_that_cannot_be_met_says_when_it_could(harness: Harness) -> N
     assert [line["code"] for line in harness.events("refused")] == ["deadline_unreachable"]
 
 
+def test_what_waits_for_sessions_is_bounded_as_the_queue(harness: Harness) -> None:
+    harness.engine.client_share = 2
+
+    async def body() -> None:
+        for session in (1, 2):
+            await opened(harness, session)
+            harness.send(Generate(id=session, session=session, token_ids=[4]))
+        for request_id in (3, 4, 5):
+            harness.send(Generate(id=request_id, session=1 + request_id % 2, token_ids=[4]))
+        reply = await harness.reply()
+        assert isinstance(reply, wire.Error) and (reply.id, reply.code, reply.queue_length) == (5, "busy", 2)
+        assert reply.message == "2 requests of this client wait for their sessions"
+        harness.engine.client_share = 9
+        for request_id in range(5, 12):
+            harness.send(Generate(id=request_id, session=1 + request_id % 2, token_ids=[4]))
+        reply = await harness.reply()
+        assert isinstance(reply, wire.Error) and (reply.id, reply.code) == (11, "busy")
+        assert reply.message == "8 requests wait for their sessions"
+
+    harness.run(body)
+
+
 def test_a_surprise_in_one_message_holds_up_no_other(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         await filled(harness)

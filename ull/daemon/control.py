@@ -98,6 +98,7 @@ class ControlPlane:
             Sessions(sessions.per_client, sessions.total, admission.limits.max_pinned_tokens),
             self.metrics,
             log,
+            queue_depth=queue_depth,
             bundle=digest,
             hold_timeout_s=sessions.hold_timeout_s,
         )
