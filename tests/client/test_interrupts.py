@@ -79,6 +79,13 @@ def use(client: ull.Client, kind: int, partial: list[ull.Stream]) -> None:
     elif kind == 3:
         next(client.generate(PROMPT, max_tokens=900, ignore_eos=True))  # and dropped
         client.health()
+    elif kind == 4:
+        with client.open_session() as session:
+            session.append(PROMPT)
+            session.generate(max_tokens=9, ignore_eos=True, hold=True).commit()
+            with session.fork() as other:
+                other.rollback(1)
+                other.generate(PROMPT, max_tokens=9, ignore_eos=True).result()
     else:
         streams = [client.generate(PROMPT, max_tokens=9, ignore_eos=True) for _ in range(3)]
         streams[1].cancel()
@@ -97,7 +104,7 @@ def test_an_interrupt_at_any_point_leaves_a_client_that_works(shared_daemon: Dae
             partial: list[ull.Stream] = []
             try:
                 with armed(chance.uniform(0.0001, 0.008)):
-                    use(client, chance.randrange(5), partial)
+                    use(client, chance.randrange(6), partial)
             except Interrupt:
                 interrupts += 1
             for stream in partial:
@@ -112,8 +119,11 @@ def test_an_interrupt_at_any_point_leaves_a_client_that_works(shared_daemon: Dae
         deadline = time.monotonic() + 20
         while client._protocol.live_streams() and time.monotonic() < deadline:
             client.poll(0.01)
-        assert not client._protocol.live_streams()
+        assert not client._protocol.live_streams() and not client._protocol._sessions
         assert not client._orphans and not client._dropped
+        sessions = [client.open_session() for _ in range(16)]  # as many as there may be: none is left of those before
+        for session in sessions:
+            session.close()
 
 
 @pytest.mark.parametrize("transport", ["local", "zeromq"])

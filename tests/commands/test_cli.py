@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT, Daemon, Spawn
-from fake_daemon import FakeDaemon, words
+from fake_daemon import FakeDaemon, done, token, words
 from processes import ull
 from ull import _native, cli, wire
 from ull.bundle import open_bundle
@@ -215,6 +215,23 @@ def test_an_answer_that_took_too_long_is_no_success(spawn: Spawn) -> None:
     assert (outcome.returncode, outcome.stderr) == (0, "(timed out after 0.2 s)\n")
 
 
+def test_an_answer_that_misses_its_deadline_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def late(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
+        if not isinstance(request, wire.Generate):
+            words(daemon, identity, request)
+            return
+        assert (request.deadline_ms, request.priority) == (200, "realtime")
+        daemon.send(identity, token(request.id, 0, "so far"), done(request.id, 1, "deadline"))
+
+    with FakeDaemon(f"ipc://{tmp_path / 'ull.sock'}", late) as daemon:
+        options = ["--connect", daemon.url, "--deadline", "0.2", "--priority", "realtime"]
+        assert cli.main(["generate", "x", *options]) == EXIT_TIMED_OUT
+        said = "ull: not done by its deadline of 0.2 s: the answer ends after 1 tokens\n"
+        assert capsys.readouterr() == ("so far\n", said)
+        outcome = ull("chat", *options, stdin="hello\n")
+        assert (outcome.returncode, outcome.stderr) == (0, "(not done by its deadline of 0.2 s)\n")
+
+
 def test_the_statuses_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["--help"])
@@ -313,6 +330,16 @@ def test_chat_remembers_its_turns(tmp_path: Path) -> None:
         _, last = daemon.wait_for(wire.Generate, 2)
         turns = [(message.role, message.content) for message in last.messages or ()]
         assert turns == [("system", "be kind"), ("user", "one"), ("assistant", "answer 2 "), ("user", "two")]
+
+
+def test_chat_holds_one_session(tmp_path: Path) -> None:
+    with FakeDaemon(f"ipc://{tmp_path / 'ull.sock'}", words) as daemon:
+        assert ull("chat", "--connect", daemon.url, stdin="one\ntwo\n").returncode == 0
+        (opened,) = daemon.wait_for(wire.OpenSession)
+        daemon.wait_for(wire.CloseSession)
+        assert isinstance(opened, wire.OpenSession)
+        turns = daemon.wait_for(wire.Generate, 2)
+        assert [request.session for request in turns] == [opened.session] * 2  # type: ignore[union-attr]
 
 
 def test_chat_forgets_the_oldest_turn_when_the_context_is_full(tmp_path: Path) -> None:
@@ -422,6 +449,60 @@ def test_bench_counts_refusals(spawn: Spawn) -> None:
     assert samples.refused >= 5
 
 
+def test_bench_with_a_deadline_that_everybody_meets(shared_daemon: Daemon) -> None:
+    arguments = [
+        "--requests",
+        "6",
+        "--warmup",
+        "1",
+        "--max-tokens",
+        "4",
+        "--deadline",
+        "3600000",
+        "--priority",
+        "batch",
+    ]
+    report = json.loads(ull("bench", "--connect", shared_daemon.url, *arguments, "--json").stdout)
+    assert (report["load"]["deadline_ms"], report["load"]["priority"]) == (3_600_000, "batch")
+    punctual = report["summary"]["deadline"]
+    assert (punctual["accepted"], punctual["hit_rate"], punctual["unreachable"]) == (6, 1.0, 0)
+    shown = ull("bench", "--connect", shared_daemon.url, *arguments).stdout
+    assert "deadline met by 6 of 6 accepted requests (100.00%); 0 refused as unreachable" in shown
+
+
+def test_bench_counts_deadlines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[int | None] = []
+
+    def answer(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
+        assert isinstance(request, wire.Generate)
+        asked.append(request.deadline_ms)
+        kind = len(asked) % 4
+        if kind == 1 and request.deadline_ms is not None:
+            daemon.send(identity, wire.Error(id=request.id, code="deadline_unreachable", message="", expected_ms=9.5))
+            return
+        end = done(request.id, 0, "deadline" if kind == 2 else "length")
+        took_ns = 9_000_000 if kind == 3 else 1_000_000
+        end.timeline = wire.Timeline(received_ns=1, done_ns=1 + took_ns)
+        if kind == 0:
+            end.timeline.first_token_ns, end.timeline.expected_first_ns = 500_000, 520_000
+            end.timeline.expected_done_ns = end.timeline.done_ns - 300_000
+        daemon.send(identity, end)
+
+    with FakeDaemon(f"ipc://{tmp_path / 'ull.sock'}", answer) as daemon, Client(daemon.url) as client:
+        samples = measure(client, Load(prompt="x", requests=8, warmup=4, deadline=0.005))
+    assert asked == [None] * 4 + [5] * 8
+    summary = samples.summary()
+    assert (summary["requests"], summary["refused"]) == (6, 2)
+    punctual = summary["deadline"]
+    assert (punctual["accepted"], punctual["on_time"], punctual["unreachable"]) == (6, 2, 2)
+    assert punctual["hit_rate"] == pytest.approx(1 / 3)
+    assert (punctual["first_token_error_us"]["p50"], punctual["done_error_us"]["p99"]) == (20, 300)
+    bench.print_table(summary, "x")
+    shown = capsys.readouterr().out
+    assert "deadline met by 2 of 6 accepted requests (33.33%); 2 refused as unreachable" in shown
+    assert "end predicted off by" in shown
+
+
 def test_bench_refuses_a_place_that_cannot_be_written_before_it_measures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -449,7 +530,13 @@ def test_bench_says_that_the_report_did_not_fit(shared_daemon: Daemon, capsys: p
 
 
 def test_bench_arguments_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--requests", "0"], ["--rate", "0"], ["--rate", "nan"], ["--concurrency", "0"]):
+    for arguments in (
+        ["--requests", "0"],
+        ["--rate", "0"],
+        ["--rate", "nan"],
+        ["--concurrency", "0"],
+        ["--deadline", "0"],
+    ):
         assert cli.main(["bench", *arguments]) == 1
         assert capsys.readouterr().err.startswith("ull: --")
 

@@ -1,6 +1,8 @@
 """Manifests that tests change: read, changed and sealed again, as if they had been built like that."""
 
+import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,17 @@ def change_manifest(bundle: Path, change: Callable[[dict[str, Any]], object]) ->
     value = read_manifest_json(bundle)
     change(value)
     return write_manifest_json(bundle, value)
+
+
+def with_template(bundle: Path, directory: Path, template: str) -> Path:
+    """A copy of `bundle` whose tokenizer has another template, as if an older build had taken it."""
+    copy = directory / "other.ull"
+    shutil.copytree(bundle, copy)
+    name = "tokenizer/chat_template.jinja"
+    (copy / name).write_text(template)
+    entry = {"bytes": len(template), "sha256": hashlib.sha256(template.encode()).hexdigest()}
+    change_manifest(copy, lambda manifest: manifest["files"].update({name: entry}))
+    return copy
 
 
 def plans(**changes: Any) -> Plans:

@@ -1,7 +1,5 @@
 """Chats through a daemon: what reaches the template, and templates that do not compile or never end."""
 
-import hashlib
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 import ull
 from checkpoints import CHAT_TEMPLATE, END, write_checkpoint
 from conftest import Daemon, Spawn
-from manifests import change_manifest
+from manifests import with_template
 from ull.bundle import open_bundle
 from ull.client.sync import Client
 from ull.errors import CheckpointError
@@ -33,17 +31,6 @@ ENDLESS = (
     "{% if messages[0].content == 'endless' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
     "{% endfor %}{% endif %}{{ messages[0].content }}"
 )
-
-
-def with_template(bundle: Path, directory: Path, template: str) -> Path:
-    """A copy of `bundle` whose tokenizer has another template, as if an older build had taken it."""
-    copy = directory / "other.ull"
-    shutil.copytree(bundle, copy)
-    name = "tokenizer/chat_template.jinja"
-    (copy / name).write_text(template)
-    entry = {"bytes": len(template), "sha256": hashlib.sha256(template.encode()).hexdigest()}
-    change_manifest(copy, lambda manifest: manifest["files"].update({name: entry}))
-    return copy
 
 
 def checkpoint(directory: Path, template: str) -> Path:

@@ -89,9 +89,12 @@ class AsyncStream:
     async def commit(self) -> None:
         """Releases an answer that was held, as `ull.Stream.commit`."""
         state = self._state
-        if state.failure is not None:
-            state.raise_failure()
-        await self._client._ask(wire.Commit(id=self._client._protocol.new_id(), request=state.id))
+        state.raise_refusal()
+        try:
+            await self._client._ask(wire.Commit(id=self._client._protocol.new_id(), request=state.id))
+        except RequestError:
+            state.raise_refusal()
+            raise
         state.released()
 
     def close(self) -> None:

@@ -4,6 +4,10 @@ Definitions (those of AIPerf): TTFT is from the request's start to its first non
 frame) / (tokens - 1) per request; the inter-chunk time is the gap between two frames, which differs from ITL where a
 frame holds several tokens. In the open loop (a `rate` is given) a request starts at its planned time, whether the
 client managed to send it then or not, so that a slow daemon cannot slow its own measurement down.
+
+With a deadline, a request that was accepted is on time if the daemon's own clock says so: from its receipt to its end.
+How far off the daemon's predictions were is the distance between the expected and the real moment of a request's first
+token, and of its end.
 """
 
 from __future__ import annotations
@@ -13,14 +17,15 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
+from ull.client.protocol import Result
 from ull.client.requests import Prompt
 from ull.client.sync import Client, Stream
-from ull.errors import RequestError
+from ull.errors import DeadlineUnreachable, RequestError
 from ull.wire import Speculation, added
 
 QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999))
@@ -42,6 +47,43 @@ class Load:
     ignore_eos: bool = True
     speculate: str | None = None
     max_tree: int | None = None
+    priority: str | None = None
+    deadline: float | None = None  # seconds, of each measured request
+
+
+@dataclass
+class Punctuality:
+    """Of the requests with a deadline: how many met it, and how far off the daemon's predictions were (ns)."""
+
+    on_time: int = 0
+    late: int = 0
+    unreachable: int = 0  # refused, since they could not have met it
+    first_token_error: list[int] = field(default_factory=list)
+    done_error: list[int] = field(default_factory=list)
+
+    def add(self, result: Result, deadline: float) -> None:
+        """Counts an accepted request. A prediction of 0 is none."""
+        times = result.timeline
+        if result.finish_reason != "deadline" and times.done_ns - times.received_ns <= deadline * 1e9:
+            self.on_time += 1
+        else:
+            self.late += 1
+        if times.expected_first_ns and times.first_token_ns:
+            self.first_token_error.append(abs(times.expected_first_ns - times.first_token_ns))
+        if times.expected_done_ns and times.done_ns:
+            self.done_error.append(abs(times.expected_done_ns - times.done_ns))
+
+    def summary(self) -> dict[str, Any]:
+        """Counts, the share of the accepted that were on time, and quantiles of the errors in microseconds."""
+        accepted = self.on_time + self.late
+        errors = ("first_token_error", "done_error")
+        return {
+            "accepted": accepted,
+            "on_time": self.on_time,
+            "hit_rate": self.on_time / accepted if accepted else None,
+            "unreachable": self.unreachable,
+            **{f"{name}_us": quantiles(getattr(self, name)) for name in errors if getattr(self, name)},
+        }
 
 
 @dataclass
@@ -58,6 +100,7 @@ class Samples:
     tokens: int = 0
     elapsed_ns: int = 0
     speculation: Speculation = field(default_factory=Speculation)
+    punctuality: Punctuality | None = None  # None: without a deadline
 
     def summary(self) -> dict[str, Any]:
         """Quantiles of every metric in microseconds, tokens per second, and what speculation brought."""
@@ -70,6 +113,7 @@ class Samples:
             "elapsed_s": seconds,
             "tokens_per_s": self.tokens / seconds if seconds else 0.0,
             "speculation": speculation_summary(self.speculation),
+            "deadline": None if self.punctuality is None else self.punctuality.summary(),
             **{f"{name}_us": quantiles(getattr(self, name)) for name in metrics if getattr(self, name)},
         }
 
@@ -101,8 +145,8 @@ def measure(client: Client, load: Load, progress: Callable[[int], None] | None =
     Raises what the client raises, except that refusals of measured requests are counted.
     """
     for _ in range(load.warmup):
-        _send(client, load).result()
-    samples = Samples()
+        _send(client, replace(load, deadline=None)).result()
+    samples = Samples(punctuality=None if load.deadline is None else Punctuality())
     start_ns = time.monotonic_ns()
     planned = deque(_plan(load, start_ns))
     running: list[_Running] = []
@@ -115,7 +159,7 @@ def measure(client: Client, load: Load, progress: Callable[[int], None] | None =
             client.poll(min(wait_s, 1.0))
         elif planned:
             time.sleep(wait_s)
-        for request in [request for request in running if request.take(samples)]:
+        for request in [request for request in running if request.take(samples, load.deadline)]:
             running.remove(request)
             if progress is not None:
                 progress(samples.requests + samples.refused)
@@ -132,7 +176,7 @@ class _Running:
         self._first_ns = 0
         self._last_ns = 0
 
-    def take(self, samples: Samples) -> bool:
+    def take(self, samples: Samples, deadline: float | None) -> bool:
         """Records the frames that have arrived; True once the request has ended."""
         finished = self._stream.finished
         while (token := self._stream.ready()) is not None:
@@ -146,14 +190,19 @@ class _Running:
             return False
         try:
             result = self._stream.result()
-        except RequestError:
+        except RequestError as error:
             samples.refused += 1
+            if samples.punctuality is not None and isinstance(error, DeadlineUnreachable):
+                samples.punctuality.unreachable += 1
             return True
+        if samples.punctuality is not None and deadline is not None:
+            samples.punctuality.add(result, deadline)
         tokens = result.usage.completion_tokens
         samples.requests += 1
         samples.tokens += tokens
         samples.speculation = added(samples.speculation, result.speculation)
-        samples.end_to_end.append(self._last_ns - self._start_ns)
+        if self._last_ns:  # else its deadline came before its first token
+            samples.end_to_end.append(self._last_ns - self._start_ns)
         if tokens > 1 and self._first_ns:
             samples.inter_token.append((self._last_ns - self._first_ns) // (tokens - 1))
         return True
@@ -197,4 +246,6 @@ def _send(client: Client, load: Load) -> Stream:
         ignore_eos=load.ignore_eos,
         speculate=load.speculate,
         max_tree=load.max_tree,
+        priority=load.priority,
+        deadline=load.deadline,
     )

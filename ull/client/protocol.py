@@ -113,12 +113,16 @@ class StreamState:
         """Whether no further frame can come."""
         return self.done is not None or self.failure is not None
 
-    def raise_failure(self) -> None:
-        """Raises what ended the stream, unless it ended well."""
+    def raise_refusal(self) -> None:
+        """Raises why the request was refused or lost, if it was."""
         if self.failure is not None:
             if self.session is not None and self.session.refusal is self.failure:
                 self.session.refusal = None
             raise self.failure.copy()  # a shared exception would collect every raiser's traceback
+
+    def raise_failure(self) -> None:
+        """Raises what ended the stream, unless it ended well."""
+        self.raise_refusal()
         if self.done is not None and self.done.finish_reason == "error":
             failed = engine_failure(self.done)
             failed.partial = self._result(self.done)

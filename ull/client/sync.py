@@ -120,15 +120,17 @@ class Stream:
     def commit(self) -> None:
         """Releases an answer that was held: what there is comes at once, the rest as it is computed.
 
-        Raises RequestError of the code not_held where nothing is: not asked for, released before, dropped by a later
-        message for its session, or kept for too long.
+        Raises what has ended the request, as its refusal; RequestError of the code not_held where nothing is held: not
+        asked for, released before, dropped by a later message for its session, or kept for too long.
         """
         state = self._state
-        if state.failure is not None:
-            state.raise_failure()
+        state.raise_refusal()
         try:
             self._client._ask(wire.Commit(id=self._client._protocol.new_id(), request=state.id))
             state.released()
+        except RequestError:
+            state.raise_refusal()
+            raise
         except BaseException as error:
             self._cancel_after(error)
             raise

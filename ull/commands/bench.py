@@ -30,6 +30,7 @@ _ROWS = (
     ("end_to_end_us", "end to end"),
     ("send_delay_us", "sent late by"),
 )
+_DEADLINE_ROWS = (("first_token_error_us", "first token predicted off by"), ("done_error_us", "end predicted off by"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, default=1, metavar="N", help="closed loop: requests at once")
     parser.add_argument("--rate", type=float, metavar="X", help="open loop: X requests per second, at planned times")
     parser.add_argument("--even", action="store_true", help="open loop: even gaps instead of Poisson arrivals")
-    add_options(parser, {"speculate", "max_tree"})
+    parser.add_argument("--deadline", type=float, metavar="MS", help="of every request: how many meet it")
+    add_options(parser, {"speculate", "max_tree", "priority"})
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or print only JSON")
 
 
@@ -53,6 +55,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--requests and --concurrency must be at least 1, --warmup at least 0")
     if options.rate is not None and not 0 < options.rate < 1e6:
         raise ConfigError(f"--rate must be a positive number of requests per second, not {options.rate}")
+    if options.deadline is not None and not 1 <= options.deadline < 1e8:
+        raise ConfigError(f"--deadline must be a number of milliseconds, 1 or more, not {options.deadline}")
     report_file = None if options.json in (None, "-") else ReportFile(Path(options.json))
     with report_file or contextlib.nullcontext(), Client(options.connect) as client:
         report = _measure(client, options)
@@ -122,6 +126,8 @@ def _measure(client: Client, options: argparse.Namespace) -> dict[str, Any]:
         poisson=not options.even,
         speculate=options.speculate,
         max_tree=options.max_tree,
+        priority=options.priority,
+        deadline=None if options.deadline is None else options.deadline / 1000,
     )
     samples = measure(client, load)
     return {
@@ -133,6 +139,8 @@ def _measure(client: Client, options: argparse.Namespace) -> dict[str, Any]:
             "temperature": load.temperature,
             "speculate": load.speculate or info.limits["default_drafter"],
             "max_tree": load.max_tree,
+            "priority": load.priority,
+            "deadline_ms": options.deadline,
         },
         "summary": samples.summary(),
     }
@@ -147,13 +155,26 @@ def print_table(summary: dict[str, Any], title: str) -> None:
     for key, label in _ROWS:
         if key in summary:
             table.add_row(label, *(f"{summary[key][name]:,.1f}" for name in names))
+    deadline = summary["deadline"] or {}
+    for key, label in _DEADLINE_ROWS:
+        if key in deadline:
+            table.add_row(label, *(f"{deadline[key][name]:,.1f}" for name in names))
     console = Console(highlight=False, file=sys.stdout)
     console.print(table)
     console.print(
         f"{summary['requests']} requests ({summary['refused']} refused), {summary['tokens']} tokens in "
         f"{summary['elapsed_s']:.2f} s: {summary['tokens_per_s']:,.0f} tokens/s"
     )
+    if deadline:
+        console.print(_deadline_line(deadline))
     console.print(_speculation_line(summary["speculation"]))
+
+
+def _deadline_line(deadline: dict[str, Any]) -> str:
+    """How many of the accepted requests met their deadline, and how many were not accepted for it."""
+    share = f" ({deadline['hit_rate']:.2%})" if deadline["accepted"] else ""
+    met = f"deadline met by {deadline['on_time']} of {deadline['accepted']} accepted requests{share}"
+    return f"{met}; {deadline['unreachable']} refused as unreachable"
 
 
 def _speculation_line(speculation: dict[str, Any]) -> str:

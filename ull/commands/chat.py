@@ -1,4 +1,7 @@
-"""`ull chat`: a conversation in the terminal. Ctrl-C cancels the answer, a second one (or Ctrl-D) quits."""
+"""`ull chat`: a conversation in the terminal. Ctrl-C cancels the answer, a second one (or Ctrl-D) quits.
+
+It is held in a session, so that each turn reads only what is new. What a cancelled answer had come to stays in it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-from ull.client import Client, Stream
+from ull.client import Client, Session, Stream
 from ull.client.options import GENERATE_OPTIONS
 from ull.commands.flags import NOT_IN_CHAT, add_options, given_options
 from ull.commands.generate import print_text
@@ -43,23 +46,29 @@ def run(options: argparse.Namespace) -> int:
             )
         if sys.stdin.isatty():
             print(f"{engine['name']} at {client.url}. Ctrl-C cancels an answer, Ctrl-D quits.")
-        history = [Message(role="system", content=options.system)] if options.system else []
-        while True:
-            try:
-                line = input("> " if sys.stdin.isatty() else "")
-            except (EOFError, KeyboardInterrupt):
-                print()
-                return 0
-            if line.strip():
-                _turn(client, history, line, options)
+        with client.open_session() as session:
+            return _converse(session, options)
 
 
-def _turn(client: Client, history: list[Message], line: str, options: argparse.Namespace) -> None:
+def _converse(session: Session, options: argparse.Namespace) -> int:
+    """Turn by turn until the end of input or a Ctrl-C at the prompt; returns the exit status."""
+    history = [Message(role="system", content=options.system)] if options.system else []
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return 0
+        if line.strip():
+            _turn(session, history, line, options)
+
+
+def _turn(session: Session, history: list[Message], line: str, options: argparse.Namespace) -> None:
     """One question and its answer, both appended to `history`. The oldest turns go when the context is full."""
     history.append(Message(role="user", content=line))
     while True:
         try:
-            answer = _answer(client, history, options)
+            answer = _answer(session, history, options)
         except RequestError as error:
             first = next((index for index, message in enumerate(history) if message.role != "system"), len(history))
             if error.code != "too_long" or len(history) - first < 3:
@@ -73,7 +82,7 @@ def _turn(client: Client, history: list[Message], line: str, options: argparse.N
         return
 
 
-def _answer(client: Client, history: list[Message], options: argparse.Namespace) -> str:
+def _answer(session: Session, history: list[Message], options: argparse.Namespace) -> str:
     """Streams the answer; what was written before a Ctrl-C counts as the answer.
 
     A Ctrl-C cancels the request, once there is one, and interrupts nothing here: no frame is lost. A second one does.
@@ -90,7 +99,7 @@ def _answer(client: Client, history: list[Message], options: argparse.Namespace)
 
     previous = signal.signal(signal.SIGINT, interrupt)
     try:
-        stream = client.generate(history, **given_options(options))
+        stream = session.generate(history, **given_options(options))
         with stream:
             if pressed:
                 stream.cancel()
@@ -100,6 +109,8 @@ def _answer(client: Client, history: list[Message], options: argparse.Namespace)
                 print("(cancelled)")
             elif reason == "timeout":
                 print(f"(timed out after {options.timeout:g} s)", file=sys.stderr)
+            elif reason == "deadline":
+                print(f"(not done by its deadline of {options.deadline:g} s)", file=sys.stderr)
             return text
     finally:
         signal.signal(signal.SIGINT, previous)

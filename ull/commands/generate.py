@@ -37,11 +37,15 @@ def run(options: argparse.Namespace) -> int:
         result = stream.result()
     if options.logprobs is not None and not options.json:
         _print_logprobs(result)
+    tokens = len(result.token_ids)
     if result.finish_reason == "timeout":
-        complain(f"timed out after {options.timeout:g} s: the answer ends after {len(result.token_ids)} tokens")
+        complain(f"timed out after {options.timeout:g} s: the answer ends after {tokens} tokens")
+        return EXIT_TIMED_OUT
+    if result.finish_reason == "deadline":
+        complain(f"not done by its deadline of {options.deadline:g} s: the answer ends after {tokens} tokens")
         return EXIT_TIMED_OUT
     if result.finish_reason == "cancelled":
-        complain(f"the daemon has cancelled the request: the answer ends after {len(result.token_ids)} tokens")
+        complain(f"the daemon has cancelled the request: the answer ends after {tokens} tokens")
         return EXIT_FAILED
     return 0
 

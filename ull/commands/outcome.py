@@ -18,7 +18,7 @@ exit status:
   0    done
   1    failed: standard error says why in one line
   2    wrong usage
-  124  timed out: the answer is not whole
+  124  timed out, or not done by its deadline: the answer is not whole
   130  interrupted by Ctrl-C
   141  whoever read the output has gone (as `| head` does)"""
 

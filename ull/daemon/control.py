@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from ull import _native, wire
+from ull import wire
 from ull.daemon.admission import Admission
 from ull.daemon.answers import Answers, EngineLike, IoLike
 from ull.daemon.config import SessionsConfig
@@ -98,6 +98,7 @@ class ControlPlane:
             Sessions(sessions.per_client, sessions.total, admission.limits.max_pinned_tokens),
             self.metrics,
             log,
+            queue_depth=queue_depth,
             bundle=digest,
             hold_timeout_s=sessions.hold_timeout_s,
         )
@@ -299,16 +300,16 @@ class ControlPlane:
         if (identity, request_id) in self._turns or (identity, request_id) in self._converting:
             raise RequestError("duplicate_id", f"request {request_id} of this client is still running", "id")
 
-    def busy(self, message: str, full: _native.QueueFull | None = None) -> Busy:
-        """The error that refuses what there is no room for. `full`: what the engine has said of its queue.
+    def busy(self, message: str, waiting: int | None = None, wait_ns: int = 0) -> Busy:
+        """The error that refuses what there is no room for: so many requests wait (None: the engine's), for so long.
 
-        Where that is unknown: half of what is there now has then gone, if requests take as long as they did lately.
+        0: it is not known for how long. Half of what is there now has then gone, if requests take as long as lately.
         """
-        wait_ms = 0.0 if full is None else full.expected_ns / 1e6
+        wait_ms = wait_ns / 1e6
         if not wait_ms:
             service_ms = self.metrics.service_ns / 1e6 or _UNKNOWN_SERVICE_MS
             wait_ms = service_ms * max(1.0, self.live / 2)
-        waiting = self._engine.queue_length if full is None else full.queue_length
+        waiting = self._engine.queue_length if waiting is None else waiting
         return Busy(message, retry_after=min(_MOST_RETRY_MS, max(1.0, wait_ms)) / 1000, queue_length=waiting)
 
     def _endpoint_changed(self, endpoint: str, what: str) -> None:

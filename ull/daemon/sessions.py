@@ -180,14 +180,13 @@ class Sessions:
         """The sessions of a client."""
         return list(self._clients.get(identity, {}).values())
 
-    def pin(self, session: Session, tokens: int) -> None:
-        """Counts up to `tokens` as pinned for a session. Raises RequestError where that is too much for all of them."""
+    def check_pins(self, session: Session, tokens: int) -> None:
+        """Raises RequestError where `tokens` of a session are more than may be pinned beside the others'."""
         others = sum(other.pinned_tokens for other in self if other is not session)
         if others + tokens > self._pinned:
             reason = f"{tokens} tokens of this session and {others} of others would be pinned"
             message = f"session {session.number}: {reason}; there is room for {self._pinned}, half of the KV cache"
             raise RequestError("pins_full", message, "session")
-        session.pinned_tokens = max(session.pinned_tokens, tokens)
 
     def __iter__(self) -> Iterator[Session]:
         for own in self._clients.values():

@@ -42,7 +42,7 @@ class Front(Protocol):
 
     def reply(self, identity: bytes, message: wire.Reply) -> None: ...
 
-    def busy(self, message: str, full: _native.QueueFull | None = None) -> Busy: ...
+    def busy(self, message: str, waiting: int | None = None, wait_ns: int = 0) -> Busy: ...
 
     def ended(self, record: wire.Ended, turn: Turn | None) -> None:
         """Counts and logs a turn that is over."""
@@ -62,6 +62,7 @@ class Turns:
         metrics: Metrics,
         log: Log,
         *,
+        queue_depth: int,
         bundle: str,
         hold_timeout_s: float,
     ) -> None:
@@ -72,6 +73,7 @@ class Turns:
         self._sessions = sessions
         self._metrics = metrics
         self._log = log
+        self._queue_depth = queue_depth
         self._bundle = bundle
         self._hold_timeout_s = hold_timeout_s
         self._live: dict[tuple[bytes, int], Turn] = {}
@@ -91,6 +93,8 @@ class Turns:
             self._start(turn)
             return
         session = turn.session = self._sessions.find(turn.identity, turn.request.session)
+        if session.blocked:
+            self._refuse_many_waiting(turn.identity)
         self._enter(session, Step(turn.identity, turn.request.id, partial(self._start, turn), turn))
         if turn.state is TurnState.WAITING:
             self._live[turn.key] = turn
@@ -149,16 +153,25 @@ class Turns:
         for turn in list(self._live.values()):
             self._end(turn, "cancelled")
 
+    def _refuse_many_waiting(self, identity: bytes) -> None:
+        """What waits for sessions is bounded as what waits for the engine: it may be long."""
+        waiting = [turn for turn in self._live.values() if turn.state is TurnState.WAITING]
+        own, share = sum(turn.identity == identity for turn in waiting), self._engine.client_share
+        if len(waiting) >= self._queue_depth:
+            raise self._front.busy(f"{len(waiting)} requests wait for their sessions", len(waiting))
+        if own >= share:
+            raise self._front.busy(f"{own} requests of this client wait for their sessions", len(waiting))
+
     def _start(self, turn: Turn) -> None:
         """Its session, if it has one, is free for it: tokenizes and submits it. Raises RequestError."""
-        if self._front.draining:
-            raise Draining()
         turn.stop_timer()
         session, request = turn.session, turn.request
         held = 0 if session is None else len(session.ids)
         if session is not None:
             session.turn = turn
         try:
+            if self._front.draining:
+                raise Draining()
             work = partial(self._admission.prompt_ids, request, held)
             if request.messages is None and self._admission.prompt_size(request) <= INLINE_CHARACTERS:
                 self._submit(turn, work())
@@ -200,7 +213,7 @@ class Turns:
         try:
             self._engine.submit(*turn.key, turn.prompt.tobytes(), params)
         except _native.QueueFull as full:  # the whole queue, or the client's share
-            raise self._front.busy(str(full), full) from None
+            raise self._front.busy(str(full), full.queue_length, full.expected_ns) from None
         except _native.DeadlineUnreachable as late:
             expected_s = (late.expected_ns - turn.received_ns) / 1e9
             raise DeadlineUnreachable(f"deadline_ms cannot be met: {late}", expected=expected_s) from None
@@ -208,6 +221,8 @@ class Turns:
             raise RequestError("bad_request", str(error), error.field) from None
         except _native.EngineClosed as error:
             raise RequestError("internal", f"the engine takes no requests: {error}") from None
+        if session is not None and session.pin:
+            session.pinned_tokens = max(session.pinned_tokens, self._tokens(turn))
         turn.state = TurnState.SUBMITTED
         self._live[turn.key] = turn
         self._metrics.accepted += not turn.rehearsal
@@ -233,9 +248,13 @@ class Turns:
                     "renders it otherwise, or the client has changed it; so many tokens are rolled back",
                 )
         if session.pin:
-            most = self._admission.most_tokens(turn.request)
-            self._sessions.pin(session, min(len(turn.prompt) + most, self._admission.limits.context))
+            self._sessions.check_pins(session, self._tokens(turn))
         return {"rolled_back_tokens": rolled_back, "returns_tokens": True, "pin": session.pin}
+
+    def _tokens(self, turn: Turn) -> int:
+        """How many tokens a turn may come to have: its prompt's and its completion's."""
+        most = self._admission.most_tokens(turn.request)
+        return min(len(turn.prompt) + most, self._admission.limits.context)
 
     def _end(self, turn: Turn, reason: str) -> None:
         """Ends a turn wherever it is. What the engine has is over once it says so, the rest at once."""
@@ -312,7 +331,7 @@ class Turns:
     def _enter(self, session: Session, step: Step) -> None:
         """Carries a message out now, or once those before it have been. It drops an answer that is held."""
         if len(session.waiting) >= MAX_WAITING:
-            raise self._front.busy(f"{MAX_WAITING} messages wait for session {session.number}")
+            raise self._front.busy(f"{MAX_WAITING} messages wait for session {session.number}", MAX_WAITING)
         self._drop_held(session)
         if session.blocked or session.waiting:
             session.waiting.append(step)

@@ -6,10 +6,11 @@ import io
 import json
 import os
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 from checkpoints import write_tokenizer
@@ -116,6 +117,13 @@ class Harness:
         """The control plane's next receives of a frame fail as FailingSocket says."""
         failing: Any = FailingSocket(self._control, failures)
         self.plane._receiver = MessageReceiver(failing)
+
+    def end(self, request_id: int, completion: Sequence[int] = (), reason: str = "stop", **usage: int) -> None:
+        """The io thread says that the engine has ended a request of "me"."""
+        counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": len(completion), **usage}
+        record = {"identity": b"me", "id": request_id, "finish_reason": reason, "usage": counts, "timeline": {}}
+        ids = array("i", completion).tobytes()
+        self.send_frames(IoMessage.ENDED, msgspec.msgpack.encode({**record, "seed": 3}), ids)
 
     def send_frames(self, *frames: bytes) -> None:
         self._io.send_multipart(frames)
