@@ -56,14 +56,14 @@ Expected Forecast::of(const RequestSlot& request, int64_t now) noexcept {
   collect(&request);
   const int cached = shared_.cached != nullptr ? shared_.cached->likely(request.prompt()) : 0;
   const Work own = work_of(request, 0, false, std::min(cached, request.prompt_tokens - 1));
-  double blocked = 0;  // the step of something less urgent that is under way
+  StepCosts::Estimate blocked;  // by the step of something less urgent that is under way
   for (const Work& work : works_) {
     if (work.begun && work.request->priority > request.priority) {
       const int reached = work.request->reached.load(std::memory_order_relaxed);
       const bool reads = reached < work.request->prompt_tokens - 1;
       const StepCosts::Estimate step =
           reads ? costs_.prefill(reached, reached + chunk_, chunk_) : costs_.round(work.request->speculation, reached);
-      blocked = std::max(blocked, step.ns);
+      if (step.ns > blocked.ns) blocked = step;
     }
   }
   std::erase_if(works_, [&](const Work& work) { return work.request->priority > request.priority; });
@@ -73,7 +73,7 @@ Expected Forecast::of(const RequestSlot& request, int64_t now) noexcept {
   });
 
   Expected expected;
-  double time = blocked, late = blocked;
+  double time = blocked.ns, late = blocked.ns + blocked.margin;
   bool behind = false;
   for (const Work& work : works_) {
     const bool is_own = work.request == &request;
