@@ -28,7 +28,9 @@ def test_all_parameters_reach_the_request(tmp_path: Path) -> None:
             "stop_ids": [0, 1],
             "logit_bias": {5: -1.5, 6: float("-inf")},
             "logprobs": 2,
+            "timeout_ns": 2**62,
             "deadline_ns": 2**62,
+            "priority": "batch",
             "received_ns": 11,
             "admitted_ns": 12,
         }
@@ -41,7 +43,12 @@ def test_all_parameters_reach_the_request(tmp_path: Path) -> None:
         assert len(logprobs) == 10
         assert done["finish_reason"] == "stop"
         assert done["seed"] == 2**64 - 1
-        assert done["usage"] == {"prompt_tokens": 26, "cached_tokens": 0, "completion_tokens": 10}
+        assert done["usage"] == {
+            "prompt_tokens": 26,
+            "cached_tokens": 0,
+            "completion_tokens": 10,
+            "rolled_back_tokens": 0,
+        }
         assert (done["timeline"]["received_ns"], done["timeline"]["admitted_ns"]) == (11, 12)
 
 
@@ -63,7 +70,7 @@ def test_prompts_come_as_bytes_or_int32_arrays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("max_tokens", "many"),
         ("max_tokens", 2**40),
         ("temperature", float("nan")),
@@ -88,6 +95,10 @@ def test_prompts_come_as_bytes_or_int32_arrays(tmp_path: Path) -> None:
         ("logit_bias", [1, 2]),
         ("logprobs", 21),
         ("deadline_ns", 1.5),
+        ("timeout_ns", "soon"),
+        ("priority", "urgent"),
+        ("pin", -1),
+        ("hold", "yes"),
     ],
 )
 def test_a_bad_parameter_is_named(tmp_path: Path, field: str, value: Any) -> None:
@@ -208,7 +219,7 @@ def test_info_and_stats(tmp_path: Path) -> None:
         client.finish(1)
         rig.engine.stop()
         stats = rig.engine.stats()
-        assert stats["finished"] == {"stop": 0, "length": 1, "cancelled": 0, "timeout": 0, "error": 0}
+        assert stats["finished"] == {"stop": 0, "length": 1, "cancelled": 0, "timeout": 0, "deadline": 0, "error": 0}
         assert stats["completion_tokens"] == 10
         assert stats["by_drafter"] == {"none": 10, "ngram": 0, "medusa": 0, "draft": 0}
         assert (stats["drafted_tokens"], stats["accepted_tokens"]) == (0, 0)

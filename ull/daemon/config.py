@@ -141,8 +141,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     aging_ms: Annotated[
         int,
         _key(
-            "a request that waits for so long counts as one priority more urgent, so that none waits for ever; what has "
-            "risen is served for a twentieth of that at a time",
+            "a request that waits for so long counts as one priority more urgent, so that none waits for ever; what "
+            "has risen is served for a twentieth of that at a time",
             "milliseconds",
             ge=1,
             le=86_400_000,

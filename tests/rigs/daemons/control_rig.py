@@ -67,8 +67,8 @@ class FakeEngine:
         self.committed.append((identity, request_id))
         return (identity, request_id) in self.submitted
 
-    def unpin(self, key: int) -> None:
-        self.unpinned.append(key)
+    def unpin(self, pin: int) -> None:
+        self.unpinned.append(pin)
 
     def health(self) -> str:
         return self.status

@@ -355,11 +355,11 @@ bool Engine::commit(std::span<const uint8_t> identity, uint64_t id) noexcept {
   return true;
 }
 
-bool Engine::unpin(uint64_t pin) noexcept {
-  if (!shared_->unpins.try_push(pin)) return false;
+// More than there is room for while the engine thread is busy unpins everything: what stays too long cannot be mended.
+void Engine::unpin(uint64_t pin) noexcept {
+  if (!shared_->unpins.try_push(pin)) shared_->unpin_all.store(true, std::memory_order_relaxed);
   shared_->calls.fetch_add(1, std::memory_order_release);
   shared_->engine_agent.wake();
-  return true;
 }
 
 // The io thread has something to look at among what is held.

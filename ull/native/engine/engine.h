@@ -137,8 +137,8 @@ class Engine {
   // Releases what a request that was submitted with `hold` has brought. False if that client has no such request that
   // is held.
   bool commit(std::span<const uint8_t> identity, uint64_t id) noexcept;
-  // What was pinned by that number no longer is. False: too much at once, try again.
-  bool unpin(uint64_t pin) noexcept;
+  // What was pinned by that number no longer is.
+  void unpin(uint64_t pin) noexcept;
   void drain() noexcept { draining_ = true; }
   // True once every accepted request has ended and its end has been told to the control plane.
   [[nodiscard]] bool drained() const noexcept;

@@ -539,6 +539,7 @@ void EngineLoop::look_around(int64_t now) noexcept {
   seen_calls_ = shared_.calls.load(std::memory_order_acquire);
   uint64_t pin = 0;
   while (shared_.unpins.try_pop(pin)) sessions_.unpin(pin);
+  if (shared_.unpin_all.load(std::memory_order_relaxed) && shared_.unpin_all.exchange(false)) sessions_.unpin_all();
   uint32_t slot = kNoSlot;
   while (shared_.submitted.try_pop(slot)) schedule_.push(slot, shared_.slot(slot), now);
   schedule_.remove_if([&](uint32_t waiting, const RequestSlot& request) {

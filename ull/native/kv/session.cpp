@@ -177,6 +177,10 @@ void SessionCache::unpin(uint64_t pin) noexcept {
   }
 }
 
+void SessionCache::unpin_all() noexcept {
+  for (Session& session : sessions_) session.pin_ = 0;
+}
+
 int SessionCache::resident() const noexcept {
   return static_cast<int>(
       std::count_if(sessions_.begin(), sessions_.end(), [](const Session& session) { return session.used_at_ != 0; }));

@@ -110,6 +110,7 @@ class SessionCache {
   // of what was pinned by it before; a pin beyond max_sessions / 2 has no effect.
   void close(Session& session, int kept, uint64_t pin = 0) noexcept;
   void unpin(uint64_t pin) noexcept;
+  void unpin_all() noexcept;
 
   [[nodiscard]] int pages_used() const noexcept { return pool_.page_count() - pool_.free_count(); }
   [[nodiscard]] int page_count() const noexcept { return pool_.page_count(); }
