@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -248,29 +249,40 @@ def test_an_append_that_is_refused_is_told_of_once(client: ull.Client, sessions:
         assert session.generate("b").result().text == "b "
 
 
-def test_an_append_that_fails_in_the_engine_is_told_of(serve: Serve) -> None:
-    class Failing(FakeSessions):
-        def _answer(self, daemon: FakeDaemon, identity: bytes, request: wire.Generate) -> None:
-            if request.prompt != "fail":
-                super()._answer(daemon, identity, request)
-                return
-            usage = wire.Usage(prompt_tokens=9, cached_tokens=0, completion_tokens=0)
-            why = wire.Failure(code="executor", message="the executor failed")
-            end = wire.Done(
-                id=request.id, finish_reason="error", usage=usage, timeline=wire.Timeline(), seed=1, error=why
-            )
-            daemon.send(identity, end)
-
-    with ull.Client(serve(Failing()).url, connect_timeout=LONG_S) as client, client.open_session() as session:
+@pytest.mark.parametrize(
+    ("prompt", "kind", "said"),
+    [
+        ("fail", ull.RequestFailed, "the executor failed"),
+        ("too late", ull.RequestTimeout, "had to wait for longer than its time limit"),
+    ],
+)
+def test_an_append_that_never_began_is_told_of(
+    client: ull.Client, prompt: str, kind: type[ull.UllError], said: str
+) -> None:
+    with client.open_session() as session:
         session.append("a").result()
-        session.append("fail")
+        session.append(prompt)
         settle(client)
-        with pytest.raises(ull.RequestFailed, match="the executor failed"):
+        with pytest.raises(kind, match=said):
             session.generate("b")
         assert session.tokens == 1
-        with pytest.raises(ull.RequestFailed, match="the executor failed"):
-            session.append("fail").result()
+        with pytest.raises(kind, match=said):
+            session.append(prompt).result()
         assert session.generate("b", max_tokens=0).result().usage.prompt_tokens == 2
+
+
+def test_what_lacks_its_beginning_is_cancelled_although_nobody_waits(
+    client: ull.Client, sessions: FakeSessions
+) -> None:
+    session = client.open_session()
+    session.append("refuse later")
+    stream = session.generate("open")
+    with pytest.raises(ull.Busy):
+        stream.result()
+    deadline = time.monotonic() + LONG_S
+    while sessions.live and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert not sessions.live
 
 
 def test_a_session_that_is_refused_is_none(serve: Serve) -> None:

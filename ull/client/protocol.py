@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from ull import wire
-from ull.errors import ConnectionLost, RequestError, RequestFailed, UllError
+from ull.errors import ConnectionLost, RequestError, RequestFailed, RequestTimeout, UllError
 from ull.wire import Failure, Speculation, Timeline, TokenLogprob, Usage
 
 
@@ -59,6 +59,15 @@ def engine_failure(done: wire.Done) -> RequestFailed:
     """The error of a request that the engine could not finish."""
     reason = done.error or Failure(code="internal", message="the engine failed")
     return RequestFailed(reason.code, reason.message)
+
+
+def why_not_appended(done: wire.Done) -> UllError | None:
+    """Why an append that was accepted is no part of its session, unless it is, or somebody has cancelled it."""
+    if done.finish_reason == "error":
+        return engine_failure(done)
+    if done.finish_reason in ("timeout", "deadline") and not done.usage.prompt_tokens:
+        return RequestTimeout("what was to be appended to the session had to wait for longer than its time limit")
+    return None
 
 
 class SessionState:
@@ -169,10 +178,10 @@ class StreamState:
             self.commit.answer(wire.Ack(id=self.id, known=True))
 
     def end(self, done: wire.Done) -> None:
-        """Takes the terminal frame. What has failed, or was held back to the end, is no part of the session."""
+        """Takes the terminal frame. What has failed, never began or was held to the end is no part of the session."""
         self.done = done
-        dropped = done.finish_reason == "error" or (self._withheld and done.finish_reason == "cancelled")
-        if self.session is not None and not dropped:
+        whole, failed = done.finish_reason in ("stop", "length"), done.finish_reason == "error"
+        if self.session is not None and (whole or not (failed or self._withheld)) and done.usage.prompt_tokens:
             self.session.tokens = done.usage.prompt_tokens + done.usage.completion_tokens
 
     def take(self, reply: wire.Token, received_ns: int) -> None:
@@ -305,8 +314,8 @@ class Protocol:
         elif isinstance(reply, wire.Done):
             if (stream := self._streams.get(reply.id)) is not None:
                 stream.end(reply)
-                if stream.detached and reply.finish_reason == "error":
-                    self._lack(stream, engine_failure(reply))
+                if stream.detached and (lacks := why_not_appended(reply)) is not None:
+                    self._lack(stream, lacks)
                 stream.changed()
                 self._streams.pop(reply.id, None)
         elif isinstance(reply, wire.Error):

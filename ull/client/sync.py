@@ -376,6 +376,8 @@ class Client:
             left_ms = max(0, math.ceil((deadline - time.monotonic()) * 1000))
             watch_ms = _WATCH_MS.get(self._link.transport or "", _UNCONNECTED_MS)
             if self._receive(min(left_ms, watch_ms)):
+                if self._dropped:
+                    self._flush_dropped()
                 return True
             if left_ms <= watch_ms:
                 return False

@@ -12,6 +12,7 @@ class FakeSessions:
     """A handler that answers with the prompt's words and adds both to the session.
 
     A prompt "open" ends by a cancel only, after one word; "refuse" is busy, "refuse later" once something else comes.
+    "too late" and "fail" end before they begin.
     """
 
     def __init__(self) -> None:
@@ -58,6 +59,11 @@ class FakeSessions:
             self.late = request
         elif prompt == "refuse":
             refuse(daemon, identity, request.id, "busy", None)
+        elif prompt in ("too late", "fail"):
+            why = wire.Failure(code="executor", message="the executor failed") if prompt == "fail" else None
+            end = done(request.id, 0, "error" if why else "timeout", why)
+            end.usage = wire.Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=0)
+            daemon.send(identity, end)
         elif request.hold:
             self.held[identity, request.id] = request
         elif prompt == "open":
