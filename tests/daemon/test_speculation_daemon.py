@@ -177,6 +177,30 @@ def test_queued_and_mixed_requests(client: Client, shared_daemon: Daemon) -> Non
             assert stream.result().token_ids == plain[case]
 
 
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_what_comes_between_changes_nothing(client: Client, shared_daemon: Daemon, drafter: str) -> None:
+    """A request that is suspended again and again, by requests of other drafters and parameters, and by its own text."""
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.8, "seed": 5},
+        {"temperature": 0.7, "seed": 6, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    ]
+    others = [(REPEATING, name, index) for index, name in enumerate(DRAFTERS)] + [(PROMPT, "none", 7)]
+    suspended = client.stats().engine["suspensions"]
+    for option in options:
+        plain = complete(client, PROMPT, "none", max_tokens=400, **option).token_ids
+        expected = [complete(client, text, "none", temperature=0.8, seed=seed).token_ids for text, _, seed in others]
+        with Client(shared_daemon.url) as urgent:
+            stream = client.generate(
+                PROMPT, max_tokens=400, ignore_eos=True, speculate=drafter, priority="batch", **option
+            )
+            for (text, name, seed), tokens in zip(others, expected, strict=True):
+                next(stream, None)
+                between = complete(urgent, text, name, temperature=0.8, seed=seed, priority="realtime")
+                assert between.token_ids == tokens
+            assert stream.result().token_ids == plain
+    assert client.stats().engine["suspensions"] > suspended
+
+
 def test_prefill_chunks_do_not_matter(spawn: Spawn) -> None:
     completions = set()
     for chunk in (7, 64, 256):

@@ -107,6 +107,15 @@ def test_the_daemon_says_what_the_cpu_executor_says(bundles: dict[str, Path], st
             stream.cancel()
             assert stream.result().finish_reason == "cancelled"
         assert complete(client, PROMPTS[0], speculate="none") == expected[0][0]
+        # Rounds and bursts that are queued behind one request when another comes first.
+        for case, texts in zip(cases, expected, strict=True):
+            with Client(daemon.url) as urgent:
+                options = {"max_tokens": TOKENS, "seed": 7, "ignore_eos": True, "priority": "batch", **case}
+                stream = client.generate(PROMPTS[0], **options)
+                next(stream)
+                assert complete(urgent, PROMPTS[1], priority="realtime", **case) == texts[1]
+                assert list(stream.result().token_ids) == texts[0]
+        assert client.stats().engine["suspensions"] > 0
     assert daemon.stop() == 0
 
 
