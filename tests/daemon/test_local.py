@@ -83,7 +83,7 @@ def test_both_transports_give_the_same_answers(shared_daemon: Daemon) -> None:
             assert client.transport == transport
             answers.append((result.text, result.token_ids, result.logprobs, result.usage.completion_tokens))
             with pytest.raises(ull.RequestError, match="max_tokens"):
-                client.generate(PROMPT, max_tokens=0).result()
+                client.generate(PROMPT, max_tokens=-1).result()
             assert client.info().engine["name"]
     assert answers[0] == answers[1]
 

@@ -78,7 +78,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     default_max_tree: int = 0  # 0: the executor's choice
     penalties: bool = True  # whether the executor applies them
     max_sessions: int = 16  # of one client
-    max_pinned_tokens: int = 0  # of all pinned sessions together
+    max_pinned_sessions: int = 0  # of all clients
+    max_pinned_tokens: int = 0  # of these together, in full pages
 
 
 class Admission:
@@ -185,7 +186,7 @@ class Admission:
                 tools=request.tools,
                 documents=request.documents,
                 variables=request.chat_template_kwargs,
-                add_generation_prompt=request.add_generation_prompt,
+                add_generation_prompt=_begins_answer(request),
                 continue_final_message=request.continue_final_message,
                 special_tokens=request.special_tokens,
             )
@@ -451,6 +452,13 @@ def _check_sampling(request: Generate) -> None:
         _refuse("top_p", f"must be above 0 and at most 1 (off), not {request.top_p}")
     if not 0.0 <= request.min_p <= 1.0:
         _refuse("min_p", f"must be from 0 (off) to 1, not {request.min_p}")
+
+
+def _begins_answer(request: Prompted) -> bool | None:
+    """Whether a chat's prompt ends with the beginning of an answer. Where none is to come, more of the chat may."""
+    if request.add_generation_prompt is None and isinstance(request, Generate) and request.max_tokens == 0:
+        return False
+    return request.add_generation_prompt
 
 
 def _prompt_field(request: Prompted) -> str:

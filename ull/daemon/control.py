@@ -95,7 +95,12 @@ class ControlPlane:
             engine,
             admission,
             self._preparation,
-            Sessions(sessions.per_client, sessions.total, admission.limits.max_pinned_tokens),
+            Sessions(
+                sessions.per_client,
+                sessions.total,
+                admission.limits.max_pinned_sessions,
+                admission.limits.max_pinned_tokens,
+            ),
             self.metrics,
             log,
             queue_depth=queue_depth,

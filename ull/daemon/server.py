@@ -209,7 +209,10 @@ class Daemon:
             default_max_tree=config.speculation.max_tree or int(engine["default_max_tree"]),
             penalties=bool(engine["penalties"]),
             max_sessions=min(config.sessions.per_client, config.sessions.total),
-            max_pinned_tokens=int(self._engine.stats()["page_count"]) * PAGE_TOKENS // 2,
+            max_pinned_sessions=config.engine.sessions // 2,
+            # Beside what is pinned, a request of the full context must find its pages.
+            max_pinned_tokens=max(0, int(self._engine.stats()["page_count"]) - -(-context // PAGE_TOKENS))
+            * PAGE_TOKENS,
         )
 
     def _claim_sockets(self, exit_stack: ExitStack) -> list[SocketClaim]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from ull.daemon.config import PAGE_TOKENS
 from ull.daemon.turn import Turn
 from ull.errors import RequestError
 from ull.wire import MAX_ID, Generate
@@ -131,13 +132,15 @@ class Session:
 class Sessions:
     """The sessions of every client, by the client's identity and its number for them.
 
-    `per_client` and `total` bound how many there may be, `pinned` the tokens whose KV cache may be pinned.
+    `per_client` and `total` bound how many there may be, `pinned` how many whose KV cache is pinned, `pinned_tokens`
+    how much of it.
     """
 
-    def __init__(self, per_client: int, total: int, pinned: int) -> None:
+    def __init__(self, per_client: int, total: int, pinned: int, pinned_tokens: int) -> None:
         self._per_client = per_client
         self._total = total
         self._pinned = pinned
+        self._pinned_tokens = pinned_tokens
         self._clients: dict[bytes, dict[int, Session]] = {}
         self._keys = itertools.count(1)
         self.open_now = 0
@@ -182,15 +185,25 @@ class Sessions:
 
     def check_pins(self, session: Session, tokens: int) -> None:
         """Raises RequestError where `tokens` of a session are more than may be pinned beside the others'."""
-        others = sum(other.pinned_tokens for other in self if other is not session)
-        if others + tokens > self._pinned:
-            reason = f"{tokens} tokens of this session and {others} of others would be pinned"
-            message = f"session {session.number}: {reason}; there is room for {self._pinned}, half of the KV cache"
-            raise RequestError("pins_full", message, "session")
+        others = [_in_pages(other.pinned_tokens) for other in self if other is not session and other.pinned_tokens]
+        if len(others) >= self._pinned:
+            reason = f"{len(others)} sessions are pinned, as many as may be: raise engine.sessions, or close one"
+            raise RequestError("pins_full", f"session {session.number}: {reason}", "session")
+        if sum(others) + _in_pages(tokens) > self._pinned_tokens:
+            reason = f"{_in_pages(tokens)} tokens of this session and {sum(others)} of others would be pinned"
+            room = (
+                f"there is room for {self._pinned_tokens} beyond one full context: raise engine.kv_pages, or close one"
+            )
+            raise RequestError("pins_full", f"session {session.number}: {reason}; {room}", "session")
 
     def __iter__(self) -> Iterator[Session]:
         for own in self._clients.values():
             yield from own.values()
+
+
+def _in_pages(tokens: int) -> int:
+    """The tokens of as many pages as `tokens` take."""
+    return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
 
 
 def _digest(request: Generate, messages: int) -> bytes:

@@ -97,7 +97,14 @@ class Harness:
         self._io.bind("inproc://control")
         self._control = self._context.socket(zmq.PAIR)
         self._control.connect("inproc://control")
-        limits = Limits(context=4096, vocabulary=320, default_max_tokens=8, max_tokens=100, max_pinned_tokens=1000)
+        limits = Limits(
+            context=4096,
+            vocabulary=320,
+            default_max_tokens=8,
+            max_tokens=100,
+            max_pinned_sessions=8,
+            max_pinned_tokens=1024,
+        )
         self.plane = ControlPlane(
             self._control,
             self.engine,

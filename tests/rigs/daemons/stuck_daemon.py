@@ -7,19 +7,19 @@ from scripted_daemon import leave_rehearsal_out, scripted
 from ull import _native
 from ull.daemon import __main__ as ulld
 from ull.daemon import server
-from ull.daemon.control import ControlPlane
+from ull.daemon.turns import Turns
 
 
-def cancel(plane: ControlPlane, identity: bytes, request_id: int) -> bool:
+def cancel(turns: Turns, key: tuple[bytes, int]) -> bool:
     """In the place of the control plane's own."""
-    while request_id == 99:
+    while key[1] == 99:
         time.sleep(0.01)
-    return plane._engine.cancel(identity, request_id)
+    return turns._engine.cancel(*key)
 
 
 if __name__ == "__main__":
     _native.CpuExecutor = scripted  # type: ignore[assignment,misc]
-    ControlPlane._cancel = cancel  # type: ignore[method-assign]
+    Turns.cancel = cancel  # type: ignore[method-assign]
     server._STOP_S = 1.0  # nothing stops it: the sooner it ends, the better
     leave_rehearsal_out()
     sys.exit(ulld.main())
