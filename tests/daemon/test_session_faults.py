@@ -345,19 +345,19 @@ def test_a_client_that_has_hung_up_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_pinned_sessions_take_no_more_than_there_is(harness: Harness) -> None:
-    """1000 tokens: what a turn may yet make counts, until it has ended."""
+    """1024 tokens, in full pages: what a turn may yet make counts, until it has ended."""
 
     async def body() -> None:
         for session in (1, 2):
             await opened(harness, session, pin=True)
         await opened(harness, 3)
-        harness.send(Generate(id=1, session=1, token_ids=[5] * 600, max_tokens=100))
+        harness.send(Generate(id=1, session=1, token_ids=[5] * 600, max_tokens=200))
         await harness.until(lambda: len(harness.engine.submitted) == 1)
         assert harness.engine.params[-1]["pin"] == 1
         harness.send(Generate(id=2, session=2, token_ids=[5] * 201, max_tokens=100))
         reply = await harness.reply()
         assert isinstance(reply, wire.Error) and (reply.code, reply.field) == ("pins_full", "session")
-        assert "301 tokens of this session and 700 of others" in reply.message and "room for 1000" in reply.message
+        assert "320 tokens of this session and 832 of others" in reply.message and "room for 1024" in reply.message
         harness.send(Generate(id=3, session=3, token_ids=[5] * 2000))  # not pinned
         harness.end(1, [7] * 50, prompt_tokens=600)
         harness.send(Generate(id=2, session=2, token_ids=[5] * 201, max_tokens=100))

@@ -179,7 +179,7 @@ def test_queued_and_mixed_requests(client: Client, shared_daemon: Daemon) -> Non
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_what_comes_between_changes_nothing(client: Client, shared_daemon: Daemon, drafter: str) -> None:
-    """A request that is suspended again and again, by requests of other drafters and parameters, and by its own text."""
+    """A request that is suspended again and again: by other drafters, other parameters, and its own text."""
     options: list[dict[str, Any]] = [
         {"temperature": 0.8, "seed": 5},
         {"temperature": 0.7, "seed": 6, "repetition_penalty": 1.2, "frequency_penalty": 0.5},

@@ -115,6 +115,8 @@ void bind_engine_errors(nb::module_& m) {
   bind_error<InvalidRequest>(m, "InvalidRequest", PyExc_ValueError);
   bind_error<QueueFull>(m, "QueueFull", PyExc_RuntimeError);
   bind_error<DeadlineUnreachable>(m, "DeadlineUnreachable", PyExc_RuntimeError);
+  m.attr("QueueFull").attr("queue_length") = 0;  // of one that is raised in Python
+  m.attr("QueueFull").attr("expected_ns") = 0;
 }
 
 }  // namespace
