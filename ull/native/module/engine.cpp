@@ -154,7 +154,8 @@ void bind_engine(nb::module_& m) {
             return engine.commit(view(identity), request_id);
           },
           "identity"_a, "request_id"_a, "Releases a held request; False if that client has no such one.")
-      .def("unpin", [](Engine&, uint64_t) {}, "key"_a)
+      .def(
+          "unpin", [](Engine&, uint64_t) {}, "key"_a)
       .def("drain", &Engine::drain, "Refuses new requests; those accepted run to their end.")
       .def("drained", &Engine::drained, "True once the end of every accepted request has reached the io PAIR.")
       .def("stats", &engine_stats)
