@@ -101,7 +101,7 @@ class Harness:
             context=4096,
             vocabulary=320,
             default_max_tokens=8,
-            max_tokens=100,
+            max_tokens=200,
             max_pinned_sessions=8,
             max_pinned_tokens=1024,
         )
