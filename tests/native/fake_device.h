@@ -1,6 +1,6 @@
 // A device for the graph executor, played by a thread: it runs "graphs" as kernels/params.h says they behave, on a
 // model that is a function of the tokens it finds in the pages, the seed and the biases, and with penalties of the text
-// that it keeps. A page that is missing, stale or written by another session shows, and so does a setting or a text
+// that it keeps. A page that is missing, stale or written by another sequence shows, and so does a setting or a text
 // that did not arrive. Faults come by script.
 #pragma once
 

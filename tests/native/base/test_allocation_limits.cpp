@@ -5,7 +5,7 @@
 #include "base/allocation.h"
 #include "check.h"
 #include "kv/page.h"
-#include "kv/session.h"
+#include "kv/prefix_cache.h"
 
 namespace {
 
@@ -46,10 +46,10 @@ TEST(more_than_the_machine_has_is_not_even_tried) {
 
 TEST(sessions_say_what_they_would_take) {
   try {
-    const ull::SessionCache cache({.page_count = 1, .context = 2'000'000'000, .max_sessions = 1'000'000});
+    const ull::PrefixCache cache({.page_count = 1, .context = 2'000'000'000, .max_sequences = 1'000'000});
     CHECK(false);
   } catch (const std::runtime_error& error) {
-    CHECK(std::string(error.what()).starts_with("sessions: 1000000 of up to 2000000000 tokens: 8.0 PB"));
+    CHECK(std::string(error.what()).starts_with("sequences: 1000000 of up to 2000000000 tokens: 8.0 PB"));
   }
 }
 

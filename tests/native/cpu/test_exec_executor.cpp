@@ -48,8 +48,8 @@ Status finish(Executor& executor, RoundResult& result) {
 TEST(rounds_emit_what_a_plain_session_generates) {
   const check::ModelFile model;
   const std::vector<int32_t> prompt = some_tokens(150);
-  LocalSession session(model.spec, {});
-  const std::vector<int32_t> expected = session.generate_greedy(prompt, 20);
+  LocalSession sequence(model.spec, {});
+  const std::vector<int32_t> expected = sequence.generate_greedy(prompt, 20);
   for (const int threads : {1, 2}) {
     const auto executor = prepared(model.spec, threads, 64);
     CHECK_EQ(executor->info().vocabulary, 80);
@@ -79,7 +79,7 @@ TEST(rounds_emit_what_a_plain_session_generates) {
 TEST(sampled_tokens_are_those_of_the_next_position) {
   const check::ModelFile model;
   const auto executor = prepared(model.spec, 1, 64);
-  LocalSession session(model.spec, {});
+  LocalSession sequence(model.spec, {});
   Sampling sampling;
   sampling.temperature = 1.0F;
   sampling.seed = 77;
@@ -87,7 +87,7 @@ TEST(sampled_tokens_are_those_of_the_next_position) {
     RoundResult result;
     REQUIRE(executor->start_round({position, position, kPages, &sampling, 1}) == Status::kOk);
     REQUIRE(finish(*executor, result) == Status::kOk);
-    const std::vector<float> logits = session.decode(position, position);
+    const std::vector<float> logits = sequence.decode(position, position);
     const float peak = *std::max_element(logits.begin(), logits.end());
     CHECK_EQ(result.tokens[0].token, portable_kernels().gumbel_argmax(logits.data(), 80, peak, 1.0F, 77, position + 1));
   }

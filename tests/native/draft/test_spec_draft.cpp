@@ -90,15 +90,15 @@ std::vector<int32_t> propose(DraftModel& drafter, const std::vector<int32_t>& hi
 
 // What plain decoding emits after `history`.
 std::vector<int32_t> decode(const ModelSpec& spec, std::vector<int32_t> history, const Sampling& sampling, int count) {
-  LocalSession session(spec, {});
+  LocalSession sequence(spec, {});
   TokenCounts counts(spec.vocabulary, spec.context);
   const int prompt = static_cast<int>(history.size());
-  Sampler sampler(session.model().kernels(), spec.vocabulary);
-  session.prefill(history, 64);
+  Sampler sampler(sequence.model().kernels(), spec.vocabulary);
+  sequence.prefill(history, 64);
   std::vector<int32_t> out;
   while (static_cast<int>(out.size()) < count) {
     const int position = static_cast<int>(history.size()) - 1;
-    std::vector<float> logits = session.decode(history.back(), position);
+    std::vector<float> logits = sequence.decode(history.back(), position);
     RoundToken token{};
     counts.follow(history.data(), position + 1, prompt);
     if (sampler.sample(logits.data(), position + 1, sampling, token, &counts) != Status::kOk) return {};

@@ -1,4 +1,4 @@
-// Copies of pages on the graph executor: a session that goes on in a page which another holds too.
+// Copies of pages on the graph executor: a sequence that goes on in a page which another holds too.
 #include "graph_fixture.h"
 
 namespace {
@@ -17,7 +17,7 @@ Status copied(GraphRig& rig, const ull::CopyStep& step) {
   return status == Status::kOk ? rig.finish() : status;
 }
 
-// Of a prompt of 100 tokens the first 90 become another session's, whose page table this is.
+// Of a prompt of 100 tokens the first 90 become another sequence's, whose page table this is.
 std::vector<int32_t> forked(GraphRig& rig) {
   std::vector<int32_t> pages = rig.pages;
   pages[1] = rig.pages[9];

@@ -137,7 +137,7 @@ TEST(a_chain_follows_itself_without_the_host) {
 TEST(what_the_draft_model_lacks_is_read_first) {
   DraftRig rig({}, 4);
   Tokens tokens = prompt_of(300);
-  // Its cache holds nothing of a session that others drafted for, or none: it reads all of it.
+  // Its cache holds nothing of a sequence that others drafted for, or none: it reads all of it.
   rig.speculation = DrafterKind::kNgram;
   CHECK(rig.prefill({tokens.begin(), tokens.end() - 1}) == Status::kOk);
   CHECK_EQ(rig.drafted, 0);
@@ -177,31 +177,31 @@ TEST(sessions_take_turns) {
   Tokens tokens[2] = {prompt_of(70), prompt_of(129, 5)};
   Tokens expected[2];
   int32_t drafted[2] = {0, 0};
-  for (int session = 0; session < 2; ++session) {
-    rig.sampling.seed = static_cast<uint64_t>(session);
-    expected[session] = tokens[session];
-    const Tokens more = rig.model.continuation(tokens[session], 400, rig.sampling);
-    expected[session].insert(expected[session].end(), more.begin(), more.end());
+  for (int sequence = 0; sequence < 2; ++sequence) {
+    rig.sampling.seed = static_cast<uint64_t>(sequence);
+    expected[sequence] = tokens[sequence];
+    const Tokens more = rig.model.continuation(tokens[sequence], 400, rig.sampling);
+    expected[sequence].insert(expected[sequence].end(), more.begin(), more.end());
   }
   for (int turn = 0; turn < 80; ++turn) {
-    const int session = turn % 3 == 0 ? 0 : 1;
-    rig.pages = tables[session];
-    rig.drafted = drafted[session];
-    rig.sampling.seed = static_cast<uint64_t>(session);
+    const int sequence = turn % 3 == 0 ? 0 : 1;
+    rig.pages = tables[sequence];
+    rig.drafted = drafted[sequence];
+    rig.sampling.seed = static_cast<uint64_t>(sequence);
     if (turn < 2) {
-      const Tokens& prompt = tokens[session];
+      const Tokens& prompt = tokens[sequence];
       CHECK(rig.prefill({prompt.begin(), prompt.end() - 1}) == Status::kOk);
     }
     rig.speculation = turn % 5 == 4 ? DrafterKind::kNone : DrafterKind::kDraft;
-    Tokens& text = tokens[session];
+    Tokens& text = tokens[sequence];
     const Tokens chain = FakeModel{.flaw = 3}.continuation(text, 5, rig.sampling);
-    const auto agreed = std::mismatch(chain.begin(), chain.end(), expected[session].data() + text.size()).first;
+    const auto agreed = std::mismatch(chain.begin(), chain.end(), expected[sequence].data() + text.size()).first;
     CHECK(rig.advance(text, 30) == Status::kOk);
     if (rig.speculation == DrafterKind::kDraft) CHECK_EQ(rig.result.accepted, agreed - chain.begin());
-    drafted[session] = rig.drafted;
+    drafted[sequence] = rig.drafted;
   }
-  for (int session = 0; session < 2; ++session) {
-    CHECK(std::equal(tokens[session].begin(), tokens[session].end(), expected[session].begin()));
+  for (int sequence = 0; sequence < 2; ++sequence) {
+    CHECK(std::equal(tokens[sequence].begin(), tokens[sequence].end(), expected[sequence].begin()));
   }
 }
 

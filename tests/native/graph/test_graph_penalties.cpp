@@ -1,4 +1,4 @@
-// Penalties on the graph executor: the device looks at the session's own text, whatever came before or in between.
+// Penalties on the graph executor: the device looks at the sequence's own text, whatever came before or in between.
 #include "graph_fixture.h"
 
 namespace {

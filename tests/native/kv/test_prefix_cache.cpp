@@ -1,4 +1,4 @@
-// Pages and sessions: reuse in place, sharing and copying of pages, eviction, and no page lost or held twice.
+// Pages and sequences: reuse in place, sharing and copying of pages, eviction, and no page lost or held twice.
 #include <algorithm>
 #include <numeric>
 #include <random>
@@ -6,13 +6,13 @@
 #include <vector>
 
 #include "check.h"
-#include "kv/session.h"
+#include "kv/prefix_cache.h"
 
 namespace {
 
 using ull::kPageTokens;
-using ull::Session;
-using ull::SessionCache;
+using ull::PrefixCache;
+using ull::Sequence;
 using ull::Status;
 
 std::vector<int32_t> numbers(int count, int32_t first = 0) {
@@ -22,19 +22,19 @@ std::vector<int32_t> numbers(int count, int32_t first = 0) {
 }
 
 // Runs a request: the cached prefix, then everything of `tokens` but the last goes into the cache.
-int serve(SessionCache& cache, const std::vector<int32_t>& tokens) {
-  Session& session = cache.open(tokens);
-  session.copied();
-  const int cached = session.size();
+int serve(PrefixCache& cache, const std::vector<int32_t>& tokens) {
+  Sequence& sequence = cache.open(tokens);
+  sequence.copied();
+  const int cached = sequence.size();
   const auto feed = std::span<const int32_t>(tokens).subspan(static_cast<size_t>(cached));
-  if (cache.reserve(session, static_cast<int>(tokens.size())) != Status::kOk) return -1;
-  session.append(feed.first(feed.size() - 1));
-  cache.close(session, session.size());
+  if (cache.reserve(sequence, static_cast<int>(tokens.size())) != Status::kOk) return -1;
+  sequence.append(feed.first(feed.size() - 1));
+  cache.close(sequence, sequence.size());
   return cached;
 }
 
 TEST(next_turn_continues_in_place) {
-  SessionCache cache({.page_count = 32, .context = 1024});
+  PrefixCache cache({.page_count = 32, .context = 1024});
   const auto talk = numbers(600);
   CHECK_EQ(serve(cache, {talk.begin(), talk.begin() + 100}), 0);
   CHECK_EQ(serve(cache, {talk.begin(), talk.begin() + 350}), 99);
@@ -46,7 +46,7 @@ TEST(next_turn_continues_in_place) {
 }
 
 TEST(another_conversation_shares_full_pages_and_leaves_the_first_whole) {
-  SessionCache cache({.page_count = 64, .context = 1024, .copies = false});
+  PrefixCache cache({.page_count = 64, .context = 1024, .copies = false});
   auto first = numbers(900);
   auto second = numbers(900, 5000);
   std::copy_n(first.begin(), 200, second.begin());  // a common system prompt
@@ -59,20 +59,20 @@ TEST(another_conversation_shares_full_pages_and_leaves_the_first_whole) {
 }
 
 // A prompt of 17 tokens, and an answer of `answer`; how many tokens were cached.
-int ask(SessionCache& cache, int answer, int32_t words) {
+int ask(PrefixCache& cache, int answer, int32_t words) {
   const auto prompt = numbers(17, 500);
-  Session& session = cache.open(prompt);
-  session.copied();
-  const int cached = session.size();
-  CHECK(cache.reserve(session, 17 + answer) == Status::kOk);
-  session.append(std::span(prompt).subspan(static_cast<size_t>(cached)));
-  session.append(numbers(answer - 1, words));  // the last is in no cache
-  cache.close(session, session.size());
+  Sequence& sequence = cache.open(prompt);
+  sequence.copied();
+  const int cached = sequence.size();
+  CHECK(cache.reserve(sequence, 17 + answer) == Status::kOk);
+  sequence.append(std::span(prompt).subspan(static_cast<size_t>(cached)));
+  sequence.append(numbers(answer - 1, words));  // the last is in no cache
+  cache.close(sequence, sequence.size());
   return cached;
 }
 
 TEST(a_short_prompt_is_found_again_whatever_was_answered) {
-  SessionCache cache({.page_count = 64, .context = 1024});
+  PrefixCache cache({.page_count = 64, .context = 1024});
   CHECK_EQ(ask(cache, 200, 1000), 0);
   CHECK_EQ(ask(cache, 8, 2000), 16);  // beside the long answer, which stays
   CHECK_EQ(cache.resident(), 2);
@@ -86,14 +86,14 @@ TEST(a_short_prompt_is_found_again_whatever_was_answered) {
 }
 
 TEST(a_short_answer_to_the_same_question_takes_its_place) {
-  SessionCache cache({.page_count = 64, .context = 1024});
+  PrefixCache cache({.page_count = 64, .context = 1024});
   CHECK_EQ(ask(cache, 60, 1000), 0);
   CHECK_EQ(ask(cache, 60, 2000), 16);
   CHECK_EQ(cache.resident(), 1);
 }
 
 TEST(a_question_that_shares_little_with_a_conversation_leaves_it_whole) {
-  SessionCache cache({.page_count = 64, .context = 1024});
+  PrefixCache cache({.page_count = 64, .context = 1024});
   const auto talk = numbers(60);
   CHECK_EQ(serve(cache, talk), 0);
   auto other = numbers(50, 7000);
@@ -105,7 +105,7 @@ TEST(a_question_that_shares_little_with_a_conversation_leaves_it_whole) {
 }
 
 TEST(the_same_conversation_is_not_kept_twice) {
-  SessionCache cache({.page_count = 64, .context = 1024});
+  PrefixCache cache({.page_count = 64, .context = 1024});
   for (int again = 0; again < 5; ++again) {
     CHECK_EQ(ask(cache, 200, 1000), again == 0 ? 0 : 16);
     CHECK_EQ(cache.resident(), 1);
@@ -113,7 +113,7 @@ TEST(the_same_conversation_is_not_kept_twice) {
   }
   // The one that stays counts as used by all of them, also by those that found nothing in it.
   for (const bool copies : {true, false}) {
-    SessionCache few({.page_count = 64, .context = 1024, .max_sessions = 3, .copies = copies});
+    PrefixCache few({.page_count = 64, .context = 1024, .max_sequences = 3, .copies = copies});
     CHECK_EQ(ask(few, 200, 1000), 0);
     CHECK_EQ(serve(few, numbers(100, 4000)), 0);
     CHECK_EQ(ask(few, 200, 1000), copies ? 16 : 0);
@@ -129,32 +129,32 @@ TEST(the_same_conversation_is_not_kept_twice) {
 }
 
 TEST(the_rest_of_a_prefix_is_copied_into_a_page_of_its_own) {
-  SessionCache cache({.page_count = 64, .context = 1024});
+  PrefixCache cache({.page_count = 64, .context = 1024});
   const auto first = numbers(900);
   auto second = numbers(900, 5000);
   std::copy_n(first.begin(), 200, second.begin());
   CHECK_EQ(serve(cache, first), 0);
   *cache.open(first).drafted() = 195;
-  Session& source = cache.open(first);
+  Sequence& source = cache.open(first);
   const int32_t from = source.page_table()[3];
   cache.close(source, source.size());
-  Session& session = cache.open(second);
-  CHECK_EQ(session.size(), 200);
-  CHECK_EQ(session.copy().from, from);
-  CHECK_EQ(session.copy().to, session.page_table()[3]);
-  CHECK_EQ(session.copy().tokens, 200 - 192);
-  CHECK(session.copy().to != from);
-  CHECK_EQ(*session.drafted(), 195);
-  session.copied();
-  CHECK_EQ(session.copy().tokens, 0);
-  CHECK(cache.reserve(session, 300) == Status::kOk);
-  session.append(std::span(second).subspan(200, 100));
-  cache.close(session, session.size());
+  Sequence& sequence = cache.open(second);
+  CHECK_EQ(sequence.size(), 200);
+  CHECK_EQ(sequence.copy().from, from);
+  CHECK_EQ(sequence.copy().to, sequence.page_table()[3]);
+  CHECK_EQ(sequence.copy().tokens, 200 - 192);
+  CHECK(sequence.copy().to != from);
+  CHECK_EQ(*sequence.drafted(), 195);
+  sequence.copied();
+  CHECK_EQ(sequence.copy().tokens, 0);
+  CHECK(cache.reserve(sequence, 300) == Status::kOk);
+  sequence.append(std::span(second).subspan(200, 100));
+  cache.close(sequence, sequence.size());
   CHECK_EQ(cache.resident(), 2);
   // What was to be copied and has not been is not there.
   auto third = numbers(900, 6000);
   std::copy_n(first.begin(), 250, third.begin());
-  Session& aborted = cache.open(third);
+  Sequence& aborted = cache.open(third);
   CHECK_EQ(aborted.size(), 250);
   CHECK_EQ(aborted.copy().tokens, 250 - 192);
   cache.close(aborted, aborted.size());
@@ -164,20 +164,20 @@ TEST(the_rest_of_a_prefix_is_copied_into_a_page_of_its_own) {
 }
 
 TEST(without_room_for_a_copy_full_pages_are_shared) {
-  SessionCache cache({.page_count = 4, .context = 256});
+  PrefixCache cache({.page_count = 4, .context = 256});
   const auto first = numbers(256);
   CHECK_EQ(serve(cache, first), 0);
   auto second = numbers(256, 5000);
   std::copy_n(first.begin(), 100, second.begin());
-  Session& session = cache.open(second);
-  CHECK_EQ(session.size(), 64);
-  CHECK_EQ(session.copy().tokens, 0);
-  cache.close(session, 64);
+  Sequence& sequence = cache.open(second);
+  CHECK_EQ(sequence.size(), 64);
+  CHECK_EQ(sequence.copy().tokens, 0);
+  cache.close(sequence, 64);
   CHECK_EQ(serve(cache, first), 255);
 }
 
 TEST(the_only_session_is_cut_rather_than_begun_anew) {
-  SessionCache cache({.page_count = 16, .context = 1024, .max_sessions = 1});
+  PrefixCache cache({.page_count = 16, .context = 1024, .max_sequences = 1});
   CHECK_EQ(serve(cache, numbers(900)), 0);
   auto other = numbers(300, 5000);
   std::copy_n(numbers(100).begin(), 100, other.begin());
@@ -186,14 +186,14 @@ TEST(the_only_session_is_cut_rather_than_begun_anew) {
 }
 
 TEST(the_draft_s_share_is_cut_with_the_tokens) {
-  SessionCache cache({.page_count = 16, .context = 1024});
+  PrefixCache cache({.page_count = 16, .context = 1024});
   const auto talk = numbers(200);
-  Session& session = cache.open(talk);
-  CHECK(cache.reserve(session, 200) == Status::kOk);
-  session.append(talk);
-  *session.drafted() = 180;
-  cache.close(session, 150);
-  Session& shorter = cache.open(std::span(talk).first(121));
+  Sequence& sequence = cache.open(talk);
+  CHECK(cache.reserve(sequence, 200) == Status::kOk);
+  sequence.append(talk);
+  *sequence.drafted() = 180;
+  cache.close(sequence, 150);
+  Sequence& shorter = cache.open(std::span(talk).first(121));
   CHECK_EQ(shorter.size(), 120);
   CHECK_EQ(*shorter.drafted(), 120);
   cache.close(shorter, 0);
@@ -201,7 +201,7 @@ TEST(the_draft_s_share_is_cut_with_the_tokens) {
 }
 
 TEST(a_cut_never_falls_into_a_shared_page) {
-  SessionCache cache({.page_count = 64, .context = 1024, .copies = false});
+  PrefixCache cache({.page_count = 64, .context = 1024, .copies = false});
   auto first = numbers(900);
   auto second = numbers(192 + 10, 0);
   second[195] = 7777;
@@ -210,19 +210,19 @@ TEST(a_cut_never_falls_into_a_shared_page) {
   // Continues the second at 150, inside a page that the first holds too.
   auto third = numbers(400, 9000);
   std::copy_n(first.begin(), 150, third.begin());
-  Session& session = cache.open(third);
-  CHECK_EQ(session.size(), 128);
-  CHECK(cache.reserve(session, 400) == Status::kOk);
-  const int32_t written = session.page_table()[2];
-  cache.close(session, session.size());
-  Session& again = cache.open(first);
+  Sequence& sequence = cache.open(third);
+  CHECK_EQ(sequence.size(), 128);
+  CHECK(cache.reserve(sequence, 400) == Status::kOk);
+  const int32_t written = sequence.page_table()[2];
+  cache.close(sequence, sequence.size());
+  Sequence& again = cache.open(first);
   CHECK_EQ(again.size(), 899);
   for (int page = 0; page < 15; ++page) CHECK(again.page_table()[page] != written);
   cache.close(again, again.size());
 }
 
 TEST(a_cut_in_a_shared_page_goes_on_in_a_copy) {
-  SessionCache cache({.page_count = 64, .context = 1024});
+  PrefixCache cache({.page_count = 64, .context = 1024});
   const auto first = numbers(900);
   auto second = numbers(192 + 18, 0);
   second[204] = 7777;
@@ -230,24 +230,24 @@ TEST(a_cut_in_a_shared_page_goes_on_in_a_copy) {
   CHECK_EQ(serve(cache, second), 204);
   auto third = numbers(400, 9000);
   std::copy_n(first.begin(), 150, third.begin());
-  Session& session = cache.open(third);
-  CHECK_EQ(session.size(), 150);
-  CHECK_EQ(session.copy().tokens, 150 - 128);
-  CHECK_EQ(session.copy().to, session.page_table()[2]);
-  const int32_t from = session.copy().from, to = session.copy().to;
+  Sequence& sequence = cache.open(third);
+  CHECK_EQ(sequence.size(), 150);
+  CHECK_EQ(sequence.copy().tokens, 150 - 128);
+  CHECK_EQ(sequence.copy().to, sequence.page_table()[2]);
+  const int32_t from = sequence.copy().from, to = sequence.copy().to;
   CHECK(from != to);
-  session.copied();
-  CHECK(cache.reserve(session, 200) == Status::kOk);
-  session.append(std::span(third).subspan(150, 50));
-  cache.close(session, session.size());
+  sequence.copied();
+  CHECK(cache.reserve(sequence, 200) == Status::kOk);
+  sequence.append(std::span(third).subspan(150, 50));
+  cache.close(sequence, sequence.size());
   CHECK_EQ(cache.resident(), 2);
-  Session& again = cache.open(first);
+  Sequence& again = cache.open(first);
   CHECK_EQ(again.size(), 899);
   CHECK_EQ(again.page_table()[2], from);
 }
 
 TEST(the_least_recently_used_session_goes_first) {
-  SessionCache cache({.page_count = 64, .context = 256, .max_sessions = 3});
+  PrefixCache cache({.page_count = 64, .context = 256, .max_sequences = 3});
   const auto a = numbers(100, 1000);
   const auto b = numbers(100, 2000);
   const auto c = numbers(100, 3000);
@@ -259,7 +259,7 @@ TEST(the_least_recently_used_session_goes_first) {
 }
 
 TEST(pages_are_taken_from_idle_sessions) {
-  SessionCache cache({.page_count = 8, .context = 512});
+  PrefixCache cache({.page_count = 8, .context = 512});
   CHECK_EQ(serve(cache, numbers(256, 1000)), 0);
   CHECK_EQ(serve(cache, numbers(256, 2000)), 0);
   CHECK_EQ(cache.pages_used(), 8);
@@ -269,19 +269,19 @@ TEST(pages_are_taken_from_idle_sessions) {
 }
 
 TEST(a_session_beyond_the_pool_is_refused) {
-  SessionCache cache({.page_count = 4, .context = 1024});
-  Session& session = cache.open(numbers(1000));
-  CHECK(cache.reserve(session, 256) == Status::kOk);
-  session.append(numbers(256));
-  CHECK(cache.reserve(session, 257) == Status::kOutOfPages);
-  CHECK_EQ(session.size(), 256);  // the session that is open is no victim
+  PrefixCache cache({.page_count = 4, .context = 1024});
+  Sequence& sequence = cache.open(numbers(1000));
+  CHECK(cache.reserve(sequence, 256) == Status::kOk);
+  sequence.append(numbers(256));
+  CHECK(cache.reserve(sequence, 257) == Status::kOutOfPages);
+  CHECK_EQ(sequence.size(), 256);  // the sequence that is open is no victim
   CHECK_EQ(cache.pages_used(), 4);
-  cache.close(session, session.size());
+  cache.close(sequence, sequence.size());
   CHECK_EQ(cache.open(numbers(1000)).size(), 256);
 }
 
 TEST(without_reuse_every_request_starts_cold) {
-  SessionCache cache({.page_count = 8, .context = 512, .reuse = false});
+  PrefixCache cache({.page_count = 8, .context = 512, .reuse = false});
   CHECK_EQ(serve(cache, numbers(100)), 0);
   CHECK_EQ(cache.pages_used(), 0);
   CHECK_EQ(serve(cache, numbers(100)), 0);
@@ -289,24 +289,24 @@ TEST(without_reuse_every_request_starts_cold) {
 }
 
 TEST(a_session_that_is_not_kept_gives_everything_back) {
-  SessionCache cache({.page_count = 8, .context = 512});
-  Session& session = cache.open(numbers(100));
-  CHECK(cache.reserve(session, 100) == Status::kOk);
-  session.append(numbers(64));
-  cache.close(session, 0);
+  PrefixCache cache({.page_count = 8, .context = 512});
+  Sequence& sequence = cache.open(numbers(100));
+  CHECK(cache.reserve(sequence, 100) == Status::kOk);
+  sequence.append(numbers(64));
+  cache.close(sequence, 0);
   CHECK_EQ(cache.pages_used(), 0);
   CHECK_EQ(cache.resident(), 0);
 }
 
 TEST(only_what_may_be_kept_serves_the_next_turn) {
-  SessionCache cache({.page_count = 16, .context = 1024});
+  PrefixCache cache({.page_count = 16, .context = 1024});
   const auto talk = numbers(600);
-  Session& session = cache.open(talk);
-  CHECK(cache.reserve(session, 600) == Status::kOk);
-  session.append(std::span(talk).first(599));
-  cache.close(session, 140);
+  Sequence& sequence = cache.open(talk);
+  CHECK(cache.reserve(sequence, 600) == Status::kOk);
+  sequence.append(std::span(talk).first(599));
+  cache.close(sequence, 140);
   CHECK_EQ(cache.pages_used(), 3);
-  Session& next = cache.open(talk);
+  Sequence& next = cache.open(talk);
   CHECK_EQ(next.size(), 140);
   cache.close(next, 1000);  // more than it holds
   CHECK_EQ(cache.resident(), 1);
@@ -314,10 +314,10 @@ TEST(only_what_may_be_kept_serves_the_next_turn) {
 }
 
 // Random prompts over a few roots against a model of the cache that is a map page -> content: whatever was cached must
-// read back as the prompt's own prefix, and the pages of the open session must be distinct.
+// read back as the prompt's own prefix, and the pages of the open sequence must be distinct.
 TEST(random_use_reads_back_what_was_written) {
   std::mt19937 random(7);
-  SessionCache cache({.page_count = 40, .context = 640, .max_sessions = 5});
+  PrefixCache cache({.page_count = 40, .context = 640, .max_sequences = 5});
   std::vector<int32_t> content(40 * kPageTokens, -1);
   const auto below = [&](int limit) { return static_cast<int>(random() % static_cast<unsigned>(limit)); };
   std::vector<std::vector<int32_t>> history{numbers(640, 1000), numbers(640, 2000)};
@@ -331,25 +331,25 @@ TEST(random_use_reads_back_what_was_written) {
       for (size_t i = from; i < prompt.size(); ++i) prompt[i] = 10'000 + below(5);
       if (history.size() < 12) history.push_back(prompt);
     }
-    Session& session = cache.open(prompt);
-    const int cached = session.size();
+    Sequence& sequence = cache.open(prompt);
+    const int cached = sequence.size();
     hits += cached > 0 ? 1 : 0;
     REQUIRE(cached < static_cast<int>(prompt.size()));
-    REQUIRE(cache.reserve(session, static_cast<int>(prompt.size())) == Status::kOk);
-    const int32_t* pages = session.page_table();
+    REQUIRE(cache.reserve(sequence, static_cast<int>(prompt.size())) == Status::kOk);
+    const int32_t* pages = sequence.page_table();
     const auto at = [&](int position) -> int32_t& {
       return content[static_cast<size_t>(pages[position / kPageTokens] * kPageTokens + position % kPageTokens)];
     };
-    if (const ull::PageCopy copy = session.copy(); copy.tokens > 0) {
+    if (const ull::PageCopy copy = sequence.copy(); copy.tokens > 0) {
       ++copies;
       if (below(8) == 0) {  // aborted
-        cache.close(session, session.size());
+        cache.close(sequence, sequence.size());
         continue;
       }
       const auto page = [&](int32_t index) { return content.begin() + static_cast<ptrdiff_t>(index) * kPageTokens; };
       std::fill_n(page(copy.to), kPageTokens, -1);
       std::copy_n(page(copy.from), copy.tokens, page(copy.to));
-      session.copied();
+      sequence.copied();
     }
     for (int position = 0; position < cached; ++position) {
       REQUIRE(at(position) == prompt[static_cast<size_t>(position)]);
@@ -358,21 +358,21 @@ TEST(random_use_reads_back_what_was_written) {
     REQUIRE(static_cast<int>(distinct.size()) == ull::pages_for(static_cast<int>(prompt.size())));
     const int fed = cached + below(static_cast<int>(prompt.size()) - cached + 1);  // aborted somewhere
     for (int position = cached; position < fed; ++position) at(position) = prompt[static_cast<size_t>(position)];
-    session.append(
+    sequence.append(
         std::span<const int32_t>(prompt).subspan(static_cast<size_t>(cached), static_cast<size_t>(fed - cached)));
-    cache.close(session, below(10) == 0 ? 0 : below(session.size() + 1));
+    cache.close(sequence, below(10) == 0 ? 0 : below(sequence.size() + 1));
   }
   CHECK(hits > 1000);
   CHECK(copies > 200);
 }
 
 TEST(an_open_session_is_shared_and_never_continued) {
-  SessionCache cache({.page_count = 64, .context = 1024, .max_sessions = 4, .max_open = 3});
+  PrefixCache cache({.page_count = 64, .context = 1024, .max_sequences = 4, .max_open = 3});
   const auto talk = numbers(300);
-  Session& first = cache.open(talk);
+  Sequence& first = cache.open(talk);
   CHECK(cache.reserve(first, 300) == Status::kOk);
   first.append(std::span(talk).first(250));
-  Session& second = cache.open(talk);  // the same question, while the first is suspended
+  Sequence& second = cache.open(talk);  // the same question, while the first is suspended
   CHECK(&second != &first);
   CHECK_EQ(second.size(), 250);
   CHECK_EQ(second.copy().tokens, 250 - 192);
@@ -387,11 +387,11 @@ TEST(an_open_session_is_shared_and_never_continued) {
 }
 
 TEST(open_sessions_keep_their_pages) {
-  SessionCache cache({.page_count = 8, .context = 512, .max_sessions = 2, .max_open = 2});
+  PrefixCache cache({.page_count = 8, .context = 512, .max_sequences = 2, .max_open = 2});
   const auto talk = numbers(300);
-  Session& first = cache.open(talk);
+  Sequence& first = cache.open(talk);
   CHECK(cache.reserve(first, 300) == Status::kOk);
-  Session& second = cache.open(numbers(300, 5000));
+  Sequence& second = cache.open(numbers(300, 5000));
   CHECK(cache.reserve(second, 192) == Status::kOk);
   CHECK(cache.reserve(second, 193) == Status::kOutOfPages);
   cache.close(first, 0);
@@ -401,18 +401,18 @@ TEST(open_sessions_keep_their_pages) {
 }
 
 TEST(pins_stay_move_and_go) {
-  SessionCache cache({.page_count = 16, .context = 512, .max_sessions = 4});
+  PrefixCache cache({.page_count = 16, .context = 512, .max_sequences = 4});
   const auto pin = [&](const std::vector<int32_t>& tokens, uint64_t by) {
-    Session& session = cache.open(tokens, by);
-    session.copied();
-    CHECK(cache.reserve(session, static_cast<int>(tokens.size())) == Status::kOk);
-    session.append(std::span(tokens).subspan(static_cast<size_t>(session.size())));
-    cache.close(session, session.size(), by);
+    Sequence& sequence = cache.open(tokens, by);
+    sequence.copied();
+    CHECK(cache.reserve(sequence, static_cast<int>(tokens.size())) == Status::kOk);
+    sequence.append(std::span(tokens).subspan(static_cast<size_t>(sequence.size())));
+    cache.close(sequence, sequence.size(), by);
   };
   const auto system = numbers(140), other = numbers(140, 3000);
   pin(system, 1);
   pin(other, 2);
-  pin(numbers(140, 4000), 3);  // one too many of four sessions: it is resident as any other
+  pin(numbers(140, 4000), 3);  // one too many of four sequences: it is resident as any other
   CHECK_EQ(cache.pinned(), 2);
   CHECK_EQ(cache.pages_pinned(), 6);
   for (int i = 0; i < 8; ++i) CHECK_EQ(serve(cache, numbers(300, 10'000 * (i + 1))), 0);
@@ -433,7 +433,7 @@ TEST(pins_stay_move_and_go) {
 }
 
 TEST(a_guess_at_what_is_cached) {
-  SessionCache cache({.page_count = 32, .context = 1024});
+  PrefixCache cache({.page_count = 32, .context = 1024});
   const auto talk = numbers(600);
   CHECK_EQ(cache.cached().likely(talk), 0);
   CHECK_EQ(serve(cache, talk), 0);
@@ -441,8 +441,8 @@ TEST(a_guess_at_what_is_cached) {
   auto other = talk;
   other[200] = 7;
   CHECK_EQ(cache.cached().likely(other), 192);
-  Session& session = cache.open(talk);
-  cache.close(session, 100);
+  Sequence& sequence = cache.open(talk);
+  cache.close(sequence, 100);
   CHECK_EQ(cache.cached().likely(talk), 64);
 }
 
@@ -450,25 +450,25 @@ TEST(a_guess_at_what_is_cached) {
 // shared, pinned, given up and closed meanwhile, and no page is lost.
 TEST(random_use_of_several_open_sessions) {
   constexpr int kPages = 12;
-  SessionCache cache({.page_count = kPages, .context = 640, .max_sessions = 5, .max_open = 3});
+  PrefixCache cache({.page_count = kPages, .context = 640, .max_sequences = 5, .max_open = 3});
   std::mt19937 random(11);
   const auto below = [&](int limit) { return static_cast<int>(random() % static_cast<uint32_t>(limit)); };
   std::vector<int32_t> content(kPages * kPageTokens, -1);
   struct Work {
-    Session* session = nullptr;
+    Sequence* sequence = nullptr;
     std::vector<int32_t> text;
     uint64_t pin = 0;
   };
   std::vector<Work> works(3);
   std::vector<std::vector<int32_t>> history;
   int hits = 0, refused = 0;
-  const auto at = [&](Session& session, int position) -> int32_t& {
-    const int32_t page = session.page_table()[position / kPageTokens];
+  const auto at = [&](Sequence& sequence, int position) -> int32_t& {
+    const int32_t page = sequence.page_table()[position / kPageTokens];
     return content[static_cast<size_t>(page * kPageTokens + position % kPageTokens)];
   };
   for (int step = 0; step < 30'000; ++step) {
     Work& work = works[static_cast<size_t>(below(3))];
-    if (work.session == nullptr) {
+    if (work.sequence == nullptr) {
       work.text.assign(static_cast<size_t>(1 + below(400)), 0);
       if (!history.empty() && below(4) > 0) {
         work.text = history[static_cast<size_t>(below(static_cast<int>(history.size())))];
@@ -478,43 +478,43 @@ TEST(random_use_of_several_open_sessions) {
         if (history.size() < 10) history.push_back(work.text);
       }
       work.pin = below(4) == 0 ? 1 + static_cast<uint64_t>(below(2)) : 0;
-      Session& session = cache.open(work.text, work.pin);
-      if (const ull::PageCopy copy = session.copy(); copy.tokens > 0) {
+      Sequence& sequence = cache.open(work.text, work.pin);
+      if (const ull::PageCopy copy = sequence.copy(); copy.tokens > 0) {
         const auto page = [&](int32_t index) { return content.begin() + static_cast<ptrdiff_t>(index) * kPageTokens; };
         std::fill_n(page(copy.to), kPageTokens, -1);
         std::copy_n(page(copy.from), copy.tokens, page(copy.to));
-        session.copied();
+        sequence.copied();
       }
-      hits += session.size() > 0 ? 1 : 0;
-      work.session = &session;
-    } else if (const int size = work.session->size(); size < static_cast<int>(work.text.size()) && below(3) > 0) {
+      hits += sequence.size() > 0 ? 1 : 0;
+      work.sequence = &sequence;
+    } else if (const int size = work.sequence->size(); size < static_cast<int>(work.text.size()) && below(3) > 0) {
       const int count = std::min(1 + below(90), static_cast<int>(work.text.size()) - size);
-      if (cache.reserve(*work.session, size + count) == Status::kOk) {
-        for (int i = size; i < size + count; ++i) at(*work.session, i) = work.text[static_cast<size_t>(i)];
-        work.session->append(
+      if (cache.reserve(*work.sequence, size + count) == Status::kOk) {
+        for (int i = size; i < size + count; ++i) at(*work.sequence, i) = work.text[static_cast<size_t>(i)];
+        work.sequence->append(
             std::span<const int32_t>(work.text).subspan(static_cast<size_t>(size), static_cast<size_t>(count)));
       } else {
         ++refused;
       }
     } else {
-      cache.close(*work.session, below(8) == 0 ? 0 : below(work.session->size() + 1), work.pin);
-      work.session = nullptr;
+      cache.close(*work.sequence, below(8) == 0 ? 0 : below(work.sequence->size() + 1), work.pin);
+      work.sequence = nullptr;
     }
     if (below(20) == 0) cache.unpin(1 + static_cast<uint64_t>(below(2)));
     for (const Work& each : works) {
-      if (each.session == nullptr) continue;
-      const int size = each.session->size();
+      if (each.sequence == nullptr) continue;
+      const int size = each.sequence->size();
       REQUIRE(size <= static_cast<int>(each.text.size()));
-      for (int i = 0; i < size; ++i) REQUIRE(at(*each.session, i) == each.text[static_cast<size_t>(i)]);
+      for (int i = 0; i < size; ++i) REQUIRE(at(*each.sequence, i) == each.text[static_cast<size_t>(i)]);
     }
     REQUIRE(cache.pages_used() <= kPages && cache.pinned() <= 2 && cache.resident() <= 5 + 2);
   }
   for (Work& work : works) {
-    if (work.session != nullptr) cache.close(*work.session, 0);
+    if (work.sequence != nullptr) cache.close(*work.sequence, 0);
   }
   for (const uint64_t pin : {1, 2}) cache.unpin(pin);
-  // One session that takes every page: all others must let go of theirs.
-  Session& all = cache.open(numbers(640, 500));  // of which pages are left over
+  // One sequence that takes every page: all others must let go of theirs.
+  Sequence& all = cache.open(numbers(640, 500));  // of which pages are left over
   CHECK(cache.reserve(all, 640) == Status::kOk);
   CHECK(hits > 1000);
   CHECK(refused > 0);

@@ -8,8 +8,8 @@ namespace ull {
 enum class Status : uint8_t {
   kOk = 0,
   kPending,         // a round or chunk is still running: poll again
-  kAborted,         // abort() took effect; the session's KV beyond the last completed step is undefined
-  kOutOfPages,      // the page pool cannot hold the session's next token
+  kAborted,         // abort() took effect; the sequence's KV beyond the last completed step is undefined
+  kOutOfPages,      // the page pool cannot hold the sequence's next token
   kExecutorFailed,  // a sticky failure: the executor must not be used again
 };
 

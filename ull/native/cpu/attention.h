@@ -1,4 +1,4 @@
-// Attention of a chunk of tokens over a session's pages: rotary embedding, KV write, and an online softmax that walks
+// Attention of a chunk of tokens over a sequence's pages: rotary embedding, KV write, and an online softmax that walks
 // the pages in ascending order, the same way whatever the chunk, so the bits never depend on it.
 //
 // Query heads that share a KV head are packed with neighbouring tokens into panels of up to 12 rows; scores and
@@ -47,7 +47,7 @@ struct AttentionStep {
 
 class Attention {
  public:
-  // positions: most positions of a session.
+  // positions: most positions of a sequence.
   Attention(const ModelSpec& spec, const Kernels& kernels, KvCache& cache, ThreadTeam& team, int positions);
 
   // Called by every member of the team, behind a barrier that makes step.qkv visible. step.out is complete after the

@@ -62,7 +62,7 @@ DraftModel::DraftModel(const Model& target, bool coupled) try
 }
 
 void DraftModel::prepare() {
-  // Page 0 serves as scratch: no session exists yet.
+  // Page 0 serves as scratch: no sequence exists yet.
   const int32_t page = 0;
   const std::atomic<bool> never{false};
   Sampling sampling;

@@ -1,4 +1,4 @@
-// The KV pages of all sessions, one pool allocated and touched at construction (layout: kv/page_layout.h). Behind them
+// The KV pages of all sequences, one pool allocated and touched at construction (layout: kv/page_layout.h). Behind them
 // may lie one more, the tree page: slot i holds node i of the draft tree that is being verified.
 #pragma once
 

@@ -29,7 +29,7 @@ struct ModelOptions {
   std::vector<int> cores;  // see ThreadTeam
   std::string isa = "auto";
   int chunk = 256;  // most tokens per forward()
-  int pages = 0;    // KV pages; 0: as many as one session of spec.context tokens needs
+  int pages = 0;    // KV pages; 0: as many as one sequence of spec.context tokens needs
   WeightStorage storage = WeightStorage::kResident;
   bool trees = false;    // forward() takes draft trees: one page more
   int cache_layers = 0;  // layers that the KV pages hold; 0: all. 1: run layer by layer (evaluate)

@@ -38,7 +38,7 @@ struct ModelSpec {
   int head_dim = 0;  // even
   int intermediate = 0;
   int vocabulary = 0;  // rows of the embedding
-  int context = 0;     // tokens a session may hold
+  int context = 0;     // tokens a sequence may hold
   float rms_epsilon = 0.0F;
   bool qk_norm = false;
   Format kv_format = Format::kBf16;

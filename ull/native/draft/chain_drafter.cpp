@@ -77,7 +77,7 @@ void ChainDrafter::observe(const DraftOutcome& outcome) noexcept {
     if (!accepted) break;
     ++agreed;
   }
-  // The token emitted last is in neither cache as far as the session knows.
+  // The token emitted last is in neither cache as far as the sequence knows.
   if (drafted_ != nullptr) *drafted_ = position_ + std::min(1 + std::min(agreed, fed_), outcome.count);
 }
 

@@ -1,6 +1,6 @@
-// A small model of its own as drafter: what does not depend on where it runs. Its KV cache is indexed by the session's
-// page table, so position p of a session lies in the same page and slot in both caches; `drafted` says up to where the
-// draft's holds the session's tokens.
+// A small model of its own as drafter: what does not depend on where it runs. Its KV cache is indexed by the sequence's
+// page table, so position p of a sequence lies in the same page and slot in both caches; `drafted` says up to where the
+// draft's holds the sequence's tokens.
 //
 // It drafts a chain, each next token fed by the one rule with the request's noise.
 #pragma once
@@ -61,7 +61,7 @@ class ChainDrafter : public Drafter {
   const int vocabulary_, context_, common_;
   std::vector<LogitBias> bias_;  // [kMaxLogitBias]
   Sampling sampling_;
-  int32_t* drafted_ = nullptr;  // of the session that the proposal is for
+  int32_t* drafted_ = nullptr;  // of the sequence that the proposal is for
   int32_t position_ = 0;        // of its root
 };
 

@@ -2,7 +2,7 @@
 // candidates to the tree in propose(), and have an executor make it where it prepares.
 //
 // What a drafter gets and may rely on:
-//  - DraftContext: the session's tokens, its page table (the draft model's KV uses the same page numbers), the
+//  - DraftContext: the sequence's tokens, its page table (the draft model's KV uses the same page numbers), the
 //    request's sampling, and `hidden`, the lm_head's input (final norm applied, not scaled) of position - 1, i.e. of
 //    the node whose draw is the root. Medusa head i (from 0) then predicts position + 1 + i, which is depth i + 1 of
 //    the tree. `hidden` is null where it is unknown (a round right after a full prefix-cache hit).
@@ -76,7 +76,7 @@ class Drafter {
     (void)context;
     return 0;
   }
-  // A drafter with a cache of its own that may fall behind the session: estimated nanoseconds of reading `tokens` that
+  // A drafter with a cache of its own that may fall behind the sequence: estimated nanoseconds of reading `tokens` that
   // it has missed, how many it would have to read before it can propose (0 where propose() does that in passing), and
   // doing so. kOk, kAborted or kExecutorFailed.
   [[nodiscard]] virtual bool catches_up() const noexcept { return false; }

@@ -1,5 +1,5 @@
-// Prompt lookup: what followed the last time that the session's newest tokens stood in it. No model, no cost to speak
-// of. An index of pairs (hash chains, as in zlib) grows with the session; a query walks the places where the newest
+// Prompt lookup: what followed the last time that the sequence's newest tokens stood in it. No model, no cost to speak
+// of. An index of pairs (hash chains, as in zlib) grows with the sequence; a query walks the places where the newest
 // pair stood before, the latest first, and takes the one with the longest common past.
 #pragma once
 
@@ -16,7 +16,7 @@ class NgramDrafter final : public Drafter {
   static constexpr int kLongest = 32;     // no longer match is told from another
   static constexpr int kMostPlaces = 64;  // looked at per query
 
-  // context: most tokens of a session.
+  // context: most tokens of a sequence.
   explicit NgramDrafter(int context);
 
   [[nodiscard]] DrafterKind kind() const noexcept override { return DrafterKind::kNgram; }

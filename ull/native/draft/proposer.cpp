@@ -151,7 +151,7 @@ void Proposer::cast_shadow(const Option& option, const DraftContext& now) noexce
 
 void Proposer::follow_shadow(const RoundStep& step, int32_t token) noexcept {
   if (shadow_node_ < 0) return;
-  if (shadow_position_ != step.position + step.forced + 1) {  // another session's
+  if (shadow_position_ != step.position + step.forced + 1) {  // another sequence's
     shadow_node_ = -1;
     return;
   }

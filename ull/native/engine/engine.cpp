@@ -75,12 +75,12 @@ Engine::Engine(Executor& executor, const std::string& vocabulary_path, const Eng
   loop.idle = options.idle;
   loop.slow_cycle_ns = options.slow_cycle_us * 1000;
   loop.aging_ns = options.aging_ms * 1'000'000;
-  loop.sessions = {.page_count = info.page_count,
-                   .context = context_,
-                   .max_sessions = options.max_sessions,
-                   .max_open = kPriorities,
-                   .reuse = options.prefix_cache,
-                   .copies = info.copies_pages};
+  loop.cache = {.page_count = info.page_count,
+                .context = context_,
+                .max_sequences = options.max_sessions,
+                .max_open = kPriorities,
+                .reuse = options.prefix_cache,
+                .copies = info.copies_pages};
   loop_ = std::make_unique<EngineLoop>(*shared_, executor_, vocabulary_, loop);
   shared_->cached = &loop_->cached();
   forecast_ = std::make_unique<Forecast>(*shared_, info);

@@ -37,7 +37,7 @@ EngineLoop::EngineLoop(EngineShared& shared, Executor& executor, const Vocabular
       executor_(executor),
       vocabulary_(vocabulary),
       options_(options),
-      sessions_(options.sessions),
+      cache_(options.cache),
       schedule_(shared.slots, options.aging_ns) {
   // A round may feed what later requests are to find in the cache only where it writes what a prefill would.
   const ExecutorInfo& info = executor.info();
@@ -100,7 +100,7 @@ void EngineLoop::serve(Priority priority) noexcept {
   // seq_cst, like the canceller's store to `cancel` and load of `running`: one of the two sees the other.
   shared_.running.store(run_->slot, std::memory_order_seq_cst);
   Ending ending = check_commands(now);
-  if (!ending) ending = open_session();
+  if (!ending) ending = open_sequence();
   if (!ending) ending = prefill();
   if (!ending) ending = decode();
   shared_.running.store(kNoSlot, std::memory_order_seq_cst);
@@ -145,46 +145,46 @@ bool EngineLoop::outranked(int64_t now) noexcept {
 bool EngineLoop::may_begin(uint32_t slot) noexcept {
   if (executor_.info().reuse == Reuse::kAll) return true;
   const auto needs = [](const RequestSlot& request) { return pages_for(request.prompt_tokens + request.max_tokens); };
-  int pages = sessions_.pages_pinned() + needs(shared_.slot(slot));
+  int pages = cache_.pages_pinned() + needs(shared_.slot(slot));
   for (int i = 0; i < kPriorities; ++i) {
     const auto priority = static_cast<Priority>(i);
     if (schedule_.begun(priority)) pages += needs(*run_of(priority).request);
   }
-  return pages <= sessions_.page_count();
+  return pages <= cache_.page_count();
 }
 
 // Finds what is cached of the request's text, and copies what it takes over of another's page: it goes on writing
-// there. Nothing to do for one that has kept its session.
-EngineLoop::Ending EngineLoop::open_session() noexcept {
-  if (run_->session != nullptr) return {};
+// there. Nothing to do for one that has kept its sequence.
+EngineLoop::Ending EngineLoop::open_sequence() noexcept {
+  if (run_->sequence != nullptr) return {};
   const RequestSlot& request = *run_->request;
   const std::span<const int32_t> text{request.tokens.get(), static_cast<size_t>(run_->text_tokens())};
-  run_->session = &sessions_.open(text, request.pin);
+  run_->sequence = &cache_.open(text, request.pin);
   if (run_->completed == 0) {
-    const int32_t cached = run_->session->size();
+    const int32_t cached = run_->sequence->size();
     run_->request->outcome.cached_tokens = cached;
     EngineCounters& counted = counters(request);
     counted.cached_tokens += static_cast<uint64_t>(cached);
     counted.prefix_hits += cached > 0 ? 1 : 0;
   }
-  const PageCopy& copy = run_->session->copy();
+  const PageCopy& copy = run_->sequence->copy();
   if (copy.tokens == 0) return {};
   const CopyStep step{.from_page = copy.from, .to_page = copy.to, .tokens = copy.tokens};
   if (const Ending ending = run_step([&] { return executor_.start_copy(step); })) return ending;
-  run_->session->copied();
+  run_->sequence->copied();
   return {};
 }
 
-// Makes the session's page table cover `tokens`, if need be with the pages of suspended requests, the least urgent
+// Makes the sequence's page table cover `tokens`, if need be with the pages of suspended requests, the least urgent
 // first: these read their text again. False if there are not enough.
 bool EngineLoop::reserve(int32_t tokens) noexcept {
-  Session& session = *run_->session;
-  for (int i = kPriorities - 1; sessions_.reserve(session, tokens) != Status::kOk; --i) {
+  Sequence& sequence = *run_->sequence;
+  for (int i = kPriorities - 1; cache_.reserve(sequence, tokens) != Status::kOk; --i) {
     if (i < 0 || executor_.info().reuse != Reuse::kAll) return false;
     Run& other = run_of(static_cast<Priority>(i));
-    if (!schedule_.suspended(static_cast<Priority>(i)) || other.session == nullptr) continue;
-    sessions_.close(*other.session, other.session->size());
-    other.session = nullptr;
+    if (!schedule_.suspended(static_cast<Priority>(i)) || other.sequence == nullptr) continue;
+    cache_.close(*other.sequence, other.sequence->size());
+    other.sequence = nullptr;
   }
   return true;
 }
@@ -193,29 +193,29 @@ bool EngineLoop::reserve(int32_t tokens) noexcept {
 // most as many as a round may take.
 EngineLoop::Ending EngineLoop::prefill() noexcept {
   RequestSlot& request = *run_->request;
-  Session& session = *run_->session;
+  Sequence& sequence = *run_->sequence;
   const int32_t chunk = executor_.info().prefill_chunk;
   const int32_t forced = run_->completed == 0 ? most_forced_ : 0;
   const int32_t end = request.max_tokens > 0 ? run_->text_tokens() - 1 - forced : request.prompt_tokens;
   int64_t now = monotonic_ns();
-  while (session.size() < end) {
-    const int32_t start = session.size();
+  while (sequence.size() < end) {
+    const int32_t start = sequence.size();
     const int32_t count = std::min(chunk, end - start);
     if (!reserve(start + count)) return {FinishReason::kError, kInternal, "the KV cache is full"};
     const PrefillStep step{.tokens = request.tokens.get() + start,
                            .count = count,
                            .start = start,
-                           .pages = session.page_table(),
-                           .drafted = session.drafted(),
+                           .pages = sequence.page_table(),
+                           .drafted = sequence.drafted(),
                            .speculation = request.speculation};
     if (const Ending ending = run_step([&] { return executor_.start_prefill(step); })) return ending;
-    session.append({step.tokens, static_cast<size_t>(count)});
-    request.reached.store(session.size(), std::memory_order_relaxed);
+    sequence.append({step.tokens, static_cast<size_t>(count)});
+    request.reached.store(sequence.size(), std::memory_order_relaxed);
     ++counters(request).prefill_chunks;
     const int64_t began = std::exchange(now, monotonic_ns());
     costs_.prefilled(count, start, now - began);
     if (const Ending ending = check_commands(now)) return ending;
-    if (session.size() < end && outranked(now)) return {.suspended = true};
+    if (sequence.size() < end && outranked(now)) return {.suspended = true};
   }
   if (run_->completed == 0) request.timeline.prefilled_ns = now;
   if (request.max_tokens == 0) return {FinishReason::kLength};
@@ -223,25 +223,25 @@ EngineLoop::Ending EngineLoop::prefill() noexcept {
   return outranked(now) ? Ending{.suspended = true} : Ending{};
 }
 
-// Rounds until something ends the request. The session always holds the tokens before the one to feed, so
-// request.tokens[session.size()] is that token.
+// Rounds until something ends the request. The sequence always holds the tokens before the one to feed, so
+// request.tokens[sequence.size()] is that token.
 EngineLoop::Ending EngineLoop::decode() noexcept {
   RequestSlot& request = *run_->request;
-  Session& session = *run_->session;
+  Sequence& sequence = *run_->sequence;
   for (;;) {
-    const int32_t position = session.size();
+    const int32_t position = sequence.size();
     const int32_t forced = std::max(0, run_->text_tokens() - 1 - position);  // the first round's alone
     const int32_t most = std::min(executor_.info().tokens_per_round, request.max_tokens - run_->completed);
     if (!reserve(position + forced + most)) return {FinishReason::kError, kInternal, "the KV cache is full"};
     const RoundStep step{.token = request.tokens[position],
                          .position = position,
-                         .pages = session.page_table(),
+                         .pages = sequence.page_table(),
                          .sampling = &request.sampling,
                          .max_tokens = most,
                          .history = request.tokens.get(),
                          .speculation = request.speculation,
                          .max_tree = request.max_tree,
-                         .drafted = session.drafted(),
+                         .drafted = sequence.drafted(),
                          .stops = request.stop_ids.data(),
                          .stop_count = request.stop_id_count,
                          .prompt_tokens = request.prompt_tokens,
@@ -311,8 +311,8 @@ EngineLoop::Ending EngineLoop::accept_round(const RoundStep& step) noexcept {
     if (!ending && run_->completed == request.max_tokens) ending = {FinishReason::kLength};
   }
   // In the cache now: the tokens that were fed and those kept, but for the last, which the next round feeds.
-  run_->session->append({request.tokens.get() + step.position, static_cast<size_t>(step.forced + kept)});
-  request.reached.store(run_->session->size(), std::memory_order_relaxed);
+  run_->sequence->append({request.tokens.get() + step.position, static_cast<size_t>(step.forced + kept)});
+  request.reached.store(run_->sequence->size(), std::memory_order_relaxed);
   counters(request).completion_tokens += static_cast<uint64_t>(kept);
   return ending;
 }
@@ -343,7 +343,7 @@ void EngineLoop::announce() noexcept {
 
 void EngineLoop::end_run(Run& run, const Ending& ending) noexcept {
   RequestSlot& request = *run.request;
-  if (run.session != nullptr) sessions_.close(*run.session, reusable_tokens(run), request.pin);
+  if (run.sequence != nullptr) cache_.close(*run.sequence, reusable_tokens(run), request.pin);
   schedule_.end(request.priority);
   request.outcome.completion_tokens = run.completed;
   const bool rehearsal = request.rehearsal;
@@ -355,20 +355,20 @@ void EngineLoop::end_run(Run& run, const Ending& ending) noexcept {
        .logprobs = run.first_logprob,
        .silent_last = run.silent_last,
        .final = true});  // the slot may be another request's now
-  run.session = nullptr;
+  run.sequence = nullptr;
   if (!rehearsal) return;
   shared_.rehearsed_progress.fetch_add(shared_.progress.load(std::memory_order_relaxed) - run.progress_before,
                                        std::memory_order_release);
 }
 
-// How many of the session's tokens may serve later requests. What an earlier request left in it was cut likewise and is
-// a prefix of this prompt, so that all of the prompt but its last token was written by one prefill or another.
+// How many of the sequence's tokens may serve later requests. What an earlier request left in it was cut likewise and
+// is a prefix of this prompt, so that all of the prompt but its last token was written by one prefill or another.
 int EngineLoop::reusable_tokens(const Run& run) const noexcept {
   const RequestSlot& request = *run.request;
   if (shared_.failed.load(std::memory_order_relaxed) || request.rehearsal) return 0;
   switch (executor_.info().reuse) {
     case Reuse::kAll:
-      return run.session->size();
+      return run.sequence->size();
     case Reuse::kPrompt:
       return request.prompt_tokens - (request.max_tokens > 0 ? 1 : 0);
     case Reuse::kNothing:
@@ -538,8 +538,8 @@ EngineLoop::Ending EngineLoop::executor_failure() const noexcept {
 void EngineLoop::look_around(int64_t now) noexcept {
   seen_calls_ = shared_.calls.load(std::memory_order_acquire);
   uint64_t pin = 0;
-  while (shared_.unpins.try_pop(pin)) sessions_.unpin(pin);
-  if (shared_.unpin_all.load(std::memory_order_relaxed) && shared_.unpin_all.exchange(false)) sessions_.unpin_all();
+  while (shared_.unpins.try_pop(pin)) cache_.unpin(pin);
+  if (shared_.unpin_all.load(std::memory_order_relaxed) && shared_.unpin_all.exchange(false)) cache_.unpin_all();
   uint32_t slot = kNoSlot;
   while (shared_.submitted.try_pop(slot)) schedule_.push(slot, shared_.slot(slot), now);
   schedule_.remove_if([&](uint32_t waiting, const RequestSlot& request) {
@@ -560,8 +560,8 @@ void EngineLoop::look_around(int64_t now) noexcept {
 
 void EngineLoop::publish() noexcept {
   published_ns_ = monotonic_ns();
-  counters_.pages_used = static_cast<uint64_t>(sessions_.pages_used());
-  counters_.sessions = static_cast<uint64_t>(sessions_.resident());
+  counters_.pages_used = static_cast<uint64_t>(cache_.pages_used());
+  counters_.sessions = static_cast<uint64_t>(cache_.resident());
   shared_.counters.store(counters_);
   shared_.costs.store(costs_);
 }

@@ -11,7 +11,7 @@
 #include "engine/shared.h"
 #include "engine/vocabulary.h"
 #include "executor/executor.h"
-#include "kv/session.h"
+#include "kv/prefix_cache.h"
 #include "sync/agent.h"
 
 namespace ull {
@@ -25,7 +25,7 @@ class EngineLoop final : private Pulse {
     IdleMode idle = IdleMode::kAdaptive;
     int64_t slow_cycle_ns = 10'000'000;  // cycles longer than this are counted
     int64_t aging_ns = 2'000'000'000;    // see Schedule
-    SessionCache::Options sessions;
+    PrefixCache::Options cache;
   };
 
   EngineLoop(EngineShared& shared, Executor& executor, const Vocabulary& vocabulary, const Options& options);
@@ -36,15 +36,15 @@ class EngineLoop final : private Pulse {
   // Before run(): what is known of the steps' costs already.
   [[nodiscard]] StepCosts& costs() noexcept { return costs_; }
   // For guesses by other threads.
-  [[nodiscard]] const CachedPages& cached() const noexcept { return sessions_.cached(); }
+  [[nodiscard]] const CachedPages& cached() const noexcept { return cache_.cached(); }
 
  private:
   // A request that has begun.
   struct Run {
     RequestSlot* request = nullptr;
     uint32_t slot = kNoSlot;
-    Session* session = nullptr;  // null: it has none yet, or has lost it while it was suspended
-    TextAssembler text;          // finds the stop strings; the io thread has its own
+    Sequence* sequence = nullptr;  // null: it has none yet, or has lost it while it was suspended
+    TextAssembler text;            // finds the stop strings; the io thread has its own
     int64_t last_round_ns = 0;
     int32_t completed = 0;       // completion tokens accepted
     int32_t announced = 0;       // of those, told to the io thread
@@ -76,7 +76,7 @@ class EngineLoop final : private Pulse {
   void suspend() noexcept;
   [[nodiscard]] bool outranked(int64_t now) noexcept;
   [[nodiscard]] bool may_begin(uint32_t slot) noexcept;
-  [[nodiscard]] Ending open_session() noexcept;
+  [[nodiscard]] Ending open_sequence() noexcept;
   [[nodiscard]] bool reserve(int32_t tokens) noexcept;
   [[nodiscard]] Ending prefill() noexcept;
   [[nodiscard]] Ending decode() noexcept;
@@ -110,7 +110,7 @@ class EngineLoop final : private Pulse {
   Executor& executor_;
   const Vocabulary& vocabulary_;
   const Options options_;
-  SessionCache sessions_;
+  PrefixCache cache_;
   Schedule schedule_;
   std::array<Run, kPriorities> runs_;  // what has begun, by priority
   Run* run_ = nullptr;                 // what is worked on, of these
@@ -118,7 +118,7 @@ class EngineLoop final : private Pulse {
   RoundResult result_;
   EngineCounters counters_;
   StepCosts costs_;
-  int unlearnt_rounds_ = 0;  // before the next that is learnt from
+  int unlearnt_rounds_ = 0;   // before the next that is learnt from
   EngineCounters rehearsed_;  // in the place of counters_, for requests that nobody counts
   uint32_t seen_calls_ = 0;
   int64_t next_limit_ns_ = 0;  // when a request may next have to end because of the time

@@ -97,7 +97,7 @@ struct EngineShared {
   alignas(kCacheLine) std::atomic<uint32_t> calls{0};
   std::atomic<uint32_t> running{kNoSlot};  // slot that the engine thread works on
   std::atomic<bool> unpin_all{false};
-  std::atomic<uint32_t> releases{0};       // bumped when a held request is to be delivered or dropped
+  std::atomic<uint32_t> releases{0};  // bumped when a held request is to be delivered or dropped
   std::atomic<bool> stopping{false};
   alignas(kCacheLine) std::atomic<int32_t> in_flight{0};  // submitted and not ended
   std::atomic<bool> failed{false};                        // the executor must not be used again

@@ -5,7 +5,7 @@
 // another thread at any time and makes the step in flight end early with kAborted; one that comes while none is in
 // flight may be lost, so that who aborts looks again once a step has started (Pulse, poll()).
 //
-// A step reads the session's page table; the engine guarantees that it covers every position the step writes.
+// A step reads the sequence's page table; the engine guarantees that it covers every position the step writes.
 #pragma once
 
 #include <atomic>
@@ -66,7 +66,7 @@ enum class Reuse : uint8_t {
 // What an engine offers to its users; filled by prepare().
 struct ExecutorInfo {
   int vocabulary = 0;        // tokens
-  int context = 0;           // tokens a session can hold
+  int context = 0;           // tokens a sequence can hold
   int page_count = 0;        // KV pages in all
   int prefill_chunk = 0;     // most tokens one start_prefill takes
   int tokens_per_round = 1;  // most tokens one round emits: it writes as many positions, from the fed token's on
@@ -104,7 +104,7 @@ struct PrefillStep {
   int32_t count;               // 1 .. ExecutorInfo::prefill_chunk
   int32_t start;               // position of tokens[0]
   const int32_t* pages;        // page table: pages[p / kPageTokens] holds position p
-  int32_t* drafted = nullptr;  // in/out: positions [0, *drafted) of this session are in the draft model's KV too
+  int32_t* drafted = nullptr;  // in/out: positions [0, *drafted) of this sequence are in the draft model's KV too
   DrafterKind speculation = DrafterKind::kNone;  // of the request that this prompt belongs to
 };
 
@@ -121,7 +121,7 @@ struct RoundStep {
   const int32_t* pages;
   const Sampling* sampling;
   int32_t max_tokens;                // emit at most this many (>= 1); pages cover position + forced + max_tokens - 1
-  const int32_t* history = nullptr;  // [position + forced + 1] the session's tokens; history[position] == token
+  const int32_t* history = nullptr;  // [position + forced + 1] the sequence's tokens; history[position] == token
   DrafterKind speculation = DrafterKind::kNone;
   int32_t max_tree = 0;        // most nodes of the draft tree, root included, 1 .. kMaxTreeTokens; 0: as many as pay
   int32_t* drafted = nullptr;  // in/out, see PrefillStep

@@ -25,7 +25,7 @@ DraftModel::DraftModel(const GraphProgram& program, const Driver& driver, RoundQ
       text_(program.text, program.context_tokens),
       queue_(program, driver) {}
 
-// Page 0 serves as scratch: no session exists yet. What is drawn does not matter.
+// Page 0 serves as scratch: no sequence exists yet. What is drawn does not matter.
 void DraftModel::prepare() {
   const int32_t page = 0;
   const std::atomic<bool> never{false};

@@ -1,6 +1,6 @@
 // Medusa heads on the device: a captured graph of its own (RoundMode::kMedusa), launched when a round is to be drafted
 // by them. It reads the hidden state that the last round left behind, so it proposes only right after a round of the
-// same session. The executor's thread waits for the answer, as it would for the round itself.
+// same sequence. The executor's thread waits for the answer, as it would for the round itself.
 #pragma once
 
 #include <cstdint>

@@ -5,9 +5,9 @@
 // The stream's order is what makes a round that nobody wants any more harmless: it reads and writes nothing that a
 // round launched before it still needs, and whatever it has written to a page was written before any round that is
 // launched after it runs. It writes KV only where a token that was not accepted would stand: at the position after the
-// session's last token. That is in a page that its session alone held when it was launched (full pages alone are
-// shared); if the page is another session's by now, that session writes a position before it reads it, and does so with
-// rounds that come later in the stream. Copies of pages stand in that order too.
+// sequence's last token. That is in a page that its sequence alone held when it was launched (full pages alone are
+// shared); if the page is another sequence's by now, that sequence writes a position before it reads it, and does so
+// with rounds that come later in the stream. Copies of pages stand in that order too.
 //
 // One thread at a time calls this, but for failure() and restart_helps(). Nothing allocates, locks or throws.
 #pragma once

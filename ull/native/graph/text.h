@@ -1,6 +1,6 @@
 // The text of a request with penalties, as the device has it: tokens by position, of which the first come by way of
 // mapped memory, once, and what follows is what rounds have emitted. The device counts it on its own; this is the
-// host's copy, which says whether the device's text is still the session's.
+// host's copy, which says whether the device's text is still the sequence's.
 //
 // Rounds write no token at or before their root, so what a round that nobody takes has left behind its root does no
 // harm: begin() forgets it.

@@ -23,7 +23,7 @@ class ScriptedDrafter final : public Drafter {
     kBeyond,      // ids outside the vocabulary, negative ones too, and right ones
   };
 
-  // truth: the session's tokens by position.
+  // truth: the sequence's tokens by position.
   ScriptedDrafter(Mode mode, std::vector<int32_t> truth, int vocabulary, uint64_t seed)
       : mode_(mode), truth_(std::move(truth)), vocabulary_(vocabulary), seed_(seed) {}
 

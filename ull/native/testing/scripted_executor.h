@@ -1,6 +1,6 @@
 // An executor without a model, for tests and benchmarks of everything around one. It keeps a real KV cache of token
 // ids in the pages it is given and reads a round's past back through the page table, so that a page that is missing,
-// stale or written by another session shows.
+// stale or written by another sequence shows.
 #pragma once
 
 #include <atomic>
