@@ -49,7 +49,7 @@ TEST(sessions_say_what_they_would_take) {
     const ull::PrefixCache cache({.page_count = 1, .context = 2'000'000'000, .max_sequences = 1'000'000});
     CHECK(false);
   } catch (const std::runtime_error& error) {
-    CHECK(std::string(error.what()).starts_with("sequences: 1000000 of up to 2000000000 tokens: 8.0 PB"));
+    CHECK(std::string(error.what()).starts_with("sessions: 1000000 of up to 2000000000 tokens: 8.0 PB"));
   }
 }
 

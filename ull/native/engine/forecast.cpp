@@ -68,9 +68,10 @@ Expected Forecast::of(const RequestSlot& request, int64_t now) noexcept {
   }
   std::erase_if(works_, [&](const Work& work) { return work.request->priority > request.priority; });
   works_.push_back(own);
-  std::stable_sort(works_.begin(), works_.end(), [](const Work& a, const Work& b) {
-    return std::tuple(a.request->priority, !a.begun, a.due_ns) < std::tuple(b.request->priority, !b.begun, b.due_ns);
-  });
+  const auto place = [](const Work& work) {
+    return std::tuple(work.request->priority, !work.begun, work.due_ns, work.request->timeline.admitted_ns);
+  };
+  std::ranges::sort(works_, {}, place);
 
   Expected expected;
   double time = blocked.ns, late = blocked.ns + blocked.margin;

@@ -562,8 +562,8 @@ void EngineLoop::publish() noexcept {
   published_ns_ = monotonic_ns();
   counters_.pages_used = static_cast<uint64_t>(cache_.pages_used());
   counters_.sessions = static_cast<uint64_t>(cache_.resident());
-  shared_.counters.store(counters_);
   shared_.costs.store(costs_);
+  shared_.counters.store(counters_);  // last: who sees them sees what they have taught
 }
 
 }  // namespace ull
