@@ -118,12 +118,13 @@ class EngineLoop final : private Pulse {
   RoundResult result_;
   EngineCounters counters_;
   StepCosts costs_;
-  int unlearnt_rounds_ = 0;  // before the next that is learnt from
+  int unlearnt_rounds_ = 0;   // before the next that is learnt from
   EngineCounters rehearsed_;  // in the place of counters_, for requests that nobody counts
   uint32_t seen_calls_ = 0;
   int64_t next_limit_ns_ = 0;  // when a request may next have to end because of the time
   int64_t idle_since_ns_ = 0;
   int64_t published_ns_ = 0;
+  bool unpublished_ = false;  // a request has ended since
 };
 
 }  // namespace ull
