@@ -52,7 +52,8 @@ SessionCache::SessionCache(const Options& options)
       sessions_(static_cast<size_t>(options.max_sessions) + static_cast<size_t>(options.max_open) - 1),
       max_sessions_(options.max_sessions),
       reuse_(options.reuse),
-      copies_(options.copies) {
+      copies_(options.copies),
+      shares_open_(options.reuse && options.shares_open) {
   const double bytes = static_cast<double>(sizeof(int32_t)) * static_cast<double>(sessions_.size()) * options.context;
   allocate_for(
       "sessions: " + std::to_string(options.max_sessions) + " of up to " + std::to_string(options.context) + " tokens",
@@ -98,6 +99,7 @@ SessionCache::Match SessionCache::find(std::span<const int32_t> reusable, uint64
   }
   Match best;
   for (Session& session : sessions_) {
+    if (session.open_ && !shares_open_) continue;
     const int shared = shared_with(session, reusable);
     const int lost = session.size() - shared;
     const bool mostly = 2 * shared >= static_cast<int>(reusable.size());

@@ -88,11 +88,12 @@ class SessionCache {
  public:
   struct Options {
     int page_count = 0;
-    int context = 0;        // most tokens a session holds
-    int max_sessions = 16;  // resident
-    int max_open = 1;       // at a time, beside those
-    bool reuse = true;      // false: every request starts cold
-    bool copies = true;     // false: pages cannot be copied, so that only full ones are shared
+    int context = 0;          // most tokens a session holds
+    int max_sessions = 16;    // resident
+    int max_open = 1;         // at a time, beside those
+    bool reuse = true;        // false: every request starts cold
+    bool copies = true;       // false: pages cannot be copied, so that only full ones are shared
+    bool shares_open = true;  // false: nobody shares what an open session holds, which may be what nobody reuses
   };
 
   explicit SessionCache(const Options& options);
@@ -151,6 +152,7 @@ class SessionCache {
   const int max_sessions_;
   const bool reuse_;
   const bool copies_;
+  const bool shares_open_;
 };
 
 }  // namespace ull
