@@ -46,6 +46,15 @@ TEST(cancel_before_the_start) {
   CHECK(engine.wait(3).outcome.reason == FinishReason::kLength);
 }
 
+TEST(a_request_that_ends_before_it_begins_is_counted_at_once) {
+  Harness engine({.tokens = ids("a")});
+  auto late = Harness::request(1, kPrompt, 3);
+  late.timeout_ns = 1;
+  engine.submit(late);
+  CHECK(engine.wait(1).outcome.reason == FinishReason::kTimeout);
+  while (engine.engine.stats().counters.timeout == 0) std::this_thread::yield();
+}
+
 TEST(cancel_during_prefill_keeps_what_was_computed) {
   for (const bool blocking : {false, true}) {
     // The second of three chunks takes forever.

@@ -106,6 +106,25 @@ TEST(pages_of_a_suspended_request_are_taken_and_it_says_the_same) {
   }
 }
 
+// Where rounds write what a prefill would not, nobody goes on from what a suspended request has come to.
+TEST(what_a_suspended_request_holds_is_shared_only_where_it_may_be_reused) {
+  for (const Reuse reuse : {Reuse::kPrompt, Reuse::kNothing}) {
+    const ull::ScriptedExecutor::Options script{
+        .from_past = true, .context = 512, .page_count = 32, .round_ns = 50'000, .reuse = reuse};
+    const std::vector<int32_t> first(100, 'a');
+    Harness engine(script);
+    engine.submit(urgent(1, first, 300, Priority::kBatch));
+    while (engine.results[1].tokens.size() < 80) (void)engine.pump();
+    std::vector<int32_t> second = first;
+    second.insert(second.end(), engine.results[1].tokens.begin(), engine.results[1].tokens.begin() + 80);
+    const auto expected = alone(script, second, 20);
+    engine.submit(urgent(2, second, 20, Priority::kRealtime));
+    CHECK(engine.wait(2).tokens == expected);
+    CHECK_EQ(engine.results[2].outcome.cached_tokens, 0);
+    CHECK_EQ(engine.results[1].finals, 0);
+  }
+}
+
 // Where rounds write what a prefill would not, nothing can be computed again: who does not fit beside it waits.
 TEST(where_nothing_can_be_computed_again_a_request_waits_for_pages) {
   for (const Reuse reuse : {Reuse::kPrompt, Reuse::kNothing}) {

@@ -80,7 +80,8 @@ Engine::Engine(Executor& executor, const std::string& vocabulary_path, const Eng
                 .max_sequences = options.max_sessions,
                 .max_open = kPriorities,
                 .reuse = options.prefix_cache,
-                .copies = info.copies_pages};
+                .copies = info.copies_pages,
+                .shares_open = info.reuse == Reuse::kAll};
   loop_ = std::make_unique<EngineLoop>(*shared_, executor_, vocabulary_, loop);
   shared_->cached = &loop_->cached();
   forecast_ = std::make_unique<Forecast>(*shared_, info);

@@ -67,7 +67,10 @@ bool EngineLoop::do_work() noexcept {
   const int64_t now = monotonic_ns();
   look_around(now);
   const std::optional<Priority> next = schedule_.choose(now, [this](uint32_t slot) { return may_begin(slot); });
-  if (!next) return false;
+  if (!next) {
+    if (unpublished_) publish();
+    return false;
+  }
   serve(*next);
   publish();
   return true;
@@ -381,6 +384,7 @@ int EngineLoop::reusable_tokens(const Run& run) const noexcept {
 void EngineLoop::end(uint32_t slot, const Ending& ending, const EngineEvent& last) noexcept {
   RequestSlot& request = shared_.slot(slot);
   EngineCounters& counted = counters(request);
+  unpublished_ = true;
   switch (ending.reason) {
     case FinishReason::kNone:
     case FinishReason::kStop:
@@ -559,6 +563,7 @@ void EngineLoop::look_around(int64_t now) noexcept {
 }
 
 void EngineLoop::publish() noexcept {
+  unpublished_ = false;
   published_ns_ = monotonic_ns();
   counters_.pages_used = static_cast<uint64_t>(cache_.pages_used());
   counters_.sessions = static_cast<uint64_t>(cache_.resident());

@@ -124,6 +124,7 @@ class EngineLoop final : private Pulse {
   int64_t next_limit_ns_ = 0;  // when a request may next have to end because of the time
   int64_t idle_since_ns_ = 0;
   int64_t published_ns_ = 0;
+  bool unpublished_ = false;  // a request has ended since
 };
 
 }  // namespace ull

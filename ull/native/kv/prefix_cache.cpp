@@ -52,7 +52,8 @@ PrefixCache::PrefixCache(const Options& options)
       sequences_(static_cast<size_t>(options.max_sequences) + static_cast<size_t>(options.max_open) - 1),
       max_sequences_(options.max_sequences),
       reuse_(options.reuse),
-      copies_(options.copies) {
+      copies_(options.copies),
+      shares_open_(options.reuse && options.shares_open) {
   const double bytes = static_cast<double>(sizeof(int32_t)) * static_cast<double>(sequences_.size()) * options.context;
   allocate_for(
       "sessions: " + std::to_string(options.max_sequences) + " of up to " + std::to_string(options.context) + " tokens",
@@ -98,6 +99,7 @@ PrefixCache::Match PrefixCache::find(std::span<const int32_t> reusable, uint64_t
   }
   Match best;
   for (Sequence& sequence : sequences_) {
+    if (sequence.open_ && !shares_open_) continue;
     const int shared = shared_with(sequence, reusable);
     const int lost = sequence.size() - shared;
     const bool mostly = 2 * shared >= static_cast<int>(reusable.size());

@@ -88,11 +88,12 @@ class PrefixCache {
  public:
   struct Options {
     int page_count = 0;
-    int context = 0;         // most tokens a sequence holds
-    int max_sequences = 16;  // resident
-    int max_open = 1;        // at a time, beside those
-    bool reuse = true;       // false: every request starts cold
-    bool copies = true;      // false: pages cannot be copied, so that only full ones are shared
+    int context = 0;          // most tokens a sequence holds
+    int max_sequences = 16;   // resident
+    int max_open = 1;         // at a time, beside those
+    bool reuse = true;        // false: every request starts cold
+    bool copies = true;       // false: pages cannot be copied, so that only full ones are shared
+    bool shares_open = true;  // false: nobody shares what an open sequence holds, which may be what nobody reuses
   };
 
   explicit PrefixCache(const Options& options);
@@ -151,6 +152,7 @@ class PrefixCache {
   const int max_sequences_;
   const bool reuse_;
   const bool copies_;
+  const bool shares_open_;
 };
 
 }  // namespace ull
