@@ -25,6 +25,8 @@ class RequestQueue {
  public:
   // Holds at most `capacity` requests.
   explicit RequestQueue(size_t capacity) { waiting_.reserve(capacity); }
+  RequestQueue(const RequestQueue&) = delete;  // a copy would have no room
+  RequestQueue& operator=(const RequestQueue&) = delete;
 
   [[nodiscard]] bool empty() const noexcept { return waiting_.empty(); }
   // When the request that has waited longest came; kNever if none waits.

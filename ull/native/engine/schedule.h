@@ -11,7 +11,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <vector>
 
 #include "engine/queue.h"
 #include "engine/request.h"
@@ -21,7 +20,8 @@ namespace ull {
 class Schedule {
  public:
   // At most `capacity` requests wait. aging_ns: above 0.
-  Schedule(size_t capacity, int64_t aging_ns) : aging_ns_(aging_ns), queues_(kPriorities, RequestQueue(capacity)) {}
+  Schedule(size_t capacity, int64_t aging_ns)
+      : aging_ns_(aging_ns), queues_{RequestQueue(capacity), RequestQueue(capacity), RequestQueue(capacity)} {}
 
   void push(uint32_t slot, const RequestSlot& request, int64_t now) noexcept {
     queue(request.priority).push(slot, request, now);
@@ -120,7 +120,7 @@ class Schedule {
   }
 
   const int64_t aging_ns_;
-  std::vector<RequestQueue> queues_;  // by priority
+  std::array<RequestQueue, kPriorities> queues_;  // by priority
   std::array<bool, kPriorities> begun_{};
   std::array<int64_t, kPriorities> waits_since_ns_{};  // of what is suspended
   std::optional<Priority> running_;                    // that is worked on
