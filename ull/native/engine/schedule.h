@@ -40,7 +40,7 @@ class Schedule {
       best = priority;
       best_level = level;
     };
-    if (running_) consider(*running_);
+    if (running_ != kNobody) consider(running_);
     for (int i = 0; i < kPriorities; ++i) {
       const auto priority = static_cast<Priority>(i);
       if (priority == running_) continue;
@@ -71,13 +71,13 @@ class Schedule {
     review_ns_ = next_review(now);
   }
   void suspend(int64_t now) noexcept {
-    waits_since_ns_[index(*running_)] = now;
-    running_.reset();
+    waits_since_ns_[index(running_)] = now;
+    running_ = kNobody;
   }
   // Of the request that has begun, worked on or suspended.
   void end(Priority priority) noexcept {
     begun_[index(priority)] = false;
-    if (priority == running_) running_.reset();
+    if (priority == running_) running_ = kNobody;
     review_ns_ = 0;
   }
 
@@ -93,6 +93,7 @@ class Schedule {
   }
 
  private:
+  static constexpr auto kNobody = static_cast<Priority>(kPriorities);
   static constexpr int64_t kSlices = 20;  // of the time after which a waiting priority rises
 
   [[nodiscard]] static constexpr int64_t number(Priority priority) noexcept { return static_cast<int64_t>(priority); }
@@ -123,7 +124,7 @@ class Schedule {
   std::array<RequestQueue, kPriorities> queues_;  // by priority
   std::array<bool, kPriorities> begun_{};
   std::array<int64_t, kPriorities> waits_since_ns_{};  // of what is suspended
-  std::optional<Priority> running_;                    // that is worked on
+  Priority running_ = kNobody;                         // that is worked on
   int64_t lifted_ = 0;                                 // its level ...
   int64_t lifted_until_ns_ = 0;                        // ... until then
   int64_t review_ns_ = 0;
