@@ -408,7 +408,7 @@ _request_types: dict[str, type[Request]] = {
 }
 _exact_decoders = {name: msgspec.msgpack.Decoder(struct) for name, struct in _request_types.items()}
 _coercions: dict[str, Coercion[Any]] = {name: Coercion(struct, MAX_WARNINGS) for name, struct in _request_types.items()}
-_FIELD_PATH = re.compile(r"\$\.([a-z_]+)")
+_FIELD_PATH = re.compile(r"\$\.([a-z_]+)|missing required field `([a-z_]+)`$")
 _Decoded = TypeVar("_Decoded")
 _Decoded_co = TypeVar("_Decoded_co", covariant=True)
 
@@ -527,7 +527,7 @@ def _decode(decoder: _Decoder[_Decoded], payload: bytes | memoryview, request_id
     except msgspec.ValidationError as error:
         text = str(error)
         match = _FIELD_PATH.search(text)
-        field = match[1] if match else None
+        field = match[match.lastindex or 0] if match else None
         _raise(error, "bad_request" if field and request_id is not None else "bad_message", text, field, request_id)
     except UnicodeDecodeError as error:
         _raise(error, "bad_message", "a text is not valid UTF-8", None, request_id)

@@ -227,6 +227,7 @@ BAD_REQUESTS = {
     "a drafter by number": (pack({"type": "generate", "id": 7, "speculate": 1}), "bad_request", "speculate", 7),
     "a tree of text": (pack({"type": "generate", "id": 7, "max_tree": "big"}), "bad_request", "max_tree", 7),
     "too many stops": (pack({"type": "generate", "id": 7, "stop": [""] * 100_000}), "bad_request", "stop", 7),
+    "a field is missing": (pack({"type": "rollback", "id": 7, "tokens": 1}), "bad_request", "session", 7),
     "not UTF-8": (b"\x83\xa4type\xa8generate\xa2id\x07\xa6prompt\xa2\xff\xfe", "bad_message", None, 7),
     "deep nesting": (b"\x83\xa4type\xa6health\xa2id\x07\xa1x" + b"\x91" * 200_000 + b"\xc0", "bad_message", None, None),
     "deep nesting as a whole": (b"\x91" * 200_000 + b"\xc0", "bad_message", None, None),
