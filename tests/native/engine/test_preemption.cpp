@@ -263,6 +263,27 @@ TEST(a_pinned_prompt_stays_until_it_is_let_go) {
   CHECK_EQ(engine.wait(40).outcome.cached_tokens, 0);
 }
 
+TEST(a_cancelled_request_pins_nothing) {
+  Harness engine({.from_past = true, .context = 256, .page_count = 8, .hang_step = 1}, {.max_sessions = 4});
+  const std::vector<int32_t> prompt(120, 's');
+  auto pinned = Harness::request(1, prompt, 20);
+  pinned.pin = 7;
+  engine.submit(pinned);
+  engine.wait_for_steps(2);
+  engine.engine.unpin(7);  // its session is closed
+  CHECK(engine.cancel(1));
+  CHECK(engine.wait(1).outcome.reason == FinishReason::kCancelled);
+  const std::vector<int32_t> full(255, 'f'), another(255, 'g');
+  engine.submit(Harness::request(2, full, 1));
+  engine.wait(2);
+  engine.submit(Harness::request(3, another, 1));  // takes the place of what the first has left
+  engine.wait(3);
+  auto turn = prompt;
+  turn.push_back('t');
+  engine.submit(Harness::request(4, turn, 1));
+  CHECK_EQ(engine.wait(4).outcome.cached_tokens, 0);
+}
+
 // Random requests of all priorities, some held to their limits, cancelled or pinned, few pages: every one ends exactly
 // once, and all completions of one prompt are prefixes of one another.
 TEST(storm) {

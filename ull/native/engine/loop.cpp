@@ -346,7 +346,9 @@ void EngineLoop::announce() noexcept {
 
 void EngineLoop::end_run(Run& run, const Ending& ending) noexcept {
   RequestSlot& request = *run.request;
-  if (run.sequence != nullptr) cache_.close(*run.sequence, reusable_tokens(run), request.pin);
+  // One that was cancelled may be of a session that is closed already: it leaves pins as they are.
+  const bool pins = ending.reason != FinishReason::kCancelled && ending.reason != FinishReason::kError;
+  if (run.sequence != nullptr) cache_.close(*run.sequence, reusable_tokens(run), pins ? request.pin : 0);
   schedule_.end(request.priority);
   request.outcome.completion_tokens = run.completed;
   const bool rehearsal = request.rehearsal;
