@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -31,6 +32,7 @@ ROLLBACKS = 150
 WORD = 5  # tokens that are taken back
 LONG = 1000  # tokens that the session holds meanwhile
 PREEMPTIONS = 400
+BARGE_INS = 200
 SHORT = 16  # tokens of a short prompt
 FIRSTS = 400
 MIX_MINUTES = 10.0
@@ -129,6 +131,22 @@ def undisturbed_rounds(client: ull.Client) -> list[float]:
         for token in client.generate(ids(SHORT), max_tokens=900, ignore_eos=True, priority="batch", speculate="none")
     ]
     return (np.diff(stamps) / 1e3).tolist()
+
+
+def barge_ins(client: ull.Client) -> tuple[list[float], list[float]]:
+    """TTFT of a short prompt that is sent with the cancel of an answer, and on an idle engine; milliseconds."""
+    after, idle = [], []
+    for _ in range(BARGE_INS):
+        talking = client.generate(ids(SHORT), max_tokens=900, ignore_eos=True)
+        for _ in range(random.randrange(2, 20)):
+            next(talking)
+        talking.cancel()
+        sent = time.monotonic_ns()
+        after.append(first_token_ms(client.generate(ids(SHORT), max_tokens=1), sent))
+        talking.result()
+        sent = time.monotonic_ns()
+        idle.append(first_token_ms(client.generate(ids(SHORT), max_tokens=1), sent))
+    return after, idle
 
 
 def first_tokens(client: ull.Client) -> list[float]:
@@ -243,16 +261,18 @@ def stream_end(stream: ull.Stream) -> None:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--minutes", type=float, default=MIX_MINUTES, help=f"of the mix (default {MIX_MINUTES:g})")
+    parser.add_argument("--bundle", type=Path, help="another engine than the tiny one, with a context of 1024 at least")
     options = parser.parse_args()
     random.seed(14)
     np.random.seed(14)
     gc.freeze()
     samples: Samples = {}
-    with serve(tiny_bundle(), engine__kv_pages=128) as daemon, ull.Client(daemon.url) as client:
+    with serve(options.bundle or tiny_bundle(), engine__kv_pages=128) as daemon, ull.Client(daemon.url) as client:
         client.generate(ids(PROMPT), max_tokens=64, ignore_eos=True).result()  # code and pages are touched
         warm, cold = second_turns(client)
         committed = commits(client)
         alone, changed, read = rollbacks(client)
+        after, idle = barge_ins(client)
         over = first_tokens(client)
         calm = undisturbed_rounds(client)
         with ull.Client(daemon.url) as urgent:
@@ -265,6 +285,8 @@ def main() -> None:
         "rollback of 5 tokens (ms)": alone,
         "rollback and reading 5 tokens (ms)": changed,
         "reading 5 tokens (ms)": read,
+        "TTFT behind a barge-in (ms)": after,
+        "TTFT of an idle engine (ms)": idle,
         "TTFT of 16 tokens above the engine's time (ms)": over,
         "pre-emption delay (us)": waits,
         "undisturbed rounds (us)": calm,
@@ -273,6 +295,7 @@ def main() -> None:
     samples = {name: percentiles(values) for name, values in rows.items() if values}
     median = {name: row["p50"] for name, row in samples.items()}
     delay = samples["pre-emption delay (us)"]["p99"] - samples["undisturbed rounds (us)"]["p99"]
+    late = (median["TTFT behind a barge-in (ms)"] - median["TTFT of an idle engine (ms)"]) * 1e3
     checks = [
         Check(
             "second-turn TTFT at 90% cached, of cold, p50",
@@ -297,6 +320,12 @@ def main() -> None:
             1.1,
         ),
         Check("pre-emption delay above a round, p99 of both", delay, "us", 50.0, 10.0),
+        Check(
+            "TTFT behind a barge-in above an idle engine's, p50, in rounds",
+            late / median["undisturbed rounds (us)"],
+            "rounds",
+            1.0,
+        ),
         Check(
             "deadlines met, of those admitted",
             100 * counts["met"] / max(1, counts["admitted"]),

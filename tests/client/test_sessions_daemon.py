@@ -60,7 +60,7 @@ def test_what_is_appended_is_read_at_once(client: ull.Client) -> None:
 
 def test_rollback_truncate_and_fork(client: ull.Client) -> None:
     ids = client.tokenize(PROMPT)
-    with client.open_session(pin=True) as session:
+    with client.open_session() as session:
         answer = session.generate(ids, **WHOLE).result()
         with session.fork() as other:
             assert other.tokens == session.tokens
@@ -124,6 +124,20 @@ def test_sessions_are_bounded_and_places_come_back(client: ull.Client) -> None:
     sessions.append(client.open_session())
     sessions.clear()
     assert client.open_session().generate(PROMPT, **WHOLE).result().text
+
+
+def test_pins_need_pages_beyond_one_full_context(spawn: Spawn, shared_daemon: Daemon, client: ull.Client) -> None:
+    ids = client.tokenize(PROMPT)
+    with client.open_session(pin=True) as session:
+        with pytest.raises(ull.RequestError, match=r"raise engine\.kv_pages") as caught:
+            session.append(ids).result()
+        assert (caught.value.code, caught.value.field) == ("pins_full", "session")
+    daemon = spawn("--set", "engine.kv_pages=40", "--set", "engine.sessions=2")
+    with ull.Client(daemon.url) as other, other.open_session(pin=True) as session:
+        session.append(ids).result()
+        for place in range(4):  # which would take the place of anything that is not pinned
+            other.generate([1000 + place] * 900, max_tokens=1).result()
+        assert session.generate("x", max_tokens=1).result().usage.cached_tokens == len(ids)
 
 
 def test_a_foreign_session_is_unknown(shared_daemon: Daemon, client: ull.Client) -> None:

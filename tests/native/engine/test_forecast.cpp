@@ -51,7 +51,7 @@ TEST(chunks_and_rounds) {
   for (int turn = 0; turn < 30; ++turn) {
     for (const int count : {256, 16, 100}) {
       for (const int position : {0, 512, 2048}) {
-        costs.prefilled(count, position, 200'000 + 10'000 * count + 5 * count * (position + count / 2));
+        costs.learn_prefill(count, position, 200'000 + 10'000 * count + 5 * count * (position + count / 2));
       }
     }
   }
@@ -59,8 +59,8 @@ TEST(chunks_and_rounds) {
   CHECK(near(costs.prefill(0, 512, 256).ns, chunks, 0.05));
   CHECK_EQ(costs.prefill(512, 512, 256).ns, 0.0);
   for (int position = 0; position < 400; ++position) {
-    costs.round(DrafterKind::kNone, 1, position, 1'000'000 + 100 * position);
-    costs.round(DrafterKind::kNgram, 3, position, 1'500'000);
+    costs.learn_round(DrafterKind::kNone, 1, position, 1'000'000 + 100 * position);
+    costs.learn_round(DrafterKind::kNgram, 3, position, 1'500'000);
   }
   CHECK(near(costs.decode(DrafterKind::kNone, 0, 100).ns, 100 * 1'005'000.0, 0.02));
   CHECK(near(costs.decode(DrafterKind::kNgram, 0, 100).ns, 100 * 500'000.0, 0.02));
@@ -70,7 +70,7 @@ TEST(chunks_and_rounds) {
 
 TEST(what_varies_has_a_margin) {
   StepCosts costs;
-  for (int i = 0; i < 400; ++i) costs.round(DrafterKind::kNone, 1, i % 50, i % 2 == 0 ? 1'200'000 : 800'000);
+  for (int i = 0; i < 400; ++i) costs.learn_round(DrafterKind::kNone, 1, i % 50, i % 2 == 0 ? 1'200'000 : 800'000);
   const StepCosts::Estimate one = costs.decode(DrafterKind::kNone, 20, 1),
                             many = costs.decode(DrafterKind::kNone, 20, 100);
   CHECK(near(one.ns, 1e6, 0.1));

@@ -77,11 +77,11 @@ class Regression {
 class StepCosts {
  public:
   // A chunk of `count` prompt tokens from `position` on has taken `ns`.
-  void prefilled(int count, int position, int64_t ns) noexcept {
+  void learn_prefill(int count, int position, int64_t ns) noexcept {
     prefill_.add(chunk(count, position), static_cast<double>(ns));
   }
   // A round for a request that asked for `drafter` has emitted `count` tokens behind `position`.
-  void round(DrafterKind drafter, int count, int position, int64_t ns) noexcept {
+  void learn_round(DrafterKind drafter, int count, int position, int64_t ns) noexcept {
     rounds_[static_cast<size_t>(drafter)].add(token(position), static_cast<double>(ns) / count);
   }
 
@@ -104,7 +104,7 @@ class StepCosts {
     // Single rounds vary more than many together.
     return {each * tokens, kMargins * known.spread() * each * std::sqrt(static_cast<double>(tokens))};
   }
-  // Of the longest step that may be under way: a chunk, or a round.
+  // Of one round.
   [[nodiscard]] Estimate round(DrafterKind drafter, int position) const noexcept {
     return decode(drafter, position, 1);
   }

@@ -123,7 +123,7 @@ void Engine::warm_up() {
                                     .pages = pages.data(),
                                     .drafted = &drafted,
                                     .speculation = drafts ? DrafterKind::kAuto : DrafterKind::kNone}));
-    costs.prefilled(count, 0, monotonic_ns() - began);
+    costs.learn_prefill(count, 0, monotonic_ns() - began);
   }
   const Sampling greedy;
   if (const int32_t forced = std::min(info.forced_tokens, position); forced > 0) {
@@ -157,7 +157,7 @@ void Engine::warm_up() {
                                     .speculation = speculation,
                                     .drafted = &drafted,
                                     .rehearsal = true}));
-      if (round > 0) costs.round(speculation, result.count, position, monotonic_ns() - began);
+      if (round > 0) costs.learn_round(speculation, result.count, position, monotonic_ns() - began);
       for (int i = 0; i < result.count; ++i) history[static_cast<size_t>(++position)] = result.tokens[i].token;
     }
   }
@@ -283,8 +283,8 @@ uint64_t Engine::submit(const Submission& submission) {
   slot.cancel.store(false, std::memory_order_relaxed);
   slot.held.store(submission.hold, std::memory_order_relaxed);
   slot.logprobs_returned.store(0, std::memory_order_relaxed);
-  if (!slot.rehearsal) foresee(slot);
   slot.reached.store(0, std::memory_order_relaxed);
+  if (!slot.rehearsal) foresee(slot);
   slot.enter(SlotState::kQueued);
 
   shared_->in_flight.fetch_add(1, std::memory_order_relaxed);
@@ -304,6 +304,7 @@ void Engine::foresee(RequestSlot& slot) {
   const Expected expected = forecast_->of(slot, monotonic_ns());
   slot.timeline.expected_first_ns = expected.first_ns;
   slot.timeline.expected_done_ns = expected.done_ns;
+  slot.reached.store(expected.cached, std::memory_order_relaxed);
   if (slot.deadline_ns == 0) return;
   if (expected.late_ns > slot.deadline_ns) {
     throw DeadlineUnreachable("the answer cannot be expected by then", expected.late_ns);

@@ -12,10 +12,9 @@ Forecast::Forecast(EngineShared& shared, const ExecutorInfo& info)
   works_.reserve(shared.slots + 1);
 }
 
-Forecast::Work Forecast::work_of(const RequestSlot& request, int reached, bool begun, int cached) const noexcept {
+Forecast::Work Forecast::work_of(const RequestSlot& request, int from, bool begun) const noexcept {
   Work work{.request = &request, .begun = begun, .due_ns = request.deadline_ns != 0 ? request.deadline_ns : kNever};
   const int prompt = request.prompt_tokens;
-  const int from = std::max(reached, cached);
   if (from < prompt - 1 || (request.max_tokens == 0 && from < prompt)) {
     // The last tokens of the prompt, where a round reads several, are read at the price of a chunk.
     const StepCosts::Estimate prefill = costs_.prefill(from, prompt, chunk_);
@@ -23,7 +22,7 @@ Forecast::Work Forecast::work_of(const RequestSlot& request, int reached, bool b
     work.margin_ns += prefill.margin;
   }
   if (request.max_tokens == 0) return work;
-  const int completed = std::max(0, reached + 1 - prompt);
+  const int completed = std::max(0, from + 1 - prompt);
   const int left = std::max(0, request.max_tokens - completed);
   const bool read_with_first_round = forced_ > 0 && from < prompt - 1;
   const int rounds_for = std::max(0, left - (read_with_first_round ? 1 : 0));
@@ -47,15 +46,16 @@ void Forecast::collect(const RequestSlot* except) noexcept {
     const bool begun =
         state == SlotState::kPrefilling || state == SlotState::kRunning || state == SlotState::kSuspended;
     if (!queued && !begun) continue;
-    // What is cached of one that waits is not looked at again: it is few, or it is soon done.
-    works_.push_back(work_of(request, request.reached.load(std::memory_order_relaxed), begun, 0));
+    works_.push_back(work_of(request, request.reached.load(std::memory_order_relaxed), begun));
   }
 }
 
 Expected Forecast::of(const RequestSlot& request, int64_t now) noexcept {
   collect(&request);
-  const int cached = shared_.cached != nullptr ? shared_.cached->likely(request.prompt()) : 0;
-  const Work own = work_of(request, 0, false, std::min(cached, request.prompt_tokens - 1));
+  Expected expected;
+  if (shared_.cached != nullptr) expected.cached = shared_.cached->likely(request.prompt());
+  expected.cached = std::min(expected.cached, request.prompt_tokens - 1);
+  const Work own = work_of(request, expected.cached, false);
   StepCosts::Estimate blocked;  // by the step of something less urgent that is under way
   for (const Work& work : works_) {
     if (work.begun && work.request->priority > request.priority) {
@@ -73,7 +73,6 @@ Expected Forecast::of(const RequestSlot& request, int64_t now) noexcept {
   };
   std::ranges::sort(works_, {}, place);
 
-  Expected expected;
   double time = blocked.ns, late = blocked.ns + blocked.margin;
   bool behind = false;
   for (const Work& work : works_) {

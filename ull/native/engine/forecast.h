@@ -15,6 +15,7 @@ struct Expected {
   int64_t first_ns = 0;        // CLOCK_MONOTONIC, as all of these: its first token, ...
   int64_t done_ns = 0;         // ... and its last
   int64_t late_ns = 0;         // when it is done if what may well go slowly does
+  int32_t cached = 0;          // tokens of its prompt that are probably in the KV cache
   bool keeps_promises = true;  // no request whose deadline was accepted misses it because of this one
 };
 
@@ -39,7 +40,8 @@ class Forecast {
     double margin_ns = 0;
   };
 
-  [[nodiscard]] Work work_of(const RequestSlot& request, int reached, bool begun, int cached) const noexcept;
+  // What is left of a request of which the first `from` tokens are in the KV cache.
+  [[nodiscard]] Work work_of(const RequestSlot& request, int from, bool begun) const noexcept;
   void collect(const RequestSlot* except) noexcept;
 
   EngineShared& shared_;

@@ -165,6 +165,7 @@ EngineLoop::Ending EngineLoop::open_sequence() noexcept {
   run_->sequence = &cache_.open(text, request.pin);
   if (run_->completed == 0) {
     const int32_t cached = run_->sequence->size();
+    run_->request->reached.store(cached, std::memory_order_relaxed);
     run_->request->outcome.cached_tokens = cached;
     EngineCounters& counted = counters(request);
     counted.cached_tokens += static_cast<uint64_t>(cached);
@@ -216,7 +217,7 @@ EngineLoop::Ending EngineLoop::prefill() noexcept {
     request.reached.store(sequence.size(), std::memory_order_relaxed);
     ++counters(request).prefill_chunks;
     const int64_t began = std::exchange(now, monotonic_ns());
-    costs_.prefilled(count, start, now - began);
+    costs_.learn_prefill(count, start, now - began);
     if (const Ending ending = check_commands(now)) return ending;
     if (sequence.size() < end && outranked(now)) return {.suspended = true};
   }
@@ -281,11 +282,11 @@ EngineLoop::Ending EngineLoop::accept_round(const RoundStep& step) noexcept {
     counters_.longest_cycle_ns = std::max(counters_.longest_cycle_ns, static_cast<uint64_t>(cycle));
     counters_.slow_cycles += cycle > options_.slow_cycle_ns ? 1 : 0;
     if (--unlearnt_rounds_ <= 0) {
-      costs_.round(request.speculation, result_.count, step.position, cycle);
+      costs_.learn_round(request.speculation, result_.count, step.position, cycle);
       unlearnt_rounds_ = cycle < kFastRoundNs ? kFastRounds : 1;
     }
   } else if (step.forced > 0) {
-    costs_.prefilled(step.forced + 1, step.position, now - request.timeline.prefilled_ns);
+    costs_.learn_prefill(step.forced + 1, step.position, now - request.timeline.prefilled_ns);
   }
   run_->last_round_ns = now;
   if (run_->completed == run_->announced) run_->unannounced_ns = now;
