@@ -11,7 +11,9 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 
+#include "engine/request.h"
 #include "executor/executor.h"
 
 namespace ull {
@@ -85,6 +87,19 @@ class StepCosts {
     rounds_[static_cast<size_t>(drafter)].add(token(position), static_cast<double>(ns) / count);
   }
 
+  // A request of `priority` has been worked on for `ns`; `began`: that was its beginning.
+  void learn_load(Priority priority, int64_t ns, bool began) noexcept {
+    busy_ns_[static_cast<size_t>(priority)] += ns;
+    requests_[static_cast<size_t>(priority)] += began ? 1 : 0;
+  }
+  // Since the engine's start: the time that requests more urgent than `priority` have taken, and how many there were.
+  [[nodiscard]] int64_t urgent_ns(Priority priority) const noexcept {
+    return std::accumulate(busy_ns_.begin(), busy_ns_.begin() + static_cast<ptrdiff_t>(priority), int64_t{0});
+  }
+  [[nodiscard]] int64_t urgent_requests(Priority priority) const noexcept {
+    return std::accumulate(requests_.begin(), requests_.begin() + static_cast<ptrdiff_t>(priority), int64_t{0});
+  }
+
   struct Estimate {
     double ns = 0;      // to be expected
     double margin = 0;  // by which it may well be exceeded
@@ -121,6 +136,8 @@ class StepCosts {
   }
   [[nodiscard]] static Regression<2>::Vector token(int position) noexcept { return {1.0, position / kPositions}; }
 
+  std::array<int64_t, kPriorities> busy_ns_{};
+  std::array<int64_t, kPriorities> requests_{};
   Regression<3> prefill_;
   std::array<Regression<2>, kDrafterKinds> rounds_;  // by DrafterKind
 };

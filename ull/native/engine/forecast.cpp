@@ -1,11 +1,20 @@
 #include "engine/forecast.h"
 
 #include <algorithm>
+#include <cmath>
 #include <tuple>
 
 #include "engine/queue.h"
 
 namespace ull {
+namespace {
+
+constexpr int64_t kLookNs = 50'000'000;  // between two looks at the load
+constexpr double kMemoryNs = 2e9;        // in which an old load is forgotten
+constexpr double kMostShare = 0.9;
+constexpr double kMargins = 3.0;  // standard deviations
+
+}  // namespace
 
 Forecast::Forecast(EngineShared& shared, const ExecutorInfo& info)
     : shared_(shared), chunk_(info.prefill_chunk), forced_(info.reuse == Reuse::kAll ? info.forced_tokens : 0) {
@@ -50,21 +59,39 @@ void Forecast::collect(const RequestSlot* except) noexcept {
   }
 }
 
+StepCosts::Estimate Forecast::urgent_share(Priority priority, double ns, int64_t now) noexcept {
+  Load& load = loads_[static_cast<size_t>(priority)];
+  const int64_t urgent_ns = costs_.urgent_ns(priority);
+  if (const int64_t passed = now - load.seen_ns; passed >= kLookNs) {
+    const double newest = static_cast<double>(urgent_ns - load.urgent_ns) / static_cast<double>(passed);
+    load.share += (std::min(newest, kMostShare) - load.share) * -std::expm1(-static_cast<double>(passed) / kMemoryNs);
+    load.urgent_ns = urgent_ns;
+    load.seen_ns = now;
+  }
+  const int64_t requests = costs_.urgent_requests(priority);
+  if (requests == 0) return {};
+  const double added = ns * load.share / (1.0 - load.share);
+  // So many come in that time, each about as long as all have been: their number varies as a Poisson process does.
+  const double each = static_cast<double>(urgent_ns) / static_cast<double>(requests);
+  return {added, kMargins * std::sqrt(added * each)};
+}
+
 Expected Forecast::of(const RequestSlot& request, int64_t now) noexcept {
   collect(&request);
   Expected expected;
   if (shared_.cached != nullptr) expected.cached = shared_.cached->likely(request.prompt());
   expected.cached = std::min(expected.cached, request.prompt_tokens - 1);
   const Work own = work_of(request, expected.cached, false);
-  StepCosts::Estimate blocked;  // by the step of something less urgent that is under way
+  StepCosts::Estimate blocked;  // by the step of something less urgent that is under way, or about to be
+  const bool idle = std::ranges::none_of(works_, &Work::begun);
   for (const Work& work : works_) {
-    if (work.begun && work.request->priority > request.priority) {
-      const int reached = work.request->reached.load(std::memory_order_relaxed);
-      const bool reads = reached < work.request->prompt_tokens - 1;
-      const StepCosts::Estimate step =
-          reads ? costs_.prefill(reached, reached + chunk_, chunk_) : costs_.round(work.request->speculation, reached);
-      if (step.ns > blocked.ns) blocked = step;
-    }
+    if (work.request->priority <= request.priority || !(work.begun || idle)) continue;
+    const int reached = work.request->reached.load(std::memory_order_relaxed);
+    const bool reads = reached < work.request->prompt_tokens - 1;
+    StepCosts::Estimate step =
+        reads ? costs_.prefill(reached, reached + chunk_, chunk_) : costs_.round(work.request->speculation, reached);
+    if (!work.begun) step = {0.0, step.ns + step.margin};
+    if (step.ns + step.margin > blocked.ns + blocked.margin) blocked = step;
   }
   std::erase_if(works_, [&](const Work& work) { return work.request->priority > request.priority; });
   works_.push_back(own);
@@ -81,8 +108,10 @@ Expected Forecast::of(const RequestSlot& request, int64_t now) noexcept {
     time += work.first_ns + work.rest_ns;
     late += work.first_ns + work.rest_ns + work.margin_ns;
     if (is_own) {
-      expected.done_ns = now + static_cast<int64_t>(time);
-      expected.late_ns = now + static_cast<int64_t>(late);
+      const StepCosts::Estimate urgent = urgent_share(request.priority, late, now);
+      expected.first_ns += static_cast<int64_t>(urgent.ns * (time - work.rest_ns) / std::max(late, 1.0));
+      expected.done_ns = now + static_cast<int64_t>(time + urgent.ns * time / std::max(late, 1.0));
+      expected.late_ns = now + static_cast<int64_t>(late + urgent.ns + urgent.margin);
       behind = true;
       continue;
     }

@@ -2,6 +2,7 @@
 // far and emits as many tokens as it may. The control thread's; it looks at the slots without stopping anybody.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -43,12 +44,22 @@ class Forecast {
   // What is left of a request of which the first `from` tokens are in the KV cache.
   [[nodiscard]] Work work_of(const RequestSlot& request, int from, bool begun) const noexcept;
   void collect(const RequestSlot* except) noexcept;
+  // What more urgent requests that are yet to come may take of `ns` of less urgent work.
+  [[nodiscard]] StepCosts::Estimate urgent_share(Priority priority, double ns, int64_t now) noexcept;
 
   EngineShared& shared_;
   const int chunk_;   // of prefill
   const int forced_;  // prompt tokens that a first round reads
   StepCosts costs_;
   std::vector<Work> works_;
+
+  // How much of the time requests more urgent than each priority take lately.
+  struct Load {
+    int64_t urgent_ns = 0;  // StepCosts::urgent_ns() when it was last looked at
+    int64_t seen_ns = 0;    // CLOCK_MONOTONIC, then
+    double share = 0;
+  };
+  std::array<Load, kPriorities> loads_{};
 };
 
 }  // namespace ull

@@ -94,7 +94,8 @@ void EngineLoop::idle() noexcept {
 void EngineLoop::serve(Priority priority) noexcept {
   const int64_t now = monotonic_ns();
   run_ = &run_of(priority);
-  if (schedule_.begun(priority)) {
+  const bool begins = !schedule_.begun(priority);
+  if (!begins) {
     schedule_.resume(priority, now);
   } else {
     begin(schedule_.begin(priority, now));
@@ -113,6 +114,7 @@ void EngineLoop::serve(Priority priority) noexcept {
     end_run(*run_, ending);
   }
   run_ = nullptr;
+  costs_.learn_load(priority, monotonic_ns() - now, begins);
 }
 
 void EngineLoop::begin(uint32_t slot) noexcept {
