@@ -14,7 +14,7 @@ using ull::StepCosts;
 bool near(double value, double expected, double share) { return std::abs(value - expected) <= share * expected; }
 
 TEST(a_plane_is_found_again) {
-  Regression<3> fit;
+  Regression<3> fit({1e3, 1e3, 1e3});
   std::mt19937 random(3);
   std::uniform_real_distribution<double> uniform(0, 4);
   for (int i = 0; i < 500; ++i) {
@@ -26,7 +26,7 @@ TEST(a_plane_is_found_again) {
 }
 
 TEST(it_follows_a_machine_that_becomes_slower_and_shrugs_off_a_hiccup) {
-  Regression<2> fit;
+  Regression<2> fit({1e3, 1e3});
   for (int i = 0; i < 200; ++i) fit.add({1, i / 200.0}, 1e6);
   fit.add({1, 1}, 1e9);
   CHECK(near(fit.at({1, 1}), 1e6, 0.25));
@@ -36,7 +36,7 @@ TEST(it_follows_a_machine_that_becomes_slower_and_shrugs_off_a_hiccup) {
 
 // Always the same x tells nothing of the other directions: they neither drift nor blow up.
 TEST(what_is_always_the_same_stays_known) {
-  Regression<3> fit;
+  Regression<3> fit({1e3, 1e3, 1e3});
   for (int i = 0; i < 100'000; ++i) fit.add({1, 4, 0}, 5e6);
   CHECK(near(fit.at({1, 4, 0}), 5e6, 0.001));
   fit.add({1, 0.25, 0}, 1e6);
@@ -66,6 +66,18 @@ TEST(chunks_and_rounds) {
   CHECK(near(costs.decode(DrafterKind::kNgram, 0, 100).ns, 100 * 500'000.0, 0.02));
   CHECK(near(costs.decode(DrafterKind::kMedusa, 0, 100).ns, 100 * 1'005'000.0,
              0.02));  // as plain ones, until it is known
+}
+
+// A few rounds at a text's beginning, which vary, tell nothing of its end.
+TEST(what_is_near_does_not_foretell_what_is_far) {
+  std::mt19937 random(9);
+  for (int turn = 0; turn < 100; ++turn) {
+    StepCosts costs;
+    for (int position = 10; position < 18; ++position) {
+      costs.learn_round(DrafterKind::kNone, 1, position, 800'000 + static_cast<int64_t>(random() % 400'000));
+    }
+    CHECK(near(costs.decode(DrafterKind::kNone, 20, 900).ns, 900 * 1e6, 0.25));
+  }
 }
 
 TEST(what_varies_has_a_margin) {

@@ -18,14 +18,16 @@
 
 namespace ull {
 
-// y = w . x, fitted to what add() was told, the newest counting most.
+// y = w . x, fitted to what add() was told, the newest counting most. `doubt`: how much a weight may differ from 0
+// before much is known, against the spread of y; little doubt keeps a few near samples from telling of what is far
+// away.
 template <size_t N>
 class Regression {
  public:
   using Vector = std::array<double, N>;
 
-  Regression() noexcept {
-    for (size_t i = 0; i < N; ++i) covariance_[i][i] = kUnknown;
+  explicit Regression(const Vector& doubt) noexcept : doubt_(doubt) {
+    for (size_t i = 0; i < N; ++i) covariance_[i][i] = doubt[i];
   }
 
   [[nodiscard]] bool known() const noexcept { return samples_ > 0; }
@@ -51,28 +53,28 @@ class Regression {
       // A hiccup of the machine says nothing about the next step.
       error = std::clamp(error, -expected, kMostSurprise * expected);
     }
-    double trace = 0;
+    bool forgets = true;
     for (size_t i = 0; i < N; ++i) weights_[i] += gain[i] / power * error;
     for (size_t i = 0; i < N; ++i) {
       for (size_t j = 0; j < N; ++j) covariance_[i][j] -= gain[i] * gain[j] / power;
-      trace += covariance_[i][i];
+      forgets = forgets && covariance_[i][i] < kMemory * doubt_[i];
     }
     ++samples_;
-    if (trace > kUnknown) return;  // what nothing new is heard of is not forgotten
+    if (!forgets) return;  // what nothing new is heard of
     for (auto& row : covariance_) {
       for (double& value : row) value /= kMemory;
     }
   }
 
  private:
-  static constexpr double kUnknown = 1e3;
   static constexpr double kMemory = 0.99;
   static constexpr double kSpreadSamples = 50.0;
   static constexpr double kMostSurprise = 3.0;
 
+  Vector doubt_;
   Vector weights_{};
   std::array<Vector, N> covariance_{};
-  double spread_ = 0;
+  double spread_ = 0.2;  // until it is known better
   int64_t samples_ = 0;
 };
 
@@ -138,8 +140,13 @@ class StepCosts {
 
   std::array<int64_t, kPriorities> busy_ns_{};
   std::array<int64_t, kPriorities> requests_{};
-  Regression<3> prefill_;
-  std::array<Regression<2>, kDrafterKinds> rounds_;  // by DrafterKind
+  static constexpr double kAny = 1e3;     // doubt of what one sample tells
+  static constexpr double kLittle = 0.1;  // of what positions add: it takes long texts to tell
+
+  Regression<3> prefill_{{kAny, kAny, kLittle}};
+  std::array<Regression<2>, kDrafterKinds> rounds_{Regression<2>{{kAny, kLittle}}, Regression<2>{{kAny, kLittle}},
+                                                   Regression<2>{{kAny, kLittle}}, Regression<2>{{kAny, kLittle}},
+                                                   Regression<2>{{kAny, kLittle}}};  // by DrafterKind
 };
 
 }  // namespace ull
