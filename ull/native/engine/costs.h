@@ -143,10 +143,12 @@ class StepCosts {
   static constexpr double kAny = 1e3;     // doubt of what one sample tells
   static constexpr double kLittle = 0.1;  // of what positions add: it takes long texts to tell
 
+  struct PerToken : Regression<2> {
+    PerToken() noexcept : Regression({kAny, kLittle}) {}
+  };
+
   Regression<3> prefill_{{kAny, kAny, kLittle}};
-  std::array<Regression<2>, kDrafterKinds> rounds_{Regression<2>{{kAny, kLittle}}, Regression<2>{{kAny, kLittle}},
-                                                   Regression<2>{{kAny, kLittle}}, Regression<2>{{kAny, kLittle}},
-                                                   Regression<2>{{kAny, kLittle}}};  // by DrafterKind
+  std::array<PerToken, kDrafterKinds> rounds_;  // by DrafterKind
 };
 
 }  // namespace ull

@@ -115,7 +115,7 @@ class PrefixCache {
 
   [[nodiscard]] int pages_used() const noexcept { return pool_.page_count() - pool_.free_count(); }
   [[nodiscard]] int page_count() const noexcept { return pool_.page_count(); }
-  // Pages that only pinned sequences' needs may count on.
+  // Pages that pinned sequences hold; one that several share counts for each.
   [[nodiscard]] int pages_pinned() const noexcept;
   [[nodiscard]] int resident() const noexcept;
   [[nodiscard]] int pinned() const noexcept;
