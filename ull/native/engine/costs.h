@@ -127,7 +127,7 @@ class StepCosts {
   }
 
  private:
-  static constexpr double kMargins = 3.0;
+  static constexpr double kMargins = 4.0;
   // Units that keep the numbers near 1.
   static constexpr double kTokens = 64.0;
   static constexpr double kPositions = 1024.0;

@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kLookNs = 50'000'000;  // between two looks at the load
 constexpr double kMemoryNs = 2e9;        // in which an old load is forgotten
 constexpr double kMostShare = 0.9;
-constexpr double kMargins = 3.0;  // standard deviations
+constexpr double kMargins = 4.0;  // standard deviations
 
 }  // namespace
 
