@@ -239,7 +239,7 @@ def bars(samples: dict[str, Any]) -> list[Check]:
         tokens("held-out, greedy", "medusa", 2.0),
         tokens("held-out, T=0.8", "medusa", 1.7),
         tokens("held-out, greedy", "draft", 2.5),
-        tokens("repeated lines, greedy", "ngram", 3.0),
+        tokens("repeated lines, greedy", "suffix", 3.0),
         *(Check(f"loss on unpredictable text, {name}", loss, "%", must=3.0) for name, loss in losses.items()),
     ]
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 Isa = Literal["auto", "avx512", "avx2", "portable"]
 Idle = Literal["adaptive", "spin"]
-Drafter = Literal["none", "ngram", "medusa", "draft", "auto"]
+Drafter = Literal["none", "suffix", "medusa", "eagle", "dflash", "draft", "auto"]
 
 IO_MESSAGES: Final[Mapping[str, bytes]]  # what the io thread tells the control plane: the letter by the name
 LIMITS: Final[Mapping[str, int]]  # of requests, and of the configuration (module/limits.cpp)

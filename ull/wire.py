@@ -25,7 +25,7 @@ from ull.errors import Busy, DeadlineUnreachable, Draining, InvalidGrammar, Jour
 VERSION: Final = b"ull1"
 MAX_ID: Final = 2**64 - 1  # request ids and seeds are unsigned 64-bit numbers
 MAX_TREE: Final = 64  # tokens of one verification, the root included
-Drafter = Literal["none", "ngram", "medusa", "draft", "auto"]
+Drafter = Literal["none", "suffix", "medusa", "eagle", "dflash", "draft", "auto"]
 DRAFTERS: Final[tuple[str, ...]] = get_args(Drafter)  # what `speculate` may name
 Priority = Literal["realtime", "interactive", "batch"]
 PRIORITIES: Final[tuple[str, ...]] = get_args(Priority)  # what `priority` may name, the most urgent first

@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-perplexity-increase", type=float, metavar="F", help="fraction that fails the build (default 0.01)")
     add("--medusa", metavar="PATH", help="Medusa heads: medusa_lm_head.pt or .safetensors, or their directory")
     add("--draft", metavar="DIR", help="a smaller checkpoint with the same tokenizer, as draft model")
-    drafters = ("none", "ngram", "medusa", "draft", "auto")
+    drafters = ("none", "suffix", "medusa", "eagle", "dflash", "draft", "auto")
     add("--drafter", choices=drafters, help='what drafts for requests that do not say (default "auto")')
     add("--forward", choices=("fused", "tensorrt"), help="who computes the layers, on a GPU (default fused)")
     add("--attention", choices=("paged", "native"), help="with --forward tensorrt: whose attention (default paged)")
@@ -227,7 +227,7 @@ def describe_speculation(manifest: Manifest) -> str:
     speculation = manifest.speculation
     if speculation is None:
         return "none"
-    parts = ["ngram"]
+    parts = ["suffix"]
     if (medusa := speculation.medusa) is not None:
         parts.append(f"{medusa.heads} Medusa heads (version {medusa.version})")
     if (draft := speculation.draft) is not None:

@@ -244,7 +244,7 @@ def _check_drafters(recipe: Recipe, origin: str) -> None:
         if recipe.drafter in ("auto", given):
             raise RecipeError(
                 f"{origin}: {reason}, so [{given}] has no use; remove it, or leave it out of this build with "
-                "--drafter ngram (or none)",
+                "--drafter suffix (or none)",
                 field=given,
             )
 

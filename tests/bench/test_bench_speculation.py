@@ -55,12 +55,12 @@ def test_a_time_is_the_mean_of_the_prompts_medians() -> None:
         ({"medusa": 1.9}, {"medusa, held-out, greedy"}),
         ({"medusa": 1.6}, {"medusa, held-out, greedy", "medusa, held-out, T=0.8"}),
         ({"draft": 2.4}, {"draft, held-out, greedy"}),
-        ({"ngram": 2.9}, {"ngram, repeated lines, greedy"}),
+        ({"suffix": 2.9}, {"suffix, repeated lines, greedy"}),
         ({"auto_us": 10.4}, {"loss on unpredictable text, auto"}),
     ],
 )
 def test_bars(change: dict[str, float], missed: set[str]) -> None:
-    good = {"none": 1.0, "ngram": 3.1, "medusa": 2.1, "draft": 2.6, "auto": 3.0}
+    good = {"none": 1.0, "suffix": 3.1, "medusa": 2.1, "draft": 2.6, "auto": 3.0}
     samples: dict[str, object] = {}
     for name in ("held-out, greedy", "held-out, T=0.8", "repeated lines, greedy", "unpredictable"):
         rows = {}

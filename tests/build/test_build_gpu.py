@@ -449,7 +449,7 @@ LOVELACE = {  # a GPU on which our kernels of the layers do not run
 @pytest.mark.parametrize(
     ("values", "field", "words"),
     [
-        (LOVELACE | {"draft": {"model": "m"}}, "draft", "does not run on target sm_89, so .* with --drafter ngram"),
+        (LOVELACE | {"draft": {"model": "m"}}, "draft", "does not run on target sm_89, so .* with --drafter suffix"),
         (
             LOVELACE | {"draft": {"model": "m"}, "drafter": "draft"},
             "draft",
@@ -491,8 +491,8 @@ def test_what_a_gpu_cannot_draft_with_may_be_left_out() -> None:
         return settings_from_recipe(make_recipe(recipe | values, "recipe")).speculation
 
     assert speculation(drafter="medusa").medusa == Path("h") and speculation(drafter="medusa").draft == Path("d")
-    without = speculation(drafter="ngram", forward={"decode": "tensorrt"})
-    assert without.medusa is None and without.draft == Path("d") and without.default == "ngram"
+    without = speculation(drafter="suffix", forward={"decode": "tensorrt"})
+    assert without.medusa is None and without.draft == Path("d") and without.default == "suffix"
     assert speculation(drafter="none", **LOVELACE).draft is None
 
 

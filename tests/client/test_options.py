@@ -56,14 +56,14 @@ def test_every_option_has_a_flag_but_those_that_are_listed(
 def test_flags_are_read_as_the_types_of_their_options() -> None:
     parser = argparse.ArgumentParser()
     chat.add_arguments(parser)
-    line = "--top-k 4 --temperature 0.5 --stop A --stop B --special-tokens --speculate ngram --system X"
+    line = "--top-k 4 --temperature 0.5 --stop A --stop B --special-tokens --speculate suffix --system X"
     given = given_options(parser.parse_args([*line.split(), "--template-kwargs", '{"a": 1}']))
     assert {name: value for name, value in given.items() if value is not None} == {
         "top_k": 4,
         "temperature": 0.5,
         "stop": ["A", "B"],
         "special_tokens": True,
-        "speculate": "ngram",
+        "speculate": "suffix",
         "chat_template_kwargs": {"a": 1},
     }
 

@@ -69,7 +69,7 @@ class Drifting(Prover):
         self, subject: Subject, drafter: str, priority: str | None = None, hold: bool | None = None
     ) -> GenerateOptions:
         options: dict[str, Any] = {**super().options(subject, drafter, priority, hold)}
-        if drafter == "ngram":
+        if drafter == "suffix":
             options["seed"] += 1
         return GenerateOptions(**options)
 
@@ -77,11 +77,11 @@ class Drifting(Prover):
 def test_a_token_that_differs_is_found(shared_daemon: Daemon) -> None:
     with Client(shared_daemon.url) as client, Client(shared_daemon.url) as other:
         prover, findings = Drifting(client, other, Random(1)), Findings()
-        prover.drafters = ["none", "ngram"]
+        prover.drafters = ["none", "suffix"]
         subject = Subject("sampled", prover.prompt(5), 7, {"temperature": 1.0})
         prove(prover, subject, findings)
         assert findings.result(prover.drafters, {"sampled"}) == "fail"
-        assert {item["drafter"] for item in findings.differences} == {"ngram"}
+        assert {item["drafter"] for item in findings.differences} == {"suffix"}
         assert len(findings.differences) == len(CONDITIONS)
         reference: Result = prover.alone(subject, "none")
     for item in findings.differences:
@@ -93,7 +93,7 @@ def test_results_by_what_was_found() -> None:
     tallies = {(name, "none"): Tally(runs=2, met=2, tries=3) for name in CONDITIONS}
     findings = Findings(tallies=tallies, subjects=[{"kind": "greedy"}], cold_references=1)
     assert findings.result(["none"], {"greedy"}) == "pass"
-    assert findings.result(["none", "ngram"], {"greedy"}) == "incomplete"
+    assert findings.result(["none", "suffix"], {"greedy"}) == "incomplete"
     assert findings.result(["none"], {"greedy", "sampled"}) == "incomplete"
     tallies["held", "none"].met = 1
     assert findings.result(["none"], {"greedy"}) == "incomplete"

@@ -193,7 +193,7 @@ def test_heads_see_the_state_of_the_last_accepted_token(tmp_path: Path, length: 
 
 
 @pytest.mark.parametrize("chunk", [40, 256])
-@pytest.mark.parametrize("order", list(itertools.permutations(["none", "ngram", "draft"])))
+@pytest.mark.parametrize("order", list(itertools.permutations(["none", "suffix", "draft"])))
 def test_the_draft_s_cache_stays_right_across_requests_and_reuse(
     twin: dict[str, Any], order: tuple[str, ...], chunk: int
 ) -> None:
@@ -232,11 +232,11 @@ def test_sessions_in_turn_do_not_disturb_each_other_s_drafts(twin: dict[str, Any
 
 def test_drafters_and_their_costs_are_reported(spec: dict[str, Any]) -> None:
     info = _native.SpeculationRig(spec).info
-    assert info["drafters"] == ["none", "ngram", "medusa", "draft", "auto"]
+    assert info["drafters"] == ["none", "suffix", "medusa", "draft", "auto"]
     assert all(info["draft_ns"][name] > 0 for name in ("medusa", "draft"))
     bare = spec | {"medusa": None, "draft": None}
     alone = _native.SpeculationRig(bare).info
-    assert alone["drafters"] == ["none", "ngram", "auto"]
+    assert alone["drafters"] == ["none", "suffix", "auto"]
     assert alone["drafter_weight_bytes"] == alone["drafter_kv_bytes"] == 0
     for what in ("weight_bytes", "kv_bytes"):
         assert info[f"drafter_{what}"] > 0

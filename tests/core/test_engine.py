@@ -223,7 +223,14 @@ def test_info_and_stats(tmp_path: Path) -> None:
         stats = rig.engine.stats()
         assert stats["finished"] == {"stop": 0, "length": 1, "cancelled": 0, "timeout": 0, "deadline": 0, "error": 0}
         assert stats["completion_tokens"] == 10
-        assert stats["by_drafter"] == {"none": 10, "ngram": 0, "medusa": 0, "draft": 0}
+        assert stats["by_drafter"] == {
+            "none": 10,
+            "suffix": 0,
+            "medusa": 0,
+            "eagle": 0,
+            "dflash": 0,
+            "draft": 0,
+        }
         assert (stats["drafted_tokens"], stats["accepted_tokens"]) == (0, 0)
         assert stats["accepted_by_depth"] == [0] * 16
         assert stats["round_ns"]["count"] == 9

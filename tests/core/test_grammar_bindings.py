@@ -46,7 +46,7 @@ SOURCES: list[tuple[Kind, str]] = [
     ("lark", 'start: "a" <|bos|> "b" x\nx: /[0-9]+/ | "hello world, this is forced"'),
 ]
 MANY: dict[str, Any] = {f"property_{i}": {} for i in range(500)}
-DRAFTERS = ("none", "ngram", "medusa", "draft", "auto")
+DRAFTERS = ("none", "suffix", "medusa", "draft", "auto")
 
 
 def library() -> str:

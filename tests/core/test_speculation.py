@@ -146,7 +146,7 @@ def test_no_draft_changes_the_output(
 
 
 @slow_but_thorough
-@given(case=cases(), max_tree=st.integers(0, 64), adaptive=st.booleans(), kind=st.sampled_from(["ngram", "auto"]))
+@given(case=cases(), max_tree=st.integers(0, 64), adaptive=st.booleans(), kind=st.sampled_from(["suffix", "auto"]))
 def test_ngram_changes_nothing_but_the_rounds(
     folder: Path, case: Case, max_tree: int, adaptive: bool, kind: str
 ) -> None:
@@ -163,10 +163,10 @@ def test_a_repeating_text_takes_few_rounds(folder: Path) -> None:
     spec = RandomModel(Dims(vocabulary=50, seed=5)).save(folder / "weights.safetensors")
     prompt = np.arange(20, dtype=np.int32)
     plain = _native.SpeculationRig(spec).decode(prompt, 250)  # greedy: a random model soon repeats itself
-    result = _native.SpeculationRig(spec, adaptive=False).decode(prompt, 250, speculate="ngram", max_tree=16)
+    result = _native.SpeculationRig(spec, adaptive=False).decode(prompt, 250, speculate="suffix", max_tree=16)
     assert result["tokens"] == plain["tokens"]
     assert len(result["rounds"]) < 125
-    assert "ngram" in {round[0] for round in result["rounds"]}
+    assert "suffix" in {round[0] for round in result["rounds"]}
 
 
 def test_a_logit_that_is_not_finite_fails_where_it_would_have(folder: Path) -> None:
@@ -192,8 +192,8 @@ def test_the_cost_table_is_measured(folder: Path) -> None:
     info = _native.SpeculationRig(spec).info
     assert list(info["verify_ns"]) == ["1", "2", "4", "8", "16", "32", "64"]
     assert all(cost > 0 for cost in info["verify_ns"].values())
-    assert info["drafters"] == ["none", "ngram", "auto"]
-    assert info["draft_ns"]["ngram"] > 0
+    assert info["drafters"] == ["none", "suffix", "auto"]
+    assert info["draft_ns"]["suffix"] > 0
 
 
 def test_bad_arguments_are_named(folder: Path) -> None:
@@ -205,7 +205,7 @@ def test_bad_arguments_are_named(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"^speculate: "):
         rig.decode(prompt, 4, speculate="oracle")
     with pytest.raises(ValueError, match=r"^max_tree: "):
-        rig.decode(prompt, 4, speculate="ngram", max_tree=65)
+        rig.decode(prompt, 4, speculate="suffix", max_tree=65)
     with pytest.raises(ValueError, match=r"^max_tokens: "):
         rig.decode(prompt, CONTEXT)
     with pytest.raises(ValueError, match=r"^drafter: "):
@@ -248,7 +248,7 @@ def test_requests_end_as_they_would_without_speculation(folder: Path, prefix_cac
         speculative_rounds = 0
         for variant in variants:
             results = []
-            for speculate in ("none", "ngram", "auto"):
+            for speculate in ("none", "suffix", "auto"):
                 for length in (len(prompt), len(prompt) + 150):  # the second turn goes on after the first one's answer
                     turn = (prompt + text.encode())[:length]
                     request_id += 1
@@ -259,21 +259,21 @@ def test_requests_end_as_they_would_without_speculation(folder: Path, prefix_cac
                     assert rounds["accepted_tokens"] == sum(rounds["accepted_by_depth"])
                     if speculate == "none":
                         assert rounds["by_drafter"].keys() == {"none"}
-                    speculative_rounds += rounds["by_drafter"].get("ngram", 0)
+                    speculative_rounds += rounds["by_drafter"].get("suffix", 0)
             assert results[0:2] == results[2:4] == results[4:6]
         assert speculative_rounds > 10
         rig.engine.stop()
         stats = rig.engine.stats()
-        assert stats["by_drafter"]["ngram"] == speculative_rounds
+        assert stats["by_drafter"]["suffix"] == speculative_rounds
         assert sum(stats["by_drafter"].values()) == stats["rounds"]
         assert stats["accepted_tokens"] >= sum(stats["accepted_by_depth"]) > 0
 
 
 def test_the_engine_refuses_a_drafter_that_it_lacks(folder: Path) -> None:
     spec = RandomModel(Dims(vocabulary=128)).save(folder / "weights.safetensors")
-    executor = _native.CpuExecutor(spec, threads=1, cores=[], speculate="ngram", max_tree=8)
+    executor = _native.CpuExecutor(spec, threads=1, cores=[], speculate="suffix", max_tree=8)
     with Rig(folder, {}, executor=executor) as rig:
-        assert (rig.engine.info["default_drafter"], rig.engine.info["default_max_tree"]) == ("ngram", 8)
+        assert (rig.engine.info["default_drafter"], rig.engine.info["default_max_tree"]) == ("suffix", 8)
         for params in ({"speculate": "medusa"}, {"speculate": "x"}, {"max_tree": 65}, {"max_tree": -1}):
             with pytest.raises(_native.InvalidRequest) as caught:
                 rig.submit(b"client", 1, b"abc", max_tokens=4, **params)

@@ -92,9 +92,9 @@ def refusal(admission: Admission, **fields: Any) -> RequestError:
         ({"priority": "real-time"}, "priority", "did you mean 'realtime'?"),
         ({"priority": "Q" * 10_000_000}, "priority", "is none of"),
         ({"hold": True, "logprobs": 0}, "hold", "cannot be combined with logprobs"),
-        ({"speculate": "medusa"}, "speculate", "'medusa' is not in this engine's bundle; it offers none, ngram, auto"),
+        ({"speculate": "medusa"}, "speculate", "'medusa' is not in this engine's bundle; it offers none, suffix, auto"),
         ({"speculate": "draft"}, "speculate", "'draft' is not in this engine's bundle"),
-        ({"speculate": "n-gram"}, "speculate", "did you mean 'ngram'? This engine offers none, ngram, auto"),
+        ({"speculate": "sufix"}, "speculate", "did you mean 'suffix'? This engine offers none, suffix, auto"),
         ({"speculate": ""}, "speculate", "'' is no drafter; this engine offers"),
         ({"speculate": "Q" * 10_000_000}, "speculate", "is no drafter; this engine offers"),
         ({"max_tree": 0}, "max_tree", "from 1 (no draft) to 64 tokens, not 0"),
@@ -189,7 +189,7 @@ def test_parameters_of_an_elaborate_request(admission: Admission) -> None:
         priority="batch",
         hold=False,
         logit_bias={5: -math.inf, 6: 1.0},
-        speculate="ngram",
+        speculate="suffix",
         max_tree=8,
         presence_penalty=-2.0,
         frequency_penalty=0.5,
@@ -203,13 +203,13 @@ def test_parameters_of_an_elaborate_request(admission: Admission) -> None:
     assert (parameters["timeout_ns"], parameters["deadline_ns"]) == (100 + 2_000_000, 100 + 3_000_000)
     assert parameters["priority"] == "batch"
     assert (parameters["logprobs"], parameters["max_tokens"]) == (3, 5)
-    assert (parameters["speculate"], parameters["max_tree"]) == ("ngram", 8)
+    assert (parameters["speculate"], parameters["max_tree"]) == ("suffix", 8)
     assert (parameters["presence_penalty"], parameters["frequency_penalty"]) == (-2.0, 0.5)
     assert parameters["repetition_penalty"] == 1.1
 
 
 def test_the_daemon_s_drafter_is_for_those_who_name_none(admission: Admission) -> None:
-    offered = ("none", "ngram", "medusa", "auto")
+    offered = ("none", "suffix", "medusa", "auto")
     admission.limits = msgspec.structs.replace(
         admission.limits, drafters=offered, default_drafter="medusa", default_max_tree=16
     )
@@ -218,7 +218,7 @@ def test_the_daemon_s_drafter_is_for_those_who_name_none(admission: Admission) -
         admission.check(request)
         parameters = admission.parameters(request, 0, 0)
         assert (parameters["speculate"], parameters["max_tree"]) == (drafter, 16)
-    assert "it offers none, ngram, medusa, auto" in refusal(admission, speculate="draft").message
+    assert "it offers none, suffix, medusa, auto" in refusal(admission, speculate="draft").message
 
 
 def test_an_executor_without_penalties(admission: Admission) -> None:

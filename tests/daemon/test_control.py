@@ -32,7 +32,7 @@ def ended(request_id: int, **times: int) -> bytes:
         "seed": 3,
     }
     rounds = {"rounds": 1, "drafted_tokens": 3, "accepted_tokens": 1, "tokens_per_round": 2.0}
-    speculation = rounds | {"by_drafter": {"ngram": 1}, "accepted_by_depth": [1]}
+    speculation = rounds | {"by_drafter": {"suffix": 1}, "accepted_by_depth": [1]}
     fields |= {"error": None, "delivered": True, "client": "ok", "speculation": speculation}
     return msgspec.msgpack.encode(fields)
 
@@ -110,7 +110,7 @@ def test_a_request_is_live_until_its_record_comes(harness: Harness) -> None:
     (line,) = harness.events("request")
     assert (line["client"], line["finish"], line["completion"], line["seed"]) == (b"me".hex(), "stop", 2, 3)
     assert line["tokens_per_round"] == 2.0
-    assert harness.plane.metrics.speculation.by_drafter == {"ngram": 1}
+    assert harness.plane.metrics.speculation.by_drafter == {"suffix": 1}
 
 
 def test_a_cancel_that_meets_a_prompt_being_tokenized(harness: Harness) -> None:

@@ -121,7 +121,7 @@ def test_a_chat_a_hold_and_a_deadline(client: ull.Client) -> None:
     assert re.fullmatch("[0-9]{3}", held.result().text)
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "auto"])
+@pytest.mark.parametrize("drafter", ["none", "suffix", "auto"])
 def test_every_drafter_gives_the_same(client: ull.Client, drafter: str) -> None:
     def answer(speculate: str) -> list[int]:
         options: dict[str, Any] = {"temperature": 0.9, "seed": 3, "max_tokens": 80, "speculate": speculate}

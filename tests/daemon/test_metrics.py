@@ -95,15 +95,15 @@ def rounds(rounds: int, tokens: int, by_drafter: dict[str, int], by_depth: list[
 def test_speculation_adds_up() -> None:
     metrics = Metrics()
     record = ended()
-    record.speculation = rounds(4, 6, {"ngram": 3, "none": 1}, [2])
+    record.speculation = rounds(4, 6, {"suffix": 3, "none": 1}, [2])
     metrics.ended(record)
-    record.speculation = rounds(6, 24, {"ngram": 1, "medusa": 5}, [6, 5, 7])
+    record.speculation = rounds(6, 24, {"suffix": 1, "medusa": 5}, [6, 5, 7])
     metrics.ended(record)
     metrics.ended(ended("cancelled", tokens=0))
     total = metrics.speculation
     assert (total.rounds, total.drafted_tokens, total.accepted_tokens) == (10, 30, 20)
     assert total.tokens_per_round == pytest.approx(3.0)
-    assert total.by_drafter == {"ngram": 4, "none": 1, "medusa": 5}
+    assert total.by_drafter == {"suffix": 4, "none": 1, "medusa": 5}
     assert total.accepted_by_depth == [8, 5, 7]
     assert added(Speculation(), Speculation()) == Speculation()
 

@@ -224,9 +224,9 @@ def test_speculation_saves_rounds(spawn: Spawn) -> None:
     ids = [500, 600, 700, 800] * 30
     bias = dict.fromkeys((500, 600, 700, 800), 50.0)  # nothing else can come
     with Client(daemon.url) as client:
-        result = complete(client, ids, "ngram", max_tokens=200, logit_bias=bias)
+        result = complete(client, ids, "suffix", max_tokens=200, logit_bias=bias)
         check_same(result, complete(client, ids, "none", max_tokens=200, logit_bias=bias))
-    assert result.speculation.by_drafter["ngram"] > 0
+    assert result.speculation.by_drafter["suffix"] > 0
     assert result.speculation.rounds < 100
 
 
@@ -248,8 +248,8 @@ def test_not_adaptive_drafts_in_every_round(spawn: Spawn, tmp_path: Path) -> Non
                     check_adds_up(result)
                     rounds = result.speculation
                     drafted = rounds.rounds - rounds.by_drafter.get("none", 0)
-                    if drafter == "ngram":  # only where the last tokens have occurred before
-                        assert rounds.by_drafter["ngram"] == drafted > 0
+                    if drafter == "suffix":  # only where the last tokens have occurred before
+                        assert rounds.by_drafter["suffix"] == drafted > 0
                     else:  # the first reads the prompt's end, the last may need one token
                         assert drafted >= rounds.rounds - 2
                     if drafter in ("medusa", "draft") and max_tree == 2:
@@ -293,19 +293,19 @@ def test_a_bundle_without_learned_drafters(spawn: Spawn, tmp_path: Path) -> None
     daemon = spawn(bundle=bundle)
     with Client(daemon.url) as client:
         info = client.info()
-        assert list(info.limits["drafters"]) == ["none", "ngram", "auto"]
+        assert list(info.limits["drafters"]) == ["none", "suffix", "auto"]
         assert info.limits["default_drafter"] == "auto"
         for drafter in ("medusa", "draft"):
-            with pytest.raises(ull.RequestError, match="it offers none, ngram, auto") as caught:
+            with pytest.raises(ull.RequestError, match="it offers none, suffix, auto") as caught:
                 client.generate(PROMPT, speculate=drafter).result()
             assert (caught.value.code, caught.value.field) == ("bad_request", "speculate")
         plain = complete(client, REPEATING, "none")
         assert plain.speculation.by_drafter == {"none": len(plain.token_ids)}
-        for drafter in ("ngram", "auto"):
+        for drafter in ("suffix", "auto"):
             check_same(complete(client, REPEATING, drafter), plain)
     for drafter, said in (
-        ("medusa", "it offers none, ngram, auto"),
-        ("magic", "must be one of bundle, none, ngram, medusa, draft, auto"),
+        ("medusa", "it offers none, suffix, auto"),
+        ("magic", "must be one of bundle, none, suffix, medusa, eagle, dflash, draft, auto"),
     ):
         outcome = ulld(str(bundle), "--listen", f"ipc://{tmp_path}/sock", "--set", f"speculation.default={drafter}")
         assert (outcome.returncode, outcome.stdout, outcome.stderr.count("\n")) == (1, "", 1)
@@ -313,11 +313,11 @@ def test_a_bundle_without_learned_drafters(spawn: Spawn, tmp_path: Path) -> None
 
 
 def test_the_configured_drafter_is_the_default(spawn: Spawn) -> None:
-    daemon = spawn("--set", "speculation.default=ngram", "--set", "speculation.max_tree=4")
+    daemon = spawn("--set", "speculation.default=suffix", "--set", "speculation.max_tree=4")
     with Client(daemon.url) as client:
-        assert client.info().limits["default_drafter"] == "ngram"
+        assert client.info().limits["default_drafter"] == "suffix"
         result = complete(client, REPEATING, None)
-        assert set(result.speculation.by_drafter) <= {"ngram", "none"}
+        assert set(result.speculation.by_drafter) <= {"suffix", "none"}
         assert result.speculation.drafted_tokens <= 3 * result.speculation.rounds
 
 
@@ -353,15 +353,15 @@ def test_a_request_that_never_ran_has_no_rounds(spawn: Spawn) -> None:
 def test_generate_takes_a_drafter(shared_daemon: Daemon) -> None:
     command = ["generate", REPEATING, "--connect", shared_daemon.url, "--max-tokens", "40", "--ignore-eos", "--json"]
     plain = json.loads(ull_command(*command, "--speculate", "none").stdout)
-    drafted = json.loads(ull_command(*command, "--speculate", "ngram", "--max-tree", "8").stdout)
+    drafted = json.loads(ull_command(*command, "--speculate", "suffix", "--max-tree", "8").stdout)
     assert drafted["token_ids"] == plain["token_ids"]
     assert msgspec.convert(drafted["speculation"], Speculation).rounds <= plain["speculation"]["rounds"] == 40
-    assert set(drafted["speculation"]["by_drafter"]) <= {"ngram", "none"}
+    assert set(drafted["speculation"]["by_drafter"]) <= {"suffix", "none"}
 
 
 def test_refusals_on_the_command_line_are_one_line(shared_daemon: Daemon) -> None:
     for command in (["generate", PROMPT], ["bench", "--requests", "1"]):
-        for option, said in ((["--speculate", "ngramm"], "did you mean 'ngram'?"), (["--max-tree", "65"], "not 65")):
+        for option, said in ((["--speculate", "suffixx"], "did you mean 'suffix'?"), (["--max-tree", "65"], "not 65")):
             outcome = ull_command(*command, "--connect", shared_daemon.url, *option)
             assert (outcome.returncode, outcome.stdout, outcome.stderr.count("\n")) == (1, "", 1)
             assert said in outcome.stderr
@@ -375,8 +375,8 @@ def test_chat_takes_a_drafter(shared_daemon: Daemon) -> None:
 
 def test_bench_reports_speculation(shared_daemon: Daemon) -> None:
     command = ["bench", "--connect", shared_daemon.url, "--requests", "4", "--max-tokens", "32", "--prompt", REPEATING]
-    report = json.loads(ull_command(*command, "--speculate", "ngram", "--json").stdout)
-    assert (report["load"]["speculate"], report["load"]["max_tree"]) == ("ngram", None)
+    report = json.loads(ull_command(*command, "--speculate", "suffix", "--json").stdout)
+    assert (report["load"]["speculate"], report["load"]["max_tree"]) == ("suffix", None)
     speculation = report["summary"]["speculation"]
     assert speculation["tokens_per_round"] == pytest.approx(4 * 32 / speculation["rounds"], rel=1e-3)
     assert sum(speculation["share_by_drafter"].values()) == pytest.approx(1.0)

@@ -164,7 +164,7 @@ def test_what_is_asked_for_is_a_call(asking: Client, form: str) -> None:
         assert one.grammar is not None
         assert (one.finish_reason, [call.name for call in one.tool_calls]) == ("tool_calls", ["weather"]), one.text
         assert is_right(one.tool_calls[0].arguments)
-        again = asking.generate(QUESTION, tool_choice=named("weather"), speculate="ngram", **options).result()
+        again = asking.generate(QUESTION, tool_choice=named("weather"), speculate="suffix", **options).result()
         assert again.token_ids == one.token_ids
         some = asking.generate(QUESTION, tool_choice="required", **options | {"tools": tools[:1]}).result()
         assert some.tool_calls, some.text

@@ -82,13 +82,13 @@ def test_the_daemon_says_what_the_cpu_executor_says(bundles: dict[str, Path], st
     """
     cases: list[dict[str, Any]] = [
         {"speculate": "none"},
-        {"speculate": "ngram"},
+        {"speculate": "suffix"},
         {"speculate": "none", "logprobs": 0},  # another sampler's graph than the first
         {"speculate": "none", "temperature": 0.8, "min_p": 0.02},
         {"speculate": "none", "temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
-        {"speculate": "ngram", "temperature": 0.8, "logit_bias": {13: -2.0}},
+        {"speculate": "suffix", "temperature": 0.8, "logit_bias": {13: -2.0}},
         {"speculate": "none", "repetition_penalty": 1.3, "presence_penalty": 0.4},
-        {"speculate": "ngram", "temperature": 0.7, "top_p": 0.95, "frequency_penalty": 0.8},
+        {"speculate": "suffix", "temperature": 0.7, "top_p": 0.95, "frequency_penalty": 0.8},
     ]
     with DaemonProcess(bundles["cpu"]) as daemon, Client(daemon.url) as client:
         expected = [[complete(client, prompt, **case) for prompt in PROMPTS] for case in cases]
@@ -98,7 +98,7 @@ def test_the_daemon_says_what_the_cpu_executor_says(bundles: dict[str, Path], st
         for case, texts in zip(cases, expected, strict=True):
             assert [complete(client, prompt, **case) for prompt in PROMPTS] == texts
         repeated = client.generate(
-            REPEATING, max_tokens=TOKENS, ignore_eos=True, speculate="ngram", max_tree=8
+            REPEATING, max_tokens=TOKENS, ignore_eos=True, speculate="suffix", max_tree=8
         ).result()
         assert repeated.token_ids == expected[0][1]
         assert repeated.usage.cached_tokens > 0
@@ -125,7 +125,7 @@ def test_one_kernel_for_all_layers_says_the_same(bundles: dict[str, Path], start
         {"speculate": "none"},
         {"speculate": "none", "temperature": 0.8},
         {"speculate": "none", "temperature": 0.8, "top_p": 0.95},
-        {"speculate": "ngram", "temperature": 0.6},
+        {"speculate": "suffix", "temperature": 0.6},
     ]
     with DaemonProcess(bundles["cpu"]) as daemon, Client(daemon.url) as client:
         expected = [complete(client, REPEATING, **case) for case in cases]
@@ -149,7 +149,7 @@ def test_medusa_heads_draft_on_the_device(bundles: dict[str, Path], start: Start
     daemon = start("--set", "engine.persistent=true", *ALWAYS_DRAFTS)
     with Client(daemon.url) as client:
         info = client.info()
-        assert list(info.limits["drafters"]) == ["none", "ngram", "medusa", "auto"]
+        assert list(info.limits["drafters"]) == ["none", "suffix", "medusa", "auto"]
         assert info.executor["adaptive"] is False
         for (max_tree, sampling), expected in zip(cases, on_cpu, strict=True):
             options = {"max_tokens": DRAFTED, "seed": 7, "ignore_eos": True, "max_tree": max_tree, **sampling}
@@ -194,7 +194,7 @@ def test_a_draft_model_drafts_on_the_device(
     daemon = start(*ALWAYS_DRAFTS, bundle=bundle)
     with Client(daemon.url) as client:
         info = client.info()
-        assert list(info.limits["drafters"]) == ["none", "ngram", "medusa", "draft", "auto"]
+        assert list(info.limits["drafters"]) == ["none", "suffix", "medusa", "draft", "auto"]
         assert info.executor["draft_ns"]["draft"] > 0
         for sampling in cases:
             plain = rig.decode(np.array(PROMPT_IDS, np.int32), DRAFTED, {"seed": 7, **sampling}, "none", 1)["tokens"]

@@ -45,7 +45,7 @@ PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.3}
 CASES: list[dict[str, Any]] = [
     {"grammar": "schema"},
     {"grammar": "schema", "logprobs": 2},  # nothing is forced: a mask leaves one token
-    {"grammar": "schema", "speculate": "ngram", **FILTERS},
+    {"grammar": "schema", "speculate": "suffix", **FILTERS},
     {"grammar": "schema", "speculate": "medusa", "max_tree": 8, "temperature": 0.7, "seed": 5},
     {"grammar": "regex", "speculate": "medusa", "max_tree": 8, **PENALTIES},
     {"grammar": "regex", "temperature": 1.5, "seed": 6, "logit_bias": {70: -2.0}, **PENALTIES},

@@ -74,7 +74,7 @@ def test_speculation_changes_nothing(clients: dict[str, Client], sampling: dict[
     client = clients["sm_90a"]
     for prompt in PROMPTS:
         plain = complete(client, prompt, speculate="none", **sampling)
-        for drafter in ("ngram", "medusa", "auto"):
+        for drafter in ("suffix", "medusa", "auto"):
             assert complete(client, prompt, speculate=drafter, **sampling) == plain
             assert complete(client, prompt, speculate=drafter, max_tree=64, **sampling) == plain
 
@@ -89,7 +89,7 @@ def test_repeated_requests_are_bit_identical(clients: dict[str, Client]) -> None
 def test_answers_have_the_form_whatever_drafts_them(clients: dict[str, Client], sampling: dict[str, float]) -> None:
     for prompt in PROMPTS:
         found = set()
-        for drafter in ("none", "ngram", "medusa", "auto"):
+        for drafter in ("none", "suffix", "medusa", "auto"):
             result = (
                 clients["sm_90a"]
                 .generate(prompt, json_schema=SCHEMA, max_tokens=64, seed=5, speculate=drafter, **sampling)

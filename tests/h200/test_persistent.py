@@ -19,7 +19,7 @@ TOKENS = 200
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("engine") / "tiny.ull"
-    command = [sys.executable, "-m", "ull_build", str(ROOT / "engines/tiny-ngram.toml"), "--target", "sm_90a"]
+    command = [sys.executable, "-m", "ull_build", str(ROOT / "engines/tiny-suffix.toml"), "--target", "sm_90a"]
     subprocess.run([*command, "--output", str(path), "--quiet", "--no-eval"], check=True)
     return path
 
@@ -43,7 +43,7 @@ def answers(bundle: Path, persistent: str) -> list[list[int]]:
                 )
                 for prompt in PROMPTS
                 for temperature in (0.0, 0.8)
-                for speculate in ("none", "ngram")
+                for speculate in ("none", "suffix")
             ]
     finally:
         daemon.kill()

@@ -22,12 +22,12 @@ pytest.importorskip("tensorrt", reason="TensorRT is not installed: plans were no
 def test_plans_from_the_build_to_a_client(tmp_path: Path, options: tuple[str, ...]) -> None:
     """The build compares logits; here the same request gives the same tokens, whatever drafts and is cached."""
     path = tmp_path / "tiny.ull"
-    command = [sys.executable, "-m", "ull_build", str(ROOT / "engines/tiny-ngram.toml"), "--target", "sm_90a"]
+    command = [sys.executable, "-m", "ull_build", str(ROOT / "engines/tiny-suffix.toml"), "--target", "sm_90a"]
     subprocess.run([*command, "--forward", "tensorrt", *options, "--output", str(path), "--quiet"], check=True)
     forward = open_bundle(path).manifest.forward
     plans = forward.plans
     assert plans is not None and plans.check is not None and plans.check.cpu_top1 > 0.8
-    drafters = ("none",) if forward.tree_sizes == [1] else ("none", "ngram")
+    drafters = ("none",) if forward.tree_sizes == [1] else ("none", "suffix")
     with DaemonProcess(path, ready_timeout=180.0) as daemon, Client(daemon.url) as client:
         for prompt in PROMPTS:
             answers = [

@@ -49,11 +49,11 @@ class Workshop:
     def recipe(self, more: str) -> Path:
         """A recipe of engines/tiny with tables of its own."""
         path = self.folder / "recipe.toml"
-        path.write_text(f'model = "{ROOT / "engines/tiny"}"\ndrafter = "ngram"\n{more}')
+        path.write_text(f'model = "{ROOT / "engines/tiny"}"\ndrafter = "suffix"\n{more}')
         return path
 
     def build(
-        self, output: str, *arguments: str, recipe: Path = ROOT / "engines/tiny-ngram.toml", **options: object
+        self, output: str, *arguments: str, recipe: Path = ROOT / "engines/tiny-suffix.toml", **options: object
     ) -> subprocess.CompletedProcess[str]:
         command = [*PROGRAM, "build", str(recipe), "--target", "sm_90a"]
         command += ["--context", str(CONTEXT), "--eval-tokens", "512", "--output", str(self.folder / output)]
@@ -127,9 +127,9 @@ def test_a_client_gets_the_plans_tokens(workshop: Workshop, serve: Any) -> None:
     with Client(daemon.url) as client:
         for prompt in PROMPTS:
             plain = complete(client, prompt, speculate="none")
-            assert complete(client, prompt, speculate="ngram") == plain
+            assert complete(client, prompt, speculate="suffix") == plain
             sampled = complete(client, prompt, temperature=0.8, top_k=40)
-            assert complete(client, prompt, temperature=0.8, top_k=40, speculate="ngram") == sampled
+            assert complete(client, prompt, temperature=0.8, top_k=40, speculate="suffix") == sampled
         second = [*first, *turn(client, first)[0], 500, 501]
         tokens, logprobs, cached = turn(client, second)
         assert cached >= len(first)  # the answer's keys and values too
@@ -226,7 +226,7 @@ def test_plans_of_another_version_gpu_or_place_are_refused(workshop: Workshop, c
 
 def test_a_build_without_what_it_needs_says_so(workshop: Workshop) -> None:
     """No TensorRT, another GPU, ranges that must be measured: before any work, and nothing is left."""
-    arguments = [str(ROOT / "engines/tiny-ngram.toml"), "--target", "sm_90a", "--forward", "tensorrt"]
+    arguments = [str(ROOT / "engines/tiny-suffix.toml"), "--target", "sm_90a", "--forward", "tensorrt"]
     command = [sys.executable, "-m", "ull_build", *arguments, "--output", str(workshop.folder / "none.ull")]
     result = subprocess.run(command, env=workshop.environment(), capture_output=True, text=True, timeout=1200)
     assert result.returncode == 1 and "pip install ull[tensorrt]" in result.stderr

@@ -31,6 +31,8 @@ DRAFT_CODE_DIRECTORY = f"{CODE_DIRECTORY}/draft"
 MAX_MEDUSA_HEADS: Final = 12
 MAX_DEVICE_HEADS: Final = 8  # on a GPU: the columns of one matrix instruction
 MAX_MEDUSA_LAYERS: Final = 16
+MAX_TAPS: Final = 8  # layers of a target whose hidden states a head reads
+MAX_DFLASH_BLOCK: Final = 32  # positions of one pass
 REQUIRED_FILES = (VOCABULARY_FILE, TOKENIZER_FILE)  # and WEIGHTS_FILE, unless the weights are random
 _LAYER_LINEARS: Final = ("qkv", "o", "gate_up", "down")
 
@@ -158,15 +160,63 @@ class DraftModel(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
         _check_tied_precision(self.model, self.precision)
 
 
+Taps = Annotated[list[Annotated[int, Meta(ge=0, le=1 << 12)]], Meta(min_length=1, max_length=MAX_TAPS)]
+
+
+class EagleHead(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """An EAGLE-3 head: one layer that drafts token by token; its tensors bear the prefix "eagle.".
+
+    `model` are its own dimensions: `layers` 1, `vocabulary` the rows of its lm_head, `context` the target's. Its qkv
+    reads twice its hidden size: the embedding of the next token, normalised by attn_norm, then the hidden state,
+    normalised by hidden_norm.
+    """
+
+    model: Model
+    precision: Precision
+    taps: Taps  # the target's residual stream as it enters these layers; the number of layers: as it leaves the last
+    norm_before_residual: bool = False  # the residual is the hidden state behind hidden_norm, not before it
+    norm_output: bool = False  # the next step is fed the layer's output behind the final norm (EAGLE-3.1)
+    tap_norm: Literal["none", "each", "all"] = "none"  # before fc: an RMS norm per tap (fc_norm), or of all (input_norm)
+    own_embedding: bool = False  # False: the target's
+    mapped: bool = False  # d2t[i] is the target's token of its own token i; False: they are the same
+    code: DeviceCode | None = None  # of a GPU target
+
+
+class DflashHead(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A DFlash or DSpark head: one pass drafts a whole block; its tensors bear the prefix "dflash.".
+
+    `model` are its own dimensions; `vocabulary` is that of its lm_head, or of the target's where it has none.
+    """
+
+    model: Model
+    precision: Precision
+    taps: Taps  # as EagleHead's: z-lab's and SpecForge's `target_layer_ids` + 1
+    block: Annotated[int, Meta(ge=2, le=MAX_DFLASH_BLOCK)]  # positions of a pass, the last token's own first
+    mask_token: TokenId  # of the target's embedding: what stands where nothing is known yet
+    anchor_predicts: bool = False  # DSpark: the first position predicts the next one; False: it predicts nothing
+    own_embedding: bool = False  # False: the target's
+    own_lm_head: bool = False  # False: the target's
+    mapped: bool = False  # as EagleHead's; only with an lm_head of its own
+    markov: Annotated[int, Meta(ge=0, le=4096)] = 0  # rank of DSpark's Markov term; 0: there is none
+    markov_kind: Literal["plain", "gated"] = "plain"
+    confidence: bool = False  # DSpark: a chance of acceptance per position
+    confidence_reads_markov: bool = False  # from the hidden state and the Markov embedding of the token before
+    code: DeviceCode | None = None  # of a GPU target
+
+
 class Speculation(Struct, frozen=True, forbid_unknown_fields=True):
-    """What drafts for this engine; prompt lookup ("ngram") needs nothing. `default` serves requests that do not say."""
+    """What drafts for this engine; "suffix" needs nothing. `default` serves requests that do not say."""
 
     default: Drafter = "auto"
     max_tree: Annotated[int, Meta(ge=1, le=MAX_TREE)] = MAX_TREE
     medusa: MedusaHeads | None = None
     draft: DraftModel | None = None
+    eagle: EagleHead | None = None
+    dflash: DflashHead | None = None
 
     def __post_init__(self) -> None:
+        _require(self.default != "eagle" or self.eagle is not None, "`default` is eagle, but there is no head")
+        _require(self.default != "dflash" or self.dflash is not None, "`default` is dflash, but there is no head")
         _require(self.default != "medusa" or self.medusa is not None, "`default` is medusa, but there are no heads")
         _require(self.default != "draft" or self.draft is not None, "`default` is draft, but there is no draft model")
 

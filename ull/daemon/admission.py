@@ -92,7 +92,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_stop_ids: int = MAX_STOP_IDS
     max_logit_bias: int = MAX_LOGIT_BIAS
     max_logprobs: int = MAX_LOGPROBS
-    drafters: tuple[str, ...] = ("none", "ngram", "auto")  # what `speculate` may name on this engine
+    drafters: tuple[str, ...] = ("none", "suffix", "auto")  # what `speculate` may name on this engine
     default_drafter: str = "none"
     max_tree: int = MAX_TREE
     default_max_tree: int = 0  # 0: the executor's choice

@@ -262,7 +262,7 @@ class SpeculationConfig(msgspec.Struct, kw_only=True, frozen=True):
     """How tokens are drafted for requests that do not say; it decides how fast they come, never which they are."""
 
     default: Annotated[
-        Literal["bundle", "none", "ngram", "medusa", "draft", "auto"],
+        Literal["bundle", "none", "suffix", "medusa", "eagle", "dflash", "draft", "auto"],
         _key("drafter of a request that names none; bundle: the one of the bundle's recipe"),
     ] = "bundle"
     max_tree: Annotated[
@@ -279,7 +279,7 @@ class SpeculationConfig(msgspec.Struct, kw_only=True, frozen=True):
         _key(
             "draft where measurements say that it pays. false, for tests and benchmarks: draft in every round, as many "
             "tokens as max_tree allows, whatever that costs. A round stays plain where the drafter has no proposal "
-            "(ngram: no match), where it reads a prompt's end, and where it may emit one token only"
+            "(suffix: no match), where it reads a prompt's end, and where it may emit one token only"
         ),
     ] = True
 

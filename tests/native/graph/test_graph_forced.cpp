@@ -169,7 +169,7 @@ TEST(drafts_go_on_behind_them) {
   };
   const ull::graph::GraphOptions always{.adaptive = false};
   GraphRig ngram({.model = {100, 5}}, always);
-  drafted(DrafterKind::kNgram, ngram);
+  drafted(DrafterKind::kSuffix, ngram);
   GraphRig medusa({.medusa_heads = 4}, always);
   drafted(DrafterKind::kMedusa, medusa);
   GraphRig draft({}, always, FakeDevice::Script{.model = {.flaw = 4}});

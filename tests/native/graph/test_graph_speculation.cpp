@@ -21,7 +21,7 @@ const FakeModel kRepeating{100, 17};
 TEST(ngram_is_offered_and_nothing_that_the_device_lacks) {
   GraphRig rig;
   const ull::ExecutorInfo& info = rig.executor.info();
-  CHECK(info.drafters[static_cast<int>(DrafterKind::kNgram)] && info.drafters[static_cast<int>(DrafterKind::kAuto)]);
+  CHECK(info.drafters[static_cast<int>(DrafterKind::kSuffix)] && info.drafters[static_cast<int>(DrafterKind::kAuto)]);
   CHECK(!info.drafters[static_cast<int>(DrafterKind::kMedusa)] &&
         !info.drafters[static_cast<int>(DrafterKind::kDraft)]);
   FakeDevice device({});
@@ -29,13 +29,13 @@ TEST(ngram_is_offered_and_nothing_that_the_device_lacks) {
   std::fill(program.rounds + 1, program.rounds + ull::kCostSizes, nullptr);
   ull::graph::GraphExecutor narrow(program, FakeDevice::driver(), {});
   narrow.prepare();
-  CHECK(!narrow.info().drafters[static_cast<int>(DrafterKind::kNgram)]);
+  CHECK(!narrow.info().drafters[static_cast<int>(DrafterKind::kSuffix)]);
   CHECK_EQ(narrow.info().tokens_per_round, 2);
 }
 
 TEST(ngram_changes_the_speed_not_the_tokens) {
   for (const bool adaptive : {true, false}) {
-    for (const auto speculation : {DrafterKind::kNgram, DrafterKind::kAuto}) {
+    for (const auto speculation : {DrafterKind::kSuffix, DrafterKind::kAuto}) {
       GraphRig rig({.model = kRepeating, .round_us = adaptive ? 100 : 0}, {.adaptive = adaptive});
       rig.speculation = speculation;
       for (int turn = 0; turn < 4; ++turn) {
@@ -56,7 +56,7 @@ TEST(ngram_changes_the_speed_not_the_tokens) {
 
 TEST(a_round_says_what_was_drafted) {
   GraphRig rig({.model = {100, 5}}, {.adaptive = false});
-  rig.speculation = DrafterKind::kNgram;
+  rig.speculation = DrafterKind::kSuffix;
   Tokens tokens = prompt_of(1);
   int drafted = 0;
   while (tokens.size() < 400) {
@@ -67,7 +67,7 @@ TEST(a_round_says_what_was_drafted) {
     CHECK(result.count <= 20 && result.accepted <= result.depth);
     if (result.tree_tokens > 1) {
       ++drafted;
-      CHECK(result.drafter == DrafterKind::kNgram);
+      CHECK(result.drafter == DrafterKind::kSuffix);
       CHECK_EQ(result.depth, result.tree_tokens - 1);  // a chain
       for (int i = 0; i < result.accepted; ++i) CHECK_EQ(static_cast<int>(result.ranks[i]), 0);
     } else {
@@ -150,7 +150,7 @@ TEST(requests_with_and_without_speculation_take_turns) {
   const Tokens expected = rig.model.continuation(tokens, 300);
   CHECK(rig.prefill({tokens.begin(), tokens.end() - 1}) == Status::kOk);
   for (int turn = 0; tokens.size() < 300; ++turn) {
-    rig.speculation = turn % 2 == 0 ? DrafterKind::kNone : DrafterKind::kNgram;
+    rig.speculation = turn % 2 == 0 ? DrafterKind::kNone : DrafterKind::kSuffix;
     // One step at a time with more to come: a continuation is in flight when the tree is asked for.
     const Status status = rig.advance(tokens, 30, turn % 7 == 3);
     if (status != Status::kAborted) REQUIRE(status == Status::kOk);
@@ -160,7 +160,7 @@ TEST(requests_with_and_without_speculation_take_turns) {
 
 TEST(trees_end_with_the_context) {
   GraphRig rig({.model = {100, 3}, .context = 128}, {.adaptive = false});
-  rig.speculation = DrafterKind::kNgram;
+  rig.speculation = DrafterKind::kSuffix;
   const Tokens prompt = prompt_of(20);
   CHECK(rig.complete(prompt, 108) == rig.model.continuation(prompt, 108));
 }

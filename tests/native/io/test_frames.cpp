@@ -254,7 +254,7 @@ TEST(the_done_frame_tells_what_the_rounds_did) {
   round(ull::DrafterKind::kNone, 1, 0);
   round(ull::DrafterKind::kMedusa, 16, 3);
   round(ull::DrafterKind::kMedusa, 8, 0);
-  round(ull::DrafterKind::kNgram, 5, 4);
+  round(ull::DrafterKind::kSuffix, 5, 4);
   const Value done = MsgpackReader::read(text_of(f.packer.done(f.request, f.delivery)))["speculation"];
   CHECK_EQ(done.members.size(), 6U);
   CHECK_EQ(done["rounds"].integer, 4U);
@@ -263,7 +263,7 @@ TEST(the_done_frame_tells_what_the_rounds_did) {
   CHECK_EQ(done["tokens_per_round"].real, 3.0);
   CHECK_EQ(done["by_drafter"].members.size(), 3U);
   CHECK_EQ(done["by_drafter"]["none"].integer, 1U);
-  CHECK_EQ(done["by_drafter"]["ngram"].integer, 1U);
+  CHECK_EQ(done["by_drafter"]["suffix"].integer, 1U);
   CHECK_EQ(done["by_drafter"]["medusa"].integer, 2U);
   REQUIRE(done["accepted_by_depth"].items.size() == 4);
   CHECK_EQ(done["accepted_by_depth"].items[2].integer, 2U);

@@ -58,7 +58,7 @@ def graph_executor(program: dict[str, Any], **options: Any) -> _native.ScriptedE
 
 def gpu_bundle(*arguments: Any) -> Bundle:
     bundle = open_bundle(*arguments)
-    manifest = msgspec.structs.replace(bundle.manifest, speculation=Speculation(default="ngram", max_tree=16))
+    manifest = msgspec.structs.replace(bundle.manifest, speculation=Speculation(default="suffix", max_tree=16))
     msgspec.structs.force_setattr(manifest, "target", "sm_90a")  # though there are no kernels
     return dataclasses.replace(bundle, manifest=manifest)
 

@@ -30,6 +30,9 @@ struct MedusaSpec {
   std::map<std::string, TensorInfo> tensors;
 };
 
+struct EagleSpec;
+struct DflashSpec;
+
 struct ModelSpec {
   int hidden = 0;
   int layers = 0;
@@ -50,6 +53,8 @@ struct ModelSpec {
   // What a bundle may add for speculative decoding; null: it does not.
   std::shared_ptr<const MedusaSpec> medusa;
   std::shared_ptr<const ModelSpec> draft;  // names of tensors without the prefix "draft."
+  std::shared_ptr<const EagleSpec> eagle;
+  std::shared_ptr<const DflashSpec> dflash;
 
   [[nodiscard]] int query_rows() const noexcept { return heads * head_dim; }
   [[nodiscard]] int kv_rows() const noexcept { return kv_heads * head_dim; }
@@ -57,7 +62,46 @@ struct ModelSpec {
   [[nodiscard]] int group() const noexcept { return heads / kv_heads; }
 };
 
-// Checks the dimensions, those of medusa and draft included.
+// An EAGLE-3 head. `model`: its own dimensions, one layer, `vocabulary` the rows of its lm_head; names of tensors
+// without the prefix "eagle.":
+//   fc.weight [hidden, taps * target hidden]; tap_norm.I [target hidden] or tap_norm [taps * target hidden]
+//   layers.0.attn_norm [hidden] of the embedding, layers.0.hidden_norm [hidden] of the hidden state,
+//   layers.0.qkv [qkv_rows, 2 * hidden] embedding first, .o, .mlp_norm, .gate_up, .down as a model's
+//   norm [hidden], lm_head [vocabulary, hidden], embed.weight [target vocabulary, hidden] if own_embedding
+//   d2t [vocabulary] i32: the target's token of its own token, if mapped
+struct EagleSpec {
+  ModelSpec model;
+  std::vector<int> taps;
+  bool norm_before_residual = false;
+  bool norm_output = false;
+  enum class TapNorm : uint8_t { kNone, kEach, kAll } tap_norm = TapNorm::kNone;
+  bool own_embedding = false;
+  bool mapped = false;
+};
+
+// A DFlash or DSpark head, likewise with the prefix "dflash.":
+//   fc.weight [hidden, taps * target hidden], hidden_norm [hidden] of its output
+//   layers.I.attn_norm, .qkv, .q_norm, .k_norm, .o, .mlp_norm, .gate_up, .down as a model's with QK norm
+//   norm [hidden]; lm_head [vocabulary, hidden] if own_lm_head; embed.weight and d2t as an EAGLE head's
+//   markov.embed [target vocabulary, rank] and markov.head [vocabulary, rank], both row by row in bf16; for the gated
+//   kind markov.gate [rank, hidden + rank]
+//   confidence.weight [hidden (+ rank)] f32, confidence.bias [1] f32
+struct DflashSpec {
+  ModelSpec model;
+  std::vector<int> taps;
+  int block = 0;
+  int32_t mask_token = 0;
+  bool anchor_predicts = false;
+  bool own_embedding = false;
+  bool own_lm_head = false;
+  bool mapped = false;
+  int markov = 0;  // rank; 0: there is no Markov term
+  bool gated = false;
+  bool confidence = false;
+  bool confidence_reads_markov = false;
+};
+
+// Checks the dimensions, those of what drafts included.
 void validate(const ModelSpec& spec);
 
 }  // namespace ull::cpu

@@ -15,7 +15,7 @@ constexpr int kShadowDepth = 4;
 Proposer::Proposer(std::vector<std::unique_ptr<Drafter>> drafters, const Options& options)
     : options_(options), drafters_(std::move(drafters)), planner_(options.adaptive) {
   for (const auto& drafter : drafters_) {
-    if (drafter->kind() == DrafterKind::kNgram && options_.adaptive) ngram_ = drafter.get();
+    if (drafter->kind() == DrafterKind::kSuffix && options_.adaptive) ngram_ = drafter.get();
   }
   shadow_plan_.count = kShadowDepth + 1;
   shadow_plan_.depth = kShadowDepth;
@@ -156,7 +156,7 @@ void Proposer::follow_shadow(const RoundStep& step, int32_t token) noexcept {
     return;
   }
   const int hit = shadow_.child(shadow_node_, token);
-  planner_.learn(DrafterKind::kNgram, shadow_confidence_, shadow_.depth(shadow_node_) + 1, 1, hit < 0 ? -1 : 0);
+  planner_.learn(DrafterKind::kSuffix, shadow_confidence_, shadow_.depth(shadow_node_) + 1, 1, hit < 0 ? -1 : 0);
   shadow_node_ = hit >= 0 && shadow_.depth(hit) < shadow_.deepest() ? hit : -1;
   ++shadow_position_;
 }

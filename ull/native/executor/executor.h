@@ -26,17 +26,21 @@ inline constexpr int kMaxTopLogprobs = 20;                     // alternatives r
 
 // Who proposes a round's draft tokens: it changes the speed of a request, never its output. A request may also ask for
 // kAuto, which chooses from the others.
-enum class DrafterKind : uint8_t { kNone, kNgram, kMedusa, kDraft, kAuto };
-inline constexpr int kDrafterKinds = 5;
+enum class DrafterKind : uint8_t { kNone, kSuffix, kMedusa, kEagle, kDflash, kDraft, kAuto };
+inline constexpr int kDrafterKinds = 7;
 
 [[nodiscard]] constexpr const char* drafter_name(DrafterKind kind) noexcept {
   switch (kind) {
     case DrafterKind::kNone:
       return "none";
-    case DrafterKind::kNgram:
-      return "ngram";
+    case DrafterKind::kSuffix:
+      return "suffix";
     case DrafterKind::kMedusa:
       return "medusa";
+    case DrafterKind::kEagle:
+      return "eagle";
+    case DrafterKind::kDflash:
+      return "dflash";
     case DrafterKind::kDraft:
       return "draft";
     case DrafterKind::kAuto:
@@ -82,7 +86,7 @@ struct ExecutorInfo {
   int score_nodes = 0;        // most nodes of a ScoreStep; 0: start_scores() is not offered
   Reuse reuse = Reuse::kAll;
   const char* name = "";  // of the implementation: "cpu/avx512", "cpu/portable", ...
-  bool drafters[kDrafterKinds] = {true, false, false, false, false};  // by DrafterKind: which a request may ask for
+  bool drafters[kDrafterKinds] = {true};  // by DrafterKind: which a request may ask for
   DrafterKind default_drafter = DrafterKind::kNone;                   // of a request that asks for none
   int default_max_tree = kMaxTreeTokens;
   int64_t verify_ns[kCostSizes] = {};    // a forward pass over kCostTokens[i] tree nodes and their logits; 0: unknown

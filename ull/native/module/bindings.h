@@ -69,7 +69,7 @@ T field(const nb::dict& dict, const char* name) {
 
 // What an executor says of itself.
 [[nodiscard]] nb::dict executor_info(const ExecutorInfo& info);
-// "none", "ngram", ...; std::invalid_argument otherwise.
+// "none", "suffix", ...; std::invalid_argument otherwise.
 [[nodiscard]] DrafterKind drafter_named(const std::string& name);
 
 void bind_executor(nb::module_& m);
