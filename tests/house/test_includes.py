@@ -16,7 +16,7 @@ NATIVE = Floors(
         "sync": "base",
         "kv": "base",
         "executor": "base kv",
-        "draft": "base executor",
+        "draft": "base executor kv",
         "engine": "base executor kv sync",
         "grammar": "engine executor",
         "cpu/kernels": "base",

@@ -143,7 +143,7 @@ struct GraphRig {
     const size_t start = prompt.size();
     prompt_tokens = static_cast<int>(start);
     std::vector<int32_t> cached(prompt.begin(), prompt.end() - 1);
-    drafted = 0;
+    drafted = {};
     CHECK(prefill(cached) == Status::kOk);
     CHECK(decode(prompt, count) == Status::kOk);
     return {prompt.begin() + static_cast<std::ptrdiff_t>(start), prompt.end()};
@@ -172,7 +172,7 @@ struct GraphRig {
   DrafterKind speculation = DrafterKind::kNone;
   int max_tree = 0;
   int prompt_tokens = 0;  // of requests with penalties
-  int32_t drafted = 0;    // positions that the draft model's cache holds
+  Drafted drafted;        // positions that the draft model's cache holds
   RoundResult result;
   int rounds = 0;
 };

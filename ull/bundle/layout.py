@@ -13,6 +13,8 @@ TILE_ROWS = 32
 ALIGNMENT = 64  # bytes: one cache line, and one AVX-512 register
 DRAFT = "draft."  # prefix of the draft model's tensors
 MEDUSA = "medusa."  # prefix of the Medusa heads' tensors
+EAGLE = "eagle."  # prefix of an EAGLE head's tensors
+DFLASH = "dflash."  # prefix of a DFlash head's tensors
 FILLER = ".filler"  # suffix of tensors of zeros that only align the next one
 STORED_AS = {"fp8": "F8_E4M3", "bf16": "BF16", "f32": "F32"}  # precision -> safetensors dtype
 

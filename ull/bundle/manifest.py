@@ -176,7 +176,9 @@ class EagleHead(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
     taps: Taps  # the target's residual stream as it enters these layers; the number of layers: as it leaves the last
     norm_before_residual: bool = False  # the residual is the hidden state behind hidden_norm, not before it
     norm_output: bool = False  # the next step is fed the layer's output behind the final norm (EAGLE-3.1)
-    tap_norm: Literal["none", "each", "all"] = "none"  # before fc: an RMS norm per tap (fc_norm), or of all (input_norm)
+    tap_norm: Literal["none", "each", "all"] = (
+        "none"  # before fc: an RMS norm per tap (fc_norm), or of all (input_norm)
+    )
     own_embedding: bool = False  # False: the target's
     mapped: bool = False  # d2t[i] is the target's token of its own token i; False: they are the same
     code: DeviceCode | None = None  # of a GPU target

@@ -221,7 +221,7 @@ TEST(replaying_graphs_allocates_nothing) {
   for (const bool adaptive : {true, false}) {
     ull::test::FakeDevice again({.model = {128, 9}, .context = 1024});
     ull::graph::GraphExecutor drafting(again.program(), ull::test::FakeDevice::driver(),
-                                       {.drafter = ull::DrafterKind::kNgram, .adaptive = adaptive});
+                                       {.drafter = ull::DrafterKind::kSuffix, .adaptive = adaptive});
     decode_everything(drafting, 400, adaptive ? Rounds::kAny : Rounds::kFewer);
     ull::test::FakeDevice target({.model = {128}, .context = 1024}), draft({.model = {128}, .context = 1024});
     ull::graph::GraphExecutor chained(ull::test::program_with_draft(target, draft), ull::test::FakeDevice::driver(),
@@ -239,7 +239,7 @@ TEST(drafting_allocates_nothing) {
   ull::cpu::ModelOptions options;
   options.threads = 2;
   for (const auto drafter :
-       {ull::DrafterKind::kNgram, ull::DrafterKind::kMedusa, ull::DrafterKind::kDraft, ull::DrafterKind::kAuto}) {
+       {ull::DrafterKind::kSuffix, ull::DrafterKind::kMedusa, ull::DrafterKind::kDraft, ull::DrafterKind::kAuto}) {
     for (const bool adaptive : {false, true}) {
       ull::cpu::SpeculationOptions speculation;
       speculation.drafter = drafter;

@@ -173,7 +173,7 @@ TEST(every_drafter_gives_the_same_answer) {
       const Drawn expected = draw(decoder, request, length);
       CHECK_EQ(expected.decoded.tokens.size(), std::min<size_t>(length, 40));
       for (const DrafterKind kind :
-           {DrafterKind::kNone, DrafterKind::kNgram, DrafterKind::kMedusa, DrafterKind::kDraft, DrafterKind::kAuto}) {
+           {DrafterKind::kNone, DrafterKind::kSuffix, DrafterKind::kMedusa, DrafterKind::kDraft, DrafterKind::kAuto}) {
         for (const int forced : {0, 20}) {
           DecodeRequest drafted = request;
           drafted.speculation = kind;

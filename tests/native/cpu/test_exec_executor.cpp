@@ -151,12 +151,12 @@ TEST(a_copied_page_gives_the_same_bits) {
       CpuExecutor executor(spec, options, {.adaptive = false});
       executor.prepare();
       const std::vector<int32_t> tokens = some_tokens(240);
-      int32_t drafted = 0;
+      Drafted drafted;
       RoundResult result;
       Sampling sampling;
       sampling.top_logprobs = 5;
       const auto round = [&](const int32_t* pages) {
-        drafted = shared;
+        drafted.model = shared;
         RoundStep step{tokens[static_cast<size_t>(shared)], shared, pages, &sampling, 8, tokens.data()};
         step.speculation = DrafterKind::kDraft;
         step.max_tree = 6;
@@ -165,7 +165,7 @@ TEST(a_copied_page_gives_the_same_bits) {
         CHECK(finish(executor, result) == Status::kOk);
       };
       const auto prefill = [&](const int32_t* first, const int32_t* pages) {
-        drafted = 0;
+        drafted = {};
         REQUIRE(executor.start_prefill({first, 200, 0, pages, &drafted, DrafterKind::kDraft}) == Status::kOk);
         REQUIRE(finish(executor, result) == Status::kOk);
       };

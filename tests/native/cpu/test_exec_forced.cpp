@@ -81,8 +81,8 @@ TEST(forced_rounds_keep_every_bit) {
         const Sampling sampling = samplings()[static_cast<size_t>(drawn++ % 4)];
         DecodeRequest request{.tokens = prompt, .max_tokens = 12, .sampling = sampling, .max_tree = 6, .pages = kPages};
         const Decoded expected = plain->decode(request);
-        for (const auto speculation :
-             {DrafterKind::kNone, DrafterKind::kNgram, DrafterKind::kMedusa, DrafterKind::kDraft, DrafterKind::kAuto}) {
+        for (const auto speculation : {DrafterKind::kNone, DrafterKind::kSuffix, DrafterKind::kMedusa,
+                                       DrafterKind::kDraft, DrafterKind::kAuto}) {
           request.speculation = speculation;
           request.forced = std::min(drawn * 5, chunk - 1);
           request.cached = 0;

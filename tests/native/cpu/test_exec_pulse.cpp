@@ -34,7 +34,7 @@ class Bench {
   // Both for a request of that drafter; as if nothing were in the cache yet.
   Status prefill(DrafterKind speculation) {
     pulse.beats = 0;
-    drafted_ = 0;
+    drafted_ = {};
     const PrefillStep step{history_.data(), 64, 0, kPages, &drafted_, speculation};
     return executor_.start_prefill(step) == Status::kOk ? executor_.poll(result) : Status::kExecutorFailed;
   }
@@ -61,7 +61,7 @@ class Bench {
   CpuExecutor executor_;
   std::vector<int32_t> history_;
   const Sampling greedy_;
-  int32_t drafted_ = 0;
+  Drafted drafted_;
 };
 
 // A step has `beats` of them, and ends at each of them if it is told to.

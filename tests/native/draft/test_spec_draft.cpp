@@ -68,7 +68,7 @@ TreePlan chain_plan(int depth, int width = 1) {
 }
 
 // The chain proposed after `history`.
-std::vector<int32_t> propose(DraftModel& drafter, const std::vector<int32_t>& history, int32_t* drafted,
+std::vector<int32_t> propose(DraftModel& drafter, const std::vector<int32_t>& history, Drafted* drafted,
                              const Sampling& sampling, const TreePlan& plan) {
   TokenCounts counts(80, 400);
   const int size = static_cast<int>(history.size());
@@ -130,10 +130,10 @@ TEST(a_draft_that_is_the_target_proposes_what_decoding_emits) {
       if (variant >= 5) sampling.repetition_penalty = 1.5F, sampling.frequency_penalty = 0.8F;
       if (variant == 6) sampling.presence_penalty = -1.0F;
       const std::vector<int32_t> history = some_tokens(150);
-      int32_t drafted = 0;
+      Drafted drafted;
       const std::vector<int32_t> chain = propose(*pair.drafter, history, &drafted, sampling, chain_plan(8));
       CHECK(chain == decode(pair.spec, history, sampling, 8));
-      CHECK_EQ(drafted, 149);  // the root is not in the target's cache yet
+      CHECK_EQ(drafted.model, 149);  // the root is not in the target's cache yet
       CHECK(propose(*pair.drafter, history, nullptr, sampling, chain_plan(8)) == chain);  // no cache to lean on
     }
   }
@@ -144,18 +144,18 @@ TEST(the_cache_follows_acceptance_and_rejection) {
   const Sampling sampling = sampled(0.9F);
   for (int agreed = 0; agreed <= 5; ++agreed) {
     std::vector<int32_t> history = some_tokens(70);
-    int32_t drafted = 0;
+    Drafted drafted;
     const std::vector<int32_t> chain = propose(*pair.drafter, history, &drafted, sampling, chain_plan(5, 3));
     REQUIRE(chain.size() == 5);
     // The round emits `agreed` tokens of the chain, then another one.
     history.insert(history.end(), chain.begin(), chain.begin() + agreed);
     history.push_back(agreed < 5 ? (chain[static_cast<size_t>(agreed)] + 1) % 80 : 8);
     pair.drafter->observe({history.data() + 70, agreed + 1, 69, true});
-    CHECK_EQ(drafted, 70 + std::min(agreed, 4));  // the chain's last token was never fed
+    CHECK_EQ(drafted.model, 70 + std::min(agreed, 4));  // the chain's last token was never fed
     // A cache that was rolled back proposes what one made from scratch does.
     const std::vector<int32_t> next = propose(*pair.drafter, history, &drafted, sampling, chain_plan(5));
     Pair fresh(1, 2);
-    int32_t nothing = 0;
+    Drafted nothing;
     CHECK(next == propose(*fresh.drafter, history, &nothing, sampling, chain_plan(5)));
   }
 }
@@ -164,61 +164,61 @@ TEST(a_round_that_others_drafted_or_that_was_cut_leaves_the_cache_right) {
   Pair pair;
   const Sampling greedy;
   std::vector<int32_t> history = some_tokens(70);
-  int32_t drafted = 0;
+  Drafted drafted;
   (void)propose(*pair.drafter, history, &drafted, greedy, chain_plan(4));
-  CHECK_EQ(drafted, 69);
+  CHECK_EQ(drafted.model, 69);
   history.push_back(5);
   history.push_back(6);
   pair.drafter->observe({history.data() + 51, 2, 50, true});  // of another round
-  CHECK_EQ(drafted, 69);
+  CHECK_EQ(drafted.model, 69);
   const std::vector<int32_t> chain = propose(*pair.drafter, history, &drafted, greedy, chain_plan(4));
-  CHECK_EQ(drafted, 71);
+  CHECK_EQ(drafted.model, 71);
   std::vector<int32_t> emitted = history;
   emitted.insert(emitted.end(), chain.begin(), chain.begin() + 2);
   pair.drafter->observe({emitted.data() + 72, 2, 71, true});  // cut after two tokens of the chain
-  CHECK_EQ(drafted, 73);                                      // the last one is not in the target's cache
+  CHECK_EQ(drafted.model, 73);                                // the last one is not in the target's cache
   pair.drafter->observe({emitted.data() + 72, 2, 71, true});  // once only
-  CHECK_EQ(drafted, 73);
+  CHECK_EQ(drafted.model, 73);
 }
 
 TEST(prefill_fills_the_draft_s_cache_only_for_requests_that_may_use_it) {
   Pair pair(2);
   const std::vector<int32_t> tokens = some_tokens(130);
   const Sampling greedy;
-  int32_t drafted = 0;
-  const auto feed = [&](int start, int count, DrafterKind speculation, int32_t* where) {
+  Drafted drafted;
+  const auto feed = [&](int start, int count, DrafterKind speculation, Drafted* where) {
     return pair.drafter->prefill({tokens.data() + start, count, start, kPages, where, speculation}, kNever);
   };
   CHECK(feed(0, 64, DrafterKind::kNone, &drafted) == Status::kOk);
-  CHECK(feed(0, 64, DrafterKind::kNgram, &drafted) == Status::kOk);
+  CHECK(feed(0, 64, DrafterKind::kSuffix, &drafted) == Status::kOk);
   CHECK(feed(0, 64, DrafterKind::kMedusa, &drafted) == Status::kOk);
   CHECK(feed(0, 64, DrafterKind::kDraft, nullptr) == Status::kOk);
-  CHECK_EQ(drafted, 0);
+  CHECK_EQ(drafted.model, 0);
   CHECK(feed(10, 54, DrafterKind::kDraft, &drafted) == Status::kOk);  // a gap: left to propose()
-  CHECK_EQ(drafted, 0);
+  CHECK_EQ(drafted.model, 0);
   CHECK(feed(0, 64, DrafterKind::kDraft, &drafted) == Status::kOk);
-  CHECK_EQ(drafted, 64);
+  CHECK_EQ(drafted.model, 64);
   CHECK(feed(50, 50, DrafterKind::kAuto, &drafted) == Status::kOk);  // overlaps what is there
-  CHECK_EQ(drafted, 100);
+  CHECK_EQ(drafted.model, 100);
   CHECK(feed(60, 20, DrafterKind::kAuto, &drafted) == Status::kOk);
-  CHECK_EQ(drafted, 100);
+  CHECK_EQ(drafted.model, 100);
   CHECK(propose(*pair.drafter, tokens, &drafted, greedy, chain_plan(6)) == decode(pair.spec, tokens, greedy, 6));
-  CHECK_EQ(drafted, 129);
+  CHECK_EQ(drafted.model, 129);
 }
 
 TEST(what_was_missed_can_be_read_ahead_of_a_proposal) {
   Pair pair;
   const Sampling greedy;
   const std::vector<int32_t> history = some_tokens(150);
-  int32_t drafted = 0;
-  const auto at = [&](int32_t position, int32_t* where) {
+  Drafted drafted;
+  const auto at = [&](int32_t position, Drafted* where) {
     return DraftContext{history.data(), position, kPages, &greedy, where, nullptr, &kNever};
   };
   CHECK_EQ(pair.drafter->missed(at(149, nullptr)), 0);  // nothing would be kept
   CHECK_EQ(pair.drafter->missed(at(8, &drafted)), 0);   // read with the root
   CHECK_EQ(pair.drafter->missed(at(149, &drafted)), 149);
   CHECK(pair.drafter->catch_up(at(149, &drafted)) == Status::kOk);
-  CHECK_EQ(drafted, 149);
+  CHECK_EQ(drafted.model, 149);
   CHECK_EQ(pair.drafter->missed(at(149, &drafted)), 0);
   CHECK(propose(*pair.drafter, history, &drafted, greedy, chain_plan(6)) == decode(pair.spec, history, greedy, 6));
   pair.drafter->prepare();
@@ -230,15 +230,15 @@ TEST(an_abort_leaves_drafted_as_it_was) {
   const std::vector<int32_t> history = some_tokens(90);
   const std::atomic<bool> aborted{true};
   const Sampling greedy;
-  int32_t drafted = 20;
+  Drafted drafted{.model = 20, .eagle = {}, .dflash = {}};
   const DraftContext context{history.data(), 89, kPages, &greedy, &drafted, nullptr, &aborted};
   DraftTree tree;
   tree.reset(history.back(), 80, 64, 63);
   CHECK(pair.drafter->propose(context, chain_plan(3), tree) == Status::kAborted);
-  CHECK_EQ(drafted, 20);
+  CHECK_EQ(drafted.model, 20);
   CHECK(pair.drafter->prefill({history.data() + 20, 16, 20, kPages, &drafted, DrafterKind::kDraft}, aborted) ==
         Status::kAborted);
-  CHECK_EQ(drafted, 20);
+  CHECK_EQ(drafted.model, 20);
 }
 
 TEST(alternatives_hang_off_the_chain_and_are_the_next_by_the_rule) {
@@ -299,7 +299,7 @@ TEST(tokens_and_biases_beyond_the_draft_s_vocabulary_do_no_harm) {
   Sampling sampling = sampled(0.7F);
   sampling.bias = bias;
   sampling.bias_count = 2;
-  int32_t drafted = 0;
+  Drafted drafted;
   const std::vector<int32_t> chain = propose(*pair.drafter, history, &drafted, sampling, chain_plan(4));
   CHECK(chain == std::vector<int32_t>(4, 60));
 }

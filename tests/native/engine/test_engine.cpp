@@ -443,7 +443,7 @@ class Recording : public ull::Executor {
   void prepare() override {
     scripted_.prepare();
     info_ = scripted_.info();
-    for (const DrafterKind kind : {DrafterKind::kNgram, DrafterKind::kDraft, DrafterKind::kAuto}) {
+    for (const DrafterKind kind : {DrafterKind::kSuffix, DrafterKind::kDraft, DrafterKind::kAuto}) {
       info_.drafters[static_cast<size_t>(kind)] = true;
     }
   }
@@ -484,7 +484,7 @@ TEST(warming_up_runs_rounds_with_every_drafter) {
   CHECK(executor.right);
   CHECK_EQ(executor.widest, executor.info().score_nodes);
   CHECK(executor.prefilled == DrafterKind::kAuto);
-  for (const DrafterKind kind : {DrafterKind::kNone, DrafterKind::kNgram, DrafterKind::kDraft}) {
+  for (const DrafterKind kind : {DrafterKind::kNone, DrafterKind::kSuffix, DrafterKind::kDraft}) {
     CHECK(executor.rounds[static_cast<size_t>(kind)] > 0);
   }
   CHECK_EQ(executor.rounds[static_cast<size_t>(DrafterKind::kMedusa)], 0);

@@ -60,10 +60,10 @@ TEST(chunks_and_rounds) {
   CHECK_EQ(costs.prefill(512, 512, 256).ns, 0.0);
   for (int position = 0; position < 400; ++position) {
     costs.learn_round(DrafterKind::kNone, 1, position, 1'000'000 + 100 * position);
-    costs.learn_round(DrafterKind::kNgram, 3, position, 1'500'000);
+    costs.learn_round(DrafterKind::kSuffix, 3, position, 1'500'000);
   }
   CHECK(near(costs.decode(DrafterKind::kNone, 0, 100).ns, 100 * 1'005'000.0, 0.02));
-  CHECK(near(costs.decode(DrafterKind::kNgram, 0, 100).ns, 100 * 500'000.0, 0.02));
+  CHECK(near(costs.decode(DrafterKind::kSuffix, 0, 100).ns, 100 * 500'000.0, 0.02));
   CHECK(near(costs.decode(DrafterKind::kMedusa, 0, 100).ns, 100 * 1'005'000.0,
              0.02));  // as plain ones, until it is known
 }

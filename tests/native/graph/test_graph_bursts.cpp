@@ -114,7 +114,7 @@ TEST(a_tree_takes_the_full_sampler) {
   FakeDevice::Script script = burst_script();
   script.model.period = 4;
   GraphRig rig(script, {.adaptive = false});
-  rig.speculation = ull::DrafterKind::kNgram;
+  rig.speculation = ull::DrafterKind::kSuffix;
   const Tokens prompt = prompt_of(40);
   CHECK(rig.complete(prompt, 60) == rig.model.continuation(prompt, 60));
   const auto records = rig.rest();

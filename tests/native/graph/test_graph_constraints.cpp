@@ -95,7 +95,7 @@ Tokens completion(const FakeModel& model, Tokens text, int count, const Sampling
 // `count` tokens behind a prompt, of whose end the first round takes `forced` tokens along.
 Tokens complete(GraphRig& rig, Rule& rule, const Tokens& prompt, int count, int forced = 0) {
   rig.prompt_tokens = static_cast<int>(prompt.size());
-  rig.drafted = 0;
+  rig.drafted.model = 0;
   CHECK(rig.prefill({prompt.begin(), prompt.end() - 1 - forced}) == Status::kOk);
   Tokens tokens = prompt;
   tokens.reserve(prompt.size() + static_cast<size_t>(count) + 1);
@@ -383,7 +383,7 @@ TEST(a_device_that_fails_while_it_draws_again_is_given_up) {
 
 TEST(aborts_from_another_thread_never_change_a_token) {
   GraphRig rig({.model = {100, 17}}, {.adaptive = false});
-  rig.speculation = DrafterKind::kNgram;
+  rig.speculation = DrafterKind::kSuffix;
   std::atomic<bool> done{false};
   std::thread other([&] {
     for (int us = 200; !done; us = std::min(us + 10, 5000)) {

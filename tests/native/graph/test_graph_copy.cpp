@@ -36,11 +36,11 @@ TEST(a_session_goes_on_in_a_copy) {
     const Tokens own = rig.complete(first, 20);
     Tokens tokens = first;
     tokens.insert(tokens.end(), own.begin(), own.end());
-    const int32_t drafted = rig.drafted;
+    const ull::Drafted drafted = rig.drafted;
 
     const std::vector<int32_t> mine = rig.pages;
     rig.pages = forked(rig);
-    rig.drafted = 90;
+    rig.drafted.model = 90;
     CHECK(rig.prefill({second.begin() + 90, second.end() - 1}, 90) == Status::kOk);
     const Tokens expected = rig.model.continuation(second, 20);
     rig.rounds = 0;

@@ -107,7 +107,7 @@ TEST(a_flawed_draft_is_accepted_as_far_as_it_is_right) {
     const Tokens expected = rig.model.continuation(prompt, 300, rig.sampling);
     Tokens tokens = prompt;
     CHECK(rig.prefill({prompt.begin(), prompt.end() - 1}) == Status::kOk);
-    CHECK_EQ(rig.drafted, 99);
+    CHECK_EQ(rig.drafted.model, 99);
     while (tokens.size() < 390) {
       const Tokens chain = flawed.continuation(tokens, 6, rig.sampling, 100);
       const auto* truth = expected.data() + (tokens.size() - prompt.size());
@@ -117,7 +117,7 @@ TEST(a_flawed_draft_is_accepted_as_far_as_it_is_right) {
       CHECK_EQ(rig.result.depth, 6);
       CHECK_EQ(rig.result.accepted, static_cast<int32_t>(agreed));
       // The root and what was accepted of the tokens that it was fed: the chain's last was not.
-      CHECK_EQ(rig.drafted, root + 1 + std::min<int32_t>(static_cast<int32_t>(agreed), 5));
+      CHECK_EQ(rig.drafted.model, root + 1 + std::min<int32_t>(static_cast<int32_t>(agreed), 5));
     }
     CHECK(std::equal(tokens.begin() + 100, tokens.end(), expected.begin()));
   }
@@ -138,9 +138,9 @@ TEST(what_the_draft_model_lacks_is_read_first) {
   DraftRig rig({}, 4);
   Tokens tokens = prompt_of(300);
   // Its cache holds nothing of a sequence that others drafted for, or none: it reads all of it.
-  rig.speculation = DrafterKind::kNgram;
+  rig.speculation = DrafterKind::kSuffix;
   CHECK(rig.prefill({tokens.begin(), tokens.end() - 1}) == Status::kOk);
-  CHECK_EQ(rig.drafted, 0);
+  CHECK_EQ(rig.drafted.model, 0);
   CHECK(rig.drafts().empty());
   rig.speculation = DrafterKind::kDraft;
   CHECK(rig.advance(tokens, 30) == Status::kOk);
@@ -148,7 +148,7 @@ TEST(what_the_draft_model_lacks_is_read_first) {
   CHECK_EQ(count_of(records, RoundMode::kPrefill, RoundStatus::kOk), 5);  // 299 tokens by 64
   CHECK_EQ(rig.result.accepted, 4);
   // The whole chain was accepted: its last token was never fed.
-  CHECK_EQ(rig.drafted, 304 - 1);
+  CHECK_EQ(rig.drafted.model, 304 - 1);
   CHECK(rig.advance(tokens, 30) == Status::kOk);
   records = rig.drafts();
   CHECK_EQ(count_of(records, RoundMode::kPrefill, RoundStatus::kOk), 1);
@@ -176,7 +176,7 @@ TEST(sessions_take_turns) {
   }
   Tokens tokens[2] = {prompt_of(70), prompt_of(129, 5)};
   Tokens expected[2];
-  int32_t drafted[2] = {0, 0};
+  ull::Drafted drafted[2];
   for (int sequence = 0; sequence < 2; ++sequence) {
     rig.sampling.seed = static_cast<uint64_t>(sequence);
     expected[sequence] = tokens[sequence];
@@ -228,9 +228,9 @@ TEST(an_abort_ends_what_it_reads_along_with_a_prompt) {
   Tokens tokens = prompt_of(600);
   AbortedRound aborted(rig.executor, *rig.draft_device, 0);
   CHECK(rig.prefill({tokens.begin(), tokens.end() - 1}) == Status::kAborted);
-  CHECK_EQ(rig.drafted, 0);
+  CHECK_EQ(rig.drafted.model, 0);
   CHECK(rig.prefill({tokens.begin(), tokens.end() - 1}) == Status::kOk);
-  CHECK_EQ(rig.drafted, 599);
+  CHECK_EQ(rig.drafted.model, 599);
   CHECK(rig.advance(tokens, 30) == Status::kOk);
   CHECK_EQ(rig.result.accepted, 7);
 }

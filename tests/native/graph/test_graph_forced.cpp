@@ -31,7 +31,7 @@ ull::RoundStep first_step(GraphRig& rig, const Tokens& prompt, int forced, int m
 
 // Prefill, a first round with `forced` tokens and rounds after it: `count` tokens behind the prompt.
 Tokens complete(GraphRig& rig, const Tokens& prompt, int count, int forced) {
-  rig.drafted = 0;
+  rig.drafted.model = 0;
   CHECK(rig.prefill({prompt.begin(), prompt.end() - 1 - forced}) == Status::kOk);
   Tokens tokens = prompt;
   tokens.reserve(prompt.size() + 500);

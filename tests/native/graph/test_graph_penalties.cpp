@@ -165,7 +165,7 @@ TEST(a_text_tells_what_is_still_the_history_s) {
 }
 
 TEST(trees_look_at_each_node_s_own_text) {
-  for (const auto speculation : {DrafterKind::kNgram, DrafterKind::kMedusa, DrafterKind::kAuto}) {
+  for (const auto speculation : {DrafterKind::kSuffix, DrafterKind::kMedusa, DrafterKind::kAuto}) {
     GraphRig rig({.model = {100, 5}, .medusa_heads = 4}, {.adaptive = false});
     rig.sampling = penalising();
     rig.speculation = speculation;

@@ -134,7 +134,7 @@ TEST(the_rest_of_a_prefix_is_copied_into_a_page_of_its_own) {
   auto second = numbers(900, 5000);
   std::copy_n(first.begin(), 200, second.begin());
   CHECK_EQ(serve(cache, first), 0);
-  *cache.open(first).drafted() = 195;
+  cache.open(first).drafted()->model = 195;
   Sequence& source = cache.open(first);
   const int32_t from = source.page_table()[3];
   cache.close(source, source.size());
@@ -144,7 +144,7 @@ TEST(the_rest_of_a_prefix_is_copied_into_a_page_of_its_own) {
   CHECK_EQ(sequence.copy().to, sequence.page_table()[3]);
   CHECK_EQ(sequence.copy().tokens, 200 - 192);
   CHECK(sequence.copy().to != from);
-  CHECK_EQ(*sequence.drafted(), 195);
+  CHECK_EQ(sequence.drafted()->model, 195);
   sequence.copied();
   CHECK_EQ(sequence.copy().tokens, 0);
   CHECK(cache.reserve(sequence, 300) == Status::kOk);
@@ -191,13 +191,13 @@ TEST(the_draft_s_share_is_cut_with_the_tokens) {
   Sequence& sequence = cache.open(talk);
   CHECK(cache.reserve(sequence, 200) == Status::kOk);
   sequence.append(talk);
-  *sequence.drafted() = 180;
+  sequence.drafted()->model = 180;
   cache.close(sequence, 150);
   Sequence& shorter = cache.open(std::span(talk).first(121));
   CHECK_EQ(shorter.size(), 120);
-  CHECK_EQ(*shorter.drafted(), 120);
+  CHECK_EQ(shorter.drafted()->model, 120);
   cache.close(shorter, 0);
-  CHECK_EQ(*cache.open(talk).drafted(), 0);
+  CHECK_EQ(cache.open(talk).drafted()->model, 0);
 }
 
 TEST(a_cut_never_falls_into_a_shared_page) {

@@ -86,7 +86,7 @@ void Attention::write_cache(Scratch& scratch, const AttentionStep& step, int tok
   const float* value = key + spec_.kv_rows();
   prepare_head(scratch, key, step.key_norm, position);
   const int page = step.tree == nullptr ? step.pages[position / kPageKeys] : cache_.tree_page();
-  const int slot = step.tree == nullptr ? position % kPageKeys : token;
+  const int slot = step.tree == nullptr ? position % kPageKeys : step.node(token);
   cache_.write(page, step.cache_layer, kv_head, slot, scratch.head.data(), value);
 }
 
@@ -97,7 +97,7 @@ void Attention::attend(Scratch& scratch, const AttentionStep& step, int kv_head,
             .first = row,
             .count = count,
             .lowest = step.position(row / group),
-            .highest = step.position(row / group),
+            .highest = step.last_key(row / group),
             .maximum = {},
             .total = {}};
   std::fill_n(rows.maximum, kMaxPanel, kNoMaximum);
@@ -106,7 +106,7 @@ void Attention::attend(Scratch& scratch, const AttentionStep& step, int kv_head,
     const int head = kv_head * group + (row + r) % group;
     const int position = step.position(token);
     rows.lowest = std::min(rows.lowest, position);
-    rows.highest = std::max(rows.highest, position);
+    rows.highest = std::max(rows.highest, step.last_key(token));
     const float* query = step.qkv + static_cast<size_t>(token) * static_cast<size_t>(step.qkv_stride) + head * dim;
     prepare_head(scratch, query, step.query_norm, position);
     for (int d = 0; d < dim; ++d) scratch.queries[static_cast<size_t>(d * count + r)] = scratch.head[d] * query_scale_;
@@ -144,10 +144,10 @@ void Attention::scores_of(Scratch& scratch, const AttentionStep& step, const Row
 
 void Attention::softmax_row(Scratch& scratch, const AttentionStep& step, Rows& rows, int r, int page, const float* low,
                             const float* high) const noexcept {
-  const int position = step.position((rows.first + r) / spec_.group());
+  const int token = (rows.first + r) / spec_.group();
   const int base = page * kPageKeys;
   const float correction =
-      kernels_.softmax_page(low, high, first_key(step.window, position) - base, position - base,
+      kernels_.softmax_page(low, high, first_key(step.window, step.position(token)) - base, step.last_key(token) - base,
                             scratch.probabilities.data() + r * kPageKeys, rows.maximum + r, rows.total + r);
   if (correction == 1.0F) return;
   for (int tile = 0; tile * kTileRows < spec_.head_dim; ++tile) {
@@ -193,7 +193,7 @@ void Attention::attend_tree(Scratch& scratch, const AttentionStep& step, Rows& r
     const int before = page == root_page ? committed : 0;
     std::fill_n(scratch.probabilities.data(), rows.count * kPageKeys, 0.0F);  // of rows that end before this page
     for (int r = 0; r < rows.count; ++r) {
-      const int node = (rows.first + r) / spec_.group();
+      const int node = step.node((rows.first + r) / spec_.group());
       const int last = step.start + tree.depths[node] - page * kPageKeys;
       if (last < 0) continue;
       alignas(64) float own[kPageKeys] = {};
@@ -219,8 +219,9 @@ void Attention::add_ancestors(Scratch& scratch, const AttentionStep& step, const
   const int first_slot = std::max(step.start - page * kPageKeys, 0);
   const int first_depth = page * kPageKeys + first_slot - step.start;
   for (int r = 0; r < rows.count;) {
-    const int node = (rows.first + r) / group;
-    const int width = std::min((node + 1) * group - rows.first, rows.count) - r;  // rows of this node
+    const int token = (rows.first + r) / group;
+    const int width = std::min((token + 1) * group - rows.first, rows.count) - r;  // rows of this node
+    const int node = step.node(token);
     const uint8_t* path = step.tree->path[node];
     const int end_depth = std::min(step.tree->depths[node] + 1, first_depth + kPageKeys - first_slot);
     const auto multiply = kernels_.multiply_rows[static_cast<int>(cache_.format())][width - 1];

@@ -39,10 +39,15 @@ struct AttentionStep {
   float* out;               // packed activations [panels][heads * head_dim]
   float out_scale;
   const TreePaths* tree;  // null: the tokens follow one another
+  int first_node = 0;     // of a tree: token i is node first_node + i; the nodes before it are in the tree page
+  bool block = false;     // without a tree: every token sees all of the chunk, those behind it too
 
+  [[nodiscard]] int node(int token) const noexcept { return first_node + token; }
   [[nodiscard]] int position(int token) const noexcept {
-    return start + (tree == nullptr ? token : tree->depths[token]);
+    return start + (tree == nullptr ? token : tree->depths[node(token)]);
   }
+  // The position of the last key that a token sees.
+  [[nodiscard]] int last_key(int token) const noexcept { return block ? start + panels.tokens - 1 : position(token); }
 };
 
 class Attention {

@@ -8,6 +8,11 @@
 #include "draft/ngram.h"
 
 namespace ull::cpu {
+namespace {
+
+constexpr int kMoreTaps = 2 * kMaxTreeTokens;  // positions that wait while nobody drafts, beside a chunk of a prompt
+
+}  // namespace
 
 CpuExecutor::CpuExecutor(ModelSpec spec, ModelOptions options, SpeculationOptions speculation)
     : spec_(std::move(spec)), options_(std::move(options)), speculation_(std::move(speculation)) {}
@@ -17,7 +22,12 @@ void CpuExecutor::prepare() {
   ModelOptions options = options_;
   options.trees = true;
   if (options.chunk >= 1) options.chunk = std::max(options.chunk, kMaxTreeTokens);
+  options.taps = tapped_layers(spec_);
   model_ = std::make_unique<Model>(spec_, options);
+  taps_.reset();
+  if (!options.taps.empty()) {
+    taps_ = std::make_unique<TapRing>(options.taps, spec_.hidden, options.chunk + kMoreTaps);
+  }
   info_ = ExecutorInfo{};
   name_ = std::string("cpu/") + model_->kernels().name;
   info_.vocabulary = spec_.vocabulary;
@@ -35,7 +45,7 @@ void CpuExecutor::prepare() {
   info_.name = name_.c_str();
   info_.default_drafter = speculation_.drafter;
   info_.default_max_tree = speculation_.max_tree;
-  speculator_ = std::make_unique<Speculator>(*model_, make_drafters(), speculation_.adaptive);
+  speculator_ = std::make_unique<Speculator>(*model_, make_drafters(), speculation_.adaptive, taps_.get());
   speculator_->prepare(info_);
 }
 
@@ -80,7 +90,14 @@ Status CpuExecutor::start_prefill(const PrefillStep& step) noexcept {
   if (step.count > info_.prefill_chunk || !valid(step.tokens, step.count, step.start)) return Status::kExecutorFailed;
   abort_.store(false, std::memory_order_relaxed);
   is_round_ = false;
-  outcome_ = model_->forward({step.tokens, step.count, step.start, step.pages, LogitsOf::kNone, nullptr}, abort_);
+  outcome_ = model_->forward({.tokens = step.tokens,
+                              .count = step.count,
+                              .start = step.start,
+                              .pages = step.pages,
+                              .logits_of = LogitsOf::kNone,
+                              .logits = nullptr,
+                              .tapped = speculator_->taps(step.speculation)},
+                             abort_);
   if (outcome_ == Status::kOk) outcome_ = speculator_->prefill(step, abort_);
   return Status::kOk;
 }

@@ -10,6 +10,7 @@
 #include "base/cpu.h"
 #include "cpu/model.h"
 #include "cpu/speculator.h"
+#include "cpu/taps.h"
 #include "draft/drafter.h"
 #include "executor/executor.h"
 
@@ -52,6 +53,7 @@ class CpuExecutor final : public Executor {
   std::string name_;
   ExecutorInfo info_;
   std::unique_ptr<Model> model_;
+  std::unique_ptr<TapRing> taps_;  // null: no drafter reads hidden states
   std::unique_ptr<Speculator> speculator_;
   Status outcome_ = Status::kOk;  // of the step in flight
   bool is_round_ = false;

@@ -41,10 +41,12 @@ Model::Model(ModelSpec spec, const ModelOptions& options, std::shared_ptr<Thread
       cache_(page_layout(spec_, options), options.pages > 0 ? options.pages : pages_for(spec_.context), spec_.kv_format,
              options.trees),
       attention_(spec_, kernels_, cache_, *team_, spec_.context),
-      qkv_stride_((spec_.qkv_rows() + kTileRows - 1) / kTileRows * kTileRows) {
+      qkv_stride_((spec_.qkv_rows() + kTileRows - 1) / kTileRows * kTileRows),
+      taps_(options.taps) {
   const size_t columns = static_cast<size_t>(Panels::most_columns(chunk_));
   const size_t hidden = static_cast<size_t>(spec_.hidden);
-  const size_t widest = static_cast<size_t>(std::max({spec_.hidden, spec_.query_rows(), spec_.intermediate}));
+  const size_t widest =
+      static_cast<size_t>(std::max({spec_.hidden, spec_.query_rows(), spec_.intermediate, options.widest}));
   const size_t of_tokens = static_cast<size_t>(chunk_) * (hidden + static_cast<size_t>(qkv_stride_));
   const size_t of_columns =
       columns * (hidden + widest + static_cast<size_t>(team_->size()) * kMaxTileGroup * kTileRows);
@@ -59,6 +61,7 @@ void Model::allocate_activations(size_t hidden, size_t columns, size_t widest) {
   qkv_ = AlignedArray<float>(tokens * static_cast<size_t>(qkv_stride_));
   normed_ = AlignedArray<float>(columns * hidden);
   mixed_ = AlignedArray<float>(columns * widest);
+  tapped_ = AlignedArray<float>(tokens * tapped_width());
   for (int member = 0; member < team_->size(); ++member) {
     scratch_.push_back({AlignedArray<float>(hidden), AlignedArray<float>(kUnpackedDepth * kTileRows),
                         AlignedArray<float>(kMaxTileGroup * columns * kTileRows)});
@@ -72,11 +75,13 @@ Status Model::forward(const ForwardStep& step, const std::atomic<bool>& abort) n
     embed_tokens(member, step.tokens);
     team_->barrier();
     for (int i = 0; i < spec_.layers; ++i) {
+      if (step.tapped) keep_tap(member, i);
       layer(member, i);
       if (member == 0) stop_ = interrupted(abort);
       team_->barrier();
       if (stop_) return;
     }
+    if (step.tapped) keep_tap(member, spec_.layers);
     if (step.logits_of == LogitsOf::kLast) {
       const float* last = residual_ + static_cast<size_t>(step.count - 1) * static_cast<size_t>(spec_.hidden);
       logits(member, last, Panels::of(1), step.logits);
@@ -148,6 +153,17 @@ void Model::set_chunk(float* hidden, int count, int start, const int32_t* pages,
 void Model::embed_tokens(int member, const int32_t* tokens) noexcept {
   for (int token = member; token < panels_.tokens; token += team_->size()) {
     weights_.embed(tokens[token], residual_ + static_cast<size_t>(token) * static_cast<size_t>(spec_.hidden));
+  }
+}
+
+void Model::keep_tap(int member, int layer) noexcept {
+  const auto found = std::find(taps_.begin(), taps_.end(), layer);
+  if (found == taps_.end()) return;
+  const size_t hidden = static_cast<size_t>(spec_.hidden);
+  float* to = tapped_.data() + static_cast<size_t>(found - taps_.begin()) * hidden;
+  for (int token = member; token < panels_.tokens; token += team_->size()) {
+    const float* row = residual_ + static_cast<size_t>(token) * hidden;
+    std::copy_n(row, hidden, to + static_cast<size_t>(token) * tapped_width());
   }
 }
 

@@ -31,8 +31,10 @@ struct ModelOptions {
   int chunk = 256;  // most tokens per forward()
   int pages = 0;    // KV pages; 0: as many as one sequence of spec.context tokens needs
   WeightStorage storage = WeightStorage::kResident;
-  bool trees = false;    // forward() takes draft trees: one page more
-  int cache_layers = 0;  // layers that the KV pages hold; 0: all. 1: run layer by layer (evaluate)
+  bool trees = false;     // forward() takes draft trees: one page more
+  int cache_layers = 0;   // layers that the KV pages hold; 0: all. 1: run layer by layer (evaluate)
+  std::vector<int> taps;  // layers whose input the heads read, ascending; spec.layers: what leaves the last one
+  int widest = 0;         // columns of matrices that multiply() takes, beside those as wide as the model's own
 };
 
 enum class LogitsOf : uint8_t { kNone, kLast, kAll };
@@ -44,6 +46,7 @@ struct ForwardStep {
   const int32_t* pages;   // page table, covers start + count - 1
   LogitsOf logits_of;
   float* logits;                    // [1 or count][vocabulary], by logits_of
+  bool tapped = false;              // keep what options.taps name: see tapped()
   const TreePaths* tree = nullptr;  // null: the tokens follow one another. Else token i is node i of a draft tree, its
                                     // keys and values go to the tree page, and `pages` covers [0, start)
 };
@@ -84,6 +87,13 @@ class Model {
 
   // The logits of rows [row, row + count) of the last forward() -> [count][vocabulary].
   void project_rows(int row, int count, float* logits) noexcept;
+  // The residual stream of row `row` of the last forward() that was `tapped`, as it entered the layers options.taps ->
+  // [taps][hidden].
+  [[nodiscard]] const float* tapped(int row) const noexcept {
+    return tapped_.data() + static_cast<size_t>(row) * tapped_width();
+  }
+  [[nodiscard]] size_t tapped_width() const noexcept { return taps_.size() * static_cast<size_t>(spec_.hidden); }
+  [[nodiscard]] const std::vector<int>& taps() const noexcept { return taps_; }
   // The lm_head's input of row `row` of the last forward(), unscaled -> [hidden].
   void normed_row(int row, float* out) const noexcept;
   // out[token][0, matrix.rows) = scale * (matrix x) + bias, for x [count][matrix.columns] f32, count <= chunk() and
@@ -107,6 +117,8 @@ class Model {
   // Everything below is called by every member of the team.
   void embed_tokens(int member, const int32_t* tokens) noexcept;
   void layer(int member, int index) noexcept;
+  // Keeps the residual stream if it is wanted as it enters `layer`.
+  void keep_tap(int member, int layer) noexcept;
   void logits(int member, const float* hidden, const Panels& panels, float* out) noexcept;
   // The complete input of a linear, [columns] per token, packed. Ends with a barrier if there is a tap.
   void tap(int member, int linear, const Matrix& matrix, AlignedArray<float>& x, const Panels& panels) noexcept;
@@ -139,6 +151,8 @@ class Model {
   AlignedArray<float> normed_;    // packed [columns][hidden]
   AlignedArray<float> mixed_;     // packed [columns][max(heads * head_dim, intermediate)]
   std::vector<Scratch> scratch_;  // [threads]
+  std::vector<int> taps_;
+  AlignedArray<float> tapped_;  // [chunk][taps][hidden]
 
   // The chunk in flight; written by member 0 before the team starts.
   float* residual_ = nullptr;  // [count][hidden]

@@ -41,13 +41,14 @@ void straighten(double (&costs)[kCostSizes]) {
 
 }  // namespace
 
-Speculator::Speculator(Model& model, std::vector<std::unique_ptr<Drafter>> drafters, bool adaptive)
+Speculator::Speculator(Model& model, std::vector<std::unique_ptr<Drafter>> drafters, bool adaptive, TapRing* taps)
     : model_(model),
       sampler_(model.kernels(), model.spec().vocabulary),
       proposer_(std::move(drafters), {model.spec().vocabulary, model.spec().context, model.chunk(), adaptive}),
       counts_(model.spec().vocabulary, model.spec().context),
       batch_rows_(batch_rows(model.spec().vocabulary)),
       keeps_hidden_(model.spec().medusa != nullptr),
+      taps_(taps),
       logits_(static_cast<size_t>(batch_rows_) * static_cast<size_t>(model.spec().vocabulary)),
       hidden_(static_cast<size_t>(model.spec().hidden)) {}
 
@@ -114,9 +115,21 @@ void Speculator::remember_hidden(int row, int position, int32_t token, const int
   hidden_page_ = pages[position / kPageTokens];
 }
 
+bool Speculator::taps(DrafterKind speculation) const noexcept {
+  return taps_ != nullptr && (speculation == DrafterKind::kEagle || speculation == DrafterKind::kDflash ||
+                              speculation == DrafterKind::kAuto);
+}
+
+void Speculator::keep_taps(const int32_t* tokens, int count, int start, const int32_t* pages) noexcept {
+  for (int row = 0; row < count; ++row) {
+    taps_->put(start + row, tokens[row], pages[(start + row) / kPageTokens], model_.tapped(row));
+  }
+}
+
 Status Speculator::prefill(const PrefillStep& step, const std::atomic<bool>& abort) noexcept {
   if (step.speculation == DrafterKind::kNone) return Status::kOk;
   remember_hidden(step.count - 1, step.start + step.count - 1, step.tokens[step.count - 1], step.pages);
+  if (taps(step.speculation)) keep_taps(step.tokens, step.count, step.start, step.pages);
   return proposer_.prefill(step, abort);
 }
 
@@ -135,13 +148,16 @@ Status Speculator::round(const RoundStep& step, const std::atomic<bool>& abort, 
 // its tokens with the proposal that follows, so that they do not hold up the first token.
 Status Speculator::forced_round(const RoundStep& step, const std::atomic<bool>& abort, RoundResult& result) noexcept {
   const int last = step.position + step.forced;
-  const Status status = model_.forward(
-      {step.history + step.position, step.forced + 1, step.position, step.pages, LogitsOf::kLast, logits_.data()},
-      abort);
+  const Status status = model_.forward({step.history + step.position, step.forced + 1, step.position, step.pages,
+                                        LogitsOf::kLast, logits_.data(), taps(step.speculation)},
+                                       abort);
   if (status != Status::kOk) return status;
   result.count = 0;
   if (const Status drawn = draw(step, logits_.data(), last + 1, result.tokens[0]); drawn != Status::kOk) return drawn;
   if (step.speculation != DrafterKind::kNone) remember_hidden(step.forced, last, step.history[last], step.pages);
+  if (taps(step.speculation)) {
+    keep_taps(step.history + step.position, step.forced + 1, step.position, step.pages);
+  }
   result.count = result.tree_tokens = 1;
   result.drafter = DrafterKind::kNone;
   result.depth = result.accepted = 0;
@@ -208,6 +224,7 @@ Status Speculator::verify(const RoundStep& step, const std::atomic<bool>& abort)
                                       : batched_ ? LogitsOf::kAll
                                                  : LogitsOf::kNone,
                          .logits = logits_.data(),
+                         .tapped = taps(step.speculation),
                          .tree = chain ? nullptr : &paths_},
                         abort);
 }
@@ -249,6 +266,13 @@ Status Speculator::accept(const RoundStep& step, RoundResult& result) noexcept {
   if (!tree.is_chain()) {
     for (int depth = 0; depth <= tree.depth(node); ++depth) {
       model_.keep_node(paths_.path[node][depth], step.position + depth, step.pages);
+    }
+  }
+  if (taps(step.speculation)) {
+    // The way back from the last accepted node; a chain has no paths.
+    for (int at = node, depth = tree.depth(node); depth >= 0; --depth, at = tree.parent(at)) {
+      const int position = step.position + depth;
+      taps_->put(position, tree.token(at), step.pages[position / kPageTokens], model_.tapped(at));
     }
   }
   if (step.speculation != DrafterKind::kNone) {

@@ -12,6 +12,7 @@
 #include "base/status.h"
 #include "cpu/model.h"
 #include "cpu/sampler.h"
+#include "cpu/taps.h"
 #include "draft/drafter.h"
 #include "draft/planner.h"
 #include "draft/proposer.h"
@@ -22,8 +23,9 @@ namespace ull::cpu {
 
 class Speculator {
  public:
-  // drafters: at most one of each kind. Allocates everything.
-  Speculator(Model& model, std::vector<std::unique_ptr<Drafter>> drafters, bool adaptive);
+  // drafters: at most one of each kind. taps: where the hidden states go that some of them read; null: none does.
+  // Allocates everything.
+  Speculator(Model& model, std::vector<std::unique_ptr<Drafter>> drafters, bool adaptive, TapRing* taps = nullptr);
 
   // Prepares the drafters and measures what verifying costs -> info.verify_ns, draft_ns, drafters and their bytes. The
   // cache must not hold anything yet.
@@ -40,6 +42,9 @@ class Speculator {
   // A step that makes sense -> step.logprobs. kOk, kAborted, or kExecutorFailed if a logit is not finite.
   [[nodiscard]] Status score(const ScoreStep& step, const std::atomic<bool>& abort) noexcept;
 
+  // Whether a pass for such a request keeps its taps; see ForwardStep::tapped.
+  [[nodiscard]] bool taps(DrafterKind speculation) const noexcept;
+
  private:
   [[nodiscard]] Status forced_round(const RoundStep& step, const std::atomic<bool>& abort,
                                     RoundResult& result) noexcept;
@@ -53,13 +58,16 @@ class Speculator {
   [[nodiscard]] Status accept(const RoundStep& step, RoundResult& result) noexcept;
   [[nodiscard]] DraftContext context(const RoundStep& step, const std::atomic<bool>& abort) noexcept;
   void remember_hidden(int row, int position, int32_t token, const int32_t* pages) noexcept;
+  // Rows [0, count) of the last pass were the tokens of positions [start, start + count).
+  void keep_taps(const int32_t* tokens, int count, int start, const int32_t* pages) noexcept;
 
   Model& model_;
   Sampler sampler_;
   Proposer proposer_;
   TokenCounts counts_;
-  int batch_rows_;              // tokens whose logits are held at once
-  const bool keeps_hidden_;     // Medusa heads want it
+  int batch_rows_;           // tokens whose logits are held at once
+  const bool keeps_hidden_;  // Medusa heads want it
+  TapRing* const taps_;
   AlignedArray<float> logits_;  // [batch_rows][vocabulary]
   AlignedArray<float> hidden_;  // [hidden] the lm_head's input of the last accepted node
   int hidden_position_ = -1;    // of that node; -1: there is none

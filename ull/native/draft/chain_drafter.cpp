@@ -11,12 +11,12 @@ ChainDrafter::ChainDrafter(int vocabulary, int context, int common)
 Status ChainDrafter::prefill(const PrefillStep& step, const std::atomic<bool>& abort) noexcept {
   if (step.speculation != DrafterKind::kDraft && step.speculation != DrafterKind::kAuto) return Status::kOk;
   // A gap (a cached prefix that was never drafted) is left to propose(), which knows the tokens.
-  if (step.drafted == nullptr || *step.drafted < step.start) return Status::kOk;
+  if (step.drafted == nullptr || step.drafted->model < step.start) return Status::kOk;
   const int32_t end = step.start + step.count;
-  const int32_t begin = *step.drafted;
+  const int32_t begin = step.drafted->model;
   if (begin >= end) return Status::kOk;
   const Status status = read(step.tokens + (begin - step.start), end - begin, begin, step.pages, abort);
-  if (status == Status::kOk) *step.drafted = end;
+  if (status == Status::kOk) step.drafted->model = end;
   return status;
 }
 
@@ -25,7 +25,7 @@ int ChainDrafter::confidence(const DraftContext& context) noexcept {
 }
 
 int32_t ChainDrafter::first_missing(const DraftContext& context) noexcept {
-  return context.drafted == nullptr ? 0 : std::clamp(*context.drafted, 0, context.position);
+  return context.drafted == nullptr ? 0 : std::clamp(context.drafted->model, 0, context.position);
 }
 
 int ChainDrafter::missed(const DraftContext& context) const noexcept {
@@ -39,7 +39,7 @@ Status ChainDrafter::catch_up(const DraftContext& context) noexcept {
   if (gap == 0) return Status::kOk;
   const int32_t valid = context.position - gap;
   const Status status = read(context.history + valid, gap, valid, context.pages, *context.abort);
-  if (status == Status::kOk) *context.drafted = context.position;
+  if (status == Status::kOk) context.drafted->model = context.position;
   return status;
 }
 
@@ -64,7 +64,7 @@ int ChainDrafter::begin_chain(const DraftContext& context, const TreePlan& plan)
 void ChainDrafter::reached_root(const DraftContext& context) noexcept {
   drafted_ = context.drafted;
   position_ = context.position;
-  if (drafted_ != nullptr) *drafted_ = position_;
+  if (drafted_ != nullptr) drafted_->model = position_;
 }
 
 void ChainDrafter::observe(const DraftOutcome& outcome) noexcept {
@@ -78,7 +78,7 @@ void ChainDrafter::observe(const DraftOutcome& outcome) noexcept {
     ++agreed;
   }
   // The token emitted last is in neither cache as far as the sequence knows.
-  if (drafted_ != nullptr) *drafted_ = position_ + std::min(1 + std::min(agreed, fed_), outcome.count);
+  if (drafted_ != nullptr) drafted_->model = position_ + std::min(1 + std::min(agreed, fed_), outcome.count);
 }
 
 }  // namespace ull

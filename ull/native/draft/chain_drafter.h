@@ -61,7 +61,7 @@ class ChainDrafter : public Drafter {
   const int vocabulary_, context_, common_;
   std::vector<LogitBias> bias_;  // [kMaxLogitBias]
   Sampling sampling_;
-  int32_t* drafted_ = nullptr;  // of the sequence that the proposal is for
+  Drafted* drafted_ = nullptr;  // of the sequence that the proposal is for
   int32_t position_ = 0;        // of its root
 };
 

@@ -33,7 +33,7 @@ struct DraftContext {
   int32_t position;        // of the root; depth d stands at position + d
   const int32_t* pages;    // page table; covers position + the tree's greatest depth
   const Sampling* sampling;
-  int32_t* drafted;     // in/out: positions whose draft-model KV is valid; may be null: nothing is
+  Drafted* drafted;     // in/out; may be null: nothing is
   const float* hidden;  // [target hidden] of position - 1, or null
   const std::atomic<bool>* abort;
   // Of the text up to the root, for requests with penalties; null for others. What a drafter adds it takes back.
@@ -68,6 +68,12 @@ class Drafter {
   // Follows the target's prefill of one chunk. kOk, kAborted or kExecutorFailed.
   [[nodiscard]] virtual Status prefill(const PrefillStep& step, const std::atomic<bool>& abort) noexcept {
     (void)step, (void)abort;
+    return Status::kOk;
+  }
+  // At the beginning of every round of a request that may use this drafter: a chance to read what has piled up, before
+  // it is lost. kOk, kAborted or kExecutorFailed.
+  [[nodiscard]] virtual Status keep_up(const DraftContext& context) noexcept {
+    (void)context;
     return Status::kOk;
   }
   // How good the next proposal will be, as a class 0 .. kConfidenceClasses - 1 with statistics of its own; -1: there is

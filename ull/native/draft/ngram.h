@@ -19,7 +19,7 @@ class NgramDrafter final : public Drafter {
   // context: most tokens of a sequence.
   explicit NgramDrafter(int context);
 
-  [[nodiscard]] DrafterKind kind() const noexcept override { return DrafterKind::kNgram; }
+  [[nodiscard]] DrafterKind kind() const noexcept override { return DrafterKind::kSuffix; }
   // By the length of the match: 2, 3 to 4, 5 to 7, 8 and more.
   [[nodiscard]] int confidence(const DraftContext& context) noexcept override;
   // A chain: the tokens that followed the match found by confidence().

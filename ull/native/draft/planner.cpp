@@ -28,10 +28,10 @@ constexpr double kLeastReach = 0.01;  // a node less likely than this is not con
 
 // First guesses, by drafter and, for n-gram, by the length of the match.
 float first_chance(int drafter, int confidence, int depth, int rank) {
-  constexpr float kNgram[kConfidenceClasses] = {0.25F, 0.45F, 0.65F, 0.8F};
+  constexpr float kSuffix[kConfidenceClasses] = {0.25F, 0.45F, 0.65F, 0.8F};
   float chance = 0.6F;
-  if (static_cast<DrafterKind>(drafter) == DrafterKind::kNgram) {
-    chance = depth == 1 ? kNgram[confidence] : std::min(0.9F, kNgram[confidence] + 0.15F);
+  if (static_cast<DrafterKind>(drafter) == DrafterKind::kSuffix) {
+    chance = depth == 1 ? kSuffix[confidence] : std::min(0.9F, kSuffix[confidence] + 0.15F);
   }
   for (int i = 0; i < rank; ++i) chance *= 0.3F;
   return chance;
@@ -183,7 +183,7 @@ bool Planner::approves(const Drafter& drafter, double worth, const TreePlan& pla
   if (pays(worth)) return loss <= credit_ns(limits);
   // N-gram's guesses are scored without being verified: it needs no probes.
   const Account& own = account(limits.wanted);
-  return drafter.kind() != DrafterKind::kNgram && own.probing && loss <= own.probes_ns;
+  return drafter.kind() != DrafterKind::kSuffix && own.probing && loss <= own.probes_ns;
 }
 
 void Planner::learn(DrafterKind drafter, int confidence, int depth, int ranks, int hit) noexcept {

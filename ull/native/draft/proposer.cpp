@@ -79,6 +79,7 @@ Status Proposer::choose(const RoundStep& step, const DraftContext& now) noexcept
   }
   for (const auto& drafter : drafters_) {
     if (!serves(*drafter, step.speculation)) continue;
+    if (const Status status = drafter->keep_up(now); status != Status::kOk) return status;
     option_.drafter = drafter.get();
     option_.confidence = drafter->confidence(now);
     if (option_.confidence < 0) continue;

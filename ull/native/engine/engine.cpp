@@ -119,7 +119,7 @@ void Engine::warm_up() {
   std::vector<int32_t> history(static_cast<size_t>(context_), 0);
   std::vector<int32_t> pages(static_cast<size_t>(pages_for(context_)));
   for (size_t page = 0; page < pages.size(); ++page) pages[page] = static_cast<int32_t>(page);
-  int32_t drafted = 0;
+  Drafted drafted;
   RoundResult result;
   const auto finish = [&](Status status) {
     if (status == Status::kOk) {
@@ -138,7 +138,7 @@ void Engine::warm_up() {
   StepCosts& costs = loop_->costs();
   for (const int count : {position, std::min(position, kWarmUpTokens)}) {  // two sizes tell what a token costs
     if (count == 0) continue;
-    drafted = 0;
+    drafted = {};
     const int64_t began = monotonic_ns();
     finish(executor_.start_prefill({.tokens = history.data(),
                                     .count = count,

@@ -208,7 +208,8 @@ EngineLoop::Ending EngineLoop::prefill() noexcept {
                            .start = start,
                            .pages = sequence.page_table(),
                            .drafted = sequence.drafted(),
-                           .speculation = request.speculation};
+                           .speculation = request.speculation,
+                           .history = request.tokens.get()};
     if (const Ending ending = run_step([&] { return executor_.start_prefill(step); })) return ending;
     sequence.append({step.tokens, static_cast<size_t>(count)});
     request.reached.store(sequence.size(), std::memory_order_relaxed);

@@ -16,6 +16,7 @@
 #include "base/status.h"
 #include "executor/constraint.h"
 #include "executor/sampling.h"
+#include "kv/drafted.h"
 #include "kv/page.h"
 
 namespace ull {
@@ -85,9 +86,9 @@ struct ExecutorInfo {
   bool constraints = false;   // whether RoundStep::constraint is applied
   int score_nodes = 0;        // most nodes of a ScoreStep; 0: start_scores() is not offered
   Reuse reuse = Reuse::kAll;
-  const char* name = "";  // of the implementation: "cpu/avx512", "cpu/portable", ...
-  bool drafters[kDrafterKinds] = {true};  // by DrafterKind: which a request may ask for
-  DrafterKind default_drafter = DrafterKind::kNone;                   // of a request that asks for none
+  const char* name = "";                             // of the implementation: "cpu/avx512", "cpu/portable", ...
+  bool drafters[kDrafterKinds] = {true};             // by DrafterKind: which a request may ask for
+  DrafterKind default_drafter = DrafterKind::kNone;  // of a request that asks for none
   int default_max_tree = kMaxTreeTokens;
   int64_t verify_ns[kCostSizes] = {};    // a forward pass over kCostTokens[i] tree nodes and their logits; 0: unknown
   int64_t draft_ns[kDrafterKinds] = {};  // one proposal of one token by each drafter; 0: unknown
@@ -107,12 +108,13 @@ struct RoundToken {
 };
 
 struct PrefillStep {
-  const int32_t* tokens;       // [count] prompt tokens of positions [start, start + count)
-  int32_t count;               // 1 .. ExecutorInfo::prefill_chunk
-  int32_t start;               // position of tokens[0]
-  const int32_t* pages;        // page table: pages[p / kPageTokens] holds position p
-  int32_t* drafted = nullptr;  // in/out: positions [0, *drafted) of this sequence are in the draft model's KV too
+  const int32_t* tokens;                         // [count] prompt tokens of positions [start, start + count)
+  int32_t count;                                 // 1 .. ExecutorInfo::prefill_chunk
+  int32_t start;                                 // position of tokens[0]
+  const int32_t* pages;                          // page table: pages[p / kPageTokens] holds position p
+  Drafted* drafted = nullptr;                    // in/out
   DrafterKind speculation = DrafterKind::kNone;  // of the request that this prompt belongs to
+  const int32_t* history = nullptr;              // [start + count] the sequence's tokens; null: nobody says
 };
 
 // A decode round: feeds `token` at `position` and emits the token(s) that follow. The prompt's last token is fed by
@@ -131,7 +133,7 @@ struct RoundStep {
   const int32_t* history = nullptr;  // [position + forced + 1] the sequence's tokens; history[position] == token
   DrafterKind speculation = DrafterKind::kNone;
   int32_t max_tree = 0;        // most nodes of the draft tree, root included, 1 .. kMaxTreeTokens; 0: as many as pay
-  int32_t* drafted = nullptr;  // in/out, see PrefillStep
+  Drafted* drafted = nullptr;  // in/out
   const int32_t* stops = nullptr;  // [stop_count] ids that end the request: a round may go no further than one of them
   int32_t stop_count = 0;
   int32_t prompt_tokens = 0;  // of the history; what follows them was generated

@@ -40,7 +40,7 @@ void Sequence::append(std::span<const int32_t> tokens) noexcept {
 
 void Sequence::shorten(int tokens) noexcept {
   tokens_.resize(static_cast<size_t>(tokens));
-  drafted_ = std::min(drafted_, tokens);
+  drafted_.cut(tokens);
   while (hashes_.size() * kPageTokens > tokens_.size()) {
     cached_->remove(hashes_.back());
     hashes_.pop_back();
@@ -142,7 +142,8 @@ void PrefixCache::fork(const Match& match, Sequence& sequence) noexcept {
     }
   }
   sequence.append(source.tokens().first(static_cast<size_t>(taken)));
-  sequence.drafted_ = std::min(source.drafted_, taken);
+  sequence.drafted_ = source.drafted_;
+  sequence.drafted_.cut(taken);
 }
 
 Status PrefixCache::reserve(Sequence& sequence, int tokens) noexcept {

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "kv/drafted.h"
 #include "kv/page.h"
 #include "kv/page_hash.h"
 
@@ -57,9 +58,8 @@ class Sequence {
   [[nodiscard]] int size() const noexcept { return static_cast<int>(tokens_.size()); }
   // Page table: page_table()[p / kPageTokens] holds position p, for every reserved position.
   [[nodiscard]] const int32_t* page_table() const noexcept { return pages_.data(); }
-  // How many of tokens() the draft model has in its cache, in the same pages: the executor reads and writes it, the
-  // sequence only cuts it.
-  [[nodiscard]] int32_t* drafted() noexcept { return &drafted_; }
+  // What drafters have of tokens() in caches of their own, in the same pages.
+  [[nodiscard]] Drafted* drafted() noexcept { return &drafted_; }
   // What must be copied before anything else is done with a sequence that has just been opened; tokens() holds it
   // already. copied(): it has been.
   [[nodiscard]] const PageCopy& copy() const noexcept { return copy_; }
@@ -77,7 +77,7 @@ class Sequence {
   std::vector<uint64_t> hashes_;  // of the full pages of tokens_; capacity: pages of the context
   std::vector<int32_t> pages_;    // likewise
   CachedPages* cached_ = nullptr;
-  int32_t drafted_ = 0;
+  Drafted drafted_;
   PageCopy copy_;
   uint64_t used_at_ = 0;  // admission count at the last use; 0: the sequence is free
   uint64_t pin_ = 0;      // by whom it is pinned; 0: nobody

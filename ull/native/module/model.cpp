@@ -11,7 +11,7 @@ namespace {
 cpu::Format format_named(const std::string& owner, const std::string& dtype) {
   if (dtype == "F8_E4M3") return cpu::Format::kF8;
   if (dtype == "BF16" || dtype == "bf16") return cpu::Format::kBf16;
-  if (dtype == "F32" || dtype == "f32") return cpu::Format::kF32;
+  if (dtype == "F32" || dtype == "f32" || dtype == "I32") return cpu::Format::kF32;  // I32: four bytes an item too
   throw std::invalid_argument(owner + ": dtype \"" + dtype + "\" is unknown");
 }
 
@@ -101,6 +101,44 @@ cpu::ModelSpec model_spec(const nb::dict& dict) {
     draft.path = spec.path;
     draft.tensors = std::move(draft_tensors);
     return draft;
+  });
+  const auto head_model = [&](const nb::dict& inner, const std::string& prefix) {
+    cpu::ModelSpec head = model_dimensions(inner);
+    head.path = spec.path;
+    head.tensors = take_tensors(spec.tensors, prefix, /*keep=*/false);
+    return head;
+  };
+  spec.eagle = section(dict, "eagle", [&](const nb::dict& inner) {
+    cpu::EagleSpec eagle;
+    eagle.model = head_model(inner, "eagle.");
+    eagle.taps = field<std::vector<int>>(inner, "taps");
+    eagle.norm_before_residual = field<bool>(inner, "norm_before_residual");
+    eagle.norm_output = field<bool>(inner, "norm_output");
+    const auto norm = field<std::string>(inner, "tap_norm");
+    if (norm != "none" && norm != "each" && norm != "all") {
+      throw std::invalid_argument("tap_norm: must be \"none\", \"each\" or \"all\", not \"" + norm + "\"");
+    }
+    using TapNorm = cpu::EagleSpec::TapNorm;
+    eagle.tap_norm = norm == "none" ? TapNorm::kNone : norm == "each" ? TapNorm::kEach : TapNorm::kAll;
+    eagle.own_embedding = field<bool>(inner, "own_embedding");
+    eagle.mapped = field<bool>(inner, "mapped");
+    return eagle;
+  });
+  spec.dflash = section(dict, "dflash", [&](const nb::dict& inner) {
+    cpu::DflashSpec dflash;
+    dflash.model = head_model(inner, "dflash.");
+    dflash.taps = field<std::vector<int>>(inner, "taps");
+    dflash.block = field<int>(inner, "block");
+    dflash.mask_token = field<int32_t>(inner, "mask_token");
+    dflash.anchor_predicts = field<bool>(inner, "anchor_predicts");
+    dflash.own_embedding = field<bool>(inner, "own_embedding");
+    dflash.own_lm_head = field<bool>(inner, "own_lm_head");
+    dflash.mapped = field<bool>(inner, "mapped");
+    dflash.markov = field<int>(inner, "markov");
+    dflash.gated = field<std::string>(inner, "markov_kind") == "gated";
+    dflash.confidence = field<bool>(inner, "confidence");
+    dflash.confidence_reads_markov = field<bool>(inner, "confidence_reads_markov");
+    return dflash;
   });
   return spec;
 }

@@ -34,7 +34,7 @@ Decoded LocalDecoder::decode(const DecodeRequest& request) {
 
   require(request.forced >= 0 && request.forced <= executor_.info().forced_tokens, "forced: must be 0 to chunk - 1");
 
-  drafted_ = std::min(drafted_, request.cached);
+  drafted_.cut(request.cached);
   RoundResult result;
   int start = request.cached;
   while (start < prompt - 1 - request.forced) {

@@ -46,7 +46,7 @@ class LocalDecoder {
  private:
   CpuExecutor executor_;
   std::vector<int32_t> pages_;  // 0, 1, 2, ...
-  int32_t drafted_ = 0;
+  Drafted drafted_;
 };
 
 }  // namespace ull::cpu
