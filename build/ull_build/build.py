@@ -161,7 +161,9 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
         preflight(tools.trt, model, settings.precision, output.parent, reporter)
     if settings.evaluates_on_gpu:
         require_bf16(checkpoint)
-    drafters = files_open.enter_context(open_drafters(settings.speculation, model, tokenizer))
+    drafters = files_open.enter_context(open_drafters(settings.speculation, checkpoint, model, tokenizer))
+    for note in drafters.notes:
+        reporter.note(note)
     medusa, draft = drafters.heads, drafters.draft
     if medusa is not None and not settings.on_cpu:
         for problem in medusa_problems(medusa, settings.forward.decode):

@@ -14,12 +14,15 @@ from ull.bundle import (
     DEVICE_TILE_ROWS,
     HEAD_SCAN,
     MEDUSA,
+    DflashHead,
+    EagleHead,
     MedusaHeads,
     Model,
     Precision,
     TensorShape,
     device_tensors,
 )
+from ull.errors import CheckpointError
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.weights.head_scan import scan_rows
 from ull_build.weights.mlp_scale import scale_rows_of
@@ -86,6 +89,9 @@ class GpuPacker:
     def medusa_tensors(self, model: Model, heads: MedusaHeads) -> dict[str, TensorShape]:
         both = device_tensors(model, self._precision, self._fused, heads)
         return {name: shape for name, shape in both.items() if name.startswith(MEDUSA)}
+
+    def head_tensors(self, model: Model, head: EagleHead | DflashHead) -> dict[str, TensorShape]:
+        raise CheckpointError("heads that read hidden states run on target cpu alone; leave them out", field="target")
 
     def for_draft(self) -> GpuPacker:
         """Our own kernels compute it; nobody observed it."""
