@@ -65,7 +65,7 @@ class EagleTree {
   // The nodes of the deepest level that the head is to be run on, likeliest first -> out [kMaxEagleWidth]; 0: the tree
   // is complete. A node is left out if what follows it cannot get among the draft's nodes any more.
   [[nodiscard]] int next_level(int* out) noexcept {
-    if (level_ >= depth_) return 0;
+    if (level_ >= depth_ || nodes_ < 2) return 0;
     const float least = least_reach();
     int found = 0;
     float survival = 0.0F;
@@ -111,7 +111,7 @@ class EagleTree {
  private:
   static constexpr float kNever = -80.0F;  // a candidate so far behind the best has no share
 
-  // What a node must exceed to be among the draft's: 0 while there is room.
+  // What a node must exceed to be among the draft's, which has room for two or more: 0 while there is room left.
   [[nodiscard]] float least_reach() const noexcept {
     if (count_ < nodes_) return 0.0F;
     float best[kMaxTreeTokens];  // descending
@@ -123,7 +123,7 @@ class EagleTree {
       for (; at > 0 && best[at - 1] < reaches_[node]; --at) best[at] = best[at - 1];
       best[at] = reaches_[node];
     }
-    return held == wanted && held > 0 ? best[held - 1] : 0.0F;
+    return best[held - 1];
   }
 
   int nodes_ = 1;
