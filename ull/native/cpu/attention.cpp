@@ -10,9 +10,6 @@ namespace {
 // Below every real score, yet finite, so that a page without visible keys gives exp(0) = 1, not NaN.
 constexpr float kNoMaximum = -1e30F;
 
-// The first key that a query at `position` sees.
-int first_key(int window, int position) noexcept { return window > 0 ? std::max(0, position - window + 1) : 0; }
-
 }  // namespace
 
 Attention::Attention(const ModelSpec& spec, const Kernels& kernels, KvCache& cache, ThreadTeam& team, int positions)
@@ -113,7 +110,7 @@ void Attention::attend(Scratch& scratch, const AttentionStep& step, int kv_head,
   }
   std::fill_n(scratch.sums.data(), scratch.sums.size(), 0.0F);
   const int last_page = step.tree == nullptr ? rows.highest / kPageKeys : step.start / kPageKeys - 1;
-  for (int page = first_key(step.window, rows.lowest) / kPageKeys; page <= last_page; ++page) {
+  for (int page = step.first_key(rows.lowest) / kPageKeys; page <= last_page; ++page) {
     attend_page(scratch, step, rows, page);
   }
   if (step.tree != nullptr) attend_tree(scratch, step, rows);
@@ -147,7 +144,7 @@ void Attention::softmax_row(Scratch& scratch, const AttentionStep& step, Rows& r
   const int token = (rows.first + r) / spec_.group();
   const int base = page * kPageKeys;
   const float correction =
-      kernels_.softmax_page(low, high, first_key(step.window, step.position(token)) - base, step.last_key(token) - base,
+      kernels_.softmax_page(low, high, step.first_key(step.position(token)) - base, step.last_key(token) - base,
                             scratch.probabilities.data() + r * kPageKeys, rows.maximum + r, rows.total + r);
   if (correction == 1.0F) return;
   for (int tile = 0; tile * kTileRows < spec_.head_dim; ++tile) {
@@ -170,7 +167,7 @@ void Attention::attend_page(Scratch& scratch, const AttentionStep& step, Rows& r
   const int base = page * kPageKeys;
   const int physical = step.pages[page];
   // Keys of this page that any row sees: [begin, end).
-  const int begin = std::max(first_key(step.window, rows.lowest) - base, 0);
+  const int begin = std::max(step.first_key(rows.lowest) - base, 0);
   const int end = std::min(rows.highest - base, kPageKeys - 1) + 1;
   float* scores = scratch.scores.data();
   scores_of(scratch, step, rows, physical, begin, end, scores);

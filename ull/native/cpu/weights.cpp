@@ -70,34 +70,24 @@ ModelWeights::ModelWeights(const ModelSpec& spec, WeightStorage storage) : hidde
   norm_ = load.vector("norm", spec.hidden, true);
   lm_head_ = load.matrix("lm_head", spec.vocabulary, spec.hidden);
   if (load.has("embed.weight")) {
-    // Rows may have been added to pad the tensor's bytes.
-    const auto& stored = spec.tensors.at("embed.weight").shape;
-    const int64_t rows = stored.empty() ? 0 : std::max<int64_t>(stored[0], spec.vocabulary);
-    const TensorInfo& tensor = load.find("embed.weight", {rows, spec.hidden});
-    if (tensor.format == Format::kF8)
-      throw std::invalid_argument("tensor embed.weight: dtype F8_E4M3 is not supported");
-    embedding_format_ = tensor.format;
-    embedding_ = load.place("embed.weight", tensor);
-    memory_.bytes += tensor.bytes;
+    embedding_ = load.rows("embed.weight", spec.vocabulary, spec.hidden);
   } else if (lm_head_.format == Format::kF8) {
     throw std::invalid_argument("tensor embed.weight: missing, and an F8_E4M3 lm_head cannot stand in for it");
   }
 }
 
 void ModelWeights::embed(int token, float* out) const noexcept {
-  const bool gather = embedding_ == nullptr;
-  const Format format = gather ? lm_head_.format : embedding_format_;
-  const size_t element = format_bytes(format);
-  const uint8_t* row = embedding_ + static_cast<size_t>(token) * static_cast<size_t>(hidden_) * element;
-  size_t step = element;
-  if (gather) {
-    const int r = token % kTileRows;
-    const int position = format == Format::kF32 ? r : r < kTileRows / 2 ? 2 * r : 2 * (r - kTileRows / 2) + 1;
-    row = lm_head_.data + static_cast<size_t>(token / kTileRows) * lm_head_.tile_bytes() +
-          static_cast<size_t>(position) * element;
-    step = kTileRows * element;
+  if (embedding_.data != nullptr) {
+    embedding_.read(token, out);
+    return;
   }
-  for (int k = 0; k < hidden_; ++k, row += step) {
+  const Format format = lm_head_.format;
+  const size_t element = format_bytes(format);
+  const int r = token % kTileRows;
+  const int position = format == Format::kF32 ? r : r < kTileRows / 2 ? 2 * r : 2 * (r - kTileRows / 2) + 1;
+  const uint8_t* row = lm_head_.data + static_cast<size_t>(token / kTileRows) * lm_head_.tile_bytes() +
+                       static_cast<size_t>(position) * element;
+  for (int k = 0; k < hidden_; ++k, row += kTileRows * element) {
     if (format == Format::kBf16) {
       out[k] = widen_bf16(row);
     } else {
