@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "cpu/dflash.h"
 #include "cpu/draft_model.h"
 #include "cpu/medusa.h"
 #include "draft/ngram.h"
@@ -59,6 +60,9 @@ std::vector<std::unique_ptr<Drafter>> CpuExecutor::make_drafters() {
   std::vector<std::unique_ptr<Drafter>> drafters;
   drafters.push_back(std::make_unique<NgramDrafter>(spec_.context));
   if (spec_.medusa != nullptr) drafters.push_back(std::make_unique<MedusaDrafter>(*model_, speculation_.coupled));
+  if (spec_.dflash != nullptr) {
+    drafters.push_back(std::make_unique<DflashDrafter>(*model_, *taps_, speculation_.coupled));
+  }
   if (speculation_.in_place_of_draft_model) {
     drafters.push_back(speculation_.in_place_of_draft_model());
   } else if (spec_.draft != nullptr) {
