@@ -104,7 +104,7 @@ def write_eagle(
     config: dict[str, Any] | None = None,
     tensors: Callable[[Tensors], object] | None = None,
 ) -> Path:
-    """Writes a head; `taps`: layers whose input it reads. `config` changes fields, `...` removing one, `tensors` all."""
+    """Writes a head; `taps`: layers whose input it reads. `config` changes fields (`...`: removes), `tensors` all."""
     taps = [0, 1, 2] if taps is None else taps
     values = eagle_tensors(len(taps), norms)
     if form == "speculators":
