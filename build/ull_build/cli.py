@@ -186,6 +186,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--dflash", metavar="DIR", help="a DFlash or DSpark head, in z-lab's, SpecForge's or speculators' form")
     drafters = ("none", "suffix", "medusa", "eagle", "dflash", "draft", "auto")
     add("--drafter", choices=drafters, help='what drafts for requests that do not say (default "auto")')
+    weak = "take a head too that drafts fewer than 1.3 tokens per round on the calibration text"
+    add("--allow-weak-drafter", action="store_const", const=True, help=weak)
     add("--forward", choices=("fused", "tensorrt"), help="who computes the layers, on a GPU (default fused)")
     add("--attention", choices=("paged", "native"), help="with --forward tensorrt: whose attention (default paged)")
     add("--profiles", choices=("two", "seven"), help="with --forward tensorrt: choices of kernels (default two)")
@@ -267,6 +269,9 @@ def print_summary(result: BuildResult) -> None:
         if (calibration := manifest.calibration) is not None:
             change = f"{calibration.perplexity:.4f} ({calibration.perplexity_increase:+.3%}, by {calibration.method})"
             table.add_row("with FP8 activations", change)
+        if quality.tokens_per_round:
+            rates = ", ".join(f"{name} {rate:.2f}" for name, rate in quality.tokens_per_round.items())
+            table.add_row("tokens per round", rates)
         worst = max(quality.tensors, key=lambda item: item.relative_error)
         error = f"{worst.relative_error:.3%} ({worst.name})" if worst.relative_error else "none"
         table.add_row("largest tensor error", error)

@@ -16,6 +16,7 @@ from ull.errors import RecipeError
 from ull.wire import MAX_TREE, Drafter
 
 Taps = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1, max_length=MAX_TAPS)]
+Theta = Annotated[float, Meta(gt=0.0)]
 TARGETS = {"cpu": "any x86-64 or ARM machine"} | {name: item.machines for name, item in GPU_ARCHITECTURES.items()}
 
 
@@ -50,7 +51,7 @@ class EagleRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         Taps | None, Meta(description="layers of the model whose input it reads; default: what its config.json says")
     ] = None
     theta: Annotated[
-        float | None, Meta(gt=0.0, description="base of its rotary embedding; default: its config.json's, or 10000")
+        Theta | None, Meta(description="base of its rotary embedding; default: its config.json's, or 10000")
     ] = None
     norm_output: Annotated[
         bool | None, Meta(description="its next step is fed the normalised output; default: what its config.json says")
@@ -67,7 +68,7 @@ class DflashRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         Taps | None, Meta(description="layers of the model whose input it reads; default: what its config.json says")
     ] = None
     theta: Annotated[
-        float | None, Meta(gt=0.0, description="base of its rotary embedding; default: its config.json's, or 10000")
+        Theta | None, Meta(description="base of its rotary embedding; default: its config.json's, or 10000")
     ] = None
     anchor_predicts: Annotated[
         bool | None, Meta(description="its first position predicts too; default: as its config.json says, or its kind")
@@ -168,6 +169,10 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     drafter: Annotated[
         Drafter, Meta(description="what drafts for requests that do not say; auto takes what is fastest at the time")
     ] = "auto"
+    allow_weak_drafter: Annotated[
+        bool,
+        Meta(description="build with an EAGLE or DFlash head too that gives fewer than 1.3 tokens per round there"),
+    ] = False
     medusa: Annotated[MedusaRecipe | None, Meta(description="table: Medusa heads")] = None
     draft: Annotated[DraftRecipe | None, Meta(description="table: a draft model")] = None
     eagle: Annotated[EagleRecipe | None, Meta(description="table: an EAGLE-3 head")] = None

@@ -42,6 +42,7 @@ class Settings:
     calibration_tokens: int = 2048
     max_perplexity_increase: float = 0.01
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
+    allow_weak_drafter: bool = False
     forward: ForwardRecipe = field(default_factory=ForwardRecipe)
     force: bool = False
     threads: int = 0  # 0: as many as this process may use
@@ -91,6 +92,7 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
             dflash=None if dflash is None else Path(dflash.head),
             dflash_options=_options(dflash),
         ),
+        allow_weak_drafter=recipe.allow_weak_drafter,
         forward=recipe.forward,
         force=force,
         recipe={key: value for key, value in msgspec.to_builtins(recipe).items() if key != "output"},

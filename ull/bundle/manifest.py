@@ -254,9 +254,11 @@ class Quality(Struct, frozen=True, forbid_unknown_fields=True):
     top1_agreement: Annotated[float, Meta(ge=0.0, le=1.0)]
     limit: float  # fraction: the recipe's max_perplexity_increase
     tensors: list[TensorError]
+    tokens_per_round: dict[StoredDrafter, Annotated[float, Meta(ge=1.0)]] = {}  # by drafter, on the calibration text
 
     def __post_init__(self) -> None:
         _require_finite(self)
+        _require(all(map(math.isfinite, self.tokens_per_round.values())), "`tokens_per_round` must be finite")
 
 
 class Calibration(Struct, frozen=True, forbid_unknown_fields=True):

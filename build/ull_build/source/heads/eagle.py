@@ -59,12 +59,18 @@ def read_eagle(
     _check_variant(config, tensors)
     config.check_target(target)
     source = next((name for name in _LAYERS if tensors.has(f"{name}.self_attn.q_proj.weight")), _LAYERS[0])
-    _check_layer(tensors, source)
+    if not tensors.has(f"{source}.hidden_norm.weight"):
+        raise CheckpointError(
+            f"{directory} lacks tensor '{source}.hidden_norm.weight': an EAGLE-1 or EAGLE-2 head, or none at all; "
+            f"{_SUPPORTED}",
+            field=f"{source}.hidden_norm.weight",
+        )
     rows = tensors.shape(LM_HEAD)[0] if tensors.has(LM_HEAD) else 0
     if rows == 0:
         raise CheckpointError(f"{directory} lacks tensor {LM_HEAD!r}, which {_KIND} has", field=LM_HEAD)
+    qk_norm = tensors.has(f"{source}.self_attn.q_norm.weight")
     d2t = read_map(tensors, rows, target)
-    own = config.own_model(target, "llama", 1, False, rows if d2t is not None else target.vocabulary, options.theta)
+    own = config.own_model(target, "llama", 1, qk_norm, rows if d2t is not None else target.vocabulary, options.theta)
     count = taps_of_fc(tensors, target)
     taps = list(options.taps or _taps(config, target, count))
     if len(taps) != count:
@@ -111,22 +117,6 @@ def _check_variant(config: HeadConfig, tensors: HeadTensors) -> None:
             raise fields.fail("use_aux_hidden_state", f"is false, as in EAGLE-1 and EAGLE-2; {_SUPPORTED}")
     if layer.integer("num_hidden_layers", 1) != 1:
         raise layer.fail("num_hidden_layers", f"is {layer.integer('num_hidden_layers')}; {_SUPPORTED}")
-
-
-def _check_layer(tensors: HeadTensors, source: str) -> None:
-    if not tensors.has(f"{source}.hidden_norm.weight"):
-        raise CheckpointError(
-            f"{tensors.directory} lacks tensor '{source}.hidden_norm.weight': an EAGLE-1 or EAGLE-2 head, or none; "
-            f"{_SUPPORTED}",
-            field=f"{source}.hidden_norm.weight",
-        )
-    for name in ("q_norm", "k_norm"):
-        if tensors.has(f"{source}.self_attn.{name}.weight"):
-            raise CheckpointError(
-                f"{tensors.directory}: tensor '{source}.self_attn.{name}.weight' is not supported: an EAGLE-3 head has "
-                "Llama's attention",
-                field=name,
-            )
 
 
 def _taps(config: HeadConfig, target: Model, count: int) -> list[int]:
