@@ -173,6 +173,9 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
     if draft is not None and not settings.on_cpu:
         for problem in draft_problems(settings.target, draft.model, settings.precision):
             raise CheckpointError(problem, field="draft")
+    for kind, head in (("eagle", drafters.eagle), ("dflash", drafters.dflash)):
+        if head is not None and not settings.on_cpu:
+            raise CheckpointError(f"{kind} heads run on target cpu alone, not on {settings.target}", field=kind)
     attention = settings.forward.attention if settings.forward.has_plans else None
     texts = _read_texts(settings, tokenizer, model)
     return _Inputs(

@@ -22,7 +22,6 @@ from ull.bundle import (
     TensorShape,
     device_tensors,
 )
-from ull.errors import CheckpointError
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.weights.head_scan import scan_rows
 from ull_build.weights.mlp_scale import scale_rows_of
@@ -91,7 +90,7 @@ class GpuPacker:
         return {name: shape for name, shape in both.items() if name.startswith(MEDUSA)}
 
     def head_tensors(self, model: Model, head: EagleHead | DflashHead) -> dict[str, TensorShape]:
-        raise CheckpointError("heads that read hidden states run on target cpu alone; leave them out", field="target")
+        raise ValueError("the layout of a GPU's weights has no place for heads that read hidden states")
 
     def for_draft(self) -> GpuPacker:
         """Our own kernels compute it; nobody observed it."""
