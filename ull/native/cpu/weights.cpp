@@ -49,6 +49,39 @@ void validate_eagle(const ModelSpec& target) {
           "eagle.mapped: must be true where eagle.vocabulary is not the target's");
 }
 
+void require_layers(const ModelSpec& target, const std::vector<int>& taps, const std::string& field) {
+  const bool known = std::all_of(taps.begin(), taps.end(), [&](int tap) { return tap >= 0 && tap <= target.layers; });
+  if (taps.empty() || !known) {
+    throw std::invalid_argument(field + ": must name layers of the target, 0 to " + std::to_string(target.layers));
+  }
+}
+
+void validate_dflash(const DflashSpec& spec, const ModelSpec& target) {
+  const auto require = [](bool condition, const std::string& message) {
+    if (!condition) throw std::invalid_argument("dflash." + message);
+  };
+  const ModelSpec& model = spec.model;
+  try {
+    validate(model);
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(std::string("dflash.") + error.what());
+  }
+  require_layers(target, spec.taps, "dflash.taps");
+  require(spec.block >= 2 && spec.block <= kMaxDflashBlock, "block: must be 2 to 32");
+  require(spec.mask_token >= 0 && spec.mask_token < target.vocabulary,
+          "mask_token: must be a token of the target's, 0 to " + std::to_string(target.vocabulary - 1));
+  require(model.context >= target.context, "context: must not be shorter than the target's");
+  require((spec.own_embedding && spec.own_lm_head) || model.hidden == target.hidden,
+          "hidden: must be the target's, whose embedding or lm_head it shares");
+  require(!spec.mapped || spec.own_lm_head, "mapped: a head that shares the target's lm_head has its tokens");
+  require(spec.own_lm_head ? model.vocabulary <= target.vocabulary : model.vocabulary == target.vocabulary,
+          spec.own_lm_head ? "vocabulary: must not be larger than the target's" : "vocabulary: must be the target's");
+  require(spec.markov >= 0 && spec.markov <= kMaxMarkovRank, "markov: must be a rank of 0 to 4096");
+  require(!spec.gated || spec.markov > 0, "markov_kind: gated needs a Markov term");
+  require(!spec.confidence_reads_markov || (spec.confidence && spec.markov > 0),
+          "confidence_reads_markov: needs a confidence head and a Markov term");
+}
+
 }  // namespace
 
 void validate(const ModelSpec& spec) {
@@ -79,6 +112,7 @@ void validate(const ModelSpec& spec) {
     validate_as("draft", *spec.draft);
     require(spec.draft->context >= spec.context, "draft.context: must not be shorter than the target's");
   }
+  if (spec.dflash != nullptr) validate_dflash(*spec.dflash, spec);
 }
 
 ModelWeights::ModelWeights(const ModelSpec& spec, WeightStorage storage) : hidden_(spec.hidden) {
@@ -101,10 +135,10 @@ ModelWeights::ModelWeights(const ModelSpec& spec, WeightStorage storage) : hidde
     layers_.push_back(std::move(layer));
   }
   norm_ = load.vector("norm", spec.hidden, true);
-  lm_head_ = load.matrix("lm_head", spec.vocabulary, spec.hidden);
+  if (!spec.body || load.has("lm_head.weight")) lm_head_ = load.matrix("lm_head", spec.vocabulary, spec.hidden);
   if (load.has("embed.weight")) {
     embedding_ = load.rows("embed.weight", spec.vocabulary, spec.hidden);
-  } else if (lm_head_.format == Format::kF8) {
+  } else if (!spec.body && lm_head_.format == Format::kF8) {
     throw std::invalid_argument("tensor embed.weight: missing, and an F8_E4M3 lm_head cannot stand in for it");
   }
 }
