@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,12 @@ import numpy as np
 TILE = 32
 BF16 = ml_dtypes.bfloat16
 FP8 = ml_dtypes.float8_e4m3fn
-DTYPES = {np.dtype(np.float32): "F32", np.dtype(BF16): "BF16", np.dtype(FP8): "F8_E4M3"}
+DTYPES = {
+    np.dtype(np.float32): "F32",
+    np.dtype(BF16): "BF16",
+    np.dtype(FP8): "F8_E4M3",
+    np.dtype(np.int32): "I32",
+}
 INTERLEAVED = np.stack([np.arange(16), np.arange(16, 32)], axis=1).reshape(-1)  # position -> row
 
 
@@ -73,6 +78,19 @@ class Medusa:
     precision: str = "fp8"
     seed: int = 1
     size: float = 1.0  # of the residual blocks; 0: every head predicts what the model does
+
+
+@dataclass
+class Eagle:
+    """A random EAGLE head on a random model; `dims` are its own, of whose vocabulary it knows a part if `known`."""
+
+    dims: Dims
+    taps: tuple[int, ...] = (0, 1, 2)
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    tap_norm: str = "none"
+    own_embedding: bool = False
+    known: int = 0
 
 
 @dataclass
@@ -141,6 +159,7 @@ class RandomModel:
         self.tensors: dict[str, np.ndarray] = {}
         self.medusa: Medusa | None = None
         self.draft: RandomModel | None = None
+        self.eagle: dict[str, Any] | None = None
         d = dims
         self.layers = [self._layer(f"layers.{i}.") for i in range(d.layers)]
         self.norm = self._vector("norm", 1.0 + 0.1 * self.random.standard_normal(d.hidden))
@@ -253,6 +272,37 @@ class RandomModel:
         self.tensors |= {f"draft.{name}": tensor for name, tensor in draft.tensors.items()}
         self.draft = draft
 
+    def add_eagle(self, eagle: Eagle) -> None:
+        """Adds an EAGLE head."""
+        d, width = eagle.dims, len(eagle.taps) * self.dims.hidden
+        known = eagle.known or self.dims.vocabulary
+        head = RandomModel(replace(d, layers=1, vocabulary=known, tied=not eagle.own_embedding))
+        normal = head.random.standard_normal
+        if eagle.own_embedding:
+            stored = normal((self.dims.vocabulary, d.hidden)).astype(np.float32 if d.embedding == "f32" else BF16)
+            head.tensors["embed.weight"] = head._pad_table(stored)
+        else:
+            head.tensors.pop("embed.weight", None)
+        head._linear("fc", normal((d.hidden, width)), d.weights)
+        head._linear("layers.0.qkv", normal(((d.heads + 2 * d.kv_heads) * d.head_dim, 2 * d.hidden)), d.weights)
+        head._vector("layers.0.hidden_norm", 1.0 + 0.1 * normal(d.hidden))
+        if eagle.tap_norm == "all":
+            head._vector("tap_norm", 1.0 + 0.1 * normal(width))
+        for tap in range(len(eagle.taps) if eagle.tap_norm == "each" else 0):
+            head._vector(f"tap_norm.{tap}", 1.0 + 0.1 * normal(self.dims.hidden))
+        if eagle.known:
+            tokens = head.random.choice(self.dims.vocabulary, eagle.known, replace=False)
+            head.tensors["d2t"] = pad_vector(tokens.astype(np.int32))
+        self.tensors |= {f"eagle.{name}": tensor for name, tensor in head.tensors.items()}
+        self.eagle = head._dimensions() | {
+            "taps": list(eagle.taps),
+            "norm_before_residual": eagle.norm_before_residual,
+            "norm_output": eagle.norm_output,
+            "tap_norm": eagle.tap_norm,
+            "own_embedding": eagle.own_embedding,
+            "mapped": eagle.known > 0,
+        }
+
     def _dimensions(self) -> dict[str, Any]:
         d = self.dims
         return {
@@ -297,6 +347,8 @@ class RandomModel:
             drafters["medusa"] = {"heads": m.heads, "layers": m.layers, "version": m.version}
         if self.draft is not None:
             drafters["draft"] = self.draft._dimensions()
+        if self.eagle is not None:
+            drafters["eagle"] = self.eagle
         return (
             self._dimensions()
             | drafters

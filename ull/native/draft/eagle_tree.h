@@ -43,7 +43,7 @@ class EagleTree {
   // What may follow `node`, which is 0, the root, or one that next_level() has just named; best first. A score is the
   // adjusted logit over the temperature plus the noise.
   void add_candidates(int node, const int32_t* tokens, const float* scores, int count) noexcept {
-    count = std::min(count, kEagleRanks);
+    count = depths_[node] < depth_ ? std::min(count, kEagleRanks) : 0;
     float shares[kEagleRanks];
     float total = 0.0F, behind = 0.0F;
     for (int rank = 0; rank < count; ++rank) {
