@@ -43,17 +43,15 @@ Attention::Attention(const ModelSpec& spec, const Kernels& kernels, KvCache& cac
 }
 
 void Attention::run(int member, const AttentionStep& step) noexcept {
-  Scratch& scratch = scratch_[static_cast<size_t>(member)];
   const int tokens = step.panels.tokens;
   const Panels rows = Panels::of(tokens * spec_.group());
   // One token: whoever attends over a KV head first writes its key and value, and nobody else reads them.
   const bool own_writes = tokens == 1 && rows.count == 1;
   if (!own_writes) {
-    for (int i = member; i < tokens * spec_.kv_heads; i += team_.size()) {
-      write_cache(scratch, step, i / spec_.kv_heads, i % spec_.kv_heads);
-    }
+    store(member, step);
     team_.barrier();
   }
+  Scratch& scratch = scratch_[static_cast<size_t>(member)];
   const int items = spec_.kv_heads * rows.count;
   // Late tokens cost most: hand them out first.
   for (int i; (i = next_item_.fetch_add(1, std::memory_order_relaxed)) < items;) {
@@ -62,6 +60,13 @@ void Attention::run(int member, const AttentionStep& step) noexcept {
     if (own_writes) write_cache(scratch, step, 0, kv_head);
     const int row = panel * rows.width;
     attend(scratch, step, kv_head, row, std::min(rows.width, rows.tokens - row));
+  }
+}
+
+void Attention::store(int member, const AttentionStep& step) noexcept {
+  Scratch& scratch = scratch_[static_cast<size_t>(member)];
+  for (int i = member; i < step.panels.tokens * spec_.kv_heads; i += team_.size()) {
+    write_cache(scratch, step, i / spec_.kv_heads, i % spec_.kv_heads);
   }
 }
 

@@ -64,6 +64,9 @@ class Attention {
   // next barrier.
   void run(int member, const AttentionStep& step) noexcept;
 
+  // Likewise, but only writes the keys and values: no query is looked at, and step.out stays as it is.
+  void store(int member, const AttentionStep& step) noexcept;
+
   // Called by member 0 before the barrier that precedes run().
   void reset() noexcept { next_item_.store(0, std::memory_order_relaxed); }
 
