@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "cpu/dflash.h"
 #include "cpu/draft_model.h"
 #include "cpu/eagle.h"
 #include "cpu/medusa.h"
@@ -64,6 +65,9 @@ std::vector<std::unique_ptr<Drafter>> CpuExecutor::make_drafters() {
   if (spec_.medusa != nullptr) drafters.push_back(std::make_unique<MedusaDrafter>(*model_, speculation_.coupled));
   if (spec_.eagle != nullptr) {
     drafters.push_back(std::make_unique<EagleDrafter>(*model_, *taps_, speculation_.coupled));
+  }
+  if (spec_.dflash != nullptr) {
+    drafters.push_back(std::make_unique<DflashDrafter>(*model_, *taps_, speculation_.coupled));
   }
   if (speculation_.in_place_of_draft_model) {
     drafters.push_back(speculation_.in_place_of_draft_model());

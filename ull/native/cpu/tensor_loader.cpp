@@ -145,6 +145,13 @@ AlignedArray<float> TensorLoader::vector(const std::string& name, int length, bo
   return values;
 }
 
+std::vector<int32_t> TensorLoader::integers(const std::string& name, int length) {
+  const AlignedArray<float> words = vector(name, length, /*allow_bf16=*/false);  // four bytes each, whatever they mean
+  std::vector<int32_t> values(static_cast<size_t>(length));
+  std::memcpy(values.data(), words.data(), values.size() * sizeof(int32_t));
+  return values;
+}
+
 Matrix TensorLoader::matrix(const std::string& name, int rows, int tile_rows, int columns) {
   Matrix matrix;
   matrix.rows = rows;

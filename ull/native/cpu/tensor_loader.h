@@ -88,6 +88,8 @@ class TensorLoader {
   const uint8_t* place(const std::string& name, const TensorInfo& tensor);
   // A one-dimensional tensor as f32, its padding included.
   AlignedArray<float> vector(const std::string& name, int length, bool allow_bf16);
+  // A one-dimensional tensor of i32, without its padding.
+  std::vector<int32_t> integers(const std::string& name, int length);
   // X.weight with its X.scale and, where present, X.bias. `rows`: logical; tile_rows: stored, a multiple of 32.
   Matrix matrix(const std::string& name, int rows, int tile_rows, int columns);
   Matrix matrix(const std::string& name, int rows, int columns);

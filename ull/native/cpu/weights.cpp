@@ -49,6 +49,33 @@ void validate_eagle(const ModelSpec& target) {
           "eagle.mapped: must be true where eagle.vocabulary is not the target's");
 }
 
+void validate_dflash(const ModelSpec& target) {
+  const DflashSpec& spec = *target.dflash;
+  require(!has_drafters(spec.model), "dflash: must not have drafters of its own");
+  validate_as("dflash", spec.model);
+  require(!spec.taps.empty() && spec.taps.size() <= static_cast<size_t>(kMaxDimension / target.hidden),
+          "dflash.taps: must name 1 layer or more, of 2^24 values together");
+  for (const int layer : spec.taps) {
+    require(layer >= 0 && layer <= target.layers, "dflash.taps: must be 0 to the target's number of layers");
+  }
+  require(spec.block >= 2 && spec.block <= kMaxDflashBlock, "dflash.block: must be 2 to 32");
+  require(spec.mask_token >= 0 && spec.mask_token < target.vocabulary,
+          "dflash.mask_token: must be a token of the target's vocabulary");
+  require(spec.model.context >= target.context, "dflash.context: must not be shorter than the target's");
+  require(spec.own_embedding || spec.model.hidden == target.hidden,
+          "dflash.own_embedding: must be true where dflash.hidden is not the target's hidden");
+  require(spec.own_lm_head || spec.model.hidden == target.hidden,
+          "dflash.own_lm_head: must be true where dflash.hidden is not the target's hidden");
+  require(spec.own_lm_head || spec.model.vocabulary == target.vocabulary,
+          "dflash.own_lm_head: must be true where dflash.vocabulary is not the target's");
+  require(spec.model.vocabulary <= target.vocabulary, "dflash.vocabulary: must not be larger than the target's");
+  require(spec.own_lm_head || !spec.mapped, "dflash.mapped: must be false without an lm_head of its own");
+  require(spec.markov >= 0 && spec.markov <= kMaxMarkovRank, "dflash.markov: must be 0 to 4096");
+  require(!spec.gated || spec.markov > 0, "dflash.markov_kind: must be plain without a Markov term");
+  require(!spec.confidence_reads_markov || (spec.confidence && spec.markov > 0),
+          "dflash.confidence_reads_markov: must be false without a confidence head or a Markov term");
+}
+
 }  // namespace
 
 void validate(const ModelSpec& spec) {
@@ -74,6 +101,7 @@ void validate(const ModelSpec& spec) {
     require(spec.medusa->layers >= 1 && spec.medusa->layers <= kMaxMedusaLayers, "medusa.layers: must be 1 to 16");
   }
   if (spec.eagle != nullptr) validate_eagle(spec);
+  if (spec.dflash != nullptr) validate_dflash(spec);
   if (spec.draft != nullptr) {
     require(!has_drafters(*spec.draft), "draft: must not have drafters of its own");
     validate_as("draft", *spec.draft);
@@ -101,10 +129,10 @@ ModelWeights::ModelWeights(const ModelSpec& spec, WeightStorage storage) : hidde
     layers_.push_back(std::move(layer));
   }
   norm_ = load.vector("norm", spec.hidden, true);
-  lm_head_ = load.matrix("lm_head", spec.vocabulary, spec.hidden);
+  if (!spec.body || load.has("lm_head.weight")) lm_head_ = load.matrix("lm_head", spec.vocabulary, spec.hidden);
   if (load.has("embed.weight")) {
     embedding_ = load.rows("embed.weight", spec.vocabulary, spec.hidden);
-  } else if (lm_head_.format == Format::kF8) {
+  } else if (!spec.body && lm_head_.format == Format::kF8) {
     throw std::invalid_argument("tensor embed.weight: missing, and an F8_E4M3 lm_head cannot stand in for it");
   }
 }
