@@ -15,9 +15,9 @@
 namespace ull::cpu {
 namespace {
 
-constexpr int kChunk = 64;         // context entries that are made at once
+constexpr int kChunk = 64;          // context entries that are made at once
 constexpr float kUnknown = -1e30F;  // the logit of a token that the head does not know: finite
-constexpr int kTimedRuns = 3;      // per depth; the fastest counts
+constexpr int kTimedRuns = 3;       // per depth; the fastest counts
 constexpr int kTimedPosition = 256;
 constexpr float kMostInverseTemperature = 1e6F;
 
@@ -71,9 +71,7 @@ ModelOptions body_options(const Model& target) {
 static_assert(kChunk >= kMaxDflashBlock);
 
 DflashHead::DflashHead(Model& target) try
-    : target_(target),
-      spec_(*target.spec().dflash),
-      body_(body_spec(spec_), body_options(target), target.team()) {
+    : target_(target), spec_(*target.spec().dflash), body_(body_spec(spec_), body_options(target), target.team()) {
   load_more();
   map_tokens();
   const size_t hidden = static_cast<size_t>(spec_.model.hidden), block = static_cast<size_t>(spec_.block);
@@ -240,7 +238,8 @@ DflashDrafter::DflashDrafter(Model& target, const TapRing& ring, bool coupled)
 
 // Between the depths that are measured, costs are interpolated.
 void DflashDrafter::prepare() {
-  for (int depth = 1, before = 0; before < head_.depths(); before = depth, depth = std::min(2 * depth, head_.depths())) {
+  for (int depth = 1, before = 0; before < head_.depths();
+       before = depth, depth = std::min(2 * depth, head_.depths())) {
     cost_ns_[depth] = std::max(time_depth(depth), cost_ns_[before]);
     for (int d = before + 1; d < depth; ++d) {
       cost_ns_[d] = cost_ns_[before] + (cost_ns_[depth] - cost_ns_[before]) * (d - before) / (depth - before);
@@ -302,8 +301,8 @@ Status DflashDrafter::propose(const DraftContext& context, const TreePlan& plan,
   int32_t from = context.position;
   if (const Status status = reach_root(context, &from); status != Status::kOk) return status;
   if (from >= context.position) return Status::kOk;
-  const Status status = head_.run(context.history[context.position], block, context.position, from, context.pages,
-                                  *context.abort);
+  const Status status =
+      head_.run(context.history[context.position], block, context.position, from, context.pages, *context.abort);
   if (status != Status::kOk) return status;
 
   sampling_ = *context.sampling;
