@@ -238,28 +238,31 @@ TEST(bad_heads_are_refused_by_name) {
   CHECK_EQ(refusal(full, [](DflashSpec&) {}), "accepted");
   CHECK_EQ(refusal({}, [](DflashSpec&) {}), "accepted");
   CHECK_EQ(refusal({}, [](DflashSpec& spec) { spec.model.hidden = 96; }),
-           "dflash.hidden: must be the target's, whose embedding or lm_head it shares");
+           "dflash.own_embedding: must be true where dflash.hidden is not the target's hidden");
+  CHECK_EQ(refusal({.own_embedding = true}, [](DflashSpec& spec) { spec.model.hidden = 96; }),
+           "dflash.own_lm_head: must be true where dflash.hidden is not the target's hidden");
   CHECK_EQ(refusal({}, [](DflashSpec& spec) { spec.model.heads = 0; }), "dflash.heads: must be a multiple of kv_heads");
   CHECK_EQ(refusal({}, [](DflashSpec& spec) { spec.taps.clear(); }),
-           "dflash.taps: must name layers of the target, 0 to 3");
+           "dflash.taps: must name 1 layer or more, of 2^24 values together");
   CHECK_EQ(refusal({}, [](DflashSpec& spec) { spec.taps = {4}; }),
-           "dflash.taps: must name layers of the target, 0 to 3");
+           "dflash.taps: must be 0 to the target's number of layers");
   CHECK_EQ(refusal({}, [](DflashSpec& spec) { spec.block = 1; }), "dflash.block: must be 2 to 32");
   CHECK_EQ(refusal({}, [](DflashSpec& spec) { spec.block = 33; }), "dflash.block: must be 2 to 32");
   CHECK_EQ(refusal({}, [](DflashSpec& spec) { spec.mask_token = 80; }),
-           "dflash.mask_token: must be a token of the target's, 0 to 79");
+           "dflash.mask_token: must be a token of the target's vocabulary");
   CHECK_EQ(refusal({}, [](DflashSpec& spec) { spec.model.context = 511; }),
            "dflash.context: must not be shorter than the target's");
   CHECK_EQ(refusal({}, [](DflashSpec& spec) { spec.mapped = true; }),
-           "dflash.mapped: a head that shares the target's lm_head has its tokens");
+           "dflash.mapped: must be false without an lm_head of its own");
   CHECK_EQ(refusal({}, [](DflashSpec& spec) { spec.model.vocabulary = 79; }),
-           "dflash.vocabulary: must be the target's");
+           "dflash.own_lm_head: must be true where dflash.vocabulary is not the target's");
   CHECK_EQ(refusal(full, [](DflashSpec& spec) { spec.model.vocabulary = 81; }),
            "dflash.vocabulary: must not be larger than the target's");
-  CHECK_EQ(refusal(full, [](DflashSpec& spec) { spec.markov = 4097; }), "dflash.markov: must be a rank of 0 to 4096");
-  CHECK_EQ(refusal({}, [](DflashSpec& spec) { spec.gated = true; }), "dflash.markov_kind: gated needs a Markov term");
+  CHECK_EQ(refusal(full, [](DflashSpec& spec) { spec.markov = 4097; }), "dflash.markov: must be 0 to 4096");
+  CHECK_EQ(refusal({}, [](DflashSpec& spec) { spec.gated = true; }),
+           "dflash.markov_kind: must be plain without a Markov term");
   CHECK_EQ(refusal({.confidence = true}, [](DflashSpec& spec) { spec.confidence_reads_markov = true; }),
-           "dflash.confidence_reads_markov: needs a confidence head and a Markov term");
+           "dflash.confidence_reads_markov: must be false without a confidence head or a Markov term");
   for (const char* name :
        {"fc.weight", "hidden_norm", "layers.1.k_norm", "norm", "lm_head.weight", "embed.weight", "markov.embed",
         "markov.head", "markov.gate.weight", "confidence.weight", "confidence.bias", "d2t"}) {
