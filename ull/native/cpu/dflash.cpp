@@ -1,23 +1,21 @@
 #include "cpu/dflash.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <stdexcept>
-#include <utility>
+#include <vector>
 
-#include "base/allocation.h"
 #include "base/clock.h"
+#include "base/float_math.h"
 #include "base/gumbel.h"
 
 namespace ull::cpu {
 namespace {
 
-constexpr int kChunk = 64;         // context entries that are made at once
+constexpr int kChunk = 64;          // context entries that are made at once
 constexpr float kUnknown = -1e30F;  // the logit of a token that the head does not know: finite
-constexpr int kTimedRuns = 3;      // per depth; the fastest counts
+constexpr int kTimedRuns = 5;       // per depth; the fastest counts
 constexpr int kTimedPosition = 256;
 constexpr float kMostInverseTemperature = 1e6F;
 
@@ -71,9 +69,7 @@ ModelOptions body_options(const Model& target) {
 static_assert(kChunk >= kMaxDflashBlock);
 
 DflashHead::DflashHead(Model& target) try
-    : target_(target),
-      spec_(*target.spec().dflash),
-      body_(body_spec(spec_), body_options(target), target.team()) {
+    : target_(target), spec_(*target.spec().dflash), body_(body_spec(spec_), body_options(target), target.team()) {
   load_more();
   map_tokens();
   const size_t hidden = static_cast<size_t>(spec_.model.hidden), block = static_cast<size_t>(spec_.block);
@@ -238,17 +234,23 @@ DflashDrafter::DflashDrafter(Model& target, const TapRing& ring, bool coupled)
       pages_(target.cache().pages()),
       coupled_(coupled) {}
 
-// Between the depths that are measured, costs are interpolated.
+// Depths that double are measured; costs between them are interpolated. What a disturbance of the machine adds to one
+// is taken off again: a deeper draft never costs less.
 void DflashDrafter::prepare() {
-  for (int depth = 1, before = 0; before < head_.depths(); before = depth, depth = std::min(2 * depth, head_.depths())) {
-    cost_ns_[depth] = std::max(time_depth(depth), cost_ns_[before]);
-    for (int d = before + 1; d < depth; ++d) {
-      cost_ns_[d] = cost_ns_[before] + (cost_ns_[depth] - cost_ns_[before]) * (d - before) / (depth - before);
+  std::vector<int> measured;
+  for (int depth = 1; depth < head_.depths(); depth *= 2) measured.push_back(depth);
+  measured.push_back(head_.depths());
+  for (const int depth : measured) cost_ns_[depth] = time_depth(depth);
+  for (size_t i = measured.size() - 1; i > 0; --i) {
+    const int low = measured[i - 1], high = measured[i];
+    cost_ns_[low] = std::min(cost_ns_[low], cost_ns_[high]);
+    for (int d = low + 1; d < high; ++d) {
+      cost_ns_[d] = cost_ns_[low] + (cost_ns_[high] - cost_ns_[low]) * (d - low) / (high - low);
     }
   }
 }
 
-// Page after page serves as scratch: no sequence exists yet. A round reads what the one before has accepted.
+// The first pages serve as scratch: no sequence exists yet. A round reads what the one before has accepted.
 int64_t DflashDrafter::time_depth(int depth) noexcept {
   const std::atomic<bool> never{false};
   const int held = std::min(context_, tokens_in(pages_));
@@ -256,8 +258,6 @@ int64_t DflashDrafter::time_depth(int depth) noexcept {
   const int start = std::min(held - block, kTimedPosition);
   std::vector<int32_t> pages(static_cast<size_t>(pages_for(held)));
   for (size_t page = 0; page < pages.size(); ++page) pages[page] = static_cast<int32_t>(page);
-  TreePlan plan;
-  plan.count = depth + 1;
   sampling_ = {};
   sampling_.temperature = 1.0F;
   counts_ = nullptr;
@@ -302,8 +302,8 @@ Status DflashDrafter::propose(const DraftContext& context, const TreePlan& plan,
   int32_t from = context.position;
   if (const Status status = reach_root(context, &from); status != Status::kOk) return status;
   if (from >= context.position) return Status::kOk;
-  const Status status = head_.run(context.history[context.position], block, context.position, from, context.pages,
-                                  *context.abort);
+  const Status status =
+      head_.run(context.history[context.position], block, context.position, from, context.pages, *context.abort);
   if (status != Status::kOk) return status;
 
   sampling_ = *context.sampling;

@@ -3,8 +3,8 @@
 // hidden_norm(fc(taps)): the context. A pass embeds [root, mask, mask ...]; every slot sees the context and the whole
 // block, and predicts the token that stands at its own position, or with anchor_predicts the one behind it.
 //
-// DSpark adds to a slot's logits a term of low rank that knows the token before, and estimates how likely a slot's draft
-// is to be accepted.
+// DSpark adds to a slot's logits a term of low rank that knows the token before, and estimates how likely a slot's
+// draft is to be accepted.
 #pragma once
 
 #include <atomic>
@@ -74,12 +74,12 @@ class DflashHead {
   const DflashSpec& spec_;
   Model body_;  // the layers and the final norm, with the head's own cache
   TensorMemory memory_;
-  Matrix fc_;                                  // [hidden, taps * target hidden]
-  AlignedArray<float> hidden_norm_;            // [hidden]
-  RowTable markov_embedding_;                  // [target vocabulary][rank] bf16
-  RowTable markov_head_;                       // [vocabulary][rank] bf16
-  Matrix markov_gate_;                         // [rank, hidden + rank]
-  AlignedArray<float> confidence_;             // [hidden (+ rank)]
+  Matrix fc_;                        // [hidden, taps * target hidden]
+  AlignedArray<float> hidden_norm_;  // [hidden]
+  RowTable markov_embedding_;        // [target vocabulary][rank] bf16
+  RowTable markov_head_;             // [vocabulary][rank] bf16
+  Matrix markov_gate_;               // [rank, hidden + rank]
+  AlignedArray<float> confidence_;   // [hidden (+ rank)]
   float confidence_bias_ = 0.0F;
   std::vector<int32_t> tokens_;  // [vocabulary] the target's token of its own
   std::vector<int32_t> own_;     // [target vocabulary] its own of the target's; -1: it has none

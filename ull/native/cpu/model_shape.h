@@ -12,7 +12,7 @@
 
 namespace ull::cpu {
 
-inline constexpr int kMaxDflashBlock = 32;      // positions of a DFlash head's pass
+inline constexpr int kMaxDflashBlock = 32;  // positions of a DFlash head's pass
 inline constexpr int kMaxMarkovRank = 4096;
 inline constexpr int kMaxDimension = 1 << 24;  // of what a model counts, the tokens of its context among them
 

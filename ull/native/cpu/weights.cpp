@@ -49,37 +49,31 @@ void validate_eagle(const ModelSpec& target) {
           "eagle.mapped: must be true where eagle.vocabulary is not the target's");
 }
 
-void require_layers(const ModelSpec& target, const std::vector<int>& taps, const std::string& field) {
-  const bool known = std::all_of(taps.begin(), taps.end(), [&](int tap) { return tap >= 0 && tap <= target.layers; });
-  if (taps.empty() || !known) {
-    throw std::invalid_argument(field + ": must name layers of the target, 0 to " + std::to_string(target.layers));
+void validate_dflash(const ModelSpec& target) {
+  const DflashSpec& spec = *target.dflash;
+  require(!has_drafters(spec.model), "dflash: must not have drafters of its own");
+  validate_as("dflash", spec.model);
+  require(!spec.taps.empty() && spec.taps.size() <= static_cast<size_t>(kMaxDimension / target.hidden),
+          "dflash.taps: must name 1 layer or more, of 2^24 values together");
+  for (const int layer : spec.taps) {
+    require(layer >= 0 && layer <= target.layers, "dflash.taps: must be 0 to the target's number of layers");
   }
-}
-
-void validate_dflash(const DflashSpec& spec, const ModelSpec& target) {
-  const auto require = [](bool condition, const std::string& message) {
-    if (!condition) throw std::invalid_argument("dflash." + message);
-  };
-  const ModelSpec& model = spec.model;
-  try {
-    validate(model);
-  } catch (const std::invalid_argument& error) {
-    throw std::invalid_argument(std::string("dflash.") + error.what());
-  }
-  require_layers(target, spec.taps, "dflash.taps");
-  require(spec.block >= 2 && spec.block <= kMaxDflashBlock, "block: must be 2 to 32");
+  require(spec.block >= 2 && spec.block <= kMaxDflashBlock, "dflash.block: must be 2 to 32");
   require(spec.mask_token >= 0 && spec.mask_token < target.vocabulary,
-          "mask_token: must be a token of the target's, 0 to " + std::to_string(target.vocabulary - 1));
-  require(model.context >= target.context, "context: must not be shorter than the target's");
-  require((spec.own_embedding && spec.own_lm_head) || model.hidden == target.hidden,
-          "hidden: must be the target's, whose embedding or lm_head it shares");
-  require(!spec.mapped || spec.own_lm_head, "mapped: a head that shares the target's lm_head has its tokens");
-  require(spec.own_lm_head ? model.vocabulary <= target.vocabulary : model.vocabulary == target.vocabulary,
-          spec.own_lm_head ? "vocabulary: must not be larger than the target's" : "vocabulary: must be the target's");
-  require(spec.markov >= 0 && spec.markov <= kMaxMarkovRank, "markov: must be a rank of 0 to 4096");
-  require(!spec.gated || spec.markov > 0, "markov_kind: gated needs a Markov term");
+          "dflash.mask_token: must be a token of the target's vocabulary");
+  require(spec.model.context >= target.context, "dflash.context: must not be shorter than the target's");
+  require(spec.own_embedding || spec.model.hidden == target.hidden,
+          "dflash.own_embedding: must be true where dflash.hidden is not the target's hidden");
+  require(spec.own_lm_head || spec.model.hidden == target.hidden,
+          "dflash.own_lm_head: must be true where dflash.hidden is not the target's hidden");
+  require(spec.own_lm_head || spec.model.vocabulary == target.vocabulary,
+          "dflash.own_lm_head: must be true where dflash.vocabulary is not the target's");
+  require(spec.model.vocabulary <= target.vocabulary, "dflash.vocabulary: must not be larger than the target's");
+  require(spec.own_lm_head || !spec.mapped, "dflash.mapped: must be false without an lm_head of its own");
+  require(spec.markov >= 0 && spec.markov <= kMaxMarkovRank, "dflash.markov: must be 0 to 4096");
+  require(!spec.gated || spec.markov > 0, "dflash.markov_kind: must be plain without a Markov term");
   require(!spec.confidence_reads_markov || (spec.confidence && spec.markov > 0),
-          "confidence_reads_markov: needs a confidence head and a Markov term");
+          "dflash.confidence_reads_markov: must be false without a confidence head or a Markov term");
 }
 
 }  // namespace
@@ -107,12 +101,12 @@ void validate(const ModelSpec& spec) {
     require(spec.medusa->layers >= 1 && spec.medusa->layers <= kMaxMedusaLayers, "medusa.layers: must be 1 to 16");
   }
   if (spec.eagle != nullptr) validate_eagle(spec);
+  if (spec.dflash != nullptr) validate_dflash(spec);
   if (spec.draft != nullptr) {
     require(!has_drafters(*spec.draft), "draft: must not have drafters of its own");
     validate_as("draft", *spec.draft);
     require(spec.draft->context >= spec.context, "draft.context: must not be shorter than the target's");
   }
-  if (spec.dflash != nullptr) validate_dflash(*spec.dflash, spec);
 }
 
 ModelWeights::ModelWeights(const ModelSpec& spec, WeightStorage storage) : hidden_(spec.hidden) {
