@@ -47,7 +47,8 @@ struct MedusaCandidates {
       }
       if (parent < 0) return;
       const int d = tree.depth(parent) + 1;
-      const int node = tree.add(parent, tokens[d][next_rank[parent]++]);
+      const int rank = next_rank[parent]++;
+      const int node = tree.add(parent, tokens[d][rank], share[d][rank]);
       if (node < 0) return;
       reach[node] = most;
       next_rank[node] = 0;
