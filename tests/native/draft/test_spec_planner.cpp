@@ -203,9 +203,8 @@ TEST(the_reserve_pays_for_catching_up_and_is_refilled_slowly) {
   planner.grant(context);
   const auto affords = [&](double nanoseconds) { return planner.affords(nanoseconds, limits.wanted); };
   CHECK(affords(context) && !affords(context * 1.01));
-  planner.spend(context * 1.1, limits.wanted);
+  planner.spend(drafter, context, context, limits.wanted);
   CHECK(affords(0.0));  // nothing to catch up with
-  planner.spend(-0.1 * context, limits.wanted);
   CHECK(!affords(drafter.catch_up_ns(1)));
   for (int round = 0; round < 100; ++round) planner.record(nullptr, nullptr, limits, {1, 1e6, 0.0});
   CHECK(affords(0.99e6) && !affords(1.01e6));  // 1% of the time
@@ -300,7 +299,7 @@ class MeasuredMachine {
         continue;
       }
       const double reading = drafter.catch_up_ns(unread);
-      planner.spend(reading, DrafterKind::kDraft);
+      planner.spend(drafter, reading, reading, DrafterKind::kDraft);
       unread = 0;
       ull::DraftTree tree;
       tree.reset(0, 1000, 64, 63);

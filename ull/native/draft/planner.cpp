@@ -298,7 +298,12 @@ void Planner::record(const Drafter* drafter, const TreePlan* plan, const Limits&
     // Whatever was done before deciding not to verify is a loss; the rest is what a round without speculation takes.
     (void)plain_ratio_.learn(outcome.nanoseconds - outcome.drafting_nanoseconds, plain,
                              own.since_plain > kPlainEvery / 2 ? kRareMemory : kPlainMemory);
-    gain = -std::min(outcome.drafting_nanoseconds, plain);
+    const double drafting = drafter == nullptr
+                                ? outcome.drafting_nanoseconds
+                                : drafting_ratios_[static_cast<int>(drafter->kind())].learn(
+                                      outcome.drafting_nanoseconds,
+                                      static_cast<double>(drafter->cost_ns(plan->depth)) * plain_ratio_.value());
+    gain = -std::min(drafting, plain);
     own.since_plain = 0;
   }
   if (drafter != nullptr) {

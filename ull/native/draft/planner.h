@@ -45,6 +45,8 @@ class TimeRatio {
   // Learns from a measured time that was expected to be `expected`, by this ratio; most: samples that count. Returns
   // the time to go by: `expected` where the measured one says nothing.
   double learn(double measured, double expected, double most) noexcept;
+  // The same where `expected` does not go by it.
+  double learn(double measured, double expected) noexcept { return learn(measured, expected * value_, 32.0); }
 
  private:
   double value_ = 1.0;
@@ -106,7 +108,11 @@ class Planner {
   [[nodiscard]] bool affords(double nanoseconds, DrafterKind wanted) const noexcept {
     return !adaptive_ || nanoseconds <= 0.0 || nanoseconds <= account(wanted).reserve_ns;
   }
-  void spend(double nanoseconds, DrafterKind wanted) noexcept { account(wanted).reserve_ns -= nanoseconds; }
+  // expected: what affords() was asked for; an interruption of the machine is not charged.
+  void spend(const Drafter& drafter, double nanoseconds, double expected, DrafterKind wanted) noexcept {
+    if (expected <= 0.0) return;
+    account(wanted).reserve_ns -= reading_ratios_[static_cast<int>(drafter.kind())].learn(nanoseconds, expected);
+  }
 
   // The chance that the candidate of `rank` at `depth` is the draw, given that its parent was visited.
   [[nodiscard]] double acceptance(DrafterKind drafter, int confidence, int depth, int rank) const noexcept;
@@ -176,6 +182,8 @@ class Planner {
   Yield yields_[kDrafterKinds][kConfidenceClasses];
   TimeRatio plain_ratio_;                                // of plain rounds to costs_
   TimeRatio drafted_ratios_[kDrafterKinds][kCostSizes];  // of drafted rounds to costs_ * plain_ratio_, by size
+  TimeRatio drafting_ratios_[kDrafterKinds];             // of proposals that were not verified to cost_ns()
+  TimeRatio reading_ratios_[kDrafterKinds];              // of catching up to catch_up_ns()
   Account accounts_[kDrafterKinds];
   double most_reserve_ns_ = 0.0;
 };

@@ -54,7 +54,9 @@ Status Proposer::prefill(const PrefillStep& step, const std::atomic<bool>& abort
     if (!planner_.affords(drafter->catch_up_ns(step.count), step.speculation)) continue;
     const int64_t start = monotonic_ns();
     if (const Status status = drafter->prefill(step, abort); status != Status::kOk) return status;
-    if (drafter->catches_up()) planner_.spend(static_cast<double>(monotonic_ns() - start), step.speculation);
+    if (!drafter->catches_up()) continue;
+    planner_.spend(*drafter, static_cast<double>(monotonic_ns() - start), drafter->catch_up_ns(step.count),
+                   step.speculation);
   }
   return Status::kOk;
 }
@@ -133,9 +135,10 @@ bool Proposer::better(const Option& option) const noexcept {
 
 Status Proposer::catch_up(Drafter& drafter, const DraftContext& now, DrafterKind wanted) noexcept {
   const int64_t start = monotonic_ns();
+  const double expected = drafter.catch_up_ns(drafter.missed(now));
   const Status status = drafter.catch_up(now);
   const int64_t took = monotonic_ns() - start;
-  planner_.spend(static_cast<double>(took), wanted);
+  planner_.spend(drafter, static_cast<double>(took), expected, wanted);
   start_ns_ += took;
   return status;
 }
