@@ -327,22 +327,23 @@ TEST(a_confidence_head_says_how_far_it_pays_to_go) {
     DflashHead head(bench.model);
     REQUIRE(head.read(bench.ring, 100, 0, kPages, kNever) == Status::kOk);
     REQUIRE(head.run(bench.history[100], 8, 100, 0, kPages, kNever) == Status::kOk);
-    CHECK(std::abs(bench.drafter.survival(1) - head.confidence(1, bench.history[100])) < 1e-6F);
-    for (int depth = 2; depth <= 8; ++depth) {
-      CHECK(bench.drafter.survival(depth) >= 0.0F);
-      CHECK(bench.drafter.survival(depth) <= bench.drafter.survival(depth - 1));
+    const float accepted = head.confidence(1, bench.history[100]);
+    const DraftTree first = bench.propose(greedy, plan_of(11, 1));
+    float sum = 0.0F;
+    for (int node = 1; node < first.count(); ++node) sum += first.chance(node);
+    CHECK_EQ(first.count(), 11);
+    CHECK(std::abs(sum - accepted) < 1e-5F);
+    for (int node = 1; node < tree.count(); ++node) {
+      const int parent = tree.parent(node), depth = tree.depth(node);
+      CHECK(tree.chance(node) > 0.0F);
+      CHECK(tree.chance(node) <= head.confidence(depth, tree.token(parent)) + 1e-6F);
     }
-    CHECK(bench.drafter.survival(0) < 0.0F && bench.drafter.survival(9) < 0.0F);
     // Whatever has less of a chance than is asked for gets no children.
-    plan.least_survival = (1.0F + bench.drafter.survival(1)) / 2.0F;
+    plan.least_survival = (1.0F + accepted) / 2.0F;
     const DraftTree low = bench.propose(greedy, plan);
     CHECK_EQ(low.deepest(), 1);
     CHECK_EQ(low.count(), 11);
   }
-  const DflashFile file;
-  Bench bench(file);
-  (void)bench.propose({}, plan_of(10, 3));
-  CHECK(bench.drafter.survival(1) < 0.0F);
 }
 
 TEST(the_tree_stays_within_the_block_the_plan_and_the_room_that_there_is) {

@@ -45,6 +45,7 @@ struct Run {
   int tokens = 0;
   int rounds = 0;
   int widest = 0;
+  int drafted = 0;  // rounds
   [[nodiscard]] double speedup(double plain_ns) const { return tokens * plain_ns / nanoseconds; }
 };
 
@@ -68,7 +69,8 @@ Run simulate(Planner& planner, const Simulated& drafter, double chance, int toke
     const Planner::Limits limits{100, 64, 63};
     TreePlan plan;
     const double worth = planner.plan(drafter, 0, limits, plan);
-    const bool drafts = planner.approves(drafter, worth, plan, limits);
+    const ull::Payer payer = planner.approves(drafter, worth, plan, limits);
+    const bool drafts = payer != ull::Payer::kNobody;
     int accepted = 0;
     if (drafts) {
       while (accepted < plan.depth && uniform(random) < chance) ++accepted;
@@ -83,7 +85,7 @@ Run simulate(Planner& planner, const Simulated& drafter, double chance, int toke
     if (uniform(random) < machine.interrupted * round / 1e6) round += 4e6;
     run.nanoseconds += round;
     planner.record(drafts ? &drafter : nullptr, drafts ? &plan : nullptr, limits,
-                   {accepted + 1, round, drafting, worth});
+                   {accepted + 1, round, drafting, payer});
     run.tokens += accepted + 1;
     ++run.rounds;
   }
@@ -201,15 +203,14 @@ TEST(the_reserve_pays_for_catching_up_and_is_refilled_slowly) {
   planner.grant(context);
   const auto affords = [&](double nanoseconds) { return planner.affords(nanoseconds, limits.wanted); };
   CHECK(affords(context) && !affords(context * 1.01));
-  planner.spend(context * 1.1, limits.wanted);
+  planner.spend(drafter, context, context, limits.wanted);
   CHECK(affords(0.0));  // nothing to catch up with
-  planner.spend(-0.1 * context, limits.wanted);
   CHECK(!affords(drafter.catch_up_ns(1)));
   for (int round = 0; round < 100; ++round) planner.record(nullptr, nullptr, limits, {1, 1e6, 0.0});
   CHECK(affords(0.99e6) && !affords(1.01e6));  // 1% of the time
   TreePlan plan;
   plan.count = 5, plan.depth = 4;
-  for (int round = 0; round < 100; ++round) planner.record(&drafter, &plan, limits, {5, 1.8e6, 4e5, 2.8});
+  for (int round = 0; round < 100; ++round) planner.record(&drafter, &plan, limits, {5, 1.8e6, 4e5});
   CHECK(affords(context));  // gains pay for it, up to the first grant
   CHECK(!affords(context * 1.01));
 }
@@ -249,5 +250,94 @@ TEST(ranks_that_are_accepted_are_preferred) {
   CHECK(planner.acceptance(DrafterKind::kMedusa, 0, 1, 1) < 0.1);
   CHECK(planner.acceptance(DrafterKind::kMedusa, 0, 2, 0) > 0.3);  // untouched
 }
+
+// A draft model on a machine as it was measured: by the table two tokens cost 1.04 of one and a drafted one 0.14, but
+// really, between other work, 1.25 and 0.27. In each round it is sure, or it is not, and says so.
+struct DraftModel final : public ull::Drafter {
+  [[nodiscard]] DrafterKind kind() const noexcept override { return DrafterKind::kDraft; }
+  [[nodiscard]] ull::Status propose(const ull::DraftContext&, const TreePlan&, ull::DraftTree&) noexcept override {
+    return ull::Status::kOk;
+  }
+  [[nodiscard]] int max_depth() const noexcept override { return 16; }
+  [[nodiscard]] int max_rank() const noexcept override { return 4; }
+  [[nodiscard]] bool foresees() const noexcept override { return tells; }
+  [[nodiscard]] bool catches_up() const noexcept override { return true; }
+  [[nodiscard]] double catch_up_ns(int tokens) const noexcept override { return 8e3 * tokens; }
+  [[nodiscard]] int64_t cost_ns(int depth) const noexcept override { return 50'000 * depth; }
+
+  bool tells = true;
+};
+
+class MeasuredMachine {
+ public:
+  static constexpr double kPlain = 345e3;
+
+  explicit MeasuredMachine(unsigned seed) : random_(seed) {
+    ull::VerifyCosts table;
+    constexpr double kTable[ull::kCostSizes] = {286e3, 297e3, 462e3, 768e3, 1500e3, 2940e3, 5880e3};
+    std::copy_n(kTable, ull::kCostSizes, table.body_ns);
+    planner.set_costs(table);
+    planner.grant(drafter.catch_up_ns(1024));
+  }
+
+  // Decodes `tokens` tokens of a request that the drafter has read, or `unread` tokens of which it has not. sure: how
+  // often it is; it is right 93% of the time then, and else 35%.
+  Run decode(double sure, int tokens, int unread = 0) {
+    std::uniform_real_distribution<double> uniform;
+    std::normal_distribution<double> noise(1.0, 0.05);
+    Run run;
+    while (run.tokens < tokens) {
+      const Planner::Limits limits{300, 64, 63, DrafterKind::kDraft};
+      TreePlan plan;
+      const double worth = planner.plan(drafter, 0, limits, plan);
+      const ull::Payer payer = planner.approves(drafter, worth, plan, limits);
+      if (payer == ull::Payer::kNobody || !planner.affords(drafter.catch_up_ns(unread), DrafterKind::kDraft)) {
+        const double plain = kPlain * noise(random_);
+        run.nanoseconds += plain + 1e3;
+        planner.record(nullptr, nullptr, limits, {1, plain + 1e3, 1e3});
+        ++run.tokens, ++run.rounds, unread += unread > 0 ? 1 : 0;
+        continue;
+      }
+      const double reading = drafter.catch_up_ns(unread);
+      planner.spend(drafter, reading, reading, DrafterKind::kDraft);
+      unread = 0;
+      ull::DraftTree tree;
+      tree.reset(0, 1000, 64, 63);
+      bool right[ull::kMaxTreeTokens] = {true};
+      float survival = 1.0F, chances[ull::kMaxTreeTokens];
+      for (int depth = 1; depth <= plan.depth && survival >= plan.least_survival; ++depth) {
+        const float chance = uniform(random_) < sure ? 0.93F : 0.35F;
+        right[depth] = uniform(random_) < static_cast<double>(chance);
+        chances[depth] = drafter.tells ? chance : ull::DraftTree::kUnknown;
+        (void)tree.add(depth - 1, depth, chances[depth]);
+        survival *= drafter.tells ? chance : 1.0F;
+      }
+      const int proposed = tree.count();
+      const double drafting = 45e3 + 48e3 * (proposed - 1);
+      tree.cut(planner.size(drafter, 0, tree, limits, worth));
+      int accepted = 0;
+      while (accepted + 1 < tree.count() && right[accepted + 1]) ++accepted;
+      for (int depth = 1; depth <= std::min(accepted + 1, proposed - 1); ++depth) {
+        planner.learn_chance(DrafterKind::kDraft, chances[depth], right[depth]);
+        planner.learn(DrafterKind::kDraft, 0, depth, 1, right[depth] ? 0 : -1);
+      }
+      const double round = (drafting + kPlain * (1.0 + 0.25 * (tree.count() - 1))) * noise(random_);
+      plan.depth = proposed - 1;
+      plan.count = tree.count();
+      planner.record(&drafter, &plan, limits, {accepted + 1, round, drafting, payer});
+      run.nanoseconds += round + reading;
+      run.tokens += accepted + 1;
+      ++run.rounds, ++run.drafted;
+      run.widest = std::max(run.widest, tree.count());
+    }
+    return run;
+  }
+
+  Planner planner;
+  DraftModel drafter;
+
+ private:
+  std::mt19937 random_;
+};
 
 }  // namespace

@@ -283,10 +283,6 @@ int DflashDrafter::max_rank() const noexcept { return std::min(kRanks, head_.voc
 
 int64_t DflashDrafter::cost_ns(int depth) const noexcept { return cost_ns_[std::clamp(depth, 0, head_.depths())]; }
 
-float DflashDrafter::survival(int depth) const noexcept {
-  return head_.has_confidence() && depth >= 1 && depth <= depth_ ? survival_[depth] : -1.0F;
-}
-
 Status DflashDrafter::read(const int32_t*, int count, int start, int, const int32_t* pages, bool,
                            const std::atomic<bool>& abort) noexcept {
   return head_.read(ring_, count, start, pages, abort);
@@ -315,10 +311,7 @@ Status DflashDrafter::propose(const DraftContext& context, const TreePlan& plan,
   depth_ = depth;
   stop_early(plan.least_survival);
   head_.predict(depth_);
-  for (int d = 1; d <= depth_; ++d) {
-    depths_[d].ranked = false;
-    survival_[d] = 0.0F;
-  }
+  for (int d = 1; d <= depth_; ++d) depths_[d].ranked = false;
   grow(plan.count, tree, [&](int node, float chance) { return expand(tree, node, chance); });
   return Status::kOk;
 }
@@ -342,7 +335,6 @@ Branch DflashDrafter::expand(const DraftTree& tree, int node, float chance) noex
     children.count = std::min(children.count, wanted_);
     const float accepted = head_.has_confidence() ? head_.confidence(d, tree.token(node)) : 1.0F;
     share_out(children.scores, children.count, accepted, children.shares);
-    survival_[d] = std::max(survival_[d], chance * accepted);
   }
   return {children.count, children.tokens, children.shares};
 }

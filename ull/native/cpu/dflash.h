@@ -98,7 +98,7 @@ class DflashHead {
 
 // Takes the number of nodes and the depth from the plan and grows the likeliest paths, as Medusa's drafter does. With a
 // Markov term the best candidates of each depth are scored anew below every node that gets children. With a confidence
-// head a path's chance is multiplied by it.
+// head the candidates of a node share what it says instead of one.
 class DflashDrafter final : public HeadDrafter {
  public:
   // coupled: see MedusaDrafter.
@@ -111,7 +111,7 @@ class DflashDrafter final : public HeadDrafter {
   [[nodiscard]] int max_depth() const noexcept override { return head_.depths(); }
   [[nodiscard]] int max_rank() const noexcept override;
   [[nodiscard]] bool branches() const noexcept override { return true; }
-  [[nodiscard]] float survival(int depth) const noexcept override;
+  [[nodiscard]] bool foresees() const noexcept override { return true; }
   [[nodiscard]] int64_t cost_ns(int depth) const noexcept override;
   [[nodiscard]] int64_t weight_bytes() const noexcept override { return head_.weight_bytes(); }
   [[nodiscard]] int64_t kv_bytes() const noexcept override { return head_.kv_bytes(); }
@@ -170,7 +170,6 @@ class DflashDrafter final : public HeadDrafter {
   Depth depths_[kMaxDflashBlock + 1];
   Children of_depth_[kMaxDflashBlock + 1];  // without a Markov term: the same below every node
   Children of_node_[kMaxTreeTokens];
-  float survival_[kMaxDflashBlock + 1] = {};
 };
 
 }  // namespace ull::cpu

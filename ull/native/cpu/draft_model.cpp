@@ -141,7 +141,8 @@ Status DraftModel::propose(const DraftContext& context, const TreePlan& plan, Dr
   float survival = 1.0F;
   for (int d = 1; d <= depth && rank(context, sampling, d); ++d) {
     chain_ = candidates_.depth = d;
-    survival *= statistics_.acceptance(leads_[d]);
+    candidates_.chances[d] = statistics_.acceptance(leads_[d]);
+    survival *= candidates_.chances[d];
     if (d == depth || survival < plan.least_survival) break;
     // An error leaves the counts with the chain in them; they are made anew for the round that is run instead.
     status = feed(&candidates_.tokens[d][0], 1, root + d, context.pages, /*logits=*/true, *context.abort);

@@ -40,6 +40,7 @@ class DraftModel final : public ChainDrafter {
   [[nodiscard]] double catch_up_ns(int tokens) const noexcept override { return tokens * read_ns_; }
   [[nodiscard]] Status propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept override;
   [[nodiscard]] int max_rank() const noexcept override { return DraftChain::kMaxRanks; }
+  [[nodiscard]] bool foresees() const noexcept override { return true; }
   [[nodiscard]] int64_t cost_ns(int depth) const noexcept override { return depth * step_ns_; }
   [[nodiscard]] int64_t weight_bytes() const noexcept override { return model_.weights().bytes(); }
   [[nodiscard]] int64_t kv_bytes() const noexcept override { return model_.cache().bytes(); }

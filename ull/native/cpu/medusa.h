@@ -58,6 +58,7 @@ class MedusaDrafter final : public Drafter {
   [[nodiscard]] int max_depth() const noexcept override { return heads_.heads(); }
   [[nodiscard]] int max_rank() const noexcept override { return kMedusaRanks; }
   [[nodiscard]] bool branches() const noexcept override { return true; }
+  [[nodiscard]] bool foresees() const noexcept override { return true; }
   [[nodiscard]] int64_t cost_ns(int depth) const noexcept override;
   [[nodiscard]] int64_t weight_bytes() const noexcept override { return heads_.bytes(); }
 

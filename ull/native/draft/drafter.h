@@ -46,7 +46,7 @@ struct DraftOutcome {
   const int32_t* emitted;  // [count] the tokens of positions position + 1 .. position + count
   int32_t count;
   int32_t position;  // of the root
-  bool proposed;     // the tree that was verified was this drafter's
+  bool proposed;     // this drafter was asked, whatever of its proposal was verified
 };
 
 // The class of Drafter::confidence() of a drafter that knows no better: acceptance falls with the temperature.
@@ -100,12 +100,6 @@ class Drafter {
   }
   // Adds candidates to `tree`, which has its root and limits, following `plan`. kOk, kAborted or kExecutorFailed.
   [[nodiscard]] virtual Status propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept = 0;
-  // After propose(): its own estimate of the chance that the tree's likeliest path is accepted down to `depth`; below
-  // 0: it has none.
-  [[nodiscard]] virtual float survival(int depth) const noexcept {
-    (void)depth;
-    return -1.0F;
-  }
   // Told after every round of a request that may use this drafter.
   virtual void observe(const DraftOutcome& outcome) noexcept { (void)outcome; }
 
@@ -113,6 +107,9 @@ class Drafter {
   [[nodiscard]] virtual int max_depth() const noexcept { return kMaxTreeTokens - 1; }
   [[nodiscard]] virtual int max_rank() const noexcept { return 1; }
   [[nodiscard]] virtual bool branches() const noexcept { return false; }
+  // Whether it says in each round how likely its candidates are (DraftTree::add()), and stops where it is unsure. It
+  // gets plans of more nodes than pay on average; what does not pay in this round is not verified.
+  [[nodiscard]] virtual bool foresees() const noexcept { return false; }
   // What it keeps in memory.
   [[nodiscard]] virtual int64_t weight_bytes() const noexcept { return 0; }
   [[nodiscard]] virtual int64_t kv_bytes() const noexcept { return 0; }

@@ -14,7 +14,7 @@ namespace ull {
 struct Branch {
   int count = 0;
   const int32_t* tokens = nullptr;  // [count]
-  const float* shares = nullptr;    // [count] each in 0 .. 1; all of them valid until the tree has grown
+  const float* shares = nullptr;    // [count] the chance of each, given the node; all valid until the tree has grown
 };
 
 // Adds nodes to a tree that has its root alone, until it has `nodes` or there is nothing left. expand(node, chance) ->
@@ -43,7 +43,8 @@ void grow(int nodes, DraftTree& tree, Expand expand) noexcept {
       expanded[best] = true;
       continue;
     }
-    const int node = tree.add(best, branches[best].tokens[next[best]++]);
+    const int rank = next[best]++;
+    const int node = tree.add(best, branches[best].tokens[rank], branches[best].shares[rank]);
     if (node < 0) return;
     chances[node] = most;
   }

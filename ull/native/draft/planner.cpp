@@ -11,20 +11,26 @@ constexpr double kFirstCredit = 2.0;   // plain rounds
 constexpr double kMostCredit = 8.0;    // plain rounds
 constexpr double kMargin = 1.02;       // a tree must be worth this many plain rounds
 constexpr double kAtStake = 0.5;       // of the credit, by a tree of more than one token
-constexpr double kProbeStart = 4.0;    // plain rounds of probes: fewer are not begun with
+constexpr double kProbeStart = 3.0;    // plain rounds of probes: fewer are not begun with
 constexpr double kProbeEnd = 0.5;      // plain rounds
 constexpr double kReserved = 0.01;     // of the time of every round, for catching up
 constexpr double kOutlier = 2.5;       // a round that takes longer than it should by this factor was interrupted ...
 constexpr int kInterruptions = 3;      // ... unless so many in a row do
 constexpr double kPlainMemory = 64.0;  // plain rounds whose time counts
+constexpr double kRareMemory = 12.0;   // where they are rare
 constexpr double kDraftMemory = 32.0;  // drafted rounds of a drafter and size whose time counts
 // Where drafting gains less than this factor, one round in so many is plain: the times that are compared must be of the
 // same hour. It costs at most 1/3 of 1/48 of the time.
 constexpr double kClearWorth = 1.5;
 constexpr int kPlainEvery = 48;
-constexpr float kPriorWeight = 3.0F;  // observations that a prior counts for
-constexpr float kMemory = 0.97F;      // what is left of an observation after the next one
-constexpr double kLeastReach = 0.01;  // a node less likely than this is not considered
+constexpr float kPriorWeight = 3.0F;   // observations that a prior counts for
+constexpr float kMemory = 0.97F;       // what is left of an observation after the next one
+constexpr double kLeastReach = 0.01;   // a node less likely than this is not considered
+constexpr double kPlanWeight = 6.0;    // plain rounds that a plan's worth counts for, beside what rounds brought
+constexpr double kYieldMemory = 0.97;  // what is left of a round after the next one
+constexpr float kSaidWeight = 6.0F;    // observations that what a drafter says counts for
+constexpr float kSaidMemory = 0.99F;
+constexpr int kWider = 4;  // nodes that a plan may have beyond what pays on average, or as many again
 
 // First guesses, by drafter and, for n-gram, by the length of the match.
 float first_chance(int drafter, int confidence, int depth, int rank) {
@@ -35,6 +41,11 @@ float first_chance(int drafter, int confidence, int depth, int rank) {
   }
   for (int i = 0; i < rank; ++i) chance *= 0.3F;
   return chance;
+}
+
+int said_class(float chance) {
+  constexpr int kClasses = 16;
+  return std::clamp(static_cast<int>(chance * kClasses), 0, kClasses - 1);
 }
 
 // values[i] belongs to kCostTokens[i] tokens.
@@ -108,6 +119,44 @@ double Planner::acceptance(DrafterKind drafter, int confidence, int depth, int r
   return static_cast<double>((known.hits + kPriorWeight * known.prior) / (known.tried + kPriorWeight));
 }
 
+double Planner::corrected(DrafterKind drafter, float chance) const noexcept {
+  const Chance& known = said_[static_cast<int>(drafter)][said_class(chance)];
+  return static_cast<double>((known.hits + kSaidWeight * chance) / (known.tried + kSaidWeight));
+}
+
+void Planner::learn_chance(DrafterKind drafter, float chance, bool hit) noexcept {
+  if (!(chance >= 0.0F)) return;
+  Chance& known = said_[static_cast<int>(drafter)][said_class(chance)];
+  known.hits = known.hits * kSaidMemory + (hit ? 1.0F : 0.0F);
+  known.tried = known.tried * kSaidMemory + 1.0F;
+}
+
+// The proposal is there and paid for. So another node is worth its cost if it brings as many tokens as rounds bring in
+// that time: at the drafter's worth, or a plain round's.
+int Planner::size(const Drafter& drafter, int confidence, const DraftTree& tree, const Limits& limits,
+                  double worth) const noexcept {
+  if (!adaptive_ || tree.count() == 1 || tree.chance(1) < 0.0F) return tree.count();
+  const double per_ns = std::max(worth, 1.0) / plain_ns(limits.position);
+  double reach[kMaxTreeTokens] = {1.0};
+  double expected = 1.0;
+  double best = 1.0 - per_ns * plain_ns(limits.position);
+  int size = 1;
+  for (int node = 1; node < tree.count(); ++node) {
+    const double chance = tree.chance(node) >= 0.0F
+                              ? corrected(drafter.kind(), tree.chance(node))
+                              : acceptance(drafter.kind(), confidence, tree.depth(node), tree.rank(node));
+    reach[node] = reach[tree.parent(node)] * chance;
+    expected += reach[node];
+    const double ratio = drafted_ratios_[static_cast<int>(drafter.kind())][size_index(node + 1)].value();
+    const double value = expected - per_ns * verify_ns(node + 1, limits.position, expected) * ratio;
+    if (value > best) {
+      best = value;
+      size = node + 1;
+    }
+  }
+  return size;
+}
+
 // Grows the tree by the node most likely to be reached and keeps the size with the best worth.
 double Planner::plan(const Drafter& drafter, int confidence, const Limits& limits, TreePlan& plan) const noexcept {
   const DrafterKind kind = drafter.kind();
@@ -144,9 +193,7 @@ double Planner::plan(const Drafter& drafter, int confidence, const Limits& limit
     next_rank[node] = 0;
     const double expected = static_cast<double>(plan.expected);
     const double worth = expected * plain / round_ns(drafter, plan, limits.position, expected);
-    // A single wrong guess shall not cost all that there is: smaller trees go on after it.
-    const double covering = std::max(credit_ns(limits), account(limits.wanted).probes_ns);
-    const bool covered = worst_loss(drafter, plan, limits.position) <= kAtStake * covering;
+    const bool covered = worst_loss(drafter, plan, limits.position) <= at_stake(limits);
     if (!adaptive_ || best.count == 1 || (worth > best_worth && covered)) {
       best = plan;
       best_worth = worth;
@@ -155,12 +202,41 @@ double Planner::plan(const Drafter& drafter, int confidence, const Limits& limit
     }
   }
   plan = best;
-  if (adaptive_ && !drafter.branches() && plan.count > 1) {
-    const double node_ns = (verify_ns(plan.count, limits.position, 1.0) - plain) / (plan.count - 1);
-    const auto depth_ns = static_cast<double>(drafter.cost_ns(plan.depth) - drafter.cost_ns(plan.depth - 1));
-    plan.least_survival = static_cast<float>(best_worth / plain * (depth_ns + node_ns));
+  if (!adaptive_ || plan.count < 2) return best_worth;
+  if (drafter.foresees()) widen(drafter, limits, plan);
+  const double node_ns = (verify_ns(plan.count, limits.position, 1.0) - plain) / (plan.count - 1);
+  const auto depth_ns = static_cast<double>(drafter.cost_ns(plan.depth) - drafter.cost_ns(plan.depth - 1));
+  const Yield& yield = yields_[static_cast<int>(kind)][confidence];
+  // N-gram's guesses are scored in rounds that verify none, too: these say more than rounds long past.
+  const double worth = kind == DrafterKind::kSuffix
+                           ? best_worth
+                           : (yield.tokens + kPlanWeight * best_worth) / (yield.cost + kPlanWeight);
+  plan.least_survival = static_cast<float>(std::max(worth, 1.0) / plain * (depth_ns + node_ns));
+  return worth;
+}
+
+// Adds to the chain of rank 0: a drafter that branches takes from a plan no more than its size and depth.
+void Planner::widen(const Drafter& drafter, const Limits& limits, TreePlan& plan) const noexcept {
+  const int nodes = std::min({limits.nodes, kMaxTreeTokens, plan.count + std::max(kWider, plan.count)});
+  const int depth = std::min(limits.depth, drafter.max_depth());
+  int end = 0;  // of the chain
+  for (int node = 1; node < plan.count; ++node) {
+    if (plan.parents[node] == end && plan.ranks[node] == 0) end = node;
   }
-  return best_worth;
+  while (plan.count < nodes) {
+    const bool deeper = plan.depths[end] < depth;
+    if (!deeper && !drafter.branches()) return;
+    TreePlan wider = plan;
+    const int node = wider.count++;
+    // Beyond the depth that there is, a node counts for the size alone.
+    wider.parents[node] = static_cast<uint8_t>(deeper ? end : wider.parents[end]);
+    wider.ranks[node] = static_cast<uint8_t>(deeper ? 0 : wider.ranks[node - 1] + 1);
+    wider.depths[node] = static_cast<uint8_t>(wider.depths[wider.parents[node]] + 1);
+    wider.depth = std::max<int>(wider.depth, wider.depths[node]);
+    if (worst_loss(drafter, wider, limits.position) > at_stake(limits)) return;
+    plan = wider;
+    if (deeper) end = node;
+  }
 }
 
 bool Planner::pays(double worth) const noexcept { return !adaptive_ || worth >= kMargin; }
@@ -170,20 +246,26 @@ double Planner::credit_ns(const Limits& limits) const noexcept {
   return own.opened ? std::max(own.credit_ns, 0.0) : kFirstCredit * plain_ns(limits.position);
 }
 
+// A single wrong guess shall not cost all that there is: smaller trees go on after it.
+double Planner::at_stake(const Limits& limits) const noexcept {
+  return kAtStake * std::max(credit_ns(limits), account(limits.wanted).probes_ns);
+}
+
 double Planner::worst_loss(const Drafter& drafter, const TreePlan& plan, int position) const noexcept {
   return round_ns(drafter, plan, position, 1.0) - plain_ns(position);
 }
 
-bool Planner::approves(const Drafter& drafter, double worth, const TreePlan& plan,
-                       const Limits& limits) const noexcept {
-  if (plan.count < 2) return false;
-  if (!adaptive_) return true;
-  if (worth < kClearWorth && account(limits.wanted).since_plain >= kPlainEvery) return false;
-  const double loss = worst_loss(drafter, plan, limits.position);
-  if (pays(worth)) return loss <= credit_ns(limits);
-  // N-gram's guesses are scored without being verified: it needs no probes.
+Payer Planner::approves(const Drafter& drafter, double worth, const TreePlan& plan,
+                        const Limits& limits) const noexcept {
+  if (plan.count < 2) return Payer::kNobody;
+  if (!adaptive_) return Payer::kCredit;
   const Account& own = account(limits.wanted);
-  return drafter.kind() != DrafterKind::kSuffix && own.probing && loss <= own.probes_ns;
+  if (worth < kClearWorth && own.since_plain >= kPlainEvery) return Payer::kNobody;
+  const double loss = worst_loss(drafter, plan, limits.position);
+  if (pays(worth) && loss <= credit_ns(limits)) return Payer::kCredit;
+  // N-gram's guesses are scored without being verified: what does not seem to pay needs no probes.
+  if (!pays(worth) && drafter.kind() == DrafterKind::kSuffix) return Payer::kNobody;
+  return own.probing && loss <= own.probes_ns ? Payer::kProbes : Payer::kNobody;
 }
 
 void Planner::learn(DrafterKind drafter, int confidence, int depth, int ranks, int hit) noexcept {
@@ -205,24 +287,35 @@ void Planner::record(const Drafter* drafter, const TreePlan* plan, const Limits&
   }
   double cost = plain;
   double gain = 0.0;
-  if (plan == nullptr) {
-    // Whatever was done before deciding not to draft is a loss; the rest is what a round without speculation takes.
-    (void)plain_ratio_.learn(outcome.nanoseconds - outcome.drafting_nanoseconds, plain, kPlainMemory);
-    gain = -std::min(outcome.drafting_nanoseconds, plain);
-    own.since_plain = 0;
-  } else {
+  const bool verified = plan != nullptr && plan->count > 1;
+  if (verified) {
     // As many nodes are visited as tokens emitted.
     TimeRatio& ratio = drafted_ratios_[static_cast<int>(drafter->kind())][size_index(plan->count)];
-    const double expected = round_ns(*drafter, *plan, limits.position, outcome.emitted);
-    cost = ratio.learn(outcome.nanoseconds, expected, kDraftMemory);
+    cost = ratio.learn(outcome.nanoseconds, round_ns(*drafter, *plan, limits.position, outcome.emitted), kDraftMemory);
     gain = outcome.emitted * plain - cost;
     ++own.since_plain;
+  } else {
+    // Whatever was done before deciding not to verify is a loss; the rest is what a round without speculation takes.
+    (void)plain_ratio_.learn(outcome.nanoseconds - outcome.drafting_nanoseconds, plain,
+                             own.since_plain > kPlainEvery / 2 ? kRareMemory : kPlainMemory);
+    const double drafting = drafter == nullptr
+                                ? outcome.drafting_nanoseconds
+                                : drafting_ratios_[static_cast<int>(drafter->kind())].learn(
+                                      outcome.drafting_nanoseconds,
+                                      static_cast<double>(drafter->cost_ns(plan->depth)) * plain_ratio_.value());
+    gain = -std::min(drafting, plain);
+    own.since_plain = 0;
+  }
+  if (drafter != nullptr) {
+    Yield& yield = yields_[static_cast<int>(drafter->kind())][outcome.confidence];
+    yield.tokens = yield.tokens * kYieldMemory + outcome.emitted;
+    yield.cost = yield.cost * kYieldMemory + (outcome.emitted * plain - gain) / plain;
     if (drafter->catches_up()) own.reserve_ns += gain;
   }
   const double most = kMostCredit * plain;
-  const bool probe = plan != nullptr && !pays(outcome.worth);
+  const bool probe = drafter != nullptr && outcome.payer == Payer::kProbes;
   const double least = -kFirstCredit * plain;  // below it an error of the estimates would lock drafting out
-  own.credit_ns = std::clamp(own.credit_ns + (probe ? 0.0 : gain) + kEarned * cost, least, most);
+  own.credit_ns = std::clamp(own.credit_ns + (probe ? std::max(gain, 0.0) : gain) + kEarned * cost, least, most);
   own.probes_ns = std::clamp(own.probes_ns + (probe ? std::min(gain, 0.0) : 0.0) + kEarned * cost, least, most);
   own.probing = own.probes_ns >= (own.probing ? kProbeEnd : kProbeStart) * plain;
   own.reserve_ns = std::min(own.reserve_ns + kReserved * cost, most_reserve_ns_);

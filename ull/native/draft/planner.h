@@ -1,13 +1,19 @@
 // Chooses the shape of each round's draft: the tree whose expected tokens per nanosecond are the most, from measured
 // costs and from how often candidates of each rank at each depth have been accepted lately; or no tree at all.
 //
-// The costs are those of the warm-up, corrected by how long plain and drafted rounds really take.
+// The costs are those of the warm-up, corrected by how long plain and drafted rounds really take. What asking a drafter
+// has really brought of late counts beside what its plan promises.
 //
 // A loss account keeps it honest where its estimates are wrong: a round that took longer than the plain rounds it saved
 // is paid from credit, every round earns 0.75% of its time, and a tree is only drafted if its worst outcome is covered.
-// Another 0.75% goes to probes, a few at a time, which draft what does not seem to pay, to notice when it does again.
-// So text that cannot be predicted costs at most these shares and what there was before. Requests for one drafter by
-// name neither earn for those for another nor spend what these have earned.
+// Another 0.75% goes to probes, a few at a time, which draft what does not seem to pay, or what credit does not cover
+// any more, to notice when it does again. What they lose is their own; what they gain is credit. So text that cannot be
+// predicted costs at most these shares and what there was before, and a drafter that begins to pay is back after the
+// rounds that fill the probes once. Requests for one drafter by name neither earn for those for another nor spend what
+// these have earned.
+//
+// Once a drafter has proposed, size() cuts the tree to what pays by its own chances for this very round. They are
+// corrected by how often candidates of such a chance have been accepted.
 //
 // A draft model that must first read what it has missed is paid from a second account, the reserve: 1% of every round's
 // time, and what its drafts gained. One that does not pay is therefore left behind, and reads on when the reserve
@@ -39,12 +45,17 @@ class TimeRatio {
   // Learns from a measured time that was expected to be `expected`, by this ratio; most: samples that count. Returns
   // the time to go by: `expected` where the measured one says nothing.
   double learn(double measured, double expected, double most) noexcept;
+  // The same where `expected` does not go by it.
+  double learn(double measured, double expected) noexcept { return learn(measured, expected * value_, 32.0); }
 
  private:
   double value_ = 1.0;
   double samples_ = 1.0;  // the estimate counts as one
   int interrupted_ = 0;   // in a row
 };
+
+// What pays for drafting a round, if anything does.
+enum class Payer : uint8_t { kNobody, kCredit, kProbes };
 
 class Planner {
  public:
@@ -60,27 +71,35 @@ class Planner {
     DrafterKind wanted = DrafterKind::kAuto;  // by the request: each has accounts of its own
   };
 
-  // A shape for one drafter whose confidence() was `confidence`, and its worth in tokens per nanosecond relative to a
-  // plain round's.
+  // The most that one drafter whose confidence() was `confidence` is to propose, and the worth of asking it in tokens
+  // per nanosecond relative to a plain round's.
   double plan(const Drafter& drafter, int confidence, const Limits& limits, TreePlan& plan) const noexcept;
   // Whether drafting is expected to be faster than not to.
   [[nodiscard]] bool pays(double worth) const noexcept;
-  // Whether a plan of that worth is to be drafted: it pays, or there is credit for finding out.
-  [[nodiscard]] bool approves(const Drafter& drafter, double worth, const TreePlan& plan,
-                              const Limits& limits) const noexcept;
+  // Who pays for drafting a plan of that worth: credit if it pays, probes to find out.
+  [[nodiscard]] Payer approves(const Drafter& drafter, double worth, const TreePlan& plan,
+                               const Limits& limits) const noexcept;
+  // How many of a proposal's first nodes are worth verifying, root included, where drafting is worth that much. All of
+  // them if its drafter did not say how likely they are.
+  [[nodiscard]] int size(const Drafter& drafter, int confidence, const DraftTree& tree, const Limits& limits,
+                         double worth) const noexcept;
 
   // A node at `depth` - 1 was visited whose children had ranks 0 .. ranks - 1; the draw was the one of rank `hit`, or
   // none of them (-1).
   void learn(DrafterKind drafter, int confidence, int depth, int ranks, int hit) noexcept;
+  // A node was visited of which the drafter had said that this child is the draw with `chance`.
+  void learn_chance(DrafterKind drafter, float chance, bool hit) noexcept;
 
   // What a round brought and took.
   struct Outcome {
     int emitted;
-    double nanoseconds;           // all of it, without catching up
-    double drafting_nanoseconds;  // of these, before the verification began
-    double worth = 0.0;           // plan()'s; of a drafted round
+    double nanoseconds;            // all of it, without catching up
+    double drafting_nanoseconds;   // of these, before the verification began
+    Payer payer = Payer::kCredit;  // of a drafted round
+    int confidence = 0;            // of a drafted round
   };
-  // After every round: `drafter` and `plan` are null for a plain one.
+  // After every round: `drafter` and `plan` are null for one in which nobody was asked. A plan of the root alone: what
+  // was proposed was not worth verifying.
   void record(const Drafter* drafter, const TreePlan* plan, const Limits& limits, const Outcome& outcome) noexcept;
 
   // The reserve: whether it covers work of that estimate for such requests, and what the work took. It is filled once
@@ -89,10 +108,16 @@ class Planner {
   [[nodiscard]] bool affords(double nanoseconds, DrafterKind wanted) const noexcept {
     return !adaptive_ || nanoseconds <= 0.0 || nanoseconds <= account(wanted).reserve_ns;
   }
-  void spend(double nanoseconds, DrafterKind wanted) noexcept { account(wanted).reserve_ns -= nanoseconds; }
+  // expected: what affords() was asked for; an interruption of the machine is not charged.
+  void spend(const Drafter& drafter, double nanoseconds, double expected, DrafterKind wanted) noexcept {
+    if (expected <= 0.0) return;
+    account(wanted).reserve_ns -= reading_ratios_[static_cast<int>(drafter.kind())].learn(nanoseconds, expected);
+  }
 
   // The chance that the candidate of `rank` at `depth` is the draw, given that its parent was visited.
   [[nodiscard]] double acceptance(DrafterKind drafter, int confidence, int depth, int rank) const noexcept;
+  // What a drafter's chance has meant of late.
+  [[nodiscard]] double corrected(DrafterKind drafter, float chance) const noexcept;
   [[nodiscard]] double plain_ns(int position) const noexcept { return verify_ns(1, position, 1.0); }
   // Verifying `tokens` nodes, of which `visited` are expected to be sampled, on the machine as it is now.
   [[nodiscard]] double verify_ns(int tokens, int position, double visited) const noexcept;
@@ -105,11 +130,18 @@ class Planner {
  private:
   static constexpr int kDepths = 16;
   static constexpr int kRanks = 10;
+  static constexpr int kSaidClasses = 16;  // of the chances that drafters say
 
   struct Chance {
     float prior = 0.0F;
     float hits = 0.0F;   // decayed
     float tried = 0.0F;  // decayed
+  };
+
+  // What rounds brought in which a drafter was asked: decayed sums, in plain rounds.
+  struct Yield {
+    double tokens = 0.0;
+    double cost = 0.0;
   };
 
   [[nodiscard]] static int depth_index(int depth) noexcept { return (depth < kDepths ? depth : kDepths) - 1; }
@@ -137,13 +169,21 @@ class Planner {
   [[nodiscard]] double round_ns(const Drafter& drafter, const TreePlan& plan, int position,
                                 double visited) const noexcept;
   [[nodiscard]] double credit_ns(const Limits& limits) const noexcept;
+  // What a tree of a request may lose at most: a part of what there is.
+  [[nodiscard]] double at_stake(const Limits& limits) const noexcept;
+  // Lets a plan have more nodes than pay on average, for a drafter that says in each round which of them do.
+  void widen(const Drafter& drafter, const Limits& limits, TreePlan& plan) const noexcept;
   [[nodiscard]] double worst_loss(const Drafter& drafter, const TreePlan& plan, int position) const noexcept;
 
   const bool adaptive_;
   VerifyCosts costs_;
   Chance chances_[kDrafterKinds][kConfidenceClasses][kDepths][kRanks];
+  Chance said_[kDrafterKinds][kSaidClasses];
+  Yield yields_[kDrafterKinds][kConfidenceClasses];
   TimeRatio plain_ratio_;                                // of plain rounds to costs_
   TimeRatio drafted_ratios_[kDrafterKinds][kCostSizes];  // of drafted rounds to costs_ * plain_ratio_, by size
+  TimeRatio drafting_ratios_[kDrafterKinds];             // of proposals that were not verified to cost_ns()
+  TimeRatio reading_ratios_[kDrafterKinds];              // of catching up to catch_up_ns()
   Account accounts_[kDrafterKinds];
   double most_reserve_ns_ = 0.0;
 };

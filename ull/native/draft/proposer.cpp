@@ -9,6 +9,7 @@ namespace ull {
 namespace {
 
 constexpr int kShadowDepth = 4;
+constexpr int kPlanStands = 16;  // rounds after the one that it was made for
 
 }  // namespace
 
@@ -49,11 +50,13 @@ Status Proposer::prefill(const PrefillStep& step, const std::atomic<bool>& abort
   for (const auto& drafter : drafters_) {
     if (!serves(*drafter, step.speculation)) continue;
     // It reads along where it is going to draft, as far as the reserve goes.
-    if (!planner_.pays(worths_[static_cast<size_t>(drafter->kind())])) continue;
+    if (!planner_.pays(planned_[static_cast<size_t>(drafter->kind())].option.worth)) continue;
     if (!planner_.affords(drafter->catch_up_ns(step.count), step.speculation)) continue;
     const int64_t start = monotonic_ns();
     if (const Status status = drafter->prefill(step, abort); status != Status::kOk) return status;
-    if (drafter->catches_up()) planner_.spend(static_cast<double>(monotonic_ns() - start), step.speculation);
+    if (!drafter->catches_up()) continue;
+    planner_.spend(*drafter, static_cast<double>(monotonic_ns() - start), drafter->catch_up_ns(step.count),
+                   step.speculation);
   }
   return Status::kOk;
 }
@@ -77,34 +80,65 @@ Status Proposer::choose(const RoundStep& step, const DraftContext& now) noexcept
       limits_.nodes < 2) {
     return Status::kOk;
   }
+  ++rounds_;
   for (const auto& drafter : drafters_) {
     if (!serves(*drafter, step.speculation)) continue;
     if (const Status status = drafter->keep_up(now); status != Status::kOk) return status;
-    option_.drafter = drafter.get();
-    option_.confidence = drafter->confidence(now);
-    if (option_.confidence < 0) continue;
-    option_.worth = planner_.plan(*drafter, option_.confidence, limits_, option_.plan);
-    worths_[static_cast<size_t>(drafter->kind())] = option_.worth;
-    if (drafter.get() == ngram_ && shadow_node_ < 0) cast_shadow(option_, now);
-    const bool drafts = planner_.approves(*drafter, option_.worth, option_.plan, limits_) &&
+    const int confidence = drafter->confidence(now);
+    if (confidence < 0) continue;
+    plan(*drafter, confidence);
+    Option& option = planned_[static_cast<size_t>(drafter->kind())].option;
+    if (drafter.get() == ngram_ && shadow_node_ < 0) cast_shadow(option, now);
+    option.payer = planner_.approves(*drafter, option.worth, option.plan, limits_);
+    const bool drafts = option.payer != Payer::kNobody &&
                         planner_.affords(drafter->catch_up_ns(drafter->missed(now)), step.speculation);
-    if (!drafts && !step.rehearsal) continue;
-    if (chosen_.drafter == nullptr || option_.worth > chosen_.worth) chosen_ = option_;
+    if ((drafts || step.rehearsal) && better(option)) chosen_ = option;
   }
   if (chosen_.drafter == nullptr) return Status::kOk;
+  asked_[static_cast<size_t>(chosen_.drafter->kind())] = rounds_;
   if (chosen_.drafter->missed(now) > 0) {
     if (const Status status = catch_up(*chosen_.drafter, now, step.speculation); status != Status::kOk) return status;
   }
   const Status status = chosen_.drafter->propose(now, chosen_.plan, tree_);
   if (tree_.count() == 1) chosen_.drafter = nullptr;
+  if (chosen_.drafter == nullptr || step.rehearsal) return status;
+  proposed_ = tree_;
+  tree_.cut(planner_.size(*chosen_.drafter, chosen_.confidence, tree_, limits_, chosen_.worth));
   return status;
+}
+
+void Proposer::plan(Drafter& drafter, int confidence) noexcept {
+  Planned& planned = planned_[static_cast<size_t>(drafter.kind())];
+  Option& option = planned.option;
+  const bool stands = planned.rounds > 0 && option.confidence == confidence &&
+                      planned.limits.wanted == limits_.wanted && planned.limits.nodes == limits_.nodes &&
+                      option.plan.depth <= limits_.depth;
+  if (stands) {
+    --planned.rounds;
+    return;
+  }
+  option.drafter = &drafter;
+  option.confidence = confidence;
+  option.worth = planner_.plan(drafter, confidence, limits_, option.plan);
+  planned.limits = limits_;
+  planned.rounds = kPlanStands;
+}
+
+// A probe is to find out what estimates do not say: it goes before what they do, and drafters take turns at it.
+bool Proposer::better(const Option& option) const noexcept {
+  if (chosen_.drafter == nullptr) return true;
+  const auto asked = [&](const Option& one) { return asked_[static_cast<size_t>(one.drafter->kind())]; };
+  if (option.payer != chosen_.payer) return option.payer == Payer::kProbes;
+  if (option.payer == Payer::kProbes) return asked(option) < asked(chosen_);
+  return option.worth > chosen_.worth;
 }
 
 Status Proposer::catch_up(Drafter& drafter, const DraftContext& now, DrafterKind wanted) noexcept {
   const int64_t start = monotonic_ns();
+  const double expected = drafter.catch_up_ns(drafter.missed(now));
   const Status status = drafter.catch_up(now);
   const int64_t took = monotonic_ns() - start;
-  planner_.spend(static_cast<double>(took), wanted);
+  planner_.spend(drafter, static_cast<double>(took), expected, wanted);
   start_ns_ += took;
   return status;
 }
@@ -112,12 +146,14 @@ Status Proposer::catch_up(Drafter& drafter, const DraftContext& now, DrafterKind
 void Proposer::learn(const RoundStep& step, const RoundResult& result) noexcept {
   if (step.rehearsal) return;
   // A round without speculation is recorded too: it tells what plain ones take. One with forced tokens does not.
-  chosen_.plan.count = tree_.count();  // a drafter may have had less to propose than was planned
-  chosen_.plan.depth = tree_.deepest();
+  if (chosen_.drafter != nullptr) {
+    chosen_.plan.count = tree_.count();  // a drafter may have had less to propose than was planned
+    chosen_.plan.depth = proposed_.deepest();
+  }
   if (step.forced == 0) {
     planner_.record(chosen_.drafter, chosen_.drafter == nullptr ? nullptr : &chosen_.plan, limits_,
                     {result.count, static_cast<double>(monotonic_ns() - start_ns_),
-                     static_cast<double>(proposed_ns_ - start_ns_), chosen_.worth});
+                     static_cast<double>(proposed_ns_ - start_ns_), chosen_.payer, chosen_.confidence});
   }
   if (step.speculation == DrafterKind::kNone) return;
   int32_t emitted[kMaxTokensPerRound];
@@ -131,13 +167,21 @@ void Proposer::learn(const RoundStep& step, const RoundResult& result) noexcept 
     return;
   }
   shadow_node_ = -1;
-  for (int depth = 1, node = 0; node >= 0 && depth <= result.count; ++depth) {
+  planned_[static_cast<size_t>(chosen_.drafter->kind())].rounds = 0;
+  learn_proposal(emitted, result.count);
+}
+
+void Proposer::learn_proposal(const int32_t* emitted, int count) noexcept {
+  const DrafterKind kind = chosen_.drafter->kind();
+  for (int depth = 1, node = 0; node >= 0 && depth <= count; ++depth) {
+    const int hit = proposed_.child(node, emitted[depth - 1]);
     int ranks = 0;
-    for (int other = node + 1; other < tree_.count(); ++other) ranks += tree_.parent(other) == node ? 1 : 0;
-    const int hit = tree_.child(node, emitted[depth - 1]);
-    if (ranks > 0) {
-      planner_.learn(chosen_.drafter->kind(), chosen_.confidence, depth, ranks, hit < 0 ? -1 : tree_.rank(hit));
+    for (int other = node + 1; other < proposed_.count(); ++other) {
+      if (proposed_.parent(other) != node) continue;
+      ++ranks;
+      planner_.learn_chance(kind, proposed_.chance(other), other == hit);
     }
+    if (ranks > 0) planner_.learn(kind, chosen_.confidence, depth, ranks, hit < 0 ? -1 : proposed_.rank(hit));
     node = hit;
   }
 }
@@ -158,6 +202,7 @@ void Proposer::follow_shadow(const RoundStep& step, int32_t token) noexcept {
   }
   const int hit = shadow_.child(shadow_node_, token);
   planner_.learn(DrafterKind::kSuffix, shadow_confidence_, shadow_.depth(shadow_node_) + 1, 1, hit < 0 ? -1 : 0);
+  planned_[static_cast<size_t>(DrafterKind::kSuffix)].rounds = 0;
   shadow_node_ = hit >= 0 && shadow_.depth(hit) < shadow_.deepest() ? hit : -1;
   ++shadow_position_;
 }

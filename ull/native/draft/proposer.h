@@ -43,7 +43,7 @@ class Proposer {
   [[nodiscard]] const DraftTree& tree() const noexcept { return tree_; }
   // Who proposed it; kNone: a plain round.
   [[nodiscard]] DrafterKind drafter() const noexcept {
-    return chosen_.drafter == nullptr ? DrafterKind::kNone : chosen_.drafter->kind();
+    return chosen_.drafter == nullptr || tree_.count() == 1 ? DrafterKind::kNone : chosen_.drafter->kind();
   }
   // Whether the logits of all its nodes at once are cheaper than those of the visited ones, one after another.
   [[nodiscard]] bool batches_logits() const noexcept {
@@ -54,12 +54,19 @@ class Proposer {
   void learn(const RoundStep& step, const RoundResult& result) noexcept;
 
  private:
-  // The drafter's proposals for a round, before one is chosen.
+  // What a drafter could do in a round.
   struct Option {
     Drafter* drafter = nullptr;
     int confidence = -1;
     double worth = 0.0;
     TreePlan plan;
+    Payer payer = Payer::kNobody;
+  };
+  // A drafter's last plan stands while nothing has been learnt of it, for some rounds.
+  struct Planned {
+    Option option;
+    Planner::Limits limits{};
+    int rounds = 0;  // for which it stands yet
   };
 
   [[nodiscard]] static bool serves(const Drafter& drafter, DrafterKind wanted) noexcept {
@@ -68,18 +75,25 @@ class Proposer {
   [[nodiscard]] Status choose(const RoundStep& step, const DraftContext& now) noexcept;
   // Lets a drafter read what it has missed, paid from the planner's reserve.
   [[nodiscard]] Status catch_up(Drafter& drafter, const DraftContext& now, DrafterKind wanted) noexcept;
+  void plan(Drafter& drafter, int confidence) noexcept;
+  // Whether an option is to be preferred to the one chosen so far.
+  [[nodiscard]] bool better(const Option& option) const noexcept;
+  // Learns from each node of the proposal that the emitted tokens led past, verified or not.
+  void learn_proposal(const int32_t* emitted, int count) noexcept;
   void cast_shadow(const Option& option, const DraftContext& now) noexcept;
   void follow_shadow(const RoundStep& step, int32_t token) noexcept;
 
   const Options options_;
   const std::vector<std::unique_ptr<Drafter>> drafters_;
   Planner planner_;
-  double worths_[kDrafterKinds] = {};  // of each drafter's last plan
+  Planned planned_[kDrafterKinds];
+  uint64_t rounds_ = 0;                 // that were proposed for
+  uint64_t asked_[kDrafterKinds] = {};  // the last of them in which each drafter was
 
   // The round in flight.
-  DraftTree tree_;
+  DraftTree proposed_;  // all of it
+  DraftTree tree_;      // what of it is verified
   Option chosen_;
-  Option option_;
   Planner::Limits limits_{};
   int64_t start_ns_ = 0;     // moved on by what catching up took
   int64_t proposed_ns_ = 0;  // when propose() returned

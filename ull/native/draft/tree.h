@@ -2,6 +2,10 @@
 //
 // Node 0 is the root, the fed token. A parent comes before its children; siblings hold different tokens, in the order
 // in which they were added (their rank). Only tokens of the vocabulary are taken.
+//
+// A drafter that knows how likely a candidate is says so: its chance to be the draw, given that its parent is visited.
+// The planner corrects these chances by what became of them, and cuts the tree to the size that pays in this round. So
+// such a drafter adds its likeliest nodes first.
 #pragma once
 
 #include <cstdint>
@@ -25,11 +29,13 @@ class DraftTree {
     depths_[0] = 0;
     ranks_[0] = 0;
     children_[0] = 0;
+    chances_[0] = 1.0F;
   }
 
   // The node of `token` below `parent`: a new one, or the one that is there. -1 if the tree is full, the node would lie
-  // too deep, or the token is outside the vocabulary.
-  int add(int parent, int32_t token) noexcept {
+  // too deep, or the token is outside the vocabulary. chance: given the parent, 0 .. 1; kUnknown: the drafter cannot
+  // say.
+  int add(int parent, int32_t token, float chance = kUnknown) noexcept {
     if (token < 0 || token >= vocabulary_ || parent < 0 || parent >= count_) return -1;
     if (const int existing = child(parent, token); existing >= 0) return existing;
     if (count_ >= max_nodes_ || depths_[parent] >= max_depth_) return -1;
@@ -39,9 +45,22 @@ class DraftTree {
     depths_[node] = static_cast<uint8_t>(depths_[parent] + 1);
     ranks_[node] = children_[parent]++;
     children_[node] = 0;
+    chances_[node] = chance;
     if (depths_[node] > deepest_) deepest_ = depths_[node];
     chain_ = chain_ && parent == node - 1;
     return node;
+  }
+
+  // Leaves its first `count` nodes, at least the root.
+  void cut(int count) noexcept {
+    if (count < 1) count = 1;
+    for (; count_ > count; --count_) --children_[parents_[count_ - 1]];
+    deepest_ = 0;
+    chain_ = true;
+    for (int node = 1; node < count_; ++node) {
+      if (depths_[node] > deepest_) deepest_ = depths_[node];
+      chain_ = chain_ && parents_[node] == node - 1;
+    }
   }
 
   // The child of `parent` that holds `token`, or -1.
@@ -63,6 +82,9 @@ class DraftTree {
   [[nodiscard]] int parent(int node) const noexcept { return parents_[node]; }
   [[nodiscard]] int depth(int node) const noexcept { return depths_[node]; }
   [[nodiscard]] int rank(int node) const noexcept { return ranks_[node]; }
+  [[nodiscard]] float chance(int node) const noexcept { return chances_[node]; }  // as its drafter said, or kUnknown
+
+  static constexpr float kUnknown = -1.0F;
 
  private:
   int32_t tokens_[kMaxTreeTokens];
@@ -70,6 +92,7 @@ class DraftTree {
   uint8_t depths_[kMaxTreeTokens];
   uint8_t ranks_[kMaxTreeTokens];
   uint8_t children_[kMaxTreeTokens];  // how many
+  float chances_[kMaxTreeTokens];     // given the parent
   int vocabulary_ = 0;
   int max_nodes_ = 1;
   int max_depth_ = 0;
