@@ -56,27 +56,34 @@ def test_a_time_is_the_mean_of_the_prompts_medians() -> None:
         ({"medusa": 1.6}, {"medusa, held-out, greedy", "medusa, held-out, T=0.8"}),
         ({"draft": 2.4}, {"draft, held-out, greedy"}),
         ({"suffix": 2.9}, {"suffix, repeated lines, greedy"}),
-        ({"auto_us": 10.4}, {"loss on unpredictable text, auto"}),
+        ({"eagle": 2.9}, {"eagle, held-out, greedy"}),
+        ({"dflash": 2.3}, {"dflash, held-out, greedy", "dflash, held-out, T=0.8"}),
+        ({"slow": 10.4}, {"speed of auto, held-out, T=0.8", "speed of draft, held-out, T=0.8"}),
+        ({"uncoupled": 0.41}, {"eagle, coupled"}),
     ],
 )
 def test_bars(change: dict[str, float], missed: set[str]) -> None:
-    good = {"none": 1.0, "suffix": 3.1, "medusa": 2.1, "draft": 2.6, "auto": 3.0}
+    good = {"none": 1.0, "suffix": 3.1, "medusa": 2.1, "eagle": 3.1, "dflash": 3.2, "draft": 2.6, "auto": 3.0}
     samples: dict[str, object] = {}
     for name in ("held-out, greedy", "held-out, T=0.8", "repeated lines, greedy", "unpredictable"):
         rows = {}
         for drafter, tokens in good.items():
-            us = change.get("auto_us", 10.2) if drafter == "auto" else 10.0
+            slow = name == "held-out, T=0.8" and drafter in ("auto", "draft")
+            us = 10.0 if drafter == "none" else change.get("slow", 10.2) if slow else 10.2
             differences = int(change.get("differences", 0)) if drafter == "draft" else 0
             rows[drafter] = series(us, change.get(drafter, tokens), drafter, differences)
         record(Workload(name, ["x"], 0.0), rows, samples)
     samples["full_trees"] = samples["rounds"]
+    samples["first_accepted"] = {"eagle": [0.5, change.get("uncoupled", 0.39)], "medusa": [0.2, 0.18]}
     found = {check.name for check in bars(samples) if not check.ok}
     assert found == missed
 
 
-def test_a_drafter_that_the_engine_lacks_misses_its_bar() -> None:
+def test_a_head_that_the_bundle_lacks_has_no_bar_and_what_it_must_have_misses_its_own() -> None:
     samples: dict[str, object] = {}
     for name in ("held-out, greedy", "held-out, T=0.8", "repeated lines, greedy", "unpredictable"):
         record(Workload(name, ["x"], 0.0), {"none": series(10.0, 1.0, "none"), "auto": series(10.0, 1.0)}, samples)
     samples["full_trees"] = samples["rounds"]
+    samples["first_accepted"] = {}
+    assert not any("eagle" in check.name or "dflash" in check.name for check in bars(samples))
     assert sum(not check.ok for check in bars(samples)) == 4

@@ -340,4 +340,116 @@ class MeasuredMachine {
   std::mt19937 random_;
 };
 
+// Whether the draft model pays does not depend on what came before, once the rounds are over that fill the probes and
+// pay for what it has not read: 3 plain rounds at 0.75%, and 400 tokens of 8 us at 1%, of 345 us each.
+constexpr int kWarmUp = 1500;
+
+TEST(a_draft_model_that_pays_is_drafted_whatever_came_before) {
+  for (const unsigned seed : {1U, 2U, 3U, 4U}) {
+    for (const bool tells : {true, false}) {
+      MeasuredMachine fresh(seed), disappointed(seed), behind(seed);
+      for (MeasuredMachine* machine : {&fresh, &disappointed, &behind}) machine->drafter.tells = tells;
+      (void)disappointed.decode(0.0, 4000);
+      (void)behind.decode(0.0, 3000);
+      behind.planner.spend(behind.drafter, behind.drafter.catch_up_ns(1024), behind.drafter.catch_up_ns(1024),
+                           DrafterKind::kDraft);
+      (void)behind.decode(0.75, kWarmUp, 400);
+      for (MeasuredMachine* machine : {&fresh, &disappointed, &behind}) {
+        (void)machine->decode(0.75, kWarmUp);
+        const Run run = machine->decode(0.75, 4000);
+        CHECK(run.drafted > 0.75 * run.rounds);
+        CHECK(run.speedup(MeasuredMachine::kPlain) > (tells ? 1.25 : 1.1));
+      }
+    }
+  }
+}
+
+TEST(a_draft_model_that_does_not_pay_costs_its_shares_at_most) {
+  for (const unsigned seed : {1U, 2U, 3U, 4U}) {
+    for (const double sure : {0.0, 0.2}) {
+      MeasuredMachine machine(seed);
+      (void)machine.decode(0.9, 2000);  // what was gained before is part of what may be lost
+      (void)machine.decode(sure, 1000);
+      CHECK(machine.decode(sure, 4000, 400).speedup(MeasuredMachine::kPlain) > 0.975);
+    }
+  }
+}
+
+TEST(credit_that_is_gone_does_not_keep_what_pays_from_drafting) {
+  const Simulated drafter(DrafterKind::kDraft, 50'000, 1, false);
+  Planner planner;
+  planner.set_costs(costs(0.1));
+  const Planner::Limits limits{100, 64, 63, DrafterKind::kDraft};
+  // Deciding takes more than the rounds earn: no number of rounds would bring the credit back.
+  for (int round = 0; round < 1000; ++round) planner.record(nullptr, nullptr, limits, {1, 1.02e6, 2e4});
+  CHECK(planner.credit_rounds(limits) < -1.9);
+  TreePlan plan;
+  const double worth = planner.plan(drafter, 0, limits, plan);
+  CHECK(planner.pays(worth));
+  CHECK(planner.approves(drafter, worth, plan, limits) == ull::Payer::kProbes);
+  for (int round = 0; round < 20; ++round) {
+    planner.record(&drafter, &plan, limits, {plan.count, 1e6 + 1e5 * plan.count, 5e4, ull::Payer::kProbes});
+  }
+  CHECK(planner.credit_rounds(limits) > 2.0);  // what probes gain is credit
+  CHECK(planner.approves(drafter, planner.plan(drafter, 0, limits, plan), plan, limits) == ull::Payer::kCredit);
+}
+
+TEST(what_asking_brought_counts_beside_what_plans_promise) {
+  const Simulated drafter(DrafterKind::kMedusa, 50'000, 4, true);
+  Planner planner;
+  planner.set_costs(costs(0.1));
+  const Planner::Limits limits{100, 64, 63, DrafterKind::kMedusa};
+  TreePlan plan;
+  const double promised = planner.plan(drafter, 0, limits, plan);
+  CHECK(planner.pays(promised));
+  TreePlan root;
+  root.depth = plan.depth;
+  for (int round = 0; round < 30; ++round) {  // asked, and nothing was worth verifying
+    planner.record(&drafter, &root, limits, {1, 1.2e6, 2e5, ull::Payer::kCredit, 0});
+  }
+  CHECK(!planner.pays(planner.plan(drafter, 0, limits, plan)));
+  CHECK_EQ(planner.plan(drafter, 1, limits, plan) >= promised, true);  // of another class nothing is known
+}
+
+// A chain of `depth` tokens, each accepted with that chance by its drafter.
+ull::DraftTree chain(int depth, float chance) {
+  ull::DraftTree tree;
+  tree.reset(0, 1000, 64, 63);
+  for (int node = 0; node < depth; ++node) (void)tree.add(node, node + 1, chance);
+  return tree;
+}
+
+TEST(a_proposal_is_cut_to_what_pays_in_this_round) {
+  const Simulated drafter(DrafterKind::kDraft, 50'000, 1, false);
+  Planner planner;
+  planner.set_costs(costs(0.25));
+  const Planner::Limits limits{100, 64, 63};
+  const auto size = [&](const ull::DraftTree& tree, double worth) {
+    return planner.size(drafter, 0, tree, limits, worth);
+  };
+  CHECK_EQ(size(chain(8, 1.0F), 1.0), 9);
+  CHECK_EQ(size(chain(8, 0.1F), 1.0), 1);  // another token costs a quarter of a round
+  CHECK_EQ(size(chain(8, 0.6F), 1.0), 3);  // 0.6 and 0.36 pay, 0.216 does not
+  CHECK_EQ(size(chain(8, 0.6F), 1.6), 2);  // where rounds bring more, less of it does
+  CHECK_EQ(size(chain(8, ull::DraftTree::kUnknown), 1.0), 9);
+  CHECK_EQ(Planner(false).size(drafter, 0, chain(8, 0.1F), limits, 1.0), 9);
+}
+
+TEST(the_chances_that_drafters_say_are_corrected) {
+  const Simulated drafter(DrafterKind::kMedusa, 50'000, 1, false);
+  Planner planner;
+  planner.set_costs(costs(0.25));
+  const Planner::Limits limits{100, 64, 63};
+  for (int i = 0; i < 300; ++i) {
+    planner.learn_chance(DrafterKind::kMedusa, 0.9F, i % 10 == 0);  // boasts
+    planner.learn_chance(DrafterKind::kMedusa, 0.1F, i % 10 != 0);  // is modest
+  }
+  CHECK(std::abs(planner.corrected(DrafterKind::kMedusa, 0.9F) - 0.1) < 0.1);
+  CHECK(std::abs(planner.corrected(DrafterKind::kMedusa, 0.1F) - 0.9) < 0.1);
+  CHECK(std::abs(planner.corrected(DrafterKind::kMedusa, 0.5F) - 0.5) < 1e-6);
+  CHECK(std::abs(planner.corrected(DrafterKind::kDraft, 0.9F) - 0.9) < 1e-6);  // each has its own
+  CHECK_EQ(planner.size(drafter, 0, chain(4, 0.9F), limits, 1.0), 1);
+  CHECK_EQ(planner.size(drafter, 0, chain(4, 0.1F), limits, 1.0), 5);
+}
+
 }  // namespace

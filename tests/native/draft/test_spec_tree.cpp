@@ -85,4 +85,28 @@ TEST(random_trees_keep_their_order) {
   }
 }
 
+TEST(a_tree_that_is_cut_is_one_that_never_had_more) {
+  DraftTree tree;
+  tree.reset(7, 10, 8, 4);
+  const int first = tree.add(0, 1, 0.75F);
+  const int below = tree.add(first, 2, 0.5F);
+  CHECK_EQ(tree.add(0, 3), 3);
+  CHECK_EQ(tree.add(below, 4), 4);
+  CHECK(!tree.is_chain());
+  CHECK_EQ(tree.chance(first), 0.75F);
+  CHECK_EQ(tree.chance(3), DraftTree::kUnknown);
+  tree.cut(3);
+  CHECK_EQ(tree.count(), 3);
+  CHECK_EQ(tree.deepest(), 2);
+  CHECK(tree.is_chain());
+  CHECK_EQ(tree.child(0, 3), -1);
+  CHECK_EQ(tree.child(below, 4), -1);
+  const int again = tree.add(0, 3);
+  CHECK_EQ(tree.rank(again), 1);
+  tree.cut(0);
+  CHECK_EQ(tree.count(), 1);
+  CHECK_EQ(tree.deepest(), 0);
+  CHECK_EQ(tree.child(0, 1), -1);
+}
+
 }  // namespace

@@ -43,11 +43,6 @@ float first_chance(int drafter, int confidence, int depth, int rank) {
   return chance;
 }
 
-int said_class(float chance) {
-  constexpr int kClasses = 16;
-  return std::clamp(static_cast<int>(chance * kClasses), 0, kClasses - 1);
-}
-
 // values[i] belongs to kCostTokens[i] tokens.
 double interpolate(const double* values, int tokens) noexcept {
   int upper = 0;
@@ -70,6 +65,10 @@ double TimeRatio::learn(double measured, double expected, double most) noexcept 
   samples_ = std::min(samples_ + 1.0, most);
   value_ += (value_ * measured / expected - value_) / samples_;
   return measured;
+}
+
+double TimeRatio::learn(double measured, double expected) noexcept {
+  return learn(measured, expected * value_, kDraftMemory);
 }
 
 Planner::Planner(bool adaptive) : adaptive_(adaptive) {
@@ -117,6 +116,10 @@ bool Planner::batches_logits(int tokens, double visited) const noexcept {
 double Planner::acceptance(DrafterKind drafter, int confidence, int depth, int rank) const noexcept {
   const Chance& known = chances_[static_cast<int>(drafter)][confidence][depth_index(depth)][std::min(rank, kRanks - 1)];
   return static_cast<double>((known.hits + kPriorWeight * known.prior) / (known.tried + kPriorWeight));
+}
+
+int Planner::said_class(float chance) noexcept {
+  return std::clamp(static_cast<int>(chance * kSaidClasses), 0, kSaidClasses - 1);
 }
 
 double Planner::corrected(DrafterKind drafter, float chance) const noexcept {

@@ -46,7 +46,7 @@ class TimeRatio {
   // the time to go by: `expected` where the measured one says nothing.
   double learn(double measured, double expected, double most) noexcept;
   // The same where `expected` does not go by it.
-  double learn(double measured, double expected) noexcept { return learn(measured, expected * value_, 32.0); }
+  double learn(double measured, double expected) noexcept;
 
  private:
   double value_ = 1.0;
@@ -144,6 +144,7 @@ class Planner {
     double cost = 0.0;
   };
 
+  [[nodiscard]] static int said_class(float chance) noexcept;
   [[nodiscard]] static int depth_index(int depth) noexcept { return (depth < kDepths ? depth : kDepths) - 1; }
   // What drafting may still lose.
   struct Account {
