@@ -17,6 +17,7 @@ from pathlib import Path
 
 import ull
 from ull.bundle import Bundle, open_bundle
+from ull.bundle.manifest import MAX_DFLASH_BLOCK
 from ull.errors import BuildError, UllError
 from ull_build.build import build
 from ull_build.progress import Reporter, make_reporter
@@ -165,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--vocabulary", type=_positive, metavar="N", help="the head's: the most frequent tokens (default: all)")
     add = dflash.add_argument
     add("--layers", type=_positive, default=2, metavar="N", help="layers of the head (default 2)")
-    add("--block", type=_positive, default=8, metavar="N", help="tokens that a pass drafts (default 8)")
+    add("--block", type=_block, default=8, metavar="N", help="tokens that a pass drafts (default 8)")
     add("--rank", type=_positive, default=64, metavar="N", help="of the Markov term (default 64)")
     add("--mask-token", type=int, metavar="ID", help="stands where nothing is known yet (default: one never written)")
     return parser
@@ -233,6 +234,13 @@ def _layers(text: str) -> tuple[int, ...]:
     if list(values) != sorted(set(values)) or values[0] < 0:
         raise argparse.ArgumentTypeError(f"must be layers in ascending order, not {text}")
     return values
+
+
+def _block(text: str) -> int:
+    value = int(text)
+    if not 2 <= value <= MAX_DFLASH_BLOCK:
+        raise argparse.ArgumentTypeError(f"must be from 2 to {MAX_DFLASH_BLOCK}, not {text}")
+    return value
 
 
 def _rate(text: str) -> float:

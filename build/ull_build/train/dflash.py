@@ -182,14 +182,14 @@ def train_dflash(
     the text's. Training goes on from the weights `initial` where they are given.
     """
     head = make_head(target, settings, initial).to(device)
-    next_rows = streams_of(documents, outputs, settings)
+    next_rows = streams_of(documents, outputs, settings, target.sizes, settings.block)
     generator = torch.Generator().manual_seed(settings.seed)
     decays = torch.tensor([settings.decay**slot for slot in range(settings.block)], device=device)
 
     def loss_of() -> Tensor:
         tokens = next_rows().to(device)
         rows, length = tokens.shape
-        anchors = 1 + torch.randperm(length - settings.block - 1, generator=generator)[: settings.anchors]
+        anchors = 1 + torch.randperm(length - 1 - settings.block, generator=generator)[: settings.anchors]
         places = Places(target.sizes, anchors.to(device), settings.block, length)
         weights = decays.repeat(rows * len(anchors))
         with autocast(device):

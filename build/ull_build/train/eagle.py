@@ -146,7 +146,7 @@ def train_eagle(
     Training goes on from the weights `initial` where they are given.
     """
     head = make_head(target, settings, outputs, initial).to(device)
-    next_rows = streams_of(documents, outputs, settings)
+    next_rows = streams_of(documents, outputs, settings, target.sizes, settings.depths)
     weights = [settings.decay**depth for depth in range(settings.depths)]
 
     def loss_of() -> Tensor:

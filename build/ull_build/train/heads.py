@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ull.bundle import Model, Rope, inverse_frequencies
+from ull.errors import BuildError
 from ull_build.train.data import Sequences
 from ull_build.train.loop import rows_of
 
@@ -45,16 +46,26 @@ class Rows(Protocol):
     def seed(self) -> int: ...
 
 
-def streams_of(documents: Sequence[NDArray[np.int32]], outputs: Sequences, settings: Rows) -> Callable[[], Tensor]:
-    """Gives a step's tokens, [rows, length] int64: rows of the texts and of the target's outputs in turn."""
+def streams_of(
+    documents: Sequence[NDArray[np.int32]], outputs: Sequences, settings: Rows, model: Model, ahead: int
+) -> Callable[[], Tensor]:
+    """Gives a step's tokens, [rows, length] int64: rows of the texts and of the target's outputs in turn.
+
+    Raises BuildError when rows that fit into the target's context do not reach `ahead` tokens behind a position.
+    """
+    longest = min(settings.length, model.context, len(outputs.tokens), sum(map(len, documents)))
+    if longest < ahead + 2:
+        raise BuildError(
+            f"rows of {longest} tokens are too short for drafts of {ahead}; draft less far, or give longer texts",
+            field="text",
+        )
     random = np.random.default_rng(settings.seed)
     shuffled = [documents[place] for place in random.permutation(len(documents))]
-    streams = [rows_of(stream, settings.length, random) for stream in (np.concatenate(shuffled), outputs.tokens)]
+    streams = [rows_of(stream, longest, random) for stream in (np.concatenate(shuffled), outputs.tokens)]
 
     def next_rows() -> Tensor:
         rows = [next(streams[place % len(streams)])[1] for place in range(settings.rows)]
-        length = min(map(len, rows))
-        return torch.from_numpy(np.stack([row[:length] for row in rows])).long()
+        return torch.from_numpy(np.stack(rows)).long()
 
     return next_rows
 

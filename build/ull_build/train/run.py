@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from ull.bundle import Bundle
+from ull.bundle.manifest import MAX_TAPS
 from ull.errors import BuildError
 from ull_build.progress import Reporter
 from ull_build.source.architecture import parse_config
@@ -201,8 +202,13 @@ def _taps(options: argparse.Namespace, bundle: Bundle) -> tuple[int, ...]:
     """The taps asked for, or three. Raises BuildError for a layer that the target lacks."""
     layers = bundle.manifest.model.layers
     taps: tuple[int, ...] = options.taps or tuple(sorted({max(1, layers * part // 3) for part in (1, 2, 3)}))
-    if taps[-1] > layers:
-        raise BuildError(f"tap {taps[-1]} is behind the target's {layers} layers; 0 to {layers} exist", field="taps")
+    least = 1 if options.kind == "dflash" else 0  # DeepSeek's form counts layers that are behind one
+    if taps[0] < least or taps[-1] > layers or len(taps) > MAX_TAPS:
+        raise BuildError(
+            f"taps {','.join(map(str, taps))}: the target has {layers} layers; give at most {MAX_TAPS} from {least} to "
+            f"{layers}",
+            field="taps",
+        )
     return taps
 
 
