@@ -10,7 +10,8 @@ from floors import Floors, imported_names, looked_up_names, python_arrows, pytho
 
 ROOT = Path(__file__).parents[2]
 TRAINING_ONLY = {"torch", "transformers"}
-TRAINERS = ("draft", "loop", "medusa", "model", "run")  # of ull_build.train: those that need PyTorch
+# Of ull_build.train: those that need PyTorch.
+TRAINERS = ("dflash", "draft", "eagle", "heads", "loop", "medusa", "model", "run")
 
 # Room: the rooms it uses. Nothing in ull knows the build.
 ULL = Floors(

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import ull
 from ull.bundle import Bundle, open_bundle
+from ull.bundle.manifest import MAX_DFLASH_BLOCK
 from ull.errors import BuildError, UllError
 from ull_build.build import build
 from ull_build.progress import Reporter, make_reporter
@@ -24,6 +25,7 @@ from ull_build.settings import Settings as BuildSettings
 from ull_build.source.drafters import SpeculationSettings
 from ull_build.source.vocabulary import CheckpointTokenizer, read_tokenizer
 from ull_build.train.data import (
+    Material,
     Plan,
     Sequences,
     encode_documents,
@@ -72,12 +74,10 @@ def _run(options: argparse.Namespace, reporter: Reporter) -> None:
         outputs = _outputs(options, bundle, training, prefix, plan, reporter)
         unseen = generate(bundle, held_out, prefix, check, _threads(options), reporter, "generate held-out")
         # Late: nothing but a training needs PyTorch.
-        from ull_build.train.run import run_draft, run_medusa
+        from ull_build.train.run import RUNS
 
-        if options.kind == "medusa":
-            lines = run_medusa(options, bundle, outputs, unseen, reporter)
-        else:
-            lines = run_draft(options, bundle, training, prefix, outputs, unseen, reporter)
+        material = Material(bundle, training, prefix, outputs, unseen)
+        lines = RUNS[options.kind](options, material, reporter)
     for line in lines:
         reporter.note(line)
 
@@ -139,13 +139,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ull-train",
         description="Trains drafters for a target on the target's own outputs. The output is what ull-build takes as "
-        "--medusa and --draft.",
+        "--medusa, --draft, --eagle and --dflash.",
     )
     parser.add_argument("--version", action="version", version=f"ull-train {ull.__version__}")
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{medusa,draft}")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{medusa,draft,eagle3,dflash}")
     medusa = kinds.add_parser("medusa", help="Medusa heads (version 2) on the frozen target")
     draft = kinds.add_parser("draft", help="a smaller model with the target's tokenizer")
-    for kind in (medusa, draft):
+    eagle = kinds.add_parser("eagle3", help="an EAGLE-3 head: one layer that reads the target's hidden states")
+    dflash = kinds.add_parser("dflash", help="a DFlash head with DSpark's additions: a block of drafts in one pass")
+    for kind in (medusa, draft, eagle, dflash):
         _add_common(kind)
     add = medusa.add_argument
     add("--heads", type=_positive, default=4, metavar="N", help="heads; head i guesses i + 2 tokens ahead (default 4)")
@@ -157,7 +159,39 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=_positive, default=4000, metavar="N", help="optimizer steps (default 4000)")
     add("--rate", type=_rate, default=4e-3, metavar="F", help="learning rate of AdamW, for vectors (default 4e-3)")
     add("--matrix-rate", type=_rate, default=5e-3, metavar="F", help="learning rate of Muon (default 5e-3)")
+    for kind in (eagle, dflash):
+        _add_head(kind)
+    add = eagle.add_argument
+    add("--depths", type=_positive, default=5, metavar="N", help="drafts of a chain in training (default 5)")
+    add("--vocabulary", type=_positive, metavar="N", help="the head's: the most frequent tokens (default: all)")
+    add = dflash.add_argument
+    add("--layers", type=_positive, default=2, metavar="N", help="layers of the head (default 2)")
+    add("--block", type=_block, default=8, metavar="N", help="tokens that a pass drafts (default 8)")
+    add("--rank", type=_positive, default=64, metavar="N", help="of the Markov term (default 64)")
+    add("--mask-token", type=int, metavar="ID", help="stands where nothing is known yet (default: one never written)")
     return parser
+
+
+def _add_head(kind: argparse.ArgumentParser) -> None:
+    """What heads that read the target's hidden states have in common."""
+    add = kind.add_argument
+    add(
+        "--taps",
+        type=_layers,
+        metavar="I,I,...",
+        help="the target's hidden states as they enter these layers; their number: as they leave the last (default: "
+        "three, evenly up to there)",
+    )
+    add("--intermediate", type=_positive, metavar="N", help="width of the feed-forward (default: the target's)")
+    add("--steps", type=_positive, default=4000, metavar="N", help="optimizer steps (default 4000)")
+    add(
+        "--rate",
+        type=_rate,
+        default=1e-3,
+        metavar="F",
+        help="learning rate of AdamW, for vectors and tables (1e-3)",
+    )
+    add("--matrix-rate", type=_rate, default=5e-3, metavar="F", help="learning rate of Muon (default 5e-3)")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -192,6 +226,20 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    values = tuple(int(item) for item in text.split(","))
+    if list(values) != sorted(set(values)) or values[0] < 0:
+        raise argparse.ArgumentTypeError(f"must be layers in ascending order, not {text}")
+    return values
+
+
+def _block(text: str) -> int:
+    value = int(text)
+    if not 2 <= value <= MAX_DFLASH_BLOCK:
+        raise argparse.ArgumentTypeError(f"must be from 2 to {MAX_DFLASH_BLOCK}, not {text}")
     return value
 
 

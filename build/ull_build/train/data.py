@@ -66,6 +66,24 @@ class Sequences:
             np.savez_compressed(file, mark=np.array(mark), **{name: getattr(self, name) for name in _FIELDS})
 
 
+@dataclass(frozen=True)
+class Material:
+    """What a training is given: the target, the texts as token ids, and what the target wrote.
+
+    `prefix` are the ids that the tokenizer puts first; `unseen` continues texts that are in no training."""
+
+    bundle: Bundle
+    documents: list[list[int]]
+    prefix: list[int]
+    outputs: Sequences
+    unseen: Sequences
+
+    def rows(self) -> list[NDArray[np.int32]]:
+        """The texts as the target reads them, each with its prefix and its end."""
+        end = self.bundle.manifest.tokens.eos[:1]
+        return [np.array([*self.prefix, *ids, *end], np.int32) for ids in self.documents]
+
+
 _FIELDS = ("tokens", "starts", "prompts", "temperatures", "seeds")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from torch.nn import functional
 from ull_build.progress import Reporter
 from ull_build.source.architecture import Architecture
 from ull_build.train.data import Sequences
-from ull_build.train.loop import autocast, rows_of, run_steps
+from ull_build.train.loop import SoftCrossEntropy, autocast, rows_of, run_steps
 from ull_build.train.model import Decoder, initialise
 
 WEIGHTS = "model.safetensors"
@@ -80,7 +79,7 @@ def train_draft(
                 piece = slice(start, start + _LOSS_ROWS)
                 wanted = functional.linear(teacher[piece], target.head[:shared])
                 logits = functional.linear(student[piece], draft.head[:shared])
-                total = total + SoftCrossEntropy.apply(logits, wanted)  # type: ignore[no-untyped-call, unused-ignore]
+                total = total + SoftCrossEntropy.apply(logits, wanted.float().softmax(-1))  # type: ignore[no-untyped-call, unused-ignore]
         return total / len(student)
 
     matrices = [parameter for parameter in draft.model.layers.parameters() if parameter.dim() == 2]
@@ -102,28 +101,6 @@ def train_draft(
             lambda: save_draft(draft, path),
         )
     return draft
-
-
-class SoftCrossEntropy(torch.autograd.Function):
-    """Sum over rows of -sum(softmax(wanted) * log_softmax(logits)), both [N, V]; `wanted` takes no gradient.
-
-    The gradient is softmax(logits) - softmax(wanted), kept from the forward pass: half the memory traffic of
-    differentiating log_softmax, which is what training a small model over a large vocabulary spends its time on.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, wanted: Tensor) -> Tensor:
-        target = wanted.float().softmax(-1)
-        values = logits.float()
-        dot = (target * values).sum(-1)
-        loss = (values.logsumexp(-1) - dot).sum()
-        ctx.save_for_backward(values.softmax(-1).sub_(target).to(logits.dtype))
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (difference,) = ctx.saved_tensors
-        return difference * gradient.to(difference.dtype), None
 
 
 def save_draft(draft: Decoder, path: Path) -> None:

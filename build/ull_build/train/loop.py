@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +27,12 @@ def choose_device(name: str) -> torch.device:
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    """Matrix products in bf16 over float32 weights."""
-    return torch.autocast(device.type, dtype=torch.bfloat16)
+    """Matrix products in bf16 over float32 weights, where the device has instructions for them.
+
+    A CPU without AMX multiplies bf16 more slowly than float32: 33 ms against 21 ms for [1024, 256] by [256, 4096].
+    """
+    fast = device.type != "cpu" or bool(torch.cpu.get_capabilities().get("amx_bf16"))
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=fast)
 
 
 def rate_factor(done: float) -> float:
@@ -35,6 +40,30 @@ def rate_factor(done: float) -> float:
     if done < WARM_UP:
         return done / WARM_UP
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (done - WARM_UP) / (1 - WARM_UP))))
+
+
+class SoftCrossEntropy(torch.autograd.Function):
+    """Sum over rows [N, V] of -sum(target * log_softmax(logits)); `target` takes no gradient.
+
+    `target` [N, V] are shares of a distribution over more tokens than these V, or over these alone: a row counts as
+    much as it sums to. The gradient is kept from the forward pass: half the memory traffic of differentiating
+    log_softmax, which is what training a small model over a large vocabulary spends its time on.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
+        values = logits.float()
+        shares = values.softmax(-1)
+        mass = target.sum(-1, keepdim=True)
+        # logsumexp is the largest value less the logarithm of its share.
+        total = (values.amax(-1) - shares.amax(-1).log()) * mass[:, 0] - torch.einsum("nv,nv->n", target, values)
+        ctx.save_for_backward(shares.mul_(mass).sub_(target).to(logits.dtype))
+        return total.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (difference,) = ctx.saved_tensors
+        return difference * gradient.to(difference.dtype), None
 
 
 def rows_of(

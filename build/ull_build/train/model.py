@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -96,13 +96,27 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [B, T] -> the lm_head's input, after the final norm, [B, T, hidden]."""
-        angles = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * self.frequencies
-        angles = torch.cat((angles, angles), dim=-1)
-        cosine, sine = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        return self.tapped(tokens, ())[0]
+
+    def tapped(self, tokens: Tensor, taps: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        """`forward`, and the residual stream as it enters the layers `taps`, each [B, T, hidden], in their order.
+
+        The number of layers as a tap: as it leaves the last one, before the final norm.
+        """
+        cosine, sine = self.rotation(tokens.shape[1])
         states = self.model.embed_tokens(tokens)
+        entering = []
         for layer in self.model.layers:
+            entering.append(states)
             states = layer(states, cosine, sine)
-        return self.model.norm(states)
+        entering.append(states)
+        return self.model.norm(states), [entering[tap] for tap in taps]
+
+    def rotation(self, length: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [length, head_dim] of the positions from 0 on."""
+        angles = torch.arange(length, device=self.frequencies.device)[:, None] * self.frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
     @property
     def head(self) -> Tensor:
