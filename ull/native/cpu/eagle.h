@@ -110,6 +110,7 @@ class EagleDrafter final : public HeadDrafter {
   [[nodiscard]] int max_depth() const noexcept override { return kMaxEagleDepth; }
   [[nodiscard]] int max_rank() const noexcept override { return kEagleRanks; }
   [[nodiscard]] bool branches() const noexcept override { return true; }
+  [[nodiscard]] bool foresees() const noexcept override { return true; }
   [[nodiscard]] int64_t cost_ns(int depth) const noexcept override;
   [[nodiscard]] int64_t weight_bytes() const noexcept override { return head_.bytes(); }
   [[nodiscard]] int64_t kv_bytes() const noexcept override { return head_.cache().bytes(); }

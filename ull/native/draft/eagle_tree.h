@@ -85,7 +85,7 @@ class EagleTree {
     return found;
   }
 
-  // Adds the likeliest nodes to a draft that has its root. Siblings go in the order of their ranks.
+  // Adds the likeliest nodes, with their shares as chances, to a draft that has its root. Siblings go in the order of their ranks.
   void finish(DraftTree& draft) const noexcept {
     int16_t places[kCapacity];  // in the draft; -1: not there
     std::fill_n(places, count_, int16_t{-1});
@@ -96,7 +96,8 @@ class EagleTree {
         if (places[node] < 0 && reaches_[node] > 0.0F && (best < 0 || reaches_[node] > reaches_[best])) best = node;
       }
       if (best < 0) return;
-      const int place = draft.add(places[parents_[best]], tokens_[best]);
+      const int parent = parents_[best];
+      const int place = draft.add(places[parent], tokens_[best], reaches_[best] / reaches_[parent]);
       if (place < 0) return;
       places[best] = static_cast<int16_t>(place);
     }
