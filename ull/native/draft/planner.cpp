@@ -26,9 +26,9 @@ constexpr float kPriorWeight = 3.0F;  // observations that a prior counts for
 constexpr float kMemory = 0.97F;      // what is left of an observation after the next one
 constexpr double kLeastReach = 0.01;  // a node less likely than this is not considered
 
-// First guesses, by drafter and, for n-gram, by the length of the match.
+// First guesses, by drafter and, for the suffix drafter, by how sure it is.
 float first_chance(int drafter, int confidence, int depth, int rank) {
-  constexpr float kSuffix[kConfidenceClasses] = {0.25F, 0.45F, 0.65F, 0.8F};
+  constexpr float kSuffix[kConfidenceClasses] = {0.1F, 0.3F, 0.6F, 0.85F};
   float chance = 0.6F;
   if (static_cast<DrafterKind>(drafter) == DrafterKind::kSuffix) {
     chance = depth == 1 ? kSuffix[confidence] : std::min(0.9F, kSuffix[confidence] + 0.15F);
@@ -181,7 +181,7 @@ bool Planner::approves(const Drafter& drafter, double worth, const TreePlan& pla
   if (worth < kClearWorth && account(limits.wanted).since_plain >= kPlainEvery) return false;
   const double loss = worst_loss(drafter, plan, limits.position);
   if (pays(worth)) return loss <= credit_ns(limits);
-  // N-gram's guesses are scored without being verified: it needs no probes.
+  // The suffix drafter's guesses are scored without being verified: it needs no probes.
   const Account& own = account(limits.wanted);
   return drafter.kind() != DrafterKind::kSuffix && own.probing && loss <= own.probes_ns;
 }

@@ -8,6 +8,7 @@
 namespace ull {
 namespace {
 
+constexpr int kShadowNodes = 8;
 constexpr int kShadowDepth = 4;
 
 }  // namespace
@@ -15,9 +16,9 @@ constexpr int kShadowDepth = 4;
 Proposer::Proposer(std::vector<std::unique_ptr<Drafter>> drafters, const Options& options)
     : options_(options), drafters_(std::move(drafters)), planner_(options.adaptive) {
   for (const auto& drafter : drafters_) {
-    if (drafter->kind() == DrafterKind::kSuffix && options_.adaptive) ngram_ = drafter.get();
+    if (drafter->kind() == DrafterKind::kSuffix && options_.adaptive) suffix_ = drafter.get();
   }
-  shadow_plan_.count = kShadowDepth + 1;
+  shadow_plan_.count = kShadowNodes;
   shadow_plan_.depth = kShadowDepth;
 }
 
@@ -85,7 +86,7 @@ Status Proposer::choose(const RoundStep& step, const DraftContext& now) noexcept
     if (option_.confidence < 0) continue;
     option_.worth = planner_.plan(*drafter, option_.confidence, limits_, option_.plan);
     worths_[static_cast<size_t>(drafter->kind())] = option_.worth;
-    if (drafter.get() == ngram_ && shadow_node_ < 0) cast_shadow(option_, now);
+    if (drafter.get() == suffix_ && shadow_node_ < 0) cast_shadow(option_, now);
     const bool drafts = planner_.approves(*drafter, option_.worth, option_.plan, limits_) &&
                         planner_.affords(drafter->catch_up_ns(drafter->missed(now)), step.speculation);
     if (!drafts && !step.rehearsal) continue;
@@ -132,8 +133,7 @@ void Proposer::learn(const RoundStep& step, const RoundResult& result) noexcept 
   }
   shadow_node_ = -1;
   for (int depth = 1, node = 0; node >= 0 && depth <= result.count; ++depth) {
-    int ranks = 0;
-    for (int other = node + 1; other < tree_.count(); ++other) ranks += tree_.parent(other) == node ? 1 : 0;
+    const int ranks = tree_.children(node);
     const int hit = tree_.child(node, emitted[depth - 1]);
     if (ranks > 0) {
       planner_.learn(chosen_.drafter->kind(), chosen_.confidence, depth, ranks, hit < 0 ? -1 : tree_.rank(hit));
@@ -143,7 +143,7 @@ void Proposer::learn(const RoundStep& step, const RoundResult& result) noexcept 
 }
 
 void Proposer::cast_shadow(const Option& option, const DraftContext& now) noexcept {
-  shadow_.reset(now.history[now.position], options_.vocabulary, kShadowDepth + 1, kShadowDepth);
+  shadow_.reset(now.history[now.position], options_.vocabulary, kShadowNodes, kShadowDepth);
   if (option.drafter->propose(now, shadow_plan_, shadow_) != Status::kOk || shadow_.count() == 1) return;
   shadow_node_ = 0;
   shadow_position_ = now.position + 1;
@@ -157,8 +157,9 @@ void Proposer::follow_shadow(const RoundStep& step, int32_t token) noexcept {
     return;
   }
   const int hit = shadow_.child(shadow_node_, token);
-  planner_.learn(DrafterKind::kSuffix, shadow_confidence_, shadow_.depth(shadow_node_) + 1, 1, hit < 0 ? -1 : 0);
-  shadow_node_ = hit >= 0 && shadow_.depth(hit) < shadow_.deepest() ? hit : -1;
+  planner_.learn(DrafterKind::kSuffix, shadow_confidence_, shadow_.depth(shadow_node_) + 1,
+                 shadow_.children(shadow_node_), hit < 0 ? -1 : shadow_.rank(hit));
+  shadow_node_ = hit >= 0 && shadow_.children(hit) > 0 ? hit : -1;
   ++shadow_position_;
 }
 
