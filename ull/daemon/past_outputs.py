@@ -63,7 +63,7 @@ class PastOutputsFile:
         self._saved = self._past.appended
 
     def save(self) -> None:
-        """Writes what has been added since, if anything has. May wait for the disk; warns where it cannot be written."""
+        """Writes what has been added since, if anything has. May wait for the disk. Warns of a failure."""
         appended = self._past.appended
         if appended == self._saved:
             return
@@ -107,7 +107,7 @@ def _tokens(content: bytes, digest: bytes, vocabulary: int) -> NDArray[np.int32]
     if of != digest:
         raise ValueError("it is of another vocabulary")
     tokens = np.frombuffer(body, "<i4").astype(np.int32)
-    if count and not (-1 <= tokens.min() and tokens.max() < vocabulary):
+    if count and (tokens.min() < -1 or tokens.max() >= vocabulary):
         raise ValueError("it holds ids outside the vocabulary")
     return tokens
 
@@ -116,12 +116,12 @@ def _replace(path: Path, content: bytes) -> None:
     """Writes `path` for its owner alone, whole or not at all."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with open(descriptor, "wb") as file:
+        with os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        Path(name).replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(name)
+            Path(name).unlink()
         raise
