@@ -1,7 +1,7 @@
 """The suffix drafter beside the n-gram that it replaced: tokens per round, and times faster than none.
 
 Each runs in a daemon of its own, without past outputs and with as many as a daemon keeps unless told. Past outputs
-begin empty for each text. No prompt comes twice in the tokens per round; in the times it does, so that there past outputs
+begin empty for each text. No prompt comes twice in the tokens per round; in the times it does, so that past outputs
 hold the answer, and only the row without them says what the drafter knows of a new text.
 """
 
