@@ -1,7 +1,7 @@
 """`ulld` with a cpu executor that is told what a product must not be: for comparisons, see bench/speculation.py.
 
 ULL_BENCH_EXECUTOR holds keyword arguments of `_native.CpuExecutor` as JSON: coupled (false: drafters rank candidates
-without the noise that the target draws with).
+without the noise that the target draws with), ngram (true: the last match alone drafts in place of the suffix drafter).
 """
 
 import functools

@@ -50,6 +50,13 @@ class Executor:
     def restart_helps(self) -> bool: ...
     def settle(self) -> None: ...
 
+class PastOutputs:
+    def __init__(self, tokens: int) -> None: ...
+    def append(self, tokens: NDArray[np.int32]) -> None: ...
+    def copy(self) -> NDArray[np.int32]: ...
+    @property
+    def appended(self) -> int: ...
+
 class CpuExecutor(Executor):
     def __init__(
         self,
@@ -64,6 +71,8 @@ class CpuExecutor(Executor):
         max_tree: int = 64,
         adaptive: bool = True,
         coupled: bool = True,
+        past_outputs: PastOutputs | None = None,
+        ngram: bool = False,
     ) -> None: ...
 
 class SpeculationRig:
@@ -81,6 +90,7 @@ class SpeculationRig:
         drafter: str = "",
         truth: Sequence[int] = [],
         seed: int = 0,
+        past_outputs: PastOutputs | None = None,
     ) -> None: ...
     def decode(
         self,
@@ -104,6 +114,7 @@ class GraphExecutor(Executor):
         drafter: Drafter = "none",
         max_tree: int = 64,
         adaptive: bool = True,
+        past_outputs: PastOutputs | None = None,
     ) -> None: ...
 
 class ScriptedExecutor(Executor):

@@ -53,6 +53,7 @@ def test_the_configuration_goes_as_far_as_the_core() -> None:
     assert greatest(config.EngineConfig, "client_share") == LIMITS["queue_depth"] + 1  # one runs
     assert greatest(config.EngineConfig, "sessions") == LIMITS["sessions"]
     assert greatest(config.SpeculationConfig, "max_tree") == LIMITS["tree"]
+    assert greatest(config.SpeculationConfig, "past_outputs") == LIMITS["past_outputs"]
     assert greatest(config.GrammarsConfig, "source_bytes") == config.MAX_GRAMMAR_BYTES == LIMITS["grammar_bytes"]
 
 

@@ -147,16 +147,21 @@ def test_no_draft_changes_the_output(
 
 @slow_but_thorough
 @given(case=cases(), max_tree=st.integers(0, 64), adaptive=st.booleans(), kind=st.sampled_from(["suffix", "auto"]))
-def test_ngram_changes_nothing_but_the_rounds(
+def test_suffixes_change_nothing_but_the_rounds(
     folder: Path, case: Case, max_tree: int, adaptive: bool, kind: str
 ) -> None:
     spec = RandomModel(case.dims).save(folder / "weights.safetensors")
     prompt = np.resize(prompt_of(case)[: 1 + case.prompt // 3], case.prompt)  # repeats itself
     plain = _native.SpeculationRig(spec).decode(prompt, case.max_tokens, case.sampling)
-    rig = _native.SpeculationRig(spec, adaptive=adaptive)
-    for _ in range(2):  # the second request finds the first one's index and statistics
+    past = _native.PastOutputs(150)
+    past.append(np.random.default_rng(case.seed).integers(-1, 200, 200).astype(np.int32))
+    rig = _native.SpeculationRig(spec, adaptive=adaptive, past_outputs=past)
+    other = _native.SpeculationRig(spec).decode(prompt[:1], 40)
+    for _ in range(2):  # the second request finds the first ones' index, outputs and statistics
         result = rig.decode(prompt, case.max_tokens, case.sampling, speculate=kind, max_tree=max_tree)
         assert outcome(result) == outcome(plain)
+        assert outcome(rig.decode(prompt[:1], 40, speculate=kind, max_tree=max_tree)) == outcome(other)
+    assert len(past.copy()) == 150
 
 
 def test_a_repeating_text_takes_few_rounds(folder: Path) -> None:
@@ -167,6 +172,20 @@ def test_a_repeating_text_takes_few_rounds(folder: Path) -> None:
     assert result["tokens"] == plain["tokens"]
     assert len(result["rounds"]) < 125
     assert "suffix" in {round[0] for round in result["rounds"]}
+
+
+def test_past_outputs_save_rounds(folder: Path) -> None:
+    spec = RandomModel(Dims(vocabulary=50, seed=5)).save(folder / "weights.safetensors")
+    prompt = np.arange(20, dtype=np.int32)
+    sampling = {"temperature": 2.0, "seed": 1}
+    past = _native.PastOutputs(1000)
+    rig = _native.SpeculationRig(spec, adaptive=False, past_outputs=past)
+    first = rig.decode(prompt, 100, sampling, speculate="suffix", max_tree=16)
+    rig.decode(prompt[:1], 2, speculate="suffix")  # what has ended enters with the next request
+    assert past.copy().tolist()[:90] == first["tokens"][:90]
+    second = rig.decode(prompt, 100, sampling, speculate="suffix", max_tree=16)
+    assert second["tokens"] == first["tokens"]
+    assert 3 * len(second["rounds"]) < len(first["rounds"])
 
 
 def test_a_logit_that_is_not_finite_fails_where_it_would_have(folder: Path) -> None:

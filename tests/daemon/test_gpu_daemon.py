@@ -49,7 +49,14 @@ def test_it_is_loaded_served_and_given_back(gpu: Any) -> None:
     daemon.check_log()
     assert gpu.calls() == [
         {"call": "load", "target": "sm_90a", "context": 128, "pages": 40, "device": 3, "persistent": True},
-        {"call": "execute", "watchdog_ms": 1500, "drafter": "suffix", "max_tree": 16, "adaptive": False},
+        {
+            "call": "execute",
+            "watchdog_ms": 1500,
+            "drafter": "suffix",
+            "max_tree": 16,
+            "adaptive": False,
+            "past_outputs": True,
+        },
         {"call": "close"},
     ]
 

@@ -25,10 +25,12 @@ PAGE_TOKENS = 64  # of a page of the KV cache
 MAX_CORE = 1023  # a core's highest number
 MAX_CONTEXT = 2**24  # tokens
 MAX_QUEUE_DEPTH = 65536
+MAX_PAST_OUTPUTS = 2**24  # tokens
 MAX_SESSIONS = 1024
 MAX_OPEN = 65536  # sessions of clients
 MAX_GRAMMAR_BYTES = 2**18  # of a grammar's text
 _LEAST_MESSAGE = 1024  # bytes
+_PAST_OUTPUTS = 65536  # tokens, where nothing is said
 _LINE = 110  # columns of a comment in the printed defaults
 
 Idle = Literal["adaptive", "spin"]
@@ -282,6 +284,24 @@ class SpeculationConfig(msgspec.Struct, kw_only=True, frozen=True):
             "(suffix: no match), where it reads a prompt's end, and where it may emit one token only"
         ),
     ] = True
+    past_outputs: Annotated[
+        int,
+        _key(
+            "generated tokens of whichever client's requests that the suffix drafter remembers and drafts from, the "
+            "newest, about 40 bytes each; 0: it knows each request's own text only. -1: "
+            f"{_PAST_OUTPUTS}, or 0 where there is a journal",
+            "tokens",
+            ge=-1,
+            le=MAX_PAST_OUTPUTS,
+        ),
+    ] = -1
+    past_outputs_file: Annotated[
+        str,
+        _key(
+            'file that keeps them over a restart, written once a minute and at a clean stop; "": they are in memory '
+            "only"
+        ),
+    ] = ""
 
 
 class JournalConfig(msgspec.Struct, kw_only=True, frozen=True):
@@ -376,6 +396,13 @@ class Config(msgspec.Struct, kw_only=True, frozen=True):
     journal: JournalConfig = JournalConfig()
     log: LogConfig = LogConfig()
 
+    @property
+    def past_outputs(self) -> int:
+        """Tokens of past outputs that are kept: where the deployment keeps a record of its own, none unasked."""
+        if self.speculation.past_outputs >= 0:
+            return self.speculation.past_outputs
+        return 0 if self.journal.path else _PAST_OUTPUTS
+
 
 def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> Config:
     """The configuration in the file `path` (None: the defaults) with `overrides` ("engine.core" -> value) on top.
@@ -463,6 +490,12 @@ def _check(config: Config, origin: str) -> None:
         )
     if config.journal.required and not config.journal.path:
         raise ConfigError(f"{origin}: journal.required needs journal.path: where to write", "journal.required")
+    if config.speculation.past_outputs_file and not config.past_outputs:
+        reason = "it is 0" if config.speculation.past_outputs == 0 else "with a journal it is 0 unless it is set"
+        raise ConfigError(
+            f"{origin}: speculation.past_outputs_file needs speculation.past_outputs: {reason}",
+            "speculation.past_outputs_file",
+        )
     if config.requests.default_max_tokens > config.requests.max_tokens_limit:
         raise ConfigError(
             f"{origin}: requests.default_max_tokens is above requests.max_tokens_limit", "requests.default_max_tokens"

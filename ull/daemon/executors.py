@@ -15,9 +15,15 @@ from ull.wire import MAX_TREE
 
 
 def open_executor(
-    bundle: Bundle, config: Config, threads: int, cores: Sequence[int], log: Log, exit_stack: ExitStack
+    bundle: Bundle,
+    config: Config,
+    threads: int,
+    cores: Sequence[int],
+    log: Log,
+    exit_stack: ExitStack,
+    past_outputs: _native.PastOutputs | None = None,
 ) -> _native.Executor:
-    """Loads the weights of `bundle`. `cores`: one per computing thread, or none.
+    """Loads the weights of `bundle`. `cores`: one per computing thread, or none. `past_outputs`: for its drafter.
 
     What `exit_stack` gives back, it gives back after the engine has stopped.
 
@@ -26,8 +32,8 @@ def open_executor(
     spec = bundle.native_spec(context=config.engine.context or None)  # also checks the context
     _check_pages(config.engine, int(spec["context"]), log)
     if runs_on_gpu(bundle):
-        return _graph_executor(bundle, config, int(spec["context"]), log, exit_stack)
-    return _cpu_executor(bundle, config, threads, cores, spec)
+        return _graph_executor(bundle, config, int(spec["context"]), log, exit_stack, past_outputs)
+    return _cpu_executor(bundle, config, threads, cores, spec, past_outputs)
 
 
 def runs_on_gpu(bundle: Bundle) -> bool:
@@ -56,7 +62,12 @@ def _check_pages(engine: EngineConfig, context: int, log: Log) -> None:
 
 
 def _cpu_executor(
-    bundle: Bundle, config: Config, threads: int, cores: Sequence[int], spec: dict[str, Any]
+    bundle: Bundle,
+    config: Config,
+    threads: int,
+    cores: Sequence[int],
+    spec: dict[str, Any],
+    past_outputs: _native.PastOutputs | None,
 ) -> _native.Executor:
     engine, speculation = config.engine, bundle.manifest.speculation
     return _native.CpuExecutor(
@@ -69,10 +80,18 @@ def _cpu_executor(
         speculate="none" if speculation is None else speculation.default,
         max_tree=MAX_TREE if speculation is None else speculation.max_tree,
         adaptive=config.speculation.adaptive,
+        past_outputs=past_outputs,
     )
 
 
-def _graph_executor(bundle: Bundle, config: Config, context: int, log: Log, exit_stack: ExitStack) -> _native.Executor:
+def _graph_executor(
+    bundle: Bundle,
+    config: Config,
+    context: int,
+    log: Log,
+    exit_stack: ExitStack,
+    past_outputs: _native.PastOutputs | None,
+) -> _native.Executor:
     """Weights, kernels and captured graphs on the device, and what replays them."""
     engine, speculation = config.engine, bundle.manifest.speculation
     from ull.gpu.program import Program  # cuda-python is installed only where there is a GPU
@@ -93,6 +112,7 @@ def _graph_executor(bundle: Bundle, config: Config, context: int, log: Log, exit
         drafter=drafter,
         max_tree=MAX_TREE if speculation is None else speculation.max_tree,
         adaptive=config.speculation.adaptive,
+        past_outputs=past_outputs,
     )
 
     def settle() -> None:

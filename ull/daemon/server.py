@@ -39,6 +39,7 @@ from ull.daemon.host import (
 )
 from ull.daemon.journal import Journal
 from ull.daemon.journal_file import JournalFile
+from ull.daemon.past_outputs import PastOutputsFile, vocabulary_digest
 from ull.daemon.placement import CoreClaims, place, ranges
 from ull.daemon.process import Signals, announce
 from ull.daemon.rehearsal import rehearse
@@ -79,6 +80,7 @@ class Daemon:
         self._signals = signals
         self._rehearses = rehearse
         self._listen = config.listen or [default_endpoint()]
+        self._past_file: PastOutputsFile | None = None
         self._slow_wake_ups: str | None = None  # why sleeping cores may take long to wake up
         self._exit = ExitStack()  # what close() undoes, last first
         with ExitStack() as exit_stack:
@@ -92,6 +94,14 @@ class Daemon:
         """
         asyncio.get_running_loop().add_reader(self._signals.descriptor, self._hear)
         self._control.start()
+        saving = asyncio.create_task(self._past_file.keep_saving()) if self._past_file is not None else None
+        try:
+            return await self._serve()
+        finally:
+            if saving is not None:
+                saving.cancel()
+
+    async def _serve(self) -> int:
         if self._rehearses:
             await self._rehearse()
         self._signals.heed()
@@ -212,6 +222,18 @@ class Daemon:
         exit_stack.callback(journal.close, FLUSH_S)
         return journal
 
+    def _open_past_outputs(self, bundle: Bundle, exit_stack: ExitStack) -> _native.PastOutputs | None:
+        """What the suffix drafter remembers, read from its file if there is one, which is written after the end."""
+        if not self.config.past_outputs:
+            return None
+        past = _native.PastOutputs(self.config.past_outputs)
+        if path := self.config.speculation.past_outputs_file:
+            vocabulary = bundle.manifest.model.vocabulary
+            self._past_file = PastOutputsFile(Path(path), past, vocabulary_digest(bundle), vocabulary, self._log)
+            self._past_file.load()
+            exit_stack.callback(self._past_file.save)
+        return past
+
     def _open_grammars(self, bundle: Bundle, tokenizer: Tokenizer, exit_stack: ExitStack) -> Grammars | None:
         """What compiles the grammars of requests; None where there can be none, of which the log has the reason."""
         if not self._engine.info["constraints"]:
@@ -294,7 +316,9 @@ class Daemon:
         """Loads the weights and warms the engine up; returns what `info` says about the executor."""
         config, placement = self.config.engine, self._placement
         team = placement.computing if len(placement.computing) == self._threads else ()
-        self._executor = executor = open_executor(bundle, self.config, self._threads, team, self._log, exit_stack)
+        self._executor = executor = open_executor(
+            bundle, self.config, self._threads, team, self._log, exit_stack, self._open_past_outputs(bundle, exit_stack)
+        )
         self._engine = _native.Engine(
             executor,
             str(bundle.vocabulary_path),

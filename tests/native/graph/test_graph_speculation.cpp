@@ -18,7 +18,7 @@ using Tokens = std::vector<int32_t>;
 
 const FakeModel kRepeating{100, 17};
 
-TEST(ngram_is_offered_and_nothing_that_the_device_lacks) {
+TEST(suffixes_are_offered_and_nothing_that_the_device_lacks) {
   GraphRig rig;
   const ull::ExecutorInfo& info = rig.executor.info();
   CHECK(info.drafters[static_cast<int>(DrafterKind::kSuffix)] && info.drafters[static_cast<int>(DrafterKind::kAuto)]);
@@ -33,7 +33,7 @@ TEST(ngram_is_offered_and_nothing_that_the_device_lacks) {
   CHECK_EQ(narrow.info().tokens_per_round, 2);
 }
 
-TEST(ngram_changes_the_speed_not_the_tokens) {
+TEST(suffixes_change_the_speed_not_the_tokens) {
   for (const bool adaptive : {true, false}) {
     for (const auto speculation : {DrafterKind::kSuffix, DrafterKind::kAuto}) {
       GraphRig rig({.model = kRepeating, .round_us = adaptive ? 100 : 0}, {.adaptive = adaptive});
@@ -68,8 +68,8 @@ TEST(a_round_says_what_was_drafted) {
     if (result.tree_tokens > 1) {
       ++drafted;
       CHECK(result.drafter == DrafterKind::kSuffix);
-      CHECK_EQ(result.depth, result.tree_tokens - 1);  // a chain
-      for (int i = 0; i < result.accepted; ++i) CHECK_EQ(static_cast<int>(result.ranks[i]), 0);
+      CHECK(result.depth > 0 && result.depth < result.tree_tokens);
+      for (int i = 0; i < result.accepted; ++i) CHECK(result.ranks[i] < result.tree_tokens - 1);
     } else {
       CHECK(result.drafter == DrafterKind::kNone && result.depth == 0 && result.accepted == 0);
     }

@@ -52,7 +52,8 @@ class Program:
 
 
 def graph_executor(program: dict[str, Any], **options: Any) -> _native.ScriptedExecutor:
-    note("execute", **options)
+    remembered = options.pop("past_outputs") is not None
+    note("execute", **options, past_outputs=remembered)
     return scripted({"vocabulary": program["vocabulary"], "context": program["context_tokens"]})
 
 

@@ -7,7 +7,7 @@
 #include "cpu/draft_model.h"
 #include "cpu/eagle.h"
 #include "cpu/medusa.h"
-#include "draft/ngram.h"
+#include "draft/suffix.h"
 
 namespace ull::cpu {
 namespace {
@@ -61,7 +61,11 @@ void CpuExecutor::set_pulse(Pulse* pulse) noexcept {
 
 std::vector<std::unique_ptr<Drafter>> CpuExecutor::make_drafters() {
   std::vector<std::unique_ptr<Drafter>> drafters;
-  drafters.push_back(std::make_unique<NgramDrafter>(spec_.context));
+  if (speculation_.in_place_of_suffix) {
+    drafters.push_back(speculation_.in_place_of_suffix());
+  } else {
+    drafters.push_back(std::make_unique<SuffixDrafter>(spec_.context, speculation_.past_outputs, speculation_.coupled));
+  }
   if (spec_.medusa != nullptr) drafters.push_back(std::make_unique<MedusaDrafter>(*model_, speculation_.coupled));
   if (spec_.eagle != nullptr) {
     drafters.push_back(std::make_unique<EagleDrafter>(*model_, *taps_, speculation_.coupled));

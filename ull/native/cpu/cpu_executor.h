@@ -12,6 +12,7 @@
 #include "cpu/speculator.h"
 #include "cpu/taps.h"
 #include "draft/drafter.h"
+#include "draft/past_outputs.h"
 #include "executor/executor.h"
 
 namespace ull::cpu {
@@ -22,6 +23,8 @@ struct SpeculationOptions {
   bool adaptive = true;                      // false: always the widest tree that is allowed
   bool coupled = true;                       // false, for comparisons: drafts are ranked without the request's noise
   MakeDrafter in_place_of_draft_model = nullptr;
+  MakeDrafter in_place_of_suffix = nullptr;
+  std::shared_ptr<PastOutputs> past_outputs = nullptr;  // of the suffix drafter; null: none
 };
 
 class CpuExecutor final : public Executor {

@@ -104,7 +104,8 @@ DraftContext Speculator::context(const RoundStep& step, const std::atomic<bool>&
           .drafted = step.drafted,
           .hidden = known ? hidden_.data() : nullptr,
           .abort = &abort,
-          .counts = penalises_ ? &counts_ : nullptr};
+          .counts = penalises_ ? &counts_ : nullptr,
+          .prompt_tokens = step.prompt_tokens};
 }
 
 void Speculator::remember_hidden(int row, int position, int32_t token, const int32_t* pages) noexcept {

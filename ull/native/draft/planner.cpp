@@ -32,9 +32,9 @@ constexpr float kSaidWeight = 6.0F;    // observations that what a drafter says 
 constexpr float kSaidMemory = 0.99F;
 constexpr int kWider = 4;  // nodes that a plan may have beyond what pays on average, or as many again
 
-// First guesses, by drafter and, for n-gram, by the length of the match.
+// First guesses, by drafter and, for the suffix drafter, by how sure it is.
 float first_chance(int drafter, int confidence, int depth, int rank) {
-  constexpr float kSuffix[kConfidenceClasses] = {0.25F, 0.45F, 0.65F, 0.8F};
+  constexpr float kSuffix[kConfidenceClasses] = {0.1F, 0.3F, 0.6F, 0.85F};
   float chance = 0.6F;
   if (static_cast<DrafterKind>(drafter) == DrafterKind::kSuffix) {
     chance = depth == 1 ? kSuffix[confidence] : std::min(0.9F, kSuffix[confidence] + 0.15F);
@@ -210,7 +210,7 @@ double Planner::plan(const Drafter& drafter, int confidence, const Limits& limit
   const double node_ns = (verify_ns(plan.count, limits.position, 1.0) - plain) / (plan.count - 1);
   const auto depth_ns = static_cast<double>(drafter.cost_ns(plan.depth) - drafter.cost_ns(plan.depth - 1));
   const Yield& yield = yields_[static_cast<int>(kind)][confidence];
-  // N-gram's guesses are scored in rounds that verify none, too: these say more than rounds long past.
+  // The suffix drafter's guesses are scored in rounds that verify none, too: these say more than rounds long past.
   const double worth = kind == DrafterKind::kSuffix
                            ? best_worth
                            : (yield.tokens + kPlanWeight * best_worth) / (yield.cost + kPlanWeight);
@@ -266,7 +266,7 @@ Payer Planner::approves(const Drafter& drafter, double worth, const TreePlan& pl
   if (worth < kClearWorth && own.since_plain >= kPlainEvery) return Payer::kNobody;
   const double loss = worst_loss(drafter, plan, limits.position);
   if (pays(worth) && loss <= credit_ns(limits)) return Payer::kCredit;
-  // N-gram's guesses are scored without being verified: what does not seem to pay needs no probes.
+  // The suffix drafter's guesses are scored without being verified: what does not seem to pay needs no probes.
   if (!pays(worth) && drafter.kind() == DrafterKind::kSuffix) return Payer::kNobody;
   return own.probing && loss <= own.probes_ns ? Payer::kProbes : Payer::kNobody;
 }

@@ -8,6 +8,7 @@
 namespace ull {
 namespace {
 
+constexpr int kShadowNodes = 8;
 constexpr int kShadowDepth = 4;
 constexpr int kPlanStands = 16;  // rounds after the one that it was made for
 
@@ -16,9 +17,9 @@ constexpr int kPlanStands = 16;  // rounds after the one that it was made for
 Proposer::Proposer(std::vector<std::unique_ptr<Drafter>> drafters, const Options& options)
     : options_(options), drafters_(std::move(drafters)), planner_(options.adaptive) {
   for (const auto& drafter : drafters_) {
-    if (drafter->kind() == DrafterKind::kSuffix && options_.adaptive) ngram_ = drafter.get();
+    if (drafter->kind() == DrafterKind::kSuffix && options_.adaptive) suffix_ = drafter.get();
   }
-  shadow_plan_.count = kShadowDepth + 1;
+  shadow_plan_.count = kShadowNodes;
   shadow_plan_.depth = kShadowDepth;
 }
 
@@ -88,7 +89,7 @@ Status Proposer::choose(const RoundStep& step, const DraftContext& now) noexcept
     if (confidence < 0) continue;
     plan(*drafter, confidence);
     Option& option = planned_[static_cast<size_t>(drafter->kind())].option;
-    if (drafter.get() == ngram_ && shadow_node_ < 0) cast_shadow(option, now);
+    if (drafter.get() == suffix_ && shadow_node_ < 0) cast_shadow(option, now);
     option.payer = planner_.approves(*drafter, option.worth, option.plan, limits_);
     const bool drafts = option.payer != Payer::kNobody &&
                         planner_.affords(drafter->catch_up_ns(drafter->missed(now)), step.speculation);
@@ -187,7 +188,7 @@ void Proposer::learn_proposal(const int32_t* emitted, int count) noexcept {
 }
 
 void Proposer::cast_shadow(const Option& option, const DraftContext& now) noexcept {
-  shadow_.reset(now.history[now.position], options_.vocabulary, kShadowDepth + 1, kShadowDepth);
+  shadow_.reset(now.history[now.position], options_.vocabulary, kShadowNodes, kShadowDepth);
   if (option.drafter->propose(now, shadow_plan_, shadow_) != Status::kOk || shadow_.count() == 1) return;
   shadow_node_ = 0;
   shadow_position_ = now.position + 1;
@@ -201,9 +202,10 @@ void Proposer::follow_shadow(const RoundStep& step, int32_t token) noexcept {
     return;
   }
   const int hit = shadow_.child(shadow_node_, token);
-  planner_.learn(DrafterKind::kSuffix, shadow_confidence_, shadow_.depth(shadow_node_) + 1, 1, hit < 0 ? -1 : 0);
+  planner_.learn(DrafterKind::kSuffix, shadow_confidence_, shadow_.depth(shadow_node_) + 1,
+                 shadow_.children(shadow_node_), hit < 0 ? -1 : shadow_.rank(hit));
   planned_[static_cast<size_t>(DrafterKind::kSuffix)].rounds = 0;
-  shadow_node_ = hit >= 0 && shadow_.depth(hit) < shadow_.deepest() ? hit : -1;
+  shadow_node_ = hit >= 0 && shadow_.children(hit) > 0 ? hit : -1;
   ++shadow_position_;
 }
 

@@ -98,10 +98,10 @@ class Proposer {
   int64_t start_ns_ = 0;     // moved on by what catching up took
   int64_t proposed_ns_ = 0;  // when propose() returned
 
-  // What n-gram would have drafted in plain rounds, followed for its statistics alone.
-  Drafter* ngram_ = nullptr;
+  // What the suffix drafter would have drafted in plain rounds, followed for its statistics alone.
+  Drafter* suffix_ = nullptr;
   DraftTree shadow_;
-  TreePlan shadow_plan_;
+  TreePlan shadow_plan_;     // how many nodes: the drafter gives them their shape
   int shadow_node_ = -1;     // -1: no shadow
   int shadow_position_ = 0;  // of the next token to compare with
   int shadow_confidence_ = 0;

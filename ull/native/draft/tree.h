@@ -81,6 +81,7 @@ class DraftTree {
   [[nodiscard]] int token(int node) const noexcept { return tokens_[node]; }
   [[nodiscard]] int parent(int node) const noexcept { return parents_[node]; }
   [[nodiscard]] int depth(int node) const noexcept { return depths_[node]; }
+  [[nodiscard]] int children(int node) const noexcept { return children_[node]; }
   [[nodiscard]] int rank(int node) const noexcept { return ranks_[node]; }
   [[nodiscard]] float chance(int node) const noexcept { return chances_[node]; }  // as its drafter said, or kUnknown
 

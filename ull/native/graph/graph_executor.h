@@ -19,6 +19,7 @@
 
 #include "base/cpu.h"
 #include "draft/drafter.h"
+#include "draft/past_outputs.h"
 #include "draft/proposer.h"
 #include "executor/executor.h"
 #include "graph/driver.h"
@@ -37,6 +38,7 @@ struct GraphOptions {
   int max_tree = kMaxTreeTokens;             // of requests that set none
   bool adaptive = true;                      // false: always the widest tree that is allowed
   MakeDrafter in_place_of_draft_model = nullptr;
+  std::shared_ptr<PastOutputs> past_outputs = nullptr;  // of the suffix drafter; null: none
 };
 
 class GraphExecutor final : public Executor {

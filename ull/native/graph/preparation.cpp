@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "draft/ngram.h"
+#include "draft/suffix.h"
 #include "graph/draft_model.h"
 #include "graph/graph_executor.h"
 #include "graph/medusa.h"
@@ -53,7 +53,9 @@ void GraphExecutor::prepare() {
   queue_.set_watchdog(kPrepareNs);
   const int64_t watchdog = options_.watchdog_ms * 1'000'000;
   std::vector<std::unique_ptr<Drafter>> drafters;
-  if (program_.most_nodes() > 1) drafters.push_back(std::make_unique<NgramDrafter>(info_.context));
+  if (program_.most_nodes() > 1) {
+    drafters.push_back(std::make_unique<SuffixDrafter>(info_.context, options_.past_outputs));
+  }
   if (program_.medusa != nullptr && program_.most_nodes() > 1) {
     drafters.push_back(std::make_unique<MedusaDrafter>(program_, queue_, setting_, text_));
   }

@@ -73,6 +73,7 @@ T field(const nb::dict& dict, const char* name) {
 [[nodiscard]] DrafterKind drafter_named(const std::string& name);
 
 void bind_executor(nb::module_& m);
+void bind_past_outputs(nb::module_& m);
 void bind_cpu(nb::module_& m);
 void bind_graph(nb::module_& m);
 void bind_testing(nb::module_& m);

@@ -3,6 +3,7 @@
 
 #include "module/bindings.h"
 #include "module/model.h"
+#include "testing/ngram.h"
 
 namespace ull::module {
 namespace {
@@ -22,18 +23,28 @@ void bind_cpu(nb::module_& m) {
           "__init__",
           [](cpu::CpuExecutor* self, const nb::dict& spec, int threads, std::vector<int> cores, int prefill_chunk,
              std::optional<int> pages, std::string isa, const std::string& speculate, int max_tree, bool adaptive,
-             bool coupled) {
-            new (self) cpu::CpuExecutor(model_spec(spec),
+             bool coupled, std::shared_ptr<PastOutputs> past_outputs, bool ngram) {
+            cpu::ModelSpec read = model_spec(spec);
+            cpu::SpeculationOptions speculation = speculation_options(speculate, max_tree, adaptive, coupled);
+            speculation.past_outputs = std::move(past_outputs);
+            if (ngram) {
+              speculation.in_place_of_suffix = [context = read.context] {
+                return std::make_unique<NgramDrafter>(context);
+              };
+            }
+            new (self) cpu::CpuExecutor(std::move(read),
                                         model_options(threads, std::move(cores), std::move(isa), prefill_chunk, pages),
-                                        speculation_options(speculate, max_tree, adaptive, coupled));
+                                        std::move(speculation));
           },
           "spec"_a, nb::kw_only(), "threads"_a, "cores"_a, "prefill_chunk"_a = 256, "pages"_a = nb::none(),
           "isa"_a = "auto", "speculate"_a = "none", "max_tree"_a = kMaxTreeTokens, "adaptive"_a = true,
-          "coupled"_a = true,
+          "coupled"_a = true, "past_outputs"_a.none() = nb::none(), "ngram"_a = false,
           "`threads` includes the engine thread. `cores`: none, or one per thread; the first is the engine thread's "
           "own. `pages`: KV pages of 64 tokens, default: one session of the spec's context. `speculate`, `max_tree`: "
           "of requests that name none. adaptive=False drafts the widest tree allowed in every round, whether that pays "
-          "or not. For comparisons: coupled=False ranks drafts without the request's noise.");
+          "or not. `past_outputs`: what the suffix drafter drafts from beside the request's own text, and feeds. For "
+          "comparisons: coupled=False ranks drafts without the request's noise; ngram=True lets the last match alone "
+          "draft in place of `suffix`.");
 }
 
 }  // namespace ull::module

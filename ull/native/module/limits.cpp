@@ -4,6 +4,7 @@
 #include "base/thread.h"
 #include "cpu/model_shape.h"
 #include "draft/medusa_tree.h"
+#include "draft/past_outputs.h"
 #include "engine/engine.h"
 #include "engine/stops.h"
 #include "grammar/grammars.h"
@@ -28,6 +29,7 @@ constexpr std::pair<const char*, int> kLimits[] = {
     {"medusa_heads", kMaxMedusaHeads},
     {"medusa_layers", kMaxMedusaLayers},
     {"page_tokens", kPageTokens},
+    {"past_outputs", PastOutputs::kMostTokens},
     {"queue_depth", kMaxQueueDepth},
     {"sessions", kMaxSessions},
     {"stop_bytes", kMaxStopBytes},

@@ -4,6 +4,7 @@
 NB_MODULE(_native, m) {
   m.doc() = "The native core of ull.";
   ull::module::bind_executor(m);
+  ull::module::bind_past_outputs(m);
   ull::module::bind_cpu(m);
   ull::module::bind_graph(m);
   ull::module::bind_testing(m);

@@ -98,8 +98,9 @@ void bind_testing(nb::module_& m) {
           "__init__",
           [](cpu::LocalDecoder* self, const nb::dict& spec, int threads, std::vector<int> cores, int prefill_chunk,
              std::optional<int> pages, std::string isa, bool adaptive, bool coupled, const std::string& drafter,
-             std::vector<int32_t> truth, uint64_t seed) {
-            cpu::SpeculationOptions options{.adaptive = adaptive, .coupled = coupled};
+             std::vector<int32_t> truth, uint64_t seed, std::shared_ptr<PastOutputs> past_outputs) {
+            cpu::SpeculationOptions options{
+                .adaptive = adaptive, .coupled = coupled, .past_outputs = std::move(past_outputs)};
             if (!drafter.empty()) {
               options.in_place_of_draft_model =
                   scripted_drafter(parse_draft_mode(drafter), std::move(truth), field<int>(spec, "vocabulary"), seed);
@@ -110,9 +111,9 @@ void bind_testing(nb::module_& m) {
           },
           "spec"_a, nb::kw_only(), "threads"_a = 1, "cores"_a = std::vector<int>(), "prefill_chunk"_a = 256,
           "pages"_a = nb::none(), "isa"_a = "auto", "adaptive"_a = true, "coupled"_a = true, "drafter"_a = "",
-          "truth"_a = std::vector<int32_t>(), "seed"_a = 0,
+          "truth"_a = std::vector<int32_t>(), "seed"_a = 0, "past_outputs"_a.none() = nb::none(),
           "`drafter`: right, wrong, random, mixed, duplicates or beyond takes the draft model's place; it knows "
-          "`truth`, the session's tokens by position.")
+          "`truth`, the session's tokens by position. `past_outputs`: the suffix drafter's.")
       .def("decode", &decode, "tokens"_a, "max_tokens"_a, "sampling"_a = nb::dict(), "speculate"_a = "none",
            "max_tree"_a = 0, "pages"_a = nb::none(), "cached"_a = 0,
            "Runs one request -> {tokens, logprobs, top, rounds, failed}. rounds: (drafter, tree_tokens, depth, "

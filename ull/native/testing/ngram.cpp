@@ -1,4 +1,4 @@
-#include "draft/ngram.h"
+#include "testing/ngram.h"
 
 #include <algorithm>
 #include <bit>

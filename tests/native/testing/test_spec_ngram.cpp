@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "check.h"
-#include "draft/ngram.h"
+#include "testing/ngram.h"
 
 namespace {
 

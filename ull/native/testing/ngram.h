@@ -1,6 +1,7 @@
-// Prompt lookup: what followed the last time that the sequence's newest tokens stood in it. No model, no cost to speak
-// of. An index of pairs (hash chains, as in zlib) grows with the sequence; a query walks the places where the newest
-// pair stood before, the latest first, and takes the one with the longest common past.
+// Prompt lookup, which the suffix drafter is measured against: what followed the last time that the sequence's newest
+// tokens stood in it. No model, no cost to speak of. An index of pairs (hash chains, as in zlib) grows with the
+// sequence; a query walks the places where the newest pair stood before, the latest first, and takes the one with the
+// longest common past.
 #pragma once
 
 #include <cstdint>
