@@ -106,6 +106,21 @@ def test_all_layers_in_one_kernel_leave_registers_over(arch: str, kv: Literal["b
     assert (use.stack, use.spills) == (0, 0) and use.registers < 255
 
 
+TAPPING = [f"{name}.cu" for name in ("norm", "qkv", "head", "head_scan", "layers", "commit")]
+
+
+@pytest.mark.parametrize("name", TAPPING)
+@pytest.mark.parametrize("arch", ["llama-3.1-8b", "llama-3.3-70b"])
+def test_kernels_that_keep_hidden_states_compile_without_spills(arch: str, name: str) -> None:
+    """And leave registers for as many blocks as without."""
+    precision = Precision(lm_head_scan=True)
+    (source,) = kernels.SOURCES.rglob(name)
+    plain, tapping = (compile_file(source, device_macros(shape_model(arch), precision, taps=taps)) for taps in (0, 3))
+    for kernel, use in tapping.functions.items():
+        assert (use.stack, use.spills) == (0, 0)
+        assert use.registers <= max(128, plain.functions[kernel].registers)
+
+
 OTHER_TARGETS: list[tuple[Target, Path]] = [
     *(("sm_100a", source) for source in kernel_sources()),
     *(("sm_89", source) for source in kernel_sources(ROUND_KERNELS)),

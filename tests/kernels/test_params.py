@@ -29,6 +29,7 @@ CONSTANTS = {  # Python's name: C++'s
     "MASK_TOKENS": "kMaskTokens",
     "SPLIT_TOKENS": "kSplitTokens",
     "SLICES": "kSlices",
+    "TAP_SLOTS": "kTapSlots",
     "MLP_SCALE": "kMlpScale",
     "LAYER_LINEARS": "kLayerLinears",
     "PROMPTED": "kPrompted",
@@ -114,5 +115,5 @@ def test_a_change_of_what_host_and_kernels_share_raises_the_interface() -> None:
     ]
     constants = [(name, getattr(params, name)) for name in sorted(CONSTANTS) if name != "INTERFACE"]
     digest = hashlib.sha256(repr((layout, constants)).encode()).hexdigest()[:16]
-    assert (params.INTERFACE, DEVICE_INTERFACE) == (5, 5)
-    assert digest == "e64abe0b923024af"
+    assert (params.INTERFACE, DEVICE_INTERFACE) == (6, 6)
+    assert digest == "d630fe8693194e3a"

@@ -14,7 +14,7 @@ from ull.bundle.layout import DRAFT, FILLER, MEDUSA, qkv_rows, round_up
 from ull.bundle.manifest import DeviceCode, Manifest, MedusaHeads, Model, Precision
 from ull.bundle.tensor_file import TensorEntry, TensorShape
 
-DEVICE_INTERFACE = 5  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
+DEVICE_INTERFACE = 6  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
 DEVICE_TILE_ROWS = 16
 DEVICE_STEP = 32  # columns
 DEVICE_ALIGNMENT = 128  # bytes: a cache line of the GPU
@@ -51,6 +51,7 @@ class DevicePart:
     code: DeviceCode
     forward: Forward
     medusa: MedusaHeads | None
+    taps: tuple[int, ...] = ()  # layers whose residual its rounds keep, for heads that draft from it
 
     @property
     def tree_sizes(self) -> list[int]:
@@ -63,7 +64,7 @@ class DevicePart:
 
     def macros(self) -> dict[str, str]:
         """The model as the sources of its kernels see it."""
-        return device_macros(self.model, self.precision, self.medusa)
+        return device_macros(self.model, self.precision, self.medusa, len(self.taps))
 
     def tensors(self) -> dict[str, TensorShape]:
         """Its tensors with their stored shapes, in order of use."""
@@ -75,9 +76,8 @@ def device_parts(manifest: Manifest) -> list[DevicePart]:
     """The models of a bundle for a GPU, the one that it serves first; none of one for the CPU."""
     parts, draft = [], manifest.draft
     if manifest.code is not None:
-        parts.append(
-            DevicePart("", manifest.model, manifest.precision, manifest.code, manifest.forward, manifest.medusa)
-        )
+        model, precision, taps = manifest.model, manifest.precision, tuple(manifest.taps)
+        parts.append(DevicePart("", model, precision, manifest.code, manifest.forward, manifest.medusa, taps))
     if draft is not None and draft.code is not None:
         parts.append(DevicePart(DRAFT, draft.model, draft.precision, draft.code, FUSED, None))
     return parts
@@ -107,8 +107,13 @@ def head_rows(model: Model) -> int:
     return round_up(model.vocabulary, DEVICE_TILE_ROWS)
 
 
-def device_macros(model: Model, precision: Precision, medusa: MedusaHeads | None = None) -> dict[str, str]:
-    """The model as the kernels' sources see it (`ull/kernels/model.cuh`, for heads `medusa.cu`)."""
+def device_macros(
+    model: Model, precision: Precision, medusa: MedusaHeads | None = None, taps: int = 0
+) -> dict[str, str]:
+    """The model as the kernels' sources see it (`ull/kernels/model.cuh`, for heads `medusa.cu`).
+
+    `taps`: how many layers' residual is kept for heads that draft.
+    """
     bits = {"fp8": 8, "bf16": 16}
     values: dict[str, object] = {
         "INTERFACE": DEVICE_INTERFACE,
@@ -124,6 +129,7 @@ def device_macros(model: Model, precision: Precision, medusa: MedusaHeads | None
         "WEIGHT_BITS": bits[precision.weights],
         "HEAD_BITS": bits[precision.lm_head],
         "KV_BITS": bits[precision.kv],
+        "TAPS": taps,
     }
     if medusa is not None:
         values |= {"MEDUSA_HEADS": medusa.heads, "MEDUSA_OWN_HEADS": int(medusa.version == "1")}

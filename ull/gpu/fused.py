@@ -15,7 +15,7 @@ from ull.bundle import HEAD_SCAN
 from ull.gpu.forward import Recorder
 from ull.gpu.geometry import linear, sampling
 from ull.gpu.launch import Launch
-from ull.gpu.memory import Sizes
+from ull.gpu.memory import TAP_RING, TAP_ROWS, Sizes
 from ull.gpu.paged_attention import PagedAttention
 from ull.gpu.params import MLP_SCALE, LayersParams, LinearParams, NormParams
 from ull.gpu.places import Places
@@ -52,7 +52,7 @@ class FusedForward:
             layers = [self._all_layers()]
         else:
             layers = [launch for layer in range(self._sizes.model.layers) for launch in self._layer(layer, tokens)]
-        return layers + self._head(tokens) if draws else layers
+        return layers + (self._head(tokens) if draws else self._last_tap(tokens))
 
     def layer_parameters(self) -> bytes:
         """`LayerParams` of every layer: what the kernels of its steps would be launched with."""
@@ -89,9 +89,9 @@ class FusedForward:
         o = linear.o(model.hidden, tile, blocks)
         gate_up = linear.gate_up(model.intermediate, tile, blocks)
         down = linear.down(model.hidden, tile, blocks)
-        before = self._after_down(layer - 1, tokens)
+        before, tap = self._after_down(layer - 1, tokens), self._tap(layer, tokens)
         return [
-            *linears.normalised("qkv", f"{name}.qkv", f"{name}.attn_norm", qkv, "qkv", before),
+            *linears.normalised("qkv", f"{name}.qkv", f"{name}.attn_norm", qkv, "qkv", before, tap),
             *linears.summed("qkv", f"{name}.qkv", linear.qkv_sum(sizes.qkv_width, tile), "qkv"),
             self._attention.launch(layer, tokens),
             linears.plain("o", f"{name}.o", o, activations="attention"),
@@ -107,6 +107,22 @@ class FusedForward:
             return None
         return self._linears(tokens).unfinished(f"layers.{layer}.down", 1 / MLP_SCALE)
 
+    def _tap(self, layer: int, tokens: int) -> int | None:
+        """Where the residual that enters the layer is kept, if a head reads it; behind the last one: that leaves it."""
+        sizes = self._sizes
+        if layer not in sizes.taps:
+            return None
+        rows = self._places.region(TAP_RING if linear.tile_of(tokens) == 1 else TAP_ROWS)
+        return rows + sizes.taps.index(layer) * sizes.tap_bytes
+
+    def _last_tap(self, tokens: int) -> list[Launch]:
+        """What keeps the residual that leaves the last layer where no head does: the final norm."""
+        layers = self._sizes.model.layers
+        tap = self._tap(layers, tokens)
+        if tap is None:
+            return []
+        return [self._linears(tokens).norm("norm", self._after_down(layers - 1, tokens), tap)]
+
     def _linears(self, tokens: int) -> Linears:
         return Linears(self._places, self._sizes.model.hidden, tokens)
 
@@ -115,10 +131,11 @@ class FusedForward:
         model = self._sizes.model
         linears = self._linears(tokens)
         geometry = linear.head(model.vocabulary, linears.tile, self._multiprocessors)
+        tap = self._tap(model.layers, tokens)
         if self._scans and tokens == 1:
-            return linears.normalised("head_scan", HEAD_SCAN, "norm", geometry, "logits", None)
+            return linears.normalised("head_scan", HEAD_SCAN, "norm", geometry, "logits", None, tap)
         before = self._after_down(model.layers - 1, tokens)
-        launches = linears.normalised("head", "lm_head", "norm", geometry, "logits", before)
+        launches = linears.normalised("head", "lm_head", "norm", geometry, "logits", before, tap)
         if tokens == 1:
             launches[-1].params.maxima = self._places.region("sampler") + sampling.MAXIMA_AT
         return launches
@@ -140,22 +157,32 @@ class Linears:
         geometry: linear.Geometry,
         output: str,
         unfinished: Unfinished | None,
+        tap: int | None = None,
     ) -> list[Launch]:
-        """A linear of the normalised residual: one launch, or two where it norms apart, once `unfinished` is added."""
-        region, tensor = self._places.region, self._places.tensor
-        launches = []
+        """A linear of the normalised residual: one launch, or two where it norms apart, once `unfinished` is added.
+
+        `tap`: where the residual is kept.
+        """
+        launch = self._linear(kernel, weights, geometry, "normed", output, norm)
         if linear.norms_apart(self._hidden, self.tile):
-            params = NormParams(
-                round=region("round"),
-                residual=region("residual"),
-                norm_weight=tensor(norm),
-                normed=region("normed"),
-            )
-            if unfinished is not None:
-                params.partial, params.scale, params.bias = unfinished.partial, unfinished.scale, unfinished.bias
-                params.unit = unfinished.unit
-            launches.append(Launch(f"ull_norm_{self.tile}", *linear.norm(self.tile), params))
-        return [*launches, self._linear(kernel, weights, geometry, "normed", output, norm)]
+            return [self.norm(norm, unfinished, tap), launch]
+        launch.params.taps = tap
+        return [launch]
+
+    def norm(self, norm: str, unfinished: Unfinished | None, tap: int | None) -> Launch:
+        """RMSNorm of the residual in a launch of its own. The arguments are `normalised`'s."""
+        region = self._places.region
+        params = NormParams(
+            round=region("round"),
+            residual=region("residual"),
+            norm_weight=self._places.tensor(norm),
+            normed=region("normed"),
+            taps=tap,
+        )
+        if unfinished is not None:
+            params.partial, params.scale, params.bias = unfinished.partial, unfinished.scale, unfinished.bias
+            params.unit = unfinished.unit
+        return Launch(f"ull_norm_{self.tile}", *linear.norm(self.tile), params)
 
     def summed(self, kernel: str, weights: str, geometry: linear.Geometry, output: str) -> list[Launch]:
         """What turns a split layer's partial sums into its output; nothing where it is not split."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +12,11 @@ from numpy.typing import NDArray
 from ull.bundle import MedusaHeads, Model, Precision, attention_factor, inverse_frequencies, qkv_rows, round_up
 from ull.gpu.arena import ArenaPlan
 from ull.gpu.geometry import attention, linear, sampling
-from ull.gpu.params import MASK_TOKENS, PAGE_TOKENS, TREE_TOKENS, LayerParams, Round, State
+from ull.gpu.params import MASK_TOKENS, PAGE_TOKENS, TAP_SLOTS, TREE_TOKENS, LayerParams, Round, State
 
 MEDUSA_STATES = ("medusa states", "next medusa states")  # regions: of the heads before and after a layer, in turn
+
+TAP_ROWS, TAP_RING = "tapped rows", "tap ring"  # regions: of a round's nodes, and of the newest positions
 
 _COLUMN_UNIT, _ROW_UNIT = 32, 16  # of f16 activations and of f32 outputs
 
@@ -28,8 +31,11 @@ class Sizes:
         context: int,
         pages: int | None = None,
         medusa: MedusaHeads | None = None,
+        taps: Sequence[int] = (),
     ) -> None:
         self.model, self.precision, self.context, self.medusa = model, precision, context, medusa
+        self.taps = tuple(taps)  # see `ull.bundle.tapped_layers`
+        self.tap_bytes = 4 * round_up(model.hidden, _ROW_UNIT)  # a layer's row; a position has one of each in turn
         self.table_pages = -(-context // PAGE_TOKENS)  # of one request
         self.mask_bytes = round_up(model.vocabulary, MASK_TOKENS) // 8
         self.kv_bits = {"bf16": 16, "fp8": 8}[precision.kv]
@@ -88,6 +94,9 @@ def reserve_model(plan: ArenaPlan, sizes: Sizes, prefix: str = "") -> None:
     reserve("logits", 4 * TREE_TOKENS * round_up(model.vocabulary, _ROW_UNIT))
     reserve("attention parts", attention.partial_bytes(model.heads, model.head_dim, sizes.context))
     reserve("sampler", sampling.SCRATCH_BYTES)
+    if sizes.taps:
+        reserve(TAP_ROWS, TREE_TOKENS * len(sizes.taps) * sizes.tap_bytes)
+        reserve(TAP_RING, TAP_SLOTS * len(sizes.taps) * sizes.tap_bytes)
     if sizes.medusa is not None:
         for name in MEDUSA_STATES:
             reserve(name, 2 * TREE_TOKENS * round_up(model.hidden, _COLUMN_UNIT))

@@ -8,7 +8,7 @@ from ctypes import c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_voi
 from ull.bundle import MLP_SCALE as MLP_SCALE
 from ull.wire import MAX_TREE
 
-INTERFACE = 5
+INTERFACE = 6
 TREE_TOKENS = MAX_TREE
 ROUND_SLOTS = 4
 STOP_TOKENS = 32
@@ -18,6 +18,7 @@ MEDUSA_RANKS = 10
 PAGE_TOKENS = 64
 MASK_TOKENS = 128
 SPLIT_TOKENS = 256
+TAP_SLOTS = 512
 SLICES = 8
 LAYER_LINEARS = 4
 PROMPTED, GENERATED = 1, 2  # in a word of the text's counts
@@ -173,6 +174,7 @@ class NormParams(ctypes.Structure):
         ("partial", c_void_p),
         ("scale", c_void_p),
         ("bias", c_void_p),
+        ("taps", c_void_p),
         ("unit", c_float),
     ]
 
@@ -189,6 +191,7 @@ class LinearParams(ctypes.Structure):
         ("output", c_void_p),
         ("partial", c_void_p),
         ("maxima", c_void_p),
+        ("taps", c_void_p),
     ]
 
 
@@ -279,6 +282,8 @@ class CommitParams(ctypes.Structure):
         ("tree_values", c_void_p),
         ("results", c_void_p),
         ("counters", c_void_p),
+        ("tapped", c_void_p),
+        ("tap_ring", c_void_p),
         ("page_bytes", c_int64),
     ]
 

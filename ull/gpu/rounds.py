@@ -16,7 +16,7 @@ from __future__ import annotations
 from ull.bundle import HEAD_SCAN, MEDUSA, head_rows
 from ull.gpu.geometry import attention, head_scan, linear, sampling
 from ull.gpu.launch import Launch
-from ull.gpu.memory import MEDUSA_STATES, Sizes
+from ull.gpu.memory import MEDUSA_STATES, TAP_RING, TAP_ROWS, Sizes
 from ull.gpu.params import (
     TREE_TOKENS,
     AcceptParams,
@@ -154,6 +154,8 @@ class Rounds:
             counters=region("counters") + 4 * sizes.commit_counter,
             page_bytes=sizes.page_bytes,
         )
+        if sizes.taps:
+            commit.tapped, commit.tap_ring = region(TAP_ROWS), region(TAP_RING)
         return Launch("ull_commit", *attention.commit(sizes.model.kv_heads, sizes.model.layers), commit)
 
     def _accept_params(self) -> AcceptParams:

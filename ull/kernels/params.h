@@ -8,7 +8,7 @@
 
 namespace ull::gpu {
 
-inline constexpr int kInterface = 5;         // raised with every change of what stands here: see device_layout.py
+inline constexpr int kInterface = 6;         // raised with every change of what stands here: see device_layout.py
 inline constexpr int kTreeTokens = 64;       // nodes of the widest tree, root included
 inline constexpr int kRoundSlots = 4;        // mapped request and result blocks, used in turn
 inline constexpr int kStopTokens = 32;       // token ids that end a request
@@ -18,6 +18,7 @@ inline constexpr int kMedusaRanks = 10;      // candidates that a Medusa head pr
 inline constexpr int kPageTokens = 64;       // tokens per KV page
 inline constexpr int kMaskTokens = 128;      // a mask of tokens is padded to so many bits
 inline constexpr int kSplitTokens = 256;     // positions that one attention split covers, aligned; part of the numerics
+inline constexpr int kTapSlots = 512;        // positions whose tapped rows of the residual are kept
 inline constexpr int kSlices = 8;            // K slices of a linear layer; part of the numerics
 inline constexpr float kMlpScale = 0.0625F;  // silu(gate) * up is kept as f16 times this, for its range
 
@@ -153,6 +154,11 @@ inline constexpr uint32_t kGenerated = 2;
 // ---- kernel parameters ------------------------------------------------------------------------------------------
 // Widths: H hidden, A heads * head_dim, Q = A + 2 * kv_heads * head_dim, I intermediate, V vocabulary. f16 activations
 // of width K lie as [K / 32][64 tokens][32] (activations.cuh), f32 outputs have rows of N rounded up to 16.
+//
+// Taps: rows of the residual as it enters certain layers, or leaves the last, for heads that draft from them. A
+// position has one row of each tapped layer, [taps][H] f32 with H rounded up to 16. A round of one token leaves its
+// rows in the ring, [kTapSlots] positions at slot position % kTapSlots; another one in a scratch of [64] nodes, from
+// where commit() copies the accepted nodes' to the ring.
 
 struct BeginParams {
   Round* round;
@@ -187,6 +193,7 @@ struct NormParams {  // for tiles of 16 tokens and more; below, the linear kerne
   const float* partial;      // [kSlices, 64, H] what o or down leave to be added to the residual first, or null
   const float* scale;        // [H] of that layer
   const float* bias;         // [H] of that layer, or null
+  float* taps;               // this layer's rows of the ring (one token) or of the scratch; null: not tapped
   float unit;                // 1 for o, 1 / kMlpScale for down
 };
 
@@ -203,6 +210,7 @@ struct LinearParams {
   float* partial;            // [kSlices, 64, N]: from 16 tokens on, qkv, o and down leave each slice's sums here and
                              // write no output: qkv_sum or the next norm finishes them
   void* maxima;              // head of one token: a ScanPart (scores.cuh) of each block; null: nobody wants them
+  float* taps;               // of a normalising kernel: as NormParams'
 };
 
 struct AttentionParams {
@@ -296,6 +304,8 @@ struct CommitParams {
   const void* tree_values;  // [layers][kv_head][64][head_dim]
   RoundResult* results;     // the round's end is reported by the last block
   uint32_t* counters;       // [1]
+  const float* tapped;      // [64, taps, H] the scratch of taps; null: there are none
+  float* tap_ring;          // [kTapSlots, taps, H]
   int64_t page_bytes;
 };
 

@@ -52,6 +52,7 @@ TINY_MODEL: dict[str, int | float] = {  # what `build` takes for macros that a t
     "WEIGHT_BITS": 8,
     "HEAD_BITS": 16,
     "KV_BITS": 16,
+    "TAPS": 0,
     "MEDUSA_HEADS": 3,
     "MEDUSA_OWN_HEADS": 0,
     **{name.removeprefix("ULL_"): int(value) for name, value in TUNING.items()},
