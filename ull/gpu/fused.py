@@ -85,13 +85,11 @@ class FusedForward:
         model, sizes, blocks = self._sizes.model, self._sizes, self._multiprocessors
         linears, name = self._linears(tokens), f"layers.{layer}"
         tile = linears.tile
-        qkv = linear.qkv(sizes.qkv_width, tile, blocks)
         o = linear.o(model.hidden, tile, blocks)
         gate_up = linear.gate_up(model.intermediate, tile, blocks)
         down = linear.down(model.hidden, tile, blocks)
-        before, tap = self._after_down(layer - 1, tokens), self._tap(layer, tokens)
         return [
-            *linears.normalised("qkv", f"{name}.qkv", f"{name}.attn_norm", qkv, "qkv", before, tap),
+            *self._qkv(layer, tokens),
             *linears.summed("qkv", f"{name}.qkv", linear.qkv_sum(sizes.qkv_width, tile), "qkv"),
             self._attention.launch(layer, tokens),
             linears.plain("o", f"{name}.o", o, activations="attention"),
@@ -100,6 +98,13 @@ class FusedForward:
             ),
             linears.plain("down", f"{name}.down", down, activations="mlp"),
         ]
+
+    def _qkv(self, layer: int, tokens: int) -> list[Launch]:
+        """The layer's queries, keys and values, perhaps in slices."""
+        linears, name = self._linears(tokens), f"layers.{layer}"
+        geometry = linear.qkv(self._sizes.qkv_width, linears.tile, self._multiprocessors)
+        before, tap = self._after_down(layer - 1, tokens), self._tap(layer, tokens)
+        return linears.normalised("qkv", f"{name}.qkv", f"{name}.attn_norm", geometry, "qkv", before, tap)
 
     def _after_down(self, layer: int, tokens: int) -> Unfinished | None:
         """What this layer's down leaves; nothing does before the first layer."""
@@ -190,9 +195,11 @@ class Linears:
             return []
         return [self._linear(f"{kernel}_sum", weights, geometry, "normed", output, None)]
 
-    def plain(self, kernel: str, weights: str, geometry: linear.Geometry, activations: str) -> Launch:
-        """A linear of what the kernel before it has written, added to the residual."""
-        return self._linear(kernel, weights, geometry, activations, "residual", None)
+    def plain(
+        self, kernel: str, weights: str, geometry: linear.Geometry, activations: str, output: str = "residual"
+    ) -> Launch:
+        """A linear of what the kernel before it has written; o and down add to the residual."""
+        return self._linear(kernel, weights, geometry, activations, output, None)
 
     def unfinished(self, weights: str, unit: float) -> Unfinished | None:
         """What a split layer that adds to the residual has left undone."""

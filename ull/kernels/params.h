@@ -18,6 +18,7 @@ inline constexpr int kMedusaRanks = 10;      // candidates that a Medusa head pr
 inline constexpr int kPageTokens = 64;       // tokens per KV page
 inline constexpr int kMaskTokens = 128;      // a mask of tokens is padded to so many bits
 inline constexpr int kSplitTokens = 256;     // positions that one attention split covers, aligned; part of the numerics
+inline constexpr int kMostTaps = 8;          // layers whose residual a head reads
 inline constexpr int kTapSlots = 512;        // positions whose tapped rows of the residual are kept
 inline constexpr int kSlices = 8;            // K slices of a linear layer; part of the numerics
 inline constexpr float kMlpScale = 0.0625F;  // silu(gate) * up is kept as f16 times this, for its range
@@ -28,6 +29,8 @@ enum class RoundMode : uint32_t {
   kPrefill = 2,   // a chain of prompt tokens: fills the cache, draws nothing
   kMedusa = 3,    // Medusa heads on the last accepted token: node i is what head i says of position + 1 + i
   kRedraw = 4,    // draws from logits that the last round has left: draw i from those of its node parents[i]
+  kEagle = 5,  // entries of an EAGLE head, a tree: the first `forced` are a chain whose hidden states are the target's
+               // and whose KV is kept; what follows the last `max_tokens` entries is ranked
 };
 
 enum class RoundStatus : uint32_t {
@@ -324,6 +327,38 @@ struct MedusaRankParams {
   void* scratch;                // sample_scratch_bytes
   const uint32_t* text_counts;  // [V]
   uint32_t* counters;           // [heads] blocks that have finished; zero before it
+};
+
+struct EagleTapsParams {
+  const Round* round;
+  const float* ring;         // [kTapSlots, ring_taps, target's H]
+  const float* norm_weight;  // [taps, target's H]; null: they are not normalised
+  void* output;              // f16 activations of width taps * target's H, times kMlpScale
+  int32_t ring_taps;
+  int32_t taps[kMostTaps];  // which of the ring's rows the head reads
+  int32_t padding;
+};
+
+struct EagleInputParams {
+  const Round* round;
+  const void* table;            // [target's V, H] bf16
+  const float* states;          // [64, H] of the entries that have taps
+  const float* outputs;         // [64, H] residual that left the layer in the pass before
+  const float* embedding_norm;  // [H]
+  const float* hidden_norm;     // [H]
+  const float* output_norm;     // [H] of the outputs, where the head is fed them behind its final norm
+  void* input;                  // 2 * H f16 activations
+  float* residual;              // [64, H]
+};
+
+struct EagleRankParams {
+  Round* round;
+  const State* state;           // the target's
+  const float* logits;          // [64, V]
+  const int32_t* names;         // [V] the target's token of each of the head's; null: the same
+  void* scratch;                // sample_scratch_bytes
+  const uint32_t* text_counts;  // the target's
+  uint32_t* counters;           // [ranked entries] blocks that have finished; zero before it
 };
 
 struct FillParams {  // weights of a benchmark bundle

@@ -77,7 +77,7 @@ ULL_DEVICE void commit_values(const CommitParams& params, const Accepted& accept
 
 // Rows of taps, shared among all blocks.
 ULL_DEVICE void commit_taps(const CommitParams& params, const Accepted& accepted, int base) {
-  constexpr int kVectors = kTaps * round_up(kHidden, kRowUnit) / 4;  // of a position
+  constexpr int kVectors = (kTaps > 0 ? kTaps : 1) * round_up(kHidden, kRowUnit) / 4;  // of a position
   const int blocks = arch::grid_x() * arch::grid_y(), block = arch::block_y() * arch::grid_x() + arch::block_x();
   for (int i = block * kCommitThreads + arch::thread(); i < accepted.count * kVectors; i += blocks * kCommitThreads) {
     const int index = i / kVectors, vector = i % kVectors;
