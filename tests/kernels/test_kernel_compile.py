@@ -23,8 +23,8 @@ from ull.bundle import (
     Precision,
     Rope,
     Target,
+    device_eagle_macros,
     device_macros,
-    eagle_macros,
 )
 from ull.errors import BuildError
 from ull_build.code import kernels, nvrtc
@@ -127,7 +127,7 @@ EAGLES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("arch", ["llama-3.2-1b", "llama-3.1-8b", "llama-3.3-70b"])
 def test_eagle_heads_compile_without_spills(arch: str, name: str) -> None:
     """What is their own, and what of the others' kernels looks different with their macros."""
-    macros = eagle_macros(eagle_head(arch, **EAGLES[name]), shape_model(arch).hidden)
+    macros = device_eagle_macros(eagle_head(arch, **EAGLES[name]), shape_model(arch).hidden)
     for source in ["eagle/eagle.cu", "eagle/eagle_rank.cu", *([] if name != "eagle 3" else ["linear/head.cu"])]:
         compiled = compile_file(kernels.SOURCES / source, macros)
         assert source.startswith("linear") or set(compiled.kernels) <= EAGLE_KERNELS

@@ -142,7 +142,7 @@ def device_macros(
     return {f"ULL_{name}": str(value) for name, value in values.items()}
 
 
-def eagle_macros(head: EagleHead, target_hidden: int) -> dict[str, str]:
+def device_eagle_macros(head: EagleHead, target_hidden: int) -> dict[str, str]:
     """An EAGLE head as its kernels' sources see it: a model of one layer, and what `eagle.cu` asks for besides."""
     values: dict[str, object] = {
         "TARGET_HIDDEN": target_hidden,
@@ -156,7 +156,7 @@ def eagle_macros(head: EagleHead, target_hidden: int) -> dict[str, str]:
     return own | {f"ULL_EAGLE_{name}": str(value) for name, value in values.items()}
 
 
-def eagle_tensors(head: EagleHead, target: Model) -> dict[str, TensorShape]:
+def device_eagle_tensors(head: EagleHead, target: Model) -> dict[str, TensorShape]:
     """Every tensor of an EAGLE head for a GPU, without its prefix, stored as `device_tensors` says, in order of use.
 
     tap_norm [taps * target hidden], fc, layers.0.hidden_norm, layers.0.qkv of twice the hidden size, and names (the

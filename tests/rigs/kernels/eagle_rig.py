@@ -16,7 +16,7 @@ from emulation import aligned, pointer
 from layer_rig import model_of, numbers_of, random_tensors
 from linear_layers import normed, product, unpack_activations
 from ull import _native
-from ull.bundle import EagleHead, Model, Precision, eagle_macros, eagle_tensors
+from ull.bundle import EagleHead, Model, Precision, device_eagle_macros, device_eagle_tensors
 from ull.gpu.eagle import EaglePasses
 from ull.gpu.launch import Launch
 from ull.gpu.memory import (
@@ -83,9 +83,9 @@ class Head:
             eagle=EagleShape(len(head.taps), target.hidden),
         )
         target_sizes = Sizes(target, Precision(), target.context, taps=TARGET_TAPS)
-        self.kernels = emulation.build(SOURCES, numbers_of(eagle_macros(head, target.hidden)), reports=reports)
+        self.kernels = emulation.build(SOURCES, numbers_of(device_eagle_macros(head, target.hidden)), reports=reports)
         rng = np.random.default_rng(23)
-        shapes = eagle_tensors(head, target)
+        shapes = device_eagle_tensors(head, target)
         names = shapes.pop("names", None)
         self.tensors = random_tensors(shapes, rng)
         self.embedding = rng.standard_normal((target.vocabulary, head.model.hidden)).astype(ml_dtypes.bfloat16)
