@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -55,6 +56,7 @@ from ull_build.local_gpu import find_gpu
 from ull_build.output import build_time, check_output, file_entry, require_space, staged_output
 from ull_build.progress import Reporter
 from ull_build.quality.activation_range import check_activations
+from ull_build.quality.drafting import DraftedBundle, check_drafters
 from ull_build.quality.evaluate import CALIBRATION, EvaluationText, Observation, read_text
 from ull_build.quality.measure import Evaluator, evaluation_bytes, measure_quality
 from ull_build.quality.on_gpu import ORIGINAL, DeviceEvaluator, require_bf16
@@ -161,7 +163,9 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
         preflight(tools.trt, model, settings.precision, output.parent, reporter)
     if settings.evaluates_on_gpu:
         require_bf16(checkpoint)
-    drafters = files_open.enter_context(open_drafters(settings.speculation, model, tokenizer))
+    drafters = files_open.enter_context(open_drafters(settings.speculation, checkpoint, model, tokenizer))
+    for note in drafters.notes:
+        reporter.note(note)
     medusa, draft = drafters.heads, drafters.draft
     if medusa is not None and not settings.on_cpu:
         for problem in medusa_problems(medusa, settings.forward.decode):
@@ -169,6 +173,9 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
     if draft is not None and not settings.on_cpu:
         for problem in draft_problems(settings.target, draft.model, settings.precision):
             raise CheckpointError(problem, field="draft")
+    for kind, head in (("eagle", drafters.eagle), ("dflash", drafters.dflash)):
+        if head is not None and not settings.on_cpu:
+            raise CheckpointError(f"{kind} heads run on target cpu alone, not on {settings.target}", field=kind)
     attention = settings.forward.attention if settings.forward.has_plans else None
     texts = _read_texts(settings, tokenizer, model)
     return _Inputs(
@@ -207,12 +214,31 @@ def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
             staged = _describe(inputs, files, code, None)
             return _describe(inputs, files, code, _measure_on_gpu(inputs, staged, errors, staging, reporter))
         quality, calibration = _measure(evaluator, texts, observation, errors, settings, inputs.model)
+        quality = _add_drafting(inputs, quality, staging, reporter)
         if inputs.tools is None:
             manifest = _describe(inputs, files, code, quality, calibration)
         else:
             tools = inputs.tools
             manifest = _add_plans(staging, inputs, tools, evaluator, files, code, quality, calibration, reporter)
         return msgspec.structs.replace(manifest, activations=activations)
+
+
+def _add_drafting(inputs: _Inputs, quality: Quality | None, staging: Path, reporter: Reporter) -> Quality | None:
+    """The quality with what the drafters win. Raises BuildError for a head that wins next to nothing."""
+    settings, drafters = inputs.settings, inputs.drafters
+    speculation = describe(settings.speculation, drafters, inputs.model, settings.precision)
+    threads = settings.threads or len(os.sched_getaffinity(0))
+    bundle = DraftedBundle(inputs.model, settings.precision, staging / WEIGHTS_FILE, speculation, threads)
+    if not bundle.drafters:
+        return quality
+    if quality is None or not settings.on_cpu:
+        why = "the loss is not measured (--no-eval)" if quality is None else f"the target is {settings.target}"
+        reporter.note(f"not checked how much of what {' and '.join(bundle.drafters)} propose is accepted: {why}")
+        return quality
+    path, most = settings.calibration_text, settings.calibration_tokens
+    text = read_text(path, inputs.tokenizer, most, inputs.model.context, CALIBRATION)
+    rates = check_drafters(bundle, text, settings.allow_weak_drafter, reporter)
+    return msgspec.structs.replace(quality, tokens_per_round=rates)
 
 
 def _check_activations(

@@ -78,6 +78,8 @@ def _check_usage(parser: argparse.ArgumentParser, options: argparse.Namespace) -
             parser.error("--arch and --model exclude each other")
         if options.medusa is not None or options.draft is not None:
             parser.error("--medusa and --draft have no use with --arch: say --heads N or --draft-arch NAME")
+        if options.eagle is not None or options.dflash is not None:
+            parser.error("--eagle and --dflash have no use with --arch: a head belongs to one model's weights")
         if options.heads is not None and options.heads < 1:
             parser.error("--heads must be at least 1")
         measured = ("eval_text", "eval_tokens", "evaluate_on", "calibration_text", "calibration_tokens")
@@ -180,8 +182,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-perplexity-increase", type=float, metavar="F", help="fraction that fails the build (default 0.01)")
     add("--medusa", metavar="PATH", help="Medusa heads: medusa_lm_head.pt or .safetensors, or their directory")
     add("--draft", metavar="DIR", help="a smaller checkpoint with the same tokenizer, as draft model")
+    add("--eagle", metavar="DIR", help="an EAGLE-3 head, in the original's or speculators' form")
+    add("--dflash", metavar="DIR", help="a DFlash or DSpark head, in z-lab's, SpecForge's or speculators' form")
     drafters = ("none", "suffix", "medusa", "eagle", "dflash", "draft", "auto")
     add("--drafter", choices=drafters, help='what drafts for requests that do not say (default "auto")')
+    weak = "take a head too that drafts fewer than 1.3 tokens per round on the calibration text"
+    add("--allow-weak-drafter", action="store_const", const=True, help=weak)
     add("--forward", choices=("fused", "tensorrt"), help="who computes the layers, on a GPU (default fused)")
     add("--attention", choices=("paged", "native"), help="with --forward tensorrt: whose attention (default paged)")
     add("--profiles", choices=("two", "seven"), help="with --forward tensorrt: choices of kernels (default two)")
@@ -202,17 +208,18 @@ def _default(text: str) -> str:
     return "" if text in ("", "None") else f" ({text})" if text == "required" else f" (default {text})"
 
 
-_TABLES = ("medusa", "draft", "forward")  # which one option each stands for
+# Tables that one option each stands for, with the key that it gives.
+_TABLE_KEYS = {"medusa": "heads", "draft": "model", "eagle": "head", "dflash": "head"}
+_TABLES = (*_TABLE_KEYS, "forward")
 
 
 def _recipe(options: argparse.Namespace) -> Recipe:
     """The recipe, with what the command line says on top."""
     names = [name for name in Recipe.__struct_fields__ if hasattr(options, name) and name not in _TABLES]
     overrides: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
-    if options.medusa is not None:
-        overrides["medusa"] = {"heads": options.medusa}
-    if options.draft is not None:
-        overrides["draft"] = {"model": options.draft}
+    overrides |= {
+        name: {key: value} for name, key in _TABLE_KEYS.items() if (value := getattr(options, name)) is not None
+    }
     forward: dict[str, Any] = {"prefill": options.forward, "decode": options.forward}
     forward |= {"attention": options.attention, "profiles": options.profiles}
     if any(value is not None for value in forward.values()):
@@ -232,6 +239,10 @@ def describe_speculation(manifest: Manifest) -> str:
         parts.append(f"{medusa.heads} Medusa heads (version {medusa.version})")
     if (draft := speculation.draft) is not None:
         parts.append(f"draft model, {draft.model.layers} x hidden {draft.model.hidden}")
+    if (eagle := speculation.eagle) is not None:
+        parts.append(f"EAGLE-3 head on layers {', '.join(map(str, eagle.taps))}")
+    if (dflash := speculation.dflash) is not None:
+        parts.append(f"{'DSpark' if dflash.markov else 'DFlash'} head, {dflash.model.layers} x block {dflash.block}")
     return f"{', '.join(parts)}; default {speculation.default}"
 
 
@@ -258,6 +269,9 @@ def print_summary(result: BuildResult) -> None:
         if (calibration := manifest.calibration) is not None:
             change = f"{calibration.perplexity:.4f} ({calibration.perplexity_increase:+.3%}, by {calibration.method})"
             table.add_row("with FP8 activations", change)
+        if quality.tokens_per_round:
+            rates = ", ".join(f"{name} {rate:.2f}" for name, rate in quality.tokens_per_round.items())
+            table.add_row("tokens per round", rates)
         worst = max(quality.tensors, key=lambda item: item.relative_error)
         error = f"{worst.relative_error:.3%} ({worst.name})" if worst.relative_error else "none"
         table.add_row("largest tensor error", error)

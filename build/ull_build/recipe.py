@@ -11,10 +11,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from ull.bundle import GPU_ARCHITECTURES, AttentionKind, ProfileScheme, Source, runs_draft_models
+from ull.bundle import GPU_ARCHITECTURES, MAX_TAPS, AttentionKind, ProfileScheme, Source, runs_draft_models
 from ull.errors import RecipeError
 from ull.wire import MAX_TREE, Drafter
 
+Taps = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1, max_length=MAX_TAPS)]
+Theta = Annotated[float, Meta(gt=0.0)]
 TARGETS = {"cpu": "any x86-64 or ARM machine"} | {name: item.machines for name, item in GPU_ARCHITECTURES.items()}
 
 
@@ -37,6 +39,40 @@ class DraftRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """A draft model."""
 
     model: Annotated[str, Meta(min_length=1, description="directory of a smaller checkpoint with the same tokenizer")]
+
+
+class EagleRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An EAGLE-3 head."""
+
+    head: Annotated[
+        str, Meta(min_length=1, description="directory of an EAGLE-3 head: config.json and its weights, in any form")
+    ]
+    taps: Annotated[
+        Taps | None, Meta(description="layers of the model whose input it reads; default: what its config.json says")
+    ] = None
+    theta: Annotated[
+        Theta | None, Meta(description="base of its rotary embedding; default: its config.json's, or 10000")
+    ] = None
+    norm_output: Annotated[
+        bool | None, Meta(description="its next step is fed the normalised output; default: what its config.json says")
+    ] = None
+
+
+class DflashRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A DFlash or DSpark head."""
+
+    head: Annotated[
+        str, Meta(min_length=1, description="directory of a DFlash or DSpark head: config.json and model.safetensors")
+    ]
+    taps: Annotated[
+        Taps | None, Meta(description="layers of the model whose input it reads; default: what its config.json says")
+    ] = None
+    theta: Annotated[
+        Theta | None, Meta(description="base of its rotary embedding; default: its config.json's, or 10000")
+    ] = None
+    anchor_predicts: Annotated[
+        bool | None, Meta(description="its first position predicts too; default: as its config.json says, or its kind")
+    ] = None
 
 
 class SpeculationRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -133,8 +169,14 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     drafter: Annotated[
         Drafter, Meta(description="what drafts for requests that do not say; auto takes what is fastest at the time")
     ] = "auto"
+    allow_weak_drafter: Annotated[
+        bool,
+        Meta(description="build with an EAGLE or DFlash head too that gives fewer than 1.3 tokens per round there"),
+    ] = False
     medusa: Annotated[MedusaRecipe | None, Meta(description="table: Medusa heads")] = None
     draft: Annotated[DraftRecipe | None, Meta(description="table: a draft model")] = None
+    eagle: Annotated[EagleRecipe | None, Meta(description="table: an EAGLE-3 head")] = None
+    dflash: Annotated[DflashRecipe | None, Meta(description="table: a DFlash or DSpark head")] = None
     speculation: Annotated[SpeculationRecipe, Meta(description="table: limits of speculation")] = SpeculationRecipe()
     forward: Annotated[ForwardRecipe, Meta(description="table: who computes on a GPU")] = ForwardRecipe()
 
@@ -145,6 +187,10 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             raise ValueError("`drafter` is medusa, but no heads are given: add [medusa] heads, or --medusa PATH")
         if self.drafter == "draft" and self.draft is None:
             raise ValueError("`drafter` is draft, but no draft model is given: add [draft] model, or --draft DIR")
+        if self.drafter == "eagle" and self.eagle is None:
+            raise ValueError("`drafter` is eagle, but no head is given: add [eagle] head, or --eagle DIR")
+        if self.drafter == "dflash" and self.dflash is None:
+            raise ValueError("`drafter` is dflash, but no head is given: add [dflash] head, or --dflash DIR")
         if not math.isfinite(self.max_perplexity_increase):
             raise ValueError("`max_perplexity_increase` must be finite")
 
@@ -152,10 +198,12 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 _SECTIONS: dict[str, type[Struct]] = {
     "medusa": MedusaRecipe,
     "draft": DraftRecipe,
+    "eagle": EagleRecipe,
+    "dflash": DflashRecipe,
     "speculation": SpeculationRecipe,
     "forward": ForwardRecipe,
 }
-_SECTION_PATHS = (("medusa", "heads"), ("draft", "model"))
+_SECTION_PATHS = (("medusa", "heads"), ("draft", "model"), ("eagle", "head"), ("dflash", "head"))
 
 
 def load_recipe(path: Path, overrides: dict[str, Any]) -> Recipe:
@@ -240,6 +288,9 @@ def _check_drafters(recipe: Recipe, origin: str) -> None:
         useless["draft"] = f"a draft model does not run on target {recipe.target}"
     if recipe.medusa is not None and recipe.forward.decode != "fused":
         useless["medusa"] = "Medusa heads read the hidden state of ull's own decode, not of TensorRT's"
+    for given, head in (("eagle", recipe.eagle), ("dflash", recipe.dflash)):
+        if head is not None:
+            useless[given] = f"{given} heads run on target cpu alone, not on {recipe.target}"
     for given, reason in useless.items():
         if recipe.drafter in ("auto", given):
             raise RecipeError(

@@ -9,8 +9,9 @@ from typing import Literal, cast
 import msgspec
 
 from ull.bundle import Precision, RecipeValue, Target, runs_draft_models
-from ull_build.recipe import ForwardRecipe, Recipe
+from ull_build.recipe import DflashRecipe, EagleRecipe, ForwardRecipe, Recipe
 from ull_build.source.drafters import SpeculationSettings
+from ull_build.source.heads.head import HeadOptions
 
 _MEDUSA_LEFT_OUT = (
     "the recipe's Medusa heads are left out: they read the hidden state of ull's own decode, and TensorRT decodes; "
@@ -41,6 +42,7 @@ class Settings:
     calibration_tokens: int = 2048
     max_perplexity_increase: float = 0.01
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
+    allow_weak_drafter: bool = False
     forward: ForwardRecipe = field(default_factory=ForwardRecipe)
     force: bool = False
     threads: int = 0  # 0: as many as this process may use
@@ -61,6 +63,7 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
     medusa = recipe.medusa if recipe.forward.decode == "fused" else None
     notes = [_MEDUSA_LEFT_OUT] if recipe.medusa is not None and medusa is None else []
     draft = recipe.draft if runs_draft_models(recipe.target) else None
+    eagle, dflash = (recipe.eagle, recipe.dflash) if recipe.target == "cpu" else (None, None)
     return Settings(
         model=Path(recipe.model),
         output=Path(recipe.output),
@@ -84,9 +87,26 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
             medusa=None if medusa is None else Path(medusa.heads),
             medusa_count=None if medusa is None else medusa.num,
             draft=None if draft is None else Path(draft.model),
+            eagle=None if eagle is None else Path(eagle.head),
+            eagle_options=_options(eagle),
+            dflash=None if dflash is None else Path(dflash.head),
+            dflash_options=_options(dflash),
         ),
+        allow_weak_drafter=recipe.allow_weak_drafter,
         forward=recipe.forward,
         force=force,
         recipe={key: value for key, value in msgspec.to_builtins(recipe).items() if key != "output"},
         notes=tuple(notes),
+    )
+
+
+def _options(head: EagleRecipe | DflashRecipe | None) -> HeadOptions:
+    """Where the recipe knows better than the head's config.json."""
+    if head is None:
+        return HeadOptions()
+    return HeadOptions(
+        taps=None if head.taps is None else tuple(head.taps),
+        theta=head.theta,
+        norm_output=head.norm_output if isinstance(head, EagleRecipe) else None,
+        anchor_predicts=head.anchor_predicts if isinstance(head, DflashRecipe) else None,
     )

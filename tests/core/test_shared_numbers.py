@@ -40,6 +40,7 @@ def test_who_has_numbers_of_their_own_needs_no_core() -> None:
 def test_python_has_the_cores_numbers() -> None:
     assert LIMITS["tree"] == manifest.MAX_TREE == wire.MAX_TREE == params.TREE_TOKENS == MOST_TOKENS
     assert LIMITS["medusa_heads"] == manifest.MAX_MEDUSA_HEADS
+    assert LIMITS["dflash_block"] == manifest.MAX_DFLASH_BLOCK
     assert LIMITS["medusa_layers"] == manifest.MAX_MEDUSA_LAYERS
     assert LIMITS["page_tokens"] == config.PAGE_TOKENS == params.PAGE_TOKENS
     assert (LIMITS["warnings"], LIMITS["warning_bytes"]) == (wire.MAX_WARNINGS, wire.MAX_WARNING_BYTES)

@@ -6,7 +6,7 @@ The executor reads linear weights in row tiles of 32: `[tiles, K, 32]`, so that 
 
 from __future__ import annotations
 
-from ull.bundle.manifest import MedusaHeads, Model, Precision, Speculation, embedding_is_shared
+from ull.bundle.manifest import DflashHead, EagleHead, MedusaHeads, Model, Precision, Speculation, embedding_is_shared
 from ull.bundle.tensor_file import ITEM_BYTES, TensorShape
 
 TILE_ROWS = 32
@@ -65,6 +65,25 @@ class _Plan:
         if bias:
             self.tensors[f"{name}.bias"] = TensorShape(self.small, (tiles * TILE_ROWS,), optional=True)
 
+    def number(self, name: str, dtype: str, length: int) -> None:
+        """A vector that is stored as `dtype` whatever the precision."""
+        self.tensors[name] = TensorShape(dtype, (padded_length(length, ITEM_BYTES[dtype]),))
+
+    def layer(self, model: Model, index: int, stored: str, eagle: bool = False) -> None:
+        """A transformer layer; an EAGLE head's reads an embedding and a hidden state, each with a norm of its own."""
+        prefix, attention = f"layers.{index}", model.heads * model.head_dim
+        self.vector(f"{prefix}.attn_norm", model.hidden)
+        if eagle:
+            self.vector(f"{prefix}.hidden_norm", model.hidden)
+        self.linear(f"{prefix}.qkv", tile_count(qkv_rows(model)), model.hidden * (2 if eagle else 1), stored)
+        if model.qk_norm:
+            self.vector(f"{prefix}.q_norm", model.head_dim)
+            self.vector(f"{prefix}.k_norm", model.head_dim)
+        self.linear(f"{prefix}.o", tile_count(model.hidden), attention, stored)
+        self.vector(f"{prefix}.mlp_norm", model.hidden)
+        self.linear(f"{prefix}.gate_up", 2 * tile_count(model.intermediate), model.hidden, stored)
+        self.linear(f"{prefix}.down", tile_count(model.hidden), model.intermediate, stored)
+
 
 def expected_tensors(
     model: Model, precision: Precision, speculation: Speculation | None = None
@@ -76,6 +95,10 @@ def expected_tensors(
     if speculation and speculation.draft:
         draft = _model_tensors(speculation.draft.model, speculation.draft.precision)
         tensors |= {DRAFT + name: shape for name, shape in draft.items()}
+    if speculation and speculation.eagle:
+        tensors |= {EAGLE + name: shape for name, shape in eagle_tensors(model, speculation.eagle).items()}
+    if speculation and speculation.dflash:
+        tensors |= {DFLASH + name: shape for name, shape in dflash_tensors(model, speculation.dflash).items()}
     return tensors
 
 
@@ -91,23 +114,60 @@ def medusa_tensors(model: Model, precision: Precision, medusa: MedusaHeads) -> d
     return plan.tensors
 
 
+def eagle_tensors(model: Model, head: EagleHead) -> dict[str, TensorShape]:
+    """The tensors of an EAGLE head of the target `model`, by their names without EAGLE."""
+    plan, own = _Plan(head.precision), head.model
+    if head.tap_norm == "each":
+        for tap in range(len(head.taps)):
+            plan.vector(f"tap_norm.{tap}", model.hidden)
+    elif head.tap_norm == "all":
+        plan.vector("tap_norm", len(head.taps) * model.hidden)
+    _shared_tensors(plan, model, head, own_lm_head=True)
+    plan.layer(own, 0, head.precision.weights, eagle=True)
+    return plan.tensors
+
+
+def dflash_tensors(model: Model, head: DflashHead) -> dict[str, TensorShape]:
+    """The tensors of a DFlash or DSpark head of the target `model`, by their names without DFLASH.
+
+    The Markov term's two tables, [vocabulary, rank], are read row by row.
+    """
+    plan, own = _Plan(head.precision), head.model
+    _shared_tensors(plan, model, head, head.own_lm_head)
+    plan.vector("hidden_norm", own.hidden)
+    for layer in range(own.layers):
+        plan.layer(own, layer, head.precision.weights)
+    if head.markov:
+        plan.matrix("markov.embed", "bf16", (model.vocabulary, head.markov))
+        plan.matrix("markov.head", "bf16", (own.vocabulary, head.markov))
+        if head.markov_kind == "gated":
+            plan.linear("markov.gate", tile_count(head.markov), own.hidden + head.markov, head.precision.weights)
+    if head.confidence:
+        inputs = own.hidden + (head.markov if head.confidence_reads_markov else 0)
+        plan.number("confidence.weight", "F32", inputs)
+        plan.number("confidence.bias", "F32", 1)
+    return plan.tensors
+
+
+def _shared_tensors(plan: _Plan, model: Model, head: EagleHead | DflashHead, own_lm_head: bool) -> None:
+    """What both kinds of head have: the taps' projection, the final norm, and embedding and lm_head of their own."""
+    own, precision = head.model, head.precision
+    plan.linear("fc", tile_count(own.hidden), len(head.taps) * model.hidden, precision.weights)
+    if head.own_embedding:
+        plan.matrix("embed.weight", precision.embedding, (model.vocabulary, own.hidden))
+    plan.vector("norm", own.hidden)
+    if own_lm_head:
+        plan.linear("lm_head", tile_count(own.vocabulary), own.hidden, precision.lm_head, bias=False)
+    if head.mapped:
+        plan.number("d2t", "I32", own.vocabulary)
+
+
 def _model_tensors(model: Model, precision: Precision) -> dict[str, TensorShape]:
     plan = _Plan(precision)
-    vector, linear = plan.vector, plan.linear
     if not embedding_is_shared(model, precision):
         plan.matrix("embed.weight", precision.embedding, (model.vocabulary, model.hidden))
-    attention = model.heads * model.head_dim
     for layer in range(model.layers):
-        prefix = f"layers.{layer}"
-        vector(f"{prefix}.attn_norm", model.hidden)
-        linear(f"{prefix}.qkv", tile_count(qkv_rows(model)), model.hidden, precision.weights)
-        if model.qk_norm:
-            vector(f"{prefix}.q_norm", model.head_dim)
-            vector(f"{prefix}.k_norm", model.head_dim)
-        linear(f"{prefix}.o", tile_count(model.hidden), attention, precision.weights)
-        vector(f"{prefix}.mlp_norm", model.hidden)
-        linear(f"{prefix}.gate_up", 2 * tile_count(model.intermediate), model.hidden, precision.weights)
-        linear(f"{prefix}.down", tile_count(model.hidden), model.intermediate, precision.weights)
-    vector("norm", model.hidden)
-    linear("lm_head", tile_count(model.vocabulary), model.hidden, precision.lm_head, bias=False)
+        plan.layer(model, layer, precision.weights)
+    plan.vector("norm", model.hidden)
+    plan.linear("lm_head", tile_count(model.vocabulary), model.hidden, precision.lm_head, bias=False)
     return plan.tensors

@@ -42,7 +42,8 @@ LayerCount = Annotated[int, Meta(ge=1, le=1 << 12)]
 TokenCount = Annotated[int, Meta(ge=1, le=1 << 28)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 28) - 1)]
 Positive = Annotated[float, Meta(gt=0.0)]
-RecipeValue = str | int | float | bool | None | dict[str, str | int | float | bool | None]
+RecipeValue = str | int | float | bool | None | dict[str, str | int | float | bool | list[int] | None]
+StoredDrafter = Literal["medusa", "draft", "eagle", "dflash"]  # what drafts with weights of its own
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 KernelName = Annotated[str, Meta(pattern="^ull_[a-z0-9_]+$", max_length=64)]
 
@@ -259,9 +260,11 @@ class Quality(Struct, frozen=True, forbid_unknown_fields=True):
     top1_agreement: Annotated[float, Meta(ge=0.0, le=1.0)]
     limit: float  # fraction: the recipe's max_perplexity_increase
     tensors: list[TensorError]
+    tokens_per_round: dict[StoredDrafter, Annotated[float, Meta(ge=1.0)]] = {}  # by drafter, on the calibration text
 
     def __post_init__(self) -> None:
         _require_finite(self)
+        _require(all(map(math.isfinite, self.tokens_per_round.values())), "`tokens_per_round` must be finite")
 
 
 class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
@@ -329,7 +332,7 @@ class Provenance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     source_files: dict[str, Sha256]
     recipe: dict[str, RecipeValue]
     builder_version: str
-    drafters: dict[Literal["medusa", "draft"], SourceFiles] = {}  # the checkpoints of what drafts
+    drafters: dict[StoredDrafter, SourceFiles] = {}  # the checkpoints of what drafts
 
     def __post_init__(self) -> None:
         expected = listing_sha256(self.source_files) if self.source_files else None
@@ -422,6 +425,14 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
                 draft.model.context >= self.model.context,
                 f"the draft model's context {draft.model.context} is shorter than the model's {self.model.context}",
             )
+        if self.speculation is not None:
+            for head in (self.speculation.eagle, self.speculation.dflash):
+                for problem in () if head is None else head_problems(head, self.model):
+                    raise ValueError(problem)
+                _require(
+                    head is None or self.target != "cpu" or head.precision.kv != "fp8",
+                    'a head\'s `precision.kv` fp8 is not supported on target "cpu"',
+                )
         for name in self.files:
             _require(is_inside(name), f"file {name!r} does not lie inside the bundle")
         for name in (*REQUIRED_FILES, *([] if self.random_weights else [WEIGHTS_FILE])):
@@ -471,6 +482,34 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
                 _require(name in self.files, f"`files` lacks {name!r}")
             segments = len(segment_names(self.model.layers, plans.attention))
             _require(len(plans.files) == segments, f"{len(plans.files)} plans where {segments} are needed")
+
+
+def head_problems(head: EagleHead | DflashHead, target: Model) -> Iterator[str]:
+    """Why this head cannot draft for the model `target`: it belongs to another one, or contradicts itself."""
+    of, own = ("the EAGLE head" if isinstance(head, EagleHead) else "the DFlash head"), head.model
+    for tap in head.taps:
+        if tap > target.layers:
+            yield f"{of} reads layer {tap}, the model has {target.layers}: `taps` lie in 0 to {target.layers}"
+    if not head.own_embedding and own.hidden != target.hidden:
+        yield f"{of} has hidden size {own.hidden} and no embedding of its own; the model's has {target.hidden}"
+    if own.context < target.context:
+        yield f"{of} holds {own.context} tokens, fewer than the model's context of {target.context}"
+    if own.vocabulary > target.vocabulary or (own.vocabulary != target.vocabulary and not head.mapped):
+        yield f"{of} has {own.vocabulary} tokens, the model {target.vocabulary}, and no map (`mapped`) between them"
+    if isinstance(head, EagleHead):
+        if own.layers != 1:
+            yield f"{of} has {own.layers} layers; supported: 1"
+        return
+    if head.mask_token >= target.vocabulary:
+        yield f"{of}'s `mask_token` {head.mask_token} is outside of the model's {target.vocabulary} tokens"
+    if not head.own_lm_head and own.hidden != target.hidden:
+        yield f"{of} has hidden size {own.hidden} and no lm_head of its own; the model's lm_head reads {target.hidden}"
+    if not head.own_lm_head and head.mapped:
+        yield f"{of} has no lm_head of its own, so its tokens are the model's: `mapped` must be false"
+    if head.markov == 0 and (head.markov_kind != "plain" or head.confidence_reads_markov):
+        yield f"{of} has no Markov term (`markov` 0) that a gate or the confidence could read"
+    if head.confidence_reads_markov and not head.confidence:
+        yield f"{of} has no `confidence` that could read its Markov term"
 
 
 def medusa_problems(medusa: MedusaHeads, decode: Source) -> Iterator[str]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from ull.access import denial, unreadable
 from ull.bundle.device_layout import DevicePart, device_parts, entries_of
-from ull.bundle.layout import expected_tensors
+from ull.bundle.layout import DFLASH, EAGLE, expected_tensors
 from ull.bundle.manifest import (
     FORMAT,
     FORMAT_VERSION,
@@ -113,6 +113,7 @@ def open_bundle(path: str | Path, verify: Literal["sizes", "hashes"] = "sizes") 
     for part in device_parts(manifest):
         _check_code(path, part)
     tensors = _read_tensors(path / WEIGHTS_FILE, manifest)
+    _check_token_maps(path / WEIGHTS_FILE, manifest, tensors)
     _check_vocabulary(path / VOCABULARY_FILE, manifest.model)
     if verify == "hashes":
         for name, problem in verify_hashes(path, manifest).items():
@@ -233,6 +234,22 @@ def _read_tensors(path: Path, manifest: Manifest) -> dict[str, TensorEntry]:
         if name not in expected:
             raise BundleError(f"{path} holds an unexpected tensor {name!r}; {REBUILD}", field=name)
     return tensors
+
+
+def _check_token_maps(path: Path, manifest: Manifest, tensors: dict[str, TensorEntry]) -> None:
+    """What the heads with a vocabulary of their own propose are tokens of the model, each once."""
+    speculation = manifest.speculation
+    heads = {} if speculation is None else {EAGLE: speculation.eagle, DFLASH: speculation.dflash}
+    for prefix, head in heads.items():
+        if head is None or not head.mapped or manifest.random_weights:
+            continue
+        name = f"{prefix}d2t"
+        try:
+            tokens = np.fromfile(path, "<i4", head.model.vocabulary, offset=tensors[name].offset)
+        except OSError as error:
+            raise BundleError(unreadable(path, error), field=WEIGHTS_FILE) from error
+        if tokens.min() < 0 or tokens.max() >= manifest.model.vocabulary or len(np.unique(tokens)) != len(tokens):
+            raise BundleError(f"{path}: tensor {name!r} is no map into the model's vocabulary; {REBUILD}", field=name)
 
 
 def _check_code(path: Path, part: DevicePart) -> None:

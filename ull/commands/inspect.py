@@ -16,7 +16,17 @@ import msgspec
 
 from ull import _native
 from ull.bounded_child import MEMORY_LIMIT
-from ull.bundle import HEAD_SCAN, MANIFEST_FILE, Bundle, Manifest, Model, open_bundle, read_manifest, verify_hashes
+from ull.bundle import (
+    HEAD_SCAN,
+    MANIFEST_FILE,
+    Bundle,
+    Manifest,
+    Model,
+    Speculation,
+    open_bundle,
+    read_manifest,
+    verify_hashes,
+)
 from ull.client import Client
 from ull.commands.inspect_tables import (
     MIB,
@@ -41,6 +51,12 @@ _UNFINISHED_MESSAGES = 8  # of all clients together (native/io/server.cpp)
 _MESSAGES_IN_HAND = 4  # the io thread's, two between it and the control plane, and that one's
 _UNREAD_BYTES = 32 * MIB  # of all clients together (native/io/outbox.h), and what keeping them takes
 _UNSENT_BYTES = 256 * MIB  # of a frame to each of 1024 clients that have taken a part of it (native/io/server.cpp)
+_DRAFTER_GROUPS = {
+    "medusa": "medusa heads",
+    "draft": "draft model",
+    "eagle": "eagle head",
+    "dflash": "dflash head",
+}
 _GROUPS = {"qkv": "attention", "o": "attention", "gate_up": "mlp", "down": "mlp"}
 
 
@@ -136,12 +152,13 @@ def memory_bytes(bundle: Bundle) -> dict[str, int]:
     Of an engine for a GPU the weights and pages are the device's; here they are what loading goes through.
     """
     manifest = bundle.manifest
-    drafter = manifest.speculation.draft.model if manifest.speculation and manifest.speculation.draft else None
+    speculation = manifest.speculation or Speculation()
+    drafters = [item.model for item in (speculation.draft, speculation.eagle, speculation.dflash) if item is not None]
     context, defaults = manifest.model.context, EngineConfig()
     message = longest_request(context, Tokenizer(bundle.tokenizer_directory).bytes_per_token)
     parts = {
         "weights": bundle.weight_bytes,
-        "kv": sum(_kv_bytes(model, context) for model in (manifest.model, drafter) if model is not None),
+        "kv": sum(_kv_bytes(model, context) for model in (manifest.model, *drafters)),
         "runtime": _RUNTIME_BYTES + (defaults.queue_depth + 16) * (_SLOT_BYTES + 4 * context),
         "chats": _TEMPLATE_PROCESS,
         "grammars": _GRAMMAR_PROCESS + 3 * GrammarsConfig().memory_bytes,  # there, kept here, and requests'
@@ -177,8 +194,8 @@ def measure_costs(bundle: Bundle, threads: int) -> dict[str, Any]:
 
 def _group(name: str) -> str:
     parts = name.split(".")
-    if parts[0] in ("medusa", "draft"):
-        return {"medusa": "medusa heads", "draft": "draft model"}[parts[0]]
+    if parts[0] in _DRAFTER_GROUPS:
+        return _DRAFTER_GROUPS[parts[0]]
     if parts[0] == "layers":
         return _GROUPS.get(parts[2], "norms")  # biases and scales count with their matrix
     return {"embed": "embedding", "lm_head": "lm_head", HEAD_SCAN: "lm_head's FP8 copy"}.get(parts[0], "norms")

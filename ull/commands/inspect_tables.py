@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from ull.bundle import Forward, Manifest, Model, Plans, Provenance
+from ull.bundle import DflashHead, EagleHead, Forward, Manifest, Model, Plans, Provenance, Quality
 
 MIB = 1 << 20
 
@@ -105,6 +105,7 @@ def _rows(manifest: Manifest, parameters: int) -> list[tuple[str, str]]:
             ("perplexity", f"{quality.perplexity_original:.4f} original, {quality.perplexity_quantised:.4f} built"),
             ("increase", f"{quality.perplexity_increase:+.3%} (limit {quality.limit:.2%})"),
             ("top-1 agreement", f"{quality.top1_agreement:.2%} of {quality.eval_tokens} tokens"),
+            *_drafting_rows(quality),
             ("measured on", f"{quality.eval_text}, windows of {quality.window} tokens"),
             (
                 "largest error",
@@ -161,6 +162,12 @@ def _activation_rows(manifest: Manifest) -> list[tuple[str, str]]:
     return rows
 
 
+def _drafting_rows(quality: Quality) -> list[tuple[str, str]]:
+    """What the drafters gave when the bundle was built."""
+    rates = ", ".join(f"{name} {rate:.2f}" for name, rate in quality.tokens_per_round.items())
+    return [("tokens per round", f"{rates}, of 1.00 without drafting")] if rates else []
+
+
 def _speculation_rows(manifest: Manifest) -> list[tuple[str, str]]:
     """What drafts for the engine."""
     speculation = manifest.speculation
@@ -175,7 +182,24 @@ def _speculation_rows(manifest: Manifest) -> list[tuple[str, str]]:
         model = draft.model
         size = f"{parameter_count(model) / 1e6:,.1f} M parameters, {model.layers} x hidden {model.hidden}"
         rows.append(("draft model", f"{model.architecture}, {size}, weights {draft.precision.weights}"))
+    if (eagle := speculation.eagle) is not None:
+        rows.append(("eagle head", f"{_head_text(eagle)}, EAGLE-{_eagle_version(eagle)}"))
+    if (dflash := speculation.dflash) is not None:
+        kind = f"DSpark, Markov rank {dflash.markov}" if dflash.markov else "DFlash"
+        kind += ", confidence" if dflash.confidence else ""
+        rows.append(("dflash head", f"{_head_text(dflash)}, blocks of {dflash.block}, {kind}"))
     return rows
+
+
+def _head_text(head: EagleHead | DflashHead) -> str:
+    model = head.model
+    layers = "1 layer" if model.layers == 1 else f"{model.layers} layers"
+    own = f"{model.vocabulary} tokens of its own" if head.mapped else "the model's tokens"
+    return f"{layers} x hidden {model.hidden}, reads layers {', '.join(map(str, head.taps))}, {own}"
+
+
+def _eagle_version(head: EagleHead) -> str:
+    return "3.1" if head.norm_output or head.tap_norm == "each" else "3"
 
 
 def _device_rows(manifest: Manifest) -> list[tuple[str, str]]:

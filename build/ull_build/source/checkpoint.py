@@ -31,6 +31,11 @@ BLOCK_ELEMENTS = 1 << 18  # per block of rows: 1 MB in float32, so that a block 
 _HARMLESS_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old versions of transformers saved
 
 
+def block_rows(columns: int) -> int:
+    """Rows of a block of a tensor with so many columns: a multiple of 32."""
+    return max(32, BLOCK_ELEMENTS // columns // 32 * 32)
+
+
 class Shard:
     """One memory-mapped safetensors file."""
 
@@ -48,9 +53,9 @@ class Shard:
             raise CheckpointError(f"{path} {error}", field=path.name) from error
 
     def raw(self, name: str) -> NDArray[Any]:
-        """The tensor as a view of the file: uint16 bits for BF16, else its own float type."""
+        """The tensor as a view of the file: uint16 bits for BF16, else its own type."""
         entry = self.entries[name]
-        dtype = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}[entry.dtype]
+        dtype = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "I32": "<i4", "I64": "<i8"}[entry.dtype]
         count = entry.nbytes // np.dtype(dtype).itemsize
         return np.frombuffer(self._map, dtype, count, entry.offset).reshape(entry.shape)
 
@@ -117,7 +122,7 @@ class Checkpoint:
             self.on_read(shard.path.name)
         raw = shard.raw(name)
         row_bytes = raw.nbytes // len(raw)
-        rows = len(raw) if raw.ndim == 1 else max(32, BLOCK_ELEMENTS // raw.shape[1] // 32 * 32)
+        rows = len(raw) if raw.ndim == 1 else block_rows(raw.shape[1])
         for start in range(0, len(raw), rows):
             block = raw[start : start + rows]
             yield self._floats(name, block, start)

@@ -9,14 +9,15 @@ from ull.errors import CheckpointError
 
 
 class Fields:
-    """A JSON object by the names of its fields; `prefix` stands before them in messages."""
+    """A JSON object by the names of its fields; `prefix` stands before them in messages, which begin with `file`."""
 
-    def __init__(self, values: dict[str, Any], prefix: str = "") -> None:
+    def __init__(self, values: dict[str, Any], prefix: str = "", file: str = "config.json") -> None:
         self.values = values
         self.prefix = prefix
+        self.file = file
 
     def fail(self, name: str, message: str) -> CheckpointError:
-        return CheckpointError(f"config.json: `{self.prefix}{name}` {message}", field=self.prefix + name)
+        return CheckpointError(f"{self.file}: `{self.prefix}{name}` {message}", field=self.prefix + name)
 
     def is_null(self, name: str) -> bool:
         """Present and null, which differs from absent (the default applies)."""

@@ -10,9 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
-from ull.bundle import Provenance, RecipeValue, SourceFiles, listing_sha256
+from ull.bundle import Provenance, RecipeValue, SourceFiles, StoredDrafter, listing_sha256
 from ull.errors import CheckpointError
 from ull_build.progress import Reporter
 from ull_build.source.checkpoint import Checkpoint
@@ -103,7 +103,7 @@ class Sources:
     """What the model was read from, and what drafts for it."""
 
     model: SourceHash
-    drafters: dict[Literal["medusa", "draft"], SourceHash]
+    drafters: dict[StoredDrafter, SourceHash]
 
     def wait(self, reporter: Reporter) -> None:
         """Waits until all is hashed, as a stage of the build where that takes long. Raises what finish raises."""
@@ -145,11 +145,15 @@ def open_sources(checkpoint: Checkpoint, drafters: Drafters) -> Iterator[Sources
             of.on_read = found.begin
             return found
 
-        hashes: dict[Literal["medusa", "draft"], SourceHash] = {}
+        hashes: dict[StoredDrafter, SourceHash] = {}
         model = of_checkpoint(checkpoint, tokenizer_files(checkpoint.directory))
         if (medusa := drafters.medusa) is not None:
             hashes["medusa"] = begin(medusa.path.parent, (), medusa.files)  # its weights have just been read
         if (draft := drafters.draft) is not None:
             compared = [name for name in tokenizer_files(draft.directory) if name == "tokenizer.json"]
             hashes["draft"] = of_checkpoint(draft, compared)
+        if drafters.eagle is not None:
+            hashes["eagle"] = begin(drafters.eagle.tensors.directory, (), drafters.eagle.tensors.files)
+        if drafters.dflash is not None:
+            hashes["dflash"] = begin(drafters.dflash.tensors.directory, (), drafters.dflash.tensors.files)
         yield Sources(model, hashes)

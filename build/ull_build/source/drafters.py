@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from ull.bundle import DeviceCode, DraftModel, MedusaHeads, Model, Precision, Speculation
+from ull.bundle import DeviceCode, DflashHead, DraftModel, EagleHead, MedusaHeads, Model, Precision, Speculation
 from ull.errors import CheckpointError
 from ull.wire import MAX_TREE, Drafter
 from ull_build.source.checkpoint import Checkpoint
+from ull_build.source.heads.dflash import read_dflash
+from ull_build.source.heads.eagle import read_eagle
+from ull_build.source.heads.head import NO_OPTIONS, Head, HeadOptions
+from ull_build.source.heads.tensors import HeadTensors
 from ull_build.source.medusa import MedusaWeights, check_medusa, read_medusa
 from ull_build.source.vocabulary import CheckpointTokenizer, Vocabulary, build_vocabulary, load_tokenizer
 
@@ -23,6 +27,13 @@ class Drafters:
 
     medusa: MedusaWeights | None = None
     draft: Checkpoint | None = None
+    eagle: Head[EagleHead] | None = None
+    dflash: Head[DflashHead] | None = None
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person should know about how the heads were read."""
+        return [note for head in (self.eagle, self.dflash) if head is not None for note in head.notes]
 
     @property
     def heads(self) -> MedusaHeads | None:
@@ -42,21 +53,33 @@ class SpeculationSettings:
     medusa: Path | None = None
     medusa_count: int | None = None
     draft: Path | None = None
+    eagle: Path | None = None
+    eagle_options: HeadOptions = NO_OPTIONS
+    dflash: Path | None = None
+    dflash_options: HeadOptions = NO_OPTIONS
 
 
 @contextmanager
-def open_drafters(settings: SpeculationSettings, model: Model, tokenizer: CheckpointTokenizer) -> Iterator[Drafters]:
-    """The drafters of a target with `model` and `tokenizer`, checked. Raises CheckpointError."""
+def open_drafters(
+    settings: SpeculationSettings, checkpoint: Checkpoint, model: Model, tokenizer: CheckpointTokenizer
+) -> Iterator[Drafters]:
+    """The drafters of the target in `checkpoint` with `model` and `tokenizer`, checked. Raises CheckpointError."""
     medusa = None
     if settings.medusa is not None:
         medusa = read_medusa(settings.medusa, settings.medusa_count)
         check_medusa(medusa, model)
-    if settings.draft is None:
-        yield Drafters(medusa)
-        return
-    with Checkpoint(settings.draft) as draft:
-        _check_draft(settings.draft, draft, model, tokenizer.vocabulary)
-        yield Drafters(medusa, draft)
+    with ExitStack() as opened:
+        draft = eagle = dflash = None
+        if settings.eagle is not None:
+            tensors = opened.enter_context(HeadTensors(settings.eagle))
+            eagle = read_eagle(tensors, checkpoint, model, settings.eagle_options)
+        if settings.dflash is not None:
+            tensors = opened.enter_context(HeadTensors(settings.dflash))
+            dflash = read_dflash(tensors, checkpoint, model, settings.dflash_options)
+        if settings.draft is not None:
+            draft = opened.enter_context(Checkpoint(settings.draft))
+            _check_draft(settings.draft, draft, model, tokenizer.vocabulary)
+        yield Drafters(medusa, draft, eagle, dflash)
 
 
 def describe(
@@ -76,6 +99,8 @@ def describe(
         max_tree=settings.max_tree,
         medusa=drafters.heads,
         draft=draft,
+        eagle=None if drafters.eagle is None else msgspec.structs.replace(drafters.eagle.about, precision=precision),
+        dflash=None if drafters.dflash is None else msgspec.structs.replace(drafters.dflash.about, precision=precision),
     )
 
 

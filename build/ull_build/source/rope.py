@@ -61,7 +61,7 @@ def _parameters(fields: Fields) -> Fields:
     values = fields.values.get(name) or {}
     if any(isinstance(value, dict) for value in values.values()):
         raise fields.fail(name, "differs per layer type, which is not supported")
-    return Fields(values, f"{name}.")
+    return Fields(values, f"{name}.", fields.file)
 
 
 def _theta(fields: Fields, rope: Fields) -> float:

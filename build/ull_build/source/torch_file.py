@@ -54,6 +54,11 @@ _STORAGES = {
     "HalfStorage": StorageKind("<f2"),
     "BFloat16Storage": StorageKind("<u2", is_bf16=True),
 }
+_INTEGER_STORAGES = {
+    "IntStorage": StorageKind("<i4"),
+    "LongStorage": StorageKind("<i8"),
+    "BoolStorage": StorageKind("|b1"),
+}
 
 
 def _rebuild_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> StoredTensor:
@@ -78,11 +83,16 @@ _CALLABLE: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names of `_CALLABLE` and no others."""
+    """Knows the names of `_CALLABLE`, with `integers` those of `_INTEGER_STORAGES`, and no others."""
+
+    def __init__(self, file: io.BytesIO, integers: bool) -> None:
+        super().__init__(file)
+        known = {("torch", name): kind for name, kind in _INTEGER_STORAGES.items()} if integers else {}
+        self._known: dict[tuple[str, str], Any] = {**_CALLABLE, **known}
 
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return _CALLABLE[module, name]
+            return self._known[module, name]
         except KeyError:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no file of tensors needs") from None
 
@@ -97,14 +107,14 @@ class _Unpickler(pickle.Unpickler):
         return Storage(kind, key, length)
 
 
-def read_torch_file(path: Path) -> dict[str, NDArray[np.float32]]:
-    """The tensors of a PyTorch file by name, as float32.
+def read_torch_file(path: Path, integers: bool = False) -> dict[str, NDArray[Any]]:
+    """The tensors of a PyTorch file by name, as float32; with `integers` those of whole numbers too, as they are.
 
     Raises CheckpointError for a file that is damaged, in the old format, or asks for anything but tensors.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            return _read_archive(archive, path)
+            return _read_archive(archive, integers)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing", field=path.name) from error
     except zipfile.BadZipFile as error:
@@ -124,7 +134,7 @@ def read_torch_file(path: Path) -> dict[str, NDArray[np.float32]]:
         ) from error
 
 
-def _read_archive(archive: zipfile.ZipFile, path: Path) -> dict[str, NDArray[np.float32]]:
+def _read_archive(archive: zipfile.ZipFile, integers: bool) -> dict[str, NDArray[Any]]:
     names = set(archive.namelist())
     pickles = [name for name in names if name.endswith("/data.pkl")]
     if len(pickles) != 1:
@@ -134,7 +144,7 @@ def _read_archive(archive: zipfile.ZipFile, path: Path) -> dict[str, NDArray[np.
         raise ValueError("it was written on a big-endian machine")
     if archive.getinfo(pickles[0]).file_size > MAX_PICKLE_BYTES:
         raise ValueError("its data.pkl is far too large")
-    content = _Unpickler(io.BytesIO(archive.read(pickles[0]))).load()
+    content = _Unpickler(io.BytesIO(archive.read(pickles[0])), integers).load()
     if not isinstance(content, Mapping):
         raise ValueError(f"it holds no dictionary of tensors but {type(content).__name__}")
     tensors = {}
@@ -145,7 +155,7 @@ def _read_archive(archive: zipfile.ZipFile, path: Path) -> dict[str, NDArray[np.
     return tensors
 
 
-def _tensor(archive: zipfile.ZipFile, root: str, name: str, value: StoredTensor) -> NDArray[np.float32]:
+def _tensor(archive: zipfile.ZipFile, root: str, name: str, value: StoredTensor) -> NDArray[Any]:
     """Checks the extent of one tensor before its storage is read."""
     kind = value.storage.kind
     item = np.dtype(kind.code).itemsize
@@ -162,5 +172,7 @@ def _tensor(archive: zipfile.ZipFile, root: str, name: str, value: StoredTensor)
     if not contiguous or value.offset + math.prod(value.shape) > value.storage.length:
         raise ValueError(f"tensor {name!r} is not stored row by row inside its storage")
     raw = np.frombuffer(archive.read(member), kind.code, math.prod(value.shape), value.offset * item)
+    if kind in _INTEGER_STORAGES.values():
+        return raw.reshape(value.shape)
     values = (raw.astype(np.uint32) << np.uint32(16)).view(np.float32) if kind.is_bf16 else raw.astype(np.float32)
     return values.reshape(value.shape)

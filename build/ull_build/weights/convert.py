@@ -12,12 +12,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import DRAFT, FILLER, HEAD_SCAN, MEDUSA, FileEntry, TensorError, TensorShape
+from ull.bundle import (
+    DFLASH,
+    DRAFT,
+    EAGLE,
+    FILLER,
+    HEAD_SCAN,
+    MEDUSA,
+    DflashHead,
+    EagleHead,
+    FileEntry,
+    TensorError,
+    TensorShape,
+)
 from ull_build.progress import Reporter
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.source.drafters import NO_DRAFTERS, Drafters
+from ull_build.source.heads.head import Head
 from ull_build.source.medusa import MedusaWeights
-from ull_build.weights.fuse import fuse
+from ull_build.weights.fuse import exact_rows, fuse
 from ull_build.weights.names import EMBEDDING, bias_sources, present, vector_source, weight_sources
 from ull_build.weights.packer import Packer
 from ull_build.weights.quantise import ErrorSum, as_stored
@@ -25,6 +38,8 @@ from ull_build.weights.writer import WeightsWriter
 
 MEDUSA_ROWS = 1024  # per piece: whole tiles
 _OF_ROWS = ("scale", "bound")
+# Tensors of heads that are stored row by row, with what they are made of.
+_ROW_BY_ROW = {"embed.weight": "embed", "markov.embed": "markov.embed", "markov.head": "markov.head"}
 
 
 def plan_weights(checkpoint: Checkpoint, packer: Packer, drafters: Drafters = NO_DRAFTERS) -> dict[str, TensorShape]:
@@ -36,7 +51,17 @@ def plan_weights(checkpoint: Checkpoint, packer: Packer, drafters: Drafters = NO
     if drafters.draft is not None:
         own = present(drafters.draft, packer.for_draft().tensors(drafters.draft.model))
         plan |= {DRAFT + name: shape for name, shape in own.items()}
+    for prefix, head in _heads(drafters).items():
+        for name, shape in packer.head_tensors(checkpoint.model, head.about).items():
+            if not shape.optional or head.has_bias(name.removesuffix(".bias")):
+                plan[prefix + name] = shape
     return plan
+
+
+def _heads(drafters: Drafters) -> dict[str, Head[EagleHead] | Head[DflashHead]]:
+    """The heads that read hidden states, by the prefix of their tensors."""
+    heads: dict[str, Head[EagleHead] | Head[DflashHead] | None] = {EAGLE: drafters.eagle, DFLASH: drafters.dflash}
+    return {prefix: head for prefix, head in heads.items() if head is not None}
 
 
 def convert_checkpoint(
@@ -54,6 +79,7 @@ def convert_checkpoint(
     plan = plan_weights(checkpoint, packer, drafters)
     errors: list[TensorError] = []
     model, medusa, draft = _Pieces(checkpoint, packer), drafters.medusa, None
+    heads = _heads(drafters)
     if drafters.draft is not None:
         draft = _Pieces(drafters.draft, packer.for_draft())
     with WeightsWriter(path, plan) as writer:
@@ -63,6 +89,8 @@ def convert_checkpoint(
                 pieces = draft.of_model(name.removeprefix(DRAFT), shape, error)
             elif medusa is not None and name.startswith(MEDUSA):
                 pieces = model.of_medusa(medusa, name, shape, error)
+            elif prefix := next((one for one in heads if name.startswith(one)), ""):
+                pieces = model.of_head(heads[prefix], name.removeprefix(prefix), shape, error)
             else:
                 pieces = model.of_model(name, shape, error)
             for piece in pieces:
@@ -146,6 +174,37 @@ class _Pieces:
                 padded = np.pad(source[:rows], [(0, max(0, rows - len(source))), (0, 0)])
                 for start in range(0, rows, MEDUSA_ROWS):
                     yield self._packed(stem, padded[start : start + MEDUSA_ROWS], shape.dtype, error)
+
+    def of_head(
+        self, head: Head[EagleHead] | Head[DflashHead], name: str, shape: TensorShape, error: ErrorSum
+    ) -> Iterator[NDArray[Any]]:
+        """The pieces of a tensor of a head that reads hidden states, `name` being without its prefix."""
+        packer, tensors = self._packer, head.tensors
+        stem, _, kind = name.rpartition(".")
+        if name.endswith(FILLER):
+            yield np.zeros(shape.shape, np.uint8)
+        elif name == "d2t":
+            assert head.d2t is not None
+            yield np.pad(head.d2t, (0, shape.shape[0] - len(head.d2t)))
+        elif name in _ROW_BY_ROW:
+            [source] = head.sources[_ROW_BY_ROW[name]]
+            yield from (as_stored(rows, shape.dtype) for rows in exact_rows(tensors.blocks(source), shape.shape[0]))
+        elif name in ("confidence.weight", "confidence.bias"):
+            yield packer.vector(name, head.vector(name), shape)
+        elif kind == "weight":
+            sources = [tensors.blocks(source) for source in head.sources[stem]]
+            if stem == "lm_head":  # rows beyond the vocabulary are padding
+                sources = [exact_rows(sources[0], head.about.model.vocabulary)]
+            for rows in fuse(stem, sources, packer.tile_rows, packer.gate_rows):
+                yield self._packed(stem, rows, shape.dtype, error)
+        elif kind in _OF_ROWS:
+            yield self._left(name, kind, shape)
+        elif kind == "bias":
+            columns = [[tensors.vector(source)[:, None]] for source in head.biases(stem)]
+            tiles = np.concatenate(list(fuse(stem, columns, packer.tile_rows, packer.gate_rows)))
+            yield packer.vector(name, tiles.reshape(-1), shape)
+        else:
+            yield packer.vector(name, head.vector(name), shape)
 
     def _packed(self, stem: str, rows: NDArray[np.float32], dtype: str, error: ErrorSum) -> NDArray[Any]:
         """Rows in stored form, their error added to `error`, and what they have besides kept for its own tensor."""

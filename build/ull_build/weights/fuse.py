@@ -19,6 +19,18 @@ def fuse(stem: str, sources: Sequence[Blocks], tile_rows: int, gate_rows: int) -
     return whole_tiles(chain.from_iterable(sources), tile_rows)
 
 
+def exact_rows(blocks: Blocks, count: int) -> Iterator[NDArray[Any]]:
+    """The first `count` rows, followed by rows of zeros where there are fewer."""
+    columns = 0
+    for block in blocks:
+        columns = block.shape[1]
+        if count:
+            yield block[:count]
+            count = max(0, count - len(block))
+    if count:
+        yield np.zeros((count, columns), np.float32)
+
+
 def whole_tiles(blocks: Blocks, tile_rows: int) -> Iterator[NDArray[Any]]:
     """Cuts a stream of row blocks into blocks of whole tiles; the last one is padded with rows of zeros."""
     rest: NDArray[Any] | None = None

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import TILE_ROWS, MedusaHeads, Model, Precision, TensorShape, expected_tensors, medusa_tensors
+from ull.bundle import (
+    TILE_ROWS,
+    DflashHead,
+    EagleHead,
+    MedusaHeads,
+    Model,
+    Precision,
+    TensorShape,
+    dflash_tensors,
+    eagle_tensors,
+    expected_tensors,
+    medusa_tensors,
+)
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.weights.packer import PackedRows
 from ull_build.weights.quantise import as_stored, dequantise_rows, from_bf16, quantise_rows, to_bf16
@@ -49,6 +62,10 @@ class CpuPacker:
 
     def medusa_tensors(self, model: Model, heads: MedusaHeads) -> dict[str, TensorShape]:
         return medusa_tensors(model, self._precision, heads)
+
+    def head_tensors(self, model: Model, head: EagleHead | DflashHead) -> dict[str, TensorShape]:
+        stored = msgspec.structs.replace(head, precision=self._precision)
+        return eagle_tensors(model, stored) if isinstance(stored, EagleHead) else dflash_tensors(model, stored)
 
     def for_draft(self) -> CpuPacker:
         return self

@@ -14,6 +14,8 @@ from ull.bundle import (
     DEVICE_TILE_ROWS,
     HEAD_SCAN,
     MEDUSA,
+    DflashHead,
+    EagleHead,
     MedusaHeads,
     Model,
     Precision,
@@ -86,6 +88,9 @@ class GpuPacker:
     def medusa_tensors(self, model: Model, heads: MedusaHeads) -> dict[str, TensorShape]:
         both = device_tensors(model, self._precision, self._fused, heads)
         return {name: shape for name, shape in both.items() if name.startswith(MEDUSA)}
+
+    def head_tensors(self, model: Model, head: EagleHead | DflashHead) -> dict[str, TensorShape]:
+        raise ValueError("the layout of a GPU's weights has no place for heads that read hidden states")
 
     def for_draft(self) -> GpuPacker:
         """Our own kernels compute it; nobody observed it."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import MedusaHeads, Model, TensorShape
+from ull.bundle import DflashHead, EagleHead, MedusaHeads, Model, TensorShape
 from ull_build.source.checkpoint import Checkpoint
 
 
@@ -42,6 +42,9 @@ class Packer(Protocol):
 
     def medusa_tensors(self, model: Model, heads: MedusaHeads) -> dict[str, TensorShape]:
         """The tensors of its Medusa heads, in the order of the file."""
+
+    def head_tensors(self, model: Model, head: EagleHead | DflashHead) -> dict[str, TensorShape]:
+        """The tensors of a head that reads its hidden states, without their prefix, in the order of the file."""
 
     def for_draft(self) -> Packer:
         """The packer of the draft model that stands in the same file."""

@@ -10,9 +10,6 @@ namespace {
 // Below every real score, yet finite, so that a page without visible keys gives exp(0) = 1, not NaN.
 constexpr float kNoMaximum = -1e30F;
 
-// The first key that a query at `position` sees.
-int first_key(int window, int position) noexcept { return window > 0 ? std::max(0, position - window + 1) : 0; }
-
 }  // namespace
 
 Attention::Attention(const ModelSpec& spec, const Kernels& kernels, KvCache& cache, ThreadTeam& team, int positions)
@@ -46,17 +43,15 @@ Attention::Attention(const ModelSpec& spec, const Kernels& kernels, KvCache& cac
 }
 
 void Attention::run(int member, const AttentionStep& step) noexcept {
-  Scratch& scratch = scratch_[static_cast<size_t>(member)];
   const int tokens = step.panels.tokens;
   const Panels rows = Panels::of(tokens * spec_.group());
   // One token: whoever attends over a KV head first writes its key and value, and nobody else reads them.
   const bool own_writes = tokens == 1 && rows.count == 1;
   if (!own_writes) {
-    for (int i = member; i < tokens * spec_.kv_heads; i += team_.size()) {
-      write_cache(scratch, step, i / spec_.kv_heads, i % spec_.kv_heads);
-    }
+    store(member, step);
     team_.barrier();
   }
+  Scratch& scratch = scratch_[static_cast<size_t>(member)];
   const int items = spec_.kv_heads * rows.count;
   // Late tokens cost most: hand them out first.
   for (int i; (i = next_item_.fetch_add(1, std::memory_order_relaxed)) < items;) {
@@ -65,6 +60,13 @@ void Attention::run(int member, const AttentionStep& step) noexcept {
     if (own_writes) write_cache(scratch, step, 0, kv_head);
     const int row = panel * rows.width;
     attend(scratch, step, kv_head, row, std::min(rows.width, rows.tokens - row));
+  }
+}
+
+void Attention::store(int member, const AttentionStep& step) noexcept {
+  Scratch& scratch = scratch_[static_cast<size_t>(member)];
+  for (int i = member; i < step.panels.tokens * spec_.kv_heads; i += team_.size()) {
+    write_cache(scratch, step, i / spec_.kv_heads, i % spec_.kv_heads);
   }
 }
 
@@ -113,7 +115,7 @@ void Attention::attend(Scratch& scratch, const AttentionStep& step, int kv_head,
   }
   std::fill_n(scratch.sums.data(), scratch.sums.size(), 0.0F);
   const int last_page = step.tree == nullptr ? rows.highest / kPageKeys : step.start / kPageKeys - 1;
-  for (int page = first_key(step.window, rows.lowest) / kPageKeys; page <= last_page; ++page) {
+  for (int page = step.first_key(rows.lowest) / kPageKeys; page <= last_page; ++page) {
     attend_page(scratch, step, rows, page);
   }
   if (step.tree != nullptr) attend_tree(scratch, step, rows);
@@ -147,7 +149,7 @@ void Attention::softmax_row(Scratch& scratch, const AttentionStep& step, Rows& r
   const int token = (rows.first + r) / spec_.group();
   const int base = page * kPageKeys;
   const float correction =
-      kernels_.softmax_page(low, high, first_key(step.window, step.position(token)) - base, step.last_key(token) - base,
+      kernels_.softmax_page(low, high, step.first_key(step.position(token)) - base, step.last_key(token) - base,
                             scratch.probabilities.data() + r * kPageKeys, rows.maximum + r, rows.total + r);
   if (correction == 1.0F) return;
   for (int tile = 0; tile * kTileRows < spec_.head_dim; ++tile) {
@@ -170,7 +172,7 @@ void Attention::attend_page(Scratch& scratch, const AttentionStep& step, Rows& r
   const int base = page * kPageKeys;
   const int physical = step.pages[page];
   // Keys of this page that any row sees: [begin, end).
-  const int begin = std::max(first_key(step.window, rows.lowest) - base, 0);
+  const int begin = std::max(step.first_key(rows.lowest) - base, 0);
   const int end = std::min(rows.highest - base, kPageKeys - 1) + 1;
   float* scores = scratch.scores.data();
   scores_of(scratch, step, rows, physical, begin, end, scores);

@@ -41,6 +41,7 @@ struct AttentionStep {
   const TreePaths* tree;  // null: the tokens follow one another
   int first_node = 0;     // of a tree: token i is node first_node + i; the nodes before it are in the tree page
   bool block = false;     // without a tree: every token sees all of the chunk, those behind it too
+  int first = 0;          // the lowest position that is seen, at most `start`: what lies before it is not there
 
   [[nodiscard]] int node(int token) const noexcept { return first_node + token; }
   [[nodiscard]] int position(int token) const noexcept {
@@ -48,6 +49,10 @@ struct AttentionStep {
   }
   // The position of the last key that a token sees.
   [[nodiscard]] int last_key(int token) const noexcept { return block ? start + panels.tokens - 1 : position(token); }
+  // The position of the first key that a token at `position` sees.
+  [[nodiscard]] int first_key(int position) const noexcept {
+    return window > 0 && position - window + 1 > first ? position - window + 1 : first;
+  }
 };
 
 class Attention {
@@ -58,6 +63,9 @@ class Attention {
   // Called by every member of the team, behind a barrier that makes step.qkv visible. step.out is complete after the
   // next barrier.
   void run(int member, const AttentionStep& step) noexcept;
+
+  // Likewise, but only writes the keys and values: no query is looked at, and step.out stays as it is.
+  void store(int member, const AttentionStep& step) noexcept;
 
   // Called by member 0 before the barrier that precedes run().
   void reset() noexcept { next_item_.store(0, std::memory_order_relaxed); }

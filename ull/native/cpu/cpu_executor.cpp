@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "cpu/dflash.h"
 #include "cpu/draft_model.h"
+#include "cpu/eagle.h"
 #include "cpu/medusa.h"
 #include "draft/ngram.h"
 
@@ -19,10 +21,12 @@ CpuExecutor::CpuExecutor(ModelSpec spec, ModelOptions options, SpeculationOption
 
 void CpuExecutor::prepare() {
   speculator_.reset();  // it refers to the model
+  validate(spec_);
   ModelOptions options = options_;
   options.trees = true;
   if (options.chunk >= 1) options.chunk = std::max(options.chunk, kMaxTreeTokens);
   options.taps = tapped_layers(spec_);
+  if (spec_.eagle != nullptr) options.widest = std::max(options.widest, widest_columns(*spec_.eagle, spec_.hidden));
   model_ = std::make_unique<Model>(spec_, options);
   taps_.reset();
   if (!options.taps.empty()) {
@@ -59,6 +63,12 @@ std::vector<std::unique_ptr<Drafter>> CpuExecutor::make_drafters() {
   std::vector<std::unique_ptr<Drafter>> drafters;
   drafters.push_back(std::make_unique<NgramDrafter>(spec_.context));
   if (spec_.medusa != nullptr) drafters.push_back(std::make_unique<MedusaDrafter>(*model_, speculation_.coupled));
+  if (spec_.eagle != nullptr) {
+    drafters.push_back(std::make_unique<EagleDrafter>(*model_, *taps_, speculation_.coupled));
+  }
+  if (spec_.dflash != nullptr) {
+    drafters.push_back(std::make_unique<DflashDrafter>(*model_, *taps_, speculation_.coupled));
+  }
   if (speculation_.in_place_of_draft_model) {
     drafters.push_back(speculation_.in_place_of_draft_model());
   } else if (spec_.draft != nullptr) {

@@ -105,6 +105,44 @@ void Model::run_layer(int index, float* hidden, int count, int start, const int3
   team_->run(body);
 }
 
+Status Model::run_block(float* hidden, int count, int start, int first, const int32_t* pages,
+                        const std::atomic<bool>& abort) noexcept {
+  set_chunk(hidden, count, start, pages);
+  block_ = true;
+  first_ = first;
+  stop_ = false;
+  const auto body = [&](int member) {
+    for (int i = 0; i < spec_.layers; ++i) {
+      layer(member, i);
+      if (member == 0) stop_ = interrupted(abort);
+      team_->barrier();
+      if (stop_) return;
+    }
+  };
+  team_->run(body);
+  return stop_ ? Status::kAborted : Status::kOk;
+}
+
+void Model::store(const float* x, int count, int start, const int32_t* pages) noexcept {
+  set_chunk(nullptr, count, start, pages);
+  const auto body = [&](int member) {
+    for (int i = 0; i < spec_.layers; ++i) {
+      const Matrix& qkv = weights_.layer(i).qkv;
+      const float scale = qkv.input_scale();
+      for (int token = member; token < count; token += team_->size()) {
+        const float* from = x + static_cast<size_t>(token) * static_cast<size_t>(spec_.hidden);
+        float* to = normed_.data() + panels_.offset(token, spec_.hidden);
+        for (int k = 0; k < spec_.hidden; ++k) to[static_cast<size_t>(k * panels_.width)] = from[k] * scale;
+      }
+      team_->barrier();
+      project_qkv(member, qkv, normed_.data(), spec_.query_rows() / kTileRows);
+      team_->barrier();
+      attention_.store(member, attention_step(i));
+    }
+  };
+  team_->run(body);
+}
+
 void Model::project(float* hidden, int count, float* out) noexcept {
   set_chunk(hidden, count, 0, nullptr);
   const auto body = [&](int member) { logits(member, residual_, panels_, out); };
@@ -148,6 +186,8 @@ void Model::set_chunk(float* hidden, int count, int start, const int32_t* pages,
   start_ = start;
   pages_ = pages;
   tree_ = tree;
+  block_ = false;
+  first_ = 0;
 }
 
 void Model::embed_tokens(int member, const int32_t* tokens) noexcept {
@@ -174,27 +214,10 @@ void Model::layer(int member, int index) noexcept {
   const float* x = normalise(member, residual_, panels_, weights.attention_norm, weights.qkv);
   tap(member, linear_index(index, Linear::kQkv), weights.qkv, normed_, panels_);
   if (member == 0) attention_.reset();
-  linear(member, weights.qkv, x, panels_, 1, [&](int tile, const float* sums, size_t) {
-    for (int token = 0; token < panels_.tokens; ++token) {
-      kernels_.finish_tile(
-          sums + token * kTileRows, tile_of(weights.qkv.scale, tile), tile_of(weights.qkv.bias, tile),
-          qkv_.data() + static_cast<size_t>(token) * static_cast<size_t>(qkv_stride_) + tile * kTileRows);
-    }
-  });
+  project_qkv(member, weights.qkv, x);
   team_->barrier();
 
-  attention_.run(member, {.qkv = qkv_.data(),
-                          .qkv_stride = qkv_stride_,
-                          .start = start_,
-                          .pages = pages_,
-                          .cache_layer = index % cache_.layers(),
-                          .window = spec_.windows[static_cast<size_t>(index)],
-                          .query_norm = data_or_null(weights.query_norm),
-                          .key_norm = data_or_null(weights.key_norm),
-                          .panels = panels_,
-                          .out = mixed_.data(),
-                          .out_scale = weights.output.input_scale(),
-                          .tree = tree_});
+  attention_.run(member, attention_step(index));
   team_->barrier();
 
   tap(member, linear_index(index, Linear::kOutput), weights.output, mixed_, panels_);
@@ -208,6 +231,35 @@ void Model::layer(int member, int index) noexcept {
 
   tap(member, linear_index(index, Linear::kDown), weights.down, mixed_, panels_);
   add_to_hidden(member, weights.down, mixed_.data());
+}
+
+void Model::project_qkv(int member, const Matrix& matrix, const float* x, int from) noexcept {
+  const auto finish = [&](int tile, const float* sums, size_t) {
+    for (int token = 0; token < panels_.tokens; ++token) {
+      kernels_.finish_tile(
+          sums + token * kTileRows, tile_of(matrix.scale, tile), tile_of(matrix.bias, tile),
+          qkv_.data() + static_cast<size_t>(token) * static_cast<size_t>(qkv_stride_) + tile * kTileRows);
+    }
+  };
+  linear(member, matrix, x, panels_, 1, finish, from);
+}
+
+AttentionStep Model::attention_step(int index) noexcept {
+  const LayerWeights& weights = weights_.layer(index);
+  return {.qkv = qkv_.data(),
+          .qkv_stride = qkv_stride_,
+          .start = start_,
+          .pages = pages_,
+          .cache_layer = index % cache_.layers(),
+          .window = spec_.windows[static_cast<size_t>(index)],
+          .query_norm = data_or_null(weights.query_norm),
+          .key_norm = data_or_null(weights.key_norm),
+          .panels = panels_,
+          .out = mixed_.data(),
+          .out_scale = weights.output.input_scale(),
+          .tree = tree_,
+          .block = block_,
+          .first = first_};
 }
 
 void Model::logits(int member, const float* hidden, const Panels& panels, float* out) noexcept {
@@ -255,12 +307,12 @@ const float* Model::normalise(int member, const float* hidden, const Panels& pan
 }
 
 template <typename Finish>
-void Model::linear(int member, const Matrix& matrix, const float* x, const Panels& panels, int unit,
-                   Finish finish) noexcept {
+void Model::linear(int member, const Matrix& matrix, const float* x, const Panels& panels, int unit, Finish finish,
+                   int from) noexcept {
   Scratch& scratch = scratch_[static_cast<size_t>(member)];
-  const int units = matrix.tiles / unit;
-  const int begin = static_cast<int>(static_cast<int64_t>(units) * member / team_->size()) * unit;
-  const int end = static_cast<int>(static_cast<int64_t>(units) * (member + 1) / team_->size()) * unit;
+  const int units = (matrix.tiles - from) / unit;
+  const int begin = from + static_cast<int>(static_cast<int64_t>(units) * member / team_->size()) * unit;
+  const int end = from + static_cast<int>(static_cast<int64_t>(units) * (member + 1) / team_->size()) * unit;
   const int group = panels.width == 1 || panels.count > 1 ? kMaxTileGroup : 2;
   const size_t sums_tile = static_cast<size_t>(panels.columns()) * kTileRows;
   const size_t panel_size = static_cast<size_t>(matrix.columns) * static_cast<size_t>(panels.width);

@@ -82,6 +82,12 @@ class Model {
   void embed(const int32_t* tokens, int count, float* hidden) noexcept;
   void run_layer(int layer, float* hidden, int count, int start, const int32_t* pages) noexcept;
   void project(float* hidden, int count, float* logits) noexcept;  // [count][vocabulary]
+  // All layers over a block: each of its tokens sees the whole of it, and the keys of positions [first, start). hidden:
+  // [count][spec.hidden], in and out. kOk, or kAborted as forward().
+  [[nodiscard]] Status run_block(float* hidden, int count, int start, int first, const int32_t* pages,
+                                 const std::atomic<bool>& abort) noexcept;
+  // Stores the keys and values that each layer makes of x [count][spec.hidden], as it is, and computes nothing else.
+  void store(const float* x, int count, int start, const int32_t* pages) noexcept;
   // Lets `tap`, which must outlive the model, have a look at the linears' inputs. Once, before the first pass.
   void set_tap(Tap* tap) noexcept { tap_ = tap; }
 
@@ -130,8 +136,13 @@ class Model {
                          const Matrix& consumer) noexcept;
   // Multiplies this member's share of the row tiles and calls finish(tile, sums) for each `unit` tiles; sums is
   // [unit][sums_tile], of which [token][32] is filled.
+  // from: the first tile that is wanted, a multiple of `unit`.
   template <typename Finish>
-  void linear(int member, const Matrix& matrix, const float* x, const Panels& panels, int unit, Finish finish) noexcept;
+  void linear(int member, const Matrix& matrix, const float* x, const Panels& panels, int unit, Finish finish,
+              int from = 0) noexcept;
+  // Queries, keys and values of the chunk, from row tile `from` on -> qkv_.
+  void project_qkv(int member, const Matrix& matrix, const float* x, int from = 0) noexcept;
+  [[nodiscard]] AttentionStep attention_step(int layer) noexcept;
   void add_to_hidden(int member, const Matrix& matrix, const float* x) noexcept;
   void activate(int member, const LayerWeights& weights, const float* x) noexcept;
   void allocate_activations(size_t hidden, size_t columns, size_t widest);
@@ -149,7 +160,7 @@ class Model {
   AlignedArray<float> hidden_;    // [chunk][hidden] the residual stream
   AlignedArray<float> qkv_;       // [chunk][qkv_stride]
   AlignedArray<float> normed_;    // packed [columns][hidden]
-  AlignedArray<float> mixed_;     // packed [columns][max(heads * head_dim, intermediate)]
+  AlignedArray<float> mixed_;     // packed [columns][max(heads * head_dim, intermediate, options.widest)]
   std::vector<Scratch> scratch_;  // [threads]
   std::vector<int> taps_;
   AlignedArray<float> tapped_;  // [chunk][taps][hidden]
@@ -160,6 +171,8 @@ class Model {
   int start_ = 0;
   const int32_t* pages_ = nullptr;
   const TreePaths* tree_ = nullptr;
+  bool block_ = false;  // see AttentionStep
+  int first_ = 0;
   Pulse* pulse_ = nullptr;
   bool stop_ = false;  // member 0 was interrupted; published by a barrier
 

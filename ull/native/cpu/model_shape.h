@@ -12,6 +12,8 @@
 
 namespace ull::cpu {
 
+inline constexpr int kMaxDflashBlock = 32;      // positions of a DFlash head's pass
+inline constexpr int kMaxMarkovRank = 4096;
 inline constexpr int kMaxDimension = 1 << 24;  // of what a model counts, the tokens of its context among them
 
 struct TensorInfo {
@@ -50,6 +52,7 @@ struct ModelSpec {
   std::vector<int> windows;       // [layers] tokens a query sees, itself included; 0: all
   std::string path;               // weights.safetensors
   std::map<std::string, TensorInfo> tensors;
+  bool body = false;  // the layers and final norm of a head: embedding and lm_head may be missing
   // What a bundle may add for speculative decoding; null: it does not.
   std::shared_ptr<const MedusaSpec> medusa;
   std::shared_ptr<const ModelSpec> draft;  // names of tensors without the prefix "draft."

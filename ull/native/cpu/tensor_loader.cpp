@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
@@ -144,6 +145,13 @@ AlignedArray<float> TensorLoader::vector(const std::string& name, int length, bo
   return values;
 }
 
+std::vector<int32_t> TensorLoader::integers(const std::string& name, int length) {
+  const AlignedArray<float> words = vector(name, length, /*allow_bf16=*/false);  // four bytes each, whatever they mean
+  std::vector<int32_t> values(static_cast<size_t>(length));
+  std::memcpy(values.data(), words.data(), values.size() * sizeof(int32_t));
+  return values;
+}
+
 Matrix TensorLoader::matrix(const std::string& name, int rows, int tile_rows, int columns) {
   Matrix matrix;
   matrix.rows = rows;
@@ -163,6 +171,27 @@ Matrix TensorLoader::matrix(const std::string& name, int rows, int tile_rows, in
 
 Matrix TensorLoader::matrix(const std::string& name, int rows, int columns) {
   return matrix(name, rows, (rows + kTileRows - 1) / kTileRows * kTileRows, columns);
+}
+
+RowTable TensorLoader::rows(const std::string& name, int rows, int columns) {
+  const auto found = tensors_.find(name);
+  const bool stored = found != tensors_.end() && !found->second.shape.empty();
+  const TensorInfo& tensor =
+      find(name, {stored ? std::max<int64_t>(found->second.shape[0], rows) : int64_t{rows}, columns});
+  if (tensor.format == Format::kF8) throw std::invalid_argument("tensor " + name + ": dtype F8_E4M3 is not supported");
+  const uint8_t* data = place(name, tensor);
+  memory_.bytes += tensor.bytes;
+  return {tensor.format, columns, data};
+}
+
+void RowTable::read(int row, float* out) const noexcept {
+  const size_t element = format_bytes(format);
+  const uint8_t* from = data + static_cast<size_t>(row) * static_cast<size_t>(columns) * element;
+  if (format == Format::kF32) {
+    std::memcpy(out, from, static_cast<size_t>(columns) * element);
+    return;
+  }
+  for (int k = 0; k < columns; ++k, from += element) out[k] = widen_bf16(from);
 }
 
 void TensorLoader::check_extent(const std::string& name, const TensorInfo& tensor) const {

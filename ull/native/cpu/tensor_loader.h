@@ -42,6 +42,16 @@ struct Matrix {
   }
 };
 
+// Vectors by number, one after another: an embedding.
+struct RowTable {
+  Format format = Format::kF32;  // or kBf16
+  int columns = 0;
+  const uint8_t* data = nullptr;  // [rows][columns]
+
+  // Row `row` -> out [columns], as f32.
+  void read(int row, float* out) const noexcept;
+};
+
 enum class WeightStorage : uint8_t { kResident, kMapped };
 
 struct UnmapFile {
@@ -78,9 +88,13 @@ class TensorLoader {
   const uint8_t* place(const std::string& name, const TensorInfo& tensor);
   // A one-dimensional tensor as f32, its padding included.
   AlignedArray<float> vector(const std::string& name, int length, bool allow_bf16);
+  // A one-dimensional tensor of i32, without its padding.
+  std::vector<int32_t> integers(const std::string& name, int length);
   // X.weight with its X.scale and, where present, X.bias. `rows`: logical; tile_rows: stored, a multiple of 32.
   Matrix matrix(const std::string& name, int rows, int tile_rows, int columns);
   Matrix matrix(const std::string& name, int rows, int columns);
+  // A tensor of `rows` rows in bf16 or f32; some may have been added to pad its bytes.
+  RowTable rows(const std::string& name, int rows, int columns);
 
  private:
   class File;

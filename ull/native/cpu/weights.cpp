@@ -12,10 +12,79 @@
 
 namespace ull::cpu {
 
-void validate(const ModelSpec& spec) {
-  const auto require = [](bool condition, const char* message) {
-    if (!condition) throw std::invalid_argument(message);
+namespace {
+
+void require(bool condition, const char* message) {
+  if (!condition) throw std::invalid_argument(message);
+}
+
+bool has_drafters(const ModelSpec& spec) {
+  return spec.medusa != nullptr || spec.draft != nullptr || spec.eagle != nullptr || spec.dflash != nullptr;
+}
+
+// A model that drafts, whose fields stand in the section `name`.
+void validate_as(const std::string& name, const ModelSpec& spec) {
+  try {
+    validate(spec);
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(name + "." + error.what());
+  }
+}
+
+void validate_eagle(const ModelSpec& target) {
+  const EagleSpec& spec = *target.eagle;
+  require(!has_drafters(spec.model), "eagle: must not have drafters of its own");
+  validate_as("eagle", spec.model);
+  require(spec.model.layers == 1, "eagle.layers: must be 1");
+  require(spec.model.hidden <= kMaxDimension / 2, "eagle.hidden: must be at most 2^23");
+  require(spec.model.context >= target.context, "eagle.context: must not be shorter than the target's");
+  require(!spec.taps.empty() && spec.taps.size() <= static_cast<size_t>(kMaxDimension / target.hidden),
+          "eagle.taps: must name 1 layer or more, of 2^24 values together");
+  for (const int layer : spec.taps) {
+    require(layer >= 0 && layer <= target.layers, "eagle.taps: must be 0 to the target's number of layers");
+  }
+  require(spec.own_embedding || spec.model.hidden == target.hidden,
+          "eagle.own_embedding: must be true where eagle.hidden is not the target's hidden");
+  require(spec.mapped || spec.model.vocabulary == target.vocabulary,
+          "eagle.mapped: must be true where eagle.vocabulary is not the target's");
+}
+
+void require_layers(const ModelSpec& target, const std::vector<int>& taps, const std::string& field) {
+  const bool known = std::all_of(taps.begin(), taps.end(), [&](int tap) { return tap >= 0 && tap <= target.layers; });
+  if (taps.empty() || !known) {
+    throw std::invalid_argument(field + ": must name layers of the target, 0 to " + std::to_string(target.layers));
+  }
+}
+
+void validate_dflash(const DflashSpec& spec, const ModelSpec& target) {
+  const auto require = [](bool condition, const std::string& message) {
+    if (!condition) throw std::invalid_argument("dflash." + message);
   };
+  const ModelSpec& model = spec.model;
+  try {
+    validate(model);
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(std::string("dflash.") + error.what());
+  }
+  require_layers(target, spec.taps, "dflash.taps");
+  require(spec.block >= 2 && spec.block <= kMaxDflashBlock, "block: must be 2 to 32");
+  require(spec.mask_token >= 0 && spec.mask_token < target.vocabulary,
+          "mask_token: must be a token of the target's, 0 to " + std::to_string(target.vocabulary - 1));
+  require(model.context >= target.context, "context: must not be shorter than the target's");
+  require((spec.own_embedding && spec.own_lm_head) || model.hidden == target.hidden,
+          "hidden: must be the target's, whose embedding or lm_head it shares");
+  require(!spec.mapped || spec.own_lm_head, "mapped: a head that shares the target's lm_head has its tokens");
+  require(spec.own_lm_head ? model.vocabulary <= target.vocabulary : model.vocabulary == target.vocabulary,
+          spec.own_lm_head ? "vocabulary: must not be larger than the target's" : "vocabulary: must be the target's");
+  require(spec.markov >= 0 && spec.markov <= kMaxMarkovRank, "markov: must be a rank of 0 to 4096");
+  require(!spec.gated || spec.markov > 0, "markov_kind: gated needs a Markov term");
+  require(!spec.confidence_reads_markov || (spec.confidence && spec.markov > 0),
+          "confidence_reads_markov: needs a confidence head and a Markov term");
+}
+
+}  // namespace
+
+void validate(const ModelSpec& spec) {
   const auto sane = [](int value) { return value >= 1 && value <= kMaxDimension; };
   require(sane(spec.hidden), "hidden: must be 1 to 2^24");
   require(sane(spec.layers), "layers: must be 1 to 2^24");
@@ -37,15 +106,13 @@ void validate(const ModelSpec& spec) {
     require(spec.medusa->heads >= 1 && spec.medusa->heads <= kMaxMedusaHeads, "medusa.heads: must be 1 to 12");
     require(spec.medusa->layers >= 1 && spec.medusa->layers <= kMaxMedusaLayers, "medusa.layers: must be 1 to 16");
   }
+  if (spec.eagle != nullptr) validate_eagle(spec);
   if (spec.draft != nullptr) {
-    require(spec.draft->medusa == nullptr && spec.draft->draft == nullptr, "draft: must not have drafters of its own");
-    try {
-      validate(*spec.draft);
-    } catch (const std::invalid_argument& error) {
-      throw std::invalid_argument(std::string("draft.") + error.what());
-    }
+    require(!has_drafters(*spec.draft), "draft: must not have drafters of its own");
+    validate_as("draft", *spec.draft);
     require(spec.draft->context >= spec.context, "draft.context: must not be shorter than the target's");
   }
+  if (spec.dflash != nullptr) validate_dflash(*spec.dflash, spec);
 }
 
 ModelWeights::ModelWeights(const ModelSpec& spec, WeightStorage storage) : hidden_(spec.hidden) {
@@ -68,36 +135,26 @@ ModelWeights::ModelWeights(const ModelSpec& spec, WeightStorage storage) : hidde
     layers_.push_back(std::move(layer));
   }
   norm_ = load.vector("norm", spec.hidden, true);
-  lm_head_ = load.matrix("lm_head", spec.vocabulary, spec.hidden);
+  if (!spec.body || load.has("lm_head.weight")) lm_head_ = load.matrix("lm_head", spec.vocabulary, spec.hidden);
   if (load.has("embed.weight")) {
-    // Rows may have been added to pad the tensor's bytes.
-    const auto& stored = spec.tensors.at("embed.weight").shape;
-    const int64_t rows = stored.empty() ? 0 : std::max<int64_t>(stored[0], spec.vocabulary);
-    const TensorInfo& tensor = load.find("embed.weight", {rows, spec.hidden});
-    if (tensor.format == Format::kF8)
-      throw std::invalid_argument("tensor embed.weight: dtype F8_E4M3 is not supported");
-    embedding_format_ = tensor.format;
-    embedding_ = load.place("embed.weight", tensor);
-    memory_.bytes += tensor.bytes;
-  } else if (lm_head_.format == Format::kF8) {
+    embedding_ = load.rows("embed.weight", spec.vocabulary, spec.hidden);
+  } else if (!spec.body && lm_head_.format == Format::kF8) {
     throw std::invalid_argument("tensor embed.weight: missing, and an F8_E4M3 lm_head cannot stand in for it");
   }
 }
 
 void ModelWeights::embed(int token, float* out) const noexcept {
-  const bool gather = embedding_ == nullptr;
-  const Format format = gather ? lm_head_.format : embedding_format_;
-  const size_t element = format_bytes(format);
-  const uint8_t* row = embedding_ + static_cast<size_t>(token) * static_cast<size_t>(hidden_) * element;
-  size_t step = element;
-  if (gather) {
-    const int r = token % kTileRows;
-    const int position = format == Format::kF32 ? r : r < kTileRows / 2 ? 2 * r : 2 * (r - kTileRows / 2) + 1;
-    row = lm_head_.data + static_cast<size_t>(token / kTileRows) * lm_head_.tile_bytes() +
-          static_cast<size_t>(position) * element;
-    step = kTileRows * element;
+  if (embedding_.data != nullptr) {
+    embedding_.read(token, out);
+    return;
   }
-  for (int k = 0; k < hidden_; ++k, row += step) {
+  const Format format = lm_head_.format;
+  const size_t element = format_bytes(format);
+  const int r = token % kTileRows;
+  const int position = format == Format::kF32 ? r : r < kTileRows / 2 ? 2 * r : 2 * (r - kTileRows / 2) + 1;
+  const uint8_t* row = lm_head_.data + static_cast<size_t>(token / kTileRows) * lm_head_.tile_bytes() +
+                       static_cast<size_t>(position) * element;
+  for (int k = 0; k < hidden_; ++k, row += kTileRows * element) {
     if (format == Format::kBf16) {
       out[k] = widen_bf16(row);
     } else {

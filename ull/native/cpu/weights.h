@@ -44,8 +44,7 @@ class ModelWeights {
   AlignedArray<float> norm_;
   Matrix lm_head_;
   int hidden_ = 0;
-  Format embedding_format_ = Format::kF32;
-  const uint8_t* embedding_ = nullptr;  // [vocabulary][hidden]; null: gather from lm_head_
+  RowTable embedding_;  // [vocabulary][hidden]; without data: gather from lm_head_
   TensorMemory memory_;
 };
 

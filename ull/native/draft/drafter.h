@@ -100,6 +100,12 @@ class Drafter {
   }
   // Adds candidates to `tree`, which has its root and limits, following `plan`. kOk, kAborted or kExecutorFailed.
   [[nodiscard]] virtual Status propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept = 0;
+  // After propose(): its own estimate of the chance that the tree's likeliest path is accepted down to `depth`; below
+  // 0: it has none.
+  [[nodiscard]] virtual float survival(int depth) const noexcept {
+    (void)depth;
+    return -1.0F;
+  }
   // Told after every round of a request that may use this drafter.
   virtual void observe(const DraftOutcome& outcome) noexcept { (void)outcome; }
 

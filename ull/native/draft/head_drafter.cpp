@@ -34,8 +34,13 @@ int HeadDrafter::confidence(const DraftContext& context) noexcept {
 
 Status HeadDrafter::reach_root(const DraftContext& context, int32_t* from) noexcept {
   CachedRange& range = range_of(*context.drafted);
+  const int32_t last = context.position - 1;
+  *from = context.position;
+  if (lookahead_ > 0 && (last < 0 || !tags_.holds(last, context.history[last], context.pages[last / kPageTokens]))) {
+    return Status::kOk;  // the entry may be there, but not its output
+  }
   const Status status = follow(context.history, context.pages, context.position, /*last=*/true, range, *context.abort);
-  *from = range.through == context.position ? range.from : context.position;
+  if (range.through == context.position) *from = range.from;
   return status;
 }
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "base/float_math.h"
+#include "draft/growth.h"
 #include "draft/tree.h"
 
 namespace ull {
@@ -22,36 +22,13 @@ struct MedusaCandidates {
 
   // Adds them to a tree that has its root, until it has `nodes` nodes or there is nothing left.
   void grow(int nodes, DraftTree& tree) const noexcept {
-    float share[kMaxMedusaHeads + 1][kMedusaRanks];
-    for (int d = 1; d <= depth; ++d) {
-      float total = 0.0F;
-      for (int rank = 0; rank < counts[d]; ++rank) {
-        share[d][rank] = exp_lanes<ScalarMath>(scores[d][rank] - scores[d][0]);
-        total += share[d][rank];
-      }
-      for (int rank = 0; rank < counts[d]; ++rank) share[d][rank] /= total;
-    }
-    float reach[kMaxTreeTokens] = {1.0F};
-    uint8_t next_rank[kMaxTreeTokens] = {};
-    while (tree.count() < nodes) {
-      int parent = -1;
-      float most = 0.0F;
-      for (int node = 0; node < tree.count(); ++node) {
-        const int d = tree.depth(node) + 1;
-        if (d > depth || next_rank[node] >= counts[d]) continue;
-        const float chance = reach[node] * share[d][next_rank[node]];
-        if (chance > most) {
-          most = chance;
-          parent = node;
-        }
-      }
-      if (parent < 0) return;
-      const int d = tree.depth(parent) + 1;
-      const int node = tree.add(parent, tokens[d][next_rank[parent]++]);
-      if (node < 0) return;
-      reach[node] = most;
-      next_rank[node] = 0;
-    }
+    float shares[kMaxMedusaHeads + 1][kMedusaRanks];
+    for (int d = 1; d <= depth; ++d) share_out(scores[d], counts[d], 1.0F, shares[d]);
+    ull::grow(nodes, tree, [&](int node, float) -> Branch {
+      const int d = tree.depth(node) + 1;
+      if (d > depth) return {};
+      return {counts[d], tokens[d], shares[d]};
+    });
   }
 };
 

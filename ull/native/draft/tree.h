@@ -53,6 +53,7 @@ class DraftTree {
   }
 
   [[nodiscard]] int count() const noexcept { return count_; }
+  [[nodiscard]] int max_depth() const noexcept { return max_depth_; }
   [[nodiscard]] int deepest() const noexcept { return deepest_; }
   [[nodiscard]] bool is_chain() const noexcept { return chain_; }             // node i + 1 is node i's child
   [[nodiscard]] const int32_t* tokens() const noexcept { return tokens_; }    // [count]

@@ -44,7 +44,8 @@ Decoded LocalDecoder::decode(const DecodeRequest& request) {
                                              .start = start,
                                              .pages = pages.data(),
                                              .drafted = &drafted_,
-                                             .speculation = request.speculation});
+                                             .speculation = request.speculation,
+                                             .history = request.tokens.data()});
     if (status == Status::kOk) status = executor_.poll(result);
     if (status != Status::kOk) throw std::runtime_error("prefill failed");
     start += count;
