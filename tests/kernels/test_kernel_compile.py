@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
+from msgspec import structs
 
 import ull
 from ull.bundle import (
     DEVICE_KERNELS,
+    EAGLE_KERNELS,
     HEAD_SCAN_KERNELS,
     MEDUSA_KERNELS,
     ROUND_KERNELS,
+    EagleHead,
     MedusaHeads,
     Model,
     Precision,
     Rope,
     Target,
+    device_eagle_macros,
     device_macros,
 )
 from ull.errors import BuildError
@@ -106,6 +110,45 @@ def test_all_layers_in_one_kernel_leave_registers_over(arch: str, kv: Literal["b
     assert (use.stack, use.spills) == (0, 0) and use.registers < 255
 
 
+def eagle_head(arch: str, **changes: Any) -> EagleHead:
+    """A head as the wild ones of these targets are."""
+    model = structs.replace(shape_model(arch), layers=1, windows=[0], vocabulary=32000, tokenizer_vocabulary=32000)
+    return EagleHead(model=model, precision=Precision(lm_head="fp8"), taps=[2, 16, 29], mapped=True, **changes)
+
+
+EAGLES: dict[str, dict[str, Any]] = {
+    "eagle 3": {},
+    "eagle 3.1": {"tap_norm": "each", "norm_output": True},
+    "others": {"tap_norm": "all", "norm_before_residual": True},
+}
+
+
+@pytest.mark.parametrize("name", EAGLES)
+@pytest.mark.parametrize("arch", ["llama-3.2-1b", "llama-3.1-8b", "llama-3.3-70b"])
+def test_eagle_heads_compile_without_spills(arch: str, name: str) -> None:
+    """What is their own, and what of the others' kernels looks different with their macros."""
+    macros = device_eagle_macros(eagle_head(arch, **EAGLES[name]), shape_model(arch).hidden)
+    for source in ["eagle/eagle.cu", "eagle/eagle_rank.cu", *([] if name != "eagle 3" else ["linear/head.cu"])]:
+        compiled = compile_file(kernels.SOURCES / source, macros)
+        assert source.startswith("linear") or set(compiled.kernels) <= EAGLE_KERNELS
+        assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
+
+
+TAPPING = [f"{name}.cu" for name in ("norm", "qkv", "head", "head_scan", "layers", "commit")]
+
+
+@pytest.mark.parametrize("name", TAPPING)
+@pytest.mark.parametrize("arch", ["llama-3.1-8b", "llama-3.3-70b"])
+def test_kernels_that_keep_hidden_states_compile_without_spills(arch: str, name: str) -> None:
+    """And leave registers for as many blocks as without."""
+    precision = Precision(lm_head_scan=True)
+    (source,) = kernels.SOURCES.rglob(name)
+    plain, tapping = (compile_file(source, device_macros(shape_model(arch), precision, taps=taps)) for taps in (0, 3))
+    for kernel, use in tapping.functions.items():
+        assert (use.stack, use.spills) == (0, 0)
+        assert use.registers <= max(128, plain.functions[kernel].registers)
+
+
 OTHER_TARGETS: list[tuple[Target, Path]] = [
     *(("sm_100a", source) for source in kernel_sources()),
     *(("sm_89", source) for source in kernel_sources(ROUND_KERNELS)),
@@ -120,7 +163,7 @@ def test_other_architectures_compile(target: Target, source: Path) -> None:
 
 def test_the_sources_hold_every_kernel_of_a_round() -> None:
     """By their text: the build makes sure once more of what the compiler saw."""
-    needed = DEVICE_KERNELS | MEDUSA_KERNELS | HEAD_SCAN_KERNELS
+    needed = DEVICE_KERNELS | MEDUSA_KERNELS | HEAD_SCAN_KERNELS | EAGLE_KERNELS
     text = "\n".join(source.read_text() for source in kernel_sources(needed))
     assert not [kernel for kernel in needed if f"({kernel}," not in text]
 

@@ -29,6 +29,8 @@ CONSTANTS = {  # Python's name: C++'s
     "MASK_TOKENS": "kMaskTokens",
     "SPLIT_TOKENS": "kSplitTokens",
     "SLICES": "kSlices",
+    "TAP_SLOTS": "kTapSlots",
+    "MOST_TAPS": "kMostTaps",
     "MLP_SCALE": "kMlpScale",
     "LAYER_LINEARS": "kLayerLinears",
     "PROMPTED": "kPrompted",
@@ -38,6 +40,7 @@ CONSTANTS = {  # Python's name: C++'s
     "PREFILL": "RoundMode::kPrefill",
     "MEDUSA": "RoundMode::kMedusa",
     "REDRAW": "RoundMode::kRedraw",
+    "EAGLE": "RoundMode::kEagle",
     "OK": "RoundStatus::kOk",
     "SKIPPED": "RoundStatus::kSkipped",
     "NOT_FINITE": "RoundStatus::kNotFinite",
@@ -114,5 +117,5 @@ def test_a_change_of_what_host_and_kernels_share_raises_the_interface() -> None:
     ]
     constants = [(name, getattr(params, name)) for name in sorted(CONSTANTS) if name != "INTERFACE"]
     digest = hashlib.sha256(repr((layout, constants)).encode()).hexdigest()[:16]
-    assert (params.INTERFACE, DEVICE_INTERFACE) == (5, 5)
-    assert digest == "e64abe0b923024af"
+    assert (params.INTERFACE, DEVICE_INTERFACE) == (6, 6)
+    assert digest == "6dc22870c63e22ee"

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from ull.bundle.forward import FUSED, Forward
 from ull.bundle.layout import DRAFT, FILLER, MEDUSA, qkv_rows, round_up
-from ull.bundle.manifest import DeviceCode, Manifest, MedusaHeads, Model, Precision
+from ull.bundle.manifest import DeviceCode, EagleHead, Manifest, MedusaHeads, Model, Precision
 from ull.bundle.tensor_file import TensorEntry, TensorShape
 
-DEVICE_INTERFACE = 5  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
+DEVICE_INTERFACE = 6  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
 DEVICE_TILE_ROWS = 16
 DEVICE_STEP = 32  # columns
 DEVICE_ALIGNMENT = 128  # bytes: a cache line of the GPU
@@ -38,6 +38,12 @@ _LINEAR_KERNELS = frozenset(
 )
 DEVICE_KERNELS = ROUND_KERNELS | _ATTENTION_KERNELS | _LINEAR_KERNELS
 HEAD_SCAN_KERNELS = frozenset(["ull_head_scan_1", "ull_head_bounds", "ull_head_rescore"])
+EAGLE_KERNELS = frozenset(
+    [
+        *("ull_eagle_taps", "ull_eagle_fc_8", "ull_eagle_fc_64", "ull_eagle_input", "ull_eagle_rank"),
+        *(f"ull_eagle_qkv_{tile}" for tile in (8, 16, 32, 64)),
+    ]
+)
 MEDUSA_KERNELS = frozenset(f"ull_medusa_{name}" for name in ("start", "block", "head", "rank"))
 
 
@@ -51,6 +57,7 @@ class DevicePart:
     code: DeviceCode
     forward: Forward
     medusa: MedusaHeads | None
+    taps: tuple[int, ...] = ()  # layers whose residual its rounds keep, for heads that draft from it
 
     @property
     def tree_sizes(self) -> list[int]:
@@ -63,7 +70,7 @@ class DevicePart:
 
     def macros(self) -> dict[str, str]:
         """The model as the sources of its kernels see it."""
-        return device_macros(self.model, self.precision, self.medusa)
+        return device_macros(self.model, self.precision, self.medusa, len(self.taps))
 
     def tensors(self) -> dict[str, TensorShape]:
         """Its tensors with their stored shapes, in order of use."""
@@ -75,9 +82,8 @@ def device_parts(manifest: Manifest) -> list[DevicePart]:
     """The models of a bundle for a GPU, the one that it serves first; none of one for the CPU."""
     parts, draft = [], manifest.draft
     if manifest.code is not None:
-        parts.append(
-            DevicePart("", manifest.model, manifest.precision, manifest.code, manifest.forward, manifest.medusa)
-        )
+        model, precision, taps = manifest.model, manifest.precision, tuple(manifest.taps)
+        parts.append(DevicePart("", model, precision, manifest.code, manifest.forward, manifest.medusa, taps))
     if draft is not None and draft.code is not None:
         parts.append(DevicePart(DRAFT, draft.model, draft.precision, draft.code, FUSED, None))
     return parts
@@ -107,8 +113,13 @@ def head_rows(model: Model) -> int:
     return round_up(model.vocabulary, DEVICE_TILE_ROWS)
 
 
-def device_macros(model: Model, precision: Precision, medusa: MedusaHeads | None = None) -> dict[str, str]:
-    """The model as the kernels' sources see it (`ull/kernels/model.cuh`, for heads `medusa.cu`)."""
+def device_macros(
+    model: Model, precision: Precision, medusa: MedusaHeads | None = None, taps: int = 0
+) -> dict[str, str]:
+    """The model as the kernels' sources see it (`ull/kernels/model.cuh`, for heads `medusa.cu`).
+
+    `taps`: how many layers' residual is kept for heads that draft.
+    """
     bits = {"fp8": 8, "bf16": 16}
     values: dict[str, object] = {
         "INTERFACE": DEVICE_INTERFACE,
@@ -124,10 +135,72 @@ def device_macros(model: Model, precision: Precision, medusa: MedusaHeads | None
         "WEIGHT_BITS": bits[precision.weights],
         "HEAD_BITS": bits[precision.lm_head],
         "KV_BITS": bits[precision.kv],
+        "TAPS": taps,
     }
     if medusa is not None:
         values |= {"MEDUSA_HEADS": medusa.heads, "MEDUSA_OWN_HEADS": int(medusa.version == "1")}
     return {f"ULL_{name}": str(value) for name, value in values.items()}
+
+
+def device_eagle_macros(head: EagleHead, target_hidden: int) -> dict[str, str]:
+    """An EAGLE head as its kernels' sources see it: a model of one layer, and what `eagle.cu` asks for besides."""
+    values: dict[str, object] = {
+        "TARGET_HIDDEN": target_hidden,
+        "TAPS": len(head.taps),
+        "TAP_NORM": ("none", "each", "all").index(head.tap_norm),
+        "NORM_BEFORE_RESIDUAL": int(head.norm_before_residual),
+        "NORM_OUTPUT": int(head.norm_output),
+        "MAPPED": int(head.mapped),
+    }
+    own = device_macros(head.model, head.precision, taps=1)  # what leaves its layer is kept for the next pass
+    return own | {f"ULL_EAGLE_{name}": str(value) for name, value in values.items()}
+
+
+def device_eagle_tensors(head: EagleHead, target: Model) -> dict[str, TensorShape]:
+    """Every tensor of an EAGLE head for a GPU, without its prefix, stored as `device_tensors` says, in order of use.
+
+    tap_norm [taps * target hidden], fc, layers.0.hidden_norm, layers.0.qkv of twice the hidden size, and names (the
+    target's token of each of its own) are what a model of one layer has not.
+    """
+    model, stored = head.model, head.precision.weights
+    tensors: dict[str, TensorShape] = {}
+    if head.tap_norm != "none":
+        tensors["tap_norm"] = _vector_shape(len(head.taps) * target.hidden)
+    tensors |= _linear_shapes("fc", model.hidden, len(head.taps) * target.hidden, stored)
+    layer = device_tensors(model, head.precision)
+    wide = _linear_shapes("layers.0.qkv", qkv_rows(model), 2 * model.hidden, stored)
+    for name, shape in layer.items():
+        if name.startswith("embed."):
+            continue
+        tensors[name] = wide.get(name, shape)
+        if name == "layers.0.attn_norm":
+            tensors["layers.0.hidden_norm"] = _vector_shape(model.hidden)
+    if head.mapped:
+        tensors["names"] = TensorShape("I32", _vector_shape(model.vocabulary).shape)
+    if head.own_embedding:
+        tensors |= _embedding_shapes(target.vocabulary, model.hidden)
+    return tensors
+
+
+def _vector_shape(length: int, optional: bool = False) -> TensorShape:
+    return TensorShape("F32", (round_up(length, DEVICE_ALIGNMENT // 4),), optional)
+
+
+def _linear_shapes(name: str, rows: int, columns: int, stored: str, bias: bool = True) -> dict[str, TensorShape]:
+    tiles, steps = -(-rows // DEVICE_TILE_ROWS), -(-columns // DEVICE_STEP)
+    fp8 = TensorShape("F8_E4M3", (tiles, steps, 32, 16))
+    shapes = {f"{name}.weight": fp8 if stored == "fp8" else TensorShape("F16", (tiles, steps, 2, 32, 8))}
+    shapes[f"{name}.scale"] = _vector_shape(tiles * DEVICE_TILE_ROWS)
+    if bias:
+        shapes[f"{name}.bias"] = _vector_shape(tiles * DEVICE_TILE_ROWS, optional=True)
+    return shapes
+
+
+def _embedding_shapes(vocabulary: int, hidden: int) -> dict[str, TensorShape]:
+    embedding = TensorShape("BF16", (vocabulary, hidden))
+    filler = -embedding.nbytes % DEVICE_ALIGNMENT
+    padding = {"embed.weight" + FILLER: TensorShape("U8", (filler,))} if filler else {}
+    return {"embed.weight": embedding, **padding}
 
 
 def device_tensors(
@@ -142,28 +215,17 @@ def device_tensors(
     tensors: dict[str, TensorShape] = {}
 
     def vector(name: str, length: int, optional: bool = False) -> None:
-        tensors[name] = TensorShape("F32", (round_up(length, DEVICE_ALIGNMENT // 4),), optional)
+        tensors[name] = _vector_shape(length, optional)
 
     def linear(name: str, rows: int, columns: int, stored: str, bias: bool = True) -> None:
-        if not fused:
-            return
-        tiles, steps = -(-rows // DEVICE_TILE_ROWS), -(-columns // DEVICE_STEP)
-        if stored == "fp8":
-            tensors[f"{name}.weight"] = TensorShape("F8_E4M3", (tiles, steps, 32, 16))
-        else:
-            tensors[f"{name}.weight"] = TensorShape("F16", (tiles, steps, 2, 32, 8))
-        vector(f"{name}.scale", tiles * DEVICE_TILE_ROWS)
-        if bias:
-            vector(f"{name}.bias", tiles * DEVICE_TILE_ROWS, optional=True)
+        if fused:
+            tensors.update(_linear_shapes(name, rows, columns, stored, bias))
 
     def norm(name: str) -> None:
         if fused:
             vector(name, model.hidden)
 
-    embedding = TensorShape("BF16", (model.vocabulary, model.hidden))
-    tensors["embed.weight"] = embedding
-    if filler := -embedding.nbytes % DEVICE_ALIGNMENT:
-        tensors["embed.weight" + FILLER] = TensorShape("U8", (filler,))
+    tensors |= _embedding_shapes(model.vocabulary, model.hidden)
     for layer in range(model.layers):
         prefix = f"layers.{layer}"
         norm(f"{prefix}.attn_norm")

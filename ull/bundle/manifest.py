@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Annotated, Final, Literal, cast
 
@@ -222,6 +222,12 @@ class Speculation(Struct, frozen=True, forbid_unknown_fields=True):
         _require(self.default != "dflash" or self.dflash is not None, "`default` is dflash, but there is no head")
         _require(self.default != "medusa" or self.medusa is not None, "`default` is medusa, but there are no heads")
         _require(self.default != "draft" or self.draft is not None, "`default` is draft, but there is no draft model")
+
+    @property
+    def taps(self) -> list[int]:
+        """The layers whose residual the heads read, ascending, each once."""
+        heads: list[EagleHead | DflashHead | None] = [self.eagle, self.dflash]
+        return sorted({layer for head in heads if head is not None for layer in head.taps})
 
 
 class Tokens(Struct, frozen=True, forbid_unknown_fields=True):
@@ -442,6 +448,11 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         """The model that drafts for the engine."""
         return None if self.speculation is None else self.speculation.draft
 
+    @property
+    def taps(self) -> list[int]:
+        """The layers whose residual is kept for heads that draft from it; see `Speculation.taps`."""
+        return [] if self.speculation is None else self.speculation.taps
+
     def _check_device(self) -> None:
         """What a GPU target needs and what its kernels can do."""
         _require(self.code is not None, f"target {self.target!r} needs `code`")
@@ -454,6 +465,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         if self.medusa is not None:
             for problem in medusa_problems(self.medusa, self.forward.decode):
                 raise ValueError(problem)
+        for problem in tap_problems(self.taps, self.forward):
+            raise ValueError(problem)
         paths: set[str] = set()
         for code in (self.code, None if draft is None else draft.code):
             kernels: set[str] = set()
@@ -505,6 +518,15 @@ def medusa_problems(medusa: MedusaHeads, decode: Source) -> Iterator[str]:
         yield "Medusa heads read the hidden state of ull's own decode; supported: forward.decode fused"
     if medusa.heads > MAX_DEVICE_HEADS:
         yield f"a GPU runs at most {MAX_DEVICE_HEADS} Medusa heads, not {medusa.heads}; take fewer (medusa.num)"
+
+
+def tap_problems(taps: Sequence[int], forward: Forward) -> Iterator[str]:
+    """Why a GPU target cannot keep hidden states for EAGLE and DFlash heads, with what could."""
+    if taps and (forward.decode != "fused" or forward.prefill != "fused"):
+        yield (
+            "EAGLE and DFlash heads read hidden states that only ull's own kernels leave; "
+            "supported: forward.decode and forward.prefill fused"
+        )
 
 
 def head_scan_problems(target: Target, precision: Precision, decode: Source) -> Iterator[str]:

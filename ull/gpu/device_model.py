@@ -39,7 +39,7 @@ class PlannedModel:
     @classmethod
     def plan(cls, part: DevicePart, context: int, pages: int | None, plan: ArenaPlan) -> PlannedModel:
         """Adds the regions that its rounds touch; `context` and `pages` as `ull.gpu.program.Program` takes them."""
-        sizes = Sizes(part.model, part.precision, context, pages, part.medusa)
+        sizes = Sizes(part.model, part.precision, context, pages, part.medusa, part.taps)
         reserve_model(plan, sizes, part.prefix)
         return cls(part, sizes)
 

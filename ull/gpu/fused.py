@@ -15,7 +15,7 @@ from ull.bundle import HEAD_SCAN
 from ull.gpu.forward import Recorder
 from ull.gpu.geometry import linear, sampling
 from ull.gpu.launch import Launch
-from ull.gpu.memory import Sizes
+from ull.gpu.memory import TAP_RING, TAP_ROWS, Sizes
 from ull.gpu.paged_attention import PagedAttention
 from ull.gpu.params import MLP_SCALE, LayersParams, LinearParams, NormParams
 from ull.gpu.places import Places
@@ -52,7 +52,7 @@ class FusedForward:
             layers = [self._all_layers()]
         else:
             layers = [launch for layer in range(self._sizes.model.layers) for launch in self._layer(layer, tokens)]
-        return layers + self._head(tokens) if draws else layers
+        return layers + (self._head(tokens) if draws else self._last_tap(tokens))
 
     def layer_parameters(self) -> bytes:
         """`LayerParams` of every layer: what the kernels of its steps would be launched with."""
@@ -85,13 +85,11 @@ class FusedForward:
         model, sizes, blocks = self._sizes.model, self._sizes, self._multiprocessors
         linears, name = self._linears(tokens), f"layers.{layer}"
         tile = linears.tile
-        qkv = linear.qkv(sizes.qkv_width, tile, blocks)
         o = linear.o(model.hidden, tile, blocks)
         gate_up = linear.gate_up(model.intermediate, tile, blocks)
         down = linear.down(model.hidden, tile, blocks)
-        before = self._after_down(layer - 1, tokens)
         return [
-            *linears.normalised("qkv", f"{name}.qkv", f"{name}.attn_norm", qkv, "qkv", before),
+            *self._qkv(layer, tokens),
             *linears.summed("qkv", f"{name}.qkv", linear.qkv_sum(sizes.qkv_width, tile), "qkv"),
             self._attention.launch(layer, tokens),
             linears.plain("o", f"{name}.o", o, activations="attention"),
@@ -101,11 +99,34 @@ class FusedForward:
             linears.plain("down", f"{name}.down", down, activations="mlp"),
         ]
 
+    def _qkv(self, layer: int, tokens: int) -> list[Launch]:
+        """The layer's queries, keys and values, perhaps in slices."""
+        linears, name = self._linears(tokens), f"layers.{layer}"
+        geometry = linear.qkv(self._sizes.qkv_width, linears.tile, self._multiprocessors)
+        before, tap = self._after_down(layer - 1, tokens), self._tap(layer, tokens)
+        return linears.normalised("qkv", f"{name}.qkv", f"{name}.attn_norm", geometry, "qkv", before, tap)
+
     def _after_down(self, layer: int, tokens: int) -> Unfinished | None:
         """What this layer's down leaves; nothing does before the first layer."""
         if layer < 0:
             return None
         return self._linears(tokens).unfinished(f"layers.{layer}.down", 1 / MLP_SCALE)
+
+    def _tap(self, layer: int, tokens: int) -> int | None:
+        """Where the residual that enters the layer is kept, if a head reads it; behind the last one: that leaves it."""
+        sizes = self._sizes
+        if layer not in sizes.taps:
+            return None
+        rows = self._places.region(TAP_RING if linear.tile_of(tokens) == 1 else TAP_ROWS)
+        return rows + sizes.taps.index(layer) * sizes.tap_bytes
+
+    def _last_tap(self, tokens: int) -> list[Launch]:
+        """What keeps the residual that leaves the last layer where no head does: the final norm."""
+        layers = self._sizes.model.layers
+        tap = self._tap(layers, tokens)
+        if tap is None:
+            return []
+        return [self._linears(tokens).norm("norm", self._after_down(layers - 1, tokens), tap)]
 
     def _linears(self, tokens: int) -> Linears:
         return Linears(self._places, self._sizes.model.hidden, tokens)
@@ -115,10 +136,11 @@ class FusedForward:
         model = self._sizes.model
         linears = self._linears(tokens)
         geometry = linear.head(model.vocabulary, linears.tile, self._multiprocessors)
+        tap = self._tap(model.layers, tokens)
         if self._scans and tokens == 1:
-            return linears.normalised("head_scan", HEAD_SCAN, "norm", geometry, "logits", None)
+            return linears.normalised("head_scan", HEAD_SCAN, "norm", geometry, "logits", None, tap)
         before = self._after_down(model.layers - 1, tokens)
-        launches = linears.normalised("head", "lm_head", "norm", geometry, "logits", before)
+        launches = linears.normalised("head", "lm_head", "norm", geometry, "logits", before, tap)
         if tokens == 1:
             launches[-1].params.maxima = self._places.region("sampler") + sampling.MAXIMA_AT
         return launches
@@ -140,22 +162,32 @@ class Linears:
         geometry: linear.Geometry,
         output: str,
         unfinished: Unfinished | None,
+        tap: int | None = None,
     ) -> list[Launch]:
-        """A linear of the normalised residual: one launch, or two where it norms apart, once `unfinished` is added."""
-        region, tensor = self._places.region, self._places.tensor
-        launches = []
+        """A linear of the normalised residual: one launch, or two where it norms apart, once `unfinished` is added.
+
+        `tap`: where the residual is kept.
+        """
+        launch = self._linear(kernel, weights, geometry, "normed", output, norm)
         if linear.norms_apart(self._hidden, self.tile):
-            params = NormParams(
-                round=region("round"),
-                residual=region("residual"),
-                norm_weight=tensor(norm),
-                normed=region("normed"),
-            )
-            if unfinished is not None:
-                params.partial, params.scale, params.bias = unfinished.partial, unfinished.scale, unfinished.bias
-                params.unit = unfinished.unit
-            launches.append(Launch(f"ull_norm_{self.tile}", *linear.norm(self.tile), params))
-        return [*launches, self._linear(kernel, weights, geometry, "normed", output, norm)]
+            return [self.norm(norm, unfinished, tap), launch]
+        launch.params.taps = tap
+        return [launch]
+
+    def norm(self, norm: str, unfinished: Unfinished | None, tap: int | None) -> Launch:
+        """RMSNorm of the residual in a launch of its own. The arguments are `normalised`'s."""
+        region = self._places.region
+        params = NormParams(
+            round=region("round"),
+            residual=region("residual"),
+            norm_weight=self._places.tensor(norm),
+            normed=region("normed"),
+            taps=tap,
+        )
+        if unfinished is not None:
+            params.partial, params.scale, params.bias = unfinished.partial, unfinished.scale, unfinished.bias
+            params.unit = unfinished.unit
+        return Launch(f"ull_norm_{self.tile}", *linear.norm(self.tile), params)
 
     def summed(self, kernel: str, weights: str, geometry: linear.Geometry, output: str) -> list[Launch]:
         """What turns a split layer's partial sums into its output; nothing where it is not split."""
@@ -163,9 +195,11 @@ class Linears:
             return []
         return [self._linear(f"{kernel}_sum", weights, geometry, "normed", output, None)]
 
-    def plain(self, kernel: str, weights: str, geometry: linear.Geometry, activations: str) -> Launch:
-        """A linear of what the kernel before it has written, added to the residual."""
-        return self._linear(kernel, weights, geometry, activations, "residual", None)
+    def plain(
+        self, kernel: str, weights: str, geometry: linear.Geometry, activations: str, output: str = "residual"
+    ) -> Launch:
+        """A linear of what the kernel before it has written; o and down add to the residual."""
+        return self._linear(kernel, weights, geometry, activations, output, None)
 
     def unfinished(self, weights: str, unit: float) -> Unfinished | None:
         """What a split layer that adds to the residual has left undone."""

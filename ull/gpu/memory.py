@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +13,25 @@ from numpy.typing import NDArray
 from ull.bundle import MedusaHeads, Model, Precision, attention_factor, inverse_frequencies, qkv_rows, round_up
 from ull.gpu.arena import ArenaPlan
 from ull.gpu.geometry import attention, linear, sampling
-from ull.gpu.params import MASK_TOKENS, PAGE_TOKENS, TREE_TOKENS, LayerParams, Round, State
+from ull.gpu.params import MASK_TOKENS, PAGE_TOKENS, TAP_SLOTS, TREE_TOKENS, LayerParams, Round, State
 
 MEDUSA_STATES = ("medusa states", "next medusa states")  # regions: of the heads before and after a layer, in turn
 
+TAP_ROWS, TAP_RING = "tapped rows", "tap ring"  # regions: of a round's nodes, and of the newest positions
+
+# Of an EAGLE head: its entries' taps, their hidden states, and the input of its layer.
+EAGLE_TAPS, EAGLE_STATES, EAGLE_INPUT = "eagle taps", "eagle states", "eagle input"
+EAGLE_WIDTH = 8  # entries of a pass that are ranked
+
 _COLUMN_UNIT, _ROW_UNIT = 32, 16  # of f16 activations and of f32 outputs
+
+
+@dataclass(frozen=True)
+class EagleShape:
+    """What an EAGLE head reads: the number of layers whose taps it takes, and the target's hidden size."""
+
+    taps: int
+    target_hidden: int
 
 
 class Sizes:
@@ -28,8 +44,13 @@ class Sizes:
         context: int,
         pages: int | None = None,
         medusa: MedusaHeads | None = None,
+        taps: Sequence[int] = (),
+        eagle: EagleShape | None = None,
     ) -> None:
         self.model, self.precision, self.context, self.medusa = model, precision, context, medusa
+        self.eagle = eagle
+        self.taps = tuple(taps)  # see `ull.bundle.tapped_layers`
+        self.tap_bytes = 4 * round_up(model.hidden, _ROW_UNIT)  # a layer's row; a position has one of each in turn
         self.table_pages = -(-context // PAGE_TOKENS)  # of one request
         self.mask_bytes = round_up(model.vocabulary, MASK_TOKENS) // 8
         self.kv_bits = {"bf16": 16, "fp8": 8}[precision.kv]
@@ -45,7 +66,8 @@ class Sizes:
         self.commit_counter = self.layers_counter + linear.layers_counters(model.kv_heads)
         self.plain_counter = self.commit_counter + 1
         self.medusa_counter = self.plain_counter + 1
-        self.counter_count = self.medusa_counter + (medusa.heads if medusa else 0)
+        self.eagle_counter = self.medusa_counter + (medusa.heads if medusa else 0)
+        self.counter_count = self.eagle_counter + (EAGLE_WIDTH if eagle else 0)
 
     @property
     def kv_bytes(self) -> int:
@@ -88,6 +110,14 @@ def reserve_model(plan: ArenaPlan, sizes: Sizes, prefix: str = "") -> None:
     reserve("logits", 4 * TREE_TOKENS * round_up(model.vocabulary, _ROW_UNIT))
     reserve("attention parts", attention.partial_bytes(model.heads, model.head_dim, sizes.context))
     reserve("sampler", sampling.SCRATCH_BYTES)
+    if sizes.taps:
+        reserve(TAP_ROWS, TREE_TOKENS * len(sizes.taps) * sizes.tap_bytes)
+    if sizes.taps and sizes.eagle is None:  # a head needs no position's output but the last pass's
+        reserve(TAP_RING, TAP_SLOTS * len(sizes.taps) * sizes.tap_bytes)
+    if sizes.eagle is not None:
+        reserve(EAGLE_TAPS, 2 * TREE_TOKENS * sizes.eagle.taps * sizes.eagle.target_hidden)
+        reserve(EAGLE_STATES, 4 * TREE_TOKENS * round_up(model.hidden, _ROW_UNIT))
+        reserve(EAGLE_INPUT, 2 * TREE_TOKENS * 2 * round_up(model.hidden, _COLUMN_UNIT))
     if sizes.medusa is not None:
         for name in MEDUSA_STATES:
             reserve(name, 2 * TREE_TOKENS * round_up(model.hidden, _COLUMN_UNIT))

@@ -8,7 +8,7 @@ from ctypes import c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_voi
 from ull.bundle import MLP_SCALE as MLP_SCALE
 from ull.wire import MAX_TREE
 
-INTERFACE = 5
+INTERFACE = 6
 TREE_TOKENS = MAX_TREE
 ROUND_SLOTS = 4
 STOP_TOKENS = 32
@@ -18,11 +18,13 @@ MEDUSA_RANKS = 10
 PAGE_TOKENS = 64
 MASK_TOKENS = 128
 SPLIT_TOKENS = 256
+MOST_TAPS = 8
+TAP_SLOTS = 512
 SLICES = 8
 LAYER_LINEARS = 4
 PROMPTED, GENERATED = 1, 2  # in a word of the text's counts
 
-TAKE, CONTINUE, PREFILL, MEDUSA, REDRAW = range(5)  # RoundMode
+TAKE, CONTINUE, PREFILL, MEDUSA, REDRAW, EAGLE = range(6)  # RoundMode
 OK, SKIPPED, NOT_FINITE = range(3)  # RoundStatus
 
 
@@ -173,6 +175,7 @@ class NormParams(ctypes.Structure):
         ("partial", c_void_p),
         ("scale", c_void_p),
         ("bias", c_void_p),
+        ("taps", c_void_p),
         ("unit", c_float),
     ]
 
@@ -189,6 +192,7 @@ class LinearParams(ctypes.Structure):
         ("output", c_void_p),
         ("partial", c_void_p),
         ("maxima", c_void_p),
+        ("taps", c_void_p),
     ]
 
 
@@ -279,6 +283,8 @@ class CommitParams(ctypes.Structure):
         ("tree_values", c_void_p),
         ("results", c_void_p),
         ("counters", c_void_p),
+        ("tapped", c_void_p),
+        ("tap_ring", c_void_p),
         ("page_bytes", c_int64),
     ]
 
@@ -298,6 +304,44 @@ class MedusaRankParams(ctypes.Structure):
         ("round", c_void_p),
         ("state", c_void_p),
         ("logits", c_void_p),
+        ("scratch", c_void_p),
+        ("text_counts", c_void_p),
+        ("counters", c_void_p),
+    ]
+
+
+class EagleTapsParams(ctypes.Structure):
+    _fields_ = [
+        ("round", c_void_p),
+        ("ring", c_void_p),
+        ("norm_weight", c_void_p),
+        ("output", c_void_p),
+        ("ring_taps", c_int32),
+        ("taps", c_int32 * MOST_TAPS),
+        ("padding", c_int32),
+    ]
+
+
+class EagleInputParams(ctypes.Structure):
+    _fields_ = [
+        ("round", c_void_p),
+        ("table", c_void_p),
+        ("states", c_void_p),
+        ("outputs", c_void_p),
+        ("embedding_norm", c_void_p),
+        ("hidden_norm", c_void_p),
+        ("output_norm", c_void_p),
+        ("input", c_void_p),
+        ("residual", c_void_p),
+    ]
+
+
+class EagleRankParams(ctypes.Structure):
+    _fields_ = [
+        ("round", c_void_p),
+        ("state", c_void_p),
+        ("logits", c_void_p),
+        ("names", c_void_p),
         ("scratch", c_void_p),
         ("text_counts", c_void_p),
         ("counters", c_void_p),

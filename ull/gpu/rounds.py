@@ -16,7 +16,7 @@ from __future__ import annotations
 from ull.bundle import HEAD_SCAN, MEDUSA, head_rows
 from ull.gpu.geometry import attention, head_scan, linear, sampling
 from ull.gpu.launch import Launch
-from ull.gpu.memory import MEDUSA_STATES, Sizes
+from ull.gpu.memory import MEDUSA_STATES, TAP_RING, TAP_ROWS, Sizes
 from ull.gpu.params import (
     TREE_TOKENS,
     AcceptParams,
@@ -57,9 +57,10 @@ class Rounds:
             residual=self._places.region("residual"),
         )
         geometry = sampling.embed(self._sizes.model.hidden, tokens)
-        return [self._begin(), Launch("ull_embed", *geometry, embed, overlaps=False)]
+        return [self.begin(), Launch("ull_embed", *geometry, embed, overlaps=False)]
 
-    def _begin(self) -> Launch:
+    def begin(self) -> Launch:
+        """What finds the round's request."""
         region, host, sizes = self._places.region, self._places.host, self._sizes
         begin = BeginParams(
             round=region("round"),
@@ -154,6 +155,8 @@ class Rounds:
             counters=region("counters") + 4 * sizes.commit_counter,
             page_bytes=sizes.page_bytes,
         )
+        if sizes.taps and sizes.eagle is None:
+            commit.tapped, commit.tap_ring = region(TAP_ROWS), region(TAP_RING)
         return Launch("ull_commit", *attention.commit(sizes.model.kv_heads, sizes.model.layers), commit)
 
     def _accept_params(self) -> AcceptParams:
@@ -167,7 +170,7 @@ class Rounds:
 
     def redraw(self, draws: int) -> list[Launch]:
         """Up to `draws` draws from the logits that the last round has left."""
-        return [self._begin(), *self._sampler(draws), self._accept()]
+        return [self.begin(), *self._sampler(draws), self._accept()]
 
     def medusa(self) -> list[Launch]:
         """What the Medusa heads say of the tokens that follow the last round's; ValueError without heads."""
@@ -197,7 +200,7 @@ class Rounds:
         head = linear.medusa_head(rows, self._multiprocessors)
         states = [MEDUSA_STATES[layer % 2] for layer in range(sizes.medusa.layers + 1)]
         return [
-            self._begin(),
+            self.begin(),
             Launch("ull_medusa_start", *linear.medusa_start(), start),
             *(
                 Launch("ull_medusa_block", *block, self._linear(f"{MEDUSA}{layer}", states[layer], states[layer + 1]))

@@ -8,7 +8,7 @@
 
 namespace ull::gpu {
 
-inline constexpr int kInterface = 5;         // raised with every change of what stands here: see device_layout.py
+inline constexpr int kInterface = 6;         // raised with every change of what stands here: see device_layout.py
 inline constexpr int kTreeTokens = 64;       // nodes of the widest tree, root included
 inline constexpr int kRoundSlots = 4;        // mapped request and result blocks, used in turn
 inline constexpr int kStopTokens = 32;       // token ids that end a request
@@ -18,6 +18,8 @@ inline constexpr int kMedusaRanks = 10;      // candidates that a Medusa head pr
 inline constexpr int kPageTokens = 64;       // tokens per KV page
 inline constexpr int kMaskTokens = 128;      // a mask of tokens is padded to so many bits
 inline constexpr int kSplitTokens = 256;     // positions that one attention split covers, aligned; part of the numerics
+inline constexpr int kMostTaps = 8;          // layers whose residual a head reads
+inline constexpr int kTapSlots = 512;        // positions whose tapped rows of the residual are kept
 inline constexpr int kSlices = 8;            // K slices of a linear layer; part of the numerics
 inline constexpr float kMlpScale = 0.0625F;  // silu(gate) * up is kept as f16 times this, for its range
 
@@ -27,6 +29,8 @@ enum class RoundMode : uint32_t {
   kPrefill = 2,   // a chain of prompt tokens: fills the cache, draws nothing
   kMedusa = 3,    // Medusa heads on the last accepted token: node i is what head i says of position + 1 + i
   kRedraw = 4,    // draws from logits that the last round has left: draw i from those of its node parents[i]
+  kEagle = 5,  // entries of an EAGLE head, a tree: the first `forced` are a chain whose hidden states are the target's
+               // and whose KV is kept; what follows the last `max_tokens` entries is ranked
 };
 
 enum class RoundStatus : uint32_t {
@@ -153,6 +157,11 @@ inline constexpr uint32_t kGenerated = 2;
 // ---- kernel parameters ------------------------------------------------------------------------------------------
 // Widths: H hidden, A heads * head_dim, Q = A + 2 * kv_heads * head_dim, I intermediate, V vocabulary. f16 activations
 // of width K lie as [K / 32][64 tokens][32] (activations.cuh), f32 outputs have rows of N rounded up to 16.
+//
+// Taps: rows of the residual as it enters certain layers, or leaves the last, for heads that draft from them. A
+// position has one row of each tapped layer, [taps][H] f32 with H rounded up to 16. A round of one token leaves its
+// rows in the ring, [kTapSlots] positions at slot position % kTapSlots; another one in a scratch of [64] nodes, from
+// where commit() copies the accepted nodes' to the ring.
 
 struct BeginParams {
   Round* round;
@@ -187,6 +196,7 @@ struct NormParams {  // for tiles of 16 tokens and more; below, the linear kerne
   const float* partial;      // [kSlices, 64, H] what o or down leave to be added to the residual first, or null
   const float* scale;        // [H] of that layer
   const float* bias;         // [H] of that layer, or null
+  float* taps;               // this layer's rows of the ring (one token) or of the scratch; null: not tapped
   float unit;                // 1 for o, 1 / kMlpScale for down
 };
 
@@ -203,6 +213,7 @@ struct LinearParams {
   float* partial;            // [kSlices, 64, N]: from 16 tokens on, qkv, o and down leave each slice's sums here and
                              // write no output: qkv_sum or the next norm finishes them
   void* maxima;              // head of one token: a ScanPart (scores.cuh) of each block; null: nobody wants them
+  float* taps;               // of a normalising kernel: as NormParams'
 };
 
 struct AttentionParams {
@@ -296,6 +307,8 @@ struct CommitParams {
   const void* tree_values;  // [layers][kv_head][64][head_dim]
   RoundResult* results;     // the round's end is reported by the last block
   uint32_t* counters;       // [1]
+  const float* tapped;      // [64, taps, H] the scratch of taps; null: there are none
+  float* tap_ring;          // [kTapSlots, taps, H]
   int64_t page_bytes;
 };
 
@@ -314,6 +327,38 @@ struct MedusaRankParams {
   void* scratch;                // sample_scratch_bytes
   const uint32_t* text_counts;  // [V]
   uint32_t* counters;           // [heads] blocks that have finished; zero before it
+};
+
+struct EagleTapsParams {
+  const Round* round;
+  const float* ring;         // [kTapSlots, ring_taps, target's H]
+  const float* norm_weight;  // [taps, target's H]; null: they are not normalised
+  void* output;              // f16 activations of width taps * target's H, times kMlpScale
+  int32_t ring_taps;
+  int32_t taps[kMostTaps];  // which of the ring's rows the head reads
+  int32_t padding;
+};
+
+struct EagleInputParams {
+  const Round* round;
+  const void* table;            // [target's V, H] bf16
+  const float* states;          // [64, H] of the entries that have taps
+  const float* outputs;         // [64, H] residual that left the layer in the pass before
+  const float* embedding_norm;  // [H]
+  const float* hidden_norm;     // [H]
+  const float* output_norm;     // [H] of the outputs, where the head is fed them behind its final norm
+  void* input;                  // 2 * H f16 activations
+  float* residual;              // [64, H]
+};
+
+struct EagleRankParams {
+  Round* round;
+  const State* state;           // the target's
+  const float* logits;          // [64, V]
+  const int32_t* names;         // [V] the target's token of each of the head's; null: the same
+  void* scratch;                // sample_scratch_bytes
+  const uint32_t* text_counts;  // the target's
+  uint32_t* counters;           // [ranked entries] blocks that have finished; zero before it
 };
 
 struct FillParams {  // weights of a benchmark bundle

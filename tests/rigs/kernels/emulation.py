@@ -52,8 +52,15 @@ TINY_MODEL: dict[str, int | float] = {  # what `build` takes for macros that a t
     "WEIGHT_BITS": 8,
     "HEAD_BITS": 16,
     "KV_BITS": 16,
+    "TAPS": 0,
     "MEDUSA_HEADS": 3,
     "MEDUSA_OWN_HEADS": 0,
+    "EAGLE_TARGET_HIDDEN": 128,
+    "EAGLE_TAPS": 3,
+    "EAGLE_TAP_NORM": 0,
+    "EAGLE_NORM_BEFORE_RESIDUAL": 0,
+    "EAGLE_NORM_OUTPUT": 0,
+    "EAGLE_MAPPED": 0,
     **{name.removeprefix("ULL_"): int(value) for name, value in TUNING.items()},
 }
 

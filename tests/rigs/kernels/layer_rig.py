@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from ull.bundle import Model, Precision, Rope, TensorShape, device_macros, devic
 from ull.gpu.arena import ArenaPlan
 from ull.gpu.fused import FusedForward
 from ull.gpu.geometry.linear import LINE_WORDS
-from ull.gpu.memory import Sizes, plan_memory, rope_table
-from ull.gpu.params import Round
+from ull.gpu.launch import Launch
+from ull.gpu.memory import TAP_RING, TAP_ROWS, Sizes, plan_memory, rope_table
+from ull.gpu.params import TREE_TOKENS, Round
 from ull.gpu.places import HostBlocks, Places
 
 SOURCES = [f"{name}.cu" for name in ("attention", "down", "gate_up", "head", "layers", "output", "qkv")]
@@ -78,9 +79,10 @@ def _random(rng: np.random.Generator, name: str, dtype: Any, shape: tuple[int, .
 
 
 class Layers:
-    """Weights and a KV cache of random numbers; `run` plays one round of one token at `position`.
+    """Weights and a KV cache of random numbers; `run` plays one round whose first token stands at `position`.
 
-    `tuning`: macros of `ull_build.code.kernels.TUNING` that are not as in `emulation.TINY_MODEL`.
+    `tuning`: macros of `ull_build.code.kernels.TUNING` that are not as in `emulation.TINY_MODEL`. `taps`: layers whose
+    residual is kept.
     """
 
     def __init__(
@@ -91,10 +93,11 @@ class Layers:
         reports: bool = False,
         tuning: Mapping[str, int] | None = None,
         sources: Sequence[str | Path] = SOURCES,
+        taps: Sequence[int] = (),
     ) -> None:
         self.model = model
-        self.sizes = Sizes(model, precision, model.context)
-        macros = numbers_of(device_macros(model, precision)) | dict(tuning or {})
+        self.sizes = Sizes(model, precision, model.context, taps=taps)
+        macros = numbers_of(device_macros(model, precision, taps=len(taps))) | dict(tuning or {})
         self.kernels = emulation.build(sources, macros, reports=reports)
         self._rng = np.random.default_rng(11)
         self.prefetched: list[
@@ -105,7 +108,8 @@ class Layers:
         self._bytes = {name: region.nbytes for name, region in plan.regions.items()}
         stored = ml_dtypes.bfloat16 if precision.kv == "bf16" else ml_dtypes.float8_e4m3fn
         self._pages = self._rng.standard_normal(self._bytes["KV pages"] // np.dtype(stored).itemsize).astype(stored)
-        self._residual = self._rng.standard_normal(model.hidden).astype(np.float32)
+        self._residual = self._rng.standard_normal((TREE_TOKENS, model.hidden)).astype(np.float32)
+        self.memory: dict[str, NDArray[Any]] = {}  # of the last run, by region
 
     def run(
         self,
@@ -115,13 +119,27 @@ class Layers:
         seed: int = 0,
         count: int = 1,
         draws: bool = True,
+        tokens: int = 1,
+        scans: bool = False,
+        after: Callable[[Launch], None] = lambda launch: None,
     ) -> dict[str, bytes]:
-        """What the round leaves in `COMPARED` and "arrivals". `seed` orders threads and blocks. No `draws`: no head."""
-        memory = {name: aligned(nbytes, np.uint8, 0) for name, nbytes in self._bytes.items()}
+        """What the round leaves in `COMPARED` and "arrivals".
+
+        `count` tokens, a chain, by the kernels for `tokens`. `seed` orders threads and blocks. No `draws`: no head;
+        `scans`: its FP8 copy. `after` hears of each launch.
+        """
+        self.memory = memory = {name: aligned(nbytes, np.uint8, 0) for name, nbytes in self._bytes.items()}
+        for name in (TAP_ROWS, TAP_RING):
+            if name in memory:
+                memory[name][...] = 0xFF
         round_ = Round.from_buffer(memory["round"])
         round_.count, round_.base, round_.draws = count, position, 1
+        for node in range(count):
+            round_.depths[node] = node
+            round_.path[node][: node + 1] = list(range(node + 1))
         memory["KV pages"][...] = self._pages.view(np.uint8)
-        memory["residual"].view(np.float32)[: self.model.hidden] = self._residual
+        residual = memory["residual"].view(np.float32).reshape(TREE_TOKENS, -1)
+        residual[:count, : self.model.hidden] = self._residual[:count]
         memory["rope"].view(np.float32)[...] = rope_table(self.model, self.model.context).reshape(-1)
         pages = memory["page table"].view(np.int32)
         pages[: self.sizes.table_pages] = np.random.default_rng(3).permutation(self.sizes.page_count)
@@ -130,26 +148,31 @@ class Layers:
             lambda name: pointer(self.tensors[name]) if name in self.tensors else None,
             HostBlocks(0, 0, 0, 0, 0, 0),
         )
-        forward = FusedForward(self.sizes, places, multiprocessors, persistent)
+        forward = FusedForward(self.sizes, places, multiprocessors, persistent, scans)
         memory["layer parameters"][...] = np.frombuffer(forward.layer_parameters(), np.uint8)
         # The pages are of earlier rounds, and begin has ended before the first of these launches: what those wrote may
         # be read before the wait, also by bulk copies.
-        written = [memory[name] for name in ("residual", "qkv", "attention", "mlp")]
+        written = [memory[name] for name in ("residual", "qkv", "attention", "mlp", "normed", "partial sums")]
         earlier = [memory[name] for name in ("layer parameters", "round", "page table", "KV pages", "rope")]
         constants = [*self.tensors.values(), *earlier]
         self.prefetched.clear()
+
+        def hear(launch: Launch) -> None:
+            self.prefetched.append((launch.kernel, self.kernels.prefetches()))
+            after(launch)
+
         emulation.run_launches(
             self.kernels,
-            forward.launches(1, draws),
+            forward.launches(tokens, draws),
             seed * 1000,
             written,
             constants,
-            after=lambda launch: self.prefetched.append((launch.kernel, self.kernels.prefetches())),
+            after=hear,
         )
         result = {name: memory[name].tobytes() for name in COMPARED}
         counters = memory["counters"].view(np.uint32)
         result["arrivals"] = counters[self.sizes.layers_counter :].tobytes()
-        assert not counters[: self.sizes.layers_counter].any()
+        assert tokens > 1 or not counters[: self.sizes.layers_counter].any()
         return result
 
 

@@ -105,6 +105,16 @@ def medusa_start() -> Geometry:
     return (1, 1), THREADS, 32
 
 
+def eagle_row(entries: int) -> Geometry:
+    """`ull_eagle_taps` and `ull_eagle_input`: a block per entry."""
+    return (entries, 1), THREADS, 32
+
+
+def eagle_fc(hidden: int, tile: int, multiprocessors: int) -> Geometry:
+    """`ull_eagle_fc_{tile}`, which is not split."""
+    return head(hidden, tile, multiprocessors)
+
+
 def layers(multiprocessors: int) -> Geometry:
     """`ull_layers_1`: a block on every multiprocessor, with all of its shared memory."""
     return (multiprocessors, 1), THREADS, WIDE_BYTES

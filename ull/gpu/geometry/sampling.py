@@ -62,6 +62,11 @@ def medusa_rank(vocabulary: int, heads: int, multiprocessors: int) -> Geometry:
     return sample("ull_medusa_rank", vocabulary, heads, multiprocessors)
 
 
+def eagle_rank(vocabulary: int, entries: int, multiprocessors: int) -> Geometry:
+    """`ull_eagle_rank` for `entries` rows of logits. Raises ValueError as `sample` does."""
+    return sample("ull_eagle_rank", vocabulary, entries, multiprocessors)
+
+
 def accept() -> Geometry:
     """`ull_accept`: one block."""
     return (1, 1), 128, _SHARED_BYTES["ull_accept"]

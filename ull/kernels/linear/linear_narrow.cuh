@@ -232,11 +232,14 @@ class TokenSums {
 };
 
 // The activations of all steps: [step][token][32 columns]. Rows beyond `count` stay as they are: they only reach
-// columns of the product that nobody reads.
+// columns of the product that nobody reads. `there`: how many tokens really are; where the layer is tapped, the last
+// block, which has row tiles whatever the grid, keeps their rows.
 template <typename Plan>
-ULL_DEVICE void stage_activations(const LinearParams& params, int count, unsigned char* staged, float* sums,
+ULL_DEVICE void stage_activations(const LinearParams& params, int count, int there, unsigned char* staged, float* sums,
                                   const RowShare& norm_weight) {
   if constexpr (Plan::kNorms) {
+    const bool keeps = arch::block_x() == arch::grid_x() - 1;
+    const KeepTaps<Plan::kTokens> keep(keeps ? params.taps : nullptr, params.round, there);
     constexpr int kRowsAtOnce = larger(1, smaller(Plan::kTokens, 16 / kNormVectors));
     norm_rows<kRowsAtOnce>(
         norm_weight, count, sums,
@@ -244,7 +247,8 @@ ULL_DEVICE void stage_activations(const LinearParams& params, int count, unsigne
         [&](int token, int column, arch::Vector2 four) {
           *reinterpret_cast<arch::Vector2*>(staged + column / kColumnUnit * Plan::kStepActivationBytes +
                                             token * kTokenStepBytes + column % kColumnUnit * 2) = four;
-        });
+        },
+        keep);
   } else {
     constexpr int kVectors = Plan::kStagedBytes / 16;
     constexpr int kStepVectors = Plan::kStepActivationBytes / 16;
@@ -427,7 +431,8 @@ ULL_DEVICE void linear_narrow(const LinearParams& params) {
     if constexpr (Plan::kStaged) {
       // One token is there whatever `count` says: its loads need not wait for that answer.
       const int rows = Plan::kTokens == 1 ? 1 : count;
-      stage_activations<Plan>(params, rows, staged, reinterpret_cast<float*>(shared + Plan::kSumAt), norm_weight);
+      stage_activations<Plan>(params, rows, count, staged, reinterpret_cast<float*>(shared + Plan::kSumAt),
+                              norm_weight);
       arch::block_barrier();
     }
     if (count == 0) return stream.drain();

@@ -22,13 +22,16 @@ ULL_DEVICE void load_finished_row(const NormParams& params, RowShare& row, int t
   }
 }
 
+template <int kTokens>
 ULL_DEVICE void norm_token(const NormParams& params) {
   arch::release_dependents();
   RowShare weight;
   load_norm_weight(weight, params.norm_weight);
   arch::wait_for_predecessor();
   const int token = arch::block_x();
-  if (token >= token_count(params.round)) return;
+  const int count = token_count(params.round);
+  if (token >= count) return;
+  const KeepTaps<kTokens> keep(params.taps, params.round, count);
   auto* sums = reinterpret_cast<float*>(arch::shared_memory());
   auto* output = static_cast<uint16_t*>(params.normed);
   norm_rows<1>(
@@ -42,15 +45,16 @@ ULL_DEVICE void norm_token(const NormParams& params) {
       },
       [&](int, int column, arch::Vector2 four) {
         *reinterpret_cast<arch::Vector2*>(output + activation_index(token, column)) = four;
-      });
+      },
+      [&](int, int column, const arch::Vector4& four) { keep(token, column, four); });
 }
 
-ULL_KERNEL(ull_norm_1, NormParams, kNormThreads, 2) { norm_token(params); }
-ULL_KERNEL(ull_norm_2, NormParams, kNormThreads, 2) { norm_token(params); }
-ULL_KERNEL(ull_norm_4, NormParams, kNormThreads, 2) { norm_token(params); }
-ULL_KERNEL(ull_norm_8, NormParams, kNormThreads, 2) { norm_token(params); }
-ULL_KERNEL(ull_norm_16, NormParams, kNormThreads, 2) { norm_token(params); }
-ULL_KERNEL(ull_norm_32, NormParams, kNormThreads, 2) { norm_token(params); }
-ULL_KERNEL(ull_norm_64, NormParams, kNormThreads, 2) { norm_token(params); }
+ULL_KERNEL(ull_norm_1, NormParams, kNormThreads, 2) { norm_token<1>(params); }
+ULL_KERNEL(ull_norm_2, NormParams, kNormThreads, 2) { norm_token<2>(params); }
+ULL_KERNEL(ull_norm_4, NormParams, kNormThreads, 2) { norm_token<4>(params); }
+ULL_KERNEL(ull_norm_8, NormParams, kNormThreads, 2) { norm_token<8>(params); }
+ULL_KERNEL(ull_norm_16, NormParams, kNormThreads, 2) { norm_token<16>(params); }
+ULL_KERNEL(ull_norm_32, NormParams, kNormThreads, 2) { norm_token<32>(params); }
+ULL_KERNEL(ull_norm_64, NormParams, kNormThreads, 2) { norm_token<64>(params); }
 
 }  // namespace ull::gpu

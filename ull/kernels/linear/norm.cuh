@@ -70,10 +70,44 @@ ULL_DEVICE arch::Vector2 normed(const arch::Vector4& x, const arch::Vector4& wei
   return {arch::f32x2_to_f16x2(y[0], y[1]), arch::f32x2_to_f16x2(y[2], y[3])};
 }
 
+// Keeps rows of the residual for the heads that read this layer's taps: in a round of one token (kTokens 1) at their
+// position's place in the ring, in others at the token's in the scratch.
+template <int kTokens>
+class KeepTaps {
+ public:
+  // taps: this layer's; null: nobody reads them. count: of tokens that are there.
+  ULL_DEVICE KeepTaps(float* taps, const Round* round, int count) : taps_(taps), count_(count) {
+    if constexpr (kTaps > 0 && kTokens == 1) {
+      static_assert(ULL_OFFSETOF(Round, base) == 16);
+      if (taps == nullptr) return;
+      const auto base = arch::load_global(reinterpret_cast<const char*>(round) + 16).word[0];
+      taps_ += static_cast<int>(base % kTapSlots) * kStride;
+    }
+  }
+
+  ULL_DEVICE void operator()(int token, int column, const arch::Vector4& four) const {
+    if constexpr (kTaps > 0) {
+      if (taps_ == nullptr || token >= count_ || column >= kHidden) return;
+      arch::store_global(taps_ + (kTokens == 1 ? 0 : token) * kStride + column, four);
+    }
+  }
+
+ private:
+  static constexpr int kStride = kTaps * kResidualStride;  // floats from one position's rows to the next one's
+  float* taps_;
+  int count_;
+};
+
+struct KeepNothing {
+  ULL_DEVICE void operator()(int, int, const arch::Vector4&) const {}
+};
+
 // Norms `count` rows: `load(share, token)` brings one, `store(token, column, four f16)` takes every column, padding
-// included. `sums` is shared memory of [count][kNormWarps]. kRowsAtOnce rows' loads are in flight together.
-template <int kRowsAtOnce, typename Load, typename Store>
-ULL_DEVICE void norm_rows(const RowShare& weight, int count, float* sums, const Load& load, const Store& store) {
+// included, and `keep(token, column, four)` what it was before. `sums` is shared memory of [count][kNormWarps].
+// kRowsAtOnce rows' loads are in flight together.
+template <int kRowsAtOnce, typename Load, typename Store, typename Keep = KeepNothing>
+ULL_DEVICE void norm_rows(const RowShare& weight, int count, float* sums, const Load& load, const Store& store,
+                          const Keep& keep = {}) {
   const int warp = arch::warp();
   for (int first = 0; first < count; first += kRowsAtOnce) {
     RowShare rows[kRowsAtOnce];
@@ -97,6 +131,7 @@ ULL_DEVICE void norm_rows(const RowShare& weight, int count, float* sums, const 
         for (int i = 0; i < kNormVectors; ++i) {
           if (row_column(i) < round_up(kHidden, kColumnUnit)) {
             store(first + r, row_column(i), normed(rows[r].vector[i], weight.vector[i], inverse));
+            keep(first + r, row_column(i), rows[r].vector[i]);
           }
         }
       }

@@ -99,8 +99,8 @@ struct SliceSums {
   }
 };
 
-// Epilogue: f32 [64, rows rounded up to 16].
-template <int kRows>
+// Epilogue: f32 [64, rows rounded up to 16]. The activations are in units of 1 / kUnit.
+template <int kRows, int kUnit = 1>
 struct StoreRows {
   static constexpr int kItems = kRowUnit / 4;
   using Operands = RowScale;
@@ -113,7 +113,7 @@ struct StoreRows {
   ULL_DEVICE static void finish(const LinearParams& params, const Operands& operands, int tile, int token, int item,
                                 const Sum& sum) {
     float* row = static_cast<float*>(params.output) + static_cast<int64_t>(token) * round_up(kRows, kRowUnit);
-    store_four(row + tile * kRowUnit + 4 * item, scaled(sum(4 * item), operands));
+    store_four(row + tile * kRowUnit + 4 * item, scaled(sum(4 * item), operands, kUnit));
   }
 
   template <int kGroups>

@@ -75,7 +75,7 @@ ULL_DEVICE void linear_step(const LinearParams& params, Ring& ring, SumAreas& ar
   wait();
   if (stream.stages() == 0) return;
   if constexpr (Plan::kNorms) {
-    stage_activations<Plan>(params, 1, shared, reinterpret_cast<float*>(shared + Area::kSumAt), norm_weight);
+    stage_activations<Plan>(params, 1, 1, shared, reinterpret_cast<float*>(shared + Area::kSumAt), norm_weight);
     arch::block_barrier();
   } else {
     stage_slice<Plan>(params, shared);

@@ -193,6 +193,7 @@ ULL_DEVICE bool is_skipped(const Shared& shared, const RoundRequest& head) {
 
 // The first node that is drawn: what comes before it is forced. 0 where nothing is.
 ULL_DEVICE int first_draw(const RoundRequest& head) {
+  if (head.mode == RoundMode::kEagle) return clamp(head.forced, head.count);
   return head.mode == RoundMode::kTake ? clamp(head.forced, head.count - 1) : 0;
 }
 
@@ -221,7 +222,8 @@ ULL_KERNEL(ull_begin, BeginParams, kThreads, 1) {
     round->count = count;
     round->base = continues ? state.position : head.position;
     round->max_tokens = head.max_tokens;
-    round->draws = head.mode == RoundMode::kPrefill || head.mode == RoundMode::kMedusa ? 0 : 1;
+    const bool only_fills = head.mode == RoundMode::kPrefill || head.mode == RoundMode::kEagle;
+    round->draws = only_fills || head.mode == RoundMode::kMedusa ? 0 : 1;
     round->first_draw = skipped ? 0 : first_draw(head);
     round->begin_ns = begin_ns;
     params.state->sequence = state.sequence + 1;

@@ -1,4 +1,5 @@
-// Copies keys and values of the accepted nodes from the tree scratch into the pages, and reports the end of the round.
+// Copies keys and values of the accepted nodes from the tree scratch into the pages, their taps into the ring, and
+// reports the end of the round.
 // Grid: x = kv heads, y = layers.
 #include <cstdint>
 
@@ -74,6 +75,18 @@ ULL_DEVICE void commit_values(const CommitParams& params, const Accepted& accept
   }
 }
 
+// Rows of taps, shared among all blocks.
+ULL_DEVICE void commit_taps(const CommitParams& params, const Accepted& accepted, int base) {
+  constexpr int kVectors = (kTaps > 0 ? kTaps : 1) * round_up(kHidden, kRowUnit) / 4;  // of a position
+  const int blocks = arch::grid_x() * arch::grid_y(), block = arch::block_y() * arch::grid_x() + arch::block_x();
+  for (int i = block * kCommitThreads + arch::thread(); i < accepted.count * kVectors; i += blocks * kCommitThreads) {
+    const int index = i / kVectors, vector = i % kVectors;
+    const int64_t from = int64_t{accepted.node[index]} * kVectors + vector;
+    const int64_t to = int64_t{(base + index) % kTapSlots} * kVectors + vector;
+    arch::store_global(params.tap_ring + 4 * to, arch::load_global(params.tapped + 4 * from));
+  }
+}
+
 ULL_KERNEL(ull_commit, CommitParams, kCommitThreads, 4) {
   arch::release_dependents();
   arch::wait_for_predecessor();
@@ -86,6 +99,9 @@ ULL_KERNEL(ull_commit, CommitParams, kCommitThreads, 4) {
     commit_keys(params, accepted, round.base, static_cast<const unsigned char*>(params.tree_keys) + scratch, pool);
     commit_values(params, accepted, round.base, static_cast<const unsigned char*>(params.tree_values) + scratch,
                   pool + kKvLayerBytes / 2);
+    if constexpr (kTaps > 0) {
+      if (params.tapped != nullptr) commit_taps(params, accepted, round.base);
+    }
   }
   arch::block_barrier();
   if (arch::thread() != 0) return;

@@ -1,0 +1,135 @@
+"""The launches of an EAGLE-3 head's passes, in order, with every pointer.
+
+    begin, taps, fc, input, qkv, attention, o, gate_up, down, accept, commit
+    begin, taps, fc, input, qkv, attention, o, gate_up, down, head, rank, accept, commit
+    begin, input, qkv, attention, o, gate_up, down, head, rank, accept
+
+A fill reads up to 64 entries whose taps the ring holds. A proposal begins with a first pass of up to 8 of those, behind
+the last of which the candidates of depth 1 are ranked. Each level repeats these entries and what it has drafted so far,
+and ranks what follows its newest entries: so an entry keeps its number, and nothing but the residual that left the
+layer, row by row, is carried from one pass to the next.
+"""
+
+from __future__ import annotations
+
+from ull.bundle import EagleHead
+from ull.gpu.fused import FusedForward
+from ull.gpu.geometry import linear, sampling
+from ull.gpu.launch import Launch
+from ull.gpu.memory import EAGLE_INPUT, EAGLE_STATES, EAGLE_TAPS, EAGLE_WIDTH, TAP_RING, TAP_ROWS, Sizes
+from ull.gpu.params import MOST_TAPS, TREE_TOKENS, EagleInputParams, EagleRankParams, EagleTapsParams
+from ull.gpu.places import Places
+from ull.gpu.rounds import Rounds
+
+FIRST_ENTRIES = 8  # most entries of a first pass, and of the levels behind it those that are not drafted
+LEVEL_TILES = (16, 32, TREE_TOKENS)
+
+
+class EagleForward(FusedForward):
+    """The head's layer: like any other, but for what its qkv reads."""
+
+    def layer(self, tokens: int) -> list[Launch]:
+        """From the layer's input to the residual."""
+        return self._layer(0, tokens)
+
+    def logits(self, tokens: int) -> list[Launch]:
+        """The final norm, which keeps the residual for the next pass, and the head's own lm_head."""
+        return self._head(tokens)
+
+    def fc(self, tokens: int) -> Launch:
+        """Hidden states of entries that have taps; `tokens` 8 or 64."""
+        geometry = linear.eagle_fc(self._sizes.model.hidden, tokens, self._multiprocessors)
+        return self._linears(tokens).plain("eagle_fc", "fc", geometry, EAGLE_TAPS, EAGLE_STATES)
+
+    def _qkv(self, layer: int, tokens: int) -> list[Launch]:
+        linears = self._linears(tokens)
+        geometry = linear.qkv(self._sizes.qkv_width, linears.tile, self._multiprocessors)
+        return [linears.plain("eagle_qkv", f"layers.{layer}.qkv", geometry, EAGLE_INPUT, "qkv")]
+
+
+class EaglePasses:
+    """Builds the passes of a head. `sizes` and `places` are its own, `target_sizes` and `target` the model's."""
+
+    def __init__(
+        self,
+        head: EagleHead,
+        sizes: Sizes,
+        places: Places,
+        target_sizes: Sizes,
+        target: Places,
+        multiprocessors: int,
+    ) -> None:
+        self._head, self._sizes, self._places, self._multiprocessors = head, sizes, places, multiprocessors
+        self._target_sizes, self._target = target_sizes, target
+        self._rounds = Rounds(sizes, places, multiprocessors)
+        self._forward = EagleForward(sizes, places, multiprocessors)
+
+    def fill(self) -> list[Launch]:
+        """Up to 64 entries from taps."""
+        return [
+            *self._from_taps(TREE_TOKENS),
+            *self._forward.layer(TREE_TOKENS),
+            *self._rounds.closing(TREE_TOKENS, False),
+        ]
+
+    def first(self) -> list[Launch]:
+        """The entries that begin a proposal, of which the last is ranked."""
+        tokens = FIRST_ENTRIES
+        layer = [*self._forward.layer(tokens), *self._forward.logits(tokens)]
+        return [*self._from_taps(tokens), *layer, self._rank(), *self._rounds.closing(tokens, False)]
+
+    def level(self, tokens: int) -> list[Launch]:
+        """All entries of a proposal so far, up to one of `LEVEL_TILES`, of which the newest are ranked."""
+        layer = [*self._forward.layer(tokens), *self._forward.logits(tokens)]
+        return [
+            self._rounds.begin(),
+            self._input(tokens, False),
+            *layer,
+            self._rank(),
+            self._rounds.closing(1, False)[0],
+        ]
+
+    def _from_taps(self, tokens: int) -> list[Launch]:
+        region, head = self._places.region, self._head
+        read = [self._target_sizes.taps.index(layer) for layer in head.taps]
+        params = EagleTapsParams(
+            round=region("round"),
+            ring=self._target.region(TAP_RING),
+            norm_weight=self._places.tensor("tap_norm"),
+            output=region(EAGLE_TAPS),
+            ring_taps=len(self._target_sizes.taps),
+            taps=(*read, *[0] * (MOST_TAPS - len(read))),
+        )
+        # It reads the round as begin has left it, as embed does, and so do all behind it.
+        taps = Launch("ull_eagle_taps", *linear.eagle_row(tokens), params, overlaps=False)
+        return [self._rounds.begin(), taps, self._forward.fc(tokens), self._input(tokens, True)]
+
+    def _input(self, tokens: int, overlaps: bool) -> Launch:
+        region, tensor = self._places.region, self._places.tensor
+        embedding = tensor if self._head.own_embedding else self._target.tensor
+        params = EagleInputParams(
+            round=region("round"),
+            table=embedding("embed.weight"),
+            states=region(EAGLE_STATES),
+            outputs=region(TAP_ROWS),
+            embedding_norm=tensor("layers.0.attn_norm"),
+            hidden_norm=tensor("layers.0.hidden_norm"),
+            output_norm=tensor("norm"),
+            input=region(EAGLE_INPUT),
+            residual=region("residual"),
+        )
+        return Launch("ull_eagle_input", *linear.eagle_row(tokens), params, overlaps=overlaps)
+
+    def _rank(self) -> Launch:
+        region, sizes = self._places.region, self._sizes
+        params = EagleRankParams(
+            round=region("round"),
+            state=self._target.region("state"),
+            logits=region("logits"),
+            names=self._places.tensor("names"),
+            scratch=region("sampler"),
+            text_counts=self._target.region("text counts"),
+            counters=region("counters") + 4 * sizes.eagle_counter,
+        )
+        geometry = sampling.eagle_rank(sizes.model.vocabulary, EAGLE_WIDTH, self._multiprocessors)
+        return Launch("ull_eagle_rank", *geometry, params)
