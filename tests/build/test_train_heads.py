@@ -160,6 +160,25 @@ def test_a_block_in_training_is_what_a_pass_of_its_own_gives(material: Material)
             torch.testing.assert_close(slots[place, slot], head.norm(one), rtol=1e-4, atol=1e-4)
 
 
+def test_a_block_heads_layers_begin_as_the_targets_last(material: Material) -> None:
+    from ull_build.train.dflash import Settings as DflashSettings
+    from ull_build.train.dflash import make_head
+
+    model = material.model
+    inputs = torch.randn(5, model.hidden, generator=torch.Generator().manual_seed(0))
+    source = material.target.model.layers[model.layers - 1]
+    for wider in (0, 16):
+        settings = DflashSettings(taps=(1, 2), intermediate=model.intermediate + wider, mask_token=7, layers=1)
+        layer = make_head(material.target, settings).requires_grad_(False).layers[0]
+        torch.testing.assert_close(layer.mlp(inputs), source.mlp(inputs))
+        for name in ("q_proj", "k_proj", "v_proj"):
+            theirs = getattr(source.self_attn, name)(source.input_layernorm(inputs))
+            torch.testing.assert_close(getattr(layer.self_attn, name)(layer.input_layernorm(inputs)), theirs)
+    narrow = DflashSettings(taps=(1, 2), intermediate=model.intermediate - 1, mask_token=7, layers=1)
+    rows = make_head(material.target, narrow).layers[0].mlp.gate_proj.weight.tolist()
+    assert all(row in source.mlp.gate_proj.weight.tolist() for row in rows)
+
+
 def test_the_loss_of_an_eagle_head_falls(material: Material, tmp_path: Path) -> None:
     from ull_build.train.eagle import Settings as EagleSettings
     from ull_build.train.eagle import train_eagle
@@ -176,7 +195,7 @@ def test_the_loss_of_a_dflash_head_falls(material: Material, tmp_path: Path) -> 
     from ull_build.train.dflash import train_dflash
 
     losses = Losses()
-    settings = DflashSettings(taps=(1, 2), intermediate=48, mask_token=7, block=4, rank=8, steps=60, length=64)
+    settings = DflashSettings(taps=(1, 2), intermediate=48, mask_token=7, block=4, rank=8, steps=120, length=64)
     device = torch.device("cpu")
     train_dflash(material.target, material.documents, material.outputs, settings, device, losses, tmp_path)
     assert losses.values[-1] < 0.95 * losses.values[0]

@@ -25,7 +25,6 @@ from ull_build.train.heads import FeedForward, optimizers_of, rotation, streams_
 from ull_build.train.loop import SoftCrossEntropy, autocast, run_steps
 from ull_build.train.model import Decoder, rotate
 
-_DEVIATION = 0.02  # of the weights at the start
 _MARKOV_DEVIATION = 0.125  # of the Markov embeddings at the start; its other table begins with zeros
 _UNMARKED = 0.15  # of slots that learn without the Markov term: alone they must rank what it chooses among
 _JUDGED = 256  # slots per step that teach the confidence
@@ -43,7 +42,7 @@ class Settings:
     block: int = 8
     rank: int = 64  # of the Markov term
     decay: float = 0.75  # weight of slot i: decay ** i
-    anchors: int = 64  # blocks per row
+    anchors: int = 96  # blocks per row
     steps: int = 4000
     minutes: float | None = None
     rows: int = 2  # per step; every other one holds the target's own outputs
@@ -233,18 +232,22 @@ def agreement(logits: Tensor, wanted: Tensor, temperature: float, generator: tor
 
 
 def make_head(target: Decoder, settings: Settings, initial: Mapping[str, Tensor] | None = None) -> Dflash:
-    """A head with random layers, or the one with the weights `initial`.
+    """A head whose layers begin as the target's last ones, or the one with the weights `initial`.
 
-    The Markov embedding begins as the target's embedding in its main directions, so that tokens alike are near.
+    What it reads of the target begins as the tap nearest to where the first of these layers reads. The Markov embedding
+    begins as the target's embedding in its main directions, so that tokens alike are near.
     """
     head = Dflash(target.sizes, settings)
     if initial is not None:
         head.load_state_dict({name: value.float() for name, value in initial.items()})
         return head
-    generator = torch.Generator().manual_seed(settings.seed)
-    for parameter in head.parameters():
-        if parameter.dim() == 2:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * _DEVIATION
+    first = max(0, target.sizes.layers - settings.layers)
+    with torch.no_grad():
+        for place, layer in enumerate(head.layers):
+            _copy_layer(target.model.layers[min(first + place, target.sizes.layers - 1)], layer)
+    near = min(range(len(settings.taps)), key=lambda place: abs(settings.taps[place] - first))
+    head.fc.weight.data.zero_()
+    head.fc.weight.data[:, near * target.sizes.hidden :][:, : target.sizes.hidden] = torch.eye(target.sizes.hidden)
     embedding = target.model.embed_tokens.weight.detach().float().cpu()
     _, directions = torch.linalg.eigh(embedding.T @ embedding)  # ascending
     width = min(settings.rank, embedding.shape[1])
@@ -253,6 +256,33 @@ def make_head(target: Decoder, settings: Settings, initial: Mapping[str, Tensor]
     head.markov_head.markov_w2.weight.data.zero_()
     head.norm.weight.data = target.model.norm.weight.detach().float().cpu().clone()
     return head
+
+
+def _copy_layer(source: nn.Module, layer: Layer) -> None:
+    """The target's layer as one of the head's.
+
+    Context comes to a head's layer without that layer's own norm, so the norm's weights go into the matrices. QK norm
+    that the target lacks begins with the size that its queries and keys have where inputs have a variance of 1. Of a
+    wider feed-forward those neurons are kept that write most; a narrower one is filled up with silent ones.
+    """
+    theirs, own = source.self_attn, layer.self_attn
+    scale = source.input_layernorm.weight.float().cpu()
+    for name in ("q", "k", "v"):
+        matrix = getattr(theirs, f"{name}_proj").weight.float().cpu() * scale
+        getattr(own, f"{name}_proj").weight.data = matrix
+        if name != "v":
+            norm = getattr(theirs, f"{name}_norm", None)
+            size = matrix.square().sum(-1).mean().sqrt() if norm is None else norm.weight.float().cpu()
+            getattr(own, f"{name}_norm").weight.data[:] = size
+    own.o_proj.weight.data = theirs.o_proj.weight.float().cpu().clone()
+    layer.post_attention_layernorm.weight.data = source.post_attention_layernorm.weight.float().cpu().clone()
+    gate, up, down = (getattr(source.mlp, f"{name}_proj").weight.float().cpu() for name in ("gate", "up", "down"))
+    weight = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
+    kept = weight.argsort(descending=True)[: layer.mlp.gate_proj.weight.shape[0]].sort().values
+    layer.mlp.gate_proj.weight.data[: len(kept)] = gate[kept]
+    layer.mlp.up_proj.weight.data[: len(kept)] = up[kept]
+    layer.mlp.down_proj.weight.data.zero_()
+    layer.mlp.down_proj.weight.data[:, : len(kept)] = down[:, kept]
 
 
 def rarest_token(target: Decoder, documents: Sequence[NDArray[np.int32]], outputs: Sequences) -> int:
