@@ -85,7 +85,8 @@ class EagleTree {
     return found;
   }
 
-  // Adds the likeliest nodes, with their shares as chances, to a draft that has its root. Siblings go in the order of their ranks.
+  // Adds the likeliest nodes, with their shares as chances, to a draft that has its root. Siblings go in the order of
+  // their ranks.
   void finish(DraftTree& draft) const noexcept {
     int16_t places[kCapacity];  // in the draft; -1: not there
     std::fill_n(places, count_, int16_t{-1});

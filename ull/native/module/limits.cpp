@@ -21,7 +21,7 @@ constexpr std::pair<const char*, int> kLimits[] = {
     {"choices", kMaxChoices},
     {"context", cpu::kMaxDimension},  // tokens
     {"core", kMaxCore},
-    {"dflash_block", cpu::kMaxDflashBlock},  // positions
+    {"dflash_block", cpu::kMaxDflashBlock},                     // positions
     {"frame_text", static_cast<int>(kFrameText)},               // bytes
     {"grammar_bytes", static_cast<int>(grammar::kMostSource)},  // of its text
     {"logit_bias", kMaxLogitBias},
