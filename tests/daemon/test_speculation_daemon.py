@@ -261,7 +261,7 @@ def test_not_adaptive_drafts_in_every_round(spawn: Spawn, tmp_path: Path) -> Non
     ("fields", "field", "said"),
     [
         ({"speculate": "medussa"}, "speculate", "did you mean 'medusa'?"),
-        ({"speculate": "eagle"}, "speculate", "'eagle' is no drafter"),
+        ({"speculate": "hydra"}, "speculate", "'hydra' is no drafter"),
         ({"speculate": ""}, "speculate", "is no drafter"),
         ({"max_tree": 0}, "max_tree", "from 1"),
         ({"max_tree": 65}, "max_tree", "to 64 tokens, not 65"),
