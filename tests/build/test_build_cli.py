@@ -90,6 +90,8 @@ def test_every_key_of_a_recipe_is_documented() -> None:
     tables = {
         "medusa": ["medusa.heads", "medusa.num"],
         "draft": ["draft.model"],
+        "eagle": ["eagle.head", "eagle.taps", "eagle.theta", "eagle.norm_output"],
+        "dflash": ["dflash.head", "dflash.taps", "dflash.theta", "dflash.anchor_predicts"],
         "speculation": ["speculation.max_tree"],
         "forward": [
             "forward.prefill",
