@@ -47,7 +47,7 @@ FAMILY = [
 ]
 WARM = 500  # tokens of the prompt before the labels
 SCHEMAS = 1000
-DRAFTERS = ("none", "suffix", "medusa", "draft", "auto")
+DRAFTERS = ("none", "suffix", "medusa", "eagle", "dflash", "draft", "auto")
 Samples = dict[str, dict[str, float]]
 
 

@@ -281,7 +281,7 @@ def test_inspect_measures(tiny_bundle: Path, capsys: pytest.CaptureFixture[str])
     assert cli.main(["inspect", str(tiny_bundle), "--measure", "--json"]) == 0
     measured = json.loads(capsys.readouterr().out)["measured"]
     assert list(measured["verify_ns"]) == ["1", "2", "4", "8", "16", "32", "64"]
-    assert measured["draft_ns"].keys() == {"suffix", "medusa", "draft"}
+    assert measured["draft_ns"].keys() == {"suffix", "medusa", "eagle", "dflash", "draft"}
     assert measured["weight_bytes"] > measured["drafter_weight_bytes"] > 0
 
 

@@ -18,7 +18,7 @@ from ull.commands.verify import body_hash
 
 def test_a_pass_and_its_report(shared_daemon: Daemon, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    outcome = ull("verify", shared_daemon.url, "--report", str(path), "--seed", "11", "--requests", "300")
+    outcome = ull("verify", shared_daemon.url, "--report", str(path), "--seed", "11", "--requests", "500")
     assert (outcome.returncode, outcome.stderr) == (0, "")
     assert outcome.stdout.splitlines()[-1].startswith("pass: ")
     report = json.loads(path.read_text())

@@ -46,7 +46,7 @@ SOURCES: list[tuple[Kind, str]] = [
     ("lark", 'start: "a" <|bos|> "b" x\nx: /[0-9]+/ | "hello world, this is forced"'),
 ]
 MANY: dict[str, Any] = {f"property_{i}": {} for i in range(500)}
-DRAFTERS = ("none", "suffix", "medusa", "draft", "auto")
+DRAFTERS = ("none", "suffix", "medusa", "eagle", "dflash", "draft", "auto")
 
 
 def library() -> str:
@@ -332,7 +332,13 @@ def test_a_request_that_others_come_between_says_the_same(grammars: _native.Gram
     grammar = grammars.compile("json_schema", json.dumps(STYLE | schema))
     words = grammars.compile("regex", "[a-z ]{20,30}\\.")
     urgent, requests, suspended = tiny.urgent, count(), 0
-    for drafter, sampling in [("none", {}), ("medusa", {"temperature": 1.0, "seed": 4}), ("auto", {"logprobs": 0})]:
+    for drafter, sampling in [
+        ("none", {}),
+        ("medusa", {"temperature": 1.0, "seed": 4}),
+        ("eagle", {"temperature": 0.9, "seed": 6}),
+        ("dflash", {"frequency_penalty": 0.4}),
+        ("auto", {"logprobs": 0}),
+    ]:
         params = {"speculate": drafter, "max_tokens": 600, "priority": "batch"} | sampling
         alone = tiny.answer(grammar, **params)
         rounds = tiny.rig.engine.stats()["rounds"]

@@ -83,7 +83,7 @@ def test_the_tiny_engine_has_every_drafter(client: Client) -> None:
     sizes = ["1", "2", "4", "8", "16", "32", "64"]
     assert list(info.executor["verify_ns"]) == sizes
     assert all(cost > 0 for cost in info.executor["verify_ns"].values())
-    assert {"medusa", "draft"} <= info.executor["draft_ns"].keys()
+    assert {"medusa", "eagle", "dflash", "draft"} <= info.executor["draft_ns"].keys()
     for what in ("weight_bytes", "kv_bytes"):
         assert info.executor[what] > info.executor[f"drafter_{what}"] > 0
 
