@@ -47,10 +47,11 @@ TreePlan plan_of(int count, int depth) {
 // A drafter with taps of `history` in its ring, and what it has read of the sequence.
 struct Bench {
   // begin, end: the positions whose taps are there; end -1: all.
-  explicit Bench(const DflashFile& file, int length = 100, bool coupled = true, int begin = 0, int end = -1)
+  explicit Bench(const DflashFile& file, int length = 100, bool coupled = true, int begin = 0, int end = -1,
+                 int64_t most_exact = DflashDrafter::kMostExact)
       : model(file.model.spec, model_options()),
         ring({0, 2, 3}, 64, 160),
-        drafter(model, ring, coupled),
+        drafter(model, ring, coupled, most_exact),
         history(some_tokens(length + 1)) {
     put_taps(begin, end < 0 ? length : end);
   }
@@ -250,12 +251,12 @@ TEST(candidates_are_ranked_by_the_rule_with_the_request_s_noise) {
   }
 }
 
-// Below every node the best of the depth are scored with what its token adds.
-TEST(a_markov_term_orders_the_children_of_each_parent) {
+// Below every node all tokens are scored with what its own adds, or where that is too much, the best of the depth.
+void check_markov(int64_t most_exact) {
   for (const bool gated : {false, true}) {
     const DflashFile file({.anchor_predicts = true, .markov = 24, .gated = gated});
     for (const float temperature : {0.0F, 0.7F}) {
-      Bench bench(file);
+      Bench bench(file, 100, true, 0, -1, most_exact);
       Sampling sampling;
       sampling.temperature = temperature;
       sampling.seed = 5;
@@ -277,7 +278,8 @@ TEST(a_markov_term_orders_the_children_of_each_parent) {
         REQUIRE(sampler.rank(head.logits(depth), 100 + depth, sampling, 32, base) == 32);
         const float* factor = head.markov_factor(depth, tree.token(node));
         std::vector<std::pair<float, int32_t>> best;
-        for (const int32_t token : base) {
+        for (int32_t token = 0; token < 80; ++token) {
+          if (most_exact == 0 && std::find(base, base + 32, token) == base + 32) continue;
           float score = head.logits(depth)[token] + head.markov_term(factor, token);
           for (const LogitBias& one : kBias) score += one.token == token ? one.bias : 0.0F;
           if (temperature > 0.0F) score = score * (1.0F / temperature) + gumbel(sampling.seed, 100 + depth, token);
@@ -293,6 +295,10 @@ TEST(a_markov_term_orders_the_children_of_each_parent) {
     }
   }
 }
+
+TEST(a_markov_term_orders_the_children_of_each_parent) { check_markov(DflashDrafter::kMostExact); }
+
+TEST(in_a_large_vocabulary_a_markov_term_orders_the_best_children) { check_markov(0); }
 
 TEST(filters_hold_for_candidates_that_are_scored_anew) {
   const DflashFile file({.anchor_predicts = true, .markov = 24});

@@ -224,7 +224,7 @@ float DflashHead::confidence(int depth, int32_t parent) const noexcept {
   return sigmoid(sum);
 }
 
-DflashDrafter::DflashDrafter(Model& target, const TapRing& ring, bool coupled)
+DflashDrafter::DflashDrafter(Model& target, const TapRing& ring, bool coupled, int64_t most_exact)
     : HeadDrafter(DrafterKind::kDflash, ring.tags(), /*lookahead=*/0, target.spec().context),
       head_(target),
       ring_(ring),
@@ -232,7 +232,10 @@ DflashDrafter::DflashDrafter(Model& target, const TapRing& ring, bool coupled)
       vocabulary_(target.spec().vocabulary),
       context_(target.spec().context),
       pages_(target.cache().pages()),
-      coupled_(coupled) {}
+      coupled_(coupled),
+      exact_(head_.has_markov() && static_cast<int64_t>(vocabulary_) * head_.markov_rank() <= most_exact
+                 ? static_cast<size_t>(vocabulary_)
+                 : 0) {}
 
 // Depths that double are measured; costs between them are interpolated. What a disturbance of the machine adds to one
 // is taken off again: a deeper draft never costs less.
@@ -330,8 +333,12 @@ Branch DflashDrafter::expand(const DraftTree& tree, int node, float chance) noex
   if (d > depth_ || chance < least_) return {};
   Children& children = head_.has_markov() ? of_node_[node] : of_depth_[d];
   if (head_.has_markov() || !depths_[d].ranked) {
-    if (!depths_[d].ranked) rank(d);
-    score(d, tree.token(node), children);
+    if (exact_.size() > 0) {
+      rank_exactly(d, tree.token(node), children);
+    } else {
+      if (!depths_[d].ranked) rank(d);
+      score(d, tree.token(node), children);
+    }
     children.count = std::min(children.count, wanted_);
     const float accepted = head_.has_confidence() ? head_.confidence(d, tree.token(node)) : 1.0F;
     share_out(children.scores, children.count, accepted, children.shares);
@@ -356,6 +363,31 @@ void DflashDrafter::rank(int depth) noexcept {
         .logit = logits[token],
         .bias = Sampler::adjusted(0.0F, token, sampling_, nullptr),
         .noise = sampling_.temperature > 0.0F ? gumbel(sampling_.seed, position, token) : 0.0F};
+  }
+}
+
+void DflashDrafter::rank_exactly(int depth, int32_t parent, Children& children) noexcept {
+  const float* logits = head_.logits(depth);
+  const float* factor = head_.markov_factor(depth, parent);
+  for (int32_t token = 0; token < vocabulary_; ++token) {
+    exact_[static_cast<size_t>(token)] =
+        head_.knows(token) ? logits[token] + head_.markov_term(factor, token) : kUnknown;
+  }
+  const int32_t position = position_ + depth;
+  const int found = sampler_.rank(exact_.data(), position, sampling_, wanted_, children.tokens, counts_);
+  children.count = 0;
+  for (int i = 0; i < found; ++i) {
+    const int32_t token = children.tokens[i];
+    if (!head_.knows(token)) continue;
+    float score = Sampler::adjusted(exact_[static_cast<size_t>(token)], token, sampling_, counts_);
+    if (sampling_.temperature > 0.0F) {
+      score = score * std::min(1.0F / sampling_.temperature, kMostInverseTemperature) +
+              gumbel(sampling_.seed, position, token);
+    }
+    // What the filters have dropped stands behind what they have not, whatever its score.
+    if (children.count > 0) score = std::min(score, children.scores[children.count - 1]);
+    children.tokens[children.count] = token;
+    children.scores[children.count++] = score;
   }
 }
 

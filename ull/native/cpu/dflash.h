@@ -35,6 +35,7 @@ class DflashHead {
   [[nodiscard]] int depths() const noexcept { return spec_.anchor_predicts ? spec_.block : spec_.block - 1; }
   [[nodiscard]] int vocabulary() const noexcept { return body_.spec().vocabulary; }  // tokens that it can propose
   [[nodiscard]] bool has_markov() const noexcept { return spec_.markov > 0; }
+  [[nodiscard]] int markov_rank() const noexcept { return spec_.markov; }
   [[nodiscard]] bool has_confidence() const noexcept { return spec_.confidence; }
   [[nodiscard]] bool confidence_reads_markov() const noexcept { return spec_.confidence_reads_markov; }
   [[nodiscard]] int64_t weight_bytes() const noexcept { return body_.weights().bytes() + memory_.bytes; }
@@ -101,8 +102,12 @@ class DflashHead {
 // head the candidates of a node share what it says instead of one.
 class DflashDrafter final : public HeadDrafter {
  public:
+  // Multiply-adds of a Markov term over the whole vocabulary up to which a parent's children are ranked exactly: about
+  // as long as a row of the lm_head takes. Above it, the term only reorders the best without it.
+  static constexpr int64_t kMostExact = int64_t{1} << 20;
+
   // coupled: see MedusaDrafter.
-  DflashDrafter(Model& target, const TapRing& ring, bool coupled = true);
+  DflashDrafter(Model& target, const TapRing& ring, bool coupled = true, int64_t most_exact = kMostExact);
 
   void prepare() override;
   void set_pulse(Pulse* pulse) noexcept override { head_.body().set_pulse(pulse); }
@@ -147,6 +152,8 @@ class DflashDrafter final : public HeadDrafter {
   void rank(int depth) noexcept;
   // The children of `parent` at `depth`, best first.
   void score(int depth, int32_t parent, Children& children) noexcept;
+  // The same with the Markov term of every token of the vocabulary, where that is small.
+  void rank_exactly(int depth, int32_t parent, Children& children) noexcept;
   // Puts those that the request's filters would drop behind the others.
   void filter(Children& children) const noexcept;
   [[nodiscard]] int64_t time_depth(int depth) noexcept;
@@ -158,6 +165,8 @@ class DflashDrafter final : public HeadDrafter {
   const int context_;
   const int pages_;
   const bool coupled_;
+  AlignedArray<float>
+      exact_;  // [vocabulary] logits with the Markov term of a parent; empty: the vocabulary is too large
   int64_t cost_ns_[kMaxDflashBlock + 1] = {};  // by depth
 
   // The proposal in flight.
