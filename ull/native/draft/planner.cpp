@@ -214,7 +214,10 @@ double Planner::plan(const Drafter& drafter, int confidence, const Limits& limit
   const double worth = kind == DrafterKind::kSuffix
                            ? best_worth
                            : (yield.tokens + kPlanWeight * best_worth) / (yield.cost + kPlanWeight);
-  plan.least_survival = static_cast<float>(std::max(worth, 1.0) / plain * (depth_ns + node_ns));
+  // One that branches proposes what it has, and is cut: nothing at all would cost a proposal that nobody accounts for.
+  if (!drafter.branches()) {
+    plan.least_survival = static_cast<float>(std::max(worth, 1.0) / plain * (depth_ns + node_ns));
+  }
   return worth;
 }
 
