@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -100,6 +101,25 @@ def test_how_entries_came_into_the_cache_does_not_matter() -> None:
         caches.append(head.memory["KV pages"].tobytes())
     assert len(set(answers)) == 1 and len(set(caches)) == 1
     assert any(caches[0])
+
+
+def test_what_the_pages_lack_is_not_attended_to() -> None:
+    """Whatever stands before the first position: of a chain across splits, and of a level behind it."""
+    tokens = [int(token) for token in np.random.default_rng(1).integers(2000, size=64)]
+    chain, start = [max(entry - 1, 0) for entry in range(64)], 300
+    answers: dict[int, set[bytes]] = {0: set(), start - 20: set(), start + 64: set()}
+    for first, given in answers.items():
+        for lies in (0, 1):
+            head = head_of(TARGET, mapped=True)
+            pages = head.memory["KV pages"].view(ml_dtypes.bfloat16)
+            pages[...] = np.random.default_rng(lies).standard_normal(pages.shape)
+            for at in (start - 64, start):
+                head.run(head.passes.fill(), tokens, chain, at, 64, 0, first=first)
+            result = head.run(head.passes.first(), CHAIN, PARENTS, start + 64, len(CHAIN), 1, first=first)
+            level = head.run(head.passes.level(16), [*CHAIN, 3], [*PARENTS, 3], start + 64, len(CHAIN), 1, first=first)
+            given.add(bytes(result.tokens[0].top) + bytes(level.tokens[0].top))
+    assert [len(given) for given in answers.values()] == [2, 1, 1]
+    assert len(set.union(*answers.values())) == 4
 
 
 def test_levels_leave_the_pages_as_they_are() -> None:

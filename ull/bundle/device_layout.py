@@ -14,7 +14,7 @@ from ull.bundle.layout import DRAFT, FILLER, MEDUSA, qkv_rows, round_up
 from ull.bundle.manifest import DeviceCode, EagleHead, Manifest, MedusaHeads, Model, Precision
 from ull.bundle.tensor_file import TensorEntry, TensorShape
 
-DEVICE_INTERFACE = 6  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
+DEVICE_INTERFACE = 7  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
 DEVICE_TILE_ROWS = 16
 DEVICE_STEP = 32  # columns
 DEVICE_ALIGNMENT = 128  # bytes: a cache line of the GPU
@@ -136,6 +136,7 @@ def device_macros(
         "HEAD_BITS": bits[precision.lm_head],
         "KV_BITS": bits[precision.kv],
         "TAPS": taps,
+        "MAY_LACK": 0,
     }
     if medusa is not None:
         values |= {"MEDUSA_HEADS": medusa.heads, "MEDUSA_OWN_HEADS": int(medusa.version == "1")}
@@ -153,6 +154,7 @@ def device_eagle_macros(head: EagleHead, target_hidden: int) -> dict[str, str]:
         "MAPPED": int(head.mapped),
     }
     own = device_macros(head.model, head.precision, taps=1)  # what leaves its layer is kept for the next pass
+    own["ULL_MAY_LACK"] = "1"  # its cache begins where taps of it were read first
     return own | {f"ULL_EAGLE_{name}": str(value) for name, value in values.items()}
 
 

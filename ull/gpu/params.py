@@ -8,7 +8,7 @@ from ctypes import c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_voi
 from ull.bundle import MLP_SCALE as MLP_SCALE
 from ull.wire import MAX_TREE
 
-INTERFACE = 6
+INTERFACE = 7
 TREE_TOKENS = MAX_TREE
 ROUND_SLOTS = 4
 STOP_TOKENS = 32
@@ -61,12 +61,14 @@ class RoundRequest(ctypes.Structure):
         ("text", c_uint32),
         ("prompt_tokens", c_int32),
         ("forced", c_int32),
+        ("first", c_int32),
+        ("unused", c_int32),
         ("tokens", c_int32 * TREE_TOKENS),
         ("parents", c_uint8 * TREE_TOKENS),
         ("sampling", Sampling),
         ("stops", c_int32 * STOP_TOKENS),
         ("biases", LogitBias * BIASES),
-        ("tail", c_uint8 * 32),  # to a multiple of 64
+        ("tail", c_uint8 * 24),  # to a multiple of 64
     ]
 
 
@@ -119,6 +121,7 @@ class Round(ctypes.Structure):
         ("drawn", EmittedToken * TREE_TOKENS),
         ("accepted_count", c_int32),
         ("accepted", c_uint8 * TREE_TOKENS),
+        ("first", c_int32),
     ]
 
 

@@ -8,7 +8,7 @@
 
 namespace ull::gpu {
 
-inline constexpr int kInterface = 6;         // raised with every change of what stands here: see device_layout.py
+inline constexpr int kInterface = 7;         // raised with every change of what stands here: see device_layout.py
 inline constexpr int kTreeTokens = 64;       // nodes of the widest tree, root included
 inline constexpr int kRoundSlots = 4;        // mapped request and result blocks, used in turn
 inline constexpr int kStopTokens = 32;       // token ids that end a request
@@ -73,6 +73,8 @@ struct alignas(64) RoundRequest {
   int32_t prompt_tokens;  // of the text: what follows them was generated
   int32_t forced;         // kTake: the first so many nodes, below `count`, are a chain of prompt tokens and accepted as
                           // they are: the tree's root, from which on nodes are drawn, is the one behind them
+  int32_t first;          // kEagle: the pages lack positions before it
+  int32_t unused;
   int32_t tokens[kTreeTokens];   // kRedraw: the tokens whose log-probabilities are wanted; or one draw, of a token -1:
                                  // by the rule, as though all tokens that the mask does not allow were banned
   uint8_t parents[kTreeTokens];  // parents[i] < i; parents[0] = 0; kRedraw: any node of the last round
@@ -130,6 +132,7 @@ struct Round {
   EmittedToken drawn[kTreeTokens];         // each node's draw
   int32_t accepted_count;                  // nodes whose KV goes to the pages: at base + 0, 1, ...
   uint8_t accepted[kTreeTokens];           // those nodes, by depth
+  int32_t first;                           // of a head: positions before it are not attended to
 };
 
 // What stays between rounds.

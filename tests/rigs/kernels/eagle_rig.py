@@ -160,8 +160,12 @@ class Head:
         wish: Wish | None = None,
         cancelled: bool = False,
         seed: int = 0,
+        first: int = 0,
     ) -> RoundResult:
-        """One pass. `taken`: entries with taps; `ranked`: the last ones, whose candidates are wanted."""
+        """One pass. `taken`: entries with taps; `ranked`: the last ones, whose candidates are wanted.
+
+        `first`: the pages lack positions before it.
+        """
         wish = wish or Wish()
         own = State.from_buffer(self.memory["state"])
         sequence = own.sequence
@@ -178,7 +182,7 @@ class Head:
         np.add.at(counts, list(wish.text), GENERATED)
         request = self.requests[sequence % ROUND_SLOTS]
         request.sequence, request.mode, request.count = sequence, EAGLE, len(tokens)
-        request.position, request.forced, request.max_tokens = position, taken, ranked
+        request.position, request.forced, request.max_tokens, request.first = position, taken, ranked, first
         request.setting, request.page_count = 1, self.sizes.table_pages
         request.tokens[: len(tokens)] = list(tokens)
         request.parents[: len(parents)] = list(parents)

@@ -53,6 +53,7 @@ TINY_MODEL: dict[str, int | float] = {  # what `build` takes for macros that a t
     "HEAD_BITS": 16,
     "KV_BITS": 16,
     "TAPS": 0,
+    "MAY_LACK": 0,
     "MEDUSA_HEADS": 3,
     "MEDUSA_OWN_HEADS": 0,
     "EAGLE_TARGET_HIDDEN": 128,

@@ -89,7 +89,8 @@ struct Attention {
     const int g = arch::lane() / 4;
     const int t = arch::lane() % 4;
     const bool reaches_tree = step.start + kSplitTokens > plan.base;
-    const bool leaves_window = params.window > 0 && step.start <= plan.last - params.window;
+    const bool leaves_window =
+        (params.window > 0 && step.start <= plan.last - params.window) || (kMayLack && step.start < plan.first_visible);
     const unsigned char* tree_scores = arch::shared_memory() + Shared::kTreeScore + g * Shared::kTreeScoreRow;
     auto* maxima = reinterpret_cast<float*>(arch::shared_memory() + Shared::kMaximum);
     if (reaches_tree) arch::block_barrier();

@@ -130,6 +130,9 @@ ULL_DEVICE AttentionPlan make_plan(const Round& round, int window, int blocks) {
   }
   plan.last = plan.base + depth;
   plan.first_visible = window > 0 && plan.base >= window ? plan.base - window + 1 : 0;
+  if constexpr (kMayLack) {
+    if (plan.first_visible < round.first) plan.first_visible = round.first < plan.base ? round.first : plan.base;
+  }
   plan.first_split = plan.first_visible / kSplitTokens;
   plan.end_split = plan.last / kSplitTokens + 1;
   plan.rows = plan.count * kGroup;

@@ -225,6 +225,7 @@ ULL_KERNEL(ull_begin, BeginParams, kThreads, 1) {
     const bool only_fills = head.mode == RoundMode::kPrefill || head.mode == RoundMode::kEagle;
     round->draws = only_fills || head.mode == RoundMode::kMedusa ? 0 : 1;
     round->first_draw = skipped ? 0 : first_draw(head);
+    if constexpr (kMayLack) round->first = head.first;
     round->begin_ns = begin_ns;
     params.state->sequence = state.sequence + 1;
   }
