@@ -15,7 +15,11 @@ import msgspec
 import ull
 from ull.bundle import (
     DEVICE_KERNELS,
+    DRAFT,
     DRAFT_CODE_DIRECTORY,
+    EAGLE,
+    EAGLE_CODE_DIRECTORY,
+    EAGLE_PASSES,
     FORMAT,
     FORMAT_VERSION,
     FUSED,
@@ -28,6 +32,7 @@ from ull.bundle import (
     AttentionKind,
     Calibration,
     DeviceCode,
+    EagleHead,
     FileEntry,
     Forward,
     Manifest,
@@ -35,18 +40,22 @@ from ull.bundle import (
     Model,
     Precision,
     Quality,
+    Speculation,
     Target,
     TensorError,
     Tokens,
+    device_eagle_macros,
     device_macros,
     device_problems,
     draft_problems,
+    eagle_problems,
     encode_manifest,
     head_scan_problems,
     medusa_problems,
     open_bundle,
     optional_kernels,
     quantised_inputs,
+    tap_problems,
     write_sealed,
 )
 from ull.errors import BuildError, CheckpointError, RecipeError
@@ -116,7 +125,7 @@ class _Inputs:
     model: Model
     tokens: Tokens
     kernels: list[CompiledFile]
-    draft_kernels: list[CompiledFile]
+    drafter_kernels: dict[str, list[CompiledFile]]  # by prefix
     texts: _Texts
     drafters: Drafters
     tools: Tools | None  # for plans
@@ -173,9 +182,17 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
     if draft is not None and not settings.on_cpu:
         for problem in draft_problems(settings.target, draft.model, settings.precision):
             raise CheckpointError(problem, field="draft")
-    for kind, head in (("eagle", drafters.eagle), ("dflash", drafters.dflash)):
-        if head is not None and not settings.on_cpu:
-            raise CheckpointError(f"{kind} heads run on target cpu alone, not on {settings.target}", field=kind)
+    if drafters.dflash is not None and not settings.on_cpu:
+        raise CheckpointError(f"dflash heads run on target cpu alone, not on {settings.target}", field="dflash")
+    described = describe(settings.speculation, drafters, model, settings.precision, settings.target)
+    if described.eagle is not None and not settings.on_cpu:
+        prefill, decode = settings.forward.prefill, settings.forward.decode
+        problems = [
+            *tap_problems(described.taps, settings.target, prefill, decode),
+            *eagle_problems(settings.target, described.eagle),
+        ]
+        for problem in problems:
+            raise CheckpointError(problem, field="eagle")
     attention = settings.forward.attention if settings.forward.has_plans else None
     texts = _read_texts(settings, tokenizer, model)
     return _Inputs(
@@ -187,10 +204,10 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
         tokenizer=tokenizer,
         model=model,
         tokens=_special_tokens(checkpoint, tokenizer),
-        kernels=compile_for(settings.target, model, settings.precision, reporter, attention, medusa),
-        draft_kernels=[]
-        if draft is None
-        else compile_for(settings.target, draft.model, settings.precision, reporter, of="draft model"),
+        kernels=compile_for(
+            settings.target, model, settings.precision, reporter, attention, medusa, len(described.taps)
+        ),
+        drafter_kernels=_compile_drafters(settings, drafters, described, model, reporter),
         texts=texts,
         drafters=drafters,
         tools=tools,
@@ -226,7 +243,7 @@ def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
 def _add_drafting(inputs: _Inputs, quality: Quality | None, staging: Path, reporter: Reporter) -> Quality | None:
     """The quality with what the drafters win. Raises BuildError for a head that wins next to nothing."""
     settings, drafters = inputs.settings, inputs.drafters
-    speculation = describe(settings.speculation, drafters, inputs.model, settings.precision)
+    speculation = describe(settings.speculation, drafters, inputs.model, settings.precision, settings.target)
     threads = settings.threads or len(os.sched_getaffinity(0))
     bundle = DraftedBundle(inputs.model, settings.precision, staging / WEIGHTS_FILE, speculation, threads)
     if not bundle.drafters:
@@ -327,7 +344,9 @@ def _describe(
         quality=quality,
         provenance=inputs.sources.provenance(settings.model.resolve().name, settings.recipe, ull.__version__),
         files=files,
-        speculation=describe(settings.speculation, inputs.drafters, inputs.model, settings.precision, code.draft),
+        speculation=describe(
+            settings.speculation, inputs.drafters, inputs.model, settings.precision, settings.target, code.drafters
+        ),
         code=code.target,
         calibration=calibration,
         forward=forward,
@@ -341,9 +360,12 @@ def compile_for(
     reporter: Reporter,
     attention: AttentionKind | None = None,
     medusa: MedusaHeads | None = None,
+    taps: int = 0,
     of: str = "",
 ) -> list[CompiledFile]:
     """The kernels of a GPU target, compiled for the model; none for the CPU. `attention`: of plans, None: no plans.
+
+    `taps`: see `device_macros`.
 
     Where our kernels can be, all are there, also beside plans, which are held against them. Raises RecipeError,
     BuildError.
@@ -354,32 +376,65 @@ def compile_for(
         raise RecipeError(f'target "{target}": {problem}', field="target")
     needed = DEVICE_KERNELS if GPU_ARCHITECTURES[target].has_bulk_copies else ROUND_KERNELS
     return compile_kernels(
-        device_macros(model, precision, medusa),
+        device_macros(model, precision, medusa, taps),
         target,
         needed | optional_kernels(medusa, precision.lm_head_scan),
         lambda compiled: reporter.note(f"compiled {of + ': ' if of else ''}{describe_file(compiled)}"),
     )
 
 
+def _compile_drafters(
+    settings: Settings, drafters: Drafters, described: Speculation, model: Model, reporter: Reporter
+) -> dict[str, list[CompiledFile]]:
+    """The kernels of what drafts with layers of its own, by prefix; none for the CPU. Raises as compile_for."""
+    compiled: dict[str, list[CompiledFile]] = {}
+    if settings.on_cpu:
+        return compiled
+    if drafters.draft is not None:
+        compiled[DRAFT] = compile_for(
+            settings.target, drafters.draft.model, settings.precision, reporter, of="draft model"
+        )
+    if described.eagle is not None:
+        compiled[EAGLE] = compile_eagle(settings.target, described.eagle, model, reporter)
+    return compiled
+
+
+def compile_eagle(target: Target, head: EagleHead, model: Model, reporter: Reporter) -> list[CompiledFile]:
+    """The kernels of an EAGLE head of the target `model` on a GPU. Raises BuildError."""
+    return compile_kernels(
+        device_eagle_macros(head, model.hidden),
+        target,
+        EAGLE_PASSES,
+        lambda compiled: reporter.note(f"compiled EAGLE head: {describe_file(compiled)}"),
+    )
+
+
 @dataclass(frozen=True)
 class _Code:
-    """The manifest's accounts of the kernels, the draft model's among them."""
+    """The manifest's accounts of the kernels: the model's, and those of what drafts for it, by prefix."""
 
     target: DeviceCode | None
-    draft: DeviceCode | None
+    drafters: dict[str, DeviceCode]
 
 
 def _write_code(inputs: _Inputs, staging: Path) -> tuple[_Code, dict[str, FileEntry]]:
     if not inputs.kernels:
-        return _Code(None, None), {}
+        return _Code(None, {}), {}
     settings, drafters = inputs.settings, inputs.drafters
-    macros = device_macros(inputs.model, settings.precision, drafters.heads)
+    described = describe(settings.speculation, drafters, inputs.model, settings.precision, settings.target)
+    macros = device_macros(inputs.model, settings.precision, drafters.heads, len(described.taps))
     code, files = write_code(inputs.kernels, macros, staging, settings.target)
-    if drafters.draft is None:
-        return _Code(code, None), files
-    macros = device_macros(drafters.draft.model, settings.precision)
-    own, more = write_code(inputs.draft_kernels, macros, staging, settings.target, DRAFT_CODE_DIRECTORY)
-    return _Code(code, own), files | more
+    own: dict[str, DeviceCode] = {}
+    for prefix, kernels in inputs.drafter_kernels.items():
+        if prefix == DRAFT:
+            assert drafters.draft is not None
+            macros, folder = device_macros(drafters.draft.model, settings.precision), DRAFT_CODE_DIRECTORY
+        else:
+            assert described.eagle is not None
+            macros, folder = device_eagle_macros(described.eagle, inputs.model.hidden), EAGLE_CODE_DIRECTORY
+        own[prefix], more = write_code(kernels, macros, staging, settings.target, folder)
+        files |= more
+    return _Code(code, own), files
 
 
 def _special_tokens(checkpoint: Checkpoint, tokenizer: CheckpointTokenizer) -> Tokens:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from ull.bundle import GPU_ARCHITECTURES, MAX_TAPS, AttentionKind, ProfileScheme, Source, runs_draft_models
+from ull.bundle import GPU_ARCHITECTURES, MAX_TAPS, AttentionKind, ProfileScheme, Source, keeps_taps, runs_draft_models
 from ull.errors import RecipeError
 from ull.wire import MAX_TREE, Drafter
 
@@ -288,9 +288,10 @@ def _check_drafters(recipe: Recipe, origin: str) -> None:
         useless["draft"] = f"a draft model does not run on target {recipe.target}"
     if recipe.medusa is not None and recipe.forward.decode != "fused":
         useless["medusa"] = "Medusa heads read the hidden state of ull's own decode, not of TensorRT's"
-    for given, head in (("eagle", recipe.eagle), ("dflash", recipe.dflash)):
-        if head is not None:
-            useless[given] = f"{given} heads run on target cpu alone, not on {recipe.target}"
+    if recipe.eagle is not None and not keeps_taps(recipe.target, recipe.forward.prefill, recipe.forward.decode):
+        useless["eagle"] = "an EAGLE head reads hidden states that only ull's own kernels leave"
+    if recipe.dflash is not None:
+        useless["dflash"] = f"dflash heads run on target cpu alone, not on {recipe.target}"
     for given, reason in useless.items():
         if recipe.drafter in ("auto", given):
             raise RecipeError(

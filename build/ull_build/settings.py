@@ -8,7 +8,7 @@ from typing import Literal, cast
 
 import msgspec
 
-from ull.bundle import Precision, RecipeValue, Target, runs_draft_models
+from ull.bundle import Precision, RecipeValue, Target, keeps_taps, runs_draft_models
 from ull_build.recipe import DflashRecipe, EagleRecipe, ForwardRecipe, Recipe
 from ull_build.source.drafters import SpeculationSettings
 from ull_build.source.heads.head import HeadOptions
@@ -63,7 +63,8 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
     medusa = recipe.medusa if recipe.forward.decode == "fused" else None
     notes = [_MEDUSA_LEFT_OUT] if recipe.medusa is not None and medusa is None else []
     draft = recipe.draft if runs_draft_models(recipe.target) else None
-    eagle, dflash = (recipe.eagle, recipe.dflash) if recipe.target == "cpu" else (None, None)
+    eagle = recipe.eagle if keeps_taps(recipe.target, recipe.forward.prefill, recipe.forward.decode) else None
+    dflash = recipe.dflash if recipe.target == "cpu" else None
     return Settings(
         model=Path(recipe.model),
         output=Path(recipe.output),

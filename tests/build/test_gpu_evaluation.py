@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(1800)  # compiles every kernel for the emulator
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("plain")
     settings = Settings(
         ROOT / "engines/tiny", folder / "x.ull", "x", "sm_90a", PRECISION, context=TOKENS, evaluate=False
@@ -32,7 +32,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return emulated_kernels(bundle)
 
 
-def run(folder: Path, *arguments: str, kernels: Path | None = None, **options: object) -> tuple[int, str]:
+def run(folder: Path, *arguments: str, kernels: str | None = None, **options: object) -> tuple[int, str]:
     """ull-build on engines/tiny under the double: exit status and standard error."""
     environment = driver_double.environment(kernels, multiprocessors=4, **options)
     environment["ULL_TEST_KERNELS"] = str(write_stubs(folder / "stubs"))

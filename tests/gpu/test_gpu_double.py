@@ -44,12 +44,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def emulated(bundle: Path) -> Path:
+def emulated(bundle: Path) -> str:
     """Every kernel of the bundle, and those of the bandwidth measurement."""
     return emulated_kernels(bundle, BANDWIDTH)
 
 
-def run(scenario: str, *arguments: object, kernels: Path | None = None, **options: Any) -> Any:
+def run(scenario: str, *arguments: object, kernels: str | None = None, **options: Any) -> Any:
     """Runs `scenario` under the double; what it printed as JSON. Fails with its traceback."""
     program = f"import test_gpu_double as t; t.{scenario}(*{arguments!r})"
     environment = driver_double.environment(kernels, imports=[ROOT / "bench", ROOT / "bench/h200"], **options)

@@ -39,12 +39,12 @@ pytestmark = pytest.mark.timeout(1800)  # the first test compiles every kernel f
 Start = Callable[..., DaemonProcess]
 
 
-def tiny_settings(output: Path, target: str, draft: Path | None = None) -> Settings:
+def tiny_settings(output: Path, target: str, draft: Path | None = None, eagle: Path | None = None) -> Settings:
     return Settings(
         *(TINY, output, "tiny", target),
         evaluate=False,
         context=CONTEXT,
-        speculation=SpeculationSettings(medusa=TINY / "medusa", draft=draft),
+        speculation=SpeculationSettings(medusa=TINY / "medusa", draft=draft, eagle=eagle),
     )
 
 
@@ -58,18 +58,20 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def emulated(bundles: dict[str, Path]) -> Path:
+def emulated(bundles: dict[str, Path]) -> str:
     return emulated_kernels(bundles["gpu"])
 
 
 @pytest.fixture
-def start(bundles: dict[str, Path], emulated: Path) -> Iterator[Start]:
+def start(bundles: dict[str, Path], emulated: str) -> Iterator[Start]:
     """start(*arguments, bundle=, **double's options): ulld on the GPU bundle, or another one."""
     with daemons() as serve:
 
-        def begin(*arguments: str, bundle: Path = bundles["gpu"], **options: object) -> DaemonProcess:
+        def begin(
+            *arguments: str, bundle: Path = bundles["gpu"], kernels: str = emulated, **options: object
+        ) -> DaemonProcess:
             options = {"multiprocessors": 4, "launch_ms": 1000} | options
-            environment = driver_double.environment(emulated, **options)
+            environment = driver_double.environment(kernels, **options)
             return serve(bundle, environment, *arguments)
 
         yield begin
@@ -208,6 +210,39 @@ def test_a_draft_model_drafts_on_the_device(
             first = int(result.usage.cached_tokens < len(PROMPT_IDS) - 1)
             whole = first + math.ceil((DRAFTED - first) / 6)
             assert speculation.rounds == whole if layers == 6 else speculation.rounds < DRAFTED
+    assert daemon.stop() == 0
+
+
+def test_an_eagle_head_drafts_on_the_device(start: Start, tmp_path: Path) -> None:
+    """Trees in every round but the first: the plain tokens, in about as many rounds as with the CPU's head."""
+    cases: list[tuple[int, dict[str, Any]]] = [
+        (16, {}),
+        (8, {"temperature": 0.8, "logit_bias": {13: -2.0}, "presence_penalty": 0.3}),
+    ]
+    eagle = TINY / "eagle"
+    on_cpu = build(tiny_settings(tmp_path / "cpu.ull", "cpu", eagle=eagle)).path
+    rig = _native.SpeculationRig(open_bundle(on_cpu).native_spec(), adaptive=False)
+    decoded = [
+        rig.decode(np.array(PROMPT_IDS, np.int32), DRAFTED, {"seed": 7, **sampling}, "eagle", max_tree)
+        for max_tree, sampling in cases
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        settings = tiny_settings(tmp_path / "gpu.ull", "sm_90a", eagle=eagle)
+        bundle = build_with_stubs(patch, tmp_path / "kernels", settings)
+    daemon = start(*ALWAYS_DRAFTS, bundle=bundle, kernels=emulated_kernels(bundle))
+    with Client(daemon.url) as client:
+        info = client.info()
+        assert list(info.limits["drafters"]) == ["none", "suffix", "medusa", "eagle", "auto"]
+        assert info.executor["draft_ns"]["eagle"] > 0
+        for (max_tree, sampling), expected in zip(cases, decoded, strict=True):
+            options = {"max_tokens": DRAFTED, "seed": 7, "ignore_eos": True, "max_tree": max_tree, **sampling}
+            result = client.generate(PROMPT_IDS, speculate="eagle", **options).result()
+            assert result.token_ids == expected["tokens"]
+            speculation, rounds = result.speculation, len(expected["rounds"])
+            assert speculation is not None and rounds < 0.6 * DRAFTED
+            assert speculation.rounds <= rounds + 3  # the first is plain: of another request's State no rank is made
+            assert speculation.by_drafter["eagle"] >= speculation.rounds - 2  # nor need the last one draft
+            assert speculation.accepted_tokens == DRAFTED - speculation.rounds
     assert daemon.stop() == 0
 
 

@@ -120,7 +120,7 @@ def scenario_fault(path: str, control: str, fault: str) -> None:
         print(json.dumps([done["error"]["message"], asked.executor.failure]))
 
 
-def run(scenario: str, *arguments: str, kernels: Path | None = None, **options: object) -> Any:
+def run(scenario: str, *arguments: str, kernels: str | None = None, **options: object) -> Any:
     """Runs `scenario` under the double; what it printed as JSON. Fails with its traceback."""
     program = f"import test_gpu_exact as t; t.{scenario}(*{arguments!r})"
     environment = driver_double.environment(kernels, multiprocessors=4, launch_ms=0, **options)

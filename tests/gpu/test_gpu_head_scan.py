@@ -40,7 +40,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return build_with_stubs(patch, folder / "kernels", settings)
 
 
-def run(scenario: str, *arguments: object, kernels: Path) -> Any:
+def run(scenario: str, *arguments: object, kernels: str) -> Any:
     """Runs `scenario` under the double; what it printed as JSON. Fails with its traceback."""
     program = f"import test_gpu_head_scan as t; t.{scenario}(*{arguments!r})"
     environment = driver_double.environment(kernels, multiprocessors=4, launch_ms=1000)

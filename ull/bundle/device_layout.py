@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ull.bundle.forward import FUSED, Forward
-from ull.bundle.layout import DRAFT, FILLER, MEDUSA, qkv_rows, round_up
+from ull.bundle.layout import DRAFT, EAGLE, FILLER, MEDUSA, qkv_rows, round_up
 from ull.bundle.manifest import DeviceCode, EagleHead, Manifest, MedusaHeads, Model, Precision
 from ull.bundle.tensor_file import TensorEntry, TensorShape
 
@@ -43,6 +43,15 @@ EAGLE_KERNELS = frozenset(
         *("ull_eagle_taps", "ull_eagle_fc_8", "ull_eagle_fc_64", "ull_eagle_input", "ull_eagle_rank"),
         *(f"ull_eagle_qkv_{tile}" for tile in (8, 16, 32, 64)),
     ]
+)
+EAGLE_PASSES = (
+    EAGLE_KERNELS
+    | {  # what a head's passes are made of
+        *("ull_begin", "ull_accept", "ull_commit"),
+        *(f"ull_qkv_sum_{tile}" for tile in (16, 32, 64)),
+        *(f"ull_norm_{tile}" for tile in (16, 32, 64)),
+        *(f"{name}_{tile}" for name in ("ull_attention", *_LINEARS[1:]) for tile in (8, 16, 32, 64)),
+    }
 )
 MEDUSA_KERNELS = frozenset(f"ull_medusa_{name}" for name in ("start", "block", "head", "rank"))
 
@@ -77,15 +86,50 @@ class DevicePart:
         own = device_tensors(self.model, self.precision, self.forward.uses("fused"), self.medusa)
         return {self.prefix + name: shape for name, shape in own.items()}
 
+    def columns(self, stem: str) -> int:
+        """K of the linear layer that is named so."""
+        attention = self.model.heads * self.model.head_dim
+        return {"o": attention, "down": self.model.intermediate}.get(stem.rpartition(".")[2], self.model.hidden)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EaglePart(DevicePart):
+    """An EAGLE head: a model of one layer, which reads what the model `target` leaves."""
+
+    head: EagleHead
+    target: Model
+
+    def needed_kernels(self) -> frozenset[str]:
+        return EAGLE_PASSES
+
+    def macros(self) -> dict[str, str]:
+        return device_eagle_macros(self.head, self.target.hidden)
+
+    def tensors(self) -> dict[str, TensorShape]:
+        return {self.prefix + name: shape for name, shape in device_eagle_tensors(self.head, self.target).items()}
+
+    def columns(self, stem: str) -> int:
+        if stem == f"{self.prefix}fc":
+            return len(self.head.taps) * self.target.hidden
+        return 2 * self.model.hidden if stem.endswith(".qkv") else super().columns(stem)
+
+
+def eagle_part(head: EagleHead, target: Model, code: DeviceCode) -> EaglePart:
+    """An EAGLE head of the model `target` as a part of its bundle; `code` with its kernels."""
+    return EaglePart(EAGLE, head.model, head.precision, code, FUSED, None, (1,), head=head, target=target)
+
 
 def device_parts(manifest: Manifest) -> list[DevicePart]:
     """The models of a bundle for a GPU, the one that it serves first; none of one for the CPU."""
-    parts, draft = [], manifest.draft
+    parts, draft = list[DevicePart](), manifest.draft
     if manifest.code is not None:
         model, precision, taps = manifest.model, manifest.precision, tuple(manifest.taps)
         parts.append(DevicePart("", model, precision, manifest.code, manifest.forward, manifest.medusa, taps))
     if draft is not None and draft.code is not None:
         parts.append(DevicePart(DRAFT, draft.model, draft.precision, draft.code, FUSED, None))
+    eagle = None if manifest.speculation is None else manifest.speculation.eagle
+    if eagle is not None and eagle.code is not None:
+        parts.append(eagle_part(eagle, manifest.model, eagle.code))
     return parts
 
 
@@ -158,10 +202,15 @@ def device_eagle_macros(head: EagleHead, target_hidden: int) -> dict[str, str]:
     return own | {f"ULL_EAGLE_{name}": str(value) for name, value in values.items()}
 
 
+def device_head_precision(precision: Precision) -> Precision:
+    """How a GPU stores a head that drafts for a model of that precision: what it says need not be exact."""
+    return Precision(weights=precision.weights, lm_head=precision.weights, embedding=precision.embedding, kv="bf16")
+
+
 def device_eagle_tensors(head: EagleHead, target: Model) -> dict[str, TensorShape]:
     """Every tensor of an EAGLE head for a GPU, without its prefix, stored as `device_tensors` says, in order of use.
 
-    tap_norm [taps * target hidden], fc, layers.0.hidden_norm, layers.0.qkv of twice the hidden size, and names (the
+    tap_norm [taps * target hidden], fc, layers.0.hidden_norm, layers.0.qkv of twice the hidden size, and d2t (the
     target's token of each of its own) are what a model of one layer has not.
     """
     model, stored = head.model, head.precision.weights
@@ -178,7 +227,7 @@ def device_eagle_tensors(head: EagleHead, target: Model) -> dict[str, TensorShap
         if name == "layers.0.attn_norm":
             tensors["layers.0.hidden_norm"] = _vector_shape(model.hidden)
     if head.mapped:
-        tensors["names"] = TensorShape("I32", _vector_shape(model.vocabulary).shape)
+        tensors["d2t"] = TensorShape("I32", _vector_shape(model.vocabulary).shape)
     if head.own_embedding:
         tensors |= _embedding_shapes(target.vocabulary, model.hidden)
     return tensors

@@ -28,6 +28,7 @@ VOCABULARY_FILE = "vocab.bin"
 TOKENIZER_FILE = "tokenizer/tokenizer.json"
 CODE_DIRECTORY = "code"
 DRAFT_CODE_DIRECTORY = f"{CODE_DIRECTORY}/draft"
+EAGLE_CODE_DIRECTORY = f"{CODE_DIRECTORY}/eagle"
 MAX_MEDUSA_HEADS: Final = 12
 MAX_DEVICE_HEADS: Final = 8  # on a GPU: the columns of one matrix instruction
 MAX_MEDUSA_LAYERS: Final = 16
@@ -465,10 +466,15 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         if self.medusa is not None:
             for problem in medusa_problems(self.medusa, self.forward.decode):
                 raise ValueError(problem)
-        for problem in tap_problems(self.taps, self.forward):
+        for problem in tap_problems(self.taps, self.target, self.forward.prefill, self.forward.decode):
             raise ValueError(problem)
+        eagle = None if self.speculation is None else self.speculation.eagle
+        if eagle is not None:
+            _require(eagle.code is not None, f"target {self.target!r} needs `code` of the EAGLE head")
+            for problem in eagle_problems(self.target, eagle):
+                raise ValueError(problem)
         paths: set[str] = set()
-        for code in (self.code, None if draft is None else draft.code):
+        for code in (self.code, None if draft is None else draft.code, None if eagle is None else eagle.code):
             kernels: set[str] = set()
             for file in () if code is None else code.files:
                 _require(file.path.startswith(CODE_DIRECTORY + "/"), f"{file.path!r} does not lie in {CODE_DIRECTORY}/")
@@ -520,9 +526,14 @@ def medusa_problems(medusa: MedusaHeads, decode: Source) -> Iterator[str]:
         yield f"a GPU runs at most {MAX_DEVICE_HEADS} Medusa heads, not {medusa.heads}; take fewer (medusa.num)"
 
 
-def tap_problems(taps: Sequence[int], forward: Forward) -> Iterator[str]:
+def keeps_taps(target: str, prefill: Source, decode: Source) -> bool:
+    """Whether an engine for this target, so computed, can keep hidden states for EAGLE and DFlash heads."""
+    return target == "cpu" or (runs_draft_models(target) and prefill == decode == "fused")
+
+
+def tap_problems(taps: Sequence[int], target: Target, prefill: Source, decode: Source) -> Iterator[str]:
     """Why a GPU target cannot keep hidden states for EAGLE and DFlash heads, with what could."""
-    if taps and (forward.decode != "fused" or forward.prefill != "fused"):
+    if taps and not keeps_taps(target, prefill, decode):
         yield (
             "EAGLE and DFlash heads read hidden states that only ull's own kernels leave; "
             "supported: forward.decode and forward.prefill fused"
@@ -553,6 +564,15 @@ def draft_problems(target: Target, model: Model, precision: Precision) -> Iterat
         return
     for problem in device_problems(target, model, precision, None):
         yield f"the draft model: {problem}"
+
+
+def eagle_problems(target: Target, head: EagleHead) -> Iterator[str]:
+    """What a GPU target cannot do with this EAGLE head, each with what it can."""
+    if not runs_draft_models(target):
+        yield f"an EAGLE head is run by ull's own kernels, which do not run on {target}; leave it out"
+        return
+    for problem in device_problems(target, head.model, head.precision, None):
+        yield f"the EAGLE head: {problem}"
 
 
 def device_problems(

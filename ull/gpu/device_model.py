@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import DevicePart, round_up
+from ull.bundle import DevicePart, EaglePart, round_up
 from ull.gpu.arena import Arena, ArenaPlan
 from ull.gpu.capture import capture_graph
 from ull.gpu.driver import Driver
+from ull.gpu.eagle import LEVEL_TILES, EaglePasses
 from ull.gpu.forward import ForwardSource, Recorder
 from ull.gpu.fused import FusedForward
 from ull.gpu.launch import Launch
-from ull.gpu.memory import Sizes, reserve_model, rope_table
+from ull.gpu.memory import EagleShape, Sizes, reserve_model, rope_table
 from ull.gpu.modules import Kernels
 from ull.gpu.params import ROUND_SLOTS, TREE_TOKENS, HostControl, RoundRequest, RoundResult, State
 from ull.gpu.places import HostBlocks, Places
@@ -39,7 +40,8 @@ class PlannedModel:
     @classmethod
     def plan(cls, part: DevicePart, context: int, pages: int | None, plan: ArenaPlan) -> PlannedModel:
         """Adds the regions that its rounds touch; `context` and `pages` as `ull.gpu.program.Program` takes them."""
-        sizes = Sizes(part.model, part.precision, context, pages, part.medusa, part.taps)
+        eagle = EagleShape(len(part.head.taps), part.target.hidden) if isinstance(part, EaglePart) else None
+        sizes = Sizes(part.model, part.precision, context, pages, part.medusa, part.taps, eagle)
         reserve_model(plan, sizes, part.prefix)
         return cls(part, sizes)
 
@@ -101,6 +103,16 @@ class PlacedModel:
         """Our kernels as a forward of this model."""
         return FusedForward(self.sizes, self.places, self.driver.info.multiprocessors, persistent, scans)
 
+    def capture_eagle(self, target: PlacedModel, stream: int, exit_stack: ExitStack) -> CapturedEagle:
+        """The graphs of an EAGLE head's passes behind the model `target`. Raises ValueError for any other part."""
+        if not isinstance(self.part, EaglePart):
+            raise ValueError("an EAGLE head's passes are captured of an EAGLE head")
+        multiprocessors = self.driver.info.multiprocessors
+        passes = EaglePasses(self.part.head, self.sizes, self.places, target.sizes, target.places, multiprocessors)
+        captures = _Captures(self, stream, exit_stack)
+        levels = {tokens: captures.capture_all(passes.level(tokens)) for tokens in LEVEL_TILES}
+        return CapturedEagle(self, captures.capture_all(passes.fill()), captures.capture_all(passes.first()), levels)
+
     def capture(self, sources: Mapping[str, ForwardSource], stream: int, exit_stack: ExitStack) -> CapturedModel:
         """One graph per number of tokens, one that only fills the cache, and one of the Medusa heads, if there are.
 
@@ -151,13 +163,14 @@ class _Captures:
 
     def heads(self) -> int:
         """The Medusa heads behind a round (CUgraphExec)."""
-        return self._capture_all(self._rounds.medusa())
+        return self.capture_all(self._rounds.medusa())
 
     def redraw(self, draws: int) -> int:
         """Up to `draws` draws from the logits of the round before (CUgraphExec)."""
-        return self._capture_all(self._rounds.redraw(draws))
+        return self.capture_all(self._rounds.redraw(draws))
 
-    def _capture_all(self, launches: list[Launch]) -> int:
+    def capture_all(self, launches: list[Launch]) -> int:
+        """These launches, one behind another (CUgraphExec)."""
         self._kernels.prepare(launches)
 
         def record(recorder: Recorder) -> None:
@@ -204,6 +217,35 @@ class CapturedModel:
             "redraws": dict(self.redraws),
             "medusa": self.medusa,
             "medusa_heads": self.sizes.medusa.heads if self.sizes.medusa else 0,
+            "kv_bytes": self.sizes.kv_bytes,
+            "kv_pages": self.placed.places.region("KV pages"),
+        }
+
+
+@dataclass(frozen=True)
+class CapturedEagle:
+    """An EAGLE head that the core can replay: the graphs of its passes, each a CUgraphExec."""
+
+    placed: PlacedModel
+    fill: int
+    first: int
+    levels: dict[int, int]  # by the most entries
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.placed.sizes
+
+    @property
+    def handover(self) -> dict[str, Any]:
+        """What the core learns about this head, as `CapturedModel.handover`."""
+        return {
+            "fill": self.fill,
+            "first": self.first,
+            "levels": dict(self.levels),
+            **self.placed.host,
+            "vocabulary": self.sizes.model.vocabulary,
+            "context_tokens": self.sizes.context,
+            "page_count": self.sizes.page_count,
             "kv_bytes": self.sizes.kv_bytes,
             "kv_pages": self.placed.places.region("KV pages"),
         }

@@ -126,7 +126,7 @@ class EaglePasses:
             round=region("round"),
             state=self._target.region("state"),
             logits=region("logits"),
-            names=self._places.tensor("names"),
+            names=self._places.tensor("d2t"),
             scratch=region("sampler"),
             text_counts=self._target.region("text counts"),
             counters=region("counters") + 4 * sizes.eagle_counter,

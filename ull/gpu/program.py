@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from ull.bundle import DRAFT, MEDUSA, Bundle, device_parts
+from ull.bundle import DRAFT, EAGLE, MEDUSA, Bundle, EaglePart, device_parts
 from ull.errors import BundleError
 from ull.gpu.arena import Arena, ArenaPlan
 from ull.gpu.checks import check_device, check_size, other_processes
-from ull.gpu.device_model import CapturedModel, PlacedModel, PlannedModel
+from ull.gpu.device_model import CapturedEagle, CapturedModel, PlacedModel, PlannedModel
 from ull.gpu.driver import Driver
 from ull.gpu.forward import ForwardSource
 from ull.gpu.memory import Sizes
@@ -58,38 +58,41 @@ class Program:
             planned = self._check(context or bundle.manifest.model.context, pages)
             self._driver.open()
             exit_stack.callback(self._driver.close)
-            self._models = self._load(planned, exit_stack)
+            self._models, self._eagle = self._load(planned, exit_stack)
             self._exit = exit_stack.pop_all()
 
     @property
     def sizes(self) -> Sizes:
         """Of the model that is served."""
-        return self._models[0].sizes
+        return self._models[""].sizes
 
     @property
     def handover(self) -> dict[str, Any]:
         """What `_native.GraphExecutor` takes: handles, addresses on the host and sizes, all plain integers.
 
-        "draft" is the same of the draft model; where there is none, it is missing.
+        "draft" is the same of the draft model, "eagle" what is to be known of an EAGLE head; where there is none, it is
+        missing.
         """
         bytes_of = self._image.bytes_of
-        medusa, draft = bytes_of(MEDUSA), bytes_of(DRAFT)
+        medusa, draft, eagle = bytes_of(MEDUSA), bytes_of(DRAFT), bytes_of(EAGLE)
         shared = {
             "stream": self._stream,
             "context": self._driver.context,
             "name": f"graph/{self._bundle.manifest.target}",
             "library": "libcuda.so.1",
         }
-        target, *others = self._models
         handover = {
-            **target.handover,
+            **self._models[""].handover,
             **shared,
             "medusa_bytes": medusa,
-            "weight_bytes": self._image.nbytes - medusa - draft + self._plan_bytes,
+            "weight_bytes": self._image.nbytes - medusa - draft - eagle + self._plan_bytes,
             "reuse": self._bundle.manifest.forward.reuse,
         }
-        for other in others:
-            handover["draft"] = {**other.handover, **shared, "medusa_bytes": 0, "weight_bytes": draft}
+        if DRAFT in self._models:
+            own = self._models[DRAFT].handover
+            handover["draft"] = {**own, **shared, "medusa_bytes": 0, "weight_bytes": draft}
+        if self._eagle is not None:
+            handover["eagle"] = {**self._eagle.handover, **shared, "weight_bytes": eagle}
         return handover
 
     def replay(self) -> Replay:
@@ -129,7 +132,10 @@ class Program:
             self._log.warning("gpu", message=f"other processes compute on {info.name}: they cost latency", pids=listed)
         return models
 
-    def _load(self, planned: list[PlannedModel], exit_stack: ExitStack) -> list[CapturedModel]:
+    def _load(
+        self, planned: list[PlannedModel], exit_stack: ExitStack
+    ) -> tuple[dict[str, CapturedModel], CapturedEagle | None]:
+        """The models by prefix, and the EAGLE head, if there is one."""
         driver, kernels = self._driver, list[Kernels]()
         for model in planned:
             kernels.append(Kernels(driver, self._bundle, model.part.code))
@@ -199,12 +205,17 @@ class Program:
             sources["tensorrt"] = plans
         return sources
 
-    def _capture(self, models: list[PlacedModel], exit_stack: ExitStack) -> list[CapturedModel]:
-        free, captured = self._driver.memory_info()[0], []
-        for model in models:
+    def _capture(
+        self, placed: list[PlacedModel], exit_stack: ExitStack
+    ) -> tuple[dict[str, CapturedModel], CapturedEagle | None]:
+        free, models, eagle = self._driver.memory_info()[0], dict[str, CapturedModel](), None
+        for model in placed:
+            if isinstance(model.part, EaglePart):
+                eagle = model.capture_eagle(placed[0], self._stream, exit_stack)
+                continue
             sources = self._sources(model, exit_stack)
             self._open_sources |= {model.part.prefix + name: source for name, source in sources.items()}
-            captured.append(model.capture(sources, self._stream, exit_stack))
+            models[model.part.prefix] = model.capture(sources, self._stream, exit_stack)
         self._driver.synchronise(self._stream)
         self.resident_bytes = max(0, free - self._driver.memory_info()[0])
-        return captured
+        return models, eagle

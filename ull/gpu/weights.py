@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import Bundle, Model, TensorEntry, device_parts
+from ull.bundle import Bundle, TensorEntry, device_parts
 from ull.gpu.driver import Driver
 from ull.gpu.geometry import sampling
 from ull.gpu.launch import Launch
@@ -126,13 +126,7 @@ def random_vectors(bundle: Bundle) -> dict[str, NDArray[np.float32]]:
     for name, entry in bundle.tensors.items():
         stem, _, kind = name.rpartition(".")
         if entry.dtype == "F32":
-            model = next(part.model for part in parts if name.startswith(part.prefix))
-            value = math.sqrt(3.0 / _columns(model, stem)) if kind == "scale" else 1.0
+            part = next(part for part in parts if name.startswith(part.prefix))
+            value = math.sqrt(3.0 / part.columns(stem)) if kind == "scale" else 1.0
             vectors[name] = np.full(entry.shape, value, np.float32)
     return vectors
-
-
-def _columns(model: Model, stem: str) -> int:
-    """K of a linear layer."""
-    attention = model.heads * model.head_dim
-    return {"o": attention, "down": model.intermediate}.get(stem.rpartition(".")[2], model.hidden)

@@ -34,9 +34,9 @@ _PART_OF = {  # rooms of sources that only some forwards need, by a kernel of th
     "attention": "ull_attention_8",
     "eagle": "ull_eagle_taps",
     "head_scan": "ull_head_scan_1",
-    "linear": "ull_qkv_1",
+    "linear": "ull_o_8",
     "medusa": "ull_medusa_start",
-    "persistent": "ull_qkv_1",
+    "persistent": "ull_layers_1",
 }
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
-from ull.bundle import DeviceCode, DflashHead, DraftModel, EagleHead, MedusaHeads, Model, Precision, Speculation
+from ull.bundle import (
+    DRAFT,
+    EAGLE,
+    DeviceCode,
+    DflashHead,
+    DraftModel,
+    EagleHead,
+    MedusaHeads,
+    Model,
+    Precision,
+    Speculation,
+    Target,
+    device_head_precision,
+)
 from ull.errors import CheckpointError
 from ull.wire import MAX_TREE, Drafter
 from ull_build.source.checkpoint import Checkpoint
@@ -87,20 +101,23 @@ def describe(
     drafters: Drafters,
     model: Model,
     precision: Precision,
-    draft_code: DeviceCode | None = None,
+    target: Target = "cpu",
+    code: Mapping[str, DeviceCode] = MappingProxyType({}),
 ) -> Speculation:
-    """The manifest's account of speculation."""
-    draft = None
+    """The manifest's account of speculation; `code`: of what drafts on a GPU, by its prefix."""
+    draft, of_heads = None, precision if target == "cpu" else device_head_precision(precision)
     if drafters.draft is not None:
         sizes = msgspec.structs.replace(drafters.draft.model, tokenizer_vocabulary=model.tokenizer_vocabulary)
-        draft = DraftModel(model=sizes, precision=precision, code=draft_code)
+        draft = DraftModel(model=sizes, precision=precision, code=code.get(DRAFT))
     return Speculation(
         default=settings.default,
         max_tree=settings.max_tree,
         medusa=drafters.heads,
         draft=draft,
-        eagle=None if drafters.eagle is None else msgspec.structs.replace(drafters.eagle.about, precision=precision),
-        dflash=None if drafters.dflash is None else msgspec.structs.replace(drafters.dflash.about, precision=precision),
+        eagle=None
+        if drafters.eagle is None
+        else msgspec.structs.replace(drafters.eagle.about, precision=of_heads, code=code.get(EAGLE)),
+        dflash=None if drafters.dflash is None else msgspec.structs.replace(drafters.dflash.about, precision=of_heads),
     )
 
 

@@ -79,7 +79,7 @@ def convert_checkpoint(
     plan = plan_weights(checkpoint, packer, drafters)
     errors: list[TensorError] = []
     model, medusa, draft = _Pieces(checkpoint, packer), drafters.medusa, None
-    heads = _heads(drafters)
+    heads, drafting = _heads(drafters), _Pieces(checkpoint, packer.for_draft())
     if drafters.draft is not None:
         draft = _Pieces(drafters.draft, packer.for_draft())
     with WeightsWriter(path, plan) as writer:
@@ -90,7 +90,7 @@ def convert_checkpoint(
             elif medusa is not None and name.startswith(MEDUSA):
                 pieces = model.of_medusa(medusa, name, shape, error)
             elif prefix := next((one for one in heads if name.startswith(one)), ""):
-                pieces = model.of_head(heads[prefix], name.removeprefix(prefix), shape, error)
+                pieces = drafting.of_head(heads[prefix], name.removeprefix(prefix), shape, error)
             else:
                 pieces = model.of_model(name, shape, error)
             for piece in pieces:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,6 +21,8 @@ from ull.bundle import (
     Model,
     Precision,
     TensorShape,
+    device_eagle_tensors,
+    device_head_precision,
     device_tensors,
 )
 from ull_build.source.checkpoint import Checkpoint
@@ -90,10 +93,14 @@ class GpuPacker:
         return {name: shape for name, shape in both.items() if name.startswith(MEDUSA)}
 
     def head_tensors(self, model: Model, head: EagleHead | DflashHead) -> dict[str, TensorShape]:
-        raise ValueError("the layout of a GPU's weights has no place for heads that read hidden states")
+        if not isinstance(head, EagleHead):
+            raise ValueError("the layout of a GPU's weights has no place for DFlash heads")
+        return device_eagle_tensors(
+            msgspec.structs.replace(head, precision=device_head_precision(self._precision)), model
+        )
 
     def for_draft(self) -> GpuPacker:
-        """Our own kernels compute it; nobody observed it."""
+        """Our own kernels compute what drafts; nobody observed it."""
         return GpuPacker(self._precision)
 
     def rows(self, stem: str, rows: NDArray[np.float32], dtype: str) -> PackedRows:

@@ -47,7 +47,7 @@ class Packer(Protocol):
         """The tensors of a head that reads its hidden states, without their prefix, in the order of the file."""
 
     def for_draft(self) -> Packer:
-        """The packer of the draft model that stands in the same file."""
+        """The packer of a draft model, or a head, that stands in the same file."""
 
     def rows(self, stem: str, rows: NDArray[np.float32], dtype: str) -> PackedRows:
         """Whole tiles of the linear `stem`, which is stored as `dtype`."""

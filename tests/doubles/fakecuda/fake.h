@@ -3,7 +3,8 @@
 // of it ask for.
 //
 // Environment (all optional but the first, for kernels):
-//   ULL_FAKECUDA_KERNELS          library built by tests/rigs/kernels/emulation.py that holds the code of every kernel
+//   ULL_FAKECUDA_KERNELS          library built by tests/rigs/kernels/emulation.py that holds the code of every kernel;
+//                                 then, behind ":", SYMBOL=LIBRARY for the images that have this symbol
 //   ULL_FAKECUDA_DEVICES          number of devices, 0 or 1 (1)
 //   ULL_FAKECUDA_NAME             "NVIDIA H200"
 //   ULL_FAKECUDA_CAPABILITY       "9.0"
@@ -106,9 +107,12 @@ class Handles {
 
 // ---- modules (module.cpp) ---------------------------------------------------------------------------------------
 
+using LaunchFunction = int (*)(const UllLaunch* launch, char* error, uint64_t error_bytes);
+
 struct Function {
   std::string name;
   UllKernel kernel;
+  LaunchFunction launch;         // of its library
   int shared_limit = 48 * 1024;  // dynamic shared memory, until cuFuncSetAttribute
 };
 

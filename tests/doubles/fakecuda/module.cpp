@@ -4,11 +4,13 @@
 #include <dlfcn.h>
 #include <elf.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <set>
+#include <sstream>
 
 #include "fake.h"
 #include "params.h"
@@ -39,15 +41,17 @@ struct HostCall {  // parameters of fakecuda_call
 };
 const UllKernel kHostCall = {"fakecuda_call", sizeof(HostCall), 1024};
 
-using LaunchFunction = int (*)(const UllLaunch* launch, char* error, uint64_t error_bytes);
-
-// The library that ULL_FAKECUDA_KERNELS names.
+// A library that ULL_FAKECUDA_KERNELS names.
 struct Library {
+  std::string symbol;  // of the images whose kernels it holds; empty: of all others
   LaunchFunction launch = nullptr;
   std::map<std::string, UllKernel> kernels;
 
-  Library() {
-    const std::string path = option("ULL_FAKECUDA_KERNELS", "");
+  // entry: PATH or SYMBOL=PATH; empty: a library of what is the double's own.
+  explicit Library(const std::string& entry) {
+    const size_t sign = entry.find('=');
+    if (sign != std::string::npos) symbol = entry.substr(0, sign);
+    const std::string path = sign == std::string::npos ? entry : entry.substr(sign + 1);
     kernels[kHostCall.name] = kHostCall;
     if (path.empty()) return;
     void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
@@ -67,9 +71,24 @@ struct Library {
   static inline std::mutex& exiting = *new std::mutex;
 };
 
-Library& library() {
-  static auto* loaded = new Library;
+// Those of all images; the last one serves those that no other does.
+const std::vector<Library*>& libraries() {
+  static const auto* loaded = [] {
+    auto* all = new std::vector<Library*>;
+    std::stringstream entries(option("ULL_FAKECUDA_KERNELS", ""));
+    for (std::string entry; std::getline(entries, entry, ':');) all->push_back(new Library(entry));
+    if (all->empty()) all->push_back(new Library(""));
+    std::stable_partition(all->begin(), all->end(), [](const Library* one) { return !one->symbol.empty(); });
+    return all;
+  }();
   return *loaded;
+}
+
+const Library& library_of(const std::set<std::string>& symbols) {
+  for (const Library* library : libraries()) {
+    if (symbols.count(library->symbol) != 0) return *library;
+  }
+  return *libraries().back();
 }
 
 // The names in the image's symbol table; false if it is no ELF file for CUDA.
@@ -109,12 +128,13 @@ Result get_function(void** handle, void* module_handle, const char* name) {
   if (module->symbols.count(name) == 0) return kNotFound;
   auto& function = module->functions[name];
   if (function == nullptr) {
-    const auto kernel = library().kernels.find(name);
-    if (kernel == library().kernels.end()) {
+    const Library& library = library_of(module->symbols);
+    const auto kernel = library.kernels.find(name);
+    if (kernel == library.kernels.end()) {
       fprintf(stderr, "fakecuda: ULL_FAKECUDA_KERNELS has no %s\n", name);
       return kNotFound;
     }
-    function = std::make_shared<Function>(Function{name, kernel->second});
+    function = std::make_shared<Function>(Function{name, kernel->second, library.launch});
     functions().add(function);
   }
   *handle = function.get();
@@ -255,7 +275,7 @@ void run_kernel(const KernelNode& kernel) {
                             .constant_count = 0,
                             .host_read_count = 0};
   char error[4096];
-  if (library().launch(&launch, error, sizeof(error)) == 0) return;
+  if (kernel.function->launch(&launch, error, sizeof(error)) == 0) return;
   fprintf(stderr, "fakecuda: %s\n", error);
   set_sticky_error(strstr(error, "illegal memory access") != nullptr ? kIllegalAddress : kLaunchFailed);
 }

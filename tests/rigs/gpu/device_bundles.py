@@ -11,30 +11,46 @@ import pytest
 from numpy.typing import NDArray
 
 import emulation
-from ull.bundle import DEVICE_KERNELS, HEAD_SCAN_KERNELS, MEDUSA_KERNELS, open_bundle, read_tensor_file
+from ull.bundle import (
+    DEVICE_KERNELS,
+    EAGLE_KERNELS,
+    HEAD_SCAN_KERNELS,
+    MEDUSA_KERNELS,
+    DeviceCode,
+    open_bundle,
+    read_tensor_file,
+)
 from ull_build.build import build
 from ull_build.code import kernels
 from ull_build.settings import Settings
 
 STUB = """#include "params.h"
+#ifdef ULL_EAGLE_TAPS
+extern "C" __device__ int {eagle};
+#define BODY {{ {eagle} = 1; }}
+#else
+#define BODY {{}}
+#endif
 {kernels}
 """
+OF_EAGLE = "ull_of_eagle"  # a symbol of all cubins of an EAGLE head, by which the driver double knows them
 
 
-def write_stubs(directory: Path, names: Any = DEVICE_KERNELS | MEDUSA_KERNELS | HEAD_SCAN_KERNELS) -> Path:
+ROOMS = {"medusa": MEDUSA_KERNELS, "head_scan": HEAD_SCAN_KERNELS, "eagle": EAGLE_KERNELS}
+
+
+ALL_KERNELS = DEVICE_KERNELS.union(*ROOMS.values())
+
+
+def write_stubs(directory: Path, names: Any = ALL_KERNELS) -> Path:
     """A folder of kernel sources in which every kernel exists and none does anything."""
-    always = sorted(set(names) - MEDUSA_KERNELS - HEAD_SCAN_KERNELS)
-    heads, scanning = sorted(set(names) & MEDUSA_KERNELS), sorted(set(names) & HEAD_SCAN_KERNELS)
-    files = {
-        "round/first.cu": always[::2],
-        "round/second.cu": always[1::2],
-        "medusa/medusa.cu": heads,
-        "head_scan/head_scan.cu": scanning,
-    }
+    always = sorted(set(names).difference(*ROOMS.values()))
+    files = {f"{room}/{room}.cu": sorted(kernels & set(names)) for room, kernels in ROOMS.items()}
+    files |= {"round/first.cu": always[::2], "round/second.cu": always[1::2]}
     for file, chosen in files.items():
-        lines = [f'extern "C" __global__ void {name}(ull::gpu::SampleParams) {{}}' for name in chosen]
+        lines = [f'extern "C" __global__ void {name}(ull::gpu::SampleParams) BODY' for name in chosen]
         (directory / file).parent.mkdir(parents=True, exist_ok=True)
-        (directory / file).write_text(STUB.format(kernels="\n".join(lines)))
+        (directory / file).write_text(STUB.format(kernels="\n".join(lines), eagle=OF_EAGLE))
     return directory
 
 
@@ -44,10 +60,21 @@ def build_with_stubs(monkeypatch: pytest.MonkeyPatch, sources: Path, settings: S
     return build(settings).path
 
 
-def emulated_kernels(bundle: Path, *more: Path) -> Path:
-    """A library of every kernel of ull, compiled for the emulator with the bundle's macros, and those of `more`."""
-    code = open_bundle(bundle).manifest.code
-    assert code is not None
+def emulated_kernels(bundle: Path, *more: Path) -> str:
+    """Every kernel of ull, compiled for the emulator with the bundle's macros, and those of `more`: for the double.
+
+    An EAGLE head's are a library of their own.
+    """
+    manifest = open_bundle(bundle).manifest
+    assert manifest.code is not None
+    eagle = None if manifest.speculation is None else manifest.speculation.eagle
+    library = str(_library(manifest.code, *more))
+    if eagle is None or eagle.code is None:
+        return library
+    return f"{library}:{OF_EAGLE}={_library(eagle.code)}"
+
+
+def _library(code: DeviceCode, *more: Path) -> Path:
     macros = {name.removeprefix("ULL_"): float(value.rstrip("F")) for name, value in code.macros.items()}
     model = {name: value if name == "RMS_EPSILON" else int(value) for name, value in macros.items()}
     needed = frozenset(code.kernels())

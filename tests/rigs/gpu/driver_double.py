@@ -33,10 +33,13 @@ def library_folder() -> Path:
     return folder
 
 
-def environment(kernels: Path | None = None, *, imports: Sequence[Path] = (), **options: object) -> dict[str, str]:
+def environment(
+    kernels: Path | str | None = None, *, imports: Sequence[Path] = (), **options: object
+) -> dict[str, str]:
     """This process's environment with the double in place of the driver, and without TensorRT or its double.
 
-    `kernels`: a library of emulation.build_library(). `imports`: folders of more modules that a program needs.
+    `kernels`: a library of emulation.build_library(), or several, as fake.h says. `imports`: folders of more modules
+    that a program needs.
     `options`: fake.h lists them (capability="8.0", fault="hang=2").
     """
     own = [*imports, *(emulation.ROOT / folder for folder in ("tests", "build", "."))]

@@ -86,7 +86,7 @@ class Head:
         self.kernels = emulation.build(SOURCES, numbers_of(device_eagle_macros(head, target.hidden)), reports=reports)
         rng = np.random.default_rng(23)
         shapes = device_eagle_tensors(head, target)
-        names = shapes.pop("names", None)
+        names = shapes.pop("d2t", None)
         self.tensors = random_tensors(shapes, rng)
         self.embedding = rng.standard_normal((target.vocabulary, head.model.hidden)).astype(ml_dtypes.bfloat16)
         table = aligned(self.embedding.shape, ml_dtypes.bfloat16)
@@ -98,7 +98,7 @@ class Head:
             self.names = rng.permutation(target.vocabulary)[: head.model.vocabulary].astype(np.int32)
             stored = aligned(names.shape, np.int32, 0)
             stored[: len(self.names)] = self.names
-            self.own["names"] = stored
+            self.own["d2t"] = stored
         self.memory = self._reserve(self.sizes)
         wanted = (TAP_RING, "state", "text counts")
         self.target_memory = {name: area for name, area in self._reserve(target_sizes).items() if name in wanted}

@@ -5,7 +5,8 @@
 namespace ull {
 namespace {
 
-constexpr int kPending = 64;   // entries that may wait for a proposal
+constexpr int kPending = 64;   // entries that may wait for a proposal, or that one begins anew with
+constexpr int kAwake = 64;     // rounds without a proposal after which it rests
 constexpr int kSmallHole = 8;  // a hole is passed over if what lies before it is so many times as long
 
 }  // namespace
@@ -18,11 +19,17 @@ Status HeadDrafter::prefill(const PrefillStep& step, const std::atomic<bool>& ab
 }
 
 Status HeadDrafter::keep_up(const DraftContext& context) noexcept {
-  if (context.drafted == nullptr || context.history == nullptr) return Status::kOk;
+  if (rests() || context.drafted == nullptr || context.history == nullptr) return Status::kOk;
   CachedRange& range = range_of(*context.drafted);
   if (context.position - range.through < kPending) return Status::kOk;
   return follow(context.history, context.pages, std::min(context.position, context_), /*last=*/false, range,
                 *context.abort);
+}
+
+bool HeadDrafter::rests() const noexcept { return unasked_ >= kAwake; }
+
+void HeadDrafter::observe(const DraftOutcome& outcome) noexcept {
+  unasked_ = outcome.proposed ? 0 : std::min(unasked_ + 1, kAwake);
 }
 
 int HeadDrafter::confidence(const DraftContext& context) noexcept {
@@ -39,6 +46,7 @@ Status HeadDrafter::reach_root(const DraftContext& context, int32_t* from) noexc
   if (lookahead_ > 0 && (last < 0 || !tags_.holds(last, context.history[last], context.pages[last / kPageTokens]))) {
     return Status::kOk;  // the entry may be there, but not its output
   }
+  if (rests() && range.through < context.position - kPending) range.from = range.through = context.position - kPending;
   const Status status = follow(context.history, context.pages, context.position, /*last=*/true, range, *context.abort);
   if (range.through == context.position) *from = range.from;
   return status;

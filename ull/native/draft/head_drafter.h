@@ -1,9 +1,10 @@
 // A head that drafts from the target's own hidden states ("taps"), with a cache of its own in the target's pages: what
 // does not depend on where it runs. The taps of the newest positions lie in a ring (tap_tags.h); an entry of the cache
 // is made from the taps of its position, so that what has left the ring cannot be read any more. Entries are therefore
-// read as they come: with each chunk of a prompt, with each proposal, and, where nobody drafts, before the ring is
-// full. Where some are missing (a prefix that was cached by requests that do not speculate), the head attends from
-// behind them on.
+// read as they come: with each chunk of a prompt, with each proposal, and, where a few rounds pass without one, before
+// the ring is full. A head that has not been asked for long rests: it reads nothing, since that would cost what
+// drafting is to win, and when it is asked again it begins anew with the newest positions. Where entries are missing,
+// then or of a prefix that was cached by requests that do not speculate, the head attends from behind them on.
 #pragma once
 
 #include <atomic>
@@ -19,6 +20,7 @@ class HeadDrafter : public Drafter {
   [[nodiscard]] DrafterKind kind() const noexcept final { return kind_; }
   [[nodiscard]] Status prefill(const PrefillStep& step, const std::atomic<bool>& abort) noexcept override;
   [[nodiscard]] Status keep_up(const DraftContext& context) noexcept override;
+  void observe(const DraftOutcome& outcome) noexcept override;
   // -1 where the tap of the position before the root is not there.
   [[nodiscard]] int confidence(const DraftContext& context) noexcept override;
 
@@ -46,6 +48,9 @@ class HeadDrafter : public Drafter {
     return kind_ == DrafterKind::kEagle ? drafted.eagle : drafted.dflash;
   }
 
+  [[nodiscard]] bool rests() const noexcept;
+
+  int unasked_ = 0;  // rounds since it proposed last, as far as they matter
   const DrafterKind kind_;
   const TapTags& tags_;
   const int lookahead_;

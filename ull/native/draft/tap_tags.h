@@ -23,6 +23,10 @@ class TapTags {
   void put(int32_t position, int32_t token, int32_t page) noexcept {
     tags_[static_cast<size_t>(slot(position))] = {position, token, page};
   }
+  // The slots of `count` positions may have been written by a round of which nobody knows yet what it fed.
+  void forget(int32_t position, int count) noexcept {
+    for (int i = 0; i < std::min(count, capacity()); ++i) tags_[static_cast<size_t>(slot(position + i))] = {};
+  }
   [[nodiscard]] bool holds(int32_t position, int32_t token, int32_t page) const noexcept {
     const Tag& tag = tags_[static_cast<size_t>(slot(position))];
     return tag.position == position && tag.token == token && tag.page == page;

@@ -24,7 +24,8 @@ GraphExecutor::GraphExecutor(GraphProgram program, const Driver& driver, const G
       text_(program_.text, program_.context_tokens),
       queue_(program_, driver_),
       redraws_(program_, queue_, setting_, text_),
-      graphs_(program_) {}
+      graphs_(program_),
+      tags_(program_.eagle == nullptr ? 0 : gpu::kTapSlots) {}
 
 const GraphOptions& GraphExecutor::checked(const GraphOptions& options, const GraphProgram& program) {
   if (options.watchdog_ms < 1) throw std::invalid_argument("watchdog_ms: must be positive");
@@ -33,6 +34,9 @@ const GraphOptions& GraphExecutor::checked(const GraphOptions& options, const Gr
   }
   if (options.drafter == DrafterKind::kDraft && program.draft == nullptr && !options.in_place_of_draft_model) {
     throw std::invalid_argument("drafter: the program holds no draft model");
+  }
+  if (options.drafter == DrafterKind::kEagle && program.eagle == nullptr) {
+    throw std::invalid_argument("drafter: the program holds no EAGLE head");
   }
   if (options.drafter == DrafterKind::kMedusa && program.medusa == nullptr) {
     throw std::invalid_argument("drafter: the program holds no Medusa heads");
@@ -177,6 +181,7 @@ void GraphExecutor::launch_prompt() noexcept {
     request.position = prompt_.start;
     request.max_tokens = 0;
     fill_chain(request, prompt_.tokens, count);
+    forget_taps(prompt_.start, count);
     if (queue_.launch(graphs_.prefill_for(count), setting_, text_) != Status::kOk) return;
     last_ = queue_.launched();
     if (first_ == 0) first_ = last_;
@@ -211,6 +216,7 @@ void GraphExecutor::launch_tree() noexcept {
     std::copy_n(tree.tokens(), count, request.tokens);
     std::copy_n(tree.parents(), count, request.parents);
   }
+  forget_taps(step.position, step.forced + step.max_tokens);
   void* graph = graphs_.round_for(count, *step.sampling, /*keeps_logits=*/step.constraint != nullptr);
   if (queue_.launch(graph, setting_, text_) != Status::kOk) return;
   first_ = last_ = queue_.launched();
@@ -234,6 +240,7 @@ void GraphExecutor::launch_scores() noexcept {
     request.max_tokens = 1;
     std::copy_n(step.tokens, step.count, request.tokens);
     std::copy_n(step.parents, step.count, request.parents);
+    forget_taps(step.position, 1);
     void* graph = graphs_.round_for(step.count, Sampling{}, /*keeps_logits=*/true);
     if (queue_.launch(graph, setting_, text_) != Status::kOk) return;
     first_ = queue_.launched();
@@ -264,6 +271,7 @@ void GraphExecutor::launch_ahead() noexcept {
     if (!queue_.setting_is_free(setting_)) return;
     setting_.take(step.pages, pages);
   }
+  forget_taps(position, rounds);
   for (int i = 0; i < rounds; ++i) fill_continuation(queue_.next_request(i), position + i);
   if (queue_.launch(graph, setting_, text_, rounds) != Status::kOk) return;
   ahead_through_ = queue_.launched();
@@ -300,7 +308,28 @@ Status GraphExecutor::finish_prefill() noexcept {
       return queue_.fail("the device has not run a chunk of a prompt", /*restart_helps=*/true);
     }
   }
+  for (int i = std::max(0, prefill_.count - tags_.capacity()); tags_.capacity() > 0 && i < prefill_.count; ++i) {
+    const int32_t position = prefill_.start + i;
+    tags_.put(position, prefill_.tokens[i], prefill_.pages[position / kPageTokens]);
+  }
   return proposer_->prefill(prefill_, abort_);
+}
+
+// It writes them as it runs, whether it is wanted by then or not.
+void GraphExecutor::forget_taps(int32_t position, int count) noexcept {
+  if (tags_.capacity() > 0) tags_.forget(position, count);
+}
+
+// Of what the round fed: all but the token that it emitted last.
+void GraphExecutor::keep_taps(const RoundResult& result) noexcept {
+  if (tags_.capacity() == 0) return;
+  const int32_t root = root_of(round_);
+  const auto put = [&](int32_t position, int32_t token) {
+    tags_.put(position, token, round_.pages[position / kPageTokens]);
+  };
+  for (int32_t position = round_.position; position < root; ++position) put(position, round_.history[position]);
+  put(root, round_.forced > 0 ? round_.history[root] : round_.token);
+  for (int i = 0; i + 1 < result.count; ++i) put(root + 1 + i, result.tokens[i].token);
 }
 
 // Answers are read before their slots are used again.
@@ -331,6 +360,7 @@ Status GraphExecutor::finish_round(RoundResult& result) noexcept {
   if (round_.sampling->penalises()) {
     for (int i = 0; i < result.count; ++i) text_.add(result.tokens[i].token);
   }
+  keep_taps(result);
   if (round_.speculation != DrafterKind::kNone) proposer_->learn(round_, result);
   ahead_token_ = result.tokens[result.count - 1].token;
   ahead_position_ = answer.stopped != 0 ? -1 : root_of(round_) + result.count;

@@ -21,6 +21,7 @@
 #include "draft/drafter.h"
 #include "draft/past_outputs.h"
 #include "draft/proposer.h"
+#include "draft/tap_tags.h"
 #include "executor/executor.h"
 #include "graph/driver.h"
 #include "graph/program.h"
@@ -88,6 +89,10 @@ class GraphExecutor final : public Executor {
   [[nodiscard]] Status finish_scores() noexcept;
   [[nodiscard]] bool copy_tokens(const gpu::RoundResult& answer, RoundResult& result) const noexcept;
 
+  // Of a round that is launched, and of one that has ended: which taps the ring holds.
+  void forget_taps(int32_t position, int count) noexcept;
+  void keep_taps(const RoundResult& result) noexcept;
+
   // Measures every graph of one round -> graphs_, info_.verify_ns; the costs of trees. Runs the others.
   [[nodiscard]] VerifyCosts measure();
   // A graph's time with a chain of `count` nodes from `position` on.
@@ -110,6 +115,7 @@ class GraphExecutor final : public Executor {
   RoundQueue queue_;
   Redraws redraws_;
   RoundGraphs graphs_;
+  TapTags tags_;                        // of the taps that rounds leave, where a head reads them
   int64_t dearest_ns_ = 0;              // of the graphs
   std::unique_ptr<Proposer> proposer_;  // from prepare() on; its tree is the round's, a plain one's is the root alone
 

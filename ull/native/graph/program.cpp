@@ -20,6 +20,29 @@ void require_block(const Block* block, const char* field) {
 
 }  // namespace
 
+void RoundBlocks::check() const {
+  require(stream != nullptr, "stream: must be the handle of a stream");
+  require(context != nullptr, "context: must be the handle of a context");
+  require_block(requests, "requests");
+  require_block(results, "results");
+  require_block(control, "control");
+  require_block(pages, "pages");
+  require_block(text, "text");
+  require(vocabulary >= 1, "vocabulary: must be positive");
+  require(context_tokens >= 2, "context_tokens: must be at least 2");
+  require(page_count >= 1, "page_count: must be positive");
+  require(weight_bytes >= 0, "weight_bytes: must not be negative");
+  require(kv_bytes >= 0, "kv_bytes: must not be negative");
+  require(kv_pages == 0 || (kv_bytes > 0 && kv_bytes % page_count == 0), "kv_bytes: must be a multiple of page_count");
+}
+
+void EagleProgram::check() const {
+  require(fill != nullptr, "fill: must be the handle of a graph");
+  require(first != nullptr, "first: must be the handle of a graph");
+  for (const void* level : levels) require(level != nullptr, "levels: must be the handles of graphs");
+  RoundBlocks::check();
+}
+
 void GraphProgram::check() const {
   require(rounds[0] != nullptr, "graphs: a round of one token is missing");
   require(singles[0].round == nullptr, "singles: the full sampler's is the round of one token");
@@ -33,36 +56,32 @@ void GraphProgram::check() const {
   require(bursts ? burst_rounds >= 2 && burst_rounds < gpu::kRoundSlots : burst_rounds == 0,
           "burst_rounds: must be 2 or 3 if there are bursts");
   require(prefill != nullptr, "prefill: must be the handle of a graph");
-  require(stream != nullptr, "stream: must be the handle of a stream");
-  require(context != nullptr, "context: must be the handle of a context");
-  require_block(requests, "requests");
-  require_block(results, "results");
-  require_block(control, "control");
-  require_block(pages, "pages");
-  require_block(text, "text");
+  RoundBlocks::check();
   require((redraw == nullptr) == (redraws == nullptr), "redraws: must be the handles of two graphs, or none");
   if (redraw != nullptr) require_block(mask, "mask");
-  require(vocabulary >= 1, "vocabulary: must be positive");
-  require(context_tokens >= 2, "context_tokens: must be at least 2");
-  require(page_count >= 1, "page_count: must be positive");
   require((medusa != nullptr) == (medusa_heads > 0), "medusa: must be the handle of a graph if there are heads");
   require(medusa_heads >= 0 && medusa_heads <= kMaxMedusaHeads, "medusa_heads: must be 0 to 12");
   require(medusa_bytes >= 0, "medusa_bytes: must not be negative");
-  require(weight_bytes >= 0, "weight_bytes: must not be negative");
-  require(kv_bytes >= 0, "kv_bytes: must not be negative");
-  require(kv_pages == 0 || (kv_bytes > 0 && kv_bytes % page_count == 0), "kv_bytes: must be a multiple of page_count");
   require(!name.empty(), "name: must not be empty");
-  if (draft == nullptr) return;
-  try {
-    draft->check();
-    require(draft->context == context, "context: must be the target's");
-    require(draft->context_tokens >= context_tokens, "context_tokens: must not be below the target's");
-    require(draft->page_count == page_count, "page_count: must be the target's");
-    require(draft->requests != requests && draft->results != results, "requests: must not be the target's");
-    require(draft->medusa == nullptr && draft->draft == nullptr, "draft: takes none of its own");
-  } catch (const std::invalid_argument& error) {
-    throw std::invalid_argument(std::string("draft: ") + error.what());
-  }
+  const auto beside = [&](const RoundBlocks& own) {
+    require(own.context == context, "context: must be the target's");
+    require(own.context_tokens >= context_tokens, "context_tokens: must not be below the target's");
+    require(own.page_count == page_count, "page_count: must be the target's");
+    require(own.requests != requests && own.results != results, "requests: must not be the target's");
+  };
+  const auto check_part = [&](const char* field, const auto& part) {
+    if (part == nullptr) return;
+    try {
+      part->check();
+      beside(*part);
+    } catch (const std::invalid_argument& error) {
+      throw std::invalid_argument(std::string(field) + ": " + error.what());
+    }
+  };
+  check_part("draft", draft);
+  check_part("eagle", eagle);
+  require(draft == nullptr || (draft->medusa == nullptr && draft->draft == nullptr && draft->eagle == nullptr),
+          "draft: takes none of its own");
 }
 
 int GraphProgram::most_nodes() const noexcept {

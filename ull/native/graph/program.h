@@ -31,38 +31,60 @@ struct SingleGraphs {
   void* burst = nullptr;  // CUgraphExec of burst_rounds that continue one another; null: there is none
 };
 
-struct GraphProgram {
-  // CUgraphExec of a round of up to kCostTokens[i] nodes; null: there is none. All give the same bits.
-  void* rounds[kCostSizes] = {};
-  SingleGraphs singles[kSamplers] = {};   // by Sampler; kFull's round is rounds[0], and null here
-  int burst_rounds = 0;                   // 0: there are no bursts
-  void* prefill = nullptr;                // CUgraphExec, up to kTreeTokens prompt tokens
-  void* medusa = nullptr;                 // CUgraphExec of the Medusa heads; null: there are none
-  void* redraw = nullptr;                 // CUgraphExec of one draw more from a round's logits; null: there is none
-  void* redraws = nullptr;                // and of up to kTreeTokens, where there is `redraw`
-  void* stream = nullptr;                 // CUstream that all of them are launched on
+// Through what rounds are asked for and answered, and the pages that they fill.
+struct RoundBlocks {
+  void* stream = nullptr;                 // CUstream that all graphs are launched on
   void* context = nullptr;                // CUcontext of the stream
   gpu::RoundRequest* requests = nullptr;  // [kRoundSlots] mapped
   gpu::RoundResult* results = nullptr;    // [kRoundSlots] mapped
   gpu::HostControl* control = nullptr;    // mapped
   int32_t* pages = nullptr;               // [context_tokens / kPageTokens, rounded up] mapped
   int32_t* text = nullptr;                // [context_tokens] mapped
-  uint32_t* mask = nullptr;               // [(vocabulary + 31) / 32] mapped, where there is `redraw`
   int vocabulary = 0;
   int context_tokens = 0;
   int page_count = 0;
-  int medusa_heads = 0;      // that `medusa` runs
-  int64_t medusa_bytes = 0;  // of their weights
-  int64_t weight_bytes = 0;  // of all others
+  int64_t weight_bytes = 0;
   int64_t kv_bytes = 0;
   uint64_t kv_pages = 0;  // CUdeviceptr of the first page, behind which lie the others; 0: they cannot be copied
+
+  // Throws std::invalid_argument naming the field that cannot be.
+  void check() const;
+  [[nodiscard]] int64_t page_bytes() const noexcept { return kv_bytes / page_count; }
+};
+
+inline constexpr int kEagleFirst = 8;                // most entries of EagleProgram::first
+inline constexpr int kEagleLevels[] = {16, 32, 64};  // entries
+inline constexpr int kEagleSizes = sizeof(kEagleLevels) / sizeof(int);
+
+// An EAGLE head's passes (RoundMode::kEagle), of as many pages and tokens as the model that it drafts for.
+struct EagleProgram : RoundBlocks {
+  void* fill = nullptr;            // CUgraphExec: up to kTreeTokens entries are made of taps, nothing is ranked
+  void* first = nullptr;           // CUgraphExec: up to kEagleFirst entries, of which the last is ranked
+  void* levels[kEagleSizes] = {};  // CUgraphExec: up to kEagleLevels[i] entries, of which the newest are ranked
+
+  void check() const;
+};
+
+struct GraphProgram : RoundBlocks {
+  // CUgraphExec of a round of up to kCostTokens[i] nodes; null: there is none. All give the same bits.
+  void* rounds[kCostSizes] = {};
+  SingleGraphs singles[kSamplers] = {};  // by Sampler; kFull's round is rounds[0], and null here
+  int burst_rounds = 0;                  // 0: there are no bursts
+  void* prefill = nullptr;               // CUgraphExec, up to kTreeTokens prompt tokens
+  void* medusa = nullptr;                // CUgraphExec of the Medusa heads; null: there are none
+  void* redraw = nullptr;                // CUgraphExec of one draw more from a round's logits; null: there is none
+  void* redraws = nullptr;               // and of up to kTreeTokens, where there is `redraw`
+  uint32_t* mask = nullptr;              // [(vocabulary + 31) / 32] mapped, where there is `redraw`
+  int medusa_heads = 0;                  // that `medusa` runs
+  int64_t medusa_bytes = 0;              // of their weights, which weight_bytes leaves out
   Reuse reuse = Reuse::kAll;
   std::string name;     // of the executor, e.g. "graph/sm_90a"
   std::string library;  // the CUDA driver's file
   // The draft model's, in the same context, of as many pages and at least as many tokens; null: there is none.
   std::shared_ptr<const GraphProgram> draft = nullptr;
+  // The head that drafts from the taps that its rounds leave; null: there is none.
+  std::shared_ptr<const EagleProgram> eagle = nullptr;
 
-  // Throws std::invalid_argument naming the field that cannot be.
   void check() const;
   // Nodes of the widest round.
   [[nodiscard]] int most_nodes() const noexcept;
@@ -71,7 +93,6 @@ struct GraphProgram {
     return sampler == Sampler::kFull ? rounds[0] : singles[static_cast<int>(sampler)].round;
   }
   [[nodiscard]] void* burst(Sampler sampler) const noexcept { return singles[static_cast<int>(sampler)].burst; }
-  [[nodiscard]] int64_t page_bytes() const noexcept { return kv_bytes / page_count; }
   // Whether a round's graph writes the bits to the cache that `prefill` does.
   [[nodiscard]] bool rounds_prefill() const noexcept { return reuse == Reuse::kAll; }
 };

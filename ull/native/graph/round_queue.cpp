@@ -18,7 +18,7 @@ std::atomic_ref<uint64_t> shared(uint64_t& word) noexcept { return std::atomic_r
 
 }  // namespace
 
-RoundQueue::RoundQueue(const GraphProgram& program, const Driver& driver) : program_(program), driver_(driver) {
+RoundQueue::RoundQueue(const RoundBlocks& program, const Driver& driver) : program_(program), driver_(driver) {
   shared(program_.control->cancelled_through).store(0, std::memory_order_relaxed);
   for (int i = 0; i < gpu::kRoundSlots; ++i) shared(program_.results[i].sequence).store(0, std::memory_order_relaxed);
 }

@@ -29,7 +29,7 @@ namespace ull::graph {
 class RoundQueue {
  public:
   // The device has answered no round yet.
-  RoundQueue(const GraphProgram& program, const Driver& driver);
+  RoundQueue(const RoundBlocks& program, const Driver& driver);
 
   // Before anything else on a thread: makes the stream's context this thread's, which it then stays. kOk or
   // kExecutorFailed.
@@ -49,10 +49,10 @@ class RoundQueue {
   }
 
   // The block of the next round, or of one that many behind it; has_slots(). The caller fills mode, count, position,
-  // max_tokens, tokens and parents, and `forced` where it is not 0.
+  // max_tokens, tokens and parents, and `forced` and `first` where they are not 0.
   [[nodiscard]] gpu::RoundRequest& next_request(int behind = 0) noexcept {
     gpu::RoundRequest& request = program_.requests[slot(launched_ + 1 + static_cast<uint64_t>(behind))];
-    request.forced = 0;
+    request.forced = request.first = 0;
     return request;
   }
   // Launches it, or as many as the graph holds. kOk or kExecutorFailed.
@@ -104,7 +104,7 @@ class RoundQueue {
   [[nodiscard]] static size_t slot(uint64_t sequence) noexcept { return sequence % gpu::kRoundSlots; }
   Status fail(const char* call, Driver::Result error) noexcept;
 
-  const GraphProgram& program_;
+  const RoundBlocks& program_;
   const Driver& driver_;
   uint64_t launched_ = 0;
   uint64_t seen_ = 0;

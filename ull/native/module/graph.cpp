@@ -50,6 +50,37 @@ void read_redraws(const nb::dict& dict, graph::GraphProgram& program) {
   if (program.redraw != nullptr) program.mask = address<uint32_t*>(dict, "mask");
 }
 
+void read_blocks(const nb::dict& dict, graph::RoundBlocks& blocks) {
+  blocks.stream = address(dict, "stream");
+  blocks.context = address(dict, "context");
+  blocks.requests = address<gpu::RoundRequest*>(dict, "requests");
+  blocks.results = address<gpu::RoundResult*>(dict, "results");
+  blocks.control = address<gpu::HostControl*>(dict, "control");
+  blocks.pages = address<int32_t*>(dict, "pages");
+  blocks.text = address<int32_t*>(dict, "text");
+  blocks.vocabulary = field<int>(dict, "vocabulary");
+  blocks.context_tokens = field<int>(dict, "context_tokens");
+  blocks.page_count = field<int>(dict, "page_count");
+  blocks.weight_bytes = field<int64_t>(dict, "weight_bytes");
+  blocks.kv_bytes = field<int64_t>(dict, "kv_bytes");
+  blocks.kv_pages = field<uint64_t>(dict, "kv_pages");
+}
+
+// ValueError names the field.
+graph::EagleProgram eagle_program(const nb::dict& dict) {
+  graph::EagleProgram program;
+  program.fill = address(dict, "fill");
+  program.first = address(dict, "first");
+  for (const auto& [entries, handle] : field<std::map<int, uintptr_t>>(dict, "levels")) {
+    const int* size = std::find(std::begin(graph::kEagleLevels), std::end(graph::kEagleLevels), entries);
+    if (size == std::end(graph::kEagleLevels)) throw std::invalid_argument("levels: must be of 16, 32 and 64 entries");
+    program.levels[size - std::begin(graph::kEagleLevels)] = reinterpret_cast<void*>(handle);
+  }
+  read_blocks(dict, program);
+  program.check();
+  return program;
+}
+
 // ValueError names the field.
 graph::GraphProgram graph_program(const nb::dict& dict) {
   graph::GraphProgram program;
@@ -65,19 +96,7 @@ graph::GraphProgram graph_program(const nb::dict& dict) {
   if (dict.contains("burst_rounds")) program.burst_rounds = field<int>(dict, "burst_rounds");
   read_redraws(dict, program);
   program.prefill = address(dict, "prefill");
-  program.stream = address(dict, "stream");
-  program.context = address(dict, "context");
-  program.requests = address<gpu::RoundRequest*>(dict, "requests");
-  program.results = address<gpu::RoundResult*>(dict, "results");
-  program.control = address<gpu::HostControl*>(dict, "control");
-  program.pages = address<int32_t*>(dict, "pages");
-  program.text = address<int32_t*>(dict, "text");
-  program.vocabulary = field<int>(dict, "vocabulary");
-  program.context_tokens = field<int>(dict, "context_tokens");
-  program.page_count = field<int>(dict, "page_count");
-  program.weight_bytes = field<int64_t>(dict, "weight_bytes");
-  program.kv_bytes = field<int64_t>(dict, "kv_bytes");
-  program.kv_pages = field<uint64_t>(dict, "kv_pages");
+  read_blocks(dict, program);
   program.name = field<std::string>(dict, "name");
   program.library = field<std::string>(dict, "library");
   if (dict.contains("medusa")) {
@@ -87,6 +106,9 @@ graph::GraphProgram graph_program(const nb::dict& dict) {
   }
   if (dict.contains("draft")) {
     program.draft = std::make_shared<graph::GraphProgram>(graph_program(field<nb::dict>(dict, "draft")));
+  }
+  if (dict.contains("eagle")) {
+    program.eagle = std::make_shared<graph::EagleProgram>(eagle_program(field<nb::dict>(dict, "eagle")));
   }
   if (dict.contains("reuse")) program.reuse = reuse_named(field<std::string>(dict, "reuse"));
   program.check();

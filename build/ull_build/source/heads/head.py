@@ -66,6 +66,9 @@ class Head(Generic[About]):
         if name == "confidence.bias":
             bias = _bias_of(self.sources["confidence.weight"][0])
             return self.tensors.vector(bias) if self.tensors.has(bias) else np.zeros(1, np.float32)
+        if name == "tap_norm" and name not in self.sources:  # one of each tap, where they stand in one vector
+            each = [key for key in self.sources if key.startswith("tap_norm.")]
+            return np.concatenate([self.tensors.vector(self.sources[key][0]) for key in each])
         return self.tensors.vector(self.sources[name][0])
 
     def biases(self, stem: str) -> list[str]:
