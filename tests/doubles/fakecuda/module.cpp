@@ -64,8 +64,9 @@ struct Library {
     const UllKernel* entries;
     const int count = list(&entries);
     for (int i = 0; i < count; ++i) kernels[entries[i].name] = entries[i];
-    // A kernel under way at exit ends before the library's own variables are destroyed.
-    std::atexit([] { exiting.lock(); });
+    // A kernel under way at exit ends before the libraries' own variables are destroyed.
+    static const int once = std::atexit([] { exiting.lock(); });
+    (void)once;
   }
 
   static inline std::mutex& exiting = *new std::mutex;
