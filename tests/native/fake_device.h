@@ -374,7 +374,9 @@ class FakeDevice {
     result.count = 0;
     result.stopped = 0;
     const bool continues = request.mode == gpu::RoundMode::kContinue;
-    if (sequence <= cancelled() || (continues && state_.stopped != 0)) {
+    const bool behind = request.mode == gpu::RoundMode::kMedusa && request.position < 0;
+    const int position = behind ? state_.position : request.position;
+    if (sequence <= cancelled() || ((continues || behind) && state_.stopped != 0)) {
       record.status = gpu::RoundStatus::kSkipped;
     } else if (sequence == script.silent_at) {
       return record;
@@ -383,14 +385,14 @@ class FakeDevice {
       while (monotonic_ns() - start < lasts) std::this_thread::yield();
       if (request.setting != state_.setting) copy_setting(request);
       if (record.sampler != graph::Sampler::kFull && !is_plain(state_.sampling)) std::abort();
-      const int base = continues ? state_.position : request.position + forced;
+      const int base = continues ? state_.position : position + forced;
       if (state_.sampling.penalises != 0 && request.mode != gpu::RoundMode::kPrefill) read_text(request, base + 1);
       if (request.mode == gpu::RoundMode::kPrefill) {
         for (int i = 0; i < request.count; ++i) cached(request.position + i) = request.tokens[i];
         hidden_position_ = -1;
       } else if (request.mode == gpu::RoundMode::kMedusa) {
-        record.emitted = hidden_position_ == request.position ? 1 : 0;
-        draft(request, result, script.medusa_rank);
+        record.emitted = hidden_position_ == position ? 1 : 0;
+        draft(request, position, result, script.medusa_rank);
       } else if (redraws) {
         redraw(request, result);
         record.emitted = result.count;
@@ -527,9 +529,9 @@ class FakeDevice {
   }
 
   // Each head's ten candidates, the right one at `right` among them.
-  void draft(const gpu::RoundRequest& request, gpu::RoundResult& result, int right) {
+  void draft(const gpu::RoundRequest& request, int end, gpu::RoundResult& result, int right) {
     std::vector<int32_t> past;
-    for (int position = 0; position < request.position; ++position) past.push_back(cached(position));
+    for (int position = 0; position < end; ++position) past.push_back(cached(position));
     past.push_back(state_.token);
     result.count = request.count;
     for (int head = 0; head < request.count; ++head) {

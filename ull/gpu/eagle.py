@@ -61,7 +61,7 @@ class EaglePasses:
     ) -> None:
         self._head, self._sizes, self._places, self._multiprocessors = head, sizes, places, multiprocessors
         self._target_sizes, self._target = target_sizes, target
-        self._rounds = Rounds(sizes, places, multiprocessors)
+        self._rounds = Rounds(sizes, places, multiprocessors, target)
         self._forward = EagleForward(sizes, places, multiprocessors)
 
     def fill(self) -> list[Launch]:

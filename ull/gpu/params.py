@@ -158,6 +158,8 @@ class BeginParams(ctypes.Structure):
         ("text_counts", c_void_p),
         ("host_mask", c_void_p),
         ("mask", c_void_p),
+        ("target", c_void_p),
+        ("target_state", c_void_p),
         ("counter_count", c_int32),
         ("page_capacity", c_int32),
         ("text_capacity", c_int32),

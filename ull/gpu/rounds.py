@@ -38,10 +38,14 @@ BURST_ROUNDS = 2  # of one token in one graph. A stop leaves at most these to be
 
 
 class Rounds:
-    """Builds the launches around a forward: what starts a round, and what ends it."""
+    """Builds the launches around a forward: what starts a round, and what ends it.
 
-    def __init__(self, sizes: Sizes, places: Places, multiprocessors: int) -> None:
+    `target`: of a head, the model that it drafts for.
+    """
+
+    def __init__(self, sizes: Sizes, places: Places, multiprocessors: int, target: Places | None = None) -> None:
         self._sizes, self._places, self._multiprocessors = sizes, places, multiprocessors
+        self._target = target
 
     def opening(self, tokens: int) -> list[Launch]:
         """begin and embed, which does not begin before begin has ended.
@@ -75,6 +79,8 @@ class Rounds:
             text_counts=region("text counts"),
             host_mask=host.mask,
             mask=region("mask"),
+            target=self._target and self._target.region("round"),
+            target_state=self._target and self._target.region("state"),
             counter_count=sizes.counter_count,
             page_capacity=sizes.table_pages,
             text_capacity=sizes.context,

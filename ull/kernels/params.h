@@ -30,7 +30,8 @@ enum class RoundMode : uint32_t {
   kMedusa = 3,    // Medusa heads on the last accepted token: node i is what head i says of position + 1 + i
   kRedraw = 4,    // draws from logits that the last round has left: draw i from those of its node parents[i]
   kEagle = 5,  // entries of an EAGLE head, a tree: the first `forced` are a chain whose hidden states are the target's
-               // and whose KV is kept; what follows the last `max_tokens` entries is ranked
+               // and whose KV is kept; what follows the last `max_tokens` entries is ranked. At position -1: those that
+               // the target's last round has left to be made, up to `count`
 };
 
 enum class RoundStatus : uint32_t {
@@ -64,7 +65,8 @@ struct alignas(64) RoundRequest {
   uint64_t sequence;  // from 1, one more each round
   RoundMode mode;
   int32_t count;       // nodes (kTake), prompt tokens (kPrefill), heads (kMedusa) or draws (kRedraw); 1 for kContinue
-  int32_t position;    // of the root, of the first prompt token, or of the node that kRedraw draws behind
+  int32_t position;    // of the root, of the first prompt token, or of the node that kRedraw draws behind; of kMedusa
+                       // and kEagle -1: they are behind the round before them, of which the host knows nothing yet
   int32_t max_tokens;  // emit at most this many
   uint32_t setting;    // version of sampling, biases, stops and pages: the device copies them when it changes
   int32_t page_count;
@@ -179,6 +181,8 @@ struct BeginParams {
   uint32_t* text_counts;         // [V rounded up to 16] how often the text up to the root holds each token
   const uint32_t* host_mask;     // mapped
   uint32_t* mask;                // [V rounded up to kMaskTokens / 32] what a kRedraw may draw
+  const Round* target;           // of a head: the model's that it drafts for; else null
+  const State* target_state;     // likewise
   int32_t counter_count;
   int32_t page_capacity;
   int32_t text_capacity;  // context

@@ -189,8 +189,9 @@ TEST(heads_draft_right_behind_them) {
   CHECK(rig.result.drafter == DrafterKind::kMedusa);
   CHECK((Tokens{tokens.begin() + 50, tokens.end()} == expected));
   const auto records = rig.rest();
-  REQUIRE(records.size() == 3);
+  REQUIRE(records.size() == 4);
   CHECK(records[1].mode == RoundMode::kMedusa && records[1].emitted == 1);
+  CHECK(records[3].mode == RoundMode::kMedusa && records[3].emitted == 1);  // behind the round that they drafted
 }
 
 TEST(an_aborted_one_can_be_run_again) {

@@ -12,6 +12,7 @@ using ull::test::count_of;
 using ull::test::FakeDevice;
 using ull::test::FakeModel;
 using ull::test::GraphRig;
+using ull::test::HeldRound;
 using ull::test::prompt_of;
 using Tokens = std::vector<int32_t>;
 
@@ -76,6 +77,44 @@ TEST(a_round_says_that_the_heads_drafted_it) {
       CHECK_EQ(static_cast<int>(rig.result.ranks[0]), 1);
     }
   }
+}
+
+// So that their answer is under way when the host reads the round; the next proposal takes it.
+TEST(heads_are_launched_behind_the_round_that_they_drafted) {
+  GraphRig rig({.medusa_heads = 3}, {.adaptive = false});
+  rig.speculation = DrafterKind::kMedusa;
+  Tokens tokens = prompt_of(1);
+  CHECK(rig.advance(tokens, 30) == Status::kOk);  // plain: nobody drafted it
+  (void)rig.rest();
+  for (int round = 0; round < 5; ++round) {
+    HeldRound held(rig.device, round == 0 ? 1 : 0);
+    CHECK(rig.executor.start_round(rig.step(tokens, 30)) == Status::kOk);
+    CHECK_EQ(rig.device.launched(), held.sequence() + 1);
+    held.release();
+    CHECK(rig.finish() == Status::kOk);
+    CHECK_EQ(rig.result.count, 4);
+    for (int i = 0; i < rig.result.count; ++i) tokens.push_back(rig.result.tokens[i].token);
+  }
+  const auto records = rig.rest();
+  CHECK_EQ(records.size(), size_t{1 + 5 * 2});
+  CHECK_EQ(drafts_of(records), 6);
+  CHECK((Tokens{tokens.begin() + 1, tokens.end()}) ==
+        rig.model.continuation({tokens[0]}, static_cast<int>(tokens.size()) - 1));
+}
+
+TEST(heads_are_not_launched_behind_what_may_end_the_request) {
+  GraphRig rig({.medusa_heads = 3}, {.adaptive = false});
+  rig.speculation = DrafterKind::kMedusa;
+  Tokens tokens = prompt_of(1);
+  CHECK(rig.advance(tokens, 30) == Status::kOk);
+  CHECK(rig.advance(tokens, 4) == Status::kOk);  // all that its tree may bring
+  CHECK_EQ(rig.rest().size(), size_t{3});
+  // One that stops where nobody knew it would: its heads find nothing to do, and are nobody's.
+  rig.stops = {rig.model.continuation(tokens, 2).back()};
+  CHECK(rig.advance(tokens, 30) == Status::kOk);
+  CHECK_EQ(rig.result.count, 2);
+  const auto records = rig.rest();
+  CHECK(records.back().mode == RoundMode::kMedusa && records.back().status == RoundStatus::kSkipped);
 }
 
 TEST(what_came_between_two_rounds_leaves_no_hidden_state) {

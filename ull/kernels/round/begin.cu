@@ -152,9 +152,8 @@ ULL_DEVICE void copy_mask(const BeginParams& params) {
 // Depths and paths. Nodes on a path have ascending numbers, so a set of ancestors is a path already: the depth of
 // ancestor j is how many ancestors come before it. The sets grow by doubling: after round r they reach 2^r nodes up.
 // Draws from logits that are there have no ancestors: all stand at the round's position.
-ULL_DEVICE void build_paths(const RoundRequest& head, int count, Shared& shared, Round* round) {
+ULL_DEVICE void build_paths(const RoundRequest& head, int count, bool chain, Shared& shared, Round* round) {
   const int me = arch::thread();
-  const bool chain = head.mode == RoundMode::kPrefill || head.mode == RoundMode::kMedusa;
   const bool apart = head.mode == RoundMode::kRedraw;
   if (me < kTreeTokens) {
     shared.ancestors[0][me] = uint64_t{1} << me;
@@ -183,17 +182,50 @@ ULL_DEVICE void build_paths(const RoundRequest& head, int count, Shared& shared,
   for (int i = me; i < count * kTreeTokens / 8; i += kThreads) out[i] = shared.path[i];
 }
 
-// The request is not the one that is due, or not wanted any more, or there is nothing that it could continue.
-ULL_DEVICE bool is_skipped(const Shared& shared, const RoundRequest& head) {
+// What a round is about, which a request that was written before the round before had ended leaves to the device.
+struct Task {
+  bool skipped;
+  int32_t count;  // nodes
+  int32_t base;
+  bool chain;
+};
+
+// The request is not the one that is due, or not wanted any more.
+ULL_DEVICE bool is_cancelled(const Shared& shared, const RoundRequest& head) {
   const State& state = shared.old_state();
-  if (head.sequence != state.sequence || state.sequence <= shared.cancelled_through) return true;
-  if (head.mode == RoundMode::kContinue) return state.stopped != 0;
-  return head.count < 1 || head.count > kTreeTokens;
+  return head.sequence != state.sequence || state.sequence <= shared.cancelled_through;
+}
+
+ULL_DEVICE Task task_of(const BeginParams& params, const Shared& shared, const RoundRequest& head) {
+  const State& state = shared.old_state();
+  const bool medusa = head.mode == RoundMode::kMedusa, follows = medusa && head.position < 0;
+  Task task{is_cancelled(shared, head), head.count, head.position, medusa || head.mode == RoundMode::kPrefill};
+  if (head.mode == RoundMode::kContinue || follows) {
+    task.skipped = task.skipped || state.stopped != 0;
+    task.base = state.position;
+    if (!follows) task.count = 1;
+  }
+  if constexpr (kMayLack) {
+    if (head.mode == RoundMode::kEagle && head.position < 0) {
+      task.count = params.target->accepted_count;
+      task.base = params.target->base;
+      task.skipped = task.skipped || params.target_state->stopped != 0 || task.count > head.count;
+      task.chain = true;
+    }
+  }
+  task.skipped = task.skipped || task.count < 1 || task.count > kTreeTokens;
+  return task;
+}
+
+// The token of an entry that is made of a node that the target has accepted: the one behind that.
+ULL_DEVICE int32_t token_behind(const BeginParams& params, int entry, int count) {
+  const Round* target = params.target;
+  return entry + 1 < count ? target->tokens[target->accepted[entry + 1]] : params.target_state->token;
 }
 
 // The first node that is drawn: what comes before it is forced. 0 where nothing is.
-ULL_DEVICE int first_draw(const RoundRequest& head) {
-  if (head.mode == RoundMode::kEagle) return clamp(head.forced, head.count);
+ULL_DEVICE int first_draw(const RoundRequest& head, int count) {
+  if (head.mode == RoundMode::kEagle) return head.position < 0 ? count : clamp(head.forced, count);
   return head.mode == RoundMode::kTake ? clamp(head.forced, head.count - 1) : 0;
 }
 
@@ -213,32 +245,36 @@ ULL_KERNEL(ull_begin, BeginParams, kThreads, 1) {
   const State& state = shared.old_state();
   const int slot = static_cast<int>(state.sequence % kRoundSlots);
   const RoundRequest& head = shared.request(slot);
-  const bool skipped = is_skipped(shared, head), continues = head.mode == RoundMode::kContinue;
-  const int count = skipped ? 0 : continues ? 1 : head.count, me = arch::thread();
+  const bool continues = head.mode == RoundMode::kContinue;
+  const Task task = task_of(params, shared, head);
+  const int count = task.skipped ? 0 : task.count, me = arch::thread();
   Round* round = params.round;
   if (me == 0) {
     round->sequence = state.sequence;
     round->mode = head.mode;
     round->count = count;
-    round->base = continues ? state.position : head.position;
+    round->base = task.base;
     round->max_tokens = head.max_tokens;
     const bool only_fills = head.mode == RoundMode::kPrefill || head.mode == RoundMode::kEagle;
     round->draws = only_fills || head.mode == RoundMode::kMedusa ? 0 : 1;
-    round->first_draw = skipped ? 0 : first_draw(head);
+    round->first_draw = task.skipped ? 0 : first_draw(head, count);
     if constexpr (kMayLack) round->first = head.first;
     round->begin_ns = begin_ns;
     params.state->sequence = state.sequence + 1;
   }
-  if (skipped) return;
+  if (task.skipped) return;
   if (me < count) round->tokens[me] = continues ? state.token : head.tokens[me];
-  build_paths(head, count, shared, round);
+  if constexpr (kMayLack) {
+    if (head.position < 0 && me < count) round->tokens[me] = token_behind(params, me, count);
+  }
+  build_paths(head, count, task.chain, shared, round);
   if (head.mode == RoundMode::kRedraw) {
     if (me < count) round->rows[me] = head.parents[me] % kTreeTokens;
     if (head.tokens[0] < 0) copy_mask(params);
   }
   if (head.setting != state.setting) copy_setting(params, params.requests[slot], head);
   if (head.sampling.penalises != 0 && head.mode != RoundMode::kPrefill) {
-    count_text(params, head, state, continues ? state.position : head.position + first_draw(head));
+    count_text(params, head, state, task.base + first_draw(head, count));
   }
 }
 

@@ -100,6 +100,9 @@ class Drafter {
   }
   // Adds candidates to `tree`, which has its root and limits, following `plan`. kOk, kAborted or kExecutorFailed.
   [[nodiscard]] virtual Status propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept = 0;
+  // On a device: the round that verifies this drafter's tree has been launched, and more will follow it. A chance to
+  // have the next proposal begun behind it, before the host has seen what was accepted.
+  virtual void run_behind() noexcept {}
   // Told after every round of a request that may use this drafter.
   virtual void observe(const DraftOutcome& outcome) noexcept { (void)outcome; }
 

@@ -50,6 +50,11 @@ class Proposer {
     return planner_.batches_logits(tree_.count(), static_cast<double>(chosen_.plan.expected));
   }
 
+  // The round has been launched and is not the request's last, whatever it accepts.
+  void launched() noexcept {
+    if (drafter() != DrafterKind::kNone) chosen_.drafter->run_behind();
+  }
+
   // Ends the round that propose() began, with what it emitted.
   void learn(const RoundStep& step, const RoundResult& result) noexcept;
 

@@ -99,7 +99,8 @@ Status EagleDrafter::finish(const std::atomic<bool>& abort) noexcept {
     const Status status = queue_.await(queue_.seen() + 1, abort);
     if (status == Status::kExecutorFailed) return failed();
     if (status != Status::kOk) return status;
-    if (queue_.result(queue_.seen()).status == gpu::RoundStatus::kOk) continue;
+    // Behind a round that ended the request, or emitted more than it may make, there is nothing to run.
+    if (queue_.seen() == behind_ || queue_.result(queue_.seen()).status == gpu::RoundStatus::kOk) continue;
     (void)queue_.fail("the device has not run a pass of the EAGLE head", /*restart_helps=*/true);
     return failed();
   }
@@ -119,6 +120,16 @@ Status EagleDrafter::read(const int32_t* tokens, int count, int start, int from,
     pass_.start = start + done;
     pass_.from = from;
     for (int i = 0; i < pass_.read; ++i) pass_.add(tokens[done + i], std::max(i - 1, 0));
+    // What has been launched behind the round made just these entries, unless they were more than it may make.
+    const bool made = is_first && done == 0 && behind_ != 0 && behind_ == queue_.launched() && behind_start_ == start &&
+                      behind_from_ == from;
+    if (made) {
+      if (const Status status = queue_.await(behind_, abort); status != Status::kOk) {
+        return status == Status::kExecutorFailed ? failed() : status;
+      }
+      const gpu::RoundResult& answer = queue_.result(behind_);
+      if (answer.status == gpu::RoundStatus::kOk && answer.tokens[0].node == pass_.read - 1) return Status::kOk;
+    }
     if (!queue_.has_slot()) {
       if (const Status status = finish(abort); status != Status::kOk) return status;
     }
@@ -128,6 +139,26 @@ Status EagleDrafter::read(const int32_t* tokens, int count, int start, int from,
     done += pass_.read;
   }
   return finish(abort);
+}
+
+// The cache then holds all before the root, which reach_root() has seen to.
+void EagleDrafter::run_behind() noexcept {
+  const int32_t root = pass_.start + pass_.read;
+  if (root_pages_ == nullptr || !queue_.idle()) return;
+  gpu::RoundRequest& request = queue_.next_request();
+  setting_.take(root_pages_, pages_for(root + root_tokens_));
+  request.mode = gpu::RoundMode::kEagle;
+  request.count = std::min(kEagleFirst, root_tokens_);
+  request.position = -1;
+  request.max_tokens = 1;
+  request.first = pass_.from;
+  if (queue_.launch(program_.first, setting_, text_) != Status::kOk) {
+    (void)failed();
+    return;
+  }
+  behind_ = queue_.launched();
+  behind_start_ = root;
+  behind_from_ = pass_.from;
 }
 
 void* EagleDrafter::level_for(int entries) const noexcept {
@@ -163,6 +194,7 @@ Status EagleDrafter::propose(const DraftContext& context, const TreePlan& plan, 
   if (plan.depth < 1 || plan.count < 2 || context.drafted == nullptr || !follows(context)) return Status::kOk;
   const int32_t root = context.position;
   int32_t from = root;
+  root_pages_ = nullptr;
   if (const Status status = reach_root(context, &from); status != Status::kOk) return status;
   if (from == root) return Status::kOk;
   tree_.begin(plan.count, std::min(plan.depth, program_.context_tokens - 1 - root), kMaxEagleWidth,
@@ -181,6 +213,8 @@ Status EagleDrafter::propose(const DraftContext& context, const TreePlan& plan, 
     graph = level_for(pass_.count);
   } while (pass_.ranked > 0);
   tree_.finish(tree);
+  root_pages_ = context.pages;
+  root_tokens_ = tree.deepest() + 1;
   return Status::kOk;
 }
 

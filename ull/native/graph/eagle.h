@@ -1,7 +1,8 @@
 // An EAGLE-3 head on the device: its passes are captured graphs (RoundMode::kEagle), which read what the target's
 // rounds have left in the ring of taps, and the target's State for sampling, biases and text. So it proposes only right
 // after a round of the same sequence. The executor's thread grows the tree: it waits for each level's candidates, and
-// names the next level's entries.
+// names the next level's entries. Behind a round that verifies a tree of its own the first pass of the next proposal is
+// launched at once: the device knows which entries the accepted nodes make.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +29,7 @@ class EagleDrafter final : public HeadDrafter {
   void copy_page(const CopyStep& step) noexcept override;
   [[nodiscard]] int confidence(const DraftContext& context) noexcept override;
   [[nodiscard]] Status propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept override;
+  void run_behind() noexcept override;
   void observe(const DraftOutcome& outcome) noexcept override;
   [[nodiscard]] int max_depth() const noexcept override { return kMaxEagleDepth; }
   [[nodiscard]] int max_rank() const noexcept override { return kEagleRanks; }
@@ -79,6 +81,13 @@ class EagleDrafter final : public HeadDrafter {
   int16_t entries_[EagleTree::kCapacity];  // [node] that it was run as
   int64_t root_ns_ = 0;                    // a first pass
   int64_t level_ns_ = 0;                   // a level
+
+  // The first pass that was launched behind a round.
+  uint64_t behind_ = 0;                  // its sequence; 0: there is none
+  int32_t behind_start_ = 0;             // of the entries that it makes, the round's root
+  int32_t behind_from_ = 0;              // as Pass::from
+  const int32_t* root_pages_ = nullptr;  // of the proposal that the round verifies
+  int root_tokens_ = 0;                  // most that the round emits
 
   // The round that was observed last.
   uint64_t sequence_ = 0;  // 0: there was none

@@ -221,6 +221,8 @@ void GraphExecutor::launch_tree() noexcept {
   if (queue_.launch(graph, setting_, text_) != Status::kOk) return;
   first_ = last_ = queue_.launched();
   launched_ = true;
+  // A constraint may refuse what was drawn: what follows is then not behind what the device has accepted.
+  if (step.constraint == nullptr && step.max_tokens > tree.deepest() + 1) proposer_->launched();
 }
 
 // A round over the tree, of which nothing but the logits is of use, and behind it the queries.

@@ -45,15 +45,28 @@ Status MedusaDrafter::propose(const DraftContext& context, const TreePlan& plan,
   return Status::kOk;
 }
 
-// What ranks the candidates, sampling, biases, seed and text, is the device's from the round before.
-Status MedusaDrafter::run(int32_t position, const std::atomic<bool>& abort) noexcept {
+// What ranks the candidates, sampling, biases, seed and text, is the device's from the round before. position: of the
+// round's last token; -1: where that round ends.
+Status MedusaDrafter::launch(int32_t position) noexcept {
   gpu::RoundRequest& request = queue_.next_request();
   request.mode = gpu::RoundMode::kMedusa;
   request.count = program_.medusa_heads;
   request.position = position;
   request.max_tokens = 0;
   std::fill_n(request.tokens, program_.medusa_heads, 0);
-  if (queue_.launch(program_.medusa, setting_, text_) != Status::kOk) return Status::kExecutorFailed;
+  return queue_.launch(program_.medusa, setting_, text_);
+}
+
+void MedusaDrafter::run_behind() noexcept {
+  if (queue_.has_slot() && launch(-1) == Status::kOk) behind_ = queue_.launched();
+}
+
+Status MedusaDrafter::run(int32_t position, const std::atomic<bool>& abort) noexcept {
+  if (behind_ != 0 && behind_ == queue_.launched()) {
+    if (const Status status = queue_.await(behind_, abort); status != Status::kOk) return status;
+    if (queue_.result(behind_).status != gpu::RoundStatus::kSkipped) return Status::kOk;
+  }
+  if (launch(position) != Status::kOk) return Status::kExecutorFailed;
   return queue_.await(queue_.launched(), abort);
 }
 

@@ -1,6 +1,7 @@
 // Medusa heads on the device: a captured graph of its own (RoundMode::kMedusa), launched when a round is to be drafted
 // by them. It reads the hidden state that the last round left behind, so it proposes only right after a round of the
-// same sequence. The executor's thread waits for the answer, as it would for the round itself.
+// same sequence. Behind a round that verifies a tree of theirs they are launched at once, and their answer is there, or
+// under way, when the host has read the round; else the executor's thread waits for it, as it would for the round.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +24,7 @@ class MedusaDrafter final : public Drafter {
   void prepare() override;
   [[nodiscard]] int confidence(const DraftContext& context) noexcept override;
   [[nodiscard]] Status propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept override;
+  void run_behind() noexcept override;
   void observe(const DraftOutcome& outcome) noexcept override;
   [[nodiscard]] int max_depth() const noexcept override { return program_.medusa_heads; }
   [[nodiscard]] int max_rank() const noexcept override { return kMedusaRanks; }
@@ -33,7 +35,8 @@ class MedusaDrafter final : public Drafter {
  private:
   // Whether the device's hidden state is that of the token before the context's root.
   [[nodiscard]] bool follows(const DraftContext& context) const noexcept;
-  // Runs the heads and waits; nothing else is under way. kOk, kAborted, or kExecutorFailed.
+  [[nodiscard]] Status launch(int32_t position) noexcept;
+  // Waits for the heads, which it runs if nobody has; nothing else is under way. kOk, kAborted, or kExecutorFailed.
   [[nodiscard]] Status run(int32_t position, const std::atomic<bool>& abort) noexcept;
   [[nodiscard]] bool take(const gpu::RoundResult& answer, const TreePlan& plan) noexcept;
 
@@ -43,6 +46,7 @@ class MedusaDrafter final : public Drafter {
   const Text& text_;
   MedusaCandidates candidates_;
   int64_t cost_ns_ = 0;
+  uint64_t behind_ = 0;  // the sequence of heads that were launched behind a round; 0: none were
 
   // The round that was observed last.
   uint64_t sequence_ = 0;  // 0: there was none
