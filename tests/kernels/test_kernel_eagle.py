@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import emulation
-from eagle_rig import Head, Wish, head_of
+from eagle_rig import Head, Left, Wish, head_of
 from layer_rig import model_of
 from ull.gpu.eagle import FIRST_ENTRIES
 from ull.gpu.memory import EAGLE_STATES, TAP_ROWS
-from ull.gpu.params import SKIPPED, TAP_SLOTS
+from ull.gpu.params import OK, SKIPPED, TAP_SLOTS
 
 pytestmark = [
     pytest.mark.timeout(1800),
@@ -101,6 +101,27 @@ def test_how_entries_came_into_the_cache_does_not_matter() -> None:
         caches.append(head.memory["KV pages"].tobytes())
     assert len(set(answers)) == 1 and len(set(caches)) == 1
     assert any(caches[0])
+
+
+def test_a_pass_behind_a_round_makes_the_entries_of_what_was_accepted() -> None:
+    """As one that is told; and none where the round ended the request, emitted too much, or nothing."""
+    tree, accepted = (99, 5, 6, 17, 90, 8), (0, 1, 3, 4)  # whose next tokens are the chain's
+    left = Left(POSITION, tree, accepted, CHAIN[-1])
+    told, behind = (head_of(TARGET, mapped=True) for _ in range(2))
+    wish = Wish(temperature=0.8)
+    expected = told.run(told.passes.first(), CHAIN, PARENTS, POSITION, len(CHAIN), 1, wish)
+    found = behind.run(behind.passes.first(), (), (), 0, 0, 1, wish, left=left)
+    assert (found.status, found.count) == (OK, 1)
+    assert bytes(found.tokens[0]) == bytes(expected.tokens[0])
+    assert np.array_equal(told.memory["KV pages"], behind.memory["KV pages"])
+    for nothing in (
+        Left(POSITION, tree, accepted, CHAIN[-1], stopped=True),
+        Left(POSITION, tree, (), 3),
+        Left(POSITION, tuple(range(9)), tuple(range(9)), 3),
+    ):
+        result = behind.run(behind.passes.first(), (), (), 0, 0, 1, wish, left=nothing)
+        assert (result.status, result.count) == (SKIPPED, 0)
+    assert np.array_equal(told.memory["KV pages"], behind.memory["KV pages"])
 
 
 def test_what_the_pages_lack_is_not_attended_to() -> None:

@@ -17,7 +17,7 @@ from layer_rig import model_of, numbers_of, random_tensors
 from linear_layers import normed, product, unpack_activations
 from ull import _native
 from ull.bundle import EagleHead, Model, Precision, device_eagle_macros, device_eagle_tensors
-from ull.gpu.eagle import EaglePasses
+from ull.gpu.eagle import FIRST_ENTRIES, EaglePasses
 from ull.gpu.launch import Launch
 from ull.gpu.memory import (
     EAGLE_INPUT,
@@ -40,6 +40,7 @@ from ull.gpu.params import (
     TAP_SLOTS,
     HostControl,
     LogitBias,
+    Round,
     RoundRequest,
     RoundResult,
     State,
@@ -68,6 +69,17 @@ class Wish:
     presence_penalty: float = 0.0
     counted: int = 0  # tokens of the text that the counts hold, from position 0
     text: tuple[int, ...] = ()  # of these, some
+
+
+@dataclass
+class Left:
+    """What the target's last round has left: a tree, which of its nodes were accepted, and what was drawn last."""
+
+    base: int
+    tokens: tuple[int, ...]
+    accepted: tuple[int, ...]
+    drawn: int
+    stopped: bool = False
 
 
 class Head:
@@ -161,10 +173,11 @@ class Head:
         cancelled: bool = False,
         seed: int = 0,
         first: int = 0,
+        left: Left | None = None,
     ) -> RoundResult:
         """One pass. `taken`: entries with taps; `ranked`: the last ones, whose candidates are wanted.
 
-        `first`: the pages lack positions before it.
+        `first`: the pages lack positions before it. `left`: what it goes by instead of its tokens.
         """
         wish = wish or Wish()
         own = State.from_buffer(self.memory["state"])
@@ -184,6 +197,13 @@ class Head:
         request.sequence, request.mode, request.count = sequence, EAGLE, len(tokens)
         request.position, request.forced, request.max_tokens, request.first = position, taken, ranked, first
         request.setting, request.page_count = 1, self.sizes.table_pages
+        if left is not None:
+            target = Round.from_buffer(self.target_memory["round"])
+            target.base, target.accepted_count = left.base, len(left.accepted)
+            target.tokens[: len(left.tokens)] = list(left.tokens)
+            target.accepted[: len(left.accepted)] = list(left.accepted)
+            state.token, state.stopped = left.drawn, int(left.stopped)
+            request.position, request.count, request.forced = -1, FIRST_ENTRIES, 0
         request.tokens[: len(tokens)] = list(tokens)
         request.parents[: len(parents)] = list(parents)
         self.control.cancelled_through = sequence if cancelled else 0
