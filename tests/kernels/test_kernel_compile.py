@@ -13,16 +13,19 @@ from msgspec import structs
 import ull
 from ull.bundle import (
     DEVICE_KERNELS,
+    DFLASH_KERNELS,
     EAGLE_KERNELS,
     HEAD_SCAN_KERNELS,
     MEDUSA_KERNELS,
     ROUND_KERNELS,
+    DflashHead,
     EagleHead,
     MedusaHeads,
     Model,
     Precision,
     Rope,
     Target,
+    device_dflash_macros,
     device_eagle_macros,
     device_macros,
 )
@@ -134,6 +137,37 @@ def test_eagle_heads_compile_without_spills(arch: str, name: str) -> None:
         assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
 
 
+DFLASHES: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dflash, its own lm_head": {"own_lm_head": True, "mapped": True},
+    "dspark": {"anchor_predicts": True, "markov": 256, "confidence": True, "confidence_reads_markov": True},
+    "dspark, gated": {"markov": 256, "markov_kind": "gated", "confidence": True},
+}
+
+
+def dflash_macros(arch: str, **changes: Any) -> dict[str, str]:
+    """Of a head as the wild ones of these targets are."""
+    target = TINY if arch == "tiny" else shape_model(arch)
+    vocabulary = 32000 if "mapped" in changes else target.vocabulary
+    model = structs.replace(
+        target, layers=5, windows=[0] * 5, vocabulary=vocabulary, tokenizer_vocabulary=vocabulary, qk_norm=True
+    )
+    head = DflashHead(model=model, precision=Precision(), taps=[1, 2, 4, 5, 6], block=16, mask_token=5, **changes)
+    return device_dflash_macros(head, target.hidden, Precision())
+
+
+@pytest.mark.parametrize("name", DFLASHES)
+@pytest.mark.parametrize("arch", ["tiny", "llama-3.1-8b"])
+def test_dflash_heads_compile_without_spills(arch: str, name: str) -> None:
+    """What is their own, and the attention whose entries see each other."""
+    macros = dflash_macros(arch, **DFLASHES[name])
+    sources = [f"dflash/{part}.cu" for part in ("dflash", "dflash_nodes", "dflash_rank")]
+    for source in [*sources, *([] if name != "dflash" else ["attention/attention.cu"])]:
+        compiled = compile_file(kernels.SOURCES / source, macros)
+        assert source.startswith("attention") or set(compiled.kernels) <= DFLASH_KERNELS
+        assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
+
+
 TAPPING = [f"{name}.cu" for name in ("norm", "qkv", "head", "head_scan", "layers", "commit")]
 
 
@@ -163,7 +197,7 @@ def test_other_architectures_compile(target: Target, source: Path) -> None:
 
 def test_the_sources_hold_every_kernel_of_a_round() -> None:
     """By their text: the build makes sure once more of what the compiler saw."""
-    needed = DEVICE_KERNELS | MEDUSA_KERNELS | HEAD_SCAN_KERNELS | EAGLE_KERNELS
+    needed = DEVICE_KERNELS | MEDUSA_KERNELS | HEAD_SCAN_KERNELS | EAGLE_KERNELS | DFLASH_KERNELS
     text = "\n".join(source.read_text() for source in kernel_sources(needed))
     assert not [kernel for kernel in needed if f"({kernel}," not in text]
 

@@ -41,6 +41,9 @@ CONSTANTS = {  # Python's name: C++'s
     "MEDUSA": "RoundMode::kMedusa",
     "REDRAW": "RoundMode::kRedraw",
     "EAGLE": "RoundMode::kEagle",
+    "DFLASH_CONTEXT": "RoundMode::kDflashContext",
+    "DFLASH_BLOCK": "RoundMode::kDflashBlock",
+    "DFLASH_NODES": "RoundMode::kDflashNodes",
     "OK": "RoundStatus::kOk",
     "SKIPPED": "RoundStatus::kSkipped",
     "NOT_FINITE": "RoundStatus::kNotFinite",
@@ -117,5 +120,5 @@ def test_a_change_of_what_host_and_kernels_share_raises_the_interface() -> None:
     ]
     constants = [(name, getattr(params, name)) for name in sorted(CONSTANTS) if name != "INTERFACE"]
     digest = hashlib.sha256(repr((layout, constants)).encode()).hexdigest()[:16]
-    assert (params.INTERFACE, DEVICE_INTERFACE) == (7, 7)
-    assert digest == "95241e332a45352f"
+    assert (params.INTERFACE, DEVICE_INTERFACE) == (8, 8)
+    assert digest == "5fe2c1360104aaae"

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from ull.bundle.forward import FUSED, Forward
 from ull.bundle.layout import DRAFT, EAGLE, FILLER, MEDUSA, qkv_rows, round_up
-from ull.bundle.manifest import DeviceCode, EagleHead, Manifest, MedusaHeads, Model, Precision
+from ull.bundle.manifest import DeviceCode, DflashHead, EagleHead, Manifest, MedusaHeads, Model, Precision
 from ull.bundle.tensor_file import TensorEntry, TensorShape
 
-DEVICE_INTERFACE = 7  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
+DEVICE_INTERFACE = 8  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
 DEVICE_TILE_ROWS = 16
 DEVICE_STEP = 32  # columns
 DEVICE_ALIGNMENT = 128  # bytes: a cache line of the GPU
@@ -52,6 +54,12 @@ EAGLE_PASSES = (
         *(f"ull_norm_{tile}" for tile in (16, 32, 64)),
         *(f"{name}_{tile}" for name in ("ull_attention", *_LINEARS[1:]) for tile in (8, 16, 32, 64)),
     }
+)
+DFLASH_KERNELS = frozenset(
+    [
+        *("ull_dflash_taps", "ull_dflash_fc_8", "ull_dflash_fc_64", "ull_dflash_kv_16", "ull_dflash_kv_64"),
+        *(f"ull_dflash_{name}" for name in ("store", "nodes", "gate", "markov", "rank")),
+    ]
 )
 MEDUSA_KERNELS = frozenset(f"ull_medusa_{name}" for name in ("start", "block", "head", "rank"))
 
@@ -181,6 +189,7 @@ def device_macros(
         "KV_BITS": bits[precision.kv],
         "TAPS": taps,
         "MAY_LACK": 0,
+        "BLOCK": 0,
     }
     if medusa is not None:
         values |= {"MEDUSA_HEADS": medusa.heads, "MEDUSA_OWN_HEADS": int(medusa.version == "1")}
@@ -207,6 +216,54 @@ def device_head_precision(precision: Precision) -> Precision:
     return Precision(weights=precision.weights, lm_head=precision.weights, embedding=precision.embedding, kv="bf16")
 
 
+def device_dflash_macros(head: DflashHead, target_hidden: int, target_precision: Precision) -> dict[str, str]:
+    """A DFlash head as its kernels' sources see it: a model whose rounds are blocks, and what `dflash.cuh` asks for.
+
+    Where it has no lm_head of its own, the target's is read with its kernels.
+    """
+    values: dict[str, object] = {
+        "TARGET_HIDDEN": target_hidden,
+        "TAPS": len(head.taps),
+        "ANCHOR_PREDICTS": int(head.anchor_predicts),
+        "MAPPED": int(head.mapped),
+        "MARKOV": head.markov,
+        "GATED": int(head.markov > 0 and head.markov_kind == "gated"),
+        "CONFIDENCE": int(head.confidence) + int(head.confidence and head.confidence_reads_markov),
+    }
+    lm_head = head.precision.lm_head if head.own_lm_head else target_precision.lm_head
+    own = device_macros(head.model, structs.replace(head.precision, lm_head=lm_head))
+    own |= {"ULL_MAY_LACK": "1", "ULL_BLOCK": "1"}
+    return own | {f"ULL_DFLASH_{name}": str(value) for name, value in values.items()}
+
+
+def device_dflash_tensors(head: DflashHead, target: Model) -> dict[str, TensorShape]:
+    """Every tensor of a DFlash head for a GPU, without its prefix, stored as `device_tensors` says, in order of use.
+
+    fc, hidden_norm, names (the target's token of each of its own) and what a Markov term and a confidence head need are
+    what a model has not. markov.embed is read row by row, markov.head like an lm_head of 16 bits.
+    """
+    model, precision = head.model, head.precision
+    tensors = _linear_shapes("fc", model.hidden, len(head.taps) * target.hidden, precision.weights)
+    tensors["hidden_norm"] = _vector_shape(model.hidden)
+    for name, shape in device_tensors(model, precision).items():
+        if not name.startswith("embed.") and (head.own_lm_head or not name.startswith("lm_head.")):
+            tensors[name] = shape
+    if head.mapped:
+        tensors["d2t"] = TensorShape("I32", _vector_shape(model.vocabulary).shape)
+    if head.own_embedding:
+        tensors |= _table_shapes("embed.weight", target.vocabulary, model.hidden)
+    if head.markov:
+        tensors |= _table_shapes("markov.embed", target.vocabulary, head.markov)
+        tensors |= _linear_shapes("markov.head", model.vocabulary, head.markov, "bf16", bias=False)
+        if head.markov_kind == "gated":
+            tensors |= _linear_shapes("markov.gate", head.markov, model.hidden + head.markov, precision.weights)
+    if head.confidence:
+        reads = head.markov if head.confidence_reads_markov else 0
+        tensors["confidence.weight"] = _vector_shape(model.hidden + reads)
+        tensors["confidence.bias"] = _vector_shape(1)
+    return tensors
+
+
 def device_eagle_tensors(head: EagleHead, target: Model) -> dict[str, TensorShape]:
     """Every tensor of an EAGLE head for a GPU, without its prefix, stored as `device_tensors` says, in order of use.
 
@@ -229,7 +286,7 @@ def device_eagle_tensors(head: EagleHead, target: Model) -> dict[str, TensorShap
     if head.mapped:
         tensors["d2t"] = TensorShape("I32", _vector_shape(model.vocabulary).shape)
     if head.own_embedding:
-        tensors |= _embedding_shapes(target.vocabulary, model.hidden)
+        tensors |= _table_shapes("embed.weight", target.vocabulary, model.hidden)
     return tensors
 
 
@@ -247,11 +304,12 @@ def _linear_shapes(name: str, rows: int, columns: int, stored: str, bias: bool =
     return shapes
 
 
-def _embedding_shapes(vocabulary: int, hidden: int) -> dict[str, TensorShape]:
-    embedding = TensorShape("BF16", (vocabulary, hidden))
-    filler = -embedding.nbytes % DEVICE_ALIGNMENT
-    padding = {"embed.weight" + FILLER: TensorShape("U8", (filler,))} if filler else {}
-    return {"embed.weight": embedding, **padding}
+def _table_shapes(name: str, rows: int, columns: int) -> dict[str, TensorShape]:
+    """Of a matrix that is read row by row."""
+    table = TensorShape("BF16", (rows, columns))
+    filler = -table.nbytes % DEVICE_ALIGNMENT
+    padding = {name + FILLER: TensorShape("U8", (filler,))} if filler else {}
+    return {name: table, **padding}
 
 
 def device_tensors(
@@ -276,7 +334,7 @@ def device_tensors(
         if fused:
             vector(name, model.hidden)
 
-    tensors |= _embedding_shapes(model.vocabulary, model.hidden)
+    tensors |= _table_shapes("embed.weight", model.vocabulary, model.hidden)
     for layer in range(model.layers):
         prefix = f"layers.{layer}"
         norm(f"{prefix}.attn_norm")

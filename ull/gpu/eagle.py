@@ -17,7 +17,7 @@ from ull.gpu.fused import FusedForward
 from ull.gpu.geometry import linear, sampling
 from ull.gpu.launch import Launch
 from ull.gpu.memory import EAGLE_INPUT, EAGLE_STATES, EAGLE_TAPS, EAGLE_WIDTH, TAP_RING, TAP_ROWS, Sizes
-from ull.gpu.params import MOST_TAPS, TREE_TOKENS, EagleInputParams, EagleRankParams, EagleTapsParams
+from ull.gpu.params import MOST_TAPS, TREE_TOKENS, EagleInputParams, EagleRankParams, TapsParams
 from ull.gpu.places import Places
 from ull.gpu.rounds import Rounds
 
@@ -92,7 +92,7 @@ class EaglePasses:
     def _from_taps(self, tokens: int) -> list[Launch]:
         region, head = self._places.region, self._head
         read = [self._target_sizes.taps.index(layer) for layer in head.taps]
-        params = EagleTapsParams(
+        params = TapsParams(
             round=region("round"),
             ring=self._target.region(TAP_RING),
             norm_weight=self._places.tensor("tap_norm"),

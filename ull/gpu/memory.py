@@ -10,7 +10,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import MedusaHeads, Model, Precision, attention_factor, inverse_frequencies, qkv_rows, round_up
+from ull.bundle import (
+    MAX_DFLASH_BLOCK,
+    MedusaHeads,
+    Model,
+    Precision,
+    attention_factor,
+    inverse_frequencies,
+    qkv_rows,
+    round_up,
+)
 from ull.gpu.arena import ArenaPlan
 from ull.gpu.geometry import attention, linear, sampling
 from ull.gpu.params import MASK_TOKENS, PAGE_TOKENS, TAP_SLOTS, TREE_TOKENS, LayerParams, Round, State
@@ -23,6 +32,12 @@ TAP_ROWS, TAP_RING = "tapped rows", "tap ring"  # regions: of a round's nodes, a
 EAGLE_TAPS, EAGLE_STATES, EAGLE_INPUT = "eagle taps", "eagle states", "eagle input"
 EAGLE_WIDTH = 8  # entries of a pass that are ranked
 
+# Of a DFlash head: positions' taps and what fc makes of them; of a Markov term the nodes' factors, what a gate reads
+# for these, and the logits of the nodes' children.
+DFLASH_TAPS, DFLASH_STATES = "dflash taps", "dflash states"
+DFLASH_FACTORS, DFLASH_GATE_INPUT, DFLASH_LOGITS = "dflash factors", "dflash gate input", "dflash logits"
+DFLASH_NODES = 8  # nodes of a pass that are ranked
+
 _COLUMN_UNIT, _ROW_UNIT = 32, 16  # of f16 activations and of f32 outputs
 
 
@@ -32,6 +47,16 @@ class EagleShape:
 
     taps: int
     target_hidden: int
+
+
+@dataclass(frozen=True)
+class DflashShape:
+    """What a DFlash head reads, as EagleShape, and the rank of its Markov term; 0: it has none."""
+
+    taps: int
+    target_hidden: int
+    markov: int
+    gated: bool
 
 
 class Sizes:
@@ -46,9 +71,10 @@ class Sizes:
         medusa: MedusaHeads | None = None,
         taps: Sequence[int] = (),
         eagle: EagleShape | None = None,
+        dflash: DflashShape | None = None,
     ) -> None:
         self.model, self.precision, self.context, self.medusa = model, precision, context, medusa
-        self.eagle = eagle
+        self.eagle, self.dflash = eagle, dflash
         self.taps = tuple(taps)  # see `ull.bundle.tapped_layers`
         self.tap_bytes = 4 * round_up(model.hidden, _ROW_UNIT)  # a layer's row; a position has one of each in turn
         self.table_pages = -(-context // PAGE_TOKENS)  # of one request
@@ -67,7 +93,8 @@ class Sizes:
         self.plain_counter = self.commit_counter + 1
         self.medusa_counter = self.plain_counter + 1
         self.eagle_counter = self.medusa_counter + (medusa.heads if medusa else 0)
-        self.counter_count = self.eagle_counter + (EAGLE_WIDTH if eagle else 0)
+        self.dflash_counter = self.eagle_counter + (EAGLE_WIDTH if eagle else 0)
+        self.counter_count = self.dflash_counter + (MAX_DFLASH_BLOCK if dflash else 0)
 
     @property
     def kv_bytes(self) -> int:
@@ -118,6 +145,15 @@ def reserve_model(plan: ArenaPlan, sizes: Sizes, prefix: str = "") -> None:
         reserve(EAGLE_TAPS, 2 * TREE_TOKENS * sizes.eagle.taps * sizes.eagle.target_hidden)
         reserve(EAGLE_STATES, 4 * TREE_TOKENS * round_up(model.hidden, _ROW_UNIT))
         reserve(EAGLE_INPUT, 2 * TREE_TOKENS * 2 * round_up(model.hidden, _COLUMN_UNIT))
+    if sizes.dflash is not None:
+        shape = sizes.dflash
+        reserve(DFLASH_TAPS, 2 * TREE_TOKENS * shape.taps * shape.target_hidden)
+        reserve(DFLASH_STATES, 4 * TREE_TOKENS * round_up(model.hidden, _ROW_UNIT))
+        if shape.markov:
+            reserve(DFLASH_FACTORS, 2 * TREE_TOKENS * round_up(shape.markov, _COLUMN_UNIT))
+            reserve(DFLASH_LOGITS, 4 * DFLASH_NODES * round_up(model.vocabulary, _ROW_UNIT))
+        if shape.gated:
+            reserve(DFLASH_GATE_INPUT, 2 * TREE_TOKENS * (model.hidden + round_up(shape.markov, _COLUMN_UNIT)))
     if sizes.medusa is not None:
         for name in MEDUSA_STATES:
             reserve(name, 2 * TREE_TOKENS * round_up(model.hidden, _COLUMN_UNIT))

@@ -8,7 +8,7 @@ from ctypes import c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_voi
 from ull.bundle import MLP_SCALE as MLP_SCALE
 from ull.wire import MAX_TREE
 
-INTERFACE = 7
+INTERFACE = 8
 TREE_TOKENS = MAX_TREE
 ROUND_SLOTS = 4
 STOP_TOKENS = 32
@@ -24,7 +24,7 @@ SLICES = 8
 LAYER_LINEARS = 4
 PROMPTED, GENERATED = 1, 2  # in a word of the text's counts
 
-TAKE, CONTINUE, PREFILL, MEDUSA, REDRAW, EAGLE = range(6)  # RoundMode
+TAKE, CONTINUE, PREFILL, MEDUSA, REDRAW, EAGLE, DFLASH_CONTEXT, DFLASH_BLOCK, DFLASH_NODES = range(9)  # RoundMode
 OK, SKIPPED, NOT_FINITE = range(3)  # RoundStatus
 
 
@@ -315,7 +315,7 @@ class MedusaRankParams(ctypes.Structure):
     ]
 
 
-class EagleTapsParams(ctypes.Structure):
+class TapsParams(ctypes.Structure):
     _fields_ = [
         ("round", c_void_p),
         ("ring", c_void_p),
@@ -347,6 +347,46 @@ class EagleRankParams(ctypes.Structure):
         ("state", c_void_p),
         ("logits", c_void_p),
         ("names", c_void_p),
+        ("scratch", c_void_p),
+        ("text_counts", c_void_p),
+        ("counters", c_void_p),
+    ]
+
+
+class DflashStoreParams(ctypes.Structure):
+    _fields_ = [
+        ("round", c_void_p),
+        ("partial", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("k_norm", c_void_p),
+        ("rope", c_void_p),
+        ("kv_scale", c_void_p),
+        ("tree_keys", c_void_p),
+        ("tree_values", c_void_p),
+    ]
+
+
+class DflashNodesParams(ctypes.Structure):
+    _fields_ = [
+        ("round", c_void_p),
+        ("residual", c_void_p),
+        ("norm_weight", c_void_p),
+        ("embedding", c_void_p),
+        ("confidence", c_void_p),
+        ("confidence_bias", c_void_p),
+        ("factors", c_void_p),
+        ("gate_input", c_void_p),
+    ]
+
+
+class DflashRankParams(ctypes.Structure):
+    _fields_ = [
+        ("round", c_void_p),
+        ("state", c_void_p),
+        ("logits", c_void_p),
+        ("names", c_void_p),
+        ("text", c_void_p),
         ("scratch", c_void_p),
         ("text_counts", c_void_p),
         ("counters", c_void_p),

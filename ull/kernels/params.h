@@ -8,7 +8,7 @@
 
 namespace ull::gpu {
 
-inline constexpr int kInterface = 7;         // raised with every change of what stands here: see device_layout.py
+inline constexpr int kInterface = 8;         // raised with every change of what stands here: see device_layout.py
 inline constexpr int kTreeTokens = 64;       // nodes of the widest tree, root included
 inline constexpr int kRoundSlots = 4;        // mapped request and result blocks, used in turn
 inline constexpr int kStopTokens = 32;       // token ids that end a request
@@ -32,6 +32,11 @@ enum class RoundMode : uint32_t {
   kEagle = 5,  // entries of an EAGLE head, a tree: the first `forced` are a chain whose hidden states are the target's
                // and whose KV is kept; what follows the last `max_tokens` entries is ranked. At position -1: those that
                // the target's last round has left to be made, up to `count`
+  kDflashContext = 6,  // positions whose taps the ring holds: keys and values of a DFlash head, which are kept
+  kDflashBlock = 7,    // a DFlash head's block from the root on: all entries see each other; what the first
+                       // `max_tokens` that predict say is ranked
+  kDflashNodes = 8,  // nodes of a draft tree, the root first: what follows the last `max_tokens` is ranked by the last
+                     // block's logits and the head's Markov term
 };
 
 enum class RoundStatus : uint32_t {
@@ -64,7 +69,8 @@ struct Sampling {
 struct alignas(64) RoundRequest {
   uint64_t sequence;  // from 1, one more each round
   RoundMode mode;
-  int32_t count;       // nodes (kTake), prompt tokens (kPrefill), heads (kMedusa) or draws (kRedraw); 1 for kContinue
+  int32_t count;       // nodes (kTake, kDflashNodes), prompt tokens (kPrefill), heads (kMedusa), draws (kRedraw) or
+                       // entries (of the other heads); 1 for kContinue
   int32_t position;    // of the root, of the first prompt token, or of the node that kRedraw draws behind; of kMedusa
                        // and kEagle -1: they are behind the round before them, of which the host knows nothing yet
   int32_t max_tokens;  // emit at most this many
@@ -75,7 +81,7 @@ struct alignas(64) RoundRequest {
   int32_t prompt_tokens;  // of the text: what follows them was generated
   int32_t forced;         // kTake: the first so many nodes, below `count`, are a chain of prompt tokens and accepted as
                           // they are: the tree's root, from which on nodes are drawn, is the one behind them
-  int32_t first;          // kEagle: the pages lack positions before it
+  int32_t first;          // kEagle, kDflashBlock: the pages lack positions before it
   int32_t unused;
   int32_t tokens[kTreeTokens];   // kRedraw: the tokens whose log-probabilities are wanted; or one draw, of a token -1:
                                  // by the rule, as though all tokens that the mask does not allow were banned
@@ -99,7 +105,7 @@ struct TokenLogprob {
 
 struct EmittedToken {
   int32_t token;
-  float logprob;
+  float logprob;  // of a DFlash head's candidates: the chance that one of them is accepted where it says so, else 1
   int32_t top_count;
   int32_t node;  // whose draw it is
   TokenLogprob top[kAlternatives];
@@ -125,7 +131,8 @@ struct Round {
   int32_t base;   // position of node 0: positions before it are in the pages
   int32_t max_tokens;
   int32_t draws;       // 1: nodes are sampled (neither a prefill nor Medusa's)
-  int32_t first_draw;  // the first of them: those before it are forced tokens, and part of the text
+  int32_t first_draw;  // the first of them: those before it are forced tokens, and part of the text; of entries of
+                       // heads, the first that has no taps
   uint64_t begin_ns;
   int32_t tokens[kTreeTokens];
   int32_t depths[kTreeTokens];             // position of node i: base + depths[i]
@@ -212,7 +219,7 @@ struct LinearParams {
   const void* weights;       // packed, see linear.cuh
   const float* scale;        // [N]
   const float* bias;         // [N] or null
-  const float* residual;     // [64, H] input of a normalising kernel
+  const float* residual;     // [64, H] input of a normalising kernel; of dflash_markov: the last block's logits
   const float* norm_weight;  // [H]
   const void* activations;   // f16: input of o and down, and normed input of the others for 16 tokens and more
   void* output;              // qkv: f32 [64, Q]; o, down: f32 residual [64, H], added to; gate_up: f16 activations;
@@ -336,7 +343,7 @@ struct MedusaRankParams {
   uint32_t* counters;           // [heads] blocks that have finished; zero before it
 };
 
-struct EagleTapsParams {
+struct TapsParams {
   const Round* round;
   const float* ring;         // [kTapSlots, ring_taps, target's H]
   const float* norm_weight;  // [taps, target's H]; null: they are not normalised
@@ -366,6 +373,40 @@ struct EagleRankParams {
   void* scratch;                // sample_scratch_bytes
   const uint32_t* text_counts;  // the target's
   uint32_t* counters;           // [ranked entries] blocks that have finished; zero before it
+};
+
+struct DflashStoreParams {
+  const Round* round;
+  const float* partial;   // [kSlices, 64, K and V rows of qkv] the slices' sums
+  const float* scale;     // [K and V rows] of qkv
+  const float* bias;      // [K and V rows] of qkv, or null
+  const float* k_norm;    // [head_dim] or null
+  const float* rope;      // [context, head_dim / 2, 2] cos, sin
+  const float* kv_scale;  // as AttentionParams'
+  void* tree_keys;        // this layer's, as AttentionParams': position base + i is node i
+  void* tree_values;
+};
+
+struct DflashNodesParams {
+  Round* round;
+  const float* residual;         // [64, H] as the last block left it
+  const float* norm_weight;      // [H] of the final norm
+  const void* embedding;         // [target's V, Markov rank] bf16
+  const float* confidence;       // [H (+ rank)]
+  const float* confidence_bias;  // [1]
+  void* factors;     // f16 activations of width rank: what the Markov term is made of, or the gate's half of it
+  void* gate_input;  // f16 activations of width H + rank: the state and the embedding; null: no gate
+};
+
+struct DflashRankParams {
+  Round* round;
+  const State* state;           // the target's
+  const float* logits;          // [64, V]: of a block by entry, of nodes by their place among those that are ranked
+  const int32_t* names;         // as EagleRankParams'
+  const int32_t* text;          // the target's tokens by position, of a request with penalties
+  void* scratch;                // sample_scratch_bytes
+  const uint32_t* text_counts;  // the target's
+  uint32_t* counters;           // [ranked rows] blocks that have finished; zero before it
 };
 
 struct FillParams {  // weights of a benchmark bundle

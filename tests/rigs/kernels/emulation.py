@@ -54,6 +54,7 @@ TINY_MODEL: dict[str, int | float] = {  # what `build` takes for macros that a t
     "KV_BITS": 16,
     "TAPS": 0,
     "MAY_LACK": 0,
+    "BLOCK": 0,
     "MEDUSA_HEADS": 3,
     "MEDUSA_OWN_HEADS": 0,
     "EAGLE_TARGET_HIDDEN": 128,
@@ -62,6 +63,13 @@ TINY_MODEL: dict[str, int | float] = {  # what `build` takes for macros that a t
     "EAGLE_NORM_BEFORE_RESIDUAL": 0,
     "EAGLE_NORM_OUTPUT": 0,
     "EAGLE_MAPPED": 0,
+    "DFLASH_TARGET_HIDDEN": 128,
+    "DFLASH_TAPS": 3,
+    "DFLASH_ANCHOR_PREDICTS": 0,
+    "DFLASH_MAPPED": 0,
+    "DFLASH_MARKOV": 0,
+    "DFLASH_GATED": 0,
+    "DFLASH_CONFIDENCE": 0,
     **{name.removeprefix("ULL_"): int(value) for name, value in TUNING.items()},
 }
 

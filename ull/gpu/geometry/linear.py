@@ -106,13 +106,34 @@ def medusa_start() -> Geometry:
 
 
 def eagle_row(entries: int) -> Geometry:
-    """`ull_eagle_taps` and `ull_eagle_input`: a block per entry."""
+    """`ull_eagle_taps`, `ull_eagle_input` and `ull_dflash_taps`: a block per entry."""
     return (entries, 1), THREADS, 32
 
 
 def eagle_fc(hidden: int, tile: int, multiprocessors: int) -> Geometry:
-    """`ull_eagle_fc_{tile}`, which is not split."""
+    """`ull_eagle_fc_{tile}` and `ull_dflash_fc_{tile}`, which are not split."""
     return head(hidden, tile, multiprocessors)
+
+
+def dflash_kv(rows: int, multiprocessors: int) -> Geometry:
+    """`ull_dflash_kv_{tile}`: `rows` of a layer's keys and values."""
+    return _split(rows, multiprocessors)
+
+
+def dflash_store(kv_heads: int, head_dim: int, entries: int) -> Geometry:
+    """`ull_dflash_store`: as many threads for each key and value as attention takes (kHeadLanes)."""
+    lanes = next(lanes for lanes in (4, 8, 16) if head_dim <= 8 * lanes)
+    return (entries, round_up(2 * kv_heads * lanes, THREADS) // THREADS), THREADS, 0
+
+
+def dflash_nodes(rows: int) -> Geometry:
+    """`ull_dflash_nodes`: a block per row."""
+    return (rows, 1), THREADS, 32
+
+
+def dflash_markov(rows: int, multiprocessors: int) -> Geometry:
+    """`ull_dflash_gate` and `ull_dflash_markov`: `rows` are those of their matrix."""
+    return _narrow(rows, multiprocessors)
 
 
 def layers(multiprocessors: int) -> Geometry:

@@ -67,6 +67,11 @@ def eagle_rank(vocabulary: int, entries: int, multiprocessors: int) -> Geometry:
     return sample("ull_eagle_rank", vocabulary, entries, multiprocessors)
 
 
+def dflash_rank(vocabulary: int, rows: int, multiprocessors: int) -> Geometry:
+    """`ull_dflash_rank` for `rows` of logits. Raises ValueError as `sample` does."""
+    return sample("ull_dflash_rank", vocabulary, rows, multiprocessors)
+
+
 def accept() -> Geometry:
     """`ull_accept`: one block."""
     return (1, 1), 128, _SHARED_BYTES["ull_accept"]

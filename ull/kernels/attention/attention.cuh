@@ -1,7 +1,8 @@
-// Attention of a round: every node over the pages and its own path. See attention_plan.cuh for who does what,
-// attention_heads.cuh for the round's own queries, keys and values, and attention_{scores,values,merge}.cuh for the
-// steps of a split. While a split is worked on, the next one's keys are on their way into registers as soon as its own
-// have been used, and values likewise into shared memory.
+// Attention of a round: every node over the pages and its own path, or of a block (kBlock) over the pages and all
+// nodes, which stand one behind another. See attention_plan.cuh for who does
+// what, attention_heads.cuh for the round's own queries, keys and values, and attention_{scores,values,merge}.cuh for
+// the steps of a split. While a split is worked on, the next one's keys are on their way into registers as soon as its
+// own have been used, and values likewise into shared memory.
 //
 // Nothing waits for another block: the blocks whose splits reach `base` compute the round's keys and values themselves.
 #pragma once

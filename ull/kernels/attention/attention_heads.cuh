@@ -147,7 +147,7 @@ ULL_DEVICE void prepare_heads(const AttentionParams& params, const AttentionPlan
   }
 }
 
-// Depths of the nodes (-1 beyond the last) and their paths.
+// Depths of the nodes (-1 beyond the last) and their paths: of a block the last one's, for all see as far.
 template <int kTile>
 ULL_DEVICE void prepare_paths(const Round& round, const AttentionPlan& plan) {
   using Shared = AttentionShared<kTile>;
@@ -155,13 +155,14 @@ ULL_DEVICE void prepare_paths(const Round& round, const AttentionPlan& plan) {
   auto* depths = reinterpret_cast<int32_t*>(shared + Shared::kDepth);
 #pragma unroll 1
   for (int node = arch::thread(); node < Shared::kDepths; node += kAttentionThreads) {
-    depths[node] = node < plan.count ? round.depths[node] : -1;
+    depths[node] = node < plan.count ? (kBlock ? plan.count - 1 : round.depths[node]) : -1;
   }
   constexpr int kWords = kTreeTokens / 4;
   auto* words = reinterpret_cast<uint32_t*>(shared + Shared::kPath);
 #pragma unroll 1
   for (int i = arch::thread(); i < plan.count * kWords; i += kAttentionThreads) {
-    words[i] = reinterpret_cast<const uint32_t*>(round.path[i / kWords])[i % kWords];
+    const int end = kBlock ? plan.count - 1 : i / kWords;
+    words[i] = reinterpret_cast<const uint32_t*>(round.path[end])[i % kWords];
   }
 }
 

@@ -147,7 +147,7 @@ ULL_DEVICE void choose_scores(float (&score)[4][4], const AttentionPlan& plan, i
     const int depth = reinterpret_cast<const int32_t*>(shared + Shared::kDepth)[node];
     const unsigned char* path = shared + Shared::kPath + node * kTreeTokens;
     const auto* own = reinterpret_cast<const float*>(tree_scores + 8 * r * Shared::kTreeScoreRow);
-    int first_visible = window > 0 ? plan.base + depth - window + 1 : 0;
+    int first_visible = window > 0 ? plan.base + (kBlock ? node : depth) - window + 1 : 0;
     if constexpr (kMayLack) first_visible = first_visible > plan.first_visible ? first_visible : plan.first_visible;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {

@@ -135,9 +135,9 @@ ULL_DEVICE void multiply_path_values(float (&sum)[kValueTiles][4], const unsigne
     if ((pending >> (end - first) & 1U) == 0) continue;
     const unsigned char* path = shared + Shared::kPath + end * kTreeTokens;
     const int depth = depths[end];
-    uint32_t members = 0;  // of the path to `end`
+    uint32_t members = kBlock ? pending : 0;  // of the path to `end`
 #pragma unroll 1
-    for (int node = first; node <= end; ++node) {
+    for (int node = first; node <= end && !kBlock; ++node) {
       if (depths[node] <= depth && path[depths[node]] == node) members |= 1U << (node - first);
     }
     members &= pending;

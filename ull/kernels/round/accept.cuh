@@ -1,8 +1,9 @@
 // The end of a round's maths, by one block: takes what is forced, and behind it the longest path of the tree whose
 // nodes are what was drawn at their parents, cuts that at a stop token and at max_tokens, tells the host, and leaves
 // behind what a continuing round feeds and which nodes' KV commit() keeps. Of the Medusa heads it tells the host every
-// one's candidates, and leaves no trace; of an EAGLE head those of the last entries, and leaves the ones to be kept. Of
-// a round that draws again it tells every draw, and leaves what was drawn.
+// one's candidates, and leaves no trace; of an EAGLE or DFlash head those of the last entries, or of a block's first
+// predictions, and leaves the entries to be kept. Of a round that draws again it tells every draw, and leaves what was
+// drawn.
 #pragma once
 
 #include "arch.cuh"
@@ -120,9 +121,10 @@ ULL_DEVICE void end_round(const AcceptParams& params, Shared& shared) {
   State* state = params.state;
   const int count = round->count, root = round->first_draw;
   const bool draws = round->draws != 0, medusa = round->mode == RoundMode::kMedusa;
-  const bool eagle = kAny && round->mode == RoundMode::kEagle;
+  const bool head = kAny && round->mode >= RoundMode::kEagle;  // that has a cache of its own
+  const bool block = kAny && round->mode == RoundMode::kDflashBlock;
   const int most = round->max_tokens < count ? round->max_tokens : count;
-  const int ranked = medusa ? count : eagle ? most : 0;  // the last nodes, whose candidates the host is told
+  const int ranked = medusa ? count : head ? most : 0;  // nodes whose candidates the host is told: the last
   const bool redraws = kAny && count > 0 && round->mode == RoundMode::kRedraw;
   const uint64_t sequence = round->sequence;
   RoundResult* result = &params.results[sequence % kRoundSlots];
@@ -139,7 +141,7 @@ ULL_DEVICE void end_round(const AcceptParams& params, Shared& shared) {
     }
   }
   if (arch::thread() < ranked) {
-    shared.accepted[arch::thread()] = static_cast<uint8_t>(count - ranked + arch::thread());
+    shared.accepted[arch::thread()] = static_cast<uint8_t>((block ? 0 : count - ranked) + arch::thread());
   }
   arch::block_barrier();
 
@@ -159,11 +161,11 @@ ULL_DEVICE void end_round(const AcceptParams& params, Shared& shared) {
 
   if (medusa) return;
   if (redraws) return leave_redrawn(params, shared);
-  if (!eagle && arch::thread() < emitted && state->sampling.penalises != 0) {
+  if (!head && arch::thread() < emitted && state->sampling.penalises != 0) {
     params.text[round->base + root + 1 + arch::thread()] = shared.draws[shared.accepted[arch::thread()]];
   }
-  const int given = draws || eagle ? root : count;  // nodes that are kept whatever was drawn
-  const int kept = not_finite ? 0 : eagle ? given : given + emitted;
+  const int given = draws || head ? root : count;  // nodes that are kept whatever was drawn
+  const int kept = not_finite ? 0 : head ? given : given + emitted;
   if (arch::thread() < kept) {
     round->accepted[arch::thread()] =
         arch::thread() < given ? static_cast<uint8_t>(arch::thread()) : shared.accepted[arch::thread() - given];
@@ -171,8 +173,8 @@ ULL_DEVICE void end_round(const AcceptParams& params, Shared& shared) {
   if (arch::thread() == kThreads - 1) {
     round->accepted_count = kept;
     // Only a round that emitted can be continued.
-    state->stopped = eagle || emitted == 0 || shared.stopped != 0 ? 1 : 0;
-    if (!eagle && emitted > 0) {
+    state->stopped = head || emitted == 0 || shared.stopped != 0 ? 1 : 0;
+    if (!head && emitted > 0) {
       state->token = shared.draws[shared.accepted[emitted - 1]];
       state->position = round->base + root + emitted;
       state->node = shared.accepted[emitted - 1];

@@ -199,7 +199,9 @@ ULL_DEVICE bool is_cancelled(const Shared& shared, const RoundRequest& head) {
 ULL_DEVICE Task task_of(const BeginParams& params, const Shared& shared, const RoundRequest& head) {
   const State& state = shared.old_state();
   const bool medusa = head.mode == RoundMode::kMedusa, follows = medusa && head.position < 0;
-  Task task{is_cancelled(shared, head), head.count, head.position, medusa || head.mode == RoundMode::kPrefill};
+  const bool chain = medusa || head.mode == RoundMode::kPrefill || head.mode == RoundMode::kDflashContext ||
+                     head.mode == RoundMode::kDflashBlock;
+  Task task{is_cancelled(shared, head), head.count, head.position, chain};
   if (head.mode == RoundMode::kContinue || follows) {
     task.skipped = task.skipped || state.stopped != 0;
     task.base = state.position;
@@ -223,9 +225,10 @@ ULL_DEVICE int32_t token_behind(const BeginParams& params, int entry, int count)
   return entry + 1 < count ? target->tokens[target->accepted[entry + 1]] : params.target_state->token;
 }
 
-// The first node that is drawn: what comes before it is forced. 0 where nothing is.
+// The first node that is drawn: what comes before it is forced. 0 where nothing is. Of heads: the first without taps.
 ULL_DEVICE int first_draw(const RoundRequest& head, int count) {
   if (head.mode == RoundMode::kEagle) return head.position < 0 ? count : clamp(head.forced, count);
+  if (head.mode == RoundMode::kDflashContext) return count;
   return head.mode == RoundMode::kTake ? clamp(head.forced, head.count - 1) : 0;
 }
 
@@ -255,8 +258,8 @@ ULL_KERNEL(ull_begin, BeginParams, kThreads, 1) {
     round->count = count;
     round->base = task.base;
     round->max_tokens = head.max_tokens;
-    const bool only_fills = head.mode == RoundMode::kPrefill || head.mode == RoundMode::kEagle;
-    round->draws = only_fills || head.mode == RoundMode::kMedusa ? 0 : 1;
+    const bool is_head = head.mode == RoundMode::kMedusa || head.mode >= RoundMode::kEagle;
+    round->draws = is_head || head.mode == RoundMode::kPrefill ? 0 : 1;
     round->first_draw = task.skipped ? 0 : first_draw(head, count);
     if constexpr (kMayLack) round->first = head.first;
     round->begin_ns = begin_ns;
