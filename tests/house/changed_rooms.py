@@ -39,6 +39,7 @@ ROOMS: dict[str, tuple[str, str]] = {
         "gpu kernels",
     ),
     "ull/kernels": ("tests/kernels/test_params.py tests/kernels/test_kernel_plain.py", "kernels gpu"),
+    "ull/kernels/dflash": ("tests/kernels/test_kernel_dflash.py", "kernels gpu"),
     "ull/kernels/eagle": ("tests/kernels/test_kernel_eagle.py", "kernels gpu"),
     "ull/kernels/linear": ("tests/kernels/test_kernel_layers.py tests/kernels/test_params.py", "kernels gpu"),
     "ull/kernels/medusa": ("tests/kernels/test_kernel_medusa.py", "kernels gpu"),

@@ -39,6 +39,7 @@ KERNELS = Floors(
         "attention": "base linear shared",
         "round": "attention base sampling shared",
         "head_scan": "linear round sampling",
+        "dflash": "attention base linear sampling shared",
         "eagle": "linear sampling",
         "medusa": "base linear sampling",
         "persistent": "attention linear",

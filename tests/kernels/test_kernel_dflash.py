@@ -11,8 +11,11 @@ import pytest
 import emulation
 from dflash_rig import Head, Wish, head_of, way_of
 from layer_rig import model_of
-from ull.gpu.memory import DFLASH_LOGITS, DFLASH_STATES
+from ull.bundle import DFLASH_PASSES, DflashHead, Precision
+from ull.gpu.dflash import BLOCK_TILES, CONTEXT_ENTRIES, DflashPasses
+from ull.gpu.memory import DFLASH_LOGITS, DFLASH_STATES, DflashShape, Sizes
 from ull.gpu.params import DFLASH_BLOCK, DFLASH_CONTEXT, DFLASH_NODES, PAGE_TOKENS, SKIPPED, TAP_SLOTS
+from ull.gpu.places import HostBlocks, Places
 
 pytestmark = [
     pytest.mark.timeout(1800),
@@ -207,6 +210,20 @@ def test_the_token_before_changes_what_follows() -> None:
         result = head.nodes([token], [0], ROOT, 1)
         tops.append([candidate.token for candidate in result.tokens[0].top[: result.tokens[0].top_count]])
     assert tops[0] != tops[1]
+
+
+@pytest.mark.parametrize("hidden", [128, 4096])
+def test_the_passes_are_made_of_the_kernels_that_a_bundle_holds(hidden: int) -> None:
+    target = model_of(layers=6, hidden=hidden)
+    gated: dict[str, Any] = {"markov": 40, "markov_kind": "gated", "confidence": True}
+    model = model_of(hidden=hidden)
+    head = DflashHead(model=model, precision=Precision(), taps=[1, 2], block=8, mask_token=3, **gated)
+    sizes = Sizes(model, Precision(), target.context, dflash=DflashShape(2, hidden, 40, True))
+    target_sizes = Sizes(target, Precision(), target.context, taps=(1, 2))
+    nowhere = Places(lambda name: 0, lambda name: 0, HostBlocks(0, 0, 0, 0, 0, 0))
+    passes = DflashPasses(head, sizes, nowhere, target_sizes, nowhere, 132)
+    made = [*map(passes.context, CONTEXT_ENTRIES), *map(passes.block, BLOCK_TILES), passes.nodes()]
+    assert {launch.kernel for launches in made for launch in launches} == DFLASH_PASSES
 
 
 @pytest.mark.parametrize("which", ["context", "block", "nodes"])

@@ -61,6 +61,11 @@ DFLASH_KERNELS = frozenset(
         *(f"ull_dflash_{name}" for name in ("store", "nodes", "gate", "markov", "rank")),
     ]
 )
+DFLASH_PASSES = DFLASH_KERNELS | {  # what a head's passes are made of
+    *("ull_begin", "ull_embed", "ull_accept", "ull_commit", "ull_norm_64"),
+    *(f"ull_qkv_sum_{tile}" for tile in (16, 32)),
+    *(f"{name}_{tile}" for name in ("ull_norm", "ull_attention", *_LINEARS) for tile in (8, 16, 32)),
+}
 MEDUSA_KERNELS = frozenset(f"ull_medusa_{name}" for name in ("start", "block", "head", "rank"))
 
 

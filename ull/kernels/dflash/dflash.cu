@@ -3,7 +3,7 @@
 // they pass the layers as a model's tokens do.
 #include "attention/attention_heads.cuh"
 #include "dflash/dflash.cuh"
-#include "head_rows.cuh"
+#include "linear/head_rows.cuh"
 #include "linear/layer_shapes.cuh"
 #include "linear/linear_narrow.cuh"
 #include "linear/linear_wide.cuh"

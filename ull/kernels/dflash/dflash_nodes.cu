@@ -3,7 +3,7 @@
 // the whole vocabulary, once for all nodes of a pass.
 #include "base/float_math.h"
 #include "dflash/dflash.cuh"
-#include "head_rows.cuh"
+#include "linear/head_rows.cuh"
 #include "linear/linear_narrow.cuh"
 
 namespace ull::gpu {

@@ -3,7 +3,7 @@
 // target's, its taps through fc, and those behind them what the pass before has left for the entry above. So that
 // entries keep their numbers, a pass repeats all of its proposal's; the layer's weights cost the same for one as
 // for 64.
-#include "head_rows.cuh"
+#include "linear/head_rows.cuh"
 #include "linear/layer_shapes.cuh"
 #include "linear/linear_narrow.cuh"
 #include "linear/linear_wide.cuh"
