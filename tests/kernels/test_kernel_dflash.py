@@ -14,7 +14,7 @@ from layer_rig import model_of
 from ull.bundle import DFLASH_PASSES, DflashHead, Precision
 from ull.gpu.dflash import BLOCK_TILES, CONTEXT_ENTRIES, DflashPasses
 from ull.gpu.memory import DFLASH_LOGITS, DFLASH_STATES, DflashShape, Sizes
-from ull.gpu.params import DFLASH_BLOCK, DFLASH_CONTEXT, DFLASH_NODES, PAGE_TOKENS, SKIPPED, TAP_SLOTS
+from ull.gpu.params import DFLASH_BLOCK, DFLASH_CONTEXT, DFLASH_NODES, PAGE_TOKENS, SKIPPED, TAP_SLOTS, RoundResult
 from ull.gpu.places import HostBlocks, Places
 
 pytestmark = [
@@ -80,6 +80,12 @@ def prepared(head: Head, root: int = ROOT, count: int = CONTEXT) -> Head:
     return head
 
 
+def penalties(result: RoundResult) -> Wish:
+    """Penalties of what is best without them: the counts hold the first two tokens of the text, but not the others."""
+    best = [candidate.token for candidate in result.tokens[0].top[:4]]
+    return Wish(temperature=1.3, presence_penalty=1.5, counted=ROOT - 1, text=(best[3], best[0], best[1], best[2]))
+
+
 def depths_of(head: Head) -> list[int]:
     """That a block of `BLOCK` predicts."""
     return list(range(1, BLOCK + 1 if head.head.anchor_predicts else BLOCK))
@@ -102,12 +108,9 @@ def test_blocks_say_what_numpy_says(name: str) -> None:
     depths, first = depths_of(head), ROOT - CONTEXT
     entries = [head.entry(depth) for depth in depths]
     own = tuple(head.names[:3].tolist())
-    text = (5, own[2], own[2], 9)  # of which the counts hold the first two
-    wishes = [
-        Wish(),
-        Wish(temperature=0.8, bias=((own[0], 4.0), (own[1], -100.0))),
-        Wish(temperature=1.3, presence_penalty=1.5, counted=ROOT - 1, text=text),
-    ]
+    wishes = [Wish(), Wish(temperature=0.8, bias=((own[0], 4.0), (own[1], -100.0)))]
+    result = head.block(9, BLOCK, ROOT, len(depths), first, wish=Wish(temperature=1.3))
+    wishes.append(penalties(result))
     for wish in wishes:
         result = head.block(9, BLOCK, ROOT, len(depths), first, wish=wish)
         head.check_block(9, BLOCK, ROOT, first)
@@ -199,7 +202,7 @@ def test_nodes_are_ranked_with_the_markov_term(name: str) -> None:
     check_tree(head, Wish())
     own = tuple(head.names[:3].tolist())
     check_tree(head, Wish(temperature=0.8, bias=((own[0], 4.0), (own[1], -100.0))))
-    check_tree(head, Wish(temperature=1.3, presence_penalty=1.5, counted=ROOT - 1, text=(5, own[2], own[2], 9)))
+    check_tree(head, penalties(head.nodes([9], [0], ROOT, 1, wish=Wish(temperature=1.3))))
 
 
 def test_the_token_before_changes_what_follows() -> None:
@@ -224,6 +227,9 @@ def test_the_passes_are_made_of_the_kernels_that_a_bundle_holds(hidden: int) -> 
     passes = DflashPasses(head, sizes, nowhere, target_sizes, nowhere, 132)
     made = [*map(passes.context, CONTEXT_ENTRIES), *map(passes.block, BLOCK_TILES), passes.nodes()]
     assert {launch.kernel for launches in made for launch in launches} == DFLASH_PASSES
+    # Kernels read the round as begin has left it, before they wait: so the one behind it begins when it has ended.
+    for launches in made:
+        assert [launch.overlaps for launch in launches[:3]] == [True, False, True]
 
 
 @pytest.mark.parametrize("which", ["context", "block", "nodes"])
