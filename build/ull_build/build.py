@@ -52,6 +52,7 @@ from ull.bundle import (
     encode_manifest,
     head_scan_problems,
     medusa_problems,
+    no_dflash,
     open_bundle,
     optional_kernels,
     quantised_inputs,
@@ -183,13 +184,13 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
         for problem in draft_problems(settings.target, draft.model, settings.precision):
             raise CheckpointError(problem, field="draft")
     if drafters.dflash is not None and not settings.on_cpu:
-        raise CheckpointError(f"dflash heads run on target cpu alone, not on {settings.target}", field="dflash")
+        raise CheckpointError(no_dflash(settings.target), field="dflash")
     described = describe(settings.speculation, drafters, model, settings.precision, settings.target)
     if described.eagle is not None and not settings.on_cpu:
         prefill, decode = settings.forward.prefill, settings.forward.decode
         problems = [
-            *tap_problems(described.taps, settings.target, prefill, decode),
             *eagle_problems(settings.target, described.eagle),
+            *tap_problems(described.taps, settings.target, prefill, decode),
         ]
         for problem in problems:
             raise CheckpointError(problem, field="eagle")

@@ -291,7 +291,7 @@ def _check_drafters(recipe: Recipe, origin: str) -> None:
     if recipe.eagle is not None and not keeps_taps(recipe.target, recipe.forward.prefill, recipe.forward.decode):
         useless["eagle"] = "an EAGLE head reads hidden states that only ull's own kernels leave"
     if recipe.dflash is not None:
-        useless["dflash"] = f"dflash heads run on target cpu alone, not on {recipe.target}"
+        useless["dflash"] = f"a DFlash head runs on target cpu alone, not on {recipe.target}"
     for given, reason in useless.items():
         if recipe.drafter in ("auto", given):
             raise RecipeError(
