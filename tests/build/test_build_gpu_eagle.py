@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from ull.commands import inspect
 from ull.errors import BundleError, CheckpointError, RecipeError
 from ull.gpu.memory import TAP_RING
 from ull.gpu.program import Program
+from ull.gpu.weights import WeightImage, random_fills, random_vectors
 from ull.log import Log
 from ull_build import cli
 from ull_build.build import build
@@ -589,3 +591,75 @@ def test_the_loss_is_measured_beside_a_head(target: Path, tmp_path: Path) -> Non
     quality = bundle.manifest.quality
     assert quality is not None and quality.tokens_per_round == {}
     assert {"eagle.fc.weight", "eagle.lm_head.weight"} <= {item.name for item in quality.tensors}
+
+
+# Benchmark bundles
+
+
+def arch(output: Path, *options: str, name: str = "llama-3.1-8b", context: int = 2048) -> list[str]:
+    shape = ("--arch", name, "--random-weights", "--output", str(output), "--context", str(context), "--quiet")
+    return [*shape, "--eagle-shape", *options]
+
+
+def test_a_benchmark_bundle_with_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arch(tmp_path / "x.ull")) == 0
+    bundle = open_bundle(tmp_path / "x.ull")
+    head, model = eagle_of(bundle), bundle.manifest.model
+    assert (head.taps, head.mapped, head.own_embedding, head.tap_norm) == ([2, 16, 29], True, False, "none")
+    assert (head.model.hidden, head.model.intermediate, head.model.heads) == (4096, 14336, 32)
+    assert (head.model.layers, head.model.vocabulary, head.model.context) == (1, 32000, 2048)
+    assert head.precision == Precision(weights="fp8", lm_head="fp8")
+    fills = random_fills(bundle, WeightImage(bundle.tensors), 0, 132)
+    assert len(fills) == sum(name.endswith(".weight") for name in bundle.tensors)
+    vectors = random_vectors(bundle)
+    for name, columns in (("fc", 3 * 4096), ("layers.0.qkv", 2 * 4096), ("layers.0.down", 14336), ("lm_head", 4096)):
+        np.testing.assert_allclose(vectors[f"eagle.{name}.scale"], math.sqrt(3.0 / columns), rtol=1e-6)
+    np.testing.assert_allclose(vectors["layers.0.qkv.scale"], math.sqrt(3.0 / 4096), rtol=1e-6)
+    made_up = {fill.params.output for fill in fills} | {WeightImage(bundle.tensors).offset(name) for name in vectors}
+    fillers = {name for name in bundle.tensors if name.endswith(".filler")}
+    assert len(made_up) == len(bundle.tensors) - len(fillers)  # nothing is left as the memory was found
+    known = vectors["eagle.d2t"]
+    assert known.dtype == np.int32 and known.nbytes == bundle.tensors["eagle.d2t"].nbytes
+    assert len(np.unique(known[:32000])) == 32000 and known.min() == 0 and known.max() < model.vocabulary
+    assert known.max() > model.vocabulary - 8  # spread over all of them
+    assert inspect.main(bundle.path) == 0
+    assert "eagle head" in capsys.readouterr().out
+    beside = arch(tmp_path / "y.ull", "--precision", "bf16", "--heads", "2", "--draft-arch", "llama-3.2-1b")
+    assert cli.main(beside) == 0
+    other = eagle_of(open_bundle(tmp_path / "y.ull"))
+    assert (other.precision.weights, other.precision.lm_head) == ("bf16", "bf16")
+
+
+def test_the_device_gets_a_made_up_head(tmp_path: Path, driver: RecordingDriver) -> None:
+    assert cli.main(arch(tmp_path / "x.ull", "--layers", "2", name="llama-3.2-1b", context=64)) == 0
+    bundle = open_bundle(tmp_path / "x.ull")
+    assert eagle_of(bundle).taps == [0, 1, 2]
+    program = Program(bundle, Log(stream=io.StringIO()), driver=driver)
+    entry, place = bundle.tensors["eagle.d2t"], program._image.offset("eagle.d2t")
+    written = driver.device_bytes(program._arena.address("weights") + (place or 0), entry.nbytes).view("<i4")
+    np.testing.assert_array_equal(written[:32000], random_vectors(bundle)["eagle.d2t"][:32000])
+    [rank] = [one for one in passes(program, driver)["first"] if one.kernel == "ull_eagle_rank"]
+    assert rank.params.names == program._arena.address("weights") + (place or 0)
+    program.close()
+
+
+def test_shapes_of_heads_that_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "x.ull"
+    for options, words in [
+        (["--layers", "1"], "an EAGLE-3 head reads three states of the model: --layers 2 or more"),
+        (["--forward", "tensorrt"], "supported: forward.decode and forward.prefill fused"),
+        (
+            ["--target", "sm_89", "--forward", "tensorrt", "--attention", "native"],
+            "an EAGLE head is run by ull's own kernels, which do not run on sm_89; leave it out",
+        ),
+    ]:
+        assert cli.main(arch(output, *options)) == 2
+        assert words in capsys.readouterr().err
+    assert not output.exists()
+    for arguments, words in [
+        (["--model", "m", "--eagle-shape", "--output", "y"], "--eagle-shape go with --arch"),
+        (arch(output, "--eagle", "e"), "say --eagle-shape for a made-up EAGLE-3 head"),
+    ]:
+        with pytest.raises(SystemExit):
+            cli.main(arguments)
+        assert words in capsys.readouterr().err
