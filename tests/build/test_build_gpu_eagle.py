@@ -7,6 +7,7 @@ import io
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -385,7 +386,7 @@ def refuse(bundle: Path, words: str, change: Callable[[dict[str, Any]], object],
 def test_damaged_bundles_are_refused(bundle: Bundle) -> None:
     path = bundle.path
     refuse(path, "target 'sm_90a' needs `code` of the EAGLE head", lambda head: head.pop("code"))
-    macros: list[tuple[str, Any]] = [
+    macros: list[tuple[str, str]] = [
         ("ULL_EAGLE_TAPS", "3"),
         ("ULL_EAGLE_MAPPED", "0"),
         ("ULL_EAGLE_TARGET_HIDDEN", "64"),
@@ -393,16 +394,12 @@ def test_damaged_bundles_are_refused(bundle: Bundle) -> None:
         ("ULL_KV_BITS", "8"),
     ]
     for name, value in macros:
-        refuse(
-            path,
-            f"the kernels of the EAGLE head were compiled with {name} = {value} where",
-            lambda head, name=name, value=value: head["code"]["macros"].update({name: value}),  # type: ignore[misc]
-            f"code.macros.{name}",
-        )
+        words = f"the kernels of the EAGLE head were compiled with {name} = {value} where"
+        refuse(path, words, partial(compiled_with, name, value), f"code.macros.{name}")
     refuse(
         path, "of the EAGLE head were compiled with ULL_EAGLE_NORM_OUTPUT", lambda head: head.update(norm_output=True)
     )
-    refuse(path, "lacks tensor 'eagle.tap_norm'", lambda head: fit(head, "tap_norm", "each", "ULL_EAGLE_TAP_NORM", "1"))
+    refuse(path, "lacks tensor 'eagle.tap_norm'", normed_each)
     refuse(
         path,
         "lacks tensor 'eagle.embed.weight'",
@@ -412,7 +409,7 @@ def test_damaged_bundles_are_refused(bundle: Bundle) -> None:
     refuse(path, r"does not lie in code/", lambda head: head["code"]["files"][0].update(path="vocab.bin"))
     refuse(path, "is listed twice", lambda head: head["code"]["files"][0].update(path="code/first.cubin"))
     for kernel in ("ull_eagle_rank", "ull_qkv_sum_16", "ull_begin"):
-        refuse(path, f"lacks the kernel '{kernel}' of the EAGLE head", lambda head, gone=kernel: without(head, gone))  # type: ignore[misc]
+        refuse(path, f"lacks the kernel '{kernel}' of the EAGLE head", partial(without, kernel))
     file = path / next(file.path for file in eagle_of(bundle).code.files)  # type: ignore[union-attr]
     cubin = file.read_bytes()
     file.write_bytes(b"x" * len(cubin))
@@ -423,13 +420,17 @@ def test_damaged_bundles_are_refused(bundle: Bundle) -> None:
         open_bundle(path)
 
 
-def fit(head: dict[str, Any], name: str, value: Any, macro: str, text: str) -> None:
+def compiled_with(macro: str, value: str, head: dict[str, Any]) -> None:
+    head["code"]["macros"][macro] = value
+
+
+def normed_each(head: dict[str, Any]) -> None:
     """A head that is said to be of another kind, and so is its code."""
-    head[name] = value
-    head["code"]["macros"][macro] = text
+    head["tap_norm"] = "each"
+    compiled_with("ULL_EAGLE_TAP_NORM", "1", head)
 
 
-def without(head: dict[str, Any], kernel: str) -> None:
+def without(kernel: str, head: dict[str, Any]) -> None:
     for file in head["code"]["files"]:
         if kernel in file["kernels"]:
             file["kernels"].remove(kernel)
