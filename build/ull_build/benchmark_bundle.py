@@ -13,7 +13,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import ull
 from ull.bundle import (
-    DRAFT_CODE_DIRECTORY,
     FORMAT,
     FORMAT_VERSION,
     FUSED,
@@ -21,31 +20,35 @@ from ull.bundle import (
     VOCABULARY_FILE,
     WEIGHTS_FILE,
     DraftModel,
+    EagleHead,
     FileEntry,
     Manifest,
     MedusaHeads,
     Model,
     Precision,
     Provenance,
+    Rope,
     Speculation,
     Target,
     Tokens,
-    device_macros,
+    device_head_precision,
     device_tensors,
     draft_problems,
+    eagle_problems,
     encode_manifest,
     medusa_problems,
     open_bundle,
+    tap_problems,
     write_sealed,
 )
 from ull.errors import RecipeError
-from ull_build.build import BuildResult, compile_for
-from ull_build.code.kernels import write_code
+from ull_build.build import BuildResult, compile_drafters, compile_for, write_all_code
 from ull_build.leftovers import clear_leftovers
 from ull_build.output import build_time, check_output, file_entry, require_space, staged_output
 from ull_build.progress import Reporter
 from ull_build.recipe import ForwardRecipe
 from ull_build.shapes import shape_model
+from ull_build.source.drafters import with_code
 from ull_build.source.vocabulary import Vocabulary, build_vocabulary
 from ull_build.tensorrt.preflight import preflight
 from ull_build.tensorrt.random_weights import RandomCheckpoint, random_ranges
@@ -63,6 +66,7 @@ from ull_build.tensorrt.staged import (
 from ull_build.tensorrt.weights import SegmentWeights
 
 _NEEDED_BYTES = 64 << 20
+_EAGLE_TOKENS = 32000  # of the published EAGLE-3 heads of Llama 3
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class RandomSettings:
     """What to build. `layers` and `context` None are the model's own; `medusa` None: no heads.
 
     `draft`: the architecture of a draft model, which gets the target's context and vocabulary; None: there is none.
+    `eagle`: an EAGLE-3 head of the target's width, see `eagle_shape`.
     """
 
     arch: str
@@ -81,6 +86,7 @@ class RandomSettings:
     forward: ForwardRecipe = field(default_factory=ForwardRecipe)
     medusa: MedusaHeads | None = None
     draft: str | None = None
+    eagle: bool = False
     force: bool = False
 
 
@@ -98,29 +104,29 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
     clear_leftovers(settings.output.resolve().parent, reporter.note)
     output = check_output(settings.output, settings.force)
     precision, request, created = settings.precision, settings.forward, build_time()
-    tools = find_tools(settings.target) if request.has_plans else None
     model = shape_model(settings.arch, settings.layers, settings.context)
+    speculation = _drafters(settings, model)
+    tools = find_tools(settings.target) if request.has_plans else None
     if tools is not None:
         preflight(tools.trt, model, precision, output.parent, reporter)
-    medusa = settings.medusa
-    for problem in () if medusa is None else medusa_problems(medusa, request.decode):
-        raise RecipeError(problem, field="medusa")
-    draft = None if settings.draft is None else draft_shape(settings.draft, model)
-    for problem in () if draft is None else draft_problems(settings.target, draft, precision):
-        raise RecipeError(problem, field="draft")
-    kernels = compile_for(settings.target, model, precision, reporter, request.attention if tools else None, medusa)
-    own = [] if draft is None else compile_for(settings.target, draft, precision, reporter, of="draft model")
+    kernels = compile_for(
+        settings.target,
+        model,
+        precision,
+        reporter,
+        request.attention if tools else None,
+        speculation.medusa,
+        len(speculation.taps),
+    )
+    drafter_kernels = compile_drafters(settings.target, speculation, model, reporter)
     # Plans, and until they have been tried the weights of our own kernels.
     plan_bytes = 2 * sum(shape.nbytes for shape in device_tensors(model, precision).values()) if tools else 0
     require_space(output.parent, _NEEDED_BYTES + plan_bytes)
     with staged_output(output) as staging:
         files = _write_tokenizer(staging, model.vocabulary)
-        code, code_files = write_code(kernels, device_macros(model, precision, medusa), staging, settings.target)
-        drafting = None
-        if draft is not None:
-            macros = device_macros(draft, precision)
-            draft_code, more = write_code(own, macros, staging, settings.target, DRAFT_CODE_DIRECTORY)
-            drafting, code_files = DraftModel(draft, precision, draft_code), code_files | more
+        code, code_files = write_all_code(
+            kernels, drafter_kernels, speculation, model, precision, settings.target, staging
+        )
 
         def describe(added: AddedPlans) -> Manifest:
             return Manifest(
@@ -142,8 +148,8 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
                     builder_version=ull.__version__,
                 ),
                 files={**files, **code_files, **added.files},
-                speculation=Speculation(default="none", medusa=medusa, draft=drafting),
-                code=code,
+                speculation=with_code(speculation, code.drafters),
+                code=code.target,
                 forward=added.forward,
                 random_weights=True,
             )
@@ -180,6 +186,46 @@ def _add_plans(
         return prove_plans(tools, settings.forward, source, staging, timing_cache, reporter, attempt)
     finally:
         shutil.rmtree(staging / REFERENCE, ignore_errors=True)
+
+
+def _drafters(settings: RandomSettings, model: Model) -> Speculation:
+    """What drafts for `model`, without code. Raises RecipeError for what the target cannot do."""
+    precision, request, medusa = settings.precision, settings.forward, settings.medusa
+    for problem in () if medusa is None else medusa_problems(medusa, request.decode):
+        raise RecipeError(problem, field="medusa")
+    draft = None if settings.draft is None else draft_shape(settings.draft, model)
+    for problem in () if draft is None else draft_problems(settings.target, draft, precision):
+        raise RecipeError(problem, field="draft")
+    eagle = eagle_shape(model, device_head_precision(precision)) if settings.eagle else None
+    if eagle is not None:
+        problems = eagle_problems(settings.target, eagle)
+        for problem in (*problems, *tap_problems(eagle.taps, settings.target, request.prefill, request.decode)):
+            raise RecipeError(problem, field="eagle")
+    drafting = None if draft is None else DraftModel(draft, precision)
+    return Speculation(default="none", medusa=medusa, draft=drafting, eagle=eagle)
+
+
+def eagle_shape(target: Model, precision: Precision) -> EagleHead:
+    """An EAGLE-3 head for `target` in the shape of the published ones. Raises RecipeError.
+
+    One layer of the target's dimensions without QK norms, three taps, 32,000 tokens of its own mapped to the target's.
+    """
+    depth = target.layers
+    if depth < 2:
+        raise RecipeError("an EAGLE-3 head reads three states of the model: --layers 2 or more", field="eagle")
+    taps = [2, depth // 2, depth - 3] if depth > 6 else [0, depth // 2, depth]  # the convention, where it names three
+    own = msgspec.structs.replace(
+        target,
+        architecture="llama",
+        layers=1,
+        vocabulary=min(_EAGLE_TOKENS, target.vocabulary),
+        tokenizer_vocabulary=min(_EAGLE_TOKENS, target.tokenizer_vocabulary),
+        tied_embeddings=False,
+        qk_norm=False,
+        rope=Rope(theta=target.rope.theta),
+        windows=[0],
+    )
+    return EagleHead(own, precision, taps, mapped=True)
 
 
 def draft_shape(arch: str, target: Model) -> Model:

@@ -52,6 +52,7 @@ from ull.bundle import (
     encode_manifest,
     head_scan_problems,
     medusa_problems,
+    no_dflash,
     open_bundle,
     optional_kernels,
     quantised_inputs,
@@ -73,7 +74,7 @@ from ull_build.settings import Settings
 from ull_build.source.chat import check_chat_templates
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.source.digest import Sources, open_sources
-from ull_build.source.drafters import Drafters, describe, open_drafters
+from ull_build.source.drafters import Drafters, describe, open_drafters, with_code
 from ull_build.source.vocabulary import CheckpointTokenizer, copy_tokenizer_files, read_tokenizer
 from ull_build.tensorrt.calibrate import calibrate
 from ull_build.tensorrt.preflight import preflight
@@ -128,6 +129,7 @@ class _Inputs:
     drafter_kernels: dict[str, list[CompiledFile]]  # by prefix
     texts: _Texts
     drafters: Drafters
+    speculation: Speculation  # the manifest's account of them, without code
     tools: Tools | None  # for plans
 
 
@@ -183,13 +185,13 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
         for problem in draft_problems(settings.target, draft.model, settings.precision):
             raise CheckpointError(problem, field="draft")
     if drafters.dflash is not None and not settings.on_cpu:
-        raise CheckpointError(f"dflash heads run on target cpu alone, not on {settings.target}", field="dflash")
+        raise CheckpointError(no_dflash(settings.target), field="dflash")
     described = describe(settings.speculation, drafters, model, settings.precision, settings.target)
     if described.eagle is not None and not settings.on_cpu:
         prefill, decode = settings.forward.prefill, settings.forward.decode
         problems = [
-            *tap_problems(described.taps, settings.target, prefill, decode),
             *eagle_problems(settings.target, described.eagle),
+            *tap_problems(described.taps, settings.target, prefill, decode),
         ]
         for problem in problems:
             raise CheckpointError(problem, field="eagle")
@@ -207,9 +209,10 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
         kernels=compile_for(
             settings.target, model, settings.precision, reporter, attention, medusa, len(described.taps)
         ),
-        drafter_kernels=_compile_drafters(settings, drafters, described, model, reporter),
+        drafter_kernels=compile_drafters(settings.target, described, model, reporter),
         texts=texts,
         drafters=drafters,
+        speculation=described,
         tools=tools,
     )
 
@@ -217,7 +220,15 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
 def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
     """Writes everything but the manifest, and measures it."""
     settings, checkpoint, texts = inputs.settings, inputs.checkpoint, inputs.texts
-    code, files = _write_code(inputs, staging)
+    code, files = write_all_code(
+        inputs.kernels,
+        inputs.drafter_kernels,
+        inputs.speculation,
+        inputs.model,
+        settings.precision,
+        settings.target,
+        staging,
+    )
     weights = staging / WEIGHTS_FILE if settings.on_cpu else None
     with Evaluator(
         checkpoint, inputs.model, settings.precision, staging, weights, settings.threads, reporter
@@ -242,10 +253,9 @@ def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
 
 def _add_drafting(inputs: _Inputs, quality: Quality | None, staging: Path, reporter: Reporter) -> Quality | None:
     """The quality with what the drafters win. Raises BuildError for a head that wins next to nothing."""
-    settings, drafters = inputs.settings, inputs.drafters
-    speculation = describe(settings.speculation, drafters, inputs.model, settings.precision, settings.target)
+    settings = inputs.settings
     threads = settings.threads or len(os.sched_getaffinity(0))
-    bundle = DraftedBundle(inputs.model, settings.precision, staging / WEIGHTS_FILE, speculation, threads)
+    bundle = DraftedBundle(inputs.model, settings.precision, staging / WEIGHTS_FILE, inputs.speculation, threads)
     if not bundle.drafters:
         return quality
     if quality is None or not settings.on_cpu:
@@ -277,7 +287,7 @@ def _add_plans(
     tools: Tools,
     evaluator: Evaluator,
     files: dict[str, FileEntry],
-    code: _Code,
+    code: Code,
     quality: Quality | None,
     calibration: Calibration | None,
     reporter: Reporter,
@@ -325,7 +335,7 @@ def _measure_on_gpu(
 def _describe(
     inputs: _Inputs,
     files: dict[str, FileEntry],
-    code: _Code,
+    code: Code,
     quality: Quality | None,
     calibration: Calibration | None = None,
     forward: Forward = FUSED,
@@ -344,9 +354,7 @@ def _describe(
         quality=quality,
         provenance=inputs.sources.provenance(settings.model.resolve().name, settings.recipe, ull.__version__),
         files=files,
-        speculation=describe(
-            settings.speculation, inputs.drafters, inputs.model, settings.precision, settings.target, code.drafters
-        ),
+        speculation=with_code(inputs.speculation, code.drafters),
         code=code.target,
         calibration=calibration,
         forward=forward,
@@ -383,19 +391,20 @@ def compile_for(
     )
 
 
-def _compile_drafters(
-    settings: Settings, drafters: Drafters, described: Speculation, model: Model, reporter: Reporter
+def compile_drafters(
+    target: Target, speculation: Speculation, model: Model, reporter: Reporter
 ) -> dict[str, list[CompiledFile]]:
-    """The kernels of what drafts with layers of its own, by prefix; none for the CPU. Raises as compile_for."""
+    """The kernels of what drafts for `model` with layers of its own, by prefix; none for the CPU.
+
+    Raises as compile_for.
+    """
     compiled: dict[str, list[CompiledFile]] = {}
-    if settings.on_cpu:
+    if target == "cpu":
         return compiled
-    if drafters.draft is not None:
-        compiled[DRAFT] = compile_for(
-            settings.target, drafters.draft.model, settings.precision, reporter, of="draft model"
-        )
-    if described.eagle is not None:
-        compiled[EAGLE] = compile_eagle(settings.target, described.eagle, model, reporter)
+    if (draft := speculation.draft) is not None:
+        compiled[DRAFT] = compile_for(target, draft.model, draft.precision, reporter, of="draft model")
+    if speculation.eagle is not None:
+        compiled[EAGLE] = compile_eagle(target, speculation.eagle, model, reporter)
     return compiled
 
 
@@ -410,31 +419,39 @@ def compile_eagle(target: Target, head: EagleHead, model: Model, reporter: Repor
 
 
 @dataclass(frozen=True)
-class _Code:
+class Code:
     """The manifest's accounts of the kernels: the model's, and those of what drafts for it, by prefix."""
 
     target: DeviceCode | None
     drafters: dict[str, DeviceCode]
 
 
-def _write_code(inputs: _Inputs, staging: Path) -> tuple[_Code, dict[str, FileEntry]]:
-    if not inputs.kernels:
-        return _Code(None, {}), {}
-    settings, drafters = inputs.settings, inputs.drafters
-    described = describe(settings.speculation, drafters, inputs.model, settings.precision, settings.target)
-    macros = device_macros(inputs.model, settings.precision, drafters.heads, len(described.taps))
-    code, files = write_code(inputs.kernels, macros, staging, settings.target)
+def write_all_code(
+    kernels: list[CompiledFile],
+    drafter_kernels: Mapping[str, list[CompiledFile]],
+    speculation: Speculation,
+    model: Model,
+    precision: Precision,
+    target: Target,
+    staging: Path,
+) -> tuple[Code, dict[str, FileEntry]]:
+    """Writes what compile_for made for `model` and compile_drafters for `speculation`, and their table of files."""
+    if not kernels:
+        return Code(None, {}), {}
+    macros = device_macros(model, precision, speculation.medusa, len(speculation.taps))
+    code, files = write_code(kernels, macros, staging, target)
     own: dict[str, DeviceCode] = {}
-    for prefix, kernels in inputs.drafter_kernels.items():
+    for prefix, compiled in drafter_kernels.items():
         if prefix == DRAFT:
-            assert drafters.draft is not None
-            macros, folder = device_macros(drafters.draft.model, settings.precision), DRAFT_CODE_DIRECTORY
+            assert speculation.draft is not None
+            macros = device_macros(speculation.draft.model, speculation.draft.precision)
+            folder = DRAFT_CODE_DIRECTORY
         else:
-            assert described.eagle is not None
-            macros, folder = device_eagle_macros(described.eagle, inputs.model.hidden), EAGLE_CODE_DIRECTORY
-        own[prefix], more = write_code(kernels, macros, staging, settings.target, folder)
+            assert speculation.eagle is not None
+            macros, folder = device_eagle_macros(speculation.eagle, model.hidden), EAGLE_CODE_DIRECTORY
+        own[prefix], more = write_code(compiled, macros, staging, target, folder)
         files |= more
-    return _Code(code, own), files
+    return Code(code, own), files
 
 
 def _special_tokens(checkpoint: Checkpoint, tokenizer: CheckpointTokenizer) -> Tokens:

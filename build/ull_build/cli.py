@@ -79,7 +79,7 @@ def _check_usage(parser: argparse.ArgumentParser, options: argparse.Namespace) -
         if options.medusa is not None or options.draft is not None:
             parser.error("--medusa and --draft have no use with --arch: say --heads N or --draft-arch NAME")
         if options.eagle is not None or options.dflash is not None:
-            parser.error("--eagle and --dflash have no use with --arch: a head belongs to one model's weights")
+            parser.error("--eagle and --dflash have no use with --arch: say --eagle-shape for a made-up EAGLE-3 head")
         if options.heads is not None and options.heads < 1:
             parser.error("--heads must be at least 1")
         measured = ("eval_text", "eval_tokens", "evaluate_on", "calibration_text", "calibration_tokens")
@@ -88,8 +88,9 @@ def _check_usage(parser: argparse.ArgumentParser, options: argparse.Namespace) -
         if (options.recipe is None) == (options.output is None):
             parser.error("--arch needs the bundle to write: --output X.ull")
         return
-    if options.random_weights or any(getattr(options, name) is not None for name in ("layers", "heads", "draft_arch")):
-        parser.error("--random-weights, --layers, --heads and --draft-arch go with --arch")
+    made_up = ("layers", "heads", "draft_arch", "eagle_shape")
+    if options.random_weights or any(getattr(options, name) is not None for name in made_up):
+        parser.error("--random-weights, --layers, --heads, --draft-arch and --eagle-shape go with --arch")
     if (options.recipe is None) == (options.model is None):
         parser.error("give either a RECIPE or --model DIR")
     if options.recipe is None and options.output is None:
@@ -116,6 +117,7 @@ def _random_settings(options: argparse.Namespace) -> RandomSettings:
         forward=_forward(options),
         medusa=None if options.heads is None else MedusaHeads(heads=options.heads, layers=1, version="1"),
         draft=options.draft_arch,
+        eagle=bool(options.eagle_shape),
         force=options.force,
     )
 
@@ -183,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--medusa", metavar="PATH", help="Medusa heads: medusa_lm_head.pt or .safetensors, or their directory")
     add("--draft", metavar="DIR", help="a smaller checkpoint with the same tokenizer, as draft model")
     add("--eagle", metavar="DIR", help="an EAGLE-3 head, in the original's or speculators' form")
-    add("--dflash", metavar="DIR", help="a DFlash or DSpark head, in z-lab's, SpecForge's or speculators' form")
+    add("--dflash", metavar="DIR", help="a DFlash or DSpark head, in z-lab's, SpecForge's or speculators' form (cpu)")
     drafters = ("none", "suffix", "medusa", "eagle", "dflash", "draft", "auto")
     add("--drafter", choices=drafters, help='what drafts for requests that do not say (default "auto")')
     weak = "take a head too that drafts fewer than 1.3 tokens per round on the calibration text"
@@ -197,6 +199,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--layers", type=int, metavar="N", help="with --arch: only that many layers")
     add("--heads", type=int, metavar="N", help="with --arch: that many Medusa heads, each with its own lm_head")
     add("--draft-arch", choices=tuple(SHAPES), metavar="NAME", help="with --arch: a draft model in that shape")
+    shaped = "with --arch: an EAGLE-3 head of that width, of 32,000 tokens"
+    add("--eagle-shape", action="store_const", const=True, help=shaped)
     add("--no-eval", action="store_true", help="do not measure the loss (the manifest's quality is null)")
     add("--force", action="store_true", help="replace an existing bundle")
     add("--quiet", action="store_true", help="print nothing but errors")

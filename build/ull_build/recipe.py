@@ -176,7 +176,7 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     medusa: Annotated[MedusaRecipe | None, Meta(description="table: Medusa heads")] = None
     draft: Annotated[DraftRecipe | None, Meta(description="table: a draft model")] = None
     eagle: Annotated[EagleRecipe | None, Meta(description="table: an EAGLE-3 head")] = None
-    dflash: Annotated[DflashRecipe | None, Meta(description="table: a DFlash or DSpark head")] = None
+    dflash: Annotated[DflashRecipe | None, Meta(description="table: a DFlash or DSpark head, for target cpu")] = None
     speculation: Annotated[SpeculationRecipe, Meta(description="table: limits of speculation")] = SpeculationRecipe()
     forward: Annotated[ForwardRecipe, Meta(description="table: who computes on a GPU")] = ForwardRecipe()
 
@@ -291,7 +291,7 @@ def _check_drafters(recipe: Recipe, origin: str) -> None:
     if recipe.eagle is not None and not keeps_taps(recipe.target, recipe.forward.prefill, recipe.forward.decode):
         useless["eagle"] = "an EAGLE head reads hidden states that only ull's own kernels leave"
     if recipe.dflash is not None:
-        useless["dflash"] = f"dflash heads run on target cpu alone, not on {recipe.target}"
+        useless["dflash"] = f"a DFlash head runs on target cpu alone, not on {recipe.target}"
     for given, reason in useless.items():
         if recipe.drafter in ("auto", given):
             raise RecipeError(

@@ -217,7 +217,10 @@ def test_a_benchmark_bundle_with_a_draft_model(tmp_path: Path, capsys: pytest.Ca
             ["--arch", "llama-3.1-8b", "--random-weights", "--draft", "d", "--output", "y"],
             "say --heads N or --draft-arch",
         ),
-        (["--model", "m", "--draft-arch", "llama-3.2-1b", "--output", "y"], "--draft-arch go with --arch"),
+        (
+            ["--model", "m", "--draft-arch", "llama-3.2-1b", "--output", "y"],
+            "--draft-arch and --eagle-shape go with --arch",
+        ),
     ):
         with pytest.raises(SystemExit):
             cli.main(arguments)

@@ -417,14 +417,14 @@ def test_recipes_name_heads(tmp_path: Path) -> None:
         ({"eagle": {"head": "e", "tap": [1]}}, r"unknown key `eagle.tap`; did you mean `eagle.taps`"),
         ({"eagle": {"head": "e", "theta": 0.0}}, r"theta"),
         ({"dflash": {"head": "d", "taps": []}}, r"taps"),
-        ({"eagle": {"head": "e"}, "target": "sm_90a"}, r"eagle heads run on target cpu alone.*--drafter suffix"),
+        ({"dflash": {"head": "d"}, "target": "sm_90a"}, r"a DFlash head runs on target cpu alone.*--drafter suffix"),
     ]:
         with pytest.raises(RecipeError, match=message):
             make_recipe({"model": "m", "name": "x", **values}, "test")
     elsewhere = make_recipe(
-        {"model": "m", "name": "x", "eagle": {"head": "e"}, "target": "sm_90a", "drafter": "suffix"}, ""
+        {"model": "m", "name": "x", "dflash": {"head": "d"}, "target": "sm_90a", "drafter": "suffix"}, ""
     )
-    assert settings_from_recipe(elsewhere).speculation.eagle is None
+    assert settings_from_recipe(elsewhere).speculation.dflash is None
 
 
 # What the drafts are worth

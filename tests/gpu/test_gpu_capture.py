@@ -367,7 +367,7 @@ def test_regions_do_not_overlap(program: Program) -> None:
 def test_the_weights_are_the_files_bytes(program: Program, driver: RecordingDriver, bundle: Bundle) -> None:
     raw = bundle.weights_path.read_bytes()
     for name, entry in bundle.tensors.items():
-        address = program._models[0].placed.places.tensor(name)
+        address = program._models[""].placed.places.tensor(name)
         assert address is not None
         assert driver.device_bytes(address, entry.nbytes).tobytes() == raw[entry.offset : entry.offset + entry.nbytes]
 
@@ -477,11 +477,11 @@ def test_random_weights_fill_every_matrix(tmp_path: Path, driver: RecordingDrive
     matrices = {name: entry for name, entry in bundle.tensors.items() if name.endswith(".weight")}
     assert len(fills) == len(matrices) and len({fill.seed for fill in fills.values()}) == len(fills)
     for name, entry in matrices.items():
-        fill = fills[program._models[0].placed.places.tensor(name)]
+        fill = fills[program._models[""].placed.places.tensor(name)]
         formats = {"F8_E4M3": 0, "F16": 1, "BF16": 2}
         assert (fill.bytes, fill.format, fill.amplitude) == (entry.nbytes, formats[entry.dtype], 1.0)
     for name, value in (("layers.0.attn_norm", 1.0), ("layers.0.down.scale", math.sqrt(3 / 8192))):
-        entry, address = bundle.tensors[name], program._models[0].placed.places.tensor(name)
+        entry, address = bundle.tensors[name], program._models[""].placed.places.tensor(name)
         assert address is not None
         assert (driver.device_bytes(address, entry.nbytes).view(np.float32) == np.float32(value)).all()
     program.close()

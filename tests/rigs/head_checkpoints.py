@@ -6,6 +6,7 @@ The tensors are the same in every form of a kind, so that what is read from them
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,62 +27,86 @@ OWN = 96  # tokens of a head with a vocabulary of its own
 BLOCK, MASK = 4, 5
 
 
+@dataclass(frozen=True)
+class HeadShape:
+    """Dimensions of a head, and of the target that it drafts for."""
+
+    hidden: int = HIDDEN
+    intermediate: int = INTERMEDIATE
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
+    head_dim: int = HEAD_DIM
+    own: int = OWN
+    target_hidden: int = HIDDEN
+    rows: int = ROWS
+    tokens: int = TOKENS
+
+
+SMALL = HeadShape()
+
+
 class _Random:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, shape: HeadShape = SMALL) -> None:
         self._random = np.random.default_rng(seed)
+        self._shape = shape
         self.tensors: Tensors = {}
 
     def linear(self, name: str, rows: int, columns: int) -> None:
         values = self._random.standard_normal((rows, columns)) / np.sqrt(columns)
         self.tensors[f"{name}.weight"] = values.astype(np.float32)
 
-    def norm(self, name: str, length: int = HIDDEN) -> None:
+    def norm(self, name: str, length: int | None = None) -> None:
+        length = length or self._shape.hidden
         self.tensors[f"{name}.weight"] = (1.0 + 0.2 * self._random.standard_normal(length)).astype(np.float32)
 
     def layer(self, name: str, inputs: int) -> None:
+        shape, hidden = self._shape, self._shape.hidden
         self.norm(f"{name}.input_layernorm")
-        for part, rows in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-            self.linear(f"{name}.self_attn.{part}_proj", rows * HEAD_DIM, inputs)
-        self.linear(f"{name}.self_attn.o_proj", HIDDEN, HEADS * HEAD_DIM)
+        for part, rows in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
+            self.linear(f"{name}.self_attn.{part}_proj", rows * shape.head_dim, inputs)
+        self.linear(f"{name}.self_attn.o_proj", hidden, shape.heads * shape.head_dim)
         self.norm(f"{name}.post_attention_layernorm")
-        self.linear(f"{name}.mlp.gate_proj", INTERMEDIATE, HIDDEN)
-        self.linear(f"{name}.mlp.up_proj", INTERMEDIATE, HIDDEN)
-        self.linear(f"{name}.mlp.down_proj", HIDDEN, INTERMEDIATE)
+        self.linear(f"{name}.mlp.gate_proj", shape.intermediate, hidden)
+        self.linear(f"{name}.mlp.up_proj", shape.intermediate, hidden)
+        self.linear(f"{name}.mlp.down_proj", hidden, shape.intermediate)
 
     def map(self) -> None:
-        """d2t and t2d: which OWN tokens of the target the head knows."""
-        known = np.sort(self._random.choice(TOKENS, OWN, replace=False))
-        self.tensors["d2t"] = (known - np.arange(OWN)).astype(np.int64)
-        self.tensors["t2d"] = np.isin(np.arange(ROWS), known)
+        """d2t and t2d: which tokens of the target the head knows."""
+        shape = self._shape
+        known = np.sort(self._random.choice(shape.tokens, shape.own, replace=False))
+        self.tensors["d2t"] = (known - np.arange(shape.own)).astype(np.int64)
+        self.tensors["t2d"] = np.isin(np.arange(shape.rows), known)
 
 
-def eagle_tensors(taps: int = 3, norms: Literal["none", "each", "all"] = "none", seed: int = 3) -> Tensors:
+def eagle_tensors(
+    taps: int = 3, norms: Literal["none", "each", "all"] = "none", seed: int = 3, shape: HeadShape = SMALL
+) -> Tensors:
     """An EAGLE-3 head's tensors by the original's names."""
-    random = _Random(seed)
-    random.linear("fc", HIDDEN, taps * HIDDEN)
+    random = _Random(seed, shape)
+    random.linear("fc", shape.hidden, taps * shape.target_hidden)
     if norms == "each":
         for tap in range(taps):
-            random.norm(f"fc_norm.{tap}")
+            random.norm(f"fc_norm.{tap}", shape.target_hidden)
     elif norms == "all":
-        random.norm("input_norm", taps * HIDDEN)
-    random.layer("midlayer", 2 * HIDDEN)
+        random.norm("input_norm", taps * shape.target_hidden)
+    random.layer("midlayer", 2 * shape.hidden)
     random.norm("midlayer.hidden_norm")
     random.norm("norm")
-    random.linear("lm_head", OWN, HIDDEN)
+    random.linear("lm_head", shape.own, shape.hidden)
     random.map()
     return random.tensors
 
 
-def _layer_config(kind: str, layers: int) -> dict[str, Any]:
+def _layer_config(kind: str, layers: int, shape: HeadShape = SMALL) -> dict[str, Any]:
     return {
         "model_type": kind,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
         "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "vocab_size": ROWS,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.rows,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
     }
@@ -103,18 +128,19 @@ def write_eagle(
     norms: Literal["none", "each", "all"] = "none",
     config: dict[str, Any] | None = None,
     tensors: Callable[[Tensors], object] | None = None,
+    shape: HeadShape = SMALL,
 ) -> Path:
     """Writes a head; `taps`: layers whose input it reads. `config` changes fields (`...`: removes), `tensors` all."""
     taps = [0, 1, 2] if taps is None else taps
-    values = eagle_tensors(len(taps), norms)
+    values = eagle_tensors(len(taps), norms, shape=shape)
     if form == "speculators":
         values = {name.replace("midlayer.", "layers.0."): value for name, value in values.items()}
         about = {
             "architectures": ["Eagle3DraftModel"],
             "speculators_model_type": "eagle3",
             "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "some/model"}},
-            "transformer_layer_config": _layer_config("llama", 1),
-            "draft_vocab_size": OWN,
+            "transformer_layer_config": _layer_config("llama", 1, shape),
+            "draft_vocab_size": shape.own,
             "norm_before_residual": False,
             "target_hidden_size": None,
             "eagle_aux_hidden_state_layer_ids": taps,
@@ -124,8 +150,8 @@ def write_eagle(
             values = {f"model.{name}" if "." in name else name: value for name, value in values.items()}
         about = {
             "architectures": ["LlamaForCausalLMEagle3"],
-            **_layer_config("llama", 1),
-            "draft_vocab_size": OWN,
+            **_layer_config("llama", 1, shape),
+            "draft_vocab_size": shape.own,
             "max_position_embeddings": 2048,
             "eagle_aux_hidden_state_layer_ids": taps,
         }

@@ -434,6 +434,9 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
                     head is None or self.target != "cpu" or head.precision.kv != "fp8",
                     'a head\'s `precision.kv` fp8 is not supported on target "cpu"',
                 )
+                _require(
+                    head is None or self.target != "cpu" or head.code is None, 'target "cpu" takes no `code` of a head'
+                )
         for name in self.files:
             _require(is_inside(name), f"file {name!r} does not lie inside the bundle")
         for name in (*REQUIRED_FILES, *([] if self.random_weights else [WEIGHTS_FILE])):
@@ -466,13 +469,15 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         if self.medusa is not None:
             for problem in medusa_problems(self.medusa, self.forward.decode):
                 raise ValueError(problem)
-        for problem in tap_problems(self.taps, self.target, self.forward.prefill, self.forward.decode):
-            raise ValueError(problem)
+        if self.speculation is not None and self.speculation.dflash is not None:
+            raise ValueError(no_dflash(self.target))
         eagle = None if self.speculation is None else self.speculation.eagle
         if eagle is not None:
             _require(eagle.code is not None, f"target {self.target!r} needs `code` of the EAGLE head")
             for problem in eagle_problems(self.target, eagle):
                 raise ValueError(problem)
+        for problem in tap_problems(self.taps, self.target, self.forward.prefill, self.forward.decode):
+            raise ValueError(problem)
         paths: set[str] = set()
         for code in (self.code, None if draft is None else draft.code, None if eagle is None else eagle.code):
             kernels: set[str] = set()
@@ -573,6 +578,11 @@ def eagle_problems(target: Target, head: EagleHead) -> Iterator[str]:
         return
     for problem in device_problems(target, head.model, head.precision, None):
         yield f"the EAGLE head: {problem}"
+
+
+def no_dflash(target: Target) -> str:
+    """Why a GPU target takes no DFlash head, with what to do."""
+    return f"DFlash heads run on target cpu alone, not on {target}; leave it out"
 
 
 def device_problems(

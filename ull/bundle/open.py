@@ -20,7 +20,7 @@ import numpy as np
 
 from ull.access import denial, unreadable
 from ull.bundle.device_layout import DevicePart, device_parts, entries_of
-from ull.bundle.layout import DFLASH, EAGLE, expected_tensors
+from ull.bundle.layout import DFLASH, DRAFT, EAGLE, expected_tensors
 from ull.bundle.manifest import (
     FORMAT,
     FORMAT_VERSION,
@@ -254,7 +254,7 @@ def _check_token_maps(path: Path, manifest: Manifest, tensors: dict[str, TensorE
 
 def _check_code(path: Path, part: DevicePart) -> None:
     """The kernels of a GPU target: all are there, compiled for this model, in files that look like cubins."""
-    code, of = part.code, f" of the {part.prefix.rstrip('.')} model" if part.prefix else ""
+    code, of = part.code, {DRAFT: " of the draft model", EAGLE: " of the EAGLE head"}.get(part.prefix, "")
     for kernel in sorted(part.needed_kernels() - set(code.kernels())):
         raise BundleError(f"{path} lacks the kernel {kernel!r}{of}; {REBUILD}", field="code.files")
     for name, value in part.macros().items():

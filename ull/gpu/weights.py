@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import Bundle, TensorEntry, device_parts
+from ull.bundle import Bundle, EaglePart, TensorEntry, device_parts
 from ull.gpu.driver import Driver
 from ull.gpu.geometry import sampling
 from ull.gpu.launch import Launch
@@ -120,13 +120,19 @@ def random_fills(bundle: Bundle, image: WeightImage, target: int, multiprocessor
     return launches
 
 
-def random_vectors(bundle: Bundle) -> dict[str, NDArray[np.float32]]:
-    """The small tensors of a benchmark bundle: norms of 1, scales of sqrt(3 / K), which give outputs variance 1."""
-    vectors, parts = {}, device_parts(bundle.manifest)[::-1]  # the target's prefix begins every name
+def random_vectors(bundle: Bundle) -> dict[str, NDArray[Any]]:
+    """The small tensors of a benchmark bundle: norms of 1, scales of sqrt(3 / K), which give outputs variance 1.
+
+    The map of an EAGLE head's tokens too, which must hold tokens of the target, each once.
+    """
+    vectors, parts = dict[str, NDArray[Any]](), device_parts(bundle.manifest)[::-1]  # the target's begins every name
     for name, entry in bundle.tensors.items():
         stem, _, kind = name.rpartition(".")
+        part = next(part for part in parts if name.startswith(part.prefix))
         if entry.dtype == "F32":
-            part = next(part for part in parts if name.startswith(part.prefix))
             value = math.sqrt(3.0 / part.columns(stem)) if kind == "scale" else 1.0
             vectors[name] = np.full(entry.shape, value, np.float32)
+        elif kind == "d2t" and isinstance(part, EaglePart):
+            known = np.arange(part.model.vocabulary) * part.target.vocabulary // part.model.vocabulary
+            vectors[name] = np.pad(known.astype(np.int32), (0, entry.shape[0] - len(known)))
     return vectors

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import msgspec
 
@@ -102,22 +101,29 @@ def describe(
     model: Model,
     precision: Precision,
     target: Target = "cpu",
-    code: Mapping[str, DeviceCode] = MappingProxyType({}),
 ) -> Speculation:
-    """The manifest's account of speculation; `code`: of what drafts on a GPU, by its prefix."""
+    """The manifest's account of speculation, without code."""
     draft, of_heads = None, precision if target == "cpu" else device_head_precision(precision)
     if drafters.draft is not None:
         sizes = msgspec.structs.replace(drafters.draft.model, tokenizer_vocabulary=model.tokenizer_vocabulary)
-        draft = DraftModel(model=sizes, precision=precision, code=code.get(DRAFT))
+        draft = DraftModel(model=sizes, precision=precision)
     return Speculation(
         default=settings.default,
         max_tree=settings.max_tree,
         medusa=drafters.heads,
         draft=draft,
-        eagle=None
-        if drafters.eagle is None
-        else msgspec.structs.replace(drafters.eagle.about, precision=of_heads, code=code.get(EAGLE)),
+        eagle=None if drafters.eagle is None else msgspec.structs.replace(drafters.eagle.about, precision=of_heads),
         dflash=None if drafters.dflash is None else msgspec.structs.replace(drafters.dflash.about, precision=of_heads),
+    )
+
+
+def with_code(speculation: Speculation, code: Mapping[str, DeviceCode]) -> Speculation:
+    """The same with the code of what drafts on a GPU, by its prefix."""
+    draft, eagle = speculation.draft, speculation.eagle
+    return msgspec.structs.replace(
+        speculation,
+        draft=None if draft is None else msgspec.structs.replace(draft, code=code.get(DRAFT)),
+        eagle=None if eagle is None else msgspec.structs.replace(eagle, code=code.get(EAGLE)),
     )
 
 

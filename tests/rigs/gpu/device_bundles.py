@@ -85,6 +85,7 @@ def _library(code: DeviceCode, *more: Path) -> Path:
 def read_weights(path: Path) -> dict[str, NDArray[Any]]:
     """The tensors of a weights file; e4m3 and bf16 as ml_dtypes' types."""
     dtypes = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
+    dtypes |= {"I32": np.int32}
     raw, tensors = path.read_bytes(), {}
     for name, entry in read_tensor_file(path).items():
         dtype = np.dtype(dtypes.get(entry.dtype, np.uint8))
