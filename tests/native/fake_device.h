@@ -87,6 +87,21 @@ struct FakeModel {
   }
 };
 
+// What else runs on the device's stream, in its turn: a head that reads what the rounds leave.
+class StreamPart {
+ public:
+  static constexpr int kFirstGraph = 300;  // handles from here on are the part's graphs
+  static constexpr int kHangs = -1;
+
+  virtual ~StreamPart() = default;
+  // On the host's thread, of a graph, or of a copy between its pages (0): what the driver's call returns.
+  virtual int launch(int graph) = 0;
+  // On the device's thread: kSuccess, an error that the stream keeps reporting from then on, or kHangs.
+  virtual int run(int graph) = 0;
+  // Whether these bytes are of its pages.
+  [[nodiscard]] virtual bool holds(uint64_t address, size_t bytes) const = 0;
+};
+
 class FakeDevice {
  public:
   // Sequence numbers; 0: never.
@@ -154,6 +169,13 @@ class FakeDevice {
   }
   FakeDevice(const FakeDevice&) = delete;
   FakeDevice& operator=(const FakeDevice&) = delete;
+
+  // Before anything is launched. It must outlive the device.
+  void attach(StreamPart& part) {
+    const std::lock_guard lock(mutex_);
+    part_ = &part;
+    ring_.resize(gpu::kTapSlots);
+  }
 
   [[nodiscard]] graph::GraphProgram program() {
     graph::GraphProgram program;
@@ -237,6 +259,13 @@ class FakeDevice {
     change(script_, launched_ + 1);
   }
 
+  // For a part, on the device's thread. The tap that a position's slot of the ring holds: all that the target knew
+  // there, the text up to the position that has left it.
+  [[nodiscard]] const std::vector<int32_t>& tap(int position) const { return ring_.at(tap_slot(position)); }
+  [[nodiscard]] const gpu::State& state() const { return state_; }
+  // The tokens up to the root of the last round, of a request with penalties.
+  [[nodiscard]] std::vector<int32_t> counted_text() const { return {text_.begin(), text_.begin() + state_.counted}; }
+
  private:
   // Graphs of rounds of one token, by sampler.
   static constexpr uintptr_t kSingles = 20, kBursts = 30;
@@ -255,6 +284,11 @@ class FakeDevice {
     if (error_ != 0) return error_;
     if (graph == nullptr) std::abort();
     const auto handle = reinterpret_cast<uintptr_t>(graph);
+    if (handle >= StreamPart::kFirstGraph) {
+      if (const int error = part_->launch(static_cast<int>(handle)); error != graph::kSuccess) return error;
+      push({.graph = static_cast<int>(handle)});
+      return graph::kSuccess;
+    }
     const uint64_t last = launched_ + static_cast<uint64_t>(rounds_of(static_cast<int>(handle)));
     if (script_.launch_error_at > launched_ && script_.launch_error_at <= last) return script_.launch_error;
     if (last - begun_ > gpu::kRoundSlots) std::abort();
@@ -266,7 +300,11 @@ class FakeDevice {
   int copy(const Work& work) {
     const std::lock_guard lock(mutex_);
     if (error_ != 0) return error_;
-    if (script_.fails_copies) return kOutOfMemory;
+    if (part_ != nullptr && part_->holds(work.to, work.bytes)) {
+      if (const int error = part_->launch(0); error != graph::kSuccess) return error;
+    } else if (script_.fails_copies) {
+      return kOutOfMemory;
+    }
     push(work);
     return graph::kSuccess;
   }
@@ -280,8 +318,10 @@ class FakeDevice {
   // Within the pages.
   void copy_page(const Work& work) {
     const uint64_t first = reinterpret_cast<uintptr_t>(pool_.data()), bytes = pool_.size() * sizeof(int32_t);
+    const bool parts = part_ != nullptr && part_->holds(work.to, work.bytes);
     for (const uint64_t address : {work.to, work.from}) {
-      if (address < first || address + work.bytes > first + bytes) std::abort();
+      const bool own = address >= first && address + work.bytes <= first + bytes;
+      if (parts ? !part_->holds(address, work.bytes) : !own) std::abort();
     }
     std::memcpy(reinterpret_cast<void*>(work.to), reinterpret_cast<const void*>(work.from), work.bytes);
   }
@@ -303,6 +343,18 @@ class FakeDevice {
         continue;
       }
       busy_ = true;
+      if (work.graph >= StreamPart::kFirstGraph) {
+        lock.unlock();
+        const int end = part_->run(work.graph);
+        lock.lock();
+        if (end == StreamPart::kHangs) {
+          wake_.wait(lock, [this] { return stopping_; });
+          return;
+        }
+        if (end != graph::kSuccess) error_ = end;
+        busy_ = false;
+        continue;
+      }
       for (int rest = rounds_of(work.graph); rest > 0 && error_ == 0; --rest) {
         ++begun_;
         const uint64_t sequence = state_.sequence + 1;
@@ -389,6 +441,7 @@ class FakeDevice {
       if (state_.sampling.penalises != 0 && request.mode != gpu::RoundMode::kPrefill) read_text(request, base + 1);
       if (request.mode == gpu::RoundMode::kPrefill) {
         for (int i = 0; i < request.count; ++i) cached(request.position + i) = request.tokens[i];
+        leave_taps(request.position, request.count);
         hidden_position_ = -1;
       } else if (request.mode == gpu::RoundMode::kMedusa) {
         record.emitted = hidden_position_ == position ? 1 : 0;
@@ -462,6 +515,7 @@ class FakeDevice {
     const int base = continues ? state_.position : request.position + forced;
     const int32_t root = continues ? state_.token : request.tokens[forced];
     for (int i = 0; i < forced; ++i) cached(request.position + i) = request.tokens[i];
+    leave_taps(request.position, forced);
     std::vector<int32_t> past;
     for (int position = 0; position < base; ++position) past.push_back(cached(position));
     leave_rows(request, past, root, continues, forced);
@@ -483,6 +537,7 @@ class FakeDevice {
       }
       node = next;
     }
+    leave_taps(base, result.count);
     for (int i = 0; i < result.count && state_.sampling.penalises != 0; ++i) {
       text_[static_cast<size_t>(base + 1 + i)] = result.tokens[i].token;
     }
@@ -490,6 +545,18 @@ class FakeDevice {
     state_.position = hidden_position_ = base + result.count;
     result.stopped = state_.stopped;
   }
+
+  // Of positions whose tokens the pages hold.
+  void leave_taps(int first, int count) {
+    if (part_ == nullptr) return;
+    std::vector<int32_t> past;
+    for (int position = 0; position < first; ++position) past.push_back(cached(position));
+    for (int position = first; position < first + count; ++position) {
+      past.push_back(cached(position));
+      ring_[tap_slot(position)] = past;
+    }
+  }
+  [[nodiscard]] static size_t tap_slot(int position) { return static_cast<size_t>(position) % gpu::kTapSlots; }
 
   // What there is to draw from again: what each node knows of the text, the root's and its ancestors' tokens.
   void leave_rows(const gpu::RoundRequest& request, const std::vector<int32_t>& past, int32_t root, bool continues,
@@ -566,8 +633,10 @@ class FakeDevice {
   std::vector<int32_t> pages_;  // what the device has copied of host_pages_
   gpu::State state_{};
   std::vector<std::vector<int32_t>> rows_;  // [nodes of the last round] the text that each stands behind, and its own
+  std::vector<std::vector<int32_t>> ring_;  // [kTapSlots] taps, where there is a part that reads them
   int hidden_position_ = -1;                // of the token that follows the one whose hidden state was left last
 
+  StreamPart* part_ = nullptr;  // null: there is none
   std::mutex mutex_;
   std::condition_variable wake_;
   std::array<Work, 16> queue_{};  // a launch allocates nothing

@@ -12,18 +12,21 @@
 
 #include "check.h"
 #include "fake_device.h"
+#include "fake_eagle.h"
 #include "graph/graph_executor.h"
 
 namespace ull::test {
 
 // Keeps the device from beginning a round until release(): the one that is launched after `more` others. Where `at` is
 // Script::begun, it can no longer be skipped.
+template <typename Device = FakeDevice>
 class HeldRound {
  public:
-  using Hook = std::function<void(uint64_t)> FakeDevice::Script::*;
+  using Script = typename Device::Script;
+  using Hook = std::function<void(uint64_t)> Script::*;
 
-  explicit HeldRound(FakeDevice& device, uint64_t more = 0, Hook at = &FakeDevice::Script::before) {
-    device.arm([&](FakeDevice::Script& script, uint64_t next) {
+  explicit HeldRound(Device& device, uint64_t more = 0, Hook at = &Script::before) {
+    device.arm([&](Script& script, uint64_t next) {
       sequence_ = next + more;
       script.*at = [released = released_, reached = reached_, held = sequence_](uint64_t sequence) {
         if (sequence != held) return;
@@ -48,9 +51,10 @@ class HeldRound {
 };
 
 // Aborts a step while the device's round after `more` others has not begun, which it does once it is cancelled.
+template <typename Device = FakeDevice>
 class AbortedRound {
  public:
-  AbortedRound(graph::GraphExecutor& executor, FakeDevice& device, uint64_t more)
+  AbortedRound(graph::GraphExecutor& executor, Device& device, uint64_t more)
       : held_(device, more), thread_([this, &executor, &device] {
           while (!held_.reached()) std::this_thread::yield();
           executor.abort();
@@ -62,14 +66,16 @@ class AbortedRound {
   AbortedRound& operator=(const AbortedRound&) = delete;
 
  private:
-  HeldRound held_;
+  HeldRound<Device> held_;
   std::thread thread_;
 };
 
 struct GraphRig {
   explicit GraphRig(FakeDevice::Script script = {}, graph::GraphOptions options = {},
-                    const std::optional<FakeDevice::Script>& draft = std::nullopt)
-      : device(script),
+                    const std::optional<FakeDevice::Script>& draft = std::nullopt,
+                    const std::optional<FakeEagle::Script>& head = std::nullopt)
+      : eagle(head ? std::make_unique<FakeEagle>(*head, script) : nullptr),
+        device(script),
         draft_device(draft ? std::make_unique<FakeDevice>(*draft) : nullptr),
         model(script.model),
         executor(program(), FakeDevice::driver(), options) {
@@ -159,9 +165,11 @@ struct GraphRig {
   }
 
   [[nodiscard]] graph::GraphProgram program() {
+    if (eagle != nullptr) return program_with_eagle(device, *eagle);
     return draft_device == nullptr ? device.program() : program_with_draft(device, *draft_device);
   }
 
+  std::unique_ptr<FakeEagle> eagle;  // null: there is no EAGLE head
   FakeDevice device;
   std::unique_ptr<FakeDevice> draft_device;  // null: there is no draft model
   FakeModel model;

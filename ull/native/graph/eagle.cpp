@@ -32,9 +32,10 @@ void EagleDrafter::prepare() {
   queue_.set_watchdog(kPrepareNs);
   require(target_.drain(), target_);
   setting_.take(Sampling{}, nullptr, 0, &page, 1);
+  // Entries behind those that are kept follow the last of them: the context may have no room for more.
   const auto timed = [&](void* graph, int read, int count, int ranked) {
     pass_.count = 0;
-    for (int i = 0; i < count; ++i) pass_.add(0, std::max(i - 1, 0));
+    for (int i = 0; i < count; ++i) pass_.add(0, std::max(std::min(i, read) - 1, 0));
     pass_.read = read;
     pass_.ranked = ranked;
     pass_.start = pass_.from = 0;

@@ -80,6 +80,8 @@ void GraphProgram::check() const {
   };
   check_part("draft", draft);
   check_part("eagle", eagle);
+  // What its passes read, the rounds leave on theirs, some of it after they have answered.
+  require(eagle == nullptr || eagle->stream == stream, "eagle: stream: must be the target's");
   require(draft == nullptr || (draft->medusa == nullptr && draft->draft == nullptr && draft->eagle == nullptr),
           "draft: takes none of its own");
 }
