@@ -34,7 +34,7 @@ from ull.bundle import (
     device_head_precision,
     device_tensors,
     draft_problems,
-    eagle_problems,
+    device_head_problems,
     encode_manifest,
     medusa_problems,
     open_bundle,
@@ -198,7 +198,7 @@ def _drafters(settings: RandomSettings, model: Model) -> Speculation:
         raise RecipeError(problem, field="draft")
     eagle = eagle_shape(model, device_head_precision(precision)) if settings.eagle else None
     if eagle is not None:
-        problems = eagle_problems(settings.target, eagle)
+        problems = device_head_problems(settings.target, eagle)
         for problem in (*problems, *tap_problems(eagle.taps, settings.target, request.prefill, request.decode)):
             raise RecipeError(problem, field="eagle")
     drafting = None if draft is None else DraftModel(draft, precision)

@@ -21,6 +21,7 @@ from ull.bundle import (
     Model,
     Precision,
     TensorShape,
+    device_dflash_tensors,
     device_eagle_tensors,
     device_head_precision,
     device_tensors,
@@ -93,11 +94,10 @@ class GpuPacker:
         return {name: shape for name, shape in both.items() if name.startswith(MEDUSA)}
 
     def head_tensors(self, model: Model, head: EagleHead | DflashHead) -> dict[str, TensorShape]:
-        if not isinstance(head, EagleHead):
-            raise ValueError("the layout of a GPU's weights has no place for DFlash heads")
-        return device_eagle_tensors(
-            msgspec.structs.replace(head, precision=device_head_precision(self._precision)), model
-        )
+        stored = msgspec.structs.replace(head, precision=device_head_precision(self._precision))
+        if isinstance(stored, EagleHead):
+            return device_eagle_tensors(stored, model)
+        return device_dflash_tensors(stored, model)
 
     def for_draft(self) -> GpuPacker:
         """Our own kernels compute what drafts; nobody observed it."""
