@@ -25,9 +25,9 @@ class FakeEagle final : public StreamPart {
  public:
   // Sequence numbers are those of the head's passes; 0: never.
   struct Script {
-    int rank = 0;        // at which an entry names the right token; -1: nowhere
-    float gap = 4.0F;    // between the scores of two ranks
-    int more_pages = 0;  // of its cache than the target's, which is refused
+    int rank = 0;      // at which an entry names the right token; -1: nowhere
+    float gap = 4.0F;  // between the scores of two ranks
+    int heals = 0;     // n > 0: it names the right token if no more than one entry in n is wrong
     bool fails_copies = false;
     uint64_t launch_error_at = 0;
     uint64_t stream_error_at = 0;
@@ -57,7 +57,7 @@ class FakeEagle final : public StreamPart {
       : script_(std::move(script)),
         model_(target.model),
         context_(target.context),
-        page_count_(target.page_count + script_.more_pages),
+        page_count_(target.page_count),
         requests_(gpu::kRoundSlots),
         results_(gpu::kRoundSlots),
         host_pages_(static_cast<size_t>(pages_for(target.context)), -1),
@@ -209,15 +209,18 @@ class FakeEagle final : public StreamPart {
       if (i == last) break;
     }
     Tokens past = device_->tap(start + last);
-    int wrong = static_cast<int>(past.size()) == start + last + 1 ? 0 : 1;
+    const bool own = static_cast<int>(past.size()) == start + last + 1;
+    int wrong = own ? 0 : start + last + 1;
     past.insert(past.end(), way.begin(), way.end());
     // Every entry attended to, on the way of the prefix hash.
     Tokens prefix;
-    for (int position = 0; position <= start + last && wrong == 0; ++position) {
+    for (int position = 0; position <= start + last && own; ++position) {
       prefix.push_back(past[static_cast<size_t>(position)]);
       if (position < request.first) continue;
       if (cached(position) != entry_of(prefix, past[static_cast<size_t>(position) + 1])) ++wrong;
     }
+    const int attended = start + last + 1 - request.first;
+    const bool knows = wrong == 0 || (script.heals > 0 && wrong * script.heals <= attended);
     const gpu::State& state = device_->state();
     uint64_t seed = state.sampling.seed;
     if (state.sampling.penalises != 0) {
@@ -232,7 +235,7 @@ class FakeEagle final : public StreamPart {
     out.node = entry;
     out.top_count = kEagleRanks;
     for (int rank = 0; rank < kEagleRanks; ++rank) {
-      const bool right = wrong == 0 && rank == script.rank;
+      const bool right = knows && rank == script.rank;
       out.top[rank] = {right ? next : (next + 1 + rank) % model_.vocabulary,
                        5.0F - script.gap * static_cast<float>(rank)};
     }
