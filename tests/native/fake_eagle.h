@@ -44,13 +44,14 @@ class FakeEagle final : public StreamPart {
   struct Record {
     uint64_t sequence;
     gpu::RoundStatus status;
-    int graph;   // entries that the pass's graph holds; kFill: it is the one that ranks nothing
-    int count;   // entries,
-    int read;    // the first of them, made of taps and kept,
-    int ranked;  // and the last of them
-    int start;   // position of the first entry
-    int from;    // positions before it are lacking
-    int wrong;   // entries attended to that are not of this text
+    int graph;    // entries that the pass's graph holds; kFill: it is the one that ranks nothing
+    int count;    // entries,
+    int read;     // the first of them, made of taps and kept,
+    int ranked;   // and the last of them
+    int start;    // position of the first entry
+    int from;     // positions before it are lacking
+    int wrong;    // entries attended to that are not of this text
+    bool behind;  // it was launched behind the target's round, before that had been read
   };
 
   FakeEagle(Script script, const FakeDevice::Script& target)
@@ -147,7 +148,8 @@ class FakeEagle final : public StreamPart {
   }
 
   Record pass(int graph, uint64_t sequence, const Script& script, gpu::RoundResult& result) {
-    const gpu::RoundRequest& request = requests_[sequence % gpu::kRoundSlots];
+    gpu::RoundRequest request = requests_[sequence % gpu::kRoundSlots];
+    const bool behind = request.position < 0, nothing = behind && !take_kept(request);
     const int kind = graph - static_cast<int>(kFirstGraph);  // 0: fill, 1: first, then the levels
     Record record{.sequence = sequence,
                   .status = gpu::RoundStatus::kOk,
@@ -159,7 +161,13 @@ class FakeEagle final : public StreamPart {
                   .ranked = request.max_tokens,
                   .start = request.position,
                   .from = request.first,
-                  .wrong = 0};
+                  .wrong = 0,
+                  .behind = behind};
+    if (nothing) {
+      result.count = result.stopped = 0;
+      result.status = record.status = gpu::RoundStatus::kSkipped;
+      return record;
+    }
     check(request, sequence, kind, kind == 0 ? gpu::kTreeTokens : record.graph);
     result.count = 0;
     result.stopped = 0;
@@ -180,6 +188,18 @@ class FakeEagle final : public StreamPart {
     }
     if (sequence == script.absurd_at) script.absurdity(result);
     return record;
+  }
+
+  // Makes a request behind a round one for the entries that the round has left to be made; false: there are none.
+  bool take_kept(gpu::RoundRequest& request) const {
+    const FakeDevice::Kept kept = device_->kept();
+    const int count = static_cast<int>(kept.next.size());
+    if (count < 1 || count > request.count) return false;
+    request.position = kept.base;
+    request.count = request.forced = count;
+    std::copy(kept.next.begin(), kept.next.end(), request.tokens);
+    for (int i = 0; i < count; ++i) request.parents[i] = static_cast<uint8_t>(std::max(i - 1, 0));
+    return true;
   }
 
   // What the kernels rely on.
