@@ -139,6 +139,20 @@ TEST(a_hole_is_passed_over_if_it_is_small) {
   }
 }
 
+TEST(small_holes_add_up) {
+  Rig rig;
+  rig.ran(0, 100);
+  (void)rig.propose(100);
+  int end = 100;
+  std::vector<int> begins;  // of what is attended to, behind one hole of ten after another
+  for (int hole = 0; hole < 4; ++hole) {
+    rig.ran(end + 10, end + 20);
+    end += 20;
+    begins.push_back(rig.propose(end)[0].from);
+  }
+  CHECK((begins == std::vector<int>{0, 130, 150, 170}));
+}
+
 TEST(what_was_not_read_is_read_the_next_time) {
   for (const Status status : {Status::kAborted, Status::kExecutorFailed}) {
     Rig rig;
