@@ -210,15 +210,15 @@ TEST(a_head_that_is_not_asked_rests_and_begins_anew) {
   CHECK_EQ(rig.head.confidence(rig.at(root)), 0);  // it may be asked still
   auto readings = rig.propose(root);
   REQUIRE(readings.size() == 1);
-  CHECK_EQ(readings[0].begin, root - 64);
-  CHECK_EQ(readings[0].count, 64);
-  CHECK_EQ(readings[0].from, root - 64);
-  CHECK_EQ(rig.head.from, root - 64);
+  CHECK_EQ(readings[0].begin, root - 16);
+  CHECK_EQ(readings[0].count, 16);
+  CHECK_EQ(readings[0].from, root - 16);
+  CHECK_EQ(rig.head.from, root - 16);
   rig.round(root++, true);
   readings = rig.propose(root);
   REQUIRE(readings.size() == 1);
   CHECK_EQ(readings[0].begin, root - 1);
-  CHECK_EQ(readings[0].from, root - 65);
+  CHECK_EQ(readings[0].from, root - 17);
   rounds(64 + 10);
   CHECK_EQ(rig.read().size(), 0U);  // awake it would have read once more had 64 piled up before it began to rest
 }
@@ -229,8 +229,8 @@ TEST(a_rest_that_missed_little_loses_nothing) {
   rig.ran(0, 100);
   (void)rig.propose(100);
   for (int i = 0; i < 70; ++i) rig.head.observe({rig.tokens.data(), 1, 100, false});
-  rig.ran(100, 164);
-  const auto readings = rig.propose(164);
+  rig.ran(100, 116);
+  const auto readings = rig.propose(116);
   REQUIRE(readings.size() == 1);
   CHECK_EQ(readings[0].begin, 100);
   CHECK_EQ(readings[0].from, 0);

@@ -553,8 +553,8 @@ TEST(a_head_that_is_not_asked_rests) {
   CHECK(rig.decode(text, 30) == Status::kOk);
   const Passes passes = rig.passes();
   REQUIRE(!passes.empty());
-  CHECK_EQ(passes[0].start, root - 64);
-  for (const auto& pass : passes) CHECK_EQ(pass.from, root - 64);
+  CHECK_EQ(passes[0].start, root - 16);
+  for (const auto& pass : passes) CHECK_EQ(pass.from, root - 16);
   CHECK_EQ(wrong(passes), 0);
   CHECK(behind(text, 80) == rig.model.continuation(prompt_of(80), static_cast<int>(text.size()) - 80));
 }

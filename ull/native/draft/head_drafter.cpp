@@ -5,7 +5,8 @@
 namespace ull {
 namespace {
 
-constexpr int kPending = 64;   // entries that may wait for a proposal, or that one begins anew with
+constexpr int kPending = 64;   // entries that may wait for a proposal
+constexpr int kAnew = 16;      // entries that a proposal begins anew with: reading more would cost several rounds
 constexpr int kAwake = 64;     // rounds without a proposal after which it rests
 constexpr int kSmallHole = 8;  // holes are passed over if what is held is so many times as long
 
@@ -46,8 +47,8 @@ Status HeadDrafter::reach_root(const DraftContext& context, int32_t* from) noexc
   if (lookahead_ > 0 && (last < 0 || !tags_.holds(last, context.history[last], context.pages[last / kPageTokens]))) {
     return Status::kOk;  // the entry may be there, but not its output
   }
-  if (rests() && range.through < context.position - kPending) {
-    range.through = context.position - kPending;
+  if (rests() && range.through < context.position - kAnew) {
+    range.through = context.position - kAnew;
     range.begin_at(range.through);
   }
   const Status status = follow(context.history, context.pages, context.position, /*last=*/true, range, *context.abort);
