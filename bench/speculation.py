@@ -50,12 +50,13 @@ MOST_TOKENS: dict[str, dict[str, tuple[float, float | None]]] = {
     "draft": {"held-out, greedy": (2.5, None)},
     "suffix": {"repeated lines, greedy": (3.0, None)},
 }
-ALWAYS = ("medusa", "draft", "suffix")  # the tiny bundle must have them
+ALWAYS = ("medusa", "draft", "eagle", "dflash", "suffix")  # the tiny bundle must have them
 LEAST_GAIN = (0.97, 1.0)  # must and goal of any drafter on any text, times faster than none
 COUPLED = ("eagle", "dflash", "draft")  # Medusa's first token, too seldom right for that, has no bar
 COUPLED_AT = 1.0  # temperature
 COUPLED_POINTS = (10.0, 15.0)  # must and goal: more of the first drafted tokens accepted than uncoupled
-CACHE_PAGES = 256  # hold all prompts
+# The cache holds all prompts; what others were answered is forgotten, since the passes repeat them.
+SETTINGS = {"engine__threads": 1, "engine__kv_pages": 256, "speculation__past_outputs": 0}
 TITLE = "speculation"
 
 Prompt = str | list[int]
@@ -282,7 +283,7 @@ def main() -> None:
     options = parser.parse_args()
     samples: dict[str, Any] = {}
     with (
-        serve(tiny_bundle(), engine__threads=1, engine__kv_pages=CACHE_PAGES) as daemon,
+        serve(tiny_bundle(), **SETTINGS) as daemon,
         ull.Client(daemon.url) as client,
     ):
         info = client.info()

@@ -263,6 +263,13 @@ class FakeDevice {
   // there, the text up to the position that has left it.
   [[nodiscard]] const std::vector<int32_t>& tap(int position) const { return ring_.at(tap_slot(position)); }
   [[nodiscard]] const gpu::State& state() const { return state_; }
+  // What the last round has fed and kept, from the position `base` on, and the token behind each; none: it ended the
+  // request, or drew nothing.
+  struct Kept {
+    int base = 0;
+    std::vector<int32_t> next;
+  };
+  [[nodiscard]] Kept kept() const { return state_.stopped != 0 ? Kept{} : kept_; }
   // The tokens up to the root of the last round, of a request with penalties.
   [[nodiscard]] std::vector<int32_t> counted_text() const { return {text_.begin(), text_.begin() + state_.counted}; }
 
@@ -420,6 +427,7 @@ class FakeDevice {
       if (request.tokens[i] < 0 || request.tokens[i] >= script.model.vocabulary) std::abort();  // no such embedding
     }
     ++state_.sequence;
+    if (request.mode != gpu::RoundMode::kMedusa) kept_ = {};
     const int64_t start = monotonic_ns();
     const int64_t lasts = (script.round_us + more_us(graph, script)) * int64_t{1000};
     result.begin_ns = static_cast<uint64_t>(start);
@@ -538,6 +546,8 @@ class FakeDevice {
       node = next;
     }
     leave_taps(base, result.count);
+    kept_ = {base - forced, {request.tokens + 1, request.tokens + 1 + forced}};
+    for (int i = 0; i < result.count; ++i) kept_.next.push_back(result.tokens[i].token);
     for (int i = 0; i < result.count && state_.sampling.penalises != 0; ++i) {
       text_[static_cast<size_t>(base + 1 + i)] = result.tokens[i].token;
     }
@@ -620,6 +630,7 @@ class FakeDevice {
   }
 
   Script script_;
+  Kept kept_;
   // Mapped memory.
   std::vector<gpu::RoundRequest> requests_;
   std::vector<gpu::RoundResult> results_;

@@ -25,9 +25,9 @@ class FakeEagle final : public StreamPart {
  public:
   // Sequence numbers are those of the head's passes; 0: never.
   struct Script {
-    int rank = 0;        // at which an entry names the right token; -1: nowhere
-    float gap = 4.0F;    // between the scores of two ranks
-    int more_pages = 0;  // of its cache than the target's, which is refused
+    int rank = 0;      // at which an entry names the right token; -1: nowhere
+    float gap = 4.0F;  // between the scores of two ranks
+    int heals = 0;     // n > 0: it names the right token if no more than one entry in n is wrong
     bool fails_copies = false;
     uint64_t launch_error_at = 0;
     uint64_t stream_error_at = 0;
@@ -44,20 +44,21 @@ class FakeEagle final : public StreamPart {
   struct Record {
     uint64_t sequence;
     gpu::RoundStatus status;
-    int graph;   // entries that the pass's graph holds; kFill: it is the one that ranks nothing
-    int count;   // entries,
-    int read;    // the first of them, made of taps and kept,
-    int ranked;  // and the last of them
-    int start;   // position of the first entry
-    int from;    // positions before it are lacking
-    int wrong;   // entries attended to that are not of this text
+    int graph;    // entries that the pass's graph holds; kFill: it is the one that ranks nothing
+    int count;    // entries,
+    int read;     // the first of them, made of taps and kept,
+    int ranked;   // and the last of them
+    int start;    // position of the first entry
+    int from;     // positions before it are lacking
+    int wrong;    // entries attended to that are not of this text
+    bool behind;  // it was launched behind the target's round, before that had been read
   };
 
   FakeEagle(Script script, const FakeDevice::Script& target)
       : script_(std::move(script)),
         model_(target.model),
         context_(target.context),
-        page_count_(target.page_count + script_.more_pages),
+        page_count_(target.page_count),
         requests_(gpu::kRoundSlots),
         results_(gpu::kRoundSlots),
         host_pages_(static_cast<size_t>(pages_for(target.context)), -1),
@@ -147,7 +148,8 @@ class FakeEagle final : public StreamPart {
   }
 
   Record pass(int graph, uint64_t sequence, const Script& script, gpu::RoundResult& result) {
-    const gpu::RoundRequest& request = requests_[sequence % gpu::kRoundSlots];
+    gpu::RoundRequest request = requests_[sequence % gpu::kRoundSlots];
+    const bool behind = request.position < 0, nothing = behind && !take_kept(request);
     const int kind = graph - static_cast<int>(kFirstGraph);  // 0: fill, 1: first, then the levels
     Record record{.sequence = sequence,
                   .status = gpu::RoundStatus::kOk,
@@ -159,7 +161,13 @@ class FakeEagle final : public StreamPart {
                   .ranked = request.max_tokens,
                   .start = request.position,
                   .from = request.first,
-                  .wrong = 0};
+                  .wrong = 0,
+                  .behind = behind};
+    if (nothing) {
+      result.count = result.stopped = 0;
+      result.status = record.status = gpu::RoundStatus::kSkipped;
+      return record;
+    }
     check(request, sequence, kind, kind == 0 ? gpu::kTreeTokens : record.graph);
     result.count = 0;
     result.stopped = 0;
@@ -180,6 +188,18 @@ class FakeEagle final : public StreamPart {
     }
     if (sequence == script.absurd_at) script.absurdity(result);
     return record;
+  }
+
+  // Makes a request behind a round one for the entries that the round has left to be made; false: there are none.
+  bool take_kept(gpu::RoundRequest& request) const {
+    const FakeDevice::Kept kept = device_->kept();
+    const int count = static_cast<int>(kept.next.size());
+    if (count < 1 || count > request.count) return false;
+    request.position = kept.base;
+    request.count = request.forced = count;
+    std::copy(kept.next.begin(), kept.next.end(), request.tokens);
+    for (int i = 0; i < count; ++i) request.parents[i] = static_cast<uint8_t>(std::max(i - 1, 0));
+    return true;
   }
 
   // What the kernels rely on.
@@ -209,15 +229,18 @@ class FakeEagle final : public StreamPart {
       if (i == last) break;
     }
     Tokens past = device_->tap(start + last);
-    int wrong = static_cast<int>(past.size()) == start + last + 1 ? 0 : 1;
+    const bool own = static_cast<int>(past.size()) == start + last + 1;
+    int wrong = own ? 0 : start + last + 1;
     past.insert(past.end(), way.begin(), way.end());
     // Every entry attended to, on the way of the prefix hash.
     Tokens prefix;
-    for (int position = 0; position <= start + last && wrong == 0; ++position) {
+    for (int position = 0; position <= start + last && own; ++position) {
       prefix.push_back(past[static_cast<size_t>(position)]);
       if (position < request.first) continue;
       if (cached(position) != entry_of(prefix, past[static_cast<size_t>(position) + 1])) ++wrong;
     }
+    const int attended = start + last + 1 - request.first;
+    const bool knows = wrong == 0 || (script.heals > 0 && wrong * script.heals <= attended);
     const gpu::State& state = device_->state();
     uint64_t seed = state.sampling.seed;
     if (state.sampling.penalises != 0) {
@@ -232,7 +255,7 @@ class FakeEagle final : public StreamPart {
     out.node = entry;
     out.top_count = kEagleRanks;
     for (int rank = 0; rank < kEagleRanks; ++rank) {
-      const bool right = wrong == 0 && rank == script.rank;
+      const bool right = knows && rank == script.rank;
       out.top[rank] = {right ? next : (next + 1 + rank) % model_.vocabulary,
                        5.0F - script.gap * static_cast<float>(rank)};
     }

@@ -67,7 +67,7 @@ class DflashPasses:
         self._head, self._sizes, self._multiprocessors = head, sizes, multiprocessors
         self._target_sizes, self._target = target_sizes, target
         self._places = Places(places.region, _with_targets(head, places, target), places.host)
-        self._rounds = Rounds(sizes, self._places, multiprocessors)
+        self._rounds = Rounds(sizes, self._places, multiprocessors, target)
         self._forward = FusedForward(sizes, self._places, multiprocessors)
 
     def context(self, entries: int) -> list[Launch]:

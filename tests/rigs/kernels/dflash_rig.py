@@ -119,7 +119,7 @@ class Head:
             stored[: len(self.names)] = self.names
             self.own["d2t"] = stored
         self.memory = self._reserve(self.sizes)
-        wanted = (TAP_RING, "state", "text", "text counts")
+        wanted = (TAP_RING, "round", "state", "text", "text counts")
         self.target_memory = {name: area for name, area in self._reserve(target_sizes).items() if name in wanted}
         self.ring = rng.standard_normal((TAP_SLOTS, len(TARGET_TAPS), target.hidden)).astype(np.float32) * 30
         self.target_memory[TAP_RING].view(np.float32)[...] = self.ring.reshape(-1)

@@ -5,9 +5,10 @@
 namespace ull {
 namespace {
 
-constexpr int kPending = 64;   // entries that may wait for a proposal, or that one begins anew with
-constexpr int kAwake = 64;     // rounds without a proposal after which it rests
-constexpr int kSmallHole = 8;  // a hole is passed over if what lies before it is so many times as long
+constexpr int kPending = 64;  // entries that may wait for a proposal
+constexpr int kAnew = 16;     // entries that a proposal begins anew with: reading more would cost several rounds
+constexpr int kAwake = 32;  // rounds without a proposal after which it rests: fewer, so that one probe makes none wait
+constexpr int kSmallHole = 8;  // holes are passed over if what is held is so many times as long
 
 }  // namespace
 
@@ -46,7 +47,10 @@ Status HeadDrafter::reach_root(const DraftContext& context, int32_t* from) noexc
   if (lookahead_ > 0 && (last < 0 || !tags_.holds(last, context.history[last], context.pages[last / kPageTokens]))) {
     return Status::kOk;  // the entry may be there, but not its output
   }
-  if (rests() && range.through < context.position - kPending) range.from = range.through = context.position - kPending;
+  if (rests() && range.through < context.position - kAnew) {
+    range.through = context.position - kAnew;
+    range.begin_at(range.through);
+  }
   const Status status = follow(context.history, context.pages, context.position, /*last=*/true, range, *context.abort);
   if (range.through == context.position) *from = range.from;
   return status;
@@ -60,7 +64,8 @@ Status HeadDrafter::follow(const int32_t* history, const int32_t* pages, int32_t
   const int32_t held = tags_.first_held(history, pages, std::max(begin, 0), end);
   if (held >= end) return Status::kOk;
   if (held > begin) {
-    if (begin - range.from < kSmallHole * (held - begin)) range.from = held;
+    range.lacking += held - begin;
+    if (begin - range.from < kSmallHole * range.lacking) range.begin_at(held);
     begin = held;
   }
   const Status status = read(history + begin + lookahead_, end - begin, begin, range.from, pages, last, abort);

@@ -5,14 +5,20 @@
 
 namespace ull {
 
-// Positions of a sequence that a drafter has in a cache of its own: [from, through).
+// Positions of a sequence that a drafter has in a cache of its own: [from, through), but for `lacking` among them.
 struct CachedRange {
   int32_t from = 0;
   int32_t through = 0;
+  int32_t lacking = 0;
 
   void cut(int32_t tokens) noexcept {
     if (through > tokens) through = tokens > 0 ? tokens : 0;
-    if (from > through) from = through;
+    if (from >= through) begin_at(through);
+  }
+  // What it holds begins anew.
+  void begin_at(int32_t position) noexcept {
+    from = position;
+    lacking = 0;
   }
 };
 
