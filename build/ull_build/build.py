@@ -35,7 +35,6 @@ from ull.bundle import (
     AttentionKind,
     Calibration,
     DeviceCode,
-    EagleHead,
     FileEntry,
     Forward,
     Manifest,
@@ -49,14 +48,13 @@ from ull.bundle import (
     Tokens,
     device_dflash_macros,
     device_eagle_macros,
+    device_head_problems,
     device_macros,
     device_problems,
     draft_problems,
-    device_head_problems,
     encode_manifest,
     head_scan_problems,
     medusa_problems,
-    no_dflash,
     open_bundle,
     optional_kernels,
     quantised_inputs,
@@ -213,7 +211,7 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
         kernels=compile_for(
             settings.target, model, settings.precision, reporter, attention, medusa, len(described.taps)
         ),
-        drafter_kernels=compile_drafters(settings.target, described, model, reporter),
+        drafter_kernels=compile_drafters(settings.target, described, model, settings.precision, reporter),
         texts=texts,
         drafters=drafters,
         speculation=described,
@@ -398,7 +396,7 @@ def compile_for(
 def compile_drafters(
     target: Target, speculation: Speculation, model: Model, precision: Precision, reporter: Reporter
 ) -> dict[str, list[CompiledFile]]:
-    """The kernels of what drafts for `model`, which has that precision, with layers of its own, by prefix; none for the CPU.
+    """The kernels of what drafts for `model`, of that precision, with layers of its own, by prefix; none for the CPU.
 
     Raises as compile_for.
     """

@@ -470,8 +470,6 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         if self.medusa is not None:
             for problem in medusa_problems(self.medusa, self.forward.decode):
                 raise ValueError(problem)
-        if self.speculation is not None and self.speculation.dflash is not None:
-            raise ValueError(no_dflash(self.target))
         speculation = self.speculation or Speculation()
         heads = {"EAGLE": speculation.eagle, "DFlash": speculation.dflash}
         for name, head in heads.items():

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from ull.bundle import (
-    DRAFT,
     DFLASH,
+    DRAFT,
     EAGLE,
     DeviceCode,
     DflashHead,

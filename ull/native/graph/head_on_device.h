@@ -1,0 +1,70 @@
+// A head that drafts on the device: its passes are captured graphs with a queue of their own on the target's stream.
+// They read what the target's rounds have left: taps, and for sampling, biases and text its State. So it proposes only
+// right after a round of the same sequence. The executor's thread grows the tree and waits for the passes.
+#pragma once
+
+#include <cstdint>
+
+#include "draft/head_drafter.h"
+#include "graph/driver.h"
+#include "graph/program.h"
+#include "graph/round_queue.h"
+#include "graph/setting.h"
+#include "graph/text.h"
+
+namespace ull::graph {
+
+class HeadOnDevice : public HeadDrafter {
+ public:
+  void copy_page(const CopyStep& step) noexcept override;
+  [[nodiscard]] int confidence(const DraftContext& context) noexcept override;
+  void observe(const DraftOutcome& outcome) noexcept override;
+  [[nodiscard]] bool branches() const noexcept override { return true; }
+  [[nodiscard]] bool foresees() const noexcept override { return true; }
+  [[nodiscard]] int64_t weight_bytes() const noexcept override { return blocks_.weight_bytes; }
+  [[nodiscard]] int64_t kv_bytes() const noexcept override { return blocks_.kv_bytes; }
+
+ protected:
+  // `target`: the rounds of the model that it drafts for, of `vocabulary` tokens; they fail with it. `tags`: of the
+  // taps that these have left. All of them must outlive it, and the blocks.
+  HeadOnDevice(DrafterKind kind, int lookahead, const RoundBlocks& blocks, const Driver& driver, RoundQueue& target,
+               const TapTags& tags, int vocabulary, int64_t watchdog_ns);
+
+  // Begins and ends the measuring: page 0 serves as scratch, since no sequence exists yet. begin throws
+  // std::runtime_error with the device's failure.
+  void begin_measuring();
+  void end_measuring() noexcept { queue_.set_watchdog(watchdog_ns_); }
+  // Throws std::runtime_error with the device's failure.
+  void require(Status status) const;
+
+  // Whether the device's State is that of the sequence: nothing of another one has been launched since.
+  [[nodiscard]] bool follows(const DraftContext& context) const noexcept;
+  // kOk or kExecutorFailed. The caller has filled queue_.next_request().
+  [[nodiscard]] Status launch(void* graph) noexcept;
+  // Waits for all passes. kOk, kAborted with nothing under way, or kExecutorFailed.
+  [[nodiscard]] Status finish(const std::atomic<bool>& abort) noexcept;
+  // A token's candidates -> tokens, scores [kMedusaRanks]; how many, or -1 if the answer is none to such a question.
+  [[nodiscard]] int candidates(const gpu::EmittedToken& answer, int node, int32_t* tokens,
+                               float* scores) const noexcept;
+  // The target's rounds fail with it.
+  [[nodiscard]] Status failed() noexcept { return target_.fail(queue_.failure(), queue_.restart_helps()); }
+  [[nodiscard]] Status impossible() noexcept;
+
+  const RoundBlocks& blocks_;
+  RoundQueue& target_;
+  const int vocabulary_;
+  Setting setting_;
+  Text text_;
+  RoundQueue queue_;
+  // A pass that was launched behind a round, and may have found nothing to do; 0: there is none.
+  uint64_t behind_ = 0;
+
+ private:
+  const int64_t watchdog_ns_;
+  // The round that was observed last.
+  uint64_t sequence_ = 0;  // 0: there was none
+  int32_t position_ = 0;   // of the token that it emitted last
+  int32_t token_ = 0;
+};
+
+}  // namespace ull::graph
