@@ -580,8 +580,6 @@ def device_head_problems(target: Target, head: EagleHead | DflashHead) -> Iterat
         return
     for problem in device_problems(target, head.model, head.precision, None):
         yield f"{the} head: {problem}"
-    if isinstance(head, DflashHead) and head.model.windows:
-        yield f"{the} head: sliding windows are not supported on a GPU"
 
 
 def device_problems(
