@@ -331,6 +331,8 @@ def test_it_shares_the_ring_and_the_requests_state_with_its_target_alone(
     assert not [where for _, where in of_target if where.startswith("eagle")]
     shared = {(kernel, where) for kernel, where in of_passes if not where.startswith("eagle")}
     assert shared == {
+        ("ull_begin", "round"),  # what has been accepted, for a pass behind a round
+        ("ull_begin", "state"),
         ("ull_eagle_taps", TAP_RING),
         ("ull_eagle_input", "weights embed.weight"),
         ("ull_eagle_rank", "state"),

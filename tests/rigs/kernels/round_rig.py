@@ -95,6 +95,7 @@ class Device:
             *map(ctypes.addressof, (self.round, self.state, self.requests, self.control)),
             *map(pointer, (self.host_pages, self.pages, self.counters, self.host_text, self.text, self.text_counts)),
             *map(pointer, (self.host_mask, self.mask)),
+            *(None, None),  # it drafts for nobody
             *(self.counters.size, PAGES, CONTEXT),
         )
 

@@ -62,7 +62,11 @@ Status EagleDrafter::launch(void* graph, const Pass& pass) noexcept {
 // The entries that a proposal begins with stay in pass_: its levels repeat them.
 Status EagleDrafter::read(const int32_t* tokens, int count, int start, int from, const int32_t* pages, bool last,
                           const std::atomic<bool>& abort) noexcept {
-  setting_.take(pages, pages_for(start + count));
+  const int page_count = pages_for(start + count);
+  if (!setting_.holds(pages, page_count)) {  // what is under way behind a round reads the mapped page table
+    if (const Status status = finish(abort); status != Status::kOk) return status;
+    setting_.take(pages, page_count);
+  }
   const int in_first = last ? std::min(count, kEagleFirst) : 0;
   for (int done = 0; done < count;) {
     const bool is_first = done == count - in_first;
