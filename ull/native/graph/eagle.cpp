@@ -20,7 +20,8 @@ EagleDrafter::EagleDrafter(const EagleProgram& program, const Driver& driver, Ro
       watchdog_ns_(watchdog_ns),
       setting_(program.pages, pages_for(program.context_tokens)),
       text_(program.text, program.context_tokens),
-      queue_(program, driver) {}
+      queue_(program, driver),
+      last_(target) {}
 
 // Page 0 serves as scratch: no sequence exists yet. What is proposed does not matter.
 void EagleDrafter::prepare() {
@@ -65,21 +66,13 @@ void EagleDrafter::copy_page(const CopyStep& step) noexcept {
 
 Status EagleDrafter::failed() noexcept { return target_.fail(queue_.failure(), queue_.restart_helps()); }
 
-// Nothing of another sequence may have been launched since.
-bool EagleDrafter::follows(const DraftContext& context) const noexcept {
-  return sequence_ != 0 && sequence_ == target_.launched() && context.history != nullptr &&
-         context.position == position_ && context.history[position_] == token_;
-}
-
 int EagleDrafter::confidence(const DraftContext& context) noexcept {
-  return follows(context) ? HeadDrafter::confidence(context) : -1;
+  return last_.precedes(context) ? HeadDrafter::confidence(context) : -1;
 }
 
 void EagleDrafter::observe(const DraftOutcome& outcome) noexcept {
   HeadDrafter::observe(outcome);
-  sequence_ = target_.launched();
-  position_ = outcome.position + outcome.count;
-  token_ = outcome.emitted[outcome.count - 1];
+  last_.observe(outcome);
 }
 
 Status EagleDrafter::launch(void* graph, const Pass& pass) noexcept {
@@ -196,7 +189,7 @@ Status EagleDrafter::run_level(void* graph, const int* nodes, const std::atomic<
 }
 
 Status EagleDrafter::propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept {
-  if (plan.depth < 1 || plan.count < 2 || context.drafted == nullptr || !follows(context)) return Status::kOk;
+  if (plan.depth < 1 || plan.count < 2 || context.drafted == nullptr || !last_.precedes(context)) return Status::kOk;
   const int32_t root = context.position;
   int32_t from = root;
   root_pages_ = nullptr;

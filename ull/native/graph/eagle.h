@@ -10,6 +10,7 @@
 #include "draft/eagle_tree.h"
 #include "draft/head_drafter.h"
 #include "graph/driver.h"
+#include "graph/last_round.h"
 #include "graph/program.h"
 #include "graph/round_queue.h"
 #include "graph/setting.h"
@@ -56,8 +57,6 @@ class EagleDrafter final : public HeadDrafter {
     }
   };
 
-  // Whether the device's State is that of the sequence.
-  [[nodiscard]] bool follows(const DraftContext& context) const noexcept;
   [[nodiscard]] Status read(const int32_t* tokens, int count, int start, int from, const int32_t* pages, bool last,
                             const std::atomic<bool>& abort) noexcept override;
   [[nodiscard]] Status launch(void* graph, const Pass& pass) noexcept;
@@ -76,6 +75,7 @@ class EagleDrafter final : public HeadDrafter {
   Setting setting_;
   Text text_;
   RoundQueue queue_;
+  LastRound last_;  // whose State the passes read
   EagleTree tree_;
   Pass pass_;                              // of the proposal
   int16_t entries_[EagleTree::kCapacity];  // [node] that it was run as
@@ -88,11 +88,6 @@ class EagleDrafter final : public HeadDrafter {
   int32_t behind_from_ = 0;              // as Pass::from
   const int32_t* root_pages_ = nullptr;  // of the proposal that the round verifies
   int root_tokens_ = 0;                  // most that the round emits
-
-  // The round that was observed last.
-  uint64_t sequence_ = 0;  // 0: there was none
-  int32_t position_ = 0;   // of the token that it emitted last
-  int32_t token_ = 0;
 };
 
 }  // namespace ull::graph
