@@ -92,38 +92,41 @@ void zero(const ModelSpec& spec, const std::string& name) {
 
 }  // namespace
 
-TEST(drafted_output_is_the_plain_one_to_the_bit) {
+// Prompts are read in chunks of that many, by so many threads.
+static void check_drafted_output(int chunk, int threads) {
   for (const check::EagleOptions& options : some_options()) {
     const check::EagleFile file(options);
     const auto plain = decoder(file.model.spec, 64, 1);
-    for (const int chunk : {16, 64}) {
-      const auto drafting = decoder(file.model.spec, chunk, chunk == 16 ? 2 : 1);
-      int drawn = 0;
-      for (const Sampling& sampling : samplings()) {
-        for (const int length : {1, 2, 17, 64, 65, 150}) {
-          const std::vector<int32_t> prompt = some_tokens(length);
-          DecodeRequest request{.tokens = prompt, .max_tokens = 20, .sampling = sampling, .pages = kPages};
-          const Decoded expected = plain->decode(request);
-          request.speculation = DrafterKind::kEagle;
-          request.max_tree = ++drawn % 2 == 0 ? 6 : 0;
-          const Decoded out = drafting->decode(request);
-          check_equal(out, expected, sampling);
-          CHECK(drafted_rounds(out) > 0);
-          request.speculation = DrafterKind::kAuto;
-          request.forced = std::min(drawn, chunk - 1);
+    const auto drafting = decoder(file.model.spec, chunk, threads);
+    int drawn = 0;
+    for (const Sampling& sampling : samplings()) {
+      for (const int length : {1, 2, 17, 64, 65, 150}) {
+        const std::vector<int32_t> prompt = some_tokens(length);
+        DecodeRequest request{.tokens = prompt, .max_tokens = 20, .sampling = sampling, .pages = kPages};
+        const Decoded expected = plain->decode(request);
+        request.speculation = DrafterKind::kEagle;
+        request.max_tree = ++drawn % 2 == 0 ? 6 : 0;
+        const Decoded out = drafting->decode(request);
+        check_equal(out, expected, sampling);
+        CHECK(drafted_rounds(out) > 0);
+        request.speculation = DrafterKind::kAuto;
+        request.forced = std::min(drawn, chunk - 1);
+        check_equal(drafting->decode(request), expected, sampling);
+        // Behind what that request has left in the caches; a cut in a page's midst, at its end, and of all.
+        for (const int cached : {length - 1, length / 2, 0}) {
+          request.cached = cached;
+          request.speculation = cached % 2 == 0 ? DrafterKind::kEagle : DrafterKind::kNone;
           check_equal(drafting->decode(request), expected, sampling);
-          // Behind what that request has left in the caches; a cut in a page's midst, at its end, and of all.
-          for (const int cached : {length - 1, length / 2, 0}) {
-            request.cached = cached;
-            request.speculation = cached % 2 == 0 ? DrafterKind::kEagle : DrafterKind::kNone;
-            check_equal(drafting->decode(request), expected, sampling);
-          }
-          request.cached = 0;
         }
+        request.cached = 0;
       }
     }
   }
 }
+
+TEST(drafted_output_is_the_plain_one_to_the_bit_by_two_threads) { check_drafted_output(16, 2); }
+
+TEST(drafted_output_is_the_plain_one_to_the_bit_in_whole_chunks) { check_drafted_output(64, 1); }
 
 TEST(entries_that_nobody_read_are_done_without) {
   const check::EagleFile file;

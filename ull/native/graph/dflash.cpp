@@ -92,7 +92,7 @@ Status DflashDrafter::read(const int32_t*, int count, int start, int, const int3
 }
 
 Status DflashDrafter::propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept {
-  if (plan.count < 2 || context.drafted == nullptr || !follows(context)) return Status::kOk;
+  if (plan.count < 2 || context.drafted == nullptr || !last_.precedes(context)) return Status::kOk;
   const int32_t root = context.position;
   const int entries = std::min({program_.block_tokens, tree.max_depth() + 1, program_.context_tokens - root});
   const int depth = std::min({plan.depth, predicted(entries), max_depth(), tree.max_depth()});

@@ -137,7 +137,7 @@ Status EagleDrafter::run_level(void* graph, const int* nodes, const std::atomic<
 }
 
 Status EagleDrafter::propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept {
-  if (plan.depth < 1 || plan.count < 2 || context.drafted == nullptr || !follows(context)) return Status::kOk;
+  if (plan.depth < 1 || plan.count < 2 || context.drafted == nullptr || !last_.precedes(context)) return Status::kOk;
   const int32_t root = context.position;
   int32_t from = root;
   root_pages_ = nullptr;

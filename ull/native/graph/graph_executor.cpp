@@ -184,7 +184,7 @@ void GraphExecutor::launch_prompt() noexcept {
     request.position = prompt_.start;
     request.max_tokens = 0;
     fill_chain(request, prompt_.tokens, count);
-    forget_taps(prompt_.start, count);
+    tags_.forget(prompt_.start, count);
     if (queue_.launch(graphs_.prefill_for(count), setting_, text_) != Status::kOk) return;
     last_ = queue_.launched();
     if (first_ == 0) first_ = last_;
@@ -219,7 +219,7 @@ void GraphExecutor::launch_tree() noexcept {
     std::copy_n(tree.tokens(), count, request.tokens);
     std::copy_n(tree.parents(), count, request.parents);
   }
-  forget_taps(step.position, step.forced + step.max_tokens);
+  tags_.forget(step.position, step.forced + step.max_tokens);
   void* graph = graphs_.round_for(count, *step.sampling, /*keeps_logits=*/step.constraint != nullptr);
   if (queue_.launch(graph, setting_, text_) != Status::kOk) return;
   first_ = last_ = queue_.launched();
@@ -245,7 +245,7 @@ void GraphExecutor::launch_scores() noexcept {
     request.max_tokens = 1;
     std::copy_n(step.tokens, step.count, request.tokens);
     std::copy_n(step.parents, step.count, request.parents);
-    forget_taps(step.position, 1);
+    tags_.forget(step.position, 1);
     void* graph = graphs_.round_for(step.count, Sampling{}, /*keeps_logits=*/true);
     if (queue_.launch(graph, setting_, text_) != Status::kOk) return;
     first_ = queue_.launched();
@@ -276,7 +276,7 @@ void GraphExecutor::launch_ahead() noexcept {
     if (!queue_.setting_is_free(setting_)) return;
     setting_.take(step.pages, pages);
   }
-  forget_taps(position, rounds);
+  tags_.forget(position, rounds);
   for (int i = 0; i < rounds; ++i) fill_continuation(queue_.next_request(i), position + i);
   if (queue_.launch(graph, setting_, text_, rounds) != Status::kOk) return;
   ahead_through_ = queue_.launched();
@@ -313,16 +313,11 @@ Status GraphExecutor::finish_prefill() noexcept {
       return queue_.fail("the device has not run a chunk of a prompt", /*restart_helps=*/true);
     }
   }
-  for (int i = std::max(0, prefill_.count - tags_.capacity()); tags_.capacity() > 0 && i < prefill_.count; ++i) {
+  for (int i = std::max(0, prefill_.count - tags_.capacity()); i < prefill_.count; ++i) {
     const int32_t position = prefill_.start + i;
     tags_.put(position, prefill_.tokens[i], prefill_.pages[position / kPageTokens]);
   }
   return proposer_->prefill(prefill_, abort_);
-}
-
-// It writes them as it runs, whether it is wanted by then or not.
-void GraphExecutor::forget_taps(int32_t position, int count) noexcept {
-  if (tags_.capacity() > 0) tags_.forget(position, count);
 }
 
 // Of what the round fed: all but the token that it emitted last.

@@ -89,8 +89,7 @@ class GraphExecutor final : public Executor {
   [[nodiscard]] Status finish_scores() noexcept;
   [[nodiscard]] bool copy_tokens(const gpu::RoundResult& answer, RoundResult& result) const noexcept;
 
-  // Of a round that is launched, and of one that has ended: which taps the ring holds.
-  void forget_taps(int32_t position, int count) noexcept;
+  // Notes which taps a round that has ended left in the ring.
   void keep_taps(const RoundResult& result) noexcept;
 
   // Measures every graph of one round -> graphs_, info_.verify_ns; the costs of trees. Runs the others.

@@ -15,6 +15,7 @@ HeadOnDevice::HeadOnDevice(DrafterKind kind, int lookahead, const RoundBlocks& b
       setting_(blocks.pages, pages_for(blocks.context_tokens)),
       text_(blocks.text, blocks.context_tokens),
       queue_(blocks, driver),
+      last_(target),
       watchdog_ns_(watchdog_ns) {}
 
 void HeadOnDevice::begin_measuring() {
@@ -32,20 +33,13 @@ void HeadOnDevice::copy_page(const CopyStep& step) noexcept {
   if (queue_.copy_page(step.from_page, step.to_page) != Status::kOk) (void)failed();
 }
 
-bool HeadOnDevice::follows(const DraftContext& context) const noexcept {
-  return sequence_ != 0 && sequence_ == target_.launched() && context.history != nullptr &&
-         context.position == position_ && context.history[position_] == token_;
-}
-
 int HeadOnDevice::confidence(const DraftContext& context) noexcept {
-  return follows(context) ? HeadDrafter::confidence(context) : -1;
+  return last_.precedes(context) ? HeadDrafter::confidence(context) : -1;
 }
 
 void HeadOnDevice::observe(const DraftOutcome& outcome) noexcept {
   HeadDrafter::observe(outcome);
-  sequence_ = target_.launched();
-  position_ = outcome.position + outcome.count;
-  token_ = outcome.emitted[outcome.count - 1];
+  last_.observe(outcome);
 }
 
 Status HeadOnDevice::launch(void* graph) noexcept {

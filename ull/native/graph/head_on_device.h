@@ -7,6 +7,7 @@
 
 #include "draft/head_drafter.h"
 #include "graph/driver.h"
+#include "graph/last_round.h"
 #include "graph/program.h"
 #include "graph/round_queue.h"
 #include "graph/setting.h"
@@ -37,8 +38,6 @@ class HeadOnDevice : public HeadDrafter {
   // Throws std::runtime_error with the device's failure.
   void require(Status status) const;
 
-  // Whether the device's State is that of the sequence: nothing of another one has been launched since.
-  [[nodiscard]] bool follows(const DraftContext& context) const noexcept;
   // kOk or kExecutorFailed. The caller has filled queue_.next_request().
   [[nodiscard]] Status launch(void* graph) noexcept;
   // Waits for all passes. kOk, kAborted with nothing under way, or kExecutorFailed.
@@ -56,15 +55,12 @@ class HeadOnDevice : public HeadDrafter {
   Setting setting_;
   Text text_;
   RoundQueue queue_;
+  LastRound last_;  // whose State the passes read
   // A pass that was launched behind a round, and may have found nothing to do; 0: there is none.
   uint64_t behind_ = 0;
 
  private:
   const int64_t watchdog_ns_;
-  // The round that was observed last.
-  uint64_t sequence_ = 0;  // 0: there was none
-  int32_t position_ = 0;   // of the token that it emitted last
-  int32_t token_ = 0;
 };
 
 }  // namespace ull::graph

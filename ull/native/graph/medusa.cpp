@@ -8,7 +8,7 @@
 
 namespace ull::graph {
 MedusaDrafter::MedusaDrafter(const GraphProgram& program, RoundQueue& queue, const Setting& setting, const Text& text)
-    : program_(program), queue_(queue), setting_(setting), text_(text) {}
+    : program_(program), queue_(queue), setting_(setting), text_(text), last_(queue) {}
 
 // The median time from launch to answer. What the hidden state holds does not matter.
 void MedusaDrafter::prepare() {
@@ -20,23 +20,13 @@ void MedusaDrafter::prepare() {
 }
 
 int MedusaDrafter::confidence(const DraftContext& context) noexcept {
-  return follows(context) ? temperature_confidence(context.sampling->temperature) : -1;
+  return last_.precedes(context) ? temperature_confidence(context.sampling->temperature) : -1;
 }
 
-// Nothing may have been launched since: any round overwrites the hidden state.
-bool MedusaDrafter::follows(const DraftContext& context) const noexcept {
-  return sequence_ != 0 && sequence_ == queue_.launched() && context.history != nullptr &&
-         context.position == position_ && context.history[position_] == token_;
-}
-
-void MedusaDrafter::observe(const DraftOutcome& outcome) noexcept {
-  sequence_ = queue_.launched();
-  position_ = outcome.position + outcome.count;
-  token_ = outcome.emitted[outcome.count - 1];
-}
+void MedusaDrafter::observe(const DraftOutcome& outcome) noexcept { last_.observe(outcome); }
 
 Status MedusaDrafter::propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept {
-  if (!follows(context)) return Status::kOk;
+  if (!last_.precedes(context)) return Status::kOk;
   if (const Status status = run(context.position, *context.abort); status != Status::kOk) return status;
   if (!take(queue_.result(queue_.seen()), plan)) {
     return queue_.fail("the device gave an impossible answer to a draft", /*restart_helps=*/true);

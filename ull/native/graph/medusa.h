@@ -8,6 +8,7 @@
 
 #include "draft/drafter.h"
 #include "draft/medusa_tree.h"
+#include "graph/last_round.h"
 #include "graph/program.h"
 #include "graph/round_queue.h"
 #include "graph/setting.h"
@@ -33,8 +34,6 @@ class MedusaDrafter final : public Drafter {
   [[nodiscard]] int64_t weight_bytes() const noexcept override { return program_.medusa_bytes; }
 
  private:
-  // Whether the device's hidden state is that of the token before the context's root.
-  [[nodiscard]] bool follows(const DraftContext& context) const noexcept;
   [[nodiscard]] Status launch(int32_t position) noexcept;
   // Waits for the heads, which it runs if nobody has; nothing else is under way. kOk, kAborted, or kExecutorFailed.
   [[nodiscard]] Status run(int32_t position, const std::atomic<bool>& abort) noexcept;
@@ -47,11 +46,7 @@ class MedusaDrafter final : public Drafter {
   MedusaCandidates candidates_;
   int64_t cost_ns_ = 0;
   uint64_t behind_ = 0;  // the sequence of heads that were launched behind a round; 0: none were
-
-  // The round that was observed last.
-  uint64_t sequence_ = 0;  // 0: there was none
-  int32_t position_ = 0;   // of the token that it emitted last
-  int32_t token_ = 0;
+  LastRound last_;       // whose hidden state the heads read
 };
 
 }  // namespace ull::graph
