@@ -184,6 +184,19 @@ TEST(a_decision_that_costs_time_is_charged) {
   CHECK(std::abs(planner.plain_ns(100) - 1e6) < 1e4);  // what a round without speculation takes, not what these took
 }
 
+TEST(a_proposal_that_is_not_verified_is_charged_whole_though_it_took_longer_than_a_round) {
+  const Simulated drafter(DrafterKind::kDflash, 2'000'000, 4, true);
+  Planner planner;
+  planner.set_costs(costs(0.1));
+  const Planner::Limits limits{100, 64, 63};
+  for (int round = 0; round < 1000; ++round) planner.record(nullptr, nullptr, limits, {1, 1e6, 0.0});
+  const double before = planner.credit_rounds(limits);
+  TreePlan root;
+  root.depth = 1;
+  planner.record(&drafter, &root, limits, {1, 3e6, 2e6});
+  CHECK(std::abs(before - planner.credit_rounds(limits) - 2.0) < 0.05);
+}
+
 TEST(drafters_asked_for_by_name_do_not_spend_what_others_earn) {
   Planner planner;
   planner.set_costs(costs(0.1));

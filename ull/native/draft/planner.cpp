@@ -305,11 +305,11 @@ void Planner::record(const Drafter* drafter, const TreePlan* plan, const Limits&
     (void)plain_ratio_.learn(outcome.nanoseconds - outcome.drafting_nanoseconds, plain,
                              own.since_plain > kPlainEvery / 2 ? kRareMemory : kPlainMemory);
     const double drafting = drafter == nullptr
-                                ? outcome.drafting_nanoseconds
+                                ? std::min(outcome.drafting_nanoseconds, plain)
                                 : drafting_ratios_[static_cast<int>(drafter->kind())].learn(
                                       outcome.drafting_nanoseconds,
                                       static_cast<double>(drafter->cost_ns(plan->depth)) * plain_ratio_.value());
-    gain = -std::min(drafting, plain);
+    gain = -drafting;
     own.since_plain = 0;
   }
   if (drafter != nullptr) {
