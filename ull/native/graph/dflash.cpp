@@ -78,9 +78,14 @@ Status DflashDrafter::launch_nodes(int32_t position, int ranked) noexcept {
   return launch(program_.nodes);
 }
 
-Status DflashDrafter::read(const int32_t*, int count, int start, int, const int32_t* pages, bool,
+Status DflashDrafter::read(const int32_t*, int count, int start, int from, const int32_t* pages, bool last,
                            const std::atomic<bool>& abort) noexcept {
-  setting_.take(pages, pages_for(start + count));
+  const int page_count = pages_for(start + count);
+  if (!setting_.holds(pages, page_count)) {  // what is under way behind a round reads the mapped page table
+    if (const Status status = finish(abort); status != Status::kOk) return status;
+    setting_.take(pages, page_count);
+  }
+  if (const Status status = made_behind(start, from, abort, &made_); status != Status::kOk || made_) return status;
   for (int done = 0; done < count; done += kMaxTreeTokens) {
     if (!queue_.has_slot()) {
       if (const Status status = finish(abort); status != Status::kOk) return status;
@@ -88,7 +93,15 @@ Status DflashDrafter::read(const int32_t*, int count, int start, int, const int3
     const Status status = launch_context(start + done, std::min(count - done, kMaxTreeTokens));
     if (status != Status::kOk) return status;
   }
-  return finish(abort);
+  return last ? Status::kOk : finish(abort);  // the block follows at once
+}
+
+void DflashDrafter::run_behind() noexcept {
+  const int entries = program_.block_tokens;
+  if (verified_.root + verified_.tokens + entries > program_.context_tokens || !begin_behind()) return;
+  if (launch_context(-1, verified_.tokens) != Status::kOk) return;
+  const uint64_t first = queue_.launched();
+  if (launch_block(0, -1, verified_.from, entries, ranked(max_depth())) == Status::kOk) end_behind(first);
 }
 
 Status DflashDrafter::propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept {
@@ -98,19 +111,27 @@ Status DflashDrafter::propose(const DraftContext& context, const TreePlan& plan,
   const int depth = std::min({plan.depth, predicted(entries), max_depth(), tree.max_depth()});
   if (depth < 1) return Status::kOk;
   int32_t from = root;
+  verified_ = {};
+  made_ = false;
   if (const Status status = reach_root(context, &from); status != Status::kOk) return status;
   if (from >= root) return Status::kOk;
-  const bool markov = program_.nodes != nullptr;
-  const Status launched = launch_block(context.history[root], root, from, entries, markov ? 0 : depth);
-  if (launched != Status::kOk) return launched;
+  if (!made_) {
+    if (!queue_.has_slot()) {
+      if (const Status status = finish(*context.abort); status != Status::kOk) return status;
+    }
+    const Status launched = launch_block(context.history[root], root, from, entries, ranked(depth));
+    if (launched != Status::kOk) return launched;
+  }
   if (const Status status = finish(*context.abort); status != Status::kOk) return status;
-  if (markov) return grow_by_levels(context, depth, plan, tree);
-  return grow_along(queue_.result(queue_.seen()), depth, plan, tree);
+  const Status status = program_.nodes == nullptr ? grow_along(queue_.result(queue_.seen()), depth, plan, tree)
+                                                  : grow_by_levels(context, depth, plan, tree);
+  if (status == Status::kOk) verified_ = {context.pages, root, from, tree.deepest() + 1};
+  return status;
 }
 
 Status DflashDrafter::grow_along(const gpu::RoundResult& answer, int depth, const TreePlan& plan,
                                  DraftTree& tree) noexcept {
-  if (answer.count != depth) return impossible();
+  if (answer.status != gpu::RoundStatus::kOk || answer.count < depth) return impossible();
   for (int d = 1; d <= depth; ++d) {
     Candidates& found = depths_[d];
     const gpu::EmittedToken& entry = answer.tokens[d - 1];

@@ -1,7 +1,7 @@
 // A DFlash or DSpark head on the device: it makes its context of the taps (RoundMode::kDflashContext), drafts a block
 // in one pass (kDflashBlock), and with a Markov term ranks what follows the nodes of the tree, level by level
 // (kDflashNodes). Without one a depth's candidates are the same below every node, and the tree grows along its
-// likeliest paths, as on the CPU.
+// likeliest paths, as on the CPU. Context and block of the next proposal run behind the round.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +21,7 @@ class DflashDrafter final : public HeadOnDevice {
   // Measures its passes. Throws std::runtime_error with the device's failure.
   void prepare() override;
   [[nodiscard]] Status propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept override;
+  void run_behind() noexcept override;
   [[nodiscard]] int max_depth() const noexcept override;
   [[nodiscard]] int max_rank() const noexcept override { return kMedusaRanks; }
   [[nodiscard]] int64_t cost_ns(int depth) const noexcept override;
@@ -36,6 +37,9 @@ class DflashDrafter final : public HeadOnDevice {
   [[nodiscard]] int predicted(int entries) const noexcept { return program_.anchor_predicts ? entries : entries - 1; }
   [[nodiscard]] Status read(const int32_t* tokens, int count, int start, int from, const int32_t* pages, bool last,
                             const std::atomic<bool>& abort) noexcept override;
+  // Depths of which a block says something on its own: of a Markov head's the nodes do.
+  [[nodiscard]] int ranked(int depth) const noexcept { return program_.nodes == nullptr ? depth : 0; }
+  // start, position: -1 behind a round.
   [[nodiscard]] Status launch_context(int start, int count) noexcept;
   [[nodiscard]] Status launch_block(int32_t root, int32_t position, int32_t from, int entries, int depth) noexcept;
   // Of nodes_, the last `ranked`.
@@ -48,6 +52,7 @@ class DflashDrafter final : public HeadOnDevice {
                                       DraftTree& tree) noexcept;
 
   const DflashProgram& program_;
+  bool made_ = false;  // a proposal's context was, behind the round
   Candidates depths_[kMaxDflashBlock + 1];
   EagleTree tree_;
   int32_t tokens_[kMaxTreeTokens];       // of the nodes that were ranked, or are to be

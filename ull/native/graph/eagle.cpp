@@ -77,14 +77,10 @@ Status EagleDrafter::read(const int32_t* tokens, int count, int start, int from,
     pass_.from = from;
     for (int i = 0; i < pass_.read; ++i) pass_.add(tokens[done + i], std::max(i - 1, 0));
     // What has been launched behind the round made just these entries, unless they were more than it may make.
-    const bool made = is_first && done == 0 && behind_ != 0 && behind_ == queue_.launched() && behind_start_ == start &&
-                      behind_from_ == from;
-    if (made) {
-      if (const Status status = queue_.await(behind_, abort); status != Status::kOk) {
-        return status == Status::kExecutorFailed ? failed() : status;
-      }
-      const gpu::RoundResult& answer = queue_.result(behind_);
-      if (answer.status == gpu::RoundStatus::kOk && answer.tokens[0].node == pass_.read - 1) return Status::kOk;
+    if (is_first && done == 0) {
+      bool made = false;
+      const Status status = made_behind(start, from, abort, &made);
+      if (status != Status::kOk || made) return status;
     }
     if (!queue_.has_slot()) {
       if (const Status status = finish(abort); status != Status::kOk) return status;
@@ -99,19 +95,14 @@ Status EagleDrafter::read(const int32_t* tokens, int count, int start, int from,
 
 // The cache then holds all before the root, which reach_root() has seen to.
 void EagleDrafter::run_behind() noexcept {
-  const int32_t root = pass_.start + pass_.read;
-  if (root_pages_ == nullptr || !queue_.idle()) return;
+  if (!begin_behind()) return;
   gpu::RoundRequest& request = queue_.next_request();
-  setting_.take(root_pages_, pages_for(root + root_tokens_));
   request.mode = gpu::RoundMode::kEagle;
-  request.count = std::min(kEagleFirst, root_tokens_);
+  request.count = std::min(kEagleFirst, verified_.tokens);
   request.position = -1;
   request.max_tokens = 1;
-  request.first = pass_.from;
-  if (HeadOnDevice::launch(program_.first) != Status::kOk) return;
-  behind_ = queue_.launched();
-  behind_start_ = root;
-  behind_from_ = pass_.from;
+  request.first = verified_.from;
+  if (HeadOnDevice::launch(program_.first) == Status::kOk) end_behind(queue_.launched());
 }
 
 void* EagleDrafter::level_for(int entries) const noexcept {
@@ -140,7 +131,7 @@ Status EagleDrafter::propose(const DraftContext& context, const TreePlan& plan, 
   if (plan.depth < 1 || plan.count < 2 || context.drafted == nullptr || !last_.precedes(context)) return Status::kOk;
   const int32_t root = context.position;
   int32_t from = root;
-  root_pages_ = nullptr;
+  verified_ = {};
   if (const Status status = reach_root(context, &from); status != Status::kOk) return status;
   if (from == root) return Status::kOk;
   tree_.begin(plan.count, std::min(plan.depth, program_.context_tokens - 1 - root), kMaxEagleWidth,
@@ -159,8 +150,7 @@ Status EagleDrafter::propose(const DraftContext& context, const TreePlan& plan, 
     graph = level_for(pass_.count);
   } while (pass_.ranked > 0);
   tree_.finish(tree);
-  root_pages_ = context.pages;
-  root_tokens_ = tree.deepest() + 1;
+  verified_ = {context.pages, root, from, tree.deepest() + 1};
   return Status::kOk;
 }
 

@@ -56,12 +56,6 @@ class EagleDrafter final : public HeadOnDevice {
   int16_t entries_[EagleTree::kCapacity];  // [node] that it was run as
   int64_t root_ns_ = 0;                    // a first pass
   int64_t level_ns_ = 0;                   // a level
-
-  // The first pass that was launched behind a round.
-  int32_t behind_start_ = 0;             // of the entries that it makes, the round's root
-  int32_t behind_from_ = 0;              // as Pass::from
-  const int32_t* root_pages_ = nullptr;  // of the proposal that the round verifies
-  int root_tokens_ = 0;                  // most that the round emits
 };
 
 }  // namespace ull::graph

@@ -52,7 +52,9 @@ Status HeadOnDevice::finish(const std::atomic<bool>& abort) noexcept {
     if (status == Status::kExecutorFailed) return failed();
     if (status != Status::kOk) return status;
     // Behind a round that ended the request, or emitted more than it may make, there is nothing to run.
-    if (queue_.seen() == behind_ || queue_.result(queue_.seen()).status == gpu::RoundStatus::kOk) continue;
+    if ((queue_.seen() >= behind_.first && queue_.seen() <= behind_.last) ||
+        queue_.result(queue_.seen()).status == gpu::RoundStatus::kOk)
+      continue;
     (void)queue_.fail("the device has not run a pass of a head", /*restart_helps=*/true);
     return failed();
   }
@@ -67,6 +69,26 @@ int HeadOnDevice::candidates(const gpu::EmittedToken& answer, int node, int32_t*
     if (tokens[rank] < 0 || tokens[rank] >= vocabulary_) return -1;
   }
   return answer.top_count;
+}
+
+bool HeadOnDevice::begin_behind() noexcept {
+  if (verified_.pages == nullptr || !queue_.idle()) return false;
+  setting_.take(verified_.pages, pages_for(verified_.root + verified_.tokens));
+  return true;
+}
+
+void HeadOnDevice::end_behind(uint64_t first) noexcept {
+  behind_ = {first, queue_.launched(), target_.launched(), verified_.root, verified_.from};
+}
+
+Status HeadOnDevice::made_behind(int32_t start, int32_t from, const std::atomic<bool>& abort, bool* made) noexcept {
+  *made = false;
+  const bool newest = behind_.last == queue_.launched() && behind_.round == target_.launched();
+  if (behind_.last == 0 || !newest || behind_.start != start || behind_.from != from) return Status::kOk;
+  const Status status = queue_.await(behind_.first, abort);
+  if (status != Status::kOk) return status == Status::kExecutorFailed ? failed() : status;
+  *made = queue_.result(behind_.first).status == gpu::RoundStatus::kOk;
+  return Status::kOk;
 }
 
 Status HeadOnDevice::impossible() noexcept {

@@ -1,6 +1,7 @@
 // A head that drafts on the device: its passes are captured graphs with a queue of their own on the target's stream.
 // They read what the target's rounds have left: taps, and for sampling, biases and text its State. So it proposes only
-// right after a round of the same sequence. The executor's thread grows the tree and waits for the passes.
+// right after a round of the same sequence. The executor's thread grows the tree and waits for the passes. Behind a
+// round that verifies a tree of its own the next proposal is begun at once: the device knows what has been accepted.
 #pragma once
 
 #include <cstdint>
@@ -56,8 +57,30 @@ class HeadOnDevice : public HeadDrafter {
   Text text_;
   RoundQueue queue_;
   LastRound last_;  // whose State the passes read
-  // A pass that was launched behind a round, and may have found nothing to do; 0: there is none.
-  uint64_t behind_ = 0;
+  // What the round under way verifies, if it is a proposal of this head.
+  struct Verified {
+    const int32_t* pages = nullptr;  // of its sequence; null: it is none
+    int32_t root = 0;
+    int32_t from = 0;  // the first position that may be attended to
+    int tokens = 0;    // most that it emits
+  };
+  // The passes that were launched behind a round. They may find nothing to do.
+  struct Behind {
+    uint64_t first = 0, last = 0;  // sequences; 0: there are none
+    uint64_t round = 0;            // the target's
+    int32_t start = 0;             // of the entries that are made: the round's root
+    int32_t from = 0;              // as Verified::from
+  };
+
+  // Begins and ends launching behind the round. begin: whether there is something to launch.
+  [[nodiscard]] bool begin_behind() noexcept;
+  void end_behind(uint64_t first) noexcept;
+  // Whether a pass behind the target's last round has made the entries from `start` on; waits for that pass. kOk,
+  // kAborted or kExecutorFailed.
+  [[nodiscard]] Status made_behind(int32_t start, int32_t from, const std::atomic<bool>& abort, bool* made) noexcept;
+
+  Verified verified_;
+  Behind behind_;
 
  private:
   const int64_t watchdog_ns_;
