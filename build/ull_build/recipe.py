@@ -176,7 +176,7 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     medusa: Annotated[MedusaRecipe | None, Meta(description="table: Medusa heads")] = None
     draft: Annotated[DraftRecipe | None, Meta(description="table: a draft model")] = None
     eagle: Annotated[EagleRecipe | None, Meta(description="table: an EAGLE-3 head")] = None
-    dflash: Annotated[DflashRecipe | None, Meta(description="table: a DFlash or DSpark head, for target cpu")] = None
+    dflash: Annotated[DflashRecipe | None, Meta(description="table: a DFlash or DSpark head")] = None
     speculation: Annotated[SpeculationRecipe, Meta(description="table: limits of speculation")] = SpeculationRecipe()
     forward: Annotated[ForwardRecipe, Meta(description="table: who computes on a GPU")] = ForwardRecipe()
 
