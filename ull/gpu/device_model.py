@@ -93,6 +93,19 @@ class PlacedModel:
     places: Places
     host: dict[str, int]  # addresses of the mapped blocks on the host
 
+    @property
+    def handover(self) -> dict[str, int]:
+        """What the core learns of every model and head: the mapped blocks, and sizes."""
+        sizes = self.sizes
+        return {
+            **self.host,
+            "vocabulary": sizes.model.vocabulary,
+            "context_tokens": sizes.context,
+            "page_count": sizes.page_count,
+            "kv_bytes": sizes.kv_bytes,
+            "kv_pages": self.places.region("KV pages"),
+        }
+
     def first_contents(self, persistent: bool) -> Iterator[tuple[int, NDArray[Any]]]:
         """Rope table and first state; for a `persistent` kernel the parameters of the layers' steps too.
 
@@ -228,15 +241,10 @@ class CapturedModel:
             "bursts": dict(self.bursts),
             "burst_rounds": BURST_ROUNDS if self.bursts else 0,
             "prefill": self.prefill,
-            **self.placed.host,
-            "vocabulary": self.sizes.model.vocabulary,
-            "context_tokens": self.sizes.context,
-            "page_count": self.sizes.page_count,
             "redraws": dict(self.redraws),
             "medusa": self.medusa,
             "medusa_heads": self.sizes.medusa.heads if self.sizes.medusa else 0,
-            "kv_bytes": self.sizes.kv_bytes,
-            "kv_pages": self.placed.places.region("KV pages"),
+            **self.placed.handover,
         }
 
 
@@ -260,12 +268,7 @@ class CapturedEagle:
             "fill": self.fill,
             "first": self.first,
             "levels": dict(self.levels),
-            **self.placed.host,
-            "vocabulary": self.sizes.model.vocabulary,
-            "context_tokens": self.sizes.context,
-            "page_count": self.sizes.page_count,
-            "kv_bytes": self.sizes.kv_bytes,
-            "kv_pages": self.placed.places.region("KV pages"),
+            **self.placed.handover,
         }
 
 
@@ -282,7 +285,6 @@ class CapturedDflash:
     @property
     def handover(self) -> dict[str, Any]:
         """What the core learns about this head, as `CapturedModel.handover`."""
-        sizes = self.placed.sizes
         return {
             "contexts": dict(self.contexts),
             "block": self.block,
@@ -290,10 +292,5 @@ class CapturedDflash:
             "block_tokens": self.head.block,
             "mask_token": self.head.mask_token,
             "anchor_predicts": self.head.anchor_predicts,
-            **self.placed.host,
-            "vocabulary": sizes.model.vocabulary,
-            "context_tokens": sizes.context,
-            "page_count": sizes.page_count,
-            "kv_bytes": sizes.kv_bytes,
-            "kv_pages": self.placed.places.region("KV pages"),
+            **self.placed.handover,
         }

@@ -37,7 +37,8 @@ from ull_build.weights.quantise import FP8_MAX, dequantise_rows, quantise_rows, 
 # eight columns, which the matrix instructions j = 0 and 1 take, in the order p, h, e of their operand registers.
 _ROWS = (2, 8)  # h, g
 _COLUMNS = (4, 2, 2, 2)  # t, j, p, e
-_FULL_PRECISION = (".scale", ".bound", ".kv_scale")  # suffixes of vectors that are not rounded
+# Suffixes of vectors that are not rounded.
+_FULL_PRECISION = (".scale", ".bound", ".kv_scale", "confidence.weight", "confidence.bias")
 
 
 def pack_blocks(rows: NDArray[Any]) -> NDArray[Any]:
