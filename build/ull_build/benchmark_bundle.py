@@ -32,9 +32,9 @@ from ull.bundle import (
     Target,
     Tokens,
     device_head_precision,
+    device_head_problems,
     device_tensors,
     draft_problems,
-    eagle_problems,
     encode_manifest,
     medusa_problems,
     open_bundle,
@@ -118,7 +118,7 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
         speculation.medusa,
         len(speculation.taps),
     )
-    drafter_kernels = compile_drafters(settings.target, speculation, model, reporter)
+    drafter_kernels = compile_drafters(settings.target, speculation, model, precision, reporter)
     # Plans, and until they have been tried the weights of our own kernels.
     plan_bytes = 2 * sum(shape.nbytes for shape in device_tensors(model, precision).values()) if tools else 0
     require_space(output.parent, _NEEDED_BYTES + plan_bytes)
@@ -198,7 +198,7 @@ def _drafters(settings: RandomSettings, model: Model) -> Speculation:
         raise RecipeError(problem, field="draft")
     eagle = eagle_shape(model, device_head_precision(precision)) if settings.eagle else None
     if eagle is not None:
-        problems = eagle_problems(settings.target, eagle)
+        problems = device_head_problems(settings.target, eagle)
         for problem in (*problems, *tap_problems(eagle.taps, settings.target, request.prefill, request.decode)):
             raise RecipeError(problem, field="eagle")
     drafting = None if draft is None else DraftModel(draft, precision)

@@ -15,6 +15,9 @@ import msgspec
 import ull
 from ull.bundle import (
     DEVICE_KERNELS,
+    DFLASH,
+    DFLASH_CODE_DIRECTORY,
+    DFLASH_PASSES,
     DRAFT,
     DRAFT_CODE_DIRECTORY,
     EAGLE,
@@ -32,7 +35,6 @@ from ull.bundle import (
     AttentionKind,
     Calibration,
     DeviceCode,
-    EagleHead,
     FileEntry,
     Forward,
     Manifest,
@@ -44,15 +46,15 @@ from ull.bundle import (
     Target,
     TensorError,
     Tokens,
+    device_dflash_macros,
     device_eagle_macros,
+    device_head_problems,
     device_macros,
     device_problems,
     draft_problems,
-    eagle_problems,
     encode_manifest,
     head_scan_problems,
     medusa_problems,
-    no_dflash,
     open_bundle,
     optional_kernels,
     quantised_inputs,
@@ -184,17 +186,17 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
     if draft is not None and not settings.on_cpu:
         for problem in draft_problems(settings.target, draft.model, settings.precision):
             raise CheckpointError(problem, field="draft")
-    if drafters.dflash is not None and not settings.on_cpu:
-        raise CheckpointError(no_dflash(settings.target), field="dflash")
     described = describe(settings.speculation, drafters, model, settings.precision, settings.target)
-    if described.eagle is not None and not settings.on_cpu:
+    for field, head in (("eagle", described.eagle), ("dflash", described.dflash)):
+        if head is None or settings.on_cpu:
+            continue
         prefill, decode = settings.forward.prefill, settings.forward.decode
         problems = [
-            *eagle_problems(settings.target, described.eagle),
+            *device_head_problems(settings.target, head),
             *tap_problems(described.taps, settings.target, prefill, decode),
         ]
         for problem in problems:
-            raise CheckpointError(problem, field="eagle")
+            raise CheckpointError(problem, field=field)
     attention = settings.forward.attention if settings.forward.has_plans else None
     texts = _read_texts(settings, tokenizer, model)
     return _Inputs(
@@ -209,7 +211,7 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
         kernels=compile_for(
             settings.target, model, settings.precision, reporter, attention, medusa, len(described.taps)
         ),
-        drafter_kernels=compile_drafters(settings.target, described, model, reporter),
+        drafter_kernels=compile_drafters(settings.target, described, model, settings.precision, reporter),
         texts=texts,
         drafters=drafters,
         speculation=described,
@@ -392,9 +394,9 @@ def compile_for(
 
 
 def compile_drafters(
-    target: Target, speculation: Speculation, model: Model, reporter: Reporter
+    target: Target, speculation: Speculation, model: Model, precision: Precision, reporter: Reporter
 ) -> dict[str, list[CompiledFile]]:
-    """The kernels of what drafts for `model` with layers of its own, by prefix; none for the CPU.
+    """The kernels of what drafts for `model`, of that precision, with layers of its own, by prefix; none for the CPU.
 
     Raises as compile_for.
     """
@@ -404,17 +406,19 @@ def compile_drafters(
     if (draft := speculation.draft) is not None:
         compiled[DRAFT] = compile_for(target, draft.model, draft.precision, reporter, of="draft model")
     if speculation.eagle is not None:
-        compiled[EAGLE] = compile_eagle(target, speculation.eagle, model, reporter)
+        macros = device_eagle_macros(speculation.eagle, model.hidden)
+        compiled[EAGLE] = _compile_head(target, macros, EAGLE_PASSES, "EAGLE", reporter)
+    if speculation.dflash is not None:
+        macros = device_dflash_macros(speculation.dflash, model.hidden, precision)
+        compiled[DFLASH] = _compile_head(target, macros, DFLASH_PASSES, "DFlash", reporter)
     return compiled
 
 
-def compile_eagle(target: Target, head: EagleHead, model: Model, reporter: Reporter) -> list[CompiledFile]:
-    """The kernels of an EAGLE head of the target `model` on a GPU. Raises BuildError."""
+def _compile_head(
+    target: Target, macros: Mapping[str, str], passes: frozenset[str], kind: str, reporter: Reporter
+) -> list[CompiledFile]:
     return compile_kernels(
-        device_eagle_macros(head, model.hidden),
-        target,
-        EAGLE_PASSES,
-        lambda compiled: reporter.note(f"compiled EAGLE head: {describe_file(compiled)}"),
+        macros, target, passes, lambda compiled: reporter.note(f"compiled {kind} head: {describe_file(compiled)}")
     )
 
 
@@ -446,9 +450,13 @@ def write_all_code(
             assert speculation.draft is not None
             macros = device_macros(speculation.draft.model, speculation.draft.precision)
             folder = DRAFT_CODE_DIRECTORY
-        else:
+        elif prefix == EAGLE:
             assert speculation.eagle is not None
             macros, folder = device_eagle_macros(speculation.eagle, model.hidden), EAGLE_CODE_DIRECTORY
+        else:
+            assert speculation.dflash is not None
+            macros = device_dflash_macros(speculation.dflash, model.hidden, precision)
+            folder = DFLASH_CODE_DIRECTORY
         own[prefix], more = write_code(compiled, macros, staging, target, folder)
         files |= more
     return Code(code, own), files

@@ -185,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--medusa", metavar="PATH", help="Medusa heads: medusa_lm_head.pt or .safetensors, or their directory")
     add("--draft", metavar="DIR", help="a smaller checkpoint with the same tokenizer, as draft model")
     add("--eagle", metavar="DIR", help="an EAGLE-3 head, in the original's or speculators' form")
-    add("--dflash", metavar="DIR", help="a DFlash or DSpark head, in z-lab's, SpecForge's or speculators' form (cpu)")
+    add("--dflash", metavar="DIR", help="a DFlash or DSpark head, in z-lab's, SpecForge's or speculators' form")
     drafters = ("none", "suffix", "medusa", "eagle", "dflash", "draft", "auto")
     add("--drafter", choices=drafters, help='what drafts for requests that do not say (default "auto")')
     weak = "take a head too that drafts fewer than 1.3 tokens per round on the calibration text"

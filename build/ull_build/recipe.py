@@ -176,7 +176,7 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     medusa: Annotated[MedusaRecipe | None, Meta(description="table: Medusa heads")] = None
     draft: Annotated[DraftRecipe | None, Meta(description="table: a draft model")] = None
     eagle: Annotated[EagleRecipe | None, Meta(description="table: an EAGLE-3 head")] = None
-    dflash: Annotated[DflashRecipe | None, Meta(description="table: a DFlash or DSpark head, for target cpu")] = None
+    dflash: Annotated[DflashRecipe | None, Meta(description="table: a DFlash or DSpark head")] = None
     speculation: Annotated[SpeculationRecipe, Meta(description="table: limits of speculation")] = SpeculationRecipe()
     forward: Annotated[ForwardRecipe, Meta(description="table: who computes on a GPU")] = ForwardRecipe()
 
@@ -288,10 +288,10 @@ def _check_drafters(recipe: Recipe, origin: str) -> None:
         useless["draft"] = f"a draft model does not run on target {recipe.target}"
     if recipe.medusa is not None and recipe.forward.decode != "fused":
         useless["medusa"] = "Medusa heads read the hidden state of ull's own decode, not of TensorRT's"
-    if recipe.eagle is not None and not keeps_taps(recipe.target, recipe.forward.prefill, recipe.forward.decode):
-        useless["eagle"] = "an EAGLE head reads hidden states that only ull's own kernels leave"
-    if recipe.dflash is not None:
-        useless["dflash"] = f"a DFlash head runs on target cpu alone, not on {recipe.target}"
+    if not keeps_taps(recipe.target, recipe.forward.prefill, recipe.forward.decode):
+        for given, kind in (("eagle", "an EAGLE"), ("dflash", "a DFlash")):
+            if getattr(recipe, given) is not None:
+                useless[given] = f"{kind} head reads hidden states that only ull's own kernels leave"
     for given, reason in useless.items():
         if recipe.drafter in ("auto", given):
             raise RecipeError(

@@ -63,8 +63,8 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
     medusa = recipe.medusa if recipe.forward.decode == "fused" else None
     notes = [_MEDUSA_LEFT_OUT] if recipe.medusa is not None and medusa is None else []
     draft = recipe.draft if runs_draft_models(recipe.target) else None
-    eagle = recipe.eagle if keeps_taps(recipe.target, recipe.forward.prefill, recipe.forward.decode) else None
-    dflash = recipe.dflash if recipe.target == "cpu" else None
+    keeps = keeps_taps(recipe.target, recipe.forward.prefill, recipe.forward.decode)
+    eagle, dflash = (recipe.eagle, recipe.dflash) if keeps else (None, None)
     return Settings(
         model=Path(recipe.model),
         output=Path(recipe.output),

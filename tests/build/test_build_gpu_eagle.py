@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from checkpoints import write_checkpoint
-from device_bundles import read_weights, write_stubs
-from head_checkpoints import HeadShape, Tensors, eagle_tensors, write_dflash, write_eagle
-from manifests import change_manifest, read_manifest_json, write_manifest_json
+from device_bundles import write_stubs
+from device_heads import compiled_with, dequantised, halves, of_head, refuse, rounds, touched, without
+from head_checkpoints import HeadShape, Tensors, eagle_tensors, write_eagle
+from manifests import change_manifest, read_manifest_json
 from recording_driver import Launched, RecordingDriver
-from ull.bundle import DEVICE_KERNELS, EAGLE_KERNELS, EAGLE_PASSES, Bundle, EagleHead, Precision, open_bundle
+from ull.bundle import DEVICE_KERNELS, EAGLE, EAGLE_KERNELS, EAGLE_PASSES, Bundle, EagleHead, Precision, open_bundle
 from ull.commands import inspect
 from ull.errors import BundleError, CheckpointError, RecipeError
 from ull.gpu.memory import TAP_RING
@@ -33,8 +32,6 @@ from ull_build.code import kernels
 from ull_build.recipe import ForwardRecipe, load_recipe, make_recipe
 from ull_build.settings import Settings, settings_from_recipe
 from ull_build.source.drafters import SpeculationSettings
-from ull_build.weights.pack_cpu import unpack_tiles
-from ull_build.weights.pack_gpu import unpack_blocks
 
 TARGET = {"head_dim": 32, "hidden_size": 96, "num_attention_heads": 4, "vocab_size": 333}
 SHAPE = HeadShape(
@@ -88,25 +85,6 @@ def eagle_of(bundle: Bundle) -> EagleHead:
 # What is stored
 
 
-def of_head(bundle: Bundle) -> Tensors:
-    """The head's tensors without their prefix."""
-    tensors = read_weights(bundle.weights_path)
-    return {name.removeprefix("eagle."): value for name, value in tensors.items() if name.startswith("eagle.")}
-
-
-def dequantised(tensors: Tensors, name: str) -> NDArray[np.float32]:
-    """The rows of a linear, padding included, as their kernels multiply with them."""
-    weights = tensors[f"{name}.weight"]
-    unpacked = unpack_tiles(weights) if weights.ndim == 3 else unpack_blocks(weights)
-    rows = unpacked.astype(np.float32)
-    return rows * tensors[f"{name}.scale"][: len(rows), None]
-
-
-def halves(rows: NDArray[np.float32], tile: int) -> NDArray[np.float32]:
-    """Rows of gate and up, `tile` of each in turn -> all of gate, then all of up."""
-    return rows.reshape(-1, 2, tile, rows.shape[1]).swapaxes(0, 1).reshape(2, -1, rows.shape[1])
-
-
 def biased(tensors: Tensors) -> None:
     random = np.random.default_rng(9)
     for name in ("q", "k", "v"):
@@ -130,7 +108,7 @@ def test_the_blocks_hold_what_the_cpus_tiles_do(target: Path, tmp_path: Path) ->
     head = write_eagle(tmp_path / "head", norms="all", tensors=change, shape=SHAPE)
     on_gpu = build_it(target, head, tmp_path / "gpu.ull", precision=FP8)
     on_cpu = build_it(target, head, tmp_path / "cpu.ull", "cpu", precision=FP8)
-    expected, found = of_head(on_cpu), of_head(on_gpu)
+    expected, found = of_head(on_cpu, EAGLE), of_head(on_gpu, EAGLE)
     for name, rows in (
         ("fc", 96),
         ("layers.0.qkv", 8 * 32),
@@ -159,7 +137,7 @@ def test_the_blocks_hold_what_the_cpus_tiles_do(target: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("norms", ["none", "each", "all"])
 def test_the_norms_before_fc_are_one_vector(target: Path, tmp_path: Path, norms: Any) -> None:
     bundle = build_it(target, write_eagle(tmp_path / "head", norms=norms, shape=SHAPE), tmp_path / "x.ull")
-    head, stored = eagle_of(bundle), of_head(bundle)
+    head, stored = eagle_of(bundle), of_head(bundle, EAGLE)
     assert head.tap_norm == norms and head.code is not None
     assert head.code.macros["ULL_EAGLE_TAP_NORM"] == {"none": "0", "each": "1", "all": "2"}[norms]
     if norms == "none":
@@ -182,7 +160,7 @@ def test_a_head_of_another_width_brings_its_embedding(target: Path, tmp_path: Pa
 
     head = write_eagle(tmp_path / "head", taps=[1], tensors=change, shape=narrow)
     bundle = build_it(target, head, tmp_path / "x.ull")
-    stored, about = of_head(bundle), eagle_of(bundle)
+    stored, about = of_head(bundle, EAGLE), eagle_of(bundle)
     assert about.own_embedding and about.model.hidden == 64
     np.testing.assert_allclose(stored["embed.weight"].astype(np.float32), own, rtol=2.0**-8)
     assert stored["fc.weight"].shape == (64 // 16, 96 // 32, 32, 16)
@@ -255,14 +233,6 @@ def test_the_kernels_are_compiled_for_the_heads_kind(
 # What is captured
 
 
-def rounds(program: Program, driver: RecordingDriver) -> list[Launched]:
-    """Every launch of the target's graphs."""
-    handover = program.handover
-    named = [handover[name] for name in ("graphs", "singles", "bursts", "redraws")]
-    executables = [executable for graphs in named for executable in graphs.values()]
-    return [launch for graph in (*executables, handover["prefill"]) for launch in driver.graphs[graph]]
-
-
 def passes(program: Program, driver: RecordingDriver) -> dict[str, list[Launched]]:
     """The launches of each pass, by its name."""
     eagle = program.handover["eagle"]
@@ -305,41 +275,20 @@ def test_a_pass_is_the_kernels_in_order(program: Program, driver: RecordingDrive
 def test_it_shares_the_ring_and_the_requests_state_with_its_target_alone(
     program: Program, driver: RecordingDriver
 ) -> None:
-    regions, base = program._plan.regions, program._arena.base
-    spans = {name: (base + region.offset, region.nbytes) for name, region in regions.items() if name != "weights"}
-    image, weights = program._image, program._arena.address("weights")
-    for name, entry in program._bundle.tensors.items():
-        spans[("eagle weights" if name.startswith("eagle.") else "weights ") + name] = (
-            weights + (image.offset(name) or 0),
-            entry.nbytes,
-        )
-
-    def owner(address: int) -> str:
-        return next((name for name, (start, size) in spans.items() if start <= address < start + size), "host")
-
-    def touched(launches: list[Launched]) -> set[tuple[str, str]]:
-        """(kernel, what it is told of) without the blocks that the host maps."""
-        found = set()
-        for launch in launches:
-            pointers = [name for name, kind in launch.params._fields_ if kind is ctypes.c_void_p]
-            addresses = {name: getattr(launch.params, name) for name in pointers}
-            found |= {(launch.kernel, owner(address)) for address in addresses.values() if address}
-        return {(kernel, where) for kernel, where in found if where != "host"}
-
-    of_target = touched(rounds(program, driver))
-    of_passes = touched([launch for graph in passes(program, driver).values() for launch in graph])
+    of_target = touched(program, rounds(program, driver))
+    of_passes = touched(program, [launch for graph in passes(program, driver).values() for launch in graph])
     assert not [where for _, where in of_target if where.startswith("eagle")]
     shared = {(kernel, where) for kernel, where in of_passes if not where.startswith("eagle")}
     assert shared == {
         ("ull_begin", "round"),  # what has been accepted, for a pass behind a round
         ("ull_begin", "state"),
         ("ull_eagle_taps", TAP_RING),
-        ("ull_eagle_input", "weights embed.weight"),
+        ("ull_eagle_input", "embed.weight"),
         ("ull_eagle_rank", "state"),
         ("ull_eagle_rank", "text counts"),
     }
-    assert ("ull_eagle_rank", "eagle weightseagle.d2t") in of_passes
-    assert TAP_RING in {where for _, where in of_target} and "eagle." + TAP_RING not in regions
+    assert ("ull_eagle_rank", "eagle.d2t") in of_passes
+    assert TAP_RING in {where for _, where in of_target} and "eagle." + TAP_RING not in program._plan.regions
 
 
 def test_what_is_handed_over(program: Program, bundle: Bundle) -> None:
@@ -374,20 +323,12 @@ def test_a_draft_model_may_stand_beside_it(target: Path, tmp_path: Path, driver:
 # What is refused
 
 
-def refuse(bundle: Path, words: str, change: Callable[[dict[str, Any]], object], field: str | None = None) -> None:
-    """Changes the head in the manifest, is refused, and puts it back."""
-    good = read_manifest_json(bundle)
-    change_manifest(bundle, lambda manifest: change(manifest["speculation"]["eagle"]))
-    with pytest.raises(BundleError, match=words) as caught:
-        open_bundle(bundle)
-    assert field is None or caught.value.field == field
-    assert "rebuild it with ull-build" in caught.value.message
-    write_manifest_json(bundle, good)
+refuse_eagle = partial(refuse, kind="eagle")
 
 
 def test_damaged_bundles_are_refused(bundle: Bundle) -> None:
     path = bundle.path
-    refuse(path, "target 'sm_90a' needs `code` of the EAGLE head", lambda head: head.pop("code"))
+    refuse_eagle(path, "target 'sm_90a' needs `code` of the EAGLE head", lambda head: head.pop("code"))
     macros: list[tuple[str, str]] = [
         ("ULL_EAGLE_TAPS", "3"),
         ("ULL_EAGLE_MAPPED", "0"),
@@ -397,21 +338,21 @@ def test_damaged_bundles_are_refused(bundle: Bundle) -> None:
     ]
     for name, value in macros:
         words = f"the kernels of the EAGLE head were compiled with {name} = {value} where"
-        refuse(path, words, partial(compiled_with, name, value), f"code.macros.{name}")
-    refuse(
+        refuse_eagle(path, words, partial(compiled_with, name, value), f"code.macros.{name}")
+    refuse_eagle(
         path, "of the EAGLE head were compiled with ULL_EAGLE_NORM_OUTPUT", lambda head: head.update(norm_output=True)
     )
-    refuse(path, "lacks tensor 'eagle.tap_norm'", normed_each)
-    refuse(
+    refuse_eagle(path, "lacks tensor 'eagle.tap_norm'", normed_each)
+    refuse_eagle(
         path,
         "lacks tensor 'eagle.embed.weight'",
         lambda head: head.update(own_embedding=True),
     )
-    refuse(path, "the EAGLE head: head_dim 48 is not", lambda head: head["model"].update(head_dim=48))
-    refuse(path, r"does not lie in code/", lambda head: head["code"]["files"][0].update(path="vocab.bin"))
-    refuse(path, "is listed twice", lambda head: head["code"]["files"][0].update(path="code/first.cubin"))
+    refuse_eagle(path, "the EAGLE head: head_dim 48 is not", lambda head: head["model"].update(head_dim=48))
+    refuse_eagle(path, r"does not lie in code/", lambda head: head["code"]["files"][0].update(path="vocab.bin"))
+    refuse_eagle(path, "is listed twice", lambda head: head["code"]["files"][0].update(path="code/first.cubin"))
     for kernel in ("ull_eagle_rank", "ull_qkv_sum_16", "ull_begin"):
-        refuse(path, f"lacks the kernel '{kernel}' of the EAGLE head", partial(without, kernel))
+        refuse_eagle(path, f"lacks the kernel '{kernel}' of the EAGLE head", partial(without, kernel))
     file = path / next(file.path for file in eagle_of(bundle).code.files)  # type: ignore[union-attr]
     cubin = file.read_bytes()
     file.write_bytes(b"x" * len(cubin))
@@ -422,20 +363,10 @@ def test_damaged_bundles_are_refused(bundle: Bundle) -> None:
         open_bundle(path)
 
 
-def compiled_with(macro: str, value: str, head: dict[str, Any]) -> None:
-    head["code"]["macros"][macro] = value
-
-
 def normed_each(head: dict[str, Any]) -> None:
     """A head that is said to be of another kind, and so is its code."""
     head["tap_norm"] = "each"
     compiled_with("ULL_EAGLE_TAP_NORM", "1", head)
-
-
-def without(kernel: str, head: dict[str, Any]) -> None:
-    for file in head["code"]["files"]:
-        if kernel in file["kernels"]:
-            file["kernels"].remove(kernel)
 
 
 def test_a_target_that_keeps_no_taps_for_it_is_refused(bundle: Bundle) -> None:
@@ -491,22 +422,6 @@ def test_a_head_that_the_kernels_cannot_run_is_refused_before_anything_is_compil
         build_it(target, head, tmp_path / "x.ull")
     assert caught.value.field == "eagle"
     assert not (tmp_path / "x.ull").exists()
-
-
-def test_dflash_heads_are_refused(bundle: Bundle, target: Path, tmp_path: Path) -> None:
-    small = write_checkpoint(tmp_path / "small", config={"head_dim": 32, "hidden_size": 48})
-    speculation = SpeculationSettings(dflash=write_dflash(tmp_path / "dflash"))
-    words = "DFlash heads run on target cpu alone, not on sm_90a; leave it out"
-    with pytest.raises(CheckpointError, match=words) as caught:
-        build_it(small, tmp_path / "dflash", tmp_path / "y.ull", speculation=speculation)
-    assert caught.value.field == "dflash"
-    on_cpu = build_it(small, tmp_path / "dflash", tmp_path / "cpu.ull", "cpu", speculation=speculation)
-    head = read_manifest_json(on_cpu.path)["speculation"]["dflash"]
-    head |= {"taps": [0, 2], "mask_token": 5}
-    head["model"] |= {"hidden": 96, "vocabulary": 333}
-    change_manifest(bundle.path, lambda manifest: manifest["speculation"].update(dflash=head))
-    with pytest.raises(BundleError, match=words):
-        open_bundle(bundle.path)
 
 
 # What recipes and the command line say

@@ -417,14 +417,9 @@ def test_recipes_name_heads(tmp_path: Path) -> None:
         ({"eagle": {"head": "e", "tap": [1]}}, r"unknown key `eagle.tap`; did you mean `eagle.taps`"),
         ({"eagle": {"head": "e", "theta": 0.0}}, r"theta"),
         ({"dflash": {"head": "d", "taps": []}}, r"taps"),
-        ({"dflash": {"head": "d"}, "target": "sm_90a"}, r"a DFlash head runs on target cpu alone.*--drafter suffix"),
     ]:
         with pytest.raises(RecipeError, match=message):
             make_recipe({"model": "m", "name": "x", **values}, "test")
-    elsewhere = make_recipe(
-        {"model": "m", "name": "x", "dflash": {"head": "d"}, "target": "sm_90a", "drafter": "suffix"}, ""
-    )
-    assert settings_from_recipe(elsewhere).speculation.dflash is None
 
 
 # What the drafts are worth

@@ -39,12 +39,12 @@ pytestmark = pytest.mark.timeout(1800)  # the first test compiles every kernel f
 Start = Callable[..., DaemonProcess]
 
 
-def tiny_settings(output: Path, target: str, draft: Path | None = None, eagle: Path | None = None) -> Settings:
+def tiny_settings(output: Path, target: str, draft: Path | None = None, **heads: Path) -> Settings:
     return Settings(
         *(TINY, output, "tiny", target),
         evaluate=False,
         context=CONTEXT,
-        speculation=SpeculationSettings(medusa=TINY / "medusa", draft=draft, eagle=eagle),
+        speculation=SpeculationSettings(medusa=TINY / "medusa", draft=draft, **heads),
     )
 
 
@@ -213,35 +213,36 @@ def test_a_draft_model_drafts_on_the_device(
     assert daemon.stop() == 0
 
 
-def test_an_eagle_head_drafts_on_the_device(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+def test_a_head_drafts_on_the_device(start: Start, tmp_path: Path, kind: str) -> None:
     """Trees in every round but the first: the plain tokens, in about as many rounds as with the CPU's head."""
     cases: list[tuple[int, dict[str, Any]]] = [
         (16, {}),
         (8, {"temperature": 0.8, "logit_bias": {13: -2.0}, "presence_penalty": 0.3}),
     ]
-    eagle = TINY / "eagle"
-    on_cpu = build(tiny_settings(tmp_path / "cpu.ull", "cpu", eagle=eagle)).path
+    head = {kind: TINY / kind}
+    on_cpu = build(tiny_settings(tmp_path / "cpu.ull", "cpu", **head)).path
     rig = _native.SpeculationRig(open_bundle(on_cpu).native_spec(), adaptive=False)
     decoded = [
-        rig.decode(np.array(PROMPT_IDS, np.int32), DRAFTED, {"seed": 7, **sampling}, "eagle", max_tree)
+        rig.decode(np.array(PROMPT_IDS, np.int32), DRAFTED, {"seed": 7, **sampling}, kind, max_tree)
         for max_tree, sampling in cases
     ]
     with pytest.MonkeyPatch.context() as patch:
-        settings = tiny_settings(tmp_path / "gpu.ull", "sm_90a", eagle=eagle)
+        settings = tiny_settings(tmp_path / "gpu.ull", "sm_90a", **head)
         bundle = build_with_stubs(patch, tmp_path / "kernels", settings)
     daemon = start(*ALWAYS_DRAFTS, bundle=bundle, kernels=emulated_kernels(bundle))
     with Client(daemon.url) as client:
         info = client.info()
-        assert list(info.limits["drafters"]) == ["none", "suffix", "medusa", "eagle", "auto"]
-        assert info.executor["draft_ns"]["eagle"] > 0
+        assert list(info.limits["drafters"]) == ["none", "suffix", "medusa", kind, "auto"]
+        assert info.executor["draft_ns"][kind] > 0
         for (max_tree, sampling), expected in zip(cases, decoded, strict=True):
             options = {"max_tokens": DRAFTED, "seed": 7, "ignore_eos": True, "max_tree": max_tree, **sampling}
-            result = client.generate(PROMPT_IDS, speculate="eagle", **options).result()
+            result = client.generate(PROMPT_IDS, speculate=kind, **options).result()
             assert result.token_ids == expected["tokens"]
             speculation, rounds = result.speculation, len(expected["rounds"])
             assert speculation is not None and rounds < 0.6 * DRAFTED
             assert speculation.rounds <= rounds + 3  # the first is plain: of another request's State no rank is made
-            assert speculation.by_drafter["eagle"] >= speculation.rounds - 2  # nor need the last one draft
+            assert speculation.by_drafter[kind] >= speculation.rounds - 2  # nor need the last one draft
             assert speculation.accepted_tokens == DRAFTED - speculation.rounds
     assert daemon.stop() == 0
 

@@ -41,8 +41,9 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Clie
     daemons, found = [], {}
     for target in ("cpu", "sm_90a"):
         bundle = directory / f"tiny-{target}.ull"
-        recipe, eagle = ROOT / "engines/tiny-medusa.toml", ROOT / "engines/tiny/eagle"
-        command = [sys.executable, "-m", "ull_build", str(recipe), "--eagle", str(eagle), "--target", target]
+        tiny = ROOT / "engines/tiny"
+        heads = ["--eagle", str(tiny / "eagle"), "--dflash", str(tiny / "dflash")]
+        command = [sys.executable, "-m", "ull_build", f"{tiny}-medusa.toml", *heads, "--target", target]
         subprocess.run([*command, "--output", str(bundle), "--quiet", "--no-eval"], check=True)
         drafts_always = ("--set", "speculation.adaptive=false")
         daemons.append(DaemonProcess(bundle, ready_timeout=180.0, arguments=drafts_always))
@@ -76,12 +77,12 @@ def test_speculation_changes_nothing(clients: dict[str, Client], sampling: dict[
     client = clients["sm_90a"]
     for prompt in PROMPTS:
         plain = complete(client, prompt, speculate="none", **sampling)
-        for drafter in ("suffix", "medusa", "eagle", "auto"):
+        for drafter in ("suffix", "medusa", "eagle", "dflash", "auto"):
             assert complete(client, prompt, speculate=drafter, **sampling) == plain
             assert complete(client, prompt, speculate=drafter, max_tree=64, **sampling) == plain
 
 
-@pytest.mark.parametrize("drafter", ["medusa", "eagle"])
+@pytest.mark.parametrize("drafter", ["medusa", "eagle", "dflash"])
 def test_drafters_know_as_much_as_on_the_cpu(clients: dict[str, Client], drafter: str) -> None:
     """Tokens per round, of trees in every round: one that reads what is not its own is right about nothing."""
     found: dict[str, float] = {}
@@ -106,7 +107,7 @@ def test_repeated_requests_are_bit_identical(clients: dict[str, Client]) -> None
 def test_answers_have_the_form_whatever_drafts_them(clients: dict[str, Client], sampling: dict[str, float]) -> None:
     for prompt in PROMPTS:
         found = set()
-        for drafter in ("none", "suffix", "medusa", "eagle", "auto"):
+        for drafter in ("none", "suffix", "medusa", "eagle", "dflash", "auto"):
             result = (
                 clients["sm_90a"]
                 .generate(prompt, json_schema=SCHEMA, max_tokens=64, seed=5, speculate=drafter, **sampling)

@@ -10,11 +10,12 @@ import pytest
 
 import emulation
 from dflash_rig import Head, Wish, head_of, way_of
+from eagle_rig import Left
 from layer_rig import model_of
 from ull.bundle import DFLASH_PASSES, DflashHead, Precision
 from ull.gpu.dflash import BLOCK_TILES, CONTEXT_ENTRIES, DflashPasses
 from ull.gpu.memory import DFLASH_LOGITS, DFLASH_STATES, DflashShape, Sizes
-from ull.gpu.params import DFLASH_BLOCK, DFLASH_CONTEXT, DFLASH_NODES, PAGE_TOKENS, SKIPPED, TAP_SLOTS, RoundResult
+from ull.gpu.params import DFLASH_BLOCK, DFLASH_CONTEXT, DFLASH_NODES, OK, PAGE_TOKENS, SKIPPED, TAP_SLOTS, RoundResult
 from ull.gpu.places import HostBlocks, Places
 
 pytestmark = [
@@ -140,6 +141,32 @@ def test_neither_tile_nor_length_of_the_passes_matters() -> None:
         tokens = [bytes(token) for token in result.tokens[: result.count]]
         left.append((tokens, residual.tobytes(), head.memory["KV pages"].tobytes()))
     assert left[0] == left[1] == left[2]
+
+
+@pytest.mark.parametrize("markov", [0, 40])
+def test_passes_behind_a_round_go_by_what_was_accepted(markov: int) -> None:
+    """As those that are told; and none where the round ended the request, emitted too much, or nothing."""
+    accepted, ranked = (0, 1, 3, 4), 0 if markov else BLOCK - 1
+    left = Left(ROOT - len(accepted), (99, 5, 6, 17, 90, 8), accepted, 9)
+    told, behind = (prepared(head_of(TARGET, markov=markov), left.base) for _ in range(2))
+    first, wish = left.base - CONTEXT, Wish(temperature=0.8)
+    told.read(left.base, len(accepted))
+    expected = told.block(9, BLOCK, ROOT, ranked, first, wish=wish)
+    assert behind.read(-1, 8, left=left).status == OK
+    found = behind.block(0, BLOCK, -1, ranked, first, wish=wish, left=left)
+    assert (found.status, found.count) == (OK, ranked)
+    assert bytes(found.tokens) == bytes(expected.tokens)
+    for region in ("KV pages", "residual", "logits"):
+        assert np.array_equal(told.memory[region], behind.memory[region])
+    for nothing, block_too in (
+        (Left(left.base, left.tokens, accepted, 9, stopped=True), True),
+        (Left(left.base, (99,), (), 3), False),
+        (Left(left.base, tuple(range(9)), tuple(range(9)), 3), False),
+    ):
+        assert behind.read(-1, 8, left=nothing).status == SKIPPED
+        if block_too:
+            assert behind.block(0, BLOCK, -1, ranked, first, left=nothing).status == SKIPPED
+    assert np.array_equal(told.memory["KV pages"], behind.memory["KV pages"])
 
 
 def test_every_entry_sees_the_whole_block_and_nothing_before_the_first_position() -> None:

@@ -165,26 +165,32 @@ def write_eagle(
 
 
 def dflash_tensors(
-    layers: int = 2, taps: int = 2, markov: int = 0, gated: bool = False, confidence: bool = False, seed: int = 4
+    layers: int = 2,
+    taps: int = 2,
+    markov: int = 0,
+    gated: bool = False,
+    confidence: bool = False,
+    seed: int = 4,
+    shape: HeadShape = SMALL,
 ) -> Tensors:
     """A DFlash head's tensors by z-lab's names, with DSpark's where `markov` is a rank."""
-    random = _Random(seed)
-    random.linear("fc", HIDDEN, taps * HIDDEN)
+    random, hidden = _Random(seed, shape), shape.hidden
+    random.linear("fc", hidden, taps * shape.target_hidden)
     random.norm("hidden_norm")
     for layer in range(layers):
-        random.layer(f"layers.{layer}", HIDDEN)
-        random.norm(f"layers.{layer}.self_attn.q_norm", HEAD_DIM)
-        random.norm(f"layers.{layer}.self_attn.k_norm", HEAD_DIM)
+        random.layer(f"layers.{layer}", hidden)
+        random.norm(f"layers.{layer}.self_attn.q_norm", shape.head_dim)
+        random.norm(f"layers.{layer}.self_attn.k_norm", shape.head_dim)
     random.norm("norm")
     if markov:
-        random.linear("markov_head.markov_w1", ROWS, markov)
-        random.linear("markov_head.markov_w2", ROWS, markov)
+        random.linear("markov_head.markov_w1", shape.rows, markov)
+        random.linear("markov_head.markov_w2", shape.rows, markov)
         if gated:
-            random.linear("markov_head.gate_proj", markov, HIDDEN + markov)
+            random.linear("markov_head.gate_proj", markov, hidden + markov)
             random.norm("markov_head.gate", markov)
             random.tensors["markov_head.gate_proj.bias"] = random.tensors.pop("markov_head.gate.weight")
     if confidence:
-        random.linear("confidence_head.proj", 1, HIDDEN + markov)
+        random.linear("confidence_head.proj", 1, hidden + markov)
         random.tensors["confidence_head.proj.bias"] = np.array([0.25], np.float32)
     return random.tensors
 
@@ -200,10 +206,11 @@ def write_dflash(
     config: dict[str, Any] | None = None,
     inner: dict[str, Any] | None = None,
     tensors: Callable[[Tensors], object] | None = None,
+    shape: HeadShape = SMALL,
 ) -> Path:
     """Writes a head as write_eagle does; `inner` changes fields of dflash_config."""
     taps = [1, 2] if taps is None else taps
-    values = dflash_tensors(2, len(taps), markov, gated, confidence)
+    values = dflash_tensors(2, len(taps), markov, gated, confidence, shape=shape)
     dspark = {"markov_rank": markov, "markov_head_type": "gated" if gated else "vanilla"}
     dspark |= {"enable_confidence_head": confidence, "confidence_head_with_markov": confidence and markov > 0}
     outputs = [tap - 1 for tap in taps]
@@ -212,20 +219,20 @@ def write_dflash(
         about = {
             "architectures": ["DSparkDraftModel" if markov else "DFlashDraftModel"],
             "speculators_model_type": "dspark" if markov else "dflash",
-            "transformer_layer_config": _layer_config("qwen3", 2),
+            "transformer_layer_config": _layer_config("qwen3", 2, shape),
             "block_size": BLOCK,
             "mask_token_id": MASK,
-            "draft_vocab_size": ROWS,
+            "draft_vocab_size": shape.rows,
             "aux_hidden_state_layer_ids": taps,
             **(dspark if markov else {}),
         }
     elif form == "deepseek":
-        about = {"architectures": ["Qwen3DSparkModel"], **_layer_config("qwen3", 2), **dspark}
+        about = {"architectures": ["Qwen3DSparkModel"], **_layer_config("qwen3", 2, shape), **dspark}
         about |= {"block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": outputs}
         names = {name: f"logit_head.{name}" if "_head." in name else name for name in values}
         values = {names[name]: value for name, value in values.items()}
     else:
-        about = {"architectures": ["DFlashDraftModel"], **_layer_config("qwen3", 2), "block_size": BLOCK}
+        about = {"architectures": ["DFlashDraftModel"], **_layer_config("qwen3", 2, shape), "block_size": BLOCK}
         about["dflash_config"] = {"mask_token_id": MASK, "target_layer_ids": outputs}
         if markov:
             about["dflash_config"] |= {"projector_type": "dspark", **dspark}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from ull.bundle.forward import FUSED, Forward
-from ull.bundle.layout import DRAFT, EAGLE, FILLER, MEDUSA, qkv_rows, round_up
+from ull.bundle.layout import DFLASH, DRAFT, EAGLE, FILLER, MEDUSA, qkv_rows, round_up
 from ull.bundle.manifest import DeviceCode, DflashHead, EagleHead, Manifest, MedusaHeads, Model, Precision
 from ull.bundle.tensor_file import TensorEntry, TensorShape
 
@@ -127,6 +127,30 @@ class EaglePart(DevicePart):
         return 2 * self.model.hidden if stem.endswith(".qkv") else super().columns(stem)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DflashPart(DevicePart):
+    """A DFlash or DSpark head, which reads what the model `target` leaves, and its lm_head where it has none."""
+
+    head: DflashHead
+    target: Model
+    target_precision: Precision
+
+    def needed_kernels(self) -> frozenset[str]:
+        return DFLASH_PASSES
+
+    def macros(self) -> dict[str, str]:
+        return device_dflash_macros(self.head, self.target.hidden, self.target_precision)
+
+    def tensors(self) -> dict[str, TensorShape]:
+        return {self.prefix + name: shape for name, shape in device_dflash_tensors(self.head, self.target).items()}
+
+
+def dflash_part(head: DflashHead, target: Model, precision: Precision, code: DeviceCode) -> DflashPart:
+    """A DFlash head of the model `target` as a part of its bundle; `code` with its kernels."""
+    own = (DFLASH, head.model, head.precision, code, FUSED, None)
+    return DflashPart(*own, head=head, target=target, target_precision=precision)
+
+
 def eagle_part(head: EagleHead, target: Model, code: DeviceCode) -> EaglePart:
     """An EAGLE head of the model `target` as a part of its bundle; `code` with its kernels."""
     return EaglePart(EAGLE, head.model, head.precision, code, FUSED, None, (1,), head=head, target=target)
@@ -143,6 +167,9 @@ def device_parts(manifest: Manifest) -> list[DevicePart]:
     eagle = None if manifest.speculation is None else manifest.speculation.eagle
     if eagle is not None and eagle.code is not None:
         parts.append(eagle_part(eagle, manifest.model, eagle.code))
+    dflash = None if manifest.speculation is None else manifest.speculation.dflash
+    if dflash is not None and dflash.code is not None:
+        parts.append(dflash_part(dflash, manifest.model, manifest.precision, dflash.code))
     return parts
 
 

@@ -29,6 +29,7 @@ TOKENIZER_FILE = "tokenizer/tokenizer.json"
 CODE_DIRECTORY = "code"
 DRAFT_CODE_DIRECTORY = f"{CODE_DIRECTORY}/draft"
 EAGLE_CODE_DIRECTORY = f"{CODE_DIRECTORY}/eagle"
+DFLASH_CODE_DIRECTORY = f"{CODE_DIRECTORY}/dflash"
 MAX_MEDUSA_HEADS: Final = 12
 MAX_DEVICE_HEADS: Final = 8  # on a GPU: the columns of one matrix instruction
 MAX_MEDUSA_LAYERS: Final = 16
@@ -469,17 +470,17 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         if self.medusa is not None:
             for problem in medusa_problems(self.medusa, self.forward.decode):
                 raise ValueError(problem)
-        if self.speculation is not None and self.speculation.dflash is not None:
-            raise ValueError(no_dflash(self.target))
-        eagle = None if self.speculation is None else self.speculation.eagle
-        if eagle is not None:
-            _require(eagle.code is not None, f"target {self.target!r} needs `code` of the EAGLE head")
-            for problem in eagle_problems(self.target, eagle):
+        speculation = self.speculation or Speculation()
+        heads = {"EAGLE": speculation.eagle, "DFlash": speculation.dflash}
+        for name, head in heads.items():
+            if head is None:
+                continue
+            _require(head.code is not None, f"target {self.target!r} needs `code` of the {name} head")
+            for problem in device_head_problems(self.target, head):
                 raise ValueError(problem)
-        for problem in tap_problems(self.taps, self.target, self.forward.prefill, self.forward.decode):
-            raise ValueError(problem)
         paths: set[str] = set()
-        for code in (self.code, None if draft is None else draft.code, None if eagle is None else eagle.code):
+        codes = [one.code for one in (draft, *heads.values()) if one is not None]
+        for code in (self.code, *codes):
             kernels: set[str] = set()
             for file in () if code is None else code.files:
                 _require(file.path.startswith(CODE_DIRECTORY + "/"), f"{file.path!r} does not lie in {CODE_DIRECTORY}/")
@@ -571,18 +572,14 @@ def draft_problems(target: Target, model: Model, precision: Precision) -> Iterat
         yield f"the draft model: {problem}"
 
 
-def eagle_problems(target: Target, head: EagleHead) -> Iterator[str]:
-    """What a GPU target cannot do with this EAGLE head, each with what it can."""
+def device_head_problems(target: Target, head: EagleHead | DflashHead) -> Iterator[str]:
+    """What a GPU target cannot do with this head, each with what it can."""
+    a, the = ("an EAGLE", "the EAGLE") if isinstance(head, EagleHead) else ("a DFlash", "the DFlash")
     if not runs_draft_models(target):
-        yield f"an EAGLE head is run by ull's own kernels, which do not run on {target}; leave it out"
+        yield f"{a} head is run by ull's own kernels, which do not run on {target}; leave it out"
         return
     for problem in device_problems(target, head.model, head.precision, None):
-        yield f"the EAGLE head: {problem}"
-
-
-def no_dflash(target: Target) -> str:
-    """Why a GPU target takes no DFlash head, with what to do."""
-    return f"DFlash heads run on target cpu alone, not on {target}; leave it out"
+        yield f"{the} head: {problem}"
 
 
 def device_problems(

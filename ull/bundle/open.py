@@ -254,7 +254,8 @@ def _check_token_maps(path: Path, manifest: Manifest, tensors: dict[str, TensorE
 
 def _check_code(path: Path, part: DevicePart) -> None:
     """The kernels of a GPU target: all are there, compiled for this model, in files that look like cubins."""
-    code, of = part.code, {DRAFT: " of the draft model", EAGLE: " of the EAGLE head"}.get(part.prefix, "")
+    drafters = {DRAFT: "draft model", EAGLE: "EAGLE head", DFLASH: "DFlash head"}
+    code, of = part.code, f" of the {drafters[part.prefix]}" if part.prefix in drafters else ""
     for kernel in sorted(part.needed_kernels() - set(code.kernels())):
         raise BundleError(f"{path} lacks the kernel {kernel!r}{of}; {REBUILD}", field="code.files")
     for name, value in part.macros().items():

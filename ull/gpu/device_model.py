@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import DevicePart, EaglePart, round_up
+from ull.bundle import DevicePart, DflashHead, DflashPart, EaglePart, round_up
 from ull.gpu.arena import Arena, ArenaPlan
 from ull.gpu.capture import capture_graph
+from ull.gpu.dflash import BLOCK_TILES, CONTEXT_ENTRIES, DflashPasses
 from ull.gpu.driver import Driver
 from ull.gpu.eagle import LEVEL_TILES, EaglePasses
 from ull.gpu.forward import ForwardSource, Recorder
 from ull.gpu.fused import FusedForward
 from ull.gpu.launch import Launch
-from ull.gpu.memory import EagleShape, Sizes, reserve_model, rope_table
+from ull.gpu.memory import DflashShape, EagleShape, Sizes, reserve_model, rope_table
 from ull.gpu.modules import Kernels
 from ull.gpu.params import ROUND_SLOTS, TREE_TOKENS, HostControl, RoundRequest, RoundResult, State
 from ull.gpu.places import HostBlocks, Places
@@ -41,7 +42,11 @@ class PlannedModel:
     def plan(cls, part: DevicePart, context: int, pages: int | None, plan: ArenaPlan) -> PlannedModel:
         """Adds the regions that its rounds touch; `context` and `pages` as `ull.gpu.program.Program` takes them."""
         eagle = EagleShape(len(part.head.taps), part.target.hidden) if isinstance(part, EaglePart) else None
-        sizes = Sizes(part.model, part.precision, context, pages, part.medusa, part.taps, eagle)
+        dflash = None
+        if isinstance(part, DflashPart):
+            head, gated = part.head, part.head.markov > 0 and part.head.markov_kind == "gated"
+            dflash = DflashShape(len(head.taps), part.target.hidden, head.markov, gated)
+        sizes = Sizes(part.model, part.precision, context, pages, part.medusa, part.taps, eagle, dflash)
         reserve_model(plan, sizes, part.prefix)
         return cls(part, sizes)
 
@@ -88,6 +93,19 @@ class PlacedModel:
     places: Places
     host: dict[str, int]  # addresses of the mapped blocks on the host
 
+    @property
+    def handover(self) -> dict[str, int]:
+        """What the core learns of every model and head: the mapped blocks, and sizes."""
+        sizes = self.sizes
+        return {
+            **self.host,
+            "vocabulary": sizes.model.vocabulary,
+            "context_tokens": sizes.context,
+            "page_count": sizes.page_count,
+            "kv_bytes": sizes.kv_bytes,
+            "kv_pages": self.places.region("KV pages"),
+        }
+
     def first_contents(self, persistent: bool) -> Iterator[tuple[int, NDArray[Any]]]:
         """Rope table and first state; for a `persistent` kernel the parameters of the layers' steps too.
 
@@ -112,6 +130,19 @@ class PlacedModel:
         captures = _Captures(self, stream, exit_stack)
         levels = {tokens: captures.capture_all(passes.level(tokens)) for tokens in LEVEL_TILES}
         return CapturedEagle(self, captures.capture_all(passes.fill()), captures.capture_all(passes.first()), levels)
+
+    def capture_dflash(self, target: PlacedModel, stream: int, exit_stack: ExitStack) -> CapturedDflash:
+        """The graphs of a DFlash head's passes behind the model `target`. Raises ValueError for any other part."""
+        if not isinstance(self.part, DflashPart):
+            raise ValueError("a DFlash head's passes are captured of a DFlash head")
+        head, multiprocessors = self.part.head, self.driver.info.multiprocessors
+        passes = DflashPasses(head, self.sizes, self.places, target.sizes, target.places, multiprocessors)
+        captures = _Captures(self, stream, exit_stack)
+        contexts = {entries: captures.capture_all(passes.context(entries)) for entries in CONTEXT_ENTRIES}
+        tile = next(tile for tile in BLOCK_TILES if head.block <= tile)
+        block = captures.capture_all(passes.block(tile))
+        nodes = captures.capture_all(passes.nodes()) if head.markov else 0
+        return CapturedDflash(self, head, contexts, block, nodes)
 
     def capture(self, sources: Mapping[str, ForwardSource], stream: int, exit_stack: ExitStack) -> CapturedModel:
         """One graph per number of tokens, one that only fills the cache, and one of the Medusa heads, if there are.
@@ -210,15 +241,10 @@ class CapturedModel:
             "bursts": dict(self.bursts),
             "burst_rounds": BURST_ROUNDS if self.bursts else 0,
             "prefill": self.prefill,
-            **self.placed.host,
-            "vocabulary": self.sizes.model.vocabulary,
-            "context_tokens": self.sizes.context,
-            "page_count": self.sizes.page_count,
             "redraws": dict(self.redraws),
             "medusa": self.medusa,
             "medusa_heads": self.sizes.medusa.heads if self.sizes.medusa else 0,
-            "kv_bytes": self.sizes.kv_bytes,
-            "kv_pages": self.placed.places.region("KV pages"),
+            **self.placed.handover,
         }
 
 
@@ -242,10 +268,29 @@ class CapturedEagle:
             "fill": self.fill,
             "first": self.first,
             "levels": dict(self.levels),
-            **self.placed.host,
-            "vocabulary": self.sizes.model.vocabulary,
-            "context_tokens": self.sizes.context,
-            "page_count": self.sizes.page_count,
-            "kv_bytes": self.sizes.kv_bytes,
-            "kv_pages": self.placed.places.region("KV pages"),
+            **self.placed.handover,
+        }
+
+
+@dataclass(frozen=True)
+class CapturedDflash:
+    """A DFlash head that the core can replay: the graphs of its passes, each a CUgraphExec."""
+
+    placed: PlacedModel
+    head: DflashHead
+    contexts: dict[int, int]  # by the most positions
+    block: int
+    nodes: int  # 0: there is no Markov term
+
+    @property
+    def handover(self) -> dict[str, Any]:
+        """What the core learns about this head, as `CapturedModel.handover`."""
+        return {
+            "contexts": dict(self.contexts),
+            "block": self.block,
+            "nodes": self.nodes,
+            "block_tokens": self.head.block,
+            "mask_token": self.head.mask_token,
+            "anchor_predicts": self.head.anchor_predicts,
+            **self.placed.handover,
         }

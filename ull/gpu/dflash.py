@@ -25,17 +25,14 @@ from ull.gpu.memory import (
     DFLASH_NODES,
     DFLASH_STATES,
     DFLASH_TAPS,
-    TAP_RING,
     Sizes,
 )
 from ull.gpu.params import (
-    MOST_TAPS,
     TREE_TOKENS,
     DflashNodesParams,
     DflashRankParams,
     DflashStoreParams,
     LinearParams,
-    TapsParams,
 )
 from ull.gpu.places import Places
 from ull.gpu.rounds import Rounds
@@ -79,7 +76,7 @@ class DflashPasses:
         norm.params.residual = self._places.region(DFLASH_STATES)
         return [
             self._rounds.begin(),
-            self._taps(entries),
+            self._rounds.taps("ull_dflash_taps", self._head.taps, self._target_sizes.taps, entries, DFLASH_TAPS),
             linears.plain("dflash_fc", "fc", fc, DFLASH_TAPS, DFLASH_STATES),
             norm,
             *(launch for layer in range(model.layers) for launch in self._keys_and_values(layer, entries)),
@@ -108,19 +105,6 @@ class DflashPasses:
             self._rank(DFLASH_LOGITS, DFLASH_NODES),
             self._rounds.closing(1, False)[0],
         ]
-
-    def _taps(self, entries: int) -> Launch:
-        region, head = self._places.region, self._head
-        read = [self._target_sizes.taps.index(layer) for layer in head.taps]
-        params = TapsParams(
-            round=region("round"),
-            ring=self._target.region(TAP_RING),
-            output=region(DFLASH_TAPS),
-            ring_taps=len(self._target_sizes.taps),
-            taps=(*read, *[0] * (MOST_TAPS - len(read))),
-        )
-        # It reads the round as begin has left it, as embed does, and so do all behind it.
-        return Launch("ull_dflash_taps", *linear.eagle_row(entries), params, overlaps=False)
 
     def _keys_and_values(self, layer: int, entries: int) -> list[Launch]:
         region, tensor, sizes = self._places.region, self._places.tensor, self._sizes
@@ -169,11 +153,11 @@ class DflashPasses:
         return Launch("ull_dflash_nodes", *linear.dflash_nodes(rows), params, overlaps=overlaps)
 
     def _gate(self) -> Launch:
-        geometry = linear.dflash_markov(self._head.markov, self._multiprocessors)
-        return Launch("ull_dflash_gate", *geometry, self._linear("markov.gate", DFLASH_GATE_INPUT, DFLASH_FACTORS))
+        params = self._places.linear("markov.gate", DFLASH_GATE_INPUT, DFLASH_FACTORS)
+        return Launch("ull_dflash_gate", *linear.dflash_markov(self._head.markov, self._multiprocessors), params)
 
     def _markov(self) -> Launch:
-        params = self._linear("markov.head", DFLASH_FACTORS, DFLASH_LOGITS)
+        params = self._places.linear("markov.head", DFLASH_FACTORS, DFLASH_LOGITS)
         params.residual = self._places.region("logits")
         geometry = linear.dflash_markov(self._sizes.model.vocabulary, self._multiprocessors)
         return Launch("ull_dflash_markov", *geometry, params)
@@ -192,14 +176,3 @@ class DflashPasses:
         )
         geometry = sampling.dflash_rank(sizes.model.vocabulary, rows, self._multiprocessors)
         return Launch("ull_dflash_rank", *geometry, params)
-
-    def _linear(self, weights: str, activations: str, output: str) -> LinearParams:
-        region, tensor = self._places.region, self._places.tensor
-        return LinearParams(
-            round=region("round"),
-            weights=tensor(f"{weights}.weight"),
-            scale=tensor(f"{weights}.scale"),
-            bias=tensor(f"{weights}.bias"),
-            activations=region(activations),
-            output=region(output),
-        )

@@ -16,8 +16,8 @@ from ull.bundle import EagleHead
 from ull.gpu.fused import FusedForward
 from ull.gpu.geometry import linear, sampling
 from ull.gpu.launch import Launch
-from ull.gpu.memory import EAGLE_INPUT, EAGLE_STATES, EAGLE_TAPS, EAGLE_WIDTH, TAP_RING, TAP_ROWS, Sizes
-from ull.gpu.params import MOST_TAPS, TREE_TOKENS, EagleInputParams, EagleRankParams, TapsParams
+from ull.gpu.memory import EAGLE_INPUT, EAGLE_STATES, EAGLE_TAPS, EAGLE_WIDTH, TAP_ROWS, Sizes
+from ull.gpu.params import TREE_TOKENS, EagleInputParams, EagleRankParams
 from ull.gpu.places import Places
 from ull.gpu.rounds import Rounds
 
@@ -90,18 +90,7 @@ class EaglePasses:
         ]
 
     def _from_taps(self, tokens: int) -> list[Launch]:
-        region, head = self._places.region, self._head
-        read = [self._target_sizes.taps.index(layer) for layer in head.taps]
-        params = TapsParams(
-            round=region("round"),
-            ring=self._target.region(TAP_RING),
-            norm_weight=self._places.tensor("tap_norm"),
-            output=region(EAGLE_TAPS),
-            ring_taps=len(self._target_sizes.taps),
-            taps=(*read, *[0] * (MOST_TAPS - len(read))),
-        )
-        # It reads the round as begin has left it, as embed does, and so do all behind it.
-        taps = Launch("ull_eagle_taps", *linear.eagle_row(tokens), params, overlaps=False)
+        taps = self._rounds.taps("ull_eagle_taps", self._head.taps, self._target_sizes.taps, tokens, EAGLE_TAPS)
         return [self._rounds.begin(), taps, self._forward.fc(tokens), self._input(tokens, True)]
 
     def _input(self, tokens: int, overlaps: bool) -> Launch:

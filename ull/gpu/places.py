@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ull.gpu.params import LinearParams
+
 
 @dataclass(frozen=True)
 class HostBlocks:
@@ -25,3 +27,14 @@ class Places:
     region: Callable[[str], int]
     tensor: Callable[[str], int | None]
     host: HostBlocks
+
+    def linear(self, weights: str, activations: str, output: str) -> LinearParams:
+        """Of a kernel that reads one region and writes another, by the tensors of that stem."""
+        return LinearParams(
+            round=self.region("round"),
+            weights=self.tensor(f"{weights}.weight"),
+            scale=self.tensor(f"{weights}.scale"),
+            bias=self.tensor(f"{weights}.bias"),
+            activations=self.region(activations),
+            output=self.region(output),
+        )

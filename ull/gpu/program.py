@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from ull.bundle import DRAFT, EAGLE, MEDUSA, Bundle, EaglePart, device_parts
+from ull.bundle import DRAFT, MEDUSA, Bundle, DflashPart, EaglePart, device_parts
 from ull.errors import BundleError
 from ull.gpu.arena import Arena, ArenaPlan
 from ull.gpu.checks import check_device, check_size, other_processes
-from ull.gpu.device_model import CapturedEagle, CapturedModel, PlacedModel, PlannedModel
+from ull.gpu.device_model import CapturedDflash, CapturedEagle, CapturedModel, PlacedModel, PlannedModel
 from ull.gpu.driver import Driver
 from ull.gpu.forward import ForwardSource
 from ull.gpu.memory import Sizes
@@ -58,7 +58,7 @@ class Program:
             planned = self._check(context or bundle.manifest.model.context, pages)
             self._driver.open()
             exit_stack.callback(self._driver.close)
-            self._models, self._eagle = self._load(planned, exit_stack)
+            self._models, self._heads = self._load(planned, exit_stack)
             self._exit = exit_stack.pop_all()
 
     @property
@@ -70,11 +70,12 @@ class Program:
     def handover(self) -> dict[str, Any]:
         """What `_native.GraphExecutor` takes: handles, addresses on the host and sizes, all plain integers.
 
-        "draft" is the same of the draft model, "eagle" what is to be known of an EAGLE head; where there is none, it is
-        missing.
+        "draft" is the same of the draft model, "eagle" and "dflash" what is to be known of such a head; where there is
+        none, it is missing.
         """
         bytes_of = self._image.bytes_of
-        medusa, draft, eagle = bytes_of(MEDUSA), bytes_of(DRAFT), bytes_of(EAGLE)
+        medusa, draft = bytes_of(MEDUSA), bytes_of(DRAFT)
+        heads = {name: bytes_of(f"{name}.") for name in self._heads}
         shared = {
             "stream": self._stream,
             "context": self._driver.context,
@@ -85,14 +86,14 @@ class Program:
             **self._models[""].handover,
             **shared,
             "medusa_bytes": medusa,
-            "weight_bytes": self._image.nbytes - medusa - draft - eagle + self._plan_bytes,
+            "weight_bytes": self._image.nbytes - medusa - draft - sum(heads.values()) + self._plan_bytes,
             "reuse": self._bundle.manifest.forward.reuse,
         }
         if DRAFT in self._models:
             own = self._models[DRAFT].handover
             handover["draft"] = {**own, **shared, "medusa_bytes": 0, "weight_bytes": draft}
-        if self._eagle is not None:
-            handover["eagle"] = {**self._eagle.handover, **shared, "weight_bytes": eagle}
+        for name, head in self._heads.items():
+            handover[name] = {**head.handover, **shared, "weight_bytes": heads[name]}
         return handover
 
     def replay(self) -> Replay:
@@ -134,8 +135,8 @@ class Program:
 
     def _load(
         self, planned: list[PlannedModel], exit_stack: ExitStack
-    ) -> tuple[dict[str, CapturedModel], CapturedEagle | None]:
-        """The models by prefix, and the EAGLE head, if there is one."""
+    ) -> tuple[dict[str, CapturedModel], dict[str, CapturedEagle | CapturedDflash]]:
+        """The models by prefix, and the heads with a cache of their own by the drafter's name."""
         driver, kernels = self._driver, list[Kernels]()
         for model in planned:
             kernels.append(Kernels(driver, self._bundle, model.part.code))
@@ -207,15 +208,19 @@ class Program:
 
     def _capture(
         self, placed: list[PlacedModel], exit_stack: ExitStack
-    ) -> tuple[dict[str, CapturedModel], CapturedEagle | None]:
-        free, models, eagle = self._driver.memory_info()[0], dict[str, CapturedModel](), None
+    ) -> tuple[dict[str, CapturedModel], dict[str, CapturedEagle | CapturedDflash]]:
+        free, models = self._driver.memory_info()[0], dict[str, CapturedModel]()
+        heads = dict[str, CapturedEagle | CapturedDflash]()
         for model in placed:
             if isinstance(model.part, EaglePart):
-                eagle = model.capture_eagle(placed[0], self._stream, exit_stack)
+                heads["eagle"] = model.capture_eagle(placed[0], self._stream, exit_stack)
+                continue
+            if isinstance(model.part, DflashPart):
+                heads["dflash"] = model.capture_dflash(placed[0], self._stream, exit_stack)
                 continue
             sources = self._sources(model, exit_stack)
             self._open_sources |= {model.part.prefix + name: source for name, source in sources.items()}
             models[model.part.prefix] = model.capture(sources, self._stream, exit_stack)
         self._driver.synchronise(self._stream)
         self.resident_bytes = max(0, free - self._driver.memory_info()[0])
-        return models, eagle
+        return models, heads

@@ -13,22 +13,25 @@ lm_head; the fourth runs the Medusa heads on what the last round left behind, th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ull.bundle import HEAD_SCAN, MEDUSA, head_rows
 from ull.gpu.geometry import attention, head_scan, linear, sampling
 from ull.gpu.launch import Launch
 from ull.gpu.memory import MEDUSA_STATES, TAP_RING, TAP_ROWS, Sizes
 from ull.gpu.params import (
+    MOST_TAPS,
     TREE_TOKENS,
     AcceptParams,
     BeginParams,
     CommitParams,
     EmbedParams,
     HeadScanParams,
-    LinearParams,
     MedusaRankParams,
     MedusaStartParams,
     PlainParams,
     SampleParams,
+    TapsParams,
 )
 from ull.gpu.places import Places
 
@@ -86,6 +89,21 @@ class Rounds:
             text_capacity=sizes.context,
         )
         return Launch("ull_begin", *sampling.begin(), begin)
+
+    def taps(self, kernel: str, layers: Sequence[int], held: Sequence[int], entries: int, output: str) -> Launch:
+        """A head's input: the target's taps of `layers`, out of `held`, which its ring has of a position."""
+        assert self._target is not None
+        read = [held.index(layer) for layer in layers]
+        params = TapsParams(
+            round=self._places.region("round"),
+            ring=self._target.region(TAP_RING),
+            norm_weight=self._places.tensor("tap_norm"),
+            output=self._places.region(output),
+            ring_taps=len(held),
+            taps=(*read, *[0] * (MOST_TAPS - len(read))),
+        )
+        # It reads the round as begin has left it, as embed does, and so do all behind it.
+        return Launch(kernel, *linear.eagle_row(entries), params, overlaps=False)
 
     def closing(self, tokens: int, draws: bool, sampler: str = FULL) -> list[Launch]:
         """The sampler, if the round `draws`; accept; and for more than one token the commit.
@@ -209,21 +227,14 @@ class Rounds:
             self.begin(),
             Launch("ull_medusa_start", *linear.medusa_start(), start),
             *(
-                Launch("ull_medusa_block", *block, self._linear(f"{MEDUSA}{layer}", states[layer], states[layer + 1]))
+                Launch(
+                    "ull_medusa_block",
+                    *block,
+                    self._places.linear(f"{MEDUSA}{layer}", states[layer], states[layer + 1]),
+                )
                 for layer in range(sizes.medusa.layers)
             ),
-            Launch("ull_medusa_head", *head, self._linear(lm_head, states[-1], "logits")),
+            Launch("ull_medusa_head", *head, self._places.linear(lm_head, states[-1], "logits")),
             Launch("ull_medusa_rank", *sampling.medusa_rank(model.vocabulary, heads, self._multiprocessors), rank),
             self._accept(),
         ]
-
-    def _linear(self, weights: str, activations: str, output: str) -> LinearParams:
-        region, tensor = self._places.region, self._places.tensor
-        return LinearParams(
-            round=region("round"),
-            weights=tensor(f"{weights}.weight"),
-            scale=tensor(f"{weights}.scale"),
-            bias=tensor(f"{weights}.bias"),
-            activations=region(activations),
-            output=region(output),
-        )

@@ -71,8 +71,8 @@ struct alignas(64) RoundRequest {
   RoundMode mode;
   int32_t count;       // nodes (kTake, kDflashNodes), prompt tokens (kPrefill), heads (kMedusa), draws (kRedraw) or
                        // entries (of the other heads); 1 for kContinue
-  int32_t position;    // of the root, of the first prompt token, or of the node that kRedraw draws behind; of kMedusa
-                       // and kEagle -1: they are behind the round before them, of which the host knows nothing yet
+  int32_t position;    // of the root, of the first prompt token, or of the node that kRedraw draws behind; of heads
+                       // (not kDflashNodes) -1: they are behind a round of which the host knows nothing yet
   int32_t max_tokens;  // emit at most this many
   uint32_t setting;    // version of sampling, biases, stops and pages: the device copies them when it changes
   int32_t page_count;

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from ull.bundle import (
+    DFLASH,
     DRAFT,
     EAGLE,
     DeviceCode,
@@ -119,11 +120,12 @@ def describe(
 
 def with_code(speculation: Speculation, code: Mapping[str, DeviceCode]) -> Speculation:
     """The same with the code of what drafts on a GPU, by its prefix."""
-    draft, eagle = speculation.draft, speculation.eagle
+    draft, eagle, dflash = speculation.draft, speculation.eagle, speculation.dflash
     return msgspec.structs.replace(
         speculation,
         draft=None if draft is None else msgspec.structs.replace(draft, code=code.get(DRAFT)),
         eagle=None if eagle is None else msgspec.structs.replace(eagle, code=code.get(EAGLE)),
+        dflash=None if dflash is None else msgspec.structs.replace(dflash, code=code.get(DFLASH)),
     )
 
 

@@ -186,14 +186,14 @@ class _Pieces:
         elif name == "d2t":
             assert head.d2t is not None
             yield np.pad(head.d2t, (0, shape.shape[0] - len(head.d2t)))
-        elif name in _ROW_BY_ROW:
+        elif name in _ROW_BY_ROW:  # a GPU has markov.head as a linear
             [source] = head.sources[_ROW_BY_ROW[name]]
             yield from (as_stored(rows, shape.dtype) for rows in exact_rows(tensors.blocks(source), shape.shape[0]))
         elif name in ("confidence.weight", "confidence.bias"):
             yield packer.vector(name, head.vector(name), shape)
         elif kind == "weight":
             sources = [tensors.blocks(source) for source in head.sources[stem]]
-            if stem == "lm_head":  # rows beyond the vocabulary are padding
+            if stem in ("lm_head", "markov.head"):  # rows beyond the vocabulary are padding
                 sources = [exact_rows(sources[0], head.about.model.vocabulary)]
             for rows in fuse(stem, sources, packer.tile_rows, packer.gate_rows):
                 yield self._packed(stem, rows, shape.dtype, error)

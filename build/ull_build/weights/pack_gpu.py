@@ -21,6 +21,7 @@ from ull.bundle import (
     Model,
     Precision,
     TensorShape,
+    device_dflash_tensors,
     device_eagle_tensors,
     device_head_precision,
     device_tensors,
@@ -36,7 +37,8 @@ from ull_build.weights.quantise import FP8_MAX, dequantise_rows, quantise_rows, 
 # eight columns, which the matrix instructions j = 0 and 1 take, in the order p, h, e of their operand registers.
 _ROWS = (2, 8)  # h, g
 _COLUMNS = (4, 2, 2, 2)  # t, j, p, e
-_FULL_PRECISION = (".scale", ".bound", ".kv_scale")  # suffixes of vectors that are not rounded
+# Suffixes of vectors that are not rounded.
+_FULL_PRECISION = (".scale", ".bound", ".kv_scale", "confidence.weight", "confidence.bias")
 
 
 def pack_blocks(rows: NDArray[Any]) -> NDArray[Any]:
@@ -93,11 +95,10 @@ class GpuPacker:
         return {name: shape for name, shape in both.items() if name.startswith(MEDUSA)}
 
     def head_tensors(self, model: Model, head: EagleHead | DflashHead) -> dict[str, TensorShape]:
-        if not isinstance(head, EagleHead):
-            raise ValueError("the layout of a GPU's weights has no place for DFlash heads")
-        return device_eagle_tensors(
-            msgspec.structs.replace(head, precision=device_head_precision(self._precision)), model
-        )
+        stored = msgspec.structs.replace(head, precision=device_head_precision(self._precision))
+        if isinstance(stored, EagleHead):
+            return device_eagle_tensors(stored, model)
+        return device_dflash_tensors(stored, model)
 
     def for_draft(self) -> GpuPacker:
         """Our own kernels compute what drafts; nobody observed it."""

@@ -644,7 +644,7 @@ TEST(a_pass_that_fails_ends_the_executor_with_its_reason) {
         Fault{&FakeEagle::Script::stream_error_at, "a round failed with CUDA_ERROR_ILLEGAL_ADDRESS", false},
         Fault{&FakeEagle::Script::hang_at, "has not answered", false},
         Fault{&FakeEagle::Script::silent_at, "without an answer", true},
-        Fault{&FakeEagle::Script::skipped_at, "has not run a pass of the EAGLE head", true}}) {
+        Fault{&FakeEagle::Script::skipped_at, "has not run a pass of a head", true}}) {
     const int watchdog_ms = fault.at == &FakeEagle::Script::hang_at ? 300 : 60'000;
     for (const uint64_t more : {0, 1, 2, 4}) {  // while it reads along, in its first, in levels
       EagleRig rig({}, {}, {.watchdog_ms = watchdog_ms, .adaptive = false});

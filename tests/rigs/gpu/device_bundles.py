@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 import emulation
 from ull.bundle import (
     DEVICE_KERNELS,
+    DFLASH_KERNELS,
     EAGLE_KERNELS,
     HEAD_SCAN_KERNELS,
     MEDUSA_KERNELS,
     DeviceCode,
+    Speculation,
     open_bundle,
     read_tensor_file,
 )
@@ -25,18 +27,21 @@ from ull_build.code import kernels
 from ull_build.settings import Settings
 
 STUB = """#include "params.h"
-#ifdef ULL_EAGLE_TAPS
+#if defined(ULL_EAGLE_TAPS)
 extern "C" __device__ int {eagle};
 #define BODY {{ {eagle} = 1; }}
+#elif defined(ULL_DFLASH_TAPS)
+extern "C" __device__ int {dflash};
+#define BODY {{ {dflash} = 1; }}
 #else
 #define BODY {{}}
 #endif
 {kernels}
 """
-OF_EAGLE = "ull_of_eagle"  # a symbol of all cubins of an EAGLE head, by which the driver double knows them
+OF_EAGLE, OF_DFLASH = "ull_of_eagle", "ull_of_dflash"  # of all cubins of a head, by which the driver double knows them
 
 
-ROOMS = {"medusa": MEDUSA_KERNELS, "head_scan": HEAD_SCAN_KERNELS, "eagle": EAGLE_KERNELS}
+ROOMS = {"medusa": MEDUSA_KERNELS, "head_scan": HEAD_SCAN_KERNELS, "eagle": EAGLE_KERNELS, "dflash": DFLASH_KERNELS}
 
 
 ALL_KERNELS = DEVICE_KERNELS.union(*ROOMS.values())
@@ -50,7 +55,7 @@ def write_stubs(directory: Path, names: Any = ALL_KERNELS) -> Path:
     for file, chosen in files.items():
         lines = [f'extern "C" __global__ void {name}(ull::gpu::SampleParams) BODY' for name in chosen]
         (directory / file).parent.mkdir(parents=True, exist_ok=True)
-        (directory / file).write_text(STUB.format(kernels="\n".join(lines), eagle=OF_EAGLE))
+        (directory / file).write_text(STUB.format(kernels="\n".join(lines), eagle=OF_EAGLE, dflash=OF_DFLASH))
     return directory
 
 
@@ -63,15 +68,16 @@ def build_with_stubs(monkeypatch: pytest.MonkeyPatch, sources: Path, settings: S
 def emulated_kernels(bundle: Path, *more: Path) -> str:
     """Every kernel of ull, compiled for the emulator with the bundle's macros, and those of `more`: for the double.
 
-    An EAGLE head's are a library of their own.
+    Those of heads are libraries of their own.
     """
     manifest = open_bundle(bundle).manifest
     assert manifest.code is not None
-    eagle = None if manifest.speculation is None else manifest.speculation.eagle
-    library = str(_library(manifest.code, *more))
-    if eagle is None or eagle.code is None:
-        return library
-    return f"{library}:{OF_EAGLE}={_library(eagle.code)}"
+    speculation = manifest.speculation or Speculation()
+    libraries = [str(_library(manifest.code, *more))]
+    for symbol, head in ((OF_EAGLE, speculation.eagle), (OF_DFLASH, speculation.dflash)):
+        if head is not None and head.code is not None:
+            libraries.append(f"{symbol}={_library(head.code)}")
+    return ":".join(libraries)
 
 
 def _library(code: DeviceCode, *more: Path) -> Path:

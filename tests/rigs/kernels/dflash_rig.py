@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import emulation
-from eagle_rig import SEED, TARGET_TAPS, Row, Wish
+from eagle_rig import SEED, TARGET_TAPS, Left, Row, Wish
 from emulation import aligned, pointer
 from layer_rig import model_of, numbers_of, random_tensors
 from linear_layers import normed, product, unpack_activations
@@ -176,10 +176,10 @@ class Head:
 
     # ---- passes ----
 
-    def read(self, position: int, count: int, entries: int | None = None) -> RoundResult:
+    def read(self, position: int, count: int, entries: int | None = None, **options: Any) -> RoundResult:
         """Makes the context of positions from `position` on, by the pass for so many `entries`."""
         entries = entries or next(most for most in CONTEXT_ENTRIES if count <= most)
-        return self.run(self.passes.context(entries), DFLASH_CONTEXT, [0] * count, position)
+        return self.run(self.passes.context(entries), DFLASH_CONTEXT, [0] * count, position, **options)
 
     def block(
         self, root: int, count: int, position: int, ranked: int, first: int = 0, tile: int = 16, **options: Any
@@ -207,8 +207,9 @@ class Head:
         first: int = 0,
         wish: Wish | None = None,
         cancelled: bool = False,
+        left: Left | None = None,
     ) -> RoundResult:
-        """One pass."""
+        """One pass. `left`: what it goes by instead of `position`, and of what it would be told of the tokens."""
         own = State.from_buffer(self.memory["state"])
         sequence = own.sequence
         self._state_wish(wish or Wish(), position)
@@ -216,6 +217,9 @@ class Head:
         request.sequence, request.mode, request.count = sequence, mode, len(tokens)
         request.position, request.first, request.max_tokens = position, first, ranked
         request.setting, request.page_count = 1, self.sizes.table_pages
+        if left is not None:
+            left.write(self.target_memory)
+            request.position = -1
         request.tokens[: len(tokens)] = list(tokens)
         request.parents[: len(parents)] = list(parents)
         self.control.cancelled_through = sequence if cancelled else 0

@@ -81,6 +81,14 @@ class Left:
     drawn: int
     stopped: bool = False
 
+    def write(self, memory: dict[str, NDArray[Any]]) -> None:
+        """Into the target's `round` and `state`."""
+        target, state = Round.from_buffer(memory["round"]), State.from_buffer(memory["state"])
+        target.base, target.accepted_count = self.base, len(self.accepted)
+        target.tokens[: len(self.tokens)] = list(self.tokens)
+        target.accepted[: len(self.accepted)] = list(self.accepted)
+        state.token, state.position, state.stopped = self.drawn, self.base + len(self.accepted), int(self.stopped)
+
 
 class Head:
     """A random head beside a ring of random taps. `run` plays a pass; what it leaves stays for the next one."""
@@ -198,11 +206,7 @@ class Head:
         request.position, request.forced, request.max_tokens, request.first = position, taken, ranked, first
         request.setting, request.page_count = 1, self.sizes.table_pages
         if left is not None:
-            target = Round.from_buffer(self.target_memory["round"])
-            target.base, target.accepted_count = left.base, len(left.accepted)
-            target.tokens[: len(left.tokens)] = list(left.tokens)
-            target.accepted[: len(left.accepted)] = list(left.accepted)
-            state.token, state.stopped = left.drawn, int(left.stopped)
+            left.write(self.target_memory)
             request.position, request.count, request.forced = -1, FIRST_ENTRIES, 0
         request.tokens[: len(tokens)] = list(tokens)
         request.parents[: len(parents)] = list(parents)

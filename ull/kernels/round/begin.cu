@@ -208,9 +208,11 @@ ULL_DEVICE Task task_of(const BeginParams& params, const Shared& shared, const R
     if (!follows) task.count = 1;
   }
   if constexpr (kMayLack) {
-    if (head.mode == RoundMode::kEagle && head.position < 0) {
-      task.count = params.target->accepted_count;
-      task.base = params.target->base;
+    if (head.position < 0) {
+      // A block begins at the token that the target has drawn last; other passes read what it has accepted.
+      const bool block = head.mode == RoundMode::kDflashBlock;
+      task.count = block ? head.count : params.target->accepted_count;
+      task.base = block ? params.target_state->position : params.target->base;
       task.skipped = task.skipped || params.target_state->stopped != 0 || task.count > head.count;
       task.chain = true;
     }
@@ -268,7 +270,10 @@ ULL_KERNEL(ull_begin, BeginParams, kThreads, 1) {
   if (task.skipped) return;
   if (me < count) round->tokens[me] = continues ? state.token : head.tokens[me];
   if constexpr (kMayLack) {
-    if (head.position < 0 && me < count) round->tokens[me] = token_behind(params, me, count);
+    const bool block = head.mode == RoundMode::kDflashBlock;
+    if (head.position < 0 && me < (block ? 1 : count)) {
+      round->tokens[me] = block ? params.target_state->token : token_behind(params, me, count);
+    }
   }
   build_paths(head, count, task.chain, shared, round);
   if (head.mode == RoundMode::kRedraw) {

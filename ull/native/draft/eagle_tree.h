@@ -41,8 +41,8 @@ class EagleTree {
   }
 
   // What may follow `node`, which is 0, the root, or one that next_level() has just named; best first. A score is the
-  // adjusted logit over the temperature plus the noise.
-  void add_candidates(int node, const int32_t* tokens, const float* scores, int count) noexcept {
+  // adjusted logit over the temperature plus the noise. chance: that one of them is the draw.
+  void add_candidates(int node, const int32_t* tokens, const float* scores, int count, float chance = 1.0F) noexcept {
     count = depths_[node] < depth_ ? std::min(count, kEagleRanks) : 0;
     float shares[kEagleRanks];
     float total = 0.0F, behind = 0.0F;
@@ -57,7 +57,7 @@ class EagleTree {
       tokens_[count_] = tokens[rank];
       parents_[count_] = static_cast<int16_t>(node);
       depths_[count_] = static_cast<uint8_t>(depths_[node] + 1);
-      reaches_[count_] = reaches_[node] * (shares[rank] / total);
+      reaches_[count_] = reaches_[node] * chance * (shares[rank] / total);
       ++count_;
     }
   }

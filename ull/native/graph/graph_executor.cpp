@@ -25,7 +25,7 @@ GraphExecutor::GraphExecutor(GraphProgram program, const Driver& driver, const G
       queue_(program_, driver_),
       redraws_(program_, queue_, setting_, text_),
       graphs_(program_),
-      tags_(program_.eagle == nullptr ? 0 : gpu::kTapSlots) {}
+      tags_(program_.eagle == nullptr && program_.dflash == nullptr ? 0 : gpu::kTapSlots) {}
 
 const GraphOptions& GraphExecutor::checked(const GraphOptions& options, const GraphProgram& program) {
   if (options.watchdog_ms < 1) throw std::invalid_argument("watchdog_ms: must be positive");
@@ -37,6 +37,9 @@ const GraphOptions& GraphExecutor::checked(const GraphOptions& options, const Gr
   }
   if (options.drafter == DrafterKind::kEagle && program.eagle == nullptr) {
     throw std::invalid_argument("drafter: the program holds no EAGLE head");
+  }
+  if (options.drafter == DrafterKind::kDflash && program.dflash == nullptr) {
+    throw std::invalid_argument("drafter: the program holds no DFlash head");
   }
   if (options.drafter == DrafterKind::kMedusa && program.medusa == nullptr) {
     throw std::invalid_argument("drafter: the program holds no Medusa heads");

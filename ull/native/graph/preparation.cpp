@@ -6,6 +6,7 @@
 
 #include "base/clock.h"
 #include "draft/suffix.h"
+#include "graph/dflash.h"
 #include "graph/draft_model.h"
 #include "graph/eagle.h"
 #include "graph/graph_executor.h"
@@ -43,7 +44,8 @@ void GraphExecutor::prepare() {
   info_.reuse = program_.reuse;
   info_.forced_tokens = program_.rounds_prefill() ? std::min(program_.most_nodes(), info_.context) - 1 : 0;
   info_.copies_pages = program_.kv_pages != 0 && (program_.draft == nullptr || program_.draft->kv_pages != 0) &&
-                       (program_.eagle == nullptr || program_.eagle->kv_pages != 0);
+                       (program_.eagle == nullptr || program_.eagle->kv_pages != 0) &&
+                       (program_.dflash == nullptr || program_.dflash->kv_pages != 0);
   info_.penalties = true;
   info_.constraints = redraws_.offered();
   info_.score_nodes = redraws_.offered() ? std::min(program_.most_nodes(), info_.context) : 0;
@@ -64,6 +66,10 @@ void GraphExecutor::prepare() {
   if (program_.eagle != nullptr && program_.most_nodes() > 1) {
     drafters.push_back(
         std::make_unique<EagleDrafter>(*program_.eagle, driver_, queue_, tags_, info_.vocabulary, watchdog));
+  }
+  if (program_.dflash != nullptr && program_.most_nodes() > 1) {
+    drafters.push_back(
+        std::make_unique<DflashDrafter>(*program_.dflash, driver_, queue_, tags_, info_.vocabulary, watchdog));
   }
   if (options_.in_place_of_draft_model) {
     drafters.push_back(options_.in_place_of_draft_model());

@@ -43,6 +43,16 @@ void EagleProgram::check() const {
   RoundBlocks::check();
 }
 
+void DflashProgram::check() const {
+  for (const void* context_graph : contexts) {
+    require(context_graph != nullptr, "contexts: must be the handles of graphs");
+  }
+  require(block != nullptr, "block: must be the handle of a graph");
+  require(block_tokens >= 2 && block_tokens <= kMaxDflashBlock, "block_tokens: must be 2 to 32");
+  require(mask_token >= 0, "mask_token: must be a token");
+  RoundBlocks::check();
+}
+
 void GraphProgram::check() const {
   require(rounds[0] != nullptr, "graphs: a round of one token is missing");
   require(singles[0].round == nullptr, "singles: the full sampler's is the round of one token");
@@ -80,9 +90,13 @@ void GraphProgram::check() const {
   };
   check_part("draft", draft);
   check_part("eagle", eagle);
+  check_part("dflash", dflash);
   // What its passes read, the rounds leave on theirs, some of it after they have answered.
   require(eagle == nullptr || eagle->stream == stream, "eagle: stream: must be the target's");
-  require(draft == nullptr || (draft->medusa == nullptr && draft->draft == nullptr && draft->eagle == nullptr),
+  require(dflash == nullptr || dflash->stream == stream, "dflash: stream: must be the target's");
+  require(dflash == nullptr || dflash->mask_token < vocabulary, "dflash: mask_token: must be a token");
+  require(draft == nullptr || (draft->medusa == nullptr && draft->draft == nullptr && draft->eagle == nullptr &&
+                               draft->dflash == nullptr),
           "draft: takes none of its own");
 }
 

@@ -65,6 +65,21 @@ struct EagleProgram : RoundBlocks {
   void check() const;
 };
 
+inline constexpr int kMaxDflashBlock = 32;
+inline constexpr int kDflashContexts[] = {8, 64};  // positions
+
+// A DFlash head's passes, of as many pages and tokens as the model that it drafts for.
+struct DflashProgram : RoundBlocks {
+  void* contexts[2] = {};  // CUgraphExec (kDflashContext): of up to kDflashContexts[i] positions
+  void* block = nullptr;   // CUgraphExec (kDflashBlock): up to `block_tokens` entries
+  void* nodes = nullptr;   // CUgraphExec (kDflashNodes): up to 8 nodes are ranked; null: there is no Markov term
+  int block_tokens = 0;
+  int32_t mask_token = 0;        // of the target's: what a block's entries behind the root hold
+  bool anchor_predicts = false;  // the first entry predicts the token behind the root
+
+  void check() const;
+};
+
 struct GraphProgram : RoundBlocks {
   // CUgraphExec of a round of up to kCostTokens[i] nodes; null: there is none. All give the same bits.
   void* rounds[kCostSizes] = {};
@@ -84,6 +99,7 @@ struct GraphProgram : RoundBlocks {
   std::shared_ptr<const GraphProgram> draft = nullptr;
   // The head that drafts from the taps that its rounds leave; null: there is none.
   std::shared_ptr<const EagleProgram> eagle = nullptr;
+  std::shared_ptr<const DflashProgram> dflash = nullptr;  // likewise
 
   void check() const;
   // Nodes of the widest round.

@@ -82,6 +82,26 @@ graph::EagleProgram eagle_program(const nb::dict& dict) {
 }
 
 // ValueError names the field.
+graph::DflashProgram dflash_program(const nb::dict& dict) {
+  graph::DflashProgram program;
+  for (const auto& [positions, handle] : field<std::map<int, uintptr_t>>(dict, "contexts")) {
+    const int* size = std::find(std::begin(graph::kDflashContexts), std::end(graph::kDflashContexts), positions);
+    if (size == std::end(graph::kDflashContexts)) {
+      throw std::invalid_argument("contexts: must be of 8 and 64 positions");
+    }
+    program.contexts[size - std::begin(graph::kDflashContexts)] = reinterpret_cast<void*>(handle);
+  }
+  program.block = address(dict, "block");
+  program.nodes = address(dict, "nodes");
+  program.block_tokens = field<int>(dict, "block_tokens");
+  program.mask_token = field<int32_t>(dict, "mask_token");
+  program.anchor_predicts = field<bool>(dict, "anchor_predicts");
+  read_blocks(dict, program);
+  program.check();
+  return program;
+}
+
+// ValueError names the field.
 graph::GraphProgram graph_program(const nb::dict& dict) {
   graph::GraphProgram program;
   for (const auto& [tokens, handle] : field<std::map<int, uintptr_t>>(dict, "graphs")) {
@@ -109,6 +129,9 @@ graph::GraphProgram graph_program(const nb::dict& dict) {
   }
   if (dict.contains("eagle")) {
     program.eagle = std::make_shared<graph::EagleProgram>(eagle_program(field<nb::dict>(dict, "eagle")));
+  }
+  if (dict.contains("dflash")) {
+    program.dflash = std::make_shared<graph::DflashProgram>(dflash_program(field<nb::dict>(dict, "dflash")));
   }
   if (dict.contains("reuse")) program.reuse = reuse_named(field<std::string>(dict, "reuse"));
   program.check();

@@ -1,0 +1,99 @@
+#include "graph/head_on_device.h"
+
+#include <stdexcept>
+
+#include "graph/timing.h"
+
+namespace ull::graph {
+
+HeadOnDevice::HeadOnDevice(DrafterKind kind, int lookahead, const RoundBlocks& blocks, const Driver& driver,
+                           RoundQueue& target, const TapTags& tags, int vocabulary, int64_t watchdog_ns)
+    : HeadDrafter(kind, tags, lookahead, blocks.context_tokens),
+      blocks_(blocks),
+      target_(target),
+      vocabulary_(vocabulary),
+      setting_(blocks.pages, pages_for(blocks.context_tokens)),
+      text_(blocks.text, blocks.context_tokens),
+      queue_(blocks, driver),
+      last_(target),
+      watchdog_ns_(watchdog_ns) {}
+
+void HeadOnDevice::begin_measuring() {
+  const int32_t page = 0;
+  queue_.set_watchdog(kPrepareNs);
+  if (target_.drain() != Status::kOk) throw std::runtime_error(target_.failure());
+  setting_.take(Sampling{}, nullptr, 0, &page, 1);
+}
+
+void HeadOnDevice::require(Status status) const {
+  if (status != Status::kOk) throw std::runtime_error(queue_.failure());
+}
+
+void HeadOnDevice::copy_page(const CopyStep& step) noexcept {
+  if (queue_.copy_page(step.from_page, step.to_page) != Status::kOk) (void)failed();
+}
+
+int HeadOnDevice::confidence(const DraftContext& context) noexcept {
+  return last_.precedes(context) ? HeadDrafter::confidence(context) : -1;
+}
+
+void HeadOnDevice::observe(const DraftOutcome& outcome) noexcept {
+  HeadDrafter::observe(outcome);
+  last_.observe(outcome);
+}
+
+Status HeadOnDevice::launch(void* graph) noexcept {
+  return queue_.launch(graph, setting_, text_) == Status::kOk ? Status::kOk : failed();
+}
+
+Status HeadOnDevice::finish(const std::atomic<bool>& abort) noexcept {
+  while (!queue_.idle()) {
+    const Status status = queue_.await(queue_.seen() + 1, abort);
+    if (status == Status::kExecutorFailed) return failed();
+    if (status != Status::kOk) return status;
+    // Behind a round that ended the request, or emitted more than it may make, there is nothing to run.
+    if ((queue_.seen() >= behind_.first && queue_.seen() <= behind_.last) ||
+        queue_.result(queue_.seen()).status == gpu::RoundStatus::kOk)
+      continue;
+    (void)queue_.fail("the device has not run a pass of a head", /*restart_helps=*/true);
+    return failed();
+  }
+  return Status::kOk;
+}
+
+int HeadOnDevice::candidates(const gpu::EmittedToken& answer, int node, int32_t* tokens, float* scores) const noexcept {
+  if (answer.node != node || answer.top_count < 1 || answer.top_count > kMedusaRanks) return -1;
+  for (int rank = 0; rank < answer.top_count; ++rank) {
+    tokens[rank] = answer.top[rank].token;
+    scores[rank] = answer.top[rank].logprob;
+    if (tokens[rank] < 0 || tokens[rank] >= vocabulary_) return -1;
+  }
+  return answer.top_count;
+}
+
+bool HeadOnDevice::begin_behind() noexcept {
+  if (verified_.pages == nullptr || !queue_.idle()) return false;
+  setting_.take(verified_.pages, pages_for(verified_.root + verified_.tokens));
+  return true;
+}
+
+void HeadOnDevice::end_behind(uint64_t first) noexcept {
+  behind_ = {first, queue_.launched(), target_.launched(), verified_.root, verified_.from};
+}
+
+Status HeadOnDevice::made_behind(int32_t start, int32_t from, const std::atomic<bool>& abort, bool* made) noexcept {
+  *made = false;
+  const bool newest = behind_.last == queue_.launched() && behind_.round == target_.launched();
+  if (behind_.last == 0 || !newest || behind_.start != start || behind_.from != from) return Status::kOk;
+  const Status status = queue_.await(behind_.first, abort);
+  if (status != Status::kOk) return status == Status::kExecutorFailed ? failed() : status;
+  *made = queue_.result(behind_.first).status == gpu::RoundStatus::kOk;
+  return Status::kOk;
+}
+
+Status HeadOnDevice::impossible() noexcept {
+  (void)queue_.fail("the device gave an impossible answer to a draft", /*restart_helps=*/true);
+  return failed();
+}
+
+}  // namespace ull::graph
