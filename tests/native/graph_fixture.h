@@ -12,6 +12,7 @@
 
 #include "check.h"
 #include "fake_device.h"
+#include "fake_dflash.h"
 #include "fake_eagle.h"
 #include "graph/graph_executor.h"
 
@@ -73,8 +74,10 @@ class AbortedRound {
 struct GraphRig {
   explicit GraphRig(FakeDevice::Script script = {}, graph::GraphOptions options = {},
                     const std::optional<FakeDevice::Script>& draft = std::nullopt,
-                    const std::optional<FakeEagle::Script>& head = std::nullopt)
-      : eagle(head ? std::make_unique<FakeEagle>(*head, script) : nullptr),
+                    const std::optional<FakeHead::Script>& eagle_head = std::nullopt,
+                    const std::optional<FakeHead::Script>& dflash_head = std::nullopt)
+      : eagle(eagle_head ? std::make_unique<FakeEagle>(*eagle_head, script) : nullptr),
+        dflash(dflash_head ? std::make_unique<FakeDflash>(*dflash_head, script) : nullptr),
         device(script),
         draft_device(draft ? std::make_unique<FakeDevice>(*draft) : nullptr),
         model(script.model),
@@ -166,10 +169,12 @@ struct GraphRig {
 
   [[nodiscard]] graph::GraphProgram program() {
     if (eagle != nullptr) return program_with_eagle(device, *eagle);
+    if (dflash != nullptr) return program_with_dflash(device, *dflash);
     return draft_device == nullptr ? device.program() : program_with_draft(device, *draft_device);
   }
 
-  std::unique_ptr<FakeEagle> eagle;  // null: there is no EAGLE head
+  std::unique_ptr<FakeEagle> eagle;    // null: there is no EAGLE head
+  std::unique_ptr<FakeDflash> dflash;  // null: there is no DFlash head; one of the two at most
   FakeDevice device;
   std::unique_ptr<FakeDevice> draft_device;  // null: there is no draft model
   FakeModel model;

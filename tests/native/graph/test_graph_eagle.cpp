@@ -5,7 +5,7 @@
 #include <string_view>
 #include <utility>
 
-#include "graph_fixture.h"
+#include "head_fixture.h"
 
 namespace {
 
@@ -17,79 +17,28 @@ using ull::graph::EagleProgram;
 using ull::graph::GraphOptions;
 using ull::graph::GraphProgram;
 using ull::test::AbortedRound;
+using ull::test::behind;
 using ull::test::FakeDevice;
 using ull::test::FakeEagle;
 using ull::test::FakeModel;
 using ull::test::GraphRig;
+using ull::test::HeadRig;
 using ull::test::program_with_eagle;
 using ull::test::prompt_of;
 using ull::test::says;
+using ull::test::Sequence;
+using ull::test::wrong;
 using Tokens = std::vector<int32_t>;
-using Passes = std::vector<FakeEagle::Record>;
+using Passes = HeadRig::Passes;
 
 const GraphOptions kAlways{.adaptive = false};
 constexpr int kEagle = static_cast<int>(DrafterKind::kEagle);
 
-// What is kept of a sequence between its requests.
-struct Sequence {
-  Tokens tokens;
-  std::vector<int32_t> pages;
-  Drafted drafted = {};
-};
-
-// Requests that draft with the head, of trees up to 16 nodes.
-struct EagleRig : GraphRig {
+struct EagleRig : HeadRig {
   explicit EagleRig(const FakeEagle::Script& head = {}, const FakeDevice::Script& script = {},
                     const GraphOptions& options = kAlways)
-      : GraphRig(script, options, std::nullopt, head) {
-    (void)eagle->records();
-    speculation = DrafterKind::kEagle;
-    max_tree = 16;
-  }
-
-  // The passes since the last call.
-  Passes passes() {
-    (void)rest();
-    return eagle->records();
-  }
-
-  // Positions [begin, end) of a text.
-  Status read(const Tokens& text, int begin, int end) {
-    for (int done = begin; done < end;) {
-      const int count = std::min(executor.info().prefill_chunk, end - done);
-      const ull::PrefillStep step{text.data() + done, count, done, pages.data(), &drafted, speculation, text.data()};
-      if (const Status status = executor.start_prefill(step); status != Status::kOk) return status;
-      if (const Status status = finish(); status != Status::kOk) return status;
-      done += count;
-    }
-    return Status::kOk;
-  }
-
-  // `count` tokens behind a text of which the caches hold the first `cached` positions.
-  Status answer(Tokens& text, int count, int cached = 0) {
-    prompt_tokens = static_cast<int>(text.size());
-    drafted.cut(cached);
-    if (const Status status = read(text, cached, prompt_tokens - 1); status != Status::kOk) return status;
-    return decode(text, count);
-  }
-
-  void enter(const Sequence& sequence) {
-    pages = sequence.pages;
-    drafted = sequence.drafted;
-  }
-  void leave(Sequence& sequence) { sequence.drafted = drafted; }
+      : HeadRig(DrafterKind::kEagle, head, script, options) {}
 };
-
-Tokens behind(const Tokens& text, size_t prompt) {
-  return {text.begin() + static_cast<std::ptrdiff_t>(prompt), text.end()};
-}
-
-// Entries that were attended to though they are of no such text.
-int wrong(const Passes& passes) {
-  int count = 0;
-  for (const auto& pass : passes) count += pass.wrong;
-  return count;
-}
 
 int ranking(const Passes& passes) {
   return static_cast<int>(std::count_if(passes.begin(), passes.end(), [](const auto& pass) {

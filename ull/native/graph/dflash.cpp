@@ -25,7 +25,7 @@ void DflashDrafter::prepare() {
   };
   (void)timed([&] { return launch_context(0, held); });
   block_ns_ = timed([&] { return launch_context(0, 1); });
-  block_ns_ += timed([&] { return launch_block(0, 1, 0, block, predicted(block)); });
+  block_ns_ += timed([&] { return launch_block(0, 1, 0, block, ranked(predicted(block))); });
   if (program_.nodes != nullptr) {
     tokens_[0] = 0;
     parents_[0] = 0;
