@@ -406,6 +406,36 @@ TEST(an_abort_ends_any_pass_and_the_next_draft_is_right) {
   }
 }
 
+// The context behind the round has been made, but the block behind it has not.
+TEST(an_abort_of_what_runs_behind_a_round_is_made_good) {
+  for (const bool nodes : {false, true}) {
+    for (const uint64_t more : {0, 1}) {
+      DflashRig rig({.nodes = nodes});
+      const Tokens prompt = prompt_of(50);
+      Tokens text = prompt;
+      CHECK(rig.answer(text, 30) == Status::kOk);
+      rig.max_tree = 2;
+      CHECK(rig.advance(text, 30) == Status::kOk);
+      (void)rig.passes();
+      // From now on all runs behind a round, but for one level of nodes before it.
+      ull::test::HeldRound<ull::test::FakeHead> held(rig.head(), more + (nodes ? 1 : 0));
+      CHECK(rig.advance(text, 30) == Status::kOk);
+      std::thread aborting([&] {
+        while (rig.head().cancelled() < held.sequence()) rig.executor.abort();
+        held.release();
+      });
+      CHECK(rig.executor.start_round(rig.step(text, 30)) == Status::kOk);
+      CHECK(rig.finish() == Status::kAborted);
+      aborting.join();
+      CHECK(rig.decode(text, 30) == Status::kOk);
+      CHECK(rig.advance(text, 30) == Status::kOk);
+      CHECK(rig.result.drafter == DrafterKind::kDflash);
+      CHECK_EQ(wrong(rig.passes()), 0);
+      CHECK(behind(text, 50) == rig.model.continuation(prompt, static_cast<int>(text.size()) - 50));
+    }
+  }
+}
+
 TEST(an_aborted_round_leaves_no_tap_that_is_trusted) {
   DflashRig rig;
   const Tokens prompt = prompt_of(100);

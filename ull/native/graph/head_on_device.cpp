@@ -85,9 +85,10 @@ Status HeadOnDevice::made_behind(int32_t start, int32_t from, const std::atomic<
   *made = false;
   const bool newest = behind_.last == queue_.launched() && behind_.round == target_.launched();
   if (behind_.last == 0 || !newest || behind_.start != start || behind_.from != from) return Status::kOk;
-  const Status status = queue_.await(behind_.first, abort);
+  const Status status = queue_.await(behind_.last, abort);
   if (status != Status::kOk) return status == Status::kExecutorFailed ? failed() : status;
-  *made = queue_.result(behind_.first).status == gpu::RoundStatus::kOk;
+  *made = queue_.result(behind_.first).status == gpu::RoundStatus::kOk &&
+          queue_.result(behind_.last).status == gpu::RoundStatus::kOk;
   return Status::kOk;
 }
 

@@ -75,8 +75,8 @@ class HeadOnDevice : public HeadDrafter {
   // Begins and ends launching behind the round. begin: whether there is something to launch.
   [[nodiscard]] bool begin_behind() noexcept;
   void end_behind(uint64_t first) noexcept;
-  // Whether a pass behind the target's last round has made the entries from `start` on; waits for that pass. kOk,
-  // kAborted or kExecutorFailed.
+  // Whether passes behind the target's last round have made the entries from `start` on; waits for them. kOk, kAborted
+  // or kExecutorFailed.
   [[nodiscard]] Status made_behind(int32_t start, int32_t from, const std::atomic<bool>& abort, bool* made) noexcept;
 
   Verified verified_;
