@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ull
-from ull.bundle import Manifest, MedusaHeads, Precision, Source, Target
+from ull.bundle import Manifest, MedusaHeads, Precision, Source, Target, device_parts
 from ull.errors import RecipeError, UllError
 from ull_build.benchmark_bundle import RandomSettings, build_random
 from ull_build.build import BuildResult, build
@@ -258,8 +258,8 @@ def print_summary(result: BuildResult) -> None:
     table.add_row("size", format_amount(size, "bytes"))
     table.add_row("precision", f"{manifest.precision.weights}, lm_head {manifest.precision.lm_head}")
     table.add_row("drafters", describe_speculation(manifest))
-    if manifest.code is not None:
-        table.add_row("kernels", f"{len(manifest.code.kernels())} for {manifest.target}")
+    if parts := device_parts(manifest):
+        table.add_row("kernels", f"{sum(len(part.code.kernels()) for part in parts)} for {manifest.target}")
     if manifest.random_weights:
         table.add_row("weights", "random, made up on the device at load")
     elif manifest.quality is None:

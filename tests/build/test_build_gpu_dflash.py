@@ -414,5 +414,8 @@ def test_a_recipe_with_a_head_builds_for_a_gpu(
     assert cli.main([str(recipe), "--no-eval", "--output", str(output)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "DSpark head, 2 x block 4; default dflash" in printed and "compiled DFlash head: dflash.cu" in printed
-    head = dflash_of(open_bundle(output))
+    bundle = open_bundle(output)
+    head, code = dflash_of(bundle), bundle.manifest.code
+    assert code is not None and head.code is not None
+    assert f"{len(code.kernels()) + len(head.code.kernels())} for sm_90a" in printed
     assert (head.taps, head.anchor_predicts, head.markov) == ([0, 2], True, 24)
