@@ -185,30 +185,6 @@ TEST(the_draft_s_own_limits_hold) {
   CHECK_EQ(draft_of(tree).count(), 1);
 }
 
-TEST(a_level_that_is_hardly_ever_reached_is_left_out) {
-  static EagleTree tree;
-  const int32_t tokens[] = {3, 4};
-  const float scores[] = {0.0F, 0.0F};  // each level halves every reach, and has both
-  for (const float least : {0.0F, 0.6F}) {
-    tree.begin(kMaxTreeTokens, 6, 1, least);
-    tree.add_candidates(0, tokens, scores, 2);
-    int nodes[kMaxEagleWidth], levels = 0;
-    while (tree.next_level(nodes) > 0) {
-      ++levels;
-      tree.add_candidates(nodes[0], tokens, scores, 2);
-    }
-    CHECK_EQ(levels, least > 0.0F ? 0 : 5);
-  }
-  tree.begin(kMaxTreeTokens, 6, 2, 0.6F);  // two nodes, reached with 1 together, then 0.5 each level on
-  tree.add_candidates(0, tokens, scores, 2);
-  int nodes[kMaxEagleWidth];
-  CHECK_EQ(tree.next_level(nodes), 2);
-  tree.add_candidates(nodes[0], tokens, scores, 2);
-  tree.add_candidates(nodes[1], tokens, scores, 2);
-  CHECK_EQ(tree.next_level(nodes), 0);
-  CHECK_EQ(draft_of(tree).count(), 7);
-}
-
 TEST(scores_that_are_no_numbers_and_dropped_candidates_do_no_harm) {
   static EagleTree tree;
   const float infinity = std::numeric_limits<float>::infinity();

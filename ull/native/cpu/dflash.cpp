@@ -310,27 +310,16 @@ Status DflashDrafter::propose(const DraftContext& context, const TreePlan& plan,
   counts_ = context.counts;
   position_ = context.position;
   wanted_ = std::min(plan.count - 1, kRanks);
-  least_ = plan.least_survival;
   depth_ = depth;
-  stop_early(plan.least_survival);
   head_.predict(depth_);
   for (int d = 1; d <= depth_; ++d) depths_[d].ranked = false;
-  grow(plan.count, tree, [&](int node, float chance) { return expand(tree, node, chance); });
+  grow(plan.count, tree, [&](int node) { return expand(tree, node); });
   return Status::kOk;
 }
 
-void DflashDrafter::stop_early(float least) noexcept {
-  if (!head_.has_confidence() || head_.confidence_reads_markov()) return;
-  float chance = 1.0F;
-  for (int d = 1; d < depth_; ++d) {
-    chance *= head_.confidence(d, /*parent=*/0);
-    if (chance < least) depth_ = d;
-  }
-}
-
-Branch DflashDrafter::expand(const DraftTree& tree, int node, float chance) noexcept {
+Branch DflashDrafter::expand(const DraftTree& tree, int node) noexcept {
   const int d = tree.depth(node) + 1;
-  if (d > depth_ || chance < least_) return {};
+  if (d > depth_) return {};
   Children& children = head_.has_markov() ? of_node_[node] : of_depth_[d];
   if (head_.has_markov() || !depths_[d].ranked) {
     if (exact_.size() > 0) {

@@ -146,9 +146,7 @@ class DflashDrafter final : public HeadDrafter {
 
   [[nodiscard]] Status read(const int32_t* tokens, int count, int start, int from, const int32_t* pages, bool last,
                             const std::atomic<bool>& abort) noexcept override;
-  // Lowers the number of depths to those that the confidence head, where it needs no token, gives a chance.
-  void stop_early(float least) noexcept;
-  [[nodiscard]] Branch expand(const DraftTree& tree, int node, float chance) noexcept;
+  [[nodiscard]] Branch expand(const DraftTree& tree, int node) noexcept;
   void rank(int depth) noexcept;
   // The children of `parent` at `depth`, best first.
   void score(int depth, int32_t parent, Children& children) noexcept;
@@ -175,7 +173,6 @@ class DflashDrafter final : public HeadDrafter {
   int32_t position_ = 0;
   int wanted_ = 0;  // children of a node
   int depth_ = 0;
-  float least_ = 0.0F;
   Depth depths_[kMaxDflashBlock + 1];
   Children of_depth_[kMaxDflashBlock + 1];  // without a Markov term: the same below every node
   Children of_node_[kMaxTreeTokens];

@@ -376,7 +376,7 @@ Status EagleDrafter::propose(const DraftContext& context, const TreePlan& plan, 
   if (!coupled_) sampling.temperature = 0.0F;
   head_.cache().copy_token(context.pages[last / kPageTokens], last % kPageTokens, head_.cache().tree_page(), 0);
   entries_ = 1;
-  tree_.begin(plan.count, std::min(plan.depth, model_.spec().context - 1 - root), width_, plan.least_survival);
+  tree_.begin(plan.count, std::min(plan.depth, model_.spec().context - 1 - root), width_);
   rank(context, sampling, 0, 0);
   int nodes[kMaxEagleWidth];
   while (const int count = tree_.next_level(nodes)) {

@@ -26,12 +26,11 @@ class EagleTree {
   static constexpr int kCapacity = 1 + kMaxEagleEntries * kEagleRanks;  // nodes that it may know
 
   // A draft of up to `nodes` nodes, its root included, and of that depth. The head runs on no more than `width` nodes
-  // of a level, and on none of a level that is reached with less than `least_survival`.
-  void begin(int nodes, int depth, int width = kMaxEagleWidth, float least_survival = 0.0F) noexcept {
+  // of a level.
+  void begin(int nodes, int depth, int width = kMaxEagleWidth) noexcept {
     nodes_ = std::clamp(nodes, 1, kMaxTreeTokens);
     depth_ = std::clamp(depth, 0, kMaxEagleDepth);
     width_ = std::clamp(width, 1, kMaxEagleWidth);
-    least_survival_ = least_survival;
     count_ = 1;
     level_ = 1;
     reaches_[0] = 1.0F;
@@ -68,7 +67,6 @@ class EagleTree {
     if (level_ >= depth_ || nodes_ < 2) return 0;
     const float least = least_reach();
     int found = 0;
-    float survival = 0.0F;
     while (found < width_) {
       int best = -1;
       for (int node = 1; node < count_; ++node) {
@@ -77,10 +75,8 @@ class EagleTree {
         if (std::find(out, out + found, node) == out + found) best = node;
       }
       if (best < 0) break;
-      survival += reaches_[best];
       out[found++] = best;
     }
-    if (survival < least_survival_) found = 0;
     ++level_;
     return found;
   }
@@ -131,7 +127,6 @@ class EagleTree {
   int nodes_ = 1;
   int depth_ = 0;
   int width_ = kMaxEagleWidth;
-  float least_survival_ = 0.0F;
   int count_ = 1;
   int level_ = 1;  // the next to be run on
   int32_t tokens_[kCapacity];

@@ -17,8 +17,8 @@ struct Branch {
   const float* shares = nullptr;    // [count] the chance of each, given the node; all valid until the tree has grown
 };
 
-// Adds nodes to a tree that has its root alone, until it has `nodes` or there is nothing left. expand(node, chance) ->
-// Branch: the candidates below a node that is reached with that chance. Called at most once for a node.
+// Adds nodes to a tree that has its root alone, until it has `nodes` or there is nothing left. expand(node) -> Branch:
+// the candidates below a node. Called at most once for a node.
 template <typename Expand>
 void grow(int nodes, DraftTree& tree, Expand expand) noexcept {
   float chances[kMaxTreeTokens] = {1.0F};
@@ -39,7 +39,7 @@ void grow(int nodes, DraftTree& tree, Expand expand) noexcept {
     }
     if (best < 0) return;
     if (!expanded[best]) {
-      branches[best] = expand(best, chances[best]);
+      branches[best] = expand(best);
       expanded[best] = true;
       continue;
     }

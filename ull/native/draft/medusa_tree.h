@@ -24,7 +24,7 @@ struct MedusaCandidates {
   void grow(int nodes, DraftTree& tree) const noexcept {
     float shares[kMaxMedusaHeads + 1][kMedusaRanks];
     for (int d = 1; d <= depth; ++d) share_out(scores[d], counts[d], 1.0F, shares[d]);
-    ull::grow(nodes, tree, [&](int node, float) -> Branch {
+    ull::grow(nodes, tree, [&](int node) -> Branch {
       const int d = tree.depth(node) + 1;
       if (d > depth) return {};
       return {counts[d], tokens[d], shares[d]};

@@ -130,8 +130,8 @@ struct TreePlan {
   uint8_t ranks[kMaxTreeTokens] = {};
   uint8_t depths[kMaxTreeTokens] = {};
   float expected = 1.0F;  // tokens that the round is expected to emit
-  // A drafter that pays per depth stops below a node that survives with less probability: another depth costs more than
-  // it brings (tokens per ns of this plan * ns of one more depth). 0: never.
+  // A chain, which pays per depth, stops below a node that survives with less probability: another depth costs more
+  // than it brings (tokens per ns of this plan * ns of one more depth). 0: never.
   float least_survival = 0.0F;
 };
 

@@ -141,10 +141,9 @@ Status DflashDrafter::grow_along(const gpu::RoundResult& answer, int depth, cons
     found.count = std::min(found.count, plan.count - 1);
     share_out(scores, found.count, std::clamp(entry.logprob, 0.0F, 1.0F), found.shares);
   }
-  const float least = plan.least_survival;
-  grow(plan.count, tree, [&](int node, float chance) -> Branch {
+  grow(plan.count, tree, [&](int node) -> Branch {
     const int d = tree.depth(node) + 1;
-    if (d > depth || chance < least) return {};
+    if (d > depth) return {};
     return {depths_[d].count, depths_[d].tokens, depths_[d].shares};
   });
   return Status::kOk;
@@ -152,7 +151,7 @@ Status DflashDrafter::grow_along(const gpu::RoundResult& answer, int depth, cons
 
 Status DflashDrafter::grow_by_levels(const DraftContext& context, int depth, const TreePlan& plan,
                                      DraftTree& tree) noexcept {
-  tree_.begin(plan.count, depth, kMaxEagleWidth, plan.least_survival);
+  tree_.begin(plan.count, depth, kMaxEagleWidth);
   tokens_[0] = context.history[context.position];
   parents_[0] = 0;
   count_ = 1;

@@ -134,8 +134,7 @@ Status EagleDrafter::propose(const DraftContext& context, const TreePlan& plan, 
   verified_ = {};
   if (const Status status = reach_root(context, &from); status != Status::kOk) return status;
   if (from == root) return Status::kOk;
-  tree_.begin(plan.count, std::min(plan.depth, program_.context_tokens - 1 - root), kMaxEagleWidth,
-              plan.least_survival);
+  tree_.begin(plan.count, std::min(plan.depth, program_.context_tokens - 1 - root), kMaxEagleWidth);
   entries_[0] = static_cast<int16_t>(pass_.count - 1);
   int nodes[kMaxEagleWidth] = {0};
   void* graph = nullptr;
