@@ -417,5 +417,8 @@ def test_a_recipe_with_a_head_builds_for_a_gpu(
     bundle = open_bundle(output)
     head, code = dflash_of(bundle), bundle.manifest.code
     assert code is not None and head.code is not None
-    assert f"{len(code.kernels()) + len(head.code.kernels())} for sm_90a" in printed
+    both = len(code.kernels()) + len(head.code.kernels())
+    assert f"{both} for sm_90a" in printed
+    assert inspect.main(output) == 0
+    assert f"{both} in {len(code.files) + len(head.code.files)} cubins" in capsys.readouterr().out
     assert (head.taps, head.anchor_predicts, head.markov) == ([0, 2], True, 24)

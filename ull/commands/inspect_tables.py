@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from ull.bundle import DflashHead, EagleHead, Forward, Manifest, Model, Plans, Provenance, Quality
+from ull.bundle import DflashHead, EagleHead, Forward, Manifest, Model, Plans, Provenance, Quality, device_parts
 
 MIB = 1 << 20
 
@@ -203,13 +203,14 @@ def _eagle_version(head: EagleHead) -> str:
 
 
 def _device_rows(manifest: Manifest) -> list[tuple[str, str]]:
-    """The kernels of a bundle for a GPU."""
+    """The kernels of a bundle for a GPU, those of what drafts too."""
     if manifest.code is None:
         return []
-    code = manifest.code
+    code, codes = manifest.code, [part.code for part in device_parts(manifest)]
+    kernels, cubins = sum(len(one.kernels()) for one in codes), sum(len(one.files) for one in codes)
     copy = [("lm_head scan", "an FP8 copy, read for tokens of which no other logit is asked for")]
     rows = copy if manifest.precision.lm_head_scan else []
-    rows += [("kernels", f"{len(code.kernels())} in {len(code.files)} cubins, {code.compiler} {code.toolkit}")]
+    rows += [("kernels", f"{kernels} in {cubins} cubins, {code.compiler} {code.toolkit}")]
     if manifest.random_weights:
         rows.append(("weights", "random, made up on the device at load: a benchmark bundle"))
     rows.append(("forward", f"prefill {manifest.forward.prefill}, decode {manifest.forward.decode}"))
