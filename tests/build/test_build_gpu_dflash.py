@@ -16,7 +16,7 @@ from checkpoints import write_checkpoint
 from device_bundles import write_stubs
 from device_heads import compiled_with, dequantised, halves, of_head, refuse, rounds, touched, without
 from head_checkpoints import BLOCK, MASK, HeadShape, Tensors, dflash_tensors, write_dflash, write_eagle
-from manifests import change_manifest, read_manifest_json
+from manifests import change_manifest, read_manifest_json, write_manifest_json
 from recording_driver import Launched, RecordingDriver
 from ull.bundle import DFLASH, DFLASH_KERNELS, DFLASH_PASSES, Bundle, DflashHead, Precision, open_bundle
 from ull.commands import inspect
@@ -137,11 +137,11 @@ def test_the_markov_term_is_a_table_and_a_linear_of_16_bits(target: Path, tmp_pa
 def test_a_head_brings_what_is_its_own(target: Path, tmp_path: Path) -> None:
     """An lm_head of fewer tokens with their map, and an embedding; else the target's are read."""
     random = np.random.default_rng(2)
+    lm_head, embedding = (random.standard_normal((rows, 96)).astype(np.float32) for rows in (100, 333))
+    known = np.sort(random.permutation(320)[:100])
 
     def change(tensors: Tensors) -> None:
-        tensors["lm_head.weight"] = random.standard_normal((100, 96)).astype(np.float32)
-        tensors["embed_tokens.weight"] = random.standard_normal((333, 96)).astype(np.float32)
-        known = np.sort(random.permutation(320)[:100])
+        tensors["lm_head.weight"], tensors["embed_tokens.weight"] = lm_head, embedding
         tensors["d2t"] = (known - np.arange(100)).astype(np.int64)
 
     about = {"draft_vocab_size": 100}
@@ -149,9 +149,20 @@ def test_a_head_brings_what_is_its_own(target: Path, tmp_path: Path) -> None:
     bundle = build_it(target, head, tmp_path / "x.ull")
     stored, described = of_head(bundle, DFLASH), dflash_of(bundle)
     assert described.own_embedding and described.own_lm_head and described.mapped and described.code is not None
-    assert stored["lm_head.weight"].shape[0] == -(-100 // 16) and len(stored["d2t"]) >= 100
+    rows = dequantised(stored, "lm_head")
+    np.testing.assert_allclose(rows[:100, :96], lm_head, rtol=2.0**-3, atol=0.02)
+    assert not rows[100:].any()
+    np.testing.assert_array_equal(stored["d2t"][:100], known)
+    np.testing.assert_array_equal(stored["embed.weight"], embedding.astype(ml_dtypes.bfloat16))
     macros = {"ULL_DFLASH_MAPPED": "1", "ULL_VOCABULARY": "100", "ULL_HEAD_BITS": "8", "ULL_DFLASH_TAPS": "1"}
     assert macros.items() <= described.code.macros.items()
+    entry = bundle.tensors["dflash.d2t"]
+    with (bundle.path / "weights.safetensors").open("r+b") as file:
+        file.seek(entry.offset + 4 * 7)
+        file.write(int(known[0]).to_bytes(4, "little"))  # another one's
+    with pytest.raises(BundleError, match=r"'dflash.d2t' is no map into the model's vocabulary; rebuild") as caught:
+        open_bundle(bundle.path)
+    assert caught.value.field == "dflash.d2t"
 
 
 @pytest.mark.parametrize("weights", ["fp8", "bf16"])
@@ -336,6 +347,19 @@ def test_damaged_bundles_are_refused(bundle: Bundle, kind: str) -> None:
     refuse_dflash(path, "does not lie in code/", lambda head: head["code"]["files"][0].update(path="vocab.bin"))
     for kernel in ("ull_dflash_rank", "ull_qkv_sum_16", "ull_begin"):
         refuse_dflash(path, f"lacks the kernel '{kernel}' of the DFlash head", partial(without, kernel))
+    plans = {
+        "version": "11.4",
+        "gpu": "x",
+        "capability": "9.0",
+        "files": ["code/plans/a", "code/plans/b"],
+        "token_counts": [1, 64],
+    }
+    plans |= {"scratch_bytes": 0, "exact": [1, 64], "place_exact": True}
+    good = read_manifest_json(path)
+    change_manifest(path, lambda manifest: manifest.update(forward={"prefill": "tensorrt", "plans": plans}))
+    with pytest.raises(BundleError, match="heads read hidden states that only ull's own kernels leave"):
+        open_bundle(path)
+    write_manifest_json(path, good)
     change_manifest(path, lambda manifest: manifest["code"]["macros"].update(ULL_TAPS="0"))
     with pytest.raises(BundleError, match="the kernels were compiled with ULL_TAPS = 0 where 2 is needed"):
         open_bundle(path)

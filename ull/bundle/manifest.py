@@ -478,6 +478,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
             _require(head.code is not None, f"target {self.target!r} needs `code` of the {name} head")
             for problem in device_head_problems(self.target, head):
                 raise ValueError(problem)
+        for problem in tap_problems(self.taps, self.target, self.forward.prefill, self.forward.decode):
+            raise ValueError(problem)
         paths: set[str] = set()
         codes = [one.code for one in (draft, *heads.values()) if one is not None]
         for code in (self.code, *codes):
