@@ -2,7 +2,9 @@
 
 import ctypes
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import ml_dtypes
@@ -264,6 +266,62 @@ def test_a_cancelled_round_takes_those_that_continue_it_along(device: Device) ->
     after.sequence, after.stopped = 2, 0
     assert bytes(after) == before
     assert outcome(device.take([4], SINGLE, [5], setting=3)) == (layout.OK, [5])
+
+
+def ask_late(device: Device, answer: Callable[[Any], None], tokens: Sequence[int], **fields: Any) -> Any:
+    """A round whose kernel waits for its request, to which the host comes with `answer` while it does; -> the round."""
+    awaited = (device.sequence + 1) | layout.AWAITED
+    request = device.requests[(device.sequence + 1) % layout.ROUND_SLOTS]
+
+    def host() -> None:
+        time.sleep(0.03)
+        assert request.sequence == awaited
+        answer(request)
+
+    with ThreadPoolExecutor(1) as pool:
+        written: list[Future[None]] = []
+        round_ = device.ask(
+            layout.TAKE, tokens, SINGLE, sequence=awaited, before=lambda: written.append(pool.submit(host)), **fields
+        )
+        written[0].result()
+    return round_
+
+
+def test_a_round_waits_for_a_request_that_was_unknown_when_it_was_launched(device: Device) -> None:
+    device.take([1], SINGLE, [2], stops=[9])
+    begun = time.monotonic_ns()
+
+    def answer(request: Any) -> None:
+        request.count, request.position, request.setting, request.stop_count = 2, 7, 2, 1
+        request.tokens[:2], request.parents[:2], request.stops[0] = [5, 6], [0, 0], 4
+        request.sequence = device.sequence
+
+    round_ = ask_late(device, answer, [99])
+    assert (round_.count, round_.base, list(round_.tokens[:2])) == (2, 7, [5, 6])
+    assert round_.begin_ns - begun >= 30_000_000  # it begins with its request
+    result = device.draw([6, 4])
+    assert (outcome(result), result.stopped) == ((layout.OK, [6, 4]), 1)  # the new setting's stop
+
+
+def test_a_round_that_waits_is_sent_away_or_cancelled(device: Device) -> None:
+    device.take([1], SINGLE, [2])
+
+    def send_away(request: Any) -> None:
+        request.sequence = 0
+
+    def cancel(_request: Any) -> None:
+        device.control.cancelled_through = device.sequence
+
+    for answer in (send_away, cancel):
+        before = bytes(device.state)
+        assert ask_late(device, answer, [3]).count == 0
+        assert outcome(device.draw([])) == SKIPPED
+        after = layout.State.from_buffer_copy(bytes(device.state))
+        assert after.stopped == 1
+        after.sequence -= 1
+        after.stopped = layout.State.from_buffer_copy(before).stopped
+        assert bytes(after) == before
+    assert outcome(device.take([4], SINGLE, [5])) == (layout.OK, [5])
 
 
 def test_a_failed_round_is_not_continued(device: Device) -> None:

@@ -8,7 +8,7 @@
 
 namespace ull::gpu {
 
-inline constexpr int kInterface = 7;         // raised with every change of what stands here: see device_layout.py
+inline constexpr int kInterface = 8;         // raised with every change of what stands here: see device_layout.py
 inline constexpr int kTreeTokens = 64;       // nodes of the widest tree, root included
 inline constexpr int kRoundSlots = 4;        // mapped request and result blocks, used in turn
 inline constexpr int kStopTokens = 32;       // token ids that end a request
@@ -64,8 +64,13 @@ struct Sampling {
   int32_t penalises;         // 1: one of them is on
 };
 
+// In a block's sequence: the graph has been launched before the host knows what to ask. The round waits until the
+// sequence is its number alone, which the host stores last, with release; or another, or it is cancelled: then it is
+// skipped.
+inline constexpr uint64_t kAwaited = uint64_t{1} << 63;
+
 // Host -> device, in mapped host memory: round number `sequence` is asked for in slot sequence % kRoundSlots. Written
-// before the graph is launched, and not again before its result has been seen.
+// before the graph is launched, unless the round waits for it, and not again before its result has been seen.
 struct alignas(64) RoundRequest {
   uint64_t sequence;  // from 1, one more each round
   RoundMode mode;

@@ -9,6 +9,8 @@
 // where kernels are compiled to report their loads and stores (shadow.h), whatever the order.
 #pragma once
 
+#include <sched.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -219,6 +221,7 @@ inline uint32_t atomic_or(uint32_t* address, uint32_t value) {
 inline void fence_device() { emulator::fence_order(); }
 inline void store_release_system(uint64_t* address, uint64_t value) { emulator::publish(address, value); }
 inline uint64_t load_acquire_system(const uint64_t* address) { return emulator::read_from_host(address); }
+inline void pause() { sched_yield(); }
 inline uint64_t timer_ns() {
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);

@@ -1,7 +1,7 @@
 """The host side of begin() and accept() on the emulator: writes requests, plays what runs between, reads results."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,9 +63,10 @@ class Device:
         stops: Sequence[int] = (),
         biases: Sequence[tuple[int, float]] = (),
         pages: Sequence[int] = (),
+        before: Callable[[], None] = lambda: None,
         **fields: Any,
     ) -> Any:
-        """Writes the next request and runs begin(); -> the round."""
+        """Writes the next request, calls `before` and runs begin(); -> the round."""
         self.sequence += 1
         request = self.requests[self.sequence % layout.ROUND_SLOTS]
         ctypes.memset(ctypes.addressof(request), 0xFF, ctypes.sizeof(request))  # what a mode does not need
@@ -86,6 +87,7 @@ class Device:
             request.biases[i] = layout.LogitBias(token, bias)
         self.counters[...] = 5
         ctypes.memset(ctypes.addressof(self.round), 0xFF, ctypes.sizeof(layout.Round))
+        before()
         self._run("ull_begin", launches.begin(), self._begin_params())
         assert not self.counters.any()
         return self.round

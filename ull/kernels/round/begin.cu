@@ -44,8 +44,8 @@ ULL_DEVICE int bits_set(uint64_t bits) {
 
 ULL_DEVICE int32_t clamp(int32_t value, int32_t limit) { return value < 0 ? 0 : value < limit ? value : limit; }
 
-// What the host has written, which no kernel does: a request is complete before its round is launched. In a burst this
-// is read while the round before ends.
+// What the host has written, which no kernel does: a request is complete before its round is launched, unless the round
+// awaits it. In a burst this is read while the round before ends.
 ULL_DEVICE void read_requests(const BeginParams& params, Shared& shared) {
   const int me = arch::thread();
   if (me < kRequestThreads) {
@@ -55,6 +55,24 @@ ULL_DEVICE void read_requests(const BeginParams& params, Shared& shared) {
   } else if (me == kRequestThreads) {
     shared.cancelled_through = arch::load_acquire_system(&params.control->cancelled_through);
   }
+}
+
+// Waits for a request that was unknown when the graph was launched, and reads it. Whether it has: a round's time counts
+// from there.
+ULL_DEVICE bool await_request(const BeginParams& params, uint64_t sequence, Shared& shared) {
+  const int slot = static_cast<int>(sequence % kRoundSlots);
+  if (shared.request(slot).sequence != (sequence | kAwaited)) return false;
+  arch::block_barrier();
+  if (arch::thread() == 0) {
+    while (arch::load_acquire_system(&params.requests[slot].sequence) == (sequence | kAwaited) &&
+           arch::load_acquire_system(&params.control->cancelled_through) < sequence) {
+      arch::pause();
+    }
+  }
+  arch::block_barrier();
+  read_requests(params, shared);
+  arch::block_barrier();
+  return true;
 }
 
 // What the round before has left, by way of L2: in a burst this block may have begun, and its multiprocessor may have
@@ -242,12 +260,13 @@ ULL_KERNEL(ull_begin, BeginParams, kThreads, 1) {
   for (int i = arch::thread(); i < kTreeTokens * kTreeTokens / 8; i += kThreads) shared.path[i] = 0;
   read_requests(params, shared);
   arch::wait_for_predecessor();
-  const uint64_t begin_ns = arch::timer_ns();
+  uint64_t begin_ns = arch::timer_ns();
   read_state(params, shared);
   for (int i = arch::thread(); i < params.counter_count; i += kThreads) params.counters[i] = 0;
   arch::block_barrier();
 
   const State& state = shared.old_state();
+  if (await_request(params, state.sequence, shared)) begin_ns = arch::timer_ns();
   const int slot = static_cast<int>(state.sequence % kRoundSlots);
   const RoundRequest& head = shared.request(slot);
   const bool continues = head.mode == RoundMode::kContinue;
