@@ -87,6 +87,25 @@ struct FakeModel {
   }
 };
 
+// Whether a graph was launched before its request was known.
+inline bool is_awaited(gpu::RoundRequest& request) {
+  return (std::atomic_ref<uint64_t>(request.sequence).load(std::memory_order_acquire) & gpu::kAwaited) != 0;
+}
+
+// Waits for a round's request, if it is not there, until `ended` says so or it is cancelled; false: it was sent away.
+template <typename Ended>
+bool await_request(gpu::RoundRequest& request, gpu::HostControl& control, uint64_t sequence, const Ended& ended) {
+  std::atomic_ref<uint64_t> number(request.sequence);
+  const uint64_t awaited = sequence | gpu::kAwaited;
+  const auto cancelled = [&] {
+    return std::atomic_ref<uint64_t>(control.cancelled_through).load(std::memory_order_acquire) >= sequence;
+  };
+  while (number.load(std::memory_order_acquire) == awaited && !cancelled() && !ended()) std::this_thread::yield();
+  const uint64_t now = number.load(std::memory_order_acquire);
+  if (now != sequence && now != 0 && now != awaited) std::abort();  // the block is not this round's
+  return now == sequence;
+}
+
 // What else runs on the device's stream, in its turn: a head that reads what the rounds leave.
 class StreamPart {
  public:
@@ -98,6 +117,8 @@ class StreamPart {
   virtual int launch(int graph) = 0;
   // On the device's thread: kSuccess, an error that the stream keeps reporting from then on, or kHangs.
   virtual int run(int graph) = 0;
+  // Nothing that waits for its request will get one.
+  virtual void end() = 0;
   // Whether these bytes are of its pages.
   [[nodiscard]] virtual bool holds(uint64_t address, size_t bytes) const = 0;
 };
@@ -163,6 +184,8 @@ class FakeDevice {
     {
       const std::lock_guard lock(mutex_);
       stopping_ = true;
+      ended_.store(true, std::memory_order_release);
+      if (part_ != nullptr) part_->end();
     }
     wake_.notify_all();
     thread_.join();
@@ -248,6 +271,15 @@ class FakeDevice {
     const std::lock_guard lock(mutex_);
     return launched_;
   }
+  // Of the rounds that were launched before their request was known, those that got one, and that did not; at rest.
+  [[nodiscard]] int asked_late() {
+    const std::lock_guard lock(mutex_);
+    return early_ - sent_away_;
+  }
+  [[nodiscard]] int sent_away() {
+    const std::lock_guard lock(mutex_);
+    return sent_away_;
+  }
   // Rounds up to this one are to be skipped.
   [[nodiscard]] uint64_t cancelled() {
     return std::atomic_ref<uint64_t>(control_.cancelled_through).load(std::memory_order_acquire);
@@ -299,6 +331,7 @@ class FakeDevice {
     const uint64_t last = launched_ + static_cast<uint64_t>(rounds_of(static_cast<int>(handle)));
     if (script_.launch_error_at > launched_ && script_.launch_error_at <= last) return script_.launch_error;
     if (last - begun_ > gpu::kRoundSlots) std::abort();
+    if (is_awaited(requests_[last % gpu::kRoundSlots])) ++early_;
     launched_ = last;
     push({.graph = static_cast<int>(handle)});
     return graph::kSuccess;
@@ -369,6 +402,15 @@ class FakeDevice {
           wake_.wait(lock, [this] { return stopping_; });
           return;
         }
+        lock.unlock();
+        const bool asked = await_request(requests_[sequence % gpu::kRoundSlots], control_, sequence,
+                                         [this] { return ended_.load(std::memory_order_acquire); });
+        lock.lock();
+        if (!asked) {
+          ++sent_away_;
+          skip(sequence);
+          continue;
+        }
         const Script script = script_;
         lock.unlock();
         if (script.before) script.before(sequence);
@@ -395,6 +437,17 @@ class FakeDevice {
     if (sampler_of(graph) == graph::Sampler::kPlain) return script.plain_us;
     if (sampler_of(graph) == graph::Sampler::kScan) return script.scan_us;
     return graph >= static_cast<int>(kSingles) ? script.graph_us[0] : script.graph_us[static_cast<size_t>(graph) - 1];
+  }
+
+  // A round that was sent away.
+  void skip(uint64_t sequence) {
+    ++state_.sequence;
+    state_.stopped = 1;
+    kept_ = {};
+    gpu::RoundResult& result = results_[sequence % gpu::kRoundSlots];
+    result.status = gpu::RoundStatus::kSkipped;
+    result.count = result.stopped = 0;
+    std::atomic_ref<uint64_t>(result.sequence).store(sequence, std::memory_order_release);
   }
 
   // One graph, as begin ... commit run it.
@@ -630,6 +683,9 @@ class FakeDevice {
   }
 
   Script script_;
+  std::atomic<bool> ended_{false};
+  int early_ = 0;
+  int sent_away_ = 0;
   Kept kept_;
   // Mapped memory.
   std::vector<gpu::RoundRequest> requests_;

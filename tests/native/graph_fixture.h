@@ -159,7 +159,10 @@ struct GraphRig {
   }
 
   // What the device did since the last call, once it has come to rest.
-  [[nodiscard]] std::vector<FakeDevice::Record> rest() { return rest(device); }
+  [[nodiscard]] std::vector<FakeDevice::Record> rest() {
+    executor.rest();
+    return rest(device);
+  }
   [[nodiscard]] static std::vector<FakeDevice::Record> rest(FakeDevice& device) {
     while (FakeDevice::driver().query(&device) == graph::kNotReady) std::this_thread::yield();
     auto records = device.records();

@@ -32,7 +32,10 @@ struct DraftRig : GraphRig {
   }
 
   // What the draft model did since the last call.
-  [[nodiscard]] std::vector<FakeDevice::Record> drafts() { return rest(*draft_device); }
+  [[nodiscard]] std::vector<FakeDevice::Record> drafts() {
+    executor.rest();
+    return rest(*draft_device);
+  }
 };
 
 TEST(a_draft_model_is_offered_with_what_it_costs) {

@@ -40,7 +40,7 @@ struct QueueRig {
 
   // A plain round of one token at position 0.
   void launch() {
-    ull::gpu::RoundRequest& request = queue.next_request();
+    ull::gpu::RoundRequest& request = queue.next_request(program.rounds[0]);
     request.mode = RoundMode::kTake;
     request.count = request.max_tokens = 1;
     request.position = request.tokens[0] = request.parents[0] = 0;
@@ -52,7 +52,8 @@ struct QueueRig {
   ull::graph::Driver driver = counting_driver();
   ull::graph::Setting setting{program.pages, 16};
   ull::graph::Text text{program.text, 1024};
-  ull::graph::RoundQueue queue{program, driver};
+  ull::graph::Foresight foresight;
+  ull::graph::RoundQueue queue{program, driver, foresight};
 };
 
 TEST(a_round_is_awaited_and_none_behind_it) {

@@ -97,6 +97,7 @@ void EngineLoop::serve(Priority priority) noexcept {
   if (!ending) ending = prefill();
   if (!ending) ending = run_->request->choices != nullptr ? score() : decode();
   shared_.running.store(kNoSlot, std::memory_order_seq_cst);
+  executor_.rest();
   if (ending.suspended) {
     suspend();
   } else {

@@ -214,6 +214,8 @@ class Executor {
   // Polls the step in flight. For a round that is kOk, `result` holds its tokens; other steps leave it untouched.
   [[nodiscard]] virtual Status poll(RoundResult& result) noexcept = 0;
   virtual void abort() noexcept = 0;
+  // The steps of a request have ended, and no other may follow for long: nothing is to wait for one.
+  virtual void rest() noexcept {}
   // No step follows: returns once nothing of this executor runs any more, or it has failed.
   virtual void settle() noexcept {}
   // Why it has failed, for people, valid for its life; null while it has not, or cannot say. Any thread.

@@ -46,17 +46,18 @@ int64_t DflashDrafter::cost_ns(int depth) const noexcept {
 }
 
 Status DflashDrafter::launch_context(int start, int count) noexcept {
-  gpu::RoundRequest& request = queue_.next_request();
+  void* graph = program_.contexts[count <= kDflashContexts[0] ? 0 : 1];
+  gpu::RoundRequest& request = queue_.next_request(graph);
   request.mode = gpu::RoundMode::kDflashContext;
   request.count = count;
   request.position = start;
   request.max_tokens = 0;
   std::fill_n(request.tokens, count, 0);
-  return launch(program_.contexts[count <= kDflashContexts[0] ? 0 : 1]);
+  return launch(graph);
 }
 
 Status DflashDrafter::launch_block(int32_t root, int32_t position, int32_t from, int entries, int depth) noexcept {
-  gpu::RoundRequest& request = queue_.next_request();
+  gpu::RoundRequest& request = queue_.next_request(program_.block);
   request.mode = gpu::RoundMode::kDflashBlock;
   request.count = entries;
   request.position = position;
@@ -68,7 +69,7 @@ Status DflashDrafter::launch_block(int32_t root, int32_t position, int32_t from,
 }
 
 Status DflashDrafter::launch_nodes(int32_t position, int ranked) noexcept {
-  gpu::RoundRequest& request = queue_.next_request();
+  gpu::RoundRequest& request = queue_.next_request(program_.nodes);
   request.mode = gpu::RoundMode::kDflashNodes;
   request.count = count_;
   request.position = position;
@@ -100,7 +101,7 @@ void DflashDrafter::run_behind() noexcept {
   const int entries = program_.block_tokens;
   if (verified_.root + verified_.tokens + entries > program_.context_tokens || !begin_behind()) return;
   if (launch_context(-1, verified_.tokens) != Status::kOk) return;
-  const uint64_t first = queue_.launched();
+  const uint64_t first = queue_.asked();
   if (launch_block(0, -1, verified_.from, entries, ranked(max_depth())) == Status::kOk) end_behind(first);
 }
 
@@ -123,7 +124,7 @@ Status DflashDrafter::propose(const DraftContext& context, const TreePlan& plan,
     if (launched != Status::kOk) return launched;
   }
   if (const Status status = finish(*context.abort); status != Status::kOk) return status;
-  const Status status = program_.nodes == nullptr ? grow_along(queue_.result(queue_.seen()), depth, plan, tree)
+  const Status status = program_.nodes == nullptr ? grow_along(queue_.result(queue_.asked()), depth, plan, tree)
                                                   : grow_by_levels(context, depth, plan, tree);
   if (status == Status::kOk) verified_ = {context.pages, root, from, tree.deepest() + 1};
   return status;
@@ -160,7 +161,7 @@ Status DflashDrafter::grow_by_levels(const DraftContext& context, int depth, con
   for (int ranked = 1; ranked > 0;) {
     if (const Status status = launch_nodes(context.position, ranked); status != Status::kOk) return status;
     if (const Status status = finish(*context.abort); status != Status::kOk) return status;
-    const gpu::RoundResult& answer = queue_.result(queue_.seen());
+    const gpu::RoundResult& answer = queue_.result(queue_.asked());
     if (answer.count != ranked) return impossible();
     for (int i = 0; i < ranked; ++i) {
       int32_t tokens[kMedusaRanks];

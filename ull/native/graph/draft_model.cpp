@@ -23,7 +23,7 @@ DraftModel::DraftModel(const GraphProgram& program, const Driver& driver, RoundQ
       watchdog_ns_(watchdog_ns),
       setting_(program.pages, pages_for(program.context_tokens)),
       text_(program.text, program.context_tokens),
-      queue_(program, driver) {}
+      queue_(program, driver, target.foresight()) {}
 
 // Page 0 serves as scratch: no sequence exists yet. What is drawn does not matter.
 void DraftModel::prepare() {
@@ -49,16 +49,20 @@ void DraftModel::prepare() {
   queue_.set_watchdog(watchdog_ns_);
 }
 
-template <typename Fill, typename Take>
-Status DraftModel::run(int rounds, const std::atomic<bool>& abort, const Fill& fill, const Take& take) noexcept {
-  for (int launched = 0, answered = 0; answered < rounds; ++answered) {
+template <typename Graph, typename Fill, typename Take>
+Status DraftModel::run(int rounds, const std::atomic<bool>& abort, const Graph& graph_of, const Fill& fill,
+                       const Take& take) noexcept {
+  for (int launched = 0, answered = 0; answered < rounds;) {
     for (; launched < rounds && queue_.has_slot(); ++launched) {
-      void* graph = fill(launched, queue_.next_request());
+      void* graph = graph_of(launched);
+      fill(launched, queue_.next_request(graph));
       if (queue_.launch(graph, setting_, text_) != Status::kOk) return failed();
     }
     const Status status = queue_.await(queue_.seen() + 1, abort);
     if (status == Status::kExecutorFailed) return failed();
     if (status != Status::kOk) return status;
+    if (queue_.was_sent_away(queue_.seen())) continue;
+    ++answered;
     if (take(queue_.result(queue_.seen()))) continue;
     (void)queue_.fail("the device gave an impossible answer to a draft", /*restart_helps=*/true);
     return failed();
@@ -76,10 +80,11 @@ Status DraftModel::read(const int32_t* tokens, int count, int start, const int32
                         const std::atomic<bool>& abort) noexcept {
   setting_.take(pages, pages_for(start + count));
   const int chunks = (count + gpu::kTreeTokens - 1) / gpu::kTreeTokens;
+  const auto tokens_of = [&](int chunk) { return std::min(count - chunk * gpu::kTreeTokens, gpu::kTreeTokens); };
   return run(
-      chunks, abort,
+      chunks, abort, [&](int chunk) { return graphs_.prefill_for(tokens_of(chunk)); },
       [&](int chunk, gpu::RoundRequest& request) {
-        const int first = chunk * gpu::kTreeTokens, tokens_here = std::min(count - first, gpu::kTreeTokens);
+        const int first = chunk * gpu::kTreeTokens, tokens_here = tokens_of(chunk);
         request.mode = gpu::RoundMode::kPrefill;
         request.count = tokens_here;
         request.position = start + first;
@@ -88,7 +93,6 @@ Status DraftModel::read(const int32_t* tokens, int count, int start, const int32
           request.tokens[i] = known(tokens[first + i]);
           request.parents[i] = static_cast<uint8_t>(std::max(i - 1, 0));
         }
-        return graphs_.prefill_for(tokens_here);
       },
       [](const gpu::RoundResult& answer) { return answer.status == gpu::RoundStatus::kOk; });
 }
@@ -98,7 +102,7 @@ Status DraftModel::draw(int32_t root, int32_t position, int depth, const Samplin
   candidates_.depth = 0;
   bool ended = false;
   return run(
-      depth, abort,
+      depth, abort, [&](int) { return graphs_.round_for(1, sampling); },
       [&](int index, gpu::RoundRequest& request) {
         request.mode = index == 0 ? gpu::RoundMode::kTake : gpu::RoundMode::kContinue;
         request.count = 1;
@@ -106,7 +110,6 @@ Status DraftModel::draw(int32_t root, int32_t position, int depth, const Samplin
         request.max_tokens = 1;
         request.tokens[0] = known(root);
         request.parents[0] = 0;
-        return graphs_.round_for(1, sampling);
       },
       [&](const gpu::RoundResult& answer) {
         if (ended) return answer.status == gpu::RoundStatus::kSkipped;

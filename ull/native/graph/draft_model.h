@@ -38,10 +38,11 @@ class DraftModel final : public ChainDrafter {
   [[nodiscard]] Status draw(int32_t root, int32_t position, int depth, const Sampling& sampling,
                             const std::atomic<bool>& abort) noexcept;
 
-  // Launches `rounds` rounds, each as `fill(index, request)` asks, which returns its graph, and waits for them:
+  // Launches `rounds` rounds, each with `graph_of(index)` and as `fill(index, request)` asks, and waits for them:
   // `take(result)` says whether an answer is possible. kOk, kAborted with nothing under way, or kExecutorFailed.
-  template <typename Fill, typename Take>
-  [[nodiscard]] Status run(int rounds, const std::atomic<bool>& abort, const Fill& fill, const Take& take) noexcept;
+  template <typename Graph, typename Fill, typename Take>
+  [[nodiscard]] Status run(int rounds, const std::atomic<bool>& abort, const Graph& graph_of, const Fill& fill,
+                           const Take& take) noexcept;
   // The target's rounds fail with it.
   [[nodiscard]] Status failed() noexcept;
 

@@ -47,7 +47,7 @@ int64_t EagleDrafter::cost_ns(int depth) const noexcept {
 }
 
 Status EagleDrafter::launch(void* graph, const Pass& pass) noexcept {
-  gpu::RoundRequest& request = queue_.next_request();
+  gpu::RoundRequest& request = queue_.next_request(graph);
   request.mode = gpu::RoundMode::kEagle;
   request.count = pass.count;
   request.position = pass.start;
@@ -96,13 +96,13 @@ Status EagleDrafter::read(const int32_t* tokens, int count, int start, int from,
 // The cache then holds all before the root, which reach_root() has seen to.
 void EagleDrafter::run_behind() noexcept {
   if (!begin_behind()) return;
-  gpu::RoundRequest& request = queue_.next_request();
+  gpu::RoundRequest& request = queue_.next_request(program_.first);
   request.mode = gpu::RoundMode::kEagle;
   request.count = std::min(kEagleFirst, verified_.tokens);
   request.position = -1;
   request.max_tokens = 1;
   request.first = verified_.from;
-  if (HeadOnDevice::launch(program_.first) == Status::kOk) end_behind(queue_.launched());
+  if (HeadOnDevice::launch(program_.first) == Status::kOk) end_behind(queue_.asked());
 }
 
 void* EagleDrafter::level_for(int entries) const noexcept {
@@ -115,7 +115,7 @@ Status EagleDrafter::run_level(void* graph, const int* nodes, const std::atomic<
     if (const Status status = launch(graph, pass_); status != Status::kOk) return status;
     if (const Status status = finish(abort); status != Status::kOk) return status;
   }
-  const gpu::RoundResult& answer = queue_.result(queue_.seen());
+  const gpu::RoundResult& answer = queue_.result(queue_.asked());
   if (answer.count != pass_.ranked) return impossible();
   for (int i = 0; i < pass_.ranked; ++i) {
     int32_t tokens[kEagleRanks];

@@ -22,7 +22,7 @@ GraphExecutor::GraphExecutor(GraphProgram program, const Driver& driver, const G
       options_(checked(options, program_)),
       setting_(program_.pages, pages_for(program_.context_tokens)),
       text_(program_.text, program_.context_tokens),
-      queue_(program_, driver_),
+      queue_(program_, driver_, foresight_),
       redraws_(program_, queue_, setting_, text_),
       graphs_(program_),
       tags_(program_.eagle == nullptr && program_.dflash == nullptr ? 0 : gpu::kTapSlots) {}
@@ -91,6 +91,7 @@ Status GraphExecutor::begin_step(StepKind kind) noexcept {
 Status GraphExecutor::start_prefill(const PrefillStep& step) noexcept {
   if (step.count > info_.prefill_chunk || !valid(step.tokens, step.count, step.start)) return Status::kExecutorFailed;
   if (begin_step(StepKind::kPrefill) != Status::kOk) return Status::kExecutorFailed;
+  foresight_.stop();
   prefill_ = prompt_ = step;
   if (ahead_ != 0) queue_.cancel();
   ahead_ = 0;
@@ -129,6 +130,7 @@ Status GraphExecutor::start_round(const RoundStep& step) noexcept {
 
 Status GraphExecutor::start_scores(const ScoreStep& step) noexcept {
   if (!valid(step) || begin_step(StepKind::kScores) != Status::kOk) return Status::kExecutorFailed;
+  foresight_.stop();
   scores_ = step;
   if (ahead_ != 0) queue_.cancel();
   ahead_ = 0;
@@ -143,6 +145,7 @@ Status GraphExecutor::start_copy(const CopyStep& step) noexcept {
     return Status::kExecutorFailed;
   }
   if (begin_step(StepKind::kCopy) != Status::kOk) return Status::kExecutorFailed;
+  foresight_.stop();
   if (ahead_ != 0) queue_.cancel();
   ahead_ = 0;
   if (queue_.copy_page(step.from_page, step.to_page) == Status::kOk) proposer_->copy_page(step);
@@ -178,14 +181,15 @@ void GraphExecutor::launch_prompt() noexcept {
       setting_.take(prompt_.pages, pages);
     }
     const int count = std::min(prompt_.count, gpu::kTreeTokens);
-    gpu::RoundRequest& request = queue_.next_request();
+    void* graph = graphs_.prefill_for(count);
+    gpu::RoundRequest& request = queue_.next_request(graph);
     request.mode = gpu::RoundMode::kPrefill;
     request.count = count;
     request.position = prompt_.start;
     request.max_tokens = 0;
     fill_chain(request, prompt_.tokens, count);
     tags_.forget(prompt_.start, count);
-    if (queue_.launch(graphs_.prefill_for(count), setting_, text_) != Status::kOk) return;
+    if (queue_.launch(graph, setting_, text_) != Status::kOk) return;
     last_ = queue_.launched();
     if (first_ == 0) first_ = last_;
     prompt_.tokens += count;
@@ -207,7 +211,8 @@ void GraphExecutor::launch_tree() noexcept {
   if (step.sampling->penalises()) text_.begin(root + 1);
   const DraftTree& tree = proposer_->tree();
   const int count = step.forced + tree.count();
-  gpu::RoundRequest& request = queue_.next_request();
+  void* graph = graphs_.round_for(count, *step.sampling, /*keeps_logits=*/step.constraint != nullptr);
+  gpu::RoundRequest& request = queue_.next_request(graph);
   request.mode = gpu::RoundMode::kTake;
   request.count = count;
   request.position = step.position;
@@ -220,12 +225,13 @@ void GraphExecutor::launch_tree() noexcept {
     std::copy_n(tree.parents(), count, request.parents);
   }
   tags_.forget(step.position, step.forced + step.max_tokens);
-  void* graph = graphs_.round_for(count, *step.sampling, /*keeps_logits=*/step.constraint != nullptr);
+  // A constraint may refuse what was drawn: what follows is then not behind what the device has accepted.
+  const bool goes_on = step.constraint == nullptr && step.max_tokens > tree.deepest() + 1;
+  foresight_.begin_round(/*foresees=*/goes_on && step.speculation != DrafterKind::kNone);
   if (queue_.launch(graph, setting_, text_) != Status::kOk) return;
   first_ = last_ = queue_.launched();
   launched_ = true;
-  // A constraint may refuse what was drawn: what follows is then not behind what the device has accepted.
-  if (step.constraint == nullptr && step.max_tokens > tree.deepest() + 1) proposer_->launched();
+  if (goes_on) proposer_->launched();
 }
 
 // A round over the tree, of which nothing but the logits is of use, and behind it the queries.
@@ -238,7 +244,8 @@ void GraphExecutor::launch_scores() noexcept {
       if (!queue_.setting_is_free(setting_)) return;
       setting_.take(Sampling{}, nullptr, 0, step.pages, pages);
     }
-    gpu::RoundRequest& request = queue_.next_request();
+    void* graph = graphs_.round_for(step.count, Sampling{}, /*keeps_logits=*/true);
+    gpu::RoundRequest& request = queue_.next_request(graph);
     request.mode = gpu::RoundMode::kTake;
     request.count = step.count;
     request.position = step.position;
@@ -246,7 +253,6 @@ void GraphExecutor::launch_scores() noexcept {
     std::copy_n(step.tokens, step.count, request.tokens);
     std::copy_n(step.parents, step.count, request.parents);
     tags_.forget(step.position, 1);
-    void* graph = graphs_.round_for(step.count, Sampling{}, /*keeps_logits=*/true);
     if (queue_.launch(graph, setting_, text_) != Status::kOk) return;
     first_ = queue_.launched();
   }
@@ -277,7 +283,7 @@ void GraphExecutor::launch_ahead() noexcept {
     setting_.take(step.pages, pages);
   }
   tags_.forget(position, rounds);
-  for (int i = 0; i < rounds; ++i) fill_continuation(queue_.next_request(i), position + i);
+  for (int i = 0; i < rounds; ++i) fill_continuation(queue_.next_request(graph, i), position + i);
   if (queue_.launch(graph, setting_, text_, rounds) != Status::kOk) return;
   ahead_through_ = queue_.launched();
   ahead_ = ahead_through_ - static_cast<uint64_t>(rounds) + 1;
@@ -291,7 +297,10 @@ Status GraphExecutor::poll(RoundResult& result) noexcept {
   if (abandoned_ || abort_.load(std::memory_order_acquire)) return abandon();
   if (kind_ == StepKind::kScores) return finish_scores();
   advance();
-  if (!launched_ || queue_.seen() < last_) return queue_.watch();
+  if (!launched_ || queue_.seen() < last_) {
+    if (launched_ && foresight_.prepare_next() != Status::kOk) return Status::kExecutorFailed;
+    return queue_.watch();
+  }
   if (kind_ == StepKind::kCopy) return Status::kOk;
   return kind_ == StepKind::kPrefill ? finish_prefill() : finish_round(result);
 }
@@ -299,6 +308,7 @@ Status GraphExecutor::poll(RoundResult& result) noexcept {
 // Has what is queued skipped and waits for the device to say so: the next step then finds it idle.
 Status GraphExecutor::abandon() noexcept {
   if (!abandoned_) {
+    foresight_.stop();
     queue_.cancel();
     abandoned_ = true;
     ahead_ = 0;
@@ -361,6 +371,7 @@ Status GraphExecutor::finish_round(RoundResult& result) noexcept {
     for (int i = 0; i < result.count; ++i) text_.add(result.tokens[i].token);
   }
   keep_taps(result);
+  if (answer.stopped != 0) foresight_.stop();
   if (round_.speculation != DrafterKind::kNone) proposer_->learn(round_, result);
   ahead_token_ = result.tokens[result.count - 1].token;
   ahead_position_ = answer.stopped != 0 ? -1 : root_of(round_) + result.count;

@@ -8,8 +8,10 @@
 // without bursts: each round looks at the host's cancellation before it begins, so that only one that has begun is run.
 //
 // Requests that speculate get no such round: whether a draft pays shows only when the newest token is known, and a
-// continuation that has begun costs a round. Nor do those with a constraint, which may refuse what was drawn: the next
-// round then begins behind another token, and the device draws that from the same logits (redraws.h).
+// continuation that has begun costs a round. What follows is launched all the same, passes of drafters and the next
+// round, but waits on the stream for its request (foresight.h). Those with a constraint get neither: it may refuse what
+// was drawn, the next round then begins behind another token, and the device draws that from the same logits
+// (redraws.h).
 #pragma once
 
 #include <atomic>
@@ -24,6 +26,7 @@
 #include "draft/tap_tags.h"
 #include "executor/executor.h"
 #include "graph/driver.h"
+#include "graph/foresight.h"
 #include "graph/program.h"
 #include "graph/redraws.h"
 #include "graph/round_graphs.h"
@@ -60,6 +63,7 @@ class GraphExecutor final : public Executor {
   // Copies whole pages: what lies behind the tokens is nobody's.
   [[nodiscard]] Status start_copy(const CopyStep& step) noexcept override;
   [[nodiscard]] Status poll(RoundResult& result) noexcept override;
+  void rest() noexcept override { foresight_.stop(); }
   void abort() noexcept override { abort_.store(true, std::memory_order_release); }
   void settle() noexcept override;
   [[nodiscard]] const char* failure() const noexcept override { return queue_.failure(); }
@@ -111,6 +115,7 @@ class GraphExecutor final : public Executor {
   ExecutorInfo info_;
   Setting setting_;
   Text text_;
+  Foresight foresight_;
   RoundQueue queue_;
   Redraws redraws_;
   RoundGraphs graphs_;

@@ -14,7 +14,7 @@ HeadOnDevice::HeadOnDevice(DrafterKind kind, int lookahead, const RoundBlocks& b
       vocabulary_(vocabulary),
       setting_(blocks.pages, pages_for(blocks.context_tokens)),
       text_(blocks.text, blocks.context_tokens),
-      queue_(blocks, driver),
+      queue_(blocks, driver, target.foresight()),
       last_(target),
       watchdog_ns_(watchdog_ns) {}
 
@@ -52,8 +52,9 @@ Status HeadOnDevice::finish(const std::atomic<bool>& abort) noexcept {
     if (status == Status::kExecutorFailed) return failed();
     if (status != Status::kOk) return status;
     // Behind a round that ended the request, or emitted more than it may make, there is nothing to run.
-    if ((queue_.seen() >= behind_.first && queue_.seen() <= behind_.last) ||
-        queue_.result(queue_.seen()).status == gpu::RoundStatus::kOk)
+    const uint64_t pass = queue_.seen();
+    if ((pass >= behind_.first && pass <= behind_.last) || queue_.was_sent_away(pass) ||
+        queue_.result(pass).status == gpu::RoundStatus::kOk)
       continue;
     (void)queue_.fail("the device has not run a pass of a head", /*restart_helps=*/true);
     return failed();
@@ -72,18 +73,18 @@ int HeadOnDevice::candidates(const gpu::EmittedToken& answer, int node, int32_t*
 }
 
 bool HeadOnDevice::begin_behind() noexcept {
-  if (verified_.pages == nullptr || !queue_.idle()) return false;
+  if (verified_.pages == nullptr || !queue_.rests()) return false;
   setting_.take(verified_.pages, pages_for(verified_.root + verified_.tokens));
   return true;
 }
 
 void HeadOnDevice::end_behind(uint64_t first) noexcept {
-  behind_ = {first, queue_.launched(), target_.launched(), verified_.root, verified_.from};
+  behind_ = {first, queue_.asked(), target_.asked(), verified_.root, verified_.from};
 }
 
 Status HeadOnDevice::made_behind(int32_t start, int32_t from, const std::atomic<bool>& abort, bool* made) noexcept {
   *made = false;
-  const bool newest = behind_.last == queue_.launched() && behind_.round == target_.launched();
+  const bool newest = behind_.last == queue_.asked() && behind_.round == target_.asked();
   if (behind_.last == 0 || !newest || behind_.start != start || behind_.from != from) return Status::kOk;
   const Status status = queue_.await(behind_.last, abort);
   if (status != Status::kOk) return status == Status::kExecutorFailed ? failed() : status;

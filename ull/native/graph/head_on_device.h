@@ -39,7 +39,7 @@ class HeadOnDevice : public HeadDrafter {
   // Throws std::runtime_error with the device's failure.
   void require(Status status) const;
 
-  // kOk or kExecutorFailed. The caller has filled queue_.next_request().
+  // kOk or kExecutorFailed. The caller has filled queue_.next_request(graph).
   [[nodiscard]] Status launch(void* graph) noexcept;
   // Waits for all passes. kOk, kAborted with nothing under way, or kExecutorFailed.
   [[nodiscard]] Status finish(const std::atomic<bool>& abort) noexcept;

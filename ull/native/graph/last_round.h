@@ -15,13 +15,13 @@ class LastRound {
   explicit LastRound(const RoundQueue& queue) : queue_(queue) {}
 
   void observe(const DraftOutcome& outcome) noexcept {
-    sequence_ = queue_.launched();
+    sequence_ = queue_.asked();
     position_ = outcome.position + outcome.count;
     token_ = outcome.emitted[outcome.count - 1];
   }
   // Whether what the device holds is that round's, and the context's root the token that it emitted last.
   [[nodiscard]] bool precedes(const DraftContext& context) const noexcept {
-    return sequence_ != 0 && sequence_ == queue_.launched() && context.history != nullptr &&
+    return sequence_ != 0 && sequence_ == queue_.asked() && context.history != nullptr &&
            context.position == position_ && context.history[position_] == token_;
   }
 

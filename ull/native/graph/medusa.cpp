@@ -28,7 +28,7 @@ void MedusaDrafter::observe(const DraftOutcome& outcome) noexcept { last_.observ
 Status MedusaDrafter::propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept {
   if (!last_.precedes(context)) return Status::kOk;
   if (const Status status = run(context.position, *context.abort); status != Status::kOk) return status;
-  if (!take(queue_.result(queue_.seen()), plan)) {
+  if (!take(queue_.result(queue_.asked()), plan)) {
     return queue_.fail("the device gave an impossible answer to a draft", /*restart_helps=*/true);
   }
   candidates_.grow(plan.count, tree);
@@ -38,7 +38,7 @@ Status MedusaDrafter::propose(const DraftContext& context, const TreePlan& plan,
 // What ranks the candidates, sampling, biases, seed and text, is the device's from the round before. position: of the
 // round's last token; -1: where that round ends.
 Status MedusaDrafter::launch(int32_t position) noexcept {
-  gpu::RoundRequest& request = queue_.next_request();
+  gpu::RoundRequest& request = queue_.next_request(program_.medusa);
   request.mode = gpu::RoundMode::kMedusa;
   request.count = program_.medusa_heads;
   request.position = position;
@@ -52,7 +52,7 @@ void MedusaDrafter::run_behind() noexcept {
 }
 
 Status MedusaDrafter::run(int32_t position, const std::atomic<bool>& abort) noexcept {
-  if (behind_ != 0 && behind_ == queue_.launched()) {
+  if (behind_ != 0 && behind_ == queue_.asked()) {
     if (const Status status = queue_.await(behind_, abort); status != Status::kOk) return status;
     if (queue_.result(behind_).status != gpu::RoundStatus::kSkipped) return Status::kOk;
   }

@@ -135,7 +135,7 @@ VerifyCosts GraphExecutor::measure() {
 // A round of one token at the first position.
 void GraphExecutor::launch_first(void* graph) {
   constexpr int32_t kToken = 0;
-  gpu::RoundRequest& first = queue_.next_request();
+  gpu::RoundRequest& first = queue_.next_request(graph);
   first.mode = gpu::RoundMode::kTake;
   first.count = 1;
   first.position = 0;
@@ -153,7 +153,7 @@ void GraphExecutor::run_bursts(int held) {
     if (program_.burst(sampler) == nullptr) continue;
     launch_first(program_.single(sampler));
     for (int round = 0; round < program_.burst_rounds; ++round) {
-      fill_continuation(queue_.next_request(round), 1 + round);
+      fill_continuation(queue_.next_request(program_.burst(sampler), round), 1 + round);
     }
     require(queue_.launch(program_.burst(sampler), setting_, text_, program_.burst_rounds));
     require(queue_.drain());
@@ -188,7 +188,7 @@ int64_t GraphExecutor::measure_graph(void* graph, gpu::RoundMode mode, int count
       require(queue_.await(queue_.seen() + 1));
       read(queue_.seen() - 1);
     }
-    gpu::RoundRequest& request = queue_.next_request();
+    gpu::RoundRequest& request = queue_.next_request(graph);
     request.mode = mode;
     request.count = count;
     request.position = position;

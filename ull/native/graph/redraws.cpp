@@ -32,8 +32,8 @@ void Redraws::begin() noexcept {
   redrawn_ = first_asked_ = 0;
 }
 
-gpu::RoundRequest& Redraws::request(int count, int32_t position) noexcept {
-  gpu::RoundRequest& request = queue_.next_request();
+gpu::RoundRequest& Redraws::request(void* graph, int count, int32_t position) noexcept {
+  gpu::RoundRequest& request = queue_.next_request(graph);
   request.mode = gpu::RoundMode::kRedraw;
   request.count = count;
   request.position = position;
@@ -44,11 +44,11 @@ gpu::RoundRequest& Redraws::request(int count, int32_t position) noexcept {
 Status Redraws::rehearse() noexcept {
   const int words = (program_.vocabulary + 31) / 32;
   std::fill_n(program_.mask, words, ~uint32_t{0});
-  gpu::RoundRequest& masked = request(1, 0);
+  gpu::RoundRequest& masked = request(program_.redraw, 1, 0);
   masked.tokens[0] = -1;
   masked.parents[0] = 0;
   if (queue_.launch(program_.redraw, setting_, text_) != Status::kOk) return Status::kExecutorFailed;
-  gpu::RoundRequest& wanted = request(gpu::kTreeTokens, 0);
+  gpu::RoundRequest& wanted = request(program_.redraws, gpu::kTreeTokens, 0);
   std::fill_n(wanted.tokens, gpu::kTreeTokens, 0);
   std::fill_n(wanted.parents, gpu::kTreeTokens, uint8_t{0});
   if (queue_.launch(program_.redraws, setting_, text_) != Status::kOk) return Status::kExecutorFailed;
@@ -100,7 +100,7 @@ Status Redraws::end_early(RoundResult& result) const noexcept {
 // The mapped mask is free: of the steps before no draw is under way.
 Status Redraws::draw(int node, int32_t position, const uint32_t* mask) noexcept {
   std::copy_n(mask, (program_.vocabulary + 31) / 32, program_.mask);
-  gpu::RoundRequest& masked = request(1, position);
+  gpu::RoundRequest& masked = request(program_.redraw, 1, position);
   masked.tokens[0] = -1;
   masked.parents[0] = static_cast<uint8_t>(node);
   if (queue_.launch(program_.redraw, setting_, text_) != Status::kOk) return Status::kExecutorFailed;
@@ -120,7 +120,7 @@ void Redraws::give_back(const RoundStep& step) noexcept {
 void Redraws::ask(const ScoreStep& step) noexcept {
   while (asked_ < step.query_count && queue_.has_slot()) {
     const int count = std::min(step.query_count - asked_, gpu::kTreeTokens);
-    gpu::RoundRequest& wanted = request(count, step.position);
+    gpu::RoundRequest& wanted = request(program_.redraws, count, step.position);
     for (int i = 0; i < count; ++i) {
       const ScoreQuery& query = step.queries[asked_ + i];
       wanted.tokens[i] = query.token;

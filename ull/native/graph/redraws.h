@@ -49,7 +49,7 @@ class Redraws {
   [[nodiscard]] Status collect(const ScoreStep& step) noexcept;
 
  private:
-  [[nodiscard]] gpu::RoundRequest& request(int count, int32_t position) noexcept;
+  [[nodiscard]] gpu::RoundRequest& request(void* graph, int count, int32_t position) noexcept;
   // Draws behind `node`, at `position`, what the mask allows.
   [[nodiscard]] Status draw(int node, int32_t position, const uint32_t* mask) noexcept;
   [[nodiscard]] Status end_early(RoundResult& result) const noexcept;

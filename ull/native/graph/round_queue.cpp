@@ -18,7 +18,8 @@ std::atomic_ref<uint64_t> shared(uint64_t& word) noexcept { return std::atomic_r
 
 }  // namespace
 
-RoundQueue::RoundQueue(const RoundBlocks& program, const Driver& driver) : program_(program), driver_(driver) {
+RoundQueue::RoundQueue(const RoundBlocks& program, const Driver& driver, Foresight& foresight)
+    : program_(program), driver_(driver), foresight_(foresight) {
   shared(program_.control->cancelled_through).store(0, std::memory_order_relaxed);
   for (int i = 0; i < gpu::kRoundSlots; ++i) shared(program_.results[i].sequence).store(0, std::memory_order_relaxed);
 }
@@ -34,22 +35,42 @@ Status RoundQueue::enter() noexcept {
 
 Status RoundQueue::launch(void* graph, const Setting& setting, const Text& text, int rounds) noexcept {
   if (failed()) return Status::kExecutorFailed;
+  const bool waits = foresight_.waits(*this, graph);
   const uint64_t last = launched_ + static_cast<uint64_t>(rounds);
   for (uint64_t sequence = launched_ + 1; sequence <= last; ++sequence) {
     gpu::RoundRequest& request = program_.requests[slot(sequence)];
-    request.sequence = sequence;
     setting.write(request, device_setting_ == setting.version());
     text.write(request);
+    // Release: a device that waits for the number reads the rest behind it.
+    shared(request.sequence).store(sequence, std::memory_order_release);
   }
-  // The driver's call orders the blocks before the device's reads of them.
-  const Driver::Result error = driver_.launch(graph, program_.stream);
-  if (error != kSuccess) return fail("cuGraphLaunch", error);
-  launched_ = last;
+  if (!waits) {
+    // The driver's call orders the blocks before the device's reads of them.
+    const Driver::Result error = driver_.launch(graph, program_.stream);
+    if (error != kSuccess) return fail("cuGraphLaunch", error);
+  }
+  launched_ = asked_ = last;
+  foresight_.launched(*this, graph);
   return Status::kOk;
+}
+
+Status RoundQueue::launch_waiting(void* graph) noexcept {
+  if (failed()) return Status::kExecutorFailed;
+  const uint64_t sequence = launched_ + 1;
+  shared(program_.requests[slot(sequence)].sequence).store(sequence | gpu::kAwaited, std::memory_order_relaxed);
+  const Driver::Result error = driver_.launch(graph, program_.stream);
+  return error == kSuccess ? Status::kOk : fail("cuGraphLaunch", error);
+}
+
+void RoundQueue::send_away() noexcept {
+  ++launched_;
+  sent_away_[slot(launched_)] = launched_;
+  shared(program_.requests[slot(launched_)].sequence).store(0, std::memory_order_release);
 }
 
 Status RoundQueue::copy_page(int32_t from, int32_t to) noexcept {
   if (failed()) return Status::kExecutorFailed;
+  foresight_.send_away();
   const auto bytes = static_cast<uint64_t>(program_.page_bytes());
   const auto address = [&](int32_t page) { return program_.kv_pages + static_cast<uint64_t>(page) * bytes; };
   const Driver::Result error = driver_.copy(address(to), address(from), bytes, program_.stream);
@@ -72,12 +93,14 @@ bool RoundQueue::take_answer() noexcept {
 }
 
 void RoundQueue::cancel() noexcept {
+  foresight_.send_away();
   cancelled_through_ = launched_;
   shared(program_.control->cancelled_through).store(launched_, std::memory_order_release);
 }
 
 Status RoundQueue::await(uint64_t through, const std::atomic<bool>& abort) noexcept {
   restart_watchdog();
+  if (seen_ < through) (void)foresight_.prepare_next();  // a queue that it fails says so below
   bool aborted = false;
   for (;;) {
     if (failed()) return Status::kExecutorFailed;
@@ -94,6 +117,7 @@ Status RoundQueue::await(uint64_t through, const std::atomic<bool>& abort) noexc
 }
 
 Status RoundQueue::drain() noexcept {
+  foresight_.stop();
   if (await(launched_) != Status::kOk) return Status::kExecutorFailed;
   const int64_t start = monotonic_ns();
   for (;;) {
@@ -150,6 +174,7 @@ Status RoundQueue::fail(const char* what, bool restart_helps) noexcept {
   std::snprintf(failure_, sizeof(failure_), "%s", what);
   restart_helps_ = restart_helps;
   failed_.store(true, std::memory_order_release);
+  foresight_.send_away();  // nothing may wait for a host that has given up
   return Status::kExecutorFailed;
 }
 

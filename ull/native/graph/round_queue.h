@@ -9,6 +9,9 @@
 // shared); if the page is another sequence's by now, that sequence writes a position before it reads it, and does so
 // with rounds that come later in the stream. Copies of pages stand in that order too.
 //
+// A graph may be launched before its request is known (foresight.h): it waits on the stream, its number is the next one,
+// and the next launch of the same graph gives it its request.
+//
 // One thread at a time calls this, but for failure() and restart_helps(). Nothing allocates, locks or throws.
 #pragma once
 
@@ -19,6 +22,7 @@
 #include "base/cpu.h"
 #include "base/status.h"
 #include "graph/driver.h"
+#include "graph/foresight.h"
 #include "graph/program.h"
 #include "graph/setting.h"
 #include "graph/text.h"
@@ -28,29 +32,41 @@ namespace ull::graph {
 
 class RoundQueue {
  public:
-  // The device has answered no round yet.
-  RoundQueue(const RoundBlocks& program, const Driver& driver);
+  // The device has answered no round yet. foresight: of the stream, which must outlive it.
+  RoundQueue(const RoundBlocks& program, const Driver& driver, Foresight& foresight);
+
+  [[nodiscard]] Foresight& foresight() const noexcept { return foresight_; }
 
   // Before anything else on a thread: makes the stream's context this thread's, which it then stays. kOk or
   // kExecutorFailed.
   [[nodiscard]] Status enter() noexcept;
 
+  // One that waits has a slot, too, and may yet be sent away.
   [[nodiscard]] bool has_slots(int rounds) const noexcept {
-    return launched_ + static_cast<uint64_t>(rounds) <= seen_ + gpu::kRoundSlots;
+    const uint64_t waiting = foresight_.waits(*this) ? 1 : 0;
+    return launched_ + waiting + static_cast<uint64_t>(rounds) <= seen_ + gpu::kRoundSlots;
   }
   [[nodiscard]] bool has_slot() const noexcept { return has_slots(1); }
   [[nodiscard]] bool idle() const noexcept { return launched_ == seen_; }
-  [[nodiscard]] uint64_t launched() const noexcept { return launched_; }  // sequence of the newest round
+  // Nothing that was asked for is under way; what was sent away may be.
+  [[nodiscard]] bool rests() const noexcept { return seen_ >= asked_; }
+  // Sequence of the newest round, but for one that waits; and of the newest that was not sent away.
+  [[nodiscard]] uint64_t launched() const noexcept { return launched_; }
+  [[nodiscard]] uint64_t asked() const noexcept { return asked_; }
+  // Of a round that has been seen, until its slot is used again: whether it was sent away.
+  [[nodiscard]] bool was_sent_away(uint64_t sequence) const noexcept { return sent_away_[slot(sequence)] == sequence; }
   [[nodiscard]] uint64_t seen() const noexcept { return seen_; }          // of the newest that has been answered
 
   // Whether the page table may be written: no round under way reads the mapped one.
   [[nodiscard]] bool setting_is_free(const Setting& setting) const noexcept {
-    return idle() || device_setting_ == setting.version();
+    return rests() || device_setting_ == setting.version();
   }
 
-  // The block of the next round, or of one that many behind it; has_slots(). The caller fills mode, count, position,
-  // max_tokens, tokens and parents, and `forced` and `first` where they are not 0.
-  [[nodiscard]] gpu::RoundRequest& next_request(int behind = 0) noexcept {
+  // The block of the next round, or of one that many behind it in a burst; has_slots(). graph: with which it will be
+  // launched; another one that waits on the stream is sent away. The caller fills mode, count, position, max_tokens,
+  // tokens and parents, and `forced` and `first` where they are not 0.
+  [[nodiscard]] gpu::RoundRequest& next_request(void* graph, int behind = 0) noexcept {
+    if (!foresight_.waits(*this, graph)) foresight_.send_away();
     gpu::RoundRequest& request = program_.requests[slot(launched_ + 1 + static_cast<uint64_t>(behind))];
     request.forced = request.first = 0;
     return request;
@@ -99,14 +115,23 @@ class RoundQueue {
   }
 
  private:
+  friend class Foresight;
   inline static const std::atomic<bool> kNever{false};
+
+  // The next round's graph, which waits for its request; has_slot(). kOk or kExecutorFailed.
+  [[nodiscard]] Status launch_waiting(void* graph) noexcept;
+  // Has it skipped.
+  void send_away() noexcept;
 
   [[nodiscard]] static size_t slot(uint64_t sequence) noexcept { return sequence % gpu::kRoundSlots; }
   Status fail(const char* call, Driver::Result error) noexcept;
 
   const RoundBlocks& program_;
   const Driver& driver_;
+  Foresight& foresight_;
   uint64_t launched_ = 0;
+  uint64_t asked_ = 0;
+  uint64_t sent_away_[gpu::kRoundSlots] = {};  // sequences
   uint64_t seen_ = 0;
   uint64_t cancelled_through_ = 0;
   uint32_t device_setting_ = 0;  // version that the device had copied when it last answered
