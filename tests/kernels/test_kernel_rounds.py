@@ -281,7 +281,13 @@ def ask_late(device: Device, answer: Callable[[Any], None], tokens: Sequence[int
     with ThreadPoolExecutor(1) as pool:
         written: list[Future[None]] = []
         round_ = device.ask(
-            layout.TAKE, tokens, SINGLE, sequence=awaited, before=lambda: written.append(pool.submit(host)), **fields
+            layout.TAKE,
+            tokens,
+            SINGLE,
+            sequence=awaited,
+            awaited=1,
+            before=lambda: written.append(pool.submit(host)),
+            **fields,
         )
         written[0].result()
     return round_

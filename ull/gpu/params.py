@@ -63,7 +63,7 @@ class RoundRequest(ctypes.Structure):
         ("prompt_tokens", c_int32),
         ("forced", c_int32),
         ("first", c_int32),
-        ("unused", c_int32),
+        ("awaited", c_int32),
         ("tokens", c_int32 * TREE_TOKENS),
         ("parents", c_uint8 * TREE_TOKENS),
         ("sampling", Sampling),

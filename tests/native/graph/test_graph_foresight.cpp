@@ -196,10 +196,31 @@ TEST(a_launch_ahead_that_fails_fails_the_executor) {
   CHECK(ull::test::says(rig.executor.failure(), "cuGraphLaunch"));
 }
 
+// A burst's requests are known when it is launched.
+TEST(bursts_are_not_foreseen) {
+  for (const bool speculates_last : {false, true}) {
+    GraphRig rig({.round_us = kRoundUs, .burst_rounds = 3}, kAlways);
+    rig.max_tree = 4;
+    Tokens text = prompt_of(60);
+    const Tokens expected = rig.model.continuation(text, 240);
+    CHECK(rig.prefill({text.begin(), text.end() - 1}) == Status::kOk);
+    for (int turn = 0; turn < 24; ++turn) {
+      rig.speculation = turn % 3 == 2 || (speculates_last && turn > 12) ? DrafterKind::kSuffix : DrafterKind::kNone;
+      for (int i = 0; i < 2; ++i) CHECK(rig.advance(text, rig.executor.info().tokens_per_round) == Status::kOk);
+      if (turn % 4 == 0) rig.executor.rest();
+    }
+    CHECK(std::equal(text.begin() + 60, text.end(), expected.begin()));
+    (void)rig.rest();
+  }
+}
+
 // Requests of all kinds, with everything that may come between: the tokens are the plain ones.
 TEST(whatever_comes_between_the_tokens_are_the_plain_ones) {
   for (int seed = 0; seed < 12; ++seed) {
-    GraphRig rig({.model = {100, seed % 3 == 0 ? 0 : 5}, .round_us = seed % 2 == 0 ? 0 : 60, .medusa_heads = 4},
+    GraphRig rig({.model = {100, seed % 3 == 0 ? 0 : 5},
+                  .round_us = seed % 2 == 0 ? 0 : 60,
+                  .burst_rounds = seed % 3 == 1 ? 3 : 0,
+                  .medusa_heads = 4},
                  {.adaptive = seed % 4 < 2});
     Tokens text = prompt_of(60, 1 + seed);
     const Tokens expected = rig.model.continuation(text, 400);
@@ -217,7 +238,8 @@ TEST(whatever_comes_between_the_tokens_are_the_plain_ones) {
         rig.max_tree = 1 << (random >> 20) % 5;
       }
       if (chance(15)) rig.executor.rest();
-      if (chance(25)) CHECK(rig.prefill({text.end() - 3, text.end() - 1}, static_cast<int>(text.size()) - 3) == Status::kOk);
+      if (chance(25))
+        CHECK(rig.prefill({text.end() - 3, text.end() - 1}, static_cast<int>(text.size()) - 3) == Status::kOk);
       const Status status = rig.advance(text, chance(6) ? 1 : rig.executor.info().tokens_per_round, chance(12));
       CHECK(status == Status::kOk || status == Status::kAborted);
     }

@@ -70,7 +70,7 @@ class Device:
         self.sequence += 1
         request = self.requests[self.sequence % layout.ROUND_SLOTS]
         ctypes.memset(ctypes.addressof(request), 0xFF, ctypes.sizeof(request))  # what a mode does not need
-        request.sequence, request.mode = self.sequence, mode
+        request.sequence, request.mode, request.awaited = self.sequence, mode, 0
         request.max_tokens, request.setting, request.sampling.penalises = 65, 1, 0
         if mode != layout.CONTINUE:
             request.count, request.position = len(tokens), 0

@@ -57,11 +57,11 @@ ULL_DEVICE void read_requests(const BeginParams& params, Shared& shared) {
   }
 }
 
-// Waits for a request that was unknown when the graph was launched, and reads it. Whether it has: a round's time counts
-// from there.
+// Waits for a request that was unknown when the graph was launched, and reads it: what has been read before may be of
+// both sides of its coming. Whether it has waited: a round's time counts from there.
 ULL_DEVICE bool await_request(const BeginParams& params, uint64_t sequence, Shared& shared) {
   const int slot = static_cast<int>(sequence % kRoundSlots);
-  if (shared.request(slot).sequence != (sequence | kAwaited)) return false;
+  if (shared.request(slot).awaited == 0) return false;
   arch::block_barrier();
   if (arch::thread() == 0) {
     while (arch::load_acquire_system(&params.requests[slot].sequence) == (sequence | kAwaited) &&

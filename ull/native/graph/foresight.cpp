@@ -6,20 +6,22 @@
 
 namespace ull::graph {
 
-void Foresight::launched(RoundQueue& queue, void* graph) noexcept {
+void Foresight::launched(RoundQueue& queue, void* graph, int rounds) noexcept {
   if (waits(queue)) waiting_ = nullptr;
+  if (rounds > 1) now_.count = kEndless;  // whose requests must be known
   if (now_.count < kLongest) now_.launches[now_.count] = {&queue, graph};
-  now_.count = std::min(now_.count + 1, kLongest + 1);
+  now_.count = std::min(now_.count + 1, kEndless);
   if (!begins_) return;
   begins_ = false;
   older_ = last_;
   last_ = now_;
+  if (last_.count == kEndless) last_.count = 0;
   now_.count = 0;
 }
 
 Status Foresight::prepare_next() noexcept {
   const int next = now_.count;
-  if (!foresees_ || waiting_ != nullptr || next >= last_.count || next >= older_.count || next >= kLongest) {
+  if (!foresees_ || waiting_ != nullptr || next >= last_.count || next >= older_.count) {
     return Status::kOk;
   }
   // All so far, and what comes next, were the same in both rounds before.

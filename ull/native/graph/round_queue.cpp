@@ -39,6 +39,7 @@ Status RoundQueue::launch(void* graph, const Setting& setting, const Text& text,
   const uint64_t last = launched_ + static_cast<uint64_t>(rounds);
   for (uint64_t sequence = launched_ + 1; sequence <= last; ++sequence) {
     gpu::RoundRequest& request = program_.requests[slot(sequence)];
+    request.awaited = waits ? 1 : 0;
     setting.write(request, device_setting_ == setting.version());
     text.write(request);
     // Release: a device that waits for the number reads the rest behind it.
@@ -50,14 +51,16 @@ Status RoundQueue::launch(void* graph, const Setting& setting, const Text& text,
     if (error != kSuccess) return fail("cuGraphLaunch", error);
   }
   launched_ = asked_ = last;
-  foresight_.launched(*this, graph);
+  foresight_.launched(*this, graph, rounds);
   return Status::kOk;
 }
 
 Status RoundQueue::launch_waiting(void* graph) noexcept {
   if (failed()) return Status::kExecutorFailed;
   const uint64_t sequence = launched_ + 1;
-  shared(program_.requests[slot(sequence)].sequence).store(sequence | gpu::kAwaited, std::memory_order_relaxed);
+  gpu::RoundRequest& request = program_.requests[slot(sequence)];
+  request.awaited = 1;
+  shared(request.sequence).store(sequence | gpu::kAwaited, std::memory_order_relaxed);
   const Driver::Result error = driver_.launch(graph, program_.stream);
   return error == kSuccess ? Status::kOk : fail("cuGraphLaunch", error);
 }

@@ -9,8 +9,8 @@
 // shared); if the page is another sequence's by now, that sequence writes a position before it reads it, and does so
 // with rounds that come later in the stream. Copies of pages stand in that order too.
 //
-// A graph may be launched before its request is known (foresight.h): it waits on the stream, its number is the next one,
-// and the next launch of the same graph gives it its request.
+// A graph may be launched before its request is known (foresight.h): it waits on the stream, its number is the next
+// one, and the next launch of the same graph gives it its request.
 //
 // One thread at a time calls this, but for failure() and restart_helps(). Nothing allocates, locks or throws.
 #pragma once
@@ -55,7 +55,7 @@ class RoundQueue {
   [[nodiscard]] uint64_t asked() const noexcept { return asked_; }
   // Of a round that has been seen, until its slot is used again: whether it was sent away.
   [[nodiscard]] bool was_sent_away(uint64_t sequence) const noexcept { return sent_away_[slot(sequence)] == sequence; }
-  [[nodiscard]] uint64_t seen() const noexcept { return seen_; }          // of the newest that has been answered
+  [[nodiscard]] uint64_t seen() const noexcept { return seen_; }  // of the newest that has been answered
 
   // Whether the page table may be written: no round under way reads the mapped one.
   [[nodiscard]] bool setting_is_free(const Setting& setting) const noexcept {
