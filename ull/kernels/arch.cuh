@@ -240,7 +240,8 @@ ULL_DEVICE uint64_t load_acquire_system(const uint64_t* address) {
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
   return value;
 }
-ULL_DEVICE void pause() { asm volatile("nanosleep.u32 20;"); }  // between two looks at what the host may write
+// Between two looks at what the host may write.
+ULL_DEVICE void pause() { asm volatile("nanosleep.u32 20;"); }
 ULL_DEVICE uint64_t timer_ns() {  // the device's nanosecond clock
   uint64_t value;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));

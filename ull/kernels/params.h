@@ -64,9 +64,9 @@ struct Sampling {
   int32_t penalises;         // 1: one of them is on
 };
 
-// In the sequence of a block whose graph has been launched before the host knows what to ask (`awaited`). The round waits
-// until the sequence is its number alone, which the host stores last, with release; or another, or it is cancelled: then
-// it is skipped.
+// In the sequence of a block whose graph has been launched before the host knows what to ask (`awaited`). The round
+// waits until the sequence is its number alone, which the host stores last, with release; or another, or it is
+// cancelled: then it is skipped.
 inline constexpr uint64_t kAwaited = uint64_t{1} << 63;
 
 // Host -> device, in mapped host memory: round number `sequence` is asked for in slot sequence % kRoundSlots. Written
@@ -87,7 +87,7 @@ struct alignas(64) RoundRequest {
   int32_t forced;         // kTake: the first so many nodes, below `count`, are a chain of prompt tokens and accepted as
                           // they are: the tree's root, from which on nodes are drawn, is the one behind them
   int32_t first;          // kEagle, kDflashBlock: the pages lack positions before it
-  int32_t awaited;    // 1: nothing else here is to be believed before the round has waited; known when it is launched
+  int32_t awaited;  // 1: nothing else here is to be believed before the round has waited; known when it is launched
   int32_t tokens[kTreeTokens];   // kRedraw: the tokens whose log-probabilities are wanted; or one draw, of a token -1:
                                  // by the rule, as though all tokens that the mask does not allow were banned
   uint8_t parents[kTreeTokens];  // parents[i] < i; parents[0] = 0; kRedraw: any node of the last round

@@ -185,7 +185,8 @@ TEST(rounds_that_nobody_takes_leave_nothing_in_the_text) {
   CHECK(rig.prefill({tokens.begin(), tokens.end() - 1}) == Status::kOk);
   for (int turn = 0; tokens.size() < 300; ++turn) {
     rig.speculation = turn % 4 == 3 ? DrafterKind::kMedusa : DrafterKind::kNone;
-    if (turn % 13 == 7 && tokens.size() > 60) tokens.erase(tokens.end() - 5, tokens.end());  // as a request that is run again
+    // As a request that is run again.
+    if (turn % 13 == 7 && tokens.size() > 60) tokens.erase(tokens.end() - 5, tokens.end());
     const Status status = rig.advance(tokens, 30, turn % 5 == 2);
     if (status != Status::kAborted) REQUIRE(status == Status::kOk);
   }
