@@ -182,6 +182,15 @@ TEST(nothing_waits_for_a_host_that_has_given_up) {
   CHECK(rig.executor.failure() != nullptr);
 }
 
+TEST(a_round_without_an_answer_is_noticed_though_another_waits_behind_it) {
+  WaitingRig rig;
+  rig.device.arm([](FakeDevice::Script& script, uint64_t next) { script.silent_at = next - 1; });
+  Status status = Status::kOk;
+  while (status == Status::kOk) status = rig.advance(rig.text, 4);
+  CHECK(status == Status::kExecutorFailed);
+  CHECK(ull::test::says(rig.executor.failure(), "without an answer"));
+}
+
 TEST(a_launch_ahead_that_fails_fails_the_executor) {
   GraphRig rig({.round_us = kRoundUs}, kAlways);
   rig.speculation = DrafterKind::kSuffix;
@@ -192,6 +201,18 @@ TEST(a_launch_ahead_that_fails_fails_the_executor) {
   rig.device.arm([](FakeDevice::Script& script, uint64_t next) { script.launch_error_at = next; });
   Status status = Status::kOk;
   for (int i = 0; i < 4 && status == Status::kOk; ++i) status = rig.advance(text, 4);
+  CHECK(status == Status::kExecutorFailed);
+  CHECK(ull::test::says(rig.executor.failure(), "cuGraphLaunch"));
+}
+
+TEST(a_pass_that_cannot_be_launched_ahead_fails_the_executor) {
+  HeadRig rig(DrafterKind::kEagle, {.rank = 0}, {.round_us = kRoundUs}, kAlways);
+  Tokens text = prompt_of(60);
+  CHECK(rig.read(text, 0, 59) == Status::kOk);
+  for (int i = 0; i < 8; ++i) CHECK(rig.advance(text, rig.executor.info().tokens_per_round) == Status::kOk);
+  rig.head().arm([](FakeHead::Script& script, uint64_t next) { script.launch_error_at = next + 1; });
+  Status status = Status::kOk;
+  for (int i = 0; i < 4 && status == Status::kOk; ++i) status = rig.advance(text, 20);
   CHECK(status == Status::kExecutorFailed);
   CHECK(ull::test::says(rig.executor.failure(), "cuGraphLaunch"));
 }

@@ -202,6 +202,7 @@ void Engine::warm_up() {
       for (int i = 0; i < result.count; ++i) history[static_cast<size_t>(++position)] = result.tokens[i].token;
     }
   }
+  executor_.rest();
 }
 
 void Engine::start() {

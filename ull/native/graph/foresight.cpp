@@ -19,21 +19,19 @@ void Foresight::launched(RoundQueue& queue, void* graph, int rounds) noexcept {
   now_.count = 0;
 }
 
-Status Foresight::prepare_next() noexcept {
+void Foresight::prepare_next() noexcept {
   const int next = now_.count;
-  if (!foresees_ || waiting_ != nullptr || next >= last_.count || next >= older_.count) {
-    return Status::kOk;
-  }
+  if (!foresees_ || waiting_ != nullptr || next >= last_.count || next >= older_.count) return;
   // All so far, and what comes next, were the same in both rounds before.
   if (!std::equal(now_.launches, now_.launches + next, last_.launches) ||
       !std::equal(last_.launches, last_.launches + next + 1, older_.launches)) {
-    return Status::kOk;
+    return;
   }
   const Launch& launch = last_.launches[next];
-  if (!launch.queue->has_slot()) return Status::kOk;
+  if (launch.queue->failed() || !launch.queue->has_slot()) return;
   waiting_ = launch.queue;
   waiting_graph_ = launch.graph;
-  return launch.queue->launch_waiting(launch.graph);
+  launch.queue->launch_waiting(launch.graph);
 }
 
 void Foresight::send_away() noexcept {

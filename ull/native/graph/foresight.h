@@ -9,8 +9,6 @@
 // Foresight: whoever launches something else, or copies, sends it away first. Used by one thread at a time.
 #pragma once
 
-#include "base/status.h"
-
 namespace ull::graph {
 
 class RoundQueue;
@@ -32,8 +30,9 @@ class Foresight {
 
   // Notes that `queue` has launched `graph`, of so many rounds, or given it its request.
   void launched(RoundQueue& queue, void* graph, int rounds) noexcept;
-  // Called where the host waits: launches what it will want next, if that is known. kOk or kExecutorFailed.
-  [[nodiscard]] Status prepare_next() noexcept;
+  // Called where the host waits: launches what it will want next, if that is known. A queue that fails in it says so
+  // when it is used.
+  void prepare_next() noexcept;
 
   [[nodiscard]] bool waits(const RoundQueue& queue) const noexcept { return waiting_ == &queue; }
   [[nodiscard]] bool waits(const RoundQueue& queue, const void* graph) const noexcept {

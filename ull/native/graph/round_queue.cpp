@@ -55,14 +55,13 @@ Status RoundQueue::launch(void* graph, const Setting& setting, const Text& text,
   return Status::kOk;
 }
 
-Status RoundQueue::launch_waiting(void* graph) noexcept {
-  if (failed()) return Status::kExecutorFailed;
+void RoundQueue::launch_waiting(void* graph) noexcept {
   const uint64_t sequence = launched_ + 1;
   gpu::RoundRequest& request = program_.requests[slot(sequence)];
   request.awaited = 1;
   shared(request.sequence).store(sequence | gpu::kAwaited, std::memory_order_relaxed);
   const Driver::Result error = driver_.launch(graph, program_.stream);
-  return error == kSuccess ? Status::kOk : fail("cuGraphLaunch", error);
+  if (error != kSuccess) (void)fail("cuGraphLaunch", error);
 }
 
 void RoundQueue::send_away() noexcept {
@@ -103,7 +102,7 @@ void RoundQueue::cancel() noexcept {
 
 Status RoundQueue::await(uint64_t through, const std::atomic<bool>& abort) noexcept {
   restart_watchdog();
-  if (seen_ < through) (void)foresight_.prepare_next();  // a queue that it fails says so below
+  if (seen_ < through) foresight_.prepare_next();
   bool aborted = false;
   for (;;) {
     if (failed()) return Status::kExecutorFailed;
@@ -153,6 +152,7 @@ Status RoundQueue::watch() noexcept {
   }
   if (now < ask_ns_) return Status::kPending;
   ask_ns_ = std::min(now + kAskNs, progress_ns_ + limit_ns_);
+  foresight_.stop();  // the stream could not come to its end
   const Driver::Result state = driver_.query(program_.stream);
   // What has been answered comes first, also where a later round has failed since, or runs for too long.
   if (!idle() && shared(program_.results[slot(seen_ + 1)].sequence).load(std::memory_order_acquire) == seen_ + 1) {

@@ -118,8 +118,8 @@ class RoundQueue {
   friend class Foresight;
   inline static const std::atomic<bool> kNever{false};
 
-  // The next round's graph, which waits for its request; has_slot(). kOk or kExecutorFailed.
-  [[nodiscard]] Status launch_waiting(void* graph) noexcept;
+  // The next round's graph, which waits for its request; has_slot(). It may fail.
+  void launch_waiting(void* graph) noexcept;
   // Has it skipped.
   void send_away() noexcept;
 
