@@ -87,27 +87,47 @@ struct FakeModel {
   }
 };
 
-// Whether a graph was launched before its request was known.
-inline bool is_awaited(gpu::RoundRequest& request) {
-  return (std::atomic_ref<uint64_t>(request.sequence).load(std::memory_order_acquire) & gpu::kAwaited) != 0;
-}
+// Graphs that are launched before their requests are known, as begin() waits for these.
+class LateRequests {
+ public:
+  // How many got a request, and how many did not; once the device is at rest.
+  [[nodiscard]] int asked_late() const { return early_ - sent_away_; }
+  [[nodiscard]] int sent_away() const { return sent_away_; }
+  // None that is missing will come.
+  void end() { ended_ = true; }
 
-// Waits for a round's request, if it is not there, until `ended` says so or it is cancelled; false: it was sent away.
-template <typename Ended>
-bool await_request(gpu::RoundRequest& request, gpu::HostControl& control, uint64_t sequence, const Ended& ended) {
-  std::atomic_ref<uint64_t> number(request.sequence);
-  const uint64_t awaited = sequence | gpu::kAwaited;
-  const auto cancelled = [&] {
-    return std::atomic_ref<uint64_t>(control.cancelled_through).load(std::memory_order_acquire) >= sequence;
-  };
-  while (number.load(std::memory_order_acquire) == awaited && !cancelled() && !ended()) std::this_thread::yield();
-  const uint64_t now = number.load(std::memory_order_acquire);
-  if (now != sequence && now != 0 && now != awaited) std::abort();  // the block is not this round's
-  return now == sequence;
-}
+ protected:
+  // On the host's thread, of each graph that it launches.
+  void note_launch(gpu::RoundRequest& request) {
+    if ((std::atomic_ref<uint64_t>(request.sequence).load(std::memory_order_acquire) & gpu::kAwaited) != 0) ++early_;
+  }
+
+  // Waits for a round's request, if it is not there. False: it was sent away, or cancelled; the result says so.
+  bool await_request(gpu::RoundRequest& request, gpu::HostControl& control, gpu::RoundResult& result,
+                     uint64_t sequence) {
+    std::atomic_ref<uint64_t> number(request.sequence);
+    const uint64_t awaited = sequence | gpu::kAwaited;
+    const auto cancelled = [&] {
+      return std::atomic_ref<uint64_t>(control.cancelled_through).load(std::memory_order_acquire) >= sequence;
+    };
+    while (number.load(std::memory_order_acquire) == awaited && !cancelled() && !ended_) std::this_thread::yield();
+    const uint64_t now = number.load(std::memory_order_acquire);
+    if (now == sequence) return true;
+    if (now != 0 && now != awaited) std::abort();  // the block is not this round's
+    ++sent_away_;
+    result.status = gpu::RoundStatus::kSkipped;
+    result.count = result.stopped = 0;
+    return false;
+  }
+
+ private:
+  std::atomic<bool> ended_{false};
+  std::atomic<int> early_{0};
+  std::atomic<int> sent_away_{0};
+};
 
 // What else runs on the device's stream, in its turn: a head that reads what the rounds leave.
-class StreamPart {
+class StreamPart : public LateRequests {
  public:
   static constexpr int kFirstGraph = 300;  // handles from here on are the part's graphs
   static constexpr int kHangs = -1;
@@ -117,13 +137,11 @@ class StreamPart {
   virtual int launch(int graph) = 0;
   // On the device's thread: kSuccess, an error that the stream keeps reporting from then on, or kHangs.
   virtual int run(int graph) = 0;
-  // Nothing that waits for its request will get one.
-  virtual void end() = 0;
   // Whether these bytes are of its pages.
   [[nodiscard]] virtual bool holds(uint64_t address, size_t bytes) const = 0;
 };
 
-class FakeDevice {
+class FakeDevice : public LateRequests {
  public:
   // Sequence numbers; 0: never.
   struct Script {
@@ -184,7 +202,7 @@ class FakeDevice {
     {
       const std::lock_guard lock(mutex_);
       stopping_ = true;
-      ended_.store(true, std::memory_order_release);
+      end();
       if (part_ != nullptr) part_->end();
     }
     wake_.notify_all();
@@ -271,15 +289,6 @@ class FakeDevice {
     const std::lock_guard lock(mutex_);
     return launched_;
   }
-  // Of the rounds that were launched before their request was known, those that got one, and that did not; at rest.
-  [[nodiscard]] int asked_late() {
-    const std::lock_guard lock(mutex_);
-    return early_ - sent_away_;
-  }
-  [[nodiscard]] int sent_away() {
-    const std::lock_guard lock(mutex_);
-    return sent_away_;
-  }
   // Rounds up to this one are to be skipped.
   [[nodiscard]] uint64_t cancelled() {
     return std::atomic_ref<uint64_t>(control_.cancelled_through).load(std::memory_order_acquire);
@@ -331,7 +340,7 @@ class FakeDevice {
     const uint64_t last = launched_ + static_cast<uint64_t>(rounds_of(static_cast<int>(handle)));
     if (script_.launch_error_at > launched_ && script_.launch_error_at <= last) return script_.launch_error;
     if (last - begun_ > gpu::kRoundSlots) std::abort();
-    if (is_awaited(requests_[last % gpu::kRoundSlots])) ++early_;
+    note_launch(requests_[last % gpu::kRoundSlots]);
     launched_ = last;
     push({.graph = static_cast<int>(handle)});
     return graph::kSuccess;
@@ -403,11 +412,10 @@ class FakeDevice {
           return;
         }
         lock.unlock();
-        const bool asked = await_request(requests_[sequence % gpu::kRoundSlots], control_, sequence,
-                                         [this] { return ended_.load(std::memory_order_acquire); });
+        const size_t slot = sequence % gpu::kRoundSlots;
+        const bool asked = await_request(requests_[slot], control_, results_[slot], sequence);
         lock.lock();
         if (!asked) {
-          ++sent_away_;
           skip(sequence);
           continue;
         }
@@ -444,10 +452,8 @@ class FakeDevice {
     ++state_.sequence;
     state_.stopped = 1;
     kept_ = {};
-    gpu::RoundResult& result = results_[sequence % gpu::kRoundSlots];
-    result.status = gpu::RoundStatus::kSkipped;
-    result.count = result.stopped = 0;
-    std::atomic_ref<uint64_t>(result.sequence).store(sequence, std::memory_order_release);
+    std::atomic_ref<uint64_t>(results_[sequence % gpu::kRoundSlots].sequence)
+        .store(sequence, std::memory_order_release);
   }
 
   // One graph, as begin ... commit run it.
@@ -683,9 +689,6 @@ class FakeDevice {
   }
 
   Script script_;
-  std::atomic<bool> ended_{false};
-  int early_ = 0;
-  int sent_away_ = 0;
   Kept kept_;
   // Mapped memory.
   std::vector<gpu::RoundRequest> requests_;

@@ -65,24 +65,12 @@ class FakeHead : public StreamPart {
     return std::atomic_ref<uint64_t>(control_.cancelled_through).load(std::memory_order_acquire);
   }
 
-  // Of the passes that were launched before their request was known, those that got one, and that did not; at rest.
-  [[nodiscard]] int asked_late() {
-    const std::lock_guard lock(mutex_);
-    return early_ - sent_away_;
-  }
-  [[nodiscard]] int sent_away() {
-    const std::lock_guard lock(mutex_);
-    return sent_away_;
-  }
-
-  void end() override { ended_.store(true, std::memory_order_release); }
-
   int launch(int graph) override {
     const std::lock_guard lock(mutex_);
     if (graph == 0) return script_.fails_copies ? kOutOfMemory : graph::kSuccess;
     if (script_.launch_error_at == launched_ + 1) return kOutOfMemory;
     ++launched_;
-    if (is_awaited(requests_[launched_ % gpu::kRoundSlots])) ++early_;
+    note_launch(requests_[launched_ % gpu::kRoundSlots]);
     if (launched_ - begun_ > gpu::kRoundSlots) std::abort();
     return graph::kSuccess;
   }
@@ -92,28 +80,22 @@ class FakeHead : public StreamPart {
     const uint64_t sequence = ++begun_;
     const Script script = script_;
     lock.unlock();
-    gpu::RoundRequest& request = requests_[sequence % gpu::kRoundSlots];
-    if (!await_request(request, control_, sequence, [this] { return ended_.load(std::memory_order_acquire); })) {
-      lock.lock();
-      ++sent_away_;
-      lock.unlock();
-      gpu::RoundResult& skipped = results_[sequence % gpu::kRoundSlots];
-      skipped.status = gpu::RoundStatus::kSkipped;
-      skipped.count = 0;
-      std::atomic_ref<uint64_t>(skipped.sequence).store(sequence, std::memory_order_release);
+    const size_t slot = sequence % gpu::kRoundSlots;
+    gpu::RoundResult& result = results_[slot];
+    const auto answer = [&] {
+      std::atomic_ref<uint64_t>(result.sequence).store(sequence, std::memory_order_release);
       return graph::kSuccess;
-    }
+    };
+    if (!await_request(requests_[slot], control_, result, sequence)) return answer();
     if (sequence == script.hang_at) return kHangs;
     if (script.before) script.before(sequence);
     if (sequence == script.stream_error_at) return kIllegalAddress;
     if (sequence == script.silent_at) return graph::kSuccess;
-    gpu::RoundResult& result = results_[sequence % gpu::kRoundSlots];
     const Record record = pass(graph - kFirstGraph, sequence, script, result);
     lock.lock();
     records_.push_back(record);
     lock.unlock();
-    std::atomic_ref<uint64_t>(result.sequence).store(sequence, std::memory_order_release);
-    return graph::kSuccess;
+    return answer();
   }
 
   [[nodiscard]] bool holds(uint64_t address, size_t bytes) const override {
@@ -205,9 +187,6 @@ class FakeHead : public StreamPart {
  private:
   std::mutex mutex_;
   std::vector<Record> records_;
-  std::atomic<bool> ended_{false};
-  int early_ = 0;
-  int sent_away_ = 0;
   uint64_t launched_ = 0;
   uint64_t begun_ = 0;
 };

@@ -173,8 +173,6 @@ TEST(an_executor_settles_and_ends_while_something_waits) {
 
 TEST(nothing_waits_for_a_host_that_has_given_up) {
   WaitingRig rig;
-  const Tokens before = rig.text;
-  rig.device.arm([](FakeDevice::Script& script, uint64_t) { script.launch_error_at = 0; });
   rig.device.arm([](FakeDevice::Script& script, uint64_t next) { script.stream_error_at = next - 1; });
   Status status = Status::kOk;
   while (status == Status::kOk) status = rig.advance(rig.text, 4);

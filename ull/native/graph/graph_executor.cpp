@@ -91,10 +91,8 @@ Status GraphExecutor::begin_step(StepKind kind) noexcept {
 Status GraphExecutor::start_prefill(const PrefillStep& step) noexcept {
   if (step.count > info_.prefill_chunk || !valid(step.tokens, step.count, step.start)) return Status::kExecutorFailed;
   if (begin_step(StepKind::kPrefill) != Status::kOk) return Status::kExecutorFailed;
-  foresight_.stop();
   prefill_ = prompt_ = step;
-  if (ahead_ != 0) queue_.cancel();
-  ahead_ = 0;
+  drop_ahead();
   advance();
   return queue_.failed() ? Status::kExecutorFailed : Status::kOk;
 }
@@ -130,10 +128,8 @@ Status GraphExecutor::start_round(const RoundStep& step) noexcept {
 
 Status GraphExecutor::start_scores(const ScoreStep& step) noexcept {
   if (!valid(step) || begin_step(StepKind::kScores) != Status::kOk) return Status::kExecutorFailed;
-  foresight_.stop();
   scores_ = step;
-  if (ahead_ != 0) queue_.cancel();
-  ahead_ = 0;
+  drop_ahead();
   advance();
   return queue_.failed() ? Status::kExecutorFailed : Status::kOk;
 }
@@ -145,12 +141,17 @@ Status GraphExecutor::start_copy(const CopyStep& step) noexcept {
     return Status::kExecutorFailed;
   }
   if (begin_step(StepKind::kCopy) != Status::kOk) return Status::kExecutorFailed;
-  foresight_.stop();
-  if (ahead_ != 0) queue_.cancel();
-  ahead_ = 0;
+  drop_ahead();
   if (queue_.copy_page(step.from_page, step.to_page) == Status::kOk) proposer_->copy_page(step);
   launched_ = true;
   return queue_.failed() ? Status::kExecutorFailed : Status::kOk;
+}
+
+// No round follows: what is queued for one, or waits for it, is not wanted.
+void GraphExecutor::drop_ahead() noexcept {
+  foresight_.stop();
+  if (ahead_ != 0) queue_.cancel();
+  ahead_ = 0;
 }
 
 // Whether the round that is queued does just what this step asks for.
@@ -308,7 +309,6 @@ Status GraphExecutor::poll(RoundResult& result) noexcept {
 // Has what is queued skipped and waits for the device to say so: the next step then finds it idle.
 Status GraphExecutor::abandon() noexcept {
   if (!abandoned_) {
-    foresight_.stop();
     queue_.cancel();
     abandoned_ = true;
     ahead_ = 0;

@@ -77,6 +77,7 @@ class GraphExecutor final : public Executor {
   [[nodiscard]] bool valid(const RoundStep& step) const noexcept;
   [[nodiscard]] bool valid(const ScoreStep& step) const noexcept;
   [[nodiscard]] Status begin_step(StepKind kind) noexcept;
+  void drop_ahead() noexcept;
   [[nodiscard]] bool ahead_is(const RoundStep& step) noexcept;
   [[nodiscard]] bool text_is(const RoundStep& step) noexcept;
 

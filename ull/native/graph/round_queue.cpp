@@ -66,8 +66,7 @@ void RoundQueue::launch_waiting(void* graph) noexcept {
 
 void RoundQueue::send_away() noexcept {
   ++launched_;
-  sent_away_[slot(launched_)] = launched_;
-  shared(program_.requests[slot(launched_)].sequence).store(0, std::memory_order_release);
+  shared(program_.requests[slot(launched_)].sequence).store(kSentAway, std::memory_order_release);
 }
 
 Status RoundQueue::copy_page(int32_t from, int32_t to) noexcept {
@@ -95,7 +94,7 @@ bool RoundQueue::take_answer() noexcept {
 }
 
 void RoundQueue::cancel() noexcept {
-  foresight_.send_away();
+  foresight_.stop();
   cancelled_through_ = launched_;
   shared(program_.control->cancelled_through).store(launched_, std::memory_order_release);
 }

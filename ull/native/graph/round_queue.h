@@ -54,7 +54,9 @@ class RoundQueue {
   [[nodiscard]] uint64_t launched() const noexcept { return launched_; }
   [[nodiscard]] uint64_t asked() const noexcept { return asked_; }
   // Of a round that has been seen, until its slot is used again: whether it was sent away.
-  [[nodiscard]] bool was_sent_away(uint64_t sequence) const noexcept { return sent_away_[slot(sequence)] == sequence; }
+  [[nodiscard]] bool was_sent_away(uint64_t sequence) const noexcept {
+    return program_.requests[slot(sequence)].sequence == kSentAway;
+  }
   [[nodiscard]] uint64_t seen() const noexcept { return seen_; }  // of the newest that has been answered
 
   // Whether the page table may be written: no round under way reads the mapped one.
@@ -117,6 +119,7 @@ class RoundQueue {
  private:
   friend class Foresight;
   inline static const std::atomic<bool> kNever{false};
+  static constexpr uint64_t kSentAway = 0;  // in a block's sequence: no round's number
 
   // The next round's graph, which waits for its request; has_slot(). It may fail.
   void launch_waiting(void* graph) noexcept;
@@ -131,7 +134,6 @@ class RoundQueue {
   Foresight& foresight_;
   uint64_t launched_ = 0;
   uint64_t asked_ = 0;
-  uint64_t sent_away_[gpu::kRoundSlots] = {};  // sequences
   uint64_t seen_ = 0;
   uint64_t cancelled_through_ = 0;
   uint32_t device_setting_ = 0;  // version that the device had copied when it last answered
