@@ -6,14 +6,15 @@
 namespace ull {
 namespace {
 
-constexpr double kEarned = 0.0075;     // of the time of every round, by credit and by probes
+constexpr double kEarned = 0.0075;     // of the time of every round, by credit
+constexpr double kProbed = 0.005;      // and by probes
 constexpr double kFirstCredit = 2.0;   // plain rounds
 constexpr double kMostCredit = 8.0;    // plain rounds
 constexpr double kMargin = 1.02;       // a tree must be worth this many plain rounds
 constexpr double kAtStake = 0.5;       // of the credit, by a tree of more than one token
 constexpr double kProbeStart = 3.0;    // plain rounds of probes: fewer are not begun with
 constexpr double kProbeEnd = 0.5;      // plain rounds
-constexpr double kReserved = 0.01;     // of the time of every round, for catching up
+constexpr double kReserved = 0.005;    // of the time of every round, for catching up
 constexpr double kOutlier = 2.5;       // a round that takes longer than it should by this factor was interrupted ...
 constexpr int kInterruptions = 3;      // ... unless so many in a row do
 constexpr double kPlainMemory = 64.0;  // plain rounds whose time counts
@@ -301,15 +302,14 @@ void Planner::record(const Drafter* drafter, const TreePlan* plan, const Limits&
     gain = outcome.emitted * plain - cost;
     ++own.since_plain;
   } else {
-    // Whatever was done before deciding not to verify is a loss; the rest is what a round without speculation takes.
+    // A proposal that is not verified is a loss; the rest is what a round without speculation takes. Deciding to ask
+    // nobody is none: it takes its time whatever comes of it, and an account that paid for it could never be filled.
     (void)plain_ratio_.learn(outcome.nanoseconds - outcome.drafting_nanoseconds, plain,
                              own.since_plain > kPlainEvery / 2 ? kRareMemory : kPlainMemory);
-    const double drafting = drafter == nullptr
-                                ? std::min(outcome.drafting_nanoseconds, plain)
-                                : drafting_ratios_[static_cast<int>(drafter->kind())].learn(
-                                      outcome.drafting_nanoseconds,
-                                      static_cast<double>(drafter->cost_ns(plan->depth)) * plain_ratio_.value());
-    gain = -drafting;
+    if (drafter != nullptr) {
+      gain = -drafting_ratios_[static_cast<int>(drafter->kind())].learn(
+          outcome.drafting_nanoseconds, static_cast<double>(drafter->cost_ns(plan->depth)) * plain_ratio_.value());
+    }
     own.since_plain = 0;
   }
   if (drafter != nullptr) {
@@ -322,7 +322,7 @@ void Planner::record(const Drafter* drafter, const TreePlan* plan, const Limits&
   const bool probe = drafter != nullptr && outcome.payer == Payer::kProbes;
   const double least = -kFirstCredit * plain;  // below it an error of the estimates would lock drafting out
   own.credit_ns = std::clamp(own.credit_ns + (probe ? std::max(gain, 0.0) : gain) + kEarned * cost, least, most);
-  own.probes_ns = std::clamp(own.probes_ns + (probe ? std::min(gain, 0.0) : 0.0) + kEarned * cost, least, most);
+  own.probes_ns = std::clamp(own.probes_ns + (probe ? std::min(gain, 0.0) : 0.0) + kProbed * cost, least, most);
   own.probing = own.probes_ns >= (own.probing ? kProbeEnd : kProbeStart) * plain;
   own.reserve_ns = std::min(own.reserve_ns + kReserved * cost, most_reserve_ns_);
 }

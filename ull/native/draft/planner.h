@@ -6,7 +6,7 @@
 //
 // A loss account keeps it honest where its estimates are wrong: a round that took longer than the plain rounds it saved
 // is paid from credit, every round earns 0.75% of its time, and a tree is only drafted if its worst outcome is covered.
-// Another 0.75% goes to probes, a few at a time, which draft what does not seem to pay, or what credit does not cover
+// Another 0.5% goes to probes, a few at a time, which draft what does not seem to pay, or what credit does not cover
 // any more, to notice when it does again. What they lose is their own; what they gain is credit. So text that cannot be
 // predicted costs at most these shares and what there was before, and a drafter that begins to pay is back after the
 // rounds that fill the probes once. Requests for one drafter by name neither earn for those for another nor spend what
@@ -15,9 +15,9 @@
 // Once a drafter has proposed, size() cuts the tree to what pays by its own chances for this very round. They are
 // corrected by how often candidates of such a chance have been accepted.
 //
-// A draft model that must first read what it has missed is paid from a second account, the reserve: 1% of every round's
-// time, and what its drafts gained. One that does not pay is therefore left behind, and reads on when the reserve
-// covers it.
+// A draft model that must first read what it has missed is paid from a second account, the reserve: 0.5% of every
+// round's time, and what its drafts gained. One that does not pay is therefore left behind, and reads on when the
+// reserve covers it.
 //
 // Everything is arithmetic on fixed tables: nothing allocates, locks or throws.
 #pragma once
