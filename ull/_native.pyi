@@ -73,6 +73,7 @@ class CpuExecutor(Executor):
         coupled: bool = True,
         past_outputs: PastOutputs | None = None,
         ngram: bool = False,
+        replayed_acceptance: dict[str, list[list[float]]] = {},
     ) -> None: ...
 
 class SpeculationRig:
@@ -115,6 +116,7 @@ class GraphExecutor(Executor):
         max_tree: int = 64,
         adaptive: bool = True,
         past_outputs: PastOutputs | None = None,
+        replayed_acceptance: dict[str, list[list[float]]] = {},
     ) -> None: ...
 
 class ScriptedExecutor(Executor):

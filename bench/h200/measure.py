@@ -28,6 +28,7 @@ from tables import (
     print_persistent,
     print_prompts,
     print_rounds,
+    print_speculation,
 )
 from work import (
     CACHE,
@@ -42,6 +43,7 @@ from work import (
     time_points,
     time_prompts,
     time_reading,
+    time_speculation,
 )
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -51,6 +53,7 @@ HERE = Path(__file__).parent
 COMMAND = (sys.executable, __file__, "--findings")  # of a step's process
 DATASHEET_BANDWIDTH = 4.8e12  # bytes per second; where ours was not measured
 BUNDLES_S, BANDWIDTH_S, COMPARISON_S, AHEAD_S = 40.0, 15.0, 60.0, 120.0  # estimates
+SPECULATION_S = 60.0  # 12 s to load, and 39 requests of 512 tokens, 18 of them without drafts
 PROGRAMS = {"probes": 20.0, "trace": 20.0}  # in files of their own, which add to the report; estimates
 
 
@@ -87,6 +90,9 @@ class Measurement:
                 command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(self._run.report.path)]
                 self._run.program(name, estimate_s, command)
         self._shapes(STEPS)
+        if "speculation" in self._steps and MIDDLE.arch in self._archs:
+            name = f"{MIDDLE.arch}, an EAGLE head's acceptance replayed"
+            self._do(name, SPECULATION_S, time_speculation, MIDDLE.arch, arch=MIDDLE.arch)
         self._client()
         if "ahead" in self._steps and MIDDLE.arch in self._archs:
             name = f"{MIDDLE.arch}, weights ahead"
@@ -128,7 +134,7 @@ class Measurement:
             self._shape(arch).update(value)
         elif key in ("drafts", "persistent_compared"):
             self._shape(arch)[key] = value
-        elif key == "ahead":
+        elif key in ("ahead", "speculation"):
             known = self._shape(arch).setdefault(key, [])
             known[:] = [one for one in known if _setting(one) != _setting(value)]
             known.append(value)
@@ -158,7 +164,7 @@ def _place(point: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _setting(found: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(found[key] for key in ("setting", "persistent", "context"))
+    return tuple(found.get(key) for key in ("setting", "persistent", "context", "name"))
 
 
 def print_report(found: dict[str, Any]) -> None:
@@ -169,6 +175,7 @@ def print_report(found: dict[str, Any]) -> None:
     print_prompts(console, found["shapes"])
     print_persistent(console, found["shapes"])
     print_medusa(console, found["shapes"])
+    print_speculation(console, found["shapes"])
     print_ahead(console, found["shapes"])
     verdicts = checks(found["shapes"], found.get("client"))
     found["checks"] = [{**check.__dict__} for check in verdicts]

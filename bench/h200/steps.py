@@ -6,7 +6,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     # Whether it is right: the chip against NumPy, PyTorch, the CPU executor and itself.
     "correctness": ("build", "kernels", "pytorch", "engine", "memory", "persistent", "persistent-engine"),
     # How fast it is; measure.py says what each of them measures.
-    "figures": ("bandwidth", "bundles", "rounds", "prefill", "probes", "trace", "persistent-rounds", "client", "ahead"),
+    "figures": (
+        *("bandwidth", "bundles", "rounds", "prefill", "probes", "trace", "persistent-rounds", "speculation"),
+        *("client", "ahead"),
+    ),
 }
 
 

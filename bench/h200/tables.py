@@ -47,6 +47,9 @@ def checks(shapes: list[dict[str, Any]], client: dict[str, Any] | None) -> list[
         for prompt in sorted(result.get("prefill", []), key=lambda prompt: prompt["tokens"]):
             # No limit was set for these.
             found.append(Check(f"{result['arch']} prefill of {prompt['tokens']}", prompt["median_ms"], "ms"))
+        for text in result.get("speculation", []):
+            name = f"{result['arch']} with EAGLE, acceptance of {text['name']} replayed"
+            found.append(Check(name, text["ms_per_token"], "ms per token", text["must_ms"], text["goal_ms"]))
     if client:
         times = client["inter_token_us"]
         found.append(Check("client ITL p99.9 / p50", times["p99.9"] / times["p50"], "x", 1.10, 1.02))
@@ -149,6 +152,28 @@ def print_medusa(console: Console, shapes: list[dict[str, Any]]) -> None:
                 f"{result['arch']}, {drafts['heads']} Medusa heads: p50 {busy['p50']:.1f} us, p99 {busy['p99']:.1f} us "
                 f"(floor {floor:.1f} us), {share:.1%} of a plain round"
             )
+
+
+def print_speculation(console: Console, shapes: list[dict[str, Any]]) -> None:
+    """Tokens with an EAGLE head that is right as often as others' heads were, and without it."""
+    table = Table(title="with an EAGLE-3 head of random weights, the acceptance of published heads replayed")
+    columns = ("model", "text", "tokens/round", "published", "drafted/round", "ms/token", "without", "times faster")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("model", "text") else "right")
+    for result in shapes:
+        for text in result.get("speculation", []):
+            table.add_row(
+                result["arch"],
+                f"{text['name']} ({text['source']})",
+                f"{text['tokens_per_round']:.2f}",
+                f"{text['published_tokens_per_round']:.2f}",
+                f"{text['drafted_per_round']:.2f}",
+                f"{text['ms_per_token']:.4f}",
+                f"{text['ms_per_token_without']:.4f}",
+                f"{text['ms_per_token_without'] / text['ms_per_token']:.2f}",
+            )
+    if table.row_count:
+        console.print(table)
 
 
 def print_ahead(console: Console, shapes: list[dict[str, Any]]) -> None:

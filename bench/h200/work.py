@@ -20,8 +20,9 @@ from bandwidth import read_bandwidth
 from cores import client_cores
 from floor import kv_bytes_of, medusa_bytes, prompt_bytes, prompt_operations, weight_bytes
 from journal import Finding
+from replay import TEXTS, replay, replaying
 from rounds import Prompts, RoundTimer, Times, loaded
-from shapes import SHAPES, Point, repeats
+from shapes import MIDDLE, SHAPES, Point, repeats
 from sources import BUNDLE, ROOT, digest
 from tables import PERSISTENT_CONTEXTS
 
@@ -37,15 +38,16 @@ CACHE = ROOT / ".cache/h200"
 COMPARED_PROMPT, COMPARED_TOKENS, COMPARED_TOP = 150, 64, 5  # two pages and more; logprobs beside each token
 
 
-def build(arch: str) -> Path:
-    """A bundle of random weights, made once from the same sources."""
+def build(arch: str, eagle: bool = False) -> Path:
+    """A bundle of random weights, made once from the same sources. eagle: with an EAGLE-3 head and no other."""
     shape = SHAPES[arch]
-    heads = ["--heads", str(shape.heads)] if shape.heads else []
-    bundle, stamp, made_from = CACHE / f"{arch}.ull", CACHE / f"{arch}.sources", digest(*BUNDLE)
+    heads = ["--eagle-shape"] if eagle else ["--heads", str(shape.heads)] if shape.heads else []
+    name = f"{arch}-eagle" if eagle else arch
+    bundle, stamp, made_from = CACHE / f"{name}.ull", CACHE / f"{name}.sources", digest(*BUNDLE)
     if not (bundle / SEAL_FILE).exists() or not stamp.exists() or stamp.read_text() != made_from:
         options = ["--arch", arch, "--random-weights", "--target", "sm_90a", "--context", "32768", *heads]
         command = [sys.executable, "-m", "ull_build", *options, "--output", str(bundle), "--force", "--quiet"]
-        for retuned in CACHE.glob(f"{arch}-ahead-*"):  # made from the one before
+        for retuned in CACHE.glob(f"{name}-ahead-*"):  # made from the one before
             shutil.rmtree(retuned)
         subprocess.run(command, check=True)
         stamp.write_text(made_from)
@@ -93,8 +95,9 @@ def prompt_row(prompts: Prompts, tokens: int, nbytes: int, operations: int, band
 def build_bundles(archs: Sequence[str]) -> Iterator[Finding]:
     """All at once. One that cannot be built fails again in the step that needs it."""
     started = time.monotonic()
+    wanted = [(arch, False) for arch in archs] + [(arch, True) for arch in archs if arch == MIDDLE.arch]
     with ThreadPoolExecutor() as pool:
-        for bundle in [pool.submit(build, arch) for arch in archs]:
+        for bundle in [pool.submit(build, *one) for one in wanted]:
             bundle.result()
     yield {"bundles_s": time.monotonic() - started}
 
@@ -206,6 +209,14 @@ def time_client(arch: str, rounds: int) -> Iterator[Finding]:
     yield {"client": {"arch": arch, "inter_token_us": percentiles(gaps[:rounds]), "placement": placement}}
 
 
+def time_speculation(arch: str) -> Iterator[Finding]:
+    """A daemon's tokens with an EAGLE-3 head whose acceptance is others', and without: of each kind of text."""
+    vocabulary = open_bundle(build(arch, eagle=True)).manifest.model.vocabulary
+    with replaying(build(arch, eagle=True), ready_timeout=300.0) as client:
+        for number in range(len(TEXTS)):
+            yield {"speculation": replay(client, number, vocabulary)}
+
+
 def time_ahead(arch: str, rounds: int) -> Iterator[Finding]:
     """Plain rounds with kernels that were compiled to fetch weights further ahead, or not at all."""
     yield from ahead.time_ahead(build(arch), rounds)
@@ -215,6 +226,6 @@ WORK: dict[str, Callable[..., Iterator[Finding]]] = {
     work.__name__: work
     for work in (
         *(build_bundles, time_reading, time_points, time_prompts, time_persistent, compare_persistent),
-        *(time_client, time_ahead),
+        *(time_speculation, time_client, time_ahead),
     )
 }

@@ -25,7 +25,7 @@ from rounds import Times
 from run import Session, Step, begin, correctness
 from shapes import FIRST_STEPS, LARGE, LAST_STEPS, MIDDLE, STEPS, repeats
 from steps import GROUPS, chosen
-from tables import checks, headline, print_checks, print_persistent, print_prompts, print_rounds
+from tables import checks, headline, print_checks, print_persistent, print_prompts, print_rounds, print_speculation
 from work import prompt_row, row
 
 import report as bench_report
@@ -116,10 +116,24 @@ def test_prompts_of_8b_are_measured_before_anything_else_but_its_rounds() -> Non
     assert FIRST_STEPS[1].estimate_s == pytest.approx(12 + (42 + 272 + 512) * 2 * 2.24e-3 * 1.5)
 
 
+REPLAYED = {
+    "name": "code",
+    "source": "HumanEval",
+    "must_ms": 0.75,
+    "goal_ms": 0.6,
+    "published_tokens_per_round": 4.91,
+    "tokens_per_round": 4.87,
+    "drafted_per_round": 6.95,
+    "ms_per_token": 0.8,
+    "ms_per_token_without": 2.4,
+}
+
+
 def test_a_part_of_the_points_is_checked() -> None:
     point = {"tree": 1, "context": 128, "median_ms": 2.0, "us_per_layer_above_floor": 4.0, "gap_us": {"p50": 1.0}}
+    wide = {"tree": 64, "context": 128, "median_ms": 3.0}
     shapes = [
-        {"arch": "llama-3.1-8b", "points": [point, {"tree": 64, "context": 128, "median_ms": 3.0}]},
+        {"arch": "llama-3.1-8b", "points": [point, wide], "speculation": [REPLAYED]},
         {"arch": "llama-3.2-1b", "points": [], "prefill": [{"tokens": 1024, "median_ms": 12.0}]},
     ]
     found = {check.name: check.ok for check in checks(shapes, None)}
@@ -130,6 +144,7 @@ def test_a_part_of_the_points_is_checked() -> None:
         "llama-3.1-8b above the floor": True,
         "llama-3.1-8b round to round": True,
         "8B verify T=64": False,
+        "llama-3.1-8b with EAGLE, acceptance of code replayed": False,
         "llama-3.2-1b prefill of 1024": True,
     }
     assert headline([]) == "nothing was measured"
@@ -263,7 +278,12 @@ def test_the_tables_take_any_part_of_a_report() -> None:
     for words in ("weights MB", "7000", "KV MB", " 17 ", "1024", "51.000", "DIFFERENT", "prefill of 1024", "two CUDA"):
         assert words in text, words
     with console.capture() as said:
+        print_speculation(console, [{**shape, "speculation": [REPLAYED]}])
+    for words in ("acceptance of published heads replayed", "code (HumanEval)", "4.87", "4.91", "0.8000", "3.00"):
+        assert words in said.get(), words
+    with console.capture() as said:
         print_prompts(console, [{"arch": "llama-3.1-8b", "points": []}])
+        print_speculation(console, [{"arch": "llama-3.1-8b", "points": []}])
     assert not said.get()
 
 
@@ -423,6 +443,7 @@ findings = {
     "compare_persistent": [{"persistent_compared": {"same": True}}],
     "time_persistent": [{"persistent": {**point, "context": 128}}],
     "time_client": [{"client": {"arch": arch}}],
+    "time_speculation": [{"speculation": {"name": name}} for name in ("code", "chat")],
     "time_ahead": [{"ahead": {"setting": "none", "persistent": False, "context": 128}}],
 }
 if work == "time_points":
@@ -475,7 +496,8 @@ def test_figures_come_in_the_order_of_their_worth(figures: Callable[[], Run]) ->
         "probes",  # and no trace: there is no such file
     ]
     client = names.index("client, llama-3.1-8b")
-    assert names[client - 1] == "llama-3.1-8b, one kernel for all layers" and "32000" not in " ".join(names[:client])
+    assert names[client - 1] == "llama-3.1-8b, an EAGLE head's acceptance replayed"
+    assert names[client - 2] == "llama-3.1-8b, one kernel for all layers" and "32000" not in " ".join(names[:client])
     assert names[client + 1] == "llama-3.1-8b, weights ahead"
     assert names[-1] == "llama-3.3-70b, one kernel for all layers"
     found = saved(run)
@@ -483,6 +505,7 @@ def test_figures_come_in_the_order_of_their_worth(figures: Callable[[], Run]) ->
     shapes = {shape["arch"]: shape for shape in found["shapes"]}
     assert len(shapes["llama-3.1-8b"]["points"]) == 16 and shapes["llama-3.3-70b"]["layers"] == 2
     assert [prompt["tokens"] for prompt in shapes["llama-3.1-8b"]["prefill"]] == [128, 1024, 8192]
+    assert [text["name"] for text in shapes["llama-3.1-8b"]["speculation"]] == ["code", "chat"]
 
 
 def test_single_steps_add_to_what_is_there(figures: Callable[[], Run]) -> None:
@@ -490,10 +513,13 @@ def test_single_steps_add_to_what_is_there(figures: Callable[[], Run]) -> None:
     measured(figures(), {"rounds"})
     run = figures()
     assert measured(run, {"prefill"})[0] == "llama-3.1-8b, prefill of 128/1024/8192 tokens"  # the bandwidth is known
+    for _ in range(2):
+        assert measured(figures(), {"speculation"}) == ["llama-3.1-8b, an EAGLE head's acceptance replayed"]
     measured(figures(), {"rounds"})  # once more
     found = saved(run)
     shape = next(shape for shape in found["shapes"] if shape["arch"] == "llama-3.1-8b")
     assert (len(shape["points"]), len(shape["prefill"])) == (16, 3) and shape["persistent_compared"] == {"same": True}
+    assert len(shape["speculation"]) == 2  # the second time took the place of the first
 
 
 def test_a_program_that_fails_is_named(figures: Callable[[], Run], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from ull.spawn import DaemonProcess
 from ull_build.build import build
 from ull_build.settings import Settings
 from ull_build.source.drafters import SpeculationSettings
+
+sys.path += [str(ROOT / "bench"), str(ROOT / "bench/h200")]
+from replay import replay, replaying
 
 TINY = ROOT / "engines/tiny"
 CONTEXT = 512
@@ -245,6 +249,10 @@ def test_a_head_drafts_on_the_device(start: Start, tmp_path: Path, kind: str) ->
             assert speculation.by_drafter[kind] >= speculation.rounds - 2  # nor need the last one draft
             assert speculation.accepted_tokens == DRAFTED - speculation.rounds
     assert daemon.stop() == 0
+    if kind == "eagle":  # its acceptance replayed, as `make h200` measures it: the same tokens again
+        with replaying(bundle, arguments=ALWAYS_DRAFTS, ready_timeout=600.0) as client:
+            found = replay(client, 0, vocabulary=4096, tokens=DRAFTED, passes=1, max_tree=4)
+        assert found["rounds"] < 0.8 * DRAFTED and found["drafted_per_round"] > 1.5
 
 
 @pytest.fixture(scope="module")

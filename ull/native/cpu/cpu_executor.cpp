@@ -78,6 +78,9 @@ std::vector<std::unique_ptr<Drafter>> CpuExecutor::make_drafters() {
   } else if (spec_.draft != nullptr) {
     drafters.push_back(std::make_unique<DraftModel>(*model_, speculation_.coupled));
   }
+  if (speculation_.replace_drafter) {
+    for (auto& drafter : drafters) drafter = speculation_.replace_drafter(std::move(drafter));
+  }
   return drafters;
 }
 

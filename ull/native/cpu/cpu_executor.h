@@ -24,6 +24,7 @@ struct SpeculationOptions {
   bool coupled = true;                       // false, for comparisons: drafts are ranked without the request's noise
   MakeDrafter in_place_of_draft_model = nullptr;
   MakeDrafter in_place_of_suffix = nullptr;
+  ReplaceDrafter replace_drafter = nullptr;
   std::shared_ptr<PastOutputs> past_outputs = nullptr;  // of the suffix drafter; null: none
 };
 

@@ -122,5 +122,7 @@ class Drafter {
 
 // Makes one for each executor that is prepared; empty: there is none.
 using MakeDrafter = std::function<std::unique_ptr<Drafter>()>;
+// Is given each that an executor has made, and gives back what is to stand in its place; empty: all stay.
+using ReplaceDrafter = std::function<std::unique_ptr<Drafter>(std::unique_ptr<Drafter>)>;
 
 }  // namespace ull

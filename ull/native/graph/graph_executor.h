@@ -42,6 +42,7 @@ struct GraphOptions {
   int max_tree = kMaxTreeTokens;             // of requests that set none
   bool adaptive = true;                      // false: always the widest tree that is allowed
   MakeDrafter in_place_of_draft_model = nullptr;
+  ReplaceDrafter replace_drafter = nullptr;
   std::shared_ptr<PastOutputs> past_outputs = nullptr;  // of the suffix drafter; null: none
 };
 

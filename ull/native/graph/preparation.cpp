@@ -76,6 +76,9 @@ void GraphExecutor::prepare() {
   } else if (program_.draft != nullptr && program_.most_nodes() > 1) {
     drafters.push_back(std::make_unique<DraftModel>(*program_.draft, driver_, queue_, program_.vocabulary, watchdog));
   }
+  if (options_.replace_drafter) {
+    for (auto& drafter : drafters) drafter = options_.replace_drafter(std::move(drafter));
+  }
   proposer_ = std::make_unique<Proposer>(
       std::move(drafters),
       Proposer::Options{info_.vocabulary, info_.context, program_.most_nodes(), options_.adaptive});

@@ -16,6 +16,7 @@
 #pragma GCC diagnostic pop
 
 #include <cstdint>
+#include <map>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -23,6 +24,7 @@
 #include <vector>
 
 #include "base/histogram.h"
+#include "draft/drafter.h"
 #include "executor/executor.h"
 
 namespace ull::module {
@@ -71,6 +73,9 @@ T field(const nb::dict& dict, const char* name) {
 [[nodiscard]] nb::dict executor_info(const ExecutorInfo& info);
 // "none", "suffix", ...; std::invalid_argument otherwise.
 [[nodiscard]] DrafterKind drafter_named(const std::string& name);
+// By a drafter's name, the chances of a ReplayedAcceptance that stands in its place. std::invalid_argument.
+using ReplayedTables = std::map<std::string, std::vector<std::vector<float>>>;
+[[nodiscard]] ReplaceDrafter replacement(const ReplayedTables& tables, int vocabulary, int context);
 
 void bind_executor(nb::module_& m);
 void bind_past_outputs(nb::module_& m);

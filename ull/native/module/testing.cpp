@@ -1,11 +1,14 @@
-// The scripted executor, and the rig of speculation.
+// The scripted executor, replayed acceptance, and the rig of speculation.
+#include <map>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "module/bindings.h"
 #include "module/model.h"
 #include "module/sampling.h"
 #include "testing/local_decoder.h"
+#include "testing/replayed_acceptance.h"
 #include "testing/scripted_drafter.h"
 #include "testing/scripted_executor.h"
 
@@ -51,6 +54,12 @@ nb::dict decode(cpu::LocalDecoder& self, const Int32Array& tokens, int max_token
 }
 
 }  // namespace
+
+ReplaceDrafter replacement(const ReplayedTables& tables, int vocabulary, int context) {
+  std::map<DrafterKind, ReplayedAcceptance::Tables> by_kind;
+  for (const auto& [name, of_drafter] : tables) by_kind.emplace(drafter_named(name), of_drafter);
+  return by_kind.empty() ? nullptr : replayed_acceptance(std::move(by_kind), vocabulary, context);
+}
 
 void bind_testing(nb::module_& m) {
   nb::class_<ScriptedExecutor, Executor>(
