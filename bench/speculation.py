@@ -124,12 +124,17 @@ def run(
     max_tree: int | None = None,
     passes: int = PASSES,
     warm_up: int = 1,
+    reader: str = "none",
 ) -> dict[str, Series]:
-    """Every prompt with every drafter in turn, `passes` times after `warm_up` ones that are only compared."""
+    """Every prompt with every drafter in turn, `passes` times after `warm_up` ones that are only compared.
+
+    reader: the drafter of the request that reads a prompt for all. "auto": every head reads along, as where all
+    requests speculate; else a head knows of a prompt what has not been cached without it.
+    """
     series = {drafter: Series() for drafter in drafters}
     for number in range(warm_up + passes):
         for index, prompt in enumerate(workload.prompts):
-            client.generate(prompt, max_tokens=1, speculate="none").result()
+            client.generate(prompt, max_tokens=1, speculate=reader).result()
             expected: list[int] | None = None
             for drafter in drafters:
                 result = client.generate(
@@ -191,7 +196,7 @@ def full_trees(workloads: Sequence[Workload], drafters: Sequence[str], samples: 
         table.add_column(drafter, justify="right")
     with fixed_trees(coupled=True) as client:
         for workload in workloads:
-            series = run(client, workload, drafters, WIDEST_TREE, passes=1, warm_up=0)
+            series = run(client, workload, drafters, WIDEST_TREE, passes=1, warm_up=0, reader="auto")
             row = {
                 drafter: {**speculation_summary(one.total), "differences": one.differences}
                 for drafter, one in series.items()
@@ -218,7 +223,9 @@ def coupling(drafters: Sequence[str], samples: dict[str, Any]) -> Table:
             with fixed_trees(coupled) as client:
                 for temperature in COUPLING_TEMPERATURES:
                     workload = Workload(f"T={temperature:g}", held_out_prompts(), temperature)
-                    for drafter, one in run(client, workload, drafters, size, passes=1, warm_up=0).items():
+                    for drafter, one in run(
+                        client, workload, drafters, size, passes=1, warm_up=0, reader="auto"
+                    ).items():
                         total = one.total
                         accepted = total.accepted_tokens / max(1, total.drafted_tokens)
                         cell = f"{accepted:.1%}" if size == 2 else f"{total.tokens_per_round:.2f}"
