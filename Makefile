@@ -18,8 +18,9 @@ demo: $(VENV)/.installed  ## build the tiny engine, serve it, stream a completio
 	@$(BIN)/ull demo
 
 # A file to a process, and first those that take longest, so that no process is left with one at the end. Three processes
-# for two cores: what daemons do is mostly waiting.
-SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
+# for two cores: what daemons do is mostly waiting. One that crashes is not replaced: xdist would wait for ever for what
+# it had left, and never say which test it was.
+SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 LONGEST := $(patsubst %,tests/%.py,gpu/test_gpu_end_to_end tensorrt_plans/test_tensorrt_end_to_end \
   $(patsubst %,kernels/test_kernel_%,compile linear attention) gpu/test_gpu_double core/test_executor \
   $(patsubst %,kernels/test_kernel_%,layers head_scan ahead) build/test_build build/test_build_cli \

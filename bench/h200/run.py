@@ -127,7 +127,8 @@ def tests(paths: Sequence[str], processes: int = 1, by_file: bool = False) -> Ca
             limit = max(limit_s - STARTING_S, 10.0)
             options += [f"--timeout={limit - 5:.0f}", "--timeout-method=thread", f"--session-timeout={limit:.0f}"]
         if processes > 1 and _imports("xdist"):
-            options += ["-n", str(processes), *(["--dist", "loadfile"] if by_file else [])]
+            # xdist would wait for ever for what a process that has crashed had left.
+            options += ["-n", str(processes), "--max-worker-restart", "0", *(["--dist", "loadfile"] if by_file else [])]
         return [sys.executable, "-m", "pytest", *options, *paths]
 
     return command
