@@ -99,7 +99,10 @@ class LateRequests {
  protected:
   // On the host's thread, of each graph that it launches.
   void note_launch(gpu::RoundRequest& request) {
-    if ((std::atomic_ref<uint64_t>(request.sequence).load(std::memory_order_acquire) & gpu::kAwaited) != 0) ++early_;
+    if (is_awaited(request)) ++early_;
+  }
+  [[nodiscard]] static bool is_awaited(gpu::RoundRequest& request) {
+    return (std::atomic_ref<uint64_t>(request.sequence).load(std::memory_order_acquire) & gpu::kAwaited) != 0;
   }
 
   // Waits for a round's request, if it is not there. False: it was sent away, or cancelled; the result says so.
@@ -288,6 +291,11 @@ class FakeDevice : public LateRequests {
   [[nodiscard]] uint64_t launched() {
     const std::lock_guard lock(mutex_);
     return launched_;
+  }
+  // Whether what was launched last has no request yet.
+  [[nodiscard]] bool waits() {
+    const std::lock_guard lock(mutex_);
+    return is_awaited(requests_[launched_ % gpu::kRoundSlots]);
   }
   // Rounds up to this one are to be skipped.
   [[nodiscard]] uint64_t cancelled() {
