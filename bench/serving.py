@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import ull
 from report import ROOT
 from ull.bundle import SEAL_FILE
 from ull.spawn import DaemonProcess
@@ -27,3 +33,12 @@ def serve(bundle: Path, **settings: object) -> DaemonProcess:
     """A daemon on `bundle`; settings are configuration keys with `__` for the dot, e.g. engine__threads=1."""
     arguments = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
     return DaemonProcess(bundle, arguments=arguments)
+
+
+@contextmanager
+def told(bundle: Path, executor: dict[str, Any], **options: Any) -> Iterator[ull.Client]:
+    """A client of a daemon whose executor gets these arguments too; `options` are DaemonProcess's."""
+    os.environ["ULL_BENCH_EXECUTOR"] = json.dumps(executor)
+    command = [sys.executable, str(ROOT / "bench/comparison_daemon.py")]
+    with DaemonProcess(bundle, command=command, **options) as daemon, ull.Client(daemon.url) as client:
+        yield client

@@ -10,10 +10,7 @@ A drafter that the bundle lacks misses its bars.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,10 +22,9 @@ from rich.table import Table
 
 import ull
 from report import ROOT, Check, arguments, finish, percentiles
-from serving import serve, tiny_bundle
+from serving import serve, tiny_bundle, told
 from ull.client.benchmark import speculation_summary
 from ull.daemon.metrics import added
-from ull.spawn import DaemonProcess
 from ull.wire import DRAFTERS, Speculation
 
 HELD_OUT = ROOT / "engines/tiny/heldout.txt"
@@ -178,13 +174,8 @@ def record(workload: Workload, series: dict[str, Series], samples: dict[str, Any
 @contextmanager
 def fixed_trees(coupled: bool) -> Iterator[ull.Client]:
     """A client of a daemon that drafts the widest tree allowed in every round, with or without the shared noise."""
-    command = None if coupled else [sys.executable, str(ROOT / "bench/comparison_daemon.py")]
-    os.environ["ULL_BENCH_EXECUTOR"] = json.dumps({"coupled": coupled})
     arguments = ["--set=engine.threads=1", "--set=speculation.adaptive=false"]
-    with (
-        DaemonProcess(tiny_bundle(), arguments=arguments, command=command) as daemon,
-        ull.Client(daemon.url) as client,
-    ):
+    with told(tiny_bundle(), {"coupled": coupled}, arguments=arguments) as client:
         yield client
 
 

@@ -7,9 +7,6 @@ hold the answer, and only the row without them says what the drafter knows of a 
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 import ull
-from report import ROOT, Check, arguments, finish
-from serving import tiny_bundle
+from report import Check, arguments, finish
+from serving import tiny_bundle, told
 from speculation import (
     WIDEST_TREE,
     Workload,
@@ -29,7 +26,6 @@ from speculation import (
     run,
 )
 from ull.client.benchmark import speculation_summary
-from ull.spawn import DaemonProcess
 
 TITLE = "suffixes"
 UNSET = -1
@@ -39,14 +35,12 @@ DRAFTERS = {"n-gram": (True, 0), "suffix": (False, 0), "suffix, past outputs": (
 
 @contextmanager
 def daemon(ngram: bool, past_outputs: int, adaptive: bool) -> Iterator[ull.Client]:
-    os.environ["ULL_BENCH_EXECUTOR"] = json.dumps({"ngram": ngram})
     options = [
         "--set=engine.threads=1",
         f"--set=speculation.adaptive={str(adaptive).lower()}",
         f"--set=speculation.past_outputs={past_outputs}",
     ]
-    command = [sys.executable, str(ROOT / "bench/comparison_daemon.py")]
-    with DaemonProcess(tiny_bundle(), arguments=options, command=command) as process, ull.Client(process.url) as client:
+    with told(tiny_bundle(), {"ngram": ngram}, arguments=options) as client:
         yield client
 
 

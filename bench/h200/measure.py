@@ -135,13 +135,9 @@ class Measurement:
         elif key in ("drafts", "persistent_compared"):
             self._shape(arch)[key] = value
         elif key in ("ahead", "speculation"):
-            known = self._shape(arch).setdefault(key, [])
-            known[:] = [one for one in known if _setting(one) != _setting(value)]
-            known.append(value)
+            self._keep(arch, key, value)
         elif key in ("points", "persistent", "prefill"):
-            known = self._shape(arch).setdefault(key, [])
-            known[:] = [point for point in known if _place(point) != _place(value)]  # measured again: this time counts
-            known.append(value)
+            self._keep(arch, key, value)
             what = f"prefill of {value['tokens']}" if key == "prefill" else f"T={value['tree']} at {value['context']}"
             gap = "" if key == "prefill" else f", gap {value['gap_us']['p50']:.2f} us"
             print(
@@ -151,6 +147,12 @@ class Measurement:
         else:
             self.found[key] = value
 
+    def _keep(self, arch: str, key: str, value: dict[str, Any]) -> None:
+        """Adds to a list of the shape's, in place of what was measured of the same before."""
+        known = self._shape(arch).setdefault(key, [])
+        known[:] = [one for one in known if _subject(one) != _subject(value)]
+        known.append(value)
+
     def _shape(self, arch: str) -> dict[str, Any]:
         shapes: list[dict[str, Any]] = self.found["shapes"]
         if (found := next((shape for shape in shapes if shape["arch"] == arch), None)) is None:
@@ -159,12 +161,9 @@ class Measurement:
         return found
 
 
-def _place(point: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(point.get(key) for key in ("tree", "context", "tokens"))
-
-
-def _setting(found: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(found.get(key) for key in ("setting", "persistent", "context", "name"))
+def _subject(found: dict[str, Any]) -> tuple[Any, ...]:
+    """What was measured: of a point, a prompt, a setting or a text, all that tells it from others of its kind."""
+    return tuple(found.get(key) for key in ("tree", "context", "tokens", "setting", "persistent", "name"))
 
 
 def print_report(found: dict[str, Any]) -> None:

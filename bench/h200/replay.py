@@ -7,8 +7,6 @@ replayed_acceptance.h). So these are times of this engine with acceptance of oth
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sources import ROOT
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from serving import told
 from ull.client.protocol import Result
 from ull.client.sync import Client
-from ull.spawn import DaemonProcess
 
 DRAFTER = "eagle"
 SHORT, LONG = 3, 7  # drafted tokens of the chains that the tables are about
@@ -82,11 +80,8 @@ def _solve(rising: Callable[[float], float], value: float) -> float:
 @contextmanager
 def replaying(bundle: Path, **options: Any) -> Iterator[Client]:
     """A client of a daemon whose head is replayed. `options`: DaemonProcess's."""
-    os.environ["ULL_BENCH_EXECUTOR"] = json.dumps(
-        {"replayed_acceptance": {DRAFTER: [text.chances() for text in TEXTS]}}
-    )
-    command = [sys.executable, str(ROOT / "bench/comparison_daemon.py")]
-    with DaemonProcess(bundle, command=command, **options) as daemon, Client(daemon.url) as client:
+    tables = {DRAFTER: [text.chances() for text in TEXTS]}
+    with told(bundle, {"replayed_acceptance": tables}, **options) as client:
         yield client
 
 
@@ -126,7 +121,6 @@ def replay(
     return {
         **asdict(text),
         "chances": text.chances(),
-        "published_tokens_per_round": text.after_long,
         "tokens_per_round": passes * len(expected) / rounds,
         "drafted_per_round": drafted / rounds,
         "accepted_by_depth": by_depth.tolist(),

@@ -166,7 +166,7 @@ def print_speculation(console: Console, shapes: list[dict[str, Any]]) -> None:
                 result["arch"],
                 f"{text['name']} ({text['source']})",
                 f"{text['tokens_per_round']:.2f}",
-                f"{text['published_tokens_per_round']:.2f}",
+                f"{text['after_long']:.2f}",
                 f"{text['drafted_per_round']:.2f}",
                 f"{text['ms_per_token']:.4f}",
                 f"{text['ms_per_token_without']:.4f}",

@@ -8,9 +8,9 @@
 // is paid from credit, every round earns 0.75% of its time, and a tree is only drafted if its worst outcome is covered.
 // Another 0.5% goes to probes, a few at a time, which draft what does not seem to pay, or what credit does not cover
 // any more, to notice when it does again. What they lose is their own; what they gain is credit. So text that cannot be
-// predicted costs at most these shares and what there was before, and a drafter that begins to pay is back after the
-// rounds that fill the probes once. Requests for one drafter by name neither earn for those for another nor spend what
-// these have earned.
+// predicted costs at most these shares, what there was before and the deciding itself, and a drafter that begins to pay
+// is back after the rounds that fill the probes once. Requests for one drafter by name neither earn for those for
+// another nor spend what these have earned.
 //
 // Once a drafter has proposed, size() cuts the tree to what pays by its own chances for this very round. They are
 // corrected by how often candidates of such a chance have been accepted.
