@@ -214,6 +214,13 @@ class AsyncClient:
         request = build_tokenize(self._protocol.new_id(), prompt, options)
         return cast("wire.TokenizeReply", await self._ask(request)).token_ids
 
+    @names_options(TokenizeOptions)
+    async def count_tokens(self, prompt: str | Sequence[ChatMessage], **options: Unpack[TokenizeOptions]) -> int:
+        """How many ids tokenize() would return, for texts of any length; raises what it raises."""
+        request = build_tokenize(self._protocol.new_id(), prompt, options)
+        request.count_only = True
+        return cast("wire.TokenizeReply", await self._ask(request)).count
+
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None) -> str:
         """The text that a stream of these ids would give; with skip_special_tokens False special tokens' texts too."""
         request = build_detokenize(self._protocol.new_id(), token_ids, skip_special_tokens=skip_special_tokens)

@@ -32,6 +32,11 @@ class _Known:
         return self._state.id
 
     @property
+    def open(self) -> bool:
+        """Whether it can still be used: neither closed nor lost with its connection, as far as is known here."""
+        return self._state.failure is None
+
+    @property
     def tokens(self) -> int:
         """How many tokens it holds, as the daemon has last said in an answer that was received."""
         return self._state.tokens

@@ -272,6 +272,13 @@ class Client:
         request = build_tokenize(self._protocol.new_id(), prompt, options)
         return cast("wire.TokenizeReply", self._ask(request)).token_ids
 
+    @names_options(TokenizeOptions)
+    def count_tokens(self, prompt: str | Sequence[ChatMessage], **options: Unpack[TokenizeOptions]) -> int:
+        """How many ids tokenize() would return, for texts of any length; raises what it raises."""
+        request = build_tokenize(self._protocol.new_id(), prompt, options)
+        request.count_only = True
+        return cast("wire.TokenizeReply", self._ask(request)).count
+
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None) -> str:
         """The text that a stream of these ids would give; with skip_special_tokens False special tokens' texts too."""
         request = build_detokenize(self._protocol.new_id(), token_ids, skip_special_tokens=skip_special_tokens)
