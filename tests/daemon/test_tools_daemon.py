@@ -11,34 +11,14 @@ import msgspec
 import pytest
 
 import ull
-from checkpoints import write_checkpoint
 from conftest import Daemon, Spawn
 from manifests import with_template
-from oracle.chat_templates import TEMPLATES
+from tool_families import CONTROL, FIRST, FORMS, build_families, template_of
 from ull.bundle import open_bundle
 from ull.client import AsyncClient, Client
 from ull.text.tokenizer import Tokenizer
 from ull.wire import Message
-from ull_build.build import build
-from ull_build.settings import Settings
 
-# Tokens of the families, behind those of the small tokenizer; some have no text in a stream.
-CONTROL = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "[INST]", "[/INST]")
-TEXTS = ("<tool_call>", "</tool_call>")
-FIRST = 320
-NAMED = (
-    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
-    "{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.role == 'tool' %}{{ m.content }}{% else %}"
-    "{{ m.content }}{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]"
-    "{{ c.function.arguments | tojson }}{% endfor %}{{ eos_token }}{% endif %}{% endfor %}"
-)
-# A form's template, and what ends a turn in it.
-FORMS = {
-    "hermes": ("trl/qwen3_instruct_2507.jinja", "<|im_end|>"),
-    "llama": ("trl/llama3_1.jinja", "<|eot_id|>"),
-    "mistral": ("axolotl/mistral_v3_tekken.jinja", "<|eos|>"),
-    "mistral_named": (NAMED, "<|eos|>"),
-}
 SCHEMA = {
     "type": "object",
     "properties": {"place": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -56,23 +36,10 @@ def named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
-def source(form: str) -> str:
-    template = FORMS[form][0]
-    return template if form == "mistral_named" else (TEMPLATES / template).read_text(encoding="utf-8")
-
-
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of a random model with the tokens of all families."""
-    directory = tmp_path_factory.mktemp("families")
-    model = write_checkpoint(directory / "model", config={"max_position_embeddings": 4096})
-    path = model / "tokenizer.json"
-    description = json.loads(path.read_text(encoding="utf-8"))
-    for place, text in enumerate(CONTROL + TEXTS):
-        entry = {"id": FIRST + place, "content": text, "special": text in CONTROL, "normalized": False}
-        description["added_tokens"].append({**entry, "single_word": False, "lstrip": False, "rstrip": False})
-    path.write_text(json.dumps(description), encoding="utf-8")
-    return build(Settings(model=model, output=directory / "x.ull", name="x", evaluate=False)).path
+    return build_families(tmp_path_factory.mktemp("families"))
 
 
 @pytest.fixture(params=FORMS)
@@ -83,7 +50,7 @@ def form(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def bundle(families: Path, tmp_path: Path, form: str) -> Path:
     """A bundle whose template writes calls in one form."""
-    return with_template(families, tmp_path, source(form))
+    return with_template(families, tmp_path, template_of(form))
 
 
 def messages_of(result: ull.Result, answer: str) -> list[dict[str, Any]]:
@@ -184,7 +151,7 @@ def test_a_strict_tool_is_called_as_its_schema_says(asking: Client, form: str) -
 
 
 def test_the_asynchronous_client_has_the_calls(families: Path, tmp_path: Path, spawn: Spawn) -> None:
-    daemon = spawn(bundle=with_template(families, tmp_path, source("hermes")))
+    daemon = spawn(bundle=with_template(families, tmp_path, template_of("hermes")))
 
     async def ask() -> tuple[ull.Result, ull.Result]:
         async with AsyncClient(daemon.url) as client:
@@ -197,7 +164,7 @@ def test_the_asynchronous_client_has_the_calls(families: Path, tmp_path: Path, s
 
 
 def test_a_schema_that_cannot_be_compiled_is_refused(families: Path, tmp_path: Path, spawn: Spawn) -> None:
-    daemon = spawn(bundle=with_template(families, tmp_path, source("hermes")))
+    daemon = spawn(bundle=with_template(families, tmp_path, template_of("hermes")))
     wrong = {"type": "object", "properties": {"a": {"type": "nonesuch"}}}
     with Client(daemon.url) as client:
         for fields in ({"tool_choice": "required"}, {"tools": [tool(parameters=wrong, strict=True)]}):
@@ -211,7 +178,7 @@ def test_a_schema_that_cannot_be_compiled_is_refused(families: Path, tmp_path: P
 
 
 def test_a_drain_tells_every_client_of_its_end(families: Path, tmp_path: Path, spawn: Spawn) -> None:
-    bundle = with_template(families, tmp_path, source("hermes"))
+    bundle = with_template(families, tmp_path, template_of("hermes"))
     daemon: Daemon = spawn(
         "--set", "drain_timeout_s=0.1", bundle=bundle, script={"tokens": [40], "round_ns": 5_000_000}
     )

@@ -41,7 +41,10 @@ class CallGuard:
         """What of the content has not been sent, once all has come: `content` where there are calls, else all of it."""
         if not called:
             return self._text[self._sent :]
-        sent, whole = self._text[: self._sent].strip(), (content or "").strip()
+        whole = (content or "").strip()
+        sent = self._text[: self._sent].lstrip()
+        if not whole.startswith(sent):
+            sent = sent.rstrip()
         return whole[len(sent) :] if whole.startswith(sent) else ""
 
     def _safe(self) -> int:
@@ -60,13 +63,13 @@ class CallGuard:
             return True
         if opener == "{":
             before = self._text[:start].rstrip()
-            return not before or before.endswith(_THOUGHT_END)
+            return not before or before.endswith(_THOUGHT_END) or self._named(start)
         if opener == "[":
             return _LIST_OF_CALLS.match(behind) is not None or self._named(start)
         return False
 
     def _named(self, start: int) -> bool:
-        """Whether a tool's name stands in front of a bracket: `name[ARGS]` is a call."""
+        """Whether a tool's name stands in front: `name[ARGS]{` is a call, and `[ARGS]` may have no text."""
         return any(self._text[max(0, start - len(name)) : start] == name for name in self._names)
 
     def _word_start(self, end: int) -> int:

@@ -31,7 +31,7 @@ class Engine:
 
     @property
     def fingerprint(self) -> str:
-        """OpenAI's `system_fingerprint`: where it is the same, the same request with the same seed has the same answer."""
+        """OpenAI's `system_fingerprint`: while it is the same, the same request and seed have the same answer."""
         return f"ull_{self.digest[:16]}"
 
 

@@ -11,7 +11,7 @@ from ull.client.aio import AsyncStream
 from ull.client.options import GenerateOptions
 from ull.client.protocol import Result, Token
 from ull.client.requests import Prompt
-from ull.errors import ConnectionLost
+from ull.errors import ConnectionLost, RequestError
 from ull.gateway.answers import Answer, ChatAnswer, CompletionAnswer
 from ull.gateway.bodies import ChatRequest, CompletionRequest, ResponseRequest
 from ull.gateway.calls import CallGuard
@@ -56,20 +56,23 @@ class Doors:
 
     async def chat(self, exchange: Exchange) -> dict[str, Any]:
         """`/v1/chat/completions`."""
-        return await self._serve(exchange, _chat_bodies, self._chat)
+        return await self._serve(exchange, _chat_bodies, self._chat, "messages")
 
     async def completions(self, exchange: Exchange) -> dict[str, Any]:
         """`/v1/completions`."""
-        return await self._serve(exchange, _completion_bodies, self._completion)
+        return await self._serve(exchange, _completion_bodies, self._completion, "prompt")
 
     async def responses(self, exchange: Exchange) -> dict[str, Any]:
         """`/v1/responses`."""
-        return await self._serve(exchange, _response_bodies, self._response)
+        return await self._serve(exchange, _response_bodies, self._response, "input")
 
     async def _serve(
-        self, exchange: Exchange, bodies: msgspec.json.Decoder[_Body], prepare: Callable[..., Any]
+        self, exchange: Exchange, bodies: msgspec.json.Decoder[_Body], prepare: Callable[..., Any], prompt: str
     ) -> dict[str, Any]:
-        """Reads, asks and answers; returns what the log says of it. Raises what the client is to be told, or HungUp."""
+        """Reads, asks and answers; returns what the log says of it. Raises what the client is to be told, or HungUp.
+
+        prompt: what the door calls the field that the wire calls prompt or messages.
+        """
         engine = await self._daemon.engine()
         body = await exchange.read(self._most(engine), self.settings.read_timeout, self._budget)
         try:
@@ -80,7 +83,12 @@ class Doors:
             message = f"there is no model {request.model!r:.100}: this gateway serves {engine.name!r}"
             raise HttpError(404, message, code="model_not_found", param="model")
         told: dict[str, Any] = {}
-        await exchange.watched(self._run(exchange, engine, request, prepare, told))
+        try:
+            await exchange.watched(self._run(exchange, engine, request, prepare, told))
+        except RequestError as error:
+            if error.field in ("prompt", "messages"):
+                error.field = prompt
+            raise
         return told
 
     async def _run(

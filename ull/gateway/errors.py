@@ -65,10 +65,10 @@ def unreadable(error: Exception) -> HttpError:
     """The body is no JSON, or not of the form that the door takes."""
     if isinstance(error, msgspec.ValidationError):
         reason, _, place = str(error).partition(" - at `$.")
-        field = place.rstrip("`") or None
-        if field is None and "missing required field" in reason:
-            field = reason.rsplit("`", 2)[-2]
-        return bad_request(f"{field}: {reason}" if field else reason, field)
+        field = place.rstrip("`")
+        if "missing required field" in reason:
+            field = f"{field}.{reason.rsplit('`', 2)[-2]}".removeprefix(".")
+        return bad_request(f"{field}: {reason}" if field else reason, field or None)
     if isinstance(error, RecursionError):
         return bad_request("the body is nested too deeply")
     if isinstance(error, UnicodeDecodeError):

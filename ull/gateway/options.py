@@ -46,8 +46,10 @@ def chat_call(request: ChatRequest, max_tokens: int) -> tuple[Prompt, GenerateOp
     """Messages and options of a chat. `max_tokens` is meant where the body names none."""
     if request.functions is not None or request.function_call is not None:
         raise bad_request("functions and function_call are no longer taken: use tools and tool_choice", "functions")
+    if not request.messages:
+        raise bad_request("messages is empty: a chat needs a turn to answer", "messages")
     if request.max_completion_tokens is not None:
-        max_tokens = request.max_completion_tokens
+        request.max_tokens = request.max_completion_tokens
     values = _sampling(request, max_tokens)
     for name in TEMPLATE_NAMES:
         values[name] = getattr(request, name)
@@ -80,7 +82,9 @@ def response_call(request: ResponseRequest, max_tokens: int) -> tuple[Prompt, Ge
             raise bad_request(f"{name} is not supported: nothing is stored here; send the whole conversation", name)
     if request.background:
         raise bad_request("background is not supported: wait for the response, or stream it", "background")
-    messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    messages: list[dict[str, Any]] = []
+    if request.instructions:
+        messages.append({"role": "system", "content": request.instructions})
     values: dict[str, Any] = {
         name: getattr(request, name)
         for name in (
@@ -103,7 +107,10 @@ def response_call(request: ResponseRequest, max_tokens: int) -> tuple[Prompt, Ge
         values |= {"tools": [_function(tool.type, tool) for tool in request.tools]}
         values["tool_choice"] = _flat_choice(request.tool_choice)
     items = [Item(role="user", content=request.input)] if isinstance(request.input, str) else request.input
-    return [*messages, *_turns(items)], _given(values)
+    messages += _turns(items)
+    if not messages:
+        raise bad_request("input is empty: there is nothing to answer", "input")
+    return messages, _given(values)
 
 
 def message(turn: Message) -> dict[str, Any]:
@@ -123,7 +130,9 @@ def _sampling(request: Generation, max_tokens: int) -> dict[str, Any]:
     if request.n not in (None, 1):
         raise bad_request("n must be 1: one stream is served at a time", "n")
     values: dict[str, Any] = {name: getattr(request, name) for name in SAME_NAMES}
-    values["max_tokens"] = max_tokens if request.max_tokens is None else request.max_tokens
+    values["max_tokens"] = request.max_tokens
+    if request.max_tokens is None and request.choices is None:
+        values["max_tokens"] = max_tokens
     values["seed"] = _seed(request.seed)
     values["stop_ids"] = request.stop_token_ids
     if request.logit_bias:

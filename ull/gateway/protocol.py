@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with bounds on what a peer may cost before there is a request: its head, its time, its number.
+"""uvicorn's HTTP protocol with bounds on what a peer may cost before there is a request: head, time, number.
 
 uvicorn itself waits for ever for a head, keeps as many header lines as come, and reads on behind a refused body.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Callable
 
@@ -34,7 +35,13 @@ def serve(
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=shutdown_s,
     )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _handled)  # uvicorn raises what has stopped it once more, when it has stopped
     Server(config).run(sockets=[listener])
+
+
+def _handled(_number: int, _frame: object) -> None:
+    """The signal has had its effect."""
 
 
 class Server(uvicorn.Server):
