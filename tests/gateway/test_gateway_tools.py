@@ -143,7 +143,7 @@ def test_calls_come_as_openai_has_them(spawn: Spawn, families: Path, tmp_path: P
                 model="x", input="Is it warm?", tools=[FLAT], tool_choice="required", max_output_tokens=200, stream=True
             )
         )
-        assert events[-1].type == "response.completed"
+        assert events[-1].type in ("response.completed", "response.incomplete")
         assert [e.arguments for e in events if e.type == "response.function_call_arguments.done"] == [
             item.arguments for item in events[-1].response.output if item.type == "function_call"
         ]
