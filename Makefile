@@ -7,7 +7,8 @@ CORE := $(shell find ull/native -name '*.cpp' -o -name '*.h' -o -name CMakeLists
 NATIVE := $(CORE) $(shell find tests/native -name '*.cpp' -o -name '*.h')
 KERNELS := $(shell find ull/kernels tests/doubles/emulator tests/doubles/fakecuda -name '*.c*' -o -name '*.h')
 
-.PHONY: demo test check lint format native-test sanitize oldest-nvrtc oracle wheel kernels-report h200 h200-tensorrt h200-wheels
+.PHONY: demo test check lint format native-test sanitize oldest-nvrtc oracle doors wheel kernels-report h200 h200-tensorrt
+.PHONY: h200-wheels
 .PHONY: install clean help
 .DEFAULT_GOAL := help
 
@@ -86,6 +87,25 @@ oracle: $(VENV)/.installed-test  ## compare with transformers, live (installs Py
 	$(PIP) 'torch==2.13.0'
 	$(PIP) 'transformers>=5'
 	$(BIN)/python -m pytest tests/oracle -m oracle
+
+# What comes through the doors is heavy, and each of them wants other versions: an environment for each. Plug-ins see ull
+# and pytest in .venv through a .pth file; tools are run as they are. What cannot be installed is named, and its tests skip.
+DOORS := .cache/doors
+SITE = $$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')
+PLUGINS := pipecat livekit
+TOOLS := aiperf guidellm
+doors: $(patsubst %,$(DOORS)/%/.installed,$(PLUGINS) $(TOOLS))  ## voice plug-ins, load generators, the page, other languages' clients
+	for plugin in $(PLUGINS); do \
+	  $(DOORS)/$$plugin/bin/python -m pytest -p no:cacheprovider tests/voice/test_$$plugin.py || exit 1; done
+	$(BIN)/python -m pytest $(patsubst %,tests/gateway/test_%.py,$(TOOLS) page) tests/clients
+
+$(DOORS)/%/.installed: $(VENV)/.installed-test
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(if $(filter $*,$(PLUGINS)),echo "import site; site.addsitedir('$(SITE)')" > $$(echo $(@D)/lib/python3*/site-packages)/ull.pth)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  $$($(BIN)/python tests/house/requirements_of.py $*) || echo "$* cannot be installed here: its tests skip"
+	@touch $@
 
 wheel: $(VENV)/.installed-test  ## build a wheel into .cache/wheel and check what is in it
 	rm -rf .cache/wheel
