@@ -133,7 +133,7 @@ $(VENV)/.created:
 
 $(VENV)/.installed: $(VENV)/.created pyproject.toml $(CORE)
 	@echo "installing ull (compiles the native core)"
-	$(PIP) --no-build-isolation --editable .
+	$(PIP) --no-build-isolation --editable '.[gateway]'
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

@@ -23,6 +23,12 @@ FORMATTED = {".h", ".cpp", ".c", ".cu", ".cuh"}
 # The longest path that fits counts.
 ROOMS: dict[str, tuple[str, str]] = {
     "ull/client": ("tests/client/test_client_misuse.py tests/client/test_transport.py", "client commands daemon"),
+    "ull/voice": ("tests/voice/test_conversation.py", "voice"),
+    "ull/gateway": (
+        "tests/gateway/test_openai_client.py tests/gateway/test_gateway_tools.py tests/gateway/test_gateway_command.py",
+        "gateway",
+    ),
+    "clients": ("tests/clients", "clients"),
     "ull/daemon": (
         "tests/daemon/test_admission.py tests/daemon/test_control.py tests/daemon/test_config.py "
         "tests/daemon/test_metrics.py",
