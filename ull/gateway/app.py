@@ -15,9 +15,10 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from ull.errors import UllError
 from ull.gateway.daemon import Daemon
@@ -25,6 +26,7 @@ from ull.gateway.doors import Doors, Settings
 from ull.gateway.errors import HttpError, as_http
 from ull.gateway.exchange import Exchange, HungUp
 from ull.gateway.keys import Keys
+from ull.gateway.retell import POLICY_VIOLATION, TRY_AGAIN, Call, CallSettings
 from ull.log import Log
 
 PAGE = Path(__file__).parent / "page"
@@ -38,8 +40,8 @@ _SECURITY = [
 Serve = Callable[[Exchange], Awaitable[dict[str, Any]]]
 
 
-def make_app(daemon: Daemon, settings: Settings, keys: Keys | None, log: Log) -> ASGIApp:
-    """The application. `keys`: None lets everybody in."""
+def make_app(daemon: Daemon, settings: Settings, keys: Keys | None, log: Log, calls: CallSettings) -> ASGIApp:
+    """The application. `keys`: None lets everybody in. `calls`: what agents are told in calls of Retell's."""
     doors = Doors(daemon, settings)
 
     @contextlib.asynccontextmanager
@@ -73,6 +75,19 @@ def make_app(daemon: Daemon, settings: Settings, keys: Keys | None, log: Log) ->
     async def index(_request: Request) -> Response:
         return FileResponse(PAGE / "index.html", headers={"cache-control": "no-cache"})
 
+    async def retell(websocket: WebSocket) -> None:
+        try:
+            name = _owner(websocket.scope, keys, websocket.path_params.get("key"))
+            await daemon.engine()
+        except UllError as error:
+            await websocket.close(POLICY_VIOLATION if isinstance(error, HttpError) else TRY_AGAIN, error.message[:120])
+            return
+        call = Call(websocket, daemon.owner(name).client, calls, log)
+        started = time.monotonic()
+        await call.run()
+        told = {"call": websocket.path_params["call_id"][:64], "owner": name or None, "answers": call.answers}
+        log.info("call", **told, s=round(time.monotonic() - started, 3))
+
     reader = Door(models, keys, log, settings.stall_timeout)
     routes = [
         door("/v1/chat/completions", doors.chat),
@@ -80,6 +95,8 @@ def make_app(daemon: Daemon, settings: Settings, keys: Keys | None, log: Log) ->
         door("/v1/responses", doors.responses),
         Route("/v1/models", reader, methods=["GET"]),
         Route("/v1/models/{name:path}", reader, methods=["GET"]),
+        WebSocketRoute("/retell/{call_id}", retell),
+        WebSocketRoute("/retell/{key}/{call_id}", retell),
         Route("/health", health, methods=["GET"]),
         Route("/", index, methods=["GET"]),
         Mount("/page", StaticFiles(directory=PAGE)),
@@ -151,11 +168,13 @@ class Door:
         level("request", **{name: value for name, value in event.items() if value is not None})
 
 
-def _owner(scope: Scope, keys: Keys | None) -> str:
-    """Who asks. Raises HttpError: no key, or nobody's."""
+def _owner(scope: Scope, keys: Keys | None, in_path: str | None = None) -> str:
+    """Who asks. Raises HttpError: no key, or nobody's. `in_path`: the key of one who can send no header."""
     if keys is None:
         return EVERYBODY
     given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+    if in_path is not None:
+        given = f"Bearer {in_path}"
     kind, _, key = given.partition(" ")
     name = keys.owner(key.strip()) if kind.lower() == "bearer" else None
     if name is None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ull import __version__
+from ull.access import unreadable
 from ull.endpoints import check_url
 from ull.errors import ConfigError, UllError
 from ull.gateway.keys import Keys, new_key
@@ -70,6 +71,11 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--stall-timeout", type=float, default=30.0, metavar="S", help="of clients that read nothing (default: 30)"
     )
+    command.add_argument("--retell-prompt", type=Path, metavar="FILE", help="what agents are told in Retell's calls")
+    command.add_argument("--retell-greeting", default="", metavar="TEXT", help="what they say first (default: nothing)")
+    command.add_argument(
+        "--retell-max-tokens", type=int, default=256, metavar="N", help="of one thing that they say (default: 256)"
+    )
     command.add_argument("--log-level", choices=LEVELS, default="info", help="default: info")
     command.add_argument("--log-format", choices=("text", "json"), default="text", help="default: text")
     command.add_argument("--version", action="version", version=f"ull-gateway {__version__}")
@@ -82,7 +88,7 @@ def _check(options: argparse.Namespace) -> None:
         check_url(options.connect)
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port must be 0 to 65535, not {options.port}", "port")
-    for name in ("max_connections", "max_body", "read_timeout", "stall_timeout"):
+    for name in ("max_connections", "max_body", "read_timeout", "stall_timeout", "retell_max_tokens"):
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value}", name)
@@ -90,6 +96,17 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"{options.host} can be reached by others: give --api-keys FILE, or say --allow-anyone", "api-keys"
         )
+
+
+def _text(path: Path | None) -> str:
+    """The text in a file. Raises ConfigError: it cannot be read."""
+    if path is None:
+        return ""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = unreadable(path, error) if isinstance(error, OSError) else f"{path} is no text in UTF-8"
+        raise ConfigError(reason, "retell-prompt") from error
 
 
 def _is_loopback(host: str) -> bool:
@@ -106,6 +123,7 @@ def _serve(options: argparse.Namespace) -> int:
         from ull.gateway.app import make_app
         from ull.gateway.daemon import Daemon
         from ull.gateway.doors import Settings
+        from ull.gateway.retell import CallSettings
         from ull.gateway.server import serve
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "ull":
@@ -117,10 +135,11 @@ def _serve(options: argparse.Namespace) -> int:
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((options.host, options.port))
+        calls = CallSettings(_text(options.retell_prompt), options.retell_greeting, options.retell_max_tokens)
         settings = Settings(options.read_timeout, options.stall_timeout, options.max_body)
 
         def make() -> ASGIApp:
-            return make_app(Daemon(options.connect, CONNECT_TIMEOUT_S), settings, keys, log)
+            return make_app(Daemon(options.connect, CONNECT_TIMEOUT_S), settings, keys, log, calls)
 
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         serve(make, listener, options.max_connections, options.read_timeout, SHUTDOWN_S)

@@ -21,7 +21,7 @@ from ull.voice.conversation import Conversation
 
 PING_S = 2.0  # Retell connects anew where it has heard nothing for five seconds
 MAX_UTTERANCES = 4096
-POLICY_VIOLATION, TOO_BIG = 1008, 1009
+POLICY_VIOLATION, TRY_AGAIN = 1008, 1013  # why a websocket is closed
 _ROLES = {"agent": "assistant", "user": "user"}
 _SILENCE = "(The user has not answered for a while. Say something that brings them back.)"
 
