@@ -92,12 +92,12 @@ oracle: $(VENV)/.installed-test  ## compare with transformers, live (installs Py
 # and pytest in .venv through a .pth file; tools are run as they are. What cannot be installed is named, and its tests skip.
 DOORS := .cache/doors
 SITE = $$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')
-PLUGINS := pipecat livekit
+PLUGINS := pipecat livekit page
 TOOLS := aiperf guidellm
-doors: $(patsubst %,$(DOORS)/%/.installed,$(PLUGINS) $(TOOLS))  ## voice plug-ins, load generators, the page, other languages' clients
+doors: $(patsubst %,$(DOORS)/%/.installed,$(PLUGINS) $(TOOLS))  ## plug-ins, load generators, the page, other languages' clients
 	for plugin in $(PLUGINS); do \
-	  $(DOORS)/$$plugin/bin/python -m pytest -p no:cacheprovider tests/voice/test_$$plugin.py || exit 1; done
-	$(BIN)/python -m pytest $(patsubst %,tests/gateway/test_%.py,$(TOOLS) page) tests/clients
+	  $(DOORS)/$$plugin/bin/python -m pytest -p no:cacheprovider tests/*/test_$$plugin.py || exit 1; done
+	$(BIN)/python -m pytest $(patsubst %,tests/gateway/test_%.py,$(TOOLS)) tests/clients
 
 $(DOORS)/%/.installed: $(VENV)/.installed-test
 	rm -rf $(@D)
