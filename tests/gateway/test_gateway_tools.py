@@ -11,7 +11,7 @@ from conftest import Spawn
 from gateways import Gateway
 from manifests import with_template
 from tool_families import FORMS, build_families, template_of
-from ull.gateway.calls import CallGuard
+from ull.text.call_guard import CallGuard
 
 NAMES = ("weather", "find_flight")
 NO_TOKENS = "mistral named without its first control token"

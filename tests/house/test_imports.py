@@ -25,7 +25,8 @@ ULL = Floors(
         "gpu": "bundle errors log wire",
         "text": "access bounded_child errors wire",
         "client": "access endpoints errors libzmq socket_reader wire",
-        "gateway": "access client endpoints errors log text wire",
+        "voice": "client errors text",
+        "gateway": "access client endpoints errors log text voice wire",
         "daemon": "_native access bounded_child bundle endpoints errors gpu journal libzmq log machine socket_reader "
         "text wire",
         "commands": "_native bounded_child bundle client daemon errors journal machine spawn text wire",

@@ -15,9 +15,9 @@ import msgspec
 from ull.client import AsyncClient
 from ull.client.protocol import Result, Token
 from ull.gateway.bodies import StreamOptions
-from ull.gateway.calls import CallGuard
 from ull.gateway.daemon import Engine
 from ull.gateway.usage import FINISH_REASONS, counted, extras, usage_of
+from ull.text.call_guard import CallGuard
 
 DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder()

@@ -14,12 +14,12 @@ from ull.client.requests import Prompt
 from ull.errors import ConnectionLost, RequestError
 from ull.gateway.answers import Answer, ChatAnswer, CompletionAnswer
 from ull.gateway.bodies import ChatRequest, CompletionRequest, ResponseRequest
-from ull.gateway.calls import CallGuard
 from ull.gateway.daemon import Daemon, Engine, Owner
 from ull.gateway.errors import HttpError, bad_request, unreadable
 from ull.gateway.exchange import BodyBudget, Exchange
 from ull.gateway.options import chat_call, completion_call, response_call
 from ull.gateway.response_answer import ResponseAnswer
+from ull.text.call_guard import CallGuard
 
 SESSION_HEADERS = (b"x-session-id", b"x-dynamo-session-id")
 MAX_SESSION_NAME = 128
@@ -201,11 +201,7 @@ def _template(options: GenerateOptions) -> dict[str, Any]:
 
 
 def _guard(options: GenerateOptions) -> CallGuard | None:
-    tools = options.get("tools")
-    if not tools or options.get("tool_choice") == "none":
-        return None
-    functions = [tool.get("function", tool) for tool in tools]
-    return CallGuard([str(each.get("name", "")) for each in functions if isinstance(each, dict)])
+    return CallGuard.of(options.get("tools"), options.get("tool_choice"))
 
 
 _chat_bodies = msgspec.json.Decoder(ChatRequest)

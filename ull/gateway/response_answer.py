@@ -10,9 +10,9 @@ import msgspec
 from ull.client.protocol import Result, Token
 from ull.gateway.answers import new_id
 from ull.gateway.bodies import ResponseRequest
-from ull.gateway.calls import CallGuard
 from ull.gateway.daemon import Engine
 from ull.gateway.usage import extras
+from ull.text.call_guard import CallGuard
 
 _json = msgspec.json.Encoder()
 

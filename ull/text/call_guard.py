@@ -7,7 +7,8 @@ The daemon reads the calls and says so at the end. Until then what may be a call
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from ull.text.tool_calls import HERMES, MISTRAL, PYTHON
 
@@ -20,6 +21,14 @@ _THOUGHT_END = "</think>"
 
 class CallGuard:
     """The text of one answer, and how much of it may be sent. `names` are those of the request's tools."""
+
+    @classmethod
+    def of(cls, tools: Iterable[Mapping[str, Any]] | None, tool_choice: object) -> CallGuard | None:
+        """The guard of a request with these tools; None where its answer can have no calls."""
+        if not tools or tool_choice == "none":
+            return None
+        functions = [tool.get("function", tool) for tool in tools]
+        return cls([str(each.get("name", "")) for each in functions if isinstance(each, Mapping)])
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = tuple(names)
