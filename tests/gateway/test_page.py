@@ -3,7 +3,8 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,14 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
+def retry(holds: Callable[[], bool]) -> None:
+    """Waits until something holds."""
+    deadline = time.monotonic() + PATIENCE_MS / 1000
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 class Page:
     """The page as a user has it, and what must not happen meanwhile: complaints, and requests to anybody else."""
 
@@ -71,7 +80,7 @@ class Page:
     def type(self, *keys: str) -> None:
         """Presses keys; what is no key's name is typed."""
         for key in keys:
-            if re.fullmatch(r"(Control\+|Shift\+)?[A-Z]\w+", key):
+            if re.fullmatch(r"(Control|Shift)\+\w+|[A-Z][a-zA-Z]+", key):
                 self.tab.keyboard.press(key)
             else:
                 self.tab.keyboard.type(key)
@@ -153,9 +162,13 @@ def test_a_prompt_is_asked_and_answered_by_keyboard_alone(page: Page, shared_dae
     page.walk_to("prompt")
     page.type("And then?")
     page.walk_to("send")
-    page.type("Enter")
+    with page.tab.expect_request("**/completions") as asked:
+        page.type("Enter")
+    told = asked.value.post_data_json
+    assert (told["max_tokens"], told["temperature"], told["seed"]) == (12, 0.8, 5)
     page.shows("status", r"Done: \w+, \d+ tokens")
     page.shows("seed-used", "^5$")
+    assert 0 < int(page.text("tokens")) <= 12
     assert int(page.text("cached").split(", ")[1]) > tokens  # the second turn finds the first
     assert page.tab.locator("#runs tbody tr").count() == 2
     page.walk_to("output")
@@ -205,6 +218,60 @@ def test_what_is_shown_is_what_was_stamped(page: Page) -> None:
     page.shows("round", "Round 1 of 4")
 
 
+def test_the_figures_of_both_sides_are_those_of_the_docs(page: Page) -> None:
+    times, tokens, sent = [30.0, 32.0, 33.0, 43.0, 50.0], 11, 10.0
+    told = page.tab.locator("body").evaluate(
+        "async (_, [times, tokens, sent]) => (await import('/page/figures.js')).side(times, tokens, sent)",
+        [times, tokens, sent],
+    )
+    assert told == {"ttft": 20.0, "p50": 2.0, "p90": 10.0, "p99": 10.0, "itl": 2.0, "rate": 500.0}
+
+
+def test_who_types_reads_or_sets_something_meanwhile_is_left_to_it(browser: Any, spawn: Spawn, tmp_path: Path) -> None:
+    daemon = spawn(script={"tokens": [65], "round_ns": 10_000_000, "context": 9000})
+    with Gateway(daemon.url, tmp_path) as gateway:
+        page = Page(browser, gateway.base, viewport={"width": 420, "height": 400})
+        page.open()
+        page.shows("model", "tiny")
+        page.tab.fill("#max-tokens", "8000")
+        page.tab.focus("#prompt")
+        page.type("Go on.", "Control+Enter")
+        page.shows("status", "Answering")
+        page.type("Control+A", "My next thought.")
+        output = page.tab.locator("#output")
+        at_end = "e => e.scrollTop > 100 && e.scrollTop + e.clientHeight >= e.scrollHeight - 40"
+        retry(lambda: output.evaluate(at_end))  # the text is followed
+        output.evaluate("e => { e.scrollTop = 0; }")
+        shown = len(page.text("output"))
+        retry(lambda: len(page.text("output")) > shown + 20)
+        assert output.evaluate("e => e.scrollTop") == 0  # whoever has gone back is left there
+        page.walk_to("temperature")
+        page.type("Escape")
+        page.shows("status", "Stopped")
+        assert page.focused() == "temperature"
+        assert page.tab.locator("#prompt").input_value() == "My next thought."
+        page.context.close()
+
+
+def test_a_gateway_that_dies_amid_an_answer_takes_nothing_with_it(browser: Any, spawn: Spawn, tmp_path: Path) -> None:
+    daemon = spawn(script={"tokens": [65], "round_ns": 10_000_000, "context": 9000})
+    gateway = Gateway(daemon.url, tmp_path)
+    page = Page(browser, gateway.base)
+    page.open()
+    page.shows("model", "tiny")
+    page.tab.fill("#max-tokens", "8000")
+    page.tab.focus("#prompt")
+    page.type("Go on.", "Control+Enter")
+    page.shows("status", "Answering")
+    gateway.process.kill()
+    gateway.stop()
+    page.shows("error", "The connection was lost before the answer had ended.")
+    assert page.tab.locator(".turn.assistant.broken").text_content()
+    assert page.tab.locator("#prompt").input_value() == "Go on."
+    assert page.tab.locator("#send").is_enabled()
+    page.context.close()
+
+
 def test_escape_stops_an_answer_and_the_daemon_hears_of_it(browser: Any, spawn: Spawn, tmp_path: Path) -> None:
     daemon = spawn(script={"tokens": [65], "round_ns": 20_000_000, "context": 9000})
     with Gateway(daemon.url, tmp_path) as gateway:
@@ -251,13 +318,16 @@ def test_what_is_refused_is_said_and_nothing_typed_is_lost(
 def test_an_answer_that_breaks_off_keeps_what_had_come(page: Page) -> None:
     page.answers(KNOWN[: KNOWN.index(b"data: ", 400)])
     page.type("x", "Control+Enter")
-    page.shows("error", "the connection was lost before the answer had ended")
-    assert page.tab.locator(".turn.assistant").text_content()
+    page.shows("error", "The connection was lost before the answer had ended")
+    page.shows("status", "What had come is shown, and is no part of the conversation.")
+    assert page.tab.locator(".turn.assistant.broken").text_content()
     assert page.tab.locator("#prompt").input_value() == "x"
     page.tab.unroute_all()
     page.answers(KNOWN[: KNOWN.index(b"data: ", 400)] + b'data: {"error": {"message": "the engine failed"}}\n\n')
-    page.type("Control+Enter")
+    with page.tab.expect_request("**/completions") as asked:
+        page.type("Control+Enter")
     page.shows("error", "the engine failed")
+    assert asked.value.post_data_json["messages"] == [{"role": "user", "content": "x"}]  # asked anew, not once more
 
 
 def test_a_gateway_that_is_gone_is_said_to_be(browser: Any, shared_daemon: Daemon, tmp_path: Path) -> None:
@@ -295,6 +365,16 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Any, shared_daemon: Da
         page.context.close()
 
 
+def test_a_key_that_is_no_longer_valid_is_asked_for_where_the_cursor_is(page: Page) -> None:
+    page.answers(b'{"error": {"message": "no such key", "code": "invalid_api_key"}}', 401)
+    page.type("A long thought.", "Control+Enter")
+    page.shows("key-form", "asks for an API key")
+    playwright.expect(page.tab.locator("#send")).to_be_enabled()
+    assert page.focused() == "key"
+    assert page.tab.locator("#prompt").input_value() == "A long thought."
+    page.complaints.clear()  # Chromium says itself that a status was not 200
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_is_light_or_dark_as_the_system_says_and_as_the_button_says(
     browser: Any, gateway: Gateway, scheme: str
@@ -315,7 +395,7 @@ def test_it_is_light_or_dark_as_the_system_says_and_as_the_button_says(
     page.context.close()
 
 
-@pytest.mark.parametrize("width", [360, 800, 1600])
+@pytest.mark.parametrize("width", [360, 420, 800, 1600])
 def test_nothing_is_wider_than_the_screen(browser: Any, gateway: Gateway, width: int) -> None:
     page = Page(browser, gateway.base, viewport={"width": width, "height": 900})
     page.open()
@@ -324,6 +404,8 @@ def test_nothing_is_wider_than_the_screen(browser: Any, gateway: Gateway, width:
     page.type("y" * 500, "Control+Enter")
     page.shows("status", "Done")
     assert page.tab.locator("html").evaluate("page => page.scrollWidth") <= width
+    boxes = [page.tab.locator(f"#{name}").bounding_box() for name in ("health", "theme")]
+    assert boxes[0]["y"] < boxes[1]["y"] + boxes[1]["height"] / 2 < boxes[0]["y"] + boxes[0]["height"]  # one line
     page.context.close()
 
 

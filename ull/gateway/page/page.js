@@ -1,7 +1,7 @@
 // The page: asks, shows tokens as they arrive, and says what every round has taken.
 
 import { gaps, ms, number, percentile, side } from "./figures.js";
-import { Refusal, askModel, complete } from "./stream.js";
+import { LOST, Refusal, askModel, complete } from "./stream.js";
 import { Timeline } from "./timeline.js";
 
 const $ = (id) => document.getElementById(id);
@@ -9,12 +9,15 @@ const KEY = "ull-key";
 const THEME = "ull-theme";
 const MOST_RUNS = 50;
 const HEALTH_MS = 5000;
+const END_PX = 40; // this near to its end, the output is at its end
 
 let model = null; // what the gateway serves
 let messages = []; // the chat so far
 let running = null; // the AbortController of the answer that is under way
+let well = true; // whether the daemon was, when it was last asked
 let rounds = []; // of the answer that is shown: { time, arrival, tokens, ids, stamp }
 let spans = []; // their texts
+let following = true; // whether the output scrolls with the text
 let chosen = -1; // the round whose details are shown
 const runs = [];
 const empty = $("empty"); // what stands where nothing was said
@@ -50,6 +53,7 @@ async function ask() {
   const prompt = $("prompt").value;
   if (!prompt) return say("Type a prompt first.");
   if (!model && !(await meet())) return;
+  if (running) return; // sent twice while the model was asked for
   const chat = $("mode").value === "chat";
   const turns = chat ? [...messages, { role: "user", content: prompt }] : null;
   const system = $("system").value;
@@ -66,27 +70,37 @@ async function ask() {
   try {
     await receive(complete(chat ? "v1/chat/completions" : "v1/completions", body, storedKey(), running.signal), result);
     if (chat) messages = [...turns, { role: "assistant", content: result.text }];
-    $("prompt").value = "";
+    forget(prompt);
     say(`Done: ${result.told.finish_reason}, ${result.tokens} tokens.`);
   } catch (error) {
     const stopped = error.name === "AbortError";
     if (!result.text) {
       asked.remove();
       answer.remove();
-    } else if (chat) {
-      messages = [...turns, { role: "assistant", content: result.text }];
+    } else if (stopped) {
+      if (chat) messages = [...turns, { role: "assistant", content: result.text }];
+      forget(prompt);
+    } else {
+      // The prompt is still in its box: sent again, it must not follow on what broke off.
+      asked.classList.add("broken");
+      answer.classList.add("broken");
     }
     if (stopped) say(result.text ? "Stopped. What had come stays." : "Stopped.");
-    else explain(error);
-    if (stopped && result.text) $("prompt").value = "";
+    else explain(error, result.text ? `What had come is shown${chat ? ", and is no part of the conversation" : ""}.` : "");
   } finally {
     finish(result);
   }
 }
 
+/** Empties the box of what was sent; what was typed since then stays. */
+function forget(prompt) {
+  if ($("prompt").value === prompt) $("prompt").value = "";
+}
+
 /** A new answer: what it will hold. */
 function begin(turn) {
   running = new AbortController();
+  following = true;
   $("send").disabled = true;
   $("clear").disabled = true;
   $("cancel").disabled = false;
@@ -143,7 +157,8 @@ function finish(result) {
   }
   paint();
   showFigures(result);
-  $("prompt").focus();
+  const focused = document.activeElement;
+  if (focused === document.body || focused.disabled) $("prompt").focus(); // else it stays where the user has put it
 }
 
 // ---- what is shown
@@ -167,8 +182,14 @@ function appendText(turn, text, kind) {
 
 function paint() {
   timeline.show(rounds, chosen);
-  $("output").scrollTop = $("output").scrollHeight;
+  if (following) $("output").scrollTop = $("output").scrollHeight;
 }
+
+// Who scrolls up to read is left there; back at the end, the text is followed again.
+$("output").addEventListener("scroll", () => {
+  const { scrollTop, clientHeight, scrollHeight } = $("output");
+  following = scrollTop + clientHeight > scrollHeight - END_PX;
+});
 
 function showRounds(newRounds, newSpans) {
   rounds = newRounds;
@@ -199,6 +220,7 @@ $("output").addEventListener("keydown", (event) => {
   const goal = step ? chosen + step : { Home: 0, End: rounds.length - 1 }[event.key];
   if (goal === undefined || !rounds.length) return;
   event.preventDefault();
+  following = false;
   choose(Math.max(0, Math.min(rounds.length - 1, goal)));
   spans[chosen]?.scrollIntoView({ block: "nearest" });
 });
@@ -215,6 +237,8 @@ function showFigures(result) {
     $(`rate-${name}`).textContent = number(figures?.rate);
   }
   const told = result.told;
+  const ends = rounds.length > 1 ? `, from ${ms(rounds[0].time)} to ${ms(rounds.at(-1).time)}` : "";
+  $("timeline").setAttribute("aria-label", `Time of every round: ${rounds.length} rounds${ends}`);
   $("tokens").textContent = String(tokens);
   $("rounds").textContent = String(rounds.length);
   $("per-round").textContent = number(told ? told.speculation.tokens_per_round : tokens / rounds.length);
@@ -281,9 +305,9 @@ function say(text) {
   $("status").textContent = text;
 }
 
-/** Says what went wrong, where it went wrong; what was typed stays. */
-function explain(error) {
-  say("");
+/** Says what went wrong, where it went wrong; what was typed stays. `broken`: what else to say of an answer in part. */
+function explain(error, broken = "") {
+  say(broken);
   if (error instanceof Refusal && error.status === 401) {
     $("key-form").hidden = false;
     $("key").focus();
@@ -292,7 +316,8 @@ function explain(error) {
     return;
   }
   const again = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
-  const text = error instanceof Refusal ? error.message : "The gateway cannot be reached.";
+  if (error.code === "model_not_found") model = null; // another one is served by now: ask which
+  const text = error instanceof Refusal ? error.message : broken ? LOST : "The gateway cannot be reached.";
   $("error").textContent = text + (/[.!?]$/.test(text) ? "" : ".") + again;
 }
 
@@ -326,8 +351,10 @@ async function meet() {
   document.title = `ull: ${model.id}`;
   $("max-tokens").max = String(limits.max_tokens);
   $("max-tokens").value = String(Math.min(Number($("max-tokens").value) || 256, limits.max_tokens));
-  $("drafter").replaceChildren(new Option(`the daemon's (${limits.default_drafter})`, ""));
-  for (const drafter of limits.drafters) $("drafter").append(new Option(drafter, drafter));
+  const drafter = $("drafter").value;
+  $("drafter").replaceChildren(new Option(`default: ${limits.default_drafter}`, ""));
+  for (const name of limits.drafters) $("drafter").append(new Option(name, name));
+  $("drafter").value = limits.drafters.includes(drafter) ? drafter : "";
   const chat = $("mode").querySelector("[value=chat]");
   chat.disabled = !engine.chat_template;
   if (chat.disabled) $("mode").value = "text";
@@ -348,11 +375,14 @@ async function showHealth() {
   } catch {
     // it stays what it is
   }
-  const words = { ok: "ready", unreachable: "not there", stalled: "stalled", draining: "stopping", failed: "failed" };
+  const words = { ok: "ready", unreachable: "not there", draining: "stopping", journal_unavailable: "cannot record" };
   $("health").dataset.status = status === "ok" ? "ok" : "bad";
   $("health-text").textContent = words[status] ?? status;
-  if (status === "ok" && !model && !running && $("key-form").hidden) {
-    if (await meet()) $("error").textContent = "";
+  const back = !well; // perhaps with another engine
+  well = status === "ok";
+  if (well && (back || !model) && !running && $("key-form").hidden) {
+    const known = model !== null; // then what stands there is of an answer
+    if ((await meet()) && !known) $("error").textContent = "";
   }
 }
 

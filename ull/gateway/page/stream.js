@@ -1,5 +1,7 @@
 // A completion as it arrives: the request, and the events of its answer.
 
+export const LOST = "The connection was lost before the answer had ended.";
+
 /** What the gateway has refused, or what has failed within a stream. */
 export class Refusal extends Error {
   constructor(status, error, retryAfter = null) {
@@ -37,7 +39,7 @@ export async function* complete(path, body, key, signal) {
   let text = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) throw new Refusal(0, { message: "the connection was lost before the answer had ended" });
+    if (done) throw new Refusal(0, { message: LOST });
     const now = performance.now();
     text += value;
     const events = text.split("\n\n");
