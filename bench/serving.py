@@ -45,7 +45,7 @@ def scripted(bundle: Path, **script: Any) -> DaemonProcess:
 
 @contextmanager
 def gateway(url: str) -> Iterator[tuple[str, int]]:
-    """`ull-gateway` in front of the daemon at `url`, as a user starts it; yields its host and port."""
+    """`ull-gateway` in front of the daemon at `url`, with a log of warnings alone; yields its host and port."""
     command = [*python_command("ull.gateway"), "--connect", url, "--port", "0", "--log-level", "warning"]
     with subprocess.Popen(command, env=python_environment(), stdout=subprocess.PIPE, text=True) as process:
         try:
