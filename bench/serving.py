@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from typing import Any
 import ull
 from report import ROOT
 from ull.bundle import SEAL_FILE
-from ull.spawn import DaemonProcess
+from ull.spawn import DaemonProcess, python_command, python_environment
 
 
 def tiny_bundle() -> Path:
@@ -33,6 +35,30 @@ def serve(bundle: Path, **settings: object) -> DaemonProcess:
     """A daemon on `bundle`; settings are configuration keys with `__` for the dot, e.g. engine__threads=1."""
     arguments = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
     return DaemonProcess(bundle, arguments=arguments)
+
+
+def scripted(bundle: Path, **script: Any) -> DaemonProcess:
+    """A daemon whose model is a script: keyword arguments of `_native.ScriptedExecutor`."""
+    os.environ["ULL_TEST_SCRIPT"] = json.dumps(script)
+    return DaemonProcess(bundle, command=[sys.executable, str(ROOT / "tests/rigs/daemons/scripted_daemon.py")])
+
+
+@contextmanager
+def gateway(url: str) -> Iterator[tuple[str, int]]:
+    """`ull-gateway` in front of the daemon at `url`, with a log of warnings alone; yields its host and port."""
+    command = [*python_command("ull.gateway"), "--connect", url, "--port", "0", "--log-level", "warning"]
+    with subprocess.Popen(command, env=python_environment(), stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            with selectors.DefaultSelector() as selector:
+                selector.register(process.stdout, selectors.EVENT_READ)
+                line = process.stdout.readline() if selector.select(60) else ""
+            if not line.startswith("READY http://"):
+                sys.exit(f"the gateway did not get ready; it said {line!r}")
+            host, _, port = line.split()[1].removeprefix("http://").rpartition(":")
+            yield host, int(port)
+        finally:
+            process.send_signal(signal.SIGTERM)
 
 
 @contextmanager
