@@ -77,6 +77,7 @@ from ull_build.source.chat import check_chat_templates
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.source.digest import Sources, open_sources
 from ull_build.source.drafters import Drafters, describe, open_drafters, with_code
+from ull_build.source.lora import open_checkpoint
 from ull_build.source.vocabulary import CheckpointTokenizer, copy_tokenizer_files, read_tokenizer
 from ull_build.tensorrt.calibrate import calibrate
 from ull_build.tensorrt.preflight import preflight
@@ -166,8 +167,8 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
         require_timing_cache(timing_cache_of(output))
     if settings.evaluates_on_gpu:
         find_gpu(settings.target, "the loss is measured")
-    checkpoint = files_open.enter_context(Checkpoint(settings.model, settings.context))
-    for note in checkpoint.architecture.notes:
+    checkpoint = files_open.enter_context(open_checkpoint(settings.model, settings.lora, settings.context))
+    for note in checkpoint.notes:
         reporter.note(note)
     tokenizer = read_tokenizer(settings.model, checkpoint.model.vocabulary)
     check_chat_templates(settings.model, reporter)

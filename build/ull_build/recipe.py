@@ -123,6 +123,9 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One build. Paths are relative to the recipe's directory (`output`: to the current one)."""
 
     model: Annotated[str, Meta(min_length=1, description="directory of the Hugging Face checkpoint")]
+    lora: Annotated[
+        str | None, Meta(description="directory of a LoRA adapter in PEFT's form, merged into the model")
+    ] = None
     name: Annotated[str, Meta(min_length=1, description="name of the engine; default: the recipe's or output's name")]
     output: Annotated[str, Meta(min_length=1, description="bundle to write; default: NAME.ull")]
     target: Annotated[
@@ -217,7 +220,7 @@ def load_recipe(path: Path, overrides: dict[str, Any]) -> Recipe:
         raise RecipeError(f"no recipe at {path}", field=str(path)) from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise RecipeError(f"{path} cannot be read: {error}", field=str(path)) from error
-    for key in ("model", "eval_text", "calibration_text"):
+    for key in ("model", "lora", "eval_text", "calibration_text"):
         if isinstance(values.get(key), str):
             values[key] = str(path.parent / values[key])
     for section, key in _SECTION_PATHS:

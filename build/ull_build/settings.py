@@ -41,6 +41,7 @@ class Settings:
     calibration_text: Path | None = None
     calibration_tokens: int = 2048
     max_perplexity_increase: float = 0.01
+    lora: Path | None = None  # an adapter that is merged into the model
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     allow_weak_drafter: bool = False
     forward: ForwardRecipe = field(default_factory=ForwardRecipe)
@@ -69,6 +70,7 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
         model=Path(recipe.model),
         output=Path(recipe.output),
         name=recipe.name,
+        lora=None if recipe.lora is None else Path(recipe.lora),
         target=cast(Target, recipe.target),
         precision=Precision(
             weights=recipe.precision, lm_head=recipe.lm_head, kv=recipe.kv, lm_head_scan=recipe.lm_head_scan

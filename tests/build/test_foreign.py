@@ -89,8 +89,8 @@ def test_a_lora_adapter(tmp_path: Path) -> None:
     write_json(tmp_path / "adapter_config.json", {"base_model_name_or_path": "Qwen/Qwen3-8B"})
     save_file({"base_model.model.lora_A.weight": np.zeros((2, 2), np.float32)}, tmp_path / "adapter_model.safetensors")
     message = refusal(tmp_path)
-    assert "is a LoRA adapter of Qwen/Qwen3-8B, not a whole model; merge it first" in message
-    assert f"from_pretrained('{tmp_path}').merge_and_unload().save_pretrained('MERGED')" in message
+    assert "is a LoRA adapter of Qwen/Qwen3-8B, not a whole model; give the model that it was trained on" in message
+    assert message.endswith(f"as --model and this as --lora {tmp_path}")
     write_json(tmp_path / "config.json", {"model_type": "qwen3"})
     (tmp_path / "adapter_config.json").write_text("{")
     assert "is a LoRA adapter, not a whole model" in refusal(tmp_path)

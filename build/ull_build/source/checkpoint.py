@@ -105,6 +105,11 @@ class Checkpoint:
         return {name: shard.entries[name] for name, shard in self._shard_of.items()}
 
     @property
+    def notes(self) -> list[str]:
+        """What people should know of it, a line each."""
+        return list(self.architecture.notes)
+
+    @property
     def is_bf16(self) -> bool:
         """True when all weights are BF16, so that bf16 holds them without loss."""
         return all(entry.dtype == "BF16" for entry in self.tensors.values())

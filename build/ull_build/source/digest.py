@@ -17,6 +17,7 @@ from ull.errors import CheckpointError
 from ull_build.progress import Reporter
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.source.drafters import Drafters
+from ull_build.source.lora import AdaptedCheckpoint
 from ull_build.source.vocabulary import tokenizer_files
 
 _BLOCK = 1 << 20  # bytes
@@ -104,10 +105,11 @@ class Sources:
 
     model: SourceHash
     drafters: dict[StoredDrafter, SourceHash]
+    lora: SourceHash | None = None  # of the adapter that is merged into the model
 
     def wait(self, reporter: Reporter) -> None:
         """Waits until all is hashed, as a stage of the build where that takes long. Raises what finish raises."""
-        hashes = (self.model, *self.drafters.values())
+        hashes = (self.model, *self.drafters.values(), *([] if self.lora is None else [self.lora]))
         remaining = sum(one.remaining for one in hashes)
         if remaining < _STAGE_BYTES:
             return
@@ -125,6 +127,7 @@ class Sources:
             recipe=recipe,
             builder_version=builder_version,
             drafters={kind: one.finish() for kind, one in self.drafters.items()},
+            lora=None if self.lora is None else self.lora.finish(),
         )
 
 
@@ -156,4 +159,6 @@ def open_sources(checkpoint: Checkpoint, drafters: Drafters) -> Iterator[Sources
             hashes["eagle"] = begin(drafters.eagle.tensors.directory, (), drafters.eagle.tensors.files)
         if drafters.dflash is not None:
             hashes["dflash"] = begin(drafters.dflash.tensors.directory, (), drafters.dflash.tensors.files)
-        yield Sources(model, hashes)
+        adapter = checkpoint.adapter if isinstance(checkpoint, AdaptedCheckpoint) else None
+        lora = None if adapter is None else begin(adapter.directory, (), adapter.files)  # its weights have been read
+        yield Sources(model, hashes, lora)

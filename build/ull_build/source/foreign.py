@@ -90,9 +90,8 @@ def _why_adapter(directory: Path) -> str:
     base = _value(directory / _ADAPTER, "base_model_name_or_path")
     of = f" of {base}" if isinstance(base, str) and base else ""
     return (
-        f"{directory} is a LoRA adapter{of}, not a whole model; merge it first: "
-        f"peft.AutoPeftModelForCausalLM.from_pretrained('{directory}').merge_and_unload().save_pretrained('MERGED'), "
-        "copy the tokenizer's files to MERGED, and build that"
+        f"{directory} is a LoRA adapter{of}, not a whole model; give the model that it was trained on as --model and "
+        f"this as --lora {directory}"
     )
 
 
