@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("recipe", nargs="?", type=Path, metavar="RECIPE", help="a recipe, e.g. engines/tiny.toml")
-    add("--model", metavar="DIR", help="a Hugging Face checkpoint directory, instead of a recipe")
+    add("--model", metavar="DIR", help="a Hugging Face checkpoint's directory or id (ORG/NAME), instead of a recipe")
     add("--lora", metavar="DIR", help="a LoRA adapter in PEFT's form, merged into the model")
     add("--output", metavar="X.ull", help="the bundle to write (default: NAME.ull here)")
     add("--target", metavar="TARGET", help='what the bundle runs on (default "cpu")')

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from ull.bundle import Provenance, RecipeValue, SourceFiles, StoredDrafter, listing_sha256
+from ull.bundle import FromHub, Provenance, RecipeValue, SourceFiles, StoredDrafter, listing_sha256
 from ull.errors import CheckpointError
 from ull_build.progress import Reporter
 from ull_build.source.checkpoint import Checkpoint
@@ -117,8 +117,10 @@ class Sources:
             for one in hashes:
                 one.finish(advance)
 
-    def provenance(self, name: str, recipe: dict[str, RecipeValue], builder_version: str) -> Provenance:
-        """The manifest's account of them; `name` is the model's. Raises what finish raises."""
+    def provenance(
+        self, name: str, recipe: dict[str, RecipeValue], builder_version: str, hub: dict[FromHub, str]
+    ) -> Provenance:
+        """The manifest's account of them; `name` is the model's, `hub` the Hub's names. Raises what finish raises."""
         found = self.model.finish()
         return Provenance(
             source=name,
@@ -128,6 +130,7 @@ class Sources:
             builder_version=builder_version,
             drafters={kind: one.finish() for kind, one in self.drafters.items()},
             lora=None if self.lora is None else self.lora.finish(),
+            hub=hub,
         )
 
 
