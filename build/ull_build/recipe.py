@@ -132,10 +132,6 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             description="the Hugging Face checkpoint: its directory, or its id on the Hub, ORG/NAME[@REVISION]",
         ),
     ]
-    lora: Annotated[
-        str | None,
-        Meta(description="a LoRA adapter in PEFT's form, likewise; it is merged into the model"),
-    ] = None
     name: Annotated[str, Meta(min_length=1, description="name of the engine; default: the recipe's or output's name")]
     output: Annotated[str, Meta(min_length=1, description="bundle to write; default: NAME.ull")]
     target: Annotated[
@@ -158,6 +154,10 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     ] = "bf16"
     context: Annotated[
         int | None, Meta(description="tokens a session may hold; default: the model's max_position_embeddings")
+    ] = None
+    lora: Annotated[
+        str | None,
+        Meta(description="a LoRA adapter in PEFT's form, likewise; it is merged into the model"),
     ] = None
     eval_text: Annotated[
         str | None, Meta(description="UTF-8 text on which the loss is measured; default: a text that comes with ull")

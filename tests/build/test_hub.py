@@ -63,17 +63,17 @@ def built(*arguments: str) -> Manifest:
     return open_bundle(Path("x.ull")).manifest
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line of a build that fails."""
-    capsys.readouterr()
+    capfd.readouterr()
     assert cli.main([*arguments, "--output", "x.ull", "--no-eval", "--quiet"]) == 1
-    error = capsys.readouterr().err
+    error = capfd.readouterr().err
     assert error.count("\n") == 1 and error.startswith("ull-build: error: ") and not Path("x.ull").exists()
     return error
 
 
 def test_a_build_fetches_what_it_reads(
-    start: Hub, files: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    start: Hub, files: dict[str, bytes], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hub = start(tiny=Repository(files))
     found = built("--model", ID)
@@ -85,21 +85,21 @@ def test_a_build_fetches_what_it_reads(
     assert local.provenance.source_sha256 == found.provenance.source_sha256 and local.provenance.hub == {}
     assert local.files["weights.safetensors"] == found.files["weights.safetensors"]
     built("--model", ID)
-    capsys.readouterr()
+    capfd.readouterr()
     assert ull(["inspect", "x.ull"]) == 0
-    assert f"{ID}@{COMMIT}" in capsys.readouterr().out.replace("\n", "")
+    assert f"{ID}@{COMMIT}" in capfd.readouterr().out.replace("\n", "")
 
 
-def test_a_revision(start: Hub, files: dict[str, bytes], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_revision(start: Hub, files: dict[str, bytes], capfd: pytest.CaptureFixture[str]) -> None:
     start(tiny=Repository(files, branches=("main", "v2", "refs/pr/1")))
     for revision in ("v2", "refs/pr/1", COMMIT):
         assert built("--model", f"{ID}@{revision}").provenance.hub == {"model": f"{ID}@{COMMIT}"}
     Path("x.ull").rename("y.ull")
-    assert "org/tiny has no revision 'v3'; give a branch, tag or commit of it" in refused(capsys, "--model", f"{ID}@v3")
+    assert "org/tiny has no revision 'v3'; give a branch, tag or commit of it" in refused(capfd, "--model", f"{ID}@v3")
 
 
 def test_without_the_hub_the_cache_is_used(
-    start: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    start: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hub = start(tiny=Repository(files))
     first = built("--model", ID)
@@ -108,40 +108,40 @@ def test_without_the_hub_the_cache_is_used(
     assert built("--model", ID).provenance == first.provenance
     assert hub.requests == []
     Path("x.ull").rename("y.ull")
-    line = refused(capsys, "--model", "org/other")
+    line = refused(capfd, "--model", "org/other")
     assert "org/other is neither a directory nor in the Hub's cache, and HF_HUB_OFFLINE is set; unset it, or " in line
     assert "run `hf download org/other --local-dir other` on a machine that reaches it" in line
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     assert cli.main(["--model", ID, "--output", "x.ull", "--no-eval", "--force"]) == 0
-    assert f"{ID}@{COMMIT}: from the cache, since the Hub cannot be reached" in capsys.readouterr().out
+    assert f"{ID}@{COMMIT}: from the cache, since the Hub cannot be reached" in capfd.readouterr().out
     Path("x.ull").rename("z.ull")
-    line = refused(capsys, "--model", "org/other@v1")
+    line = refused(capfd, "--model", "org/other@v1")
     assert "nor in the Hub's cache, and the Hub cannot be reached (" in line
     assert "`hf download org/other --revision v1 --local-dir other`" in line
 
 
-def test_unknown_and_gated_models(start: Hub, files: dict[str, bytes], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_and_gated_models(start: Hub, files: dict[str, bytes], capfd: pytest.CaptureFixture[str]) -> None:
     hub = start(tiny=Repository(files, gated=True))
-    line = refused(capsys, "--model", "org/none")
+    line = refused(capfd, "--model", "org/none")
     assert "no such directory as org/none, and the Hub knows no model of that name; check the spelling" in line
-    line = refused(capsys, "--model", ID)
+    line = refused(capfd, "--model", ID)
     assert f"org/tiny is gated: ask for access at {hub.url}/org/tiny, then `hf auth login` (or set HF_TOKEN)" in line
 
 
-def test_a_hub_that_fails(start: Hub, files: dict[str, bytes], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hub_that_fails(start: Hub, files: dict[str, bytes], capfd: pytest.CaptureFixture[str]) -> None:
     start(tiny=Repository(files)).broken = True
-    line = refused(capsys, "--model", ID)
+    line = refused(capfd, "--model", ID)
     assert "the Hub refused org/tiny (" in line and "503" in line and "try again later" in line
 
 
 def test_a_download_that_breaks_off_goes_on_the_next_time(
-    start: Hub, files: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+    start: Hub, files: dict[str, bytes], capfd: pytest.CaptureFixture[str]
 ) -> None:
     weights = "model-00002-of-00002.safetensors"
     repository = Repository(files, breaks={weights})
     hub = start(tiny=repository)
-    line = refused(capsys, "--model", ID)
+    line = refused(capfd, "--model", ID)
     assert "org/tiny could not be downloaded (" in line and "build again to go on from there" in line
     repository.breaks.clear()
     hub.requests.clear()
@@ -186,10 +186,10 @@ def test_an_interrupt_ends_a_download_at_once(start: Hub, files: dict[str, bytes
     ],
 )
 def test_models_without_safetensors_are_not_downloaded(
-    start: Hub, capsys: pytest.CaptureFixture[str], names: str, tags: list[str], words: str
+    start: Hub, capfd: pytest.CaptureFixture[str], names: str, tags: list[str], words: str
 ) -> None:
     hub = start(tiny=Repository(dict.fromkeys(names.split(), b"x"), tags=tuple(tags)))
-    assert words in refused(capsys, "--model", ID)
+    assert words in refused(capfd, "--model", ID)
     assert hub.fetched() == set()
 
 
@@ -229,16 +229,16 @@ def test_a_directory_that_exists_wins(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_recipe_names_its_own_directories_and_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    recipes = tmp_path / "engines"
+    recipes = tmp_path / "recipes"
     (recipes / "org" / "near").mkdir(parents=True)
     (tmp_path / "org" / "far").mkdir(parents=True)
 
     def settings(text: str) -> tuple[Path, dict[str, str]]:
         (recipes / "x.toml").write_text(text)
-        found = settings_from_recipe(load_recipe(Path("engines/x.toml"), {}))
+        found = settings_from_recipe(load_recipe(Path("recipes/x.toml"), {}))
         return found.model, {kind: str(wanted) for kind, wanted in found.from_hub.items()}
 
-    assert settings('model = "org/near"') == (Path("engines/org/near"), {})
+    assert settings('model = "org/near"') == (Path("recipes/org/near"), {})
     assert settings('model = "org/far"')[1] == {"model": "org/far"}  # it is not beside the recipe
-    assert settings('model = "tiny"') == (Path("engines/tiny"), {})
+    assert settings('model = "tiny"') == (Path("recipes/tiny"), {})
     assert settings('model = "m"\nlora = "a/b@c"\n[eagle]\nhead = "d/e"')[1] == {"lora": "a/b@c", "eagle": "d/e"}

@@ -137,8 +137,8 @@ def _ask(request: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
             child.kill()
             raise
     try:
-        answer = json.loads(text)
-    except ValueError:
+        answer = json.loads(text.splitlines()[-1])
+    except (ValueError, IndexError):
         answer = None
     if not isinstance(answer, dict):
         raise CheckpointError(f"the download ended without an answer (exit status {status})", field="model")
