@@ -249,6 +249,7 @@ def refusal(base: Path, adapter: Path) -> str:
             {"target_modules": ["q_proj"]},
             "it has tensors for model.layers.0.self_attn.v_proj, which its adapter_config",
         ),
+        ({"modules_to_save": ["lm_head"]}, "it has no tensor for lm_head.weight, which `modules_to_save` names"),
         ({"r": 3}, "is of rank 4, adapter_config.json gives 3 (`r`, `rank_pattern`)"),
     ],
 )

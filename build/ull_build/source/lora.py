@@ -159,6 +159,12 @@ class _Reading:
             self._sort(name, factors, whole)
         if not factors and not whole:
             raise self._wrong(WEIGHTS_FILE, f"{WEIGHTS_FILE} holds no tensors; {_AGAIN}")
+        for target in self._shapes:
+            module = target.rpartition(".")[0]
+            # Of tied ends PEFT may write one; `_replaced` sees to those.
+            if self._config.saves(module) and target not in whole and not (self._tied and module == EMBEDDING):
+                reason = f"it has no tensor for {target}, which `modules_to_save` names; {_AGAIN}"
+                raise self._wrong("modules_to_save", reason)
         self._check_modules(set(factors))
         updates = {f"{module}.weight": self._update(module, parts) for module, parts in factors.items()}
         return Adapter(self._directory, self._config.base, updates, self._replaced(whole))

@@ -53,7 +53,7 @@ class LoraConfig:
 
     def targets(self, module: str) -> bool:
         """True for a module that the adapter changes."""
-        if _matches(self.exclude_modules, module) or _saved(self.modules_to_save, module):
+        if _matches(self.exclude_modules, module) or self.saves(module):
             return False
         if self.target_modules == ALL_LINEAR:
             return module not in ("model.embed_tokens", "lm_head")
@@ -64,6 +64,10 @@ class LoraConfig:
         patterns = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in self.layers_pattern] or [r".*?\.[^.]*\.(\d+)\."]
         found = next((match for pattern in patterns if (match := re.match(pattern, module))), None)
         return found is not None and int(found[1]) in self.layers
+
+    def saves(self, module: str) -> bool:
+        """True for a module that was trained whole, or lies in one that was: it has no factors then."""
+        return any(re.match(rf"(^|.*\.){one}($|\..*)", module) for one in self.modules_to_save)
 
     def scaling(self, module: str) -> tuple[int, float]:
         """The module's rank, and the factor of its product."""
@@ -120,11 +124,6 @@ def _matches(wanted: str | tuple[str, ...], module: str) -> bool:
     if isinstance(wanted, str):
         return re.fullmatch(wanted, module) is not None
     return any(module == one or module.endswith(f".{one}") for one in wanted)
-
-
-def _saved(wanted: tuple[str, ...], module: str) -> bool:
-    """True for a module that is trained whole, or lies in one that is: it has no factors then."""
-    return any(re.match(rf"(^|.*\.){one}($|\..*)", module) for one in wanted)
 
 
 def _of_pattern(pattern: Mapping[str, float], module: str, otherwise: float) -> float:
