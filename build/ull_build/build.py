@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import time
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -37,10 +39,12 @@ from ull.bundle import (
     DeviceCode,
     FileEntry,
     Forward,
+    FromHub,
     Manifest,
     MedusaHeads,
     Model,
     Precision,
+    Provenance,
     Quality,
     Speculation,
     Target,
@@ -77,6 +81,8 @@ from ull_build.source.chat import check_chat_templates
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.source.digest import Sources, open_sources
 from ull_build.source.drafters import Drafters, describe, open_drafters, with_code
+from ull_build.source.hub import fetch
+from ull_build.source.lora import open_checkpoint
 from ull_build.source.vocabulary import CheckpointTokenizer, copy_tokenizer_files, read_tokenizer
 from ull_build.tensorrt.calibrate import calibrate
 from ull_build.tensorrt.preflight import preflight
@@ -120,6 +126,7 @@ class _Inputs:
     """What a bundle is made of, opened and checked before anything is written."""
 
     settings: Settings
+    hub: dict[FromHub, str]  # what came from there
     output: Path
     created: str
     checkpoint: Checkpoint
@@ -144,8 +151,9 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
     start = time.monotonic()
     clear_leftovers(settings.output.resolve().parent, reporter.note)
     output = check_output(settings.output, settings.force)
+    settings, hub = _fetched(settings, reporter)
     with ExitStack() as files_open:
-        inputs = _open_inputs(settings, output, files_open, reporter)
+        inputs = _open_inputs(settings, hub, output, files_open, reporter)
         require_space(output.parent, _needed_bytes(inputs.checkpoint, inputs.drafters, settings))
         with staged_output(output) as staging:
             manifest = _fill(staging, inputs, reporter)
@@ -154,11 +162,27 @@ def build(settings: Settings, reporter: Reporter | None = None) -> BuildResult:
     return BuildResult(output, manifest, time.monotonic() - start)
 
 
-def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, reporter: Reporter) -> _Inputs:
+def _fetched(settings: Settings, reporter: Reporter) -> tuple[Settings, dict[FromHub, str]]:
+    """The settings with the paths of what was fetched from the Hub, and what that is. Raises CheckpointError."""
+    hub: dict[FromHub, str] = {}
+    for kind, wanted in settings.from_hub.items():
+        snapshot = fetch(kind, wanted, reporter)
+        hub[kind] = snapshot.name
+        path: dict[str, Any] = {kind: snapshot.directory}
+        if kind not in ("model", "lora"):
+            path = {"speculation": dataclasses.replace(settings.speculation, **path)}
+        settings = dataclasses.replace(settings, **path)
+    return settings, hub
+
+
+def _open_inputs(
+    settings: Settings, hub: dict[FromHub, str], output: Path, files_open: ExitStack, reporter: Reporter
+) -> _Inputs:
     """Everything that can be refused is, before the kernels are compiled."""
     for problem in head_scan_problems(settings.target, settings.precision, settings.forward.decode):
         raise RecipeError(problem, field="lm_head_scan")
     created, tools = build_time(), None
+    called = None if "model" not in hub else settings.from_hub["model"].repository
     for note in settings.notes:
         reporter.note(note)
     if settings.forward.has_plans:
@@ -166,8 +190,8 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
         require_timing_cache(timing_cache_of(output))
     if settings.evaluates_on_gpu:
         find_gpu(settings.target, "the loss is measured")
-    checkpoint = files_open.enter_context(Checkpoint(settings.model, settings.context))
-    for note in checkpoint.architecture.notes:
+    checkpoint = files_open.enter_context(open_checkpoint(settings.model, settings.lora, settings.context, called))
+    for note in checkpoint.notes:
         reporter.note(note)
     tokenizer = read_tokenizer(settings.model, checkpoint.model.vocabulary)
     check_chat_templates(settings.model, reporter)
@@ -201,6 +225,7 @@ def _open_inputs(settings: Settings, output: Path, files_open: ExitStack, report
     texts = _read_texts(settings, tokenizer, model)
     return _Inputs(
         settings=settings,
+        hub=hub,
         output=output,
         created=created,
         checkpoint=checkpoint,
@@ -354,13 +379,19 @@ def _describe(
         precision=settings.precision,
         tokens=inputs.tokens,
         quality=quality,
-        provenance=inputs.sources.provenance(settings.model.resolve().name, settings.recipe, ull.__version__),
+        provenance=_provenance(inputs),
         files=files,
         speculation=with_code(inputs.speculation, code.drafters),
         code=code.target,
         calibration=calibration,
         forward=forward,
     )
+
+
+def _provenance(inputs: _Inputs) -> Provenance:
+    settings, hub = inputs.settings, inputs.hub
+    name = settings.model.resolve().name if "model" not in hub else settings.from_hub["model"].repository
+    return inputs.sources.provenance(name, settings.recipe, ull.__version__, hub)
 
 
 def compile_for(

@@ -82,6 +82,8 @@ def _check_usage(parser: argparse.ArgumentParser, options: argparse.Namespace) -
             parser.error("--eagle and --dflash have no use with --arch: say --eagle-shape for a made-up EAGLE-3 head")
         if options.heads is not None and options.heads < 1:
             parser.error("--heads must be at least 1")
+        if options.lora is not None:
+            parser.error("--lora has no use with --arch: made-up weights have no adapters")
         measured = ("eval_text", "eval_tokens", "evaluate_on", "calibration_text", "calibration_tokens")
         if given := [name for name in measured if getattr(options, name) is not None]:
             parser.error(f"--{given[0].replace('_', '-')} has no use with --arch: made-up weights are not measured")
@@ -167,7 +169,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("recipe", nargs="?", type=Path, metavar="RECIPE", help="a recipe, e.g. engines/tiny.toml")
-    add("--model", metavar="DIR", help="a Hugging Face checkpoint directory, instead of a recipe")
+    add("--model", metavar="DIR", help="a Hugging Face checkpoint's directory or id (ORG/NAME), instead of a recipe")
+    add("--lora", metavar="DIR", help="a LoRA adapter in PEFT's form, merged into the model")
     add("--output", metavar="X.ull", help="the bundle to write (default: NAME.ull here)")
     add("--target", metavar="TARGET", help='what the bundle runs on (default "cpu")')
     add("--precision", choices=("fp8", "bf16"), help="format of the linear weights (default fp8)")

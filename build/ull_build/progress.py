@@ -31,6 +31,8 @@ class _RateColumn(ProgressColumn):
 class Reporter:
     """Reports nothing: the quiet one, and the base of the others."""
 
+    has_bars = False  # whether people watch a terminal, and libraries may draw bars of their own there
+
     @contextmanager
     def stage(self, title: str, total: int, unit: str) -> Iterator[Advance]:
         """A stage of at most `total` units; the body calls what it is given with each further amount done."""
@@ -63,6 +65,8 @@ class PlainReporter(Reporter):
 
 class BarReporter(Reporter):
     """Progress bars with rate and remaining time."""
+
+    has_bars = True
 
     def __init__(self, console: Console) -> None:
         self._console = console

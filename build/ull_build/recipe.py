@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from ull.bundle import GPU_ARCHITECTURES, MAX_TAPS, AttentionKind, ProfileScheme, Source, keeps_taps, runs_draft_models
 from ull.errors import RecipeError
 from ull.wire import MAX_TREE, Drafter
+from ull_build.source.hub import named_source
 
 Taps = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1, max_length=MAX_TAPS)]
 Theta = Annotated[float, Meta(gt=0.0)]
@@ -38,7 +39,9 @@ class MedusaRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 class DraftRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A draft model."""
 
-    model: Annotated[str, Meta(min_length=1, description="directory of a smaller checkpoint with the same tokenizer")]
+    model: Annotated[
+        str, Meta(min_length=1, description="directory or Hub id of a smaller checkpoint with the same tokenizer")
+    ]
 
 
 class EagleRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -122,7 +125,13 @@ class ForwardRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One build. Paths are relative to the recipe's directory (`output`: to the current one)."""
 
-    model: Annotated[str, Meta(min_length=1, description="directory of the Hugging Face checkpoint")]
+    model: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="the Hugging Face checkpoint: its directory, or its id on the Hub, ORG/NAME[@REVISION]",
+        ),
+    ]
     name: Annotated[str, Meta(min_length=1, description="name of the engine; default: the recipe's or output's name")]
     output: Annotated[str, Meta(min_length=1, description="bundle to write; default: NAME.ull")]
     target: Annotated[
@@ -145,6 +154,10 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     ] = "bf16"
     context: Annotated[
         int | None, Meta(description="tokens a session may hold; default: the model's max_position_embeddings")
+    ] = None
+    lora: Annotated[
+        str | None,
+        Meta(description="a LoRA adapter in PEFT's form, likewise; it is merged into the model"),
     ] = None
     eval_text: Annotated[
         str | None, Meta(description="UTF-8 text on which the loss is measured; default: a text that comes with ull")
@@ -217,22 +230,40 @@ def load_recipe(path: Path, overrides: dict[str, Any]) -> Recipe:
         raise RecipeError(f"no recipe at {path}", field=str(path)) from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise RecipeError(f"{path} cannot be read: {error}", field=str(path)) from error
-    for key in ("model", "eval_text", "calibration_text"):
+    for key in ("eval_text", "calibration_text"):
         if isinstance(values.get(key), str):
             values[key] = str(path.parent / values[key])
-    for section, key in _SECTION_PATHS:
-        table = values.get(section)
-        if isinstance(table, dict) and isinstance(table.get(key), str):
-            values[section] = {**table, key: str(path.parent / table[key])}
+    values, overrides = _with_sources(values, path.parent), _with_sources(overrides, Path())
     values.setdefault("name", path.stem)
     forward = values.get("forward")
     if isinstance(forward, dict) and "forward" in overrides:  # options name parts of it
         overrides = {**overrides, "forward": {**forward, **overrides["forward"]}}
-    return make_recipe({**values, **overrides}, str(path))
+    return _checked({**values, **overrides}, str(path))
 
 
 def make_recipe(values: dict[str, Any], origin: str) -> Recipe:
-    """Checks the keys and values of a recipe; `origin` is where they come from, for messages."""
+    """Checks the keys and values of a recipe; `origin` is where they come from, for messages.
+
+    Paths are relative to the current directory.
+    """
+    return _checked(_with_sources(values, Path()), origin)
+
+
+def _with_sources(values: dict[str, Any], base: Path) -> dict[str, Any]:
+    """The values with each checkpoint's place as `named_source` has it."""
+    placed = dict(values)
+    for key in ("model", "lora"):
+        if isinstance(values.get(key), str):
+            placed[key] = named_source(values[key], base)
+    for section, key in _SECTION_PATHS:
+        table = values.get(section)
+        if isinstance(table, dict) and isinstance(table.get(key), str):
+            placed[section] = {**table, key: named_source(table[key], base)}
+    return placed
+
+
+def _checked(values: dict[str, Any], origin: str) -> Recipe:
+    """The recipe of values whose paths are the current directory's. Raises RecipeError."""
     _check_keys(values, Recipe, origin, "")
     for section, kind in _SECTIONS.items():
         if isinstance(values.get(section), dict):

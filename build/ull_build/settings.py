@@ -8,10 +8,11 @@ from typing import Literal, cast
 
 import msgspec
 
-from ull.bundle import Precision, RecipeValue, Target, keeps_taps, runs_draft_models
+from ull.bundle import FromHub, Precision, RecipeValue, Target, keeps_taps, runs_draft_models
 from ull_build.recipe import DflashRecipe, EagleRecipe, ForwardRecipe, Recipe
 from ull_build.source.drafters import SpeculationSettings
 from ull_build.source.heads.head import HeadOptions
+from ull_build.source.hub import HubId, hub_id
 
 _MEDUSA_LEFT_OUT = (
     "the recipe's Medusa heads are left out: they read the hidden state of ull's own decode, and TensorRT decodes; "
@@ -41,12 +42,14 @@ class Settings:
     calibration_text: Path | None = None
     calibration_tokens: int = 2048
     max_perplexity_increase: float = 0.01
+    lora: Path | None = None  # an adapter that is merged into the model
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     allow_weak_drafter: bool = False
     forward: ForwardRecipe = field(default_factory=ForwardRecipe)
     force: bool = False
     threads: int = 0  # 0: as many as this process may use
     recipe: dict[str, RecipeValue] = field(default_factory=dict)
+    from_hub: dict[FromHub, HubId] = field(default_factory=dict)  # what to fetch first; its path is none until then
     notes: tuple[str, ...] = ()  # what the recipe asks for and this build leaves out, and why
 
     @property
@@ -65,10 +68,19 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
     draft = recipe.draft if runs_draft_models(recipe.target) else None
     keeps = keeps_taps(recipe.target, recipe.forward.prefill, recipe.forward.decode)
     eagle, dflash = (recipe.eagle, recipe.dflash) if keeps else (None, None)
+    places: dict[FromHub, str | None] = {
+        "model": recipe.model,
+        "lora": recipe.lora,
+        "medusa": None if medusa is None else medusa.heads,
+        "draft": None if draft is None else draft.model,
+        "eagle": None if eagle is None else eagle.head,
+        "dflash": None if dflash is None else dflash.head,
+    }
     return Settings(
         model=Path(recipe.model),
         output=Path(recipe.output),
         name=recipe.name,
+        lora=None if recipe.lora is None else Path(recipe.lora),
         target=cast(Target, recipe.target),
         precision=Precision(
             weights=recipe.precision, lm_head=recipe.lm_head, kv=recipe.kv, lm_head_scan=recipe.lm_head_scan
@@ -97,6 +109,7 @@ def settings_from_recipe(recipe: Recipe, *, evaluate: bool = True, force: bool =
         forward=recipe.forward,
         force=force,
         recipe={key: value for key, value in msgspec.to_builtins(recipe).items() if key != "output"},
+        from_hub={kind: found for kind, place in places.items() if place and (found := hub_id(place)) is not None},
         notes=tuple(notes),
     )
 

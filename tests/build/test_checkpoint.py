@@ -408,7 +408,7 @@ def test_tensor_in_two_shards(tmp_path: Path) -> None:
 def test_directory_without_weights(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "m")
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
-    refuse(directory, "convert them to safetensors")
+    refuse(directory, r"has only pickled weights \(pytorch_model.bin\); convert them: transformers\.")
     (directory / "pytorch_model.bin").unlink()
     refuse(directory, "no model.safetensors")
     (directory / "config.json").write_text("{")

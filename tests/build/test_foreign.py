@@ -49,7 +49,7 @@ def test_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_an_address_of_the_hub(text: str) -> None:
-    assert "`hf download Qwen/Qwen3-8B --local-dir Qwen3-8B` fetches it" in refusal(Path(text))
+    assert refusal(Path(text)).endswith("for a model of the Hugging Face Hub give its id: Qwen/Qwen3-8B")
 
 
 @pytest.mark.parametrize("text", ["nowhere", "/data/org/model", "engines/no such/model", "a/b/c/d"])
@@ -60,9 +60,9 @@ def test_a_path_that_is_no_hub_id(text: str, tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_command_line_says_it_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.main(["--model", "org/model", "--output", str(tmp_path / "x.ull"), "--no-eval"]) == 1
+    assert cli.main(["--model", "one/org/model", "--output", str(tmp_path / "x.ull"), "--no-eval"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("ull-build: error: no checkpoint directory at org/model; ") and error.count("\n") == 1
+    assert error.startswith("ull-build: error: no checkpoint directory at one/org/model; ") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("config", [False, True])
@@ -71,7 +71,26 @@ def test_a_directory_of_gguf_files(tmp_path: Path, config: bool) -> None:
     if config:
         write_json(tmp_path / "config.json", {"model_type": "llama"})
     message = refusal(tmp_path)
-    assert "holds GGUF files" in message and "build from the original bf16, fp16 or fp32 weights" in message
+    assert "holds GGUF files" in message and "weights: the model that it was made from, in safetensors" in message
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("pytorch_model-00001-of-00002.bin", "only pickled weights (pytorch_model.bin); convert them: transformers."),
+        ("model.pth", "only pickled weights (.pth); convert them"),
+        ("tf_model.h5", ", from_tf=True).save_pretrained('DIR'), the tokenizer likewise, and build DIR"),
+        ("flax_model.msgpack", ", from_flax=True).save_pretrained('DIR')"),
+        (
+            "model.onnx",
+            "only ONNX graphs; build from the original bf16, fp16 or fp32 weights, in safetensors, that they",
+        ),
+    ],
+)
+def test_weights_in_another_form(tmp_path: Path, file: str, words: str) -> None:
+    directory = write_checkpoint(tmp_path / "m")
+    (directory / "model.safetensors").rename(directory / file)
+    assert words in refusal(directory)
 
 
 def test_files_in_place_of_a_directory(tmp_path: Path) -> None:
@@ -89,8 +108,8 @@ def test_a_lora_adapter(tmp_path: Path) -> None:
     write_json(tmp_path / "adapter_config.json", {"base_model_name_or_path": "Qwen/Qwen3-8B"})
     save_file({"base_model.model.lora_A.weight": np.zeros((2, 2), np.float32)}, tmp_path / "adapter_model.safetensors")
     message = refusal(tmp_path)
-    assert "is a LoRA adapter of Qwen/Qwen3-8B, not a whole model; merge it first" in message
-    assert f"from_pretrained('{tmp_path}').merge_and_unload().save_pretrained('MERGED')" in message
+    assert "is a LoRA adapter of Qwen/Qwen3-8B, not a whole model; give the model that it was trained on" in message
+    assert message.endswith(f"as --model and this as --lora {tmp_path}")
     write_json(tmp_path / "config.json", {"model_type": "qwen3"})
     (tmp_path / "adapter_config.json").write_text("{")
     assert "is a LoRA adapter, not a whole model" in refusal(tmp_path)

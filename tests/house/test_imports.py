@@ -40,13 +40,13 @@ ULL = Floors(
 )
 BUILD = Floors(
     {
-        "ull._native ull.bundle ull.errors ull.gpu ull.log ull.text ull.wire": "",
+        "ull._native ull.bundle ull.errors ull.gpu ull.log ull.spawn ull.text ull.wire": "",
         "leftovers progress": "",
         "shapes": "ull.bundle ull.errors",
-        "recipe": "ull.bundle ull.errors ull.wire",
         "output": "leftovers ull.bundle ull.errors",
         "local_gpu": "ull.bundle ull.errors ull.gpu ull.log",
-        "source": "progress ull.bundle ull.errors ull.text ull.wire",
+        "source": "progress ull.bundle ull.errors ull.spawn ull.text ull.wire",
+        "recipe": "source ull.bundle ull.errors ull.wire",
         "weights": "progress source ull.bundle",
         "settings": "recipe source ull.bundle",
         "code": "ull.bundle ull.errors",

@@ -321,6 +321,9 @@ class SourceFiles(Struct, frozen=True, forbid_unknown_fields=True):
         _require(self.sha256 == listing_sha256(self.files), "`sha256` is not that of `files`")
 
 
+FromHub = Literal["model", "lora", "medusa", "draft", "eagle", "dflash"]  # what may come from there
+
+
 class Provenance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Where the weights came from: `source` is the checkpoint's directory, without its path.
 
@@ -335,6 +338,8 @@ class Provenance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     recipe: dict[str, RecipeValue]
     builder_version: str
     drafters: dict[StoredDrafter, SourceFiles] = {}  # the checkpoints of what drafts
+    lora: SourceFiles | None = None  # the LoRA adapter that was merged into the weights
+    hub: dict[FromHub, str] = {}  # what came from the Hugging Face Hub: "ORG/NAME@COMMIT"
 
     def __post_init__(self) -> None:
         expected = listing_sha256(self.source_files) if self.source_files else None

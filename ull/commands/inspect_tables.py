@@ -54,6 +54,8 @@ def print_tables(report: dict[str, Any]) -> None:
         table.add_row(name, value)
     console.print(table)
     digests = {"digest": report["digest"], "source": manifest.provenance.source_sha256}
+    if manifest.provenance.lora is not None:
+        digests["LoRA adapter"] = manifest.provenance.lora.sha256
     for kind, source in manifest.provenance.drafters.items():
         digests[kind] = source.sha256
     console.print(_identity(digests))
@@ -119,9 +121,12 @@ def _rows(manifest: Manifest, parameters: int) -> list[tuple[str, str]]:
 
 def _source_rows(provenance: Provenance) -> list[tuple[str, str]]:
     """What the weights were read from, and what drafts."""
-    rows = [("source", provenance.source)]
+    rows = [("source", provenance.hub.get("model", provenance.source))]
     if provenance.source_files:
         rows.append(("source's files", " ".join(provenance.source_files)))
+    rows += [(f"{kind} from", found) for kind, found in provenance.hub.items() if kind != "model"]
+    if provenance.lora is not None:
+        rows.append(("LoRA adapter's files", " ".join(provenance.lora.files)))
     return rows + [(f"{kind}'s files", " ".join(source.files)) for kind, source in provenance.drafters.items()]
 
 

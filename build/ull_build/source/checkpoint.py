@@ -20,7 +20,13 @@ from numpy.typing import NDArray
 from ull.bundle import Model, TensorEntry, read_tensor_file
 from ull.errors import CheckpointError
 from ull_build.source.architecture import Architecture, parse_config
-from ull_build.source.foreign import quantised_tensor, why_no_checkpoint, why_no_directory, why_quantised
+from ull_build.source.foreign import (
+    quantised_tensor,
+    why_no_checkpoint,
+    why_no_directory,
+    why_no_weights,
+    why_quantised,
+)
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -105,6 +111,11 @@ class Checkpoint:
         return {name: shard.entries[name] for name, shard in self._shard_of.items()}
 
     @property
+    def notes(self) -> list[str]:
+        """What people should know of it, a line each."""
+        return list(self.architecture.notes)
+
+    @property
     def is_bf16(self) -> bool:
         """True when all weights are BF16, so that bf16 holds them without loss."""
         return all(entry.dtype == "BF16" for entry in self.tensors.values())
@@ -175,16 +186,14 @@ class Checkpoint:
             self._add_shard(single)
         else:
             found = sorted(path.name for path in self.directory.glob("*.safetensors"))
-            pickled = any(self.directory.glob("pytorch_model*.bin"))
             if len(found) == 1:
                 self._add_shard(self.directory / found[0])
                 return
             if found:
                 reason = f"several safetensors files but no {INDEX_FILE}; download the checkpoint again"
-            elif pickled:
-                reason = "only pickled weights (pytorch_model.bin); convert them to safetensors with save_pretrained"
             else:
-                reason = "no model.safetensors; download the checkpoint again"
+                others = [path.name for path in self.directory.iterdir() if path.suffix != ".safetensors"]
+                raise CheckpointError(str(why_no_weights(others, str(self.directory))), field="model.safetensors")
             raise CheckpointError(f"{self.directory} has {reason}", field="model.safetensors")
 
     def _open_index(self, index: Path) -> None:

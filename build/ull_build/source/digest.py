@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from ull.bundle import Provenance, RecipeValue, SourceFiles, StoredDrafter, listing_sha256
+from ull.bundle import FromHub, Provenance, RecipeValue, SourceFiles, StoredDrafter, listing_sha256
 from ull.errors import CheckpointError
 from ull_build.progress import Reporter
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.source.drafters import Drafters
+from ull_build.source.lora import AdaptedCheckpoint
 from ull_build.source.vocabulary import tokenizer_files
 
 _BLOCK = 1 << 20  # bytes
@@ -104,10 +105,11 @@ class Sources:
 
     model: SourceHash
     drafters: dict[StoredDrafter, SourceHash]
+    lora: SourceHash | None = None  # of the adapter that is merged into the model
 
     def wait(self, reporter: Reporter) -> None:
         """Waits until all is hashed, as a stage of the build where that takes long. Raises what finish raises."""
-        hashes = (self.model, *self.drafters.values())
+        hashes = (self.model, *self.drafters.values(), *([] if self.lora is None else [self.lora]))
         remaining = sum(one.remaining for one in hashes)
         if remaining < _STAGE_BYTES:
             return
@@ -115,8 +117,10 @@ class Sources:
             for one in hashes:
                 one.finish(advance)
 
-    def provenance(self, name: str, recipe: dict[str, RecipeValue], builder_version: str) -> Provenance:
-        """The manifest's account of them; `name` is the model's. Raises what finish raises."""
+    def provenance(
+        self, name: str, recipe: dict[str, RecipeValue], builder_version: str, hub: dict[FromHub, str]
+    ) -> Provenance:
+        """The manifest's account of them; `name` is the model's, `hub` the Hub's names. Raises what finish raises."""
         found = self.model.finish()
         return Provenance(
             source=name,
@@ -125,6 +129,8 @@ class Sources:
             recipe=recipe,
             builder_version=builder_version,
             drafters={kind: one.finish() for kind, one in self.drafters.items()},
+            lora=None if self.lora is None else self.lora.finish(),
+            hub=hub,
         )
 
 
@@ -156,4 +162,6 @@ def open_sources(checkpoint: Checkpoint, drafters: Drafters) -> Iterator[Sources
             hashes["eagle"] = begin(drafters.eagle.tensors.directory, (), drafters.eagle.tensors.files)
         if drafters.dflash is not None:
             hashes["dflash"] = begin(drafters.dflash.tensors.directory, (), drafters.dflash.tensors.files)
-        yield Sources(model, hashes)
+        adapter = checkpoint.adapter if isinstance(checkpoint, AdaptedCheckpoint) else None
+        lora = None if adapter is None else begin(adapter.directory, (), adapter.files)  # its weights have been read
+        yield Sources(model, hashes, lora)

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 ORIGINAL = "build from the original bf16, fp16 or fp32 weights"
 QUANTISED = f"the checkpoint is already quantised; {ORIGINAL}"
 
+# Weights in forms that a build does not read: what ends a file's name, and what the form is called.
+_OTHER_FORMS = {
+    ".bin": "pickled weights (pytorch_model.bin)",
+    ".pt": "pickled weights (.pt)",
+    ".pth": "pickled weights (.pth)",
+    ".h5": "TensorFlow's weights (tf_model.h5)",
+    ".msgpack": "Flax's weights (flax_model.msgpack)",
+    ".onnx": "ONNX graphs",
+}
+_BASE_TAGS = ("base_model:quantized:", "base_model:finetune:", "base_model:adapter:", "base_model:")  # of the Hub
 _ADAPTER = "adapter_config.json"
 _INDEX = "*.safetensors.index.json"
 # Where quantisers say what they did when config.json does not: ModelOpt, AutoGPTQ, AutoAWQ.
@@ -32,7 +43,7 @@ def why_no_directory(path: Path) -> str:
         return _why_file(path)
     missing = f"no checkpoint directory at {path}"
     if (url := _HUB_URL.fullmatch(str(path))) is not None:
-        return f"{missing}; a build reads local files: {_download('/'.join(url.groups()), url[2])}"
+        return f"{missing}; for a model of the Hugging Face Hub give its id: {'/'.join(url.groups())}"
     words = path.parts[-2:]
     may_be_hub = len(words) == 2 and not path.is_absolute() and all(_HUB_WORD.fullmatch(word) for word in words)
     if may_be_hub and (len(path.parts) == 2 or not path.parent.exists()):
@@ -45,7 +56,7 @@ def why_no_checkpoint(directory: Path) -> str | None:
     if (directory / _ADAPTER).exists() and not _has_weights(directory):
         return _why_adapter(directory)
     if any(directory.glob("*.gguf")) and not any(directory.glob("*.safetensors")):
-        return f"{directory} holds GGUF files, whose weights are quantised for llama.cpp; {ORIGINAL}, in safetensors"
+        return why_no_weights((path.name for path in directory.iterdir()), str(directory))
     if (directory / "config.json").exists():
         return None
     snapshots = sorted(path for path in directory.glob("snapshots/*") if (path / "config.json").exists())
@@ -64,6 +75,40 @@ def why_no_checkpoint(directory: Path) -> str | None:
     return None if any(directory.iterdir()) else f"{directory} is empty; download the checkpoint again"
 
 
+def why_no_weights(names: Iterable[str], place: str, tags: Sequence[str] = ()) -> str | None:
+    """What to do about a model whose files, `names`, hold no safetensors; None where they do.
+
+    `place` is where they are; `tags` are the Hub's, which may say what the weights were made from.
+    """
+    names = [name for name in names if "/" not in name]
+    if any(name.endswith(".safetensors") and name != "adapter_model.safetensors" for name in names):
+        return None
+    found = [tag.removeprefix(start) for start in _BASE_TAGS for tag in tags if tag.startswith(start)]
+    base = found[0] if found else None
+    if _ADAPTER in names:
+        of = f" of {base}" if base else ""
+        model = base or "MODEL"
+        return f"{place} is a LoRA adapter{of}, not a whole model; give --model {model} --lora {place}"
+    if any(name.endswith(".gguf") for name in names):
+        instead = f"--model {base}" if base else "the model that it was made from, in safetensors (--model ORG/NAME)"
+        return f"{place} holds GGUF files, whose weights are quantised for llama.cpp; {ORIGINAL}: {instead}"
+    form = next((form for end, form in _OTHER_FORMS.items() if any(name.endswith(end) for name in names)), None)
+    if form is None:
+        return f"{place} has no model.safetensors, and no weights in another form; get the whole checkpoint"
+    return f"{place} has only {form}; {_convert(place, form)}"
+
+
+def _convert(place: str, form: str) -> str:
+    """How weights in another form become safetensors."""
+    if form == _OTHER_FORMS[".onnx"]:
+        return f"{ORIGINAL}, in safetensors, that they were exported from"
+    of = next(
+        (f", from_{name}=True" for name, end in (("tf", ".h5"), ("flax", ".msgpack")) if form == _OTHER_FORMS[end]), ""
+    )
+    loaded = f"transformers.AutoModelForCausalLM.from_pretrained('{place}'{of})"
+    return f"convert them: {loaded}.save_pretrained('DIR'), the tokenizer likewise, and build DIR"
+
+
 def quantised_tensor(name: str, dtype: str) -> bool:
     """True for a tensor that only quantised checkpoints have."""
     return dtype.startswith(_QUANTISED_DTYPES) or name.endswith(_QUANTISED_SUFFIXES)
@@ -80,7 +125,8 @@ def _why_file(path: Path) -> str:
     with path.open("rb") as file:
         is_gguf = file.read(4) == b"GGUF"
     if is_gguf or path.suffix == ".gguf":
-        return f"{path} is a GGUF file, whose weights are quantised for llama.cpp; {ORIGINAL}, in safetensors"
+        made_from = "the model that it was made from, in safetensors (--model ORG/NAME)"
+        return f"{path} is a GGUF file, whose weights are quantised for llama.cpp; {ORIGINAL}: {made_from}"
     if path.suffix == ".safetensors" or path.name == "config.json":
         return f"{path} is a file; give its directory, {path.parent}, with config.json and tokenizer.json in it"
     return f"{path} is a file, not a checkpoint directory with config.json, tokenizer.json and *.safetensors"
@@ -90,9 +136,8 @@ def _why_adapter(directory: Path) -> str:
     base = _value(directory / _ADAPTER, "base_model_name_or_path")
     of = f" of {base}" if isinstance(base, str) and base else ""
     return (
-        f"{directory} is a LoRA adapter{of}, not a whole model; merge it first: "
-        f"peft.AutoPeftModelForCausalLM.from_pretrained('{directory}').merge_and_unload().save_pretrained('MERGED'), "
-        "copy the tokenizer's files to MERGED, and build that"
+        f"{directory} is a LoRA adapter{of}, not a whole model; give the model that it was trained on as --model and "
+        f"this as --lora {directory}"
     )
 
 
