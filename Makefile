@@ -94,10 +94,10 @@ DOORS := .cache/doors
 SITE = $$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')
 PLUGINS := pipecat livekit page
 TOOLS := aiperf guidellm
-doors: $(patsubst %,$(DOORS)/%/.installed,$(PLUGINS) $(TOOLS))  ## plug-ins, load generators, the page, other languages' clients
+doors: $(patsubst %,$(DOORS)/%/.installed,$(PLUGINS) $(TOOLS))  ## voice plug-ins, load generators, the page in Chromium
 	for plugin in $(PLUGINS); do \
 	  $(DOORS)/$$plugin/bin/python -m pytest -p no:cacheprovider tests/*/test_$$plugin.py || exit 1; done
-	$(BIN)/python -m pytest $(patsubst %,tests/gateway/test_%.py,$(TOOLS)) tests/clients
+	$(BIN)/python -m pytest $(patsubst %,tests/gateway/test_%.py,$(TOOLS))
 
 $(DOORS)/%/.installed: $(VENV)/.installed-test
 	rm -rf $(@D)

@@ -28,7 +28,6 @@ ROOMS: dict[str, tuple[str, str]] = {
         "tests/gateway/test_openai_client.py tests/gateway/test_gateway_tools.py tests/gateway/test_gateway_command.py",
         "gateway",
     ),
-    "clients": ("tests/clients", "clients"),
     "ull/daemon": (
         "tests/daemon/test_admission.py tests/daemon/test_control.py tests/daemon/test_config.py "
         "tests/daemon/test_metrics.py",

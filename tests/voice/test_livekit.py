@@ -163,7 +163,7 @@ def test_a_tool_is_called_and_its_call_is_no_text(
         return f"9 degrees in {place}"
 
     async def game() -> tuple[llm.CollectedResponse, llm.CollectedResponse]:
-        async with LLM(url=daemon.url, max_tokens=100) as model:
+        async with LLM(url=daemon.url, max_tokens=2000, temperature=1.0, seed=1) as model:
             context = chat("Is it warm?")
             stream = model.chat(chat_ctx=context, tools=[weather], tool_choice="required", conn_options=AT_ONCE)
             answer = await stream.collect()
