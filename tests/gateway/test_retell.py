@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -86,7 +87,10 @@ def test_a_call(gateway: Gateway, shared_daemon: Daemon) -> None:
     with gateway, ull.Client(shared_daemon.url) as client:
         said = asyncio.run(play())
         assert said == client.generate(chat(HEARD[-1]), max_tokens=24).result().text
-    answered = [event for event in shared_daemon.events("request") if event["completion"] == 24]
+    deadline = time.monotonic() + 20
+    while not (answered := [event for event in shared_daemon.events("request") if event["completion"] == 24]):
+        assert time.monotonic() < deadline, shared_daemon.log_lines()
+        time.sleep(0.01)
     assert answered[0]["cached"] > 15  # what was told has been read before it was asked for
 
 

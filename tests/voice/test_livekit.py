@@ -1,6 +1,7 @@
 """The LiveKit plug-in, with the real package's streams and sessions, in front of a daemon on the tiny engine."""
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Literal
@@ -131,7 +132,11 @@ def test_what_is_being_said_is_read_before_the_turn_ends(spawn: Spawn) -> None:
             await session.run(user_input=QUESTION)
 
     play(game())
-    (answered,) = [event for event in daemon.events("request") if event["completion"] == 24]
+    deadline = time.monotonic() + 20
+    while not (found := [event for event in daemon.events("request") if event["completion"] == 24]):
+        assert time.monotonic() < deadline, daemon.log_lines()
+        time.sleep(0.01)
+    (answered,) = found
     assert answered["prompt"] - answered["cached"] <= 12
     assert answered["cached"] > 12
 
