@@ -254,7 +254,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=PASSES, help=f"default {PASSES}")
     options = parser.parse_args()
     gc.freeze()
-    daemon = serve(tiny_bundle()) if options.tiny else scripted(tiny_bundle(), round_ns=ROUND_NS)
+    daemon = serve(tiny_bundle()) if options.tiny else scripted(tiny_bundle(), {"round_ns": ROUND_NS})
     with daemon, gateway(daemon.url) as address:
         passes = [one_pass(daemon.url, address, find_spec("openai") is not None) for _ in range(options.passes)]
     chosen = quietest(passes)

@@ -11,10 +11,8 @@ journal: what the machine's noise alone makes of the same comparison.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import random
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,7 +21,7 @@ import numpy as np
 
 import ull
 from report import ROOT, Check, arguments, finish, percentiles
-from serving import tiny_bundle
+from serving import scripted, tiny_bundle
 from ull.journal import ChainReader, Request
 from ull.spawn import DaemonProcess
 
@@ -36,7 +34,6 @@ PAUSE_S = 0.05
 PROMPT = 400
 ROUND_NS = 2_000_000
 VOCABULARY = range(300, 1500)
-_SCRIPTED = [sys.executable, str(ROOT / "tests/rigs/daemons/scripted_daemon.py")]
 
 
 def gaps_us(client: ull.Client, requests: int) -> tuple[list[float], list[float]]:
@@ -53,15 +50,17 @@ def gaps_us(client: ull.Client, requests: int) -> tuple[list[float], list[float]
     return engine, arrival
 
 
-def part(journal: Path | None, fsync: str, scripted: bool, priority: int | None) -> tuple[list[float], list[float]]:
+def part(journal: Path | None, fsync: str, tiny: bool, priority: int | None) -> tuple[list[float], list[float]]:
     """One daemon's share, and a look at what it has recorded."""
     settings = [] if journal is None else [f"--set=journal.path={journal}", f"--set=journal.fsync={fsync}"]
     if priority is not None:
         settings += [f"--cores={max(os.sched_getaffinity(0))}"]
         settings += [f"--set={thread}.priority={priority}" for thread in ("engine", "io")]
-    command = _SCRIPTED if scripted else None
+    bundle = tiny_bundle()
     with (
-        DaemonProcess(tiny_bundle(), arguments=settings, command=command) as daemon,
+        DaemonProcess(bundle, arguments=settings)
+        if tiny
+        else scripted(bundle, {"round_ns": ROUND_NS}, arguments=settings) as daemon,
         ull.Client(daemon.url, priority=priority) as client,
     ):
         gaps_us(client, 2)
@@ -82,14 +81,13 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=PARTS, help=f"daemons of each kind (default {PARTS})")
     options = parser.parse_args()
     random.seed(15)
-    os.environ["ULL_TEST_SCRIPT"] = json.dumps({"round_ns": ROUND_NS})
     series: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(dir=ROOT / ".cache") as directory:  # on a disk, not in memory
         for number in range(2 * options.parts):
             journaled = number % 4 in (1, 2)  # off, on, on, off, ...
             path = Path(directory) / f"{number}.jsonl" if journaled and not options.same else None
             for name, values in zip(
-                ("engine", "client"), part(path, options.fsync, not options.tiny, options.priority), strict=True
+                ("engine", "client"), part(path, options.fsync, options.tiny, options.priority), strict=True
             ):
                 series.setdefault(f"ITL, {name}, {'on' if journaled else 'off'} (us)", []).extend(values)
     samples = {name: percentiles(values) for name, values in sorted(series.items())}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
-import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import ull
 from report import ROOT
 from ull.bundle import SEAL_FILE
-from ull.spawn import DaemonProcess, python_command, python_environment
+from ull.spawn import DaemonProcess, ServerProcess, python_command
 
 
 def tiny_bundle() -> Path:
@@ -37,28 +36,23 @@ def serve(bundle: Path, **settings: object) -> DaemonProcess:
     return DaemonProcess(bundle, arguments=arguments)
 
 
-def scripted(bundle: Path, **script: Any) -> DaemonProcess:
-    """A daemon whose model is a script: keyword arguments of `_native.ScriptedExecutor`."""
+def scripted(bundle: Path, script: dict[str, Any], **options: Any) -> DaemonProcess:
+    """A daemon whose model is a script: keyword arguments of `_native.ScriptedExecutor`; options: DaemonProcess's."""
     os.environ["ULL_TEST_SCRIPT"] = json.dumps(script)
-    return DaemonProcess(bundle, command=[sys.executable, str(ROOT / "tests/rigs/daemons/scripted_daemon.py")])
+    command = [sys.executable, str(ROOT / "tests/rigs/daemons/scripted_daemon.py")]
+    return DaemonProcess(bundle, command=command, **options)
 
 
 @contextmanager
 def gateway(url: str) -> Iterator[tuple[str, int]]:
     """`ull-gateway` in front of the daemon at `url`, with a log of warnings alone; yields its host and port."""
     command = [*python_command("ull.gateway"), "--connect", url, "--port", "0", "--log-level", "warning"]
-    with subprocess.Popen(command, env=python_environment(), stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            with selectors.DefaultSelector() as selector:
-                selector.register(process.stdout, selectors.EVENT_READ)
-                line = process.stdout.readline() if selector.select(60) else ""
-            if not line.startswith("READY http://"):
-                sys.exit(f"the gateway did not get ready; it said {line!r}")
-            host, _, port = line.split()[1].removeprefix("http://").rpartition(":")
-            yield host, int(port)
-        finally:
-            process.send_signal(signal.SIGTERM)
+    with (
+        tempfile.TemporaryDirectory(prefix="ull-") as home,
+        ServerProcess(command, "the gateway", Path(home) / "gateway.log") as process,
+    ):
+        host, _, port = process.said.removeprefix("http://").rpartition(":")
+        yield host, int(port)
 
 
 @contextmanager

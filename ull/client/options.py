@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, cast, get_args, get_type_hints
 
 from ull.wire import DRAFTERS, MAX_TREE, PRIORITIES
 
@@ -99,6 +99,14 @@ class TokenizeOptions(PromptOptions, total=False):
 GENERATE_OPTIONS = GenerateOptions.__optional_keys__
 READ_OPTIONS = ReadOptions.__optional_keys__
 TOKENIZE_OPTIONS = TokenizeOptions.__optional_keys__
+
+
+def prompt_options(options: Mapping[str, Any]) -> PromptOptions:
+    """Those of a request's options that its prompt's ids depend on. With tool_choice "none" no tools are in it."""
+    chosen = {name: options[name] for name in options if name in PromptOptions.__optional_keys__}
+    if options.get("tool_choice") == "none":
+        chosen.pop("tools", None)
+    return cast("PromptOptions", chosen)
 
 
 class Option(NamedTuple):

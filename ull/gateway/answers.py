@@ -1,26 +1,23 @@
 """What one door writes of a completion: the events of a stream, or the whole at once. Chat and plain completions.
 
-`response_answer.py` has the third door's. An answer's JSON is made here and nowhere else.
+`response_answer.py` has the third door's.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, Protocol
-
-import msgspec
 
 from ull.client import AsyncClient
 from ull.client.protocol import Result, Token
 from ull.gateway.bodies import StreamOptions
 from ull.gateway.daemon import Engine
+from ull.gateway.events import DONE, event
 from ull.gateway.usage import FINISH_REASONS, counted, extras, usage_of
 from ull.text.call_guard import CallGuard
-
-DONE = b"data: [DONE]\n\n"
-_json = msgspec.json.Encoder()
+from ull.wire import TokenLogprob
 
 
 class Answer(Protocol):
@@ -34,11 +31,6 @@ class Answer(Protocol):
 
     async def whole(self, result: Result) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-
-
-def event(data: Mapping[str, Any]) -> bytes:
-    """One event of a stream."""
-    return b"data: %b\n\n" % _json.encode(data)
 
 
 def new_id(prefix: str) -> str:
@@ -68,6 +60,17 @@ class _Openai:
             "model": engine.name,
             "system_fingerprint": engine.fingerprint,
         }
+
+    async def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+        """`logprobs` of a choice, once the texts of all its tokens are known."""
+        if entries is None:
+            return None
+        await self._engine.texts.learn(self._client, entries)
+        return self._told(entries)
+
+    def _told(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """`logprobs` in the door's own form."""
+        raise NotImplementedError
 
     def _chunk(self, choice: dict[str, Any], token: Token | None = None) -> bytes:
         """One event with one choice."""
@@ -154,10 +157,7 @@ class ChatAnswer(_Openai):
     ) -> dict[str, Any]:
         return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
-    async def _logprobs(self, entries: Any) -> dict[str, Any] | None:
-        if entries is None:
-            return None
-        await self._engine.texts.learn(self._client, entries)
+    def _told(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return self._engine.texts.chat(entries)
 
 
@@ -196,10 +196,7 @@ class CompletionAnswer(_Openai):
     def _choice(self, text: str, logprobs: dict[str, Any] | None, reason: str | None = None) -> dict[str, Any]:
         return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    async def _logprobs(self, entries: Any) -> dict[str, Any] | None:
-        if entries is None:
-            return None
-        await self._engine.texts.learn(self._client, entries)
+    def _told(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return self._engine.texts.plain(entries, self._length)
 
 

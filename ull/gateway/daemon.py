@@ -56,10 +56,6 @@ class Owner:
                 self._forget(session)
         return self.client.generate(prompt, **options)
 
-    async def close(self) -> None:
-        """Ends all that runs."""
-        await self.client.close()
-
     async def _session(self, name: str, most: int) -> AsyncSession | None:
         async with self._opening:
             kept = self._sessions.get(name)
@@ -96,7 +92,7 @@ class Daemon:
         self._url = url
         self._connect_timeout = connect_timeout
         self._owners: dict[str, Owner] = {}
-        self._asking = Owner(url, connect_timeout)  # for what is asked in nobody's name
+        self._asking = AsyncClient(url, connect_timeout=connect_timeout)  # for what is asked in nobody's name
         self._engine: Engine | None = None
         self._asked = 0.0
         self._refreshing: asyncio.Task[Engine] | None = None
@@ -105,7 +101,7 @@ class Daemon:
     @property
     def url(self) -> str:
         """The daemon's endpoint."""
-        return self._asking.client.url
+        return self._asking.url
 
     def owner(self, name: str) -> Owner:
         """The connection of the owner of a key. Its requests take turns with those of others."""
@@ -136,11 +132,11 @@ class Daemon:
         for task in (self._refreshing, self._health):
             if task is not None:
                 task.cancel()
-        for owner in (self._asking, *self._owners.values()):
-            await owner.close()
+        for client in (self._asking, *(owner.client for owner in self._owners.values())):
+            await client.close()
 
     async def _refresh(self) -> Engine:
-        reply = await self._asking.client.info()
+        reply = await self._asking.info()
         if self._engine is None or self._engine.digest != str(reply.engine.get("digest", "")):
             self._engine = Engine(reply.engine, reply.executor, reply.limits)
         else:
@@ -156,7 +152,7 @@ class Daemon:
     async def _ask_health(self) -> dict[str, Any]:
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                reply = await self._asking.client.health()
+                reply = await self._asking.health()
         except (UllError, TimeoutError):
             return {"status": "unreachable", "daemon": self.url}
         return {"status": reply.status, "uptime_s": reply.uptime_ns / 1e9, "queue_length": reply.queue_length}

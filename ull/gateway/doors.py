@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from ull.client.aio import AsyncStream
-from ull.client.options import GenerateOptions
+from ull.client.options import GenerateOptions, prompt_options
 from ull.client.protocol import Result, Token
 from ull.client.requests import Prompt
 from ull.errors import ConnectionLost, RequestError
@@ -131,26 +131,19 @@ class Doors:
 
     async def _chat(self, engine: Engine, owner: Owner, request: ChatRequest) -> Call:
         prompt, options = chat_call(request, int(engine.limits["max_tokens"]))
-        prompt_tokens = 0
-        if _counts(request):
-            prompt_tokens = await owner.client.count_tokens(prompt, **_template(options))  # type: ignore[arg-type]
-        answer = ChatAnswer(engine, owner.client, request.stream_options, prompt_tokens, _guard(options))
+        counted = await _counted(owner, request, prompt, options)
+        answer = ChatAnswer(engine, owner.client, request.stream_options, counted, _guard(options))
         return Call(prompt, options, bool(request.stream), answer)
 
     async def _completion(self, engine: Engine, owner: Owner, request: CompletionRequest) -> Call:
         prompt, options = completion_call(request, int(engine.limits["max_tokens"]))
         if request.echo and request.logprobs is not None:
             raise bad_request("echo with logprobs is not supported: a prompt's log-probabilities are not kept", "echo")
-        echo, prompt_tokens = "", 0
+        echo = ""
         if request.echo:
             echo = prompt if isinstance(prompt, str) else await owner.client.detokenize(prompt)  # type: ignore[arg-type]
-        if _counts(request):
-            special = {"special_tokens": request.special_tokens}
-            if isinstance(prompt, str):
-                prompt_tokens = await owner.client.count_tokens(prompt, **special)  # type: ignore[arg-type]
-            else:
-                prompt_tokens = len(prompt)
-        answer = CompletionAnswer(engine, owner.client, request.stream_options, prompt_tokens, echo)
+        counted = await _counted(owner, request, prompt, options)
+        answer = CompletionAnswer(engine, owner.client, request.stream_options, counted, echo)
         return Call(prompt, options, bool(request.stream), answer)
 
     async def _response(self, engine: Engine, owner: Owner, request: ResponseRequest) -> Call:
@@ -185,19 +178,16 @@ async def _next(stream: AsyncStream) -> Token | None:
         return None
 
 
-def _counts(request: ChatRequest | CompletionRequest) -> bool:
-    """Whether chunks tell the usage so far, for which the prompt must be counted first."""
-    options = request.stream_options
-    return bool(request.stream and options and options.include_usage and options.continuous_usage_stats)
-
-
-def _template(options: GenerateOptions) -> dict[str, Any]:
-    """Those options that a prompt's ids depend on."""
-    names = ("documents", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-    chosen: dict[str, Any] = {name: options.get(name) for name in names}
-    if options.get("tool_choice") != "none":
-        chosen["tools"] = options.get("tools")
-    return chosen
+async def _counted(
+    owner: Owner, request: ChatRequest | CompletionRequest, prompt: Prompt, options: GenerateOptions
+) -> int:
+    """The prompt's tokens, where chunks tell the usage so far, for which they must be counted first; else 0."""
+    wanted = request.stream_options
+    if not (request.stream and wanted and wanted.include_usage and wanted.continuous_usage_stats):
+        return 0
+    if isinstance(request, CompletionRequest) and not isinstance(prompt, str):
+        return len(prompt)  # its ids
+    return await owner.client.count_tokens(prompt, **prompt_options(options))  # type: ignore[arg-type]
 
 
 def _guard(options: GenerateOptions) -> CallGuard | None:

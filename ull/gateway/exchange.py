@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from ull.gateway.errors import HttpError
+from ull.gateway.events import event
 from ull.gateway.protocol import ABORT
 
 BODIES_IN_MEMORY = 64 << 20  # bytes, of all exchanges together
 JSON_TYPE = b"application/json"
 EVENTS_TYPE = b"text/event-stream; charset=utf-8"
-_json = msgspec.json.Encoder()
 
 
 class HungUp(Exception):
@@ -100,7 +100,7 @@ class Exchange:
 
     async def answer(self, status: int, body: Any, headers: Mapping[str, str] | None = None) -> None:
         """Sends one JSON body."""
-        payload = _json.encode(body)
+        payload = msgspec.json.encode(body)
         more = [(key.encode(), value.encode("latin-1", "replace")) for key, value in (headers or {}).items()]
         await self._start(status, [(b"content-type", JSON_TYPE), (b"content-length", b"%d" % len(payload)), *more])
         await self._put({"type": "http.response.body", "body": payload})
@@ -122,7 +122,7 @@ class Exchange:
             await self.answer(error.status, error.body(), error.headers)
         else:
             self.status = error.status
-            await self.events(b"data: %b\n\n" % _json.encode(error.body()), last=True)
+            await self.events(event(error.body()), last=True)
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.begun, self.status = True, status
@@ -144,6 +144,3 @@ class Exchange:
 
 def _too_large(most: int) -> HttpError:
     return HttpError(413, f"the body has more than {most} bytes, which is more than this engine's context can take")
-
-
-Handler = Callable[[Exchange], Awaitable[None]]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
+
+import msgspec
 
 from ull.client.options import GenerateOptions
 from ull.client.requests import Prompt
 from ull.gateway.bodies import (
     ChatRequest,
     CompletionRequest,
+    FunctionTool,
     Generation,
     Item,
     Message,
@@ -18,7 +21,6 @@ from ull.gateway.bodies import (
     ResponseRequest,
 )
 from ull.gateway.errors import bad_request
-from ull.wire import DRAFTERS
 
 SAME_NAMES = (
     "temperature",
@@ -61,7 +63,7 @@ def chat_call(request: ChatRequest, max_tokens: int) -> tuple[Prompt, GenerateOp
         values["logprobs"] = request.top_logprobs or 0
     elif request.top_logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-    return [message(turn) for turn in request.messages], _given(values)
+    return [_message(turn) for turn in request.messages], cast("GenerateOptions", values)
 
 
 def completion_call(request: CompletionRequest, max_tokens: int) -> tuple[Prompt, GenerateOptions]:
@@ -72,7 +74,7 @@ def completion_call(request: CompletionRequest, max_tokens: int) -> tuple[Prompt
         raise bad_request("suffix is not supported: write the prompt as the model expects it", "suffix")
     values = _sampling(request, max_tokens)
     values |= {"logprobs": request.logprobs, "special_tokens": request.special_tokens}
-    return _plain_prompt(request.prompt), _given(values)
+    return _plain_prompt(request.prompt), cast("GenerateOptions", values)
 
 
 def response_call(request: ResponseRequest, max_tokens: int) -> tuple[Prompt, GenerateOptions]:
@@ -98,24 +100,24 @@ def response_call(request: ResponseRequest, max_tokens: int) -> tuple[Prompt, Ge
             "speculate",
         )
     }
-    values |= {"max_tokens": max_tokens if request.max_output_tokens is None else request.max_output_tokens}
+    values["max_tokens"] = max_tokens if request.max_output_tokens is None else request.max_output_tokens
     values["seed"] = _seed(request.seed)
     form = None if request.text is None else request.text.format
     if form is not None:
         values |= _form(form.type, form.schema, "text.format")
     if request.tools:
-        values |= {"tools": [_function(tool.type, tool) for tool in request.tools]}
+        values["tools"] = [_function(tool) for tool in request.tools]
         values["tool_choice"] = _flat_choice(request.tool_choice)
     items = [Item(role="user", content=request.input)] if isinstance(request.input, str) else request.input
     messages += _turns(items)
     if not messages:
         raise bad_request("input is empty: there is nothing to answer", "input")
-    return messages, _given(values)
+    return messages, cast("GenerateOptions", values)
 
 
-def message(turn: Message) -> dict[str, Any]:
+def _message(turn: Message) -> dict[str, Any]:
     """A turn as the daemon takes it."""
-    values = {
+    return {
         "role": "system" if turn.role == "developer" else turn.role,
         "content": turn.content if not isinstance(turn.content, list) else [_part(part) for part in turn.content],
         "name": turn.name,
@@ -123,7 +125,6 @@ def message(turn: Message) -> dict[str, Any]:
         "tool_call_id": turn.tool_call_id,
         "reasoning_content": turn.reasoning_content,
     }
-    return _given(values)  # type: ignore[return-value]
 
 
 def _sampling(request: Generation, max_tokens: int) -> dict[str, Any]:
@@ -137,8 +138,6 @@ def _sampling(request: Generation, max_tokens: int) -> dict[str, Any]:
     values["stop_ids"] = request.stop_token_ids
     if request.logit_bias:
         values["logit_bias"] = _biases(request.logit_bias)
-    if request.speculate is not None and request.speculate not in DRAFTERS:
-        raise bad_request(f"speculate must be one of {', '.join(DRAFTERS)}", "speculate")
     if request.response_format is not None:
         values |= _response_form(request.response_format)
     return values
@@ -210,19 +209,20 @@ def _turns(items: Sequence[Item]) -> list[dict[str, Any]]:
             else:
                 turns.append({"role": "assistant", "tool_calls": [call]})
         elif item.type == "function_call_output":
-            turns.append(message(Message(role="tool", content=item.output or "", tool_call_id=item.call_id)))
+            turns.append(_message(Message(role="tool", content=item.output or "", tool_call_id=item.call_id)))
         elif item.type in (None, "message") and item.role is not None:
-            turns.append(message(Message(role=item.role, content=item.content)))
+            turns.append(_message(Message(role=item.role, content=item.content)))
         elif item.type != "reasoning":
             raise bad_request(f"input[{index}] is of type {item.type!r}: text and function calls are known", "input")
     return turns
 
 
-def _function(kind: str, tool: Any) -> dict[str, Any]:
-    if kind != "function":
-        raise bad_request(f"tools of type {kind!r} are not supported: functions are", "tools")
-    inner = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
-    return {"type": "function", "function": _given(inner)}
+def _function(tool: FunctionTool) -> dict[str, Any]:
+    """A function as a chat has it: what is said of it in a map of its own."""
+    if tool.type != "function":
+        raise bad_request(f"tools of type {tool.type!r} are not supported: functions are", "tools")
+    inner = msgspec.to_builtins(tool)
+    return {"type": inner.pop("type"), "function": inner}
 
 
 def _flat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
@@ -230,7 +230,3 @@ def _flat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
     if isinstance(choice, dict) and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
     return choice
-
-
-def _given(values: dict[str, Any]) -> GenerateOptions:
-    return {name: value for name, value in values.items() if value is not None}  # type: ignore[return-value]

@@ -11,10 +11,9 @@ from ull.client.protocol import Result, Token
 from ull.gateway.answers import new_id
 from ull.gateway.bodies import ResponseRequest
 from ull.gateway.daemon import Engine
+from ull.gateway.events import event
 from ull.gateway.usage import extras
 from ull.text.call_guard import CallGuard
-
-_json = msgspec.json.Encoder()
 
 
 class ResponseAnswer:
@@ -155,4 +154,4 @@ class ResponseAnswer:
     def _event(self, kind: str, **fields: Any) -> bytes:
         data = {"type": kind, "sequence_number": self._sequence, **fields}
         self._sequence += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _json.encode(data))
+        return event(data, kind)

@@ -47,7 +47,6 @@ class Event(msgspec.Struct):
     interaction_type: str
     response_id: int | None = None
     transcript: list[Utterance] = []
-    timestamp: int | float | None = None
 
 
 class Call:
@@ -84,8 +83,6 @@ class Call:
 
     async def _take(self, event: Event) -> None:
         kind = event.interaction_type
-        if kind == "ping_pong":
-            return
         if kind == "update_only":
             if self._answering is None or self._answering.done():
                 self._conversation.read_ahead(self._messages(event))

@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Unpack, cast
 
 from ull.client.aio import AsyncClient, AsyncStream
-from ull.client.options import GenerateOptions, PromptOptions, ReadOptions
+from ull.client.options import GenerateOptions, ReadOptions, prompt_options
 from ull.client.sessions import AsyncSession
 from ull.errors import ConnectionLost, RequestError, UllError
 
 Messages = Sequence[Mapping[str, Any]]
-_PROMPT_OPTIONS = PromptOptions.__optional_keys__
+_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")  # of a message, that are passed on
 
 
 class _Ahead(NamedTuple):
@@ -64,8 +64,7 @@ class Conversation:
             if self._ahead.messages == heard:
                 return
             self.withdraw()
-        kept = {name: value for name, value in options.items() if name in _PROMPT_OPTIONS}
-        self._wanted = (heard, cast("ReadOptions", {**kept, "add_generation_prompt": False}))
+        self._wanted = (heard, cast("ReadOptions", {**prompt_options(options), "add_generation_prompt": False}))
         if self._reading is None or self._reading.done():
             self._reading = asyncio.ensure_future(self._read())
 
@@ -161,6 +160,14 @@ class Conversation:
                 except RequestError:
                     self._session = None
             return self._session
+
+
+def as_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of OpenAI's form as the daemon takes it: fields that it does not know are left out."""
+    kept = {name: message[name] for name in _FIELDS if message.get(name) is not None}
+    if kept["role"] == "developer":
+        kept["role"] = "system"
+    return kept
 
 
 async def _end(stream: asyncio.Task[AsyncStream]) -> None:

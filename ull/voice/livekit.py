@@ -34,9 +34,7 @@ from ull.client.options import GENERATE_OPTIONS, GenerateOptions, refuse_unknown
 from ull.client.protocol import Result
 from ull.errors import Busy, ConnectionLost, Draining, RequestError, RequestTimeout, UllError
 from ull.text.call_guard import CallGuard
-from ull.voice.conversation import Conversation
-
-_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
+from ull.voice.conversation import Conversation, as_message
 
 
 class LLM(llm.LLM):
@@ -189,9 +187,7 @@ def _messages(chat: llm.ChatContext) -> list[dict[str, Any]]:
     turns, _ = chat.to_provider_format("openai", inject_dummy_user_message=False)
     messages = []
     for turn in turns:
-        message = {name: turn[name] for name in _FIELDS if turn.get(name) is not None}
-        if message["role"] == "developer":
-            message["role"] = "system"
+        message = as_message(turn)
         for part in message["content"] if isinstance(message.get("content"), list) else ():
             if part.get("type") != "text":
                 kind = part.get("type")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -42,7 +42,7 @@ from ull.client.options import GENERATE_OPTIONS, GenerateOptions, refuse_unknown
 from ull.client.protocol import Result
 from ull.errors import RequestTimeout, UllError
 from ull.text.call_guard import CallGuard
-from ull.voice.conversation import Conversation
+from ull.voice.conversation import Conversation, as_message
 
 _SAME_NAMES = ("temperature", "max_tokens", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
 
@@ -104,7 +104,7 @@ class UllLLMService(LLMService[OpenAILLMAdapter]):
         await self._close()
 
     async def start(self, frame: StartFrame) -> None:
-        """Begins; where a conversation has ended before, with a new one."""
+        """Connects before the first turn."""
         await super().start(frame)
         if self._own_client:
             await self._client.__aenter__()
@@ -132,12 +132,10 @@ class UllLLMService(LLMService[OpenAILLMAdapter]):
             await self.stop_processing_metrics()
             await self.push_frame(LLMFullResponseEndFrame())
 
-    def read_ahead(self, messages: Sequence[Mapping[str, Any]], context: LLMContext) -> None:
-        """Has the daemon read messages that are not to be answered yet."""
-        options = self._options({})
-        if tools := self._tools(context):
-            options["tools"] = tools
-        self.conversation.read_ahead(self._whole(messages), **options)
+    async def read_ahead(self, context: LLMContext) -> None:
+        """Has the daemon read a context that is not to be answered yet."""
+        messages, options = await self._call(context)
+        self.conversation.read_ahead(messages, **options)
 
     async def run_inference(
         self,
@@ -217,10 +215,10 @@ class UllLLMService(LLMService[OpenAILLMAdapter]):
             convert_developer_to_user=False,
         )
         options = self._options(params)
-        return [_message(message) for message in params["messages"]], options
+        return [as_message(message) for message in params["messages"]], options
 
     def _options(self, params: Mapping[str, Any]) -> GenerateOptions:
-        """The options that settings and context ask for. Raises RequestError: one of them can be nobody's."""
+        """The options that settings and context ask for."""
         values: dict[str, Any] = {}
         for name in _SAME_NAMES:
             value = getattr(self._settings, name)
@@ -232,16 +230,6 @@ class UllLLMService(LLMService[OpenAILLMAdapter]):
         if "tools" not in values:
             values.pop("tool_choice", None)
         return cast("GenerateOptions", values | self._settings.extra)
-
-    def _tools(self, context: LLMContext) -> list[dict[str, Any]] | None:
-        tools = self.get_llm_adapter().from_standard_tools(context.tools)
-        return tools if isinstance(tools, list) and tools else None
-
-    def _whole(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Messages behind the system instruction, as `_call` has them."""
-        instruction = self._settings.system_instruction
-        first = [{"role": "system", "content": instruction}] if isinstance(instruction, str) and instruction else []
-        return [*first, *(_message(message) for message in messages)]
 
     async def _close(self) -> None:
         await self.conversation.aclose()
@@ -264,19 +252,11 @@ class UllPrefill(FrameProcessor):
         """Looks at a frame, and passes it on."""
         await super().process_frame(frame, direction)
         if isinstance(frame, InterimTranscriptionFrame) and frame.text.strip():
-            before = [message for message in self._context.get_messages() if isinstance(message, Mapping)]
-            heard = {"role": "user", "content": frame.text.strip()}
-            self._service.read_ahead([*before, heard], self._context)
+            heard: Any = {"role": "user", "content": frame.text.strip()}
+            before = self._context
+            so_far = LLMContext([*before.get_messages(), heard], tools=before.tools, tool_choice=before.tool_choice)
+            await self._service.read_ahead(so_far)
         await self.push_frame(frame, direction)
-
-
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message of OpenAI's form as the daemon takes it: fields that it does not know are left out."""
-    known = ("role", "content", "name", "tool_calls", "tool_call_id")
-    kept = {name: message[name] for name in known if message.get(name) is not None}
-    if kept["role"] == "developer":
-        kept["role"] = "system"
-    return kept
 
 
 __all__ = ["UllLLMService", "UllLLMSettings", "UllPrefill"]

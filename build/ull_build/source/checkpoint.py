@@ -76,6 +76,13 @@ class Shard:
             self._map.close()
 
 
+def widened(raw: NDArray[Any]) -> NDArray[np.float32]:
+    """Stored values (BF16 as uint16) as float32, in memory of their own: nothing is lost."""
+    if raw.dtype == np.uint16:
+        return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return raw.astype(np.float32)
+
+
 class Checkpoint:
     """An opened checkpoint: `architecture`, and `tensors` by their Hugging Face names. A context manager.
 
@@ -147,10 +154,7 @@ class Checkpoint:
 
     def _floats(self, name: str, raw: NDArray[Any], first_row: int) -> NDArray[np.float32]:
         """Widens raw values to float32, which loses nothing, and checks that they are finite."""
-        if raw.dtype == np.uint16:
-            values = (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        else:
-            values = raw.astype(np.float32)
+        values = widened(raw)
         if name not in self._checked and values.size and not np.isfinite([values.min(), values.max()]).all():
             place = np.argwhere(~np.isfinite(values))[0]
             bad = values[tuple(place)]

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ull.errors import CheckpointError
-from ull_build.source.checkpoint import FLOAT_DTYPES, Checkpoint, Shard, expected_shapes
-from ull_build.source.lora_config import CONFIG_FILE, LoraConfig, read_lora_config
+from ull_build.source.checkpoint import FLOAT_DTYPES, Checkpoint, Shard, expected_shapes, widened
+from ull_build.source.lora_config import CONFIG_FILE, MERGE, LoraConfig, read_lora_config
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -28,7 +27,6 @@ _SAVED = ".modules_to_save"  # older versions of PEFT leave it in the names of w
 # The two factors of a linear layer and of the embedding, whose A and B are those of its transpose.
 _LINEAR = (".lora_A.weight", ".lora_B.weight")
 _EMBEDDED = (".lora_embedding_A", ".lora_embedding_B")
-_MERGE = "merge it with PEFT (merge_and_unload) and build the checkpoint that gives"
 _AGAIN = "get the adapter's files again"
 
 
@@ -172,10 +170,10 @@ class _Reading:
     def _sort(self, name: str, factors: dict[str, dict[str, str]], whole: dict[str, str]) -> None:
         """Puts a tensor where it belongs, or says why there is no place for it."""
         if not name.startswith(_PREFIX):
-            raise self._wrong(name, f"tensor {name!r} does not begin with {_PREFIX!r}, as PEFT's do; {_MERGE}")
+            raise self._wrong(name, f"tensor {name!r} does not begin with {_PREFIX!r}, as PEFT's do; {MERGE}")
         own = name.removeprefix(_PREFIX)
         if "lora_magnitude_vector" in own:
-            raise self._wrong(name, f"tensor {name!r} is DoRA's, which ull does not merge; {_MERGE}")
+            raise self._wrong(name, f"tensor {name!r} is DoRA's, which ull does not merge; {MERGE}")
         suffix = next((end for end in (*_LINEAR, *_EMBEDDED) if own.endswith(end)), None)
         if suffix is not None:
             module = own.removesuffix(suffix)
@@ -184,7 +182,7 @@ class _Reading:
                     name, f"tensor {name!r} is for a module that the model does not have; {self._bases()}"
                 )
             if (module == EMBEDDING) != (suffix in _EMBEDDED) or len(self._shapes.get(f"{module}.weight", (0, 0))) != 2:
-                raise self._wrong(name, f"tensor {name!r} is of a kind that {module} does not have; {_MERGE}")
+                raise self._wrong(name, f"tensor {name!r} is of a kind that {module} does not have; {MERGE}")
             factors.setdefault(module, {})[suffix] = name
             return
         target = own.replace(f"{_SAVED}.", ".").replace(".base_layer.", ".")
@@ -192,7 +190,7 @@ class _Reading:
             what = "is none of LoRA's, and" if "lora_" in own else "is for a module that"
             raise self._wrong(name, f"tensor {name!r} {what} the model does not have; {self._bases()}")
         if target.endswith(".bias"):
-            raise self._wrong(name, f"tensor {name!r} changes a bias, which ull does not merge; {_MERGE}")
+            raise self._wrong(name, f"tensor {name!r} changes a bias, which ull does not merge; {MERGE}")
         if target in whole:
             raise self._wrong(name, f"tensors {whole[target]!r} and {name!r} are both for {target}; {_AGAIN}")
         whole[target] = name
@@ -214,7 +212,7 @@ class _Reading:
             reason = f"it has no tensors for {module}, which `target_modules` names; {_AGAIN}"
             raise self._wrong("target_modules", reason)
         if self._tied and (tied := sorted(found & {EMBEDDING, HEAD})):
-            reason = f"`target_modules` names {tied[0]}, but the model ties its embedding and lm_head; {_MERGE}"
+            reason = f"`target_modules` names {tied[0]}, but the model ties its embedding and lm_head; {MERGE}"
             raise self._wrong("target_modules", reason)
 
     def _update(self, module: str, parts: dict[str, str]) -> Update:
@@ -249,7 +247,7 @@ class _Reading:
             found = self._shard.entries[name].shape
             if found != shape:
                 grown = target in (f"{EMBEDDING}.weight", f"{HEAD}.weight") and found[1:] == shape[1:]
-                remedy = f"its vocabulary was resized: {_MERGE}" if grown else self._bases()
+                remedy = f"its vocabulary was resized: {MERGE}" if grown else self._bases()
                 reason = f"tensor {name!r} has the shape {list(found)}, this model's {target} has {list(shape)}"
                 raise self._wrong(name, f"{reason}; {remedy}")
             replaced[target] = self._floats(name)
@@ -264,19 +262,15 @@ class _Reading:
                 for one in (first, second)
             ):
                 reason = "it brings an embedding or lm_head of its own (`modules_to_save`), and the model ties the two"
-                raise self._wrong("modules_to_save", f"{reason}; {_MERGE}")
+                raise self._wrong("modules_to_save", f"{reason}; {MERGE}")
         return replaced
 
     def _floats(self, name: str) -> NDArray[np.float32]:
         """A tensor as float32, in memory of its own; finite."""
         dtype = self._shard.entries[name].dtype
         if dtype not in FLOAT_DTYPES:
-            raise self._wrong(name, f"tensor {name!r} is {dtype}; supported: {', '.join(FLOAT_DTYPES)}; {_MERGE}")
-        raw: NDArray[Any] = self._shard.raw(name)
-        if raw.dtype == np.uint16:
-            values = (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        else:
-            values = raw.astype(np.float32)
+            raise self._wrong(name, f"tensor {name!r} is {dtype}; supported: {', '.join(FLOAT_DTYPES)}; {MERGE}")
+        values = widened(self._shard.raw(name))
         if not np.isfinite(values).all():
             place = np.argwhere(~np.isfinite(values))[0].tolist()
             raise self._wrong(name, f"tensor {name!r} has the value {values[tuple(place)]} at {place}; {_AGAIN}")

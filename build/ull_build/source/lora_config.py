@@ -15,7 +15,7 @@ from ull_build.source.checkpoint import read_json
 CONFIG_FILE = "adapter_config.json"
 ALL_LINEAR = "all-linear"
 
-_MERGE = "merge it with PEFT (merge_and_unload) and build the checkpoint that gives"
+MERGE = "merge it with PEFT (merge_and_unload) and build the checkpoint that gives"
 # Ways to begin that leave the model's own weights as they are. The others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) do not.
 _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 # Keys with the values that change nothing, and what anything else is called.
@@ -81,16 +81,16 @@ def read_lora_config(path: Path) -> LoraConfig:
     values = read_json(path)
     kind = values.get("peft_type")
     if kind != "LORA":
-        raise _wrong(path, "peft_type", f"is {kind!r}; ull merges LoRA alone: {_MERGE}")
+        raise _wrong(path, "peft_type", f"is {kind!r}; ull merges LoRA alone: {MERGE}")
     for key, what in _MUST_BE.items():
         if values.get(key) not in (None, False, [], {}):
-            raise _wrong(path, key, f"asks for {what}, which ull does not merge; {_MERGE}")
+            raise _wrong(path, key, f"asks for {what}, which ull does not merge; {MERGE}")
     if values.get("bias", "none") != "none":
-        raise _wrong(path, "bias", f"is {values['bias']!r}: trained biases are not merged; {_MERGE}")
+        raise _wrong(path, "bias", f"is {values['bias']!r}: trained biases are not merged; {MERGE}")
     beginning = values.get("init_lora_weights", True)
     if beginning not in _PLAIN_BEGINNINGS:
         reason = f"is {beginning!r}, which changes the model's own weights too"
-        raise _wrong(path, "init_lora_weights", f"{reason}; {_MERGE}")
+        raise _wrong(path, "init_lora_weights", f"{reason}; {MERGE}")
     base = values.get("base_model_name_or_path")
     layers = values.get("layers_to_transform")
     patterns = values.get("layers_pattern")
