@@ -127,3 +127,23 @@ def shared_daemon(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -
         yield daemon
         assert daemon.stop() == 0
         daemon.check_log()
+
+
+@pytest.fixture(scope="module")
+def gateway(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """`ull-gateway` in front of the shared daemon."""
+    from gateways import Gateway
+
+    with Gateway(shared_daemon.url, tmp_path_factory.mktemp("gateway")) as gateway:
+        yield gateway
+
+
+@pytest.fixture(scope="module")
+def drafting(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """`ull-gateway` in front of a daemon that drafts in every round, whatever it brings."""
+    from gateways import Gateway
+
+    home = tmp_path_factory.mktemp("drafting")
+    settings = ["--set=speculation.adaptive=false", "--set=speculation.default=eagle"]
+    with Daemon(tiny_bundle, directory=home, arguments=settings) as daemon, Gateway(daemon.url, home) as gateway:
+        yield gateway

@@ -1,32 +1,15 @@
 """NVIDIA's AIPerf against the gateway: what it counts is what was served, and its figures are there."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from conftest import Daemon
 from gateways import Gateway
 from load_generators import TOKENIZER, run_tool, tool
 
 AIPERF = tool("aiperf")
 REQUESTS, WARM_UP, TOKENS = 6, 2, 16
-
-
-@pytest.fixture(scope="module")
-def gateway(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with Gateway(shared_daemon.url, tmp_path_factory.mktemp("gateway")) as gateway:
-        yield gateway
-
-
-@pytest.fixture(scope="module")
-def drafting(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """In front of a daemon that drafts in every round, whatever it brings."""
-    home = tmp_path_factory.mktemp("drafting")
-    settings = ["--set=speculation.adaptive=false", "--set=speculation.default=eagle"]
-    with Daemon(tiny_bundle, directory=home, arguments=settings) as daemon, Gateway(daemon.url, home) as gateway:
-        yield gateway
 
 
 class Profile:

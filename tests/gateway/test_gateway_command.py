@@ -1,7 +1,6 @@
 """`ull-gateway` from its command line: keys, wrong usage, how it ends."""
 
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -10,22 +9,11 @@ import pytest
 
 from conftest import Daemon
 from gateways import Gateway
+from processes import gateway
 from ull.errors import ConfigError
 from ull.gateway.keys import Keys, new_key
-from ull.spawn import python_command, python_environment
 
 CHAT: list = [{"role": "user", "content": "Open the file."}]  # type: ignore[type-arg]
-
-
-def gateway(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*python_command("ull.gateway"), *arguments],
-        env=python_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize(
@@ -59,11 +47,11 @@ def test_a_port_that_is_taken_is_named(shared_daemon: Daemon, tmp_path: Path) ->
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_well(shared_daemon: Daemon, tmp_path: Path, number: int) -> None:
-    gateway = Gateway(shared_daemon.url, tmp_path)
-    gateway.process.send_signal(number)
-    assert gateway.process.wait(60) == 0
-    assert gateway.log_path.read_text(encoding="utf-8") == ""
-    gateway.stop()
+    served = Gateway(shared_daemon.url, tmp_path)
+    served.process.send_signal(number)
+    assert served.process.wait(60) == 0
+    assert served.log_path.read_text(encoding="utf-8") == ""
+    served.stop()
 
 
 def test_only_those_with_a_key_are_served(shared_daemon: Daemon, tmp_path: Path) -> None:

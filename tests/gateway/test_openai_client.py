@@ -17,12 +17,6 @@ PROMPT = "def read_lines(path):\n"
 
 
 @pytest.fixture(scope="module")
-def gateway(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with Gateway(shared_daemon.url, tmp_path_factory.mktemp("gateway")) as gateway:
-        yield gateway
-
-
-@pytest.fixture(scope="module")
 def client(gateway: Gateway) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=gateway.openai, api_key="none", max_retries=0, timeout=60) as client:
         yield client

@@ -33,12 +33,6 @@ START = 50 * MS
 
 
 @pytest.fixture(scope="module")
-def gateway(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with Gateway(shared_daemon.url, tmp_path_factory.mktemp("gateway")) as gateway:
-        yield gateway
-
-
-@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
@@ -70,6 +64,15 @@ class Page:
 
     def open(self) -> None:
         self.tab.goto(f"{self.base}/")
+
+    def begin(self, prompt: str) -> None:
+        """Opens the page and asks for an answer that goes on until it is stopped; returns once it has begun."""
+        self.open()
+        self.shows("model", "tiny")
+        self.tab.fill("#max-tokens", "8000")
+        self.tab.focus("#prompt")
+        self.type(prompt, "Control+Enter")
+        self.shows("status", "Answering")
 
     def shows(self, name: str, text: str) -> None:
         playwright.expect(self.tab.locator(f"#{name}")).to_contain_text(re.compile(text), timeout=PATIENCE_MS)
@@ -231,12 +234,7 @@ def test_who_types_reads_or_sets_something_meanwhile_is_left_to_it(browser: Any,
     daemon = spawn(script={"tokens": [65], "round_ns": 10_000_000, "context": 9000})
     with Gateway(daemon.url, tmp_path) as gateway:
         page = Page(browser, gateway.base, viewport={"width": 420, "height": 400})
-        page.open()
-        page.shows("model", "tiny")
-        page.tab.fill("#max-tokens", "8000")
-        page.tab.focus("#prompt")
-        page.type("Go on.", "Control+Enter")
-        page.shows("status", "Answering")
+        page.begin("Go on.")
         page.type("Control+A", "My next thought.")
         output = page.tab.locator("#output")
         at_end = "e => e.scrollTop > 100 && e.scrollTop + e.clientHeight >= e.scrollHeight - 40"
@@ -257,12 +255,7 @@ def test_a_gateway_that_dies_amid_an_answer_takes_nothing_with_it(browser: Any, 
     daemon = spawn(script={"tokens": [65], "round_ns": 10_000_000, "context": 9000})
     gateway = Gateway(daemon.url, tmp_path)
     page = Page(browser, gateway.base)
-    page.open()
-    page.shows("model", "tiny")
-    page.tab.fill("#max-tokens", "8000")
-    page.tab.focus("#prompt")
-    page.type("Go on.", "Control+Enter")
-    page.shows("status", "Answering")
+    page.begin("Go on.")
     gateway.process.kill()
     gateway.stop()
     page.shows("error", "The connection was lost before the answer had ended.")
@@ -276,12 +269,7 @@ def test_escape_stops_an_answer_and_the_daemon_hears_of_it(browser: Any, spawn: 
     daemon = spawn(script={"tokens": [65], "round_ns": 20_000_000, "context": 9000})
     with Gateway(daemon.url, tmp_path) as gateway:
         page = Page(browser, gateway.base)
-        page.open()
-        page.shows("model", "tiny")
-        page.tab.fill("#max-tokens", "8000")
-        page.tab.focus("#prompt")
-        page.type("Go on for ever.", "Control+Enter")
-        page.shows("status", "Answering")
+        page.begin("Go on for ever.")
         page.type("Escape")
         page.shows("status", "Stopped. What had come stays.")
         assert page.tab.locator(".turn.assistant").text_content()

@@ -1,30 +1,35 @@
-"""`ull` and `ulld`, each run to its end in a process of its own."""
+"""`ull`, `ulld` and `ull-gateway`, each run to its end in a process of its own."""
 
 import subprocess
+from typing import Any
 
 from ull.spawn import python_command, python_environment
 
+Completed = subprocess.CompletedProcess[str]
 
-def ull(*arguments: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
+
+def ull(*arguments: str, stdin: str = "") -> Completed:
     """Runs ull to its end in a process of its own."""
-    return subprocess.run(
-        [*python_command("ull.cli"), *arguments],
-        env=python_environment(),
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    return _run("ull.cli", arguments, 100, input=stdin)
 
 
-def ulld(*arguments: str) -> subprocess.CompletedProcess[str]:
+def ulld(*arguments: str) -> Completed:
     """Runs ulld to its end."""
+    return _run("ull.daemon", arguments, 60)
+
+
+def gateway(*arguments: str) -> Completed:
+    """Runs ull-gateway to its end."""
+    return _run("ull.gateway", arguments, 120)
+
+
+def _run(module: str, arguments: tuple[str, ...], timeout: float, **options: Any) -> Completed:
     return subprocess.run(
-        [*python_command("ull.daemon"), *arguments],
+        [*python_command(module), *arguments],
         env=python_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=timeout,
         check=False,
+        **options,
     )
