@@ -391,7 +391,8 @@ def _describe(
 def _provenance(inputs: _Inputs) -> Provenance:
     settings, hub = inputs.settings, inputs.hub
     name = settings.model.resolve().name if "model" not in hub else settings.from_hub["model"].repository
-    return inputs.sources.provenance(name, settings.recipe, ull.__version__, hub)
+    provenance = inputs.sources.provenance(name, settings.recipe, ull.__version__, hub)
+    return msgspec.structs.replace(provenance, fp8_source=inputs.checkpoint.fp8_source)
 
 
 def compile_for(

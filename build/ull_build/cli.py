@@ -260,6 +260,8 @@ def print_summary(result: BuildResult) -> None:
     size = sum(entry.bytes for entry in manifest.files.values())
     table.add_row("size", format_amount(size, "bytes"))
     table.add_row("precision", f"{manifest.precision.weights}, lm_head {manifest.precision.lm_head}")
+    if (fp8_source := manifest.provenance.fp8_source) is not None:
+        table.add_row("source's weights", fp8_source.describe(manifest.precision.weights))
     table.add_row("drafters", describe_speculation(manifest))
     if parts := device_parts(manifest):
         table.add_row("kernels", f"{sum(len(part.code.kernels()) for part in parts)} for {manifest.target}")

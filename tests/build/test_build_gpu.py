@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import head_tensors, write_checkpoint
-from device_bundles import build_with_stubs, read_weights, write_stubs
+from device_bundles import build_with_stubs, write_stubs
 from manifests import read_manifest_json, write_manifest_json
 from ull.bundle import DEVICE_ALIGNMENT, DEVICE_INTERFACE, DEVICE_KERNELS, Bundle, Precision, open_bundle
 from ull.commands import inspect
@@ -37,6 +37,7 @@ from ull_build.tensorrt.weights import SegmentWeights
 from ull_build.weights.pack_cpu import unpack_tiles
 from ull_build.weights.pack_gpu import kv_scales, pack_blocks, unpack_blocks
 from ull_build.weights.quantise import round_to_bf16, scale_rows, unscale_rows
+from weights_files import read_weights
 
 DIMENSIONS = {"head_dim": 32, "hidden_size": 96, "intermediate_size": 100, "num_attention_heads": 4, "vocab_size": 333}
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from checkpoints import write_checkpoint
-from device_bundles import read_weights, write_stubs
+from device_bundles import write_stubs
 from manifests import change_manifest, read_manifest_json, write_manifest_json
 from recording_driver import Launched, RecordingDriver
 from ull.bundle import DEVICE_KERNELS, Bundle, Precision, open_bundle
@@ -27,6 +27,7 @@ from ull_build.build import build
 from ull_build.code import kernels
 from ull_build.settings import Settings
 from ull_build.source.drafters import SpeculationSettings
+from weights_files import read_weights
 
 TARGET = {"head_dim": 32, "hidden_size": 96, "num_attention_heads": 4, "vocab_size": 333}
 DRAFT = TARGET | {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}

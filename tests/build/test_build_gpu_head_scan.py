@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from checkpoints import write_checkpoint
-from device_bundles import read_weights, write_stubs
+from device_bundles import write_stubs
 from ull.bundle import DEVICE_KERNELS, HEAD_SCAN_KERNELS, Precision, open_bundle
 from ull.commands import inspect
 from ull.errors import RecipeError
@@ -21,6 +21,7 @@ from ull_build.recipe import make_recipe
 from ull_build.settings import Settings, settings_from_recipe
 from ull_build.weights.head_scan import scan_rows
 from ull_build.weights.pack_gpu import unpack_blocks
+from weights_files import read_weights
 
 DIMENSIONS = {"head_dim": 32, "hidden_size": 96, "intermediate_size": 100, "num_attention_heads": 4, "vocab_size": 333}
 GPU = {"model": "m", "name": "n", "output": "x.ull", "target": "sm_90a", "lm_head_scan": True}

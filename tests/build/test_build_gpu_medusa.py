@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from checkpoints import head_tensors, write_checkpoint
-from device_bundles import read_weights, write_stubs
+from device_bundles import write_stubs
 from recording_driver import RecordingDriver
 from ull.bundle import DEVICE_KERNELS, MEDUSA_KERNELS, Bundle, Precision, open_bundle
 from ull.commands import inspect
@@ -25,6 +25,7 @@ from ull_build.settings import Settings
 from ull_build.source.drafters import SpeculationSettings
 from ull_build.weights.pack_gpu import unpack_blocks
 from ull_build.weights.quantise import round_to_bf16
+from weights_files import read_weights
 
 HIDDEN, VOCABULARY = 96, 333
 DIMENSIONS = {"head_dim": 32, "hidden_size": HIDDEN, "num_attention_heads": 4, "vocab_size": VOCABULARY}

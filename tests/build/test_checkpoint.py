@@ -171,7 +171,6 @@ def test_special_tokens_are_merged_from_both_configs() -> None:
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures", "not supported"),
         ("llama", {"architectures": ..., "model_type": "gpt2"}, "model_type", "'gpt2' is not supported"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act", "'gelu' is not supported; supported: 'silu'"),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "original bf16"),
         ("llama", {"num_local_experts": 8}, "num_local_experts", "mixture-of-experts"),
         ("qwen3", {"num_experts": 128}, "num_experts", "mixture-of-experts"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor", "whole head"),

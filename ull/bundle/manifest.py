@@ -321,6 +321,35 @@ class SourceFiles(Struct, frozen=True, forbid_unknown_fields=True):
         _require(self.sha256 == listing_sha256(self.files), "`sha256` is not that of `files`")
 
 
+class Fp8Source(Struct, frozen=True, forbid_unknown_fields=True):
+    """A checkpoint whose linear weights were FP8 already.
+
+    `method` made them, with a scale for each of `granularity`: "tensor", "channel" or "block", or several of them. Of
+    the `rows` of these `weights` the bundle has so many as they were, `kept`: the same codes and the same scale.
+    """
+
+    method: Annotated[str, Meta(min_length=1)]
+    granularity: Annotated[str, Meta(min_length=1)]
+    weights: Annotated[int, Meta(ge=1)]
+    rows: Annotated[int, Meta(ge=1)]
+    kept: Annotated[int, Meta(ge=0)]
+
+    def __post_init__(self) -> None:
+        _require(self.kept <= self.rows, "`kept` must not exceed `rows`")
+
+    def describe(self, stored: str) -> str:
+        """What became of them in an engine whose weights are `stored` as "fp8" or "bf16", for people."""
+        if stored != "fp8":
+            fate = f"rounded to {stored}"
+        elif self.kept == self.rows:
+            fate = "kept as they are"
+        elif self.kept == 0:
+            fate = "quantised again"
+        else:
+            fate = f"{self.kept / self.rows:.1%} of the rows kept as they are, the others quantised again"
+        return f"{self.weights} FP8 weights ({self.method}, {self.granularity}), {fate}"
+
+
 FromHub = Literal["model", "lora", "medusa", "draft", "eagle", "dflash"]  # what may come from there
 
 
@@ -328,7 +357,8 @@ class Provenance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     """Where the weights came from: `source` is the checkpoint's directory, without its path.
 
     `source_files` are the files of the checkpoint that the build has read, with their SHA-256: config.json,
-    generation_config.json, the weights' index, every safetensors file, and the tokenizer's files that the bundle holds.
+    generation_config.json, the weights' index, ModelOpt's hf_quant_config.json, every safetensors file, and the
+    tokenizer's files that the bundle holds.
     `source_sha256` covers them all, see `listing_sha256`. Weights that were made up have neither.
     """
 
@@ -340,6 +370,7 @@ class Provenance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     drafters: dict[StoredDrafter, SourceFiles] = {}  # the checkpoints of what drafts
     lora: SourceFiles | None = None  # the LoRA adapter that was merged into the weights
     hub: dict[FromHub, str] = {}  # what came from the Hugging Face Hub: "ORG/NAME@COMMIT"
+    fp8_source: Fp8Source | None = None  # None: the checkpoint's weights were not quantised
 
     def __post_init__(self) -> None:
         expected = listing_sha256(self.source_files) if self.source_files else None

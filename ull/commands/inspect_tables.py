@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from ull.bundle import DflashHead, EagleHead, Forward, Manifest, Model, Plans, Provenance, Quality, device_parts
+from ull.bundle import DflashHead, EagleHead, Forward, Manifest, Model, Plans, Quality, device_parts
 
 MIB = 1 << 20
 
@@ -114,16 +114,19 @@ def _rows(manifest: Manifest, parameters: int) -> list[tuple[str, str]]:
                 f"{worst.relative_error:.3%} ({worst.name})" if worst and worst.relative_error else "none",
             ),
         ]
-    rows += _calibration_rows(manifest) + _activation_rows(manifest) + _source_rows(manifest.provenance)
+    rows += _calibration_rows(manifest) + _activation_rows(manifest) + _source_rows(manifest)
     rows.append(("built", f"{manifest.created} by ull {manifest.provenance.builder_version}"))
     return rows
 
 
-def _source_rows(provenance: Provenance) -> list[tuple[str, str]]:
+def _source_rows(manifest: Manifest) -> list[tuple[str, str]]:
     """What the weights were read from, and what drafts."""
+    provenance = manifest.provenance
     rows = [("source", provenance.hub.get("model", provenance.source))]
     if provenance.source_files:
         rows.append(("source's files", " ".join(provenance.source_files)))
+    if provenance.fp8_source is not None:
+        rows.append(("source's weights", provenance.fp8_source.describe(manifest.precision.weights)))
     rows += [(f"{kind} from", found) for kind, found in provenance.hub.items() if kind != "model"]
     if provenance.lora is not None:
         rows.append(("LoRA adapter's files", " ".join(provenance.lora.files)))

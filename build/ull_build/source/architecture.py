@@ -14,7 +14,6 @@ import msgspec
 from ull.bundle import Model
 from ull.errors import CheckpointError
 from ull_build.source.config_fields import Fields, short
-from ull_build.source.foreign import QUANTISED
 from ull_build.source.rope import WHOLE_HEAD, read_rope, rope_notes
 
 ARCHITECTURES = {
@@ -26,8 +25,6 @@ ARCHITECTURES = {
 
 # Fields that change the maths in a way that no supported architecture has. A value listed as harmless is let through.
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
-    "compression_config": (None,),
     "num_experts": (None, 0, 1),
     "num_local_experts": (None, 0, 1),
     "n_routed_experts": (None, 0),
@@ -41,8 +38,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "use_mrope": (None, False),
 }
 _REFUSED_MEANING = {
-    "quantization_config": QUANTISED,
-    "compression_config": QUANTISED,
     "num_experts": "mixture-of-experts models are not supported",
     "num_local_experts": "mixture-of-experts models are not supported",
     "n_routed_experts": "mixture-of-experts models are not supported",

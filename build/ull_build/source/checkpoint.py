@@ -6,10 +6,6 @@ Every pass over a tensor also checks that it is finite.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import mmap
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +13,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import Model, TensorEntry, read_tensor_file
+from ull.bundle import Fp8Source, Model, TensorEntry
 from ull.errors import CheckpointError
 from ull_build.source.architecture import Architecture, parse_config
+from ull_build.source.files import (
+    CONFIG_FILE,
+    FLOAT_DTYPES,
+    FP8_DTYPE,
+    GENERATION_FILE,
+    INDEX_FILE,
+    Shard,
+    read_json,
+    unreadable,
+    widened,
+)
 from ull_build.source.foreign import (
     quantised_tensor,
     why_no_checkpoint,
@@ -27,12 +34,20 @@ from ull_build.source.foreign import (
     why_no_weights,
     why_quantised,
 )
+from ull_build.source.quantised import (
+    Fp8Scales,
+    Quantisation,
+    is_scale,
+    is_unused,
+    not_stored,
+    read_quantisation,
+    split_stored,
+    weight_of,
+)
 
-CONFIG_FILE = "config.json"
-GENERATION_FILE = "generation_config.json"
-INDEX_FILE = "model.safetensors.index.json"
-FLOAT_DTYPES = ("BF16", "F16", "F32")
 BLOCK_ELEMENTS = 1 << 18  # per block of rows: 1 MB in float32, so that a block and its copies stay in a core's cache
+
+AGAIN = "download the checkpoint again"
 
 _HARMLESS_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old versions of transformers saved
 
@@ -40,47 +55,6 @@ _HARMLESS_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old versions of t
 def block_rows(columns: int) -> int:
     """Rows of a block of a tensor with so many columns: a multiple of 32."""
     return max(32, BLOCK_ELEMENTS // columns // 32 * 32)
-
-
-class Shard:
-    """One memory-mapped safetensors file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self.entries = read_tensor_file(path)
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path} is missing; download the checkpoint again", field=path.name) from error
-        except OSError as error:
-            raise unreadable(path, error) from error
-        except ValueError as error:
-            raise CheckpointError(f"{path} {error}", field=path.name) from error
-
-    def raw(self, name: str) -> NDArray[Any]:
-        """The tensor as a view of the file: uint16 bits for BF16, else its own type."""
-        entry = self.entries[name]
-        dtype = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "I32": "<i4", "I64": "<i8"}[entry.dtype]
-        count = entry.nbytes // np.dtype(dtype).itemsize
-        return np.frombuffer(self._map, dtype, count, entry.offset).reshape(entry.shape)
-
-    def release(self, name: str, start: int, stop: int) -> None:
-        """Lets the kernel drop the pages of bytes [start, stop) of the tensor from this process."""
-        first = (self.entries[name].offset + start) // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_DONTNEED, first, self.entries[name].offset + stop - first)
-
-    def close(self) -> None:
-        # While an exception is on its way its frames may still hold views; the map then goes with the last of them.
-        with contextlib.suppress(BufferError):
-            self._map.close()
-
-
-def widened(raw: NDArray[Any]) -> NDArray[np.float32]:
-    """Stored values (BF16 as uint16) as float32, in memory of their own: nothing is lost."""
-    if raw.dtype == np.uint16:
-        return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return raw.astype(np.float32)
 
 
 class Checkpoint:
@@ -95,16 +69,22 @@ class Checkpoint:
         if (reason := _why_refused(directory)) is not None:
             raise CheckpointError(reason, field=str(directory))
         config = read_json(directory / CONFIG_FILE)
+        self.quantisation: Quantisation | None = read_quantisation(config, directory)
         generation_path = directory / GENERATION_FILE
         generation = read_json(generation_path) if generation_path.exists() else {}
         self.architecture: Architecture = parse_config(config, generation, context)
         self.shards: list[Shard] = []
         self._shard_of: dict[str, Shard] = {}
         self._checked: set[str] = set()
+        self._scales: dict[str, Fp8Scales] = {}  # of FP8 weights, by the weight's name
+        self._scale_of: dict[str, tuple[Shard, str]] = {}  # likewise
+        self._unused_scales = 0
+        self.kept_rows: dict[str, int] = {}  # of FP8 weights that were read with `fp8_rows`
         self.on_read: Callable[[str], None] | None = None  # told a shard's name whenever a tensor of it is read
         try:
             self._open_shards()
             self._check_tensors()
+            self._read_scales()
         except BaseException:
             self.close()
             raise
@@ -120,7 +100,37 @@ class Checkpoint:
     @property
     def notes(self) -> list[str]:
         """What people should know of it, a line each."""
-        return list(self.architecture.notes)
+        notes = list(self.architecture.notes)
+        if self.quantisation is not None and self._scales:
+            notes.append(
+                f"{len(self._scales)} weights are FP8 already ({self.quantisation.method}, {self.granularity}): in an "
+                "fp8 engine rows with one scale stay as they are, others are quantised again"
+            )
+        if self._unused_scales:
+            notes.append(
+                f"{self._unused_scales} scales of activations, keys and values have no use: ull computes in 16 bits, "
+                "and where FP8 holds other things than weights it measures their range"
+            )
+        return notes
+
+    @property
+    def fp8_source(self) -> Fp8Source | None:
+        """What was FP8 already, and how much of it has been kept so far; None where nothing was."""
+        if self.quantisation is None or not self._scales:
+            return None
+        rows = sum(entry.shape[0] for entry in self.fp8_weights.values())
+        kept = sum(self.kept_rows.values())
+        return Fp8Source(self.quantisation.method, self.granularity, len(self._scales), rows, kept)
+
+    @property
+    def granularity(self) -> str:
+        """What its FP8 weights have a scale for: "tensor", "channel" or "block", or several of them."""
+        return "+".join(sorted({scales.granularity for scales in self._scales.values()}))
+
+    @property
+    def fp8_weights(self) -> dict[str, TensorEntry]:
+        """The weights that are FP8 already, by name."""
+        return {name: self._shard_of[name].entries[name] for name in self._scales}
 
     @property
     def is_bf16(self) -> bool:
@@ -147,6 +157,24 @@ class Checkpoint:
             shard.release(name, start * row_bytes, start * row_bytes + block.nbytes)
         self._checked.add(name)
 
+    def fp8_rows(self, name: str) -> Iterator[NDArray[np.uint8]]:
+        """A matrix in blocks like those of `blocks`, as far as it is FP8 that a bundle can hold as it is.
+
+        See `Fp8Scales.stored`; `split_stored` takes them apart. Whoever reads them reads `blocks` first, which checks
+        the values.
+        """
+        raw = self._shard_of[name].raw(name)
+        rows, kept, scales = block_rows(raw.shape[1]), 0, self._scales.get(name)
+        for start in range(0, len(raw), rows):
+            block = raw[start : start + rows]
+            if scales is None:
+                yield not_stored(*block.shape)
+                continue
+            stored = scales.stored(block, start)
+            kept += int(np.count_nonzero(split_stored(stored)[1]))
+            self.kept_rows[name] = kept
+            yield stored
+
     def vector(self, name: str) -> NDArray[np.float32]:
         """A 1-D tensor (norm or bias) as float32."""
         [values] = self.blocks(name)
@@ -154,7 +182,8 @@ class Checkpoint:
 
     def _floats(self, name: str, raw: NDArray[Any], first_row: int) -> NDArray[np.float32]:
         """Widens raw values to float32, which loses nothing, and checks that they are finite."""
-        values = widened(raw)
+        scales = self._scales.get(name)
+        values = widened(raw) if scales is None else scales.floats(raw, first_row)
         if name not in self._checked and values.size and not np.isfinite([values.min(), values.max()]).all():
             place = np.argwhere(~np.isfinite(values))[0]
             bad = values[tuple(place)]
@@ -169,6 +198,8 @@ class Checkpoint:
     def files(self) -> list[str]:
         """The names of the files that make up the model: configuration, weights and their index."""
         extra = [name for name in (GENERATION_FILE, INDEX_FILE) if (self.directory / name).exists()]
+        if self.quantisation is not None and self.quantisation.file != CONFIG_FILE:
+            extra.append(self.quantisation.file)
         return [CONFIG_FILE, *extra, *(shard.path.name for shard in self.shards)]
 
     def close(self) -> None:
@@ -209,8 +240,9 @@ class Checkpoint:
             if Path(name).name != name:
                 raise CheckpointError(f"{index} names a shard outside of its directory: {name!r}", field=index.name)
             self._add_shard(self.directory / name)
+        held = {shard.path.name: shard.entries.keys() for shard in self.shards}
         for tensor, file in places.items():
-            if tensor not in self._shard_of or self._shard_of[tensor].path.name != file:
+            if tensor not in held[file]:
                 raise CheckpointError(
                     f"{index} places tensor {tensor!r} in {file}, which lacks it; download the checkpoint again",
                     field=tensor,
@@ -222,16 +254,51 @@ class Checkpoint:
         for name, entry in shard.entries.items():
             if name.endswith(_HARMLESS_SUFFIXES):
                 continue
+            if self.quantisation is not None and is_unused(name):
+                self._unused_scales += 1
+                continue
+            if self.quantisation is not None and is_scale(name):
+                self._place_scale(name, shard)
+                continue
             if name in self._shard_of:
                 first = self._shard_of[name].path.name
                 raise CheckpointError(f"tensor {name!r} is both in {first} and in {path.name}", field=name)
-            if quantised_tensor(name, entry.dtype):
-                raise CheckpointError(why_quantised(self.directory, name, entry.dtype), field=name)
-            if entry.dtype not in FLOAT_DTYPES:
-                raise CheckpointError(
-                    f"tensor {name!r} is {entry.dtype}; supported: {', '.join(FLOAT_DTYPES)}", field=name
-                )
+            if self.quantisation is None or entry.dtype != FP8_DTYPE:
+                self._check_dtype(name, entry.dtype)
             self._shard_of[name] = shard
+
+    def _check_dtype(self, name: str, dtype: str) -> None:
+        if quantised_tensor(name, dtype):
+            raise CheckpointError(why_quantised(self.directory, name, dtype), field=name)
+        if dtype not in FLOAT_DTYPES:
+            raise CheckpointError(f"tensor {name!r} is {dtype}; supported: {', '.join(FLOAT_DTYPES)}", field=name)
+
+    def _place_scale(self, name: str, shard: Shard) -> None:
+        weight = weight_of(name)
+        if weight in self._scale_of:
+            first = self._scale_of[weight][1]
+            raise CheckpointError(f"tensors {first!r} and {name!r} are both scales of {weight!r}", field=name)
+        if (dtype := shard.entries[name].dtype) not in FLOAT_DTYPES:
+            raise CheckpointError(f"tensor {name!r} is {dtype}; supported: {', '.join(FLOAT_DTYPES)}", field=name)
+        self._scale_of[weight] = shard, name
+
+    def _read_scales(self) -> None:
+        """Reads the scales of FP8 weights: every one has its own, and nothing else has one."""
+        block = None if self.quantisation is None else self.quantisation.block
+        for name, entry in self.tensors.items():
+            if entry.dtype != FP8_DTYPE:
+                continue
+            if len(entry.shape) != 2:
+                raise CheckpointError(f"tensor {name!r} is FP8 and no matrix; {AGAIN}", field=name)
+            if name not in self._scale_of:
+                wanted = f"{name}_scale"
+                raise CheckpointError(f"tensor {name!r} is FP8 and has no {wanted!r}; {AGAIN}", field=name)
+            shard, scale = self._scale_of[name]
+            self._scales[name] = Fp8Scales(scale, widened(shard.raw(scale)), entry.shape, block)
+        for name, (_, scale) in self._scale_of.items():
+            if name not in self._scales:
+                what = f"is {self.tensors[name].dtype}, not FP8" if name in self._shard_of else "is missing"
+                raise CheckpointError(f"tensor {scale!r} is there, but {name!r} {what}; {AGAIN}", field=scale)
 
     def _check_tensors(self) -> None:
         expected = expected_shapes(self.architecture)
@@ -308,26 +375,3 @@ def _why_refused(directory: Path) -> str | None:
         return why_no_checkpoint(directory) if directory.is_dir() else why_no_directory(directory)
     except OSError as error:
         raise unreadable(directory, error) from error
-
-
-def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """The error for a file or directory that cannot be read."""
-    remedy = ""
-    if isinstance(error, PermissionError):
-        remedy = f"; let user id {os.geteuid()} read it (chmod or chown, its directories too)"
-    return CheckpointError(f"{path} cannot be read: {error.strerror or error}{remedy}", field=path.name)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises CheckpointError naming the file."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing; download the checkpoint again", field=path.name) from error
-    except OSError as error:
-        raise unreadable(path, error) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}", field=path.name) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object", field=path.name)
-    return value

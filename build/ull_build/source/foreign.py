@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 ORIGINAL = "build from the original bf16, fp16 or fp32 weights"
-QUANTISED = f"the checkpoint is already quantised; {ORIGINAL}"
+QUANTISED = (
+    f"the checkpoint is already quantised; {ORIGINAL}, or from FP8 ones of compressed-tensors, of ModelOpt, or in "
+    "blocks as Qwen's"
+)
 
 # Weights in forms that a build does not read: what ends a file's name, and what the form is called.
 _OTHER_FORMS = {

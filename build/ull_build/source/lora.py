@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ull.errors import CheckpointError
-from ull_build.source.checkpoint import FLOAT_DTYPES, Checkpoint, Shard, expected_shapes, widened
+from ull_build.source.checkpoint import Checkpoint, expected_shapes
+from ull_build.source.files import FLOAT_DTYPES, Shard, widened
 from ull_build.source.lora_config import CONFIG_FILE, MERGE, LoraConfig, read_lora_config
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -91,6 +92,17 @@ class AdaptedCheckpoint(Checkpoint):
     def is_bf16(self) -> bool:
         """False: a sum is rarely a BF16 number, even where both parts are."""
         return False
+
+    def fp8_rows(self, name: str) -> Iterator[NDArray[np.uint8]]:
+        """As Checkpoint.fp8_rows; what the adapter changes is to be quantised again."""
+        adapter = self.adapter
+        changed = adapter is not None and (name in adapter.updates or name in adapter.replaced)
+        for rows in super().fp8_rows(name):
+            if changed:
+                rows = np.zeros_like(rows)
+                if name in self.kept_rows:
+                    self.kept_rows[name] = 0
+            yield rows
 
     def blocks(self, name: str) -> Iterator[NDArray[np.float32]]:
         """The merged tensor in blocks, like Checkpoint's. Raises CheckpointError for a sum that is not finite too."""

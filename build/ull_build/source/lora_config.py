@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ull.errors import CheckpointError
-from ull_build.source.checkpoint import read_json
+from ull_build.source.files import read_json
 
 CONFIG_FILE = "adapter_config.json"
 ALL_LINEAR = "all-linear"

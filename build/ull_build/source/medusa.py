@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ull.bundle import MAX_MEDUSA_HEADS, MAX_MEDUSA_LAYERS, MedusaHeads, Model
 from ull.errors import CheckpointError
-from ull_build.source.checkpoint import CONFIG_FILE, FLOAT_DTYPES, Shard, read_json
+from ull_build.source.files import CONFIG_FILE, FLOAT_DTYPES, Shard, read_json
 from ull_build.source.torch_file import read_torch_file
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")

@@ -37,7 +37,7 @@ from tokenizers import Tokenizer, decoders
 from ull.bundle import VOCABULARY_MAGIC, VOCABULARY_VERSION
 from ull.errors import CheckpointError, TokenizerError
 from ull.text.chat_template import NAMED_TEMPLATES, find_templates
-from ull_build.source.checkpoint import read_json
+from ull_build.source.files import read_json
 
 TOKENIZER_FILES = (
     "tokenizer.json",

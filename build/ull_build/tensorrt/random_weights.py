@@ -57,6 +57,11 @@ class RandomCheckpoint(Checkpoint):
     def tensors(self) -> dict[str, TensorEntry]:
         return {name: TensorEntry(0, 4 * math.prod(shape), "F32", shape) for name, shape in self._shapes.items()}
 
+    @property
+    def fp8_weights(self) -> dict[str, TensorEntry]:
+        """None."""
+        return {}
+
     def has(self, name: str) -> bool:
         return name in self._shapes
 

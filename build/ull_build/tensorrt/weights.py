@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, Literal, Protocol
 
 import ml_dtypes
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from ull.bundle import Precision
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.weights.names import bias_sources, vector_source, weight_sources
-from ull_build.weights.quantise import BF16_MAX, FP8_MAX, quantise_rows, round_to_bf16
+from ull_build.weights.quantise import BF16_MAX, FP8_MAX, complete_rows, round_to_bf16
 
 HEAD = "lm_head"
 HEAD_ROWS = 16  # the padded vocabulary is a multiple of it
@@ -97,19 +98,22 @@ class SegmentWeights:
         stored = np.zeros((padded, shapes[0][1]), F8 if storage == "fp8" else compute)
         scales = np.ones(padded, np.float32) if storage == "fp8" else None
         start = 0
-        for block in self._blocks(sources):
+        for block, fp8 in self._blocks(sources, storage == "fp8"):
             place = slice(start, start + len(block))
             if scales is None:
                 stored[place] = to_compute(round_to_bf16(block), compute)
             else:
-                codes, scales[place] = quantise_rows(block)
+                codes, scales[place] = complete_rows(block, fp8)
                 stored[place] = codes.view(F8)
             start += len(block)
         return Linear(stored, scales, self._bias(name), compute)
 
-    def _blocks(self, sources: list[str]) -> Iterator[NDArray[np.float32]]:
+    def _blocks(self, sources: list[str], fp8: bool) -> Iterator[tuple[NDArray[np.float32], NDArray[np.uint8] | None]]:
+        """Rows in order, each with what is FP8 of them already, where that is wanted; see `complete_rows`."""
         for source in sources:
-            yield from self._checkpoint.blocks(source)
+            as_it_is = fp8 and source in self._checkpoint.fp8_weights
+            stored = self._checkpoint.fp8_rows(source) if as_it_is else repeat(None)
+            yield from zip(self._checkpoint.blocks(source), stored, strict=False)
 
     def _bias(self, name: str) -> NDArray[np.float32] | None:
         names = [] if name == HEAD else bias_sources(self._checkpoint, f"{name}.bias")

@@ -19,7 +19,7 @@ from ull.bundle.manifest import MAX_TAPS
 from ull.errors import BuildError
 from ull_build.progress import Reporter
 from ull_build.source.architecture import parse_config
-from ull_build.source.checkpoint import read_json
+from ull_build.source.files import read_json
 from ull_build.train import dflash as dflash_training
 from ull_build.train import draft as draft_training
 from ull_build.train import eagle as eagle_training

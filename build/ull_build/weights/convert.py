@@ -6,6 +6,7 @@ How each tensor is stored is the packer's to say: `pack_cpu`, `pack_gpu`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from ull.bundle import (
 from ull_build.progress import Reporter
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.source.drafters import NO_DRAFTERS, Drafters
+from ull_build.source.files import FP8_DTYPE
 from ull_build.source.heads.head import Head
 from ull_build.source.medusa import MedusaWeights
 from ull_build.weights.fuse import exact_rows, fuse
@@ -135,9 +137,10 @@ class _Pieces:
         elif name == "embed.weight":
             yield from (as_stored(block, shape.dtype) for block in checkpoint.blocks(EMBEDDING))
         elif kind == "weight":
-            sources = [checkpoint.blocks(source) for source in weight_sources(checkpoint, stem)]
-            for rows in fuse(stem, sources, packer.tile_rows, packer.gate_rows):
-                yield self._packed(stem, rows, shape.dtype, error)
+            names = weight_sources(checkpoint, stem)
+            blocks = fuse(stem, [checkpoint.blocks(source) for source in names], packer.tile_rows, packer.gate_rows)
+            for rows, stored in zip(blocks, self._stored(stem, names, shape.dtype), strict=False):
+                yield self._packed(stem, rows, shape.dtype, error, stored)
         elif kind in _OF_ROWS:
             yield self._left(name, kind, shape)
         elif kind == "bias":
@@ -206,9 +209,23 @@ class _Pieces:
         else:
             yield packer.vector(name, head.vector(name), shape)
 
-    def _packed(self, stem: str, rows: NDArray[np.float32], dtype: str, error: ErrorSum) -> NDArray[Any]:
+    def _stored(self, stem: str, names: list[str], dtype: str) -> Iterator[NDArray[np.uint8] | None]:
+        """Beside the blocks of a linear, what of them is FP8 already that stays as it is; None where nothing is."""
+        checkpoint, packer = self._checkpoint, self._packer
+        if dtype != FP8_DTYPE or checkpoint.fp8_weights.keys().isdisjoint(names):
+            return repeat(None)
+        return fuse(stem, [checkpoint.fp8_rows(name) for name in names], packer.tile_rows, packer.gate_rows)
+
+    def _packed(
+        self,
+        stem: str,
+        rows: NDArray[np.float32],
+        dtype: str,
+        error: ErrorSum,
+        stored: NDArray[np.uint8] | None = None,
+    ) -> NDArray[Any]:
         """Rows in stored form, their error added to `error`, and what they have besides kept for its own tensor."""
-        packed = self._packer.rows(stem, rows, dtype)
+        packed = self._packer.rows(stem, rows, dtype, stored)
         if packed.restored is not None:
             error.add(rows, packed.restored)
         for kind, values in zip(_OF_ROWS, (packed.scales, packed.bounds), strict=True):

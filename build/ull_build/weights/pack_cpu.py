@@ -23,7 +23,7 @@ from ull.bundle import (
 )
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.weights.packer import PackedRows
-from ull_build.weights.quantise import as_stored, dequantise_rows, from_bf16, quantise_rows, to_bf16
+from ull_build.weights.quantise import as_stored, complete_rows, dequantise_rows, from_bf16, to_bf16
 
 ORIGINAL_F32 = Precision(weights="f32", lm_head="f32", embedding="f32", kv="f32")
 ORIGINAL_BF16 = Precision(weights="bf16", lm_head="bf16", embedding="bf16", kv="f32")
@@ -70,13 +70,15 @@ class CpuPacker:
     def for_draft(self) -> CpuPacker:
         return self
 
-    def rows(self, stem: str, rows: NDArray[np.float32], dtype: str) -> PackedRows:
+    def rows(
+        self, stem: str, rows: NDArray[np.float32], dtype: str, stored: NDArray[np.uint8] | None = None
+    ) -> PackedRows:
         if dtype == "F32":
             return PackedRows(pack_tiles(rows))
         if dtype == "BF16":
             bits = to_bf16(rows)
             return PackedRows(pack_tiles(bits), restored=from_bf16(bits))
-        codes, scales = quantise_rows(rows)
+        codes, scales = complete_rows(rows, stored)
         return PackedRows(pack_tiles(codes), scales, restored=dequantise_rows(codes, scales))
 
     def vector(self, name: str, values: NDArray[np.float32], shape: TensorShape) -> NDArray[Any]:

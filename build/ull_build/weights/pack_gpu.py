@@ -31,7 +31,7 @@ from ull_build.weights.head_scan import scan_rows
 from ull_build.weights.mlp_scale import scale_rows_of
 from ull_build.weights.names import bias_sources
 from ull_build.weights.packer import PackedRows
-from ull_build.weights.quantise import FP8_MAX, dequantise_rows, quantise_rows, round_to_bf16, scale_rows, unscale_rows
+from ull_build.weights.quantise import FP8_MAX, complete_rows, dequantise_rows, round_to_bf16, scale_rows, unscale_rows
 
 # A row of a tile is 8 h + g, a column of a step 8 t + 4 j + 2 p + e. Lane 4 g + t holds both rows g of a tile and
 # eight columns, which the matrix instructions j = 0 and 1 take, in the order p, h, e of their operand registers.
@@ -104,14 +104,16 @@ class GpuPacker:
         """Our own kernels compute what drafts; nobody observed it."""
         return GpuPacker(self._precision)
 
-    def rows(self, stem: str, rows: NDArray[np.float32], dtype: str) -> PackedRows:
+    def rows(
+        self, stem: str, rows: NDArray[np.float32], dtype: str, stored: NDArray[np.uint8] | None = None
+    ) -> PackedRows:
         if stem == HEAD_SCAN:
             codes, scales, bounds = scan_rows(rows)
             return PackedRows(pack_blocks(codes), scales, bounds)
         if dtype == "F16":
             halves, scales = scale_rows(rows)
             return PackedRows(pack_blocks(halves), scales, restored=unscale_rows(halves, scales))
-        codes, scales = quantise_rows(rows)
+        codes, scales = complete_rows(rows, stored)
         return PackedRows(pack_blocks(codes), scales, restored=dequantise_rows(codes, scales))
 
     def vector(self, name: str, values: NDArray[np.float32], shape: TensorShape) -> NDArray[np.float32]:

@@ -49,8 +49,10 @@ class Packer(Protocol):
     def for_draft(self) -> Packer:
         """The packer of a draft model, or a head, that stands in the same file."""
 
-    def rows(self, stem: str, rows: NDArray[np.float32], dtype: str) -> PackedRows:
-        """Whole tiles of the linear `stem`, which is stored as `dtype`."""
+    def rows(
+        self, stem: str, rows: NDArray[np.float32], dtype: str, stored: NDArray[np.uint8] | None = None
+    ) -> PackedRows:
+        """Whole tiles of the linear `stem`, which is stored as `dtype`; `stored`: see `complete_rows`."""
 
     def vector(self, name: str, values: NDArray[np.float32], shape: TensorShape) -> NDArray[Any]:
         """A vector in stored form, with zeros up to its stored length."""

@@ -8,6 +8,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from ull_build.source.quantised import split_stored
+
 FP8_MAX = np.float32(448.0)
 FP8_MIN_NORMAL = np.float32(2.0**-6)
 BF16_MAX = np.float32((2.0 - 2.0**-7) * 2.0**127)
@@ -36,6 +38,23 @@ def quantise_rows(rows: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray
     nearer = np.abs(values) > FP8_MIN_NORMAL / 2
     quotients[small] = np.where(nearer, np.copysign(FP8_MIN_NORMAL, values), np.float32(0.0))
     return quotients.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales
+
+
+def complete_rows(
+    rows: NDArray[np.float32], stored: NDArray[np.uint8] | None
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """FP8 codes [N, K] and scales [N] of finite `rows` [N, K]: those that are `stored` already, as they are.
+
+    `stored` [N, K + 4]: see `Fp8Scales.stored`; None: all rows are quantised. Rows that were stored may have subnormal
+    codes.
+    """
+    if stored is None:
+        return quantise_rows(rows)
+    codes, scales = split_stored(stored)
+    others = scales == 0
+    if others.any():
+        codes[others], scales[others] = quantise_rows(rows[others])
+    return codes, scales
 
 
 def dequantise_rows(codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import emulation
 from ull.bundle import (
@@ -20,7 +17,6 @@ from ull.bundle import (
     DeviceCode,
     Speculation,
     open_bundle,
-    read_tensor_file,
 )
 from ull_build.build import build
 from ull_build.code import kernels
@@ -86,18 +82,6 @@ def _library(code: DeviceCode, *more: Path) -> Path:
     needed = frozenset(code.kernels())
     sources = [*(source.name for source in kernels.kernel_sources(needed)), *more]
     return emulation.build_library(sources, model, level=emulation.ENGINE_LEVEL)
-
-
-def read_weights(path: Path) -> dict[str, NDArray[Any]]:
-    """The tensors of a weights file; e4m3 and bf16 as ml_dtypes' types."""
-    dtypes = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
-    dtypes |= {"I32": np.int32}
-    raw, tensors = path.read_bytes(), {}
-    for name, entry in read_tensor_file(path).items():
-        dtype = np.dtype(dtypes.get(entry.dtype, np.uint8))
-        count = entry.nbytes // dtype.itemsize
-        tensors[name] = np.frombuffer(raw, dtype, count, entry.offset).reshape(entry.shape)
-    return tensors
 
 
 PROMPT = [0, 306, 903, 10, 1617, 14, 2480, 294, 271, 323]  # engines/tiny: "def add(first, second):\n    return"

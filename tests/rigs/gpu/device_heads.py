@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from device_bundles import read_weights
 from head_checkpoints import Tensors
 from manifests import change_manifest, read_manifest_json, write_manifest_json
 from recording_driver import Launched, RecordingDriver
@@ -20,6 +19,7 @@ from ull.errors import BundleError
 from ull.gpu.program import Program
 from ull_build.weights.pack_cpu import unpack_tiles
 from ull_build.weights.pack_gpu import unpack_blocks
+from weights_files import read_weights
 
 
 def of_head(bundle: Bundle, prefix: str) -> Tensors:

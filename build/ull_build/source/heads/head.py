@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from ull.bundle import MAX_TAPS, DflashHead, EagleHead, Model, head_problems, round_up
 from ull.errors import CheckpointError
-from ull_build.source.checkpoint import CONFIG_FILE, Checkpoint, read_json
+from ull_build.source.checkpoint import Checkpoint
 from ull_build.source.config_fields import Fields, short
+from ull_build.source.files import CONFIG_FILE, read_json
 from ull_build.source.heads.tensors import HeadTensors
 from ull_build.source.rope import WHOLE_HEAD, read_rope
 

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ull.errors import CheckpointError
-from ull_build.source.checkpoint import CONFIG_FILE, FLOAT_DTYPES, INDEX_FILE, Shard, block_rows, read_json
+from ull_build.source.checkpoint import block_rows
+from ull_build.source.files import CONFIG_FILE, FLOAT_DTYPES, INDEX_FILE, Shard, read_json
 from ull_build.source.torch_file import read_torch_file
 
 TORCH_FILE = "pytorch_model.bin"
