@@ -83,9 +83,9 @@ oldest-nvrtc: $(VENV)/.installed-test  ## compile the kernels of an 8B model wit
 kernels-report: $(VENV)/.installed-test  ## write the static figures of every kernel, which a test holds them to
 	$(BIN)/python bench/kernels_report.py
 
-oracle: $(VENV)/.installed-test  ## compare with transformers, live (installs PyTorch for the CPU)
+oracle: $(VENV)/.installed-test  ## compare with transformers, PEFT and compressed-tensors, live (installs PyTorch)
 	$(PIP) 'torch==2.13.0'
-	$(PIP) 'transformers>=5'
+	$(PIP) 'compressed-tensors>=0.20' 'peft>=0.17' 'transformers>=5'
 	$(BIN)/python -m pytest tests/oracle -m oracle
 
 # What comes through the doors is heavy, and each of them wants other versions: an environment for each. Plug-ins see ull

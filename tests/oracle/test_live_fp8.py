@@ -17,7 +17,7 @@ from fp8_checkpoints import compressed_tensors, write_fp8
 from ull_build.source.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.oracle
-BLOCK = (24, 16)  # both libraries take whole blocks only
+BLOCK = (8, 16)  # both libraries take whole blocks only
 
 
 def compare(directory: Path, expected: dict[str, torch.Tensor]) -> None:
