@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CORE := $(shell find ull/native -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt) ull/kernels/params.h
 NATIVE := $(CORE) $(shell find tests/native -name '*.cpp' -o -name '*.h')
+CLIENTS := $(shell find clients tests/clients -name '*.cpp' -o -name '*.hpp')
 KERNELS := $(shell find ull/kernels tests/doubles/emulator tests/doubles/fakecuda -name '*.c*' -o -name '*.h')
 
 .PHONY: demo test check lint format native-test sanitize oldest-nvrtc oracle doors wheel kernels-report h200 h200-tensorrt
@@ -40,12 +41,12 @@ lint: $(VENV)/.installed-test  ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $(filter %.cpp %.h,$(NATIVE)) $(KERNELS)
+	$(BIN)/clang-format --dry-run -Werror $(filter %.cpp %.h,$(NATIVE)) $(CLIENTS) $(KERNELS)
 
 format: $(VENV)/.installed-test  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(filter %.cpp %.h,$(NATIVE)) $(KERNELS)
+	$(BIN)/clang-format -i $(filter %.cpp %.h,$(NATIVE)) $(CLIENTS) $(KERNELS)
 
 # The native unit tests, in the module's own build, whose core they share, then under the sanitizers.
 NATIVE_TESTS := .cache/native
