@@ -1,230 +1,30 @@
-"""The C++ client: compiled, and run against a daemon and against one that breaks the rules."""
+"""The C++ client: what people copy, and what only it can do wrong. test_other_clients.py has the scenarios."""
 
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ull
-from cpp_client import CLIENT, compiled, run
-from fake_daemon import FakeDaemon, done, token
-from ull import wire
-
-SOURCE = Path(__file__).with_name("driver.cpp")
+from other_clients import CPP, compiled, driver, run
+from ull.endpoints import default_endpoint
 
 
-@pytest.fixture(scope="module")
-def driver() -> Path:
-    return compiled(SOURCE)
+def test_a_text_that_is_no_utf8_is_refused_and_the_connection_lives_on(shared_daemon: Any) -> None:
+    found = run(driver("cpp"), "bytes", shared_daemon.url)
+    assert found == ["bytes refused bad_message -", "then length"]
 
 
-@pytest.fixture(params=["local", "zeromq"])
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-def test_a_sampled_completion_is_the_python_clients(driver: Path, shared_daemon: Any, transport: str) -> None:
-    seed = 2**64 - 1
-    with ull.Client(shared_daemon.url) as client:
-        options = {"max_tokens": 24, "temperature": 0.8, "seed": seed}
-        expected = client.generate("def add(first, second):\n", **options).result()
-    assert run(driver, "sampled", shared_daemon.url, transport, str(seed)) == [
-        " ".join(["ids", *map(str, expected.token_ids)]),
-        "same 1",
-        f"done length {seed} 24 64",
-        "rounds 1",
-        "after 0",
-    ]
-
-
-def test_tcp_works_too(driver: Path, spawn: Callable[..., Any]) -> None:
-    daemon = spawn(url="tcp://127.0.0.1:*")
-    assert run(driver, "sampled", daemon.url, "auto", "7")[2] == "done length 7 24 64"
-
-
-def test_streams_are_read_side_by_side(driver: Path, shared_daemon: Any, transport: str) -> None:
-    with ull.Client(shared_daemon.url) as client:
-        expected = [client.generate(f"item {number}", max_tokens=20).result().token_ids for number in range(3)]
-    found = run(driver, "interleaved", shared_daemon.url, transport)
-    assert found == [" ".join(["ids", *map(str, ids)]) for ids in expected]
-
-
-def test_a_stream_is_cancelled_by_call_and_by_being_dropped(
-    driver: Path, spawn: Callable[..., Any], transport: str
-) -> None:
-    daemon = spawn()
-    assert run(driver, "cancelled", daemon.url, transport) == ["done cancelled", "then length"]
-    finished = [event["finish"] for event in daemon.wait_events("request", 3)]
-    assert sorted(finished) == ["cancelled", "cancelled", "length"]
-
-
-def test_sessions_are_read_cut_forked_and_closed(driver: Path, shared_daemon: Any, transport: str) -> None:
-    assert run(driver, "sessions", shared_daemon.url, transport) == [
-        "cached 1 1",
-        "rolled 1",
-        "cut 1",
-        "cut 1",
-        "closed 1",
-        "gone refused unknown_session session",
-        "bad refused bad_request tokens",
-    ]
-
-
-def test_a_held_answer_comes_with_its_commit(driver: Path, shared_daemon: Any, transport: str) -> None:
-    found = run(driver, "held", shared_daemon.url, transport)
-    assert found == ["done length 6", "again refused not_held request"]
-
-
-def test_exact_answers(driver: Path, shared_daemon: Any, transport: str) -> None:
-    label, json, regex, *top = run(driver, "exact", shared_daemon.url, transport)
-    assert re.fullmatch("choice [012] 3 1", label) and re.fullmatch(r'json \{"n": \d\}', json)
-    assert regex == "regex stop" and top == ["top 2 1"] * 2
-
-
-def test_texts_and_questions(driver: Path, shared_daemon: Any, transport: str) -> None:
-    with ull.Client(shared_daemon.url) as client:
-        ids = client.tokenize("import os")
-    assert run(driver, "texts", shared_daemon.url, transport) == [
-        " ".join(["ids", *map(str, ids)]),
-        "count 1",
-        "text import os",
-        "chat 4",
-        "health ok",
-        "info 1",
-        "stats 1",
-    ]
-
-
-def test_wrong_input_is_a_typed_error_and_the_connection_lives_on(
-    driver: Path, shared_daemon: Any, transport: str
-) -> None:
-    assert run(driver, "wrong", shared_daemon.url, transport) == [
-        "nothing refused bad_request prompt",
-        "both refused bad_request token_ids",
-        "hot refused bad_request temperature",
-        "type refused bad_request top_k",
-        "unknown refused bad_request colour",
-        "long refused too_long prompt",
-        "utf8 refused bad_message -",
-        "regex refused invalid_grammar regex",
-        "late refused deadline_unreachable deadline_ms",
-        "session refused bad_request tokens",
-        "then length",
-        "warned colour",
-        "unread usage",
-    ]
-
-
-def test_a_killed_daemon_ends_a_stream_at_once_and_its_successor_is_found(
-    driver: Path, spawn: Callable[..., Any], tmp_path: Path, transport: str
-) -> None:
-    url = f"ipc://{tmp_path}/d"
-    daemon = spawn(url=url)
-    command = [str(driver), "killed", url, transport]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdin is not None
-        assert process.stdout.readline() == "reading\n"
-        daemon.process.kill()
-        daemon.process.wait()
-        lost = [process.stdout.readline().strip() for _ in range(3)]
-        assert lost == ["stream disconnected", "over 0", "session disconnected"]
-        spawn(url=url)
-        process.stdin.write("\n")
-        process.stdin.flush()
-        rest = process.stdout.read().splitlines()
-        assert (rest, process.wait(60)) == (["then length", "old disconnected"], 0)
-
-
-def test_nobody_at_the_url(driver: Path, tmp_path: Path) -> None:
-    assert run(driver, "nobody", f"ipc://{tmp_path}/nobody", "auto") == ["health disconnected"]
-    assert run(driver, "nobody", f"ipc://{tmp_path}/nobody", "local") == ["health disconnected"]
-    assert run(driver, "nobody", "tcp://127.0.0.1:1", "auto") == ["health disconnected"]
-    assert run(driver, "nobody", "tcp://127.0.0.1:1", "local") == ["health usage"]
-    assert run(driver, "nobody", "nonsense", "auto") == ["health disconnected"]
-    assert run(driver, "nobody", f"ipc:///{'x' * 200}", "auto") == ["health disconnected"]
-
-
-# Daemons that break the rules
-
-LONG = (2**32 - 1).to_bytes(4, "little")
-HUGE_LIST = b"\x83\xa4type\xa5token\xa2id\x01\xa3ids\xdd\xff\xff\xff\xff"
-
-
-@pytest.mark.parametrize(
-    "payload",
-    [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x80", b"\x91" * 5000, HUGE_LIST, b"\x81\xa2id\xd6\x01\x00\x00\x00\x00"],
-    ids=["nothing", "no-msgpack", "no-map", "empty", "deep", "a-list-too-long", "an-extension"],
-)
-def test_garbage_is_a_protocol_error(driver: Path, tmp_path: Path, transport: str, payload: bytes) -> None:
-    def handler(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
-        local = identity.startswith(b"\0L")
-        daemon.send_raw(identity, *([len(payload).to_bytes(4, "little"), payload] if local else [b"ull1", payload]))
-
-    with FakeDaemon(f"ipc://{tmp_path}/d", handler, local=transport == "local") as daemon:
-        assert run(driver, "one", daemon.url, transport) == ["one protocol", "health protocol"]
-
-
-def test_a_message_too_long_is_not_read(driver: Path, tmp_path: Path) -> None:
-    def handler(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
-        daemon.send_raw(identity, LONG, bytes(64))
-
-    with FakeDaemon(f"ipc://{tmp_path}/d", handler, local=True) as daemon:
-        assert run(driver, "one", daemon.url, "local") == ["one protocol", "health protocol"]
-
-
-def test_other_frames_than_two_are_a_protocol_error(driver: Path, tmp_path: Path) -> None:
-    def handler(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
-        daemon.send_raw(identity, b"ull1", b"\x80", b"more")
-
-    with FakeDaemon(f"ipc://{tmp_path}/d", handler) as daemon:
-        assert run(driver, "one", daemon.url, "zeromq") == ["one protocol", "health protocol"]
-
-
-def test_a_silent_daemon_is_given_up(driver: Path, tmp_path: Path, transport: str) -> None:
-    with FakeDaemon(f"ipc://{tmp_path}/d", lambda *_: None, local=transport == "local") as daemon:
-        assert run(driver, "one", daemon.url, transport) == ["one disconnected", "health disconnected"]
-
-
-def test_a_daemon_that_knows_nothing_of_the_request_any_more_is_given_up(
-    driver: Path, tmp_path: Path, transport: str
-) -> None:
-    def handler(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
-        if isinstance(request, wire.Health):
-            live = None if request.request is None else False
-            daemon.send(identity, wire.HealthReply(id=request.id, status="ok", uptime_ns=1, queue_length=0, live=live))
-
-    with FakeDaemon(f"ipc://{tmp_path}/d", handler, local=transport == "local") as daemon:
-        assert run(driver, "one", daemon.url, transport) == ["one disconnected", "health nothing"]
-
-
-def test_a_slow_daemon_is_waited_for_as_long_as_it_says_that_the_request_runs(
-    driver: Path, tmp_path: Path, transport: str
-) -> None:
-    asked: list[int] = []
-
-    def handler(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
-        if isinstance(request, wire.Generate):
-            asked.append(request.id)
-        elif isinstance(request, wire.Health):
-            if request.request is not None and len(asked) < 3:
-                asked.append(request.id)
-            elif request.request is not None:
-                daemon.send(identity, token(asked[0], 0, "late"), done(asked[0], 1))
-            reply = wire.HealthReply(id=request.id, status="ok", uptime_ns=1, queue_length=0, live=True)
-            daemon.send(identity, reply)
-
-    with FakeDaemon(f"ipc://{tmp_path}/d", handler, local=transport == "local") as daemon:
-        assert run(driver, "one", daemon.url, transport) == ["text late", "one nothing", "health nothing"]
-
-
-# What people copy
+def test_the_default_url_is_the_daemons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for directory in (tmp_path, tmp_path / "missing"):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
+        assert run(driver("cpp"), "default") == [f"url {default_endpoint()}"]
 
 
 def test_the_example(shared_daemon: Any) -> None:
-    program = compiled(CLIENT / "examples/complete.cpp")
+    program = compiled(CPP / "examples/complete.cpp")
     with ull.Client(shared_daemon.url) as client:
         expected = client.generate("def add(first, second):\n", max_tokens=12).result().text
     command = [str(program), shared_daemon.url, "def add(first, second):\n", "12"]
@@ -237,17 +37,17 @@ def test_the_example(shared_daemon: Any) -> None:
 
 
 def test_the_examples_of_the_readme(shared_daemon: Any, tmp_path: Path) -> None:
-    page = (CLIENT / "README.md").read_text(encoding="utf-8")
+    page = (CPP / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```cpp\n(.*?)```", page, re.DOTALL)
     whole = [block for block in blocks if "int main" in block]
     parts = [block for block in blocks if "int main" not in block]
     assert len(whole) == 1 and len(parts) >= 2
     source = tmp_path / "readme.cpp"
     source.write_text(whole[0].replace("ipc:///run/ull/ull.sock", shared_daemon.url), encoding="utf-8")
-    assert run(compiled(source))
+    assert run([str(compiled(source))])
     body = "".join(f"{{\n{part}}}\n" for part in parts)
     includes = '#include <iostream>\n#include "ull/client.hpp"\n'
     text = f'{includes}int main() {{\n  ull::Client client("{shared_daemon.url}");\n{body}}}\n'
     source = tmp_path / "parts.cpp"
     source.write_text(text, encoding="utf-8")
-    run(compiled(source))
+    run([str(compiled(source))])

@@ -23,6 +23,7 @@ FORMATTED = {".h", ".cpp", ".c", ".cu", ".cuh"}
 # The longest path that fits counts.
 ROOMS: dict[str, tuple[str, str]] = {
     "ull/client": ("tests/client/test_client_misuse.py tests/client/test_transport.py", "client commands daemon"),
+    "clients": ("tests/clients", "clients"),
     "ull/voice": ("tests/voice/test_conversation.py", "voice"),
     "ull/gateway": (
         "tests/gateway/test_openai_client.py tests/gateway/test_gateway_tools.py tests/gateway/test_gateway_command.py",

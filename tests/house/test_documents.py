@@ -35,8 +35,9 @@ def named_paths(text: str) -> list[str]:
 
 
 def leads_somewhere(path: str) -> bool:
-    """A file or folder of the repository; the Makefile's lists leave out tests/ and a module's ending."""
-    names = (path.rstrip("/"), f"{path}.py", f"tests/{path}.py")
+    """A file or folder of the repository, or a header as C++ includes it; the Makefile's lists leave out tests/ and a
+    module's ending."""
+    names = (path.rstrip("/"), f"{path}.py", f"tests/{path}.py", f"clients/cpp/include/{path}")
     return any((ROOT / name).exists() for name in names)
 
 

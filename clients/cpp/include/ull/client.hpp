@@ -8,6 +8,10 @@
 // comes for one while another is read waits for it, at most a whole answer each.
 #pragma once
 
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <string>
@@ -88,11 +92,27 @@ class Session {
   bool is_open_ = true;
 };
 
+// Where daemon and clients of one user meet where nothing is configured: in a directory that is this user's own. Throws
+// UsageError where there is none.
+inline std::string default_url() {
+  const uid_t user = ::geteuid();
+  const char* given = std::getenv("XDG_RUNTIME_DIR");
+  const std::string number = std::to_string(user);
+  for (const std::string& directory :
+       {std::string(given == nullptr ? "" : given), "/run/user/" + number, "/tmp/ull-" + number}) {
+    struct stat found{};
+    const bool is_own = directory.starts_with('/') && ::lstat(directory.c_str(), &found) == 0 &&
+                        S_ISDIR(found.st_mode) && found.st_uid == user && (found.st_mode & (S_IWGRP | S_IWOTH)) == 0;
+    if (is_own) return "ipc://" + directory + "/ull.sock";
+  }
+  throw UsageError("no directory of the user's own has a default socket: name the daemon's endpoint");
+}
+
 class Client {
  public:
   // `url` is an endpoint that the daemon's READY names, such as ipc:///run/ull/ull.sock or tcp://host:5555. Connects
   // with the first request, and again with the next one where the connection has ended.
-  explicit Client(std::string url, ClientOptions options = {})
+  explicit Client(std::string url = default_url(), ClientOptions options = {})
       : connection_(std::make_shared<detail::Connection>(std::move(url), options)) {}
 
   Stream generate(const Request& request) { return {connection_, detail::fields_of(request)}; }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <exception>
 #include <iterator>
 #include <memory>
 #include <optional>
@@ -20,28 +21,23 @@ class Stream {
         id_(other.id_),
         epoch_(other.epoch_),
         is_open_(std::exchange(other.is_open_, false)),
-        has_result_(other.has_result_),
+        error_(std::move(other.error_)),
         result_(std::move(other.result_)) {}
   Stream& operator=(Stream&&) = delete;
   ~Stream() { abandon(); }
 
   // The next tokens; nothing once it has ended. Throws Refused where the daemon did not take it, Failed where it failed
-  // on the way, Disconnected and ProtocolError.
+  // on the way, Disconnected and ProtocolError, and the same again from then on.
   std::optional<Tokens> next() {
-    while (is_open_) {
-      Value message = next_message();
-      const std::string type = message["type"].as_text();
-      if (type == "token") return add(message);
-      if (type == "done") {
-        close();
-        read([&] { detail::finish(result_, std::move(message)); });
-        has_result_ = true;
-        if (const Value& error = result_.done["error"]; !error.is_nil()) {
-          throw Failed(error["code"].as_text(), error["message"].as_text());
-        }
-      } else if (type != "ack") {  // of `cancel`: it bears the id of the request
-        read([&] { throw ProtocolError("a completion goes on with a message of type " + type); });
+    if (error_) std::rethrow_exception(error_);
+    try {
+      while (is_open_) {
+        if (std::optional<Tokens> tokens = read()) return tokens;
       }
+    } catch (const Error&) {
+      error_ = std::current_exception();
+      close();
+      throw;
     }
     return std::nullopt;
   }
@@ -63,7 +59,6 @@ class Stream {
   const Result& result() {
     while (next()) {
     }
-    if (!has_result_) throw UsageError("a completion that did not come to its end has no result");
     return result_;
   }
 
@@ -98,34 +93,35 @@ class Stream {
         id_(connection_->ask("generate", std::move(fields))),
         epoch_(connection_->epoch()) {}
 
-  Value next_message() {
+  // Takes one message: tokens, or what else comes.
+  std::optional<Tokens> read() {
+    connection_->require(epoch_);
+    Value message = connection_->next(id_);
     try {
-      connection_->require(epoch_);
-      return connection_->next(id_);
-    } catch (const Error&) {
-      close();
-      throw;
-    }
-  }
-
-  Tokens add(const Value& message) {
-    Tokens tokens;
-    read([&] { tokens = detail::tokens_of(message); });
-    result_.token_ids.insert(result_.token_ids.end(), tokens.ids.begin(), tokens.ids.end());
-    result_.text += tokens.text;
-    return tokens;
-  }
-
-  // Runs what reads a message. One of a wrong form ends the connection.
-  template <typename Body>
-  void read(Body&& body) {
-    try {
-      body();
+      const std::string& type = message["type"].as_text();
+      if (type == "token") return add(message);
+      if (type == "done") {
+        close();
+        detail::finish(result_, std::move(message));
+      } else if (type != "ack") {  // of `cancel`: it bears the id of the request
+        throw ProtocolError("a completion goes on with a message of type " + type);
+      }
     } catch (const ProtocolError&) {
-      close();
       connection_->close();
       throw;
     }
+    if (!is_open_ && !result_.done["error"].is_nil()) {
+      const Value& error = result_.done["error"];
+      throw Failed(error["code"].as_text(), error["message"].as_text());
+    }
+    return std::nullopt;
+  }
+
+  Tokens add(const Value& message) {
+    Tokens tokens = detail::tokens_of(message);
+    result_.token_ids.insert(result_.token_ids.end(), tokens.ids.begin(), tokens.ids.end());
+    result_.text += tokens.text;
+    return tokens;
   }
 
   void close() noexcept {
@@ -146,7 +142,7 @@ class Stream {
   uint64_t id_;
   uint64_t epoch_;
   bool is_open_ = true;
-  bool has_result_ = false;
+  std::exception_ptr error_;
   Result result_;
 };
 

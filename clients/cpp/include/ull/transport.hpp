@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <climits>
@@ -186,7 +187,8 @@ class ZmqTransport final : public Transport {
     socket_.set(zmq::sockopt::maxmsgsize, static_cast<int64_t>(kMaxMessageBytes));
     socket_.set(zmq::sockopt::heartbeat_ivl, 1000);
     socket_.set(zmq::sockopt::heartbeat_timeout, 5000);
-    const std::string events = "inproc://ull-monitor-" + std::to_string(reinterpret_cast<uintptr_t>(this));
+    static std::atomic<uint64_t> monitors{0};
+    const std::string events = "inproc://ull-monitor-" + std::to_string(++monitors);
     const int kinds = ZMQ_EVENT_HANDSHAKE_SUCCEEDED | ZMQ_EVENT_DISCONNECTED;
     if (zmq_socket_monitor(socket_.handle(), events.c_str(), kinds) != 0) throw gone(zmq_strerror(zmq_errno()));
     try {
