@@ -21,28 +21,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from ull.commands.outcome import conclude
 
-    parser = _parser()
+    command = parser()
     if handled:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def run() -> int:
-        options = parser.parse_args(arguments)
+        options = command.parse_args(arguments)
         return int(options.run(options))
 
     return conclude(run)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     from ull.commands import bench, chat, demo, generate, inspect, journal, outcome, replay, status, tokenize, verify
+    from ull.completion import add_completion
 
-    parser = argparse.ArgumentParser(
+    program = argparse.ArgumentParser(
         "ull",
         description="Talks to an ull daemon, and looks into engine bundles.",
         epilog=outcome.STATUSES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"ull {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    program.add_argument("--version", action="version", version=f"ull {__version__}")
+    commands = program.add_subparsers(required=True, metavar="COMMAND")
 
     def client_command(
         name: str,
@@ -98,7 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("demo", help="Builds the tiny engine, serves it, streams a completion, measures.")
     demo.add_arguments(command)
     command.set_defaults(run=demo.run)
-    return parser
+    add_completion(program)
+    return program
 
 
 def _config(options: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from rich.table import Table
 
 import ull
 from ull.bundle import Manifest, MedusaHeads, Precision, Source, Target, device_parts
+from ull.completion import add_completion
 from ull.errors import RecipeError, UllError
 from ull_build.benchmark_bundle import RandomSettings, build_random
 from ull_build.build import BuildResult, build
@@ -32,9 +33,9 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `ull-build`; returns the exit code."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    _check_usage(parser, options)
+    command = parser()
+    options = command.parse_args(arguments)
+    _check_usage(command, options)
     try:
         with _interruptible():
             reporter = make_reporter(options.quiet)
@@ -69,34 +70,34 @@ def _complain(text: str) -> None:
         print(f"ull-build: {text}", file=sys.stderr, flush=True)
 
 
-def _check_usage(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def _check_usage(command: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """What argparse cannot say: which options go together."""
     if options.arch is not None:
         if not options.random_weights:
-            parser.error("--arch names a shape without weights: say --random-weights too")
+            command.error("--arch names a shape without weights: say --random-weights too")
         if options.model is not None:
-            parser.error("--arch and --model exclude each other")
+            command.error("--arch and --model exclude each other")
         if options.medusa is not None or options.draft is not None:
-            parser.error("--medusa and --draft have no use with --arch: say --heads N or --draft-arch NAME")
+            command.error("--medusa and --draft have no use with --arch: say --heads N or --draft-arch NAME")
         if options.eagle is not None or options.dflash is not None:
-            parser.error("--eagle and --dflash have no use with --arch: say --eagle-shape for a made-up EAGLE-3 head")
+            command.error("--eagle and --dflash have no use with --arch: say --eagle-shape for a made-up EAGLE-3 head")
         if options.heads is not None and options.heads < 1:
-            parser.error("--heads must be at least 1")
+            command.error("--heads must be at least 1")
         if options.lora is not None:
-            parser.error("--lora has no use with --arch: made-up weights have no adapters")
+            command.error("--lora has no use with --arch: made-up weights have no adapters")
         measured = ("eval_text", "eval_tokens", "evaluate_on", "calibration_text", "calibration_tokens")
         if given := [name for name in measured if getattr(options, name) is not None]:
-            parser.error(f"--{given[0].replace('_', '-')} has no use with --arch: made-up weights are not measured")
+            command.error(f"--{given[0].replace('_', '-')} has no use with --arch: made-up weights are not measured")
         if (options.recipe is None) == (options.output is None):
-            parser.error("--arch needs the bundle to write: --output X.ull")
+            command.error("--arch needs the bundle to write: --output X.ull")
         return
     made_up = ("layers", "heads", "draft_arch", "eagle_shape")
     if options.random_weights or any(getattr(options, name) is not None for name in made_up):
-        parser.error("--random-weights, --layers, --heads, --draft-arch and --eagle-shape go with --arch")
+        command.error("--random-weights, --layers, --heads, --draft-arch and --eagle-shape go with --arch")
     if (options.recipe is None) == (options.model is None):
-        parser.error("give either a RECIPE or --model DIR")
+        command.error("give either a RECIPE or --model DIR")
     if options.recipe is None and options.output is None:
-        parser.error("--model needs --output")
+        command.error("--model needs --output")
 
 
 def _random_settings(options: argparse.Namespace) -> RandomSettings:
@@ -159,15 +160,16 @@ def _interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     keys = "\n".join(f"  {key:<24} {meaning}{_default(default)}" for key, default, meaning in describe_keys())
-    parser = argparse.ArgumentParser(
+    program = argparse.ArgumentParser(
         prog="ull-build",
         description="Compiles a Hugging Face checkpoint into an engine bundle for ull.",
         epilog=f"keys of a recipe (TOML):\n{keys}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    add = program.add_argument
     add("recipe", nargs="?", type=Path, metavar="RECIPE", help="a recipe, e.g. engines/tiny.toml")
     add("--model", metavar="DIR", help="a Hugging Face checkpoint's directory or id (ORG/NAME), instead of a recipe")
     add("--lora", metavar="DIR", help="a LoRA adapter in PEFT's form, merged into the model")
@@ -208,7 +210,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--force", action="store_true", help="replace an existing bundle")
     add("--quiet", action="store_true", help="print nothing but errors")
     add("--version", action="version", version=f"ull-build {ull.__version__}")
-    return parser
+    add_completion(program)
+    return program
 
 
 def _default(text: str) -> str:

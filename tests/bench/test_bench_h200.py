@@ -31,7 +31,7 @@ from work import prompt_row, row
 import report as bench_report
 from ull.bundle import Model, Rope
 from ull.daemon.config import parse_config
-from ull.daemon.main import _overrides, _parser
+from ull.daemon.main import _overrides, parser
 from ull.daemon.placement import CoreClaims, place
 
 # A step's process: writes each of its arguments as a line, "hang" and "die" apart.
@@ -152,7 +152,7 @@ def test_a_part_of_the_points_is_checked() -> None:
 
 def test_each_thread_on_a_token_s_way_has_a_core_of_its_own() -> None:
     cores = client_cores(range(2, 18))
-    options = _overrides(_parser().parse_args(["X.ull", *cores.arguments]))
+    options = _overrides(parser().parse_args(["X.ull", *cores.arguments]))
     config = parse_config("", options)
     daemon = place(
         config.engine, config.io, automatic=True, threads=1, allowed=cores.daemon, claims=CoreClaims("test-")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ull.daemon.main import _parser
+from ull.daemon.main import parser
 from ull.daemon.server import EXIT_ENGINE_FAILED, EXIT_RESTART
 
 UNIT = Path(__file__).parents[2] / "systemd/ull@.service"
@@ -49,7 +49,7 @@ def test_the_drop_in_for_priorities_gives_what_the_unit_takes() -> None:
 def test_it_starts_what_ulld_takes() -> None:
     command = settings()["ExecStart"].replace("%i", "tiny").split()
     assert command[0].endswith("/ulld") and command[-1] == "$ULLD_ARGUMENTS"
-    options = _parser().parse_args([*command[1:-1], "--cores", "2,3"])
+    options = parser().parse_args([*command[1:-1], "--cores", "2,3"])
     assert options.bundle == Path("/var/lib/ull/tiny.ull")
     assert options.listen == ["ipc:///run/ull-tiny/ull.sock"]
     assert settings()["RuntimeDirectory"] == "ull-%i"

@@ -16,7 +16,7 @@ TRAINERS = ("dflash", "draft", "eagle", "heads", "loop", "medusa", "model", "run
 # Room: the rooms it uses. Nothing in ull knows the build.
 ULL = Floors(
     {
-        "_native access coercion errors log machine socket_reader": "",
+        "_native access coercion completion errors log machine socket_reader": "",
         "endpoints libzmq spawn": "errors",
         "bounded_child": "spawn",
         "wire": "coercion errors",
@@ -26,11 +26,12 @@ ULL = Floors(
         "text": "access bounded_child errors wire",
         "client": "access endpoints errors libzmq socket_reader wire",
         "voice": "client errors text",
-        "gateway": "access client endpoints errors log text voice wire",
-        "daemon": "_native access bounded_child bundle endpoints errors gpu journal libzmq log machine socket_reader "
-        "text wire",
+        "gateway": "access client completion endpoints errors log text voice wire",
+        "daemon": "_native access bounded_child bundle completion endpoints errors gpu journal libzmq log machine "
+        "socket_reader text wire",
         "commands": "_native bounded_child bundle client daemon errors journal machine spawn text wire",
-        "cli": "commands daemon",
+        "cli": "commands completion daemon",
+        "__main__": "cli",
         "__init__": "client errors",
     },
     {
@@ -40,7 +41,7 @@ ULL = Floors(
 )
 BUILD = Floors(
     {
-        "ull._native ull.bundle ull.errors ull.gpu ull.log ull.spawn ull.text ull.wire": "",
+        "ull._native ull.bundle ull.completion ull.errors ull.gpu ull.log ull.spawn ull.text ull.wire": "",
         "leftovers progress": "",
         "shapes": "ull.bundle ull.errors",
         "output": "leftovers ull.bundle ull.errors",
@@ -54,9 +55,9 @@ BUILD = Floors(
         "tensorrt": "local_gpu output progress quality recipe source ull.bundle ull.errors ull.gpu ull.wire weights",
         "build": "*",
         "benchmark_bundle": "*",
-        "cli": "benchmark_bundle build progress recipe settings shapes ull.bundle ull.errors",
+        "cli": "benchmark_bundle build progress recipe settings shapes ull.bundle ull.completion ull.errors",
         "__main__": "cli",
-        "train": "build progress settings source ull._native ull.bundle ull.errors weights",
+        "train": "build progress settings source ull._native ull.bundle ull.completion ull.errors weights",
     },
     {},
 )

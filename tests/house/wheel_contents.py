@@ -4,6 +4,7 @@ import re
 import sys
 import zipfile
 
+PROGRAMS = ("ull", "ulld", "ull-gateway", "ull-build", "ull-train")
 MUST = [
     r"ull/__init__\.py",
     r"ull/_native\..*\.so",
@@ -24,11 +25,14 @@ MUST = [
     r"ull/kernels/params\.h",
     r"ull/native/base/philox\.h",
     r"ull-.*\.dist-info/licenses/LICENSE",
+    *(rf"ull-.*\.data/data/share/man/man1/{name}\.1" for name in PROGRAMS),
 ]
 MUST_NOT = [
     r".*\.cpp",
     r"ull/native/(?!base/[^/]*\.h$).*",  # of the core, only the headers that the kernels include
     r"tests?/.*",
+    r"packaging/.*",
+    r"clients/.*",
     r"bench/.*",
     r"engines/.*",
     r".*__pycache__.*",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ull import __version__
+from ull.completion import add_completion
 from ull.daemon.config import load_config, parse_override
 from ull.daemon.process import Signals, Stopped, log_descriptor, raise_descriptor_limit, say
 from ull.errors import ConfigError, UllError
@@ -23,7 +24,7 @@ DESCRIPTORS = 48  # what a daemon with a few endpoints holds open, and some clie
 
 def run(arguments: Sequence[str]) -> int:
     """Serves as the command line says. Returns the exit status."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signals = Signals()
     queue: LogQueue | None = None
@@ -48,23 +49,25 @@ def run(arguments: Sequence[str]) -> int:
     return EXIT_CANNOT_START
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("ulld", description="Serves an engine bundle over ZeroMQ.")
-    parser.add_argument("bundle", type=Path, help="the engine bundle, a directory written by ull-build")
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    command = argparse.ArgumentParser("ulld", description="Serves an engine bundle over ZeroMQ.")
+    command.add_argument("bundle", type=Path, help="the engine bundle, a directory written by ull-build")
+    command.add_argument(
         "--listen", action="append", metavar="URL", help="ipc:///path or tcp://address:port; repeatable"
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file (see `ull config --defaults`)")
-    parser.add_argument(
+    command.add_argument("--config", type=Path, metavar="FILE", help="TOML file (see `ull config --defaults`)")
+    command.add_argument(
         "--cores",
         metavar="LIST",
         help="pinned cores: the computing threads' (the engine thread's first), then the io thread's, e.g. 2,3,4",
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="computing threads (engine.threads)")
-    parser.add_argument("--context", type=int, metavar="N", help="tokens of one request (engine.context)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the configuration")
-    parser.add_argument("--version", action="version", version=f"ulld {__version__}")
-    return parser
+    command.add_argument("--threads", type=int, metavar="N", help="computing threads (engine.threads)")
+    command.add_argument("--context", type=int, metavar="N", help="tokens of one request (engine.context)")
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the configuration")
+    command.add_argument("--version", action="version", version=f"ulld {__version__}")
+    add_completion(command)
+    return command
 
 
 def _overrides(options: argparse.Namespace) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ull import __version__
 from ull.access import unreadable
+from ull.completion import add_completion
 from ull.endpoints import check_url
 from ull.errors import ConfigError, UllError
 from ull.gateway.keys import Keys, new_key
@@ -79,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--log-level", choices=LEVELS, default="info", help="default: info")
     command.add_argument("--log-format", choices=("text", "json"), default="text", help="default: text")
     command.add_argument("--version", action="version", version=f"ull-gateway {__version__}")
+    add_completion(command)
     return command
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import ull
 from ull.bundle import Bundle, open_bundle
 from ull.bundle.manifest import MAX_DFLASH_BLOCK
+from ull.completion import add_completion
 from ull.errors import BuildError, UllError
 from ull_build.build import build
 from ull_build.progress import Reporter, make_reporter
@@ -42,7 +43,7 @@ _HELD_OUT_SEQUENCES = 90
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `ull-train`; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
         _run(options, make_reporter(options.quiet))
     except UllError as error:
@@ -135,14 +136,15 @@ def _threads(options: argparse.Namespace) -> int:
     return int(options.threads) or len(os.sched_getaffinity(0))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    program = argparse.ArgumentParser(
         prog="ull-train",
         description="Trains drafters for a target on the target's own outputs. The output is what ull-build takes as "
         "--medusa, --draft, --eagle and --dflash.",
     )
-    parser.add_argument("--version", action="version", version=f"ull-train {ull.__version__}")
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{medusa,draft,eagle3,dflash}")
+    program.add_argument("--version", action="version", version=f"ull-train {ull.__version__}")
+    kinds = program.add_subparsers(dest="kind", required=True, metavar="{medusa,draft,eagle3,dflash}")
     medusa = kinds.add_parser("medusa", help="Medusa heads (version 2) on the frozen target")
     draft = kinds.add_parser("draft", help="a smaller model with the target's tokenizer")
     eagle = kinds.add_parser("eagle3", help="an EAGLE-3 head: one layer that reads the target's hidden states")
@@ -169,7 +171,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--block", type=_block, default=8, metavar="N", help="tokens that a pass drafts (default 8)")
     add("--rank", type=_positive, default=64, metavar="N", help="of the Markov term (default 64)")
     add("--mask-token", type=int, metavar="ID", help="stands where nothing is known yet (default: one never written)")
-    return parser
+    add_completion(program)
+    return program
 
 
 def _add_head(kind: argparse.ArgumentParser) -> None:
