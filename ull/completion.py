@@ -29,7 +29,7 @@ class _Print(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         import shtab
 
-        for action in _actions(parser):
+        for action in every_action(parser):
             if action.choices is not None or action.nargs == 0:
                 continue
             if action.metavar in _DIRECTORIES:
@@ -40,10 +40,10 @@ class _Print(argparse.Action):
         parser.exit(0)
 
 
-def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+def every_action(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     """Every argument of a parser and of its subcommands."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
-                yield from _actions(command)
+                yield from every_action(command)

@@ -80,7 +80,8 @@ def test_older_checkpoints_of_compressed_tensors_are_read(tmp_path: Path) -> Non
     directory = write_fp8(write_checkpoint(tmp_path / "m"), "compressed-tensors", "channel")
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     about = config.pop("quantization_config")
-    del about["quant_method"]
+    del about["quant_method"], about["config_groups"]["group_0"]["weights"]["strategy"]
+    about |= {"sparsity_config": {"format": "dense", "ignore": []}, "transform_config": {"config_groups": {}}}
     write_json(directory / "config.json", {**config, "compression_config": about})
     with Checkpoint(directory) as checkpoint:
         assert checkpoint.granularity == "channel" and len(checkpoint.fp8_weights) == 14

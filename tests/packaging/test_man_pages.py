@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,7 @@ sys.path.append(str(ROOT / "packaging"))
 
 import man_pages  # noqa: E402
 
-
-def actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    for action in parser._actions:
-        yield action
-        if isinstance(action, argparse._SubParsersAction):
-            for command in action.choices.values():
-                yield from actions(command)
+from ull.completion import every_action  # noqa: E402
 
 
 @pytest.mark.parametrize("program", man_pages.PROGRAMS)
@@ -32,7 +25,7 @@ def test_every_option_of_a_program_is_in_its_page(program: str) -> None:
     page = man_pages.page(program).replace("\\-", "-")
     parser = importlib.import_module(man_pages.PROGRAMS[program]).parser()
     assert parser.prog == program
-    for action in actions(parser):
+    for action in every_action(parser):
         for option in action.option_strings:
             assert option == "-h" or option == "--help" or f"\\fB{option}\\fR" in page, option
         if isinstance(action, argparse._SubParsersAction):

@@ -37,7 +37,7 @@ _MODELOPT: Mapping[str, tuple[int, int] | None] = {
     "FP8_PB_WO": (128, 128),
 }
 _FLOAT_FORMATS = (None, "float-quantized", "naive-quantized", "mixed-precision")  # of compressed-tensors
-_STRATEGIES = ("tensor", "channel", "block")
+_STRATEGIES = (None, "tensor", "channel", "block")
 _VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)  # code -> value
 _LEAST_SCALE = np.finfo(np.float32).tiny  # as in `quantise_rows`
 
@@ -203,9 +203,9 @@ def _from_config(fields: Fields, key: str) -> Quantisation:
 
 def _compressed_block(fields: Fields) -> tuple[int, int] | None:
     """The blocks of a checkpoint of compressed-tensors, all of whose weights are FP8 or are not quantised."""
-    for name in ("sparsity_config", "transform_config"):
+    for name, harmless in (("sparsity_config", {"format": "dense"}), ("transform_config", {"config_groups": {}})):
         value = fields.values.get(name)
-        if value and not (isinstance(value, dict) and value.get("format") == "dense"):
+        if value and not (isinstance(value, dict) and harmless.items() <= value.items()):
             raise _refused(fields, name, f"is {short(value)}, which ull does not undo")
     groups = _object(fields, "config_groups")
     blocks = set()
