@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ull.gateway.errors import HttpError
 from ull.gateway.events import event
-from ull.gateway.protocol import ABORT
+from ull.gateway.protocol import ABORT, IS_PAUSED
 
 BODIES_IN_MEMORY = 64 << 20  # bytes, of all exchanges together
 JSON_TYPE = b"application/json"
@@ -129,6 +129,10 @@ class Exchange:
         await self._put({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _put(self, message: Message) -> None:
+        is_paused = self.scope.get(IS_PAUSED)
+        if is_paused is not None and not is_paused():
+            await self._send(message)  # which returns at once: no timer for it
+            return
         try:
             async with asyncio.timeout(self._stall_s):
                 await self._send(message)

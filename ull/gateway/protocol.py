@@ -15,6 +15,7 @@ from ull.gateway.errors import HttpError
 
 MAX_HEAD_BYTES = 64 << 10
 ABORT = "ull.abort"  # the scope's key of the function that hangs up at once
+IS_PAUSED = "ull.is_paused"  # likewise of the one that says whether a send would wait for the client to read
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -59,7 +60,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """A head begins."""
         super().on_message_begin()
         self._in_head, self._message_complete, self._head_bytes = True, False, 1
-        cast("dict[str, Any]", self.scope)[ABORT] = self.transport.abort
+        scope = cast("dict[str, Any]", self.scope)
+        scope[ABORT], scope[IS_PAUSED] = self.transport.abort, lambda: self.flow.write_paused
 
     def on_headers_complete(self) -> None:
         """The head is there."""
