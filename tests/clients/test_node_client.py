@@ -12,6 +12,8 @@ import ull
 from other_clients import NODE, node_package, run
 from ull.endpoints import default_endpoint
 
+SLOW = {"tokens": [65], "round_ns": 5_000_000, "context": 9000}  # of a script: a token takes five milliseconds
+
 
 @pytest.fixture(scope="module")
 def package() -> Path:
@@ -30,7 +32,7 @@ def script(package: Path, name: str, url: str, body: str) -> list[str]:
 def test_an_abort_ends_the_request_and_rejects_with_its_reason(
     package: Path, spawn: Callable[..., Any], transport: str
 ) -> None:
-    daemon = spawn()
+    daemon = spawn(script=SLOW)
     body = f"""
 const client = new Client(url, {{ transport: "{transport}" }});
 const request = {{ prompt: "a", max_tokens: 4000, ignore_eos: true }};
@@ -65,7 +67,8 @@ console.log((await client.complete({ prompt: "c", max_tokens: 3 })).finish_reaso
     assert run(script(package, "ends", shared_daemon.url, body)) == ["length"]
 
 
-def test_a_closed_client_ends_what_waits_and_refuses_the_rest(package: Path, shared_daemon: Any) -> None:
+def test_a_closed_client_ends_what_waits_and_refuses_the_rest(package: Path, spawn: Callable[..., Any]) -> None:
+    daemon = spawn(script=SLOW)
     body = """
 const client = new Client(url);
 const stream = client.generate({ prompt: "a", max_tokens: 4000, ignore_eos: true });
@@ -74,7 +77,7 @@ setTimeout(() => client.close(), 20);
 await stream.result().catch((error) => console.log(error.code, error instanceof DisconnectedError));
 try { client.generate({ prompt: "a" }); } catch (error) { console.log(error.code, error instanceof UsageError); }
 """
-    assert run(script(package, "closed", shared_daemon.url, body)) == ["disconnected true", "usage true"]
+    assert run(script(package, "closed", daemon.url, body)) == ["disconnected true", "usage true"]
 
 
 def test_what_cannot_be_sent_or_makes_no_sense_is_a_usage_error(package: Path, shared_daemon: Any) -> None:
@@ -94,6 +97,33 @@ console.log(typeof (await client.complete({ prompt: "c", max_tokens: 1 })).seed)
 client.close();
 """
     assert run(script(package, "usage", shared_daemon.url, body)) == [*["UsageError"] * 5, "length", "number"]
+
+
+def test_a_stream_that_nobody_holds_is_cancelled_and_one_reads_at_a_time(
+    package: Path, spawn: Callable[..., Any]
+) -> None:
+    daemon = spawn(script=SLOW)
+    body = """
+const client = new Client(url);
+await (async () => {
+  const stream = client.generate({ prompt: "a", max_tokens: 100000, ignore_eos: true });
+  await stream.next();
+  const both = await Promise.allSettled([stream.next(), stream.next()]);
+  console.log(both.map((each) => each.reason?.code ?? "read").join(" "));
+})();
+for (let i = 0; i < 100; ++i) {
+  globalThis.gc();
+  await new Promise((resolve) => setTimeout(resolve, 50));
+  const { requests } = await client.stats();
+  if (requests.finished.cancelled === 1) break;
+}
+console.log((await client.complete({ prompt: "c", max_tokens: 3 })).finish_reason);
+client.close();
+"""
+    node, path = script(package, "left", daemon.url, body)
+    assert run([node, "--expose-gc", path]) == ["read usage", "length"]
+    finished = [event["finish"] for event in daemon.wait_events("request", 2)]
+    assert finished == ["cancelled", "length"]
 
 
 def test_the_default_url_is_the_daemons(package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from other_clients import driver as driver_of
 from other_clients import run
 from ull import wire
 
+SLOW = {"tokens": [65], "round_ns": 5_000_000, "context": 9000}  # of a script: a token takes five milliseconds
+
 
 @pytest.fixture(scope="module", params=["cpp", "node"])
 def driver(request: pytest.FixtureRequest) -> list[str]:
@@ -55,7 +57,7 @@ def test_streams_are_read_side_by_side(driver: list[str], shared_daemon: Any, tr
 def test_a_stream_is_cancelled_by_call_and_by_being_dropped(
     driver: list[str], spawn: Callable[..., Any], transport: str
 ) -> None:
-    daemon = spawn()
+    daemon = spawn(script=SLOW)
     assert run(driver, "cancelled", daemon.url, transport) == ["done cancelled", "then length"]
     finished = [event["finish"] for event in daemon.wait_events("request", 3)]
     assert sorted(finished) == ["cancelled", "cancelled", "length"]
@@ -121,7 +123,7 @@ def test_a_killed_daemon_ends_a_stream_at_once_and_its_successor_is_found(
     driver: list[str], spawn: Callable[..., Any], tmp_path: Path, transport: str
 ) -> None:
     url = f"ipc://{tmp_path}/d"
-    daemon = spawn(url=url)
+    daemon = spawn(url=url, script=SLOW)
     command = [*driver, "killed", url, transport]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdin is not None
@@ -130,7 +132,7 @@ def test_a_killed_daemon_ends_a_stream_at_once_and_its_successor_is_found(
         daemon.process.wait()
         lost = [process.stdout.readline().strip() for _ in range(3)]
         assert lost == ["stream disconnected", "over disconnected", "session disconnected"]
-        spawn(url=url)
+        spawn(url=url, script=SLOW)
         process.stdin.write("\n")
         process.stdin.close()
         rest = process.stdout.read().splitlines()

@@ -35,6 +35,7 @@ class Inbox {
 
   /** The next message; null where none has come for so many milliseconds. */
   async next(timeoutMs) {
+    if (this.#waiter !== null) throw new UsageError("one reads a request at a time");
     if (this.isEmpty && this.#error === null) {
       await new Promise((resolve) => {
         const timer = setTimeout(() => this.#wake(), timeoutMs);
@@ -118,7 +119,7 @@ export class Connection {
   async next({ id, inbox }) {
     for (;;) {
       const message = await inbox.next(this.#options.silenceTimeout);
-      if (message !== null) return checked(message);
+      if (message !== null) return this.#checked(message);
       const health = await this.question("health", { request: id });
       if (health.live === false && inbox.isEmpty) {
         this.#lose(new DisconnectedError(`the daemon at ${this.#url} knows nothing of a request that has not ended`));
@@ -160,11 +161,20 @@ export class Connection {
         this.#lose(error);
         throw error;
       }
-      if (checked(message).type !== type) throw this.broken(`an answer is of type ${message.type}, not ${type}`);
+      if (this.#checked(message).type !== type) throw this.broken(`an answer is of type ${message.type}, not ${type}`);
       return message;
     } finally {
       this.forget(id);
     }
+  }
+
+  /** The message, unless it is an `error`. */
+  #checked(message) {
+    if (message.type !== "error") return message;
+    if (typeof message.code !== "string" || typeof message.message !== "string") {
+      throw this.broken("an error of the daemon has no code");
+    }
+    throw new RefusedError(message);
   }
 
   #send(payload) {
@@ -237,10 +247,3 @@ export class Connection {
   }
 }
 
-function checked(message) {
-  if (message.type !== "error") return message;
-  if (typeof message.code !== "string" || typeof message.message !== "string") {
-    throw new ProtocolError("an error of the daemon has no code");
-  }
-  throw new RefusedError(message);
-}

@@ -1,6 +1,13 @@
 // A completion under way.
 import { FailedError, ProtocolError, UsageError } from "./errors.js";
 
+// Streams that nobody holds any more, of requests that have not ended.
+const abandoned = new FinalizationRegistry(({ connection, id, epoch }) => {
+  if (!connection.isLive(epoch)) return;
+  connection.tell("cancel", id);
+  connection.forget(id);
+});
+
 export class Stream {
   #connection;
   #request = null; // { id, inbox }; null once it has ended
@@ -22,6 +29,7 @@ export class Stream {
     this.#request = connection.ask("generate", fields);
     this.#id = this.#request.id;
     this.#epoch = connection.epoch;
+    abandoned.register(this, { connection, id: this.#id, epoch: this.#epoch }, this.#request);
     if (signal !== undefined) {
       this.#onAbort = () => this.#abort(signal.reason);
       signal.addEventListener("abort", this.#onAbort, { once: true });
@@ -37,7 +45,7 @@ export class Stream {
       try {
         message = await this.#connection.next(this.#request);
       } catch (error) {
-        throw this.#fail(error);
+        throw error instanceof UsageError ? error : this.#fail(error);
       }
       if (message.type === "token") return this.#add(message);
       if (message.type === "done") this.#finish(message);
@@ -122,7 +130,10 @@ export class Stream {
   }
 
   #close() {
-    if (this.#request !== null && this.#connection.isLive(this.#epoch)) this.#connection.forget(this.#id);
+    if (this.#request !== null) {
+      abandoned.unregister(this.#request);
+      if (this.#connection.isLive(this.#epoch)) this.#connection.forget(this.#id);
+    }
     this.#request = null;
     if (this.#onAbort !== null) this.#signal.removeEventListener("abort", this.#onAbort);
     this.#onAbort = null;

@@ -34,7 +34,9 @@ class Session {
   Session& operator=(Session&&) = delete;
   ~Session() {
     try {
-      if (is_open_ && connection_->is_live(epoch_)) close();
+      if (is_open_ && connection_->is_live(epoch_)) {
+        connection_->forget(connection_->ask("close_session", {{"session", number_}}));
+      }
     } catch (...) {  // then the connection has ended, and the session with it
     }
   }

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 
@@ -52,12 +53,10 @@ class Connection {
     for (;;) {
       const auto deadline = Clock::now() + options_.silence_timeout;
       if (std::optional<Value> message = take(id, deadline)) return checked(std::move(*message));
-      const uint64_t question = ask("health", {{"request", id}});
       // What comes meanwhile for the request is queued. An answer shows that the daemon is alive.
-      const Value health = answer(question, "health");
-      const Value& live = health["live"];
-      if (!live.is_nil() && !live.as_bool() && !has_message(id))
-        give_up("knows nothing of a request that has not ended");
+      const Value health = answer(ask("health", {{"request", id}}), "health");
+      const bool is_live = trusted([&] { return health["live"].is_nil() || health["live"].as_bool(); });
+      if (!is_live && !has_message(id)) give_up("knows nothing of a request that has not ended");
     }
   }
 
@@ -91,8 +90,7 @@ class Connection {
   // Which connection this is: another one knows nothing of what was asked of this one.
   [[nodiscard]] uint64_t epoch() const { return epoch_; }
   void require(uint64_t epoch) const {
-    if (transport_ == nullptr || epoch != epoch_)
-      throw Disconnected("the connection of this request or session has ended");
+    if (!is_live(epoch)) throw Disconnected("the connection of this request or session has ended");
   }
   [[nodiscard]] bool is_live(uint64_t epoch) const noexcept { return transport_ != nullptr && epoch == epoch_; }
 
@@ -106,8 +104,9 @@ class Connection {
   void open() {
     const std::string_view ipc = "ipc://";
     const bool is_ipc = url_.starts_with(ipc);
-    if (options_.transport == TransportKind::kLocal && !is_ipc)
+    if (options_.transport == TransportKind::kLocal && !is_ipc) {
       throw UsageError("the local transport is for ipc:// only");
+    }
     if (is_ipc && options_.transport != TransportKind::kZeroMq) {
       transport_ = LocalTransport::connect(url_.substr(ipc.size()) + ".local");
       if (transport_ == nullptr && options_.transport == TransportKind::kLocal) {
@@ -115,7 +114,7 @@ class Connection {
       }
     }
     if (transport_ == nullptr) {
-      context_ = context_ ? std::move(context_) : std::make_unique<zmq::context_t>(1);
+      if (context_ == nullptr) context_ = std::make_unique<zmq::context_t>(1);
       transport_ = std::make_unique<ZmqTransport>(*context_, url_, Clock::now() + options_.connect_timeout);
     }
   }
@@ -159,14 +158,28 @@ class Connection {
     if (found != waiting_.end()) found->second.push_back(std::move(message));
   }
 
-  static Value checked(Value message) {
-    if (message["type"].as_text() != "error") return message;
-    Refused refused(message["code"].as_text(), message["message"].as_text());
-    if (!message["field"].is_nil()) refused.field = message["field"].as_text();
-    if (!message["retry_after_ms"].is_nil()) refused.retry_after_ms = message["retry_after_ms"].as_unsigned();
-    if (!message["queue_length"].is_nil()) refused.queue_length = message["queue_length"].as_unsigned();
-    if (!message["expected_ms"].is_nil()) refused.expected_ms = message["expected_ms"].as_number();
-    throw refused;
+  // The message, unless it is an `error`.
+  Value checked(Value message) {
+    if (trusted([&] { return message["type"].as_text() != "error"; })) return message;
+    throw trusted([&] {
+      Refused refused(message["code"].as_text(), message["message"].as_text());
+      if (!message["field"].is_nil()) refused.field = message["field"].as_text();
+      if (!message["retry_after_ms"].is_nil()) refused.retry_after_ms = message["retry_after_ms"].as_unsigned();
+      if (!message["queue_length"].is_nil()) refused.queue_length = message["queue_length"].as_unsigned();
+      if (!message["expected_ms"].is_nil()) refused.expected_ms = message["expected_ms"].as_number();
+      return refused;
+    });
+  }
+
+  // What reading a message gives. One of a wrong form ends the connection.
+  template <typename Read>
+  std::invoke_result_t<Read> trusted(Read&& read) {
+    try {
+      return read();
+    } catch (const ProtocolError&) {
+      close();
+      throw;
+    }
   }
 
   // A transport that failed is of no further use, and what it brought is no more to be trusted.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <optional>
 #include <string>
@@ -157,9 +158,15 @@ inline Value::Map fields_of(const Request& request) {
   return map;
 }
 
+inline uint32_t token_id(const Value& value) {
+  const uint64_t id = value.as_unsigned();
+  if (id > std::numeric_limits<uint32_t>::max()) throw ProtocolError("a token id is " + std::to_string(id));
+  return static_cast<uint32_t>(id);
+}
+
 inline TokenIds ids_of(const Value& value) {
   TokenIds ids;
-  for (const Value& id : value.as_list()) ids.push_back(static_cast<uint32_t>(id.as_unsigned()));
+  for (const Value& id : value.as_list()) ids.push_back(token_id(id));
   return ids;
 }
 
@@ -181,11 +188,11 @@ inline Tokens tokens_of(const Value& message) {
                 {}};
   if (const Value& logprobs = message["logprobs"]; !logprobs.is_nil()) {
     for (const Value& entry : logprobs.as_list()) {
-      Logprob found{static_cast<uint32_t>(entry["token"].as_unsigned()), entry["logprob"].as_number(), {}};
+      Logprob found{token_id(entry["token"]), entry["logprob"].as_number(), {}};
       if (!entry["top"].is_nil()) {
         for (const Value& pair : entry["top"].as_list()) {
           if (pair.as_list().size() != 2) throw ProtocolError("an entry of `top` is no pair");
-          found.top.emplace_back(static_cast<uint32_t>(pair.as_list()[0].as_unsigned()), pair.as_list()[1].as_number());
+          found.top.emplace_back(token_id(pair.as_list()[0]), pair.as_list()[1].as_number());
         }
       }
       tokens.logprobs.push_back(std::move(found));

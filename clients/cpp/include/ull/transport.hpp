@@ -195,7 +195,8 @@ class ZmqTransport final : public Transport {
       monitor_.connect(events);
       socket_.connect(url);
       while (!connected_) {
-        if (!wait_event(deadline)) throw gone("nothing answers there");
+        if (poll(0, deadline) == 0) throw gone("nothing answers there");
+        check_events();
       }
     } catch (const zmq::error_t& error) {
       stop_monitor();
@@ -260,15 +261,6 @@ class ZmqTransport final : public Transport {
         if (error.num() != EINTR) throw gone(error.what());
       }
     }
-  }
-
-  bool wait_event(Clock::time_point deadline) {
-    zmq::pollitem_t item{monitor_.handle(), 0, ZMQ_POLLIN, 0};
-    while (zmq::poll(&item, 1, Milliseconds(milliseconds_until(deadline))) == 0) {
-      if (Clock::now() >= deadline) return false;
-    }
-    check_events();
-    return true;
   }
 
   // Throws Disconnected where the connection has ended.
