@@ -110,18 +110,18 @@ $(DOORS)/%/.installed: $(VENV)/.installed-test
 
 man: $(VENV)/.installed-test  ## write the man pages of every program into .cache/man
 	rm -rf .cache/man
-	$(BIN)/python packaging/man_pages.py .cache/man
+	$(BIN)/python release/man_pages.py .cache/man
 
 wheel: man  ## build a wheel into .cache/wheel, check what is in it, install and use it in an empty environment
 	rm -rf .cache/wheel
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir .cache/wheel \
 	  -C cmake.define.ULL_MAN_PAGES=$(abspath .cache/man) .
 	$(BIN)/python tests/house/wheel_contents.py .cache/wheel/ull-*.whl
-	$(BIN)/python packaging/wheel_works.py .cache/wheel/ull-*.whl
+	$(BIN)/python release/wheel_works.py .cache/wheel/ull-*.whl
 
 wheels: man  ## build and prove the wheels for CPython 3.11 to 3.14 into .cache/wheel, with the interpreters that are here
 	rm -rf .cache/wheel
-	$(BIN)/python packaging/wheels.py .cache/wheel $(PYTHONS)
+	$(BIN)/python release/wheels.py .cache/wheel $(PYTHONS)
 
 # In two commands of nine minutes; without ULL_H200_STEPS one behind the other.
 h200:  ## on an H200: ULL_H200_STEPS=correctness make h200, then ULL_H200_STEPS=figures make h200; one JSON report

@@ -33,6 +33,7 @@ NEEDED = {  # module -> the package that holds it; minima as in pyproject.toml
     "pytest": "pytest>=8",
     "rich": "rich>=13",
     "safetensors": "safetensors>=0.4",
+    "shtab": "shtab>=1.7",
     "tokenizers": "tokenizers>=0.20",
     "uvloop": "uvloop>=0.19",
     "zmq": "pyzmq>=26",

@@ -31,7 +31,7 @@ MUST_NOT = [
     r".*\.cpp",
     r"ull/native/(?!base/[^/]*\.h$).*",  # of the core, only the headers that the kernels include
     r"tests?/.*",
-    r"packaging/.*",
+    r"release/.*",
     r"clients/.*",
     r"bench/.*",
     r"engines/.*",

@@ -55,6 +55,19 @@ def rotated(kernels: emulation.Kernels, seed: int, threads: int = 512, fault: in
     return np.array_equal(output, np.roll(source, 1, axis=1))
 
 
+def test_what_launches_keep_is_given_back_for_libraries_that_run_later(kernels: emulation.Kernels) -> None:
+    """A process may not have many mappings, and a process of tests loads a hundred libraries."""
+
+    def mappings() -> int:
+        return len(Path("/proc/self/maps").read_bytes().splitlines())
+
+    assert rotated(kernels, 0, 1024)
+    kept = mappings()
+    kernels._library.ull_emulator_give_back()
+    assert mappings() < kept - 1024
+    assert rotated(kernels, 0, 1024)
+
+
 @pytest.mark.parametrize("threads", [32, 288, 512, 1024])
 def test_a_block_runs(kernels: emulation.Kernels, threads: int) -> None:
     assert all(rotated(kernels, seed, threads) for seed in SEEDS)

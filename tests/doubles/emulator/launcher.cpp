@@ -330,3 +330,8 @@ int ull_emulator_launch(const UllLaunch* launch, char* error, uint64_t error_byt
   snprintf(error, error_bytes, "%s", message.c_str());
   return message.empty() ? 0 : 1;
 }
+
+void ull_emulator_give_back() {
+  const std::lock_guard lock(ull::emulator::launch_lock);
+  ull::emulator::places.clear();
+}

@@ -44,4 +44,6 @@ __attribute__((visibility("default"))) int ull_emulator_prefetches(const UllPref
 // Runs one launch to its end. 0, or 1 with a message in `error` [error_bytes].
 __attribute__((visibility("default"))) int ull_emulator_launch(const UllLaunch* launch, char* error,
                                                                uint64_t error_bytes);
+// Gives back what launches keep for the next one: two mappings for each thread of a block.
+__attribute__((visibility("default"))) void ull_emulator_give_back();
 }

@@ -127,6 +127,12 @@ class Prefetch(ctypes.Structure):
     ]
 
 
+# A process may have 65,530 mappings. A library keeps up to two thousand for its next launch, and a process of tests
+# loads a hundred libraries: only those that ran last keep theirs.
+_MOST_KEEPING = 8
+_keeping: list[ctypes.CDLL] = []
+
+
 class Kernels:
     """A loaded library of emulated kernels. `path` is the library's file."""
 
@@ -169,8 +175,19 @@ class Kernels:
             *map(len, lists),
         )
         error = ctypes.create_string_buffer(4096)
+        self._keep()
         if self._library.ull_emulator_launch(ctypes.byref(launch), error, ctypes.c_uint64(len(error))) != 0:
             raise KernelError(re.sub(r"\{\+(0x[0-9a-f]+)\}", self._source_line, error.value.decode()))
+
+    def _keep(self) -> None:
+        """Lets this library keep what it maps, and the one that has not run for longest no more."""
+        if _keeping and _keeping[-1] is self._library:
+            return
+        if self._library in _keeping:
+            _keeping.remove(self._library)
+        _keeping.append(self._library)
+        if len(_keeping) > _MOST_KEEPING:
+            _keeping.pop(0).ull_emulator_give_back()
 
     def prefetches(self) -> list[Prefetch]:
         """What the last launch asked L2 for, in its order."""

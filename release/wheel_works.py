@@ -1,4 +1,4 @@
-"""Installs a wheel into an empty environment and uses it there: `python packaging/wheel_works.py WHEEL [PYTHON]`.
+"""Installs a wheel into an empty environment and uses it there: `python release/wheel_works.py WHEEL [PYTHON]`.
 
 It builds the tiny engine, serves it, asks for a completion and stops it, by the commands that the wheel brings, in a
 folder that is not the source's. Needs a package index for what the wheel depends on.

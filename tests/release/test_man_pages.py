@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("argparse_manpage")
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "packaging"))
+sys.path.append(str(ROOT / "release"))
 
 import man_pages  # noqa: E402
 

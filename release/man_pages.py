@@ -1,6 +1,6 @@
 """Writes the man pages of every program, from the parsers that `--help` prints.
 
-python packaging/man_pages.py FOLDER
+python release/man_pages.py FOLDER
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Builds the wheels for CPython 3.11 to 3.14 and proves them: `python packaging/wheels.py FOLDER [PYTHON ...]`.
+"""Builds the wheels for CPython 3.11 to 3.14 and proves them: `python release/wheels.py FOLDER [PYTHON ...]`.
 
 There are two: one for 3.11, and one for the stable ABI of 3.12, which later versions take too. They are built by the
 interpreters given, else by those that are found here, and each one found installs and uses the wheel that is its own.
