@@ -186,6 +186,30 @@ void killed(ull::Client& client, const std::string&) {
   caught("old", [&] { (void)session.complete({.prompt = "c"}); });
 }
 
+// A message of more bytes than the daemon takes.
+void too_long(ull::Client& client, const std::string&) {
+  caught("long",
+         [&] { client.complete({.prompt = std::string(15'000'000, 'x'), .extra = {{"a", std::string(9000, 'y')}}}); });
+  print("then", client.complete({.prompt = "c", .max_tokens = 3}).finish_reason);
+}
+
+// Nothing is under way while the daemon makes room for another one: a line on stdin says that it has.
+void idle(ull::Client& client, const std::string&) {
+  print("first", client.complete({.prompt = "c", .max_tokens = 3}).finish_reason);
+  std::string line;
+  std::getline(std::cin, line);
+  print("then", client.complete({.prompt = "c", .max_tokens = 3}).finish_reason);
+}
+
+// Reads a while after everything has been sent.
+void late(ull::Client& client, const std::string&) {
+  ull::Stream stream = client.generate({.prompt = "a"});
+  (void)stream.next();
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  print("text", stream.result().text);
+  caught("health", [&] { (void)client.health(); });
+}
+
 // Whatever the daemon makes of a request.
 void one(ull::Client& client, const std::string&) {
   caught("one", [&] { print("text", client.complete({.prompt = "a"}).text); });
@@ -209,7 +233,9 @@ int main(int argc, char** argv) {
       {"held", held},           {"exact", exact},
       {"texts", texts},         {"wrong", wrong},
       {"killed", killed},       {"one", one},
-      {"bytes", bytes},         {"nobody", nobody}};
+      {"too_long", too_long},   {"idle", idle},
+      {"late", late},           {"bytes", bytes},
+      {"nobody", nobody}};
   const std::map<std::string, ull::TransportKind> transports{{"auto", ull::TransportKind::kAuto},
                                                              {"local", ull::TransportKind::kLocal},
                                                              {"zeromq", ull::TransportKind::kZeroMq}};

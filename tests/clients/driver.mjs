@@ -150,6 +150,29 @@ async function killed(client) {
   await caught("old", () => session.complete({ prompt: "c" }));
 }
 
+/** A message of more bytes than the daemon takes. */
+async function too_long(client) {
+  await caught("long", () => client.complete({ a: "y".repeat(9000), prompt: "x".repeat(15_000_000) }));
+  print("then", (await client.complete({ prompt: "c", max_tokens: 3 })).finish_reason);
+}
+
+/** Nothing is under way while the daemon makes room for another one: a line on stdin says that it has. */
+async function idle(client) {
+  print("first", (await client.complete({ prompt: "c", max_tokens: 3 })).finish_reason);
+  const lines = createInterface({ input: process.stdin });
+  for await (const _ of lines) break;
+  print("then", (await client.complete({ prompt: "c", max_tokens: 3 })).finish_reason);
+}
+
+/** Reads a while after everything has been sent. */
+async function late(client) {
+  const stream = client.generate({ prompt: "a" });
+  await stream.next();
+  await new Promise((resolve) => setTimeout(resolve, 500));
+  print("text", (await stream.result()).text);
+  await caught("health", () => client.health());
+}
+
 /** Whatever the daemon makes of a request. */
 async function one(client) {
   await caught("one", async () => print("text", (await client.complete({ prompt: "a" })).text));
@@ -161,7 +184,7 @@ async function nobody(client) {
 }
 
 const scenarios = {
-  sampled, interleaved, cancelled, sessions, held, exact, texts, wrong, killed, one, nobody,
+  sampled, interleaved, cancelled, sessions, held, exact, texts, wrong, killed, too_long, idle, late, one, nobody,
 };
 const [name, url, transport = "auto", argument = ""] = process.argv.slice(2);
 const impatient = name === "one" || name === "nobody" ? { silenceTimeout: 1500, connectTimeout: 1500 } : {};

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,48 @@ def test_a_killed_daemon_ends_a_stream_at_once_and_its_successor_is_found(
         process.stdin.close()
         rest = process.stdout.read().splitlines()
         assert (rest, process.wait(60)) == (["then length", "old disconnected"], 0)
+
+
+def test_a_successor_is_found_by_a_client_that_was_idle(
+    driver: list[str], spawn: Callable[..., Any], tmp_path: Path, transport: str
+) -> None:
+    url = f"ipc://{tmp_path}/d"
+    daemon = spawn(url=url)
+    with subprocess.Popen(
+        [*driver, "idle", url, transport], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == "first length\n"
+        assert daemon.stop() == 0
+        spawn(url=url)
+        process.stdin.write("\n")
+        process.stdin.close()
+        rest = process.stdout.read().splitlines()
+        assert (rest, process.wait(60)) == (["then length"], 0)
+
+
+def test_what_was_sent_before_a_hang_up_is_read_behind_it(driver: list[str], tmp_path: Path, transport: str) -> None:
+    url = f"ipc://{tmp_path}/d"
+    sent = threading.Event()
+
+    def handler(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
+        if isinstance(request, wire.Generate):
+            words = [token(request.id, index, f"{index} ") for index in range(100)]
+            daemon.send(identity, *words, done(request.id, 100))
+            sent.set()
+
+    daemon = FakeDaemon(url, handler, local=transport == "local")
+    command = [*driver, "late", url, transport]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert sent.wait(60)
+        daemon.close(linger_ms=1000)
+        out, _ = process.communicate(timeout=60)
+    text = "".join(f"{index} " for index in range(100))
+    assert out.splitlines() == [f"text {text}", "health disconnected"]
+
+
+def test_a_message_too_long_is_refused_under_its_id(driver: list[str], shared_daemon: Any, transport: str) -> None:
+    assert run(driver, "too_long", shared_daemon.url, transport) == ["long refused too_long -", "then length"]
 
 
 def test_nobody_at_the_url(driver: list[str], tmp_path: Path) -> None:

@@ -95,7 +95,8 @@ export class Connection {
   ask(type, fields) {
     if (this.#closed) throw new UsageError("the client is closed");
     const id = this.#lastId + 1;
-    const payload = pack({ ...fields, type, id });
+    // The id goes first: the daemon looks for it at the beginning of a message that is too long.
+    const payload = pack(Object.assign({ id, type }, fields, { id, type }));
     this.#lastId = id;
     const inbox = new Inbox();
     this.#inboxes.set(id, inbox);
@@ -106,7 +107,7 @@ export class Connection {
 
   /** A message about request `of`, whose id it bears: nothing waits for its answer. */
   tell(type, of) {
-    if (!this.#closed) this.#send(pack({ type, id: of }));
+    if (!this.#closed) this.#send(pack({ id: of, type }));
   }
 
   /** Messages for this request are thrown away from now on. */

@@ -3,6 +3,7 @@ import { DisconnectedError, ProtocolError, UsageError } from "./errors.js";
 import { MAX_MESSAGE_BYTES } from "./messages.js";
 
 const VERSION = "ull1";
+const NEVER = 2 ** 30; // milliseconds; with -1 libzmq drops what a lost connection has brought and nobody has read yet
 
 /** Connects to `url` within so many milliseconds. Rejects with DisconnectedError where nothing answers. */
 export async function connectZeromq(url, timeoutMs, onMessage, onLost) {
@@ -14,7 +15,7 @@ export async function connectZeromq(url, timeoutMs, onMessage, onLost) {
   }
   const socket = new zeromq.Dealer({
     linger: 0,
-    immediate: true,
+    reconnectInterval: NEVER,
     ipv6: true,
     maxMessageSize: MAX_MESSAGE_BYTES,
     heartbeatInterval: 1000,
@@ -27,6 +28,7 @@ export async function connectZeromq(url, timeoutMs, onMessage, onLost) {
     await new Promise((resolve, reject) => {
       timer = setTimeout(() => reject(gone("nothing answers there")), timeoutMs);
       socket.events.on("handshake", resolve);
+      socket.events.on("connect:retry", () => reject(gone("nothing answers there")));
       try {
         socket.connect(url);
       } catch (error) {
@@ -53,7 +55,12 @@ class ZeromqTransport {
     this.#socket = socket;
     this.#onLost = onLost;
     const gone = (why) => this.#lose(new DisconnectedError(`the daemon at ${url}: ${why}`));
-    socket.events.on("disconnect", () => gone("has closed the connection"));
+    // This news overtakes what came before the hang-up, which is still to be read.
+    const ended = () => {
+      if (!this.#closed && socket.readable) setImmediate(ended);
+      else gone("has closed the connection");
+    };
+    socket.events.on("disconnect", ended);
     this.#read(onMessage).catch((error) => {
       if (error instanceof ProtocolError) this.#lose(error);
       else gone(error.message);

@@ -38,15 +38,13 @@ class Connection {
   uint64_t ask(const char* type, Value::Map fields) {
     connect();
     const uint64_t id = ++last_id_;
-    fields.insert_or_assign("type", type);
-    fields.insert_or_assign("id", id);
     waiting_.try_emplace(id);
-    send(std::move(fields));
+    send(type, id, fields);
     return id;
   }
 
   // A message about request `of`, whose id it bears, such as "cancel": nothing waits for its answer.
-  void tell(const char* type, uint64_t of) { send({{"type", type}, {"id", of}}); }
+  void tell(const char* type, uint64_t of) { send(type, of, {}); }
 
   // The next message for a request. Asks after it where there is nothing for a while. Throws Refused for `error`.
   Value next(uint64_t id) {
@@ -79,8 +77,9 @@ class Connection {
   // A number for a session of this connection.
   uint64_t new_session() { return ++last_session_; }
 
-  // Connects where there is no connection.
+  // Connects where there is no connection, or one that nobody uses has ended.
   void connect() {
+    if (transport_ != nullptr && waiting_.empty() && !transport_->is_there()) close();
     if (transport_ == nullptr) open();
   }
 
@@ -119,10 +118,21 @@ class Connection {
     }
   }
 
-  void send(Value::Map fields) {
+  // The id goes first: the daemon looks for it at the beginning of a message that is too long.
+  void send(const char* type, uint64_t id, Value::Map fields) {
+    fields.erase("id");
+    fields.erase("type");
     msgpack::sbuffer buffer;
     msgpack::packer<msgpack::sbuffer> packer(buffer);
-    Value(std::move(fields)).pack(packer);
+    packer.pack_map(static_cast<uint32_t>(fields.size() + 2));
+    packer.pack("id");
+    packer.pack(id);
+    packer.pack("type");
+    packer.pack(type);
+    for (const auto& [key, value] : fields) {
+      packer.pack(key);
+      value.pack(packer);
+    }
     guarded([&] { transport_->send({buffer.data(), buffer.size()}, Clock::now() + options_.silence_timeout); });
   }
 

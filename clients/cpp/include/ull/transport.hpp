@@ -31,6 +31,7 @@ namespace detail {
 inline constexpr std::string_view kVersion = "ull1";
 inline constexpr size_t kMaxMessageBytes = size_t{16} << 20;  // of one message, either way
 inline constexpr Milliseconds kHelloTimeout{1000};
+inline constexpr int kNeverAgain = 1 << 30;  // milliseconds
 
 // Whole milliseconds until a point in time, rounded up, for poll().
 inline int milliseconds_until(Clock::time_point deadline) {
@@ -46,6 +47,8 @@ class Transport {
   virtual void send(const std::string& payload, Clock::time_point deadline) = 0;
   // The next message; nothing if none has come by the deadline.
   virtual std::optional<std::string> receive(Clock::time_point deadline) = 0;
+  // Whether it is still there, as far as is known without waiting.
+  virtual bool is_there() = 0;
 };
 
 // The unix stream socket beside an ipc endpoint.
@@ -92,6 +95,12 @@ class LocalTransport final : public Transport {
     for (int shift = 0; shift < 32; shift += 8) frame.push_back(static_cast<char>(payload.size() >> shift & 0xFF));
     frame += payload;
     write(frame, deadline);
+  }
+
+  bool is_there() override {
+    char byte = 0;
+    const ssize_t count = ::recv(socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+    return count > 0 || (count < 0 && (errno == EAGAIN || errno == EINTR));
   }
 
   std::optional<std::string> receive(Clock::time_point deadline) override {
@@ -183,20 +192,21 @@ class ZmqTransport final : public Transport {
       : url_(url), socket_(context, zmq::socket_type::dealer), monitor_(context, zmq::socket_type::pair) {
     socket_.set(zmq::sockopt::linger, 0);
     socket_.set(zmq::sockopt::ipv6, true);
-    socket_.set(zmq::sockopt::immediate, true);
+    // Without `immediate`, and as long as it does not connect again, what came before a hang-up can be read behind it.
+    socket_.set(zmq::sockopt::reconnect_ivl, kNeverAgain);
     socket_.set(zmq::sockopt::maxmsgsize, static_cast<int64_t>(kMaxMessageBytes));
     socket_.set(zmq::sockopt::heartbeat_ivl, 1000);
     socket_.set(zmq::sockopt::heartbeat_timeout, 5000);
     static std::atomic<uint64_t> monitors{0};
     const std::string events = "inproc://ull-monitor-" + std::to_string(++monitors);
-    const int kinds = ZMQ_EVENT_HANDSHAKE_SUCCEEDED | ZMQ_EVENT_DISCONNECTED;
+    const int kinds = ZMQ_EVENT_HANDSHAKE_SUCCEEDED | ZMQ_EVENT_DISCONNECTED | ZMQ_EVENT_CONNECT_RETRIED;
     if (zmq_socket_monitor(socket_.handle(), events.c_str(), kinds) != 0) throw gone(zmq_strerror(zmq_errno()));
     try {
       monitor_.connect(events);
       socket_.connect(url);
       while (!connected_) {
-        if (poll(0, deadline) == 0) throw gone("nothing answers there");
-        check_events();
+        if (is_lost_ || poll(0, deadline) == 0) throw gone("nothing answers there");
+        take_events();
       }
     } catch (const zmq::error_t& error) {
       stop_monitor();
@@ -212,7 +222,8 @@ class ZmqTransport final : public Transport {
 
   void send(const std::string& payload, Clock::time_point deadline) override {
     for (;;) {
-      check_events();
+      take_events();
+      if (is_lost_) return;  // whoever reads is told, behind what has come
       const auto version = socket_.send(zmq::buffer(kVersion), zmq::send_flags::sndmore | zmq::send_flags::dontwait);
       if (version) {
         // The first frame was taken, and so is the rest of the message.
@@ -223,12 +234,19 @@ class ZmqTransport final : public Transport {
     }
   }
 
+  bool is_there() override {
+    take_events();
+    return !is_lost_;
+  }
+
   std::optional<std::string> receive(Clock::time_point deadline) override {
     for (;;) {
+      const bool was_lost = is_lost_;
       zmq::message_t version;
       if (socket_.recv(version, zmq::recv_flags::dontwait)) return payload(version);
-      check_events();  // behind what has arrived
-      if (poll(ZMQ_POLLIN, deadline) == 0) return std::nullopt;
+      if (was_lost) throw gone("has closed the connection");  // and everything before that has been read
+      take_events();
+      if (!is_lost_ && poll(ZMQ_POLLIN, deadline) == 0) return std::nullopt;
     }
   }
 
@@ -263,8 +281,7 @@ class ZmqTransport final : public Transport {
     }
   }
 
-  // Throws Disconnected where the connection has ended.
-  void check_events() {
+  void take_events() {
     zmq::message_t event;
     while (monitor_.recv(event, zmq::recv_flags::dontwait)) {
       uint16_t kind = 0;
@@ -272,7 +289,7 @@ class ZmqTransport final : public Transport {
       zmq::message_t address;
       (void)monitor_.recv(address, zmq::recv_flags::none);
       if (kind == ZMQ_EVENT_HANDSHAKE_SUCCEEDED) connected_ = true;
-      if (kind == ZMQ_EVENT_DISCONNECTED && connected_) throw gone("has closed the connection");
+      if (kind == ZMQ_EVENT_DISCONNECTED || kind == ZMQ_EVENT_CONNECT_RETRIED) is_lost_ = true;
     }
   }
 
@@ -286,6 +303,7 @@ class ZmqTransport final : public Transport {
   zmq::socket_t socket_;
   zmq::socket_t monitor_;
   bool connected_ = false;
+  bool is_lost_ = false;
 };
 
 }  // namespace detail
