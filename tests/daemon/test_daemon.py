@@ -432,10 +432,14 @@ def test_the_drain_timeout_cancels_what_is_left(spawn: Spawn) -> None:
     daemon = spawn("--set", "drain_timeout_s=0.1", script=SLOW)
     with Client(daemon.url) as client:
         running, waiting = client.generate([5], max_tokens=1000), client.generate([5], max_tokens=1000)
+        held = client.generate([5], max_tokens=1, hold=True, priority="realtime")
         next(running)
         daemon.process.send_signal(signal.SIGTERM)
-        assert running.result().finish_reason == "cancelled"
-        assert waiting.result().finish_reason == "cancelled"
+        for stream in (running, waiting, held):
+            ended = stream.result()
+            assert ended.finish_reason == "cancelled"
+            assert ended.error is not None
+            assert ended.error.code == "draining"
         assert daemon.process.wait(20) == 0
     daemon.check_log()
 

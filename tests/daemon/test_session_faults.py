@@ -298,6 +298,7 @@ def test_all_that_is_left_can_be_ended(harness: Harness) -> None:
             (2, "cancelled"),
             (3, "cancelled"),
         ]
+        assert all(done.error is not None and done.error.code == "draining" for done in dones)
         harness.end(1, [], "cancelled")
         await harness.until(lambda: harness.plane.live == 0)
 

@@ -31,6 +31,7 @@ from ull.log import Log
 # A prompt of this many characters is tokenized in the event loop's thread (about a millisecond); a longer one in a
 # worker, where the tokenizer runs without the GIL. A chat waits in a thread for the process that runs its template.
 INLINE_CHARACTERS = 1024
+_SHUTTING_DOWN = "the daemon is shutting down and did not wait for this request"  # the core's words too
 
 _Result = TypeVar("_Result")
 
@@ -202,9 +203,9 @@ class Turns:
             self._end(turn, "cancelled")
 
     def cancel_all(self) -> None:
-        """Ends all that is left."""
+        """Ends all that is left: the daemon is being stopped."""
         for turn in list(self._live.values()):
-            self._end(turn, "cancelled")
+            self._end(turn, "cancelled", shed=True)
 
     def _refuse_many_waiting(self, identity: bytes) -> None:
         """What waits for sessions is bounded as what waits for the engine: it may be long."""
@@ -378,14 +379,17 @@ class Turns:
         most = self._admission.most_tokens(turn.request, turn.labels)
         return min(len(turn.prompt) + most, self._admission.limits.context)
 
-    def _end(self, turn: Turn, reason: str) -> None:
-        """Ends a turn wherever it is. What the engine has is over once it says so, the rest at once."""
+    def _end(self, turn: Turn, reason: str, *, shed: bool = False) -> None:
+        """Ends a turn wherever it is. What the engine has is over once it says so, the rest at once.
+
+        `shed`: the daemon is being stopped, and does not wait for it.
+        """
         if turn.state is TurnState.SUBMITTED:
             session = turn.session
             if turn.held and session is not None and session.turn is turn:
                 session.turn = None  # it is no part of it, and never will be
             turn.stop_timer()
-            self._engine.cancel(*turn.key)
+            self._engine.cancel(*turn.key, shed)
             return
         self._leave(turn)
         now_ns = time.monotonic_ns()
@@ -396,6 +400,7 @@ class Turns:
             usage=wire.Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=0),
             timeline=wire.Timeline(received_ns=turn.received_ns, done_ns=now_ns),
             seed=turn.request.seed or 0,
+            error=wire.Failure(code="draining", message=_SHUTTING_DOWN) if shed else None,
         )
         self._front.reply(turn.identity, self._done(record, turn))
         self._metrics.accepted += 1

@@ -59,7 +59,7 @@ class FakeEngine:
         self.params.append(params)
         return len(self.submitted)
 
-    def cancel(self, identity: bytes, request_id: int) -> bool:
+    def cancel(self, identity: bytes, request_id: int, shed: bool = False) -> bool:
         self.cancelled.append((identity, request_id))
         return (identity, request_id) in self.submitted
 

@@ -227,7 +227,9 @@ void Engine::end_threads() noexcept {
   watchdog_->stop();
   for (uint32_t index = 0; index < shared_->slots; ++index) {  // what nobody has committed
     RequestSlot& slot = shared_->slot(index);
-    if (slot.held.load(std::memory_order_acquire)) slot.cancel.store(true, std::memory_order_release);
+    if (!slot.held.load(std::memory_order_acquire)) continue;
+    slot.shed.store(true, std::memory_order_relaxed);
+    slot.cancel.store(true, std::memory_order_release);
   }
   release();
 }
@@ -359,6 +361,7 @@ uint64_t Engine::submit(const Submission& submission) {
   slot.timeline.admitted_ns = submission.admitted_ns;
   slot.outcome = Outcome{};
   slot.cancel.store(false, std::memory_order_relaxed);
+  slot.shed.store(false, std::memory_order_relaxed);
   slot.held.store(submission.hold, std::memory_order_relaxed);
   slot.logprobs_returned.store(0, std::memory_order_relaxed);
   slot.reached.store(0, std::memory_order_relaxed);
@@ -415,12 +418,13 @@ void Engine::check_room(std::span<const uint8_t> client) {
       queue_length(), expected_ns);
 }
 
-bool Engine::cancel(std::span<const uint8_t> identity, uint64_t id) noexcept {
+bool Engine::cancel(std::span<const uint8_t> identity, uint64_t id, bool shed) noexcept {
   const uint32_t index = find(identity, id);
   if (index == kNoSlot) return false;
-  const RequestSlot& slot = shared_->slot(index);
+  RequestSlot& slot = shared_->slot(index);
   const bool held = slot.held.load(std::memory_order_acquire);
   if (!slot.active() && !held) return false;
+  if (shed) slot.shed.store(true, std::memory_order_relaxed);  // cancel_slot() publishes it
   cancel_slot(index);
   if (held) release();
   return true;

@@ -138,7 +138,8 @@ class Engine {
   // EngineClosed.
   uint64_t submit(const Submission& submission);
   // True if that client has such a request and it had not ended.
-  bool cancel(std::span<const uint8_t> identity, uint64_t id) noexcept;
+  // `shed`: its client did not ask for it, the daemon is being stopped and does not wait for it.
+  bool cancel(std::span<const uint8_t> identity, uint64_t id, bool shed = false) noexcept;
   // Releases what a request that was submitted with `hold` has brought. False if that client has no such request that
   // is held.
   bool commit(std::span<const uint8_t> identity, uint64_t id) noexcept;

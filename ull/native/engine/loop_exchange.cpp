@@ -9,7 +9,6 @@ namespace ull {
 namespace {
 
 constexpr int64_t kPublishNs = 1'000'000;  // counters are published at least this often while busy
-constexpr const char* kDraining = "draining";
 constexpr const char* kGrammarFailed = "grammar_failed";
 
 // When a request ends at the latest, of what is yet to come; kNever if it may take as long as it likes.
@@ -176,12 +175,13 @@ EngineLoop::Ending EngineLoop::check_commands(int64_t now) noexcept {
 }
 
 EngineLoop::Ending EngineLoop::interruption(const RequestSlot& request, int64_t now) const noexcept {
-  if (request.cancel.load(std::memory_order_seq_cst)) return {FinishReason::kCancelled};
+  const Ending shed{FinishReason::kCancelled, kDraining, kShuttingDown};
+  if (request.cancel.load(std::memory_order_seq_cst)) {
+    return request.shed.load(std::memory_order_relaxed) ? shed : Ending{FinishReason::kCancelled};
+  }
   if (request.timeout_ns != 0 && now >= request.timeout_ns) return {FinishReason::kTimeout};
   if (request.deadline_ns != 0 && now >= request.deadline_ns) return {FinishReason::kDeadline};
-  if (shared_.stopping.load(std::memory_order_relaxed)) {
-    return {FinishReason::kCancelled, kDraining, "the daemon is shutting down"};
-  }
+  if (shared_.stopping.load(std::memory_order_relaxed)) return shed;
   if (shared_.failed.load(std::memory_order_relaxed)) {
     return executor_failure();
   }

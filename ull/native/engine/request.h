@@ -87,6 +87,10 @@ struct Timeline {
   int64_t expected_done_ns = 0;   // ... and its last, if it has max_tokens
 };
 
+// Why a request is cancelled whose end a daemon that is being stopped does not wait for.
+inline constexpr const char* kDraining = "draining";
+inline constexpr const char* kShuttingDown = "the daemon is shutting down and did not wait for this request";
+
 // How a request ended; written by the engine thread before its final event.
 struct Outcome {
   FinishReason reason = FinishReason::kNone;
@@ -168,6 +172,7 @@ struct RequestSlot {
   std::atomic<SlotState> state{SlotState::kFree};
   std::atomic<int32_t> reached{0};  // tokens of it that are in the KV cache, or may be: for guesses by other threads
   std::atomic<bool> cancel{false};
+  std::atomic<bool> shed{false};  // ... and it is the daemon that does not wait for its end
   std::atomic<bool> held{false};              // nothing of it is delivered until this is false, or `cancel` is true
   std::atomic<int32_t> logprobs_returned{0};  // records that the io thread has given back
 

@@ -118,7 +118,13 @@ Outcome outcome_of(const RequestSlot& request, const Delivery& delivery) noexcep
     outcome.error_code = "stalled";
     outcome.error_message = "the client took no frame for too long (io.client_stall_ms): the rest was dropped";
   }
-  if (delivery.dropped && outcome.reason != FinishReason::kError) outcome.reason = FinishReason::kCancelled;
+  if (delivery.dropped && outcome.reason != FinishReason::kError) {
+    outcome.reason = FinishReason::kCancelled;
+    if (request.shed.load(std::memory_order_relaxed)) {
+      outcome.error_code = kDraining;
+      outcome.error_message = kShuttingDown;
+    }
+  }
   return outcome;
 }
 

@@ -166,10 +166,12 @@ void bind_engine(nb::module_& m) {
            "EngineClosed. Only one thread may submit and cancel.")
       .def(
           "cancel",
-          [](Engine& engine, const nb::bytes& identity, uint64_t request_id) {
-            return engine.cancel(view(identity), request_id);
+          [](Engine& engine, const nb::bytes& identity, uint64_t request_id, bool shed) {
+            return engine.cancel(view(identity), request_id, shed);
           },
-          "identity"_a, "request_id"_a, "True if that client has such a request and it had not ended, or is held.")
+          "identity"_a, "request_id"_a, "shed"_a = false,
+          "True if that client has such a request and it had not ended, or is held. `shed`: the daemon is being stopped, "
+          "and says so in the request's end.")
       .def(
           "commit",
           [](Engine& engine, const nb::bytes& identity, uint64_t request_id) {
