@@ -60,7 +60,7 @@ define configure_sanitized
 endef
 
 native-test: $(VENV)/.installed-test  ## native unit tests
-	$(call run_native_tests,$$(dirname .cache/cmake/*/build.ninja))
+	$(call run_native_tests,$$(dirname $$(ls -t .cache/cmake/*/build.ninja | head -1)))
 
 sanitize: $(VENV)/.installed-test  ## native unit tests under ASan + UBSan, then TSan; kernels under ASan + UBSan
 	$(call configure_sanitized,$(NATIVE_TESTS)/asan,address$(comma)undefined)

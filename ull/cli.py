@@ -34,7 +34,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    from ull.commands import bench, chat, demo, generate, inspect, journal, outcome, replay, status, tokenize, verify
+    from ull.commands import (
+        bench,
+        chat,
+        demo,
+        generate,
+        inspect,
+        journal,
+        keys,
+        logging,
+        outcome,
+        replay,
+        status,
+        tokenize,
+        verify,
+    )
+    from ull.commands.connection import add_connection
     from ull.completion import add_completion
 
     program = argparse.ArgumentParser(
@@ -53,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
     ) -> None:
         command = commands.add_parser(name, help=summary, description=summary)
-        command.add_argument("--connect", metavar="URL", help="default: this user's socket, as ulld's without --listen")
+        add_connection(command)
         if add_arguments is not None:
             add_arguments(command)
         command.set_defaults(run=run)
@@ -76,11 +91,15 @@ def parser() -> argparse.ArgumentParser:
     client_command("health", "Whether the daemon serves; exit status 0 if it does.", status.run_health)
     client_command("info", "What the daemon serves.", status.run_info)
     client_command("stats", "Counters and latencies since the daemon's start.", status.run_stats)
+    client_command(
+        "log", "Changes what a running daemon's log has; for the role admin.", logging.run, logging.add_arguments
+    )
+    command = commands.add_parser("keys", help="Makes and lists the keys of clients that come over a network.")
+    keys.add_arguments(command)
 
     summary = "Runs a journal's requests again, and names every token that differs."
     command = commands.add_parser("replay", help=summary, description=summary)
-    url_help = "default: this user's socket, as ulld's without --listen"
-    command.add_argument("--connect", "--url", metavar="URL", dest="connect", help=url_help)
+    add_connection(command, "--url")
     replay.add_arguments(command)
     command.set_defaults(run=replay.run)
     summary = "Proves that tokens depend on nothing but the request, as a report to file."

@@ -136,6 +136,13 @@ class Draining(RequestError):
         super().__init__("draining", message, field)
 
 
+class Forbidden(RequestError):
+    """The client may not ask for this: it is for the role admin."""
+
+    def __init__(self, message: str = "this is for the role admin", field: str | None = None) -> None:
+        super().__init__("forbidden", message, field)
+
+
 class JournalUnavailable(RequestError):
     """The daemon must keep a record of every request, and cannot write any at the moment."""
 

@@ -36,6 +36,7 @@ class Log:
 
     def __init__(self, level: str = "info", form: str = "text", stream: Sink | None = None) -> None:
         self._threshold = LEVELS.index(level)
+        self.prompts = False  # whether the lines of requests are to have their prompts' text
         self._form = form
         self._stream = stream if stream is not None else sys.stderr
 
@@ -43,6 +44,15 @@ class Log:
     def dropped(self) -> int:
         """Lines that a LogQueue could not write."""
         return self._stream.dropped if isinstance(self._stream, LogQueue) else 0
+
+    @property
+    def level(self) -> str:
+        """The least severe level that is written."""
+        return LEVELS[self._threshold]
+
+    @level.setter
+    def level(self, level: str) -> None:
+        self._threshold = LEVELS.index(level)
 
     def debug(self, event: str, **fields: Any) -> None:
         """For whoever looks for a fault."""

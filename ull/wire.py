@@ -20,7 +20,15 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ull.coercion import ONE_FOR_LIST, Coercion
-from ull.errors import Busy, DeadlineUnreachable, Draining, InvalidGrammar, JournalUnavailable, RequestError
+from ull.errors import (
+    Busy,
+    DeadlineUnreachable,
+    Draining,
+    Forbidden,
+    InvalidGrammar,
+    JournalUnavailable,
+    RequestError,
+)
 
 VERSION: Final = b"ull1"
 MAX_ID: Final = 2**64 - 1  # request ids and seeds are unsigned 64-bit numbers
@@ -201,6 +209,15 @@ class Stats(msgspec.Struct, tag="stats", kw_only=True, forbid_unknown_fields=Tru
     """Asks for counters and latencies; answered by `stats`."""
 
     id: int
+    histograms: bool | UnsetType = UNSET  # with every bucket of the histograms
+
+
+class SetLog(msgspec.Struct, tag="set_log", kw_only=True, forbid_unknown_fields=True):
+    """Changes what the daemon's log has from now on; for the role admin. Answered by `ack`."""
+
+    id: int
+    level: str | None = None  # "debug" | "info" | "warning" | "error"; None: as it is
+    prompts: bool | None = None  # whether requests' lines have their prompts' text
 
 
 class TokenLogprob(msgspec.Struct, kw_only=True):
@@ -384,6 +401,13 @@ class InfoReply(msgspec.Struct, tag="info", kw_only=True):
     limits: dict[str, Any]
 
 
+class Histogram(msgspec.Struct, kw_only=True):
+    """Every bucket of a histogram of durations that holds any, in ascending order."""
+
+    sum: int  # ns, of all that was recorded
+    buckets: list[tuple[int, int]]  # a bucket's largest value (ns), and how many it holds
+
+
 class StatsReply(msgspec.Struct, tag="stats", kw_only=True):
     """Answers `stats`: counters since the start, latencies, the engine's and the io thread's own figures.
 
@@ -400,10 +424,11 @@ class StatsReply(msgspec.Struct, tag="stats", kw_only=True):
     log: dict[str, Any] = {}  # dropped: lines that could not be written
     journal: dict[str, Any] = {}  # empty where there is none
     threads: dict[str, dict[str, int]] = {}
+    histograms: dict[str, Histogram] = {}  # where they were asked for
 
 
 SessionRequest = OpenSession | Fork | Rollback | Truncate | CloseSession
-Request = Generate | Tokenize | Detokenize | SessionRequest | Commit | Cancel | Health | Info | Stats
+Request = Generate | Tokenize | Detokenize | SessionRequest | Commit | Cancel | Health | Info | Stats | SetLog
 Reply = (
     Token | Done | TokenizeReply | DetokenizeReply | SessionReply | Error | Ack | HealthReply | InfoReply | StatsReply
 )
@@ -452,6 +477,7 @@ _request_types: dict[str, type[Request]] = {
     "health": Health,
     "info": Info,
     "stats": Stats,
+    "set_log": SetLog,
 }
 _exact_decoders = {name: msgspec.msgpack.Decoder(struct) for name, struct in _request_types.items()}
 _coercions: dict[str, Coercion[Any]] = {name: Coercion(struct, MAX_WARNINGS) for name, struct in _request_types.items()}
@@ -538,6 +564,8 @@ def error_of(reply: Error) -> RequestError:
         return DeadlineUnreachable(reply.message, reply.field, expected)
     if reply.code == "draining":
         return Draining(reply.message, reply.field)
+    if reply.code == "forbidden":
+        return Forbidden(reply.message, reply.field)
     if reply.code == "journal_unavailable":
         return JournalUnavailable(reply.message, reply.field)
     if reply.code == "invalid_grammar":

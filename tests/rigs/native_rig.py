@@ -17,6 +17,7 @@ from ull.daemon.control import IoMessage
 from ull.libzmq import loaded_libzmq
 
 TIMEOUT_MS = 20_000  # a hang, not a slow machine
+_NEWS = (IoMessage.GONE, IoMessage.PEER)
 
 
 def write_vocabulary(path: Path, pieces: Sequence[bytes], special: Iterable[int] = ()) -> Path:
@@ -60,8 +61,8 @@ class Control:
         return next((name for name, each in reversed(self._identities.items()) if each == identity), identity)
 
     def recv_multipart(self, hang_ups: bool = False) -> list[bytes]:
-        """The next message; the news that a client has hung up only if asked for."""
-        while (frames := self._socket.recv_multipart())[0] == IoMessage.GONE and not hang_ups:
+        """The next message; not who a client is, and that one has hung up only if asked for."""
+        while (frames := self._socket.recv_multipart())[0] in _NEWS and not (hang_ups and frames[0] == IoMessage.GONE):
             pass
         if frames[0] in (IoMessage.REQUEST, IoMessage.MALFORMED, IoMessage.GONE):
             frames[1] = self.name(frames[1])

@@ -27,6 +27,7 @@ from ull.wire import (
     OpenSession,
     Rollback,
     SessionReply,
+    SetLog,
     Speculation,
     Stats,
     StatsReply,
@@ -106,6 +107,11 @@ GOLDEN_REQUESTS = [
     (Health(id=4), "82a474797065a66865616c7468a2696404"),
     (Info(id=5), "82a474797065a4696e666fa2696405"),
     (Stats(id=6), "82a474797065a57374617473a2696406"),
+    (Stats(id=6, histograms=True), "83a474797065a57374617473a2696406aa686973746f6772616d73c3"),
+    (
+        SetLog(id=7, level="debug"),
+        "84a474797065a77365745f6c6f67a2696407a56c6576656ca56465627567a770726f6d707473c0",
+    ),
 ]
 USAGE = Usage(prompt_tokens=3, cached_tokens=2, completion_tokens=1)
 GOLDEN_REPLIES = [
@@ -215,8 +221,8 @@ GOLDEN_REPLIES = [
     ),
     (
         StatsReply(id=1, requests={}, latency={}, engine={}, io={}),
-        "8aa474797065a57374617473a2696401a8726571756573747380a76c6174656e637980a6656e67696e6580a2696f80ab73706563756c61"
-        "74696f6e80a36c6f6780a76a6f75726e616c80a77468726561647380",
+        "8ba474797065a57374617473a2696401a8726571756573747380a76c6174656e637980a6656e67696e6580a2696f80ab73706563756c61"
+        "74696f6e80a36c6f6780a76a6f75726e616c80a77468726561647380aa686973746f6772616d7380",
     ),
 ]
 

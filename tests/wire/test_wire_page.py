@@ -31,6 +31,7 @@ PLACES: dict[type[msgspec.Struct], tuple[str, str]] = {
     wire.Health: ("### health", ""),
     wire.Info: ("### info", ""),
     wire.Stats: ("### stats", ""),
+    wire.SetLog: ("### set_log", ""),
     wire.Message: ("## Chat and special tokens", ""),
     wire.Token: ("### token", ""),
     wire.TokenLogprob: ("### token", "An entry of `logprobs`"),
@@ -50,6 +51,7 @@ PLACES: dict[type[msgspec.Struct], tuple[str, str]] = {
     wire.HealthReply: ("### health answer", ""),
     wire.InfoReply: ("### info answer", ""),
     wire.StatsReply: ("### stats answer", ""),
+    wire.Histogram: ("### stats answer", "A histogram of `histograms`:"),
     admission.Limits: ("### info answer", "\n`limits`:"),
 }
 NOT_SENT = {wire.Prompted, wire.Ended, wire._Envelope}  # a base, and what stays inside the daemon
@@ -179,7 +181,7 @@ def fixed_codes() -> set[str]:
 
 def test_every_code_that_a_daemon_sends() -> None:
     raised = fixed_codes()
-    assert raised == {"busy", "draining", "deadline_unreachable", "invalid_grammar", "journal_unavailable"}
+    assert raised == {"busy", "draining", "deadline_unreachable", "forbidden", "invalid_grammar", "journal_unavailable"}
     rooms = (
         "daemon/admission",
         "daemon/control",

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Unpack, cast
 
+import msgspec
 import zmq
 
 from ull import wire
@@ -32,6 +34,7 @@ from ull.client.requests import (
 )
 from ull.client.sessions import AsyncSession
 from ull.client.sync import CONNECT_TIMEOUT_S, GRACE_S, QUERY_TIMEOUT_S, SILENCE_TIMEOUT_S
+from ull.curve import CurveKeys, given_keys
 from ull.errors import ConnectionLost, RequestError, RequestTimeout, UllError, UsageError
 from ull.socket_reader import Reader
 
@@ -158,13 +161,14 @@ class AsyncClient:
         silence_timeout: float | None = None,
         transport: Transport | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        keys: CurveKeys | Path | str | None = None,
     ) -> None:
         self._protocol = Protocol()
         self._connect_timeout = CONNECT_TIMEOUT_S if connect_timeout is None else connect_timeout
         self._query_timeout = QUERY_TIMEOUT_S if query_timeout is None else query_timeout
         self._silence_timeout = check_silence(SILENCE_TIMEOUT_S if silence_timeout is None else silence_timeout)
         self._owner = OwnerProcess()
-        self._link = Link(url, context, transport)
+        self._link = Link(url, context, transport, given_keys(keys))
         self._link.before_close = self._unwatch_link
         self._loop: asyncio.AbstractEventLoop | None = None
         self._readers: list[Reader] = []
@@ -234,9 +238,19 @@ class AsyncClient:
         """What the daemon serves: engine, executor, limits."""
         return cast("wire.InfoReply", await self._ask(wire.Info(id=self._protocol.new_id())))
 
-    async def stats(self) -> wire.StatsReply:
-        """Counters and latencies since the daemon's start."""
-        return cast("wire.StatsReply", await self._ask(wire.Stats(id=self._protocol.new_id())))
+    async def set_log(self, *, level: str | None = None, prompts: bool | None = None) -> None:
+        """Changes the daemon's log from now on: its level, and whether it has prompts' text. For the role admin.
+
+        Raises Forbidden for everybody else.
+        """
+        await self._ask(wire.SetLog(id=self._protocol.new_id(), level=level, prompts=prompts))
+
+    async def stats(self, *, histograms: bool = False) -> wire.StatsReply:
+        """Counters and latencies since the daemon's start; with every bucket of the histograms if asked for them."""
+        return cast(
+            "wire.StatsReply",
+            await self._ask(wire.Stats(id=self._protocol.new_id(), histograms=histograms or msgspec.UNSET)),
+        )
 
     async def close(self) -> None:
         """Cancels what still runs and closes the connection. Streams that were not finished fail.

@@ -17,11 +17,20 @@ import zmq
 from ull import wire
 from ull._native import MessageSocket, MonitoredSocket
 from ull.client.protocol import Protocol
+from ull.curve import CurveKeys
 from ull.errors import ConfigError, ConnectionLost
 from ull.libzmq import loaded_libzmq
 from ull.socket_reader import Drain, Reader, SocketReader
 
+_MECHANISM_MISMATCH = 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 _EVENT = struct.Struct("=HI")  # zmq_socket_monitor: event number, value
+_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 _HANDSHAKE_MS = 1000
 _RECONNECT_MS = 20
 _RECONNECT_MAX_MS = 500
@@ -47,9 +56,10 @@ class DealerConnection:
     name = "zeromq"
     unsent = False  # libzmq keeps what the kernel does not take
 
-    def __init__(self, url: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(self, url: str, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys | None = None) -> None:
         self.connected = False
         self.over: str | None = None
+        self.refused = False  # by the daemon, which may have a reason that stays
         if context.closed:
             raise ConnectionLost("the client's zmq context has ended; make a new client")
         socket = context.socket(zmq.DEALER)
@@ -61,12 +71,17 @@ class DealerConnection:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         for option, value in _TCP_OPTIONS.items():
             socket.setsockopt(option, value)
+        if keys is not None:
+            socket.curve_serverkey = keys.server.encode()
+            socket.curve_publickey = keys.public.encode()
+            socket.curve_secretkey = keys.secret.encode()
+        self._has_keys = keys is not None
         if "[" in url:  # an IPv6 literal; libzmq resolves names to IPv4 only, unless it is told otherwise
             socket.setsockopt(zmq.IPV6, 1)
         self._monitored = MonitoredSocket(socket, libzmq=_libzmq())  # goes first where nobody calls close()
         self._socket = socket
         self._wait_ms = -1  # RCVTIMEO of the socket
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._monitor = socket.get_monitor_socket(_EVENTS)
         # pyzmq itself drops the frame that it has just received where a signal handler raises (pyzmq #2044).
         self._messages = MessageSocket(socket.underlying, libzmq=_libzmq())
         self._changes = MessageSocket(self._monitor.underlying, libzmq=_libzmq())
@@ -127,12 +142,25 @@ class DealerConnection:
                 _happened(self._changes.receive(self._noticed, False))
             if not self._noticed:
                 return
-            if _EVENT.unpack(self._noticed[0][0])[0] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            event, value = _EVENT.unpack(self._noticed[0][0])
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.connected = True
-            else:
+            elif event == zmq.EVENT_DISCONNECTED:
                 self.receive_all(protocol)
                 self.over = "the connection was closed"
+            else:
+                self.over, self.refused = self._refusal(event, value), True
             self._noticed.clear()
+
+    def _refusal(self, event: int, value: int) -> str:
+        """What a handshake that has failed says."""
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return "the daemon does not know this key: have it put into the file access.clients"
+        if not self._has_keys:
+            return "the daemon asks for a key there: give one (`--key FILE`, Client(keys=...))"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MECHANISM_MISMATCH:
+            return "the daemon asks for no key there, and one was given"
+        return "the daemon is another one than the key file names, or does not know this key"
 
     def readers(self, loop: asyncio.AbstractEventLoop, on_input: Drain, on_change: Drain) -> list[Reader]:
         """Event sources: messages call `on_input`, the connection's ups and downs `on_change`."""

@@ -14,11 +14,13 @@ from ull.client.dealer import DealerConnection
 from ull.client.local import LocalConnection
 from ull.client.protocol import Protocol
 from ull.client.unreachable import permission_denied, why_nobody
+from ull.curve import CurveKeys
 from ull.endpoints import check_url, default_endpoint, ipc_path, local_path
 from ull.errors import ConfigError, ConnectionLost
 
 Transport = Literal["auto", "local", "zeromq"]
 LINGER_MS = 200  # at the client's end: long enough for a last cancel to leave
+_REFUSED_MS = 500  # before a connection that was refused is tried again
 _RETRY_MS = 20  # between two looks for a daemon that is not there
 
 
@@ -26,7 +28,8 @@ class Link:
     """The connection to the daemon at `url`, and its successors.
 
     transport: "local" is the unix socket beside an ipc endpoint, "zeromq" what every daemon offers, "auto" the first
-    where it is there and answers, else the second. Raises ConfigError for a url that cannot be.
+    where it is there and answers, else the second. keys: for a daemon that asks for them, by tcp. Raises ConfigError
+    for a url that cannot be.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class Link:
         url: str | None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         transport: Transport | None = None,
+        keys: CurveKeys | None = None,
     ) -> None:
         url = default_endpoint() if url is None else url
         check_url(url)
@@ -42,6 +46,7 @@ class Link:
         self.before_close: Callable[[], None] | None = None  # told while the sockets' descriptors are still valid
         self.trouble: str | None = None  # why the last attempt to reach the daemon failed, where that is known
         self._context = context
+        self._keys = keys if ipc_path(url) is None else None
         self._transport = transport
         path = ipc_path(url)
         self._path = None if path is None or transport == "zeromq" else local_path(path)
@@ -52,6 +57,7 @@ class Link:
                 f"transport is local, but {url!r} is not ipc:///path, or too long: use zeromq or auto", "transport"
             )
         self._closed = False
+        self._wait_until = 0.0  # time.monotonic(): a daemon that has refused the connection is left alone until then
         self._greeted = False  # by the present connection's daemon
         self._shunned = False  # the local socket has let a client wait in vain: not again before the next loss
         self.connection: LocalConnection | DealerConnection | None = None  # None: nobody listens at the local socket
@@ -108,6 +114,7 @@ class Link:
             protocol.lost(self.url)
         else:
             self.trouble = connection.over
+            self._wait_until = time.monotonic() + _REFUSED_MS / 1000 if connection.refused else 0.0
         self._shunned = not self._greeted and self._transport == "auto"
         self._close_connection()
         self._open()
@@ -138,6 +145,8 @@ class Link:
     def _open(self) -> bool:
         """Opens the best connection that there is; False if there is none."""
         self._greeted = False
+        if time.monotonic() < self._wait_until:
+            return False
         if self._path is not None and not self._shunned:
             try:
                 self.connection = LocalConnection(self._path)
@@ -148,7 +157,7 @@ class Link:
                 self.trouble = f"{self._path}: {error.strerror or error}" if self._transport == "local" else None
         if self._transport == "local":
             return False
-        self.connection = DealerConnection(self.url, self._context or zmq.Context.instance())
+        self.connection = DealerConnection(self.url, self._context or zmq.Context.instance(), self._keys)
         return True
 
     def _prefer_local(self, path: Path) -> None:

@@ -30,6 +30,7 @@ class LocalConnection:
     """One connection to the daemon that listens at `path`. Raises OSError where nobody does."""
 
     name = "local"
+    refused = False
 
     def __init__(self, path: Path) -> None:
         self.connected = False  # the daemon has said its hello

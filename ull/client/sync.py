@@ -16,9 +16,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Unpack, cast
 
+import msgspec
 import zmq
 
 from ull import wire
@@ -38,6 +40,7 @@ from ull.client.requests import (
     time_limit,
 )
 from ull.client.sessions import Session
+from ull.curve import CurveKeys, given_keys
 from ull.errors import ConnectionLost, RequestError, RequestTimeout, UllError
 
 CONNECT_TIMEOUT_S = 2.0
@@ -200,6 +203,7 @@ class Client:
         transport: Transport | None = None,
         priority: int | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        keys: CurveKeys | Path | str | None = None,
     ) -> None:
         self._protocol = Protocol()
         self._dropped = self._protocol.unwanted
@@ -217,6 +221,7 @@ class Client:
                 url,
                 context or (None if self._priority is None else self._priority.context),
                 transport,
+                given_keys(keys),
             )
         except BaseException:
             self._closed = self._released = True
@@ -292,9 +297,18 @@ class Client:
         """What the daemon serves: engine, executor, limits."""
         return cast("wire.InfoReply", self._ask(wire.Info(id=self._protocol.new_id())))
 
-    def stats(self) -> wire.StatsReply:
-        """Counters and latencies since the daemon's start."""
-        return cast("wire.StatsReply", self._ask(wire.Stats(id=self._protocol.new_id())))
+    def set_log(self, *, level: str | None = None, prompts: bool | None = None) -> None:
+        """Changes the daemon's log from now on: its level, and whether it has prompts' text. For the role admin.
+
+        Raises Forbidden for everybody else.
+        """
+        self._ask(wire.SetLog(id=self._protocol.new_id(), level=level, prompts=prompts))
+
+    def stats(self, *, histograms: bool = False) -> wire.StatsReply:
+        """Counters and latencies since the daemon's start; with every bucket of the histograms if asked for them."""
+        return cast(
+            "wire.StatsReply", self._ask(wire.Stats(id=self._protocol.new_id(), histograms=histograms or msgspec.UNSET))
+        )
 
     def poll(self, timeout: float = 0.0) -> bool:
         """Collects what has arrived for any stream, waiting at most `timeout` seconds; whether there was anything."""

@@ -18,6 +18,7 @@ from rich.table import Table
 from ull import __version__
 from ull.client import Client
 from ull.client.benchmark import QUANTILES, Load, measure
+from ull.commands.connection import client_of
 from ull.commands.flags import add_options
 from ull.commands.report_file import ReportFile
 from ull.errors import ConfigError
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     if options.deadline is not None and not 1 <= options.deadline < 1e8:
         raise ConfigError(f"--deadline must be a number of milliseconds, 1 or more, not {options.deadline}")
     report_file = None if options.json in (None, "-") else ReportFile(Path(options.json), "json")
-    with report_file or contextlib.nullcontext(), Client(options.connect) as client:
+    with report_file or contextlib.nullcontext(), client_of(options) as client:
         report = _measure(client, options)
         url = client.url
         if report_file is not None:

@@ -13,8 +13,9 @@ import sys
 from types import FrameType
 from typing import Any
 
-from ull.client import Client, Session, Stream
+from ull.client import Session, Stream
 from ull.client.options import GENERATE_OPTIONS
+from ull.commands.connection import client_of
 from ull.commands.flags import NOT_IN_CHAT, add_options, given_options
 from ull.commands.generate import print_text
 from ull.errors import RequestError
@@ -38,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs `ull chat` until the end of input or a Ctrl-C at the prompt."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
-    with Client(options.connect) as client:
+    with client_of(options) as client:
         engine = client.info().engine
         if not engine["chat_template"]:
             raise RequestError(

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ull.client import Choice, Client, Result, Stream
+from ull.client import Choice, Result, Stream
 from ull.client.options import GENERATE_OPTIONS
+from ull.commands.connection import client_of
 from ull.commands.flags import NOT_IN_GENERATE, add_options, given_options
 from ull.commands.outcome import EXIT_FAILED, EXIT_TIMED_OUT, complain
 from ull.errors import ConfigError
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs `ull generate`; a keyboard interrupt cancels the request. An answer that is not whole is no success."""
-    with Client(options.connect) as client:
+    with client_of(options) as client:
         stream = client.generate(_prompt(options.prompt), **given_options(options))
         with stream:
             if options.json:

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from ull.client import Client
 from ull.client.options import GenerateOptions
+from ull.commands.connection import client_of
 from ull.commands.outcome import EXIT_FAILED, complain
 from ull.errors import ConfigError, JournalError, RequestError, RequestFailed
 from ull.journal import Broken, ChainReader, Dropped, Grammar, Parameters, Place, Request, journal_files, open_journal
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--limit must be at least 1, not {options.limit}", "limit")
     files = journal_files(options.files)
     sizes = [_size_of(path) for path in files]  # the daemon may record here what it is asked for again
-    with Client(options.connect) as client:
+    with client_of(options) as client:
         info = client.info()
         drafters = info.limits["drafters"]
         if options.drafter is not None and options.drafter not in drafters:

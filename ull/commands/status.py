@@ -7,12 +7,12 @@ import json
 
 import msgspec
 
-from ull.client import Client
+from ull.commands.connection import client_of
 
 
 def run_health(options: argparse.Namespace) -> int:
     """Prints the health reply; exit status 0 only for "ok"."""
-    with Client(options.connect) as client:
+    with client_of(options) as client:
         reply = client.health()
     _print({"status": reply.status, "uptime_s": reply.uptime_ns / 1e9, "queue_length": reply.queue_length})
     return 0 if reply.status == "ok" else 1
@@ -20,14 +20,14 @@ def run_health(options: argparse.Namespace) -> int:
 
 def run_info(options: argparse.Namespace) -> int:
     """Prints the info reply."""
-    with Client(options.connect) as client:
+    with client_of(options) as client:
         _print(_body(client.info()))
     return 0
 
 
 def run_stats(options: argparse.Namespace) -> int:
     """Prints the stats reply."""
-    with Client(options.connect) as client:
+    with client_of(options) as client:
         _print(_body(client.stats()))
     return 0
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ull.client import Client
+from ull.commands.connection import client_of
 from ull.errors import ConfigError
 from ull.wire import Detokenize, Message, Tokenize
 
@@ -68,7 +68,7 @@ def _add_bundle(parser: argparse.ArgumentParser) -> None:
 def _ask(options: argparse.Namespace, request: Tokenize | Detokenize) -> Any:
     """The answer of the daemon, or what a daemon on the bundle would answer."""
     if options.bundle is None:
-        with Client(options.connect) as client:
+        with client_of(options) as client:
             return client._ask(request)
     from ull import _native
     from ull.bundle import open_bundle

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from ull import __version__
-from ull.client import Client
+from ull.commands.connection import add_key, client_of
 from ull.commands.determinism import CONDITIONS, Findings, Prover, prove
 from ull.commands.outcome import EXIT_FAILED
 from ull.commands.report_file import ReportFile
@@ -31,6 +31,7 @@ _SEED_BITS = 32
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `ull verify`."""
     parser.add_argument("connect", metavar="URL", nargs="?", help="the daemon (default: this user's socket)")
+    add_key(parser)
     parser.add_argument("--report", metavar="FILE", help="write the report there, as JSON with a SHA-256")
     parser.add_argument("--minutes", type=float, metavar="X", help="go on with more requests for so long")
     parser.add_argument("--requests", type=int, metavar="N", help="stop after so many runs, or a few more")
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--requests must be at least 1, not {options.requests}", "requests")
     seed = randbits(_SEED_BITS) if options.seed is None else options.seed
     file = None if options.report is None else ReportFile(Path(options.report), "report")
-    with Client(options.connect) as client, Client(options.connect) as other:
+    with client_of(options) as client, client_of(options) as other:
         began = time.monotonic()
         info = client.info()
         prover, findings = Prover(client, other, Random(seed)), Findings()

@@ -16,6 +16,7 @@ from ull.daemon.metrics import DutyCycle, Metrics
 from ull.log import Log
 
 _FRESH_NS = 20_000_000  # for so long `stats` may be the same, while nothing was accepted and nothing has ended
+_FRESH_HISTOGRAMS_NS = 200_000_000  # they are for monitors, which look every few seconds
 _pack = msgspec.msgpack.Encoder().encode
 
 
@@ -47,6 +48,8 @@ class EngineLike(Protocol):
 
     def stats(self) -> dict[str, Any]: ...
 
+    def round_histogram(self) -> dict[str, Any]: ...
+
     def threads(self) -> dict[str, dict[str, int]]: ...
 
 
@@ -54,6 +57,8 @@ class IoLike(Protocol):
     """What the control plane needs of `_native.Io`."""
 
     def stats(self) -> dict[str, Any]: ...
+
+    def delivery_histogram(self) -> dict[str, Any]: ...
 
 
 class Answers:
@@ -68,6 +73,8 @@ class Answers:
         self._stats: dict[str, Any] = {}
         self._stats_of = (0, 0)  # how many requests were accepted, and had ended, when they were packed
         self._stats_ns = 0
+        self._histograms: dict[str, Any] = {}
+        self._histograms_ns = 0
 
     def stats(
         self,
@@ -96,6 +103,15 @@ class Answers:
                 }
             )
         return self._stats
+
+    def histograms(self, metrics: Metrics, engine: EngineLike, io: IoLike) -> dict[str, Any]:
+        """The field of the answer to `stats` that has every histogram in full, of a moment ago."""
+        now = time.monotonic_ns()
+        if not self._histograms or now - self._histograms_ns > _FRESH_HISTOGRAMS_NS:
+            self._histograms_ns = now
+            core = {"round": engine.round_histogram(), "delivery": io.delivery_histogram()}
+            self._histograms = _packed({"histograms": metrics.histograms() | core})
+        return self._histograms
 
 
 def _packed(fields: dict[str, Any]) -> dict[str, Any]:

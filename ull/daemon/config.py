@@ -337,12 +337,70 @@ class JournalConfig(msgspec.Struct, kw_only=True, frozen=True):
     ] = 200
 
 
+class AccessConfig(msgspec.Struct, kw_only=True, frozen=True):
+    """Who may connect by tcp, and how much one client may ask for: docs/security.md."""
+
+    server_key: Annotated[
+        str,
+        _key(
+            "file with this daemon's CURVE key (`ull keys server`). Every tcp endpoint is then encrypted, and open to "
+            'the clients of access.clients only. "": none, see insecure_tcp'
+        ),
+    ] = ""
+    clients: Annotated[
+        str,
+        _key(
+            "file with the clients that may connect by tcp (`ull keys new`): name, role and public key in each line. "
+            "SIGHUP has it read again; who is no longer in it is disconnected"
+        ),
+    ] = ""
+    requests_per_s: Annotated[
+        float,
+        _key(
+            "generate requests that one client may send, over time; more are answered busy. A client is a key of "
+            "access.clients, a user of this machine, or an address, with all its connections. 0: no limit",
+            "requests per second",
+            ge=0,
+            le=1_000_000,
+        ),
+    ] = 0.0
+    burst: Annotated[int, _key("of them, how many at once after a pause", "requests", ge=1, le=1_000_000)] = 32
+    in_flight: Annotated[
+        int,
+        _key(
+            "generate requests of one client that have not ended; more are answered busy. 0: no limit",
+            ge=0,
+            le=1_000_000,
+        ),
+    ] = 0
+    sessions: Annotated[
+        int,
+        _key("sessions that one client may have open on all its connections together; 0: no limit", ge=0, le=MAX_OPEN),
+    ] = 0
+
+
+class MetricsConfig(msgspec.Struct, kw_only=True, frozen=True):
+    """Figures for Prometheus, served by a process of their own: docs/monitoring.md. They need the extra `ops`."""
+
+    listen: Annotated[
+        str,
+        _key('host:port that Prometheus asks, such as 127.0.0.1:9464; whoever reaches it reads them. "": none'),
+    ] = ""
+    compat: Annotated[Literal["none", "vllm"], _key("the same figures once more under the names that others know")] = (
+        "none"
+    )
+
+
 class LogConfig(msgspec.Struct, kw_only=True, frozen=True):
     """The log on standard error: one line per accepted request and one per refused one."""
 
     level: Annotated[
         Literal["debug", "info", "warning", "error"], _key("least severe line that is written; requests are info")
     ] = "info"
+    prompts: Annotated[
+        bool,
+        _key("requests' lines have the first 1000 characters of their prompts. false: no text of theirs is logged"),
+    ] = False
     format: Annotated[Literal["text", "json"], _key("text: key=value pairs; json: one object per line")] = "text"
 
 
@@ -358,7 +416,11 @@ class Config(msgspec.Struct, kw_only=True, frozen=True):
         ),
     ] = []
     insecure_tcp: Annotated[
-        bool, _key("serve tcp beyond the loopback interface, without encryption or authentication")
+        bool,
+        _key(
+            "serve tcp beyond the loopback interface without encryption or authentication, where there is no "
+            "access.server_key"
+        ),
     ] = False
     ipc_mode: Annotated[int, _key("file mode of an ipc socket: who may connect", "octal", ge=0, le=0o777)] = 0o660
     verify: Annotated[
@@ -394,6 +456,8 @@ class Config(msgspec.Struct, kw_only=True, frozen=True):
     grammars: GrammarsConfig = GrammarsConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     journal: JournalConfig = JournalConfig()
+    access: AccessConfig = AccessConfig()
+    metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
 
     @property
@@ -488,6 +552,11 @@ def _check(config: Config, origin: str) -> None:
             "its own, or set io.idle = adaptive",
             "io.priority",
         )
+    if bool(config.access.server_key) != bool(config.access.clients):
+        missing = "access.clients" if config.access.server_key else "access.server_key"
+        raise ConfigError(f"{origin}: {missing} is needed too: `ull keys` makes both files", missing)
+    if config.metrics.listen:
+        _check_address(config.metrics.listen, origin)
     if config.journal.required and not config.journal.path:
         raise ConfigError(f"{origin}: journal.required needs journal.path: where to write", "journal.required")
     if config.speculation.past_outputs_file and not config.past_outputs:
@@ -502,6 +571,16 @@ def _check(config: Config, origin: str) -> None:
         )
 
 
+def _check_address(text: str, origin: str) -> None:
+    """Raises ConfigError unless `text` is host:port."""
+    host, colon, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if not colon or not bare or (":" in bare) != (bare != host) or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(
+            f"{origin}: metrics.listen is {text!r}: write host:port, such as 127.0.0.1:9464", "metrics.listen"
+        )
+
+
 def _check_listen(config: Config, origin: str) -> None:
     """Raises ConfigError for an endpoint that cannot be served, is named twice, or is too open."""
     served: dict[str, str] = {}
@@ -510,10 +589,10 @@ def _check_listen(config: Config, origin: str) -> None:
             check_endpoint(endpoint)
         except ConfigError as error:
             raise ConfigError(f"{origin}: listen: {error.message}", "listen") from None
-        if not config.insecure_tcp and not local_endpoint(endpoint):
+        if not config.access.server_key and not config.insecure_tcp and not local_endpoint(endpoint):
             raise ConfigError(
                 f"{origin}: listen: {endpoint} is reachable from other machines, without encryption or "
-                "authentication; use a loopback address, or set insecure_tcp = true",
+                "authentication; set access.server_key, use a loopback address, or set insecure_tcp = true",
                 "listen",
             )
         name = same_endpoint(endpoint)

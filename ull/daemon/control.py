@@ -20,21 +20,28 @@ import zmq
 from ull import wire
 from ull.daemon.admission import Admission
 from ull.daemon.answers import Answers, EngineLike, IoLike
-from ull.daemon.config import SessionsConfig
+from ull.daemon.config import AccessConfig, SessionsConfig
 from ull.daemon.grammars import Grammars
 from ull.daemon.journal import Journal
 from ull.daemon.metrics import DutyCycle, Metrics, inter_token_ns
+from ull.daemon.peers import Peers
 from ull.daemon.preparation import Preparation, Work
 from ull.daemon.refusals import RefusalLog
 from ull.daemon.sessions import Sessions
 from ull.daemon.turn import Turn
 from ull.daemon.turns import INLINE_CHARACTERS, Turns, completion_ids
 from ull.errors import Busy, DeadlineUnreachable, Draining, RequestError
-from ull.log import Log
+from ull.log import LEVELS, Log
 from ull.socket_reader import MessageReceiver, SocketReader
 
 _STALL_NS = 10_000_000  # a turn that took longer is counted
 LOGGED_DIGITS = 16  # of the bundle's digest and the grammar's key, in the line of each request
+_LOGGED_CHARACTERS = 1000  # of a prompt, where the log is to have it
+_DENIALS = {
+    "no_key": "a client left without showing a key: this endpoint takes those with a CURVE key only (--key FILE)",
+    "wrong_server_key": "the client expects a daemon with another key: compare its key file with access.server_key",
+    "unknown_key": "the client's key is not in the file access.clients: `ull keys list` shows who is",
+}
 _UNKNOWN_SERVICE_MS = 100  # assumed before the first request has ended
 _MOST_RETRY_MS = 60_000
 _TURN_NS = 2_000_000  # spent on the io thread's messages before other events have their turn
@@ -49,6 +56,8 @@ class IoMessage(bytes, Enum):
     MALFORMED = b"B"
     ENDED = b"D"
     ENDPOINT = b"E"
+    PEER = b"P"
+    DENIED = b"X"
     GONE = b"G"
 
 
@@ -72,8 +81,11 @@ class ControlPlane:
         sessions: SessionsConfig,
         grammars: Grammars | None = None,
         journal: Journal | None = None,
+        access: AccessConfig | None = None,
     ) -> None:
         self.metrics = Metrics()
+        self._peers = Peers(access or AccessConfig())
+        self._denials = RefusalLog(log, "denied", "denials")
         self._duty = DutyCycle(_STALL_NS)
         self.draining = False
         self.rehearsal: int | None = None  # seed of the daemon's own request, unguessable, while it is under way
@@ -134,6 +146,7 @@ class ControlPlane:
             self._reader.close()
         self._engine.end_beat()
         self._refusals.summarise()
+        self._denials.summarise()
         self._preparation.close()
 
     def cancel_all(self) -> None:
@@ -214,8 +227,14 @@ class ControlPlane:
             elif kind == IoMessage.ENDPOINT:
                 _, endpoint, what = frames
                 self._endpoint_changed(endpoint.bytes.decode(), what.bytes.decode())
+            elif kind == IoMessage.PEER:
+                _, identity, letter, role, name = frames
+                self._peers.came(identity.bytes, letter.bytes, role.bytes == b"A", name.bytes.decode(errors="replace"))
+            elif kind == IoMessage.DENIED:
+                self._denied(frames[1].bytes.decode(), frames[2].bytes.decode(errors="replace"))
             elif kind == IoMessage.GONE:
                 self._turns.gone(frames[1].bytes)
+                self._peers.gone(frames[1].bytes)
             elif kind == IoMessage.ENDED:
                 _, record, *completion = frames
                 self._turns.ended(wire.decode_ended(record.buffer), completion_ids(completion))
@@ -255,12 +274,19 @@ class ControlPlane:
         turns = self._turns
         if isinstance(request, wire.Generate):
             self._refuse_repeated(identity, request.id)
-            turns.generate(Turn(identity, request, received_ns, warnings, self._rehearses(request.seed)))
+            if not self._rehearses(request.seed):
+                self._peers.check_in_flight(identity, turns.live_of)
+                self._peers.spend(identity)
+            turn = Turn(identity, request, received_ns, warnings, self._rehearses(request.seed))
+            turn.peer = self._peers[identity]
+            turns.generate(turn)
         elif isinstance(request, wire.Tokenize | wire.Detokenize):
             self._convert(identity, request)
         elif isinstance(request, wire.OpenSession | wire.Fork | wire.Rollback | wire.Truncate | wire.CloseSession):
             if isinstance(request, wire.OpenSession | wire.Fork) and self.draining:
                 raise Draining()
+            if isinstance(request, wire.OpenSession | wire.Fork):
+                self._peers.check_sessions(identity, turns.sessions_of)
             turns.change(identity, request)
         elif isinstance(request, wire.Commit):
             turns.commit(identity, request.request)
@@ -268,13 +294,34 @@ class ControlPlane:
         elif isinstance(request, wire.Cancel):
             key = (identity, request.id)
             self.reply(identity, wire.Ack(id=request.id, known=turns.cancel(key) or key in self._converting))
+        elif isinstance(request, wire.SetLog):
+            self._set_log(identity, request)
         elif isinstance(request, wire.Health):
             self._answer_health(identity, request)
         elif isinstance(request, wire.Info):
             self.reply(identity, wire.InfoReply(id=request.id, **self._answers.info))
         else:
             stats = self._answers.stats(self.metrics, self._engine, self._io, self._log, self._duty, self._journal)
+            if request.histograms is True:
+                stats = stats | self._answers.histograms(self.metrics, self._engine, self._io)
             self.reply(identity, wire.StatsReply(id=request.id, **stats))
+
+    def _set_log(self, identity: bytes, request: wire.SetLog) -> None:
+        """Changes the log from now on. Raises RequestError."""
+        self._peers.require_admin(identity, "set_log")
+        log = self._log
+        if request.level is not None and request.level not in LEVELS:
+            raise RequestError("bad_request", f"level must be one of {', '.join(LEVELS)}", "level")
+        level, prompts = request.level or log.level, log.prompts if request.prompts is None else request.prompts
+        log.level = "info"  # whatever it was and will be, the change itself is told
+        log.warning("log", message="changed", by=str(self._peers[identity]), level=level, prompts=prompts)
+        log.level, log.prompts = level, prompts
+        self.reply(identity, wire.Ack(id=request.id, known=True))
+
+    def _denied(self, why: str, address: str) -> None:
+        """Logs that somebody was not let in."""
+        remedy = _DENIALS.get(why, why)
+        self._denials.write(why, address=address, reason=why, message=remedy)
 
     def _answer_health(self, identity: bytes, request: wire.Health) -> None:
         uptime_ns = time.monotonic_ns() - self._started_ns
@@ -385,6 +432,7 @@ class ControlPlane:
         log(
             "request",
             client=record.identity.hex(),
+            peer=str(self._peers[record.identity] if turn is None else turn.peer),
             id=record.id,
             session=None if request is None else request.session,
             priority=None if request is None else request.priority,
@@ -407,7 +455,17 @@ class ControlPlane:
             delivered=record.delivered,
             connection=record.client,
             error=None if record.error is None else f"{record.error.code}: {record.error.message}",
+            text=_prompt_text(request) if self._log.prompts and request is not None else None,
         )
+
+
+def _prompt_text(request: wire.Generate) -> str | None:
+    """The beginning of a request's prompt, for a log that was asked to have it."""
+    if request.prompt is not None:
+        return request.prompt[:_LOGGED_CHARACTERS]
+    if request.messages is not None:
+        return msgspec.json.encode(request.messages).decode(errors="replace")[:_LOGGED_CHARACTERS]
+    return None
 
 
 def _milliseconds(start_ns: int, end_ns: int) -> float | None:

@@ -39,6 +39,10 @@ class LatencyHistogram:
                 return min(_upper_edge(bucket), self._max)
         return 0
 
+    def histogram(self) -> dict[str, Any]:
+        """All of it, as `wire.Histogram` has it."""
+        return {"sum": self._sum, "buckets": [(_upper_edge(b), self._buckets[b]) for b in sorted(self._buckets)]}
+
     def snapshot(self) -> dict[str, int]:
         """count, mean, quantiles and maximum."""
         quantiles = {name: self.quantile(fraction) for name, fraction in _QUANTILES.items()}
@@ -82,6 +86,7 @@ class Metrics:
         self.refused: Counter[str] = Counter()  # by error code
         self.finished: Counter[str] = Counter()  # by finish reason
         self.clients: Counter[str] = Counter()  # ended requests by what became of their client
+        self.errors: Counter[str] = Counter()  # ended requests that have one, by its code
         self.undelivered = 0  # terminal frames that could not be handed to a connection
         self.sessions = 0  # that are open now
         self.prompt_tokens = 0
@@ -91,13 +96,15 @@ class Metrics:
         self.service_ns = 0.0  # running mean of how long requests have occupied the engine, the recent ones above all
         self._latency = {
             name: LatencyHistogram()
-            for name in ("admission", "queue", "prefill", "time_to_first_token", "inter_token", "end_to_end")
+            for name in ("admission", "queue", "prefill", "decode", "time_to_first_token", "inter_token", "end_to_end")
         }
 
     def ended(self, record: Ended) -> None:
         """Counts one accepted request that has ended. Times that did not happen are not recorded."""
         self.finished[record.finish_reason] += 1
         self.clients[record.client] += 1
+        if record.error is not None:
+            self.errors[record.error.code] += 1
         self.undelivered += not record.delivered
         self.prompt_tokens += record.usage.prompt_tokens
         self.cached_tokens += record.usage.cached_tokens
@@ -107,6 +114,7 @@ class Metrics:
         self._record("admission", times.received_ns, times.admitted_ns)
         self._record("queue", times.admitted_ns, times.started_ns)
         self._record("prefill", times.started_ns, times.prefilled_ns)
+        self._record("decode", times.first_token_ns, times.done_ns)
         self._record("time_to_first_token", times.received_ns, times.first_token_ns)
         self._record("end_to_end", times.received_ns, times.done_ns)
         if times.started_ns and times.done_ns:
@@ -123,6 +131,7 @@ class Metrics:
             "refused": dict(self.refused),
             "finished": dict(self.finished),
             "clients": dict(self.clients),
+            "errors": dict(self.errors),
             "undelivered": self.undelivered,
             "sessions": self.sessions,
             "prompt_tokens": self.prompt_tokens,
@@ -133,6 +142,10 @@ class Metrics:
     def latency(self) -> dict[str, dict[str, int]]:
         """The histograms, for `stats`; inter_token holds each request's mean."""
         return {name: histogram.snapshot() for name, histogram in self._latency.items()}
+
+    def histograms(self) -> dict[str, dict[str, Any]]:
+        """All of every histogram, for `stats` where it is asked for them."""
+        return {name: histogram.histogram() for name, histogram in self._latency.items()}
 
     def _record(self, name: str, start_ns: int, end_ns: int) -> None:
         if start_ns and end_ns:

@@ -13,6 +13,7 @@ import zmq
 
 from ull.client.aio import AsyncClient
 from ull.client.link import Transport
+from ull.curve import CurveKeys
 from ull.daemon.control import ControlPlane
 from ull.endpoints import ipc_path, local_path
 from ull.errors import Busy, DaemonError, UllError
@@ -32,6 +33,7 @@ async def rehearse(
     max_tokens: int,
     progress: Callable[[], int],
     heed: Callable[[], None],
+    keys: CurveKeys | None = None,
 ) -> None:
     """Sends a request to the daemon's own endpoint `url`, by ZeroMQ and by the local transport where there is one.
 
@@ -46,7 +48,7 @@ async def rehearse(
         transports = ("zeromq", "local")
     for transport in transports:
         async with AsyncClient(
-            url, connect_timeout=_FOREVER_S, silence_timeout=_FOREVER_S, transport=transport, context=context
+            url, connect_timeout=_FOREVER_S, silence_timeout=_FOREVER_S, transport=transport, context=context, keys=keys
         ) as client:
             request = asyncio.ensure_future(_request(client, control, max_tokens))
             try:

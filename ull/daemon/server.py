@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import os
 import time
@@ -27,7 +28,9 @@ from ull.daemon.admission import Admission, Limits
 from ull.daemon.config import PAGE_TOKENS, Config, EngineConfig
 from ull.daemon.control import ControlPlane
 from ull.daemon.executors import open_executor, runs_on_gpu
+from ull.daemon.exporter import Exporter
 from ull.daemon.grammars import Grammars, library_path
+from ull.daemon.guests import Guests
 from ull.daemon.host import (
     auto_threads,
     check_address_space,
@@ -45,7 +48,7 @@ from ull.daemon.process import Signals, announce
 from ull.daemon.rehearsal import rehearse
 from ull.daemon.socket_claim import SocketClaim
 from ull.endpoints import default_endpoint, ipc_path
-from ull.errors import DaemonError
+from ull.errors import ConfigError, DaemonError
 from ull.journal import Header
 from ull.libzmq import loaded_libzmq
 from ull.log import Log
@@ -81,6 +84,7 @@ class Daemon:
         self._rehearses = rehearse
         self._listen = config.listen or [default_endpoint()]
         self._past_file: PastOutputsFile | None = None
+        self._exporter: Exporter | None = None
         self._slow_wake_ups: str | None = None  # why sleeping cores may take long to wake up
         self._exit = ExitStack()  # what close() undoes, last first
         with ExitStack() as exit_stack:
@@ -132,6 +136,7 @@ class Daemon:
             min(_REHEARSED_TOKENS, self.config.requests.max_tokens_limit),
             lambda: int(self._engine.stats()["progress"]),
             self._signals.heed,
+            None if self._guests is None else self._guests.own,
         )
 
     def _start(self, bundle: Bundle, exit_stack: ExitStack) -> None:
@@ -154,6 +159,7 @@ class Daemon:
         self._signals.heed()
         limits = self._limits(bundle, tokenizer, grammars is not None)
         check_address_space()
+        self._guests = Guests(config.access) if config.access.server_key else None
         self._io = self._open_io(context, bundle.digest, limits.max_message_bytes, claims)
         exit_stack.callback(self._io.stop)
         exit_stack.callback(self._engine.stop)  # before io, which delivers the last frames
@@ -187,8 +193,12 @@ class Daemon:
             sessions=config.sessions,
             grammars=grammars,
             journal=journal,
+            access=config.access,
         )
         exit_stack.callback(self._control.close)
+        if config.metrics.listen:
+            self._exporter = self._open_exporter(bundle)
+            exit_stack.callback(self._exporter.close)
         self._ready = {
             "name": bundle.manifest.name,
             "listen": ",".join(self._io.endpoints),
@@ -196,6 +206,7 @@ class Daemon:
             "context": limits.context,
             "executor": executor["name"],
             **({"avoid_cores": ranges(avoid)} if (avoid := self._placement.avoid) else {}),
+            **({} if self._exporter is None else {"metrics": self._exporter.url}),
             "start_ms": start_ns // 1_000_000,
         }
         self._identity = {
@@ -221,6 +232,17 @@ class Daemon:
         journal = Journal(config, JournalFile(config, header), self._log)
         exit_stack.callback(journal.close, FLUSH_S)
         return journal
+
+    def _open_exporter(self, bundle: Bundle) -> Exporter:
+        keys = None if self._guests is None else self._guests.own
+        options = {
+            "listen": self.config.metrics.listen,
+            "connect": self._io.endpoints[0],
+            "compat": self.config.metrics.compat,
+            "device": self.config.engine.device if runs_on_gpu(bundle) else None,
+            "keys": None if keys is None else dataclasses.asdict(keys),
+        }
+        return Exporter(options, self._log)
 
     def _open_past_outputs(self, bundle: Bundle, exit_stack: ExitStack) -> _native.PastOutputs | None:
         """What the suffix drafter remembers, read from its file if there is one, which is written after the end."""
@@ -342,6 +364,7 @@ class Daemon:
         return {
             "name": executor.name,
             "version": __version__,
+            "pid": os.getpid(),
             "threads": 1 if runs_on_gpu(bundle) else self._threads,
             "weight_bytes": executor.weight_bytes,
             "kv_bytes": executor.kv_bytes,
@@ -367,6 +390,7 @@ class Daemon:
             max_message=longest_message,
             local=[str(claim.local) for claim in claims if claim.local is not None],
             bundle=digest,
+            **({} if self._guests is None else self._guests.options()),
         )
 
     def _lock_memory(self) -> None:
@@ -392,15 +416,22 @@ class Daemon:
         self._log.info("ready", version=__version__, **self._ready, **self._identity)
 
     def _hear(self) -> None:
-        self._signals.hear(self._refuse_reload)
+        self._signals.hear(self._reload)
         if self._signals.asked:
             self._control.changed.set()
 
-    def _refuse_reload(self) -> None:
-        self._log.warning(
-            "reload",
-            message="SIGHUP is not supported: memory and threads are laid out at start; restart to reconfigure",
-        )
+    def _reload(self) -> None:
+        """SIGHUP: reads the list of clients again. The configuration stays: memory and threads are laid out by it."""
+        if self._guests is None:
+            message = "SIGHUP has nothing to read again: the configuration is read at start; restart to reconfigure"
+            self._log.warning("reload", message=message)
+            return
+        try:
+            count = self._guests.read()
+        except ConfigError as error:
+            self._log.error("reload", message=f"the clients stay as they were: {error.message}")
+        else:
+            self._log.info("reload", clients=count, message="access.clients was read again")
 
     async def _drain(self) -> int:
         """Refuses what is new, lets what was accepted finish, then cancels; a second signal skips the waiting."""

@@ -11,6 +11,7 @@ from ull.wire import Generate
 
 if TYPE_CHECKING:
     from ull.daemon.grammars import Grammar, Source
+    from ull.daemon.peers import Peer
     from ull.daemon.sessions import Session
 
 
@@ -33,6 +34,7 @@ class Turn:
         self.request = request
         self.received_ns = received_ns
         self.warnings = warnings
+        self.peer: Peer | None = None  # whose it is
         self.rehearsal = rehearsal  # the daemon's own, which leaves no trace
         self.state = TurnState.WAITING
         self.held = request.hold  # its answer waits for a `commit` that has not come

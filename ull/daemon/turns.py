@@ -202,6 +202,14 @@ class Turns:
         for turn in [turn for turn in self._live.values() if turn.identity == identity]:
             self._end(turn, "cancelled")
 
+    def live_of(self, identities: set[bytes]) -> int:
+        """How many turns of these connections have not ended."""
+        return sum(turn.identity in identities for turn in self._live.values())
+
+    def sessions_of(self, identities: set[bytes]) -> int:
+        """How many sessions of these connections are open."""
+        return sum(len(self._sessions.of(identity)) for identity in identities)
+
     def cancel_all(self) -> None:
         """Ends all that is left: the daemon is being stopped."""
         for turn in list(self._live.values()):

@@ -22,6 +22,7 @@ class Histogram {
     // One writer: a plain load and store is enough and costs no locked instruction.
     bucket.store(bucket.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
     if (value > max_.load(std::memory_order_relaxed)) max_.store(value, std::memory_order_relaxed);
+    sum_.store(sum_.load(std::memory_order_relaxed) + value, std::memory_order_relaxed);
   }
 
   [[nodiscard]] uint64_t count() const noexcept {
@@ -31,6 +32,18 @@ class Histogram {
   }
 
   [[nodiscard]] uint64_t max() const noexcept { return max_.load(std::memory_order_relaxed); }
+
+  [[nodiscard]] uint64_t sum() const noexcept { return sum_.load(std::memory_order_relaxed); }
+
+  // Pairs of a bucket's largest value (ns) and its count, for those that hold any, in ascending order.
+  [[nodiscard]] std::vector<std::pair<uint64_t, uint64_t>> buckets() const {
+    std::vector<std::pair<uint64_t, uint64_t>> held;
+    for (size_t index = 0; index < buckets_.size(); ++index) {
+      const uint64_t count = buckets_[index].load(std::memory_order_relaxed);
+      if (count > 0) held.emplace_back(upper_bound(index), count);
+    }
+    return held;
+  }
 
   // The value (ns) that a `share` in (0, 1] of the records do not exceed, rounded up to its bucket's end.
   [[nodiscard]] uint64_t quantile(double share) const noexcept {
@@ -72,6 +85,7 @@ class Histogram {
 
   std::array<std::atomic<uint64_t>, kOctaves * kSub> buckets_{};
   std::atomic<uint64_t> max_{0};
+  std::atomic<uint64_t> sum_{0};
 };
 
 }  // namespace ull

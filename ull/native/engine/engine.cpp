@@ -543,13 +543,13 @@ NamedCounts EngineStats::named() const {
           {"suspensions", counters.suspensions}};
 }
 
-NamedCounts EngineStats::by_drafter() const {
-  NamedCounts counts;
+NamedCounts EngineStats::by_drafter(const uint64_t (&counts)[kDrafterKinds]) {
+  NamedCounts named;
   for (int i = 0; i < kDrafterKinds; ++i) {
     if (static_cast<DrafterKind>(i) == DrafterKind::kAuto) continue;  // chooses a drafter, is none
-    counts.emplace_back(drafter_name(static_cast<DrafterKind>(i)), counters.rounds_by_drafter[i]);
+    named.emplace_back(drafter_name(static_cast<DrafterKind>(i)), counts[i]);
   }
-  return counts;
+  return named;
 }
 
 NamedCounts EngineStats::finished() const {

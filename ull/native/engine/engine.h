@@ -112,9 +112,10 @@ struct EngineStats {
   int slots_used = 0;         // requests whose end has not reached the control plane
   int page_count = 0;
 
-  [[nodiscard]] NamedCounts named() const;       // all of it but those below
-  [[nodiscard]] NamedCounts by_drafter() const;  // rounds by what proposed; "none": plain rounds
-  [[nodiscard]] NamedCounts finished() const;    // ended requests by finish reason
+  [[nodiscard]] NamedCounts named() const;  // all of it but those below
+  // Counts by what proposed; "none": plain rounds.
+  [[nodiscard]] static NamedCounts by_drafter(const uint64_t (&counts)[kDrafterKinds]);
+  [[nodiscard]] NamedCounts finished() const;  // ended requests by finish reason
 };
 
 class Engine {

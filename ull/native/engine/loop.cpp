@@ -382,7 +382,10 @@ void EngineLoop::count_round() noexcept {
   run_->request->rounds.count(result_);
   EngineCounters& counted = counters(*run_->request);
   ++counted.rounds;
-  ++counted.rounds_by_drafter[static_cast<size_t>(result_.drafter)];
+  const auto drafter = static_cast<size_t>(result_.drafter);
+  ++counted.rounds_by_drafter[drafter];
+  counted.drafted_by_drafter[drafter] += static_cast<uint64_t>(result_.tree_tokens - 1);
+  counted.accepted_by_drafter[drafter] += static_cast<uint64_t>(result_.accepted);
   counted.drafted_tokens += static_cast<uint64_t>(result_.tree_tokens - 1);
   counted.accepted_tokens += static_cast<uint64_t>(result_.accepted);
   for (int depth = 0; depth < std::min(result_.accepted, kCountedDepths); ++depth) ++counted.accepted_by_depth[depth];

@@ -40,6 +40,8 @@ struct EngineCounters {
   uint64_t drafted_tokens = 0;   // proposed and verified
   uint64_t accepted_tokens = 0;  // of those
   uint64_t rounds_by_drafter[kDrafterKinds] = {};
+  uint64_t drafted_by_drafter[kDrafterKinds] = {};
+  uint64_t accepted_by_drafter[kDrafterKinds] = {};
   uint64_t accepted_by_depth[kCountedDepths] = {};  // [d] rounds whose draft was accepted to depth d + 1 or deeper
   uint64_t repeated_steps = 0;                      // steps run again because an abort for an earlier request hit them
   uint64_t logprob_waits = 0;     // times a request waited for the io thread to give back logprob records

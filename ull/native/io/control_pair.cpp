@@ -53,6 +53,8 @@ void ControlPair::close(int linger_ms) noexcept {
 }
 
 bool ControlPair::forward(Incoming& message) noexcept {
+  if (message.first && !introduce(message)) return false;
+  message.first = false;
   if (!begin(message.malformed == nullptr ? IoMessage::kRequest : IoMessage::kMalformed)) return false;
   (void)send(message.client(), true);
   if (message.malformed != nullptr) {
@@ -78,6 +80,23 @@ bool ControlPair::send_endpoint(std::string_view endpoint, std::string_view what
   if (!begin(IoMessage::kEndpoint)) return false;
   (void)send(as_bytes(endpoint), true);
   (void)send(as_bytes(what), false);
+  return true;
+}
+
+bool ControlPair::introduce(const Incoming& message) noexcept {
+  if (!begin(IoMessage::kPeer)) return false;
+  (void)send(message.client(), true);
+  const std::array<uint8_t, 2> marks{message.peer.kind, static_cast<uint8_t>(message.peer.admin ? 'A' : 'G')};
+  (void)send(std::span(marks).first(1), true);
+  (void)send(std::span(marks).last(1), true);
+  (void)send(as_bytes(message.peer.text()), false);
+  return true;
+}
+
+bool ControlPair::send_denied(const Transport::Denial& denial) noexcept {
+  if (!begin(IoMessage::kDenied)) return false;
+  (void)send(as_bytes(denial.why), true);
+  (void)send(as_bytes(denial.peer.text()), false);
   return true;
 }
 

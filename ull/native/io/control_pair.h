@@ -20,14 +20,15 @@ enum class IoMessage : char {
   kMalformed = 'B',  // a client's that is no request: [identity, reason], and its id if it is known
   kEnded = 'D',      // an accepted request has ended: [record], and its completion's ids (i32) if they are wanted
   kEndpoint = 'E',   // what has become of an endpoint's socket file: [endpoint, bound_again | ours | gone | foreign]
-  kGone = 'G',       // a client has hung up, and what it asked for is to be ended: [identity]
+  kPeer = 'P',  // who a client is, before its first message: [identity, kind (Peer::Kind), A | G (admin or not), name]
+  kDenied = 'X',  // somebody was not let in: [why, address]
+  kGone = 'G',    // a client has hung up, and what it asked for is to be ended: [identity]
 };
 
-inline constexpr std::pair<const char*, IoMessage> kIoMessages[] = {{"request", IoMessage::kRequest},
-                                                                    {"malformed", IoMessage::kMalformed},
-                                                                    {"ended", IoMessage::kEnded},
-                                                                    {"endpoint", IoMessage::kEndpoint},
-                                                                    {"gone", IoMessage::kGone}};
+inline constexpr std::pair<const char*, IoMessage> kIoMessages[] = {
+    {"request", IoMessage::kRequest},   {"malformed", IoMessage::kMalformed}, {"ended", IoMessage::kEnded},
+    {"endpoint", IoMessage::kEndpoint}, {"peer", IoMessage::kPeer},           {"denied", IoMessage::kDenied},
+    {"gone", IoMessage::kGone}};
 
 class ControlPair {
  public:
@@ -41,11 +42,12 @@ class ControlPair {
   void close(int linger_ms) noexcept;
 
   // Each sends one message; false if the control plane has no room. forward() decides between kRequest and kMalformed,
-  // and leaves a message that it has sent without its payload.
+  // sends a client's kPeer first, and leaves a message that it has sent without its payload.
   [[nodiscard]] bool forward(Incoming& message) noexcept;
   [[nodiscard]] bool send_record(std::span<const uint8_t> record,
                                  std::optional<std::span<const int32_t>> ids = std::nullopt) noexcept;
   [[nodiscard]] bool send_endpoint(std::string_view endpoint, std::string_view what) noexcept;
+  [[nodiscard]] bool send_denied(const Transport::Denial& denial) noexcept;
   [[nodiscard]] bool send_gone(std::span<const uint8_t> identity) noexcept;
   // The next reply to a client; false if there is none. What it returns is valid until the next call.
   struct Reply {
@@ -58,6 +60,7 @@ class ControlPair {
   [[nodiscard]] void* socket() const noexcept { return socket_; }
 
  private:
+  [[nodiscard]] bool introduce(const Incoming& message) noexcept;
   [[nodiscard]] bool begin(IoMessage kind) noexcept;
   [[nodiscard]] bool send(std::span<const uint8_t> frame, bool more) noexcept;
 

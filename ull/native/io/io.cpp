@@ -114,6 +114,7 @@ void Io::publish() noexcept {
   stats_.local_clients = counts.local_clients;
   stats_.accepted = counts.accepted - rehearsals_;
   stats_.turned_away = counts.refused;
+  stats_.denied = counts.denied;
   stats_.dropped = counts.dropped;
   stats_.bound_again = counts.bound_again;
   stats_.unreachable = counts.unreachable;
@@ -398,6 +399,7 @@ void Io::tell_gone() noexcept {
   for (auto client = clients_->gone(); !client.empty() && control_.send_gone(client); client = clients_->gone()) {
     clients_->pop_gone();
   }
+  for (Transport::Denial denial; clients_->denial(denial) && control_.send_denied(denial);) clients_->pop_denial();
 }
 
 // Takes one reply from the control plane and sends it to its client. While too much waits for clients, replies stay

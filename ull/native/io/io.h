@@ -57,6 +57,7 @@ struct IoStats {
   uint64_t local_clients = 0;    // ... by the local transport
   uint64_t accepted = 0;         // connections since the start
   uint64_t turned_away = 0;      // too many at once
+  uint64_t denied = 0;           // that may not come in, or had tried it too often
   uint64_t dropped = 0;          // disconnected: not our protocol, late, mute, too long a message, memory short
   uint64_t sleeps = 0;           // times the thread went to sleep
   uint64_t bound_again = 0;      // sockets whose file was gone and that have a new one
@@ -80,6 +81,7 @@ struct IoStats {
             {"local_clients", local_clients},
             {"accepted", accepted},
             {"turned_away", turned_away},
+            {"denied", denied},
             {"dropped", dropped},
             {"sleeps", sleeps},
             {"bound_again", bound_again},

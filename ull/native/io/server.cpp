@@ -1,6 +1,8 @@
 #include "io/server.h"
 
 #include <linux/sockios.h>
+#include <netdb.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
@@ -11,6 +13,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <new>
 #include <system_error>
 
@@ -51,6 +54,33 @@ bool is_full(int error) noexcept {
   return error == EAGAIN || error == EWOULDBLOCK || error == ENOBUFS || error == ENOMEM;
 }
 
+// Who is at the other end of a tcp connection: its address without the port, so that one host is one.
+Peer address_of(int fd) noexcept {
+  Peer peer;
+  sockaddr_storage address{};
+  socklen_t size = sizeof(address);
+  char text[NI_MAXHOST];
+  auto* const any = reinterpret_cast<sockaddr*>(&address);
+  if (getpeername(fd, any, &size) == 0 && getnameinfo(any, size, text, sizeof(text), nullptr, 0, NI_NUMERICHOST) == 0) {
+    peer.set(text);
+  }
+  return peer;
+}
+
+// ... of a connection on this machine: the user, and the process. Root and the daemon's own user may do everything.
+Peer user_of(int fd) noexcept {
+  Peer peer;
+  ucred who{};
+  socklen_t size = sizeof(who);
+  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &size) != 0) return peer;
+  char text[48];
+  const int length = std::snprintf(text, sizeof(text), "%u:%d", who.uid, who.pid);
+  peer.kind = Peer::kUser;
+  peer.set({text, static_cast<size_t>(std::max(length, 0))});
+  peer.admin = who.uid == 0 || who.uid == geteuid();
+  return peer;
+}
+
 // Bytes that a local peer has not read yet.
 int untaken(int fd) noexcept {
   int bytes = 0;
@@ -66,6 +96,7 @@ Server::Server(const zmq::Api& api, const Options& options)
       options_(options),
       zmtp_(options.max_message),
       local_(options.max_message),
+      curve_(options.curve ? std::make_unique<const Curve>(options.max_message, *options.curve) : nullptr),
       epoll_(epoll_create1(EPOLL_CLOEXEC)) {
   if (epoll_ < 0) throw std::system_error(errno, std::generic_category(), "epoll_create1");
   const auto count = static_cast<uint32_t>(connections_for(options));
@@ -83,6 +114,7 @@ void Server::open() {
   for (const std::string& path : options_.local) doors_.push_back({Listener("ipc://" + path), &local_});
   for (const std::string& endpoint : options_.zeromq) {
     doors_.push_back({Listener(endpoint), &zmtp_});
+    if (doors_.back().listener.tcp() && curve_ != nullptr) doors_.back().protocol = curve_.get();
     endpoints_.push_back(doors_.back().listener.endpoint());
   }
   for (const Door& door : doors_) watch_door(door);
@@ -143,7 +175,7 @@ void Server::look_at_files() noexcept {
 // The first listener of ZeroMQ's whose file has changed without anybody having been told; null: none.
 Listener* Server::untold() noexcept {
   for (Door& door : doors_) {
-    if (door.protocol == &zmtp_ && !door.listener.news().empty()) return &door.listener;
+    if (door.protocol != &local_ && !door.listener.news().empty()) return &door.listener;
   }
   return nullptr;
 }
@@ -177,6 +209,11 @@ void Server::accept_clients(int listener) noexcept {
 
 void Server::greet(int fd, const Door& door) noexcept {
   const bool tcp = door.listener.tcp();
+  if (door.protocol->laborious() && !doorkeeper_.admits(address_of(fd), monotonic_ns())) {
+    ++counts_.denied;
+    ::close(fd);
+    return;
+  }
   if (free_.empty() || (tcp && remote_ >= remote_share(connections_.size()))) {
     ++counts_.refused;
     ::close(fd);
@@ -224,7 +261,13 @@ void Server::tend() noexcept {
       accept_clients(static_cast<int>(tag & ~kDoorTag));
     } else if (Connection* const connection = find(tag); connection != nullptr) {
       if ((events[i].events & (EPOLLHUP | EPOLLRDHUP | EPOLLERR)) != 0) {
-        hang_up(*connection);
+        // One that leaves without having come in may have said why it could not: the log is to have that.
+        if (connection->state == State::kHandshake && connection->protocol->laborious()) {
+          connection->drained = false;
+          enqueue(*connection);
+        } else {
+          hang_up(*connection);
+        }
         continue;
       }
       if ((events[i].events & EPOLLOUT) != 0 && !flush(*connection)) continue;
@@ -233,6 +276,7 @@ void Server::tend() noexcept {
       enqueue(*connection);
     }
   }
+  if (curve_ != nullptr && curve_->guests() != guests_) look_at_guests();
   // Last: if this thread was held up, who has answered in time may be an event of the same batch.
   if (alarm) on_alarm();
 }
@@ -253,7 +297,7 @@ void Server::on_alarm() noexcept {
 // When a connection that stays silent is to be looked at; INT64_MAX: never.
 int64_t Server::due_ns(const Connection& connection) const noexcept {
   if (connection.state == State::kHandshake) return connection.heard_ns + options_.handshake_ms * kMsNs;
-  if (connection.state != State::kOpen || connection.protocol->ping().empty()) return INT64_MAX;
+  if (connection.state != State::kOpen || !connection.protocol->pings()) return INT64_MAX;
   if (connection.asked && !connection.progress.pings) return INT64_MAX;
   return connection.heard_ns + (connection.pinged ? options_.mute_ms : options_.ping_ms) * kMsNs;
 }
@@ -276,7 +320,7 @@ void Server::look_at(Connection& connection, int64_t now) noexcept {
     drop(connection);
   } else {
     connection.pinged = true;
-    (void)transmit(connection, connection.protocol->ping(), {});
+    (void)transmit(connection, connection.protocol->ping(connection.progress), {});
   }
 }
 
@@ -336,10 +380,17 @@ bool Server::receive(Incoming& message) noexcept {
         enqueue(connection);
         break;
       case Read::kHungUp:
-        hang_up(connection);
+        if (connection.state == State::kHandshake && connection.protocol->laborious()) {
+          deny(connection, kNoKey);
+        } else {
+          hang_up(connection);
+        }
         break;
       case Read::kUnfit:
         drop(connection);
+        break;
+      case Read::kRefused:
+        deny(connection, connection.refused);
         break;
     }
   }
@@ -365,10 +416,16 @@ Server::Read Server::read(Connection& connection, Incoming& message, size_t& bud
       case Step::Kind::kAnswer:
         // What finds no room is left out: the peer does not read.
         if (connection.rest.empty() && transmit(connection, step.payload, {}) == Sent::kGone) return Read::kNothing;
+        if (step.opened) connection.state = State::kOpen;
         consume(connection, step.consumed);
-        budget -= std::min(budget, kAnswerBytes);
+        // A step of a handshake with keys takes as long as a round: what is sent in between has its turn.
+        budget -= connection.state != State::kOpen || step.opened ? budget : std::min(budget, kAnswerBytes);
         if (budget == 0) return Read::kTurnOver;
         continue;
+      case Step::Kind::kRefused:
+        connection.refused = step.malformed;
+        if (!step.payload.empty() && transmit(connection, step.payload, {}) == Sent::kGone) return Read::kNothing;
+        return Read::kRefused;
       case Step::Kind::kMore:
         consume(connection, step.consumed);
         connection.input.want(step.wanted);
@@ -421,8 +478,15 @@ bool Server::pass_on(Connection& connection, const Step& step, Incoming& message
   message.has_id = step.has_id;
   message.id = step.id;
   message.received_ns = monotonic_ns();
+  message.first = !connection.asked;
+  if (message.first) introduce(connection, message.peer);
   connection.asked = true;
   return true;
+}
+
+void Server::introduce(const Connection& connection, Peer& peer) const noexcept {
+  peer = connection.tcp ? address_of(connection.fd) : user_of(connection.fd);
+  connection.protocol->introduce(connection.progress, peer);
 }
 
 void Server::consume(Connection& connection, size_t bytes) noexcept {
@@ -475,8 +539,12 @@ Sent Server::send(std::span<const uint8_t> identity, std::span<const uint8_t> pa
     if (!connection->rest.empty()) return Sent::kBlocked;
   }
   Protocol::Header header;
-  const size_t size = connection->protocol->pack_header(payload.size(), header);
-  return transmit(*connection, std::span(header).first(size), payload);
+  const Protocol::Packed packed = connection->protocol->pack(connection->progress, payload, header);
+  if (!packed.valid) {
+    drop(*connection);
+    return Sent::kGone;
+  }
+  return transmit(*connection, packed.header, packed.payload);
 }
 
 // Hands bytes to the kernel, all of them or none; what it takes no part of at once follows later.
@@ -559,6 +627,30 @@ void Server::drop(Connection& connection) noexcept {
   ++counts_.dropped;
   hang_up(connection);
 }
+
+// Who is not let in hears why, if there is anything to hear, and is remembered.
+void Server::deny(Connection& connection, const char* why) noexcept {
+  ++counts_.denied;
+  doorkeeper_.note(why, address_of(connection.fd), monotonic_ns());
+  // Closing over unread input would reset the connection, and with it the reason that is on its way.
+  (void)::shutdown(connection.fd, SHUT_WR);
+  while (::recv(connection.fd, waste_.data(), waste_.size(), MSG_DONTWAIT) > 0) {
+  }
+  hang_up(connection);
+}
+
+// The list of those who may come in has changed: who is no longer in it goes.
+void Server::look_at_guests() noexcept {
+  guests_ = curve_->guests();
+  for (Connection& connection : connections_) {
+    if (connection.fd < 0 || connection.state != State::kOpen || connection.protocol != curve_.get()) continue;
+    if (!curve_->welcome(connection.progress)) deny(connection, kUnknownKey);
+  }
+}
+
+bool Server::denial(Denial& denial) noexcept { return doorkeeper_.untold(denial); }
+
+void Server::pop_denial() noexcept { doorkeeper_.told(); }
 
 void Server::release(Connection& connection) noexcept {
   const bool queued = connection.queued;

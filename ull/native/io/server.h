@@ -13,16 +13,20 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "io/doorkeeper.h"
 #include "io/input.h"
 #include "io/listener.h"
-#include "io/local_protocol.h"
 #include "io/transport.h"
 #include "io/zmq_api.h"
-#include "io/zmtp.h"
+#include "protocol/curve.h"
+#include "protocol/local_protocol.h"
+#include "protocol/zmtp.h"
 #include "sync/alarm.h"
 
 namespace ull {
@@ -37,7 +41,9 @@ class Server final : public Transport {
     int handshake_ms = 1000;                 // a connection that has not shaken hands by then is dropped
     int ping_ms = 2000;                      // a client that has been silent for so long is asked whether it lives,
     int mute_ms = 5000;                      // ... and dropped if it has said nothing by then, and was told nothing
-    int linger_ms = 1000;                    // time that frames sent before close() have to reach their clients
+    // Keys for tcp: with them, all tcp is CURVE's.
+    std::optional<Curve::Options> curve = std::nullopt;
+    int linger_ms = 1000;  // time that frames sent before close() have to reach their clients
   };
   static constexpr size_t kIdentity = 10;  // bytes: 0, the protocol's letter and a u64 (big endian)
 
@@ -65,17 +71,20 @@ class Server final : public Transport {
   void look_at_files() noexcept override;
   [[nodiscard]] bool news(EndpointNews& news) noexcept override;
   void pop_news() noexcept override;
+  [[nodiscard]] bool denial(Denial& denial) noexcept override;
+  void pop_denial() noexcept override;
   [[nodiscard]] Counts counts() const noexcept override;
 
  private:
   using Identity = std::array<uint8_t, kIdentity>;
   enum class State : uint8_t { kFree, kHandshake, kOpen, kGone };
-  enum class Read : uint8_t { kMessage, kNothing, kTurnOver, kHungUp, kUnfit };
+  enum class Read : uint8_t { kMessage, kNothing, kTurnOver, kHungUp, kUnfit, kRefused };
 
   struct Connection {
     int fd = -1;
     uint64_t id = 0;  // serial number and index: what the identity carries
     const Protocol* protocol = nullptr;
+    const char* refused = nullptr;  // why it may not come in
     State state = State::kFree;
     bool tcp = false;
     bool queued = false;   // in the queue of those that may have a message
@@ -116,6 +125,7 @@ class Server final : public Transport {
   [[nodiscard]] Read read(Connection& connection, Incoming& message, size_t& budget) noexcept;
   [[nodiscard]] static bool read_bytes(Connection& connection, std::span<uint8_t> room, size_t& budget) noexcept;
   [[nodiscard]] bool pass_on(Connection& connection, const Step& step, Incoming& message) noexcept;
+  void introduce(const Connection& connection, Peer& peer) const noexcept;
   void consume(Connection& connection, size_t bytes) noexcept;
   [[nodiscard]] std::span<uint8_t> room_for(Connection& connection) noexcept;
   [[nodiscard]] bool make_room(Connection& connection) noexcept;
@@ -125,12 +135,17 @@ class Server final : public Transport {
   [[nodiscard]] bool flush(Connection& connection) noexcept;
   void hang_up(Connection& connection) noexcept;
   void drop(Connection& connection) noexcept;
+  void deny(Connection& connection, const char* why) noexcept;
+  void look_at_guests() noexcept;
   void release(Connection& connection) noexcept;
 
   const zmq::Api api_;
   const Options options_;
   const Zmtp zmtp_;
   const LocalProtocol local_;
+  const std::unique_ptr<const Curve> curve_;  // null: tcp is Zmtp's too
+  Doorkeeper doorkeeper_;
+  uint64_t guests_ = 0;  // curve_'s when who is connected was last looked at
   int epoll_ = -1;
   Alarm alarm_;
   std::vector<Door> doors_;

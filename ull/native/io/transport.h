@@ -1,6 +1,7 @@
 // The way to clients, as the io thread sees it: takes their messages one by one, sends them frames, never waits.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <span>
@@ -10,16 +11,9 @@
 
 #include "engine/request.h"
 #include "io/zmq_api.h"
+#include "protocol/peer.h"
 
 namespace ull {
-
-inline constexpr std::string_view kWireVersion = "ull1";
-// The value of Incoming::malformed for a request that is longer than a message may be.
-inline constexpr char kTooLong[] = "too_long";
-
-// A message that is longer than it may be is thrown away and its request refused, up to this many bytes; beyond, its
-// connection is closed.
-inline constexpr int64_t kLongestRefused = 16 * 1024 * 1024;
 
 enum class Sent : uint8_t {
   kOk,
@@ -36,6 +30,8 @@ struct Incoming {
   int64_t received_ns = 0;          // CLOCK_MONOTONIC
   uint64_t id = 0;                  // of a refused request, where it could be found
   bool has_id = false;
+  bool first = false;  // of its client: `peer` says who that is
+  Peer peer;
 
   [[nodiscard]] std::span<const uint8_t> client() const noexcept { return {identity.data(), identity_size}; }
 };
@@ -55,6 +51,7 @@ class Transport : public Sender {
     uint64_t local_clients = 0;  // ... by the local transport
     uint64_t accepted = 0;       // connections since the start
     uint64_t refused = 0;        // turned away: no room for another connection
+    uint64_t denied = 0;         // ... of them, those that may not come in, or had tried that too often
     uint64_t dropped = 0;        // disconnected: not our protocol, late, mute, too long a message, memory short
     uint64_t bound_again = 0;    // endpoints whose file was gone and that have a new one
     uint64_t unreachable = 0;    // endpoints whose file is not ours, now
@@ -62,6 +59,12 @@ class Transport : public Sender {
   struct EndpointNews {
     std::string_view endpoint;
     std::string_view what;  // has become of its file: "bound_again", "ours", "gone" or "foreign"
+  };
+
+  // A peer that was not let in.
+  struct Denial {
+    const char* why = nullptr;
+    Peer peer;  // its address
   };
 
   // Opens every endpoint. Throws std::runtime_error naming the one that cannot be opened.
@@ -88,6 +91,10 @@ class Transport : public Sender {
   // What of that has not been told; false if nothing. The same until pop_news().
   [[nodiscard]] virtual bool news(EndpointNews& news) noexcept = 0;
   virtual void pop_news() noexcept = 0;
+
+  // A peer that was not let in and that nobody has been told of; false if there is none. The same until pop_denial().
+  [[nodiscard]] virtual bool denial(Denial& /*denial*/) noexcept { return false; }
+  virtual void pop_denial() noexcept {}
 
   [[nodiscard]] virtual Counts counts() const noexcept = 0;
 };

@@ -64,6 +64,16 @@ T field(const nb::dict& dict, const char* name) {
   return out;
 }
 
+// A histogram as `stats` tells of it in full.
+[[nodiscard]] inline nb::dict to_dict(const Histogram& histogram) {
+  nb::list buckets;
+  for (const auto& [upper, count] : histogram.buckets()) buckets.append(nb::make_tuple(upper, count));
+  nb::dict out;
+  out["sum"] = histogram.sum();
+  out["buckets"] = buckets;
+  return out;
+}
+
 // A view of `dict` that nobody can write to.
 [[nodiscard]] inline nb::object read_only(const nb::dict& dict) {
   return nb::module_::import_("types").attr("MappingProxyType")(dict);

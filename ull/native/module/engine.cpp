@@ -75,7 +75,9 @@ nb::dict engine_stats(const Engine& engine) {
   const EngineStats stats = engine.stats();
   nb::dict out = to_dict(stats.named());
   out["finished"] = to_dict(stats.finished());
-  out["by_drafter"] = to_dict(stats.by_drafter());
+  out["by_drafter"] = to_dict(stats.by_drafter(stats.counters.rounds_by_drafter));
+  out["drafted_by_drafter"] = to_dict(stats.by_drafter(stats.counters.drafted_by_drafter));
+  out["accepted_by_drafter"] = to_dict(stats.by_drafter(stats.counters.accepted_by_drafter));
   nb::list accepted;
   for (const uint64_t rounds : stats.counters.accepted_by_depth) accepted.append(rounds);
   out["accepted_by_depth"] = accepted;
@@ -170,7 +172,8 @@ void bind_engine(nb::module_& m) {
             return engine.cancel(view(identity), request_id, shed);
           },
           "identity"_a, "request_id"_a, "shed"_a = false,
-          "True if that client has such a request and it had not ended, or is held. `shed`: the daemon is being stopped, "
+          "True if that client has such a request and it had not ended, or is held. `shed`: the daemon is being "
+          "stopped, "
           "and says so in the request's end.")
       .def(
           "commit",
@@ -182,6 +185,9 @@ void bind_engine(nb::module_& m) {
       .def("drain", &Engine::drain, "Refuses new requests; those accepted run to their end.")
       .def("drained", &Engine::drained, "True once the end of every accepted request has reached the io PAIR.")
       .def("stats", &engine_stats)
+      .def(
+          "round_histogram", [](const Engine& engine) { return to_dict(engine.round_ns()); },
+          "From one round's tokens to the next's: sum (ns) and buckets, pairs of the largest value (ns) and a count.")
       .def("health", &Engine::health, "'ok', 'stalled' or 'failed'.")
       .def(
           "threads",

@@ -1,9 +1,18 @@
 #include "io/io.h"
 
+#include "protocol/allow_list.h"
+
 #include "module/bindings.h"
 
 namespace ull::module {
 namespace {
+
+CurveKey key_of(const nb::bytes& bytes, const char* name) {
+  CurveKey key;
+  if (bytes.size() != key.size()) throw std::invalid_argument(std::string(name) + ": a key has 32 bytes");
+  std::copy_n(reinterpret_cast<const uint8_t*>(bytes.c_str()), key.size(), key.begin());
+  return key;
+}
 
 nb::dict io_stats(const Io& io) {
   nb::dict out = to_dict(io.stats().named());
@@ -15,19 +24,38 @@ nb::dict io_stats(const Io& io) {
 
 void bind_io(nb::module_& m) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<AllowList>(m, "AllowList", "The clients that may come by CURVE.")
+      .def(nb::init<>())
+      .def(
+          "set",
+          [](AllowList& list, const std::vector<std::tuple<nb::bytes, std::string, bool>>& clients) {
+            AllowList::Clients known;
+            for (const auto& [key, name, admin] : clients) known[key_of(key, "clients")] = {name, admin};
+            list.set(std::move(known));
+          },
+          "clients"_a, "In place of those before: a public key's 32 bytes, a name, and whether it is an admin's.");
+
   nb::class_<Io>(m, "Io", "The io thread: clients' sockets and the PAIR to the control plane.")
       .def(
           "__init__",
           [](Io* self, Engine& engine, uintptr_t zmq_context, const std::string& libzmq,
              const std::vector<std::string>& listen, const std::string& control, int core,
              std::optional<bool> cooperative, const std::string& idle, int64_t client_stall_ms, int64_t max_message,
-             int linger_ms, int ping_ms, int mute_ms, const std::vector<std::string>& local,
-             const std::string& bundle) {
+             int linger_ms, int ping_ms, int mute_ms, const std::vector<std::string>& local, const std::string& bundle,
+             const std::string& libsodium, const nb::bytes& curve_secret,
+             const std::shared_ptr<AllowList>& curve_clients) {
+            std::optional<Curve::Options> curve;
+            if (curve_clients != nullptr) {
+              curve = {.sodium = Sodium::load(libsodium),
+                       .secret = key_of(curve_secret, "curve_secret"),
+                       .clients = curve_clients};
+            }
             const IoOptions options{.server = {.zeromq = listen,
                                                .local = local,
                                                .max_message = max_message,
                                                .ping_ms = ping_ms,
                                                .mute_ms = mute_ms,
+                                               .curve = curve,
                                                .linger_ms = linger_ms},
                                     .control = control,
                                     .core = core,
@@ -40,10 +68,14 @@ void bind_io(nb::module_& m) {
           "engine"_a, nb::kw_only(), "zmq_context"_a, "libzmq"_a, "listen"_a, "control"_a = "inproc://ull-control",
           "core"_a = -1, "cooperative"_a = nb::none(), "idle"_a = "adaptive", "client_stall_ms"_a = 250,
           "max_message"_a = 16 * 1024 * 1024, "linger_ms"_a = 1000, "ping_ms"_a = 2000, "mute_ms"_a = 5000,
-          "local"_a = std::vector<std::string>{}, "bundle"_a = "", nb::keep_alive<1, 2>())
+          "local"_a = std::vector<std::string>{}, "bundle"_a = "", "libsodium"_a = "",
+          "curve_secret"_a = nb::bytes("", 0), "curve_clients"_a.none() = nb::none(), nb::keep_alive<1, 2>())
       .def("start", &Io::start, Unlocked(), "Binds (RuntimeError naming the endpoint) and starts the thread.")
       .def("stop", &Io::stop, Unlocked(), "Delivers what has ended, closes the sockets. Idempotent.")
       .def("stats", &io_stats)
+      .def(
+          "delivery_histogram", [](const Io& io) { return to_dict(io.delivery_ns()); },
+          "From a token's acceptance to its frame's hand-over to the kernel, as Engine.round_histogram.")
       .def_prop_ro("endpoints", &Io::endpoints, "Clients' endpoints as bound: tcp port 0 is resolved.");
 }
 

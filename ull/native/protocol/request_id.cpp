@@ -1,4 +1,4 @@
-#include "io/request_id.h"
+#include "protocol/request_id.h"
 
 #include <algorithm>
 #include <bit>

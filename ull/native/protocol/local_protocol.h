@@ -2,7 +2,7 @@
 // directions. Each side's first eight bytes are its hello: `ull1` and a u32 0.
 #pragma once
 
-#include "io/protocol.h"
+#include "protocol/protocol.h"
 
 namespace ull {
 

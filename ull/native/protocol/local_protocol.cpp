@@ -1,9 +1,9 @@
-#include "io/local_protocol.h"
+#include "protocol/local_protocol.h"
 
 #include <algorithm>
 #include <array>
 
-#include "io/transport.h"
+#include "protocol/peer.h"
 
 namespace ull {
 namespace {

@@ -1,6 +1,6 @@
 // ZeroMQ's wire protocol (ZMTP 3.1, https://rfc.zeromq.org/spec/37/) step by step, without a socket. Over sockets it is
 // in test_zmtp_server.cpp.
-#include "io/zmtp.h"
+#include "protocol/zmtp.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -456,7 +456,8 @@ TEST(what_is_sent_is_framed_by_the_rfc) {
   const ull::Zmtp zmtp(1000);
   CHECK_EQ(kTheirs.size(), 107U);
   CHECK(text_of(zmtp.greeting()) == kTheirs);
-  CHECK(text_of(zmtp.ping()) == ping(""));
+  ull::ProtocolState state;
+  CHECK(text_of(zmtp.ping(state)) == ping(""));
   for (const uint64_t size :
        {uint64_t{0}, uint64_t{1}, uint64_t{255}, uint64_t{256}, uint64_t{65'536}, uint64_t{0x0102030405060708}}) {
     ull::Protocol::Header bytes;

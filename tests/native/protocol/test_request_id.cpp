@@ -1,5 +1,5 @@
 // The id of a request that is not decoded.
-#include "io/request_id.h"
+#include "protocol/request_id.h"
 
 #include <span>
 #include <string>

@@ -1,6 +1,6 @@
-#include "io/protocol.h"
+#include "protocol/protocol.h"
 
-#include "io/request_id.h"
+#include "protocol/request_id.h"
 
 namespace ull {
 
@@ -34,5 +34,17 @@ Step Protocol::refused(ProtocolState& state, size_t consumed) noexcept {
 void Protocol::look_for_id(ProtocolState& state, std::span<const uint8_t> payload) noexcept {
   state.has_id = find_request_id(payload, state.id);
 }
+
+Protocol::Packed Protocol::pack(ProtocolState& /*state*/, std::span<const uint8_t> payload,
+                                Header& header) const noexcept {
+  const size_t size = pack_header(payload.size(), header);
+  return {.header = std::span(header).first(size), .payload = payload};
+}
+
+std::span<const uint8_t> Protocol::ping(ProtocolState& /*state*/) const noexcept { return {}; }
+
+void Protocol::introduce(const ProtocolState& /*state*/, Peer& /*peer*/) const noexcept {}
+
+bool Protocol::welcome(const ProtocolState& /*state*/) const noexcept { return true; }
 
 }  // namespace ull

@@ -6,11 +6,20 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 
-#include "io/transport.h"
+#include "protocol/peer.h"
 
 namespace ull {
+
+// What a mechanism keeps of one connection beside ProtocolState.
+struct ProtocolSession {
+  ProtocolSession() = default;
+  ProtocolSession(const ProtocolSession&) = delete;
+  ProtocolSession& operator=(const ProtocolSession&) = delete;
+  virtual ~ProtocolSession() = default;
+};
 
 // How far one connection has come; begins empty.
 struct ProtocolState {
@@ -29,6 +38,7 @@ struct ProtocolState {
   size_t thrown = 0;  // bytes of all such parts
 
   std::array<uint8_t, 32> answer = {};  // the one that is to be sent
+  std::unique_ptr<ProtocolSession> session;
 };
 
 struct Step {
@@ -38,6 +48,7 @@ struct Step {
     kMessage,  // `payload`, or why there is none: `malformed`, `has_id` and `id` as in Incoming
     kAnswer,   // `payload` is to be sent
     kUnfit,    // nothing more can be understood
+    kRefused,  // the peer may not come in: `malformed` says why; `payload`, if any, is to be sent before the end
   };
   Kind kind = Kind::kMore;
   size_t consumed = 0;  // bytes from the first that nobody needs after this step
@@ -46,10 +57,24 @@ struct Step {
   const char* malformed = nullptr;
   bool has_id = false;
   uint64_t id = 0;
+  bool opened = false;  // hands have been shaken with this answer
 };
+
+// Why a peer may not come in.
+inline constexpr char kNoKey[] = "no_key";                     // it has shown none, or has left before that
+inline constexpr char kWrongServerKey[] = "wrong_server_key";  // it takes us for another daemon
+inline constexpr char kUnknownKey[] = "unknown_key";           // its own is not in the list
 
 class Protocol {
  public:
+  using Session = ProtocolSession;
+  // A payload as it leaves; not valid: there was no memory for it.
+  struct Packed {
+    std::span<const uint8_t> header = {};
+    std::span<const uint8_t> payload = {};
+    bool valid = true;
+  };
+
   static constexpr size_t kLongestHeader = 16;
   using Header = std::array<uint8_t, kLongestHeader>;
 
@@ -60,8 +85,21 @@ class Protocol {
   [[nodiscard]] virtual Step step(ProtocolState& state, std::span<const uint8_t> input) const noexcept = 0;
   // Writes what goes before a payload of `size` bytes; returns its length.
   virtual size_t pack_header(size_t size, Header& header) const noexcept = 0;
-  // What a peer that is alive answers; empty: nothing.
-  [[nodiscard]] virtual std::span<const uint8_t> ping() const noexcept { return {}; }
+  // The payload as it leaves, with what goes before it. Of use until the next call.
+  [[nodiscard]] virtual Packed pack(ProtocolState& state, std::span<const uint8_t> payload,
+                                    Header& header) const noexcept;
+  // What a peer that is alive answers. Of use until the next call.
+  [[nodiscard]] virtual std::span<const uint8_t> ping(ProtocolState& state) const noexcept;
+  // Whether there is such a thing.
+  [[nodiscard]] virtual bool pings() const noexcept { return false; }
+  // What the protocol knows of who a peer is, hands shaken.
+  virtual void introduce(const ProtocolState& state, Peer& peer) const noexcept;
+  // Whether a peer that was let in still would be.
+  [[nodiscard]] virtual bool welcome(const ProtocolState& state) const noexcept;
+  // Another number whenever welcome() may have changed.
+  [[nodiscard]] virtual uint64_t guests() const noexcept { return 0; }
+  // Whether a step of the handshake takes so long that tokens have their turn after each.
+  [[nodiscard]] virtual bool laborious() const noexcept { return false; }
   // Tells the clients of one protocol from those of others.
   [[nodiscard]] virtual char letter() const noexcept = 0;
 

@@ -5,7 +5,7 @@
 // An identity that a peer names (ZMQ_ROUTING_ID) is taken and not used: each connection is a client of its own.
 #pragma once
 
-#include "io/protocol.h"
+#include "protocol/protocol.h"
 
 namespace ull {
 
@@ -17,7 +17,8 @@ class Zmtp final : public Protocol {
   [[nodiscard]] std::span<const uint8_t> greeting() const noexcept override;
   [[nodiscard]] Step step(ProtocolState& state, std::span<const uint8_t> input) const noexcept override;
   size_t pack_header(size_t size, Header& header) const noexcept override;
-  [[nodiscard]] std::span<const uint8_t> ping() const noexcept override;
+  [[nodiscard]] std::span<const uint8_t> ping(ProtocolState& state) const noexcept override;
+  [[nodiscard]] bool pings() const noexcept override { return true; }
   [[nodiscard]] char letter() const noexcept override { return 'Z'; }
 
  private:
