@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
         demo,
         generate,
         inspect,
+        install,
         journal,
         keys,
         logging,
@@ -116,6 +117,10 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("inspect", help="Prints what is inside an engine bundle, and what drafting costs.")
     inspect.add_arguments(command)
     command.set_defaults(run=inspect.run)
+    summary = "Makes a service of an engine on this machine."
+    command = commands.add_parser("install", help=summary, description=summary)
+    install.add_arguments(command)
+    command.set_defaults(run=install.run)
     command = commands.add_parser("demo", help="Builds the tiny engine, serves it, streams a completion, measures.")
     demo.add_arguments(command)
     command.set_defaults(run=demo.run)

@@ -37,6 +37,23 @@ def test_systemd_accepts_it(tmp_path: Path) -> None:
     assert (outcome.returncode, outcome.stderr.strip()) == (0, "")
 
 
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+@pytest.mark.parametrize("name", ["ull@.service", "ull-gateway@.service"])
+def test_it_is_shut_in(tmp_path: Path, name: str) -> None:
+    unit = tmp_path / name
+    unit.write_text(re.sub(r"/opt/ull/bin/[a-z-]+", "/bin/true", (UNIT.parent / name).read_text()))
+    command = ["systemd-analyze", "security", "--offline=true", "--no-pager", "--threshold=20", str(unit)]  # tenths
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert outcome.returncode == 0, outcome.stdout[-300:]
+
+
+def test_libzmq_may_start_its_threads() -> None:
+    """It sets their policy and aborts where it may not: the first run under a real systemd ended there."""
+    for name in ("ull@.service", "ull-gateway@.service"):
+        allowed = re.findall(r"^SystemCallFilter=([^~@].*)$", (UNIT.parent / name).read_text(), re.MULTILINE)
+        assert "sched_setscheduler" in " ".join(allowed)
+
+
 def test_the_drop_in_for_priorities_gives_what_the_unit_takes() -> None:
     unit, drop_in = UNIT.read_text(), (UNIT.parent / "priority.conf").read_text()
     assert "RestrictRealtime=yes" in unit and "~@privileged @resources" in unit

@@ -20,6 +20,7 @@ ULL = Floors(
         "endpoints libzmq spawn": "errors",
         "bounded_child": "spawn",
         "curve": "access errors",
+        "install": "access errors",
         "wire": "coercion errors",
         "bundle": "access errors wire",
         "journal": "access errors machine wire",
@@ -31,7 +32,8 @@ ULL = Floors(
         "gateway": "access client completion endpoints errors log text voice wire",
         "daemon": "_native access bounded_child bundle completion curve endpoints errors gpu journal libzmq log "
         "machine socket_reader spawn text wire",
-        "commands": "_native bounded_child bundle client curve daemon errors journal log machine spawn text wire",
+        "commands": "_native bounded_child bundle client curve daemon errors install journal log machine spawn text "
+        "wire",
         "cli": "commands completion daemon",
         "__main__": "cli",
         "__init__": "client errors",

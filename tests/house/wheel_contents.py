@@ -24,6 +24,8 @@ MUST = [
     r"ull/kernels/arch\.cuh",
     r"ull/kernels/params\.h",
     r"ull/native/base/philox\.h",
+    r"ull/systemd/ull@\.service",
+    r"ull/systemd/ull\.sysctl",
     r"ull-.*\.dist-info/licenses/LICENSE",
     *(rf"ull-.*\.data/data/share/man/man1/{name}\.1" for name in PROGRAMS),
 ]
