@@ -29,7 +29,7 @@ ULL = Floors(
         "client": "access curve endpoints errors libzmq socket_reader wire",
         "voice": "client errors text",
         "metrics": "client curve errors wire",
-        "gateway": "access client completion endpoints errors log text voice wire",
+        "gateway": "access client completion endpoints errors log metrics text voice wire",
         "daemon": "_native access bounded_child bundle completion curve endpoints errors gpu journal libzmq log "
         "machine socket_reader spawn text wire",
         "commands": "_native bounded_child bundle client curve daemon errors install journal log machine spawn text "

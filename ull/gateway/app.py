@@ -28,6 +28,7 @@ from ull.gateway.exchange import Exchange, HungUp
 from ull.gateway.keys import Keys
 from ull.gateway.retell import POLICY_VIOLATION, TRY_AGAIN, Call, CallSettings
 from ull.log import Log
+from ull.metrics.exposition import encode
 
 PAGE = Path(__file__).parent / "page"
 EVERYBODY = ""  # owns all requests where no keys are asked for
@@ -72,6 +73,12 @@ def make_app(daemon: Daemon, settings: Settings, keys: Keys | None, log: Log, ca
         state = await daemon.health()
         return _json_response(200 if state["status"] == "ok" else 503, state)
 
+    async def metrics(exchange: Exchange) -> dict[str, Any]:
+        accept = dict(exchange.scope["headers"]).get(b"accept", b"").decode("latin-1")
+        text, content_type = encode(await daemon.metrics(), accept)
+        await exchange.answer_text(200, text, content_type)
+        return {}
+
     async def index(_request: Request) -> Response:
         return FileResponse(PAGE / "index.html", headers={"cache-control": "no-cache"})
 
@@ -98,6 +105,7 @@ def make_app(daemon: Daemon, settings: Settings, keys: Keys | None, log: Log, ca
         WebSocketRoute("/retell/{call_id}", retell),
         WebSocketRoute("/retell/{key}/{call_id}", retell),
         Route("/health", health, methods=["GET"]),
+        Route("/metrics", Door(metrics, keys, log, settings.stall_timeout, quiet=True), methods=["GET"]),
         Route("/", index, methods=["GET"]),
         Mount("/page", StaticFiles(directory=PAGE)),
     ]
@@ -129,7 +137,8 @@ class Envelope:
 class Door:
     """An endpoint whose requests are asked for their key, and whose errors are OpenAI's."""
 
-    def __init__(self, serve: Serve, keys: Keys | None, log: Log, stall_s: float) -> None:
+    def __init__(self, serve: Serve, keys: Keys | None, log: Log, stall_s: float, quiet: bool = False) -> None:
+        self._quiet = quiet  # what goes well has no line in the log
         self._serve = serve
         self._keys = keys
         self._log = log
@@ -164,7 +173,7 @@ class Door:
             "ms": round((time.monotonic() - exchange.started) * 1000, 3),
             **told,
         }
-        level = self._log.error if "error" in told else self._log.info
+        level = self._log.error if "error" in told else self._log.debug if self._quiet and not told else self._log.info
         level("request", **{name: value for name, value in event.items() if value is not None})
 
 

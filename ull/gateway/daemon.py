@@ -7,6 +7,8 @@ import time
 from collections import OrderedDict
 from typing import Any
 
+from prometheus_client.core import Metric
+
 from ull.client import AsyncClient
 from ull.client.aio import AsyncStream
 from ull.client.options import GenerateOptions
@@ -14,10 +16,13 @@ from ull.client.requests import Prompt
 from ull.client.sessions import AsyncSession
 from ull.errors import ConnectionLost, RequestError, UllError
 from ull.gateway.logprobs import TokenTexts
+from ull.metrics.compat import vllm_families
+from ull.metrics.families import families, unreachable
 
 FRESH_S = 2.0  # what a daemon serves is asked for again after so long, ...
 STALE_S = 10.0  # ... and after so long not used without an answer: the daemon may be another one
 HEALTH_TIMEOUT_S = 1.0
+METRICS_FRESH_S = 1.0  # for so long monitors get the same answer
 
 
 class Engine:
@@ -97,6 +102,7 @@ class Daemon:
         self._asked = 0.0
         self._refreshing: asyncio.Task[Engine] | None = None
         self._health: asyncio.Task[dict[str, Any]] | None = None
+        self._metrics: asyncio.Task[list[Metric]] | None = None
 
     @property
     def url(self) -> str:
@@ -127,9 +133,16 @@ class Daemon:
             self._health.add_done_callback(self._forget_health)
         return await asyncio.shield(self._health)
 
+    async def metrics(self) -> list[Metric]:
+        """The daemon's figures, under our names and vLLM's. Those who ask at once share an answer."""
+        if self._metrics is None:
+            self._metrics = asyncio.ensure_future(self._ask_metrics())
+            asyncio.get_running_loop().call_later(METRICS_FRESH_S, self._forget_metrics)
+        return await asyncio.shield(self._metrics)
+
     async def close(self) -> None:
         """Ends all that runs."""
-        for task in (self._refreshing, self._health):
+        for task in (self._refreshing, self._health, self._metrics):
             if task is not None:
                 task.cancel()
         for client in (self._asking, *(owner.client for owner in self._owners.values())):
@@ -156,6 +169,18 @@ class Daemon:
         except (UllError, TimeoutError):
             return {"status": "unreachable", "daemon": self.url}
         return {"status": reply.status, "uptime_s": reply.uptime_ns / 1e9, "queue_length": reply.queue_length}
+
+    async def _ask_metrics(self) -> list[Metric]:
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                health, info = await self._asking.health(), await self._asking.info()
+                stats = await self._asking.stats(histograms=True)
+        except (UllError, TimeoutError):
+            return list(unreachable())
+        return [*families(stats, health, info), *vllm_families(stats, info)]
+
+    def _forget_metrics(self) -> None:
+        self._metrics = None
 
     def _forget_health(self, task: asyncio.Task[dict[str, Any]]) -> None:
         self._health = None

@@ -100,9 +100,15 @@ class Exchange:
 
     async def answer(self, status: int, body: Any, headers: Mapping[str, str] | None = None) -> None:
         """Sends one JSON body."""
-        payload = msgspec.json.encode(body)
+        await self.answer_text(status, msgspec.json.encode(body), JSON_TYPE, headers)
+
+    async def answer_text(
+        self, status: int, payload: bytes, content_type: bytes | str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Sends one body of any type."""
+        kind = content_type.encode() if isinstance(content_type, str) else content_type
         more = [(key.encode(), value.encode("latin-1", "replace")) for key, value in (headers or {}).items()]
-        await self._start(status, [(b"content-type", JSON_TYPE), (b"content-length", b"%d" % len(payload)), *more])
+        await self._start(status, [(b"content-type", kind), (b"content-length", b"%d" % len(payload)), *more])
         await self._put({"type": "http.response.body", "body": payload})
 
     async def begin_events(self) -> None:

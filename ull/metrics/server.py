@@ -21,12 +21,12 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric
-from prometheus_client.exposition import choose_encoder
 
 from ull.client import Client
 from ull.curve import CurveKeys
 from ull.errors import ConfigError, UllError
 from ull.metrics.compat import vllm_families
+from ull.metrics.exposition import encode
 from ull.metrics.families import families, unreachable
 from ull.metrics.gpu import Gpu
 
@@ -148,22 +148,6 @@ class Source:
             self._pid = pid
             self._process = ProcessCollector(pid=lambda: self._pid, registry=CollectorRegistry())
         return self._process.collect() if pid and os.path.isdir(f"/proc/{pid}") else []  # noqa: PTH112
-
-
-class _Families:
-    """What prometheus_client's encoders take for a registry."""
-
-    def __init__(self, metrics: list[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Metric]:
-        return self._metrics
-
-
-def encode(metrics: Iterable[Metric], accept: str) -> tuple[bytes, str]:
-    """The text of the families, and its content type, in the form that `accept` (of the question's head) asks for."""
-    encoder, content_type = choose_encoder(accept)
-    return encoder(_Families(list(metrics))), content_type
 
 
 class Handler(BaseHTTPRequestHandler):
