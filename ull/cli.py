@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
         replay,
         status,
         tokenize,
+        trace,
         verify,
     )
     from ull.commands.connection import add_connection
@@ -92,6 +93,9 @@ def parser() -> argparse.ArgumentParser:
     client_command("health", "Whether the daemon serves; exit status 0 if it does.", status.run_health)
     client_command("info", "What the daemon serves.", status.run_info)
     client_command("stats", "Counters and latencies since the daemon's start.", status.run_stats)
+    client_command(
+        "trace", "Where a token's time goes, for Perfetto; for the role admin.", trace.run, trace.add_arguments
+    )
     client_command(
         "log", "Changes what a running daemon's log has; for the role admin.", logging.run, logging.add_arguments
     )

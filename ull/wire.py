@@ -32,6 +32,7 @@ from ull.errors import (
 
 VERSION: Final = b"ull1"
 MAX_ID: Final = 2**64 - 1  # request ids and seeds are unsigned 64-bit numbers
+TRACE_BYTES: Final = 40  # of a record in a `trace` answer
 MAX_TREE: Final = 64  # tokens of one verification, the root included
 Drafter = Literal["none", "suffix", "medusa", "eagle", "dflash", "draft", "auto"]
 DRAFTERS: Final[tuple[str, ...]] = get_args(Drafter)  # what `speculate` may name
@@ -210,6 +211,15 @@ class Stats(msgspec.Struct, tag="stats", kw_only=True, forbid_unknown_fields=Tru
 
     id: int
     histograms: bool | UnsetType = UNSET  # with every bucket of the histograms
+
+
+class Trace(msgspec.Struct, tag="trace", kw_only=True, forbid_unknown_fields=True):
+    """Asks what the daemon's threads have done lately, step by step; for the role admin. Answered by `trace`."""
+
+    id: int
+    steps: int = 0  # number of the engine thread's first record that is wanted
+    frames: int = 0  # ... of the io thread's
+    requests: int = 0  # ... of the requests that have ended
 
 
 class SetLog(msgspec.Struct, tag="set_log", kw_only=True, forbid_unknown_fields=True):
@@ -427,10 +437,45 @@ class StatsReply(msgspec.Struct, tag="stats", kw_only=True):
     histograms: dict[str, Histogram] = {}  # where they were asked for
 
 
+class TracedRequest(msgspec.Struct, kw_only=True):
+    """A request that has ended, in a `trace` answer."""
+
+    connection: int  # as in the records
+    request: int  # its id
+    peer: str  # who asked
+    finish_reason: str
+    usage: Usage
+    timeline: Timeline
+
+
+class TraceReply(msgspec.Struct, tag="trace", kw_only=True):
+    """Answers `trace`: records of 40 bytes (native/sync/trace_ring.h), and the numbers to go on with."""
+
+    id: int
+    steps: bytes
+    next_step: int
+    frames: bytes
+    next_frame: int
+    requests: list[TracedRequest]
+    next_request: int
+    more: bool  # there is more already
+    connection: int  # of who asks
+
+
 SessionRequest = OpenSession | Fork | Rollback | Truncate | CloseSession
-Request = Generate | Tokenize | Detokenize | SessionRequest | Commit | Cancel | Health | Info | Stats | SetLog
+Request = Generate | Tokenize | Detokenize | SessionRequest | Commit | Cancel | Health | Info | Stats | Trace | SetLog
 Reply = (
-    Token | Done | TokenizeReply | DetokenizeReply | SessionReply | Error | Ack | HealthReply | InfoReply | StatsReply
+    Token
+    | Done
+    | TokenizeReply
+    | DetokenizeReply
+    | SessionReply
+    | Error
+    | Ack
+    | HealthReply
+    | InfoReply
+    | StatsReply
+    | TraceReply
 )
 
 
@@ -477,6 +522,7 @@ _request_types: dict[str, type[Request]] = {
     "health": Health,
     "info": Info,
     "stats": Stats,
+    "trace": Trace,
     "set_log": SetLog,
 }
 _exact_decoders = {name: msgspec.msgpack.Decoder(struct) for name, struct in _request_types.items()}

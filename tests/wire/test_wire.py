@@ -34,6 +34,8 @@ from ull.wire import (
     Timeline,
     Token,
     TokenLogprob,
+    Trace,
+    TraceReply,
     Truncate,
     Usage,
 )
@@ -108,6 +110,7 @@ GOLDEN_REQUESTS = [
     (Info(id=5), "82a474797065a4696e666fa2696405"),
     (Stats(id=6), "82a474797065a57374617473a2696406"),
     (Stats(id=6, histograms=True), "83a474797065a57374617473a2696406aa686973746f6772616d73c3"),
+    (Trace(id=7, steps=5), "85a474797065a57472616365a2696407a5737465707305a66672616d657300a8726571756573747300"),
     (
         SetLog(id=7, level="debug"),
         "84a474797065a77365745f6c6f67a2696407a56c6576656ca56465627567a770726f6d707473c0",
@@ -218,6 +221,21 @@ GOLDEN_REPLIES = [
     (
         InfoReply(id=1, engine={"a": 1}, executor={}, limits={}),
         "85a474797065a4696e666fa2696401a6656e67696e6581a16101a86578656375746f7280a66c696d69747380",
+    ),
+    (
+        TraceReply(
+            id=1,
+            steps=b"ab",
+            next_step=3,
+            frames=b"",
+            next_frame=0,
+            requests=[],
+            next_request=0,
+            more=False,
+            connection=7,
+        ),
+        "8aa474797065a57472616365a2696401a57374657073c4026162a96e6578745f7374657003a66672616d6573c400aa6e6578745f6672616d65"
+        "00a8726571756573747390ac6e6578745f7265717565737400a46d6f7265c2aa636f6e6e656374696f6e07",
     ),
     (
         StatsReply(id=1, requests={}, latency={}, engine={}, io={}),

@@ -32,6 +32,7 @@ PLACES: dict[type[msgspec.Struct], tuple[str, str]] = {
     wire.Info: ("### info", ""),
     wire.Stats: ("### stats", ""),
     wire.SetLog: ("### set_log", ""),
+    wire.Trace: ("### trace", ""),
     wire.Message: ("## Chat and special tokens", ""),
     wire.Token: ("### token", ""),
     wire.TokenLogprob: ("### token", "An entry of `logprobs`"),
@@ -51,6 +52,8 @@ PLACES: dict[type[msgspec.Struct], tuple[str, str]] = {
     wire.HealthReply: ("### health answer", ""),
     wire.InfoReply: ("### info answer", ""),
     wire.StatsReply: ("### stats answer", ""),
+    wire.TraceReply: ("### trace answer", ""),
+    wire.TracedRequest: ("### trace answer", "An entry of `requests`:"),
     wire.Histogram: ("### stats answer", "A histogram of `histograms`:"),
     admission.Limits: ("### info answer", "\n`limits`:"),
 }

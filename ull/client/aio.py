@@ -238,6 +238,11 @@ class AsyncClient:
         """What the daemon serves: engine, executor, limits."""
         return cast("wire.InfoReply", await self._ask(wire.Info(id=self._protocol.new_id())))
 
+    async def trace(self, steps: int = 0, frames: int = 0, requests: int = 0) -> wire.TraceReply:
+        """What the daemon's threads have done lately, from these numbers on (`ull trace`). For the role admin."""
+        request = wire.Trace(id=self._protocol.new_id(), steps=steps, frames=frames, requests=requests)
+        return cast("wire.TraceReply", await self._ask(request))
+
     async def set_log(self, *, level: str | None = None, prompts: bool | None = None) -> None:
         """Changes the daemon's log from now on: its level, and whether it has prompts' text. For the role admin.
 

@@ -297,6 +297,11 @@ class Client:
         """What the daemon serves: engine, executor, limits."""
         return cast("wire.InfoReply", self._ask(wire.Info(id=self._protocol.new_id())))
 
+    def trace(self, steps: int = 0, frames: int = 0, requests: int = 0) -> wire.TraceReply:
+        """What the daemon's threads have done lately, from these numbers on (`ull trace`). For the role admin."""
+        request = wire.Trace(id=self._protocol.new_id(), steps=steps, frames=frames, requests=requests)
+        return cast("wire.TraceReply", self._ask(request))
+
     def set_log(self, *, level: str | None = None, prompts: bool | None = None) -> None:
         """Changes the daemon's log from now on: its level, and whether it has prompts' text. For the role admin.
 

@@ -28,6 +28,7 @@ from ull.daemon.peers import Peers
 from ull.daemon.preparation import Preparation, Work
 from ull.daemon.refusals import RefusalLog
 from ull.daemon.sessions import Sessions
+from ull.daemon.traces import Traces
 from ull.daemon.turn import Turn
 from ull.daemon.turns import INLINE_CHARACTERS, Turns, completion_ids
 from ull.errors import Busy, DeadlineUnreachable, Draining, RequestError
@@ -85,6 +86,7 @@ class ControlPlane:
     ) -> None:
         self.metrics = Metrics()
         self._peers = Peers(access or AccessConfig())
+        self._traces = Traces(engine)
         self._denials = RefusalLog(log, "denied", "denials")
         self._duty = DutyCycle(_STALL_NS)
         self.draining = False
@@ -294,6 +296,9 @@ class ControlPlane:
         elif isinstance(request, wire.Cancel):
             key = (identity, request.id)
             self.reply(identity, wire.Ack(id=request.id, known=turns.cancel(key) or key in self._converting))
+        elif isinstance(request, wire.Trace):
+            self._peers.require_admin(identity, "trace")
+            self.reply(identity, self._traces.answer(request, identity))
         elif isinstance(request, wire.SetLog):
             self._set_log(identity, request)
         elif isinstance(request, wire.Health):
@@ -424,6 +429,7 @@ class ControlPlane:
             log = self._log.debug
         else:
             self.metrics.ended(record)
+            self._traces.ended(record, str(self._peers[record.identity] if turn is None else turn.peer))
             if self._journal is not None and turn is not None:
                 self._journal.record(record, turn, completion)
         request = None if turn is None else turn.request

@@ -217,9 +217,11 @@ EngineLoop::Ending EngineLoop::prefill() noexcept {
     ++counters(request).prefill_chunks;
     const int64_t began = std::exchange(now, monotonic_ns());
     costs_.learn_prefill(count, start, now - began);
+    trace(TraceKind::kPrefill, began, now, count);
     if (const Ending ending = check_commands(now)) return ending;
     if (sequence.size() < end && outranked(now)) return {.suspended = true};
   }
+  run_->step_ns = now;
   if (run_->completed == 0) request.timeline.prefilled_ns = now;
   if (request.max_tokens == 0) return {FinishReason::kLength};
   request.enter(SlotState::kRunning);
@@ -307,6 +309,7 @@ EngineLoop::Ending EngineLoop::accept_round(const RoundStep& step) noexcept {
   if (run_->completed == 0) request.timeline.first_token_ns = now;
   request.timeline.last_token_ns = now;
   count_round();
+  trace(TraceKind::kRound, std::exchange(run_->step_ns, now), now, result_.count);
 
   Ending ending;
   int32_t kept = 0;
@@ -378,6 +381,22 @@ EngineLoop::Ending EngineLoop::accept_forced(int32_t most) noexcept {
   return ending;
 }
 
+// Of a round, result_ has the rest.
+void EngineLoop::trace(TraceKind kind, int64_t begin_ns, int64_t end_ns, int32_t count) noexcept {
+  const RequestSlot& request = *run_->request;
+  if (request.rehearsal) return;
+  const bool round = kind == TraceKind::kRound;
+  shared_.steps.push({.begin_ns = begin_ns,
+                      .end_ns = end_ns,
+                      .id = request.id,
+                      .connection = request.connection(),
+                      .kind = kind,
+                      .drafter = static_cast<uint8_t>(round ? result_.drafter : DrafterKind::kNone),
+                      .tree = static_cast<uint16_t>(round ? result_.tree_tokens : 0),
+                      .accepted = static_cast<uint16_t>(round ? result_.accepted : 0),
+                      .count = static_cast<uint16_t>(std::min(count, 65535))});
+}
+
 void EngineLoop::count_round() noexcept {
   run_->request->rounds.count(result_);
   EngineCounters& counted = counters(*run_->request);
@@ -410,6 +429,7 @@ EngineLoop::Ending EngineLoop::score() noexcept {
     counted.scored_tokens += static_cast<uint64_t>(step.count);
     const int64_t began = std::exchange(now, monotonic_ns());
     costs_.learn_scores(step.count, position, now - began);
+    trace(TraceKind::kScore, began, now, step.count);
     if (const Ending ending = check_commands(now)) return ending;
     if (!choices.scored() && outranked(now)) return {.suspended = true};
   }

@@ -53,6 +53,7 @@ class EngineLoop final : private Pulse {
     RunConstraint constraint;      // the request's, if it has one
     bool forces = false;           // what it forces is not drawn
     int64_t last_round_ns = 0;
+    int64_t step_ns = 0;         // when the present step could begin
     int32_t completed = 0;       // completion tokens accepted
     int32_t announced = 0;       // of those, told to the io thread
     int64_t unannounced_ns = 0;  // when token `announced` was accepted
@@ -93,6 +94,7 @@ class EngineLoop final : private Pulse {
   [[nodiscard]] int32_t look_ahead(int32_t most) noexcept;
   [[nodiscard]] Ending accept_forced(int32_t most) noexcept;
   void count_round() noexcept;
+  void trace(TraceKind kind, int64_t begin_ns, int64_t end_ns, int32_t count) noexcept;
   [[nodiscard]] Ending score() noexcept;
   void answer(int64_t now) noexcept;
   void announce() noexcept;

@@ -213,6 +213,12 @@ struct RequestSlot {
     return {tokens.get(), static_cast<size_t>(prompt_tokens)};
   }
   [[nodiscard]] std::span<const uint8_t> client() const noexcept { return {identity.data(), identity_size}; }
+  // The last eight bytes of what names the client, as a number.
+  [[nodiscard]] uint64_t connection() const noexcept {
+    uint64_t number = 0;
+    for (const uint8_t byte : client().last(std::min<size_t>(identity_size, 8))) number = number << 8 | byte;
+    return number;
+  }
   [[nodiscard]] const int32_t* completion() const noexcept { return tokens.get() + prompt_tokens; }
   [[nodiscard]] bool stops_at(int32_t token) const noexcept {
     const int32_t* end = stop_ids.data() + stop_id_count;

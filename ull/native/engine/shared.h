@@ -15,6 +15,7 @@
 #include "sync/beat.h"
 #include "sync/seqlock.h"
 #include "sync/spsc_ring.h"
+#include "sync/trace_ring.h"
 
 namespace ull {
 
@@ -113,6 +114,8 @@ struct EngineShared {
   Seqlock<EngineCounters> counters;
   Seqlock<StepCosts> costs;
   Histogram round_ns;  // time from one round's tokens to the next's
+  TraceRing steps;     // the engine thread's
+  TraceRing frames;    // the io thread's
 };
 
 }  // namespace ull

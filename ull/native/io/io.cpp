@@ -297,7 +297,16 @@ bool Io::deliver_tokens(uint32_t slot) noexcept {
         break;
       }
       if (!request.rehearsal) {
-        if (frame.count > 0) delivery_ns_.record(monotonic_ns() - delivery.pending_ns);
+        if (frame.count > 0) {
+          const int64_t handed_ns = monotonic_ns();
+          delivery_ns_.record(handed_ns - delivery.pending_ns);
+          shared_.frames.push({.begin_ns = delivery.pending_ns,
+                               .end_ns = handed_ns,
+                               .id = request.id,
+                               .connection = request.connection(),
+                               .kind = TraceKind::kFrame,
+                               .count = static_cast<uint16_t>(frame.count)});
+        }
         ++stats_.token_frames;
         stats_.tokens += static_cast<uint64_t>(frame.count);
         stats_.bytes += frame.bytes.size();

@@ -188,6 +188,19 @@ void bind_engine(nb::module_& m) {
       .def(
           "round_histogram", [](const Engine& engine) { return to_dict(engine.round_ns()); },
           "From one round's tokens to the next's: sum (ns) and buckets, pairs of the largest value (ns) and a count.")
+      .def(
+          "trace",
+          [](Engine& engine, bool frames, uint64_t since, size_t most) {
+            uint64_t next = 0;
+            const TraceRing& ring = frames ? engine.shared().frames : engine.shared().steps;
+            const std::vector<TraceRecord> records = ring.copy(since, most, next);
+            return nb::make_tuple(
+                nb::bytes(reinterpret_cast<const char*>(records.data()), records.size() * sizeof(TraceRecord)), next);
+          },
+          "frames"_a, "since"_a, "most"_a,
+          "The newest records of the engine thread's steps, or of the io thread's frames, from number `since` on: "
+          "their "
+          "bytes (sync/trace_ring.h), and the number behind the last.")
       .def("health", &Engine::health, "'ok', 'stalled' or 'failed'.")
       .def(
           "threads",
