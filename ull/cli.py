@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
         bench,
         chat,
         demo,
+        doctor,
         generate,
         inspect,
         install,
@@ -121,6 +122,10 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("inspect", help="Prints what is inside an engine bundle, and what drafting costs.")
     inspect.add_arguments(command)
     command.set_defaults(run=inspect.run)
+    summary = "Whether this machine is fit to serve tokens without jitter, and what mends it."
+    command = commands.add_parser("doctor", help=summary, description=summary)
+    doctor.add_arguments(command)
+    command.set_defaults(run=doctor.run)
     summary = "Makes a service of an engine on this machine."
     command = commands.add_parser("install", help=summary, description=summary)
     install.add_arguments(command)

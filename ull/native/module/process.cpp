@@ -1,9 +1,31 @@
-// What concerns the process as a whole: signals, the service manager.
+// What concerns the process as a whole: signals, the service manager, the cores that it runs on.
+#include "base/noise.h"
 #include "base/notify.h"
 #include "base/termination.h"
 #include "module/bindings.h"
 
 namespace ull::module {
+
+namespace {
+
+nb::dict noise_of(int core, int64_t duration_ns, const std::vector<int64_t>& bounds_ns) {
+  NoiseReport report;
+  {
+    const nb::gil_scoped_release others_run;
+    report = measure_noise(core, duration_ns, bounds_ns);
+  }
+  nb::dict out;
+  out["reads"] = report.reads;
+  out["observed_ns"] = report.observed_ns;
+  out["shortest_ns"] = report.shortest_ns;
+  out["longest_ns"] = report.longest_ns;
+  out["gaps"] = report.gaps;
+  out["gaps_ns"] = report.gaps_ns;
+  out["by_size"] = report.by_size;
+  return out;
+}
+
+}  // namespace
 
 void bind_process(nb::module_& m) {
   nb::class_<Termination>(
@@ -23,6 +45,8 @@ void bind_process(nb::module_& m) {
 
   m.def("notify", &notify_service_manager, "state"_a,
         "Sends a state (such as READY=1) to systemd's notification socket; False if there is none.");
+  m.def("measure_noise", &noise_of, "core"_a, "duration_ns"_a, "bounds_ns"_a,
+        "Reads the clock on a core, and counts the gaps between two reads by their size. ValueError: no such core.");
 }
 
 }  // namespace ull::module
