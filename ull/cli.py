@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
         replay,
         status,
         tokenize,
+        top,
         trace,
         verify,
     )
@@ -94,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
     client_command("health", "Whether the daemon serves; exit status 0 if it does.", status.run_health)
     client_command("info", "What the daemon serves.", status.run_info)
     client_command("stats", "Counters and latencies since the daemon's start.", status.run_stats)
+    client_command("top", "A live view of a running daemon.", top.run, top.add_arguments)
     client_command(
         "trace", "Where a token's time goes, for Perfetto; for the role admin.", trace.run, trace.add_arguments
     )

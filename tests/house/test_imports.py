@@ -30,12 +30,13 @@ ULL = Floors(
         "voice": "client errors text",
         "metrics": "client curve errors wire",
         "trace": "client errors wire",
+        "top": "wire",
         "doctor": "_native client errors install trace",
         "gateway": "access client completion endpoints errors log metrics text voice wire",
         "daemon": "_native access bounded_child bundle completion curve endpoints errors gpu journal libzmq log "
         "machine socket_reader spawn text wire",
-        "commands": "_native bounded_child bundle client curve daemon doctor errors install journal log machine spawn "
-        "text trace wire",
+        "commands": "_native bounded_child bundle client curve daemon doctor errors install journal log machine "
+        "metrics spawn text top trace wire",
         "cli": "commands completion daemon",
         "__main__": "cli",
         "__init__": "client errors",

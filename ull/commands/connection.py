@@ -24,7 +24,9 @@ def add_key(command: argparse.ArgumentParser) -> None:
     command.add_argument("--key", type=Path, metavar="FILE", help=key_help)
 
 
-def client_of(options: argparse.Namespace) -> Client:
+def client_of(
+    options: argparse.Namespace, connect_timeout: float | None = None, query_timeout: float | None = None
+) -> Client:
     """A client as the options say. Raises UllError."""
     key = options.key or os.environ.get(KEY_VARIABLE) or None
-    return Client(options.connect, keys=key)
+    return Client(options.connect, keys=key, connect_timeout=connect_timeout, query_timeout=query_timeout)
