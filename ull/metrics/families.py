@@ -187,7 +187,7 @@ def _connections(stats: wire.StatsReply) -> Iterator[Metric]:
     io = stats.io
     yield _gauge("ull_clients", "connections of clients", io["clients"])
     yield _counter("ull_connections", "connections since the start", io["accepted"])
-    refused = {"no_room": io["turned_away"], "dropped": io["dropped"]}
+    refused = {"no_room": io["turned_away"], "dropped": io["dropped"], "denied": io["denied"]}
     yield _counters("ull_connections_refused", "connections that were ended, by reason", "reason", refused)
     yield _counter("ull_clients_stalled", "requests ended because their client did not read", io["clients_stalled"])
     yield _counter("ull_messages_malformed", "messages of a wrong shape or version", io["malformed"])
