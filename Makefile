@@ -4,11 +4,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CORE := $(shell find ull/native -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt) ull/kernels/params.h
-NATIVE := $(CORE) $(shell find tests/native -name '*.cpp' -o -name '*.h')
+NATIVE := $(CORE) $(shell find tests/native tests/fuzz -name '*.cpp' -o -name '*.h')
 CLIENTS := $(shell find clients tests/clients -name '*.cpp' -o -name '*.hpp')
 KERNELS := $(shell find ull/kernels tests/doubles/emulator tests/doubles/fakecuda -name '*.c*' -o -name '*.h')
 
-.PHONY: demo test check lint format native-test sanitize oldest-nvrtc oracle doors man wheel wheels kernels-report h200 h200-tensorrt
+.PHONY: demo test check lint format native-test sanitize fuzz oldest-nvrtc oracle doors man wheel wheels kernels-report h200 h200-tensorrt
 .PHONY: h200-wheels
 .PHONY: install clean help
 .DEFAULT_GOAL := help
@@ -73,6 +73,20 @@ sanitize: $(VENV)/.installed-test  ## native unit tests under ASan + UBSan, then
 comma := ,
 # libstdc++ beside libasan: it looks up what throws exceptions when it starts, and Python itself has none.
 PRELOADED = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so)
+
+# As many executions of each fuzzer as asked for, first under the sanitizers, then, ten times as many, at full speed.
+FUZZ_EXECUTIONS ?= 1000000
+FUZZ_SEED ?= 1
+define run_fuzzers
+	$(BIN)/cmake --build $(1) --target fuzzers
+	for fuzzer in $(1)/fuzz_*; do if [ -x $$fuzzer ] && [ -f $$fuzzer ]; then \
+	  $$fuzzer tests/fuzz/corpus/$${fuzzer##*/fuzz_} $(2) $(FUZZ_SEED) || exit 1; fi; done
+endef
+fuzz: $(VENV)/.installed-test  ## run the fuzzers for long: FUZZ_EXECUTIONS of each, FUZZ_SEED
+	$(call configure_sanitized,$(NATIVE_TESTS)/asan,address$(comma)undefined)
+	$(call run_fuzzers,$(NATIVE_TESTS)/asan,$(FUZZ_EXECUTIONS))
+	$(call run_fuzzers,$$(dirname $$(ls -t .cache/cmake/*/build.ninja | head -1)),$(FUZZ_EXECUTIONS)0)
+	$(BIN)/python tests/fuzz/fuzz_python.py $(FUZZ_EXECUTIONS) $(FUZZ_SEED)
 
 # NVRTC 13.0 is what comes with PyTorch for CUDA 13; what it takes, later ones have taken so far, but not the reverse.
 OLDEST := .cache/nvrtc-13.0

@@ -34,6 +34,11 @@ ROOMS: dict[str, tuple[str, str]] = {
         "tests/daemon/test_metrics.py",
         "daemon client commands",
     ),
+    "ull/metrics": ("tests/metrics tests/monitoring", "metrics gateway"),
+    "ull/trace": ("tests/trace", "trace"),
+    "ull/top": ("tests/top", "top"),
+    "ull/doctor": ("tests/doctor", "doctor"),
+    "ull/install": ("tests/install tests/daemon/test_systemd.py", "install"),
     "ull/commands": ("tests/commands/test_golden.py", "commands"),
     "ull/bundle": ("tests/bundle", "build core daemon gpu"),
     "ull/text": (

@@ -36,7 +36,7 @@ Step LocalProtocol::step(ProtocolState& state, std::span<const uint8_t> input) c
     const size_t needed = kLength + (size > max_message_ ? std::min(size, kLook) : size);
     if (input.size() < needed) return {.wanted = needed};
     if (size <= max_message_) return {.kind = kMessage, .consumed = needed, .payload = input.subspan(kLength, size)};
-    look_for_id(state, input.subspan(kLength));
+    look_for_id(state, input.subspan(kLength, needed - kLength));  // no byte of the next message
     throw_away(state, size, kTooLong);
     at = kLength;
   }
