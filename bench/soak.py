@@ -210,10 +210,19 @@ class Load:
                 await asyncio.sleep(READER_S)
 
 
+async def golden_request(client: ull.AsyncClient) -> ull.Result:
+    """Asks for the same again, until there is room for it."""
+    while True:
+        try:
+            return await client.generate(PROMPT, priority="realtime", **GOLDEN).result()
+        except ull.Busy as busy:
+            await asyncio.sleep(busy.retry_after or 0.1)
+
+
 async def look(client: ull.AsyncClient, daemon: DaemonProcess, golden: list[int], began_s: float) -> Look:
     """Looks once."""
     stats, health = await client.stats(), await client.health()
-    result = await client.generate(PROMPT, priority="realtime", **GOLDEN).result()
+    result = await golden_request(client)
     status = Path(f"/proc/{daemon.pid}/status").read_text()
     resident = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
     return Look(

@@ -389,6 +389,13 @@ class MetricsConfig(msgspec.Struct, kw_only=True, frozen=True):
     compat: Annotated[Literal["none", "vllm"], _key("the same figures once more under the names that others know")] = (
         "none"
     )
+    otlp: Annotated[
+        str,
+        _key(
+            "where a span of each request goes, by OpenTelemetry over HTTP, such as http://127.0.0.1:4318; it needs "
+            'metrics.listen and the extra `otel`. "": nowhere'
+        ),
+    ] = ""
 
 
 class LogConfig(msgspec.Struct, kw_only=True, frozen=True):
@@ -555,6 +562,10 @@ def _check(config: Config, origin: str) -> None:
     if bool(config.access.server_key) != bool(config.access.clients):
         missing = "access.clients" if config.access.server_key else "access.server_key"
         raise ConfigError(f"{origin}: {missing} is needed too: `ull keys` makes both files", missing)
+    if config.metrics.otlp and not config.metrics.listen:
+        raise ConfigError(f"{origin}: metrics.otlp needs metrics.listen: one process does both", "metrics.listen")
+    if config.metrics.otlp and not config.metrics.otlp.startswith(("http://", "https://")):
+        raise ConfigError(f"{origin}: metrics.otlp is {config.metrics.otlp!r}: write http://host:port", "metrics.otlp")
     if config.metrics.listen:
         _check_address(config.metrics.listen, origin)
     if config.journal.required and not config.journal.path:

@@ -239,6 +239,7 @@ class Daemon:
             "listen": self.config.metrics.listen,
             "connect": self._io.endpoints[0],
             "compat": self.config.metrics.compat,
+            "otlp": self.config.metrics.otlp,
             "device": self.config.engine.device if runs_on_gpu(bundle) else None,
             "keys": None if keys is None else dataclasses.asdict(keys),
         }

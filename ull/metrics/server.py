@@ -29,10 +29,12 @@ from ull.metrics.compat import vllm_families
 from ull.metrics.exposition import encode
 from ull.metrics.families import families, unreachable
 from ull.metrics.gpu import Gpu
+from ull.metrics.spans import SpanExporter
 
 COMPATS = ("none", "vllm")
 _MOST_CONNECTIONS = 16
 _FRESH_S = 0.2  # for so long an answer may be given again
+_SPANS_S = 0.5  # between two looks for requests that have ended
 _ASK_S = 2.0  # for the daemon to answer
 _SILENT_S = 5.0  # for a monitor to send its question, and to take the answer
 
@@ -46,6 +48,7 @@ class ExporterOptions:
     compat: str = "none"  # other names beside ours: COMPATS
     device: int | None = None  # number of the GPU whose figures belong to it; None: none
     keys: CurveKeys | None = None  # where the daemon asks for them
+    otlp: str = ""  # where spans go; "": nowhere
 
 
 def parse_address(text: str, field: str = "metrics.listen") -> tuple[str, int]:
@@ -68,10 +71,19 @@ class Source:
         self._process: ProcessCollector | None = None
         self._pid = 0
         self._kept: tuple[float, list[Metric]] | None = None
+        self._spans = SpanExporter(options.otlp) if options.otlp else None
+        self._model: str | None = None
 
     def run(self) -> None:
-        """Answers questions until `stop`."""
-        while (item := self._questions.get()) is not None:
+        """Answers questions until `stop`, and sends spans meanwhile."""
+        while True:
+            try:
+                item = self._questions.get(timeout=_SPANS_S if self._spans is not None else None)
+            except queue.Empty:
+                self._send_spans()
+                continue
+            if item is None:
+                break
             question, future = item
             if not future.set_running_or_notify_cancel():
                 continue
@@ -80,6 +92,19 @@ class Source:
             except Exception as error:
                 future.set_exception(error)
         self._drop_client()
+        if self._spans is not None:
+            self._spans.close()
+
+    def _send_spans(self) -> None:
+        if self._spans is None:
+            return
+        try:
+            client = self._connected()
+            if self._model is None:
+                self._model = str(client.info().engine.get("name", ""))
+            self._spans.poll(client, self._model)
+        except (UllError, OSError):
+            self._drop_client()
 
     def stop(self) -> None:
         """Ends `run`."""
