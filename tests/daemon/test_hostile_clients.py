@@ -14,6 +14,7 @@ import zmq
 
 from conftest import Daemon, Spawn
 from native_rig import Rig
+from processes import resident_mb
 from ull.client.sync import Client
 
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f\3\0" + b"NULL".ljust(20, b"\0") + b"\0" * 32
@@ -36,11 +37,6 @@ def connect(url: str) -> socket.socket:
     while len(heard) < len(GREETING + READY):  # the daemon's own, as long
         heard += link.recv(4096)
     return link
-
-
-def resident_mb(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
 def until(condition: Iterator[bool]) -> None:

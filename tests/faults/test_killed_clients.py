@@ -4,22 +4,13 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from conftest import ROOT, Spawn
+from processes import descriptors, resident_mb
 from ull.client.sync import Client
 from ull.spawn import python_environment
 
 PROMPT = "def main():\n"
-
-
-def descriptors(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
-
-
-def resident_mb(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
 def kill_clients(url: str, count: int, seed: int) -> dict[str, int]:

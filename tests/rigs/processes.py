@@ -1,6 +1,7 @@
-"""`ull`, `ulld` and `ull-gateway`, each run to its end in a process of its own."""
+"""`ull`, `ulld` and `ull-gateway`, each run to its end in a process of its own; what a process holds."""
 
 import subprocess
+from pathlib import Path
 from typing import Any
 
 from ull.spawn import python_command, python_environment
@@ -33,3 +34,14 @@ def _run(module: str, arguments: tuple[str, ...], timeout: float, **options: Any
         check=False,
         **options,
     )
+
+
+def descriptors(pid: int) -> int:
+    """How many a process has open."""
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def resident_mb(pid: int) -> float:
+    """Its resident memory."""
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
