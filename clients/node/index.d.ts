@@ -134,6 +134,8 @@ export interface ClientOptions {
   connectTimeout?: number;
   /** Milliseconds after which a request that nothing was heard of is asked after, and an answer is given up. */
   silenceTimeout?: number;
+  /** The three keys of a client's key file (`ull keys new`), for a daemon that asks for them by tcp. */
+  keys?: { server: string; public: string; secret: string };
 }
 
 /** Connects with the first request, and again with the next one where the connection has ended. */

@@ -1,8 +1,10 @@
 // Runs one scenario of the C++ client against a daemon: driver SCENARIO URL [TRANSPORT [ARGUMENT]]. What it saw it
 // prints line by line, a name and values, for test_cpp_client.py.
+#include <cstdlib>
 #include <functional>
 #include <iostream>
 #include <map>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -244,6 +246,11 @@ int main(int argc, char** argv) {
   if (std::string(argv[1]) == "one" || std::string(argv[1]) == "nobody") {
     g_options.silence_timeout = std::chrono::milliseconds(1500);
     g_options.connect_timeout = std::chrono::milliseconds(1500);
+  }
+  if (const char* const keys = std::getenv("ULL_TEST_KEYS"); keys != nullptr) {
+    std::istringstream words(keys);
+    g_options.keys.emplace();
+    words >> g_options.keys->server_key >> g_options.keys->public_key >> g_options.keys->secret_key;
   }
   ull::Client client(argv[2], g_options);
   scenarios.at(argv[1])(client, argc > 4 ? argv[4] : "");

@@ -188,6 +188,8 @@ const scenarios = {
 };
 const [name, url, transport = "auto", argument = ""] = process.argv.slice(2);
 const impatient = name === "one" || name === "nobody" ? { silenceTimeout: 1500, connectTimeout: 1500 } : {};
-const client = new Client(url, { transport, ...impatient });
+const [server, publicKey, secret] = (process.env.ULL_TEST_KEYS ?? "").split(" ");
+const keys = secret ? { server, public: publicKey, secret } : undefined;
+const client = new Client(url, { transport, keys, ...impatient });
 await scenarios[name](client, argument);
 client.close();

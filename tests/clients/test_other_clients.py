@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 import ull
+from curve_rig import Keys, spawn_with_keys
 from fake_daemon import FakeDaemon, done, token
 from other_clients import driver as driver_of
 from other_clients import run
 from ull import wire
+from ull.curve import new_pair
 
 SLOW = {"tokens": [65], "round_ns": 5_000_000, "context": 9000}  # of a script: a token takes five milliseconds
 
@@ -46,6 +48,20 @@ def test_a_sampled_completion_is_the_python_clients(driver: list[str], shared_da
 def test_tcp_works_too(driver: list[str], spawn: Callable[..., Any]) -> None:
     daemon = spawn(url="tcp://127.0.0.1:*")
     assert run(driver, "sampled", daemon.url, "auto", "7")[2] == "done length 7 24 64"
+
+
+def test_a_daemon_that_asks_for_keys_gets_them(
+    driver: list[str], spawn: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = Keys(tmp_path)
+    daemon = spawn_with_keys(spawn, keys)
+    own = keys.of("bob")
+    monkeypatch.setenv("ULL_TEST_KEYS", f"{own.server} {own.public} {own.secret}")
+    assert run(driver, "sampled", daemon.url, "auto", "7")[2] == "done length 7 24 64"
+    assert {event["peer"] for event in daemon.wait_events("request", 1)} == {"key:bob"}
+    stranger = new_pair()
+    monkeypatch.setenv("ULL_TEST_KEYS", f"{own.server} {stranger.public} {stranger.secret}")
+    assert run(driver, "nobody", daemon.url, "auto") == ["health disconnected"]
 
 
 def test_streams_are_read_side_by_side(driver: list[str], shared_daemon: Any, transport: str) -> None:

@@ -29,13 +29,13 @@ export class Client {
   #connection;
 
   constructor(url = defaultUrl(), options = {}) {
-    const { transport = "auto", connectTimeout = 5000, silenceTimeout = 10000 } = options;
+    const { transport = "auto", connectTimeout = 5000, silenceTimeout = 10000, keys } = options;
     if (typeof url !== "string") throw new UsageError("url must be a text, such as ipc:///run/ull/ull.sock");
     if (!TRANSPORTS.includes(transport)) throw new UsageError(`transport must be one of ${TRANSPORTS.join(", ")}`);
     for (const [name, value] of Object.entries({ connectTimeout, silenceTimeout })) {
       if (!(value > 0 && value < 2 ** 31)) throw new UsageError(`${name} must be a number of milliseconds`);
     }
-    this.#connection = new Connection(url, { transport, connectTimeout, silenceTimeout });
+    this.#connection = new Connection(url, { transport, connectTimeout, silenceTimeout, keys });
   }
 
   /** Begins a completion; `request` has the fields of `generate` in docs/wire.md by their names. */

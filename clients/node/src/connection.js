@@ -205,7 +205,7 @@ export class Connection {
 
   async #open() {
     const epoch = this.#epoch;
-    const { transport: kind, connectTimeout } = this.#options;
+    const { transport: kind, connectTimeout, keys } = this.#options;
     const onMessage = (bytes) => {
       if (epoch === this.#epoch) this.#sort(bytes);
     };
@@ -219,7 +219,7 @@ export class Connection {
       transport = await connectLocal(`${this.#url.slice(IPC.length)}.local`, onMessage, onLost);
       if (transport === null && kind === "local") throw new DisconnectedError(`no daemon answers at ${this.#url}.local`);
     }
-    transport ??= await connectZeromq(this.#url, connectTimeout, onMessage, onLost);
+    transport ??= await connectZeromq(this.#url, isIpc ? undefined : keys, connectTimeout, onMessage, onLost);
     if (epoch !== this.#epoch) {
       transport.close();
       throw new DisconnectedError("the client was closed");

@@ -5,8 +5,11 @@ import { MAX_MESSAGE_BYTES } from "./messages.js";
 const VERSION = "ull1";
 const NEVER = 2 ** 30; // milliseconds; with -1 libzmq drops what a lost connection has brought and nobody has read yet
 
-/** Connects to `url` within so many milliseconds. Rejects with DisconnectedError where nothing answers. */
-export async function connectZeromq(url, timeoutMs, onMessage, onLost) {
+/**
+ * Connects to `url` within so many milliseconds, with `keys` if the daemon asks for them. Rejects with DisconnectedError
+ * where nothing answers.
+ */
+export async function connectZeromq(url, keys, timeoutMs, onMessage, onLost) {
   let zeromq;
   try {
     zeromq = await import("zeromq");
@@ -22,6 +25,16 @@ export async function connectZeromq(url, timeoutMs, onMessage, onLost) {
     heartbeatTimeout: 5000,
     sendTimeout: timeoutMs,
   });
+  if (keys !== undefined) {
+    try {
+      socket.curveServerKey = keys.server;
+      socket.curvePublicKey = keys.public;
+      socket.curveSecretKey = keys.secret;
+    } catch (error) {
+      socket.close();
+      throw new UsageError("keys: server, public and secret of a key file, 40 characters each", { cause: error });
+    }
+  }
   const gone = (why) => new DisconnectedError(`the daemon at ${url}: ${why}`);
   let timer;
   try {

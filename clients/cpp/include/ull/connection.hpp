@@ -26,13 +26,14 @@ struct ClientOptions {
   // A request that nothing was heard of for so long is asked after, and so long the daemon may take for an answer to
   // that and to everything but completions.
   Milliseconds silence_timeout{10000};
+  std::optional<CurveKeys> keys = std::nullopt;  // for a daemon that asks for them, by tcp
 };
 
 namespace detail {
 
 class Connection {
  public:
-  Connection(std::string url, ClientOptions options) : url_(std::move(url)), options_(options) {}
+  Connection(std::string url, ClientOptions options) : url_(std::move(url)), options_(std::move(options)) {}
 
   // Sends a message of this type, under an id of its own, which is returned. Connects where there is no connection.
   uint64_t ask(const char* type, Value::Map fields) {
@@ -114,7 +115,8 @@ class Connection {
     }
     if (transport_ == nullptr) {
       if (context_ == nullptr) context_ = std::make_unique<zmq::context_t>(1);
-      transport_ = std::make_unique<ZmqTransport>(*context_, url_, Clock::now() + options_.connect_timeout);
+      transport_ = std::make_unique<ZmqTransport>(*context_, url_, is_ipc ? std::nullopt : options_.keys,
+                                                  Clock::now() + options_.connect_timeout);
     }
   }
 

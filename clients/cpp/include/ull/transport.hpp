@@ -26,6 +26,13 @@ namespace ull {
 using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 
+// The three keys of a client's key file (`ull keys new`), for a daemon that asks for them by tcp: docs/security.md.
+struct CurveKeys {
+  std::string server_key;  // the daemon's public key; these are texts in Z85
+  std::string public_key;
+  std::string secret_key;
+};
+
 namespace detail {
 
 inline constexpr std::string_view kVersion = "ull1";
@@ -188,7 +195,8 @@ class LocalTransport final : public Transport {
 // connection is noticed by a monitor, and this transport ends with it.
 class ZmqTransport final : public Transport {
  public:
-  ZmqTransport(zmq::context_t& context, const std::string& url, Clock::time_point deadline)
+  ZmqTransport(zmq::context_t& context, const std::string& url, const std::optional<CurveKeys>& keys,
+               Clock::time_point deadline)
       : url_(url), socket_(context, zmq::socket_type::dealer), monitor_(context, zmq::socket_type::pair) {
     socket_.set(zmq::sockopt::linger, 0);
     socket_.set(zmq::sockopt::ipv6, true);
@@ -197,6 +205,15 @@ class ZmqTransport final : public Transport {
     socket_.set(zmq::sockopt::maxmsgsize, static_cast<int64_t>(kMaxMessageBytes));
     socket_.set(zmq::sockopt::heartbeat_ivl, 1000);
     socket_.set(zmq::sockopt::heartbeat_timeout, 5000);
+    if (keys) {
+      try {
+        socket_.set(zmq::sockopt::curve_serverkey, keys->server_key);
+        socket_.set(zmq::sockopt::curve_publickey, keys->public_key);
+        socket_.set(zmq::sockopt::curve_secretkey, keys->secret_key);
+      } catch (const zmq::error_t& error) {
+        throw UsageError(std::string("keys: not those of a key file, 40 characters of Z85 each: ") + error.what());
+      }
+    }
     static std::atomic<uint64_t> monitors{0};
     const std::string events = "inproc://ull-monitor-" + std::to_string(++monitors);
     const int kinds = ZMQ_EVENT_HANDSHAKE_SUCCEEDED | ZMQ_EVENT_DISCONNECTED | ZMQ_EVENT_CONNECT_RETRIED;
