@@ -126,19 +126,10 @@ Step Curve::step(ProtocolState& state, Bytes input) const noexcept {
 Step Curve::shake_hands(ProtocolState& state, Bytes input) const noexcept {
   size_t at = 0;
   if (!state.greeted) {
-    constexpr size_t kSignatureEnd = 9, kMajor = 10, kMinor = 11, kMechanism = 12, kMechanismBytes = 20;
-    static constexpr auto kName = literal("CURVE\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0");
-    static_assert(kName.size() == kMechanismBytes);
-    const size_t seen = input.size();
-    if ((seen > 0 && input[0] != 0xff) || (seen > kSignatureEnd && input[kSignatureEnd] != 0x7f) ||
-        (seen > kMajor && input[kMajor] < 3)) {
-      return {.kind = Kind::kUnfit};
-    }
-    const Bytes mechanism = input.subspan(std::min(seen, kMechanism));
-    if (!std::equal(kName.begin(), kName.begin() + std::min(mechanism.size(), kMechanismBytes), mechanism.begin())) {
-      return {.kind = Kind::kRefused, .malformed = kNoKey};
-    }
-    if (seen < kGreeting) return {.wanted = kGreeting};
+    const Greeting theirs = Greeting::of(input, "CURVE");
+    if (!theirs.fits) return {.kind = Kind::kUnfit};
+    if (!theirs.named) return {.kind = Kind::kRefused, .malformed = kNoKey};
+    if (input.size() < kGreeting) return {.wanted = kGreeting};
     state.greeted = true;
     state.pings = input[kMajor] > 3 || input[kMinor] > 0;
     at = kGreeting;

@@ -32,21 +32,12 @@ Step Zmtp::step(ProtocolState& state, Bytes input) const noexcept {
   return state.open ? take_frames(state, input) : shake_hands(state, input);
 }
 
-// The greeting is judged as far as it has come: who speaks something else is not waited for.
 Step Zmtp::shake_hands(ProtocolState& state, Bytes input) noexcept {
   size_t at = 0;
   if (!state.greeted) {
-    constexpr size_t kSignatureEnd = 9, kMajor = 10, kMinor = 11, kMechanism = 12, kMechanismBytes = 20;
-    static constexpr auto kNull = literal("NULL\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0");
-    static_assert(kNull.size() == kMechanismBytes);
-    const size_t seen = input.size();
-    const Bytes mechanism = input.subspan(std::min(seen, kMechanism));
-    const size_t named = std::min(mechanism.size(), kMechanismBytes);
-    if ((seen > 0 && input[0] != 0xff) || (seen > kSignatureEnd && input[kSignatureEnd] != 0x7f) ||
-        (seen > kMajor && input[kMajor] < 3) || !std::equal(kNull.begin(), kNull.begin() + named, mechanism.begin())) {
-      return {.kind = Kind::kUnfit};
-    }
-    if (seen < kGreeting) return {.wanted = kGreeting};
+    const Greeting theirs = Greeting::of(input, "NULL");
+    if (!theirs.fits || !theirs.named) return {.kind = Kind::kUnfit};
+    if (input.size() < kGreeting) return {.wanted = kGreeting};
     state.greeted = true;
     state.pings = input[kMajor] > 3 || input[kMinor] > 0;
     at = kGreeting;

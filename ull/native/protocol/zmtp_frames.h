@@ -71,6 +71,28 @@ struct Frame {
   }
 };
 
+constexpr size_t kMajor = 10, kMinor = 11;  // places of the version in a greeting
+
+// A greeting as far as it has come: whether it is one of ZMTP 3, and names this mechanism. Who speaks something else is
+// not waited for.
+struct Greeting {
+  bool fits = true;
+  bool named = true;
+
+  static Greeting of(Bytes input, std::string_view mechanism) noexcept {
+    constexpr size_t kSignatureEnd = 9, kMechanism = 12, kMechanismBytes = 20;
+    const size_t seen = input.size();
+    std::array<uint8_t, kMechanismBytes> name{};
+    std::copy(mechanism.begin(), mechanism.end(), name.begin());
+    const Bytes given = input.subspan(std::min(seen, kMechanism));
+    return {
+        .fits = !((seen > 0 && input[0] != 0xff) || (seen > kSignatureEnd && input[kSignatureEnd] != 0x7f) ||
+                  (seen > kMajor && input[kMajor] < 3)),
+        .named = std::equal(name.begin(), name.begin() + static_cast<ptrdiff_t>(std::min(given.size(), name.size())),
+                            given.begin())};
+  }
+};
+
 // What a frame is for us.
 enum class Role : uint8_t { kCommand, kVersion, kPayload, kLongPayload, kWaste };
 
