@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,11 +124,19 @@ def test_a_machine_that_tells_nothing_is_skipped(tmp_path: Path) -> None:
         assert {finding.verdict for finding in findings(host).values()} == {Verdict.SKIPPED}
 
 
+def field(value: int, result: int = 0) -> SimpleNamespace:
+    """A value of NVML's."""
+    return SimpleNamespace(nvmlReturn=result, value=SimpleNamespace(uiVal=value))
+
+
 class Nvml:
     """In the place of pynvml. answers: by function, what it returns; an exception is raised."""
 
     NVML_COMPUTEMODE_EXCLUSIVE_PROCESS = 3
     NVML_CLOCK_SM = NVML_AGGREGATE_ECC = NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
+    NVML_SUCCESS = NVML_GPU_RECOVERY_ACTION_NONE = 0
+    NVML_GPU_RECOVERY_ACTION_GPU_RESET = 1
+    NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 274
 
     def __init__(self, **answers: Any) -> None:
         self.answers = {
@@ -142,6 +151,8 @@ class Nvml:
             "nvmlDeviceGetCurrentClocksEventReasons": 0,
             "nvmlDeviceGetTotalEccErrors": 0,
             "nvmlDeviceGetRemappedRows": (0, 0, 0, 0),
+            "nvmlDeviceGetFieldValues": [field(0)],
+            "nvmlDeviceGetCudaComputeCapability": [9, 0],
             **answers,
         }
 
@@ -168,18 +179,22 @@ class Nvml:
         ({"nvmlDeviceGetTotalEccErrors": 2}, "ECC errors", Verdict.CRITICAL),
         ({"nvmlDeviceGetRemappedRows": (1, 0, 1, 0)}, "row remapping", Verdict.CRITICAL),
         ({"nvmlDeviceGetRemappedRows": (0, 0, 0, 1)}, "row remapping", Verdict.CRITICAL),
+        ({"nvmlDeviceGetFieldValues": [field(1)]}, "recovery action", Verdict.CRITICAL),
+        ({"nvmlDeviceGetFieldValues": [field(3)]}, "recovery action", Verdict.CRITICAL),
+        ({"nvmlDeviceGetFieldValues": [field(0, 3)]}, "recovery action", Verdict.SKIPPED),
+        ({"nvmlDeviceGetCudaComputeCapability": [8, 9]}, "bundle's target", Verdict.CRITICAL),
         ({"nvmlInit": RuntimeError("driver not loaded")}, "NVML", Verdict.CRITICAL),
     ],
 )
 def test_what_nvml_says(tmp_path: Path, answers: dict[str, Any], name: str, verdict: Verdict) -> None:
-    found = {each.name: each for each in gpu.device_state(Host(plant(tmp_path), CORES, 0), Nvml(**answers))}
+    found = {each.name: each for each in gpu.device_state(Host(plant(tmp_path), CORES, 0, "sm_90a"), Nvml(**answers))}
     assert found[name].verdict == verdict
     assert {each.verdict for each in found.values() if each.name != name} <= {Verdict.OK}
     assert (verdict < Verdict.WARNING) or found[name].remedy
 
 
 def test_the_page_has_every_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host(plant(tmp_path), CORES, 0)
+    host = Host(plant(tmp_path), CORES, 0, "sm_90a")
     names = set(findings(host)) | {each.name for each in gpu.device_state(host, Nvml())}
     assert set(re.findall(r"^\| ([^|`]+?) \|", PAGE, re.MULTILINE)) - {"Check", "---"} == names | {"noise", "self-test"}
 

@@ -31,7 +31,7 @@ ULL = Floors(
         "metrics": "client curve errors wire",
         "trace": "client errors wire",
         "top": "wire",
-        "doctor": "_native client errors install trace",
+        "doctor": "_native bundle client errors install trace",
         "gateway": "access client completion endpoints errors log metrics text voice wire",
         "daemon": "_native access bounded_child bundle completion curve endpoints errors gpu journal libzmq log "
         "machine socket_reader spawn text wire",

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ull.bundle.open import read_manifest
 from ull.client import Client
 from ull.commands.connection import add_connection, client_of
 from ull.doctor import gpu, kernel, limits, trials
@@ -23,6 +24,7 @@ exit status:
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The command's options."""
+    command.add_argument("--bundle", type=Path, metavar="DIR", help="an engine bundle that is to run here")
     command.add_argument("--cores", metavar="LIST", help="hot cores (default: a running daemon's, else isolated ones)")
     command.add_argument("--device", type=int, metavar="N", help="number of the GPU (default: 0)")
     command.add_argument("--noise", type=float, metavar="S", help="listen for gaps on each hot core for so long")
@@ -38,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
     """Looks, prints, and says by the exit status how bad it is."""
     if options.noise is not None and not 0 < options.noise <= 3600:
         raise UsageError(f"--noise must be above 0 and at most 3600 seconds, not {options.noise:g}")
-    host = Host(options.root, _hot_cores(options), options.device)
+    target = "" if options.bundle is None else read_manifest(options.bundle).target
+    host = Host(options.root, _hot_cores(options), options.device, target)
     findings = list(_examine(host, options))
     worst = max((finding.verdict for finding in findings), default=Verdict.OK)
     if options.json:

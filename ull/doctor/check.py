@@ -37,12 +37,13 @@ class Finding:
 class Host:
     """What checks look at: a tree like that below /, whose files may be missing, and the hot cores (() if unknown).
 
-    gpu: number of the GPU; None: the engine needs none, or there is none.
+    gpu: number of the GPU; None: the first. target: of the bundle that is to run on it; "": it is not known.
     """
 
     root: Path = Path("/")
     cores: tuple[int, ...] = ()
     gpu: int | None = None
+    target: str = ""
 
     def text(self, path: str) -> str | None:
         """What a file says, without its line end; None where it cannot be read."""

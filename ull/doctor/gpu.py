@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ull.bundle.targets import GPU_ARCHITECTURES, capability_text
 from ull.doctor.check import Finding, Host, Topic
 from ull.doctor.kernel import listed
 from ull.install.machine import core_list
@@ -94,7 +95,9 @@ def device_state(host: Host, library: Any = None) -> Iterator[Finding]:
         yield topic.skip("there is no GPU") if missing else topic.critical(error, "nvidia-smi; reinstall the driver")
         return
     yield topic.ok(f"driver {_read(lambda: library.nvmlSystemGetDriverVersion())}")
-    for read in (_persistence, _mig, _compute_mode, _clocks, _slowdown, _ecc, _remapped):
+    if host.target:
+        yield _architecture(library, handle, host.target)
+    for read in (_persistence, _mig, _compute_mode, _clocks, _slowdown, _ecc, _remapped, _recovery):
         yield from read(library, handle, host.gpu or 0)
 
 
@@ -180,6 +183,35 @@ def _remapped(nvml: Any, handle: Any, number: int) -> Iterator[Finding]:
         yield topic.critical("pending", f"stop the daemon, then nvidia-smi -i {number} --gpu-reset")
     else:
         yield topic.ok("none pending")
+
+
+def _recovery(nvml: Any, handle: Any, number: int) -> Iterator[Finding]:
+    topic = Topic("recovery action", "what the driver asks for before the GPU can be used again")
+    field = _read(lambda: nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])[0])
+    if field is None or field.nvmlReturn != nvml.NVML_SUCCESS:
+        yield topic.skip("this driver tells none")
+        return
+    action = int(field.value.uiVal)
+    if action == nvml.NVML_GPU_RECOVERY_ACTION_NONE:
+        yield topic.ok("none")
+    elif action == nvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET:
+        yield topic.critical("reset", f"stop the daemon, then nvidia-smi -i {number} --gpu-reset")
+    else:
+        yield topic.critical(f"action {action}", f"nvidia-smi -i {number} -q names it; drain, then reboot")
+
+
+def _architecture(nvml: Any, handle: Any, target: str) -> Finding:
+    topic = Topic("bundle's target", "code for one architecture runs on no other")
+    architecture = GPU_ARCHITECTURES.get(target)
+    if architecture is None:
+        return topic.skip(f"a bundle for {target} needs no GPU")
+    found = _read(lambda: tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)))
+    if found is None:
+        return topic.skip("the device tells no capability")
+    if found != architecture.capability:
+        value = f"{target} on a device of {capability_text(found)}"
+        return topic.critical(value, "ull-build --target with the architecture of this device")
+    return topic.ok(f"{target} on {capability_text(found)}")
 
 
 def _read(call: Callable[[], Any]) -> Any:
