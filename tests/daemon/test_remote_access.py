@@ -115,6 +115,15 @@ def test_a_role_says_what_a_client_may_change(spawn: Spawn, keys: Keys) -> None:
     assert [change["by"].partition(":")[0] for change in changes] == ["key", "key", "user"]
 
 
+def test_a_log_may_have_prompts_from_the_start(spawn: Spawn) -> None:
+    daemon = spawn("--set", "log.prompts=true")
+    with ull.Client(daemon.url) as client:
+        client.generate("x" * 2000, max_tokens=1).result()
+        client.generate([5], max_tokens=1).result()
+    first, second = daemon.wait_events("request", 2)
+    assert (first["text"], "text" in second) == ("x" * 1000, False)  # the beginning; ids are no text
+
+
 def test_sighup_reads_the_list_again(spawn: Spawn, keys: Keys) -> None:
     daemon = spawn_with_keys(spawn, keys, script=SLOW)
     with ull.Client(daemon.url, keys=keys.file("bob")) as bob, ull.Client(daemon.url, keys=keys.file("alice")) as alice:

@@ -34,7 +34,9 @@ def run(arguments: Sequence[str]) -> int:
         from ull.daemon import server  # takes a third of a second
 
         queue = LogQueue(log_descriptor(), config.log.format)
-        return server.run(options.bundle, config, Log(config.log.level, config.log.format, queue), signals)
+        log = Log(config.log.level, config.log.format, queue)
+        log.prompts = config.log.prompts
+        return server.run(options.bundle, config, log, signals)
     except Stopped as stopped:
         say(str(stopped))
         return 0
