@@ -1,4 +1,4 @@
-"""Families of metrics as text, in the form that a monitor asks for."""
+"""Families of metrics in the form that a monitor asks for: Prometheus's text, OpenMetrics, or protobuf."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
+
+from ull.metrics import protobuf
 
 
 class _Families:
@@ -19,6 +21,8 @@ class _Families:
 
 
 def encode(metrics: Iterable[Metric], accept: str) -> tuple[bytes, str]:
-    """The text of the families, and its content type, in the form that `accept` (of the question's head) asks for."""
+    """The families, and their content type, in the form that `accept` (of the question's head) asks for."""
+    if protobuf.wanted(accept):
+        return protobuf.encode(metrics), protobuf.CONTENT_TYPE
     encoder, content_type = choose_encoder(accept)
     return encoder(_Families(list(metrics))), content_type

@@ -39,6 +39,12 @@ HISTOGRAMS = {
 }
 
 
+class HistogramFamily(HistogramMetricFamily):
+    """Classic buckets, and beside them all that was recorded: protobuf makes a native histogram of it."""
+
+    native: wire.Histogram
+
+
 def families(stats: wire.StatsReply, health: wire.HealthReply, info: wire.InfoReply) -> Iterator[Metric]:
     """All that the daemon says of itself; `stats` with histograms."""
     return chain(
@@ -79,12 +85,13 @@ def cumulative(buckets: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def histogram_family(name: str, meaning: str, histogram: wire.Histogram, labels: Mapping[str, str]) -> Metric:
-    """A histogram of durations, in seconds."""
-    family = HistogramMetricFamily(name, meaning, labels=list(labels))
+    """A histogram of durations, in seconds, with classic buckets and all that native ones are made of."""
+    family = HistogramFamily(name, meaning, labels=list(labels))
     counts = cumulative(histogram.buckets)
     pairs = [(_bound(bound), count) for bound, count in zip(BOUNDS_NS, counts, strict=True)]
     total = sum(count for _, count in histogram.buckets)
     family.add_metric(list(labels.values()), [*pairs, ("+Inf", total)], histogram.sum * _S)
+    family.native = histogram
     return family
 
 
