@@ -17,6 +17,7 @@ from ull.client.sync import Client
 from ull.daemon import admission, config
 from ull.daemon.control import IoMessage
 from ull.gpu import params
+from ull.install import machine
 
 LIMITS = _native.LIMITS
 
@@ -47,7 +48,9 @@ def test_python_has_the_cores_numbers() -> None:
 
 
 def test_the_configuration_goes_as_far_as_the_core() -> None:
-    assert greatest(config.EngineConfig, "core") == greatest(config.IoConfig, "core") == LIMITS["core"]
+    assert (
+        greatest(config.EngineConfig, "core") == greatest(config.IoConfig, "core") == LIMITS["core"] == machine.MAX_CORE
+    )
     assert greatest(config.EngineConfig, "context") == LIMITS["context"]
     assert greatest(config.EngineConfig, "queue_depth") == LIMITS["queue_depth"]
     assert greatest(config.EngineConfig, "client_share") == LIMITS["queue_depth"] + 1  # one runs

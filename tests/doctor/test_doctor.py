@@ -3,6 +3,10 @@
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,7 +66,11 @@ BAD: list[tuple[str, dict[str, str | None], Verdict, str]] = [
     ),
     (
         "locked memory",
-        {"proc/self/limits": GOOD["proc/self/limits"].replace("unlimited   ", "8388608     ", 1)},
+        {
+            "proc/self/limits": GOOD["proc/self/limits"].replace(
+                "unlimited            bytes", "8388608              bytes"
+            )
+        },
         Verdict.WARNING,
         "LimitMEMLOCK",
     ),
@@ -87,6 +95,22 @@ BAD: list[tuple[str, dict[str, str | None], Verdict, str]] = [
         },
         Verdict.CRITICAL,
         "CPUQuota",
+    ),
+    (
+        "CPU quota",  # of a group above
+        {
+            "proc/self/cgroup": "0::/a.slice/b.service",
+            "sys/fs/cgroup/a.slice/cpu.max": "50000 100000",
+            "sys/fs/cgroup/a.slice/b.service/cpu.max": "max 100000",
+        },
+        Verdict.CRITICAL,
+        "CPUQuota",
+    ),
+    (
+        "workqueue cpumask",  # in groups of eight digits, as the kernel takes it
+        {"sys/devices/virtual/workqueue/cpumask": "ff,ffffffff"},
+        Verdict.WARNING,
+        "echo 000000ff,fffffcff",
     ),
     ("NUMA node", {f"{PCI}/numa_node": "0", "sys/devices/system/node/node0/cpulist": "0-7"}, Verdict.WARNING, "0-7"),
     ("PCIe link", {f"{PCI}/current_link_width": "8"}, Verdict.WARNING, "reseat"),
@@ -248,3 +272,50 @@ def test_a_daemon_that_is_not_there_is_critical(tmp_path: Path, capsys: pytest.C
     assert (status, "self-test" in said) == (2, True)
     assert cli.main(["doctor", "--noise", "0"]) == 1
     assert "--noise" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("workqueue cpumask", {"sys/devices/virtual/workqueue/cpumask": "zz"}),
+        ("CPU quota", {"sys/fs/cgroup/ull.slice/cpu.max": ""}),
+        ("file descriptors", {"proc/self/limits": "Max open files   many   more   files"}),
+        ("locked memory", {"proc/self/limits": "Max locked memory   much   more   bytes"}),
+    ],
+)
+def test_what_is_not_understood_is_skipped(tmp_path: Path, name: str, changes: dict[str, str | None]) -> None:
+    assert findings(Host(plant(tmp_path, changes), CORES, 0))[name].verdict == Verdict.SKIPPED
+
+
+def test_all_cores_are_all(tmp_path: Path) -> None:
+    host = Host(plant(tmp_path, {"proc/cmdline": "rcu_nocbs=all"}), CORES, 0)
+    assert findings(host)["rcu_nocbs"].verdict == Verdict.OK
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--cores", "0-99999999999"], "0 to 1023"),
+        (["--cores", "1023"], "no core 1023"),
+        (["--cores", "x"], "no list of cores"),
+        (["--device", "-1"], "--device"),
+    ],
+)
+def test_wrong_use_of_the_doctor_is_one_line(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", "--root", str(plant(tmp_path)), *arguments]) == 1
+    told = capsys.readouterr().err
+    assert (told.count("\n"), said in told) == (1, True)
+
+
+def test_an_interrupt_ends_the_listening() -> None:
+    core = min(os.sched_getaffinity(0))
+    command = [sys.executable, "-m", "ull", "doctor", "--cores", str(core), "--noise", "3000"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while not any("ull-noise" in path.read_text() for path in Path(f"/proc/{process.pid}/task").glob("*/comm")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130

@@ -12,14 +12,15 @@ from ull.client import Client
 from ull.commands.connection import add_connection, client_of
 from ull.doctor import gpu, kernel, limits, trials
 from ull.doctor.check import Finding, Host, Topic, Verdict
-from ull.errors import UllError, UsageError
-from ull.install.machine import parse_cores, read_machine
+from ull.errors import ConfigError, UllError, UsageError
+from ull.install.machine import core_list, parse_cores, read_machine
 
 _STATUSES = """\
 exit status:
   0    all is well, or could not be looked at
   1    a warning: it works, but not as evenly as it could
-  2    something critical"""
+  2    something critical
+As always 1 is also an error, which standard error tells, and 2 wrong usage."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -41,6 +42,8 @@ def run(options: argparse.Namespace) -> int:
     if options.noise is not None and not 0 < options.noise <= 3600:
         raise UsageError(f"--noise must be above 0 and at most 3600 seconds, not {options.noise:g}")
     target = "" if options.bundle is None else read_manifest(options.bundle).target
+    if options.device is not None and options.device < 0:
+        raise UsageError(f"--device must be 0 or above, not {options.device}")
     host = Host(options.root, _hot_cores(options), options.device, target)
     findings = list(_examine(host, options))
     worst = max((finding.verdict for finding in findings), default=Verdict.OK)
@@ -66,7 +69,14 @@ def _examine(host: Host, options: argparse.Namespace) -> Iterator[Finding]:
 
 def _hot_cores(options: argparse.Namespace) -> tuple[int, ...]:
     if options.cores is not None:
-        return parse_cores(options.cores)
+        cores = parse_cores(options.cores)
+        try:
+            online = read_machine(options.root).online
+        except ConfigError:
+            return cores  # this tree does not tell
+        if missing := [core for core in cores if core not in online]:
+            raise ConfigError(f"this machine has no core {missing[0]}: it has {core_list(online)}", "cores")
+        return cores
     if options.connect is not None or options.selftest:
         try:
             with client_of(options) as client:

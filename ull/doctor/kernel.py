@@ -39,7 +39,8 @@ def isolation(host: Host) -> Iterator[Finding]:
         if text is None:
             yield topic.skip(f"/{path or 'proc/cmdline'} cannot be read")
             continue
-        covered = listed(arguments.get(argument) if path is None else text)
+        wanted = arguments.get(argument) if path is None else text
+        covered = host.cores if wanted == "all" else listed(wanted)
         missing = tuple(core for core in host.cores if core not in covered)
         if missing:
             flags = "managed_irq,domain," if argument == "isolcpus" else ""
@@ -136,14 +137,25 @@ def interrupts(host: Host) -> Iterator[Finding]:
     if mask is None:
         yield queues.skip("it cannot be read")
         return
-    allowed = int(mask.replace(",", "") or "0", 16)
+    try:
+        allowed = int(mask.replace(",", ""), 16)
+    except ValueError:
+        yield queues.skip(f"{mask!r:.40} is no mask")
+        return
     hit = tuple(core for core in host.cores if allowed >> core & 1)
     if hit:
         rest = allowed & ~sum(1 << core for core in host.cores)
-        remedy = f"echo {rest:x} > /sys/devices/virtual/workqueue/cpumask"
+        remedy = f"echo {_mask(rest)} > /sys/devices/virtual/workqueue/cpumask"
         yield queues.warn(f"{mask} has cores {core_list(hit)}", remedy)
     else:
         yield queues.ok(mask)
+
+
+def _mask(cores: int) -> str:
+    """A mask as the kernel takes it: groups of eight digits."""
+    digits = f"{cores:x}"
+    digits = digits.zfill(-(-len(digits) // 8) * 8) if len(digits) > 8 else digits
+    return ",".join(digits[at : at + 8] for at in range(0, len(digits), 8))
 
 
 def memory(host: Host) -> Iterator[Finding]:

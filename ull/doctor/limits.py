@@ -12,19 +12,19 @@ _LEAST_DESCRIPTORS = 4096
 def locked_memory(host: Host) -> Iterator[Finding]:
     """Memory may be locked."""
     topic = Topic("locked memory", "what is not locked may be paged out")
-    soft = _limit(host, "Max locked memory")
-    if soft is None:
+    most = _limit(host, "Max locked memory")  # the hard one: a daemon raises its own
+    if most is None:
         yield topic.skip("it cannot be read")
-    elif soft != "unlimited":
-        yield topic.warn(f"{int(soft) >> 10} KiB", "LimitMEMLOCK=infinity in the unit, or `ulimit -l unlimited`")
+    elif most != "unlimited":
+        yield topic.warn(f"{int(most) >> 10} KiB", "LimitMEMLOCK=infinity in the unit, or `ulimit -l unlimited`")
     else:
-        yield topic.ok(soft)
+        yield topic.ok(most)
 
 
 def descriptors(host: Host) -> Iterator[Finding]:
     """There are descriptors for clients."""
     topic = Topic("file descriptors", "a daemon needs 48, and one for each client")
-    found = _limit(host, "Max open files", hard=True)
+    found = _limit(host, "Max open files")
     if found is None:
         yield topic.skip("it cannot be read")
     elif found != "unlimited" and int(found) < _LEAST_DESCRIPTORS:
@@ -37,30 +37,38 @@ def descriptors(host: Host) -> Iterator[Finding]:
 def control_group(host: Host) -> Iterator[Finding]:
     """No quota stops the daemon in the middle of a round."""
     topic = Topic("CPU quota", "beyond a quota all threads stop for up to 100 ms")
-    found = _group_file(host, "cpu.max", "cpu", "cpu.cfs_quota_us")
-    if found is None:
-        yield topic.skip("no control group tells one")
-    elif found.split()[0] in ("max", "-1"):
+    quotas = list(_quotas(host))
+    limited = [quota for quota in quotas if quota.split()[0] not in ("max", "-1")]
+    if limited:
+        yield topic.critical(limited[0], "CPUQuota= in the unit, empty; or start the container without --cpus")
+    elif quotas:
         yield topic.ok("none")
     else:
-        yield topic.critical(found, "CPUQuota= in the unit, empty; or start the container without --cpus")
+        yield topic.skip("no control group tells one")
 
 
-def _group_file(host: Host, name: str, controller: str, old: str) -> str | None:
+def _quotas(host: Host) -> Iterator[str]:
+    """What each group tells that this process is in, its own and those above it."""
     for line in (host.text("proc/self/cgroup") or "").splitlines():
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if number == "0" and (found := host.text(f"sys/fs/cgroup{path}/{name}")) is not None:
-            return found
-        if controller in controllers.split(",") and (found := host.text(f"sys/fs/cgroup/{controller}{path}/{old}")):
-            return found
-    return None
+        if number == "0":
+            root, name = "sys/fs/cgroup", "cpu.max"
+        elif "cpu" in controllers.split(","):
+            root, name = "sys/fs/cgroup/cpu", "cpu.cfs_quota_us"
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            if found := host.text("/".join([root, *parts[:depth], name])):
+                yield found
 
 
-def _limit(host: Host, name: str, hard: bool = False) -> str | None:
+def _limit(host: Host, name: str) -> str | None:
+    """A hard limit of this process: a number or "unlimited"; None where it is not told."""
     for line in (host.text("proc/self/limits") or "").splitlines():
         if line.startswith(name):
             values = line[len(name) :].split()
-            return values[1 if hard else 0] if len(values) >= 2 else None
+            return values[1] if len(values) >= 2 and (values[1] == "unlimited" or values[1].isdecimal()) else None
     return None
 
 

@@ -14,6 +14,7 @@ from ull.trace.collect import Kind, Position, Trace
 BOUNDS_NS = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 1_000_000)
 LONGEST_GAP_NS = 10_000
 ROUNDS = 2000
+_SLICE_NS = 250_000_000  # of a measurement that nothing can interrupt
 _MOST_SPREAD = 1.05
 _MOST_REQUESTS = 200  # an answer may end early
 _FEWEST_ROUNDS = 200
@@ -24,7 +25,7 @@ def noise(cores: Sequence[int], seconds: float) -> Iterator[Finding]:
     for core in cores:
         topic = Topic(f"noise of core {core}", "what takes the core away for longer than 10 us makes a round late")
         try:
-            found = _native.measure_noise(core, int(seconds * 1e9), BOUNDS_NS)
+            found = _listen(core, seconds)
         except ValueError as error:
             yield topic.skip(error)
             continue
@@ -67,6 +68,17 @@ def rounds(client: Client) -> Iterator[Finding]:
         yield topic.warn(f"{value}: {slow / usual:.2f} times", remedy)
     else:
         yield topic.ok(value)
+
+
+def _listen(core: int, seconds: float) -> dict[str, Any]:
+    """What is measured in so long, in slices: between two of them an interrupt (Ctrl-C) is heard."""
+    left_ns, longest_ns, by_size = int(seconds * 1e9), 0, [0] * len(BOUNDS_NS)
+    while left_ns > 0:
+        found = _native.measure_noise(core, min(left_ns, _SLICE_NS), BOUNDS_NS)
+        left_ns -= _SLICE_NS
+        longest_ns = max(longest_ns, found["longest_ns"])
+        by_size = [sum(pair) for pair in zip(by_size, found["by_size"], strict=True)]
+    return {"longest_ns": longest_ns, "by_size": by_size}
 
 
 def _gaps(found: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ull.errors import ConfigError
 
+MAX_CORE = 1023  # the core's number, held equal by tests/core/test_shared_numbers.py
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"  # the class of display controllers, GPUs among them
 
@@ -60,8 +61,9 @@ def parse_cores(text: str) -> tuple[int, ...]:
     for part in filter(None, text.strip().split(",")):
         first, dash, last = part.partition("-")
         last = last if dash else first
-        if not first.isdecimal() or not last.isdecimal() or int(last) < int(first):
-            raise ConfigError(f"{text!r} is no list of cores: write it as 2,3 or 2-5", "cores")
+        numbers = first.isdecimal() and last.isdecimal() and len(last) <= 9
+        if not numbers or not int(first) <= int(last) <= MAX_CORE:
+            raise ConfigError(f"{text!r:.80} is no list of cores, 0 to {MAX_CORE}: write it as 2,3 or 2-5", "cores")
         cores.update(range(int(first), int(last) + 1))
     return tuple(sorted(cores))
 
