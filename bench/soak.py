@@ -10,6 +10,7 @@ the daemon, its health, and whether the same request still has the same tokens.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -17,9 +18,11 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,7 @@ LOOK_S = 10.0
 STORM_S, STORM = 15.0, 24  # so many requests at once, each cancelled at some moment
 RECONNECT_S = 7.0
 READER_S = 5.0
+KILL_S = 0.25  # mean between two kills
 CLIENTS = 4
 IDLE_S = 60.0  # for all that was asked to have ended
 WARM_UP_S = 5.0  # of load before the first look
@@ -69,6 +73,7 @@ class Seen:
     first_ms: list[float] = field(default_factory=list)  # from when it was due
     gap_ms: list[float] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)  # promises
+    killed: dict[str, int] = field(default_factory=dict)  # clients, by when
 
 
 class Load:
@@ -250,6 +255,30 @@ async def idle(client: ull.AsyncClient) -> dict[str, Any]:
         await asyncio.sleep(0.1)
 
 
+@contextmanager
+def killed_clients(url: str, seed: int, seen: Seen) -> Iterator[subprocess.Popen[bytes]]:
+    """Clients are killed meanwhile, and `seen.killed` counts them; yields what kills, which must not end by itself."""
+    command = [sys.executable, str(ROOT / "bench/doomed.py"), url, "--kills", "1000000000", "--seed", str(seed)]
+    command += ["--pause", str(KILL_S)]
+    with tempfile.TemporaryFile("w+") as told, tempfile.TemporaryFile("w+") as said:
+        killer = subprocess.Popen(command, env=python_environment(), stdout=told, stderr=said, start_new_session=True)
+        try:
+            yield killer
+            killer.terminate()
+            killer.wait(IDLE_S)
+        except subprocess.TimeoutExpired:
+            pass  # killed below, which its status tells
+        finally:
+            if killer.poll() is None:
+                os.killpg(killer.pid, signal.SIGKILL)
+                killer.wait()
+        told.seek(0)
+        said.seek(0)
+        seen.killed = json.loads(told.read() or "{}")
+        if killer.returncode not in (0, -signal.SIGTERM):
+            seen.broken.append(f"bench/doomed.py: status {killer.returncode} {said.read().strip()[-200:]}".strip())
+
+
 async def soak(
     daemon: DaemonProcess, minutes: float, rate: float, seed: int
 ) -> tuple[Seen, list[Look], dict[str, Any]]:
@@ -261,22 +290,12 @@ async def soak(
         began_s = time.monotonic()
         until_s = began_s + minutes * 60
         looks = [await look(client, daemon, golden, began_s)]
-        doomed = subprocess.Popen(
-            [sys.executable, str(ROOT / "bench/doomed.py"), daemon.url, "--kills", "1000000", "--seed", str(seed)],
-            env=python_environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
         load = Load(daemon.url, rate, seed, until_s)
-        running = asyncio.ensure_future(load.run())
-        try:
+        with killed_clients(daemon.url, seed, load.seen):
+            running = asyncio.ensure_future(load.run())
             while not running.done():
                 await asyncio.wait({running}, timeout=LOOK_S)
                 looks.append(await look(client, daemon, golden, began_s))
-        finally:
-            os.killpg(doomed.pid, signal.SIGKILL)
-            doomed.wait()
         running.result()
         requests = await idle(client)
         looks.append(await look(client, daemon, golden, began_s))
@@ -350,6 +369,7 @@ def main() -> None:
         "seed": options.seed,
         "begun": dict(seen.begun),
         "ended": dict(seen.ended),
+        "killed": seen.killed,
         "requests": requests,
         "broken": seen.broken[:20],
         "looks": [vars(each) for each in looks],

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 
 sys.path.append(str(ROOT / "bench"))
-from soak import Look, Seen, checks_of
+from soak import Look, Seen, checks_of, killed_clients
 
 CALM = Look(0.0, 90_000, 35, 1, 0, 0, 1, "ok", True)
 REQUESTS = {"accepted": 5, "finished": {"stop": 5}, "clients": {"ok": 5}}
@@ -50,6 +50,15 @@ def test_broken_promises_and_lost_requests_fail() -> None:
     assert isinstance(Seen().begun, Counter)
 
 
+def test_what_kills_clients_may_not_end_by_itself() -> None:
+    seen = Seen()
+    with killed_clients("nonsense://", 1, seen) as killer:
+        killer.wait(120)
+    assert seen.killed == {}
+    (told,) = seen.broken
+    assert "no first token" in told
+
+
 def test_it_runs(tmp_path: Path) -> None:
     report = tmp_path / "soak.json"
     command = [sys.executable, str(ROOT / "bench/soak.py"), "--minutes", "0.3", "--rate", "3", "--json", str(report)]
@@ -58,4 +67,5 @@ def test_it_runs(tmp_path: Path) -> None:
     others = [check["name"] for check in told["checks"] if not check["ok"] and not check["name"].startswith("memory")]
     assert others == [], outcome.stdout  # of memory, so short a run says nothing
     assert told["samples"]["begun"]["stream"] > 0
+    assert sum(told["samples"]["killed"].values()) > 0
     assert len(told["samples"]["looks"]) >= 3
