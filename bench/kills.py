@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from typing import Any
 
 import ull
-from report import ROOT, Check, arguments, finish
+from report import Check, arguments, finish
 from serving import serve, tiny_bundle
-from soak import GOLDEN, LOOK_S, PROMPT, Look, Seen, checks_of, idle, look
+from soak import GOLDEN, LOOK_S, PROMPT, Look, Seen, checks_of, doomed, idle, look
 from ull.spawn import DaemonProcess, python_environment
 
 TITLE = "kills"
@@ -21,7 +20,7 @@ WARM_UP = 100  # clients: what a daemon allocates once, it has then
 async def kill(url: str, kills: int, seed: int) -> dict[str, int]:
     """Runs bench/doomed.py; returns how many were killed at which moment."""
     killer = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(ROOT / "bench/doomed.py"), url, "--kills", str(kills), "--seed", str(seed)),
+        *doomed(url, kills, seed),
         env=python_environment(),
         stdout=asyncio.subprocess.PIPE,
     )

@@ -255,11 +255,16 @@ async def idle(client: ull.AsyncClient) -> dict[str, Any]:
         await asyncio.sleep(0.1)
 
 
+def doomed(url: str, kills: int, seed: int, pause_s: float = 0.0) -> list[str]:
+    """The command that kills so many clients, `pause_s` between two on average."""
+    command = [sys.executable, str(ROOT / "bench/doomed.py"), url, "--kills", str(kills), "--seed", str(seed)]
+    return [*command, "--pause", str(pause_s)]
+
+
 @contextmanager
 def killed_clients(url: str, seed: int, seen: Seen) -> Iterator[subprocess.Popen[bytes]]:
     """Clients are killed meanwhile, and `seen.killed` counts them; yields what kills, which must not end by itself."""
-    command = [sys.executable, str(ROOT / "bench/doomed.py"), url, "--kills", "1000000000", "--seed", str(seed)]
-    command += ["--pause", str(KILL_S)]
+    command = doomed(url, 10**9, seed, KILL_S)
     with tempfile.TemporaryFile("w+") as told, tempfile.TemporaryFile("w+") as said:
         killer = subprocess.Popen(command, env=python_environment(), stdout=told, stderr=said, start_new_session=True)
         try:

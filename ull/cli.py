@@ -13,6 +13,8 @@ from pathlib import Path
 
 from ull import __version__
 
+AddArguments = Callable[[argparse.ArgumentParser], None]
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `ull`; returns the exit status, which `ull --help` explains. Wrong usage raises SystemExit."""
@@ -65,17 +67,18 @@ def parser() -> argparse.ArgumentParser:
     program.add_argument("--version", action="version", version=f"ull {__version__}")
     commands = program.add_subparsers(required=True, metavar="COMMAND")
 
-    def client_command(
-        name: str,
-        summary: str,
-        run: Callable[[argparse.Namespace], int],
-        add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
+    def add_command(
+        name: str, summary: str, run: Callable[[argparse.Namespace], int], *add_arguments: AddArguments
     ) -> None:
         command = commands.add_parser(name, help=summary, description=summary)
-        add_connection(command)
-        if add_arguments is not None:
-            add_arguments(command)
+        for add in add_arguments:
+            add(command)
         command.set_defaults(run=run)
+
+    def client_command(
+        name: str, summary: str, run: Callable[[argparse.Namespace], int], *add_arguments: AddArguments
+    ) -> None:
+        add_command(name, summary, run, add_connection, *add_arguments)
 
     client_command("generate", "Streams one completion to the terminal.", generate.run, generate.add_arguments)
     client_command("chat", "A conversation in the terminal.", chat.run, chat.add_arguments)
@@ -105,15 +108,13 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("keys", help="Makes and lists the keys of clients that come over a network.")
     keys.add_arguments(command)
 
+    def add_daemon(command: argparse.ArgumentParser) -> None:
+        add_connection(command, "--url")
+
     summary = "Runs a journal's requests again, and names every token that differs."
-    command = commands.add_parser("replay", help=summary, description=summary)
-    add_connection(command, "--url")
-    replay.add_arguments(command)
-    command.set_defaults(run=replay.run)
+    add_command("replay", summary, replay.run, add_daemon, replay.add_arguments)
     summary = "Proves that tokens depend on nothing but the request, as a report to file."
-    command = commands.add_parser("verify", help=summary, description=summary)
-    verify.add_arguments(command)
-    command.set_defaults(run=verify.run)
+    add_command("verify", summary, verify.run, verify.add_arguments)
     command = commands.add_parser("journal", help="Checks a journal's chain, or prints its records.")
     journal.add_arguments(command)
     command = commands.add_parser("config", help="Prints or checks a daemon's configuration.")
@@ -125,13 +126,8 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_arguments(command)
     command.set_defaults(run=inspect.run)
     summary = "Whether this machine is fit to serve tokens without jitter, and what mends it."
-    command = commands.add_parser("doctor", help=summary, description=summary)
-    doctor.add_arguments(command)
-    command.set_defaults(run=doctor.run)
-    summary = "Makes a service of an engine on this machine."
-    command = commands.add_parser("install", help=summary, description=summary)
-    install.add_arguments(command)
-    command.set_defaults(run=install.run)
+    add_command("doctor", summary, doctor.run, doctor.add_arguments)
+    add_command("install", "Makes a service of an engine on this machine.", install.run, install.add_arguments)
     command = commands.add_parser("demo", help="Builds the tiny engine, serves it, streams a completion, measures.")
     demo.add_arguments(command)
     command.set_defaults(run=demo.run)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import re
 import stat
+import struct
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, get_args
 
 import zmq
+from zmq.utils import z85
 
 from ull.access import unreadable
 from ull.errors import ConfigError
@@ -22,7 +24,6 @@ from ull.errors import ConfigError
 Role = Literal["generate", "admin"]
 ROLES: Final = get_args(Role)
 KEY_CHARACTERS = 40
-_Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 MAX_CLIENTS = 4096  # lines of a list
 
@@ -61,26 +62,12 @@ def new_pair() -> KeyPair:
 
 def raw(key: str, what: str = "key") -> bytes:
     """The 32 bytes of a key in Z85. Raises ConfigError."""
-    if len(key) != KEY_CHARACTERS or any(character not in _Z85 for character in key):
-        raise ConfigError(f"{what} is no CURVE key: {KEY_CHARACTERS} characters of Z85, as `ull keys` writes it", what)
-    out = bytearray()
-    for at in range(0, KEY_CHARACTERS, 5):
-        value = 0
-        for character in key[at : at + 5]:
-            value = value * 85 + _Z85.index(character)
-        if value >= 1 << 32:
-            raise ConfigError(f"{what} is no CURVE key: not Z85, as `ull keys` writes it", what)
-        out += value.to_bytes(4, "big")
-    return bytes(out)
-
-
-def text(key: bytes) -> str:
-    """32 bytes in Z85."""
-    out = []
-    for at in range(0, len(key), 4):
-        value = int.from_bytes(key[at : at + 4], "big")
-        out.append("".join(_Z85[value // 85**power % 85] for power in (4, 3, 2, 1, 0)))
-    return "".join(out)
+    try:
+        if len(key) == KEY_CHARACTERS:
+            return z85.decode(key)
+    except (KeyError, ValueError, struct.error):  # another character, beyond ASCII, above 32 bits
+        pass
+    raise ConfigError(f"{what} is no CURVE key: {KEY_CHARACTERS} characters of Z85, as `ull keys` writes it", what)
 
 
 def check_name(name: str) -> str:

@@ -72,6 +72,15 @@ def check_url(url: object) -> None:
         raise ConfigError(error.message, "url") from None
 
 
+def parse_address(text: str, field: str) -> tuple[str, int]:
+    """Host and port of `host:port`, an IPv6 address in brackets. Raises ConfigError."""
+    host, colon, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if not colon or not bare or (":" in bare) != (bare != host) or not port.isdecimal() or int(port) > MAX_PORT:
+        raise ConfigError(f"{field} is {text!r}: write host:port, such as 127.0.0.1:9464", field)
+    return bare, int(port)
+
+
 def same_endpoint(endpoint: str) -> str | None:
     """A text that two endpoints share where only one of them can be served; None where each can (port 0 or *)."""
     transport, _, address = endpoint.partition("://")

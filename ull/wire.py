@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
+from collections.abc import Iterator
 from itertools import zip_longest
 from typing import Annotated, Any, Final, Literal, NoReturn, Protocol, TypeVar, get_args
 
@@ -273,6 +274,18 @@ class Timeline(msgspec.Struct, kw_only=True):
     done_ns: int = 0
     expected_first_ns: int = 0  # as predicted when the request was accepted: its first token, ...
     expected_done_ns: int = 0  # ... and its last, if it has max_tokens
+
+    def stages(self) -> Iterator[tuple[str, int, int]]:
+        """The stages that the request has come through: name, begin and end (ns)."""
+        for name, begin_ns, end_ns in (
+            ("admission", self.received_ns, self.admitted_ns),
+            ("queue", self.admitted_ns, self.started_ns),
+            ("prefill", self.started_ns, self.prefilled_ns),
+            ("first round", self.prefilled_ns, self.first_token_ns),
+            ("decode", self.first_token_ns, self.last_token_ns),
+        ):
+            if begin_ns and end_ns:
+                yield name, begin_ns, end_ns
 
 
 class Speculation(msgspec.Struct, kw_only=True):

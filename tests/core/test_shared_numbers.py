@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from native_rig import Rig
-from ull import _native, wire
+from ull import _native, cores, wire
 from ull.bundle import manifest
 from ull.bundle.forward import MOST_TOKENS
 from ull.client.sync import Client
 from ull.daemon import admission, config
 from ull.daemon.control import IoMessage
 from ull.gpu import params
-from ull.install import machine
 
 LIMITS = _native.LIMITS
 
@@ -49,7 +48,7 @@ def test_python_has_the_cores_numbers() -> None:
 
 def test_the_configuration_goes_as_far_as_the_core() -> None:
     assert (
-        greatest(config.EngineConfig, "core") == greatest(config.IoConfig, "core") == LIMITS["core"] == machine.MAX_CORE
+        greatest(config.EngineConfig, "core") == greatest(config.IoConfig, "core") == LIMITS["core"] == cores.MAX_CORE
     )
     assert greatest(config.EngineConfig, "context") == LIMITS["context"]
     assert greatest(config.EngineConfig, "queue_depth") == LIMITS["queue_depth"]

@@ -14,8 +14,9 @@ import pytest
 
 from conftest import ROOT, Daemon, Spawn
 from ull import Client
+from ull.cores import core_list
 from ull.daemon.config import Config, parse_config
-from ull.daemon.placement import CoreClaims, Placement, place, ranges
+from ull.daemon.placement import CoreClaims, Placement, place
 from ull.errors import ConfigError, DaemonError
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -51,7 +52,7 @@ def placed(claims: CoreClaims, allowed: int, threads: int = 1, text: str = "") -
 
 
 def test_core_lists_read_like_the_kernel_s() -> None:
-    assert ranges({0, 1, 2, 5, 7, 8}) == "0-2,5,7-8"
+    assert core_list({0, 1, 2, 5, 7, 8}) == "0-2,5,7-8"
 
 
 def test_the_last_cores_compute_and_the_rest_keeps_off_them(claims: Claims) -> None:

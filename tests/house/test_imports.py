@@ -16,11 +16,11 @@ TRAINERS = ("dflash", "draft", "eagle", "heads", "loop", "medusa", "model", "run
 # Room: the rooms it uses. Nothing in ull knows the build.
 ULL = Floors(
     {
-        "_native access coercion completion errors log machine socket_reader": "",
-        "endpoints libzmq spawn": "errors",
+        "_native access coercion completion errors files log machine socket_reader": "",
+        "cores endpoints libzmq spawn": "errors",
         "bounded_child": "spawn",
         "curve": "access errors",
-        "install": "access errors",
+        "install": "access cores errors files",
         "wire": "coercion errors",
         "bundle": "access errors wire",
         "journal": "access errors machine wire",
@@ -28,15 +28,15 @@ ULL = Floors(
         "text": "access bounded_child errors wire",
         "client": "access curve endpoints errors libzmq socket_reader wire",
         "voice": "client errors text",
-        "metrics": "client curve errors wire",
+        "metrics": "client curve endpoints errors wire",
         "trace": "client errors wire",
         "top": "wire",
-        "doctor": "_native bundle client errors install trace",
+        "doctor": "_native bundle client cores errors install trace",
         "gateway": "access client completion endpoints errors log metrics text voice wire",
-        "daemon": "_native access bounded_child bundle completion curve endpoints errors gpu journal libzmq log "
-        "machine socket_reader spawn text wire",
-        "commands": "_native bounded_child bundle client curve daemon doctor errors install journal log machine "
-        "metrics spawn text top trace wire",
+        "daemon": "_native access bounded_child bundle completion cores curve endpoints errors files gpu journal "
+        "libzmq log machine socket_reader spawn text wire",
+        "commands": "_native bounded_child bundle client cores curve daemon doctor errors files install journal log "
+        "machine metrics spawn text top trace wire",
         "cli": "commands completion daemon",
         "__main__": "cli",
         "__init__": "client errors",

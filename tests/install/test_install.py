@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from ull import cli
+from ull.cores import core_list, parse_cores
 from ull.daemon.config import parse_config
 from ull.errors import ConfigError
-from ull.install.machine import core_list, parse_cores, read_machine
+from ull.install.machine import read_machine
 from ull.install.systemd import Service, files_for, kernel_arguments
 
 

@@ -13,10 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from ull import wire
 from ull.daemon.config import PAGE_TOKENS
 from ull.daemon.metrics import LatencyHistogram
+from ull.endpoints import parse_address
 from ull.metrics import compat
 from ull.metrics.families import BOUNDS_NS, cumulative, histogram_family
 from ull.metrics.gpu import Gpu
-from ull.metrics.server import encode, parse_address
+from ull.metrics.server import encode
 
 PAGE = (Path(__file__).parents[2] / "docs/monitoring.md").read_text()
 
@@ -95,7 +96,7 @@ def test_what_a_device_cannot_say_is_left_out() -> None:
 
 @pytest.mark.parametrize("text, address", [("127.0.0.1:9464", ("127.0.0.1", 9464)), ("[::1]:0", ("::1", 0))])
 def test_addresses(text: str, address: tuple[str, int]) -> None:
-    assert parse_address(text) == address
+    assert parse_address(text, "metrics.listen") == address
 
 
 def test_pages_have_the_core_s_size() -> None:

@@ -14,8 +14,9 @@ import pytest
 import ull
 from conftest import Daemon, Spawn
 from curve_rig import Keys, spawn_with_keys
+from ull import wire
 from ull.trace.chrome import chrome_json
-from ull.trace.collect import DRAFTERS, Kind, Position, Trace
+from ull.trace.collect import Kind, Position, Trace
 
 PROMPT = "def main():"
 
@@ -128,4 +129,4 @@ def test_an_empty_trace_is_a_trace() -> None:
 
 def test_drafters_have_the_core_s_numbers(shared_daemon: Daemon) -> None:
     with ull.Client(shared_daemon.url) as client:
-        assert tuple(client.stats().engine["by_drafter"]) == DRAFTERS[:-1]  # auto is none
+        assert tuple(client.stats().engine["by_drafter"]) == wire.DRAFTERS[:-1]  # auto is none

@@ -10,10 +10,11 @@ from pathlib import Path
 from ull.bundle.open import read_manifest
 from ull.client import Client
 from ull.commands.connection import add_connection, client_of
+from ull.cores import core_list, parse_cores
 from ull.doctor import gpu, kernel, limits, trials
 from ull.doctor.check import Finding, Host, Topic, Verdict
 from ull.errors import ConfigError, UllError, UsageError
-from ull.install.machine import core_list, parse_cores, read_machine
+from ull.install.machine import read_machine
 
 _STATUSES = """\
 exit status:

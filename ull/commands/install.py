@@ -6,8 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from ull.cores import core_list, parse_cores
 from ull.errors import UsageError
-from ull.install.machine import Machine, core_list, parse_cores, read_machine
+from ull.install.machine import Machine, read_machine
 from ull.install.systemd import Service, difference, files_for, kernel_arguments, write
 
 

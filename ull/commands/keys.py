@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from ull.curve import ROLES, KnownClient, check_name, new_pair, read_clients, read_pair, write_key
 from ull.errors import ConfigError
+from ull.files import replace
 
 _HEAD = "# Clients that may connect by tcp: NAME ROLE PUBLIC-KEY. `ull keys` writes it, SIGHUP has ulld read it.\n"
 
@@ -17,6 +17,10 @@ _HEAD = "# Clients that may connect by tcp: NAME ROLE PUBLIC-KEY. `ull keys` wri
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The subcommands."""
     which = command.add_subparsers(required=True, metavar="WHAT")
+
+    def add_list(command: argparse.ArgumentParser) -> None:
+        command.add_argument("--clients", type=Path, required=True, metavar="FILE", help="the list (access.clients)")
+
     summary = "Makes the daemon's key (access.server_key)."
     server = which.add_parser("server", help=summary, description=summary)
     server.add_argument("out", type=Path, metavar="FILE", help="where it is written, for the daemon's user alone")
@@ -26,17 +30,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     new.add_argument("name", metavar="NAME", help="1 to 64 letters, digits and ._@-")
     new.add_argument("--role", choices=ROLES, default="generate", help="default: generate")
     new.add_argument("--server", type=Path, required=True, metavar="FILE", help="the daemon's key file")
-    new.add_argument("--clients", type=Path, required=True, metavar="FILE", help="the list (access.clients)")
+    add_list(new)
     new.add_argument("--out", type=Path, metavar="FILE", help="the client's key file (default: NAME.key)")
     new.set_defaults(run=_new)
     summary = "Prints the list."
     listing = which.add_parser("list", help=summary, description=summary)
-    listing.add_argument("--clients", type=Path, required=True, metavar="FILE", help="the list (access.clients)")
+    add_list(listing)
     listing.set_defaults(run=_list)
     summary = "Takes a client out of the list."
     remove = which.add_parser("remove", help=summary, description=summary)
     remove.add_argument("name", metavar="NAME")
-    remove.add_argument("--clients", type=Path, required=True, metavar="FILE", help="the list (access.clients)")
+    add_list(remove)
     remove.set_defaults(run=_remove)
 
 
@@ -81,17 +85,7 @@ def _remove(options: argparse.Namespace) -> int:
 def _write(path: Path, clients: Iterable[KnownClient]) -> None:
     """Replaces the list whole, so that a daemon never reads half of it. Its mode and owner stay, if it has any."""
     lines = [f"{client.name} {client.role} {client.public}\n" for client in clients]
-    descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=path.name)
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123
-            file.writelines([_HEAD, *lines])
-            file.flush()
-            os.fsync(descriptor)
-            found = path.stat() if path.exists() else None
-            os.fchmod(descriptor, 0o644 if found is None else found.st_mode & 0o777)
-            if found is not None and os.geteuid() == 0:
-                os.fchown(descriptor, found.st_uid, found.st_gid)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    found = path.stat() if path.exists() else None
+    mode = 0o644 if found is None else found.st_mode & 0o777
+    owner = (found.st_uid, found.st_gid) if found is not None and os.geteuid() == 0 else None
+    replace(path, "".join([_HEAD, *lines]).encode(), mode, owner)

@@ -10,6 +10,7 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -20,6 +21,9 @@ from ull.commands.connection import client_of
 from ull.errors import ConfigError, Forbidden, UllError, UsageError
 from ull.top.figures import History, Interval, Look
 from ull.top.view import frame
+
+if TYPE_CHECKING:
+    from ull.metrics.gpu import Gpu
 
 _PATIENCE_S = 1.0  # for an answer
 
@@ -62,6 +66,7 @@ class _Watch:
         self.trouble: UllError | None = None
         self._before: Look | None = None
         self._info: wire.InfoReply | None = None
+        self._gpu: Gpu | None = None
         self._history = History()
 
     def look(self) -> None:
@@ -71,6 +76,7 @@ class _Watch:
                 self._client = client_of(self._options, connect_timeout=_PATIENCE_S, query_timeout=_PATIENCE_S)
                 self._url = self._client.url
                 self._info = self._client.info()
+                self._gpu = _gpu_of(self._info)
             stats, health = self._client.stats(histograms=True), self._client.health()
             self.last = Look(time.monotonic(), stats, health)
         except (ConfigError, Forbidden):
@@ -85,7 +91,7 @@ class _Watch:
 
     def frame(self) -> Group:
         """What is to be shown."""
-        return frame(self._url, self.last, self._history, self._info, _gpu_of(self._info))
+        return frame(self._url, self.last, self._history, self._info, _figures(self._gpu))
 
     def _drop(self) -> None:
         client, self._client = self._client, None
@@ -94,15 +100,22 @@ class _Watch:
                 client.close()
 
 
-def _gpu_of(info: wire.InfoReply | None) -> dict[str, str]:
-    """What NVML says, of an engine on a GPU of this machine; {} without one or without the extra `ops`."""
-    if info is None or info.engine.get("target") == "cpu":
-        return {}
+def _gpu_of(info: wire.InfoReply) -> Gpu | None:
+    """The GPU of an engine that has one, if it is of this machine and the extra `ops` is there."""
+    if info.engine.get("target") == "cpu":
+        return None
     try:
         from ull.metrics.gpu import Gpu
     except ModuleNotFoundError:
+        return None
+    return Gpu(0)
+
+
+def _figures(gpu: Gpu | None) -> dict[str, str]:
+    """What NVML says of it; {} where it says nothing."""
+    if gpu is None:
         return {}
-    values = {family.name: family.samples[0].value for family in Gpu(0).families()}
+    values = {family.name: family.samples[0].value for family in gpu.families()}
     shown = {
         "ull_gpu_sm_clock_hertz": ("SM", 1e6, "MHz"),
         "ull_gpu_power_watts": ("power", 1, "W"),

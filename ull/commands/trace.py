@@ -40,11 +40,11 @@ def run(options: argparse.Namespace) -> int:
     trace = Trace()
     with client_of(options) as client:
         position = Position()
-        connection = position.skip(client)
+        position.skip(client)
         if options.prompt is not None:
             sent_ns = time.monotonic_ns()
             stream = client.generate(options.prompt, max_tokens=options.max_tokens)
-            stamps = ClientStamps(connection, stream.id, sent_ns)
+            stamps = ClientStamps(stream.id, sent_ns)
             stamps.received = [(token.received_ns, len(token.ids)) for token in stream]
             trace.clients.append(stamps)
             deadline = time.monotonic() + _END_S  # its record comes just behind its last frame

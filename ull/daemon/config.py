@@ -16,13 +16,13 @@ import msgspec
 from msgspec import Meta
 
 from ull.access import denial
-from ull.endpoints import check_endpoint, local_endpoint, same_endpoint
+from ull.cores import MAX_CORE
+from ull.endpoints import check_endpoint, local_endpoint, parse_address, same_endpoint
 from ull.errors import ConfigError
 from ull.wire import MAX_TREE
 
 # The core's own numbers, held equal by tests/core/test_shared_numbers.py: a configuration is read without the core.
 PAGE_TOKENS = 64  # of a page of the KV cache
-MAX_CORE = 1023  # a core's highest number
 MAX_CONTEXT = 2**24  # tokens
 MAX_QUEUE_DEPTH = 65536
 MAX_PAST_OUTPUTS = 2**24  # tokens
@@ -567,7 +567,10 @@ def _check(config: Config, origin: str) -> None:
     if config.metrics.otlp and not config.metrics.otlp.startswith(("http://", "https://")):
         raise ConfigError(f"{origin}: metrics.otlp is {config.metrics.otlp!r}: write http://host:port", "metrics.otlp")
     if config.metrics.listen:
-        _check_address(config.metrics.listen, origin)
+        try:
+            parse_address(config.metrics.listen, "metrics.listen")
+        except ConfigError as error:
+            raise ConfigError(f"{origin}: {error.message}", "metrics.listen") from None
     if config.journal.required and not config.journal.path:
         raise ConfigError(f"{origin}: journal.required needs journal.path: where to write", "journal.required")
     if config.speculation.past_outputs_file and not config.past_outputs:
@@ -579,16 +582,6 @@ def _check(config: Config, origin: str) -> None:
     if config.requests.default_max_tokens > config.requests.max_tokens_limit:
         raise ConfigError(
             f"{origin}: requests.default_max_tokens is above requests.max_tokens_limit", "requests.default_max_tokens"
-        )
-
-
-def _check_address(text: str, origin: str) -> None:
-    """Raises ConfigError unless `text` is host:port."""
-    host, colon, port = text.rpartition(":")
-    bare = host.removeprefix("[").removesuffix("]")
-    if not colon or not bare or (":" in bare) != (bare != host) or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(
-            f"{origin}: metrics.listen is {text!r}: write host:port, such as 127.0.0.1:9464", "metrics.listen"
         )
 
 

@@ -276,10 +276,11 @@ class ControlPlane:
         turns = self._turns
         if isinstance(request, wire.Generate):
             self._refuse_repeated(identity, request.id)
-            if not self._rehearses(request.seed):
+            rehearsal = self._rehearses(request.seed)
+            if not rehearsal:
                 self._peers.check_in_flight(identity, turns.live_of)
                 self._peers.spend(identity)
-            turn = Turn(identity, request, received_ns, warnings, self._rehearses(request.seed))
+            turn = Turn(identity, request, received_ns, warnings, rehearsal)
             turn.peer = self._peers[identity]
             turns.generate(turn)
         elif isinstance(request, wire.Tokenize | wire.Detokenize):

@@ -7,11 +7,9 @@ A file that cannot be used is left out with a warning: it decides how fast token
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import os
 import struct
-import tempfile
 import zlib
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from ull import _native
 from ull.bundle import Bundle
 from ull.daemon.config import MAX_PAST_OUTPUTS
 from ull.errors import DaemonError
+from ull.files import replace
 from ull.log import Log
 
 SAVE_EVERY_S = 60.0
@@ -70,7 +69,7 @@ class PastOutputsFile:
         tokens = self._past.copy().astype("<i4").tobytes()
         header = _HEADER.pack(MAGIC, self._digest, len(tokens) // 4, zlib.crc32(tokens))
         try:
-            _replace(self._path, header + tokens)
+            replace(self._path, header + tokens)
         except OSError as error:
             self._warn("cannot be written", error)
             return
@@ -110,18 +109,3 @@ def _tokens(content: bytes, digest: bytes, vocabulary: int) -> NDArray[np.int32]
     if count and (tokens.min() < -1 or tokens.max() >= vocabulary):
         raise ValueError("it holds ids outside the vocabulary")
     return tokens
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Writes `path` for its owner alone, whole or not at all."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        raise

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from ull.cores import core_list
 from ull.daemon.config import EngineConfig, IoConfig
 from ull.errors import DaemonError
 
@@ -137,11 +138,11 @@ def place(
     configured = bool(computing)
     if missing := sorted((set(computing) | io_core) - usable):
         key = ("engine.cores" if engine.cores else "engine.core") if missing[0] in computing else "io.core"
-        raise DaemonError(f"{key}: core {missing[0]} is not available here; available: {ranges(allowed)}", key)
+        raise DaemonError(f"{key}: core {missing[0]} is not available here; available: {core_list(allowed)}", key)
     reason = ""
     if configured:
         if shared := [core for core in computing if not claims.claim(core)]:
-            reason = f"another daemon computes on core {ranges(shared)} too; give each its own"
+            reason = f"another daemon computes on core {core_list(shared)} too; give each its own"
     elif not automatic:
         reason = "placement is off"
     elif len(usable) <= threads:
@@ -154,19 +155,8 @@ def place(
             reason = "other daemons compute on this machine's last cores; --cores says which are this one's"
     others = _first_not_empty(usable - set(computing) - io_core, usable - set(computing), usable)
     if configured and others & set(computing):
-        reason = reason or f"no core is left for the rest of the daemon, which shares core {ranges(computing)}"
+        reason = reason or f"no core is left for the rest of the daemon, which shares core {core_list(computing)}"
     return Placement(computing=computing, io=io.core, others=others, configured=configured, reason=reason)
-
-
-def ranges(cores: Collection[int]) -> str:
-    """Core numbers as the kernel writes them, e.g. 0-3,8."""
-    runs: list[list[int]] = []
-    for core in sorted(cores):
-        if runs and core == runs[-1][-1] + 1:
-            runs[-1].append(core)
-        else:
-            runs.append([core])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _first_not_empty(*choices: set[int]) -> frozenset[int]:

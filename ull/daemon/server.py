@@ -24,6 +24,7 @@ import zmq
 from ull import __version__, _native
 from ull.access import denial
 from ull.bundle import Bundle, open_bundle
+from ull.cores import core_list
 from ull.daemon.admission import Admission, Limits
 from ull.daemon.config import PAGE_TOKENS, Config, EngineConfig
 from ull.daemon.control import ControlPlane
@@ -43,7 +44,7 @@ from ull.daemon.host import (
 from ull.daemon.journal import Journal
 from ull.daemon.journal_file import JournalFile
 from ull.daemon.past_outputs import PastOutputsFile, vocabulary_digest
-from ull.daemon.placement import CoreClaims, place, ranges
+from ull.daemon.placement import CoreClaims, place
 from ull.daemon.process import Signals, announce
 from ull.daemon.rehearsal import rehearse
 from ull.daemon.socket_claim import SocketClaim
@@ -205,7 +206,7 @@ class Daemon:
             "pid": os.getpid(),
             "context": limits.context,
             "executor": executor["name"],
-            **({"avoid_cores": ranges(avoid)} if (avoid := self._placement.avoid) else {}),
+            **({"avoid_cores": core_list(avoid)} if (avoid := self._placement.avoid) else {}),
             **({} if self._exporter is None else {"metrics": self._exporter.url}),
             "start_ms": start_ns // 1_000_000,
         }
@@ -410,7 +411,7 @@ class Daemon:
         _native.notify(f"READY=1\nMAINPID={os.getpid()}\nSTATUS=serving {line}")
         placement = self._placement
         log = self._log.warning if placement.configured and placement.reason else self._log.info
-        cores = {name: ranges(cores) or "any" for name, cores in placement.cores().items()}
+        cores = {name: core_list(cores) or "any" for name, cores in placement.cores().items()}
         log("cores", **cores, cooperative=placement.cooperative, message=placement.reason or None)
         if self._slow_wake_ups is not None:
             self._log.info("idle", message=f"sleeping cores may take long to wake up: {self._slow_wake_ups}")

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ull.bundle.targets import GPU_ARCHITECTURES, capability_text
+from ull.cores import core_list
 from ull.doctor.check import Finding, Host, Topic
 from ull.doctor.kernel import listed
-from ull.install.machine import core_list
+from ull.install.machine import gpu_folders
 
-_NVIDIA, _DISPLAY = "0x10de", "0x03"
 # Bits of the clocks' event reasons that slow a GPU down: power cap, slowdowns by heat and by hardware, power brake.
 _SLOWDOWNS = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "heat (software)", 0x40: "heat", 0x80: "power brake"}
 
@@ -223,14 +223,8 @@ def _read(call: Callable[[], Any]) -> Any:
 
 def _device(host: Host) -> str | None:
     """The sysfs folder of the GPU, below the root."""
-    found = [
-        str(path.relative_to(host.root))
-        for path in host.paths("sys/bus/pci/devices/*")
-        if host.text(f"{path.relative_to(host.root)}/vendor") == _NVIDIA
-        and (host.text(f"{path.relative_to(host.root)}/class") or "").startswith(_DISPLAY)
-    ]
-    number = host.gpu or 0
-    return found[number] if number < len(found) else None
+    found, number = gpu_folders(host.root), host.gpu or 0
+    return str(found[number].relative_to(host.root)) if number < len(found) else None
 
 
 CHECKS = (bus, nodes, kernel_log, device_state)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ull.cores import core_list, parse_cores
 from ull.doctor.check import Check, Finding, Host, Topic
 from ull.errors import ConfigError
-from ull.install.machine import core_list, parse_cores
 
 _NO_CORES = "no hot cores are known: give --cores, or ask a daemon that has some (--connect)"
 _KERNEL_LINE = "add {} to the kernel's command line (systemd/kernel-command-line), then reboot"
@@ -39,8 +39,8 @@ def isolation(host: Host) -> Iterator[Finding]:
         if text is None:
             yield topic.skip(f"/{path or 'proc/cmdline'} cannot be read")
             continue
-        wanted = arguments.get(argument) if path is None else text
-        covered = host.cores if wanted == "all" else listed(wanted)
+        told = arguments.get(argument) if path is None else text
+        covered = host.cores if told == "all" else listed(told)
         missing = tuple(core for core in host.cores if core not in covered)
         if missing:
             flags = "managed_irq,domain," if argument == "isolcpus" else ""
@@ -93,12 +93,13 @@ def sleep_states(host: Host) -> Iterator[Finding]:
     topic = Topic("C-states", "a core that sleeps deeply takes up to 200 us to wake up")
     core = host.cores[0] if host.cores else 0
     slow = []
-    for path in host.paths(f"sys/devices/system/cpu/cpu{core}/cpuidle/state[0-9]*"):
+    paths = host.paths(f"sys/devices/system/cpu/cpu{core}/cpuidle/state[0-9]*")
+    for path in paths:
         state = str(path.relative_to(host.root))
         latency, disabled = host.text(f"{state}/latency"), host.text(f"{state}/disable")
         if latency is not None and latency.isdecimal() and int(latency) > _LONGEST_WAKE_UP_US and disabled != "1":
             slow.append(f"{host.text(f'{state}/name')} {latency} us")
-    if not host.paths(f"sys/devices/system/cpu/cpu{core}/cpuidle/state[0-9]*"):
+    if not paths:
         yield topic.skip("no idle states are told here (a virtual machine)")
     elif not slow:
         yield topic.ok(f"none above {_LONGEST_WAKE_UP_US} us")

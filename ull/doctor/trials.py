@@ -42,7 +42,8 @@ def rounds(client: Client) -> Iterator[Finding]:
     Raises UllError, Forbidden among them: the stamps are for the role admin.
     """
     topic = Topic("self-test", "a round that takes longer than the others is jitter that clients hear")
-    most = min(int(client.info().limits["context"]) - 8, int(client.info().limits["max_tokens"]))
+    limits = client.info().limits
+    most = min(int(limits["context"]) - 8, int(limits["max_tokens"]))
     position, trace = Position(), Trace()
     connection = position.skip(client)
     took: list[int] = []

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ull.cores import parse_cores
 from ull.errors import ConfigError
 
-MAX_CORE = 1023  # the core's number, held equal by tests/core/test_shared_numbers.py
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"  # the class of display controllers, GPUs among them
 
@@ -47,37 +47,17 @@ def read_machine(root: Path = Path("/")) -> Machine:
         int(path.name.removeprefix("node")): parse_cores(_text(path / "cpulist"))
         for path in (system / "node").glob("node[0-9]*")
     }
-    gpus = [
-        int(_text(path / "numa_node") or -1)
-        for path in sorted((root / "sys/bus/pci/devices").glob("*"))
-        if _text(path / "vendor") == _NVIDIA and _text(path / "class").startswith(_DISPLAY)
-    ]
+    gpus = [int(_text(path / "numa_node") or -1) for path in gpu_folders(root)]
     return Machine(online, parse_cores(_text(system / "cpu/isolated")), tuple(gpus), nodes)
 
 
-def parse_cores(text: str) -> tuple[int, ...]:
-    """Core numbers of the kernel's form, such as `0-3,8`. Raises ConfigError."""
-    cores: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, dash, last = part.partition("-")
-        last = last if dash else first
-        numbers = first.isdecimal() and last.isdecimal() and len(last) <= 9
-        if not numbers or not int(first) <= int(last) <= MAX_CORE:
-            raise ConfigError(f"{text!r:.80} is no list of cores, 0 to {MAX_CORE}: write it as 2,3 or 2-5", "cores")
-        cores.update(range(int(first), int(last) + 1))
-    return tuple(sorted(cores))
-
-
-def core_list(cores: tuple[int, ...]) -> str:
-    """The kernel's form of core numbers."""
-    parts: list[str] = []
-    ordered = sorted(cores)
-    for at, core in enumerate(ordered):
-        if at and core == ordered[at - 1] + 1:
-            parts[-1] = f"{parts[-1].partition('-')[0]}-{core}"
-        else:
-            parts.append(str(core))
-    return ",".join(parts)
+def gpu_folders(root: Path) -> list[Path]:
+    """sysfs's folders of NVIDIA's GPUs, in the order of their numbers."""
+    return [
+        path
+        for path in sorted((root / "sys/bus/pci/devices").glob("*"))
+        if _text(path / "vendor") == _NVIDIA and _text(path / "class").startswith(_DISPLAY)
+    ]
 
 
 def _text(path: Path) -> str:

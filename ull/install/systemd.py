@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import ull
 from ull.access import unreadable
+from ull.cores import core_list
 from ull.errors import ConfigError
-from ull.install.machine import Machine, core_list
+from ull.files import replace
+from ull.install.machine import Machine
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _PLACES = {
@@ -30,7 +31,8 @@ class Service:
 
     name: of the unit's instance, and of its bundle in /var/lib/ull. prefix: the virtual environment that has ulld.
     cores: hot ones, the engine thread's first; () leaves them to the daemon. device: of its GPU; None: it needs none.
-    memory_max: bytes; None: no limit. metrics: host:port, "": none. keys: whether tcp is served, with CURVE, on `tcp`.
+    memory_max: bytes; None: no limit. metrics: host:port, "": none. tcp: an endpoint that is
+    served too, with CURVE; "": none. priority: whether its threads may have real-time priorities.
     """
 
     name: str
@@ -103,11 +105,7 @@ def write(files: dict[str, str], root: Path, keep: str = "etc/ull/") -> list[Pat
             continue
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}", delete=False) as file:
-                file.write(wanted)
-            temporary = Path(file.name)
-            temporary.chmod(0o644)
-            temporary.replace(path)
+            replace(path, wanted.encode(), mode=0o644)
         except OSError as error:
             raise ConfigError(f"{path} cannot be written ({error.strerror}): run it as root, or give --root") from error
         written.append(path)

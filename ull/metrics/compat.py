@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from ull import wire
 from ull.metrics.families import histogram_family
 
-PAGE_TOKENS = 64  # of a page of the KV cache: the core's number, held equal by tests/core/test_shared_numbers.py
+PAGE_TOKENS = 64  # of a page of the KV cache: the core's number, held equal by tests/metrics/test_families.py
 _HISTOGRAMS = {
     "time_to_first_token": "time_to_first_token_seconds",
     "inter_token": "request_time_per_output_token_seconds",

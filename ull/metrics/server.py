@@ -24,6 +24,7 @@ from prometheus_client.core import Metric
 
 from ull.client import Client
 from ull.curve import CurveKeys
+from ull.endpoints import parse_address
 from ull.errors import ConfigError, UllError
 from ull.metrics.compat import vllm_families
 from ull.metrics.exposition import encode
@@ -49,15 +50,6 @@ class ExporterOptions:
     device: int | None = None  # number of the GPU whose figures belong to it; None: none
     keys: CurveKeys | None = None  # where the daemon asks for them
     otlp: str = ""  # where spans go; "": nowhere
-
-
-def parse_address(text: str, field: str = "metrics.listen") -> tuple[str, int]:
-    """Host and port of `host:port`; IPv6 in brackets. Raises ConfigError."""
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"{field} is {text!r}: write host:port, such as 127.0.0.1:9464", field)
-    return host, int(port)
 
 
 class Source:
@@ -261,7 +253,7 @@ def serving(options: ExporterOptions) -> Iterator[tuple[Server, Source]]:
     """
     source = Source(options)
     try:
-        server = Server(parse_address(options.listen), source)
+        server = Server(parse_address(options.listen, "metrics.listen"), source)
     except OSError as error:
         raise ConfigError(
             f"metrics.listen: cannot listen on {options.listen}: {error.strerror or error}", "metrics.listen"

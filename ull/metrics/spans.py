@@ -18,13 +18,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 MISSING = "metrics.otlp needs the extra `otel`: pip install 'ull[otel]'"
-_STAGES = (
-    ("admission", "received_ns", "admitted_ns"),
-    ("queue", "admitted_ns", "started_ns"),
-    ("prefill", "started_ns", "prefilled_ns"),
-    ("first round", "prefilled_ns", "first_token_ns"),
-    ("decode", "first_token_ns", "last_token_ns"),
-)
 
 
 class SpanExporter:
@@ -87,10 +80,8 @@ class SpanExporter:
             start_time=times.received_ns + offset,
         )
         inside = set_span_in_context(span)
-        for name, begin, end in _STAGES:
-            if getattr(times, begin) and getattr(times, end):
-                stage = self._tracer.start_span(name, inside, start_time=getattr(times, begin) + offset)
-                stage.end(getattr(times, end) + offset)
+        for name, begin_ns, end_ns in times.stages():
+            self._tracer.start_span(name, inside, start_time=begin_ns + offset).end(end_ns + offset)
         if request.finish_reason == "error":
             span.set_status(StatusCode.ERROR)
         span.end(times.done_ns + offset)

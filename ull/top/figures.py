@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ull import wire
 
@@ -60,18 +60,15 @@ class Interval:
         )
 
 
-@dataclass
 class History:
     """The last intervals, for sparklines."""
 
-    kept: int = 60
-    intervals: deque[Interval] = field(default_factory=deque)
+    def __init__(self, kept: int = 60) -> None:
+        self.intervals: deque[Interval] = deque(maxlen=kept)
 
     def add(self, interval: Interval) -> None:
         """Appends one; the oldest goes."""
         self.intervals.append(interval)
-        while len(self.intervals) > self.kept:
-            self.intervals.popleft()
 
     def line(self, name: str, width: int) -> str:
         """A sparkline of one figure."""

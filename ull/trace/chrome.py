@@ -13,14 +13,6 @@ from ull.trace.collect import ClientStamps, Kind, Record, Trace
 _DAEMON, _CLIENTS = 1, 2
 _ENGINE, _IO = 1, 2
 _NAMES = {Kind.PREFILL: "prefill", Kind.ROUND: "round", Kind.SCORE: "score", Kind.FRAME: "frame"}
-# Stages of a request: name, and the stamps between which it lies.
-STAGES = (
-    ("admission", "received_ns", "admitted_ns"),
-    ("queue", "admitted_ns", "started_ns"),
-    ("prefill", "started_ns", "prefilled_ns"),
-    ("first round", "prefilled_ns", "first_token_ns"),
-    ("decode", "first_token_ns", "last_token_ns"),
-)
 
 
 def chrome_json(trace: Trace) -> dict[str, Any]:
@@ -46,9 +38,8 @@ def chrome_json(trace: Trace) -> dict[str, Any]:
             "completion": request.usage.completion_tokens,
         }
         events.append(_span(label, _DAEMON, row, times.received_ns, times.done_ns, origin, arguments))
-        for name, begin, end in STAGES:
-            if getattr(times, begin) and getattr(times, end):
-                events.append(_span(name, _DAEMON, row, getattr(times, begin), getattr(times, end), origin, {}))
+        for name, begin_ns, end_ns in times.stages():
+            events.append(_span(name, _DAEMON, row, begin_ns, end_ns, origin, {}))
     for number, stamps in enumerate(trace.clients):
         events += _client_events(stamps, number + 1, origin)
     return {"traceEvents": events, "displayTimeUnit": "ns"}

@@ -42,7 +42,6 @@ class Record:
 class ClientStamps:
     """What the client saw of its own request, on the same machine's clock: when it was sent, when each frame came."""
 
-    connection: int
     request: int
     sent_ns: int
     received: list[tuple[int, int]] = field(default_factory=list)  # when, and how many tokens
@@ -55,10 +54,6 @@ class Trace:
     requests: list[wire.TracedRequest] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     clients: list[ClientStamps] = field(default_factory=list)
-
-
-# By number; the core's order (native/draft/drafter.h), held equal by a test.
-DRAFTERS = ("none", "suffix", "medusa", "eagle", "dflash", "draft", "auto")
 
 
 class Position:
@@ -91,5 +86,6 @@ class Position:
 
 def _record(fields: tuple[int, ...]) -> Record:
     begin, end, request, connection, kind, drafter, tree, accepted, count = fields
-    name = DRAFTERS[drafter] if drafter < len(DRAFTERS) else str(drafter)
+    # By number; the core's order (DrafterKind of native/executor/executor.h), held equal by a test.
+    name = wire.DRAFTERS[drafter] if drafter < len(wire.DRAFTERS) else str(drafter)
     return Record(begin, end, request, connection, Kind(kind), name, tree, accepted, count)

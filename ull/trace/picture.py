@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ull.errors import UsageError
-from ull.trace.chrome import STAGES, first_ns
+from ull.trace.chrome import first_ns
 from ull.trace.collect import Kind, Trace
 
 if TYPE_CHECKING:
@@ -71,10 +71,8 @@ def _lay_out(trace: Trace) -> tuple[list[str], list[_Bar]]:
         bars += [_Bar(len(lanes) - 1, at, at, _COLOURS["client"]) for at, _ in stamps.received]
     for request in trace.requests[-_MOST_REQUESTS:]:
         lanes.append(f"request {request.request}, {request.finish_reason}")
-        for name, begin, end in STAGES:
-            stamps_ns = getattr(request.timeline, begin), getattr(request.timeline, end)
-            if all(stamps_ns):
-                bars.append(_Bar(len(lanes) - 1, *stamps_ns, _COLOURS[name]))
+        for name, begin_ns, end_ns in request.timeline.stages():
+            bars.append(_Bar(len(lanes) - 1, begin_ns, end_ns, _COLOURS[name]))
     for name, kinds in (
         ("engine thread", (Kind.PREFILL, Kind.ROUND, Kind.SCORE)),
         ("io thread, frames", (Kind.FRAME,)),

@@ -173,8 +173,7 @@ void bind_engine(nb::module_& m) {
           },
           "identity"_a, "request_id"_a, "shed"_a = false,
           "True if that client has such a request and it had not ended, or is held. `shed`: the daemon is being "
-          "stopped, "
-          "and says so in the request's end.")
+          "stopped, and says so in the request's end.")
       .def(
           "commit",
           [](Engine& engine, const nb::bytes& identity, uint64_t request_id) {
@@ -199,8 +198,7 @@ void bind_engine(nb::module_& m) {
           },
           "frames"_a, "since"_a, "most"_a,
           "The newest records of the engine thread's steps, or of the io thread's frames, from number `since` on: "
-          "their "
-          "bytes (sync/trace_ring.h), and the number behind the last.")
+          "their bytes (sync/trace_ring.h), and the number behind the last.")
       .def("health", &Engine::health, "'ok', 'stalled' or 'failed'.")
       .def(
           "threads",

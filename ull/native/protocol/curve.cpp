@@ -6,8 +6,6 @@
 #include <stdexcept>
 #include <string_view>
 
-#include "protocol/zmtp_frames.h"
-
 namespace ull {
 namespace {
 
@@ -89,7 +87,8 @@ struct Curve::Session final : Protocol::Session {
   std::array<uint8_t, 256> answer{};  // a command of the handshake, as a frame
 };
 
-Curve::Curve(int64_t max_message, const Options& options) : Protocol(max_message), options_(options) {
+Curve::Curve(int64_t max_message, const Options& options)
+    : Mechanism(max_message, "CURVE", {.kind = Kind::kRefused, .malformed = kNoKey}), options_(options) {
   if (options_.clients == nullptr) throw std::invalid_argument("curve: needs a list of clients");
   if (options_.sodium.public_of(public_.data(), options_.secret.data()) != 0) {
     throw std::invalid_argument("curve: the server's key is none");
@@ -117,32 +116,10 @@ bool Curve::welcome(const ProtocolState& state) const noexcept {
   }
 }
 
-Step Curve::step(ProtocolState& state, Bytes input) const noexcept {
-  return state.open ? take_frames(state, input) : shake_hands(state, input);
-}
-
 // ---- the handshake ------------------------------------------------------------------------------------------------
 
-Step Curve::shake_hands(ProtocolState& state, Bytes input) const noexcept {
-  size_t at = 0;
-  if (!state.greeted) {
-    const Greeting theirs = Greeting::of(input, "CURVE");
-    if (!theirs.fits) return {.kind = Kind::kUnfit};
-    if (!theirs.named) return {.kind = Kind::kRefused, .malformed = kNoKey};
-    if (input.size() < kGreeting) return {.wanted = kGreeting};
-    state.greeted = true;
-    state.pings = input[kMajor] > 3 || input[kMinor] > 0;
-    at = kGreeting;
-  }
-  const Bytes rest = input.subspan(at);
-  if (rest.size() < 2) return {.consumed = at, .wanted = 2};
-  const Frame frame = Frame::of(rest);
-  if (!frame.valid || !frame.command || frame.size > kLongestCommand) return {.kind = Kind::kUnfit};
-  if (rest.size() < frame.header + frame.size) return {.consumed = at, .wanted = frame.header + frame.size};
-  const Bytes body = rest.subspan(frame.header, frame.size);
-  Step step = state.session == nullptr ? hear_hello(state, body) : hear_initiate(state, body);
-  step.consumed = at + frame.header + frame.size;
-  return step;
+Step Curve::hear(ProtocolState& state, Bytes command) const noexcept {
+  return state.session == nullptr ? hear_hello(state, command) : hear_initiate(state, command);
 }
 
 // The client knows our key: HELLO is boxed for it. Answered by WELCOME, with a key for this connection only.
@@ -296,21 +273,16 @@ Step Curve::take_frames(ProtocolState& state, Bytes input) const noexcept {
         }
         break;
       case Role::kVersion:
-        state.version_ok = as_text(inner) == kWireVersion;
-        state.frames = 1;
+        take_version(state, inner);
         break;
       case Role::kPayload:
         state.frames = 0;
         return {.kind = Kind::kMessage, .consumed = at, .payload = inner};
       case Role::kLongPayload:
-        look_for_id(state, inner);
-        [[fallthrough]];
       case Role::kWaste:
-        state.thrown += outer.header + outer.size;
-        if (state.thrown > max_refused_ + kLongestCommand) return {.kind = Kind::kUnfit};
-        throw_away(state, text_size - seen, malformed(frame, state, role));
-        state.version_ok = state.version_ok && state.frames == 1;
-        state.frames = state.frames == 0 ? 1 : 2;
+        if (!waste(state, frame, role, inner, outer.header + outer.size, text_size - seen)) {
+          return {.kind = Kind::kUnfit};
+        }
         break;
     }
   }

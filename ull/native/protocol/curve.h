@@ -10,12 +10,12 @@
 #include <vector>
 
 #include "protocol/allow_list.h"
-#include "protocol/protocol.h"
+#include "protocol/mechanism.h"
 #include "protocol/sodium.h"
 
 namespace ull {
 
-class Curve final : public Protocol {
+class Curve final : public zmtp::Mechanism {
  public:
   struct Options {
     Sodium sodium;
@@ -29,26 +29,23 @@ class Curve final : public Protocol {
   Curve& operator=(const Curve&) = delete;
 
   [[nodiscard]] std::span<const uint8_t> greeting() const noexcept override;
-  [[nodiscard]] Step step(ProtocolState& state, std::span<const uint8_t> input) const noexcept override;
   size_t pack_header(size_t size, Header& header) const noexcept override;
   [[nodiscard]] Packed pack(ProtocolState& state, std::span<const uint8_t> payload,
                             Header& header) const noexcept override;
   [[nodiscard]] std::span<const uint8_t> ping(ProtocolState& state) const noexcept override;
-  [[nodiscard]] bool pings() const noexcept override { return true; }
   void introduce(const ProtocolState& state, Peer& peer) const noexcept override;
   [[nodiscard]] bool welcome(const ProtocolState& state) const noexcept override;
   [[nodiscard]] uint64_t guests() const noexcept override { return options_.clients->generation(); }
   [[nodiscard]] bool laborious() const noexcept override { return true; }
-  [[nodiscard]] char letter() const noexcept override { return 'Z'; }
 
  private:
   struct Session;  // what is kept of one connection
 
   [[nodiscard]] static Session& session_of(const ProtocolState& state) noexcept;
-  [[nodiscard]] Step shake_hands(ProtocolState& state, std::span<const uint8_t> input) const noexcept;
+  [[nodiscard]] Step hear(ProtocolState& state, std::span<const uint8_t> command) const noexcept override;
   [[nodiscard]] Step hear_hello(ProtocolState& state, std::span<const uint8_t> body) const noexcept;
   [[nodiscard]] Step hear_initiate(ProtocolState& state, std::span<const uint8_t> body) const noexcept;
-  [[nodiscard]] Step take_frames(ProtocolState& state, std::span<const uint8_t> input) const noexcept;
+  [[nodiscard]] Step take_frames(ProtocolState& state, std::span<const uint8_t> input) const noexcept override;
   [[nodiscard]] bool seal(Session& session, uint8_t flags, std::span<const uint8_t> body) const noexcept;
   [[nodiscard]] uint8_t* scratch(size_t size) const noexcept;
 

@@ -1,7 +1,5 @@
 #include "protocol/zmtp.h"
 
-#include "protocol/zmtp_frames.h"
-
 namespace ull {
 namespace {
 
@@ -28,30 +26,11 @@ size_t Zmtp::pack_header(size_t size, Header& header) const noexcept {
   return static_cast<size_t>(put_frame_header(at, 0, size) - header.data());
 }
 
-Step Zmtp::step(ProtocolState& state, Bytes input) const noexcept {
-  return state.open ? take_frames(state, input) : shake_hands(state, input);
-}
-
-Step Zmtp::shake_hands(ProtocolState& state, Bytes input) noexcept {
-  size_t at = 0;
-  if (!state.greeted) {
-    const Greeting theirs = Greeting::of(input, "NULL");
-    if (!theirs.fits || !theirs.named) return {.kind = Kind::kUnfit};
-    if (input.size() < kGreeting) return {.wanted = kGreeting};
-    state.greeted = true;
-    state.pings = input[kMajor] > 3 || input[kMinor] > 0;
-    at = kGreeting;
-  }
-  const Bytes rest = input.subspan(at);
-  if (rest.size() < 2) return {.consumed = at, .wanted = 2};
-  const Frame frame = Frame::of(rest);
-  if (!frame.valid || !frame.command || frame.size > kLongestCommand) return {.kind = Kind::kUnfit};
-  if (rest.size() < frame.header + frame.size) return {.consumed = at, .wanted = frame.header + frame.size};
-  Bytes body = rest.subspan(frame.header, frame.size);
+Step Zmtp::hear(ProtocolState& state, Bytes command) const noexcept {
   std::string_view name;
-  if (!take_name(body, name) || name != "READY" || !is_fit(body)) return {.kind = Kind::kUnfit};
+  if (!take_name(command, name) || name != "READY" || !is_fit(command)) return {.kind = Kind::kUnfit};
   state.open = true;
-  return {.kind = Kind::kOpened, .consumed = at + frame.header + frame.size};
+  return {.kind = Kind::kOpened};
 }
 
 Step Zmtp::take_frames(ProtocolState& state, Bytes input) const noexcept {
@@ -87,21 +66,14 @@ Step Zmtp::take_frames(ProtocolState& state, Bytes input) const noexcept {
         break;
       case Role::kVersion:
         at += frame.size;
-        state.version_ok = as_text(body) == kWireVersion;
-        state.frames = 1;
+        take_version(state, body);
         break;
       case Role::kPayload:
         state.frames = 0;
         return {.kind = Kind::kMessage, .consumed = at + frame.size, .payload = body};
       case Role::kLongPayload:
-        look_for_id(state, body);
-        [[fallthrough]];
       case Role::kWaste:
-        state.thrown += frame.header + frame.size;
-        if (state.thrown > max_refused_ + kLongestCommand) return {.kind = Kind::kUnfit};
-        throw_away(state, frame.size, malformed(frame, state, role));
-        state.version_ok = state.version_ok && state.frames == 1;
-        state.frames = state.frames == 0 ? 1 : 2;
+        if (!waste(state, frame, role, body, frame.header + frame.size, frame.size)) return {.kind = Kind::kUnfit};
         break;
     }
   }

@@ -5,25 +5,22 @@
 // An identity that a peer names (ZMQ_ROUTING_ID) is taken and not used: each connection is a client of its own.
 #pragma once
 
-#include "protocol/protocol.h"
+#include "protocol/mechanism.h"
 
 namespace ull {
 
-class Zmtp final : public Protocol {
+class Zmtp final : public zmtp::Mechanism {
  public:
-  explicit Zmtp(int64_t max_message) : Protocol(max_message) {}
+  explicit Zmtp(int64_t max_message) : Mechanism(max_message, "NULL", {.kind = Step::Kind::kUnfit}) {}
 
   // Greeting and READY at once: with the NULL mechanism neither depends on the peer's.
   [[nodiscard]] std::span<const uint8_t> greeting() const noexcept override;
-  [[nodiscard]] Step step(ProtocolState& state, std::span<const uint8_t> input) const noexcept override;
   size_t pack_header(size_t size, Header& header) const noexcept override;
   [[nodiscard]] std::span<const uint8_t> ping(ProtocolState& state) const noexcept override;
-  [[nodiscard]] bool pings() const noexcept override { return true; }
-  [[nodiscard]] char letter() const noexcept override { return 'Z'; }
 
  private:
-  [[nodiscard]] static Step shake_hands(ProtocolState& state, std::span<const uint8_t> input) noexcept;
-  [[nodiscard]] Step take_frames(ProtocolState& state, std::span<const uint8_t> input) const noexcept;
+  [[nodiscard]] Step hear(ProtocolState& state, std::span<const uint8_t> command) const noexcept override;
+  [[nodiscard]] Step take_frames(ProtocolState& state, std::span<const uint8_t> input) const noexcept override;
 };
 
 }  // namespace ull

@@ -71,7 +71,7 @@ struct Frame {
   }
 };
 
-constexpr size_t kMajor = 10, kMinor = 11;  // places of the version in a greeting
+inline constexpr size_t kMajor = 10, kMinor = 11;  // places of the version in a greeting
 
 // A greeting as far as it has come: whether it is one of ZMTP 3, and names this mechanism. Who speaks something else is
 // not waited for.
