@@ -44,7 +44,7 @@ def test_it_is_loaded_served_and_given_back(gpu: Any) -> None:
     with Client(daemon.url) as client:
         assert client.generate([5], max_tokens=4).result().token_ids == [41, 42, 43, 40]
         info = client.info()
-        assert (info.executor["threads"], info.limits["context"]) == (1, 128)
+        assert (info.executor["threads"], info.executor["device"], info.limits["context"]) == (1, 3, 128)
     assert daemon.stop() == 0
     daemon.check_log()
     assert gpu.calls() == [

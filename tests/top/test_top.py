@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 import ull
 from conftest import Daemon, Spawn
 from ull import wire
+from ull.commands.top import gpu_of
 from ull.top.figures import History, Interval, Look, duration, quantile, sparkline
 
 
@@ -84,6 +86,16 @@ def test_wrong_use_is_one_line(tmp_path: Path) -> None:
     for arguments, said in ((["--interval", "0"], "--interval"), ([], "no daemon answers")):
         outcome = top(f"ipc://{tmp_path}/none", *arguments)
         assert (outcome.returncode, outcome.stderr.count("\n"), said in outcome.stderr) == (1, 1, True)
+
+
+@pytest.mark.parametrize("device, asked", [(3, [3]), (None, [])])
+def test_the_gpu_shown_is_the_daemon_s(monkeypatch: pytest.MonkeyPatch, device: int | None, asked: list[int]) -> None:
+    numbers: list[int] = []
+    nvml = SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=numbers.append)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    info = wire.InfoReply(id=1, engine={"target": "sm_90a"}, executor={"device": device}, limits={})
+    assert (gpu_of(info) is None) == (device is None)
+    assert numbers == asked
 
 
 class Terminal:

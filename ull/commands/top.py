@@ -76,7 +76,7 @@ class _Watch:
                 self._client = client_of(self._options, connect_timeout=_PATIENCE_S, query_timeout=_PATIENCE_S)
                 self._url = self._client.url
                 self._info = self._client.info()
-                self._gpu = _gpu_of(self._info)
+                self._gpu = gpu_of(self._info)
             stats, health = self._client.stats(histograms=True), self._client.health()
             self.last = Look(time.monotonic(), stats, health)
         except (ConfigError, Forbidden):
@@ -100,15 +100,16 @@ class _Watch:
                 client.close()
 
 
-def _gpu_of(info: wire.InfoReply) -> Gpu | None:
+def gpu_of(info: wire.InfoReply) -> Gpu | None:
     """The GPU of an engine that has one, if it is of this machine and the extra `ops` is there."""
-    if info.engine.get("target") == "cpu":
+    device = info.executor.get("device")
+    if device is None:
         return None
     try:
         from ull.metrics.gpu import Gpu
     except ModuleNotFoundError:
         return None
-    return Gpu(0)
+    return Gpu(device)
 
 
 def _figures(gpu: Gpu | None) -> dict[str, str]:

@@ -367,6 +367,7 @@ class Daemon:
             "name": executor.name,
             "version": __version__,
             "pid": os.getpid(),
+            "device": config.device if runs_on_gpu(bundle) else None,
             "threads": 1 if runs_on_gpu(bundle) else self._threads,
             "weight_bytes": executor.weight_bytes,
             "kv_bytes": executor.kv_bytes,
