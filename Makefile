@@ -161,8 +161,9 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml $(CORE)
 	$(PIP) --no-build-isolation --editable '.[gateway]'
 	@touch $@
 
+# Not as `--editable .[test]`, which without build isolation has others' packages build with what is here, too.
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(PIP) --no-build-isolation --editable '.[test]'
+	$(PIP) $$($(BIN)/python tests/house/requirements_of.py test)
 	@touch $@
 
 clean:  ## remove everything that make created
