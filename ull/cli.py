@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
         tokenize,
         top,
         trace,
+        upgrade,
         verify,
     )
     from ull.commands.connection import add_connection
@@ -104,6 +105,12 @@ def parser() -> argparse.ArgumentParser:
     )
     client_command(
         "log", "Changes what a running daemon's log has; for the role admin.", logging.run, logging.add_arguments
+    )
+    client_command(
+        "upgrade",
+        "Has a running daemon hand over to its successor, and lose nothing; for the role admin.",
+        upgrade.run,
+        upgrade.add_arguments,
     )
     command = commands.add_parser("keys", help="Makes and lists the keys of clients that come over a network.")
     keys.add_arguments(command)

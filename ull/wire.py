@@ -231,6 +231,15 @@ class SetLog(msgspec.Struct, tag="set_log", kw_only=True, forbid_unknown_fields=
     prompts: bool | None = None  # whether requests' lines have their prompts' text
 
 
+class Upgrade(msgspec.Struct, tag="upgrade", kw_only=True, forbid_unknown_fields=True):
+    """Has the daemon start its successor, from the files that are there now, and hand over to it; for the role admin.
+
+    Answered by an `upgrade` of the successor, or by `error` where there is none.
+    """
+
+    id: int
+
+
 class TokenLogprob(msgspec.Struct, kw_only=True):
     """Natural log-probability of one emitted token, and of the most likely alternatives `[id, logprob]`."""
 
@@ -475,8 +484,21 @@ class TraceReply(msgspec.Struct, tag="trace", kw_only=True):
     connection: int  # of who asks
 
 
+class UpgradeReply(msgspec.Struct, tag="upgrade", kw_only=True):
+    """The answer to `upgrade`: the first words of the successor."""
+
+    id: int
+    pid: int
+    version: str  # of ull
+    clients: int  # connections that were handed over, this one among them
+    requests: int  # that came meanwhile and waited for it
+    sessions: int  # that go on in it
+    pause_ns: int  # from the last answer of the predecessor, or the hand-over where nothing ran, to this one
+
+
 SessionRequest = OpenSession | Fork | Rollback | Truncate | CloseSession
-Request = Generate | Tokenize | Detokenize | SessionRequest | Commit | Cancel | Health | Info | Stats | Trace | SetLog
+AdminRequest = Trace | SetLog | Upgrade
+Request = Generate | Tokenize | Detokenize | SessionRequest | Commit | Cancel | Health | Info | Stats | AdminRequest
 Reply = (
     Token
     | Done
@@ -489,6 +511,7 @@ Reply = (
     | InfoReply
     | StatsReply
     | TraceReply
+    | UpgradeReply
 )
 
 
@@ -537,6 +560,7 @@ _request_types: dict[str, type[Request]] = {
     "stats": Stats,
     "trace": Trace,
     "set_log": SetLog,
+    "upgrade": Upgrade,
 }
 _exact_decoders = {name: msgspec.msgpack.Decoder(struct) for name, struct in _request_types.items()}
 _coercions: dict[str, Coercion[Any]] = {name: Coercion(struct, MAX_WARNINGS) for name, struct in _request_types.items()}

@@ -250,6 +250,15 @@ class AsyncClient:
         """
         await self._ask(wire.SetLog(id=self._protocol.new_id(), level=level, prompts=prompts))
 
+    async def upgrade(self, *, timeout: float = 600.0) -> wire.UpgradeReply:
+        """Has the daemon hand over to a successor, started from the files that are there now. For the role admin.
+
+        Returns once the successor serves; this client stays connected. Raises Forbidden for everybody else,
+        RequestError ("upgrade_failed") where there is no successor: the daemon then goes on as it was. `timeout`:
+        seconds for the successor to load, and for what runs to end.
+        """
+        return cast("wire.UpgradeReply", await self._ask(wire.Upgrade(id=self._protocol.new_id()), timeout=timeout))
+
     async def stats(self, *, histograms: bool = False) -> wire.StatsReply:
         """Counters and latencies since the daemon's start; with every bucket of the histograms if asked for them."""
         return cast(
@@ -428,7 +437,10 @@ class AsyncClient:
             if target.on_change is not None:
                 target.on_change()
 
-    async def _ask(self, request: wire.Request, session: SessionState | None = None) -> wire.Reply:
+    async def _ask(
+        self, request: wire.Request, session: SessionState | None = None, timeout: float | None = None
+    ) -> wire.Reply:
+        timeout = self._query_timeout if timeout is None else timeout
         self._running()
         if session is not None:
             session.raise_failure()
@@ -437,10 +449,10 @@ class AsyncClient:
         query.on_change = moved.set
         try:
             self._send(encode_request(request), query, session)
-            async with asyncio.timeout(self._connect_timeout + self._query_timeout):
+            async with asyncio.timeout(self._connect_timeout + timeout):
                 await moved.wait()
         except TimeoutError:
-            raise RequestTimeout(f"the daemon at {self.url} did not answer within {self._query_timeout:g} s") from None
+            raise RequestTimeout(f"the daemon at {self.url} did not answer within {timeout:g} s") from None
         finally:
             self._protocol.forget(request.id)
         if query.failure is not None:

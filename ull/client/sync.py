@@ -309,6 +309,15 @@ class Client:
         """
         self._ask(wire.SetLog(id=self._protocol.new_id(), level=level, prompts=prompts))
 
+    def upgrade(self, *, timeout: float = 600.0) -> wire.UpgradeReply:
+        """Has the daemon hand over to a successor, started from the files that are there now. For the role admin.
+
+        Returns once the successor serves; this client stays connected. Raises Forbidden for everybody else,
+        RequestError ("upgrade_failed") where there is no successor: the daemon then goes on as it was. `timeout`:
+        seconds for the successor to load, and for what runs to end.
+        """
+        return cast("wire.UpgradeReply", self._ask(wire.Upgrade(id=self._protocol.new_id()), timeout=timeout))
+
     def stats(self, *, histograms: bool = False) -> wire.StatsReply:
         """Counters and latencies since the daemon's start; with every bucket of the histograms if asked for them."""
         return cast(
@@ -455,15 +464,18 @@ class Client:
         finally:
             self._busy = False
 
-    def _ask(self, request: wire.Request, session: SessionState | None = None) -> wire.Reply:
+    def _ask(
+        self, request: wire.Request, session: SessionState | None = None, timeout: float | None = None
+    ) -> wire.Reply:
+        timeout = self._query_timeout if timeout is None else timeout
         self._owner.check("Client")
         query: Query = self._protocol.open_query(request)
         try:
             self._send(encode_request(request), session)
-            deadline = time.monotonic() + self._query_timeout
+            deadline = time.monotonic() + timeout
             while not query.finished:
                 if not self._pump(deadline) and time.monotonic() >= deadline:
-                    raise RequestTimeout(f"the daemon at {self.url} did not answer within {self._query_timeout:g} s")
+                    raise RequestTimeout(f"the daemon at {self.url} did not answer within {timeout:g} s")
         finally:
             self._protocol.forget(request.id)
         if query.failure is not None:

@@ -24,10 +24,12 @@ from ull.daemon.config import AccessConfig, SessionsConfig
 from ull.daemon.grammars import Grammars
 from ull.daemon.journal import Journal
 from ull.daemon.metrics import DutyCycle, Metrics, inter_token_ns
-from ull.daemon.peers import Peers
+from ull.daemon.peers import Peer, Peers
 from ull.daemon.preparation import Preparation, Work
 from ull.daemon.refusals import RefusalLog
 from ull.daemon.sessions import Sessions
+from ull.daemon.set_aside import Kept, SetAside
+from ull.daemon.succession import HandedClient, HandedMessage
 from ull.daemon.traces import Traces
 from ull.daemon.turn import Turn
 from ull.daemon.turns import INLINE_CHARACTERS, Turns, completion_ids
@@ -66,6 +68,7 @@ class ControlPlane:
     """Answers clients' messages. `socket` is the PAIR whose other end the io thread holds.
 
     `engine_summary` and `executor_summary` are what `info` reports. `grammars`: none where admission refuses them.
+    `upgrade` begins what an `upgrade` of this client and id asks for; it raises RequestError.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class ControlPlane:
         grammars: Grammars | None = None,
         journal: Journal | None = None,
         access: AccessConfig | None = None,
+        upgrade: Callable[[bytes, int], None] | None = None,
     ) -> None:
         self.metrics = Metrics()
         self._peers = Peers(access or AccessConfig())
@@ -100,6 +104,9 @@ class ControlPlane:
         self._admission = admission
         self._log = log
         self._journal = journal
+        self._upgrade = upgrade
+        self._queue_depth = queue_depth
+        self._aside: SetAside | None = None  # while a successor waits for the last requests to end
         self._refusals = RefusalLog(log)
         self._receiver = MessageReceiver(socket)
         self._memory_tries = 0
@@ -142,6 +149,90 @@ class ControlPlane:
         loop.add_reader(self._engine.control_call, self._called)
         self._engine.beat()
 
+    # ---- a successor, or a predecessor --------------------------------------------------------------------------
+
+    def use_journal(self, journal: Journal | None) -> None:
+        """Records of requests go there from now on."""
+        self._journal = self._turns.journal = journal
+
+    def hold(self) -> None:
+        """From now on nothing new is begun: what comes is set aside. What was begun goes on, and is answered."""
+        self._aside = SetAside(self._queue_depth, self._engine.client_share)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is under way any more."""
+        return not self._converting and self._turns.quiet
+
+    def fall_silent(self) -> None:
+        """From now on nobody is answered at all: everything that comes is set aside."""
+        if self._aside is not None:
+            self._aside.closed = True
+
+    def hand_over(
+        self, clients: Sequence[tuple[int, bytes, list[bytes], bytes]]
+    ) -> tuple[list[HandedClient], list[HandedMessage]]:
+        """What a successor is told of the io thread's clients, once that has halted, and what was set aside."""
+        while (frames := self._receiver.receive()) is not None:
+            self._take(frames)
+        handed, places = [], {}
+        for place, (_, state, payloads, identity) in enumerate(clients):
+            places[identity] = place
+            peer = self._peers.known(identity)
+            who = None if peer is None else (peer.kind, peer.name, peer.admin, peer.pid)
+            handed.append(HandedClient(state, payloads, who, self._turns.sessions_saved(identity)))
+        return handed, [
+            HandedMessage(places[kept.identity], kept.payload, kept.received_ns, kept.malformed, kept.request_id)
+            for kept in (() if self._aside is None else self._aside)
+            if kept.identity in places
+        ]
+
+    def go_on(self) -> None:
+        """There is no successor: answers again, and first what was set aside."""
+        aside, self._aside = self._aside, None
+        for kept in () if aside is None else aside:
+            self._receive(kept)
+        self._read_again()
+
+    def take_over(
+        self, identities: Sequence[bytes], clients: Sequence[HandedClient], messages: Sequence[HandedMessage]
+    ) -> None:
+        """Goes on with a predecessor's clients, which the io thread knows by these identities."""
+        for identity, client in zip(identities, clients, strict=True):
+            if client.peer is not None:
+                self._peers.take(identity, Peer(*client.peer))
+            for session in client.sessions:
+                self._turns.restore_session(identity, session)
+        for message in messages:
+            who = identities[message.client]
+            self._receive(Kept(who, message.payload, message.received_ns, message.request_id, message.malformed))
+
+    def _receive(self, kept: Kept) -> None:
+        """What was set aside, as if it had come now."""
+        if kept.malformed is None:
+            self._request(kept.identity, memoryview(kept.payload), kept.received_ns)
+        else:
+            self._malformed(kept.identity, kept.malformed, kept.request_id)
+
+    def _sets_aside(self, identity: bytes, request: wire.Request, payload: memoryview, received_ns: int) -> bool:
+        """Whether this message is kept for later. Raises RequestError for one that is not."""
+        aside = self._aside
+        if aside is None or not (aside.closed or aside.concerns(identity, request)):
+            return False
+        if not aside.closed:
+            if isinstance(request, wire.Generate):
+                self._refuse_repeated(identity, request.id)
+            if aside.is_full_for(identity):
+                waiting = len(aside)
+                raise self.busy(f"{waiting} requests wait while the daemon hands over to its successor", waiting)
+            session = getattr(request, "session", None)
+            if session is not None:
+                self._turns.drop_held(identity, session)
+        aside.keep(Kept(identity, bytes(payload), received_ns, request.id))
+        return True
+
+    # ---- messages -----------------------------------------------------------------------------------------------
+
     def close(self) -> None:
         """Stops serving."""
         if self._reader is not None:
@@ -150,6 +241,7 @@ class ControlPlane:
         self._refusals.summarise()
         self._denials.summarise()
         self._preparation.close()
+        self._upgrade = None  # it leads back to whoever owns this
 
     def cancel_all(self) -> None:
         """Asks the engine to end everything that is still running."""
@@ -235,6 +327,8 @@ class ControlPlane:
             elif kind == IoMessage.DENIED:
                 self._denied(frames[1].bytes.decode(), frames[2].bytes.decode(errors="replace"))
             elif kind == IoMessage.GONE:
+                if self._aside is not None:
+                    self._aside.forget(frames[1].bytes)
                 self._turns.gone(frames[1].bytes)
                 self._peers.gone(frames[1].bytes)
             elif kind == IoMessage.ENDED:
@@ -249,10 +343,17 @@ class ControlPlane:
         try:
             request, warnings = wire.read_request(payload)
         except wire.WireError as error:
-            self._refuse(identity, error.request_id, error)
+            if self._aside is not None and self._aside.closed:
+                self._aside.keep(Kept(identity, bytes(payload), received_ns, error.request_id))
+            else:
+                self._refuse(identity, error.request_id, error)
             return
         rehearsal = isinstance(request, wire.Generate) and self._rehearses(request.seed)
-        work = functools.partial(self._dispatch, identity, request, received_ns, warnings)
+
+        def work() -> None:
+            if not self._sets_aside(identity, request, payload, received_ns):
+                self._dispatch(identity, request, received_ns, warnings)
+
         self.attempt(identity, request.id, work, rehearsal)
 
     def attempt(self, identity: bytes, request_id: int, work: Callable[[], None], rehearsal: bool = False) -> None:
@@ -302,6 +403,11 @@ class ControlPlane:
             self.reply(identity, self._traces.answer(request, identity))
         elif isinstance(request, wire.SetLog):
             self._set_log(identity, request)
+        elif isinstance(request, wire.Upgrade):
+            self._peers.require_admin(identity, "upgrade")
+            if self._upgrade is None:
+                raise RequestError("upgrade_failed", "this daemon has no successor")
+            self._upgrade(identity, request.id)
         elif isinstance(request, wire.Health):
             self._answer_health(identity, request)
         elif isinstance(request, wire.Info):
@@ -335,7 +441,8 @@ class ControlPlane:
         reply = wire.HealthReply(id=request.id, status=self.health(), uptime_ns=uptime_ns, queue_length=queue_length)
         if request.request is not msgspec.UNSET:
             key = (identity, request.request)
-            reply.live = key in self._turns or key in self._converting
+            aside = self._aside is not None and key in self._aside
+            reply.live = aside or key in self._turns or key in self._converting
         self.reply(identity, reply)
 
     def _convert(self, identity: bytes, request: wire.Tokenize | wire.Detokenize) -> None:
@@ -366,7 +473,8 @@ class ControlPlane:
         """Refuses new work while draining, and an id that the client already uses."""
         if self.draining:
             raise Draining()
-        if (identity, request_id) in self._turns or (identity, request_id) in self._converting:
+        key = (identity, request_id)
+        if key in self._turns or key in self._converting or (self._aside is not None and key in self._aside):
             raise RequestError("duplicate_id", f"request {request_id} of this client is still running", "id")
 
     def busy(self, message: str, waiting: int | None = None, wait_ns: int = 0) -> Busy:
@@ -393,6 +501,9 @@ class ControlPlane:
 
     def _malformed(self, identity: bytes, reason: str, request_id: int | None = None) -> None:
         """Refuses what the io thread could not hand over: of a wrong shape, or too long."""
+        if self._aside is not None and self._aside.closed:
+            self._aside.keep(Kept(identity, b"", 0, request_id, reason))
+            return
         if reason == "too_long":
             most = f"a message may have {self._admission.limits.max_message_bytes} bytes (io.max_message_bytes)"
             self._refuse(identity, request_id, RequestError("too_long", f"the message is too long: {most}"))

@@ -29,7 +29,7 @@ class Exporter:
         self._closing = threading.Event()
         self._process, self.url = self._start()
         # What port 0 has become stays: monitors know it.
-        self._options["listen"] = self.url.removeprefix("http://").removesuffix("/metrics")
+        self.address = self._options["listen"] = self.url.removeprefix("http://").removesuffix("/metrics")
         self._thread = threading.Thread(target=self._watch, name="ull-exporter", daemon=True)
         self._thread.start()
 

@@ -10,7 +10,7 @@ import resource
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from ull.errors import DaemonError
@@ -55,6 +55,13 @@ def move_threads(cores: Collection[int]) -> None:
     for task in Path("/proc/self/task").iterdir():  # libraries may have started some of their own
         with contextlib.suppress(ProcessLookupError):  # one that has just ended
             os.sched_setaffinity(int(task.name), cores)
+
+
+def pin(threads: dict[str, Sequence[int]]) -> None:
+    """Pins threads of this process: `threads` says on which cores those of each name run, one each."""
+    for name, cores in threads.items():
+        for thread, core in zip(_named_threads({name: len(cores)}) if cores else (), cores, strict=False):
+            os.sched_setaffinity(thread, {core})
 
 
 def prioritise(threads: dict[str, int], priority: int, key: str) -> None:

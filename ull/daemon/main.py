@@ -15,6 +15,7 @@ from ull import __version__
 from ull.completion import add_completion
 from ull.daemon.config import load_config, parse_override
 from ull.daemon.process import Signals, Stopped, log_descriptor, raise_descriptor_limit, say
+from ull.daemon.succession import Predecessor
 from ull.errors import ConfigError, UllError
 from ull.log import Log, LogQueue
 
@@ -28,7 +29,9 @@ def run(arguments: Sequence[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signals = Signals()
     queue: LogQueue | None = None
+    predecessor: Predecessor | None = None
     try:
+        predecessor = Predecessor.from_environment()
         config = load_config(options.config, _overrides(options))
         raise_descriptor_limit(DESCRIPTORS)
         from ull.daemon import server  # takes a third of a second
@@ -36,17 +39,20 @@ def run(arguments: Sequence[str]) -> int:
         queue = LogQueue(log_descriptor(), config.log.format)
         log = Log(config.log.level, config.log.format, queue)
         log.prompts = config.log.prompts
-        return server.run(options.bundle, config, log, signals)
+        return server.run(options.bundle, config, log, signals, predecessor=predecessor)
     except Stopped as stopped:
         say(str(stopped))
         return 0
     except UllError as error:
-        say(error.message)
+        reason = error.message
     except (ImportError, MemoryError, OSError, RuntimeError) as error:
-        say(f"cannot start: {error or type(error).__name__}")
+        reason = f"cannot start: {error or type(error).__name__}"
     finally:
         if queue is not None:
             queue.close(server.FLUSH_S)
+    say(reason)
+    if predecessor is not None:
+        predecessor.fail(reason)
     signals.give_back()
     return EXIT_CANNOT_START
 

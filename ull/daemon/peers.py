@@ -71,6 +71,14 @@ class Peers:
             pid = int(process) if process.isdecimal() else None
         self._peers[identity] = Peer(_KINDS.get(kind, "address"), name or "unknown", admin, pid)
 
+    def known(self, identity: bytes) -> Peer | None:
+        """Who a client is, once it has asked for something."""
+        return self._peers.get(identity)
+
+    def take(self, identity: bytes, peer: Peer) -> None:
+        """A client that a predecessor knew."""
+        self._peers[identity] = peer
+
     def gone(self, identity: bytes) -> None:
         """A client has hung up."""
         self._peers.pop(identity, None)

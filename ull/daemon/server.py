@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import gc
 import os
+import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,6 +38,7 @@ from ull.daemon.host import (
     check_address_space,
     lock_memory,
     move_threads,
+    pin,
     prioritise,
     quick_wake_ups,
     return_large_blocks,
@@ -48,14 +50,16 @@ from ull.daemon.placement import CoreClaims, place
 from ull.daemon.process import Signals, announce
 from ull.daemon.rehearsal import rehearse
 from ull.daemon.socket_claim import SocketClaim
+from ull.daemon.succession import Ended, Estate, Go, Predecessor, Ready, Taken
+from ull.daemon.upgrade import Holdings, Upgrade
 from ull.endpoints import default_endpoint, ipc_path
-from ull.errors import ConfigError, DaemonError
+from ull.errors import ConfigError, DaemonError, Draining, RequestError
 from ull.journal import Header
 from ull.libzmq import loaded_libzmq
 from ull.log import Log
 from ull.machine import this_machine
 from ull.text.tokenizer import Tokenizer
-from ull.wire import longest_request
+from ull.wire import UpgradeReply, longest_request
 
 EXIT_ENGINE_FAILED = 3
 EXIT_RESTART = 4
@@ -66,6 +70,8 @@ _LAST_CALL_S = 0.1  # what was sent before SIGTERM may still be on its way
 _CANCEL_S = 2.0  # after the drain timeout, for cancelled requests to end
 _STOP_S = 10.0  # for native threads to stop, before the process ends without them
 FLUSH_S = 2.0  # for the log's last lines
+_LOOK_S = 0.05  # between two looks for a signal, while a predecessor has not come to its end
+_PRIVATE_MODE = 0o600  # of the door of a daemon that has not taken its predecessor's place
 _REHEARSED_TOKENS = 2  # the prompt's last chunk and a round of its own
 _START_GRACE_S = 3.0  # between a signal and the end, before READY
 
@@ -75,11 +81,26 @@ class Daemon:
 
     The constructor blocks until the engine is warm and the endpoints are bound. Raises UllError if anything is in
     the way; what had been acquired is released. `rehearse`: a request of its own goes all the way before READY; tests
-    that count steps leave it out.
+    that count steps leave it out. `predecessor`: what there is of sockets, files and clients comes from that, once this
+    daemon is warm; until then its own door is one that nobody knows.
     """
 
-    def __init__(self, bundle: Bundle, config: Config, log: Log, signals: Signals, *, rehearse: bool = True) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        config: Config,
+        log: Log,
+        signals: Signals,
+        *,
+        rehearse: bool = True,
+        predecessor: Predecessor | None = None,
+    ) -> None:
         self.config = config
+        self._predecessor = predecessor
+        self._upgrade: Upgrade | None = None
+        self._journal: Journal | None = None
+        self._claims: list[SocketClaim] = []
+        self._is_ready = asyncio.Event()
         self._log = log
         self._signals = signals
         self._rehearses = rehearse
@@ -110,7 +131,15 @@ class Daemon:
         if self._rehearses:
             await self._rehearse()
         self._signals.heed()
+        if self._predecessor is not None:
+            try:
+                await self._succeed(self._predecessor)
+            except Ended as error:
+                self._signals.heed()
+                raise DaemonError(f"the daemon that was to be succeeded is not there: {error}") from error
+        self._describe()
         self._announce()
+        self._is_ready.set()
         stopping_s = _CANCEL_S + _STOP_S + FLUSH_S
         self._signals.be_patient(self.config.drain_timeout_s + stopping_s, stopping_s, EXIT_RESTART)
         while not self._signals.asked:
@@ -118,20 +147,27 @@ class Daemon:
                 return await self._fail()
             if self._control.failure is not None:
                 return self._lose_control()
+            if self._upgrade is not None and self._upgrade.done is not None:
+                return 0
             await self._control.changed.wait()
             self._control.changed.clear()
+        if self._upgrade is not None:
+            await self._upgrade.cancel()
+            if self._upgrade.done is not None:
+                return 0
         return await self._drain()
 
     def close(self) -> None:
         """Stops the native threads and removes the sockets. A thread that hangs costs the process, not the exit."""
         self._signals.end_within(_STOP_S + FLUSH_S, self._status() or EXIT_RESTART)
         self._exit.close()
+        self._upgrade = None
         gc.unfreeze()
 
     async def _rehearse(self) -> None:
         await rehearse(
             self._io.endpoints[0],
-            self.config.ipc_mode,
+            _PRIVATE_MODE if self._predecessor is not None else self.config.ipc_mode,
             self._context,
             self._control,
             min(_REHEARSED_TOKENS, self.config.requests.max_tokens_limit),
@@ -145,7 +181,7 @@ class Daemon:
         config, started_ns = self.config, time.monotonic_ns()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context = context
-        claims = self._claim_sockets(exit_stack)
+        self._claim_sockets(exit_stack)
         exit_stack.callback(context.destroy, 0)
         self._place_threads(bundle, exit_stack)
         tokenizer = Tokenizer(bundle.tokenizer_directory)
@@ -161,7 +197,7 @@ class Daemon:
         limits = self._limits(bundle, tokenizer, grammars is not None)
         check_address_space()
         self._guests = Guests(config.access) if config.access.server_key else None
-        self._io = self._open_io(context, bundle.digest, limits.max_message_bytes, claims)
+        self._io = self._open_io(context, bundle.digest, limits.max_message_bytes)
         exit_stack.callback(self._io.stop)
         exit_stack.callback(self._engine.stop)  # before io, which delivers the last frames
         socket = context.socket(zmq.PAIR)
@@ -169,19 +205,30 @@ class Daemon:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 1)  # requests wait with their clients, where each has its turn
         socket.connect(CONTROL_ENDPOINT)  # before the first request can arrive
-        mask = os.umask(0o777 & ~config.ipc_mode)
+        mode = config.ipc_mode if self._predecessor is None else _PRIVATE_MODE
+        mask = os.umask(0o777 & ~mode)
         try:
             self._io.start()
         finally:
             os.umask(mask)
-        for path in (path for claim in claims for path in claim.paths):
-            path.chmod(config.ipc_mode)
-        if config.io.priority:
-            prioritise({"ull-io": 1}, config.io.priority, "io.priority")
+        for path in (path for claim in self._claims for path in claim.paths):
+            path.chmod(mode)
+        if self._predecessor is None:
+            self._prioritise_io()
         if self._placement.configured:
             self._slow_wake_ups = exit_stack.enter_context(quick_wake_ups())
         start_ns = time.monotonic_ns() - started_ns
-        journal = self._open_journal(bundle, executor, exit_stack)
+        self._header = Header(
+            time="",
+            daemon=__version__,
+            bundle=bundle.digest,
+            source=bundle.manifest.provenance.source_sha256,
+            executor=executor["name"],
+            machine=this_machine(),
+        )
+        exit_stack.callback(self._close_journal)
+        if self._predecessor is None:
+            self._open_journal()
         self._control = ControlPlane(
             socket,
             self._engine,
@@ -193,23 +240,29 @@ class Daemon:
             queue_depth=config.engine.queue_depth,
             sessions=config.sessions,
             grammars=grammars,
-            journal=journal,
+            journal=self._journal,
             access=config.access,
+            upgrade=self._begin_upgrade,
         )
         exit_stack.callback(self._control.close)
-        if config.metrics.listen:
-            self._exporter = self._open_exporter(bundle)
-            exit_stack.callback(self._exporter.close)
-        self._ready = {
-            "name": bundle.manifest.name,
-            "listen": ",".join(self._io.endpoints),
-            "pid": os.getpid(),
-            "context": limits.context,
-            "executor": executor["name"],
-            **({"avoid_cores": core_list(avoid)} if (avoid := self._placement.avoid) else {}),
-            **({} if self._exporter is None else {"metrics": self._exporter.url}),
-            "start_ms": start_ns // 1_000_000,
+        self._metrics = {
+            "listen": config.metrics.listen,
+            "compat": config.metrics.compat,
+            "otlp": config.metrics.otlp,
+            "device": config.engine.device if runs_on_gpu(bundle) else None,
         }
+        exit_stack.callback(self._close_exporter)
+        if self._predecessor is None:
+            self._open_exporter()
+        self._served = Ready(
+            version=__version__,
+            saved_format=_native.SAVED_FORMAT,
+            listen=self._listen,
+            server_key="" if self._guests is None else self._guests.own.server,
+            vocabulary=vocabulary_digest(bundle),
+        )
+        self._summary = {"name": bundle.manifest.name, "context": limits.context, "executor": executor["name"]}
+        self._start_ms = start_ns // 1_000_000
         self._identity = {
             "bundle": bundle.digest,
             "source_sha256": bundle.manifest.provenance.source_sha256,
@@ -218,33 +271,170 @@ class Daemon:
         gc.collect()
         gc.freeze()  # what is alive now stays alive: later collections need not look at it
 
-    def _open_journal(self, bundle: Bundle, executor: dict[str, Any], exit_stack: ExitStack) -> Journal | None:
-        config = self.config.journal
-        if not config.path:
-            return None
-        header = Header(
-            time="",
-            daemon=__version__,
-            bundle=bundle.digest,
-            source=bundle.manifest.provenance.source_sha256,
-            executor=executor["name"],
-            machine=this_machine(),
-        )
-        journal = Journal(config, JournalFile(config, header), self._log)
-        exit_stack.callback(journal.close, FLUSH_S)
-        return journal
-
-    def _open_exporter(self, bundle: Bundle) -> Exporter:
-        keys = None if self._guests is None else self._guests.own
-        options = {
-            "listen": self.config.metrics.listen,
-            "connect": self._io.endpoints[0],
-            "compat": self.config.metrics.compat,
-            "otlp": self.config.metrics.otlp,
-            "device": self.config.engine.device if runs_on_gpu(bundle) else None,
-            "keys": None if keys is None else dataclasses.asdict(keys),
+    def _describe(self) -> None:
+        """What READY says."""
+        self._ready = {
+            "name": self._summary["name"],
+            "listen": ",".join(self._io.endpoints),
+            "pid": os.getpid(),
+            "context": self._summary["context"],
+            "executor": self._summary["executor"],
+            **({"avoid_cores": core_list(avoid)} if (avoid := self._placement.avoid) else {}),
+            **({} if self._exporter is None else {"metrics": self._exporter.url}),
+            "start_ms": self._start_ms,
         }
-        return Exporter(options, self._log)
+
+    # ---- what only one process can have --------------------------------------------------------------------------
+
+    def _open_journal(self) -> None:
+        config = self.config.journal
+        if config.path:
+            self._journal = Journal(config, JournalFile(config, self._header), self._log)
+
+    def _close_journal(self) -> None:
+        journal, self._journal = self._journal, None
+        if journal is not None:
+            journal.close(FLUSH_S)
+
+    def _open_exporter(self) -> None:
+        if not self._metrics["listen"]:
+            return
+        keys = None if self._guests is None else self._guests.own
+        own = {"connect": self._io.endpoints[0], "keys": None if keys is None else dataclasses.asdict(keys)}
+        self._exporter = Exporter(self._metrics | own, self._log)
+        self._metrics["listen"] = self._exporter.address  # what port 0 has become stays: monitors know it
+
+    def _close_exporter(self) -> None:
+        exporter, self._exporter = self._exporter, None
+        if exporter is not None:
+            exporter.close()
+
+    # ---- a successor, or a predecessor ---------------------------------------------------------------------------
+
+    def _begin_upgrade(self, identity: bytes, request_id: int) -> None:
+        """A client asks for a successor. Raises RequestError where there cannot be one now."""
+        if self._signals.asked:
+            raise Draining()
+        if self._upgrade is not None and self._upgrade.under_way:
+            raise RequestError("upgrade_failed", "a successor is being started already")
+        if os.getpid() == 1:
+            reason = "the daemon is process 1 of its container, which ends with it: start another container"
+            raise RequestError("upgrade_failed", reason)
+        holdings = Holdings(
+            io=self._io,
+            control=self._control,
+            claims=self._claims,
+            served=self._served,
+            cores=self._allowed,
+            drain_timeout_s=self.config.drain_timeout_s,
+            ready=self._is_ready,
+            metrics=lambda: "" if self._exporter is None else self._exporter.address,
+            prepare=self._prepare_successor,
+            leave=self._leave,
+            resume=self._resume,
+        )
+        self._upgrade = Upgrade(holdings, self._log, identity, request_id)
+
+    def _prepare_successor(self) -> None:
+        """What it reads at its start is written, and the cores are free for it to choose."""
+        if self._past_file is not None:
+            self._past_file.save()
+        self._core_claims.release()
+
+    def _leave(self) -> None:
+        self._control.use_journal(None)
+        self._close_journal()
+        self._close_exporter()
+
+    def _resume(self) -> None:
+        """There is no successor."""
+        for core in self._placement.computing:
+            self._core_claims.claim(core)
+        self._open_journal()
+        self._control.use_journal(self._journal)
+        self._open_exporter()
+
+    async def _succeed(self, predecessor: Predecessor) -> None:
+        """Takes the predecessor's place. Raises DaemonError; the predecessor then goes on, and nothing was touched."""
+        channel, io = predecessor.channel, self._io
+        await asyncio.to_thread(channel.send, self._served)
+        receiving = asyncio.ensure_future(asyncio.to_thread(channel.receive, Estate))
+        while not receiving.done():
+            await asyncio.wait({receiving}, timeout=_LOOK_S)
+            if self._signals.asked:
+                channel.cancel()
+        estate, descriptors = receiving.result()
+        locks, doors = len(estate.locks), len(estate.locks) + len(estate.doors)
+        await asyncio.to_thread(io.halt)
+        try:
+            identities = io.take_over(
+                list(zip(descriptors[locks:doors], estate.doors, strict=True)),
+                [
+                    (descriptor, client.state, client.payloads)
+                    for descriptor, client in zip(descriptors[doors:], estate.clients, strict=True)
+                ],
+            )
+            await asyncio.to_thread(self._open_journal)
+            channel.send(Taken())
+            await asyncio.to_thread(channel.receive, Go, _STOP_S)
+        except BaseException:
+            io.abandon()  # all of this is the predecessor's
+            raise
+        self._release_claims()
+        self._claims = [
+            SocketClaim.inherited(Path(path), descriptor)
+            for path, descriptor in zip(estate.locks, descriptors, strict=False)
+        ]
+        for claim in self._claims:
+            for path in claim.paths:
+                with contextlib.suppress(FileNotFoundError):  # the io thread sees to that
+                    path.chmod(self.config.ipc_mode)
+        _native.be_the_service(True)
+        self._predecessor = None
+        self._control.use_journal(self._journal)
+        self._control.take_over(identities, estate.clients, estate.messages)
+        if estate.asker is not None:
+            self._control.reply(
+                identities[estate.asker],
+                UpgradeReply(
+                    id=estate.request_id,
+                    pid=os.getpid(),
+                    version=__version__,
+                    clients=len(estate.clients),
+                    requests=len(estate.messages),
+                    sessions=sum(len(client.sessions) for client in estate.clients),
+                    pause_ns=time.monotonic_ns() - estate.since_ns,
+                ),
+            )
+        io.start()
+        if self._metrics["listen"]:
+            self._metrics["listen"] = estate.metrics or self._metrics["listen"]
+            try:
+                await asyncio.to_thread(self._open_exporter)
+            except DaemonError as error:
+                self._log.error("metrics", message=f"there are none: {error.message}")
+        await asyncio.to_thread(predecessor.wait)
+        self._take_cores()
+
+    def _take_cores(self) -> None:
+        """The threads go where they belong, once the predecessor's are gone."""
+        placement = self._placement
+        computing = placement.computing
+        team = computing[1:] if len(computing) == self._threads else ()
+        pin({"ull-engine": computing[:1], "ull-team": team, "ull-io": [placement.io] if placement.io >= 0 else ()})
+        self._prioritise_engine()
+        self._prioritise_io()
+
+    def _prioritise_engine(self) -> None:
+        if self.config.engine.priority:
+            others = 0 if self._on_gpu else self._threads - 1
+            prioritise({"ull-engine": 1, "ull-team": others}, self.config.engine.priority, "engine.priority")
+
+    def _prioritise_io(self) -> None:
+        if self.config.io.priority:
+            prioritise({"ull-io": 1}, self.config.io.priority, "io.priority")
+
+    # ---- the start -----------------------------------------------------------------------------------------------
 
     def _open_past_outputs(self, bundle: Bundle, exit_stack: ExitStack) -> _native.PastOutputs | None:
         """What the suffix drafter remembers, read from its file if there is one, which is written after the end."""
@@ -308,19 +498,26 @@ class Daemon:
             * PAGE_TOKENS,
         )
 
-    def _claim_sockets(self, exit_stack: ExitStack) -> list[SocketClaim]:
-        claims = []
+    def _claim_sockets(self, exit_stack: ExitStack) -> None:
+        exit_stack.callback(self._release_claims)
+        if self._predecessor is not None:
+            directory = exit_stack.enter_context(tempfile.TemporaryDirectory(prefix="ull-"))
+            self._claims.append(SocketClaim(Path(directory) / "warm.sock", _PRIVATE_MODE))
+            return
         for endpoint in self._listen:
             if (path := ipc_path(endpoint)) is not None:
-                claims.append(SocketClaim(path, self.config.ipc_mode))
-                exit_stack.callback(claims[-1].release)
-        return claims
+                self._claims.append(SocketClaim(path, self.config.ipc_mode))
+
+    def _release_claims(self) -> None:
+        for claim in self._claims:
+            claim.release()
 
     def _place_threads(self, bundle: Bundle, exit_stack: ExitStack) -> None:
         """Decides where everything runs, takes this thread there with all that it starts, keeps memory out of swap."""
         config, engine = self.config, self.config.engine
         self._threads = 1 if runs_on_gpu(bundle) else engine.threads or len(engine.cores) or auto_threads()
         claims, allowed = CoreClaims(), os.sched_getaffinity(0)
+        self._core_claims, self._allowed = claims, sorted(allowed)
         exit_stack.callback(claims.release)
         self._placement = placement = place(
             engine,
@@ -339,7 +536,9 @@ class Daemon:
     def _load_engine(self, bundle: Bundle, exit_stack: ExitStack) -> dict[str, Any]:
         """Loads the weights and warms the engine up; returns what `info` says about the executor."""
         config, placement = self.config.engine, self._placement
-        team = placement.computing if len(placement.computing) == self._threads else ()
+        # Where a predecessor computes, a successor stays off its cores until it has gone.
+        core = placement.engine if self._predecessor is None else -1
+        team = placement.computing if core >= 0 and len(placement.computing) == self._threads else ()
         self._executor = executor = open_executor(
             bundle, self.config, self._threads, team, self._log, exit_stack, self._open_past_outputs(bundle, exit_stack)
         )
@@ -348,7 +547,7 @@ class Daemon:
             str(bundle.vocabulary_path),
             queue_depth=config.queue_depth,
             client_share=config.client_share,
-            core=placement.engine,
+            core=core,
             cooperative=placement.cooperative,
             idle=config.idle,
             watchdog_ms=config.watchdog_ms,
@@ -360,9 +559,9 @@ class Daemon:
         exit_stack.callback(self._engine.stop)
         self._engine.warm_up()
         self._engine.start()
-        if config.priority:
-            others = 0 if runs_on_gpu(bundle) else self._threads - 1
-            prioritise({"ull-engine": 1, "ull-team": others}, config.priority, "engine.priority")
+        self._on_gpu = runs_on_gpu(bundle)
+        if self._predecessor is None:
+            self._prioritise_engine()
         return {
             "name": executor.name,
             "version": __version__,
@@ -376,22 +575,21 @@ class Daemon:
             **{name: self._engine.info[name] for name in _EXECUTOR_FIGURES},
         }
 
-    def _open_io(
-        self, context: zmq.Context[zmq.Socket[bytes]], digest: str, longest_message: int, claims: list[SocketClaim]
-    ) -> _native.Io:
+    def _open_io(self, context: zmq.Context[zmq.Socket[bytes]], digest: str, longest_message: int) -> _native.Io:
         config = self.config.io
+        listen = self._listen if self._predecessor is None else [f"ipc://{claim.path}" for claim in self._claims]
         return _native.Io(
             self._engine,
             zmq_context=context.underlying,
             libzmq=loaded_libzmq(),
-            listen=[endpoint.replace("tcp://localhost:", "tcp://127.0.0.1:") for endpoint in self._listen],
+            listen=[endpoint.replace("tcp://localhost:", "tcp://127.0.0.1:") for endpoint in listen],
             control=CONTROL_ENDPOINT,
-            core=config.core,
+            core=config.core if self._predecessor is None else -1,
             cooperative=self._placement.io_shares,
             idle=config.idle,
             client_stall_ms=config.client_stall_ms,
             max_message=longest_message,
-            local=[str(claim.local) for claim in claims if claim.local is not None],
+            local=[str(claim.local) for claim in self._claims if claim.local is not None],
             bundle=digest,
             **({} if self._guests is None else self._guests.options()),
         )
@@ -490,14 +688,24 @@ class Daemon:
         return {"accepted": metrics.accepted, "refused": sum(metrics.refused.values())}
 
 
-def run(bundle: Path, config: Config, log: Log, signals: Signals, *, rehearse: bool = True) -> int:
-    """Starts a daemon and serves to its end; returns the exit status. `rehearse` is `Daemon`'s.
+def run(
+    bundle: Path,
+    config: Config,
+    log: Log,
+    signals: Signals,
+    *,
+    rehearse: bool = True,
+    predecessor: Predecessor | None = None,
+) -> int:
+    """Starts a daemon and serves to its end; returns the exit status. `rehearse` and `predecessor` are `Daemon`'s.
 
     Raises UllError if it cannot start, Stopped if it was asked to stop before it was ready.
     """
     signals.be_patient(_START_GRACE_S, 0.0, 0)
     try:
-        daemon = Daemon(open_bundle(bundle, config.verify), config, log, signals, rehearse=rehearse)
+        daemon = Daemon(
+            open_bundle(bundle, config.verify), config, log, signals, rehearse=rehearse, predecessor=predecessor
+        )
     except (ValueError, RuntimeError, MemoryError, OSError) as error:  # of the native core: what it says is the reason
         raise DaemonError(f"cannot start: {_reason(error)}") from error
     try:

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from ull.daemon.config import PAGE_TOKENS
+from ull.daemon.succession import HandedSession
 from ull.daemon.turn import Turn
 from ull.errors import RequestError
 from ull.wire import MAX_ID, Generate
@@ -106,6 +107,25 @@ class Session:
         into._answers = self._answers[:]
         into._chat, into._chat_messages = self._chat, self._chat_messages
 
+    def save(self) -> HandedSession:
+        """What a successor goes on with; nothing must be under way in it."""
+        return HandedSession(
+            number=self.number,
+            pinned=self.pin != 0,
+            ids=self.ids.tobytes(),
+            answers=self._answers,
+            chat=self._chat,
+            chat_messages=self._chat_messages,
+            warned=self.warned,
+        )
+
+    def restore(self, saved: HandedSession) -> None:
+        """Makes it hold what a predecessor's session held."""
+        self.ids = array("i", saved.ids)
+        self._answers = list(saved.answers)
+        self._chat, self._chat_messages = saved.chat, saved.chat_messages
+        self.warned = saved.warned
+
     def is_answered_in(self, request: Generate) -> bool:
         """Whether a chat is the one that was rendered last, an assistant's answer behind it, and more."""
         messages, before = request.messages or [], self._chat_messages
@@ -162,6 +182,13 @@ class Sessions:
         self._clients.setdefault(identity, own)[number] = session
         self.open_now += 1
         return session
+
+    def restore(self, identity: bytes, saved: HandedSession) -> None:
+        """Opens a session that a predecessor had, whatever the limits are now."""
+        session = Session(saved.number, next(self._keys) if saved.pinned else 0)
+        session.restore(saved)
+        self._clients.setdefault(identity, {})[saved.number] = session
+        self.open_now += 1
 
     def find(self, identity: bytes, number: int) -> Session:
         """A client's session. Raises RequestError for one that is not open, or is another client's."""

@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 from pathlib import Path
+from typing import Self
 
 from ull.access import denial
 from ull.endpoints import local_path
@@ -25,11 +26,9 @@ class SocketClaim:
     """
 
     def __init__(self, path: Path, mode: int) -> None:
-        self.path = path
-        self.local = local_path(path)
-        self.paths = [path] if self.local is None else [path, self.local]  # of sockets
-        self._lock_path = path.with_name(path.name + ".lock")
+        self._name(path)
         self._descriptor = self._lock(mode)
+        self._sign()
         try:
             for each in self.paths:
                 self._clear_way(each)
@@ -37,11 +36,37 @@ class SocketClaim:
             self._unlock()
             raise
 
+    @classmethod
+    def inherited(cls, path: Path, descriptor: int) -> Self:
+        """The claim that a predecessor had: `descriptor` is of its lock."""
+        claim = cls.__new__(cls)
+        claim._name(path)
+        claim._descriptor = descriptor
+        claim._sign()
+        return claim
+
+    @property
+    def descriptor(self) -> int:
+        """Of the lock, for a successor."""
+        return self._descriptor
+
+    def abandon(self) -> None:
+        """A successor has the claim."""
+        self._close()
+
     def release(self) -> None:
-        """Removes the socket files and gives up the claim."""
+        """Removes the socket files and gives up the claim, unless that was done or a successor has it."""
+        if self._descriptor < 0:
+            return
         for path in self.paths:
             path.unlink(missing_ok=True)
         self._unlock()
+
+    def _name(self, path: Path) -> None:
+        self.path = path
+        self.local = local_path(path)
+        self.paths = [path] if self.local is None else [path, self.local]  # of sockets
+        self._lock_path = path.with_name(path.name + ".lock")
 
     def _lock(self, mode: int) -> int:
         while True:
@@ -67,14 +92,21 @@ class SocketClaim:
             except FileNotFoundError:
                 current = None
             if current is not None and current.st_ino == os.fstat(descriptor).st_ino:
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
                 return descriptor
             os.close(descriptor)
 
+    def _sign(self) -> None:
+        """Writes into the lock's file who has it."""
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+
     def _unlock(self) -> None:
         self._lock_path.unlink(missing_ok=True)
+        self._close()
+
+    def _close(self) -> None:
         os.close(self._descriptor)
+        self._descriptor = -1
 
     def _clear_way(self, path: Path) -> None:
         """Removes a dead daemon's socket. The lock says that no ull daemon lives; another program might."""

@@ -23,6 +23,7 @@ from ull.daemon.journal import Journal
 from ull.daemon.metrics import Metrics
 from ull.daemon.preparation import Preparation, Work
 from ull.daemon.sessions import MAX_WAITING, Session, Sessions, Step
+from ull.daemon.succession import HandedSession
 from ull.daemon.tools import Calls
 from ull.daemon.turn import Turn, TurnState
 from ull.errors import Busy, DeadlineUnreachable, Draining, RequestError
@@ -85,7 +86,7 @@ class Turns:
         self._queue_depth = queue_depth
         self._bundle = bundle
         self._hold_timeout_s = hold_timeout_s
-        self._journal = journal
+        self.journal = journal  # another one once this daemon has succeeded another
         self._live: dict[tuple[bytes, int], Turn] = {}
 
     def __len__(self) -> int:
@@ -202,6 +203,26 @@ class Turns:
         for turn in [turn for turn in self._live.values() if turn.identity == identity]:
             self._end(turn, "cancelled")
 
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is under way, in no session either."""
+        return not self._live and not any(session.reserved or session.waiting for session in self._sessions)
+
+    def sessions_saved(self, identity: bytes) -> list[HandedSession]:
+        """A client's sessions, for a successor."""
+        return [session.save() for session in self._sessions.of(identity)]
+
+    def restore_session(self, identity: bytes, saved: HandedSession) -> None:
+        """Opens a session that a predecessor had."""
+        self._sessions.restore(identity, saved)
+        self._metrics.sessions = self._sessions.open_now
+
+    def drop_held(self, identity: bytes, number: int) -> None:
+        """A message for this session has come, which drops an answer that is held in it."""
+        for session in self._sessions.of(identity):
+            if session.number == number:
+                self._drop_held(session)
+
     def live_of(self, identities: set[bytes]) -> int:
         """How many turns of these connections have not ended."""
         return sum(turn.identity in identities for turn in self._live.values())
@@ -314,9 +335,9 @@ class Turns:
         turn.stop_timer()
         session, request = turn.session, turn.request
         turn.labels = ids.labels
-        recorded = self._journal is not None and not turn.rehearsal
-        if self._journal is not None and recorded:
-            self._journal.check()
+        recorded = self.journal is not None and not turn.rehearsal
+        if self.journal is not None and recorded:
+            self.journal.check()
         params = self._admission.parameters(request, turn.received_ns, time.monotonic_ns(), ids.labels)
         params |= {"hold": turn.held, "rehearsal": turn.rehearsal, "warnings": turn.warnings}
         if recorded:

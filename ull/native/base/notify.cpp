@@ -7,15 +7,23 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
 
 namespace ull {
+namespace {
+
+std::atomic<bool> is_the_service{true};
+
+}  // namespace
+
+void be_the_service(bool is) noexcept { is_the_service.store(is, std::memory_order_relaxed); }
 
 bool notify_service_manager(std::string_view state) noexcept {
   const char* path = std::getenv("NOTIFY_SOCKET");
-  if (path == nullptr) return false;
+  if (path == nullptr || !is_the_service.load(std::memory_order_relaxed)) return false;
   sockaddr_un address{};
   const size_t length = std::strlen(path);
   if (length < 2 || length >= sizeof(address.sun_path) || (path[0] != '/' && path[0] != '@')) return false;

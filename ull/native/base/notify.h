@@ -6,8 +6,12 @@
 
 namespace ull {
 
-// Sends one datagram ("READY=1", "WATCHDOG=1", ...) to $NOTIFY_SOCKET. False if there is none or it cannot be reached.
+// Sends one datagram ("READY=1", "WATCHDOG=1", ...) to $NOTIFY_SOCKET. False if there is none or it cannot be reached,
+// or this process is not the service yet.
 bool notify_service_manager(std::string_view state) noexcept;
+
+// From now on this process is not the service (it is to succeed one that runs), or it is.
+void be_the_service(bool is) noexcept;
 
 // Writes one line to standard error, its end added, if that does not wait: for threads that must not.
 void complain(std::string_view line) noexcept;

@@ -1,5 +1,5 @@
 // The PAIR socket to the control plane: requests and the ends of accepted ones go there, replies come back. Opened by
-// the thread that starts the io thread, then used and closed by the io thread alone.
+// the thread that starts the io thread, used by the io thread alone while that runs, closed by whoever has ended it.
 #pragma once
 
 #include <cstdint>

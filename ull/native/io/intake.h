@@ -20,6 +20,9 @@ class Intake {
   // Hands over what there is, a bounded number of messages. Returns whether there was anything.
   [[nodiscard]] bool work() noexcept;
 
+  // Hands over what waits for the control plane, and receives nothing more.
+  void finish() noexcept { parked_ = parked_ && !control_.forward(message_); }
+
   // A message waits for the control plane: no other is received until it has room.
   [[nodiscard]] bool parked() const noexcept { return parked_; }
   [[nodiscard]] uint64_t requests() const noexcept { return requests_; }    // handed over, or parked

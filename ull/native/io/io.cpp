@@ -52,21 +52,70 @@ Io::~Io() { stop(); }
 
 void Io::start() {
   if (thread_.joinable() || stopping_.load(std::memory_order_relaxed)) throw std::logic_error("an Io starts once");
-  try {
-    clients_->open();
-    control_.open(options_.control);
-  } catch (...) {
-    clients_->close();
-    throw;
+  if (!open_) {
+    try {
+      clients_->open();
+      control_.open(options_.control);
+    } catch (...) {
+      clients_->close();
+      throw;
+    }
+    open_ = true;
   }
+  halting_.store(false, std::memory_order_relaxed);
   thread_ = start_thread([this] { run(); });
 }
 
 void Io::stop() noexcept {
   stopping_.store(true, std::memory_order_release);
+  if (thread_.joinable()) {
+    agent_.wake();
+    thread_.join();
+  }
+  close();
+}
+
+void Io::halt() noexcept {
   if (!thread_.joinable()) return;
+  halting_.store(true, std::memory_order_release);
   agent_.wake();
   thread_.join();
+}
+
+Transport::Estate Io::hand_over() const {
+  require_halted();
+  Transport::Estate estate = clients_->hand_over();
+  for (Transport::Handed& client : estate.clients) client.payloads = outbox_.waiting_for(client.identity);
+  return estate;
+}
+
+std::vector<std::vector<uint8_t>> Io::take_over(const Transport::Estate& estate) {
+  require_halted();
+  std::vector<std::vector<uint8_t>> identities = clients_->take_over(estate);
+  const int64_t now = monotonic_ns();
+  for (size_t i = 0; i < identities.size(); ++i) {
+    for (const auto& payload : estate.clients[i].payloads) {
+      outbox_.post(Outbox::Kind::kReply, identities[i], payload, now);
+    }
+  }
+  return identities;
+}
+
+void Io::abandon() noexcept {
+  if (thread_.joinable()) return;
+  clients_->abandon();
+  close();
+}
+
+void Io::require_halted() const {
+  if (!open_ || thread_.joinable()) throw std::logic_error("only an Io that was halted is handed over");
+}
+
+void Io::close() noexcept {
+  if (!open_) return;
+  open_ = false;
+  clients_->close();
+  control_.close(options_.server.linger_ms);
 }
 
 void Io::run() noexcept {
@@ -87,7 +136,7 @@ void Io::run() noexcept {
       agent_.give_way();
     }
     if (now_ - published_ns_ >= kPublishNs) publish();
-    if (stopping_.load(std::memory_order_acquire)) {
+    if (stopping_.load(std::memory_order_acquire) || halting_.load(std::memory_order_acquire)) {
       if (give_up_ns == 0) give_up_ns = now_ + static_cast<int64_t>(options_.server.linger_ms) * 1'000'000;
       if ((sockets && !worked && flushed()) || now_ >= give_up_ns) break;
     } else if (!worked) {
@@ -95,8 +144,6 @@ void Io::run() noexcept {
     }
   }
   publish();
-  clients_->close();
-  control_.close(options_.server.linger_ms);
   agent_.end();
 }
 
@@ -142,7 +189,9 @@ bool Io::do_work(bool sockets) noexcept {
   if (blocked_ && (now_ >= retry_ns_ || (record_waits_ && sockets))) retry();
   if (now_ >= outbox_.due_ns()) outbox_.retry(now_);
   // A request is taken only where its reply would have room; the end of one that has been comes first.
-  const bool open = outbox_.room() && !record_waits_;
+  const bool halting = halting_.load(std::memory_order_acquire);
+  const bool open = outbox_.room() && !record_waits_ && !halting;
+  if (halting && !record_waits_) intake_.finish();
   if (!sockets && !(open && !intake_.parked() && clients_->ready())) return worked;
   if (now_ - files_ns_ >= kFilesNs) look_at_files();
   if (open && intake_.work()) worked = true;
@@ -161,7 +210,7 @@ void Io::idle() noexcept {
   if (paced ? now_ >= pace_.spin_from_ns() : !Agent::spun(now_ - worked_ns_)) return;
   const auto nothing_new = [this] {
     return shared_.events.empty() && shared_.releases.load(std::memory_order_acquire) == seen_releases_ &&
-           !stopping_.load(std::memory_order_acquire);
+           !stopping_.load(std::memory_order_acquire) && !halting_.load(std::memory_order_acquire);
   };
   worked_ns_ = agent_.sleep(nothing_new, [&] {
     ++stats_.sleeps;

@@ -100,8 +100,18 @@ class Io {
   Io(const Io&) = delete;
   Io& operator=(const Io&) = delete;
 
-  // Binds and starts the thread. Throws std::runtime_error naming the endpoint or path that could not be bound.
+  // Binds and starts the thread. Throws std::runtime_error naming the endpoint or path that could not be bound. After
+  // halt() it goes on where it was.
   void start();
+  // Takes no more messages, delivers what there is (for at most the linger time) and ends the thread; everything stays
+  // open, and who is connected waits. What the control plane was sent is there for it.
+  void halt() noexcept;
+  // Halted only: what a successor goes on with. It may still be gone on with here, as long as no successor does.
+  [[nodiscard]] Transport::Estate hand_over() const;
+  // ... Goes on with what another process has handed over, in place of the own doors; returns the clients' identities.
+  [[nodiscard]] std::vector<std::vector<uint8_t>> take_over(const Transport::Estate& estate);
+  // ... A successor has it: closes everything here, and says nothing to anybody.
+  void abandon() noexcept;
   // Delivers what has ended (for at most the linger time), closes the sockets, ends the thread. Idempotent.
   void stop() noexcept;
 
@@ -113,6 +123,8 @@ class Io {
 
  private:
   void run() noexcept;
+  void close() noexcept;
+  void require_halted() const;
   [[nodiscard]] bool do_work(bool sockets) noexcept;
   void idle() noexcept;
   void wait_for_events(bool paced) noexcept;
@@ -165,7 +177,9 @@ class Io {
   int64_t published_ns_ = 0;
   int64_t files_ns_ = 0;  // when the files of the sockets were last looked at
   Histogram delivery_ns_;
+  bool open_ = false;  // the sockets
   std::atomic<bool> stopping_{false};
+  std::atomic<bool> halting_{false};
   std::thread thread_;
 };
 

@@ -125,6 +125,30 @@ Listener::Listener(const std::string& endpoint) : endpoint_(endpoint) {
   }
 }
 
+Listener::Listener(int fd, StateReader& reader) : fd_(fd), tcp_(reader.flag()), endpoint_(reader.text()) {
+  const std::string path(reader.text());
+  SocketFile::Identity identity;
+  identity.device = reader.number();
+  identity.inode = reader.number();
+  identity.mode = static_cast<mode_t>(reader.number());
+  if (!path.empty()) file_.emplace(path, identity);
+  int listens = 0;
+  socklen_t size = sizeof(listens);
+  if (!reader.whole() || getsockopt(fd_, SOL_SOCKET, SO_ACCEPTCONN, &listens, &size) != 0 || listens == 0) {
+    throw std::runtime_error("a door that was handed over is none");
+  }
+}
+
+void Listener::save(StateWriter& writer) const {
+  writer.number(tcp_ ? 1 : 0);
+  writer.text(endpoint_);
+  writer.text(file_ ? std::string_view(file_->path()) : std::string_view{});
+  const SocketFile::Identity identity = file_ ? file_->identity() : SocketFile::Identity{};
+  writer.number(identity.device);
+  writer.number(identity.inode);
+  writer.number(identity.mode);
+}
+
 Listener::~Listener() {
   if (fd_ >= 0) ::close(fd_);
 }

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "io/socket_file.h"
+#include "protocol/saved_state.h"
 
 namespace ull {
 
@@ -16,12 +17,16 @@ class Listener {
   // address may be *, a literal (IPv6 in brackets) or a network interface; a port may be * or 0. The path must not
   // exist; the umask decides who may connect. Throws std::runtime_error naming the endpoint.
   explicit Listener(const std::string& endpoint);
+  // What save() of another process wrote, of the socket `fd`, which is this one's from now on. Throws
+  // std::runtime_error if it is none.
+  Listener(int fd, StateReader& reader);
   ~Listener();
   Listener(Listener&& other) noexcept;
   Listener& operator=(Listener&&) = delete;
 
   [[nodiscard]] int fd() const noexcept { return fd_; }
   [[nodiscard]] bool tcp() const noexcept { return tcp_; }
+  void save(StateWriter& writer) const;
   // As bound: the port is resolved.
   [[nodiscard]] const std::string& endpoint() const noexcept { return endpoint_; }
 

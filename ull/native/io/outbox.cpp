@@ -59,6 +59,14 @@ void Outbox::retry(int64_t now) noexcept {
   }
 }
 
+std::vector<std::vector<uint8_t>> Outbox::waiting_for(std::span<const uint8_t> identity) const {
+  std::vector<std::vector<uint8_t>> payloads;
+  const auto found = boxes_.find(as_text(identity));
+  if (found == boxes_.end()) return payloads;
+  for (const Letter& letter : found->second.letters) payloads.push_back(letter.payload);
+  return payloads;
+}
+
 Outbox::Box* Outbox::find(std::span<const uint8_t> identity) noexcept {
   const auto found = boxes_.find(as_text(identity));
   return found == boxes_.end() ? nullptr : &found->second;

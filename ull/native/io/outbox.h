@@ -48,6 +48,9 @@ class Outbox {
   // Tries again what is due, a bounded part of it at a time.
   void retry(int64_t now) noexcept;
 
+  // What waits for a client, the oldest first.
+  [[nodiscard]] std::vector<std::vector<uint8_t>> waiting_for(std::span<const uint8_t> identity) const;
+
   [[nodiscard]] bool room() const noexcept { return waiting_cost_ < limits_.waiting_bytes; }
   // When retry() has something to do; INT64_MAX: never.
   [[nodiscard]] int64_t due_ns() const noexcept { return due_.empty() ? INT64_MAX : due_.begin()->first; }

@@ -15,6 +15,8 @@
 #include <cerrno>
 #include <cstdio>
 #include <new>
+#include <stdexcept>
+#include <string>
 #include <system_error>
 
 #include "base/clock.h"
@@ -113,8 +115,8 @@ Server::Server(const zmq::Api& api, const Options& options)
 void Server::open() {
   for (const std::string& path : options_.local) doors_.push_back({Listener("ipc://" + path), &local_});
   for (const std::string& endpoint : options_.zeromq) {
-    doors_.push_back({Listener(endpoint), &zmtp_});
-    if (doors_.back().listener.tcp() && curve_ != nullptr) doors_.back().protocol = curve_.get();
+    doors_.push_back({Listener(endpoint), nullptr});
+    doors_.back().protocol = protocol_of(doors_.back());
     endpoints_.push_back(doors_.back().listener.endpoint());
   }
   for (const Door& door : doors_) watch_door(door);
@@ -145,6 +147,117 @@ void Server::close() noexcept {
     while (::recv(connection.fd, waste_.data(), waste_.size(), MSG_DONTWAIT) > 0 && monotonic_ns() < until_ns) {
     }
     ::close(connection.fd);
+    connection.fd = -1;
+    connection.state = State::kFree;
+  }
+  ::close(epoll_);
+  epoll_ = -1;
+}
+
+// ---- a successor --------------------------------------------------------------------------------------------------
+
+// Of ZeroMQ's doors.
+const Protocol* Server::protocol_of(const Door& door) const noexcept {
+  if (door.listener.tcp() && curve_ != nullptr) return curve_.get();
+  return &zmtp_;
+}
+
+Transport::Estate Server::hand_over() const {
+  Estate estate;
+  for (const Door& door : doors_) {
+    StateWriter writer;
+    writer.number(door.protocol == &local_ ? 1 : 0);
+    door.listener.save(writer);
+    estate.doors.push_back({.fd = door.listener.fd(), .identity = {}, .state = writer.take(), .payloads = {}});
+  }
+  for (const Connection& connection : connections_) {
+    if (connection.fd < 0) continue;
+    const Identity identity = identity_of(connection);
+    estate.clients.push_back({.fd = connection.fd,
+                              .identity = {identity.begin(), identity.end()},
+                              .state = save(connection),
+                              .payloads = {}});
+  }
+  return estate;
+}
+
+// What is not saved, its successor sees for itself, or begins anew: how long it has been silent.
+std::vector<uint8_t> Server::save(const Connection& connection) const {
+  StateWriter writer;
+  writer.number(connection.protocol == &local_ ? 1 : 0);
+  writer.number(connection.protocol == curve_.get() ? 1 : 0);
+  writer.number(connection.tcp ? 1 : 0);
+  writer.number(connection.state == State::kOpen ? 1 : 0);
+  writer.number(connection.asked ? 1 : 0);
+  connection.protocol->save(connection.progress, writer);
+  writer.bytes(connection.input.bytes());
+  writer.bytes(std::span(connection.rest).subspan(connection.rest_sent));
+  return writer.take();
+}
+
+bool Server::restore(Connection& connection, StateReader& reader) {
+  if (reader.flag()) connection.state = State::kOpen;
+  connection.asked = reader.flag();
+  if (!connection.protocol->restore(connection.progress, reader)) return false;
+  const std::span<const uint8_t> input = reader.bytes(), rest = reader.bytes();
+  if (!reader.whole() || connection.progress.open != (connection.state == State::kOpen)) return false;
+  connection.rest.assign(rest.begin(), rest.end());
+  connection.input.want(input.size());
+  for (size_t done = 0; done < input.size();) {
+    if (!make_room(connection)) return false;
+    const std::span<uint8_t> room = connection.input.room();
+    if (room.empty()) return false;
+    const auto more = input.subspan(done, std::min(room.size(), input.size() - done));
+    std::copy(more.begin(), more.end(), room.begin());
+    connection.input.add(more.size());
+    done += more.size();
+  }
+  return true;
+}
+
+std::vector<std::vector<uint8_t>> Server::take_over(const Estate& estate) {
+  doors_.clear();
+  endpoints_.clear();
+  paused_until_ns_ = 0;
+  for (const Handed& handed : estate.doors) {
+    StateReader reader(handed.state);
+    const bool local = reader.flag();
+    doors_.push_back({Listener(handed.fd, reader), &local_});
+    if (local) continue;
+    doors_.back().protocol = protocol_of(doors_.back());
+    endpoints_.push_back(doors_.back().listener.endpoint());
+  }
+  if (free_.size() < estate.clients.size()) {
+    throw std::runtime_error("io: there is room for " + std::to_string(free_.size()) + " of the " +
+                             std::to_string(estate.clients.size()) + " connections that were handed over");
+  }
+  std::vector<std::vector<uint8_t>> identities;
+  for (const Handed& handed : estate.clients) {
+    StateReader reader(handed.state);
+    const bool local = reader.flag(), curve = reader.flag(), tcp = reader.flag();
+    if (curve && curve_ == nullptr) throw std::runtime_error("io: a connection with a key was handed over");
+    const Protocol* protocol = &zmtp_;
+    if (local) protocol = &local_;
+    if (curve) protocol = curve_.get();
+    Connection& connection = seat(handed.fd, protocol, tcp);
+    if (!restore(connection, reader)) throw std::runtime_error("io: a connection that was handed over is none");
+    watch(connection.fd, connection.id, connection.rest.empty() ? kEvents : kEvents | EPOLLOUT, EPOLL_CTL_ADD);
+    enqueue(connection);
+    const Identity identity = identity_of(connection);
+    identities.emplace_back(identity.begin(), identity.end());
+  }
+  for (const Door& door : doors_) watch_door(door);
+  // Whoever is in the list of clients no longer is looked for with the next look at it.
+  guests_ = 0;
+  set_alarm();
+  return identities;
+}
+
+void Server::abandon() noexcept {
+  if (epoll_ < 0) return;
+  doors_.clear();
+  for (Connection& connection : connections_) {
+    if (connection.fd >= 0) ::close(connection.fd);
     connection.fd = -1;
     connection.state = State::kFree;
   }
@@ -225,21 +338,27 @@ void Server::greet(int fd, const Door& door) noexcept {
     ::close(fd);
     return;
   }
+  const Connection& connection = seat(fd, door.protocol, tcp);
+  watch(fd, connection.id, kEvents, EPOLL_CTL_ADD);
+}
+
+// Gives a connection that has come a place, of which there must be one.
+Server::Connection& Server::seat(int fd, const Protocol* protocol, bool tcp) noexcept {
   const uint32_t index = free_.back();
   free_.pop_back();
   ++counts_.accepted;
   ++counts_.clients;
-  if (door.protocol == &local_) ++counts_.local_clients;
+  if (protocol == &local_) ++counts_.local_clients;
   if (tcp) ++remote_;
   Connection& connection = connections_[index];
   connection.fd = fd;
   connection.id = ++serial_ << kIndexBits | index;
-  connection.protocol = door.protocol;
+  connection.protocol = protocol;
   connection.tcp = tcp;
   connection.state = State::kHandshake;
   connection.drained = false;
   connection.heard_ns = monotonic_ns();
-  watch(fd, connection.id, kEvents, EPOLL_CTL_ADD);
+  return connection;
 }
 
 void Server::pause_listening() noexcept {

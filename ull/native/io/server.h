@@ -75,6 +75,10 @@ class Server final : public Transport {
   void pop_denial() noexcept override;
   [[nodiscard]] Counts counts() const noexcept override;
 
+  [[nodiscard]] Estate hand_over() const override;
+  [[nodiscard]] std::vector<std::vector<uint8_t>> take_over(const Estate& estate) override;
+  void abandon() noexcept override;
+
  private:
   using Identity = std::array<uint8_t, kIdentity>;
   enum class State : uint8_t { kFree, kHandshake, kOpen, kGone };
@@ -110,6 +114,7 @@ class Server final : public Transport {
   [[nodiscard]] Listener* untold() noexcept;
   void accept_clients(int listener) noexcept;
   void greet(int fd, const Door& door) noexcept;
+  Connection& seat(int fd, const Protocol* protocol, bool tcp) noexcept;
   void pause_listening() noexcept;
   void on_alarm() noexcept;
   void set_alarm() noexcept;
@@ -129,6 +134,10 @@ class Server final : public Transport {
   void consume(Connection& connection, size_t bytes) noexcept;
   [[nodiscard]] std::span<uint8_t> room_for(Connection& connection) noexcept;
   [[nodiscard]] bool make_room(Connection& connection) noexcept;
+
+  [[nodiscard]] std::vector<uint8_t> save(const Connection& connection) const;
+  [[nodiscard]] bool restore(Connection& connection, StateReader& reader);
+  [[nodiscard]] const Protocol* protocol_of(const Door& door) const noexcept;
 
   [[nodiscard]] Sent transmit(Connection& connection, std::span<const uint8_t> header,
                               std::span<const uint8_t> payload) noexcept;

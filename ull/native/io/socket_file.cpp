@@ -44,13 +44,13 @@ int listen_unix(const std::string& path, std::optional<mode_t> mode) noexcept {
 SocketFile::State SocketFile::look() noexcept {
   struct stat found{};
   if (lstat(path_.c_str(), &found) != 0) return errno == ENOENT || errno == ENOTDIR ? State::kGone : State::kForeign;
-  if (found.st_dev != device_ || found.st_ino != inode_) return State::kForeign;
-  mode_ = found.st_mode & kModeBits;  // it may have been changed since
+  if (found.st_dev != identity_.device || found.st_ino != identity_.inode) return State::kForeign;
+  identity_.mode = found.st_mode & kModeBits;  // it may have been changed since
   return State::kOurs;
 }
 
 int SocketFile::bind_again() noexcept {
-  const int fd = listen_unix(path_, mode_);
+  const int fd = listen_unix(path_, identity_.mode);
   if (fd < 0 || adopt()) return fd;
   const int error = errno;
   close(fd);
@@ -61,9 +61,7 @@ int SocketFile::bind_again() noexcept {
 bool SocketFile::adopt() noexcept {
   struct stat found{};
   if (lstat(path_.c_str(), &found) != 0) return false;
-  device_ = found.st_dev;
-  inode_ = found.st_ino;
-  mode_ = found.st_mode & kModeBits;
+  identity_ = {found.st_dev, found.st_ino, found.st_mode & kModeBits};
   return true;
 }
 

@@ -21,8 +21,17 @@ class SocketFile {
     kForeign,  // somebody else's file is there
   };
 
+  // A file as the kernel knows it.
+  struct Identity {
+    dev_t device = 0;
+    ino_t inode = 0;
+    mode_t mode = 0;
+  };
+
   // Takes what is at `path` now for ours.
   explicit SocketFile(std::string path) : path_(std::move(path)) { (void)adopt(); }
+  // ... if it is this one, which another process has bound.
+  SocketFile(std::string path, const Identity& identity) : path_(std::move(path)), identity_(identity) {}
 
   // Looks at the file; costs one system call.
   [[nodiscard]] State look() noexcept;
@@ -30,14 +39,13 @@ class SocketFile {
   [[nodiscard]] int bind_again() noexcept;
 
   [[nodiscard]] const std::string& path() const noexcept { return path_; }
+  [[nodiscard]] const Identity& identity() const noexcept { return identity_; }
 
  private:
   [[nodiscard]] bool adopt() noexcept;
 
   std::string path_;
-  dev_t device_ = 0;
-  ino_t inode_ = 0;
-  mode_t mode_ = 0;
+  Identity identity_;
 };
 
 [[nodiscard]] constexpr std::string_view socket_file_state_name(SocketFile::State state) noexcept {

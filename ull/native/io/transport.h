@@ -26,7 +26,7 @@ struct Incoming {
   std::array<uint8_t, kMaxIdentity> identity;
   size_t identity_size = 0;
   zmq::Message payload;             // initialised by whoever owns this; moved on, not copied
-  const char* malformed = nullptr;  // why it is no request: "bad_frame", "bad_version", kTooLong; null: it is one
+  const char* malformed = nullptr;  // why it is no request, see protocol/peer.h; null: it is one
   int64_t received_ns = 0;          // CLOCK_MONOTONIC
   uint64_t id = 0;                  // of a refused request, where it could be found
   bool has_id = false;
@@ -95,6 +95,25 @@ class Transport : public Sender {
   // A peer that was not let in and that nobody has been told of; false if there is none. The same until pop_denial().
   [[nodiscard]] virtual bool denial(Denial& /*denial*/) noexcept { return false; }
   virtual void pop_denial() noexcept {}
+
+  // What a successor of this process goes on with: its listening sockets, and who is connected. All of it stays open
+  // here, so that it can be gone on with here as well, but not by both.
+  struct Handed {
+    int fd = -1;
+    std::vector<uint8_t> identity;               // of a client, here
+    std::vector<uint8_t> state;                  // what only another transport of this kind understands
+    std::vector<std::vector<uint8_t>> payloads;  // that wait for a client
+  };
+  struct Estate {
+    std::vector<Handed> doors;
+    std::vector<Handed> clients;
+  };
+  [[nodiscard]] virtual Estate hand_over() const { return {}; }
+  // Goes on with that, in place of its own doors. The descriptors are this one's from now on; returns the clients'
+  // identities here. Throws std::runtime_error: what then is left is of no use.
+  [[nodiscard]] virtual std::vector<std::vector<uint8_t>> take_over(const Estate& /*estate*/) { return {}; }
+  // Closes everything as if it had never been open here: a successor has it.
+  virtual void abandon() noexcept {}
 
   [[nodiscard]] virtual Counts counts() const noexcept = 0;
 };

@@ -1,6 +1,7 @@
 #include "io/io.h"
 
 #include "protocol/allow_list.h"
+#include "protocol/saved_state.h"
 
 #include "module/bindings.h"
 
@@ -14,6 +15,41 @@ CurveKey key_of(const nb::bytes& bytes, const char* name) {
   return key;
 }
 
+nb::bytes to_bytes(const std::vector<uint8_t>& bytes) { return nb::bytes(bytes.data(), bytes.size()); }
+
+std::vector<uint8_t> from_bytes(const nb::bytes& bytes) {
+  const auto* const begin = static_cast<const uint8_t*>(bytes.data());
+  return {begin, begin + bytes.size()};
+}
+
+// Doors as (descriptor, state), clients as (descriptor, state, waiting payloads, identity).
+nb::tuple hand_over(const Io& io) {
+  const Transport::Estate estate = io.hand_over();
+  nb::list doors, clients;
+  for (const auto& door : estate.doors) doors.append(nb::make_tuple(door.fd, to_bytes(door.state)));
+  for (const auto& client : estate.clients) {
+    nb::list payloads;
+    for (const auto& payload : client.payloads) payloads.append(to_bytes(payload));
+    clients.append(nb::make_tuple(client.fd, to_bytes(client.state), payloads, to_bytes(client.identity)));
+  }
+  return nb::make_tuple(doors, clients);
+}
+
+nb::list take_over(Io& io, const std::vector<std::tuple<int, nb::bytes>>& doors,
+                   const std::vector<std::tuple<int, nb::bytes, std::vector<nb::bytes>>>& clients) {
+  Transport::Estate estate;
+  for (const auto& [fd, state] : doors) {
+    estate.doors.push_back({.fd = fd, .identity = {}, .state = from_bytes(state), .payloads = {}});
+  }
+  for (const auto& [fd, state, payloads] : clients) {
+    estate.clients.push_back({.fd = fd, .identity = {}, .state = from_bytes(state), .payloads = {}});
+    for (const nb::bytes& payload : payloads) estate.clients.back().payloads.push_back(from_bytes(payload));
+  }
+  nb::list identities;
+  for (const auto& identity : io.take_over(estate)) identities.append(to_bytes(identity));
+  return identities;
+}
+
 nb::dict io_stats(const Io& io) {
   nb::dict out = to_dict(io.stats().named());
   out["delivery_ns"] = to_dict(io.delivery_ns().named());
@@ -23,6 +59,7 @@ nb::dict io_stats(const Io& io) {
 }  // namespace
 
 void bind_io(nb::module_& m) {
+  m.attr("SAVED_FORMAT") = kSavedFormat;
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<AllowList>(m, "AllowList", "The clients that may come by CURVE.")
       .def(nb::init<>())
@@ -72,6 +109,15 @@ void bind_io(nb::module_& m) {
           "curve_secret"_a = nb::bytes("", 0), "curve_clients"_a.none() = nb::none(), nb::keep_alive<1, 2>())
       .def("start", &Io::start, Unlocked(), "Binds (RuntimeError naming the endpoint) and starts the thread.")
       .def("stop", &Io::stop, Unlocked(), "Delivers what has ended, closes the sockets. Idempotent.")
+      .def("halt", &Io::halt, Unlocked(),
+           "Takes no more messages, delivers what there is, ends the thread; all stays open. start() goes on.")
+      .def("hand_over", &hand_over,
+           "Halted: what a successor goes on with, as (doors, clients): a door is (descriptor, state), a client\n"
+           "(descriptor, state, waiting payloads, identity). All stays open, but only one may go on with it.")
+      .def("take_over", &take_over, "doors"_a, "clients"_a,
+           "Halted: goes on with what a predecessor has handed over, the clients without their identities there.\n"
+           "Returns those that they have here. RuntimeError: it cannot, and is of no use any more.")
+      .def("abandon", &Io::abandon, Unlocked(), "Halted: closes everything without a word; a successor has it.")
       .def("stats", &io_stats)
       .def(
           "delivery_histogram", [](const Io& io) { return to_dict(io.delivery_ns()); },

@@ -45,6 +45,8 @@ void bind_process(nb::module_& m) {
 
   m.def("notify", &notify_service_manager, "state"_a,
         "Sends a state (such as READY=1) to systemd's notification socket; False if there is none.");
+  m.def("be_the_service", &be_the_service, "is_it"_a,
+        "Whether this process is the one that the service manager hears of: not before it has succeeded another.");
   m.def("measure_noise", &noise_of, "core"_a, "duration_ns"_a, "bounds_ns"_a,
         "Reads the clock on a core, and counts the gaps between two reads by their size. ValueError: no such core.");
 }

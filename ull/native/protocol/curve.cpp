@@ -116,6 +116,37 @@ bool Curve::welcome(const ProtocolState& state) const noexcept {
   }
 }
 
+void Curve::save(const ProtocolState& state, StateWriter& writer) const {
+  Mechanism::save(state, writer);
+  writer.number(state.session != nullptr ? 1 : 0);
+  if (state.session == nullptr) return;
+  const Session& session = session_of(state);
+  for (const CurveKey* key : {&session.peer_transient, &session.secret, &session.key, &session.client}) {
+    writer.bytes(*key);
+  }
+  writer.bytes(session.cookie);
+  writer.number(session.sent);
+  writer.number(session.seen);
+  writer.text(session.known.name);
+  writer.number(session.known.admin ? 1 : 0);
+}
+
+bool Curve::restore(ProtocolState& state, StateReader& reader) const {
+  if (!Mechanism::restore(state, reader)) return false;
+  if (!reader.flag()) return !state.open;
+  auto session = std::make_unique<Session>(options_.sodium);
+  for (CurveKey* key : {&session->peer_transient, &session->secret, &session->key, &session->client}) {
+    reader.fill(*key);
+  }
+  reader.fill(session->cookie);
+  session->sent = reader.number();
+  session->seen = reader.number();
+  session->known.name = reader.text();
+  session->known.admin = reader.flag();
+  state.session = std::move(session);
+  return true;
+}
+
 // ---- the handshake ------------------------------------------------------------------------------------------------
 
 Step Curve::hear(ProtocolState& state, Bytes command) const noexcept {

@@ -37,6 +37,8 @@ class Curve final : public zmtp::Mechanism {
   [[nodiscard]] bool welcome(const ProtocolState& state) const noexcept override;
   [[nodiscard]] uint64_t guests() const noexcept override { return options_.clients->generation(); }
   [[nodiscard]] bool laborious() const noexcept override { return true; }
+  void save(const ProtocolState& state, StateWriter& writer) const override;
+  [[nodiscard]] bool restore(ProtocolState& state, StateReader& reader) const override;
 
  private:
   struct Session;  // what is kept of one connection

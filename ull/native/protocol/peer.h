@@ -11,7 +11,9 @@
 namespace ull {
 
 inline constexpr std::string_view kWireVersion = "ull1";
-// The value of Incoming::malformed for a request that is longer than a message may be.
+// Why a client's message is no request: not two frames, of another version, longer than a message may be.
+inline constexpr char kBadFrame[] = "bad_frame";
+inline constexpr char kBadVersion[] = "bad_version";
 inline constexpr char kTooLong[] = "too_long";
 
 // A message that is longer than it may be is thrown away and its request refused, up to this many bytes; beyond, its

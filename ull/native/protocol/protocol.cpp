@@ -1,8 +1,16 @@
 #include "protocol/protocol.h"
 
+#include <string_view>
+
 #include "protocol/request_id.h"
 
 namespace ull {
+namespace {
+
+// What ProtocolState::malformed may be.
+constexpr const char* kMalformed[] = {kBadFrame, kBadVersion, kTooLong};
+
+}  // namespace
 
 void Protocol::throw_away(ProtocolState& state, size_t size, const char* malformed) noexcept {
   state.throwing = true;
@@ -46,5 +54,32 @@ std::span<const uint8_t> Protocol::ping(ProtocolState& /*state*/) const noexcept
 void Protocol::introduce(const ProtocolState& /*state*/, Peer& /*peer*/) const noexcept {}
 
 bool Protocol::welcome(const ProtocolState& /*state*/) const noexcept { return true; }
+
+void Protocol::save(const ProtocolState& state, StateWriter& writer) const {
+  for (const bool flag : {state.open, state.greeted, state.pings, state.version_ok, state.throwing, state.has_id}) {
+    writer.number(flag ? 1 : 0);
+  }
+  for (const uint64_t number : {uint64_t{state.frames}, state.id, uint64_t{state.left}, uint64_t{state.thrown}}) {
+    writer.number(number);
+  }
+  writer.text(state.malformed == nullptr ? std::string_view{} : state.malformed);
+}
+
+bool Protocol::restore(ProtocolState& state, StateReader& reader) const {
+  for (bool* flag : {&state.open, &state.greeted, &state.pings, &state.version_ok, &state.throwing, &state.has_id}) {
+    *flag = reader.flag();
+  }
+  const uint64_t frames = reader.number();
+  state.frames = static_cast<uint8_t>(frames);
+  state.id = reader.number();
+  state.left = reader.number();
+  state.thrown = reader.number();
+  const std::string_view why = reader.text();
+  for (const char* known : kMalformed) {
+    if (why == known) state.malformed = known;
+  }
+  // A loop that throws bytes away must have some to wait for.
+  return frames <= 2 && (why.empty() || state.malformed != nullptr) && (!state.throwing || state.left > 0);
+}
 
 }  // namespace ull

@@ -10,6 +10,7 @@
 #include <span>
 
 #include "protocol/peer.h"
+#include "protocol/saved_state.h"
 
 namespace ull {
 
@@ -100,6 +101,10 @@ class Protocol {
   [[nodiscard]] virtual uint64_t guests() const noexcept { return 0; }
   // Whether a step of the handshake takes so long that tokens have their turn after each.
   [[nodiscard]] virtual bool laborious() const noexcept { return false; }
+  // Writes how far a connection has come, for a process that goes on with it.
+  virtual void save(const ProtocolState& state, StateWriter& writer) const;
+  // Reads into an empty state what save() wrote. False if it is none.
+  [[nodiscard]] virtual bool restore(ProtocolState& state, StateReader& reader) const;
   // Tells the clients of one protocol from those of others.
   [[nodiscard]] virtual char letter() const noexcept = 0;
 

@@ -107,7 +107,7 @@ inline Role role_of(const Frame& frame, const ProtocolState& state, size_t max_m
 inline const char* malformed(const Frame& frame, const ProtocolState& state, Role role) noexcept {
   if (frame.more) return nullptr;
   if (role == Role::kLongPayload) return kTooLong;
-  return state.frames == 1 ? "bad_version" : "bad_frame";
+  return state.frames == 1 ? kBadVersion : kBadFrame;
 }
 
 // Whether a peer that says this of itself can talk to a ROUTER.
