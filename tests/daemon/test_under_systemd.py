@@ -52,11 +52,31 @@ def test_a_service_lives_as_operations_says(tiny_bundle: Path, tmp_path: Path) -
         systemd.until(ActiveState="active")
         assert systemd.events("reload")
 
+        upgrade = [sys.executable, "-m", "ull", "upgrade", "--connect", "ipc:///run/ull-tiny/ull.sock"]
+
+        def replace() -> None:
+            """Another process is the service, and nothing else has changed."""
+            before, ready = systemd.show(), len(systemd.events("ready"))
+            assert " has handed over to " in systemd.run(*upgrade).stdout
+            systemd.wait(lambda: len(systemd.events("ready")) > ready, "the successor")
+            after = systemd.show()
+            assert after["MainPID"] not in (before["MainPID"], "0")
+            assert {**after, "StatusText": "", "MainPID": ""} == {**before, "StatusText": "", "MainPID": ""}
+            assert after["StatusText"].startswith("serving name=tiny listen=ipc:///run/ull-tiny/ull.sock")
+            assert systemd.run(*generate, "ipc:///run/ull-tiny/ull.sock").stdout == answer
+            assert systemd.run(*generate, "tcp://127.0.0.1:5555", "--key", "/etc/ull/alice.key").stdout == answer
+            figures = systemd.run(sys.executable, "-c", _ASK, "http://127.0.0.1:9464/metrics").stdout
+            assert "ull_requests_accepted_total 2.0" in figures
+            assert '"status":"ok"' in systemd.run(*ask).stdout  # the gateway has not lost its daemon
+
+        replace()
+        replace()
         signal_inside(systemd, signal.SIGKILL)  # a crash
         systemd.until(ActiveState="active", SubState="running", NRestarts="1")
+        replace()
         signal_inside(systemd, signal.SIGSTOP)  # nothing gives a sign of life: the watchdog ends it
         systemd.until(ActiveState="active", SubState="running", NRestarts="2")
-        assert len(systemd.events("ready")) == 3
+        assert len(systemd.events("ready")) == 6
 
         systemd.run("systemctl", "stop", systemd.unit)
         state = systemd.show()

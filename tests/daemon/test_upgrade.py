@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
 import time
 import urllib.request
 from contextlib import closing
@@ -360,6 +361,34 @@ def test_a_stop_gives_up_the_successor(spawn: Spawn) -> None:
     assert daemon.process.wait(60) == 0
     with pytest.raises(ProcessLookupError):
         os.kill(successor, 0)
+
+
+def test_another_vocabulary_ends_sessions_and_nothing_else(
+    spawn: Spawn, copy: Path, pristine: Path, tmp_path: Path
+) -> None:
+    daemon = spawn(bundle=copy)
+    with heirs(daemon), ull.Client(daemon.url) as client:
+        session = client.open_session()
+        copy.rename(tmp_path / "away.ull")
+        shutil.copytree(pristine, copy)
+        assert client.upgrade().sessions == 0
+        assert client.info().engine["name"] == "x"
+        assert client.generate("a", max_tokens=3, ignore_eos=True).result().finish_reason == "length"
+        with pytest.raises(ull.RequestError) as refused:
+            session.generate("a", max_tokens=3).result()
+        assert refused.value.code == "unknown_session"
+
+
+def test_the_first_process_of_a_container_has_no_successor(spawn: Spawn) -> None:
+    enter = ["unshare", "--pid", "--fork", "--kill-child"]
+    if shutil.which("unshare") is None or subprocess.run([*enter, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no namespace can be made here")
+    daemon = spawn(command=[*enter, *python_command("ull.daemon")])
+    with ull.Client(daemon.url) as client:
+        with pytest.raises(ull.RequestError, match="process 1 of its container"):
+            client.upgrade()
+        assert len(tokens(client)) == 24
+    daemon.kill()  # who has made the namespace passes no other signal on
 
 
 def test_it_is_for_admins(spawn: Spawn, keys: Keys) -> None:

@@ -591,6 +591,33 @@ TEST(at_the_daemon_s_end_the_io_thread_tells_of_ends_that_nobody_hears_of) {
   CHECK(!daemon.net.take("client"));
 }
 
+TEST(halted_it_delivers_what_there_is_and_then_waits_until_it_goes_on) {
+  Daemon daemon({.tokens = ids("ab"), .round_ns = 100'000});
+  CHECK_THROWS((void)daemon.io.hand_over(), std::logic_error);
+  for (uint64_t id = 1; id <= 6; id += 2) {
+    daemon.submit("client", id, 3);
+    CHECK_EQ(daemon.finish("client", id).dones, 1);
+    daemon.io.halt();
+    daemon.io.halt();                              // it is
+    CHECK(daemon.io.hand_over().clients.empty());  // of a transport that has nothing to hand over
+    daemon.submit("client", id + 1, 3);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    CHECK(!daemon.read("client", id + 1));
+    CHECK_EQ(daemon.got("client", id + 1).frames, 0U);
+    daemon.io.start();
+    CHECK_EQ(daemon.finish("client", id + 1).text, "aba");
+  }
+}
+
+TEST(halted_it_says_nothing_to_whom_another_has) {
+  Daemon daemon({.tokens = {1}});
+  daemon.io.halt();
+  daemon.io.abandon();
+  CHECK_THROWS((void)daemon.io.hand_over(), std::logic_error);
+  daemon.io.stop();
+  CHECK(!daemon.net.take("client"));
+}
+
 TEST(options_and_endpoints_are_checked) {
   CHECK_THROWS(Daemon({.tokens = {1}}, {}, {}, "fake://taken"), std::runtime_error);
   CHECK_THROWS(Daemon({.tokens = {1}}, {.client_stall_ms = 0}), std::invalid_argument);
