@@ -136,18 +136,38 @@ def test_what_is_said_of_a_running_request_is_heard_while_others_wait(spawn: Spa
                 dropped = client.generate(PROMPT, **OPTIONS)
                 dropped.cancel()  # before anybody has looked at it
                 otherwise = session.generate(PROMPT, **OPTIONS)  # in place of what was held
-                assert (await ahead.result()).finish_reason == "cancelled"
-                await held.commit()
+                commit = asyncio.create_task(held.commit())
+                await client.health()
                 spoken.cancel()  # somebody speaks in between
                 assert (await spoken.result()).finish_reason == "cancelled"
+                # What was held has been seen by nobody: the successor answers it.
+                await commit
                 assert (await held.result()).finish_reason == "length"
-                assert (await upgrade).requests >= 3
+                assert (await ahead.result()).finish_reason == "cancelled"
+                assert (await upgrade).requests == 7
                 assert (await waiting.result()).finish_reason == "length"
                 assert (await otherwise.result()).finish_reason == "length"
                 assert (await dropped.result()).finish_reason == "cancelled"
 
     with heirs(daemon):
         asyncio.run(run())
+
+
+def test_what_is_held_waits_for_its_commit_in_the_successor(spawn: Spawn) -> None:
+    """Nobody is kept waiting for a commit that does not come, and the answer is the one that was held."""
+    daemon = spawn("--set", "sessions.hold_timeout_s=1000")
+    with heirs(daemon), ull.Client(daemon.url) as client:
+        expected = tokens(client)
+        with client.open_session() as session:
+            held = [client.generate(PROMPT, hold=True, **OPTIONS), session.generate(PROMPT, hold=True, **OPTIONS)]
+            answer = client.upgrade()
+            assert (answer.requests, answer.sessions) == (2, 1)
+            for stream in reversed(held):
+                stream.commit()
+                assert stream.result().token_ids == expected
+            following = session.generate("x", **OPTIONS).result()
+            assert following.usage.cached_tokens > len(expected)
+    assert all(event["finish"] == "length" for event in daemon.events("request"))
 
 
 def test_what_waits_is_bounded_as_the_queue_is(spawn: Spawn) -> None:
@@ -389,6 +409,26 @@ def test_the_first_process_of_a_container_has_no_successor(spawn: Spawn) -> None
             client.upgrade()
         assert len(tokens(client)) == 24
     daemon.kill()  # who has made the namespace passes no other signal on
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_threads_have_their_cores_once_the_predecessor_has_gone(spawn: Spawn) -> None:
+    engine, io = sorted(os.sched_getaffinity(0))[:2]
+    daemon = spawn("--cores", f"{engine},{io}")
+
+    def placed(pid: int) -> dict[str, set[int]]:
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        named = {(task / "comm").read_text().strip(): os.sched_getaffinity(int(task.name)) for task in tasks}
+        return {name: cores for name, cores in named.items() if name in ("ull-engine", "ull-io")}
+
+    with heirs(daemon), ull.Client(daemon.url) as client:
+        before = placed(daemon.pid)
+        assert before == {"ull-engine": {engine}, "ull-io": {io}}
+        successor = client.upgrade().pid
+        daemon.wait_events("ready", 2)
+        assert placed(successor) == before
+    first, second = daemon.events("cores")
+    assert {**first, "time": ""} == {**second, "time": ""}
 
 
 def test_it_is_for_admins(spawn: Spawn, keys: Keys) -> None:

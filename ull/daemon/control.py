@@ -159,9 +159,12 @@ class ControlPlane:
         """From now on nothing new is begun: what comes is set aside. What was begun goes on, and is answered."""
         self._aside = SetAside(self._queue_depth, self._engine.client_share)
 
-    @property
-    def quiet(self) -> bool:
-        """Whether nothing is under way any more."""
+    def is_quiet(self) -> bool:
+        """Whether nothing is under way any more. What is held is set aside: nobody has seen anything of it."""
+        if self._aside is not None:
+            for turn in self._turns.withdraw_held():
+                payload = wire.encode(turn.request)
+                self._aside.keep_first(Kept(turn.identity, payload, turn.received_ns, turn.request.id))
         return not self._converting and self._turns.quiet
 
     def fall_silent(self) -> None:

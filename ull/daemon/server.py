@@ -391,6 +391,8 @@ class Daemon:
                     path.chmod(self.config.ipc_mode)
         _native.be_the_service(True)
         self._predecessor = None
+        if self._guests is not None:
+            self._reload()  # SIGHUP went to the predecessor
         self._control.use_journal(self._journal)
         self._control.take_over(identities, estate.clients, estate.messages)
         if estate.asker is not None:

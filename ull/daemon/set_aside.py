@@ -31,6 +31,7 @@ class SetAside:
         self._most = most
         self._share = share
         self._messages: list[Kept] = []
+        self._first = 0  # of them, that had been begun
 
     def __len__(self) -> int:
         return len(self._messages)
@@ -58,8 +59,14 @@ class SetAside:
         """Keeps a message."""
         self._messages.append(kept)
 
+    def keep_first(self, kept: Kept) -> None:
+        """Keeps what had been begun, and so came before all that has not."""
+        self._messages.insert(self._first, kept)
+        self._first += 1
+
     def forget(self, identity: bytes) -> None:
         """A client has gone."""
+        self._first -= sum(kept.identity == identity for kept in self._messages[: self._first])
         self._messages = [kept for kept in self._messages if kept.identity != identity]
 
     def __iter__(self) -> Iterator[Kept]:

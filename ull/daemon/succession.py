@@ -149,7 +149,9 @@ class Channel:
             message = _decoder.decode(self._bytes(length))
             descriptors: list[int] = []
             while len(descriptors) < count:
-                byte, some, _, _ = socket.recv_fds(self._connection, 1, _MOST_DESCRIPTORS)
+                # No child process is to keep a client's connection.
+                flags = socket.MSG_CMSG_CLOEXEC
+                byte, some, _, _ = socket.recv_fds(self._connection, 1, _MOST_DESCRIPTORS, flags)
                 descriptors += some
                 if not byte or not some:
                     raise Ended("it has ended")
@@ -161,8 +163,6 @@ class Channel:
             raise Ended("it does not speak as a daemon of this version") from error
         finally:
             self._connection.settimeout(None)
-        for descriptor in descriptors:
-            os.set_inheritable(descriptor, False)
         if isinstance(message, Failed):
             raise DaemonError(message.reason)
         if not isinstance(message, kind):

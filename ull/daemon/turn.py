@@ -38,6 +38,7 @@ class Turn:
         self.rehearsal = rehearsal  # the daemon's own, which leaves no trace
         self.state = TurnState.WAITING
         self.held = request.hold  # its answer waits for a `commit` that has not come
+        self.withdrawn = False  # a successor answers it
         self.session: Session | None = None
         self.source: Source | None = None  # of its grammar, ...
         self.grammar: Grammar | None = None  # ... once that is compiled

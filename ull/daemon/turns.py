@@ -134,6 +134,11 @@ class Turns:
     def ended(self, record: wire.Ended, completion: Sequence[int]) -> None:
         """Takes the end of a submitted turn, of which the io thread has told its client unless that is done here."""
         turn = self._live.get((record.identity, record.id))
+        if turn is not None and turn.withdrawn:
+            self._leave(turn)
+            if turn.session is not None and turn.session.closed:
+                self._unpin(turn.session)
+            return
         if turn is None or not turn.told:
             self._over(turn, record, completion)
             return
@@ -207,6 +212,18 @@ class Turns:
     def quiet(self) -> bool:
         """Whether nothing is under way, in no session either."""
         return not self._live and not any(session.reserved or session.waiting for session in self._sessions)
+
+    def withdraw_held(self) -> list[Turn]:
+        """Ends the answers that are held: nobody has seen anything of them. They are to be asked for anew."""
+        held = [turn for turn in self._live.values() if turn.held and turn.state is TurnState.SUBMITTED]
+        withdrawn = [turn for turn in held if not turn.withdrawn and self._engine.withdraw(*turn.key)]
+        for turn in withdrawn:
+            turn.withdrawn = True
+            turn.stop_timer()
+            if turn.session is not None and turn.session.turn is turn:
+                turn.session.turn = None
+            self._metrics.accepted -= 1
+        return withdrawn
 
     def sessions_saved(self, identity: bytes) -> list[HandedSession]:
         """A client's sessions, for a successor."""

@@ -111,7 +111,7 @@ class Upgrade:
         control, loop = self._holdings.control, asyncio.get_running_loop()
         deadline = loop.time() + self._holdings.drain_timeout_s
         cancelled = False
-        while not control.quiet:
+        while not control.is_quiet():
             if loop.time() >= deadline and not cancelled:
                 control.cancel_all()
                 cancelled = True
@@ -121,10 +121,10 @@ class Upgrade:
         holdings, control = self._holdings, self._holdings.control
         since_ns = time.monotonic_ns()
         control.fall_silent()
-        self._halted = True
-        await _to_its_end(holdings.io.halt)
         metrics, self._left = holdings.metrics(), True
         await _to_its_end(holdings.leave)
+        self._halted = True
+        await _to_its_end(holdings.io.halt)
         doors, clients = holdings.io.hand_over()
         handed, messages = control.hand_over(clients)
         if ready.vocabulary != holdings.served.vocabulary:
@@ -170,10 +170,10 @@ class Upgrade:
             how = successor.end()
             successor.close()
             reason = f"{reason}; {how}, and the log may say more" if "ended" in reason else reason
-        if self._left:
-            holdings.resume()
         if self._halted:
             holdings.io.start()
+        if self._left:
+            holdings.resume()
         _native.notify(f"MAINPID={os.getpid()}")
         control.go_on()
         self._log.error("upgrade", message="there is no successor; this daemon goes on", reason=reason)

@@ -63,6 +63,9 @@ class FakeEngine:
         self.cancelled.append((identity, request_id))
         return (identity, request_id) in self.submitted
 
+    def withdraw(self, identity: bytes, request_id: int) -> bool:
+        raise NotImplementedError
+
     def commit(self, identity: bytes, request_id: int) -> bool:
         self.committed.append((identity, request_id))
         return (identity, request_id) in self.submitted

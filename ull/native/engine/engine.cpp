@@ -362,6 +362,7 @@ uint64_t Engine::submit(const Submission& submission) {
   slot.outcome = Outcome{};
   slot.cancel.store(false, std::memory_order_relaxed);
   slot.shed.store(false, std::memory_order_relaxed);
+  slot.withdrawn.store(false, std::memory_order_relaxed);
   slot.held.store(submission.hold, std::memory_order_relaxed);
   slot.logprobs_returned.store(0, std::memory_order_relaxed);
   slot.reached.store(0, std::memory_order_relaxed);
@@ -427,6 +428,15 @@ bool Engine::cancel(std::span<const uint8_t> identity, uint64_t id, bool shed) n
   if (shed) slot.shed.store(true, std::memory_order_relaxed);  // cancel_slot() publishes it
   cancel_slot(index);
   if (held) release();
+  return true;
+}
+
+bool Engine::withdraw(std::span<const uint8_t> identity, uint64_t id) noexcept {
+  const uint32_t index = find(identity, id);
+  if (index == kNoSlot || !shared_->slot(index).held.load(std::memory_order_acquire)) return false;
+  shared_->slot(index).withdrawn.store(true, std::memory_order_relaxed);  // cancel_slot() publishes it
+  cancel_slot(index);
+  release();
   return true;
 }
 

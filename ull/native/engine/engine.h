@@ -141,6 +141,8 @@ class Engine {
   // True if that client has such a request and it had not ended.
   // `shed`: its client did not ask for it, the daemon is being stopped and does not wait for it.
   bool cancel(std::span<const uint8_t> identity, uint64_t id, bool shed = false) noexcept;
+  // Ends a request that is held, without a word to its client. False if that client has no such one.
+  bool withdraw(std::span<const uint8_t> identity, uint64_t id) noexcept;
   // Releases what a request that was submitted with `hold` has brought. False if that client has no such request that
   // is held.
   bool commit(std::span<const uint8_t> identity, uint64_t id) noexcept;

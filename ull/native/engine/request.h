@@ -173,6 +173,7 @@ struct RequestSlot {
   std::atomic<int32_t> reached{0};  // tokens of it that are in the KV cache, or may be: for guesses by other threads
   std::atomic<bool> cancel{false};
   std::atomic<bool> shed{false};              // ... and it is the daemon that does not wait for its end
+  std::atomic<bool> withdrawn{false};         // ... and its client is not told: another daemon answers it
   std::atomic<bool> held{false};              // nothing of it is delivered until this is false, or `cancel` is true
   std::atomic<int32_t> logprobs_returned{0};  // records that the io thread has given back
 

@@ -377,6 +377,10 @@ bool Io::deliver_done(uint32_t slot) noexcept {
   Delivery& delivery = deliveries_[slot];
   if (delivery.finished) return true;
   const RequestSlot& request = shared_.slot(slot);
+  if (request.withdrawn.load(std::memory_order_acquire)) {
+    delivery.finished = true;
+    return true;
+  }
   if (delivery.client == ClientState::kOk) {
     const std::span<const uint8_t> frame = packer_.done(request, delivery);
     switch (outbox_.send(request.client(), frame)) {

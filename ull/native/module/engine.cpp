@@ -175,6 +175,13 @@ void bind_engine(nb::module_& m) {
           "True if that client has such a request and it had not ended, or is held. `shed`: the daemon is being "
           "stopped, and says so in the request's end.")
       .def(
+          "withdraw",
+          [](Engine& engine, const nb::bytes& identity, uint64_t request_id) {
+            return engine.withdraw(view(identity), request_id);
+          },
+          "identity"_a, "request_id"_a,
+          "Ends a held request without a word to its client; False if that client has no such one.")
+      .def(
           "commit",
           [](Engine& engine, const nb::bytes& identity, uint64_t request_id) {
             return engine.commit(view(identity), request_id);
