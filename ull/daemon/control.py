@@ -279,7 +279,7 @@ class ControlPlane:
             self._wait_for_memory()
             return False
         except Exception as error:
-            self._give_up(f"{type(error).__name__}: {error}")
+            self.give_up(f"{type(error).__name__}: {error}")
             return False
         return True
 
@@ -287,7 +287,7 @@ class ControlPlane:
         """The message that could not be received is still there: it is tried again soon, but not for ever."""
         self._memory_tries += 1
         if self._memory_tries > _MEMORY_TRIES:
-            self._give_up("out of memory")
+            self.give_up("out of memory")
             return
         asyncio.get_running_loop().call_later(_MEMORY_PAUSE_S, self._read_again)
 
@@ -295,7 +295,8 @@ class ControlPlane:
         if self._reader is not None:
             self._reader.again()
 
-    def _give_up(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
+        """No more messages can be taken: only a new process helps."""
         self.failure = self.failure or reason
         self.changed.set()
 
@@ -338,7 +339,7 @@ class ControlPlane:
                 _, record, *completion = frames
                 self._turns.ended(wire.decode_ended(record.buffer), completion_ids(completion))
         except MemoryError:
-            self._give_up("out of memory")  # the client would wait for ever
+            self.give_up("out of memory")  # the client would wait for ever
         except Exception as error:
             self._log.error("internal", kind=kind.decode(errors="replace"), error=f"{type(error).__name__}: {error}")
 

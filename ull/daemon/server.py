@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import os
 import tempfile
@@ -29,8 +28,8 @@ from ull.cores import core_list
 from ull.daemon.admission import Admission, Limits
 from ull.daemon.config import PAGE_TOKENS, Config, EngineConfig
 from ull.daemon.control import ControlPlane
+from ull.daemon.exclusive import Exclusive
 from ull.daemon.executors import open_executor, runs_on_gpu
-from ull.daemon.exporter import Exporter
 from ull.daemon.grammars import Grammars, library_path
 from ull.daemon.guests import Guests
 from ull.daemon.host import (
@@ -43,15 +42,13 @@ from ull.daemon.host import (
     quick_wake_ups,
     return_large_blocks,
 )
-from ull.daemon.journal import Journal
-from ull.daemon.journal_file import JournalFile
 from ull.daemon.past_outputs import PastOutputsFile, vocabulary_digest
 from ull.daemon.placement import CoreClaims, place
 from ull.daemon.process import Signals, announce
 from ull.daemon.rehearsal import rehearse
 from ull.daemon.socket_claim import SocketClaim
-from ull.daemon.succession import Ended, Estate, Go, Predecessor, Ready, Taken
-from ull.daemon.upgrade import Holdings, Upgrade
+from ull.daemon.succession import Ended, Predecessor, Ready
+from ull.daemon.upgrade import Holdings, Upgrade, inherit
 from ull.endpoints import default_endpoint, ipc_path
 from ull.errors import ConfigError, DaemonError, Draining, RequestError
 from ull.journal import Header
@@ -59,7 +56,7 @@ from ull.libzmq import loaded_libzmq
 from ull.log import Log
 from ull.machine import this_machine
 from ull.text.tokenizer import Tokenizer
-from ull.wire import UpgradeReply, longest_request
+from ull.wire import longest_request
 
 EXIT_ENGINE_FAILED = 3
 EXIT_RESTART = 4
@@ -70,7 +67,6 @@ _LAST_CALL_S = 0.1  # what was sent before SIGTERM may still be on its way
 _CANCEL_S = 2.0  # after the drain timeout, for cancelled requests to end
 _STOP_S = 10.0  # for native threads to stop, before the process ends without them
 FLUSH_S = 2.0  # for the log's last lines
-_LOOK_S = 0.05  # between two looks for a signal, while a predecessor has not come to its end
 _PRIVATE_MODE = 0o600  # of the door of a daemon that has not taken its predecessor's place
 _REHEARSED_TOKENS = 2  # the prompt's last chunk and a round of its own
 _START_GRACE_S = 3.0  # between a signal and the end, before READY
@@ -98,7 +94,6 @@ class Daemon:
         self.config = config
         self._predecessor = predecessor
         self._upgrade: Upgrade | None = None
-        self._journal: Journal | None = None
         self._claims: list[SocketClaim] = []
         self._is_ready = asyncio.Event()
         self._log = log
@@ -106,7 +101,6 @@ class Daemon:
         self._rehearses = rehearse
         self._listen = config.listen or [default_endpoint()]
         self._past_file: PastOutputsFile | None = None
-        self._exporter: Exporter | None = None
         self._slow_wake_ups: str | None = None  # why sleeping cores may take long to wake up
         self._exit = ExitStack()  # what close() undoes, last first
         with ExitStack() as exit_stack:
@@ -218,17 +212,7 @@ class Daemon:
         if self._placement.configured:
             self._slow_wake_ups = exit_stack.enter_context(quick_wake_ups())
         start_ns = time.monotonic_ns() - started_ns
-        self._header = Header(
-            time="",
-            daemon=__version__,
-            bundle=bundle.digest,
-            source=bundle.manifest.provenance.source_sha256,
-            executor=executor["name"],
-            machine=this_machine(),
-        )
-        exit_stack.callback(self._close_journal)
-        if self._predecessor is None:
-            self._open_journal()
+        self._exclusive = self._open_exclusive(bundle, executor, exit_stack)
         self._control = ControlPlane(
             socket,
             self._engine,
@@ -240,20 +224,14 @@ class Daemon:
             queue_depth=config.engine.queue_depth,
             sessions=config.sessions,
             grammars=grammars,
-            journal=self._journal,
+            journal=self._exclusive.journal,
             access=config.access,
             upgrade=self._begin_upgrade,
         )
         exit_stack.callback(self._control.close)
-        self._metrics = {
-            "listen": config.metrics.listen,
-            "compat": config.metrics.compat,
-            "otlp": config.metrics.otlp,
-            "device": config.engine.device if runs_on_gpu(bundle) else None,
-        }
-        exit_stack.callback(self._close_exporter)
         if self._predecessor is None:
-            self._open_exporter()
+            self._exclusive.open_metrics(self._io.endpoints[0])
+        exit_stack.callback(self._exclusive.close_metrics)
         self._served = Ready(
             version=__version__,
             saved_format=_native.SAVED_FORMAT,
@@ -280,34 +258,9 @@ class Daemon:
             "context": self._summary["context"],
             "executor": self._summary["executor"],
             **({"avoid_cores": core_list(avoid)} if (avoid := self._placement.avoid) else {}),
-            **({} if self._exporter is None else {"metrics": self._exporter.url}),
+            **({} if self._exclusive.metrics_url is None else {"metrics": self._exclusive.metrics_url}),
             "start_ms": self._start_ms,
         }
-
-    # ---- what only one process can have --------------------------------------------------------------------------
-
-    def _open_journal(self) -> None:
-        config = self.config.journal
-        if config.path:
-            self._journal = Journal(config, JournalFile(config, self._header), self._log)
-
-    def _close_journal(self) -> None:
-        journal, self._journal = self._journal, None
-        if journal is not None:
-            journal.close(FLUSH_S)
-
-    def _open_exporter(self) -> None:
-        if not self._metrics["listen"]:
-            return
-        keys = None if self._guests is None else self._guests.own
-        own = {"connect": self._io.endpoints[0], "keys": None if keys is None else dataclasses.asdict(keys)}
-        self._exporter = Exporter(self._metrics | own, self._log)
-        self._metrics["listen"] = self._exporter.address  # what port 0 has become stays: monitors know it
-
-    def _close_exporter(self) -> None:
-        exporter, self._exporter = self._exporter, None
-        if exporter is not None:
-            exporter.close()
 
     # ---- a successor, or a predecessor ---------------------------------------------------------------------------
 
@@ -328,7 +281,7 @@ class Daemon:
             cores=self._allowed,
             drain_timeout_s=self.config.drain_timeout_s,
             ready=self._is_ready,
-            metrics=lambda: "" if self._exporter is None else self._exporter.address,
+            metrics=lambda: self._exclusive.metrics_address,
             prepare=self._prepare_successor,
             leave=self._leave,
             resume=self._resume,
@@ -343,78 +296,35 @@ class Daemon:
 
     def _leave(self) -> None:
         self._control.use_journal(None)
-        self._close_journal()
-        self._close_exporter()
+        self._exclusive.close()
 
     def _resume(self) -> None:
         """There is no successor."""
         for core in self._placement.computing:
             self._core_claims.claim(core)
-        self._open_journal()
-        self._control.use_journal(self._journal)
-        self._open_exporter()
+        self._exclusive.open_journal()
+        self._control.use_journal(self._exclusive.journal)
+        self._exclusive.try_metrics(self._io.endpoints[0])
 
     async def _succeed(self, predecessor: Predecessor) -> None:
         """Takes the predecessor's place. Raises DaemonError; the predecessor then goes on, and nothing was touched."""
-        channel, io = predecessor.channel, self._io
-        await asyncio.to_thread(channel.send, self._served)
-        receiving = asyncio.ensure_future(asyncio.to_thread(channel.receive, Estate))
-        while not receiving.done():
-            await asyncio.wait({receiving}, timeout=_LOOK_S)
-            if self._signals.asked:
-                channel.cancel()
-        estate, descriptors = receiving.result()
-        locks, doors = len(estate.locks), len(estate.locks) + len(estate.doors)
-        await asyncio.to_thread(io.halt)
-        try:
-            identities = io.take_over(
-                list(zip(descriptors[locks:doors], estate.doors, strict=True)),
-                [
-                    (descriptor, client.state, client.payloads)
-                    for descriptor, client in zip(descriptors[doors:], estate.clients, strict=True)
-                ],
-            )
-            await asyncio.to_thread(self._open_journal)
-            channel.send(Taken())
-            await asyncio.to_thread(channel.receive, Go, _STOP_S)
-        except BaseException:
-            io.abandon()  # all of this is the predecessor's
-            raise
-        self._release_claims()
-        self._claims = [
-            SocketClaim.inherited(Path(path), descriptor)
-            for path, descriptor in zip(estate.locks, descriptors, strict=False)
-        ]
-        for claim in self._claims:
-            for path in claim.paths:
-                with contextlib.suppress(FileNotFoundError):  # the io thread sees to that
-                    path.chmod(self.config.ipc_mode)
-        _native.be_the_service(True)
+        io, control, exclusive = self._io, self._control, self._exclusive
+        inheritance = await inherit(
+            predecessor, io, self._served, exclusive.open_journal, lambda: self._signals.asked > 0
+        )
+        estate = inheritance.estate
         self._predecessor = None
+        _native.be_the_service(True)
+        self._release_claims()
+        self._claims = inheritance.claims(self.config.ipc_mode)
         if self._guests is not None:
             self._reload()  # SIGHUP went to the predecessor
-        self._control.use_journal(self._journal)
-        self._control.take_over(identities, estate.clients, estate.messages)
+        control.use_journal(exclusive.journal)
+        control.take_over(inheritance.identities, estate.clients, estate.messages)
         if estate.asker is not None:
-            self._control.reply(
-                identities[estate.asker],
-                UpgradeReply(
-                    id=estate.request_id,
-                    pid=os.getpid(),
-                    version=__version__,
-                    clients=len(estate.clients),
-                    requests=len(estate.messages),
-                    sessions=sum(len(client.sessions) for client in estate.clients),
-                    pause_ns=time.monotonic_ns() - estate.since_ns,
-                ),
-            )
+            control.reply(inheritance.identities[estate.asker], inheritance.answer())
         io.start()
-        if self._metrics["listen"]:
-            self._metrics["listen"] = estate.metrics or self._metrics["listen"]
-            try:
-                await asyncio.to_thread(self._open_exporter)
-            except DaemonError as error:
-                self._log.error("metrics", message=f"there are none: {error.message}")
+        await asyncio.to_thread(exclusive.try_metrics, io.endpoints[0], estate.metrics)
         await asyncio.to_thread(predecessor.wait)
         self._take_cores()
 
@@ -437,6 +347,24 @@ class Daemon:
             prioritise({"ull-io": 1}, self.config.io.priority, "io.priority")
 
     # ---- the start -----------------------------------------------------------------------------------------------
+
+    def _open_exclusive(self, bundle: Bundle, executor: dict[str, Any], exit_stack: ExitStack) -> Exclusive:
+        header = Header(
+            time="",
+            daemon=__version__,
+            bundle=bundle.digest,
+            source=bundle.manifest.provenance.source_sha256,
+            executor=executor["name"],
+            machine=this_machine(),
+        )
+        device = self.config.engine.device if self._on_gpu else None
+        exclusive = Exclusive(
+            self.config, header, device, None if self._guests is None else self._guests.own, self._log
+        )
+        exit_stack.callback(exclusive.close)
+        if self._predecessor is None:
+            exclusive.open_journal()
+        return exclusive
 
     def _open_past_outputs(self, bundle: Bundle, exit_stack: ExitStack) -> _native.PastOutputs | None:
         """What the suffix drafter remembers, read from its file if there is one, which is written after the end."""

@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
-from ull import _native
+from ull import __version__, _native
 from ull.daemon.control import ControlPlane
 from ull.daemon.socket_claim import SocketClaim
-from ull.daemon.succession import Ended, Estate, Go, HandedClient, Message, Ready, Successor, Taken
+from ull.daemon.succession import Ended, Estate, Go, HandedClient, Message, Predecessor, Ready, Successor, Taken
 from ull.errors import DaemonError, RequestError
 from ull.log import Log
+from ull.wire import UpgradeReply
 
 _TAKE_S = 30.0  # for a successor to take over: to read the last journal file, above all
 _LOOK_S = 0.02  # between two looks whether all is quiet
@@ -30,7 +32,10 @@ _Expected = TypeVar("_Expected", bound=Message)
 
 @dataclass(frozen=True, kw_only=True)
 class Holdings:
-    """What a daemon has and hands over. `leave` gives up what only one process can have, `resume` takes it again."""
+    """What a daemon has and hands over. `leave` gives up what only one process can have, `resume` takes it again.
+
+    `prepare` comes before there is a successor. `resume` raises DaemonError where this daemon is of no use without.
+    """
 
     io: _native.Io
     control: ControlPlane
@@ -40,7 +45,7 @@ class Holdings:
     drain_timeout_s: float
     ready: asyncio.Event  # set once this daemon has all that it hands over, a predecessor's place above all
     metrics: Callable[[], str]  # address of the exporter; "": there is none
-    prepare: Callable[[], None]  # before there is a successor
+    prepare: Callable[[], None]
     leave: Callable[[], None]
     resume: Callable[[], None]
 
@@ -90,6 +95,8 @@ class Upgrade:
             reason = str(error)
         except DaemonError as error:
             reason = error.message
+        except Exception as error:  # of ours: whatever it is, this daemon goes on
+            reason = f"{type(error).__name__}: {error}"
         finally:
             if self.done is None:
                 self._give_up(successor, reason)
@@ -173,7 +180,10 @@ class Upgrade:
         if self._halted:
             holdings.io.start()
         if self._left:
-            holdings.resume()
+            try:
+                holdings.resume()
+            except (DaemonError, OSError) as error:
+                control.give_up(f"what was given up for a successor cannot be taken again: {error}")
         _native.notify(f"MAINPID={os.getpid()}")
         control.go_on()
         self._log.error("upgrade", message="there is no successor; this daemon goes on", reason=reason)
@@ -182,6 +192,74 @@ class Upgrade:
             raise RequestError("upgrade_failed", f"the daemon goes on as it was: {reason}")
 
         control.attempt(self._identity, self._request_id, answer)
+
+
+@dataclass(frozen=True)
+class Inheritance:
+    """What a daemon has from its predecessor."""
+
+    estate: Estate
+    identities: Sequence[bytes]  # of the clients, here
+    locks: Sequence[int]  # descriptors
+
+    def claims(self, mode: int) -> list[SocketClaim]:
+        """Of the ipc sockets, whose files get this mode."""
+        claims = [
+            SocketClaim.inherited(Path(path), lock) for path, lock in zip(self.estate.locks, self.locks, strict=True)
+        ]
+        for path in (path for claim in claims for path in claim.paths):
+            with suppress(FileNotFoundError):  # the io thread sees to that
+                path.chmod(mode)
+        return claims
+
+    def answer(self) -> UpgradeReply:
+        """What the client is told that asked for the successor."""
+        estate = self.estate
+        return UpgradeReply(
+            id=estate.request_id,
+            pid=os.getpid(),
+            version=__version__,
+            clients=len(estate.clients),
+            requests=len(estate.messages),
+            sessions=sum(len(client.sessions) for client in estate.clients),
+            pause_ns=time.monotonic_ns() - estate.since_ns,
+        )
+
+
+async def inherit(
+    predecessor: Predecessor,
+    io: _native.Io,
+    served: Ready,
+    open_journal: Callable[[], None],
+    stopped: Callable[[], bool],
+) -> Inheritance:
+    """The other side of `Upgrade`: waits for what there is, and takes it; the io thread is halted then.
+
+    Raises Ended or DaemonError, also once `stopped` says so: the predecessor goes on with all of it.
+    """
+    channel = predecessor.channel
+    await asyncio.to_thread(channel.send, served)
+    receiving = asyncio.ensure_future(asyncio.to_thread(channel.receive, Estate))
+    while not receiving.done():
+        await asyncio.wait({receiving}, timeout=_LOOK_S)
+        if stopped():
+            channel.cancel()
+    estate, descriptors = receiving.result()
+    locks, doors = len(estate.locks), len(estate.locks) + len(estate.doors)
+    clients = zip(descriptors[doors:], estate.clients, strict=True)
+    await asyncio.to_thread(io.halt)
+    try:
+        identities = io.take_over(
+            list(zip(descriptors[locks:doors], estate.doors, strict=True)),
+            [(descriptor, client.state, client.payloads) for descriptor, client in clients],
+        )
+        await asyncio.to_thread(open_journal)
+        channel.send(Taken())
+        await asyncio.to_thread(channel.receive, Go, _TAKE_S)
+    except BaseException:
+        io.abandon()
+        raise
+    return Inheritance(estate, identities, descriptors[:locks])
 
 
 async def _hear(successor: Successor, kind: type[_Expected], timeout_s: float | None = None) -> _Expected:
