@@ -269,7 +269,8 @@ class Daemon:
         if self._signals.asked:
             raise Draining()
         if self._upgrade is not None and self._upgrade.under_way:
-            raise RequestError("upgrade_failed", "a successor is being started already")
+            which = f"process {self._upgrade.successor}" if self._upgrade.successor else "it has no number yet"
+            raise RequestError("upgrade_failed", f"a successor is being started already ({which})")
         if os.getpid() == 1:
             reason = "the daemon is process 1 of its container, which ends with it: start another container"
             raise RequestError("upgrade_failed", reason)
@@ -298,10 +299,12 @@ class Daemon:
         self._control.use_journal(None)
         self._exclusive.close()
 
-    def _resume(self) -> None:
+    def _resume(self, left: bool) -> None:
         """There is no successor."""
         for core in self._placement.computing:
             self._core_claims.claim(core)
+        if not left:
+            return
         self._exclusive.open_journal()
         self._control.use_journal(self._exclusive.journal)
         self._exclusive.try_metrics(self._io.endpoints[0])

@@ -32,9 +32,10 @@ _Expected = TypeVar("_Expected", bound=Message)
 
 @dataclass(frozen=True, kw_only=True)
 class Holdings:
-    """What a daemon has and hands over. `leave` gives up what only one process can have, `resume` takes it again.
+    """What a daemon has and hands over.
 
-    `prepare` comes before there is a successor. `resume` raises DaemonError where this daemon is of no use without.
+    `prepare` comes before there is a successor, `leave` gives up what only one process can have. `resume` undoes the
+    first and, where it is told so, the second; it raises DaemonError where this daemon is of no use without.
     """
 
     io: _native.Io
@@ -47,7 +48,7 @@ class Holdings:
     metrics: Callable[[], str]  # address of the exporter; "": there is none
     prepare: Callable[[], None]
     leave: Callable[[], None]
-    resume: Callable[[], None]
+    resume: Callable[[bool], None]
 
 
 class Upgrade:
@@ -55,6 +56,7 @@ class Upgrade:
 
     def __init__(self, holdings: Holdings, log: Log, identity: bytes, request_id: int) -> None:
         self.done: int | None = None
+        self.successor: int | None = None  # its process id, as soon as there is one
         self._holdings = holdings
         self._log = log
         self._identity = identity  # of the client that asked for it
@@ -82,6 +84,7 @@ class Upgrade:
             await holdings.ready.wait()
             await asyncio.to_thread(holdings.prepare)
             successor = Successor(holdings.cores)
+            self.successor = successor.pid
             self._log.info("upgrade", message="a successor is warming up", successor=successor.pid)
             ready = await _hear(successor, Ready)
             self._check(ready)
@@ -179,11 +182,10 @@ class Upgrade:
             reason = f"{reason}; {how}, and the log may say more" if "ended" in reason else reason
         if self._halted:
             holdings.io.start()
-        if self._left:
-            try:
-                holdings.resume()
-            except (DaemonError, OSError) as error:
-                control.give_up(f"what was given up for a successor cannot be taken again: {error}")
+        try:
+            holdings.resume(self._left)
+        except (DaemonError, OSError) as error:
+            control.give_up(f"what was given up for a successor cannot be taken again: {error}")
         _native.notify(f"MAINPID={os.getpid()}")
         control.go_on()
         self._log.error("upgrade", message="there is no successor; this daemon goes on", reason=reason)

@@ -92,11 +92,8 @@ Transport::Estate Io::hand_over() const {
 std::vector<std::vector<uint8_t>> Io::take_over(const Transport::Estate& estate) {
   require_halted();
   std::vector<std::vector<uint8_t>> identities = clients_->take_over(estate);
-  const int64_t now = monotonic_ns();
   for (size_t i = 0; i < identities.size(); ++i) {
-    for (const auto& payload : estate.clients[i].payloads) {
-      outbox_.post(Outbox::Kind::kReply, identities[i], payload, now);
-    }
+    for (const auto& payload : estate.clients[i].payloads) inherited_.emplace_back(identities[i], payload);
   }
   return identities;
 }
@@ -123,6 +120,10 @@ void Io::run() noexcept {
                 .core = options_.core,
                 .cooperative = options_.cooperative.value_or(options_.core < 0),
                 .idle = options_.idle});
+  for (const auto& [identity, payload] : inherited_) {
+    outbox_.post(Outbox::Kind::kReply, identity, payload, monotonic_ns());
+  }
+  inherited_ = {};
   int64_t give_up_ns = 0;
   for (bool worked = false;;) {
     agent_.tick();

@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/histogram.h"
@@ -109,6 +110,7 @@ class Io {
   // Halted only: what a successor goes on with. It may still be gone on with here, as long as no successor does.
   [[nodiscard]] Transport::Estate hand_over() const;
   // ... Goes on with what another process has handed over, in place of the own doors; returns the clients' identities.
+  // Says nothing to anybody before start(): until then the other may go on with it.
   [[nodiscard]] std::vector<std::vector<uint8_t>> take_over(const Transport::Estate& estate);
   // ... A successor has it: closes everything here, and says nothing to anybody.
   void abandon() noexcept;
@@ -177,7 +179,8 @@ class Io {
   int64_t published_ns_ = 0;
   int64_t files_ns_ = 0;  // when the files of the sockets were last looked at
   Histogram delivery_ns_;
-  bool open_ = false;  // the sockets
+  std::vector<std::pair<std::vector<uint8_t>, std::vector<uint8_t>>> inherited_;  // payloads for clients
+  bool open_ = false;                                                             // the sockets
   std::atomic<bool> stopping_{false};
   std::atomic<bool> halting_{false};
   std::thread thread_;
