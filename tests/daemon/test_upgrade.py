@@ -17,6 +17,7 @@ import ull
 from conftest import Daemon, Spawn
 from curve_rig import Keys, spawn_with_keys
 from heirs import heirs, pid_of
+from processes import descriptors
 from raw_client import RawClient
 from ull import cli
 from ull.curve import new_pair, write_key
@@ -54,7 +55,7 @@ def test_who_is_connected_goes_on_by_every_way(spawn: Spawn, keys: Keys) -> None
         clients = (one, two, three)
         expected = [tokens(client) for client in clients]
         assert len({tuple(ids) for ids in expected}) == 1
-        pids = {pid_of(admin)}
+        pids, opened = {pid_of(admin)}, descriptors(daemon.pid)
         for _ in range(2):
             answer = admin.upgrade()
             assert (answer.pid, answer.clients) == (pid_of(admin), 4)
@@ -64,6 +65,9 @@ def test_who_is_connected_goes_on_by_every_way(spawn: Spawn, keys: Keys) -> None
             with ull.Client(daemon.url, keys=keys.file("bob")) as late:
                 assert tokens(late) == expected[0]
         assert len(pids) == 3
+        daemon.wait_events("ready", 3)
+        while descriptors(answer.pid) != opened:  # the late one's is on its way out
+            time.sleep(0.01)
 
 
 def test_sessions_go_on(spawn: Spawn) -> None:

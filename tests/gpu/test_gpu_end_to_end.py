@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,6 +125,23 @@ def test_the_daemon_says_what_the_cpu_executor_says(bundles: dict[str, Path], st
                 assert list(stream.result().token_ids) == texts[0]
         assert client.stats().engine["suspensions"] > 0
     assert daemon.stop() == 0
+
+
+def test_a_successor_says_the_same(start: Start) -> None:
+    """Two daemons hold the device while one warms up; its session's cache is computed anew."""
+    daemon = start("--set", "engine.watchdog_ms=120000")
+    with Client(daemon.url) as client, client.open_session() as session:
+        expected = complete(client, PROMPTS[0], speculate="none")
+        session.append(PROMPTS[0]).result()
+        answer = client.upgrade()
+        try:
+            assert answer.pid != daemon.pid
+            assert daemon.process.wait(120) == 0
+            assert complete(client, PROMPTS[0], speculate="none") == expected
+            result = session.generate(max_tokens=TOKENS, seed=7, ignore_eos=True, speculate="none").result()
+            assert result.token_ids == expected
+        finally:
+            os.kill(answer.pid, signal.SIGKILL)
 
 
 def test_one_kernel_for_all_layers_says_the_same(bundles: dict[str, Path], start: Start) -> None:

@@ -18,6 +18,7 @@ import socket
 import struct
 import subprocess
 import sys
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self, TypeVar
@@ -149,12 +150,10 @@ class Channel:
             message = _decoder.decode(self._bytes(length))
             descriptors: list[int] = []
             while len(descriptors) < count:
-                # No child process is to keep a client's connection.
-                flags = socket.MSG_CMSG_CLOEXEC
-                byte, some, _, _ = socket.recv_fds(self._connection, 1, _MOST_DESCRIPTORS, flags)
-                descriptors += some
-                if not byte or not some:
+                some = self._descriptors()
+                if not some:
                     raise Ended("it has ended")
+                descriptors += some
         except TimeoutError as error:
             raise Ended(f"it has said nothing for {timeout_s:g} s") from error
         except OSError as error:
@@ -177,6 +176,15 @@ class Channel:
     def close(self) -> None:
         """Gives the socket up."""
         self._connection.close()
+
+    def _descriptors(self) -> list[int]:
+        """Those that come with the next byte. No child process is to keep a client's connection."""
+        room, received = socket.CMSG_LEN(_MOST_DESCRIPTORS * array("i").itemsize), array("i")
+        _, ancillary, _, _ = self._connection.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                received.frombytes(content)
+        return received.tolist()
 
     def _bytes(self, count: int) -> bytes:
         received = bytearray()

@@ -35,6 +35,7 @@ class FakeEngine:
         self.submitted: list[tuple[bytes, int]] = []
         self.cancelled: list[tuple[bytes, int]] = []
         self.committed: list[tuple[bytes, int]] = []
+        self.withdrawn: list[tuple[bytes, int]] = []
         self.unpinned: list[int] = []
         self.tokens: list[list[int]] = []  # of what was submitted, ...
         self.params: list[dict[str, Any]] = []  # ... and how
@@ -64,7 +65,8 @@ class FakeEngine:
         return (identity, request_id) in self.submitted
 
     def withdraw(self, identity: bytes, request_id: int) -> bool:
-        raise NotImplementedError
+        self.withdrawn.append((identity, request_id))
+        return (identity, request_id) in self.submitted
 
     def commit(self, identity: bytes, request_id: int) -> bool:
         self.committed.append((identity, request_id))
