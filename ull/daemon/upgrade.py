@@ -25,7 +25,7 @@ from ull.errors import DaemonError, RequestError
 from ull.log import Log
 from ull.wire import UpgradeReply
 
-_TAKE_S = 30.0  # for a successor to take over: to read the last journal file, above all
+_TAKE_S = 10.0  # for a successor to take over: to read the last journal file, above all
 _LOOK_S = 0.02  # between two looks whether all is quiet
 _Expected = TypeVar("_Expected", bound=Message)
 

@@ -13,7 +13,7 @@
 
 namespace ull {
 
-// Another number whenever a save() writes something else than before.
+// Another number whenever a save(), or what ull/daemon/succession.py says beside it, is not as it was before.
 inline constexpr int kSavedFormat = 1;
 
 class StateWriter {
