@@ -133,11 +133,16 @@ def test_what_had_begun_comes_first_and_who_has_gone_is_forgotten() -> None:
         aside.keep_first(Kept(b"b", b"", 0, number))
     aside.keep_first(Kept(b"a", b"", 0, 5))
     assert [kept.request_id for kept in aside] == [3, 4, 5, 1, 2]
-    assert aside.is_full_for(b"a")
-    assert not aside.is_full_for(b"b")
+    work, end = wire.Generate(id=9, prompt="x"), wire.Cancel(id=1)
+    assert aside.is_full_for(b"a", work)
+    assert not aside.is_full_for(b"b", work)
+    assert not aside.is_full_for(b"a", end)
+    for _ in range(3):
+        aside.keep(Kept(b"a", b"", 0, 1))
+    assert aside.is_full_for(b"a", end)
     aside.forget(b"b")
     aside.keep_first(Kept(b"c", b"", 0, 6))
-    assert [kept.request_id for kept in aside] == [5, 6, 1, 2]
+    assert [kept.request_id for kept in aside] == [5, 6, 1, 2, 1, 1, 1]
 
 
 def test_what_is_said_of_what_runs_is_not_kept() -> None:

@@ -149,6 +149,29 @@ class ControlPlane:
         loop.add_reader(self._engine.control_call, self._called)
         self._engine.beat()
 
+    def close(self) -> None:
+        """Stops serving."""
+        if self._reader is not None:
+            self._reader.close()
+        self._engine.end_beat()
+        self._refusals.summarise()
+        self._denials.summarise()
+        self._preparation.close()
+        self._upgrade = None  # it leads back to whoever owns this
+
+    def cancel_all(self) -> None:
+        """Asks the engine to end everything that is still running."""
+        self._turns.cancel_all()
+
+    def health(self) -> str:
+        """What `wire.HealthReply` says; a fault of the engine outranks draining, which outranks one of the journal."""
+        status = self._engine.health()
+        if status == "ok" and self.draining:
+            return "draining"
+        if status == "ok" and self._journal is not None and self._journal.unavailable is not None:
+            return "journal_unavailable"
+        return status
+
     # ---- a successor, or a predecessor --------------------------------------------------------------------------
 
     def use_journal(self, journal: Journal | None) -> None:
@@ -225,7 +248,7 @@ class ControlPlane:
         if not aside.closed:
             if isinstance(request, wire.Generate):
                 self._refuse_repeated(identity, request.id)
-            if aside.is_full_for(identity):
+            if aside.is_full_for(identity, request):
                 waiting = len(aside)
                 raise self.busy(f"{waiting} requests wait while the daemon hands over to its successor", waiting)
             session = getattr(request, "session", None)
@@ -235,29 +258,6 @@ class ControlPlane:
         return True
 
     # ---- messages -----------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Stops serving."""
-        if self._reader is not None:
-            self._reader.close()
-        self._engine.end_beat()
-        self._refusals.summarise()
-        self._denials.summarise()
-        self._preparation.close()
-        self._upgrade = None  # it leads back to whoever owns this
-
-    def cancel_all(self) -> None:
-        """Asks the engine to end everything that is still running."""
-        self._turns.cancel_all()
-
-    def health(self) -> str:
-        """What `wire.HealthReply` says; a fault of the engine outranks draining, which outranks one of the journal."""
-        status = self._engine.health()
-        if status == "ok" and self.draining:
-            return "draining"
-        if status == "ok" and self._journal is not None and self._journal.unavailable is not None:
-            return "journal_unavailable"
-        return status
 
     def _turn(self) -> bool:
         began_ns = time.monotonic_ns()

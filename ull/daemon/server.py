@@ -557,7 +557,7 @@ class Daemon:
     def _reload(self) -> None:
         """SIGHUP: reads the list of clients again. The configuration stays: memory and threads are laid out by it."""
         if self._guests is None:
-            message = "SIGHUP has nothing to read again: the configuration is read at start; restart to reconfigure"
+            message = "SIGHUP has nothing to read again: for the configuration, ask for `ull upgrade`, or restart"
             self._log.warning("reload", message=message)
             return
         try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ull.wire import Cancel, CloseSession, Commit, Health, Info, Request, SetLog, Stats, Trace, Upgrade
 
+_ENDS = Cancel | Commit | CloseSession  # or releases
 _ANSWERED = Health | Info | Stats | Trace | SetLog | Upgrade  # at once, whatever waits
 
 
@@ -51,9 +52,10 @@ class SetAside:
             return self._of(identity) > 0
         return True
 
-    def is_full_for(self, identity: bytes) -> bool:
-        """Whether there is no room for another message of this client."""
-        return len(self._messages) >= self._most or self._of(identity) >= self._share
+    def is_full_for(self, identity: bytes, request: Request) -> bool:
+        """Whether there is no room for this message. What ends others has as much room again."""
+        times = 2 if isinstance(request, _ENDS) else 1
+        return len(self._messages) >= times * self._most or self._of(identity) >= times * self._share
 
     def keep(self, kept: Kept) -> None:
         """Keeps a message."""
