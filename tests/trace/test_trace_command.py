@@ -52,7 +52,7 @@ def test_one_request_from_its_client_to_its_last_frame(spawn: Spawn, tmp_path: P
     assert sum(emitted) == sum(e["args"]["tokens"] for e in received) == 24
     assert sum(e["args"]["tokens"] for e in events if e["name"] == "frame") == 24
     assert all(begin <= end for begin, end in (*rounds, *frames))
-    assert frames[0][1] <= received[0]["ts"]
+    assert frames[0][0] <= received[0]["ts"]  # a client may read a frame before the io thread looks at the clock again
     (whole,) = [e for e in events if e["ph"] == "X" and e["name"].startswith("request ") and e["pid"] == 1]
     assert whole["args"] == {"finish": "length", "prompt": 4, "cached": 0, "completion": 24}
 
