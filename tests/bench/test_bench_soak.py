@@ -1,7 +1,5 @@
 """The soak says what it has seen, and its verdicts can fail."""
 
-import json
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -9,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench_reports import report_of
 from conftest import ROOT
 
 sys.path.append(str(ROOT / "bench"))
@@ -60,10 +59,7 @@ def test_what_kills_clients_may_not_end_by_itself() -> None:
 
 
 def test_it_runs(tmp_path: Path) -> None:
-    report = tmp_path / "soak.json"
-    command = [sys.executable, str(ROOT / "bench/soak.py"), "--minutes", "0.3", "--rate", "3", "--json", str(report)]
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    told = json.loads(report.read_text())
+    told, outcome = report_of("soak", tmp_path, "--minutes", "0.3", "--rate", "3")
     others = [check["name"] for check in told["checks"] if not check["ok"] and not check["name"].startswith("memory")]
     assert others == [], outcome.stdout  # of memory, so short a run says nothing
     assert told["samples"]["begun"]["stream"] > 0

@@ -4,7 +4,6 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,21 +44,18 @@ def harness(tmp_path: Path) -> Harness:
     return Harness(tmp_path, queue_depth=4)
 
 
-def estate(**changed: Any) -> Estate:
+def estate() -> Estate:
     session = HandedSession(7, True, b"\1\0\0\0", [(0, 1)], b"digest", 2, False)
-    client = HandedClient(b"state", [b"waits"], OPEN, [session])
-    message = HandedMessage(0, b"payload", 5, None, 3)
-    whole: dict[str, Any] = {
-        "locks": ["/run/ull.sock"],
-        "doors": [b"door"],
-        "clients": [client],
-        "messages": [message],
-        "metrics": "",
-        "asker": 0,
-        "request_id": 2**64 - 1,
-        "since_ns": 9,
-    }
-    return Estate(**(whole | changed))
+    return Estate(
+        locks=["/run/ull.sock"],
+        doors=[b"door"],
+        clients=[HandedClient(b"state", [b"waits"], OPEN, [session])],
+        messages=[HandedMessage(0, b"payload", 5, None, 3)],
+        metrics="",
+        asker=0,
+        request_id=2**64 - 1,
+        since_ns=9,
+    )
 
 
 # ---- the channel ----------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import time
 import urllib.request
-from contextlib import closing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from curve_rig import Keys, spawn_with_keys
 from heirs import heirs, pid_of
 from processes import descriptors
 from raw_client import RawClient
-from ull import cli
+from ull import cli, wire
 from ull.curve import new_pair, write_key
 from ull.spawn import ServerProcess, python_command
 
 PROMPT = "def main():"
 OPTIONS: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "seed": 11, "ignore_eos": True}
 SLOW = {"tokens": [65], "round_ns": 5_000_000, "context": 9000}
+Answer = asyncio.Task[wire.UpgradeReply]
 ENDLESS = 8000  # tokens of such a daemon: 40 seconds, in which every successor gets warm
 
 
@@ -93,23 +95,28 @@ def test_sessions_go_on(spawn: Spawn) -> None:
         assert client.stats().requests["sessions"] == 0
 
 
-async def until_warm(daemon: Daemon) -> int:
-    """Waits for a successor that waits for the daemon's requests to end; its process id."""
-    while len(events := daemon.events("upgrade")) < 2:
+async def until_warm(daemon: Daemon) -> None:
+    """Waits for a successor that waits for the daemon's requests to end."""
+    while len(daemon.events("upgrade")) < 2:
         await asyncio.sleep(0.01)
-    pid: int = events[1]["successor"]
-    return pid
+
+
+@asynccontextmanager
+async def held_up(daemon: Daemon) -> AsyncIterator[tuple[ull.AsyncClient, ull.AsyncClient, ull.AsyncStream, Answer]]:
+    """A warm successor waits for a client's endless stream: that client, who asked for it, the stream, the answer."""
+    async with ull.AsyncClient(daemon.url) as client, ull.AsyncClient(daemon.url) as admin:
+        stream = client.generate("a", max_tokens=ENDLESS)
+        await anext(stream)
+        upgrade = asyncio.create_task(admin.upgrade())
+        await until_warm(daemon)
+        yield client, admin, stream, upgrade
 
 
 def test_a_stream_ends_where_it_began_and_what_comes_behind_it_waits(spawn: Spawn) -> None:
     daemon = spawn(script=SLOW)
 
     async def run() -> None:
-        async with ull.AsyncClient(daemon.url) as client, ull.AsyncClient(daemon.url) as admin:
-            stream = client.generate("a", max_tokens=ENDLESS)
-            await anext(stream)
-            upgrade = asyncio.create_task(admin.upgrade())
-            await until_warm(daemon)
+        async with held_up(daemon) as (client, _, stream, upgrade):
             late = client.generate(PROMPT, **OPTIONS)
             ids = asyncio.create_task(client.tokenize("some words"))
             assert (await client.health()).status == "ok"
@@ -180,11 +187,7 @@ def test_what_waits_is_bounded_as_the_queue_is(spawn: Spawn) -> None:
     daemon = spawn("--set", "engine.queue_depth=4", "--set", "engine.client_share=2", script=SLOW)
 
     async def run() -> None:
-        async with ull.AsyncClient(daemon.url) as client, ull.AsyncClient(daemon.url) as admin:
-            stream = client.generate("a", max_tokens=ENDLESS)
-            await anext(stream)
-            upgrade = asyncio.create_task(admin.upgrade())
-            await until_warm(daemon)
+        async with held_up(daemon) as (client, admin, stream, upgrade):
             waiting = [client.generate(PROMPT, **OPTIONS) for _ in range(2)]
             with pytest.raises(ull.Busy, match="hands over"):
                 await client.generate(PROMPT, **OPTIONS).result()
@@ -202,11 +205,7 @@ def test_a_client_that_hangs_up_meanwhile_is_not_handed_over(spawn: Spawn) -> No
     daemon = spawn(script=SLOW)
 
     async def run() -> None:
-        async with ull.AsyncClient(daemon.url) as admin, ull.AsyncClient(daemon.url) as client:
-            stream = client.generate("a", max_tokens=ENDLESS)
-            await anext(stream)
-            upgrade = asyncio.create_task(admin.upgrade())
-            await until_warm(daemon)
+        async with held_up(daemon) as (client, _, stream, upgrade):
             late = RawClient(daemon.url)
             for number in (1, 2):
                 late.send_map(type="open_session", id=number, session=number)
@@ -369,11 +368,8 @@ def test_a_stop_gives_up_the_successor(spawn: Spawn) -> None:
     daemon = spawn(script=SLOW)
 
     async def run() -> int:
-        async with ull.AsyncClient(daemon.url) as client, ull.AsyncClient(daemon.url) as admin:
-            stream = client.generate("a", max_tokens=ENDLESS)
-            await anext(stream)
-            upgrade = asyncio.create_task(admin.upgrade())
-            successor = await until_warm(daemon)
+        async with held_up(daemon) as (client, _, stream, upgrade):
+            successor: int = daemon.events("upgrade")[1]["successor"]
             late = client.generate("b", max_tokens=2)
             assert (await client.health()).status == "ok"
             daemon.process.send_signal(signal.SIGTERM)

@@ -33,7 +33,7 @@ from ull.client.requests import (
     time_limit,
 )
 from ull.client.sessions import AsyncSession
-from ull.client.sync import CONNECT_TIMEOUT_S, GRACE_S, QUERY_TIMEOUT_S, SILENCE_TIMEOUT_S
+from ull.client.sync import CONNECT_TIMEOUT_S, GRACE_S, QUERY_TIMEOUT_S, SILENCE_TIMEOUT_S, UPGRADE_TIMEOUT_S
 from ull.curve import CurveKeys, given_keys
 from ull.errors import ConnectionLost, RequestError, RequestTimeout, UllError, UsageError
 from ull.socket_reader import Reader
@@ -250,7 +250,7 @@ class AsyncClient:
         """
         await self._ask(wire.SetLog(id=self._protocol.new_id(), level=level, prompts=prompts))
 
-    async def upgrade(self, *, timeout: float = 600.0) -> wire.UpgradeReply:
+    async def upgrade(self, *, timeout: float = UPGRADE_TIMEOUT_S) -> wire.UpgradeReply:
         """Has the daemon hand over to a successor, started from the files that are there now. For the role admin.
 
         Returns once the successor serves; this client stays connected. Raises Forbidden for everybody else,

@@ -45,6 +45,7 @@ from ull.errors import ConnectionLost, RequestError, RequestTimeout, UllError
 
 CONNECT_TIMEOUT_S = 2.0
 QUERY_TIMEOUT_S = 5.0
+UPGRADE_TIMEOUT_S = 600.0  # a large engine takes a while to load
 SILENCE_TIMEOUT_S = 10.0
 # Past the request's own timeout, which the daemon enforces, the client waits this much longer for the terminal frame.
 GRACE_S = 5.0
@@ -309,7 +310,7 @@ class Client:
         """
         self._ask(wire.SetLog(id=self._protocol.new_id(), level=level, prompts=prompts))
 
-    def upgrade(self, *, timeout: float = 600.0) -> wire.UpgradeReply:
+    def upgrade(self, *, timeout: float = UPGRADE_TIMEOUT_S) -> wire.UpgradeReply:
         """Has the daemon hand over to a successor, started from the files that are there now. For the role admin.
 
         Returns once the successor serves; this client stays connected. Raises Forbidden for everybody else,

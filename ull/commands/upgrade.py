@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from ull.client.sync import UPGRADE_TIMEOUT_S
 from ull.commands.connection import client_of
 
 
@@ -12,9 +13,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--wait",
         type=float,
-        default=600.0,
+        default=UPGRADE_TIMEOUT_S,
         metavar="SECONDS",
-        help="for the successor to load, and for what runs to end (default: 600)",
+        help="for the successor to load, and for what runs to end (default: %(default)g)",
     )
 
 

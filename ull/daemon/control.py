@@ -11,6 +11,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from enum import Enum
 from typing import Any
 
@@ -205,7 +206,7 @@ class ControlPlane:
         for place, (_, state, payloads, identity) in enumerate(clients):
             places[identity] = place
             peer = self._peers.known(identity)
-            who = None if peer is None else (peer.kind, peer.name, peer.admin, peer.pid)
+            who = None if peer is None else astuple(peer)
             handed.append(HandedClient(state, payloads, who, self._turns.sessions_saved(identity)))
         return handed, [
             HandedMessage(places[kept.identity], kept.payload, kept.received_ns, kept.malformed, kept.request_id)

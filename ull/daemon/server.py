@@ -177,6 +177,7 @@ class Daemon:
         self._context = context
         self._claim_sockets(exit_stack)
         exit_stack.callback(context.destroy, 0)
+        self._vocabulary_digest = vocabulary_digest(bundle)
         self._place_threads(bundle, exit_stack)
         tokenizer = Tokenizer(bundle.tokenizer_directory)
         exit_stack.callback(tokenizer.close)
@@ -237,7 +238,7 @@ class Daemon:
             saved_format=_native.SAVED_FORMAT,
             listen=self._listen,
             server_key="" if self._guests is None else self._guests.own.server,
-            vocabulary=vocabulary_digest(bundle),
+            vocabulary=self._vocabulary_digest,
         )
         self._summary = {"name": bundle.manifest.name, "context": limits.context, "executor": executor["name"]}
         self._start_ms = start_ns // 1_000_000
@@ -376,7 +377,7 @@ class Daemon:
         past = _native.PastOutputs(self.config.past_outputs)
         if path := self.config.speculation.past_outputs_file:
             vocabulary = bundle.manifest.model.vocabulary
-            self._past_file = PastOutputsFile(Path(path), past, vocabulary_digest(bundle), vocabulary, self._log)
+            self._past_file = PastOutputsFile(Path(path), past, self._vocabulary_digest, vocabulary, self._log)
             self._past_file.load()
             exit_stack.callback(self._past_file.save)
         return past

@@ -126,10 +126,6 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
-    def fileno(self) -> int:
-        """The descriptor: readable once there is a message, or the end."""
-        return self._connection.fileno()
-
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Sends a message, and copies of descriptors. Raises Ended."""
         payload = _encoder.encode(message)

@@ -140,7 +140,7 @@ Listener::Listener(int fd, StateReader& reader) : fd_(fd), tcp_(reader.flag()), 
 }
 
 void Listener::save(StateWriter& writer) const {
-  writer.number(tcp_ ? 1 : 0);
+  writer.flag(tcp_);
   writer.text(endpoint_);
   writer.text(file_ ? std::string_view(file_->path()) : std::string_view{});
   const SocketFile::Identity identity = file_ ? file_->identity() : SocketFile::Identity{};

@@ -166,7 +166,7 @@ Transport::Estate Server::hand_over() const {
   Estate estate;
   for (const Door& door : doors_) {
     StateWriter writer;
-    writer.number(door.protocol == &local_ ? 1 : 0);
+    writer.flag(door.protocol == &local_);
     door.listener.save(writer);
     estate.doors.push_back({.fd = door.listener.fd(), .identity = {}, .state = writer.take(), .payloads = {}});
   }
@@ -184,11 +184,11 @@ Transport::Estate Server::hand_over() const {
 // What is not saved, its successor sees for itself, or begins anew: how long it has been silent.
 std::vector<uint8_t> Server::save(const Connection& connection) const {
   StateWriter writer;
-  writer.number(connection.protocol == &local_ ? 1 : 0);
-  writer.number(connection.protocol == curve_.get() ? 1 : 0);
-  writer.number(connection.tcp ? 1 : 0);
-  writer.number(connection.state == State::kOpen ? 1 : 0);
-  writer.number(connection.asked ? 1 : 0);
+  writer.flag(connection.protocol == &local_);
+  writer.flag(connection.protocol == curve_.get());
+  writer.flag(connection.tcp);
+  writer.flag(connection.state == State::kOpen);
+  writer.flag(connection.asked);
   connection.protocol->save(connection.progress, writer);
   writer.bytes(connection.input.bytes());
   writer.bytes(std::span(connection.rest).subspan(connection.rest_sent));

@@ -118,7 +118,7 @@ bool Curve::welcome(const ProtocolState& state) const noexcept {
 
 void Curve::save(const ProtocolState& state, StateWriter& writer) const {
   Mechanism::save(state, writer);
-  writer.number(state.session != nullptr ? 1 : 0);
+  writer.flag(state.session != nullptr);
   if (state.session == nullptr) return;
   const Session& session = session_of(state);
   for (const CurveKey* key : {&session.peer_transient, &session.secret, &session.key, &session.client}) {
@@ -128,7 +128,7 @@ void Curve::save(const ProtocolState& state, StateWriter& writer) const {
   writer.number(session.sent);
   writer.number(session.seen);
   writer.text(session.known.name);
-  writer.number(session.known.admin ? 1 : 0);
+  writer.flag(session.known.admin);
 }
 
 bool Curve::restore(ProtocolState& state, StateReader& reader) const {

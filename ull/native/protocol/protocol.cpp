@@ -57,7 +57,7 @@ bool Protocol::welcome(const ProtocolState& /*state*/) const noexcept { return t
 
 void Protocol::save(const ProtocolState& state, StateWriter& writer) const {
   for (const bool flag : {state.open, state.greeted, state.pings, state.version_ok, state.throwing, state.has_id}) {
-    writer.number(flag ? 1 : 0);
+    writer.flag(flag);
   }
   for (const uint64_t number : {uint64_t{state.frames}, state.id, uint64_t{state.left}, uint64_t{state.thrown}}) {
     writer.number(number);

@@ -21,6 +21,7 @@ class StateWriter {
   void number(uint64_t value) {
     for (size_t i = 0; i < sizeof(value); ++i) bytes_.push_back(static_cast<uint8_t>(value >> (8 * i)));
   }
+  void flag(bool value) { number(value ? 1 : 0); }
   void bytes(std::span<const uint8_t> value) {
     number(value.size());
     bytes_.insert(bytes_.end(), value.begin(), value.end());
