@@ -261,10 +261,13 @@ def test_connections_beyond_the_most_are_told_so(gateway: Gateway) -> None:
 
 
 def test_a_client_that_never_reads_is_given_up_and_its_request_cancelled(spawn: Spawn, tmp_path: Path) -> None:
-    daemon = spawn(script={"tokens": [65], "round_ns": 20_000, "context": 100_000, "pages": 2000})
+    daemon = spawn(script={"tokens": [65], "round_ns": 20_000, "context": 131_072, "pages": 2048})
     with Gateway(daemon.url, tmp_path, "--stall-timeout", "1") as gateway, raw(gateway) as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        body = json.dumps({"prompt": "x", "max_tokens": 90_000, "stream": True, "ignore_eos": True}).encode()
+        # A slow gateway puts many tokens into one event. With logprobs each is 60 bytes or more even so: 8 MB in all,
+        # of which the kernel takes about 4 on a deaf client's behalf.
+        asked = {"prompt": "x", "max_tokens": 130_000, "stream": True, "ignore_eos": True, "logprobs": 5}
+        body = json.dumps(asked).encode()
         deaf.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
         assert gateway.wait_request(finish="cancelled")
         assert post(gateway, ASK)[0] == 200
