@@ -18,7 +18,8 @@ from typing import Any
 
 from report import ROOT
 from sass import disassemble, weight_loop
-from ull.bundle import Precision, device_macros
+from ull.bundle import CHUNK_KERNELS, DEVICE_KERNELS, Precision, device_macros
+from ull.gpu.chunk import Chunks
 from ull.gpu.fused import FusedForward
 from ull.gpu.launch import Launch
 from ull.gpu.memory import Sizes
@@ -83,7 +84,12 @@ def launches_of(arch: str) -> dict[str, Launch]:
             if tokens == 1:
                 launches += rounds.closing(tokens, True, PLAIN)
             found |= {launch.kernel: launch for launch in launches}
-    return found
+    return found | {launch.kernel: launch for launch in Chunks(sizes, places, MULTIPROCESSORS).launches()}
+
+
+def reported_sources() -> list[Path]:
+    """The sources of what every model's rounds and chunks are made of."""
+    return kernel_sources(DEVICE_KERNELS | CHUNK_KERNELS)
 
 
 def figures_of(source: Path, arch: str, launches: dict[str, Launch]) -> dict[str, Figures]:
@@ -136,7 +142,7 @@ def measure(arch: str) -> dict[str, Figures]:
     """Every kernel's figures with the dimensions of that model."""
     launches = launches_of(arch)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        found = pool.map(lambda source: figures_of(source, arch, launches), kernel_sources())
+        found = pool.map(lambda source: figures_of(source, arch, launches), reported_sources())
         figures = {kernel: one for part in found for kernel, one in part.items()}
     return {kernel: figures[kernel] for kernel in sorted(figures, key=_order)}
 

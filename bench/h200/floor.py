@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ull.bundle import MEDUSA, Bundle, Model
 
 KV_BYTES = {"bf16": 2, "fp8": 1}
-PASS_TOKENS = 64  # of a prompt, for which the weights of the layers are read once
 
 
 def weight_bytes(bundle: Bundle) -> int:
@@ -37,9 +38,9 @@ def kv_bytes_of(bundle: Bundle, context: int) -> int:
     return kv_bytes(bundle.manifest.model, bundle.manifest.precision.kv, context)
 
 
-def prompt_bytes(bundle: Bundle, tokens: int) -> int:
-    """What a prompt must read in passes of PASS_TOKENS: the layers' weights, and the keys and values before each."""
-    starts = range(0, tokens, PASS_TOKENS)
+def prompt_bytes(bundle: Bundle, parts: Sequence[range]) -> int:
+    """What a prompt must read that is read in such parts: the layers' weights, and the keys and values before each."""
+    starts = [part.start for part in parts]
     return len(starts) * layer_bytes(bundle) + sum(kv_bytes_of(bundle, start) for start in starts)
 
 

@@ -138,7 +138,7 @@ class Measurement:
             self._keep(arch, key, value)
         elif key in ("points", "persistent", "prefill"):
             self._keep(arch, key, value)
-            what = f"prefill of {value['tokens']}" if key == "prefill" else f"T={value['tree']} at {value['context']}"
+            what = f"T={value['tree']} at {value['context']}" if key != "prefill" else _of_prompt(value)
             gap = "" if key == "prefill" else f", gap {value['gap_us']['p50']:.2f} us"
             print(
                 f"{arch} {what}: p50 {value['median_ms']:.4f} ms, floor {value['floor_ms']:.4f} ms{gap}",
@@ -161,9 +161,13 @@ class Measurement:
         return found
 
 
+def _of_prompt(prompt: dict[str, Any]) -> str:
+    return f"prefill of {prompt['tokens']} in parts of {prompt['widest']}"
+
+
 def _subject(found: dict[str, Any]) -> tuple[Any, ...]:
     """What was measured: of a point, a prompt, a setting or a text, all that tells it from others of its kind."""
-    return tuple(found.get(key) for key in ("tree", "context", "tokens", "setting", "persistent", "name"))
+    return tuple(found.get(key) for key in ("tree", "context", "tokens", "widest", "setting", "persistent", "name"))
 
 
 def print_report(found: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from stopwatch import Stopwatch
 
 from ull.bundle import Bundle
-from ull.gpu.params import PREFILL, ROUND_SLOTS, TREE_TOKENS
+from ull.gpu.params import CHUNK_TOKENS, ROUND_SLOTS
 from ull.gpu.program import Program, load
 from ull.gpu.replay import PATIENCE_S
 from ull.gpu.rounds import FULL, PLAIN
@@ -91,18 +91,21 @@ class RoundTimer:
         begins, ends = np.array(begin, dtype=np.int64), np.array(end, dtype=np.int64)
         return Times(np.diff(begins), begins[1:] - ends[:-1], ends - begins, elapsed_ms * 1e6 / rounds)
 
-    def time_prompt(self, tokens: int, prompts: int, warm_up: int = 1) -> Prompts:
-        """`prompts` prompts of so many tokens from position 0 on, queued as the core queues them, one after another."""
+    def time_prompt(self, tokens: int, prompts: int, warm_up: int = 1, widest: int = CHUNK_TOKENS) -> Prompts:
+        """`prompts` prompts of so many tokens from position 0 on, queued as the core queues them, one after another.
+
+        `widest`: the most tokens that are read at once; TREE_TOKENS is without chunks.
+        """
         text = [(7 * index + 11) % 1000 for index in range(tokens)]
         device, host = [], []
         for index in range(warm_up + prompts):
             pending: list[int] = []
             began = time.perf_counter()
             self._stopwatch.start()
-            for start in range(0, tokens, TREE_TOKENS):
+            for part in self._replay.parts(tokens, widest):
                 if len(pending) == ROUND_SLOTS:
                     self._replay.wait(pending.pop(0))
-                pending.append(self._replay.launch(text[start : start + TREE_TOKENS], start, PREFILL))
+                pending.append(self._replay.launch_part(text, part))
             for sequence in pending:
                 self._replay.wait(sequence)
             seen = time.perf_counter()

@@ -160,7 +160,12 @@ def correctness(report: Path) -> list[Step]:
             environment={"ULL_KERNELS": "device"},
         ),
         Step("pytorch", 40, 200, tests(["tests/h200/test_reference.py"]), lacks=torch),
-        Step("engine", 30, 150, tests(["tests/h200/test_engine.py", "tests/h200/test_small.py"], 2, by_file=True)),
+        Step(
+            "engine",
+            30,
+            150,
+            tests([f"tests/h200/test_{name}.py" for name in ("engine", "chunks", "small")], 2, by_file=True),
+        ),
         Step("memory", 30, 120, program("memory_checks.py", CACHE / "tiny-medusa.ull"), lacks=sanitizer),
         # Last, since their blocks wait for each other: for ever, if they wait in vain.
         Step("persistent", 30, 150, measuring(report, ["persistent"])),

@@ -31,7 +31,7 @@ from report import percentiles
 from ull.bundle import SEAL_FILE, Bundle, open_bundle
 from ull.client.sync import Client
 from ull.gpu import driver
-from ull.gpu.params import RoundResult
+from ull.gpu.params import CHUNK_TOKENS, TREE_TOKENS, RoundResult
 from ull.spawn import DaemonProcess
 
 CACHE = ROOT / ".cache/h200"
@@ -130,14 +130,16 @@ def time_points(
 
 
 def time_prompts(arch: str, lengths: Sequence[int], bandwidth: float) -> Iterator[Finding]:
-    """Prompts of these lengths, of one model."""
+    """Prompts of these lengths, of one model: in chunks, and beside that 64 tokens at a time."""
     bundle = open_bundle(build(arch))
     with loaded(bundle) as program:
         timer = RoundTimer(program)
         for tokens in lengths:
-            prompts = timer.time_prompt(tokens, repeats(tokens))
             operations = prompt_operations(bundle.manifest.model, tokens)
-            yield {"prefill": prompt_row(prompts, tokens, prompt_bytes(bundle, tokens), operations, bandwidth)}
+            for widest in (CHUNK_TOKENS, TREE_TOKENS):
+                prompts = timer.time_prompt(tokens, repeats(tokens), widest=widest)
+                nbytes = prompt_bytes(bundle, list(program.replay().parts(tokens, widest)))
+                yield {"prefill": {"widest": widest, **prompt_row(prompts, tokens, nbytes, operations, bandwidth)}}
         timer.drain()
 
 

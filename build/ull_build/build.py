@@ -16,6 +16,7 @@ import msgspec
 
 import ull
 from ull.bundle import (
+    CHUNK_KERNELS,
     DEVICE_KERNELS,
     DFLASH,
     DFLASH_CODE_DIRECTORY,
@@ -416,7 +417,10 @@ def compile_for(
         return []
     for problem in device_problems(target, model, precision, attention):
         raise RecipeError(f'target "{target}": {problem}', field="target")
-    needed = DEVICE_KERNELS if GPU_ARCHITECTURES[target].has_bulk_copies else ROUND_KERNELS
+    architecture = GPU_ARCHITECTURES[target]
+    needed = DEVICE_KERNELS if architecture.has_bulk_copies else ROUND_KERNELS
+    if architecture.has_warpgroup_products and not of:  # a draft model reads its prompts in steps of 64 tokens
+        needed |= CHUNK_KERNELS
     return compile_kernels(
         device_macros(model, precision, medusa, taps),
         target,

@@ -101,6 +101,36 @@ def test_rounds_say_what_the_cpu_says(
     )  # the draft's second token is another: what stands there instead, and no more
 
 
+LONG = 3 * [*PROMPT, 2, 71, 828, 1500, 9, 33] * 6 + PROMPT  # 298 tokens
+
+
+def scenario_chunks(path: str) -> None:
+    """Tokens and logprobs behind LONG, read 64 tokens at a time and in a chunk."""
+    from ull.gpu.program import load
+
+    program = load(open_bundle(path))
+    assert program.handover["chunk"] != 0
+    rounds, place, said = program.replay(), len(LONG) - 1, []
+    for first in range(0, place, params.TREE_TOKENS):
+        part = LONG[first : min(first + params.TREE_TOKENS, place)]
+        rounds.wait(rounds.launch(part, first, params.PREFILL))
+    for whole in (False, True):
+        if whole:
+            rounds.prefill(LONG[:-1])
+        results = rounds.decode(LONG[-1], place, ANSWER, top_logprobs=3)
+        said.append([(item.tokens[0].token, item.tokens[0].logprob) for item in results])
+    rounds.drain()
+    program.close()
+    print(json.dumps(said))
+
+
+def test_a_prompt_in_chunks_says_what_the_cpu_says(bundle: Path, emulated: Path, cpu_model: _native.CpuModel) -> None:
+    in_rounds, in_a_chunk = run("scenario_chunks", str(bundle), kernels=emulated, multiprocessors=4)
+    assert in_a_chunk == in_rounds
+    expected = cpu_model.generate_greedy(np.array(LONG, np.int32), ANSWER).tolist()
+    assert [token for token, _ in in_a_chunk] == expected
+
+
 def scenario_redraws(path: str) -> None:
     """A chain's nodes drawn from again: without their best token, and how likely the best three are behind each."""
     from ull.gpu.program import load
@@ -321,10 +351,15 @@ def scenario_bench_prefill(path: str) -> None:
 
 
 def test_the_benchmark_measures_prompts(bundle: Path, emulated: Path) -> None:
-    short, long = run("scenario_bench_prefill", str(bundle), kernels=emulated, multiprocessors=4)
-    assert (short["tokens"], long["tokens"], long["prompts"]) == (64, 130, 1)
-    assert long["bytes"] - 3 * short["bytes"] == 2 * 6 * 2 * 32 * 2 * (64 + 128)  # the cache before the later passes
-    for prompt in (short, long):
+    found = run("scenario_bench_prefill", str(bundle), kernels=emulated, multiprocessors=4)
+    assert [(one["tokens"], one["widest"], one["prompts"]) for one in found] == [
+        *((64, 512, 1), (64, 64, 1)),
+        *((130, 512, 1), (130, 64, 1)),
+    ]
+    short, same, chunk, long = found
+    assert chunk["bytes"] == short["bytes"] == same["bytes"]
+    assert long["bytes"] - 3 * short["bytes"] == 2 * 6 * 2 * 32 * 2 * (64 + 128)  # the cache before the later parts
+    for prompt in found:
         assert min(prompt[key] for key in ("median_ms", "median_ms_seen_by_host", "tokens_per_s", "tflop_per_s")) > 0
 
 

@@ -127,6 +127,23 @@ def test_the_daemon_says_what_the_cpu_executor_says(bundles: dict[str, Path], st
     assert daemon.stop() == 0
 
 
+def test_a_long_prompt_says_the_same(bundles: dict[str, Path], start: Start) -> None:
+    """It is read in chunks; so is what another turn adds, behind a cache that ends anywhere. A cancel ends one."""
+    text = (ROOT / "engines/tiny/train.py").read_text()[:700]
+    cases: list[dict[str, Any]] = [{"speculate": "none"}, {"speculate": "medusa", "temperature": 0.7}]
+    prompts = (text, text + "\n\n" + text[100:500])
+    with DaemonProcess(bundles["cpu"]) as daemon, Client(daemon.url) as client:
+        assert client.generate(prompts[0], max_tokens=0).result().usage.prompt_tokens > 2 * 64 + 64
+        expected = [[complete(client, prompt, **case) for prompt in prompts] for case in cases]
+    daemon = start("--set", "engine.watchdog_ms=120000", launch_ms=0)
+    with Client(daemon.url) as client:
+        with client.generate(prompts[1], max_tokens=1) as stream:  # before it has answered
+            stream.cancel()
+            assert stream.result().finish_reason == "cancelled"
+        assert [[complete(client, prompt, **case) for prompt in prompts] for case in cases] == expected
+    assert daemon.stop() == 0
+
+
 def test_a_successor_says_the_same(start: Start) -> None:
     """Two daemons hold the device while one warms up; its session's cache is computed anew."""
     daemon = start("--set", "engine.watchdog_ms=120000")

@@ -38,6 +38,7 @@ KERNELS = Floors(
         "sampling": "base shared",
         "linear": "base shared",
         "attention": "base linear shared",
+        "chunk": "attention linear shared",
         "round": "attention base sampling shared",
         "head_scan": "linear round sampling",
         "dflash": "attention base linear sampling shared",

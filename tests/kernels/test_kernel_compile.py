@@ -12,6 +12,7 @@ from msgspec import structs
 
 import ull
 from ull.bundle import (
+    CHUNK_KERNELS,
     DEVICE_KERNELS,
     DFLASH_KERNELS,
     EAGLE_KERNELS,
@@ -58,6 +59,7 @@ MODELS = {
 }
 MACROS = device_macros(TINY, Precision())
 SCAN_SOURCES = sorted(set(kernel_sources(HEAD_SCAN_KERNELS)) - set(kernel_sources(ROUND_KERNELS)))
+CHUNK_SOURCES = sorted(set(kernel_sources(CHUNK_KERNELS)) - set(kernel_sources(ROUND_KERNELS)))
 MEDUSA_SOURCES = sorted(set(kernel_sources(MEDUSA_KERNELS)) - set(kernel_sources(ROUND_KERNELS)))
 
 
@@ -74,6 +76,16 @@ def test_every_kernel_compiles_without_spills(name: str, source: Path) -> None:
     for kernel in compiled.kernels:
         use = compiled.functions[kernel]
         assert (use.stack, use.spills) == (0, 0) and 0 < use.registers <= 255
+
+
+@pytest.mark.parametrize("source", CHUNK_SOURCES, ids=lambda path: path.name)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_chunks_products_stay_in_flight(name: str, source: Path) -> None:
+    """No spills, and nothing that makes the assembler wait for each product: it says so where it does (C7510 ..)."""
+    compiled = compile_file(source, device_macros(*MODELS[name]))
+    assert set(compiled.kernels) <= CHUNK_KERNELS
+    assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
+    assert "serialized" not in compiled.log
 
 
 HEADS = {

@@ -24,11 +24,11 @@ from kernels_report import (
     compiler,
     figures_of,
     launches_of,
+    reported_sources,
     resident_blocks,
     table,
     worse,
 )
-from ull_build.code.kernels import kernel_sources
 
 COMMITTED = json.loads(RESULTS.read_text())
 ARCH = ARCHS[0]
@@ -39,7 +39,7 @@ def launches() -> dict[str, Any]:
     return launches_of(ARCH)
 
 
-@pytest.mark.parametrize("source", kernel_sources(), ids=lambda path: path.name)
+@pytest.mark.parametrize("source", reported_sources(), ids=lambda path: path.name)
 def test_no_kernel_got_worse(source: Path, launches: dict[str, Any]) -> None:
     same_compiler = compiler() == COMMITTED["compiler"]
     problems = []
@@ -51,7 +51,7 @@ def test_no_kernel_got_worse(source: Path, launches: dict[str, Any]) -> None:
 
 
 def test_the_table_holds_the_kernels_that_there_are() -> None:
-    text = "".join(source.read_text() for source in kernel_sources())
+    text = "".join(source.read_text() for source in reported_sources())
     kernels = set(re.findall(r"ULL_(?:GRID_)?KERNEL\((ull_\w+),", text))
     for arch in ARCHS:
         assert set(COMMITTED["models"][arch]) == kernels, UPDATE

@@ -31,6 +31,9 @@ CONSTANTS = {  # Python's name: C++'s
     "SPLIT_TOKENS": "kSplitTokens",
     "SLICES": "kSlices",
     "TAP_SLOTS": "kTapSlots",
+    "CHUNK_TOKENS": "kChunkTokens",
+    "CHUNK_TILE": "kChunkTile",
+    "CHUNK_PARTS": "kChunkParts",
     "MOST_TAPS": "kMostTaps",
     "MLP_SCALE": "kMlpScale",
     "LAYER_LINEARS": "kLayerLinears",
@@ -121,5 +124,5 @@ def test_a_change_of_what_host_and_kernels_share_raises_the_interface() -> None:
     ]
     constants = [(name, getattr(params, name)) for name in sorted(CONSTANTS) if name != "INTERFACE"]
     digest = hashlib.sha256(repr((layout, constants)).encode()).hexdigest()[:16]
-    assert (params.INTERFACE, DEVICE_INTERFACE) == (8, 8)
-    assert digest == "5326ed3d8e2c055e"
+    assert (params.INTERFACE, DEVICE_INTERFACE) == (9, 9)
+    assert digest == "62cb285e283c75df"

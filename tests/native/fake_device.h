@@ -153,7 +153,9 @@ class FakeDevice : public LateRequests {
     int page_count = 32;
     int round_us = 0;                        // a round takes this long,
     std::array<int, kCostSizes> graph_us{};  // one of this graph so much longer
-    int prefill_us = 0;                      // and the prefill's graph
+    int prefill_us = 0;                      // and the prefill's graph,
+    int chunk_us = 0;                        // and that of a chunk
+    bool chunks = false;                     // there is one
     bool has_plain = false;                  // there is a round of one token with the plain sampler
     int plain_us = 0;                        // which takes this long besides round_us
     bool has_scan = false;                   // likewise
@@ -167,8 +169,9 @@ class FakeDevice : public LateRequests {
     int launch_error = kOutOfMemory;
     uint64_t stream_error_at = 0;  // this round ends in an error that the stream keeps reporting
     int stream_error = kIllegalAddress;
-    uint64_t hang_at = 0;    // this round never ends
-    uint64_t silent_at = 0;  // this round ends without an answer
+    uint64_t hang_at = 0;     // this round never ends
+    uint64_t silent_at = 0;   // this round ends without an answer
+    uint64_t skipped_at = 0;  // this round says that it was skipped, though nobody has cancelled it
     uint64_t not_finite_at = 0;
     uint64_t absurd_at = 0;  // this round's answer is of no such round
     std::function<void(gpu::RoundResult&)> absurdity = nullptr;
@@ -181,12 +184,14 @@ class FakeDevice : public LateRequests {
     uint64_t sequence;
     gpu::RoundMode mode;
     gpu::RoundStatus status;
-    int graph;  // nodes of the graph that was launched; 0: prefill or draft
+    int graph;  // nodes of the graph that was launched; 0: prefill or draft; kChunkTokens: a chunk's
     graph::Sampler sampler;
     bool in_burst;
     int count;
     int emitted;  // of a draft: 1 if it came right after the round whose hidden state it was to read
     uint32_t setting;
+    int position;                 // that was asked for
+    std::vector<int32_t> prompt;  // the tokens of a prompt that were read
   };
 
   explicit FakeDevice(Script script)
@@ -196,6 +201,7 @@ class FakeDevice : public LateRequests {
         host_pages_(static_cast<size_t>(pages_for(script_.context)), -1),
         host_text_(static_cast<size_t>(script_.context), -1),
         host_mask_(static_cast<size_t>(script_.model.vocabulary + 31) / 32, 0),
+        host_chunks_(size_t{gpu::kRoundSlots} * gpu::kChunkTokens, -1),
         pool_(static_cast<size_t>(script_.page_count) * kPageTokens, -1),
         text_(static_cast<size_t>(script_.context) + kMaxTokensPerRound, -1),
         pages_(host_pages_.size(), -1) {
@@ -230,7 +236,11 @@ class FakeDevice : public LateRequests {
       if (has[i] && script_.burst_rounds > 0) program.singles[i].burst = reinterpret_cast<void*>(kBursts + i);
     }
     program.burst_rounds = script_.burst_rounds;
-    program.prefill = reinterpret_cast<void*>(uintptr_t{100});
+    program.prefill = reinterpret_cast<void*>(kPrefill);
+    if (script_.chunks) {
+      program.chunk = reinterpret_cast<void*>(kChunk);
+      program.chunks = host_chunks_.data();
+    }
     if (script_.redraws) {
       program.redraw = reinterpret_cast<void*>(kRedraw);
       program.redraws = reinterpret_cast<void*>(kRedraws);
@@ -325,6 +335,8 @@ class FakeDevice : public LateRequests {
  private:
   // Graphs of rounds of one token, by sampler.
   static constexpr uintptr_t kSingles = 20, kBursts = 30;
+  // What reads a prompt: up to 64 tokens, or a chunk.
+  static constexpr uintptr_t kPrefill = 100, kChunk = 101;
   // What draws again, once or up to 64 times.
   static constexpr uintptr_t kRedraw = 210, kRedraws = 211;
 
@@ -443,13 +455,15 @@ class FakeDevice : public LateRequests {
   [[nodiscard]] int rounds_of(int graph) const { return is_burst(graph) ? script_.burst_rounds : 1; }
   // Nodes that a graph holds; 0: it is no round's.
   [[nodiscard]] static int nodes_of(int graph) {
+    if (graph == static_cast<int>(kChunk)) return gpu::kChunkTokens;
     return graph >= 100 ? 0 : graph >= static_cast<int>(kSingles) ? 1 : kCostTokens[graph - 1];
   }
   [[nodiscard]] static graph::Sampler sampler_of(int graph) {
     return static_cast<graph::Sampler>(nodes_of(graph) == 1 && graph > kCostSizes ? graph % 10 : 0);
   }
   [[nodiscard]] static int more_us(int graph, const Script& script) {
-    if (graph >= 100) return graph == 100 ? script.prefill_us : 0;
+    if (graph == static_cast<int>(kPrefill)) return script.prefill_us;
+    if (graph >= 100) return graph == static_cast<int>(kChunk) ? script.chunk_us : 0;
     if (sampler_of(graph) == graph::Sampler::kPlain) return script.plain_us;
     if (sampler_of(graph) == graph::Sampler::kScan) return script.scan_us;
     return graph >= static_cast<int>(kSingles) ? script.graph_us[0] : script.graph_us[static_cast<size_t>(graph) - 1];
@@ -476,7 +490,9 @@ class FakeDevice : public LateRequests {
                   .in_burst = is_burst(graph),
                   .count = request.count,
                   .emitted = 0,
-                  .setting = request.setting};
+                  .setting = request.setting,
+                  .position = request.position,
+                  .prompt = {}};
     if (is_burst(graph) && request.mode != gpu::RoundMode::kContinue) std::abort();
     if ((graph == 200) != (request.mode == gpu::RoundMode::kMedusa)) std::abort();
     const bool redraws = request.mode == gpu::RoundMode::kRedraw;
@@ -489,9 +505,12 @@ class FakeDevice : public LateRequests {
       if (request.parents[i] != i - 1) std::abort();  // no chain
     }
     if (graph < 100 && request.count > record.graph) std::abort();
-    const bool feeds = request.mode == gpu::RoundMode::kTake || request.mode == gpu::RoundMode::kPrefill;
-    for (int i = 0; i < request.count && feeds; ++i) {
-      if (request.tokens[i] < 0 || request.tokens[i] >= script.model.vocabulary) std::abort();  // no such embedding
+    const bool prompts = request.mode == gpu::RoundMode::kPrefill, chunk = graph == static_cast<int>(kChunk);
+    if (graph >= static_cast<int>(kPrefill) && graph <= static_cast<int>(kChunk) && !prompts) std::abort();
+    if (prompts) check_prompt(request, chunk ? gpu::kChunkTokens : gpu::kTreeTokens, script.context);
+    const int32_t* tokens = chunk ? chunk_of(sequence) : request.tokens;
+    for (int i = 0; i < request.count && (prompts || request.mode == gpu::RoundMode::kTake); ++i) {
+      if (tokens[i] < 0 || tokens[i] >= script.model.vocabulary) std::abort();  // no such embedding
     }
     ++state_.sequence;
     if (request.mode != gpu::RoundMode::kMedusa) kept_ = {};
@@ -503,7 +522,7 @@ class FakeDevice : public LateRequests {
     const bool continues = request.mode == gpu::RoundMode::kContinue;
     const bool behind = request.mode == gpu::RoundMode::kMedusa && request.position < 0;
     const int position = behind ? state_.position : request.position;
-    if (sequence <= cancelled() || ((continues || behind) && state_.stopped != 0)) {
+    if (sequence <= cancelled() || sequence == script.skipped_at || ((continues || behind) && state_.stopped != 0)) {
       record.status = gpu::RoundStatus::kSkipped;
     } else if (sequence == script.silent_at) {
       return record;
@@ -513,9 +532,11 @@ class FakeDevice : public LateRequests {
       if (request.setting != state_.setting) copy_setting(request);
       if (record.sampler != graph::Sampler::kFull && !is_plain(state_.sampling)) std::abort();
       const int base = continues ? state_.position : position + forced;
-      if (state_.sampling.penalises != 0 && request.mode != gpu::RoundMode::kPrefill) read_text(request, base + 1);
-      if (request.mode == gpu::RoundMode::kPrefill) {
-        for (int i = 0; i < request.count; ++i) cached(request.position + i) = request.tokens[i];
+      if (state_.sampling.penalises != 0 && !prompts) read_text(request, base + 1);
+      if (prompts) {
+        record.prompt.assign(tokens, tokens + request.count);
+        for (int i = 0; i < request.count; ++i) cached(request.position + i) = tokens[i];
+        if (chunk) std::fill_n(chunk_of(sequence), gpu::kChunkTokens, -1);  // nothing of it is the next one's
         leave_taps(request.position, request.count);
         hidden_position_ = -1;
       } else if (request.mode == gpu::RoundMode::kMedusa) {
@@ -545,6 +566,16 @@ class FakeDevice : public LateRequests {
       error_ = script.stream_error;
     }
     return record;
+  }
+
+  // Of a request for a part of a prompt.
+  static void check_prompt(const gpu::RoundRequest& request, int most, int context) {
+    if (request.count < 1 || request.count > most || request.max_tokens != 0) std::abort();
+    if (request.position < 0 || request.count > context - request.position) std::abort();
+  }
+  // Where the host has written the tokens of that round's chunk.
+  [[nodiscard]] int32_t* chunk_of(uint64_t sequence) {
+    return host_chunks_.data() + sequence % gpu::kRoundSlots * gpu::kChunkTokens;
   }
 
   // What a sampler that is not the full one can do.
@@ -705,6 +736,7 @@ class FakeDevice : public LateRequests {
   std::vector<int32_t> host_pages_;
   std::vector<int32_t> host_text_;
   std::vector<uint32_t> host_mask_;
+  std::vector<int32_t> host_chunks_;
   // Device memory; the thread's.
   std::vector<int32_t> pool_;   // [page_count, kPageTokens] token fed at each position
   std::vector<int32_t> text_;   // tokens by position, of a request with penalties

@@ -1,6 +1,7 @@
 """The engine bundle: what a directory of it holds, opened and checked. All that other rooms use is named here."""
 
 from ull.bundle.device_layout import (
+    CHUNK_KERNELS,
     DEVICE_ALIGNMENT,
     DEVICE_INTERFACE,
     DEVICE_KERNELS,
@@ -126,6 +127,7 @@ from ull.bundle.tensor_file import TensorEntry, TensorShape, read_tensor_file
 
 __all__ = [
     "ALIGNMENT",
+    "CHUNK_KERNELS",
     "CODE_DIRECTORY",
     "DEVICE_ALIGNMENT",
     "DEVICE_INTERFACE",

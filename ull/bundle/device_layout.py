@@ -16,7 +16,7 @@ from ull.bundle.layout import DFLASH, DRAFT, EAGLE, FILLER, MEDUSA, qkv_rows, ro
 from ull.bundle.manifest import DeviceCode, DflashHead, EagleHead, Manifest, MedusaHeads, Model, Precision
 from ull.bundle.tensor_file import TensorEntry, TensorShape
 
-DEVICE_INTERFACE = 8  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
+DEVICE_INTERFACE = 9  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
 DEVICE_TILE_ROWS = 16
 DEVICE_STEP = 32  # columns
 DEVICE_ALIGNMENT = 128  # bytes: a cache line of the GPU
@@ -39,6 +39,12 @@ _LINEAR_KERNELS = frozenset(
     ]
 )
 DEVICE_KERNELS = ROUND_KERNELS | _ATTENTION_KERNELS | _LINEAR_KERNELS
+CHUNK_KERNELS = frozenset(  # of prompts' chunks, on warpgroups' products
+    [
+        *("ull_begin_chunk", "ull_chunk_embed", "ull_chunk_norm", "ull_chunk_store", "ull_chunk_probe"),
+        *(f"ull_chunk_{name}" for name in ("qkv", "o", "gate_up", "down")),
+    ]
+)
 HEAD_SCAN_KERNELS = frozenset(["ull_head_scan_1", "ull_head_bounds", "ull_head_rescore"])
 EAGLE_KERNELS = frozenset(
     [
@@ -80,6 +86,13 @@ class DevicePart:
     forward: Forward
     medusa: MedusaHeads | None
     taps: tuple[int, ...] = ()  # layers whose residual its rounds keep, for heads that draft from it
+
+    @property
+    def reads_chunks(self) -> bool:
+        """Whether it reads a prompt in chunks: its own kernels do, and were compiled for a target that has what they
+        need. A draft model and heads read in steps of 64 tokens.
+        """
+        return not self.prefix and self.forward.prefill == "fused" and set(self.code.kernels()) >= CHUNK_KERNELS
 
     @property
     def tree_sizes(self) -> list[int]:

@@ -14,15 +14,16 @@ from numpy.typing import NDArray
 from ull.bundle import DevicePart, DflashHead, DflashPart, EaglePart, round_up
 from ull.gpu.arena import Arena, ArenaPlan
 from ull.gpu.capture import capture_graph
+from ull.gpu.chunk import Chunks, part_rounds, products_agree
 from ull.gpu.dflash import BLOCK_TILES, CONTEXT_ENTRIES, DflashPasses
 from ull.gpu.driver import Driver
 from ull.gpu.eagle import LEVEL_TILES, EaglePasses
 from ull.gpu.forward import ForwardSource, Recorder
 from ull.gpu.fused import FusedForward
 from ull.gpu.launch import Launch
-from ull.gpu.memory import DflashShape, EagleShape, Sizes, reserve_model, rope_table
+from ull.gpu.memory import CHUNK_ROUNDS, DflashShape, EagleShape, Sizes, reserve_model, rope_table
 from ull.gpu.modules import Kernels
-from ull.gpu.params import ROUND_SLOTS, TREE_TOKENS, HostControl, RoundRequest, RoundResult, State
+from ull.gpu.params import CHUNK_TOKENS, ROUND_SLOTS, TREE_TOKENS, HostControl, RoundRequest, RoundResult, State
 from ull.gpu.places import HostBlocks, Places
 from ull.gpu.rounds import BURST_ROUNDS, FULL, PLAIN, REDRAWS, SCAN, Rounds
 from ull.gpu.weights import WeightImage
@@ -46,14 +47,16 @@ class PlannedModel:
         if isinstance(part, DflashPart):
             head, gated = part.head, part.head.markov > 0 and part.head.markov_kind == "gated"
             dflash = DflashShape(len(head.taps), part.target.hidden, head.markov, gated)
-        sizes = Sizes(part.model, part.precision, context, pages, part.medusa, part.taps, eagle, dflash)
+        sizes = Sizes(
+            part.model, part.precision, context, pages, part.medusa, part.taps, eagle, dflash, part.reads_chunks
+        )
         reserve_model(plan, sizes, part.prefix)
         return cls(part, sizes)
 
     def place(
         self, driver: Driver, kernels: Kernels, arena: Arena, image: WeightImage, exit_stack: ExitStack
     ) -> PlacedModel:
-        """Says where everything lies, and maps the host blocks: requests, results, control, pages, text, mask."""
+        """Says where everything lies, and maps what host and device share: requests, results and all of HostBlocks."""
         prefix = self.part.prefix
         weights = arena.address("weights")
 
@@ -74,7 +77,8 @@ class PlannedModel:
         offsets["pages"] = offsets["control"] + control
         offsets["text"] = offsets["pages"] + round_up(4 * self.sizes.table_pages, 64)
         offsets["mask"] = offsets["text"] + round_up(4 * self.sizes.context, 64)
-        nbytes = offsets["mask"] + round_up(self.sizes.mask_bytes, 64)
+        offsets["chunks"] = offsets["mask"] + round_up(self.sizes.mask_bytes, 64)
+        nbytes = offsets["chunks"] + 4 * ROUND_SLOTS * CHUNK_TOKENS
         host, device = driver.allocate_host(nbytes)
         exit_stack.callback(driver.free_host, host)
         ctypes.memset(host, 0, nbytes)
@@ -114,6 +118,8 @@ class PlacedModel:
         region = self.places.region
         yield region("rope"), rope_table(self.sizes.model, self.sizes.context)
         yield region("state"), np.frombuffer(bytes(State(sequence=1)), np.uint8)
+        if self.sizes.chunks:
+            yield region(CHUNK_ROUNDS), np.frombuffer(part_rounds(), np.uint8)
         if persistent:
             yield region("layer parameters"), np.frombuffer(self.fused(persistent).layer_parameters(), np.uint8)
 
@@ -163,9 +169,10 @@ class PlacedModel:
             if not self.part.prefix:  # a draft model's rounds are launched one by one
                 bursts[sampler] = captures.round(sources[name], 1, True, sampler, BURST_ROUNDS)
         prefill = captures.round(sources[forward.prefill], TREE_TOKENS, draws=False)
+        chunk = captures.chunk() if self.sizes.chunks and products_agree(self.driver, self.kernels, stream) else 0
         medusa = captures.heads() if self.sizes.medusa is not None else 0
         redraws = {} if self.part.prefix else {draws: captures.redraw(draws) for draws in REDRAWS}
-        return CapturedModel(self, rounds, singles, bursts, prefill, medusa, redraws)
+        return CapturedModel(self, rounds, singles, bursts, prefill, chunk, medusa, redraws)
 
 
 class _Captures:
@@ -173,7 +180,8 @@ class _Captures:
 
     def __init__(self, model: PlacedModel, stream: int, exit_stack: ExitStack) -> None:
         self._driver, self._kernels = model.driver, model.kernels
-        self._rounds = Rounds(model.sizes, model.places, model.driver.info.multiprocessors)
+        where = model.sizes, model.places, model.driver.info.multiprocessors
+        self._rounds, self._chunks = Rounds(*where), Chunks(*where)
         self._stream, self._exit = stream, exit_stack
 
     def round(self, source: ForwardSource, tokens: int, draws: bool, sampler: str = FULL, count: int = 1) -> int:
@@ -191,6 +199,10 @@ class _Captures:
                     recorder.launch(launch)
 
         return self._capture(record)
+
+    def chunk(self) -> int:
+        """A chunk of a prompt (CUgraphExec)."""
+        return self.capture_all(self._chunks.launches())
 
     def heads(self) -> int:
         """The Medusa heads behind a round (CUgraphExec)."""
@@ -225,6 +237,7 @@ class CapturedModel:
     singles: dict[str, int]  # rounds of one token with a sampler that does less, by its name
     bursts: dict[str, int]  # several of those in one graph
     prefill: int
+    chunk: int  # 0: prompts are read by `prefill` alone
     medusa: int  # 0: there are no heads
     redraws: dict[int, int]  # what draws again, by the most draws; a draft model's tokens nobody refuses: none
 
@@ -241,6 +254,7 @@ class CapturedModel:
             "bursts": dict(self.bursts),
             "burst_rounds": BURST_ROUNDS if self.bursts else 0,
             "prefill": self.prefill,
+            "chunk": self.chunk,
             "redraws": dict(self.redraws),
             "medusa": self.medusa,
             "medusa_heads": self.sizes.medusa.heads if self.sizes.medusa else 0,

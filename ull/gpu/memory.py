@@ -21,8 +21,18 @@ from ull.bundle import (
     round_up,
 )
 from ull.gpu.arena import ArenaPlan
-from ull.gpu.geometry import attention, linear, sampling
-from ull.gpu.params import MASK_TOKENS, PAGE_TOKENS, TAP_SLOTS, TREE_TOKENS, LayerParams, Round, State
+from ull.gpu.geometry import attention, chunk, linear, sampling
+from ull.gpu.params import (
+    CHUNK_PARTS,
+    MASK_TOKENS,
+    PAGE_TOKENS,
+    TAP_SLOTS,
+    TREE_TOKENS,
+    Chunk,
+    LayerParams,
+    Round,
+    State,
+)
 
 MEDUSA_STATES = ("medusa states", "next medusa states")  # regions: of the heads before and after a layer, in turn
 
@@ -37,6 +47,10 @@ EAGLE_WIDTH = 8  # entries of a pass that are ranked
 DFLASH_TAPS, DFLASH_STATES = "dflash taps", "dflash states"
 DFLASH_FACTORS, DFLASH_GATE_INPUT, DFLASH_LOGITS = "dflash factors", "dflash gate input", "dflash logits"
 DFLASH_NODES = 8  # nodes of a pass that are ranked
+
+# Of a chunk of a prompt: what it is, the Rounds of its parts, its tokens' residual, and activations.
+CHUNK, CHUNK_ROUNDS, CHUNK_RESIDUAL, CHUNK_NORMED = "chunk", "chunk rounds", "chunk residual", "chunk normed"
+CHUNK_QKV, CHUNK_ATTENTION, CHUNK_MLP = "chunk qkv", "chunk attention", "chunk mlp"
 
 _COLUMN_UNIT, _ROW_UNIT = 32, 16  # of f16 activations and of f32 outputs
 
@@ -72,9 +86,10 @@ class Sizes:
         taps: Sequence[int] = (),
         eagle: EagleShape | None = None,
         dflash: DflashShape | None = None,
+        chunks: bool = False,
     ) -> None:
         self.model, self.precision, self.context, self.medusa = model, precision, context, medusa
-        self.eagle, self.dflash = eagle, dflash
+        self.eagle, self.dflash, self.chunks = eagle, dflash, chunks
         self.taps = tuple(taps)  # see `ull.bundle.tapped_layers`
         self.tap_bytes = 4 * round_up(model.hidden, _ROW_UNIT)  # a layer's row; a position has one of each in turn
         self.table_pages = -(-context // PAGE_TOKENS)  # of one request
@@ -137,6 +152,14 @@ def reserve_model(plan: ArenaPlan, sizes: Sizes, prefix: str = "") -> None:
     reserve("logits", 4 * TREE_TOKENS * round_up(model.vocabulary, _ROW_UNIT))
     reserve("attention parts", attention.partial_bytes(model.heads, model.head_dim, sizes.context))
     reserve("sampler", sampling.SCRATCH_BYTES)
+    if sizes.chunks:
+        reserve(CHUNK, ctypes.sizeof(Chunk))
+        reserve(CHUNK_ROUNDS, CHUNK_PARTS * ctypes.sizeof(Round))
+        reserve(CHUNK_RESIDUAL, chunk.row_bytes(model.hidden))
+        reserve(CHUNK_NORMED, chunk.activation_bytes(model.hidden))
+        reserve(CHUNK_QKV, chunk.row_bytes(sizes.qkv_width))
+        reserve(CHUNK_ATTENTION, chunk.activation_bytes(sizes.attention_width))
+        reserve(CHUNK_MLP, chunk.activation_bytes(model.intermediate))
     if sizes.taps:
         reserve(TAP_ROWS, TREE_TOKENS * len(sizes.taps) * sizes.tap_bytes)
     if sizes.taps and sizes.eagle is None:  # a head needs no position's output but the last pass's

@@ -8,7 +8,7 @@ from ctypes import c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_voi
 from ull.bundle import MLP_SCALE as MLP_SCALE
 from ull.wire import MAX_TREE
 
-INTERFACE = 8
+INTERFACE = 9
 AWAITED = 1 << 63  # in a request's sequence: the round waits for the number alone
 TREE_TOKENS = MAX_TREE
 ROUND_SLOTS = 4
@@ -21,6 +21,9 @@ MASK_TOKENS = 128
 SPLIT_TOKENS = 256
 MOST_TAPS = 8
 TAP_SLOTS = 512
+CHUNK_TOKENS = 512
+CHUNK_TILE = 128
+CHUNK_PARTS = 8
 SLICES = 8
 LAYER_LINEARS = 4
 PROMPTED, GENERATED = 1, 2  # in a word of the text's counts
@@ -126,6 +129,10 @@ class Round(ctypes.Structure):
     ]
 
 
+class Chunk(ctypes.Structure):
+    _fields_ = [("sequence", c_uint64), ("base", c_int32), ("count", c_int32), ("tokens", c_int32 * CHUNK_TOKENS)]
+
+
 class State(ctypes.Structure):
     _fields_ = [
         ("sequence", c_uint64),
@@ -161,6 +168,9 @@ class BeginParams(ctypes.Structure):
         ("mask", c_void_p),
         ("target", c_void_p),
         ("target_state", c_void_p),
+        ("host_chunks", c_void_p),
+        ("chunk", c_void_p),
+        ("chunk_rounds", c_void_p),
         ("counter_count", c_int32),
         ("page_capacity", c_int32),
         ("text_capacity", c_int32),
@@ -224,7 +234,9 @@ class AttentionParams(ctypes.Structure):
         ("o_weights", c_void_p),
         ("gate_up_weights", c_void_p),
         ("linear_blocks", c_int32),
-        ("unused", c_int32 * 3),
+        ("chunked", c_int32),
+        ("first_token", c_int32),
+        ("unused", c_int32),
     ]
 
 
@@ -391,6 +403,72 @@ class DflashRankParams(ctypes.Structure):
         ("scratch", c_void_p),
         ("text_counts", c_void_p),
         ("counters", c_void_p),
+    ]
+
+
+class ChunkEmbedParams(ctypes.Structure):
+    _fields_ = [("chunk", c_void_p), ("table", c_void_p), ("residual", c_void_p)]
+
+
+class ChunkNormParams(ctypes.Structure):
+    _fields_ = [
+        ("chunk", c_void_p),
+        ("residual", c_void_p),
+        ("norm_weight", c_void_p),
+        ("normed", c_void_p),
+        ("taps", c_void_p),
+    ]
+
+
+class ChunkLinearParams(ctypes.Structure):
+    _fields_ = [
+        ("chunk", c_void_p),
+        ("weights", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("activations", c_void_p),
+        ("output", c_void_p),
+    ]
+
+
+class ChunkStoreParams(ctypes.Structure):
+    _fields_ = [
+        ("chunk", c_void_p),
+        ("qkv", c_void_p),
+        ("k_norm", c_void_p),
+        ("rope", c_void_p),
+        ("pages", c_void_p),
+        ("page_pool", c_void_p),
+        ("kv_scale", c_void_p),
+        ("page_bytes", c_int64),
+        ("layer_offset", c_int64),
+    ]
+
+
+class ChunkAttentionParams(ctypes.Structure):
+    _fields_ = [
+        ("chunk", c_void_p),
+        ("qkv", c_void_p),
+        ("q_norm", c_void_p),
+        ("rope", c_void_p),
+        ("pages", c_void_p),
+        ("page_pool", c_void_p),
+        ("kv_scale", c_void_p),
+        ("output", c_void_p),
+        ("page_bytes", c_int64),
+        ("layer_offset", c_int64),
+        ("window", c_int32),
+        ("padding", c_int32),
+    ]
+
+
+class ChunkProbeParams(ctypes.Structure):
+    _fields_ = [
+        ("differences", c_void_p),
+        ("seed", c_uint32),
+        ("rounds", c_int32),
+        ("flaw", c_int32),
+        ("padding", c_int32),
     ]
 
 

@@ -18,6 +18,7 @@ class HostBlocks:
     pages: int  # int32 [table pages]
     text: int  # int32 [context]
     mask: int  # uint32 [vocabulary rounded up to MASK_TOKENS / 32]
+    chunks: int = 0  # int32 [ROUND_SLOTS][CHUNK_TOKENS]; 0: prompts are not read in chunks
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from ull.bundle import round_up
 from ull.errors import GpuError
 from ull.gpu.driver import Driver
 from ull.gpu.params import (
+    CHUNK_TOKENS,
     CONTINUE,
     MEDUSA,
     OK,
@@ -42,6 +43,7 @@ class Replay:
         self._handover, self._driver, self._logits = handover, driver, logits
         self._requests = (RoundRequest * ROUND_SLOTS).from_address(handover["requests"])
         self.results = (RoundResult * ROUND_SLOTS).from_address(handover["results"])
+        self._chunks = ((ctypes.c_int32 * CHUNK_TOKENS) * ROUND_SLOTS).from_address(handover["chunks"])
         self._page_count = int(handover["page_count"])
         (ctypes.c_int32 * self._page_count).from_address(handover["pages"])[:] = list(range(self._page_count))
         self._stream = int(handover["stream"])
@@ -72,7 +74,8 @@ class Replay:
         The first `forced` of a round's tokens, fewer than all, are accepted whatever is drawn behind them.
 
         `size` names the round's graph, which for a prefill fills the cache and leaves logits; default: the smallest
-        that holds the tokens, or the prefill's own. `sampler`: of a round of one token.
+        that holds the tokens, or the prefill's own. CHUNK_TOKENS is that of a chunk, for a prefill of up to so many
+        tokens. `sampler`: of a round of one token.
         """
         self._sequence += 1
         request = self._requests[self._sequence % ROUND_SLOTS]
@@ -84,8 +87,11 @@ class Replay:
         request.sequence, request.mode, request.count = self._sequence, mode, count
         request.position, request.max_tokens, request.setting = position, max_tokens, self._setting
         request.page_count, request.stop_count, request.forced = self._page_count, 0, forced
-        request.tokens[:count] = tokens
-        request.parents[:count] = parents if parents is not None else [max(0, node - 1) for node in range(count)]
+        if size == CHUNK_TOKENS:
+            self._chunks[self._sequence % ROUND_SLOTS][:count] = list(tokens)
+        else:
+            request.tokens[:count] = tokens
+            request.parents[:count] = parents if parents is not None else [max(0, node - 1) for node in range(count)]
         request.sampling.temperature, request.sampling.top_p = temperature, 1.0
         request.sampling.seed, request.sampling.top_logprobs = seed, top_logprobs
         self._driver.replay(self._graph(count, mode, size, sampler), self._stream)
@@ -125,9 +131,25 @@ class Replay:
         self._driver.synchronise(self._stream)
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Puts tokens at positions 0, 1, ... into the cache."""
-        for start in range(0, len(tokens), TREE_TOKENS):
-            self.wait(self.launch(tokens[start : start + TREE_TOKENS], start, PREFILL))
+        """Puts tokens at positions 0, 1, ... into the cache, as the core does: in chunks where there are more than 64.
+
+        Where the engine has no graph for chunks, 64 at a time.
+        """
+        for part in self.parts(len(tokens)):
+            self.wait(self.launch_part(tokens, part))
+
+    def parts(self, tokens: int, widest: int = CHUNK_TOKENS) -> Iterator[range]:
+        """How a prompt of so many tokens is read: each part's positions, by one graph of at most `widest` tokens."""
+        start, chunks = 0, bool(self._handover["chunk"]) and widest == CHUNK_TOKENS
+        while start < tokens:
+            most = CHUNK_TOKENS if chunks and tokens - start > TREE_TOKENS else TREE_TOKENS
+            yield range(start, min(start + most, tokens))
+            start += most
+
+    def launch_part(self, tokens: Sequence[int], part: range) -> int:
+        """Launches what reads these positions of a prompt, and returns its sequence number."""
+        size = CHUNK_TOKENS if len(part) > TREE_TOKENS else None
+        return self.launch(tokens[part.start : part.stop], part.start, PREFILL, size=size)
 
     def decode(self, token: int, position: int, count: int, **sampling: Any) -> list[RoundResult]:
         """`count` plain rounds, each launched before the last one is read."""
@@ -158,6 +180,8 @@ class Replay:
             return int(self._handover["medusa"])
         if mode == REDRAW:
             return int(self._handover["redraws"][size or 1])
+        if size == CHUNK_TOKENS:
+            return int(self._handover["chunk"])
         if size is None and mode == PREFILL:
             return int(self._handover["prefill"])
         graphs = self._handover["graphs"]

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from ull.bundle import HEAD_SCAN, MEDUSA, head_rows
 from ull.gpu.geometry import attention, head_scan, linear, sampling
 from ull.gpu.launch import Launch
-from ull.gpu.memory import MEDUSA_STATES, TAP_RING, TAP_ROWS, Sizes
+from ull.gpu.memory import CHUNK, CHUNK_ROUNDS, MEDUSA_STATES, TAP_RING, TAP_ROWS, Sizes
 from ull.gpu.params import (
     MOST_TAPS,
     TREE_TOKENS,
@@ -66,8 +66,8 @@ class Rounds:
         geometry = sampling.embed(self._sizes.model.hidden, tokens)
         return [self.begin(), Launch("ull_embed", *geometry, embed, overlaps=False)]
 
-    def begin(self) -> Launch:
-        """What finds the round's request."""
+    def begin(self, chunk: bool = False) -> Launch:
+        """What finds the round's request, or a `chunk`'s."""
         region, host, sizes = self._places.region, self._places.host, self._sizes
         begin = BeginParams(
             round=region("round"),
@@ -84,11 +84,14 @@ class Rounds:
             mask=region("mask"),
             target=self._target and self._target.region("round"),
             target_state=self._target and self._target.region("state"),
+            host_chunks=host.chunks,
+            chunk=region(CHUNK) if chunk else None,
+            chunk_rounds=region(CHUNK_ROUNDS) if chunk else None,
             counter_count=sizes.counter_count,
             page_capacity=sizes.table_pages,
             text_capacity=sizes.context,
         )
-        return Launch("ull_begin", *sampling.begin(), begin)
+        return Launch("ull_begin_chunk" if chunk else "ull_begin", *sampling.begin(), begin)
 
     def taps(self, kernel: str, layers: Sequence[int], held: Sequence[int], entries: int, output: str) -> Launch:
         """A head's input: the target's taps of `layers`, out of `held`, which its ring has of a position."""

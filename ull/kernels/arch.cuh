@@ -63,6 +63,10 @@ ULL_DEVICE unsigned char* shared_memory() {
   extern __shared__ __align__(128) unsigned char ull_shared[];
   return ull_shared;
 }
+// Where it lies in the window of shared memory, in bytes: what PTX takes for an address there.
+ULL_DEVICE uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
 
 // ---- barriers ---------------------------------------------------------------------------------------------------
 
@@ -136,6 +140,138 @@ ULL_DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
+
+// ---- products of warpgroups ---------------------------------------------------------------------------------------
+// wgmma, which Hopper alone has: for other architectures a kernel that uses it traps, unless it stands in an #if
+// ULL_WARPGROUP_MMA. All 128 threads of a warpgroup (128 i .. 128 i + 127 of the block) take part in all of them.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define ULL_WARPGROUP_MMA 1
+#else
+#define ULL_WARPGROUP_MMA 0
+#endif
+
+// Describes an operand b in shared memory: core matrices of 8 columns (tokens) by 16 bytes (8 values of k), each 128
+// contiguous bytes, a column's 16 bytes behind the one's before it; no swizzle. `shared`: the first one, aligned to 16.
+// k_stride and n_stride: bytes from one core matrix to the next along k and along n, multiples of 16 below 2^18. A
+// product takes two core matrices along k and kGroups along n.
+//
+// The PTX ISA (its chapter of wgmma, "Matrix Descriptor Format" and "Strides") calls b K-major: its "leading dimension
+// byte offset" is without swizzle the one between the two columns of 16 bytes, which is k_stride; its "stride dimension
+// byte offset" is the one from 8 rows of its transpose to the next 8, which is n_stride. All are in units of 16 bytes:
+// bits 0 .. 13 address, 16 .. 29 leading, 32 .. 45 stride; 49 .. 51 (base offset) and 62 .. 63 (swizzle) are 0.
+// Another operand a multiple of 16 bytes further: the descriptor plus a sixteenth of them.
+ULL_DEVICE uint64_t core_matrices(const void* shared, uint32_t k_stride, uint32_t n_stride) {
+  return static_cast<uint64_t>(shared_address(shared) >> 4) | static_cast<uint64_t>(k_stride >> 4) << 16 |
+         static_cast<uint64_t>(n_stride >> 4) << 32;
+}
+
+#if ULL_WARPGROUP_MMA
+// Moves registers between warpgroups, all four warps of one together: from now on its threads have so many each, a
+// multiple of 8 from 24 to 240. Those that give some up do so first, those that want more wait for them.
+template <int kRegisters>
+ULL_DEVICE void give_registers_up() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+ULL_DEVICE void want_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+// Before the first product of a group, and behind what has written the a, or read or written the c, of any of them.
+ULL_DEVICE void warpgroup_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// What was begun since the last one is a group, which can be waited for.
+ULL_DEVICE void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most kPending groups are not finished, the last ones. Only then may c be touched, if no product of
+// those adds to it, and every a of the groups that are finished. The compiler moves no access to c across it.
+template <int kPending, int kGroups>
+ULL_DEVICE void warpgroup_wait(float (&c)[kGroups][4]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+    asm volatile("" : "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])::"memory");
+  }
+}
+
+// Four accumulators, and the names of the operands that they are.
+#define ULL_C1(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
+#define ULL_C2(i) ULL_C1(i), ULL_C1(i + 1)
+#define ULL_C4(i) ULL_C2(i), ULL_C2(i + 2)
+#define ULL_C8(i) ULL_C4(i), ULL_C4(i + 4)
+#define ULL_C16(i) ULL_C8(i), ULL_C8(i + 8)
+#define ULL_C32(i) ULL_C16(i), ULL_C16(i + 16)
+#define ULL_NAMES_10(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9"
+#define ULL_NAMES_4 "%0,%1,%2,%3"
+#define ULL_NAMES_8 ULL_NAMES_4 ",%4,%5,%6,%7"
+#define ULL_NAMES_16 ULL_NAMES_10() ",%10,%11,%12,%13,%14,%15"
+#define ULL_NAMES_30 ULL_NAMES_10() "," ULL_NAMES_10(1) "," ULL_NAMES_10(2)
+#define ULL_NAMES_32 ULL_NAMES_30 ",%30,%31"
+#define ULL_NAMES_60 ULL_NAMES_30 "," ULL_NAMES_10(3) "," ULL_NAMES_10(4) "," ULL_NAMES_10(5)
+#define ULL_NAMES_64 ULL_NAMES_60 ",%60,%61,%62,%63"
+#define ULL_NAMES_90 ULL_NAMES_60 "," ULL_NAMES_10(6) "," ULL_NAMES_10(7) "," ULL_NAMES_10(8)
+#define ULL_NAMES_120 ULL_NAMES_90 "," ULL_NAMES_10(9) "," ULL_NAMES_10(10) "," ULL_NAMES_10(11)
+#define ULL_NAMES_128 ULL_NAMES_120 ",%120,%121,%122,%123,%124,%125,%126,%127"
+// The operands 1, 1, 1, 0: d = a * b + d instead of a * b, neither a nor b negated, b not transposed.
+#define ULL_WGMMA(groups, columns, registers, a0, a1, a2, a3, descriptor)                               \
+  if constexpr (kGroups == groups) {                                                                    \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32.f16.f16 {" ULL_NAMES_##registers \
+                 "}, "                                                                                  \
+                 "{%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #descriptor ", 1, 1, 1, 0;"                 \
+                 : ULL_C##groups(0)                                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                 \
+  }
+
+// c[64 x 8 kGroups] += a[64 x 16] * b[16 x 8 kGroups], f16 operands, f32 accumulators. Warp w of the four has rows
+// 16 w .. 16 w + 15: its a and each c[group] are the fragments of mma(), and so are the sums bit for bit. It is
+// asynchronous: see warpgroup_wait(). What threads have stored where b lies needs their fence_bulk_copies(), then a
+// barrier, before it; what bulk copies have brought only their mbarrier.
+//
+// Where the assembler cannot keep products in flight it waits for each, and its log says "serialized". NVRTC 13.5 does
+// so where a branch or a loop stands between a wait for a part of them and the code that writes the next a: there one
+// conditional instruction is fine, and a loop around it all must be entered at least once.
+template <int kGroups>
+ULL_DEVICE void warpgroup_mma(float (&c)[kGroups][4], const uint32_t (&a)[4], uint64_t b) {
+  static_assert(kGroups > 0 && kGroups <= 32 && (kGroups & (kGroups - 1)) == 0, "8, 16, 32, 64, 128 or 256 columns");
+  ULL_WGMMA(1, 8, 4, 4, 5, 6, 7, 8)
+  ULL_WGMMA(2, 16, 8, 8, 9, 10, 11, 12)
+  ULL_WGMMA(4, 32, 16, 16, 17, 18, 19, 20)
+  ULL_WGMMA(8, 64, 32, 32, 33, 34, 35, 36)
+  ULL_WGMMA(16, 128, 64, 64, 65, 66, 67, 68)
+  ULL_WGMMA(32, 256, 128, 128, 129, 130, 131, 132)
+}
+
+#undef ULL_C1
+#undef ULL_C2
+#undef ULL_C4
+#undef ULL_C8
+#undef ULL_C16
+#undef ULL_C32
+#undef ULL_NAMES_10
+#undef ULL_NAMES_4
+#undef ULL_NAMES_8
+#undef ULL_NAMES_16
+#undef ULL_NAMES_30
+#undef ULL_NAMES_32
+#undef ULL_NAMES_60
+#undef ULL_NAMES_64
+#undef ULL_NAMES_90
+#undef ULL_NAMES_120
+#undef ULL_NAMES_128
+#undef ULL_WGMMA
+#else
+template <int kRegisters>
+ULL_DEVICE void give_registers_up() {}
+template <int kRegisters>
+ULL_DEVICE void want_registers() {}
+ULL_DEVICE void warpgroup_fence() { asm volatile("trap;"); }
+ULL_DEVICE void warpgroup_commit() { asm volatile("trap;"); }
+template <int kPending, int kGroups>
+ULL_DEVICE void warpgroup_wait(float (&c)[kGroups][4]) {
+  asm volatile("trap;");
+}
+template <int kGroups>
+ULL_DEVICE void warpgroup_mma(float (&c)[kGroups][4], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile("trap;");
+}
+#endif
 
 // ---- number formats ---------------------------------------------------------------------------------------------
 // Pairs are packed as on the chip: the first element in the low half.
@@ -257,9 +393,6 @@ ULL_DEVICE uint64_t clock_ticks() {  // of the multiprocessor, as fine as can be
 
 using Barrier = uint64_t;  // in shared memory, aligned to 8
 
-ULL_DEVICE uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 // One thread initialises, then fence_barrier_init(), then all meet at block_barrier().
 ULL_DEVICE void barrier_init(Barrier* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");

@@ -8,19 +8,22 @@
 
 namespace ull::gpu {
 
-inline constexpr int kInterface = 8;         // raised with every change of what stands here: see device_layout.py
-inline constexpr int kTreeTokens = 64;       // nodes of the widest tree, root included
-inline constexpr int kRoundSlots = 4;        // mapped request and result blocks, used in turn
-inline constexpr int kStopTokens = 32;       // token ids that end a request
-inline constexpr int kBiases = 1024;         // logit biases of a request
-inline constexpr int kAlternatives = 20;     // alternatives reported per token
-inline constexpr int kMedusaRanks = 10;      // candidates that a Medusa head proposes
-inline constexpr int kPageTokens = 64;       // tokens per KV page
-inline constexpr int kMaskTokens = 128;      // a mask of tokens is padded to so many bits
-inline constexpr int kSplitTokens = 256;     // positions that one attention split covers, aligned; part of the numerics
-inline constexpr int kMostTaps = 8;          // layers whose residual a head reads
-inline constexpr int kTapSlots = 512;        // positions whose tapped rows of the residual are kept
-inline constexpr int kSlices = 8;            // K slices of a linear layer; part of the numerics
+inline constexpr int kInterface = 9;      // raised with every change of what stands here: see device_layout.py
+inline constexpr int kTreeTokens = 64;    // nodes of the widest tree, root included
+inline constexpr int kRoundSlots = 4;     // mapped request and result blocks, used in turn
+inline constexpr int kStopTokens = 32;    // token ids that end a request
+inline constexpr int kBiases = 1024;      // logit biases of a request
+inline constexpr int kAlternatives = 20;  // alternatives reported per token
+inline constexpr int kMedusaRanks = 10;   // candidates that a Medusa head proposes
+inline constexpr int kPageTokens = 64;    // tokens per KV page
+inline constexpr int kMaskTokens = 128;   // a mask of tokens is padded to so many bits
+inline constexpr int kSplitTokens = 256;  // positions that one attention split covers, aligned; part of the numerics
+inline constexpr int kMostTaps = 8;       // layers whose residual a head reads
+inline constexpr int kTapSlots = 512;     // positions whose tapped rows of the residual are kept
+inline constexpr int kChunkTokens = 512;  // of a prompt, the most that one graph reads
+inline constexpr int kChunkTile = 128;    // of those, the tokens that a block multiplies
+inline constexpr int kChunkParts = kChunkTokens / kTreeTokens;  // parts of a chunk that attend one after another
+inline constexpr int kSlices = 8;                               // K slices of a linear layer; part of the numerics
 inline constexpr float kMlpScale = 0.0625F;  // silu(gate) * up is kept as f16 times this, for its range
 
 enum class RoundMode : uint32_t {
@@ -99,6 +102,8 @@ struct alignas(64) RoundRequest {
 // Also in mapped host memory; `pages` follows as [context / kPageTokens] int32, then `text` as [context] int32: the
 // tokens up to the root of the round that brings a new version of it (its first draw, where tokens are forced). Then
 // `mask` as [V rounded up to kMaskTokens / 32] uint32: bit token % 32 of word token / 32 allows a token to a kRedraw.
+// Last `chunks` as [kRoundSlots][kChunkTokens] int32: the tokens of a kPrefill whose graph reads a chunk, and which
+// counts up to kChunkTokens.
 struct alignas(64) HostControl {
   uint64_t cancelled_through;  // rounds up to this sequence are skipped
 };
@@ -149,6 +154,15 @@ struct Round {
   int32_t first;                           // of a head: positions before it are not attended to
 };
 
+// A chunk of a prompt under way, on the device: what Round is to a round. begin_chunk() writes it, and a Round for each
+// of its parts, which attention reads.
+struct alignas(16) Chunk {
+  uint64_t sequence;
+  int32_t base;   // position of the first token: positions before it are in the pages
+  int32_t count;  // tokens; 0: every kernel returns at once
+  int32_t tokens[kChunkTokens];
+};
+
 // What stays between rounds.
 struct State {
   uint64_t sequence;  // of the next round
@@ -195,6 +209,9 @@ struct BeginParams {
   uint32_t* mask;                // [V rounded up to kMaskTokens / 32] what a kRedraw may draw
   const Round* target;           // of a head: the model's that it drafts for; else null
   const State* target_state;     // likewise
+  const int32_t* host_chunks;    // mapped: [kRoundSlots][kChunkTokens] the tokens of a chunk
+  Chunk* chunk;
+  Round* chunk_rounds;  // [kChunkParts], chains of kTreeTokens whose depths and paths are there
   int32_t counter_count;
   int32_t page_capacity;
   int32_t text_capacity;  // context
@@ -257,7 +274,9 @@ struct AttentionParams {
   const void* o_weights;        // what is read next, or null where another forward has it: L2 is asked for it
   const void* gate_up_weights;  // and behind that
   int32_t linear_blocks;        // of a launch of theirs, at most
-  int32_t unused[3];
+  int32_t chunked;              // 1: a part of a chunk, whose activations `output` are; for 64 nodes
+  int32_t first_token;          // of the chunk: the one that is node 0
+  int32_t unused;
 };
 
 inline constexpr int kLayerLinears = 4;
@@ -412,6 +431,68 @@ struct DflashRankParams {
   void* scratch;                // sample_scratch_bytes
   const uint32_t* text_counts;  // the target's
   uint32_t* counters;           // [ranked rows] blocks that have finished; zero before it
+};
+
+// ---- of a chunk. Its f16 activations of width K lie as [tile of 128 tokens][K / 32][4][128][8]
+// (linear/activations.cuh).
+
+struct ChunkEmbedParams {
+  const Chunk* chunk;
+  const void* table;  // [V, H] bf16
+  float* residual;    // [kChunkTokens, H]
+};
+
+struct ChunkNormParams {
+  const Chunk* chunk;
+  const float* residual;     // [kChunkTokens, H]
+  const float* norm_weight;  // [H]
+  void* normed;              // H f16 activations; null: only the taps are wanted
+  float* taps;               // this layer's rows of the ring; null: not tapped
+};
+
+struct ChunkLinearParams {
+  const Chunk* chunk;
+  const void* weights;      // packed, see linear.cuh
+  const float* scale;       // [N]
+  const float* bias;        // [N] or null
+  const void* activations;  // K f16 activations
+  void* output;             // qkv: f32 [kChunkTokens, Q]; o, down: f32 residual [kChunkTokens, H], added to; gate_up:
+                            // I f16 activations
+};
+
+struct ChunkStoreParams {
+  const Chunk* chunk;
+  const float* qkv;       // [kChunkTokens, Q] with bias, before QK norm and RoPE
+  const float* k_norm;    // [head_dim] or null
+  const float* rope;      // [context, head_dim / 2, 2] cos, sin
+  const int32_t* pages;   // page table
+  void* page_pool;        // as AttentionParams'
+  const float* kv_scale;  // as AttentionParams'
+  int64_t page_bytes;
+  int64_t layer_offset;  // bytes of this layer within a page
+};
+
+struct ChunkAttentionParams {
+  const Chunk* chunk;
+  const float* qkv;       // [kChunkTokens, Q] with bias, before QK norm and RoPE, of which this reads the queries
+  const float* q_norm;    // [head_dim] or null
+  const float* rope;      // [context, head_dim / 2, 2] cos, sin
+  const int32_t* pages;   // page table
+  const void* page_pool;  // as AttentionParams', with every token's key and value
+  const float* kv_scale;  // as AttentionParams'
+  void* output;           // A f16 activations
+  int64_t page_bytes;
+  int64_t layer_offset;  // bytes of this layer within a page
+  int32_t window;        // sliding window in tokens; 0: all
+  int32_t padding;
+};
+
+struct ChunkProbeParams {
+  uint32_t* differences;  // [1] added to
+  uint32_t seed;
+  int32_t rounds;  // of each block
+  int32_t flaw;    // 1: one bit of an operand is changed on one side, to see that the probe sees it
+  int32_t padding;
 };
 
 struct FillParams {  // weights of a benchmark bundle

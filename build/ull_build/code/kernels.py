@@ -32,6 +32,7 @@ TUNING = {  # macros that change no bit of a result; bench/h200/ahead.py compare
 
 _PART_OF = {  # rooms of sources that only some forwards need, by a kernel of theirs
     "attention": "ull_attention_8",
+    "chunk": "ull_chunk_qkv",
     "dflash": "ull_dflash_taps",
     "eagle": "ull_eagle_taps",
     "head_scan": "ull_head_scan_1",

@@ -14,6 +14,7 @@
 #include "copies.h"
 #include "order.h"
 #include "shadow.h"
+#include "warpgroup.h"
 
 namespace ull::emulator {
 
@@ -35,13 +36,10 @@ const char* name_of(Collective collective) {
       return "ballot";
     case Collective::kMma:
       return "mma";
+    case Collective::kWarpgroupWait:
+      return "warpgroup_wait";
   }
   return "";
-}
-
-const char* file_name(const char* path) {
-  const char* slash = strrchr(path, '/');
-  return slash == nullptr ? path : slash + 1;
 }
 
 std::string describe(const Thread& thread) {
@@ -167,6 +165,7 @@ void lanes_meet(const Warp& warp) {
 void thread_main() {
   fiber_entered();
   grid.body(grid.params);
+  end_products();
   Thread& thread = *self;
   Warp& warp = *thread.warp;
   warp.exited |= 1U << thread.lane;
@@ -240,6 +239,11 @@ void record_error(Site site, const std::string& text) {
 }
 
 }  // namespace
+
+const char* file_name(const char* path) {
+  const char* slash = strrchr(path, '/');
+  return slash == nullptr ? path : slash + 1;
+}
 
 int block_x() { return block->x; }
 int block_y() { return block->y; }
@@ -319,6 +323,7 @@ const Operand* meet_warp(Collective collective, Site site) {
     return operands;
   }
   if (collective == Collective::kMma) multiply(operands);
+  if (collective == Collective::kWarpgroupWait) finish_products(operands, site);
   if (collective == Collective::kWarpBarrier && reports) lanes_meet(warp);
   warp.arrived = 0;
   warp.turn ^= 1;
@@ -433,7 +438,9 @@ bool run_blocks() {
     block = each;
     block->waited = block->released = false;
     block->copies.clear();
+    block->landed.clear();
     block->mbarriers.clear();
+    block->warpgroups.reset();
     prepare_threads();
     begin_order(*block);
     begin_shadow(*block);

@@ -33,6 +33,7 @@ struct BulkCopy {
   const unsigned char* global;
   uint32_t bytes;
   uint64_t* barrier;
+  uint32_t phase;  // of it, counted from 1
   Site site;
 };
 
@@ -41,6 +42,8 @@ struct Region {
   uint64_t bytes;
 };
 
+struct Warpgroups;  // see warpgroup.h
+
 struct Block {
   int x, y;
   uint16_t number;  // of the grid, modulo 2^16
@@ -48,10 +51,12 @@ struct Block {
   bool waited;
   bool released;
   unsigned char* shared;
-  std::vector<BulkCopy> copies;
+  std::vector<BulkCopy> copies;  // under way
+  std::vector<BulkCopy> landed;  // that nobody has waited for yet
   std::map<const uint64_t*, Mbarrier> mbarriers;
-  std::shared_ptr<Order> order;  // of its threads, and:
-  std::vector<Word> shadow;      // of its shared memory, by word, where kernels report what they access
+  std::shared_ptr<Warpgroups> warpgroups;  // null: none of its threads has come to an operation of theirs
+  std::shared_ptr<Order> order;            // of its threads, and:
+  std::vector<Word> shadow;                // of its shared memory, by word, where kernels report what they access
   uint32_t runnable_warps;
   Barrier barriers[kNamedBarriers];
   Warp warps[kMostWarps];
@@ -99,6 +104,17 @@ void let_others_run();
 void perform_one_copy();      // a random one of those under way
 void maybe_perform_copies();  // now and then
 
-void multiply(Operand (&operands)[kWarpLanes]);  // mma.cpp
+// The tensor cores' product (mma.cpp).
+void multiply(Operand (&operands)[kWarpLanes]);
+// The operands of a whole warp, as matrices; c is added to.
+struct Matrices {
+  alignas(64) uint16_t a[16][16];
+  alignas(64) uint16_t b[16][8];  // [k][column]
+  alignas(64) float c[16][8];
+};
+void set_a(Matrices& m, int lane, const uint32_t (&a)[4]);  // a lane's fragment
+void multiply(Matrices& m);
+
+const char* file_name(const char* path);  // without its folders
 
 }  // namespace ull::emulator

@@ -8,6 +8,7 @@
 
 #include "order.h"
 #include "shadow.h"
+#include "warpgroup.h"
 
 namespace ull::emulator {
 
@@ -79,6 +80,7 @@ void perform_one_copy() {
   block->copies[index] = block->copies.back();
   block->copies.pop_back();
   memcpy(copy.shared, copy.global, copy.bytes);
+  block->landed.push_back(copy);
   Fields fields = fields_of(copy.barrier, copy.site);
   fields.bytes -= static_cast<int32_t>(copy.bytes);
   store(copy.barrier, fields);
@@ -139,6 +141,8 @@ void wait_mbarrier(const uint64_t* barrier, uint32_t parity, Site site) {
   }
   Mbarrier& known = block->mbarriers[barrier];
   known.waited_for = known.phase - 1;
+  std::erase_if(block->landed,
+                [&](const BulkCopy& copy) { return copy.barrier == barrier && copy.phase <= known.waited_for; });
   take_over(known.completed);
 }
 
@@ -158,11 +162,14 @@ void begin_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barr
   if (!known.fenced) {
     fail_at(site, "a bulk copy completes on an mbarrier that fence_barrier_init() has not followed");
   }
+  if (const std::string product = product_that_reads(destination, bytes); !product.empty()) {
+    fail_at(site, "a race at shared + %td: a bulk copy there has begun, and %s", offset, product.c_str());
+  }
   known.copied = known.phase;
   known.site = site;
   watch_copy(shared, global, bytes, site);
   memset(destination, 0xFF, bytes);  // from here on the copy may write: whoever reads before it completed reads this
-  block->copies.push_back({destination, static_cast<const unsigned char*>(global), bytes, barrier, site});
+  block->copies.push_back({destination, static_cast<const unsigned char*>(global), bytes, barrier, known.phase, site});
   maybe_let_others_run();
 }
 

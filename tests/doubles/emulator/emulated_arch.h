@@ -79,6 +79,9 @@ ULL_UNSEEN inline int grid_x() { return emulator::grid_x(); }
 ULL_UNSEEN inline int grid_y() { return emulator::grid_y(); }
 ULL_UNSEEN inline int multiprocessor() { return (block_y() * grid_x() + block_x()) % 132; }
 ULL_UNSEEN inline unsigned char* shared_memory() { return emulator::shared_memory(); }
+inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - emulator::shared_memory());
+}
 
 // ---- barriers ---------------------------------------------------------------------------------------------------
 
@@ -140,6 +143,30 @@ ULL_UNSEEN inline void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t
   memcpy(mine.b, b, sizeof(b));
   memcpy(mine.c, c, sizeof(c));
   memcpy(c, emulator::meet_warp(emulator::Collective::kMma, ULL_SITE)[lane()].c, sizeof(c));
+}
+
+// See arch.cuh. A product is computed when it is waited for; until then its accumulators are poisoned, and who changes
+// them, its a or its b, or begins a bulk copy to its b, ends the launch (warpgroup.h).
+#define ULL_WARPGROUP_MMA 1
+
+inline uint64_t core_matrices(const void* shared, uint32_t k_stride, uint32_t n_stride, ULL_SITE_PARAMETERS) {
+  return emulator::describe_core_matrices(shared, k_stride, n_stride, ULL_SITE);
+}
+template <int kRegisters>
+inline void give_registers_up() {}
+template <int kRegisters>
+inline void want_registers() {}
+inline void warpgroup_fence(ULL_SITE_PARAMETERS) { emulator::fence_products(ULL_SITE); }
+inline void warpgroup_commit(ULL_SITE_PARAMETERS) { emulator::commit_products(ULL_SITE); }
+template <int kPending, int kGroups>
+ULL_UNSEEN inline void warpgroup_wait(float (&c)[kGroups][4], ULL_SITE_PARAMETERS) {
+  static_assert(kPending >= 0, "groups of products");
+  emulator::wait_for_products(kPending, c[0], kGroups, ULL_SITE);
+}
+template <int kGroups>
+ULL_UNSEEN inline void warpgroup_mma(float (&c)[kGroups][4], const uint32_t (&a)[4], uint64_t b, ULL_SITE_PARAMETERS) {
+  static_assert(kGroups > 0 && kGroups <= 32 && (kGroups & (kGroups - 1)) == 0, "8, 16, 32, 64, 128 or 256 columns");
+  emulator::begin_product(c[0], kGroups, a, b, ULL_SITE);
 }
 
 // ---- number formats ---------------------------------------------------------------------------------------------
@@ -233,9 +260,6 @@ inline uint64_t clock_ticks() { return timer_ns(); }
 
 using Barrier = uint64_t;
 
-inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - emulator::shared_memory());
-}
 inline void barrier_init(Barrier* barrier, int arrivals, ULL_SITE_PARAMETERS) {
   emulator::init_mbarrier(barrier, arrivals, ULL_SITE);
 }

@@ -14,23 +14,13 @@ namespace ull::emulator {
 
 namespace {
 
-// The operands of the whole warp, as matrices. Pairs along k are adjacent in the fragments of arch::mma.
-struct Matrices {
-  alignas(64) uint16_t a[16][16];
-  alignas(64) uint16_t b[16][8];  // [k][column]
-  alignas(64) float c[16][8];     // and then the result
-};
-
-// g = lane / 4, t = lane % 4, see arch::mma.
+// g = lane / 4, t = lane % 4, see arch::mma. Pairs along k are adjacent in its fragments.
 void gather(const Operand (&operands)[kWarpLanes], Matrices& m) {
   for (int lane = 0; lane < kWarpLanes; ++lane) {
     const int g = lane / 4;
     const int t = lane % 4;
     const Operand& o = operands[lane];
-    memcpy(&m.a[g][2 * t], &o.a[0], 4);
-    memcpy(&m.a[g + 8][2 * t], &o.a[1], 4);
-    memcpy(&m.a[g][2 * t + 8], &o.a[2], 4);
-    memcpy(&m.a[g + 8][2 * t + 8], &o.a[3], 4);
+    set_a(m, lane, o.a);
     for (int i = 0; i < 2; ++i) {
       m.b[2 * t + 8 * i][g] = static_cast<uint16_t>(o.b[i]);
       m.b[2 * t + 8 * i + 1][g] = static_cast<uint16_t>(o.b[i] >> 16);
@@ -138,15 +128,28 @@ Product widest_product() {
 
 }  // namespace
 
-void multiply(Operand (&operands)[kWarpLanes]) {
-  Matrices m;
-  gather(operands, m);
+void set_a(Matrices& m, int lane, const uint32_t (&a)[4]) {
+  const int g = lane / 4;
+  const int t = lane % 4;
+  memcpy(&m.a[g][2 * t], &a[0], 4);
+  memcpy(&m.a[g + 8][2 * t], &a[1], 4);
+  memcpy(&m.a[g][2 * t + 8], &a[2], 4);
+  memcpy(&m.a[g + 8][2 * t + 8], &a[3], 4);
+}
+
+void multiply(Matrices& m) {
 #ifdef __x86_64__
   static const Product widest = widest_product();
   widest(m);
 #else
   product(m);
 #endif
+}
+
+void multiply(Operand (&operands)[kWarpLanes]) {
+  Matrices m;
+  gather(operands, m);
+  multiply(m);
   scatter(m, operands);
 }
 

@@ -95,6 +95,7 @@ void forget_order() { released.clear(); }
 
 Order::OfThread& my_order() { return order().thread[static_cast<size_t>(self->index)]; }
 uint32_t my_clock() { return seen(self->index)[self->index]; }
+uint32_t clock_of(int thread) { return seen(thread)[thread]; }
 
 void threads_meet(const std::vector<int>& threads, const Handover& arrived) {
   if (!reports) return;

@@ -26,6 +26,7 @@ extern bool reports;
 void begin_order(Block& block);
 Order::OfThread& my_order();
 uint32_t my_clock();
+uint32_t clock_of(int thread);  // of the block
 
 // Of the block; arrived: what threads that do not wait have released to them.
 void threads_meet(const std::vector<int>& threads, const Handover& arrived);

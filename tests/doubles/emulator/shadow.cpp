@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "order.h"
+#include "warpgroup.h"
 
 extern "C" __attribute__((visibility("hidden"))) char __ehdr_start;  // the library's first and last byte
 extern "C" __attribute__((visibility("hidden"))) char _end;
@@ -168,15 +169,32 @@ void require_copied(const void* address, uint64_t bytes, const Access& access) {
   }
 }
 
+// Of a store to shared memory: products may read it until they have been waited for.
+void require_read(const void* address, uint64_t bytes, const Access& access) {
+  const std::string product = product_that_reads(address, bytes);
+  if (product.empty()) return;
+  fail("a race at %s: %s, and %s", where(reinterpret_cast<uintptr_t>(address)).c_str(),
+       told(access, action_of(access)).c_str(), product.c_str());
+}
+
+void watch_registers(const void* address, uint64_t bytes, const Access& access) {
+  const std::string product = product_of_registers(address, bytes, access.stores != 0);
+  if (product.empty()) return;
+  fail("%s, of %s, which is in flight", told(access, action_of(access)).c_str(), product.c_str());
+}
+
 void watch(const void* address, uint64_t bytes, Access access) {
   const bool shared = is_shared(address);
   if (!shared) {
-    if (lies_in(address, self->fiber.stack, self->fiber.bytes) || lies_in(address, grid.params, grid.params_bytes) ||
+    if (lies_in(address, self->fiber.stack, self->fiber.bytes)) return watch_registers(address, bytes, access);
+    if (lies_in(address, grid.params, grid.params_bytes) ||
         lies_in(address, &__ehdr_start, static_cast<uint64_t>(&_end - &__ehdr_start))) {
       return;
     }
     require_wait(address, access);
     if (access.stores) require_copied(address, bytes, access);
+  } else if (access.stores) {
+    require_read(address, bytes, access);
   }
   const auto first = reinterpret_cast<uintptr_t>(address);
   for (uintptr_t at = first & ~uintptr_t{3}; at < first + bytes; at += 4) {
@@ -238,6 +256,35 @@ void watch_atomic(const void* address, uint32_t bytes, const void* instruction) 
   if (!reports) return;
   watch(address, bytes, access_now(true, true, instruction));
   if (!is_shared(address)) atomic_order(address);
+}
+
+void find_stores(const void* from, uint32_t bytes, std::vector<Store>& found) {
+  const auto first = reinterpret_cast<uintptr_t>(from);
+  for (uintptr_t at = first; at < first + bytes; at += 4) {
+    for (const Access& access : existing_word(at)->access) {
+      if (access.clock == 0 || !access.stores) continue;
+      const auto same = std::find_if(found.begin(), found.end(),
+                                     [&](const Store& store) { return store.access.thread == access.thread; });
+      if (same == found.end()) {
+        found.push_back({access, at});
+      } else if (same->access.clock < access.clock) {
+        *same = {access, at};
+      }
+    }
+  }
+}
+
+void watch_product(const std::vector<Store>& stores, Site site) {
+  for (const auto& [access, address] : stores) {
+    if (!is_before_now(access)) {
+      fail_at(site, "a race at %s: a product reads it, and %s has not happened before it", where(address).c_str(),
+              told(access, "the store").c_str());
+    }
+    if (!is_proxied(access.thread, access.clock)) {
+      fail_at(site, "a product reads %s without fence_bulk_copies() after %s", where(address).c_str(),
+              told(access, "the store").c_str());
+    }
+  }
 }
 
 void watch_copy(const void* to, const void* from, uint32_t bytes, Site site) {

@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "block.h"
 
@@ -23,6 +24,15 @@ namespace ull::emulator {
 
 void begin_shadow(Block& block);
 void forget_shadow();  // of the launch before
+
+// A store to shared memory: the last one of its thread in some range.
+struct Store {
+  Access access;
+  uintptr_t address;
+};
+void find_stores(const void* from, uint32_t bytes, std::vector<Store>& found);
+// Of a product that reads where those have stored.
+void watch_product(const std::vector<Store>& stores, Site site);
 
 void watch_copy(const void* to, const void* from, uint32_t bytes, Site site);
 // What the host might miss, or nothing.

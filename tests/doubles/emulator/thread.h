@@ -38,7 +38,7 @@ struct Thread {
   uint32_t parity;          // kCopies: the phase awaited; kBarrier: the barrier's id; kDevice: how many arrivals
 };
 
-enum class Collective : uint8_t { kWarpBarrier, kShuffle, kShuffleXor, kBallot, kMma };
+enum class Collective : uint8_t { kWarpBarrier, kShuffle, kShuffleXor, kBallot, kMma, kWarpgroupWait };
 
 // What one lane brings to a collective and takes from it.
 struct Operand {
@@ -100,6 +100,13 @@ void arrive_mbarrier(uint64_t* barrier, uint32_t bytes, Site site);
 void wait_mbarrier(const uint64_t* barrier, uint32_t parity, Site site);
 void begin_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier, Site site);
 void prefetch(const void* global, uint32_t bytes, Site site);  // reads it: what cannot be read must not be fetched
+
+// Products of warpgroups (warpgroup.cpp).
+uint64_t describe_core_matrices(const void* shared, uint32_t k_stride, uint32_t n_stride, Site site);
+void fence_products(Site site);
+void begin_product(float* c, int groups, const uint32_t* a, uint64_t b, Site site);  // c: [groups][4], a: [4]
+void commit_products(Site site);
+void wait_for_products(int pending, float* c, int groups, Site site);
 
 // What happened before what (order.cpp).
 void fence_order();          // fence_device()

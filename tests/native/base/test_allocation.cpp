@@ -127,7 +127,7 @@ void decode_everything(ull::Executor& executor, int tokens, Rounds expected = Ro
   Counting counted(executor);
   ull::Engine engine(counted, vocabulary.path(), {});
   engine.start();
-  const std::vector<int32_t> prompt(100, 'C');
+  const std::vector<int32_t> prompt(150, 'C');  // so long that a chunk is read before the first round
   const ull::LogitBias bias{5, -1.0F};
   uint64_t id = 0;
   for (int variant = 0; variant < 5; ++variant) {
@@ -183,7 +183,7 @@ TEST(decoding_on_the_cpu_executor_allocates_nothing) {
   options.threads = 2;
   options.pages = 32;
   ull::cpu::CpuExecutor executor(model.spec, options);
-  decode_everything(executor, 400);
+  decode_everything(executor, 350);
 }
 
 TEST(scoring_labels_allocates_nothing) {
@@ -215,7 +215,7 @@ TEST(scoring_labels_allocates_nothing) {
 }
 
 TEST(replaying_graphs_allocates_nothing) {
-  ull::test::FakeDevice device({.model = {128}, .context = 1024});
+  ull::test::FakeDevice device({.model = {128}, .context = 1024, .chunks = true});
   ull::graph::GraphExecutor executor(device.program(), ull::test::FakeDevice::driver(), {});
   decode_everything(executor, 400);
   for (const bool adaptive : {true, false}) {

@@ -340,12 +340,11 @@ TEST(sessions_share_few_pages_without_seeing_each_other) {
   rig.engine.stop();
 }
 
-// As many as the weights are read: of a prompt one for 64 tokens, and then one for each token.
-TEST(a_request_takes_as_few_rounds_as_it_can) {
-  GraphEngine rig({});
+// As many as the weights are read: of a prompt one for 64 tokens, or for a chunk, and then one for each token.
+void check_rounds(GraphEngine& rig, std::initializer_list<std::pair<int, int>> cases) {
   const ull::test::FakeModel model{128};
   uint64_t id = 0;
-  for (const auto& [length, rounds] : {std::pair{1, 1}, {17, 1}, {64, 1}, {100, 2}}) {
+  for (const auto& [length, rounds] : cases) {
     for (const int count : {1, 20}) {
       (void)GraphRig::rest(rig.device);
       const Tokens prompt = prompt_of(length, static_cast<int>(++id) * 7);
@@ -356,6 +355,34 @@ TEST(a_request_takes_as_few_rounds_as_it_can) {
       CHECK_EQ(records.size(), static_cast<size_t>(rounds + count - 1));
       CHECK_EQ(count_of(records, RoundMode::kContinue, RoundStatus::kOk), count - 1);  // each queued ahead
     }
+  }
+  rig.engine.stop();
+}
+
+TEST(a_request_takes_as_few_rounds_as_it_can) {
+  GraphEngine rig({});
+  check_rounds(rig, {{1, 1}, {17, 1}, {64, 1}, {100, 2}, {640, 10}});
+}
+
+TEST(a_request_with_a_long_prompt_takes_few_rounds_where_a_graph_reads_a_chunk) {
+  GraphEngine rig({.chunks = true});
+  check_rounds(rig, {{1, 1}, {64, 1}, {100, 2}, {300, 2}, {576, 2}, {577, 3}, {640, 3}, {900, 3}});
+}
+
+// A cancelled request's chunk is skipped or waited for; the next one's begins with what is left in the cache.
+TEST(a_request_that_is_cancelled_while_it_reads_chunks_leaves_nothing_behind) {
+  GraphEngine rig({.chunk_us = 500, .chunks = true});
+  const ull::test::FakeModel model{128};
+  for (uint64_t id = 1; id <= 20; id += 2) {
+    const Tokens prompt = prompt_of(950, static_cast<int>(id));
+    const ull::Submission request = GraphEngine::request(id, prompt, 20),
+                          next = GraphEngine::request(id + 1, prompt, 20);
+    (void)rig.engine.submit(request);
+    std::this_thread::sleep_for(std::chrono::microseconds(id * 60));
+    rig.engine.cancel(request.identity, id);
+    CHECK_EQ(rig.wait(id).finals, 1);
+    (void)rig.engine.submit(next);
+    CHECK(rig.wait(id + 1).tokens == model.continuation(prompt, 20));
   }
   rig.engine.stop();
 }

@@ -9,6 +9,7 @@ import pytest
 
 import emulation
 from ull.bundle import (
+    CHUNK_KERNELS,
     DEVICE_KERNELS,
     DFLASH_KERNELS,
     EAGLE_KERNELS,
@@ -37,7 +38,13 @@ extern "C" __device__ int {dflash};
 OF_EAGLE, OF_DFLASH = "ull_of_eagle", "ull_of_dflash"  # of all cubins of a head, by which the driver double knows them
 
 
-ROOMS = {"medusa": MEDUSA_KERNELS, "head_scan": HEAD_SCAN_KERNELS, "eagle": EAGLE_KERNELS, "dflash": DFLASH_KERNELS}
+ROOMS = {
+    "chunk": CHUNK_KERNELS,
+    "medusa": MEDUSA_KERNELS,
+    "head_scan": HEAD_SCAN_KERNELS,
+    "eagle": EAGLE_KERNELS,
+    "dflash": DFLASH_KERNELS,
+}
 
 
 ALL_KERNELS = DEVICE_KERNELS.union(*ROOMS.values())

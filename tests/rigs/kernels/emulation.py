@@ -208,6 +208,7 @@ def run_launches(
     seed: int = 0,
     predecessor_writes: Sequence[NDArray[Any]] = (),
     constants: Sequence[NDArray[Any]] = (),
+    host_reads: Sequence[NDArray[Any]] = (),
     after: Callable[[Launch], None] = lambda launch: None,
 ) -> None:
     """Runs launches one after another, the n-th with `seed` + n; `after` hears of each. See `Kernels.run`."""
@@ -221,6 +222,7 @@ def run_launches(
             seed=seed + number,
             predecessor_writes=predecessor_writes,
             constants=constants,
+            host_reads=host_reads,
         )
         after(launch)
 

@@ -37,8 +37,9 @@ ULL_DEVICE float merged(const MergeWeights& weights, float first, float second) 
   return ::fmaf(second, weights.weight[1], first * weights.weight[0]);
 }
 
-// What the outputs of a row are multiplied by in the end.
-ULL_DEVICE float output_factor(const AttentionParams& params, int kv_head, float sum) {
+// What the outputs of a row are multiplied by in the end. Params: AttentionParams, or a chunk's.
+template <typename Params>
+ULL_DEVICE float output_factor(const Params& params, int kv_head, float sum) {
   const float inverse = arch::reciprocal(sum);
   return kKvBits == 8 ? inverse * params.kv_scale[kKvHeads + kv_head] : inverse;
 }
@@ -65,11 +66,20 @@ ULL_DEVICE float* partial_statistics(const AttentionParams& params, size_t row) 
   return params.partial + partial_row(params, kKvHeads, 0, 0) * kHeadDim + 2 * row;
 }
 
-// Output of a row from dimension `dim` on: f16 activations, in pairs. Dimensions of one step of 32 lie side by side.
-ULL_DEVICE uint32_t* output_pair(const AttentionParams& params, int kv_head, int row, int dim) {
-  const int node = row / kGroup;
-  const int head = kv_head * kGroup + row % kGroup;
-  return static_cast<uint32_t*>(params.output) + activation_index(node, head * kHeadDim + dim) / 2;
+// Outputs of a row: f16 activations, from dimension `dim` on, which is a multiple of kCount, 2 or 4.
+template <int kTile, int kCount>
+ULL_DEVICE void store_output(const AttentionParams& params, int kv_head, int row, int dim, float factor,
+                             const float (&value)[kCount]) {
+  const int node = row / kGroup, column = (kv_head * kGroup + row % kGroup) * kHeadDim + dim;
+  auto* output = static_cast<uint16_t*>(params.output);
+#pragma unroll
+  for (int i = 0; i < kCount; i += 2) {
+    int at = activation_index(node, column + i);
+    if constexpr (kTile == kTreeTokens) {
+      if (params.chunked != 0) at = chunk_index<kAttentionWidth>(params.first_token + node, column + i);
+    }
+    *reinterpret_cast<uint32_t*>(output + at) = arch::f32x2_to_f16x2(value[i] * factor, value[i + 1] * factor);
+  }
 }
 
 // ---- after each split -----------------------------------------------------------------------------------------------
@@ -99,10 +109,7 @@ ULL_DEVICE void take_row(const AttentionParams& params, const AttentionPlan& pla
   RowStatistics statistics = split_statistics<kTile>(step_row);
   if (plan.splits() == 1) {
     const float factor = output_factor(params, share.kv_head, statistics.sum);
-    uint32_t* to = output_pair(params, share.kv_head, share.row + row, lane_dim());
-    for (int i = 0; i < kValueTiles; ++i) {
-      to[i] = arch::f32x2_to_f16x2(own.value[2 * i] * factor, own.value[2 * i + 1] * factor);
-    }
+    store_output<kTile>(params, share.kv_head, share.row + row, lane_dim(), factor, own.value);
     return;
   }
   const bool keeps_statistics = arch::warp() == 0 && arch::lane() % 4 == 0;
@@ -205,7 +212,7 @@ ULL_DEVICE MergedQuad merge_splits(const AttentionParams& params, const Attentio
   return total;
 }
 
-template <bool kInLoop>
+template <int kTile, bool kInLoop>
 ULL_DEVICE void merge_part(const AttentionParams& params, const AttentionPlan& plan, const AttentionShare& share) {
   constexpr int kQuads = kHeadDim / 4;
 #pragma unroll 1
@@ -214,10 +221,7 @@ ULL_DEVICE void merge_part(const AttentionParams& params, const AttentionPlan& p
     const int dim = i % kQuads * 4;
     const MergedQuad total = merge_splits<kInLoop>(params, plan, share.kv_head, row, dim);
     const float factor = output_factor(params, share.kv_head, total.statistics.sum);
-    uint32_t* to = output_pair(params, share.kv_head, row, dim);
-    for (int d = 0; d < 2; ++d) {
-      to[d] = arch::f32x2_to_f16x2(total.value[2 * d] * factor, total.value[2 * d + 1] * factor);
-    }
+    store_output<kTile>(params, share.kv_head, row, dim, factor, total.value);
   }
 }
 

@@ -239,10 +239,41 @@ ULL_DEVICE Task task_of(const BeginParams& params, const Shared& shared, const R
   return task;
 }
 
+// The same of a chunk.
+ULL_DEVICE Task chunk_task(const Shared& shared, const RoundRequest& head) {
+  const bool skipped =
+      is_cancelled(shared, head) || head.mode != RoundMode::kPrefill || head.count < 1 || head.count > kChunkTokens;
+  return {skipped, head.count, head.position, true};
+}
+
 // The token of an entry that is made of a node that the target has accepted: the one behind that.
 ULL_DEVICE int32_t token_behind(const BeginParams& params, int entry, int count) {
   const Round* target = params.target;
   return entry + 1 < count ? target->tokens[target->accepted[entry + 1]] : params.target_state->token;
+}
+
+// A chunk's tokens and extent, and those of the Rounds of its parts. `count` 0: it is skipped.
+ULL_DEVICE void begin_chunk(const BeginParams& params, const RoundRequest& head, int slot, int count) {
+  static_assert(kThreads == kChunkTokens);
+  const int me = arch::thread();
+  Chunk* chunk = params.chunk;
+  if (me == 0) {
+    chunk->sequence = head.sequence;
+    chunk->base = head.position;
+    chunk->count = count;
+  }
+  if (2 * me < count) {  // the slot's tokens are aligned to 64 bytes; behind an odd last one stands an older one
+    const auto* pairs = reinterpret_cast<const uint64_t*>(params.host_chunks + slot * kChunkTokens);
+    const uint64_t pair = arch::load_acquire_system(pairs + me);
+    chunk->tokens[2 * me] = static_cast<int32_t>(pair);
+    chunk->tokens[2 * me + 1] = static_cast<int32_t>(pair >> 32);
+  }
+  if (me < kChunkParts) {
+    Round& part = params.chunk_rounds[me];
+    part.mode = RoundMode::kPrefill;
+    part.count = clamp(count - me * kTreeTokens, kTreeTokens);
+    part.base = head.position + me * kTreeTokens;
+  }
 }
 
 // The first node that is drawn: what comes before it is forced. 0 where nothing is. Of heads: the first without taps.
@@ -252,9 +283,9 @@ ULL_DEVICE int first_draw(const RoundRequest& head, int count) {
   return head.mode == RoundMode::kTake ? clamp(head.forced, head.count - 1) : 0;
 }
 
-}  // namespace
-
-ULL_KERNEL(ull_begin, BeginParams, kThreads, 1) {
+// The kernel. kChunk: of a chunk, which is a round of its first tokens to whoever ends it.
+template <bool kChunk>
+ULL_DEVICE void begin(const BeginParams& params) {
   arch::release_dependents();
   Shared& shared = *reinterpret_cast<Shared*>(arch::shared_memory());
   for (int i = arch::thread(); i < kTreeTokens * kTreeTokens / 8; i += kThreads) shared.path[i] = 0;
@@ -270,8 +301,8 @@ ULL_KERNEL(ull_begin, BeginParams, kThreads, 1) {
   const int slot = static_cast<int>(state.sequence % kRoundSlots);
   const RoundRequest& head = shared.request(slot);
   const bool continues = head.mode == RoundMode::kContinue;
-  const Task task = task_of(params, shared, head);
-  const int count = task.skipped ? 0 : task.count, me = arch::thread();
+  const Task task = kChunk ? chunk_task(shared, head) : task_of(params, shared, head);
+  const int all = task.skipped ? 0 : task.count, count = clamp(all, kTreeTokens), me = arch::thread();
   Round* round = params.round;
   if (me == 0) {
     round->sequence = state.sequence;
@@ -286,23 +317,31 @@ ULL_KERNEL(ull_begin, BeginParams, kThreads, 1) {
     round->begin_ns = begin_ns;
     params.state->sequence = state.sequence + 1;
   }
+  if constexpr (kChunk) begin_chunk(params, head, slot, all);
   if (task.skipped) return;
-  if (me < count) round->tokens[me] = continues ? state.token : head.tokens[me];
-  if constexpr (kMayLack) {
-    const bool block = head.mode == RoundMode::kDflashBlock;
-    if (head.position < 0 && me < (block ? 1 : count)) {
-      round->tokens[me] = block ? params.target_state->token : token_behind(params, me, count);
+  if constexpr (!kChunk) {
+    if (me < count) round->tokens[me] = continues ? state.token : head.tokens[me];
+    if constexpr (kMayLack) {
+      const bool block = head.mode == RoundMode::kDflashBlock;
+      if (head.position < 0 && me < (block ? 1 : count)) {
+        round->tokens[me] = block ? params.target_state->token : token_behind(params, me, count);
+      }
     }
-  }
-  build_paths(head, count, task.chain, shared, round);
-  if (head.mode == RoundMode::kRedraw) {
-    if (me < count) round->rows[me] = head.parents[me] % kTreeTokens;
-    if (head.tokens[0] < 0) copy_mask(params);
+    build_paths(head, count, task.chain, shared, round);
+    if (head.mode == RoundMode::kRedraw) {
+      if (me < count) round->rows[me] = head.parents[me] % kTreeTokens;
+      if (head.tokens[0] < 0) copy_mask(params);
+    }
   }
   if (head.setting != state.setting) copy_setting(params, params.requests[slot], head);
   if (head.sampling.penalises != 0 && head.mode != RoundMode::kPrefill) {
     count_text(params, head, state, task.base + first_draw(head, count));
   }
 }
+
+}  // namespace
+
+ULL_KERNEL(ull_begin, BeginParams, kThreads, 1) { begin<false>(params); }
+ULL_KERNEL(ull_begin_chunk, BeginParams, kThreads, 1) { begin<true>(params); }
 
 }  // namespace ull::gpu

@@ -181,14 +181,10 @@ void GraphExecutor::launch_prompt() noexcept {
       if (!queue_.setting_is_free(setting_)) return;
       setting_.take(prompt_.pages, pages);
     }
-    const int count = std::min(prompt_.count, gpu::kTreeTokens);
-    void* graph = graphs_.prefill_for(count);
-    gpu::RoundRequest& request = queue_.next_request(graph);
-    request.mode = gpu::RoundMode::kPrefill;
-    request.count = count;
-    request.position = prompt_.start;
-    request.max_tokens = 0;
-    fill_chain(request, prompt_.tokens, count);
+    const bool in_chunks = program_.chunk != nullptr && prompt_.count > gpu::kTreeTokens;
+    const int count = std::min(prompt_.count, in_chunks ? gpu::kChunkTokens : gpu::kTreeTokens);
+    void* graph = in_chunks ? program_.chunk : graphs_.prefill_for(count);
+    fill_prompt(graph, prompt_.tokens, count, prompt_.start);
     tags_.forget(prompt_.start, count);
     if (queue_.launch(graph, setting_, text_) != Status::kOk) return;
     last_ = queue_.launched();
@@ -197,6 +193,19 @@ void GraphExecutor::launch_prompt() noexcept {
     prompt_.start += count;
     prompt_.count -= count;
     launched_ = prompt_.count == 0;
+  }
+}
+
+void GraphExecutor::fill_prompt(void* graph, const int32_t* tokens, int count, int position) noexcept {
+  gpu::RoundRequest& request = queue_.next_request(graph);
+  request.mode = gpu::RoundMode::kPrefill;
+  request.count = count;
+  request.position = position;
+  request.max_tokens = 0;
+  if (graph == program_.chunk) {
+    std::copy_n(tokens, count, program_.chunks + queue_.next_slot() * gpu::kChunkTokens);
+  } else {
+    fill_chain(request, tokens, count);
   }
 }
 

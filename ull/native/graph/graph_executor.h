@@ -85,6 +85,8 @@ class GraphExecutor final : public Executor {
   // Launches what is left of the step, as far as slots and the page table allow.
   void advance() noexcept;
   void launch_prompt() noexcept;
+  // The next request, of a graph that reads `count` tokens of a prompt from `position` on.
+  void fill_prompt(void* graph, const int32_t* tokens, int count, int position) noexcept;
   void launch_tree() noexcept;
   void launch_ahead() noexcept;
   void launch_scores() noexcept;

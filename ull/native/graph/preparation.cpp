@@ -17,11 +17,18 @@
 namespace ull::graph {
 namespace {
 
-// All slots at once: the chunks of a step wait for each other on the device alone.
-constexpr int kPrefillChunk = gpu::kRoundSlots * gpu::kTreeTokens;
-
 constexpr int kMeasuredPosition = 1024;  // where attention's share is measured
 constexpr double kUnmeasured = 1e15;     // nanoseconds
+
+// Tokens of a prompt that one step reads. Behind each step the engine may turn to a more urgent request.
+int prefill_chunk(const GraphProgram& program) noexcept {
+  static_assert(gpu::kChunkTokens <= gpu::kTapSlots);
+  // All slots at once: the rounds of a step wait for each other on the device alone.
+  if (program.chunk == nullptr) return gpu::kRoundSlots * gpu::kTreeTokens;
+  // One graph, beside which the host's turn behind it is short. An EAGLE head reads the last tap of a step with the
+  // token that follows, hence behind the next step, which must leave that tap in the ring.
+  return program.eagle == nullptr ? gpu::kChunkTokens : std::min(gpu::kChunkTokens, gpu::kTapSlots - 1);
+}
 
 }  // namespace
 
@@ -36,7 +43,7 @@ void GraphExecutor::prepare() {
   info_.vocabulary = program_.vocabulary;
   info_.context = program_.context_tokens;
   info_.page_count = program_.page_count;
-  info_.prefill_chunk = kPrefillChunk;
+  info_.prefill_chunk = prefill_chunk(program_);
   // At least a plain round and the continuations behind it.
   info_.tokens_per_round = std::max({program_.most_nodes(), 2, 1 + program_.burst_rounds});
   info_.weight_bytes = program_.weight_bytes;
@@ -108,9 +115,13 @@ VerifyCosts GraphExecutor::measure() {
       single_ns[static_cast<int>(sampler)] = measure_graph(graph, gpu::RoundMode::kTake, 1, 0, pages);
     }
   }
-  const int chunk = std::min(held, gpu::kTreeTokens);
-  const int64_t prefill_ns = measure_graph(program_.prefill, gpu::RoundMode::kPrefill, chunk, 0, pages);
-  dearest_ns_ = std::max(dearest_ns_, prefill_ns);
+  const auto timed_prompt = [&](void* graph, int most) {
+    const int64_t nanoseconds = measure_graph(graph, gpu::RoundMode::kPrefill, std::min(held, most), 0, pages);
+    dearest_ns_ = std::max(dearest_ns_, nanoseconds);
+    return nanoseconds;
+  };
+  const int64_t prefill_ns = timed_prompt(program_.prefill, gpu::kTreeTokens);
+  if (program_.chunk != nullptr) (void)timed_prompt(program_.chunk, gpu::kChunkTokens);
   graphs_.measured(near_ns, single_ns, prefill_ns);
   run_bursts(held);
   run_redraws();
@@ -175,7 +186,7 @@ int64_t GraphExecutor::measure_graph(void* graph, gpu::RoundMode mode, int count
                                      const std::vector<int32_t>& pages) {
   require(queue_.drain());
   setting_.take(Sampling{}, nullptr, 0, pages.data(), static_cast<int>(pages.size()));
-  constexpr int32_t tokens[gpu::kTreeTokens] = {};
+  constexpr int32_t tokens[gpu::kChunkTokens] = {};
   std::vector<int64_t> durations;
   uint64_t ended = queue_.seen();  // rounds whose duration has been read
   const auto read = [&](uint64_t through) {
@@ -191,12 +202,16 @@ int64_t GraphExecutor::measure_graph(void* graph, gpu::RoundMode mode, int count
       require(queue_.await(queue_.seen() + 1));
       read(queue_.seen() - 1);
     }
-    gpu::RoundRequest& request = queue_.next_request(graph);
-    request.mode = mode;
-    request.count = count;
-    request.position = position;
-    request.max_tokens = count;
-    fill_chain(request, tokens, count);
+    if (mode == gpu::RoundMode::kPrefill) {
+      fill_prompt(graph, tokens, count, position);
+    } else {
+      gpu::RoundRequest& request = queue_.next_request(graph);
+      request.mode = mode;
+      request.count = count;
+      request.position = position;
+      request.max_tokens = count;
+      fill_chain(request, tokens, count);
+    }
     require(queue_.launch(graph, setting_, text_));
     if (round == 0) require(queue_.drain());  // where one takes longer than all may, it is the only one
   }

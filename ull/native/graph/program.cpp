@@ -66,6 +66,7 @@ void GraphProgram::check() const {
   require(bursts ? burst_rounds >= 2 && burst_rounds < gpu::kRoundSlots : burst_rounds == 0,
           "burst_rounds: must be 2 or 3 if there are bursts");
   require(prefill != nullptr, "prefill: must be the handle of a graph");
+  if (chunk != nullptr) require_block(chunks, "chunks");
   RoundBlocks::check();
   require((redraw == nullptr) == (redraws == nullptr), "redraws: must be the handles of two graphs, or none");
   if (redraw != nullptr) require_block(mask, "mask");
@@ -98,6 +99,7 @@ void GraphProgram::check() const {
   require(draft == nullptr || (draft->medusa == nullptr && draft->draft == nullptr && draft->eagle == nullptr &&
                                draft->dflash == nullptr),
           "draft: takes none of its own");
+  require(draft == nullptr || draft->chunk == nullptr, "draft: chunk: it reads a prompt with its `prefill` alone");
 }
 
 int GraphProgram::most_nodes() const noexcept {

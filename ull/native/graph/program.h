@@ -86,6 +86,8 @@ struct GraphProgram : RoundBlocks {
   SingleGraphs singles[kSamplers] = {};  // by Sampler; kFull's round is rounds[0], and null here
   int burst_rounds = 0;                  // 0: there are no bursts
   void* prefill = nullptr;               // CUgraphExec, up to kTreeTokens prompt tokens
+  void* chunk = nullptr;                 // CUgraphExec, up to kChunkTokens, with the bits of `prefill`; null: none
+  int32_t* chunks = nullptr;             // [kRoundSlots][kChunkTokens] mapped, where there is `chunk`: its tokens
   void* medusa = nullptr;                // CUgraphExec of the Medusa heads; null: there are none
   void* redraw = nullptr;                // CUgraphExec of one draw more from a round's logits; null: there is none
   void* redraws = nullptr;               // and of up to kTreeTokens, where there is `redraw`

@@ -73,6 +73,8 @@ class RoundQueue {
     request.forced = request.first = 0;
     return request;
   }
+  // Which block that is, once next_request() has named it: what stands beside the requests has an entry for each.
+  [[nodiscard]] size_t next_slot() const noexcept { return slot(launched_ + 1); }
   // Launches it, or as many as the graph holds. kOk or kExecutorFailed.
   [[nodiscard]] Status launch(void* graph, const Setting& setting, const Text& text, int rounds = 1) noexcept;
 

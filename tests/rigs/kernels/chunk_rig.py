@@ -1,0 +1,293 @@
+"""The kernels of a chunk of a prompt on the emulator: what goes in, what comes out, what a round makes of the same."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+import emulation
+import linear_layers
+from emulation import aligned, pointer
+from layer_rig import numbers_of, random_tensors
+from linear_rig import ALL_MODELS, EPSILON, Layer, copied
+from ull.bundle import Model, Precision, device_macros, device_tensors
+from ull.gpu.chunk import Chunks, part_rounds
+from ull.gpu.fused import FusedForward
+from ull.gpu.geometry import chunk
+from ull.gpu.launch import Launch
+from ull.gpu.memory import (
+    CHUNK,
+    CHUNK_ATTENTION,
+    CHUNK_MLP,
+    CHUNK_NORMED,
+    CHUNK_QKV,
+    CHUNK_RESIDUAL,
+    CHUNK_ROUNDS,
+    TAP_RING,
+    Sizes,
+    plan_memory,
+    rope_table,
+)
+from ull.gpu.params import (
+    CHUNK_TILE,
+    CHUNK_TOKENS,
+    MLP_SCALE,
+    PREFILL,
+    ROUND_SLOTS,
+    TREE_TOKENS,
+    Chunk,
+    ChunkLinearParams,
+    HostControl,
+    RoundRequest,
+    RoundResult,
+    State,
+)
+from ull.gpu.places import HostBlocks, Places
+from ull.gpu.rounds import Rounds
+
+NAMES = ("qkv", "o", "gate_up", "down")
+TILES = CHUNK_TOKENS // CHUNK_TILE
+UNWRITTEN = 54321.0  # in rows of the residual beyond the chunk's tokens
+
+
+@functools.cache
+def kernels_of(model: str, reports: bool = False) -> emulation.Kernels:
+    sizes, bits = ALL_MODELS[model]
+    macros = {**sizes, "WEIGHT_BITS": bits, "HEAD_BITS": 24 - bits, "RMS_EPSILON": EPSILON}
+    return emulation.build(["chunk_linear.cu", "chunk_norm.cu"], macros, reports=reports)
+
+
+def chunk_of(count: int, base: int = 0, tokens: Any = ()) -> NDArray[np.uint8]:
+    """A Chunk in device memory."""
+    memory: Any = aligned(ctypes.sizeof(Chunk), np.uint8)
+    state = Chunk.from_buffer(memory)
+    state.sequence, state.base, state.count = 1, base, count
+    state.tokens[: len(tokens)] = tokens
+    return memory
+
+
+def activation_buffer(columns: int) -> NDArray[np.float16]:
+    """[tile, K / 32, quarter, 128 tokens, 8] f16, unwritten."""
+    return aligned((TILES, linear_layers.round_up(columns, 32) // 32, 4, CHUNK_TILE, 8), np.float16)
+
+
+def columns_of_step() -> NDArray[np.int64]:
+    """[quarter, 8]: the column of a step that stands there, as the tensor cores take them (linear/activations.cuh)."""
+    quarter, place = np.mgrid[0:4, 0:8]
+    columns: NDArray[np.int64] = 8 * (place // 2) + 2 * quarter + place % 2
+    return columns
+
+
+def pack_activations(rows: NDArray[np.float16]) -> NDArray[np.float16]:
+    """[T, K] -> a chunk's layout; tokens beyond T are NaN."""
+    result = activation_buffer(rows.shape[1])
+    steps = result.shape[1]
+    full = np.full((CHUNK_TOKENS, steps * 32), np.nan, np.float16)
+    full[: len(rows)] = linear_layers.padded(rows, 1, 32)
+    tiles = full.reshape(TILES, CHUNK_TILE, steps, 32)[..., columns_of_step()]
+    result[...] = tiles.transpose(0, 2, 3, 1, 4)
+    return result
+
+
+def unpack_activations(buffer: NDArray[np.float16], columns: int) -> NDArray[np.float16]:
+    """-> [512, K], after checking that the padding of a written row is zero."""
+    steps = buffer.shape[1]
+    tiles = np.empty((TILES, CHUNK_TILE, steps, 32), np.float16)
+    tiles[..., columns_of_step()] = buffer.transpose(0, 3, 1, 2, 4)
+    rows: NDArray[np.float16] = tiles.reshape(CHUNK_TOKENS, steps * 32)
+    written = ~np.isnan(rows[:, :columns].astype(np.float32)).any(axis=1)
+    assert (rows[written, columns:] == 0).all()
+    return rows[:, :columns]
+
+
+class ChunkLayer:
+    """One linear layer, and inputs for a whole chunk."""
+
+    def __init__(self, name: str, model: str, seed: int, with_bias: bool, reports: bool = False) -> None:
+        self.name, self.kernels = name, kernels_of(model, reports)
+        self.layer = Layer(name, model, seed, with_bias)
+        generator = np.random.default_rng(seed)
+        self.inputs = (generator.standard_normal((CHUNK_TOKENS, self.layer.columns)) * MLP_SCALE).astype(np.float16)
+        self.residual = aligned((CHUNK_TOKENS, self.layer.residual.shape[1]), np.float32, UNWRITTEN)
+        self.residual[...] = generator.standard_normal(self.residual.shape)
+
+    @property
+    def rows(self) -> int:
+        return self.layer.rows // 2 if self.name == "gate_up" else self.layer.rows
+
+    def run(self, count: int, seed: int = 0) -> NDArray[Any]:
+        """[512, N] after a chunk of `count` tokens; what was not written is NaN, or UNWRITTEN."""
+        layer, adds = self.layer, self.name in ("o", "down")
+        activations, state = pack_activations(self.inputs[:count]), chunk_of(count)
+        residual = copied(self.residual)
+        residual[count:] = UNWRITTEN
+        width = linear_layers.round_up(layer.rows, 16)
+        empty = activation_buffer(self.rows) if self.name == "gate_up" else aligned((CHUNK_TOKENS, width), np.float32)
+        output = residual if adds else empty
+        weights, scale, bias = layer.packed
+        assert weights is not None
+        assert scale is not None
+        params = ChunkLinearParams(
+            chunk=pointer(state),
+            weights=pointer(weights),
+            scale=pointer(scale),
+            bias=None if bias is None else pointer(bias),
+            activations=pointer(activations),
+            output=pointer(output),
+        )
+        grid, threads, shared_bytes = chunk.product(
+            layer.rows if self.name != "gate_up" else weights_rows(weights, layer)
+        )
+        self.kernels.run(
+            f"ull_chunk_{self.name}",
+            grid=grid,
+            threads=threads,
+            shared_bytes=shared_bytes,
+            params=params,
+            seed=seed,
+            predecessor_writes=[activations, residual],
+            constants=[state, *(part for part in layer.packed if part is not None)],
+        )
+        return unpack_activations(output, self.rows) if self.name == "gate_up" else output[:, : self.rows]
+
+    def by_rounds(self, count: int) -> NDArray[Any]:
+        """[count, N]: what rounds of 64 tokens make of the same."""
+        layer, parts = self.layer, []
+        for first in range(0, count, TREE_TOKENS):
+            held = min(TREE_TOKENS, count - first)
+            part = slice(first, first + held)
+            layer.inputs[:held] = self.inputs[part]
+            if layer.norms:
+                layer.normed[:held] = self.inputs[part]
+            else:
+                layer.residual[:held] = self.residual[part]
+            parts.append(layer.rows_of(layer.run(TREE_TOKENS, held))[:held])
+        return np.concatenate(parts)
+
+    def is_unwritten(self, rows: NDArray[Any]) -> bool:
+        if self.name in ("o", "down"):
+            return bool((rows == UNWRITTEN).all())
+        return bool(np.isnan(rows.astype(np.float32)).all())
+
+
+def weights_rows(weights: NDArray[np.uint8], layer: Layer) -> int:
+    """Rows of gate_up with their padding."""
+    return 2 * linear_layers.round_up(layer.rows // 2, 8)
+
+
+SOURCES = [
+    *("begin", "accept", "commit", "embed", "attention", "norm", "qkv", "output", "gate_up", "down"),
+    *("chunk_embed", "chunk_norm", "chunk_store", "chunk_linear"),
+]
+
+
+class Prompt:
+    """A model that reads a prompt behind `base` random positions: in chunks, or by rounds of 64 tokens."""
+
+    def __init__(
+        self,
+        model: Model,
+        precision: Precision,
+        biases: bool = False,
+        taps: Sequence[int] = (),
+        reports: bool = False,
+    ) -> None:
+        self.model, self.sizes = model, Sizes(model, precision, model.context, taps=taps, chunks=True)
+        macros = numbers_of(device_macros(model, precision, taps=len(taps)))
+        self.kernels = emulation.build([f"{name}.cu" for name in SOURCES], macros, reports=reports)
+        rng = np.random.default_rng(7)
+        self.tensors = random_tensors(device_tensors(model, precision), rng, biases)
+        self.tensors["embed.weight"] = aligned((model.vocabulary, model.hidden), ml_dtypes.bfloat16)
+        self.tensors["embed.weight"][...] = rng.standard_normal((model.vocabulary, model.hidden))
+        self._bytes = {name: region.nbytes for name, region in plan_memory(self.sizes, 0).regions.items()}
+        stored = ml_dtypes.bfloat16 if precision.kv == "bf16" else ml_dtypes.float8_e4m3fn
+        self._pages = rng.standard_normal(self._bytes["KV pages"] // np.dtype(stored).itemsize).astype(stored)
+        self._table = rng.permutation(self.sizes.page_count).astype(np.int32)
+        self.begin()
+
+    def begin(self) -> None:
+        """Memory as it is when the engine has been loaded, but for pages of random numbers."""
+        host = {
+            "requests": ROUND_SLOTS * ctypes.sizeof(RoundRequest),
+            "results": ROUND_SLOTS * ctypes.sizeof(RoundResult),
+            "control": ctypes.sizeof(HostControl),
+            "pages": 4 * linear_layers.round_up(self.sizes.table_pages, 2),
+            "text": 4 * self.sizes.context,
+            "mask": self.sizes.mask_bytes,
+            "chunks": 4 * ROUND_SLOTS * CHUNK_TOKENS,
+        }
+        self.host: dict[str, Any] = {name: aligned(nbytes, np.uint8, 0) for name, nbytes in host.items()}
+        self.memory: dict[str, Any] = {
+            name: aligned(nbytes, np.uint8, 0) for name, nbytes in self._bytes.items() if nbytes
+        }
+        self.memory["KV pages"][...] = self._pages.view(np.uint8)
+        self.memory["rope"].view(np.float32)[...] = rope_table(self.model, self.model.context).reshape(-1)
+        self.memory[CHUNK_ROUNDS][...] = np.frombuffer(part_rounds(), np.uint8)
+        State.from_buffer(self.memory["state"]).sequence = 1
+        self.host["pages"].view(np.int32)[: self.sizes.table_pages] = self._table
+        if TAP_RING in self.memory:
+            self.memory[TAP_RING][...] = 0xFF
+        self._places = Places(
+            lambda name: pointer(self.memory[name]),
+            lambda name: pointer(self.tensors[name]) if name in self.tensors else None,
+            HostBlocks(**{name: pointer(array) for name, array in self.host.items()}),
+        )
+        self.sequence = 0
+
+    def read(self, tokens: Sequence[int], base: int, whole: bool, seed: int = 0, multiprocessors: int = 3) -> None:
+        """`whole`: in one chunk; else by rounds of 64."""
+        rounds = Rounds(self.sizes, self._places, multiprocessors)
+        if whole:
+            self.ask(tokens, base)
+            self.run(Chunks(self.sizes, self._places, multiprocessors).launches(), seed)
+            return
+        forward = FusedForward(self.sizes, self._places, multiprocessors)
+        layers = [*rounds.opening(TREE_TOKENS), *forward.launches(TREE_TOKENS, False)]
+        for first in range(0, len(tokens), TREE_TOKENS):
+            self.ask(tokens[first : first + TREE_TOKENS], base + first)
+            self.run([*layers, *rounds.closing(TREE_TOKENS, False)], seed + first)
+
+    def ask(self, tokens: Sequence[int], base: int) -> None:
+        """Writes the next request, of prompt tokens."""
+        self.sequence += 1
+        slot = self.sequence % ROUND_SLOTS
+        request = (RoundRequest * ROUND_SLOTS).from_buffer(self.host["requests"])[slot]
+        request.sequence, request.mode, request.count, request.position = self.sequence, PREFILL, len(tokens), base
+        request.setting, request.page_count = 1, self.sizes.table_pages
+        request.tokens[: min(len(tokens), TREE_TOKENS)] = tokens[:TREE_TOKENS]
+        self.host["chunks"].view(np.int32).reshape(ROUND_SLOTS, -1)[slot, : len(tokens)] = tokens
+
+    def run(self, launches: Sequence[Launch], seed: int) -> None:
+        # What begin writes, and earlier rounds wrote, may be read early behind embed.
+        written = [self.memory[name] for name in WRITTEN if name in self.memory]
+        opening, others = list(launches[:2]), list(launches[2:])
+        earlier = [self.memory[name] for name in (CHUNK, CHUNK_ROUNDS, "round", "page table", "rope", "KV pages")]
+        requested = [self.host[name] for name in ("requests", "control", "pages", "chunks")]
+        results = [self.host["results"]]
+        constants = [*self.tensors.values()]
+        emulation.run_launches(
+            self.kernels, opening, 1000 * seed, [self.memory["state"], *written], [*constants, *requested], results
+        )
+        emulation.run_launches(self.kernels, others, 1000 * seed + 2, written, [*constants, *earlier], results)
+
+    def result(self) -> RoundResult:
+        """Of the last request."""
+        result: RoundResult = (RoundResult * ROUND_SLOTS).from_buffer(self.host["results"])[self.sequence % ROUND_SLOTS]
+        return result
+
+    def left(self) -> dict[str, bytes]:
+        """What a prompt leaves for whoever comes behind it."""
+        return {name: self.memory[name].tobytes() for name in ("KV pages", TAP_RING, "counters") if name in self.memory}
+
+
+# Regions that a chunk's or a round's kernels hand to each other.
+WRITTEN = (
+    *(CHUNK_RESIDUAL, CHUNK_NORMED, CHUNK_QKV, CHUNK_ATTENTION, CHUNK_MLP),
+    *("residual", "normed", "qkv", "attention", "mlp", "partial sums"),
+)

@@ -1,0 +1,159 @@
+"""The launches that read a chunk of a prompt, in order: pure lists, as `ull.gpu.rounds`.
+
+    begin, embed, L x { norm, qkv, store, attention of each part, o, norm, gate_up, down }, accept
+
+A chunk fills the cache and draws nothing. Its linear layers take all its tokens at once, on warpgroups' products; its
+attention takes parts of 64, one after another, with the kernel for a round of 64 nodes: a part finds those before it in
+the pages, where `store` has put every token's key and value. So each bit is what chunks of 64 would make of it.
+"""
+
+from __future__ import annotations
+
+from ctypes import addressof, c_uint32
+
+from ull.gpu.driver import Driver
+from ull.gpu.geometry import chunk
+from ull.gpu.launch import Launch
+from ull.gpu.memory import (
+    CHUNK,
+    CHUNK_ATTENTION,
+    CHUNK_MLP,
+    CHUNK_NORMED,
+    CHUNK_QKV,
+    CHUNK_RESIDUAL,
+    TAP_RING,
+    Sizes,
+)
+from ull.gpu.modules import Kernels
+from ull.gpu.paged_attention import PagedAttention
+from ull.gpu.params import (
+    CHUNK_PARTS,
+    PREFILL,
+    TREE_TOKENS,
+    ChunkEmbedParams,
+    ChunkLinearParams,
+    ChunkNormParams,
+    ChunkProbeParams,
+    ChunkStoreParams,
+    Round,
+)
+from ull.gpu.places import Places
+from ull.gpu.rounds import Rounds
+
+
+def part_rounds() -> bytes:
+    """What the Rounds of a chunk's parts hold from the start on: chains. `ull_begin_chunk` writes count and base."""
+    rounds = (Round * CHUNK_PARTS)()
+    for part in rounds:
+        part.mode = PREFILL
+        for node in range(TREE_TOKENS):
+            part.depths[node] = node
+            part.path[node][: node + 1] = range(node + 1)
+    return bytes(rounds)
+
+
+PROBE_ROUNDS = 32  # of each block; a round compares 512 sums of 8 products each
+
+
+def products_agree(driver: Driver, kernels: Kernels, stream: int) -> bool:
+    """Whether products of warpgroups have the bits of a warp's on this device; seen on two million random sums.
+
+    That the probe would see another bit is seen as well. Raises GpuError.
+    """
+    memory = driver.allocate(8)
+    try:
+        driver.fill(memory, 0, 8, stream)
+        for flaw in (0, 1):
+            params = ChunkProbeParams(differences=memory + 4 * flaw, seed=1 + flaw, rounds=PROBE_ROUNDS, flaw=flaw)
+            grid, threads, shared_bytes = chunk.probe(driver.info.multiprocessors)
+            function = kernels.functions["ull_chunk_probe"]
+            driver.launch(function, grid, threads, shared_bytes, stream, params, False)
+        differences = (c_uint32 * 2)()
+        driver.copy_to_host(addressof(differences), memory, 8, stream)
+        driver.synchronise(stream)
+        return differences[0] == 0 and differences[1] > 0
+    finally:
+        driver.free(memory)
+
+
+class Chunks:
+    """Builds them, for one model."""
+
+    def __init__(self, sizes: Sizes, places: Places, multiprocessors: int) -> None:
+        self._sizes, self._places = sizes, places
+        self._attention = PagedAttention(sizes, places, multiprocessors)
+        self._rounds = Rounds(sizes, places, multiprocessors)
+
+    def launches(self) -> list[Launch]:
+        layers = self._sizes.model.layers
+        ending = [self._norm("norm", layers, normed=False)] if layers in self._sizes.taps else []
+        # Keys and values are in the pages: as behind a round of one token nothing is committed.
+        return [
+            *self._opening(),
+            *(launch for layer in range(layers) for launch in self._layer(layer)),
+            *ending,
+            *self._rounds.closing(1, draws=False),
+        ]
+
+    def _opening(self) -> list[Launch]:
+        """embed does not begin before begin has ended: see `Rounds.opening`."""
+        region = self._places.region
+        table = self._places.tensor("embed.weight")
+        embed = ChunkEmbedParams(chunk=region(CHUNK), table=table, residual=region(CHUNK_RESIDUAL))
+        geometry = chunk.embed(self._sizes.model.hidden)
+        return [self._rounds.begin(chunk=True), Launch("ull_chunk_embed", *geometry, embed, overlaps=False)]
+
+    def _layer(self, layer: int) -> list[Launch]:
+        model, name = self._sizes.model, f"layers.{layer}"
+        gate_up_rows = 2 * -(-model.intermediate // 8) * 8
+        return [
+            self._norm(f"{name}.attn_norm", layer),
+            self._product("qkv", f"{name}.qkv", self._sizes.qkv_width, CHUNK_NORMED, CHUNK_QKV),
+            self._store(layer),
+            *(self._attention.launch_part(layer, part) for part in range(CHUNK_PARTS)),
+            self._product("o", f"{name}.o", model.hidden, CHUNK_ATTENTION, CHUNK_RESIDUAL),
+            self._norm(f"{name}.mlp_norm"),
+            self._product("gate_up", f"{name}.gate_up", gate_up_rows, CHUNK_NORMED, CHUNK_MLP),
+            self._product("down", f"{name}.down", model.hidden, CHUNK_MLP, CHUNK_RESIDUAL),
+        ]
+
+    def _norm(self, weight: str, layer: int | None = None, normed: bool = True) -> Launch:
+        """`layer`: whose input the residual is; heads may want it kept. `normed`: the norm itself is wanted."""
+        sizes, region, taps = self._sizes, self._places.region, None
+        if layer in sizes.taps:
+            taps = region(TAP_RING) + sizes.taps.index(layer) * sizes.tap_bytes
+        params = ChunkNormParams(
+            chunk=region(CHUNK),
+            residual=region(CHUNK_RESIDUAL),
+            norm_weight=self._places.tensor(weight),
+            normed=region(CHUNK_NORMED) if normed else None,
+            taps=taps,
+        )
+        return Launch("ull_chunk_norm", *chunk.norm(), params)
+
+    def _product(self, kernel: str, weights: str, rows: int, activations: str, output: str) -> Launch:
+        region, tensor = self._places.region, self._places.tensor
+        params = ChunkLinearParams(
+            chunk=region(CHUNK),
+            weights=tensor(f"{weights}.weight"),
+            scale=tensor(f"{weights}.scale"),
+            bias=tensor(f"{weights}.bias"),
+            activations=region(activations),
+            output=region(output),
+        )
+        return Launch(f"ull_chunk_{kernel}", *chunk.product(rows), params)
+
+    def _store(self, layer: int) -> Launch:
+        sizes, region, tensor = self._sizes, self._places.region, self._places.tensor
+        params = ChunkStoreParams(
+            chunk=region(CHUNK),
+            qkv=region(CHUNK_QKV),
+            k_norm=tensor(f"layers.{layer}.k_norm"),
+            rope=region("rope"),
+            pages=region("page table"),
+            page_pool=region("KV pages"),
+            kv_scale=tensor(f"layers.{layer}.kv_scale"),
+            page_bytes=sizes.page_bytes,
+            layer_offset=layer * sizes.layer_page_bytes,
+        )
+        return Launch("ull_chunk_store", *chunk.store(sizes.model.kv_heads, sizes.model.head_dim), params)

@@ -1,0 +1,52 @@
+"""Geometry of the kernels that read a chunk of a prompt (`ull/kernels/chunk`), and the scratch that they share.
+
+The grids are for whole chunks; blocks of tokens that a chunk has not return at once. The results depend on neither.
+"""
+
+from __future__ import annotations
+
+from ull.bundle import round_up
+from ull.gpu.geometry import linear
+from ull.gpu.params import CHUNK_TILE, CHUNK_TOKENS
+
+Geometry = tuple[tuple[int, int], int, int]  # grid, threads, bytes of shared memory
+
+THREADS = 256
+LINEAR_THREADS = 384  # two warpgroups that multiply, and one that brings what they do
+BLOCK_ROWS = 128
+
+
+def embed(hidden: int) -> Geometry:
+    """`ull_chunk_embed`."""
+    return (-(-hidden // (8 * THREADS)), CHUNK_TOKENS), THREADS, 0
+
+
+def norm() -> Geometry:
+    """`ull_chunk_norm`: a block per token."""
+    return (CHUNK_TOKENS, 1), THREADS, 128
+
+
+def store(kv_heads: int, head_dim: int) -> Geometry:
+    """`ull_chunk_store`: the blocks of a token are those of `ull_dflash_store`."""
+    (_, blocks), threads, shared = linear.dflash_store(kv_heads, head_dim, 1)
+    return (CHUNK_TOKENS, blocks), threads, shared
+
+
+def product(rows: int) -> Geometry:
+    """`ull_chunk_qkv`, `ull_chunk_o`, `ull_chunk_gate_up` and `ull_chunk_down`, by the rows of their matrix."""
+    return (CHUNK_TOKENS // CHUNK_TILE, -(-rows // BLOCK_ROWS)), LINEAR_THREADS, linear.WIDE_BYTES
+
+
+def probe(multiprocessors: int) -> Geometry:
+    """`ull_chunk_probe`: a warpgroup on each multiprocessor, and the operands of eight products."""
+    return (multiprocessors, 1), 128, 8 * 256
+
+
+def activation_bytes(width: int) -> int:
+    """f16 activations of that width (`ull/kernels/linear/activations.cuh`)."""
+    return 2 * CHUNK_TOKENS * round_up(width, 32)
+
+
+def row_bytes(width: int) -> int:
+    """f32 rows of that width."""
+    return 4 * CHUNK_TOKENS * round_up(width, 16)

@@ -1,0 +1,249 @@
+// y = W x of a chunk: a block computes 128 rows for 128 tokens, by two warpgroups of 64 rows each; a third brings
+// weights and activations through a ring of stages. Grid: x = tiles of tokens, y = blocks of rows, so that
+// blocks that run together read the same weights.
+//
+// Every output is what the kernels for a round make of it, bit for bit: the sum of its slices in ascending order, each
+// a chain of products of 16 columns over the slice's steps (linear.cuh). The products are the warpgroup's instead of a
+// warp's; docs/numerics.md says why both add alike.
+#pragma once
+
+#include "chunk/layout.cuh"
+#include "linear/rows.cuh"
+
+namespace ull::gpu {
+
+inline constexpr int kWarpgroups = 2;
+inline constexpr int kChunkThreads = 128 * kWarpgroups + 128;  // a warpgroup brings what the others multiply,
+inline constexpr int kBringRegisters = 24;                     // and gives them registers
+inline constexpr int kMultiplyRegisters = 240;
+inline constexpr int kChunkTiles = 4 * kWarpgroups;  // row tiles of a block, one for each warp
+inline constexpr int kChunkGroups = kChunkTile / kGroupTokens;
+
+template <typename Shape_>
+struct ChunkPlan {
+  using Shape = Shape_;
+
+  // Steps of a stage: the most that divide every slice, so that all stages are whole.
+  ULL_HOST_DEVICE static constexpr int stage_steps() {
+    for (int steps = 4; steps > 1; steps /= 2) {
+      bool divides = true;
+      for (int slice = 0; slice < kSlices; ++slice) {
+        divides = divides && (Shape::slice_begin(slice + 1) - Shape::slice_begin(slice)) % steps == 0;
+      }
+      if (divides) return steps;
+    }
+    return 1;
+  }
+
+  static constexpr int kStageSteps = stage_steps();
+  static constexpr int kHalves = kStageSteps > 1 ? 2 : 1;  // parts of a stage: one is turned to f16, one multiplied
+  static constexpr int kHalfSteps = kStageSteps / kHalves;
+  static constexpr int kStages = Shape::kSteps / kStageSteps;
+  static constexpr int kTileStageBytes = kStageSteps * Shape::kStepBytes;  // weights of a row tile
+  static constexpr int kTokenStageBytes = kStageSteps * kChunkStepBytes;
+  static constexpr int kStageBytes = kTokenStageBytes + kChunkTiles * kTileStageBytes;
+  static constexpr int kDepth = smaller(8, kWideBytes / (kStageBytes + 2 * kBarrierBytes));
+  static_assert(Shape::kSteps % kStageSteps == 0 && kDepth >= 2);
+
+  static constexpr int kWeightsAt = kDepth * kTokenStageBytes;  // offsets in shared memory; activations come first
+  static constexpr int kBarriersAt = kDepth * kStageBytes;
+};
+
+// The ring: [stage][activations], then [stage][row tile][weights], and two barriers for each stage.
+template <typename Plan>
+class ChunkRing {
+ public:
+  using Shape = typename Plan::Shape;
+
+  // By all threads; the barriers are ready when it returns.
+  ULL_DEVICE explicit ChunkRing(unsigned char* shared)
+      : shared_(shared),
+        full_(reinterpret_cast<arch::Barrier*>(shared + Plan::kBarriersAt)),
+        empty_(full_ + Plan::kDepth) {
+    if (arch::thread() == 0) {
+#pragma unroll
+      for (int i = 0; i < Plan::kDepth; ++i) {
+        arch::barrier_init(full_ + i, 1);
+        arch::barrier_init(empty_ + i, 4 * kWarpgroups);
+      }
+      arch::fence_barrier_init();
+    }
+    arch::block_barrier();
+  }
+
+  // ---- by one thread: brings stages --------------------------------------------------------------------------------
+
+  // Announces a stage and brings its weights, of the block's row tiles.
+  ULL_DEVICE void bring_weights(const ChunkLinearParams& params, int stage) const {
+    const int slot = stage % Plan::kDepth, first = arch::block_y() * kChunkTiles;
+    const int tiles = smaller(kChunkTiles, Shape::kRowTiles - first);
+    arch::barrier_wait(empty_ + slot, (stage / Plan::kDepth + 1) % 2);  // at once the first time round
+    arch::barrier_arrive_expect(full_ + slot,
+                                static_cast<uint32_t>(Plan::kTokenStageBytes + tiles * Plan::kTileStageBytes));
+    const auto* weights = static_cast<const unsigned char*>(params.weights) +
+                          (int64_t{first} * Shape::kSteps + stage * Plan::kStageSteps) * Shape::kStepBytes;
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+      arch::bulk_copy(weights_at(slot, tile), weights + int64_t{tile} * Shape::kSteps * Shape::kStepBytes,
+                      Plan::kTileStageBytes, full_ + slot);
+    }
+  }
+  ULL_DEVICE void bring_activations(const ChunkLinearParams& params, int stage) const {
+    const int slot = stage % Plan::kDepth;
+    const auto* activations = static_cast<const unsigned char*>(params.activations) +
+                              (int64_t{arch::block_x()} * Shape::kSteps + stage * Plan::kStageSteps) * kChunkStepBytes;
+    arch::bulk_copy(tokens_at(slot), activations, Plan::kTokenStageBytes, full_ + slot);
+  }
+
+  // ---- by the warps that multiply ----------------------------------------------------------------------------------
+
+  ULL_DEVICE void wait(int stage) const { arch::barrier_wait(full_ + stage % Plan::kDepth, stage / Plan::kDepth % 2); }
+  // The warp and its warpgroup's products have read the stage; of the one before the first there is nothing to say. No
+  // branch stands around this: among products in flight one would have the assembler wait for each of them.
+  ULL_DEVICE void release(int stage) const {
+    arch::warp_barrier();
+    if ((arch::lane() == 0) & (stage >= 0)) arch::barrier_arrive(empty_ + stage % Plan::kDepth);
+  }
+  ULL_DEVICE unsigned char* tokens_at(int slot) const { return shared_ + slot * Plan::kTokenStageBytes; }
+  ULL_DEVICE unsigned char* weights_at(int slot, int tile) const {
+    return shared_ + Plan::kWeightsAt + (slot * kChunkTiles + tile) * Plan::kTileStageBytes;
+  }
+
+ private:
+  unsigned char* shared_;
+  arch::Barrier* full_;
+  arch::Barrier* empty_;
+};
+
+// A warp's sums of its row tile, as mma() has them: [group of eight tokens].
+using ChunkSums = float[kChunkGroups][4];
+
+// sums += part `half` of a stage. `a`: where its weights are turned to f16; the products read them from there until
+// they have been waited for.
+template <typename Plan>
+ULL_DEVICE void multiply_half(ChunkSums& sums, uint32_t (&a)[Plan::kHalfSteps][2][4], const unsigned char* weights,
+                              const unsigned char* tokens, int half) {
+#pragma unroll
+  for (int s = 0; s < Plan::kHalfSteps; ++s) {
+    Weights<Plan::Shape::kBits> raw;
+    raw.load(weights + (half * Plan::kHalfSteps + s) * Plan::Shape::kStepBytes);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) raw.operand(j, a[s][j]);
+  }
+  const uint64_t first = arch::core_matrices(tokens, kQuarterBytes, kCoreBytes);
+  arch::warpgroup_fence();
+#pragma unroll
+  for (int s = 0; s < Plan::kHalfSteps; ++s) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int offset = (half * Plan::kHalfSteps + s) * kChunkStepBytes + 2 * j * kQuarterBytes;
+      arch::warpgroup_mma(sums, a[s][j], first + static_cast<uint64_t>(offset / 16));
+    }
+  }
+  arch::warpgroup_commit();
+}
+
+// The warp's row tile for the block's tokens -> totals.
+template <typename Plan>
+ULL_DEVICE void multiply_chunk(const ChunkRing<Plan>& ring, ChunkSums& totals) {
+  using Shape = typename Plan::Shape;
+  uint32_t a[Plan::kHalves][Plan::kHalfSteps][2][4];
+  int stage = 0;
+#pragma unroll 1
+  for (int slice = 0; slice < kSlices; ++slice) {
+    ChunkSums sums;
+#pragma unroll
+    for (int i = 0; i < 4 * kChunkGroups; ++i) sums[i / 4][i % 4] = 0.0F;
+    const int end = Shape::slice_begin(slice + 1) / Plan::kStageSteps;
+#pragma unroll 1
+    for (; stage < end; ++stage) {
+      const int slot = stage % Plan::kDepth;
+      ring.wait(stage);
+#pragma unroll
+      for (int half = 0; half < Plan::kHalves; ++half) {
+        // Then the part before the last one has been multiplied: its registers are free, and behind the last part of a
+        // stage the stage before.
+        arch::warpgroup_wait<Plan::kHalves - 1>(sums);
+        if (half == Plan::kHalves - 1) ring.release(stage - 1);
+        multiply_half<Plan>(sums, a[half], ring.weights_at(slot, arch::warp()), ring.tokens_at(slot), half);
+      }
+    }
+    arch::warpgroup_wait<0>(sums);
+#pragma unroll
+    for (int i = 0; i < 4 * kChunkGroups; ++i) {
+      const float sum = sums[i / 4][i % 4];
+      totals[i / 4][i % 4] = slice == 0 ? sum : totals[i / 4][i % 4] + sum;
+    }
+  }
+}
+
+// The kernel. Epilogue: finish(params, tile, first token, count, sums) of a warp's row tile.
+template <typename Shape, typename Epilogue>
+ULL_DEVICE void chunk_linear(const ChunkLinearParams& params) {
+  using Plan = ChunkPlan<Shape>;
+  arch::release_dependents();
+  const ChunkRing<Plan> ring(arch::shared_memory());
+  const int first_token = arch::block_x() * kChunkTile, count = chunk_extent(params.chunk).count;
+  const bool brings = arch::thread() == 128 * kWarpgroups && first_token < count;
+  if (brings) {
+    for (int stage = 0; stage < smaller(Plan::kDepth, Plan::kStages); ++stage) ring.bring_weights(params, stage);
+  }
+  arch::wait_for_predecessor();
+  if (first_token >= count) return;
+  if (arch::warp() >= 4 * kWarpgroups) {
+    arch::give_registers_up<kBringRegisters>();
+    if (!brings) return;
+    arch::fence_bulk_sources();
+    for (int stage = 0; stage < smaller(Plan::kDepth, Plan::kStages); ++stage) ring.bring_activations(params, stage);
+    for (int stage = Plan::kDepth; stage < Plan::kStages; ++stage) {
+      ring.bring_weights(params, stage);
+      ring.bring_activations(params, stage);
+    }
+    return;
+  }
+  arch::want_registers<kMultiplyRegisters>();
+  ChunkSums totals;
+  multiply_chunk<Plan>(ring, totals);
+  const int tile = arch::block_y() * kChunkTiles + arch::warp();
+  if (tile < Shape::kRowTiles) Epilogue::finish(params, tile, first_token, count, totals);
+}
+
+// ---- epilogues ------------------------------------------------------------------------------------------------------
+
+// f32 [kChunkTokens, rows rounded up to 16].
+template <int kRows>
+struct StoreChunkRows {
+  ULL_DEVICE static void finish(const ChunkLinearParams& params, int tile, int first_token, int count,
+                                const ChunkSums& sums) {
+    const int row = tile * kRowUnit + quad_row();
+    const RowScale rows = load_row_scale(params.scale, params.bias, row);
+    auto* output = static_cast<float*>(params.output) + row;
+#pragma unroll
+    for (int group = 0; group < kChunkGroups; ++group) {
+      const Four four = quad(sums[group]);
+      const int token = first_token + group * kGroupTokens + quad_token();
+      if (token < count) store_four(output + int64_t{token} * round_up(kRows, kRowUnit), scaled(four, rows));
+    }
+  }
+};
+
+// Added to the f32 residual [kChunkTokens, H]. The activations are in units of 1 / kUnit.
+template <int kUnit>
+struct AddChunkRows {
+  ULL_DEVICE static void finish(const ChunkLinearParams& params, int tile, int first_token, int count,
+                                const ChunkSums& sums) {
+    const int row = tile * kRowUnit + quad_row();
+    const RowScale rows = load_row_scale(params.scale, params.bias, row);
+    auto* residual = static_cast<float*>(params.output) + row;
+#pragma unroll
+    for (int group = 0; group < kChunkGroups; ++group) {
+      const Four four = quad(sums[group]);
+      const int token = first_token + group * kGroupTokens + quad_token();
+      if (token >= count) continue;
+      float* at = residual + int64_t{token} * kResidualStride;
+      store_four(at, added(load_four(arch::load_global(at)), scaled(four, rows, kUnit)));
+    }
+  }
+};
+
+}  // namespace ull::gpu

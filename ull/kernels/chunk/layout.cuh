@@ -1,0 +1,29 @@
+// A chunk of a prompt: how many tokens it has, and how its activations (activations.cuh) lie in bytes. Eight tokens of
+// a quarter are a core matrix of the tensor cores, 128 contiguous bytes, and a tile's step is one bulk copy.
+#pragma once
+
+#include "linear/activations.cuh"
+#include "model.cuh"
+
+namespace ull::gpu {
+
+inline constexpr int kCoreTokens = 8;                                        // rows of a core matrix
+inline constexpr int kCoreBytes = 16 * kCoreTokens;                          // of 8 columns each
+inline constexpr int kQuarterBytes = kChunkTile / kCoreTokens * kCoreBytes;  // of a tile's step
+inline constexpr int kChunkStepBytes = 4 * kQuarterBytes;                    // of a tile
+static_assert(kChunkStepBytes == kChunkTile * kTokenStepBytes);
+
+// Its first token's position and its number of tokens, which begin_chunk() wrote. embed does not overlap with that, so
+// what comes behind it may read them before it waits.
+struct ChunkExtent {
+  int base;
+  int count;
+};
+
+ULL_DEVICE ChunkExtent chunk_extent(const Chunk* chunk) {
+  static_assert(ULL_OFFSETOF(Chunk, base) == 8 && ULL_OFFSETOF(Chunk, count) == 12);
+  const arch::Vector4 head = arch::load_global(chunk);
+  return {static_cast<int>(head.word[2]), static_cast<int>(head.word[3])};
+}
+
+}  // namespace ull::gpu
