@@ -180,7 +180,7 @@ def print_report(found: dict[str, Any]) -> None:
     print_medusa(console, found["shapes"])
     print_speculation(console, found["shapes"])
     print_ahead(console, found["shapes"])
-    verdicts = checks(found["shapes"], found.get("client"))
+    verdicts = checks(found["shapes"], found.get("client"), found.get("probes"))
     found["checks"] = [{**check.__dict__} for check in verdicts]
     print_checks(console, verdicts)
 

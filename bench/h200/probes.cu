@@ -37,6 +37,14 @@ struct TimerParams {
   int32_t count;
 };
 
+struct ProductsParams {
+  float* sums;    // [blocks][threads] of a thread's 64 accumulators
+  int32_t count;  // times that kProducts are multiplied
+};
+
+constexpr int kProducts = 8;  // of 64 x 128 x 16 each, a group
+constexpr uint32_t kOnes = 0x3C003C00U;
+
 constexpr int kHidden8b = 4096;  // FP8 row tiles of 64 KB, as qkv, o and gate_up of an 8B model have
 constexpr uint32_t kNeverSum = 0x9E3779B9U;
 
@@ -107,6 +115,35 @@ ULL_GRID_KERNEL(ull_probe_barrier, BarrierParams, 256) {
 
 ULL_KERNEL(ull_probe_weights, WeightsParams, kNarrowThreads, 2) { read_weights<1 << 20>(params); }
 ULL_KERNEL(ull_probe_few_weights, WeightsParams, kNarrowThreads, 2) { read_weights<16 * 21>(params); }
+
+#if ULL_WARPGROUP_MMA
+// Products of two warpgroups one behind another, as the linear layers of a prompt's chunk have them, and nothing else:
+// the most that they could reach. All operands are ones.
+ULL_KERNEL(ull_probe_products, ProductsParams, 256, 1) {
+  arch::release_dependents();
+  unsigned char* shared = arch::shared_memory();  // [kProducts][2][128 columns][8] f16
+  for (int i = arch::thread(); i < kProducts * 1024; i += 256) reinterpret_cast<uint32_t*>(shared)[i] = kOnes;
+  arch::fence_bulk_copies();
+  arch::block_barrier();
+  arch::wait_for_predecessor();
+  const uint32_t a[4] = {kOnes, kOnes, kOnes, kOnes};
+  const uint64_t b = arch::core_matrices(shared, 2048, 128);
+  float sums[16][4] = {};
+#pragma unroll 1
+  for (int i = 0; i < params.count; ++i) {
+    arch::warpgroup_fence();
+#pragma unroll
+    for (int k = 0; k < kProducts; ++k) arch::warpgroup_mma(sums, a, b + static_cast<uint64_t>(k * 4096 / 16));
+    arch::warpgroup_commit();
+    arch::warpgroup_wait<1>(sums);
+  }
+  arch::warpgroup_wait<0>(sums);
+  float sum = 0.0F;
+#pragma unroll
+  for (int i = 0; i < 64; ++i) sum += sums[i / 4][i % 4];
+  params.sums[arch::block_x() * 256 + arch::thread()] = sum;
+}
+#endif
 
 // Where a grid's blocks come to run, and when.
 ULL_KERNEL(ull_probe_place, PlaceParams, 256, 2) {

@@ -37,6 +37,8 @@ FEW_ROWS, ALL_ROWS, COLUMNS = 16 * 21, 1 << 20, 4096  # of ull_probe_few_weights
 ATTENTION_GRID, ATTENTION_BYTES = (16, 8), 107 * 1024
 PROVED_BARRIERS = 7
 FILL_WORD = 0x01010101
+PRODUCTS, PRODUCTS_BYTES = 8, 8 * 4096  # of a group, and their operands in shared memory
+PROVED_PRODUCTS = 3  # groups
 
 
 class LinkParams(ctypes.Structure):
@@ -62,6 +64,10 @@ class PlaceParams(ctypes.Structure):
 
 class TimerParams(ctypes.Structure):
     _fields_ = [("samples", ctypes.c_uint64), ("count", ctypes.c_int32)]
+
+
+class ProductsParams(ctypes.Structure):
+    _fields_ = [("sums", ctypes.c_uint64), ("count", ctypes.c_int32)]
 
 
 class ProbeError(Exception):
@@ -151,6 +157,22 @@ class Probes:
         if total != nbytes // 4 * FILL_WORD % (1 << 32):
             raise ProbeError("not every weight was read once")
         return {"blocks": self._blocks, "bytes": nbytes, "bytes_per_s": nbytes / (min(times) * 1e-3)}
+
+    def products(self, counts: tuple[int, int], repeats: int) -> dict[str, Any]:
+        """Operations per second of the matrix units by warpgroups' products of f16, and nothing else."""
+        function = self._function("ull_probe_products", PRODUCTS_BYTES)
+        sums = self._allocate(4 * THREADS * self._blocks)
+
+        def launch(count: int) -> None:
+            self._launch(function, (self._blocks, 1), PRODUCTS_BYTES, ProductsParams(sums, count))
+
+        launch(PROVED_PRODUCTS)
+        found = self._read(sums, THREADS * self._blocks, np.float32)
+        if not (found == 64 * 16 * PRODUCTS * PROVED_PRODUCTS).all():
+            raise ProbeError("products of ones are not as many")
+        times = [self._median_ms(repeats, lambda count=count: launch(count)) for count in counts]
+        operations = self._blocks * 2 * PRODUCTS * (2 * 64 * 128 * 16) * (counts[1] - counts[0])
+        return {"blocks": self._blocks, "operations_per_s": operations / ((times[1] - times[0]) * 1e-3)}
 
     def places(self) -> dict[str, Any]:
         """How the blocks of an attention grid are dealt out to an idle device's multiprocessors."""
@@ -260,6 +282,7 @@ def measure(
     driver: Driver,
     lengths: tuple[int, int] = (32, 160),
     barriers: tuple[int, int] = (100, 900),
+    products: tuple[int, int] = (500, 4500),
     rows: int = ALL_ROWS,
     repeats: int = 20,
 ) -> Iterator[tuple[str, Any]]:
@@ -274,6 +297,7 @@ def measure(
     ]
     yield "chains", chains
     yield "weights", probes.weights(repeats, rows)
+    yield "products", probes.products(products, repeats)
     yield "attention_blocks", probes.places()
     yield "grid_barrier", probes.barrier(barriers, repeats)  # last: it might wait for ever
     exit_stack.close()
@@ -292,6 +316,8 @@ def describe(name: str, figure: Any) -> Iterator[str]:
             )
     elif name == "weights":
         yield f"read bandwidth by the engine's own streams: {figure['bytes_per_s'] / 1e12:.3f} TB/s"
+    elif name == "products":
+        yield f"f16 products of warpgroups alone: {figure['operations_per_s'] / 1e12:.0f} TFLOP/s"
     elif name == "attention_blocks":
         yield (
             f"an attention grid's {figure['blocks']} blocks run on {figure['multiprocessors']} multiprocessors, "

@@ -63,8 +63,8 @@ class Step:
     @property
     def estimate_s(self) -> float:
         if self.prompts:
-            passes = sum((repeats(tokens) + 1) * -(-tokens // 64) for tokens in self.prompts)
-            return self.shape.seconds(2 * passes)  # a pass reads 64 tokens, behind many in the end
+            parts = sum((repeats(tokens) + 1) * -(-tokens // 64) for tokens in self.prompts)
+            return self.shape.seconds(3 * parts)  # of 64 tokens, behind many in the end; in chunks they take half of it
         runs = (len(self.points) or 2) + self.medusa
         return self.shape.seconds(runs * self.shape.rounds)
 
@@ -74,7 +74,7 @@ def repeats(tokens: int) -> int:
     return max(3, min(20, 16384 // tokens))
 
 
-PROMPTS = (128, 1024, 8192)
+PROMPTS = (128, 1024, 2048, 8192)
 FIRST_STEPS = (
     Step(MIDDLE, at([128], 1, 16, 64)),
     Step(MIDDLE, prompts=PROMPTS),

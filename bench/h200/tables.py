@@ -14,6 +14,7 @@ from shapes import MIDDLE, SHAPES
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from report import Check
 
+FIRST_TOKEN_MS = {"128": (8.0, 5.0), "1024": (30.0, 23.0), "8192": (240.0, 200.0)}  # of 8B: must, goal
 PERSISTENT_CONTEXTS = (128, 8192)  # at which graph + PDL and one kernel for all layers are compared, for T = 1
 MICROSECONDS_PER_LAYER = (11.6, 5.0)  # must, goal
 
@@ -27,8 +28,11 @@ def find(points: list[dict[str, Any]], tree: int, context: int) -> dict[str, Any
     return next((point for point in points if (point["tree"], point["context"]) == (tree, context)), None)
 
 
-def checks(shapes: list[dict[str, Any]], client: dict[str, Any] | None) -> list[Check]:
+def checks(
+    shapes: list[dict[str, Any]], client: dict[str, Any] | None, probes: dict[str, Any] | None = None
+) -> list[Check]:
     """Every figure of the issue's table that was measured against its limit."""
+    rate = (probes or {}).get("products", {}).get("operations_per_s")
     found = []
     for result in shapes:
         arch, base = result["arch"], plain(result)
@@ -48,12 +52,18 @@ def checks(shapes: list[dict[str, Any]], client: dict[str, Any] | None) -> list[
             # No limit was set for these: the bars are a client's.
             how = f"prefill of {prompt['tokens']} in parts of {prompt['widest']}"
             found.append(Check(f"{result['arch']} {how}", prompt["median_ms"], "ms"))
+            if rate and result["arch"] == MIDDLE.arch and (prompt["tokens"], prompt["widest"]) == (2048, 512):
+                share = prompt["tflop_per_s"] * 1e12 / rate
+                found.append(Check("8B prefill of 2048, of the rate of products alone", share, "x", 0.6, 0.8, True))
         for text in result.get("speculation", []):
             name = f"{result['arch']} with EAGLE, acceptance of {text['name']} replayed"
             found.append(Check(name, text["ms_per_token"], "ms per token", text["must_ms"], text["goal_ms"]))
     if client:
         times = client["inter_token_us"]
         found.append(Check("client ITL p99.9 / p50", times["p99.9"] / times["p50"], "x", 1.10, 1.02))
+        for tokens, seen in client.get("first_token_ms", {}).items():
+            limits = FIRST_TOKEN_MS.get(tokens, ()) if client["arch"] == MIDDLE.arch else ()
+            found.append(Check(f"client's first token behind {tokens}", seen["p50"], "ms", *limits))
     return found
 
 

@@ -92,6 +92,9 @@ def prompt_row(prompts: Prompts, tokens: int, nbytes: int, operations: int, band
     }
 
 
+FIRST_TOKEN_PROMPTS = (128, 1024, 8192)  # tokens
+
+
 def build_bundles(archs: Sequence[str]) -> Iterator[Finding]:
     """All at once. One that cannot be built fails again in the step that needs it."""
     started = time.monotonic()
@@ -190,8 +193,9 @@ def compare_persistent(arch: str, prompt_tokens: int, count: int) -> Iterator[Fi
 
 
 def time_client(arch: str, rounds: int) -> Iterator[Finding]:
-    """Gaps between tokens as a client on an ipc socket sees them, over so many plain rounds."""
+    """What a client on an ipc socket sees: gaps between tokens over so many plain rounds, and first tokens."""
     gaps: list[float] = []
+    first: dict[str, Any] = {}
     cores = client_cores(sorted(os.sched_getaffinity(0)))
     os.sched_setaffinity(0, cores.daemon)  # the daemon inherits it
     with DaemonProcess(build(arch), arguments=cores.arguments, ready_timeout=300.0) as daemon, zmq.Context() as context:
@@ -208,7 +212,23 @@ def time_client(arch: str, rounds: int) -> Iterator[Finding]:
                     if last:
                         gaps.append((now - last) / 1e3)
                     last = now
-    yield {"client": {"arch": arch, "inter_token_us": percentiles(gaps[:rounds]), "placement": placement}}
+            vocabulary = open_bundle(build(arch)).manifest.model.vocabulary
+            for tokens in FIRST_TOKEN_PROMPTS:
+                first[str(tokens)] = percentiles(first_tokens_ms(client, tokens, repeats(tokens), vocabulary))
+    seen = {"inter_token_us": percentiles(gaps[:rounds]), "first_token_ms": first}
+    yield {"client": {"arch": arch, **seen, "placement": placement}}
+
+
+def first_tokens_ms(client: Client, tokens: int, prompts: int, vocabulary: int) -> list[float]:
+    """From the request to its first token, of prompts that begin like no other before: nothing of them is cached."""
+    generator, times = np.random.default_rng(tokens), []
+    for _ in range(prompts):
+        prompt = generator.integers(2, vocabulary, tokens).tolist()
+        sent = time.perf_counter_ns()
+        with client.generate(prompt, max_tokens=1, speculate="none", ignore_eos=True) as stream:
+            next(stream)
+            times.append((time.perf_counter_ns() - sent) / 1e6)
+    return times
 
 
 def time_speculation(arch: str) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, Spawn
 
 sys.path.append(str(ROOT / "bench"))
 sys.path.append(str(ROOT / "bench/h200"))
@@ -26,10 +26,11 @@ from run import Session, Step, begin, correctness
 from shapes import FIRST_STEPS, LARGE, LAST_STEPS, MIDDLE, STEPS, repeats
 from steps import GROUPS, chosen
 from tables import checks, headline, print_checks, print_persistent, print_prompts, print_rounds, print_speculation
-from work import prompt_row, row
+from work import first_tokens_ms, prompt_row, row
 
 import report as bench_report
 from ull.bundle import Model, Rope
+from ull.client.sync import Client
 from ull.daemon.config import parse_config
 from ull.daemon.main import _overrides, parser
 from ull.daemon.placement import CoreClaims, place
@@ -109,11 +110,11 @@ def test_large_contexts_are_cut_before_the_points_of_the_issue() -> None:
 
 
 def test_prompts_of_8b_are_measured_before_anything_else_but_its_rounds() -> None:
-    assert FIRST_STEPS[1].shape is MIDDLE and FIRST_STEPS[1].prompts == (128, 1024, 8192)
+    assert FIRST_STEPS[1].shape is MIDDLE and FIRST_STEPS[1].prompts == (128, 1024, 2048, 8192)
     assert [step.kind for step in FIRST_STEPS] == ["rounds", "prefill", "rounds", "rounds"]
-    assert [repeats(tokens) for tokens in (128, 1024, 8192)] == [20, 16, 3]
-    # 12 s to load; 21 x 2, 17 x 16 and 4 x 128 passes of 2.24 ms, each taken for three times that long
-    assert FIRST_STEPS[1].estimate_s == pytest.approx(12 + (42 + 272 + 512) * 2 * 2.24e-3 * 1.5)
+    assert [repeats(tokens) for tokens in (128, 1024, 2048, 8192)] == [20, 16, 8, 3]
+    # 12 s to load; 21 x 2, 17 x 16, 9 x 32 and 4 x 128 parts of 2.24 ms, each taken for four and a half times that long
+    assert FIRST_STEPS[1].estimate_s == pytest.approx(12 + (42 + 272 + 288 + 512) * 3 * 2.24e-3 * 1.5)
 
 
 REPLAYED = {
@@ -242,6 +243,29 @@ def test_a_point_says_what_weights_and_what_cache_it_reads() -> None:
     assert found["share_of_read_bandwidth"] == pytest.approx(1.0)
     assert found["us_per_layer_above_floor"] == pytest.approx(0.0)
     assert found["mean_ms_by_events"] == pytest.approx(2.0)
+
+
+def test_a_prompts_share_of_the_products_rate_is_checked_where_both_are_known() -> None:
+    prompts = [{"tokens": tokens, "widest": widest, "median_ms": 40.0, "tflop_per_s": 500.0} for tokens, widest in WAYS]
+    shapes = [{"arch": "llama-3.1-8b", "points": [], "prefill": prompts}]
+    rate = {"products": {"operations_per_s": 8e14}}
+    found = [check for check in checks(shapes, None, rate) if check.unit == "x"]
+    assert [(check.value, check.ok, check.at_least) for check in found] == [(pytest.approx(0.625), True, True)]
+    assert not [check for check in checks(shapes, None, {}) + checks(shapes, None) if check.unit == "x"]
+
+
+WAYS = ((1024, 512), (2048, 64), (2048, 512))  # prompts, and the most of their tokens that are read at once
+
+
+def test_first_tokens_are_a_clients_and_held_against_8bs_limits(spawn: Spawn) -> None:
+    daemon = spawn(script={"tokens": [65]})
+    with Client(daemon.url) as client:
+        assert len(seen := first_tokens_ms(client, 20, 3, 100)) == 3 and min(seen) > 0
+    found = {"arch": "llama-3.1-8b", "inter_token_us": {"p99.9": 1.0, "p50": 1.0}}
+    found["first_token_ms"] = {"128": {"p50": 7.0}, "1024": {"p50": 31.0}, "64": {"p50": 9.0}}
+    verdicts = {check.name: check.ok for check in checks([], found)}
+    assert verdicts["client's first token behind 128"] and not verdicts["client's first token behind 1024"]
+    assert {check.must for check in checks([], found) if check.name.endswith(" 64")} == {None}
 
 
 def test_a_timer_that_does_not_move_ends_no_run() -> None:
@@ -497,7 +521,7 @@ def test_figures_come_in_the_order_of_their_worth(figures: Callable[[], Run]) ->
         "bandwidth",
         "bundles",
         "llama-3.1-8b, T = 1/16/64 at 128",
-        "llama-3.1-8b, prefill of 128/1024/8192 tokens",
+        "llama-3.1-8b, prefill of 128/1024/2048/8192 tokens",
         "llama-3.2-1b, T = 1/16/64 at 128",
         "llama-3.3-70b, T = 1 at 128",
         "probes",  # and no trace: there is no such file
@@ -511,7 +535,7 @@ def test_figures_come_in_the_order_of_their_worth(figures: Callable[[], Run]) ->
     assert found["probes"] == {"empty": 1.5} and found["failures"] == found["cut"] == []
     shapes = {shape["arch"]: shape for shape in found["shapes"]}
     assert len(shapes["llama-3.1-8b"]["points"]) == 16 and shapes["llama-3.3-70b"]["layers"] == 2
-    assert [prompt["tokens"] for prompt in shapes["llama-3.1-8b"]["prefill"]] == [128, 1024, 8192]
+    assert [prompt["tokens"] for prompt in shapes["llama-3.1-8b"]["prefill"]] == [128, 1024, 2048, 8192]
     assert [text["name"] for text in shapes["llama-3.1-8b"]["speculation"]] == ["code", "chat"]
 
 
@@ -519,13 +543,15 @@ def test_single_steps_add_to_what_is_there(figures: Callable[[], Run]) -> None:
     assert measured(figures(), {"persistent"}) == ["llama-3.1-8b, one kernel for all layers against the chain"]
     measured(figures(), {"rounds"})
     run = figures()
-    assert measured(run, {"prefill"})[0] == "llama-3.1-8b, prefill of 128/1024/8192 tokens"  # the bandwidth is known
+    assert (
+        measured(run, {"prefill"})[0] == "llama-3.1-8b, prefill of 128/1024/2048/8192 tokens"
+    )  # the bandwidth is known
     for _ in range(2):
         assert measured(figures(), {"speculation"}) == ["llama-3.1-8b, an EAGLE head's acceptance replayed"]
     measured(figures(), {"rounds"})  # once more
     found = saved(run)
     shape = next(shape for shape in found["shapes"] if shape["arch"] == "llama-3.1-8b")
-    assert (len(shape["points"]), len(shape["prefill"])) == (16, 3) and shape["persistent_compared"] == {"same": True}
+    assert (len(shape["points"]), len(shape["prefill"])) == (16, 4) and shape["persistent_compared"] == {"same": True}
     assert len(shape["speculation"]) == 2  # the second time took the place of the first
 
 

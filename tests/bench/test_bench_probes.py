@@ -112,6 +112,15 @@ def test_every_weight_is_read_by_its_warp(kernels: emulation.Kernels, blocks: in
     assert all(read(kernels, blocks, seed) for seed in SEEDS[:2])
 
 
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_products_are_as_many_as_they_are_timed_for(kernels: emulation.Kernels, count: int) -> None:
+    sums = aligned((2, probes.THREADS), np.float32)
+    params = probes.ProductsParams(pointer(sums), count)
+    shared = {"threads": probes.THREADS, "shared_bytes": probes.PRODUCTS_BYTES}
+    kernels.run("ull_probe_products", grid=(2, 1), params=params, seed=count, **shared)
+    assert (sums == 64 * 16 * probes.PRODUCTS * count).all()
+
+
 def test_places_and_timers(kernels: emulation.Kernels) -> None:
     found, samples = aligned((6, 3), np.uint64), aligned((50, 2), np.uint64)
     params = probes.PlaceParams(pointer(found))
@@ -158,15 +167,20 @@ def test_weights_that_are_read_twice_show(mutate: Mutate) -> None:
 
 def test_they_compile_for_the_chip() -> None:
     compiled = compile_file(SOURCE, probes.macros())  # refuses spills
-    assert all((use.stack, use.registers <= 64) == (0, True) for use in compiled.functions.values())
-    for params, kernel in ((probes.LinkParams, "link"), (probes.BarrierParams, "barrier")):
+    for kernel, use in compiled.functions.items():
+        assert use.stack == 0 and use.registers <= (112 if kernel == "ull_probe_products" else 64)
+    assert "serialized" not in compiled.log
+    mirrors = {"link": probes.LinkParams, "barrier": probes.BarrierParams, "products": probes.ProductsParams}
+    for kernel, params in mirrors.items():
         assert ctypes.sizeof(params) == emulation.build([SOURCE], reports=True).params_bytes[f"ull_probe_{kernel}"]
 
 
 def scenario_measure() -> None:
     from ull.gpu.driver import Driver
 
-    found = dict(probes.measure(Driver(), lengths=(2, 5), barriers=(2, 12), rows=probes.FEW_ROWS, repeats=2))
+    found = dict(
+        probes.measure(Driver(), lengths=(2, 5), barriers=(2, 12), rows=probes.FEW_ROWS, repeats=2, products=(2, 6))
+    )
     print(json.dumps([found, [line for name in found for line in probes.describe(name, found[name])]]))
 
 
@@ -180,8 +194,9 @@ def test_the_probes_measure(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     found, lines = json.loads(result.stdout.splitlines()[-1])
-    assert list(found) == ["timer", "chains", "weights", "attention_blocks", "grid_barrier"]
+    assert list(found) == ["timer", "chains", "weights", "products", "attention_blocks", "grid_barrier"]
     assert found["timer"]["step_ns"] > 0 and found["weights"]["bytes_per_s"] > 0
     assert [chain["overlaps"] for chain in found["chains"]] == [True, False] * 2
     assert found["attention_blocks"]["multiprocessors"] == 128 and found["attention_blocks"]["most_on_one"] == 1
-    assert len(lines) == 8
+    assert found["products"]["operations_per_s"] > 0
+    assert len(lines) == 9
