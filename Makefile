@@ -69,7 +69,8 @@ sanitize: $(VENV)/.installed-test  ## native unit tests under ASan + UBSan, then
 	$(call run_native_tests,$(NATIVE_TESTS)/tsan)
 	ULL_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(PRELOADED)" $(ONE_THREAD) \
 	  $(BIN)/python -m pytest $(SIDE_BY_SIDE) -p no:faulthandler --capture=sys -o timeout=900 \
-	  $(filter-out %_compile.py %_report.py,$(wildcard tests/kernels/test_kernel_*.py)) tests/kernels/test_emulator.py tests/kernels/test_warpgroup.py
+	  $(filter-out %_compile.py %_report.py,$(wildcard tests/kernels/test_kernel_*.py)) \
+	  $(patsubst %,tests/kernels/test_%.py,emulator warpgroup clusters)
 comma := ,
 # libstdc++ beside libasan: it looks up what throws exceptions when it starts, and Python itself has none.
 PRELOADED = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so)

@@ -150,8 +150,10 @@ def preparation(report: Path, log: Path) -> list[Step]:
 
 
 def correctness(report: Path) -> list[Step]:
-    names = ("linear", "attention", "sampling", "redraw", "medusa", "rounds")
-    kernels = [f"tests/kernels/test_kernel_{name}.py" for name in names]
+    names = ("linear", "attention", "sampling", "redraw", "medusa", "rounds", "chunk")
+    files = [*(f"kernel_{name}" for name in names), "warpgroup", "clusters"]
+    kernels = [f"tests/kernels/test_{name}.py" for name in files]
+    engine = [f"tests/h200/test_{name}.py" for name in ("engine", "chunks", "small")]
     torch = "" if _imports("torch") and _imports("transformers") else "PyTorch or transformers is not on this machine"
     sanitizer = "" if shutil.which("compute-sanitizer") else "compute-sanitizer is not on this machine"
     return [
@@ -160,12 +162,7 @@ def correctness(report: Path) -> list[Step]:
             environment={"ULL_KERNELS": "device"},
         ),
         Step("pytorch", 40, 200, tests(["tests/h200/test_reference.py"]), lacks=torch),
-        Step(
-            "engine",
-            30,
-            150,
-            tests([f"tests/h200/test_{name}.py" for name in ("engine", "chunks", "small")], 2, by_file=True),
-        ),
+        Step("engine", 30, 150, tests(engine, 2, by_file=True)),
         Step("memory", 30, 120, program("memory_checks.py", CACHE / "tiny-medusa.ull"), lacks=sanitizer),
         # Last, since their blocks wait for each other: for ever, if they wait in vain.
         Step("persistent", 30, 150, measuring(report, ["persistent"])),

@@ -20,7 +20,16 @@ from safetensors.numpy import load_file, save_file
 from checkpoints import head_tensors, write_checkpoint
 from device_bundles import build_with_stubs, write_stubs
 from manifests import read_manifest_json, write_manifest_json
-from ull.bundle import DEVICE_ALIGNMENT, DEVICE_INTERFACE, DEVICE_KERNELS, Bundle, Precision, open_bundle
+from ull.bundle import (
+    CHUNK_KERNELS,
+    DEVICE_ALIGNMENT,
+    DEVICE_INTERFACE,
+    DEVICE_KERNELS,
+    Bundle,
+    Precision,
+    device_parts,
+    open_bundle,
+)
 from ull.commands import inspect
 from ull.commands.inspect_tables import parameter_count
 from ull.errors import BuildError, BundleError, RecipeError
@@ -258,10 +267,10 @@ def test_the_manifest_says_how_the_kernels_were_compiled(checkpoint: Path, tmp_p
     bundle = built(checkpoint, tmp_path / "x.ull", kv="fp8")
     code = bundle.manifest.code
     assert code is not None
-    assert set(code.kernels()) == DEVICE_KERNELS
+    assert set(code.kernels()) == DEVICE_KERNELS | CHUNK_KERNELS
     assert code.toolkit == ".".join(map(str, nvrtc.version())) and "--gpu-architecture=sm_90a" in code.options
     assert code.macros["ULL_HIDDEN"] == "96" and code.macros["ULL_KV_BITS"] == "8"
-    assert {file.path for file in code.files} == {"code/first.cubin", "code/second.cubin"}
+    assert {file.path for file in code.files} == {f"code/{name}.cubin" for name in ("chunk", "first", "second")}
     open_bundle(bundle.path, "hashes")
 
 
@@ -274,7 +283,18 @@ def test_cpu_manifests_do_not_change(checkpoint: Path, tmp_path: Path) -> None:
 def test_inspect_shows_the_kernels(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = built(checkpoint, tmp_path / "x.ull")
     assert inspect.main(bundle.path) == 0
-    assert f"{len(DEVICE_KERNELS)} in 2 cubins" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{len(DEVICE_KERNELS | CHUNK_KERNELS)} in 3 cubins" in said and "chunks of up to 512 tokens" in said
+
+
+def test_a_gpu_without_warpgroup_products_has_no_kernels_of_chunks(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = built(checkpoint, tmp_path / "x.ull", target="sm_100a")
+    assert bundle.manifest.code is not None
+    assert not set(bundle.manifest.code.kernels()) & CHUNK_KERNELS - {"ull_begin_chunk"}
+    assert not device_parts(bundle.manifest)[0].reads_chunks
+    assert inspect.main(bundle.path) == 0 and "chunks of up to" not in capsys.readouterr().out
 
 
 def test_keys_with_a_large_bias_fit_into_fp8_pages(tmp_path: Path) -> None:
@@ -515,7 +535,7 @@ def test_without_a_compiler_the_remedy_is_named(
 
 
 def test_a_kernel_that_is_missing_is_named(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = write_stubs(tmp_path / "kernels", DEVICE_KERNELS - {"ull_down_16"})
+    sources = write_stubs(tmp_path / "kernels", DEVICE_KERNELS - {"ull_down_16"} | CHUNK_KERNELS)
     monkeypatch.setattr(kernels, "SOURCES", sources)
     with pytest.raises(BuildError, match="lack ull_down_16"):
         built(checkpoint, tmp_path / "x.ull")

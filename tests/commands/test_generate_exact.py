@@ -26,6 +26,20 @@ def test_generate_prints_the_choice_and_how_likely_each_is(shared_daemon: Daemon
     assert "choices[2] is 'sys' once more" in refused.stderr
 
 
+def test_generate_prints_how_likely_the_prompt_is(shared_daemon: Daemon) -> None:
+    command = ("generate", "import os", "--connect", shared_daemon.url, "--max-tokens", "0", "--prompt-logprobs")
+    found = json.loads(ull(*command, "--json").stdout)["prompt_logprobs"]
+    assert found[0] is None and all(value < 0 for value in found[1:])
+    outcome = ull(*command)
+    assert (outcome.returncode, outcome.stdout.strip()) == (0, "")
+    head, first, *rest, total = outcome.stderr.splitlines()
+    assert (head.split(), first.split()) == (["prompt", "logprob"], ["0"])
+    assert [line.split() for line in rest] == [
+        [str(place + 1), f"{value:.4f}"] for place, value in enumerate(found[1:])
+    ]
+    assert total.split() == ["sum", f"{sum(found[1:]):.4f}"]
+
+
 def test_generate_keeps_to_a_form(shared_daemon: Daemon, tmp_path: Path) -> None:
     schema, grammar = tmp_path / "schema.json", tmp_path / "answer.lark"
     schema.write_text('{"type": "integer", "minimum": 10, "maximum": 99}')

@@ -17,7 +17,7 @@ import pytest
 
 from checkpoints import write_checkpoint
 from device_bundles import build_with_stubs, write_stubs
-from recording_driver import H200, HOST_OFFSET, Launched, RecordingDriver
+from recording_driver import H200, HOST_OFFSET, PROBE, Launched, RecordingDriver
 from ull.bundle import TOKEN_COUNTS, Bundle, Precision, inverse_frequencies, open_bundle
 from ull.errors import BundleError, GpuError
 from ull.gpu import checks, params
@@ -220,8 +220,8 @@ def test_a_prefill_has_neither_head_nor_sampler(program: Program, driver: Record
     assert names[:2] == ["ull_begin", "ull_embed"] and names[-3:] == ["ull_down_64", "ull_accept", "ull_commit"]
     assert names[2:6] == ["ull_norm_64", "ull_qkv_64", "ull_qkv_sum_64", "ull_attention_64"]
     assert names[6:8] == ["ull_o_64", "ull_norm_64"]
-    # The plain round, alone and in a burst, and what draws again.
-    assert len(driver.graphs) == len(TOKEN_COUNTS) + 1 + 2 + 2
+    # The plain round, alone and in a burst, what draws again, and a chunk of a prompt.
+    assert len(driver.graphs) == len(TOKEN_COUNTS) + 1 + 2 + 2 + 1
 
 
 def test_what_draws_again_is_a_sampler_without_a_forward(program: Program, driver: RecordingDriver) -> None:
@@ -275,7 +275,8 @@ def test_every_pointer_names_the_beginning_of_what_it_means(program: Program, dr
     outputs = {"qkv": "qkv", "attention": "attention", "o": "residual", "gate_up": "mlp", "down": "residual"}
     inputs = {"qkv": "normed", "o": "attention", "gate_up": "normed", "down": "mlp", "head": "normed"}
     norms = {"qkv": "attn_norm", "gate_up": "mlp_norm"}
-    for graph in driver.graphs.values():
+    chunk = program.handover["chunk"]
+    for graph in (launches for handle, launches in driver.graphs.items() if handle != chunk):
         layer = 0
         left = None  # the layer whose partial sums the next norm finishes
         for launch in graph:
@@ -327,7 +328,7 @@ def test_every_pointer_names_the_beginning_of_what_it_means(program: Program, dr
 def test_every_pointer_lies_in_the_arena_or_in_mapped_memory(program: Program, driver: RecordingDriver) -> None:
     arena, end = program._arena.base, program._arena.base + program._plan.nbytes
     host = program.handover
-    mapped = (host["requests"] + HOST_OFFSET, host["mask"] + program.sizes.mask_bytes + HOST_OFFSET)
+    mapped = (host["requests"] + HOST_OFFSET, host["chunks"] + 4 * 4 * 512 + HOST_OFFSET)
     for graph in driver.graphs.values():
         for launch in graph:
             for field, value in pointers_of(launch.params):
@@ -472,8 +473,10 @@ def test_random_weights_fill_every_matrix(tmp_path: Path, driver: RecordingDrive
     settings = RandomSettings("llama-3.2-1b", tmp_path / "x.ull", layers=1, context=64)
     bundle = open_bundle(build_random(settings).path)
     program = load(bundle, driver)
-    fills = {launch.params.output: launch.params for launch in driver.launches}
-    assert {launch.kernel for launch in driver.launches} == {"ull_fill"}
+    assert [launch.kernel for launch in driver.launches[-2:]] == [PROBE] * 2
+    filling = driver.launches[:-2]
+    fills = {launch.params.output: launch.params for launch in filling}
+    assert {launch.kernel for launch in filling} == {"ull_fill"}
     matrices = {name: entry for name, entry in bundle.tensors.items() if name.endswith(".weight")}
     assert len(fills) == len(matrices) and len({fill.seed for fill in fills.values()}) == len(fills)
     for name, entry in matrices.items():
@@ -570,7 +573,7 @@ def test_a_cubin_that_the_driver_refuses(bundle: Bundle, driver: RecordingDriver
         raise GpuError("bad_code", "cuModuleLoadData failed: CUDA_ERROR_INVALID_IMAGE", "CUDA_ERROR_INVALID_IMAGE")
 
     driver.load_module = refuse  # type: ignore[method-assign]
-    refused(bundle, driver, "bad_code", r"first\.cubin cannot be loaded: .*INVALID_IMAGE; rebuild the bundle")
+    refused(bundle, driver, "bad_code", r"code/\w+\.cubin cannot be loaded: .*INVALID_IMAGE; rebuild the bundle")
 
 
 def test_another_process_is_a_warning(bundle: Bundle, driver: RecordingDriver, monkeypatch: Any) -> None:
@@ -578,6 +581,57 @@ def test_another_process_is_a_warning(bundle: Bundle, driver: RecordingDriver, m
     log = io.StringIO()
     Program(bundle, Log(stream=log), driver=driver).close()
     assert "warning gpu" in log.getvalue() and "123, 456" in log.getvalue()
+
+
+@pytest.mark.parametrize("differences", [(1, 100), (0, 0)])
+def test_where_products_of_warpgroups_are_others_prompts_are_not_read_in_chunks(
+    bundle: Bundle, driver: RecordingDriver, differences: tuple[int, int]
+) -> None:
+    """Or where the probe cannot tell."""
+    driver.differences = differences
+    log = io.StringIO()
+    program = Program(bundle, Log(stream=log), driver=driver)
+    assert program.handover["chunk"] == 0 and not any("chunk" in name for name in kernels_of(driver))
+    assert "warning gpu" in log.getvalue() and "read 64 tokens at a time" in log.getvalue()
+    program.close()
+
+
+def kernels_of(driver: RecordingDriver) -> list[str]:
+    """Of all graphs."""
+    return [launch.kernel for graph in driver.graphs.values() for launch in graph]
+
+
+def test_a_chunk_reads_a_prompt_layer_by_layer(program: Program, driver: RecordingDriver) -> None:
+    graph = driver.graphs[program.handover["chunk"]]
+    names = [launch.kernel for launch in graph]
+    layers = program.sizes.model.layers
+    assert names[:2] == ["ull_begin_chunk", "ull_chunk_embed"] and names[-1] == "ull_accept"
+    for name, each in (("norm", 2), ("qkv", 1), ("store", 1), ("o", 1), ("gate_up", 1), ("down", 1)):
+        assert names.count(f"ull_chunk_{name}") == each * layers
+    assert [launch.overlaps for launch in graph] == [False, False, *[True] * (len(graph) - 2)]
+    region = {name: program._arena.address(name) for name in program._plan.regions}
+    own = {"chunk": "chunk", "residual": "chunk residual", "qkv": "chunk qkv", "round": "round", "pages": "page table"}
+    inputs = {"qkv": "chunk normed", "o": "chunk attention", "gate_up": "chunk normed", "down": "chunk mlp"}
+    outputs = {"qkv": "chunk qkv", "o": "chunk residual", "gate_up": "chunk mlp", "down": "chunk residual"}
+    weights, image, layer = region["weights"], program._image, 0
+    for launch in graph:
+        kernel, launched = launch.kernel.removeprefix("ull_chunk_"), launch.params
+        for field, value in pointers_of(launched):
+            if field in own and (field != "qkv" or kernel == "store") and (field != "round" or kernel == "ull_accept"):
+                assert value == region[own[field]], (kernel, field)
+        if kernel in inputs:
+            stem = f"layers.{layer}.{kernel}"
+            assert (launched.activations, launched.output) == (region[inputs[kernel]], region[outputs[kernel]])
+            assert launched.weights == weights + image.offset(f"{stem}.weight")
+            assert launched.scale == weights + image.offset(f"{stem}.scale") and launched.bias is None
+        if kernel == "store":
+            assert launched.k_norm == weights + image.offset(f"layers.{layer}.k_norm")
+            assert launched.kv_scale == weights + image.offset(f"layers.{layer}.kv_scale")
+            assert launched.layer_offset == layer * program.sizes.layer_page_bytes
+        layer += kernel == "down"
+    weight_of = [launch.params.norm_weight for launch in graph if launch.kernel == "ull_chunk_norm"]
+    names = [f"layers.{layer}.{norm}_norm" for layer in range(layers) for norm in ("attn", "mlp")]
+    assert weight_of == [weights + image.offset(name) for name in names]
 
 
 def test_where_nvml_is_missing_nobody_else_is_seen() -> None:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import emulation
-from chunk_rig import NAMES, ChunkLayer, Prompt
+from attention_rig import Cache, Shape, text
+from chunk_rig import (
+    ATTENTION_SOURCES,
+    NAMES,
+    ChunkLayer,
+    Prompt,
+    attended_by_rounds,
+    attended_in_a_chunk,
+)
 from emulation import aligned, pointer
 from layer_rig import model_of
 from linear_rig import MODELS
 from ull.bundle import Precision
 from ull.gpu.geometry import chunk
-from ull.gpu.params import OK, ChunkProbeParams
+from ull.gpu.params import OK, PAGE_TOKENS, SPLIT_TOKENS, ChunkProbeParams
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -81,3 +90,118 @@ def test_the_probe_sees_products_that_do_not_add_alike(flaw: int) -> None:
     kernels.run("ull_chunk_probe", grid=grid, threads=threads, shared_bytes=shared_bytes, params=params)
     flawed = 2 * 3 * 32 * 8  # outputs of the rows whose operand is another
     assert differences[0] == 0 if flaw == 0 else flawed / 2 < differences[0] <= flawed
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+SMALL = Shape(sources=ATTENTION_SOURCES)
+ATTENTION_SHAPES = {
+    "nine query heads": replace(SMALL, heads=9, kv_heads=1),
+    "three query heads, e4m3, norms": replace(SMALL, heads=6, head_dim=64, kv_bits=8, qk_norm=True),
+    "96, e4m3, six query heads": replace(SMALL, heads=6, kv_heads=1, head_dim=96, kv_bits=8),
+    "128, one query head, norms": replace(SMALL, heads=2, head_dim=128, qk_norm=True),
+    "128, e4m3, five query heads": replace(SMALL, heads=5, kv_heads=1, head_dim=128, kv_bits=8),
+}
+WATCHED_SHAPES = {
+    "16 bits": replace(SMALL, heads=3, kv_heads=1, reports=True),
+    "e4m3": replace(SMALL, heads=4, kv_heads=1, kv_bits=8, reports=True),
+}
+if emulation.SANITIZE:  # compiling a model's kernels with sanitizers takes long
+    ATTENTION_SHAPES = {name: ATTENTION_SHAPES[name] for name in ("96, e4m3, six query heads",)}
+
+
+def cache_of(shape: Shape, base: int, count: int, window: int = 0) -> tuple[Cache, Any]:
+    """A cache of `base` positions on shuffled pages, and the rows of the tokens up to `base` + `count`."""
+    context = -(-(base + count) // SPLIT_TOKENS) * SPLIT_TOKENS
+    table = np.random.default_rng(3).permutation(context // PAGE_TOKENS)
+    cache, rows = Cache(shape, context, window, table=[int(page) for page in table]), text(shape, base + count)
+    cache.fill(rows[:base])
+    return cache, rows
+
+
+CHUNKS = [  # base, tokens, window
+    *((0, 1, 0), (0, 70, 0), (1, 64, 0), (63, 65, 17), (64, 130, 100), (255, 3, 0), (256, 129, 0)),
+    *((331, 205, 300), (300, 512, 0), (2100, 150, 0), (2300, 20, 2200), (4097, 70, 0)),
+]
+
+
+@pytest.mark.parametrize("name", ATTENTION_SHAPES)
+def test_attention_of_a_chunk_has_the_bits_of_rounds(name: str) -> None:
+    """At borders of pages, splits and spans of splits."""
+    for seed, (base, count, window) in enumerate(CHUNKS):
+        cache, rows = cache_of(ATTENTION_SHAPES[name], base, count, window)
+        expected = attended_by_rounds(cache, rows[base:], base)
+        output = attended_in_a_chunk(cache, rows[base:], base, seed)
+        assert np.array_equal(output[:count].view(np.uint16), expected.view(np.uint16)), (base, count, window)
+        assert np.isnan(output[count:]).all(), "rows beyond the chunk's tokens were written"
+
+
+@pytest.mark.parametrize(("base", "window"), [(0, 0), (331, 0), (331, 290)])
+@pytest.mark.parametrize("name", ATTENTION_SHAPES)
+def test_attention_of_a_chunk_matches_the_reference(name: str, base: int, window: int) -> None:
+    count = 40
+    cache, rows = cache_of(ATTENTION_SHAPES[name], base, count, window)
+    cache.fill(rows)
+    output = attended_in_a_chunk(cache, rows[base:], base)
+    for i in range(0, count, 13):
+        np.testing.assert_allclose(output[i], cache.reference(rows[: base + i + 1]), atol=6e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", WATCHED_SHAPES)
+def test_attention_of_a_chunk_is_the_same_in_every_order_of_threads(name: str) -> None:
+    """Where the kernel reports its loads and stores, and nothing of the predecessor's is read early."""
+    if emulation.ON_DEVICE or emulation.SANITIZE:
+        pytest.skip("the emulator alone sees it, and not beside AddressSanitizer")
+    base, count = 200, 100
+    cache, rows = cache_of(WATCHED_SHAPES[name], base, count, window=150)
+    expected = attended_by_rounds(cache, rows[base:], base)
+    for seed in range(5):
+        output = attended_in_a_chunk(cache, rows[base:], base, seed)
+        assert np.array_equal(output[:count].view(np.uint16), expected.view(np.uint16)), seed
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_a_token_that_is_no_number_spoils_those_that_see_it_alone(kv_bits: int) -> None:
+    """It shares tiles with tokens before it and with some behind its window. Behind the chunk pages hold no numbers."""
+    base, count, window, spoilt = 70, 90, 40, 11
+    cache, rows = cache_of(replace(SMALL, kv_bits=kv_bits), base, count, window)
+    clean = cache.copy()
+    clean.fill(rows)
+    expected = attended_in_a_chunk(clean, rows[base:], base)[:count]
+    rows[base + spoilt] = np.nan
+    cache.fill(rows)
+    output = attended_in_a_chunk(cache, rows[base:], base)[:count]
+    sees = np.zeros(count, bool)
+    sees[spoilt : spoilt + window] = True
+    assert np.isnan(output[sees]).all()
+    assert np.array_equal(output[~sees].view(np.uint16), expected[~sees].view(np.uint16))
+
+
+def test_a_chunk_that_is_skipped_is_not_attended() -> None:
+    cache, rows = cache_of(SMALL, 10, 1)
+    assert np.isnan(attended_in_a_chunk(cache, rows[:0], 10)).all()
+
+
+# ---- clusters of two blocks of rows ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "model", "blocks"), [("gate_up", "held", 1), ("o", "long", 9)])
+def test_a_block_without_rows_brings_its_half_of_the_activations(name: str, model: str, blocks: int) -> None:
+    """The last cluster's second one, where the blocks of rows are odd in number."""
+    layer = ChunkLayer(name, model, seed=5, with_bias=False)
+    assert -(-layer.layer.rows // chunk.BLOCK_ROWS) == blocks
+    assert chunk.product(layer.layer.rows)[0][1] == blocks + 1
+    count = 130
+    rows = layer.run(count, seed=6)
+    np.testing.assert_array_equal(rows[:count], layer.by_rounds(count))
+    assert layer.is_unwritten(rows[count:])
+
+
+def test_a_cluster_takes_turns_in_every_order_of_threads() -> None:
+    """Where the kernel reports its loads and stores: a stage is filled anew when both blocks have read it."""
+    if emulation.ON_DEVICE or emulation.SANITIZE:
+        pytest.skip("the emulator alone sees it, and not beside AddressSanitizer")
+    expected = ChunkLayer("gate_up", "held", seed=7, with_bias=False).run(9)
+    watched = ChunkLayer("gate_up", "held", seed=7, with_bias=False, reports=True)
+    for seed in range(2):
+        np.testing.assert_array_equal(watched.run(9, seed), expected)

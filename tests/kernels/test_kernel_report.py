@@ -52,7 +52,7 @@ def test_no_kernel_got_worse(source: Path, launches: dict[str, Any]) -> None:
 
 def test_the_table_holds_the_kernels_that_there_are() -> None:
     text = "".join(source.read_text() for source in reported_sources())
-    kernels = set(re.findall(r"ULL_(?:GRID_)?KERNEL\((ull_\w+),", text))
+    kernels = set(re.findall(r"ULL_(?:GRID_|CLUSTER_)?KERNEL\((ull_\w+),", text))
     for arch in ARCHS:
         assert set(COMMITTED["models"][arch]) == kernels, UPDATE
         lines = table(COMMITTED["models"][arch])

@@ -42,6 +42,7 @@ DEVICE_KERNELS = ROUND_KERNELS | _ATTENTION_KERNELS | _LINEAR_KERNELS
 CHUNK_KERNELS = frozenset(  # of prompts' chunks, on warpgroups' products
     [
         *("ull_begin_chunk", "ull_chunk_embed", "ull_chunk_norm", "ull_chunk_store", "ull_chunk_probe"),
+        "ull_chunk_attention",
         *(f"ull_chunk_{name}" for name in ("qkv", "o", "gate_up", "down")),
     ]
 )

@@ -222,6 +222,8 @@ def _device_rows(manifest: Manifest) -> list[tuple[str, str]]:
     if manifest.random_weights:
         rows.append(("weights", "random, made up on the device at load: a benchmark bundle"))
     rows.append(("forward", f"prefill {manifest.forward.prefill}, decode {manifest.forward.decode}"))
+    if device_parts(manifest)[0].reads_chunks:
+        rows.append(("prompts", "read in chunks of up to 512 tokens"))
     if (plans := manifest.forward.plans) is not None:
         rows += _plan_rows(plans, manifest.forward)
     return rows + [("note" if number == 0 else "", note) for number, note in enumerate(manifest.forward.notes)]

@@ -1,10 +1,10 @@
 """The launches that read a chunk of a prompt, in order: pure lists, as `ull.gpu.rounds`.
 
-    begin, embed, L x { norm, qkv, store, attention of each part, o, norm, gate_up, down }, accept
+    begin, embed, L x { norm, qkv, store, attention, o, norm, gate_up, down }, accept
 
-A chunk fills the cache and draws nothing. Its linear layers take all its tokens at once, on warpgroups' products; its
-attention takes parts of 64, one after another, with the kernel for a round of 64 nodes: a part finds those before it in
-the pages, where `store` has put every token's key and value. So each bit is what chunks of 64 would make of it.
+A chunk fills the cache and draws nothing. Its linear layers and its attention take all its tokens at once, on
+warpgroups' products; attention finds each token's key and value in the pages, where `store` has put them. Each bit is
+what rounds of 64 tokens would make of it.
 """
 
 from __future__ import annotations
@@ -25,32 +25,16 @@ from ull.gpu.memory import (
     Sizes,
 )
 from ull.gpu.modules import Kernels
-from ull.gpu.paged_attention import PagedAttention
 from ull.gpu.params import (
-    CHUNK_PARTS,
-    PREFILL,
-    TREE_TOKENS,
+    ChunkAttentionParams,
     ChunkEmbedParams,
     ChunkLinearParams,
     ChunkNormParams,
     ChunkProbeParams,
     ChunkStoreParams,
-    Round,
 )
 from ull.gpu.places import Places
 from ull.gpu.rounds import Rounds
-
-
-def part_rounds() -> bytes:
-    """What the Rounds of a chunk's parts hold from the start on: chains. `ull_begin_chunk` writes count and base."""
-    rounds = (Round * CHUNK_PARTS)()
-    for part in rounds:
-        part.mode = PREFILL
-        for node in range(TREE_TOKENS):
-            part.depths[node] = node
-            part.path[node][: node + 1] = range(node + 1)
-    return bytes(rounds)
-
 
 PROBE_ROUNDS = 32  # of each block; a round compares 512 sums of 8 products each
 
@@ -81,7 +65,6 @@ class Chunks:
 
     def __init__(self, sizes: Sizes, places: Places, multiprocessors: int) -> None:
         self._sizes, self._places = sizes, places
-        self._attention = PagedAttention(sizes, places, multiprocessors)
         self._rounds = Rounds(sizes, places, multiprocessors)
 
     def launches(self) -> list[Launch]:
@@ -110,7 +93,7 @@ class Chunks:
             self._norm(f"{name}.attn_norm", layer),
             self._product("qkv", f"{name}.qkv", self._sizes.qkv_width, CHUNK_NORMED, CHUNK_QKV),
             self._store(layer),
-            *(self._attention.launch_part(layer, part) for part in range(CHUNK_PARTS)),
+            self._attention(layer),
             self._product("o", f"{name}.o", model.hidden, CHUNK_ATTENTION, CHUNK_RESIDUAL),
             self._norm(f"{name}.mlp_norm"),
             self._product("gate_up", f"{name}.gate_up", gate_up_rows, CHUNK_NORMED, CHUNK_MLP),
@@ -157,3 +140,20 @@ class Chunks:
             layer_offset=layer * sizes.layer_page_bytes,
         )
         return Launch("ull_chunk_store", *chunk.store(sizes.model.kv_heads, sizes.model.head_dim), params)
+
+    def _attention(self, layer: int) -> Launch:
+        sizes, model, region, tensor = self._sizes, self._sizes.model, self._places.region, self._places.tensor
+        params = ChunkAttentionParams(
+            chunk=region(CHUNK),
+            qkv=region(CHUNK_QKV),
+            q_norm=tensor(f"layers.{layer}.q_norm"),
+            rope=region("rope"),
+            pages=region("page table"),
+            page_pool=region("KV pages"),
+            kv_scale=tensor(f"layers.{layer}.kv_scale"),
+            output=region(CHUNK_ATTENTION),
+            page_bytes=sizes.page_bytes,
+            layer_offset=layer * sizes.layer_page_bytes,
+            window=model.windows[layer],
+        )
+        return Launch("ull_chunk_attention", *chunk.attention(model.heads, model.kv_heads, model.head_dim), params)

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from ull.bundle import DevicePart, DflashHead, DflashPart, EaglePart, round_up
 from ull.gpu.arena import Arena, ArenaPlan
 from ull.gpu.capture import capture_graph
-from ull.gpu.chunk import Chunks, part_rounds, products_agree
+from ull.gpu.chunk import Chunks, products_agree
 from ull.gpu.dflash import BLOCK_TILES, CONTEXT_ENTRIES, DflashPasses
 from ull.gpu.driver import Driver
 from ull.gpu.eagle import LEVEL_TILES, EaglePasses
 from ull.gpu.forward import ForwardSource, Recorder
 from ull.gpu.fused import FusedForward
 from ull.gpu.launch import Launch
-from ull.gpu.memory import CHUNK_ROUNDS, DflashShape, EagleShape, Sizes, reserve_model, rope_table
+from ull.gpu.memory import DflashShape, EagleShape, Sizes, reserve_model, rope_table
 from ull.gpu.modules import Kernels
 from ull.gpu.params import CHUNK_TOKENS, ROUND_SLOTS, TREE_TOKENS, HostControl, RoundRequest, RoundResult, State
 from ull.gpu.places import HostBlocks, Places
@@ -77,8 +77,10 @@ class PlannedModel:
         offsets["pages"] = offsets["control"] + control
         offsets["text"] = offsets["pages"] + round_up(4 * self.sizes.table_pages, 64)
         offsets["mask"] = offsets["text"] + round_up(4 * self.sizes.context, 64)
-        offsets["chunks"] = offsets["mask"] + round_up(self.sizes.mask_bytes, 64)
-        nbytes = offsets["chunks"] + 4 * ROUND_SLOTS * CHUNK_TOKENS
+        nbytes = offsets["mask"] + round_up(self.sizes.mask_bytes, 64)
+        if self.sizes.chunks:
+            offsets["chunks"] = nbytes
+            nbytes += 4 * ROUND_SLOTS * CHUNK_TOKENS
         host, device = driver.allocate_host(nbytes)
         exit_stack.callback(driver.free_host, host)
         ctypes.memset(host, 0, nbytes)
@@ -118,8 +120,6 @@ class PlacedModel:
         region = self.places.region
         yield region("rope"), rope_table(self.sizes.model, self.sizes.context)
         yield region("state"), np.frombuffer(bytes(State(sequence=1)), np.uint8)
-        if self.sizes.chunks:
-            yield region(CHUNK_ROUNDS), np.frombuffer(part_rounds(), np.uint8)
         if persistent:
             yield region("layer parameters"), np.frombuffer(self.fused(persistent).layer_parameters(), np.uint8)
 

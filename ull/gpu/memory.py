@@ -23,7 +23,6 @@ from ull.bundle import (
 from ull.gpu.arena import ArenaPlan
 from ull.gpu.geometry import attention, chunk, linear, sampling
 from ull.gpu.params import (
-    CHUNK_PARTS,
     MASK_TOKENS,
     PAGE_TOKENS,
     TAP_SLOTS,
@@ -48,8 +47,8 @@ DFLASH_TAPS, DFLASH_STATES = "dflash taps", "dflash states"
 DFLASH_FACTORS, DFLASH_GATE_INPUT, DFLASH_LOGITS = "dflash factors", "dflash gate input", "dflash logits"
 DFLASH_NODES = 8  # nodes of a pass that are ranked
 
-# Of a chunk of a prompt: what it is, the Rounds of its parts, its tokens' residual, and activations.
-CHUNK, CHUNK_ROUNDS, CHUNK_RESIDUAL, CHUNK_NORMED = "chunk", "chunk rounds", "chunk residual", "chunk normed"
+# Of a chunk of a prompt: what it is, its tokens' residual, and activations.
+CHUNK, CHUNK_RESIDUAL, CHUNK_NORMED = "chunk", "chunk residual", "chunk normed"
 CHUNK_QKV, CHUNK_ATTENTION, CHUNK_MLP = "chunk qkv", "chunk attention", "chunk mlp"
 
 _COLUMN_UNIT, _ROW_UNIT = 32, 16  # of f16 activations and of f32 outputs
@@ -154,7 +153,6 @@ def reserve_model(plan: ArenaPlan, sizes: Sizes, prefix: str = "") -> None:
     reserve("sampler", sampling.SCRATCH_BYTES)
     if sizes.chunks:
         reserve(CHUNK, ctypes.sizeof(Chunk))
-        reserve(CHUNK_ROUNDS, CHUNK_PARTS * ctypes.sizeof(Round))
         reserve(CHUNK_RESIDUAL, chunk.row_bytes(model.hidden))
         reserve(CHUNK_NORMED, chunk.activation_bytes(model.hidden))
         reserve(CHUNK_QKV, chunk.row_bytes(sizes.qkv_width))

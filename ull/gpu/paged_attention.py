@@ -6,12 +6,10 @@ scratch, for the commit.
 
 from __future__ import annotations
 
-import ctypes
-
 from ull.gpu.geometry import attention
 from ull.gpu.launch import Launch, tile_of
-from ull.gpu.memory import CHUNK_ATTENTION, CHUNK_QKV, CHUNK_ROUNDS, Sizes
-from ull.gpu.params import TREE_TOKENS, AttentionParams, Round
+from ull.gpu.memory import Sizes
+from ull.gpu.params import AttentionParams
 from ull.gpu.places import Places
 
 
@@ -47,20 +45,8 @@ class PagedAttention:
             gate_up_weights=tensor(f"{name}.gate_up.weight"),
             linear_blocks=self._multiprocessors,
         )
-        return Launch(f"ull_attention_{tile}", *self._geometry(tile), params)
-
-    def launch_part(self, layer: int, part: int) -> Launch:
-        """The same of 64 tokens of a chunk, its part `part`, behind those before them, whose keys are in the pages."""
-        region, launch = self._places.region, self.launch(layer, TREE_TOKENS)
-        first = part * TREE_TOKENS
-        launch.params.round = region(CHUNK_ROUNDS) + part * ctypes.sizeof(Round)
-        launch.params.qkv = region(CHUNK_QKV) + 4 * first * self._sizes.qkv_width
-        launch.params.output = region(CHUNK_ATTENTION)
-        launch.params.chunked, launch.params.first_token = 1, first
-        return launch
-
-    def _geometry(self, tile: int) -> attention.Geometry:
-        sizes, model = self._sizes, self._sizes.model
-        return attention.attention(
+        model = sizes.model
+        geometry = attention.attention(
             model.heads, model.kv_heads, model.head_dim, sizes.kv_bits, sizes.context, tile, self._multiprocessors
         )
+        return Launch(f"ull_attention_{tile}", *geometry, params)

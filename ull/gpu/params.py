@@ -23,7 +23,6 @@ MOST_TAPS = 8
 TAP_SLOTS = 512
 CHUNK_TOKENS = 512
 CHUNK_TILE = 128
-CHUNK_PARTS = 8
 SLICES = 8
 LAYER_LINEARS = 4
 PROMPTED, GENERATED = 1, 2  # in a word of the text's counts
@@ -170,7 +169,6 @@ class BeginParams(ctypes.Structure):
         ("target_state", c_void_p),
         ("host_chunks", c_void_p),
         ("chunk", c_void_p),
-        ("chunk_rounds", c_void_p),
         ("counter_count", c_int32),
         ("page_capacity", c_int32),
         ("text_capacity", c_int32),
@@ -234,9 +232,7 @@ class AttentionParams(ctypes.Structure):
         ("o_weights", c_void_p),
         ("gate_up_weights", c_void_p),
         ("linear_blocks", c_int32),
-        ("chunked", c_int32),
-        ("first_token", c_int32),
-        ("unused", c_int32),
+        ("unused", c_int32 * 3),
     ]
 
 

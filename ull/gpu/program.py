@@ -18,6 +18,11 @@ from ull.gpu.replay import Replay
 from ull.gpu.weights import Staging, WeightImage, random_fills, random_vectors, upload
 from ull.log import Log
 
+UNLIKE = (  # after the name of a GPU
+    "the matrix products of warpgroups do not have the bits of a warp's: prompts are read 64 tokens at a time instead "
+    "of 512, which takes longer"
+)
+
 
 def load(
     bundle: Bundle,
@@ -220,7 +225,9 @@ class Program:
                 continue
             sources = self._sources(model, exit_stack)
             self._open_sources |= {model.part.prefix + name: source for name, source in sources.items()}
-            models[model.part.prefix] = model.capture(sources, self._stream, exit_stack)
+            models[model.part.prefix] = captured = model.capture(sources, self._stream, exit_stack)
+            if model.sizes.chunks and not captured.chunk:
+                self._log.warning("gpu", message=f"on {self._driver.info.name} {UNLIKE}")
         self._driver.synchronise(self._stream)
         self.resident_bytes = max(0, free - self._driver.memory_info()[0])
         return models, heads

@@ -43,7 +43,9 @@ class Replay:
         self._handover, self._driver, self._logits = handover, driver, logits
         self._requests = (RoundRequest * ROUND_SLOTS).from_address(handover["requests"])
         self.results = (RoundResult * ROUND_SLOTS).from_address(handover["results"])
-        self._chunks = ((ctypes.c_int32 * CHUNK_TOKENS) * ROUND_SLOTS).from_address(handover["chunks"])
+        self._chunks: Any = []
+        if handover["chunk"]:
+            self._chunks = ((ctypes.c_int32 * CHUNK_TOKENS) * ROUND_SLOTS).from_address(handover["chunks"])
         self._page_count = int(handover["page_count"])
         (ctypes.c_int32 * self._page_count).from_address(handover["pages"])[:] = list(range(self._page_count))
         self._stream = int(handover["stream"])

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from ull.bundle import HEAD_SCAN, MEDUSA, head_rows
 from ull.gpu.geometry import attention, head_scan, linear, sampling
 from ull.gpu.launch import Launch
-from ull.gpu.memory import CHUNK, CHUNK_ROUNDS, MEDUSA_STATES, TAP_RING, TAP_ROWS, Sizes
+from ull.gpu.memory import CHUNK, MEDUSA_STATES, TAP_RING, TAP_ROWS, Sizes
 from ull.gpu.params import (
     MOST_TAPS,
     TREE_TOKENS,
@@ -84,9 +84,8 @@ class Rounds:
             mask=region("mask"),
             target=self._target and self._target.region("round"),
             target_state=self._target and self._target.region("state"),
-            host_chunks=host.chunks,
+            host_chunks=host.chunks if chunk else None,
             chunk=region(CHUNK) if chunk else None,
-            chunk_rounds=region(CHUNK_ROUNDS) if chunk else None,
             counter_count=sizes.counter_count,
             page_capacity=sizes.table_pages,
             text_capacity=sizes.context,

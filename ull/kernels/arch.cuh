@@ -22,23 +22,31 @@ ULL_DEVICE void wait_returned();
 #define ULL_OFFSETOF(Type, member) __INTADDR__(&((Type*)0)->member)
 
 // Defines a kernel that takes one parameter struct: ULL_KERNEL(name, Params, threads, blocks_per_sm) { ... params ... }
+#define ULL_KERNEL(name, Params, threads, blocks_per_sm) \
+  ULL_DEFINE_KERNEL(name, Params, __launch_bounds__(threads, blocks_per_sm))
 #if ULL_TRACE
-#define ULL_KERNEL(name, Params, threads, blocks_per_sm)                                                             \
-  ULL_DEVICE void name##_traced(const Params& params);                                                               \
-  extern "C" __global__ void __launch_bounds__(threads, blocks_per_sm) name(const __grid_constant__ Params params) { \
-    ::ull::trace::begin();                                                                                           \
-    name##_traced(params);                                                                                           \
-    ::ull::trace::end(::ull::trace::hash(#name), params);                                                            \
-  }                                                                                                                  \
+#define ULL_DEFINE_KERNEL(name, Params, bounds)                                   \
+  ULL_DEVICE void name##_traced(const Params& params);                            \
+  extern "C" __global__ void bounds name(const __grid_constant__ Params params) { \
+    ::ull::trace::begin();                                                        \
+    name##_traced(params);                                                        \
+    ::ull::trace::end(::ull::trace::hash(#name), params);                         \
+  }                                                                               \
   ULL_DEVICE void name##_traced(const Params& params)
 #else
-#define ULL_KERNEL(name, Params, threads, blocks_per_sm) \
-  extern "C" __global__ void __launch_bounds__(threads, blocks_per_sm) name(const __grid_constant__ Params params)
+#define ULL_DEFINE_KERNEL(name, Params, bounds) \
+  extern "C" __global__ void bounds name(const __grid_constant__ Params params)
 #endif
 
 // The same for a kernel whose blocks wait for each other by await_device(): the grid is at most one block per
 // multiprocessor, so that all run at once.
 #define ULL_GRID_KERNEL(name, Params, threads) ULL_KERNEL(name, Params, threads, 1)
+
+// The same for a kernel of clusters: cluster_y blocks, one above the other in the grid, run at once on neighbouring
+// multiprocessors and may reach each other's shared memory. The grid's y is a multiple of cluster_y (at most 8, which
+// is portable). The size is the kernel's own: a launch names none, and may have every other attribute.
+#define ULL_CLUSTER_KERNEL(name, Params, threads, cluster_y) \
+  ULL_DEFINE_KERNEL(name, Params, __cluster_dims__(1, cluster_y, 1) __launch_bounds__(threads, 1))
 
 namespace ull::arch {
 
@@ -88,6 +96,22 @@ ULL_DEVICE void await_device(const uint32_t* count, uint32_t at_least) {
   do {
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
   } while (value < at_least);
+}
+
+// Of clusters (ULL_CLUSTER_KERNEL), which are Hopper's and later. The block's place in its own, from 0 on; it is
+// block_y() modulo their size.
+ULL_DEVICE int cluster_rank() {
+  int value;
+  asm volatile("mov.u32 %0, %cluster_ctarank;" : "=r"(value));
+  return value;
+}
+// All threads of all blocks of the cluster meet, the lanes of a warp together, except those that have ended. What came
+// before it is seen behind it, as with block_barrier(). It stands
+// - behind fence_barrier_init(), before another block of the cluster may arrive on an mbarrier or copy to the block;
+// - at the end of a block that has not waited for all that others send it, arrivals too: these must not come later.
+ULL_DEVICE void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // A remark in the kernel's PTX, and no instruction: each of so many warps has a ring of stages, which hold so many
@@ -159,9 +183,10 @@ ULL_DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2
 // byte offset" is without swizzle the one between the two columns of 16 bytes, which is k_stride; its "stride dimension
 // byte offset" is the one from 8 rows of its transpose to the next 8, which is n_stride. All are in units of 16 bytes:
 // bits 0 .. 13 address, 16 .. 29 leading, 32 .. 45 stride; 49 .. 51 (base offset) and 62 .. 63 (swizzle) are 0.
+// An address is encoded as (x & 0x3FFFF) >> 4: in a cluster the bits above hold the block's rank.
 // Another operand a multiple of 16 bytes further: the descriptor plus a sixteenth of them.
 ULL_DEVICE uint64_t core_matrices(const void* shared, uint32_t k_stride, uint32_t n_stride) {
-  return static_cast<uint64_t>(shared_address(shared) >> 4) | static_cast<uint64_t>(k_stride >> 4) << 16 |
+  return static_cast<uint64_t>((shared_address(shared) & 0x3FFFFU) >> 4) | static_cast<uint64_t>(k_stride >> 4) << 16 |
          static_cast<uint64_t>(n_stride >> 4) << 32;
 }
 
@@ -407,6 +432,22 @@ ULL_DEVICE void fence_bulk_copies() { asm volatile("fence.proxy.async.shared::ct
 ULL_DEVICE void barrier_arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
+// Arrives on the mbarrier that the block `rank` of the cluster, which may be the own one, has at the same place; if not
+// `when`, it does nothing. The condition is the instructions' own: no branch, whatever the compiler makes of an if. Who
+// waits there knows that this thread's loads of shared memory and its products have ended, so that bulk copies may
+// write where they read. Stores it does not see: a release for other blocks would wait for the whole device.
+ULL_DEVICE void barrier_arrive_in(int rank, Barrier* barrier, bool when = true) {
+  asm volatile(
+      "{\n"
+      ".reg .pred arrives;\n"
+      ".reg .b32 there;\n"
+      "setp.ne.u32 arrives, %2, 0;\n"
+      "@arrives mapa.shared::cluster.u32 there, %0, %1;\n"
+      "@arrives mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(rank), "r"(static_cast<uint32_t>(when))
+      : "memory");
+}
 // Arrives and announces `bytes` that bulk copies will bring in this phase.
 ULL_DEVICE void barrier_arrive_expect(Barrier* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
@@ -441,6 +482,17 @@ ULL_DEVICE void bulk_copy_stream(void* shared, const void* global, uint32_t byte
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
           "r"(shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(kEvictFirst)
+      : "memory");
+}
+
+// The same of what several blocks of a cluster read: it comes from L2 once, to the same place in each block `rank`
+// whose bit 1 << rank is in `ranks`, and counts there on the mbarrier at the same place as `barrier`.
+ULL_DEVICE void bulk_copy_multicast(void* shared, const void* global, uint32_t bytes, Barrier* barrier,
+                                    uint32_t ranks) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
+      "%4;" ::"r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "h"(static_cast<uint16_t>(ranks))
       : "memory");
 }
 

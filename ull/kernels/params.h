@@ -8,22 +8,21 @@
 
 namespace ull::gpu {
 
-inline constexpr int kInterface = 9;      // raised with every change of what stands here: see device_layout.py
-inline constexpr int kTreeTokens = 64;    // nodes of the widest tree, root included
-inline constexpr int kRoundSlots = 4;     // mapped request and result blocks, used in turn
-inline constexpr int kStopTokens = 32;    // token ids that end a request
-inline constexpr int kBiases = 1024;      // logit biases of a request
-inline constexpr int kAlternatives = 20;  // alternatives reported per token
-inline constexpr int kMedusaRanks = 10;   // candidates that a Medusa head proposes
-inline constexpr int kPageTokens = 64;    // tokens per KV page
-inline constexpr int kMaskTokens = 128;   // a mask of tokens is padded to so many bits
-inline constexpr int kSplitTokens = 256;  // positions that one attention split covers, aligned; part of the numerics
-inline constexpr int kMostTaps = 8;       // layers whose residual a head reads
-inline constexpr int kTapSlots = 512;     // positions whose tapped rows of the residual are kept
-inline constexpr int kChunkTokens = 512;  // of a prompt, the most that one graph reads
-inline constexpr int kChunkTile = 128;    // of those, the tokens that a block multiplies
-inline constexpr int kChunkParts = kChunkTokens / kTreeTokens;  // parts of a chunk that attend one after another
-inline constexpr int kSlices = 8;                               // K slices of a linear layer; part of the numerics
+inline constexpr int kInterface = 9;         // raised with every change of what stands here: see device_layout.py
+inline constexpr int kTreeTokens = 64;       // nodes of the widest tree, root included
+inline constexpr int kRoundSlots = 4;        // mapped request and result blocks, used in turn
+inline constexpr int kStopTokens = 32;       // token ids that end a request
+inline constexpr int kBiases = 1024;         // logit biases of a request
+inline constexpr int kAlternatives = 20;     // alternatives reported per token
+inline constexpr int kMedusaRanks = 10;      // candidates that a Medusa head proposes
+inline constexpr int kPageTokens = 64;       // tokens per KV page
+inline constexpr int kMaskTokens = 128;      // a mask of tokens is padded to so many bits
+inline constexpr int kSplitTokens = 256;     // positions that one attention split covers, aligned; part of the numerics
+inline constexpr int kMostTaps = 8;          // layers whose residual a head reads
+inline constexpr int kTapSlots = 512;        // positions whose tapped rows of the residual are kept
+inline constexpr int kChunkTokens = 512;     // of a prompt, the most that one graph reads
+inline constexpr int kChunkTile = 128;       // of those, the tokens that a block multiplies
+inline constexpr int kSlices = 8;            // K slices of a linear layer; part of the numerics
 inline constexpr float kMlpScale = 0.0625F;  // silu(gate) * up is kept as f16 times this, for its range
 
 enum class RoundMode : uint32_t {
@@ -154,8 +153,7 @@ struct Round {
   int32_t first;                           // of a head: positions before it are not attended to
 };
 
-// A chunk of a prompt under way, on the device: what Round is to a round. begin_chunk() writes it, and a Round for each
-// of its parts, which attention reads.
+// A chunk of a prompt under way, on the device: what Round is to a round. begin_chunk() writes it.
 struct alignas(16) Chunk {
   uint64_t sequence;
   int32_t base;   // position of the first token: positions before it are in the pages
@@ -211,7 +209,6 @@ struct BeginParams {
   const State* target_state;     // likewise
   const int32_t* host_chunks;    // mapped: [kRoundSlots][kChunkTokens] the tokens of a chunk
   Chunk* chunk;
-  Round* chunk_rounds;  // [kChunkParts], chains of kTreeTokens whose depths and paths are there
   int32_t counter_count;
   int32_t page_capacity;
   int32_t text_capacity;  // context
@@ -274,9 +271,7 @@ struct AttentionParams {
   const void* o_weights;        // what is read next, or null where another forward has it: L2 is asked for it
   const void* gate_up_weights;  // and behind that
   int32_t linear_blocks;        // of a launch of theirs, at most
-  int32_t chunked;              // 1: a part of a chunk, whose activations `output` are; for 64 nodes
-  int32_t first_token;          // of the chunk: the one that is node 0
-  int32_t unused;
+  int32_t unused[3];
 };
 
 inline constexpr int kLayerLinears = 4;

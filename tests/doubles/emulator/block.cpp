@@ -11,6 +11,7 @@
 #include <numeric>
 #include <utility>
 
+#include "cluster.h"
 #include "copies.h"
 #include "order.h"
 #include "shadow.h"
@@ -38,6 +39,8 @@ const char* name_of(Collective collective) {
       return "mma";
     case Collective::kWarpgroupWait:
       return "warpgroup_wait";
+    case Collective::kClusterBarrier:
+      return "cluster_barrier";
   }
   return "";
 }
@@ -53,6 +56,10 @@ std::string describe(const Thread& thread) {
     const Barrier& barrier = thread.warp->block->barriers[thread.parity];
     snprintf(text, sizeof(text), "named_barrier %u at %s:%d (%d of %d arrived)", thread.parity, file, thread.site.line,
              barrier.arrived, barrier.count);
+  } else if (thread.wait == Wait::kCluster) {
+    Block& mine = *thread.warp->block;
+    snprintf(text, sizeof(text), "cluster_barrier at %s:%d (%d of %d arrived)", file, thread.site.line,
+             block_of_rank(0, mine).at_cluster, live_in_cluster(mine));
   } else if (thread.wait == Wait::kCopies) {
     snprintf(text, sizeof(text), "barrier_wait at %s:%d for parity %u of the mbarrier at shared + %td", file,
              thread.site.line, thread.parity,
@@ -177,6 +184,7 @@ void thread_main() {
   }
   Barrier& all = block->barriers[0];
   if (all.arrived != 0 && all.arrived == block->live) release_barrier(all, nullptr);
+  end_in_cluster();
   Thread* next = next_thread();
   if (next == nullptr) {
     for (const Block* each : grid.blocks) {
@@ -385,7 +393,7 @@ void arrive_barrier(int id, int count, Site site) {
 void predecessor_complete(Site site) {
   block->waited = self->waited = true;
   if (reports) my_order().waited = true;
-  if (grid.meets && !grid.complete) {
+  if (grid.blocks.size() > 1 && !grid.complete) {
     for (const Block* each : grid.blocks) {
       if (!each->waited) return suspend(Wait::kPredecessor, site);
     }
@@ -437,6 +445,8 @@ bool run_blocks() {
   for (Block* each : grid.blocks) {
     block = each;
     block->waited = block->released = false;
+    block->at_cluster = 0;
+    block->meetings = 0;
     block->copies.clear();
     block->landed.clear();
     block->mbarriers.clear();
@@ -457,6 +467,8 @@ bool run_blocks() {
                                        [](const Barrier& barrier) { return barrier.arrived != 0; });
     if (const Site* site = unfinished_copy()) {
       record_error(*site, "the block ends while a bulk copy is under way: nobody has waited for it");
+    } else if (const Site* arrival = unfinished_arrival()) {
+      record_error(*arrival, "the block ends, and has not waited for this arrival of another block of the cluster");
     } else if (open != std::end(block->barriers)) {
       record_error(open->site, "the block ends with " + std::to_string(open->arrived) + " of " +
                                    std::to_string(open->count) + " threads at named_barrier " +

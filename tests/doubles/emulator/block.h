@@ -1,7 +1,7 @@
 // Thread blocks under emulation: their threads are fibers, of which one runs at a time until it meets a barrier, a
 // warp collective, an mbarrier or an atomic; who runs next is drawn from the launch's seed. One block runs after
-// another, or all at once where they wait for each other. One launch at a time in a process (launch() holds a lock), so
-// all state is global.
+// another, or all at once where they wait for each other, as those of a cluster do. One launch at a time in a process
+// (launch() holds a lock), so all state is global.
 #pragma once
 
 #include <cstdint>
@@ -51,6 +51,8 @@ struct Block {
   bool waited;
   bool released;
   unsigned char* shared;
+  int at_cluster;                // of the cluster's first block: threads that have come to cluster_barrier(),
+  uint32_t meetings;             // and how often all have met there
   std::vector<BulkCopy> copies;  // under way
   std::vector<BulkCopy> landed;  // that nobody has waited for yet
   std::map<const uint64_t*, Mbarrier> mbarriers;
@@ -70,14 +72,15 @@ struct Grid {
   uint64_t params_bytes;
   void (*body)(const void* params);
   bool meets;     // its blocks wait for each other: all of them run at once
-  bool complete;  // and all have asked for the predecessor's results
+  int cluster;    // blocks of a cluster, one above the other: they run at once too
+  bool complete;  // all blocks that run have asked for the predecessor's results
   int grid_x, grid_y;
   int threads;
   uint32_t shared_bytes;
   uint64_t random;
   Fiber launcher;
   std::string error;            // of the first failure
-  std::vector<Block*> blocks;   // that run: one, or all
+  std::vector<Block*> blocks;   // that run: one, those of a cluster by their ranks, or all
   std::vector<Region> written;  // by the predecessor: 0xFF until the block has called wait_for_predecessor()
   std::vector<std::vector<unsigned char>> hidden_contents;  // of `written`, until then
   std::vector<Region> constants;                            // that no kernel writes

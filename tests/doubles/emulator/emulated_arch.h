@@ -4,9 +4,10 @@
 //
 // It is stricter than the chip: all 32 lanes must reach the same line for a warp collective, a barrier that is never
 // met is an error, and so is a block that ends without wait_for_predecessor(). Addresses of 16-byte accesses are
-// checked; mbarriers are fenced before bulk copies see them, and bulk copies waited for before their block ends. What
-// threads do between two of the operations below is never interleaved: that a barrier or a fence is missing there shows
-// where kernels are compiled to report their loads and stores (shadow.h), whatever the order.
+// checked; mbarriers are fenced before bulk copies see them, and bulk copies waited for before their block ends; for
+// clusters see cluster.h. What threads do between two of the operations below is never interleaved: that a barrier or a
+// fence is missing there shows where kernels are compiled to report their loads and stores (shadow.h), whatever the
+// order.
 #pragma once
 
 #include <sched.h>
@@ -28,8 +29,10 @@ extern "C" float fmaf(float a, float b, float c) noexcept;  // all that kernels 
 #define ULL_OFFSETOF(Type, member) __builtin_offsetof(Type, member)
 
 #define ULL_KERNEL(name, Params, threads, blocks_per_sm) \
-  ULL_EMULATED_KERNEL(name, Params, threads, blocks_per_sm, false)
-#define ULL_GRID_KERNEL(name, Params, threads) ULL_EMULATED_KERNEL(name, Params, threads, 1, true)
+  ULL_EMULATED_KERNEL(name, Params, threads, blocks_per_sm, false, 1)
+#define ULL_GRID_KERNEL(name, Params, threads) ULL_EMULATED_KERNEL(name, Params, threads, 1, true, 1)
+#define ULL_CLUSTER_KERNEL(name, Params, threads, cluster_y) \
+  ULL_EMULATED_KERNEL(name, Params, threads, 1, false, cluster_y)
 #if ULL_TRACE
 namespace ull::trace {
 inline void wait_returned();
@@ -43,19 +46,21 @@ inline void wait_returned();
 #else
 #define ULL_BODY(name, params) name(params)
 #endif
-#define ULL_EMULATED_KERNEL(name, Params, threads, blocks_per_sm, meets)                                      \
+#define ULL_EMULATED_KERNEL(name, Params, threads, blocks_per_sm, meets, cluster)                             \
   static void name(const Params& params);                                                                     \
   static const ::ull::emulator::Registration ull_registration_##name(                                         \
-      #name, sizeof(Params), threads, meets,                                                                  \
+      #name, sizeof(Params), threads, meets, cluster,                                                         \
       [](const void* params) { ULL_BODY(name, *static_cast<const Params*>(params)); });                       \
   static_assert((threads) % 32 == 0 && (threads) <= 1024 && (blocks_per_sm) >= 1, "launch bounds of " #name); \
+  static_assert((cluster) >= 1 && (cluster) <= 8, "clusters of " #name);                                      \
   static void name([[maybe_unused]] const Params& params)
 
 namespace ull::emulator {
 
-// Adds a kernel to the list that the launcher looks in. meets: its blocks wait for each other.
+// Adds a kernel to the list that the launcher looks in. meets: its blocks wait for each other; cluster: blocks of one.
 struct Registration {
-  Registration(const char* name, size_t params_bytes, int most_threads, bool meets, void (*body)(const void* params));
+  Registration(const char* name, size_t params_bytes, int most_threads, bool meets, int cluster,
+               void (*body)(const void* params));
 };
 
 }  // namespace ull::emulator
@@ -79,8 +84,9 @@ ULL_UNSEEN inline int grid_x() { return emulator::grid_x(); }
 ULL_UNSEEN inline int grid_y() { return emulator::grid_y(); }
 ULL_UNSEEN inline int multiprocessor() { return (block_y() * grid_x() + block_x()) % 132; }
 ULL_UNSEEN inline unsigned char* shared_memory() { return emulator::shared_memory(); }
-inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - emulator::shared_memory());
+inline uint32_t shared_address(const void* pointer) {  // as on the chip, the block's rank stands above its own bits
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - emulator::shared_memory()) +
+         (static_cast<uint32_t>(emulator::cluster_rank()) << 24);
 }
 
 // ---- barriers ---------------------------------------------------------------------------------------------------
@@ -92,6 +98,9 @@ inline void named_barrier(int id, int count, ULL_SITE_PARAMETERS) {
 }
 inline void named_arrive(int id, int count, ULL_SITE_PARAMETERS) { emulator::arrive_barrier(id, count, ULL_SITE); }
 inline void warp_barrier(ULL_SITE_PARAMETERS) { emulator::meet_warp(emulator::Collective::kWarpBarrier, ULL_SITE); }
+
+ULL_UNSEEN inline int cluster_rank() { return emulator::cluster_rank(); }
+inline void cluster_barrier(ULL_SITE_PARAMETERS) { emulator::meet_cluster(ULL_SITE); }
 
 template <int kWarps, int kStages, int kBytes>
 inline void remark_ring() {}
@@ -269,6 +278,9 @@ inline void barrier_invalidate(Barrier* barrier, ULL_SITE_PARAMETERS) {
 }
 inline void fence_bulk_copies() { emulator::fence_copies_order(); }
 inline void barrier_arrive(Barrier* barrier, ULL_SITE_PARAMETERS) { emulator::arrive_mbarrier(barrier, 0, ULL_SITE); }
+inline void barrier_arrive_in(int rank, Barrier* barrier, bool when = true, ULL_SITE_PARAMETERS) {
+  if (when) emulator::arrive_mbarrier_in(rank, barrier, ULL_SITE);
+}
 inline void barrier_arrive_expect(Barrier* barrier, uint32_t bytes, ULL_SITE_PARAMETERS) {
   emulator::arrive_mbarrier(barrier, bytes, ULL_SITE);
 }
@@ -281,6 +293,10 @@ inline void bulk_copy(void* shared, const void* global, uint32_t bytes, Barrier*
 }
 inline void bulk_copy_stream(void* shared, const void* global, uint32_t bytes, Barrier* barrier, ULL_SITE_PARAMETERS) {
   emulator::begin_copy(shared, global, bytes, barrier, ULL_SITE);
+}
+inline void bulk_copy_multicast(void* shared, const void* global, uint32_t bytes, Barrier* barrier, uint32_t ranks,
+                                ULL_SITE_PARAMETERS) {
+  emulator::begin_multicast(shared, global, bytes, barrier, ranks, ULL_SITE);
 }
 inline void bulk_prefetch_stream(const void* global, uint32_t bytes, ULL_SITE_PARAMETERS) {
   emulator::prefetch(global, bytes, ULL_SITE);

@@ -47,6 +47,7 @@ struct Entry {
   UllKernel kernel;
   void (*body)(const void* params);
   bool meets;
+  int cluster;
 };
 
 std::vector<Entry>& entries() {
@@ -216,6 +217,10 @@ std::string refusal(const UllLaunch& launch, const Entry& entry) {
     return std::to_string(static_cast<int64_t>(launch.grid_x) * launch.grid_y) +
            " blocks that wait for each other: the emulator runs " + std::to_string(kMostTogether) + " at once";
   }
+  if (launch.grid_y % entry.cluster != 0) {
+    return "a grid of " + std::to_string(launch.grid_x) + " x " + std::to_string(launch.grid_y) +
+           " blocks: must be whole clusters of 1 x " + std::to_string(entry.cluster);
+  }
   if (launch.shared_bytes < 0 || static_cast<uint32_t>(launch.shared_bytes) > kMostShared) {
     return std::to_string(launch.shared_bytes) + " bytes of shared memory: at most " + std::to_string(kMostShared);
   }
@@ -250,18 +255,26 @@ std::string run_together(const std::vector<int>& numbers) {
               std::to_string(places[i]->block.y) + "): wrote outside its " + std::to_string(grid.shared_bytes) +
               " bytes of shared memory";
   }
-  places.resize(1);
   return good ? outside : grid.error;
 }
 
+// Of the n-th cluster, by their ranks.
+std::vector<int> blocks_of_cluster(int n) {
+  std::vector<int> numbers;
+  for (int rank = 0; rank < grid.cluster; ++rank) {
+    numbers.push_back((n / grid.grid_x * grid.cluster + rank) * grid.grid_x + n % grid.grid_x);
+  }
+  return numbers;
+}
+
 std::string run_grid() {
-  std::vector<int> order(static_cast<size_t>(grid.grid_x) * static_cast<size_t>(grid.grid_y));
+  std::vector<int> order(static_cast<size_t>(grid.grid_x) * static_cast<size_t>(grid.grid_y / grid.cluster));
   std::iota(order.begin(), order.end(), 0);
   for (size_t left = order.size(); left > 1; --left) std::swap(order[left - 1], order[draw() % left]);
   [[maybe_unused]] const FaultHandler handler;
   if (grid.meets) return run_together(order);
-  for (const int number : order) {
-    std::string error = run_together({number});
+  for (const int cluster : order) {
+    std::string error = run_together(blocks_of_cluster(cluster));
     if (!error.empty()) return error;
   }
   return {};
@@ -283,6 +296,7 @@ std::string run(const UllLaunch& launch) {
     grid.kernel = entry.kernel.name;
     grid.body = entry.body;
     grid.meets = entry.meets;
+    grid.cluster = entry.cluster;
     grid.params = launch.params;
     grid.grid_x = launch.grid_x;
     grid.grid_y = launch.grid_y;
@@ -297,6 +311,7 @@ std::string run(const UllLaunch& launch) {
     forget_order();
     forget_shadow();
     const std::string error = run_grid();
+    places.resize(1);
     return error.empty() ? unpublished() : error;
   }
   return std::string("unknown kernel ") + launch.kernel;
@@ -304,9 +319,9 @@ std::string run(const UllLaunch& launch) {
 
 }  // namespace
 
-Registration::Registration(const char* name, size_t params_bytes, int most_threads, bool meets,
+Registration::Registration(const char* name, size_t params_bytes, int most_threads, bool meets, int cluster,
                            void (*body)(const void* params)) {
-  entries().push_back({{name, static_cast<int32_t>(params_bytes), most_threads}, body, meets});
+  entries().push_back({{name, static_cast<int32_t>(params_bytes), most_threads}, body, meets, cluster});
 }
 
 }  // namespace ull::emulator

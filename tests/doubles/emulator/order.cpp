@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <unordered_map>
 
+#include "cluster.h"
+
 namespace ull::emulator {
 
 __attribute__((visibility("hidden"))) bool reports = false;
@@ -114,6 +116,38 @@ void threads_meet(const std::vector<int>& threads, const Handover& arrived) {
   for (const int thread : threads) advance(thread);
 }
 
+void blocks_meet(const std::vector<Thread*>& threads) {
+  if (!reports) return;
+  Block* const mine = block;
+  View all;
+  for (int rank = 0; rank < grid.cluster; ++rank) {
+    block = &block_of_rank(rank);
+    std::vector<int> own;
+    for (const Thread* thread : threads) {
+      if (thread->warp->block == block) own.push_back(thread->index);
+    }
+    if (own.empty()) continue;
+    threads_meet(own, {});
+    const int first = own[0];
+    auto joint = std::make_shared<Row>(seen(first), seen(first) + width());
+    --(*joint)[static_cast<size_t>(first)];  // what it does from now on is another epoch
+    add(all, block->number, std::move(joint));
+    const std::shared_ptr<const View>& foreign = order().thread[static_cast<size_t>(first)].foreign;
+    if (foreign != nullptr) add(all, *foreign);
+  }
+  for (int rank = 0; rank < grid.cluster; ++rank) {
+    block = &block_of_rank(rank);
+    auto others = std::make_shared<View>(all);
+    others->erase(block->number);
+    for (const Thread* thread : threads) {
+      if (thread->warp->block != block) continue;
+      raise(seen(thread->index), all[block->number]->data(), width());
+      order().thread[static_cast<size_t>(thread->index)].foreign = others;
+    }
+  }
+  block = mine;
+}
+
 void hand_over(Handover& to) {
   if (!reports) return;
   const int me = self->index;
@@ -127,8 +161,17 @@ void hand_over(Handover& to) {
   advance(me);
 }
 
+void hand_loads_over(Handover& to) {
+  if (!reports) return;
+  add(to.loaded, everything_seen());
+  add(to.loaded, my_order().loaded);
+  advance(self->index);
+}
+
 void take_over(const Handover& from) {
-  if (!reports || from.seen.empty()) return;
+  if (!reports) return;
+  add(my_order().loaded, from.loaded);
+  if (from.seen.empty()) return;
   raise(seen(self->index), from.seen.data(), width());
   if (!from.proxied.empty()) raise(proxied(self->index), from.proxied.data(), width());
   acquire(from.foreign);
@@ -187,6 +230,10 @@ bool has_happened(int block_number, int thread, uint32_t clock) {
   if (block_number == block->number) return seen(self->index)[thread] >= clock;
   const std::shared_ptr<const View>& foreign = my_order().foreign;
   return foreign != nullptr && holds(*foreign, block_number, thread, clock);
+}
+
+bool has_ended(int block_number, int thread, uint32_t clock) {
+  return has_happened(block_number, thread, clock) || holds(my_order().loaded, block_number, thread, clock);
 }
 
 bool is_proxied(int thread, uint32_t clock) {

@@ -19,6 +19,7 @@ struct Handover {
   Row seen;
   Row proxied;
   View foreign;  // what they had acquired of other blocks: what has happened before passes on
+  View loaded;   // by other blocks of the cluster: loads alone, see order.h
 };
 
 // A block's clocks.
@@ -27,6 +28,7 @@ struct Order {
     std::shared_ptr<const View> foreign;  // what it has acquired of other blocks; null: nothing
     std::shared_ptr<const View> fenced;   // all that came before its last fence_device(), of its own block too
     View acquired;                        // by atomics since then
+    View loaded;                          // of what other blocks of the cluster did, which loads have happened before
     bool waited;                          // has called wait_for_predecessor()
     bool sources_fenced;                  // and fence_bulk_sources() after that
   };
@@ -57,14 +59,18 @@ struct Word {
 
 // What is known of an mbarrier besides its own 64 bits.
 struct Mbarrier {
-  int initialiser;      // thread
-  bool fenced;          // it has called fence_barrier_init() since then: bulk copies see the barrier
-  uint32_t phase;       // counted from 1
-  uint32_t copied;      // the last phase that a bulk copy completes on; 0: none
-  uint32_t waited_for;  // the last one that a thread has seen completed
-  Site site;            // of the last bulk copy
-  Handover arrived;     // in this phase and before
-  Handover completed;   // before this phase
+  int initialiser;         // thread
+  bool fenced;             // it has called fence_barrier_init() since then: bulk copies see the barrier
+  uint32_t meetings;       // of the cluster until then: behind the next one its other blocks see the barrier
+  uint32_t phase;          // counted from 1
+  uint32_t copied;         // the last phase that a bulk copy completes on; 0: none
+  uint32_t waited_for;     // the last one that a thread has seen completed
+  Site site;               // of the last bulk copy
+  uint32_t reached;        // the last phase that another block of the cluster has arrived in; 0: none
+  uint32_t reached_after;  // meetings of the cluster until then
+  Site reached_site;
+  Handover arrived;    // in this phase and before
+  Handover completed;  // before this phase
 };
 
 }  // namespace ull::emulator

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <unordered_map>
 
+#include "cluster.h"
 #include "order.h"
 #include "warpgroup.h"
 
@@ -88,13 +89,10 @@ const char* action_of(const Access& access) {
 }
 
 std::string where(uintptr_t address) {
-  char text[60];
   const auto* pointer = reinterpret_cast<const unsigned char*>(address);
-  if (is_shared(pointer)) {
-    snprintf(text, sizeof(text), "shared + %td", pointer - block->shared);
-  } else {
-    snprintf(text, sizeof(text), "%p", static_cast<const void*>(pointer));
-  }
+  if (is_shared(pointer)) return place_in(*block, pointer);
+  char text[60];
+  snprintf(text, sizeof(text), "%p", static_cast<const void*>(pointer));
   return text;
 }
 
@@ -171,7 +169,7 @@ void require_copied(const void* address, uint64_t bytes, const Access& access) {
 
 // Of a store to shared memory: products may read it until they have been waited for.
 void require_read(const void* address, uint64_t bytes, const Access& access) {
-  const std::string product = product_that_reads(address, bytes);
+  const std::string product = product_that_reads(*block, address, bytes);
   if (product.empty()) return;
   fail("a race at %s: %s, and %s", where(reinterpret_cast<uintptr_t>(address)).c_str(),
        told(access, action_of(access)).c_str(), product.c_str());
@@ -209,29 +207,6 @@ void watch(const void* address, uint64_t bytes, Access access) {
 
 void watch_plain(const void* address, uint64_t bytes, bool stores, const void* instruction) {
   if (self != nullptr) watch(address, bytes, access_now(stores, false, instruction));
-}
-
-void watch_source(const void* from, uint32_t bytes, Site site) {
-  const bool written = lies_in(from, grid.written);
-  if (!my_order().waited && !lies_in(from, grid.constants)) {
-    fail_at(site, "a bulk copy from %p before wait_for_predecessor(), which is no constant", from);
-  }
-  if (written && !my_order().sources_fenced) {
-    fail_at(site, "a bulk copy of what the predecessor has written, without fence_bulk_sources() after the wait");
-  }
-  const auto first = reinterpret_cast<uintptr_t>(from);
-  for (uintptr_t at = first; at < first + bytes; at += 4) {
-    const Word* word = existing_word(at);
-    if (word == nullptr) {
-      at |= kPage - 4;
-      continue;
-    }
-    for (const Access& access : word->access) {
-      if (access.clock == 0 || !access.stores) continue;
-      fail_at(site, "a bulk copy of what this launch has written, which the emulator cannot follow: %s",
-              told(access, "the store").c_str());
-    }
-  }
 }
 
 }  // namespace
@@ -287,24 +262,52 @@ void watch_product(const std::vector<Store>& stores, Site site) {
   }
 }
 
-void watch_copy(const void* to, const void* from, uint32_t bytes, Site site) {
+void watch_source(const void* from, uint32_t bytes, Site site) {
   if (!reports) return;
-  watch_source(from, bytes, site);
+  const bool written = lies_in(from, grid.written);
+  if (!my_order().waited && !lies_in(from, grid.constants)) {
+    fail_at(site, "a bulk copy from %p before wait_for_predecessor(), which is no constant", from);
+  }
+  if (written && !my_order().sources_fenced) {
+    fail_at(site, "a bulk copy of what the predecessor has written, without fence_bulk_sources() after the wait");
+  }
+  const auto first = reinterpret_cast<uintptr_t>(from);
+  for (uintptr_t at = first; at < first + bytes; at += 4) {
+    const Word* word = existing_word(at);
+    if (word == nullptr) {
+      at |= kPage - 4;
+      continue;
+    }
+    for (const Access& access : word->access) {
+      if (access.clock == 0 || !access.stores) continue;
+      fail_at(site, "a bulk copy of what this launch has written, which the emulator cannot follow: %s",
+              told(access, "the store").c_str());
+    }
+  }
+}
+
+void watch_target(Block& owner, const void* to, uint32_t bytes, Site site) {
+  if (!reports) return;
   const auto first = reinterpret_cast<uintptr_t>(to);
   for (uintptr_t at = first; at < first + bytes; at += 4) {
-    Word* word = existing_word(at);
-    for (const Access& access : word->access) {
+    Word& word = owner.shadow[(at - reinterpret_cast<uintptr_t>(owner.shared)) / 4];
+    for (const Access& access : word.access) {
       if (access.clock == 0) continue;
-      if (!is_before_now(access)) {
-        fail_at(site, "a race at %s: a bulk copy there has begun, and %s has not happened before it", where(at).c_str(),
-                told(access, action_of(access)).c_str());
+      if (!has_ended(access.block, access.thread, access.clock)) {
+        fail_at(site, "a race at %s: a bulk copy there has begun, and %s has not happened before it",
+                place_in(owner, reinterpret_cast<const void*>(at)).c_str(), told(access, action_of(access)).c_str());
       }
-      if (access.stores && !is_proxied(access.thread, access.clock)) {
-        fail_at(site, "a bulk copy to %s without fence_bulk_copies() after %s", where(at).c_str(),
-                told(access, action_of(access)).c_str());
+      if (!access.stores) continue;
+      if (&owner != block) {
+        fail_at(site, "a bulk copy to %s, where that block has stored, which the emulator cannot follow: %s",
+                place_in(owner, reinterpret_cast<const void*>(at)).c_str(), told(access, action_of(access)).c_str());
+      }
+      if (!is_proxied(access.thread, access.clock)) {
+        fail_at(site, "a bulk copy to %s without fence_bulk_copies() after %s",
+                place_in(owner, reinterpret_cast<const void*>(at)).c_str(), told(access, action_of(access)).c_str());
       }
     }
-    *word = {};
+    word = {};
   }
 }
 

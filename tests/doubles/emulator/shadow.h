@@ -6,7 +6,8 @@
 // - an access to global or host memory by a thread that has not called wait_for_predecessor(), but to `constants`,
 //   which no kernel of the round writes behind begin(), nor the host while its graph may run;
 // - a bulk copy from what the predecessor has written without fence_bulk_sources() between the wait and the copy, to
-//   where a thread still loads, or has stored without fence_bulk_copies() after it;
+//   where a thread still loads, or has stored without fence_bulk_copies() after it, or a thread of another block has
+//   stored;
 // - a store to where a bulk copy of the block reads that is still under way: in the order in which the threads ran;
 // - a store to memory that the host reads, of which store_release_system() does not tell the host.
 //
@@ -34,7 +35,8 @@ void find_stores(const void* from, uint32_t bytes, std::vector<Store>& found);
 // Of a product that reads where those have stored.
 void watch_product(const std::vector<Store>& stores, Site site);
 
-void watch_copy(const void* to, const void* from, uint32_t bytes, Site site);
+void watch_source(const void* from, uint32_t bytes, Site site);  // of a bulk copy
+void watch_target(Block& owner, const void* to, uint32_t bytes, Site site);
 // What the host might miss, or nothing.
 std::string unpublished();
 

@@ -20,7 +20,7 @@ inline constexpr int kMostThreads = 1024;
 inline constexpr int kWarpLanes = 32;
 inline constexpr int kMostWarps = kMostThreads / kWarpLanes;
 
-enum class Wait : uint8_t { kNone, kCollective, kBarrier, kCopies, kPredecessor, kDevice };
+enum class Wait : uint8_t { kNone, kCollective, kBarrier, kCluster, kCopies, kPredecessor, kDevice };
 
 struct Warp;
 struct Block;
@@ -38,7 +38,7 @@ struct Thread {
   uint32_t parity;          // kCopies: the phase awaited; kBarrier: the barrier's id; kDevice: how many arrivals
 };
 
-enum class Collective : uint8_t { kWarpBarrier, kShuffle, kShuffleXor, kBallot, kMma, kWarpgroupWait };
+enum class Collective : uint8_t { kWarpBarrier, kShuffle, kShuffleXor, kBallot, kMma, kWarpgroupWait, kClusterBarrier };
 
 // What one lane brings to a collective and takes from it.
 struct Operand {
@@ -71,6 +71,7 @@ ULL_PURE int block_y();
 ULL_PURE int grid_x();
 ULL_PURE int grid_y();
 ULL_PURE int threads();
+ULL_PURE int cluster_rank();
 ULL_PURE unsigned char* shared_memory();
 #undef ULL_PURE
 
@@ -87,6 +88,7 @@ Operand& my_operand();
 const Operand* meet_warp(Collective collective, Site site);
 void meet_barrier(int id, int count, Site site);
 void arrive_barrier(int id, int count, Site site);
+void meet_cluster(Site site);
 void predecessor_complete(Site site);
 void arrive_device(uint32_t* count, uint32_t by);
 void await_device(const uint32_t* count, uint32_t at_least, Site site);
@@ -97,8 +99,11 @@ void init_mbarrier(uint64_t* barrier, int arrivals, Site site);
 void fence_mbarriers();  // that this thread has initialised
 void invalidate_mbarrier(uint64_t* barrier, Site site);
 void arrive_mbarrier(uint64_t* barrier, uint32_t bytes, Site site);
+void arrive_mbarrier_in(int rank, uint64_t* barrier, Site site);  // of the block of that rank in the cluster
 void wait_mbarrier(const uint64_t* barrier, uint32_t parity, Site site);
 void begin_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier, Site site);
+// To each block of the cluster whose bit is in `ranks`.
+void begin_multicast(void* shared, const void* global, uint32_t bytes, uint64_t* barrier, uint32_t ranks, Site site);
 void prefetch(const void* global, uint32_t bytes, Site site);  // reads it: what cannot be read must not be fetched
 
 // Products of warpgroups (warpgroup.cpp).

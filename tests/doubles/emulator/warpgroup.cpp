@@ -333,10 +333,11 @@ bool is_handed(const Accumulator& accumulator, const Operand (&operands)[kWarpLa
   return true;
 }
 
-// Whether that wait has happened before what this thread does now, in any lane: its products were the whole warp's.
-bool is_over(const Finish& finish, int warp) {
+// Whether that wait of a warp has happened before what this thread does now, in any lane: its products were the whole
+// warp's.
+bool is_over(const Finish& finish, const Block& owner, int warp) {
   for (int lane = 0; lane < kWarpLanes; ++lane) {
-    if (has_happened(block->number, warp * kWarpLanes + lane, finish.clock[lane])) return true;
+    if (has_ended(owner.number, warp * kWarpLanes + lane, finish.clock[lane])) return true;
   }
   return false;
 }
@@ -348,14 +349,15 @@ std::string reader_in_flight(const WarpState& warp, const unsigned char* from, u
   return {};
 }
 
-std::string reader_not_over(const WarpState& state, int warp, const unsigned char* from, uint64_t bytes) {
+std::string reader_not_over(const WarpState& state, const Block& owner, int warp, const unsigned char* from,
+                            uint64_t bytes) {
   if (state.readers.empty()) return {};
-  const auto first = static_cast<size_t>(from - block->shared) / kRowBytes;
-  const auto last = (static_cast<size_t>(from - block->shared) + bytes - 1) / kRowBytes;
+  const auto first = static_cast<size_t>(from - owner.shared) / kRowBytes;
+  const auto last = (static_cast<size_t>(from - owner.shared) + bytes - 1) / kRowBytes;
   for (size_t row = first; row <= last && row < state.readers.size(); ++row) {
     if (state.readers[row] == 0) continue;
     const Finish& finish = state.finishes[state.readers[row] - 1];
-    if (is_over(finish, warp)) continue;
+    if (is_over(finish, owner, warp)) continue;
     return "a product that warp " + std::to_string(warp) + " has waited for at " + told(finish.site) +
            " has read it: neither happens before the other";
   }
@@ -448,14 +450,14 @@ void end_products() {
           name_of(missed.operation), missed.first);
 }
 
-std::string product_that_reads(const void* shared, uint64_t bytes) {
-  if (block->warpgroups == nullptr) return {};
+std::string product_that_reads(const Block& owner, const void* shared, uint64_t bytes) {
+  if (owner.warpgroups == nullptr) return {};
   const auto* from = static_cast<const unsigned char*>(shared);
   int warp = 0;
-  for (const Warpgroup& group : block->warpgroups->warpgroup) {
+  for (const Warpgroup& group : owner.warpgroups->warpgroup) {
     for (const WarpState& state : group.warp) {
       std::string found = reader_in_flight(state, from, bytes);
-      if (found.empty() && reports) found = reader_not_over(state, warp, from, bytes);
+      if (found.empty() && reports) found = reader_not_over(state, owner, warp, from, bytes);
       if (!found.empty()) return found;
       ++warp;
     }

@@ -27,9 +27,9 @@ void finish_products(const Operand (&operands)[kWarpLanes], Site site);
 // By a thread that ends.
 void end_products();
 
-// The product that reads these bytes of the block's shared memory, and may still do so when the thread that runs writes
-// them; or nothing.
-std::string product_that_reads(const void* shared, uint64_t bytes);
+// The product that reads these bytes of that block's shared memory, and may still do so when the thread that runs, of
+// this block or another one of its cluster, writes them; or nothing.
+std::string product_that_reads(const Block& owner, const void* shared, uint64_t bytes);
 // The product in flight that reads or writes these registers (bytes of the stack) of the thread that runs, where it may
 // not access them; or nothing. Keeps in mind what is accessed behind a fence.
 std::string product_of_registers(const void* address, uint64_t bytes, bool stores);

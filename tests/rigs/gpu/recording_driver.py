@@ -29,8 +29,14 @@ class Launched:
     overlaps: bool
 
 
+PROBE = "ull_chunk_probe"
+
+
 class RecordingDriver(Driver):
-    """`graphs` holds the launches of each executable graph, `launches` those outside of any capture."""
+    """`graphs` holds the launches of each executable graph, `launches` those outside of any capture.
+
+    What the kernel PROBE leaves is `differences`, without a flaw and with one.
+    """
 
     def __init__(self, info: DeviceInfo = H200, free_bytes: int = 140 << 30) -> None:
         self.info = info
@@ -50,6 +56,7 @@ class RecordingDriver(Driver):
         self.resident = 1  # blocks of any kernel on a multiprocessor
         self._names: dict[int, str] = {}
         self._allowed_to: dict[int, int] = {}  # shared memory, by function
+        self.differences = (0, 100)
 
     # ---- what tests look at
 
@@ -109,6 +116,9 @@ class RecordingDriver(Driver):
 
     def copy_to_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
         self.device_bytes(target, nbytes)[:] = self.device_bytes(source, nbytes)
+
+    def copy_to_host(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        ctypes.memmove(target, self.device_bytes(source, nbytes).ctypes.data, nbytes)
 
     def fill(self, target: int, byte: int, nbytes: int, stream: int) -> None:
         self.device_bytes(target, nbytes)[:] = byte
@@ -174,6 +184,8 @@ class RecordingDriver(Driver):
             f"{kernel}: shared memory is not allowed"
         )
         copy = type(params).from_buffer_copy(params)
+        if kernel == PROBE:
+            self.device_bytes(copy.differences, 4).view(np.uint32)[0] += self.differences[copy.flaw]
         launched = Launched(kernel, function, grid, threads, shared_bytes, copy, overlaps)
         (self.launches if self._capture is None else self._capture).append(launched)
 

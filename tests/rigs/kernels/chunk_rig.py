@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 
 import emulation
 import linear_layers
+from attention_rig import Cache
 from emulation import aligned, pointer
 from layer_rig import numbers_of, random_tensors
 from linear_rig import ALL_MODELS, EPSILON, Layer, copied
 from ull.bundle import Model, Precision, device_macros, device_tensors
-from ull.gpu.chunk import Chunks, part_rounds
+from ull.gpu.chunk import Chunks
 from ull.gpu.fused import FusedForward
 from ull.gpu.geometry import chunk
 from ull.gpu.launch import Launch
@@ -28,7 +29,6 @@ from ull.gpu.memory import (
     CHUNK_NORMED,
     CHUNK_QKV,
     CHUNK_RESIDUAL,
-    CHUNK_ROUNDS,
     TAP_RING,
     Sizes,
     plan_memory,
@@ -42,6 +42,7 @@ from ull.gpu.params import (
     ROUND_SLOTS,
     TREE_TOKENS,
     Chunk,
+    ChunkAttentionParams,
     ChunkLinearParams,
     HostControl,
     RoundRequest,
@@ -181,9 +182,54 @@ def weights_rows(weights: NDArray[np.uint8], layer: Layer) -> int:
     return 2 * linear_layers.round_up(layer.rows // 2, 8)
 
 
+ATTENTION_SOURCES = ("attention.cu", "commit.cu", "chunk_attention.cu")  # of an attention_rig.Shape
+
+
+def attended_by_rounds(cache: Cache, rows: NDArray[np.float32], base: int) -> NDArray[np.float16]:
+    """[T, A]: attention of a chain behind `base` positions, in rounds of 64 that leave keys and values in the pages."""
+    parts = [rows[first : first + TREE_TOKENS] for first in range(0, len(rows), TREE_TOKENS)]
+    rounds = [cache.round(part, base + i * TREE_TOKENS, tile=TREE_TOKENS) for i, part in enumerate(parts)]
+    return np.concatenate(rounds)
+
+
+def attended_in_a_chunk(cache: Cache, rows: NDArray[np.float32], base: int, seed: int = 0) -> NDArray[np.float16]:
+    """[512, A]: the same of a chunk, whose keys and values are in the pages; what was not written is NaN."""
+    shape, state = cache.shape, chunk_of(len(rows), base)
+    qkv = aligned((CHUNK_TOKENS, shape.width), np.float32)
+    qkv[: len(rows)] = rows
+    output = activation_buffer(shape.heads * shape.head_dim)
+    params = ChunkAttentionParams(
+        chunk=pointer(state),
+        qkv=pointer(qkv),
+        q_norm=pointer(cache.norms[0]) if shape.qk_norm else None,
+        rope=pointer(cache.rope),
+        pages=pointer(cache.table),
+        page_pool=pointer(cache.pool),
+        kv_scale=pointer(cache.scale) if shape.kv_bits == 8 else None,
+        output=pointer(output),
+        page_bytes=cache.pool[0].nbytes,
+        layer_offset=cache.layer * cache.pool[0, 0].nbytes,
+        window=cache.window,
+    )
+    grid, threads, shared_bytes = chunk.attention(shape.heads, shape.kv_heads, shape.head_dim)
+    pages = cache.pool.tobytes()
+    cache.kernels.run(
+        "ull_chunk_attention",
+        grid=grid,
+        threads=threads,
+        shared_bytes=shared_bytes,
+        params=params,
+        seed=seed,
+        predecessor_writes=[qkv, cache.pool],
+        constants=[state, cache.table, cache.rope, *cache.norms, cache.scale],
+    )
+    assert cache.pool.tobytes() == pages
+    return unpack_activations(output, shape.heads * shape.head_dim)
+
+
 SOURCES = [
     *("begin", "accept", "commit", "embed", "attention", "norm", "qkv", "output", "gate_up", "down"),
-    *("chunk_embed", "chunk_norm", "chunk_store", "chunk_linear"),
+    *("chunk_embed", "chunk_norm", "chunk_store", "chunk_linear", "chunk_attention"),
 ]
 
 
@@ -228,7 +274,6 @@ class Prompt:
         }
         self.memory["KV pages"][...] = self._pages.view(np.uint8)
         self.memory["rope"].view(np.float32)[...] = rope_table(self.model, self.model.context).reshape(-1)
-        self.memory[CHUNK_ROUNDS][...] = np.frombuffer(part_rounds(), np.uint8)
         State.from_buffer(self.memory["state"]).sequence = 1
         self.host["pages"].view(np.int32)[: self.sizes.table_pages] = self._table
         if TAP_RING in self.memory:
@@ -267,7 +312,7 @@ class Prompt:
         # What begin writes, and earlier rounds wrote, may be read early behind embed.
         written = [self.memory[name] for name in WRITTEN if name in self.memory]
         opening, others = list(launches[:2]), list(launches[2:])
-        earlier = [self.memory[name] for name in (CHUNK, CHUNK_ROUNDS, "round", "page table", "rope", "KV pages")]
+        earlier = [self.memory[name] for name in (CHUNK, "round", "page table", "rope", "KV pages")]
         requested = [self.host[name] for name in ("requests", "control", "pages", "chunks")]
         results = [self.host["results"]]
         constants = [*self.tensors.values()]

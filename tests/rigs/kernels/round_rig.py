@@ -98,7 +98,7 @@ class Device:
             *map(pointer, (self.host_pages, self.pages, self.counters, self.host_text, self.text, self.text_counts)),
             *map(pointer, (self.host_mask, self.mask)),
             *(None, None),  # it drafts for nobody
-            *(None, None, None),  # and reads no chunks
+            *(None, None),  # and reads no chunks
             *(self.counters.size, PAGES, CONTEXT),
         )
 

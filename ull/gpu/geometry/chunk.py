@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from ull.bundle import round_up
 from ull.gpu.geometry import linear
-from ull.gpu.params import CHUNK_TILE, CHUNK_TOKENS
+from ull.gpu.params import CHUNK_TILE, CHUNK_TOKENS, PAGE_TOKENS
 
 Geometry = tuple[tuple[int, int], int, int]  # grid, threads, bytes of shared memory
 
 THREADS = 256
 LINEAR_THREADS = 384  # two warpgroups that multiply, and one that brings what they do
 BLOCK_ROWS = 128
+CLUSTER = 2  # blocks of rows that share their activations: `kChunkCluster` of chunk_linear.cuh
+ATTENTION_ROWS = 128  # of a kv head: tokens times the query heads that share it
 
 
 def embed(hidden: int) -> Geometry:
@@ -34,7 +36,16 @@ def store(kv_heads: int, head_dim: int) -> Geometry:
 
 def product(rows: int) -> Geometry:
     """`ull_chunk_qkv`, `ull_chunk_o`, `ull_chunk_gate_up` and `ull_chunk_down`, by the rows of their matrix."""
-    return (CHUNK_TOKENS // CHUNK_TILE, -(-rows // BLOCK_ROWS)), LINEAR_THREADS, linear.WIDE_BYTES
+    blocks = round_up(rows, CLUSTER * BLOCK_ROWS) // BLOCK_ROWS
+    return (CHUNK_TOKENS // CHUNK_TILE, blocks), LINEAR_THREADS, linear.WIDE_BYTES
+
+
+def attention(heads: int, kv_heads: int, head_dim: int) -> Geometry:
+    """`ull_chunk_attention`: `kChunkAttentionBytes` of chunk_attention_plan.cuh."""
+    rows = CHUNK_TOKENS * (heads // kv_heads)
+    slots = 4 * (2 * PAGE_TOKENS * head_dim)  # keys or values of a tile, f16
+    kept = 2 * (4 * ATTENTION_ROWS * head_dim)  # rows of a span and of those before it, f32
+    return (rows // ATTENTION_ROWS, kv_heads), LINEAR_THREADS, slots + kept + 8 * 8  # and two barriers of each slot
 
 
 def probe(multiprocessors: int) -> Geometry:

@@ -66,20 +66,11 @@ ULL_DEVICE float* partial_statistics(const AttentionParams& params, size_t row) 
   return params.partial + partial_row(params, kKvHeads, 0, 0) * kHeadDim + 2 * row;
 }
 
-// Outputs of a row: f16 activations, from dimension `dim` on, which is a multiple of kCount, 2 or 4.
-template <int kTile, int kCount>
-ULL_DEVICE void store_output(const AttentionParams& params, int kv_head, int row, int dim, float factor,
-                             const float (&value)[kCount]) {
-  const int node = row / kGroup, column = (kv_head * kGroup + row % kGroup) * kHeadDim + dim;
-  auto* output = static_cast<uint16_t*>(params.output);
-#pragma unroll
-  for (int i = 0; i < kCount; i += 2) {
-    int at = activation_index(node, column + i);
-    if constexpr (kTile == kTreeTokens) {
-      if (params.chunked != 0) at = chunk_index<kAttentionWidth>(params.first_token + node, column + i);
-    }
-    *reinterpret_cast<uint32_t*>(output + at) = arch::f32x2_to_f16x2(value[i] * factor, value[i + 1] * factor);
-  }
+// Output of a row from dimension `dim` on: f16 activations, in pairs. Dimensions of one step of 32 lie side by side.
+ULL_DEVICE uint32_t* output_pair(const AttentionParams& params, int kv_head, int row, int dim) {
+  const int node = row / kGroup;
+  const int head = kv_head * kGroup + row % kGroup;
+  return static_cast<uint32_t*>(params.output) + activation_index(node, head * kHeadDim + dim) / 2;
 }
 
 // ---- after each split -----------------------------------------------------------------------------------------------
@@ -109,7 +100,10 @@ ULL_DEVICE void take_row(const AttentionParams& params, const AttentionPlan& pla
   RowStatistics statistics = split_statistics<kTile>(step_row);
   if (plan.splits() == 1) {
     const float factor = output_factor(params, share.kv_head, statistics.sum);
-    store_output<kTile>(params, share.kv_head, share.row + row, lane_dim(), factor, own.value);
+    uint32_t* to = output_pair(params, share.kv_head, share.row + row, lane_dim());
+    for (int i = 0; i < kValueTiles; ++i) {
+      to[i] = arch::f32x2_to_f16x2(own.value[2 * i] * factor, own.value[2 * i + 1] * factor);
+    }
     return;
   }
   const bool keeps_statistics = arch::warp() == 0 && arch::lane() % 4 == 0;
@@ -212,7 +206,7 @@ ULL_DEVICE MergedQuad merge_splits(const AttentionParams& params, const Attentio
   return total;
 }
 
-template <int kTile, bool kInLoop>
+template <bool kInLoop>
 ULL_DEVICE void merge_part(const AttentionParams& params, const AttentionPlan& plan, const AttentionShare& share) {
   constexpr int kQuads = kHeadDim / 4;
 #pragma unroll 1
@@ -221,7 +215,10 @@ ULL_DEVICE void merge_part(const AttentionParams& params, const AttentionPlan& p
     const int dim = i % kQuads * 4;
     const MergedQuad total = merge_splits<kInLoop>(params, plan, share.kv_head, row, dim);
     const float factor = output_factor(params, share.kv_head, total.statistics.sum);
-    store_output<kTile>(params, share.kv_head, row, dim, factor, total.value);
+    uint32_t* to = output_pair(params, share.kv_head, row, dim);
+    for (int d = 0; d < 2; ++d) {
+      to[d] = arch::f32x2_to_f16x2(total.value[2 * d] * factor, total.value[2 * d + 1] * factor);
+    }
   }
 }
 

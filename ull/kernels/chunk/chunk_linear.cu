@@ -45,10 +45,16 @@ struct ActivateChunk {
 
 }  // namespace
 
-ULL_KERNEL(ull_chunk_qkv, ChunkLinearParams, kChunkThreads, 1) { chunk_linear<Qkv, StoreChunkRows<kQkvWidth>>(params); }
-ULL_KERNEL(ull_chunk_o, ChunkLinearParams, kChunkThreads, 1) { chunk_linear<Output, AddChunkRows<1>>(params); }
-ULL_KERNEL(ull_chunk_gate_up, ChunkLinearParams, kChunkThreads, 1) { chunk_linear<GateUp, ActivateChunk>(params); }
-ULL_KERNEL(ull_chunk_down, ChunkLinearParams, kChunkThreads, 1) {
+ULL_CLUSTER_KERNEL(ull_chunk_qkv, ChunkLinearParams, kChunkThreads, kChunkCluster) {
+  chunk_linear<Qkv, StoreChunkRows<kQkvWidth>>(params);
+}
+ULL_CLUSTER_KERNEL(ull_chunk_o, ChunkLinearParams, kChunkThreads, kChunkCluster) {
+  chunk_linear<Output, AddChunkRows<1>>(params);
+}
+ULL_CLUSTER_KERNEL(ull_chunk_gate_up, ChunkLinearParams, kChunkThreads, kChunkCluster) {
+  chunk_linear<GateUp, ActivateChunk>(params);
+}
+ULL_CLUSTER_KERNEL(ull_chunk_down, ChunkLinearParams, kChunkThreads, kChunkCluster) {
   chunk_linear<Down, AddChunkRows<static_cast<int>(1.0F / kMlpScale)>>(params);
 }
 

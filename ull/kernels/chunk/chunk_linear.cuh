@@ -2,6 +2,11 @@
 // weights and activations through a ring of stages. Grid: x = tiles of tokens, y = blocks of rows, so that
 // blocks that run together read the same weights.
 //
+// Two blocks of rows for the same tokens are a cluster: each brings half of every stage's activations, to both. A
+// block's stage of 128 columns is then 16 KiB of FP8 weights and 16 KiB of activations from L2, whose bandwidth bounds
+// these kernels, instead of 32 KiB of activations. The last cluster may have a block without rows, which does what the
+// other needs of it and stores nothing.
+//
 // Every output is what the kernels for a round make of it, bit for bit: the sum of its slices in ascending order, each
 // a chain of products of 16 columns over the slice's steps (linear.cuh). The products are the warpgroup's instead of a
 // warp's; docs/numerics.md says why both add alike.
@@ -18,6 +23,7 @@ inline constexpr int kBringRegisters = 24;                     // and gives them
 inline constexpr int kMultiplyRegisters = 240;
 inline constexpr int kChunkTiles = 4 * kWarpgroups;  // row tiles of a block, one for each warp
 inline constexpr int kChunkGroups = kChunkTile / kGroupTokens;
+inline constexpr int kChunkCluster = 2;  // blocks of rows
 
 template <typename Shape_>
 struct ChunkPlan {
@@ -41,21 +47,25 @@ struct ChunkPlan {
   static constexpr int kStages = Shape::kSteps / kStageSteps;
   static constexpr int kTileStageBytes = kStageSteps * Shape::kStepBytes;  // weights of a row tile
   static constexpr int kTokenStageBytes = kStageSteps * kChunkStepBytes;
+  static constexpr int kShareBytes = kTokenStageBytes / kChunkCluster;  // of them, that a block of the cluster brings
   static constexpr int kStageBytes = kTokenStageBytes + kChunkTiles * kTileStageBytes;
   static constexpr int kDepth = smaller(8, kWideBytes / (kStageBytes + 2 * kBarrierBytes));
   static_assert(Shape::kSteps % kStageSteps == 0 && kDepth >= 2);
+  static_assert(kTokenStageBytes % (16 * kChunkCluster) == 0);
 
   static constexpr int kWeightsAt = kDepth * kTokenStageBytes;  // offsets in shared memory; activations come first
   static constexpr int kBarriersAt = kDepth * kStageBytes;
 };
 
-// The ring: [stage][activations], then [stage][row tile][weights], and two barriers for each stage.
+// The ring: [stage][activations], then [stage][row tile][weights], and two barriers for each stage. A slot is filled
+// anew when it is empty in all blocks of the cluster, since each brings a part of its activations to all: `empty`
+// counts the warps of all blocks, `full` what comes to the own one.
 template <typename Plan>
 class ChunkRing {
  public:
   using Shape = typename Plan::Shape;
 
-  // By all threads; the barriers are ready when it returns.
+  // By all threads of the cluster; the barriers are ready when it returns.
   ULL_DEVICE explicit ChunkRing(unsigned char* shared)
       : shared_(shared),
         full_(reinterpret_cast<arch::Barrier*>(shared + Plan::kBarriersAt)),
@@ -64,11 +74,11 @@ class ChunkRing {
 #pragma unroll
       for (int i = 0; i < Plan::kDepth; ++i) {
         arch::barrier_init(full_ + i, 1);
-        arch::barrier_init(empty_ + i, 4 * kWarpgroups);
+        arch::barrier_init(empty_ + i, kChunkCluster * 4 * kWarpgroups);
       }
       arch::fence_barrier_init();
     }
-    arch::block_barrier();
+    arch::cluster_barrier();
   }
 
   // ---- by one thread: brings stages --------------------------------------------------------------------------------
@@ -76,7 +86,7 @@ class ChunkRing {
   // Announces a stage and brings its weights, of the block's row tiles.
   ULL_DEVICE void bring_weights(const ChunkLinearParams& params, int stage) const {
     const int slot = stage % Plan::kDepth, first = arch::block_y() * kChunkTiles;
-    const int tiles = smaller(kChunkTiles, Shape::kRowTiles - first);
+    const int tiles = larger(smaller(kChunkTiles, Shape::kRowTiles - first), 0);
     arch::barrier_wait(empty_ + slot, (stage / Plan::kDepth + 1) % 2);  // at once the first time round
     arch::barrier_arrive_expect(full_ + slot,
                                 static_cast<uint32_t>(Plan::kTokenStageBytes + tiles * Plan::kTileStageBytes));
@@ -88,21 +98,28 @@ class ChunkRing {
                       Plan::kTileStageBytes, full_ + slot);
     }
   }
+  // Brings the block's share of an announced stage's activations, to all blocks of the cluster.
   ULL_DEVICE void bring_activations(const ChunkLinearParams& params, int stage) const {
-    const int slot = stage % Plan::kDepth;
+    const int slot = stage % Plan::kDepth, share = arch::cluster_rank() * Plan::kShareBytes;
     const auto* activations = static_cast<const unsigned char*>(params.activations) +
                               (int64_t{arch::block_x()} * Shape::kSteps + stage * Plan::kStageSteps) * kChunkStepBytes;
-    arch::bulk_copy(tokens_at(slot), activations, Plan::kTokenStageBytes, full_ + slot);
+    arch::bulk_copy_multicast(tokens_at(slot) + share, activations + share, Plan::kShareBytes, full_ + slot,
+                              (1U << kChunkCluster) - 1);
   }
 
   // ---- by the warps that multiply ----------------------------------------------------------------------------------
 
   ULL_DEVICE void wait(int stage) const { arch::barrier_wait(full_ + stage % Plan::kDepth, stage / Plan::kDepth % 2); }
-  // The warp and its warpgroup's products have read the stage; of the one before the first there is nothing to say. No
-  // branch stands around this: among products in flight one would have the assembler wait for each of them.
+  // The warp and its warpgroup's products have read the stage, which it tells each block of the cluster if the slot is
+  // filled anew: so every arrival is waited for, and a block may end when its own work is done. Of the stage before the
+  // first there is nothing to say. No branch stands here: among products in flight one would have the assembler wait
+  // for each of them.
   ULL_DEVICE void release(int stage) const {
+    constexpr uint32_t kRefilled = larger(Plan::kStages - Plan::kDepth, 0);
     arch::warp_barrier();
-    if ((arch::lane() == 0) & (stage >= 0)) arch::barrier_arrive(empty_ + stage % Plan::kDepth);
+    const int rank = arch::lane();
+    const bool tells = (rank < kChunkCluster) & (static_cast<uint32_t>(stage) < kRefilled);
+    arch::barrier_arrive_in(rank, empty_ + stage % Plan::kDepth, tells);
   }
   ULL_DEVICE unsigned char* tokens_at(int slot) const { return shared_ + slot * Plan::kTokenStageBytes; }
   ULL_DEVICE unsigned char* weights_at(int slot, int tile) const {
@@ -189,7 +206,7 @@ ULL_DEVICE void chunk_linear(const ChunkLinearParams& params) {
     for (int stage = 0; stage < smaller(Plan::kDepth, Plan::kStages); ++stage) ring.bring_weights(params, stage);
   }
   arch::wait_for_predecessor();
-  if (first_token >= count) return;
+  if (first_token >= count) return;  // with the whole cluster
   if (arch::warp() >= 4 * kWarpgroups) {
     arch::give_registers_up<kBringRegisters>();
     if (!brings) return;

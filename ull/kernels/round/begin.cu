@@ -252,7 +252,7 @@ ULL_DEVICE int32_t token_behind(const BeginParams& params, int entry, int count)
   return entry + 1 < count ? target->tokens[target->accepted[entry + 1]] : params.target_state->token;
 }
 
-// A chunk's tokens and extent, and those of the Rounds of its parts. `count` 0: it is skipped.
+// A chunk's tokens and extent. `count` 0: it is skipped.
 ULL_DEVICE void begin_chunk(const BeginParams& params, const RoundRequest& head, int slot, int count) {
   static_assert(kThreads == kChunkTokens);
   const int me = arch::thread();
@@ -267,12 +267,6 @@ ULL_DEVICE void begin_chunk(const BeginParams& params, const RoundRequest& head,
     const uint64_t pair = arch::load_acquire_system(pairs + me);
     chunk->tokens[2 * me] = static_cast<int32_t>(pair);
     chunk->tokens[2 * me + 1] = static_cast<int32_t>(pair >> 32);
-  }
-  if (me < kChunkParts) {
-    Round& part = params.chunk_rounds[me];
-    part.mode = RoundMode::kPrefill;
-    part.count = clamp(count - me * kTreeTokens, kTreeTokens);
-    part.base = head.position + me * kTreeTokens;
   }
 }
 
