@@ -1,9 +1,9 @@
 """The wire: one struct per message, as msgpack maps tagged by "type".
 
 A client's DEALER sends `[VERSION, payload]`, and so does the daemon, whose io thread speaks ZMTP as a ROUTER would.
-Unknown fields are ignored, so either side may grow; `done` names those of its request. The io thread packs `token` and
-`done` natively (native/io/); the structs here are the same layout, frozen by golden bytes in tests/wire/test_wire.py.
-What clients may read here, docs/wire.md says for people.
+Unknown fields are ignored, so either side may grow; `done` names those of its request. The io thread packs `token`,
+`prompt_logprobs` and `done` natively (native/io/); the structs here are the same layout, frozen by golden bytes in
+tests/wire/test_wire.py. What clients may read here, docs/wire.md says for people.
 
 Times are nanoseconds of CLOCK_MONOTONIC on the daemon's machine; 0 stands for "did not happen".
 """
@@ -108,6 +108,7 @@ class Generate(Prompted, tag="generate", kw_only=True, omit_defaults=True):
     stop_ids: Annotated[list[int], Meta(max_length=_MAX_STOPS, extra=ONE_FOR_LIST)] = []
     logit_bias: Annotated[dict[int, float], Meta(max_length=_MAX_BIASES)] = {}
     logprobs: int | None = None  # None: none; 0: the chosen token's; n: and n alternatives
+    prompt_logprobs: bool = False  # how likely each token of the prompt is behind those before it
     # Of these five at most one. The answer is one of these texts, ...
     choices: Annotated[list[_Label], Meta(max_length=_MAX_CHOICES)] | None = None
     json_schema: dict[str, Any] | bool | None = None  # ... JSON that this schema allows, ...
@@ -257,6 +258,14 @@ class Token(msgspec.Struct, tag="token", kw_only=True):
     text: str  # whole UTF-8 characters only; may be empty
     time_ns: int  # when ids[0] was accepted by the engine thread
     logprobs: list[TokenLogprob] | UnsetType = UNSET
+
+
+class PromptLogprobs(msgspec.Struct, tag="prompt_logprobs", kw_only=True):
+    """Natural log-probabilities of a prompt's tokens, each behind those before it; before the request's first token."""
+
+    id: int
+    index: int  # of the prompt's token that logprobs[0] is of: 1 in the first, since the first token has none
+    logprobs: list[float]
 
 
 class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -501,6 +510,7 @@ AdminRequest = Trace | SetLog | Upgrade
 Request = Generate | Tokenize | Detokenize | SessionRequest | Commit | Cancel | Health | Info | Stats | AdminRequest
 Reply = (
     Token
+    | PromptLogprobs
     | Done
     | TokenizeReply
     | DetokenizeReply

@@ -32,6 +32,7 @@ export interface Request {
   stop_ids?: number | number[] | null;
   logit_bias?: Record<number, number> | null;
   logprobs?: number | null;
+  prompt_logprobs?: boolean | null;
   choices?: string[] | null;
   json_schema?: object | boolean | null;
   regex?: string | null;
@@ -71,6 +72,8 @@ export interface Result {
   text: string;
   token_ids: number[];
   logprobs: Logprob[] | null;
+  /** Of each token of the prompt behind those before it, where they were asked for; the first has none. */
+  prompt_logprobs: (number | null)[] | null;
   finish_reason: "stop" | "tool_calls" | "length" | "cancelled" | "timeout" | "deadline" | "error";
   usage: {
     prompt_tokens: number;

@@ -79,6 +79,28 @@ def test_result_without_iteration(serve: Serve) -> None:
         assert client.generate("one two").result().text == "one two "
 
 
+def test_what_is_said_of_a_prompt_comes_in_parts(serve: Serve) -> None:
+    def answer(*indices: int) -> Callable[[FakeDaemon, bytes, wire.Request], None]:
+        def handle(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
+            if isinstance(request, wire.Generate):
+                parts = [wire.PromptLogprobs(id=request.id, index=index, logprobs=[-1.0, -2.0]) for index in indices]
+                daemon.send(identity, *parts, token(request.id, 0, "one"), done(request.id, 1))
+
+        return handle
+
+    with ull.Client(serve(answer(1, 1)).url) as client:  # the second is the first once more
+        stream = client.generate("text", prompt_logprobs=True)
+        assert [item.text for item in stream] == ["one"]
+        found = stream.result().prompt_logprobs
+        assert found == [None, -1.0, -2.0] and len(found) == stream.result().usage.prompt_tokens
+        assert client.generate("text").result().prompt_logprobs is None
+    with (
+        ull.Client(serve(answer(1, 4), name="gap.sock").url) as client,
+        pytest.raises(ull.ConnectionLost, match="3 to 3 of the prompt were lost on the way"),
+    ):
+        client.generate("text", prompt_logprobs=True).result()
+
+
 def test_what_is_sent(serve: Serve) -> None:
     daemon = serve()
     with ull.Client(daemon.url) as client:

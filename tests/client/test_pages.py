@@ -37,7 +37,8 @@ def test_the_programs_of_a_page(
         assert 0 < prompt - cached <= 8  # what was heard last, and what a template writes behind it
         assert decision in ("buy", "sell", "hold")
     if page.name == "exact-answers.md":
-        decision, order, refused = said.splitlines()[-3:]
+        decision, score, order, refused = said.splitlines()[-4:]
+        assert float(score.split()[0]) < 0
         assert decision.split()[0] in ("buy", "sell", "hold", "hold:")
         assert re.fullmatch(r"(buy|sell) \d+ \d+ tokens were not drawn", order)
         assert refused == "json_schema json_schema cannot be compiled: Invalid type: strin"

@@ -128,6 +128,10 @@ void exact(ull::Client& client, const std::string&) {
     for (const ull::Logprob& entry : tokens.logprobs)
       print("top", entry.top.size(), entry.top[0].second >= entry.logprob);
   }
+  const ull::TokenIds prompt = client.tokenize({.prompt = "import os\nimport sys\n"});
+  const ull::Result scored = client.complete({.token_ids = prompt, .max_tokens = 2, .prompt_logprobs = true});
+  print("prompt", scored.prompt_logprobs.size() + 1 == prompt.size(), scored.prompt_logprobs.at(0) < 0,
+        scored.token_ids.size());
 }
 
 void texts(ull::Client& client, const std::string&) {

@@ -101,6 +101,11 @@ async function exact(client) {
   for await (const tokens of client.generate({ prompt: "x", max_tokens: 2, logit_bias: { 77: -5 }, logprobs: 2 })) {
     for (const entry of tokens.logprobs) print("top", entry.top.length, entry.top[0][1] >= entry.logprob);
   }
+  const prompt = await client.tokenize({ prompt: "import os\nimport sys\n" });
+  const scored = await client.complete({ token_ids: prompt, max_tokens: 2, prompt_logprobs: true });
+  const [first, second] = scored.prompt_logprobs;
+  const whole = scored.prompt_logprobs.length === prompt.length && first === null;
+  print("prompt", whole, second < 0, scored.token_ids.length);
 }
 
 async function texts(client) {

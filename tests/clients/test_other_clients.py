@@ -98,7 +98,8 @@ def test_a_held_answer_comes_with_its_commit(driver: list[str], shared_daemon: A
 
 
 def test_exact_answers(driver: list[str], shared_daemon: Any, transport: str) -> None:
-    label, json, regex, *top = run(driver, "exact", shared_daemon.url, transport)
+    label, json, regex, *top, prompt = run(driver, "exact", shared_daemon.url, transport)
+    assert prompt == "prompt 1 1 2"
     assert re.fullmatch("choice [012] 3 1", label) and re.fullmatch(r'json \{"n": \d\}', json)
     assert regex == "regex stop" and top == ["top 2 1"] * 2
 

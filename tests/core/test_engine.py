@@ -209,6 +209,7 @@ def test_info_and_stats(tmp_path: Path) -> None:
             "drafter_kv_bytes": 0,
             "penalties": False,
             "score_nodes": 64,
+            "scores_prompts": True,
             "constraints": True,
             "drafters": ["none"],
             "default_drafter": "none",

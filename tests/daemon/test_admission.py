@@ -163,6 +163,7 @@ def test_parameters_of_a_plain_request(admission: Admission) -> None:
         "stop_ids": [9, 1, 2],
         "logit_bias": {},
         "logprobs": -1,
+        "prompt_logprobs": False,
         "timeout_ns": 0,
         "deadline_ns": 0,
         "priority": "interactive",
@@ -329,7 +330,9 @@ def test_messages_are_refused_where_the_template_does_not_compile(tmp_path: Path
 
 def test_what_the_executor_does_not_offer_is_refused_by_name(tmp_path: Path) -> None:
     admission = make(tmp_path)
-    admission.limits = msgspec.structs.replace(admission.limits, choices=False, grammars=False)
+    admission.limits = msgspec.structs.replace(admission.limits, choices=False, grammars=False, prompt_logprobs=False)
+    error = refusal(admission, prompt_logprobs=True)
+    assert (error.code, error.field) == ("bad_request", "prompt_logprobs") and "limits.prompt_logprobs" in error.message
     error = refusal(admission, choices=["a"])
     assert (error.code, error.field) == ("bad_request", "choices") and "limits.choices" in error.message
     for field, value in (("json_schema", False), ("regex", "a"), ("lark", "start: A"), ("json_object", True)):

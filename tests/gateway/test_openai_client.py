@@ -158,6 +158,52 @@ def test_log_probabilities_of_a_plain_completion(client: openai.OpenAI, native: 
     assert all(text in top for text, top in zip(told.tokens or [], told.top_logprobs or [], strict=True))
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1, 4])
+def test_an_echoed_prompt_has_its_own(client: openai.OpenAI, native: ull.Client, max_tokens: int) -> None:
+    wanted = native.generate(PROMPT, max_tokens=max_tokens, logprobs=1, prompt_logprobs=True).result()
+    ids = native.tokenize(PROMPT)
+    assert wanted.logprobs is not None and wanted.prompt_logprobs is not None
+    prompts: list[Any] = [PROMPT, [PROMPT], ids, [ids]]  # as harnesses send them
+    for prompt in prompts:
+        answer = client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=max_tokens, logprobs=1, echo=True, seed=1234, temperature=0
+        )
+        assert answer.choices[0].text == PROMPT + wanted.text
+        told = answer.choices[0].logprobs
+        assert told is not None and told.tokens is not None and told.text_offset is not None
+        assert told.token_logprobs == [*wanted.prompt_logprobs, *(entry.logprob for entry in wanted.logprobs)]
+        assert told.token_logprobs[0] is None
+        assert "".join(told.tokens[1:]) == PROMPT + wanted.text and told.text_offset[0] == 0  # behind BOS
+        placed = zip(told.text_offset[1:], told.tokens[1:], strict=True)
+        assert all((PROMPT + wanted.text)[offset:].startswith(text) for offset, text in placed)
+        of_prompt, of_answer = (told.top_logprobs or [])[: len(ids)], (told.top_logprobs or [])[len(ids) :]
+        assert of_prompt == [None] * len(ids)
+        assert all(text in top for text, top in zip(told.tokens[len(ids) :], of_answer, strict=True))
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), max_tokens)
+
+
+def test_a_long_prompt_of_any_tokens_is_scored(client: openai.OpenAI, native: ull.Client) -> None:
+    ids = [place * 7 % native.info().limits["vocabulary"] for place in range(700)]
+    wanted = native.generate(ids, max_tokens=0, prompt_logprobs=True).result()
+    told = client.completions.create(model="tiny", prompt=ids, max_tokens=0, logprobs=0, echo=True).choices[0].logprobs
+    assert told is not None and told.token_logprobs == wanted.prompt_logprobs
+    assert len(told.tokens or []) == len(told.text_offset or []) == len(ids)
+
+
+def test_where_an_echo_s_log_probabilities_are_not_told_is_said(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "logprobs": 1, "echo": True}
+    with pytest.raises(openai.BadRequestError, match="not streamed: leave out stream") as caught:
+        client.completions.create(**asked, stream=True)
+    assert caught.value.param == "stream"
+    with pytest.raises(openai.BadRequestError, match="leave out the session's header") as caught:
+        client.completions.create(**asked, extra_headers={"x-session-id": "mine"})
+    assert caught.value.param == "echo"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**{**asked, "prompt": ""})
+    assert caught.value.param == "prompt"
+
+
 def test_an_answer_has_the_form_that_was_asked_for(client: openai.OpenAI) -> None:
     schema = {"type": "integer", "minimum": 0, "maximum": 999}
     answer = client.chat.completions.create(

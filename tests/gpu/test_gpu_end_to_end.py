@@ -135,12 +135,19 @@ def test_a_long_prompt_says_the_same(bundles: dict[str, Path], start: Start) -> 
     with DaemonProcess(bundles["cpu"]) as daemon, Client(daemon.url) as client:
         assert client.generate(prompts[0], max_tokens=0).result().usage.prompt_tokens > 2 * 64 + 64
         expected = [[complete(client, prompt, **case) for prompt in prompts] for case in cases]
+        likely = client.generate(prompts[0], max_tokens=0, prompt_logprobs=True).result().prompt_logprobs
     daemon = start("--set", "engine.watchdog_ms=120000", launch_ms=0)
     with Client(daemon.url) as client:
         with client.generate(prompts[1], max_tokens=1) as stream:  # before it has answered
             stream.cancel()
             assert stream.result().finish_reason == "cancelled"
+        cold = client.generate(prompts[0], max_tokens=0, prompt_logprobs=True).result().prompt_logprobs
+        assert cold is not None and likely is not None and cold[0] is None
+        assert cold[1:] == pytest.approx(likely[1:], abs=0.05)  # 16-bit activations
+        # The passes that score leave the cache as it was: what stands in it serves these, bit for bit.
         assert [[complete(client, prompt, **case) for prompt in prompts] for case in cases] == expected
+        again = client.generate(prompts[0], max_tokens=0, prompt_logprobs=True).result()
+        assert again.prompt_logprobs == cold and again.usage.cached_tokens > 0
     assert daemon.stop() == 0
 
 

@@ -49,6 +49,7 @@ struct Result {
   Outcome outcome;
   Timeline timeline;
   std::vector<float> logprobs;
+  std::vector<float> prompt_logprobs;
   bool silent_last = false;
   int finals = 0;
 
@@ -98,6 +99,11 @@ class Harness {
     while (record >= 0) {
       result.logprobs.push_back(shared.logprobs[static_cast<size_t>(record)].token.logprob);
       record = shared.give_back(slot, record);
+    }
+    CHECK(static_cast<size_t>(event.prompt_logprobs) >= result.prompt_logprobs.size());
+    if (event.prompt_logprobs > 0) {
+      const auto found = slot.prompt_logprobs->values().first(static_cast<size_t>(event.prompt_logprobs));
+      result.prompt_logprobs.assign(found.begin(), found.end());
     }
     if (event.final) {
       ++result.finals;

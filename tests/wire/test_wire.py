@@ -25,6 +25,7 @@ from ull.wire import (
     InfoReply,
     Message,
     OpenSession,
+    PromptLogprobs,
     Rollback,
     SessionReply,
     SetLog,
@@ -92,6 +93,11 @@ GOLDEN_REQUESTS = [
         "6374c3",
     ),
     (
+        Generate(id=6, prompt="x", max_tokens=0, prompt_logprobs=True),
+        "de0005a474797065a867656e6572617465a2696406a670726f6d7074a178aa6d61785f746f6b656e7300af70726f6d70745f6c6f67707"
+        "26f6273c3",
+    ),
+    (
         OpenSession(id=7, session=2**64 - 1, pin=True),
         "84a474797065ac6f70656e5f73657373696f6ea2696407a773657373696f6ecfffffffffffffffffa370696ec3",
     ),
@@ -128,6 +134,11 @@ GOLDEN_REPLIES = [
         ),
         "87a474797065a5746f6b656ea2696401a5696e64657802a36964739105a474657874a0a774696d655f6e7301a86c6f6770726f6273"
         "9183a5746f6b656e05a76c6f6770726f62cbbfe0000000000000a3746f70919205cbbfe0000000000000",
+    ),
+    (
+        PromptLogprobs(id=1, index=1, logprobs=[-0.5, -1.5]),
+        "84a474797065af70726f6d70745f6c6f6770726f6273a2696401a5696e64657801a86c6f6770726f627392cbbfe0000000000000cbbff8"
+        "000000000000",
     ),
     (
         Done(id=1, finish_reason="stop", usage=USAGE, timeline=Timeline(received_ns=1, done_ns=7), seed=9),

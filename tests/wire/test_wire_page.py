@@ -36,6 +36,7 @@ PLACES: dict[type[msgspec.Struct], tuple[str, str]] = {
     wire.Upgrade: ("### upgrade", ""),
     wire.Message: ("## Chat and special tokens", ""),
     wire.Token: ("### token", ""),
+    wire.PromptLogprobs: ("### prompt_logprobs", ""),
     wire.TokenLogprob: ("### token", "An entry of `logprobs`"),
     wire.Done: ("### done", ""),
     wire.Failure: ("### done", "\n`error`:"),
@@ -262,7 +263,7 @@ def test_the_exchange_is_of_the_wires_own_messages() -> None:
 
 def test_links_lead_somewhere() -> None:
     headings = {
-        re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-")
+        re.sub(r"[^a-z0-9_ -]", "", heading.lower()).replace(" ", "-")
         for heading in re.findall(r"^##+ (.*)$", PAGE, re.MULTILINE)
     }
     assert set(re.findall(r"\]\(#([^)]*)\)", PAGE)) <= headings

@@ -45,7 +45,11 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished completion. `logprobs` has one entry per id where they were asked for."""
+    """A finished completion. `logprobs` has one entry per id where they were asked for.
+
+    So has `prompt_logprobs` per token of the prompt, as `usage.prompt_tokens` counts them: the natural log-probability
+    behind the tokens before it, None for the first. Of a request that did not end well it may be the beginning.
+    """
 
     text: str
     token_ids: list[int]
@@ -56,6 +60,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     bundle: str  # digest of the bundle that answered: what `ull inspect` says of it, hexadecimal
     speculation: Speculation
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[float | None] | None = None
     error: Failure | None = None
     warnings: list[str] = []  # fields of the request that the daemon did not know, and ignored
     tool_calls: list[ToolCall] = []  # that stand whole in the answer to a request with tools
@@ -133,6 +138,7 @@ class StreamState:
         self.commit: Query | None = None  # the request to release the answer
         self._withheld = request.hold  # nothing of it was released
         self._wants_logprobs = request.logprobs is not None
+        self._prompt_logprobs: list[float] | None = [] if request.prompt_logprobs else None
         self._choices = request.choices or ()
         self._tokens: list[Token] = []
         self._read = 0  # tokens that the caller has had
@@ -176,6 +182,7 @@ class StreamState:
             bundle=done.bundle,
             speculation=done.speculation,
             logprobs=logprobs if self._wants_logprobs else None,
+            prompt_logprobs=self._of_prompt(done.usage.prompt_tokens),
             error=done.error,
             warnings=done.warnings,
             tool_calls=done.tool_calls or [],
@@ -183,6 +190,10 @@ class StreamState:
             choice=self._choice(done.choice),
             grammar=None if done.grammar is msgspec.UNSET else done.grammar,
         )
+
+    def _of_prompt(self, tokens: int) -> list[float | None] | None:
+        """What is known of the prompt's tokens. Of one that was never rendered there are none."""
+        return None if self._prompt_logprobs is None else [None, *self._prompt_logprobs][:tokens]
 
     def _choice(self, choice: wire.Choice | msgspec.UnsetType | None) -> Choice | None:
         if not isinstance(choice, wire.Choice):
@@ -219,12 +230,27 @@ class StreamState:
         if self.session is not None and (whole or not (failed or self._withheld)) and done.usage.prompt_tokens:
             self.session.tokens = done.usage.prompt_tokens + done.usage.completion_tokens
 
-    def take(self, reply: wire.Token, received_ns: int) -> None:
-        """Appends one token frame."""
+    def take_prompt(self, reply: wire.PromptLogprobs, received_ns: int) -> None:
+        """Appends what is said of the prompt's tokens."""
+        if not self._hear(received_ns) or self._prompt_logprobs is None:
+            return
+        expected = 1 + len(self._prompt_logprobs)
+        if reply.index > expected:
+            lost = f"log-probabilities {expected} to {reply.index - 1} of the prompt were lost on the way"
+            self.failure = ConnectionLost(lost)
+        elif reply.index == expected:  # else it is fed once more
+            self._prompt_logprobs += reply.logprobs
+
+    def _hear(self, received_ns: int) -> bool:
+        """Something of the answer has come: whether anybody will read it."""
         self.heard_ns = received_ns
         if self._withheld:
             self.released()
-        if self.abandoned:
+        return not self.abandoned
+
+    def take(self, reply: wire.Token, received_ns: int) -> None:
+        """Appends one token frame."""
+        if not self._hear(received_ns):
             return
         last = self._tokens[-1] if self._tokens else None
         expected = 0 if last is None else last.index + len(last.ids)
@@ -340,9 +366,12 @@ class Protocol:
         except wire.WireError as error:
             self.fail_all(RequestError("bad_message", f"the daemon's answer is not understood: {error}"))
             return
-        if isinstance(reply, wire.Token):
+        if isinstance(reply, wire.Token | wire.PromptLogprobs):
             if (stream := self._streams.get(reply.id)) is not None:
-                stream.take(reply, received_ns)
+                if isinstance(reply, wire.Token):
+                    stream.take(reply, received_ns)
+                else:
+                    stream.take_prompt(reply, received_ns)
                 stream.changed()
                 if stream.failure is not None and not stream.abandoned:
                     self._streams.pop(reply.id, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 
@@ -37,6 +38,8 @@ def run(options: argparse.Namespace) -> int:
             else:
                 print_text(stream)
         result = stream.result()
+    if result.prompt_logprobs is not None and not options.json:
+        _print_prompt_logprobs(result.prompt_logprobs)
     if options.logprobs is not None and not options.json:
         _print_logprobs(result)
     if result.choice is not None and not options.json:
@@ -70,6 +73,15 @@ def print_text(stream: Stream) -> str:
 def _print_ids(stream: Stream) -> None:
     for token in stream:
         print(*token.ids, sep="\n", flush=True)
+
+
+def _print_prompt_logprobs(logprobs: Sequence[float | None]) -> None:
+    """A line per token of the prompt on standard error, and their sum: the text's, given its first token."""
+    sys.stdout.flush()
+    print("  prompt   logprob", file=sys.stderr)
+    for place, logprob in enumerate(logprobs):
+        print(f"{place:8d} {'':>9}".rstrip() if logprob is None else f"{place:8d} {logprob:9.4f}", file=sys.stderr)
+    print(f"     sum {math.fsum(filter(None, logprobs)):9.4f}", file=sys.stderr)
 
 
 def _print_logprobs(result: Result) -> None:

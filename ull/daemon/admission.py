@@ -100,6 +100,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     choices: bool = True  # whether the executor scores them
     max_choices: int = MAX_CHOICES
     max_choice_tokens: int = MAX_CHOICE_TOKENS  # of each
+    prompt_logprobs: bool = True  # whether the executor scores prompts
     grammars: bool = True  # whether answers can be held to one
     max_grammar_bytes: int = LIMITS["grammar_bytes"]  # of a schema, an expression or a grammar
     max_sessions: int = 16  # of one client
@@ -140,6 +141,9 @@ class Admission:
             _refuse("max_tokens", f"must be from {only} to {limits.max_tokens}, not {request.max_tokens}")
         if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
             _refuse("logprobs", f"must be from 0 to {MAX_LOGPROBS}, not {request.logprobs}")
+        if request.prompt_logprobs and not limits.prompt_logprobs:
+            reason = "cannot be computed: this engine's executor scores no prompts (limits.prompt_logprobs of info)"
+            _refuse("prompt_logprobs", f"{reason}; leave it out")
         if request.seed is not None and not 0 <= request.seed <= MAX_ID:
             _refuse("seed", "must be from 0 to 2^64 - 1")
         _check_schedule(request)
@@ -287,6 +291,7 @@ class Admission:
             "stop_ids": self._stop_ids(request),
             "logit_bias": request.logit_bias,
             "logprobs": -1 if request.logprobs is None else request.logprobs,
+            "prompt_logprobs": request.prompt_logprobs,
             "timeout_ns": 0 if request.timeout_ms is None else received_ns + request.timeout_ms * 1_000_000,
             "deadline_ns": 0 if request.deadline_ms is None else received_ns + request.deadline_ms * 1_000_000,
             "priority": request.priority,

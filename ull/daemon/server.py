@@ -423,6 +423,7 @@ class Daemon:
             default_max_tree=config.speculation.max_tree or int(engine["default_max_tree"]),
             penalties=bool(engine["penalties"]),
             choices=engine["score_nodes"] > 0,
+            prompt_logprobs=bool(engine["scores_prompts"]),
             grammars=grammars,
             max_grammar_bytes=config.grammars.source_bytes,
             max_sessions=min(config.sessions.per_client, config.sessions.total),

@@ -162,15 +162,25 @@ class ChatAnswer(_Openai):
 
 
 class CompletionAnswer(_Openai):
-    """`/v1/completions`. `echo`: the prompt's text, which the answer begins with where that was asked for."""
+    """`/v1/completions`. `echo`: the prompt's text, which the answer begins with where that was asked for.
+
+    `scored`: the prompt's ids, where their log-probabilities are wanted too. Such an answer is never streamed.
+    """
 
     prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
 
     def __init__(
-        self, engine: Engine, client: AsyncClient, options: StreamOptions | None, prompt_tokens: int, echo: str
+        self,
+        engine: Engine,
+        client: AsyncClient,
+        options: StreamOptions | None,
+        prompt_tokens: int,
+        echo: str,
+        scored: Sequence[int] | None,
     ) -> None:
         super().__init__(engine, client, options, prompt_tokens)
         self._echo = echo
+        self._scored = scored
         self._length = len(echo)  # characters sent
 
     async def round(self, token: Token) -> bytes:
@@ -189,9 +199,17 @@ class CompletionAnswer(_Openai):
 
     async def whole(self, result: Result) -> dict[str, Any]:
         """A text completion."""
-        logprobs = await self._logprobs(result.logprobs)
+        if self._scored is None:
+            logprobs = await self._logprobs(result.logprobs)
+        else:
+            logprobs = await self._logprobs_with_prompt(self._scored, result)
         reason = FINISH_REASONS[result.finish_reason]
         return self._body(self._choice(self._echo + result.text, logprobs, reason), result)
+
+    async def _logprobs_with_prompt(self, prompt: Sequence[int], result: Result) -> dict[str, Any]:
+        """`logprobs` of prompt and completion together."""
+        await self._engine.texts.learn(self._client, result.logprobs or [], prompt)
+        return self._engine.texts.echoed(prompt, result, self._engine.engine.get("tokens", {}).get("bos"))
 
     def _choice(self, text: str, logprobs: dict[str, Any] | None, reason: str | None = None) -> dict[str, Any]:
         return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -97,6 +97,8 @@ class Doors:
         owner = self._daemon.owner(exchange.scope["state"]["owner"])
         call: Call = await prepare(engine, owner, request)
         session = session_name(exchange)
+        if session is not None and call.options.get("prompt_logprobs"):
+            raise bad_request("echo with logprobs tells of a whole prompt: leave out the session's header", "echo")
         stream = await owner.generate(call.prompt, call.options, session, int(engine.limits.get("max_sessions", 0)))
         async with stream:
             if call.streamed:
@@ -137,13 +139,13 @@ class Doors:
 
     async def _completion(self, engine: Engine, owner: Owner, request: CompletionRequest) -> Call:
         prompt, options = completion_call(request, int(engine.limits["max_tokens"]))
-        if request.echo and request.logprobs is not None:
-            raise bad_request("echo with logprobs is not supported: a prompt's log-probabilities are not kept", "echo")
-        echo = ""
+        echo, scored = "", None
         if request.echo:
             echo = prompt if isinstance(prompt, str) else await owner.client.detokenize(prompt)  # type: ignore[arg-type]
+        if request.echo and request.logprobs is not None:
+            prompt = scored = await _scored(engine, owner, request, prompt, options)
         counted = await _counted(owner, request, prompt, options)
-        answer = CompletionAnswer(engine, owner.client, request.stream_options, counted, echo)
+        answer = CompletionAnswer(engine, owner.client, request.stream_options, counted, echo, scored)
         return Call(prompt, options, bool(request.stream), answer)
 
     async def _response(self, engine: Engine, owner: Owner, request: ResponseRequest) -> Call:
@@ -188,6 +190,20 @@ async def _counted(
     if isinstance(request, CompletionRequest) and not isinstance(prompt, str):
         return len(prompt)  # its ids
     return await owner.client.count_tokens(prompt, **prompt_options(options))  # type: ignore[arg-type]
+
+
+async def _scored(
+    engine: Engine, owner: Owner, request: CompletionRequest, prompt: Prompt, options: GenerateOptions
+) -> list[int]:
+    """The ids of a prompt whose log-probabilities are wanted, which the options then say. Raises HttpError."""
+    if request.stream:
+        raise bad_request("echo with logprobs is not streamed: leave out stream", "stream")
+    if not engine.limits.get("prompt_logprobs", False):
+        raise bad_request("echo with logprobs is not supported: this engine scores no prompts", "echo")
+    options["prompt_logprobs"] = True
+    if isinstance(prompt, str):
+        return await owner.client.tokenize(prompt, **prompt_options(options))
+    return list(prompt)  # type: ignore[arg-type]
 
 
 def _guard(options: GenerateOptions) -> CallGuard | None:

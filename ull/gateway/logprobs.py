@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import accumulate
 from typing import Any
 
 from ull.client import AsyncClient
+from ull.client.protocol import Result
 from ull.wire import TokenLogprob
 
 _REPLACEMENT = "\ufffd"
+_AT_ONCE = 256  # questions under way
 
 
 class TokenTexts:
@@ -18,14 +21,14 @@ class TokenTexts:
     def __init__(self) -> None:
         self._texts: dict[int, str] = {}
 
-    async def learn(self, client: AsyncClient, entries: Sequence[TokenLogprob]) -> None:
-        """Asks for the texts of all tokens in `entries` that are not known yet."""
+    async def learn(self, client: AsyncClient, entries: Sequence[TokenLogprob], prompt: Collection[int] = ()) -> None:
+        """Asks for the texts of all tokens in `entries` and `prompt` that are not known yet."""
         wanted = {pair[0] for entry in entries for pair in entry.top} | {entry.token for entry in entries}
-        unknown = [token for token in wanted if token not in self._texts]
-        if not unknown:
-            return
-        texts = await asyncio.gather(*(client.detokenize([token], skip_special_tokens=False) for token in unknown))
-        self._texts.update(zip(unknown, texts, strict=True))
+        unknown = [token for token in wanted.union(prompt) if token not in self._texts]
+        for first in range(0, len(unknown), _AT_ONCE):
+            some = unknown[first : first + _AT_ONCE]
+            texts = await asyncio.gather(*(client.detokenize([token], skip_special_tokens=False) for token in some))
+            self._texts.update(zip(some, texts, strict=True))
 
     def chat(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         """`logprobs` of a chat's choice."""
@@ -37,6 +40,24 @@ class TokenTexts:
             ],
             "refusal": None,
         }
+
+    def echoed(self, ids: Sequence[int], result: Result, bos: int | None) -> dict[str, Any]:
+        """`logprobs` of a plain completion's prompt and of what follows it, as far as they are known.
+
+        No alternatives to the prompt's tokens are computed. `bos`: the id that takes no room in the text.
+        """
+        texts = [self._texts[token] for token in ids]
+        widths = (0 if token == bos else len(text) for token, text in zip(ids, texts, strict=True))
+        *offsets, end = accumulate(widths, initial=0)
+        known = result.prompt_logprobs or []
+        prompt: dict[str, list[Any]] = {
+            "tokens": texts,
+            "token_logprobs": [*known, *[None] * (len(ids) - len(known))],
+            "top_logprobs": [None] * len(ids),
+            "text_offset": offsets,
+        }
+        behind = self.plain(result.logprobs or [], end)
+        return {name: [*entries, *behind[name]] for name, entries in prompt.items()}
 
     def plain(self, entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
         """`logprobs` of a plain completion's choice; `offset`: characters of the text in front of it."""

@@ -13,7 +13,7 @@ export class Stream {
   #request = null; // { id, inbox }; null once it has ended
   #id;
   #epoch;
-  #result = { text: "", token_ids: [], logprobs: null };
+  #result = { text: "", token_ids: [], logprobs: null, prompt_logprobs: null };
   #ended = false;
   #error = null;
   #signal;
@@ -27,6 +27,7 @@ export class Stream {
       return;
     }
     this.#request = connection.ask("generate", fields);
+    if (fields?.prompt_logprobs) this.#result.prompt_logprobs = [null]; // the first token has none
     this.#id = this.#request.id;
     this.#epoch = connection.epoch;
     abandoned.register(this, { connection, id: this.#id, epoch: this.#epoch }, this.#request);
@@ -48,7 +49,8 @@ export class Stream {
         throw error instanceof UsageError ? error : this.#fail(error);
       }
       if (message.type === "token") return this.#add(message);
-      if (message.type === "done") this.#finish(message);
+      if (message.type === "prompt_logprobs") this.#addPrompt(message);
+      else if (message.type === "done") this.#finish(message);
       else if (message.type !== "ack") throw this.#fail(this.#broken(`goes on with a message of type ${message.type}`));
     }
   }
@@ -88,6 +90,15 @@ export class Stream {
     this.#result.text += text;
     if (logprobs !== null) (this.#result.logprobs ??= []).push(...logprobs);
     return { index, ids, text, time_ns, logprobs };
+  }
+
+  /** What is said of the prompt's tokens, before any of the answer's. */
+  #addPrompt(message) {
+    const found = (this.#result.prompt_logprobs ??= [null]);
+    if (!Array.isArray(message.logprobs) || message.index !== found.length) {
+      throw this.#fail(this.#broken("has log-probabilities of its prompt that do not go on from those before"));
+    }
+    for (const logprob of message.logprobs) found.push(logprob);
   }
 
   #finish(message) {

@@ -186,7 +186,7 @@ TEST(decoding_on_the_cpu_executor_allocates_nothing) {
   decode_everything(executor, 350);
 }
 
-TEST(scoring_labels_allocates_nothing) {
+TEST(scoring_prompts_and_labels_allocates_nothing) {
   const ull::check::ModelFile model;
   ull::cpu::ModelOptions options;
   options.threads = 2;
@@ -208,9 +208,12 @@ TEST(scoring_labels_allocates_nothing) {
   request.sampling.temperature = 1.0F;
   for (int32_t i = 0; i < 200; ++i) request.choices.push_back({i % 80, (i + 7) % 80, i % 7, i / 80});
   end(request);
+  auto scored = Harness::request(3, prompt, 2);
+  scored.prompt_logprobs = true;
+  end(scored);
   end(Harness::request(2, prompt, 1));  // a round looks at what was counted behind the last pass
   engine.stop();
-  CHECK(counted.passes.load() > 1);
+  CHECK(counted.passes.load() > 3);  // two of them over the prompt
   CHECK_EQ(counted.seen.load(), 0U);
 }
 

@@ -11,6 +11,7 @@
 #include "check.h"
 #include "cpu/cpu_executor.h"
 #include "engine/choices.h"
+#include "engine/prompt_logprobs.h"
 #include "exec_model.h"
 #include "medusa_file.h"
 
@@ -226,6 +227,42 @@ TEST(a_pass_that_is_aborted_can_be_run_again) {
     on->set_pulse(nullptr);
     score(*on, again, prompt);
     for (size_t i = 0; i < labels.size(); ++i) CHECK_EQ(again.logprobs()[i], whole.logprobs()[i]);
+  }
+}
+
+// Chains of tokens that stand in the cache already.
+TEST(passes_over_a_prompt_have_the_bits_of_rounds_and_leave_it_as_it_was) {
+  const check::ModelFile model;
+  for (const int length : {2, 63, 64, 65, 66, 200}) {
+    const std::vector<int32_t> text = some_tokens(length);
+    const auto rounds = executor(model.spec);
+    std::vector<float> expected;
+    for (int place = 1; place < length; ++place) {
+      const std::span<const int32_t> before = std::span(text).first(static_cast<size_t>(place));
+      prefill(*rounds, before);
+      expected.push_back(reported(*rounds, before, text[static_cast<size_t>(place)]));
+    }
+    const float next = reported(*rounds, text, 5);
+    for (const int score_nodes : {1, 7, 64}) {
+      const auto on = executor(model.spec);
+      CHECK(on->info().scores_prompts());
+      prefill(*on, text);
+      PromptLogprobs logprobs(length, score_nodes);
+      while (!logprobs.scored()) {
+        const ScoreStep step = logprobs.next_step(text.data(), kPages);
+        RoundResult result;
+        Interrupting pulse(logprobs.found() % 3);
+        on->set_pulse(&pulse);
+        CHECK(finish(*on, on->start_scores(step), result) == Status::kAborted);
+        on->set_pulse(nullptr);
+        CHECK(finish(*on, on->start_scores(step), result) == Status::kOk);
+        CHECK(logprobs.accept());
+      }
+      for (size_t i = 0; i < expected.size(); ++i) {
+        CHECK_EQ(std::bit_cast<uint32_t>(logprobs.values()[i]), std::bit_cast<uint32_t>(expected[i]));
+      }
+      CHECK_EQ(std::bit_cast<uint32_t>(reported(*on, text, 5)), std::bit_cast<uint32_t>(next));
+    }
   }
 }
 

@@ -312,7 +312,7 @@ TEST(constraints_are_freed_by_the_control_thread) {
     CHECK_EQ(alive.load(), 1);
     submit(2);  // which frees that of the first
     CHECK_EQ(alive.load(), 1);
-    engine.engine.free_constraints();
+    engine.engine.free_ended();
     CHECK_EQ(alive.load(), 0);
     submit(3);
   }

@@ -198,6 +198,40 @@ TEST(logprobs_are_packed_in_order_and_split_frames_at_their_limit) {
   CHECK_EQ(f.delivery.first_logprob, -1);
 }
 
+// The prompt's first token has none, so that of the 26 there are 25.
+TEST(a_prompt_s_logprobs_come_in_frames_of_their_own) {
+  for (const auto& [tokens, frames] : {std::pair(26, 1), std::pair(ull::kMaxFramePromptLogprobs + 1, 1),
+                                       std::pair(5'000, 3), std::pair(131'072, 64)}) {
+    Fixture f("");
+    f.request.prompt_tokens = tokens;
+    f.request.prompt_logprobs = std::make_unique<ull::PromptLogprobs>(tokens, 64);
+    const std::vector<int32_t> prompt(static_cast<size_t>(tokens), 'x');
+    while (!f.request.prompt_logprobs->scored()) {
+      const ull::ScoreStep step = f.request.prompt_logprobs->next_step(prompt.data(), nullptr);
+      for (int i = 0; i < step.count; ++i) step.logprobs[i] = -0.25F * static_cast<float>(step.position + i);
+      CHECK(f.request.prompt_logprobs->accept());
+    }
+    CHECK(!f.delivery.prompt_logprobs_pending());
+    f.delivery.prompt_logprobs_available = tokens - 1;
+    CHECK(f.delivery.pending());
+    int packed = 0;
+    for (int found = 0; f.delivery.prompt_logprobs_pending(); ++packed) {
+      const auto frame = f.packer.prompt_logprobs(f.request, f.delivery);
+      CHECK(frame.bytes.size() < 16 * 1024);
+      const Value value = MsgpackReader::read(text_of(frame.bytes));
+      CHECK_EQ(value.members.size(), 4U);
+      CHECK_EQ(value["type"].text, "prompt_logprobs");
+      CHECK_EQ(value["id"].integer, f.request.id);
+      CHECK_EQ(value["index"].integer, static_cast<uint64_t>(found + 1));
+      CHECK_EQ(value["logprobs"].items.size(), static_cast<size_t>(frame.count));
+      for (const Value& each : value["logprobs"].items) CHECK_EQ(each.real, -0.25 * found++);
+      f.delivery.prompt_logprobs_sent += frame.count;
+    }
+    CHECK_EQ(packed, frames);
+    CHECK(!f.delivery.pending());
+  }
+}
+
 TEST(the_done_frame_and_the_record) {
   Fixture f("hello");
   const std::string client = "client";

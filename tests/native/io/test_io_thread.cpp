@@ -36,6 +36,7 @@ struct Received {
   size_t tokens = 0;
   size_t frames = 0;
   size_t logprobs = 0;
+  std::vector<double> prompt_logprobs;
   int dones = 0;
   std::string finish_reason;
   std::string error;            // its code
@@ -95,6 +96,13 @@ class Daemon {
         continue;
       }
       CHECK_EQ(request.dones, 0);
+      if (value["type"].text == "prompt_logprobs") {  // in order, and before every token
+        CHECK_EQ(request.frames, 0U);
+        CHECK_EQ(value["index"].integer, 1 + request.prompt_logprobs.size());
+        CHECK(!value["logprobs"].items.empty());
+        for (const Value& each : value["logprobs"].items) request.prompt_logprobs.push_back(each.real);
+        continue;
+      }
       CHECK_EQ(value["index"].integer, request.tokens);
       request.tokens += value["ids"].items.size();
       request.text += value["text"].text;
@@ -506,6 +514,130 @@ TEST(what_is_held_takes_its_client_s_place_and_ends_with_the_daemon) {
   daemon.finish("other", 3);
   daemon.engine.stop();
   for (uint64_t id = 1; id <= 2; ++id) CHECK_EQ(daemon.finish("client", id).finish_reason, "cancelled");
+}
+
+const std::vector<int32_t> kLong(9'000, 'x');  // whose log-probabilities take five frames
+
+void score(ull::Submission& request) {
+  request.tokens = kLong;
+  request.prompt_logprobs = true;
+}
+
+ull::ScriptedExecutor::Options roomy() { return {.tokens = ids("a"), .context = 10'000, .page_count = 400}; }
+
+void check_whole(const Received& got, size_t tokens) {
+  CHECK_EQ(got.finish_reason, "length");
+  CHECK_EQ(got.tokens, tokens);
+  REQUIRE(got.prompt_logprobs.size() == kLong.size() - 1);
+  for (const size_t i : {size_t{1}, size_t{64}, size_t{5'000}, kLong.size() - 1}) {
+    CHECK_EQ(got.prompt_logprobs[i - 1], ull::ScriptedExecutor::scripted_logprob(std::span(kLong).first(i), kLong[i]));
+  }
+}
+
+TEST(a_prompt_s_logprobs_come_once_before_every_token_and_the_end) {
+  for (const size_t tokens : {0U, 20U}) {
+    Daemon daemon(roomy());
+    daemon.submit("client", 1, static_cast<int>(tokens), score);
+    check_whole(daemon.finish("client", 1), tokens);
+    CHECK(!daemon.net.take("client"));
+    CHECK_EQ(daemon.record()["delivered"].integer, 1U);
+    daemon.io.stop();
+    CHECK_EQ(daemon.io.stats().prompt_logprobs_frames, 5U);
+    CHECK_EQ(daemon.io.stats().token_frames > 0, tokens > 0);
+  }
+}
+
+TEST(a_client_that_reads_slowly_gets_a_prompt_s_logprobs_whole) {
+  Daemon daemon(roomy(), {.client_stall_ms = 600'000});
+  daemon.net.set_room(1);
+  daemon.submit("slow", 1, 5, score);
+  daemon.submit("slow", 2, 0, score);
+  while (daemon.engine.stats().counters.length < 2) std::this_thread::yield();
+  CHECK(daemon.net.waiting("slow") <= 1);
+  check_whole(daemon.finish("slow", 1), 5);
+  check_whole(daemon.finish("slow", 2), 0);
+}
+
+// Frames are sent a few at a time, and what is blocked is tried again in between: each request ends once even so.
+TEST(a_prompt_s_logprobs_end_once_beside_a_client_that_is_full) {
+  Daemon daemon(roomy(), {.client_stall_ms = 600'000});
+  daemon.net.set_room_of("full", 1);
+  daemon.submit("full", 1, 5, score);
+  for (uint64_t id = 1; id <= 20; ++id) {
+    daemon.submit("client", id, static_cast<int>(id % 2), score);
+    check_whole(daemon.finish("client", id), id % 2);
+    CHECK_EQ(daemon.record()["id"].integer, id);
+  }
+  check_whole(daemon.finish("full", 1), 5);
+  CHECK_EQ(daemon.record()["identity"].text, "full");
+  CHECK(!daemon.net.take_control());
+}
+
+TEST(a_client_that_never_reads_a_prompt_s_logprobs_is_cancelled) {
+  Daemon daemon(roomy(), {.client_stall_ms = 20});
+  daemon.net.set_room_of("deaf", 2);
+  daemon.submit("deaf", 1, 5, score);
+  daemon.submit("other", 1, 5, score);
+  check_whole(daemon.finish("other", 1), 5);
+  for (int i = 0; i < 2; ++i) {
+    const Value record = daemon.record();
+    if (record["identity"].text == "deaf") CHECK_EQ(record["error"]["code"].text, "stalled");
+  }
+  while (!daemon.engine.drained()) std::this_thread::yield();  // neither slot waits for it
+  daemon.engine.free_ended();
+  CHECK(daemon.engine.shared().slot(0).prompt_logprobs == nullptr);
+  const Received& got = daemon.finish("deaf", 1);
+  CHECK_EQ(got.error, "stalled");
+  CHECK_EQ(got.prompt_logprobs.size(), 2U * ull::kMaxFramePromptLogprobs);
+  CHECK_EQ(got.tokens, 0U);
+}
+
+TEST(a_client_that_vanishes_leaves_a_prompt_s_logprobs_behind) {
+  Daemon daemon(roomy(), {.client_stall_ms = 600'000});
+  daemon.net.set_room_of("gone", 1);
+  daemon.submit("gone", 1, 5, score);
+  while (daemon.engine.stats().counters.length == 0) std::this_thread::yield();
+  daemon.net.set_gone("gone");
+  CHECK_EQ(daemon.record()["client"].text, "gone");
+  while (!daemon.engine.drained()) std::this_thread::yield();
+}
+
+TEST(a_prompt_s_logprobs_are_held_with_the_answer) {
+  for (const bool committed : {true, false}) {
+    Daemon daemon(roomy());
+    const std::string client = "client";
+    daemon.submit(client, 1, 5, [](ull::Submission& request) {
+      score(request);
+      hold(request);
+    });
+    while (daemon.engine.shared().slot(0).state.load() != ull::SlotState::kHeld) std::this_thread::yield();
+    CHECK_EQ(daemon.net.waiting(client), 0U);
+    CHECK(committed ? daemon.engine.commit(name_of(client), 1) : daemon.engine.cancel(name_of(client), 1));
+    const Received& got = daemon.finish(client, 1);
+    if (committed) {
+      check_whole(got, 5);
+    } else {
+      CHECK_EQ(got.finish_reason, "cancelled");
+      CHECK(got.prompt_logprobs.empty());
+    }
+    (void)daemon.record();
+  }
+}
+
+// The end is the control plane's to tell, once all that comes before it is out.
+TEST(a_prompt_s_logprobs_come_before_an_end_that_the_control_plane_tells) {
+  Daemon daemon(roomy(), {.client_stall_ms = 600'000});
+  daemon.net.set_room(1);
+  daemon.submit("client", 1, 0, [](ull::Submission& request) {
+    score(request);
+    told(request);
+  });
+  while (daemon.engine.stats().counters.length == 0) std::this_thread::yield();
+  CHECK(!daemon.net.take_control());
+  while (daemon.got("client", 1).prompt_logprobs.size() < kLong.size() - 1) (void)daemon.read("client", 1);
+  (void)daemon.control();
+  daemon.net.send_as_control({"client", done_of(1)});
+  CHECK_EQ(daemon.finish("client", 1).dones, 1);
 }
 
 TEST(the_control_plane_is_told_the_ids_where_it_wants_them) {

@@ -273,6 +273,8 @@ void Engine::check(const Submission& submission) const {
   require(submission.stop_ids.size() <= kMaxStopIds, "stop_ids", "has more than 32 entries");
   require(submission.constraint == nullptr || executor_.info().constraints, "grammar",
           "this engine's executor applies none");
+  require(!submission.prompt_logprobs || executor_.info().scores_prompts(), "prompt_logprobs",
+          "this engine's executor does not score prompts: leave it out");
 }
 
 // The tree of a submission's labels; null if it has none. Throws InvalidRequest.
@@ -308,7 +310,7 @@ uint64_t Engine::submit(const Submission& submission) {
     const char* reason = failure();
     throw EngineClosed(std::string("the engine has failed") + (reason != nullptr ? std::string(": ") + reason : ""));
   }
-  free_constraints();
+  free_ended();
   check(submission);
   std::unique_ptr<Choices> choices = choices_of(submission);
   if (find(submission.identity, submission.id) != kNoSlot) {
@@ -316,6 +318,11 @@ uint64_t Engine::submit(const Submission& submission) {
   }
   check_room(submission.identity);
   const uint32_t index = free_slot();
+  std::unique_ptr<PromptLogprobs> prompt_logprobs;
+  if (submission.prompt_logprobs) {
+    prompt_logprobs =
+        std::make_unique<PromptLogprobs>(static_cast<int32_t>(submission.tokens.size()), executor_.info().score_nodes);
+  }
 
   RequestSlot& slot = shared_->slot(index);
   slot.stops.clear();
@@ -351,7 +358,8 @@ uint64_t Engine::submit(const Submission& submission) {
   slot.returns_tokens = submission.returns_tokens;
   slot.told_by_control = submission.told_by_control;
   slot.constraint = submission.constraint;
-  constrained_ += slot.constraint != nullptr ? 1 : 0;
+  slot.prompt_logprobs = std::move(prompt_logprobs);
+  unfreed_ += (slot.constraint != nullptr ? 1 : 0) + (slot.prompt_logprobs != nullptr ? 1 : 0);
   slot.pin = submission.pin;
   slot.rehearsal = submission.rehearsal;
   std::copy(submission.tokens.begin(), submission.tokens.end(), slot.tokens.get());
@@ -457,13 +465,18 @@ void Engine::unpin(uint64_t pin) noexcept {
   shared_->engine_agent.wake();
 }
 
-// What an ended request's constraint has learnt may be megabytes: neither the engine thread nor the io thread frees it.
-void Engine::free_constraints() noexcept {
-  for (uint32_t index = 0; index < shared_->slots && constrained_ > 0; ++index) {
+// What an ended request's constraint has learnt may be megabytes, and a long prompt's log-probabilities half of one:
+// neither the engine thread nor the io thread frees them.
+void Engine::free_ended() noexcept {
+  const auto free = [this](auto& held) {
+    unfreed_ -= held != nullptr ? 1 : 0;
+    held.reset();
+  };
+  for (uint32_t index = 0; index < shared_->slots && unfreed_ > 0; ++index) {
     RequestSlot& slot = shared_->slot(index);
-    if (slot.state.load(std::memory_order_acquire) != SlotState::kFree || slot.constraint == nullptr) continue;
-    slot.constraint.reset();
-    --constrained_;
+    if (slot.state.load(std::memory_order_acquire) != SlotState::kFree) continue;
+    free(slot.constraint);
+    free(slot.prompt_logprobs);
   }
 }
 

@@ -66,7 +66,8 @@ struct Submission {
   uint64_t pin = 0;  // its KV stays under this number, in place of what did before, until unpin(); 0: as all others'
   int64_t received_ns = 0;
   int64_t admitted_ns = 0;
-  bool rehearsal = false;  // the daemon's own, before it is ready: nobody counts it, and nothing of it stays
+  bool prompt_logprobs = false;  // how likely each of its tokens is, see PromptLogprobs
+  bool rehearsal = false;        // the daemon's own, before it is ready: nobody counts it, and nothing of it stays
 };
 
 // A submission that cannot be served, whatever the engine's state; `field` names what is wrong.
@@ -177,7 +178,7 @@ class Engine {
     shared_->control_beat.tick();
   }
   // Frees what ended requests have left, as submit() does; for the thread that submits, now and then.
-  void free_constraints() noexcept;
+  void free_ended() noexcept;
   // The control plane ends, and is watched no longer.
   void end_beat() noexcept { shared_->control_beat.end(); }
 
@@ -206,7 +207,7 @@ class Engine {
   uint64_t submitted_ = 0;
   uint64_t rehearsed_ = 0;  // of them
   uint64_t refused_ = 0;
-  int constrained_ = 0;  // slots that hold a constraint, or have
+  int unfreed_ = 0;  // constraints and log-probabilities of prompts that slots hold, or have held
 };
 
 }  // namespace ull

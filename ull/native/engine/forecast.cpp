@@ -33,6 +33,14 @@ Forecast::Work Forecast::work_of(const RequestSlot& request, int from, bool begu
     work.first_ns += prefill.ns;
     work.margin_ns += prefill.margin;
   }
+  if (request.prompt_logprobs != nullptr) {
+    const PromptLogprobs& logprobs = *request.prompt_logprobs;
+    const int found = logprobs.found();  // a pass stands at the position that the last has reached: this is their mean
+    const StepCosts::Estimate scores =
+        costs_.scores(logprobs.passes_behind(found), logprobs.size() - found, (found + logprobs.size()) / 2);
+    work.first_ns += scores.ns;
+    work.margin_ns += scores.margin;
+  }
   if (request.max_tokens == 0) return work;
   if (request.choices != nullptr) {  // the answer comes as a whole
     const Choices& choices = *request.choices;
@@ -95,7 +103,10 @@ Expected Forecast::of(const RequestSlot& request, int64_t now) noexcept {
     const int reached = work.request->reached.load(std::memory_order_relaxed);
     const bool reads = reached < work.request->prompt_tokens - 1;
     const Choices* choices = work.request->choices.get();
-    StepCosts::Estimate step = reads                ? costs_.prefill(reached, reached + chunk_, chunk_)
+    const PromptLogprobs* prompt = work.request->prompt_logprobs.get();
+    StepCosts::Estimate step = reads ? costs_.prefill(reached, reached + chunk_, chunk_)
+                               : prompt != nullptr && !prompt->scored()
+                                   ? costs_.scores(1, prompt->widest(), prompt->found())
                                : choices != nullptr ? costs_.scores(1, choices->widest(), reached)
                                                     : costs_.round(work.request->speculation, reached);
     if (!work.begun) step = {0.0, step.ns + step.margin};

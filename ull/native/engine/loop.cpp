@@ -1,4 +1,5 @@
-// The loop itself, from the queue to the last round. What it tells others and hears from them is in loop_exchange.cpp.
+// The loop itself, from the queue to the last round. What it tells others and hears from them is in loop_exchange.cpp,
+// what it does in passes that score in loop_scores.cpp.
 #include "engine/loop.h"
 
 #include <algorithm>
@@ -95,6 +96,7 @@ void EngineLoop::serve(Priority priority) noexcept {
   Ending ending = check_commands(now);
   if (!ending) ending = open_sequence();
   if (!ending) ending = prefill();
+  if (!ending && run_->request->prompt_logprobs != nullptr) ending = score_prompt();
   if (!ending) ending = run_->request->choices != nullptr ? score() : decode();
   shared_.running.store(kNoSlot, std::memory_order_seq_cst);
   executor_.rest();
@@ -196,7 +198,7 @@ EngineLoop::Ending EngineLoop::prefill() noexcept {
   RequestSlot& request = *run_->request;
   Sequence& sequence = *run_->sequence;
   const int32_t chunk = executor_.info().prefill_chunk;
-  const bool scores = request.choices != nullptr;
+  const bool scores = request.choices != nullptr || request.prompt_logprobs != nullptr;
   const int32_t forced = run_->completed == 0 && !scores ? most_forced_ - look_ahead(most_forced_) : 0;
   const int32_t end = request.max_tokens > 0 ? run_->text_tokens() - 1 - forced : request.prompt_tokens;
   int64_t now = monotonic_ns();
@@ -223,7 +225,7 @@ EngineLoop::Ending EngineLoop::prefill() noexcept {
   }
   run_->step_ns = now;
   if (run_->completed == 0) request.timeline.prefilled_ns = now;
-  if (request.max_tokens == 0) return {FinishReason::kLength};
+  if (request.max_tokens == 0 && request.prompt_logprobs == nullptr) return {FinishReason::kLength};
   request.enter(SlotState::kRunning);
   return outranked(now) ? Ending{.suspended = true} : Ending{};
 }
@@ -302,7 +304,7 @@ EngineLoop::Ending EngineLoop::accept_round(const RoundStep& step) noexcept {
       unlearnt_rounds_ = cycle < kFastRoundNs ? kFastRounds : 1;
     }
   } else if (step.forced > 0) {
-    costs_.learn_prefill(step.forced + 1, step.position, now - request.timeline.prefilled_ns);
+    costs_.learn_prefill(step.forced + 1, step.position, now - run_->step_ns);
   }
   run_->last_round_ns = now;
   if (run_->completed == run_->announced) run_->unannounced_ns = now;
@@ -410,43 +412,17 @@ void EngineLoop::count_round() noexcept {
   for (int depth = 0; depth < std::min(result_.accepted, kCountedDepths); ++depth) ++counted.accepted_by_depth[depth];
 }
 
-// In the place of rounds: the passes over the labels' tree, each behind the prompt but its last token. Nothing of a
-// pass stays in the cache, so that what has been found is all there is to keep if another request comes between two
-// passes.
-EngineLoop::Ending EngineLoop::score() noexcept {
-  RequestSlot& request = *run_->request;
-  Choices& choices = *request.choices;
-  Sequence& sequence = *run_->sequence;
-  const int32_t position = sequence.size();
-  int64_t now = monotonic_ns();
-  while (!choices.scored()) {
-    if (!reserve(position + choices.widest())) return {FinishReason::kError, kInternal, "the KV cache is full"};
-    const ScoreStep step = choices.next_step(request.tokens[position], position, sequence.page_table());
-    if (const Ending ending = run_step([&] { return executor_.start_scores(step); })) return ending;
-    if (!choices.accept()) return impossible_result();
-    EngineCounters& counted = counters(request);
-    ++counted.score_passes;
-    counted.scored_tokens += static_cast<uint64_t>(step.count);
-    const int64_t began = std::exchange(now, monotonic_ns());
-    costs_.learn_scores(step.count, position, now - began);
-    trace(TraceKind::kScore, began, now, step.count);
-    if (const Ending ending = check_commands(now)) return ending;
-    if (!choices.scored() && outranked(now)) return {.suspended = true};
-  }
-  answer(now);
-  return {FinishReason::kStop};
-}
-
-// The chosen label is the completion, all at once.
-void EngineLoop::answer(int64_t now) noexcept {
-  RequestSlot& request = *run_->request;
-  request.choices->choose(request.sampling, request.prompt_tokens);
-  const std::span<const int32_t> label = request.choices->label(request.choices->choice());
-  std::ranges::copy(label, request.tokens.get() + request.prompt_tokens);
-  run_->completed = static_cast<int32_t>(label.size());
-  run_->unannounced_ns = request.timeline.first_token_ns = request.timeline.last_token_ns = now;
-  run_->silent_last = request.stops_at(label.back());
-  counters(request).completion_tokens += label.size();
+// Makes a pass that scores, as a step that is counted, learnt from and traced. now: when it could begin -> when it has
+// ended.
+EngineLoop::Ending EngineLoop::run_pass(const ScoreStep& step, int64_t& now) noexcept {
+  if (const Ending ending = run_step([&] { return executor_.start_scores(step); })) return ending;
+  EngineCounters& counted = counters(*run_->request);
+  ++counted.score_passes;
+  counted.scored_tokens += static_cast<uint64_t>(step.count);
+  const int64_t began = std::exchange(now, monotonic_ns());
+  costs_.learn_scores(step.count, step.position, now - began);
+  trace(TraceKind::kScore, began, now, step.count);
+  return {};
 }
 
 // Starts a step and polls it to its end. A step that was hit by an abort meant for an earlier request is run again:

@@ -1,7 +1,7 @@
 // The engine thread: takes the most urgent request, prefills its prompt, decodes rounds or scores choices, reports what
-// happened. See loop.cpp, which reads top to bottom; loop_exchange.cpp has what it tells others and hears from them.
-// Between two steps a more urgent request may come first: what one request has come to lies in its Run, and it goes on
-// from there.
+// happened. See loop.cpp, which reads top to bottom; loop_scores.cpp has the passes that score, loop_exchange.cpp what
+// it tells others and hears from them. Between two steps a more urgent request may come first: what one request has
+// come to lies in its Run, and it goes on from there.
 #pragma once
 
 #include <array>
@@ -95,6 +95,8 @@ class EngineLoop final : private Pulse {
   [[nodiscard]] Ending accept_forced(int32_t most) noexcept;
   void count_round() noexcept;
   void trace(TraceKind kind, int64_t begin_ns, int64_t end_ns, int32_t count) noexcept;
+  [[nodiscard]] Ending run_pass(const ScoreStep& step, int64_t& now) noexcept;
+  [[nodiscard]] Ending score_prompt() noexcept;
   [[nodiscard]] Ending score() noexcept;
   void answer(int64_t now) noexcept;
   void announce() noexcept;

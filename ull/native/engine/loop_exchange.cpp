@@ -29,7 +29,8 @@ void EngineLoop::announce() noexcept {
                           .slot = run_->slot,
                           .index = run_->announced,
                           .count = run_->completed - run_->announced,
-                          .logprobs = run_->first_logprob};
+                          .logprobs = run_->first_logprob,
+                          .prompt_logprobs = run_->request->prompt_logprobs_found()};
   if (!shared_.events.try_push(event, shared_.slots)) return;
   shared_.io_agent.wake();
   run_->announced = run_->completed;
@@ -51,6 +52,7 @@ void EngineLoop::end_run(Run& run, const Ending& ending) noexcept {
        .index = run.announced,
        .count = run.completed - run.announced,
        .logprobs = run.first_logprob,
+       .prompt_logprobs = request.prompt_logprobs_found(),
        .silent_last = run.silent_last,
        .final = true});  // the slot may be another request's now
   run.sequence = nullptr;

@@ -17,6 +17,7 @@
 #include <string_view>
 
 #include "engine/choices.h"
+#include "engine/prompt_logprobs.h"
 #include "engine/round_totals.h"
 #include "engine/text.h"
 #include "executor/constraint.h"
@@ -201,6 +202,8 @@ struct RequestSlot {
   bool told_by_control = false;                 // the control plane, not the io thread, tells the client of its end
   std::shared_ptr<TokenConstraint> constraint;  // null: there is none. Freed by the control thread
   std::unique_ptr<Choices> choices;             // null: it generates. Filled by the engine thread
+  // Null: they are not wanted. Filled by the engine thread, freed by the control thread.
+  std::unique_ptr<PromptLogprobs> prompt_logprobs;
   bool rehearsal = false;  // the daemon's own, before it is ready: nobody counts it, and nothing of it stays
 
   // The engine's results. tokens[prompt_tokens + i] is completion token i; it is written before the event that
@@ -225,6 +228,9 @@ struct RequestSlot {
     const int32_t* end = stop_ids.data() + stop_id_count;
     return std::find(stop_ids.data(), end, token) != end;
   }
+  [[nodiscard]] int32_t prompt_logprobs_found() const noexcept {
+    return prompt_logprobs != nullptr ? prompt_logprobs->found() : 0;
+  }
   // Positions that it may come to need in the cache.
   [[nodiscard]] int32_t most_positions() const noexcept {
     return choices != nullptr ? prompt_tokens - 1 + choices->widest() : prompt_tokens + max_tokens;
@@ -237,9 +243,10 @@ struct EngineEvent {
   uint32_t slot = 0;
   int32_t index = 0;
   int32_t count = 0;
-  int32_t logprobs = -1;     // first of a chain of `count` records in the LogprobPool; -1 if not asked for
-  bool silent_last = false;  // the last of them is a stop id: it has no text
-  bool final = false;        // the request has ended: slot.outcome is set, no further event follows
+  int32_t logprobs = -1;        // first of a chain of `count` records in the LogprobPool; -1 if not asked for
+  int32_t prompt_logprobs = 0;  // of slot.prompt_logprobs, so many are there now
+  bool silent_last = false;     // the last of them is a stop id: it has no text
+  bool final = false;           // the request has ended: slot.outcome is set, no further event follows
 };
 static_assert(sizeof(EngineEvent) == 32);
 

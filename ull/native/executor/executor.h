@@ -92,6 +92,9 @@ struct ExecutorInfo {
   int default_max_tree = kMaxTreeTokens;
   int64_t verify_ns[kCostSizes] = {};    // a forward pass over kCostTokens[i] tree nodes and their logits; 0: unknown
   int64_t draft_ns[kDrafterKinds] = {};  // one proposal of one token by each drafter; 0: unknown
+
+  // Whether a pass may go over tokens that stand in the cache, and leave it as it was.
+  [[nodiscard]] bool scores_prompts() const noexcept { return score_nodes > 0 && reuse == Reuse::kAll; }
 };
 
 struct TokenLogprob {
@@ -154,6 +157,10 @@ struct ScoreQuery {
 
 // A pass over a tree of tokens that nothing is drawn from: natural log-probabilities, of the model's own distribution,
 // of `queries`. The cache holds the positions before `position`; what the pass leaves from there on is nobody's.
+//
+// Except where ExecutorInfo::reuse is kAll, the tree is a chain, and the cache holds just these tokens at their
+// positions: then it holds them, and what follows them, when the pass has ended too, be it aborted. What the pass
+// writes has the bits that are there.
 struct ScoreStep {
   const int32_t* tokens;      // [count] tokens[0], the root, stands at `position`
   const uint8_t* parents;     // [count] parents[i] < i; parents[0] = 0

@@ -248,6 +248,26 @@ FramePacker::TokenFrame FramePacker::tokens(const RequestSlot& request, const De
   return frame;
 }
 
+FramePacker::PromptFrame FramePacker::prompt_logprobs(const RequestSlot& request, const Delivery& delivery) noexcept {
+  const int32_t first = delivery.prompt_logprobs_sent;
+  const int32_t count = std::min(delivery.prompt_logprobs_available - first, kMaxFramePromptLogprobs);
+  MsgpackWriter out(buffer_);
+  out.map(4);
+  out.text("type");
+  out.text("prompt_logprobs");
+  out.text("id");
+  out.integer(request.id);
+  out.text("index");
+  out.integer(static_cast<uint64_t>(first + 1));  // of the prompt's tokens, the first has none
+  out.text("logprobs");
+  out.array(static_cast<uint64_t>(count));
+  for (const float value :
+       request.prompt_logprobs->values().subspan(static_cast<size_t>(first), static_cast<size_t>(count))) {
+    out.real(value);
+  }
+  return {out.bytes(), count};
+}
+
 std::span<const uint8_t> FramePacker::done(const RequestSlot& request, const Delivery& delivery) noexcept {
   MsgpackWriter out(buffer_);
   out.map(end_pairs(request) + grammar_pairs(request) + 3);

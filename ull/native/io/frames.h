@@ -14,10 +14,11 @@
 
 namespace ull {
 
-inline constexpr int kMaxFrameTokens = 4096;      // tokens per frame; a longer backlog takes several
-inline constexpr int kMaxFrameLogprobs = 256;     // tokens per frame with logprobs
-inline constexpr size_t kFrameText = 256 * 1024;  // bytes of text per frame
-inline constexpr size_t kMaxDigest = 64;          // characters of a bundle's digest
+inline constexpr int kMaxFrameTokens = 4096;          // tokens per frame; a longer backlog takes several
+inline constexpr int kMaxFrameLogprobs = 256;         // tokens per frame with logprobs
+inline constexpr int kMaxFramePromptLogprobs = 2048;  // of a prompt's tokens per frame: ten kilobytes
+inline constexpr size_t kFrameText = 256 * 1024;      // bytes of text per frame
+inline constexpr size_t kMaxDigest = 64;              // characters of a bundle's digest
 
 enum class ClientState : uint8_t { kOk, kGone, kStalled };
 
@@ -44,16 +45,28 @@ struct Delivery {
   bool silent_last = false;
   bool dropped = false;  // it was held, and nobody wants it any more
   ClientState client = ClientState::kOk;
-  int32_t sent = 0;            // completion tokens sent (or dropped, if the client is gone)
-  int32_t available = 0;       // completion tokens known of
-  int64_t pending_ns = 0;      // when token `sent` was accepted
-  int64_t newest_ns = 0;       // when the newest event's first token was
-  int64_t blocked_ns = 0;      // since when the client has not taken a frame; 0: it does
-  int32_t first_logprob = -1;  // records of the tokens not yet sent
+  int32_t sent = 0;                       // completion tokens sent (or dropped, if the client is gone)
+  int32_t available = 0;                  // completion tokens known of
+  int32_t prompt_logprobs_sent = 0;       // numbers of the prompt's tokens that were sent (or dropped), ...
+  int32_t prompt_logprobs_available = 0;  // ... and that are known of; they go before every token
+  int64_t pending_ns = 0;                 // when token `sent` was accepted
+  int64_t newest_ns = 0;                  // when the newest event's first token was
+  int64_t blocked_ns = 0;                 // since when the client has not taken a frame; 0: it does
+  int32_t first_logprob = -1;             // records of the tokens not yet sent
   int32_t last_logprob = -1;
   TextAssembler assembler;
 
-  [[nodiscard]] bool pending() const noexcept { return sent < available || (ended && !flushed); }
+  [[nodiscard]] bool pending() const noexcept {
+    return prompt_logprobs_pending() || sent < available || (ended && !flushed);
+  }
+  [[nodiscard]] bool prompt_logprobs_pending() const noexcept {
+    return prompt_logprobs_sent < prompt_logprobs_available;
+  }
+  // Nothing more of the answer but its end is to be sent.
+  void drop_pending() noexcept {
+    sent = available;
+    prompt_logprobs_sent = prompt_logprobs_available;
+  }
 };
 
 class FramePacker {
@@ -72,6 +85,12 @@ class FramePacker {
 
   // As many pending tokens as fit one frame. The delivery is not changed: a frame that cannot be sent is packed again.
   [[nodiscard]] TokenFrame tokens(const RequestSlot& request, const Delivery& delivery) noexcept;
+  struct PromptFrame {
+    std::span<const uint8_t> bytes;  // valid until the next pack
+    int32_t count = 0;               // numbers in it
+  };
+  // As many of the pending log-probabilities of the prompt as fit one frame.
+  [[nodiscard]] PromptFrame prompt_logprobs(const RequestSlot& request, const Delivery& delivery) noexcept;
   // Of a truncated delivery it says that the request was cancelled because its client had stalled.
   [[nodiscard]] std::span<const uint8_t> done(const RequestSlot& request, const Delivery& delivery) noexcept;
   // The record for the control plane that an accepted request has ended.

@@ -15,6 +15,7 @@ namespace {
 
 constexpr int kEventBatch = 256;       // events taken before their tokens are sent
 constexpr int kReplyBatch = 64;        // replies taken before the events get their turn
+constexpr int kPromptBatch = 4;        // frames of a prompt's log-probabilities, likewise: some tens of microseconds
 constexpr int64_t kSocketsNs = 5'000;  // while spinning the sockets are looked at this often; one look is ~1.5 us
 constexpr int64_t kStreamingSocketsNs = 50'000;  // ... while tokens are on their way: a fraction of a round
 constexpr int64_t kRetryNs = 200'000;            // between two tries of a blocked send
@@ -46,6 +47,7 @@ Io::Io(Engine& engine, const zmq::Api& api, void* context, const IoOptions& opti
   if (options.client_stall_ms < 1) throw std::invalid_argument("client_stall_ms: must be positive");
   active_.reserve(shared_.slots);
   dirty_.reserve(shared_.slots);
+  delivering_.reserve(shared_.slots);
 }
 
 Io::~Io() { stop(); }
@@ -185,9 +187,11 @@ bool Io::do_work(bool sockets) noexcept {
     dirty_.assign(active_.begin(), active_.end());
     worked = true;
   }
-  for (const uint32_t slot : dirty_) deliver(slot);
-  dirty_.clear();
+  delivering_.swap(dirty_);
+  for (const uint32_t slot : delivering_) deliver(slot);
+  delivering_.clear();
   if (blocked_ && (now_ >= retry_ns_ || (record_waits_ && sockets))) retry();
+  worked = worked || !dirty_.empty();
   if (now_ >= outbox_.due_ns()) outbox_.retry(now_);
   // A request is taken only where its reply would have room; the end of one that has been comes first.
   const bool halting = halting_.load(std::memory_order_acquire);
@@ -280,12 +284,18 @@ void Io::take(const EngineEvent& event) noexcept {
       last = shared_.logprobs[static_cast<size_t>(last)].next;
     delivery.last_logprob = last;
   }
+  delivery.prompt_logprobs_available = std::max(delivery.prompt_logprobs_available, event.prompt_logprobs);
   if (event.final) {
     pace_.end();
     delivery.ended = true;
     delivery.silent_last = event.silent_last;
   }
-  if (std::find(dirty_.begin(), dirty_.end(), event.slot) == dirty_.end()) dirty_.push_back(event.slot);
+  mark(event.slot);
+}
+
+// There is something to send for this request.
+void Io::mark(uint32_t slot) noexcept {
+  if (std::find(dirty_.begin(), dirty_.end(), slot) == dirty_.end()) dirty_.push_back(slot);
 }
 
 // Sends what can be sent for one request: tokens, then the done frame, then the record for the control plane, after
@@ -294,11 +304,12 @@ void Io::take(const EngineEvent& event) noexcept {
 // the client or the control plane has no room; retry() comes back.
 void Io::deliver(uint32_t slot) noexcept {
   Delivery& delivery = deliveries_[slot];
-  if (holds_back(slot)) return;
+  if (!delivery.active || holds_back(slot)) return;
   if (delivery.client != ClientState::kOk) {
-    delivery.sent = delivery.available;
+    delivery.drop_pending();
     free_logprobs(slot, -1);
-  } else if ((delivery.blocked_ns != 0 && now_ < retry_ns_) || !deliver_tokens(slot)) {
+  } else if ((delivery.blocked_ns != 0 && now_ < retry_ns_) || !deliver_prompt_logprobs(slot) ||
+             !deliver_tokens(slot)) {
     return;
   }
   const RequestSlot& request = shared_.slot(slot);
@@ -324,9 +335,41 @@ bool Io::holds_back(uint32_t slot) noexcept {
   if (!request.cancel.load(std::memory_order_acquire)) return true;
   Delivery& delivery = deliveries_[slot];
   delivery.dropped = true;
-  delivery.sent = delivery.available;
+  delivery.drop_pending();
   delivery.flushed = true;
   return false;
+}
+
+// Whether a frame was taken. A client that turns out to have gone, or to have stalled, gets nothing more.
+Sent Io::send_frame(uint32_t slot, std::span<const uint8_t> bytes) noexcept {
+  Delivery& delivery = deliveries_[slot];
+  const Sent sent = outbox_.send(shared_.slot(slot).client(), bytes);
+  if (sent == Sent::kBlocked) note_blocked(slot);
+  if (sent == Sent::kGone) give_up(slot, ClientState::kGone);
+  if (sent == Sent::kOk) delivery.blocked_ns = 0;
+  return sent;
+}
+
+// What is known of the prompt's tokens, before any token of the answer. False if the client has no room, or if others
+// have their turn before the rest.
+bool Io::deliver_prompt_logprobs(uint32_t slot) noexcept {
+  Delivery& delivery = deliveries_[slot];
+  const RequestSlot& request = shared_.slot(slot);
+  for (int frames = 0; delivery.prompt_logprobs_pending() && delivery.client == ClientState::kOk; ++frames) {
+    if (frames == kPromptBatch) {
+      mark(slot);
+      return false;
+    }
+    const FramePacker::PromptFrame frame = packer_.prompt_logprobs(request, delivery);
+    const Sent sent = send_frame(slot, frame.bytes);
+    if (sent == Sent::kBlocked && delivery.client == ClientState::kOk) return false;
+    if (sent != Sent::kOk) break;
+    delivery.prompt_logprobs_sent += frame.count;
+    if (request.rehearsal) continue;
+    ++stats_.prompt_logprobs_frames;
+    stats_.bytes += frame.bytes.size();
+  }
+  return true;
 }
 
 // False if the client has no room. A client that turns out to be gone counts as served.
@@ -336,16 +379,9 @@ bool Io::deliver_tokens(uint32_t slot) noexcept {
   while (delivery.pending() && delivery.client == ClientState::kOk) {
     const FramePacker::TokenFrame frame = packer_.tokens(request, delivery);
     if (frame.count > 0 || frame.text) {
-      const Sent sent = outbox_.send(request.client(), frame.bytes);
-      if (sent == Sent::kBlocked) {
-        note_blocked(slot);
-        if (delivery.client == ClientState::kOk) return false;
-        break;
-      }
-      if (sent == Sent::kGone) {
-        give_up(slot, ClientState::kGone);
-        break;
-      }
+      const Sent sent = send_frame(slot, frame.bytes);
+      if (sent == Sent::kBlocked && delivery.client == ClientState::kOk) return false;
+      if (sent != Sent::kOk) break;
       if (!request.rehearsal) {
         if (frame.count > 0) {
           const int64_t handed_ns = monotonic_ns();
@@ -361,7 +397,6 @@ bool Io::deliver_tokens(uint32_t slot) noexcept {
         stats_.tokens += static_cast<uint64_t>(frame.count);
         stats_.bytes += frame.bytes.size();
       }
-      delivery.blocked_ns = 0;
     }
     delivery.assembler = frame.assembler;
     delivery.flushed = frame.flushes;
@@ -429,7 +464,7 @@ void Io::give_up(uint32_t slot, ClientState why) noexcept {
   delivery.client = why;
   delivery.truncated = !delivery.ended || delivery.pending();
   ++(why == ClientState::kGone ? stats_.clients_gone : stats_.clients_stalled);
-  delivery.sent = delivery.available;
+  delivery.drop_pending();
   free_logprobs(slot, -1);
   if (!delivery.ended) engine_.cancel_slot(slot);
 }

@@ -46,11 +46,12 @@ struct IoStats {
   uint64_t replies = 0;          // control plane replies sent
   uint64_t replies_dropped = 0;  // ... to clients that were gone or had left too many
   uint64_t token_frames = 0;
-  uint64_t tokens = 0;           // completion tokens in them
+  uint64_t tokens = 0;  // completion tokens in them
+  uint64_t prompt_logprobs_frames = 0;
   uint64_t done_frames = 0;      // but for those that the control plane sends, which are replies
   uint64_t dones_dropped = 0;    // of stalled requests, to clients that were gone or had left too many
   uint64_t waiting = 0;          // replies and done frames that their clients have not taken, now
-  uint64_t bytes = 0;            // payload of token and done frames
+  uint64_t bytes = 0;            // payload of these frames
   uint64_t blocked_sends = 0;    // sends that found the client's queue full
   uint64_t clients_gone = 0;     // requests that lost their client
   uint64_t clients_stalled = 0;  // requests cancelled because their client did not read
@@ -71,6 +72,7 @@ struct IoStats {
             {"replies_dropped", replies_dropped},
             {"token_frames", token_frames},
             {"tokens", tokens},
+            {"prompt_logprobs_frames", prompt_logprobs_frames},
             {"done_frames", done_frames},
             {"dones_dropped", dones_dropped},
             {"waiting", waiting},
@@ -134,10 +136,13 @@ class Io {
 
   [[nodiscard]] bool take_events() noexcept;
   void take(const EngineEvent& event) noexcept;
+  void mark(uint32_t slot) noexcept;
   void deliver(uint32_t slot) noexcept;
   [[nodiscard]] bool holds_back(uint32_t slot) noexcept;
+  [[nodiscard]] bool deliver_prompt_logprobs(uint32_t slot) noexcept;
   [[nodiscard]] bool deliver_tokens(uint32_t slot) noexcept;
   [[nodiscard]] bool deliver_done(uint32_t slot) noexcept;
+  [[nodiscard]] Sent send_frame(uint32_t slot, std::span<const uint8_t> bytes) noexcept;
   void note_blocked(uint32_t slot) noexcept;
   void give_up(uint32_t slot, ClientState why) noexcept;
   void free_logprobs(uint32_t slot, int32_t until) noexcept;
@@ -161,6 +166,7 @@ class Io {
   std::vector<Delivery> deliveries_;  // [slots]
   std::vector<uint32_t> active_;      // slots with an active delivery
   std::vector<uint32_t> dirty_;       // slots with something new to send
+  std::vector<uint32_t> delivering_;  // those whose turn it is in this cycle
 
   Pace pace_;
   Alarm alarm_;

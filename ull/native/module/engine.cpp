@@ -67,6 +67,7 @@ uint64_t submit(Engine& engine, const nb::bytes& identity, uint64_t request_id, 
   submission.pin = parameter(params, "pin", uint64_t{0});
   submission.received_ns = parameter(params, "received_ns", int64_t{0});
   submission.admitted_ns = parameter(params, "admitted_ns", int64_t{0});
+  submission.prompt_logprobs = parameter(params, "prompt_logprobs", false);
   submission.rehearsal = parameter(params, "rehearsal", false);
   return engine.submit(submission);
 }
@@ -220,7 +221,7 @@ void bind_engine(nb::module_& m) {
           "beat",
           [](Engine& engine) {
             engine.beat();
-            engine.free_constraints();
+            engine.free_ended();
           },
           "The control plane's sign of life; to be called when `control_call` is readable.")
       .def("end_beat", &Engine::end_beat, "The control plane ends and is watched no longer.")

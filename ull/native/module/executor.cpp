@@ -25,6 +25,7 @@ nb::dict executor_info(const ExecutorInfo& info) {
   }
   out["penalties"] = info.penalties;
   out["score_nodes"] = info.score_nodes;
+  out["scores_prompts"] = info.scores_prompts();
   out["constraints"] = info.constraints;
   out["drafters"] = drafters;
   out["default_drafter"] = drafter_name(info.default_drafter);

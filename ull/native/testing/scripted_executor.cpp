@@ -153,15 +153,25 @@ Status ScriptedExecutor::give_round(RoundResult& result) noexcept {
 
 void ScriptedExecutor::give_scores() noexcept {
   const uint32_t past = hash_of_past(scores_.pages, scores_.position);
+  const bool kept = stands_in_cache(scores_);
   uint32_t hashes[kMaxTreeTokens];
   for (int node = 0; node < scores_.count; ++node) {
     hashes[node] = with(node == 0 ? past : hashes[scores_.parents[node]], scores_.tokens[node]);
-    cached(scores_.pages, scores_.position + node) = kSpoilt;
+    if (!kept) cached(scores_.pages, scores_.position + node) = kSpoilt;
   }
   for (int i = 0; i < scores_.query_count; ++i) {
     const ScoreQuery& query = scores_.queries[i];
     scores_.logprobs[i] = logprob_of(with(hashes[query.node], query.token));
   }
+}
+
+// Whether the tree is a chain of just the tokens that the cache holds at its positions.
+bool ScriptedExecutor::stands_in_cache(const ScoreStep& step) noexcept {
+  for (int node = 0; node < step.count; ++node) {
+    if (node > 0 && step.parents[node] != node - 1) return false;
+    if (cached(step.pages, step.position + node) != step.tokens[node]) return false;
+  }
+  return options_.reuse == Reuse::kAll;
 }
 
 float ScriptedExecutor::scripted_logprob(std::span<const int32_t> past, int32_t token) noexcept {

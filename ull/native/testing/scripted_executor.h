@@ -49,7 +49,7 @@ class ScriptedExecutor : public Executor {
   [[nodiscard]] Status start_round(const RoundStep& step) noexcept override;
   [[nodiscard]] Status start_copy(const CopyStep& step) noexcept override;
   // How likely a token is behind others is a hash of them all; these are no probabilities. It spoils the positions from
-  // the root on, which are nobody's.
+  // the root on, which are nobody's, unless they hold the chain that is scored.
   [[nodiscard]] Status start_scores(const ScoreStep& step) noexcept override;
   [[nodiscard]] Status poll(RoundResult& result) noexcept override;
   void abort() noexcept override { aborted_.store(true, std::memory_order_release); }
@@ -78,6 +78,7 @@ class ScriptedExecutor : public Executor {
   [[nodiscard]] uint32_t hash_of_past(const int32_t* pages, int position) noexcept;
   [[nodiscard]] Status give_round(RoundResult& result) noexcept;
   void give_scores() noexcept;
+  [[nodiscard]] bool stands_in_cache(const ScoreStep& step) noexcept;
 
   const Options options_;
   ExecutorInfo info_;

@@ -39,6 +39,7 @@ struct Request {
   TokenIds stop_ids = {};
   std::map<uint32_t, double> logit_bias = {};
   std::optional<uint64_t> logprobs = std::nullopt;
+  std::optional<bool> prompt_logprobs = std::nullopt;
   std::vector<std::string> choices = {};
   std::optional<Value> json_schema = std::nullopt;
   std::optional<std::string> regex = std::nullopt;
@@ -92,6 +93,7 @@ struct ToolCall {
 struct Result {
   std::string text = {};
   TokenIds token_ids = {};
+  std::vector<double> prompt_logprobs = {};  // where they were asked for: [i] of the prompt's token i + 1
   std::string finish_reason = {};
   Usage usage = {};
   uint64_t seed = 0;
@@ -144,6 +146,7 @@ inline Value::Map fields_of(const Request& request) {
     map.insert_or_assign("logit_bias", std::move(bias));
   }
   put(map, "logprobs", request.logprobs);
+  put(map, "prompt_logprobs", request.prompt_logprobs);
   put(map, "choices", request.choices);
   put(map, "json_schema", request.json_schema);
   put(map, "regex", request.regex);
@@ -199,6 +202,16 @@ inline Tokens tokens_of(const Value& message) {
     }
   }
   return tokens;
+}
+
+// Appends what is said of the prompt's tokens, of which the first has none.
+inline void add_prompt_logprobs(Result& result, const Value& message) {
+  std::vector<double>& found = result.prompt_logprobs;
+  if (message["index"].as_unsigned() != found.size() + 1) {
+    throw ProtocolError("log-probabilities of a prompt do not go on from those before");
+  }
+  const std::vector<double> more = numbers_of(message["logprobs"]);
+  found.insert(found.end(), more.begin(), more.end());
 }
 
 // Fills in what `done` says; the text and the ids have come before.

@@ -100,7 +100,9 @@ class Stream {
     try {
       const std::string& type = message["type"].as_text();
       if (type == "token") return add(message);
-      if (type == "done") {
+      if (type == "prompt_logprobs") {
+        detail::add_prompt_logprobs(result_, message);
+      } else if (type == "done") {
         close();
         detail::finish(result_, std::move(message));
       } else if (type != "ack") {  // of `cancel`: it bears the id of the request
