@@ -181,8 +181,10 @@ void GraphExecutor::launch_prompt() noexcept {
       if (!queue_.setting_is_free(setting_)) return;
       setting_.take(prompt_.pages, pages);
     }
-    const bool in_chunks = program_.chunk != nullptr && prompt_.count > gpu::kTreeTokens;
-    const int count = std::min(prompt_.count, in_chunks ? gpu::kChunkTokens : gpu::kTreeTokens);
+    const int most = std::min(prompt_.count, gpu::kChunkTokens);
+    const bool in_chunks =
+        program_.chunk != nullptr && most > gpu::kTreeTokens && prompt_costs_.prefers_chunk(most, prompt_.start);
+    const int count = in_chunks ? most : std::min(most, gpu::kTreeTokens);
     void* graph = in_chunks ? program_.chunk : graphs_.prefill_for(count);
     fill_prompt(graph, prompt_.tokens, count, prompt_.start);
     tags_.forget(prompt_.start, count);

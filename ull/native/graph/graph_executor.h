@@ -28,6 +28,7 @@
 #include "graph/driver.h"
 #include "graph/foresight.h"
 #include "graph/program.h"
+#include "graph/prompt_costs.h"
 #include "graph/redraws.h"
 #include "graph/round_graphs.h"
 #include "graph/round_queue.h"
@@ -123,6 +124,7 @@ class GraphExecutor final : public Executor {
   RoundQueue queue_;
   Redraws redraws_;
   RoundGraphs graphs_;
+  PromptCosts prompt_costs_;
   TapTags tags_;                        // of the taps that rounds leave, where a head reads them
   int64_t dearest_ns_ = 0;              // of the graphs
   std::unique_ptr<Proposer> proposer_;  // from prepare() on; its tree is the round's, a plain one's is the root alone

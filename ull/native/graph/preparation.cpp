@@ -115,14 +115,25 @@ VerifyCosts GraphExecutor::measure() {
       single_ns[static_cast<int>(sampler)] = measure_graph(graph, gpu::RoundMode::kTake, 1, 0, pages);
     }
   }
-  const auto timed_prompt = [&](void* graph, int most) {
-    const int64_t nanoseconds = measure_graph(graph, gpu::RoundMode::kPrefill, std::min(held, most), 0, pages);
+  const auto timed_prompt = [&](void* graph, int count, int position) {
+    const int64_t nanoseconds = measure_graph(graph, gpu::RoundMode::kPrefill, count, position, pages);
     dearest_ns_ = std::max(dearest_ns_, nanoseconds);
     return nanoseconds;
   };
-  const int64_t prefill_ns = timed_prompt(program_.prefill, gpu::kTreeTokens);
-  if (program_.chunk != nullptr) (void)timed_prompt(program_.chunk, gpu::kChunkTokens);
+  const int64_t prefill_ns = timed_prompt(program_.prefill, std::min(held, gpu::kTreeTokens), 0);
   graphs_.measured(near_ns, single_ns, prefill_ns);
+  if (program_.chunk != nullptr) {
+    const int64_t many_ns = timed_prompt(program_.chunk, std::min(held, gpu::kChunkTokens), 0);
+    const int behind = std::min(far, held - gpu::kChunkTokens);
+    // Where one takes as long as all measurements of a graph may, more are not made: a chunk is what it is.
+    if (many_ns < kMeasureNs && behind > 0) {
+      constexpr int kFew = PromptCosts::kFewTokens;
+      prompt_costs_ = {{prefill_ns, timed_prompt(program_.prefill, gpu::kTreeTokens, behind)},
+                       {timed_prompt(program_.chunk, kFew, 0), timed_prompt(program_.chunk, kFew, behind)},
+                       {many_ns, timed_prompt(program_.chunk, gpu::kChunkTokens, behind)},
+                       behind};
+    }
+  }
   run_bursts(held);
   run_redraws();
 
