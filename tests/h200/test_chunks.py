@@ -21,7 +21,8 @@ def test_a_prompt_leaves_the_same_bits_in_chunks_and_in_rounds(tmp_path: Path, k
     from ull.gpu.program import load
 
     bundle = tmp_path / "tiny.ull"
-    command = [sys.executable, "-m", "ull_build", str(ROOT / "engines/tiny-suffix.toml"), "--target", "sm_90a", "--kv", kv]
+    recipe = str(ROOT / "engines/tiny-suffix.toml")
+    command = [sys.executable, "-m", "ull_build", recipe, "--target", "sm_90a", "--kv", kv]
     subprocess.run([*command, "--no-eval", "--quiet", "--output", str(bundle)], check=True)
     program = load(open_bundle(bundle))
     try:

@@ -9,7 +9,7 @@
 //
 // Every output is what the kernels for a round make of it, bit for bit: the sum of its slices in ascending order, each
 // a chain of products of 16 columns over the slice's steps (linear.cuh). The products are the warpgroup's instead of a
-// warp's; docs/numerics.md says why both add alike.
+// warp's; docs/gpu.md says why both add alike.
 #pragma once
 
 #include "chunk/layout.cuh"
