@@ -52,7 +52,7 @@ def retuned(bundle: Path, tuning: Mapping[str, str], output: Path) -> Path:
         bundle, staging, copy_function=os.link, ignore=shutil.ignore_patterns(CODE_DIRECTORY, MANIFEST_FILE, SEAL_FILE)
     )
     macros = {**part.macros(), **tuning}
-    files = compile_kernels(macros, manifest.target, part.needed_kernels())
+    files = compile_kernels(macros, manifest.target, frozenset(part.code.kernels()))
     code, entries = write_code(files, macros, staging, manifest.target)
     others = {name: entry for name, entry in manifest.files.items() if not name.startswith(f"{CODE_DIRECTORY}/")}
     manifest = msgspec.structs.replace(manifest, code=code, files=others | entries)
