@@ -253,9 +253,7 @@ TEST(a_chunk_s_page_table_is_not_written_while_a_round_may_read_it) {
   HeldRound held(rig.device, /*more=*/2);
   Tokens tokens = prompt_of(1);
   for (const int most : {2, 100}) {  // the continuation behind the second round is the first to see a second page
-    CHECK(rig.executor.start_round(rig.step(tokens, most)) == Status::kOk);
-    CHECK(rig.finish() == Status::kOk);
-    tokens.push_back(rig.result.tokens[0].token);
+    CHECK(rig.advance(tokens, most) == Status::kOk);
   }
   const uint64_t launched = rig.device.launched();
   std::reverse(rig.pages.begin(), rig.pages.end());
@@ -364,9 +362,7 @@ TEST(an_abort_before_a_chunk_is_launched_leaves_nothing_to_run) {
   HeldRound held(rig.device, /*more=*/2);
   Tokens tokens = prompt_of(1);
   for (const int most : {2, 100}) {
-    CHECK(rig.executor.start_round(rig.step(tokens, most)) == Status::kOk);
-    CHECK(rig.finish() == Status::kOk);
-    tokens.push_back(rig.result.tokens[0].token);
+    CHECK(rig.advance(tokens, most) == Status::kOk);
   }
   const uint64_t launched = rig.device.launched();
   std::reverse(rig.pages.begin(), rig.pages.end());  // so that the chunk waits for the round that reads the table

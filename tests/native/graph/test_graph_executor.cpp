@@ -217,9 +217,7 @@ TEST(the_page_table_is_not_written_while_a_round_may_read_it) {
   HeldRound held(rig.device, /*more=*/2);
   Tokens tokens = prompt_of(1);
   for (const int most : {2, 100}) {  // the continuation behind the second round is the first to see a second page
-    CHECK(rig.executor.start_round(rig.step(tokens, most)) == Status::kOk);
-    CHECK(rig.finish() == Status::kOk);
-    tokens.push_back(rig.result.tokens[0].token);
+    CHECK(rig.advance(tokens, most) == Status::kOk);
   }
   const uint64_t launched = rig.device.launched();
   std::reverse(rig.pages.begin(), rig.pages.end());
@@ -243,9 +241,7 @@ TEST(a_round_s_setting_is_not_replaced_while_it_reads_it) {
   HeldRound held(rig.device, /*more=*/2, &FakeDevice::Script::begun);
   Tokens tokens = prompt_of(1);
   for (const int most : {2, 100}) {  // the continuation behind the second round is the first to see a second page
-    CHECK(rig.executor.start_round(rig.step(tokens, most)) == Status::kOk);
-    CHECK(rig.finish() == Status::kOk);
-    tokens.push_back(rig.result.tokens[0].token);
+    CHECK(rig.advance(tokens, most) == Status::kOk);
   }
   while (!held.reached()) std::this_thread::yield();
   const uint64_t launched = rig.device.launched();
