@@ -23,6 +23,7 @@ OPTIONS = (
     "--fmad=false",  # contraction is written out, so that the emulator and the chip agree
     "--device-as-default-execution-space",  # lambdas too, which NVRTC 13.0 would take for the host's
     "--generate-line-info",
+    "--no-cache",  # beside a driver NVRTC keeps what it compiled, but not the assembler's remarks, which are read below
     "--ptxas-options=-v",
 )
 TUNING = {  # macros that change no bit of a result; bench/h200/ahead.py compares settings
