@@ -243,6 +243,10 @@ def test_an_operand_that_is_brought_anew_too_early_is_told(reporting: emulation.
 # ---- the compiler ----------------------------------------------------------------------------------------------------
 
 compiles = pytest.mark.skipif(emulation.SANITIZE, reason="NVRTC does not find its libraries beside AddressSanitizer")
+disassembles = pytest.mark.skipif(
+    emulation.SANITIZE or emulation.ON_DEVICE,
+    reason="nvdisasm is no part of what `make h200` needs",
+)
 
 USES = """
 #include "arch.cuh"
@@ -267,7 +271,7 @@ def test_the_compiler_makes_clusters(target: Target) -> None:
     assert compiled.ptx.count(".reqnctapercluster 1, 2, 1") == len(compiled.functions) == 4
 
 
-@compiles
+@disassembles
 def test_a_multicast_is_one_instruction() -> None:
     code = sass.disassemble(compile_file(EMULATOR / "clusters.cu", {}).cubin)["share_stages"]
     names = [one.name for one in code.instructions]
@@ -281,8 +285,7 @@ def uses(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     return compile_file(source, {})
 
 
-@compiles
-@pytest.mark.skipif(emulation.ON_DEVICE, reason="nvdisasm is no part of what `make h200` needs")
+@disassembles
 def test_an_arrival_in_another_block_waits_for_no_memory(uses: Compiled) -> None:
     """A release for the cluster would: it would wait for all of the device."""
     names = [one.name for one in sass.disassemble(uses.cubin)["arrive"].instructions]

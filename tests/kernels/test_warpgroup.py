@@ -348,6 +348,7 @@ compiles = pytest.mark.skipif(emulation.SANITIZE, reason="NVRTC does not find it
 
 
 @compiles
+@pytest.mark.skipif(emulation.ON_DEVICE, reason="nvdisasm is no part of what `make h200` needs")
 def test_the_compiler_makes_products_of_warpgroups_that_do_not_wait_for_each_other() -> None:
     """Where it cannot keep them in flight, it says in its log that it serializes them."""
     compiled = compile_file(EMULATOR / "warpgroup.cu", {})

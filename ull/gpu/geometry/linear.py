@@ -1,7 +1,9 @@
 """Geometry of the linear layers' kernels (`ull/kernels/linear/linear_narrow.cuh`, `linear_wide.cuh`) and of RMSNorm.
 
 The results do not depend on the grid. One block per multiprocessor shares the weights evenly and, where its shared
-memory allows, leaves room for a block of the next kernel, which fills its ring meanwhile.
+memory allows, leaves room for a block of the next kernel, which fills its ring meanwhile. Two blocks of one kernel must
+not come to lie on one multiprocessor, since all others would wait for it. So o and down ask for so much that no second
+one fits beside them; and when qkv and gate_up are placed, one of those lies on every multiprocessor already.
 
 From 16 tokens on a layer of few rows (qkv, o, down) is split along K as well: it writes the sums of its slices to
 `LinearParams.partial`, and `ull_qkv_sum_{tile}` or the next `ull_norm_{tile}` finishes it.
@@ -19,6 +21,7 @@ LINEAR_TILES = (1, 2, 4, *TILES)  # few tokens have variants of their own
 NARROW_TILE = 8  # most tokens of linear_narrow.cuh
 THREADS = 256
 NARROW_BYTES = 112 * 1024  # two blocks on a multiprocessor
+ALONE_BYTES = 113 * 1024 + 128  # one, and beside it one of NARROW_BYTES: it has 228 KB and keeps 1 KB for each block
 WIDE_BYTES = 224 * 1024
 STAGED_LIMIT = 36 * 1024  # most activations that a block of linear_narrow.cuh keeps in shared memory
 PASS_TILES = 16  # row tiles that a block of linear_wide.cuh handles at once
@@ -65,9 +68,8 @@ def qkv_sum(width: int, tile: int) -> Geometry:
 
 def o(hidden: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_o_{tile}`."""
-    if is_split(tile):
-        return _split(hidden, multiprocessors)
-    return _narrow(hidden, multiprocessors)
+    grid, threads, _ = (_split if is_split(tile) else _narrow)(hidden, multiprocessors)
+    return grid, threads, ALONE_BYTES
 
 
 def gate_up(intermediate: int, tile: int, multiprocessors: int) -> Geometry:
