@@ -103,6 +103,20 @@ def test_one_token_on_any_grid(base: int, kv_bits: int) -> None:
         check_one(start, rows[base:], base, blocks=blocks, seed=blocks)
 
 
+@pytest.mark.parametrize("kv_bits", [16, 8])
+@pytest.mark.parametrize(("heads", "base"), [(4, 17000), (70, 2500)])
+def test_more_splits_than_are_merged_together(heads: int, base: int, kv_bits: int) -> None:
+    """And more rows; how many that is differs between the kernels."""
+    shape = Shape(heads=heads, kv_heads=1, kv_bits=kv_bits)
+    rows = text(shape, base + 1)
+    start = Cache(shape, context=17408)
+    start.fill(rows[:base])
+    expected = start.reference(rows)
+    for blocks, window in ((2, 0), (9, 0), (70, 0), (70, base - 400)):
+        check_one(start, rows[base:], base, blocks=blocks, window=window, seed=blocks)
+    np.testing.assert_allclose(start.round(rows[base:], base, tile=1)[0], expected, atol=6e-3, rtol=2e-3)
+
+
 @pytest.mark.parametrize("window", [1, 7, 64, 100, 256, 257])
 @pytest.mark.parametrize("kv_bits", [16, 8])
 def test_one_token_with_a_sliding_window(window: int, kv_bits: int) -> None:
@@ -289,13 +303,14 @@ def test_thread_order_does_not_matter(shape: Shape, seed: int) -> None:
 
 
 @pytest.mark.skipif(ON_DEVICE, reason="the emulator sees what is not ordered")
-@pytest.mark.parametrize("base", [0, 700, 1020])
+@pytest.mark.parametrize("base", [0, 700, 1020, 7000])
 @pytest.mark.parametrize("name", [name for name in ("tiny", "tiny-e4m3") if name in SHAPES])
 def test_all_accesses_are_ordered(name: str, base: int) -> None:
-    """Within a split, over several that blocks share or have alone, and where the nodes reach into the next one."""
+    """Within a split, over several that blocks share or have alone, where the nodes reach into the next one, and over
+    more than are merged together."""
     shape = replace(SHAPES[name], reports=True)
     rows = text(shape, base + len(PATH))
-    cache = Cache(shape, context=1536, blocks=3, seed=base)
+    cache = Cache(shape, context=7168, blocks=3, seed=base)
     if base > 0:
         cache.fill(rows[:base])
     nodes = branching_rows(shape, rows[base:])

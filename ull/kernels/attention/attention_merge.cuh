@@ -150,76 +150,256 @@ ULL_DEVICE bool is_last_lane(const AttentionParams& params, const AttentionPlan&
   return *last != 0;
 }
 
-inline constexpr int kMergeBatch = 8;  // partial results that a thread has under way
-
-// One quad of dimensions of one row: the outputs of all splits.
-struct MergedQuad {
-  RowStatistics statistics;
-  float value[4];
-};
-
-ULL_DEVICE void merge_quad(MergedQuad& first, const MergedQuad& second) {
-  const MergeWeights weights = merge(first.statistics, second.statistics);
-  for (int i = 0; i < 4; ++i) first.value[i] = merged(weights, first.value[i], second.value[i]);
+// Whether a split's place in memory holds a result: whoever has all splits of a span leaves one, in the first's place.
+ULL_DEVICE bool has_result(const AttentionPlan& plan, int split) {
+  if (split < plan.first_split || split >= plan.end_split) return false;
+  const int first = plan.span_first(split);
+  const auto before = static_cast<uint32_t>(first - plan.first_split) % static_cast<uint32_t>(plan.per_lane);
+  return split == first || static_cast<int>(before) + plan.span_last(split) - first >= plan.per_lane;
 }
 
-// row: of the kv head. kInLoop: the kernel does this again and again. Then what is written only sometimes must be given
-// a value first, or the compiler keeps its registers for it all the way round.
-template <bool kInLoop>
-ULL_DEVICE MergedQuad merge_splits(const AttentionParams& params, const AttentionPlan& plan, int kv_head, int row,
-                                   int dim) {
-  constexpr MergedQuad kNothing{{kNoMaximum, 0.0F}, {}};
-  MergedQuad total = kNothing;
-  MergedQuad span = kNothing;
-  int lane_end = plan.first_split + plan.per_lane;  // of the lane that had the split
+// Merges the results of eight neighbouring lanes one after another into `all`: of the lanes in `present`, which agree
+// on `all`. Returns the weights with which the own of `lane`, this one, is merged.
+ULL_DEVICE MergeWeights merge_lanes(RowStatistics& all, const RowStatistics& own, uint32_t present, int lane) {
+  const int first = lane / kSpanSplits * kSpanSplits;
+  RowStatistics before = all;
+#pragma unroll
+  for (int i = 0; i < kSpanSplits; ++i) {
+    if (first + i == lane) before.maximum = all.maximum;
+    const float maximum = arch::shuffle(own.maximum, first + i);
+    if ((present >> i & 1U) != 0) all.maximum = all.maximum > maximum ? all.maximum : maximum;
+  }
+  const MergeWeights weights = merge(before, own);
+#pragma unroll
+  for (int i = 0; i < kSpanSplits; ++i) {
+    const float sum = arch::shuffle(merged(weights, all.sum, own.sum), first + i);
+    if ((present >> i & 1U) != 0) all.sum = sum;
+  }
+  return weights;
+}
+
+// Bits that are 1.
+ULL_DEVICE int count_bits(uint32_t bits) {
+  bits -= bits >> 1 & 0x55555555U;
+  bits = (bits & 0x33333333U) + (bits >> 2 & 0x33333333U);
+  return static_cast<int>(((bits + (bits >> 4)) & 0x0F0F0F0FU) * 0x01010101U >> 24);
+}
+
+// What the last block of a part does. Weights depend on the row alone: for as many rows and splits as fit into shared
+// memory they are computed first, and then all dimensions are merged with them.
+//
+// kInLoop: the kernel does this again and again. Then what is written only sometimes must be given a value first, or
+// the compiler keeps its registers for it all the way round.
+template <int kTile, bool kInLoop>
+class PartMerge {
+  using Shared = AttentionShared<kTile>;
+  static constexpr int kQuads = kHeadDim / 4;
+  static constexpr int kBatch = 8;                                      // results that a thread has under way
+  static constexpr int kUnits = kTile == 1 ? 1 : 2;                     // statistics that a lane has under way
+  static constexpr int kUnitsAtOnce = kAttentionThreads / kSpanSplits;  // eight lanes take a span of a row
+  static constexpr int kWarpUnits = 32 / kSpanSplits;
+  static constexpr uint32_t kSplitOutputs = kTreeTokens * kGroup * kHeadDim;  // of a kv head in memory
+
+  // Where the values were: the pages that are shared memory of attention's in every kernel.
+  static constexpr int kRows = Shared::kPartRows < 64 ? Shared::kPartRows : 64;
+  static constexpr int kFitting = (3 * kKvHeadBytes - 12 * kRows - 4) / (9 * kRows + 4) / kSpanSplits * kSpanSplits;
+  static constexpr int kSplits = kFitting < 64 ? kFitting : 64;
+  static constexpr int kSpans = kSplits / kSpanSplits;
+  static_assert(kSpans >= 1 && kSpans <= kSpanSplits, "eight lanes take the spans of a row");
+  static constexpr int kWeights = Shared::kValue;                      // [rows][splits] of results into their spans
+  static constexpr int kSpanWeights = kWeights + 8 * kRows * kSplits;  // [rows][spans] statistics, then weights
+  static constexpr int kTotals = kSpanWeights + 8 * kRows * kSpans;    // [rows] statistics
+  static constexpr int kFactors = kTotals + 8 * kRows;                 // [rows] f32
+  static constexpr int kResults = kFactors + 4 * kRows;  // [splits] uint32: 2 * split + whether it ends a span
+  static constexpr int kCount = kResults + 4 * kSplits;  // of results
+  static_assert(kCount + 4 <= Shared::kValue + 3 * kKvHeadBytes);
+
+ public:
+  ULL_DEVICE PartMerge(const AttentionParams& params, const AttentionPlan& plan, const AttentionShare& share)
+      : params_(params), plan_(plan), share_(share), thread_(arch::shuffle(arch::thread(), arch::lane())) {}
+
+  ULL_DEVICE void run() {
+    const int rows = kTile == 1 ? kGroup : share_.rows;
 #pragma unroll 1
-  for (int split = plan.first_split; split < plan.end_split;) {
-    arch::Vector4 outputs[kMergeBatch];
-    arch::Vector4 statistics[kMergeBatch];  // of this row and its neighbour
-    int next[kMergeBatch];                  // split after the one that this result ends with
-#pragma unroll
-    for (int i = 0; i < kMergeBatch; ++i) {
-      next[i] = split;
-      if constexpr (kInLoop) outputs[i] = statistics[i] = {};
-      if (split >= plan.end_split) continue;
-      const size_t from = partial_row(params, kv_head, split, row);
-      outputs[i] = arch::load_global(partial_output(params, from) + dim);
-      statistics[i] = arch::load_global(partial_statistics(params, from - from % 2));
-      while (lane_end <= split) lane_end += plan.per_lane;
-      split = plan.has_span(lane_end - plan.per_lane, lane_end, split) ? plan.span_last(split) + 1 : split + 1;
-      next[i] = split;
-    }
-#pragma unroll
-    for (int i = 0; i < kMergeBatch; ++i) {
-      if (i > 0 && next[i] == next[i - 1]) continue;  // beyond the end
-      MergedQuad own;
-      own.statistics.maximum = arch::bits_float(row % 2 == 0 ? statistics[i].word[0] : statistics[i].word[2]);
-      own.statistics.sum = arch::bits_float(row % 2 == 0 ? statistics[i].word[1] : statistics[i].word[3]);
-      for (int d = 0; d < 4; ++d) own.value[d] = arch::bits_float(outputs[i].word[d]);
-      merge_quad(span, own);
-      if (next[i] % kSpanSplits == 0 || next[i] == plan.end_split) {
-        merge_quad(total, span);
-        span = kNothing;
+    for (first_row_ = 0; first_row_ < rows; first_row_ += kRows) {
+      rows_ = rows - first_row_ < kRows ? rows - first_row_ : kRows;
+      const int first_split = plan_.first_split / kSpanSplits * kSpanSplits;
+#pragma unroll 1
+      for (base_ = first_split; base_ < plan_.end_split; base_ += kSplits) {
+        const int splits = plan_.end_split - base_ < kSplits ? plan_.end_split - base_ : kSplits;
+        spans_ = (splits - 1) / kSpanSplits + 1;
+        is_first_ = base_ == first_split;
+        is_last_ = base_ + kSplits >= plan_.end_split;
+        if (warp() == kAttentionWarps - 1) list_results();
+#pragma unroll 1
+        for (int of_spans = 0; of_spans < 2; ++of_spans) {
+          weigh(of_spans == 1);
+          arch::block_barrier();
+        }
+        merge_outputs();
+        arch::block_barrier();
       }
     }
   }
-  return total;
-}
 
-template <bool kInLoop>
-ULL_DEVICE void merge_part(const AttentionParams& params, const AttentionPlan& plan, const AttentionShare& share) {
-  constexpr int kQuads = kHeadDim / 4;
+ private:
+  ULL_DEVICE int lane() const { return thread_ % 32; }
+  ULL_DEVICE int warp() const { return thread_ / 32; }
+  ULL_DEVICE static unsigned char* at(int offset) { return arch::shared_memory() + offset; }
+  ULL_DEVICE static MergeWeights* weights(int row) {
+    return reinterpret_cast<MergeWeights*>(at(kWeights)) + row * kSplits;
+  }
+  ULL_DEVICE static MergeWeights* span_weights(int row) {
+    return reinterpret_cast<MergeWeights*>(at(kSpanWeights)) + row * kSpans;
+  }
+  ULL_DEVICE static RowStatistics* span_statistics(int row) {
+    return reinterpret_cast<RowStatistics*>(at(kSpanWeights)) + row * kSpans;
+  }
+  ULL_DEVICE static RowStatistics* total(int row) { return reinterpret_cast<RowStatistics*>(at(kTotals)) + row; }
+  ULL_DEVICE static float* factor(int row) { return reinterpret_cast<float*>(at(kFactors)) + row; }
+  ULL_DEVICE static uint32_t* result(int index) { return reinterpret_cast<uint32_t*>(at(kResults)) + index; }
+
+  // Of a row of these; split: from `base_` on.
+  ULL_DEVICE size_t partial(int row, int split) const {
+    return partial_row(params_, share_.kv_head, base_ + split, share_.row + first_row_ + row);
+  }
+  ULL_DEVICE RowStatistics load_statistics(int row, int split) const {
+    const size_t from = partial(row, split);
+    const arch::Vector4 pair = arch::load_global(partial_statistics(params_, from - from % 2));  // and its neighbour's
+    return {arch::bits_float(from % 2 == 0 ? pair.word[0] : pair.word[2]),
+            arch::bits_float(from % 2 == 0 ? pair.word[1] : pair.word[3])};
+  }
+
+  // What a lane has of what eight merge together: a result of a span, or a span of a row.
+  struct Unit {
+    int row;
+    int member;  // the lane's split or span
+    bool present;
+    bool leads;  // the first of the eight
+    RowStatistics own;
+  };
+
+  ULL_DEVICE Unit load_unit(int unit, bool of_spans) const {
+    const int span = static_cast<int>(static_cast<uint32_t>(unit) / static_cast<uint32_t>(rows_));
+    Unit found{unit - span * rows_, kSpanSplits * span + lane() % kSpanSplits, false, false, {}};
+    if (span >= (of_spans ? 1 : spans_)) return found;
+    found.leads = lane() % kSpanSplits == 0;
+    found.present = of_spans ? found.member < spans_ : has_result(plan_, base_ + found.member);
+    if (!found.present) return found;
+    found.own = of_spans ? span_statistics(found.row)[found.member] : load_statistics(found.row, found.member);
+    return found;
+  }
+
+  // The weights of results, and the statistics of spans; then the weights of spans, and the statistics of rows.
+  ULL_DEVICE void weigh(bool of_spans) const {
+    const int units = of_spans ? rows_ : rows_ * spans_;
 #pragma unroll 1
-  for (int i = arch::thread(); i < share.rows * kQuads; i += kAttentionThreads) {
-    const int row = share.row + i / kQuads;
-    const int dim = i % kQuads * 4;
-    const MergedQuad total = merge_splits<kInLoop>(params, plan, share.kv_head, row, dim);
-    const float factor = output_factor(params, share.kv_head, total.statistics.sum);
-    uint32_t* to = output_pair(params, share.kv_head, row, dim);
-    for (int d = 0; d < 2; ++d) {
-      to[d] = arch::f32x2_to_f16x2(total.value[2 * d] * factor, total.value[2 * d + 1] * factor);
+    for (int first = kWarpUnits * warp(); first < units; first += kUnits * kUnitsAtOnce) {
+      Unit unit[kUnits];
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) {
+        unit[i] = load_unit(first + i * kUnitsAtOnce + lane() / kSpanSplits, of_spans);
+      }
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) {
+        const Unit& own = unit[i];
+        const uint32_t present = arch::ballot(own.present) >> (lane() / kSpanSplits * kSpanSplits);
+        RowStatistics all{kNoMaximum, 0.0F};
+        if (of_spans && !is_first_ && own.present) all = *total(own.row);
+        const MergeWeights own_weights = merge_lanes(all, own.own, present, lane());
+        if (own.present) *((of_spans ? span_weights(own.row) : weights(own.row)) + own.member) = own_weights;
+        arch::warp_barrier();  // all lanes have read the row's total
+        if (!own.leads) continue;
+        *(of_spans ? total(own.row) : span_statistics(own.row) + own.member / kSpanSplits) = all;
+        if (of_spans && is_last_) *factor(own.row) = output_factor(params_, share_.kv_head, all.sum);
+      }
     }
   }
+
+  // By a warp: where outputs are, in the order in which they are merged.
+  ULL_DEVICE void list_results() const {
+    int count = 0;
+#pragma unroll 1
+    for (int first = 0; first < kSpanSplits * spans_; first += 32) {
+      const int split = first + lane();
+      const bool present = split < kSpanSplits * spans_ && has_result(plan_, base_ + split);
+      const uint32_t all = arch::ballot(present);
+      const int index = count + count_bits(all & ((1U << lane()) - 1U));
+      const uint32_t behind = (all >> lane() / kSpanSplits * kSpanSplits & 0xFFU) >> (split % kSpanSplits + 1);
+      if (present) *result(index) = 2U * static_cast<uint32_t>(split) + (behind == 0 ? 1U : 0U);
+      count += count_bits(all);
+    }
+    if (lane() == 0) *reinterpret_cast<int32_t*>(at(kCount)) = count;
+  }
+
+  // Each thread takes a quad of a row's dimensions. Between these splits and the next its total waits where the block
+  // had its span.
+  ULL_DEVICE void merge_outputs() const {
+    const int count = *reinterpret_cast<const int32_t*>(at(kCount));
+#pragma unroll 1
+    for (int i = thread_; i < rows_ * kQuads; i += kAttentionThreads) {
+      const int row = i / kQuads;
+      const int dim = 4 * (i - row * kQuads);
+      const float* from_split = partial_output(params_, partial(row, 0)) + dim;
+      auto* kept = reinterpret_cast<Floats<4>*>(at(Shared::kSpanOutput) + 4 * ((first_row_ + row) * kHeadDim + dim));
+      Floats<4> all{};
+      if (!is_first_) all = *kept;
+      Floats<4> span{};
+#pragma unroll 1
+      for (int from = 0; from < count; from += kBatch) {
+        arch::Vector4 outputs[kBatch];
+        uint32_t results[kBatch];
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          if constexpr (kInLoop) {
+            outputs[k] = {};
+            results[k] = 0;
+          }
+          if (from + k >= count) continue;
+          results[k] = *result(from + k);
+          outputs[k] = arch::load_global(from_split + results[k] / 2 * kSplitOutputs);
+        }
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          if (from + k >= count) continue;
+          const auto split = results[k] / 2;
+          const MergeWeights own = weights(row)[split];
+          for (int d = 0; d < 4; ++d) span.value[d] = merged(own, span.value[d], arch::bits_float(outputs[k].word[d]));
+          if (results[k] % 2 == 0) continue;
+          const MergeWeights into = span_weights(row)[split / kSpanSplits];
+          for (int d = 0; d < 4; ++d) all.value[d] = merged(into, all.value[d], span.value[d]);
+          span = {};
+        }
+      }
+      if (!is_last_) {
+        *kept = all;
+        continue;
+      }
+      uint32_t* to = output_pair(params_, share_.kv_head, share_.row + first_row_ + row, dim);
+      for (int d = 0; d < 2; ++d) {
+        to[d] = arch::f32x2_to_f16x2(all.value[2 * d] * *factor(row), all.value[2 * d + 1] * *factor(row));
+      }
+    }
+  }
+
+  const AttentionParams& params_;
+  const AttentionPlan plan_;
+  const AttentionShare share_;
+  // From a shuffle, which stays where it is: what follows from threadIdx would be kept in registers all the way round a
+  // kernel's loop.
+  const int thread_;
+  int first_row_ = 0;  // of those under way, of the block's
+  int rows_ = 0;
+  int base_ = 0;  // first split of those under way, of a whole span
+  int spans_ = 0;
+  bool is_first_ = false;  // of the rows' splits
+  bool is_last_ = false;
+};
+
+// By all threads of the last block of a part, behind a barrier.
+template <bool kInLoop, int kTile = 1>
+ULL_DEVICE void merge_part(const AttentionParams& params, const AttentionPlan& plan, const AttentionShare& share) {
+  PartMerge<kTile, kInLoop>(params, plan, share).run();
 }
 
 }  // namespace ull::gpu
