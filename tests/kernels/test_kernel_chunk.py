@@ -185,51 +185,23 @@ def test_a_chunk_that_is_skipped_is_not_attended() -> None:
 # ---- clusters of two blocks of rows ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("multiprocessors", [2, 6, 132])
 @pytest.mark.parametrize(("name", "model", "blocks"), [("gate_up", "held", 1), ("o", "long", 9)])
-def test_a_block_without_rows_brings_its_half_of_the_activations(
-    name: str, model: str, blocks: int, multiprocessors: int
-) -> None:
-    """The last rows' second one, where the blocks of rows are odd in number; behind other tasks of a cluster or not."""
+def test_a_block_without_rows_brings_its_half_of_the_activations(name: str, model: str, blocks: int) -> None:
+    """The last cluster's second one, where the blocks of rows are odd in number."""
     layer = ChunkLayer(name, model, seed=5, with_bias=False)
     assert -(-layer.layer.rows // chunk.BLOCK_ROWS) == blocks
+    assert chunk.product(layer.layer.rows)[0][1] == blocks + 1
     count = 130
-    rows = layer.run(count, seed=6, multiprocessors=multiprocessors)
+    rows = layer.run(count, seed=6)
     np.testing.assert_array_equal(rows[:count], layer.by_rounds(count))
     assert layer.is_unwritten(rows[count:])
-
-
-@pytest.mark.parametrize("multiprocessors", [2, 4, 10])
-def test_a_cluster_does_one_task_after_another(multiprocessors: int) -> None:
-    """Four tiles of tokens for nine blocks of rows are twenty tasks: of one cluster, two or five."""
-    layer = ChunkLayer("o", "long", seed=8, with_bias=True)
-    assert chunk.product(layer.layer.rows, multiprocessors)[0] == (1, multiprocessors)
-    count = 512
-    np.testing.assert_array_equal(layer.run(count, 1, multiprocessors), layer.by_rounds(count))
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_task_is_finished_while_the_next_one_is_multiplied(name: str, model: str) -> None:
-    """Whatever its first slice has: nothing, or less than what there is to finish."""
-    layer = ChunkLayer(name, model, seed=9, with_bias=True)
-    count = 300
-    rows = layer.run(count, seed=4, multiprocessors=2)
-    np.testing.assert_array_equal(rows[:count], layer.by_rounds(count))
-    assert layer.is_unwritten(rows[count:])
-
-
-def test_more_multiprocessors_than_tasks_are_left_alone() -> None:
-    assert chunk.product(4096, 132)[0] == (1, 128)
-    assert chunk.product(28672, 133)[0] == (1, 132)
-    assert chunk.product(28672, 1)[0] == (1, 2)
 
 
 def test_a_cluster_takes_turns_in_every_order_of_threads() -> None:
     """Where the kernel reports its loads and stores: a stage is filled anew when both blocks have read it."""
     if emulation.ON_DEVICE or emulation.SANITIZE:
         pytest.skip("the emulator alone sees it, and not beside AddressSanitizer")
-    expected = ChunkLayer("gate_up", "held", seed=7, with_bias=False).run(130)
+    expected = ChunkLayer("gate_up", "held", seed=7, with_bias=False).run(9)
     watched = ChunkLayer("gate_up", "held", seed=7, with_bias=False, reports=True)
     for seed in range(2):
-        np.testing.assert_array_equal(watched.run(130, seed, multiprocessors=2), expected)
+        np.testing.assert_array_equal(watched.run(9, seed), expected)

@@ -64,7 +64,7 @@ class Chunks:
     """Builds them, for one model."""
 
     def __init__(self, sizes: Sizes, places: Places, multiprocessors: int) -> None:
-        self._sizes, self._places, self._multiprocessors = sizes, places, multiprocessors
+        self._sizes, self._places = sizes, places
         self._rounds = Rounds(sizes, places, multiprocessors)
 
     def launches(self) -> list[Launch]:
@@ -124,7 +124,7 @@ class Chunks:
             activations=region(activations),
             output=region(output),
         )
-        return Launch(f"ull_chunk_{kernel}", *chunk.product(rows, self._multiprocessors), params)
+        return Launch(f"ull_chunk_{kernel}", *chunk.product(rows), params)
 
     def _store(self, layer: int) -> Launch:
         sizes, region, tensor = self._sizes, self._places.region, self._places.tensor

@@ -122,11 +122,8 @@ class ChunkLayer:
     def rows(self) -> int:
         return self.layer.rows // 2 if self.name == "gate_up" else self.layer.rows
 
-    def run(self, count: int, seed: int = 0, multiprocessors: int = 132) -> NDArray[Any]:
-        """[512, N] after a chunk of `count` tokens; what was not written is NaN, or UNWRITTEN.
-
-        The fewer multiprocessors, the more tasks a cluster has.
-        """
+    def run(self, count: int, seed: int = 0) -> NDArray[Any]:
+        """[512, N] after a chunk of `count` tokens; what was not written is NaN, or UNWRITTEN."""
         layer, adds = self.layer, self.name in ("o", "down")
         activations, state = pack_activations(self.inputs[:count]), chunk_of(count)
         residual = copied(self.residual)
@@ -146,7 +143,7 @@ class ChunkLayer:
             output=pointer(output),
         )
         grid, threads, shared_bytes = chunk.product(
-            layer.rows if self.name != "gate_up" else weights_rows(weights, layer), multiprocessors
+            layer.rows if self.name != "gate_up" else weights_rows(weights, layer)
         )
         self.kernels.run(
             f"ull_chunk_{self.name}",

@@ -34,14 +34,10 @@ def store(kv_heads: int, head_dim: int) -> Geometry:
     return (CHUNK_TOKENS, blocks), threads, shared
 
 
-def product(rows: int, multiprocessors: int) -> Geometry:
-    """`ull_chunk_qkv`, `ull_chunk_o`, `ull_chunk_gate_up` and `ull_chunk_down`, by the rows of their matrix.
-
-    As many clusters as run at once and a whole chunk has tasks for: each takes one after another.
-    """
-    tasks = CHUNK_TOKENS // CHUNK_TILE * -(-rows // (CLUSTER * BLOCK_ROWS))
-    clusters = max(1, min(tasks, multiprocessors // CLUSTER))
-    return (1, CLUSTER * clusters), LINEAR_THREADS, linear.WIDE_BYTES
+def product(rows: int) -> Geometry:
+    """`ull_chunk_qkv`, `ull_chunk_o`, `ull_chunk_gate_up` and `ull_chunk_down`, by the rows of their matrix."""
+    blocks = round_up(rows, CLUSTER * BLOCK_ROWS) // BLOCK_ROWS
+    return (CHUNK_TOKENS // CHUNK_TILE, blocks), LINEAR_THREADS, linear.WIDE_BYTES
 
 
 def attention(heads: int, kv_heads: int, head_dim: int) -> Geometry:
