@@ -15,9 +15,12 @@ import msgspec
 import pytest
 
 import ull
+from checkpoints import write_checkpoint
 from conftest import Daemon, Spawn
 from raw_client import RawClient
 from ull import wire
+from ull_build.build import build
+from ull_build.settings import Settings
 
 PROMPT = "x = "
 SCHEMA = {
@@ -351,3 +354,20 @@ def test_a_daemon_without_llguidance_serves_all_else(
         assert client.generate(PROMPT, choices=["a", "b"]).result().choice is not None
     (line,) = daemon.events("grammars")
     assert "has no _lib.abi3.so" in line["message"] and "reinstall" in line["message"]
+
+
+def test_a_model_without_an_end_of_text_is_served_but_for_grammars(spawn: Spawn, tmp_path: Path) -> None:
+    """As bundles of random weights are: no token ends what they say, and no grammar could say that it is complete."""
+    checkpoint = write_checkpoint(tmp_path / "model", config={"eos_token_id": ...})
+    tokenizer = checkpoint / "tokenizer_config.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"eos_token"', '"other_token"'))
+    bundle = build(Settings(model=checkpoint, output=tmp_path / "x.ull", name="x", evaluate=False)).path
+    daemon = spawn(bundle=bundle)
+    with ull.Client(daemon.url) as client:
+        assert client.info().limits["grammars"] is False
+        with pytest.raises(ull.RequestError, match="takes no grammars"):
+            client.generate([5, 6], regex="a").result()
+        result = client.generate([5, 6], max_tokens=20).result()
+        assert (len(result.token_ids), result.finish_reason) == (20, "length")
+    (line,) = daemon.events("grammars")
+    assert line["message"] == "grammars are refused: no token of this model ends a text"

@@ -13,9 +13,14 @@ import pytest
 import device_kernels
 import driver_double
 import emulation
+from conftest import ROOT
 from early_reader import COUNT, read
 from emulation import aligned, pointer
 from ull_build.code.kernels import compile_file
+
+sys.path.append(str(ROOT / "bench"))
+
+import sass
 
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
@@ -23,6 +28,15 @@ def test_the_predecessor_compiles(target: Any) -> None:
     compiled = compile_file(device_kernels.PREDECESSOR, {}, target)
     assert set(compiled.kernels) == {"ull_predecessor", "ull_reader"}
     assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
+
+
+@pytest.mark.skipif(emulation.SANITIZE or emulation.ON_DEVICE, reason="NVRTC and nvdisasm are not there")
+def test_the_assembler_leaves_an_early_read_before_the_wait() -> None:
+    """It may put a wait before a load that nothing uses until then: on an H100 the reader then was never early."""
+    code = sass.disassemble(compile_file(device_kernels.PREDECESSOR, {}).cubin)["ull_reader"]
+    names = [one.name for one in code.instructions]
+    loads = [at for at, name in enumerate(names) if name.startswith("LDG")]
+    assert len(loads) == 2 and loads[0] < names.index("ACQBULK") < loads[1]
 
 
 def test_the_predecessor_writes_every_region() -> None:

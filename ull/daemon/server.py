@@ -392,6 +392,9 @@ class Daemon:
             self._log.warning("grammars", message=f"grammars are refused: {error}")
             return None
         vocabulary, eos = str(bundle.vocabulary_path), list(bundle.manifest.tokens.eos)
+        if not eos:
+            self._log.warning("grammars", message="grammars are refused: no token of this model ends a text")
+            return None
         special = tokenizer.special_tokens
         compiler = _native.Grammars(library, vocabulary, eos, special)
         setup = {"library": library, "vocab_path": vocabulary, "eos": eos, "special": special}

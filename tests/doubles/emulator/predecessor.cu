@@ -44,13 +44,11 @@ ULL_KERNEL(ull_predecessor, PredecessorParams, 256, 1) {
   }
 }
 
-// A dependent that is right, or reads too early.
+// A dependent that is right, or reads too early. It makes use of what it has read before it waits: else the assembler
+// would put the wait first.
 ULL_KERNEL(ull_reader, ReaderParams, 256, 1) {
   const int i = block_x() * threads() + thread();
-  const bool mine = i < params.count;
-  uint32_t value = 0;
-  if (mine && params.early != 0) value = load_stream(params.source + 4 * i).word[0];
+  if (i < params.count && params.early != 0) params.output[i] = load_stream(params.source + 4 * i).word[0];
   wait_for_predecessor();
-  if (mine && params.early == 0) value = load_stream(params.source + 4 * i).word[0];
-  if (mine) params.output[i] = value;
+  if (i < params.count && params.early == 0) params.output[i] = load_stream(params.source + 4 * i).word[0];
 }

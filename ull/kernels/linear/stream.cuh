@@ -69,7 +69,7 @@ class Stages {
 template <typename Plan>
 class Stream : public Stages<Plan> {
  public:
-  static constexpr bool kInLoop = false;  // see merge_splits()
+  static constexpr bool kInLoop = false;  // see PartMerge
   using Shape = typename Plan::Shape;
   using Stages<Plan>::kWhole;
   using Stages<Plan>::is_paired;
