@@ -138,7 +138,7 @@ wheels: man  ## build and prove the wheels for CPython 3.11 to 3.14 into .cache/
 	rm -rf .cache/wheel
 	$(BIN)/python release/wheels.py .cache/wheel $(PYTHONS)
 
-# In two commands of nine minutes; without ULL_H200_STEPS one behind the other.
+# In two commands, of 330 and 450 seconds; without ULL_H200_STEPS one behind the other.
 h200:  ## on an H200: ULL_H200_STEPS=correctness make h200, then ULL_H200_STEPS=figures make h200; one JSON report
 	bash bench/h200/run.sh
 
@@ -147,7 +147,7 @@ h200-tensorrt:  ## on an H200 with TensorRT: what it makes of our networks, and 
 
 PYTHON312 ?= python3.12
 h200-wheels: $(VENV)/.created  ## packages and a native module for `make h200` without a registry (.wheels/; PYTHON312)
-	$(BIN)/python bench/h200/wheels.py $(PYTHON312)
+	$(BIN)/python bench/h200/wheels.py $(PYTHON312) $(H200_WHEELS)
 
 install: $(VENV)/.installed  ## create .venv and install ull into it
 

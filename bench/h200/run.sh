@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that only an H200 can tell, in two commands of at most nine minutes each:
+# Everything that only an H200 can tell, in two commands that end within a quarter of an hour together:
 #
 #   ULL_H200_STEPS=correctness bash bench/h200/run.sh    # native build, kernels and engine against NumPy and PyTorch
 #   ULL_H200_STEPS=figures bash bench/h200/run.sh        # bandwidth, rounds, prefill, client; one table
@@ -9,7 +9,7 @@
 # in .cache/ what the first one has built, and adds to its report.
 #
 # ULL_H200_STEPS: groups and steps, separated by commas (steps.py lists them); empty: both commands, one behind the other.
-# ULL_H200_SECONDS (530): of each of the two; what has no time left is cut, and the report says so.
+# ULL_H200_SECONDS (330 and 450): of each of the two; what has no time left is cut, and the report says so.
 # ULL_COMMIT names the commit where the tree came without its history.
 # PYTHON (python3): one with PyTorch, if there is one.
 #

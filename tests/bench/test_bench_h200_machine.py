@@ -17,6 +17,7 @@ sys.path.append(str(ROOT / "bench/h200"))
 import machine
 import packages
 import sources
+import wheels as bring
 from packages import Requirement
 
 import native
@@ -58,6 +59,13 @@ def test_only_what_is_missing_or_too_old_is_installed(wheels: Path) -> None:
     assert chosen_for({**needed, "pytest": "pytest>=900"}) == ["absent-one", "absent-two", "pytest"]
     assert chosen_for(needed, nothing_installed=True) == ["absent-one", "absent-two", "numpy"]
     assert chosen_for({"json": "no-such-package>=3"}) == []  # its module is there, of unknown version
+
+
+def test_what_pytorch_brings_is_not_carried(wheels: Path) -> None:
+    bring.leave_out(wheels, {"numpy", "absent-two"})
+    assert {packages.read_wheel(path).name for path in wheels.glob("*.whl")} == {"absent-one", "absent-three", "pytest"}
+    needed = {Requirement(text).name.replace("_", "-") for text in packages.NEEDED.values()}
+    assert {"numpy", "tokenizers", "cuda-bindings"} <= needed & bring.BROUGHT
 
 
 def test_wheels_are_installed_beside_the_machines_packages(
