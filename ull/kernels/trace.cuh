@@ -16,8 +16,8 @@ enum Mark : int {
   kStart = 0,
   kFilled = 1,     // the ring's copies have been asked for
   kWaited = 2,     // the wait for the predecessor has returned
-  kFirstUsed = 3,  // the first stage of the ring has been used
-  kLastUsed = 4,   // the last one
+  kFirstUsed = 3,  // the first stage of the ring has been used; of attention: the token's own heads are prepared
+  kLastUsed = 4,   // the last one; of attention: the probabilities of the block's last split are there
   kEnd = 5,
   kMarks = 6,
 };

@@ -138,6 +138,7 @@ class AttentionOfOne {
   ULL_DEVICE void finish() {
     prepare_own_heads();
     arch::block_barrier();
+    if constexpr (!kInLoop) trace::mark(trace::kFirstUsed);
 #pragma unroll 1
     for (int split = share_.first_split; split < share_.end_split; ++split) {
       const bool more = split + 1 < share_.end_split;
@@ -153,6 +154,7 @@ class AttentionOfOne {
         arch::block_barrier();
         weigh(scores);
         arch::block_barrier();
+        if constexpr (!kInLoop) trace::mark(trace::kLastUsed);
         if (arch::warp() >= kValueWarps) continue;
         SumFragment<1> sums{};
         sum_values(sums, split);
