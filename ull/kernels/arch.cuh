@@ -151,6 +151,7 @@ ULL_DEVICE T shuffle(T value, int source_lane) {
   return __shfl_sync(0xFFFFFFFFU, value, source_lane);
 }
 ULL_DEVICE uint32_t ballot(bool predicate) { return __ballot_sync(0xFFFFFFFFU, predicate); }
+ULL_DEVICE int count_bits(uint32_t bits) { return __popc(bits); }  // those that are 1
 
 // ---- tensor cores -----------------------------------------------------------------------------------------------
 

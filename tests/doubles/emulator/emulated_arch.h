@@ -143,6 +143,7 @@ ULL_UNSEEN inline uint32_t ballot(bool predicate, ULL_SITE_PARAMETERS) {
   for (int i = 0; i < 32; ++i) result |= static_cast<uint32_t>(operands[i].value) << i;
   return result;
 }
+ULL_UNSEEN inline int count_bits(uint32_t bits) { return __builtin_popcount(bits); }
 
 // ---- tensor cores -----------------------------------------------------------------------------------------------
 

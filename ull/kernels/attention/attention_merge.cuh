@@ -178,13 +178,6 @@ ULL_DEVICE MergeWeights merge_lanes(RowStatistics& all, const RowStatistics& own
   return weights;
 }
 
-// Bits that are 1.
-ULL_DEVICE int count_bits(uint32_t bits) {
-  bits -= bits >> 1 & 0x55555555U;
-  bits = (bits & 0x33333333U) + (bits >> 2 & 0x33333333U);
-  return static_cast<int>(((bits + (bits >> 4)) & 0x0F0F0F0FU) * 0x01010101U >> 24);
-}
-
 // What the last block of a part does. Weights depend on the row alone: for as many rows and splits as fit into shared
 // memory they are computed first, and then all dimensions are merged with them.
 //
@@ -324,10 +317,10 @@ class PartMerge {
       const int split = first + lane();
       const bool present = split < kSpanSplits * spans_ && has_result(plan_, base_ + split);
       const uint32_t all = arch::ballot(present);
-      const int index = count + count_bits(all & ((1U << lane()) - 1U));
+      const int index = count + arch::count_bits(all & ((1U << lane()) - 1U));
       const uint32_t behind = (all >> lane() / kSpanSplits * kSpanSplits & 0xFFU) >> (split % kSpanSplits + 1);
       if (present) *result(index) = 2U * static_cast<uint32_t>(split) + (behind == 0 ? 1U : 0U);
-      count += count_bits(all);
+      count += arch::count_bits(all);
     }
     if (lane() == 0) *reinterpret_cast<int32_t*>(at(kCount)) = count;
   }
