@@ -54,11 +54,8 @@ COMMAND = (sys.executable, __file__, "--findings")  # of a step's process
 DATASHEET_BANDWIDTH = 4.8e12  # bytes per second; where ours was not measured
 BUNDLES_S, BANDWIDTH_S, COMPARISON_S, AHEAD_S = 40.0, 15.0, 60.0, 120.0  # estimates
 SPECULATION_S = 60.0  # 12 s to load, and 39 requests of 512 tokens, 18 of them without drafts
-PROGRAMS = {
-    "probes": 20.0,
-    "trace": 20.0,
-    "profiled": 45.0,
-}  # in files of their own, which add to the report; estimates
+# In files of their own, which add to the report; estimates.
+PROGRAMS = {"probes": 20.0, "trace": 20.0, "profiled": 45.0}
 
 
 class Measurement:

@@ -10,25 +10,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sources import BUNDLE, ROOT, digest
+from bundles import build_once
+from sources import ROOT
 
 REFUSED = 75
 REFUSAL = "Device not supported"  # as gVisor's is not
 
 
-def build(bundle: Path) -> None:
-    """Before the checks: under compute-sanitizer it takes minutes."""
-    stamp, made_from = bundle.with_suffix(".sources"), digest(*BUNDLE)
-    if stamp.exists() and stamp.read_text() == made_from:
-        return
-    command = [sys.executable, "-m", "ull_build", str(ROOT / "engines/tiny-medusa.toml"), "--target", "sm_90a"]
-    subprocess.run([*command, "--no-eval", "--quiet", "--force", "--output", str(bundle)], check=True)
-    stamp.write_text(made_from)
-
-
 def main() -> int:
     bundle = Path(sys.argv[1])
-    build(bundle)
+    # Before the checks: under compute-sanitizer it takes minutes.
+    build_once(bundle, str(ROOT / "engines/tiny-medusa.toml"), "--target", "sm_90a", "--no-eval")
     tests = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=short"]
     command = ["compute-sanitizer", "--error-exitcode", "9", *tests, "tests/h200/test_small.py"]
     environment = {**os.environ, "ULL_H200_TINY": str(bundle), "ULL_PATIENCE_S": "120"}

@@ -19,25 +19,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bundles import build_once
 from journal import Report
 from rich.console import Console
 from rich.table import Table
+from rounds import loaded, made_up
+from sources import ROOT
 
 from ull.bundle import open_bundle
 from ull.gpu.params import CHUNK_TOKENS, PREFILL
-from ull.gpu.program import load
 from ull.gpu.replay import Replay
 from ull.gpu.rounds import FULL, PLAIN
 
 ARCH, CONTEXT = "llama-3.1-8b", 16384
-BUNDLE = Path(__file__).parent.parent.parent / ".cache/h200/one-layer.ull"
+BUNDLE = ROOT / ".cache/h200/one-layer.ull"
 KERNELS = "ull_(qkv|attention|o|gate_up|down|chunk).*"
-FIRST_KERNEL = re.compile(r"ull_(qkv_\d+|chunk_embed)")  # of a work: there is one layer
+FIRST_KERNEL = re.compile(r"qkv_\d+|chunk_embed")  # of a work: there is one layer
 SECTIONS = (
-    *("SpeedOfLight", "LaunchStats", "WarpStateStats", "MemoryWorkloadAnalysis"),
-    *("ComputeWorkloadAnalysis", "InstructionStats"),
+    *("SpeedOfLight", "LaunchStats", "Occupancy", "WarpStateStats", "SchedulerStats"),
+    *("MemoryWorkloadAnalysis", "ComputeWorkloadAnalysis"),
 )
-LIMIT_S = 120.0
 FIGURES = {  # ours -> the metric's name, and what it is divided by
     "us": ("gpu__time_duration.sum", 1e3),
     "memory": ("gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed", 100.0),
@@ -62,7 +63,7 @@ class Work:
         return f"{'a chunk of ' if self.chunk else ''}{self.tokens} behind {self.position}"
 
     def do(self, replay: Replay) -> None:
-        text = [(7 * index + 11) % 1000 for index in range(self.tokens)]
+        text = made_up(self.tokens)
         if self.chunk:
             sequence = replay.launch(text, self.position, PREFILL, size=CHUNK_TOKENS)
         else:
@@ -81,14 +82,13 @@ def run(bundle: Path) -> None:
     """What ncu runs: each work once to warm up, then once to be profiled."""
     from cuda.bindings import driver
 
-    program = load(open_bundle(bundle))
-    replay = program.replay()
-    for work in WORKS:
-        work.do(replay)
-        driver.cuProfilerStart()
-        work.do(replay)
-        driver.cuProfilerStop()
-    program.close()
+    with loaded(open_bundle(bundle)) as program:
+        replay = program.replay()
+        for work in WORKS:
+            work.do(replay)
+            driver.cuProfilerStart()
+            work.do(replay)
+            driver.cuProfilerStop()
 
 
 def read_kernels(lines: Iterable[str]) -> list[dict[str, Any]]:
@@ -122,7 +122,7 @@ def by_work(kernels: Iterable[dict[str, Any]], works: Iterable[Work]) -> dict[st
     """Kernels in the order in which they ran, by the work's name. Raises ValueError for fewer works, or more."""
     found: list[list[dict[str, Any]]] = []
     for kernel in kernels:
-        if FIRST_KERNEL.fullmatch(f"ull_{kernel['kernel']}"):
+        if FIRST_KERNEL.fullmatch(kernel["kernel"]):
             found.append([])
         if not found:
             raise ValueError(f"{kernel['kernel']} is no layer's first kernel")
@@ -132,43 +132,30 @@ def by_work(kernels: Iterable[dict[str, Any]], works: Iterable[Work]) -> dict[st
 
 def print_profile(console: Console, found: Mapping[str, list[dict[str, Any]]]) -> None:
     table = Table(title=f"one layer of {ARCH}, each kernel alone and with cold caches: share of the chip's, by ncu")
-    for column in (
-        "round",
-        "kernel",
-        "us",
-        "memory",
-        "L2",
-        "tensor cores",
-        "instr/cycle",
-        "registers",
-        "warps wait for",
-    ):
-        table.add_column(column, justify="left" if column in ("round", "kernel", "warps wait for") else "right")
+    left = ("round", "kernel", "warps wait for")
+    figures = ("us", "memory", "L2", "tensor cores", "instr/cycle", "registers")
+    for column in (*left[:2], *figures, left[2]):
+        table.add_column(column, justify="left" if column in left else "right")
     for work, kernels in found.items():
         for kernel in kernels:
             shares = (f"{kernel[name]:.0%}" for name in ("memory", "l2", "tensor_cores"))
             stalls = ", ".join(f"{name} {value:.1f}" for name, value in kernel["stalls"].items())
             instructions = f"{kernel['instructions_per_cycle']:.2f}"
-            figures = (f"{kernel['us']:.1f}", *shares, instructions, str(kernel["registers"]))
-            table.add_row(work, kernel["kernel"], *figures, stalls)
+            cells = (f"{kernel['us']:.1f}", *shares, instructions, str(kernel["registers"]))
+            table.add_row(work, kernel["kernel"], *cells, stalls)
     console.print(table)
-
-
-def build() -> None:
-    options = ["--arch", ARCH, "--layers", "1", "--random-weights", "--target", "sm_90a", "--context", str(CONTEXT)]
-    command = [sys.executable, "-m", "ull_build", *options, "--output", str(BUNDLE), "--force", "--quiet"]
-    subprocess.run(command, check=True)
 
 
 def profile(ncu: str) -> dict[str, list[dict[str, Any]]]:
     """Raises SystemExit where ncu does not do it, with its reason."""
-    build()
+    options = ("--arch", ARCH, "--layers", "1", "--random-weights", "--target", "sm_90a", "--context", str(CONTEXT))
+    build_once(BUNDLE, *options)
     log = BUNDLE.with_suffix(".csv")
-    options = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--print-units", "base"]
+    start = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--print-units", "base"]
     sections = [word for section in SECTIONS for word in ("--section", section)]
     output = ["--csv", "--page", "raw", "--log-file", str(log), "--kernel-name", f"regex:{KERNELS}"]
-    command = [*options, *sections, *output, sys.executable, __file__, "--run", str(BUNDLE)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    command = [*start, *sections, *output, sys.executable, __file__, "--run", str(BUNDLE)]
+    result = subprocess.run(command, capture_output=True, text=True)
     text = log.read_text() if log.exists() else ""
     if result.returncode != 0:
         said = [line for line in (text + result.stderr).splitlines() if line.strip()]

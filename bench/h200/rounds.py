@@ -29,6 +29,11 @@ def loaded(bundle: Bundle, persistent: bool = False) -> Iterator[Program]:
     program.close()
 
 
+def made_up(tokens: int) -> list[int]:
+    """A text of so many tokens, which means nothing."""
+    return [(7 * index + 11) % 1000 for index in range(tokens)]
+
+
 @dataclass(frozen=True)
 class Times:
     """Device times of consecutive rounds, in nanoseconds."""
@@ -73,7 +78,7 @@ class RoundTimer:
 
         Of one token it is the round of a request that filters nothing and asks for no logprobs, if there is a graph.
         """
-        tokens = [(7 * index + 11) % 1000 for index in range(tree)]
+        tokens = made_up(tree)
         sampler = PLAIN if tree == 1 and PLAIN in self._singles else FULL
         for _ in range(warm_up):
             self._replay.wait(self._replay.launch(tokens, position, sampler=sampler))
@@ -96,7 +101,7 @@ class RoundTimer:
 
         `widest`: the most tokens that are read at once; TREE_TOKENS is without chunks.
         """
-        text = [(7 * index + 11) % 1000 for index in range(tokens)]
+        text = made_up(tokens)
         device, host = [], []
         for index in range(warm_up + prompts):
             pending: list[int] = []

@@ -196,7 +196,7 @@ def main() -> int:
     try:
         groups = chosen(os.environ.get("ULL_H200_STEPS", ""))
         given = os.environ.get("ULL_H200_SECONDS")
-        seconds = {group: float(given) if given else SECONDS[group] for group in groups}
+        seconds = dict.fromkeys(SECONDS, float(given)) if given else SECONDS
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

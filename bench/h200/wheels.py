@@ -16,13 +16,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from packages import NEEDED, WANTED, canonical, read_wheel, to_install
+from packages import NEEDED, WANTED, read_wheel, to_install
 from sources import ROOT
 
 from native import PREBUILT, STAMP, prebuilt_stamp
 
 ALL = {**NEEDED, **WANTED}
-BROUGHT = {
+BROUGHT = {  # by PyTorch for CUDA 13 and transformers
     "cuda-bindings",
     "cuda-pathfinder",
     "jinja2",
@@ -107,7 +107,7 @@ def check_module(python: Path) -> str:
 def leave_out(folder: Path, names: set[str]) -> None:
     """Takes the wheels of these packages away."""
     for path in folder.glob("*.whl"):
-        if canonical(path.name.split("-")[0]) in names:
+        if read_wheel(path).name in names:
             path.unlink()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,18 +16,19 @@ import ahead
 import numpy as np
 import zmq
 from bandwidth import read_bandwidth
+from bundles import build_once
 from cores import client_cores
 from floor import kv_bytes_of, medusa_bytes, prompt_bytes, prompt_operations, weight_bytes
 from journal import Finding
 from replay import TEXTS, replay, replaying
 from rounds import Prompts, RoundTimer, Times, loaded
 from shapes import MIDDLE, SHAPES, Point, repeats
-from sources import BUNDLE, ROOT, digest
+from sources import ROOT
 from tables import PERSISTENT_CONTEXTS
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from report import percentiles
-from ull.bundle import SEAL_FILE, Bundle, open_bundle
+from ull.bundle import Bundle, open_bundle
 from ull.client.sync import Client
 from ull.gpu import driver
 from ull.gpu.params import CHUNK_TOKENS, TREE_TOKENS, RoundResult
@@ -43,14 +43,10 @@ def build(arch: str, eagle: bool = False) -> Path:
     shape = SHAPES[arch]
     heads = ["--eagle-shape"] if eagle else ["--heads", str(shape.heads)] if shape.heads else []
     name = f"{arch}-eagle" if eagle else arch
-    bundle, stamp, made_from = CACHE / f"{name}.ull", CACHE / f"{name}.sources", digest(*BUNDLE)
-    if not (bundle / SEAL_FILE).exists() or not stamp.exists() or stamp.read_text() != made_from:
-        options = ["--arch", arch, "--random-weights", "--target", "sm_90a", "--context", "32768", *heads]
-        command = [sys.executable, "-m", "ull_build", *options, "--output", str(bundle), "--force", "--quiet"]
+    bundle = CACHE / f"{name}.ull"
+    if build_once(bundle, "--arch", arch, "--random-weights", "--target", "sm_90a", "--context", "32768", *heads):
         for retuned in CACHE.glob(f"{name}-ahead-*"):  # made from the one before
             shutil.rmtree(retuned)
-        subprocess.run(command, check=True)
-        stamp.write_text(made_from)
     return bundle
 
 

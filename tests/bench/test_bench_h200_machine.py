@@ -64,7 +64,7 @@ def test_only_what_is_missing_or_too_old_is_installed(wheels: Path) -> None:
 def test_what_pytorch_brings_is_not_carried(wheels: Path) -> None:
     bring.leave_out(wheels, {"numpy", "absent-two"})
     assert {packages.read_wheel(path).name for path in wheels.glob("*.whl")} == {"absent-one", "absent-three", "pytest"}
-    needed = {Requirement(text).name.replace("_", "-") for text in packages.NEEDED.values()}
+    needed = {packages.canonical(Requirement(text).name) for text in packages.NEEDED.values()}
     assert {"numpy", "tokenizers", "cuda-bindings"} <= needed & bring.BROUGHT
 
 

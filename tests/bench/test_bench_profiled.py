@@ -32,7 +32,7 @@ sys.exit({status})
 @pytest.fixture
 def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(profiled, "BUNDLE", tmp_path / "one-layer.ull")
-    monkeypatch.setattr(profiled, "build", lambda: None)
+    monkeypatch.setattr(profiled, "build_once", lambda bundle, *options: True)
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path / "ncu"
 
