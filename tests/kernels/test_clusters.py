@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import emulation
+from compilers import compiles, disassembles
 from conftest import ROOT
 from emulation import EMULATOR, KernelError, aligned, pointer
 from probe import Probe
@@ -241,12 +242,6 @@ def test_an_operand_that_is_brought_anew_too_early_is_told(reporting: emulation.
 
 
 # ---- the compiler ----------------------------------------------------------------------------------------------------
-
-compiles = pytest.mark.skipif(emulation.SANITIZE, reason="NVRTC does not find its libraries beside AddressSanitizer")
-disassembles = pytest.mark.skipif(
-    emulation.SANITIZE or emulation.ON_DEVICE,
-    reason="nvdisasm is no part of what `make h200` needs",
-)
 
 USES = """
 #include "arch.cuh"

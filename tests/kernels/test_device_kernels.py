@@ -13,6 +13,7 @@ import pytest
 import device_kernels
 import driver_double
 import emulation
+from compilers import disassembles
 from conftest import ROOT
 from early_reader import COUNT, read
 from emulation import aligned, pointer
@@ -30,7 +31,7 @@ def test_the_predecessor_compiles(target: Any) -> None:
     assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
 
 
-@pytest.mark.skipif(emulation.SANITIZE or emulation.ON_DEVICE, reason="NVRTC and nvdisasm are not there")
+@disassembles
 def test_the_assembler_leaves_an_early_read_before_the_wait() -> None:
     """It may put a wait before a load that nothing uses until then: on an H100 the reader then was never early."""
     code = sass.disassemble(compile_file(device_kernels.PREDECESSOR, {}).cubin)["ull_reader"]

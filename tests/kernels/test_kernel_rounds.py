@@ -268,7 +268,7 @@ def test_a_cancelled_round_takes_those_that_continue_it_along(device: Device) ->
     assert outcome(device.take([4], SINGLE, [5], setting=3)) == (layout.OK, [5])
 
 
-answers = pytest.mark.skipif(emulation.ON_DEVICE, reason="there a kernel waits on a copy, which no host answers")
+answered = pytest.mark.skipif(emulation.ON_DEVICE, reason="there a kernel waits on a copy, which no host answers")
 
 
 def ask_late(device: Device, answer: Callable[[Any], None], tokens: Sequence[int], **fields: Any) -> Any:
@@ -296,9 +296,7 @@ def ask_late(device: Device, answer: Callable[[Any], None], tokens: Sequence[int
     return round_
 
 
-@pytest.mark.skipif(
-    emulation.ON_DEVICE, reason="there a kernel has a copy of its request, which the host cannot answer"
-)
+@answered
 def test_a_round_waits_for_a_request_that_was_unknown_when_it_was_launched(device: Device) -> None:
     device.take([1], SINGLE, [2], stops=[9])
     begun = time.monotonic_ns()
@@ -315,9 +313,7 @@ def test_a_round_waits_for_a_request_that_was_unknown_when_it_was_launched(devic
     assert (outcome(result), result.stopped) == ((layout.OK, [6, 4]), 1)  # the new setting's stop
 
 
-@pytest.mark.skipif(
-    emulation.ON_DEVICE, reason="there a kernel has a copy of its request, which the host cannot answer"
-)
+@answered
 def test_a_round_that_waits_is_sent_away_or_cancelled(device: Device) -> None:
     device.take([1], SINGLE, [2])
 

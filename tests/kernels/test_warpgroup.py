@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 import emulation
+from compilers import compiles, disassembles
 from conftest import ROOT
 from emulation import EMULATOR, KernelError, aligned, pointer
 from ull.bundle import Target
@@ -344,11 +345,8 @@ def test_all_threads_of_a_warpgroup_come(
 
 # ---- the compiler ----------------------------------------------------------------------------------------------------
 
-compiles = pytest.mark.skipif(emulation.SANITIZE, reason="NVRTC does not find its libraries beside AddressSanitizer")
 
-
-@compiles
-@pytest.mark.skipif(emulation.ON_DEVICE, reason="nvdisasm is no part of what `make h200` needs")
+@disassembles
 def test_the_compiler_makes_products_of_warpgroups_that_do_not_wait_for_each_other() -> None:
     """Where it cannot keep them in flight, it says in its log that it serializes them."""
     compiled = compile_file(EMULATOR / "warpgroup.cu", {})
