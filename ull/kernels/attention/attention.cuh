@@ -220,7 +220,7 @@ struct Attention {
       copy_split_values(split + 1, pages);
     }
     if (plan.splits() == 1) return;
-    if (is_last_lane<kTile>(params, plan, share)) merge_part<false, kTile>(params, plan, share);
+    if (is_last_lane<kTile>(params, plan, share)) merge_part<kTile>(params, plan, share);
   }
 };
 

@@ -155,7 +155,8 @@ ULL_DEVICE bool has_result(const AttentionPlan& plan, int split) {
   if (split < plan.first_split || split >= plan.end_split) return false;
   const int first = plan.span_first(split);
   const auto before = static_cast<uint32_t>(first - plan.first_split) % static_cast<uint32_t>(plan.per_lane);
-  return split == first || static_cast<int>(before) + plan.span_last(split) - first >= plan.per_lane;
+  const int lane = first - static_cast<int>(before);  // first split of the lane that has `first`
+  return split == first || !plan.has_span(lane, lane + plan.per_lane, split);
 }
 
 // Merges the results of eight neighbouring lanes one after another into `all`: of the lanes in `present`, which agree
@@ -390,7 +391,7 @@ class PartMerge {
 };
 
 // By all threads of the last block of a part, behind a barrier.
-template <bool kInLoop, int kTile = 1>
+template <int kTile, bool kInLoop = false>
 ULL_DEVICE void merge_part(const AttentionParams& params, const AttentionPlan& plan, const AttentionShare& share) {
   PartMerge<kTile, kInLoop>(params, plan, share).run();
 }

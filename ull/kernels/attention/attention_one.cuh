@@ -166,7 +166,7 @@ class AttentionOfOne {
       hold_values_of(split + 1, pages);
     }
     if (plan_.splits() == 1) return;
-    if (is_last_lane<1>(params_, plan_, share_)) merge_part<kInLoop>(params_, plan_, share_);
+    if (is_last_lane<1>(params_, plan_, share_)) merge_part<1, kInLoop>(params_, plan_, share_);
   }
 
   // After a barrier behind finish(), where another block's work follows: for request() to use the same shared memory.
