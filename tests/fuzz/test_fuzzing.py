@@ -18,7 +18,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
 
 
-@pytest.mark.parametrize("name", [target.name for target in fuzz_python.targets(Path("/tmp"), None)])
+OUTSIDE = ["requests", "replies", "configuration", "client list", "key file"]
+BUNDLE = ["manifest", "tensors"]
+
+
+def test_every_target_is_fuzzed_here(tmp_path: Path, tiny_bundle: Path) -> None:
+    assert [target.name for target in fuzz_python.targets(tmp_path, tiny_bundle)] == OUTSIDE + BUNDLE
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
 def test_what_comes_from_outside_is_read_or_refused(folder: Path, name: str) -> None:
     (target,) = [each for each in fuzz_python.targets(folder, None) if each.name == name]
     for data in target.corpus:
@@ -26,7 +34,7 @@ def test_what_comes_from_outside_is_read_or_refused(folder: Path, name: str) -> 
     fuzz_python.run(target, EXECUTIONS, 1)
 
 
-@pytest.mark.parametrize("name", ["manifest", "tensors"])
+@pytest.mark.parametrize("name", BUNDLE)
 def test_a_bundle_s_files_are_read_or_refused(folder: Path, tiny_bundle: Path, name: str) -> None:
     (target,) = [each for each in fuzz_python.targets(folder, tiny_bundle) if each.name == name]
     fuzz_python.run(target, EXECUTIONS, 1)
