@@ -88,6 +88,17 @@ def test_a_chunks_products_stay_in_flight(name: str, source: Path) -> None:
     assert "serialized" not in compiled.log
 
 
+@pytest.mark.parametrize("source", CHUNK_SOURCES, ids=lambda path: path.name)
+@pytest.mark.parametrize("arch", ["llama-3.2-1b", "llama-3.1-8b", "qwen3-8b", "llama-3.3-70b"])
+def test_kernels_of_fast_prefill_compile_without_spills(arch: str, source: Path) -> None:
+    compiled = compile_file(source, device_macros(shape_model(arch), Precision(kv="fp8"), fast_prefill=True))
+    assert set(compiled.kernels) <= CHUNK_KERNELS
+    assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
+    assert "serialized" not in compiled.log
+    if source.stem == "chunk_linear":
+        assert "e4m3.e4m3" in compiled.ptx and "f32.f16.f16" not in compiled.ptx
+
+
 HEADS = {
     "three of their own lm_heads": (MedusaHeads(heads=3, layers=1, version="1"), "fp8"),
     "eight of the model's": (MedusaHeads(heads=8, layers=2, version="2"), "bf16"),

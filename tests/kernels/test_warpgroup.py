@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -140,6 +141,41 @@ def test_products_of_what_is_no_number_are_the_same_too(kernels: emulation.Kerne
     by_warps, by_warpgroup = multiplied(kernels, a, b, "apart")
     assert np.isnan(by_warps).sum() > 32 and np.isinf(by_warps).sum() > 16
     np.testing.assert_array_equal(by_warpgroup.view(np.uint32), by_warps.view(np.uint32))
+
+
+@pytest.mark.parametrize("layout", strides(1))
+@pytest.mark.parametrize("groups", [1, 16])
+def test_products_of_e4m3(kernels: emulation.Kernels, groups: int, layout: str) -> None:
+    """A chip adds them with 13 bits behind the largest term's, so much may be off there."""
+    generator = np.random.default_rng(groups)
+    steps, (k_stride, n_stride) = 3, strides(groups)[layout]
+    a = aligned((steps, 64, 32), ml_dtypes.float8_e4m3fn)
+    b = aligned((steps, 8 * groups, 32), ml_dtypes.float8_e4m3fn)
+    a[...] = generator.standard_normal(a.shape) * 2.0 ** generator.integers(-8, 6, (1, 64, 1))
+    b[...] = generator.standard_normal(b.shape)
+    sums = aligned((64, 8 * groups), np.float32, 1.0)
+    kernels.run(
+        f"e4m3_products_{groups}",
+        grid=(1, 1),
+        threads=128,
+        shared_bytes=2 * (k_stride + (groups - 1) * n_stride + 128),
+        params=Products(pointer(a), pointer(b), None, pointer(sums), steps, k_stride, n_stride),
+    )
+    products = np.einsum("srk,sck->srck", a.astype(np.float64), b.astype(np.float64))
+    off = 33 * 2.0**-13 if emulation.ON_DEVICE else 1e-6
+    largest = 1 + np.abs(products).sum(axis=(0, 3))
+    assert (np.abs(sums - 1 - products.sum(axis=(0, 3))) <= off * largest).all()
+
+
+def test_products_of_e4m3_that_is_no_number(kernels: emulation.Kernels) -> None:
+    a, b = (aligned((1, rows, 32), ml_dtypes.float8_e4m3fn, 1.0) for rows in (64, 8))
+    a[0, 3, 4], b[0, 7, 30] = np.nan, np.nan
+    sums = aligned((64, 8), np.float32, 0.0)
+    params = Products(pointer(a), pointer(b), None, pointer(sums), 1, *strides(1)["apart"])
+    kernels.run("e4m3_products_1", grid=(1, 1), threads=128, shared_bytes=2 * (224 + 128), params=params)
+    expected = np.full((64, 8), 32.0)
+    expected[3], expected[:, 7] = np.nan, np.nan
+    np.testing.assert_array_equal(sums, expected)
 
 
 @on_the_emulator
@@ -350,12 +386,13 @@ def test_all_threads_of_a_warpgroup_come(
 def test_the_compiler_makes_products_of_warpgroups_that_do_not_wait_for_each_other() -> None:
     """Where it cannot keep them in flight, it says in its log that it serializes them."""
     compiled = compile_file(EMULATOR / "warpgroup.cu", {})
-    assert len(compiled.functions) == 6
+    assert len(compiled.functions) == 8
     assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
     assert "serialized" not in compiled.log
     for name, code in sass.disassemble(compiled.cubin).items():
-        shapes = {one.name.split(".")[1] for one in code.instructions if one.name.startswith("HGMMA.")}
-        assert shapes == {f"64x{8 * int(name.removeprefix('products_'))}x16"}, name
+        unit, k = ("QGMMA.", 32) if "e4m3" in name else ("HGMMA.", 16)
+        shapes = {one.name.split(".")[1] for one in code.instructions if one.name.startswith(unit)}
+        assert shapes == {f"64x{8 * int(name.rpartition('_')[2])}x{k}"}, name
 
 
 @compiles

@@ -16,7 +16,7 @@ from ull.bundle.layout import DFLASH, DRAFT, EAGLE, FILLER, MEDUSA, qkv_rows, ro
 from ull.bundle.manifest import DeviceCode, DflashHead, EagleHead, Manifest, MedusaHeads, Model, Precision
 from ull.bundle.tensor_file import TensorEntry, TensorShape
 
-DEVICE_INTERFACE = 9  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
+DEVICE_INTERFACE = 10  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
 DEVICE_TILE_ROWS = 16
 DEVICE_STEP = 32  # columns
 DEVICE_ALIGNMENT = 128  # bytes: a cache line of the GPU
@@ -42,7 +42,7 @@ DEVICE_KERNELS = ROUND_KERNELS | _ATTENTION_KERNELS | _LINEAR_KERNELS
 CHUNK_KERNELS = frozenset(  # of prompts' chunks, on warpgroups' products
     [
         *("ull_begin_chunk", "ull_chunk_embed", "ull_chunk_norm", "ull_chunk_store", "ull_chunk_probe"),
-        "ull_chunk_attention",
+        *("ull_chunk_attention", "ull_chunk_quantise"),
         *(f"ull_chunk_{name}" for name in ("qkv", "o", "gate_up", "down")),
     ]
 )
@@ -93,7 +93,8 @@ class DevicePart:
         """Whether it reads a prompt in chunks: its own kernels do, and were compiled for a target that has what they
         need. A draft model and heads read in steps of 64 tokens.
         """
-        return not self.prefix and self.forward.prefill == "fused" and set(self.code.kernels()) >= CHUNK_KERNELS
+        ours = self.forward.prefill in ("fused", "fast")
+        return not self.prefix and ours and set(self.code.kernels()) >= CHUNK_KERNELS
 
     @property
     def tree_sizes(self) -> list[int]:
@@ -106,7 +107,8 @@ class DevicePart:
 
     def macros(self) -> dict[str, str]:
         """The model as the sources of its kernels see it."""
-        return device_macros(self.model, self.precision, self.medusa, len(self.taps))
+        fast = self.forward.prefill == "fast"
+        return device_macros(self.model, self.precision, self.medusa, len(self.taps), fast)
 
     def tensors(self) -> dict[str, TensorShape]:
         """Its tensors with their stored shapes, in order of use."""
@@ -192,6 +194,8 @@ def needed_kernels(forward: Forward, medusa: MedusaHeads | None = None, scans: b
     needed = ROUND_KERNELS | optional_kernels(medusa, scans)
     if forward.attention != "native":
         needed |= _ATTENTION_KERNELS
+    if forward.prefill == "fast":
+        needed |= CHUNK_KERNELS
     return needed | _LINEAR_KERNELS if forward.uses("fused") else needed
 
 
@@ -212,11 +216,15 @@ def head_rows(model: Model) -> int:
 
 
 def device_macros(
-    model: Model, precision: Precision, medusa: MedusaHeads | None = None, taps: int = 0
+    model: Model,
+    precision: Precision,
+    medusa: MedusaHeads | None = None,
+    taps: int = 0,
+    fast_prefill: bool = False,
 ) -> dict[str, str]:
     """The model as the kernels' sources see it (`ull/kernels/model.cuh`, for heads `medusa.cu`).
 
-    `taps`: how many layers' residual is kept for heads that draft.
+    `taps`: how many layers' residual is kept for heads that draft. `fast_prefill`: see `Forward.prefill`.
     """
     bits = {"fp8": 8, "bf16": 16}
     values: dict[str, object] = {
@@ -236,6 +244,7 @@ def device_macros(
         "TAPS": taps,
         "MAY_LACK": 0,
         "BLOCK": 0,
+        "FAST_PREFILL": int(fast_prefill),
     }
     if medusa is not None:
         values |= {"MEDUSA_HEADS": medusa.heads, "MEDUSA_OWN_HEADS": int(medusa.version == "1")}

@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta, Struct
 
 Source = Literal["fused", "tensorrt"]
+PrefillSource = Literal["fused", "fast", "tensorrt"]
 AttentionKind = Literal["paged", "native"]
 Reuse = Literal["all", "prompt", "nothing"]
 
@@ -110,15 +111,20 @@ class Plans(Struct, frozen=True, forbid_unknown_fields=True):
 class Forward(Struct, frozen=True, forbid_unknown_fields=True):
     """Who computes what lies between embedding and sampler, by phase.
 
+    "fused" are our own kernels, whose prompts have the bits of rounds. "fast" prompts are read by them too, with FP8
+    activations in the linear layers: the bits are others.
+
     `notes`: what the build replaced or left out of what it was asked for, and why.
     """
 
-    prefill: Source = "fused"
+    prefill: PrefillSource = "fused"
     decode: Source = "fused"
     plans: Plans | None = None
     notes: list[str] = []
 
     def __post_init__(self) -> None:
+        if self.prefill == "fast" and self.decode != "fused":
+            raise ValueError("fast prefill goes with decode by our own kernels")
         if self.uses("tensorrt") != (self.plans is not None):
             raise ValueError("`plans` belong to a forward by tensorrt, and to no other")
         if self.plans is not None and self.plans.attention == "native" and self.uses("fused"):
@@ -144,6 +150,8 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
     def reuse(self) -> Reuse:
         """Of a finished request's keys and values, those whose bits a prefill of the same tokens would give."""
         plans = self.plans
+        if self.prefill == "fast":
+            return "prompt"
         if plans is None:
             return "all"
         if plans.attention == "native" or (self.prefill == "tensorrt" and not plans.place_exact):

@@ -16,7 +16,7 @@ from typing import Annotated, Final, Literal, cast
 import msgspec
 from msgspec import Meta, Struct
 
-from ull.bundle.forward import FUSED, AttentionKind, Forward, Source, segment_names
+from ull.bundle.forward import FUSED, AttentionKind, Forward, PrefillSource, Source, segment_names
 from ull.bundle.seal import MANIFEST_FILE, SEAL_FILE
 from ull.bundle.targets import GPU_ARCHITECTURES, Target
 from ull.wire import MAX_TREE, Drafter
@@ -437,6 +437,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     activations: ActivationRange | None = None  # of a GPU target; None: not checked whether f16 holds them
 
     def __post_init__(self) -> None:
+        for problem in fast_prefill_problems(self.target, self.precision, self.forward.prefill, self.forward.decode):
+            raise ValueError(problem)
         for problem in head_scan_problems(self.target, self.precision, self.forward.decode):
             raise ValueError(problem)
         if self.target == "cpu":
@@ -570,18 +572,33 @@ def medusa_problems(medusa: MedusaHeads, decode: Source) -> Iterator[str]:
         yield f"a GPU runs at most {MAX_DEVICE_HEADS} Medusa heads, not {medusa.heads}; take fewer (medusa.num)"
 
 
-def keeps_taps(target: str, prefill: Source, decode: Source) -> bool:
+def keeps_taps(target: str, prefill: PrefillSource, decode: Source) -> bool:
     """Whether an engine for this target, so computed, can keep hidden states for EAGLE and DFlash heads."""
-    return target == "cpu" or (runs_draft_models(target) and prefill == decode == "fused")
+    return target == "cpu" or (runs_draft_models(target) and "tensorrt" not in (prefill, decode))
 
 
-def tap_problems(taps: Sequence[int], target: Target, prefill: Source, decode: Source) -> Iterator[str]:
+def tap_problems(taps: Sequence[int], target: Target, prefill: PrefillSource, decode: Source) -> Iterator[str]:
     """Why a GPU target cannot keep hidden states for EAGLE and DFlash heads, with what could."""
     if taps and not keeps_taps(target, prefill, decode):
         yield (
             "EAGLE and DFlash heads read hidden states that only ull's own kernels leave; "
-            "supported: forward.decode and forward.prefill fused"
+            "supported: forward.decode fused, forward.prefill fused or fast"
         )
+
+
+def fast_prefill_problems(
+    target: Target, precision: Precision, prefill: PrefillSource, decode: Source
+) -> Iterator[str]:
+    """Why prompts cannot be read fast there, each with what could; `prefill` and `decode` as Forward has them."""
+    if prefill != "fast":
+        return
+    if target == "cpu" or not GPU_ARCHITECTURES[target].has_warpgroup_products:
+        have = " or ".join(name for name, gpu in GPU_ARCHITECTURES.items() if gpu.has_warpgroup_products)
+        yield f"fast prefill is made of products that {target} has not; supported: target {have}, or prefill fused"
+    if decode != "fused":
+        yield "fast prefill is of ull's own kernels; supported: forward.decode fused"
+    if precision.weights != "fp8":
+        yield f"fast prefill multiplies FP8 weights, and these are {precision.weights}; supported: precision fp8"
 
 
 def head_scan_problems(target: Target, precision: Precision, decode: Source) -> Iterator[str]:

@@ -5,6 +5,8 @@
 A chunk fills the cache and draws nothing. Its linear layers and its attention take all its tokens at once, on
 warpgroups' products; attention finds each token's key and value in the pages, where `store` has put them. Each bit is
 what rounds of 64 tokens would make of it.
+
+Fast, the linear layers multiply e4m3 by e4m3: norm leaves such activations, and quantise stands before o and down.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from ull.gpu.memory import (
     CHUNK_MLP,
     CHUNK_NORMED,
     CHUNK_QKV,
+    CHUNK_QUANTISED,
     CHUNK_RESIDUAL,
+    CHUNK_SCALES,
     TAP_RING,
     Sizes,
 )
@@ -31,6 +35,7 @@ from ull.gpu.params import (
     ChunkLinearParams,
     ChunkNormParams,
     ChunkProbeParams,
+    ChunkQuantiseParams,
     ChunkStoreParams,
 )
 from ull.gpu.places import Places
@@ -94,25 +99,47 @@ class Chunks:
             self._product("qkv", f"{name}.qkv", self._sizes.qkv_width, CHUNK_NORMED, CHUNK_QKV),
             self._store(layer),
             self._attention(layer),
+            *self._quantised(CHUNK_ATTENTION, self._sizes.attention_width),
             self._product("o", f"{name}.o", model.hidden, CHUNK_ATTENTION, CHUNK_RESIDUAL),
             self._norm(f"{name}.mlp_norm"),
             self._product("gate_up", f"{name}.gate_up", gate_up_rows, CHUNK_NORMED, CHUNK_MLP),
+            *self._quantised(CHUNK_MLP, model.intermediate),
             self._product("down", f"{name}.down", model.hidden, CHUNK_MLP, CHUNK_RESIDUAL),
         ]
+
+    @property
+    def _scales(self) -> int | None:
+        return self._places.region(CHUNK_SCALES) if self._sizes.fast_prefill else None
 
     def _norm(self, weight: str, layer: int | None = None, normed: bool = True) -> Launch:
         """`layer`: whose input the residual is; heads may want it kept. `normed`: the norm itself is wanted."""
         sizes, region, taps = self._sizes, self._places.region, None
         if layer in sizes.taps:
             taps = region(TAP_RING) + sizes.taps.index(layer) * sizes.tap_bytes
+        fast = sizes.fast_prefill
         params = ChunkNormParams(
             chunk=region(CHUNK),
             residual=region(CHUNK_RESIDUAL),
             norm_weight=self._places.tensor(weight),
-            normed=region(CHUNK_NORMED) if normed else None,
+            normed=region(CHUNK_QUANTISED if fast else CHUNK_NORMED) if normed else None,
             taps=taps,
+            token_scale=self._scales,
         )
-        return Launch("ull_chunk_norm", *chunk.norm(), params)
+        return Launch("ull_chunk_norm", *chunk.norm(sizes.model.hidden, fast), params)
+
+    def _quantised(self, activations: str, width: int) -> list[Launch]:
+        """What makes e4m3 of f16 activations; nothing where the products take these."""
+        if not self._sizes.fast_prefill:
+            return []
+        region = self._places.region
+        params = ChunkQuantiseParams(
+            chunk=region(CHUNK),
+            activations=region(activations),
+            quantised=region(CHUNK_QUANTISED),
+            token_scale=self._scales,
+            steps=-(-width // 32),
+        )
+        return [Launch("ull_chunk_quantise", *chunk.quantise(), params)]
 
     def _product(self, kernel: str, weights: str, rows: int, activations: str, output: str) -> Launch:
         region, tensor = self._places.region, self._places.tensor
@@ -121,8 +148,9 @@ class Chunks:
             weights=tensor(f"{weights}.weight"),
             scale=tensor(f"{weights}.scale"),
             bias=tensor(f"{weights}.bias"),
-            activations=region(activations),
+            activations=region(CHUNK_QUANTISED if self._sizes.fast_prefill else activations),
             output=region(output),
+            token_scale=self._scales,
         )
         return Launch(f"ull_chunk_{kernel}", *chunk.product(rows), params)
 

@@ -48,7 +48,16 @@ class PlannedModel:
             head, gated = part.head, part.head.markov > 0 and part.head.markov_kind == "gated"
             dflash = DflashShape(len(head.taps), part.target.hidden, head.markov, gated)
         sizes = Sizes(
-            part.model, part.precision, context, pages, part.medusa, part.taps, eagle, dflash, part.reads_chunks
+            part.model,
+            part.precision,
+            context,
+            pages,
+            part.medusa,
+            part.taps,
+            eagle,
+            dflash,
+            part.reads_chunks,
+            part.forward.prefill == "fast",
         )
         reserve_model(plan, sizes, part.prefix)
         return cls(part, sizes)
@@ -168,8 +177,11 @@ class PlacedModel:
             singles[sampler] = captures.round(sources[name], 1, True, sampler)
             if not self.part.prefix:  # a draft model's rounds are launched one by one
                 bursts[sampler] = captures.round(sources[name], 1, True, sampler, BURST_ROUNDS)
-        prefill = captures.round(sources[forward.prefill], TREE_TOKENS, draws=False)
-        chunk = captures.chunk() if self.sizes.chunks and products_agree(self.driver, self.kernels, stream) else 0
+        if forward.prefill == "fast":  # whatever its length, so that a prompt's bits do not depend on how it is cut
+            prefill = chunk = captures.chunk()
+        else:
+            prefill = captures.round(sources[forward.prefill], TREE_TOKENS, draws=False)
+            chunk = captures.chunk() if self.sizes.chunks and products_agree(self.driver, self.kernels, stream) else 0
         medusa = captures.heads() if self.sizes.medusa is not None else 0
         redraws = {} if self.part.prefix else {draws: captures.redraw(draws) for draws in REDRAWS}
         return CapturedModel(self, rounds, singles, bursts, prefill, chunk, medusa, redraws)

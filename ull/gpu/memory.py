@@ -23,6 +23,7 @@ from ull.bundle import (
 from ull.gpu.arena import ArenaPlan
 from ull.gpu.geometry import attention, chunk, linear, sampling
 from ull.gpu.params import (
+    CHUNK_TOKENS,
     MASK_TOKENS,
     PAGE_TOKENS,
     TAP_SLOTS,
@@ -50,6 +51,7 @@ DFLASH_NODES = 8  # nodes of a pass that are ranked
 # Of a chunk of a prompt: what it is, its tokens' residual, and activations.
 CHUNK, CHUNK_RESIDUAL, CHUNK_NORMED = "chunk", "chunk residual", "chunk normed"
 CHUNK_QKV, CHUNK_ATTENTION, CHUNK_MLP = "chunk qkv", "chunk attention", "chunk mlp"
+CHUNK_QUANTISED, CHUNK_SCALES = "chunk quantised", "chunk scales"  # fast: e4m3, and what each token's are multiplied by
 
 _COLUMN_UNIT, _ROW_UNIT = 32, 16  # of f16 activations and of f32 outputs
 
@@ -86,9 +88,10 @@ class Sizes:
         eagle: EagleShape | None = None,
         dflash: DflashShape | None = None,
         chunks: bool = False,
+        fast_prefill: bool = False,
     ) -> None:
         self.model, self.precision, self.context, self.medusa = model, precision, context, medusa
-        self.eagle, self.dflash, self.chunks = eagle, dflash, chunks
+        self.eagle, self.dflash, self.chunks, self.fast_prefill = eagle, dflash, chunks, fast_prefill
         self.taps = tuple(taps)  # see `ull.bundle.tapped_layers`
         self.tap_bytes = 4 * round_up(model.hidden, _ROW_UNIT)  # a layer's row; a position has one of each in turn
         self.table_pages = -(-context // PAGE_TOKENS)  # of one request
@@ -154,7 +157,12 @@ def reserve_model(plan: ArenaPlan, sizes: Sizes, prefix: str = "") -> None:
     if sizes.chunks:
         reserve(CHUNK, ctypes.sizeof(Chunk))
         reserve(CHUNK_RESIDUAL, chunk.row_bytes(model.hidden))
-        reserve(CHUNK_NORMED, chunk.activation_bytes(model.hidden))
+        if sizes.fast_prefill:
+            widest = max(model.hidden, sizes.attention_width, model.intermediate)
+            reserve(CHUNK_QUANTISED, chunk.fast_activation_bytes(widest))
+            reserve(CHUNK_SCALES, 4 * CHUNK_TOKENS)
+        else:
+            reserve(CHUNK_NORMED, chunk.activation_bytes(model.hidden))
         reserve(CHUNK_QKV, chunk.row_bytes(sizes.qkv_width))
         reserve(CHUNK_ATTENTION, chunk.activation_bytes(sizes.attention_width))
         reserve(CHUNK_MLP, chunk.activation_bytes(model.intermediate))

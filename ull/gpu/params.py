@@ -8,7 +8,7 @@ from ctypes import c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_voi
 from ull.bundle import MLP_SCALE as MLP_SCALE
 from ull.wire import MAX_TREE
 
-INTERFACE = 9
+INTERFACE = 10
 AWAITED = 1 << 63  # in a request's sequence: the round waits for the number alone
 TREE_TOKENS = MAX_TREE
 ROUND_SLOTS = 4
@@ -413,6 +413,18 @@ class ChunkNormParams(ctypes.Structure):
         ("norm_weight", c_void_p),
         ("normed", c_void_p),
         ("taps", c_void_p),
+        ("token_scale", c_void_p),
+    ]
+
+
+class ChunkQuantiseParams(ctypes.Structure):
+    _fields_ = [
+        ("chunk", c_void_p),
+        ("activations", c_void_p),
+        ("quantised", c_void_p),
+        ("token_scale", c_void_p),
+        ("steps", c_int32),
+        ("padding", c_int32),
     ]
 
 
@@ -424,6 +436,7 @@ class ChunkLinearParams(ctypes.Structure):
         ("bias", c_void_p),
         ("activations", c_void_p),
         ("output", c_void_p),
+        ("token_scale", c_void_p),
     ]
 
 

@@ -235,15 +235,22 @@ ULL_DEVICE void warpgroup_wait(float (&c)[kGroups][4]) {
 #define ULL_NAMES_90 ULL_NAMES_60 "," ULL_NAMES_10(6) "," ULL_NAMES_10(7) "," ULL_NAMES_10(8)
 #define ULL_NAMES_120 ULL_NAMES_90 "," ULL_NAMES_10(9) "," ULL_NAMES_10(10) "," ULL_NAMES_10(11)
 #define ULL_NAMES_128 ULL_NAMES_120 ",%120,%121,%122,%123,%124,%125,%126,%127"
-// The operands 1, 1, 1, 0: d = a * b + d instead of a * b, neither a nor b negated, b not transposed.
-#define ULL_WGMMA(groups, columns, registers, a0, a1, a2, a3, descriptor)                               \
-  if constexpr (kGroups == groups) {                                                                    \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32.f16.f16 {" ULL_NAMES_##registers \
-                 "}, "                                                                                  \
-                 "{%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #descriptor ", 1, 1, 1, 0;"                 \
-                 : ULL_C##groups(0)                                                                     \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                 \
+// `flags`: d = a * b + d instead of a * b, neither a nor b negated, and of f16, b not transposed.
+#define ULL_WGMMA(types, flags, groups, columns, registers, a0, a1, a2, a3, descriptor)        \
+  if constexpr (kGroups == groups) {                                                           \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns types " {" ULL_NAMES_##registers \
+                 "}, "                                                                         \
+                 "{%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #descriptor flags ";"              \
+                 : ULL_C##groups(0)                                                            \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                        \
   }
+#define ULL_WGMMAS(types, flags)                           \
+  ULL_WGMMA(types, flags, 1, 8, 4, 4, 5, 6, 7, 8)          \
+  ULL_WGMMA(types, flags, 2, 16, 8, 8, 9, 10, 11, 12)      \
+  ULL_WGMMA(types, flags, 4, 32, 16, 16, 17, 18, 19, 20)   \
+  ULL_WGMMA(types, flags, 8, 64, 32, 32, 33, 34, 35, 36)   \
+  ULL_WGMMA(types, flags, 16, 128, 64, 64, 65, 66, 67, 68) \
+  ULL_WGMMA(types, flags, 32, 256, 128, 128, 129, 130, 131, 132)
 
 // c[64 x 8 kGroups] += a[64 x 16] * b[16 x 8 kGroups], f16 operands, f32 accumulators. Warp w of the four has rows
 // 16 w .. 16 w + 15: its a and each c[group] are the fragments of mma(), and so are the sums bit for bit. It is
@@ -256,12 +263,16 @@ ULL_DEVICE void warpgroup_wait(float (&c)[kGroups][4]) {
 template <int kGroups>
 ULL_DEVICE void warpgroup_mma(float (&c)[kGroups][4], const uint32_t (&a)[4], uint64_t b) {
   static_assert(kGroups > 0 && kGroups <= 32 && (kGroups & (kGroups - 1)) == 0, "8, 16, 32, 64, 128 or 256 columns");
-  ULL_WGMMA(1, 8, 4, 4, 5, 6, 7, 8)
-  ULL_WGMMA(2, 16, 8, 8, 9, 10, 11, 12)
-  ULL_WGMMA(4, 32, 16, 16, 17, 18, 19, 20)
-  ULL_WGMMA(8, 64, 32, 32, 33, 34, 35, 36)
-  ULL_WGMMA(16, 128, 64, 64, 65, 66, 67, 68)
-  ULL_WGMMA(32, 256, 128, 128, 129, 130, 131, 132)
+  ULL_WGMMAS("k16.f32.f16.f16", ", 1, 1, 1, 0")
+}
+// The same of e4m3 operands, c[64 x 8 kGroups] += a[64 x 32] * b[32 x 8 kGroups], at twice the rate. A lane has, with
+// g = lane / 4 and t = lane % 4, k = 4t .. 4t + 3 of row g, of row g + 8, and k = 16 + 4t .. of both; a core matrix of
+// b 16 values of k. The sum keeps fewer bits than those of f16 (about 13 behind its largest term's, DeepSeek-V3, arXiv
+// 2412.19437, 3.3.2): long ones are to be added up elsewhere, part by part.
+template <int kGroups>
+ULL_DEVICE void warpgroup_mma_e4m3(float (&c)[kGroups][4], const uint32_t (&a)[4], uint64_t b) {
+  static_assert(kGroups > 0 && kGroups <= 32 && (kGroups & (kGroups - 1)) == 0, "8, 16, 32, 64, 128 or 256 columns");
+  ULL_WGMMAS("k32.f32.e4m3.e4m3", ", 1, 1, 1")
 }
 
 #undef ULL_C1
@@ -282,6 +293,7 @@ ULL_DEVICE void warpgroup_mma(float (&c)[kGroups][4], const uint32_t (&a)[4], ui
 #undef ULL_NAMES_120
 #undef ULL_NAMES_128
 #undef ULL_WGMMA
+#undef ULL_WGMMAS
 #else
 template <int kRegisters>
 ULL_DEVICE void give_registers_up() {}
@@ -295,6 +307,10 @@ ULL_DEVICE void warpgroup_wait(float (&c)[kGroups][4]) {
 }
 template <int kGroups>
 ULL_DEVICE void warpgroup_mma(float (&c)[kGroups][4], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile("trap;");
+}
+template <int kGroups>
+ULL_DEVICE void warpgroup_mma_e4m3(float (&c)[kGroups][4], const uint32_t (&a)[4], uint64_t b) {
   asm volatile("trap;");
 }
 #endif
@@ -333,6 +349,9 @@ ULL_DEVICE uint16_t f32_to_bf16(float value) {  // to nearest even
   return result;
 }
 ULL_DEVICE float bf16_to_f32(uint16_t value) { return __uint_as_float(static_cast<uint32_t>(value) << 16); }
+// The low halves of two words, and the high ones: `second`'s in the high half.
+ULL_DEVICE uint32_t low_halves(uint32_t first, uint32_t second) { return __byte_perm(first, second, 0x5410); }
+ULL_DEVICE uint32_t high_halves(uint32_t first, uint32_t second) { return __byte_perm(first, second, 0x7632); }
 // Two f32 -> two e4m3 (to nearest even, saturating to +-448), in the low 16 bits.
 ULL_DEVICE uint32_t f32x2_to_e4m3x2(float low, float high) {
   uint16_t result;

@@ -24,6 +24,7 @@ inline constexpr int kKvBits = ULL_KV_BITS;          // 16: bf16, 8: e4m3
 inline constexpr bool kMayLack = ULL_MAY_LACK != 0;  // a head, whose pages may lack positions before Round::first
 inline constexpr int kTaps = ULL_TAPS;               // layers whose residual is kept for heads that draft
 inline constexpr bool kBlock = ULL_BLOCK != 0;       // entries of a round see each other, whatever their paths
+inline constexpr bool kFastPrefill = ULL_FAST_PREFILL != 0;  // chunks of a prompt: e4m3 activations, other bits
 
 inline constexpr int kGroup = kHeads / kKvHeads;           // query heads that share a kv head
 inline constexpr int kAttentionWidth = kHeads * kHeadDim;  // A
@@ -38,5 +39,6 @@ static_assert(kHeads % kKvHeads == 0 && kHeadDim % 32 == 0 && kHeadDim <= 256);
 static_assert(kWeightBits == 8 || kWeightBits == 16);
 static_assert(kHeadBits == 8 || kHeadBits == 16);
 static_assert(kKvBits == 8 || kKvBits == 16);
+static_assert(!kFastPrefill || kWeightBits == 8, "products of e4m3 have two such factors");
 
 }  // namespace ull::gpu

@@ -8,7 +8,7 @@
 
 namespace ull::gpu {
 
-inline constexpr int kInterface = 9;         // raised with every change of what stands here: see device_layout.py
+inline constexpr int kInterface = 10;        // raised with every change of what stands here: see device_layout.py
 inline constexpr int kTreeTokens = 64;       // nodes of the widest tree, root included
 inline constexpr int kRoundSlots = 4;        // mapped request and result blocks, used in turn
 inline constexpr int kStopTokens = 32;       // token ids that end a request
@@ -429,7 +429,8 @@ struct DflashRankParams {
 };
 
 // ---- of a chunk. Its f16 activations of width K lie as [tile of 128 tokens][K / 32][4][128][8]
-// (linear/activations.cuh).
+// (linear/activations.cuh), e4m3 ones as [tile][K / 32][2][128][16] (chunk/layout.cuh). "fast": of bundles whose
+// prompts are read with e4m3 activations.
 
 struct ChunkEmbedParams {
   const Chunk* chunk;
@@ -441,18 +442,29 @@ struct ChunkNormParams {
   const Chunk* chunk;
   const float* residual;     // [kChunkTokens, H]
   const float* norm_weight;  // [H]
-  void* normed;              // H f16 activations; null: only the taps are wanted
+  void* normed;              // H activations (fast: e4m3); null: only the taps are wanted
   float* taps;               // this layer's rows of the ring; null: not tapped
+  float* token_scale;        // fast: [kChunkTokens] written; else null
+};
+
+struct ChunkQuantiseParams {  // fast
+  const Chunk* chunk;
+  const void* activations;  // f16
+  void* quantised;          // the same ones as e4m3
+  float* token_scale;       // [kChunkTokens] written: what each token's e4m3 are to be multiplied by
+  int32_t steps;            // of 32 columns
+  int32_t padding;
 };
 
 struct ChunkLinearParams {
   const Chunk* chunk;
-  const void* weights;      // packed, see linear.cuh
-  const float* scale;       // [N]
-  const float* bias;        // [N] or null
-  const void* activations;  // K f16 activations
-  void* output;             // qkv: f32 [kChunkTokens, Q]; o, down: f32 residual [kChunkTokens, H], added to; gate_up:
-                            // I f16 activations
+  const void* weights;       // packed, see linear.cuh
+  const float* scale;        // [N]
+  const float* bias;         // [N] or null
+  const void* activations;   // K activations (fast: e4m3)
+  void* output;              // qkv: f32 [kChunkTokens, Q]; o, down: f32 residual [kChunkTokens, H], added to; gate_up:
+                             // I f16 activations
+  const float* token_scale;  // fast: [kChunkTokens] of the activations; else null
 };
 
 struct ChunkStoreParams {

@@ -176,7 +176,13 @@ ULL_UNSEEN inline void warpgroup_wait(float (&c)[kGroups][4], ULL_SITE_PARAMETER
 template <int kGroups>
 ULL_UNSEEN inline void warpgroup_mma(float (&c)[kGroups][4], const uint32_t (&a)[4], uint64_t b, ULL_SITE_PARAMETERS) {
   static_assert(kGroups > 0 && kGroups <= 32 && (kGroups & (kGroups - 1)) == 0, "8, 16, 32, 64, 128 or 256 columns");
-  emulator::begin_product(c[0], kGroups, a, b, ULL_SITE);
+  emulator::begin_product(emulator::Factors::kF16, c[0], kGroups, a, b, ULL_SITE);
+}
+template <int kGroups>
+ULL_UNSEEN inline void warpgroup_mma_e4m3(float (&c)[kGroups][4], const uint32_t (&a)[4], uint64_t b,
+                                          ULL_SITE_PARAMETERS) {
+  static_assert(kGroups > 0 && kGroups <= 32 && (kGroups & (kGroups - 1)) == 0, "8, 16, 32, 64, 128 or 256 columns");
+  emulator::begin_product(emulator::Factors::kE4m3, c[0], kGroups, a, b, ULL_SITE);
 }
 
 // ---- number formats ---------------------------------------------------------------------------------------------
@@ -193,6 +199,8 @@ inline uint32_t f32x2_to_f16x2_in_range(float low, float high) {  // beyond the 
 inline float f16_to_f32(uint16_t value) { return emulator::f16_to_f32(value); }
 inline uint16_t f32_to_bf16(float value) { return emulator::f32_to_bf16(value); }
 inline float bf16_to_f32(uint16_t value) { return emulator::bf16_to_f32(value); }
+inline uint32_t low_halves(uint32_t first, uint32_t second) { return (first & 0xFFFFU) | second << 16; }
+inline uint32_t high_halves(uint32_t first, uint32_t second) { return first >> 16 | (second & 0xFFFF0000U); }
 inline uint32_t f32x2_to_e4m3x2(float low, float high) {
   return emulator::f32_to_e4m3_saturating(low) | static_cast<uint32_t>(emulator::f32_to_e4m3_saturating(high)) << 8;
 }

@@ -4,6 +4,7 @@
 #include <deque>
 
 #include "core_matrices.h"
+#include "numbers.h"
 #include "order.h"
 #include "shadow.h"
 
@@ -39,8 +40,9 @@ std::string told(Site site) { return std::string(file_name(site.file)) + ":" + s
 struct Step {
   Operation operation;
   Site site;
-  int groups;  // of a product, and its descriptor
+  int groups;  // of a product, its descriptor and its factors
   uint64_t b;
+  Factors factors;
   int first;  // the thread that came first
   int came;   // how many have
 };
@@ -65,6 +67,7 @@ struct Accumulator {
 // A warp's part of a product in flight.
 struct Product {
   Site site;
+  Factors factors;
   int commit;  // the number of its group
   CoreMatrices b;
   Accumulator* accumulator;
@@ -154,7 +157,7 @@ LaneState& come_to(Step step) {
     fail_at(step.site, "%s, but thread %d of the warpgroup was in %s at %s", name, all.first, name_of(all.operation),
             told(all.site).c_str());
   }
-  if (all.groups != step.groups || all.b != step.b) {
+  if (all.groups != step.groups || all.b != step.b || all.factors != step.factors) {
     fail_at(step.site, "%s of another shape or with another descriptor than thread %d of the warpgroup", name,
             all.first);
   }
@@ -166,7 +169,7 @@ LaneState& come_to(Step step) {
   return lane;
 }
 
-LaneState& come_to(Operation operation, Site site) { return come_to({operation, site, 0, 0, 0, 0}); }
+LaneState& come_to(Operation operation, Site site) { return come_to({operation, site, 0, 0, Factors::kF16, 0, 0}); }
 
 bool is_poisoned(const Accumulator& accumulator, int lane) {
   const auto* bytes = reinterpret_cast<const unsigned char*>(accumulator.registers[lane]);
@@ -226,10 +229,11 @@ Accumulator& accumulator_at(const float* c, int groups, Site site) {
 }
 
 // The same lane begins the product.
-void add_product(const float* c, const CoreMatrices& b, int commit, Site site) {
+void add_product(Factors factors, const float* c, const CoreMatrices& b, int commit, Site site) {
   WarpState& warp = my_warp();
   Product& product = warp.products.emplace_back();
   product.site = site;
+  product.factors = factors;
   product.commit = commit;
   product.b = b;
   product.accumulator = &accumulator_at(c, b.groups, site);
@@ -288,7 +292,33 @@ void require_operands(const Product& product, Site site) {
   }
 }
 
+// Half of a product of e4m3 as one of f16, which holds each of them: a lane's words 2 * half and + 1 of a, and of b the
+// core matrices of that half of k.
+void compute_e4m3(const Product& product, int half) {
+  std::vector<Matrices>& columns = product.accumulator->columns;
+  uint16_t a[16][16];  // [row][k]
+  for (int lane = 0; lane < kWarpLanes; ++lane) {
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t word = product.first_a[lane][2 * half + i / 4];
+      a[lane / 4 + i / 4 * 8][lane % 4 * 4 + i % 4] = kE4m3.f16[word >> (i % 4 * 8) & 255U];
+    }
+  }
+  for (size_t group = 0; group < columns.size(); ++group) {
+    Matrices& m = columns[group];
+    memcpy(m.a, a, sizeof(a));
+    const unsigned char* core = &product.first_b[(2 * group + static_cast<size_t>(half)) * kCoreBytes];
+    for (int k = 0; k < 16; ++k) {
+      for (int column = 0; column < 8; ++column) m.b[k][column] = kE4m3.f16[core[column * kRowBytes + k]];
+    }
+    multiply(m);
+  }
+}
+
 void compute(const Product& product) {
+  if (product.factors == Factors::kE4m3) {
+    for (int half = 0; half < 2; ++half) compute_e4m3(product, half);
+    return;
+  }
   std::vector<Matrices>& columns = product.accumulator->columns;
   for (int lane = 0; lane < kWarpLanes; ++lane) set_a(columns[0], lane, product.first_a[lane]);
   const unsigned char* core = product.first_b.data();
@@ -372,14 +402,14 @@ void fence_products(Site site) {
   lane.touched.clear();
 }
 
-void begin_product(float* c, int groups, const uint32_t* a, uint64_t b, Site site) {
-  LaneState& lane = come_to({Operation::kMma, site, groups, b, 0, 0});
+void begin_product(Factors factors, float* c, int groups, const uint32_t* a, uint64_t b, Site site) {
+  LaneState& lane = come_to({Operation::kMma, site, groups, b, factors, 0, 0});
   require_fenced(lane, c, groups, a, site);
   const CoreMatrices matrices = core_matrices_of(b, groups, site);
   require_brought(matrices, site);
   WarpState& warp = my_warp();
   const size_t index = lane.products++ - warp.finished;
-  if (index == warp.products.size()) add_product(c, matrices, lane.commits, site);
+  if (index == warp.products.size()) add_product(factors, c, matrices, lane.commits, site);
   Product& product = warp.products[index];
   product.lanes |= 1U << self->lane;
   product.a[self->lane] = a;

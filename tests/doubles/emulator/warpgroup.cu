@@ -102,7 +102,48 @@ ULL_DEVICE void multiply_by_warpgroups(const ProductParams& params) {
   store_sums(sums, params.by_warpgroup);
 }
 
+// Of e4m3, 32 values of k in a step, each step waited for: a [steps, 64, 32], b [steps, columns, 32].
+template <int kGroups>
+ULL_DEVICE void multiply_e4m3(const ProductParams& params) {
+  float sums[kGroups][4];
+  load_sums(sums, params.by_warpgroup);
+  const int g = arch::warp() * 16 + arch::lane() / 4, t = arch::lane() % 4;
+#pragma unroll 1
+  for (int step = 0; step < params.steps; ++step) {
+    const auto* rows = reinterpret_cast<const unsigned char*>(params.a) + step * 64 * 32;
+    uint32_t a[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i] = *reinterpret_cast<const uint32_t*>(rows + (g + i % 2 * 8) * 32 + i / 2 * 16 + 4 * t);
+    }
+    const auto* b = reinterpret_cast<const arch::Vector4*>(params.b) + step * 8 * kGroups * 2;
+    for (int i = arch::thread(); i < 2 * 8 * kGroups; i += arch::threads()) {
+      const int column = i / 2;
+      unsigned char* core = arch::shared_memory() + i % 2 * params.k_stride + column / 8 * params.n_stride;
+      arch::store_shared(core + column % 8 * 16, b[i]);
+    }
+    arch::fence_bulk_copies();
+    arch::block_barrier();
+    arch::warpgroup_fence();
+    arch::warpgroup_mma_e4m3(sums, a,
+                             arch::core_matrices(arch::shared_memory(), static_cast<uint32_t>(params.k_stride),
+                                                 static_cast<uint32_t>(params.n_stride)));
+    arch::warpgroup_commit();
+    arch::warpgroup_wait<0>(sums);
+    arch::block_barrier();
+  }
+  store_sums(sums, params.by_warpgroup);
+}
+
 #if ULL_WARPGROUP_MMA
+ULL_KERNEL(e4m3_products_1, ProductParams, 128, 1) {
+  arch::wait_for_predecessor();
+  multiply_e4m3<1>(params);
+}
+ULL_KERNEL(e4m3_products_16, ProductParams, 128, 1) {
+  arch::wait_for_predecessor();
+  multiply_e4m3<16>(params);
+}
 #define PRODUCTS(groups)                                 \
   ULL_KERNEL(products_##groups, ProductParams, 256, 1) { \
     arch::wait_for_predecessor();                        \

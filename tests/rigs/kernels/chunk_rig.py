@@ -28,7 +28,9 @@ from ull.gpu.memory import (
     CHUNK_MLP,
     CHUNK_NORMED,
     CHUNK_QKV,
+    CHUNK_QUANTISED,
     CHUNK_RESIDUAL,
+    CHUNK_SCALES,
     TAP_RING,
     Sizes,
     plan_memory,
@@ -44,6 +46,8 @@ from ull.gpu.params import (
     Chunk,
     ChunkAttentionParams,
     ChunkLinearParams,
+    ChunkNormParams,
+    ChunkQuantiseParams,
     HostControl,
     RoundRequest,
     RoundResult,
@@ -58,10 +62,11 @@ UNWRITTEN = 54321.0  # in rows of the residual beyond the chunk's tokens
 
 
 @functools.cache
-def kernels_of(model: str, reports: bool = False) -> emulation.Kernels:
+def kernels_of(model: str, reports: bool = False, fast: bool = False) -> emulation.Kernels:
     sizes, bits = ALL_MODELS[model]
-    macros = {**sizes, "WEIGHT_BITS": bits, "HEAD_BITS": 24 - bits, "RMS_EPSILON": EPSILON}
-    return emulation.build(["chunk_linear.cu", "chunk_norm.cu"], macros, reports=reports)
+    macros = {**sizes, "WEIGHT_BITS": bits, "HEAD_BITS": 24 - bits, "RMS_EPSILON": EPSILON, "FAST_PREFILL": int(fast)}
+    sources = ["chunk_linear.cu", "chunk_norm.cu", "chunk_quantise.cu"]
+    return emulation.build(sources, macros, reports=reports)
 
 
 def chunk_of(count: int, base: int = 0, tokens: Any = ()) -> NDArray[np.uint8]:
@@ -107,11 +112,62 @@ def unpack_activations(buffer: NDArray[np.float16], columns: int) -> NDArray[np.
     return rows[:, :columns]
 
 
+def fast_buffer(columns: int) -> NDArray[np.uint8]:
+    """[tile, K / 32, half, 128 tokens, 16] e4m3, unwritten: no numbers."""
+    return aligned((TILES, linear_layers.round_up(columns, 32) // 32, 2, CHUNK_TILE, 16), np.uint8, 0xFF)
+
+
+def fast_columns_of_step() -> NDArray[np.int64]:
+    """[half, 16]: the column of a step that stands there (chunk/layout.cuh)."""
+    half, place = np.mgrid[0:2, 0:16]
+    columns: NDArray[np.int64] = 8 * (place // 4) + 4 * half + place % 4
+    return columns
+
+
+def pack_fast(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """e4m3 [T, K] -> a chunk's layout; tokens beyond T are no numbers."""
+    result = fast_buffer(codes.shape[1])
+    steps = result.shape[1]
+    full = np.full((CHUNK_TOKENS, steps * 32), 0xFF, np.uint8)
+    full[: len(codes)] = linear_layers.padded(codes, 1, 32)
+    tiles = full.reshape(TILES, CHUNK_TILE, steps, 32)[..., fast_columns_of_step()]
+    result[...] = tiles.transpose(0, 2, 3, 1, 4)
+    return result
+
+
+def unpack_fast(buffer: NDArray[np.uint8], columns: int) -> NDArray[np.uint8]:
+    """-> e4m3 [512, K], after checking that the padding of a written row is zero."""
+    steps = buffer.shape[1]
+    tiles = np.empty((TILES, CHUNK_TILE, steps, 32), np.uint8)
+    tiles[..., fast_columns_of_step()] = buffer.transpose(0, 3, 1, 2, 4)
+    rows: NDArray[np.uint8] = tiles.reshape(CHUNK_TOKENS, steps * 32)
+    written = (rows[:, :columns] != 0xFF).any(axis=1)
+    assert (rows[written, columns:] == 0).all()
+    return rows[:, :columns]
+
+
+def quantised_tokens(rows: NDArray[np.float16]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """f16 [T, K] -> e4m3 [T, K], and the scale of each token: what its largest becomes 448 by."""
+    x = rows.astype(np.float32)
+    peaks = np.abs(x).max(axis=1)
+    scales = np.where(peaks == 0, np.float32(1), peaks / np.float32(448))
+    scaled = np.clip(x * (np.float32(1) / scales)[:, None], -448, 448)
+    return scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales
+
+
+def read_as_fast(rows: NDArray[np.float16]) -> NDArray[np.float64]:
+    """f16 [T, K] as the fast products see them."""
+    codes, scales = quantised_tokens(rows)
+    return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scales[:, None]
+
+
 class ChunkLayer:
     """One linear layer, and inputs for a whole chunk."""
 
-    def __init__(self, name: str, model: str, seed: int, with_bias: bool, reports: bool = False) -> None:
-        self.name, self.kernels = name, kernels_of(model, reports)
+    def __init__(
+        self, name: str, model: str, seed: int, with_bias: bool, reports: bool = False, fast: bool = False
+    ) -> None:
+        self.name, self.kernels, self.fast = name, kernels_of(model, reports, fast), fast
         self.layer = Layer(name, model, seed, with_bias)
         generator = np.random.default_rng(seed)
         self.inputs = (generator.standard_normal((CHUNK_TOKENS, self.layer.columns)) * MLP_SCALE).astype(np.float16)
@@ -124,8 +180,11 @@ class ChunkLayer:
 
     def run(self, count: int, seed: int = 0) -> NDArray[Any]:
         """[512, N] after a chunk of `count` tokens; what was not written is NaN, or UNWRITTEN."""
-        layer, adds = self.layer, self.name in ("o", "down")
-        activations, state = pack_activations(self.inputs[:count]), chunk_of(count)
+        layer, adds, state = self.layer, self.name in ("o", "down"), chunk_of(count)
+        scales = aligned(CHUNK_TOKENS, np.float32)
+        if self.fast:
+            codes, scales[:count] = quantised_tokens(self.inputs[:count])
+        activations: NDArray[Any] = pack_fast(codes) if self.fast else pack_activations(self.inputs[:count])
         residual = copied(self.residual)
         residual[count:] = UNWRITTEN
         width = linear_layers.round_up(layer.rows, 16)
@@ -141,6 +200,7 @@ class ChunkLayer:
             bias=None if bias is None else pointer(bias),
             activations=pointer(activations),
             output=pointer(output),
+            token_scale=pointer(scales) if self.fast else None,
         )
         grid, threads, shared_bytes = chunk.product(
             layer.rows if self.name != "gate_up" else weights_rows(weights, layer)
@@ -152,10 +212,14 @@ class ChunkLayer:
             shared_bytes=shared_bytes,
             params=params,
             seed=seed,
-            predecessor_writes=[activations, residual],
+            predecessor_writes=[activations, residual, scales],
             constants=[state, *(part for part in layer.packed if part is not None)],
         )
         return unpack_activations(output, self.rows) if self.name == "gate_up" else output[:, : self.rows]
+
+    def expected(self, count: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """[count, N] of fast products, and the tolerance of each element."""
+        return self.layer.expected_of(read_as_fast(self.inputs[:count]), self.residual[:count])
 
     def by_rounds(self, count: int) -> NDArray[Any]:
         """[count, N]: what rounds of 64 tokens make of the same."""
@@ -180,6 +244,57 @@ class ChunkLayer:
 def weights_rows(weights: NDArray[np.uint8], layer: Layer) -> int:
     """Rows of gate_up with their padding."""
     return 2 * linear_layers.round_up(layer.rows // 2, 8)
+
+
+def quantised_in_a_chunk(
+    kernels: emulation.Kernels, rows: NDArray[np.float16], seed: int = 0
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """`ull_chunk_quantise` of f16 [T, K]: e4m3 [512, K] and scales [512]; what was not written is no number."""
+    state, activations, steps = chunk_of(len(rows)), pack_activations(rows), -(-rows.shape[1] // 32)
+    output, scales = fast_buffer(rows.shape[1]), aligned(CHUNK_TOKENS, np.float32)
+    params = ChunkQuantiseParams(pointer(state), pointer(activations), pointer(output), pointer(scales), steps)
+    grid, threads, shared_bytes = chunk.quantise()
+    kernels.run(
+        "ull_chunk_quantise",
+        grid=grid,
+        threads=threads,
+        shared_bytes=shared_bytes,
+        params=params,
+        seed=seed,
+        predecessor_writes=[activations],
+        constants=[state],
+    )
+    return unpack_fast(output, rows.shape[1]), scales
+
+
+def normed_in_a_chunk(
+    kernels: emulation.Kernels, layer: Layer, count: int, fast: bool, seed: int = 0
+) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """`ull_chunk_norm` of the first `count` rows of a layer's residual: f16 or e4m3 [512, H], and scales [512]."""
+    hidden = len(layer.norm_weight)
+    state, scales = chunk_of(count), aligned(CHUNK_TOKENS, np.float32)
+    residual = aligned((CHUNK_TOKENS, layer.residual.shape[1]), np.float32)
+    residual[:count] = layer.residual[:count]
+    output: NDArray[Any] = fast_buffer(hidden) if fast else activation_buffer(hidden)
+    params = ChunkNormParams(
+        chunk=pointer(state),
+        residual=pointer(residual),
+        norm_weight=pointer(layer.norm_weight),
+        normed=pointer(output),
+        token_scale=pointer(scales) if fast else None,
+    )
+    grid, threads, shared_bytes = chunk.norm(hidden, fast)
+    kernels.run(
+        "ull_chunk_norm",
+        grid=grid,
+        threads=threads,
+        shared_bytes=shared_bytes,
+        params=params,
+        seed=seed,
+        predecessor_writes=[residual],
+        constants=[state, layer.norm_weight],
+    )
+    return unpack_fast(output, hidden) if fast else unpack_activations(output, hidden), scales
 
 
 ATTENTION_SOURCES = ("attention.cu", "commit.cu", "chunk_attention.cu")  # of an attention_rig.Shape
@@ -229,7 +344,7 @@ def attended_in_a_chunk(cache: Cache, rows: NDArray[np.float32], base: int, seed
 
 SOURCES = [
     *("begin", "accept", "commit", "embed", "attention", "norm", "qkv", "output", "gate_up", "down"),
-    *("chunk_embed", "chunk_norm", "chunk_store", "chunk_linear", "chunk_attention"),
+    *("chunk_embed", "chunk_norm", "chunk_store", "chunk_quantise", "chunk_linear", "chunk_attention"),
 ]
 
 
@@ -243,9 +358,11 @@ class Prompt:
         biases: bool = False,
         taps: Sequence[int] = (),
         reports: bool = False,
+        fast: bool = False,
     ) -> None:
-        self.model, self.sizes = model, Sizes(model, precision, model.context, taps=taps, chunks=True)
-        macros = numbers_of(device_macros(model, precision, taps=len(taps)))
+        self.model = model
+        self.sizes = Sizes(model, precision, model.context, taps=taps, chunks=True, fast_prefill=fast)
+        macros = numbers_of(device_macros(model, precision, taps=len(taps), fast_prefill=fast))
         self.kernels = emulation.build([f"{name}.cu" for name in SOURCES], macros, reports=reports)
         rng = np.random.default_rng(7)
         self.tensors = random_tensors(device_tensors(model, precision), rng, biases)
@@ -333,6 +450,6 @@ class Prompt:
 
 # Regions that a chunk's or a round's kernels hand to each other.
 WRITTEN = (
-    *(CHUNK_RESIDUAL, CHUNK_NORMED, CHUNK_QKV, CHUNK_ATTENTION, CHUNK_MLP),
+    *(CHUNK_RESIDUAL, CHUNK_NORMED, CHUNK_QKV, CHUNK_ATTENTION, CHUNK_MLP, CHUNK_QUANTISED, CHUNK_SCALES),
     *("residual", "normed", "qkv", "attention", "mlp", "partial sums"),
 )

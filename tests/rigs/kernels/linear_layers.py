@@ -107,7 +107,7 @@ def normed(residual: NDArray[np.float32], weight: NDArray[np.float32], epsilon: 
 
 
 def product(
-    weights: NDArray[Any], scale: Floats, bias: Floats | None, activations: NDArray[np.float16]
+    weights: NDArray[Any], scale: Floats, bias: Floats | None, activations: NDArray[Any]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """[T, N] outputs in double precision, and how far single-precision sums in any order may be from them."""
     w = weights.astype(np.float64) * scale[:, None]

@@ -193,7 +193,10 @@ class Layer:
 
     def expected(self, count: int) -> tuple[Floats, Floats]:
         """[count, N] and the tolerance of each element."""
-        x = (self.normed if self.norms else self.inputs)[:count]
+        return self.expected_of((self.normed if self.norms else self.inputs)[:count], self.residual[:count])
+
+    def expected_of(self, x: NDArray[Any], residual: NDArray[np.float32]) -> tuple[Floats, Floats]:
+        """The same for activations [count, K] and the residual [count, H] that the output is added to, if it is."""
         scale = self.scale / np.float32(MLP_SCALE) if self.name == "down" else self.scale
         exact, tolerance = linear_layers.product(self.weights, scale, self.bias, x)
         if self.name == "gate_up":
@@ -204,7 +207,7 @@ class Layer:
             error = (1.1 * tolerance[:, :inner] * np.abs(up) + np.abs(gate) * tolerance[:, inner:]) * MLP_SCALE
             return activated, error + np.abs(activated) * 2.0**-10 + 1e-6
         if not self.norms:
-            return self.residual[:count, : self.rows] + exact, tolerance + np.abs(exact) * 1e-6
+            return residual[:, : self.rows] + exact, tolerance + np.abs(exact) * 1e-6
         return exact, tolerance
 
     def rows_of(self, output: NDArray[Any]) -> NDArray[Any]:

@@ -23,9 +23,14 @@ def embed(hidden: int) -> Geometry:
     return (-(-hidden // (8 * THREADS)), CHUNK_TOKENS), THREADS, 0
 
 
-def norm() -> Geometry:
-    """`ull_chunk_norm`: a block per token."""
-    return (CHUNK_TOKENS, 1), THREADS, 128
+def norm(hidden: int, fast: bool = False) -> Geometry:
+    """`ull_chunk_norm`: a block per token, which fast keeps the row until it knows the largest."""
+    return (CHUNK_TOKENS, 1), THREADS, 128 + (2 * round_up(hidden, 32) if fast else 0)
+
+
+def quantise() -> Geometry:
+    """`ull_chunk_quantise`: a block for two tokens."""
+    return (CHUNK_TOKENS // 2, 1), THREADS, 128
 
 
 def store(kv_heads: int, head_dim: int) -> Geometry:
@@ -56,6 +61,11 @@ def probe(multiprocessors: int) -> Geometry:
 def activation_bytes(width: int) -> int:
     """f16 activations of that width (`ull/kernels/linear/activations.cuh`)."""
     return 2 * CHUNK_TOKENS * round_up(width, 32)
+
+
+def fast_activation_bytes(width: int) -> int:
+    """e4m3 activations of that width (`ull/kernels/chunk/layout.cuh`)."""
+    return CHUNK_TOKENS * round_up(width, 32)
 
 
 def row_bytes(width: int) -> int:

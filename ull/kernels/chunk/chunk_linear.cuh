@@ -10,9 +10,13 @@
 // Every output is what the kernels for a round make of it, bit for bit: the sum of its slices in ascending order, each
 // a chain of products of 16 columns over the slice's steps (linear.cuh). The products are the warpgroup's instead of a
 // warp's; docs/gpu.md says why both add alike.
+//
+// Not so where a bundle's prompts are read fast: there weights and activations are multiplied as the e4m3 that they are
+// stored as, 32 columns by a product. Every stage's sum is added to the total in f32, since those of e4m3 products keep
+// few bits. An output depends on neither its place nor what else the chunk holds.
 #pragma once
 
-#include "chunk/layout.cuh"
+#include "chunk/fast_activations.cuh"
 #include "linear/rows.cuh"
 
 namespace ull::gpu {
@@ -29,11 +33,11 @@ template <typename Shape_>
 struct ChunkPlan {
   using Shape = Shape_;
 
-  // Steps of a stage: the most that divide every slice, so that all stages are whole.
+  // Steps of a stage: the most that divide every slice, so that all stages are whole. Fast, there are no slices.
   ULL_HOST_DEVICE static constexpr int stage_steps() {
     for (int steps = 4; steps > 1; steps /= 2) {
-      bool divides = true;
-      for (int slice = 0; slice < kSlices; ++slice) {
+      bool divides = Shape::kSteps % steps == 0;
+      for (int slice = 0; slice < kSlices && !kFastPrefill; ++slice) {
         divides = divides && (Shape::slice_begin(slice + 1) - Shape::slice_begin(slice)) % steps == 0;
       }
       if (divides) return steps;
@@ -46,7 +50,8 @@ struct ChunkPlan {
   static constexpr int kHalfSteps = kStageSteps / kHalves;
   static constexpr int kStages = Shape::kSteps / kStageSteps;
   static constexpr int kTileStageBytes = kStageSteps * Shape::kStepBytes;  // weights of a row tile
-  static constexpr int kTokenStageBytes = kStageSteps * kChunkStepBytes;
+  static constexpr int kTokensStepBytes = kFastPrefill ? kFastStepBytes : kChunkStepBytes;
+  static constexpr int kTokenStageBytes = kStageSteps * kTokensStepBytes;
   static constexpr int kShareBytes = kTokenStageBytes / kChunkCluster;  // of them, that a block of the cluster brings
   static constexpr int kStageBytes = kTokenStageBytes + kChunkTiles * kTileStageBytes;
   static constexpr int kDepth = smaller(8, kWideBytes / (kStageBytes + 2 * kBarrierBytes));
@@ -101,8 +106,9 @@ class ChunkRing {
   // Brings the block's share of an announced stage's activations, to all blocks of the cluster.
   ULL_DEVICE void bring_activations(const ChunkLinearParams& params, int stage) const {
     const int slot = stage % Plan::kDepth, share = arch::cluster_rank() * Plan::kShareBytes;
-    const auto* activations = static_cast<const unsigned char*>(params.activations) +
-                              (int64_t{arch::block_x()} * Shape::kSteps + stage * Plan::kStageSteps) * kChunkStepBytes;
+    const auto* activations =
+        static_cast<const unsigned char*>(params.activations) +
+        (int64_t{arch::block_x()} * Shape::kSteps + stage * Plan::kStageSteps) * Plan::kTokensStepBytes;
     arch::bulk_copy_multicast(tokens_at(slot) + share, activations + share, Plan::kShareBytes, full_ + slot,
                               (1U << kChunkCluster) - 1);
   }
@@ -194,6 +200,69 @@ ULL_DEVICE void multiply_chunk(const ChunkRing<Plan>& ring, ChunkSums& totals) {
   }
 }
 
+// ---- e4m3 by e4m3 ---------------------------------------------------------------------------------------------------
+
+// A stage's weights as operands a: the rows' bytes, which lie in pairs of columns.
+template <typename Plan>
+ULL_DEVICE void load_fast_operands(uint32_t (&a)[Plan::kStageSteps][4], const unsigned char* weights) {
+#pragma unroll
+  for (int s = 0; s < Plan::kStageSteps; ++s) {
+    const arch::Vector4 v = arch::load_shared(weights + s * Plan::Shape::kStepBytes + arch::lane() * 16);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      a[s][2 * half] = arch::low_halves(v.word[2 * half], v.word[2 * half + 1]);
+      a[s][2 * half + 1] = arch::high_halves(v.word[2 * half], v.word[2 * half + 1]);
+    }
+  }
+}
+
+// The warp's row tile for the block's tokens -> totals, in the tokens' units. While one warpgroup adds up a stage, the
+// other one's products run.
+template <typename Plan>
+ULL_DEVICE void multiply_chunk_fast(const ChunkRing<Plan>& ring, ChunkSums& totals) {
+  uint32_t a[Plan::kStageSteps][4];
+#pragma unroll
+  for (int i = 0; i < 4 * kChunkGroups; ++i) totals[i / 4][i % 4] = 0.0F;
+  ring.wait(0);
+  load_fast_operands<Plan>(a, ring.weights_at(0, arch::warp()));
+#pragma unroll 1
+  for (int stage = 0; stage < Plan::kStages; ++stage) {
+    const uint64_t first = arch::core_matrices(ring.tokens_at(stage % Plan::kDepth), kFastHalfBytes, kCoreBytes);
+    ChunkSums sums;
+#pragma unroll
+    for (int i = 0; i < 4 * kChunkGroups; ++i) sums[i / 4][i % 4] = 0.0F;
+    arch::warpgroup_fence();
+#pragma unroll
+    for (int s = 0; s < Plan::kStageSteps; ++s) {
+      arch::warpgroup_mma_e4m3(sums, a[s], first + static_cast<uint64_t>(s * kFastStepBytes / 16));
+    }
+    arch::warpgroup_commit();
+    arch::warpgroup_wait<0>(sums);
+    ring.release(stage);
+    if (stage + 1 < Plan::kStages) {
+      ring.wait(stage + 1);
+      load_fast_operands<Plan>(a, ring.weights_at((stage + 1) % Plan::kDepth, arch::warp()));
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * kChunkGroups; ++i) totals[i / 4][i % 4] += sums[i / 4][i % 4];
+  }
+}
+
+// Takes sums out of their tokens' units.
+ULL_DEVICE void scale_tokens(ChunkSums& sums, const float* token_scale) {
+  const int pair = arch::lane() % 4;
+#pragma unroll
+  for (int group = 0; group < kChunkGroups; ++group) {
+    const arch::Vector4 four = arch::load_global(token_scale + group * kGroupTokens + pair / 2 * 4);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float scale = arch::bits_float(pair % 2 == 0 ? four.word[i] : four.word[2 + i]);
+      sums[group][i] *= scale;
+      sums[group][2 + i] *= scale;
+    }
+  }
+}
+
 // The kernel. Epilogue: finish(params, tile, first token, count, sums) of a warp's row tile.
 template <typename Shape, typename Epilogue>
 ULL_DEVICE void chunk_linear(const ChunkLinearParams& params) {
@@ -220,7 +289,12 @@ ULL_DEVICE void chunk_linear(const ChunkLinearParams& params) {
   }
   arch::want_registers<kMultiplyRegisters>();
   ChunkSums totals;
-  multiply_chunk<Plan>(ring, totals);
+  if constexpr (kFastPrefill) {
+    multiply_chunk_fast<Plan>(ring, totals);
+    scale_tokens(totals, params.token_scale + first_token);
+  } else {
+    multiply_chunk<Plan>(ring, totals);
+  }
   const int tile = arch::block_y() * kChunkTiles + arch::warp();
   if (tile < Shape::kRowTiles) Epilogue::finish(params, tile, first_token, count, totals);
 }

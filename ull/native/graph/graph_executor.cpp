@@ -182,8 +182,8 @@ void GraphExecutor::launch_prompt() noexcept {
       setting_.take(prompt_.pages, pages);
     }
     const int most = std::min(prompt_.count, gpu::kChunkTokens);
-    const bool in_chunks =
-        program_.chunk != nullptr && most > gpu::kTreeTokens && prompt_costs_.prefers_chunk(most, prompt_.start);
+    const bool in_chunks = program_.chunks_prefill() || (program_.chunk != nullptr && most > gpu::kTreeTokens &&
+                                                         prompt_costs_.prefers_chunk(most, prompt_.start));
     const int count = in_chunks ? most : std::min(most, gpu::kTreeTokens);
     void* graph = in_chunks ? program_.chunk : graphs_.prefill_for(count);
     fill_prompt(graph, prompt_.tokens, count, prompt_.start);

@@ -122,7 +122,7 @@ VerifyCosts GraphExecutor::measure() {
   };
   const int64_t prefill_ns = timed_prompt(program_.prefill, std::min(held, gpu::kTreeTokens), 0);
   graphs_.measured(near_ns, single_ns, prefill_ns);
-  if (program_.chunk != nullptr) {
+  if (program_.chunk != nullptr && !program_.chunks_prefill()) {
     const int64_t many_ns = timed_prompt(program_.chunk, std::min(held, gpu::kChunkTokens), 0);
     const int behind = std::min(far, held - gpu::kChunkTokens);
     // Where one takes as long as all measurements of a graph may, more are not made: a chunk is what it is.

@@ -67,6 +67,8 @@ void GraphProgram::check() const {
           "burst_rounds: must be 2 or 3 if there are bursts");
   require(prefill != nullptr, "prefill: must be the handle of a graph");
   if (chunk != nullptr) require_block(chunks, "chunks");
+  require(!chunks_prefill() || !rounds_prefill(),
+          "reuse: rounds have other bits than a chunk that alone reads prompts");
   RoundBlocks::check();
   require((redraw == nullptr) == (redraws == nullptr), "redraws: must be the handles of two graphs, or none");
   if (redraw != nullptr) require_block(mask, "mask");

@@ -86,7 +86,8 @@ struct GraphProgram : RoundBlocks {
   SingleGraphs singles[kSamplers] = {};  // by Sampler; kFull's round is rounds[0], and null here
   int burst_rounds = 0;                  // 0: there are no bursts
   void* prefill = nullptr;               // CUgraphExec, up to kTreeTokens prompt tokens
-  void* chunk = nullptr;                 // CUgraphExec, up to kChunkTokens, with the bits of `prefill`; null: none
+  void* chunk = nullptr;                 // CUgraphExec, up to kChunkTokens, with the bits of `prefill`; null: none.
+                                         // `prefill` itself: every prompt token but the last is read by it
   int32_t* chunks = nullptr;             // [kRoundSlots][kChunkTokens] mapped, where there is `chunk`: its tokens
   void* medusa = nullptr;                // CUgraphExec of the Medusa heads; null: there are none
   void* redraw = nullptr;                // CUgraphExec of one draw more from a round's logits; null: there is none
@@ -113,6 +114,8 @@ struct GraphProgram : RoundBlocks {
   [[nodiscard]] void* burst(Sampler sampler) const noexcept { return singles[static_cast<int>(sampler)].burst; }
   // Whether a round's graph writes the bits to the cache that `prefill` does.
   [[nodiscard]] bool rounds_prefill() const noexcept { return reuse == Reuse::kAll; }
+  // Whether no other graph reads prompts than `chunk`.
+  [[nodiscard]] bool chunks_prefill() const noexcept { return chunk != nullptr && chunk == prefill; }
 };
 
 }  // namespace ull::graph

@@ -27,11 +27,15 @@ std::function<void(int64_t, int64_t)> reporting(const Progress& progress) {
 using InputScales = std::map<std::string, float>;  // by linear
 
 nb::tuple evaluate(const nb::dict& spec, const Int32Array& tokens, int window, int threads, const Progress& progress,
-                   const std::optional<InputScales>& input_scales) {
+                   const std::optional<InputScales>& input_scales, bool token_scales) {
   const std::vector<int32_t> ids(tokens.data(), tokens.data() + tokens.size());
   cpu::ModelSpec native = model_spec(spec);
   std::optional<cpu::FakeQuantiser> quantiser;
   if (input_scales && !input_scales->empty()) quantiser.emplace(*input_scales, native.layers);
+  if (token_scales) {
+    if (quantiser) throw std::invalid_argument("token_scales: not beside input_scales");
+    quantiser.emplace(native.layers);
+  }
   cpu::Evaluation result;
   {
     const nb::gil_scoped_release release;
@@ -132,11 +136,12 @@ void bind_offline(nb::module_& m) {
       .def_prop_ro("kv_bytes", [](const Model& self) { return self.model().cache().bytes(); });
 
   m.def("evaluate", &evaluate, "spec"_a, "tokens"_a, "window"_a, "threads"_a = 1, "progress"_a = nb::none(),
-        "input_scales"_a = nb::none(),
+        "input_scales"_a = nb::none(), "token_scales"_a = false,
         "One layer-by-layer pass over the mapped weights. tokens int32 [n] are cut into windows, each from position 0; "
         "-> (nll float32 [m], argmax int32 [m]) for tokens 1.. of each. progress(done, total) may raise to stop. "
         "`input_scales`: the input of each linear named (layers.N.qkv, .o, .gate_up, .down, lm_head) is rounded to "
-        "E4M3 times its scale.");
+        "E4M3 times its scale. `token_scales`: that of every linear but lm_head, for each token times its largest / "
+        "448.");
   m.def("observe", &observe, "spec"_a, "tokens"_a, "window"_a, "threads"_a = 1, "progress"_a = nb::none(),
         "What evaluate's pass meets -> (uint64 [32768] per linear: its inputs' |x| counted by their bits as bf16, "
         "truncated; the largest |x| per linear; float32 [2 * kv_heads] per layer, \"layers.N.kv\": the largest |key| "
