@@ -22,6 +22,7 @@ from ull.bundle import (
     DraftModel,
     EagleHead,
     FileEntry,
+    Forward,
     Manifest,
     MedusaHeads,
     Model,
@@ -36,6 +37,7 @@ from ull.bundle import (
     device_tensors,
     draft_problems,
     encode_manifest,
+    fast_prefill_problems,
     medusa_problems,
     open_bundle,
     tap_problems,
@@ -105,7 +107,9 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
     output = check_output(settings.output, settings.force)
     precision, request, created = settings.precision, settings.forward, build_time()
     model = shape_model(settings.arch, settings.layers, settings.context)
-    speculation = _drafters(settings, model)
+    for problem in fast_prefill_problems(settings.target, precision.weights, request.prefill, request.decode):
+        raise RecipeError(problem, field="forward.prefill")
+    fast, speculation = request.prefill == "fast", _drafters(settings, model)
     tools = find_tools(settings.target) if request.has_plans else None
     if tools is not None:
         preflight(tools.trt, model, precision, output.parent, reporter)
@@ -117,6 +121,7 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
         request.attention if tools else None,
         speculation.medusa,
         len(speculation.taps),
+        fast_prefill=fast,
     )
     drafter_kernels = compile_drafters(settings.target, speculation, model, precision, reporter)
     # Plans, and until they have been tried the weights of our own kernels.
@@ -125,7 +130,7 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
     with staged_output(output) as staging:
         files = _write_tokenizer(staging, model.vocabulary)
         code, code_files = write_all_code(
-            kernels, drafter_kernels, speculation, model, precision, settings.target, staging
+            kernels, drafter_kernels, speculation, model, precision, settings.target, staging, fast
         )
 
         def describe(added: AddedPlans) -> Manifest:
@@ -155,7 +160,7 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
             )
 
         if tools is None:
-            manifest = describe(AddedPlans(FUSED, {}))
+            manifest = describe(AddedPlans(Forward(prefill="fast") if fast else FUSED, {}))
         else:
             manifest = _add_plans(tools, settings, model, staging, timing_cache_of(output), reporter, describe)
         write_sealed(staging, encode_manifest(manifest))

@@ -58,6 +58,7 @@ from ull.bundle import (
     device_problems,
     draft_problems,
     encode_manifest,
+    fast_prefill_problems,
     head_scan_problems,
     medusa_problems,
     open_bundle,
@@ -180,6 +181,9 @@ def _open_inputs(
     settings: Settings, hub: dict[FromHub, str], output: Path, files_open: ExitStack, reporter: Reporter
 ) -> _Inputs:
     """Everything that can be refused is, before the kernels are compiled."""
+    prefill, decode = settings.forward.prefill, settings.forward.decode
+    for problem in fast_prefill_problems(settings.target, settings.precision.weights, prefill, decode):
+        raise RecipeError(problem, field="forward.prefill")
     for problem in head_scan_problems(settings.target, settings.precision, settings.forward.decode):
         raise RecipeError(problem, field="lm_head_scan")
     created, tools = build_time(), None
@@ -215,7 +219,6 @@ def _open_inputs(
     for field, head in (("eagle", described.eagle), ("dflash", described.dflash)):
         if head is None or settings.on_cpu:
             continue
-        prefill, decode = settings.forward.prefill, settings.forward.decode
         problems = [
             *device_head_problems(settings.target, head),
             *tap_problems(described.taps, settings.target, prefill, decode),
@@ -235,7 +238,14 @@ def _open_inputs(
         model=model,
         tokens=_special_tokens(checkpoint, tokenizer),
         kernels=compile_for(
-            settings.target, model, settings.precision, reporter, attention, medusa, len(described.taps)
+            settings.target,
+            model,
+            settings.precision,
+            reporter,
+            attention,
+            medusa,
+            len(described.taps),
+            fast_prefill=prefill == "fast",
         ),
         drafter_kernels=compile_drafters(settings.target, described, model, settings.precision, reporter),
         texts=texts,
@@ -256,6 +266,7 @@ def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
         settings.precision,
         settings.target,
         staging,
+        settings.forward.prefill == "fast",
     )
     weights = staging / WEIGHTS_FILE if settings.on_cpu else None
     with Evaluator(
@@ -355,7 +366,8 @@ def _measure_on_gpu(
     evaluator = DeviceEvaluator(inputs.checkpoint, staged, staging, compiled, reporter)
     try:
         original = evaluator.original(text)
-        return measure_quality(evaluator, text, original, errors, settings.max_perplexity_increase)
+        fast = settings.forward.prefill == "fast"
+        return measure_quality(evaluator, text, original, errors, settings.max_perplexity_increase, fast)
     finally:
         shutil.rmtree(staging / "original", ignore_errors=True)
 
@@ -366,9 +378,11 @@ def _describe(
     code: Code,
     quality: Quality | None,
     calibration: Calibration | None = None,
-    forward: Forward = FUSED,
+    forward: Forward | None = None,
 ) -> Manifest:
+    """`forward`: with plans; None: our own kernels'."""
     settings = inputs.settings
+    own = Forward(prefill="fast") if settings.forward.prefill == "fast" else FUSED
     return Manifest(
         format=FORMAT,
         format_version=FORMAT_VERSION,
@@ -385,7 +399,7 @@ def _describe(
         speculation=with_code(inputs.speculation, code.drafters),
         code=code.target,
         calibration=calibration,
-        forward=forward,
+        forward=own if forward is None else forward,
     )
 
 
@@ -405,10 +419,11 @@ def compile_for(
     medusa: MedusaHeads | None = None,
     taps: int = 0,
     of: str = "",
+    fast_prefill: bool = False,
 ) -> list[CompiledFile]:
     """The kernels of a GPU target, compiled for the model; none for the CPU. `attention`: of plans, None: no plans.
 
-    `taps`: see `device_macros`.
+    `taps`, `fast_prefill`: see `device_macros`.
 
     Where our kernels can be, all are there, also beside plans, which are held against them. Raises RecipeError,
     BuildError.
@@ -422,7 +437,7 @@ def compile_for(
     if architecture.has_warpgroup_products and not of:  # a draft model reads its prompts in steps of 64 tokens
         needed |= CHUNK_KERNELS
     return compile_kernels(
-        device_macros(model, precision, medusa, taps),
+        device_macros(model, precision, medusa, taps, fast_prefill),
         target,
         needed | optional_kernels(medusa, precision.lm_head_scan),
         lambda compiled: reporter.note(f"compiled {of + ': ' if of else ''}{describe_file(compiled)}"),
@@ -474,11 +489,12 @@ def write_all_code(
     precision: Precision,
     target: Target,
     staging: Path,
+    fast_prefill: bool = False,
 ) -> tuple[Code, dict[str, FileEntry]]:
     """Writes what compile_for made for `model` and compile_drafters for `speculation`, and their table of files."""
     if not kernels:
         return Code(None, {}), {}
-    macros = device_macros(model, precision, speculation.medusa, len(speculation.taps))
+    macros = device_macros(model, precision, speculation.medusa, len(speculation.taps), fast_prefill)
     code, files = write_code(kernels, macros, staging, target)
     own: dict[str, DeviceCode] = {}
     for prefix, compiled in drafter_kernels.items():
@@ -602,7 +618,8 @@ def _measure(
         return None, None
     limit = settings.max_perplexity_increase
     original = evaluator.original(texts.evaluation)
-    quality = measure_quality(evaluator, texts.evaluation, original, errors, limit)
+    fast = settings.forward.prefill == "fast"
+    quality = measure_quality(evaluator, texts.evaluation, original, errors, limit, fast)
     linears = _fp8_inputs(settings, model)
     if not linears or observation is None or texts.calibration is None:
         return quality, None

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ull
-from ull.bundle import Manifest, MedusaHeads, Precision, Source, Target, device_parts
+from ull.bundle import Manifest, MedusaHeads, Precision, PrefillSource, Source, Target, device_parts
 from ull.completion import add_completion
 from ull.errors import RecipeError, UllError
 from ull_build.benchmark_bundle import RandomSettings, build_random
@@ -127,12 +127,13 @@ def _random_settings(options: argparse.Namespace) -> RandomSettings:
 
 def _forward(options: argparse.Namespace) -> ForwardRecipe:
     source: Source = options.forward or "fused"
+    prefill: PrefillSource = options.prefill or source
     if options.attention == "native" and source != "tensorrt":
         raise RecipeError("--attention native goes with --forward tensorrt", field="attention")
     if options.profiles is not None and source != "tensorrt":
         raise RecipeError("--profiles goes with --forward tensorrt", field="profiles")
     return ForwardRecipe(
-        prefill=source, decode=source, attention=options.attention or "paged", profiles=options.profiles or "two"
+        prefill=prefill, decode=source, attention=options.attention or "paged", profiles=options.profiles or "two"
     )
 
 
@@ -196,6 +197,8 @@ def parser() -> argparse.ArgumentParser:
     weak = "take a head too that drafts fewer than 1.3 tokens per round on the calibration text"
     add("--allow-weak-drafter", action="store_const", const=True, help=weak)
     add("--forward", choices=("fused", "tensorrt"), help="who computes the layers, on a GPU (default fused)")
+    reads = "who reads prompts, where not --forward: fast is fused with FP8 activations, whose bits are others"
+    add("--prefill", choices=("fused", "fast", "tensorrt"), help=reads)
     add("--attention", choices=("paged", "native"), help="with --forward tensorrt: whose attention (default paged)")
     add("--profiles", choices=("two", "seven"), help="with --forward tensorrt: choices of kernels (default two)")
     shapes = ", ".join(SHAPES)
@@ -230,7 +233,7 @@ def _recipe(options: argparse.Namespace) -> Recipe:
     overrides |= {
         name: {key: value} for name, key in _TABLE_KEYS.items() if (value := getattr(options, name)) is not None
     }
-    forward: dict[str, Any] = {"prefill": options.forward, "decode": options.forward}
+    forward: dict[str, Any] = {"prefill": options.prefill or options.forward, "decode": options.forward}
     forward |= {"attention": options.attention, "profiles": options.profiles}
     if any(value is not None for value in forward.values()):
         overrides["forward"] = {key: value for key, value in forward.items() if value is not None}
@@ -281,6 +284,8 @@ def print_summary(result: BuildResult) -> None:
         if (calibration := manifest.calibration) is not None:
             change = f"{calibration.perplexity:.4f} ({calibration.perplexity_increase:+.3%}, by {calibration.method})"
             table.add_row("with FP8 activations", change)
+        if (fast := quality.fast_prefill) is not None:
+            table.add_row("with fast prefill", f"{fast.perplexity:.4f} ({fast.perplexity_increase:+.3%})")
         if quality.tokens_per_round:
             rates = ", ".join(f"{name} {rate:.2f}" for name, rate in quality.tokens_per_round.items())
             table.add_row("tokens per round", rates)

@@ -11,7 +11,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from ull.bundle import GPU_ARCHITECTURES, MAX_TAPS, AttentionKind, ProfileScheme, Source, keeps_taps, runs_draft_models
+from ull.bundle import (
+    GPU_ARCHITECTURES,
+    MAX_TAPS,
+    AttentionKind,
+    PrefillSource,
+    ProfileScheme,
+    Source,
+    fast_prefill_problems,
+    keeps_taps,
+    runs_draft_models,
+)
 from ull.errors import RecipeError
 from ull.wire import MAX_TREE, Drafter
 from ull_build.source.hub import named_source
@@ -90,7 +100,11 @@ class ForwardRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Who computes the transformer's layers on a GPU."""
 
     prefill: Annotated[
-        Source, Meta(description='who computes prompts: "fused", ull\'s kernels, or "tensorrt", plans')
+        PrefillSource,
+        Meta(
+            description='who reads prompts: "fused", ull\'s kernels, with the bits of decode; "fast", they with FP8 '
+            'activations; or "tensorrt", plans'
+        ),
     ] = "fused"
     decode: Annotated[Source, Meta(description="who computes rounds, likewise")] = "fused"
     attention: Annotated[
@@ -290,6 +304,8 @@ def _check_target(recipe: Recipe, origin: str) -> None:
         known = ", ".join(f'"{name}" ({machine})' for name, machine in TARGETS.items())
         raise RecipeError(f'{origin}: target "{recipe.target}" is unknown; use {known}', field="target")
     forward = recipe.forward
+    for problem in fast_prefill_problems(recipe.target, recipe.precision, forward.prefill, forward.decode):
+        raise RecipeError(f"{origin}: {problem}", field="forward.prefill")
     if recipe.target == "cpu":
         if recipe.evaluate_on == "gpu":
             raise RecipeError(f'{origin}: evaluate_on "gpu" is for GPU targets', field="evaluate_on")

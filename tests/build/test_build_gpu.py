@@ -37,7 +37,9 @@ from ull_build import cli
 from ull_build.benchmark_bundle import RandomSettings, build_random
 from ull_build.build import build
 from ull_build.code import kernels, nvrtc
-from ull_build.recipe import make_recipe
+from ull_build.quality.evaluate import Predictions
+from ull_build.quality.measure import Evaluator
+from ull_build.recipe import ForwardRecipe, make_recipe
 from ull_build.settings import Settings, settings_from_recipe
 from ull_build.shapes import SHAPES, shape_model
 from ull_build.source.checkpoint import Checkpoint
@@ -287,6 +289,33 @@ def test_inspect_shows_the_kernels(checkpoint: Path, tmp_path: Path, capsys: pyt
     assert f"{len(DEVICE_KERNELS | CHUNK_KERNELS)} in 3 cubins" in said and "chunks of up to 512 tokens" in said
 
 
+def test_prompts_may_be_read_fast(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What that costs is measured; the KV cache of an answer serves no later turn."""
+    options = {"eval_tokens": 64, "max_perplexity_increase": 10.0, "evaluate": True}
+    exact = built(checkpoint, tmp_path / "exact.ull", **options).manifest
+    bundle = built(checkpoint, tmp_path / "fast.ull", forward=ForwardRecipe(prefill="fast"), **options)
+    manifest = bundle.manifest
+    assert manifest.code is not None and exact.code is not None
+    assert manifest.code.macros == {**exact.code.macros, "ULL_FAST_PREFILL": "1"}
+    assert (manifest.forward.prefill, manifest.forward.decode, manifest.forward.reuse) == ("fast", "fused", "prompt")
+    assert manifest.quality is not None and exact.quality is not None
+    fast = manifest.quality.fast_prefill
+    assert fast is not None and exact.quality.fast_prefill is None
+    assert manifest.quality.perplexity_quantised == exact.quality.perplexity_quantised != fast.perplexity
+    assert fast.perplexity_increase == fast.perplexity / manifest.quality.perplexity_original - 1
+    assert inspect.main(bundle.path) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for words in ("prefill fast, decode fused", "the prompt's, for the next turn", f"perplexity {fast.perplexity:.4f}"):
+        assert words in said
+    worse = Predictions(np.full(63, 9, np.float32), np.zeros(63, np.int32))
+    monkeypatch.setattr(Evaluator, "read_fast", lambda self, text: worse)
+    message = r'with fast prefill, perplexity rises .* Use forward\.prefill = "fused", or raise max_perplexity'
+    with pytest.raises(BuildError, match=message):
+        built(checkpoint, tmp_path / "loss.ull", forward=ForwardRecipe(prefill="fast"), **options)
+
+
 def test_a_gpu_without_warpgroup_products_has_no_kernels_of_chunks(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -433,6 +462,8 @@ def bundle(pristine: Path, tmp_path: Path) -> Path:
         (("precision", "kv"), "f32", "f32 KV cache"),
         (("precision", "weights"), "f32", "f32 weights"),
         (("precision", "weights"), "bf16", "compiled with ULL_WEIGHT_BITS"),
+        (("forward",), {"prefill": "fast"}, "compiled with ULL_FAST_PREFILL = 0 where 1 is needed"),
+        (("forward",), {"prefill": "fast", "decode": "tensorrt"}, "fast prefill goes with decode by our own kernels"),
         (("speculation",), {"medusa": {"heads": 1, "layers": 1, "version": "2"}}, "lacks the kernel 'ull_medusa"),
         (("speculation",), {"medusa": {"heads": 9, "layers": 1, "version": "2"}}, "at most 8 Medusa heads, not 9"),
     ],
@@ -496,6 +527,20 @@ LOVELACE = {  # a GPU on which our kernels of the layers do not run
         ({"target": "cpu", "evaluate_on": "gpu"}, "evaluate_on", 'evaluate_on "gpu" is for GPU targets'),
         ({"kv": "fp8", "evaluate_on": "gpu"}, "evaluate_on", "FP8 pages are calibrated on the cpu"),
         ({"forward": {"decode": "tensorrt"}, "evaluate_on": "gpu"}, "evaluate_on", "FP8 activations are calibrated"),
+        (
+            {"target": "cpu", "forward": {"prefill": "fast"}},
+            "forward.prefill",
+            "products that cpu has not; supported: target sm_90a, or prefill fused",
+        ),
+        ({"target": "sm_100a", "forward": {"prefill": "fast"}}, "forward.prefill", "products that sm_100a has not"),
+        ({"precision": "bf16", "forward": {"prefill": "fast"}}, "forward.prefill", "these are bf16; .* precision fp8"),
+        (
+            {"forward": {"prefill": "fast", "decode": "tensorrt"}},
+            "forward.prefill",
+            "ull's own kernels; supported: forward.decode fused",
+        ),
+        ({"forward": {"prefill": "faster"}}, "forward.prefill", "Invalid enum value 'faster'"),
+        ({"forward": {"decode": "fast"}}, "forward.decode", "Invalid enum value 'fast'"),
         ({"forward": {"decode": "onnx"}}, "forward.decode", "Invalid enum value 'onnx'"),
         ({"forward": {"decoding": "fused"}}, "forward.decoding", "did you mean `forward.decode`"),
     ],

@@ -92,6 +92,29 @@ def test_inputs_are_rounded_to_e4m3(tmp_path: Path, weights: str, name: str) -> 
     np.testing.assert_array_equal(again, nll)
 
 
+@pytest.mark.parametrize("weights", ["bf16", "fp8"])
+def test_inputs_are_rounded_token_by_token(tmp_path: Path, weights: str) -> None:
+    """Of all linears but the lm_head: what prompts that are read fast are made of."""
+    model = RandomModel(Dims(layers=2, weights=weights, lm_head="bf16", bias=True))
+    spec, tokens = model.save(tmp_path / "w.safetensors"), random_tokens(120, 100)
+
+    def rounded(linear: str, values: np.ndarray) -> np.ndarray:
+        if linear.rpartition(".")[2] not in ("qkv", "o", "gate_up", "down"):
+            return values
+        scales = np.abs(values).max(axis=-1, keepdims=True).astype(np.float32) / np.float32(448)
+        return ((values.astype(np.float32) / scales).astype(FP8).astype(np.float32) * scales).astype(np.float64)
+
+    nll, best = _native.evaluate(spec, tokens, 60, token_scales=True)
+    expected_nll, expected_best = predictions(model, tokens, 60, rounded)
+    plain, _ = predictions(model, tokens, 60)
+    difference = np.abs(nll - expected_nll)  # of few more: rounded the other way, see above
+    assert np.median(difference) < 1e-5 and np.median(np.abs(np.array(plain) - expected_nll)) > 1e-2
+    same = difference < 1e-4
+    assert np.mean(best[same] == np.array(expected_best)[same]) > 0.97
+    with pytest.raises(ValueError, match="token_scales: not beside input_scales"):
+        _native.evaluate(spec, tokens, 60, input_scales={"lm_head": 1.0}, token_scales=True)
+
+
 def test_unknown_scales_are_named(tmp_path: Path) -> None:
     spec, tokens = small(tmp_path), random_tokens(20, 100)
     with pytest.raises(ValueError, match=r"input_scales: the model has no linear named layers\.2\.o, qkv$"):

@@ -156,6 +156,7 @@ class FakeDevice : public LateRequests {
     int prefill_us = 0;                      // and the prefill's graph,
     int chunk_us = 0;                        // and that of a chunk
     bool chunks = false;                     // there is one
+    bool fast = false;                       // which alone reads prompts
     bool has_plain = false;                  // there is a round of one token with the plain sampler
     int plain_us = 0;                        // which takes this long besides round_us
     bool has_scan = false;                   // likewise
@@ -240,6 +241,10 @@ class FakeDevice : public LateRequests {
     if (script_.chunks) {
       program.chunk = reinterpret_cast<void*>(kChunk);
       program.chunks = host_chunks_.data();
+      if (script_.fast) {
+        program.prefill = program.chunk;
+        program.reuse = Reuse::kPrompt;
+      }
     }
     if (script_.redraws) {
       program.redraw = reinterpret_cast<void*>(kRedraw);

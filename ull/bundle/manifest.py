@@ -250,6 +250,21 @@ class TensorError(Struct, frozen=True, forbid_unknown_fields=True):
         _require_finite(self)
 
 
+class FastPrefill(Struct, frozen=True, forbid_unknown_fields=True):
+    """What it costs that prompts are read fast; Quality's own text is read exactly.
+
+    Measured on the CPU, all of the text has FP8 inputs in every linear but the lm_head, the token that predicts too:
+    that loses more than answers do. On a GPU all is read fast but the last 1 to 64 tokens before each prediction.
+    """
+
+    perplexity: Positive
+    perplexity_increase: float  # against the original, as Quality's
+    top1_agreement: Annotated[float, Meta(ge=0.0, le=1.0)]
+
+    def __post_init__(self) -> None:
+        _require_finite(self)
+
+
 class Quality(Struct, frozen=True, forbid_unknown_fields=True):
     """What the build measured about its own loss. Negative increases are possible and reported as they are."""
 
@@ -263,6 +278,7 @@ class Quality(Struct, frozen=True, forbid_unknown_fields=True):
     limit: float  # fraction: the recipe's max_perplexity_increase
     tensors: list[TensorError]
     tokens_per_round: dict[StoredDrafter, Annotated[float, Meta(ge=1.0)]] = {}  # by drafter, on the calibration text
+    fast_prefill: FastPrefill | None = None  # None: prompts are read exactly
 
     def __post_init__(self) -> None:
         _require_finite(self)
@@ -437,7 +453,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     activations: ActivationRange | None = None  # of a GPU target; None: not checked whether f16 holds them
 
     def __post_init__(self) -> None:
-        for problem in fast_prefill_problems(self.target, self.precision, self.forward.prefill, self.forward.decode):
+        forward = self.forward
+        for problem in fast_prefill_problems(self.target, self.precision.weights, forward.prefill, forward.decode):
             raise ValueError(problem)
         for problem in head_scan_problems(self.target, self.precision, self.forward.decode):
             raise ValueError(problem)
@@ -586,10 +603,8 @@ def tap_problems(taps: Sequence[int], target: Target, prefill: PrefillSource, de
         )
 
 
-def fast_prefill_problems(
-    target: Target, precision: Precision, prefill: PrefillSource, decode: Source
-) -> Iterator[str]:
-    """Why prompts cannot be read fast there, each with what could; `prefill` and `decode` as Forward has them."""
+def fast_prefill_problems(target: str, weights: str, prefill: PrefillSource, decode: Source) -> Iterator[str]:
+    """Why prompts cannot be read fast there, each with what could; `weights`: their precision."""
     if prefill != "fast":
         return
     if target == "cpu" or not GPU_ARCHITECTURES[target].has_warpgroup_products:
@@ -597,8 +612,8 @@ def fast_prefill_problems(
         yield f"fast prefill is made of products that {target} has not; supported: target {have}, or prefill fused"
     if decode != "fused":
         yield "fast prefill is of ull's own kernels; supported: forward.decode fused"
-    if precision.weights != "fp8":
-        yield f"fast prefill multiplies FP8 weights, and these are {precision.weights}; supported: precision fp8"
+    if weights != "fp8":
+        yield f"fast prefill multiplies FP8 weights, and these are {weights}; supported: precision fp8"
 
 
 def head_scan_problems(target: Target, precision: Precision, decode: Source) -> Iterator[str]:

@@ -107,6 +107,7 @@ def _rows(manifest: Manifest, parameters: int) -> list[tuple[str, str]]:
             ("perplexity", f"{quality.perplexity_original:.4f} original, {quality.perplexity_quantised:.4f} built"),
             ("increase", f"{quality.perplexity_increase:+.3%} (limit {quality.limit:.2%})"),
             ("top-1 agreement", f"{quality.top1_agreement:.2%} of {quality.eval_tokens} tokens"),
+            *_fast_prefill_rows(quality),
             *_drafting_rows(quality),
             ("measured on", f"{quality.eval_text}, windows of {quality.window} tokens"),
             (
@@ -140,6 +141,14 @@ def _identity(digests: Mapping[str, str | None]) -> Table:
         if digest is not None:
             table.add_row(name, digest)
     return table
+
+
+def _fast_prefill_rows(quality: Quality) -> list[tuple[str, str]]:
+    """What prompts that are read with FP8 activations cost."""
+    if (fast := quality.fast_prefill) is None:
+        return []
+    change = f"{fast.perplexity_increase:+.3%}, top-1 agreement {fast.top1_agreement:.2%}"
+    return [("with fast prefill", f"perplexity {fast.perplexity:.4f} ({change})")]
 
 
 def _calibration_rows(manifest: Manifest) -> list[tuple[str, str]]:
@@ -224,18 +233,22 @@ def _device_rows(manifest: Manifest) -> list[tuple[str, str]]:
     rows.append(("forward", f"prefill {manifest.forward.prefill}, decode {manifest.forward.decode}"))
     if device_parts(manifest)[0].reads_chunks:
         rows.append(("prompts", "read in chunks of up to 512 tokens"))
+    if manifest.forward.prefill == "fast":
+        rows.append(("KV kept", f"{_KEPT[manifest.forward.reuse]}, for the next turn"))
     if (plans := manifest.forward.plans) is not None:
         rows += _plan_rows(plans, manifest.forward)
     return rows + [("note" if number == 0 else "", note) for number, note in enumerate(manifest.forward.notes)]
 
 
+_KEPT = {"all": "all", "prompt": "the prompt's", "nothing": "none"}  # by Forward.reuse
+
+
 def _plan_rows(plans: Plans, forward: Forward) -> list[tuple[str, str]]:
     """The TensorRT plans, and what of speculation and caching they leave."""
-    kept = {"all": "all", "prompt": "the prompt's", "nothing": "none"}[forward.reuse]
     rows = [
         ("plans", f"{len(plans.files)} by TensorRT {plans.version} on {plans.gpu}, {plans.attention} attention"),
         ("rounds", f"of up to {', '.join(map(str, forward.tree_sizes))} tokens: bit-identical to plain decoding"),
-        ("KV kept", f"{kept}, for the next turn"),
+        ("KV kept", f"{_KEPT[forward.reuse]}, for the next turn"),
     ]
     if plans.profiles:
         rows.append(("kernels chosen", "; ".join(map(_profile_text, plans.profiles))))

@@ -44,6 +44,7 @@ class Replay:
         self._requests = (RoundRequest * ROUND_SLOTS).from_address(handover["requests"])
         self.results = (RoundResult * ROUND_SLOTS).from_address(handover["results"])
         self._chunks: Any = []
+        self._all_chunks = bool(handover["chunk"]) and handover["chunk"] == handover["prefill"]
         if handover["chunk"]:
             self._chunks = ((ctypes.c_int32 * CHUNK_TOKENS) * ROUND_SLOTS).from_address(handover["chunks"])
         self._page_count = int(handover["page_count"])
@@ -135,7 +136,7 @@ class Replay:
     def prefill(self, tokens: Sequence[int]) -> None:
         """Puts tokens at positions 0, 1, ... into the cache, as the core does: in chunks where there are more than 64.
 
-        Where the engine has no graph for chunks, 64 at a time.
+        Where the engine has no graph for chunks, 64 at a time; where it reads prompts fast, always in chunks.
         """
         for part in self.parts(len(tokens)):
             self.wait(self.launch_part(tokens, part))
@@ -150,7 +151,7 @@ class Replay:
 
     def launch_part(self, tokens: Sequence[int], part: range) -> int:
         """Launches what reads these positions of a prompt, and returns its sequence number."""
-        size = CHUNK_TOKENS if len(part) > TREE_TOKENS else None
+        size = CHUNK_TOKENS if self._all_chunks or len(part) > TREE_TOKENS else None
         return self.launch(tokens[part.start : part.stop], part.start, PREFILL, size=size)
 
     def decode(self, token: int, position: int, count: int, **sampling: Any) -> list[RoundResult]:
@@ -163,8 +164,13 @@ class Replay:
             results.append(self.wait(launched[index]))
         return results
 
-    def logits(self, tokens: Sequence[int], start: int = 0, size: int = TREE_TOKENS) -> NDArray[np.float32]:
-        """Puts tokens at positions `start`, ... into the cache by rounds of `size`; their logits, [tokens, V]."""
+    def logits(
+        self, tokens: Sequence[int], start: int = 0, size: int = TREE_TOKENS, in_chunks: bool = False
+    ) -> NDArray[np.float32]:
+        """Puts tokens at positions `start`, ... into the cache by rounds of `size`; their logits, [tokens, V].
+
+        `in_chunks`: what a round has left is read once more as a chunk before the next one.
+        """
         vocabulary = int(self._handover["vocabulary"])
         out = np.empty((len(tokens), round_up(vocabulary, 16)), np.float32)
         for first in range(0, len(tokens), size):
@@ -173,6 +179,8 @@ class Replay:
             rows = out[first : first + len(chunk)]
             self._driver.copy_to_host(rows.ctypes.data, self._logits, rows.nbytes, self._stream)
             self.drain()
+            if in_chunks:
+                self.wait(self.launch(chunk, start + first, PREFILL, size=CHUNK_TOKENS))
         return out[:, :vocabulary]
 
     def _graph(self, count: int, mode: int, size: int | None, sampler: str) -> int:

@@ -116,14 +116,16 @@ def predict(
     threads: int,
     progress: Progress | None = None,
     input_scales: Mapping[str, float] | None = None,
+    token_scales: bool = False,
 ) -> Predictions:
     """Runs the model that `spec` describes over the text, layer by layer, by the native core.
 
-    The inputs of the linears in `input_scales` are rounded to E4M3 times their scale. Raises BuildError when the core
+    The inputs of the linears in `input_scales` are rounded to E4M3 times their scale; with `token_scales` those of all
+    but the lm_head, times one for each token. Raises BuildError when the core
     refuses the model or its logits are not finite.
     """
     scales = None if input_scales is None else dict(input_scales)
-    nll, argmax = _run("evaluate", text, spec, text.tokens, text.window, threads, progress, scales)
+    nll, argmax = _run("evaluate", text, spec, text.tokens, text.window, threads, progress, scales, token_scales)
     return Predictions(np.asarray(nll, np.float32), np.asarray(argmax, np.int32))
 
 
@@ -164,18 +166,24 @@ def _run(name: str, text: EvaluationText, *arguments: Any) -> Any:
 
 
 def check_quality(
-    original: Predictions, quantised: Predictions, limit: float, what: str = "perplexity", remedy: str = ""
+    original: Predictions,
+    quantised: Predictions,
+    limit: float,
+    what: str = "perplexity",
+    remedy: str = "",
+    instead: str = 'precision = "bf16"',
 ) -> float:
     """The increase of perplexity as a fraction, negative when it fell.
 
-    Raises BuildError above the `limit`; the message begins with `what`, and `remedy` is one besides the usual ones.
+    Raises BuildError above the `limit`; the message begins with `what`, `remedy` is one besides the usual ones, and
+    `instead` a setting that loses less.
     """
     before, after = original.perplexity, quantised.perplexity
     increase = after / before - 1.0
     if not increase <= limit:
         raise BuildError(
             f"{what} rises from {before:.4f} to {after:.4f}, by {increase:.2%}; the limit is {limit:.2%}. "
-            f'{remedy}Use precision = "bf16", or raise max_perplexity_increase if the loss is acceptable',
+            f"{remedy}Use {instead}, or raise max_perplexity_increase if the loss is acceptable",
             field="max_perplexity_increase",
         )
     return increase

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import Model, Precision, Quality, TensorError, native_spec, read_tensor_file
+from ull.bundle import FastPrefill, Model, Precision, Quality, TensorError, native_spec, read_tensor_file
 from ull_build.progress import Reporter
 from ull_build.quality.evaluate import EvaluationText, Observation, Predictions, check_quality, logits, observe, predict
 from ull_build.source.checkpoint import Checkpoint
@@ -82,6 +82,12 @@ class Evaluator:
         """What the quantised weights predict, with FP8 activations where `input_scales` names the linear."""
         return self._predict(title, self._quantised, text, input_scales)
 
+    def read_fast(self, text: EvaluationText) -> Predictions:
+        """What the quantised weights predict where every token is read fast."""
+        spec, title = self._quantised, "evaluate fast prefill"
+        with self._reporter.stage(title, len(text.tokens), "tokens") as advance:
+            return predict(spec, text, self._threads, _steps(len(text.tokens), advance), token_scales=True)
+
     def observe(self, text: EvaluationText) -> Observation:
         """What runs through the unquantised model."""
         spec = self._original  # converted, where need be, in a stage of its own
@@ -131,13 +137,24 @@ class Predictor(Protocol):
     def quantised(self, text: EvaluationText) -> Predictions:
         """What they predict."""
 
+    def read_fast(self, text: EvaluationText) -> Predictions:
+        """What they predict behind text that is read fast: see `ull.bundle.FastPrefill`."""
+
 
 def measure_quality(
-    evaluator: Predictor, text: EvaluationText, original: Predictions, errors: list[TensorError], limit: float
+    evaluator: Predictor,
+    text: EvaluationText,
+    original: Predictions,
+    errors: list[TensorError],
+    limit: float,
+    fast_prefill: bool = False,
 ) -> Quality:
-    """Compares the quantised weights with the `original` ones' predictions. Raises BuildError above the `limit`."""
+    """Compares the quantised weights with the `original` ones' predictions. Raises BuildError above the `limit`.
+
+    `fast_prefill`: of prompts that are read fast, too.
+    """
     quantised = evaluator.quantised(text)
-    return Quality(
+    quality = Quality(
         eval_text=text.name,
         eval_tokens=text.predictions,
         window=text.window,
@@ -148,6 +165,13 @@ def measure_quality(
         limit=limit,
         tensors=errors,
     )
+    if not fast_prefill:
+        return quality
+    read_fast = evaluator.read_fast(text)
+    what, instead = "with fast prefill, perplexity", 'forward.prefill = "fused"'
+    increase = check_quality(original, read_fast, limit, what, instead=instead)
+    loss = FastPrefill(read_fast.perplexity, increase, original.agreement(read_fast))
+    return msgspec.structs.replace(quality, fast_prefill=loss)
 
 
 def _steps(total: int, advance: Callable[[int], None]) -> Callable[[int, int], None]:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ull.bundle import WEIGHTS_FILE, Bundle, Manifest, Precision, device_macros
+from ull.bundle import FUSED, WEIGHTS_FILE, Bundle, Manifest, Precision, device_macros
 from ull.errors import BuildError
 from ull_build.code.kernels import CompiledFile, write_code
 from ull_build.local_gpu import open_program, staged_bundle
@@ -60,14 +60,21 @@ class DeviceEvaluator:
         packer = GpuPacker(ORIGINAL)
         weights, _ = convert_stage("original, for comparison", self._reporter, self._checkpoint, packer, path)
         files = self._staged.files | files | {WEIGHTS_FILE: weights}
-        manifest = msgspec.structs.replace(self._staged, precision=ORIGINAL, code=code, files=files, speculation=None)
+        manifest = msgspec.structs.replace(
+            self._staged, precision=ORIGINAL, code=code, files=files, speculation=None, forward=FUSED
+        )
         return self._run("evaluate original", staged_bundle(directory, manifest), text)
 
     def quantised(self, text: EvaluationText) -> Predictions:
         """What the staged weights predict."""
         return self._run("evaluate quantised", staged_bundle(self._staging, self._staged), text)
 
-    def _run(self, title: str, bundle: Bundle, text: EvaluationText) -> Predictions:
+    def read_fast(self, text: EvaluationText) -> Predictions:
+        """What they predict behind text that is read fast."""
+        bundle = staged_bundle(self._staging, self._staged)
+        return self._run("evaluate fast prefill", bundle, text, in_chunks=True)
+
+    def _run(self, title: str, bundle: Bundle, text: EvaluationText, in_chunks: bool = False) -> Predictions:
         program = open_program(bundle, text.window)
         nll: list[NDArray[np.float32]] = []
         argmax: list[NDArray[np.int32]] = []
@@ -75,7 +82,7 @@ class DeviceEvaluator:
             replay = program.replay()
             with self._reporter.stage(title, len(text.tokens), "tokens") as advance:
                 for window in text.tokens.reshape(-1, text.window):
-                    logits = replay.logits(window.tolist())[:-1]
+                    logits = replay.logits(window.tolist(), in_chunks=in_chunks)[:-1]
                     nll.append(_losses(logits, window[1:]))
                     argmax.append(logits.argmax(axis=1).astype(np.int32))
                     advance(len(window))

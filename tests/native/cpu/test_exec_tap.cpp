@@ -47,6 +47,11 @@ std::vector<int32_t> some_tokens(int count) {
   return tokens;
 }
 
+Evaluation quantised_by_token(const ModelSpec& spec, int window, int threads) {
+  FakeQuantiser tap(spec.layers);
+  return evaluate(spec, some_tokens(150), window, threads, nullptr, &tap);
+}
+
 Evaluation quantised(const ModelSpec& spec, const std::map<std::string, float>& scales, int window, int threads) {
   FakeQuantiser tap(scales, spec.layers);
   return evaluate(spec, some_tokens(150), window, threads, nullptr, &tap);
@@ -89,11 +94,40 @@ TEST(fake_quantisation_depends_on_neither_threads_nor_windows_of_other_tokens) {
   const Evaluation plain = quantised(model.spec, {}, 150, 1);
   CHECK(one.nll != plain.nll);
   for (const int threads : {2, 3}) CHECK(quantised(model.spec, scales, 150, threads).nll == one.nll);
+  const Evaluation by_token = quantised_by_token(model.spec, 150, 1);
+  CHECK(by_token.nll != plain.nll && by_token.nll != one.nll);
+  for (const int threads : {2, 3}) CHECK(quantised_by_token(model.spec, 150, threads).nll == by_token.nll);
+  const Evaluation part = quantised_by_token(model.spec, 50, 2);
+  CHECK(std::equal(part.nll.begin(), part.nll.begin() + 49, by_token.nll.begin()));
   // A window of 50: its first 49 predictions are those of the whole text. The last chunk has one token.
   const Evaluation windows = quantised(model.spec, scales, 50, 2);
   CHECK(std::equal(windows.nll.begin(), windows.nll.begin() + 49, one.nll.begin()));
   const Evaluation short_window = quantised(model.spec, scales, 149, 2);
   CHECK(std::equal(short_window.nll.begin(), short_window.nll.end(), one.nll.begin()));
+}
+
+TEST(each_token_s_inputs_are_rounded_in_a_scale_of_its_own) {
+  FakeQuantiser tap(1);
+  const std::vector<float> values = e4m3_values();
+  for (const float largest : {1e-20F, 0.3F, 448.0F, 7e8F}) {
+    std::vector<float> x{0.25F * largest, -largest, 0.013F * largest, 0.0F};
+    const std::vector<float> before = x;
+    tap.take(2, 0, x.data(), 4, 1, 1.0F);
+    const float scale = largest / kLargestE4m3;
+    for (size_t i = 0; i < x.size(); ++i) {
+      const float rounded = nearest(values, std::fabs(before[i]) / scale) * scale;
+      CHECK(std::fabs(std::fabs(x[i]) - rounded) <= 1e-6F * rounded && std::signbit(x[i]) == std::signbit(before[i]));
+    }
+    CHECK_EQ(x[1], before[1]);
+  }
+  std::vector<float> zeros(3, 0.0F), scaled{3.0F * 0x1p64F, 1.0F * 0x1p64F}, plain{3.0F, 1.0F};
+  tap.take(0, 0, zeros.data(), 3, 1, 1.0F);
+  CHECK(zeros == std::vector<float>(3, 0.0F));
+  tap.take(3, 0, scaled.data(), 2, 1, 0x1p64F);
+  tap.take(3, 0, plain.data(), 2, 1, 1.0F);
+  CHECK(scaled[1] == plain[1] * 0x1p64F && plain[1] != 1.0F);
+  tap.take(4, 0, plain.data(), 2, 1, 1.0F);  // the lm_head's
+  CHECK_EQ(scaled[1], plain[1] * 0x1p64F);
 }
 
 TEST(each_name_is_one_linear) {

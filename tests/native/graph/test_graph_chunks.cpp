@@ -143,6 +143,28 @@ TEST(a_few_tokens_behind_a_long_cache_are_no_chunk) {
   CHECK(flat.prefers_chunk(100, 100'000) && shrinking.prefers_chunk(100, 100'000));
 }
 
+// Where a chunk has other bits than rounds: however long a prompt is, so that its bits do not depend on how it is cut.
+TEST(a_prompt_is_read_in_chunks_alone) {
+  ChunkRig rig({.prefill_us = 1, .chunk_us = 500, .fast = true});
+  CHECK(rig.executor.info().reuse == ull::Reuse::kPrompt && rig.executor.info().forced_tokens == 0);
+  const std::pair<int, std::vector<int>> cases[] = {{1, {1}}, {64, {64}}, {200, {200}}, {513, {512, 1}}};
+  for (const auto& [length, parts] : cases) {
+    const Tokens prompt = prompt_of(length, length);
+    CHECK(rig.prefill(prompt) == Status::kOk);
+    int start = 0;
+    const Records records = rig.rest();
+    REQUIRE(records.size() == parts.size());
+    for (size_t i = 0; i < parts.size(); start += parts[i++]) {
+      CHECK(records[i].graph == kChunkTokens && records[i].count == parts[i] && records[i].position == start);
+      CHECK(std::equal(records[i].prompt.begin(), records[i].prompt.end(), prompt.begin() + start));
+    }
+  }
+  for (const int length : {2, 65, 300, 1100}) {
+    const Tokens prompt = prompt_of(length, 3 * length);
+    CHECK(rig.complete(prompt, 20) == rig.model.continuation(prompt, 20));
+  }
+}
+
 TEST(a_step_takes_no_more_than_a_chunk) {
   ChunkRig rig;
   const Tokens prompt = prompt_of(1000);
@@ -232,6 +254,9 @@ TEST(programs_whose_chunk_cannot_be_are_refused) {
   own.chunks = target.program().chunks;
   program.draft = std::make_shared<const GraphProgram>(std::move(own));
   refused(program, "draft: chunk");
+  program = target.program();
+  program.prefill = program.chunk;
+  refused(program, "reuse");
 }
 
 // ---- what comes between ---------------------------------------------------------------------------------------------
