@@ -58,11 +58,15 @@ def prompt(name: str, reports: bool = False) -> Prompt:
 TOKENS = [int(token) for token in np.random.default_rng(9).integers(0, 112, 512)]
 
 
+@pytest.mark.parametrize("count", [205, 70])
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_prompt_leaves_the_same_bits_in_chunks_and_in_rounds(name: str) -> None:
-    """Behind positions that are there, from the middle of a page on: keys, values and taps of every layer."""
+def test_a_prompt_leaves_the_same_bits_in_chunks_and_in_rounds(name: str, count: int) -> None:
+    """Behind positions that are there, from the middle of a page on: keys, values and taps of every layer.
+
+    Of 70 tokens o and down leave sums of slices.
+    """
     rig = prompt(name)
-    tokens, base = TOKENS[:205], 331
+    tokens, base = TOKENS[:count], 331
     rig.begin()
     rig.read(tokens, base, whole=False)
     expected = rig.left()
@@ -79,6 +83,17 @@ def test_a_chunk_of_any_length_has_the_bits_of_rounds(count: int) -> None:
     rows = layer.run(count)
     np.testing.assert_array_equal(rows[:count], layer.by_rounds(count))
     assert layer.is_unwritten(rows[count:])
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", ["o", "down"])
+def test_few_tokens_are_multiplied_by_all_blocks(name: str, model: str) -> None:
+    """Each takes a part of the slices, and the norm behind them adds these: the same bits."""
+    layer = ChunkLayer(name, model, seed=8, with_bias=model == "odd")
+    for seed, count in enumerate((1, 70, 128, 129)):
+        rows = layer.run(count, seed, apart=True)
+        np.testing.assert_array_equal(rows[:count], layer.by_rounds(count))
+        assert layer.is_unwritten(rows[count:])
 
 
 @pytest.mark.parametrize("flaw", [0, 1])
@@ -205,3 +220,5 @@ def test_a_cluster_takes_turns_in_every_order_of_threads() -> None:
     watched = ChunkLayer("gate_up", "held", seed=7, with_bias=False, reports=True)
     for seed in range(2):
         np.testing.assert_array_equal(watched.run(9, seed), expected)
+    apart = ChunkLayer("down", "even", seed=7, with_bias=False, reports=True)
+    np.testing.assert_array_equal(apart.run(9, apart=True), ChunkLayer("down", "even", seed=7, with_bias=False).run(9))

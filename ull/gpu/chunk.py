@@ -6,6 +6,8 @@ A chunk fills the cache and draws nothing. Its linear layers and its attention t
 warpgroups' products; attention finds each token's key and value in the pages, where `store` has put them. Each bit is
 what rounds of 64 tokens would make of it.
 
+Of up to CHUNK_TILE tokens o and down leave the sums of their slices, and the norm behind them adds these.
+
 Fast, the linear layers multiply e4m3 by e4m3: norm leaves such activations, and quantise stands before o and down.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 from ctypes import addressof, c_uint32
 
 from ull.gpu.driver import Driver
+from ull.gpu.fused import Unfinished
 from ull.gpu.geometry import chunk
 from ull.gpu.launch import Launch
 from ull.gpu.memory import (
@@ -21,6 +24,7 @@ from ull.gpu.memory import (
     CHUNK_ATTENTION,
     CHUNK_MLP,
     CHUNK_NORMED,
+    CHUNK_PARTIAL,
     CHUNK_QKV,
     CHUNK_QUANTISED,
     CHUNK_RESIDUAL,
@@ -30,6 +34,7 @@ from ull.gpu.memory import (
 )
 from ull.gpu.modules import Kernels
 from ull.gpu.params import (
+    MLP_SCALE,
     ChunkAttentionParams,
     ChunkEmbedParams,
     ChunkLinearParams,
@@ -74,7 +79,8 @@ class Chunks:
 
     def launches(self) -> list[Launch]:
         layers = self._sizes.model.layers
-        ending = [self._norm("norm", layers, normed=False)] if layers in self._sizes.taps else []
+        last = self._down(layers - 1)
+        ending = [self._norm("norm", last, layers, normed=False)] if layers in self._sizes.taps else []
         # Keys and values are in the pages: as behind a round of one token nothing is committed.
         return [
             *self._opening(),
@@ -95,13 +101,13 @@ class Chunks:
         model, name = self._sizes.model, f"layers.{layer}"
         gate_up_rows = 2 * -(-model.intermediate // 8) * 8
         return [
-            self._norm(f"{name}.attn_norm", layer),
+            self._norm(f"{name}.attn_norm", self._down(layer - 1), layer),
             self._product("qkv", f"{name}.qkv", self._sizes.qkv_width, CHUNK_NORMED, CHUNK_QKV),
             self._store(layer),
             self._attention(layer),
             *self._quantised(CHUNK_ATTENTION, self._sizes.attention_width),
             self._product("o", f"{name}.o", model.hidden, CHUNK_ATTENTION, CHUNK_RESIDUAL),
-            self._norm(f"{name}.mlp_norm"),
+            self._norm(f"{name}.mlp_norm", self._left(f"{name}.o", 1.0)),
             self._product("gate_up", f"{name}.gate_up", gate_up_rows, CHUNK_NORMED, CHUNK_MLP),
             *self._quantised(CHUNK_MLP, model.intermediate),
             self._product("down", f"{name}.down", model.hidden, CHUNK_MLP, CHUNK_RESIDUAL),
@@ -111,8 +117,22 @@ class Chunks:
     def _scales(self) -> int | None:
         return self._places.region(CHUNK_SCALES) if self._sizes.fast_prefill else None
 
-    def _norm(self, weight: str, layer: int | None = None, normed: bool = True) -> Launch:
-        """`layer`: whose input the residual is; heads may want it kept. `normed`: the norm itself is wanted."""
+    def _left(self, weights: str, unit: float) -> Unfinished | None:
+        """What those weights' layer leaves of few tokens; nothing where prompts are read fast."""
+        if self._sizes.fast_prefill:
+            return None
+        scale, bias = (self._places.tensor(f"{weights}.{kind}") for kind in ("scale", "bias"))
+        return Unfinished(self._places.region(CHUNK_PARTIAL), scale, bias, unit)
+
+    def _down(self, layer: int) -> Unfinished | None:
+        """What the layer's down leaves; nothing does before the first layer."""
+        return None if layer < 0 else self._left(f"layers.{layer}.down", 1 / MLP_SCALE)
+
+    def _norm(self, weight: str, before: Unfinished | None, layer: int | None = None, normed: bool = True) -> Launch:
+        """`before`: what the layer before leaves. `layer`: whose input the residual is; heads may want it kept.
+
+        `normed`: the norm itself is wanted.
+        """
         sizes, region, taps = self._sizes, self._places.region, None
         if layer in sizes.taps:
             taps = region(TAP_RING) + sizes.taps.index(layer) * sizes.tap_bytes
@@ -125,6 +145,9 @@ class Chunks:
             taps=taps,
             token_scale=self._scales,
         )
+        if before is not None:
+            params.partial, params.unit = before.partial, before.unit
+            params.scale, params.bias = before.scale, before.bias
         return Launch("ull_chunk_norm", *chunk.norm(sizes.model.hidden, fast), params)
 
     def _quantised(self, activations: str, width: int) -> list[Launch]:
@@ -152,6 +175,8 @@ class Chunks:
             output=region(output),
             token_scale=self._scales,
         )
+        if kernel in ("o", "down") and not self._sizes.fast_prefill:
+            params.partial = region(CHUNK_PARTIAL)
         return Launch(f"ull_chunk_{kernel}", *chunk.product(rows), params)
 
     def _store(self, layer: int) -> Launch:

@@ -51,6 +51,7 @@ DFLASH_NODES = 8  # nodes of a pass that are ranked
 # Of a chunk of a prompt: what it is, its tokens' residual, and activations.
 CHUNK, CHUNK_RESIDUAL, CHUNK_NORMED = "chunk", "chunk residual", "chunk normed"
 CHUNK_QKV, CHUNK_ATTENTION, CHUNK_MLP = "chunk qkv", "chunk attention", "chunk mlp"
+CHUNK_PARTIAL = "chunk partial sums"  # what o or down leave of few tokens
 CHUNK_QUANTISED, CHUNK_SCALES = "chunk quantised", "chunk scales"  # fast: e4m3, and what each token's are multiplied by
 
 _COLUMN_UNIT, _ROW_UNIT = 32, 16  # of f16 activations and of f32 outputs
@@ -163,6 +164,7 @@ def reserve_model(plan: ArenaPlan, sizes: Sizes, prefix: str = "") -> None:
             reserve(CHUNK_SCALES, 4 * CHUNK_TOKENS)
         else:
             reserve(CHUNK_NORMED, chunk.activation_bytes(model.hidden))
+            reserve(CHUNK_PARTIAL, chunk.partial_bytes(model.hidden))
         reserve(CHUNK_QKV, chunk.row_bytes(sizes.qkv_width))
         reserve(CHUNK_ATTENTION, chunk.activation_bytes(sizes.attention_width))
         reserve(CHUNK_MLP, chunk.activation_bytes(model.intermediate))

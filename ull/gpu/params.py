@@ -414,6 +414,11 @@ class ChunkNormParams(ctypes.Structure):
         ("normed", c_void_p),
         ("taps", c_void_p),
         ("token_scale", c_void_p),
+        ("partial", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("unit", c_float),
+        ("padding", c_int32),
     ]
 
 
@@ -437,6 +442,7 @@ class ChunkLinearParams(ctypes.Structure):
         ("activations", c_void_p),
         ("output", c_void_p),
         ("token_scale", c_void_p),
+        ("partial", c_void_p),
     ]
 
 

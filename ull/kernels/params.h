@@ -440,11 +440,16 @@ struct ChunkEmbedParams {
 
 struct ChunkNormParams {
   const Chunk* chunk;
-  const float* residual;     // [kChunkTokens, H]
+  float* residual;           // [kChunkTokens, H]
   const float* norm_weight;  // [H]
   void* normed;              // H activations (fast: e4m3); null: only the taps are wanted
   float* taps;               // this layer's rows of the ring; null: not tapped
   float* token_scale;        // fast: [kChunkTokens] written; else null
+  const float* partial;      // of up to kChunkTile tokens: what o or down leave to be added to the residual first, as
+  const float* scale;        // NormParams' [kSlices, kChunkTile, H]; null: nothing
+  const float* bias;         // as NormParams'
+  float unit;
+  int32_t padding;
 };
 
 struct ChunkQuantiseParams {  // fast
@@ -465,6 +470,7 @@ struct ChunkLinearParams {
   void* output;              // qkv: f32 [kChunkTokens, Q]; o, down: f32 residual [kChunkTokens, H], added to; gate_up:
                              // I f16 activations
   const float* token_scale;  // fast: [kChunkTokens] of the activations; else null
+  float* partial;            // o, down: where slices' sums of up to kChunkTile tokens stay apart; null: nowhere
 };
 
 struct ChunkStoreParams {

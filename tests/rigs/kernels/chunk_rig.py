@@ -27,6 +27,7 @@ from ull.gpu.memory import (
     CHUNK_ATTENTION,
     CHUNK_MLP,
     CHUNK_NORMED,
+    CHUNK_PARTIAL,
     CHUNK_QKV,
     CHUNK_QUANTISED,
     CHUNK_RESIDUAL,
@@ -42,6 +43,7 @@ from ull.gpu.params import (
     MLP_SCALE,
     PREFILL,
     ROUND_SLOTS,
+    SLICES,
     TREE_TOKENS,
     Chunk,
     ChunkAttentionParams,
@@ -178,8 +180,11 @@ class ChunkLayer:
     def rows(self) -> int:
         return self.layer.rows // 2 if self.name == "gate_up" else self.layer.rows
 
-    def run(self, count: int, seed: int = 0) -> NDArray[Any]:
-        """[512, N] after a chunk of `count` tokens; what was not written is NaN, or UNWRITTEN."""
+    def run(self, count: int, seed: int = 0, apart: bool = False) -> NDArray[Any]:
+        """[512, N] after a chunk of `count` tokens; what was not written is NaN, or UNWRITTEN.
+
+        `apart`: o or down may leave sums of slices, which the next norm adds.
+        """
         layer, adds, state = self.layer, self.name in ("o", "down"), chunk_of(count)
         scales = aligned(CHUNK_TOKENS, np.float32)
         if self.fast:
@@ -202,6 +207,9 @@ class ChunkLayer:
             output=pointer(output),
             token_scale=pointer(scales) if self.fast else None,
         )
+        partial = aligned((SLICES, CHUNK_TILE, width), np.float32)
+        if apart:
+            params.partial = pointer(partial)
         grid, threads, shared_bytes = chunk.product(
             layer.rows if self.name != "gate_up" else weights_rows(weights, layer)
         )
@@ -215,7 +223,47 @@ class ChunkLayer:
             predecessor_writes=[activations, residual, scales],
             constants=[state, *(part for part in layer.packed if part is not None)],
         )
+        if apart:
+            self._finish(count, state, output, partial, seed)
         return unpack_activations(output, self.rows) if self.name == "gate_up" else output[:, : self.rows]
+
+    def _finish(
+        self,
+        count: int,
+        state: NDArray[np.uint8],
+        residual: NDArray[np.float32],
+        partial: NDArray[np.float32],
+        seed: int,
+    ) -> None:
+        """The norm behind o or down."""
+        assert (count > CHUNK_TILE) == bool(np.isnan(partial).all())
+        assert np.isnan(partial[:, count:]).all() and not np.isnan(partial[:, : count * (count <= CHUNK_TILE)]).any()
+        (_, scale, bias), hidden = self.layer.packed, self.rows
+        assert scale is not None
+        normed = activation_buffer(hidden)
+        params = ChunkNormParams(
+            chunk=pointer(state),
+            residual=pointer(residual),
+            norm_weight=pointer(self.layer.norm_weight),
+            normed=pointer(normed),
+            partial=pointer(partial),
+            scale=pointer(scale),
+            bias=None if bias is None else pointer(bias),
+            unit=1 / MLP_SCALE if self.name == "down" else 1,
+        )
+        grid, threads, shared_bytes = chunk.norm(hidden)
+        self.kernels.run(
+            "ull_chunk_norm",
+            grid=grid,
+            threads=threads,
+            shared_bytes=shared_bytes,
+            params=params,
+            seed=seed,
+            predecessor_writes=[residual, partial],
+            constants=[state, self.layer.norm_weight, scale],
+        )
+        expected = linear_layers.normed(residual[:count, :hidden], self.layer.norm_weight, EPSILON)
+        np.testing.assert_array_equal(unpack_activations(normed, hidden)[:count], expected)
 
     def expected(self, count: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """[count, N] of fast products, and the tolerance of each element."""
@@ -450,6 +498,7 @@ class Prompt:
 
 # Regions that a chunk's or a round's kernels hand to each other.
 WRITTEN = (
-    *(CHUNK_RESIDUAL, CHUNK_NORMED, CHUNK_QKV, CHUNK_ATTENTION, CHUNK_MLP, CHUNK_QUANTISED, CHUNK_SCALES),
+    *(CHUNK_RESIDUAL, CHUNK_NORMED, CHUNK_QKV, CHUNK_ATTENTION, CHUNK_MLP),
+    *(CHUNK_PARTIAL, CHUNK_QUANTISED, CHUNK_SCALES),
     *("residual", "normed", "qkv", "attention", "mlp", "partial sums"),
 )

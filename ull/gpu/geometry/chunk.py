@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ull.bundle import round_up
 from ull.gpu.geometry import linear
-from ull.gpu.params import CHUNK_TILE, CHUNK_TOKENS, PAGE_TOKENS
+from ull.gpu.params import CHUNK_TILE, CHUNK_TOKENS, PAGE_TOKENS, SLICES
 
 Geometry = tuple[tuple[int, int], int, int]  # grid, threads, bytes of shared memory
 
@@ -66,6 +66,11 @@ def activation_bytes(width: int) -> int:
 def fast_activation_bytes(width: int) -> int:
     """e4m3 activations of that width (`ull/kernels/chunk/layout.cuh`)."""
     return CHUNK_TOKENS * round_up(width, 32)
+
+
+def partial_bytes(hidden: int) -> int:
+    """Slices' sums of a tile of tokens that o or down leave."""
+    return 4 * SLICES * CHUNK_TILE * round_up(hidden, 16)
 
 
 def row_bytes(width: int) -> int:

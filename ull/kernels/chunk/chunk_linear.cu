@@ -49,13 +49,13 @@ ULL_CLUSTER_KERNEL(ull_chunk_qkv, ChunkLinearParams, kChunkThreads, kChunkCluste
   chunk_linear<Qkv, StoreChunkRows<kQkvWidth>>(params);
 }
 ULL_CLUSTER_KERNEL(ull_chunk_o, ChunkLinearParams, kChunkThreads, kChunkCluster) {
-  chunk_linear<Output, AddChunkRows<1>>(params);
+  chunk_linear<Output, AddChunkRows<1>, true>(params);
 }
 ULL_CLUSTER_KERNEL(ull_chunk_gate_up, ChunkLinearParams, kChunkThreads, kChunkCluster) {
   chunk_linear<GateUp, ActivateChunk>(params);
 }
 ULL_CLUSTER_KERNEL(ull_chunk_down, ChunkLinearParams, kChunkThreads, kChunkCluster) {
-  chunk_linear<Down, AddChunkRows<static_cast<int>(1.0F / kMlpScale)>>(params);
+  chunk_linear<Down, AddChunkRows<static_cast<int>(1.0F / kMlpScale)>, true>(params);
 }
 
 }  // namespace ull::gpu

@@ -11,6 +11,9 @@
 // a chain of products of 16 columns over the slice's steps (linear.cuh). The products are the warpgroup's instead of a
 // warp's; docs/gpu.md says why both add alike.
 //
+// A chunk of one tile of tokens leaves the blocks of all other tiles idle. Where the rows alone do not fill the chip (o
+// and down) these take a part of its slices each, whose sums stay apart until the next norm adds them.
+//
 // Not so where a bundle's prompts are read fast: there weights and activations are multiplied as the e4m3 that they are
 // stored as, 32 columns by a product. Every stage's sum is added to the total in f32, since those of e4m3 products keep
 // few bits. An output depends on neither its place nor what else the chunk holds.
@@ -28,6 +31,22 @@ inline constexpr int kMultiplyRegisters = 240;
 inline constexpr int kChunkTiles = 4 * kWarpgroups;  // row tiles of a block, one for each warp
 inline constexpr int kChunkGroups = kChunkTile / kGroupTokens;
 inline constexpr int kChunkCluster = 2;  // blocks of rows
+inline constexpr int kChunkParts = kChunkTokens / kChunkTile;
+static_assert(kSlices % kChunkParts == 0);
+
+// Which slices of which tokens a block multiplies.
+struct SliceRange {
+  int first_token;
+  int first, end;  // slices
+  bool apart;      // their sums are left in `partial`
+};
+
+ULL_DEVICE SliceRange slice_range(const ChunkLinearParams& params, int count, bool may_split) {
+  const int x = arch::block_x();
+  if (!may_split || params.partial == nullptr || count > kChunkTile) return {x * kChunkTile, 0, kSlices, false};
+  constexpr int kPart = kSlices / kChunkParts;
+  return {0, x * kPart, (x + 1) * kPart, true};
+}
 
 template <typename Shape_>
 struct ChunkPlan {
@@ -70,9 +89,11 @@ class ChunkRing {
  public:
   using Shape = typename Plan::Shape;
 
-  // By all threads of the cluster; the barriers are ready when it returns.
-  ULL_DEVICE explicit ChunkRing(unsigned char* shared)
+  // By all threads of the cluster; the barriers are ready when it returns. Stages count from the range's first one.
+  ULL_DEVICE ChunkRing(unsigned char* shared, const SliceRange& range)
       : shared_(shared),
+        begin_(range.apart ? stage_of(range.first) : 0),
+        stages_((range.apart ? stage_of(range.end) : Plan::kStages) - begin_),
         full_(reinterpret_cast<arch::Barrier*>(shared + Plan::kBarriersAt)),
         empty_(full_ + Plan::kDepth) {
     if (arch::thread() == 0) {
@@ -86,6 +107,10 @@ class ChunkRing {
     arch::cluster_barrier();
   }
 
+  ULL_DEVICE int stages() const { return stages_; }
+  // The stage behind that slice.
+  ULL_DEVICE int end_of(int slice) const { return stage_of(slice + 1) - begin_; }
+
   // ---- by one thread: brings stages --------------------------------------------------------------------------------
 
   // Announces a stage and brings its weights, of the block's row tiles.
@@ -96,7 +121,7 @@ class ChunkRing {
     arch::barrier_arrive_expect(full_ + slot,
                                 static_cast<uint32_t>(Plan::kTokenStageBytes + tiles * Plan::kTileStageBytes));
     const auto* weights = static_cast<const unsigned char*>(params.weights) +
-                          (int64_t{first} * Shape::kSteps + stage * Plan::kStageSteps) * Shape::kStepBytes;
+                          (int64_t{first} * Shape::kSteps + (begin_ + stage) * Plan::kStageSteps) * Shape::kStepBytes;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       arch::bulk_copy(weights_at(slot, tile), weights + int64_t{tile} * Shape::kSteps * Shape::kStepBytes,
@@ -104,11 +129,12 @@ class ChunkRing {
     }
   }
   // Brings the block's share of an announced stage's activations, to all blocks of the cluster.
-  ULL_DEVICE void bring_activations(const ChunkLinearParams& params, int stage) const {
+  ULL_DEVICE void bring_activations(const ChunkLinearParams& params, int first_token, int stage) const {
     const int slot = stage % Plan::kDepth, share = arch::cluster_rank() * Plan::kShareBytes;
     const auto* activations =
         static_cast<const unsigned char*>(params.activations) +
-        (int64_t{arch::block_x()} * Shape::kSteps + stage * Plan::kStageSteps) * Plan::kTokensStepBytes;
+        (int64_t{first_token / kChunkTile} * Shape::kSteps + (begin_ + stage) * Plan::kStageSteps) *
+            Plan::kTokensStepBytes;
     arch::bulk_copy_multicast(tokens_at(slot) + share, activations + share, Plan::kShareBytes, full_ + slot,
                               (1U << kChunkCluster) - 1);
   }
@@ -121,10 +147,10 @@ class ChunkRing {
   // first there is nothing to say. No branch stands here: among products in flight one would have the assembler wait
   // for each of them.
   ULL_DEVICE void release(int stage) const {
-    constexpr uint32_t kRefilled = larger(Plan::kStages - Plan::kDepth, 0);
+    const auto refilled = static_cast<uint32_t>(larger(stages_ - Plan::kDepth, 0));
     arch::warp_barrier();
     const int rank = arch::lane();
-    const bool tells = (rank < kChunkCluster) & (static_cast<uint32_t>(stage) < kRefilled);
+    const bool tells = (rank < kChunkCluster) & (static_cast<uint32_t>(stage) < refilled);
     arch::barrier_arrive_in(rank, empty_ + stage % Plan::kDepth, tells);
   }
   ULL_DEVICE unsigned char* tokens_at(int slot) const { return shared_ + slot * Plan::kTokenStageBytes; }
@@ -133,7 +159,10 @@ class ChunkRing {
   }
 
  private:
+  ULL_DEVICE static int stage_of(int slice) { return Shape::slice_begin(slice) / Plan::kStageSteps; }
+
   unsigned char* shared_;
+  int begin_, stages_;
   arch::Barrier* full_;
   arch::Barrier* empty_;
 };
@@ -166,18 +195,17 @@ ULL_DEVICE void multiply_half(ChunkSums& sums, uint32_t (&a)[Plan::kHalfSteps][2
   arch::warpgroup_commit();
 }
 
-// The warp's row tile for the block's tokens -> totals.
-template <typename Plan>
-ULL_DEVICE void multiply_chunk(const ChunkRing<Plan>& ring, ChunkSums& totals) {
-  using Shape = typename Plan::Shape;
+// The sums of the warp's row tile for the block's tokens, slice by slice: take(slice, sums).
+template <typename Plan, typename Take>
+ULL_DEVICE void multiply_chunk(const ChunkRing<Plan>& ring, const SliceRange& range, const Take& take) {
   uint32_t a[Plan::kHalves][Plan::kHalfSteps][2][4];
   int stage = 0;
 #pragma unroll 1
-  for (int slice = 0; slice < kSlices; ++slice) {
+  for (int slice = range.first; slice < range.end; ++slice) {
     ChunkSums sums;
 #pragma unroll
     for (int i = 0; i < 4 * kChunkGroups; ++i) sums[i / 4][i % 4] = 0.0F;
-    const int end = Shape::slice_begin(slice + 1) / Plan::kStageSteps;
+    const int end = ring.end_of(slice);
 #pragma unroll 1
     for (; stage < end; ++stage) {
       const int slot = stage % Plan::kDepth;
@@ -192,11 +220,20 @@ ULL_DEVICE void multiply_chunk(const ChunkRing<Plan>& ring, ChunkSums& totals) {
       }
     }
     arch::warpgroup_wait<0>(sums);
+    take(slice, sums);
+  }
+}
+
+// A slice's sums of the warp's row tile, for the next norm: as SliceSums reads them.
+template <typename Shape>
+ULL_DEVICE void leave_apart(const ChunkLinearParams& params, int tile, int count, int slice, const ChunkSums& sums) {
+  if (tile >= Shape::kRowTiles) return;
+  float* partial = params.partial + int64_t{slice} * kChunkTile * Shape::kPaddedRows + tile * kRowUnit + quad_row();
 #pragma unroll
-    for (int i = 0; i < 4 * kChunkGroups; ++i) {
-      const float sum = sums[i / 4][i % 4];
-      totals[i / 4][i % 4] = slice == 0 ? sum : totals[i / 4][i % 4] + sum;
-    }
+  for (int group = 0; group < kChunkGroups; ++group) {
+    const Four four = quad(sums[group]);
+    const int token = group * kGroupTokens + quad_token();
+    if (token < count) store_four(partial + token * Shape::kPaddedRows, four);
   }
 }
 
@@ -263,16 +300,18 @@ ULL_DEVICE void scale_tokens(ChunkSums& sums, const float* token_scale) {
   }
 }
 
-// The kernel. Epilogue: finish(params, tile, first token, count, sums) of a warp's row tile.
-template <typename Shape, typename Epilogue>
+// The kernel. Epilogue: finish(params, tile, first token, count, sums) of a warp's row tile. kMaySplit: see above.
+template <typename Shape, typename Epilogue, bool kMaySplit = false>
 ULL_DEVICE void chunk_linear(const ChunkLinearParams& params) {
   using Plan = ChunkPlan<Shape>;
   arch::release_dependents();
-  const ChunkRing<Plan> ring(arch::shared_memory());
-  const int first_token = arch::block_x() * kChunkTile, count = chunk_extent(params.chunk).count;
+  const int count = chunk_extent(params.chunk).count;
+  const SliceRange range = slice_range(params, count, kMaySplit && !kFastPrefill);
+  const ChunkRing<Plan> ring(arch::shared_memory(), range);
+  const int first_token = range.first_token, early = smaller(Plan::kDepth, ring.stages());
   const bool brings = arch::thread() == 128 * kWarpgroups && first_token < count;
   if (brings) {
-    for (int stage = 0; stage < smaller(Plan::kDepth, Plan::kStages); ++stage) ring.bring_weights(params, stage);
+    for (int stage = 0; stage < early; ++stage) ring.bring_weights(params, stage);
   }
   arch::wait_for_predecessor();
   if (first_token >= count) return;  // with the whole cluster
@@ -280,23 +319,30 @@ ULL_DEVICE void chunk_linear(const ChunkLinearParams& params) {
     arch::give_registers_up<kBringRegisters>();
     if (!brings) return;
     arch::fence_bulk_sources();
-    for (int stage = 0; stage < smaller(Plan::kDepth, Plan::kStages); ++stage) ring.bring_activations(params, stage);
-    for (int stage = Plan::kDepth; stage < Plan::kStages; ++stage) {
+    for (int stage = 0; stage < early; ++stage) ring.bring_activations(params, first_token, stage);
+    for (int stage = early; stage < ring.stages(); ++stage) {
       ring.bring_weights(params, stage);
-      ring.bring_activations(params, stage);
+      ring.bring_activations(params, first_token, stage);
     }
     return;
   }
   arch::want_registers<kMultiplyRegisters>();
+  const int tile = arch::block_y() * kChunkTiles + arch::warp();
   ChunkSums totals;
   if constexpr (kFastPrefill) {
     multiply_chunk_fast<Plan>(ring, totals);
     scale_tokens(totals, params.token_scale + first_token);
   } else {
-    multiply_chunk<Plan>(ring, totals);
+    multiply_chunk<Plan>(ring, range, [&](int slice, const ChunkSums& sums) {
+      if (range.apart) return leave_apart<Shape>(params, tile, count, slice, sums);
+#pragma unroll
+      for (int i = 0; i < 4 * kChunkGroups; ++i) {
+        const float sum = sums[i / 4][i % 4];
+        totals[i / 4][i % 4] = slice == 0 ? sum : totals[i / 4][i % 4] + sum;
+      }
+    });
   }
-  const int tile = arch::block_y() * kChunkTiles + arch::warp();
-  if (tile < Shape::kRowTiles) Epilogue::finish(params, tile, first_token, count, totals);
+  if (!range.apart && tile < Shape::kRowTiles) Epilogue::finish(params, tile, first_token, count, totals);
 }
 
 // ---- epilogues ------------------------------------------------------------------------------------------------------

@@ -1,8 +1,12 @@
-// RMSNorm of a chunk's tokens, by the plan of all norms. One block per token.
+// RMSNorm of a chunk's tokens, by the plan of all norms, of few tokens after what the layer before left to be added.
+// One block per token.
 #include "chunk/fast_activations.cuh"
+#include "linear/rows.cuh"
 
 namespace ull::gpu {
 namespace {
+
+constexpr int kNormBlocks = kNormVectors <= 4 ? 3 : 2;  // on a multiprocessor
 
 // What becomes of a token's normed f16: activations as they are, or e4m3 in the unit of the largest one.
 class NormedToken {
@@ -70,7 +74,7 @@ class NormedToken {
 
 }  // namespace
 
-ULL_KERNEL(ull_chunk_norm, ChunkNormParams, kNormThreads, 2) {
+ULL_KERNEL(ull_chunk_norm, ChunkNormParams, kNormThreads, kNormBlocks) {
   arch::release_dependents();
   RowShare weight;
   load_norm_weight(weight, params.norm_weight);
@@ -81,7 +85,13 @@ ULL_KERNEL(ull_chunk_norm, ChunkNormParams, kNormThreads, 2) {
   NormedToken normed_token(params, token);
   norm_rows<1>(
       weight, 1, reinterpret_cast<float*>(arch::shared_memory()),
-      [&](RowShare& row, int) { load_row(row, params.residual + int64_t{token} * kResidualStride); },
+      [&](RowShare& row, int) {
+        if (!kFastPrefill && params.partial != nullptr && chunk.count <= kChunkTile) {
+          load_finished_row<kChunkTile>(params, row, token);
+        } else {
+          load_row(row, params.residual + int64_t{token} * kResidualStride);
+        }
+      },
       [&](int, int column, const arch::Vector2& four) { normed_token.take(column, four); },
       [&](int, int column, const arch::Vector4& four) {
         if constexpr (kTaps > 0) {

@@ -4,24 +4,6 @@
 
 namespace ull::gpu {
 
-// The thread's share of the residual row plus the sums that o or down left in slices: with nine loads in flight per
-// thread a multiprocessor reads as fast as it can.
-ULL_DEVICE void load_finished_row(const NormParams& params, RowShare& row, int token) {
-  float* residual = params.residual + token * kResidualStride;
-  load_row(row, residual);
-#pragma unroll
-  for (int i = 0; i < kNormVectors; ++i) {
-    const int column = row_column(i);
-    if (column < kHidden) {
-      SliceSums sums;
-      sums.load<kResidualStride>(params.partial, token, column);
-      const RowScale rows = load_row_scale(params.scale, params.bias, column);
-      row.vector[i] = bits_of(added(load_four(row.vector[i]), scaled(sums.total(), rows, params.unit)));
-      arch::store_global(residual + column, row.vector[i]);
-    }
-  }
-}
-
 template <int kTokens>
 ULL_DEVICE void norm_token(const NormParams& params) {
   arch::release_dependents();
@@ -38,7 +20,7 @@ ULL_DEVICE void norm_token(const NormParams& params) {
       weight, 1, sums,
       [&](RowShare& row, int) {
         if (params.partial != nullptr) {
-          load_finished_row(params, row, token);
+          load_finished_row<kTreeTokens>(params, row, token);
         } else {
           load_row(row, params.residual + token * kResidualStride);
         }

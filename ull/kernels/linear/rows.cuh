@@ -80,11 +80,11 @@ ULL_DEVICE Four scaled(const Four& sum, const RowScale& rows, float unit = 1.0F)
 struct SliceSums {
   arch::Vector4 slice[kSlices];
 
-  template <int kRows>
+  template <int kRows, int kTokens = kTreeTokens>
   ULL_DEVICE void load(const float* partial, int token, int row) {
 #pragma unroll
     for (int i = 0; i < kSlices; ++i) {
-      slice[i] = arch::load_global(partial + (static_cast<int64_t>(i) * kTreeTokens + token) * kRows + row);
+      slice[i] = arch::load_global(partial + (static_cast<int64_t>(i) * kTokens + token) * kRows + row);
     }
   }
 
@@ -98,6 +98,26 @@ struct SliceSums {
     return result;
   }
 };
+
+// The thread's share of a token's residual plus the sums that o or down left in slices, of kTokens tokens; the residual
+// gets them too. `params`: as NormParams has them. With nine loads in flight per thread a multiprocessor reads as fast
+// as it can.
+template <int kTokens, typename Params>
+ULL_DEVICE void load_finished_row(const Params& params, RowShare& row, int token) {
+  float* residual = params.residual + int64_t{token} * kResidualStride;
+  load_row(row, residual);
+#pragma unroll
+  for (int i = 0; i < kNormVectors; ++i) {
+    const int column = row_column(i);
+    if (column < kHidden) {
+      SliceSums sums;
+      sums.load<kResidualStride, kTokens>(params.partial, token, column);
+      const RowScale rows = load_row_scale(params.scale, params.bias, column);
+      row.vector[i] = bits_of(added(load_four(row.vector[i]), scaled(sums.total(), rows, params.unit)));
+      arch::store_global(residual + column, row.vector[i]);
+    }
+  }
+}
 
 // Epilogue: f32 [64, rows rounded up to 16]. The activations are in units of 1 / kUnit.
 template <int kRows, int kUnit = 1>
