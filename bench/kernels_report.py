@@ -71,8 +71,12 @@ class Figures:
         return None if self.loop_instructions is None else self.loop_instructions / (self.loop_bytes or 1)
 
 
-def launches_of(arch: str) -> dict[str, Launch]:
-    """Every kernel that a round of the model launches, as for the largest tree it serves."""
+def launches_of(arch: str, fast: bool = False) -> dict[str, Launch]:
+    """Every kernel that a round of the model launches, as for the largest tree it serves; `fast`: that a chunk does."""
+    if fast:
+        sizes = Sizes(shape_model(arch), Precision(), CONTEXT, chunks=True, fast_prefill=True)
+        places = Places(lambda name: 0, lambda name: None, HostBlocks(0, 0, 0, 0, 0, 0))
+        return {launch.kernel: launch for launch in Chunks(sizes, places, MULTIPROCESSORS).launches()}
     sizes = Sizes(shape_model(arch), Precision(), CONTEXT)
     places = Places(lambda name: 0, lambda name: None, HostBlocks(0, 0, 0, 0, 0, 0))
     rounds = Rounds(sizes, places, MULTIPROCESSORS)
@@ -92,9 +96,17 @@ def reported_sources() -> list[Path]:
     return kernel_sources(DEVICE_KERNELS | CHUNK_KERNELS)
 
 
-def figures_of(source: Path, arch: str, launches: dict[str, Launch]) -> dict[str, Figures]:
-    """The figures of one source file's kernels. Raises BuildError for one that spills."""
-    compiled = compile_file(source, device_macros(shape_model(arch), Precision()), TARGET)
+def fast_sources() -> list[Path]:
+    """Those whose kernels are others where prompts are read fast."""
+    return [source for source in reported_sources() if source.stem in ("chunk_linear", "chunk_norm", "chunk_quantise")]
+
+
+def figures_of(source: Path, arch: str, launches: dict[str, Launch], fast: bool = False) -> dict[str, Figures]:
+    """The figures of one source file's kernels. Raises BuildError for one that spills.
+
+    `fast`: those of bundles that read prompts fast, whose names then end in "_fast".
+    """
+    compiled = compile_file(source, device_macros(shape_model(arch), Precision(), fast_prefill=fast), TARGET)
     codes, entries = disassemble(compiled.cubin), _entries(compiled.ptx)
     found = {}
     for kernel in compiled.kernels:
@@ -104,7 +116,7 @@ def figures_of(source: Path, arch: str, launches: dict[str, Launch]) -> dict[str
         loop = weight_loop(code, max(1, tile // 8)) if ring else None
         to_mma = code.from_wait_to_mma()
         threads = launch.threads if launch else int(_THREADS.findall(ptx)[0])
-        found[kernel] = Figures(
+        found[f"{kernel}_fast" if fast else kernel] = Figures(
             file=source.name,
             registers=use.registers,
             stack_bytes=use.stack,
@@ -140,9 +152,10 @@ def _entries(ptx: str) -> dict[str, str]:
 
 def measure(arch: str) -> dict[str, Figures]:
     """Every kernel's figures with the dimensions of that model."""
-    launches = launches_of(arch)
+    launches = {fast: launches_of(arch, fast) for fast in (False, True)}
+    sources = [(source, False) for source in reported_sources()] + [(source, True) for source in fast_sources()]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        found = pool.map(lambda source: figures_of(source, arch, launches), reported_sources())
+        found = pool.map(lambda one: figures_of(one[0], arch, launches[one[1]], one[1]), sources)
         figures = {kernel: one for part in found for kernel, one in part.items()}
     return {kernel: figures[kernel] for kernel in sorted(figures, key=_order)}
 

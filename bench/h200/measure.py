@@ -163,12 +163,13 @@ class Measurement:
 
 
 def _of_prompt(prompt: dict[str, Any]) -> str:
-    return f"prefill of {prompt['tokens']} in parts of {prompt['widest']}"
+    return f"prefill of {prompt['tokens']} in parts of {prompt['widest']}{', fast' if prompt.get('fast') else ''}"
 
 
 def _subject(found: dict[str, Any]) -> tuple[Any, ...]:
     """What was measured: of a point, a prompt, a setting or a text, all that tells it from others of its kind."""
-    return tuple(found.get(key) for key in ("tree", "context", "tokens", "widest", "setting", "persistent", "name"))
+    told = ("tree", "context", "tokens", "widest", "fast", "setting", "persistent", "name")
+    return tuple(found.get(key) for key in told)
 
 
 def print_report(found: dict[str, Any]) -> None:

@@ -43,7 +43,6 @@ struct ProductsParams {
 };
 
 constexpr int kProducts = 8;  // of 64 x 128 x 16 each, a group
-constexpr uint32_t kOnes = 0x3C003C00U;
 
 constexpr int kHidden8b = 4096;  // FP8 row tiles of 64 KB, as qkv, o and gate_up of an 8B model have
 constexpr uint32_t kNeverSum = 0x9E3779B9U;
@@ -118,10 +117,12 @@ ULL_KERNEL(ull_probe_few_weights, WeightsParams, kNarrowThreads, 2) { read_weigh
 
 #if ULL_WARPGROUP_MMA
 // Products of two warpgroups one behind another, as the linear layers of a prompt's chunk have them, and nothing else:
-// the most that they could reach. All operands are ones.
-ULL_KERNEL(ull_probe_products, ProductsParams, 256, 1) {
+// the most that they could reach. All operands are ones, of f16 or, fast, of e4m3.
+template <bool kFast>
+ULL_DEVICE void multiply_ones(const ProductsParams& params) {
+  constexpr uint32_t kOnes = kFast ? 0x38383838 : 0x3C003C00;
   arch::release_dependents();
-  unsigned char* shared = arch::shared_memory();  // [kProducts][2][128 columns][8] f16
+  unsigned char* shared = arch::shared_memory();  // [kProducts][2][128 columns][16 bytes]
   for (int i = arch::thread(); i < kProducts * 1024; i += 256) reinterpret_cast<uint32_t*>(shared)[i] = kOnes;
   arch::fence_bulk_copies();
   arch::block_barrier();
@@ -133,7 +134,13 @@ ULL_KERNEL(ull_probe_products, ProductsParams, 256, 1) {
   for (int i = 0; i < params.count; ++i) {
     arch::warpgroup_fence();
 #pragma unroll
-    for (int k = 0; k < kProducts; ++k) arch::warpgroup_mma(sums, a, b + static_cast<uint64_t>(k * 4096 / 16));
+    for (int k = 0; k < kProducts; ++k) {
+      if constexpr (kFast) {
+        arch::warpgroup_mma_e4m3(sums, a, b + static_cast<uint64_t>(k * 4096 / 16));
+      } else {
+        arch::warpgroup_mma(sums, a, b + static_cast<uint64_t>(k * 4096 / 16));
+      }
+    }
     arch::warpgroup_commit();
     arch::warpgroup_wait<1>(sums);
   }
@@ -143,6 +150,8 @@ ULL_KERNEL(ull_probe_products, ProductsParams, 256, 1) {
   for (int i = 0; i < 64; ++i) sum += sums[i / 4][i % 4];
   params.sums[arch::block_x() * 256 + arch::thread()] = sum;
 }
+ULL_KERNEL(ull_probe_products, ProductsParams, 256, 1) { multiply_ones<false>(params); }
+ULL_KERNEL(ull_probe_fast_products, ProductsParams, 256, 1) { multiply_ones<true>(params); }
 #endif
 
 // Where a grid's blocks come to run, and when.

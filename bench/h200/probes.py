@@ -158,9 +158,10 @@ class Probes:
             raise ProbeError("not every weight was read once")
         return {"blocks": self._blocks, "bytes": nbytes, "bytes_per_s": nbytes / (min(times) * 1e-3)}
 
-    def products(self, counts: tuple[int, int], repeats: int) -> dict[str, Any]:
-        """Operations per second of the matrix units by warpgroups' products of f16, and nothing else."""
-        function = self._function("ull_probe_products", PRODUCTS_BYTES)
+    def products(self, counts: tuple[int, int], repeats: int, fast: bool = False) -> dict[str, Any]:
+        """Operations per second of the matrix units by warpgroups' products of f16 or e4m3, and nothing else."""
+        function = self._function("ull_probe_fast_products" if fast else "ull_probe_products", PRODUCTS_BYTES)
+        columns = 32 if fast else 16
         sums = self._allocate(4 * THREADS * self._blocks)
 
         def launch(count: int) -> None:
@@ -168,10 +169,10 @@ class Probes:
 
         launch(PROVED_PRODUCTS)
         found = self._read(sums, THREADS * self._blocks, np.float32)
-        if not (found == 64 * 16 * PRODUCTS * PROVED_PRODUCTS).all():
+        if not (found == 64 * columns * PRODUCTS * PROVED_PRODUCTS).all():
             raise ProbeError("products of ones are not as many")
         times = [self._median_ms(repeats, lambda count=count: launch(count)) for count in counts]
-        operations = self._blocks * 2 * PRODUCTS * (2 * 64 * 128 * 16) * (counts[1] - counts[0])
+        operations = self._blocks * 2 * PRODUCTS * (2 * 64 * 128 * columns) * (counts[1] - counts[0])
         return {"blocks": self._blocks, "operations_per_s": operations / ((times[1] - times[0]) * 1e-3)}
 
     def places(self) -> dict[str, Any]:
@@ -298,6 +299,7 @@ def measure(
     yield "chains", chains
     yield "weights", probes.weights(repeats, rows)
     yield "products", probes.products(products, repeats)
+    yield "fast_products", probes.products(products, repeats, fast=True)
     yield "attention_blocks", probes.places()
     yield "grid_barrier", probes.barrier(barriers, repeats)  # last: it might wait for ever
     exit_stack.close()
@@ -316,8 +318,9 @@ def describe(name: str, figure: Any) -> Iterator[str]:
             )
     elif name == "weights":
         yield f"read bandwidth by the engine's own streams: {figure['bytes_per_s'] / 1e12:.3f} TB/s"
-    elif name == "products":
-        yield f"f16 products of warpgroups alone: {figure['operations_per_s'] / 1e12:.0f} TFLOP/s"
+    elif name in ("products", "fast_products"):
+        factors = "f16" if name == "products" else "e4m3"
+        yield f"{factors} products of warpgroups alone: {figure['operations_per_s'] / 1e12:.0f} TFLOP/s"
     elif name == "attention_blocks":
         yield (
             f"an attention grid's {figure['blocks']} blocks run on {figure['multiprocessors']} multiprocessors, "

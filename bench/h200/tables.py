@@ -50,9 +50,11 @@ def checks(
     for result in shapes:
         for prompt in prompts_of(result):
             # No limit was set for these: the bars are a client's.
-            how = f"prefill of {prompt['tokens']} in parts of {prompt['widest']}"
+            fast = bool(prompt.get("fast"))
+            how = f"prefill of {prompt['tokens']} in parts of {prompt['widest']}{', fast' if fast else ''}"
             found.append(Check(f"{result['arch']} {how}", prompt["median_ms"], "ms"))
-            if rate and result["arch"] == MIDDLE.arch and (prompt["tokens"], prompt["widest"]) == (2048, 512):
+            way = (prompt["tokens"], prompt["widest"], fast)
+            if rate and result["arch"] == MIDDLE.arch and way == (2048, 512, False):
                 share = prompt["tflop_per_s"] * 1e12 / rate
                 found.append(Check("8B prefill of 2048, of the rate of products alone", share, "x", 0.6, 0.8, True))
         for text in result.get("speculation", []):
@@ -68,8 +70,9 @@ def checks(
 
 
 def prompts_of(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """A model's prompts by their lengths, the widest parts first."""
-    return sorted(result.get("prefill", []), key=lambda prompt: (prompt["tokens"], -prompt["widest"]))
+    """A model's prompts by their lengths, those that are read fast first, then the widest parts."""
+    prompts: list[dict[str, Any]] = result.get("prefill", [])
+    return sorted(prompts, key=lambda prompt: (prompt["tokens"], not prompt.get("fast"), -prompt["widest"]))
 
 
 def print_rounds(console: Console, report: dict[str, Any]) -> None:
@@ -112,7 +115,7 @@ def print_prompts(console: Console, shapes: list[dict[str, Any]]) -> None:
     """Prompts: the device's time for all passes, and what the memory and the tensor cores had of it."""
     table = Table(title="prefill: device time from the first pass to the end of the last one")
     times = ("p50 ms", "slowest ms", "tokens/s", "read GB", "floor ms", "of bandwidth", "TFLOP/s")
-    for column in ("model", "tokens", "at once", *times):
+    for column in ("model", "tokens", "at once", "FP8", *times):
         table.add_column(column, justify="left" if column == "model" else "right")
     for result in shapes:
         for prompt in prompts_of(result):
@@ -120,6 +123,7 @@ def print_prompts(console: Console, shapes: list[dict[str, Any]]) -> None:
                 result["arch"],
                 str(prompt["tokens"]),
                 str(prompt["widest"]),
+                "yes" if prompt.get("fast") else "no",
                 f"{prompt['median_ms']:.3f}",
                 f"{prompt['slowest_ms']:.3f}",
                 f"{prompt['tokens_per_s']:,.0f}",

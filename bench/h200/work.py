@@ -38,11 +38,16 @@ CACHE = ROOT / ".cache/h200"
 COMPARED_PROMPT, COMPARED_TOKENS, COMPARED_TOP = 150, 64, 5  # two pages and more; logprobs beside each token
 
 
-def build(arch: str, eagle: bool = False) -> Path:
-    """A bundle of random weights, made once from the same sources. eagle: with an EAGLE-3 head and no other."""
+def build(arch: str, eagle: bool = False, fast: bool = False) -> Path:
+    """A bundle of random weights, made once from the same sources.
+
+    `eagle`: with an EAGLE-3 head and no other. `fast`: one that reads prompts fast, without heads.
+    """
     shape = SHAPES[arch]
     heads = ["--eagle-shape"] if eagle else ["--heads", str(shape.heads)] if shape.heads else []
-    name = f"{arch}-eagle" if eagle else arch
+    if fast:
+        heads = ["--prefill", "fast"]
+    name = f"{arch}-eagle" if eagle else f"{arch}-fast" if fast else arch
     bundle = CACHE / f"{name}.ull"
     if build_once(bundle, "--arch", arch, "--random-weights", "--target", "sm_90a", "--context", "32768", *heads):
         for retuned in CACHE.glob(f"{name}-ahead-*"):  # made from the one before
@@ -94,7 +99,8 @@ FIRST_TOKEN_PROMPTS = (128, 1024, 8192)  # tokens
 def build_bundles(archs: Sequence[str]) -> Iterator[Finding]:
     """All at once. One that cannot be built fails again in the step that needs it."""
     started = time.monotonic()
-    wanted = [(arch, False) for arch in archs] + [(arch, True) for arch in archs if arch == MIDDLE.arch]
+    wanted = [(arch, False, False) for arch in archs]
+    wanted += [(MIDDLE.arch, eagle, not eagle) for eagle in (True, False) if MIDDLE.arch in archs]
     with ThreadPoolExecutor() as pool:
         for bundle in [pool.submit(build, *one) for one in wanted]:
             bundle.result()
@@ -129,17 +135,19 @@ def time_points(
 
 
 def time_prompts(arch: str, lengths: Sequence[int], bandwidth: float) -> Iterator[Finding]:
-    """Prompts of these lengths, of one model: in chunks, and beside that 64 tokens at a time."""
-    bundle = open_bundle(build(arch))
-    with loaded(bundle) as program:
-        timer = RoundTimer(program)
-        for tokens in lengths:
-            operations = prompt_operations(bundle.manifest.model, tokens)
-            for widest in (CHUNK_TOKENS, TREE_TOKENS):
-                prompts = timer.time_prompt(tokens, repeats(tokens), widest=widest)
-                nbytes = prompt_bytes(bundle, list(program.replay().parts(tokens, widest)))
-                yield {"prefill": {"widest": widest, **prompt_row(prompts, tokens, nbytes, operations, bandwidth)}}
-        timer.drain()
+    """Prompts of these lengths, of one model: in chunks, beside that 64 tokens at a time, and read fast."""
+    for fast, ways in ((False, (CHUNK_TOKENS, TREE_TOKENS)), (True, (CHUNK_TOKENS,))):
+        bundle = open_bundle(build(arch, fast=fast))
+        with loaded(bundle) as program:
+            timer = RoundTimer(program)
+            for tokens in lengths:
+                operations = prompt_operations(bundle.manifest.model, tokens)
+                for widest in ways:
+                    prompts = timer.time_prompt(tokens, repeats(tokens), widest=widest)
+                    nbytes = prompt_bytes(bundle, list(program.replay().parts(tokens, widest)))
+                    figures = prompt_row(prompts, tokens, nbytes, operations, bandwidth)
+                    yield {"prefill": {"widest": widest, "fast": fast, **figures}}
+            timer.drain()
 
 
 def time_persistent(arch: str, rounds: int, bandwidth: float) -> Iterator[Finding]:

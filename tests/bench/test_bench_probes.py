@@ -113,12 +113,15 @@ def test_every_weight_is_read_by_its_warp(kernels: emulation.Kernels, blocks: in
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_products_are_as_many_as_they_are_timed_for(kernels: emulation.Kernels, count: int) -> None:
+@pytest.mark.parametrize(("kernel", "columns"), [("products", 16), ("fast_products", 32)])
+def test_products_are_as_many_as_they_are_timed_for(
+    kernels: emulation.Kernels, kernel: str, columns: int, count: int
+) -> None:
     sums = aligned((2, probes.THREADS), np.float32)
     params = probes.ProductsParams(pointer(sums), count)
     shared = {"threads": probes.THREADS, "shared_bytes": probes.PRODUCTS_BYTES}
-    kernels.run("ull_probe_products", grid=(2, 1), params=params, seed=count, **shared)
-    assert (sums == 64 * 16 * probes.PRODUCTS * count).all()
+    kernels.run(f"ull_probe_{kernel}", grid=(2, 1), params=params, seed=count, **shared)
+    assert (sums == 64 * columns * probes.PRODUCTS * count).all()
 
 
 def test_places_and_timers(kernels: emulation.Kernels) -> None:
@@ -168,7 +171,7 @@ def test_weights_that_are_read_twice_show(mutate: Mutate) -> None:
 def test_they_compile_for_the_chip() -> None:
     compiled = compile_file(SOURCE, probes.macros())  # refuses spills
     for kernel, use in compiled.functions.items():
-        assert use.stack == 0 and use.registers <= (112 if kernel == "ull_probe_products" else 64)
+        assert use.stack == 0 and use.registers <= (112 if kernel.endswith("_products") else 64)
     assert "serialized" not in compiled.log
     mirrors = {"link": probes.LinkParams, "barrier": probes.BarrierParams, "products": probes.ProductsParams}
     for kernel, params in mirrors.items():
@@ -194,9 +197,10 @@ def test_the_probes_measure(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     found, lines = json.loads(result.stdout.splitlines()[-1])
-    assert list(found) == ["timer", "chains", "weights", "products", "attention_blocks", "grid_barrier"]
+    names = ["timer", "chains", "weights", "products", "fast_products", "attention_blocks", "grid_barrier"]
+    assert list(found) == names
     assert found["timer"]["step_ns"] > 0 and found["weights"]["bytes_per_s"] > 0
     assert [chain["overlaps"] for chain in found["chains"]] == [True, False] * 2
     assert found["attention_blocks"]["multiprocessors"] == 128 and found["attention_blocks"]["most_on_one"] == 1
-    assert found["products"]["operations_per_s"] > 0
-    assert len(lines) == 9
+    assert found["products"]["operations_per_s"] > 0 and found["fast_products"]["operations_per_s"] > 0
+    assert len(lines) == 10

@@ -6,13 +6,45 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ull.bundle import open_bundle
-from ull.gpu.params import PREFILL, TREE_TOKENS
+from ull.gpu.params import CHUNK_TOKENS, PREFILL, TREE_TOKENS
 
 ROOT = Path(__file__).parent.parent.parent
 TOKENS = 900
+
+
+def built(directory: Path, *options: str) -> Path:
+    """The tiny engine."""
+    bundle = directory / "tiny.ull"
+    recipe = str(ROOT / "engines/tiny-suffix.toml")
+    command = [sys.executable, "-m", "ull_build", recipe, "--target", "sm_90a", *options, "--no-eval", "--quiet"]
+    subprocess.run([*command, "--output", str(bundle)], check=True)
+    return bundle
+
+
+def test_a_prompt_that_is_read_fast_leaves_the_same_bits_however_it_is_cut(tmp_path: Path) -> None:
+    """And bits that are near those of exact prefill, and others."""
+    from ull.gpu.program import load
+
+    program = load(open_bundle(built(tmp_path, "--prefill", "fast")))
+    try:
+        rounds, said = program.replay(), []
+        prompt = [(31 * index + 5) % 4096 for index in range(TOKENS)]
+        place = TOKENS - 1
+        for cuts in ([512, place], [1, 130, 131, 600, place]):
+            for first, end in zip([0, *cuts[:-1]], cuts, strict=True):
+                rounds.wait(rounds.launch(prompt[first:end], first, PREFILL, size=CHUNK_TOKENS))
+            results = rounds.decode(prompt[-1], place, 16, top_logprobs=5)
+            said.append([[(entry.token, entry.logprob) for entry in result.tokens[0].top[:5]] for result in results])
+        assert said[0] == said[1]
+        exact = rounds.logits(prompt[:place])[-1]
+        fast = rounds.logits(prompt[:place], in_chunks=True)[-1]
+        assert 0 < np.linalg.norm(exact - fast) < 0.2 * np.linalg.norm(exact)
+    finally:
+        program.close()
 
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
@@ -20,11 +52,7 @@ def test_a_prompt_leaves_the_same_bits_in_chunks_and_in_rounds(tmp_path: Path, k
     """Tokens and logprobs behind a prompt of more than one chunk, by the tiny engine."""
     from ull.gpu.program import load
 
-    bundle = tmp_path / "tiny.ull"
-    recipe = str(ROOT / "engines/tiny-suffix.toml")
-    command = [sys.executable, "-m", "ull_build", recipe, "--target", "sm_90a", "--kv", kv]
-    subprocess.run([*command, "--no-eval", "--quiet", "--output", str(bundle)], check=True)
-    program = load(open_bundle(bundle))
+    program = load(open_bundle(built(tmp_path, "--kv", kv)))
     try:
         assert program.handover["chunk"] != 0, "on this chip products of warpgroups do not add as a warp's do"
         rounds, said = program.replay(), []

@@ -22,6 +22,7 @@ from kernels_report import (
     UPDATE,
     Figures,
     compiler,
+    fast_sources,
     figures_of,
     launches_of,
     reported_sources,
@@ -35,15 +36,20 @@ ARCH = ARCHS[0]
 
 
 @pytest.fixture(scope="module")
-def launches() -> dict[str, Any]:
-    return launches_of(ARCH)
+def launches() -> dict[bool, dict[str, Any]]:
+    return {fast: launches_of(ARCH, fast) for fast in (False, True)}
 
 
-@pytest.mark.parametrize("source", reported_sources(), ids=lambda path: path.name)
-def test_no_kernel_got_worse(source: Path, launches: dict[str, Any]) -> None:
+SOURCES = [(source, False) for source in reported_sources()] + [(source, True) for source in fast_sources()]
+
+
+@pytest.mark.parametrize(
+    ("source", "fast"), SOURCES, ids=[f"{source.name}{', fast' if fast else ''}" for source, fast in SOURCES]
+)
+def test_no_kernel_got_worse(source: Path, fast: bool, launches: dict[bool, dict[str, Any]]) -> None:
     same_compiler = compiler() == COMMITTED["compiler"]
     problems = []
-    for kernel, figures in figures_of(source, ARCH, launches).items():
+    for kernel, figures in figures_of(source, ARCH, launches[fast], fast).items():
         before = COMMITTED["models"][ARCH].get(kernel)
         assert before, f"{kernel} is not in {RESULTS.name}: {UPDATE}"
         problems += worse(kernel, asdict(figures), before, same_compiler)
@@ -51,8 +57,11 @@ def test_no_kernel_got_worse(source: Path, launches: dict[str, Any]) -> None:
 
 
 def test_the_table_holds_the_kernels_that_there_are() -> None:
-    text = "".join(source.read_text() for source in reported_sources())
-    kernels = set(re.findall(r"ULL_(?:GRID_|CLUSTER_)?KERNEL\((ull_\w+),", text))
+    def kernels_of(sources: list[Path]) -> list[str]:
+        text = "".join(source.read_text() for source in sources)
+        return re.findall(r"ULL_(?:GRID_|CLUSTER_)?KERNEL\((ull_\w+),", text)
+
+    kernels = {*kernels_of(reported_sources()), *(f"{kernel}_fast" for kernel in kernels_of(fast_sources()))}
     for arch in ARCHS:
         assert set(COMMITTED["models"][arch]) == kernels, UPDATE
         lines = table(COMMITTED["models"][arch])

@@ -23,7 +23,7 @@ import zmq
 
 from ull import __version__, _native
 from ull.access import denial
-from ull.bundle import Bundle, open_bundle
+from ull.bundle import Bundle, Calibration, FastPrefill, Quality, open_bundle
 from ull.cores import core_list
 from ull.daemon.admission import Admission, Limits
 from ull.daemon.config import PAGE_TOKENS, Config, EngineConfig
@@ -667,7 +667,11 @@ def _summary(bundle: Bundle, verified: str) -> dict[str, Any]:
     """What `info` says about the engine. `verified`: what of the bundle was compared at start, "sizes" or "hashes"."""
     manifest = bundle.manifest
     model, forward = manifest.model, manifest.forward
-    quality = manifest.calibration if forward.uses("tensorrt") and manifest.calibration else manifest.quality
+    quality: Calibration | FastPrefill | Quality | None = manifest.quality
+    if forward.uses("tensorrt") and manifest.calibration is not None:
+        quality = manifest.calibration
+    elif manifest.quality is not None and manifest.quality.fast_prefill is not None:
+        quality = manifest.quality.fast_prefill
     return {
         "name": manifest.name,
         "created": manifest.created,

@@ -1,5 +1,6 @@
 // Prompts whose graph reads a chunk: how they are cut, which tokens arrive where, what ends them early, and what drafts
 // behind them.
+#include <array>
 #include <string>
 #include <vector>
 
@@ -130,16 +131,24 @@ TEST(a_prompt_is_read_the_cheaper_way) {
 
 TEST(a_few_tokens_behind_a_long_cache_are_no_chunk) {
   using ull::graph::PromptCosts;
-  const PromptCosts unknown, unmeasured({3'000'000, 3'100'000}, {0, 0}, {12'000'000, 12'500'000}, 1024);
+  using Chunks = std::array<PromptCosts::Measured, PromptCosts::kTiles>;
+  const auto costs_of = [](const PromptCosts::Measured& round, const PromptCosts::Measured& few,
+                           const PromptCosts::Measured& many, int far) {
+    const int64_t each = (many.near_ns - few.near_ns) / 3;
+    const Chunks chunks{few, {few.near_ns + each, 0}, {few.near_ns + 2 * each, 0}, many};
+    return PromptCosts(round, chunks, far);
+  };
+  const PromptCosts unknown, unmeasured = costs_of({3'000'000, 3'100'000}, {0, 0}, {12'000'000, 12'500'000}, 1024);
   CHECK(unknown.prefers_chunk(65, 100'000) && unmeasured.prefers_chunk(65, 100'000));
   // A chunk's attention takes as long for 128 tokens as for 512; what a round's takes more is little.
-  const PromptCosts costs({3'000'000, 3'050'000}, {3'500'000, 4'500'000}, {12'000'000, 13'000'000}, 1024);
+  const PromptCosts costs = costs_of({3'000'000, 3'050'000}, {3'500'000, 4'500'000}, {12'000'000, 13'000'000}, 1024);
   CHECK(costs.prefers_chunk(100, 0) && costs.prefers_chunk(100, 2000));
   CHECK(!costs.prefers_chunk(100, 4000) && !costs.prefers_chunk(65, 4000));
   CHECK(costs.prefers_chunk(512, 4000) && costs.prefers_chunk(512, 8000) && !costs.prefers_chunk(512, 32'000));
   // Nothing was measured behind a cache, or by chance it took less there.
-  const PromptCosts flat({3'000'000, 0}, {3'500'000, 0}, {12'000'000, 0}, 0);
-  const PromptCosts shrinking({3'000'000, 2'900'000}, {3'500'000, 3'400'000}, {12'000'000, 11'000'000}, 1024);
+  const PromptCosts flat = costs_of({3'000'000, 0}, {3'500'000, 0}, {12'000'000, 0}, 0);
+  const PromptCosts shrinking =
+      costs_of({3'000'000, 2'900'000}, {3'500'000, 3'400'000}, {12'000'000, 11'000'000}, 1024);
   CHECK(flat.prefers_chunk(100, 100'000) && shrinking.prefers_chunk(100, 100'000));
 }
 
@@ -162,6 +171,33 @@ TEST(a_prompt_is_read_in_chunks_alone) {
   for (const int length : {2, 65, 300, 1100}) {
     const Tokens prompt = prompt_of(length, 3 * length);
     CHECK(rig.complete(prompt, 20) == rig.model.continuation(prompt, 20));
+  }
+}
+
+// The figures are of an H100 and an 8B model: of up to 128 tokens a chunk and a round of one token are cheaper than a
+// round of 64 behind another, or behind a chunk.
+TEST(a_first_round_takes_the_end_of_a_prompt_where_that_is_cheaper) {
+  using ull::graph::PromptCosts;
+  const std::array<PromptCosts::Measured, PromptCosts::kTiles> chunks{
+      {{5'000'000, 5'200'000}, {9'000'000, 0}, {12'500'000, 0}, {15'800'000, 16'300'000}}};
+  const PromptCosts costs({5'300'000, 5'400'000}, chunks, 1024, {5'800'000, 3'000'000});
+  const auto single = [&](int count) { return costs.prefers_single(count, 0); };
+  CHECK(!single(1) && !single(64));                 // one round reads it all
+  CHECK(single(65) && single(128) && single(129));  // 128 behind: one tile
+  CHECK(!single(130) && !single(192));              // a tile less to read
+  CHECK(single(193) && single(257));                // as many tiles either way
+  CHECK(!single(258) && !single(512 + 64));         // nothing but chunks before the last 64
+  CHECK(single(512 + 65) && single(1024 + 128));
+  CHECK(!PromptCosts().prefers_single(100, 0));
+  CHECK(!PromptCosts({5'300'000, 5'400'000}, chunks, 1024).prefers_single(100, 0));  // the rounds' costs are unknown
+  CHECK(!PromptCosts({5'300'000, 5'400'000}, chunks, 1024, {2'500'000, 3'000'000}).prefers_single(70, 0));
+
+  for (const int full_us : {1000, 40'000}) {
+    ChunkRig rig({.graph_us = {0, 0, 0, 0, 0, 0, full_us}, .prefill_us = 4000, .chunk_us = 12'000});
+    const int most = rig.executor.info().forced_tokens;
+    CHECK_EQ(most, 63);
+    CHECK_EQ(rig.executor.first_forced(100, 0), full_us == 1000 ? most : 0);
+    CHECK_EQ(rig.executor.first_forced(64, 0), most);
   }
 }
 

@@ -192,14 +192,17 @@ bool EngineLoop::reserve(int32_t tokens) noexcept {
   return true;
 }
 
-// Puts all of the text but its last tokens into the cache; the next round feeds these, at least one, and of a prompt at
-// most as many as a round may take beside what is forced behind it. A pass that scores feeds one.
+// Puts all of the text but its last tokens into the cache; the next round feeds these, at least one, and of a prompt as
+// many as the executor wants of those that a round may take beside what is forced behind it. A pass that scores feeds
+// one.
 EngineLoop::Ending EngineLoop::prefill() noexcept {
   RequestSlot& request = *run_->request;
   Sequence& sequence = *run_->sequence;
   const int32_t chunk = executor_.info().prefill_chunk;
   const bool scores = request.choices != nullptr || request.prompt_logprobs != nullptr;
-  const int32_t forced = run_->completed == 0 && !scores ? most_forced_ - look_ahead(most_forced_) : 0;
+  const int32_t wanted = executor_.first_forced(run_->text_tokens() - sequence.size(), sequence.size());
+  const int32_t most = most_forced_ - look_ahead(most_forced_);
+  const int32_t forced = run_->completed == 0 && !scores ? std::min(wanted, most) : 0;
   const int32_t end = request.max_tokens > 0 ? run_->text_tokens() - 1 - forced : request.prompt_tokens;
   int64_t now = monotonic_ns();
   while (sequence.size() < end) {

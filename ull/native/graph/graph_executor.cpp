@@ -174,6 +174,10 @@ void GraphExecutor::advance() noexcept {
   if (launched_ && ahead_ == 0) launch_ahead();
 }
 
+int GraphExecutor::first_forced(int count, int start) const noexcept {
+  return prompt_costs_.prefers_single(count, start) ? 0 : info_.forced_tokens;
+}
+
 void GraphExecutor::launch_prompt() noexcept {
   const int pages = pages_for(prompt_.start + prompt_.count);
   while (!launched_ && queue_.has_slot()) {

@@ -59,6 +59,7 @@ class GraphExecutor final : public Executor {
   // device's failure.
   void prepare() override;
   [[nodiscard]] const ExecutorInfo& info() const noexcept override { return info_; }
+  [[nodiscard]] int first_forced(int count, int start) const noexcept override;
   [[nodiscard]] Status start_prefill(const PrefillStep& step) noexcept override;
   [[nodiscard]] Status start_round(const RoundStep& step) noexcept override;
   [[nodiscard]] Status start_scores(const ScoreStep& step) noexcept override;

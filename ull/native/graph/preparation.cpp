@@ -1,5 +1,6 @@
 // How a graph executor gets ready: it runs every graph, and measures those that it chooses from.
 #include <algorithm>
+#include <array>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -127,11 +128,19 @@ VerifyCosts GraphExecutor::measure() {
     const int behind = std::min(far, held - gpu::kChunkTokens);
     // Where one takes as long as all measurements of a graph may, more are not made: a chunk is what it is.
     if (many_ns < kMeasureNs && behind > 0) {
-      constexpr int kFew = PromptCosts::kFewTokens;
+      const auto timed_chunk = [&](int tiles, int position) {
+        return timed_prompt(program_.chunk, tiles * gpu::kChunkTile, position);
+      };
+      constexpr int kTiles = PromptCosts::kTiles;
+      std::array<PromptCosts::Measured, kTiles> chunks;
+      for (int tiles = 1; tiles < kTiles; ++tiles) chunks[static_cast<size_t>(tiles) - 1] = {timed_chunk(tiles, 0), 0};
+      chunks.front().far_ns = timed_chunk(1, behind);
+      chunks.back() = {many_ns, timed_chunk(kTiles, behind)};
+      const int64_t single = single_ns[static_cast<int>(graphs_.plain())];
       prompt_costs_ = {{prefill_ns, timed_prompt(program_.prefill, gpu::kTreeTokens, behind)},
-                       {timed_prompt(program_.chunk, kFew, 0), timed_prompt(program_.chunk, kFew, behind)},
-                       {many_ns, timed_prompt(program_.chunk, gpu::kChunkTokens, behind)},
-                       behind};
+                       chunks,
+                       behind,
+                       {near_ns[kCostSizes - 1], single > 0 ? single : near_ns[0]}};
     }
   }
   run_bursts(held);

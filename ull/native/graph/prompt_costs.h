@@ -1,9 +1,12 @@
-// Whether a part of a prompt is read as a chunk or in rounds of 64 tokens, whose bits are the same. A chunk reads the
-// weights once for up to 512 tokens, but its attention walks through the pages with a block for so many of its tokens:
-// behind a long cache a few tokens take about as long as many, where a round shares the pages out to all blocks.
+// By what prompts are read: chunks, rounds of 64 tokens, and the first round, which may take the last 64 tokens with
+// it. The bits are the same. A chunk reads the weights once for up to 512 tokens, but its attention walks through the
+// pages with a block for so many of its tokens: behind a long cache a few tokens take about as long as many, where a
+// round shares the pages out to all blocks. And it takes as long as its whole tiles of 128 tokens.
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <cstdint>
 
 #include "kernels/params.h"
@@ -12,27 +15,49 @@ namespace ull::graph {
 
 class PromptCosts {
  public:
-  static constexpr int kFewTokens = gpu::kChunkTile;  // of the smaller of two chunks that are measured
+  static constexpr int kTiles = gpu::kChunkTokens / gpu::kChunkTile;
 
   // What a graph takes with so many tokens at position 0 and at `far`; 0: unknown.
   struct Measured {
     int64_t near_ns = 0;
     int64_t far_ns = 0;
   };
+  // Rounds that draw the token behind a prompt, at position 0; 0: unknown.
+  struct First {
+    int64_t full_ns = 0;    // of kTreeTokens tokens
+    int64_t single_ns = 0;  // of one
+  };
 
   // Nothing is known: whatever may be a chunk is one.
   PromptCosts() = default;
-  // round: of kTreeTokens tokens; few, many: of chunks of kFewTokens and kChunkTokens. far: 0: no position was.
-  PromptCosts(const Measured& round, const Measured& few, const Measured& many, int far) noexcept
-      : known_(round.near_ns > 0 && few.near_ns > 0 && many.near_ns > 0),
-        round_(line(round, far)),
-        few_(line(few, far)),
-        many_(line(many, far)) {}
+  // round: of kTreeTokens tokens; chunks: of 1, 2, .. tiles, where `far` of those between the first and the last may be
+  // unknown. far: 0: no position was.
+  PromptCosts(const Measured& round, const std::array<Measured, kTiles>& chunks, int far) noexcept
+      : PromptCosts(round, chunks, far, First{}) {}
+  PromptCosts(const Measured& round, const std::array<Measured, kTiles>& chunks, int far, const First& first) noexcept
+      : known_(round.near_ns > 0), round_(line(round, far)), first_(first) {
+    const Line few = line(chunks.front(), far), many = line(chunks.back(), far);
+    for (int i = 0; i < kTiles; ++i) {
+      const Measured& chunk = chunks[static_cast<size_t>(i)];
+      Line& own = chunks_[static_cast<size_t>(i)] = line(chunk, far);
+      if (chunk.far_ns == 0)
+        own.position_ns = few.position_ns + (many.position_ns - few.position_ns) * i / (kTiles - 1);
+      known_ = known_ && chunk.near_ns > 0;
+    }
+  }
 
   // Of `count` tokens, more than kTreeTokens and at most kChunkTokens, from position `start` on. What would save less
-  // than a tenth of a millisecond is no reason to read the weights more than once.
+  // than a tenth of a millisecond is no reason to read the weights more than once, here and below.
   [[nodiscard]] bool prefers_chunk(int count, int start) const noexcept {
     return !known_ || chunk_ns(count, start) <= rounds_ns(count, start) + kLeastSavedNs;
+  }
+
+  // Of the `count` tokens of a prompt that are to be read from position `start` on: whether its first round is to take
+  // the last one alone, and not the last kTreeTokens.
+  [[nodiscard]] bool prefers_single(int count, int start) const noexcept {
+    if (!known_ || first_.full_ns == 0 || first_.single_ns == 0 || count <= gpu::kTreeTokens) return false;
+    const double full = read_ns(count - gpu::kTreeTokens, start) + static_cast<double>(first_.full_ns);
+    return read_ns(count - 1, start) + static_cast<double>(first_.single_ns) + kLeastSavedNs < full;
   }
 
  private:
@@ -50,18 +75,28 @@ class PromptCosts {
     return {static_cast<double>(measured.near_ns), sloped ? std::max(longer, 0.0) / far : 0.0};
   }
   [[nodiscard]] double chunk_ns(int count, int start) const noexcept {
-    const double share = std::clamp((count - kFewTokens) / double{gpu::kChunkTokens - kFewTokens}, 0.0, 1.0);
-    return few_.at(start) + share * (many_.at(start) - few_.at(start));
+    return chunks_[static_cast<size_t>((count - 1) / gpu::kChunkTile)].at(start);
   }
   [[nodiscard]] double rounds_ns(int count, int start) const noexcept {
     const int rounds = (count + gpu::kTreeTokens - 1) / gpu::kTreeTokens;
     return rounds * round_.at(start + count / 2.0);
   }
+  // In the parts that it is read in.
+  [[nodiscard]] double read_ns(int count, int start) const noexcept {
+    double sum = 0.0;
+    for (int part = 0; count > 0; count -= part, start += part) {
+      part = std::min(count, gpu::kChunkTokens);
+      const bool in_chunk = part > gpu::kTreeTokens && prefers_chunk(part, start);
+      if (!in_chunk) part = std::min(part, gpu::kTreeTokens);
+      sum += in_chunk ? chunk_ns(part, start) : round_.at(start);
+    }
+    return sum;
+  }
 
   bool known_ = false;
   Line round_;
-  Line few_;
-  Line many_;
+  std::array<Line, kTiles> chunks_;
+  First first_;
 };
 
 }  // namespace ull::graph
