@@ -64,7 +64,7 @@ class Step:
     def estimate_s(self) -> float:
         if self.prompts:
             parts = sum((repeats(tokens) + 1) * -(-tokens // 64) for tokens in self.prompts)
-            return self.shape.seconds(4 * parts)  # of 64 tokens, behind many in the end; in chunks they take half of it
+            return self.shape.seconds(4 * parts)  # of 64 tokens, behind many in the end; in chunks a part of it
         runs = (len(self.points) or 2) + self.medusa
         return self.shape.seconds(runs * self.shape.rounds)
 

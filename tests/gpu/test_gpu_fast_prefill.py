@@ -41,7 +41,7 @@ def settings(output: Path, target: str, prefill: str) -> Settings:
         evaluate=False,
         context=CONTEXT,
         forward=ForwardRecipe(prefill=prefill),
-        speculation=SpeculationSettings(medusa=TINY / "medusa"),
+        speculation=SpeculationSettings(medusa=TINY / "medusa", eagle=TINY / "eagle"),
     )
 
 
@@ -128,7 +128,8 @@ def test_a_daemon_serves_prompts_that_are_read_fast(bundle: Path, cpu_bundle: Pa
         exact = client.generate(text, max_tokens=1, logprobs=1).result()
     with daemons() as serve:
         environment = driver_double.environment(emulated, multiprocessors=4, launch_ms=0)
-        daemon = serve(bundle, environment, "--set", "engine.watchdog_ms=120000")
+        drafts = ("--set", "engine.watchdog_ms=120000", "--set", "speculation.adaptive=false")
+        daemon = serve(bundle, environment, *drafts)
         with Client(daemon.url) as client:
             info = client.info()
             assert info.engine["forward"] == {"prefill": "fast", "decode": "fused", "attention": None}
@@ -137,12 +138,15 @@ def test_a_daemon_serves_prompts_that_are_read_fast(bundle: Path, cpu_bundle: Pa
             assert first.logprobs[0].logprob == pytest.approx(exact.logprobs[0].logprob, abs=0.3)
             for options in ({"speculate": "none"}, {"speculate": "none", "temperature": 0.7}):
                 tokens = complete(client, text, **options)
-                for drafter in ("none", "suffix", "medusa"):
+                for drafter in ("none", "suffix", "medusa", "eagle"):
                     assert complete(client, text, **options | {"speculate": drafter}) == tokens
             again = client.generate(text, max_tokens=1).result()
             assert again.usage.cached_tokens == again.usage.prompt_tokens - 1  # the first round feeds the last one
             # Another turn: a cold daemon says the same behind all of it.
             warm = complete(client, longer)
+            drafted = client.generate(longer, max_tokens=16, ignore_eos=True, speculate="eagle").result()
+            assert drafted.speculation is not None and drafted.speculation.accepted_tokens > 0
+            assert drafted.speculation.by_drafter["eagle"] > 0
             assert client.generate(longer, max_tokens=1).result().usage.cached_tokens > 0
             with client.generate(longer + text, max_tokens=1) as stream:
                 stream.cancel()
