@@ -180,7 +180,7 @@ TEST(a_first_round_takes_the_end_of_a_prompt_where_that_is_cheaper) {
   using ull::graph::PromptCosts;
   const std::array<PromptCosts::Measured, PromptCosts::kTiles> chunks{
       {{5'000'000, 5'200'000}, {9'000'000, 0}, {12'500'000, 0}, {15'800'000, 16'300'000}}};
-  const PromptCosts costs({5'300'000, 5'400'000}, chunks, 1024, {5'800'000, 3'000'000});
+  const PromptCosts costs({5'300'000, 5'400'000}, chunks, 1024, {{5'800'000, 0}, {3'000'000, 0}, 0});
   const auto single = [&](int count) { return costs.prefers_single(count, 0); };
   CHECK(!single(1) && !single(64));                 // one round reads it all
   CHECK(single(65) && single(128) && single(129));  // 128 behind: one tile
@@ -190,7 +190,11 @@ TEST(a_first_round_takes_the_end_of_a_prompt_where_that_is_cheaper) {
   CHECK(single(512 + 65) && single(1024 + 128));
   CHECK(!PromptCosts().prefers_single(100, 0));
   CHECK(!PromptCosts({5'300'000, 5'400'000}, chunks, 1024).prefers_single(100, 0));  // the rounds' costs are unknown
-  CHECK(!PromptCosts({5'300'000, 5'400'000}, chunks, 1024, {2'500'000, 3'000'000}).prefers_single(70, 0));
+  CHECK(!PromptCosts({5'300'000, 5'400'000}, chunks, 1024, {{2'500'000, 0}, {3'000'000, 0}, 0}).prefers_single(70, 0));
+  // Behind a long cache a round of many tokens takes longer than one of a single one does.
+  const PromptCosts sloped({5'300'000, 5'400'000}, chunks, 1024,
+                           {{5'800'000, 6'700'000}, {3'000'000, 3'100'000}, 1000});
+  CHECK(!sloped.prefers_single(130, 0) && sloped.prefers_single(130, 4000));
 
   for (const int full_us : {1000, 40'000}) {
     ChunkRig rig({.graph_us = {0, 0, 0, 0, 0, 0, full_us}, .prefill_us = 4000, .chunk_us = 12'000});
@@ -224,8 +228,9 @@ TEST(a_context_may_be_shorter_than_a_chunk) {
 // ---- getting ready --------------------------------------------------------------------------------------------------
 
 TEST(a_chunk_is_run_before_a_request_waits_for_it) {
-  for (const auto& [context, page_count, tokens] : {std::tuple{1024, 32, 512}, {300, 32, 300}, {1024, 2, 128}}) {
-    FakeDevice device({.context = context, .page_count = page_count, .chunks = true});
+  for (const auto& [context, page_count, tokens, fast] :
+       {std::tuple{1024, 32, 512, false}, {1024, 32, 512, true}, {300, 32, 300, false}, {1024, 2, 128, false}}) {
+    FakeDevice device({.context = context, .page_count = page_count, .chunks = true, .fast = fast});
     GraphExecutor executor(device.program(), FakeDevice::driver(), {});
     executor.prepare();
     int runs = 0;

@@ -123,11 +123,11 @@ VerifyCosts GraphExecutor::measure() {
   };
   const int64_t prefill_ns = timed_prompt(program_.prefill, std::min(held, gpu::kTreeTokens), 0);
   graphs_.measured(near_ns, single_ns, prefill_ns);
-  if (program_.chunk != nullptr && !program_.chunks_prefill()) {
+  if (program_.chunk != nullptr) {
     const int64_t many_ns = timed_prompt(program_.chunk, std::min(held, gpu::kChunkTokens), 0);
     const int behind = std::min(far, held - gpu::kChunkTokens);
     // Where one takes as long as all measurements of a graph may, more are not made: a chunk is what it is.
-    if (many_ns < kMeasureNs && behind > 0) {
+    if (many_ns < kMeasureNs && behind > 0 && !program_.chunks_prefill()) {
       const auto timed_chunk = [&](int tiles, int position) {
         return timed_prompt(program_.chunk, tiles * gpu::kChunkTile, position);
       };
@@ -136,11 +136,10 @@ VerifyCosts GraphExecutor::measure() {
       for (int tiles = 1; tiles < kTiles; ++tiles) chunks[static_cast<size_t>(tiles) - 1] = {timed_chunk(tiles, 0), 0};
       chunks.front().far_ns = timed_chunk(1, behind);
       chunks.back() = {many_ns, timed_chunk(kTiles, behind)};
-      const int64_t single = single_ns[static_cast<int>(graphs_.plain())];
-      prompt_costs_ = {{prefill_ns, timed_prompt(program_.prefill, gpu::kTreeTokens, behind)},
-                       chunks,
-                       behind,
-                       {near_ns[kCostSizes - 1], single > 0 ? single : near_ns[0]}};
+      const int64_t plain = single_ns[static_cast<int>(graphs_.plain())], single = plain > 0 ? plain : near_ns[0];
+      const PromptCosts::First first{
+          {near_ns[kCostSizes - 1], far_ns[kCostSizes - 1]}, {single, single + far_ns[0] - near_ns[0]}, far};
+      prompt_costs_ = {{prefill_ns, timed_prompt(program_.prefill, gpu::kTreeTokens, behind)}, chunks, behind, first};
     }
   }
   run_bursts(held);

@@ -22,10 +22,10 @@ class PromptCosts {
     int64_t near_ns = 0;
     int64_t far_ns = 0;
   };
-  // Rounds that draw the token behind a prompt, at position 0; 0: unknown.
+  // Rounds that draw the token behind a prompt: of kTreeTokens tokens, and of one. far: where they were measured, too.
   struct First {
-    int64_t full_ns = 0;    // of kTreeTokens tokens
-    int64_t single_ns = 0;  // of one
+    Measured full, single;
+    int far = 0;
   };
 
   // Nothing is known: whatever may be a chunk is one.
@@ -35,7 +35,11 @@ class PromptCosts {
   PromptCosts(const Measured& round, const std::array<Measured, kTiles>& chunks, int far) noexcept
       : PromptCosts(round, chunks, far, First{}) {}
   PromptCosts(const Measured& round, const std::array<Measured, kTiles>& chunks, int far, const First& first) noexcept
-      : known_(round.near_ns > 0), round_(line(round, far)), first_(first) {
+      : known_(round.near_ns > 0),
+        first_known_(first.full.near_ns > 0 && first.single.near_ns > 0),
+        round_(line(round, far)),
+        full_(line(first.full, first.far)),
+        single_(line(first.single, first.far)) {
     const Line few = line(chunks.front(), far), many = line(chunks.back(), far);
     for (int i = 0; i < kTiles; ++i) {
       const Measured& chunk = chunks[static_cast<size_t>(i)];
@@ -55,9 +59,10 @@ class PromptCosts {
   // Of the `count` tokens of a prompt that are to be read from position `start` on: whether its first round is to take
   // the last one alone, and not the last kTreeTokens.
   [[nodiscard]] bool prefers_single(int count, int start) const noexcept {
-    if (!known_ || first_.full_ns == 0 || first_.single_ns == 0 || count <= gpu::kTreeTokens) return false;
-    const double full = read_ns(count - gpu::kTreeTokens, start) + static_cast<double>(first_.full_ns);
-    return read_ns(count - 1, start) + static_cast<double>(first_.single_ns) + kLeastSavedNs < full;
+    if (!known_ || !first_known_ || count <= gpu::kTreeTokens) return false;
+    const int end = start + count;
+    const double full = read_ns(count - gpu::kTreeTokens, start) + full_.at(end - gpu::kTreeTokens);
+    return read_ns(count - 1, start) + single_.at(end - 1) + kLeastSavedNs < full;
   }
 
  private:
@@ -93,10 +98,9 @@ class PromptCosts {
     return sum;
   }
 
-  bool known_ = false;
-  Line round_;
+  bool known_ = false, first_known_ = false;
+  Line round_, full_, single_;
   std::array<Line, kTiles> chunks_;
-  First first_;
 };
 
 }  // namespace ull::graph
