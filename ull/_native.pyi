@@ -321,6 +321,7 @@ def evaluate(
     threads: int = 1,
     progress: Callable[[int, int], None] | None = None,
     input_scales: dict[str, float] | None = None,
+    token_scales: bool = False,
 ) -> tuple[NDArray[np.float32], NDArray[np.int32]]: ...
 def observe(
     spec: dict[str, Any],

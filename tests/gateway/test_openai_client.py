@@ -230,13 +230,17 @@ def test_a_label_comes_with_its_probabilities(client: openai.OpenAI, native: ull
 
 
 def test_how_drafts_were_accepted_is_told(client: openai.OpenAI) -> None:
-    answer = client.completions.create(
-        model="tiny",
-        prompt="import os\nimport sys\nimport os\nimport sys\nimport os\n",
-        max_tokens=48,
-        extra_body={"speculate": "suffix", "ignore_eos": True},
-    )
-    assert answer.model_extra is not None
+    """Where something was drafted, which on a busy machine may not pay for a while."""
+    for _ in range(20):
+        answer = client.completions.create(
+            model="tiny",
+            prompt="import os\nimport sys\nimport os\nimport sys\nimport os\n",
+            max_tokens=48,
+            extra_body={"speculate": "suffix", "ignore_eos": True},
+        )
+        assert answer.model_extra is not None
+        if "metrics" in answer.model_extra:
+            break
     told = answer.model_extra["metrics"]["speculative_decoding"]
     spec = answer.model_extra["ull"]["speculation"]
     assert len(told["acceptance_histogram"]) == told["num_spec_tokens"] + 1

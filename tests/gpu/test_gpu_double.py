@@ -342,21 +342,22 @@ def test_the_benchmark_measures_one_kernel_for_all_layers(bundle: Path, emulated
 
 
 def scenario_bench_prefill(path: str) -> None:
-    """Prompts of two lengths."""
+    """Prompts of two lengths, those that are read fast too, whose engine is the other one here."""
     import work
 
-    work.build = lambda arch: Path(path)
+    work.build = lambda arch, fast: Path(path)
     work.repeats = lambda tokens: 1
     print(json.dumps([finding["prefill"] for finding in work.time_prompts("tiny", (64, 130), 4e12)]))
 
 
 def test_the_benchmark_measures_prompts(bundle: Path, emulated: Path) -> None:
     found = run("scenario_bench_prefill", str(bundle), kernels=emulated, multiprocessors=4)
-    assert [(one["tokens"], one["widest"], one["prompts"]) for one in found] == [
-        *((64, 512, 1), (64, 64, 1)),
-        *((130, 512, 1), (130, 64, 1)),
+    assert [(one["tokens"], one["widest"], one["fast"], one["prompts"]) for one in found] == [
+        *((64, 512, False, 1), (64, 64, False, 1)),
+        *((130, 512, False, 1), (130, 64, False, 1)),
+        *((64, 512, True, 1), (130, 512, True, 1)),
     ]
-    short, same, chunk, long = found
+    short, same, chunk, long = found[:4]
     assert chunk["bytes"] == short["bytes"] == same["bytes"]
     assert long["bytes"] - 3 * short["bytes"] == 2 * 6 * 2 * 32 * 2 * (64 + 128)  # the cache before the later parts
     for prompt in found:

@@ -128,6 +128,8 @@ SHAPES: dict[str, tuple[dict[str, Any], Precision, bool, tuple[int, ...]]] = {
         (0, 2, 3),
     ),
 }
+if emulation.SANITIZE:  # compiling a model's kernels with sanitizers takes long
+    SHAPES = {"small": SHAPES["small"]}
 TOKENS = [int(token) for token in np.random.default_rng(9).integers(0, 112, 512)]
 
 
