@@ -73,12 +73,11 @@ class Figures:
 
 def launches_of(arch: str, fast: bool = False) -> dict[str, Launch]:
     """Every kernel that a round of the model launches, as for the largest tree it serves; `fast`: that a chunk does."""
-    if fast:
-        sizes = Sizes(shape_model(arch), Precision(), CONTEXT, chunks=True, fast_prefill=True)
-        places = Places(lambda name: 0, lambda name: None, HostBlocks(0, 0, 0, 0, 0, 0))
-        return {launch.kernel: launch for launch in Chunks(sizes, places, MULTIPROCESSORS).launches()}
-    sizes = Sizes(shape_model(arch), Precision(), CONTEXT)
+    sizes = Sizes(shape_model(arch), Precision(), CONTEXT, chunks=fast, fast_prefill=fast)
     places = Places(lambda name: 0, lambda name: None, HostBlocks(0, 0, 0, 0, 0, 0))
+    chunk = {launch.kernel: launch for launch in Chunks(sizes, places, MULTIPROCESSORS).launches()}
+    if fast:
+        return chunk
     rounds = Rounds(sizes, places, MULTIPROCESSORS)
     found: dict[str, Launch] = {}
     for tokens in range(1, 65):
@@ -88,7 +87,7 @@ def launches_of(arch: str, fast: bool = False) -> dict[str, Launch]:
             if tokens == 1:
                 launches += rounds.closing(tokens, True, PLAIN)
             found |= {launch.kernel: launch for launch in launches}
-    return found | {launch.kernel: launch for launch in Chunks(sizes, places, MULTIPROCESSORS).launches()}
+    return found | chunk
 
 
 def reported_sources() -> list[Path]:
@@ -99,6 +98,11 @@ def reported_sources() -> list[Path]:
 def fast_sources() -> list[Path]:
     """Those whose kernels are others where prompts are read fast."""
     return [source for source in reported_sources() if source.stem in ("chunk_linear", "chunk_norm", "chunk_quantise")]
+
+
+def variants() -> list[tuple[Path, bool]]:
+    """Every source that is reported, and whether as prompts that are read fast have it."""
+    return [(source, False) for source in reported_sources()] + [(source, True) for source in fast_sources()]
 
 
 def figures_of(source: Path, arch: str, launches: dict[str, Launch], fast: bool = False) -> dict[str, Figures]:
@@ -153,9 +157,8 @@ def _entries(ptx: str) -> dict[str, str]:
 def measure(arch: str) -> dict[str, Figures]:
     """Every kernel's figures with the dimensions of that model."""
     launches = {fast: launches_of(arch, fast) for fast in (False, True)}
-    sources = [(source, False) for source in reported_sources()] + [(source, True) for source in fast_sources()]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        found = pool.map(lambda one: figures_of(one[0], arch, launches[one[1]], one[1]), sources)
+        found = pool.map(lambda one: figures_of(one[0], arch, launches[one[1]], one[1]), variants())
         figures = {kernel: one for part in found for kernel, one in part.items()}
     return {kernel: figures[kernel] for kernel in sorted(figures, key=_order)}
 

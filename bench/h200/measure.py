@@ -22,6 +22,7 @@ from steps import GROUPS, chosen
 from tables import (
     checks,
     headline,
+    name_of_prompt,
     print_ahead,
     print_checks,
     print_medusa,
@@ -139,7 +140,7 @@ class Measurement:
             self._keep(arch, key, value)
         elif key in ("points", "persistent", "prefill"):
             self._keep(arch, key, value)
-            what = f"T={value['tree']} at {value['context']}" if key != "prefill" else _of_prompt(value)
+            what = f"T={value['tree']} at {value['context']}" if key != "prefill" else name_of_prompt(value)
             gap = "" if key == "prefill" else f", gap {value['gap_us']['p50']:.2f} us"
             print(
                 f"{arch} {what}: p50 {value['median_ms']:.4f} ms, floor {value['floor_ms']:.4f} ms{gap}",
@@ -160,10 +161,6 @@ class Measurement:
             found = {"arch": arch, "points": []}
             shapes.append(found)
         return found
-
-
-def _of_prompt(prompt: dict[str, Any]) -> str:
-    return f"prefill of {prompt['tokens']} in parts of {prompt['widest']}{', fast' if prompt.get('fast') else ''}"
 
 
 def _subject(found: dict[str, Any]) -> tuple[Any, ...]:

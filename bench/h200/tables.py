@@ -50,10 +50,8 @@ def checks(
     for result in shapes:
         for prompt in prompts_of(result):
             # No limit was set for these: the bars are a client's.
-            fast = bool(prompt.get("fast"))
-            how = f"prefill of {prompt['tokens']} in parts of {prompt['widest']}{', fast' if fast else ''}"
-            found.append(Check(f"{result['arch']} {how}", prompt["median_ms"], "ms"))
-            way = (prompt["tokens"], prompt["widest"], fast)
+            found.append(Check(f"{result['arch']} {name_of_prompt(prompt)}", prompt["median_ms"], "ms"))
+            way = (prompt["tokens"], prompt["widest"], bool(prompt.get("fast")))
             if rate and result["arch"] == MIDDLE.arch and way == (2048, 512, False):
                 share = prompt["tflop_per_s"] * 1e12 / rate
                 found.append(Check("8B prefill of 2048, of the rate of products alone", share, "x", 0.6, 0.8, True))
@@ -67,6 +65,11 @@ def checks(
             limits = FIRST_TOKEN_MS.get(tokens, ()) if client["arch"] == MIDDLE.arch else ()
             found.append(Check(f"client's first token behind {tokens}", seen["p50"], "ms", *limits))
     return found
+
+
+def name_of_prompt(prompt: dict[str, Any]) -> str:
+    """How it was read."""
+    return f"prefill of {prompt['tokens']} in parts of {prompt['widest']}{', fast' if prompt.get('fast') else ''}"
 
 
 def prompts_of(result: dict[str, Any]) -> list[dict[str, Any]]:

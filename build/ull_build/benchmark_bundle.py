@@ -15,14 +15,12 @@ import ull
 from ull.bundle import (
     FORMAT,
     FORMAT_VERSION,
-    FUSED,
     TOKENIZER_FILE,
     VOCABULARY_FILE,
     WEIGHTS_FILE,
     DraftModel,
     EagleHead,
     FileEntry,
-    Forward,
     Manifest,
     MedusaHeads,
     Model,
@@ -109,7 +107,7 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
     model = shape_model(settings.arch, settings.layers, settings.context)
     for problem in fast_prefill_problems(settings.target, precision.weights, request.prefill, request.decode):
         raise RecipeError(problem, field="forward.prefill")
-    fast, speculation = request.prefill == "fast", _drafters(settings, model)
+    speculation = _drafters(settings, model)
     tools = find_tools(settings.target) if request.has_plans else None
     if tools is not None:
         preflight(tools.trt, model, precision, output.parent, reporter)
@@ -121,7 +119,7 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
         request.attention if tools else None,
         speculation.medusa,
         len(speculation.taps),
-        fast_prefill=fast,
+        fast_prefill=request.reads_fast,
     )
     drafter_kernels = compile_drafters(settings.target, speculation, model, precision, reporter)
     # Plans, and until they have been tried the weights of our own kernels.
@@ -130,7 +128,7 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
     with staged_output(output) as staging:
         files = _write_tokenizer(staging, model.vocabulary)
         code, code_files = write_all_code(
-            kernels, drafter_kernels, speculation, model, precision, settings.target, staging, fast
+            kernels, drafter_kernels, speculation, model, precision, settings.target, staging, request.reads_fast
         )
 
         def describe(added: AddedPlans) -> Manifest:
@@ -160,7 +158,7 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
             )
 
         if tools is None:
-            manifest = describe(AddedPlans(Forward(prefill="fast") if fast else FUSED, {}))
+            manifest = describe(AddedPlans(request.own, {}))
         else:
             manifest = _add_plans(tools, settings, model, staging, timing_cache_of(output), reporter, describe)
         write_sealed(staging, encode_manifest(manifest))

@@ -28,7 +28,6 @@ from ull.bundle import (
     EAGLE_PASSES,
     FORMAT,
     FORMAT_VERSION,
-    FUSED,
     GPU_ARCHITECTURES,
     ROUND_KERNELS,
     TOKENIZER_FILE,
@@ -245,7 +244,7 @@ def _open_inputs(
             attention,
             medusa,
             len(described.taps),
-            fast_prefill=prefill == "fast",
+            fast_prefill=settings.forward.reads_fast,
         ),
         drafter_kernels=compile_drafters(settings.target, described, model, settings.precision, reporter),
         texts=texts,
@@ -266,7 +265,7 @@ def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
         settings.precision,
         settings.target,
         staging,
-        settings.forward.prefill == "fast",
+        settings.forward.reads_fast,
     )
     weights = staging / WEIGHTS_FILE if settings.on_cpu else None
     with Evaluator(
@@ -366,8 +365,8 @@ def _measure_on_gpu(
     evaluator = DeviceEvaluator(inputs.checkpoint, staged, staging, compiled, reporter)
     try:
         original = evaluator.original(text)
-        fast = settings.forward.prefill == "fast"
-        return measure_quality(evaluator, text, original, errors, settings.max_perplexity_increase, fast)
+        limit, fast = settings.max_perplexity_increase, settings.forward.reads_fast
+        return measure_quality(evaluator, text, original, errors, limit, fast)
     finally:
         shutil.rmtree(staging / "original", ignore_errors=True)
 
@@ -382,7 +381,6 @@ def _describe(
 ) -> Manifest:
     """`forward`: with plans; None: our own kernels'."""
     settings = inputs.settings
-    own = Forward(prefill="fast") if settings.forward.prefill == "fast" else FUSED
     return Manifest(
         format=FORMAT,
         format_version=FORMAT_VERSION,
@@ -399,7 +397,7 @@ def _describe(
         speculation=with_code(inputs.speculation, code.drafters),
         code=code.target,
         calibration=calibration,
-        forward=own if forward is None else forward,
+        forward=forward or settings.forward.own,
     )
 
 
@@ -618,8 +616,7 @@ def _measure(
         return None, None
     limit = settings.max_perplexity_increase
     original = evaluator.original(texts.evaluation)
-    fast = settings.forward.prefill == "fast"
-    quality = measure_quality(evaluator, texts.evaluation, original, errors, limit, fast)
+    quality = measure_quality(evaluator, texts.evaluation, original, errors, limit, settings.forward.reads_fast)
     linears = _fp8_inputs(settings, model)
     if not linears or observation is None or texts.calibration is None:
         return quality, None

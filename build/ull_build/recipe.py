@@ -12,9 +12,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ull.bundle import (
+    FUSED,
     GPU_ARCHITECTURES,
     MAX_TAPS,
     AttentionKind,
+    Forward,
     PrefillSource,
     ProfileScheme,
     Source,
@@ -129,6 +131,15 @@ class ForwardRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     @property
     def has_plans(self) -> bool:
         return "tensorrt" in (self.prefill, self.decode)
+
+    @property
+    def reads_fast(self) -> bool:
+        return self.prefill == "fast"
+
+    @property
+    def own(self) -> Forward:
+        """The manifest's account of a forward by our own kernels."""
+        return Forward(prefill="fast") if self.reads_fast else FUSED
 
     @property
     def keeps_weights(self) -> bool:

@@ -28,6 +28,7 @@ from kernels_report import (
     reported_sources,
     resident_blocks,
     table,
+    variants,
     worse,
 )
 
@@ -40,11 +41,8 @@ def launches() -> dict[bool, dict[str, Any]]:
     return {fast: launches_of(ARCH, fast) for fast in (False, True)}
 
 
-SOURCES = [(source, False) for source in reported_sources()] + [(source, True) for source in fast_sources()]
-
-
 @pytest.mark.parametrize(
-    ("source", "fast"), SOURCES, ids=[f"{source.name}{', fast' if fast else ''}" for source, fast in SOURCES]
+    ("source", "fast"), variants(), ids=[f"{source.name}{', fast' if fast else ''}" for source, fast in variants()]
 )
 def test_no_kernel_got_worse(source: Path, fast: bool, launches: dict[bool, dict[str, Any]]) -> None:
     same_compiler = compiler() == COMMITTED["compiler"]

@@ -121,8 +121,8 @@ def predict(
     """Runs the model that `spec` describes over the text, layer by layer, by the native core.
 
     The inputs of the linears in `input_scales` are rounded to E4M3 times their scale; with `token_scales` those of all
-    but the lm_head, times one for each token. Raises BuildError when the core
-    refuses the model or its logits are not finite.
+    but the lm_head, times one for each token. Raises BuildError when the core refuses the model or its logits are not
+    finite.
     """
     scales = None if input_scales is None else dict(input_scales)
     nll, argmax = _run("evaluate", text, spec, text.tokens, text.window, threads, progress, scales, token_scales)

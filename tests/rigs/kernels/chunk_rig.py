@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -92,26 +92,39 @@ def columns_of_step() -> NDArray[np.int64]:
     return columns
 
 
-def pack_activations(rows: NDArray[np.float16]) -> NDArray[np.float16]:
-    """[T, K] -> a chunk's layout; tokens beyond T are NaN."""
-    result = activation_buffer(rows.shape[1])
+def pack_in_steps(rows: NDArray[Any], result: NDArray[Any], columns: NDArray[np.int64], filler: float) -> NDArray[Any]:
+    """[T, K] -> `result`, whose steps hold `columns`; tokens beyond T are `filler`."""
     steps = result.shape[1]
-    full = np.full((CHUNK_TOKENS, steps * 32), np.nan, np.float16)
+    full = np.full((CHUNK_TOKENS, steps * 32), filler, result.dtype)
     full[: len(rows)] = linear_layers.padded(rows, 1, 32)
-    tiles = full.reshape(TILES, CHUNK_TILE, steps, 32)[..., columns_of_step()]
+    tiles = full.reshape(TILES, CHUNK_TILE, steps, 32)[..., columns]
     result[...] = tiles.transpose(0, 2, 3, 1, 4)
     return result
 
 
-def unpack_activations(buffer: NDArray[np.float16], columns: int) -> NDArray[np.float16]:
-    """-> [512, K], after checking that the padding of a written row is zero."""
+def unpack_from_steps(
+    buffer: NDArray[Any], places: NDArray[np.int64], columns: int, is_unwritten: Callable[[Any], Any]
+) -> NDArray[Any]:
+    """-> [512, K], after checking that the padding of a written row, with nothing unwritten in it, is zero."""
     steps = buffer.shape[1]
-    tiles = np.empty((TILES, CHUNK_TILE, steps, 32), np.float16)
-    tiles[..., columns_of_step()] = buffer.transpose(0, 3, 1, 2, 4)
-    rows: NDArray[np.float16] = tiles.reshape(CHUNK_TOKENS, steps * 32)
-    written = ~np.isnan(rows[:, :columns].astype(np.float32)).any(axis=1)
+    tiles = np.empty((TILES, CHUNK_TILE, steps, 32), buffer.dtype)
+    tiles[..., places] = buffer.transpose(0, 3, 1, 2, 4)
+    rows: NDArray[Any] = tiles.reshape(CHUNK_TOKENS, steps * 32)
+    written = ~is_unwritten(rows[:, :columns])
     assert (rows[written, columns:] == 0).all()
     return rows[:, :columns]
+
+
+def pack_activations(rows: NDArray[np.float16]) -> NDArray[np.float16]:
+    """[T, K] -> a chunk's layout; tokens beyond T are NaN."""
+    return pack_in_steps(rows, activation_buffer(rows.shape[1]), columns_of_step(), np.nan)
+
+
+def unpack_activations(buffer: NDArray[np.float16], columns: int) -> NDArray[np.float16]:
+    """-> [512, K], after checking that the padding of a written row is zero."""
+    return unpack_from_steps(
+        buffer, columns_of_step(), columns, lambda rows: np.isnan(rows.astype(np.float32)).any(axis=1)
+    )
 
 
 def fast_buffer(columns: int) -> NDArray[np.uint8]:
@@ -128,24 +141,12 @@ def fast_columns_of_step() -> NDArray[np.int64]:
 
 def pack_fast(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """e4m3 [T, K] -> a chunk's layout; tokens beyond T are no numbers."""
-    result = fast_buffer(codes.shape[1])
-    steps = result.shape[1]
-    full = np.full((CHUNK_TOKENS, steps * 32), 0xFF, np.uint8)
-    full[: len(codes)] = linear_layers.padded(codes, 1, 32)
-    tiles = full.reshape(TILES, CHUNK_TILE, steps, 32)[..., fast_columns_of_step()]
-    result[...] = tiles.transpose(0, 2, 3, 1, 4)
-    return result
+    return pack_in_steps(codes, fast_buffer(codes.shape[1]), fast_columns_of_step(), 0xFF)
 
 
 def unpack_fast(buffer: NDArray[np.uint8], columns: int) -> NDArray[np.uint8]:
     """-> e4m3 [512, K], after checking that the padding of a written row is zero."""
-    steps = buffer.shape[1]
-    tiles = np.empty((TILES, CHUNK_TILE, steps, 32), np.uint8)
-    tiles[..., fast_columns_of_step()] = buffer.transpose(0, 3, 1, 2, 4)
-    rows: NDArray[np.uint8] = tiles.reshape(CHUNK_TOKENS, steps * 32)
-    written = (rows[:, :columns] != 0xFF).any(axis=1)
-    assert (rows[written, columns:] == 0).all()
-    return rows[:, :columns]
+    return unpack_from_steps(buffer, fast_columns_of_step(), columns, lambda rows: (rows == 0xFF).all(axis=1))
 
 
 def quantised_tokens(rows: NDArray[np.float16]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
