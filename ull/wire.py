@@ -108,7 +108,8 @@ class Generate(Prompted, tag="generate", kw_only=True, omit_defaults=True):
     stop_ids: Annotated[list[int], Meta(max_length=_MAX_STOPS, extra=ONE_FOR_LIST)] = []
     logit_bias: Annotated[dict[int, float], Meta(max_length=_MAX_BIASES)] = {}
     logprobs: int | None = None  # None: none; 0: the chosen token's; n: and n alternatives
-    prompt_logprobs: bool = False  # how likely each token of the prompt is behind those before it
+    prompt_logprobs: bool = False  # how likely each token of the prompt is behind those before it, ...
+    prompt_top_logprobs: int = 0  # ... and so many of the likeliest in its place
     # Of these five at most one. The answer is one of these texts, ...
     choices: Annotated[list[_Label], Meta(max_length=_MAX_CHOICES)] | None = None
     json_schema: dict[str, Any] | bool | None = None  # ... JSON that this schema allows, ...
@@ -266,6 +267,7 @@ class PromptLogprobs(msgspec.Struct, tag="prompt_logprobs", kw_only=True):
     id: int
     index: int  # of the prompt's token that logprobs[0] is of: 1 in the first, since the first token has none
     logprobs: list[float]
+    top: list[list[tuple[int, float]]] | UnsetType = UNSET  # of each the likeliest tokens `[id, logprob]`
 
 
 class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -33,6 +33,7 @@ export interface Request {
   logit_bias?: Record<number, number> | null;
   logprobs?: number | null;
   prompt_logprobs?: boolean | null;
+  prompt_top_logprobs?: number | null;
   choices?: string[] | null;
   json_schema?: object | boolean | null;
   regex?: string | null;
@@ -74,6 +75,8 @@ export interface Result {
   logprobs: Logprob[] | null;
   /** Of each token of the prompt behind those before it, where they were asked for; the first has none. */
   prompt_logprobs: (number | null)[] | null;
+  /** The likeliest tokens in the place of each, likeliest first, where they were asked for; the first has none. */
+  prompt_top_logprobs: ([number, number][] | null)[] | null;
   finish_reason: "stop" | "tool_calls" | "length" | "cancelled" | "timeout" | "deadline" | "error";
   usage: {
     prompt_tokens: number;

@@ -83,7 +83,15 @@ def test_what_is_said_of_a_prompt_comes_in_parts(serve: Serve) -> None:
     def answer(*indices: int) -> Callable[[FakeDaemon, bytes, wire.Request], None]:
         def handle(daemon: FakeDaemon, identity: bytes, request: wire.Request) -> None:
             if isinstance(request, wire.Generate):
-                parts = [wire.PromptLogprobs(id=request.id, index=index, logprobs=[-1.0, -2.0]) for index in indices]
+                parts = [
+                    wire.PromptLogprobs(
+                        id=request.id,
+                        index=index,
+                        logprobs=[-1.0, -2.0],
+                        top=[[(index, -0.5)], [(index + 1, -0.25)]] if request.prompt_top_logprobs else msgspec.UNSET,
+                    )
+                    for index in indices
+                ]
                 daemon.send(identity, *parts, token(request.id, 0, "one"), done(request.id, 1))
 
         return handle
@@ -93,7 +101,11 @@ def test_what_is_said_of_a_prompt_comes_in_parts(serve: Serve) -> None:
         assert [item.text for item in stream] == ["one"]
         found = stream.result().prompt_logprobs
         assert found == [None, -1.0, -2.0] and len(found) == stream.result().usage.prompt_tokens
+        assert stream.result().prompt_top_logprobs is None
         assert client.generate("text").result().prompt_logprobs is None
+        likeliest = client.generate("text", prompt_logprobs=True, prompt_top_logprobs=1).result()
+        assert likeliest.prompt_logprobs == found
+        assert likeliest.prompt_top_logprobs == [None, [(1, -0.5)], [(2, -0.25)]]
     with (
         ull.Client(serve(answer(1, 4), name="gap.sock").url) as client,
         pytest.raises(ull.ConnectionLost, match="3 to 3 of the prompt were lost on the way"),

@@ -1,5 +1,6 @@
 // Runs one scenario of the C++ client against a daemon: driver SCENARIO URL [TRANSPORT [ARGUMENT]]. What it saw it
 // prints line by line, a name and values, for test_cpp_client.py.
+#include <algorithm>
 #include <cstdlib>
 #include <functional>
 #include <iostream>
@@ -129,9 +130,14 @@ void exact(ull::Client& client, const std::string&) {
       print("top", entry.top.size(), entry.top[0].second >= entry.logprob);
   }
   const ull::TokenIds prompt = client.tokenize({.prompt = "import os\nimport sys\n"});
-  const ull::Result scored = client.complete({.token_ids = prompt, .max_tokens = 2, .prompt_logprobs = true});
+  const ull::Result scored = client.complete(
+      {.token_ids = prompt, .max_tokens = 2, .prompt_logprobs = true, .prompt_top_logprobs = uint64_t{2}});
   print("prompt", scored.prompt_logprobs.size() + 1 == prompt.size(), scored.prompt_logprobs.at(0) < 0,
         scored.token_ids.size());
+  const auto whole = [](const ull::TopLogprobs& top) { return top.size() == 2 && top[0].second >= top[1].second; };
+  const bool all = std::all_of(scored.prompt_top_logprobs.begin(), scored.prompt_top_logprobs.end(), whole);
+  print("likeliest", scored.prompt_top_logprobs.size() == scored.prompt_logprobs.size(), all,
+        scored.prompt_top_logprobs.at(0).at(0).first);
 }
 
 void texts(ull::Client& client, const std::string&) {

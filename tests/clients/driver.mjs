@@ -102,10 +102,14 @@ async function exact(client) {
     for (const entry of tokens.logprobs) print("top", entry.top.length, entry.top[0][1] >= entry.logprob);
   }
   const prompt = await client.tokenize({ prompt: "import os\nimport sys\n" });
-  const scored = await client.complete({ token_ids: prompt, max_tokens: 2, prompt_logprobs: true });
+  const asked = { token_ids: prompt, max_tokens: 2, prompt_logprobs: true, prompt_top_logprobs: 2 };
+  const scored = await client.complete(asked);
   const [first, second] = scored.prompt_logprobs;
   const whole = scored.prompt_logprobs.length === prompt.length && first === null;
   print("prompt", whole, second < 0, scored.token_ids.length);
+  const [none, ...top] = scored.prompt_top_logprobs;
+  const all = none === null && top.every((pairs) => pairs.length === 2 && pairs[0][1] >= pairs[1][1]);
+  print("likeliest", top.length + 1 === scored.prompt_logprobs.length, all, top[0][0][0]);
 }
 
 async function texts(client) {

@@ -98,8 +98,12 @@ def test_a_held_answer_comes_with_its_commit(driver: list[str], shared_daemon: A
 
 
 def test_exact_answers(driver: list[str], shared_daemon: Any, transport: str) -> None:
-    label, json, regex, *top, prompt = run(driver, "exact", shared_daemon.url, transport)
+    label, json, regex, *top, prompt, likeliest = run(driver, "exact", shared_daemon.url, transport)
     assert prompt == "prompt 1 1 2"
+    with ull.Client(shared_daemon.url) as client:
+        asked = {"max_tokens": 0, "prompt_logprobs": True, "prompt_top_logprobs": 1}
+        told = client.generate("import os\nimport sys\n", **asked).result().prompt_top_logprobs
+    assert told is not None and told[1] is not None and likeliest == f"likeliest 1 1 {told[1][0][0]}"
     assert re.fullmatch("choice [012] 3 1", label) and re.fullmatch(r'json \{"n": \d\}', json)
     assert regex == "regex stop" and top == ["top 2 1"] * 2
 

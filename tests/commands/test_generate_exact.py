@@ -38,6 +38,13 @@ def test_generate_prints_how_likely_the_prompt_is(shared_daemon: Daemon) -> None
         [str(place + 1), f"{value:.4f}"] for place, value in enumerate(found[1:])
     ]
     assert total.split() == ["sum", f"{sum(found[1:]):.4f}"]
+    likeliest = (*command, "--prompt-top-logprobs", "2")
+    top = json.loads(ull(*likeliest, "--json").stdout)["prompt_top_logprobs"]
+    head, first, *rest, _ = ull(*likeliest).stderr.splitlines()
+    assert (head.split(), first.split(), top[0]) == (["prompt", "logprob", "likeliest"], ["0"], None)
+    for place, line in enumerate(rest, 1):
+        told = (f"{token} {value:.4f}" for token, value in top[place])
+        assert line.split() == f"{place} {found[place]:.4f} {'  '.join(told)}".split()
 
 
 def test_generate_keeps_to_a_form(shared_daemon: Daemon, tmp_path: Path) -> None:

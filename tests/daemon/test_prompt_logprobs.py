@@ -45,6 +45,44 @@ def test_each_is_what_generating_the_token_behind_the_rest_says(client: ull.Clie
         assert found[place] == forced.logprobs[0].logprob, place
 
 
+@pytest.mark.parametrize("top", [1, 5])
+def test_the_likeliest_are_those_that_generating_there_tells(client: ull.Client, top: int) -> None:
+    prompt = client.tokenize(TEXT)
+    asked: dict[str, Any] = {"prompt_logprobs": True, "prompt_top_logprobs": top}
+    scored = client.generate(TEXT, max_tokens=0, **asked).result()
+    likeliest = scored.prompt_top_logprobs
+    assert scored.prompt_logprobs == scores(client, TEXT, max_tokens=0)
+    assert likeliest is not None and len(likeliest) == len(prompt) and likeliest[0] is None
+    for place in range(1, len(prompt)):
+        there = client.generate(prompt[:place], max_tokens=1, logprobs=top, speculate="none").result()
+        assert there.logprobs is not None and likeliest[place] == there.logprobs[0].top, place
+        assert there.token_ids == [likeliest[place][0][0]], "greedy"
+    drawn = client.generate(TEXT, max_tokens=6, temperature=0.9, seed=3, ignore_eos=True, logprobs=2)
+    both = client.generate(TEXT, max_tokens=6, temperature=0.9, seed=3, ignore_eos=True, logprobs=2, **asked).result()
+    assert (both.prompt_top_logprobs, both.logprobs) == (likeliest, drawn.result().logprobs)
+
+
+def test_the_likeliest_of_a_long_prompt_come_in_many_frames(shared_daemon: Daemon, client: ull.Client) -> None:
+    prompt = ids_of(client, 700, seed=5)
+    whole = client.generate(prompt, max_tokens=0, prompt_logprobs=True, prompt_top_logprobs=5).result()
+    assert whole.prompt_top_logprobs is not None and len(whole.prompt_top_logprobs) == 700
+    raw = RawClient(shared_daemon.url)
+    try:
+        fields = {"token_ids": prompt, "max_tokens": 0, "prompt_logprobs": True, "prompt_top_logprobs": 5}
+        raw.send_map(type="generate", id=1, **fields)
+        *parts, done = raw.collect(1)
+        assert isinstance(done, wire.Done) and len(parts) == 4  # of 186 tokens each
+        top = [top for part in parts if isinstance(part, wire.PromptLogprobs) for top in part.top or ()]
+        assert top == whole.prompt_top_logprobs[1:]
+        for wrong in ({"prompt_top_logprobs": 6}, {"prompt_logprobs": False}):
+            raw.send_map(type="generate", id=2, **{**fields, **wrong})
+            (refused,) = raw.collect(2)
+            assert isinstance(refused, wire.Error)
+            assert (refused.code, refused.field) == ("bad_request", "prompt_top_logprobs")
+    finally:
+        raw.close()
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 64, 65, 66, 200, 700])
 def test_cold_and_warm_they_are_the_same_bits(client: ull.Client, tokens: int) -> None:
     prompt = ids_of(client, tokens, seed=tokens)

@@ -160,7 +160,8 @@ def test_log_probabilities_of_a_plain_completion(client: openai.OpenAI, native: 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 4])
 def test_an_echoed_prompt_has_its_own(client: openai.OpenAI, native: ull.Client, max_tokens: int) -> None:
-    wanted = native.generate(PROMPT, max_tokens=max_tokens, logprobs=1, prompt_logprobs=True).result()
+    scored: dict[str, Any] = {"prompt_logprobs": True, "prompt_top_logprobs": 1}
+    wanted = native.generate(PROMPT, max_tokens=max_tokens, logprobs=1, **scored).result()
     ids = native.tokenize(PROMPT)
     assert wanted.logprobs is not None and wanted.prompt_logprobs is not None
     prompts: list[Any] = [PROMPT, [PROMPT], ids, [ids]]  # as harnesses send them
@@ -177,7 +178,8 @@ def test_an_echoed_prompt_has_its_own(client: openai.OpenAI, native: ull.Client,
         placed = zip(told.text_offset[1:], told.tokens[1:], strict=True)
         assert all((PROMPT + wanted.text)[offset:].startswith(text) for offset, text in placed)
         of_prompt, of_answer = (told.top_logprobs or [])[: len(ids)], (told.top_logprobs or [])[len(ids) :]
-        assert of_prompt == [None] * len(ids)
+        likeliest = [top and {native.detokenize([top[0][0]]): top[0][1]} for top in wanted.prompt_top_logprobs or ()]
+        assert of_prompt == likeliest and of_prompt[0] is None and len(of_prompt) == len(ids)
         assert all(text in top for text, top in zip(told.tokens[len(ids) :], of_answer, strict=True))
         assert answer.usage is not None
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), max_tokens)
@@ -188,6 +190,7 @@ def test_a_long_prompt_of_any_tokens_is_scored(client: openai.OpenAI, native: ul
     wanted = native.generate(ids, max_tokens=0, prompt_logprobs=True).result()
     told = client.completions.create(model="tiny", prompt=ids, max_tokens=0, logprobs=0, echo=True).choices[0].logprobs
     assert told is not None and told.token_logprobs == wanted.prompt_logprobs
+    assert told.top_logprobs == [None] * len(ids)
     assert len(told.tokens or []) == len(told.text_offset or []) == len(ids)
 
 
@@ -199,6 +202,9 @@ def test_where_an_echo_s_log_probabilities_are_not_told_is_said(client: openai.O
     with pytest.raises(openai.BadRequestError, match="leave out the session's header") as caught:
         client.completions.create(**asked, extra_headers={"x-session-id": "mine"})
     assert caught.value.param == "echo"
+    with pytest.raises(openai.BadRequestError, match="must be 0 to 5 with echo, not 6") as caught:
+        client.completions.create(**{**asked, "logprobs": 6})
+    assert caught.value.param == "logprobs"
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(**{**asked, "prompt": ""})
     assert caught.value.param == "prompt"

@@ -146,8 +146,13 @@ def test_a_long_prompt_says_the_same(bundles: dict[str, Path], start: Start) -> 
         assert cold[1:] == pytest.approx(likely[1:], abs=0.05)  # 16-bit activations
         # The passes that score leave the cache as it was: what stands in it serves these, bit for bit.
         assert [[complete(client, prompt, **case) for prompt in prompts] for case in cases] == expected
-        again = client.generate(prompts[0], max_tokens=0, prompt_logprobs=True).result()
+        asked: dict[str, Any] = {"prompt_logprobs": True, "prompt_top_logprobs": 3}
+        again = client.generate(prompts[0], max_tokens=0, **asked).result()
         assert again.prompt_logprobs == cold and again.usage.cached_tokens > 0
+        ids, top = client.tokenize(prompts[0]), again.prompt_top_logprobs or []
+        for place in (1, 64, 65, len(ids) - 1):  # the first and last of a pass among them
+            there = client.generate(ids[:place], max_tokens=1, logprobs=3).result().logprobs
+            assert there is not None and there[0].top == top[place]
     assert daemon.stop() == 0
 
 

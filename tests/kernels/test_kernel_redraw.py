@@ -230,22 +230,30 @@ def test_nothing_allowed_is_nothing_drawn(small: emulation.Kernels) -> None:
 
 
 def test_wanted_tokens_of_several_rows(small: emulation.Kernels, large: emulation.Kernels) -> None:
-    """64 of them, some twice, in no order: each with its log-probability, whatever the request's sampling is."""
+    """64 of them, some twice, in no order: each with its log-probability, whatever the request's sampling is.
+
+    And with as many of the likeliest tokens of its row as log-probabilities are asked for.
+    """
     rng = np.random.default_rng(12)
-    sampling = sampling_of({"temperature": 0.9, "top_k": 3, "top_logprobs": 5, "logit_bias": {}})
     for kernels, vocabulary, counts in ((small, SMALL, (1, 2, 64)), (large, LARGE, (5,))):
         logits = rows_of(rng, "normal", 40, vocabulary)
         rows = rng.integers(0, 40, 64).tolist()
         tokens = rng.integers(0, vocabulary, 64).tolist()
         tokens[:4], rows[:4] = [0, vocabulary - 1, 5, 5], [39, 39, 3, 3]
-        for count, slices in itertools.product(counts, (0, 3)):
+        for count, slices, top in itertools.product(counts, (0, 3), (-1, 5)):
+            sampling = sampling_of({"temperature": 0.9, "top_k": 3, "top_logprobs": top, "logit_bias": {}})
             device = Redrawer(kernels, logits, slices, seed=count)
             result = device.want(tokens[:count], rows[:count], sampling=sampling, biases=[(5, -math.inf)])
             assert (result.status, emitted(result)) == (layout.OK, tokens[:count])
             found = [result.tokens[i].logprob for i in range(count)]
-            wanted = [logprobs_of(logits[row])[token] for row, token in zip(rows, tokens, strict=True)][:count]
+            logprobs = [logprobs_of(logits[row]) for row in rows[:count]]
+            wanted = [row[token] for row, token in zip(logprobs, tokens[:count], strict=True)]
             assert found == pytest.approx(wanted, rel=1e-6, abs=1e-5)
-            assert all(result.tokens[i].top_count == 0 for i in range(count))
+            for i, row in enumerate(logprobs):
+                told = [(entry.token, entry.logprob) for entry in result.tokens[i].top[: result.tokens[i].top_count]]
+                best = np.lexsort((np.arange(vocabulary), -logits[rows[i]].astype(np.float64)))[: max(top, 0)]
+                assert [token for token, _ in told] == best.tolist()
+                assert [logprob for _, logprob in told] == pytest.approx(row[best], rel=1e-6, abs=1e-5)
 
 
 def test_a_row_that_is_not_finite_is_told(small: emulation.Kernels) -> None:

@@ -50,6 +50,7 @@ struct Result {
   Timeline timeline;
   std::vector<float> logprobs;
   std::vector<float> prompt_logprobs;
+  std::vector<TokenLogprob> prompt_top;
   bool silent_last = false;
   int finals = 0;
 
@@ -104,6 +105,9 @@ class Harness {
     if (event.prompt_logprobs > 0) {
       const auto found = slot.prompt_logprobs->values().first(static_cast<size_t>(event.prompt_logprobs));
       result.prompt_logprobs.assign(found.begin(), found.end());
+      const auto top_count = static_cast<size_t>(slot.prompt_logprobs->top_count());
+      const auto top = slot.prompt_logprobs->top().first(found.size() * top_count);
+      result.prompt_top.assign(top.begin(), top.end());
     }
     if (event.final) {
       ++result.finals;

@@ -61,6 +61,11 @@ struct FakeModel {
   [[nodiscard]] static float logprob(const std::vector<int32_t>& past, int32_t token) {
     return -0.01F * static_cast<float>(hash_of(past, static_cast<uint64_t>(token) + 1) % 1000);
   }
+  // What it calls the likeliest there but for `rank` others, of any vocabulary of 100 tokens and more.
+  [[nodiscard]] static TokenLogprob top(const std::vector<int32_t>& past, int rank) {
+    const auto token = (hash_of(past, 0) + static_cast<uint32_t>(rank)) % 100;
+    return {static_cast<int32_t>(token), -0.125F * static_cast<float>(rank + 1)};
+  }
 
   [[nodiscard]] static uint32_t hash_of(const std::vector<int32_t>& past, uint64_t seed) {
     uint32_t hash = 2166136261U ^ static_cast<uint32_t>(seed);  // FNV-1a
@@ -691,8 +696,12 @@ class FakeDevice : public LateRequests {
       gpu::EmittedToken& out = result.tokens[i];
       out.token = request.tokens[i];
       out.logprob = FakeModel::logprob(row, out.token);
-      out.top_count = 0;
       out.node = i;
+      out.top_count = out.token >= 0 ? std::max(state_.sampling.top_logprobs, 0) : 0;
+      for (int rank = 0; rank < out.top_count; ++rank) {
+        const TokenLogprob top = FakeModel::top(row, rank);
+        out.top[rank] = {top.token, top.logprob};
+      }
       if (out.token >= 0) continue;
       if (request.count != 1 || static_cast<int>(row.size()) != request.position + 1) std::abort();
       const std::vector<uint32_t> mask = host_mask_;

@@ -98,6 +98,11 @@ GOLDEN_REQUESTS = [
         "26f6273c3",
     ),
     (
+        Generate(id=6, prompt="x", prompt_logprobs=True, prompt_top_logprobs=5),
+        "de0005a474797065a867656e6572617465a2696406a670726f6d7074a178af70726f6d70745f6c6f6770726f6273c3b370726f6d7074"
+        "5f746f705f6c6f6770726f627305",
+    ),
+    (
         OpenSession(id=7, session=2**64 - 1, pin=True),
         "84a474797065ac6f70656e5f73657373696f6ea2696407a773657373696f6ecfffffffffffffffffa370696ec3",
     ),
@@ -139,6 +144,12 @@ GOLDEN_REPLIES = [
         PromptLogprobs(id=1, index=1, logprobs=[-0.5, -1.5]),
         "84a474797065af70726f6d70745f6c6f6770726f6273a2696401a5696e64657801a86c6f6770726f627392cbbfe0000000000000cbbff8"
         "000000000000",
+    ),
+    (
+        PromptLogprobs(id=1, index=1, logprobs=[-0.5, -1.5], top=[[(5, -0.5), (6, -1.0)], [(7, -0.25), (8, -1.0)]]),
+        "85a474797065af70726f6d70745f6c6f6770726f6273a2696401a5696e64657801a86c6f6770726f627392cbbfe0000000000000cbbf"
+        "f8000000000000a3746f7092929205cbbfe00000000000009206cbbff0000000000000929207cbbfd00000000000009208cbbff00000"
+        "00000000",
     ),
     (
         Done(id=1, finish_reason="stop", usage=USAGE, timeline=Timeline(received_ns=1, done_ns=7), seed=9),

@@ -131,6 +131,7 @@ def test_ranges_and_limits() -> None:
         "stop_ids": (admission.MAX_STOP_IDS,),
         "logit_bias": (admission.MAX_LOGIT_BIAS, -admission.MAX_BIAS, admission.MAX_BIAS),
         "logprobs": (admission.MAX_LOGPROBS,),
+        "prompt_top_logprobs": (admission.MAX_PROMPT_TOP_LOGPROBS,),
         "timeout_ms": (admission.MAX_TIMEOUT_MS,),
         "deadline_ms": (admission.MAX_TIMEOUT_MS,),
         "max_tree": (admission.MAX_TREE,),

@@ -65,6 +65,7 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Annotated[Mapping[int, float] | None, "token id -> number added to its logit"]
     logprobs: Annotated[int | None, "log-probabilities and this many alternatives; 0: only the chosen token's"]
     prompt_logprobs: Annotated[bool | None, "result.prompt_logprobs has how likely each token of the prompt is"]
+    prompt_top_logprobs: Annotated[int | None, "and result.prompt_top_logprobs this many of the likeliest in its place"]
     choices: Annotated[
         Sequence[str] | None,
         "the answer is one of these texts; result.choice has the probability of each. At most one of choices, "

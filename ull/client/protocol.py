@@ -10,13 +10,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from ull import wire
 from ull.errors import ConnectionLost, RequestError, RequestFailed, RequestTimeout, UllError
 from ull.wire import Failure, GrammarUse, Speculation, Timeline, TokenLogprob, ToolCall, Usage
+
+_Known = TypeVar("_Known")
 
 
 class Token(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +50,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """A finished completion. `logprobs` has one entry per id where they were asked for.
 
     So has `prompt_logprobs` per token of the prompt, as `usage.prompt_tokens` counts them: the natural log-probability
-    behind the tokens before it, None for the first. Of a request that did not end well it may be the beginning.
+    behind the tokens before it, None for the first. `prompt_top_logprobs` has the likeliest tokens in the place of
+    each, likeliest first, as `(id, logprob)`. Of a request that did not end well they may be the beginning.
     """
 
     text: str
@@ -61,6 +64,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Speculation
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[list[tuple[int, float]] | None] | None = None
     error: Failure | None = None
     warnings: list[str] = []  # fields of the request that the daemon did not know, and ignored
     tool_calls: list[ToolCall] = []  # that stand whole in the answer to a request with tools
@@ -138,7 +142,9 @@ class StreamState:
         self.commit: Query | None = None  # the request to release the answer
         self._withheld = request.hold  # nothing of it was released
         self._wants_logprobs = request.logprobs is not None
-        self._prompt_logprobs: list[float] | None = [] if request.prompt_logprobs else None
+        self._wants_prompt = request.prompt_logprobs
+        self._wants_prompt_top = request.prompt_logprobs and request.prompt_top_logprobs > 0
+        self._of_prompt: list[wire.PromptLogprobs] = []
         self._choices = request.choices or ()
         self._tokens: list[Token] = []
         self._read = 0  # tokens that the caller has had
@@ -172,6 +178,8 @@ class StreamState:
 
     def _result(self, done: wire.Done) -> Result:
         logprobs = [entry for token in self._tokens for entry in token.logprobs or ()]
+        logprobs_of_prompt = [logprob for part in self._of_prompt for logprob in part.logprobs]
+        top_of_prompt = [top for part in self._of_prompt for top in part.top or ()]
         return Result(
             text="".join(token.text for token in self._tokens),
             token_ids=[token_id for token in self._tokens for token_id in token.ids],
@@ -182,7 +190,8 @@ class StreamState:
             bundle=done.bundle,
             speculation=done.speculation,
             logprobs=logprobs if self._wants_logprobs else None,
-            prompt_logprobs=self._of_prompt(done.usage.prompt_tokens),
+            prompt_logprobs=self._behind_first(logprobs_of_prompt, done) if self._wants_prompt else None,
+            prompt_top_logprobs=self._behind_first(top_of_prompt, done) if self._wants_prompt_top else None,
             error=done.error,
             warnings=done.warnings,
             tool_calls=done.tool_calls or [],
@@ -191,9 +200,10 @@ class StreamState:
             grammar=None if done.grammar is msgspec.UNSET else done.grammar,
         )
 
-    def _of_prompt(self, tokens: int) -> list[float | None] | None:
-        """What is known of the prompt's tokens. Of one that was never rendered there are none."""
-        return None if self._prompt_logprobs is None else [None, *self._prompt_logprobs][:tokens]
+    @staticmethod
+    def _behind_first(found: list[_Known], done: wire.Done) -> list[_Known | None]:
+        """Of the prompt's tokens the first has nothing. Of a prompt that was never rendered there are none."""
+        return [None, *found][: done.usage.prompt_tokens]
 
     def _choice(self, choice: wire.Choice | msgspec.UnsetType | None) -> Choice | None:
         if not isinstance(choice, wire.Choice):
@@ -232,14 +242,15 @@ class StreamState:
 
     def take_prompt(self, reply: wire.PromptLogprobs, received_ns: int) -> None:
         """Appends what is said of the prompt's tokens."""
-        if not self._hear(received_ns) or self._prompt_logprobs is None:
+        if not self._hear(received_ns) or not self._wants_prompt:
             return
-        expected = 1 + len(self._prompt_logprobs)
+        last = self._of_prompt[-1] if self._of_prompt else None
+        expected = 1 if last is None else last.index + len(last.logprobs)
         if reply.index > expected:
             lost = f"log-probabilities {expected} to {reply.index - 1} of the prompt were lost on the way"
             self.failure = ConnectionLost(lost)
         elif reply.index == expected:  # else it is fed once more
-            self._prompt_logprobs += reply.logprobs
+            self._of_prompt.append(reply)
 
     def _hear(self, received_ns: int) -> bool:
         """Something of the answer has come: whether anybody will read it."""

@@ -17,7 +17,9 @@ _OF_PROGRAMS = frozenset(
 NOT_IN_GENERATE: Final = _OF_PROGRAMS | {"chat_template_kwargs"}  # its prompt goes through no template
 _FORMS = frozenset({"choices", "json_schema", "regex", "lark", "json_object"})
 # `ull chat` prints answers alone; its flag for the template's variables is --template-kwargs.
-NOT_IN_CHAT: Final = _OF_PROGRAMS | _FORMS | {"chat_template_kwargs", "logprobs", "prompt_logprobs", "ignore_eos"}
+NOT_IN_CHAT: Final = (
+    _OF_PROGRAMS | _FORMS | {"chat_template_kwargs", "logprobs", "prompt_logprobs", "prompt_top_logprobs", "ignore_eos"}
+)
 _METAVARS: Final = {
     "speculate": "DRAFTER",
     "timeout": "S",

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
                 print_text(stream)
         result = stream.result()
     if result.prompt_logprobs is not None and not options.json:
-        _print_prompt_logprobs(result.prompt_logprobs)
+        _print_prompt_logprobs(result.prompt_logprobs, result.prompt_top_logprobs)
     if options.logprobs is not None and not options.json:
         _print_logprobs(result)
     if result.choice is not None and not options.json:
@@ -75,12 +75,16 @@ def _print_ids(stream: Stream) -> None:
         print(*token.ids, sep="\n", flush=True)
 
 
-def _print_prompt_logprobs(logprobs: Sequence[float | None]) -> None:
+def _print_prompt_logprobs(
+    logprobs: Sequence[float | None], tops: Sequence[Sequence[tuple[int, float]] | None] | None
+) -> None:
     """A line per token of the prompt on standard error, and their sum: the text's, given its first token."""
     sys.stdout.flush()
-    print("  prompt   logprob", file=sys.stderr)
+    print(f"  prompt   logprob{'' if tops is None else '  likeliest'}", file=sys.stderr)
     for place, logprob in enumerate(logprobs):
-        print(f"{place:8d} {'':>9}".rstrip() if logprob is None else f"{place:8d} {logprob:9.4f}", file=sys.stderr)
+        top = tops[place] if tops is not None and place < len(tops) else None
+        told = "" if logprob is None else f"{logprob:9.4f}  {_alternatives(top or ())}"
+        print(f"{place:8d} {told}".rstrip(), file=sys.stderr)
     print(f"     sum {math.fsum(filter(None, logprobs)):9.4f}", file=sys.stderr)
 
 
@@ -89,8 +93,11 @@ def _print_logprobs(result: Result) -> None:
     sys.stdout.flush()
     print("   token   logprob  alternatives", file=sys.stderr)
     for entry in result.logprobs or ():
-        alternatives = "  ".join(f"{token} {logprob:.4f}" for token, logprob in entry.top)
-        print(f"{entry.token:8d} {entry.logprob:9.4f}  {alternatives}".rstrip(), file=sys.stderr)
+        print(f"{entry.token:8d} {entry.logprob:9.4f}  {_alternatives(entry.top)}".rstrip(), file=sys.stderr)
+
+
+def _alternatives(top: Sequence[tuple[int, float]]) -> str:
+    return "  ".join(f"{token} {logprob:.4f}" for token, logprob in top)
 
 
 def _print_choice(result: Result, choice: Choice, labels: Sequence[str]) -> None:

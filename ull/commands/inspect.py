@@ -36,6 +36,7 @@ from ull.commands.inspect_tables import (
     print_tables,
     print_verification,
 )
+from ull.daemon.admission import MAX_PROMPT_TOP_LOGPROBS
 from ull.daemon.config import PAGE_TOKENS, EngineConfig, GrammarsConfig
 from ull.daemon.host import auto_threads
 from ull.errors import BundleError, ConfigError
@@ -45,6 +46,7 @@ from ull.wire import longest_request
 _MEMORY = ("weight_bytes", "kv_bytes", "drafter_weight_bytes", "drafter_kv_bytes")
 _RUNTIME_BYTES = 160 * MIB  # Python, libraries, buffers; about 70 MB are measured
 _SLOT_BYTES = 22 << 10  # of a place in the queue, beside its tokens
+_SCORE_BYTES = 4 + 8 * MAX_PROMPT_TOP_LOGPROBS  # of a prompt's token, and of the likeliest in its place
 _TEMPLATE_PROCESS = 48 * MIB + MEMORY_LIMIT  # Python and jinja2, and what a chat may take there
 _GRAMMAR_PROCESS = 96 * MIB  # Python, the core and the vocabulary, beside what a grammar may take there
 _UNFINISHED_MESSAGES = 8  # of all clients together (native/io/server.cpp)
@@ -156,10 +158,12 @@ def memory_bytes(bundle: Bundle) -> dict[str, int]:
     drafters = [item.model for item in (speculation.draft, speculation.eagle, speculation.dflash) if item is not None]
     context, defaults = manifest.model.context, EngineConfig()
     message = longest_request(context, Tokenizer(bundle.tokenizer_directory).bytes_per_token)
+    slots = defaults.queue_depth + 16
     parts = {
         "weights": bundle.weight_bytes,
         "kv": sum(_kv_bytes(model, context) for model in (manifest.model, *drafters)),
-        "runtime": _RUNTIME_BYTES + (defaults.queue_depth + 16) * (_SLOT_BYTES + 4 * context),
+        "runtime": _RUNTIME_BYTES + slots * (_SLOT_BYTES + 4 * context),
+        "prompt_logprobs": slots * _SCORE_BYTES * context,
         "chats": _TEMPLATE_PROCESS,
         "grammars": _GRAMMAR_PROCESS + 3 * GrammarsConfig().memory_bytes,  # there, kept here, and requests'
         "messages": (_UNFINISHED_MESSAGES + _MESSAGES_IN_HAND + defaults.queue_depth) * message

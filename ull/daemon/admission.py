@@ -42,6 +42,7 @@ MAX_STOP_BYTES = LIMITS["stop_bytes"]
 MAX_STOP_IDS = LIMITS["stop_ids"]  # the engine's EOS ids included
 MAX_LOGIT_BIAS = LIMITS["logit_bias"]
 MAX_LOGPROBS = LIMITS["logprobs"]
+MAX_PROMPT_TOP_LOGPROBS = LIMITS["prompt_top_logprobs"]
 MAX_CHOICES = LIMITS["choices"]
 MAX_CHOICE_TOKENS = LIMITS["choice_tokens"]
 
@@ -101,6 +102,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_choices: int = MAX_CHOICES
     max_choice_tokens: int = MAX_CHOICE_TOKENS  # of each
     prompt_logprobs: bool = True  # whether the executor scores prompts
+    max_prompt_top_logprobs: int = MAX_PROMPT_TOP_LOGPROBS
     grammars: bool = True  # whether answers can be held to one
     max_grammar_bytes: int = LIMITS["grammar_bytes"]  # of a schema, an expression or a grammar
     max_sessions: int = 16  # of one client
@@ -144,6 +146,11 @@ class Admission:
         if request.prompt_logprobs and not limits.prompt_logprobs:
             reason = "cannot be computed: this engine's executor scores no prompts (limits.prompt_logprobs of info)"
             _refuse("prompt_logprobs", f"{reason}; leave it out")
+        if not 0 <= request.prompt_top_logprobs <= MAX_PROMPT_TOP_LOGPROBS:
+            allowed = f"must be from 0 to {MAX_PROMPT_TOP_LOGPROBS}"
+            _refuse("prompt_top_logprobs", f"{allowed}, not {request.prompt_top_logprobs}")
+        if request.prompt_top_logprobs and not request.prompt_logprobs:
+            _refuse("prompt_top_logprobs", "needs prompt_logprobs to be true")
         if request.seed is not None and not 0 <= request.seed <= MAX_ID:
             _refuse("seed", "must be from 0 to 2^64 - 1")
         _check_schedule(request)
@@ -292,6 +299,7 @@ class Admission:
             "logit_bias": request.logit_bias,
             "logprobs": -1 if request.logprobs is None else request.logprobs,
             "prompt_logprobs": request.prompt_logprobs,
+            "prompt_top_logprobs": request.prompt_top_logprobs,
             "timeout_ns": 0 if request.timeout_ms is None else received_ns + request.timeout_ms * 1_000_000,
             "deadline_ns": 0 if request.deadline_ms is None else received_ns + request.deadline_ms * 1_000_000,
             "priority": request.priority,

@@ -208,7 +208,8 @@ class CompletionAnswer(_Openai):
 
     async def _logprobs_with_prompt(self, prompt: Sequence[int], result: Result) -> dict[str, Any]:
         """`logprobs` of prompt and completion together."""
-        await self._engine.texts.learn(self._client, result.logprobs or [], prompt)
+        likeliest = (token for top in result.prompt_top_logprobs or () for token, _ in top or ())
+        await self._engine.texts.learn(self._client, result.logprobs or [], {*prompt, *likeliest})
         return self._engine.texts.echoed(prompt, result, self._engine.engine.get("tokens", {}).get("bos"))
 
     def _choice(self, text: str, logprobs: dict[str, Any] | None, reason: str | None = None) -> dict[str, Any]:

@@ -200,7 +200,11 @@ async def _scored(
         raise bad_request("echo with logprobs is not streamed: leave out stream", "stream")
     if not engine.limits.get("prompt_logprobs", False):
         raise bad_request("echo with logprobs is not supported: this engine scores no prompts", "echo")
+    alternatives, most = request.logprobs or 0, engine.limits.get("max_prompt_top_logprobs", 0)
+    if not 0 <= alternatives <= most:
+        raise bad_request(f"logprobs must be 0 to {most} with echo, not {alternatives}", "logprobs")
     options["prompt_logprobs"] = True
+    options["prompt_top_logprobs"] = alternatives
     if isinstance(prompt, str):
         return await owner.client.tokenize(prompt, **prompt_options(options))
     return list(prompt)  # type: ignore[arg-type]

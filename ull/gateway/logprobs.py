@@ -21,10 +21,10 @@ class TokenTexts:
     def __init__(self) -> None:
         self._texts: dict[int, str] = {}
 
-    async def learn(self, client: AsyncClient, entries: Sequence[TokenLogprob], prompt: Collection[int] = ()) -> None:
-        """Asks for the texts of all tokens in `entries` and `prompt` that are not known yet."""
+    async def learn(self, client: AsyncClient, entries: Sequence[TokenLogprob], others: Collection[int] = ()) -> None:
+        """Asks for the texts of all tokens in `entries` and `others` that are not known yet."""
         wanted = {pair[0] for entry in entries for pair in entry.top} | {entry.token for entry in entries}
-        unknown = [token for token in wanted.union(prompt) if token not in self._texts]
+        unknown = [token for token in wanted.union(others) if token not in self._texts]
         for first in range(0, len(unknown), _AT_ONCE):
             some = unknown[first : first + _AT_ONCE]
             texts = await asyncio.gather(*(client.detokenize([token], skip_special_tokens=False) for token in some))
@@ -44,16 +44,17 @@ class TokenTexts:
     def echoed(self, ids: Sequence[int], result: Result, bos: int | None) -> dict[str, Any]:
         """`logprobs` of a plain completion's prompt and of what follows it, as far as they are known.
 
-        No alternatives to the prompt's tokens are computed. `bos`: the id that takes no room in the text.
+        `bos`: the id that takes no room in the text.
         """
         texts = [self._texts[token] for token in ids]
         widths = (0 if token == bos else len(text) for token, text in zip(ids, texts, strict=True))
         *offsets, end = accumulate(widths, initial=0)
         known = result.prompt_logprobs or []
+        tops = [None if top is None else self._top(top) for top in result.prompt_top_logprobs or []]
         prompt: dict[str, list[Any]] = {
             "tokens": texts,
             "token_logprobs": [*known, *[None] * (len(ids) - len(known))],
-            "top_logprobs": [None] * len(ids),
+            "top_logprobs": [*tops, *[None] * (len(ids) - len(tops))],
             "text_offset": offsets,
         }
         behind = self.plain(result.logprobs or [], end)
@@ -69,9 +70,13 @@ class TokenTexts:
         return {
             "tokens": texts,
             "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [{self._texts[int(token)]: value for token, value in entry.top} for entry in entries],
+            "top_logprobs": [self._top(entry.top) for entry in entries],
             "text_offset": offsets,
         }
+
+    def _top(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Alternatives by their texts: of two with the same the likelier counts, which comes first."""
+        return {self._texts[int(token)]: value for token, value in reversed(top)}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._texts[token]

@@ -13,7 +13,7 @@ export class Stream {
   #request = null; // { id, inbox }; null once it has ended
   #id;
   #epoch;
-  #result = { text: "", token_ids: [], logprobs: null, prompt_logprobs: null };
+  #result = { text: "", token_ids: [], logprobs: null, prompt_logprobs: null, prompt_top_logprobs: null };
   #ended = false;
   #error = null;
   #signal;
@@ -28,6 +28,7 @@ export class Stream {
     }
     this.#request = connection.ask("generate", fields);
     if (fields?.prompt_logprobs) this.#result.prompt_logprobs = [null]; // the first token has none
+    if (fields?.prompt_top_logprobs) this.#result.prompt_top_logprobs = [null];
     this.#id = this.#request.id;
     this.#epoch = connection.epoch;
     abandoned.register(this, { connection, id: this.#id, epoch: this.#epoch }, this.#request);
@@ -95,10 +96,13 @@ export class Stream {
   /** What is said of the prompt's tokens, before any of the answer's. */
   #addPrompt(message) {
     const found = (this.#result.prompt_logprobs ??= [null]);
-    if (!Array.isArray(message.logprobs) || message.index !== found.length) {
+    const { index, logprobs, top = null } = message;
+    const whole = top === null || (Array.isArray(top) && top.length === logprobs?.length);
+    if (!Array.isArray(logprobs) || index !== found.length || !whole) {
       throw this.#fail(this.#broken("has log-probabilities of its prompt that do not go on from those before"));
     }
-    for (const logprob of message.logprobs) found.push(logprob);
+    for (const logprob of logprobs) found.push(logprob);
+    if (top !== null) for (const likeliest of top) (this.#result.prompt_top_logprobs ??= [null]).push(likeliest);
   }
 
   #finish(message) {

@@ -51,10 +51,10 @@ void prefill(CpuExecutor& on, std::span<const int32_t> text) {
   }
 }
 
-// The logprob that a round reports of `token` behind the text, which a bias makes it emit.
-float reported(CpuExecutor& on, std::span<const int32_t> text, int32_t token) {
+// What a round reports of `token` behind the text, which a bias makes it emit.
+RoundToken emitted(CpuExecutor& on, std::span<const int32_t> text, int32_t token, int top_logprobs = 0) {
   const LogitBias bias{token, 1e6F};
-  const Sampling sampling{.top_logprobs = 0, .bias_count = 1, .bias = &bias};
+  const Sampling sampling{.top_logprobs = top_logprobs, .bias_count = 1, .bias = &bias};
   const auto last = static_cast<int32_t>(text.size()) - 1;
   RoundResult result;
   CHECK(finish(on,
@@ -66,7 +66,16 @@ float reported(CpuExecutor& on, std::span<const int32_t> text, int32_t token) {
                                .history = text.data()}),
                result) == Status::kOk);
   CHECK_EQ(result.tokens[0].token, token);
-  return result.tokens[0].logprob;
+  return result.tokens[0];
+}
+
+float reported(CpuExecutor& on, std::span<const int32_t> text, int32_t token) {
+  return emitted(on, text, token).logprob;
+}
+
+void check_equal(const TokenLogprob& a, const TokenLogprob& b) {
+  CHECK_EQ(a.token, b.token);
+  CHECK_EQ(std::bit_cast<uint32_t>(a.logprob), std::bit_cast<uint32_t>(b.logprob));
 }
 
 std::vector<std::vector<int32_t>> random_labels(int count, int longest) {
@@ -172,7 +181,7 @@ TEST(every_token_behind_every_node_has_the_bits_that_a_round_reports) {
 TEST(a_pass_changes_nothing_that_follows) {
   const check::MedusaFile file(2, 1, /*own_lm_head=*/false, /*fp8=*/false);
   const std::vector<int32_t> prompt = some_tokens(90);
-  const auto emitted = [&](bool scores) {
+  const auto text_of = [&](bool scores) {
     const auto on = executor(file.model.spec);
     prefill(*on, prompt);
     std::vector<int32_t> text = prompt;
@@ -198,7 +207,7 @@ TEST(a_pass_changes_nothing_that_follows) {
     }
     return text;
   };
-  CHECK(emitted(true) == emitted(false));
+  CHECK(text_of(true) == text_of(false));
 }
 
 class Interrupting final : public Pulse {
@@ -236,18 +245,19 @@ TEST(passes_over_a_prompt_have_the_bits_of_rounds_and_leave_it_as_it_was) {
   for (const int length : {2, 63, 64, 65, 66, 200}) {
     const std::vector<int32_t> text = some_tokens(length);
     const auto rounds = executor(model.spec);
-    std::vector<float> expected;
+    constexpr int kTop = 5;
+    std::vector<RoundToken> expected;
     for (int place = 1; place < length; ++place) {
       const std::span<const int32_t> before = std::span(text).first(static_cast<size_t>(place));
       prefill(*rounds, before);
-      expected.push_back(reported(*rounds, before, text[static_cast<size_t>(place)]));
+      expected.push_back(emitted(*rounds, before, text[static_cast<size_t>(place)], kTop));
     }
     const float next = reported(*rounds, text, 5);
     for (const int score_nodes : {1, 7, 64}) {
       const auto on = executor(model.spec);
       CHECK(on->info().scores_prompts());
       prefill(*on, text);
-      PromptLogprobs logprobs(length, score_nodes);
+      PromptLogprobs logprobs(length, score_nodes, kTop);
       while (!logprobs.scored()) {
         const ScoreStep step = logprobs.next_step(text.data(), kPages);
         RoundResult result;
@@ -259,7 +269,9 @@ TEST(passes_over_a_prompt_have_the_bits_of_rounds_and_leave_it_as_it_was) {
         CHECK(logprobs.accept());
       }
       for (size_t i = 0; i < expected.size(); ++i) {
-        CHECK_EQ(std::bit_cast<uint32_t>(logprobs.values()[i]), std::bit_cast<uint32_t>(expected[i]));
+        CHECK_EQ(std::bit_cast<uint32_t>(logprobs.values()[i]), std::bit_cast<uint32_t>(expected[i].logprob));
+        CHECK_EQ(expected[i].top_count, kTop);
+        for (size_t rank = 0; rank < kTop; ++rank) check_equal(logprobs.top()[i * kTop + rank], expected[i].top[rank]);
       }
       CHECK_EQ(std::bit_cast<uint32_t>(reported(*on, text, 5)), std::bit_cast<uint32_t>(next));
     }
@@ -292,6 +304,8 @@ TEST(passes_that_make_no_sense_are_refused) {
   CHECK(refused([](ScoreStep& step) { step.position = 449; }));
   CHECK(refused([](ScoreStep& step) { step.position = -1; }));
   CHECK(refused([](ScoreStep& step) { step.query_count = 0; }));
+  CHECK(refused([](ScoreStep& step) { step.top_count = -1; }));
+  CHECK(refused([](ScoreStep& step) { step.top_count = 21; }));
   for (const ScoreQuery& wrong : {ScoreQuery{64, 1}, ScoreQuery{-1, 1}, ScoreQuery{0, 80}, ScoreQuery{0, -1}}) {
     CHECK(refused([&](ScoreStep& step) { step.queries = &wrong; }));
   }

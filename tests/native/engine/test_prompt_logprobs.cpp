@@ -86,14 +86,40 @@ TEST(the_passes_walk_the_prompt_once) {
 
 TEST(what_is_no_logprob_is_not_accepted) {
   for (const float answer : {NAN, INFINITY, -INFINITY}) {
-    PromptLogprobs logprobs(3, 64);
-    const auto prompt = ids("abc");
-    const int32_t page = 0;
-    const ScoreStep step = logprobs.next_step(prompt.data(), &page);
-    step.logprobs[0] = -1.0F;
-    step.logprobs[1] = answer;
-    CHECK(!logprobs.accept());
-    CHECK_EQ(logprobs.found(), 0);
+    for (const bool of_top : {false, true}) {
+      PromptLogprobs logprobs(3, 64, 2);
+      const auto prompt = ids("abc");
+      const int32_t page = 0;
+      const ScoreStep step = logprobs.next_step(prompt.data(), &page);
+      for (int i = 0; i < 2; ++i) step.logprobs[i] = -1.0F;
+      for (int i = 0; i < 4; ++i) step.top[i] = {i, -1.0F};
+      (of_top ? step.top[3].logprob : step.logprobs[1]) = answer;
+      CHECK(!logprobs.accept());
+      CHECK_EQ(logprobs.found(), 0);
+    }
+  }
+}
+
+// Each token's lie together, pass behind pass, whatever a pass takes.
+TEST(the_likeliest_tokens_are_kept_beside) {
+  const std::vector<int32_t> prompt = text(150);
+  for (const int top_count : {0, 1, 5}) {
+    for (const int nodes : {1, 16, 64}) {
+      Harness engine({.from_past = true, .score_nodes = nodes});
+      Submission request = score(1, prompt, 3);
+      request.prompt_top_logprobs = top_count;
+      engine.submit(request);
+      check_all(engine, 1, prompt);
+      const std::vector<ull::TokenLogprob>& top = engine.results[1].prompt_top;
+      CHECK_EQ(top.size(), (prompt.size() - 1) * static_cast<size_t>(top_count));
+      for (size_t i = 0; i < top.size(); ++i) {
+        const auto ranks = static_cast<size_t>(top_count);
+        const auto past = std::span(prompt).first(i / ranks + 1);
+        const ull::TokenLogprob expected = engine.executor.scripted_top(past, static_cast<int>(i % ranks));
+        CHECK_EQ(top[i].token, expected.token);
+        CHECK_EQ(top[i].logprob, expected.logprob);
+      }
+    }
   }
 }
 

@@ -21,13 +21,15 @@ using Tokens = std::vector<int32_t>;
 
 // A tree behind a text whose last token is its root, and what is asked of it.
 struct Pass {
-  Pass(const Tokens& text, int nodes, int query_count) : text(text), queries(static_cast<size_t>(query_count)) {
+  Pass(const Tokens& text, int nodes, int query_count, int top_count = 0)
+      : text(text), queries(static_cast<size_t>(query_count)), top_count(top_count) {
     for (int i = 0; i < nodes; ++i) {
       tokens.push_back(i == 0 ? text.back() : (i * 31 + 7) % 100);
       parents.push_back(static_cast<uint8_t>(i == 0 ? 0 : (i - 1) / 2));
     }
     for (int i = 0; i < query_count; ++i) queries[static_cast<size_t>(i)] = {(i * 5) % nodes, (i * 17 + 3) % 100};
     logprobs.assign(static_cast<size_t>(query_count), 1.0F);
+    top.assign(static_cast<size_t>(query_count * top_count), {-1, 1.0F});
   }
 
   [[nodiscard]] ScoreStep step(const GraphRig& rig) {
@@ -38,22 +40,33 @@ struct Pass {
             .pages = rig.pages.data(),
             .queries = queries.data(),
             .query_count = static_cast<int32_t>(queries.size()),
-            .logprobs = logprobs.data()};
+            .logprobs = logprobs.data(),
+            .top_count = top_count,
+            .top = top.data()};
   }
 
   // What each query's token is behind: the text and the node's way.
+  [[nodiscard]] Tokens past(const ScoreQuery& query) const {
+    Tokens way;
+    for (int node = query.node; node > 0; node = parents[static_cast<size_t>(node)]) {
+      way.insert(way.begin(), tokens[static_cast<size_t>(node)]);
+    }
+    Tokens past = text;
+    past.insert(past.end(), way.begin(), way.end());
+    return past;
+  }
   [[nodiscard]] std::vector<float> expected() const {
     std::vector<float> found;
-    for (const ScoreQuery& query : queries) {
-      Tokens way;
-      for (int node = query.node; node > 0; node = parents[static_cast<size_t>(node)]) {
-        way.insert(way.begin(), tokens[static_cast<size_t>(node)]);
-      }
-      Tokens past = text;
-      past.insert(past.end(), way.begin(), way.end());
-      found.push_back(FakeModel::logprob(past, query.token));
-    }
+    for (const ScoreQuery& query : queries) found.push_back(FakeModel::logprob(past(query), query.token));
     return found;
+  }
+  [[nodiscard]] bool has_expected_top() const {
+    for (size_t i = 0; i < top.size(); ++i) {
+      const auto ranks = static_cast<size_t>(top_count);
+      const ull::TokenLogprob expected = FakeModel::top(past(queries[i / ranks]), static_cast<int>(i % ranks));
+      if (top[i].token != expected.token || top[i].logprob != expected.logprob) return false;
+    }
+    return true;
   }
 
   Tokens text;
@@ -61,6 +74,8 @@ struct Pass {
   std::vector<uint8_t> parents;
   std::vector<ScoreQuery> queries;
   std::vector<float> logprobs;
+  int top_count;
+  std::vector<ull::TokenLogprob> top;
 };
 
 Status score(GraphRig& rig, Pass& pass) {
@@ -86,6 +101,24 @@ TEST(queries_are_answered_in_order) {
   }
 }
 
+// In passes with and without them by turns: what a pass wants is no matter of the next one's.
+TEST(the_likeliest_tokens_are_told_where_they_are_asked_for) {
+  GraphRig rig;
+  const Tokens prompt = prompt_of(70);
+  CHECK(rig.prefill({prompt.begin(), prompt.end() - 1}) == Status::kOk);
+  for (const int top_count : {1, 0, 5, 20, 0}) {
+    for (const int queries : {1, 64, 65, 200}) {
+      for (const int nodes : {1, 17}) {
+        Pass pass(prompt, nodes, queries, top_count);
+        CHECK(score(rig, pass) == Status::kOk);
+        CHECK(pass.logprobs == pass.expected());
+        CHECK(pass.has_expected_top());
+      }
+    }
+    CHECK(rig.complete(prompt, 5) == rig.model.continuation(prompt, 5));
+  }
+}
+
 // A pass of one node leaves the logits of all tokens, whichever sampler is the cheapest.
 TEST(logits_of_a_coarser_scan_are_not_scored) {
   FakeDevice::Script script{.has_plain = true, .plain_us = 2000, .has_scan = true, .scan_us = 1000};
@@ -96,6 +129,10 @@ TEST(logits_of_a_coarser_scan_are_not_scored) {
   CHECK(pass.logprobs == pass.expected());
   const auto records = rig.rest();
   CHECK(records[0].sampler == ull::graph::Sampler::kPlain);
+  Pass likeliest(prompt_of(1), 1, 3, 2);
+  CHECK(score(rig, likeliest) == Status::kOk);
+  CHECK(likeliest.has_expected_top());
+  (void)rig.rest();
   Tokens tokens = prompt_of(1);
   CHECK(rig.advance(tokens, 1) == Status::kOk);
   CHECK(rig.rest()[0].sampler == ull::graph::Sampler::kScan);
@@ -150,6 +187,8 @@ TEST(passes_that_cannot_be_are_refused) {
       [](Pass& pass, ScoreStep&) { pass.queries[2].token = 100; },
       [](Pass& pass, ScoreStep&) { pass.tokens[3] = 100; },
       [](Pass& pass, ScoreStep&) { pass.parents[3] = 3; },
+      [](Pass&, ScoreStep& step) { step.top_count = -1; },
+      [](Pass&, ScoreStep& step) { step.top_count = 21; },
   };
   for (const auto& mistake : mistakes) {
     Pass pass(prompt, 8, 5);
@@ -196,12 +235,22 @@ TEST(a_device_that_fails_while_it_scores_is_given_up) {
          script.absurdity = [](auto& answer) { --answer.count; };
        },
        "impossible answer"},
+      {[](auto& script, uint64_t at) {
+         script.absurd_at = at;
+         script.absurdity = [](auto& answer) { --answer.tokens[1].top_count; };
+       },
+       "impossible answer"},
+      {[](auto& script, uint64_t at) {
+         script.absurd_at = at;
+         script.absurdity = [](auto& answer) { answer.tokens[1].top[1].token = 100; };
+       },
+       "impossible answer"},
   };
   for (const Fault& fault : faults) {
     for (const uint64_t later : {1U, 5U}) {  // the first 64 queries, and the last
       GraphRig rig({}, {.watchdog_ms = 1000});
       rig.device.arm([&](FakeDevice::Script& script, uint64_t next) { fault.arm(script, next + later); });
-      Pass pass(prompt_of(1), 8, 300);
+      Pass pass(prompt_of(1), 8, 300, 2);
       CHECK(score(rig, pass) == Status::kExecutorFailed);
       CHECK(says(rig.executor.failure(), fault.words));
       CHECK(score(rig, pass) == Status::kExecutorFailed);

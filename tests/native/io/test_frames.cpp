@@ -232,6 +232,47 @@ TEST(a_prompt_s_logprobs_come_in_frames_of_their_own) {
   }
 }
 
+TEST(a_prompt_s_log_probabilities_with_the_likeliest_tokens) {
+  constexpr int kTokens = 1000;
+  for (const auto& [top_count, frames] : {std::pair(1, 2), std::pair(5, 6)}) {
+    Fixture f("");
+    f.request.prompt_tokens = kTokens;
+    f.request.prompt_logprobs = std::make_unique<ull::PromptLogprobs>(kTokens, 64, top_count);
+    const std::vector<int32_t> prompt(kTokens, 'x');
+    while (!f.request.prompt_logprobs->scored()) {
+      const ull::ScoreStep step = f.request.prompt_logprobs->next_step(prompt.data(), nullptr);
+      for (int i = 0; i < step.count; ++i) {
+        step.logprobs[i] = -1.0F;
+        for (int rank = 0; rank < top_count; ++rank) {
+          step.top[i * top_count + rank] = {(step.position + i) * 100 + rank, -0.5F * static_cast<float>(rank)};
+        }
+      }
+      CHECK(f.request.prompt_logprobs->accept());
+    }
+    f.delivery.prompt_logprobs_available = kTokens - 1;
+    int packed = 0, found = 0;
+    for (; f.delivery.prompt_logprobs_pending(); ++packed) {
+      const auto frame = f.packer.prompt_logprobs(f.request, f.delivery);
+      CHECK(frame.bytes.size() < 16 * 1024);
+      const Value value = MsgpackReader::read(text_of(frame.bytes));
+      CHECK_EQ(value.members.size(), 5U);
+      CHECK_EQ(value["logprobs"].items.size(), value["top"].items.size());
+      for (const Value& top : value["top"].items) {
+        CHECK_EQ(top.items.size(), static_cast<size_t>(top_count));
+        for (int rank = 0; rank < top_count; ++rank) {
+          const Value& pair = top.items[static_cast<size_t>(rank)];
+          CHECK_EQ(pair.items[0].integer, static_cast<uint64_t>(found * 100 + rank));
+          CHECK_EQ(pair.items[1].real, -0.5 * rank);
+        }
+        ++found;
+      }
+      f.delivery.prompt_logprobs_sent += frame.count;
+    }
+    CHECK_EQ(found, kTokens - 1);
+    CHECK_EQ(packed, frames);
+  }
+}
+
 TEST(the_done_frame_and_the_record) {
   Fixture f("hello");
   const std::string client = "client";

@@ -142,7 +142,7 @@ ULL_DEVICE Wish wish_of(const Round* round, const State* state, int node, const 
   Wish wish = wish_of(round, state, node);
   if (source.wanted >= 0) {
     wish.sampled = wish.listing = false;
-    wish.top_logprobs = 0;
+    if (wish.top_logprobs < 0) wish.top_logprobs = 0;
   }
   return wish;
 }

@@ -92,7 +92,8 @@ bool CpuExecutor::valid(const int32_t* tokens, int count, int start) const noexc
 }
 
 bool CpuExecutor::valid(const ScoreStep& step) const noexcept {
-  if (step.count > kMaxTreeTokens || !valid(step.tokens, step.count, step.position) || step.query_count < 1) {
+  if (step.count > kMaxTreeTokens || !valid(step.tokens, step.count, step.position) || step.query_count < 1 ||
+      step.top_count < 0 || step.top_count > std::min(kMaxTopLogprobs, info_.vocabulary)) {
     return false;
   }
   for (int node = 0; node < step.count; ++node) {

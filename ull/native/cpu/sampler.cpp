@@ -202,17 +202,21 @@ Status Sampler::normalise(const float* logits, LogNormaliser& out) noexcept {
 void Sampler::report_logprobs(const float* logits, float maximum, int count, RoundToken& token) noexcept {
   const LogNormaliser normalised = normaliser(logits, maximum);
   token.logprob = normalised.logprob(logits[token.token]);
+  token.top_count = list_likeliest(logits, normalised, std::min(count, kMaxTopLogprobs), token.top);
+}
 
-  const int wanted = std::min({count, kMaxTopLogprobs, vocabulary_});
+int Sampler::list_likeliest(const float* logits, const LogNormaliser& normaliser, int count,
+                            TokenLogprob* top) const noexcept {
+  const int wanted = std::min(count, vocabulary_);
   int held = 0;  // top[0, held) is sorted: larger logit, then smaller id
   for (int i = 0; i < vocabulary_ && wanted > 0; ++i) {
-    if (held == wanted && !(logits[i] > token.top[held - 1].logprob)) continue;
+    if (held == wanted && !(logits[i] > top[held - 1].logprob)) continue;
     int at = held < wanted ? held++ : held - 1;
-    for (; at > 0 && token.top[at - 1].logprob < logits[i]; --at) token.top[at] = token.top[at - 1];
-    token.top[at] = {i, logits[i]};
+    for (; at > 0 && top[at - 1].logprob < logits[i]; --at) top[at] = top[at - 1];
+    top[at] = {i, logits[i]};
   }
-  for (int i = 0; i < held; ++i) token.top[i].logprob = normalised.logprob(token.top[i].logprob);
-  token.top_count = held;
+  for (int i = 0; i < held; ++i) top[i].logprob = normaliser.logprob(top[i].logprob);
+  return held;
 }
 
 int Sampler::draw(const float* logits, float maximum, int32_t position, const Sampling& sampling) noexcept {

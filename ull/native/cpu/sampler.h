@@ -44,6 +44,9 @@ class Sampler {
   // The model's own distribution over logits [vocabulary]: the bits of token.logprob as sample() reports them.
   // kExecutorFailed if a logit is not finite.
   [[nodiscard]] Status normalise(const float* logits, LogNormaliser& normaliser) noexcept;
+  // The `count` likeliest tokens of these logits, at most the vocabulary -> top [count], likeliest first, of the same
+  // the smaller id first. Returns how many there are.
+  int list_likeliest(const float* logits, const LogNormaliser& normaliser, int count, TokenLogprob* top) const noexcept;
 
   // One logit with penalties and bias, as sample() and rank() see it.
   [[nodiscard]] static float adjusted(float logit, int32_t token, const Sampling& sampling,

@@ -204,7 +204,10 @@ Status Speculator::score_rows(const ScoreStep& step, int first, int end) noexcep
   for (int i = 0; i < step.query_count; ++i) {
     const ScoreQuery& query = step.queries[i];
     if (query.node < first || query.node >= end) continue;
-    step.logprobs[i] = normalisers[query.node].logprob(row(query.node)[query.token]);
+    const LogNormaliser& normaliser = normalisers[query.node];
+    step.logprobs[i] = normaliser.logprob(row(query.node)[query.token]);
+    TokenLogprob* top = step.top + static_cast<ptrdiff_t>(i) * step.top_count;
+    sampler_.list_likeliest(row(query.node), normaliser, step.top_count, top);
   }
   return Status::kOk;
 }

@@ -275,6 +275,11 @@ void Engine::check(const Submission& submission) const {
           "this engine's executor applies none");
   require(!submission.prompt_logprobs || executor_.info().scores_prompts(), "prompt_logprobs",
           "this engine's executor does not score prompts: leave it out");
+  require(submission.prompt_top_logprobs >= 0 && submission.prompt_top_logprobs <= kMaxPromptTopLogprobs,
+          "prompt_top_logprobs", "must be 0 to 5");
+  require(submission.prompt_top_logprobs <= vocabulary, "prompt_top_logprobs", "is more than the vocabulary has");
+  require(submission.prompt_top_logprobs == 0 || submission.prompt_logprobs, "prompt_top_logprobs",
+          "needs prompt_logprobs to be true");
 }
 
 // The tree of a submission's labels; null if it has none. Throws InvalidRequest.
@@ -320,8 +325,8 @@ uint64_t Engine::submit(const Submission& submission) {
   const uint32_t index = free_slot();
   std::unique_ptr<PromptLogprobs> prompt_logprobs;
   if (submission.prompt_logprobs) {
-    prompt_logprobs =
-        std::make_unique<PromptLogprobs>(static_cast<int32_t>(submission.tokens.size()), executor_.info().score_nodes);
+    prompt_logprobs = std::make_unique<PromptLogprobs>(static_cast<int32_t>(submission.tokens.size()),
+                                                       executor_.info().score_nodes, submission.prompt_top_logprobs);
   }
 
   RequestSlot& slot = shared_->slot(index);

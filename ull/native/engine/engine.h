@@ -66,7 +66,8 @@ struct Submission {
   uint64_t pin = 0;  // its KV stays under this number, in place of what did before, until unpin(); 0: as all others'
   int64_t received_ns = 0;
   int64_t admitted_ns = 0;
-  bool prompt_logprobs = false;  // how likely each of its tokens is, see PromptLogprobs
+  bool prompt_logprobs = false;  // how likely each of its tokens is, see PromptLogprobs, ...
+  int prompt_top_logprobs = 0;   // ... and so many of the likeliest in its place, at most kMaxPromptTopLogprobs
   bool rehearsal = false;        // the daemon's own, before it is ready: nobody counts it, and nothing of it stays
 };
 

@@ -4,8 +4,10 @@
 
 namespace ull {
 
-PromptLogprobs::PromptLogprobs(int32_t prompt_tokens, int score_nodes)
+PromptLogprobs::PromptLogprobs(int32_t prompt_tokens, int score_nodes, int top_count)
     : values_(static_cast<size_t>(prompt_tokens - 1)),
+      top_count_(top_count),
+      top_(values_.size() * static_cast<size_t>(top_count)),
       widest_(std::max(1, std::min(score_nodes, prompt_tokens - 1))),
       parents_(static_cast<size_t>(widest_)),
       queries_(static_cast<size_t>(widest_)) {
@@ -25,13 +27,20 @@ ScoreStep PromptLogprobs::next_step(const int32_t* prompt, const int32_t* pages)
           .pages = pages,
           .queries = queries_.data(),
           .query_count = count,
-          .logprobs = values_.data() + position};
+          .logprobs = values_.data() + position,
+          .top_count = top_count_,
+          .top = top_.data() + static_cast<ptrdiff_t>(position) * top_count_};
 }
 
 bool PromptLogprobs::accept() noexcept {
   const auto first = values_.begin() + found();
   const int32_t count = next_count();
   if (!std::all_of(first, first + count, [](float value) { return std::isfinite(value); })) return false;
+  const auto likeliest = top_.begin() + static_cast<ptrdiff_t>(found()) * top_count_;
+  if (!std::all_of(likeliest, likeliest + static_cast<ptrdiff_t>(count) * top_count_,
+                   [](const TokenLogprob& each) { return std::isfinite(each.logprob); })) {
+    return false;
+  }
   found_.store(found() + count, std::memory_order_relaxed);
   return true;
 }

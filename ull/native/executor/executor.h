@@ -162,14 +162,16 @@ struct ScoreQuery {
 // positions: then it holds them, and what follows them, when the pass has ended too, be it aborted. What the pass
 // writes has the bits that are there.
 struct ScoreStep {
-  const int32_t* tokens;      // [count] tokens[0], the root, stands at `position`
-  const uint8_t* parents;     // [count] parents[i] < i; parents[0] = 0
-  int32_t count;              // 1 .. ExecutorInfo::score_nodes
-  int32_t position;           // pages cover position + count - 1
-  const int32_t* pages;       // page table
-  const ScoreQuery* queries;  // [query_count]
-  int32_t query_count;        // 1 or more
-  float* logprobs;            // out: [query_count], complete once the step is kOk
+  const int32_t* tokens;        // [count] tokens[0], the root, stands at `position`
+  const uint8_t* parents;       // [count] parents[i] < i; parents[0] = 0
+  int32_t count;                // 1 .. ExecutorInfo::score_nodes
+  int32_t position;             // pages cover position + count - 1
+  const int32_t* pages;         // page table
+  const ScoreQuery* queries;    // [query_count]
+  int32_t query_count;          // 1 or more
+  float* logprobs;              // out: [query_count], complete once the step is kOk
+  int32_t top_count = 0;        // 0 .. kMaxTopLogprobs, at most the vocabulary: so many of the likeliest tokens, ...
+  TokenLogprob* top = nullptr;  // ... out: [query_count][top_count], likeliest first; of the same, the smaller id first
 };
 
 // Copies the first positions of a KV page to another one, all layers, for the draft model's cache too.

@@ -67,7 +67,8 @@ bool GraphExecutor::valid(const RoundStep& step) const noexcept {
 }
 
 bool GraphExecutor::valid(const ScoreStep& step) const noexcept {
-  if (step.count > info_.score_nodes || !valid(step.tokens, step.count, step.position) || step.query_count < 1) {
+  if (step.count > info_.score_nodes || !valid(step.tokens, step.count, step.position) || step.query_count < 1 ||
+      step.top_count < 0 || step.top_count > std::min(kMaxTopLogprobs, info_.vocabulary)) {
     return false;
   }
   for (int i = 1; i < step.count; ++i) {
@@ -256,11 +257,12 @@ void GraphExecutor::launch_scores() noexcept {
   if (first_ == 0) {
     const int pages = pages_for(step.position + step.count);
     if (!queue_.has_slot()) return;
-    if (!setting_.holds(Sampling{}, nullptr, 0) || !setting_.holds(step.pages, pages)) {
+    const Sampling sampling{.top_logprobs = step.top_count > 0 ? step.top_count : -1};  // of the queries, not the round
+    if (!setting_.holds(sampling, nullptr, 0) || !setting_.holds(step.pages, pages)) {
       if (!queue_.setting_is_free(setting_)) return;
-      setting_.take(Sampling{}, nullptr, 0, step.pages, pages);
+      setting_.take(sampling, nullptr, 0, step.pages, pages);
     }
-    void* graph = graphs_.round_for(step.count, Sampling{}, /*keeps_logits=*/true);
+    void* graph = graphs_.round_for(step.count, sampling, /*keeps_logits=*/true);
     gpu::RoundRequest& request = queue_.next_request(graph);
     request.mode = gpu::RoundMode::kTake;
     request.count = step.count;

@@ -143,8 +143,15 @@ Status Redraws::collect(const ScoreStep& step) noexcept {
     }
     bool valid = answer.status == gpu::RoundStatus::kOk && answer.count == count;
     for (int i = 0; i < count && valid; ++i) {
-      valid = answer.tokens[i].token == step.queries[answered_ + i].token;
-      step.logprobs[answered_ + i] = answer.tokens[i].logprob;
+      const gpu::EmittedToken& scored = answer.tokens[i];
+      valid = scored.token == step.queries[answered_ + i].token && scored.top_count == step.top_count;
+      step.logprobs[answered_ + i] = scored.logprob;
+      TokenLogprob* top = step.top + static_cast<ptrdiff_t>(answered_ + i) * step.top_count;
+      for (int rank = 0; rank < step.top_count && valid; ++rank) {
+        const int32_t token = scored.top[rank].token;
+        valid = token >= 0 && token < program_.vocabulary;
+        top[rank] = {token, scored.top[rank].logprob};
+      }
     }
     if (!valid) return queue_.fail("the device gave an impossible answer to scores", /*restart_helps=*/true);
     answered_ += count;

@@ -172,6 +172,15 @@ void pack_grammar(MsgpackWriter& out, const RequestSlot& request) noexcept {
 
 [[nodiscard]] uint64_t grammar_pairs(const RequestSlot& request) noexcept { return request.constraint != nullptr; }
 
+void pack_top(MsgpackWriter& out, std::span<const TokenLogprob> top) noexcept {
+  out.array(top.size());
+  for (const TokenLogprob& each : top) {
+    out.array(2);
+    out.integer(static_cast<uint64_t>(each.token));
+    out.real(each.logprob);
+  }
+}
+
 void pack_logprob(MsgpackWriter& out, const RoundToken& token) noexcept {
   out.map(3);
   out.text("token");
@@ -179,12 +188,7 @@ void pack_logprob(MsgpackWriter& out, const RoundToken& token) noexcept {
   out.text("logprob");
   out.real(token.logprob);
   out.text("top");
-  out.array(static_cast<uint64_t>(token.top_count));
-  for (int rank = 0; rank < token.top_count; ++rank) {
-    out.array(2);
-    out.integer(static_cast<uint64_t>(token.top[rank].token));
-    out.real(token.top[rank].logprob);
-  }
+  pack_top(out, {token.top, static_cast<size_t>(token.top_count)});
 }
 
 }  // namespace
@@ -249,10 +253,12 @@ FramePacker::TokenFrame FramePacker::tokens(const RequestSlot& request, const De
 }
 
 FramePacker::PromptFrame FramePacker::prompt_logprobs(const RequestSlot& request, const Delivery& delivery) noexcept {
+  const PromptLogprobs& logprobs = *request.prompt_logprobs;
   const int32_t first = delivery.prompt_logprobs_sent;
-  const int32_t count = std::min(delivery.prompt_logprobs_available - first, kMaxFramePromptLogprobs);
+  const int32_t most = kMaxFramePromptLogprobs / (1 + 2 * logprobs.top_count());
+  const int32_t count = std::min(delivery.prompt_logprobs_available - first, most);
   MsgpackWriter out(buffer_);
-  out.map(4);
+  out.map(logprobs.top_count() > 0 ? 5 : 4);
   out.text("type");
   out.text("prompt_logprobs");
   out.text("id");
@@ -261,9 +267,15 @@ FramePacker::PromptFrame FramePacker::prompt_logprobs(const RequestSlot& request
   out.integer(static_cast<uint64_t>(first + 1));  // of the prompt's tokens, the first has none
   out.text("logprobs");
   out.array(static_cast<uint64_t>(count));
-  for (const float value :
-       request.prompt_logprobs->values().subspan(static_cast<size_t>(first), static_cast<size_t>(count))) {
+  for (const float value : logprobs.values().subspan(static_cast<size_t>(first), static_cast<size_t>(count))) {
     out.real(value);
+  }
+  if (const auto top_count = static_cast<size_t>(logprobs.top_count()); top_count > 0) {
+    out.text("top");
+    out.array(static_cast<uint64_t>(count));
+    for (int32_t i = first; i < first + count; ++i) {
+      pack_top(out, logprobs.top().subspan(static_cast<size_t>(i) * top_count, top_count));
+    }
   }
   return {out.bytes(), count};
 }

@@ -16,7 +16,8 @@ namespace ull {
 
 inline constexpr int kMaxFrameTokens = 4096;          // tokens per frame; a longer backlog takes several
 inline constexpr int kMaxFrameLogprobs = 256;         // tokens per frame with logprobs
-inline constexpr int kMaxFramePromptLogprobs = 2048;  // of a prompt's tokens per frame: ten kilobytes
+inline constexpr int kMaxFramePromptLogprobs = 2048;  // numbers per frame of a prompt's tokens, each of the likeliest
+                                                      // two of them: ten kilobytes
 inline constexpr size_t kFrameText = 256 * 1024;      // bytes of text per frame
 inline constexpr size_t kMaxDigest = 64;              // characters of a bundle's digest
 

@@ -68,6 +68,7 @@ uint64_t submit(Engine& engine, const nb::bytes& identity, uint64_t request_id, 
   submission.received_ns = parameter(params, "received_ns", int64_t{0});
   submission.admitted_ns = parameter(params, "admitted_ns", int64_t{0});
   submission.prompt_logprobs = parameter(params, "prompt_logprobs", false);
+  submission.prompt_top_logprobs = parameter(params, "prompt_top_logprobs", 0);
   submission.rehearsal = parameter(params, "rehearsal", false);
   return engine.submit(submission);
 }

@@ -26,6 +26,7 @@ constexpr std::pair<const char*, int> kLimits[] = {
     {"grammar_bytes", static_cast<int>(grammar::kMostSource)},  // of its text
     {"logit_bias", kMaxLogitBias},
     {"logprobs", kMaxTopLogprobs},
+    {"prompt_top_logprobs", kMaxPromptTopLogprobs},
     {"medusa_heads", kMaxMedusaHeads},
     {"medusa_layers", kMaxMedusaLayers},
     {"page_tokens", kPageTokens},

@@ -162,6 +162,8 @@ void ScriptedExecutor::give_scores() noexcept {
   for (int i = 0; i < scores_.query_count; ++i) {
     const ScoreQuery& query = scores_.queries[i];
     scores_.logprobs[i] = logprob_of(with(hashes[query.node], query.token));
+    TokenLogprob* top = scores_.top + static_cast<ptrdiff_t>(i) * scores_.top_count;
+    for (int rank = 0; rank < scores_.top_count; ++rank) top[rank] = top_of(hashes[query.node], rank);
   }
 }
 
@@ -178,6 +180,17 @@ float ScriptedExecutor::scripted_logprob(std::span<const int32_t> past, int32_t 
   uint32_t hash = kNoTokens;
   for (const int32_t each : past) hash = with(hash, each);
   return logprob_of(with(hash, token));
+}
+
+TokenLogprob ScriptedExecutor::top_of(uint32_t hash, int rank) const noexcept {
+  const auto token = (hash + static_cast<uint32_t>(rank)) % static_cast<uint32_t>(options_.vocabulary);
+  return {static_cast<int32_t>(token), -0.5F - static_cast<float>(rank)};
+}
+
+TokenLogprob ScriptedExecutor::scripted_top(std::span<const int32_t> past, int rank) const noexcept {
+  uint32_t hash = kNoTokens;
+  for (const int32_t each : past) hash = with(hash, each);
+  return top_of(hash, rank);
 }
 
 int32_t& ScriptedExecutor::cached(const int32_t* pages, int position) noexcept {

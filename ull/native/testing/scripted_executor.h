@@ -65,6 +65,8 @@ class ScriptedExecutor : public Executor {
 
   // As start_scores() says, of `token` behind `past`.
   [[nodiscard]] static float scripted_logprob(std::span<const int32_t> past, int32_t token) noexcept;
+  // Which token it calls the likeliest there, but for `rank` others.
+  [[nodiscard]] TokenLogprob scripted_top(std::span<const int32_t> past, int rank) const noexcept;
 
  private:
   enum class Kind { kRound, kScores, kOther };
@@ -72,6 +74,7 @@ class ScriptedExecutor : public Executor {
   [[nodiscard]] Status start(int64_t cost_ns) noexcept;
   [[nodiscard]] Status wait() noexcept;
   [[nodiscard]] Status compute(int64_t cost_ns) noexcept;
+  [[nodiscard]] TokenLogprob top_of(uint32_t hash, int rank) const noexcept;
   [[nodiscard]] int32_t& cached(const int32_t* pages, int position) noexcept;
   [[nodiscard]] int32_t next_token(const int32_t* pages, int position) noexcept;
   [[nodiscard]] int32_t allowed_token(const int32_t* pages, int position, TokenConstraint& constraint) noexcept;

@@ -40,6 +40,7 @@ struct Request {
   std::map<uint32_t, double> logit_bias = {};
   std::optional<uint64_t> logprobs = std::nullopt;
   std::optional<bool> prompt_logprobs = std::nullopt;
+  std::optional<uint64_t> prompt_top_logprobs = std::nullopt;
   std::vector<std::string> choices = {};
   std::optional<Value> json_schema = std::nullopt;
   std::optional<std::string> regex = std::nullopt;
@@ -54,10 +55,12 @@ struct Request {
   Value::Map extra = {};
 };
 
+using TopLogprobs = std::vector<std::pair<uint32_t, double>>;  // the likeliest tokens, likeliest first
+
 struct Logprob {
   uint32_t token = 0;
   double logprob = 0;
-  std::vector<std::pair<uint32_t, double>> top = {};  // the likeliest tokens, likeliest first
+  TopLogprobs top = {};
 };
 
 // The tokens of one round, or of several where one side fell behind.
@@ -93,7 +96,8 @@ struct ToolCall {
 struct Result {
   std::string text = {};
   TokenIds token_ids = {};
-  std::vector<double> prompt_logprobs = {};  // where they were asked for: [i] of the prompt's token i + 1
+  std::vector<double> prompt_logprobs = {};           // where they were asked for: [i] of the prompt's token i + 1
+  std::vector<TopLogprobs> prompt_top_logprobs = {};  // likewise: the likeliest tokens in its place
   std::string finish_reason = {};
   Usage usage = {};
   uint64_t seed = 0;
@@ -147,6 +151,7 @@ inline Value::Map fields_of(const Request& request) {
   }
   put(map, "logprobs", request.logprobs);
   put(map, "prompt_logprobs", request.prompt_logprobs);
+  put(map, "prompt_top_logprobs", request.prompt_top_logprobs);
   put(map, "choices", request.choices);
   put(map, "json_schema", request.json_schema);
   put(map, "regex", request.regex);
@@ -183,6 +188,15 @@ inline uint64_t unsigned_or(const Value& value, uint64_t otherwise) {
   return value.is_nil() ? otherwise : value.as_unsigned();
 }
 
+inline TopLogprobs top_of(const Value& pairs) {
+  TopLogprobs top;
+  for (const Value& pair : pairs.as_list()) {
+    if (pair.as_list().size() != 2) throw ProtocolError("an entry of `top` is no pair");
+    top.emplace_back(token_id(pair.as_list()[0]), pair.as_list()[1].as_number());
+  }
+  return top;
+}
+
 inline Tokens tokens_of(const Value& message) {
   Tokens tokens{message["index"].as_unsigned(),
                 ids_of(message["ids"]),
@@ -192,12 +206,7 @@ inline Tokens tokens_of(const Value& message) {
   if (const Value& logprobs = message["logprobs"]; !logprobs.is_nil()) {
     for (const Value& entry : logprobs.as_list()) {
       Logprob found{token_id(entry["token"]), entry["logprob"].as_number(), {}};
-      if (!entry["top"].is_nil()) {
-        for (const Value& pair : entry["top"].as_list()) {
-          if (pair.as_list().size() != 2) throw ProtocolError("an entry of `top` is no pair");
-          found.top.emplace_back(token_id(pair.as_list()[0]), pair.as_list()[1].as_number());
-        }
-      }
+      if (!entry["top"].is_nil()) found.top = top_of(entry["top"]);
       tokens.logprobs.push_back(std::move(found));
     }
   }
@@ -212,6 +221,10 @@ inline void add_prompt_logprobs(Result& result, const Value& message) {
   }
   const std::vector<double> more = numbers_of(message["logprobs"]);
   found.insert(found.end(), more.begin(), more.end());
+  if (const Value& top = message["top"]; !top.is_nil()) {
+    if (top.as_list().size() != more.size()) throw ProtocolError("not each token of a prompt has its `top`");
+    for (const Value& each : top.as_list()) result.prompt_top_logprobs.push_back(top_of(each));
+  }
 }
 
 // Fills in what `done` says; the text and the ids have come before.
