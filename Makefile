@@ -30,9 +30,15 @@ LONGEST := $(patsubst %,tests/%.py,gpu/test_gpu_end_to_end tensorrt_plans/test_t
 # OpenBLAS's threads spin while they wait for each other: beside a second process that costs more than they save.
 ONE_THREAD := OPENBLAS_NUM_THREADS=1
 
+# What `make sanitize` runs. Where that follows, as in CI, SANITIZED_LATER=yes leaves it out here: once is enough.
+SANITIZED := $(patsubst %,tests/kernels/test_kernel_%.py,redraw chunk fast_chunk dflash attention linear)
+SANITIZED += $(filter-out %_compile.py %_report.py $(SANITIZED),$(wildcard tests/kernels/test_kernel_*.py))
+SANITIZED += $(patsubst %,tests/kernels/test_%.py,emulator warpgroup clusters)
+TESTS := $(LONGEST) $(filter-out $(LONGEST),$(sort $(wildcard tests/*/test_*.py)))
+
 test: $(VENV)/.installed-test  ## linters, types, the test suite
 	$(MAKE) --no-print-directory lint
-	$(ONE_THREAD) $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(LONGEST) $(filter-out $(LONGEST),$(sort $(wildcard tests/*/test_*.py)))
+	$(ONE_THREAD) $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(filter-out $(if $(SANITIZED_LATER),$(SANITIZED)),$(TESTS))
 
 check: $(VENV)/.installed-test  ## linters, types and the quick tests of the rooms that changed: about a minute
 	$(BIN)/python tests/house/changed_rooms.py
@@ -51,27 +57,27 @@ format: $(VENV)/.installed-test  ## rewrite the sources in the house format
 # The native unit tests, in the module's own build, whose core they share, then under the sanitizers.
 NATIVE_TESTS := .cache/native
 define run_native_tests
-	$(BIN)/cmake --build $(1) --target native_tests
-	$(BIN)/ctest --test-dir $(1) --output-on-failure -j 3
+	$(BIN)/cmake --build $(1) --target $(2)
+	$(BIN)/ctest --test-dir $(1) --output-on-failure -j 3 -R '^($(subst native_tests,.*,$(subst $(space),|,$(2))))$$'
 endef
 define configure_sanitized
 	$(BIN)/cmake -S ull/native -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
 	  -DULL_BUILD_MODULE=OFF -DULL_SANITIZE=$(2) > /dev/null
 endef
 
-native-test: $(VENV)/.installed-test  ## native unit tests
-	$(call run_native_tests,$$(dirname $$(ls -t .cache/cmake/*/build.ninja | head -1)))
+ONLY ?= native_tests
+native-test: $(VENV)/.installed-test  ## native unit tests; ONLY="test_a test_b": these alone
+	$(call run_native_tests,$$(dirname $$(ls -t .cache/cmake/*/build.ninja | head -1)),$(ONLY))
 
 sanitize: $(VENV)/.installed-test  ## native unit tests under ASan + UBSan, then TSan; kernels under ASan + UBSan
 	$(call configure_sanitized,$(NATIVE_TESTS)/asan,address$(comma)undefined)
-	$(call run_native_tests,$(NATIVE_TESTS)/asan)
+	$(call run_native_tests,$(NATIVE_TESTS)/asan,native_tests)
 	$(call configure_sanitized,$(NATIVE_TESTS)/tsan,thread)
-	$(call run_native_tests,$(NATIVE_TESTS)/tsan)
+	$(call run_native_tests,$(NATIVE_TESTS)/tsan,native_tests)
 	ULL_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(PRELOADED)" $(ONE_THREAD) \
-	  $(BIN)/python -m pytest $(SIDE_BY_SIDE) -p no:faulthandler --capture=sys -o timeout=900 \
-	  $(filter-out %_compile.py %_report.py,$(wildcard tests/kernels/test_kernel_*.py)) \
-	  $(patsubst %,tests/kernels/test_%.py,emulator warpgroup clusters)
+	  $(BIN)/python -m pytest $(SIDE_BY_SIDE) -p no:faulthandler --capture=sys -o timeout=900 $(SANITIZED)
 comma := ,
+space := $(subst ,, )
 # libstdc++ beside libasan: it looks up what throws exceptions when it starts, and Python itself has none.
 PRELOADED = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so)
 
