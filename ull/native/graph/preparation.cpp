@@ -125,16 +125,17 @@ VerifyCosts GraphExecutor::measure() {
   const int64_t prefill_ns = timed_prompt(program_.prefill, std::min(held, gpu::kTreeTokens), 0);
   graphs_.measured(near_ns, single_ns, prefill_ns);
   if (program_.chunk != nullptr) {
-    const int64_t many_ns = timed_prompt(program_.chunk, std::min(held, gpu::kChunkTokens), 0);
+    constexpr int kTiles = PromptCosts::kTiles;
+    const auto timed_chunk = [&](int tiles, int position) {
+      return timed_prompt(program_.chunk, std::min(held, tiles * gpu::kChunkTile), position);
+    };
+    const int64_t one_ns = timed_chunk(1, 0), many_ns = one_ns < kMeasureNs ? timed_chunk(kTiles, 0) : kTiles * one_ns;
+    dearest_ns_ = std::max(dearest_ns_, many_ns);
     const int behind = std::min(far, held - gpu::kChunkTokens);
     if (many_ns < kMeasureNs && behind > 0 && !program_.chunks_prefill()) {
-      const auto timed_chunk = [&](int tiles, int position) {
-        return timed_prompt(program_.chunk, tiles * gpu::kChunkTile, position);
-      };
-      constexpr int kTiles = PromptCosts::kTiles;
       std::array<PromptCosts::Measured, kTiles> chunks;
-      for (int tiles = 1; tiles < kTiles; ++tiles) chunks[static_cast<size_t>(tiles) - 1] = {timed_chunk(tiles, 0), 0};
-      chunks.front().far_ns = timed_chunk(1, behind);
+      chunks.front() = {one_ns, timed_chunk(1, behind)};
+      for (int tiles = 2; tiles < kTiles; ++tiles) chunks[static_cast<size_t>(tiles) - 1] = {timed_chunk(tiles, 0), 0};
       chunks.back() = {many_ns, timed_chunk(kTiles, behind)};
       const int64_t plain = single_ns[static_cast<int>(graphs_.plain())], single = plain > 0 ? plain : near_ns[0];
       const PromptCosts::First first{
