@@ -9,7 +9,7 @@ CLIENTS := $(shell find clients tests/clients -name '*.cpp' -o -name '*.hpp')
 KERNELS := $(shell find ull/kernels tests/doubles/emulator tests/doubles/fakecuda -name '*.c*' -o -name '*.h')
 
 .PHONY: demo test check lint format native-test sanitize fuzz oldest-nvrtc oracle doors man wheel wheels kernels-report h200 h200-tensorrt
-.PHONY: h200-wheels
+.PHONY: h200-wheels sanitize-native sanitize-threads sanitize-kernels
 .PHONY: install clean help
 .DEFAULT_GOAL := help
 
@@ -30,15 +30,11 @@ LONGEST := $(patsubst %,tests/%.py,gpu/test_gpu_end_to_end tensorrt_plans/test_t
 # OpenBLAS's threads spin while they wait for each other: beside a second process that costs more than they save.
 ONE_THREAD := OPENBLAS_NUM_THREADS=1
 
-# What `make sanitize` runs. Where that follows, as in CI, SANITIZED_LATER=yes leaves it out here: once is enough.
-SANITIZED := $(patsubst %,tests/kernels/test_kernel_%.py,redraw chunk fast_chunk dflash attention linear)
-SANITIZED += $(filter-out %_compile.py %_report.py $(SANITIZED),$(wildcard tests/kernels/test_kernel_*.py))
-SANITIZED += $(patsubst %,tests/kernels/test_%.py,emulator warpgroup clusters)
 TESTS := $(LONGEST) $(filter-out $(LONGEST),$(sort $(wildcard tests/*/test_*.py)))
 
 test: $(VENV)/.installed-test  ## linters, types, the test suite
 	$(MAKE) --no-print-directory lint
-	$(ONE_THREAD) $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(filter-out $(if $(SANITIZED_LATER),$(SANITIZED)),$(TESTS))
+	$(ONE_THREAD) $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(TESTS)
 
 check: $(VENV)/.installed-test  ## linters, types and the quick tests of the rooms that changed: about a minute
 	$(BIN)/python tests/house/changed_rooms.py
@@ -69,11 +65,21 @@ ONLY ?= native_tests
 native-test: $(VENV)/.installed-test  ## native unit tests; ONLY="test_a test_b": these alone
 	$(call run_native_tests,$$(dirname $$(ls -t .cache/cmake/*/build.ninja | head -1)),$(ONLY))
 
-sanitize: $(VENV)/.installed-test  ## native unit tests under ASan + UBSan, then TSan; kernels under ASan + UBSan
+sanitize: sanitize-native sanitize-threads sanitize-kernels  ## native tests under ASan + UBSan, then TSan; kernels under ASan + UBSan
+
+sanitize-native: $(VENV)/.installed-test
 	$(call configure_sanitized,$(NATIVE_TESTS)/asan,address$(comma)undefined)
 	$(call run_native_tests,$(NATIVE_TESTS)/asan,native_tests)
+
+sanitize-threads: $(VENV)/.installed-test
 	$(call configure_sanitized,$(NATIVE_TESTS)/tsan,thread)
 	$(call run_native_tests,$(NATIVE_TESTS)/tsan,native_tests)
+
+# Those that take longest first.
+SANITIZED := $(patsubst %,tests/kernels/test_kernel_%.py,redraw chunk fast_chunk dflash attention linear)
+SANITIZED += $(filter-out %_compile.py %_report.py $(SANITIZED),$(wildcard tests/kernels/test_kernel_*.py))
+SANITIZED += $(patsubst %,tests/kernels/test_%.py,emulator warpgroup clusters)
+sanitize-kernels: $(VENV)/.installed-test
 	ULL_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(PRELOADED)" $(ONE_THREAD) \
 	  $(BIN)/python -m pytest $(SIDE_BY_SIDE) -p no:faulthandler --capture=sys -o timeout=900 $(SANITIZED)
 comma := ,
