@@ -89,7 +89,7 @@ def test_a_chunks_products_stay_in_flight(name: str, source: Path) -> None:
 
 
 @pytest.mark.parametrize("source", CHUNK_SOURCES, ids=lambda path: path.name)
-@pytest.mark.parametrize("arch", ["llama-3.1-8b", "llama-3.3-70b"])
+@pytest.mark.parametrize("arch", ["llama-3.2-1b", "llama-3.1-8b", "qwen3-8b", "llama-3.3-70b"])
 def test_kernels_of_fast_prefill_compile_without_spills(arch: str, source: Path) -> None:
     compiled = compile_file(source, device_macros(shape_model(arch), Precision(kv="fp8"), fast_prefill=True))
     assert set(compiled.kernels) <= CHUNK_KERNELS
@@ -116,7 +116,7 @@ def test_medusa_heads_compile_without_spills(name: str, arch: str, source: Path)
 
 
 @pytest.mark.parametrize("source", SCAN_SOURCES, ids=lambda path: path.name)
-@pytest.mark.parametrize("arch", ["llama-3.1-8b", "llama-3.3-70b"])
+@pytest.mark.parametrize("arch", ["llama-3.2-1b", "llama-3.1-8b", "llama-3.3-70b"])
 def test_the_scan_of_the_lm_head_compiles_without_spills(arch: str, source: Path) -> None:
     """And leaves registers for a second block, its own or the next kernel's."""
     compiled = compile_file(source, device_macros(shape_model(arch), Precision(lm_head_scan=True)))
@@ -150,7 +150,7 @@ EAGLES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", EAGLES)
-@pytest.mark.parametrize("arch", ["llama-3.2-1b", "llama-3.1-8b"])
+@pytest.mark.parametrize("arch", ["llama-3.2-1b", "llama-3.1-8b", "llama-3.3-70b"])
 def test_eagle_heads_compile_without_spills(arch: str, name: str) -> None:
     """What is their own, and what of the others' kernels looks different with their macros."""
     macros = device_eagle_macros(eagle_head(arch, **EAGLES[name]), shape_model(arch).hidden)

@@ -22,7 +22,7 @@ from ull.gpu import params as layout
 from ull.gpu.geometry import sampling as launches
 
 SOURCES = ["begin.cu", "sample.cu", "filter.cu", "accept.cu"]
-SMALL, LARGE = 1003, 30011  # neither is a multiple of what a word of the mask, or a load of it, holds
+SMALL, LARGE = 1003, 70001  # neither is a multiple of what a word of the mask, or a load of it, holds
 MULTIPROCESSORS = 132
 POSITION = 30  # of the node that is drawn behind, where there is no text
 
@@ -178,7 +178,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_k": 40, "seed": 2},
     {"temperature": 1.0, "top_p": 0.95, "seed": 3, "top_logprobs": 3},
     {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "min_p": 0.05, "seed": 4, "top_logprobs": 0},
-    {"temperature": 5.0, "top_k": 25000, "top_p": 0.99, "seed": 6, "logit_bias": {5: 2.0, 29999: 7.0}},
+    {"temperature": 5.0, "top_k": 60000, "top_p": 0.99, "seed": 6, "logit_bias": {5: 2.0, 69999: 7.0}},
 ]
 
 
