@@ -30,11 +30,9 @@ LONGEST := $(patsubst %,tests/%.py,gpu/test_gpu_end_to_end tensorrt_plans/test_t
 # OpenBLAS's threads spin while they wait for each other: beside a second process that costs more than they save.
 ONE_THREAD := OPENBLAS_NUM_THREADS=1
 
-TESTS := $(LONGEST) $(filter-out $(LONGEST),$(sort $(wildcard tests/*/test_*.py)))
-
 test: $(VENV)/.installed-test  ## linters, types, the test suite
 	$(MAKE) --no-print-directory lint
-	$(ONE_THREAD) $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(TESTS)
+	$(ONE_THREAD) $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(LONGEST) $(filter-out $(LONGEST),$(sort $(wildcard tests/*/test_*.py)))
 
 check: $(VENV)/.installed-test  ## linters, types and the quick tests of the rooms that changed: about a minute
 	$(BIN)/python tests/house/changed_rooms.py
@@ -53,27 +51,26 @@ format: $(VENV)/.installed-test  ## rewrite the sources in the house format
 # The native unit tests, in the module's own build, whose core they share, then under the sanitizers.
 NATIVE_TESTS := .cache/native
 define run_native_tests
-	$(BIN)/cmake --build $(1) --target $(2)
-	$(BIN)/ctest --test-dir $(1) --output-on-failure -j 3 -R '^($(subst native_tests,.*,$(subst $(space),|,$(2))))$$'
+	$(BIN)/cmake --build $(1) --target $(or $(ONLY),native_tests)
+	$(BIN)/ctest --test-dir $(1) --output-on-failure -j 3 $(if $(ONLY),-R '^($(subst $(space),|,$(ONLY)))$$')
 endef
 define configure_sanitized
 	$(BIN)/cmake -S ull/native -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
 	  -DULL_BUILD_MODULE=OFF -DULL_SANITIZE=$(2) > /dev/null
 endef
 
-ONLY ?= native_tests
 native-test: $(VENV)/.installed-test  ## native unit tests; ONLY="test_a test_b": these alone
-	$(call run_native_tests,$$(dirname $$(ls -t .cache/cmake/*/build.ninja | head -1)),$(ONLY))
+	$(call run_native_tests,$$(dirname $$(ls -t .cache/cmake/*/build.ninja | head -1)))
 
 sanitize: sanitize-native sanitize-threads sanitize-kernels  ## native tests under ASan + UBSan, then TSan; kernels under ASan + UBSan
 
 sanitize-native: $(VENV)/.installed-test
 	$(call configure_sanitized,$(NATIVE_TESTS)/asan,address$(comma)undefined)
-	$(call run_native_tests,$(NATIVE_TESTS)/asan,native_tests)
+	$(call run_native_tests,$(NATIVE_TESTS)/asan)
 
 sanitize-threads: $(VENV)/.installed-test
 	$(call configure_sanitized,$(NATIVE_TESTS)/tsan,thread)
-	$(call run_native_tests,$(NATIVE_TESTS)/tsan,native_tests)
+	$(call run_native_tests,$(NATIVE_TESTS)/tsan)
 
 # Those that take longest first.
 SANITIZED := $(patsubst %,tests/kernels/test_kernel_%.py,redraw chunk fast_chunk dflash attention linear)

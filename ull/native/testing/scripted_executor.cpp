@@ -18,6 +18,12 @@ constexpr uint32_t with(uint32_t hash, int32_t token) noexcept {
   return (hash ^ static_cast<uint32_t>(token)) * 16777619U;
 }
 
+uint32_t hash_of(std::span<const int32_t> past) noexcept {
+  uint32_t hash = kNoTokens;
+  for (const int32_t each : past) hash = with(hash, each);
+  return hash;
+}
+
 float logprob_of(uint32_t hash) noexcept { return -static_cast<float>(hash >> 20) / 256.0F; }
 
 }  // namespace
@@ -177,9 +183,7 @@ bool ScriptedExecutor::stands_in_cache(const ScoreStep& step) noexcept {
 }
 
 float ScriptedExecutor::scripted_logprob(std::span<const int32_t> past, int32_t token) noexcept {
-  uint32_t hash = kNoTokens;
-  for (const int32_t each : past) hash = with(hash, each);
-  return logprob_of(with(hash, token));
+  return logprob_of(with(hash_of(past), token));
 }
 
 TokenLogprob ScriptedExecutor::top_of(uint32_t hash, int rank) const noexcept {
@@ -188,9 +192,7 @@ TokenLogprob ScriptedExecutor::top_of(uint32_t hash, int rank) const noexcept {
 }
 
 TokenLogprob ScriptedExecutor::scripted_top(std::span<const int32_t> past, int rank) const noexcept {
-  uint32_t hash = kNoTokens;
-  for (const int32_t each : past) hash = with(hash, each);
-  return top_of(hash, rank);
+  return top_of(hash_of(past), rank);
 }
 
 int32_t& ScriptedExecutor::cached(const int32_t* pages, int position) noexcept {
