@@ -27,6 +27,7 @@ from ull.gpu.places import HostBlocks, Places
 from ull.gpu.rounds import PLAIN, Rounds
 from ull_build.code import nvrtc
 from ull_build.code.kernels import compile_file, kernel_sources
+from ull_build.recipe import ForwardRecipe
 from ull_build.shapes import shape_model
 
 TARGET = "sm_90a"
@@ -110,7 +111,8 @@ def figures_of(source: Path, arch: str, launches: dict[str, Launch], fast: bool 
 
     `fast`: those of bundles that read prompts fast, whose names then end in "_fast".
     """
-    compiled = compile_file(source, device_macros(shape_model(arch), Precision(), fast_prefill=fast), TARGET)
+    model, precision, recipe = shape_model(arch), Precision(), ForwardRecipe(prefill="fast" if fast else "fused")
+    compiled = compile_file(source, device_macros(model, precision, forward=recipe.own(TARGET)), TARGET)
     codes, entries = disassemble(compiled.cubin), _entries(compiled.ptx)
     found = {}
     for kernel in compiled.kernels:

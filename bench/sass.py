@@ -19,10 +19,12 @@ _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 _INSTRUCTION_BYTES = 16
 
-WAIT, MMA, BARRIER = "ACQBULK", "HMMA", "BAR."  # griddepcontrol.wait, mma.sync, bar.sync
+WAIT, BARRIER = "ACQBULK", "BAR."  # griddepcontrol.wait, bar.sync
+WARP_MMA, WARPGROUP_MMA = "HMMA", "HGMMA"  # mma.sync, wgmma
+MMA = (WARP_MMA, WARPGROUP_MMA)
 _FROM_E4M3 = re.compile(r"F2FP\.F16\.E4M3\.UNPACK_B")  # two weights of every lane
 _WARP = 32
-_A_OPERAND = 16 * 16  # weights that one mma takes
+_A_OPERAND = 16 * 16  # weights of a warp that one mma takes
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class Code:
     def nbytes(self) -> int:
         return _INSTRUCTION_BYTES * len(self.instructions)
 
-    def index(self, name: str, start: int = 0) -> int | None:
-        """The first instruction of that name from `start` on."""
+    def index(self, name: str | tuple[str, ...], start: int = 0) -> int | None:
+        """The first instruction of that name, or of one of them, from `start` on."""
         found = (i for i in range(start, len(self.instructions)) if self.instructions[i].name.startswith(name))
         return next(found, None)
 
@@ -98,12 +100,12 @@ class Loop:
 def weight_loop(code: Code, token_groups: int) -> Loop | None:
     """The inner loop that multiplies the most weights each time round (others are for what is left over), the dearest
     of such. FP8 weights show by their conversion, once for all tokens; 16-bit ones by the mma, one for each of
-    `token_groups` (8 tokens each)."""
+    `token_groups` (8 tokens each), or one of a warpgroup for all."""
     found = []
     for body in code.loops():
         converted = 2 * _WARP * sum(bool(_FROM_E4M3.match(one.name)) for one in body)
-        mmas = sum(one.name.startswith(MMA) for one in body)
-        found.append((len(body), converted, 2 * _A_OPERAND * mmas // token_groups))
+        mmas, together = (sum(one.name.startswith(name) for one in body) for name in (WARP_MMA, WARPGROUP_MMA))
+        found.append((len(body), converted, 2 * _A_OPERAND * (mmas // token_groups + together)))
     if any(converted for _, converted, _ in found):  # other loops of such a kernel, as attention's, hold no weights
         loops = [Loop(count, converted) for count, converted, _ in found if converted]
     else:

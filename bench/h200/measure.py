@@ -30,6 +30,7 @@ from tables import (
     print_prompts,
     print_rounds,
     print_speculation,
+    print_trees,
 )
 from work import (
     CACHE,
@@ -45,6 +46,7 @@ from work import (
     time_prompts,
     time_reading,
     time_speculation,
+    time_trees_by_warps,
 )
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -115,7 +117,9 @@ class Measurement:
             if arch not in self._archs or step.kind not in self._steps:
                 continue
             work: tuple[Callable[..., Iterator[Finding]], Any, ...] = (time_persistent, arch, rounds, bandwidth)
-            if step.points:
+            if step.by_warps:
+                work = (time_trees_by_warps, arch, step.points, rounds, bandwidth)
+            elif step.points:
                 work = (time_points, arch, step.points, rounds, bandwidth, step.medusa)
             elif step.prompts:
                 work = (time_prompts, arch, step.prompts, bandwidth)
@@ -138,7 +142,7 @@ class Measurement:
             self._shape(arch)[key] = value
         elif key in ("ahead", "speculation"):
             self._keep(arch, key, value)
-        elif key in ("points", "persistent", "prefill"):
+        elif key in ("points", "by_warps", "persistent", "prefill"):
             self._keep(arch, key, value)
             what = f"T={value['tree']} at {value['context']}" if key != "prefill" else name_of_prompt(value)
             gap = "" if key == "prefill" else f", gap {value['gap_us']['p50']:.2f} us"
@@ -174,6 +178,7 @@ def print_report(found: dict[str, Any]) -> None:
     if found["environment"]["gpu"] is None:
         return
     print_rounds(console, found)
+    print_trees(console, found["shapes"])
     print_prompts(console, found["shapes"])
     print_persistent(console, found["shapes"])
     print_medusa(console, found["shapes"])

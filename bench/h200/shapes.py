@@ -39,16 +39,22 @@ def at(contexts: Sequence[int], *trees: int) -> list[Point]:
 
 @dataclass(frozen=True)
 class Step:
-    """Some points of one model, or prompts of some lengths; or else plain rounds with one kernel for all layers."""
+    """Some points of one model, or prompts of some lengths; or else plain rounds with one kernel for all layers.
+
+    `by_warps`: of an engine whose trees are multiplied by each warp alone.
+    """
 
     shape: Shape
     points: Sequence[Point] = ()
     medusa: bool = False
     prompts: Sequence[int] = ()
+    by_warps: bool = False
 
     @property
     def kind(self) -> str:
         """The step's name for ULL_H200_STEPS."""
+        if self.by_warps:
+            return "trees-by-warps"
         return "rounds" if self.points else "prefill" if self.prompts else "persistent-rounds"
 
     @property
@@ -58,7 +64,7 @@ class Step:
         if not self.points:
             return f"{self.shape.arch}, one kernel for all layers"
         trees, contexts = ("/".join(map(str, dict.fromkeys(values))) for values in zip(*self.points, strict=True))
-        return f"{self.shape.arch}, T = {trees} at {contexts}"
+        return f"{self.shape.arch}, T = {trees} at {contexts}{', by each warp alone' if self.by_warps else ''}"
 
     @property
     def estimate_s(self) -> float:
@@ -78,6 +84,7 @@ PROMPTS = (128, 1024, 2048, 8192)
 FIRST_STEPS = (
     Step(MIDDLE, at([128], 1, 16, 64)),
     Step(MIDDLE, prompts=PROMPTS),
+    Step(MIDDLE, at([128], 1, 16, 32, 64), by_warps=True),
     Step(SMALL, at([128], 1, 16, 64)),
     Step(LARGE, at([128], 1)),
 )

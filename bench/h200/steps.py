@@ -7,7 +7,17 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "correctness": ("build", "kernels", "pytorch", "engine", "memory", "persistent", "persistent-engine"),
     # How fast it is; measure.py says what each of them measures.
     "figures": (
-        *("bandwidth", "bundles", "rounds", "prefill", "probes", "trace", "profiled", "persistent-rounds"),
+        *(
+            "bandwidth",
+            "bundles",
+            "rounds",
+            "trees-by-warps",
+            "prefill",
+            "probes",
+            "trace",
+            "profiled",
+            "persistent-rounds",
+        ),
         *("speculation", "client", "ahead"),
     ),
 }

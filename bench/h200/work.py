@@ -38,18 +38,20 @@ CACHE = ROOT / ".cache/h200"
 COMPARED_PROMPT, COMPARED_TOKENS, COMPARED_TOP = 150, 64, 5  # two pages and more; logprobs beside each token
 
 
-def build(arch: str, eagle: bool = False, fast: bool = False) -> Path:
-    """A bundle of random weights, made once from the same sources.
+VARIANTS = {  # of a bundle: without heads, but for the EAGLE-3 head
+    "eagle": ["--eagle-shape"],
+    "fast": ["--prefill", "fast"],
+    "warps": ["--tree-products", "warp"],
+}
 
-    `eagle`: with an EAGLE-3 head and no other. `fast`: one that reads prompts fast, without heads.
-    """
+
+def build(arch: str, variant: str = "") -> Path:
+    """A bundle of random weights, made once from the same sources. `variant`: "", or of VARIANTS."""
     shape = SHAPES[arch]
-    heads = ["--eagle-shape"] if eagle else ["--heads", str(shape.heads)] if shape.heads else []
-    if fast:
-        heads = ["--prefill", "fast"]
-    name = f"{arch}-eagle" if eagle else f"{arch}-fast" if fast else arch
+    options = VARIANTS[variant] if variant else ["--heads", str(shape.heads)] if shape.heads else []
+    name = f"{arch}-{variant}" if variant else arch
     bundle = CACHE / f"{name}.ull"
-    if build_once(bundle, "--arch", arch, "--random-weights", "--target", "sm_90a", "--context", "32768", *heads):
+    if build_once(bundle, "--arch", arch, "--random-weights", "--target", "sm_90a", "--context", "32768", *options):
         for retuned in CACHE.glob(f"{name}-ahead-*"):  # made from the one before
             shutil.rmtree(retuned)
     return bundle
@@ -99,8 +101,8 @@ FIRST_TOKEN_PROMPTS = (128, 1024, 8192)  # tokens
 def build_bundles(archs: Sequence[str]) -> Iterator[Finding]:
     """All at once. One that cannot be built fails again in the step that needs it."""
     started = time.monotonic()
-    wanted = [(arch, False, False) for arch in archs]
-    wanted += [(MIDDLE.arch, eagle, not eagle) for eagle in (True, False) if MIDDLE.arch in archs]
+    wanted = [(arch, "") for arch in archs]
+    wanted += [(MIDDLE.arch, variant) for variant in VARIANTS if MIDDLE.arch in archs]
     with ThreadPoolExecutor() as pool:
         for bundle in [pool.submit(build, *one) for one in wanted]:
             bundle.result()
@@ -134,10 +136,23 @@ def time_points(
         timer.drain()
 
 
+def time_trees_by_warps(arch: str, points: Sequence[Point], rounds: int, bandwidth: float) -> Iterator[Finding]:
+    """The same points where each warp multiplies alone, instead of warpgroups."""
+    bundle = open_bundle(build(arch, "warps"))
+    layers, weights = bundle.manifest.model.layers, weight_bytes(bundle)
+    with loaded(bundle) as program:
+        timer = RoundTimer(program)
+        for tree, context in points:
+            times = timer.time_rounds(tree, context, rounds)
+            figures = row(times, weights, kv_bytes_of(bundle, context), layers, bandwidth)
+            yield {"by_warps": {"tree": tree, "context": context, **figures}}
+        timer.drain()
+
+
 def time_prompts(arch: str, lengths: Sequence[int], bandwidth: float) -> Iterator[Finding]:
     """Prompts of these lengths, of one model: in chunks, beside that 64 tokens at a time, and read fast."""
     for fast, ways in ((False, (CHUNK_TOKENS, TREE_TOKENS)), (True, (CHUNK_TOKENS,))):
-        bundle = open_bundle(build(arch, fast=fast))
+        bundle = open_bundle(build(arch, "fast" if fast else ""))
         with loaded(bundle) as program:
             timer = RoundTimer(program)
             for tokens in lengths:
@@ -237,8 +252,8 @@ def first_tokens_ms(client: Client, tokens: int, prompts: int, vocabulary: int) 
 
 def time_speculation(arch: str) -> Iterator[Finding]:
     """A daemon's tokens with an EAGLE-3 head whose acceptance is others', and without: of each kind of text."""
-    vocabulary = open_bundle(build(arch, eagle=True)).manifest.model.vocabulary
-    with replaying(build(arch, eagle=True), ready_timeout=300.0) as client:
+    vocabulary = open_bundle(build(arch, "eagle")).manifest.model.vocabulary
+    with replaying(build(arch, "eagle"), ready_timeout=300.0) as client:
         for number in range(len(TEXTS)):
             yield {"speculation": replay(client, number, vocabulary)}
 
@@ -251,7 +266,7 @@ def time_ahead(arch: str, rounds: int) -> Iterator[Finding]:
 WORK: dict[str, Callable[..., Iterator[Finding]]] = {
     work.__name__: work
     for work in (
-        *(build_bundles, time_reading, time_points, time_prompts, time_persistent, compare_persistent),
-        *(time_speculation, time_client, time_ahead),
+        *(build_bundles, time_reading, time_points, time_trees_by_warps, time_prompts, time_persistent),
+        *(compare_persistent, time_speculation, time_client, time_ahead),
     )
 }

@@ -39,6 +39,7 @@ from ull.bundle import (
     medusa_problems,
     open_bundle,
     tap_problems,
+    tree_products_problems,
     write_sealed,
 )
 from ull.errors import RecipeError
@@ -107,6 +108,10 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
     model = shape_model(settings.arch, settings.layers, settings.context)
     for problem in fast_prefill_problems(settings.target, precision.weights, request.prefill, request.decode):
         raise RecipeError(problem, field="forward.prefill")
+    products = request.tree_products or "warp"
+    for problem in tree_products_problems(settings.target, products, request.prefill, request.decode):
+        raise RecipeError(problem, field="forward.tree_products")
+    own = request.own(settings.target)
     speculation = _drafters(settings, model)
     tools = find_tools(settings.target) if request.has_plans else None
     if tools is not None:
@@ -119,7 +124,7 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
         request.attention if tools else None,
         speculation.medusa,
         len(speculation.taps),
-        fast_prefill=request.reads_fast,
+        forward=own,
     )
     drafter_kernels = compile_drafters(settings.target, speculation, model, precision, reporter)
     # Plans, and until they have been tried the weights of our own kernels.
@@ -128,7 +133,7 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
     with staged_output(output) as staging:
         files = _write_tokenizer(staging, model.vocabulary)
         code, code_files = write_all_code(
-            kernels, drafter_kernels, speculation, model, precision, settings.target, staging, request.reads_fast
+            kernels, drafter_kernels, speculation, model, precision, settings.target, staging, own
         )
 
         def describe(added: AddedPlans) -> Manifest:
@@ -158,7 +163,7 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
             )
 
         if tools is None:
-            manifest = describe(AddedPlans(request.own, {}))
+            manifest = describe(AddedPlans(own, {}))
         else:
             manifest = _add_plans(tools, settings, model, staging, timing_cache_of(output), reporter, describe)
         write_sealed(staging, encode_manifest(manifest))

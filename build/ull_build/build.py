@@ -28,6 +28,7 @@ from ull.bundle import (
     EAGLE_PASSES,
     FORMAT,
     FORMAT_VERSION,
+    FUSED,
     GPU_ARCHITECTURES,
     ROUND_KERNELS,
     TOKENIZER_FILE,
@@ -64,6 +65,7 @@ from ull.bundle import (
     optional_kernels,
     quantised_inputs,
     tap_problems,
+    tree_products_problems,
     write_sealed,
 )
 from ull.errors import BuildError, CheckpointError, RecipeError
@@ -183,6 +185,9 @@ def _open_inputs(
     prefill, decode = settings.forward.prefill, settings.forward.decode
     for problem in fast_prefill_problems(settings.target, settings.precision.weights, prefill, decode):
         raise RecipeError(problem, field="forward.prefill")
+    products = settings.forward.tree_products or "warp"
+    for problem in tree_products_problems(settings.target, products, prefill, decode):
+        raise RecipeError(problem, field="forward.tree_products")
     for problem in head_scan_problems(settings.target, settings.precision, settings.forward.decode):
         raise RecipeError(problem, field="lm_head_scan")
     created, tools = build_time(), None
@@ -244,7 +249,7 @@ def _open_inputs(
             attention,
             medusa,
             len(described.taps),
-            fast_prefill=settings.forward.reads_fast,
+            forward=settings.forward.own(settings.target),
         ),
         drafter_kernels=compile_drafters(settings.target, described, model, settings.precision, reporter),
         texts=texts,
@@ -265,7 +270,7 @@ def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
         settings.precision,
         settings.target,
         staging,
-        settings.forward.reads_fast,
+        settings.forward.own(settings.target),
     )
     weights = staging / WEIGHTS_FILE if settings.on_cpu else None
     with Evaluator(
@@ -397,7 +402,7 @@ def _describe(
         speculation=with_code(inputs.speculation, code.drafters),
         code=code.target,
         calibration=calibration,
-        forward=forward or settings.forward.own,
+        forward=forward or settings.forward.own(settings.target),
     )
 
 
@@ -417,11 +422,11 @@ def compile_for(
     medusa: MedusaHeads | None = None,
     taps: int = 0,
     of: str = "",
-    fast_prefill: bool = False,
+    forward: Forward = FUSED,
 ) -> list[CompiledFile]:
     """The kernels of a GPU target, compiled for the model; none for the CPU. `attention`: of plans, None: no plans.
 
-    `taps`, `fast_prefill`: see `device_macros`.
+    `taps`, `forward`: see `device_macros`.
 
     Where our kernels can be, all are there, also beside plans, which are held against them. Raises RecipeError,
     BuildError.
@@ -435,7 +440,7 @@ def compile_for(
     if architecture.has_warpgroup_products and not of:  # a draft model reads its prompts in steps of 64 tokens
         needed |= CHUNK_KERNELS
     return compile_kernels(
-        device_macros(model, precision, medusa, taps, fast_prefill),
+        device_macros(model, precision, medusa, taps, forward),
         target,
         needed | optional_kernels(medusa, precision.lm_head_scan),
         lambda compiled: reporter.note(f"compiled {of + ': ' if of else ''}{describe_file(compiled)}"),
@@ -487,12 +492,12 @@ def write_all_code(
     precision: Precision,
     target: Target,
     staging: Path,
-    fast_prefill: bool = False,
+    forward: Forward = FUSED,
 ) -> tuple[Code, dict[str, FileEntry]]:
     """Writes what compile_for made for `model` and compile_drafters for `speculation`, and their table of files."""
     if not kernels:
         return Code(None, {}), {}
-    macros = device_macros(model, precision, speculation.medusa, len(speculation.taps), fast_prefill)
+    macros = device_macros(model, precision, speculation.medusa, len(speculation.taps), forward)
     code, files = write_code(kernels, macros, staging, target)
     own: dict[str, DeviceCode] = {}
     for prefix, compiled in drafter_kernels.items():

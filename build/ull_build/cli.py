@@ -133,7 +133,11 @@ def _forward(options: argparse.Namespace) -> ForwardRecipe:
     if options.profiles is not None and source != "tensorrt":
         raise RecipeError("--profiles goes with --forward tensorrt", field="profiles")
     return ForwardRecipe(
-        prefill=prefill, decode=source, attention=options.attention or "paged", profiles=options.profiles or "two"
+        prefill=prefill,
+        decode=source,
+        attention=options.attention or "paged",
+        profiles=options.profiles or "two",
+        tree_products=options.tree_products,
     )
 
 
@@ -201,6 +205,8 @@ def parser() -> argparse.ArgumentParser:
     add("--prefill", choices=("fused", "fast", "tensorrt"), help=reads)
     add("--attention", choices=("paged", "native"), help="with --forward tensorrt: whose attention (default paged)")
     add("--profiles", choices=("two", "seven"), help="with --forward tensorrt: choices of kernels (default two)")
+    multiplies = "who multiplies for 16 and more tokens, with the same bits (default warpgroup, where it can be)"
+    add("--tree-products", choices=("warp", "warpgroup"), help=multiplies)
     shapes = ", ".join(SHAPES)
     add("--arch", choices=tuple(SHAPES), metavar="NAME", help=f"a benchmark bundle in this shape, no weights: {shapes}")
     add("--random-weights", action="store_true", help="with --arch: the GPU makes the weights up when it loads")
@@ -234,7 +240,7 @@ def _recipe(options: argparse.Namespace) -> Recipe:
         name: {key: value} for name, key in _TABLE_KEYS.items() if (value := getattr(options, name)) is not None
     }
     forward: dict[str, Any] = {"prefill": options.prefill or options.forward, "decode": options.forward}
-    forward |= {"attention": options.attention, "profiles": options.profiles}
+    forward |= {name: getattr(options, name) for name in ("attention", "profiles", "tree_products")}
     if any(value is not None for value in forward.values()):
         overrides["forward"] = {key: value for key, value in forward.items() if value is not None}
     if options.recipe is None:

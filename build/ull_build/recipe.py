@@ -20,9 +20,12 @@ from ull.bundle import (
     PrefillSource,
     ProfileScheme,
     Source,
+    TreeProducts,
+    default_tree_products,
     fast_prefill_problems,
     keeps_taps,
     runs_draft_models,
+    tree_products_problems,
 )
 from ull.errors import RecipeError
 from ull.wire import MAX_TREE, Drafter
@@ -120,6 +123,13 @@ class ForwardRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             "one for each size of round: longer builds, more memory, fewer sizes that agree bit for bit"
         ),
     ] = "two"
+    tree_products: Annotated[
+        TreeProducts | None,
+        Meta(
+            description='who multiplies for 16 and more tokens, with the same bits: "warpgroup" or "warp"; default: '
+            "warpgroups where the target has them and ull's kernels compute alone"
+        ),
+    ] = None
     logits_limit: Annotated[
         float,
         Meta(
@@ -136,10 +146,12 @@ class ForwardRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def reads_fast(self) -> bool:
         return self.prefill == "fast"
 
-    @property
-    def own(self) -> Forward:
-        """The manifest's account of a forward by our own kernels."""
-        return Forward(prefill="fast") if self.reads_fast else FUSED
+    def own(self, target: str) -> Forward:
+        """The manifest's account of what our own kernels compute: all of it, or where there are plans beside them."""
+        if target == "cpu":
+            return FUSED
+        products = self.tree_products or default_tree_products(target, self.prefill, self.decode)
+        return Forward(prefill="fast" if self.reads_fast else "fused", tree_products=products)
 
     @property
     def keeps_weights(self) -> bool:
@@ -317,6 +329,9 @@ def _check_target(recipe: Recipe, origin: str) -> None:
     forward = recipe.forward
     for problem in fast_prefill_problems(recipe.target, recipe.precision, forward.prefill, forward.decode):
         raise RecipeError(f"{origin}: {problem}", field="forward.prefill")
+    products = forward.tree_products or "warp"
+    for problem in tree_products_problems(recipe.target, products, forward.prefill, forward.decode):
+        raise RecipeError(f"{origin}: {problem}", field="forward.tree_products")
     if recipe.target == "cpu":
         if recipe.evaluate_on == "gpu":
             raise RecipeError(f'{origin}: evaluate_on "gpu" is for GPU targets', field="evaluate_on")

@@ -25,7 +25,16 @@ from rounds import Times
 from run import Session, Step, begin, correctness
 from shapes import FIRST_STEPS, LARGE, LAST_STEPS, MIDDLE, STEPS, repeats
 from steps import GROUPS, chosen
-from tables import checks, headline, print_checks, print_persistent, print_prompts, print_rounds, print_speculation
+from tables import (
+    checks,
+    headline,
+    print_checks,
+    print_persistent,
+    print_prompts,
+    print_rounds,
+    print_speculation,
+    print_trees,
+)
 from work import first_tokens_ms, prompt_row, row
 
 import report as bench_report
@@ -98,20 +107,21 @@ def test_a_report_goes_on_where_it_was(start: Start) -> None:
 
 
 def test_large_contexts_are_cut_before_the_points_of_the_issue() -> None:
-    first = [(step.shape.arch, tuple(step.points)) for step in FIRST_STEPS if step.points]
+    first = [(step.shape.arch, tuple(step.points)) for step in FIRST_STEPS if step.kind == "rounds"]
     assert first == [
         ("llama-3.1-8b", ((1, 128), (16, 128), (64, 128))),
         ("llama-3.2-1b", ((1, 128), (16, 128), (64, 128))),
         ("llama-3.3-70b", ((1, 128),)),
     ]
     assert LAST_STEPS[-1].shape is LARGE and not LAST_STEPS[-1].points
-    points = [(step.shape.arch, *point) for step in (*FIRST_STEPS, *STEPS, *LAST_STEPS) for point in step.points]
+    rounds = [step for step in (*FIRST_STEPS, *STEPS, *LAST_STEPS) if step.kind == "rounds"]
+    points = [(step.shape.arch, *point) for step in rounds for point in step.points]
     assert len(points) == len(set(points)) == 16 + 16 + 6
 
 
 def test_prompts_of_8b_are_measured_before_anything_else_but_its_rounds() -> None:
     assert FIRST_STEPS[1].shape is MIDDLE and FIRST_STEPS[1].prompts == (128, 1024, 2048, 8192)
-    assert [step.kind for step in FIRST_STEPS] == ["rounds", "prefill", "rounds", "rounds"]
+    assert [step.kind for step in FIRST_STEPS] == ["rounds", "prefill", "trees-by-warps", "rounds", "rounds"]
     assert [repeats(tokens) for tokens in (128, 1024, 2048, 8192)] == [20, 16, 8, 3]
     # 12 s to load; 21 x 2, 17 x 16, 9 x 32 and 4 x 128 parts of 2.24 ms, each taken for six times that long
     assert FIRST_STEPS[1].estimate_s == pytest.approx(12 + (42 + 272 + 288 + 512) * 4 * 2.24e-3 * 1.5)
@@ -312,7 +322,19 @@ def test_the_tables_take_any_part_of_a_report() -> None:
         print_speculation(console, [{**shape, "speculation": [REPLAYED]}])
     for words in ("acceptance of published heads replayed", "code (HumanEval)", "4.87", "4.91", "0.8000", "3.00"):
         assert words in said.get(), words
+    trees = [point, {**point, "tree": 64, "median_ms": 3.0}]
+    warps = [point, {**point, "tree": 64, "median_ms": 4.0}, {**point, "tree": 16}]
     with console.capture() as said:
+        print_trees(console, [{**shape, "points": trees, "by_warps": warps}])
+    rows = [line.split() for line in said.get().splitlines() if "llama" in line]
+    ways = [[cell for cell in row if cell != "\u2502"] for row in rows]
+    assert [(way[1], way[3], way[4], way[6]) for way in ways] == [
+        ("64", "warpgroups", "3.0000", "1.500"),
+        ("64", "warps", "4.0000", "2.000"),
+        ("16", "warps", "2.0000", "1.000"),  # by warpgroups it was not measured
+    ]
+    with console.capture() as said:
+        print_trees(console, [shape])
         print_prompts(console, [{"arch": "llama-3.1-8b", "points": []}])
         print_speculation(console, [{"arch": "llama-3.1-8b", "points": []}])
     assert not said.get()
@@ -479,6 +501,8 @@ findings = {
 }
 if work == "time_points":
     findings[work] = [{"about": {"layers": 2}}] + [{"points": {**point, "tree": t, "context": c}} for t, c in rest[0]]
+if work == "time_trees_by_warps":
+    findings[work] = [{"by_warps": {**point, "tree": t, "context": c}} for t, c in rest[0]]
 if work == "time_prompts":
     findings[work] = [{"prefill": {"tokens": n, "widest": 512, "median_ms": 1.0, "floor_ms": 0.5}} for n in rest[0]]
 with open(sys.argv[1], "a") as file:
@@ -517,11 +541,12 @@ def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Run
 def test_figures_come_in_the_order_of_their_worth(figures: Callable[[], Run]) -> None:
     run = figures()
     names = measured(run, set(GROUPS["figures"]))
-    assert names[:7] == [
+    assert names[:8] == [
         "bandwidth",
         "bundles",
         "llama-3.1-8b, T = 1/16/64 at 128",
         "llama-3.1-8b, prefill of 128/1024/2048/8192 tokens",
+        "llama-3.1-8b, T = 1/16/32/64 at 128, by each warp alone",
         "llama-3.2-1b, T = 1/16/64 at 128",
         "llama-3.3-70b, T = 1 at 128",
         "probes",  # and no trace: there is no such file
@@ -535,6 +560,7 @@ def test_figures_come_in_the_order_of_their_worth(figures: Callable[[], Run]) ->
     assert found["probes"] == {"empty": 1.5} and found["failures"] == found["cut"] == []
     shapes = {shape["arch"]: shape for shape in found["shapes"]}
     assert len(shapes["llama-3.1-8b"]["points"]) == 16 and shapes["llama-3.3-70b"]["layers"] == 2
+    assert [point["tree"] for point in shapes["llama-3.1-8b"]["by_warps"]] == [1, 16, 32, 64]
     assert [prompt["tokens"] for prompt in shapes["llama-3.1-8b"]["prefill"]] == [128, 1024, 2048, 8192]
     assert [text["name"] for text in shapes["llama-3.1-8b"]["speculation"]] == ["code", "chat"]
 

@@ -98,6 +98,7 @@ def test_every_key_of_a_recipe_is_documented() -> None:
             "forward.decode",
             "forward.attention",
             "forward.profiles",
+            "forward.tree_products",
             "forward.logits_limit",
         ],
     }

@@ -316,6 +316,26 @@ def test_prompts_may_be_read_fast(
         built(checkpoint, tmp_path / "loss.ull", forward=ForwardRecipe(prefill="fast"), **options)
 
 
+@pytest.mark.parametrize(
+    ("target", "wanted", "made"),
+    [
+        ("sm_90a", None, "warpgroup"),
+        ("sm_90a", "warp", "warp"),
+        ("sm_90a", "warpgroup", "warpgroup"),
+        ("sm_100a", None, "warp"),
+        ("sm_100a", "warp", "warp"),
+    ],
+)
+def test_warpgroups_multiply_for_trees_where_they_can(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], target: Any, wanted: Any, made: str
+) -> None:
+    bundle = built(checkpoint, tmp_path / "x.ull", target=target, forward=ForwardRecipe(tree_products=wanted))
+    assert bundle.manifest.forward.tree_products == made and bundle.manifest.code is not None
+    assert bundle.manifest.code.macros["ULL_WARPGROUP_TREES"] == str(int(made == "warpgroup"))
+    assert inspect.main(bundle.path) == 0
+    assert ("multiplied by warpgroups" in capsys.readouterr().out) == (made == "warpgroup")
+
+
 def test_a_gpu_without_warpgroup_products_has_no_kernels_of_chunks(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -462,7 +482,10 @@ def bundle(pristine: Path, tmp_path: Path) -> Path:
         (("precision", "kv"), "f32", "f32 KV cache"),
         (("precision", "weights"), "f32", "f32 weights"),
         (("precision", "weights"), "bf16", "compiled with ULL_WEIGHT_BITS"),
-        (("forward",), {"prefill": "fast"}, "compiled with ULL_FAST_PREFILL = 0 where 1 is needed"),
+        (("forward",), {"prefill": "fast"}, "compiled with ULL_WARPGROUP_TREES = 1 where 0 is needed"),
+        (("forward", "prefill"), "fast", "compiled with ULL_FAST_PREFILL = 0 where 1 is needed"),
+        (("forward", "tree_products"), "block", "tree_products"),
+        (("forward", "decode"), "tensorrt", "products of warpgroups are for our own kernels alone"),
         (("forward",), {"prefill": "fast", "decode": "tensorrt"}, "fast prefill goes with decode by our own kernels"),
         (("speculation",), {"medusa": {"heads": 1, "layers": 1, "version": "2"}}, "lacks the kernel 'ull_medusa"),
         (("speculation",), {"medusa": {"heads": 9, "layers": 1, "version": "2"}}, "at most 8 Medusa heads, not 9"),
@@ -541,6 +564,22 @@ LOVELACE = {  # a GPU on which our kernels of the layers do not run
         ),
         ({"forward": {"prefill": "faster"}}, "forward.prefill", "Invalid enum value 'faster'"),
         ({"forward": {"decode": "fast"}}, "forward.decode", "Invalid enum value 'fast'"),
+        (
+            {"target": "sm_100a", "forward": {"tree_products": "warpgroup"}},
+            "forward.tree_products",
+            "sm_100a has no products of warpgroups; supported: target sm_90a, or tree_products warp",
+        ),
+        (
+            {"target": "cpu", "forward": {"tree_products": "warpgroup"}},
+            "forward.tree_products",
+            "cpu has no products of warpgroups",
+        ),
+        (
+            {"forward": {"decode": "tensorrt", "tree_products": "warpgroup"}},
+            "forward.tree_products",
+            "ull's own kernels alone; supported: forward fused",
+        ),
+        ({"forward": {"tree_products": "block"}}, "forward.tree_products", "Invalid enum value 'block'"),
         ({"forward": {"decode": "onnx"}}, "forward.decode", "Invalid enum value 'onnx'"),
         ({"forward": {"decoding": "fused"}}, "forward.decoding", "did you mean `forward.decode`"),
     ],

@@ -30,6 +30,7 @@ from ull.gpu.rounds import BURST_ROUNDS
 from ull.log import Log
 from ull_build.benchmark_bundle import RandomSettings, build_random
 from ull_build.code import kernels
+from ull_build.recipe import ForwardRecipe
 from ull_build.settings import Settings
 from ull_build.shapes import shape_model
 
@@ -46,10 +47,19 @@ CONTEXT = 300
 
 @pytest.fixture(scope="module")
 def bundle_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_bundle(tmp_path_factory.mktemp("bundle"), ForwardRecipe())
+
+
+def build_bundle(folder: Path, forward: ForwardRecipe) -> Path:
     """A Qwen3 with QK norms and FP8 pages: every optional pointer but the biases is there."""
-    folder = tmp_path_factory.mktemp("bundle")
     checkpoint = write_checkpoint(folder / "model", "qwen3", config={**DIMENSIONS, "max_position_embeddings": CONTEXT})
-    options = {"target": "sm_90a", "evaluate": False, "precision": Precision(kv="fp8"), "context": CONTEXT}
+    options = {
+        "target": "sm_90a",
+        "evaluate": False,
+        "precision": Precision(kv="fp8"),
+        "context": CONTEXT,
+        "forward": forward,
+    }
     with pytest.MonkeyPatch.context() as patch:
         return build_with_stubs(patch, folder / "kernels", Settings(checkpoint, folder / "x.ull", "x", **options))
 
@@ -585,15 +595,25 @@ def test_another_process_is_a_warning(bundle: Bundle, driver: RecordingDriver, m
 
 @pytest.mark.parametrize("differences", [(1, 100), (0, 0)])
 def test_where_products_of_warpgroups_are_others_prompts_are_not_read_in_chunks(
-    bundle: Bundle, driver: RecordingDriver, differences: tuple[int, int]
+    tmp_path: Path, driver: RecordingDriver, differences: tuple[int, int]
 ) -> None:
     """Or where the probe cannot tell."""
     driver.differences = differences
     log = io.StringIO()
+    bundle = open_bundle(build_bundle(tmp_path, ForwardRecipe(tree_products="warp")))
     program = Program(bundle, Log(stream=log), driver=driver)
     assert program.handover["chunk"] == 0 and not any("chunk" in name for name in kernels_of(driver))
     assert "warning gpu" in log.getvalue() and "read 64 tokens at a time" in log.getvalue()
     program.close()
+
+
+@pytest.mark.parametrize("differences", [(1, 100), (0, 0)])
+def test_where_products_of_warpgroups_are_others_they_make_no_trees(
+    bundle: Bundle, driver: RecordingDriver, differences: tuple[int, int]
+) -> None:
+    assert bundle.manifest.forward.tree_products == "warpgroup"
+    driver.differences = differences
+    refused(bundle, driver, "wrong_gpu", r"^on NVIDIA H200 .* otherwise than plain .* with --tree-products warp$")
 
 
 def kernels_of(driver: RecordingDriver) -> list[str]:

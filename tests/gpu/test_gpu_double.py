@@ -345,7 +345,7 @@ def scenario_bench_prefill(path: str) -> None:
     """Prompts of two lengths, those that are read fast too, whose engine is the other one here."""
     import work
 
-    work.build = lambda arch, fast: Path(path)
+    work.build = lambda arch, variant: Path(path)
     work.repeats = lambda tokens: 1
     print(json.dumps([finding["prefill"] for finding in work.time_prompts("tiny", (64, 130), 4e12)]))
 

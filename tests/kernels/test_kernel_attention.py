@@ -28,6 +28,9 @@ if SANITIZE:  # compiling a model's kernels with sanitizers takes long: one shap
 ROWS = 300
 BORDERS = (0, 1, 63, 64, 65, 191, 255, 256, 257, 290)
 
+# A lane has one pair of dimensions, or two.
+TOGETHER = {"64": Shape(head_dim=64), "96, e4m3": Shape(head_dim=96, kv_bits=8), "128": Shape(head_dim=128)}
+
 # A tree whose longest path is 0, 2, 5, 6, 9, 10, with siblings around and between its nodes.
 BRANCHING = Tree([0, 0, 0, 1, 1, 2, 5, 5, 3, 6, 9, 9, 10])
 PATH = (0, 2, 5, 6, 9, 10)
@@ -40,6 +43,20 @@ def shape(request: pytest.FixtureRequest) -> Shape:
 
 def stepwise(cache: Cache, rows: Array, base: int) -> Array:
     return np.concatenate([cache.round(rows[i : i + 1], base + i) for i in range(len(rows))])
+
+
+@pytest.mark.parametrize("base", [3, 700])
+@pytest.mark.parametrize("name", TOGETHER)
+def test_outputs_where_warpgroups_take_them_are_the_same(name: str, base: int) -> None:
+    """Of one split, and of several that are merged."""
+    rows = text(TOGETHER[name], base + 64)
+    start = filled(Cache(TOGETHER[name], context=1024), rows[:base])
+    together = Cache(replace(TOGETHER[name], together=True), context=1024)
+    together.pool[...] = start.pool
+    for tile, count in ((64, 64), (64, 41), (32, 32), (32, 18), (16, 16), (16, 9), (8, 8)):
+        some = rows[base : base + count]
+        expected = start.copy().round(some, base, tile=tile)
+        np.testing.assert_array_equal(together.round(some, base, tile=tile, accept=()), expected)
 
 
 def branching_rows(shape: Shape, path_rows: Array) -> Array:

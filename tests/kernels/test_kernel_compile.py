@@ -21,6 +21,7 @@ from ull.bundle import (
     ROUND_KERNELS,
     DflashHead,
     EagleHead,
+    Forward,
     MedusaHeads,
     Model,
     Precision,
@@ -58,8 +59,11 @@ MODELS = {
     "qwen3-8b, bf16": (shape_model("qwen3-8b"), Precision(weights="bf16")),
 }
 MACROS = device_macros(TINY, Precision())
+TOGETHER = Forward(tree_products="warpgroup")  # as engines for an H200 are
 SCAN_SOURCES = sorted(set(kernel_sources(HEAD_SCAN_KERNELS)) - set(kernel_sources(ROUND_KERNELS)))
 CHUNK_SOURCES = sorted(set(kernel_sources(CHUNK_KERNELS)) - set(kernel_sources(ROUND_KERNELS)))
+_TREES = ("attention", "down", "gate_up", "head", "norm", "output", "qkv")  # what of them the products of trees change
+TREE_SOURCES = [source for source in kernel_sources() if source.stem in _TREES]
 MEDUSA_SOURCES = sorted(set(kernel_sources(MEDUSA_KERNELS)) - set(kernel_sources(ROUND_KERNELS)))
 
 
@@ -71,11 +75,20 @@ def test_the_compiler_is_the_one_that_was_asked_for() -> None:
 @pytest.mark.parametrize("source", kernel_sources(), ids=lambda path: path.name)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kernel_compiles_without_spills(name: str, source: Path) -> None:
-    compiled = compile_file(source, device_macros(*MODELS[name]))
+    compiled = compile_file(source, device_macros(*MODELS[name], forward=TOGETHER))
     assert compiled.cubin.startswith(b"\x7fELF")
     for kernel in compiled.kernels:
         use = compiled.functions[kernel]
         assert (use.stack, use.spills) == (0, 0) and 0 < use.registers <= 255
+    assert name == "tiny" or "serialized" not in compiled.log  # slices of odd lengths have branches among products
+
+
+@pytest.mark.parametrize("source", TREE_SOURCES, ids=lambda path: path.name)
+def test_trees_of_warps_compile_without_spills(source: Path) -> None:
+    """As draft models and heads have them, and engines beside plans."""
+    compiled = compile_file(source, device_macros(*MODELS["llama-3.1-8b, fp8 pages and head"]))
+    assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
+    assert "wgmma" not in compiled.ptx
 
 
 @pytest.mark.parametrize("source", CHUNK_SOURCES, ids=lambda path: path.name)
@@ -91,7 +104,9 @@ def test_a_chunks_products_stay_in_flight(name: str, source: Path) -> None:
 @pytest.mark.parametrize("source", CHUNK_SOURCES, ids=lambda path: path.name)
 @pytest.mark.parametrize("arch", ["llama-3.2-1b", "llama-3.1-8b", "qwen3-8b", "llama-3.3-70b"])
 def test_kernels_of_fast_prefill_compile_without_spills(arch: str, source: Path) -> None:
-    compiled = compile_file(source, device_macros(shape_model(arch), Precision(kv="fp8"), fast_prefill=True))
+    compiled = compile_file(
+        source, device_macros(shape_model(arch), Precision(kv="fp8"), forward=Forward(prefill="fast"))
+    )
     assert set(compiled.kernels) <= CHUNK_KERNELS
     assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
     assert "serialized" not in compiled.log

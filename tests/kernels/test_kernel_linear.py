@@ -18,6 +18,11 @@ from ull.gpu.params import NormParams
 from ull_build.weights.mlp_scale import scale_rows_of
 
 TILES = linear.LINEAR_TILES
+# Of tokens, and whether warpgroups multiply, which they may from 16 on.
+WAYS = [*((tile, False) for tile in TILES), *((tile, True) for tile in TILES if linear.is_split(tile))]
+each_way = pytest.mark.parametrize(
+    ("tile", "together"), WAYS, ids=[f"{tile}{' together' if together else ''}" for tile, together in WAYS]
+)
 
 
 def check(layer: Layer, tile: int, count: int, multiprocessors: int = 3, seed: int = 0) -> NDArray[Any]:
@@ -28,11 +33,11 @@ def check(layer: Layer, tile: int, count: int, multiprocessors: int = 3, seed: i
     return rows
 
 
-@pytest.mark.parametrize("tile", TILES)
+@each_way
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", NAMES)
-def test_matches_numpy(name: str, model: str, tile: int) -> None:
-    layer = Layer(name, model, seed=1, with_bias=name == "qkv" or model == "odd")
+def test_matches_numpy(name: str, model: str, tile: int, together: bool) -> None:
+    layer = Layer(name, model, seed=1, with_bias=name == "qkv" or model == "odd", together=together)
     check(layer, tile, min(tile, 3), seed=2)
 
 
@@ -45,14 +50,17 @@ def test_same_bits_for_every_tile_and_grid(name: str, model: str) -> None:
     narrow = [(8, 8, 1), (8, 5, 7), (4, 4, 2), (4, 3, 5), (2, 2, 1), (2, 1, 3)]
     for tile, count, multiprocessors in wide + narrow:
         np.testing.assert_array_equal(check(layer, tile, count, multiprocessors)[:count], widest[:count])
+    together = Layer(name, model, seed=3, with_bias=model == "long", together=True)
+    for tile, count, multiprocessors in [(64, 64, 3), *wide, (16, 5, 132)]:  # 132: warps without row tiles, and groups
+        np.testing.assert_array_equal(check(together, tile, count, multiprocessors)[:count], widest[:count])
     for multiprocessors in (1, 2, 3, 132):  # row tiles of a block: in twos, with one left over, one alone
         np.testing.assert_array_equal(check(layer, 1, 1, multiprocessors)[:1], widest[:1])
 
 
-@pytest.mark.parametrize("tile", TILES)
+@each_way
 @pytest.mark.parametrize("name", NAMES)
-def test_any_thread_order(name: str, tile: int) -> None:
-    layer = Layer(name, "long", seed=4, with_bias=True)
+def test_any_thread_order(name: str, tile: int, together: bool) -> None:
+    layer = Layer(name, "even" if together else "long", seed=4, with_bias=True, together=together)
     first = layer.run(tile, tile, multiprocessors=2, seed=1)
     for seed in range(2, 6):
         np.testing.assert_array_equal(layer.run(tile, tile, multiprocessors=2, seed=seed), first)
@@ -67,30 +75,32 @@ def test_same_bits_wherever_the_activations_are(model: str, name: str) -> None:
 
 
 @pytest.mark.skipif(emulation.ON_DEVICE, reason="the emulator sees what is not ordered")
-@pytest.mark.parametrize("tile", TILES)
+@each_way
 @pytest.mark.parametrize(("model", "name"), [*(("long", name) for name in NAMES), ("held", "qkv"), ("deep", "down")])
-def test_all_accesses_are_ordered(model: str, name: str, tile: int) -> None:
+def test_all_accesses_are_ordered(model: str, name: str, tile: int, together: bool) -> None:
     """With rings that are filled more than once, with too few tokens, and with none."""
     if model != "long" and (linear.is_split(tile) or (model == "held" and tile != 8)):
         pytest.skip("as in other models")
-    layer = Layer(name, model, seed=4, with_bias=model == "long", reports=True)
+    if together:
+        model = "even"  # as real ones: whole stages
+    layer = Layer(name, model, seed=4, with_bias=model == "long", reports=True, together=together)
     for count in (tile, 0):
         check(layer, tile, count, multiprocessors=6, seed=count)
 
 
-@pytest.mark.parametrize("tile", TILES)
+@each_way
 @pytest.mark.parametrize("name", NAMES)
-def test_a_round_without_tokens_writes_nothing(name: str, tile: int) -> None:
-    layer = Layer(name, "long", seed=5, with_bias=False)
+def test_a_round_without_tokens_writes_nothing(name: str, tile: int, together: bool) -> None:
+    layer = Layer(name, "long", seed=5, with_bias=False, together=together)
     assert layer.is_unwritten(layer.rows_of(layer.run(tile, 0)))
 
 
-@pytest.mark.parametrize("tile", [4, 8, 16, 32, 64])
+@pytest.mark.parametrize(("tile", "together"), [way for way in WAYS if way[0] > 2])
 @pytest.mark.parametrize("model", MODELS)
-def test_norm_is_exact(model: str, tile: int) -> None:
-    layer = Layer("qkv", model, seed=6, with_bias=False)
+def test_norm_is_exact(model: str, tile: int, together: bool) -> None:
+    layer = Layer("qkv", model, seed=6, with_bias=False, together=together)
     count = tile - 3
-    output = activation_buffer(layer.columns)
+    output = activation_buffer(layer.columns, layer.cores(tile))
     round_ = round_of(count)
     params = NormParams(
         round=pointer(round_),

@@ -48,6 +48,7 @@ from ull.bundle.forward import (
     Profile,
     ProfileScheme,
     Source,
+    TreeProducts,
     cache_positions,
     profile_of,
     profile_scheme,
@@ -106,6 +107,7 @@ from ull.bundle.manifest import (
     StoredDrafter,
     TensorError,
     Tokens,
+    default_tree_products,
     device_head_problems,
     device_problems,
     draft_problems,
@@ -120,6 +122,7 @@ from ull.bundle.manifest import (
     quantised_inputs,
     runs_draft_models,
     tap_problems,
+    tree_products_problems,
 )
 from ull.bundle.native_spec import native_spec
 from ull.bundle.open import VOCABULARY_MAGIC, VOCABULARY_VERSION, Bundle, open_bundle, read_manifest, verify_hashes
@@ -215,9 +218,11 @@ __all__ = [
     "TensorError",
     "TensorShape",
     "Tokens",
+    "TreeProducts",
     "attention_factor",
     "cache_positions",
     "capability_text",
+    "default_tree_products",
     "device_dflash_macros",
     "device_dflash_tensors",
     "device_eagle_macros",
@@ -260,6 +265,7 @@ __all__ = [
     "runs_draft_models",
     "segment_names",
     "tap_problems",
+    "tree_products_problems",
     "verify_hashes",
     "write_sealed",
 ]

@@ -107,8 +107,7 @@ class DevicePart:
 
     def macros(self) -> dict[str, str]:
         """The model as the sources of its kernels see it."""
-        fast = self.forward.prefill == "fast"
-        return device_macros(self.model, self.precision, self.medusa, len(self.taps), fast)
+        return device_macros(self.model, self.precision, self.medusa, len(self.taps), self.forward)
 
     def tensors(self) -> dict[str, TensorShape]:
         """Its tensors with their stored shapes, in order of use."""
@@ -194,7 +193,7 @@ def needed_kernels(forward: Forward, medusa: MedusaHeads | None = None, scans: b
     needed = ROUND_KERNELS | optional_kernels(medusa, scans)
     if forward.attention != "native":
         needed |= _ATTENTION_KERNELS
-    if forward.prefill == "fast":
+    if forward.prefill == "fast" or forward.tree_products == "warpgroup":
         needed |= CHUNK_KERNELS
     return needed | _LINEAR_KERNELS if forward.uses("fused") else needed
 
@@ -220,11 +219,11 @@ def device_macros(
     precision: Precision,
     medusa: MedusaHeads | None = None,
     taps: int = 0,
-    fast_prefill: bool = False,
+    forward: Forward = FUSED,
 ) -> dict[str, str]:
     """The model as the kernels' sources see it (`ull/kernels/model.cuh`, for heads `medusa.cu`).
 
-    `taps`: how many layers' residual is kept for heads that draft. `fast_prefill`: see `Forward.prefill`.
+    `taps`: how many layers' residual is kept for heads that draft.
     """
     bits = {"fp8": 8, "bf16": 16}
     values: dict[str, object] = {
@@ -244,7 +243,8 @@ def device_macros(
         "TAPS": taps,
         "MAY_LACK": 0,
         "BLOCK": 0,
-        "FAST_PREFILL": int(fast_prefill),
+        "WARPGROUP_TREES": int(forward.tree_products == "warpgroup"),
+        "FAST_PREFILL": int(forward.prefill == "fast"),
     }
     if medusa is not None:
         values |= {"MEDUSA_HEADS": medusa.heads, "MEDUSA_OWN_HEADS": int(medusa.version == "1")}

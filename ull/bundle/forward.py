@@ -16,6 +16,7 @@ Source = Literal["fused", "tensorrt"]
 PrefillSource = Literal["fused", "fast", "tensorrt"]
 AttentionKind = Literal["paged", "native"]
 Reuse = Literal["all", "prompt", "nothing"]
+TreeProducts = Literal["warp", "warpgroup"]
 
 PLANS_DIRECTORY: Final = "code/plans"
 TOKEN_COUNTS: Final = (1, 2, 4, 8, 16, 32, 64)  # that graphs are captured for
@@ -112,7 +113,8 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
     """Who computes what lies between embedding and sampler, by phase.
 
     "fused" are our own kernels, whose prompts have the bits of rounds. "fast" prompts are read by them too, with FP8
-    activations in the linear layers: the bits are others.
+    activations in the linear layers: the bits are others. `tree_products`: who multiplies in our rounds of 16 and more
+    tokens, each warp alone or the warpgroups of Hopper; the bits are the same.
 
     `notes`: what the build replaced or left out of what it was asked for, and why.
     """
@@ -121,10 +123,13 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
     decode: Source = "fused"
     plans: Plans | None = None
     notes: list[str] = []
+    tree_products: TreeProducts = "warp"
 
     def __post_init__(self) -> None:
         if self.prefill == "fast" and self.decode != "fused":
             raise ValueError("fast prefill goes with decode by our own kernels")
+        if self.tree_products == "warpgroup" and self.uses("tensorrt"):
+            raise ValueError("products of warpgroups are for our own kernels alone: both phases must be theirs")
         if self.uses("tensorrt") != (self.plans is not None):
             raise ValueError("`plans` belong to a forward by tensorrt, and to no other")
         if self.plans is not None and self.plans.attention == "native" and self.uses("fused"):

@@ -16,7 +16,7 @@ from typing import Annotated, Final, Literal, cast
 import msgspec
 from msgspec import Meta, Struct
 
-from ull.bundle.forward import FUSED, AttentionKind, Forward, PrefillSource, Source, segment_names
+from ull.bundle.forward import FUSED, AttentionKind, Forward, PrefillSource, Source, TreeProducts, segment_names
 from ull.bundle.seal import MANIFEST_FILE, SEAL_FILE
 from ull.bundle.targets import GPU_ARCHITECTURES, Target
 from ull.wire import MAX_TREE, Drafter
@@ -36,6 +36,7 @@ MAX_MEDUSA_LAYERS: Final = 16
 MAX_TAPS: Final = 8  # layers of a target whose hidden states a head reads
 MAX_DFLASH_BLOCK: Final = 32  # positions of one pass
 REQUIRED_FILES = (VOCABULARY_FILE, TOKENIZER_FILE)  # and WEIGHTS_FILE, unless the weights are random
+_WITH_WARPGROUPS: Final = " or ".join(name for name, gpu in GPU_ARCHITECTURES.items() if gpu.has_warpgroup_products)
 _LAYER_LINEARS: Final = ("qkv", "o", "gate_up", "down")
 
 # Upper bounds far above any real model; they keep every product of dimensions inside 64-bit integers.
@@ -516,6 +517,9 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     def _check_device(self) -> None:
         """What a GPU target needs and what its kernels can do."""
         _require(self.code is not None, f"target {self.target!r} needs `code`")
+        forward = self.forward
+        for problem in tree_products_problems(self.target, forward.tree_products, forward.prefill, forward.decode):
+            raise ValueError(problem)
         for problem in device_problems(self.target, self.model, self.precision, self.forward.attention):
             raise ValueError(problem)
         if (draft := self.draft) is not None:
@@ -607,13 +611,36 @@ def fast_prefill_problems(target: str, weights: str, prefill: PrefillSource, dec
     """Why prompts cannot be read fast there, each with what could; `weights`: their precision."""
     if prefill != "fast":
         return
-    if target == "cpu" or not GPU_ARCHITECTURES[target].has_warpgroup_products:
-        have = " or ".join(name for name, gpu in GPU_ARCHITECTURES.items() if gpu.has_warpgroup_products)
-        yield f"fast prefill is made of products that {target} has not; supported: target {have}, or prefill fused"
+    if not _has_warpgroup_products(target):
+        yield (
+            f"fast prefill is made of products that {target} has not; "
+            f"supported: target {_WITH_WARPGROUPS}, or prefill fused"
+        )
     if decode != "fused":
         yield "fast prefill is of ull's own kernels; supported: forward.decode fused"
     if weights != "fp8":
         yield f"fast prefill multiplies FP8 weights, and these are {weights}; supported: precision fp8"
+
+
+def tree_products_problems(
+    target: str, products: TreeProducts, prefill: PrefillSource, decode: Source
+) -> Iterator[str]:
+    """Why warpgroups cannot multiply for trees there, with what can."""
+    if products != "warpgroup":
+        return
+    if not _has_warpgroup_products(target):
+        yield f"{target} has no products of warpgroups; supported: target {_WITH_WARPGROUPS}, or tree_products warp"
+    elif "tensorrt" in (prefill, decode):
+        yield "products of warpgroups are for ull's own kernels alone; supported: forward fused, or tree_products warp"
+
+
+def default_tree_products(target: str, prefill: PrefillSource, decode: Source) -> TreeProducts:
+    """Warpgroups where they can, in an engine for this target that is computed so."""
+    return "warp" if any(tree_products_problems(target, "warpgroup", prefill, decode)) else "warpgroup"
+
+
+def _has_warpgroup_products(target: str) -> bool:
+    return target != "cpu" and GPU_ARCHITECTURES[cast(Target, target)].has_warpgroup_products
 
 
 def head_scan_problems(target: Target, precision: Precision, decode: Source) -> Iterator[str]:

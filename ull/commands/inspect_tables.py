@@ -231,6 +231,8 @@ def _device_rows(manifest: Manifest) -> list[tuple[str, str]]:
     if manifest.random_weights:
         rows.append(("weights", "random, made up on the device at load: a benchmark bundle"))
     rows.append(("forward", f"prefill {manifest.forward.prefill}, decode {manifest.forward.decode}"))
+    if manifest.forward.tree_products == "warpgroup":
+        rows.append(("trees of 16 and more", "multiplied by warpgroups"))
     if device_parts(manifest)[0].reads_chunks:
         rows.append(("prompts", "read in chunks of up to 512 tokens"))
     if manifest.forward.prefill == "fast":

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ull.bundle import DevicePart, DflashHead, DflashPart, EaglePart, round_up
+from ull.errors import GpuError
 from ull.gpu.arena import Arena, ArenaPlan
 from ull.gpu.capture import capture_graph
 from ull.gpu.chunk import Chunks, products_agree
@@ -167,6 +168,14 @@ class PlacedModel:
         behind one another.
         """
         captures, forward = _Captures(self, stream, exit_stack), self.part.forward
+        together = forward.tree_products == "warpgroup"
+        agree = (together or self.sizes.chunks) and products_agree(self.driver, self.kernels, stream)
+        if together and not agree:
+            raise GpuError(
+                "wrong_gpu",
+                f"on {self.driver.info.name} the matrix products of warpgroups do not have the bits of a warp's, so "
+                "trees would say otherwise than plain decoding; build the engine with --tree-products warp",
+            )
         decode = sources[forward.decode]
         rounds = {tokens: captures.round(decode, tokens, draws=True) for tokens in self.part.tree_sizes}
         singles, bursts = dict[str, int](), dict[str, int]()
@@ -181,7 +190,7 @@ class PlacedModel:
             prefill = chunk = captures.chunk()
         else:
             prefill = captures.round(sources[forward.prefill], TREE_TOKENS, draws=False)
-            chunk = captures.chunk() if self.sizes.chunks and products_agree(self.driver, self.kernels, stream) else 0
+            chunk = captures.chunk() if self.sizes.chunks and agree else 0
         medusa = captures.heads() if self.sizes.medusa is not None else 0
         redraws = {} if self.part.prefix else {draws: captures.redraw(draws) for draws in REDRAWS}
         return CapturedModel(self, rounds, singles, bursts, prefill, chunk, medusa, redraws)

@@ -24,7 +24,8 @@ inline constexpr int kKvBits = ULL_KV_BITS;          // 16: bf16, 8: e4m3
 inline constexpr bool kMayLack = ULL_MAY_LACK != 0;  // a head, whose pages may lack positions before Round::first
 inline constexpr int kTaps = ULL_TAPS;               // layers whose residual is kept for heads that draft
 inline constexpr bool kBlock = ULL_BLOCK != 0;       // entries of a round see each other, whatever their paths
-inline constexpr bool kFastPrefill = ULL_FAST_PREFILL != 0;  // chunks of a prompt: e4m3 activations, other bits
+inline constexpr bool kWarpgroupTrees = ULL_WARPGROUP_TREES != 0;  // rounds of 16 and more: products of warpgroups
+inline constexpr bool kFastPrefill = ULL_FAST_PREFILL != 0;        // chunks of a prompt: e4m3 activations, other bits
 
 inline constexpr int kGroup = kHeads / kKvHeads;           // query heads that share a kv head
 inline constexpr int kAttentionWidth = kHeads * kHeadDim;  // A

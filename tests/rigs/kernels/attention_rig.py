@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 
 import emulation
 from emulation import aligned, pointer
+from linear_layers import activation_buffer, unpack_activations
 from ull.gpu.geometry import attention
+from ull.gpu.geometry.linear import is_split
 from ull.gpu.launch import tile_of
 from ull.gpu.params import PAGE_TOKENS, ROUND_SLOTS, TREE_TOKENS, AttentionParams, CommitParams, Round, RoundResult
 
@@ -32,6 +34,7 @@ class Shape:
     qk_norm: bool = False
     kv_bits: int = 16
     layers: int = 2
+    together: bool = False  # from 16 tokens on, outputs lie as warpgroups take them
     reports: bool = False  # see emulation.build
     sources: tuple[str | Path, ...] = ("attention.cu", "commit.cu")
 
@@ -55,6 +58,7 @@ class Shape:
             "LAYERS": self.layers,
             "QK_NORM": int(self.qk_norm),
             "KV_BITS": self.kv_bits,
+            "WARPGROUP_TREES": int(self.together),
             "RMS_EPSILON": EPSILON,
         }
         return emulation.build(self.sources, model, reports=self.reports)
@@ -143,13 +147,14 @@ class Cache:
         state = self._state(count, base, tree, list(range(count)) if accept is None else accept)
         qkv = aligned((TREE_TOKENS, self.shape.width), np.float32)
         qkv[:count] = rows
-        width = self.shape.heads * self.shape.head_dim
-        output = aligned((width // 32, TREE_TOKENS, 32), np.float16)  # as activations.cuh says
-        self._attend(state, qkv, output, tile or tile_of(max(count, 1)))
+        width, tile = self.shape.heads * self.shape.head_dim, tile or tile_of(max(count, 1))
+        output = activation_buffer(width, tile if self.shape.together and is_split(tile) else 0)
+        self._attend(state, qkv, output, tile)
         if tile != 1:
             self._commit(state)
-        assert np.isnan(output[:, count:]).all()
-        return output[:, :count].transpose(1, 0, 2).reshape(count, width)
+        outputs: Array = unpack_activations(output, width)
+        assert np.isnan(outputs[count:]).all()
+        return outputs[:count]
 
     def _state(self, count: int, base: int, tree: Tree, accept: Sequence[int]) -> Array:
         memory = aligned(ctypes.sizeof(Round), np.uint8)

@@ -16,8 +16,9 @@ import linear_layers
 from attention_rig import Cache
 from emulation import aligned, pointer
 from layer_rig import numbers_of, random_tensors
+from linear_layers import columns_of_step
 from linear_rig import ALL_MODELS, EPSILON, Layer, copied
-from ull.bundle import Model, Precision, device_macros, device_tensors
+from ull.bundle import Forward, Model, Precision, device_macros, device_tensors
 from ull.gpu.chunk import Chunks
 from ull.gpu.fused import FusedForward
 from ull.gpu.geometry import chunk
@@ -83,13 +84,6 @@ def chunk_of(count: int, base: int = 0, tokens: Any = ()) -> NDArray[np.uint8]:
 def activation_buffer(columns: int) -> NDArray[np.float16]:
     """[tile, K / 32, quarter, 128 tokens, 8] f16, unwritten."""
     return aligned((TILES, linear_layers.round_up(columns, 32) // 32, 4, CHUNK_TILE, 8), np.float16)
-
-
-def columns_of_step() -> NDArray[np.int64]:
-    """[quarter, 8]: the column of a step that stands there, as the tensor cores take them (linear/activations.cuh)."""
-    quarter, place = np.mgrid[0:4, 0:8]
-    columns: NDArray[np.int64] = 8 * (place // 2) + 2 * quarter + place % 2
-    return columns
 
 
 def pack_in_steps(rows: NDArray[Any], result: NDArray[Any], columns: NDArray[np.int64], filler: float) -> NDArray[Any]:
@@ -411,7 +405,8 @@ class Prompt:
     ) -> None:
         self.model = model
         self.sizes = Sizes(model, precision, model.context, taps=taps, chunks=True, fast_prefill=fast)
-        macros = numbers_of(device_macros(model, precision, taps=len(taps), fast_prefill=fast))
+        forward = Forward(prefill="fast" if fast else "fused", tree_products="warpgroup")
+        macros = numbers_of(device_macros(model, precision, taps=len(taps), forward=forward))
         self.kernels = emulation.build([f"{name}.cu" for name in SOURCES], macros, reports=reports)
         rng = np.random.default_rng(7)
         self.tensors = random_tensors(device_tensors(model, precision), rng, biases)

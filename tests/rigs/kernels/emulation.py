@@ -55,6 +55,7 @@ TINY_MODEL: dict[str, int | float] = {  # what `build` takes for macros that a t
     "TAPS": 0,
     "MAY_LACK": 0,
     "BLOCK": 0,
+    "WARPGROUP_TREES": 0,
     "FAST_PREFILL": 0,
     "MEDUSA_HEADS": 3,
     "MEDUSA_OWN_HEADS": 0,

@@ -51,22 +51,38 @@ def pack_rows(values: Floats) -> NDArray[np.float32]:
     return result
 
 
-def activation_buffer(columns: int) -> NDArray[np.float16]:
-    """[K / 32, 64 tokens, 32] f16, unwritten."""
-    return aligned((round_up(columns, 32) // 32, TOKENS, 32), np.float16)
+def columns_of_step() -> NDArray[np.int64]:
+    """[quarter, 8]: the column of a step that stands there, as warpgroups take them (linear/activations.cuh)."""
+    quarter, place = np.mgrid[0:4, 0:8]
+    columns: NDArray[np.int64] = 8 * (place // 2) + 2 * quarter + place % 2
+    return columns
 
 
-def pack_activations(rows: NDArray[np.float16]) -> NDArray[np.float16]:
-    """[T, K] -> the layout of activations.cuh; tokens beyond T are NaN."""
-    result = activation_buffer(rows.shape[1])
-    full = padded(rows, 1, 32)
-    result[:, : len(rows)] = full.reshape(len(rows), len(result), 32).transpose(1, 0, 2)
+def activation_buffer(columns: int, cores: int = 0) -> NDArray[np.float16]:
+    """[K / 32, 64 tokens, 32] f16, unwritten; with `cores`: [K / 32, quarter, so many tokens, 8]."""
+    steps = round_up(columns, 32) // 32
+    return aligned((steps, 4, cores, 8) if cores else (steps, TOKENS, 32), np.float16)
+
+
+def pack_activations(rows: NDArray[np.float16], cores: int = 0) -> NDArray[np.float16]:
+    """[T, K] -> the layout of activations.cuh, `activation_buffer`'s; tokens beyond T are NaN."""
+    result = activation_buffer(rows.shape[1], cores)
+    steps = padded(rows, 1, 32).reshape(len(rows), len(result), 32)
+    if cores:
+        result[:, :, : len(rows)] = steps[..., columns_of_step()].transpose(1, 2, 0, 3)
+    else:
+        result[:, : len(rows)] = steps.transpose(1, 0, 2)
     return result
 
 
 def unpack_activations(buffer: NDArray[np.float16], columns: int) -> NDArray[np.float16]:
-    """-> [64, K], after checking that the padding of a written row is zero."""
-    rows = buffer.transpose(1, 0, 2).reshape(TOKENS, -1)
+    """Either layout -> [64, K], after checking that the padding of a written row is zero."""
+    steps = np.full((TOKENS, len(buffer), 32), np.nan, np.float16)
+    if buffer.ndim == 4:
+        steps[: buffer.shape[2]][..., columns_of_step()] = buffer.transpose(2, 0, 1, 3)
+    else:
+        steps[...] = buffer.transpose(1, 0, 2)
+    rows = steps.reshape(TOKENS, -1)
     padding = rows[:, columns:]
     written = ~np.isnan(rows[:, :columns].astype(np.float32)).any(axis=1)
     assert (padding[written] == 0).all()

@@ -44,9 +44,10 @@ ALL_MODELS = {**MODELS, **PLACES}
 
 
 @functools.cache
-def kernels_of(model: str, reports: bool = False) -> emulation.Kernels:
+def kernels_of(model: str, reports: bool = False, together: bool = False) -> emulation.Kernels:
     sizes, bits = ALL_MODELS[model]
     macros = {**sizes, "WEIGHT_BITS": bits, "HEAD_BITS": 24 - bits, "RMS_EPSILON": EPSILON}
+    macros["WARPGROUP_TREES"] = int(together)
     layers = [name for placed, name in PLACED if placed == model] or NAMES
     sources = ["norm", *("output" if name == "o" else name for name in layers)]
     return emulation.build([f"{name}.cu" for name in sources], macros, reports=reports)
@@ -71,11 +72,16 @@ def copied(values: NDArray[Any]) -> NDArray[Any]:
 
 
 class Layer:
-    """One layer of a model with random weights, its inputs, and how to run it and what must come out."""
+    """One layer of a model with random weights, its inputs, and how to run it and what must come out.
 
-    def __init__(self, name: str, model: str, seed: int, with_bias: bool, reports: bool = False) -> None:
-        self.name = name
-        self.kernels = kernels_of(model, reports)
+    `together`: from 16 tokens on warpgroups multiply, and activations lie as they take them.
+    """
+
+    def __init__(
+        self, name: str, model: str, seed: int, with_bias: bool, reports: bool = False, together: bool = False
+    ) -> None:
+        self.name, self.together = name, together
+        self.kernels = kernels_of(model, reports, together)
         self.generator = np.random.default_rng(seed)
         sizes, bits = ALL_MODELS[model]
         hidden, inner, width = sizes["HIDDEN"], sizes["INTERMEDIATE"], sizes["HEADS"] * sizes["HEAD_DIM"]
@@ -119,8 +125,8 @@ class Layer:
         residual = copied(self.residual)
         residual[count:] = np.nan if self.norms else UNWRITTEN
         rows = self.normed if self.norms else self.inputs
-        activations = pack_activations(rows[:count])
-        output = residual if self.name in ("o", "down") else self._empty_output()
+        activations = pack_activations(rows[:count], self.cores(tile))
+        output = residual if self.name in ("o", "down") else self._empty_output(tile)
         partial = aligned((SLICES, TOKENS, linear_layers.round_up(self.rows, 16)), np.float32)
         weights, scale, bias = self.packed
         assert weights is not None
@@ -150,7 +156,7 @@ class Layer:
             params.output = pointer(output)
             self.launch(f"qkv_sum_{tile}", linear.qkv_sum(self.rows, tile), params, seed, written)
             return
-        normed = activation_buffer(self.rows)
+        normed = activation_buffer(self.rows, self.cores(tile))
         finish = NormParams(
             round=params.round,
             residual=pointer(output),
@@ -186,9 +192,13 @@ class Layer:
             (rows == UNWRITTEN).all() if self.name in ("o", "down") else np.isnan(rows.astype(np.float32)).all()
         )
 
-    def _empty_output(self) -> NDArray[Any]:
+    def cores(self, tile: int) -> int:
+        """For `activation_buffer`."""
+        return tile if self.together and linear.is_split(tile) else 0
+
+    def _empty_output(self, tile: int) -> NDArray[Any]:
         if self.name == "gate_up":
-            return activation_buffer(self.rows // 2)
+            return activation_buffer(self.rows // 2, self.cores(tile))
         return aligned((TOKENS, linear_layers.round_up(self.rows, 16)), np.float32)
 
     def expected(self, count: int) -> tuple[Floats, Floats]:

@@ -46,6 +46,7 @@ ULL_DEVICE float output_factor(const Params& params, int kv_head, float sum) {
 
 // The neighbouring dimensions that a lane holds of each row, and the first of them.
 inline constexpr int kLaneDims = 2 * kValueTiles;
+static_assert(8 % kLaneDims == 0, "or some pair's next one is not kOutputStride further");
 ULL_DEVICE int lane_dim() { return arch::warp() * kWarpDims + arch::lane() % 4 * kLaneDims; }
 
 template <int kDims>
@@ -66,11 +67,14 @@ ULL_DEVICE float* partial_statistics(const AttentionParams& params, size_t row) 
   return params.partial + partial_row(params, kKvHeads, 0, 0) * kHeadDim + 2 * row;
 }
 
-// Output of a row from dimension `dim` on: f16 activations, in pairs. Dimensions of one step of 32 lie side by side.
+// Output of a row from dimension `dim` on: f16 activations, in pairs, one kOutputStride behind another.
+template <int kTile>
+inline constexpr int kOutputStride = kPairStride<kTile> / 2;
+template <int kTile>
 ULL_DEVICE uint32_t* output_pair(const AttentionParams& params, int kv_head, int row, int dim) {
   const int node = row / kGroup;
   const int head = kv_head * kGroup + row % kGroup;
-  return static_cast<uint32_t*>(params.output) + activation_index(node, head * kHeadDim + dim) / 2;
+  return static_cast<uint32_t*>(params.output) + round_index<kTile>(node, head * kHeadDim + dim) / 2;
 }
 
 // ---- after each split -----------------------------------------------------------------------------------------------
@@ -100,9 +104,9 @@ ULL_DEVICE void take_row(const AttentionParams& params, const AttentionPlan& pla
   RowStatistics statistics = split_statistics<kTile>(step_row);
   if (plan.splits() == 1) {
     const float factor = output_factor(params, share.kv_head, statistics.sum);
-    uint32_t* to = output_pair(params, share.kv_head, share.row + row, lane_dim());
+    uint32_t* to = output_pair<kTile>(params, share.kv_head, share.row + row, lane_dim());
     for (int i = 0; i < kValueTiles; ++i) {
-      to[i] = arch::f32x2_to_f16x2(own.value[2 * i] * factor, own.value[2 * i + 1] * factor);
+      to[i * kOutputStride<kTile>] = arch::f32x2_to_f16x2(own.value[2 * i] * factor, own.value[2 * i + 1] * factor);
     }
     return;
   }
@@ -369,9 +373,10 @@ class PartMerge {
         *kept = all;
         continue;
       }
-      uint32_t* to = output_pair(params_, share_.kv_head, share_.row + first_row_ + row, dim);
+      uint32_t* to = output_pair<kTile>(params_, share_.kv_head, share_.row + first_row_ + row, dim);
       for (int d = 0; d < 2; ++d) {
-        to[d] = arch::f32x2_to_f16x2(all.value[2 * d] * *factor(row), all.value[2 * d + 1] * *factor(row));
+        to[d * kOutputStride<kTile>] =
+            arch::f32x2_to_f16x2(all.value[2 * d] * *factor(row), all.value[2 * d + 1] * *factor(row));
       }
     }
   }

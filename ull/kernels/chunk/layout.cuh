@@ -1,5 +1,5 @@
 // A chunk of a prompt: how many tokens it has, and how its activations (activations.cuh) lie in bytes. Eight tokens of
-// a quarter are a core matrix of the tensor cores, 128 contiguous bytes, and a tile's step is one bulk copy.
+// a quarter are a core matrix of the tensor cores, and a tile's step is one bulk copy.
 #pragma once
 
 #include "linear/activations.cuh"
@@ -7,8 +7,6 @@
 
 namespace ull::gpu {
 
-inline constexpr int kCoreTokens = 8;                                        // rows of a core matrix
-inline constexpr int kCoreBytes = 16 * kCoreTokens;                          // of 8 columns each
 inline constexpr int kQuarterBytes = kChunkTile / kCoreTokens * kCoreBytes;  // of a tile's step
 inline constexpr int kChunkStepBytes = 4 * kQuarterBytes;                    // of a tile
 static_assert(kChunkStepBytes == kChunkTile * kTokenStepBytes);

@@ -38,7 +38,7 @@ struct GateUpEpilogue {
                                 const Sums& sums) {
     const float gate = scaled(sums.one(item), operands.gate_scale, operands.gate_bias);
     const float up = scaled(sums.one(8 + item), operands.up_scale, operands.up_bias);
-    store(params, tile, token, item, static_cast<uint16_t>(arch::f32x2_to_f16x2(activated(gate, up), 0.0F)));
+    store<1>(params, tile, token, item, static_cast<uint16_t>(arch::f32x2_to_f16x2(activated(gate, up), 0.0F)));
   }
 
   // A lane has gate and up of column g for tokens 2t, 2t + 1; with its neighbour it makes pairs of columns.
@@ -58,19 +58,19 @@ struct GateUpEpilogue {
       const float received = arch::shuffle_xor(odd ? y[0] : y[1], 4);
       const uint32_t pair = odd ? arch::f32x2_to_f16x2(received, y[1]) : arch::f32x2_to_f16x2(y[0], received);
       const int token = group * kGroupTokens + 2 * (arch::lane() % 4) + g % 2;
-      if (token < count) store(params, tile, token, g / 2 * 2, pair);
+      if (token < count) store<kGroups * kGroupTokens>(params, tile, token, g / 2 * 2, pair);
     }
   }
 
-  // Some of the tile's columns, and zeros in the last step's padding.
-  template <typename Columns>
+  // Some of the tile's columns, and zeros in the last step's padding. kTokens: of the round's kernels.
+  template <int kTokens, typename Columns>
   ULL_DEVICE static void store(const LinearParams& params, int tile, int token, int column, Columns columns) {
     auto* output = static_cast<uint16_t*>(params.output);
     const int first = tile * kTileColumns + column;
-    *reinterpret_cast<Columns*>(output + activation_index(token, first)) = columns;
+    *reinterpret_cast<Columns*>(output + round_index<kTokens>(token, first)) = columns;
     if (tile == GateUp::kRowTiles - 1) {
       for (int pad = first + kTileColumns; pad < round_up(kIntermediate, kColumnUnit); pad += kTileColumns) {
-        *reinterpret_cast<Columns*>(output + activation_index(token, pad)) = {};
+        *reinterpret_cast<Columns*>(output + round_index<kTokens>(token, pad)) = {};
       }
     }
   }

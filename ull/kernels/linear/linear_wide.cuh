@@ -1,6 +1,11 @@
 // Linear layers for 16 tokens and more: a warp owns row tiles and all tokens, so that the warps of a block share each
 // activation that it reads from L2. Layers with few rows are split along K besides: a block (x, y) of the grid takes
 // the row tiles of x and kSlices / grid_y slices, and leaves each slice's sums to the kernel that finishes the layer.
+//
+// Where the chip has products of warpgroups (kInCores), the four warps of one multiply together: each its own row
+// tiles, turned to f16 in registers, by activations that the tensor cores read from the ring themselves, once for all
+// four. So a warp loads none of them, and what bounds 64 tokens otherwise, shared memory and instructions, does so no
+// more. Sums and their bits are the same (docs/gpu.md says why), and so is what follows from them.
 #pragma once
 
 #include "linear/rows.cuh"
@@ -35,7 +40,9 @@ struct WidePlan {
   static constexpr int kStageSteps = 16 / Shape::kBits;
   static constexpr int kStageTileBytes = kStageSteps * Shape::kStepBytes;
   static constexpr int kStageBytes = kWarpTiles * kStageTileBytes;
-  static constexpr int kTokenStageBytes = kStageSteps * kTokens * kTokenStepBytes;
+  static constexpr bool kTogether = kInCores<kTokens>;           // by warpgroups
+  static constexpr int kTokenBytes = kTokens * kTokenStepBytes;  // of a step's activations
+  static constexpr int kTokenStageBytes = kStageSteps * kTokenBytes;
 
   // Sums of 64 tokens, or two sets of 32, leave no room for a second block of 256 threads with 128 registers each. They
   // get 168 (as if 384 threads shared them), and small kernels still fit beside; two sets of 64 take all there are.
@@ -57,7 +64,8 @@ struct WidePlan {
   ULL_DEVICE static int first_slice() { return kSplit ? arch::block_y() * kBlockSlices : 0; }
 };
 
-// A warp's weights and, in step with them, the block's activations: [step][token][32 columns] a stage.
+// A warp's weights and, in step with them, the block's activations: [step][token][32 columns] a stage, or as
+// core_index() has them.
 template <typename Plan>
 class WideStream {
  public:
@@ -111,17 +119,21 @@ class WideStream {
 
  private:
   ULL_DEVICE void fetch(int stage) const {
-    constexpr int kBytes = Plan::kTokens * kTokenStepBytes;
+    constexpr int kStride = Plan::kTogether ? Plan::kTokenBytes : kActivationStepBytes;  // of steps in memory
     const int slot = stage % Plan::kDepth;
     const int steps = weights_.steps(stage);
-    const auto* activations = static_cast<const unsigned char*>(params_.activations);
-    arch::barrier_arrive_expect(full_ + slot, static_cast<uint32_t>(steps * kBytes));
+    const auto* activations =
+        static_cast<const unsigned char*>(params_.activations) + static_cast<int64_t>(weights_.step(stage)) * kStride;
+    unsigned char* target = ring_ + slot * Plan::kTokenStageBytes;
+    const auto bytes = static_cast<uint32_t>(steps * Plan::kTokenBytes);
+    arch::barrier_arrive_expect(full_ + slot, bytes);
+    if constexpr (Plan::kTogether) {
+      if (Stream<Plan>::kWhole || steps > 0) arch::bulk_copy(target, activations, bytes, full_ + slot);
+    } else {
 #pragma unroll
-    for (int i = 0; i < Plan::kStageSteps; ++i) {
-      if (i < steps) {
-        arch::bulk_copy(ring_ + slot * Plan::kTokenStageBytes + i * kBytes,
-                        activations + static_cast<int64_t>(weights_.step(stage) + i) * kActivationStepBytes, kBytes,
-                        full_ + slot);
+      for (int i = 0; i < Plan::kStageSteps; ++i) {
+        if (i >= steps) break;
+        arch::bulk_copy(target + i * Plan::kTokenBytes, activations + i * kStride, Plan::kTokenBytes, full_ + slot);
       }
     }
   }
@@ -183,6 +195,43 @@ ULL_DEVICE void multiply_stage(Sums<Plan>& sums, const unsigned char* weights, c
   }
 }
 
+// The same by a warpgroup, whose warps have kTiles row tiles at most; this one has `tiles`, perhaps none.
+template <typename Plan, int kTiles>
+ULL_DEVICE void multiply_stage_together(Sums<Plan>& sums, const unsigned char* weights, int tiles,
+                                        const unsigned char* tokens, int steps) {
+  using Shape = typename Plan::Shape;
+  uint32_t a[Plan::kStageSteps][kTiles][2][4];
+#pragma unroll
+  for (int s = 0; s < Plan::kStageSteps; ++s) {
+#pragma unroll
+    for (int r = 0; r < kTiles; ++r) {
+      Weights<Shape::kBits> raw{};
+      if (r < tiles && (Stream<Plan>::kWhole || s < steps)) {
+        raw.load(weights + r * Plan::kStageTileBytes + s * Shape::kStepBytes);
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) raw.operand(j, a[s][r][j]);
+    }
+  }
+  constexpr int kQuarter = Plan::kTokenBytes / 4;
+  const uint64_t first = arch::core_matrices(tokens, kQuarter, kCoreBytes);
+  arch::warpgroup_fence();
+#pragma unroll
+  for (int s = 0; s < Plan::kStageSteps; ++s) {
+    if (Stream<Plan>::kWhole || s < steps) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint64_t b = first + static_cast<uint64_t>((s * Plan::kTokenBytes + 2 * j * kQuarter) / 16);
+#pragma unroll
+        for (int r = 0; r < kTiles; ++r) arch::warpgroup_mma(sums.value[r], a[s][r][j], b);
+      }
+    }
+  }
+  arch::warpgroup_commit();
+#pragma unroll
+  for (int r = 0; r < kTiles; ++r) arch::warpgroup_wait<0>(sums.value[r]);
+}
+
 // One slice's sums of a row tile: [slice][token][rows] f32.
 template <typename Plan>
 ULL_DEVICE void store_slice(const LinearParams& params, int slice, int tile, int count,
@@ -212,33 +261,42 @@ ULL_DEVICE void linear_wide(const LinearParams& params) {
   }
   stream.fill_activations();
 
-  Sums<Plan> sums{};
   Sums<Plan> totals;
-  for (int stage = 0; stage < weights.stages(); ++stage) {
-    const unsigned char* place = weights.wait(stage);
-    const unsigned char* tokens = stream.wait(stage);
-    const int tiles = weights.tiles(stage);
-    if (tiles == Plan::kWarpTiles) {
-      multiply_stage<Plan, Plan::kWarpTiles>(sums, place, tokens, weights.steps(stage));
-    } else if (tiles == 1) {
-      multiply_stage<Plan, 1>(sums, place, tokens, weights.steps(stage));
+  for (int stage = 0; stage < weights.stages();) {
+    Sums<Plan> sums{};
+    const int begin = stage;
+#pragma unroll 1
+    for (; stage < begin + weights.kSliceStages; ++stage) {
+      const unsigned char* place = weights.wait(stage);
+      const unsigned char* tokens = stream.wait(stage);
+      const int tiles = weights.tiles(stage), steps = weights.steps(stage);
+      if constexpr (Plan::kTogether) {
+        const int most = weights.tiles_from(weights.tile(stage) - arch::warp() % 4);  // the warpgroup's first warp's
+        if (most == Plan::kWarpTiles) {
+          multiply_stage_together<Plan, Plan::kWarpTiles>(sums, place, tiles, tokens, steps);
+        } else if (most == 1) {
+          multiply_stage_together<Plan, 1>(sums, place, tiles, tokens, steps);
+        }
+      } else if (tiles == Plan::kWarpTiles) {
+        multiply_stage<Plan, Plan::kWarpTiles>(sums, place, tokens, steps);
+      } else if (tiles == 1) {
+        multiply_stage<Plan, 1>(sums, place, tokens, steps);
+      }
+      stream.release(stage);
     }
-    stream.release(stage);
-    if ((stage + 1) % weights.kSliceStages != 0) continue;
 
-    const int slice = weights.slice(stage);
+    const int slice = weights.slice(begin), tiles = weights.tiles(begin);
     const int count = token_count(params.round);  // again: rather than hold it in a register
     if constexpr (!Plan::kSplit) totals.add(sums, slice == 0);
 #pragma unroll
     for (int r = 0; r < Plan::kWarpTiles; ++r) {
-      const int tile = weights.tile(stage) + r * Plan::kTileStride;
+      const int tile = weights.tile(begin) + r * Plan::kTileStride;
       if constexpr (Plan::kSplit) {
         if (r < tiles) store_slice<Plan>(params, slice, tile, count, sums.value[r]);
       } else {
         if (r < tiles && slice == kSlices - 1) Epilogue::finish_tile(params, tile, count, totals.value[r]);
       }
     }
-    sums = {};
   }
 }
 

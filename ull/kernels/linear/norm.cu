@@ -26,7 +26,13 @@ ULL_DEVICE void norm_token(const NormParams& params) {
         }
       },
       [&](int, int column, arch::Vector2 four) {
-        *reinterpret_cast<arch::Vector2*>(output + activation_index(token, column)) = four;
+        uint16_t* to = output + round_index<kTokens>(token, column);
+        if constexpr (kInCores<kTokens>) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) *reinterpret_cast<uint32_t*>(to + i * kPairStride<kTokens>) = four.word[i];
+        } else {
+          *reinterpret_cast<arch::Vector2*>(to) = four;
+        }
       },
       [&](int, int column, const arch::Vector4& four) { keep(token, column, four); });
 }

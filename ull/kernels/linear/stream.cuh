@@ -42,8 +42,10 @@ class Stages {
     const int turn = is_paired(stage) ? stage % 2 : 0;
     return first_tile_ + stage / kPassStages * Plan::kPassTiles + Plan::warp_tile() + turn;
   }
-  ULL_DEVICE int tiles(int stage) const {
-    const int rest = (last_tile_ - tile(stage) + Plan::kTileStride - 1) / Plan::kTileStride;
+  ULL_DEVICE int tiles(int stage) const { return tiles_from(tile(stage)); }
+  // The same of a warp whose first row tile is `tile`.
+  ULL_DEVICE int tiles_from(int tile) const {
+    const int rest = (last_tile_ - tile + Plan::kTileStride - 1) / Plan::kTileStride;
     return larger(0, smaller(Plan::kWarpTiles, rest));
   }
   // Its slice, first step, and how many steps: perhaps none, slices of short rows differ.
