@@ -105,7 +105,8 @@ def weight_loop(code: Code, token_groups: int) -> Loop | None:
     for body in code.loops():
         converted = 2 * _WARP * sum(bool(_FROM_E4M3.match(one.name)) for one in body)
         mmas, together = (sum(one.name.startswith(name) for one in body) for name in (WARP_MMA, WARPGROUP_MMA))
-        found.append((len(body), converted, 2 * _A_OPERAND * (mmas // token_groups + together)))
+        sixteen_bits = 2 * _A_OPERAND * mmas // token_groups + 2 * _A_OPERAND * together
+        found.append((len(body), converted, sixteen_bits))
     if any(converted for _, converted, _ in found):  # other loops of such a kernel, as attention's, hold no weights
         loops = [Loop(count, converted) for count, converted, _ in found if converted]
     else:

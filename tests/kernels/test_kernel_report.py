@@ -130,6 +130,8 @@ def test_the_loop_is_the_one_that_multiplies_most() -> None:
 def test_16_bit_weights_show_by_the_mma() -> None:
     text = CODE.replace("F2FP.F16.E4M3.UNPACK_B", "IADD3")
     assert sass.weight_loop(sass.parse(text)["ull_a"], 2) == sass.Loop(5, 512 // 2)
+    together = text.replace("HMMA.16816.F32 R4, R1, R5, R4", "HGMMA.64x16x16.F32 R24, R4, gdesc[UR4], R24")
+    assert sass.weight_loop(sass.parse(together)["ull_a"], 2) == sass.Loop(5, 512)  # once for both groups of tokens
 
 
 def test_blocks_of_a_multiprocessor() -> None:
