@@ -35,11 +35,9 @@ from ull.bundle import (
     device_tensors,
     draft_problems,
     encode_manifest,
-    fast_prefill_problems,
     medusa_problems,
     open_bundle,
     tap_problems,
-    tree_products_problems,
     write_sealed,
 )
 from ull.errors import RecipeError
@@ -106,11 +104,8 @@ def build_random(settings: RandomSettings, reporter: Reporter | None = None) -> 
     output = check_output(settings.output, settings.force)
     precision, request, created = settings.precision, settings.forward, build_time()
     model = shape_model(settings.arch, settings.layers, settings.context)
-    for problem in fast_prefill_problems(settings.target, precision.weights, request.prefill, request.decode):
-        raise RecipeError(problem, field="forward.prefill")
-    products = request.tree_products or "warp"
-    for problem in tree_products_problems(settings.target, products, request.prefill, request.decode):
-        raise RecipeError(problem, field="forward.tree_products")
+    for key, problem in request.problems(settings.target, precision.weights):
+        raise RecipeError(problem, field=key)
     own = request.own(settings.target)
     speculation = _drafters(settings, model)
     tools = find_tools(settings.target) if request.has_plans else None

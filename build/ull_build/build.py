@@ -58,14 +58,12 @@ from ull.bundle import (
     device_problems,
     draft_problems,
     encode_manifest,
-    fast_prefill_problems,
     head_scan_problems,
     medusa_problems,
     open_bundle,
     optional_kernels,
     quantised_inputs,
     tap_problems,
-    tree_products_problems,
     write_sealed,
 )
 from ull.errors import BuildError, CheckpointError, RecipeError
@@ -183,11 +181,8 @@ def _open_inputs(
 ) -> _Inputs:
     """Everything that can be refused is, before the kernels are compiled."""
     prefill, decode = settings.forward.prefill, settings.forward.decode
-    for problem in fast_prefill_problems(settings.target, settings.precision.weights, prefill, decode):
-        raise RecipeError(problem, field="forward.prefill")
-    products = settings.forward.tree_products or "warp"
-    for problem in tree_products_problems(settings.target, products, prefill, decode):
-        raise RecipeError(problem, field="forward.tree_products")
+    for key, problem in settings.forward.problems(settings.target, settings.precision.weights):
+        raise RecipeError(problem, field=key)
     for problem in head_scan_problems(settings.target, settings.precision, settings.forward.decode):
         raise RecipeError(problem, field="lm_head_scan")
     created, tools = build_time(), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -152,6 +153,16 @@ class ForwardRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             return FUSED
         products = self.tree_products or default_tree_products(target, self.prefill, self.decode)
         return Forward(prefill="fast" if self.reads_fast else "fused", tree_products=products)
+
+    def problems(self, target: str, weights: str) -> Iterator[tuple[str, str]]:
+        """Why an engine for this target cannot be computed so, each with what can: the recipe's key, and the words.
+
+        `weights`: their precision.
+        """
+        for problem in fast_prefill_problems(target, weights, self.prefill, self.decode):
+            yield "forward.prefill", problem
+        for problem in tree_products_problems(target, self.tree_products or "warp", self.prefill, self.decode):
+            yield "forward.tree_products", problem
 
     @property
     def keeps_weights(self) -> bool:
@@ -327,11 +338,8 @@ def _check_target(recipe: Recipe, origin: str) -> None:
         known = ", ".join(f'"{name}" ({machine})' for name, machine in TARGETS.items())
         raise RecipeError(f'{origin}: target "{recipe.target}" is unknown; use {known}', field="target")
     forward = recipe.forward
-    for problem in fast_prefill_problems(recipe.target, recipe.precision, forward.prefill, forward.decode):
-        raise RecipeError(f"{origin}: {problem}", field="forward.prefill")
-    products = forward.tree_products or "warp"
-    for problem in tree_products_problems(recipe.target, products, forward.prefill, forward.decode):
-        raise RecipeError(f"{origin}: {problem}", field="forward.tree_products")
+    for key, problem in forward.problems(recipe.target, recipe.precision):
+        raise RecipeError(f"{origin}: {problem}", field=key)
     if recipe.target == "cpu":
         if recipe.evaluate_on == "gpu":
             raise RecipeError(f'{origin}: evaluate_on "gpu" is for GPU targets', field="evaluate_on")

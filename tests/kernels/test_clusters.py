@@ -76,6 +76,28 @@ def test_blocks_share_what_each_has_brought(kernels: emulation.Kernels, rows: in
         assert shared(kernels, fault, seed, rows)
 
 
+def shared_in_a_row(kernels: emulation.Kernels, columns: int, seed: int) -> bool:
+    """Whether each block has what it and its neighbour have brought."""
+    source = aligned((3, columns, 4), np.int32)
+    source[...] = np.random.default_rng(seed).integers(-1000, 1000, source.shape)
+    output = aligned((3, columns, 2, 4), np.int32)
+    params = Probe(pointer(source), pointer(output), 0, 0)
+    kernels.run("share_row", grid=(columns, 3), threads=32, shared_bytes=64, params=params, seed=seed)
+    return np.array_equal(output, np.repeat(source.reshape(3, columns // 2, 2, 4), 2, axis=1))
+
+
+@pytest.mark.parametrize("columns", [2, 6])
+def test_clusters_may_lie_in_a_row(kernels: emulation.Kernels, columns: int) -> None:
+    for seed in SEEDS:
+        assert shared_in_a_row(kernels, columns, seed)
+
+
+@on_the_emulator
+def test_a_grid_that_is_not_whole_clusters_in_a_row_is_refused(kernels: emulation.Kernels) -> None:
+    with pytest.raises(KernelError, match="share_row: a grid of 3 x 3 blocks: must be whole clusters of 2 x 1"):
+        shared_in_a_row(kernels, 3, 0)
+
+
 @on_the_emulator
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_grid_that_is_not_whole_clusters_is_refused(kernels: emulation.Kernels, rows: int) -> None:
@@ -263,7 +285,8 @@ def test_the_compiler_makes_clusters(target: Target) -> None:
     """A launch needs no attribute for them: their size is the kernel's."""
     compiled = compile_file(EMULATOR / "clusters.cu", {}, target)
     assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
-    assert compiled.ptx.count(".reqnctapercluster 1, 2, 1") == len(compiled.functions) == 4
+    assert compiled.ptx.count(".reqnctapercluster 1, 2, 1") == len(compiled.functions) - 1 == 4
+    assert compiled.ptx.count(".reqnctapercluster 2, 1, 1") == 1
 
 
 @disassembles

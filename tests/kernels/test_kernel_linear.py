@@ -12,7 +12,7 @@ import emulation
 import linear_layers
 from emulation import pointer
 from linear_layers import activation_buffer, interleave, pack_rows
-from linear_rig import MODELS, NAMES, PLACED, Layer, round_of
+from linear_rig import MODELS, NAMES, PLACED, UNEVEN, Layer, round_of
 from ull.gpu.geometry import linear
 from ull.gpu.params import NormParams
 from ull_build.weights.mlp_scale import scale_rows_of
@@ -55,6 +55,17 @@ def test_same_bits_for_every_tile_and_grid(name: str, model: str) -> None:
         np.testing.assert_array_equal(check(together, tile, count, multiprocessors)[:count], widest[:count])
     for multiprocessors in (1, 2, 3, 132):  # row tiles of a block: in twos, with one left over, one alone
         np.testing.assert_array_equal(check(layer, 1, 1, multiprocessors)[:1], widest[:1])
+
+
+@pytest.mark.parametrize("model", UNEVEN)
+def test_blocks_of_a_cluster_keep_step(model: str) -> None:
+    """They share activations: one that has no row tiles left brings its half all the same."""
+    alone = Layer("head", model, seed=9, with_bias=True)
+    together = Layer("head", model, seed=9, with_bias=True, together=True)
+    for tile, count in ((64, 64), (64, 35), (32, 31)):
+        expected = check(alone, tile, count)
+        for seed in range(4):
+            np.testing.assert_array_equal(check(together, tile, count, multiprocessors=2, seed=seed), expected)
 
 
 @each_way

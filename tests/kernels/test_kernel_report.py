@@ -57,7 +57,7 @@ def test_no_kernel_got_worse(source: Path, fast: bool, launches: dict[bool, dict
 def test_the_table_holds_the_kernels_that_there_are() -> None:
     def kernels_of(sources: list[Path]) -> list[str]:
         text = "".join(source.read_text() for source in sources)
-        return re.findall(r"ULL_(?:GRID_|CLUSTER_)?KERNEL\((ull_\w+),", text)
+        return re.findall(r"ULL_(?:GRID_|CLUSTER_|WIDE_)?KERNEL\((ull_\w+),", text)
 
     kernels = {*kernels_of(reported_sources()), *(f"{kernel}_fast" for kernel in kernels_of(fast_sources()))}
     for arch in ARCHS:

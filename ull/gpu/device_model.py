@@ -168,8 +168,8 @@ class PlacedModel:
         behind one another.
         """
         captures, forward = _Captures(self, stream, exit_stack), self.part.forward
-        together = forward.tree_products == "warpgroup"
-        agree = (together or self.sizes.chunks) and products_agree(self.driver, self.kernels, stream)
+        together, exact_chunks = forward.tree_products == "warpgroup", self.sizes.chunks and forward.prefill != "fast"
+        agree = (together or exact_chunks) and products_agree(self.driver, self.kernels, stream)
         if together and not agree:
             raise GpuError(
                 "wrong_gpu",
@@ -190,7 +190,7 @@ class PlacedModel:
             prefill = chunk = captures.chunk()
         else:
             prefill = captures.round(sources[forward.prefill], TREE_TOKENS, draws=False)
-            chunk = captures.chunk() if self.sizes.chunks and agree else 0
+            chunk = captures.chunk() if exact_chunks and agree else 0
         medusa = captures.heads() if self.sizes.medusa is not None else 0
         redraws = {} if self.part.prefix else {draws: captures.redraw(draws) for draws in REDRAWS}
         return CapturedModel(self, rounds, singles, bursts, prefill, chunk, medusa, redraws)

@@ -131,8 +131,8 @@ class DflashPasses:
             tree_keys=region("tree keys") + layer * sizes.tree_bytes,
             tree_values=region("tree values") + layer * sizes.tree_bytes,
         )
-        kv = linear.dflash_kv(sizes.qkv_width - queries, self._multiprocessors)
         tile = max(entries, DEVICE_TILE_ROWS)
+        kv = linear.dflash_kv(sizes.qkv_width - queries, tile, self._multiprocessors)
         return [
             Launch(f"ull_dflash_kv_{tile}", *kv, linears),
             Launch("ull_dflash_store", *linear.dflash_store(model.kv_heads, model.head_dim, entries), store),

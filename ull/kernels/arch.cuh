@@ -47,6 +47,9 @@ ULL_DEVICE void wait_returned();
 // is portable). The size is the kernel's own: a launch names none, and may have every other attribute.
 #define ULL_CLUSTER_KERNEL(name, Params, threads, cluster_y) \
   ULL_DEFINE_KERNEL(name, Params, __cluster_dims__(1, cluster_y, 1) __launch_bounds__(threads, 1))
+// The same of cluster_x blocks side by side: the grid's x is a multiple of it.
+#define ULL_ROW_CLUSTER_KERNEL(name, Params, threads, blocks_per_sm, cluster_x) \
+  ULL_DEFINE_KERNEL(name, Params, __cluster_dims__(cluster_x, 1, 1) __launch_bounds__(threads, blocks_per_sm))
 
 namespace ull::arch {
 
@@ -98,8 +101,8 @@ ULL_DEVICE void await_device(const uint32_t* count, uint32_t at_least) {
   } while (value < at_least);
 }
 
-// Of clusters (ULL_CLUSTER_KERNEL), which are Hopper's and later. The block's place in its own, from 0 on; it is
-// block_y() modulo their size.
+// Of clusters (ULL_CLUSTER_KERNEL, ULL_ROW_CLUSTER_KERNEL), which are Hopper's and later. The block's place in its own,
+// from 0 on; it is block_y(), or block_x(), modulo their size.
 ULL_DEVICE int cluster_rank() {
   int value;
   asm volatile("mov.u32 %0, %cluster_ctarank;" : "=r"(value));

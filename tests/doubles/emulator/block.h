@@ -72,7 +72,8 @@ struct Grid {
   uint64_t params_bytes;
   void (*body)(const void* params);
   bool meets;     // its blocks wait for each other: all of them run at once
-  int cluster;    // blocks of a cluster, one above the other: they run at once too
+  int cluster;    // blocks of a cluster, which run at once too
+  bool in_row;    // side by side, instead of one above the other
   bool complete;  // all blocks that run have asked for the predecessor's results
   int grid_x, grid_y;
   int threads;

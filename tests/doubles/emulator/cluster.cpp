@@ -47,7 +47,7 @@ std::string place_in(const Block& owner, const void* shared) {
   return text;
 }
 
-int cluster_rank() { return block->y % grid.cluster; }
+int cluster_rank() { return (grid.in_row ? block->x : block->y) % grid.cluster; }
 
 void meet_cluster(Site site) {
   meet_warp(Collective::kClusterBarrier, site);

@@ -1,5 +1,5 @@
 // What the emulator knows of clusters of blocks (cluster.cpp); kernels: thread.h. A cluster is `grid.cluster` blocks,
-// one above the other in the grid; where it is 1, each block is one.
+// side by side or one above the other in the grid; where it is 1, each block is one.
 //
 // The rules of the PTX ISA for what a block does to another one of its cluster are errors here:
 //

@@ -134,6 +134,31 @@ ULL_CLUSTER_KERNEL(meet_often, ProbeParams, 64, kBlocks) {
   }
 }
 
+// Of clusters in a row: each block brings its 16 bytes of input[block_y][block_x] to both, which store what has come in
+// output[block_y][block_x][2].
+ULL_ROW_CLUSTER_KERNEL(share_row, ProbeParams, 32, 1, kBlocks) {
+  unsigned char* shared = arch::shared_memory();
+  auto* barrier = reinterpret_cast<arch::Barrier*>(shared + kBlocks * 16);
+  if (arch::thread() == 0) {
+    arch::barrier_init(barrier, 1);
+    arch::fence_barrier_init();
+  }
+  arch::cluster_barrier();
+  arch::wait_for_predecessor();
+  const int place = arch::block_y() * arch::grid_x() + arch::block_x();
+  if (arch::thread() == 0) {
+    arch::fence_bulk_sources();
+    arch::barrier_arrive_expect(barrier, kBlocks * 16);
+    arch::bulk_copy_multicast(shared + arch::cluster_rank() * 16, static_cast<const char*>(params.input) + place * 16,
+                              16, barrier, (1U << kBlocks) - 1);
+  }
+  arch::barrier_wait(barrier, 0);
+  if (arch::thread() < kBlocks) {
+    char* to = static_cast<char*>(params.output) + (place * kBlocks + arch::thread()) * 16;
+    arch::store_global(to, arch::load_shared(shared + arch::thread() * 16));
+  }
+}
+
 // ---- products of what another block brings --------------------------------------------------------------------------
 
 inline constexpr int kGroups = 4;                        // of 8 columns

@@ -29,10 +29,12 @@ extern "C" float fmaf(float a, float b, float c) noexcept;  // all that kernels 
 #define ULL_OFFSETOF(Type, member) __builtin_offsetof(Type, member)
 
 #define ULL_KERNEL(name, Params, threads, blocks_per_sm) \
-  ULL_EMULATED_KERNEL(name, Params, threads, blocks_per_sm, false, 1)
-#define ULL_GRID_KERNEL(name, Params, threads) ULL_EMULATED_KERNEL(name, Params, threads, 1, true, 1)
+  ULL_EMULATED_KERNEL(name, Params, threads, blocks_per_sm, false, 1, 1)
+#define ULL_GRID_KERNEL(name, Params, threads) ULL_EMULATED_KERNEL(name, Params, threads, 1, true, 1, 1)
 #define ULL_CLUSTER_KERNEL(name, Params, threads, cluster_y) \
-  ULL_EMULATED_KERNEL(name, Params, threads, 1, false, cluster_y)
+  ULL_EMULATED_KERNEL(name, Params, threads, 1, false, 1, cluster_y)
+#define ULL_ROW_CLUSTER_KERNEL(name, Params, threads, blocks_per_sm, cluster_x) \
+  ULL_EMULATED_KERNEL(name, Params, threads, blocks_per_sm, false, cluster_x, 1)
 #if ULL_TRACE
 namespace ull::trace {
 inline void wait_returned();
@@ -46,20 +48,22 @@ inline void wait_returned();
 #else
 #define ULL_BODY(name, params) name(params)
 #endif
-#define ULL_EMULATED_KERNEL(name, Params, threads, blocks_per_sm, meets, cluster)                             \
+#define ULL_EMULATED_KERNEL(name, Params, threads, blocks_per_sm, meets, cluster_x, cluster_y)                \
   static void name(const Params& params);                                                                     \
   static const ::ull::emulator::Registration ull_registration_##name(                                         \
-      #name, sizeof(Params), threads, meets, cluster,                                                         \
+      #name, sizeof(Params), threads, meets, cluster_x, cluster_y,                                            \
       [](const void* params) { ULL_BODY(name, *static_cast<const Params*>(params)); });                       \
   static_assert((threads) % 32 == 0 && (threads) <= 1024 && (blocks_per_sm) >= 1, "launch bounds of " #name); \
-  static_assert((cluster) >= 1 && (cluster) <= 8, "clusters of " #name);                                      \
+  static_assert((cluster_x) >= 1 && (cluster_x) <= 8, "clusters of " #name);                                  \
+  static_assert((cluster_y) >= 1 && (cluster_y) <= 8, "clusters of " #name);                                  \
   static void name([[maybe_unused]] const Params& params)
 
 namespace ull::emulator {
 
-// Adds a kernel to the list that the launcher looks in. meets: its blocks wait for each other; cluster: blocks of one.
+// Adds a kernel to the list that the launcher looks in. meets: its blocks wait for each other; cluster_x,
+// cluster_y: blocks of a cluster, in a row or above one another.
 struct Registration {
-  Registration(const char* name, size_t params_bytes, int most_threads, bool meets, int cluster,
+  Registration(const char* name, size_t params_bytes, int most_threads, bool meets, int cluster_x, int cluster_y,
                void (*body)(const void* params));
 };
 

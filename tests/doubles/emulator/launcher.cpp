@@ -47,7 +47,7 @@ struct Entry {
   UllKernel kernel;
   void (*body)(const void* params);
   bool meets;
-  int cluster;
+  int cluster_x, cluster_y;
 };
 
 std::vector<Entry>& entries() {
@@ -217,9 +217,10 @@ std::string refusal(const UllLaunch& launch, const Entry& entry) {
     return std::to_string(static_cast<int64_t>(launch.grid_x) * launch.grid_y) +
            " blocks that wait for each other: the emulator runs " + std::to_string(kMostTogether) + " at once";
   }
-  if (launch.grid_y % entry.cluster != 0) {
+  if (launch.grid_x % entry.cluster_x != 0 || launch.grid_y % entry.cluster_y != 0) {
     return "a grid of " + std::to_string(launch.grid_x) + " x " + std::to_string(launch.grid_y) +
-           " blocks: must be whole clusters of 1 x " + std::to_string(entry.cluster);
+           " blocks: must be whole clusters of " + std::to_string(entry.cluster_x) + " x " +
+           std::to_string(entry.cluster_y);
   }
   if (launch.shared_bytes < 0 || static_cast<uint32_t>(launch.shared_bytes) > kMostShared) {
     return std::to_string(launch.shared_bytes) + " bytes of shared memory: at most " + std::to_string(kMostShared);
@@ -262,13 +263,16 @@ std::string run_together(const std::vector<int>& numbers) {
 std::vector<int> blocks_of_cluster(int n) {
   std::vector<int> numbers;
   for (int rank = 0; rank < grid.cluster; ++rank) {
-    numbers.push_back((n / grid.grid_x * grid.cluster + rank) * grid.grid_x + n % grid.grid_x);
+    const bool row = grid.in_row;  // then the blocks of clusters follow one another
+    numbers.push_back(row ? n * grid.cluster + rank
+                          : (n / grid.grid_x * grid.cluster + rank) * grid.grid_x + n % grid.grid_x);
   }
   return numbers;
 }
 
 std::string run_grid() {
-  std::vector<int> order(static_cast<size_t>(grid.grid_x) * static_cast<size_t>(grid.grid_y / grid.cluster));
+  std::vector<int> order(static_cast<size_t>(grid.grid_x) * static_cast<size_t>(grid.grid_y) /
+                         static_cast<size_t>(grid.cluster));
   std::iota(order.begin(), order.end(), 0);
   for (size_t left = order.size(); left > 1; --left) std::swap(order[left - 1], order[draw() % left]);
   [[maybe_unused]] const FaultHandler handler;
@@ -296,7 +300,8 @@ std::string run(const UllLaunch& launch) {
     grid.kernel = entry.kernel.name;
     grid.body = entry.body;
     grid.meets = entry.meets;
-    grid.cluster = entry.cluster;
+    grid.cluster = entry.cluster_x * entry.cluster_y;
+    grid.in_row = entry.cluster_x > 1;
     grid.params = launch.params;
     grid.grid_x = launch.grid_x;
     grid.grid_y = launch.grid_y;
@@ -319,9 +324,9 @@ std::string run(const UllLaunch& launch) {
 
 }  // namespace
 
-Registration::Registration(const char* name, size_t params_bytes, int most_threads, bool meets, int cluster,
-                           void (*body)(const void* params)) {
-  entries().push_back({{name, static_cast<int32_t>(params_bytes), most_threads}, body, meets, cluster});
+Registration::Registration(const char* name, size_t params_bytes, int most_threads, bool meets, int cluster_x,
+                           int cluster_y, void (*body)(const void* params)) {
+  entries().push_back({{name, static_cast<int32_t>(params_bytes), most_threads}, body, meets, cluster_x, cluster_y});
 }
 
 }  // namespace ull::emulator

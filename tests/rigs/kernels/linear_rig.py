@@ -40,7 +40,9 @@ PLACES = {
 PLACED = [
     (model, name) for model in PLACES for name in (("o", "down") if "deep" in model else ("qkv", "gate_up", "head"))
 ]
-ALL_MODELS = {**MODELS, **PLACES}
+# Where one block of a cluster has a pass more than its neighbour: of 16 row tiles each, or of none.
+UNEVEN = {"33 row tiles": ({**EVEN, "VOCABULARY": 523}, 16), "1 row tile": ({**ODD, "VOCABULARY": 11}, 8)}
+ALL_MODELS = {**MODELS, **PLACES, **UNEVEN}
 
 
 @functools.cache
@@ -48,7 +50,7 @@ def kernels_of(model: str, reports: bool = False, together: bool = False) -> emu
     sizes, bits = ALL_MODELS[model]
     macros = {**sizes, "WEIGHT_BITS": bits, "HEAD_BITS": 24 - bits, "RMS_EPSILON": EPSILON}
     macros["WARPGROUP_TREES"] = int(together)
-    layers = [name for placed, name in PLACED if placed == model] or NAMES
+    layers = ["head"] if model in UNEVEN else [name for placed, name in PLACED if placed == model] or NAMES
     sources = ["norm", *("output" if name == "o" else name for name in layers)]
     return emulation.build([f"{name}.cu" for name in sources], macros, reports=reports)
 

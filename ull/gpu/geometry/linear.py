@@ -57,7 +57,7 @@ def norm(tile: int) -> Geometry:
 def qkv(width: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_qkv_{tile}`: `width` rows of queries, keys and values."""
     if is_split(tile):
-        return _split(width, multiprocessors)
+        return _split(width, tile, multiprocessors)
     return _narrow(width, multiprocessors)
 
 
@@ -68,7 +68,7 @@ def qkv_sum(width: int, tile: int) -> Geometry:
 
 def o(hidden: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_o_{tile}`."""
-    grid, threads, _ = (_split if is_split(tile) else _narrow)(hidden, multiprocessors)
+    grid, threads, _ = _split(hidden, tile, multiprocessors) if is_split(tile) else _narrow(hidden, multiprocessors)
     return grid, threads, ALONE_BYTES
 
 
@@ -117,9 +117,9 @@ def eagle_fc(hidden: int, tile: int, multiprocessors: int) -> Geometry:
     return head(hidden, tile, multiprocessors)
 
 
-def dflash_kv(rows: int, multiprocessors: int) -> Geometry:
+def dflash_kv(rows: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_dflash_kv_{tile}`: `rows` of a layer's keys and values."""
-    return _split(rows, multiprocessors)
+    return _split(rows, tile, multiprocessors)
 
 
 def dflash_store(kv_heads: int, head_dim: int, entries: int) -> Geometry:
@@ -155,14 +155,21 @@ def _narrow(rows: int, multiprocessors: int) -> Geometry:
 
 def _wide(rows: int, tile: int, multiprocessors: int) -> Geometry:
     """`WidePlan` that keeps its sums in registers."""
-    return (min(multiprocessors, _row_tiles(rows)), 1), THREADS, NARROW_BYTES if tile <= 32 else WIDE_BYTES
+    blocks = _in_clusters(min(multiprocessors, _row_tiles(rows)), tile)
+    return (blocks, 1), THREADS, NARROW_BYTES if tile <= 32 else WIDE_BYTES
 
 
-def _split(rows: int, multiprocessors: int) -> Geometry:
+def _split(rows: int, tile: int, multiprocessors: int) -> Geometry:
     """`WidePlan` of a split layer; the parts are fixed in the kernel (`parts_of`)."""
     tiles = _row_tiles(rows)
     parts = next((parts for parts in (8, 4, 2) if tiles * parts <= PASS_TILES * SPLIT_BLOCKS), 1)
-    return (max(1, min(tiles, multiprocessors // parts)), parts), THREADS, NARROW_BYTES
+    return (_in_clusters(min(tiles, multiprocessors // parts), tile), parts), THREADS, NARROW_BYTES
+
+
+def _in_clusters(blocks: int, tile: int) -> int:
+    """At least one; from 32 tokens on whole clusters, which `WidePlan` may make of two neighbours."""
+    cluster = 2 if tile >= 32 else 1
+    return max(cluster, blocks // cluster * cluster)
 
 
 def _row_tiles(rows: int) -> int:

@@ -73,11 +73,7 @@ ULL_KERNEL(ull_head_8, LinearParams, kNarrowThreads, Narrow<8>::kBlocks) {
 ULL_KERNEL(ull_head_16, LinearParams, Wide<16>::kBoundThreads, Wide<16>::kBlocks) {
   linear_wide<Wide<16>, HeadEpilogue>(params);
 }
-ULL_KERNEL(ull_head_32, LinearParams, Wide<32>::kBoundThreads, Wide<32>::kBlocks) {
-  linear_wide<Wide<32>, HeadEpilogue>(params);
-}
-ULL_KERNEL(ull_head_64, LinearParams, Wide<64>::kBoundThreads, Wide<64>::kBlocks) {
-  linear_wide<Wide<64>, HeadEpilogue>(params);
-}
+ULL_WIDE_KERNEL(ull_head_32, Wide<32>) { linear_wide<Wide<32>, HeadEpilogue>(params); }
+ULL_WIDE_KERNEL(ull_head_64, Wide<64>) { linear_wide<Wide<64>, HeadEpilogue>(params); }
 
 }  // namespace ull::gpu

@@ -36,8 +36,9 @@ struct LinearShape {
   ULL_HOST_DEVICE static constexpr int slice_begin(int slice) { return slice * kSteps / kSlices; }
 
   // This block's share of the row tiles.
-  ULL_DEVICE static int first_tile() { return arch::block_x() * kRowTiles / arch::grid_x(); }
-  ULL_DEVICE static int last_tile() { return (arch::block_x() + 1) * kRowTiles / arch::grid_x(); }
+  ULL_DEVICE static int first_tile(int block) { return block * kRowTiles / arch::grid_x(); }
+  ULL_DEVICE static int first_tile() { return first_tile(arch::block_x()); }
+  ULL_DEVICE static int last_tile() { return first_tile(arch::block_x() + 1); }
 };
 
 // A lane's share of one step of a row tile. 8 bit: for mma j = 0, 1 the bytes are (row g: columns k, k + 1), (row g +

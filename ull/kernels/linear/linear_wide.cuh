@@ -6,6 +6,10 @@
 // tiles, turned to f16 in registers, by activations that the tensor cores read from the ring themselves, once for all
 // four. So a warp loads none of them, and what bounds 64 tokens otherwise, shared memory and instructions, does so no
 // more. Sums and their bits are the same (docs/gpu.md says why), and so is what follows from them.
+//
+// Of 32 tokens and more two neighbouring blocks are a cluster then, and each brings half of the activations to both:
+// those of 64 are half as many bytes as the weights, and all of these come from L2, which has little more to give than
+// the memory behind it. The two keep step, also where one has fewer row tiles.
 #pragma once
 
 #include "linear/rows.cuh"
@@ -40,8 +44,9 @@ struct WidePlan {
   static constexpr int kStageSteps = 16 / Shape::kBits;
   static constexpr int kStageTileBytes = kStageSteps * Shape::kStepBytes;
   static constexpr int kStageBytes = kWarpTiles * kStageTileBytes;
-  static constexpr bool kTogether = kInCores<kTokens>;           // by warpgroups
-  static constexpr int kTokenBytes = kTokens * kTokenStepBytes;  // of a step's activations
+  static constexpr bool kTogether = kInCores<kTokens>;                 // by warpgroups
+  static constexpr int kCluster = kTogether && kTokens >= 32 ? 2 : 1;  // blocks that share the activations
+  static constexpr int kTokenBytes = kTokens * kTokenStepBytes;        // of a step's activations
   static constexpr int kTokenStageBytes = kStageSteps * kTokenBytes;
 
   // Sums of 64 tokens, or two sets of 32, leave no room for a second block of 256 threads with 128 registers each. They
@@ -82,11 +87,15 @@ class WideStream {
 #pragma unroll
       for (int i = 0; i < Plan::kDepth; ++i) {
         arch::barrier_init(full_ + i, 1);
-        arch::barrier_init(empty_ + i, kComputeWarps);
+        arch::barrier_init(empty_ + i, Plan::kCluster * kComputeWarps);
       }
       arch::fence_barrier_init();
     }
-    arch::block_barrier();
+    if constexpr (Plan::kCluster > 1) {
+      arch::cluster_barrier();
+    } else {
+      arch::block_barrier();
+    }
   }
 
   // After the predecessor: the activations of all stages in the ring but the last, which the first release() brings.
@@ -104,11 +113,17 @@ class WideStream {
     return ring_ + stage % Plan::kDepth * Plan::kTokenStageBytes;
   }
 
-  // The warp has read the stage. The stage before it, which the others have most likely read as well, is refilled with
-  // activations, by the warp that has its place's number.
+  // The warp has read the stage, which it tells the block; or each block of the cluster, if the slot is filled anew: so
+  // every arrival is waited for, and a block may end when its own work is done. The stage before it, which the others
+  // have most likely read as well, is refilled with activations, by the warp that has its place's number.
   ULL_DEVICE void release(int stage) const {
     arch::warp_barrier();
-    if (arch::lane() == 0) arch::barrier_arrive(empty_ + stage % Plan::kDepth);
+    if constexpr (Plan::kCluster > 1) {
+      const bool tells = arch::lane() < Plan::kCluster && stage + Plan::kDepth < weights_.stages();
+      arch::barrier_arrive_in(arch::lane() % Plan::kCluster, empty_ + stage % Plan::kDepth, tells);
+    } else if (arch::lane() == 0) {
+      arch::barrier_arrive(empty_ + stage % Plan::kDepth);
+    }
     weights_.refill(stage);
     const int next = stage + Plan::kDepth - 1;
     if (next % Plan::kDepth == arch::warp() && next < weights_.stages()) {
@@ -127,7 +142,13 @@ class WideStream {
     unsigned char* target = ring_ + slot * Plan::kTokenStageBytes;
     const auto bytes = static_cast<uint32_t>(steps * Plan::kTokenBytes);
     arch::barrier_arrive_expect(full_ + slot, bytes);
-    if constexpr (Plan::kTogether) {
+    if constexpr (Plan::kCluster > 1) {  // the block's share, to all
+      constexpr uint32_t kAll = (1U << Plan::kCluster) - 1;
+      const uint32_t share = bytes / Plan::kCluster, at = static_cast<uint32_t>(arch::cluster_rank()) * share;
+      if (Stream<Plan>::kWhole || steps > 0) {
+        arch::bulk_copy_multicast(target + at, activations + at, share, full_ + slot, kAll);
+      }
+    } else if constexpr (Plan::kTogether) {
       if (Stream<Plan>::kWhole || steps > 0) arch::bulk_copy(target, activations, bytes, full_ + slot);
     } else {
 #pragma unroll
@@ -245,6 +266,14 @@ ULL_DEVICE void store_slice(const LinearParams& params, int slice, int tile, int
     if (group * kGroupTokens + quad_token() < count) store_four(address + group * kGroupTokens * kRows, four);
   }
 }
+
+// Defines the kernel of a plan for 32 tokens or more: ULL_WIDE_KERNEL(name, Plan) { ... params ... }
+#if ULL_WARPGROUP_TREES
+#define ULL_WIDE_KERNEL(name, Plan) \
+  ULL_ROW_CLUSTER_KERNEL(name, LinearParams, Plan::kBoundThreads, Plan::kBlocks, Plan::kCluster)
+#else
+#define ULL_WIDE_KERNEL(name, Plan) ULL_KERNEL(name, LinearParams, Plan::kBoundThreads, Plan::kBlocks)
+#endif
 
 // The kernel. Epilogue: finish_tile(params, tile, count, sums) of a row tile's groups; unused by split layers. kAhead:
 // see ahead.cuh.

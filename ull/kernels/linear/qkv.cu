@@ -25,12 +25,8 @@ ULL_KERNEL(ull_qkv_8, LinearParams, kNarrowThreads, Narrow<8>::kBlocks) {
 ULL_KERNEL(ull_qkv_16, LinearParams, Wide<16>::kBoundThreads, Wide<16>::kBlocks) {
   linear_wide<Wide<16>, QkvEpilogue>(params);
 }
-ULL_KERNEL(ull_qkv_32, LinearParams, Wide<32>::kBoundThreads, Wide<32>::kBlocks) {
-  linear_wide<Wide<32>, QkvEpilogue>(params);
-}
-ULL_KERNEL(ull_qkv_64, LinearParams, Wide<64>::kBoundThreads, Wide<64>::kBlocks) {
-  linear_wide<Wide<64>, QkvEpilogue>(params);
-}
+ULL_WIDE_KERNEL(ull_qkv_32, Wide<32>) { linear_wide<Wide<32>, QkvEpilogue>(params); }
+ULL_WIDE_KERNEL(ull_qkv_64, Wide<64>) { linear_wide<Wide<64>, QkvEpilogue>(params); }
 
 // One thread per four rows of a token.
 ULL_DEVICE void qkv_sum(const LinearParams& params) {

@@ -14,22 +14,40 @@
 
 namespace ull::gpu {
 
-// What a warp's stages hold, in a linear layer of this block's share.
+// Blocks of a cluster, which bring the same activations: Plan::kCluster, if there is such a thing.
+template <typename Plan>
+ULL_HOST_DEVICE constexpr int cluster_of() {
+  if constexpr (requires { Plan::kCluster; }) return Plan::kCluster;
+  return 1;
+}
+
+// What a warp's stages hold, in a linear layer of this block's share. One whose cluster has more passes has none of its
+// row tiles left in the last.
 template <typename Plan>
 class Stages {
  public:
   using Shape = typename Plan::Shape;
   static constexpr int kSliceStages = (Shape::kSliceSteps + Plan::kStageSteps - 1) / Plan::kStageSteps;
+  static constexpr int kCluster = cluster_of<Plan>();
   static constexpr int kTurns = Plan::kPairs ? 2 : 1;
   static constexpr int kPassStages = kTurns * Plan::kBlockSlices * kSliceStages;
   static_assert(!Plan::kPairs || (Plan::kPassTiles == 2 && Plan::kWarpTiles == 1 && Plan::kBlockSlices == 1));
   static constexpr bool kWhole = Shape::kSteps == kSlices * kSliceStages * Plan::kStageSteps;  // all stages are full
 
-  ULL_DEVICE Stages() : first_tile_(Shape::first_tile()), last_tile_(Shape::last_tile()) {}
+  ULL_DEVICE Stages()
+      : first_tile_(Shape::first_tile()), last_tile_(Shape::last_tile()), most_tiles_(last_tile_ - first_tile_) {
+    if constexpr (kCluster > 1) {  // they keep step
+      const int beside = arch::block_x() / kCluster * kCluster;
+#pragma unroll
+      for (int i = 0; i < kCluster; ++i) {
+        most_tiles_ = larger(most_tiles_, Shape::first_tile(beside + i + 1) - Shape::first_tile(beside + i));
+      }
+    }
+  }
 
   ULL_DEVICE int stages() const {
     if (Plan::kPairs) return (last_tile_ - first_tile_) * kSliceStages;
-    return (last_tile_ - first_tile_ + Plan::kPassTiles - 1) / Plan::kPassTiles * kPassStages;
+    return (most_tiles_ + Plan::kPassTiles - 1) / Plan::kPassTiles * kPassStages;
   }
 
   // Whether two row tiles take turns in the stage's pass.
@@ -66,6 +84,7 @@ class Stages {
  private:
   int first_tile_;  // the block's
   int last_tile_;
+  int most_tiles_;  // of a block of the cluster
 };
 
 template <typename Plan>
