@@ -25,6 +25,7 @@ from ull.log import Log
 from ull_build import cli
 from ull_build.build import build
 from ull_build.code import kernels
+from ull_build.recipe import ForwardRecipe
 from ull_build.settings import Settings
 from ull_build.source.drafters import SpeculationSettings
 from weights_files import read_weights
@@ -74,7 +75,10 @@ def program(bundle: Bundle, driver: RecordingDriver) -> Iterator[Program]:
 def test_a_draft_model_is_stored_as_a_bundle_of_its_own_would_be(
     bundle: Bundle, checkpoints: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    alone = Settings(checkpoints[1], tmp_path / "alone.ull", "x", "sm_90a", evaluate=False, context=CONTEXT)
+    forward = ForwardRecipe(tree_products="warp")  # as a draft model's are
+    alone = Settings(
+        checkpoints[1], tmp_path / "alone.ull", "x", "sm_90a", evaluate=False, context=CONTEXT, forward=forward
+    )
     single = open_bundle(build(alone).path)
     expected, found = read_weights(single.weights_path), read_weights(bundle.weights_path)
     own = {name.removeprefix("draft."): value for name, value in found.items() if name.startswith("draft.")}
@@ -93,7 +97,10 @@ def test_its_rounds_are_those_of_a_bundle_of_its_own(
     program: Program, driver: RecordingDriver, bundle: Bundle, checkpoints: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """By the same kernels in the same grids, with its own memory: nothing but the stream is shared."""
-    alone = Settings(checkpoints[1], tmp_path / "alone.ull", "x", "sm_90a", evaluate=False, context=CONTEXT)
+    forward = ForwardRecipe(tree_products="warp")  # as a draft model's are
+    alone = Settings(
+        checkpoints[1], tmp_path / "alone.ull", "x", "sm_90a", evaluate=False, context=CONTEXT, forward=forward
+    )
     other = RecordingDriver()
     single = Program(open_bundle(build(alone).path), Log(stream=io.StringIO()), driver=other)
     handover, expected = program.handover["draft"], single.handover

@@ -77,6 +77,19 @@ def test_a_prompt_leaves_the_same_bits_in_chunks_and_in_rounds(name: str, count:
     assert (rig.result().sequence, rig.result().status, rig.result().count) == (1, OK, 0)
 
 
+@pytest.mark.parametrize(("base", "count"), [(0, 21), (2, 1), (3, 3), (13, 7), (15, 18), (61, 4), (64, 16)])
+@pytest.mark.parametrize("name", ["small", "fp8 pages, a window, QK norm, biases"])
+def test_keys_and_values_of_any_place_go_to_the_pages(name: str, base: int, count: int) -> None:
+    """By fours and sixteens of positions, which begin before the chunk's or end behind them."""
+    rig = prompt(name)
+    left = []
+    for whole in (False, True):
+        rig.begin()
+        rig.read(TOKENS[:count], base, whole, seed=count)
+        left.append(rig.left())
+    assert left[0] == left[1]
+
+
 @pytest.mark.parametrize("count", [1, 64, 128, 129, 512])
 def test_a_chunk_of_any_length_has_the_bits_of_rounds(count: int) -> None:
     layer = ChunkLayer("down", "even", seed=3, with_bias=True)

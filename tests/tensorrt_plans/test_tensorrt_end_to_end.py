@@ -22,6 +22,7 @@ from manifests import change_manifest
 from ull.bundle import Bundle, open_bundle
 from ull.client.sync import Client
 from ull.spawn import DaemonProcess
+from ull_build.recipe import ForwardRecipe
 from ull_build.settings import Settings
 
 CONTEXT = 192
@@ -38,7 +39,9 @@ class Workshop:
         self.folder = folder
         self.stubs = write_stubs(folder / "stubs")
         with pytest.MonkeyPatch.context() as patch:
-            settings = Settings(ROOT / "engines/tiny", folder / "plain.ull", "tiny", "sm_90a", evaluate=False)
+            forward = ForwardRecipe(tree_products="warp")  # as beside plans
+            options: dict[str, Any] = {"target": "sm_90a", "evaluate": False, "forward": forward}
+            settings = Settings(ROOT / "engines/tiny", folder / "plain.ull", "tiny", **options)
             plain = build_with_stubs(patch, folder / "kernels", settings)
         self.emulated = emulated_kernels(plain)
 

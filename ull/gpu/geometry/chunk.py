@@ -14,6 +14,7 @@ Geometry = tuple[tuple[int, int], int, int]  # grid, threads, bytes of shared me
 THREADS = 256
 LINEAR_THREADS = 384  # two warpgroups that multiply, and one that brings what they do
 BLOCK_ROWS = 128
+STORE_TOKENS = 16  # `kStoreTokens` of chunk_store.cu
 CLUSTER = 2  # blocks of rows that share their activations: `kChunkCluster` of chunk_linear.cuh
 ATTENTION_ROWS = 128  # of a kv head: tokens times the query heads that share it
 
@@ -34,9 +35,10 @@ def quantise() -> Geometry:
 
 
 def store(kv_heads: int, head_dim: int) -> Geometry:
-    """`ull_chunk_store`: the blocks of a token are those of `ull_dflash_store`."""
-    (_, blocks), threads, shared = linear.dflash_store(kv_heads, head_dim, 1)
-    return (CHUNK_TOKENS, blocks), threads, shared
+    """`ull_chunk_store`: for each 16 tokens, which may begin before the chunk's, blocks for values and for keys."""
+    threads = (kv_heads * head_dim, STORE_TOKENS * kv_heads * linear.head_lanes(head_dim))
+    blocks = sum(-(-count // THREADS) for count in threads)
+    return (CHUNK_TOKENS // STORE_TOKENS + 1, blocks), THREADS, 0
 
 
 def product(rows: int) -> Geometry:

@@ -123,9 +123,13 @@ def dflash_kv(rows: int, tile: int, multiprocessors: int) -> Geometry:
 
 
 def dflash_store(kv_heads: int, head_dim: int, entries: int) -> Geometry:
-    """`ull_dflash_store`: as many threads for each key and value as attention takes (kHeadLanes)."""
-    lanes = next(lanes for lanes in (4, 8, 16) if head_dim <= 8 * lanes)
-    return (entries, round_up(2 * kv_heads * lanes, THREADS) // THREADS), THREADS, 0
+    """`ull_dflash_store`: as many threads for each key and value as attention takes."""
+    return (entries, round_up(2 * kv_heads * head_lanes(head_dim), THREADS) // THREADS), THREADS, 0
+
+
+def head_lanes(head_dim: int) -> int:
+    """Threads that take a head together: `kHeadLanes` of attention_heads.cuh."""
+    return next(lanes for lanes in (4, 8, 16) if head_dim <= 8 * lanes)
 
 
 def dflash_nodes(rows: int) -> Geometry:

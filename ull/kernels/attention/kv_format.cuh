@@ -15,7 +15,7 @@ inline constexpr int64_t kKvLayerBytes = int64_t{2} * kKvHeads * kKvHeadBytes;  
 inline constexpr float kLargestBf16 = 65280.0F;                                 // the largest bf16 that f16 holds
 
 // Four numbers (already divided by the scale) as they are stored, 8 bytes or 4.
-struct StoredQuad {
+struct alignas(4 * kKvBytes) StoredQuad {
   uint32_t word[kKvBytes];
 };
 
