@@ -7,18 +7,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "correctness": ("build", "kernels", "pytorch", "engine", "memory", "persistent", "persistent-engine"),
     # How fast it is; measure.py says what each of them measures.
     "figures": (
-        *(
-            "bandwidth",
-            "bundles",
-            "rounds",
-            "trees-by-warps",
-            "prefill",
-            "probes",
-            "trace",
-            "profiled",
-            "persistent-rounds",
-        ),
-        *("speculation", "client", "ahead"),
+        *("bandwidth", "bundles", "rounds", "prefill", "trees-by-warps", "probes", "trace", "profiled"),
+        *("persistent-rounds", "speculation", "client", "ahead"),
     ),
 }
 

@@ -22,7 +22,7 @@ from floor import kv_bytes_of, medusa_bytes, prompt_bytes, prompt_operations, we
 from journal import Finding
 from replay import TEXTS, replay, replaying
 from rounds import Prompts, RoundTimer, Times, loaded
-from shapes import MIDDLE, SHAPES, Point, repeats
+from shapes import MIDDLE, SHAPES, Point, at, repeats
 from sources import ROOT
 from tables import PERSISTENT_CONTEXTS
 
@@ -114,6 +114,17 @@ def time_reading() -> Iterator[Finding]:
     yield {"read_bandwidth": read_bandwidth()}
 
 
+def measured(
+    timer: RoundTimer, bundle: Bundle, points: Sequence[Point], rounds: int, bandwidth: float
+) -> Iterator[dict[str, Any]]:
+    """The figures of each point, with what it is."""
+    layers, weights = bundle.manifest.model.layers, weight_bytes(bundle)
+    for tree, context in points:
+        times = timer.time_rounds(tree, context, rounds)
+        figures = row(times, weights, kv_bytes_of(bundle, context), layers, bandwidth)
+        yield {"tree": tree, "context": context, **figures}
+
+
 def time_points(
     arch: str, points: Sequence[Point], rounds: int, bandwidth: float, medusa: bool = False
 ) -> Iterator[Finding]:
@@ -124,10 +135,8 @@ def time_points(
         timer = RoundTimer(program)
         layers, weights = bundle.manifest.model.layers, weight_bytes(bundle)
         yield {"about": {"layers": layers, "weight_bytes": weights, "load_s": time.monotonic() - started}}
-        for tree, context in points:
-            times = timer.time_rounds(tree, context, rounds)
-            figures = row(times, weights, kv_bytes_of(bundle, context), layers, bandwidth)
-            yield {"points": {"tree": tree, "context": context, **figures}}
+        for figures in measured(timer, bundle, points, rounds, bandwidth):
+            yield {"points": figures}
         if medusa:
             times_us = timer.time_medusa(128, rounds) / 1e3
             floor_us = medusa_bytes(bundle) / bandwidth * 1e6
@@ -139,13 +148,10 @@ def time_points(
 def time_trees_by_warps(arch: str, points: Sequence[Point], rounds: int, bandwidth: float) -> Iterator[Finding]:
     """The same points where each warp multiplies alone, instead of warpgroups."""
     bundle = open_bundle(build(arch, "warps"))
-    layers, weights = bundle.manifest.model.layers, weight_bytes(bundle)
     with loaded(bundle) as program:
         timer = RoundTimer(program)
-        for tree, context in points:
-            times = timer.time_rounds(tree, context, rounds)
-            figures = row(times, weights, kv_bytes_of(bundle, context), layers, bandwidth)
-            yield {"by_warps": {"tree": tree, "context": context, **figures}}
+        for figures in measured(timer, bundle, points, rounds, bandwidth):
+            yield {"by_warps": figures}
         timer.drain()
 
 
@@ -168,13 +174,10 @@ def time_prompts(arch: str, lengths: Sequence[int], bandwidth: float) -> Iterato
 def time_persistent(arch: str, rounds: int, bandwidth: float) -> Iterator[Finding]:
     """Plain rounds with one kernel for all layers, whose blocks wait for ever if they wait in vain."""
     bundle = open_bundle(build(arch))
-    layers, weights = bundle.manifest.model.layers, weight_bytes(bundle)
     with loaded(bundle, persistent=True) as program:
         timer = RoundTimer(program)
-        for context in PERSISTENT_CONTEXTS:
-            times = timer.time_rounds(1, context, rounds)
-            figures = row(times, weights, kv_bytes_of(bundle, context), layers, bandwidth)
-            yield {"persistent": {"tree": 1, "context": context, **figures}}
+        for figures in measured(timer, bundle, at(PERSISTENT_CONTEXTS, 1), rounds, bandwidth):
+            yield {"persistent": figures}
         timer.drain()
 
 

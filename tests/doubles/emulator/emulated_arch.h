@@ -60,8 +60,8 @@ inline void wait_returned();
 
 namespace ull::emulator {
 
-// Adds a kernel to the list that the launcher looks in. meets: its blocks wait for each other; cluster_x,
-// cluster_y: blocks of a cluster, in a row or above one another.
+// Adds a kernel to the list that the launcher looks in. meets: its blocks wait for each other; cluster_x, cluster_y:
+// blocks of a cluster, in a row or above one another.
 struct Registration {
   Registration(const char* name, size_t params_bytes, int most_threads, bool meets, int cluster_x, int cluster_y,
                void (*body)(const void* params));

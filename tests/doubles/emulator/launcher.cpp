@@ -262,11 +262,8 @@ std::string run_together(const std::vector<int>& numbers) {
 // Of the n-th cluster, by their ranks.
 std::vector<int> blocks_of_cluster(int n) {
   std::vector<int> numbers;
-  for (int rank = 0; rank < grid.cluster; ++rank) {
-    const bool row = grid.in_row;  // then the blocks of clusters follow one another
-    numbers.push_back(row ? n * grid.cluster + rank
-                          : (n / grid.grid_x * grid.cluster + rank) * grid.grid_x + n % grid.grid_x);
-  }
+  const int first = grid.in_row ? n * grid.cluster : n / grid.grid_x * grid.cluster * grid.grid_x + n % grid.grid_x;
+  for (int rank = 0; rank < grid.cluster; ++rank) numbers.push_back(first + rank * (grid.in_row ? 1 : grid.grid_x));
   return numbers;
 }
 
