@@ -120,6 +120,12 @@ def spawn(tiny_bundle: Path, tmp_path: Path) -> Iterator[Spawn]:
             daemon.check_log()
 
 
+@pytest.fixture
+def unhurried(spawn: Spawn) -> Daemon:
+    """A daemon that takes 20 ms for a token: who ends an answer of hundreds of them before its time always can."""
+    return spawn(script={"tokens": [65], "round_ns": 20_000_000, "context": 9000})
+
+
 @pytest.fixture(scope="module")
 def shared_daemon(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """One daemon on the tiny engine for all tests of a module that leave it as they found it."""
