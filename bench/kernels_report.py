@@ -18,7 +18,7 @@ from typing import Any
 
 from report import ROOT
 from sass import disassemble, weight_loop
-from ull.bundle import CHUNK_KERNELS, DEVICE_KERNELS, Precision, device_macros
+from ull.bundle import CHUNK_KERNELS, DEVICE_KERNELS, PAGES_KERNELS, Precision, device_macros
 from ull.gpu.chunk import Chunks
 from ull.gpu.fused import FusedForward
 from ull.gpu.launch import Launch
@@ -74,7 +74,7 @@ class Figures:
 
 def launches_of(arch: str, fast: bool = False) -> dict[str, Launch]:
     """Every kernel that a round of the model launches, as for the largest tree it serves; `fast`: that a chunk does."""
-    sizes = Sizes(shape_model(arch), Precision(), CONTEXT, chunks=fast, fast_prefill=fast)
+    sizes = Sizes(shape_model(arch), Precision(), CONTEXT, chunks=fast, fast_prefill=fast, attends_pages=True)
     places = Places(lambda name: 0, lambda name: None, HostBlocks(0, 0, 0, 0, 0, 0))
     chunk = {launch.kernel: launch for launch in Chunks(sizes, places, MULTIPROCESSORS).launches()}
     if fast:
@@ -93,7 +93,7 @@ def launches_of(arch: str, fast: bool = False) -> dict[str, Launch]:
 
 def reported_sources() -> list[Path]:
     """The sources of what every model's rounds and chunks are made of."""
-    return kernel_sources(DEVICE_KERNELS | CHUNK_KERNELS)
+    return kernel_sources(DEVICE_KERNELS | PAGES_KERNELS | CHUNK_KERNELS)
 
 
 def fast_sources() -> list[Path]:

@@ -150,7 +150,7 @@ def preparation(report: Path, log: Path) -> list[Step]:
 
 
 def correctness(report: Path) -> list[Step]:
-    names = ("linear", "attention", "sampling", "redraw", "medusa", "rounds", "chunk")
+    names = ("linear", "attention", "attention_pages", "sampling", "redraw", "medusa", "rounds", "chunk")
     files = [*(f"kernel_{name}" for name in names), "kernel_fast_chunk", "warpgroup", "clusters"]
     kernels = [f"tests/kernels/test_{name}.py" for name in files]
     engine = [f"tests/h200/test_{name}.py" for name in ("engine", "chunks", "small")]

@@ -84,7 +84,7 @@ PROMPTS = (128, 1024, 2048, 8192)
 FIRST_STEPS = (
     Step(MIDDLE, at([128], 1, 16, 64)),
     Step(MIDDLE, prompts=PROMPTS),
-    Step(MIDDLE, at([128], 1, 16, 32, 64), by_warps=True),
+    Step(MIDDLE, at([128], 1, 16, 32, 64) + at([8192], 1, 16, 64), by_warps=True),
     Step(SMALL, at([128], 1, 16, 64)),
     Step(LARGE, at([128], 1)),
 )

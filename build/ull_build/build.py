@@ -30,6 +30,7 @@ from ull.bundle import (
     FORMAT_VERSION,
     FUSED,
     GPU_ARCHITECTURES,
+    PAGES_KERNELS,
     ROUND_KERNELS,
     TOKENIZER_FILE,
     VOCABULARY_FILE,
@@ -434,6 +435,8 @@ def compile_for(
     needed = DEVICE_KERNELS if architecture.has_bulk_copies else ROUND_KERNELS
     if architecture.has_warpgroup_products and not of:  # a draft model reads its prompts in steps of 64 tokens
         needed |= CHUNK_KERNELS
+    if forward.tree_products == "warpgroup":
+        needed |= PAGES_KERNELS
     return compile_kernels(
         device_macros(model, precision, medusa, taps, forward),
         target,

@@ -546,7 +546,7 @@ def test_figures_come_in_the_order_of_their_worth(figures: Callable[[], Run]) ->
         "bundles",
         "llama-3.1-8b, T = 1/16/64 at 128",
         "llama-3.1-8b, prefill of 128/1024/2048/8192 tokens",
-        "llama-3.1-8b, T = 1/16/32/64 at 128, by each warp alone",
+        "llama-3.1-8b, T = 1/16/32/64 at 128/8192, by each warp alone",
         "llama-3.2-1b, T = 1/16/64 at 128",
         "llama-3.3-70b, T = 1 at 128",
         "probes",  # and no trace: there is no such file
@@ -560,7 +560,7 @@ def test_figures_come_in_the_order_of_their_worth(figures: Callable[[], Run]) ->
     assert found["probes"] == {"empty": 1.5} and found["failures"] == found["cut"] == []
     shapes = {shape["arch"]: shape for shape in found["shapes"]}
     assert len(shapes["llama-3.1-8b"]["points"]) == 16 and shapes["llama-3.3-70b"]["layers"] == 2
-    assert [point["tree"] for point in shapes["llama-3.1-8b"]["by_warps"]] == [1, 16, 32, 64]
+    assert [point["tree"] for point in shapes["llama-3.1-8b"]["by_warps"]] == [1, 16, 32, 64, 1, 16, 64]
     assert [prompt["tokens"] for prompt in shapes["llama-3.1-8b"]["prefill"]] == [128, 1024, 2048, 8192]
     assert [text["name"] for text in shapes["llama-3.1-8b"]["speculation"]] == ["code", "chat"]
 

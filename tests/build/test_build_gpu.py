@@ -25,6 +25,7 @@ from ull.bundle import (
     DEVICE_ALIGNMENT,
     DEVICE_INTERFACE,
     DEVICE_KERNELS,
+    PAGES_KERNELS,
     Bundle,
     Precision,
     device_parts,
@@ -269,7 +270,7 @@ def test_the_manifest_says_how_the_kernels_were_compiled(checkpoint: Path, tmp_p
     bundle = built(checkpoint, tmp_path / "x.ull", kv="fp8")
     code = bundle.manifest.code
     assert code is not None
-    assert set(code.kernels()) == DEVICE_KERNELS | CHUNK_KERNELS
+    assert set(code.kernels()) == DEVICE_KERNELS | PAGES_KERNELS | CHUNK_KERNELS
     assert code.toolkit == ".".join(map(str, nvrtc.version())) and "--gpu-architecture=sm_90a" in code.options
     assert code.macros["ULL_HIDDEN"] == "96" and code.macros["ULL_KV_BITS"] == "8"
     assert {file.path for file in code.files} == {f"code/{name}.cubin" for name in ("chunk", "first", "second")}
@@ -286,7 +287,8 @@ def test_inspect_shows_the_kernels(checkpoint: Path, tmp_path: Path, capsys: pyt
     bundle = built(checkpoint, tmp_path / "x.ull")
     assert inspect.main(bundle.path) == 0
     said = capsys.readouterr().out
-    assert f"{len(DEVICE_KERNELS | CHUNK_KERNELS)} in 3 cubins" in said and "chunks of up to 512 tokens" in said
+    assert f"{len(DEVICE_KERNELS | PAGES_KERNELS | CHUNK_KERNELS)} in 4 cubins" in said
+    assert "chunks of up to 512 tokens" in said
 
 
 def test_prompts_may_be_read_fast(
@@ -332,6 +334,7 @@ def test_warpgroups_multiply_for_trees_where_they_can(
     bundle = built(checkpoint, tmp_path / "x.ull", target=target, forward=ForwardRecipe(tree_products=wanted))
     assert bundle.manifest.forward.tree_products == made and bundle.manifest.code is not None
     assert bundle.manifest.code.macros["ULL_WARPGROUP_TREES"] == str(int(made == "warpgroup"))
+    assert set(bundle.manifest.code.kernels()) & PAGES_KERNELS == (PAGES_KERNELS if made == "warpgroup" else set())
     assert inspect.main(bundle.path) == 0
     assert ("multiplied by warpgroups" in capsys.readouterr().out) == (made == "warpgroup")
 
@@ -619,7 +622,7 @@ def test_without_a_compiler_the_remedy_is_named(
 
 
 def test_a_kernel_that_is_missing_is_named(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = write_stubs(tmp_path / "kernels", DEVICE_KERNELS - {"ull_down_16"} | CHUNK_KERNELS)
+    sources = write_stubs(tmp_path / "kernels", DEVICE_KERNELS - {"ull_down_16"} | PAGES_KERNELS | CHUNK_KERNELS)
     monkeypatch.setattr(kernels, "SOURCES", sources)
     with pytest.raises(BuildError, match="lack ull_down_16"):
         built(checkpoint, tmp_path / "x.ull")

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from checkpoints import write_checkpoint
 from device_bundles import write_stubs
-from ull.bundle import CHUNK_KERNELS, DEVICE_KERNELS, HEAD_SCAN_KERNELS, Precision, open_bundle
+from ull.bundle import CHUNK_KERNELS, DEVICE_KERNELS, HEAD_SCAN_KERNELS, PAGES_KERNELS, Precision, open_bundle
 from ull.commands import inspect
 from ull.errors import RecipeError
 from ull_build import cli
@@ -58,7 +58,7 @@ def test_the_copy_stands_behind_the_lm_head(checkpoint: Path, tmp_path: Path, ca
     assert np.array_equal(after["lm_head_scan.bound"][:count], bounds)
     manifest = open_bundle(scanning).manifest
     assert manifest.code is not None
-    assert set(manifest.code.kernels()) == DEVICE_KERNELS | CHUNK_KERNELS | HEAD_SCAN_KERNELS
+    assert set(manifest.code.kernels()) == DEVICE_KERNELS | PAGES_KERNELS | CHUNK_KERNELS | HEAD_SCAN_KERNELS
     assert inspect.main(scanning) == 0
     assert "an FP8 copy" in (said := capsys.readouterr().out) and "lm_head's FP8 copy" in said
     assert inspect.main(plain) == 0 and "FP8 copy" not in capsys.readouterr().out

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from checkpoints import head_tensors, write_checkpoint
 from device_bundles import write_stubs
 from recording_driver import RecordingDriver
-from ull.bundle import CHUNK_KERNELS, DEVICE_KERNELS, MEDUSA_KERNELS, Bundle, Precision, open_bundle
+from ull.bundle import CHUNK_KERNELS, DEVICE_KERNELS, MEDUSA_KERNELS, PAGES_KERNELS, Bundle, Precision, open_bundle
 from ull.commands import inspect
 from ull.errors import CheckpointError
 from ull.gpu.program import Program
@@ -59,7 +59,7 @@ def test_heads_stand_one_below_the_other(
     bundle = built(checkpoint, tmp_path / "x.ull", tmp_path / "heads.safetensors", 2, weights)
     manifest, packed = bundle.manifest, read_weights(bundle.weights_path)
     assert manifest.code is not None and manifest.medusa is not None and manifest.medusa.heads == 2
-    assert set(manifest.code.kernels()) == DEVICE_KERNELS | CHUNK_KERNELS | MEDUSA_KERNELS
+    assert set(manifest.code.kernels()) == DEVICE_KERNELS | PAGES_KERNELS | CHUNK_KERNELS | MEDUSA_KERNELS
     assert manifest.code.macros["ULL_MEDUSA_HEADS"] == "2"
     assert manifest.code.macros["ULL_MEDUSA_OWN_HEADS"] == str(int(own))
 
@@ -125,7 +125,7 @@ def test_without_heads_nothing_changes(checkpoint: Path, tmp_path: Path) -> None
     """Bundles that were built before there were any go on to open."""
     settings = Settings(checkpoint, tmp_path / "x.ull", "x", "sm_90a", evaluate=False)
     code = open_bundle(build(settings).path).manifest.code
-    assert code is not None and set(code.kernels()) == DEVICE_KERNELS | CHUNK_KERNELS
+    assert code is not None and set(code.kernels()) == DEVICE_KERNELS | PAGES_KERNELS | CHUNK_KERNELS
     assert not [name for name in code.macros if "MEDUSA" in name]
 
 

@@ -122,7 +122,8 @@ def test_blocks_that_could_not_all_run_at_once_are_refused(
     load(bundle, driver).close()
 
 
-READ_EARLY = {"ull_attention_1", "ull_layers_1"}  # before they wait: what begin and earlier rounds wrote
+# Before they wait: what begin and earlier rounds wrote.
+READ_EARLY = {"ull_attention_1", "ull_attention_pages", "ull_layers_1"}
 
 
 def check_edges(graph: list[Launched]) -> None:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,29 @@ def test_a_long_prompt_says_the_same(bundles: dict[str, Path], start: Start) -> 
         for place in (1, 64, 65, len(ids) - 1):  # the first and last of a pass among them
             there = client.generate(ids[:place], max_tokens=1, logprobs=3).result().logprobs
             assert there is not None and there[0].top == top[place]
+    assert daemon.stop() == 0
+
+
+def test_a_long_cache_says_the_same(start: Start, tmp_path: Path) -> None:
+    """Behind 1,024 positions trees have a kernel of their own for what lies in the pages."""
+    text = (ROOT / "engines/tiny/train.py").read_text()[:3000]
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(TINY, checkpoint, ignore=shutil.ignore_patterns("medusa"))
+    config = json.loads((TINY / "config.json").read_text()) | {"max_position_embeddings": 1280}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+
+    def settings(target: str) -> Settings:
+        return replace(tiny_settings(tmp_path / f"{target}.ull", target), model=checkpoint, context=1280)
+
+    with pytest.MonkeyPatch.context() as patch:
+        gpu = build_with_stubs(patch, tmp_path / "kernels", settings("sm_90a"))
+    case: dict[str, Any] = {"speculate": "medusa", "temperature": 0.7}
+    with DaemonProcess(build(settings("cpu")).path) as daemon, Client(daemon.url) as client:
+        assert 1024 + 64 < client.generate(text, max_tokens=0).result().usage.prompt_tokens < 1280 - TOKENS
+        expected = complete(client, text, **case)
+    daemon = start(*ALWAYS_DRAFTS, bundle=gpu, launch_ms=0)
+    with Client(daemon.url) as client:
+        assert complete(client, text, **case) == expected
     assert daemon.stop() == 0
 
 

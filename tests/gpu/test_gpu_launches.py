@@ -39,6 +39,22 @@ def test_each_layers_window_reaches_its_attention() -> None:
         assert [launch.params.window for launch in launches] == [0, 64, 1024]
 
 
+@pytest.mark.parametrize(("context", "attends_pages"), [(4096, True), (1025, True), (1024, True), (4096, False)])
+def test_a_long_cache_has_a_kernel_of_its_own(context: int, attends_pages: bool) -> None:
+    """Before the trees' of 16 tokens and more, whose kernel is told how many blocks share a kv head."""
+    model = structs.replace(shape_model("llama-3.1-8b"), layers=1, windows=[0])
+    places = Places(lambda name: 0, lambda name: None, HostBlocks(0, 0, 0, 0, 0, 0))
+    forward = FusedForward(Sizes(model, Precision(), context, attends_pages=attends_pages), places, 132)
+    for tokens in TOKEN_COUNTS:
+        launches = [launch for launch in forward.launches(tokens, True) if launch.kernel.startswith("ull_attention")]
+        if tokens < 16 or context <= 1024 or not attends_pages:
+            assert len(launches) == 1 and launches[0].params.page_blocks == 0
+            continue
+        pages, rest = launches
+        assert (pages.kernel, rest.kernel) == ("ull_attention_pages", f"ull_attention_{tokens}")
+        assert pages.grid[0] == pages.params.page_blocks == rest.params.page_blocks > 0
+
+
 @pytest.mark.parametrize(("arch", "apart"), [("llama-3.2-1b", 16), ("llama-3.1-8b", 8), ("llama-3.3-70b", 4)])
 def test_many_activations_are_normed_by_a_kernel_of_its_own(arch: str, apart: int) -> None:
     """From so many tokens on that a block cannot stage them beside its ring."""

@@ -50,9 +50,10 @@ SHAPES: dict[str, tuple[dict[str, Any], Precision, bool, tuple[int, ...]]] = {
 
 
 @functools.cache
-def prompt(name: str, reports: bool = False) -> Prompt:
+def prompt(name: str, reports: bool = False, context: int | None = None) -> Prompt:
     changes, precision, biases, taps = SHAPES[name]
-    return Prompt(model_of(**changes), precision, biases, taps, reports)
+    model = model_of(**changes) if context is None else model_of(**changes, context=context)
+    return Prompt(model, precision, biases, taps, reports)
 
 
 TOKENS = [int(token) for token in np.random.default_rng(9).integers(0, 112, 512)]
@@ -75,6 +76,18 @@ def test_a_prompt_leaves_the_same_bits_in_chunks_and_in_rounds(name: str, count:
     rig.read(tokens, base, whole=True, seed=3)
     assert rig.left() == expected != untouched
     assert (rig.result().sequence, rig.result().status, rig.result().count) == (1, OK, 0)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_rounds_behind_a_long_cache_leave_the_same_bits(name: str) -> None:
+    """There they have a kernel of their own for what lies in the pages."""
+    rig, left = prompt(name, context=1536), []
+    for whole in (False, True):
+        rig.begin()
+        rig.read(TOKENS[:90], 1131, whole)
+        left.append(rig.left())
+    assert left[0] == left[1]
+    assert rig.launched["ull_attention_pages"] == 2 * rig.model.layers
 
 
 @pytest.mark.parametrize(("base", "count"), [(0, 21), (2, 1), (3, 3), (13, 7), (15, 18), (61, 4), (64, 16)])

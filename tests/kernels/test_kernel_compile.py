@@ -18,6 +18,7 @@ from ull.bundle import (
     EAGLE_KERNELS,
     HEAD_SCAN_KERNELS,
     MEDUSA_KERNELS,
+    PAGES_KERNELS,
     ROUND_KERNELS,
     DflashHead,
     EagleHead,
@@ -72,7 +73,7 @@ def test_the_compiler_is_the_one_that_was_asked_for() -> None:
     assert ".".join(map(str, nvrtc.version())) == os.environ["ULL_NVRTC"]
 
 
-@pytest.mark.parametrize("source", kernel_sources(), ids=lambda path: path.name)
+@pytest.mark.parametrize("source", kernel_sources(DEVICE_KERNELS | PAGES_KERNELS), ids=lambda path: path.name)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kernel_compiles_without_spills(name: str, source: Path) -> None:
     compiled = compile_file(source, device_macros(*MODELS[name], forward=TOGETHER))
@@ -235,7 +236,7 @@ def test_other_architectures_compile(target: Target, source: Path) -> None:
 
 def test_the_sources_hold_every_kernel_of_a_round() -> None:
     """By their text: the build makes sure once more of what the compiler saw."""
-    needed = DEVICE_KERNELS | MEDUSA_KERNELS | HEAD_SCAN_KERNELS | EAGLE_KERNELS | DFLASH_KERNELS
+    needed = DEVICE_KERNELS | PAGES_KERNELS | MEDUSA_KERNELS | HEAD_SCAN_KERNELS | EAGLE_KERNELS | DFLASH_KERNELS
     text = "\n".join(source.read_text() for source in kernel_sources(needed))
     assert not [kernel for kernel in needed if f"({kernel}," not in text]
 

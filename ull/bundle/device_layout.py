@@ -46,6 +46,7 @@ CHUNK_KERNELS = frozenset(  # of prompts' chunks, on warpgroups' products
         *(f"ull_chunk_{name}" for name in ("qkv", "o", "gate_up", "down")),
     ]
 )
+PAGES_KERNELS = frozenset(["ull_attention_pages"])  # of trees whose products are warpgroups'
 HEAD_SCAN_KERNELS = frozenset(["ull_head_scan_1", "ull_head_bounds", "ull_head_rescore"])
 EAGLE_KERNELS = frozenset(
     [
@@ -195,6 +196,8 @@ def needed_kernels(forward: Forward, medusa: MedusaHeads | None = None, scans: b
         needed |= _ATTENTION_KERNELS
     if forward.prefill == "fast" or forward.tree_products == "warpgroup":
         needed |= CHUNK_KERNELS
+    if forward.tree_products == "warpgroup":
+        needed |= PAGES_KERNELS
     return needed | _LINEAR_KERNELS if forward.uses("fused") else needed
 
 

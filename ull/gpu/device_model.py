@@ -59,6 +59,7 @@ class PlannedModel:
             dflash,
             part.reads_chunks,
             part.forward.prefill == "fast",
+            part.forward.tree_products == "warpgroup",
         )
         reserve_model(plan, sizes, part.prefix)
         return cls(part, sizes)

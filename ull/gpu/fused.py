@@ -4,7 +4,7 @@
 
 For one token all layers can be one persistent kernel instead of five each. From 16 tokens on a kernel of its own
 normalises before qkv, gate_up and head, and finishes what the layer before left in partial sums; qkv's own are finished
-by qkv_sum.
+by qkv_sum. Then attention may be two kernels (`ull.gpu.paged_attention`).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class FusedForward:
         return [
             *self._qkv(layer, tokens),
             *linears.summed("qkv", f"{name}.qkv", linear.qkv_sum(sizes.qkv_width, tile), "qkv"),
-            self._attention.launch(layer, tokens),
+            *self._attention.launches(layer, tokens),
             linears.plain("o", f"{name}.o", o, activations="attention"),
             *linears.normalised(
                 "gate_up", f"{name}.gate_up", f"{name}.mlp_norm", gate_up, "mlp", linears.unfinished(f"{name}.o", 1.0)

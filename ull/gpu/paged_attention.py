@@ -1,12 +1,14 @@
 """Our attention between a layer's QKV and its O, which every forward source captures.
 
 The kernel for one token writes that one's keys and values to its page; the others leave those of all nodes in the tree
-scratch, for the commit.
+scratch, for the commit. From 16 tokens on, where warpgroups multiply, another kernel takes what lies in the pages of a
+long cache.
 """
 
 from __future__ import annotations
 
 from ull.gpu.geometry import attention
+from ull.gpu.geometry.linear import is_split
 from ull.gpu.launch import Launch, tile_of
 from ull.gpu.memory import Sizes
 from ull.gpu.params import AttentionParams
@@ -19,7 +21,7 @@ class PagedAttention:
     def __init__(self, sizes: Sizes, places: Places, multiprocessors: int) -> None:
         self._sizes, self._places, self._multiprocessors = sizes, places, multiprocessors
 
-    def launch(self, layer: int, tokens: int) -> Launch:
+    def launches(self, layer: int, tokens: int) -> list[Launch]:
         """QK norm, RoPE and attention of one layer over up to `tokens` nodes (1 to 64)."""
         region, tensor, sizes = self._places.region, self._places.tensor, self._sizes
         name, tile = f"layers.{layer}", 1 if tokens == 1 else tile_of(tokens)
@@ -46,7 +48,10 @@ class PagedAttention:
             linear_blocks=self._multiprocessors,
         )
         model = sizes.model
-        geometry = attention.attention(
-            model.heads, model.kv_heads, model.head_dim, sizes.kv_bits, sizes.context, tile, self._multiprocessors
-        )
-        return Launch(f"ull_attention_{tile}", *geometry, params)
+        shape = (model.heads, model.kv_heads, model.head_dim, sizes.kv_bits, sizes.context, tile, self._multiprocessors)
+        launches = [Launch(f"ull_attention_{tile}", *attention.attention(*shape), params)]
+        pages = attention.of_pages(*shape) if sizes.attends_pages and is_split(tile) else None
+        if pages is not None:
+            params.page_blocks = pages[0][0]
+            launches.insert(0, Launch("ull_attention_pages", *pages, params))
+        return launches

@@ -232,7 +232,8 @@ class AttentionParams(ctypes.Structure):
         ("o_weights", c_void_p),
         ("gate_up_weights", c_void_p),
         ("linear_blocks", c_int32),
-        ("unused", c_int32 * 3),
+        ("page_blocks", c_int32),
+        ("unused", c_int32 * 2),
     ]
 
 

@@ -31,6 +31,8 @@ inline constexpr int kGroup = kHeads / kKvHeads;           // query heads that s
 inline constexpr int kAttentionWidth = kHeads * kHeadDim;  // A
 inline constexpr int kQkvWidth = kAttentionWidth + 2 * kKvHeads * kHeadDim;
 
+ULL_HOST_DEVICE constexpr int smaller(int a, int b) { return a < b ? a : b; }
+ULL_HOST_DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
 ULL_HOST_DEVICE constexpr int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 inline constexpr int kColumnUnit = 32;  // activations and packed weights are padded to this many columns
 inline constexpr int kRowUnit = 16;     // packed weights and f32 outputs to this many rows

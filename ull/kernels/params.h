@@ -271,7 +271,8 @@ struct AttentionParams {
   const void* o_weights;        // what is read next, or null where another forward has it: L2 is asked for it
   const void* gate_up_weights;  // and behind that
   int32_t linear_blocks;        // of a launch of theirs, at most
-  int32_t unused[3];
+  int32_t page_blocks;          // of ull_attention_pages that share a kv head; 0: it is not launched
+  int32_t unused[2];
 };
 
 inline constexpr int kLayerLinears = 4;

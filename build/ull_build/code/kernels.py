@@ -31,8 +31,9 @@ TUNING = {  # macros that change no bit of a result; bench/h200/ahead.py compare
     "ULL_AHEAD_ALL": "0",  # 1: by every linear layer, not only by those that wait for short steps
 }
 
-_PART_OF = {  # rooms of sources that only some forwards need, by a kernel of theirs
+_PART_OF = {  # rooms and files of sources that only some forwards need, by a kernel of theirs
     "attention": "ull_attention_8",
+    "attention_pages": "ull_attention_pages",
     "chunk": "ull_chunk_qkv",
     "dflash": "ull_dflash_taps",
     "eagle": "ull_eagle_taps",
@@ -62,8 +63,8 @@ def all_sources() -> list[Path]:
 
 def kernel_sources(needed: frozenset[str] = DEVICE_KERNELS) -> list[Path]:
     """The translation units that the needed kernels are in. Raises BuildError as `all_sources` does."""
-    rooms = {room for room, kernel in _PART_OF.items() if kernel in needed}
-    return [source for source in all_sources() if source.parent.name not in _PART_OF or source.parent.name in rooms]
+    unneeded = {part for part, kernel in _PART_OF.items() if kernel not in needed}
+    return [source for source in all_sources() if unneeded.isdisjoint((source.parent.name, source.stem))]
 
 
 def options_for(target: Target) -> list[str]:

@@ -15,6 +15,7 @@ from ull.bundle import (
     EAGLE_KERNELS,
     HEAD_SCAN_KERNELS,
     MEDUSA_KERNELS,
+    PAGES_KERNELS,
     DeviceCode,
     Speculation,
     open_bundle,
@@ -39,6 +40,7 @@ OF_EAGLE, OF_DFLASH = "ull_of_eagle", "ull_of_dflash"  # of all cubins of a head
 
 
 ROOMS = {
+    "attention_pages": PAGES_KERNELS,
     "chunk": CHUNK_KERNELS,
     "medusa": MEDUSA_KERNELS,
     "head_scan": HEAD_SCAN_KERNELS,

@@ -34,7 +34,8 @@ class Shape:
     qk_norm: bool = False
     kv_bits: int = 16
     layers: int = 2
-    together: bool = False  # from 16 tokens on, outputs lie as warpgroups take them
+    together: bool = False  # from 16 tokens on warpgroups multiply: outputs lie as they take them, and a long cache has
+    # a kernel of its own
     reports: bool = False  # see emulation.build
     sources: tuple[str | Path, ...] = ("attention.cu", "commit.cu")
 
@@ -61,7 +62,8 @@ class Shape:
             "WARPGROUP_TREES": int(self.together),
             "RMS_EPSILON": EPSILON,
         }
-        return emulation.build(self.sources, model, reports=self.reports)
+        sources = (*self.sources, "attention_pages.cu") if self.together else self.sources
+        return emulation.build(sources, model, reports=self.reports)
 
 
 @dataclass
@@ -92,18 +94,13 @@ class Cache:
         context: int = 512,
         window: int = 0,
         blocks: int = 8,
+        page_blocks: int | None = None,
         seed: int = 0,
         layer: int = 1,
         table: Sequence[int] | None = None,
     ) -> None:
-        self.shape, self.context, self.window, self.blocks, self.seed, self.layer = (
-            shape,
-            context,
-            window,
-            blocks,
-            seed,
-            layer,
-        )
+        self.shape, self.context, self.window, self.seed, self.layer = shape, context, window, seed, layer
+        self.blocks, self.page_blocks = blocks, page_blocks  # of a kv head
         self.kernels = shape.kernels()
         pages = context // PAGE_TOKENS
         self.table = aligned(attention.table_pages(context), np.int32, 0)
@@ -128,7 +125,8 @@ class Cache:
 
     def copy(self, **changes: Any) -> Cache:
         """The same cache in memory of its own, where `changes` (blocks, seed, table of pages) may differ."""
-        options = {name: getattr(self, name) for name in ("context", "window", "blocks", "seed", "layer")}
+        names = ("context", "window", "blocks", "page_blocks", "seed", "layer")
+        options = {name: getattr(self, name) for name in names}
         other = Cache(self.shape, **{**options, "table": self.table[: self.context // PAGE_TOKENS], **changes})
         for page in range(self.context // PAGE_TOKENS):
             other.pool[other.table[page]] = self.pool[self.table[page]]
@@ -190,9 +188,10 @@ class Cache:
             window=self.window,
             splits=attention.splits(self.context),
         )
-        grid, threads, shared = attention.attention(
-            shape.heads, shape.kv_heads, shape.head_dim, shape.kv_bits, self.context, tile, self.blocks * shape.kv_heads
-        )
+        sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.kv_bits, self.context, tile)
+        if shape.together and is_split(tile):
+            self._attend_pages(params, attention.of_pages(*sizes, self.blocks * shape.kv_heads), qkv, state)
+        grid, threads, shared = attention.attention(*sizes, self.blocks * shape.kv_heads)
         reads_early = tile == 1 and not self.begin_overlaps
         self.kernels.run(
             self.kernel_of_one if tile == 1 else f"ull_attention_{tile}",
@@ -206,6 +205,27 @@ class Cache:
             constants=[self.pool, self.rope, *self.norms, self.scale, *([state, self.table] if reads_early else ())],
         )
         assert not self.counters.any()
+
+    def _attend_pages(
+        self, params: AttentionParams, geometry: attention.Geometry | None, qkv: Array, state: Array
+    ) -> None:
+        """The kernel for a long cache, if there is one."""
+        if geometry is None:
+            return
+        (blocks, kv_heads), threads, shared = geometry
+        parts = -(-len(qkv) * self.shape.group // attention.PAGE_ROWS)
+        params.page_blocks = blocks if self.page_blocks is None else max(self.page_blocks, parts)
+        grid = (params.page_blocks, kv_heads)
+        self.kernels.run(
+            "ull_attention_pages",
+            grid=grid,
+            threads=threads,
+            shared_bytes=shared,
+            params=params,
+            seed=self.seed,
+            predecessor_writes=[qkv],
+            constants=[self.pool, self.rope, *self.norms, self.scale, self.table, state],
+        )
 
     def _commit(self, state: Array) -> None:
         shape = self.shape

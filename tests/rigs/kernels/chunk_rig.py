@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -386,7 +387,7 @@ def attended_in_a_chunk(cache: Cache, rows: NDArray[np.float32], base: int, seed
 
 
 SOURCES = [
-    *("begin", "accept", "commit", "embed", "attention", "norm", "qkv", "output", "gate_up", "down"),
+    *("begin", "accept", "commit", "embed", "attention", "attention_pages", "norm", "qkv", "output", "gate_up", "down"),
     *("chunk_embed", "chunk_norm", "chunk_store", "chunk_quantise", "chunk_linear", "chunk_attention"),
 ]
 
@@ -404,7 +405,8 @@ class Prompt:
         fast: bool = False,
     ) -> None:
         self.model = model
-        self.sizes = Sizes(model, precision, model.context, taps=taps, chunks=True, fast_prefill=fast)
+        kinds = {"chunks": True, "fast_prefill": fast, "attends_pages": True}
+        self.sizes = Sizes(model, precision, model.context, taps=taps, **kinds)
         forward = Forward(prefill="fast" if fast else "fused", tree_products="warpgroup")
         macros = numbers_of(device_macros(model, precision, taps=len(taps), forward=forward))
         self.kernels = emulation.build([f"{name}.cu" for name in SOURCES], macros, reports=reports)
@@ -416,6 +418,7 @@ class Prompt:
         stored = ml_dtypes.bfloat16 if precision.kv == "bf16" else ml_dtypes.float8_e4m3fn
         self._pages = rng.standard_normal(self._bytes["KV pages"] // np.dtype(stored).itemsize).astype(stored)
         self._table = rng.permutation(self.sizes.page_count).astype(np.int32)
+        self.launched: Counter[str] = Counter()
         self.begin()
 
     def begin(self) -> None:
@@ -470,6 +473,7 @@ class Prompt:
         self.host["chunks"].view(np.int32).reshape(ROUND_SLOTS, -1)[slot, : len(tokens)] = tokens
 
     def run(self, launches: Sequence[Launch], seed: int) -> None:
+        self.launched.update(launch.kernel for launch in launches)
         # What begin writes, and earlier rounds wrote, may be read early behind embed.
         written = [self.memory[name] for name in WRITTEN if name in self.memory]
         opening, others = list(launches[:2]), list(launches[2:])
@@ -496,5 +500,5 @@ class Prompt:
 WRITTEN = (
     *(CHUNK_RESIDUAL, CHUNK_NORMED, CHUNK_QKV, CHUNK_ATTENTION, CHUNK_MLP),
     *(CHUNK_PARTIAL, CHUNK_QUANTISED, CHUNK_SCALES),
-    *("residual", "normed", "qkv", "attention", "mlp", "partial sums"),
+    *("residual", "normed", "qkv", "attention", "attention parts", "mlp", "partial sums"),
 )

@@ -13,6 +13,8 @@ Geometry = tuple[tuple[int, int], int, int]  # grid, threads, bytes of shared me
 
 THREADS = 256
 COMMIT_THREADS = 128
+PAGE_ROWS = 64  # `kPageRows` and `kFewestPageSplits` of attention_plan.cuh
+FEWEST_PAGE_SPLITS = 4
 _M_TILE = 16  # rows of a tensor core product
 
 
@@ -27,6 +29,22 @@ def attention(
     useful = splits(context) * _parts(rows, _M_TILE)
     blocks = max(_parts(rows, _part_rows(rows, tile)), min(useful, multiprocessors // kv_heads))
     return (blocks, kv_heads), THREADS, _shared_bytes(rows, head_dim, kv_bits, tile)
+
+
+def of_pages(
+    heads: int, kv_heads: int, head_dim: int, kv_bits: int, context: int, tile: int, multiprocessors: int
+) -> Geometry | None:
+    """`ull_attention_pages` before `ull_attention_{tile}`: two blocks on each multiprocessor, at least as many per kv
+    head as its rows need. None where no round leaves it enough splits.
+    """
+    parts, most = _parts(tile * (heads // kv_heads), PAGE_ROWS), (context - 1) // SPLIT_TOKENS
+    if most < FEWEST_PAGE_SPLITS:
+        return None
+    blocks = max(parts, min(parts * most, 2 * multiprocessors // kv_heads))
+    products = 2 if head_dim % 64 != 0 else 32 // kv_bits
+    queries = PAGE_ROWS * _row_bytes(head_dim, products)
+    slots = 4 * (2 * PAGE_TOKENS * head_dim)  # keys or values of a tile, f16
+    return (blocks, kv_heads), THREADS, slots + queries + 8 * 8  # and two barriers of each slot
 
 
 def commit(kv_heads: int, layers: int) -> Geometry:
@@ -91,7 +109,7 @@ def _shared_bytes(rows: int, head_dim: int, kv_bits: int, tile: int) -> int:
         + 4 * (tile + 16)
         + 8 * 4  # a barrier for each page of values
         + 8
-        + 68  # whether this block merges; its plan and share
+        + 76  # whether this block merges; its plan and share
     )
 
 

@@ -155,7 +155,7 @@ class TensorRtForward:
     def launches(self, tokens: int, draws: bool) -> list[Launch]:
         if self._plans.attention == "native":
             return []
-        return [self._attention.launch(layer, tokens) for layer in range(self._layers)]
+        return [launch for layer in range(self._layers) for launch in self._attention.launches(layer, tokens)]
 
     def warm_up(self, tokens: int, draws: bool) -> None:
         """Makes the contexts of one graph and runs each once: TensorRT allocates and loads lazily."""
@@ -166,10 +166,11 @@ class TensorRtForward:
         self._driver.synchronise(self._stream)
 
     def capture(self, recorder: Recorder, tokens: int, draws: bool) -> None:
-        attention = iter(self.launches(tokens, draws))
+        layers = iter(range(self._layers))
         for segment, context in zip(self._segments, self._contexts[tokens, draws], strict=False):
             if "attention" in segment.inputs:
-                recorder.launch(next(attention))
+                for launch in self._attention.launches(next(layers), tokens):
+                    recorder.launch(launch)
             recorder.enqueue(lambda stream, of=segment, by=context: self._enqueue(of, by, stream))  # type: ignore[misc]
 
     def _deserialise(self, bundle: Bundle, name: str, segment: Segment) -> Any:

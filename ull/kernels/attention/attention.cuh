@@ -234,7 +234,7 @@ ULL_DEVICE void attend(const AttentionParams& params) {
   // Most blocks begin with the split of their own number: asking for its pages at once saves a trip to memory.
   const int guess = place.x < params.splits ? place.x : 0;
   const arch::Vector4 guessed = arch::load_global(params.pages + guess * kSplitTiles);
-  const AttentionPlan plan = make_plan<kTile>(*params.round, params.window, place.blocks);
+  const AttentionPlan plan = make_plan<kTile>(*params.round, params.window, place.blocks, params.page_blocks);
   if (plan.count == 0) return;
   const int lane = plan.parts == 1 ? place.x : place.x / plan.parts;
   const AttentionShare share = make_share(plan, place.kv_head, place.x - lane * plan.parts, lane);

@@ -146,7 +146,7 @@ ULL_DEVICE bool is_last_lane(const AttentionParams& params, const AttentionPlan&
     arch::fence_device();
     uint32_t* counter = params.counters + share.kv_head * kMostParts + share.part;
     const auto own = static_cast<uint32_t>(share.splits());
-    *last = arch::atomic_add(counter, own) + own == static_cast<uint32_t>(plan.splits()) ? 1U : 0U;
+    *last = arch::atomic_add(counter, own) + own == static_cast<uint32_t>(plan.own_splits()) ? 1U : 0U;
     if (*last != 0) *counter = 0;
     arch::fence_device();
   }
@@ -155,12 +155,19 @@ ULL_DEVICE bool is_last_lane(const AttentionParams& params, const AttentionPlan&
 }
 
 // Whether a split's place in memory holds a result: whoever has all splits of a span leaves one, in the first's place.
+template <int kTile>
 ULL_DEVICE bool has_result(const AttentionPlan& plan, int split) {
   if (split < plan.first_split || split >= plan.end_split) return false;
   const int first = plan.span_first(split);
-  const auto before = static_cast<uint32_t>(first - plan.first_split) % static_cast<uint32_t>(plan.per_lane);
+  if (split == first) return true;
+  const bool of_pages = kInCores<kTile> && split < plan.own_first;
+  const int origin = of_pages ? plan.first_split : plan.own_first;
+  if (first < origin) return true;  // two kernels have the span
+  const int per_lane = of_pages ? plan.page_per_lane : plan.per_lane;
+  const auto before = static_cast<uint32_t>(first - origin) % static_cast<uint32_t>(per_lane);
   const int lane = first - static_cast<int>(before);  // first split of the lane that has `first`
-  return split == first || !plan.has_span(lane, lane + plan.per_lane, split);
+  const int end = of_pages ? smaller(lane + per_lane, plan.own_first) : lane + per_lane;
+  return !plan.has_span(lane, end, split);
 }
 
 // Merges the results of eight neighbouring lanes one after another into `all`: of the lanes in `present`, which agree
@@ -192,7 +199,7 @@ template <int kTile, bool kInLoop>
 class PartMerge {
   using Shared = AttentionShared<kTile>;
   static constexpr int kQuads = kHeadDim / 4;
-  static constexpr int kBatch = 8;                                      // results that a thread has under way
+  static constexpr int kBatch = kInCores<kTile> ? 16 : 8;               // results that a thread has under way
   static constexpr int kUnits = kTile == 1 ? 1 : 2;                     // statistics that a lane has under way
   static constexpr int kUnitsAtOnce = kAttentionThreads / kSpanSplits;  // eight lanes take a span of a row
   static constexpr int kWarpUnits = 32 / kSpanSplits;
@@ -282,7 +289,7 @@ class PartMerge {
     Unit found{unit - span * rows_, kSpanSplits * span + lane() % kSpanSplits, false, false, {}};
     if (span >= (of_spans ? 1 : spans_)) return found;
     found.leads = lane() % kSpanSplits == 0;
-    found.present = of_spans ? found.member < spans_ : has_result(plan_, base_ + found.member);
+    found.present = of_spans ? found.member < spans_ : has_result<kTile>(plan_, base_ + found.member);
     if (!found.present) return found;
     found.own = of_spans ? span_statistics(found.row)[found.member] : load_statistics(found.row, found.member);
     return found;
@@ -320,7 +327,7 @@ class PartMerge {
 #pragma unroll 1
     for (int first = 0; first < kSpanSplits * spans_; first += 32) {
       const int split = first + lane();
-      const bool present = split < kSpanSplits * spans_ && has_result(plan_, base_ + split);
+      const bool present = split < kSpanSplits * spans_ && has_result<kTile>(plan_, base_ + split);
       const uint32_t all = arch::ballot(present);
       const int index = count + arch::count_bits(all & ((1U << lane()) - 1U));
       const uint32_t behind = (all >> lane() / kSpanSplits * kSpanSplits & 0xFFU) >> (split % kSpanSplits + 1);

@@ -60,6 +60,8 @@ ULL_DEVICE AttentionPlan plan_of_one(int base, int window, int blocks) {
   plan.first_visible = window > 0 && base >= window ? base - window + 1 : 0;
   plan.first_split = plan.first_visible / kSplitTokens;
   plan.end_split = base / kSplitTokens + 1;
+  plan.own_first = plan.first_split;
+  plan.page_per_lane = 1;
   plan.rows = plan.part_rows = kGroup;
   plan.lanes = blocks;
   plan.per_lane = 1;

@@ -10,6 +10,7 @@
 
 #include "arch.cuh"
 #include "attention/kv_format.cuh"
+#include "linear/activations.cuh"
 #include "model.cuh"
 
 namespace ull::gpu {
@@ -64,8 +65,31 @@ struct AttentionShared {
   static constexpr int kArrived = kDepth + kDepths * 4;       // [4] barriers: a page's values are there
   static constexpr int kLast = kArrived + kSplitTiles * 8;    // 1: this block merges
   static constexpr int kWork = kLast + 8;                     // AttentionWork, read from here for lack of registers
-  static constexpr int kBytes = kWork + 68;
+  static constexpr int kBytes = kWork + 76;
 };
+
+// The splits that ull_attention_pages takes, for rounds whose products are warpgroups' (attention_pages.cu): from the
+// first one that is looked at to `end`, which lie in the pages as a whole, each lane's `per_lane` behind one another.
+struct PageSplits {
+  int end;
+  int per_lane;
+};
+
+inline constexpr int kPageRows = 64;         // rows of such a block
+inline constexpr int kFewestPageSplits = 4;  // fewer are not worth a launch that waits for the one before it
+
+ULL_DEVICE int page_parts(int rows) { return (rows + kPageRows - 1) / kPageRows; }
+
+// blocks: of such a launch that share a kv head; 0: there is none.
+ULL_DEVICE PageSplits page_splits(int blocks, int rows, int first_split, int base) {
+  const int splits = base / kSplitTokens - first_split;
+  if (blocks == 0 || rows == 0 || splits < kFewestPageSplits) return {first_split, 1};
+  const int lanes = blocks / page_parts(rows);
+  const int even = (splits - 1) / lanes + 1;
+  // A lane merges the spans that are all its own: rather a few lanes less than twice as many results.
+  const int per_lane = even <= kSpanSplits / 2 ? even : (even - 1) / kSpanSplits * kSpanSplits + kSpanSplits;
+  return {first_split + splits, per_lane};
+}
 
 // What all blocks agree on.
 struct AttentionPlan {
@@ -75,13 +99,16 @@ struct AttentionPlan {
   int first_visible;  // to any node
   int first_split;
   int end_split;
-  int rows;       // of a kv head
-  int part_rows;  // rows of a block
+  int own_first;      // splits before it are ull_attention_pages'
+  int page_per_lane;  // of that one's lanes
+  int rows;           // of a kv head
+  int part_rows;      // rows of a block
   int parts;
-  int lanes;     // blocks that share the splits of a part
+  int lanes;     // blocks that share the own splits of a part
   int per_lane;  // splits of a lane, one after another
 
   ULL_DEVICE int splits() const { return end_split - first_split; }
+  ULL_DEVICE int own_splits() const { return end_split - own_first; }
   // Whether [position, position + size) has positions that are in the pages and seen by some node.
   ULL_DEVICE bool in_pages(int position, int size) const { return position < base && position + size > first_visible; }
   // Whether it has such and lies in the pages as a whole.
@@ -110,9 +137,9 @@ struct AttentionPlace {
   int kv_head;
 };
 
-// Called by whole warps. blocks: that share a kv head.
+// Called by whole warps. blocks: that share a kv head; page_blocks: the same of ull_attention_pages.
 template <int kTile>
-ULL_DEVICE AttentionPlan make_plan(const Round& round, int window, int blocks) {
+ULL_DEVICE AttentionPlan make_plan(const Round& round, int window, int blocks, int page_blocks) {
   using Shared = AttentionShared<kTile>;
   AttentionPlan plan;
   plan.count = round.count;
@@ -136,8 +163,15 @@ ULL_DEVICE AttentionPlan make_plan(const Round& round, int window, int blocks) {
   plan.first_split = plan.first_visible / kSplitTokens;
   plan.end_split = plan.last / kSplitTokens + 1;
   plan.rows = plan.count * kGroup;
+  plan.own_first = plan.first_split;
+  plan.page_per_lane = 1;
+  if constexpr (kInCores<kTile>) {
+    const PageSplits pages = page_splits(page_blocks, plan.rows, plan.first_split, plan.base);
+    plan.own_first = pages.end;
+    plan.page_per_lane = pages.per_lane;
+  }
   // Few rows a block as long as there are blocks for it; many when the splits alone keep all blocks busy.
-  const int splits = plan.splits();
+  const int splits = plan.own_splits();
   int shift = 4;
   while (shift < Shared::kPartShift && (((plan.rows - 1) >> shift) + 1) * splits > blocks) ++shift;
   plan.part_rows = 1 << shift;
@@ -165,7 +199,7 @@ ULL_DEVICE AttentionShare make_share(const AttentionPlan& plan, int kv_head, int
   share.part = part;
   share.row = part * plan.part_rows;
   share.rows = plan.rows - share.row < plan.part_rows ? plan.rows - share.row : plan.part_rows;
-  share.first_split = plan.first_split + lane * plan.per_lane;
+  share.first_split = plan.own_first + lane * plan.per_lane;
   share.end_split =
       share.first_split + plan.per_lane < plan.end_split ? share.first_split + plan.per_lane : plan.end_split;
   return share;
@@ -192,6 +226,6 @@ struct AttentionWork {
   AttentionPlan plan;
   AttentionShare share;
 };
-static_assert(sizeof(AttentionWork) == 68, "see AttentionShared");
+static_assert(sizeof(AttentionWork) == 76, "see AttentionShared");
 
 }  // namespace ull::gpu

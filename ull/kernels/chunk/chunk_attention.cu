@@ -1,43 +1,16 @@
 // Attention of a chunk's tokens over the pages, which hold the keys and values of all of them: see
-// chunk_attention_plan.cuh for who does what, chunk_attention_tiles.cuh for the warpgroup that brings tiles, and
-// chunk_attention_rows.cuh for the steps of those that multiply. Grid: x = blocks of 128 rows, y = kv heads.
+// chunk_attention_plan.cuh for who does what, attention/tile_bring.cuh for the warpgroup that brings tiles, and
+// attention/tile_rows.cuh and chunk_attention_rows.cuh for the steps of those that multiply. Grid: x = blocks of 128
+// rows, y = kv heads.
+#include "attention/tile_bring.cuh"
 #include "chunk/chunk_attention_plan.cuh"
 #include "chunk/chunk_attention_rows.cuh"
-#include "chunk/chunk_attention_tiles.cuh"
 
 namespace ull::gpu {
 namespace {
 
-// Begins the scores of the warpgroup's rows with a tile's keys.
-ULL_DEVICE void multiply_tile_keys(TileScores& scores, const RowQueries& queries, const unsigned char* slot) {
-  const uint64_t keys = arch::core_matrices(slot, kTileGroups * kCoreBytes, kCoreBytes);
-#pragma unroll
-  for (int product = 0; product < kDimProducts; ++product) {
-    const int offset = 2 * product * kTileGroups * kCoreBytes;
-    arch::warpgroup_mma(scores, queries[product], keys + static_cast<uint64_t>(offset / 16));
-  }
-}
-
-// Begins outputs += weighted sums of a tile's values.
-ULL_DEVICE void multiply_tile_values(RowOutputs& outputs, const TileWeights& weights, const unsigned char* slot) {
-  const uint64_t values = arch::core_matrices(slot, kDimGroups * kCoreBytes, kCoreBytes);
-#pragma unroll
-  for (int product = 0; product < kTileProducts; ++product) {
-#pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-      const int offset = (2 * product * kDimGroups + piece * kPieceGroups) * kCoreBytes;
-      arch::warpgroup_mma(outputs[piece], weights[product], values + static_cast<uint64_t>(offset / 16));
-    }
-  }
-}
-
-ULL_DEVICE void clear(TileScores& scores) {
-#pragma unroll
-  for (int i = 0; i < 4 * kTileGroups; ++i) scores[i / 4][i % 4] = 0.0F;
-}
-
 // The block's tiles [first, end) are none of this warpgroup's.
-ULL_DEVICE void pass_tiles(const TileRing& ring, int first, int end) {
+ULL_DEVICE void pass_tiles(const ChunkRing& ring, int first, int end) {
 #pragma unroll 1
   for (int item = 2 * first; item < 2 * end; ++item) {
     ring.wait(item);
@@ -50,10 +23,12 @@ ULL_DEVICE void pass_tiles(const TileRing& ring, int first, int end) {
 // A tile's values are multiplied together with the next one's keys, while the other warpgroup weighs. Until these
 // products have been waited for no branch is taken, and the keys' come first, since the compiler sets their scores to 0
 // right before: among products in flight either would have the assembler wait for each of them.
-ULL_DEVICE void multiply_tiles(ChunkRows& rows, const TileRing& ring, int origin, int first, int end,
+ULL_DEVICE void multiply_tiles(ChunkRows& rows, const ChunkRing& ring, int origin, int first, int end,
                                RowOutputs& outputs, LaneStatistics& statistics) {
   RowQueries queries;
-  rows.load_queries(queries);
+  rows.prepare_queries();
+  ChunkRows::load_queries(queries);
+  arch::warp_barrier();  // the lanes keep other things there from now on
   TileScores scores;
   clear(scores);
   ring.wait(2 * first);
@@ -89,18 +64,24 @@ ULL_DEVICE void multiply_tiles(ChunkRows& rows, const TileRing& ring, int origin
   }
 }
 
+// By the warpgroup that brings them: all the block's tiles.
+ULL_DEVICE void bring(const ChunkAttentionParams& params, const ChunkShare& share, const ChunkRing& ring) {
+  const OwnPositions own{share.chunk.base, share.chunk.count};
+  bring_tiles(params, share.kv_head, share.first_tile(share.row), share.end_tile(share.row, kBlockRows), own, ring);
+}
+
 }  // namespace
 
 ULL_KERNEL(ull_chunk_attention, ChunkAttentionParams, kChunkAttentionThreads, 1) {
   arch::release_dependents();
-  const TileRing ring(arch::shared_memory());
+  const ChunkRing ring(arch::shared_memory());
   const ChunkExtent chunk = chunk_extent(params.chunk);
   arch::wait_for_predecessor();
   ChunkShare share;
   if (!make_chunk_share(share, chunk, params.window)) return;
   if (arch::warp() >= 4 * kRowWarpgroups) {
     arch::give_registers_up<kTileRegisters>();
-    bring_tiles(params, share, ring);
+    bring(params, share, ring);
     return;
   }
   arch::want_registers<kRowRegisters>();

@@ -17,9 +17,6 @@ inline constexpr int kNarrowBytes = 112 * 1024;  // shared memory of a block: tw
 inline constexpr int kWideBytes = 224 * 1024;    // next kernel's blocks can fill their rings; or nearly all of it
 inline constexpr int kBarrierBytes = sizeof(arch::Barrier);
 
-ULL_HOST_DEVICE constexpr int smaller(int a, int b) { return a < b ? a : b; }
-ULL_HOST_DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
-
 // kNorms: the input is the residual, normed on the way.
 template <int kRows_, int kColumns_, int kBits_, bool kNorms_>
 struct LinearShape {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention/attention_values.cuh"
-#include "chunk/chunk_attention_plan.cuh"
+#include "attention/tiles.cuh"
 
 namespace ull::gpu {
 
@@ -63,21 +63,27 @@ ULL_DEVICE void store_tile(unsigned char* slot, KeyTile& tile) {
   }
 }
 
-// Two values, at `position` and the one behind it: 0 instead of NaN within the chunk, and of anything behind it. They
-// are also multiplied with the probabilities 0 of rows that do not see them, which must not notice: see store_tree().
-ULL_DEVICE uint32_t seen_values(uint32_t pair, int position, const ChunkExtent& chunk) {
+// Positions that are a chunk's own, and not in the cache before it.
+struct OwnPositions {
+  int base;
+  int count;
+};
+
+// Two values, at `position` and the one behind it: 0 instead of NaN among these, and of anything behind them. They are
+// also multiplied with the probabilities 0 of rows that do not see them, which must not notice: see store_tree().
+ULL_DEVICE uint32_t seen_values(uint32_t pair, int position, const OwnPositions& own) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int index = position + i - chunk.base;
+    const int index = position + i - own.base;
     const bool is_nan = (pair >> (16 * i) & 0x7FFFU) > 0x7C00U;
-    if (index >= chunk.count || (index >= 0 && is_nan)) pair &= 0xFFFF0000U >> (16 * i);
+    if (index >= own.count || (index >= 0 && is_nan)) pair &= 0xFFFF0000U >> (16 * i);
   }
   return pair;
 }
 
-// position: the tile's first one; kReaches: the tile has positions of the chunk, or behind it.
+// position: the tile's first one; kReaches: the tile has positions of `own`, or behind them.
 template <bool kReaches>
-ULL_DEVICE void store_tile(unsigned char* slot, ValueTile& tile, int position, const ChunkExtent& chunk) {
+ULL_DEVICE void store_tile(unsigned char* slot, ValueTile& tile, int position, const OwnPositions& own) {
 #pragma unroll
   for (int i = 0; i < kDimGroups / 4; ++i) {
 #pragma unroll
@@ -90,7 +96,7 @@ ULL_DEVICE void store_tile(unsigned char* slot, ValueTile& tile, int position, c
         const int first = position + unit * kValueUnit + 4 * kKvProducts * (arch::lane() % 4) + 4 * m;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if constexpr (kReaches) b[half] = seen_values(b[half], first + 2 * half, chunk);
+          if constexpr (kReaches) b[half] = seen_values(b[half], first + 2 * half, own);
           store_core(value_core(slot, unit * kKvProducts + m, half, group_of(i)), b[half]);
         }
       }
@@ -98,13 +104,14 @@ ULL_DEVICE void store_tile(unsigned char* slot, ValueTile& tile, int position, c
   }
 }
 
-// Brings the block's tiles, all of them. By the four warps of a warpgroup. Each part's registers are loaded again as
-// soon as it is stored, and behind the fence, which may wait for loads: so the next tile's keys come while values are
-// stored, and its values while keys are.
-ULL_DEVICE void bring_tiles(const ChunkAttentionParams& params, const ChunkShare& share, const TileRing& ring) {
-  const int first = share.first_tile(share.row), last = share.end_tile(share.row, kBlockRows) - 1;
-  const auto* pool =
-      static_cast<const unsigned char*>(params.page_pool) + params.layer_offset + share.kv_head * kKvHeadBytes;
+// Brings tiles [first, end) of a kv head, of which there is at least one. By the four warps of a warpgroup. Each part's
+// registers are loaded again as soon as it is stored, and behind the fence, which may wait for loads: so the next
+// tile's keys come while values are stored, and its values while keys are. kHasOwn: tiles may reach `own`.
+template <bool kHasOwn = true, typename Params, typename Ring>
+ULL_DEVICE void bring_tiles(const Params& params, int kv_head, int first, int end, const OwnPositions& own,
+                            const Ring& ring) {
+  const int last = end - 1;
+  const auto* pool = static_cast<const unsigned char*>(params.page_pool) + params.layer_offset + kv_head * kKvHeadBytes;
   const auto keys_of = [&](int32_t page) { return pool + int64_t{page} * params.page_bytes; };
   const auto page_of = [&](int tile) { return params.pages[smaller(tile, last)]; };
   int32_t page = page_of(first), next_page = page_of(first + 1);
@@ -122,10 +129,10 @@ ULL_DEVICE void bring_tiles(const ChunkAttentionParams& params, const ChunkShare
     ring.publish(item);
     load_tile(keys, keys_of(page));
     ring.wait_empty(item + 1);
-    if (position + kPageTokens > share.chunk.base) {
-      store_tile<true>(ring.slot(item + 1), values, position, share.chunk);
+    if (kHasOwn && position + kPageTokens > own.base) {
+      store_tile<true>(ring.slot(item + 1), values, position, own);
     } else {
-      store_tile<false>(ring.slot(item + 1), values, position, share.chunk);
+      store_tile<false>(ring.slot(item + 1), values, position, own);
     }
     ring.publish(item + 1);
     load_tile(values, keys_of(page) + kKvLayerBytes / 2);
