@@ -157,7 +157,8 @@ class FakeDevice : public LateRequests {
     int context = 1024;
     int page_count = 32;
     int round_us = 0;                        // a round takes this long,
-    std::array<int, kCostSizes> graph_us{};  // one of this graph so much longer
+    std::array<int, kCostSizes> graph_us{};  // one of this graph so much longer,
+    std::array<int, kCostSizes> far_us{};    // and so much behind 1,000 positions: half of it behind 500,
     int prefill_us = 0;                      // and the prefill's graph,
     int chunk_us = 0;                        // and that of a chunk
     bool chunks = false;                     // there is one
@@ -471,6 +472,9 @@ class FakeDevice : public LateRequests {
   [[nodiscard]] static graph::Sampler sampler_of(int graph) {
     return static_cast<graph::Sampler>(nodes_of(graph) == 1 && graph > kCostSizes ? graph % 10 : 0);
   }
+  [[nodiscard]] static int far_us(int graph, const Script& script) {
+    return graph >= 1 && graph <= kCostSizes ? script.far_us[static_cast<size_t>(graph) - 1] : 0;
+  }
   [[nodiscard]] static int more_us(int graph, const Script& script) {
     if (graph == static_cast<int>(kPrefill)) return script.prefill_us;
     if (graph >= 100) return graph == static_cast<int>(kChunk) ? script.chunk_us : 0;
@@ -525,7 +529,8 @@ class FakeDevice : public LateRequests {
     ++state_.sequence;
     if (request.mode != gpu::RoundMode::kMedusa) kept_ = {};
     const int64_t start = monotonic_ns();
-    const int64_t lasts = (script.round_us + more_us(graph, script)) * int64_t{1000};
+    const int64_t lasts = (script.round_us + more_us(graph, script)) * int64_t{1000} +
+                          int64_t{far_us(graph, script)} * std::max(request.position, 0);
     result.begin_ns = static_cast<uint64_t>(start);
     result.count = 0;
     result.stopped = 0;

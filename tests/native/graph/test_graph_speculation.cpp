@@ -125,6 +125,29 @@ TEST(a_tree_takes_the_cheapest_graph) {
   CHECK(rig.executor.info().verify_ns[3] > rig.executor.info().verify_ns[4]);  // what was measured is not hidden
 }
 
+// Behind a long cache 16 nodes take less than 8 here, and before it more.
+TEST(a_tree_takes_the_graph_that_is_the_cheapest_where_it_stands) {
+  for (const int length : {1, 200, 800, 900}) {
+    ull::graph::GraphOptions options{.adaptive = false};
+    const Tokens prompt = prompt_of(length);
+    Tokens truth = prompt;
+    const Tokens more = FakeModel{100}.continuation(prompt, 60);
+    truth.insert(truth.end(), more.begin(), more.end());
+    options.in_place_of_draft_model = ull::scripted_drafter(ScriptedDrafter::Mode::kRight, truth, 100, 7);
+    GraphRig rig({.graph_us = {100, 200, 300, 400, 2400, 2500, 2600}, .far_us = {0, 0, 0, 4000, 0, 0, 0}}, options);
+    rig.speculation = DrafterKind::kDraft;
+    rig.max_tree = 8;
+    Tokens tokens = prompt;
+    if (length > 1) CHECK(rig.prefill({prompt.begin(), prompt.end() - 1}) == Status::kOk);
+    (void)rig.rest();
+    CHECK(rig.advance(tokens, 60) == Status::kOk);
+    const auto records = rig.rest();
+    REQUIRE(records.size() == 1);
+    CHECK_EQ(records[0].count, 8);
+    CHECK_EQ(records[0].graph, length < 500 ? 8 : 16);
+  }
+}
+
 TEST(a_stop_within_a_tree_ends_the_round) {
   const Tokens prompt = prompt_of(40);
   const FakeModel model{100};

@@ -82,7 +82,7 @@ Status DraftModel::read(const int32_t* tokens, int count, int start, const int32
   const int chunks = (count + gpu::kTreeTokens - 1) / gpu::kTreeTokens;
   const auto tokens_of = [&](int chunk) { return std::min(count - chunk * gpu::kTreeTokens, gpu::kTreeTokens); };
   return run(
-      chunks, abort, [&](int chunk) { return graphs_.prefill_for(tokens_of(chunk)); },
+      chunks, abort, [&](int chunk) { return graphs_.prefill_for(tokens_of(chunk), start + chunk * gpu::kTreeTokens); },
       [&](int chunk, gpu::RoundRequest& request) {
         const int first = chunk * gpu::kTreeTokens, tokens_here = tokens_of(chunk);
         request.mode = gpu::RoundMode::kPrefill;
@@ -102,7 +102,7 @@ Status DraftModel::draw(int32_t root, int32_t position, int depth, const Samplin
   candidates_.depth = 0;
   bool ended = false;
   return run(
-      depth, abort, [&](int) { return graphs_.round_for(1, sampling); },
+      depth, abort, [&](int index) { return graphs_.round_for(1, position + index, sampling); },
       [&](int index, gpu::RoundRequest& request) {
         request.mode = index == 0 ? gpu::RoundMode::kTake : gpu::RoundMode::kContinue;
         request.count = 1;

@@ -190,7 +190,7 @@ void GraphExecutor::launch_prompt() noexcept {
     const bool in_chunks = program_.chunks_prefill() || (program_.chunk != nullptr && most > gpu::kTreeTokens &&
                                                          prompt_costs_.prefers_chunk(most, prompt_.start));
     const int count = in_chunks ? most : std::min(most, gpu::kTreeTokens);
-    void* graph = in_chunks ? program_.chunk : graphs_.prefill_for(count);
+    void* graph = in_chunks ? program_.chunk : graphs_.prefill_for(count, prompt_.start);
     fill_prompt(graph, prompt_.tokens, count, prompt_.start);
     tags_.forget(prompt_.start, count);
     if (queue_.launch(graph, setting_, text_) != Status::kOk) return;
@@ -228,7 +228,7 @@ void GraphExecutor::launch_tree() noexcept {
   if (step.sampling->penalises()) text_.begin(root + 1);
   const DraftTree& tree = proposer_->tree();
   const int count = step.forced + tree.count();
-  void* graph = graphs_.round_for(count, *step.sampling, /*keeps_logits=*/step.constraint != nullptr);
+  void* graph = graphs_.round_for(count, step.position, *step.sampling, /*keeps_logits=*/step.constraint != nullptr);
   gpu::RoundRequest& request = queue_.next_request(graph);
   request.mode = gpu::RoundMode::kTake;
   request.count = count;
@@ -262,7 +262,7 @@ void GraphExecutor::launch_scores() noexcept {
       if (!queue_.setting_is_free(setting_)) return;
       setting_.take(sampling, nullptr, 0, step.pages, pages);
     }
-    void* graph = graphs_.round_for(step.count, sampling, /*keeps_logits=*/true);
+    void* graph = graphs_.round_for(step.count, step.position, sampling, /*keeps_logits=*/true);
     gpu::RoundRequest& request = queue_.next_request(graph);
     request.mode = gpu::RoundMode::kTake;
     request.count = step.count;
@@ -292,7 +292,7 @@ void GraphExecutor::launch_ahead() noexcept {
   void* graph = graphs_.burst_for(*step.sampling);
   int rounds = program_.burst_rounds;
   if (graph == nullptr || rounds >= step.max_tokens || position + rounds > info_.context) {
-    graph = graphs_.round_for(1, *step.sampling);
+    graph = graphs_.round_for(1, position, *step.sampling);
     rounds = 1;
   }
   if (!queue_.has_slots(rounds)) return;

@@ -18,8 +18,8 @@
 namespace ull::graph {
 namespace {
 
-constexpr int kMeasuredPosition = 1024;  // where attention's share is measured
-constexpr double kUnmeasured = 1e15;     // nanoseconds
+constexpr int kFarPosition = 8192;    // where attention's share is measured
+constexpr double kUnmeasured = 1e15;  // nanoseconds
 
 // Tokens of a prompt that one step reads. Behind each step the engine may turn to a more urgent request.
 int prefill_chunk(const GraphProgram& program) noexcept {
@@ -95,12 +95,12 @@ void GraphExecutor::prepare() {
 }
 
 // Replays every graph on pages that hold nothing yet: what is drawn does not matter. A graph's time holds the
-// lm_head's. A tree costs what the graph that it takes does, so that more nodes never cost less.
+// lm_head's. A tree costs what the graph that it takes does, here and there, so that more nodes never cost less.
 VerifyCosts GraphExecutor::measure() {
   const int held = std::min(info_.context, tokens_in(info_.page_count));
   std::vector<int32_t> pages(static_cast<size_t>(pages_for(held)));
   for (size_t page = 0; page < pages.size(); ++page) pages[page] = static_cast<int32_t>(page);
-  const int far = std::clamp(held - kMaxTreeTokens, 0, kMeasuredPosition);
+  const int far = std::clamp(held - kMaxTreeTokens, 0, kFarPosition);
   int64_t near_ns[kCostSizes] = {}, far_ns[kCostSizes] = {}, single_ns[kSamplers] = {};
   for (int i = 0; i < kCostSizes; ++i) {
     if (program_.rounds[i] == nullptr || kCostTokens[i] > held) continue;
@@ -123,7 +123,12 @@ VerifyCosts GraphExecutor::measure() {
     return nanoseconds;
   };
   const int64_t prefill_ns = timed_prompt(program_.prefill, std::min(held, gpu::kTreeTokens), 0);
-  graphs_.measured(near_ns, single_ns, prefill_ns);
+  const bool reaches = far > 0 && prefill_ns < kMeasureNs;
+  const int64_t far_prefill_ns = reaches ? timed_prompt(program_.prefill, gpu::kTreeTokens, far) : prefill_ns;
+  CostLine rounds[kCostSizes];
+  for (int i = 0; i < kCostSizes; ++i) rounds[i] = CostLine::through(near_ns[i], far_ns[i], far);
+  const CostLine prefill = CostLine::through(prefill_ns, far_prefill_ns, far);
+  graphs_.measured(rounds, single_ns, prefill);
   if (program_.chunk != nullptr) {
     constexpr int kTiles = PromptCosts::kTiles;
     const auto timed_chunk = [&](int tiles, int position) {
@@ -140,7 +145,7 @@ VerifyCosts GraphExecutor::measure() {
       const int64_t plain = single_ns[static_cast<int>(graphs_.plain())], single = plain > 0 ? plain : near_ns[0];
       const PromptCosts::First first{
           {near_ns[kCostSizes - 1], far_ns[kCostSizes - 1]}, {single, single + far_ns[0] - near_ns[0]}, far};
-      prompt_costs_ = {{prefill_ns, timed_prompt(program_.prefill, gpu::kTreeTokens, behind)}, chunks, behind, first};
+      prompt_costs_ = {{prefill_ns, static_cast<int64_t>(prefill.at(behind))}, chunks, behind, first};
     }
   }
   run_bursts(held);
@@ -150,13 +155,10 @@ VerifyCosts GraphExecutor::measure() {
   costs.stepped = true;
   for (int i = 0; i < kCostSizes; ++i) {
     info_.verify_ns[i] = near_ns[i];
-    const int graph = graphs_.chosen(i);
-    const bool known = graph >= 0 && near_ns[graph] > 0;
-    costs.body_ns[i] = known ? static_cast<double>(near_ns[graph]) : kUnmeasured;
-    if (known && far > 0) {
-      const auto longer = static_cast<double>(far_ns[graph] - near_ns[graph]);
-      costs.body_position_ns[i] = std::max(longer, 0.0) / far;
-    }
+    const int graph = graphs_.chosen(i, 0), far_graph = graphs_.chosen(i, far);
+    const bool known = graph >= 0 && rounds[graph].known();
+    costs.body_ns[i] = known ? rounds[graph].first_ns : kUnmeasured;
+    if (known && far > 0) costs.body_position_ns[i] = (rounds[far_graph].at(far) - costs.body_ns[i]) / far;
   }
   // What most requests pay for a plain round.
   if (const int64_t plain_ns = single_ns[static_cast<int>(graphs_.plain())]; plain_ns > 0) {

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "graph/cost_line.h"
 #include "kernels/params.h"
 
 namespace ull::graph {
@@ -40,10 +41,10 @@ class PromptCosts {
         round_(line(round, far)),
         full_(line(first.full, first.far)),
         single_(line(first.single, first.far)) {
-    const Line few = line(chunks.front(), far), many = line(chunks.back(), far);
+    const CostLine few = line(chunks.front(), far), many = line(chunks.back(), far);
     for (int i = 0; i < kTiles; ++i) {
       const Measured& chunk = chunks[static_cast<size_t>(i)];
-      Line& own = chunks_[static_cast<size_t>(i)] = line(chunk, far);
+      CostLine& own = chunks_[static_cast<size_t>(i)] = line(chunk, far);
       if (chunk.far_ns == 0)
         own.position_ns = few.position_ns + (many.position_ns - few.position_ns) * i / (kTiles - 1);
       known_ = known_ && chunk.near_ns > 0;
@@ -68,16 +69,8 @@ class PromptCosts {
  private:
   static constexpr double kLeastSavedNs = 100'000.0;
 
-  struct Line {
-    double first_ns = 0.0;     // at position 0
-    double position_ns = 0.0;  // more for each position before it
-    [[nodiscard]] double at(double position) const noexcept { return first_ns + position * position_ns; }
-  };
-
-  [[nodiscard]] static Line line(const Measured& measured, int far) noexcept {
-    const auto longer = static_cast<double>(measured.far_ns - measured.near_ns);
-    const bool sloped = far > 0 && measured.far_ns > 0;
-    return {static_cast<double>(measured.near_ns), sloped ? std::max(longer, 0.0) / far : 0.0};
+  [[nodiscard]] static CostLine line(const Measured& measured, int far) noexcept {
+    return CostLine::through(measured.near_ns, measured.far_ns, far);
   }
   [[nodiscard]] double chunk_ns(int count, int start) const noexcept {
     return chunks_[static_cast<size_t>((count - 1) / gpu::kChunkTile)].at(start);
@@ -99,8 +92,8 @@ class PromptCosts {
   }
 
   bool known_ = false, first_known_ = false;
-  Line round_, full_, single_;
-  std::array<Line, kTiles> chunks_;
+  CostLine round_, full_, single_;
+  std::array<CostLine, kTiles> chunks_;
 };
 
 }  // namespace ull::graph

@@ -12,28 +12,34 @@ bool serves(Sampler sampler, const Sampling& sampling) noexcept {
   return !filters && !min_p && sampling.bias_count == 0 && !sampling.penalises() && sampling.top_logprobs < 0;
 }
 
-RoundGraphs::RoundGraphs(const GraphProgram& program) noexcept : program_(program) { measured({}, {}, 0); }
+RoundGraphs::RoundGraphs(const GraphProgram& program) noexcept : program_(program) { measured({}, {}, {}); }
 
-void RoundGraphs::measured(const int64_t (&round_ns)[kCostSizes], const int64_t (&single_ns)[kSamplers],
-                           int64_t prefill_ns) noexcept {
-  std::copy_n(round_ns, kCostSizes, round_ns_);
-  prefill_ns_ = prefill_ns;
-  int larger = -1;
-  for (int i = kCostSizes - 1; i >= 0; --i) {
-    const bool cheaper = larger >= 0 && round_ns_[larger] > 0 && round_ns_[larger] < round_ns_[i];
-    if (program_.rounds[i] != nullptr && !cheaper) larger = i;
-    chosen_[i] = larger;
-  }
+void RoundGraphs::measured(const CostLine (&rounds)[kCostSizes], const int64_t (&single_ns)[kSamplers],
+                           const CostLine& prefill) noexcept {
+  std::copy_n(rounds, kCostSizes, rounds_);
+  prefill_ = prefill;
   plain_ = program_.single(Sampler::kPlain) != nullptr ? Sampler::kPlain : Sampler::kFull;
-  int64_t least = chosen_[0] >= 0 ? round_ns_[chosen_[0]] : 0;
-  if (least == 0) return;
+  const int one = chosen(0, 0);
+  if (one < 0 || !rounds_[one].known()) return;
   plain_ = Sampler::kFull;
+  double least = rounds_[one].first_ns;
   for (const Sampler sampler : {Sampler::kPlain, Sampler::kScan}) {
     const int64_t nanoseconds = single_ns[static_cast<int>(sampler)];
-    if (program_.single(sampler) == nullptr || nanoseconds == 0 || nanoseconds > least) continue;
+    const auto own = static_cast<double>(nanoseconds);
+    if (program_.single(sampler) == nullptr || nanoseconds == 0 || own > least) continue;
     plain_ = sampler;
-    least = nanoseconds;
+    least = own;
   }
+}
+
+int RoundGraphs::chosen(int size, int position) const noexcept {
+  int best = -1;
+  for (int i = size; i < kCostSizes; ++i) {
+    if (program_.rounds[i] == nullptr) continue;
+    const bool cheaper = best >= 0 && rounds_[i].known() && rounds_[i].at(position) < rounds_[best].at(position);
+    if (best < 0 || cheaper) best = i;
+  }
+  return best;
 }
 
 int RoundGraphs::size_for(int nodes) noexcept {
@@ -41,18 +47,18 @@ int RoundGraphs::size_for(int nodes) noexcept {
   return static_cast<int>(size - kCostTokens);
 }
 
-void* RoundGraphs::round_for(int nodes, const Sampling& sampling, bool keeps_logits) const noexcept {
+void* RoundGraphs::round_for(int nodes, int position, const Sampling& sampling, bool keeps_logits) const noexcept {
   if (const Sampler sampler = single_for(sampling, keeps_logits); nodes == 1 && sampler != Sampler::kFull) {
     return program_.single(sampler);
   }
-  const int size = size_for(nodes);
-  return size < kCostSizes && chosen_[size] >= 0 ? program_.rounds[chosen_[size]] : nullptr;
+  const int graph = chosen(size_for(nodes), position);
+  return graph >= 0 ? program_.rounds[graph] : nullptr;
 }
 
 // A round's graph fills the cache as well, and then its sampler does nothing; but it has the lm_head.
-void* RoundGraphs::prefill_for(int tokens) const noexcept {
-  const int graph = program_.rounds_prefill() ? chosen_[size_for(tokens)] : -1;
-  const bool dearer = graph >= 0 && prefill_ns_ > 0 && prefill_ns_ < round_ns_[graph];
+void* RoundGraphs::prefill_for(int tokens, int position) const noexcept {
+  const int graph = program_.rounds_prefill() ? chosen(size_for(tokens), position) : -1;
+  const bool dearer = graph >= 0 && prefill_.known() && prefill_.at(position) < rounds_[graph].at(position);
   return graph < 0 || dearer ? program_.prefill : program_.rounds[graph];
 }
 

@@ -1,10 +1,12 @@
-// Which of a program's graphs a round takes: of those that hold its nodes the cheapest, as measured, which need not be
-// the smallest. What a round computes does not depend on it, bit for bit: see GraphProgram::rounds.
+// Which of a program's graphs a round takes: of those that hold its nodes the cheapest where it stands, as measured,
+// which need not be the smallest: a larger one's attention may be faster behind a long cache. What a round computes
+// does not depend on it, bit for bit: see GraphProgram::rounds.
 #pragma once
 
 #include <cstdint>
 
 #include "executor/sampling.h"
+#include "graph/cost_line.h"
 #include "graph/program.h"
 
 namespace ull::graph {
@@ -18,21 +20,23 @@ class RoundGraphs {
   // program must outlive it.
   explicit RoundGraphs(const GraphProgram& program) noexcept;
 
-  // What a round of each graph takes, a single one with each sampler (but for kFull's), and a chunk of a prompt; 0:
-  // unknown.
-  void measured(const int64_t (&round_ns)[kCostSizes], const int64_t (&single_ns)[kSamplers],
-                int64_t prefill_ns) noexcept;
+  // What a round of each graph takes, a single one with each sampler (but for kFull's) at position 0 (0: unknown), and
+  // the graph that only fills the cache.
+  void measured(const CostLine (&rounds)[kCostSizes], const int64_t (&single_ns)[kSamplers],
+                const CostLine& prefill) noexcept;
 
-  // Of a round of `nodes` (1 .. most_nodes()). keeps_logits: it leaves the exact logits of all tokens, to draw again.
-  [[nodiscard]] void* round_for(int nodes, const Sampling& sampling, bool keeps_logits = false) const noexcept;
+  // Of a round of `nodes` (1 .. most_nodes()) from `position` on. keeps_logits: it leaves the exact logits of all
+  // tokens, to draw again.
+  [[nodiscard]] void* round_for(int nodes, int position, const Sampling& sampling,
+                                bool keeps_logits = false) const noexcept;
   // Of burst_rounds rounds of one token; null: one by one is all there is.
   [[nodiscard]] void* burst_for(const Sampling& sampling) const noexcept {
     return program_.burst(single_for(sampling));
   }
-  // Of a chunk of `tokens` (1 .. kTreeTokens) that only fills the cache.
-  [[nodiscard]] void* prefill_for(int tokens) const noexcept;
-  // Which graph kCostTokens[size] nodes take; -1: none holds them.
-  [[nodiscard]] int chosen(int size) const noexcept { return chosen_[size]; }
+  // Of a chunk of `tokens` (1 .. kTreeTokens) from `position` on that only fills the cache.
+  [[nodiscard]] void* prefill_for(int tokens, int position) const noexcept;
+  // Which graph kCostTokens[size] nodes take from `position` on; -1: none holds them.
+  [[nodiscard]] int chosen(int size, int position) const noexcept;
   // The sampler of a single round that asks for nothing.
   [[nodiscard]] Sampler plain() const noexcept { return plain_; }
 
@@ -46,10 +50,9 @@ class RoundGraphs {
   }
 
   const GraphProgram& program_;
-  int chosen_[kCostSizes];
   Sampler plain_ = Sampler::kFull;
-  int64_t round_ns_[kCostSizes] = {};
-  int64_t prefill_ns_ = 0;
+  CostLine rounds_[kCostSizes] = {};
+  CostLine prefill_;
 };
 
 }  // namespace ull::graph
