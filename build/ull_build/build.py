@@ -433,7 +433,7 @@ def compile_for(
         raise RecipeError(f'target "{target}": {problem}', field="target")
     architecture = GPU_ARCHITECTURES[target]
     needed = DEVICE_KERNELS if architecture.has_bulk_copies else ROUND_KERNELS
-    if architecture.has_warpgroup_products and not of:  # a draft model reads its prompts in steps of 64 tokens
+    if architecture.has_warpgroup_products:
         needed |= CHUNK_KERNELS
     if forward.tree_products == "warpgroup":
         needed |= PAGES_KERNELS

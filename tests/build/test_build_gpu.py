@@ -273,7 +273,9 @@ def test_the_manifest_says_how_the_kernels_were_compiled(checkpoint: Path, tmp_p
     assert set(code.kernels()) == DEVICE_KERNELS | PAGES_KERNELS | CHUNK_KERNELS
     assert code.toolkit == ".".join(map(str, nvrtc.version())) and "--gpu-architecture=sm_90a" in code.options
     assert code.macros["ULL_HIDDEN"] == "96" and code.macros["ULL_KV_BITS"] == "8"
-    assert {file.path for file in code.files} == {f"code/{name}.cubin" for name in ("chunk", "first", "second")}
+    assert {file.path for file in code.files} == {
+        f"code/{name}.cubin" for name in ("attention_pages", "chunk", "first", "second")
+    }
     open_bundle(bundle.path, "hashes")
 
 

@@ -15,7 +15,7 @@ from checkpoints import write_checkpoint
 from device_bundles import write_stubs
 from manifests import change_manifest, read_manifest_json, write_manifest_json
 from recording_driver import Launched, RecordingDriver
-from ull.bundle import DEVICE_KERNELS, Bundle, Precision, open_bundle
+from ull.bundle import CHUNK_KERNELS, DEVICE_KERNELS, Bundle, Precision, open_bundle
 from ull.commands import inspect
 from ull.errors import BundleError, CheckpointError
 from ull.gpu import params
@@ -88,7 +88,7 @@ def test_a_draft_model_is_stored_as_a_bundle_of_its_own_would_be(
     draft = bundle.manifest.draft
     assert draft is not None and draft.code is not None and single.manifest.code is not None
     assert draft.code.macros == single.manifest.code.macros
-    assert set(draft.code.kernels()) == DEVICE_KERNELS
+    assert set(draft.code.kernels()) == DEVICE_KERNELS | CHUNK_KERNELS
     assert all(file.path.startswith("code/draft/") for file in draft.code.files)
     assert inspect.main(bundle.path) == 0
 

@@ -92,10 +92,9 @@ class DevicePart:
     @property
     def reads_chunks(self) -> bool:
         """Whether it reads a prompt in chunks: its own kernels do, and were compiled for a target that has what they
-        need. A draft model and heads read in steps of 64 tokens.
+        need. Heads read in steps of 64 tokens.
         """
-        ours = self.forward.prefill in ("fused", "fast")
-        return not self.prefix and ours and set(self.code.kernels()) >= CHUNK_KERNELS
+        return self.forward.prefill in ("fused", "fast") and set(self.code.kernels()) >= CHUNK_KERNELS
 
     @property
     def tree_sizes(self) -> list[int]:

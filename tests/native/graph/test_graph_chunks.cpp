@@ -294,10 +294,10 @@ TEST(programs_whose_chunk_cannot_be_are_refused) {
   program = program_with_draft(target, draft);
   program.check();
   GraphProgram own = *program.draft;
-  own.chunk = target.program().chunk;
+  own.chunk = own.prefill;
   own.chunks = target.program().chunks;
   program.draft = std::make_shared<const GraphProgram>(std::move(own));
-  refused(program, "draft: chunk");
+  refused(program, "draft: ");
   program = target.program();
   program.prefill = program.chunk;
   refused(program, "reuse");

@@ -169,6 +169,26 @@ TEST(what_the_draft_model_lacks_is_read_first) {
   CHECK_EQ(rig.result.accepted, 4);
 }
 
+// Where the draft model has a graph of chunks: 512 tokens at once, and what is left over as it was.
+TEST(what_it_lacks_is_read_in_chunks) {
+  const std::pair<int, Tokens> cases[] = {{64, {64}}, {65, {65}}, {300, {300}}, {520, {512, 8}}, {620, {512, 108}}};
+  for (const auto& [missing, parts] : cases) {
+    GraphRig rig({.chunks = true}, kAlways, FakeDevice::Script{.chunks = true});
+    rig.speculation = DrafterKind::kDraft;
+    rig.max_tree = 5;
+    Tokens tokens = prompt_of(missing + 1);
+    CHECK(rig.prefill({tokens.begin(), tokens.end() - 1}) == Status::kOk);
+    rig.executor.rest();
+    Tokens read;
+    for (const auto& record : GraphRig::rest(*rig.draft_device)) {
+      if (record.mode == RoundMode::kPrefill) read.push_back(record.count);
+    }
+    CHECK(read == parts);
+    CHECK(rig.advance(tokens, 30) == Status::kOk);
+    CHECK_EQ(rig.result.accepted, 4);
+  }
+}
+
 TEST(sessions_take_turns) {
   // Each has pages of its own in both caches.
   DraftRig rig({.flaw = 3}, 5, {.page_count = 32});

@@ -1,6 +1,7 @@
 #include "graph/draft_model.h"
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 #include <vector>
 
@@ -27,15 +28,16 @@ DraftModel::DraftModel(const GraphProgram& program, const Driver& driver, RoundQ
 
 // Page 0 serves as scratch: no sequence exists yet. What is drawn does not matter.
 void DraftModel::prepare() {
-  const int32_t page = 0;
+  std::vector<int32_t> pages(static_cast<size_t>(pages_for(gpu::kChunkTokens)));
+  std::iota(pages.begin(), pages.end(), 0);
   const std::atomic<bool> never{false};
-  const std::vector<int32_t> tokens(kPageTokens, 0);
+  const std::vector<int32_t> tokens(gpu::kChunkTokens, 0);
   const auto require = [](Status status, const RoundQueue& queue) {
     if (status != Status::kOk) throw std::runtime_error(queue.failure());
   };
   queue_.set_watchdog(kPrepareNs);
   require(target_.drain(), target_);
-  setting_.take(Sampling{}, nullptr, 0, &page, 1);
+  setting_.take(Sampling{}, nullptr, 0, pages.data(), 1);
   const auto chain = [&](int depth) {
     return median_duration_ns([&] { require(draw(0, 0, depth, Sampling{}, never), queue_); });
   };
@@ -43,9 +45,13 @@ void DraftModel::prepare() {
   const int64_t one = chain(1), all = chain(depth);
   step_ns_ = depth > 1 ? std::max<int64_t>((all - one) / (depth - 1), 1) : one;
   start_ns_ = std::max<int64_t>(one - step_ns_, 0);
-  const int count = std::min(kPageTokens, program_.context_tokens);
-  const int64_t chunk = median_duration_ns([&] { require(read(tokens.data(), count, 0, &page, never), queue_); });
-  read_ns_ = static_cast<double>(chunk) / count;
+  const auto read_ns = [&](int most) {
+    const int count = std::min({most, program_.context_tokens, tokens_in(program_.page_count)});
+    const auto lasts = median_duration_ns([&] { require(read(tokens.data(), count, 0, pages.data(), never), queue_); });
+    return static_cast<double>(lasts) / count;
+  };
+  few_ns_ = read_ns(gpu::kTreeTokens);
+  many_ns_ = program_.chunk != nullptr ? read_ns(gpu::kChunkTokens) : few_ns_;
   queue_.set_watchdog(watchdog_ns_);
 }
 
@@ -79,22 +85,31 @@ void DraftModel::copy_page(const CopyStep& step) noexcept {
 Status DraftModel::read(const int32_t* tokens, int count, int start, const int32_t* pages,
                         const std::atomic<bool>& abort) noexcept {
   setting_.take(pages, pages_for(start + count));
-  const int chunks = (count + gpu::kTreeTokens - 1) / gpu::kTreeTokens;
-  const auto tokens_of = [&](int chunk) { return std::min(count - chunk * gpu::kTreeTokens, gpu::kTreeTokens); };
-  return run(
-      chunks, abort, [&](int chunk) { return graphs_.prefill_for(tokens_of(chunk), start + chunk * gpu::kTreeTokens); },
-      [&](int chunk, gpu::RoundRequest& request) {
-        const int first = chunk * gpu::kTreeTokens, tokens_here = tokens_of(chunk);
-        request.mode = gpu::RoundMode::kPrefill;
-        request.count = tokens_here;
-        request.position = start + first;
-        request.max_tokens = 0;
-        for (int i = 0; i < tokens_here; ++i) {
-          request.tokens[i] = known(tokens[first + i]);
-          request.parents[i] = static_cast<uint8_t>(std::max(i - 1, 0));
-        }
-      },
-      [](const gpu::RoundResult& answer) { return answer.status == gpu::RoundStatus::kOk; });
+  // What is more than a round holds goes in chunks, where there is a graph of them.
+  const int most = program_.chunk != nullptr ? gpu::kChunkTokens : gpu::kTreeTokens;
+  const auto tokens_of = [&](int part) { return std::min(count - part * most, most); };
+  return run((count + most - 1) / most, abort,
+             [&](int part) {
+               const int here = tokens_of(part);
+               return here > gpu::kTreeTokens ? program_.chunk : graphs_.prefill_for(here, start + part * most);
+             },
+             [&](int part, gpu::RoundRequest& request) {
+               const int first = part * most, here = tokens_of(part);
+               request.mode = gpu::RoundMode::kPrefill;
+               request.count = here;
+               request.position = start + first;
+               request.max_tokens = 0;
+               if (here > gpu::kTreeTokens) {
+                 int32_t* to = program_.chunks + queue_.next_slot() * gpu::kChunkTokens;
+                 for (int i = 0; i < here; ++i) to[i] = known(tokens[first + i]);
+                 return;
+               }
+               for (int i = 0; i < here; ++i) {
+                 request.tokens[i] = known(tokens[first + i]);
+                 request.parents[i] = static_cast<uint8_t>(std::max(i - 1, 0));
+               }
+             },
+             [](const gpu::RoundResult& answer) { return answer.status == gpu::RoundStatus::kOk; });
 }
 
 Status DraftModel::draw(int32_t root, int32_t position, int depth, const Sampling& sampling,

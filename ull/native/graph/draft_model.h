@@ -25,7 +25,9 @@ class DraftModel final : public ChainDrafter {
   // Measures what a chain takes. Throws std::runtime_error with the device's failure.
   void prepare() override;
   void copy_page(const CopyStep& step) noexcept override;
-  [[nodiscard]] double catch_up_ns(int tokens) const noexcept override { return tokens * read_ns_; }
+  [[nodiscard]] double catch_up_ns(int tokens) const noexcept override {
+    return tokens * (tokens > gpu::kTreeTokens ? many_ns_ : few_ns_);
+  }
   [[nodiscard]] Status propose(const DraftContext& context, const TreePlan& plan, DraftTree& tree) noexcept override;
   [[nodiscard]] int64_t cost_ns(int depth) const noexcept override { return start_ns_ + depth * step_ns_; }
   [[nodiscard]] int64_t weight_bytes() const noexcept override { return program_.weight_bytes; }
@@ -59,7 +61,8 @@ class DraftModel final : public ChainDrafter {
 
   int64_t start_ns_ = 0;  // of a chain, whatever its depth
   int64_t step_ns_ = 0;   // of each of its tokens
-  double read_ns_ = 0.0;  // per token of a chunk
+  double few_ns_ = 0.0;   // per token of up to kTreeTokens that are read
+  double many_ns_ = 0.0;  // and of more
 };
 
 }  // namespace ull::graph

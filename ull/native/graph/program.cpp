@@ -101,7 +101,7 @@ void GraphProgram::check() const {
   require(draft == nullptr || (draft->medusa == nullptr && draft->draft == nullptr && draft->eagle == nullptr &&
                                draft->dflash == nullptr),
           "draft: takes none of its own");
-  require(draft == nullptr || draft->chunk == nullptr, "draft: chunk: it reads a prompt with its `prefill` alone");
+  require(draft == nullptr || !draft->chunks_prefill(), "draft: chunk: must not be its `prefill`");
 }
 
 int GraphProgram::most_nodes() const noexcept {
