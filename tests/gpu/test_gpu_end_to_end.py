@@ -257,14 +257,17 @@ def write_truncated(folder: Path, layers: int) -> Path:
 @pytest.mark.parametrize(
     ("layers", "cases"),
     [
-        (6, [{}, {"temperature": 0.6, "repetition_penalty": 1.2, "presence_penalty": 0.3}]),
-        (5, [{"temperature": 0.8, "top_p": 0.9, "logit_bias": {13: -2.0}}]),
+        (6, [(1, {}), (1, {"temperature": 0.6, "repetition_penalty": 1.2, "presence_penalty": 0.3}), (14, {})]),
+        (5, [(1, {"temperature": 0.8, "top_p": 0.9, "logit_bias": {13: -2.0}})]),
     ],
 )
 def test_a_draft_model_drafts_on_the_device(
-    bundles: dict[str, Path], start: Start, tmp_path: Path, layers: int, cases: list[dict[str, Any]]
+    bundles: dict[str, Path], start: Start, tmp_path: Path, layers: int, cases: list[tuple[int, dict[str, Any]]]
 ) -> None:
-    """The plain tokens, whatever the draft says; a draft that is the target (6 layers) is accepted whole."""
+    """The plain tokens, whatever the draft says; a draft that is the target (6 layers) is accepted whole.
+
+    Also behind a prompt that both read in chunks.
+    """
     draft = write_truncated(tmp_path / "draft", layers)
     with pytest.MonkeyPatch.context() as patch:
         bundle = build_with_stubs(patch, tmp_path / "kernels", tiny_settings(tmp_path / "x.ull", "sm_90a", draft))
@@ -274,16 +277,17 @@ def test_a_draft_model_drafts_on_the_device(
         info = client.info()
         assert list(info.limits["drafters"]) == ["none", "suffix", "medusa", "draft", "auto"]
         assert info.executor["draft_ns"]["draft"] > 0
-        for sampling in cases:
-            plain = rig.decode(np.array(PROMPT_IDS, np.int32), DRAFTED, {"seed": 7, **sampling}, "none", 1)["tokens"]
+        for times, sampling in cases:
+            prompt = PROMPT_IDS * times
+            plain = rig.decode(np.array(prompt, np.int32), DRAFTED, {"seed": 7, **sampling}, "none", 1)["tokens"]
             options = {"max_tokens": DRAFTED, "seed": 7, "ignore_eos": True, "max_tree": 6, **sampling}
-            result = client.generate(PROMPT_IDS, speculate="draft", **options).result()
+            result = client.generate(prompt, speculate="draft", **options).result()
             assert result.token_ids == plain
             speculation = result.speculation
             assert speculation is not None and speculation.by_drafter["draft"] >= speculation.rounds - 1
             assert speculation.accepted_tokens == DRAFTED - speculation.rounds
             # A round that reads the prompt's end draws the token behind it and drafts nothing.
-            first = int(result.usage.cached_tokens < len(PROMPT_IDS) - 1)
+            first = int(result.usage.cached_tokens < len(prompt) - 1)
             whole = first + math.ceil((DRAFTED - first) / 6)
             assert speculation.rounds == whole if layers == 6 else speculation.rounds < DRAFTED
     assert daemon.stop() == 0
