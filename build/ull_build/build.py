@@ -30,7 +30,6 @@ from ull.bundle import (
     FORMAT_VERSION,
     FUSED,
     GPU_ARCHITECTURES,
-    PAGES_KERNELS,
     ROUND_KERNELS,
     TOKENIZER_FILE,
     VOCABULARY_FILE,
@@ -435,12 +434,10 @@ def compile_for(
     needed = DEVICE_KERNELS if architecture.has_bulk_copies else ROUND_KERNELS
     if architecture.has_warpgroup_products:
         needed |= CHUNK_KERNELS
-    if forward.tree_products == "warpgroup":
-        needed |= PAGES_KERNELS
     return compile_kernels(
         device_macros(model, precision, medusa, taps, forward),
         target,
-        needed | optional_kernels(medusa, precision.lm_head_scan),
+        needed | optional_kernels(forward, medusa, precision.lm_head_scan),
         lambda compiled: reporter.note(f"compiled {of + ': ' if of else ''}{describe_file(compiled)}"),
     )
 

@@ -8,23 +8,11 @@ import numpy as np
 import pytest
 
 import emulation
-from attention_rig import Array, Cache, Shape, Tree, filled, text
+from attention_rig import SHAPES, Array, Cache, Shape, Tree, filled, text
 from emulation import ON_DEVICE, SANITIZE, KernelError
 from ull.gpu.geometry import attention
 
 TINY = Shape()
-SHAPES = {
-    "tiny": TINY,
-    "tiny-e4m3": Shape(kv_bits=8),
-    "one query head per kv head": Shape(heads=2),
-    "seven query heads, norms": Shape(heads=7, kv_heads=1, head_dim=64, qk_norm=True),
-    "64, e4m3": Shape(head_dim=64, kv_bits=8),
-    "96, e4m3": Shape(head_dim=96, kv_bits=8),
-    "128": Shape(heads=4, kv_heads=1, head_dim=128),
-    "128, e4m3, norms": Shape(heads=8, kv_heads=1, head_dim=128, qk_norm=True, kv_bits=8),
-}
-if SANITIZE:  # compiling a model's kernels with sanitizers takes long: one shape of each format
-    SHAPES = {name: SHAPES[name] for name in ("tiny", "128, e4m3, norms")}
 ROWS = 300
 BORDERS = (0, 1, 63, 64, 65, 191, 255, 256, 257, 290)
 

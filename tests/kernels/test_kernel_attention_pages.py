@@ -6,22 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from attention_rig import Array, Cache, Shape, Tree, text
+from attention_rig import SHAPES, Array, Cache, Shape, Tree, text
 from emulation import ON_DEVICE, SANITIZE, KernelError
 from ull.gpu.geometry import attention
 
-SHAPES = {
-    "tiny": Shape(),
-    "tiny-e4m3": Shape(kv_bits=8),
-    "one query head per kv head": Shape(heads=2),
-    "seven query heads, norms": Shape(heads=7, kv_heads=1, head_dim=64, qk_norm=True),
-    "64, e4m3": Shape(head_dim=64, kv_bits=8),
-    "96, e4m3": Shape(head_dim=96, kv_bits=8),
-    "128": Shape(heads=4, kv_heads=1, head_dim=128),
-    "128, e4m3, norms": Shape(heads=8, kv_heads=1, head_dim=128, qk_norm=True, kv_bits=8),
-}
-if SANITIZE:  # compiling a model's kernels with sanitizers takes long: one shape of each format
-    SHAPES = {name: SHAPES[name] for name in ("tiny", "128, e4m3, norms")}
 ONE_HEAD = {bits: Shape(heads=4, kv_heads=1, kv_bits=bits) for bits in (16, 8)}
 FEWEST = attention.FEWEST_PAGE_SPLITS * 256  # positions before a round from which on the kernel takes part
 

@@ -50,10 +50,9 @@ SHAPES: dict[str, tuple[dict[str, Any], Precision, bool, tuple[int, ...]]] = {
 
 
 @functools.cache
-def prompt(name: str, reports: bool = False, context: int | None = None) -> Prompt:
+def prompt(name: str, reports: bool = False, context: int = 1024) -> Prompt:
     changes, precision, biases, taps = SHAPES[name]
-    model = model_of(**changes) if context is None else model_of(**changes, context=context)
-    return Prompt(model, precision, biases, taps, reports)
+    return Prompt(model_of(**changes, context=context), precision, biases, taps, reports)
 
 
 TOKENS = [int(token) for token in np.random.default_rng(9).integers(0, 112, 512)]

@@ -190,20 +190,22 @@ def device_parts(manifest: Manifest) -> list[DevicePart]:
 
 def needed_kernels(forward: Forward, medusa: MedusaHeads | None = None, scans: bool = False) -> frozenset[str]:
     """The kernels of ull that a bundle's rounds are made of. `scans`: with an FP8 copy of the lm_head."""
-    needed = ROUND_KERNELS | optional_kernels(medusa, scans)
+    needed = ROUND_KERNELS | optional_kernels(forward, medusa, scans)
     if forward.attention != "native":
         needed |= _ATTENTION_KERNELS
     if forward.prefill == "fast" or forward.tree_products == "warpgroup":
         needed |= CHUNK_KERNELS
-    if forward.tree_products == "warpgroup":
-        needed |= PAGES_KERNELS
     return needed | _LINEAR_KERNELS if forward.uses("fused") else needed
 
 
-def optional_kernels(medusa: MedusaHeads | None, scans: bool) -> frozenset[str]:
-    """Those that only bundles with heads, or with an FP8 copy of the lm_head, have."""
-    heads = frozenset[str]() if medusa is None else MEDUSA_KERNELS
-    return heads | HEAD_SCAN_KERNELS if scans else heads
+def optional_kernels(forward: Forward, medusa: MedusaHeads | None, scans: bool) -> frozenset[str]:
+    """Those that only bundles with heads, with an FP8 copy of the lm_head, or whose warpgroups multiply trees have."""
+    wanted = {
+        MEDUSA_KERNELS: medusa is not None,
+        HEAD_SCAN_KERNELS: scans,
+        PAGES_KERNELS: forward.tree_products == "warpgroup",
+    }
+    return frozenset[str]().union(*(kernels for kernels, has in wanted.items() if has))
 
 
 def gate_up_rows(model: Model) -> int:

@@ -296,8 +296,11 @@ TEST(programs_whose_chunk_cannot_be_are_refused) {
   GraphProgram own = *program.draft;
   own.chunk = own.prefill;
   own.chunks = target.program().chunks;
+  program.draft = std::make_shared<const GraphProgram>(own);
+  refused(program, "draft: reuse");
+  own.reuse = ull::Reuse::kNothing;
   program.draft = std::make_shared<const GraphProgram>(std::move(own));
-  refused(program, "draft: ");
+  refused(program, "draft: chunk");
   program = target.program();
   program.prefill = program.chunk;
   refused(program, "reuse");

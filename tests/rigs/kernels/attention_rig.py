@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import emulation
-from emulation import aligned, pointer
+from emulation import SANITIZE, aligned, pointer
 from linear_layers import activation_buffer, unpack_activations
 from ull.gpu.geometry import attention
 from ull.gpu.geometry.linear import is_split
@@ -64,6 +64,21 @@ class Shape:
         }
         sources = (*self.sources, "attention_pages.cu") if self.together else self.sources
         return emulation.build(sources, model, reports=self.reports)
+
+
+# What the tests of every kernel of attention go through.
+SHAPES = {
+    "tiny": Shape(),
+    "tiny-e4m3": Shape(kv_bits=8),
+    "one query head per kv head": Shape(heads=2),
+    "seven query heads, norms": Shape(heads=7, kv_heads=1, head_dim=64, qk_norm=True),
+    "64, e4m3": Shape(head_dim=64, kv_bits=8),
+    "96, e4m3": Shape(head_dim=96, kv_bits=8),
+    "128": Shape(heads=4, kv_heads=1, head_dim=128),
+    "128, e4m3, norms": Shape(heads=8, kv_heads=1, head_dim=128, qk_norm=True, kv_bits=8),
+}
+if SANITIZE:  # compiling a model's kernels with sanitizers takes long: one shape of each format
+    SHAPES = {name: SHAPES[name] for name in ("tiny", "128, e4m3, norms")}
 
 
 @dataclass

@@ -41,10 +41,12 @@ def of_pages(
     if most < FEWEST_PAGE_SPLITS:
         return None
     blocks = max(parts, min(parts * most, 2 * multiprocessors // kv_heads))
-    products = 2 if head_dim % 64 != 0 else 32 // kv_bits
-    queries = PAGE_ROWS * _row_bytes(head_dim, products)
-    slots = 4 * (2 * PAGE_TOKENS * head_dim)  # keys or values of a tile, f16
-    return (blocks, kv_heads), THREADS, slots + queries + 8 * 8  # and two barriers of each slot
+    return (blocks, kv_heads), THREADS, tile_ring_bytes(head_dim) + PAGE_ROWS * _head_row_bytes(head_dim, kv_bits)
+
+
+def tile_ring_bytes(head_dim: int) -> int:
+    """`TileRing` of tiles.cuh: four slots for the keys or the values of a tile, f16, and two barriers of each."""
+    return 4 * (2 * PAGE_TOKENS * head_dim + 2 * 8)
 
 
 def commit(kv_heads: int, layers: int) -> Geometry:
@@ -92,12 +94,17 @@ def _row_bytes(elements: int, products: int) -> int:
     return _parts(2 * elements - wanted, 128) * 128 + wanted
 
 
+def _head_row_bytes(head_dim: int, kv_bits: int) -> int:
+    """A query, key or value as f16, in the steps in which keys are taken."""
+    return _row_bytes(head_dim, 2 if head_dim % 64 != 0 else 32 // kv_bits)
+
+
 def _shared_bytes(rows: int, head_dim: int, kv_bits: int, tile: int) -> int:
     """`AttentionShared` of attention_plan.cuh."""
     products = 32 // kv_bits
     part_rows = _part_rows(rows, tile)
     step_rows = 16 if tile == 8 else 32
-    head_row = _row_bytes(head_dim, 2 if head_dim % 64 != 0 else products)
+    head_row = _head_row_bytes(head_dim, kv_bits)
     tree_scores = 4 * (tile + (8 if tile % 16 == 0 else 0))
     row_statistics = 8 * 4 + 8 * 4 + 4 * 4 + 4  # maxima and sums of 8 halves, corrections of 4 tiles, maximum
     return (
@@ -121,7 +128,7 @@ def _bytes_of_one(group: int, head_dim: int, kv_bits: int) -> int:
     row_statistics = 8 * 4 + 8 * 4 + 4 * 4 + 4  # as below
     before_values = (
         2 * head_dim * kv_bits // 8  # the token's own key and value
-        + rows * (_row_bytes(head_dim, 2 if head_dim % 64 != 0 else products) + 2 * 8 + 4 * head_dim)
+        + rows * (_head_row_bytes(head_dim, kv_bits) + 2 * 8 + 4 * head_dim)
         + step_rows * (_row_bytes(SPLIT_TOKENS, products) + row_statistics)
         + 8 * 4  # a barrier for each page of values
         + 8  # whether this block merges

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from ull.bundle import round_up
 from ull.gpu.geometry import linear
-from ull.gpu.params import CHUNK_TILE, CHUNK_TOKENS, PAGE_TOKENS, SLICES
+from ull.gpu.geometry.attention import tile_ring_bytes
+from ull.gpu.params import CHUNK_TILE, CHUNK_TOKENS, SLICES
 
 Geometry = tuple[tuple[int, int], int, int]  # grid, threads, bytes of shared memory
 
@@ -50,9 +51,8 @@ def product(rows: int) -> Geometry:
 def attention(heads: int, kv_heads: int, head_dim: int) -> Geometry:
     """`ull_chunk_attention`: `kChunkAttentionBytes` of chunk_attention_plan.cuh."""
     rows = CHUNK_TOKENS * (heads // kv_heads)
-    slots = 4 * (2 * PAGE_TOKENS * head_dim)  # keys or values of a tile, f16
     kept = 2 * (4 * ATTENTION_ROWS * head_dim)  # rows of a span and of those before it, f32
-    return (rows // ATTENTION_ROWS, kv_heads), LINEAR_THREADS, slots + kept + 8 * 8  # and two barriers of each slot
+    return (rows // ATTENTION_ROWS, kv_heads), LINEAR_THREADS, tile_ring_bytes(head_dim) + kept
 
 
 def probe(multiprocessors: int) -> Geometry:

@@ -57,7 +57,7 @@ ULL_DEVICE AttentionPlan plan_of_one(int base, int window, int blocks) {
   AttentionPlan plan;
   plan.count = plan.parts = 1;
   plan.base = plan.last = base;
-  plan.first_visible = window > 0 && base >= window ? base - window + 1 : 0;
+  plan.first_visible = first_seen(base, window);
   plan.first_split = plan.first_visible / kSplitTokens;
   plan.end_split = base / kSplitTokens + 1;
   plan.own_first = plan.first_split;

@@ -42,10 +42,8 @@ struct PageShare {
   ULL_DEVICE int position(int at) const { return base + round->depths[smaller(at, rows - 1) / kGroup]; }
   // At least the largest of 16 rows from row `at` on.
   ULL_DEVICE int last_position(int) const { return base + kTreeTokens - 1; }
-  ULL_DEVICE int first_visible(int at) const {  // from position `at`
-    return window > 0 && at >= window ? at - window + 1 : 0;
-  }
-  ULL_DEVICE int span_first(int split) const { return larger(split / kSpanSplits * kSpanSplits, first_of_all); }
+  ULL_DEVICE int first_visible(int at) const { return first_seen(at, window); }  // from position `at`
+  ULL_DEVICE int span_first(int split) const { return first_of_span(split, first_of_all); }
   // Whether all splits of that one's span are the block's.
   ULL_DEVICE bool has_span(int split) const {
     return span_first(split) >= first_split && split / kSpanSplits * kSpanSplits + kSpanSplits <= end_split;
@@ -59,7 +57,7 @@ ULL_DEVICE bool make_page_share(PageShare& share, const AttentionParams& params)
   const int base =
       static_cast<int>(arch::load_global(reinterpret_cast<const unsigned char*>(params.round) + 16).word[0]);
   const int rows = token_count(params.round) * kGroup, blocks = arch::grid_x();
-  const int first_visible = params.window > 0 && base >= params.window ? base - params.window + 1 : 0;
+  const int first_visible = first_seen(base, params.window);
   const int first_of_all = first_visible / kSplitTokens;
   const PageSplits splits = page_splits(blocks, rows, first_of_all, base);
   const int parts = page_parts(rows);
@@ -109,7 +107,6 @@ class PageRows : public TileRows<AttentionParams, PageShare, kQueryBytes> {
  private:
   LaneStatistics span_;  // the one under way
 
-  ULL_DEVICE int row(int r) const { return row_ + arch::lane() / 4 + 8 * r; }
   ULL_DEVICE bool has_row(int r) const { return row(r) < share_.rows; }
   ULL_DEVICE size_t partial(int split, int r) const { return partial_row(params_, share_.kv_head, split, row(r)); }
   // Two of the lane's dimensions, eight behind one another.

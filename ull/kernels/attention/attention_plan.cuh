@@ -68,6 +68,16 @@ struct AttentionShared {
   static constexpr int kBytes = kWork + 76;
 };
 
+// The first position that one at `position` sees. window: 0: all.
+ULL_DEVICE int first_seen(int position, int window) {
+  return window > 0 && position >= window ? position - window + 1 : 0;
+}
+
+// The first split of the span of `split` that is looked at, where `first_split` is the first of all.
+ULL_DEVICE int first_of_span(int split, int first_split) {
+  return larger(split / kSpanSplits * kSpanSplits, first_split);
+}
+
 // The splits that ull_attention_pages takes, for rounds whose products are warpgroups' (attention_pages.cu): from the
 // first one that is looked at to `end`, which lie in the pages as a whole, each lane's `per_lane` behind one another.
 struct PageSplits {
@@ -87,7 +97,7 @@ ULL_DEVICE PageSplits page_splits(int blocks, int rows, int first_split, int bas
   const int lanes = blocks / page_parts(rows);
   const int even = (splits - 1) / lanes + 1;
   // A lane merges the spans that are all its own: rather a few lanes less than twice as many results.
-  const int per_lane = even <= kSpanSplits / 2 ? even : (even - 1) / kSpanSplits * kSpanSplits + kSpanSplits;
+  const int per_lane = even <= kSpanSplits / 2 ? even : round_up(even, kSpanSplits);
   return {first_split + splits, per_lane};
 }
 
@@ -116,10 +126,7 @@ struct AttentionPlan {
     return position + size <= base && position + size > first_visible;
   }
   // First split of the span of `split` that is looked at, and the last.
-  ULL_DEVICE int span_first(int split) const {
-    const int first = split / kSpanSplits * kSpanSplits;
-    return first < first_split ? first_split : first;
-  }
+  ULL_DEVICE int span_first(int split) const { return first_of_span(split, first_split); }
   ULL_DEVICE int span_last(int split) const {
     const int last_one = split / kSpanSplits * kSpanSplits + kSpanSplits - 1;
     return last_one < end_split ? last_one : end_split - 1;
@@ -156,7 +163,7 @@ ULL_DEVICE AttentionPlan make_plan(const Round& round, int window, int blocks, i
     depth = depth < other ? other : depth;
   }
   plan.last = plan.base + depth;
-  plan.first_visible = window > 0 && plan.base >= window ? plan.base - window + 1 : 0;
+  plan.first_visible = first_seen(plan.base, window);
   if constexpr (kMayLack) {
     if (plan.first_visible < round.first) plan.first_visible = round.first < plan.base ? round.first : plan.base;
   }

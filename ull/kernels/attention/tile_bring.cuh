@@ -4,6 +4,7 @@
 
 #include "attention/attention_values.cuh"
 #include "attention/tiles.cuh"
+#include "linear/activations.cuh"
 
 namespace ull::gpu {
 
@@ -63,27 +64,21 @@ ULL_DEVICE void store_tile(unsigned char* slot, KeyTile& tile) {
   }
 }
 
-// Positions that are a chunk's own, and not in the cache before it.
-struct OwnPositions {
-  int base;
-  int count;
-};
-
-// Two values, at `position` and the one behind it: 0 instead of NaN among these, and of anything behind them. They are
-// also multiplied with the probabilities 0 of rows that do not see them, which must not notice: see store_tree().
-ULL_DEVICE uint32_t seen_values(uint32_t pair, int position, const OwnPositions& own) {
+// Two values, at `position` and the one behind it: 0 instead of NaN within the chunk, and of anything behind it. They
+// are also multiplied with the probabilities 0 of rows that do not see them, which must not notice: see store_tree().
+ULL_DEVICE uint32_t seen_values(uint32_t pair, int position, const ChunkExtent& chunk) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int index = position + i - own.base;
+    const int index = position + i - chunk.base;
     const bool is_nan = (pair >> (16 * i) & 0x7FFFU) > 0x7C00U;
-    if (index >= own.count || (index >= 0 && is_nan)) pair &= 0xFFFF0000U >> (16 * i);
+    if (index >= chunk.count || (index >= 0 && is_nan)) pair &= 0xFFFF0000U >> (16 * i);
   }
   return pair;
 }
 
-// position: the tile's first one; kReaches: the tile has positions of `own`, or behind them.
+// position: the tile's first one; kReaches: the tile has positions of the chunk, or behind it.
 template <bool kReaches>
-ULL_DEVICE void store_tile(unsigned char* slot, ValueTile& tile, int position, const OwnPositions& own) {
+ULL_DEVICE void store_tile(unsigned char* slot, ValueTile& tile, int position, const ChunkExtent& chunk) {
 #pragma unroll
   for (int i = 0; i < kDimGroups / 4; ++i) {
 #pragma unroll
@@ -96,7 +91,7 @@ ULL_DEVICE void store_tile(unsigned char* slot, ValueTile& tile, int position, c
         const int first = position + unit * kValueUnit + 4 * kKvProducts * (arch::lane() % 4) + 4 * m;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if constexpr (kReaches) b[half] = seen_values(b[half], first + 2 * half, own);
+          if constexpr (kReaches) b[half] = seen_values(b[half], first + 2 * half, chunk);
           store_core(value_core(slot, unit * kKvProducts + m, half, group_of(i)), b[half]);
         }
       }
@@ -106,9 +101,9 @@ ULL_DEVICE void store_tile(unsigned char* slot, ValueTile& tile, int position, c
 
 // Brings tiles [first, end) of a kv head, of which there is at least one. By the four warps of a warpgroup. Each part's
 // registers are loaded again as soon as it is stored, and behind the fence, which may wait for loads: so the next
-// tile's keys come while values are stored, and its values while keys are. kHasOwn: tiles may reach `own`.
-template <bool kHasOwn = true, typename Params, typename Ring>
-ULL_DEVICE void bring_tiles(const Params& params, int kv_head, int first, int end, const OwnPositions& own,
+// tile's keys come while values are stored, and its values while keys are. kOfChunk: tiles may reach the chunk.
+template <bool kOfChunk, typename Params, typename Ring>
+ULL_DEVICE void bring_tiles(const Params& params, int kv_head, int first, int end, const ChunkExtent& chunk,
                             const Ring& ring) {
   const int last = end - 1;
   const auto* pool = static_cast<const unsigned char*>(params.page_pool) + params.layer_offset + kv_head * kKvHeadBytes;
@@ -129,10 +124,10 @@ ULL_DEVICE void bring_tiles(const Params& params, int kv_head, int first, int en
     ring.publish(item);
     load_tile(keys, keys_of(page));
     ring.wait_empty(item + 1);
-    if (kHasOwn && position + kPageTokens > own.base) {
-      store_tile<true>(ring.slot(item + 1), values, position, own);
+    if (kOfChunk && position + kPageTokens > chunk.base) {
+      store_tile<true>(ring.slot(item + 1), values, position, chunk);
     } else {
-      store_tile<false>(ring.slot(item + 1), values, position, own);
+      store_tile<false>(ring.slot(item + 1), values, position, chunk);
     }
     ring.publish(item + 1);
     load_tile(values, keys_of(page) + kKvLayerBytes / 2);

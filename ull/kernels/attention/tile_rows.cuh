@@ -31,9 +31,8 @@ class TileRows {
  public:
   // row: the warp's first one, among the kv head's.
   ULL_DEVICE TileRows(const Params& params, const Share& share, int row) : params_(params), share_(share), row_(row) {
-    const int g = arch::lane() / 4;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) position_[r] = share.position(row + g + 8 * r);
+    for (int r = 0; r < 2; ++r) position_[r] = share.position(this->row(r));
     first_position_ = share.position(row);
     last_position_ = share.last_position(row);
     key_scale_ = kKvBits == 8 ? params.kv_scale[share.kv_head] : 1.0F;
@@ -150,6 +149,9 @@ class TileRows {
   int first_position_;  // of the warp's
   int last_position_;
   float key_scale_;
+
+  // The lane's, among the kv head's.
+  ULL_DEVICE int row(int r) const { return row_ + arch::lane() / 4 + 8 * r; }
 
   // The warp's own memory, behind the ring's slots.
   ULL_DEVICE static unsigned char* own_memory() {

@@ -64,12 +64,6 @@ ULL_DEVICE void multiply_tiles(ChunkRows& rows, const ChunkRing& ring, int origi
   }
 }
 
-// By the warpgroup that brings them: all the block's tiles.
-ULL_DEVICE void bring(const ChunkAttentionParams& params, const ChunkShare& share, const ChunkRing& ring) {
-  const OwnPositions own{share.chunk.base, share.chunk.count};
-  bring_tiles(params, share.kv_head, share.first_tile(share.row), share.end_tile(share.row, kBlockRows), own, ring);
-}
-
 }  // namespace
 
 ULL_KERNEL(ull_chunk_attention, ChunkAttentionParams, kChunkAttentionThreads, 1) {
@@ -81,7 +75,8 @@ ULL_KERNEL(ull_chunk_attention, ChunkAttentionParams, kChunkAttentionThreads, 1)
   if (!make_chunk_share(share, chunk, params.window)) return;
   if (arch::warp() >= 4 * kRowWarpgroups) {
     arch::give_registers_up<kTileRegisters>();
-    bring(params, share, ring);
+    const int first = share.first_tile(share.row), end = share.end_tile(share.row, kBlockRows);
+    bring_tiles<true>(params, share.kv_head, first, end, chunk, ring);
     return;
   }
   arch::want_registers<kRowRegisters>();

@@ -44,7 +44,7 @@ struct ChunkShare {
   ULL_DEVICE int position(int at) const { return chunk.base + smaller(at, rows - 1) / kGroup; }
   // The largest of 16 rows from row `at` on.
   ULL_DEVICE int last_position(int at) const { return position(at + 15); }
-  ULL_DEVICE int first_visible(int at) const {  // from position `at`
+  ULL_DEVICE int first_visible(int at) const {  // first_seen(), which as a call makes more code of this kernel
     return window > 0 && at >= window ? at - window + 1 : 0;
   }
   // The tiles that `count` rows from row `at` on look at: none where there is no such row.

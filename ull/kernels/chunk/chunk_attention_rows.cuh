@@ -33,9 +33,9 @@ class ChunkRows : public TileRows<ChunkAttentionParams, ChunkShare, kKeptSets * 
     auto* output = static_cast<uint16_t*>(params_.output);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = row_ + arch::lane() / 4 + 8 * r;
-      if (row >= share_.rows) continue;
-      const int token = row / kGroup, head = share_.kv_head * kGroup + row % kGroup;
+      const int own_row = row(r);
+      if (own_row >= share_.rows) continue;
+      const int token = own_row / kGroup, head = share_.kv_head * kGroup + own_row % kGroup;
       const float factor = output_factor(params_, share_.kv_head, total[r].sum);
 #pragma unroll
       for (int first = 0; first < kDimGroups; first += 4) {  // 32 dimensions, of which a lane has one quarter

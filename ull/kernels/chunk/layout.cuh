@@ -1,5 +1,5 @@
-// A chunk of a prompt: how many tokens it has, and how its activations (activations.cuh) lie in bytes. Eight tokens of
-// a quarter are a core matrix of the tensor cores, and a tile's step is one bulk copy.
+// How the activations of a chunk of a prompt (activations.cuh) lie in bytes. Eight tokens of a quarter are a core
+// matrix of the tensor cores, and a tile's step is one bulk copy.
 #pragma once
 
 #include "linear/activations.cuh"
@@ -25,19 +25,6 @@ ULL_HOST_DEVICE constexpr int fast_chunk_index(int token, int column) {
   constexpr int kSteps = round_up(kColumns, kColumnUnit) / kColumnUnit;
   const int within = column % kColumnUnit, step = token / kChunkTile * kSteps + column / kColumnUnit;
   return ((2 * step + within / 4 % 2) * kChunkTile + token % kChunkTile) * 16 + within / 8 * 4 + column % 4;
-}
-
-// Its first token's position and its number of tokens, which begin_chunk() wrote. embed does not overlap with that, so
-// what comes behind it may read them before it waits.
-struct ChunkExtent {
-  int base;
-  int count;
-};
-
-ULL_DEVICE ChunkExtent chunk_extent(const Chunk* chunk) {
-  static_assert(ULL_OFFSETOF(Chunk, base) == 8 && ULL_OFFSETOF(Chunk, count) == 12);
-  const arch::Vector4 head = arch::load_global(chunk);
-  return {static_cast<int>(head.word[2]), static_cast<int>(head.word[3])};
 }
 
 }  // namespace ull::gpu

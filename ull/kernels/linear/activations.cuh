@@ -57,4 +57,17 @@ ULL_DEVICE int token_count(const Round* round) {
   return static_cast<int>(arch::load_global(round).word[3]);
 }
 
+// A chunk's first position and its number of tokens, which begin_chunk() wrote. embed does not overlap with that, so
+// what comes behind it may read them before it waits.
+struct ChunkExtent {
+  int base;
+  int count;
+};
+
+ULL_DEVICE ChunkExtent chunk_extent(const Chunk* chunk) {
+  static_assert(ULL_OFFSETOF(Chunk, base) == 8 && ULL_OFFSETOF(Chunk, count) == 12);
+  const arch::Vector4 head = arch::load_global(chunk);
+  return {static_cast<int>(head.word[2]), static_cast<int>(head.word[3])};
+}
+
 }  // namespace ull::gpu

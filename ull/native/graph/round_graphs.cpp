@@ -24,11 +24,10 @@ void RoundGraphs::measured(const CostLine (&rounds)[kCostSizes], const int64_t (
   plain_ = Sampler::kFull;
   double least = rounds_[one].first_ns;
   for (const Sampler sampler : {Sampler::kPlain, Sampler::kScan}) {
-    const int64_t nanoseconds = single_ns[static_cast<int>(sampler)];
-    const auto own = static_cast<double>(nanoseconds);
-    if (program_.single(sampler) == nullptr || nanoseconds == 0 || own > least) continue;
+    const auto nanoseconds = static_cast<double>(single_ns[static_cast<int>(sampler)]);
+    if (program_.single(sampler) == nullptr || nanoseconds == 0.0 || nanoseconds > least) continue;
     plain_ = sampler;
-    least = own;
+    least = nanoseconds;
   }
 }
 
