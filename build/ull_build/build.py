@@ -19,11 +19,13 @@ from ull.bundle import (
     CHUNK_KERNELS,
     DEVICE_KERNELS,
     DFLASH,
+    DFLASH_CHUNKS,
     DFLASH_CODE_DIRECTORY,
     DFLASH_PASSES,
     DRAFT,
     DRAFT_CODE_DIRECTORY,
     EAGLE,
+    EAGLE_CHUNKS,
     EAGLE_CODE_DIRECTORY,
     EAGLE_PASSES,
     FORMAT,
@@ -456,18 +458,24 @@ def compile_drafters(
         compiled[DRAFT] = compile_for(target, draft.model, draft.precision, reporter, of="draft model")
     if speculation.eagle is not None:
         macros = device_eagle_macros(speculation.eagle, model.hidden)
-        compiled[EAGLE] = _compile_head(target, macros, EAGLE_PASSES, "EAGLE", reporter)
+        compiled[EAGLE] = _compile_head(target, macros, EAGLE_PASSES, EAGLE_CHUNKS, "EAGLE", reporter)
     if speculation.dflash is not None:
         macros = device_dflash_macros(speculation.dflash, model.hidden, precision)
-        compiled[DFLASH] = _compile_head(target, macros, DFLASH_PASSES, "DFlash", reporter)
+        compiled[DFLASH] = _compile_head(target, macros, DFLASH_PASSES, DFLASH_CHUNKS, "DFlash", reporter)
     return compiled
 
 
 def _compile_head(
-    target: Target, macros: Mapping[str, str], passes: frozenset[str], kind: str, reporter: Reporter
+    target: Target,
+    macros: Mapping[str, str],
+    passes: frozenset[str],
+    chunks: frozenset[str],
+    kind: str,
+    reporter: Reporter,
 ) -> list[CompiledFile]:
+    needed = passes | chunks if GPU_ARCHITECTURES[target].has_warpgroup_products else passes
     return compile_kernels(
-        macros, target, passes, lambda compiled: reporter.note(f"compiled {kind} head: {describe_file(compiled)}")
+        macros, target, needed, lambda compiled: reporter.note(f"compiled {kind} head: {describe_file(compiled)}")
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Iterator
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from msgspec import structs
 
 from checkpoints import write_checkpoint
 from device_bundles import write_stubs
@@ -18,7 +20,17 @@ from device_heads import compiled_with, dequantised, halves, of_head, refuse, ro
 from head_checkpoints import BLOCK, MASK, HeadShape, Tensors, dflash_tensors, write_dflash, write_eagle
 from manifests import change_manifest, read_manifest_json, write_manifest_json
 from recording_driver import Launched, RecordingDriver
-from ull.bundle import DFLASH, DFLASH_KERNELS, DFLASH_PASSES, Bundle, DflashHead, Precision, open_bundle
+from ull.bundle import (
+    DFLASH,
+    DFLASH_CHUNK_KERNELS,
+    DFLASH_CHUNKS,
+    DFLASH_KERNELS,
+    DFLASH_PASSES,
+    Bundle,
+    DflashHead,
+    Precision,
+    open_bundle,
+)
 from ull.commands import inspect
 from ull.errors import BundleError, CheckpointError, RecipeError
 from ull.gpu.memory import TAP_RING
@@ -192,7 +204,8 @@ def test_the_kernels_are_compiled_for_the_heads_kind(
     bundle = build_it(target, write_head(tmp_path / "head", kind), tmp_path / "x.ull")
     head, code = dflash_of(bundle), bundle.manifest.code
     assert head.code is not None and code is not None
-    assert set(head.code.kernels()) >= DFLASH_PASSES and not DFLASH_KERNELS & set(code.kernels())
+    assert set(head.code.kernels()) >= DFLASH_PASSES | DFLASH_CHUNKS
+    assert not (DFLASH_KERNELS | DFLASH_CHUNK_KERNELS) & set(code.kernels())
     assert all(file.path.startswith("code/dflash/") for file in head.code.files)
     assert (code.macros["ULL_TAPS"], code.macros["ULL_BLOCK"], code.macros["ULL_MAY_LACK"]) == ("2", "0", "0")
     assert not [name for name in code.macros if name.startswith("ULL_DFLASH")]
@@ -211,6 +224,27 @@ def test_the_kernels_are_compiled_for_the_heads_kind(
     assert report["weight_bytes"]["dflash head"] == stored > 0
 
 
+def test_a_gpu_without_warpgroup_products_has_no_kernels_of_chunks(target: Path, tmp_path: Path) -> None:
+    head = dflash_of(build_it(target, write_head(tmp_path / "head"), tmp_path / "x.ull", "sm_100a"))
+    assert head.code is not None and set(head.code.kernels()) >= DFLASH_PASSES
+    assert set(head.code.kernels()) & DFLASH_CHUNKS == {"ull_begin_chunk"}
+
+
+def test_a_head_whose_bundle_lacks_them_reads_without_chunks(bundle: Bundle) -> None:
+    """One that an older ull has built: the graph is not there, nor memory for it."""
+    manifest, head = bundle.manifest, dflash_of(bundle)
+    assert manifest.speculation is not None and head.code is not None
+    files = [file for file in head.code.files if "chunk" not in file.path]
+    older = structs.replace(head, code=structs.replace(head.code, files=files))
+    speculation = structs.replace(manifest.speculation, dflash=older)
+    bundle = dataclasses.replace(bundle, manifest=structs.replace(manifest, speculation=speculation))
+    program = Program(bundle, Log(stream=io.StringIO()), driver=RecordingDriver())
+    handed = program.handover["dflash"]
+    assert handed["chunk"] == 0 and "chunks" not in handed and program.handover["chunk"] != 0
+    assert not [name for name in program._plan.regions if name.startswith("dflash.chunk")]
+    program.close()
+
+
 # What is captured
 
 
@@ -218,7 +252,7 @@ def passes(program: Program, driver: RecordingDriver) -> dict[str, list[Launched
     """The launches of each pass, by its name."""
     dflash = program.handover["dflash"]
     graphs = {f"context {entries}": graph for entries, graph in dflash["contexts"].items()}
-    graphs |= {name: dflash[name] for name in ("block", "nodes") if dflash[name]}
+    graphs |= {name: dflash[name] for name in ("chunk", "block", "nodes") if dflash[name]}
     return {name: driver.graphs[graph] for name, graph in graphs.items()}
 
 
@@ -229,6 +263,9 @@ def test_a_pass_is_the_kernels_in_order(program: Program, driver: RecordingDrive
         layer = [f"ull_dflash_kv_{max(entries, 16)}", "ull_dflash_store"]
         made = [*ASSEMBLY, f"ull_dflash_fc_{entries}", f"ull_norm_{entries}", *layer, *layer]
         assert names.pop(f"context {entries}") == [*made, "ull_accept", "ull_commit"]
+    layer = ["ull_dflash_chunk_kv", "ull_chunk_store"]
+    of_chunk = ["ull_begin_chunk", "ull_dflash_chunk_taps", "ull_dflash_chunk_fc", "ull_chunk_norm"]
+    assert names.pop("chunk") == [*of_chunk, *layer, *layer, "ull_accept"]
     layer = [f"ull_{name}_8" for name in ("qkv", "attention", "o", "gate_up", "down")]
     block = ["ull_begin", "ull_embed", *layer, *layer, "ull_head_8"]
     assert names.pop("block") == [*block, *(["ull_dflash_rank"] if kind == "plain" else []), "ull_accept"]
@@ -238,8 +275,8 @@ def test_a_pass_is_the_kernels_in_order(program: Program, driver: RecordingDrive
     assert not names
     for graph in captured.values():  # the second reads the round as begin has left it, and so may all behind it
         assert [launch.overlaps for launch in graph][1:] == [False] + [True] * (len(graph) - 2)
-    taps = captured["context 8"][1].params
-    assert (taps.ring_taps, list(taps.taps)[:2]) == (2, [1, 0])  # by their places in the ring
+    for taps in (captured["context 8"][1].params, captured["chunk"][1].params):
+        assert (taps.ring_taps, list(taps.taps)[:2]) == (2, [1, 0])  # by their places in the ring
     functions = {launch.function for launch in rounds(program, driver)}
     assert not functions & {launch.function for graph in captured.values() for launch in graph}
 
@@ -265,7 +302,10 @@ def test_it_shares_the_ring_and_the_requests_state_with_its_target(
     assert shared == {
         ("ull_begin", "round"),  # what has been accepted, for passes behind a round
         ("ull_begin", "state"),
+        ("ull_begin_chunk", "round"),
+        ("ull_begin_chunk", "state"),
         ("ull_dflash_taps", TAP_RING),
+        ("ull_dflash_chunk_taps", TAP_RING),
         ("ull_embed", "embed.weight"),
         ("ull_head_8", "lm_head.weight"),
         ("ull_head_8", "lm_head.scale"),
@@ -282,9 +322,9 @@ def test_it_shares_the_ring_and_the_requests_state_with_its_target(
 def test_what_is_handed_over(program: Program, bundle: Bundle, kind: str) -> None:
     whole = program.handover
     dflash = whole["dflash"]
-    blocks = {"requests", "results", "control", "pages", "text", "mask"}
+    blocks = {"requests", "results", "control", "pages", "text", "mask", "chunks"}
     sizes = {"vocabulary", "context_tokens", "page_count", "kv_bytes", "kv_pages", "weight_bytes"}
-    own = {"contexts", "block", "nodes", "block_tokens", "mask_token", "anchor_predicts"}
+    own = {"contexts", "chunk", "block", "nodes", "block_tokens", "mask_token", "anchor_predicts"}
     assert dflash.keys() == own | {"stream", "context", "name", "library"} | blocks | sizes
     assert tuple(dflash["contexts"]) == (8, 64) and (dflash["nodes"] != 0) == (kind == "gated")
     assert (dflash["block_tokens"], dflash["mask_token"]) == (BLOCK, MASK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from checkpoints import write_checkpoint
 from device_bundles import write_stubs
@@ -19,7 +21,18 @@ from device_heads import compiled_with, dequantised, halves, of_head, refuse, ro
 from head_checkpoints import HeadShape, Tensors, eagle_tensors, write_eagle
 from manifests import change_manifest, read_manifest_json
 from recording_driver import Launched, RecordingDriver
-from ull.bundle import DEVICE_KERNELS, EAGLE, EAGLE_KERNELS, EAGLE_PASSES, Bundle, EagleHead, Precision, open_bundle
+from ull.bundle import (
+    DEVICE_KERNELS,
+    EAGLE,
+    EAGLE_CHUNK_KERNELS,
+    EAGLE_CHUNKS,
+    EAGLE_KERNELS,
+    EAGLE_PASSES,
+    Bundle,
+    EagleHead,
+    Precision,
+    open_bundle,
+)
 from ull.commands import inspect
 from ull.errors import BundleError, CheckpointError, RecipeError
 from ull.gpu.memory import TAP_RING
@@ -197,9 +210,9 @@ def test_the_heads_precision_is_the_weights_and_its_pages_16_bits(
 def test_the_kernels_of_both_know_each_other(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
     head, code = eagle_of(bundle), bundle.manifest.code
     assert head.code is not None and code is not None
-    assert set(head.code.kernels()) >= EAGLE_PASSES
+    assert set(head.code.kernels()) >= EAGLE_PASSES | EAGLE_CHUNKS
     assert all(file.path.startswith("code/eagle/") for file in head.code.files)
-    assert not EAGLE_KERNELS & set(code.kernels()) and set(code.kernels()) >= DEVICE_KERNELS
+    assert not (EAGLE_KERNELS | EAGLE_CHUNK_KERNELS) & set(code.kernels()) and set(code.kernels()) >= DEVICE_KERNELS
     assert (code.macros["ULL_TAPS"], code.macros["ULL_LAYERS"], code.macros["ULL_MAY_LACK"]) == ("2", "2", "0")
     assert not [name for name in code.macros if name.startswith("ULL_EAGLE")]
     own = {"ULL_LAYERS": "1", "ULL_HIDDEN": "96", "ULL_VOCABULARY": "100", "ULL_WEIGHT_BITS": "8", "ULL_HEAD_BITS": "8"}
@@ -230,13 +243,34 @@ def test_the_kernels_are_compiled_for_the_heads_kind(
     assert code is not None and code.macros[macro] == "1"
 
 
+def test_a_gpu_without_warpgroup_products_has_no_kernels_of_chunks(target: Path, tmp_path: Path) -> None:
+    head = eagle_of(build_it(target, write_eagle(tmp_path / "head", shape=SHAPE), tmp_path / "x.ull", "sm_100a"))
+    assert head.code is not None and set(head.code.kernels()) >= EAGLE_PASSES
+    assert set(head.code.kernels()) & EAGLE_CHUNKS == {"ull_begin_chunk"}
+
+
+def test_a_head_whose_bundle_lacks_them_reads_without_chunks(bundle: Bundle) -> None:
+    """One that an older ull has built: the graph is not there, nor memory for it."""
+    manifest, head = bundle.manifest, eagle_of(bundle)
+    assert manifest.speculation is not None and head.code is not None
+    files = [file for file in head.code.files if "chunk" not in file.path]
+    older = structs.replace(head, code=structs.replace(head.code, files=files))
+    speculation = structs.replace(manifest.speculation, eagle=older)
+    bundle = dataclasses.replace(bundle, manifest=structs.replace(manifest, speculation=speculation))
+    program = Program(bundle, Log(stream=io.StringIO()), driver=RecordingDriver())
+    handed = program.handover["eagle"]
+    assert handed["chunk"] == 0 and "chunks" not in handed and program.handover["chunk"] != 0
+    assert not [name for name in program._plan.regions if name.startswith("eagle.chunk")]
+    program.close()
+
+
 # What is captured
 
 
 def passes(program: Program, driver: RecordingDriver) -> dict[str, list[Launched]]:
     """The launches of each pass, by its name."""
     eagle = program.handover["eagle"]
-    graphs = {"fill": eagle["fill"], "first": eagle["first"]}
+    graphs = {name: eagle[name] for name in ("fill", "chunk", "first")}
     graphs |= {f"level {entries}": graph for entries, graph in eagle["levels"].items()}
     return {name: driver.graphs[graph] for name, graph in graphs.items()}
 
@@ -259,15 +293,18 @@ def test_a_pass_is_the_kernels_in_order(program: Program, driver: RecordingDrive
     from_taps = {
         tokens: ["ull_begin", "ull_eagle_taps", f"ull_eagle_fc_{tokens}", "ull_eagle_input"] for tokens in (8, 64)
     }
-    assert names.pop("fill") == [*from_taps[FILL], *layer(FILL), "ull_accept", "ull_commit"]
+    stored = layer(FILL)[: layer(FILL).index("ull_o_64")]  # nothing behind keys and values is wanted
+    assert names.pop("fill") == [*from_taps[FILL], *stored, "ull_accept", "ull_commit"]
+    of_chunk = [f"ull_eagle_chunk_{name}" for name in ("taps", "fc", "input", "kv")]
+    assert names.pop("chunk") == ["ull_begin_chunk", *of_chunk, "ull_chunk_store", "ull_accept"]
     assert names.pop("first") == [*from_taps[8], *layer(8), *head_of(8), "ull_commit"]
     for tokens in LEVELS:
         assert names.pop(f"level {tokens}") == ["ull_begin", "ull_eagle_input", *layer(tokens), *head_of(tokens)]
     assert not names
     for graph in captured.values():  # the second reads the round as begin has left it, and so may all behind it
         assert [launch.overlaps for launch in graph] == [False, False] + [True] * (len(graph) - 2)
-    [taps] = [launch for launch in captured["fill"] if launch.kernel == "ull_eagle_taps"]
-    assert (taps.params.ring_taps, list(taps.params.taps)[:2]) == (2, [1, 0])  # by their places in the ring
+    for taps in (captured["fill"][1], captured["chunk"][1]):
+        assert (taps.params.ring_taps, list(taps.params.taps)[:2]) == (2, [1, 0])  # by their places in the ring
     functions = {launch.function for launch in rounds(program, driver)}
     assert not functions & {launch.function for graph in captured.values() for launch in graph}
 
@@ -282,8 +319,12 @@ def test_it_shares_the_ring_and_the_requests_state_with_its_target_alone(
     assert shared == {
         ("ull_begin", "round"),  # what has been accepted, for a pass behind a round
         ("ull_begin", "state"),
+        ("ull_begin_chunk", "round"),
+        ("ull_begin_chunk", "state"),
         ("ull_eagle_taps", TAP_RING),
+        ("ull_eagle_chunk_taps", TAP_RING),
         ("ull_eagle_input", "embed.weight"),
+        ("ull_eagle_chunk_input", "embed.weight"),
         ("ull_eagle_rank", "state"),
         ("ull_eagle_rank", "text counts"),
     }
@@ -294,9 +335,9 @@ def test_it_shares_the_ring_and_the_requests_state_with_its_target_alone(
 def test_what_is_handed_over(program: Program, bundle: Bundle) -> None:
     whole = program.handover
     eagle = whole["eagle"]
-    blocks = {"requests", "results", "control", "pages", "text", "mask"}
+    blocks = {"requests", "results", "control", "pages", "text", "mask", "chunks"}
     sizes = {"vocabulary", "context_tokens", "page_count", "kv_bytes", "kv_pages", "weight_bytes"}
-    assert eagle.keys() == {"fill", "first", "levels", "stream", "context", "name", "library"} | blocks | sizes
+    assert eagle.keys() == {"fill", "chunk", "first", "levels", "stream", "context", "name", "library"} | blocks | sizes
     assert tuple(eagle["levels"]) == LEVELS
     assert (eagle["vocabulary"], eagle["context_tokens"]) == (SHAPE.own, CONTEXT)
     assert eagle["page_count"] == whole["page_count"] and eagle["kv_pages"] != whole["kv_pages"]

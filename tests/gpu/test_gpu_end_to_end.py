@@ -295,17 +295,21 @@ def test_a_draft_model_drafts_on_the_device(
 
 @pytest.mark.parametrize("kind", ["eagle", "dflash"])
 def test_a_head_drafts_on_the_device(start: Start, tmp_path: Path, kind: str) -> None:
-    """Trees in every round but the first: the plain tokens, in about as many rounds as with the CPU's head."""
-    cases: list[tuple[int, dict[str, Any]]] = [
-        (16, {}),
-        (8, {"temperature": 0.8, "logit_bias": {13: -2.0}, "presence_penalty": 0.3}),
+    """Trees in every round but the first: the plain tokens, in about as many rounds as with the CPU's head.
+
+    Also behind a prompt that model and head read in chunks.
+    """
+    cases: list[tuple[int, int, dict[str, Any]]] = [
+        (1, 16, {}),
+        (1, 8, {"temperature": 0.8, "logit_bias": {13: -2.0}, "presence_penalty": 0.3}),
+        (30, 16, {}),
     ]
     head = {kind: TINY / kind}
     on_cpu = build(tiny_settings(tmp_path / "cpu.ull", "cpu", **head)).path
     rig = _native.SpeculationRig(open_bundle(on_cpu).native_spec(), adaptive=False)
     decoded = [
-        rig.decode(np.array(PROMPT_IDS, np.int32), DRAFTED, {"seed": 7, **sampling}, kind, max_tree)
-        for max_tree, sampling in cases
+        rig.decode(np.array(PROMPT_IDS * times, np.int32), DRAFTED, {"seed": 7, **sampling}, kind, max_tree)
+        for times, max_tree, sampling in cases
     ]
     with pytest.MonkeyPatch.context() as patch:
         settings = tiny_settings(tmp_path / "gpu.ull", "sm_90a", **head)
@@ -315,9 +319,9 @@ def test_a_head_drafts_on_the_device(start: Start, tmp_path: Path, kind: str) ->
         info = client.info()
         assert list(info.limits["drafters"]) == ["none", "suffix", "medusa", kind, "auto"]
         assert info.executor["draft_ns"][kind] > 0
-        for (max_tree, sampling), expected in zip(cases, decoded, strict=True):
+        for (times, max_tree, sampling), expected in zip(cases, decoded, strict=True):
             options = {"max_tokens": DRAFTED, "seed": 7, "ignore_eos": True, "max_tree": max_tree, **sampling}
-            result = client.generate(PROMPT_IDS, speculate=kind, **options).result()
+            result = client.generate(PROMPT_IDS * times, speculate=kind, **options).result()
             assert result.token_ids == expected["tokens"]
             speculation, rounds = result.speculation, len(expected["rounds"])
             assert speculation is not None and rounds < 0.6 * DRAFTED

@@ -14,7 +14,11 @@ import ull
 from ull.bundle import (
     CHUNK_KERNELS,
     DEVICE_KERNELS,
+    DFLASH_CHUNK_KERNELS,
+    DFLASH_CHUNKS,
     DFLASH_KERNELS,
+    EAGLE_CHUNK_KERNELS,
+    EAGLE_CHUNKS,
     EAGLE_KERNELS,
     HEAD_SCAN_KERNELS,
     MEDUSA_KERNELS,
@@ -170,10 +174,12 @@ EAGLES: dict[str, dict[str, Any]] = {
 def test_eagle_heads_compile_without_spills(arch: str, name: str) -> None:
     """What is their own, and what of the others' kernels looks different with their macros."""
     macros = device_eagle_macros(eagle_head(arch, **EAGLES[name]), shape_model(arch).hidden)
-    for source in ["eagle/eagle.cu", "eagle/eagle_rank.cu", *([] if name != "eagle 3" else ["linear/head.cu"])]:
+    others = [] if name != "eagle 3" else ["linear/head.cu", "chunk/chunk_store.cu"]
+    for source in ["eagle/eagle.cu", "eagle/eagle_rank.cu", "eagle/eagle_chunk.cu", *others]:
         compiled = compile_file(kernels.SOURCES / source, macros)
-        assert source.startswith("linear") or set(compiled.kernels) <= EAGLE_KERNELS
+        assert source in others or set(compiled.kernels) <= EAGLE_KERNELS | EAGLE_CHUNK_KERNELS
         assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
+        assert "serialized" not in compiled.log
 
 
 DFLASHES: dict[str, dict[str, Any]] = {
@@ -200,11 +206,13 @@ def dflash_macros(arch: str, **changes: Any) -> dict[str, str]:
 def test_dflash_heads_compile_without_spills(arch: str, name: str) -> None:
     """What is their own, and the attention whose entries see each other."""
     macros = dflash_macros(arch, **DFLASHES[name])
-    sources = [f"dflash/{part}.cu" for part in ("dflash", "dflash_nodes", "dflash_rank")]
-    for source in [*sources, *([] if name != "dflash" else ["attention/attention.cu"])]:
+    sources = [f"dflash/{part}.cu" for part in ("dflash", "dflash_nodes", "dflash_rank", "dflash_chunk")]
+    others = [] if name != "dflash" else ["attention/attention.cu", "chunk/chunk_norm.cu", "chunk/chunk_store.cu"]
+    for source in [*sources, *others]:
         compiled = compile_file(kernels.SOURCES / source, macros)
-        assert source.startswith("attention") or set(compiled.kernels) <= DFLASH_KERNELS
+        assert source in others or set(compiled.kernels) <= DFLASH_KERNELS | DFLASH_CHUNK_KERNELS
         assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
+        assert "serialized" not in compiled.log
 
 
 TAPPING = [f"{name}.cu" for name in ("norm", "qkv", "head", "head_scan", "layers", "commit")]
@@ -237,6 +245,7 @@ def test_other_architectures_compile(target: Target, source: Path) -> None:
 def test_the_sources_hold_every_kernel_of_a_round() -> None:
     """By their text: the build makes sure once more of what the compiler saw."""
     needed = DEVICE_KERNELS | PAGES_KERNELS | MEDUSA_KERNELS | HEAD_SCAN_KERNELS | EAGLE_KERNELS | DFLASH_KERNELS
+    needed |= CHUNK_KERNELS | EAGLE_CHUNKS | DFLASH_CHUNKS
     text = "\n".join(source.read_text() for source in kernel_sources(needed))
     assert not [kernel for kernel in needed if f"({kernel}," not in text]
 

@@ -10,9 +10,9 @@ import pytest
 
 import emulation
 from dflash_rig import Head, Wish, head_of, way_of
-from eagle_rig import Left
+from eagle_rig import Left, read_chunk
 from layer_rig import model_of
-from ull.bundle import DFLASH_PASSES, DflashHead, Precision
+from ull.bundle import DFLASH_CHUNKS, DFLASH_PASSES, DflashHead, Precision
 from ull.gpu.dflash import BLOCK_TILES, CONTEXT_ENTRIES, DflashPasses
 from ull.gpu.memory import DFLASH_LOGITS, DFLASH_STATES, DflashShape, Sizes
 from ull.gpu.params import DFLASH_BLOCK, DFLASH_CONTEXT, DFLASH_NODES, OK, PAGE_TOKENS, SKIPPED, TAP_SLOTS, RoundResult
@@ -143,6 +143,20 @@ def test_neither_tile_nor_length_of_the_passes_matters() -> None:
     assert left[0] == left[1] == left[2]
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_chunk_makes_the_context_that_passes_of_64_do(name: str) -> None:
+    """Bit for bit, and no other: tiles of 128 tokens that are whole and not, across pages and the ring's end."""
+    caches = []
+    for start, count in ((ROOT - 130, 300), (ROOT, 65), (3, 512)):
+        by_passes, by_chunk = (head_of(TARGET, **CASES[name]) for _ in range(2))
+        for begin in range(0, count, 64):
+            by_passes.read(start + begin, min(64, count - begin))
+        assert read_chunk(by_chunk, [0] * count, start, seed=count).status == OK
+        assert np.array_equal(by_chunk.memory["KV pages"], by_passes.memory["KV pages"])
+        caches.append(by_chunk.memory["KV pages"].tobytes())
+    assert len(set(caches)) == 3
+
+
 @pytest.mark.parametrize("markov", [0, 40])
 def test_passes_behind_a_round_go_by_what_was_accepted(markov: int) -> None:
     """As those that are told; and none where the round ended the request, emitted too much, or nothing."""
@@ -248,15 +262,16 @@ def test_the_passes_are_made_of_the_kernels_that_a_bundle_holds(hidden: int) -> 
     gated: dict[str, Any] = {"markov": 40, "markov_kind": "gated", "confidence": True}
     model = model_of(hidden=hidden)
     head = DflashHead(model=model, precision=Precision(), taps=[1, 2], block=8, mask_token=3, **gated)
-    sizes = Sizes(model, Precision(), target.context, dflash=DflashShape(2, hidden, 40, True))
+    sizes = Sizes(model, Precision(), target.context, dflash=DflashShape(2, hidden, 40, True), chunks=True)
     target_sizes = Sizes(target, Precision(), target.context, taps=(1, 2))
     nowhere = Places(lambda name: 0, lambda name: 0, HostBlocks(0, 0, 0, 0, 0, 0))
     passes = DflashPasses(head, sizes, nowhere, target_sizes, nowhere, 132)
     made = [*map(passes.context, CONTEXT_ENTRIES), *map(passes.block, BLOCK_TILES), passes.nodes()]
     assert {launch.kernel for launches in made for launch in launches} == DFLASH_PASSES
     # Kernels read the round as begin has left it, before they wait: so the one behind it begins when it has ended.
-    for launches in made:
+    for launches in (*made, chunk := passes.chunk()):
         assert [launch.overlaps for launch in launches[:3]] == [True, False, True]
+    assert {launch.kernel for launch in chunk} == DFLASH_CHUNKS | {"ull_accept"}
 
 
 @pytest.mark.parametrize("which", ["context", "block", "nodes"])
@@ -273,6 +288,8 @@ def test_a_cancelled_pass_is_skipped(which: str) -> None:
     assert (result.status, result.count) == (SKIPPED, 0)
     assert np.array_equal(head.memory["KV pages"], before)
     assert (head.memory[written] == 0xFF).all()
+    assert read_chunk(head, [0] * 200, ROOT, cancelled=True).status == SKIPPED
+    assert np.array_equal(head.memory["KV pages"], before)
 
 
 @pytest.mark.parametrize("markov", [0, 40])
@@ -281,6 +298,7 @@ def test_all_accesses_are_ordered(markov: int) -> None:
     head = head_of(TARGET, reports=True, confidence=True, qk_norm=True, **more)
     wish = Wish(temperature=1.3, presence_penalty=1.5, counted=ROOT - 1, text=(5, 7, 7, 9))
     prepared(head, count=70)
+    read_chunk(head, [0] * 150, ROOT - 150)
     if markov:
         head.block(9, BLOCK, ROOT, BLOCK - 1, ROOT - 70, 8, wish=wish)
         head.nodes([9, 4, 5], [0, 0, 1], ROOT, 2, wish=wish)

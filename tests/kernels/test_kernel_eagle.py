@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import emulation
-from eagle_rig import Head, Left, Wish, head_of
+from eagle_rig import Head, Left, Wish, head_of, read_chunk
 from layer_rig import model_of
+from ull.bundle import EAGLE_CHUNKS
 from ull.gpu.eagle import FIRST_ENTRIES
 from ull.gpu.memory import EAGLE_STATES, TAP_ROWS
 from ull.gpu.params import OK, SKIPPED, TAP_SLOTS
@@ -103,6 +104,39 @@ def test_how_entries_came_into_the_cache_does_not_matter() -> None:
     assert any(caches[0])
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_chunk_makes_the_entries_that_passes_of_64_do(name: str) -> None:
+    """Bit for bit, and no others: tiles of 128 tokens that are whole and not, across pages and the ring's end."""
+    vocabulary, caches = TARGET.vocabulary, []
+    for start, count in ((POSITION - 130, 300), (POSITION, 65), (3, 512)):
+        tokens = [int(token) for token in np.random.default_rng(count).integers(vocabulary, size=count)]
+        by_passes, by_chunk = (head_of(TARGET, **CASES[name]) for _ in range(2))
+        for begin in range(0, count, 64):
+            part = tokens[begin : begin + 64]
+            parents = [max(entry - 1, 0) for entry in range(len(part))]
+            by_passes.run(by_passes.passes.fill(), part, parents, start + begin, len(part), 0)
+        assert read_chunk(by_chunk, tokens, start, seed=count).status == OK
+        assert np.array_equal(by_chunk.memory["KV pages"], by_passes.memory["KV pages"])
+        caches.append(by_chunk.memory["KV pages"].tobytes())
+    assert len(set(caches)) == 3
+
+
+def test_a_proposal_goes_on_behind_a_chunk() -> None:
+    """What a first pass says behind entries that a chunk has made, and behind those of passes of 64."""
+    tokens, answers = [int(token) for token in np.random.default_rng(1).integers(2000, size=90)], []
+    for in_chunk in (False, True):
+        head = head_of(TARGET, mapped=True)
+        if in_chunk:
+            read_chunk(head, tokens, POSITION)
+        else:
+            for begin, end in ((0, 64), (64, 90)):
+                parents = [max(entry - 1, 0) for entry in range(end - begin)]
+                head.run(head.passes.fill(), tokens[begin:end], parents, POSITION + begin, end - begin, 0)
+        result = head.run(head.passes.first(), CHAIN, PARENTS, POSITION + 90, len(CHAIN), 1, first=POSITION)
+        answers.append(bytes(result.tokens[0].top))
+    assert answers[0] == answers[1]
+
+
 def test_a_pass_behind_a_round_makes_the_entries_of_what_was_accepted() -> None:
     """As one that is told; and none where the round ended the request, emitted too much, or nothing."""
     tree, accepted = (99, 5, 6, 17, 90, 8), (0, 1, 3, 4)  # whose next tokens are the chain's
@@ -143,6 +177,13 @@ def test_what_the_pages_lack_is_not_attended_to() -> None:
     assert len(set.union(*answers.values())) == 4
 
 
+def test_chunks_are_made_of_the_kernels_that_a_bundle_holds() -> None:
+    launches = head_of(TARGET).passes.chunk()
+    assert {launch.kernel for launch in launches} == EAGLE_CHUNKS | {"ull_accept"}
+    # Kernels read the extent as begin has left it, before they wait: so the one behind it begins when it has ended.
+    assert [launch.overlaps for launch in launches] == [launch.kernel != "ull_eagle_chunk_taps" for launch in launches]
+
+
 def test_levels_leave_the_pages_as_they_are() -> None:
     head = head_of(TARGET, mapped=True)
     head.run(head.passes.first(), CHAIN, PARENTS, POSITION, len(CHAIN), 1)
@@ -156,6 +197,7 @@ def test_a_cancelled_pass_is_skipped() -> None:
     head = head_of(TARGET, mapped=True)
     result = head.run(head.passes.first(), CHAIN, PARENTS, POSITION, len(CHAIN), 1, cancelled=True)
     assert (result.status, result.count) == (SKIPPED, 0)
+    assert read_chunk(head, [5] * 200, 0, cancelled=True).status == SKIPPED
     assert not head.memory["KV pages"].any() and not head.rows(TAP_ROWS).any()
 
 
@@ -163,3 +205,4 @@ def test_all_accesses_are_ordered() -> None:
     head = head_of(TARGET, mapped=True, tap_norm="each", norm_output=True, reports=True)
     proposal(head, Wish(temperature=1.3, presence_penalty=1.5, counted=POSITION + 2, text=(CHAIN[0], 7)))
     head.run(head.passes.fill(), [*range(20)], [max(i - 1, 0) for i in range(20)], 0, 20, 0)
+    read_chunk(head, [*range(150)], POSITION)

@@ -32,6 +32,7 @@ class FakeDflash final : public FakeHead {
 
  private:
   static uint32_t entry_of(const Tokens& tap) { return FakeModel::hash_of(tap, 2); }
+  [[nodiscard]] uint32_t entry(const Tokens& tap, int32_t) const override { return entry_of(tap); }
 
   Record pass(int kind, uint64_t sequence, const Script& script, gpu::RoundResult& result) override {
     gpu::RoundRequest request = requests_[sequence % gpu::kRoundSlots];
@@ -56,6 +57,7 @@ class FakeDflash final : public FakeHead {
     check(request, sequence, kind);
     if (skipped) return record;
     copy_setting(request);
+    if (kind == 1) take(script.fill_us);
     if (kind < 2) {
       for (int i = 0; i < request.count; ++i) {
         cached(request.position + i) = entry_of(device_->tap(request.position + i));

@@ -35,6 +35,8 @@ class FakeEagle final : public FakeHead {
     return (FakeModel::hash_of(tap, 1) ^ static_cast<uint32_t>(token)) * 16777619U;
   }
 
+  [[nodiscard]] uint32_t entry(const Tokens& tap, int32_t token) const override { return entry_of(tap, token); }
+
   // kind: 0: fill, 1: first, then the levels.
   Record pass(int kind, uint64_t sequence, const Script& script, gpu::RoundResult& result) override {
     gpu::RoundRequest request = requests_[sequence % gpu::kRoundSlots];
@@ -62,6 +64,7 @@ class FakeEagle final : public FakeHead {
     if (sequence <= cancelled() || sequence == script.skipped_at) record.status = gpu::RoundStatus::kSkipped;
     result.status = record.status;
     if (record.status == gpu::RoundStatus::kSkipped) return record;
+    if (kind == 0) take(script.fill_us);
     copy_setting(request);
     for (int i = 0; i < request.forced; ++i) {
       const int position = request.position + i;

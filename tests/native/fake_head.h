@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
 #include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -27,6 +29,9 @@ class FakeHead : public StreamPart {
     bool anchor_predicts = false;
     int block = 8;        // entries of a DFlash head's block
     float chance = 1.0F;  // that a DFlash head gives its candidates of a depth
+    bool chunks = false;  // it has a graph of them
+    int chunk_us = 0;     // that a chunk takes, and a pass that reads up to 64 positions and ranks nothing
+    int fill_us = 0;
     bool fails_copies = false;
     uint64_t launch_error_at = 0;
     uint64_t stream_error_at = 0;
@@ -41,7 +46,7 @@ class FakeHead : public StreamPart {
   struct Record {
     uint64_t sequence;
     gpu::RoundStatus status;
-    int graph;    // as the head says
+    int graph;    // as the head says; kChunkTokens: a chunk's
     int count;    // entries,
     int read;     // the first of them, made of taps and kept,
     int ranked;   // and how many were ranked
@@ -91,7 +96,8 @@ class FakeHead : public StreamPart {
     if (script.before) script.before(sequence);
     if (sequence == script.stream_error_at) return kIllegalAddress;
     if (sequence == script.silent_at) return graph::kSuccess;
-    const Record record = pass(graph - kFirstGraph, sequence, script, result);
+    const Record record = graph == kFirstGraph + kChunk ? chunk(sequence, script, result)
+                                                        : pass(graph - kFirstGraph, sequence, script, result);
     lock.lock();
     records_.push_back(record);
     lock.unlock();
@@ -115,6 +121,7 @@ class FakeHead : public StreamPart {
         results_(gpu::kRoundSlots),
         host_pages_(static_cast<size_t>(pages_for(target.context)), -1),
         host_text_(static_cast<size_t>(target.context), -1),
+        host_chunks_(size_t{gpu::kRoundSlots} * gpu::kChunkTokens, -1),
         pool_(static_cast<size_t>(page_count_) * kPageTokens, 0),
         pages_(host_pages_.size(), -1) {}
 
@@ -123,7 +130,10 @@ class FakeHead : public StreamPart {
   // Runs graph number `kind` of the head: fills `result` but for its sequence.
   virtual Record pass(int kind, uint64_t sequence, const Script& script, gpu::RoundResult& result) = 0;
 
-  // Everything but the graphs.
+  // What is kept of a position: of its tap, and of the token that read() hands over.
+  [[nodiscard]] virtual uint32_t entry(const Tokens& tap, int32_t token) const = 0;
+
+  // Everything but the graphs, a chunk's excepted.
   void describe(FakeDevice& device, graph::RoundBlocks& program) {
     device_ = &device;
     device.attach(*this);
@@ -141,6 +151,9 @@ class FakeHead : public StreamPart {
     program.weight_bytes = 50;
     program.kv_bytes = static_cast<int64_t>(pool_.size() * sizeof(uint32_t));
     program.kv_pages = reinterpret_cast<uintptr_t>(pool_.data());
+    if (!script_.chunks) return;
+    program.chunk = handle(kChunk);
+    program.chunks = host_chunks_.data();
   }
 
   void copy_setting(const gpu::RoundRequest& request) {
@@ -179,12 +192,48 @@ class FakeHead : public StreamPart {
   gpu::HostControl control_{};
   std::vector<int32_t> host_pages_;
   std::vector<int32_t> host_text_;
+  std::vector<int32_t> host_chunks_;
   // Device memory; the device's thread's.
   std::vector<uint32_t> pool_;  // [page_count, kPageTokens] entries
   std::vector<int32_t> pages_;  // what has been copied of host_pages_
   uint32_t setting_ = 0;
 
+  static void take(int us) { std::this_thread::sleep_for(std::chrono::microseconds(us)); }
+
  private:
+  static constexpr int kChunk = 50;  // of the head's graphs
+
+  Record chunk(uint64_t sequence, const Script& script, gpu::RoundResult& result) {
+    const gpu::RoundRequest& request = requests_[sequence % gpu::kRoundSlots];
+    int32_t* tokens = host_chunks_.data() + sequence % gpu::kRoundSlots * gpu::kChunkTokens;
+    const int count = request.count;
+    if (request.sequence != sequence || request.mode != gpu::RoundMode::kPrefill || request.max_tokens != 0 ||
+        request.position < 0 || count < 1 || count > gpu::kChunkTokens || request.position + count > context_) {
+      std::abort();
+    }
+    take(script.chunk_us);
+    const bool skipped = sequence <= cancelled() || sequence == script.skipped_at;
+    const auto status = skipped ? gpu::RoundStatus::kSkipped : gpu::RoundStatus::kOk;
+    result.status = status;
+    result.count = result.stopped = 0;
+    if (!skipped) {
+      copy_setting(request);
+      for (int i = 0; i < count; ++i)
+        cached(request.position + i) = entry(device_->tap(request.position + i), tokens[i]);
+    }
+    std::fill_n(tokens, gpu::kChunkTokens, -1);  // nothing of it is the next one's
+    return {.sequence = sequence,
+            .status = status,
+            .graph = gpu::kChunkTokens,
+            .count = count,
+            .read = count,
+            .ranked = 0,
+            .start = request.position,
+            .from = request.first,
+            .wrong = 0,
+            .behind = false};
+  }
+
   std::mutex mutex_;
   std::vector<Record> records_;
   uint64_t launched_ = 0;

@@ -74,6 +74,11 @@ DFLASH_PASSES = DFLASH_KERNELS | {  # what a head's passes are made of
     *(f"ull_qkv_sum_{tile}" for tile in (16, 32)),
     *(f"{name}_{tile}" for name in ("ull_norm", "ull_attention", *_LINEARS) for tile in (8, 16, 32)),
 }
+# What heads with a cache read a prompt's chunks with, as CHUNK_KERNELS.
+EAGLE_CHUNK_KERNELS = frozenset(f"ull_eagle_chunk_{name}" for name in ("taps", "fc", "input", "kv"))
+EAGLE_CHUNKS = EAGLE_CHUNK_KERNELS | {"ull_begin_chunk", "ull_chunk_store"}
+DFLASH_CHUNK_KERNELS = frozenset(f"ull_dflash_chunk_{name}" for name in ("taps", "fc", "kv"))
+DFLASH_CHUNKS = DFLASH_CHUNK_KERNELS | {"ull_begin_chunk", "ull_chunk_norm", "ull_chunk_store"}
 MEDUSA_KERNELS = frozenset(f"ull_medusa_{name}" for name in ("start", "block", "head", "rank"))
 
 
@@ -92,9 +97,13 @@ class DevicePart:
     @property
     def reads_chunks(self) -> bool:
         """Whether it reads a prompt in chunks: its own kernels do, and were compiled for a target that has what they
-        need. Heads read in steps of 64 tokens.
+        need.
         """
-        return self.forward.prefill in ("fused", "fast") and set(self.code.kernels()) >= CHUNK_KERNELS
+        return self.forward.prefill in ("fused", "fast") and set(self.code.kernels()) >= self.chunk_kernels()
+
+    def chunk_kernels(self) -> frozenset[str]:
+        """The kernels of ull that read a chunk of a prompt."""
+        return CHUNK_KERNELS
 
     @property
     def tree_sizes(self) -> list[int]:
@@ -127,6 +136,9 @@ class EaglePart(DevicePart):
     head: EagleHead
     target: Model
 
+    def chunk_kernels(self) -> frozenset[str]:
+        return EAGLE_CHUNKS
+
     def needed_kernels(self) -> frozenset[str]:
         return EAGLE_PASSES
 
@@ -149,6 +161,9 @@ class DflashPart(DevicePart):
     head: DflashHead
     target: Model
     target_precision: Precision
+
+    def chunk_kernels(self) -> frozenset[str]:
+        return DFLASH_CHUNKS
 
     def needed_kernels(self) -> frozenset[str]:
         return DFLASH_PASSES

@@ -70,6 +70,23 @@ def products_agree(driver: Driver, kernels: Kernels, stream: int) -> bool:
         driver.free(memory)
 
 
+def store(sizes: Sizes, places: Places, layer: int) -> Launch:
+    """What puts a layer's keys and values of a chunk, in `CHUNK_QKV`, into the pages."""
+    region, tensor = places.region, places.tensor
+    params = ChunkStoreParams(
+        chunk=region(CHUNK),
+        qkv=region(CHUNK_QKV),
+        k_norm=tensor(f"layers.{layer}.k_norm"),
+        rope=region("rope"),
+        pages=region("page table"),
+        page_pool=region("KV pages"),
+        kv_scale=tensor(f"layers.{layer}.kv_scale"),
+        page_bytes=sizes.page_bytes,
+        layer_offset=layer * sizes.layer_page_bytes,
+    )
+    return Launch("ull_chunk_store", *chunk.store(sizes.model.kv_heads, sizes.model.head_dim), params)
+
+
 class Chunks:
     """Builds them, for one model."""
 
@@ -103,7 +120,7 @@ class Chunks:
         return [
             self._norm(f"{name}.attn_norm", self._down(layer - 1), layer),
             self._product("qkv", f"{name}.qkv", self._sizes.qkv_width, CHUNK_NORMED, CHUNK_QKV),
-            self._store(layer),
+            store(self._sizes, self._places, layer),
             self._attention(layer),
             *self._quantised(CHUNK_ATTENTION, self._sizes.attention_width),
             self._product("o", f"{name}.o", model.hidden, CHUNK_ATTENTION, CHUNK_RESIDUAL),
@@ -178,21 +195,6 @@ class Chunks:
         if kernel in ("o", "down") and not self._sizes.fast_prefill:
             params.partial = region(CHUNK_PARTIAL)
         return Launch(f"ull_chunk_{kernel}", *chunk.product(rows), params)
-
-    def _store(self, layer: int) -> Launch:
-        sizes, region, tensor = self._sizes, self._places.region, self._places.tensor
-        params = ChunkStoreParams(
-            chunk=region(CHUNK),
-            qkv=region(CHUNK_QKV),
-            k_norm=tensor(f"layers.{layer}.k_norm"),
-            rope=region("rope"),
-            pages=region("page table"),
-            page_pool=region("KV pages"),
-            kv_scale=tensor(f"layers.{layer}.kv_scale"),
-            page_bytes=sizes.page_bytes,
-            layer_offset=layer * sizes.layer_page_bytes,
-        )
-        return Launch("ull_chunk_store", *chunk.store(sizes.model.kv_heads, sizes.model.head_dim), params)
 
     def _attention(self, layer: int) -> Launch:
         sizes, model, region, tensor = self._sizes, self._sizes.model, self._places.region, self._places.tensor

@@ -146,7 +146,9 @@ class PlacedModel:
         passes = EaglePasses(self.part.head, self.sizes, self.places, target.sizes, target.places, multiprocessors)
         captures = _Captures(self, stream, exit_stack)
         levels = {tokens: captures.capture_all(passes.level(tokens)) for tokens in LEVEL_TILES}
-        return CapturedEagle(self, captures.capture_all(passes.fill()), captures.capture_all(passes.first()), levels)
+        fill, first = captures.capture_all(passes.fill()), captures.capture_all(passes.first())
+        chunk = captures.capture_all(passes.chunk()) if self.sizes.chunks else 0
+        return CapturedEagle(self, fill, chunk, first, levels)
 
     def capture_dflash(self, target: PlacedModel, stream: int, exit_stack: ExitStack) -> CapturedDflash:
         """The graphs of a DFlash head's passes behind the model `target`. Raises ValueError for any other part."""
@@ -156,10 +158,11 @@ class PlacedModel:
         passes = DflashPasses(head, self.sizes, self.places, target.sizes, target.places, multiprocessors)
         captures = _Captures(self, stream, exit_stack)
         contexts = {entries: captures.capture_all(passes.context(entries)) for entries in CONTEXT_ENTRIES}
+        chunk = captures.capture_all(passes.chunk()) if self.sizes.chunks else 0
         tile = next(tile for tile in BLOCK_TILES if head.block <= tile)
         block = captures.capture_all(passes.block(tile))
         nodes = captures.capture_all(passes.nodes()) if head.markov else 0
-        return CapturedDflash(self, head, contexts, block, nodes)
+        return CapturedDflash(self, head, contexts, chunk, block, nodes)
 
     def capture(self, sources: Mapping[str, ForwardSource], stream: int, exit_stack: ExitStack) -> CapturedModel:
         """One graph per number of tokens, one that only fills the cache, and one of the Medusa heads, if there are.
@@ -290,6 +293,7 @@ class CapturedEagle:
 
     placed: PlacedModel
     fill: int
+    chunk: int  # 0: prompts are read by `fill` alone
     first: int
     levels: dict[int, int]  # by the most entries
 
@@ -302,6 +306,7 @@ class CapturedEagle:
         """What the core learns about this head, as `CapturedModel.handover`."""
         return {
             "fill": self.fill,
+            "chunk": self.chunk,
             "first": self.first,
             "levels": dict(self.levels),
             **self.placed.handover,
@@ -315,6 +320,7 @@ class CapturedDflash:
     placed: PlacedModel
     head: DflashHead
     contexts: dict[int, int]  # by the most positions
+    chunk: int  # 0: prompts are read by `contexts` alone
     block: int
     nodes: int  # 0: there is no Markov term
 
@@ -323,6 +329,7 @@ class CapturedDflash:
         """What the core learns about this head, as `CapturedModel.handover`."""
         return {
             "contexts": dict(self.contexts),
+            "chunk": self.chunk,
             "block": self.block,
             "nodes": self.nodes,
             "block_tokens": self.head.block,

@@ -1,24 +1,29 @@
 """The launches of a DFlash head's passes, in order, with every pointer.
 
     begin, taps, fc, norm, L x { kv, store }, accept, commit
+    begin, taps, fc, norm, L x { kv, store }, accept
     begin, embed, L x { qkv, attention, o, gate_up, down }, head[, nodes][, rank], accept
     begin, nodes[, gate], markov, rank, accept
 
-The first makes the context of up to 64 positions whose taps the ring holds. The second is a block from the root on,
-whose entries' keys and values are not kept; it ranks what they say of each depth, unless a Markov term has to be added
-first. That is the third's, for nodes of a draft tree, which read the block's logits and residual: nothing but another
-block may overwrite these.
+The first makes the context of up to 64 positions whose taps the ring holds, the second that of a chunk of a prompt. The
+third is a block from the root on, whose entries' keys and values are not kept; it ranks what they say of each depth,
+unless a Markov term has to be added first. That is the last one's, for nodes of a draft tree, which read the block's
+logits and residual: nothing but another block may overwrite these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ull.bundle import DEVICE_STEP, DEVICE_TILE_ROWS, DflashHead, round_up
+from ull.bundle import DEVICE_TILE_ROWS, DflashHead
 from ull.gpu.fused import FusedForward, Linears
-from ull.gpu.geometry import linear, sampling
+from ull.gpu.geometry import chunk, linear, sampling
+from ull.gpu.head_chunk import HeadChunk, KvWeights
 from ull.gpu.launch import Launch
 from ull.gpu.memory import (
+    CHUNK,
+    CHUNK_NORMED,
+    CHUNK_STATES,
     DFLASH_FACTORS,
     DFLASH_GATE_INPUT,
     DFLASH_LOGITS,
@@ -29,6 +34,7 @@ from ull.gpu.memory import (
 )
 from ull.gpu.params import (
     TREE_TOKENS,
+    ChunkNormParams,
     DflashNodesParams,
     DflashRankParams,
     DflashStoreParams,
@@ -83,6 +89,24 @@ class DflashPasses:
             *self._rounds.closing(entries, False),
         ]
 
+    def chunk(self) -> list[Launch]:
+        """Context of up to `CHUNK_TOKENS` positions."""
+        region, hidden = self._places.region, self._sizes.model.hidden
+        shared = HeadChunk("dflash", self._sizes, self._places, self._rounds)
+        params = ChunkNormParams(
+            chunk=region(CHUNK),
+            residual=region(CHUNK_STATES),
+            norm_weight=self._places.tensor("hidden_norm"),
+            normed=region(CHUNK_NORMED),
+        )
+        layers = range(self._sizes.model.layers)
+        return [
+            *shared.opening(self._head.taps, self._target_sizes.taps),
+            Launch("ull_chunk_norm", *chunk.norm(hidden), params),
+            *(launch for layer in layers for launch in shared.keys_and_values(layer, CHUNK_NORMED, hidden)),
+            *shared.closing(),
+        ]
+
     def block(self, tokens: int) -> list[Launch]:
         """Up to `tokens` entries, one of `BLOCK_TILES`."""
         head = self._head
@@ -109,22 +133,18 @@ class DflashPasses:
     def _keys_and_values(self, layer: int, entries: int) -> list[Launch]:
         region, tensor, sizes = self._places.region, self._places.tensor, self._sizes
         model, name = sizes.model, f"layers.{layer}"
-        queries = sizes.attention_width  # rows before these
-        bits = {"fp8": 8, "bf16": 16}[sizes.precision.weights]
-        scale, bias = tensor(f"{name}.qkv.scale"), tensor(f"{name}.qkv.bias")
-        weights = tensor(f"{name}.qkv.weight")
-        assert weights is not None and scale is not None
+        rows = KvWeights.of(sizes, self._places, layer, model.hidden)
         linears = LinearParams(
             round=region("round"),
-            weights=weights + queries * round_up(model.hidden, DEVICE_STEP) * bits // 8,
+            weights=rows.weights,
             activations=region("normed"),
             partial=region("partial sums"),
         )
         store = DflashStoreParams(
             round=region("round"),
             partial=region("partial sums"),
-            scale=scale + 4 * queries,
-            bias=None if bias is None else bias + 4 * queries,
+            scale=rows.scale,
+            bias=rows.bias,
             k_norm=tensor(f"{name}.k_norm"),
             rope=region("rope"),
             kv_scale=tensor(f"{name}.kv_scale"),
@@ -132,7 +152,7 @@ class DflashPasses:
             tree_values=region("tree values") + layer * sizes.tree_bytes,
         )
         tile = max(entries, DEVICE_TILE_ROWS)
-        kv = linear.dflash_kv(sizes.qkv_width - queries, tile, self._multiprocessors)
+        kv = linear.dflash_kv(rows.rows, tile, self._multiprocessors)
         return [
             Launch(f"ull_dflash_kv_{tile}", *kv, linears),
             Launch("ull_dflash_store", *linear.dflash_store(model.kv_heads, model.head_dim, entries), store),

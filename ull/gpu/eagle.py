@@ -1,10 +1,13 @@
 """The launches of an EAGLE-3 head's passes, in order, with every pointer.
 
-    begin, taps, fc, input, qkv, attention, o, gate_up, down, accept, commit
+    begin, taps, fc, input, qkv, attention, accept, commit
+    begin, taps, fc, input, kv, store, accept
     begin, taps, fc, input, qkv, attention, o, gate_up, down, head, rank, accept, commit
     begin, input, qkv, attention, o, gate_up, down, head, rank, accept
 
-A fill reads up to 64 entries whose taps the ring holds. A proposal begins with a first pass of up to 8 of those, behind
+A fill reads up to 64 entries whose taps the ring holds, and a chunk's graph those of a chunk of a prompt: what is kept
+of them is keys and values, which of a layer alone need nothing that comes behind its qkv. (Of a fill, attention is what
+stores them.) A proposal begins with a first pass of up to 8 of those, behind
 the last of which the candidates of depth 1 are ranked. Each level repeats these entries and what it has drafted so far,
 and ranks what follows its newest entries: so an entry keeps its number, and nothing but the residual that left the
 layer, row by row, is carried from one pass to the next.
@@ -15,9 +18,20 @@ from __future__ import annotations
 from ull.bundle import EagleHead
 from ull.gpu.fused import FusedForward
 from ull.gpu.geometry import linear, sampling
+from ull.gpu.head_chunk import HeadChunk
 from ull.gpu.launch import Launch
-from ull.gpu.memory import EAGLE_INPUT, EAGLE_STATES, EAGLE_TAPS, EAGLE_WIDTH, TAP_ROWS, Sizes
-from ull.gpu.params import TREE_TOKENS, EagleInputParams, EagleRankParams
+from ull.gpu.memory import (
+    CHUNK,
+    CHUNK_INPUT,
+    CHUNK_STATES,
+    EAGLE_INPUT,
+    EAGLE_STATES,
+    EAGLE_TAPS,
+    EAGLE_WIDTH,
+    TAP_ROWS,
+    Sizes,
+)
+from ull.gpu.params import CHUNK_TOKENS, TREE_TOKENS, AttentionParams, EagleInputParams, EagleRankParams
 from ull.gpu.places import Places
 from ull.gpu.rounds import Rounds
 
@@ -31,6 +45,14 @@ class EagleForward(FusedForward):
     def layer(self, tokens: int) -> list[Launch]:
         """From the layer's input to the residual."""
         return self._layer(0, tokens)
+
+    def keys_and_values(self, tokens: int) -> list[Launch]:
+        """From the layer's input to its keys and values, which attention stores."""
+        launches = self._attended(0, tokens)
+        for launch in launches:
+            if isinstance(launch.params, AttentionParams):
+                launch.params.o_weights = launch.params.gate_up_weights = None  # they are not what is read next
+        return launches
 
     def logits(self, tokens: int) -> list[Launch]:
         """The final norm, which keeps the residual for the next pass, and the head's own lm_head."""
@@ -68,8 +90,20 @@ class EaglePasses:
         """Up to 64 entries from taps."""
         return [
             *self._from_taps(TREE_TOKENS),
-            *self._forward.layer(TREE_TOKENS),
+            *self._forward.keys_and_values(TREE_TOKENS),
             *self._rounds.closing(TREE_TOKENS, False),
+        ]
+
+    def chunk(self) -> list[Launch]:
+        """Up to `CHUNK_TOKENS` entries from taps."""
+        shared = HeadChunk("eagle", self._sizes, self._places, self._rounds)
+        params = self._input_params(CHUNK_STATES, CHUNK_INPUT)
+        params.chunk = self._places.region(CHUNK)
+        return [
+            *shared.opening(self._head.taps, self._target_sizes.taps),
+            Launch("ull_eagle_chunk_input", *linear.eagle_row(CHUNK_TOKENS), params),
+            *shared.keys_and_values(0, CHUNK_INPUT, 2 * self._sizes.model.hidden),
+            *shared.closing(),
         ]
 
     def first(self) -> list[Launch]:
@@ -94,20 +128,23 @@ class EaglePasses:
         return [self._rounds.begin(), taps, self._forward.fc(tokens), self._input(tokens, True)]
 
     def _input(self, tokens: int, overlaps: bool) -> Launch:
+        params = self._input_params(EAGLE_STATES, EAGLE_INPUT)
+        return Launch("ull_eagle_input", *linear.eagle_row(tokens), params, overlaps=overlaps)
+
+    def _input_params(self, states: str, activations: str) -> EagleInputParams:
         region, tensor = self._places.region, self._places.tensor
         embedding = tensor if self._head.own_embedding else self._target.tensor
-        params = EagleInputParams(
+        return EagleInputParams(
             round=region("round"),
             table=embedding("embed.weight"),
-            states=region(EAGLE_STATES),
+            states=region(states),
             outputs=region(TAP_ROWS),
             embedding_norm=tensor("layers.0.attn_norm"),
             hidden_norm=tensor("layers.0.hidden_norm"),
             output_norm=tensor("norm"),
-            input=region(EAGLE_INPUT),
+            input=region(activations),
             residual=region("residual"),
         )
-        return Launch("ull_eagle_input", *linear.eagle_row(tokens), params, overlaps=overlaps)
 
     def _rank(self) -> Launch:
         region, sizes = self._places.region, self._sizes

@@ -82,21 +82,29 @@ class FusedForward:
         return Launch("ull_layers_1", *linear.layers(self._multiprocessors), params, meets=True)
 
     def _layer(self, layer: int, tokens: int) -> list[Launch]:
-        model, sizes, blocks = self._sizes.model, self._sizes, self._multiprocessors
+        model, blocks = self._sizes.model, self._multiprocessors
         linears, name = self._linears(tokens), f"layers.{layer}"
         tile = linears.tile
         o = linear.o(model.hidden, tile, blocks)
         gate_up = linear.gate_up(model.intermediate, tile, blocks)
         down = linear.down(model.hidden, tile, blocks)
         return [
-            *self._qkv(layer, tokens),
-            *linears.summed("qkv", f"{name}.qkv", linear.qkv_sum(sizes.qkv_width, tile), "qkv"),
-            *self._attention.launches(layer, tokens),
+            *self._attended(layer, tokens),
             linears.plain("o", f"{name}.o", o, activations="attention"),
             *linears.normalised(
                 "gate_up", f"{name}.gate_up", f"{name}.mlp_norm", gate_up, "mlp", linears.unfinished(f"{name}.o", 1.0)
             ),
             linears.plain("down", f"{name}.down", down, activations="mlp"),
+        ]
+
+    def _attended(self, layer: int, tokens: int) -> list[Launch]:
+        """From the layer's input to its attention's output."""
+        linears = self._linears(tokens)
+        geometry = linear.qkv_sum(self._sizes.qkv_width, linears.tile)
+        return [
+            *self._qkv(layer, tokens),
+            *linears.summed("qkv", f"layers.{layer}.qkv", geometry, "qkv"),
+            *self._attention.launches(layer, tokens),
         ]
 
     def _qkv(self, layer: int, tokens: int) -> list[Launch]:

@@ -52,6 +52,8 @@ DFLASH_NODES = 8  # nodes of a pass that are ranked
 CHUNK, CHUNK_RESIDUAL, CHUNK_NORMED = "chunk", "chunk residual", "chunk normed"
 CHUNK_QKV, CHUNK_ATTENTION, CHUNK_MLP = "chunk qkv", "chunk attention", "chunk mlp"
 CHUNK_PARTIAL = "chunk partial sums"  # what o or down leave of few tokens
+CHUNK_TAPS, CHUNK_STATES = "chunk taps", "chunk states"  # of a head, and an EAGLE head's input of its layer
+CHUNK_INPUT = "chunk input"
 CHUNK_QUANTISED, CHUNK_SCALES = "chunk quantised", "chunk scales"  # fast: e4m3, and what each token's are multiplied by
 
 _COLUMN_UNIT, _ROW_UNIT = 32, 16  # of f16 activations and of f32 outputs
@@ -159,6 +161,15 @@ def reserve_model(plan: ArenaPlan, sizes: Sizes, prefix: str = "") -> None:
     reserve("sampler", sampling.SCRATCH_BYTES)
     if sizes.chunks:
         reserve(CHUNK, ctypes.sizeof(Chunk))
+        reserve(CHUNK_QKV, chunk.row_bytes(sizes.qkv_width))
+    if sizes.chunks and (head := sizes.eagle or sizes.dflash):
+        reserve(CHUNK_TAPS, chunk.activation_bytes(head.taps * head.target_hidden))
+        reserve(CHUNK_STATES, chunk.row_bytes(model.hidden))
+        if sizes.eagle:
+            reserve(CHUNK_INPUT, chunk.activation_bytes(2 * model.hidden))
+        else:
+            reserve(CHUNK_NORMED, chunk.activation_bytes(model.hidden))
+    elif sizes.chunks:
         reserve(CHUNK_RESIDUAL, chunk.row_bytes(model.hidden))
         if sizes.fast_prefill:
             widest = max(model.hidden, sizes.attention_width, model.intermediate)
@@ -167,7 +178,6 @@ def reserve_model(plan: ArenaPlan, sizes: Sizes, prefix: str = "") -> None:
         else:
             reserve(CHUNK_NORMED, chunk.activation_bytes(model.hidden))
             reserve(CHUNK_PARTIAL, chunk.partial_bytes(model.hidden))
-        reserve(CHUNK_QKV, chunk.row_bytes(sizes.qkv_width))
         reserve(CHUNK_ATTENTION, chunk.activation_bytes(sizes.attention_width))
         reserve(CHUNK_MLP, chunk.activation_bytes(model.intermediate))
     if sizes.taps:

@@ -334,6 +334,7 @@ class TapsParams(ctypes.Structure):
         ("ring_taps", c_int32),
         ("taps", c_int32 * MOST_TAPS),
         ("padding", c_int32),
+        ("chunk", c_void_p),
     ]
 
 
@@ -348,6 +349,7 @@ class EagleInputParams(ctypes.Structure):
         ("output_norm", c_void_p),
         ("input", c_void_p),
         ("residual", c_void_p),
+        ("chunk", c_void_p),
     ]
 
 

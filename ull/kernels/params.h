@@ -371,6 +371,7 @@ struct TapsParams {
   int32_t ring_taps;
   int32_t taps[kMostTaps];  // which of the ring's rows the head reads
   int32_t padding;
+  const Chunk* chunk;  // of a chunk's kernel, whose activations lie as a chunk's; null in rounds
 };
 
 struct EagleInputParams {
@@ -382,7 +383,8 @@ struct EagleInputParams {
   const float* hidden_norm;     // [H]
   const float* output_norm;     // [H] of the outputs, where the head is fed them behind its final norm
   void* input;                  // 2 * H f16 activations
-  float* residual;              // [64, H]
+  float* residual;              // [64, H]; not of a chunk
+  const Chunk* chunk;           // as TapsParams'; states are then [kChunkTokens, H]
 };
 
 struct EagleRankParams {

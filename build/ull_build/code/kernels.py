@@ -34,9 +34,12 @@ TUNING = {  # macros that change no bit of a result; bench/h200/ahead.py compare
 _PART_OF = {  # rooms and files of sources that only some forwards need, by a kernel of theirs
     "attention": "ull_attention_8",
     "attention_pages": "ull_attention_pages",
-    "chunk": "ull_chunk_qkv",
+    **{f"chunk_{name}": f"ull_chunk_{name}" for name in ("attention", "embed", "norm", "probe", "quantise", "store")},
+    "chunk_linear": "ull_chunk_qkv",
     "dflash": "ull_dflash_taps",
+    "dflash_chunk": "ull_dflash_chunk_kv",
     "eagle": "ull_eagle_taps",
+    "eagle_chunk": "ull_eagle_chunk_kv",
     "head_scan": "ull_head_scan_1",
     "linear": "ull_o_8",
     "medusa": "ull_medusa_start",

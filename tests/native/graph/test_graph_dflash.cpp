@@ -164,6 +164,39 @@ TEST(every_way_to_ask_gives_the_same_tokens) {
   }
 }
 
+// Where it has a graph of chunks: 512 positions at once, and what is left over as it was.
+TEST(a_prompt_is_read_along_in_chunks) {
+  const std::pair<int, Tokens> cases[] = {{64, {63}},   {65, {64}},      {66, {65}},
+                                          {512, {511}}, {514, {512, 1}}, {700, {512, 187}}};
+  for (const auto& [length, parts] : cases) {
+    DflashRig rig({.chunks = true, .fill_us = 2000}, {.chunks = true});
+    const Tokens prompt = prompt_of(length);
+    Tokens text = prompt;
+    CHECK(rig.read(text, 0, length - 1) == Status::kOk);
+    Tokens read;
+    for (const auto& pass : rig.passes()) {
+      CHECK_EQ(pass.graph, pass.read > 64 ? ull::gpu::kChunkTokens : pass.read > 8 ? 64 : 8);
+      read.push_back(pass.read);
+    }
+    CHECK(read == parts);
+    CHECK(rig.decode(text, 60) == Status::kOk);
+    CHECK_EQ(rig.result.accepted, rig.result.depth);
+    const Passes passes = rig.passes();
+    CHECK_EQ(wrong(passes), 0);
+    for (const auto& pass : of_graph(passes, FakeDflash::kBlock)) CHECK_EQ(pass.from, 0);
+    CHECK(behind(text, prompt.size()) == rig.model.continuation(prompt, 60));
+  }
+}
+
+TEST(a_chunk_that_costs_more_than_passes_of_64_is_not_taken) {
+  DflashRig rig({.chunks = true, .chunk_us = 20'000}, {.chunks = true});
+  const Tokens text = prompt_of(400);
+  CHECK(rig.read(text, 0, 399) == Status::kOk);
+  const Passes passes = rig.passes();
+  CHECK_EQ(passes.size(), size_t{7});
+  for (const auto& pass : passes) CHECK_EQ(pass.graph, 64);
+}
+
 TEST(context_is_read_along_with_a_prompt_and_a_block_stands_behind_the_root) {
   DflashRig rig;
   rig.max_tree = 64;

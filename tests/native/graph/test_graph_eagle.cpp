@@ -32,6 +32,7 @@ using Tokens = std::vector<int32_t>;
 using Passes = HeadRig::Passes;
 
 const GraphOptions kAlways{.adaptive = false};
+const FakeEagle::Script kInChunks{.chunks = true, .fill_us = 2000};  // whatever the machine is doing, these are faster
 constexpr int kEagle = static_cast<int>(DrafterKind::kEagle);
 
 struct EagleRig : HeadRig {
@@ -101,6 +102,7 @@ TEST(a_program_whose_head_does_not_fit_is_refused_by_the_field) {
   CHECK_EQ(refusal([](EagleProgram& head) { head.control = nullptr; }), "eagle: control");
   CHECK_EQ(refusal([](EagleProgram& head) { head.pages = nullptr; }), "eagle: pages");
   CHECK_EQ(refusal([](EagleProgram& head) { head.text = nullptr; }), "eagle: text");
+  CHECK_EQ(refusal([](EagleProgram& head) { head.chunk = &head; }), "eagle: chunks");
   CHECK_EQ(refusal([](EagleProgram& head) { head.vocabulary = 0; }), "eagle: vocabulary");
   CHECK_EQ(refusal([](EagleProgram& head) { head.context_tokens = 1023; }), "eagle: context_tokens");
   CHECK_EQ(refusal([](EagleProgram& head) { head.page_count = 31, head.kv_bytes = 31; }), "eagle: page_count");
@@ -109,8 +111,8 @@ TEST(a_program_whose_head_does_not_fit_is_refused_by_the_field) {
 }
 
 TEST(a_head_gets_ready_within_a_short_context) {
-  for (const int context : {2, 9, 40}) {
-    EagleRig rig({}, {.context = context});
+  for (const int context : {2, 9, 40, 100}) {
+    EagleRig rig({.chunks = true}, {.context = context});
     const Tokens prompt = prompt_of(1);
     Tokens text = prompt;
     CHECK(rig.answer(text, context - 1) == Status::kOk);
@@ -173,6 +175,60 @@ TEST(every_way_to_ask_gives_the_same_tokens) {
       }
     }
   }
+}
+
+// Where it has a graph of chunks: all entries of a step at once (its last one waits for the token behind it), and what
+// is left over as it was.
+TEST(a_prompt_is_read_along_in_chunks) {
+  const std::pair<int, Tokens> cases[] = {{65, {63}},   {66, {64}},      {67, {65}},       {500, {498}},
+                                          {512, {510}}, {514, {510, 2}}, {700, {510, 188}}};
+  for (const auto& [length, parts] : cases) {
+    EagleRig rig(kInChunks, {.chunks = true});
+    const Tokens prompt = prompt_of(length);
+    Tokens text = prompt;
+    CHECK(rig.read(text, 0, length - 1) == Status::kOk);
+    Tokens read;
+    for (const auto& pass : rig.passes()) {
+      CHECK_EQ(pass.graph, pass.read > 64 ? ull::gpu::kChunkTokens : FakeEagle::kFill);
+      read.push_back(pass.read);
+    }
+    CHECK(read == parts);
+    CHECK_EQ(rig.drafted.eagle.through, length - 2);
+    CHECK(rig.decode(text, 60) == Status::kOk);
+    CHECK_EQ(rig.result.accepted, rig.result.depth);
+    const Passes passes = rig.passes();
+    CHECK_EQ(wrong(passes), 0);
+    for (const auto& pass : passes) CHECK_EQ(pass.from, 0);
+    CHECK(behind(text, prompt.size()) == rig.model.continuation(prompt, 60));
+  }
+}
+
+TEST(what_has_waited_for_a_proposal_is_read_in_a_chunk) {
+  EagleRig rig(kInChunks, {.chunks = true});
+  Tokens text = prompt_of(300);
+  rig.speculation = DrafterKind::kNone;
+  CHECK(rig.read(text, 0, 299) == Status::kOk);
+  rig.speculation = DrafterKind::kEagle;
+  CHECK(rig.advance(text, 1) == Status::kOk);  // its taps are the target's; it proposes nothing yet
+  CHECK(rig.passes().empty());
+  CHECK(rig.advance(text, 30) == Status::kOk);
+  CHECK(rig.result.drafter == DrafterKind::kEagle);
+  const Passes passes = rig.passes();
+  REQUIRE(passes.size() >= 2);
+  CHECK_EQ(passes[0].graph, ull::gpu::kChunkTokens);
+  CHECK_EQ(passes[0].read, 300);
+  CHECK_EQ(passes[1].graph, ull::graph::kEagleFirst);
+  CHECK_EQ(passes[1].start, 299);
+  CHECK_EQ(wrong(passes), 0);
+}
+
+TEST(a_chunk_that_costs_more_than_passes_of_64_is_not_taken) {
+  EagleRig rig({.chunks = true, .chunk_us = 20'000}, {.chunks = true});
+  const Tokens text = prompt_of(400);
+  CHECK(rig.read(text, 0, 399) == Status::kOk);
+  const Passes passes = rig.passes();
+  CHECK_EQ(passes.size(), size_t{7});
+  for (const auto& pass : passes) CHECK_EQ(pass.graph, FakeEagle::kFill);
 }
 
 TEST(a_proposal_repeats_its_first_entries_and_grows_by_levels) {
@@ -562,6 +618,26 @@ TEST(an_abort_ends_what_it_reads_along_with_a_prompt) {
   }
 }
 
+TEST(a_chunk_that_is_cancelled_is_read_again) {
+  EagleRig rig(kInChunks, {.chunks = true});
+  const Tokens prompt = prompt_of(600);
+  Tokens text = prompt;
+  {
+    AbortedRound aborted(rig.executor, *rig.eagle, 0);
+    CHECK(rig.read(text, 0, 599) == Status::kAborted);
+  }
+  CHECK_EQ(rig.drafted.eagle.through, 0);
+  const Passes cancelled = rig.passes();
+  REQUIRE(cancelled.size() == 1);
+  CHECK(cancelled[0].status == RoundStatus::kSkipped);
+  CHECK(rig.read(text, 0, 599) == Status::kOk);
+  CHECK_EQ(rig.drafted.eagle.through, 598);
+  CHECK(rig.decode(text, 40) == Status::kOk);
+  CHECK_EQ(rig.result.accepted, rig.result.depth);
+  CHECK_EQ(wrong(rig.passes()), 0);
+  CHECK(behind(text, 600) == rig.model.continuation(prompt, 40));
+}
+
 TEST(an_aborted_round_leaves_no_tap_that_is_trusted) {
   EagleRig rig;
   const Tokens prompt = prompt_of(100);
@@ -595,12 +671,13 @@ TEST(a_pass_that_fails_ends_the_executor_with_its_reason) {
         Fault{&FakeEagle::Script::silent_at, "without an answer", true},
         Fault{&FakeEagle::Script::skipped_at, "has not run a pass of a head", true}}) {
     const int watchdog_ms = fault.at == &FakeEagle::Script::hang_at ? 300 : 60'000;
-    for (const uint64_t more : {0, 1, 2, 4}) {  // while it reads along, in its first, in levels
-      EagleRig rig({}, {}, {.watchdog_ms = watchdog_ms, .adaptive = false});
+    for (const uint64_t more : {0, 1, 2, 4}) {  // while it reads along, by a chunk too, in its first, in levels
+      const int length = more == 0 ? 130 : 30;
+      EagleRig rig(kInChunks, {.chunks = true}, {.watchdog_ms = watchdog_ms, .adaptive = false});
       rig.max_tree = 64;
       rig.eagle->arm([&](FakeEagle::Script& script, uint64_t next) { script.*fault.at = next + more; });
-      Tokens text = prompt_of(30);
-      Status status = rig.read(text, 0, 29);
+      Tokens text = prompt_of(length);
+      Status status = rig.read(text, 0, length - 1);
       CHECK(status == (more == 0 ? Status::kExecutorFailed : Status::kOk));
       for (int round = 0; status == Status::kOk && round < 2; ++round) status = rig.advance(text, 30);
       CHECK(status == Status::kExecutorFailed);

@@ -11,7 +11,9 @@ import emulation
 from ull.bundle import (
     CHUNK_KERNELS,
     DEVICE_KERNELS,
+    DFLASH_CHUNK_KERNELS,
     DFLASH_KERNELS,
+    EAGLE_CHUNK_KERNELS,
     EAGLE_KERNELS,
     HEAD_SCAN_KERNELS,
     MEDUSA_KERNELS,
@@ -38,18 +40,22 @@ extern "C" __device__ int {dflash};
 """
 OF_EAGLE, OF_DFLASH = "ull_of_eagle", "ull_of_dflash"  # of all cubins of a head, by which the driver double knows them
 
+_PRODUCTS = frozenset(f"ull_chunk_{name}" for name in ("qkv", "o", "gate_up", "down"))
 
-ROOMS = {
+ROOMS = {  # files that only some bundles need
     "attention_pages": PAGES_KERNELS,
-    "chunk": CHUNK_KERNELS,
+    **{name.removeprefix("ull_"): frozenset([name]) for name in CHUNK_KERNELS - {"ull_begin_chunk"} - _PRODUCTS},
+    "chunk_linear": _PRODUCTS,
     "medusa": MEDUSA_KERNELS,
     "head_scan": HEAD_SCAN_KERNELS,
     "eagle": EAGLE_KERNELS,
+    "eagle_chunk": EAGLE_CHUNK_KERNELS,
     "dflash": DFLASH_KERNELS,
+    "dflash_chunk": DFLASH_CHUNK_KERNELS,
 }
 
 
-ALL_KERNELS = DEVICE_KERNELS.union(*ROOMS.values())
+ALL_KERNELS = DEVICE_KERNELS.union(*ROOMS.values(), CHUNK_KERNELS)
 
 
 def write_stubs(directory: Path, names: Any = ALL_KERNELS) -> Path:

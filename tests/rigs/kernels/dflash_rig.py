@@ -40,6 +40,7 @@ from ull.gpu.memory import (
     rope_table,
 )
 from ull.gpu.params import (
+    CHUNK_TOKENS,
     DFLASH_BLOCK,
     DFLASH_CONTEXT,
     DFLASH_NODES,
@@ -63,7 +64,7 @@ SOURCES = [
     f"{name}.cu"
     for name in (
         *("begin", "embed", "attention", "output", "gate_up", "down", "head", "norm", "qkv", "accept", "commit"),
-        *("dflash", "dflash_nodes", "dflash_rank"),
+        *("dflash", "dflash_nodes", "dflash_rank", "dflash_chunk", "chunk_norm", "chunk_store"),
     )
 ]
 PASSES = {  # by mode: what a pass must write before it reads it
@@ -93,7 +94,7 @@ class Head:
         self.head, self.model, self.target = head, head.model, target
         self.gated = head.markov > 0 and head.markov_kind == "gated"
         shape = DflashShape(len(head.taps), target.hidden, head.markov, self.gated)
-        self.sizes = Sizes(head.model, head.precision, target.context, dflash=shape)
+        self.sizes = Sizes(head.model, head.precision, target.context, dflash=shape, chunks=True)
         target_sizes = Sizes(target, target_precision, target.context, taps=TARGET_TAPS)
         macros = device_dflash_macros(head, target.hidden, target_precision)
         self.kernels = emulation.build(SOURCES, numbers_of(macros), reports=reports)
@@ -133,6 +134,8 @@ class Head:
         self.pages = aligned(self.sizes.table_pages + 1, np.int32, 0)
         self.pages[: self.sizes.table_pages] = np.random.default_rng(3).permutation(self.sizes.page_count)
         self._text, self._mask = aligned(target.context, np.int32, 0), aligned(self.sizes.mask_bytes, np.uint8, 0)
+        self.chunks = aligned((ROUND_SLOTS, CHUNK_TOKENS), np.int32, 0)
+        self.requested.append(self.chunks)
         State.from_buffer(self.memory["state"]).sequence = 1
         self.passes = DflashPasses(
             head, self.sizes, self._places(), target_sizes, self._target_places(), multiprocessors
@@ -150,7 +153,7 @@ class Head:
 
     def _places(self) -> Places:
         blocks = map(ctypes.addressof, (self.requests, self.results, self.control))
-        host = HostBlocks(*blocks, *map(pointer, (self.pages, self._text, self._mask)))
+        host = HostBlocks(*blocks, *map(pointer, (self.pages, self._text, self._mask, self.chunks)))
         return Places(lambda name: pointer(self.memory[name]), lambda name: self._tensor(self.own, name), host)
 
     def _target_places(self) -> Places:

@@ -20,6 +20,12 @@ from ull.bundle import EagleHead, Model, Precision, device_eagle_macros, device_
 from ull.gpu.eagle import FIRST_ENTRIES, EaglePasses
 from ull.gpu.launch import Launch
 from ull.gpu.memory import (
+    CHUNK,
+    CHUNK_INPUT,
+    CHUNK_NORMED,
+    CHUNK_QKV,
+    CHUNK_STATES,
+    CHUNK_TAPS,
     EAGLE_INPUT,
     EAGLE_STATES,
     EAGLE_TAPS,
@@ -31,11 +37,13 @@ from ull.gpu.memory import (
     rope_table,
 )
 from ull.gpu.params import (
+    CHUNK_TOKENS,
     EAGLE,
     GENERATED,
     MEDUSA_RANKS,
     MLP_SCALE,
     OK,
+    PREFILL,
     ROUND_SLOTS,
     TAP_SLOTS,
     HostControl,
@@ -53,9 +61,10 @@ SOURCES = [
     f"{name}.cu"
     for name in (
         *("begin", "eagle", "attention", "output", "gate_up", "down", "head", "norm", "qkv"),
-        *("eagle_rank", "accept", "commit"),
+        *("eagle_rank", "accept", "commit", "eagle_chunk", "chunk_store"),
     )
 ]
+CHUNK_REGIONS = (CHUNK_TAPS, CHUNK_STATES, CHUNK_INPUT, CHUNK_NORMED, CHUNK_QKV)  # a head has some of them
 TARGET_TAPS = (1, 2, 5, 6)  # what the ring holds: also taps that another head reads
 Row = NDArray[np.float32]
 
@@ -90,6 +99,33 @@ class Left:
         state.token, state.position, state.stopped = self.drawn, self.base + len(self.accepted), int(self.stopped)
 
 
+def read_chunk(head: Any, tokens: Sequence[int], position: int, cancelled: bool = False, seed: int = 0) -> RoundResult:
+    """A head's entries of positions from `position` on, by one chunk's graph.
+
+    Nothing that stood in the chunk's regions before may matter.
+    """
+    sequence = State.from_buffer(head.memory["state"]).sequence
+    slot = sequence % ROUND_SLOTS
+    request = head.requests[slot]
+    request.sequence, request.mode, request.count, request.position = sequence, PREFILL, len(tokens), position
+    request.max_tokens = request.forced = request.first = 0
+    request.setting, request.page_count = 1, head.sizes.table_pages
+    head.chunks[slot, : len(tokens)] = tokens
+    head.control.cancelled_through = sequence if cancelled else 0
+    written = [head.memory[name] for name in CHUNK_REGIONS if name in head.memory]
+    for area in written:
+        area[...] = 0xFF
+    begin, *others = head.passes.chunk()
+    pages = [head.memory[name] for name in ("KV pages", "rope", "page table")]
+    constants = [*head.own.values(), *head.targets.values(), *head.requested, *pages]
+    begun = [head.memory[name] for name in ("round", CHUNK)]
+    emulation.run_launches(head.kernels, [begin], seed * 100, [*written, *begun, head.memory["state"]], constants)
+    emulation.run_launches(head.kernels, others, seed * 100 + 1, [*written, head.memory["state"]], [*constants, *begun])
+    result = RoundResult.from_buffer_copy(head.results[slot])
+    assert (result.sequence, result.count) == (sequence, 0)
+    return result
+
+
 class Head:
     """A random head beside a ring of random taps. `run` plays a pass; what it leaves stays for the next one."""
 
@@ -101,6 +137,7 @@ class Head:
             target.context,
             taps=(1,),
             eagle=EagleShape(len(head.taps), target.hidden),
+            chunks=True,
         )
         target_sizes = Sizes(target, Precision(), target.context, taps=TARGET_TAPS)
         self.kernels = emulation.build(SOURCES, numbers_of(device_eagle_macros(head, target.hidden)), reports=reports)
@@ -132,6 +169,8 @@ class Head:
         self.pages = aligned(self.sizes.table_pages + 1, np.int32, 0)
         self.pages[: self.sizes.table_pages] = np.random.default_rng(3).permutation(self.sizes.page_count)
         self._text, self._mask = aligned(target.context, np.int32, 0), aligned(self.sizes.mask_bytes, np.uint8, 0)
+        self.chunks = aligned((ROUND_SLOTS, CHUNK_TOKENS), np.int32, 0)
+        self.requested.append(self.chunks)
         state = State.from_buffer(self.memory["state"])
         state.sequence = 1
         self.logits: NDArray[np.float32] = np.zeros(0, np.float32)
@@ -151,7 +190,7 @@ class Head:
 
     def _places(self) -> Places:
         blocks = map(ctypes.addressof, (self.requests, self.results, self.control))
-        host = HostBlocks(*blocks, *map(pointer, (self.pages, self._text, self._mask)))
+        host = HostBlocks(*blocks, *map(pointer, (self.pages, self._text, self._mask, self.chunks)))
         return Places(lambda name: pointer(self.memory[name]), lambda name: self._tensor(self.own, name), host)
 
     def _target_places(self) -> Places:

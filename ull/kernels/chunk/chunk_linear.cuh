@@ -347,8 +347,8 @@ ULL_DEVICE void chunk_linear(const ChunkLinearParams& params) {
 
 // ---- epilogues ------------------------------------------------------------------------------------------------------
 
-// f32 [kChunkTokens, rows rounded up to 16].
-template <int kRows>
+// f32 [kChunkTokens, kStride]. The activations are in units of 1 / kUnit.
+template <int kStride, int kUnit = 1>
 struct StoreChunkRows {
   ULL_DEVICE static void finish(const ChunkLinearParams& params, int tile, int first_token, int count,
                                 const ChunkSums& sums) {
@@ -359,7 +359,7 @@ struct StoreChunkRows {
     for (int group = 0; group < kChunkGroups; ++group) {
       const Four four = quad(sums[group]);
       const int token = first_token + group * kGroupTokens + quad_token();
-      if (token < count) store_four(output + int64_t{token} * round_up(kRows, kRowUnit), scaled(four, rows));
+      if (token < count) store_four(output + int64_t{token} * kStride, scaled(four, rows, kUnit));
     }
   }
 };

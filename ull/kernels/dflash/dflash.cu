@@ -17,12 +17,8 @@ using NarrowFc = NarrowPlan<Fc, kTokens>;
 template <int kTokens>
 using WideFc = WidePlan<Fc, kTokens, false>;
 
-// The last rows of a layer's qkv. The queries' rows before them are whole row tiles.
-inline constexpr int kKvRows = kQkvWidth - kAttentionWidth;
-static_assert(kAttentionWidth % kRowUnit == 0 && kKvRows % kRowUnit == 0);
-using Kv = LinearShape<kKvRows, kHidden, kWeightBits, false>;
 template <int kTokens>
-using WideKv = WidePlan<Kv, kTokens, true>;
+using WideKv = WidePlan<KvLinear<kHidden>, kTokens, true>;
 
 }  // namespace
 

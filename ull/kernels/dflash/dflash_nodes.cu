@@ -93,7 +93,7 @@ ULL_KERNEL(ull_dflash_nodes, DflashNodesParams, kNormThreads, 2) {
     load_norm_weight(weight, params.norm_weight);
     load_row(row, params.residual + entry * kResidualStride);
     normalise(row, weight, sums);
-    if (kGated && !ranked.block) store_input(params.gate_input, index, 0, row);
+    if (kGated && !ranked.block) store_input(RoundRow{params.gate_input, index}, 0, row);
     if constexpr (kConfident) {
       load_norm_weight(weight, params.confidence);
 #pragma unroll

@@ -3,7 +3,7 @@
 // target's, its taps through fc, and those behind them what the pass before has left for the entry above. So that
 // entries keep their numbers, a pass repeats all of its proposal's; the layer's weights cost the same for one as
 // for 64.
-#include "linear/head_rows.cuh"
+#include "eagle/eagle.cuh"
 #include "linear/layer_shapes.cuh"
 #include "linear/linear_narrow.cuh"
 #include "linear/linear_wide.cuh"
@@ -11,28 +11,7 @@
 namespace ull::gpu {
 namespace {
 
-inline constexpr int kTargetHidden = ULL_EAGLE_TARGET_HIDDEN;
-inline constexpr int kRead = ULL_EAGLE_TAPS;  // layers whose taps an entry is made of
-inline constexpr auto kTapNorm = static_cast<TapNorm>(ULL_EAGLE_TAP_NORM);
-inline constexpr bool kNormBeforeResidual = ULL_EAGLE_NORM_BEFORE_RESIDUAL != 0;
-inline constexpr bool kNormOutput = ULL_EAGLE_NORM_OUTPUT != 0;
-static_assert(kHidden % kColumnUnit == 0, "parts of a row begin at whole steps");
-static_assert(kTaps == 1, "the head keeps its own output");
-
-using Fc = TapsLinear<kTargetHidden, kRead>;
 using EagleQkv = LinearShape<kQkvWidth, 2 * kHidden, kWeightBits, false>;
-
-ULL_DEVICE void load_embedding(RowShare& share, const void* table, int32_t token) {
-  const auto* row = static_cast<const uint16_t*>(table) + static_cast<int64_t>(token) * kHidden;
-#pragma unroll
-  for (int i = 0; i < kNormVectors; ++i) {
-    share.vector[i] = {};
-    if (row_column(i) >= kHidden) continue;
-    const auto four = *reinterpret_cast<const uint64_t*>(row + row_column(i));
-    const auto low = static_cast<uint32_t>(four), high = static_cast<uint32_t>(four >> 32);
-    share.vector[i] = {{low << 16, low & 0xFFFF0000U, high << 16, high & 0xFFFF0000U}};  // bf16 -> f32
-  }
-}
 
 template <int kTokens>
 using NarrowFc = NarrowPlan<Fc, kTokens>;
@@ -67,10 +46,11 @@ ULL_KERNEL(ull_eagle_input, EagleInputParams, kNormThreads, 2) {
   const int entry = arch::block_x();
   if (entry >= round->count) return;
   auto* sums = reinterpret_cast<float*>(arch::shared_memory());
+  const RoundRow input{params.input, entry};
   RowShare row;
   load_embedding(row, params.table, round->tokens[entry]);
   normalise(row, weight, sums);
-  store_input(params.input, entry, 0, row);
+  store_input(input, 0, row);
 
   if (entry < round->first_draw) {
     load_row(row, params.states + entry * kResidualStride);
@@ -92,7 +72,7 @@ ULL_KERNEL(ull_eagle_input, EagleInputParams, kNormThreads, 2) {
   load_norm_weight(weight, params.hidden_norm);
   normalise(row, weight, sums);
   if constexpr (kNormBeforeResidual) keep();
-  store_input(params.input, entry, kHidden, row);
+  store_input(input, kHidden, row);
 }
 
 // Queries, keys and values of that; from 16 entries on ull_qkv_sum_* finishes them.

@@ -23,7 +23,7 @@ void DflashDrafter::prepare() {
       require(finish(never));
     });
   };
-  (void)timed([&] { return launch_context(0, held); });
+  measure_chunks(timed([&] { return launch_context(0, held); }));
   block_ns_ = timed([&] { return launch_context(0, 1); });
   block_ns_ += timed([&] { return launch_block(0, 1, 0, block, ranked(predicted(block))); });
   if (program_.nodes != nullptr) {
@@ -79,7 +79,7 @@ Status DflashDrafter::launch_nodes(int32_t position, int ranked) noexcept {
   return launch(program_.nodes);
 }
 
-Status DflashDrafter::read(const int32_t*, int count, int start, int from, const int32_t* pages, bool last,
+Status DflashDrafter::read(const int32_t* tokens, int count, int start, int from, const int32_t* pages, bool last,
                            const std::atomic<bool>& abort) noexcept {
   const int page_count = pages_for(start + count);
   if (!setting_.holds(pages, page_count)) {  // what is under way behind a round reads the mapped page table
@@ -87,12 +87,14 @@ Status DflashDrafter::read(const int32_t*, int count, int start, int from, const
     setting_.take(pages, page_count);
   }
   if (const Status status = made_behind(start, from, abort, &made_); status != Status::kOk || made_) return status;
-  for (int done = 0; done < count; done += kMaxTreeTokens) {
-    if (!queue_.has_slot()) {
-      if (const Status status = finish(abort); status != Status::kOk) return status;
-    }
-    const Status status = launch_context(start + done, std::min(count - done, kMaxTreeTokens));
+  for (int done = 0; done < count;) {
+    const int in_chunk = chunk_of(count - done),
+              taken = in_chunk > 0 ? in_chunk : std::min(count - done, kMaxTreeTokens);
+    if (const Status status = reach_slot(abort); status != Status::kOk) return status;
+    const Status status =
+        in_chunk > 0 ? launch_chunk(tokens + done, taken, start + done) : launch_context(start + done, taken);
     if (status != Status::kOk) return status;
+    done += taken;
   }
   return last ? Status::kOk : finish(abort);  // the block follows at once
 }
@@ -117,9 +119,7 @@ Status DflashDrafter::propose(const DraftContext& context, const TreePlan& plan,
   if (const Status status = reach_root(context, &from); status != Status::kOk) return status;
   if (from >= root) return Status::kOk;
   if (!made_) {
-    if (!queue_.has_slot()) {
-      if (const Status status = finish(*context.abort); status != Status::kOk) return status;
-    }
+    if (const Status status = reach_slot(*context.abort); status != Status::kOk) return status;
     const Status launched = launch_block(context.history[root], root, from, entries, ranked(depth));
     if (launched != Status::kOk) return launched;
   }

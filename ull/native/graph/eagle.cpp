@@ -32,7 +32,7 @@ void EagleDrafter::prepare() {
     });
   };
   const int held = std::min(kPageTokens, program_.context_tokens);
-  (void)timed(program_.fill, held, held, 0);
+  measure_chunks(timed(program_.fill, held, held, 0));
   root_ns_ = timed(program_.first, 1, 1, 1);
   for (int i = kEagleSizes - 1; i >= 0; --i) {
     const int count = kEagleLevels[i];
@@ -69,9 +69,18 @@ Status EagleDrafter::read(const int32_t* tokens, int count, int start, int from,
   }
   const int in_first = last ? std::min(count, kEagleFirst) : 0;
   for (int done = 0; done < count;) {
-    const bool is_first = done == count - in_first;
+    const int before_first = count - in_first - done;
+    const bool is_first = before_first == 0;
+    if (const int in_chunk = chunk_of(before_first); in_chunk > 0) {
+      if (const Status status = reach_slot(abort); status != Status::kOk) return status;
+      if (const Status status = launch_chunk(tokens + done, in_chunk, start + done); status != Status::kOk) {
+        return status;
+      }
+      done += in_chunk;
+      continue;
+    }
     pass_.count = 0;
-    pass_.read = is_first ? in_first : std::min(count - in_first - done, kMaxTreeTokens);
+    pass_.read = is_first ? in_first : std::min(before_first, kMaxTreeTokens);
     pass_.ranked = is_first ? 1 : 0;
     pass_.start = start + done;
     pass_.from = from;
@@ -82,9 +91,7 @@ Status EagleDrafter::read(const int32_t* tokens, int count, int start, int from,
       const Status status = made_behind(start, from, abort, &made);
       if (status != Status::kOk || made) return status;
     }
-    if (!queue_.has_slot()) {
-      if (const Status status = finish(abort); status != Status::kOk) return status;
-    }
+    if (const Status status = reach_slot(abort); status != Status::kOk) return status;
     if (const Status status = launch(is_first ? program_.first : program_.fill, pass_); status != Status::kOk) {
       return status;
     }

@@ -1,6 +1,11 @@
 #include "graph/head_on_device.h"
 
+#include <algorithm>
+#include <array>
+#include <iterator>
+#include <numeric>
 #include <stdexcept>
+#include <vector>
 
 #include "graph/timing.h"
 
@@ -19,10 +24,29 @@ HeadOnDevice::HeadOnDevice(DrafterKind kind, int lookahead, const RoundBlocks& b
       watchdog_ns_(watchdog_ns) {}
 
 void HeadOnDevice::begin_measuring() {
-  const int32_t page = 0;
+  int32_t pages[pages_for(gpu::kChunkTokens)];
+  std::iota(std::begin(pages), std::end(pages), 0);
+  const int count = std::min(blocks_.page_count, pages_for(std::min(blocks_.context_tokens, gpu::kChunkTokens)));
   queue_.set_watchdog(kPrepareNs);
   if (target_.drain() != Status::kOk) throw std::runtime_error(target_.failure());
-  setting_.take(Sampling{}, nullptr, 0, &page, 1);
+  setting_.take(Sampling{}, nullptr, 0, pages, count);
+}
+
+void HeadOnDevice::measure_chunks(int64_t pass_ns) {
+  if (blocks_.chunk == nullptr) return;
+  constexpr int kTiles = PromptCosts::kTiles;
+  const std::vector<int32_t> tokens(gpu::kChunkTokens, 0);
+  const int room = std::min(blocks_.context_tokens, tokens_in(blocks_.page_count));
+  const auto measured_ns = [&](int count) {
+    return median_duration_ns([&] {
+      require(launch_chunk(tokens.data(), std::min(count, room), 0));
+      require(finish(std::atomic<bool>{false}));
+    });
+  };
+  const int64_t few = measured_ns(gpu::kChunkTile), many = measured_ns(gpu::kChunkTokens);
+  std::array<PromptCosts::Measured, kTiles> chunks;
+  for (int i = 0; i < kTiles; ++i) chunks[static_cast<size_t>(i)].near_ns = few + (many - few) * i / (kTiles - 1);
+  costs_ = PromptCosts({.near_ns = pass_ns}, chunks, /*far=*/0);  // nothing is attended to: no position matters
 }
 
 void HeadOnDevice::require(Status status) const {
@@ -44,6 +68,21 @@ void HeadOnDevice::observe(const DraftOutcome& outcome) noexcept {
 
 Status HeadOnDevice::launch(void* graph) noexcept {
   return queue_.launch(graph, setting_, text_) == Status::kOk ? Status::kOk : failed();
+}
+
+int HeadOnDevice::chunk_of(int count) const noexcept {
+  const int most = std::min(count, gpu::kChunkTokens);
+  return blocks_.chunk != nullptr && most > gpu::kTreeTokens && costs_.prefers_chunk(most, 0) ? most : 0;
+}
+
+Status HeadOnDevice::launch_chunk(const int32_t* tokens, int count, int start) noexcept {
+  gpu::RoundRequest& request = queue_.next_request(blocks_.chunk);
+  request.mode = gpu::RoundMode::kPrefill;
+  request.count = count;
+  request.position = start;
+  request.max_tokens = 0;
+  std::copy_n(tokens, count, blocks_.chunks + queue_.next_slot() * gpu::kChunkTokens);
+  return launch(blocks_.chunk);
 }
 
 Status HeadOnDevice::finish(const std::atomic<bool>& abort) noexcept {

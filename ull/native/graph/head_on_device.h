@@ -10,6 +10,7 @@
 #include "graph/driver.h"
 #include "graph/last_round.h"
 #include "graph/program.h"
+#include "graph/prompt_costs.h"
 #include "graph/round_queue.h"
 #include "graph/setting.h"
 #include "graph/text.h"
@@ -32,17 +33,28 @@ class HeadOnDevice : public HeadDrafter {
   HeadOnDevice(DrafterKind kind, int lookahead, const RoundBlocks& blocks, const Driver& driver, RoundQueue& target,
                const TapTags& tags, int vocabulary, int64_t watchdog_ns);
 
-  // Begins and ends the measuring: page 0 serves as scratch, since no sequence exists yet. begin throws
+  // Begins and ends the measuring: the first pages serve as scratch, since no sequence exists yet. begin throws
   // std::runtime_error with the device's failure.
   void begin_measuring();
   void end_measuring() noexcept { queue_.set_watchdog(watchdog_ns_); }
+  // Measures chunks. pass_ns: what a pass that reads kTreeTokens positions takes. Throws as require().
+  void measure_chunks(int64_t pass_ns);
   // Throws std::runtime_error with the device's failure.
   void require(Status status) const;
+
+  // How many of the next `count` positions a chunk is to read; 0: none, a pass of up to kTreeTokens is cheaper.
+  [[nodiscard]] int chunk_of(int count) const noexcept;
+  // Launches a chunk of at most kChunkTokens positions; tokens: [count] as read() has them. As launch().
+  [[nodiscard]] Status launch_chunk(const int32_t* tokens, int count, int start) noexcept;
 
   // kOk or kExecutorFailed. The caller has filled queue_.next_request(graph).
   [[nodiscard]] Status launch(void* graph) noexcept;
   // Waits for all passes. kOk, kAborted with nothing under way, or kExecutorFailed.
   [[nodiscard]] Status finish(const std::atomic<bool>& abort) noexcept;
+  // Until there is room for one more pass. As finish().
+  [[nodiscard]] Status reach_slot(const std::atomic<bool>& abort) noexcept {
+    return queue_.has_slot() ? Status::kOk : finish(abort);
+  }
   // A token's candidates -> tokens, scores [kMedusaRanks]; how many, or -1 if the answer is none to such a question.
   [[nodiscard]] int candidates(const gpu::EmittedToken& answer, int node, int32_t* tokens,
                                float* scores) const noexcept;
@@ -84,6 +96,7 @@ class HeadOnDevice : public HeadDrafter {
 
  private:
   const int64_t watchdog_ns_;
+  PromptCosts costs_;
 };
 
 }  // namespace ull::graph

@@ -28,6 +28,7 @@ void RoundBlocks::check() const {
   require_block(control, "control");
   require_block(pages, "pages");
   require_block(text, "text");
+  if (chunk != nullptr) require_block(chunks, "chunks");
   require(vocabulary >= 1, "vocabulary: must be positive");
   require(context_tokens >= 2, "context_tokens: must be at least 2");
   require(page_count >= 1, "page_count: must be positive");
@@ -66,7 +67,6 @@ void GraphProgram::check() const {
   require(bursts ? burst_rounds >= 2 && burst_rounds < gpu::kRoundSlots : burst_rounds == 0,
           "burst_rounds: must be 2 or 3 if there are bursts");
   require(prefill != nullptr, "prefill: must be the handle of a graph");
-  if (chunk != nullptr) require_block(chunks, "chunks");
   require(!chunks_prefill() || !rounds_prefill(),
           "reuse: rounds have other bits than a chunk that alone reads prompts");
   RoundBlocks::check();

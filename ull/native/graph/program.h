@@ -40,6 +40,8 @@ struct RoundBlocks {
   gpu::HostControl* control = nullptr;    // mapped
   int32_t* pages = nullptr;               // [context_tokens / kPageTokens, rounded up] mapped
   int32_t* text = nullptr;                // [context_tokens] mapped
+  void* chunk = nullptr;      // CUgraphExec: up to kChunkTokens of a prompt fill the cache (kPrefill); null: none
+  int32_t* chunks = nullptr;  // [kRoundSlots][kChunkTokens] mapped, where there is `chunk`: its tokens
   int vocabulary = 0;
   int context_tokens = 0;
   int page_count = 0;
@@ -85,16 +87,15 @@ struct GraphProgram : RoundBlocks {
   void* rounds[kCostSizes] = {};
   SingleGraphs singles[kSamplers] = {};  // by Sampler; kFull's round is rounds[0], and null here
   int burst_rounds = 0;                  // 0: there are no bursts
-  void* prefill = nullptr;               // CUgraphExec, up to kTreeTokens prompt tokens
-  void* chunk = nullptr;                 // CUgraphExec, up to kChunkTokens, with the bits of `prefill`; null: none.
-                                         // `prefill` itself: every prompt token but the last is read by it
-  int32_t* chunks = nullptr;             // [kRoundSlots][kChunkTokens] mapped, where there is `chunk`: its tokens
-  void* medusa = nullptr;                // CUgraphExec of the Medusa heads; null: there are none
-  void* redraw = nullptr;                // CUgraphExec of one draw more from a round's logits; null: there is none
-  void* redraws = nullptr;               // and of up to kTreeTokens, where there is `redraw`
-  uint32_t* mask = nullptr;              // [(vocabulary + 31) / 32] mapped, where there is `redraw`
-  int medusa_heads = 0;                  // that `medusa` runs
-  int64_t medusa_bytes = 0;              // of their weights, which weight_bytes leaves out
+  // CUgraphExec, up to kTreeTokens prompt tokens, with the bits of `chunk`. `chunk` itself: every prompt token but the
+  // last is read by it.
+  void* prefill = nullptr;
+  void* medusa = nullptr;    // CUgraphExec of the Medusa heads; null: there are none
+  void* redraw = nullptr;    // CUgraphExec of one draw more from a round's logits; null: there is none
+  void* redraws = nullptr;   // and of up to kTreeTokens, where there is `redraw`
+  uint32_t* mask = nullptr;  // [(vocabulary + 31) / 32] mapped, where there is `redraw`
+  int medusa_heads = 0;      // that `medusa` runs
+  int64_t medusa_bytes = 0;  // of their weights, which weight_bytes leaves out
   Reuse reuse = Reuse::kAll;
   std::string name;     // of the executor, e.g. "graph/sm_90a"
   std::string library;  // the CUDA driver's file

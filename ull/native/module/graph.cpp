@@ -50,13 +50,6 @@ void read_redraws(const nb::dict& dict, graph::GraphProgram& program) {
   if (program.redraw != nullptr) program.mask = address<uint32_t*>(dict, "mask");
 }
 
-// What reads a chunk of a prompt, and where it finds the tokens.
-void read_chunk(const nb::dict& dict, graph::GraphProgram& program) {
-  if (!dict.contains("chunk")) return;
-  program.chunk = address(dict, "chunk");
-  if (program.chunk != nullptr) program.chunks = address<int32_t*>(dict, "chunks");
-}
-
 void read_blocks(const nb::dict& dict, graph::RoundBlocks& blocks) {
   blocks.stream = address(dict, "stream");
   blocks.context = address(dict, "context");
@@ -71,6 +64,9 @@ void read_blocks(const nb::dict& dict, graph::RoundBlocks& blocks) {
   blocks.weight_bytes = field<int64_t>(dict, "weight_bytes");
   blocks.kv_bytes = field<int64_t>(dict, "kv_bytes");
   blocks.kv_pages = field<uint64_t>(dict, "kv_pages");
+  if (!dict.contains("chunk")) return;
+  blocks.chunk = address(dict, "chunk");
+  if (blocks.chunk != nullptr) blocks.chunks = address<int32_t*>(dict, "chunks");
 }
 
 // ValueError names the field.
@@ -123,7 +119,6 @@ graph::GraphProgram graph_program(const nb::dict& dict) {
   if (dict.contains("burst_rounds")) program.burst_rounds = field<int>(dict, "burst_rounds");
   read_redraws(dict, program);
   program.prefill = address(dict, "prefill");
-  read_chunk(dict, program);
   read_blocks(dict, program);
   program.name = field<std::string>(dict, "name");
   program.library = field<std::string>(dict, "library");

@@ -1,0 +1,86 @@
+"""What chunks of a prompt are to heads with a cache of their own: the launches that EAGLE and DFlash heads share.
+
+    begin, taps, fc, .., { kv, store }, .., accept
+
+Nothing is drawn, and what is kept is keys and values alone: no queries, no attention, and nothing behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ull.bundle import DEVICE_STEP, round_up
+from ull.gpu import chunk as chunks
+from ull.gpu.geometry import chunk
+from ull.gpu.launch import Launch
+from ull.gpu.memory import CHUNK, CHUNK_QKV, CHUNK_STATES, CHUNK_TAPS, Sizes
+from ull.gpu.params import CHUNK_TOKENS, ChunkLinearParams
+from ull.gpu.places import Places
+from ull.gpu.rounds import Rounds
+
+
+@dataclass(frozen=True)
+class KvWeights:
+    """The last rows of a layer's qkv: device addresses of what the kernels read."""
+
+    rows: int
+    weights: int
+    scale: int
+    bias: int | None
+
+    @classmethod
+    def of(cls, sizes: Sizes, places: Places, layer: int, columns: int) -> KvWeights:
+        """Those of keys and values of a matrix of that many columns."""
+        name, queries = f"layers.{layer}.qkv", sizes.attention_width
+        bits = {"fp8": 8, "bf16": 16}[sizes.precision.weights]
+        weights, scale, bias = (places.tensor(f"{name}.{kind}") for kind in ("weight", "scale", "bias"))
+        assert weights is not None and scale is not None
+        return cls(
+            sizes.qkv_width - queries,
+            weights + queries * round_up(columns, DEVICE_STEP) * bits // 8,
+            scale + 4 * queries,
+            None if bias is None else bias + 4 * queries,
+        )
+
+
+class HeadChunk:
+    """Builds them. `kind`: "eagle" or "dflash", as its kernels are named."""
+
+    def __init__(self, kind: str, sizes: Sizes, places: Places, rounds: Rounds) -> None:
+        self._kind, self._sizes, self._places, self._rounds = kind, sizes, places, rounds
+
+    def opening(self, layers: Sequence[int], held: Sequence[int]) -> list[Launch]:
+        """What leaves a hidden state of each position in `CHUNK_STATES`: see `Rounds.taps`."""
+        region, tensor = self._places.region, self._places.tensor
+        taps = self._rounds.taps(f"ull_{self._kind}_chunk_taps", layers, held, CHUNK_TOKENS, CHUNK_TAPS)
+        taps.params.chunk = region(CHUNK)
+        params = ChunkLinearParams(
+            chunk=region(CHUNK),
+            weights=tensor("fc.weight"),
+            scale=tensor("fc.scale"),
+            bias=tensor("fc.bias"),
+            activations=region(CHUNK_TAPS),
+            output=region(CHUNK_STATES),
+        )
+        fc = Launch(f"ull_{self._kind}_chunk_fc", *chunk.product(self._sizes.model.hidden), params)
+        return [self._rounds.begin(chunk=True), taps, fc]
+
+    def keys_and_values(self, layer: int, activations: str, columns: int) -> list[Launch]:
+        """A layer's, of a region with activations of that many columns, into the pages."""
+        region, sizes = self._places.region, self._sizes
+        kv = KvWeights.of(sizes, self._places, layer, columns)
+        params = ChunkLinearParams(
+            chunk=region(CHUNK),
+            weights=kv.weights,
+            scale=kv.scale,
+            bias=kv.bias,
+            activations=region(activations),
+            output=region(CHUNK_QKV) + 4 * sizes.attention_width,  # where store finds them
+        )
+        product = Launch(f"ull_{self._kind}_chunk_kv", *chunk.product(kv.rows), params)
+        return [product, chunks.store(sizes, self._places, layer)]
+
+    def closing(self) -> list[Launch]:
+        """Keys and values are in the pages: nothing is committed."""
+        return self._rounds.closing(1, draws=False)
