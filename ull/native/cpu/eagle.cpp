@@ -14,6 +14,7 @@ namespace ull::cpu {
 namespace {
 
 constexpr int kPassRows = 64;      // most entries of a pass
+constexpr int kLastRows = 8;       // of the pass that a proposal begins with; those before it have no outputs
 constexpr int kTimedRuns = 5;      // the fastest counts
 constexpr float kAbsent = -1e30F;  // logit of what the head's vocabulary lacks: behind every other, yet finite
 // A level of so many times one node's cost is as wide as it may be: its other nodes are the less likely ones.
@@ -135,6 +136,15 @@ void EagleHead::run(const Pass& pass) noexcept {
   feed_forward(pass.count);
 }
 
+void EagleHead::keep(const Pass& pass) noexcept {
+  prepare_input(pass);
+  model_.multiply(layer_.qkv, input_.data(), pass.count, qkv_.data(), static_cast<size_t>(spec_.model.qkv_rows()),
+                  spec_.model.query_rows() / kTileRows);
+  const AttentionStep step = attention_step(pass);
+  const auto body = [&](int member) { attention_.store(member, step); };
+  model_.team()->run(body);
+}
+
 void EagleHead::prepare_input(const Pass& pass) noexcept {
   for (int row = 0; row < pass.count; ++row) {
     const size_t at = static_cast<size_t>(row) * hidden_;
@@ -151,21 +161,25 @@ void EagleHead::prepare_input(const Pass& pass) noexcept {
   }
 }
 
+AttentionStep EagleHead::attention_step(const Pass& pass) noexcept {
+  return {.qkv = qkv_.data(),
+          .qkv_stride = spec_.model.qkv_rows(),
+          .start = pass.start,
+          .pages = pass.pages,
+          .cache_layer = 0,
+          .window = spec_.model.windows[0],
+          .query_norm = data_or_null(layer_.query_norm),
+          .key_norm = data_or_null(layer_.key_norm),
+          .panels = {pass.count, pass.count, 1},  // row by row
+          .out = attended_.data(),
+          .out_scale = 1.0F,
+          .tree = pass.tree,
+          .first_node = pass.first_node,
+          .first = pass.from};
+}
+
 void EagleHead::attend(const Pass& pass) noexcept {
-  const AttentionStep step{.qkv = qkv_.data(),
-                           .qkv_stride = spec_.model.qkv_rows(),
-                           .start = pass.start,
-                           .pages = pass.pages,
-                           .cache_layer = 0,
-                           .window = spec_.model.windows[0],
-                           .query_norm = data_or_null(layer_.query_norm),
-                           .key_norm = data_or_null(layer_.key_norm),
-                           .panels = {pass.count, pass.count, 1},  // row by row
-                           .out = attended_.data(),
-                           .out_scale = 1.0F,
-                           .tree = pass.tree,
-                           .first_node = pass.first_node,
-                           .first = pass.from};
+  const AttentionStep step = attention_step(pass);
   attention_.reset();
   const auto body = [&](int member) { attention_.run(member, step); };
   model_.team()->run(body);
@@ -300,13 +314,20 @@ int64_t EagleDrafter::cost_ns(int depth) const noexcept {
 
 Status EagleDrafter::read(const int32_t* tokens, int count, int start, int from, const int32_t* pages, bool last,
                           const std::atomic<bool>& abort) noexcept {
+  const int in_last = last ? std::min({count, kLastRows, head_.rows()}) : 0;
   for (int done = 0; done < count;) {
     if (model_.interrupted(abort)) return Status::kAborted;
-    const int rows = std::min(count - done, head_.rows());
+    const int before_last = count - in_last - done;
+    const int rows = before_last > 0 ? std::min(before_last, head_.rows()) : in_last;
+    const EagleHead::Pass pass{
+        .tokens = tokens + done, .count = rows, .start = start + done, .from = from, .pages = pages};
     head_.read_taps(taps_, start + done, rows);
-    head_.run({.tokens = tokens + done, .count = rows, .start = start + done, .from = from, .pages = pages});
     done += rows;
-    if (!last || done < count) continue;
+    if (before_last > 0) {
+      head_.keep(pass);
+      continue;
+    }
+    head_.run(pass);
     head_.output(rows - 1, outputs_.data());
     head_.project(rows - 1, 1, logits_.data());
   }

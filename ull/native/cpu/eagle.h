@@ -50,6 +50,8 @@ class EagleHead {
     int first_node = 0;
   };
   void run(const Pass& pass) noexcept;
+  // Of a pass without a tree what stays in the cache, keys and values: no outputs.
+  void keep(const Pass& pass) noexcept;
 
   // What an entry below entry `row` of the last pass is made of -> [hidden].
   void output(int row, float* out) const noexcept;
@@ -60,6 +62,7 @@ class EagleHead {
   void load(const ModelSpec& target);
   // The layer's input: [count][2 * hidden], and the residual stream.
   void prepare_input(const Pass& pass) noexcept;
+  [[nodiscard]] AttentionStep attention_step(const Pass& pass) noexcept;
   void attend(const Pass& pass) noexcept;
   void feed_forward(int count) noexcept;
   // residual += matrix x

@@ -160,15 +160,18 @@ void Model::normed_row(int row, float* out) const noexcept {
                      weights_.norm().data(), spec_.hidden, spec_.rms_epsilon, 1.0F, out, 1);
 }
 
-void Model::multiply(const Matrix& matrix, const float* x, int count, float* out, size_t out_stride) noexcept {
+void Model::multiply(const Matrix& matrix, const float* x, int count, float* out, size_t out_stride,
+                     int from) noexcept {
   const Panels panels = Panels::of(count);
   const float scale = matrix.input_scale();
   for (int token = 0; token < count; ++token) {
-    const float* from = x + static_cast<size_t>(token) * static_cast<size_t>(matrix.columns);
+    const float* row = x + static_cast<size_t>(token) * static_cast<size_t>(matrix.columns);
     float* to = mixed_.data() + panels.offset(token, matrix.columns);
-    for (int k = 0; k < matrix.columns; ++k) to[static_cast<size_t>(k * panels.width)] = from[k] * scale;
+    for (int k = 0; k < matrix.columns; ++k) to[static_cast<size_t>(k * panels.width)] = row[k] * scale;
   }
-  const auto body = [&](int member) { product(member, matrix, mixed_.data(), panels, matrix.rows, out, out_stride); };
+  const auto body = [&](int member) {
+    product(member, matrix, mixed_.data(), panels, matrix.rows, out, out_stride, from);
+  };
   team_->run(body);
 }
 
@@ -279,15 +282,16 @@ void Model::tap(int member, int linear, const Matrix& matrix, AlignedArray<float
 }
 
 void Model::product(int member, const Matrix& matrix, const float* x, const Panels& panels, int rows, float* out,
-                    size_t out_stride) noexcept {
-  linear(member, matrix, x, panels, 1, [&](int tile, const float* sums, size_t) {
+                    size_t out_stride, int from) noexcept {
+  const auto finish = [&](int tile, const float* sums, size_t) {
     const int filled = std::min(kTileRows, rows - tile * kTileRows);
     for (int token = 0; token < panels.tokens; ++token) {
       alignas(64) float row[kTileRows];
       kernels_.finish_tile(sums + token * kTileRows, tile_of(matrix.scale, tile), tile_of(matrix.bias, tile), row);
       std::copy(row, row + filled, out + static_cast<size_t>(token) * out_stride + tile * kTileRows);
     }
-  });
+  };
+  linear(member, matrix, x, panels, 1, finish, from);
 }
 
 const float* Model::normalise(int member, const float* hidden, const Panels& panels, const AlignedArray<float>& weight,

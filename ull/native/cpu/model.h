@@ -103,8 +103,8 @@ class Model {
   // The lm_head's input of row `row` of the last forward(), unscaled -> [hidden].
   void normed_row(int row, float* out) const noexcept;
   // out[token][0, matrix.rows) = scale * (matrix x) + bias, for x [count][matrix.columns] f32, count <= chunk() and
-  // columns no more than the model's own widest input.
-  void multiply(const Matrix& matrix, const float* x, int count, float* out, size_t out_stride) noexcept;
+  // columns no more than the model's own widest input. Rows before row tile `from` are left out.
+  void multiply(const Matrix& matrix, const float* x, int count, float* out, size_t out_stride, int from = 0) noexcept;
   // The shared lm_head on rows like those of normed_row() -> [count][vocabulary].
   void head_logits(const float* x, int count, float* logits) noexcept;
 
@@ -128,9 +128,9 @@ class Model {
   void logits(int member, const float* hidden, const Panels& panels, float* out) noexcept;
   // The complete input of a linear, [columns] per token, packed. Ends with a barrier if there is a tap.
   void tap(int member, int linear, const Matrix& matrix, AlignedArray<float>& x, const Panels& panels) noexcept;
-  // out[token][0, rows) = matrix x, x packed for it.
+  // out[token][0, rows) = matrix x, x packed for it; from row tile `from` on.
   void product(int member, const Matrix& matrix, const float* x, const Panels& panels, int rows, float* out,
-               size_t out_stride) noexcept;
+               size_t out_stride, int from = 0) noexcept;
   // RMS norm of the chunk, packed for `consumer`. Ends with a barrier unless each member made its own.
   const float* normalise(int member, const float* hidden, const Panels& panels, const AlignedArray<float>& weight,
                          const Matrix& consumer) noexcept;
