@@ -17,7 +17,7 @@ from typing import Any
 
 from journal import NOTES, Finding, Report, Run, write_findings
 from rich.console import Console
-from shapes import CLIENT_ROUNDS, FIRST_STEPS, LAST_STEPS, MIDDLE, SHAPES, SMALL, STEPS, Step
+from shapes import CLIENT_ROUNDS, FIRST_STEPS, FIRST_TOKENS, LAST_STEPS, MIDDLE, SHAPES, SMALL, STEPS, Step
 from steps import GROUPS, chosen
 from tables import (
     checks,
@@ -25,6 +25,7 @@ from tables import (
     name_of_prompt,
     print_ahead,
     print_checks,
+    print_first_tokens,
     print_medusa,
     print_persistent,
     print_prompts,
@@ -41,6 +42,7 @@ from work import (
     compare_persistent,
     time_ahead,
     time_client,
+    time_first_tokens,
     time_persistent,
     time_points,
     time_prompts,
@@ -56,6 +58,7 @@ HERE = Path(__file__).parent
 COMMAND = (sys.executable, __file__, "--findings")  # of a step's process
 DATASHEET_BANDWIDTH = 4.8e12  # bytes per second; where ours was not measured
 BUNDLES_S, BANDWIDTH_S, COMPARISON_S, AHEAD_S = 40.0, 15.0, 60.0, 120.0  # estimates
+FIRST_TOKENS_S = 30.0
 SPECULATION_S = 60.0  # 12 s to load, and 39 requests of 512 tokens, 18 of them without drafts
 # In files of their own, which add to the report; estimates.
 PROGRAMS = {"probes": 20.0, "trace": 20.0, "profiled": 45.0}
@@ -98,6 +101,10 @@ class Measurement:
             name = f"{MIDDLE.arch}, an EAGLE head's acceptance replayed"
             self._do(name, SPECULATION_S, time_speculation, MIDDLE.arch, arch=MIDDLE.arch)
         self._client()
+        for shape, variant, lengths in FIRST_TOKENS:
+            if "first-tokens" in self._steps and shape.arch in self._archs:
+                name = f"{shape.arch}, a client's first tokens, {variant or 'exact'}"
+                self._do(name, FIRST_TOKENS_S, time_first_tokens, shape.arch, variant, lengths, arch=shape.arch)
         if "ahead" in self._steps and MIDDLE.arch in self._archs:
             name = f"{MIDDLE.arch}, weights ahead"
             self._do(name, AHEAD_S, time_ahead, MIDDLE.arch, MIDDLE.rounds, arch=MIDDLE.arch)
@@ -140,7 +147,7 @@ class Measurement:
             self._shape(arch).update(value)
         elif key in ("drafts", "persistent_compared"):
             self._shape(arch)[key] = value
-        elif key in ("ahead", "speculation"):
+        elif key in ("ahead", "speculation", "first_token"):
             self._keep(arch, key, value)
         elif key in ("points", "by_warps", "persistent", "prefill"):
             self._keep(arch, key, value)
@@ -169,7 +176,7 @@ class Measurement:
 
 def _subject(found: dict[str, Any]) -> tuple[Any, ...]:
     """What was measured: of a point, a prompt, a setting or a text, all that tells it from others of its kind."""
-    told = ("tree", "context", "tokens", "widest", "fast", "setting", "persistent", "name")
+    told = ("tree", "context", "tokens", "widest", "fast", "setting", "persistent", "name", "variant", "drafter")
     return tuple(found.get(key) for key in told)
 
 
@@ -183,6 +190,7 @@ def print_report(found: dict[str, Any]) -> None:
     print_persistent(console, found["shapes"])
     print_medusa(console, found["shapes"])
     print_speculation(console, found["shapes"])
+    print_first_tokens(console, found["shapes"])
     print_ahead(console, found["shapes"])
     verdicts = checks(found["shapes"], found.get("client"), found.get("probes"))
     found["checks"] = [{**check.__dict__} for check in verdicts]

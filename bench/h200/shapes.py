@@ -81,6 +81,13 @@ def repeats(tokens: int) -> int:
 
 
 PROMPTS = (128, 1024, 2048, 8192)
+FIRST_TOKEN_PROMPTS = (128, 1024, 8192)
+FIRST_TOKENS = (  # of a client, but for an exact engine's of 8B: shape, variant of its bundle, prompts
+    (MIDDLE, "fast", FIRST_TOKEN_PROMPTS),
+    (MIDDLE, "eagle", FIRST_TOKEN_PROMPTS),
+    (LARGE, "", (1024,)),
+    (LARGE, "fast", (1024,)),
+)
 FIRST_STEPS = (
     Step(MIDDLE, at([128], 1, 16, 64)),
     Step(MIDDLE, prompts=PROMPTS),

@@ -8,7 +8,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     # How fast it is; measure.py says what each of them measures.
     "figures": (
         *("bandwidth", "bundles", "rounds", "prefill", "trees-by-warps", "probes", "trace", "profiled"),
-        *("persistent-rounds", "speculation", "client", "ahead"),
+        *("persistent-rounds", "speculation", "client", "first-tokens", "ahead"),
     ),
 }
 

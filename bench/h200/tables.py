@@ -15,6 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from report import Check
 
 FIRST_TOKEN_MS = {"128": (8.0, 5.0), "1024": (30.0, 23.0), "8192": (240.0, 200.0)}  # of 8B: must, goal
+FIRST_TOKEN_OF = {  # and of other engines, by model and variant
+    ("llama-3.1-8b", "fast"): {128: (7.0, 4.5), 1024: (20.0, 15.0), 8192: (170.0, 140.0)},
+    ("llama-3.3-70b", "exact"): {1024: (230.0, 190.0)},
+    ("llama-3.3-70b", "fast"): {1024: (140.0, 110.0)},
+}
 PERSISTENT_CONTEXTS = (128, 8192)  # at which graph + PDL and one kernel for all layers are compared, for T = 1
 MICROSECONDS_PER_LAYER = (11.6, 5.0)  # must, goal
 
@@ -58,6 +63,11 @@ def checks(
         for text in result.get("speculation", []):
             name = f"{result['arch']} with EAGLE, acceptance of {text['name']} replayed"
             found.append(Check(name, text["ms_per_token"], "ms per token", text["must_ms"], text["goal_ms"]))
+        for first in result.get("first_token", []):
+            variant, tokens = first["variant"], first["tokens"]
+            limits = FIRST_TOKEN_OF.get((result["arch"], variant), {}).get(tokens, ())
+            name = f"{result['arch']}, {variant}, {first['drafter']}: a client's first token behind {tokens}"
+            found.append(Check(name, first["p50"], "ms", *limits))
     if client:
         times = client["inter_token_us"]
         found.append(Check("client ITL p99.9 / p50", times["p99.9"] / times["p50"], "x", 1.10, 1.02))
@@ -216,6 +226,19 @@ def print_speculation(console: Console, shapes: list[dict[str, Any]]) -> None:
                 f"{text['ms_per_token_without']:.4f}",
                 f"{text['ms_per_token_without'] / text['ms_per_token']:.2f}",
             )
+    if table.row_count:
+        console.print(table)
+
+
+def print_first_tokens(console: Console, shapes: list[dict[str, Any]]) -> None:
+    """A client's first tokens by how its daemon's engine reads prompts, and who reads them along."""
+    table = Table(title="a client's first token")
+    for column in ("model", "engine", "drafter", "prompt", "p50 ms", "p99 ms", "prompts"):
+        table.add_column(column, justify="left" if column in ("model", "engine", "drafter") else "right")
+    for result in shapes:
+        for found in result.get("first_token", []):
+            about = (result["arch"], found["variant"], found["drafter"], str(found["tokens"]))
+            table.add_row(*about, f"{found['p50']:.3f}", f"{found['p99']:.3f}", str(found["samples"]))
     if table.row_count:
         console.print(table)
 

@@ -20,9 +20,9 @@ from bundles import build_once
 from cores import client_cores
 from floor import kv_bytes_of, medusa_bytes, prompt_bytes, prompt_operations, weight_bytes
 from journal import Finding
-from replay import TEXTS, replay, replaying
+from replay import DRAFTER, TEXTS, replay, replaying
 from rounds import Prompts, RoundTimer, Times, loaded
-from shapes import MIDDLE, SHAPES, Point, at, repeats
+from shapes import FIRST_TOKEN_PROMPTS, MIDDLE, SHAPES, Point, at, repeats
 from sources import ROOT
 from tables import PERSISTENT_CONTEXTS
 
@@ -93,9 +93,6 @@ def prompt_row(prompts: Prompts, tokens: int, nbytes: int, operations: int, band
         "share_of_read_bandwidth": floor_ms / median,
         "tflop_per_s": operations / median / 1e9,
     }
-
-
-FIRST_TOKEN_PROMPTS = (128, 1024, 8192)  # tokens
 
 
 def build_bundles(archs: Sequence[str]) -> Iterator[Finding]:
@@ -236,21 +233,43 @@ def time_client(arch: str, rounds: int) -> Iterator[Finding]:
                     last = now
             vocabulary = open_bundle(build(arch)).manifest.model.vocabulary
             for tokens in FIRST_TOKEN_PROMPTS:
-                first[str(tokens)] = percentiles(first_tokens_ms(client, tokens, repeats(tokens), vocabulary))
+                times = first_tokens_ms(client, tokens, repeats(tokens), vocabulary)
+                first[str(tokens)] = percentiles(times["none"])
     seen = {"inter_token_us": percentiles(gaps[:rounds]), "first_token_ms": first}
     yield {"client": {"arch": arch, **seen, "placement": placement}}
 
 
-def first_tokens_ms(client: Client, tokens: int, prompts: int, vocabulary: int) -> list[float]:
-    """From the request to its first token, of prompts that begin like no other before: nothing of them is cached."""
-    generator, times = np.random.default_rng(tokens), []
+def first_tokens_ms(
+    client: Client, tokens: int, prompts: int, vocabulary: int, drafters: Sequence[str] = ("none",)
+) -> dict[str, list[float]]:
+    """From the request to its first token, by drafter, of prompts that begin like no other before.
+
+    So nothing of them is cached. The drafters take turns.
+    """
+    generator, times = np.random.default_rng(tokens), {drafter: list[float]() for drafter in drafters}
     for _ in range(prompts):
-        prompt = generator.integers(2, vocabulary, tokens).tolist()
-        sent = time.perf_counter_ns()
-        with client.generate(prompt, max_tokens=1, speculate="none", ignore_eos=True) as stream:
-            next(stream)
-            times.append((time.perf_counter_ns() - sent) / 1e6)
+        for drafter, of_drafter in times.items():
+            prompt = generator.integers(2, vocabulary, tokens).tolist()
+            sent = time.perf_counter_ns()
+            with client.generate(prompt, max_tokens=1, speculate=drafter, ignore_eos=True) as stream:
+                next(stream)
+                of_drafter.append((time.perf_counter_ns() - sent) / 1e6)
     return times
+
+
+def time_first_tokens(arch: str, variant: str, lengths: Sequence[int]) -> Iterator[Finding]:
+    """First tokens of a client whose daemon has an engine of that variant; of "eagle" where the head reads along, too.
+
+    A head that is right about nothing goes on to do so.
+    """
+    bundle, always = build(arch, variant), ["--set", "speculation.adaptive=false"]
+    vocabulary = open_bundle(bundle).manifest.model.vocabulary
+    drafters = (DRAFTER, "none") if variant == DRAFTER else ("none",)
+    with DaemonProcess(bundle, arguments=always, ready_timeout=300.0) as daemon, Client(daemon.url) as client:
+        for tokens in lengths:
+            for drafter, times in first_tokens_ms(client, tokens, repeats(tokens), vocabulary, drafters).items():
+                about = {"variant": variant or "exact", "drafter": drafter, "tokens": tokens}
+                yield {"first_token": {**about, **percentiles(times)}}
 
 
 def time_speculation(arch: str) -> Iterator[Finding]:
@@ -270,6 +289,6 @@ WORK: dict[str, Callable[..., Iterator[Finding]]] = {
     work.__name__: work
     for work in (
         *(build_bundles, time_reading, time_points, time_trees_by_warps, time_prompts, time_persistent),
-        *(compare_persistent, time_speculation, time_client, time_ahead),
+        *(compare_persistent, time_speculation, time_client, time_first_tokens, time_ahead),
     )
 }

@@ -29,6 +29,7 @@ from tables import (
     checks,
     headline,
     print_checks,
+    print_first_tokens,
     print_persistent,
     print_prompts,
     print_rounds,
@@ -270,7 +271,8 @@ WAYS = ((1024, 512), (2048, 64), (2048, 512))  # prompts, and the most of their 
 def test_first_tokens_are_a_clients_and_held_against_8bs_limits(spawn: Spawn) -> None:
     daemon = spawn(script={"tokens": [65]})
     with Client(daemon.url) as client:
-        assert len(seen := first_tokens_ms(client, 20, 3, 100)) == 3 and min(seen) > 0
+        (seen,) = first_tokens_ms(client, 20, 3, 100).values()
+        assert len(seen) == 3 and min(seen) > 0
     found = {"arch": "llama-3.1-8b", "inter_token_us": {"p99.9": 1.0, "p50": 1.0}}
     found["first_token_ms"] = {"128": {"p50": 7.0}, "1024": {"p50": 31.0}, "64": {"p50": 9.0}}
     verdicts = {check.name: check.ok for check in checks([], found)}
@@ -322,6 +324,12 @@ def test_the_tables_take_any_part_of_a_report() -> None:
         print_speculation(console, [{**shape, "speculation": [REPLAYED]}])
     for words in ("acceptance of published heads replayed", "code (HumanEval)", "4.87", "4.91", "0.8000", "3.00"):
         assert words in said.get(), words
+    first = {"variant": "fast", "drafter": "none", "tokens": 1024, "p50": 19.25, "p99": 34.5, "samples": 16}
+    with console.capture() as said:
+        print_first_tokens(console, [{**shape, "first_token": [first]}])
+    assert "19.250" in said.get() and "34.500" in said.get()
+    held = [{"arch": "llama-3.1-8b", "points": [], "first_token": [first, {**first, "p50": 21.0, "tokens": 128}]}]
+    assert [(check.must, check.ok) for check in checks(held, None)] == [(20.0, True), (7.0, False)]
     trees = [point, {**point, "tree": 64, "median_ms": 3.0}]
     warps = [point, {**point, "tree": 64, "median_ms": 4.0}, {**point, "tree": 16}]
     with console.capture() as said:
@@ -337,6 +345,7 @@ def test_the_tables_take_any_part_of_a_report() -> None:
         print_trees(console, [shape])
         print_prompts(console, [{"arch": "llama-3.1-8b", "points": []}])
         print_speculation(console, [{"arch": "llama-3.1-8b", "points": []}])
+        print_first_tokens(console, [{"arch": "llama-3.1-8b", "points": []}])
     assert not said.get()
 
 
@@ -505,6 +514,9 @@ if work == "time_trees_by_warps":
     findings[work] = [{"by_warps": {**point, "tree": t, "context": c}} for t, c in rest[0]]
 if work == "time_prompts":
     findings[work] = [{"prefill": {"tokens": n, "widest": 512, "median_ms": 1.0, "floor_ms": 0.5}} for n in rest[0]]
+if work == "time_first_tokens":
+    times = {"variant": rest[0] or "exact", "drafter": "none", "p50": 1.0, "p99": 2.0, "samples": 20}
+    findings[work] = [{"first_token": {"tokens": n, **times}} for n in rest[1]]
 with open(sys.argv[1], "a") as file:
     for finding in findings[work]:
         print(json.dumps(finding), file=file)
@@ -554,7 +566,13 @@ def test_figures_come_in_the_order_of_their_worth(figures: Callable[[], Run]) ->
     client = names.index("client, llama-3.1-8b")
     assert names[client - 1] == "llama-3.1-8b, an EAGLE head's acceptance replayed"
     assert names[client - 2] == "llama-3.1-8b, one kernel for all layers" and "32000" not in " ".join(names[:client])
-    assert names[client + 1] == "llama-3.1-8b, weights ahead"
+    assert names[client + 1 : client + 6] == [
+        "llama-3.1-8b, a client's first tokens, fast",
+        "llama-3.1-8b, a client's first tokens, eagle",
+        "llama-3.3-70b, a client's first tokens, exact",
+        "llama-3.3-70b, a client's first tokens, fast",
+        "llama-3.1-8b, weights ahead",
+    ]
     assert names[-1] == "llama-3.3-70b, one kernel for all layers"
     found = saved(run)
     assert found["probes"] == {"empty": 1.5} and found["failures"] == found["cut"] == []
@@ -563,6 +581,9 @@ def test_figures_come_in_the_order_of_their_worth(figures: Callable[[], Run]) ->
     assert [point["tree"] for point in shapes["llama-3.1-8b"]["by_warps"]] == [1, 16, 32, 64, 1, 16, 64]
     assert [prompt["tokens"] for prompt in shapes["llama-3.1-8b"]["prefill"]] == [128, 1024, 2048, 8192]
     assert [text["name"] for text in shapes["llama-3.1-8b"]["speculation"]] == ["code", "chat"]
+    firsts = [(first["variant"], first["tokens"]) for first in shapes["llama-3.1-8b"]["first_token"]]
+    assert firsts == [(variant, tokens) for variant in ("fast", "eagle") for tokens in (128, 1024, 8192)]
+    assert [first["variant"] for first in shapes["llama-3.3-70b"]["first_token"]] == ["exact", "fast"]
 
 
 def test_single_steps_add_to_what_is_there(figures: Callable[[], Run]) -> None:
