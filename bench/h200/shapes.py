@@ -98,7 +98,7 @@ FIRST_STEPS = (
 STEPS = (
     Step(MIDDLE, at([128], 2, 4, 8, 32), medusa=True),
     Step(SMALL, at([128], 2, 4, 8, 32)),
-    Step(MIDDLE, at([2048, 8192], 1, 16, 64)),
+    Step(MIDDLE, at([2048, 8192], 1, 8, 16, 64)),
     Step(MIDDLE),
 )
 LAST_STEPS = (  # behind the client's
