@@ -46,6 +46,10 @@ FIGURES = {  # ours -> the metric's name, and what it is divided by
     "tensor_cores": ("sm__pipe_shared_cycles_active.avg.pct_of_peak_sustained_elapsed", 100.0),
     "instructions_per_cycle": ("sm__inst_executed.avg.per_cycle_elapsed", 1.0),
 }
+SHARES = ("memory", "l2", "banks", "tensor_cores")
+# What shared memory's banks do, of what they could: reads, those by the tensor cores among them, and writes. Not every
+# ncu knows them.
+BANKS = tuple(f"l1tex__data_bank_{what}.avg.pct_of_peak_sustained_elapsed" for what in ("reads", "writes"))
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 MOST_STALLS = 4
 
@@ -107,6 +111,8 @@ def _kernel(row: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {"kernel": row["Kernel Name"].split("(")[0].removeprefix("ull_"), "grid": row["Grid Size"]}
     for name, (metric, unit) in FIGURES.items():
         found[name] = _number(row[metric]) / unit
+    banks = [_number(row[metric]) / 100.0 for metric in BANKS if row.get(metric, "") not in ("", "n/a")]
+    found["banks"] = sum(banks) if banks else None
     found["registers"] = int(_number(row["launch__registers_per_thread"]))
     stalls = {match[1]: _number(text) for metric, text in row.items() if (match := STALL.fullmatch(metric))}
     stalls.pop("selected", None)  # it issues
@@ -133,12 +139,12 @@ def by_work(kernels: Iterable[dict[str, Any]], works: Iterable[Work]) -> dict[st
 def print_profile(console: Console, found: Mapping[str, list[dict[str, Any]]]) -> None:
     table = Table(title=f"one layer of {ARCH}, each kernel alone and with cold caches: share of the chip's, by ncu")
     left = ("round", "kernel", "warps wait for")
-    figures = ("us", "memory", "L2", "tensor cores", "instr/cycle", "registers")
+    figures = ("us", "memory", "L2", "banks", "tensor cores", "instr/cycle", "registers")
     for column in (*left[:2], *figures, left[2]):
         table.add_column(column, justify="left" if column in left else "right")
     for work, kernels in found.items():
         for kernel in kernels:
-            shares = (f"{kernel[name]:.0%}" for name in ("memory", "l2", "tensor_cores"))
+            shares = ("-" if (share := kernel[name]) is None else f"{share:.0%}" for name in SHARES)
             stalls = ", ".join(f"{name} {value:.1f}" for name, value in kernel["stalls"].items())
             instructions = f"{kernel['instructions_per_cycle']:.2f}"
             cells = (f"{kernel['us']:.1f}", *shares, instructions, str(kernel["registers"]))
@@ -154,8 +160,11 @@ def profile(ncu: str) -> dict[str, list[dict[str, Any]]]:
     start = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--print-units", "base"]
     sections = [word for section in SECTIONS for word in ("--section", section)]
     output = ["--csv", "--page", "raw", "--log-file", str(log), "--kernel-name", f"regex:{KERNELS}"]
-    command = [*start, *sections, *output, sys.executable, __file__, "--run", str(BUNDLE)]
-    result = subprocess.run(command, capture_output=True, text=True)
+    run = [*output, sys.executable, __file__, "--run", str(BUNDLE)]
+    for more in (["--metrics", ",".join(BANKS)], []):  # what is not of a section an ncu may not know
+        result = subprocess.run([*start, *sections, *more, *run], capture_output=True, text=True)
+        if result.returncode == 0:
+            break
     text = log.read_text() if log.exists() else ""
     if result.returncode != 0:
         said = [line for line in (text + result.stderr).splitlines() if line.strip()]

@@ -25,7 +25,7 @@ words = sys.argv[1:]
 log = pathlib.Path(words[words.index("--log-file") + 1])
 assert words[-2:] == ["--run", "{bundle}"] and "--clock-control none" in " ".join(words)
 log.write_text({text!r})
-sys.exit({status})
+sys.exit(3 if {old} and "--metrics" in words else {status})
 """
 
 
@@ -37,8 +37,9 @@ def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "ncu"
 
 
-def write_ncu(path: Path, text: str, status: int = 0) -> None:
-    path.write_text(NCU.format(python=sys.executable, bundle=profiled.BUNDLE, text=text, status=status))
+def write_ncu(path: Path, text: str, status: int = 0, old: bool = False) -> None:
+    """`old`: one that knows no metrics beyond its sections'."""
+    path.write_text(NCU.format(python=sys.executable, bundle=profiled.BUNDLE, text=text, status=status, old=old))
     path.chmod(0o755)
 
 
@@ -55,7 +56,20 @@ def test_a_kernel_has_its_figures_and_worst_stalls() -> None:
         "short_scoreboard": 0.45,
         "no_instruction": 0.23,
     }
+    assert first["banks"] is None
     assert profiled.read_kernels(["==PROF== Disconnected"]) == []
+
+
+def test_what_the_banks_do_is_reads_and_writes() -> None:
+    head, units, first, *_ = [line for line in WRITTEN.read_text().splitlines() if line.startswith('"')]
+    lines = [f'{head},"{profiled.BANKS[0]}","{profiled.BANKS[1]}"', f'{units},"%","%"', f'{first},"61.5","30.25"']
+    (kernel,) = profiled.read_kernels(lines)
+    assert kernel["banks"] == pytest.approx(0.9175)
+    (unknown,) = profiled.read_kernels([*lines[:2], f'{first},"n/a","n/a"'])
+    assert unknown["banks"] is None
+    output = io.StringIO()
+    profiled.print_profile(Console(file=output, width=160), {"a": [kernel]})
+    assert "92%" in output.getvalue()
 
 
 def test_kernels_are_told_apart_by_the_work_that_they_are_of() -> None:
@@ -70,8 +84,9 @@ def test_kernels_are_told_apart_by_the_work_that_they_are_of() -> None:
         profiled.by_work([{"kernel": "o_1"}], THREE)
 
 
-def test_the_report_gets_them(ncu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_ncu(ncu, WRITTEN.read_text())
+@pytest.mark.parametrize("old", [False, True])
+def test_the_report_gets_them(ncu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool) -> None:
+    write_ncu(ncu, WRITTEN.read_text(), old=old)
     monkeypatch.setattr(profiled, "WORKS", THREE)
     path = tmp_path / "report.json"
     monkeypatch.setattr(sys, "argv", ["profiled.py", "--json", str(path)])
