@@ -7,10 +7,10 @@
 
 A fill reads up to 64 entries whose taps the ring holds, and a chunk's graph those of a chunk of a prompt: what is kept
 of them is keys and values, which of a layer alone need nothing that comes behind its qkv. (Of a fill, attention is what
-stores them.) A proposal begins with a first pass of up to 8 of those, behind
-the last of which the candidates of depth 1 are ranked. Each level repeats these entries and what it has drafted so far,
-and ranks what follows its newest entries: so an entry keeps its number, and nothing but the residual that left the
-layer, row by row, is carried from one pass to the next.
+stores them.) A proposal begins with a first pass of up to 8 of those, behind the last of which the candidates of depth
+1 are ranked. Each level repeats these entries and what it has drafted so far, and ranks what follows its newest
+entries: so an entry keeps its number, and nothing but the residual that left the layer, row by row, is carried from one
+pass to the next.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ull.gpu.memory import (
     TAP_ROWS,
     Sizes,
 )
-from ull.gpu.params import CHUNK_TOKENS, TREE_TOKENS, AttentionParams, EagleInputParams, EagleRankParams
+from ull.gpu.params import CHUNK_TOKENS, TREE_TOKENS, EagleInputParams, EagleRankParams
 from ull.gpu.places import Places
 from ull.gpu.rounds import Rounds
 
@@ -48,11 +48,7 @@ class EagleForward(FusedForward):
 
     def keys_and_values(self, tokens: int) -> list[Launch]:
         """From the layer's input to its keys and values, which attention stores."""
-        launches = self._attended(0, tokens)
-        for launch in launches:
-            if isinstance(launch.params, AttentionParams):
-                launch.params.o_weights = launch.params.gate_up_weights = None  # they are not what is read next
-        return launches
+        return self._attended(0, tokens)
 
     def logits(self, tokens: int) -> list[Launch]:
         """The final norm, which keeps the residual for the next pass, and the head's own lm_head."""

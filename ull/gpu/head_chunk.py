@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ull.bundle import DEVICE_STEP, round_up
-from ull.gpu import chunk as chunks
+from ull.gpu.chunk import store
 from ull.gpu.geometry import chunk
 from ull.gpu.launch import Launch
 from ull.gpu.memory import CHUNK, CHUNK_QKV, CHUNK_STATES, CHUNK_TAPS, Sizes
@@ -79,7 +79,7 @@ class HeadChunk:
             output=region(CHUNK_QKV) + 4 * sizes.attention_width,  # where store finds them
         )
         product = Launch(f"ull_{self._kind}_chunk_kv", *chunk.product(kv.rows), params)
-        return [product, chunks.store(sizes, self._places, layer)]
+        return [product, store(sizes, self._places, layer)]
 
     def closing(self) -> list[Launch]:
         """Keys and values are in the pages: nothing is committed."""
