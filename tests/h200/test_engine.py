@@ -22,6 +22,7 @@ PROMPTS = (
     "one two three one two three one two",
     "for i in range(10):\n    print(i)\nfor j in range(10):\n    ",
 )
+LONG = "\n".join(PROMPTS) * 4  # of 320 tokens: before another prompt it is read in a chunk, by heads too
 TOKENS = 48
 SCHEMA = {
     "type": "object",
@@ -82,15 +83,16 @@ def test_speculation_changes_nothing(clients: dict[str, Client], sampling: dict[
             assert complete(client, prompt, speculate=drafter, max_tree=64, **sampling) == plain
 
 
+@pytest.mark.parametrize("before", ["", LONG], ids=["", "behind a chunk"])
 @pytest.mark.parametrize("drafter", ["medusa", "eagle", "dflash"])
-def test_drafters_know_as_much_as_on_the_cpu(clients: dict[str, Client], drafter: str) -> None:
+def test_drafters_know_as_much_as_on_the_cpu(clients: dict[str, Client], drafter: str, before: str) -> None:
     """Tokens per round, of trees in every round: one that reads what is not its own is right about nothing."""
     found: dict[str, float] = {}
     for target, client in clients.items():
         tokens = rounds = 0
         for prompt in PROMPTS:
             options = {"max_tokens": TOKENS, "seed": 11, "ignore_eos": True, "speculate": drafter, "max_tree": 16}
-            speculation = client.generate(prompt, **options).result().speculation  # type: ignore[arg-type]
+            speculation = client.generate(before + prompt, **options).result().speculation  # type: ignore[arg-type]
             assert speculation is not None
             tokens, rounds = tokens + TOKENS, rounds + speculation.rounds
         found[target] = tokens / rounds
