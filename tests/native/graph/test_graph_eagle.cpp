@@ -664,6 +664,8 @@ TEST(a_pass_that_fails_ends_the_executor_with_its_reason) {
     const char* what;
     bool restart;
   };
+  // Of a prompt so long, so many passes later: in a chunk, in a pass of 64, in the first, in levels.
+  const std::pair<int, uint64_t> moments[] = {{130, 0}, {30, 0}, {30, 1}, {30, 2}, {30, 4}};
   for (const Fault& fault :
        {Fault{&FakeEagle::Script::launch_error_at, "cuGraphLaunch failed with CUDA_ERROR_OUT_OF_MEMORY", true},
         Fault{&FakeEagle::Script::stream_error_at, "a round failed with CUDA_ERROR_ILLEGAL_ADDRESS", false},
@@ -671,8 +673,7 @@ TEST(a_pass_that_fails_ends_the_executor_with_its_reason) {
         Fault{&FakeEagle::Script::silent_at, "without an answer", true},
         Fault{&FakeEagle::Script::skipped_at, "has not run a pass of a head", true}}) {
     const int watchdog_ms = fault.at == &FakeEagle::Script::hang_at ? 300 : 60'000;
-    for (const uint64_t more : {0, 1, 2, 4}) {  // while it reads along, by a chunk too, in its first, in levels
-      const int length = more == 0 ? 130 : 30;
+    for (const auto& [length, more] : moments) {
       EagleRig rig(kInChunks, {.chunks = true}, {.watchdog_ms = watchdog_ms, .adaptive = false});
       rig.max_tree = 64;
       rig.eagle->arm([&](FakeEagle::Script& script, uint64_t next) { script.*fault.at = next + more; });
