@@ -31,7 +31,7 @@ from ull.gpu.memory import (
     TAP_ROWS,
     Sizes,
 )
-from ull.gpu.params import CHUNK_TOKENS, TREE_TOKENS, EagleInputParams, EagleRankParams
+from ull.gpu.params import CHUNK_TOKENS, TREE_TOKENS, ChunkEagleInputParams, EagleInputParams, EagleRankParams
 from ull.gpu.places import Places
 from ull.gpu.rounds import Rounds
 
@@ -92,9 +92,16 @@ class EaglePasses:
 
     def chunk(self) -> list[Launch]:
         """Up to `CHUNK_TOKENS` entries from taps."""
+        region, tensor = self._places.region, self._places.tensor
         shared = HeadChunk("eagle", self._sizes, self._places, self._rounds)
-        params = self._input_params(CHUNK_STATES, CHUNK_INPUT)
-        params.chunk = self._places.region(CHUNK)
+        params = ChunkEagleInputParams(
+            chunk=region(CHUNK),
+            table=self._embedding(),
+            states=region(CHUNK_STATES),
+            embedding_norm=tensor("layers.0.attn_norm"),
+            hidden_norm=tensor("layers.0.hidden_norm"),
+            input=region(CHUNK_INPUT),
+        )
         return [
             *shared.opening(self._head.taps, self._target_sizes.taps),
             Launch("ull_eagle_chunk_input", *linear.eagle_row(CHUNK_TOKENS), params),
@@ -123,24 +130,23 @@ class EaglePasses:
         taps = self._rounds.taps("ull_eagle_taps", self._head.taps, self._target_sizes.taps, tokens, EAGLE_TAPS)
         return [self._rounds.begin(), taps, self._forward.fc(tokens), self._input(tokens, True)]
 
-    def _input(self, tokens: int, overlaps: bool) -> Launch:
-        params = self._input_params(EAGLE_STATES, EAGLE_INPUT)
-        return Launch("ull_eagle_input", *linear.eagle_row(tokens), params, overlaps=overlaps)
+    def _embedding(self) -> int | None:
+        return (self._places if self._head.own_embedding else self._target).tensor("embed.weight")
 
-    def _input_params(self, states: str, activations: str) -> EagleInputParams:
+    def _input(self, tokens: int, overlaps: bool) -> Launch:
         region, tensor = self._places.region, self._places.tensor
-        embedding = tensor if self._head.own_embedding else self._target.tensor
-        return EagleInputParams(
+        params = EagleInputParams(
             round=region("round"),
-            table=embedding("embed.weight"),
-            states=region(states),
+            table=self._embedding(),
+            states=region(EAGLE_STATES),
             outputs=region(TAP_ROWS),
             embedding_norm=tensor("layers.0.attn_norm"),
             hidden_norm=tensor("layers.0.hidden_norm"),
             output_norm=tensor("norm"),
-            input=region(activations),
+            input=region(EAGLE_INPUT),
             residual=region("residual"),
         )
+        return Launch("ull_eagle_input", *linear.eagle_row(tokens), params, overlaps=overlaps)
 
     def _rank(self) -> Launch:
         region, sizes = self._places.region, self._sizes

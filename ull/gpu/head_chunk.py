@@ -53,8 +53,7 @@ class HeadChunk:
     def opening(self, layers: Sequence[int], held: Sequence[int]) -> list[Launch]:
         """What leaves a hidden state of each position in `CHUNK_STATES`: see `Rounds.taps`."""
         region, tensor = self._places.region, self._places.tensor
-        taps = self._rounds.taps(f"ull_{self._kind}_chunk_taps", layers, held, CHUNK_TOKENS, CHUNK_TAPS)
-        taps.params.chunk = region(CHUNK)
+        taps = self._rounds.taps(f"ull_{self._kind}_chunk_taps", layers, held, CHUNK_TOKENS, CHUNK_TAPS, chunk=True)
         params = ChunkLinearParams(
             chunk=region(CHUNK),
             weights=tensor("fc.weight"),

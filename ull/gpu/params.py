@@ -334,7 +334,6 @@ class TapsParams(ctypes.Structure):
         ("ring_taps", c_int32),
         ("taps", c_int32 * MOST_TAPS),
         ("padding", c_int32),
-        ("chunk", c_void_p),
     ]
 
 
@@ -349,7 +348,6 @@ class EagleInputParams(ctypes.Structure):
         ("output_norm", c_void_p),
         ("input", c_void_p),
         ("residual", c_void_p),
-        ("chunk", c_void_p),
     ]
 
 
@@ -422,6 +420,29 @@ class ChunkNormParams(ctypes.Structure):
         ("bias", c_void_p),
         ("unit", c_float),
         ("padding", c_int32),
+    ]
+
+
+class ChunkTapsParams(ctypes.Structure):
+    _fields_ = [
+        ("chunk", c_void_p),
+        ("ring", c_void_p),
+        ("norm_weight", c_void_p),
+        ("output", c_void_p),
+        ("ring_taps", c_int32),
+        ("taps", c_int32 * MOST_TAPS),
+        ("padding", c_int32),
+    ]
+
+
+class ChunkEagleInputParams(ctypes.Structure):
+    _fields_ = [
+        ("chunk", c_void_p),
+        ("table", c_void_p),
+        ("states", c_void_p),
+        ("embedding_norm", c_void_p),
+        ("hidden_norm", c_void_p),
+        ("input", c_void_p),
     ]
 
 

@@ -24,6 +24,7 @@ from ull.gpu.params import (
     TREE_TOKENS,
     AcceptParams,
     BeginParams,
+    ChunkTapsParams,
     CommitParams,
     EmbedParams,
     HeadScanParams,
@@ -92,15 +93,21 @@ class Rounds:
         )
         return Launch("ull_begin_chunk" if chunk else "ull_begin", *sampling.begin(), begin)
 
-    def taps(self, kernel: str, layers: Sequence[int], held: Sequence[int], entries: int, output: str) -> Launch:
-        """A head's input: the target's taps of `layers`, out of `held`, which its ring has of a position."""
+    def taps(
+        self, kernel: str, layers: Sequence[int], held: Sequence[int], entries: int, output: str, chunk: bool = False
+    ) -> Launch:
+        """A head's input: the target's taps of `layers`, out of `held`, which its ring has of a position.
+
+        `chunk`: of a chunk's positions.
+        """
         assert self._target is not None
-        read = [held.index(layer) for layer in layers]
-        params = TapsParams(
-            round=self._places.region("round"),
+        region, read = self._places.region, [held.index(layer) for layer in layers]
+        kind, what = (ChunkTapsParams, region(CHUNK)) if chunk else (TapsParams, region("round"))
+        params = kind(
+            what,
             ring=self._target.region(TAP_RING),
             norm_weight=self._places.tensor("tap_norm"),
-            output=self._places.region(output),
+            output=region(output),
             ring_taps=len(held),
             taps=(*read, *[0] * (MOST_TAPS - len(read))),
         )

@@ -371,7 +371,6 @@ struct TapsParams {
   int32_t ring_taps;
   int32_t taps[kMostTaps];  // which of the ring's rows the head reads
   int32_t padding;
-  const Chunk* chunk;  // of a chunk's kernel, whose activations lie as a chunk's; null in rounds
 };
 
 struct EagleInputParams {
@@ -383,8 +382,7 @@ struct EagleInputParams {
   const float* hidden_norm;     // [H]
   const float* output_norm;     // [H] of the outputs, where the head is fed them behind its final norm
   void* input;                  // 2 * H f16 activations
-  float* residual;              // [64, H]; not of a chunk
-  const Chunk* chunk;           // as TapsParams'; states are then [kChunkTokens, H]
+  float* residual;              // [64, H]
 };
 
 struct EagleRankParams {
@@ -453,6 +451,25 @@ struct ChunkNormParams {
   const float* bias;         // as NormParams'
   float unit;
   int32_t padding;
+};
+
+struct ChunkTapsParams {
+  const Chunk* chunk;
+  const float* ring;         // as TapsParams'
+  const float* norm_weight;  // as TapsParams'
+  void* output;              // f16 activations of width taps * target's H, times kMlpScale
+  int32_t ring_taps;
+  int32_t taps[kMostTaps];  // as TapsParams'
+  int32_t padding;
+};
+
+struct ChunkEagleInputParams {
+  const Chunk* chunk;
+  const void* table;            // [target's V, H] bf16
+  const float* states;          // [kChunkTokens, H]
+  const float* embedding_norm;  // [H]
+  const float* hidden_norm;     // [H]
+  void* input;                  // 2 * H f16 activations
 };
 
 struct ChunkQuantiseParams {  // fast

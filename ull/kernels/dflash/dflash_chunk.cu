@@ -6,7 +6,7 @@
 
 namespace ull::gpu {
 
-ULL_KERNEL(ull_dflash_chunk_taps, TapsParams, kNormThreads, 2) {
+ULL_KERNEL(ull_dflash_chunk_taps, ChunkTapsParams, kNormThreads, 2) {
   read_chunk_taps<kTargetHidden, kRead, TapNorm::kNone>(params);
 }
 

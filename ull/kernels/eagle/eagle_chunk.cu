@@ -5,7 +5,7 @@
 
 namespace ull::gpu {
 
-ULL_KERNEL(ull_eagle_chunk_taps, TapsParams, kNormThreads, 2) {
+ULL_KERNEL(ull_eagle_chunk_taps, ChunkTapsParams, kNormThreads, 2) {
   read_chunk_taps<kTargetHidden, kRead, kTapNorm>(params);
 }
 
@@ -14,7 +14,7 @@ ULL_CLUSTER_KERNEL(ull_eagle_chunk_fc, ChunkLinearParams, kChunkThreads, kChunkC
 }
 
 // As ull_eagle_input, of entries that all have taps, and whose residual nobody reads.
-ULL_KERNEL(ull_eagle_chunk_input, EagleInputParams, kNormThreads, 2) {
+ULL_KERNEL(ull_eagle_chunk_input, ChunkEagleInputParams, kNormThreads, 2) {
   arch::release_dependents();
   RowShare weight;
   load_norm_weight(weight, params.embedding_norm);

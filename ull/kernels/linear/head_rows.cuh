@@ -76,8 +76,8 @@ struct ChunkRow {
 };
 
 // The taps of a position, one behind another, as f16 activations times kMlpScale, for their range.
-template <int kTargetHidden, int kRead, TapNorm kNorm, typename Row>
-ULL_DEVICE void store_taps(const TapsParams& params, int at, const Row& to) {
+template <int kTargetHidden, int kRead, TapNorm kNorm, typename Params, typename Row>
+ULL_DEVICE void store_taps(const Params& params, int at, const Row& to) {
   static_assert(kRead >= 1 && kRead <= kMostTaps);
   static_assert(kTargetHidden % kColumnUnit == 0, "parts of a row begin at whole steps");
   auto* sums = reinterpret_cast<float*>(arch::shared_memory());
@@ -123,7 +123,7 @@ ULL_DEVICE void read_taps(const TapsParams& params) {
 
 // The same of a chunk.
 template <int kTargetHidden, int kRead, TapNorm kNorm>
-ULL_DEVICE void read_chunk_taps(const TapsParams& params) {
+ULL_DEVICE void read_chunk_taps(const ChunkTapsParams& params) {
   arch::release_dependents();
   arch::wait_for_predecessor();
   const ChunkExtent chunk = chunk_extent(params.chunk);
