@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 import shutil
@@ -13,11 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec import structs
 
 from checkpoints import write_checkpoint
 from device_bundles import write_stubs
-from device_heads import compiled_with, dequantised, halves, of_head, refuse, rounds, touched, without
+from device_heads import compiled_with, dequantised, halves, of_head, refuse, rounds, touched, without, without_chunks
 from head_checkpoints import HeadShape, Tensors, eagle_tensors, write_eagle
 from manifests import change_manifest, read_manifest_json
 from recording_driver import Launched, RecordingDriver
@@ -251,13 +249,8 @@ def test_a_gpu_without_warpgroup_products_has_no_kernels_of_chunks(target: Path,
 
 def test_a_head_whose_bundle_lacks_them_reads_without_chunks(bundle: Bundle) -> None:
     """One that an older ull has built: the graph is not there, nor memory for it."""
-    manifest, head = bundle.manifest, eagle_of(bundle)
-    assert manifest.speculation is not None and head.code is not None
-    files = [file for file in head.code.files if "chunk" not in file.path]
-    older = structs.replace(head, code=structs.replace(head.code, files=files))
-    speculation = structs.replace(manifest.speculation, eagle=older)
-    bundle = dataclasses.replace(bundle, manifest=structs.replace(manifest, speculation=speculation))
-    program = Program(bundle, Log(stream=io.StringIO()), driver=RecordingDriver())
+    older = without_chunks(bundle, "eagle")
+    program = Program(older, Log(stream=io.StringIO()), driver=RecordingDriver())
     handed = program.handover["eagle"]
     assert handed["chunk"] == 0 and "chunks" not in handed and program.handover["chunk"] != 0
     assert not [name for name in program._plan.regions if name.startswith("eagle.chunk")]

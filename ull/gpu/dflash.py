@@ -92,20 +92,15 @@ class DflashPasses:
     def chunk(self) -> list[Launch]:
         """Context of up to `CHUNK_TOKENS` positions."""
         region, hidden = self._places.region, self._sizes.model.hidden
-        shared = HeadChunk("dflash", self._sizes, self._places, self._rounds)
         params = ChunkNormParams(
             chunk=region(CHUNK),
             residual=region(CHUNK_STATES),
             norm_weight=self._places.tensor("hidden_norm"),
             normed=region(CHUNK_NORMED),
         )
-        layers = range(self._sizes.model.layers)
-        return [
-            *shared.opening(self._head.taps, self._target_sizes.taps),
-            Launch("ull_chunk_norm", *chunk.norm(hidden), params),
-            *(launch for layer in layers for launch in shared.keys_and_values(layer, CHUNK_NORMED, hidden)),
-            *shared.closing(),
-        ]
+        norm = Launch("ull_chunk_norm", *chunk.norm(hidden), params)
+        shared, held = HeadChunk("dflash", self._sizes, self._places, self._rounds), self._target_sizes.taps
+        return shared.launches(self._head.taps, held, norm, CHUNK_NORMED, hidden)
 
     def block(self, tokens: int) -> list[Launch]:
         """Up to `tokens` entries, one of `BLOCK_TILES`."""

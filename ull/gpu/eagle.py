@@ -93,7 +93,6 @@ class EaglePasses:
     def chunk(self) -> list[Launch]:
         """Up to `CHUNK_TOKENS` entries from taps."""
         region, tensor = self._places.region, self._places.tensor
-        shared = HeadChunk("eagle", self._sizes, self._places, self._rounds)
         params = ChunkEagleInputParams(
             chunk=region(CHUNK),
             table=self._embedding(),
@@ -102,12 +101,9 @@ class EaglePasses:
             hidden_norm=tensor("layers.0.hidden_norm"),
             input=region(CHUNK_INPUT),
         )
-        return [
-            *shared.opening(self._head.taps, self._target_sizes.taps),
-            Launch("ull_eagle_chunk_input", *linear.eagle_row(CHUNK_TOKENS), params),
-            *shared.keys_and_values(0, CHUNK_INPUT, 2 * self._sizes.model.hidden),
-            *shared.closing(),
-        ]
+        of_entries = Launch("ull_eagle_chunk_input", *linear.eagle_row(CHUNK_TOKENS), params)
+        shared, held = HeadChunk("eagle", self._sizes, self._places, self._rounds), self._target_sizes.taps
+        return shared.launches(self._head.taps, held, of_entries, CHUNK_INPUT, 2 * self._sizes.model.hidden)
 
     def first(self) -> list[Launch]:
         """The entries that begin a proposal, of which the last is ranked."""

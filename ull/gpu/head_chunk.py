@@ -50,10 +50,25 @@ class HeadChunk:
     def __init__(self, kind: str, sizes: Sizes, places: Places, rounds: Rounds) -> None:
         self._kind, self._sizes, self._places, self._rounds = kind, sizes, places, rounds
 
-    def opening(self, layers: Sequence[int], held: Sequence[int]) -> list[Launch]:
-        """What leaves a hidden state of each position in `CHUNK_STATES`: see `Rounds.taps`."""
-        region, tensor = self._places.region, self._places.tensor
+    def launches(
+        self, layers: Sequence[int], held: Sequence[int], between: Launch, activations: str, columns: int
+    ) -> list[Launch]:
+        """`layers`, `held`: see `Rounds.taps`. `between`: what makes of the hidden state of each position, which lies
+        in `CHUNK_STATES`, what the head's layers take: a region with activations of that many columns.
+        """
         taps = self._rounds.taps(f"ull_{self._kind}_chunk_taps", layers, held, CHUNK_TOKENS, CHUNK_TAPS, chunk=True)
+        of_layers = (self._keys_and_values(layer, activations, columns) for layer in range(self._sizes.model.layers))
+        return [
+            self._rounds.begin(chunk=True),
+            taps,
+            self._fc(),
+            between,
+            *(launch for launches in of_layers for launch in launches),
+            *self._rounds.closing(1, draws=False),  # keys and values are in the pages: nothing is committed
+        ]
+
+    def _fc(self) -> Launch:
+        region, tensor = self._places.region, self._places.tensor
         params = ChunkLinearParams(
             chunk=region(CHUNK),
             weights=tensor("fc.weight"),
@@ -62,11 +77,10 @@ class HeadChunk:
             activations=region(CHUNK_TAPS),
             output=region(CHUNK_STATES),
         )
-        fc = Launch(f"ull_{self._kind}_chunk_fc", *chunk.product(self._sizes.model.hidden), params)
-        return [self._rounds.begin(chunk=True), taps, fc]
+        return Launch(f"ull_{self._kind}_chunk_fc", *chunk.product(self._sizes.model.hidden), params)
 
-    def keys_and_values(self, layer: int, activations: str, columns: int) -> list[Launch]:
-        """A layer's, of a region with activations of that many columns, into the pages."""
+    def _keys_and_values(self, layer: int, activations: str, columns: int) -> list[Launch]:
+        """A layer's, into the pages."""
         region, sizes = self._places.region, self._sizes
         kv = KvWeights.of(sizes, self._places, layer, columns)
         params = ChunkLinearParams(
@@ -79,7 +93,3 @@ class HeadChunk:
         )
         product = Launch(f"ull_{self._kind}_chunk_kv", *chunk.product(kv.rows), params)
         return [product, store(sizes, self._places, layer)]
-
-    def closing(self) -> list[Launch]:
-        """Keys and values are in the pages: nothing is committed."""
-        return self._rounds.closing(1, draws=False)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from numpy.typing import NDArray
 
 from head_checkpoints import Tensors
@@ -39,6 +41,17 @@ def dequantised(tensors: Tensors, name: str) -> NDArray[np.float32]:
 def halves(rows: NDArray[np.float32], tile: int) -> NDArray[np.float32]:
     """Rows of gate and up, `tile` of each in turn -> all of gate, then all of up."""
     return rows.reshape(-1, 2, tile, rows.shape[1]).swapaxes(0, 1).reshape(2, -1, rows.shape[1])
+
+
+def without_chunks(bundle: Bundle, kind: str) -> Bundle:
+    """The bundle as an older ull would have built it: its head's kernels of chunks are not there."""
+    manifest = bundle.manifest
+    assert manifest.speculation is not None
+    head = getattr(manifest.speculation, kind)
+    files = [file for file in head.code.files if "chunk" not in file.path]
+    older = structs.replace(head, code=structs.replace(head.code, files=files))
+    speculation = structs.replace(manifest.speculation, **{kind: older})
+    return dataclasses.replace(bundle, manifest=structs.replace(manifest, speculation=speculation))
 
 
 def rounds(program: Program, driver: RecordingDriver) -> list[Launched]:

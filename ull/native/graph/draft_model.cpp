@@ -100,7 +100,7 @@ Status DraftModel::read(const int32_t* tokens, int count, int start, const int32
                request.position = start + first;
                request.max_tokens = 0;
                if (here > gpu::kTreeTokens) {
-                 int32_t* to = program_.chunks + queue_.next_slot() * gpu::kChunkTokens;
+                 int32_t* to = queue_.next_chunk();
                  for (int i = 0; i < here; ++i) to[i] = known(tokens[first + i]);
                  return;
                }

@@ -210,7 +210,7 @@ void GraphExecutor::fill_prompt(void* graph, const int32_t* tokens, int count, i
   request.position = position;
   request.max_tokens = 0;
   if (graph == program_.chunk) {
-    std::copy_n(tokens, count, program_.chunks + queue_.next_slot() * gpu::kChunkTokens);
+    std::copy_n(tokens, count, queue_.next_chunk());
   } else {
     fill_chain(request, tokens, count);
   }

@@ -81,7 +81,7 @@ Status HeadOnDevice::launch_chunk(const int32_t* tokens, int count, int start) n
   request.count = count;
   request.position = start;
   request.max_tokens = 0;
-  std::copy_n(tokens, count, blocks_.chunks + queue_.next_slot() * gpu::kChunkTokens);
+  std::copy_n(tokens, count, queue_.next_chunk());
   return launch(blocks_.chunk);
 }
 

@@ -73,8 +73,10 @@ class RoundQueue {
     request.forced = request.first = 0;
     return request;
   }
-  // Which block that is, once next_request() has named it: what stands beside the requests has an entry for each.
-  [[nodiscard]] size_t next_slot() const noexcept { return slot(launched_ + 1); }
+  // Where its tokens go if it is a chunk: [kChunkTokens], once next_request() has named it.
+  [[nodiscard]] int32_t* next_chunk() const noexcept {
+    return program_.chunks + slot(launched_ + 1) * gpu::kChunkTokens;
+  }
   // Launches it, or as many as the graph holds. kOk or kExecutorFailed.
   [[nodiscard]] Status launch(void* graph, const Setting& setting, const Text& text, int rounds = 1) noexcept;
 
