@@ -26,10 +26,14 @@ class Mma(ctypes.Structure):
 
 class Convert(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("numbers", "f16", "in_range", "bf16", "e4m3")),
+        *((name, ctypes.c_void_p) for name in ("numbers", "f16", "bf16", "e4m3")),
         *((name, ctypes.c_void_p) for name in ("from_f16", "from_bf16", "from_e4m3")),
         ("count", ctypes.c_int32),
     ]
+
+
+class Fast(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("numbers", "exp2", "reciprocal")), ("count", ctypes.c_int32)]
 
 
 @pytest.fixture(scope="module")
@@ -408,16 +412,14 @@ def test_conversions_are_exact(kernels: emulation.Kernels) -> None:
     numbers = aligned(len(numbers_to_convert()), np.float32)
     numbers[...] = numbers_to_convert()
     f16 = aligned(len(numbers), np.float16)
-    in_range = aligned(len(numbers), np.float16)
     bf16 = aligned(len(numbers), np.uint16)
     e4m3 = aligned(len(numbers), np.uint8)
     from_f16, from_bf16 = aligned(65536, np.float32), aligned(65536, np.float32)
     from_e4m3 = aligned(256, np.float16)
-    arrays = (numbers, f16, in_range, bf16, e4m3, from_f16, from_bf16, from_e4m3)
+    arrays = (numbers, f16, bf16, e4m3, from_f16, from_bf16, from_e4m3)
     kernels.run("convert", grid=(1, 1), threads=32, params=Convert(*map(pointer, arrays), len(numbers)))
     with np.errstate(over="ignore", invalid="ignore"):
         equal_bits_or_nan(f16, np.clip(numbers, -65504, 65504).astype(np.float16))
-        equal_bits_or_nan(in_range, numbers.astype(np.float16))
         equal_bits_or_nan(bf16.view(ml_dtypes.bfloat16), numbers.astype(ml_dtypes.bfloat16))
         clipped = np.clip(numbers, -448, 448).astype(ml_dtypes.float8_e4m3fn)
         equal_bits_or_nan(e4m3.view(ml_dtypes.float8_e4m3fn), clipped)
@@ -425,3 +427,26 @@ def test_conversions_are_exact(kernels: emulation.Kernels) -> None:
         equal_bits_or_nan(from_bf16, np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32))
         every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
         equal_bits_or_nan(from_e4m3, every.astype(np.float16))
+
+
+def test_fast_functions_are_within_their_bounds(kernels: emulation.Kernels) -> None:
+    """2^x and 1 / x: near the true one, 0 where that is below 2^-126, and exact where kernels count on it."""
+    edges = [0.0, -0.0, 1.0, -1.0, -125.5, -126.5, -1e30, 127.5, 1e30, np.inf, -np.inf, np.nan, 2.0**-126, 2.0**-127]
+    generator = np.random.default_rng(0)
+    numbers = aligned(20_000, np.float32)
+    numbers[...] = generator.uniform(-125, 125, numbers.shape)
+    numbers[: len(edges)] = edges
+    powers, reciprocals = (aligned(numbers.shape, np.float32) for _ in range(2))
+    arrays = (numbers, powers, reciprocals)
+    kernels.run("fast", grid=(1, 1), threads=32, params=Fast(*map(pointer, arrays), len(numbers)))
+
+    def normal(values: np.ndarray) -> np.ndarray:
+        return np.where(np.abs(values) < 2.0**-126, np.copysign(0, values), values)
+
+    with np.errstate(over="ignore", divide="ignore"):
+        wide = normal(numbers.astype(np.float64))
+        for found, true in ((powers, normal(np.exp2(wide))), (reciprocals, normal(1 / wide))):
+            expected = np.where(np.abs(true) >= 2.0**128, np.copysign(np.inf, true), true)
+            np.testing.assert_allclose(found, expected, rtol=2.0**-22, atol=0)
+    assert powers[0] == powers[1] == 1 and powers[edges.index(-1e30)] == powers[edges.index(-np.inf)] == 0
+    assert reciprocals[2] == 1

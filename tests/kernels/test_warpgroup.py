@@ -143,6 +143,23 @@ def test_products_of_what_is_no_number_are_the_same_too(kernels: emulation.Kerne
     np.testing.assert_array_equal(by_warpgroup.view(np.uint32), by_warps.view(np.uint32))
 
 
+@pytest.mark.parametrize("start", [1.0, np.nan])
+def test_a_product_that_begins_sums_is_the_same_as_one_added_to_zeros(kernels: emulation.Kernels, start: float) -> None:
+    a, b = operands(8, 2, 2, seed=3)
+    added, by_warps = (aligned((128, 64), np.float32, 0.0) for _ in range(2))
+    begun = aligned((128, 64), np.float32, start)
+    layout = strides(8)["apart"]
+    for kernel, sums in (("products_8", added), ("begun_products_8", begun)):
+        kernels.run(
+            kernel,
+            grid=(1, 1),
+            threads=256,
+            shared_bytes=2 * (layout[0] + 7 * layout[1] + 128),
+            params=Products(pointer(a), pointer(b), pointer(by_warps), pointer(sums), 2, *layout),
+        )
+    np.testing.assert_array_equal(begun, added)
+
+
 @pytest.mark.parametrize("layout", strides(1))
 @pytest.mark.parametrize("groups", [1, 16])
 def test_products_of_e4m3(kernels: emulation.Kernels, groups: int, layout: str) -> None:
@@ -386,7 +403,7 @@ def test_all_threads_of_a_warpgroup_come(
 def test_the_compiler_makes_products_of_warpgroups_that_do_not_wait_for_each_other() -> None:
     """Where it cannot keep them in flight, it says in its log that it serializes them."""
     compiled = compile_file(EMULATOR / "warpgroup.cu", {})
-    assert len(compiled.functions) == 8
+    assert len(compiled.functions) == 9
     assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
     assert "serialized" not in compiled.log
     for name, code in sass.disassemble(compiled.cubin).items():

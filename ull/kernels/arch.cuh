@@ -221,12 +221,12 @@ ULL_DEVICE void warpgroup_wait(float (&c)[kGroups][4]) {
 }
 
 // Four accumulators, and the names of the operands that they are.
-#define ULL_C1(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
-#define ULL_C2(i) ULL_C1(i), ULL_C1(i + 1)
-#define ULL_C4(i) ULL_C2(i), ULL_C2(i + 2)
-#define ULL_C8(i) ULL_C4(i), ULL_C4(i + 4)
-#define ULL_C16(i) ULL_C8(i), ULL_C8(i + 8)
-#define ULL_C32(i) ULL_C16(i), ULL_C16(i + 16)
+#define ULL_C1(mode, i) mode(c[i][0]), mode(c[i][1]), mode(c[i][2]), mode(c[i][3])
+#define ULL_C2(mode, i) ULL_C1(mode, i), ULL_C1(mode, i + 1)
+#define ULL_C4(mode, i) ULL_C2(mode, i), ULL_C2(mode, i + 2)
+#define ULL_C8(mode, i) ULL_C4(mode, i), ULL_C4(mode, i + 4)
+#define ULL_C16(mode, i) ULL_C8(mode, i), ULL_C8(mode, i + 8)
+#define ULL_C32(mode, i) ULL_C16(mode, i), ULL_C16(mode, i + 16)
 #define ULL_NAMES_10(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9"
 #define ULL_NAMES_4 "%0,%1,%2,%3"
 #define ULL_NAMES_8 ULL_NAMES_4 ",%4,%5,%6,%7"
@@ -238,24 +238,33 @@ ULL_DEVICE void warpgroup_wait(float (&c)[kGroups][4]) {
 #define ULL_NAMES_90 ULL_NAMES_60 "," ULL_NAMES_10(6) "," ULL_NAMES_10(7) "," ULL_NAMES_10(8)
 #define ULL_NAMES_120 ULL_NAMES_90 "," ULL_NAMES_10(9) "," ULL_NAMES_10(10) "," ULL_NAMES_10(11)
 #define ULL_NAMES_128 ULL_NAMES_120 ",%120,%121,%122,%123,%124,%125,%126,%127"
-// `flags`: d = a * b + d instead of a * b, neither a nor b negated, and of f16, b not transposed.
-#define ULL_WGMMA(types, flags, groups, columns, registers, a0, a1, a2, a3, descriptor)        \
-  if constexpr (kGroups == groups) {                                                           \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns types " {" ULL_NAMES_##registers \
-                 "}, "                                                                         \
-                 "{%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #descriptor flags ";"              \
-                 : ULL_C##groups(0)                                                            \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                        \
+// mode, adds: what the accumulators are to the product, and whether it adds to them. flags: neither a nor b is negated,
+// and of f16, b is not transposed.
+#define ULL_WGMMA(mode, types, adds, flags, groups, columns, registers, a0, a1, a2, a3, descriptor) \
+  if constexpr (kGroups == groups) {                                                                \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns types " {" ULL_NAMES_##registers      \
+                 "}, "                                                                              \
+                 "{%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #descriptor adds flags ";"              \
+                 : ULL_C##groups(mode, 0)                                                           \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                             \
   }
-#define ULL_WGMMAS(types, flags)                           \
-  ULL_WGMMA(types, flags, 1, 8, 4, 4, 5, 6, 7, 8)          \
-  ULL_WGMMA(types, flags, 2, 16, 8, 8, 9, 10, 11, 12)      \
-  ULL_WGMMA(types, flags, 4, 32, 16, 16, 17, 18, 19, 20)   \
-  ULL_WGMMA(types, flags, 8, 64, 32, 32, 33, 34, 35, 36)   \
-  ULL_WGMMA(types, flags, 16, 128, 64, 64, 65, 66, 67, 68) \
-  ULL_WGMMA(types, flags, 32, 256, 128, 128, 129, 130, 131, 132)
+#define ULL_WGMMAS(mode, types, adds, flags)                           \
+  ULL_WGMMA(mode, types, adds, flags, 1, 8, 4, 4, 5, 6, 7, 8)          \
+  ULL_WGMMA(mode, types, adds, flags, 2, 16, 8, 8, 9, 10, 11, 12)      \
+  ULL_WGMMA(mode, types, adds, flags, 4, 32, 16, 16, 17, 18, 19, 20)   \
+  ULL_WGMMA(mode, types, adds, flags, 8, 64, 32, 32, 33, 34, 35, 36)   \
+  ULL_WGMMA(mode, types, adds, flags, 16, 128, 64, 64, 65, 66, 67, 68) \
+  ULL_WGMMA(mode, types, adds, flags, 32, 256, 128, 128, 129, 130, 131, 132)
+// An accumulator that is added to is read and written; one that begins is written alone.
+#define ULL_EITHER_WGMMA(types, flags)    \
+  if constexpr (kBegin) {                 \
+    ULL_WGMMAS("=f", types, ", 0", flags) \
+  } else {                                \
+    ULL_WGMMAS("+f", types, ", 1", flags) \
+  }
 
-// c[64 x 8 kGroups] += a[64 x 16] * b[16 x 8 kGroups], f16 operands, f32 accumulators. Warp w of the four has rows
+// c[64 x 8 kGroups] += a[64 x 16] * b[16 x 8 kGroups], f16 operands, f32 accumulators. With kBegins, c = a * b: the
+// same as added to zeros, which nobody has to write. Warp w of the four has rows
 // 16 w .. 16 w + 15: its a and each c[group] are the fragments of mma(), and so are the sums bit for bit. It is
 // asynchronous: see warpgroup_wait(). What threads have stored where b lies needs their fence_bulk_copies(), then a
 // barrier, before it; what bulk copies have brought only their mbarrier.
@@ -263,19 +272,20 @@ ULL_DEVICE void warpgroup_wait(float (&c)[kGroups][4]) {
 // Where the assembler cannot keep products in flight it waits for each, and its log says "serialized". NVRTC 13.5 does
 // so where a branch or a loop stands between a wait for a part of them and the code that writes the next a: there one
 // conditional instruction is fine, and a loop around it all must be entered at least once.
-template <int kGroups>
+inline constexpr bool kBegins = true;
+template <bool kBegin = false, int kGroups>
 ULL_DEVICE void warpgroup_mma(float (&c)[kGroups][4], const uint32_t (&a)[4], uint64_t b) {
   static_assert(kGroups > 0 && kGroups <= 32 && (kGroups & (kGroups - 1)) == 0, "8, 16, 32, 64, 128 or 256 columns");
-  ULL_WGMMAS("k16.f32.f16.f16", ", 1, 1, 1, 0")
+  ULL_EITHER_WGMMA("k16.f32.f16.f16", ", 1, 1, 0")
 }
 // The same of e4m3 operands, c[64 x 8 kGroups] += a[64 x 32] * b[32 x 8 kGroups], at twice the rate. A lane has, with
 // g = lane / 4 and t = lane % 4, k = 4t .. 4t + 3 of row g, of row g + 8, and k = 16 + 4t .. of both; a core matrix of
 // b 16 values of k. The sum keeps fewer bits than those of f16 (about 13 behind its largest term's, DeepSeek-V3, arXiv
 // 2412.19437, 3.3.2): long ones are to be added up elsewhere, part by part.
-template <int kGroups>
+template <bool kBegin = false, int kGroups>
 ULL_DEVICE void warpgroup_mma_e4m3(float (&c)[kGroups][4], const uint32_t (&a)[4], uint64_t b) {
   static_assert(kGroups > 0 && kGroups <= 32 && (kGroups & (kGroups - 1)) == 0, "8, 16, 32, 64, 128 or 256 columns");
-  ULL_WGMMAS("k32.f32.e4m3.e4m3", ", 1, 1, 1")
+  ULL_EITHER_WGMMA("k32.f32.e4m3.e4m3", ", 1, 1")
 }
 
 #undef ULL_C1
@@ -297,6 +307,7 @@ ULL_DEVICE void warpgroup_mma_e4m3(float (&c)[kGroups][4], const uint32_t (&a)[4
 #undef ULL_NAMES_128
 #undef ULL_WGMMA
 #undef ULL_WGMMAS
+#undef ULL_EITHER_WGMMA
 #else
 template <int kRegisters>
 ULL_DEVICE void give_registers_up() {}
@@ -308,11 +319,12 @@ template <int kPending, int kGroups>
 ULL_DEVICE void warpgroup_wait(float (&c)[kGroups][4]) {
   asm volatile("trap;");
 }
-template <int kGroups>
+inline constexpr bool kBegins = true;
+template <bool kBegin = false, int kGroups>
 ULL_DEVICE void warpgroup_mma(float (&c)[kGroups][4], const uint32_t (&a)[4], uint64_t b) {
   asm volatile("trap;");
 }
-template <int kGroups>
+template <bool kBegin = false, int kGroups>
 ULL_DEVICE void warpgroup_mma_e4m3(float (&c)[kGroups][4], const uint32_t (&a)[4], uint64_t b) {
   asm volatile("trap;");
 }
@@ -321,24 +333,16 @@ ULL_DEVICE void warpgroup_mma_e4m3(float (&c)[kGroups][4], const uint32_t (&a)[4
 // ---- number formats ---------------------------------------------------------------------------------------------
 // Pairs are packed as on the chip: the first element in the low half.
 
-// Two e4m3 -> two f16, exact. Only the low 16 bits of `pair` count.
-ULL_DEVICE uint32_t e4m3x2_to_f16x2(uint32_t pair) {
-  uint32_t result;
-  asm("{ .reg .b16 low; cvt.u16.u32 low, %1; cvt.rn.f16x2.e4m3x2 %0, low; }" : "=r"(result) : "r"(pair));
-  return result;
+// Four e4m3 -> two pairs of f16, exact.
+ULL_DEVICE void e4m3x4_to_f16x2(uint32_t four, uint32_t& low, uint32_t& high) {
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
+      : "=r"(low), "=r"(high)
+      : "r"(four));
 }
 // Rounds to nearest even; beyond the range of f16 it saturates to +-65504. NaN stays NaN.
 ULL_DEVICE uint32_t f32x2_to_f16x2(float low, float high) {
   uint32_t result;
-  low = low < -65504.0F ? -65504.0F : low > 65504.0F ? 65504.0F : low;
-  high = high < -65504.0F ? -65504.0F : high > 65504.0F ? 65504.0F : high;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-  return result;
-}
-// The same for numbers that are known to be in range, an instruction less for each bound.
-ULL_DEVICE uint32_t f32x2_to_f16x2_in_range(float low, float high) {
-  uint32_t result;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
   return result;
 }
 ULL_DEVICE float f16_to_f32(uint16_t value) {
@@ -367,6 +371,18 @@ ULL_DEVICE float bits_float(uint32_t bits) { return __uint_as_float(bits); }
 ULL_DEVICE float reciprocal_sqrt(float value) { return __fdiv_rn(1.0F, __fsqrt_rn(value)); }
 ULL_DEVICE float reciprocal(float value) { return __fdiv_rn(1.0F, value); }
 ULL_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
+// 2^x and 1 / x, an instruction each where others take a dozen: within 2^-22 of the result, where the emulator rounds
+// to nearest. Numbers below 2^-126 are 0, of what is given and of what comes. 2^0 is 1, NaN stays NaN.
+ULL_DEVICE float fast_exp2(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+ULL_DEVICE float fast_reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
 
 // ---- memory -----------------------------------------------------------------------------------------------------
 

@@ -260,7 +260,7 @@ struct AttentionParams {
   void* tree_keys;        // this layer's [kv_head][64][head_dim]: the nodes of this round, as in the pages; one token's
                           // key and value go to its page instead
   void* tree_values;      // this layer's [kv_head][64][head_dim]
-  const float* kv_scale;  // [2, kv_heads] of FP8 pages: value = stored * scale; null for bf16
+  const float* kv_scale;  // [2, kv_heads] of FP8 pages, powers of two: value = stored * scale; null for bf16
   float* partial;         // [kv_heads][splits][64 * group][head_dim + 2] output, maximum, sum
   uint32_t* counters;     // [kv_heads] blocks that have finished
   void* output;           // A f16 activations

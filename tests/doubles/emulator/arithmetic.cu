@@ -36,12 +36,18 @@ ULL_KERNEL(multiply, MmaParams, 32, 1) {
 struct ConvertParams {
   const float* numbers;  // [count], count even
   uint16_t* f16;         // [count], saturated
-  uint16_t* in_range;    // [count] f16, not saturated
   uint16_t* bf16;        // [count]
   uint8_t* e4m3;         // [count]
   float* from_f16;       // [65536]
   float* from_bf16;      // [65536]
   uint16_t* from_e4m3;   // [256] f16
+  int32_t count;
+};
+
+struct FastParams {
+  const float* numbers;  // [count]
+  float* exp2;           // [count]
+  float* reciprocal;     // [count]
   int32_t count;
 };
 
@@ -52,11 +58,9 @@ ULL_KERNEL(convert, ConvertParams, 32, 1) {
     const float low = params.numbers[i];
     const float high = params.numbers[i + 1];
     const uint32_t f16 = arch::f32x2_to_f16x2(low, high);
-    const uint32_t in_range = arch::f32x2_to_f16x2_in_range(low, high);
     const uint32_t e4m3 = arch::f32x2_to_e4m3x2(low, high);
     for (int j = 0; j < 2; ++j) {
       params.f16[i + j] = static_cast<uint16_t>(f16 >> (16 * j));
-      params.in_range[i + j] = static_cast<uint16_t>(in_range >> (16 * j));
       params.e4m3[i + j] = static_cast<uint8_t>(e4m3 >> (8 * j));
       params.bf16[i + j] = arch::f32_to_bf16(params.numbers[i + j]);
     }
@@ -65,9 +69,17 @@ ULL_KERNEL(convert, ConvertParams, 32, 1) {
     params.from_f16[i] = arch::f16_to_f32(static_cast<uint16_t>(i));
     params.from_bf16[i] = arch::bf16_to_f32(static_cast<uint16_t>(i));
   }
-  for (uint32_t i = 0; i < 256; i += 2) {
-    const uint32_t pair = arch::e4m3x2_to_f16x2(i | (i + 1) << 8);
-    params.from_e4m3[i] = static_cast<uint16_t>(pair);
-    params.from_e4m3[i + 1] = static_cast<uint16_t>(pair >> 16);
+  for (uint32_t i = 0; i < 256; i += 4) {
+    uint32_t pair[2];
+    arch::e4m3x4_to_f16x2(i * 0x01010101U + 0x03020100U, pair[0], pair[1]);
+    for (int j = 0; j < 4; ++j) params.from_e4m3[i + j] = static_cast<uint16_t>(pair[j / 2] >> (j % 2 * 16));
+  }
+}
+
+ULL_KERNEL(fast, FastParams, 32, 1) {
+  arch::wait_for_predecessor();
+  for (int i = arch::thread(); i < params.count; i += 32) {
+    params.exp2[i] = arch::fast_exp2(params.numbers[i]);
+    params.reciprocal[i] = arch::fast_reciprocal(params.numbers[i]);
   }
 }

@@ -177,28 +177,30 @@ ULL_UNSEEN inline void warpgroup_wait(float (&c)[kGroups][4], ULL_SITE_PARAMETER
   static_assert(kPending >= 0, "groups of products");
   emulator::wait_for_products(kPending, c[0], kGroups, ULL_SITE);
 }
-template <int kGroups>
+inline constexpr bool kBegins = true;
+template <bool kBegin = false, int kGroups>
 ULL_UNSEEN inline void warpgroup_mma(float (&c)[kGroups][4], const uint32_t (&a)[4], uint64_t b, ULL_SITE_PARAMETERS) {
   static_assert(kGroups > 0 && kGroups <= 32 && (kGroups & (kGroups - 1)) == 0, "8, 16, 32, 64, 128 or 256 columns");
-  emulator::begin_product(emulator::Factors::kF16, c[0], kGroups, a, b, ULL_SITE);
+  emulator::begin_product(emulator::Factors::kF16, kBegin, c[0], kGroups, a, b, ULL_SITE);
 }
-template <int kGroups>
+template <bool kBegin = false, int kGroups>
 ULL_UNSEEN inline void warpgroup_mma_e4m3(float (&c)[kGroups][4], const uint32_t (&a)[4], uint64_t b,
                                           ULL_SITE_PARAMETERS) {
   static_assert(kGroups > 0 && kGroups <= 32 && (kGroups & (kGroups - 1)) == 0, "8, 16, 32, 64, 128 or 256 columns");
-  emulator::begin_product(emulator::Factors::kE4m3, c[0], kGroups, a, b, ULL_SITE);
+  emulator::begin_product(emulator::Factors::kE4m3, kBegin, c[0], kGroups, a, b, ULL_SITE);
 }
 
 // ---- number formats ---------------------------------------------------------------------------------------------
 
-ULL_UNSEEN inline uint32_t e4m3x2_to_f16x2(uint32_t pair) {
-  return emulator::kE4m3.f16[pair & 255U] | static_cast<uint32_t>(emulator::kE4m3.f16[pair >> 8 & 255U]) << 16;
+ULL_UNSEEN inline void e4m3x4_to_f16x2(uint32_t four, uint32_t& low, uint32_t& high) {
+  const auto two = [](uint32_t pair) {
+    return emulator::kE4m3.f16[pair & 255U] | static_cast<uint32_t>(emulator::kE4m3.f16[pair >> 8 & 255U]) << 16;
+  };
+  low = two(four);
+  high = two(four >> 16);
 }
 inline uint32_t f32x2_to_f16x2(float low, float high) {
   return emulator::f32_to_f16_saturating(low) | static_cast<uint32_t>(emulator::f32_to_f16_saturating(high)) << 16;
-}
-inline uint32_t f32x2_to_f16x2_in_range(float low, float high) {  // beyond the range: infinity, as on the chip
-  return emulator::f32_to_f16(low) | static_cast<uint32_t>(emulator::f32_to_f16(high)) << 16;
 }
 inline float f16_to_f32(uint16_t value) { return emulator::f16_to_f32(value); }
 inline uint16_t f32_to_bf16(float value) { return emulator::f32_to_bf16(value); }
@@ -213,6 +215,8 @@ inline float bits_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline float reciprocal_sqrt(float value) { return 1.0F / __builtin_sqrtf(value); }
 inline float reciprocal(float value) { return 1.0F / value; }
 inline float divide(float a, float b) { return a / b; }
+inline float fast_exp2(float x) { return emulator::normal_or_zero(__builtin_exp2f(x)); }
+inline float fast_reciprocal(float x) { return emulator::normal_or_zero(1.0F / emulator::normal_or_zero(x)); }
 
 // ---- memory -----------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,12 @@ constexpr float f16_to_f32(uint16_t bits) {
   return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
 }
 
+// Subnormals become 0.
+constexpr float normal_or_zero(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  return (bits & 0x7F800000U) == 0 ? std::bit_cast<float>(bits & 0x80000000U) : value;
+}
+
 // Beyond the range: infinity. NaN: 0x7FFF.
 constexpr uint16_t f32_to_f16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);

@@ -111,7 +111,7 @@ uint64_t describe_core_matrices(const void* shared, uint32_t k_stride, uint32_t 
 void fence_products(Site site);
 enum class Factors : uint8_t { kF16, kE4m3 };  // of a product: 16 of f16 for each output, or 32 of e4m3
 // c: [groups][4], a: [4].
-void begin_product(Factors factors, float* c, int groups, const uint32_t* a, uint64_t b, Site site);
+void begin_product(Factors factors, bool begins, float* c, int groups, const uint32_t* a, uint64_t b, Site site);
 void commit_products(Site site);
 void wait_for_products(int pending, float* c, int groups, Site site);
 

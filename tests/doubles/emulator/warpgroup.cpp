@@ -43,8 +43,9 @@ struct Step {
   int groups;  // of a product, its descriptor and its factors
   uint64_t b;
   Factors factors;
-  int first;  // the thread that came first
-  int came;   // how many have
+  bool begins;  // the sum: it adds to nothing
+  int first;    // the thread that came first
+  int came;     // how many have
 };
 
 // The registers of a warp that products in flight add to.
@@ -68,6 +69,7 @@ struct Accumulator {
 struct Product {
   Site site;
   Factors factors;
+  bool begins;
   int commit;  // the number of its group
   CoreMatrices b;
   Accumulator* accumulator;
@@ -157,7 +159,7 @@ LaneState& come_to(Step step) {
     fail_at(step.site, "%s, but thread %d of the warpgroup was in %s at %s", name, all.first, name_of(all.operation),
             told(all.site).c_str());
   }
-  if (all.groups != step.groups || all.b != step.b || all.factors != step.factors) {
+  if (all.groups != step.groups || all.b != step.b || all.factors != step.factors || all.begins != step.begins) {
     fail_at(step.site, "%s of another shape or with another descriptor than thread %d of the warpgroup", name,
             all.first);
   }
@@ -169,7 +171,9 @@ LaneState& come_to(Step step) {
   return lane;
 }
 
-LaneState& come_to(Operation operation, Site site) { return come_to({operation, site, 0, 0, Factors::kF16, 0, 0}); }
+LaneState& come_to(Operation operation, Site site) {
+  return come_to({operation, site, 0, 0, Factors::kF16, false, 0, 0});
+}
 
 bool is_poisoned(const Accumulator& accumulator, int lane) {
   const auto* bytes = reinterpret_cast<const unsigned char*>(accumulator.registers[lane]);
@@ -229,11 +233,12 @@ Accumulator& accumulator_at(const float* c, int groups, Site site) {
 }
 
 // The same lane begins the product.
-void add_product(Factors factors, const float* c, const CoreMatrices& b, int commit, Site site) {
+void add_product(Factors factors, bool begins, const float* c, const CoreMatrices& b, int commit, Site site) {
   WarpState& warp = my_warp();
   Product& product = warp.products.emplace_back();
   product.site = site;
   product.factors = factors;
+  product.begins = begins;
   product.commit = commit;
   product.b = b;
   product.accumulator = &accumulator_at(c, b.groups, site);
@@ -315,6 +320,9 @@ void compute_e4m3(const Product& product, int half) {
 }
 
 void compute(const Product& product) {
+  if (product.begins) {
+    for (Matrices& m : product.accumulator->columns) memset(m.c, 0, sizeof(m.c));
+  }
   if (product.factors == Factors::kE4m3) {
     for (int half = 0; half < 2; ++half) compute_e4m3(product, half);
     return;
@@ -402,14 +410,14 @@ void fence_products(Site site) {
   lane.touched.clear();
 }
 
-void begin_product(Factors factors, float* c, int groups, const uint32_t* a, uint64_t b, Site site) {
-  LaneState& lane = come_to({Operation::kMma, site, groups, b, factors, 0, 0});
+void begin_product(Factors factors, bool begins, float* c, int groups, const uint32_t* a, uint64_t b, Site site) {
+  LaneState& lane = come_to({Operation::kMma, site, groups, b, factors, begins, 0, 0});
   require_fenced(lane, c, groups, a, site);
   const CoreMatrices matrices = core_matrices_of(b, groups, site);
   require_brought(matrices, site);
   WarpState& warp = my_warp();
   const size_t index = lane.products++ - warp.finished;
-  if (index == warp.products.size()) add_product(factors, c, matrices, lane.commits, site);
+  if (index == warp.products.size()) add_product(factors, begins, c, matrices, lane.commits, site);
   Product& product = warp.products[index];
   product.lanes |= 1U << self->lane;
   product.a[self->lane] = a;

@@ -102,6 +102,31 @@ ULL_DEVICE void multiply_by_warpgroups(const ProductParams& params) {
   store_sums(sums, params.by_warpgroup);
 }
 
+// Two steps, of which the first product begins the sums: whatever they were.
+template <int kGroups>
+ULL_DEVICE void begin_sums(const ProductParams& params) {
+  const int stage_bytes = params.k_stride + (kGroups - 1) * params.n_stride + 128;
+  float sums[kGroups][4];
+  load_sums(sums, params.by_warpgroup);
+  uint32_t a[2][4];
+  uint64_t b[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    unsigned char* stage = arch::shared_memory() + i * stage_bytes;
+    load_a(a[i], params.a + (i * arch::threads() / 2 + arch::warp() * 16) * 16);
+    store_b<kGroups>(params, i, stage);
+    b[i] = arch::core_matrices(stage, static_cast<uint32_t>(params.k_stride), static_cast<uint32_t>(params.n_stride));
+  }
+  arch::fence_bulk_copies();
+  arch::block_barrier();
+  arch::warpgroup_fence();
+  arch::warpgroup_mma<arch::kBegins>(sums, a[0], b[0]);
+  arch::warpgroup_mma(sums, a[1], b[1]);
+  arch::warpgroup_commit();
+  arch::warpgroup_wait<0>(sums);
+  store_sums(sums, params.by_warpgroup);
+}
+
 // Of e4m3, 32 values of k in a step, each step waited for: a [steps, 64, 32], b [steps, columns, 32].
 template <int kGroups>
 ULL_DEVICE void multiply_e4m3(const ProductParams& params) {
@@ -143,6 +168,10 @@ ULL_KERNEL(e4m3_products_1, ProductParams, 128, 1) {
 ULL_KERNEL(e4m3_products_16, ProductParams, 128, 1) {
   arch::wait_for_predecessor();
   multiply_e4m3<16>(params);
+}
+ULL_KERNEL(begun_products_8, ProductParams, 256, 1) {
+  arch::wait_for_predecessor();
+  begin_sums<8>(params);
 }
 #define PRODUCTS(groups)                                 \
   ULL_KERNEL(products_##groups, ProductParams, 256, 1) { \

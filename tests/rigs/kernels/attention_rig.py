@@ -132,7 +132,7 @@ class Cache:
         self.rope[..., 0], self.rope[..., 1] = np.cos(angles), np.sin(angles)
         rng = np.random.default_rng(5)
         self.norms = [aligned(shape.head_dim, np.float32, rng.uniform(0.5, 1.5, shape.head_dim)) for _ in range(2)]
-        self.scale = aligned((2, shape.kv_heads), np.float32, rng.uniform(0.01, 0.03, (2, shape.kv_heads)))
+        self.scale = aligned((2, shape.kv_heads), np.float32, 2.0 ** rng.integers(-7, -4, (2, shape.kv_heads)))
         self.kernel_of_one = "ull_attention_1"
         self.begin_overlaps = False  # with embed, and so with what reads early: see ull.gpu.rounds
         self.results = aligned(ROUND_SLOTS * ctypes.sizeof(RoundResult), np.uint8, 0)

@@ -68,7 +68,9 @@ def random_tensors(
 def _random(rng: np.random.Generator, name: str, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
     array = aligned(shape, dtype)
     size = int(np.prod(shape))
-    if name.endswith("scale"):
+    if name.endswith("kv_scale"):
+        values = 2.0 ** rng.integers(-4, -2, size)
+    elif name.endswith("scale"):
         values = rng.uniform(0.05, 0.15, size)
     elif "norm" in name:
         values = rng.uniform(0.5, 1.5, size)

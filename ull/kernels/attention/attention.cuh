@@ -128,7 +128,7 @@ struct Attention {
       reinterpret_cast<float*>(shared + Shared::kSum)[row * kAttentionWarps + warp] = sum;
       if (warp % 2 == 0) {
         reinterpret_cast<float*>(shared + Shared::kCorrection)[row * kSplitTiles + warp / 2] =
-            exp_lanes<ScalarMath>(maximum.before - maximum.now);
+            weight(maximum.before, maximum.now);
       }
       if (warp == kAttentionWarps - 1) reinterpret_cast<float*>(shared + Shared::kSplitMaximum)[row] = maximum.now;
     }

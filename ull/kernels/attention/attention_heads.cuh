@@ -7,6 +7,7 @@
 #include "arch.cuh"
 #include "attention/attention_plan.cuh"
 #include "attention/kv_format.cuh"
+#include "exponential.cuh"
 #include "model.cuh"
 
 namespace ull::gpu {
@@ -75,11 +76,13 @@ ULL_DEVICE void rotate_head(HeadPart& x, const HeadTurn& turn) {
   }
 }
 
+// The query as f16, times 1 / sqrt(head_dim), and times log2(e): weight() in attention_scores.cuh says why.
 ULL_DEVICE void store_query(unsigned char* row, const HeadPart& x, int part) {
-  constexpr float kScale = kHeadDim == 128  ? 0.08838834764F
-                           : kHeadDim == 96 ? 0.1020620726F
-                           : kHeadDim == 64 ? 0.125F
-                                            : 0.1767766953F;
+  constexpr float kRoot = kHeadDim == 128  ? 0.08838834764F
+                          : kHeadDim == 96 ? 0.1020620726F
+                          : kHeadDim == 64 ? 0.125F
+                                           : 0.1767766953F;
+  constexpr float kScale = kRoot * kLog2E;
   for (int half = 0; half < 2; ++half) {
     const float (&v)[4] = half == 0 ? x.low : x.high;
     auto* to = reinterpret_cast<arch::Vector2*>(row + half * kHeadDim + 8 * part);

@@ -8,7 +8,6 @@
 #include "arch.cuh"
 #include "attention/attention_plan.cuh"
 #include "attention/attention_values.cuh"
-#include "base/float_math.h"
 #include "linear/activations.cuh"
 #include "model.cuh"
 
@@ -26,8 +25,7 @@ struct MergeWeights {
 
 ULL_DEVICE MergeWeights merge(RowStatistics& first, const RowStatistics& second) {
   const float maximum = first.maximum > second.maximum ? first.maximum : second.maximum;
-  const MergeWeights weights{
-      {exp_lanes<ScalarMath>(first.maximum - maximum), exp_lanes<ScalarMath>(second.maximum - maximum)}};
+  const MergeWeights weights{{weight(first.maximum, maximum), weight(second.maximum, maximum)}};
   first.sum = ::fmaf(second.sum, weights.weight[1], first.sum * weights.weight[0]);
   first.maximum = maximum;
   return weights;

@@ -349,7 +349,7 @@ class AttentionOfOne {
       reinterpret_cast<float*>(at(Shared::kSum))[row * kAttentionWarps + warp] = sum;
       if (warp % 2 == 0) {
         reinterpret_cast<float*>(at(Shared::kCorrection))[row * kSplitTiles + warp / 2] =
-            exp_lanes<ScalarMath>(maximum.before - maximum.now);
+            weight(maximum.before, maximum.now);
       }
       if (warp == kAttentionWarps - 1) reinterpret_cast<float*>(at(Shared::kSplitMaximum))[row] = maximum.now;
     }

@@ -146,7 +146,6 @@ ULL_DEVICE void multiply(PageRows& rows, const PageRing& ring, int first, int en
     {
       RowQueries queries;
       PageRows::load_queries(queries);
-      clear(scores);
       ring.wait(keys);
       arch::warpgroup_fence();
       multiply_tile_keys(scores, queries, ring.slot(keys));
@@ -156,7 +155,7 @@ ULL_DEVICE void multiply(PageRows& rows, const PageRing& ring, int first, int en
     }
     TileWeights weights;
     rows.choose(scores, tile * kPageTokens);
-    PageRows::weigh(weights, outputs, statistics, scores);
+    rows.weigh(weights, outputs, statistics, scores);
     ring.wait(values);
     arch::warpgroup_fence();
     multiply_tile_values(outputs, weights, ring.slot(values));

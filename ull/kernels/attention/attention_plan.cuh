@@ -22,7 +22,7 @@ inline constexpr int kMostParts = kTreeTokens * kGroup / 16;    // of a kv head'
 inline constexpr int kHalf = kSplitTokens / kAttentionWarps;    // positions whose scores one warp computes
 inline constexpr int kSplitTiles = kSplitTokens / kPageTokens;  // tiles, the steps of the online softmax
 inline constexpr float kNoMaximum = -1e30F;                     // below every score, yet finite
-inline constexpr float kMaskedScore = -3e38F;                   // so far below even that, that its exp is 0
+inline constexpr float kMaskedScore = __builtin_bit_cast(float, 0xFF800000U);  // -infinity: its weight is 0
 
 static_assert(kHalf == 32 && kPageTokens == 64);
 static_assert(kHeadDim <= 128, "a warp holds the keys of 32 positions in registers");

@@ -9,7 +9,7 @@
 #include "arch.cuh"
 #include "attention/attention_plan.cuh"
 #include "attention/kv_format.cuh"
-#include "base/float_math.h"
+#include "exponential.cuh"
 #include "model.cuh"
 
 namespace ull::gpu {
@@ -162,6 +162,12 @@ ULL_DEVICE void choose_scores(float (&score)[4][4], const AttentionPlan& plan, i
   }
 }
 
+// What a score weighs against the row's maximum, or a former maximum against a later one: e^(score - maximum), where
+// both come times log2(e), since queries do (store_query()). Of equal ones exactly 1. unit: of the score.
+ULL_DEVICE float weight(float score, float maximum, float unit = 1.0F) {
+  return arch::fast_exp2(::fmaf(score, unit, -maximum));
+}
+
 // Maxima of rows g and g + 8 (or of row g alone) over the warp's positions. All lanes take part.
 template <int kHalves>
 ULL_DEVICE void row_maxima(float (&maximum)[kHalves], const float (&score)[4][4]) {
@@ -210,11 +216,11 @@ ULL_DEVICE float store_probabilities(const float (&score)[4][4], int r, float ma
   float sum = 0.0F;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    p[i] = exp_lanes<ScalarMath>(score[i / 2][2 * r + i % 2] - maximum);
+    p[i] = weight(score[i / 2][2 * r + i % 2], maximum);
     sum += p[i];
   }
-  arch::store_shared(to, {{arch::f32x2_to_f16x2_in_range(p[0], p[1]), arch::f32x2_to_f16x2_in_range(p[2], p[3]),
-                           arch::f32x2_to_f16x2_in_range(p[4], p[5]), arch::f32x2_to_f16x2_in_range(p[6], p[7])}});
+  arch::store_shared(to, {{arch::f32x2_to_f16x2(p[0], p[1]), arch::f32x2_to_f16x2(p[2], p[3]),
+                           arch::f32x2_to_f16x2(p[4], p[5]), arch::f32x2_to_f16x2(p[6], p[7])}});
   sum += arch::shuffle_xor(sum, 1);
   sum += arch::shuffle_xor(sum, 2);
   return sum;

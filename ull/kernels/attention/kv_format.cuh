@@ -39,14 +39,16 @@ ULL_DEVICE StoredQuad to_stored(const float (&value)[4]) {
 
 // Two stored bf16 -> two f16, to nearest even.
 ULL_DEVICE uint32_t bf16x2_to_f16x2(uint32_t pair) {
-  return arch::f32x2_to_f16x2_in_range(arch::bits_float(pair << 16), arch::bits_float(pair & 0xFFFF0000U));
+  return arch::f32x2_to_f16x2(arch::bits_float(pair << 16), arch::bits_float(pair & 0xFFFF0000U));
 }
 
 ULL_DEVICE arch::Vector2 to_f16(const StoredQuad& stored) {
   if constexpr (kKvBits == 16) {
     return {{bf16x2_to_f16x2(stored.word[0]), bf16x2_to_f16x2(stored.word[1])}};
   } else {
-    return {{arch::e4m3x2_to_f16x2(stored.word[0]), arch::e4m3x2_to_f16x2(stored.word[0] >> 16)}};
+    arch::Vector2 f16;
+    arch::e4m3x4_to_f16x2(stored.word[0], f16.word[0], f16.word[1]);
+    return f16;
   }
 }
 
@@ -79,16 +81,13 @@ ULL_DEVICE void operand(uint32_t (&b)[2], const arch::Vector4& prepared, int m) 
     b[0] = prepared.word[2 * m];
     b[1] = prepared.word[2 * m + 1];
   } else {
-    b[0] = arch::e4m3x2_to_f16x2(prepared.word[m]);
-    b[1] = arch::e4m3x2_to_f16x2(prepared.word[m] >> 16);
+    arch::e4m3x4_to_f16x2(prepared.word[m], b[0], b[1]);
   }
 }
 
 ULL_DEVICE void key_operand(uint32_t (&b)[2], const arch::Vector4& prepared, int m, int t) {
   if constexpr (kHalfKeyLoads) {
-    const uint32_t word = t % 2 == 0 ? prepared.word[m] : prepared.word[2 + m];
-    b[0] = arch::e4m3x2_to_f16x2(word);
-    b[1] = arch::e4m3x2_to_f16x2(word >> 16);
+    arch::e4m3x4_to_f16x2(t % 2 == 0 ? prepared.word[m] : prepared.word[2 + m], b[0], b[1]);
   } else {
     operand(b, prepared, m);
   }

@@ -2,6 +2,8 @@
 // lane has rows g and g + 8, as mma() deals them out.
 #pragma once
 
+#include <cmath>
+
 #include "attention/attention_heads.cuh"
 #include "attention/attention_merge.cuh"
 #include "attention/attention_scores.cuh"
@@ -18,12 +20,6 @@ using LaneStatistics = RowStatistics[2];             // of the lane's two rows
 inline constexpr int kQueryRow = padded_row_bytes(kHeadDim, kKeyProducts);
 inline constexpr int kQueryBytes = 16 * kQueryRow;  // of a warp
 
-// For exp_lanes() of numbers up to 0, and of NaN, which need no bounds: below -86 it chooses 0 in the end.
-struct NonPositiveMath : ScalarMath {
-  ULL_HOST_DEVICE static ULL_INLINE F max(F, F b) { return b; }
-  ULL_HOST_DEVICE static ULL_INLINE F min(F, F b) { return b; }
-};
-
 // Share: the block's, with what it says of rows and positions. kWarpBytes: of shared memory that each warp has to
 // itself behind the ring's slots, where its queries lie once they are prepared.
 template <typename Params, typename Share, int kWarpBytes>
@@ -35,28 +31,39 @@ class TileRows {
     for (int r = 0; r < 2; ++r) position_[r] = share.position(this->row(r));
     first_position_ = share.position(row);
     last_position_ = share.last_position(row);
-    key_scale_ = kKvBits == 8 ? params.kv_scale[share.kv_head] : 1.0F;
+    unit_ = kKvBits == 8 ? params.kv_scale[share.kv_head] : 1.0F;
   }
 
   // ---- queries ------------------------------------------------------------------------------------------------------
 
   // QK norm, rotary embedding and conversion of the warp's queries, as prepare_heads(). Those of rows that there are
-  // not are 0.
+  // not are 0. Some rows at a time, whose loads are under way together.
   ULL_DEVICE void prepare_queries() const {
+    constexpr int kAside = 32 / kHeadLanes;  // rows beside each other in a warp
+    constexpr int kBatch = smaller(4, 16 / kAside);
     unsigned char* rows = own_memory();
     const int part = arch::lane() % kHeadLanes;
 #pragma unroll 1
-    for (int i = arch::lane() / kHeadLanes; i < 16; i += 32 / kHeadLanes) {
-      const int row = row_ + i, token = row / kGroup, head = share_.kv_head * kGroup + row % kGroup;
-      const bool active = row < share_.rows && part < kHeadParts;
-      HeadPart x{};
-      if (active) x = load_head(params_.qkv + int64_t{token} * kQkvWidth + head * kHeadDim, part);
-      if constexpr (kQkNorm) {
-        const float sum = square_sum(x);
-        if (active) normalise_head(x, sum, load_head(params_.q_norm, part));
+    for (int first = arch::lane() / kHeadLanes; first < 16; first += kBatch * kAside) {
+      HeadPart x[kBatch] = {};
+      HeadTurn turn[kBatch] = {};
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int row = row_ + first + i * kAside, head = share_.kv_head * kGroup + row % kGroup;
+        if (row >= share_.rows || part >= kHeadParts) continue;
+        x[i] = load_head(params_.qkv + int64_t{row / kGroup} * kQkvWidth + head * kHeadDim, part);
+        turn[i] = load_turn(params_.rope + int64_t{share_.position(row)} * kHeadDim, part);
       }
-      if (active) rotate_head(x, load_turn(params_.rope + int64_t{share_.position(row)} * kHeadDim, part));
-      if (part < kHeadParts) store_query(rows + i * kQueryRow, x, part);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const bool active = row_ + first + i * kAside < share_.rows && part < kHeadParts;
+        if constexpr (kQkNorm) {
+          const float sum = square_sum(x[i]);
+          if (active) normalise_head(x[i], sum, load_head(params_.q_norm, part));
+        }
+        if (active) rotate_head(x[i], turn[i]);
+        if (part < kHeadParts) store_query(rows + (first + i * kAside) * kQueryRow, x[i], part);
+      }
     }
     arch::warp_barrier();
   }
@@ -75,12 +82,8 @@ class TileRows {
 
   // ---- a tile -------------------------------------------------------------------------------------------------------
 
-  // Scales the scores, and masks what the rows do not see. position: the tile's first one.
+  // Masks what the rows do not see. position: the tile's first one.
   ULL_DEVICE void choose(TileScores& scores, int position) const {
-    if constexpr (kKvBits == 8) {
-#pragma unroll
-      for (int i = 0; i < 4 * kTileGroups; ++i) scores[i / 4][i % 4] *= key_scale_;
-    }
     const bool all_before = position + kPageTokens - 1 <= first_position_;
     if (all_before && share_.first_visible(last_position_) <= position) return;
 #pragma unroll
@@ -99,29 +102,29 @@ class TileRows {
 
   // Turns the scores into probabilities, adds them to the split's statistics, and corrects what the split has summed so
   // far for the new maximum.
-  ULL_DEVICE static void weigh(TileWeights& weights, RowOutputs& outputs, LaneStatistics& split,
-                               const TileScores& scores) {
+  ULL_DEVICE void weigh(TileWeights& weights, RowOutputs& outputs, LaneStatistics& split,
+                        const TileScores& scores) const {
     float correction[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float maximum = kNoMaximum;
+      float maximum = scores[0][2 * r];
 #pragma unroll
-      for (int i = 0; i < 2 * kTileGroups; ++i) maximum = ::fmaxf(maximum, scores[i / 2][2 * r + i % 2]);
+      for (int i = 1; i < 2 * kTileGroups; ++i) maximum = ::fmaxf(maximum, scores[i / 2][2 * r + i % 2]);
       maximum = ::fmaxf(maximum, arch::shuffle_xor(maximum, 1));
       maximum = ::fmaxf(maximum, arch::shuffle_xor(maximum, 2));
-      maximum = ::fmaxf(split[r].maximum, maximum);
-      correction[r] = exp_lanes<NonPositiveMath>(split[r].maximum - maximum);
+      maximum = ::fmaxf(split[r].maximum, maximum * unit_);
+      correction[r] = weight(split[r].maximum, maximum);
       float sum[2];  // of eight neighbouring positions
 #pragma unroll
       for (int eight = 0; eight < 2; ++eight) {
         sum[eight] = 0.0F;
 #pragma unroll
         for (int group = 4 * eight; group < 4 * eight + 4; ++group) {
-          const float low = exp_lanes<NonPositiveMath>(scores[group][2 * r] - maximum);
-          const float high = exp_lanes<NonPositiveMath>(scores[group][2 * r + 1] - maximum);
+          const float low = weight(scores[group][2 * r], maximum, unit_);
+          const float high = weight(scores[group][2 * r + 1], maximum, unit_);
           sum[eight] += low;
           sum[eight] += high;
-          weights[group / 2][r + group % 2 * 2] = arch::f32x2_to_f16x2_in_range(low, high);
+          weights[group / 2][r + group % 2 * 2] = arch::f32x2_to_f16x2(low, high);
         }
       }
       split[r].sum = ::fmaf(split[r].sum, correction[r], tile_sum(sum));
@@ -148,7 +151,7 @@ class TileRows {
   int position_[2];     // of the lane's rows
   int first_position_;  // of the warp's
   int last_position_;
-  float key_scale_;
+  float unit_;  // of the scores, the keys' scale: a power of two, by which nothing is rounded
 
   // The lane's, among the kv head's.
   ULL_DEVICE int row(int r) const { return row_ + arch::lane() / 4 + 8 * r; }
@@ -177,13 +180,18 @@ class TileRows {
   }
 };
 
-// Begins the scores of the warpgroup's rows with a tile's keys.
+// Begins the scores of the warpgroup's rows with a tile's keys: it is their first product that writes them.
 ULL_DEVICE void multiply_tile_keys(TileScores& scores, const RowQueries& queries, const unsigned char* slot) {
   const uint64_t keys = arch::core_matrices(slot, kTileGroups * kCoreBytes, kCoreBytes);
 #pragma unroll
   for (int product = 0; product < kDimProducts; ++product) {
     const int offset = 2 * product * kTileGroups * kCoreBytes;
-    arch::warpgroup_mma(scores, queries[product], keys + static_cast<uint64_t>(offset / 16));
+    const uint64_t part = keys + static_cast<uint64_t>(offset / 16);
+    if (product == 0) {
+      arch::warpgroup_mma<arch::kBegins>(scores, queries[0], part);
+    } else {
+      arch::warpgroup_mma(scores, queries[product], part);
+    }
   }
 }
 
@@ -198,11 +206,6 @@ ULL_DEVICE void multiply_tile_values(RowOutputs& outputs, const TileWeights& wei
       arch::warpgroup_mma(outputs[piece], weights[product], values + static_cast<uint64_t>(offset / 16));
     }
   }
-}
-
-ULL_DEVICE void clear(TileScores& scores) {
-#pragma unroll
-  for (int i = 0; i < 4 * kTileGroups; ++i) scores[i / 4][i % 4] = 0.0F;
 }
 
 }  // namespace ull::gpu

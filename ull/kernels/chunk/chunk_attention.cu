@@ -21,8 +21,8 @@ ULL_DEVICE void pass_tiles(const ChunkRing& ring, int first, int end) {
 // A warpgroup's tiles [first, end) of the block's -> outputs and their statistics. origin: the block's first tile.
 //
 // A tile's values are multiplied together with the next one's keys, while the other warpgroup weighs. Until these
-// products have been waited for no branch is taken, and the keys' come first, since the compiler sets their scores to 0
-// right before: among products in flight either would have the assembler wait for each of them.
+// products have been waited for no branch is taken: among products in flight one would have the assembler wait for each
+// of them.
 ULL_DEVICE void multiply_tiles(ChunkRows& rows, const ChunkRing& ring, int origin, int first, int end,
                                RowOutputs& outputs, LaneStatistics& statistics) {
   RowQueries queries;
@@ -30,7 +30,6 @@ ULL_DEVICE void multiply_tiles(ChunkRows& rows, const ChunkRing& ring, int origi
   ChunkRows::load_queries(queries);
   arch::warp_barrier();  // the lanes keep other things there from now on
   TileScores scores;
-  clear(scores);
   ring.wait(2 * first);
   arch::warpgroup_fence();
   multiply_tile_keys(scores, queries, ring.slot(2 * first));
@@ -43,11 +42,10 @@ ULL_DEVICE void multiply_tiles(ChunkRows& rows, const ChunkRing& ring, int origi
     const bool is_last = tile + 1 == end;
     TileWeights weights;
     rows.choose(scores, (origin + tile) * kPageTokens);
-    ChunkRows::weigh(weights, outputs, statistics, scores);
+    rows.weigh(weights, outputs, statistics, scores);
     // Of what is behind the last tile nobody looks at the scores. Where the keys are, the values have come before.
     const int values = 2 * tile + 1, keys = is_last ? values : values + 1;
     ring.wait(keys);
-    clear(scores);
     arch::warpgroup_fence();
     multiply_tile_keys(scores, queries, ring.slot(keys));
     multiply_tile_values(outputs, weights, ring.slot(values));
@@ -80,7 +78,7 @@ ULL_KERNEL(ull_chunk_attention, ChunkAttentionParams, kChunkAttentionThreads, 1)
     return;
   }
   arch::want_registers<kRowRegisters>();
-  const int row = share.row + arch::warp() / 4 * kWarpgroupRows, origin = share.first_tile(share.row);
+  const int row = share.row + arch::shuffle(arch::warp(), 0) / 4 * kWarpgroupRows, origin = share.first_tile(share.row);
   const int first = share.first_tile(row) - origin, end = share.end_tile(row, kWarpgroupRows) - origin;
   pass_tiles(ring, 0, first);
   if (first < end) {

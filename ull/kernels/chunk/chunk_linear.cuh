@@ -266,11 +266,10 @@ ULL_DEVICE void multiply_chunk_fast(const ChunkRing<Plan>& ring, ChunkSums& tota
   for (int stage = 0; stage < Plan::kStages; ++stage) {
     const uint64_t first = arch::core_matrices(ring.tokens_at(stage % Plan::kDepth), kFastHalfBytes, kCoreBytes);
     ChunkSums sums;
-#pragma unroll
-    for (int i = 0; i < 4 * kChunkGroups; ++i) sums[i / 4][i % 4] = 0.0F;
     arch::warpgroup_fence();
+    arch::warpgroup_mma_e4m3<arch::kBegins>(sums, a[0], first);
 #pragma unroll
-    for (int s = 0; s < Plan::kStageSteps; ++s) {
+    for (int s = 1; s < Plan::kStageSteps; ++s) {
       arch::warpgroup_mma_e4m3(sums, a[s], first + static_cast<uint64_t>(s * kFastStepBytes / 16));
     }
     arch::warpgroup_commit();
@@ -333,13 +332,12 @@ ULL_DEVICE void chunk_linear(const ChunkLinearParams& params) {
     multiply_chunk_fast<Plan>(ring, totals);
     scale_tokens(totals, params.token_scale + first_token);
   } else {
+#pragma unroll
+    for (int i = 0; i < 4 * kChunkGroups; ++i) totals[i / 4][i % 4] = -0.0F;  // which changes no bit of what is added
     multiply_chunk<Plan>(ring, range, [&](int slice, const ChunkSums& sums) {
       if (range.apart) return leave_apart<Shape>(params, tile, count, slice, sums);
 #pragma unroll
-      for (int i = 0; i < 4 * kChunkGroups; ++i) {
-        const float sum = sums[i / 4][i % 4];
-        totals[i / 4][i % 4] = slice == 0 ? sum : totals[i / 4][i % 4] + sum;
-      }
+      for (int i = 0; i < 4 * kChunkGroups; ++i) totals[i / 4][i % 4] += sums[i / 4][i % 4];
     });
   }
   if (!range.apart && tile < Shape::kRowTiles) Epilogue::finish(params, tile, first_token, count, totals);
@@ -354,12 +352,12 @@ struct StoreChunkRows {
                                 const ChunkSums& sums) {
     const int row = tile * kRowUnit + quad_row();
     const RowScale rows = load_row_scale(params.scale, params.bias, row);
-    auto* output = static_cast<float*>(params.output) + row;
+    const int token = first_token + quad_token();
+    float* output = static_cast<float*>(params.output) + int64_t{token} * kStride + row;
 #pragma unroll
     for (int group = 0; group < kChunkGroups; ++group) {
-      const Four four = quad(sums[group]);
-      const int token = first_token + group * kGroupTokens + quad_token();
-      if (token < count) store_four(output + int64_t{token} * kStride, scaled(four, rows, kUnit));
+      const Four four = scaled(quad(sums[group]), rows, kUnit);
+      if (token + group * kGroupTokens < count) store_four(output + group * kGroupTokens * kStride, four);
     }
   }
 };
@@ -371,14 +369,18 @@ struct AddChunkRows {
                                 const ChunkSums& sums) {
     const int row = tile * kRowUnit + quad_row();
     const RowScale rows = load_row_scale(params.scale, params.bias, row);
-    auto* residual = static_cast<float*>(params.output) + row;
+    const int token = first_token + quad_token();
+    float* residual = static_cast<float*>(params.output) + int64_t{token} * kResidualStride + row;
+    arch::Vector4 before[kChunkGroups] = {};  // all on their way together
 #pragma unroll
     for (int group = 0; group < kChunkGroups; ++group) {
-      const Four four = quad(sums[group]);
-      const int token = first_token + group * kGroupTokens + quad_token();
-      if (token >= count) continue;
-      float* at = residual + int64_t{token} * kResidualStride;
-      store_four(at, added(load_four(arch::load_global(at)), scaled(four, rows, kUnit)));
+      if (token + group * kGroupTokens >= count) continue;
+      before[group] = arch::load_global(residual + group * kGroupTokens * kResidualStride);
+    }
+#pragma unroll
+    for (int group = 0; group < kChunkGroups; ++group) {
+      const Four sum = added(load_four(before[group]), scaled(quad(sums[group]), rows, kUnit));
+      if (token + group * kGroupTokens < count) store_four(residual + group * kGroupTokens * kResidualStride, sum);
     }
   }
 };

@@ -6,7 +6,7 @@
 namespace ull::gpu {
 namespace {
 
-constexpr int kNormBlocks = kNormVectors <= 4 ? 3 : 2;  // on a multiprocessor
+constexpr int kNormBlocks = kNormVectors <= 4 ? 4 : 2;  // on a multiprocessor: all of a chunk at once
 
 // What becomes of a token's normed f16: activations as they are, or e4m3 in the unit of the largest one.
 class NormedToken {

@@ -1,8 +1,8 @@
 // What a DFlash head of DSpark's kind (arXiv 2607.05147) knows of the token before: a term of low rank, which is added
 // to the logits of the block's entry for a node's children, and the chance that one of them is accepted. The term reads
 // the whole vocabulary, once for all nodes of a pass.
-#include "base/float_math.h"
 #include "dflash/dflash.cuh"
+#include "exponential.cuh"
 #include "linear/head_rows.cuh"
 #include "linear/linear_narrow.cuh"
 
@@ -12,8 +12,6 @@ namespace {
 inline constexpr int kLogitRow = round_up(kVocabulary, kRowUnit);
 inline constexpr int kNodes = kGroupTokens;  // most nodes of a pass that are ranked
 static_assert(kHidden % kColumnUnit == 0, "the embedding begins at a whole step");
-
-ULL_DEVICE float sigmoid(float x) { return arch::reciprocal(1.0F + exp_lanes<ScalarMath>(-x)); }
 
 // Epilogue: a factor, which is the embedding so far, times the gate.
 struct GateEpilogue {

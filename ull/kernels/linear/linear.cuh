@@ -56,9 +56,12 @@ struct Weights {
 
   // Mma j's A operand.
   ULL_DEVICE void operand(int j, uint32_t (&a)[4]) const {
+    if constexpr (kBits == 8) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      a[i] = kBits == 8 ? arch::e4m3x2_to_f16x2(word[2 * j + i / 2] >> (i % 2 * 16)) : word[(4 * j + i) % (kBits / 2)];
+      for (int half = 0; half < 2; ++half) arch::e4m3x4_to_f16x2(word[2 * j + half], a[2 * half], a[2 * half + 1]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = word[4 * j + i];
     }
   }
 };

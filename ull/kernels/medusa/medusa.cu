@@ -2,7 +2,7 @@
 // per layer, then an lm_head, the model's (version 2) or each head's own (version 1). All heads are one matrix, one
 // below the other, so that a layer is one launch. To the linear kernels head i is token i: of a row that is one head's,
 // they compute every token's product, which costs nothing beside the weights, and keep the head's.
-#include "base/float_math.h"
+#include "exponential.cuh"
 #include "linear/linear_narrow.cuh"
 
 namespace ull::gpu {
@@ -12,8 +12,6 @@ inline constexpr int kMedusaHeads = ULL_MEDUSA_HEADS;
 inline constexpr bool kOwnHeads = ULL_MEDUSA_OWN_HEADS != 0;
 static_assert(kMedusaHeads >= 1 && kMedusaHeads <= kGroupTokens, "one group of tokens holds all heads");
 static_assert(kHidden % kColumnUnit == 0, "heads begin at whole row tiles");
-
-ULL_DEVICE float silu(float x) { return x * arch::reciprocal(1.0F + exp_lanes<ScalarMath>(-x)); }
 
 // A head's rows, of which there are kRows, for that head's token alone.
 template <int kRows>
