@@ -255,12 +255,12 @@ ULL_DEVICE void warpgroup_wait(float (&c)[kGroups][4]) {
   ULL_WGMMA(mode, types, adds, flags, 8, 64, 32, 32, 33, 34, 35, 36)   \
   ULL_WGMMA(mode, types, adds, flags, 16, 128, 64, 64, 65, 66, 67, 68) \
   ULL_WGMMA(mode, types, adds, flags, 32, 256, 128, 128, 129, 130, 131, 132)
-// An accumulator that is added to is read and written; one that begins is written alone.
-#define ULL_EITHER_WGMMA(types, flags)    \
-  if constexpr (kBegin) {                 \
-    ULL_WGMMAS("=f", types, ", 0", flags) \
-  } else {                                \
-    ULL_WGMMAS("+f", types, ", 1", flags) \
+// An accumulator that is added to is read and written; one that begins is written alone, while operands are still read.
+#define ULL_EITHER_WGMMA(types, flags)     \
+  if constexpr (kBegin) {                  \
+    ULL_WGMMAS("=&f", types, ", 0", flags) \
+  } else {                                 \
+    ULL_WGMMAS("+f", types, ", 1", flags)  \
   }
 
 // c[64 x 8 kGroups] += a[64 x 16] * b[16 x 8 kGroups], f16 operands, f32 accumulators. With kBegins, c = a * b: the

@@ -299,7 +299,8 @@ ULL_DEVICE void scale_tokens(ChunkSums& sums, const float* token_scale) {
   }
 }
 
-// The kernel. Epilogue: finish(params, tile, first token, count, sums) of a warp's row tile. kMaySplit: see above.
+// The kernel. Epilogue: finish(params, tile, first token, count, sums) of a warp's row tile, which there may not be if
+// the epilogue is kTogether: then all warps that multiply call it. kMaySplit: see above.
 template <typename Shape, typename Epilogue, bool kMaySplit = false>
 ULL_DEVICE void chunk_linear(const ChunkLinearParams& params) {
   using Plan = ChunkPlan<Shape>;
@@ -340,7 +341,8 @@ ULL_DEVICE void chunk_linear(const ChunkLinearParams& params) {
       for (int i = 0; i < 4 * kChunkGroups; ++i) totals[i / 4][i % 4] += sums[i / 4][i % 4];
     });
   }
-  if (!range.apart && tile < Shape::kRowTiles) Epilogue::finish(params, tile, first_token, count, totals);
+  if (range.apart || (!Epilogue::kTogether && tile >= Shape::kRowTiles)) return;
+  Epilogue::finish(params, tile, first_token, count, totals);
 }
 
 // ---- epilogues ------------------------------------------------------------------------------------------------------
@@ -348,6 +350,8 @@ ULL_DEVICE void chunk_linear(const ChunkLinearParams& params) {
 // f32 [kChunkTokens, kStride]. The activations are in units of 1 / kUnit.
 template <int kStride, int kUnit = 1>
 struct StoreChunkRows {
+  static constexpr bool kTogether = false;
+
   ULL_DEVICE static void finish(const ChunkLinearParams& params, int tile, int first_token, int count,
                                 const ChunkSums& sums) {
     const int row = tile * kRowUnit + quad_row();
@@ -365,6 +369,8 @@ struct StoreChunkRows {
 // Added to the f32 residual [kChunkTokens, H]. The activations are in units of 1 / kUnit.
 template <int kUnit>
 struct AddChunkRows {
+  static constexpr bool kTogether = false;
+
   ULL_DEVICE static void finish(const ChunkLinearParams& params, int tile, int first_token, int count,
                                 const ChunkSums& sums) {
     const int row = tile * kRowUnit + quad_row();

@@ -14,28 +14,16 @@ ULL_DEVICE float activated(float gate, float up) { return silu(gate) * up * kMlp
 
 inline constexpr int kGateUpColumns = kRowUnit / 2;  // of a row tile
 
-// Zeros in the padding of a token's last step. column: of the last row tile's, that of the same place in a tile.
-template <auto kIndex, typename Columns>
-ULL_DEVICE void pad_activations(uint16_t* output, int token, int column) {
-  for (int pad = column + kGateUpColumns; pad < round_up(kIntermediate, kColumnUnit); pad += kGateUpColumns) {
-    *reinterpret_cast<Columns*>(output + kIndex(token, pad)) = {};
-  }
-}
-
-// A row tile's sums as activations from `first_token` on, of the tokens below `count`. kIndex(token, column): where
-// they lie. No branch stands among them, so that the groups' long chains of instructions run beside each other.
-template <auto kIndex, int kGroups, typename Params>
-ULL_DEVICE void store_activations(const Params& params, int tile, int first_token, int count,
-                                  const float (&sums)[kGroups][4]) {
-  // A lane has gate and up of column g for tokens 2t, 2t + 1; with its neighbour it makes pairs of columns.
-  const int g = arch::lane() / 4, row = tile * kRowUnit + g, column = tile * kGateUpColumns + g / 2 * 2;
-  const int token = first_token + 2 * (arch::lane() % 4) + g % 2;
-  const bool odd = g % 2 != 0;
+// A row tile's sums as pairs of columns: take(group, pair). A lane has gate and up of column g for tokens 2t, 2t + 1;
+// with its neighbour it makes the pair of columns 2 * (g / 2), + 1 of token 2t + g % 2. No branch stands here, so that
+// the groups' long chains of instructions run beside each other.
+template <int kGroups, typename Params, typename Take>
+ULL_DEVICE void activate_pairs(const Params& params, int tile, const float (&sums)[kGroups][4], const Take& take) {
+  const int row = tile * kRowUnit + arch::lane() / 4;
   const float gate_scale = params.scale[row], up_scale = params.scale[row + 8];
   const float gate_bias = params.bias == nullptr ? 0.0F : params.bias[row];
   const float up_bias = params.bias == nullptr ? 0.0F : params.bias[row + 8];
-  auto* output = static_cast<uint16_t*>(params.output);
-  uint16_t* own = output + kIndex(token, column);
+  const bool odd = arch::lane() / 4 % 2 != 0;
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
     float y[2];
@@ -44,14 +32,11 @@ ULL_DEVICE void store_activations(const Params& params, int tile, int first_toke
       y[i] = activated(scaled(sums[group][i], gate_scale, gate_bias), scaled(sums[group][2 + i], up_scale, up_bias));
     }
     const float received = arch::shuffle_xor(odd ? y[0] : y[1], 4);
-    const uint32_t pair = arch::f32x2_to_f16x2(odd ? received : y[0], odd ? y[1] : received);
-    auto* to = reinterpret_cast<uint32_t*>(own + group * kIndex(kGroupTokens, 0));
-    if (token + group * kGroupTokens < count) *to = pair;
+    take(group, arch::f32x2_to_f16x2(odd ? received : y[0], odd ? y[1] : received));
   }
-  if (kIntermediate % kColumnUnit == 0 || tile != GateUp::kRowTiles - 1) return;
-  const int end = smaller(count, first_token + kGroups * kGroupTokens);
-  for (int at = token; at < end; at += kGroupTokens) pad_activations<kIndex, uint32_t>(output, at, column);
 }
+ULL_DEVICE int pair_column() { return arch::lane() / 8 * 2; }
+ULL_DEVICE int pair_token() { return 2 * (arch::lane() % 4) + arch::lane() / 4 % 2; }
 
 // Epilogue: f16 activations times kMlpScale.
 struct GateUpEpilogue {
@@ -79,13 +64,32 @@ struct GateUpEpilogue {
     auto* output = static_cast<uint16_t*>(params.output);
     const int column = tile * kGateUpColumns + item;
     output[round_index<1>(token, column)] = static_cast<uint16_t>(arch::f32x2_to_f16x2(activated(gate, up), 0.0F));
-    if (kIntermediate % kColumnUnit == 0 || tile != GateUp::kRowTiles - 1) return;
-    pad_activations<round_index<1>, uint16_t>(output, token, column);
+    pad<1, uint16_t>(params, tile, token, column);
   }
 
   template <int kGroups>
   ULL_DEVICE static void finish_tile(const LinearParams& params, int tile, int count, const float (&sums)[kGroups][4]) {
-    store_activations<round_index<kGroups * kGroupTokens>>(params, tile, 0, count, sums);
+    constexpr int kTokens = kGroups * kGroupTokens;
+    const int column = tile * kGateUpColumns + pair_column();
+    uint16_t* own = static_cast<uint16_t*>(params.output) + round_index<kTokens>(pair_token(), column);
+    activate_pairs(params, tile, sums, [&](int group, uint32_t pair) {
+      auto* to = reinterpret_cast<uint32_t*>(own + group * round_index<kTokens>(kGroupTokens, 0));
+      if (pair_token() + group * kGroupTokens < count) *to = pair;
+    });
+    for (int token = pair_token(); token < count; token += kGroupTokens) {
+      pad<kTokens, uint32_t>(params, tile, token, column);
+    }
+  }
+
+ private:
+  // Zeros in the padding of a token's last step, behind some columns of the last row tile.
+  template <int kTokens, typename Columns>
+  ULL_DEVICE static void pad(const LinearParams& params, int tile, int token, int column) {
+    if (kIntermediate % kColumnUnit == 0 || tile != GateUp::kRowTiles - 1) return;
+    auto* output = static_cast<uint16_t*>(params.output);
+    for (int at = column + kGateUpColumns; at < round_up(kIntermediate, kColumnUnit); at += kGateUpColumns) {
+      *reinterpret_cast<Columns*>(output + round_index<kTokens>(token, at)) = {};
+    }
   }
 };
 
