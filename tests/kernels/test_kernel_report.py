@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 
 from conftest import ROOT
+from ull.gpu.geometry.linear import LINEAR_TILES
 
 sys.path.append(str(ROOT / "bench"))
 
 import sass
 from kernels_report import (
     ARCHS,
+    REGISTERS,
+    RESERVED_BYTES,
     RESULTS,
+    SHARED_BYTES,
     UPDATE,
     Figures,
     compiler,
@@ -64,6 +68,22 @@ def test_the_table_holds_the_kernels_that_there_are() -> None:
         assert set(COMMITTED["models"][arch]) == kernels, UPDATE
         lines = table(COMMITTED["models"][arch])
         assert "\n".join(lines) in RESULTS.with_suffix(".md").read_text(), UPDATE
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("tile", LINEAR_TILES)
+def test_no_two_blocks_of_a_layer_lie_on_one_multiprocessor(arch: str, tile: int) -> None:
+    """All others would wait for it. Either no second one fits, or one of the layer before is in the way of it."""
+    rows = COMMITTED["models"][arch]
+    for layer, before in (("qkv", "down"), ("gate_up", "o")):
+        own, other = rows[f"ull_{layer}_{tile}"], rows[f"ull_{before}_{tile}"]
+        assert other["blocks"] == 1
+        assert own["blocks"] == 1 or fit_together(own, other), layer
+
+
+def fit_together(*blocks: dict[str, Any]) -> bool:
+    registers = sum(-(-block["registers"] // 8) * 8 * block["threads"] for block in blocks)
+    return registers <= REGISTERS and sum(block["shared_bytes"] + RESERVED_BYTES for block in blocks) <= SHARED_BYTES
 
 
 def test_what_only_weights_show() -> None:

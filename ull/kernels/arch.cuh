@@ -263,11 +263,10 @@ ULL_DEVICE void warpgroup_wait(float (&c)[kGroups][4]) {
     ULL_WGMMAS("+f", types, ", 1", flags)  \
   }
 
-// c[64 x 8 kGroups] += a[64 x 16] * b[16 x 8 kGroups], f16 operands, f32 accumulators. With kBegins, c = a * b: the
-// same as added to zeros, which nobody has to write. Warp w of the four has rows
-// 16 w .. 16 w + 15: its a and each c[group] are the fragments of mma(), and so are the sums bit for bit. It is
-// asynchronous: see warpgroup_wait(). What threads have stored where b lies needs their fence_bulk_copies(), then a
-// barrier, before it; what bulk copies have brought only their mbarrier.
+// c[64 x 8 kGroups] += a[64 x 16] * b[16 x 8 kGroups], f16 operands, f32 accumulators; with kBegins c = a * b, as
+// though added to zeros. Warp w of the four has rows 16 w .. 16 w + 15: its a and each c[group] are the fragments of
+// mma(), and so are the sums bit for bit. It is asynchronous: see warpgroup_wait(). What threads have stored where b
+// lies needs their fence_bulk_copies(), then a barrier, before it; what bulk copies have brought only their mbarrier.
 //
 // Where the assembler cannot keep products in flight it waits for each, and its log says "serialized". NVRTC 13.5 does
 // so where a branch or a loop stands between a wait for a part of them and the code that writes the next a: there one

@@ -3,7 +3,8 @@
 The results do not depend on the grid. One block per multiprocessor shares the weights evenly and, where its shared
 memory allows, leaves room for a block of the next kernel, which fills its ring meanwhile. Two blocks of one kernel must
 not come to lie on one multiprocessor, since all others would wait for it. So o and down ask for so much that no second
-one fits beside them; and when qkv and gate_up are placed, one of those lies on every multiprocessor already.
+one fits beside them; and when qkv and gate_up are placed, one of those lies on every multiprocessor already. Of 64
+tokens no block of down leaves registers for one of qkv, which comes when down has ended: it asks for as much.
 
 From 16 tokens on a layer of few rows (qkv, o, down) is split along K as well: it writes the sums of its slices to
 `LinearParams.partial`, and `ull_qkv_sum_{tile}` or the next `ull_norm_{tile}` finishes it.
@@ -57,7 +58,8 @@ def norm(tile: int) -> Geometry:
 def qkv(width: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_qkv_{tile}`: `width` rows of queries, keys and values."""
     if is_split(tile):
-        return _split(width, tile, multiprocessors)
+        grid, threads, nbytes = _split(width, tile, multiprocessors)
+        return grid, threads, ALONE_BYTES if tile == TREE_TOKENS else nbytes
     return _narrow(width, multiprocessors)
 
 

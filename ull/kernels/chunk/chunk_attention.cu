@@ -78,7 +78,8 @@ ULL_KERNEL(ull_chunk_attention, ChunkAttentionParams, kChunkAttentionThreads, 1)
     return;
   }
   arch::want_registers<kRowRegisters>();
-  const int row = share.row + arch::shuffle(arch::warp(), 0) / 4 * kWarpgroupRows, origin = share.first_tile(share.row);
+  const int warp = arch::shuffle(arch::warp(), 0);  // so the compiler sees that all lanes have the same addresses
+  const int row = share.row + warp / 4 * kWarpgroupRows, origin = share.first_tile(share.row);
   const int first = share.first_tile(row) - origin, end = share.end_tile(row, kWarpgroupRows) - origin;
   pass_tiles(ring, 0, first);
   if (first < end) {

@@ -1,6 +1,7 @@
 // Whether the products of warpgroups add as those of warps do, bit for bit, on this chip: no document says so, and that
 // a prompt's bits do not depend on how it is read stands on it. A block multiplies random operands both ways, in chains
-// as the linear layers do, and counts outputs that differ.
+// that are added to zeros, as the linear layers do, and in chains that begin their sums, as attention does, and counts
+// outputs that differ.
 #include "chunk/layout.cuh"
 
 namespace ull::gpu {
@@ -35,7 +36,7 @@ ULL_KERNEL(ull_chunk_probe, ChunkProbeParams, kThreads, 4) {
     }
     arch::fence_bulk_copies();
     arch::block_barrier();
-    float expected[4] = {}, sums[1][4] = {};
+    float expected[4] = {}, sums[1][4] = {}, begun[1][4];
     uint32_t a[kChain][4];
 #pragma unroll
     for (int k = 0; k < kChain; ++k) {
@@ -48,13 +49,21 @@ ULL_KERNEL(ull_chunk_probe, ChunkProbeParams, kThreads, 4) {
     arch::warpgroup_fence();
 #pragma unroll
     for (int k = 0; k < kChain; ++k) {
-      arch::warpgroup_mma(sums, a[k], arch::core_matrices(shared + 2 * k * kCoreBytes, kCoreBytes, kCoreBytes));
+      const uint64_t b = arch::core_matrices(shared + 2 * k * kCoreBytes, kCoreBytes, kCoreBytes);
+      arch::warpgroup_mma(sums, a[k], b);
+      if (k == 0) {
+        arch::warpgroup_mma<arch::kBegins>(begun, a[0], b);
+      } else {
+        arch::warpgroup_mma(begun, a[k], b);
+      }
     }
     arch::warpgroup_commit();
     arch::warpgroup_wait<0>(sums);
+    arch::warpgroup_wait<0>(begun);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       differences += arch::float_bits(sums[0][i]) != arch::float_bits(expected[i]) ? 1U : 0U;
+      differences += arch::float_bits(begun[0][i]) != arch::float_bits(expected[i]) ? 1U : 0U;
     }
     arch::block_barrier();  // nobody reads the operands any more
   }
