@@ -377,16 +377,22 @@ struct AddChunkRows {
     const RowScale rows = load_row_scale(params.scale, params.bias, row);
     const int token = first_token + quad_token();
     float* residual = static_cast<float*>(params.output) + int64_t{token} * kResidualStride + row;
-    arch::Vector4 before[kChunkGroups] = {};  // all on their way together
+    constexpr int kBatch = kChunkGroups / 2;  // groups whose residual is on its way together
 #pragma unroll
-    for (int group = 0; group < kChunkGroups; ++group) {
-      if (token + group * kGroupTokens >= count) continue;
-      before[group] = arch::load_global(residual + group * kGroupTokens * kResidualStride);
-    }
+    for (int first = 0; first < kChunkGroups; first += kBatch) {
+      arch::Vector4 before[kBatch] = {};
 #pragma unroll
-    for (int group = 0; group < kChunkGroups; ++group) {
-      const Four sum = added(load_four(before[group]), scaled(quad(sums[group]), rows, kUnit));
-      if (token + group * kGroupTokens < count) store_four(residual + group * kGroupTokens * kResidualStride, sum);
+      for (int i = 0; i < kBatch; ++i) {
+        const int group = first + i;
+        if (token + group * kGroupTokens >= count) continue;
+        before[i] = arch::load_global(residual + group * kGroupTokens * kResidualStride);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int group = first + i;
+        const Four sum = added(load_four(before[i]), scaled(quad(sums[group]), rows, kUnit));
+        if (token + group * kGroupTokens < count) store_four(residual + group * kGroupTokens * kResidualStride, sum);
+      }
     }
   }
 };
