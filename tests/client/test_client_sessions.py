@@ -16,6 +16,7 @@ import ull
 from fake_daemon import FakeDaemon, words
 from fake_sessions import FakeSessions, refuse
 from ull import wire
+from ull.client.dealer import DealerConnection
 
 Serve = Callable[..., FakeDaemon]
 LONG_S = 60.0  # for a machine that is busy with other things
@@ -61,6 +62,12 @@ def run(url: str, body: Callable[[ull.AsyncClient], Awaitable[None]], **options:
 def settle(client: ull.Client) -> None:
     """All that was sent before has been answered, and the answers are taken in."""
     client.health()
+
+
+def await_loss(client: ull.Client) -> None:
+    """Until the client could notice that its connection has gone: libzmq's thread tells it, when it is given time."""
+    if isinstance(connection := client._link.connection, DealerConnection):
+        assert connection._monitor.poll(LONG_S * 1000)
 
 
 # ---- what a session does ------------------------------------------------------------------------------------------
@@ -414,6 +421,7 @@ def test_sessions_end_with_their_connection(serve: Serve) -> None:
             stream = noticed.generate("open")
             assert next(stream).text == "one "
             first.close()
+            await_loss(client)
             second = serve()
             with pytest.raises(ull.ConnectionLost, match="ended with its connection; open another and send it"):
                 unnoticed.generate("x")  # the loss is found while this is sent, and it is not sent to a stranger
@@ -434,6 +442,7 @@ def test_a_session_is_opened_over_a_new_connection_where_the_old_one_has_gone(se
     with ull.Client(first.url, connect_timeout=LONG_S, query_timeout=LONG_S) as client:
         settle(client)
         first.close()
+        await_loss(client)
         serve()
         with client.open_session() as session:
             assert session.generate("a").result().text == "a "
