@@ -143,9 +143,14 @@ def figures_of(source: Path, arch: str, launches: dict[str, Launch], fast: bool 
     return found
 
 
+def registers_of(registers: int, threads: int) -> int:
+    """A block's; they are dealt out by eight to a thread."""
+    return threads * -(-registers // 8) * 8
+
+
 def resident_blocks(registers: int, threads: int, shared_bytes: int) -> int:
-    """Blocks on a multiprocessor; registers are dealt out by eight to a thread."""
-    by_registers = REGISTERS // (threads * -(-registers // 8) * 8)
+    """Blocks on a multiprocessor."""
+    by_registers = REGISTERS // registers_of(registers, threads)
     return min(by_registers, SHARED_BYTES // (shared_bytes + RESERVED_BYTES), THREADS // threads, 32)
 
 

@@ -29,6 +29,7 @@ from kernels_report import (
     fast_sources,
     figures_of,
     launches_of,
+    registers_of,
     reported_sources,
     resident_blocks,
     table,
@@ -82,7 +83,7 @@ def test_no_two_blocks_of_a_layer_lie_on_one_multiprocessor(arch: str, tile: int
 
 
 def fit_together(*blocks: dict[str, Any]) -> bool:
-    registers = sum(-(-block["registers"] // 8) * 8 * block["threads"] for block in blocks)
+    registers = sum(registers_of(block["registers"], block["threads"]) for block in blocks)
     return registers <= REGISTERS and sum(block["shared_bytes"] + RESERVED_BYTES for block in blocks) <= SHARED_BYTES
 
 

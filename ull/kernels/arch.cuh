@@ -194,6 +194,8 @@ ULL_DEVICE uint64_t core_matrices(const void* shared, uint32_t k_stride, uint32_
          static_cast<uint64_t>(n_stride >> 4) << 32;
 }
 
+inline constexpr bool kBegins = true;  // of warpgroup_mma()
+
 #if ULL_WARPGROUP_MMA
 // Moves registers between warpgroups, all four warps of one together: from now on its threads have so many each, a
 // multiple of 8 from 24 to 240. Those that give some up do so first, those that want more wait for them.
@@ -271,7 +273,6 @@ ULL_DEVICE void warpgroup_wait(float (&c)[kGroups][4]) {
 // Where the assembler cannot keep products in flight it waits for each, and its log says "serialized". NVRTC 13.5 does
 // so where a branch or a loop stands between a wait for a part of them and the code that writes the next a: there one
 // conditional instruction is fine, and a loop around it all must be entered at least once.
-inline constexpr bool kBegins = true;
 template <bool kBegin = false, int kGroups>
 ULL_DEVICE void warpgroup_mma(float (&c)[kGroups][4], const uint32_t (&a)[4], uint64_t b) {
   static_assert(kGroups > 0 && kGroups <= 32 && (kGroups & (kGroups - 1)) == 0, "8, 16, 32, 64, 128 or 256 columns");
@@ -318,7 +319,6 @@ template <int kPending, int kGroups>
 ULL_DEVICE void warpgroup_wait(float (&c)[kGroups][4]) {
   asm volatile("trap;");
 }
-inline constexpr bool kBegins = true;
 template <bool kBegin = false, int kGroups>
 ULL_DEVICE void warpgroup_mma(float (&c)[kGroups][4], const uint32_t (&a)[4], uint64_t b) {
   asm volatile("trap;");

@@ -71,11 +71,26 @@ ULL_DEVICE void multiply_by_warps(const ProductParams& params) {
   store_sums(sums, params.by_warps);
 }
 
+// One of the two stages in shared memory, each of which holds b of a step.
+template <int kGroups>
+ULL_DEVICE unsigned char* stage_at(const ProductParams& params, int i) {
+  return arch::shared_memory() + i * (params.k_stride + (kGroups - 1) * params.n_stride + 128);
+}
+ULL_DEVICE uint64_t b_at(const ProductParams& params, const unsigned char* stage) {
+  return arch::core_matrices(stage, static_cast<uint32_t>(params.k_stride), static_cast<uint32_t>(params.n_stride));
+}
+template <int kGroups>
+ULL_DEVICE void bring_step(const ProductParams& params, int step, unsigned char* stage, uint32_t (&a)[4]) {
+  load_a(a, params.a + (step * arch::threads() / 2 + arch::warp() * 16) * 16);
+  store_b<kGroups>(params, step, stage);
+  arch::fence_bulk_copies();
+  arch::block_barrier();
+}
+
 // Steps are even, and at least two. One product is in flight while the next one's operands are loaded; each of two
 // stages in shared memory holds every other b.
 template <int kGroups>
 ULL_DEVICE void multiply_by_warpgroups(const ProductParams& params) {
-  const int stage_bytes = params.k_stride + (kGroups - 1) * params.n_stride + 128;
   float sums[kGroups][4];
   load_sums(sums, params.by_warpgroup);
   uint32_t a[2][4];
@@ -83,17 +98,12 @@ ULL_DEVICE void multiply_by_warpgroups(const ProductParams& params) {
   do {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      unsigned char* stage = arch::shared_memory() + i * stage_bytes;
+      unsigned char* stage = stage_at<kGroups>(params, i);
       arch::warpgroup_wait<1>(sums);
       arch::block_barrier();  // all warps have multiplied what is in this stage
-      load_a(a[i], params.a + ((step + i) * arch::threads() / 2 + arch::warp() * 16) * 16);
-      store_b<kGroups>(params, step + i, stage);
-      arch::fence_bulk_copies();
-      arch::block_barrier();
+      bring_step<kGroups>(params, step + i, stage, a[i]);
       arch::warpgroup_fence();
-      arch::warpgroup_mma(
-          sums, a[i],
-          arch::core_matrices(stage, static_cast<uint32_t>(params.k_stride), static_cast<uint32_t>(params.n_stride)));
+      arch::warpgroup_mma(sums, a[i], b_at(params, stage));
       arch::warpgroup_commit();
     }
     step += 2;
@@ -105,23 +115,14 @@ ULL_DEVICE void multiply_by_warpgroups(const ProductParams& params) {
 // Two steps, of which the first product begins the sums: whatever they were.
 template <int kGroups>
 ULL_DEVICE void begin_sums(const ProductParams& params) {
-  const int stage_bytes = params.k_stride + (kGroups - 1) * params.n_stride + 128;
   float sums[kGroups][4];
   load_sums(sums, params.by_warpgroup);
   uint32_t a[2][4];
-  uint64_t b[2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    unsigned char* stage = arch::shared_memory() + i * stage_bytes;
-    load_a(a[i], params.a + (i * arch::threads() / 2 + arch::warp() * 16) * 16);
-    store_b<kGroups>(params, i, stage);
-    b[i] = arch::core_matrices(stage, static_cast<uint32_t>(params.k_stride), static_cast<uint32_t>(params.n_stride));
-  }
-  arch::fence_bulk_copies();
-  arch::block_barrier();
+  for (int i = 0; i < 2; ++i) bring_step<kGroups>(params, i, stage_at<kGroups>(params, i), a[i]);
   arch::warpgroup_fence();
-  arch::warpgroup_mma<arch::kBegins>(sums, a[0], b[0]);
-  arch::warpgroup_mma(sums, a[1], b[1]);
+  arch::warpgroup_mma<arch::kBegins>(sums, a[0], b_at(params, stage_at<kGroups>(params, 0)));
+  arch::warpgroup_mma(sums, a[1], b_at(params, stage_at<kGroups>(params, 1)));
   arch::warpgroup_commit();
   arch::warpgroup_wait<0>(sums);
   store_sums(sums, params.by_warpgroup);

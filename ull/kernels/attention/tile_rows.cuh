@@ -183,15 +183,11 @@ class TileRows {
 // Begins the scores of the warpgroup's rows with a tile's keys: it is their first product that writes them.
 ULL_DEVICE void multiply_tile_keys(TileScores& scores, const RowQueries& queries, const unsigned char* slot) {
   const uint64_t keys = arch::core_matrices(slot, kTileGroups * kCoreBytes, kCoreBytes);
+  arch::warpgroup_mma<arch::kBegins>(scores, queries[0], keys);
 #pragma unroll
-  for (int product = 0; product < kDimProducts; ++product) {
+  for (int product = 1; product < kDimProducts; ++product) {
     const int offset = 2 * product * kTileGroups * kCoreBytes;
-    const uint64_t part = keys + static_cast<uint64_t>(offset / 16);
-    if (product == 0) {
-      arch::warpgroup_mma<arch::kBegins>(scores, queries[0], part);
-    } else {
-      arch::warpgroup_mma(scores, queries[product], part);
-    }
+    arch::warpgroup_mma(scores, queries[product], keys + static_cast<uint64_t>(offset / 16));
   }
 }
 

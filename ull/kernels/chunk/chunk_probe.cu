@@ -46,17 +46,13 @@ ULL_KERNEL(ull_chunk_probe, ChunkProbeParams, kThreads, 4) {
       arch::mma(expected, a[k], {b[lane], b[kCoreBytes / 4 + lane]});
     }
     if (params.flaw != 0) a[0][0] ^= 1U;
+    const auto b_of = [&](int k) { return arch::core_matrices(shared + 2 * k * kCoreBytes, kCoreBytes, kCoreBytes); };
     arch::warpgroup_fence();
 #pragma unroll
-    for (int k = 0; k < kChain; ++k) {
-      const uint64_t b = arch::core_matrices(shared + 2 * k * kCoreBytes, kCoreBytes, kCoreBytes);
-      arch::warpgroup_mma(sums, a[k], b);
-      if (k == 0) {
-        arch::warpgroup_mma<arch::kBegins>(begun, a[0], b);
-      } else {
-        arch::warpgroup_mma(begun, a[k], b);
-      }
-    }
+    for (int k = 0; k < kChain; ++k) arch::warpgroup_mma(sums, a[k], b_of(k));
+    arch::warpgroup_mma<arch::kBegins>(begun, a[0], b_of(0));
+#pragma unroll
+    for (int k = 1; k < kChain; ++k) arch::warpgroup_mma(begun, a[k], b_of(k));
     arch::warpgroup_commit();
     arch::warpgroup_wait<0>(sums);
     arch::warpgroup_wait<0>(begun);

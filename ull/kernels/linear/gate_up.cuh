@@ -9,28 +9,42 @@ namespace ull::gpu {
 
 using GateUp = LinearShape<2 * round_up(kIntermediate, kRowUnit / 2), kHidden, kWeightBits, true>;
 
-// silu(gate) * up in the unit in which it is kept as f16.
-ULL_DEVICE float activated(float gate, float up) { return silu(gate) * up * kMlpScale; }
-
 inline constexpr int kGateUpColumns = kRowUnit / 2;  // of a row tile
+
+// Scale and bias of a column's two rows.
+struct GateUpScale {
+  float gate_scale, gate_bias, up_scale, up_bias;
+};
+
+// Params: LinearParams, or a chunk's.
+template <typename Params>
+ULL_DEVICE GateUpScale load_gate_up_scale(const Params& params, int tile, int column) {
+  const int row = tile * kRowUnit + column;
+  GateUpScale scale{params.scale[row], 0.0F, params.scale[row + 8], 0.0F};
+  if (params.bias != nullptr) {
+    scale.gate_bias = params.bias[row];
+    scale.up_bias = params.bias[row + 8];
+  }
+  return scale;
+}
+
+// silu(gate) * up of a column's sums, in the unit in which it is kept as f16.
+ULL_DEVICE float activated(const GateUpScale& scale, float gate, float up) {
+  return silu(scaled(gate, scale.gate_scale, scale.gate_bias)) * scaled(up, scale.up_scale, scale.up_bias) * kMlpScale;
+}
 
 // A row tile's sums as pairs of columns: take(group, pair). A lane has gate and up of column g for tokens 2t, 2t + 1;
 // with its neighbour it makes the pair of columns 2 * (g / 2), + 1 of token 2t + g % 2. No branch stands here, so that
 // the groups' long chains of instructions run beside each other.
 template <int kGroups, typename Params, typename Take>
 ULL_DEVICE void activate_pairs(const Params& params, int tile, const float (&sums)[kGroups][4], const Take& take) {
-  const int row = tile * kRowUnit + arch::lane() / 4;
-  const float gate_scale = params.scale[row], up_scale = params.scale[row + 8];
-  const float gate_bias = params.bias == nullptr ? 0.0F : params.bias[row];
-  const float up_bias = params.bias == nullptr ? 0.0F : params.bias[row + 8];
+  const GateUpScale scale = load_gate_up_scale(params, tile, arch::lane() / 4);
   const bool odd = arch::lane() / 4 % 2 != 0;
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
     float y[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      y[i] = activated(scaled(sums[group][i], gate_scale, gate_bias), scaled(sums[group][2 + i], up_scale, up_bias));
-    }
+    for (int i = 0; i < 2; ++i) y[i] = activated(scale, sums[group][i], sums[group][2 + i]);
     const float received = arch::shuffle_xor(odd ? y[0] : y[1], 4);
     take(group, arch::f32x2_to_f16x2(odd ? received : y[0], odd ? y[1] : received));
   }
@@ -42,28 +56,19 @@ ULL_DEVICE int pair_token() { return 2 * (arch::lane() % 4) + arch::lane() / 4 %
 struct GateUpEpilogue {
   static constexpr int kItems =
       kGateUpColumns;  // a column each: its activation is a long chain of dependent instructions
-  struct Operands {
-    float gate_scale, gate_bias, up_scale, up_bias;
-  };
+  using Operands = GateUpScale;
 
   ULL_DEVICE static Operands load(const LinearParams& params, int tile, int, int item) {
-    const int row = tile * kRowUnit + item;
-    Operands operands{params.scale[row], 0.0F, params.scale[row + 8], 0.0F};
-    if (params.bias != nullptr) {
-      operands.gate_bias = params.bias[row];
-      operands.up_bias = params.bias[row + 8];
-    }
-    return operands;
+    return load_gate_up_scale(params, tile, item);
   }
 
   template <typename Sums>
   ULL_DEVICE static void finish(const LinearParams& params, const Operands& operands, int tile, int token, int item,
                                 const Sums& sums) {
-    const float gate = scaled(sums.one(item), operands.gate_scale, operands.gate_bias);
-    const float up = scaled(sums.one(8 + item), operands.up_scale, operands.up_bias);
-    auto* output = static_cast<uint16_t*>(params.output);
+    const float y = activated(operands, sums.one(item), sums.one(8 + item));
     const int column = tile * kGateUpColumns + item;
-    output[round_index<1>(token, column)] = static_cast<uint16_t>(arch::f32x2_to_f16x2(activated(gate, up), 0.0F));
+    static_cast<uint16_t*>(params.output)[round_index<1>(token, column)] =
+        static_cast<uint16_t>(arch::f32x2_to_f16x2(y, 0.0F));
     pad<1, uint16_t>(params, tile, token, column);
   }
 
