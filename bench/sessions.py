@@ -81,7 +81,7 @@ def commits(client: ull.Client) -> list[float]:
     times = []
     for _ in range(COMMITS):
         stream = client.generate(ids(SHORT), max_tokens=16, ignore_eos=True, hold=True)
-        while client.stats().engine["running"] or client.stats().engine["queue_length"]:
+        while (engine := client.stats().engine)["running"] or engine["queue_length"]:
             time.sleep(0.001)
         time.sleep(0.002)
         sent = time.monotonic_ns()

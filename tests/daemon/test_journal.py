@@ -398,7 +398,7 @@ def test_the_journal_has_what_clients_got(spawn: Spawn, tmp_path: Path) -> None:
             assert session.rollback(2)
             results.append(session.generate(" bar", max_tokens=4, ignore_eos=True).result())
         held = client.generate([9, 9], max_tokens=5, hold=True)
-        while client.stats().engine["running"] or client.stats().engine["queue_length"]:
+        while (engine := client.stats().engine)["running"] or engine["queue_length"]:
             client.poll(0.005)
         held.cancel()
         results.append(held.result())

@@ -378,12 +378,32 @@ TEST(logprobs_come_with_every_token_even_when_records_run_short) {
 TEST(an_io_thread_that_sleeps_through_a_request_loses_nothing) {
   Harness engine({.tokens = alphabet(), .context = 30'000, .page_count = 600});
   engine.submit(Harness::request(1, kPrompt, 29'000));
-  while (engine.engine.stats().queue_length > 0 || engine.engine.stats().running ||
-         engine.engine.stats().counters.started == 0) {
-    std::this_thread::yield();
-  }
+  const auto has_ended = [&engine] {
+    const ull::EngineStats stats = engine.engine.stats();
+    return stats.counters.started > 0 && !stats.running && stats.queue_length == 0;
+  };
+  while (!has_ended()) std::this_thread::yield();
   CHECK_EQ(engine.wait(1).tokens.size(), 29'000U);
   for (size_t i = 0; i < 29'000; ++i) REQUIRE(engine.results[1].tokens[i] == alphabet()[i % 26]);
+}
+
+TEST(a_request_waits_or_runs_until_it_has_ended) {
+  Harness engine({.tokens = alphabet()});
+  for (uint64_t id = 1; id <= 2'000; ++id) {
+    engine.submit(Harness::request(id, kPrompt, 1));
+    const auto idle = [&engine] {
+      const auto [running, waiting] = engine.engine.occupancy();
+      return !running && waiting == 0;
+    };
+    while (!idle()) {
+    }
+    ull::EngineShared& shared = engine.engine.shared();
+    for (uint32_t slot = 0; slot < shared.slots; ++slot) {
+      const ull::SlotState state = shared.slot(slot).state.load();
+      REQUIRE(state == ull::SlotState::kFree || state == ull::SlotState::kEnded);
+    }
+    engine.wait(id);
+  }
 }
 
 TEST(counters_add_up) {

@@ -518,9 +518,9 @@ uint32_t Engine::free_slot() const noexcept {
   return kNoSlot;
 }
 
-int Engine::queue_length() const noexcept {
-  const bool running = shared_->running.load(std::memory_order_relaxed) != kNoSlot;
-  return std::max(0, shared_->in_flight.load(std::memory_order_relaxed) - (running ? 1 : 0));
+Engine::Occupancy Engine::occupancy() const noexcept {
+  const bool running = shared_->running.load(std::memory_order_acquire) != kNoSlot;
+  return {running, std::max(0, shared_->in_flight.load(std::memory_order_acquire) - (running ? 1 : 0))};
 }
 
 EngineStats Engine::stats() const noexcept {
@@ -532,8 +532,9 @@ EngineStats Engine::stats() const noexcept {
   stats.progress = shared_->progress.load(std::memory_order_relaxed) - rehearsed;
   stats.stalls = shared_->stalls.load(std::memory_order_relaxed);
   stats.late_threads = shared_->late_threads.load(std::memory_order_relaxed);
-  stats.running = shared_->running.load(std::memory_order_relaxed) != kNoSlot;
-  stats.queue_length = queue_length();
+  const Occupancy occupancy = this->occupancy();
+  stats.running = occupancy.running;
+  stats.queue_length = occupancy.waiting;
   for (uint32_t index = 0; index < shared_->slots; ++index) {
     stats.slots_used += shared_->slot(index).state.load(std::memory_order_acquire) != SlotState::kFree ? 1 : 0;
   }

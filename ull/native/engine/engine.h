@@ -169,7 +169,13 @@ class Engine {
   [[nodiscard]] const Vocabulary& vocabulary() const noexcept { return vocabulary_; }
   void cancel_slot(uint32_t slot) noexcept;
 
-  [[nodiscard]] int queue_length() const noexcept;  // submitted and waiting
+  // What a moment has of requests: looked at apart, one that begins between the looks would be in neither.
+  struct Occupancy {
+    bool running;  // a request is being served
+    int waiting;   // submitted, and not that one
+  };
+  [[nodiscard]] Occupancy occupancy() const noexcept;
+  [[nodiscard]] int queue_length() const noexcept { return occupancy().waiting; }
   [[nodiscard]] int client_share() const noexcept;  // requests that one client may have waiting or running
 
   // For the control plane: readable when it is to call beat(), which is its sign of life, and to look at health().
