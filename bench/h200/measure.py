@@ -61,7 +61,7 @@ BUNDLES_S, BANDWIDTH_S, COMPARISON_S, AHEAD_S = 40.0, 15.0, 60.0, 120.0  # estim
 FIRST_TOKENS_S = 30.0
 SPECULATION_S = 60.0  # 12 s to load, and 39 requests of 512 tokens, 18 of them without drafts
 # In files of their own, which add to the report; estimates.
-PROGRAMS = {"probes": 20.0, "trace": 20.0, "profiled": 45.0}
+PROGRAMS = {"probes": 20.0, "trace": 40.0, "profiled": 45.0}
 
 
 class Measurement:

@@ -38,8 +38,9 @@ struct TimerParams {
 };
 
 struct ProductsParams {
-  float* sums;    // [blocks][threads] of a thread's 64 accumulators
-  int32_t count;  // times that kProducts are multiplied
+  float* sums;     // [blocks][threads] of a thread's 64 accumulators
+  int32_t count;   // times that kProducts are multiplied
+  int32_t random;  // 1: operands are random; 0: they are ones
 };
 
 constexpr int kProducts = 8;  // of 64 x 128 x 16 each, a group
@@ -116,18 +117,36 @@ ULL_KERNEL(ull_probe_weights, WeightsParams, kNarrowThreads, 2) { read_weights<1
 ULL_KERNEL(ull_probe_few_weights, WeightsParams, kNarrowThreads, 2) { read_weights<16 * 21>(params); }
 
 #if ULL_WARPGROUP_MMA
-// Products of two warpgroups one behind another, as the linear layers of a prompt's chunk have them, and nothing else:
-// the most that they could reach. All operands are ones, of f16 or, fast, of e4m3.
+// A word of an operand, f16 or, fast, e4m3: ones, or random numbers of at least a half and less than one, of any sign.
+// Of f16 a weight has as many bits as an e4m3.
 template <bool kFast>
-ULL_DEVICE void multiply_ones(const ProductsParams& params) {
-  constexpr uint32_t kOnes = kFast ? 0x38383838 : 0x3C003C00;
+ULL_DEVICE uint32_t operand(int32_t random, bool is_weight, int index) {
+  if (random == 0) return kFast ? 0x38383838 : 0x3C003C00;
+  uint32_t noise = (static_cast<uint32_t>(index) + 1) * 0x9E3779B1U;
+  noise = (noise ^ noise >> 15) * 0x85EBCA77U;
+  noise ^= noise >> 13;
+  if constexpr (kFast) return (noise & 0x87878787) | 0x30303030;
+  return (noise & (is_weight ? 0x83808380U : 0x83FF83FFU)) | 0x38003800;
+}
+
+// Products of two warpgroups one behind another, as the linear layers of a prompt's chunk have them, and nothing else:
+// the most that they could reach. Operands of ones cost little power, random ones about what weights and activations
+// cost.
+template <bool kFast>
+ULL_DEVICE void multiply_operands(const ProductsParams& params) {
   arch::release_dependents();
   unsigned char* shared = arch::shared_memory();  // [kProducts][2][128 columns][16 bytes]
-  for (int i = arch::thread(); i < kProducts * 1024; i += 256) reinterpret_cast<uint32_t*>(shared)[i] = kOnes;
+  for (int i = arch::thread(); i < kProducts * 1024; i += 256) {
+    reinterpret_cast<uint32_t*>(shared)[i] = operand<kFast>(params.random, false, i);
+  }
   arch::fence_bulk_copies();
   arch::block_barrier();
   arch::wait_for_predecessor();
-  const uint32_t a[4] = {kOnes, kOnes, kOnes, kOnes};
+  uint32_t a[kProducts][4];
+#pragma unroll
+  for (int i = 0; i < 4 * kProducts; ++i) {
+    a[i / 4][i % 4] = operand<kFast>(params.random, true, 4 * kProducts * arch::thread() + i);
+  }
   const uint64_t b = arch::core_matrices(shared, 2048, 128);
   float sums[16][4] = {};
 #pragma unroll 1
@@ -136,9 +155,9 @@ ULL_DEVICE void multiply_ones(const ProductsParams& params) {
 #pragma unroll
     for (int k = 0; k < kProducts; ++k) {
       if constexpr (kFast) {
-        arch::warpgroup_mma_e4m3(sums, a, b + static_cast<uint64_t>(k * 4096 / 16));
+        arch::warpgroup_mma_e4m3(sums, a[k], b + static_cast<uint64_t>(k * 4096 / 16));
       } else {
-        arch::warpgroup_mma(sums, a, b + static_cast<uint64_t>(k * 4096 / 16));
+        arch::warpgroup_mma(sums, a[k], b + static_cast<uint64_t>(k * 4096 / 16));
       }
     }
     arch::warpgroup_commit();
@@ -150,8 +169,8 @@ ULL_DEVICE void multiply_ones(const ProductsParams& params) {
   for (int i = 0; i < 64; ++i) sum += sums[i / 4][i % 4];
   params.sums[arch::block_x() * 256 + arch::thread()] = sum;
 }
-ULL_KERNEL(ull_probe_products, ProductsParams, 256, 1) { multiply_ones<false>(params); }
-ULL_KERNEL(ull_probe_fast_products, ProductsParams, 256, 1) { multiply_ones<true>(params); }
+ULL_KERNEL(ull_probe_products, ProductsParams, 256, 1) { multiply_operands<false>(params); }
+ULL_KERNEL(ull_probe_fast_products, ProductsParams, 256, 1) { multiply_operands<true>(params); }
 #endif
 
 // Where a grid's blocks come to run, and when.

@@ -38,7 +38,10 @@ ATTENTION_GRID, ATTENTION_BYTES = (16, 8), 107 * 1024
 PROVED_BARRIERS = 7
 FILL_WORD = 0x01010101
 PRODUCTS, PRODUCTS_BYTES = 8, 8 * 4096  # of a group, and their operands in shared memory
-PROVED_PRODUCTS = 3  # groups
+PROVED_PRODUCTS = 3  # groups; of random f16 operands the sums of so many are exact
+PRODUCT_COLUMNS, PRODUCT_ROWS = 128, 128  # of a block's products; its depth is 16, fast 32
+FAST_LOSS = 2.0**-8  # of a sum of random e4m3 products, of which the chip keeps about 13 bits: on average, at most
+LONG_RUN = 10  # times as many products where operands are random: as long as the chip needs to see what they cost
 
 
 class LinkParams(ctypes.Structure):
@@ -67,7 +70,7 @@ class TimerParams(ctypes.Structure):
 
 
 class ProductsParams(ctypes.Structure):
-    _fields_ = [("sums", ctypes.c_uint64), ("count", ctypes.c_int32)]
+    _fields_ = [("sums", ctypes.c_uint64), ("count", ctypes.c_int32), ("random", ctypes.c_int32)]
 
 
 class ProbeError(Exception):
@@ -89,6 +92,28 @@ def weight_sums(weights: NDArray[np.uint8], blocks: int) -> NDArray[np.uint32]:
     tiles = weights.reshape(-1, 8, 16 * COLUMNS // 8).view(np.uint32).sum(axis=2, dtype=np.uint32)
     bounds = [block * len(tiles) // blocks for block in range(blocks + 1)]
     return np.array([tiles[a:b].sum(axis=0, dtype=np.uint32) for a, b in pairwise(bounds)])
+
+
+def operands(fast: bool, is_weight: bool, count: int) -> NDArray[np.float64]:
+    """[count, 2 or 4] the values of ull_probe_products' random words, in order."""
+    with np.errstate(over="ignore"):
+        noise = (np.arange(count, dtype=np.uint32) + np.uint32(1)) * np.uint32(0x9E3779B1)
+        noise = (noise ^ noise >> np.uint32(15)) * np.uint32(0x85EBCA77)
+    noise ^= noise >> np.uint32(13)
+    if not fast:
+        kept = np.uint32(0x83808380 if is_weight else 0x83FF83FF)
+        return (noise & kept | np.uint32(0x38003800)).view(np.float16).reshape(count, 2).astype(np.float64)
+    octets = noise.view(np.uint8).reshape(count, 4)
+    return np.where(octets & 0x80, -1.0, 1.0) * (0.5 + (octets & 7) / 16)
+
+
+def products_sum(fast: bool, groups: int) -> float:
+    """What a block's sums of ull_probe_products add up to with random operands."""
+    weights = operands(fast, True, THREADS * PRODUCTS * 4).reshape(THREADS, PRODUCTS, 2, 2, -1)  # [.., depth, row, ..]
+    by_lane = weights.sum(axis=3).reshape(-1, 4, PRODUCTS, 2, weights.shape[-1]).sum(axis=0)  # [lane % 4, ...]
+    a = by_lane.transpose(1, 2, 0, 3).reshape(PRODUCTS, -1)  # [product, depth], added over rows
+    tokens = operands(fast, False, PRODUCTS * 1024).reshape(PRODUCTS, 2, PRODUCT_COLUMNS, -1)
+    return groups * float((a * tokens.sum(axis=2).reshape(PRODUCTS, -1)).sum())
 
 
 class Probes:
@@ -158,18 +183,27 @@ class Probes:
             raise ProbeError("not every weight was read once")
         return {"blocks": self._blocks, "bytes": nbytes, "bytes_per_s": nbytes / (min(times) * 1e-3)}
 
-    def products(self, counts: tuple[int, int], repeats: int, fast: bool = False) -> dict[str, Any]:
-        """Operations per second of the matrix units by warpgroups' products of f16 or e4m3, and nothing else."""
+    def products(
+        self, counts: tuple[int, int], repeats: int, fast: bool = False, random: bool = False
+    ) -> dict[str, Any]:
+        """Operations per second of the matrix units by warpgroups' products of f16 or e4m3, and nothing else.
+
+        Operands are ones, or random: what switches costs power, and a chip has only so much.
+        """
         function = self._function("ull_probe_fast_products" if fast else "ull_probe_products", PRODUCTS_BYTES)
         columns = 32 if fast else 16
         sums = self._allocate(4 * THREADS * self._blocks)
 
         def launch(count: int) -> None:
-            self._launch(function, (self._blocks, 1), PRODUCTS_BYTES, ProductsParams(sums, count))
+            self._launch(function, (self._blocks, 1), PRODUCTS_BYTES, ProductsParams(sums, count, int(random)))
 
         launch(PROVED_PRODUCTS)
-        found = self._read(sums, THREADS * self._blocks, np.float32)
-        if not (found == 64 * columns * PRODUCTS * PROVED_PRODUCTS).all():
+        found = self._read(sums, THREADS * self._blocks, np.float32).reshape(self._blocks, THREADS)
+        if random:
+            lost = np.abs(found.sum(axis=1, dtype=np.float64) - products_sum(fast, PROVED_PRODUCTS)).max()
+            if lost > (PRODUCT_ROWS * PRODUCT_COLUMNS * FAST_LOSS if fast else 0.0):
+                raise ProbeError(f"products of random operands are off by {lost}")
+        elif not (found == 64 * columns * PRODUCTS * PROVED_PRODUCTS).all():
             raise ProbeError("products of ones are not as many")
         times = [self._median_ms(repeats, lambda count=count: launch(count)) for count in counts]
         operations = self._blocks * 2 * PRODUCTS * (2 * 64 * 128 * columns) * (counts[1] - counts[0])
@@ -300,6 +334,9 @@ def measure(
     yield "weights", probes.weights(repeats, rows)
     yield "products", probes.products(products, repeats)
     yield "fast_products", probes.products(products, repeats, fast=True)
+    longer = (LONG_RUN * products[0], LONG_RUN * products[1])
+    yield "random_products", probes.products(longer, repeats, random=True)
+    yield "random_fast_products", probes.products(longer, repeats, fast=True, random=True)
     yield "attention_blocks", probes.places()
     yield "grid_barrier", probes.barrier(barriers, repeats)  # last: it might wait for ever
     exit_stack.close()
@@ -318,9 +355,10 @@ def describe(name: str, figure: Any) -> Iterator[str]:
             )
     elif name == "weights":
         yield f"read bandwidth by the engine's own streams: {figure['bytes_per_s'] / 1e12:.3f} TB/s"
-    elif name in ("products", "fast_products"):
-        factors = "f16" if name == "products" else "e4m3"
-        yield f"{factors} products of warpgroups alone: {figure['operations_per_s'] / 1e12:.0f} TFLOP/s"
+    elif name.endswith("products"):
+        factors = "e4m3" if "fast" in name else "f16"
+        factors += " products of random numbers" if name.startswith("random") else " products of ones"
+        yield f"{factors} by warpgroups alone: {figure['operations_per_s'] / 1e12:.0f} TFLOP/s"
     elif name == "attention_blocks":
         yield (
             f"an attention grid's {figure['blocks']} blocks run on {figure['multiprocessors']} multiprocessors, "

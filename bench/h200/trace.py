@@ -1,6 +1,6 @@
-"""One traced round (traced_round.py), as a program of its own.
+"""Traced rounds and a chunk (traced_round.py), as a program of its own.
 
-python bench/h200/trace.py --json REPORT    # adds "trace" to the report, and pictures beside it
+python bench/h200/trace.py --json REPORT    # adds "traces" to the report, and pictures beside it
 """
 
 from traced_round import main

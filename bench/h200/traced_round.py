@@ -1,7 +1,7 @@
-"""One traced round of one token: when each block of each kernel did what, as a Chrome trace, a PNG and a table.
+"""Traced rounds, and a chunk of a prompt: when each block of each kernel did what, as Chrome traces, PNGs and tables.
 
 The kernels are compiled again with ULL_TRACE, in memory (ull/kernels/trace.cuh), and leave a record of each block
-behind the Round. Stamps cost time, so this says where a round's time goes, not how long a round takes.
+behind the Round, or the Chunk. Stamps cost time, so this says where a round's time goes, not how long a round takes.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import re
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,25 +23,28 @@ from journal import Report
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
+from rounds import made_up
 from timeline import END, FIRST, LAST, MARKS, START, WAITED, Block, draw_timeline, png, write_chrome_trace
 
 from ull.bundle import Bundle, open_bundle, round_up
 from ull.errors import UllError
 from ull.gpu import arena, program
 from ull.gpu.driver import Driver
-from ull.gpu.params import Round
+from ull.gpu.memory import CHUNK
+from ull.gpu.params import CHUNK_TOKENS, PREFILL, TAKE, TREE_TOKENS, Chunk, Round
 from ull.gpu.program import Program
-from ull.gpu.rounds import PLAIN
+from ull.gpu.rounds import FULL, PLAIN
 from ull.log import Log
 from ull_build.code import kernels
 from ull_build.code.kernels import compile_file
 
 BUNDLE = Path(__file__).parent.parent.parent / ".cache/h200/llama-3.1-8b.ull"  # of random weights
-POSITION = 128
+POSITION = 128  # of a round's tokens; a chunk's begin a prompt
+SIZES = (1, 16, TREE_TOKENS, CHUNK_TOKENS)  # tokens of what is traced; more than TREE_TOKENS are a chunk
 WARM_UP = 5
-CAPACITY = 1 << 16  # records; a round of 8B leaves about 22,000
-AREA_AT = round_up(ctypes.sizeof(Round), 256)  # behind the Round, as trace.cuh says
+CAPACITY = 1 << 17  # records of an area; a chunk of 8B leaves about 100,000, a round 22,000
 HEADER_BYTES = 64
+QKV = re.compile(r"qkv_\d+|chunk_qkv")  # the kernel that a layer has once
 FINE_STEP_NS = 100  # a %globaltimer that ticks as finely as this needs no help from %clock64
 RECORD = np.dtype(
     [
@@ -76,12 +80,15 @@ def stamping_cubins(bundle: Bundle) -> dict[str, bytes]:
         return {name: one.cubin for name, one in zip(own, compiled, strict=True)}
 
 
+AREA_BYTES = HEADER_BYTES + CAPACITY * RECORD.itemsize
+AREAS_AT = {name: round_up(ctypes.sizeof(owner), 256) for name, owner in (("round", Round), (CHUNK, Chunk))}
+
+
 class TracedPlan(arena.ArenaPlan):
-    """Device memory with room for the records behind the Round."""
+    """Device memory with room for records behind the Round and the Chunk, as trace.cuh says."""
 
     def reserve(self, name: str, nbytes: int) -> None:
-        room = HEADER_BYTES + CAPACITY * RECORD.itemsize
-        super().reserve(name, AREA_AT + room if name == "round" else nbytes)
+        super().reserve(name, AREAS_AT[name] + AREA_BYTES if name in AREAS_AT else nbytes)
 
 
 def load_traced(bundle: Bundle) -> Program:
@@ -96,37 +103,56 @@ def load_traced(bundle: Bundle) -> Program:
 
 
 class Tracer:
-    """Takes the records of single rounds of a traced program."""
+    """Takes the records of single rounds, and chunks, of a traced program."""
 
     def __init__(self, traced: Program, driver: Driver) -> None:
         self._driver = driver
         self._stream = int(traced.handover["stream"])
-        self._area = traced._arena.address("round") + AREA_AT
+        self.has_chunks = bool(traced.handover["chunk"])
+        names = AREAS_AT if self.has_chunks else ["round"]
+        self._areas = [traced._arena.address(name) + AREAS_AT[name] for name in names]
         self.replay = traced.replay()
 
-    def trace(self, position: int) -> NDArray[Any]:
-        """The records of a plain round at that position, in the order in which the blocks ended. Raises TraceError."""
-        for _ in range(WARM_UP):
-            self.replay.wait(self.replay.launch([11], position, sampler=PLAIN))
-        self.replay.drain()
-        self._set(0, CAPACITY)
-        self.replay.wait(self.replay.launch([11], position, sampler=PLAIN))
-        self.replay.drain()
-        count = int(self._read(np.uint32, 1, 0)[0])
-        self._set(0, 0)
-        if not 0 < count <= CAPACITY:
-            raise TraceError(f"the round left {count} records; there is room for {CAPACITY}")
-        return self._read(RECORD, count, HEADER_BYTES)
+    def trace(self, tokens: int, position: int) -> NDArray[Any]:
+        """The records of a round of a chain of `tokens` at that position, or of a chunk where they are many.
 
-    def _set(self, count: int, capacity: int) -> None:
+        By area, in the order in which the blocks ended. One token's round is a plain one. Raises TraceError.
+        """
+        text = made_up(tokens)
+        sampler = PLAIN if tokens == 1 else FULL
+        mode, size = (PREFILL, CHUNK_TOKENS) if tokens > TREE_TOKENS else (TAKE, None)
+
+        def run() -> None:
+            self.replay.wait(self.replay.launch(text, position, mode, size=size, sampler=sampler))
+
+        for _ in range(WARM_UP):
+            run()
+        self.replay.drain()
+        for area in self._areas:
+            self._set(area, CAPACITY)
+        run()
+        self.replay.drain()
+        return np.concatenate([self._take(area) for area in self._areas])
+
+    def _take(self, area: int) -> NDArray[Any]:
+        count = int(self._read(np.uint32, 1, area)[0])
+        self._set(area, 0)
+        if count > CAPACITY:
+            raise TraceError(f"the round left {count} records; there is room for {CAPACITY}")
+        return self._read(RECORD, count, area + HEADER_BYTES)
+
+    def _set(self, area: int, capacity: int) -> None:
+        """Empties an area, and says how many records it has room for."""
         header = np.zeros(HEADER_BYTES // 4, np.uint32)
-        header[:2] = count, capacity
-        self._driver.copy_to_device(self._area, header.ctypes.data, header.nbytes, self._stream)
+        header[1] = capacity
+        self._driver.copy_to_device(area, header.ctypes.data, header.nbytes, self._stream)
         self._driver.synchronise(self._stream)
 
-    def _read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
+    def _read(self, dtype: Any, count: int, address: int) -> NDArray[Any]:
         values = np.empty(count, dtype)
-        self._driver.copy_to_host(values.ctypes.data, self._area + offset, values.nbytes, self._stream)
+        if count == 0:
+            return values
+        self._driver.copy_to_host(values.ctypes.data, address, values.nbytes, self._stream)
         self._driver.synchronise(self._stream)
         return values
 
@@ -244,8 +270,8 @@ def _rounded(value: float) -> float | None:
 
 
 def two_layers(blocks: Sequence[Block]) -> tuple[float, float]:
-    """From the start of a layer in the middle to that of the one after the next; or the whole round."""
-    starts = sorted(float(np.nanmin(us[:, WAITED])) for kernel, us in launches_of(blocks) if kernel == "qkv_1")
+    """From the qkv of a layer in the middle to that of the one after the next; or the whole round."""
+    starts = sorted(float(np.nanmin(us[:, WAITED])) for kernel, us in launches_of(blocks) if QKV.fullmatch(kernel))
     if len(starts) < 3:
         return 0.0, max(block.us[END] for block in blocks)
     middle = min(len(starts) // 2, len(starts) - 3)
@@ -253,14 +279,15 @@ def two_layers(blocks: Sequence[Block]) -> tuple[float, float]:
 
 
 def save(records: NDArray[Any], names: Sequence[str], folder: Path, label: str) -> dict[str, Any]:
-    """Writes both pictures; what the report holds of the trace."""
+    """Writes both pictures; what the report holds of the trace. Raises TraceError."""
+    if not len(records):
+        raise TraceError("the round left no records")
     blocks = blocks_of(records, names)
     events, picture = folder / f"trace-{label}.json.gz", folder / f"trace-{label}.png"
     write_chrome_trace(blocks, events)
     picture.write_bytes(png(draw_timeline(blocks, *two_layers(blocks))))
     step = timer_step_ns(records)
     return {
-        "model": label,
         "records": len(records),
         "multiprocessors": len(np.unique(records["multiprocessor"])),
         "timer_step_ns": step,
@@ -272,7 +299,8 @@ def save(records: NDArray[Any], names: Sequence[str], folder: Path, label: str) 
 
 
 def print_summary(console: Console, found: dict[str, Any]) -> None:
-    table = Table(title=f"a traced round of {found['model']}: medians over a kernel's launches, us (with stamps)")
+    what = f"{found['tokens']} tokens of {found['model']} behind {found['position']}"
+    table = Table(title=f"traced, {what}: medians over a kernel's launches, us (with stamps)")
     columns = ("ahead", "release", "prepare", "stream", "finish", "span")
     for column in ("kernel", "launches", *columns):
         table.add_column(column, justify="left" if column == "kernel" else "right")
@@ -283,18 +311,27 @@ def print_summary(console: Console, found: dict[str, Any]) -> None:
     console.print(f"timer steps of {found['timer_step_ns']} ns; times by {found['clock']}; {', '.join(found['files'])}")
 
 
-def trace_bundle(bundle: Bundle, folder: Path, label: str, position: int = POSITION) -> dict[str, Any]:
-    """Loads the bundle with stamping kernels and traces a round. Raises UllError, and TraceError."""
+def trace_bundle(bundle: Bundle, folder: Path, label: str, sizes: Sequence[int] = SIZES) -> Iterator[dict[str, Any]]:
+    """Loads the bundle with stamping kernels and traces rounds of so many tokens, and chunks where it has any.
+
+    Raises UllError, and TraceError.
+    """
     traced = load_traced(bundle)
     code = bundle.manifest.code
     try:
         tracer = Tracer(traced, traced._driver)
-        found = save(tracer.trace(position), code.kernels() if code else [], folder, label)
+        for tokens in sizes:
+            is_chunk = tokens > TREE_TOKENS
+            if is_chunk and not tracer.has_chunks:
+                continue
+            position = 0 if is_chunk else POSITION
+            records = tracer.trace(tokens, position)
+            found = save(records, code.kernels() if code else [], folder, f"{label}-{tokens}")
+            yield {"model": label, "tokens": tokens, "position": position, **found}
     except BaseException:
         traced.abandon()  # a device that has failed may never answer
         raise
     traced.close()
-    return found
 
 
 def main() -> None:
@@ -308,8 +345,10 @@ def main() -> None:
         path = arguments.bundle
         folder = arguments.json.parent
         folder.mkdir(parents=True, exist_ok=True)
-        report.found["trace"] = trace_bundle(open_bundle(path), folder, path.stem)
+        report.found["traces"] = []
+        for found in trace_bundle(open_bundle(path), folder, path.stem):
+            report.found["traces"].append(found)
+            report.save()
+            print_summary(Console(), found)
     except (UllError, TraceError) as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from error
-    report.save()
-    print_summary(Console(), report.found["trace"])

@@ -1,4 +1,4 @@
-"""bench/h200/trace: a traced round of the tiny engine under the driver double, and the pictures that are made of it."""
+"""bench/h200/trace: traced rounds of the tiny engine under the driver double, and the pictures made of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ import emulation
 from conftest import ROOT
 from device_bundles import PROMPT, build_with_stubs
 from ull import _native
-from ull.bundle import Precision, device_macros, open_bundle
+from ull.bundle import Forward, Precision, device_macros, open_bundle
 from ull_build.build import build
-from ull_build.code.kernels import compile_file, kernel_sources
+from ull_build.code.kernels import all_sources, compile_file, kernel_sources
 from ull_build.settings import Settings
 from ull_build.shapes import shape_model
 
@@ -34,6 +35,8 @@ import traced_round as trace
 pytestmark = pytest.mark.timeout(1800)  # every kernel is compiled for the emulator
 MULTIPROCESSORS = 4
 COUNT = 4  # tokens
+SIZES = (1, 16, 70)  # of what is traced; the last is a chunk
+LAYERS = 6
 
 
 @pytest.fixture(scope="module")
@@ -80,75 +83,113 @@ def scenario_traced(path: str, folder: str) -> None:
     traced = trace.load_traced(open_bundle(path))
     tracer = trace.Tracer(traced, traced._driver)
     tokens = decoded(tracer.replay)
-    records = tracer.trace(len(PROMPT))
     code = open_bundle(path).manifest.code
     assert code is not None
-    found = trace.save(records, code.kernels(), Path(folder), "tiny")
-    np.save(Path(folder) / "records.npy", records)
+    found = []
+    for size in SIZES:
+        records = tracer.trace(size, 0 if size > 64 else len(PROMPT))
+        found.append(trace.save(records, code.kernels(), Path(folder), f"tiny-{size}"))
+        np.save(Path(folder) / f"records-{size}.npy", records)
     again = decoded(tracer.replay)
     traced.close()
     print(json.dumps([tokens, again, found]))
 
 
+def scenario_bundle(path: str, folder: str) -> None:
+    print(json.dumps(list(trace.trace_bundle(open_bundle(path), Path(folder), "tiny", [2, 65]))))
+
+
 @pytest.fixture(scope="module")
-def traced(
+def tokens_and_traces(
     bundle: Path, stamping: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[int], dict[str, Any]]:
+) -> tuple[Path, list[int], list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("trace")
     tokens, again, found = run("scenario_traced", str(bundle), str(folder), kernels=stamping)
     assert tokens == again
     return folder, tokens, found
 
 
-def test_the_tokens_are_what_they_are_without_stamps(traced: Any, tmp_path: Path) -> None:
+@pytest.fixture(params=SIZES)
+def traced(request: pytest.FixtureRequest, tokens_and_traces: Any) -> tuple[Path, int, dict[str, Any], np.ndarray]:
+    """Where the files are, how many tokens were traced, what the report has of it, and the records."""
+    folder, _, found = tokens_and_traces
+    return folder, request.param, found[SIZES.index(request.param)], np.load(folder / f"records-{request.param}.npy")
+
+
+def layer_of(size: int) -> list[str]:
+    """A layer's kernels, in order."""
+    if size == 1:
+        return ["qkv_1", "attention_1", "o_1", "gate_up_1", "down_1"]
+    if size <= 64:
+        qkv = [f"norm_{size}", f"qkv_{size}", f"qkv_sum_{size}", f"attention_{size}"]
+        return [*qkv, f"o_{size}", f"norm_{size}", f"gate_up_{size}", f"down_{size}"]
+    names = ("norm", "qkv", "store", "attention", "o", "norm", "gate_up", "down")
+    return [f"chunk_{name}" for name in names]
+
+
+def test_the_tokens_are_what_they_are_without_stamps(tokens_and_traces: Any, tmp_path: Path) -> None:
     """test_gpu_double.py holds untraced rounds to the same."""
     settings = Settings(ROOT / "engines/tiny", tmp_path / "cpu.ull", "cpu", evaluate=False, context=512)
     cpu_model = _native.CpuModel(open_bundle(build(settings).path).native_spec())
-    assert traced[1] == cpu_model.generate_greedy(np.array(PROMPT, np.int32), COUNT).tolist()
+    assert tokens_and_traces[1] == cpu_model.generate_greedy(np.array(PROMPT, np.int32), COUNT).tolist()
 
 
 def test_every_block_of_every_kernel_leaves_its_record(traced: Any) -> None:
-    folder, _, found = traced
-    records = np.load(folder / "records.npy")
+    _, size, found, records = traced
     code_kernels = {trace.hash_of(f"ull_{name}"): name for name in found["kernels_us"]}
     assert set(records["kernel"].tolist()) == set(code_kernels) and len(records) == found["records"]
     launches = {name: row["launches"] for name, row in found["kernels_us"].items()}
-    layers = {name: count for name, count in launches.items() if count > 1}
-    assert layers == dict.fromkeys(("qkv_1", "attention_1", "o_1", "gate_up_1", "down_1"), 6)
-    assert {"begin", "embed", "head_1", "sample_plain"} <= set(launches)
+    around = {
+        1: ["begin", "embed", "head_1", "sample_plain"],
+        16: ["begin", "embed", "norm_16", "head_16", *(f"sample_{part}" for part in ("scan", "filter", "draw"))],
+    }
+    around[16] += ["accept", "commit"]
+    expected = Counter(layer_of(size) * LAYERS + around.get(size, ["begin_chunk", "chunk_embed", "accept"]))
+    assert launches == expected
     for number, name in code_kernels.items():
         blocks = records["block"][records["kernel"] == number]
         assert np.array_equal(np.bincount(blocks), np.full(blocks.max() + 1, launches[name])), name
 
 
 def test_stamps_are_in_order(traced: Any) -> None:
-    records = np.load(traced[0] / "records.npy")
+    _, size, _, records = traced
     ns = records["ns"].astype(np.int64)
     start, filled, waited, first, last, end = ns.T
     assert (start > 0).all() and (start <= waited).all() and (waited <= end).all()
     streams = filled > 0
-    assert streams.any() and (filled[streams] <= waited[streams]).all()
+    assert streams.any() != (size > 64) and (filled[streams] <= waited[streams]).all()
     used = first > 0
     assert used.any() and (waited[used] <= first[used]).all() and (first[used] <= last[used]).all()
     assert (last[used] <= end[used]).all()
 
 
 def test_kernels_come_one_after_another(traced: Any) -> None:
-    names = [f"ull_{name}" for name in traced[2]["kernels_us"]]
-    blocks = trace.blocks_of(np.load(traced[0] / "records.npy"), names)
+    _, size, found, records = traced
+    blocks = trace.blocks_of(records, [f"ull_{name}" for name in found["kernels_us"]])
     order = [kernel for kernel, _ in trace.launches_of(blocks)]
-    assert order[:2] == ["begin", "embed"] and order[2:7] == ["qkv_1", "attention_1", "o_1", "gate_up_1", "down_1"]
-    assert order[2:32] == order[2:7] * 6 and order[32] == "head_1"
+    layers = layer_of(size) * LAYERS
+    assert order[:2] == (["begin_chunk", "chunk_embed"] if size > 64 else ["begin", "embed"])
+    assert order[2 : 2 + len(layers)] == layers
+    assert trace.two_layers(blocks) != (0.0, max(block.us[timeline.END] for block in blocks))
 
 
 def test_the_pictures_are_whole(traced: Any) -> None:
-    folder, _, found = traced
+    folder, size, found, _ = traced
     events = json.loads(gzip.decompress((folder / found["files"][0]).read_bytes()))["traceEvents"]
     complete = [event for event in events if event["ph"] == "X"]
     assert sum("args" in event for event in complete) == found["records"]
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in complete)
-    assert {"streams", "prepares", "fills its ring", "waits for its predecessor"} <= {one["name"] for one in complete}
+    phases = {"streams", "prepares", "waits for its predecessor"} | ({"fills its ring"} if size <= 64 else set())
+    assert phases <= {one["name"] for one in complete}
     check_png((folder / found["files"][1]).read_bytes())
+
+
+def test_each_size_is_a_trace_of_its_own(bundle: Path, stamping: Path, tmp_path: Path) -> None:
+    few, many = run("scenario_bundle", str(bundle), str(tmp_path), kernels=stamping)
+    assert (few["model"], few["tokens"], few["position"]) == ("tiny", 2, trace.POSITION)
+    assert (many["model"], many["tokens"], many["position"]) == ("tiny", 65, 0)
+    assert "qkv_2" in few["kernels_us"] and "chunk_qkv" in many["kernels_us"]
+    assert {path.name for path in tmp_path.iterdir()} == {*few["files"], *many["files"]}
 
 
 def check_png(data: bytes) -> np.ndarray:
@@ -234,10 +275,14 @@ def test_records_of_no_kernel_are_refused() -> None:
         trace.blocks_of(np.ones(1, trace.RECORD), ["ull_begin"])
 
 
-@pytest.mark.parametrize("source", [source for source in kernel_sources() if source.stem in ("embed", "output")])
+STAMPED = ("embed", "output", "attention_pages", "chunk_linear", "chunk_attention")
+
+
+@pytest.mark.parametrize("source", [source for source in all_sources() if source.stem in STAMPED])
 def test_kernels_compile_with_stamps_and_are_the_same_without(source: Path) -> None:
-    macros = device_macros(shape_model("llama-3.1-8b"), Precision())
-    traced = compile_file(source, {**macros, "ULL_TRACE": "1"})
+    macros = device_macros(shape_model("llama-3.1-8b"), Precision(), forward=Forward(tree_products="warpgroup"))
+    traced = compile_file(source, {**macros, "ULL_TRACE": "1"})  # refuses spills
+    assert "serialized" not in traced.log
     plain = compile_file(source, macros)
     assert traced.kernels == plain.kernels and "%smid" in traced.ptx
     assert "%smid" not in plain.ptx and "%globaltimer" not in plain.ptx

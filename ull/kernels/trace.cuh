@@ -1,5 +1,6 @@
-// One traced round: with the macro ULL_TRACE each block of each kernel leaves a record of when it did what, behind the
-// Round in device memory. Without it, as in every bundle, nothing of this is compiled. arch.cuh includes this.
+// One traced round, or chunk of a prompt: with the macro ULL_TRACE each block of each kernel leaves a record of when it
+// did what, behind the Round in device memory; a kernel of a chunk's, behind the Chunk. Without it, as in every bundle,
+// nothing of this is compiled. arch.cuh includes this.
 //
 // The first thread stamps for its block, with both timers: %globaltimer is the same everywhere but may tick coarsely,
 // %clock64 is fine but each multiprocessor's own. The record is written at the block's end, behind the wait for the
@@ -16,13 +17,17 @@ enum Mark : int {
   kStart = 0,
   kFilled = 1,     // the ring's copies have been asked for
   kWaited = 2,     // the wait for the predecessor has returned
-  kFirstUsed = 3,  // the first stage of the ring has been used; of attention: the token's own heads are prepared
-  kLastUsed = 4,   // the last one; of attention: the probabilities of the block's last split are there
+  kFirstUsed = 3,  // the first stage of the ring has been used (of a chunk: is there); of attention: the token's own
+                   // heads are prepared; of attention by tiles: queries are, and keys are awaited
+  kLastUsed = 4,   // the last one; of attention: the probabilities of the block's last split are there, of attention by
+                   // tiles, the last one's outputs
   kEnd = 5,
   kMarks = 6,
 };
 
 #if ULL_TRACE
+
+inline constexpr bool kStamps = true;
 
 struct Record {
   uint32_t kernel;  // hash of its name
@@ -40,7 +45,8 @@ struct Area {
   uint32_t unused[14];
   Record records[1];
 };
-inline constexpr int64_t kAreaAt = (static_cast<int64_t>(sizeof(gpu::Round)) + 255) / 256 * 256;  // behind the Round
+template <typename Owner>  // Round or Chunk
+inline constexpr int64_t kAreaAt = (static_cast<int64_t>(sizeof(Owner)) + 255) / 256 * 256;
 
 constexpr uint32_t hash(const char* name) {  // FNV-1a
   uint32_t value = 2166136261U;
@@ -85,11 +91,12 @@ ULL_TRACED void begin() {
   mark(kStart);
 }
 
-ULL_TRACED void leave_record(uint32_t kernel, const gpu::Round* round) {
+template <typename Owner>
+ULL_TRACED void leave_record(uint32_t kernel, const Owner* owner) {
   arch::block_barrier();
   mark(kEnd);
   if (arch::thread() != 0) return;
-  auto* area = reinterpret_cast<Area*>(reinterpret_cast<uint64_t>(round) + kAreaAt);
+  auto* area = reinterpret_cast<Area*>(reinterpret_cast<uint64_t>(owner) + kAreaAt<Owner>);
   const uint32_t index = arch::atomic_add(&area->count, 1U);
   if (index >= area->capacity) return;
   Record& record = area->records[index];
@@ -103,18 +110,21 @@ ULL_TRACED void leave_record(uint32_t kernel, const gpu::Round* round) {
   }
 }
 
-// By all threads of a block. Kernels that belong to no round leave nothing.
+// By all threads of a block. Kernels that belong to no round and no chunk leave nothing.
 template <typename Params>
 ULL_TRACED void end(uint32_t kernel, const Params& params) {
   if constexpr (requires { params.round->count; }) {
     leave_record(kernel, params.round);
   } else if constexpr (requires { params.sample.round->count; }) {
     leave_record(kernel, params.sample.round);
+  } else if constexpr (requires { params.chunk->count; }) {
+    leave_record(kernel, params.chunk);
   }
 }
 
 #else
 
+inline constexpr bool kStamps = false;
 ULL_DEVICE void mark(Mark) {}
 ULL_DEVICE void mark_stage(int) {}
 

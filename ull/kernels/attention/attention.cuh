@@ -210,6 +210,7 @@ struct Attention {
         arch::block_barrier();
         weigh(scores, step);
         arch::block_barrier();
+        trace::mark(trace::kLastUsed);
         if (arch::warp() >= kValueWarps) continue;
         SumFragment<kTiles> sums;
         sum_values(sums, step);
@@ -249,6 +250,7 @@ ULL_DEVICE void attend(const AttentionParams& params) {
   auto* work = reinterpret_cast<AttentionWork*>(arch::shared_memory() + AttentionShared<kTile>::kWork);
   if (arch::thread() == 0) *work = {plan, share};
   arch::block_barrier();
+  trace::mark(trace::kFirstUsed);
   Attention<kTile>{params, work->plan, work->share, key_scale}.run(keys);
 }
 

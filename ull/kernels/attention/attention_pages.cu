@@ -186,7 +186,9 @@ ULL_KERNEL(ull_attention_pages, AttentionParams, kPageThreads, kPageBlocks) {
   arch::want_registers<kMultiplyingRegisters>();
   PageRows rows(params, share, share.row + arch::warp() * 16);
   rows.prepare_queries();
+  trace::mark(trace::kFirstUsed);
   multiply(rows, ring, share.first_tile, kSplitTiles * share.end_split);
+  trace::mark(trace::kLastUsed);
 }
 
 }  // namespace ull::gpu

@@ -30,6 +30,7 @@ ULL_DEVICE void multiply_tiles(ChunkRows& rows, const ChunkRing& ring, int origi
   ChunkRows::load_queries(queries);
   arch::warp_barrier();  // the lanes keep other things there from now on
   TileScores scores;
+  trace::mark(trace::kFirstUsed);
   ring.wait(2 * first);
   arch::warpgroup_fence();
   multiply_tile_keys(scores, queries, ring.slot(2 * first));
@@ -60,6 +61,7 @@ ULL_DEVICE void multiply_tiles(ChunkRows& rows, const ChunkRing& ring, int origi
       if (!is_last) ChunkRows::begin_split(outputs, statistics);
     }
   }
+  trace::mark(trace::kLastUsed);
 }
 
 }  // namespace

@@ -200,6 +200,8 @@ template <typename Plan, typename Take>
 ULL_DEVICE void multiply_chunk(const ChunkRing<Plan>& ring, const SliceRange& range, const Take& take) {
   uint32_t a[Plan::kHalves][Plan::kHalfSteps][2][4];
   int stage = 0;
+  if constexpr (trace::kStamps) ring.wait(stage);
+  trace::mark(trace::kFirstUsed);
 #pragma unroll 1
   for (int slice = range.first; slice < range.end; ++slice) {
     ChunkSums sums;
@@ -222,6 +224,7 @@ ULL_DEVICE void multiply_chunk(const ChunkRing<Plan>& ring, const SliceRange& ra
     arch::warpgroup_wait<0>(sums);
     take(slice, sums);
   }
+  trace::mark(trace::kLastUsed);
 }
 
 // A slice's sums of the warp's row tile, for the next norm: as SliceSums reads them.
@@ -261,6 +264,7 @@ ULL_DEVICE void multiply_chunk_fast(const ChunkRing<Plan>& ring, ChunkSums& tota
 #pragma unroll
   for (int i = 0; i < 4 * kChunkGroups; ++i) totals[i / 4][i % 4] = 0.0F;
   ring.wait(0);
+  trace::mark(trace::kFirstUsed);
   load_fast_operands<Plan>(a, ring.weights_at(0, arch::warp()));
 #pragma unroll 1
   for (int stage = 0; stage < Plan::kStages; ++stage) {
@@ -282,6 +286,7 @@ ULL_DEVICE void multiply_chunk_fast(const ChunkRing<Plan>& ring, ChunkSums& tota
 #pragma unroll
     for (int i = 0; i < 4 * kChunkGroups; ++i) totals[i / 4][i % 4] += sums[i / 4][i % 4];
   }
+  trace::mark(trace::kLastUsed);
 }
 
 // Takes sums out of their tokens' units.
