@@ -15,7 +15,7 @@ import pytest
 import uvloop
 
 import ull
-from fake_daemon import FakeDaemon, done, token, words
+from fake_daemon import FakeDaemon, await_loss, done, token, words
 from ull import wire
 
 Serve = Callable[..., FakeDaemon]
@@ -294,6 +294,64 @@ def test_loss_and_return_of_the_daemon(serve: Serve) -> None:
         second = serve(words)
         assert client.generate("back again").result().text == "back again "
         assert second.wait_for(wire.Generate)
+
+
+def test_what_is_asked_once_the_daemon_has_gone_is_asked_of_the_next_one(serve: Serve) -> None:
+    first = serve()
+    with ull.Client(first.url, connect_timeout=60) as client:
+        assert client.generate("a").result().text == "a "
+        first.close()
+        await_loss(client)
+        second = serve()
+        assert client.generate("b").result().text == "b "
+        assert len(second.wait_for(wire.Generate)) == 1
+
+
+@pytest.mark.parametrize("transport", ["local"], indirect=True)
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_request_that_ended_with_its_connection_is_not_sent_over_the_next_one(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, asks: bool
+) -> None:
+    first, later = serve(), []
+    with ull.Client(first.url, connect_timeout=60) as client:
+        assert client.generate("a").result().text == "a "
+        send = client._link.send
+
+        def send_too_late(payload: bytes) -> bool:
+            if not later:
+                first.close()
+                later.append(serve())
+            return send(payload)
+
+        monkeypatch.setattr(client._link, "send", send_too_late)
+        with pytest.raises(ull.ConnectionLost, match="was lost while the request was in flight"):
+            _ = client.health() if asks else client.generate("b").result()
+        assert client.generate("c").result().text == "c "
+        assert len(later[0].requests) == 1
+
+
+@pytest.mark.parametrize("transport", ["local"], indirect=True)
+def test_nor_does_a_client_of_asyncio_send_it_again(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        first, later = serve(), []
+        async with ull.AsyncClient(first.url, connect_timeout=60) as client:
+            assert (await client.generate("a").result()).text == "a "
+            send = client._link.send
+
+            def send_too_late(payload: bytes) -> bool:
+                if not later:
+                    first.close()
+                    later.append(serve())
+                return send(payload)
+
+            monkeypatch.setattr(client._link, "send", send_too_late)
+            with pytest.raises(ull.ConnectionLost, match="was lost while the request was in flight"):
+                await client.generate("b").result()
+            assert (await client.generate("c").result()).text == "c "
+            await asyncio.sleep(0.1)  # what waits for a connection looks every 10 ms
+            assert len(later[0].requests) == 1
+
+    asyncio.run(body())
 
 
 def test_what_was_sent_before_the_daemon_left_is_not_lost(serve: Serve) -> None:

@@ -13,10 +13,9 @@ import msgspec
 import pytest
 
 import ull
-from fake_daemon import FakeDaemon, words
+from fake_daemon import FakeDaemon, await_loss, words
 from fake_sessions import FakeSessions, refuse
 from ull import wire
-from ull.client.dealer import DealerConnection
 
 Serve = Callable[..., FakeDaemon]
 LONG_S = 60.0  # for a machine that is busy with other things
@@ -62,12 +61,6 @@ def run(url: str, body: Callable[[ull.AsyncClient], Awaitable[None]], **options:
 def settle(client: ull.Client) -> None:
     """All that was sent before has been answered, and the answers are taken in."""
     client.health()
-
-
-def await_loss(client: ull.Client) -> None:
-    """Until the client could notice that its connection has gone: libzmq's thread tells it, when it is given time."""
-    if isinstance(connection := client._link.connection, DealerConnection):
-        assert connection._monitor.poll(LONG_S * 1000)
 
 
 # ---- what a session does ------------------------------------------------------------------------------------------

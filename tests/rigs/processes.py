@@ -11,7 +11,7 @@ Completed = subprocess.CompletedProcess[str]
 
 def ull(*arguments: str, stdin: str = "") -> Completed:
     """Runs ull to its end in a process of its own."""
-    return _run("ull.cli", arguments, 100, input=stdin)
+    return _run("ull.cli", arguments, 250, input=stdin)
 
 
 def ulld(*arguments: str) -> Completed:

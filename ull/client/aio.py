@@ -426,7 +426,8 @@ class AsyncClient:
         try:
             async with asyncio.timeout(self._connect_timeout):
                 while await self._connected.wait() and (session is None or session.failure is None):
-                    if self._send_now(payload):
+                    # What ended with a connection that took a part of it is not sent over the next one.
+                    if target.finished or self._send_now(payload):
                         return
                     await asyncio.sleep(0.01)
                 failure = None if session is None else session.failure

@@ -264,7 +264,6 @@ class Client:
 
         Raises RequestError: too many sessions. ConnectionLost and RequestTimeout as every question.
         """
-        self.poll()  # a connection that has ended before is none of this session's
         session = Session(self, SessionState(self._protocol.new_id()))
         self._open(session, wire.OpenSession(id=self._protocol.new_id(), session=session.id, pin=bool(pin)))
         return session
@@ -363,12 +362,12 @@ class Client:
 
     def _start(self, request: wire.Generate, session: Session | None = None, detached: bool = False) -> Stream:
         """Sends a request whose answer is a stream."""
-        self._owner.check("Client")
         payload = encode_request(request)
         state = None if session is None else session._state
+        self._catch_up()
         try:
             stream = Stream(self, self._protocol.open_stream(request, state, detached), session)
-            self._send(payload, state)
+            self._send(payload, stream._state, state)
             if (limit := time_limit(request)) is not None:
                 stream._deadline = time.monotonic() + limit + GRACE_S
             return stream
@@ -382,7 +381,7 @@ class Client:
 
     def _open(self, session: Session, request: wire.OpenSession | wire.Fork, parent: Session | None = None) -> None:
         """Asks for a session, which is closed again where that may have come about although the answer did not."""
-        self._owner.check("Client")
+        self._catch_up()
         if parent is not None:
             parent._state.raise_failure()
         try:
@@ -435,23 +434,29 @@ class Client:
         finally:
             self._busy = False
 
-    def _send(self, payload: bytes, session: SessionState | None = None) -> None:
-        """Sends, waiting up to the connect timeout for a connection. Raises ConnectionLost if there is none.
-
-        What is for a session goes over its own connection or not at all: raises what SessionState.raise_failure does.
-        """
+    def _catch_up(self) -> None:
+        """Before a request is made: takes in what has arrived. A connection that had gone before is none of it."""
         self._owner.check("Client")
         if self._closed:
             raise ConnectionLost("the client is closed")
         if self._dropped or self._orphans:
             self._flush_dropped()
-        deadline = time.monotonic() + self._connect_timeout
         self._collect()
+
+    def _send(self, payload: bytes, target: StreamState | Query, session: SessionState | None = None) -> None:
+        """Sends, waiting up to the connect timeout for a connection. Raises ConnectionLost if there is none.
+
+        What is for a session goes over its own connection or not at all: raises what SessionState.raise_failure does.
+        A request that has ended with a connection that took a part of it is not sent over the next one.
+        """
+        deadline = time.monotonic() + self._connect_timeout
         if session is not None:
             session.raise_failure()
         while not self._try_send(payload):
             if session is not None:
                 session.raise_failure()
+            if target.finished:
+                return
             if time.monotonic() >= deadline:
                 raise self._link.nobody(self._connect_timeout)
             self._pump(min(deadline, time.monotonic() + 0.05))
@@ -469,10 +474,10 @@ class Client:
         self, request: wire.Request, session: SessionState | None = None, timeout: float | None = None
     ) -> wire.Reply:
         timeout = self._query_timeout if timeout is None else timeout
-        self._owner.check("Client")
+        self._catch_up()
         query: Query = self._protocol.open_query(request)
         try:
-            self._send(encode_request(request), session)
+            self._send(encode_request(request), query, session)
             deadline = time.monotonic() + timeout
             while not query.finished:
                 if not self._pump(deadline) and time.monotonic() >= deadline:
