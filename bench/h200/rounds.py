@@ -68,25 +68,31 @@ class RoundTimer:
         self._replay = program.replay()
         self._results = self._replay.results
         self._singles = program.handover["singles"]
+        self._wide = program.handover.get("wide", {"from": 0, "graphs": {}})
         self._stopwatch = Stopwatch(program.handover["stream"])
 
     def drain(self) -> None:
         self._replay.drain()
 
-    def time_rounds(self, tree: int, position: int, rounds: int, warm_up: int = 10) -> Times:
+    def may_be_wide(self, tree: int, position: int) -> bool:
+        """Whether a round of `tree` tokens may take the attention for a long cache there."""
+        return tree in self._wide["graphs"] and position >= self._wide["from"]
+
+    def time_rounds(self, tree: int, position: int, rounds: int, warm_up: int = 10, wide: bool = False) -> Times:
         """`rounds` rounds of a chain of `tree` tokens at the same position, with up to two under way.
 
         Of one token it is the round of a request that filters nothing and asks for no logprobs, if there is a graph.
+        `wide`: with the attention for a long cache.
         """
         tokens = made_up(tree)
         sampler = PLAIN if tree == 1 and PLAIN in self._singles else FULL
         for _ in range(warm_up):
-            self._replay.wait(self._replay.launch(tokens, position, sampler=sampler))
+            self._replay.wait(self._replay.launch(tokens, position, sampler=sampler, wide=wide))
         self._replay.drain()
         begin, end, pending = [], [], []
         self._stopwatch.start()
         for _ in range(rounds):
-            pending.append(self._replay.launch(tokens, position, sampler=sampler))
+            pending.append(self._replay.launch(tokens, position, sampler=sampler, wide=wide))
             if len(pending) > 2:
                 self._note(pending.pop(0), begin, end)
         elapsed_ms = self._stopwatch.stop()

@@ -106,7 +106,7 @@ LAST_STEPS = (  # behind the client's
     Step(SMALL),
     Step(LARGE, at([128], 16, 64)),
     Step(SMALL, prompts=PROMPTS),
-    Step(MIDDLE, at([32000], 1, 16, 64)),
+    Step(MIDDLE, at([32000], 1, 8, 16, 64)),
     Step(LARGE, prompts=PROMPTS[:2]),
     Step(LARGE, at([2048, 8192, 32000], 1)),
     Step(LARGE),

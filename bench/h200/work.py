@@ -114,12 +114,13 @@ def time_reading() -> Iterator[Finding]:
 def measured(
     timer: RoundTimer, bundle: Bundle, points: Sequence[Point], rounds: int, bandwidth: float
 ) -> Iterator[dict[str, Any]]:
-    """The figures of each point, with what it is."""
+    """The figures of each point, with what it is; and those with the attention for a long cache, where there is one."""
     layers, weights = bundle.manifest.model.layers, weight_bytes(bundle)
     for tree, context in points:
-        times = timer.time_rounds(tree, context, rounds)
-        figures = row(times, weights, kv_bytes_of(bundle, context), layers, bandwidth)
-        yield {"tree": tree, "context": context, **figures}
+        for wide in (False, True) if timer.may_be_wide(tree, context) else (False,):
+            times = timer.time_rounds(tree, context, rounds, wide=wide)
+            figures = row(times, weights, kv_bytes_of(bundle, context), layers, bandwidth)
+            yield {"tree": tree, "context": context, **({"wide": True} if wide else {}), **figures}
 
 
 def time_points(

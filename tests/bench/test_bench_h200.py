@@ -117,7 +117,7 @@ def test_large_contexts_are_cut_before_the_points_of_the_issue() -> None:
     assert LAST_STEPS[-1].shape is LARGE and not LAST_STEPS[-1].points
     rounds = [step for step in (*FIRST_STEPS, *STEPS, *LAST_STEPS) if step.kind == "rounds"]
     points = [(step.shape.arch, *point) for step in rounds for point in step.points]
-    assert len(points) == len(set(points)) == 18 + 16 + 6
+    assert len(points) == len(set(points)) == 19 + 16 + 6
 
 
 def test_prompts_of_8b_are_measured_before_anything_else_but_its_rounds() -> None:
@@ -577,7 +577,7 @@ def test_figures_come_in_the_order_of_their_worth(figures: Callable[[], Run]) ->
     found = saved(run)
     assert found["probes"] == {"empty": 1.5} and found["failures"] == found["cut"] == []
     shapes = {shape["arch"]: shape for shape in found["shapes"]}
-    assert len(shapes["llama-3.1-8b"]["points"]) == 18 and shapes["llama-3.3-70b"]["layers"] == 2
+    assert len(shapes["llama-3.1-8b"]["points"]) == 19 and shapes["llama-3.3-70b"]["layers"] == 2
     assert [point["tree"] for point in shapes["llama-3.1-8b"]["by_warps"]] == [1, 16, 32, 64, 1, 16, 64]
     assert [prompt["tokens"] for prompt in shapes["llama-3.1-8b"]["prefill"]] == [128, 1024, 2048, 8192]
     assert [text["name"] for text in shapes["llama-3.1-8b"]["speculation"]] == ["code", "chat"]
@@ -598,7 +598,7 @@ def test_single_steps_add_to_what_is_there(figures: Callable[[], Run]) -> None:
     measured(figures(), {"rounds"})  # once more
     found = saved(run)
     shape = next(shape for shape in found["shapes"] if shape["arch"] == "llama-3.1-8b")
-    assert (len(shape["points"]), len(shape["prefill"])) == (18, 4) and shape["persistent_compared"] == {"same": True}
+    assert (len(shape["points"]), len(shape["prefill"])) == (19, 4) and shape["persistent_compared"] == {"same": True}
     assert len(shape["speculation"]) == 2  # the second time took the place of the first
 
 

@@ -31,16 +31,19 @@ ANSWER = 12
 pytestmark = pytest.mark.timeout(1800)  # the first test compiles every kernel for the emulator
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """engines/tiny for a GPU; its cubins name the kernels, whose code is the emulator's."""
-    folder = tmp_path_factory.mktemp("tiny")
+def build_tiny(folder: Path, context: int = CONTEXT) -> Path:
     speculation = SpeculationSettings(medusa=ROOT / "engines/tiny/medusa")
-    options = {"target": "sm_90a", "evaluate": False, "context": CONTEXT, "speculation": speculation}
+    options = {"target": "sm_90a", "evaluate": False, "context": context, "speculation": speculation}
     with pytest.MonkeyPatch.context() as patch:
         return build_with_stubs(
             patch, folder / "kernels", Settings(ROOT / "engines/tiny", folder / "tiny.ull", "tiny", **options)
         )
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """engines/tiny for a GPU; its cubins name the kernels, whose code is the emulator's."""
+    return build_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +132,50 @@ def test_a_prompt_in_chunks_says_what_the_cpu_says(bundle: Path, emulated: Path,
     assert in_a_chunk == in_rounds
     expected = cpu_model.generate_greedy(np.array(LONG, np.int32), ANSWER).tolist()
     assert [token for token, _ in in_a_chunk] == expected
+
+
+WIDE = 590  # tokens: more than four multiprocessors' two blocks of each of two heads take in one split each
+
+
+def scenario_wide(path: str) -> None:
+    """Plain rounds and chains behind WIDE tokens, with attention in one wave of blocks and in two."""
+    from ull.gpu.program import load
+    from ull.gpu.rounds import FULL, PLAIN
+
+    program = load(open_bundle(path))
+    wide = program.handover["wide"]
+    rounds, text = program.replay(), (2 * LONG)[:WIDE]
+    rounds.prefill(text[:-1])
+    said = {}
+    for is_wide in (False, True):
+        plain, position, token = list[Any](), WIDE - 1, text[-1]
+        for index in range(4):
+            result = rounds.wait(
+                rounds.launch([token], position, sampler=PLAIN if index % 2 else FULL, top_logprobs=-1, wide=is_wide)
+            )
+            token, position = result.tokens[0].token, position + 1
+            plain.append((token, result.tokens[0].logprob))
+        chains = []
+        for size in (1, 2, 4, 8):
+            chain = [text[-1], *(token for token, _ in plain), 5, 6, 7][:size]
+            result = rounds.wait(rounds.launch(chain, WIDE - 1, top_logprobs=3, wide=is_wide))
+            told = [(one.token, one.logprob, one.top[2].logprob) for one in result.tokens[: result.count]]
+            chains.append(told)
+        said[is_wide] = [plain, chains]
+    rounds.drain()
+    program.close()
+    about = {"from": wide["from"], "graphs": sorted(wide["graphs"]), "names": [sorted(wide["singles"])]}
+    about["names"].append(sorted(wide["bursts"]))
+    print(json.dumps([about, said[False], said[True]]))
+
+
+def test_more_blocks_of_attention_change_no_bit(bundle: Path, emulated: str, tmp_path: Path) -> None:
+    about, narrow, wide = run(
+        "scenario_wide", str(build_tiny(tmp_path, context=1024)), kernels=emulated, multiprocessors=4
+    )
+    assert about == {"from": 512, "graphs": [1, 2, 4, 8], "names": [["plain"], ["plain"]]}
+    assert wide == narrow
+    assert [len(chain) for chain in narrow[1]] == [1, 2, 4, 5]
 
 
 def scenario_redraws(path: str) -> None:

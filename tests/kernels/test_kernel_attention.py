@@ -385,3 +385,16 @@ def test_the_grid_has_room_for_all_rows(kv_heads: int, group: int) -> None:
         assert x * y <= max(132, tile * group * kv_heads // 64) and shared <= 227 * 1024
     (x, _), _, _ = attention.attention(kv_heads, kv_heads, 128, 16, 256, 8, 132)
     assert x == 1  # no more blocks than work
+
+
+def test_for_a_long_cache_two_blocks_share_a_multiprocessor() -> None:
+    for tile in (1, 8):
+        shape = (32, 8, 128, 16, 32768, tile, 132)
+        (one, _), _, shared = attention.attention(*shape)
+        (two, _), _, same = attention.attention(*shape, wide=True)
+        assert (one, two) == (16, 33) and same == shared and 2 * (shared + 1024) <= 228 * 1024
+        assert attention.may_be_wide(*shape)
+    assert attention.wide_from(8, 132) == 4096
+    assert not attention.may_be_wide(32, 8, 128, 16, 32768, 16, 132)  # has a kernel of its own for such a cache
+    assert not attention.may_be_wide(32, 8, 128, 16, 4096, 1, 132)  # no lane ever has a second split
+    assert not attention.may_be_wide(128, 1, 128, 16, 1 << 17, 1, 132)  # its rows leave room for one block alone

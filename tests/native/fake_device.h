@@ -159,6 +159,9 @@ class FakeDevice : public LateRequests {
     int round_us = 0;                        // a round takes this long,
     std::array<int, kCostSizes> graph_us{};  // one of this graph so much longer,
     std::array<int, kCostSizes> far_us{};    // and so much behind 1,000 positions: half of it behind 500,
+    int wide_from = 0;                       // the first graphs have wide ones, meant from there on; 0: none has
+    int wide_sizes = 4;                      // so many of them,
+    std::array<int, kCostSizes> wide_us{};   // which take so much longer than the others behind 1,000 positions
     int prefill_us = 0;                      // and the prefill's graph,
     int chunk_us = 0;                        // and that of a chunk
     bool chunks = false;                     // there is one
@@ -194,6 +197,7 @@ class FakeDevice : public LateRequests {
     int graph;  // nodes of the graph that was launched; 0: prefill or draft; kChunkTokens: a chunk's
     graph::Sampler sampler;
     bool in_burst;
+    bool is_wide;
     int count;
     int emitted;  // of a draft: 1 if it came right after the round whose hidden state it was to read
     uint32_t setting;
@@ -243,6 +247,15 @@ class FakeDevice : public LateRequests {
       if (has[i] && script_.burst_rounds > 0) program.singles[i].burst = reinterpret_cast<void*>(kBursts + i);
     }
     program.burst_rounds = script_.burst_rounds;
+    if (program.wide.from = script_.wide_from; program.wide.from > 0) {
+      const auto widened = [](void* graph) {
+        return graph == nullptr ? nullptr : reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(graph) + kWide);
+      };
+      for (int i = 0; i < script_.wide_sizes; ++i) program.wide.rounds[i] = widened(program.rounds[i]);
+      for (int i = 0; i < graph::kSamplers; ++i) {
+        program.wide.singles[i] = {widened(program.singles[i].round), widened(program.singles[i].burst)};
+      }
+    }
     program.prefill = reinterpret_cast<void*>(kPrefill);
     if (script_.chunks) {
       program.chunk = reinterpret_cast<void*>(kChunk);
@@ -346,6 +359,8 @@ class FakeDevice : public LateRequests {
  private:
   // Graphs of rounds of one token, by sampler.
   static constexpr uintptr_t kSingles = 20, kBursts = 30;
+  // The wide one's handle is another one's and this.
+  static constexpr uintptr_t kWide = 40;
   // What reads a prompt: up to 64 tokens, or a chunk.
   static constexpr uintptr_t kPrefill = 100, kChunk = 101;
   // What draws again, once or up to 64 times.
@@ -453,7 +468,7 @@ class FakeDevice : public LateRequests {
         const Script script = script_;
         lock.unlock();
         if (script.before) script.before(sequence);
-        const Record record = round(work.graph, sequence, script);
+        const Record record = round(narrow(work.graph), sequence, script, narrow(work.graph) != work.graph);
         lock.lock();
         records_.push_back(record);
         if (sequence == script_.stream_error_at) error_ = script_.stream_error;
@@ -462,8 +477,12 @@ class FakeDevice : public LateRequests {
     }
   }
 
+  [[nodiscard]] static int narrow(int graph) {
+    constexpr int kFirst = static_cast<int>(kWide);
+    return graph > kFirst && graph < static_cast<int>(kPrefill) ? graph - kFirst : graph;
+  }
   [[nodiscard]] static bool is_burst(int graph) { return graph >= static_cast<int>(kBursts) && graph < 100; }
-  [[nodiscard]] int rounds_of(int graph) const { return is_burst(graph) ? script_.burst_rounds : 1; }
+  [[nodiscard]] int rounds_of(int graph) const { return is_burst(narrow(graph)) ? script_.burst_rounds : 1; }
   // Nodes that a graph holds; 0: it is no round's.
   [[nodiscard]] static int nodes_of(int graph) {
     if (graph == static_cast<int>(kChunk)) return gpu::kChunkTokens;
@@ -472,8 +491,10 @@ class FakeDevice : public LateRequests {
   [[nodiscard]] static graph::Sampler sampler_of(int graph) {
     return static_cast<graph::Sampler>(nodes_of(graph) == 1 && graph > kCostSizes ? graph % 10 : 0);
   }
-  [[nodiscard]] static int far_us(int graph, const Script& script) {
-    return graph >= 1 && graph <= kCostSizes ? script.far_us[static_cast<size_t>(graph) - 1] : 0;
+  [[nodiscard]] static int far_us(int graph, const Script& script, bool is_wide) {
+    if (graph < 1 || graph > kCostSizes) return 0;
+    const auto size = static_cast<size_t>(graph) - 1;
+    return script.far_us[size] + (is_wide ? script.wide_us[size] : 0);
   }
   [[nodiscard]] static int more_us(int graph, const Script& script) {
     if (graph == static_cast<int>(kPrefill)) return script.prefill_us;
@@ -493,7 +514,7 @@ class FakeDevice : public LateRequests {
   }
 
   // One graph, as begin ... commit run it.
-  Record round(int graph, uint64_t sequence, const Script& script) {
+  Record round(int graph, uint64_t sequence, const Script& script, bool is_wide) {
     const gpu::RoundRequest& request = requests_[sequence % gpu::kRoundSlots];
     gpu::RoundResult& result = results_[sequence % gpu::kRoundSlots];
     Record record{.sequence = sequence,
@@ -502,6 +523,7 @@ class FakeDevice : public LateRequests {
                   .graph = nodes_of(graph),
                   .sampler = sampler_of(graph),
                   .in_burst = is_burst(graph),
+                  .is_wide = is_wide,
                   .count = request.count,
                   .emitted = 0,
                   .setting = request.setting,
@@ -530,7 +552,7 @@ class FakeDevice : public LateRequests {
     if (request.mode != gpu::RoundMode::kMedusa) kept_ = {};
     const int64_t start = monotonic_ns();
     const int64_t lasts = (script.round_us + more_us(graph, script)) * int64_t{1000} +
-                          int64_t{far_us(graph, script)} * std::max(request.position, 0);
+                          int64_t{far_us(graph, script, is_wide)} * std::max(request.position, 0);
     result.begin_ns = static_cast<uint64_t>(start);
     result.count = 0;
     result.stopped = 0;

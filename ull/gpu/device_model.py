@@ -21,7 +21,8 @@ from ull.gpu.driver import Driver
 from ull.gpu.eagle import LEVEL_TILES, EaglePasses
 from ull.gpu.forward import ForwardSource, Recorder
 from ull.gpu.fused import FusedForward
-from ull.gpu.launch import Launch
+from ull.gpu.geometry import attention
+from ull.gpu.launch import Launch, tile_of
 from ull.gpu.memory import DflashShape, EagleShape, Sizes, reserve_model, rope_table
 from ull.gpu.modules import Kernels
 from ull.gpu.params import CHUNK_TOKENS, ROUND_SLOTS, TREE_TOKENS, HostControl, RoundRequest, RoundResult, State
@@ -134,9 +135,15 @@ class PlacedModel:
         if persistent:
             yield region("layer parameters"), np.frombuffer(self.fused(persistent).layer_parameters(), np.uint8)
 
-    def fused(self, persistent: bool, scans: bool = False) -> FusedForward:
+    def fused(self, persistent: bool, scans: bool = False, wide: bool = False) -> FusedForward:
         """Our kernels as a forward of this model."""
-        return FusedForward(self.sizes, self.places, self.driver.info.multiprocessors, persistent, scans)
+        return FusedForward(self.sizes, self.places, self.driver.info.multiprocessors, persistent, scans, wide)
+
+    def may_be_wide(self, tokens: int) -> bool:
+        """Whether rounds of so many tokens may have the attention for a long cache."""
+        sizes, model, tile = self.sizes, self.sizes.model, 1 if tokens == 1 else tile_of(tokens)
+        heads = model.heads, model.kv_heads, model.head_dim
+        return attention.may_be_wide(*heads, sizes.kv_bits, sizes.context, tile, self.driver.info.multiprocessors)
 
     def capture_eagle(self, target: PlacedModel, stream: int, exit_stack: ExitStack) -> CapturedEagle:
         """The graphs of an EAGLE head's passes behind the model `target`. Raises ValueError for any other part."""
@@ -167,9 +174,9 @@ class PlacedModel:
     def capture(self, sources: Mapping[str, ForwardSource], stream: int, exit_stack: ExitStack) -> CapturedModel:
         """One graph per number of tokens, one that only fills the cache, and one of the Medusa heads, if there are.
 
-        `sources`: by name; "scan" is "fused" with the lm_head's FP8 copy in place of the lm_head. Where they are our
-        kernels, also the graphs of those rounds of one token whose request filters nothing: one round, and several
-        behind one another.
+        `sources`: by name; "scan" is "fused" with the lm_head's FP8 copy in place of the lm_head, "wide" and "wide
+        scan" are these with the attention for a long cache. Where they are our kernels, also the graphs of those rounds
+        of one token whose request filters nothing: one round, and several behind one another.
         """
         captures, forward = _Captures(self, stream, exit_stack), self.part.forward
         together, exact_chunks = forward.tree_products == "warpgroup", self.sizes.chunks and forward.prefill != "fast"
@@ -182,14 +189,9 @@ class PlacedModel:
             )
         decode = sources[forward.decode]
         rounds = {tokens: captures.round(decode, tokens, draws=True) for tokens in self.part.tree_sizes}
-        singles, bursts = dict[str, int](), dict[str, int]()
-        samplers = {PLAIN: "fused", SCAN: "scan"} if forward.decode == "fused" else {}
-        for sampler, name in samplers.items():
-            if name not in sources:
-                continue
-            singles[sampler] = captures.round(sources[name], 1, True, sampler)
-            if not self.part.prefix:  # a draft model's rounds are launched one by one
-                bursts[sampler] = captures.round(sources[name], 1, True, sampler, BURST_ROUNDS)
+        by_sampler = {PLAIN: "fused", SCAN: "scan"} if forward.decode == "fused" else {}
+        singles, bursts = self._singles(captures, sources, by_sampler)
+        wide = self._wide(captures, sources) if "wide" in sources else None
         if forward.prefill == "fast":  # whatever its length, so that a prompt's bits do not depend on how it is cut
             prefill = chunk = captures.chunk()
         else:
@@ -197,7 +199,26 @@ class PlacedModel:
             chunk = captures.chunk() if exact_chunks and agree else 0
         medusa = captures.heads() if self.sizes.medusa is not None else 0
         redraws = {} if self.part.prefix else {draws: captures.redraw(draws) for draws in REDRAWS}
-        return CapturedModel(self, rounds, singles, bursts, prefill, chunk, medusa, redraws)
+        return CapturedModel(self, rounds, singles, bursts, prefill, chunk, medusa, redraws, wide)
+
+    def _wide(self, captures: _Captures, sources: Mapping[str, ForwardSource]) -> WideRounds:
+        begins = attention.wide_from(self.sizes.model.kv_heads, self.driver.info.multiprocessors)
+        sizes = [tokens for tokens in self.part.tree_sizes if self.may_be_wide(tokens)]
+        rounds = {tokens: captures.round(sources["wide"], tokens, draws=True) for tokens in sizes}
+        return WideRounds(begins, rounds, *self._singles(captures, sources, {PLAIN: "wide", SCAN: "wide scan"}))
+
+    def _singles(
+        self, captures: _Captures, sources: Mapping[str, ForwardSource], by_sampler: Mapping[str, str]
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Rounds of one token with samplers that do less, and bursts of them, of those `sources` that there are."""
+        singles, bursts = dict[str, int](), dict[str, int]()
+        for sampler, name in by_sampler.items():
+            if name not in sources:
+                continue
+            singles[sampler] = captures.round(sources[name], 1, True, sampler)
+            if not self.part.prefix:  # a draft model's rounds are launched one by one
+                bursts[sampler] = captures.round(sources[name], 1, True, sampler, BURST_ROUNDS)
+        return singles, bursts
 
 
 class _Captures:
@@ -254,6 +275,20 @@ class _Captures:
 
 
 @dataclass(frozen=True)
+class WideRounds:
+    """Rounds with the attention for a long cache; as `CapturedModel` has them without it, and with the same bits."""
+
+    begins: int  # positions before a round from which it divides the work in another way
+    rounds: dict[int, int]
+    singles: dict[str, int]
+    bursts: dict[str, int]
+
+    @property
+    def handover(self) -> dict[str, Any]:
+        return {"from": self.begins, "graphs": self.rounds, "singles": self.singles, "bursts": self.bursts}
+
+
+@dataclass(frozen=True)
 class CapturedModel:
     """A model that the core can replay: its graphs, each a CUgraphExec."""
 
@@ -265,6 +300,7 @@ class CapturedModel:
     chunk: int  # 0: prompts are read by `prefill` alone
     medusa: int  # 0: there are no heads
     redraws: dict[int, int]  # what draws again, by the most draws; a draft model's tokens nobody refuses: none
+    wide: WideRounds | None  # None: no context is so long
 
     @property
     def sizes(self) -> Sizes:
@@ -283,6 +319,7 @@ class CapturedModel:
             "redraws": dict(self.redraws),
             "medusa": self.medusa,
             "medusa_heads": self.sizes.medusa.heads if self.sizes.medusa else 0,
+            **({"wide": self.wide.handover} if self.wide else {}),
             **self.placed.handover,
         }
 

@@ -36,16 +36,23 @@ class FusedForward:
 
     `persistent`: all layers of a round of one token are one launch. Then "layer parameters" must hold
     `layer_parameters` before the first round. `scans`: for one token, the logits are those of the lm_head's FP8 copy.
+    `wide`: of few tokens behind a long cache, with twice as many blocks of attention.
     """
 
     name = "fused"
 
     def __init__(
-        self, sizes: Sizes, places: Places, multiprocessors: int, persistent: bool = False, scans: bool = False
+        self,
+        sizes: Sizes,
+        places: Places,
+        multiprocessors: int,
+        persistent: bool = False,
+        scans: bool = False,
+        wide: bool = False,
     ) -> None:
         self._sizes, self._places, self._multiprocessors = sizes, places, multiprocessors
         self._persistent, self._scans = persistent, scans
-        self._attention = PagedAttention(sizes, places, multiprocessors)
+        self._attention = PagedAttention(sizes, places, multiprocessors, wide)
 
     def launches(self, tokens: int, draws: bool) -> list[Launch]:
         if self._persistent and tokens == 1:

@@ -16,10 +16,10 @@ from ull.gpu.places import Places
 
 
 class PagedAttention:
-    """From "qkv" [64, Q] f32 to "attention", f16 activations of width A."""
+    """From "qkv" [64, Q] f32 to "attention", f16 activations of width A. `wide`: for a long cache, of few tokens."""
 
-    def __init__(self, sizes: Sizes, places: Places, multiprocessors: int) -> None:
-        self._sizes, self._places, self._multiprocessors = sizes, places, multiprocessors
+    def __init__(self, sizes: Sizes, places: Places, multiprocessors: int, wide: bool = False) -> None:
+        self._sizes, self._places, self._multiprocessors, self._wide = sizes, places, multiprocessors, wide
 
     def launches(self, layer: int, tokens: int) -> list[Launch]:
         """QK norm, RoPE and attention of one layer over up to `tokens` nodes (1 to 64)."""
@@ -49,7 +49,7 @@ class PagedAttention:
         )
         model = sizes.model
         shape = (model.heads, model.kv_heads, model.head_dim, sizes.kv_bits, sizes.context, tile, self._multiprocessors)
-        launches = [Launch(f"ull_attention_{tile}", *attention.attention(*shape), params)]
+        launches = [Launch(f"ull_attention_{tile}", *attention.attention(*shape, wide=self._wide), params)]
         pages = attention.of_pages(*shape) if sizes.attends_pages and is_split(tile) else None
         if pages is not None:
             params.page_blocks = pages[0][0]

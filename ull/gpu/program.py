@@ -199,8 +199,14 @@ class Program:
         forward, sources = model.part.forward, dict[str, ForwardSource]()
         if forward.uses("fused"):
             sources["fused"] = model.fused(self._persistent)
-            if model.part.precision.lm_head_scan:
+            scans = model.part.precision.lm_head_scan
+            if scans:
                 sources["scan"] = model.fused(self._persistent, scans=True)
+            # A draft model's are not measured behind a long cache; and of all layers' one kernel there is one grid.
+            if forward.decode == "fused" and not (model.part.prefix or self._persistent) and model.may_be_wide(1):
+                sources["wide"] = model.fused(False, wide=True)
+                if scans:
+                    sources["wide scan"] = model.fused(False, scans=True, wide=True)
         if forward.uses("tensorrt"):
             from ull.gpu.tensorrt.forward import TensorRtForward  # installed only where a bundle asks for it
 

@@ -71,6 +71,7 @@ class Replay:
         size: int | None = None,
         forced: int = 0,
         sampler: str = FULL,
+        wide: bool = False,
     ) -> int:
         """Launches a round and returns its sequence number. `parents` default to a chain.
 
@@ -78,7 +79,7 @@ class Replay:
 
         `size` names the round's graph, which for a prefill fills the cache and leaves logits; default: the smallest
         that holds the tokens, or the prefill's own. CHUNK_TOKENS is that of a chunk, for a prefill of up to so many
-        tokens. `sampler`: of a round of one token.
+        tokens. `sampler`: of a round of one token. `wide`: the graph for a long cache; KeyError where there is none.
         """
         self._sequence += 1
         request = self._requests[self._sequence % ROUND_SLOTS]
@@ -97,7 +98,7 @@ class Replay:
             request.parents[:count] = parents if parents is not None else [max(0, node - 1) for node in range(count)]
         request.sampling.temperature, request.sampling.top_p = temperature, 1.0
         request.sampling.seed, request.sampling.top_logprobs = seed, top_logprobs
-        self._driver.replay(self._graph(count, mode, size, sampler), self._stream)
+        self._driver.replay(self._graph(count, mode, size, sampler, wide), self._stream)
         return self._sequence
 
     def medusa(self, position: int, **sampling: Any) -> int:
@@ -183,9 +184,10 @@ class Replay:
                 self.wait(self.launch(chunk, start + first, PREFILL, size=CHUNK_TOKENS))
         return out[:, :vocabulary]
 
-    def _graph(self, count: int, mode: int, size: int | None, sampler: str) -> int:
+    def _graph(self, count: int, mode: int, size: int | None, sampler: str, wide: bool) -> int:
+        held = self._handover["wide"] if wide else self._handover
         if sampler != FULL:
-            return int(self._handover["singles"][sampler])
+            return int(held["singles"][sampler])
         if mode == MEDUSA:
             return int(self._handover["medusa"])
         if mode == REDRAW:
@@ -194,5 +196,5 @@ class Replay:
             return int(self._handover["chunk"])
         if size is None and mode == PREFILL:
             return int(self._handover["prefill"])
-        graphs = self._handover["graphs"]
-        return int(graphs[size or min(held for held in graphs if held >= count)])
+        graphs = held["graphs"]
+        return int(graphs[size or min(tokens for tokens in graphs if tokens >= count)])

@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "graph_fixture.h"
+#include "testing/scripted_drafter.h"
 
 namespace {
 
@@ -10,6 +11,7 @@ using ull::Sampling;
 using ull::Status;
 using ull::gpu::RoundMode;
 using ull::gpu::RoundStatus;
+using ull::graph::GraphProgram;
 using ull::graph::Sampler;
 using ull::test::count_of;
 using ull::test::FakeDevice;
@@ -299,25 +301,101 @@ TEST(a_burst_that_cannot_be_launched_is_a_failure) {
   CHECK(ull::test::says(rig.executor.failure(), "cuGraphLaunch failed"));
 }
 
-TEST(programs_whose_bursts_cannot_be_are_refused) {
-  using ull::graph::GraphProgram;
-  FakeDevice device(burst_script());
-  const auto refused = [&](void (*spoil)(GraphProgram&), const char* field) {
-    GraphProgram program = device.program();
-    spoil(program);
-    try {
-      program.check();
-      ull::check::fail(__FILE__, __LINE__, std::string(field) + " was taken");
-    } catch (const std::invalid_argument& error) {
-      CHECK(std::string(error.what()).starts_with(field));
+// ---- attention with more blocks -----------------------------------------------------------------------------------
+
+// A context of 1,024: it is measured behind 960 positions.
+FakeDevice::Script wide_script(int more_us) {
+  FakeDevice::Script script = burst_script();
+  script.far_us.fill(3000);
+  script.wide_from = 300;
+  script.wide_us.fill(more_us);
+  return script;
+}
+
+TEST(behind_a_long_cache_rounds_of_one_token_take_the_wide_graphs_where_these_are_cheaper) {
+  for (const int more_us : {-2000, 2000}) {
+    for (const Sampling& sampling : {Sampling{}, Sampling{.repetition_penalty = 1.5F}}) {
+      GraphRig rig(wide_script(more_us));
+      rig.sampling = sampling;
+      const Tokens prompt = prompt_of(280);
+      CHECK(rig.complete(prompt, 40) == rig.model.continuation(prompt, 40, sampling));
+      int wide = 0, bursts = 0;
+      for (const FakeDevice::Record& record : rig.rest()) {
+        if (record.mode == RoundMode::kPrefill || record.status != RoundStatus::kOk) continue;
+        CHECK(record.in_burst || record.is_wide == (more_us < 0 && record.position >= 300));
+        wide += record.is_wide ? 1 : 0;
+        bursts += record.is_wide && record.in_burst ? 1 : 0;
+      }
+      CHECK_EQ(wide > 0, more_us < 0);
+      CHECK_EQ(bursts > 0, more_us < 0);
     }
-  };
-  device.program().check();
-  refused([](GraphProgram& program) { program.singles[0].round = program.rounds[0]; }, "singles");
-  refused([](GraphProgram& program) { program.singles[1].round = nullptr; }, "bursts");
-  refused([](GraphProgram& program) { program.burst_rounds = 1; }, "burst_rounds");
-  refused([](GraphProgram& program) { program.burst_rounds = 4; }, "burst_rounds");
-  refused([](GraphProgram& program) { program.singles[0] = program.singles[1] = {}; }, "burst_rounds");
+  }
+}
+
+TEST(where_no_request_gets_so_far_wide_graphs_are_not_taken) {
+  FakeDevice::Script script = wide_script(-2000);
+  script.wide_from = 1000;
+  GraphRig rig(script);
+  const Tokens prompt = prompt_of(990);
+  CHECK(rig.complete(prompt, 30) == rig.model.continuation(prompt, 30));
+  for (const FakeDevice::Record& record : rig.rest()) CHECK(!record.is_wide);
+}
+
+// Each size by what was measured of it; and what it costs there is what is expected of it.
+TEST(a_tree_takes_a_wide_graph_where_that_is_cheaper) {
+  for (const int length : {200, 800}) {
+    ull::graph::GraphOptions options{.adaptive = false};
+    const Tokens prompt = prompt_of(length);
+    Tokens truth = prompt;
+    const Tokens more = ull::test::FakeModel{100}.continuation(prompt, 60);
+    truth.insert(truth.end(), more.begin(), more.end());
+    options.in_place_of_draft_model = ull::scripted_drafter(ull::ScriptedDrafter::Mode::kRight, truth, 100, 3);
+    FakeDevice::Script script = wide_script(2000);
+    script.graph_us = {100, 200, 300, 2000, 3000, 4000, 5000};
+    script.wide_us[2] = -2000;
+    GraphRig rig(script, options);
+    rig.speculation = ull::DrafterKind::kDraft;
+    rig.max_tree = 4;
+    CHECK(rig.prefill({prompt.begin(), prompt.end() - 1}) == Status::kOk);
+    (void)rig.rest();
+    Tokens tokens = prompt;
+    CHECK(rig.advance(tokens, 60) == Status::kOk);
+    const auto records = rig.rest();
+    REQUIRE(records.size() == 1);
+    CHECK_EQ(records[0].graph, 4);
+    CHECK_EQ(records[0].is_wide, length == 800);
+  }
+}
+
+// A program that was spoiled; the message begins with the field.
+void refused(FakeDevice& device, void (*spoil)(GraphProgram&), const char* field) {
+  GraphProgram program = device.program();
+  program.check();
+  spoil(program);
+  try {
+    program.check();
+    ull::check::fail(__FILE__, __LINE__, std::string(field) + " was taken");
+  } catch (const std::invalid_argument& error) {
+    CHECK(std::string(error.what()).starts_with(field));
+  }
+}
+
+TEST(programs_whose_bursts_cannot_be_are_refused) {
+  FakeDevice device(burst_script());
+  refused(device, [](GraphProgram& program) { program.singles[0].round = program.rounds[0]; }, "singles");
+  refused(device, [](GraphProgram& program) { program.singles[1].round = nullptr; }, "bursts");
+  refused(device, [](GraphProgram& program) { program.burst_rounds = 1; }, "burst_rounds");
+  refused(device, [](GraphProgram& program) { program.burst_rounds = 4; }, "burst_rounds");
+  refused(device, [](GraphProgram& program) { program.singles[0] = program.singles[1] = {}; }, "burst_rounds");
+}
+
+TEST(programs_whose_wide_graphs_cannot_be_are_refused) {
+  FakeDevice device(wide_script(0));
+  refused(device, [](GraphProgram& program) { program.wide.from = -1; }, "wide");
+  refused(device, [](GraphProgram& program) { program.wide.from = 0; }, "wide");
+  refused(device, [](GraphProgram& program) { program.wide.rounds[0] = nullptr; }, "wide");
+  refused(device, [](GraphProgram& program) { program.wide.singles[1].burst = nullptr; }, "wide");
+  refused(device, [](GraphProgram& program) { program.rounds[3] = nullptr; }, "wide");
 }
 
 }  // namespace

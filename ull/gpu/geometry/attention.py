@@ -7,6 +7,7 @@ round turns out to need.
 
 from __future__ import annotations
 
+from ull.gpu.geometry.linear import ALONE_BYTES
 from ull.gpu.params import PAGE_TOKENS, SPLIT_TOKENS, TREE_TOKENS
 
 Geometry = tuple[tuple[int, int], int, int]  # grid, threads, bytes of shared memory
@@ -15,20 +16,47 @@ THREADS = 256
 COMMIT_THREADS = 128
 PAGE_ROWS = 64  # `kPageRows` and `kFewestPageSplits` of attention_plan.cuh
 FEWEST_PAGE_SPLITS = 4
+_MOST_WIDE = 8  # the largest tile of which two blocks fit; wider rounds have `ull_attention_pages`
 _M_TILE = 16  # rows of a tensor core product
 
 
 def attention(
-    heads: int, kv_heads: int, head_dim: int, kv_bits: int, context: int, tile: int, multiprocessors: int
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    kv_bits: int,
+    context: int,
+    tile: int,
+    multiprocessors: int,
+    wide: bool = False,
 ) -> Geometry:
-    """`ull_attention_{tile}`: one wave of blocks, at least as many per kv head as its rows need."""
+    """`ull_attention_{tile}`: one wave of blocks, at least as many per kv head as its rows need.
+
+    `wide`: two of them on each multiprocessor. Behind a long cache each has half as many splits to take one after
+    another, and while one computes the other's are on their way.
+    """
+    most = (2 if wide else 1) * multiprocessors // kv_heads
     if tile == 1:
-        blocks = max(1, min(splits(context), multiprocessors // kv_heads))
+        blocks = max(1, min(splits(context), most))
         return (blocks, kv_heads), THREADS, _bytes_of_one(heads // kv_heads, head_dim, kv_bits)
     rows = tile * (heads // kv_heads)
     useful = splits(context) * _parts(rows, _M_TILE)
-    blocks = max(_parts(rows, _part_rows(rows, tile)), min(useful, multiprocessors // kv_heads))
+    blocks = max(_parts(rows, _part_rows(rows, tile)), min(useful, most))
     return (blocks, kv_heads), THREADS, _shared_bytes(rows, head_dim, kv_bits, tile)
+
+
+def wide_from(kv_heads: int, multiprocessors: int) -> int:
+    """Positions before a round from which on a lane of one wave has more than one split, so that more lanes help."""
+    return SPLIT_TOKENS * max(1, multiprocessors // kv_heads)
+
+
+def may_be_wide(
+    heads: int, kv_heads: int, head_dim: int, kv_bits: int, context: int, tile: int, multiprocessors: int
+) -> bool:
+    """Whether rounds of `tile` get that far within the context, and two blocks fit on a multiprocessor."""
+    _, _, nbytes = attention(heads, kv_heads, head_dim, kv_bits, context, tile, multiprocessors)
+    fits = tile <= _MOST_WIDE and nbytes < ALONE_BYTES
+    return fits and context > wide_from(kv_heads, multiprocessors)
 
 
 def of_pages(

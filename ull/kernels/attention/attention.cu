@@ -1,6 +1,6 @@
 // Attention over the pages and the round's own tree, and the write of the round's keys and values: see attention.cuh.
-// One variant for one token (attention_one.cuh), and one for each tile. Grid: x = blocks that share rows and positions,
-// y = kv heads.
+// One variant for one token (attention_one.cuh), and one for each tile. Grid: blocks that share rows and positions, by
+// kv heads: see attention_place().
 #include "attention/attention.cuh"
 #include "attention/attention_one.cuh"
 

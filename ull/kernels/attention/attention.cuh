@@ -230,8 +230,8 @@ template <int kTile>
 ULL_DEVICE void attend(const AttentionParams& params) {
   arch::release_dependents();
   if constexpr (kTile <= kGroupTokens) prefetch_output(params);
+  const AttentionPlace place = attention_place();
   arch::wait_for_predecessor();
-  const AttentionPlace place{arch::block_x(), arch::grid_x(), arch::block_y()};
   // Most blocks begin with the split of their own number: asking for its pages at once saves a trip to memory.
   const int guess = place.x < params.splits ? place.x : 0;
   const arch::Vector4 guessed = arch::load_global(params.pages + guess * kSplitTiles);

@@ -432,7 +432,7 @@ class AttentionOfOne {
 ULL_DEVICE void attend_one(const AttentionParams& params) {
   arch::release_dependents();
   prefetch_output(params);
-  AttentionOfOne<false> block(params, {arch::block_x(), arch::grid_x(), arch::block_y()});
+  AttentionOfOne<false> block(params, attention_place());
   const bool works = block.request();
   arch::wait_for_predecessor();
   if (works) {

@@ -144,6 +144,13 @@ struct AttentionPlace {
   int kv_head;
 };
 
+// Of a grid of blocks by kv heads. Lane by lane: where not all blocks fit on the chip at once, as beside qkv's, those
+// that have something to do begin first.
+ULL_DEVICE AttentionPlace attention_place() {
+  const int number = arch::block_y() * arch::grid_x() + arch::block_x();
+  return {number / kKvHeads, arch::grid_x(), number % kKvHeads};
+}
+
 // Called by whole warps. blocks: that share a kv head; page_blocks: the same of ull_attention_pages.
 template <int kTile>
 ULL_DEVICE AttentionPlan make_plan(const Round& round, int window, int blocks, int page_blocks) {

@@ -289,7 +289,7 @@ void GraphExecutor::launch_ahead() noexcept {
   if (step.constraint != nullptr) return;
   if (position >= info_.context) return;
   if (queue_.seen() >= last_ && queue_.result(last_).stopped != 0) return;
-  void* graph = graphs_.burst_for(*step.sampling);
+  void* graph = graphs_.burst_for(*step.sampling, position);
   int rounds = program_.burst_rounds;
   if (graph == nullptr || rounds >= step.max_tokens || position + rounds > info_.context) {
     graph = graphs_.round_for(1, position, *step.sampling);

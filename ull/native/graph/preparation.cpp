@@ -18,7 +18,7 @@
 namespace ull::graph {
 namespace {
 
-constexpr int kFarPosition = 8192;    // where attention's share is measured
+constexpr int kFarPosition = 8192;
 constexpr double kUnmeasured = 1e15;  // nanoseconds
 
 // Tokens of a prompt that one step reads. Behind each step the engine may turn to a more urgent request.
@@ -100,8 +100,10 @@ VerifyCosts GraphExecutor::measure() {
   const int held = std::min(info_.context, tokens_in(info_.page_count));
   std::vector<int32_t> pages(static_cast<size_t>(pages_for(held)));
   for (size_t page = 0; page < pages.size(); ++page) pages[page] = static_cast<int32_t>(page);
-  const int far = std::clamp(held - kMaxTreeTokens, 0, kFarPosition);
+  // Where attention's share is measured, and a wide graph has twice as many blocks at work.
+  const int far = std::clamp(held - kMaxTreeTokens, 0, std::max(kFarPosition, 2 * program_.wide.from));
   int64_t near_ns[kCostSizes] = {}, far_ns[kCostSizes] = {}, single_ns[kSamplers] = {};
+  bool widens[kCostSizes] = {};
   for (int i = 0; i < kCostSizes; ++i) {
     if (program_.rounds[i] == nullptr || kCostTokens[i] > held) continue;
     const auto timed = [&](int position) {
@@ -110,12 +112,19 @@ VerifyCosts GraphExecutor::measure() {
     near_ns[i] = timed(0);
     // What takes as long as all measurements of a graph may runs on an emulator: once is enough, here and below.
     far_ns[i] = far > 0 && near_ns[i] < kMeasureNs ? timed(far) : near_ns[i];
+    if (program_.wide.rounds[i] != nullptr && far >= program_.wide.from && near_ns[i] < kMeasureNs) {
+      const int64_t wide_ns = measure_graph(program_.wide.rounds[i], gpu::RoundMode::kTake, kCostTokens[i], far, pages);
+      widens[i] = wide_ns < far_ns[i];
+      far_ns[i] = std::min(far_ns[i], wide_ns);
+    }
     dearest_ns_ = std::max({dearest_ns_, near_ns[i], far_ns[i]});
   }
   for (const Sampler sampler : {Sampler::kPlain, Sampler::kScan}) {
     if (void* graph = program_.single(sampler); graph != nullptr) {
       single_ns[static_cast<int>(sampler)] = measure_graph(graph, gpu::RoundMode::kTake, 1, 0, pages);
     }
+    // Taken where the full sampler's is.
+    if (void* graph = program_.single(sampler, /*is_wide=*/true); graph != nullptr) launch_first(graph);
   }
   const auto timed_prompt = [&](void* graph, int count, int position) {
     const int64_t nanoseconds = measure_graph(graph, gpu::RoundMode::kPrefill, count, position, pages);
@@ -128,7 +137,7 @@ VerifyCosts GraphExecutor::measure() {
   CostLine rounds[kCostSizes];
   for (int i = 0; i < kCostSizes; ++i) rounds[i] = CostLine::through(near_ns[i], far_ns[i], far);
   const CostLine prefill = CostLine::through(prefill_ns, far_prefill_ns, far);
-  graphs_.measured(rounds, single_ns, prefill);
+  graphs_.measured(rounds, single_ns, prefill, widens);
   if (program_.chunk != nullptr) {
     constexpr int kTiles = PromptCosts::kTiles;
     const auto timed_chunk = [&](int tiles, int position) {
@@ -184,14 +193,16 @@ void GraphExecutor::launch_first(void* graph) {
 // time when a request waits for it.
 void GraphExecutor::run_bursts(int held) {
   if (program_.burst_rounds >= held) return;
-  for (int i = 0; i < kSamplers; ++i) {
-    const auto sampler = static_cast<Sampler>(i);
-    if (program_.burst(sampler) == nullptr) continue;
-    launch_first(program_.single(sampler));
+  for (int i = 0; i < 2 * kSamplers; ++i) {
+    const auto sampler = static_cast<Sampler>(i % kSamplers);
+    const bool is_wide = i >= kSamplers;
+    void* graph = program_.burst(sampler, is_wide);
+    if (graph == nullptr) continue;
+    launch_first(program_.single(sampler, is_wide));
     for (int round = 0; round < program_.burst_rounds; ++round) {
-      fill_continuation(queue_.next_request(program_.burst(sampler), round), 1 + round);
+      fill_continuation(queue_.next_request(graph, round), 1 + round);
     }
-    require(queue_.launch(program_.burst(sampler), setting_, text_, program_.burst_rounds));
+    require(queue_.launch(graph, setting_, text_, program_.burst_rounds));
     require(queue_.drain());
   }
 }

@@ -66,6 +66,7 @@ void GraphProgram::check() const {
   // Beside the rounds of a burst stands the one that they continue.
   require(bursts ? burst_rounds >= 2 && burst_rounds < gpu::kRoundSlots : burst_rounds == 0,
           "burst_rounds: must be 2 or 3 if there are bursts");
+  check_wide();
   require(prefill != nullptr, "prefill: must be the handle of a graph");
   require(!chunks_prefill() || !rounds_prefill(),
           "reuse: rounds have other bits than a chunk that alone reads prompts");
@@ -102,6 +103,20 @@ void GraphProgram::check() const {
                                draft->dflash == nullptr),
           "draft: takes none of its own");
   require(draft == nullptr || !draft->chunks_prefill(), "draft: chunk: must not be its `prefill`");
+}
+
+// Whoever may take a round of one token from it may take any.
+void GraphProgram::check_wide() const {
+  require(wide.from >= 0, "wide: from: must not be negative");
+  for (int i = 0; i < kCostSizes; ++i) {
+    require(wide.rounds[i] == nullptr || (wide.from > 0 && rounds[i] != nullptr),
+            "wide: graphs: there is no such round without it, or no position where it is meant");
+  }
+  for (const Sampler sampler : {Sampler::kFull, Sampler::kPlain, Sampler::kScan}) {
+    const bool same = (single(sampler) == nullptr) == (single(sampler, true) == nullptr) &&
+                      (burst(sampler) == nullptr) == (burst(sampler, true) == nullptr);
+    require(wide.from == 0 || same, "wide: must have the rounds of one token that there are without it");
+  }
 }
 
 int GraphProgram::most_nodes() const noexcept {

@@ -31,6 +31,14 @@ struct SingleGraphs {
   void* burst = nullptr;  // CUgraphExec of burst_rounds that continue one another; null: there is none
 };
 
+// Rounds of a few tokens with an attention that divides the work of a long cache among more blocks, beside those of
+// GraphProgram, whose bits they have.
+struct WideGraphs {
+  int from = 0;                          // positions before a round, the fewest where they are meant; 0: there are none
+  void* rounds[kCostSizes] = {};         // as GraphProgram's; null: there is none
+  SingleGraphs singles[kSamplers] = {};  // likewise
+};
+
 // Through what rounds are asked for and answered, and the pages that they fill.
 struct RoundBlocks {
   void* stream = nullptr;                 // CUstream that all graphs are launched on
@@ -87,6 +95,7 @@ struct GraphProgram : RoundBlocks {
   void* rounds[kCostSizes] = {};
   SingleGraphs singles[kSamplers] = {};  // by Sampler; kFull's round is rounds[0], and null here
   int burst_rounds = 0;                  // 0: there are no bursts
+  WideGraphs wide;
   // CUgraphExec, up to kTreeTokens prompt tokens, with the bits of `chunk`. `chunk` itself: every prompt token but the
   // last is read by it.
   void* prefill = nullptr;
@@ -109,14 +118,20 @@ struct GraphProgram : RoundBlocks {
   // Nodes of the widest round.
   [[nodiscard]] int most_nodes() const noexcept;
   // CUgraphExec of a round of one token; null: there is none.
-  [[nodiscard]] void* single(Sampler sampler) const noexcept {
-    return sampler == Sampler::kFull ? rounds[0] : singles[static_cast<int>(sampler)].round;
+  [[nodiscard]] void* single(Sampler sampler, bool is_wide = false) const noexcept {
+    if (sampler == Sampler::kFull) return is_wide ? wide.rounds[0] : rounds[0];
+    return (is_wide ? wide.singles : singles)[static_cast<int>(sampler)].round;
   }
-  [[nodiscard]] void* burst(Sampler sampler) const noexcept { return singles[static_cast<int>(sampler)].burst; }
+  [[nodiscard]] void* burst(Sampler sampler, bool is_wide = false) const noexcept {
+    return (is_wide ? wide.singles : singles)[static_cast<int>(sampler)].burst;
+  }
   // Whether a round's graph writes the bits to the cache that `prefill` does.
   [[nodiscard]] bool rounds_prefill() const noexcept { return reuse == Reuse::kAll; }
   // Whether no other graph reads prompts than `chunk`.
   [[nodiscard]] bool chunks_prefill() const noexcept { return chunk != nullptr && chunk == prefill; }
+
+ private:
+  void check_wide() const;
 };
 
 }  // namespace ull::graph

@@ -12,11 +12,12 @@ bool serves(Sampler sampler, const Sampling& sampling) noexcept {
   return !filters && !min_p && sampling.bias_count == 0 && !sampling.penalises() && sampling.top_logprobs < 0;
 }
 
-RoundGraphs::RoundGraphs(const GraphProgram& program) noexcept : program_(program) { measured({}, {}, {}); }
+RoundGraphs::RoundGraphs(const GraphProgram& program) noexcept : program_(program) { measured({}, {}, {}, {}); }
 
 void RoundGraphs::measured(const CostLine (&rounds)[kCostSizes], const int64_t (&single_ns)[kSamplers],
-                           const CostLine& prefill) noexcept {
+                           const CostLine& prefill, const bool (&widens)[kCostSizes]) noexcept {
   std::copy_n(rounds, kCostSizes, rounds_);
+  std::copy_n(widens, kCostSizes, widens_);
   prefill_ = prefill;
   plain_ = program_.single(Sampler::kPlain) != nullptr ? Sampler::kPlain : Sampler::kFull;
   const int one = chosen(0, 0);
@@ -48,17 +49,17 @@ int RoundGraphs::size_for(int nodes) noexcept {
 
 void* RoundGraphs::round_for(int nodes, int position, const Sampling& sampling, bool keeps_logits) const noexcept {
   if (const Sampler sampler = single_for(sampling, keeps_logits); nodes == 1 && sampler != Sampler::kFull) {
-    return program_.single(sampler);
+    return program_.single(sampler, is_wide(0, position));
   }
   const int graph = chosen(size_for(nodes), position);
-  return graph >= 0 ? program_.rounds[graph] : nullptr;
+  return graph >= 0 ? graph_of(graph, position) : nullptr;
 }
 
 // A round's graph fills the cache as well, and then its sampler does nothing; but it has the lm_head.
 void* RoundGraphs::prefill_for(int tokens, int position) const noexcept {
   const int graph = program_.rounds_prefill() ? chosen(size_for(tokens), position) : -1;
   const bool dearer = graph >= 0 && prefill_.known() && prefill_.at(position) < rounds_[graph].at(position);
-  return graph < 0 || dearer ? program_.prefill : program_.rounds[graph];
+  return graph < 0 || dearer ? program_.prefill : graph_of(graph, position);
 }
 
 }  // namespace ull::graph

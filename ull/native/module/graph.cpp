@@ -24,9 +24,20 @@ Reuse reuse_named(const std::string& name) {
   throw std::invalid_argument("reuse: must be all, prompt or nothing, not \"" + name + "\"");
 }
 
+// Handles of rounds by the most tokens; ValueError names the field.
+void read_rounds(const nb::dict& dict, void* (&rounds)[kCostSizes]) {
+  for (const auto& [tokens, handle] : field<std::map<int, uintptr_t>>(dict, "graphs")) {
+    const int* size = std::find(std::begin(kCostTokens), std::end(kCostTokens), tokens);
+    if (size == std::end(kCostTokens) || handle == 0) {
+      throw std::invalid_argument("graphs: must map 1, 2, 4, 8, 16, 32 or 64 tokens to the handle of a graph");
+    }
+    rounds[size - std::begin(kCostTokens)] = reinterpret_cast<void*>(handle);
+  }
+}
+
 // Handles by the sampler's name, at a member of `singles`; ValueError names the field.
 void read_singles(const nb::dict& dict, const char* name, void* graph::SingleGraphs::* member,
-                  graph::GraphProgram& program) {
+                  graph::SingleGraphs (&singles)[graph::kSamplers]) {
   constexpr const char* kNames[graph::kSamplers] = {"full", "plain", "scan"};
   if (!dict.contains(name)) return;
   for (const auto& [sampler, handle] : field<std::map<std::string, uintptr_t>>(dict, name)) {
@@ -34,7 +45,7 @@ void read_singles(const nb::dict& dict, const char* name, void* graph::SingleGra
     if (known == std::end(kNames) || handle == 0) {
       throw std::invalid_argument(std::string(name) + ": must map full, plain or scan to the handle of a graph");
     }
-    program.singles[known - std::begin(kNames)].*member = reinterpret_cast<void*>(handle);
+    singles[known - std::begin(kNames)].*member = reinterpret_cast<void*>(handle);
   }
 }
 
@@ -107,15 +118,16 @@ graph::DflashProgram dflash_program(const nb::dict& dict) {
 // ValueError names the field.
 graph::GraphProgram graph_program(const nb::dict& dict) {
   graph::GraphProgram program;
-  for (const auto& [tokens, handle] : field<std::map<int, uintptr_t>>(dict, "graphs")) {
-    const int* size = std::find(std::begin(kCostTokens), std::end(kCostTokens), tokens);
-    if (size == std::end(kCostTokens) || handle == 0) {
-      throw std::invalid_argument("graphs: must map 1, 2, 4, 8, 16, 32 or 64 tokens to the handle of a graph");
-    }
-    program.rounds[size - std::begin(kCostTokens)] = reinterpret_cast<void*>(handle);
+  read_rounds(dict, program.rounds);
+  read_singles(dict, "singles", &graph::SingleGraphs::round, program.singles);
+  read_singles(dict, "bursts", &graph::SingleGraphs::burst, program.singles);
+  if (dict.contains("wide")) {
+    const auto wide = field<nb::dict>(dict, "wide");
+    program.wide.from = field<int>(wide, "from");
+    read_rounds(wide, program.wide.rounds);
+    read_singles(wide, "singles", &graph::SingleGraphs::round, program.wide.singles);
+    read_singles(wide, "bursts", &graph::SingleGraphs::burst, program.wide.singles);
   }
-  read_singles(dict, "singles", &graph::SingleGraphs::round, program);
-  read_singles(dict, "bursts", &graph::SingleGraphs::burst, program);
   if (dict.contains("burst_rounds")) program.burst_rounds = field<int>(dict, "burst_rounds");
   read_redraws(dict, program);
   program.prefill = address(dict, "prefill");
