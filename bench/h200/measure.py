@@ -23,6 +23,7 @@ from tables import (
     checks,
     headline,
     name_of_prompt,
+    name_of_tree,
     print_ahead,
     print_checks,
     print_first_tokens,
@@ -151,7 +152,7 @@ class Measurement:
             self._keep(arch, key, value)
         elif key in ("points", "by_warps", "persistent", "prefill"):
             self._keep(arch, key, value)
-            what = f"T={value['tree']} at {value['context']}" if key != "prefill" else name_of_prompt(value)
+            what = name_of_prompt(value) if key == "prefill" else f"{name_of_tree(value)} at {value['context']}"
             gap = "" if key == "prefill" else f", gap {value['gap_us']['p50']:.2f} us"
             print(
                 f"{arch} {what}: p50 {value['median_ms']:.4f} ms, floor {value['floor_ms']:.4f} ms{gap}",
@@ -176,8 +177,8 @@ class Measurement:
 
 def _subject(found: dict[str, Any]) -> tuple[Any, ...]:
     """What was measured: of a point, a prompt, a setting or a text, all that tells it from others of its kind."""
-    told = ("tree", "context", "tokens", "widest", "fast", "setting", "persistent", "name", "variant", "drafter")
-    return tuple(found.get(key) for key in told)
+    told = ("tree", "context", "wide", "tokens", "widest", "fast", "setting", "persistent", "name")
+    return tuple(found.get(key) for key in (*told, "variant", "drafter"))
 
 
 def print_report(found: dict[str, Any]) -> None:

@@ -56,28 +56,31 @@ MOST_STALLS = 4
 
 @dataclass(frozen=True)
 class Work:
-    """A round of a tree, or a chunk of a prompt, behind so many positions."""
+    """A round of a tree, or a chunk of a prompt, behind so many positions. `wide`: with the attention for many."""
 
     tokens: int
     position: int
     chunk: bool = False
+    wide: bool = False
 
     @property
     def name(self) -> str:
-        return f"{'a chunk of ' if self.chunk else ''}{self.tokens} behind {self.position}"
+        way = ", wide" if self.wide else ""
+        return f"{'a chunk of ' if self.chunk else ''}{self.tokens} behind {self.position}{way}"
 
     def do(self, replay: Replay) -> None:
         text = made_up(self.tokens)
         if self.chunk:
             sequence = replay.launch(text, self.position, PREFILL, size=CHUNK_TOKENS)
         else:
-            sequence = replay.launch(text, self.position, sampler=PLAIN if self.tokens == 1 else FULL)
+            sampler = PLAIN if self.tokens == 1 else FULL
+            sequence = replay.launch(text, self.position, sampler=sampler, wide=self.wide)
         replay.wait(sequence)
         replay.drain()
 
 
 WORKS = (
-    *(Work(1, 128), Work(1, 8192), Work(16, 8192), Work(64, 128), Work(64, 8192)),
+    *(Work(1, 128), Work(1, 8192), Work(1, 8192, wide=True), Work(16, 8192), Work(64, 128), Work(64, 8192)),
     *(Work(512, 0, chunk=True), Work(512, 7680, chunk=True), Work(128, 0, chunk=True)),
 )
 

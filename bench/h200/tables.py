@@ -79,6 +79,11 @@ def checks(
     return found
 
 
+def name_of_tree(point: dict[str, Any]) -> str:
+    """Its tokens, and whether with the attention for a long cache."""
+    return f"T={point['tree']}{', wide' if point.get('wide') else ''}"
+
+
 def name_of_prompt(prompt: dict[str, Any]) -> str:
     """How it was read."""
     return f"prefill of {prompt['tokens']} in parts of {prompt['widest']}{', fast' if prompt.get('fast') else ''}"
@@ -105,7 +110,7 @@ def print_rounds(console: Console, report: dict[str, Any]) -> None:
         for point in sorted(result["points"], key=lambda point: (point["context"], point["tree"])):
             table.add_row(
                 result["arch"],
-                f"{point['tree']}{', wide' if point.get('wide') else ''}",
+                name_of_tree(point).removeprefix("T="),
                 str(point["context"]),
                 f"{point['median_ms']:.4f}",
                 f"{point['period_us']['p99'] / 1e3:.4f}",

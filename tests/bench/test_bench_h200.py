@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ sys.path.append(str(ROOT / "bench/h200"))
 
 import measure
 import numpy as np
+import work
 from cores import client_cores
 from floor import kv_bytes, prompt_operations
 from journal import Report, Run
@@ -27,6 +29,7 @@ from shapes import FIRST_STEPS, LARGE, LAST_STEPS, MIDDLE, STEPS, repeats
 from steps import GROUPS, chosen
 from tables import (
     checks,
+    find,
     headline,
     print_checks,
     print_first_tokens,
@@ -347,6 +350,40 @@ def test_the_tables_take_any_part_of_a_report() -> None:
         print_speculation(console, [{"arch": "llama-3.1-8b", "points": []}])
         print_first_tokens(console, [{"arch": "llama-3.1-8b", "points": []}])
     assert not said.get()
+
+
+class BothWays:
+    """A timer whose rounds of one token have an attention for a long cache from 4,096 positions on, twice as fast."""
+
+    def may_be_wide(self, tree: int, position: int) -> bool:
+        return tree == 1 and position >= 4096
+
+    def time_rounds(self, tree: int, position: int, rounds: int, wide: bool = False) -> Times:
+        return times([2_000_000 if wide else 4_000_000] * rounds)
+
+
+def test_behind_a_long_cache_points_are_measured_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "weight_bytes", lambda bundle: 7_000_000_000)
+    monkeypatch.setattr(work, "kv_bytes_of", lambda bundle, context: context)
+    bundle: Any = SimpleNamespace(manifest=SimpleNamespace(model=SimpleNamespace(layers=32)))
+    timer: Any = BothWays()
+    found = list(work.measured(timer, bundle, [(1, 128), (1, 8192), (16, 8192)], 3, 4e12))
+    assert [(one["tree"], one["context"], one.get("wide", False)) for one in found] == [
+        *((1, 128, False), (1, 8192, False), (1, 8192, True), (16, 8192, False))
+    ]
+    report = Report(tmp_path / "report.json")
+    measurement = measure.Measurement(Run(report, 1e6, []), ["llama-3.1-8b"], ())
+    for _ in range(2):
+        for point in found:
+            measurement._take("llama-3.1-8b", {"points": point})
+    kept = report.found["shapes"][0]["points"]
+    assert len(kept) == 4
+    narrow = find(kept[::-1], 1, 8192)
+    assert narrow is not None and narrow["median_ms"] == 4.0
+    console = Console(width=240)
+    with console.capture() as said:
+        print_rounds(console, {"shapes": [{"arch": "llama-3.1-8b", "points": kept}]})
+    assert "1, wide" in said.get()
 
 
 # ---- the steps ------------------------------------------------------------------------------------------------------
