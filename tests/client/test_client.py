@@ -307,6 +307,20 @@ def test_what_is_asked_once_the_daemon_has_gone_is_asked_of_the_next_one(serve: 
         assert len(second.wait_for(wire.Generate)) == 1
 
 
+def test_so_does_a_client_of_asyncio(serve: Serve) -> None:
+    async def body() -> None:
+        first = serve()
+        async with ull.AsyncClient(first.url, connect_timeout=60) as client:
+            assert (await client.generate("a").result()).text == "a "
+            first.close()  # nothing else happens in the event loop
+            await_loss(client)
+            second = serve()
+            assert (await client.generate("b").result()).text == "b "
+            assert len(second.wait_for(wire.Generate)) == 1
+
+    asyncio.run(body())
+
+
 @pytest.mark.parametrize("transport", ["local"], indirect=True)
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_request_that_ended_with_its_connection_is_not_sent_over_the_next_one(

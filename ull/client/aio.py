@@ -323,6 +323,15 @@ class AsyncClient:
         self._follow_link()
         return loop
 
+    def _catch_up(self) -> asyncio.AbstractEventLoop:
+        """Before a request is made: takes in what has arrived. A connection that had gone before is none of it.
+
+        Returns and raises as _running() does.
+        """
+        loop = self._running()
+        self._take_in()
+        return loop
+
     def _leave_loop(self) -> None:
         """Ends what belonged to an event loop that is closed, and opens a new connection."""
         self._loop = self._retry = None
@@ -373,7 +382,7 @@ class AsyncClient:
         self, request: wire.Generate, session: AsyncSession | None = None, detached: bool = False
     ) -> AsyncStream:
         """Sends a request whose answer is a stream."""
-        loop = self._running()
+        loop = self._catch_up()
         payload = encode_request(request)
         owner = None if session is None else session._state
         if owner is not None:
@@ -389,7 +398,7 @@ class AsyncClient:
         self, session: AsyncSession, request: wire.OpenSession | wire.Fork, parent: AsyncSession | None = None
     ) -> None:
         """Asks for a session, which is closed again where that may have come about although the answer did not."""
-        self._running()
+        self._catch_up()
         if parent is not None:
             parent._state.raise_failure()
         self._protocol.open_session(session._state)
@@ -442,7 +451,7 @@ class AsyncClient:
         self, request: wire.Request, session: SessionState | None = None, timeout: float | None = None
     ) -> wire.Reply:
         timeout = self._query_timeout if timeout is None else timeout
-        self._running()
+        self._catch_up()
         if session is not None:
             session.raise_failure()
         query = self._protocol.open_query(request)

@@ -13,7 +13,7 @@ from types import TracebackType
 import zmq
 
 from ull import wire
-from ull.client import Client
+from ull.client import AsyncClient, Client
 from ull.client.dealer import DealerConnection
 
 Handler = Callable[["FakeDaemon", bytes, wire.Request], None]
@@ -84,7 +84,7 @@ class LocalServer:
         return data
 
 
-def await_loss(client: Client, patience_s: float = 60.0) -> None:
+def await_loss(client: Client | AsyncClient, patience_s: float = 60.0) -> None:
     """Until the client could notice that its connection has gone: libzmq's thread tells it, when it is given time."""
     if isinstance(connection := client._link.connection, DealerConnection):
         assert connection._monitor.poll(patience_s * 1000)
