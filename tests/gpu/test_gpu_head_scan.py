@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 import driver_double
 from device_bundles import build_with_stubs, emulated_kernels
-from recording_driver import RecordingDriver
+from recording_driver import H200, RecordingDriver
 from ull.bundle import HEAD_SCAN, Precision, open_bundle
 from ull.gpu.program import Program
 from ull.gpu.rounds import BURST_ROUNDS
@@ -119,6 +120,29 @@ def test_a_scanned_round_is_the_kernels_in_order(bundle: Path, persistent: bool)
         rescore.weights == offsets["lm_head.weight"] - start and rescore.bound == offsets[f"{HEAD_SCAN}.bound"] - start
     )
     assert head.output == rescore.logits and rescore.accept.results == plain[-1].params.accept.results
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_rounds_for_a_long_cache_differ_in_their_attentions_grid_alone(bundle: Path, persistent: bool) -> None:
+    """Two multiprocessors have one block for each of two kv heads, and so from 256 positions on two splits a block."""
+    driver = RecordingDriver(replace(H200, multiprocessors=2))
+    program = Program(open_bundle(bundle), Log(stream=io.StringIO()), persistent=persistent, driver=driver)
+    handover = program.handover
+    program.close()
+    if persistent:  # all layers are one kernel, of one block on each multiprocessor
+        assert "wide" not in handover
+        return
+    wide = handover["wide"]
+    assert (wide["from"], set(wide["graphs"])) == (256, {1, 2, 4, 8})
+    assert set(wide["singles"]) == set(wide["bursts"]) == {"plain", "scan"}
+    for kind in ("graphs", "singles", "bursts"):
+        for name, handle in wide[kind].items():
+            launches, narrow = driver.graphs[handle], driver.graphs[handover[kind][name]]
+            for one, other in zip(launches, narrow, strict=True):
+                blocks = 2 if one.kernel.startswith("ull_attention") else 1
+                assert one.grid == (blocks * other.grid[0], other.grid[1])
+                assert (one.kernel, one.threads, one.shared_bytes) == (other.kernel, other.threads, other.shared_bytes)
+                assert bytes(one.params) == bytes(other.params) and one.overlaps == other.overlaps
 
 
 def test_the_bundle_holds_the_copy_and_its_bounds(bundle: Path) -> None:

@@ -22,7 +22,7 @@ from ull.gpu.eagle import LEVEL_TILES, EaglePasses
 from ull.gpu.forward import ForwardSource, Recorder
 from ull.gpu.fused import FusedForward
 from ull.gpu.geometry import attention
-from ull.gpu.launch import Launch, tile_of
+from ull.gpu.launch import Launch
 from ull.gpu.memory import DflashShape, EagleShape, Sizes, reserve_model, rope_table
 from ull.gpu.modules import Kernels
 from ull.gpu.params import CHUNK_TOKENS, ROUND_SLOTS, TREE_TOKENS, HostControl, RoundRequest, RoundResult, State
@@ -141,7 +141,7 @@ class PlacedModel:
 
     def may_be_wide(self, tokens: int) -> bool:
         """Whether rounds of so many tokens may have the attention for a long cache."""
-        sizes, model, tile = self.sizes, self.sizes.model, 1 if tokens == 1 else tile_of(tokens)
+        sizes, model, tile = self.sizes, self.sizes.model, attention.tile_of(tokens)
         heads = model.heads, model.kv_heads, model.head_dim
         return attention.may_be_wide(*heads, sizes.kv_bits, sizes.context, tile, self.driver.info.multiprocessors)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ull.gpu.geometry import attention
 from ull.gpu.geometry.linear import is_split
-from ull.gpu.launch import Launch, tile_of
+from ull.gpu.launch import Launch
 from ull.gpu.memory import Sizes
 from ull.gpu.params import AttentionParams
 from ull.gpu.places import Places
@@ -24,7 +24,7 @@ class PagedAttention:
     def launches(self, layer: int, tokens: int) -> list[Launch]:
         """QK norm, RoPE and attention of one layer over up to `tokens` nodes (1 to 64)."""
         region, tensor, sizes = self._places.region, self._places.tensor, self._sizes
-        name, tile = f"layers.{layer}", 1 if tokens == 1 else tile_of(tokens)
+        name, tile = f"layers.{layer}", attention.tile_of(tokens)
         params = AttentionParams(
             round=region("round"),
             qkv=region("qkv"),

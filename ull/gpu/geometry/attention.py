@@ -8,6 +8,7 @@ round turns out to need.
 from __future__ import annotations
 
 from ull.gpu.geometry.linear import ALONE_BYTES
+from ull.gpu.launch import tile_of as _tile_of
 from ull.gpu.params import PAGE_TOKENS, SPLIT_TOKENS, TREE_TOKENS
 
 Geometry = tuple[tuple[int, int], int, int]  # grid, threads, bytes of shared memory
@@ -43,6 +44,11 @@ def attention(
     useful = splits(context) * _parts(rows, _M_TILE)
     blocks = max(_parts(rows, _part_rows(rows, tile)), min(useful, most))
     return (blocks, kv_heads), THREADS, _shared_bytes(rows, head_dim, kv_bits, tile)
+
+
+def tile_of(tokens: int) -> int:
+    """The variant of `ull_attention_{tile}` for up to so many tokens."""
+    return 1 if tokens == 1 else _tile_of(tokens)
 
 
 def wide_from(kv_heads: int, multiprocessors: int) -> int:
