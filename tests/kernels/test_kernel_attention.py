@@ -199,6 +199,28 @@ def test_one_token_reads_early_what_is_there(name: str) -> None:
                     beside.round(rows[base : base + 1], base, tile=1)
 
 
+@pytest.mark.skipif(ON_DEVICE or SANITIZE, reason="the emulator sees what is not ordered, without sanitizers")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [name for name in ("tiny", "tiny-e4m3") if name in SHAPES])
+@pytest.mark.parametrize(("count", "tile"), [(5, 8), (12, 16), (40, 64)])
+def test_several_tokens_read_early_what_is_there(name: str, count: int, tile: int) -> None:
+    """The same of rounds of several nodes; and of a round that has none."""
+    rows = text(SHAPES[name], 1060)
+    sources = ("attention.cu", "commit.cu", emulation.EMULATOR / "early.cu")
+    for base in (0, 31, 700, 1020):
+        cache = Cache(replace(SHAPES[name], reports=True, sources=sources), context=1536, blocks=8, seed=base)
+        cache.fill(rows[:base])
+        beside = cache.copy()
+        beside.begin_overlaps = True
+        with pytest.raises(KernelError, match=r"before wait_for_predecessor\(\), .* which is no constant"):
+            beside.round(rows[base : base + count], base, tile=tile)
+        plain = Cache(replace(SHAPES[name], sources=sources), context=1536, blocks=8)
+        plain.fill(rows[:base])
+        expected = plain.round(rows[base : base + count], base, tile=tile)
+        assert np.array_equal(cache.round(rows[base : base + count], base, tile=tile), expected)
+        assert len(cache.round(rows[:0], base, tile=tile)) == 0
+
+
 @pytest.mark.parametrize("kv_bits", [16, 8])
 @pytest.mark.parametrize("count", [1, 3, 17, 33, 64])
 def test_chunks_of_any_size_give_the_same(count: int, kv_bits: int) -> None:

@@ -207,7 +207,7 @@ class Cache:
         if shape.together and is_split(tile):
             self._attend_pages(params, attention.of_pages(*sizes, self.blocks * shape.kv_heads), qkv, state)
         grid, threads, shared = attention.attention(*sizes, self.blocks * shape.kv_heads)
-        reads_early = tile == 1 and not self.begin_overlaps
+        reads_early = not self.begin_overlaps
         self.kernels.run(
             self.kernel_of_one if tile == 1 else f"ull_attention_{tile}",
             grid=grid,

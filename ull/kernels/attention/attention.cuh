@@ -5,6 +5,9 @@
 // own have been used, and values likewise into shared memory.
 //
 // Nothing waits for another block: the blocks whose splits reach `base` compute the round's keys and values themselves.
+//
+// All that earlier rounds and begin() wrote is asked for before the wait for qkv, the first split's keys and values
+// among it: no kernel of a round of several nodes writes to the pages but the commit.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +48,6 @@ struct Attention {
 
   ULL_DEVICE const unsigned char* page_keys(uint32_t page) const { return head_of_page(params, share.kv_head, page); }
   ULL_DEVICE const unsigned char* page_values(uint32_t page) const { return page_keys(page) + kKvLayerBytes / 2; }
-  ULL_DEVICE arch::Vector4 load_pages(int split) const { return load_split_pages(params, split); }
 
   // pages: the split's four.
   ULL_DEVICE void load_split_keys(KeyFragment& keys, int split, const arch::Vector4& pages) const {
@@ -183,13 +185,17 @@ struct Attention {
     }
   }
 
-  // Asks for the first split's keys and values and prepares the round's own heads. pages: of the first split.
-  ULL_DEVICE void begin(KeyFragment& keys, const arch::Vector4& pages) const {
+  // Asks for the first split's keys and values, and prepares the nodes' paths. pages: of the first split.
+  ULL_DEVICE void request(KeyFragment& keys, const arch::Vector4& pages) const {
     load_split_keys(keys, share.first_split, pages);
     if (arch::thread() < kSplitTiles) arch::barrier_init(arrived() + arch::thread(), 1);
     arch::fence_barrier_init();
     copy_split_values(share.first_split, pages);
-    prepare_paths<kTile>(*params.round, plan);
+    prepare_paths<kTile>(params.round, plan);
+  }
+
+  // Behind the wait and a barrier: prepares the round's own heads.
+  ULL_DEVICE void begin() const {
     prepare_heads<kTile>(params, plan, share, share.end_split * kSplitTokens > plan.base);
   }
 
@@ -198,7 +204,7 @@ struct Attention {
 #pragma unroll 1
     for (int split = share.first_split; split < share.end_split; ++split) {
       const bool more = split + 1 < share.end_split;
-      const arch::Vector4 pages = load_pages(more ? split + 1 : split);
+      const arch::Vector4 pages = load_split_pages(params, more ? split + 1 : split);
       Step step{split, split * kSplitTokens, 0, share.rows};
       if (plan.in_pages(step.start + arch::warp() * kHalf, kHalf)) prepare(keys);
 #pragma unroll 1
@@ -231,24 +237,28 @@ ULL_DEVICE void attend(const AttentionParams& params) {
   arch::release_dependents();
   if constexpr (kTile <= kGroupTokens) prefetch_output(params);
   const AttentionPlace place = attention_place();
-  arch::wait_for_predecessor();
   // Most blocks begin with the split of their own number: asking for its pages at once saves a trip to memory.
   const int guess = place.x < params.splits ? place.x : 0;
-  const arch::Vector4 guessed = arch::load_global(params.pages + guess * kSplitTiles);
-  const AttentionPlan plan = make_plan<kTile>(*params.round, params.window, place.blocks, params.page_blocks);
-  if (plan.count == 0) return;
-  const int lane = plan.parts == 1 ? place.x : place.x / plan.parts;
+  const arch::Vector4 guessed = load_split_pages(params, guess);
+  const AttentionPlan plan = make_plan<kTile>(params.round, params.window, place.blocks, params.page_blocks);
+  const int lane = plan.parts <= 1 ? place.x : place.x / plan.parts;  // of a round without nodes there are none
   const AttentionShare share = make_share(plan, place.kv_head, place.x - lane * plan.parts, lane);
-  if (share.splits() <= 0) {
-    if constexpr (kTile <= kGroupTokens) prefetch_gate_up(params);
-    return;
-  }
   const float key_scale = kKvBits == 8 ? params.kv_scale[place.kv_head] : 1.0F;
   const Attention<kTile> block{params, plan, share, key_scale};
-  KeyFragment keys{};
-  block.begin(keys, share.first_split == guess ? guessed : block.load_pages(share.first_split));
+  const bool works = plan.count > 0 && share.splits() > 0;
   auto* work = reinterpret_cast<AttentionWork*>(arch::shared_memory() + AttentionShared<kTile>::kWork);
-  if (arch::thread() == 0) *work = {plan, share};
+  KeyFragment keys{};
+  if (works) {
+    block.request(keys, share.first_split == guess ? guessed : load_split_pages(params, share.first_split));
+    if (arch::thread() == 0) *work = {plan, share};
+    arch::block_barrier();
+  }
+  arch::wait_for_predecessor();
+  if (!works) {
+    if (kTile <= kGroupTokens && plan.count > 0) prefetch_gate_up(params);
+    return;
+  }
+  block.begin();
   arch::block_barrier();
   trace::mark(trace::kFirstUsed);
   Attention<kTile>{params, work->plan, work->share, key_scale}.run(keys);

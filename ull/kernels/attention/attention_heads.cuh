@@ -107,7 +107,7 @@ ULL_DEVICE void store_tree(unsigned char* row, unsigned char* tree, const HeadPa
 }
 
 // Queries of the block's rows; with_tree: also keys and values of all nodes, which one block publishes: the one of part
-// 0 that has the last split.
+// 0 that has the last split. Behind prepare_paths() and a barrier.
 template <int kTile>
 ULL_DEVICE void prepare_heads(const AttentionParams& params, const AttentionPlan& plan, const AttentionShare& share,
                               bool with_tree) {
@@ -134,7 +134,8 @@ ULL_DEVICE void prepare_heads(const AttentionParams& params, const AttentionPlan
     }
     if (!active) continue;
     if (!is_value) {
-      const int position = plan.base + params.round->depths[node];
+      const auto* depths = reinterpret_cast<const int32_t*>(shared + Shared::kDepth);
+      const int position = plan.base + (kBlock ? params.round->depths[node] : depths[node]);
       rotate_head(x, load_turn(params.rope + static_cast<size_t>(position) * kHeadDim, part));
     }
     if (own < 0) {
@@ -150,22 +151,24 @@ ULL_DEVICE void prepare_heads(const AttentionParams& params, const AttentionPlan
   }
 }
 
-// Depths of the nodes (-1 beyond the last) and their paths: of a block the last one's, for all see as far.
+// Depths of the nodes (-1 beyond the last) and their paths: of a block the last one's, for all see as far. Before the
+// wait, too.
 template <int kTile>
-ULL_DEVICE void prepare_paths(const Round& round, const AttentionPlan& plan) {
+ULL_DEVICE void prepare_paths(const Round* round, const AttentionPlan& plan) {
   using Shared = AttentionShared<kTile>;
   unsigned char* shared = arch::shared_memory();
   auto* depths = reinterpret_cast<int32_t*>(shared + Shared::kDepth);
 #pragma unroll 1
   for (int node = arch::thread(); node < Shared::kDepths; node += kAttentionThreads) {
-    depths[node] = node < plan.count ? (kBlock ? plan.count - 1 : round.depths[node]) : -1;
+    depths[node] = node < plan.count ? (kBlock ? plan.count - 1 : depth_of_node(round, node)) : -1;
   }
   constexpr int kWords = kTreeTokens / 4;
   auto* words = reinterpret_cast<uint32_t*>(shared + Shared::kPath);
 #pragma unroll 1
   for (int i = arch::thread(); i < plan.count * kWords; i += kAttentionThreads) {
     const int end = kBlock ? plan.count - 1 : i / kWords;
-    words[i] = reinterpret_cast<const uint32_t*>(round.path[end])[i % kWords];
+    const int place = static_cast<int>(ULL_OFFSETOF(Round, path)) + 4 * (end * kWords + i % kWords);
+    words[i] = static_cast<uint32_t>(word_of_round(round, place));
   }
 }
 

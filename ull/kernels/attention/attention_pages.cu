@@ -53,9 +53,7 @@ struct PageShare {
 // Reads what begin wrote, before this kernel waits: see Rounds.opening() in ull/gpu/rounds.py. False: there is nothing
 // for this block.
 ULL_DEVICE bool make_page_share(PageShare& share, const AttentionParams& params) {
-  static_assert(ULL_OFFSETOF(Round, count) == 12 && ULL_OFFSETOF(Round, base) == 16);
-  const int base =
-      static_cast<int>(arch::load_global(reinterpret_cast<const unsigned char*>(params.round) + 16).word[0]);
+  const int base = word_of_round(params.round, ULL_OFFSETOF(Round, base));
   const int rows = token_count(params.round) * kGroup, blocks = arch::grid_x();
   const int first_visible = first_seen(base, params.window);
   const int first_of_all = first_visible / kSplitTokens;

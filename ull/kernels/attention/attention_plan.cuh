@@ -151,18 +151,36 @@ ULL_DEVICE AttentionPlace attention_place() {
   return {number / kKvHeads, arch::grid_x(), number % kKvHeads};
 }
 
-// Called by whole warps. blocks: that share a kv head; page_blocks: the same of ull_attention_pages.
+// The n-th of a vector's words: selects, as registers have no addresses.
+ULL_DEVICE uint32_t word_of(const arch::Vector4& v, int index) {
+  const uint32_t low = index % 2 == 0 ? v.word[0] : v.word[1];
+  const uint32_t high = index % 2 == 0 ? v.word[2] : v.word[3];
+  return index < 2 ? low : high;
+}
+
+// The round's word at a byte's place, past L1, where begin's may not be yet: see wait_for_predecessor() in arch.cuh.
+ULL_DEVICE int word_of_round(const Round* round, int place) {
+  const auto* bytes = reinterpret_cast<const unsigned char*>(round);
+  return static_cast<int>(word_of(arch::load_global(bytes + place / 16 * 16), place % 16 / 4));
+}
+
+ULL_DEVICE int depth_of_node(const Round* round, int node) {
+  return word_of_round(round, static_cast<int>(ULL_OFFSETOF(Round, depths)) + 4 * node);
+}
+
+// Called by whole warps; before the wait, too. blocks: that share a kv head; page_blocks: the same of
+// ull_attention_pages.
 template <int kTile>
-ULL_DEVICE AttentionPlan make_plan(const Round& round, int window, int blocks, int page_blocks) {
+ULL_DEVICE AttentionPlan make_plan(const Round* round, int window, int blocks, int page_blocks) {
   using Shared = AttentionShared<kTile>;
   AttentionPlan plan;
-  plan.count = round.count;
-  plan.base = round.base;
+  plan.count = word_of_round(round, ULL_OFFSETOF(Round, count));
+  plan.base = word_of_round(round, ULL_OFFSETOF(Round, base));
   int depth = 0;
 #pragma unroll
   for (int first = 0; first < kTile; first += 32) {  // not up to count: that would be one load behind another
     const int node = first + arch::lane();
-    const int own = kTile % 32 == 0 || node < kTile ? round.depths[node] : 0;
+    const int own = kTile % 32 == 0 || node < kTile ? depth_of_node(round, node) : 0;
     if (node < plan.count && own > depth) depth = own;
   }
   for (int mask = 16; mask > 0; mask /= 2) {
@@ -172,7 +190,8 @@ ULL_DEVICE AttentionPlan make_plan(const Round& round, int window, int blocks, i
   plan.last = plan.base + depth;
   plan.first_visible = first_seen(plan.base, window);
   if constexpr (kMayLack) {
-    if (plan.first_visible < round.first) plan.first_visible = round.first < plan.base ? round.first : plan.base;
+    const int first = word_of_round(round, ULL_OFFSETOF(Round, first));
+    if (plan.first_visible < first) plan.first_visible = first < plan.base ? first : plan.base;
   }
   plan.first_split = plan.first_visible / kSplitTokens;
   plan.end_split = plan.last / kSplitTokens + 1;
@@ -219,15 +238,9 @@ ULL_DEVICE AttentionShare make_share(const AttentionPlan& plan, int kv_head, int
   return share;
 }
 
-// The page table's entries for a split, and the n-th of them: a constant index for the compiler's sake, registers have
-// no addresses.
+// The page table's entries for a split.
 ULL_DEVICE arch::Vector4 load_split_pages(const AttentionParams& params, int split) {
   return arch::load_global(params.pages + split * kSplitTiles);
-}
-ULL_DEVICE uint32_t word_of(const arch::Vector4& v, int index) {
-  const uint32_t low = index % 2 == 0 ? v.word[0] : v.word[1];
-  const uint32_t high = index % 2 == 0 ? v.word[2] : v.word[3];
-  return index < 2 ? low : high;
 }
 
 // A page's keys of a kv head; its values lie kKvLayerBytes / 2 further.
