@@ -166,7 +166,7 @@ def test_unknown_fields_reach_the_done_frame(shared_daemon: Daemon, tmp_path: Pa
         state = client._protocol.open_stream(wire.Generate(id=77, prompt="x"))
         messages = [{"role": "user", "content": "x", "colour": 1}]
         fields = {"type": "generate", "id": 77, "max_token": 3, "messages": messages, "max_tokens": 2}
-        client._send(wire._encoder.encode(fields))
+        client._send(wire._encoder.encode(fields), state)
         while not state.finished:
             assert client.poll(20)
         assert state.result().warnings == ["max_token", "messages[0].colour"]
