@@ -321,23 +321,31 @@ def test_so_does_a_client_of_asyncio(serve: Serve) -> None:
     asyncio.run(body())
 
 
+def replaced_at_next_send(
+    client: ull.Client | ull.AsyncClient, first: FakeDaemon, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> list[FakeDaemon]:
+    """The daemon goes as the next message is handed over, and leaves another in its place, which the list then has."""
+    send, later = client._link.send, list[FakeDaemon]()
+
+    def send_too_late(payload: bytes) -> bool:
+        if not later:
+            first.close()
+            later.append(serve())
+        return send(payload)
+
+    monkeypatch.setattr(client._link, "send", send_too_late)
+    return later
+
+
 @pytest.mark.parametrize("transport", ["local"], indirect=True)
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_request_that_ended_with_its_connection_is_not_sent_over_the_next_one(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, asks: bool
 ) -> None:
-    first, later = serve(), []
+    first = serve()
     with ull.Client(first.url, connect_timeout=60) as client:
         assert client.generate("a").result().text == "a "
-        send = client._link.send
-
-        def send_too_late(payload: bytes) -> bool:
-            if not later:
-                first.close()
-                later.append(serve())
-            return send(payload)
-
-        monkeypatch.setattr(client._link, "send", send_too_late)
+        later = replaced_at_next_send(client, first, serve, monkeypatch)
         with pytest.raises(ull.ConnectionLost, match="was lost while the request was in flight"):
             _ = client.health() if asks else client.generate("b").result()
         assert client.generate("c").result().text == "c "
@@ -347,18 +355,10 @@ def test_a_request_that_ended_with_its_connection_is_not_sent_over_the_next_one(
 @pytest.mark.parametrize("transport", ["local"], indirect=True)
 def test_nor_does_a_client_of_asyncio_send_it_again(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        first, later = serve(), []
+        first = serve()
         async with ull.AsyncClient(first.url, connect_timeout=60) as client:
             assert (await client.generate("a").result()).text == "a "
-            send = client._link.send
-
-            def send_too_late(payload: bytes) -> bool:
-                if not later:
-                    first.close()
-                    later.append(serve())
-                return send(payload)
-
-            monkeypatch.setattr(client._link, "send", send_too_late)
+            later = replaced_at_next_send(client, first, serve, monkeypatch)
             with pytest.raises(ull.ConnectionLost, match="was lost while the request was in flight"):
                 await client.generate("b").result()
             assert (await client.generate("c").result()).text == "c "

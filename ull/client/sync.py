@@ -400,13 +400,17 @@ class Client:
         guard.request_id = state.id
         state.guard = guard
 
-    def _pump(self, deadline: float) -> bool:
-        """Takes in one message, or a change of the connection; waits for it until `deadline`. False: nothing came."""
+    def _require_open(self) -> None:
+        """Before every use: raises where this thread may not use it or it is closed, and ends what nobody holds."""
         self._owner.check("Client")
         if self._closed:
             raise ConnectionLost("the client is closed")
         if self._dropped or self._orphans:
             self._flush_dropped()
+
+    def _pump(self, deadline: float) -> bool:
+        """Takes in one message, or a change of the connection; waits for it until `deadline`. False: nothing came."""
+        self._require_open()
         while True:
             left_ms = max(0, math.ceil((deadline - time.monotonic()) * 1000))
             watch_ms = _WATCH_MS.get(self._link.transport or "", _UNCONNECTED_MS)
@@ -436,11 +440,7 @@ class Client:
 
     def _catch_up(self) -> None:
         """Before a request is made: takes in what has arrived. A connection that had gone before is none of it."""
-        self._owner.check("Client")
-        if self._closed:
-            raise ConnectionLost("the client is closed")
-        if self._dropped or self._orphans:
-            self._flush_dropped()
+        self._require_open()
         self._collect()
 
     def _send(self, payload: bytes, target: StreamState | Query, session: SessionState | None = None) -> None:
