@@ -75,6 +75,14 @@ class Harness {
   }
 
   void submit(const Submission& submission) { (void)engine.submit(submission); }
+  // Submits `first`, and the others while it is within step `step` of the executor (from 0).
+  void submit_within(const Submission& first, int64_t step, const auto&... others) {
+    executor.hold_from(step);
+    submit(first);
+    wait_for_steps(step + 1);
+    (submit(others), ...);
+    executor.let_go();
+  }
   bool cancel(uint64_t id) { return engine.cancel(request(id, {}, 0).identity, id); }
 
   // Plays the io thread: takes events until the request has ended, and frees its slot.

@@ -403,14 +403,12 @@ TEST(a_prompt_of_one_token) {
 
 TEST(a_realtime_request_comes_between_two_passes) {
   const Labels all = many();
-  Harness engine({.from_past = true, .round_ns = 5'000'000, .score_nodes = 16});
-  engine.submit(choose(1, kPrompt, all, Priority::kBatch));
-  engine.wait_for_steps(4);
-  engine.submit(choose(2, kPrompt, labels({"now"}), Priority::kRealtime));
-  check_answer(engine, 2, kPrompt, labels({"now"}));
+  Harness engine({.from_past = true, .score_nodes = 16});
   Submission rounds = Harness::request(3, kPrompt, 5);
   rounds.priority = Priority::kRealtime;
-  engine.submit(rounds);
+  engine.submit_within(choose(1, kPrompt, all, Priority::kBatch), 3,
+                       choose(2, kPrompt, labels({"now"}), Priority::kRealtime), rounds);
+  check_answer(engine, 2, kPrompt, labels({"now"}));
   engine.wait(3);
   CHECK_EQ(engine.results[1].finals, 0);
   check_answer(engine, 1, kPrompt, all);
@@ -424,18 +422,11 @@ TEST(a_realtime_request_comes_between_two_passes) {
 TEST(a_request_whose_pages_are_taken_between_two_passes_finds_the_same) {
   const Labels all = many();
   for (const int forced : {0, 31}) {
-    Harness engine({.from_past = true,
-                    .context = 512,
-                    .page_count = 8,
-                    .round_ns = 5'000'000,
-                    .forced_tokens = forced,
-                    .score_nodes = 16});
+    Harness engine({.from_past = true, .context = 512, .page_count = 8, .forced_tokens = forced, .score_nodes = 16});
     const std::vector<int32_t> first(300, 'a'), second(400, 'b');
-    engine.submit(choose(1, first, all, Priority::kBatch));
-    engine.wait_for_steps(5);
     Submission urgent = Harness::request(2, second, 20);
     urgent.priority = Priority::kRealtime;
-    engine.submit(urgent);
+    engine.submit_within(choose(1, first, all, Priority::kBatch), 4, urgent);
     CHECK_EQ(engine.wait(2).tokens.size(), 20U);
     CHECK_EQ(engine.results[1].finals, 0);
     check_answer(engine, 1, first, all);
@@ -447,7 +438,7 @@ TEST(a_request_whose_pages_are_taken_between_two_passes_finds_the_same) {
 
 TEST(a_request_is_cancelled_between_two_passes_or_within_one) {
   for (const int64_t hang_step : {int64_t{-1}, int64_t{4}}) {
-    Harness engine({.round_ns = 5'000'000, .hang_step = hang_step, .score_nodes = 16});
+    Harness engine({.round_ns = 20'000'000, .hang_step = hang_step, .score_nodes = 16});
     engine.submit(choose(1, kPrompt, many()));
     engine.wait_for_steps(5);
     CHECK(engine.cancel(1));

@@ -29,15 +29,12 @@ std::vector<int32_t> alone(ull::ScriptedExecutor::Options script, std::span<cons
 }
 
 TEST(a_realtime_request_comes_between_two_rounds) {
-  const ull::ScriptedExecutor::Options script{
-      .from_past = true, .context = 1024, .page_count = 64, .round_ns = 200'000};
+  const ull::ScriptedExecutor::Options script{.from_past = true, .context = 1024, .page_count = 64};
   const auto expected = alone(script, kPrompt, 400);
   const auto other = ids("what comes between");
   const auto between = alone(script, other, 20);
   Harness engine(script);
-  engine.submit(urgent(1, kPrompt, 400, Priority::kBatch));
-  while (engine.results[1].tokens.size() < 5) (void)engine.pump();
-  engine.submit(urgent(2, other, 20, Priority::kRealtime));
+  engine.submit_within(urgent(1, kPrompt, 400, Priority::kBatch), 6, urgent(2, other, 20, Priority::kRealtime));
   CHECK(engine.wait(2).tokens == between);
   CHECK_EQ(engine.results[1].finals, 0);
   CHECK(engine.wait(1).tokens == expected);
@@ -50,12 +47,11 @@ TEST(a_realtime_request_comes_between_two_rounds) {
 TEST(a_realtime_request_comes_between_two_chunks) {
   const std::vector<int32_t> long_prompt(900, 'x');
   const ull::ScriptedExecutor::Options script{
-      .from_past = true, .context = 1024, .page_count = 64, .prefill_chunk = 64, .prefill_token_ns = 20'000};
+      .from_past = true, .context = 1024, .page_count = 64, .prefill_chunk = 64};
   const auto expected = alone(script, long_prompt, 8);
   Harness engine(script);
-  engine.submit(urgent(1, long_prompt, 8, Priority::kInteractive));
-  engine.wait_for_steps(2);
-  engine.submit(urgent(2, kPrompt, 8, Priority::kRealtime));
+  engine.submit_within(urgent(1, long_prompt, 8, Priority::kInteractive), 1,
+                       urgent(2, kPrompt, 8, Priority::kRealtime));
   engine.wait(2);
   CHECK_EQ(engine.results[1].finals, 0);
   CHECK(engine.wait(1).tokens == expected);
@@ -65,23 +61,25 @@ TEST(a_realtime_request_comes_between_two_chunks) {
 }
 
 TEST(an_equal_request_waits) {
-  Harness engine({.from_past = true, .round_ns = 100'000});
-  engine.submit(urgent(1, kPrompt, 100, Priority::kInteractive));
-  engine.wait_for_steps(3);
-  engine.submit(urgent(2, kPrompt, 2, Priority::kInteractive));
+  Harness engine({.from_past = true});
+  engine.submit_within(urgent(1, kPrompt, 100, Priority::kInteractive), 2,
+                       urgent(2, kPrompt, 2, Priority::kInteractive));
   engine.wait(2);
   CHECK_EQ(engine.results[1].finals, 1);
 }
 
 TEST(three_priorities_nest) {
-  const ull::ScriptedExecutor::Options script{
-      .from_past = true, .context = 1024, .page_count = 64, .round_ns = 100'000};
+  const ull::ScriptedExecutor::Options script{.from_past = true, .context = 1024, .page_count = 64};
   const std::vector<int32_t> prompts[] = {ids("realtime"), ids("interactive"), ids("batch")};
   Harness engine(script);
+  engine.executor.hold_from(2);
   for (int i = 2; i >= 0; --i) {
+    const int64_t held = engine.executor.steps() + 2;  // behind its chunk and its first round
     engine.submit(urgent(static_cast<uint64_t>(i), prompts[i], 300, static_cast<Priority>(i)));
-    while (engine.results[static_cast<uint64_t>(i)].tokens.empty()) (void)engine.pump();
+    engine.executor.hold_from(held);
+    engine.wait_for_steps(held + 1);
   }
+  engine.executor.let_go();
   for (uint64_t id = 0; id < 3; ++id) {
     CHECK(engine.wait(id).tokens == alone(script, prompts[id], 300));
     for (uint64_t later = id + 1; later < 3; ++later) CHECK_EQ(engine.results[later].finals, 0);
@@ -90,16 +88,14 @@ TEST(three_priorities_nest) {
 
 // Pages for one long text only: the suspended one gives its own up, reads its text again, and says the same.
 TEST(pages_of_a_suspended_request_are_taken_and_it_says_the_same) {
-  const ull::ScriptedExecutor::Options script{.from_past = true, .context = 512, .page_count = 8, .round_ns = 50'000};
+  const ull::ScriptedExecutor::Options script{.from_past = true, .context = 512, .page_count = 8};
   const std::vector<int32_t> first(300, 'a'), second(400, 'b');
   const auto expected = alone(script, first, 150);
   for (const int forced : {0, 31}) {
     auto with = script;
     with.forced_tokens = forced;
     Harness engine(with);
-    engine.submit(urgent(1, first, 150, Priority::kBatch));
-    while (engine.results[1].tokens.size() < 20) (void)engine.pump();
-    engine.submit(urgent(2, second, 50, Priority::kRealtime));
+    engine.submit_within(urgent(1, first, 150, Priority::kBatch), 22, urgent(2, second, 50, Priority::kRealtime));
     CHECK_EQ(engine.wait(2).tokens.size(), 50U);
     CHECK(engine.wait(1).tokens == expected);
     CHECK(engine.results[1].outcome.reason == FinishReason::kLength);
@@ -109,17 +105,14 @@ TEST(pages_of_a_suspended_request_are_taken_and_it_says_the_same) {
 // Where rounds write what a prefill would not, nobody goes on from what a suspended request has come to.
 TEST(what_a_suspended_request_holds_is_shared_only_where_it_may_be_reused) {
   for (const Reuse reuse : {Reuse::kPrompt, Reuse::kNothing}) {
-    const ull::ScriptedExecutor::Options script{
-        .from_past = true, .context = 512, .page_count = 32, .round_ns = 200'000, .reuse = reuse};
+    const ull::ScriptedExecutor::Options script{.from_past = true, .context = 512, .page_count = 32, .reuse = reuse};
     const std::vector<int32_t> first(100, 'a');
     const auto beginning = alone(script, first, 80);
     std::vector<int32_t> second = first;
     second.insert(second.end(), beginning.begin(), beginning.end());
     const auto expected = alone(script, second, 20);
     Harness engine(script);
-    engine.submit(urgent(1, first, 300, Priority::kBatch));
-    while (engine.results[1].tokens.size() < 80) (void)engine.pump();
-    engine.submit(urgent(2, second, 20, Priority::kRealtime));
+    engine.submit_within(urgent(1, first, 300, Priority::kBatch), 90, urgent(2, second, 20, Priority::kRealtime));
     CHECK(engine.wait(2).tokens == expected);
     CHECK_EQ(engine.results[2].outcome.cached_tokens, 0);
     CHECK_EQ(engine.results[1].finals, 0);
@@ -129,21 +122,17 @@ TEST(what_a_suspended_request_holds_is_shared_only_where_it_may_be_reused) {
 // Where rounds write what a prefill would not, nothing can be computed again: who does not fit beside it waits.
 TEST(where_nothing_can_be_computed_again_a_request_waits_for_pages) {
   for (const Reuse reuse : {Reuse::kPrompt, Reuse::kNothing}) {
-    const ull::ScriptedExecutor::Options script{
-        .from_past = true, .context = 512, .page_count = 8, .round_ns = 300'000, .reuse = reuse};
+    const ull::ScriptedExecutor::Options script{.from_past = true, .context = 512, .page_count = 8, .reuse = reuse};
     const std::vector<int32_t> first(300, 'a'), second(400, 'b'), third(60, 'c');
     const auto expected = alone(script, first, 100);
     Harness engine(script);
-    engine.submit(urgent(1, first, 100, Priority::kBatch));
-    while (engine.results[1].tokens.size() < 20) (void)engine.pump();
-    engine.submit(urgent(2, second, 50, Priority::kRealtime));
+    engine.submit_within(urgent(1, first, 100, Priority::kBatch), 22, urgent(2, second, 50, Priority::kRealtime));
     engine.wait(2);
     CHECK_EQ(engine.results[1].finals, 1);
     CHECK(engine.wait(1).tokens == expected);
     // One that fits does come between.
-    engine.submit(urgent(3, first, 100, Priority::kBatch));
-    while (engine.results[3].tokens.size() < 20) (void)engine.pump();
-    engine.submit(urgent(4, third, 4, Priority::kRealtime));
+    const int64_t within = engine.executor.steps() + 22;
+    engine.submit_within(urgent(3, first, 100, Priority::kBatch), within, urgent(4, third, 4, Priority::kRealtime));
     engine.wait(4);
     CHECK_EQ(engine.results[3].finals, 0);
     CHECK(engine.wait(3).tokens == expected);
@@ -152,10 +141,8 @@ TEST(where_nothing_can_be_computed_again_a_request_waits_for_pages) {
 
 TEST(a_suspended_request_can_be_cancelled_and_runs_late) {
   Harness engine({.from_past = true, .hang_step = 6});
-  engine.submit(urgent(1, kPrompt, 300, Priority::kBatch));
-  while (engine.results[1].tokens.size() < 2) (void)engine.pump();
-  engine.submit(urgent(2, kPrompt, 300, Priority::kRealtime));
-  engine.wait_for_steps(7);  // hangs, whoever's it is
+  engine.submit_within(urgent(1, kPrompt, 300, Priority::kBatch), 3, urgent(2, kPrompt, 300, Priority::kRealtime));
+  engine.wait_for_steps(7);  // hangs, and is the second's
   auto late = urgent(3, kPrompt, 300, Priority::kBatch);
   late.timeout_ns = ull::monotonic_ns() + kMillisecond;
   engine.submit(late);

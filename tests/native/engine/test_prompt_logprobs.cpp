@@ -151,10 +151,9 @@ TEST(every_token_has_its_own_however_the_prompt_is_cached_and_cut) {
 TEST(a_realtime_request_comes_between_two_passes) {
   const std::vector<int32_t> prompt = text(400);
   for (const int max_tokens : {0, 10}) {
-    Harness engine({.from_past = true, .round_ns = 5 * kMillisecond, .score_nodes = 32});
-    engine.submit(score(1, prompt, max_tokens, Priority::kBatch));
-    engine.wait_for_steps(5);
-    engine.submit(score(2, ids("what comes between"), 3, Priority::kRealtime));
+    Harness engine({.from_past = true, .score_nodes = 32});
+    engine.submit_within(score(1, prompt, max_tokens, Priority::kBatch), 4,
+                         score(2, ids("what comes between"), 3, Priority::kRealtime));
     check_all(engine, 2, ids("what comes between"));
     CHECK_EQ(engine.results[1].finals, 0);
     check_all(engine, 1, prompt);
@@ -170,17 +169,10 @@ TEST(a_realtime_request_comes_between_two_passes) {
 TEST(a_request_whose_pages_are_taken_between_two_passes_finds_the_same) {
   const std::vector<int32_t> first = text(300), second(400, 'b');
   for (const int forced : {0, 31}) {
-    Harness engine({.from_past = true,
-                    .context = 512,
-                    .page_count = 8,
-                    .round_ns = 5 * kMillisecond,
-                    .forced_tokens = forced,
-                    .score_nodes = 16});
-    engine.submit(score(1, first, 5, Priority::kBatch));
-    engine.wait_for_steps(6);
+    Harness engine({.from_past = true, .context = 512, .page_count = 8, .forced_tokens = forced, .score_nodes = 16});
     Submission urgent = Harness::request(2, second, 20);
     urgent.priority = Priority::kRealtime;
-    engine.submit(urgent);
+    engine.submit_within(score(1, first, 5, Priority::kBatch), 5, urgent);
     CHECK_EQ(engine.wait(2).tokens.size(), 20U);
     CHECK_EQ(engine.results[1].finals, 0);
     check_all(engine, 1, first);

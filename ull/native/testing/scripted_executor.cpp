@@ -111,9 +111,14 @@ Status ScriptedExecutor::compute(int64_t cost_ns) noexcept {
   return Status::kOk;
 }
 
+bool ScriptedExecutor::in_flight() const noexcept {
+  return hanging_ || steps_.load(std::memory_order_relaxed) > held_from_.load(std::memory_order_acquire) ||
+         (ready_ns_ != 0 && monotonic_ns() < ready_ns_);
+}
+
 Status ScriptedExecutor::wait() noexcept {
   if (options_.layers > 0) return computed_;
-  while (hanging_ || (ready_ns_ != 0 && monotonic_ns() < ready_ns_)) {
+  while (in_flight()) {
     if (!options_.ignore_abort && aborted_.load(std::memory_order_acquire)) return Status::kAborted;
     if (!options_.blocking) return Status::kPending;
     cpu_relax();

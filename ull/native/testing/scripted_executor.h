@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <string>
 #include <vector>
@@ -60,6 +61,11 @@ class ScriptedExecutor : public Executor {
     return failed_.load(std::memory_order_relaxed) && options_.restart_helps;
   }
 
+  // Steps from `step` on (from 0, of any kind, not computed inside start_*()) do not end before let_go(), unless they
+  // are aborted. Any thread, before that step or within it.
+  void hold_from(int64_t step) noexcept { held_from_.store(step, std::memory_order_release); }
+  void let_go() noexcept { hold_from(kNever); }
+
   [[nodiscard]] int64_t steps() const noexcept { return steps_.load(std::memory_order_acquire); }
   [[nodiscard]] int64_t beats() const noexcept { return beats_.load(std::memory_order_acquire); }
 
@@ -70,9 +76,11 @@ class ScriptedExecutor : public Executor {
 
  private:
   enum class Kind { kRound, kScores, kOther };
+  static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
   [[nodiscard]] Status start(int64_t cost_ns) noexcept;
   [[nodiscard]] Status wait() noexcept;
+  [[nodiscard]] bool in_flight() const noexcept;
   [[nodiscard]] Status compute(int64_t cost_ns) noexcept;
   [[nodiscard]] TokenLogprob top_of(uint32_t hash, int rank) const noexcept;
   [[nodiscard]] int32_t& cached(const int32_t* pages, int position) noexcept;
@@ -88,6 +96,7 @@ class ScriptedExecutor : public Executor {
   std::vector<int32_t> cache_;  // [page_count, kPageTokens] token fed at each position; -1: never written
   std::atomic<bool> aborted_{false};
   std::atomic<int64_t> steps_{0};  // started
+  std::atomic<int64_t> held_from_{kNever};
   std::atomic<int64_t> beats_{0};  // of the pulse
   Pulse* pulse_ = nullptr;
   std::atomic<bool> failed_{false};
