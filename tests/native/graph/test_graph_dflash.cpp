@@ -189,7 +189,7 @@ TEST(a_prompt_is_read_along_in_chunks) {
 }
 
 TEST(a_chunk_that_costs_more_than_passes_of_64_is_not_taken) {
-  DflashRig rig({.chunks = true, .chunk_us = 20'000}, {.chunks = true});
+  DflashRig rig({.chunks = true, .chunk_us = 200'000}, {.chunks = true});
   const Tokens text = prompt_of(400);
   CHECK(rig.read(text, 0, 399) == Status::kOk);
   const Passes passes = rig.passes();

@@ -223,7 +223,7 @@ TEST(what_has_waited_for_a_proposal_is_read_in_a_chunk) {
 }
 
 TEST(a_chunk_that_costs_more_than_passes_of_64_is_not_taken) {
-  EagleRig rig({.chunks = true, .chunk_us = 20'000}, {.chunks = true});
+  EagleRig rig({.chunks = true, .chunk_us = 200'000}, {.chunks = true});
   const Tokens text = prompt_of(400);
   CHECK(rig.read(text, 0, 399) == Status::kOk);
   const Passes passes = rig.passes();
