@@ -198,6 +198,45 @@ def test_the_meeting_of_blocks_alone_tells_of_stores(reporting: emulation.Kernel
             neighbours(reporting, fault, seed)
 
 
+def stored_in_both(kernels: emulation.Kernels, fault: int, seed: int) -> bool:
+    source, output = aligned(4, np.float32), aligned((4, 2), np.float32)
+    source[...] = np.random.default_rng(seed).standard_normal(4)
+    params = Probe(pointer(source), pointer(output), 0, fault)
+    kernels.run("store_in_both", grid=(1, 4), threads=32, shared_bytes=16, params=params, seed=seed)
+    return np.array_equal(output, source.reshape(2, 2)[[0, 0, 1, 1]])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_block_stores_in_others(kernels: emulation.Kernels, seed: int) -> None:
+    assert stored_in_both(kernels, 0, seed)
+
+
+@with_reports
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_block_stores_in_others_where_they_report(reporting: emulation.Kernels, seed: int) -> None:
+    assert stored_in_both(reporting, 0, seed)
+
+
+@on_the_emulator
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        fault_of(1, r"(and cluster_barrier\(\) follow|mbarrier that fence_barrier_init\(\) has not followed)"),
+        fault_of(2, "(fewer bytes are announced than come|ends while a bulk copy is under way|which has ended)"),
+        fault_of(3, "(ends while a bulk copy is under way: nobody has waited for it|which has ended)"),
+        fault_of(4, "stores in block 2 of a cluster of 2"),
+        fault_of(5, r"stores at shared \+ \d+: must be a multiple of 4 and within the block's 16 bytes"),
+        fault_of(6, r"stores at shared \+ 32: must be a multiple of 4 and within the block's 16 bytes"),
+        fault_of(7, "(which has ended|deadlock|ends while a bulk copy is under way)"),
+    ],
+)
+def test_faults_of_stores_in_others_are_told(kernels: emulation.Kernels, fault: int, message: str, seed: int) -> None:
+    with pytest.raises(KernelError) as error:
+        assert stored_in_both(kernels, fault, seed), "wrong numbers, and no error"
+    assert re.search(rf"^store_in_both, .*({message})", str(error.value), re.DOTALL), error.value
+
+
 def met(kernels: emulation.Kernels, fault: int, seed: int) -> bool:
     output, count = aligned((2, 4), np.uint32), 9
     kernels.run("meet_often", grid=(1, 4), threads=64, params=Probe(None, pointer(output), count, fault), seed=seed)
@@ -273,6 +312,10 @@ ULL_CLUSTER_KERNEL(arrive, Params, 128, 2) {
   auto* barrier = reinterpret_cast<arch::Barrier*>(arch::shared_memory());
   arch::barrier_arrive_in(arch::thread() % 2, barrier);
 }
+ULL_CLUSTER_KERNEL(store, Params, 128, 2) {
+  auto* words = reinterpret_cast<float*>(arch::shared_memory());
+  arch::store_async_in(arch::thread() % 2, words, 1.0F, reinterpret_cast<arch::Barrier*>(words + 2));
+}
 ULL_CLUSTER_KERNEL(describe, Params, 128, 4) {
   params.output[arch::thread()] = arch::core_matrices(arch::shared_memory() + 16 * arch::thread(), 2048, 128);
 }
@@ -285,7 +328,7 @@ def test_the_compiler_makes_clusters(target: Target) -> None:
     """A launch needs no attribute for them: their size is the kernel's."""
     compiled = compile_file(EMULATOR / "clusters.cu", {}, target)
     assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
-    assert compiled.ptx.count(".reqnctapercluster 1, 2, 1") == len(compiled.functions) - 1 == 4
+    assert compiled.ptx.count(".reqnctapercluster 1, 2, 1") == len(compiled.functions) - 1 == 5
     assert compiled.ptx.count(".reqnctapercluster 2, 1, 1") == 1
 
 
@@ -304,10 +347,11 @@ def uses(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 
 
 @disassembles
-def test_an_arrival_in_another_block_waits_for_no_memory(uses: Compiled) -> None:
+@pytest.mark.parametrize(("kernel", "instruction"), [("arrive", "SYNCS.ARRIVE"), ("store", "STAS")])
+def test_what_another_block_gets_waits_for_no_memory(uses: Compiled, kernel: str, instruction: str) -> None:
     """A release for the cluster would: it would wait for all of the device."""
-    names = [one.name for one in sass.disassemble(uses.cubin)["arrive"].instructions]
-    assert any(name.startswith("SYNCS.ARRIVE") for name in names)
+    names = [one.name for one in sass.disassemble(uses.cubin)[kernel].instructions]
+    assert any(name.startswith(instruction) for name in names), names
     assert not any(name.startswith(("MEMBAR", "ERRBAR", "FENCE")) for name in names)
 
 

@@ -486,7 +486,20 @@ ULL_DEVICE void barrier_arrive_in(int rank, Barrier* barrier, bool when = true) 
       "r"(rank), "r"(static_cast<uint32_t>(when))
       : "memory");
 }
-// Arrives and announces `bytes` that bulk copies will bring in this phase.
+// Stores `value` at the same place in the block `rank` of the cluster, which may be the own one, and does not wait for
+// it: there it completes, as a bulk copy of its bytes would, on the mbarrier at the same place.
+ULL_DEVICE void store_async_in(int rank, float* shared, float value, Barrier* barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there, barrier;\n"
+      "mapa.shared::cluster.u32 there, %0, %2;\n"
+      "mapa.shared::cluster.u32 barrier, %1, %2;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %3, [barrier];\n"
+      "}" ::"r"(shared_address(shared)),
+      "r"(shared_address(barrier)), "r"(rank), "r"(float_bits(value))
+      : "memory");
+}
+// Arrives and announces `bytes` that bulk copies, or store_async_in(), will bring in this phase.
 ULL_DEVICE void barrier_arrive_expect(Barrier* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");

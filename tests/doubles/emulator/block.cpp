@@ -449,6 +449,7 @@ bool run_blocks() {
     block->meetings = 0;
     block->copies.clear();
     block->landed.clear();
+    block->words.clear();
     block->mbarriers.clear();
     block->warpgroups.reset();
     prepare_threads();

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <string>
@@ -55,6 +56,7 @@ struct Block {
   uint32_t meetings;             // and how often all have met there
   std::vector<BulkCopy> copies;  // under way
   std::vector<BulkCopy> landed;  // that nobody has waited for yet
+  std::deque<uint32_t> words;    // that others of the cluster have stored: what such copies read
   std::map<const uint64_t*, Mbarrier> mbarriers;
   std::shared_ptr<Warpgroups> warpgroups;  // null: none of its threads has come to an operation of theirs
   std::shared_ptr<Order> order;            // of its threads, and:

@@ -3,8 +3,8 @@
 //
 // The rules of the PTX ISA for what a block does to another one of its cluster are errors here:
 //
-// - An arrival on another block's mbarrier, or a multicast that completes on it, comes behind a cluster_barrier() that
-//   follows its initialisation and its fence_barrier_init().
+// - An arrival on another block's mbarrier, or a multicast or a store that completes on it, comes behind a
+//   cluster_barrier() that follows its initialisation and its fence_barrier_init().
 // - A block ends when no other one touches its shared memory any more: it has waited for every bulk copy that comes to
 //   it, and for the phase of every arrival, unless a cluster_barrier() follows the latter.
 // - The lanes of a warp come to cluster_barrier() together.

@@ -120,6 +120,35 @@ ULL_CLUSTER_KERNEL(tell_neighbour, ProbeParams, 64, kBlocks) {
   if (arch::thread() == 33) output[me] = output[arch::grid_y() + other];
 }
 
+// output[block_y][0, 1] = the cluster's two inputs, of which each block has stored its own in both. Faults: 1 a
+// block_barrier() stands where the cluster's should; 2 more bytes come than are announced; 3 nobody waits for them; 4 a
+// third block gets one; 5 a word does not lie at a multiple of its size; 6 it lies behind the block's memory; 7 the
+// block has ended.
+ULL_CLUSTER_KERNEL(store_in_both, ProbeParams, 32, kBlocks) {
+  auto* words = reinterpret_cast<float*>(arch::shared_memory());
+  auto* arrived = reinterpret_cast<arch::Barrier*>(arch::shared_memory() + 8);
+  const int fault = params.fault, rank = arch::cluster_rank(), lane = arch::lane();
+  if (lane == 0) {
+    arch::barrier_init(arrived, 1);
+    arch::fence_barrier_init();
+    arch::barrier_arrive_expect(arrived, fault == 2 ? 4 : 8);
+  }
+  if (fault == 1) {
+    arch::block_barrier();
+  } else {
+    arch::cluster_barrier();
+  }
+  arch::wait_for_predecessor();
+  if (fault == 7 && rank == 1) return;
+  const float own = static_cast<const float*>(params.input)[arch::block_y()];
+  float* to = fault == 6 ? words + 8 : words + rank;
+  if (fault == 5) to = reinterpret_cast<float*>(reinterpret_cast<char*>(to) + 2);
+  if (lane < kBlocks + (fault == 4 ? 1 : 0)) arch::store_async_in(lane, to, own, arrived);
+  if (fault == 3) return;
+  arch::barrier_wait(arrived, 0);
+  if (lane < kBlocks) static_cast<float*>(params.output)[arch::block_y() * kBlocks + lane] = words[lane];
+}
+
 // All threads of the cluster meet `count` times, and each time another one adds 1 to what the block beside has stored:
 // output[2][block_y], in turn. Fault 1: the second time a warp of the first block does not come.
 ULL_CLUSTER_KERNEL(meet_often, ProbeParams, 64, kBlocks) {

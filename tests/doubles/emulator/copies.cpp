@@ -85,6 +85,10 @@ void arrive(Block& owner, uint64_t* barrier, uint32_t bytes, Site site) {
   store(owner, barrier, fields);
 }
 
+void require_rank(int rank, const char* what, Site site) {
+  if (rank < 0 || rank >= grid.cluster) fail_at(site, "%s in block %d of a cluster of %d", what, rank, grid.cluster);
+}
+
 // What the other block has where this one has `mine`.
 template <typename T>
 T* counterpart(const Block& owner, T* mine) {
@@ -211,9 +215,7 @@ void arrive_mbarrier(uint64_t* barrier, uint32_t bytes, Site site) {
 }
 
 void arrive_mbarrier_in(int rank, uint64_t* barrier, Site site) {
-  if (rank < 0 || rank >= grid.cluster) {
-    fail_at(site, "arrives in block %d of a cluster of %d", rank, grid.cluster);
-  }
+  require_rank(rank, "arrives", site);
   check_address(*block, barrier, site);
   Block& owner = block_of_rank(rank);
   uint64_t* there = counterpart(owner, barrier);
@@ -266,6 +268,21 @@ void begin_multicast(void* shared, const void* global, uint32_t bytes, uint64_t*
     begin_copy_to(owner, counterpart(owner, static_cast<unsigned char*>(shared)), global, bytes,
                   counterpart(owner, barrier), site);
   }
+  maybe_let_others_run();
+}
+
+void begin_store_in(int rank, void* shared, uint32_t word, uint64_t* barrier, Site site) {
+  require_rank(rank, "stores", site);
+  check_address(*block, barrier, site);
+  const ptrdiff_t offset = static_cast<unsigned char*>(shared) - block->shared;
+  if (offset < 0 || offset + 4 > static_cast<ptrdiff_t>(grid.shared_bytes) || offset % 4 != 0) {
+    fail_at(site, "stores at shared + %td: must be a multiple of 4 and within the block's %u bytes", offset,
+            grid.shared_bytes);
+  }
+  Block& owner = block_of_rank(rank);
+  const uint32_t* kept = &owner.words.emplace_back(word);
+  begin_copy_to(owner, counterpart(owner, static_cast<unsigned char*>(shared)), kept, sizeof(word),
+                counterpart(owner, barrier), site);
   maybe_let_others_run();
 }
 

@@ -298,6 +298,9 @@ inline void barrier_arrive(Barrier* barrier, ULL_SITE_PARAMETERS) { emulator::ar
 inline void barrier_arrive_in(int rank, Barrier* barrier, bool when = true, ULL_SITE_PARAMETERS) {
   if (when) emulator::arrive_mbarrier_in(rank, barrier, ULL_SITE);
 }
+inline void store_async_in(int rank, float* shared, float value, Barrier* barrier, ULL_SITE_PARAMETERS) {
+  emulator::begin_store_in(rank, shared, float_bits(value), barrier, ULL_SITE);
+}
 inline void barrier_arrive_expect(Barrier* barrier, uint32_t bytes, ULL_SITE_PARAMETERS) {
   emulator::arrive_mbarrier(barrier, bytes, ULL_SITE);
 }

@@ -102,6 +102,8 @@ void arrive_mbarrier(uint64_t* barrier, uint32_t bytes, Site site);
 void arrive_mbarrier_in(int rank, uint64_t* barrier, Site site);  // of the block of that rank in the cluster
 void wait_mbarrier(const uint64_t* barrier, uint32_t parity, Site site);
 void begin_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier, Site site);
+// As a bulk copy of a word to the block of that rank in the cluster.
+void begin_store_in(int rank, void* shared, uint32_t word, uint64_t* barrier, Site site);
 // To each block of the cluster whose bit is in `ranks`.
 void begin_multicast(void* shared, const void* global, uint32_t bytes, uint64_t* barrier, uint32_t ranks, Site site);
 void prefetch(const void* global, uint32_t bytes, Site site);  // reads it: what cannot be read must not be fetched
