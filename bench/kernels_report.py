@@ -74,7 +74,7 @@ class Figures:
 
 def launches_of(arch: str, fast: bool = False) -> dict[str, Launch]:
     """Every kernel that a round of the model launches, as for the largest tree it serves; `fast`: that a chunk does."""
-    sizes = Sizes(shape_model(arch), Precision(), CONTEXT, chunks=fast, fast_prefill=fast, attends_pages=True)
+    sizes = Sizes(shape_model(arch), Precision(), CONTEXT, chunks=fast, fast_prefill=fast, warpgroup_trees=True)
     places = Places(lambda name: 0, lambda name: None, HostBlocks(0, 0, 0, 0, 0, 0))
     chunk = {launch.kernel: launch for launch in Chunks(sizes, places, MULTIPROCESSORS).launches()}
     if fast:

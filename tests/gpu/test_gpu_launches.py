@@ -39,15 +39,15 @@ def test_each_layers_window_reaches_its_attention() -> None:
         assert [launch.params.window for launch in launches] == [0, 64, 1024]
 
 
-@pytest.mark.parametrize(("context", "attends_pages"), [(4096, True), (1025, True), (1024, True), (4096, False)])
-def test_a_long_cache_has_a_kernel_of_its_own(context: int, attends_pages: bool) -> None:
+@pytest.mark.parametrize(("context", "warpgroup_trees"), [(4096, True), (1025, True), (1024, True), (4096, False)])
+def test_a_long_cache_has_a_kernel_of_its_own(context: int, warpgroup_trees: bool) -> None:
     """Before the trees' of 16 tokens and more, whose kernel is told how many blocks share a kv head."""
     model = structs.replace(shape_model("llama-3.1-8b"), layers=1, windows=[0])
     places = Places(lambda name: 0, lambda name: None, HostBlocks(0, 0, 0, 0, 0, 0))
-    forward = FusedForward(Sizes(model, Precision(), context, attends_pages=attends_pages), places, 132)
+    forward = FusedForward(Sizes(model, Precision(), context, warpgroup_trees=warpgroup_trees), places, 132)
     for tokens in TOKEN_COUNTS:
         launches = [launch for launch in forward.launches(tokens, True) if launch.kernel.startswith("ull_attention")]
-        if tokens < 16 or context <= 1024 or not attends_pages:
+        if tokens < 16 or context <= 1024 or not warpgroup_trees:
             assert len(launches) == 1 and launches[0].params.page_blocks == 0
             continue
         pages, rest = launches

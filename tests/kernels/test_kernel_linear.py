@@ -153,12 +153,12 @@ def test_a_scaled_mlp_has_the_bits_of_one_that_fits(tile: int) -> None:
 @pytest.mark.parametrize("tile", [1, 2, 4, 8, 16, 32])
 def test_a_multiprocessor_has_a_block_of_one_layer_and_one_of_the_next(tile: int) -> None:
     """And never two of one: where two of its blocks would fit, the layer before or behind it has one already."""
-    hidden, multiprocessors = 4096, 132
+    multiprocessors = 132
     layers = {
         "qkv": linear.qkv(6144, tile, multiprocessors),
-        "o": linear.o(hidden, tile, multiprocessors),
+        "o": linear.o(tile, multiprocessors),
         "gate_up": linear.gate_up(14336, tile, multiprocessors),
-        "down": linear.down(hidden, tile, multiprocessors),
+        "down": linear.down(tile, multiprocessors),
     }
     held = {name: shared_bytes + 1024 for name, (_, _, shared_bytes) in layers.items()}  # 1 KiB is the system's own
     room = 228 * 1024
@@ -167,3 +167,4 @@ def test_a_multiprocessor_has_a_block_of_one_layer_and_one_of_the_next(tile: int
     assert all(2 * held[name] > room for name in ("o", "down"))
     assert all(held["o"] + 2 * held[name] > room for name in ("qkv", "gate_up"))
     assert all(grid[0] * grid[1] <= multiprocessors for grid, _, _ in layers.values())
+    assert all(layers[name][0] == (multiprocessors, 1) for name in ("o", "down"))  # whatever the rows

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from conftest import ROOT
+from ull.gpu.geometry import attention
 from ull.gpu.geometry.linear import LINEAR_TILES
 
 sys.path.append(str(ROOT / "bench"))
@@ -62,7 +63,7 @@ def test_no_kernel_got_worse(source: Path, fast: bool, launches: dict[bool, dict
 def test_the_table_holds_the_kernels_that_there_are() -> None:
     def kernels_of(sources: list[Path]) -> list[str]:
         text = "".join(source.read_text() for source in sources)
-        return re.findall(r"ULL_(?:GRID_|CLUSTER_|WIDE_)?KERNEL\((ull_\w+),", text)
+        return re.findall(r"ULL_(?:GRID_|CLUSTER_|ROW_CLUSTER_|WIDE_)?KERNEL\((ull_\w+),", text)
 
     kernels = {*kernels_of(reported_sources()), *(f"{kernel}_fast" for kernel in kernels_of(fast_sources()))}
     for arch in ARCHS:
@@ -74,12 +75,23 @@ def test_the_table_holds_the_kernels_that_there_are() -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("tile", LINEAR_TILES)
 def test_no_two_blocks_of_a_layer_lie_on_one_multiprocessor(arch: str, tile: int) -> None:
-    """All others would wait for it. Either no second one fits, or one of the layer before is in the way of it."""
+    """All others would wait for it. Either no second one fits, or one of the layer before is in the way of it.
+
+    That one is on every multiprocessor, and where the norm between them has a block, there is room for all three.
+    """
     rows = COMMITTED["models"][arch]
+    norm = [row for row in [rows[f"ull_norm_{tile}"]] if row["grid"]]
     for layer, before in (("qkv", "down"), ("gate_up", "o")):
         own, other = rows[f"ull_{layer}_{tile}"], rows[f"ull_{before}_{tile}"]
-        assert other["blocks"] == 1
-        assert own["blocks"] == 1 or fit_together(own, other), layer
+        assert other["blocks"] == 1 and other["grid"] == [132, 1]
+        assert own["blocks"] == 1 or fit_together(own, *norm, other), layer
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("tile", [tile for tile in LINEAR_TILES if tile <= 32])
+def test_weights_are_on_their_way_beside_attention(arch: str, tile: int) -> None:
+    rows = COMMITTED["models"][arch]
+    assert fit_together(rows[f"ull_attention_{attention.tile_of(tile)}"], rows[f"ull_o_{tile}"])
 
 
 def fit_together(*blocks: dict[str, Any]) -> bool:

@@ -92,9 +92,9 @@ class FusedForward:
         model, blocks = self._sizes.model, self._multiprocessors
         linears, name = self._linears(tokens), f"layers.{layer}"
         tile = linears.tile
-        o = linear.o(model.hidden, tile, blocks)
+        o = linear.o(tile, blocks)
         gate_up = linear.gate_up(model.intermediate, tile, blocks)
-        down = linear.down(model.hidden, tile, blocks)
+        down = linear.down(tile, blocks)
         return [
             *self._attended(layer, tokens),
             linears.plain("o", f"{name}.o", o, activations="attention"),

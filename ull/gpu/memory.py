@@ -92,11 +92,11 @@ class Sizes:
         dflash: DflashShape | None = None,
         chunks: bool = False,
         fast_prefill: bool = False,
-        attends_pages: bool = False,
+        warpgroup_trees: bool = False,
     ) -> None:
         self.model, self.precision, self.context, self.medusa = model, precision, context, medusa
         self.eagle, self.dflash, self.chunks, self.fast_prefill = eagle, dflash, chunks, fast_prefill
-        self.attends_pages = attends_pages  # of trees: by ull_attention_pages, where the cache is long
+        self.warpgroup_trees = warpgroup_trees  # rounds of 16 and more: `Forward.tree_products`
         self.taps = tuple(taps)  # see `ull.bundle.tapped_layers`
         self.tap_bytes = 4 * round_up(model.hidden, _ROW_UNIT)  # a layer's row; a position has one of each in turn
         self.table_pages = -(-context // PAGE_TOKENS)  # of one request

@@ -49,8 +49,9 @@ class PagedAttention:
         )
         model = sizes.model
         shape = (model.heads, model.kv_heads, model.head_dim, sizes.kv_bits, sizes.context, tile, self._multiprocessors)
-        launches = [Launch(f"ull_attention_{tile}", *attention.attention(*shape, wide=self._wide), params)]
-        pages = attention.of_pages(*shape) if sizes.attends_pages and is_split(tile) else None
+        geometry = attention.attention(*shape, self._wide, sizes.warpgroup_trees)
+        launches = [Launch(f"ull_attention_{tile}", *geometry, params)]
+        pages = attention.of_pages(*shape) if sizes.warpgroup_trees and is_split(tile) else None
         if pages is not None:
             params.page_blocks = pages[0][0]
             launches.insert(0, Launch("ull_attention_pages", *pages, params))

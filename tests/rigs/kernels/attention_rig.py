@@ -206,7 +206,8 @@ class Cache:
         sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.kv_bits, self.context, tile)
         if shape.together and is_split(tile):
             self._attend_pages(params, attention.of_pages(*sizes, self.blocks * shape.kv_heads), qkv, state)
-        grid, threads, shared = attention.attention(*sizes, self.blocks * shape.kv_heads)
+        blocks = self.blocks * shape.kv_heads
+        grid, threads, shared = attention.attention(*sizes, blocks, warpgroups=shape.together)
         reads_early = not self.begin_overlaps
         self.kernels.run(
             self.kernel_of_one if tile == 1 else f"ull_attention_{tile}",

@@ -405,7 +405,7 @@ class Prompt:
         fast: bool = False,
     ) -> None:
         self.model = model
-        kinds = {"chunks": True, "fast_prefill": fast, "attends_pages": True}
+        kinds = {"chunks": True, "fast_prefill": fast, "warpgroup_trees": True}
         self.sizes = Sizes(model, precision, model.context, taps=taps, **kinds)
         forward = Forward(prefill="fast" if fast else "fused", tree_products="warpgroup")
         macros = numbers_of(device_macros(model, precision, taps=len(taps), forward=forward))

@@ -30,20 +30,24 @@ def attention(
     tile: int,
     multiprocessors: int,
     wide: bool = False,
+    warpgroups: bool = False,
 ) -> Geometry:
     """`ull_attention_{tile}`: one wave of blocks, at least as many per kv head as its rows need.
 
     `wide`: two of them on each multiprocessor. Behind a long cache each has half as many splits to take one after
-    another, and while one computes the other's are on their way.
+    another, and while one computes the other's are on their way. `warpgroups`: `Forward.tree_products`.
     """
     most = (2 if wide else 1) * multiprocessors // kv_heads
     if tile == 1:
         blocks = max(1, min(splits(context), most))
         return (blocks, kv_heads), THREADS, _bytes_of_one(heads // kv_heads, head_dim, kv_bits)
     rows = tile * (heads // kv_heads)
+    few = warpgroups and 16 <= tile <= 32 and kv_heads * _parts(rows, _M_TILE) <= 132  # `AttentionShared::kFewRows`
+    part_rows = 16 if rows <= 16 or few else 32 if rows <= 32 or tile == 8 else 64
+    step_rows = 16 if few or tile == 8 else 32
     useful = splits(context) * _parts(rows, _M_TILE)
-    blocks = max(_parts(rows, _part_rows(rows, tile)), min(useful, most))
-    return (blocks, kv_heads), THREADS, _shared_bytes(rows, head_dim, kv_bits, tile)
+    blocks = max(_parts(rows, part_rows), min(useful, most))
+    return (blocks, kv_heads), THREADS, _shared_bytes(part_rows, step_rows, head_dim, kv_bits, tile)
 
 
 def tile_of(tokens: int) -> int:
@@ -117,11 +121,6 @@ def _parts(size: int, part: int) -> int:
     return -(-size // part)
 
 
-def _part_rows(rows: int, tile: int) -> int:
-    """Most rows of a block."""
-    return 16 if rows <= 16 else 32 if rows <= 32 or tile == 8 else 64
-
-
 def _row_bytes(elements: int, products: int) -> int:
     """`padded_row_bytes` of kv_format.cuh."""
     wanted = 64 if products == 2 else 16
@@ -133,11 +132,9 @@ def _head_row_bytes(head_dim: int, kv_bits: int) -> int:
     return _row_bytes(head_dim, 2 if head_dim % 64 != 0 else 32 // kv_bits)
 
 
-def _shared_bytes(rows: int, head_dim: int, kv_bits: int, tile: int) -> int:
-    """`AttentionShared` of attention_plan.cuh."""
+def _shared_bytes(part_rows: int, step_rows: int, head_dim: int, kv_bits: int, tile: int) -> int:
+    """`AttentionShared` of attention_plan.cuh: of a block's rows so many, of those under way together so many."""
     products = 32 // kv_bits
-    part_rows = _part_rows(rows, tile)
-    step_rows = 16 if tile == 8 else 32
     head_row = _head_row_bytes(head_dim, kv_bits)
     tree_scores = 4 * (tile + (8 if tile % 16 == 0 else 0))
     row_statistics = 8 * 4 + 8 * 4 + 4 * 4 + 4  # maxima and sums of 8 halves, corrections of 4 tiles, maximum

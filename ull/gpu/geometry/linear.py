@@ -3,8 +3,9 @@
 The results do not depend on the grid. One block per multiprocessor shares the weights evenly and, where its shared
 memory allows, leaves room for a block of the next kernel, which fills its ring meanwhile. Two blocks of one kernel must
 not come to lie on one multiprocessor, since all others would wait for it. So o and down ask for so much that no second
-one fits beside them; and when qkv and gate_up are placed, one of those lies on every multiprocessor already. Of 64
-tokens no block of down leaves registers for one of qkv, which comes when down has ended: it asks for as much.
+one fits beside them; and when qkv and gate_up are placed, one of those lies on every multiprocessor already, though it
+may have no rows of its own. Of 64 tokens no block of down leaves registers for one of qkv, which comes when down has
+ended: it asks for as much.
 
 From 16 tokens on a layer of few rows (qkv, o, down) is split along K as well: it writes the sums of its slices to
 `LinearParams.partial`, and `ull_qkv_sum_{tile}` or the next `ull_norm_{tile}` finishes it.
@@ -21,13 +22,12 @@ Geometry = tuple[tuple[int, int], int, int]  # grid, threads, bytes of shared me
 LINEAR_TILES = (1, 2, 4, *TILES)  # few tokens have variants of their own
 NARROW_TILE = 8  # most tokens of linear_narrow.cuh
 THREADS = 256
-NARROW_BYTES = 112 * 1024  # two blocks on a multiprocessor
+NARROW_BYTES = 110 * 1024 + 768  # two blocks on a multiprocessor
 ALONE_BYTES = 113 * 1024 + 128  # one, and beside it one of NARROW_BYTES: it has 228 KB and keeps 1 KB for each block
 WIDE_BYTES = 224 * 1024
 STAGED_LIMIT = 36 * 1024  # most activations that a block of linear_narrow.cuh keeps in shared memory
-PASS_TILES = 16  # row tiles that a block of linear_wide.cuh handles at once
+NORM_CLUSTER = 4  # `kNormCluster` of norm.cu
 LINE_WORDS = 32
-SPLIT_BLOCKS = 132  # blocks of a split layer that are aimed at
 
 
 def tile_of(tokens: int) -> int:
@@ -51,15 +51,14 @@ def partial_bytes(hidden: int, qkv_width: int) -> int:
 
 
 def norm(tile: int) -> Geometry:
-    """`ull_norm_{tile}`, where it `norms_apart`: a block per token."""
-    return (tile, 1), THREADS, 128
+    """`ull_norm_{tile}`, where it `norms_apart`: a cluster of blocks per token."""
+    return (NORM_CLUSTER * tile, 1), THREADS // NORM_CLUSTER, 64
 
 
 def qkv(width: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_qkv_{tile}`: `width` rows of queries, keys and values."""
     if is_split(tile):
-        grid, threads, nbytes = _split(width, tile, multiprocessors)
-        return grid, threads, ALONE_BYTES if tile == TREE_TOKENS else nbytes
+        return _everywhere(tile, multiprocessors, ALONE_BYTES if tile == TREE_TOKENS else NARROW_BYTES)
     return _narrow(width, multiprocessors)
 
 
@@ -68,10 +67,9 @@ def qkv_sum(width: int, tile: int) -> Geometry:
     return (tile, round_up(width, 1024) // 1024), THREADS, 0
 
 
-def o(hidden: int, tile: int, multiprocessors: int) -> Geometry:
+def o(tile: int, multiprocessors: int) -> Geometry:
     """`ull_o_{tile}`."""
-    grid, threads, _ = _split(hidden, tile, multiprocessors) if is_split(tile) else _narrow(hidden, multiprocessors)
-    return grid, threads, ALONE_BYTES
+    return _everywhere(tile, multiprocessors, ALONE_BYTES)
 
 
 def gate_up(intermediate: int, tile: int, multiprocessors: int) -> Geometry:
@@ -82,9 +80,9 @@ def gate_up(intermediate: int, tile: int, multiprocessors: int) -> Geometry:
     return _narrow(rows, multiprocessors)
 
 
-def down(hidden: int, tile: int, multiprocessors: int) -> Geometry:
+def down(tile: int, multiprocessors: int) -> Geometry:
     """`ull_down_{tile}`."""
-    return o(hidden, tile, multiprocessors)
+    return o(tile, multiprocessors)
 
 
 def head(vocabulary: int, tile: int, multiprocessors: int) -> Geometry:
@@ -119,9 +117,9 @@ def eagle_fc(hidden: int, tile: int, multiprocessors: int) -> Geometry:
     return head(hidden, tile, multiprocessors)
 
 
-def dflash_kv(rows: int, tile: int, multiprocessors: int) -> Geometry:
-    """`ull_dflash_kv_{tile}`: `rows` of a layer's keys and values."""
-    return _split(rows, tile, multiprocessors)
+def dflash_kv(tile: int, multiprocessors: int) -> Geometry:
+    """`ull_dflash_kv_{tile}`: a layer's keys and values, for tiles of 16 and more."""
+    return _everywhere(tile, multiprocessors, NARROW_BYTES)
 
 
 def dflash_store(kv_heads: int, head_dim: int, entries: int) -> Geometry:
@@ -165,17 +163,16 @@ def _wide(rows: int, tile: int, multiprocessors: int) -> Geometry:
     return (blocks, 1), THREADS, NARROW_BYTES if tile <= 32 else WIDE_BYTES
 
 
-def _split(rows: int, tile: int, multiprocessors: int) -> Geometry:
-    """`WidePlan` of a split layer; the parts are fixed in the kernel (`parts_of`)."""
-    tiles = _row_tiles(rows)
-    parts = next((parts for parts in (8, 4, 2) if tiles * parts <= PASS_TILES * SPLIT_BLOCKS), 1)
-    return (_in_clusters(min(tiles, multiprocessors // parts), tile), parts), THREADS, NARROW_BYTES
+def _everywhere(tile: int, multiprocessors: int, nbytes: int) -> Geometry:
+    """A block on every multiprocessor, though it may have no rows; of a split layer at least one for each part."""
+    blocks = _in_clusters(multiprocessors, tile, SLICES) if is_split(tile) else multiprocessors
+    return (blocks, 1), THREADS, nbytes
 
 
-def _in_clusters(blocks: int, tile: int) -> int:
-    """At least one; from 32 tokens on whole clusters, which `WidePlan` may make of two neighbours."""
+def _in_clusters(blocks: int, tile: int, least: int = 1) -> int:
+    """From 32 tokens on whole clusters, which `WidePlan` may make of two neighbours, `least` of them."""
     cluster = 2 if tile >= 32 else 1
-    return max(cluster, blocks // cluster * cluster)
+    return cluster * max(least, blocks // cluster)
 
 
 def _row_tiles(rows: int) -> int:

@@ -7,10 +7,13 @@
 namespace ull::gpu {
 
 ULL_KERNEL(ull_attention_1, AttentionParams, kAttentionThreads, 2) { attend_one(params); }
-// Half loads keep more keys in registers than two blocks leave: NVRTC 13.0 spills for heads of 96 dimensions.
-ULL_KERNEL(ull_attention_8, AttentionParams, kAttentionThreads, kHalfKeyLoads ? 1 : 2) { attend<8>(params); }
-ULL_KERNEL(ull_attention_16, AttentionParams, kAttentionThreads, 1) { attend<16>(params); }
-ULL_KERNEL(ull_attention_32, AttentionParams, kAttentionThreads, 1) { attend<32>(params); }
-ULL_KERNEL(ull_attention_64, AttentionParams, kAttentionThreads, 1) { attend<64>(params); }
+// Blocks that leave room for others. But half loads keep more keys in registers than two leave: NVRTC 13.0 spills for
+// heads of 96 dimensions.
+template <int kTile>
+inline constexpr int kBlocks = AttentionShared<kTile>::kNarrow && !kHalfKeyLoads ? 2 : 1;
+ULL_KERNEL(ull_attention_8, AttentionParams, kAttentionThreads, kBlocks<8>) { attend<8>(params); }
+ULL_KERNEL(ull_attention_16, AttentionParams, kAttentionThreads, kBlocks<16>) { attend<16>(params); }
+ULL_KERNEL(ull_attention_32, AttentionParams, kAttentionThreads, kBlocks<32>) { attend<32>(params); }
+ULL_KERNEL(ull_attention_64, AttentionParams, kAttentionThreads, kBlocks<64>) { attend<64>(params); }
 
 }  // namespace ull::gpu

@@ -37,9 +37,11 @@ static_assert(kHeadDim % kWarpDims == 0 && kValueTiles <= 2);
 // Shared memory of the variant for kTile tokens, in bytes from its start. (For one token: attention_one.cuh.)
 template <int kTile>
 struct AttentionShared {
-  // The smallest tile leaves room for a block of the next kernel on the multiprocessor, which loads its weights there.
-  static constexpr bool kNarrow = kTile == 8;
-  static constexpr int kPartShift = kTile * kGroup <= 16 ? 4 : kTile * kGroup <= 32 || kNarrow ? 5 : 6;
+  // Leaves room for a block of the next kernel on the multiprocessor, which loads its weights there: the smallest tile,
+  // and what has few splits of its own, by parts of 16 rows where each of them may have a multiprocessor.
+  static constexpr bool kFewRows = kInCores<kTile> && kTile <= 32 && kKvHeads * ((kTile * kGroup + 15) / 16) <= 132;
+  static constexpr bool kNarrow = kTile == 8 || kFewRows;
+  static constexpr int kPartShift = kTile * kGroup <= 16 || kFewRows ? 4 : kTile * kGroup <= 32 || kNarrow ? 5 : 6;
   static constexpr int kPartRows = 1 << kPartShift;
   static constexpr int kStepTiles = kNarrow ? 1 : 2;  // m-tiles of 16 rows that are under way together
   static constexpr int kStepRows = 16 * kStepTiles;

@@ -13,8 +13,9 @@
 namespace ull::gpu {
 
 inline constexpr int kComputeWarps = 8;
-inline constexpr int kNarrowBytes = 112 * 1024;  // shared memory of a block: two fit on a multiprocessor, so that the
-inline constexpr int kWideBytes = 224 * 1024;    // next kernel's blocks can fill their rings; or nearly all of it
+inline constexpr int kNarrowBytes =
+    110 * 1024 + 768;                          // shared memory of a block: two fit on a multiprocessor, so that the
+inline constexpr int kWideBytes = 224 * 1024;  // next kernel's blocks can fill their rings; or nearly all of it
 inline constexpr int kBarrierBytes = sizeof(arch::Barrier);
 
 // kNorms: the input is the residual, normed on the way.
@@ -32,10 +33,11 @@ struct LinearShape {
 
   ULL_HOST_DEVICE static constexpr int slice_begin(int slice) { return slice * kSteps / kSlices; }
 
-  // This block's share of the row tiles.
-  ULL_DEVICE static int first_tile(int block) { return block * kRowTiles / arch::grid_x(); }
-  ULL_DEVICE static int first_tile() { return first_tile(arch::block_x()); }
-  ULL_DEVICE static int last_tile() { return first_tile(arch::block_x() + 1); }
+  // The share of the row tiles that `block` has, of so many.
+  ULL_DEVICE static int first_tile(int block, int blocks) { return block * kRowTiles / blocks; }
+  // This block's, where all of the grid share them.
+  ULL_DEVICE static int first_tile() { return first_tile(arch::block_x(), arch::grid_x()); }
+  ULL_DEVICE static int last_tile() { return first_tile(arch::block_x() + 1, arch::grid_x()); }
 };
 
 // A lane's share of one step of a row tile. 8 bit: for mma j = 0, 1 the bytes are (row g: columns k, k + 1), (row g +

@@ -76,6 +76,8 @@ struct NarrowPlan {
   static constexpr int kEmptyAt = kBarrierAt + kComputeWarps * kDepth * kBarrierBytes;
   static_assert(kEmptyAt + 2 * kBarrierBytes <= kBytes);
 
+  ULL_DEVICE static int row_blocks() { return arch::grid_x(); }
+  ULL_DEVICE static int row_block() { return arch::block_x(); }
   ULL_DEVICE static int warp_tile() { return 0; }
   ULL_DEVICE static int first_slice() { return arch::warp(); }
   // Where a lane's operands begin in the activations of a step. Lanes of tokens that are not there take another's: they

@@ -1,6 +1,9 @@
 // Linear layers for 16 tokens and more: a warp owns row tiles and all tokens, so that the warps of a block share each
-// activation that it reads from L2. Layers with few rows are split along K besides: a block (x, y) of the grid takes
-// the row tiles of x and kSlices / grid_y slices, and leaves each slice's sums to the kernel that finishes the layer.
+// activation that it reads from L2. Layers with few rows are split along K besides: each part of the slices has as many
+// blocks as the grid has for it, and they leave each slice's sums to the kernel that finishes the layer. Blocks that
+// are left over have nothing to multiply. They wait like the others, so that the layer before lies on every
+// multiprocessor when the next one's blocks come: no two of those find room on one (ull/gpu/geometry/linear.py says
+// why).
 //
 // Where the chip has products of warpgroups (kInCores), the four warps of one multiply together: each its own row
 // tiles, turned to f16 in registers, by activations that the tensor cores read from the ring themselves, once for all
@@ -39,7 +42,7 @@ struct WidePlan {
   static constexpr bool kPairs = false;
   static constexpr int kTileStride = kComputeWarps;
   static constexpr int kPassTiles = kWarpTiles * kTileStride;
-  static constexpr int kParts = kSplit ? parts_of(Shape::kRowTiles, kPassTiles) : 1;  // of the slices: grid_y
+  static constexpr int kParts = kSplit ? parts_of(Shape::kRowTiles, kPassTiles) : 1;  // of the slices
   static constexpr int kBlockSlices = kSlices / kParts;
   static constexpr int kStageSteps = 16 / Shape::kBits;
   static constexpr int kStageTileBytes = kStageSteps * Shape::kStepBytes;
@@ -65,8 +68,14 @@ struct WidePlan {
   static constexpr int kTokenBarrierAt = kBarrierAt + kComputeWarps * kDepth * kBarrierBytes;
   static_assert(kTokenBarrierAt + 2 * kDepth * kBarrierBytes <= kBytes);
 
+  ULL_DEVICE static int row_blocks() {
+    const int blocks = arch::grid_x() / kParts / kCluster * kCluster;
+    return kSplit ? smaller(blocks, round_up(Shape::kRowTiles, kCluster)) : blocks;
+  }
+  ULL_DEVICE static int row_block() { return kSplit ? arch::block_x() % row_blocks() : arch::block_x(); }
+  ULL_DEVICE static int part() { return kSplit ? arch::block_x() / row_blocks() : 0; }
   ULL_DEVICE static int warp_tile() { return arch::warp(); }
-  ULL_DEVICE static int first_slice() { return kSplit ? arch::block_y() * kBlockSlices : 0; }
+  ULL_DEVICE static int first_slice() { return part() * kBlockSlices; }
 };
 
 // A warp's weights and, in step with them, the block's activations: [step][token][32 columns] a stage, or as
@@ -280,6 +289,7 @@ ULL_DEVICE void store_slice(const LinearParams& params, int slice, int tile, int
 template <typename Plan, typename Epilogue, int kAhead = kAheadOfLongBytes>
 ULL_DEVICE void linear_wide(const LinearParams& params) {
   arch::release_dependents();
+  if (Plan::kSplit && Plan::part() >= Plan::kParts) return arch::wait_for_predecessor();
   WideStream<Plan> stream(params, arch::shared_memory());
   const Stream<Plan>& weights = stream.weights();
   weights.template fetch_ahead<kAhead>();

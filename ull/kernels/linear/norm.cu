@@ -1,48 +1,78 @@
 // RMSNorm of each token's residual row, where the linear layer behind it does not do that itself; from 16 tokens on
-// after what the layer before left to be added. One block per token.
+// after what the layer before left to be added.
+//
+// A token has a cluster of small blocks, which tell each other their warps' sums. So one fits beside a block of the
+// layer before and one of the layer behind: where that found no room, its block would lie as the second one on another
+// multiprocessor, and all others would wait for it.
 #include "linear/rows.cuh"
 
 namespace ull::gpu {
 
+inline constexpr int kNormCluster = 4;                                 // blocks of a token
+inline constexpr int kNormBlockThreads = kNormThreads / kNormCluster;  // each has the threads behind its rank's
+inline constexpr int kNormBlocks = 8;  // registers as if so many shared a multiprocessor: 128
+inline constexpr int kVectorsAtOnce = kNormVectors <= 4 ? 2 : 1;  // on their way together, within those
+inline constexpr int kNormSumBytes = kNormWarps * sizeof(float);
+
 template <int kTokens>
 ULL_DEVICE void norm_token(const NormParams& params) {
   arch::release_dependents();
+  const int rank = arch::cluster_rank(), thread = rank * kNormBlockThreads + arch::thread();
+  auto* sums = reinterpret_cast<float*>(arch::shared_memory());  // of all warps of the cluster
+  auto* arrived = reinterpret_cast<arch::Barrier*>(arch::shared_memory() + kNormSumBytes);
+  if (arch::thread() == 0) {
+    arch::barrier_init(arrived, 1);
+    arch::fence_barrier_init();
+    arch::barrier_arrive_expect(arrived, kNormSumBytes);
+  }
   RowShare weight;
-  load_norm_weight(weight, params.norm_weight);
+  load_norm_weight(weight, params.norm_weight, thread);
+  arch::cluster_barrier();
   arch::wait_for_predecessor();
-  const int token = arch::block_x();
+  const int token = arch::block_x() / kNormCluster;
   const int count = token_count(params.round);
-  if (token >= count) return;
+  if (token >= count) return;  // with the whole cluster
   const KeepTaps<kTokens> keep(params.taps, params.round, count);
-  auto* sums = reinterpret_cast<float*>(arch::shared_memory());
+  RowShare row;
+  if (kTokens > kGroupTokens && params.partial != nullptr) {
+    load_finished_row<kTreeTokens, kVectorsAtOnce>(params, row, token, thread);
+  } else {
+    load_row(row, params.residual + token * kResidualStride, thread);
+  }
+  const float sum = warp_square_sum(row);
+  if (arch::lane() < kNormCluster) arch::store_async_in(arch::lane(), sums + thread / 32, sum, arrived);
+  arch::barrier_wait(arrived, 0);
+  const float inverse = inverse_rms(sums);
   auto* output = static_cast<uint16_t*>(params.normed);
-  norm_rows<1>(
-      weight, 1, sums,
-      [&](RowShare& row, int) {
-        if (params.partial != nullptr) {
-          load_finished_row<kTreeTokens>(params, row, token);
-        } else {
-          load_row(row, params.residual + token * kResidualStride);
-        }
-      },
-      [&](int, int column, arch::Vector2 four) {
-        uint16_t* to = output + round_index<kTokens>(token, column);
-        if constexpr (kInCores<kTokens>) {
 #pragma unroll
-          for (int i = 0; i < 2; ++i) *reinterpret_cast<uint32_t*>(to + i * kPairStride<kTokens>) = four.word[i];
-        } else {
-          *reinterpret_cast<arch::Vector2*>(to) = four;
-        }
-      },
-      [&](int, int column, const arch::Vector4& four) { keep(token, column, four); });
+  for (int i = 0; i < kNormVectors; ++i) {
+    const int column = row_column(i, thread);
+    if (column < round_up(kHidden, kColumnUnit)) {
+      const arch::Vector2 four = normed(row.vector[i], weight.vector[i], inverse);
+      uint16_t* to = output + round_index<kTokens>(token, column);
+      if constexpr (kInCores<kTokens>) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) *reinterpret_cast<uint32_t*>(to + j * kPairStride<kTokens>) = four.word[j];
+      } else {
+        *reinterpret_cast<arch::Vector2*>(to) = four;
+      }
+      keep(token, column, row.vector[i]);
+    }
+  }
 }
 
-ULL_KERNEL(ull_norm_1, NormParams, kNormThreads, 2) { norm_token<1>(params); }
-ULL_KERNEL(ull_norm_2, NormParams, kNormThreads, 2) { norm_token<2>(params); }
-ULL_KERNEL(ull_norm_4, NormParams, kNormThreads, 2) { norm_token<4>(params); }
-ULL_KERNEL(ull_norm_8, NormParams, kNormThreads, 2) { norm_token<8>(params); }
-ULL_KERNEL(ull_norm_16, NormParams, kNormThreads, 2) { norm_token<16>(params); }
-ULL_KERNEL(ull_norm_32, NormParams, kNormThreads, 2) { norm_token<32>(params); }
-ULL_KERNEL(ull_norm_64, NormParams, kNormThreads, 2) { norm_token<64>(params); }
+ULL_ROW_CLUSTER_KERNEL(ull_norm_1, NormParams, kNormBlockThreads, kNormBlocks, kNormCluster) { norm_token<1>(params); }
+ULL_ROW_CLUSTER_KERNEL(ull_norm_2, NormParams, kNormBlockThreads, kNormBlocks, kNormCluster) { norm_token<2>(params); }
+ULL_ROW_CLUSTER_KERNEL(ull_norm_4, NormParams, kNormBlockThreads, kNormBlocks, kNormCluster) { norm_token<4>(params); }
+ULL_ROW_CLUSTER_KERNEL(ull_norm_8, NormParams, kNormBlockThreads, kNormBlocks, kNormCluster) { norm_token<8>(params); }
+ULL_ROW_CLUSTER_KERNEL(ull_norm_16, NormParams, kNormBlockThreads, kNormBlocks, kNormCluster) {
+  norm_token<16>(params);
+}
+ULL_ROW_CLUSTER_KERNEL(ull_norm_32, NormParams, kNormBlockThreads, kNormBlocks, kNormCluster) {
+  norm_token<32>(params);
+}
+ULL_ROW_CLUSTER_KERNEL(ull_norm_64, NormParams, kNormBlockThreads, kNormBlocks, kNormCluster) {
+  norm_token<64>(params);
+}
 
 }  // namespace ull::gpu

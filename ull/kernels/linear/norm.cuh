@@ -13,28 +13,30 @@ inline constexpr int kResidualStride = round_up(kHidden, kRowUnit);
 inline constexpr int kNormVectors = (kHidden + 4 * kNormThreads - 1) / (4 * kNormThreads);  // per thread and row
 static_assert(kHidden % 4 == 0);
 
-// A thread's share of a row of H floats; zeros beyond the row.
+// The share of a row of H floats that one of the 256 threads has; zeros beyond the row.
 struct RowShare {
   arch::Vector4 vector[kNormVectors];
 };
 
-ULL_DEVICE int row_column(int index) { return 4 * (index * kNormThreads + arch::thread()); }
+ULL_DEVICE int row_column(int index, int thread = arch::thread()) { return 4 * (index * kNormThreads + thread); }
 
 // A row that an earlier kernel wrote.
-ULL_DEVICE void load_row(RowShare& share, const float* row) {
+ULL_DEVICE void load_row(RowShare& share, const float* row, int thread = arch::thread()) {
 #pragma unroll
   for (int i = 0; i < kNormVectors; ++i) {
+    const int column = row_column(i, thread);
     share.vector[i] = {};
-    if (row_column(i) < kHidden) share.vector[i] = arch::load_global(row + row_column(i));
+    if (column < kHidden) share.vector[i] = arch::load_global(row + column);
   }
 }
 
 // The norm's weights, which no kernel writes.
-ULL_DEVICE void load_norm_weight(RowShare& share, const float* weight) {
+ULL_DEVICE void load_norm_weight(RowShare& share, const float* weight, int thread = arch::thread()) {
 #pragma unroll
   for (int i = 0; i < kNormVectors; ++i) {
+    const int column = row_column(i, thread);
     share.vector[i] = {};
-    if (row_column(i) < kHidden) share.vector[i] = *reinterpret_cast<const arch::Vector4*>(weight + row_column(i));
+    if (column < kHidden) share.vector[i] = *reinterpret_cast<const arch::Vector4*>(weight + column);
   }
 }
 

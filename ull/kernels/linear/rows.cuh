@@ -100,21 +100,33 @@ struct SliceSums {
 };
 
 // The thread's share of a token's residual plus the sums that o or down left in slices, of kTokens tokens; the residual
-// gets them too. `params`: as NormParams has them. With nine loads in flight per thread a multiprocessor reads as fast
-// as it can.
-template <int kTokens, typename Params>
-ULL_DEVICE void load_finished_row(const Params& params, RowShare& row, int token) {
+// gets them too. `params`: as NormParams has them. kAtOnce: vectors whose eight slices are on their way together; one
+// is enough where all threads of a multiprocessor load.
+template <int kTokens, int kAtOnce = 1, typename Params>
+ULL_DEVICE void load_finished_row(const Params& params, RowShare& row, int token, int thread = arch::thread()) {
   float* residual = params.residual + int64_t{token} * kResidualStride;
-  load_row(row, residual);
+  load_row(row, residual, thread);
 #pragma unroll
-  for (int i = 0; i < kNormVectors; ++i) {
-    const int column = row_column(i);
-    if (column < kHidden) {
-      SliceSums sums;
-      sums.load<kResidualStride, kTokens>(params.partial, token, column);
-      const RowScale rows = load_row_scale(params.scale, params.bias, column);
-      row.vector[i] = bits_of(added(load_four(row.vector[i]), scaled(sums.total(), rows, params.unit)));
-      arch::store_global(residual + column, row.vector[i]);
+  for (int first = 0; first < kNormVectors; first += kAtOnce) {
+    if (row_column(first, thread) < kHidden) {
+      SliceSums sums[kAtOnce];
+      const auto is_there = [&](int i) {
+        return i == 0 || (first + i < kNormVectors && row_column(first + i, thread) < kHidden);
+      };
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int column = row_column(first + i, thread);
+        if (is_there(i)) sums[i].template load<kResidualStride, kTokens>(params.partial, token, column);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (!is_there(i)) continue;
+        const int column = row_column(first + i, thread);
+        arch::Vector4& vector = row.vector[first + i];
+        const RowScale rows = load_row_scale(params.scale, params.bias, column);
+        vector = bits_of(added(load_four(vector), scaled(sums[i].total(), rows, params.unit)));
+        arch::store_global(residual + column, vector);
+      }
     }
   }
 }

@@ -3,9 +3,10 @@
 // filled before the predecessor has finished: nothing writes weights.
 //
 // Stages are numbered from 0: pass after pass over the block's row tiles, slice after slice, kSliceStages each. Plan
-// says: Shape; slices first_slice() and kBlockSlices - 1 more; kWarpTiles row tiles at once, from the warp_tile()th of
-// the pass, kTileStride apart, and the next pass kPassTiles further; kStageSteps steps a stage; kStageActivations:
-// whether a stage also brings the activations of its steps, kStepActivationBytes each; kDepth stages in the ring.
+// says: Shape; how many row_blocks() share the row tiles, and which of them row_block() is; slices first_slice() and
+// kBlockSlices - 1 more; kWarpTiles row tiles at once, from the warp_tile()th of the pass, kTileStride apart, and the
+// next pass kPassTiles further; kStageSteps steps a stage; kStageActivations: whether a stage also brings the
+// activations of its steps, kStepActivationBytes each; kDepth stages in the ring.
 // kPairs: a pass is over two row tiles whose stages take turns, of each the same steps. Where a share's last pass has
 // one row tile only, it has that one's stages only.
 #pragma once
@@ -34,13 +35,17 @@ class Stages {
   static_assert(!Plan::kPairs || (Plan::kPassTiles == 2 && Plan::kWarpTiles == 1 && Plan::kBlockSlices == 1));
   static constexpr bool kWhole = Shape::kSteps == kSlices * kSliceStages * Plan::kStageSteps;  // all stages are full
 
-  ULL_DEVICE Stages()
-      : first_tile_(Shape::first_tile()), last_tile_(Shape::last_tile()), most_tiles_(last_tile_ - first_tile_) {
+  ULL_DEVICE Stages() {
+    const int blocks = Plan::row_blocks(), block = Plan::row_block();
+    first_tile_ = Shape::first_tile(block, blocks);
+    last_tile_ = Shape::first_tile(block + 1, blocks);
+    most_tiles_ = last_tile_ - first_tile_;
     if constexpr (kCluster > 1) {  // they keep step
-      const int beside = arch::block_x() / kCluster * kCluster;
+      const int beside = block / kCluster * kCluster;
 #pragma unroll
       for (int i = 0; i < kCluster; ++i) {
-        most_tiles_ = larger(most_tiles_, Shape::first_tile(beside + i + 1) - Shape::first_tile(beside + i));
+        const int first = Shape::first_tile(beside + i, blocks);
+        most_tiles_ = larger(most_tiles_, Shape::first_tile(beside + i + 1, blocks) - first);
       }
     }
   }
