@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from rounds import made_up
-from timeline import END, FIRST, LAST, MARKS, START, WAITED, Block, draw_timeline, png, write_chrome_trace
+from timeline import END, FIRST, LAST, MARKS, START, WAITED, Block, draw_timeline, lanes, png, write_chrome_trace
 
 from ull.bundle import Bundle, open_bundle, round_up
 from ull.errors import UllError
@@ -233,9 +233,11 @@ def summarise(blocks: Sequence[Block]) -> dict[str, dict[str, Any]]:
 
     "ahead": from the first start until a wait returns; "release": from the predecessor's last end until then;
     "prepare": from the wait to the first stage used; "stream": from there to the last one; "finish": from there to the
-    end; "span": from the first wait's return to the last end.
+    end; "span": from the first wait's return to the last end. "crowded": multiprocessors that ran two of the launch's
+    blocks at once, where all others of a linear layer wait for those.
     """
     found: dict[str, list[dict[str, float]]] = {}
+    crowds = crowded(blocks)
     before = np.nan
     for kernel, us in launches_of(blocks):
         with np.errstate(all="ignore"):
@@ -254,10 +256,23 @@ def summarise(blocks: Sequence[Block]) -> dict[str, dict[str, Any]]:
     return {
         kernel: {
             "launches": len(rows),
+            "crowded": statistics.median_low(crowds[kernel]),
             **{name: _rounded(_median(np.array([row[name] for row in rows]))) for name in rows[0]},
         }
         for kernel, rows in found.items()
     }
+
+
+def crowded(blocks: Sequence[Block]) -> dict[str, list[int]]:
+    """By kernel, for each launch, how many multiprocessors ran two of its blocks at once."""
+    held: dict[tuple[str, int], dict[int, list[Block]]] = {}
+    for block in blocks:
+        places = held.setdefault((block.kernel, block.launch), {})
+        places.setdefault(block.multiprocessor, []).append(block)
+    found: dict[str, list[int]] = {}
+    for (kernel, _), places in held.items():
+        found.setdefault(kernel, []).append(sum(max(lanes(together)) > 0 for together in places.values()))
+    return found
 
 
 def _median(values: NDArray[np.float64]) -> float:
@@ -302,11 +317,11 @@ def print_summary(console: Console, found: dict[str, Any]) -> None:
     what = f"{found['tokens']} tokens of {found['model']} behind {found['position']}"
     table = Table(title=f"traced, {what}: medians over a kernel's launches, us (with stamps)")
     columns = ("ahead", "release", "prepare", "stream", "finish", "span")
-    for column in ("kernel", "launches", *columns):
+    for column in ("kernel", "launches", "crowded", *columns):
         table.add_column(column, justify="left" if column == "kernel" else "right")
     for kernel, row in found["kernels_us"].items():
         figures = ("" if row[column] is None else f"{row[column]:.2f}" for column in columns)
-        table.add_row(kernel, str(row["launches"]), *figures)
+        table.add_row(kernel, str(row["launches"]), str(row["crowded"]), *figures)
     console.print(table)
     console.print(f"timer steps of {found['timer_step_ns']} ns; times by {found['clock']}; {', '.join(found['files'])}")
 

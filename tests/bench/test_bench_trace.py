@@ -260,6 +260,7 @@ def test_the_summary_says_what_a_boundary_costs() -> None:
     assert list(found) == ["a", "b"]
     assert found["a"] == {
         "launches": 1,
+        "crowded": 0,
         "ahead": 2.0,
         "release": None,
         "prepare": 1.0,
@@ -268,6 +269,16 @@ def test_the_summary_says_what_a_boundary_costs() -> None:
         "span": 9.0,
     }
     assert (found["b"]["release"], found["b"]["ahead"], found["b"]["stream"]) == (1.5, 8.5, None)
+
+
+def test_multiprocessors_that_run_two_blocks_of_a_launch_are_counted() -> None:
+    def ran(launch: int, index: int, multiprocessor: int, start: float, end: float) -> timeline.Block:
+        return block("a", launch, index, multiprocessor, start, NONE, start, NONE, NONE, end)
+
+    beside = [ran(0, 0, 5, 0, 4), ran(0, 1, 5, 3, 6), ran(0, 2, 6, 0, 9), ran(0, 3, 7, 1, 2), ran(0, 4, 7, 1, 3)]
+    behind = [ran(1, 0, 5, 10, 14), ran(1, 1, 5, 14, 16), ran(1, 2, 6, 10, 12)]
+    assert trace.crowded([*beside, *behind]) == {"a": [2, 0]}
+    assert trace.summarise(beside)["a"]["crowded"] == 2
 
 
 def test_records_of_no_kernel_are_refused() -> None:
