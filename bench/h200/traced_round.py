@@ -40,7 +40,7 @@ from ull_build.code.kernels import compile_file
 
 BUNDLE = Path(__file__).parent.parent.parent / ".cache/h200/llama-3.1-8b.ull"  # of random weights
 POSITION = 128  # of a round's tokens; a chunk's begin a prompt
-SIZES = (1, 16, TREE_TOKENS, CHUNK_TOKENS)  # tokens of what is traced; more than TREE_TOKENS are a chunk
+SIZES = (1, 4, 16, TREE_TOKENS, CHUNK_TOKENS)  # tokens of what is traced; more than TREE_TOKENS are a chunk
 WARM_UP = 5
 CAPACITY = 1 << 17  # records of an area; a chunk of 8B leaves about 100,000, a round 22,000
 HEADER_BYTES = 64

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from recording_driver import RecordingDriver
-from ull.bundle import TOKEN_COUNTS, Precision
+from ull.bundle import DEVICE_INTERFACE, TOKEN_COUNTS, Precision
 from ull.errors import GpuError
 from ull.gpu import params
 from ull.gpu.capture import capture_graph
@@ -68,6 +70,19 @@ def test_many_activations_are_normed_by_a_kernel_of_its_own(arch: str, apart: in
         kernels = [f"ull_{name}_{tokens}" for name in ("qkv", "gate_up", "head")]
         assert [launch.kernel for launch in normed] == (kernels if tokens >= apart else [])
         assert all(launches[i].params.normed == launches[i + 1].params.activations for i in norms)
+
+
+def test_a_change_of_grids_raises_the_interface() -> None:
+    """Kernels of older bundles were compiled for the grids of then. Raise it unless they do with these as well."""
+    model = structs.replace(shape_model("llama-3.1-8b"), layers=1, windows=[0])
+    places = Places(lambda name: 0, lambda name: None, HostBlocks(0, 0, 0, 0, 0, 0))
+    launches = set()
+    for warpgroup_trees, tokens in itertools.product((False, True), TOKEN_COUNTS):
+        forward = FusedForward(Sizes(model, Precision(), 4096, warpgroup_trees=warpgroup_trees), places, 132)
+        for one in forward.launches(tokens, True):
+            launches.add((one.kernel, one.grid, one.threads, one.shared_bytes, warpgroup_trees))
+    digest = hashlib.sha256(repr(sorted(launches)).encode()).hexdigest()[:16]
+    assert (DEVICE_INTERFACE, digest) == (11, "1e04fcd3e9d06502")
 
 
 def test_a_kernel_behind_the_work_of_others_waits_for_all_of_it(driver: RecordingDriver) -> None:

@@ -16,7 +16,9 @@ from ull.bundle.layout import DFLASH, DRAFT, EAGLE, FILLER, MEDUSA, qkv_rows, ro
 from ull.bundle.manifest import DeviceCode, DflashHead, EagleHead, Manifest, MedusaHeads, Model, Precision
 from ull.bundle.tensor_file import TensorEntry, TensorShape
 
-DEVICE_INTERFACE = 10  # of ull/kernels/params.h: cubins of another one do not understand what the core tells them
+# Of ull/kernels/params.h and of the kernels' grids (ull/gpu/geometry): cubins of another one do not understand what the
+# core tells them.
+DEVICE_INTERFACE = 11
 DEVICE_TILE_ROWS = 16
 DEVICE_STEP = 32  # columns
 DEVICE_ALIGNMENT = 128  # bytes: a cache line of the GPU
