@@ -23,7 +23,8 @@ LINEAR_TILES = (1, 2, 4, *TILES)  # few tokens have variants of their own
 NARROW_TILE = 8  # most tokens of linear_narrow.cuh
 THREADS = 256
 NARROW_BYTES = 110 * 1024 + 768  # two blocks on a multiprocessor
-ALONE_BYTES = 113 * 1024 + 128  # one, and beside it one of NARROW_BYTES: it has 228 KB and keeps 1 KB for each block
+# One, and beside it one of NARROW_BYTES and two of a norm: it has 228 KB and keeps 1 KB for each block.
+ALONE_BYTES = 113 * 1024 + 128
 WIDE_BYTES = 224 * 1024
 STAGED_LIMIT = 36 * 1024  # most activations that a block of linear_narrow.cuh keeps in shared memory
 NORM_CLUSTER = 4  # `kNormCluster` of norm.cu

@@ -197,8 +197,8 @@ template <int kTile, bool kInLoop>
 class PartMerge {
   using Shared = AttentionShared<kTile>;
   static constexpr int kQuads = kHeadDim / 4;
-  static constexpr int kBatch =
-      kInCores<kTile> && Shared::kPartRows == 64 ? 16 : 8;              // results that a thread has under way
+  // Results that a thread has under way: more where there are registers for them.
+  static constexpr int kBatch = kInCores<kTile> && Shared::kPartRows == 64 ? 16 : 8;
   static constexpr int kUnits = kTile == 1 ? 1 : 2;                     // statistics that a lane has under way
   static constexpr int kUnitsAtOnce = kAttentionThreads / kSpanSplits;  // eight lanes take a span of a row
   static constexpr int kWarpUnits = 32 / kSpanSplits;

@@ -13,9 +13,10 @@
 namespace ull::gpu {
 
 inline constexpr int kComputeWarps = 8;
-inline constexpr int kNarrowBytes =
-    110 * 1024 + 768;                          // shared memory of a block: two fit on a multiprocessor, so that the
-inline constexpr int kWideBytes = 224 * 1024;  // next kernel's blocks can fill their rings; or nearly all of it
+// Shared memory of a block: two fit on a multiprocessor, so that the next kernel's can fill their rings, and small
+// blocks beside them; or nearly all of it. See ull/gpu/geometry/linear.py.
+inline constexpr int kNarrowBytes = 110 * 1024 + 768;
+inline constexpr int kWideBytes = 224 * 1024;
 inline constexpr int kBarrierBytes = sizeof(arch::Barrier);
 
 // kNorms: the input is the residual, normed on the way.
