@@ -392,6 +392,7 @@ def test_the_geometry_is_what_the_kernel_uses(shape: Shape, monkeypatch: pytest.
         return exact(*arguments) - 16
 
     monkeypatch.setattr(attention, "_shared_bytes", short)
+    monkeypatch.setattr(attention, "ALONE_BYTES", 0)
     exact_of_one = attention._bytes_of_one
     monkeypatch.setattr(attention, "_bytes_of_one", lambda *arguments: exact_of_one(*arguments) - 16)
     for count, tile in ((1, 1), (1, 16), (1, 64), (10, 16), (10, 64)):

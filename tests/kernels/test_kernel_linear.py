@@ -148,24 +148,3 @@ def test_a_scaled_mlp_has_the_bits_of_one_that_fits(tile: int) -> None:
         rows = scale_rows_of(f"layers.0.gate_up.{kind}", interleave(*np.split(part, 2)), saturating)
         layer.packed[place] = pack_rows(rows)
     np.testing.assert_array_equal(layer.rows_of(layer.run(tile, count))[:count], plain)
-
-
-@pytest.mark.parametrize("tile", [1, 2, 4, 8, 16, 32])
-def test_a_multiprocessor_has_a_block_of_one_layer_and_one_of_the_next(tile: int) -> None:
-    """And never two of one: where two of its blocks would fit, the layer before or behind it has one already."""
-    multiprocessors = 132
-    layers = {
-        "qkv": linear.qkv(6144, tile, multiprocessors),
-        "o": linear.o(tile, multiprocessors),
-        "gate_up": linear.gate_up(14336, tile, multiprocessors),
-        "down": linear.down(tile, multiprocessors),
-    }
-    held = {name: shared_bytes + 1024 for name, (_, _, shared_bytes) in layers.items()}  # 1 KiB is the system's own
-    room = 228 * 1024
-    neighbours = [("qkv", "o"), ("o", "gate_up"), ("gate_up", "down"), ("down", "qkv")]
-    norms = 2 * (linear.norm(tile)[2] + 1024)
-    assert all(held[one] + held[other] + norms <= room for one, other in neighbours)
-    assert all(2 * held[name] > room for name in ("o", "down"))
-    assert all(held["o"] + 2 * held[name] > room for name in ("qkv", "gate_up"))
-    assert all(grid[0] * grid[1] <= multiprocessors for grid, _, _ in layers.values())
-    assert all(layers[name][0] == (multiprocessors, 1) for name in ("o", "down"))  # whatever the rows

@@ -61,7 +61,7 @@ class EagleForward(FusedForward):
 
     def _qkv(self, layer: int, tokens: int) -> list[Launch]:
         linears = self._linears(tokens)
-        geometry = linear.qkv(self._sizes.qkv_width, linears.tile, self._multiprocessors)
+        geometry = linear.alone(linear.qkv(self._sizes.qkv_width, linears.tile, self._multiprocessors))
         return [linears.plain("eagle_qkv", f"layers.{layer}.qkv", geometry, EAGLE_INPUT, "qkv")]
 
 

@@ -92,15 +92,21 @@ class FusedForward:
         model, blocks = self._sizes.model, self._multiprocessors
         linears, name = self._linears(tokens), f"layers.{layer}"
         tile = linears.tile
-        o = linear.o(tile, blocks)
-        gate_up = linear.gate_up(model.intermediate, tile, blocks)
-        down = linear.down(tile, blocks)
+        attended = self._attended(layer, tokens)
+        o = linear.o(tile, blocks, attended[-1].shared_bytes)
+        gate_up = linears.normalised(
+            "gate_up",
+            f"{name}.gate_up",
+            f"{name}.mlp_norm",
+            linear.gate_up(model.intermediate, tile, blocks),
+            "mlp",
+            linears.unfinished(f"{name}.o", 1.0),
+        )
+        down = linear.down(tile, blocks, gate_up[-1].shared_bytes)
         return [
-            *self._attended(layer, tokens),
+            *attended,
             linears.plain("o", f"{name}.o", o, activations="attention"),
-            *linears.normalised(
-                "gate_up", f"{name}.gate_up", f"{name}.mlp_norm", gate_up, "mlp", linears.unfinished(f"{name}.o", 1.0)
-            ),
+            *gate_up,
             linears.plain("down", f"{name}.down", down, activations="mlp"),
         ]
 
@@ -183,9 +189,10 @@ class Linears:
 
         `tap`: where the residual is kept.
         """
-        launch = self._linear(kernel, weights, geometry, "normed", output, norm)
         if linear.norms_apart(self._hidden, self.tile):
-            return [self.norm(norm, unfinished, tap), launch]
+            apart = self._linear(kernel, weights, linear.alone(geometry), "normed", output, norm)
+            return [self.norm(norm, unfinished, tap), apart]
+        launch = self._linear(kernel, weights, geometry, "normed", output, norm)
         launch.params.taps = tap
         return [launch]
 

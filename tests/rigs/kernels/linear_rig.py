@@ -117,9 +117,10 @@ class Layer:
         return pack_weights(part) if part.ndim == 2 else pack_rows(part)
 
     def geometry(self, tile: int, multiprocessors: int) -> linear.Geometry:
-        everywhere = self.name in ("o", "down")
-        size = [] if everywhere else [self.rows // 2 if self.name == "gate_up" else self.rows]
-        geometry: linear.Geometry = getattr(linear, self.name)(*size, tile, multiprocessors)
+        if self.name in ("o", "down"):
+            return linear.o(tile, multiprocessors, 0)
+        size = self.rows // 2 if self.name == "gate_up" else self.rows
+        geometry: linear.Geometry = getattr(linear, self.name)(size, tile, multiprocessors)
         return geometry
 
     def run(self, tile: int, count: int, multiprocessors: int = 3, seed: int = 0) -> NDArray[Any]:

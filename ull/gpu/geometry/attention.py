@@ -47,7 +47,10 @@ def attention(
     step_rows = 16 if few or tile == 8 else 32
     useful = splits(context) * _parts(rows, _M_TILE)
     blocks = max(_parts(rows, part_rows), min(useful, most))
-    return (blocks, kv_heads), THREADS, _shared_bytes(part_rows, step_rows, head_dim, kv_bits, tile)
+    nbytes = _shared_bytes(part_rows, step_rows, head_dim, kv_bits, tile)
+    if few:  # on every multiprocessor: see linear.py
+        return (max(multiprocessors, blocks * kv_heads), 1), THREADS, max(nbytes, ALONE_BYTES)
+    return (blocks, kv_heads), THREADS, nbytes
 
 
 def tile_of(tokens: int) -> int:

@@ -2,10 +2,14 @@
 
 The results do not depend on the grid. One block per multiprocessor shares the weights evenly and, where its shared
 memory allows, leaves room for a block of the next kernel, which fills its ring meanwhile. Two blocks of one kernel must
-not come to lie on one multiprocessor, since all others would wait for it. So o and down ask for so much that no second
-one fits beside them; and when qkv and gate_up are placed, one of those lies on every multiprocessor already, though it
-may have no rows of its own. Of 64 tokens no block of down leaves registers for one of qkv, which comes when down has
-ended: it asks for as much.
+not come to lie on one multiprocessor, since all others would wait for it. So every second layer asks for so much that
+no second block fits beside its own, which lie on every multiprocessor, though they may have no rows; and of the layer
+behind it, whose blocks come when all of those are there, only one fits beside each. Those that ask for more are:
+
+- o and down. But where a norm of its own, a small kernel, stands between o and gate_up, that one's blocks may be on any
+  multiprocessor when gate_up's come, and keep one of those away from it. So
+- what comes behind a norm: qkv, gate_up and the head; then down is behind such a layer;
+- attention of 16 and 32 tokens by warpgroups, for the small kernel before it; then o is behind that.
 
 From 16 tokens on a layer of few rows (qkv, o, down) is split along K as well: it writes the sums of its slices to
 `LinearParams.partial`, and `ull_qkv_sum_{tile}` or the next `ull_norm_{tile}` finishes it.
@@ -58,9 +62,7 @@ def norm(tile: int) -> Geometry:
 
 def qkv(width: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_qkv_{tile}`: `width` rows of queries, keys and values."""
-    if is_split(tile):
-        return _everywhere(tile, multiprocessors, ALONE_BYTES if tile == TREE_TOKENS else NARROW_BYTES)
-    return _narrow(width, multiprocessors)
+    return _everywhere(tile, multiprocessors, NARROW_BYTES) if is_split(tile) else _narrow(width, multiprocessors)
 
 
 def qkv_sum(width: int, tile: int) -> Geometry:
@@ -68,9 +70,9 @@ def qkv_sum(width: int, tile: int) -> Geometry:
     return (tile, round_up(width, 1024) // 1024), THREADS, 0
 
 
-def o(tile: int, multiprocessors: int) -> Geometry:
-    """`ull_o_{tile}`."""
-    return _everywhere(tile, multiprocessors, ALONE_BYTES)
+def o(tile: int, multiprocessors: int, attention_bytes: int) -> Geometry:
+    """`ull_o_{tile}`, behind attention whose blocks have so much shared memory."""
+    return _everywhere(tile, multiprocessors, _bytes_behind(attention_bytes))
 
 
 def gate_up(intermediate: int, tile: int, multiprocessors: int) -> Geometry:
@@ -81,9 +83,9 @@ def gate_up(intermediate: int, tile: int, multiprocessors: int) -> Geometry:
     return _narrow(rows, multiprocessors)
 
 
-def down(tile: int, multiprocessors: int) -> Geometry:
-    """`ull_down_{tile}`."""
-    return o(tile, multiprocessors)
+def down(tile: int, multiprocessors: int, gate_up_bytes: int) -> Geometry:
+    """`ull_down_{tile}`, behind gate_up, whose blocks have so much shared memory."""
+    return _everywhere(tile, multiprocessors, _bytes_behind(gate_up_bytes))
 
 
 def head(vocabulary: int, tile: int, multiprocessors: int) -> Geometry:
@@ -143,6 +145,12 @@ def dflash_markov(rows: int, multiprocessors: int) -> Geometry:
     return _narrow(rows, multiprocessors)
 
 
+def alone(geometry: Geometry) -> Geometry:
+    """The same with so much shared memory that no two of its blocks fit on a multiprocessor."""
+    grid, threads, nbytes = geometry
+    return grid, threads, max(nbytes, ALONE_BYTES)
+
+
 def layers(multiprocessors: int) -> Geometry:
     """`ull_layers_1`: a block on every multiprocessor, with all of its shared memory."""
     return (multiprocessors, 1), THREADS, WIDE_BYTES
@@ -162,6 +170,11 @@ def _wide(rows: int, tile: int, multiprocessors: int) -> Geometry:
     """`WidePlan` that keeps its sums in registers."""
     blocks = _in_clusters(min(multiprocessors, _row_tiles(rows)), tile)
     return (blocks, 1), THREADS, NARROW_BYTES if tile <= 32 else WIDE_BYTES
+
+
+def _bytes_behind(before: int) -> int:
+    """Of a block whose kernel comes behind one with blocks of `before`, on every multiprocessor."""
+    return NARROW_BYTES if before == ALONE_BYTES else ALONE_BYTES
 
 
 def _everywhere(tile: int, multiprocessors: int, nbytes: int) -> Geometry:

@@ -146,11 +146,11 @@ struct AttentionPlace {
   int kv_head;
 };
 
-// Of a grid of blocks by kv heads. Lane by lane: where not all blocks fit on the chip at once, as beside qkv's, those
-// that have something to do begin first.
+// Lane by lane: where not all blocks of the grid fit on the chip at once, as beside qkv's, those that have something to
+// do begin first. What is left over of them is a lane that has nothing to do.
 ULL_DEVICE AttentionPlace attention_place() {
   const int number = arch::block_y() * arch::grid_x() + arch::block_x();
-  return {number / kKvHeads, arch::grid_x(), number % kKvHeads};
+  return {number / kKvHeads, arch::grid_x() * arch::grid_y() / kKvHeads, number % kKvHeads};
 }
 
 // The n-th of a vector's words: selects, as registers have no addresses.
