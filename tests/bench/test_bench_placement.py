@@ -1,0 +1,61 @@
+"""bench/placement.py: the simulation, and that no two blocks of a layer come to lie on one multiprocessor."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from conftest import ROOT
+from ull.gpu.geometry.linear import LINEAR_TILES
+
+sys.path.append(str(ROOT / "bench"))
+
+from kernels_report import ARCHS, RESULTS
+from placement import DEALS, Deal, Kernel, crowded, kernels_of
+
+KIB = 1024
+ROWS = json.loads(RESULTS.read_text())["models"]
+
+
+def kernel(name: str, blocks: int, kib: int, registers: int = 80) -> Kernel:
+    return Kernel(name, blocks, 256 * registers, kib * KIB, 256)
+
+
+ALONE = kernel("alone", 132, 115)
+
+
+each_deal = pytest.mark.parametrize("deal", DEALS.values(), ids=DEALS)
+
+
+@each_deal
+def test_no_two_lie_together_where_no_two_fit_or_one_is_beside_each(deal: Deal) -> None:
+    assert crowded([kernel("one", 132, 120), kernel("two", 132, 130)], deal) == {}
+    assert crowded([ALONE, kernel("other", 132, 112)], deal) == {}
+
+
+@each_deal
+def test_what_is_in_the_way_makes_two_blocks_share(deal: Deal) -> None:
+    free = crowded([kernel("alone", 128, 115), kernel("other", 132, 112)], deal)
+    assert set(free) == {"other"} and 2 <= free["other"] <= 4.5  # on the four that the first one leaves
+    small = kernel("norm", 16, 2, registers=16)  # beside the first it leaves the second one no room
+    behind = crowded([ALONE, small, kernel("other", 132, 112)], deal)
+    assert set(behind) == {"other"} and behind["other"] > 3
+
+
+def test_a_kernel_that_never_fits_is_named() -> None:
+    with pytest.raises(ValueError, match="large: its blocks do not all fit"):
+        crowded([kernel("large", 1, 229)], DEALS["any"])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("tile", LINEAR_TILES)
+def test_no_layer_shares_a_multiprocessor_with_itself(arch: str, tile: int) -> None:
+    """If any multiprocessor may get a block, the first layer's does: nothing is in the way on an idle chip."""
+    kernels = kernels_of(ROWS[arch], tile)
+    for name, deal in DEALS.items():
+        for seed in range(3):
+            found = crowded(kernels, deal, seed)
+            first = {one.name for one in kernels[:2]} if name == "any" and kernels[0].name == f"qkv_{tile}" else set()
+            assert set(found) <= first, name
