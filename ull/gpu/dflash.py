@@ -147,7 +147,7 @@ class DflashPasses:
             tree_values=region("tree values") + layer * sizes.tree_bytes,
         )
         tile = max(entries, DEVICE_TILE_ROWS)
-        kv = linear.dflash_kv(tile, self._multiprocessors)
+        kv = linear.dflash_kv(rows.rows, tile, self._multiprocessors)
         return [
             Launch(f"ull_dflash_kv_{tile}", *kv, linears),
             Launch("ull_dflash_store", *linear.dflash_store(model.kv_heads, model.head_dim, entries), store),

@@ -93,7 +93,7 @@ class FusedForward:
         linears, name = self._linears(tokens), f"layers.{layer}"
         tile = linears.tile
         attended = self._attended(layer, tokens)
-        o = linear.o(tile, blocks, attended[-1].shared_bytes)
+        o = linear.o(model.hidden, tile, blocks, attended[-1].shared_bytes)
         gate_up = linears.normalised(
             "gate_up",
             f"{name}.gate_up",
@@ -102,7 +102,7 @@ class FusedForward:
             "mlp",
             linears.unfinished(f"{name}.o", 1.0),
         )
-        down = linear.down(tile, blocks, gate_up[-1].shared_bytes)
+        down = linear.down(model.hidden, tile, blocks, gate_up[-1].shared_bytes)
         return [
             *attended,
             linears.plain("o", f"{name}.o", o, activations="attention"),

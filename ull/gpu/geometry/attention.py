@@ -7,7 +7,7 @@ round turns out to need.
 
 from __future__ import annotations
 
-from ull.gpu.geometry.linear import ALONE_BYTES
+from ull.gpu.geometry.linear import ALONE_BYTES, everywhere
 from ull.gpu.launch import tile_of as _tile_of
 from ull.gpu.params import PAGE_TOKENS, SPLIT_TOKENS, TREE_TOKENS
 
@@ -49,7 +49,7 @@ def attention(
     blocks = max(_parts(rows, part_rows), min(useful, most))
     nbytes = _shared_bytes(part_rows, step_rows, head_dim, kv_bits, tile)
     if few:  # on every multiprocessor: see linear.py
-        return (max(multiprocessors, blocks * kv_heads), 1), THREADS, max(nbytes, ALONE_BYTES)
+        return (everywhere(blocks * kv_heads, multiprocessors), 1), THREADS, max(nbytes, ALONE_BYTES)
     return (blocks, kv_heads), THREADS, nbytes
 
 

@@ -62,7 +62,7 @@ def norm(tile: int) -> Geometry:
 
 def qkv(width: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_qkv_{tile}`: `width` rows of queries, keys and values."""
-    return _everywhere(tile, multiprocessors, NARROW_BYTES) if is_split(tile) else _narrow(width, multiprocessors)
+    return _split(width, tile, multiprocessors, NARROW_BYTES) if is_split(tile) else _narrow(width, multiprocessors)
 
 
 def qkv_sum(width: int, tile: int) -> Geometry:
@@ -70,9 +70,9 @@ def qkv_sum(width: int, tile: int) -> Geometry:
     return (tile, round_up(width, 1024) // 1024), THREADS, 0
 
 
-def o(tile: int, multiprocessors: int, attention_bytes: int) -> Geometry:
+def o(hidden: int, tile: int, multiprocessors: int, attention_bytes: int) -> Geometry:
     """`ull_o_{tile}`, behind attention whose blocks have so much shared memory."""
-    return _everywhere(tile, multiprocessors, _bytes_behind(attention_bytes))
+    return _everywhere(hidden, tile, multiprocessors, _bytes_behind(attention_bytes))
 
 
 def gate_up(intermediate: int, tile: int, multiprocessors: int) -> Geometry:
@@ -83,9 +83,9 @@ def gate_up(intermediate: int, tile: int, multiprocessors: int) -> Geometry:
     return _narrow(rows, multiprocessors)
 
 
-def down(tile: int, multiprocessors: int, gate_up_bytes: int) -> Geometry:
+def down(hidden: int, tile: int, multiprocessors: int, gate_up_bytes: int) -> Geometry:
     """`ull_down_{tile}`, behind gate_up, whose blocks have so much shared memory."""
-    return _everywhere(tile, multiprocessors, _bytes_behind(gate_up_bytes))
+    return _everywhere(hidden, tile, multiprocessors, _bytes_behind(gate_up_bytes))
 
 
 def head(vocabulary: int, tile: int, multiprocessors: int) -> Geometry:
@@ -120,9 +120,9 @@ def eagle_fc(hidden: int, tile: int, multiprocessors: int) -> Geometry:
     return head(hidden, tile, multiprocessors)
 
 
-def dflash_kv(tile: int, multiprocessors: int) -> Geometry:
-    """`ull_dflash_kv_{tile}`: a layer's keys and values, for tiles of 16 and more."""
-    return _everywhere(tile, multiprocessors, NARROW_BYTES)
+def dflash_kv(rows: int, tile: int, multiprocessors: int) -> Geometry:
+    """`ull_dflash_kv_{tile}`: `rows` of a layer's keys and values, for tiles of 16 and more."""
+    return _split(rows, tile, multiprocessors, NARROW_BYTES)
 
 
 def dflash_store(kv_heads: int, head_dim: int, entries: int) -> Geometry:
@@ -177,10 +177,22 @@ def _bytes_behind(before: int) -> int:
     return NARROW_BYTES if before == ALONE_BYTES else ALONE_BYTES
 
 
-def _everywhere(tile: int, multiprocessors: int, nbytes: int) -> Geometry:
-    """A block on every multiprocessor, though it may have no rows; of a split layer at least one for each part."""
-    blocks = _in_clusters(multiprocessors, tile, SLICES) if is_split(tile) else multiprocessors
-    return (blocks, 1), THREADS, nbytes
+def everywhere(blocks: int, multiprocessors: int) -> int:
+    """Blocks of a kernel that has work for so many: one on every multiprocessor, but of a tiny model no more."""
+    return blocks if 4 * blocks < multiprocessors else max(blocks, multiprocessors)
+
+
+def _everywhere(rows: int, tile: int, multiprocessors: int, nbytes: int) -> Geometry:
+    """A layer whose blocks lie on every multiprocessor, though some may have no rows."""
+    if is_split(tile):
+        return _split(rows, tile, multiprocessors, nbytes)
+    (blocks, _), threads, _ = _narrow(rows, multiprocessors)
+    return (everywhere(blocks, multiprocessors), 1), threads, nbytes
+
+
+def _split(rows: int, tile: int, multiprocessors: int, nbytes: int) -> Geometry:
+    """`WidePlan` of a split layer, whose kernel knows into how many parts: a row tile and a slice for each block."""
+    return (_in_clusters(min(SLICES * _row_tiles(rows), multiprocessors), tile, SLICES), 1), THREADS, nbytes
 
 
 def _in_clusters(blocks: int, tile: int, least: int = 1) -> int:
