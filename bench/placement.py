@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -75,9 +76,9 @@ def kernels_of(rows: Mapping[str, Any], tile: int) -> list[Kernel]:
     kernels = []
     for name in names:
         row = rows[f"ull_{name}"]
-        (x, *y), threads = row["grid"], row["threads"]
+        blocks, threads = math.prod(row["grid"]), row["threads"]
         registers = registers_of(row["registers"], threads)
-        kernels.append(Kernel(name, x * (y[0] if y else 1), registers, row["shared_bytes"] + RESERVED_BYTES, threads))
+        kernels.append(Kernel(name, blocks, registers, row["shared_bytes"] + RESERVED_BYTES, threads))
     return kernels
 
 

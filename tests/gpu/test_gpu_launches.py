@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -32,10 +32,17 @@ def driver() -> RecordingDriver:
     return RecordingDriver()
 
 
+def forward_of(
+    arch: str, context: int = 4096, warpgroup_trees: bool = False, windows: Sequence[int] = (0,)
+) -> FusedForward:
+    """For an H200; a layer for each window. Regions lie at numbers that follow from their names."""
+    model = structs.replace(shape_model(arch), layers=len(windows), windows=list(windows))
+    places = Places(lambda name: sum(map(ord, name)), lambda name: None, HostBlocks(0, 0, 0, 0, 0, 0))
+    return FusedForward(Sizes(model, Precision(), context, warpgroup_trees=warpgroup_trees), places, 132)
+
+
 def test_each_layers_window_reaches_its_attention() -> None:
-    model = structs.replace(shape_model("llama-3.2-1b"), layers=3, windows=[0, 64, 1024])
-    places = Places(lambda name: 0, lambda name: None, HostBlocks(0, 0, 0, 0, 0, 0))
-    forward = FusedForward(Sizes(model, Precision(), 4096), places, 132)
+    forward = forward_of("llama-3.2-1b", windows=[0, 64, 1024])
     for tokens in TOKEN_COUNTS:
         launches = [launch for launch in forward.launches(tokens, True) if launch.kernel.startswith("ull_attention")]
         assert [launch.params.window for launch in launches] == [0, 64, 1024]
@@ -44,9 +51,7 @@ def test_each_layers_window_reaches_its_attention() -> None:
 @pytest.mark.parametrize(("context", "warpgroup_trees"), [(4096, True), (1025, True), (1024, True), (4096, False)])
 def test_a_long_cache_has_a_kernel_of_its_own(context: int, warpgroup_trees: bool) -> None:
     """Before the trees' of 16 tokens and more, whose kernel is told how many blocks share a kv head."""
-    model = structs.replace(shape_model("llama-3.1-8b"), layers=1, windows=[0])
-    places = Places(lambda name: 0, lambda name: None, HostBlocks(0, 0, 0, 0, 0, 0))
-    forward = FusedForward(Sizes(model, Precision(), context, warpgroup_trees=warpgroup_trees), places, 132)
+    forward = forward_of("llama-3.1-8b", context, warpgroup_trees)
     for tokens in TOKEN_COUNTS:
         launches = [launch for launch in forward.launches(tokens, True) if launch.kernel.startswith("ull_attention")]
         if tokens < 16 or context <= 1024 or not warpgroup_trees:
@@ -60,9 +65,7 @@ def test_a_long_cache_has_a_kernel_of_its_own(context: int, warpgroup_trees: boo
 @pytest.mark.parametrize(("arch", "apart"), [("llama-3.2-1b", 16), ("llama-3.1-8b", 8), ("llama-3.3-70b", 4)])
 def test_many_activations_are_normed_by_a_kernel_of_its_own(arch: str, apart: int) -> None:
     """From so many tokens on that a block cannot stage them beside its ring."""
-    model = structs.replace(shape_model(arch), layers=1, windows=[0])
-    places = Places(lambda name: sum(map(ord, name)), lambda name: None, HostBlocks(0, 0, 0, 0, 0, 0))
-    forward = FusedForward(Sizes(model, Precision(), 4096), places, 132)
+    forward = forward_of(arch)
     for tokens in TOKEN_COUNTS:
         launches = [launch for launch in forward.launches(tokens, True) if launch.kernel.split("_")[1] in LINEARS]
         norms = [index for index, launch in enumerate(launches) if launch.kernel == f"ull_norm_{tokens}"]
@@ -74,12 +77,9 @@ def test_many_activations_are_normed_by_a_kernel_of_its_own(arch: str, apart: in
 
 def test_a_change_of_grids_raises_the_interface() -> None:
     """Kernels of older bundles were compiled for the grids of then. Raise it unless they do with these as well."""
-    model = structs.replace(shape_model("llama-3.1-8b"), layers=1, windows=[0])
-    places = Places(lambda name: 0, lambda name: None, HostBlocks(0, 0, 0, 0, 0, 0))
     launches = set()
     for warpgroup_trees, tokens in itertools.product((False, True), TOKEN_COUNTS):
-        forward = FusedForward(Sizes(model, Precision(), 4096, warpgroup_trees=warpgroup_trees), places, 132)
-        for one in forward.launches(tokens, True):
+        for one in forward_of("llama-3.1-8b", warpgroup_trees=warpgroup_trees).launches(tokens, True):
             launches.add((one.kernel, one.grid, one.threads, one.shared_bytes, warpgroup_trees))
     digest = hashlib.sha256(repr(sorted(launches)).encode()).hexdigest()[:16]
     assert (DEVICE_INTERFACE, digest) == (11, "5f66022697288414")

@@ -2,8 +2,7 @@
 // after what the layer before left to be added.
 //
 // A token has a cluster of small blocks, which tell each other their warps' sums. So one fits beside a block of the
-// layer before and one of the layer behind: where that found no room, its block would lie as the second one on another
-// multiprocessor, and all others would wait for it.
+// layer before and one of the layer behind, whose weights are on their way meanwhile.
 #include "linear/rows.cuh"
 
 namespace ull::gpu {
