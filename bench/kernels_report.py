@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from occupancy import MULTIPROCESSORS, Free, needs
 from report import ROOT
 from sass import disassemble, weight_loop
 from ull.bundle import CHUNK_KERNELS, DEVICE_KERNELS, PAGES_KERNELS, Precision, device_macros
@@ -35,9 +36,6 @@ ARCHS = ("llama-3.1-8b", "llama-3.2-1b", "llama-3.3-70b")
 RESULTS = ROOT / f"bench/results/kernels-{TARGET}.json"
 UPDATE = "look into it, or take the new figures over by `make kernels-report`"
 
-# An H200's multiprocessor, of which there are 132.
-MULTIPROCESSORS = 132
-REGISTERS, SHARED_BYTES, RESERVED_BYTES, THREADS = 65536, 233472, 1024, 2048
 CONTEXT = 32768
 
 _ENTRY = re.compile(r"\.entry (\w+)\(")
@@ -138,20 +136,9 @@ def figures_of(source: Path, arch: str, launches: dict[str, Launch], fast: bool 
             grid=launch and list(launch.grid),
             threads=threads,
             shared_bytes=launch and launch.shared_bytes,
-            blocks=launch and resident_blocks(use.registers, threads, launch.shared_bytes),
+            blocks=launch and Free().room(needs(use.registers, threads, launch.shared_bytes)),
         )
     return found
-
-
-def registers_of(registers: int, threads: int) -> int:
-    """A block's; they are dealt out by eight to a thread."""
-    return threads * -(-registers // 8) * 8
-
-
-def resident_blocks(registers: int, threads: int, shared_bytes: int) -> int:
-    """Blocks on a multiprocessor."""
-    by_registers = REGISTERS // registers_of(registers, threads)
-    return min(by_registers, SHARED_BYTES // (shared_bytes + RESERVED_BYTES), THREADS // threads, 32)
 
 
 def _entries(ptx: str) -> dict[str, str]:

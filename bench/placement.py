@@ -2,8 +2,8 @@
 
 Where two blocks of a linear layer lie on one multiprocessor all others wait for those. Kernels follow one another by
 programmatic dependent launch: the blocks of one are dealt out when all of the kernel before have begun, each to a
-multiprocessor that has room for it (registers, shared memory, threads); a kernel's blocks end, in any order, when those
-of the kernel before have. Which multiprocessor gets a block stands in no document of the maker's, so there are several
+multiprocessor that has room for it (`occupancy.py`); a kernel's blocks end, in any order, when those of the kernel
+before have. Which multiprocessor gets a block stands in no document of the maker's, so there are several
 ways to deal. What a kernel needs is taken from the figures of `make kernels-report`, older ones too: `--figures FILE`.
 """
 
@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,11 +22,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kernels_report import MULTIPROCESSORS, REGISTERS, RESERVED_BYTES, RESULTS, SHARED_BYTES, THREADS, registers_of
+from kernels_report import RESULTS
+from occupancy import MULTIPROCESSORS, Free, Needs, needs
 from ull.gpu.geometry import attention
 from ull.gpu.geometry.linear import LINEAR_TILES
 
 LAYERS = 4  # one behind another, as many as it takes for them to be alike
+NEEDS = ("registers", "threads", "shared_bytes")  # the figures that say what a block needs
 SMALL = ("norm", "qkv_sum")  # several blocks of which may share a multiprocessor: they bring no weights
 
 
@@ -34,36 +36,32 @@ SMALL = ("norm", "qkv_sum")  # several blocks of which may share a multiprocesso
 class Kernel:
     name: str  # without "ull_"
     blocks: int
-    registers: int  # of a block
-    shared_bytes: int  # the system's own among them
-    threads: int
+    needs: Needs
 
 
-@dataclass
+@dataclass(eq=False)
 class Multiprocessor:
-    registers: int = REGISTERS  # that are free
-    shared_bytes: int = SHARED_BYTES
-    threads: int = THREADS
-    launches: Counter[int] = field(default_factory=Counter)  # blocks that have begun, by launch
+    free: Free = field(default_factory=Free)
+    begun: Counter[int] = field(default_factory=Counter)  # blocks, by launch
+    lies: dict[int, list[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(list))  # as they lie there
 
-    def room(self, kernel: Kernel) -> int:
-        """How many of its blocks find room."""
-        by_memory = min(self.registers // kernel.registers, self.shared_bytes // kernel.shared_bytes)
-        return min(by_memory, self.threads // kernel.threads)
+    def begin(self, launch: int, block: Needs) -> None:
+        shares = self.free.shares(block)
+        assert shares is not None
+        self.free = self.free.without(block, shares)
+        self.begun[launch] += 1
+        self.lies[launch].append(shares)
 
-    def hold(self, kernel: Kernel, blocks: int) -> None:
-        """One more, or with -1 one less."""
-        self.registers -= blocks * kernel.registers
-        self.shared_bytes -= blocks * kernel.shared_bytes
-        self.threads -= blocks * kernel.threads
+    def end(self, launch: int, block: Needs) -> None:
+        self.free = self.free.without(block, self.lies[launch].pop(), -1)
 
 
 # How much a multiprocessor with room is preferred.
-Deal = Callable[[Multiprocessor, Kernel], int]
+Deal = Callable[[Free, Needs], int]
 DEALS: dict[str, Deal] = {
-    "the most room": Multiprocessor.room,
-    "the most memory": lambda place, kernel: place.shared_bytes,
-    "any": lambda place, kernel: 0,
+    "the most room": Free.room,
+    "the most memory": lambda free, block: free.shared_bytes,
+    "any": lambda free, block: 0,
 }
 
 
@@ -76,9 +74,7 @@ def kernels_of(rows: Mapping[str, Any], tile: int) -> list[Kernel]:
     kernels = []
     for name in names:
         row = rows[f"ull_{name}"]
-        blocks, threads = math.prod(row["grid"]), row["threads"]
-        registers = registers_of(row["registers"], threads)
-        kernels.append(Kernel(name, blocks, registers, row["shared_bytes"] + RESERVED_BYTES, threads))
+        kernels.append(Kernel(name, math.prod(row["grid"]), needs(*(row[key] for key in NEEDS))))
     return kernels
 
 
@@ -94,31 +90,39 @@ def crowded(kernels: Sequence[Kernel], deal: Deal, seed: int = 0) -> dict[str, f
     found: Counter[str] = Counter()
     next_launch = 0
 
-    def deal_out() -> None:
+    def deal_out(changed: Sequence[Multiprocessor]) -> None:
+        """Until there is no room for the next block; on others than `changed` there was none for it before."""
         nonlocal next_launch
         while next_launch < len(launches):
-            kernel = launches[next_launch]
-            while len(begun[next_launch]) < kernel.blocks:
-                with_room = [place for place in places if place.room(kernel) > 0]
-                if not with_room:
+            kernel, launch = launches[next_launch], next_launch
+            preferred: dict[int, list[Multiprocessor]] = defaultdict(list)  # with room
+            while True:
+                for place in changed:
+                    if place.free.shares(kernel.needs) is not None:
+                        preferred[deal(place.free, kernel.needs)].append(place)
+                if len(begun[launch]) == kernel.blocks:
+                    break
+                if not preferred:
                     return
-                best = max(deal(place, kernel) for place in with_room)
-                place = order.choice([place for place in with_room if deal(place, kernel) == best])
-                place.hold(kernel, 1)
-                place.launches[next_launch] += 1
-                found[kernel.name] += place.launches[next_launch] == 2
-                begun[next_launch].append(place)
-            next_launch += 1
+                best = max(preferred)
+                place = preferred[best].pop(order.randrange(len(preferred[best])))
+                if not preferred[best]:
+                    del preferred[best]
+                place.begin(launch, kernel.needs)
+                found[kernel.name] += place.begun[launch] == 2
+                begun[launch].append(place)
+                changed = [place]
+            next_launch, changed = launch + 1, places
 
-    deal_out()
+    deal_out(places)
     for launch, kernel in enumerate(launches):
         ending = begun[launch]
         if len(ending) < kernel.blocks:
             raise ValueError(f"{kernel.name}: its blocks do not all fit, whatever ends before")
         order.shuffle(ending)
         for place in ending:
-            place.hold(kernel, -1)
-            deal_out()
+            place.end(launch, kernel.needs)
+            deal_out([place])
     return {name: count / LAYERS for name, count in found.items() if count and not name.startswith(SMALL)}
 
 

@@ -13,6 +13,7 @@ from ull.gpu.geometry.linear import LINEAR_TILES
 sys.path.append(str(ROOT / "bench"))
 
 from kernels_report import ARCHS, RESULTS
+from occupancy import needs
 from placement import DEALS, Deal, Kernel, crowded, kernels_of
 
 KIB = 1024
@@ -20,7 +21,7 @@ ROWS = json.loads(RESULTS.read_text())["models"]
 
 
 def kernel(name: str, blocks: int, kib: int, registers: int = 80) -> Kernel:
-    return Kernel(name, blocks, 256 * registers, kib * KIB, 256)
+    return Kernel(name, blocks, needs(registers, 256, (kib - 1) * KIB))
 
 
 ALONE = kernel("alone", 132, 115)

@@ -20,23 +20,19 @@ sys.path.append(str(ROOT / "bench"))
 import sass
 from kernels_report import (
     ARCHS,
-    REGISTERS,
-    RESERVED_BYTES,
     RESULTS,
-    SHARED_BYTES,
     UPDATE,
     Figures,
     compiler,
     fast_sources,
     figures_of,
     launches_of,
-    registers_of,
     reported_sources,
-    resident_blocks,
     table,
     variants,
     worse,
 )
+from occupancy import fit_together, needs
 
 COMMITTED = json.loads(RESULTS.read_text())
 ARCH = ARCHS[0]
@@ -91,21 +87,21 @@ def test_no_two_blocks_of_a_layer_lie_on_one_multiprocessor(arch: str, tile: int
         (f"down_{tile}", f"head_{tile}", not normed),
     ):
         own, other = rows[f"ull_{layer}"], rows[f"ull_{before}"]
-        leaves_room = other["grid"][0] * other["grid"][1] == 132 and fit_together(other, own)
-        assert own["blocks"] == 1 or (is_behind and leaves_room and not fit_together(other, own, own)), layer
+        leaves_room = other["grid"][0] * other["grid"][1] == 132 and in_one_place(other, own)
+        assert own["blocks"] == 1 or (is_behind and leaves_room and not in_one_place(other, own, own)), layer
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("tile", [tile for tile in LINEAR_TILES if tile <= 32])
 def test_weights_are_on_their_way_beside_the_kernel_before(arch: str, tile: int) -> None:
     rows = COMMITTED["models"][arch]
-    assert fit_together(rows[f"ull_attention_{attention.tile_of(tile)}"], rows[f"ull_o_{tile}"])
-    assert fit_together(rows[f"ull_gate_up_{tile}"], rows[f"ull_down_{tile}"])
+    assert in_one_place(rows[f"ull_attention_{attention.tile_of(tile)}"], rows[f"ull_o_{tile}"])
+    assert in_one_place(rows[f"ull_gate_up_{tile}"], rows[f"ull_down_{tile}"])
 
 
-def fit_together(*blocks: dict[str, Any]) -> bool:
-    registers = sum(registers_of(block["registers"], block["threads"]) for block in blocks)
-    return registers <= REGISTERS and sum(block["shared_bytes"] + RESERVED_BYTES for block in blocks) <= SHARED_BYTES
+def in_one_place(*kernels: dict[str, Any]) -> bool:
+    """Whether there is room for a block of each on one multiprocessor."""
+    return fit_together(*(needs(kernel["registers"], kernel["threads"], kernel["shared_bytes"]) for kernel in kernels))
 
 
 def test_what_only_weights_show() -> None:
@@ -174,11 +170,6 @@ def test_16_bit_weights_show_by_the_mma() -> None:
     assert sass.weight_loop(sass.parse(text)["ull_a"], 2) == sass.Loop(5, 512 // 2)
     together = text.replace("HMMA.16816.F32 R4, R1, R5, R4", "HGMMA.64x16x16.F32 R24, R4, gdesc[UR4], R24")
     assert sass.weight_loop(sass.parse(together)["ull_a"], 2) == sass.Loop(5, 512)  # once for both groups of tokens
-
-
-def test_blocks_of_a_multiprocessor() -> None:
-    assert [resident_blocks(*use) for use in ((69, 256, 112 << 10), (129, 256, 0), (128, 256, 107 << 10))] == [2, 1, 2]
-    assert resident_blocks(16, 32, 0) == 32
 
 
 FIGURES = asdict(
