@@ -181,6 +181,15 @@ def test_only_constants_are_read_before_the_wait(kernels: emulation.Kernels, see
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_what_earlier_kernels_wrote_is_read_past_l1_before_the_wait(kernels: emulation.Kernels, seed: int) -> None:
+    source, output = numbers(65), aligned(64, np.uint32)
+    run(kernels, "load_early", source, output, 3, seed, earlier=[source[:4]])
+    np.testing.assert_array_equal(output, source[1:] + source[0])
+    with pytest.raises(KernelError, match=r"the load by thread .* earlier kernel wrote, but not by load_global\(\)"):
+        run(kernels, "load_early", source, output, 0, seed, earlier=[source[:4]])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_blocks_that_run_at_once_wait_for_each_other(kernels: emulation.Kernels, seed: int) -> None:
     source, output = numbers(5), aligned(11, np.uint32, 0)
     for fault in (0, 1, 5):  # 5: a wait orders nothing without a fence behind it

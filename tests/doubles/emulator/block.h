@@ -87,6 +87,7 @@ struct Grid {
   std::vector<Region> written;  // by the predecessor: 0xFF until the block has called wait_for_predecessor()
   std::vector<std::vector<unsigned char>> hidden_contents;  // of `written`, until then
   std::vector<Region> constants;                            // that no kernel writes
+  std::vector<Region> earlier;                              // that kernels wrote which have ended
   std::vector<Region> host_reads;                           // once store_release_system() has told the host
   std::vector<UllPrefetch> prefetches;                      // that were asked for
 };

@@ -237,7 +237,13 @@ inline Vector4 load_stream(const void* address, ULL_SITE_PARAMETERS) {
   memcpy(&result, address, sizeof(result));
   return result;
 }
-inline Vector4 load_global(const void* address, ULL_SITE_PARAMETERS) { return load_stream(address, file, line); }
+ULL_UNSEEN inline Vector4 load_global(const void* address, ULL_SITE_PARAMETERS) {
+  check_vector(address, ULL_SITE);
+  emulator::watch_past_l1(address, sizeof(Vector4), __builtin_return_address(0));
+  Vector4 result;
+  memcpy(&result, address, sizeof(result));
+  return result;
+}
 inline Vector4 load_shared(const void* address, ULL_SITE_PARAMETERS) { return load_stream(address, file, line); }
 inline void store_shared(void* address, const Vector4& value, ULL_SITE_PARAMETERS) {
   check_vector(address, ULL_SITE);

@@ -308,6 +308,7 @@ std::string run(const UllLaunch& launch) {
     grid.params_bytes = static_cast<uint64_t>(entry.kernel.params_bytes);
     grid.written = regions(launch.written, launch.written_count);
     grid.constants = regions(launch.constants, launch.constant_count);
+    grid.earlier = regions(launch.earlier, launch.earlier_count);
     grid.host_reads = regions(launch.host_reads, launch.host_read_count);
     grid.prefetches.clear();
     forget_order();

@@ -32,9 +32,10 @@ struct UllLaunch {
   const void* params;
   uint64_t seed;                // of the order of blocks and threads
   const UllRegion* written;     // [written_count] by the predecessor: 0xFF until a block has waited for it
-  const UllRegion* constants;   // [constant_count] what no kernel writes, and the only memory to be read before that
+  const UllRegion* constants;   // [constant_count] what no kernel writes: may be read before that
+  const UllRegion* earlier;     // [earlier_count] what earlier kernels wrote that have ended: may be too, past L1
   const UllRegion* host_reads;  // [host_read_count] mapped memory that the host reads when it is told to
-  int32_t written_count, constant_count, host_read_count;
+  int32_t written_count, constant_count, earlier_count, host_read_count;
 };
 
 // The library's kernels; returns how many.

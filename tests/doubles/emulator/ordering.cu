@@ -172,11 +172,11 @@ ULL_KERNEL(store_bytes, ProbeParams, 64, 1) {
   static_cast<uint8_t*>(params.output)[params.fault == 1 ? me / 2 : me] = static_cast<uint8_t>(me);
 }
 
-// Adds the first input, which is a constant, to each. Faults: 1 thread 40 does not wait, though all others do; 2 the
-// inputs are loaded before the wait.
+// Adds the first input to each. Faults: 1 thread 40 does not wait, though all others do; 2 the inputs are loaded before
+// the wait. 3 is none where the first four inputs are constants, or what an earlier kernel wrote: they come past L1.
 ULL_KERNEL(load_early, ProbeParams, 64, 1) {
   const auto* constant = static_cast<const uint32_t*>(params.input);
-  const uint32_t first = constant[0];
+  const uint32_t first = params.fault == 3 ? arch::load_global(constant).word[0] : constant[0];
   const uint32_t* inputs = constant + 1;
   const int me = arch::thread();
   const uint32_t early = params.fault == 2 ? inputs[me] : 0;

@@ -151,8 +151,13 @@ Access access_now(bool stores, bool is_atomic, const void* instruction) {
   return access;
 }
 
-void require_wait(const void* address, const Access& access) {
+void require_wait(const void* address, const Access& access, bool past_l1) {
   if (my_order().waited || lies_in(address, grid.constants)) return;
+  if (lies_in(address, grid.earlier)) {
+    if (past_l1) return;
+    fail("%s before wait_for_predecessor(), at %p, of what an earlier kernel wrote, but not by load_global()",
+         told(access, action_of(access)).c_str(), address);
+  }
   fail("%s before wait_for_predecessor(), at %p, which is no constant", told(access, action_of(access)).c_str(),
        address);
 }
@@ -181,7 +186,7 @@ void watch_registers(const void* address, uint64_t bytes, const Access& access) 
   fail("%s, of %s, which is in flight", told(access, action_of(access)).c_str(), product.c_str());
 }
 
-void watch(const void* address, uint64_t bytes, Access access) {
+void watch(const void* address, uint64_t bytes, Access access, bool past_l1 = false) {
   const bool shared = is_shared(address);
   if (!shared) {
     if (lies_in(address, self->fiber.stack, self->fiber.bytes)) return watch_registers(address, bytes, access);
@@ -189,7 +194,7 @@ void watch(const void* address, uint64_t bytes, Access access) {
         lies_in(address, &__ehdr_start, static_cast<uint64_t>(&_end - &__ehdr_start))) {
       return;
     }
-    require_wait(address, access);
+    require_wait(address, access, past_l1);
     if (access.stores) require_copied(address, bytes, access);
   } else if (access.stores) {
     require_read(address, bytes, access);
@@ -233,6 +238,10 @@ void watch_atomic(const void* address, uint32_t bytes, const void* instruction) 
   if (!is_shared(address)) atomic_order(address);
 }
 
+void watch_past_l1(const void* address, uint32_t bytes, const void* instruction) {
+  if (reports) watch(address, bytes, access_now(false, false, instruction), true);
+}
+
 void find_stores(const void* from, uint32_t bytes, std::vector<Store>& found) {
   const auto first = reinterpret_cast<uintptr_t>(from);
   for (uintptr_t at = first; at < first + bytes; at += 4) {
@@ -265,7 +274,7 @@ void watch_product(const std::vector<Store>& stores, Site site) {
 void watch_source(const void* from, uint32_t bytes, Site site) {
   if (!reports) return;
   const bool written = lies_in(from, grid.written);
-  if (!my_order().waited && !lies_in(from, grid.constants)) {
+  if (!my_order().waited && !lies_in(from, grid.constants) && !lies_in(from, grid.earlier)) {
     fail_at(site, "a bulk copy from %p before wait_for_predecessor(), which is no constant", from);
   }
   if (written && !my_order().sources_fenced) {

@@ -4,7 +4,8 @@
 // names both lines, in whatever order the threads ran. So does
 //
 // - an access to global or host memory by a thread that has not called wait_for_predecessor(), but to `constants`,
-//   which no kernel of the round writes behind begin(), nor the host while its graph may run;
+//   which no kernel of the round writes behind begin(), nor the host while its graph may run, and, by load_global() or
+//   a bulk copy, to what `earlier` kernels wrote, of which L1 may hold what was there before;
 // - a bulk copy from what the predecessor has written without fence_bulk_sources() between the wait and the copy, to
 //   where a thread still loads, or has stored without fence_bulk_copies() after it, or a thread of another block has
 //   stored;

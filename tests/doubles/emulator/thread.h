@@ -124,7 +124,8 @@ void fence_sources_order();  // fence_bulk_sources()
 
 // Who loaded and stored what (shadow.cpp).
 void watch_atomic(const void* address, uint32_t bytes, const void* instruction);
-void publish(uint64_t* address, uint64_t value);   // store_release_system()
-uint64_t read_from_host(const uint64_t* address);  // load_acquire_system()
+void watch_past_l1(const void* address, uint32_t bytes, const void* instruction);  // of a load
+void publish(uint64_t* address, uint64_t value);                                   // store_release_system()
+uint64_t read_from_host(const uint64_t* address);                                  // load_acquire_system()
 
 }  // namespace ull::emulator

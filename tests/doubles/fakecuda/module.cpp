@@ -271,9 +271,11 @@ void run_kernel(const KernelNode& kernel) {
                             .seed = seed++,
                             .written = nullptr,
                             .constants = nullptr,
+                            .earlier = nullptr,
                             .host_reads = nullptr,
                             .written_count = 0,
                             .constant_count = 0,
+                            .earlier_count = 0,
                             .host_read_count = 0};
   char error[4096];
   if (kernel.function->launch(&launch, error, sizeof(error)) == 0) return;

@@ -138,6 +138,10 @@ class Cache:
         self.results = aligned(ROUND_SLOTS * ctypes.sizeof(RoundResult), np.uint8, 0)
         self.sequence = 0
 
+    @property
+    def constants(self) -> list[Array]:
+        return [self.rope, *self.norms, self.scale]
+
     def copy(self, **changes: Any) -> Cache:
         """The same cache in memory of its own, where `changes` (blocks, seed, table of pages) may differ."""
         names = ("context", "window", "blocks", "page_blocks", "seed", "layer")
@@ -217,8 +221,8 @@ class Cache:
             params=params,
             seed=self.seed,
             predecessor_writes=[qkv] if reads_early else [qkv, state],
-            # What no kernel of the round writes, and what begin wrote unless it still does.
-            constants=[self.pool, self.rope, *self.norms, self.scale, *([state, self.table] if reads_early else ())],
+            constants=self.constants,
+            earlier=[self.pool, *([state, self.table] if reads_early else ())],
         )
         assert not self.counters.any()
 
@@ -240,7 +244,8 @@ class Cache:
             params=params,
             seed=self.seed,
             predecessor_writes=[qkv],
-            constants=[self.pool, self.rope, *self.norms, self.scale, self.table, state],
+            constants=self.constants,
+            earlier=[self.pool, self.table, state],
         )
 
     def _commit(self, state: Array) -> None:

@@ -140,9 +140,10 @@ class DeviceKernels:
         seed: int = 0,
         predecessor_writes: Sequence[NDArray[Any]] = (),
         constants: Sequence[NDArray[Any]] = (),
+        earlier: Sequence[NDArray[Any]] = (),
         host_reads: Sequence[NDArray[Any]] = (),
     ) -> None:
-        """Runs one launch to its end. `seed`, `constants` and `host_reads` are the emulator's."""
+        """Runs one launch to its end. `seed`, `constants`, `earlier` and `host_reads` are the emulator's."""
         driver = _driver()
         function = self._function(name)
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

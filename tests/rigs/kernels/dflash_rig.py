@@ -230,14 +230,14 @@ class Head:
         for name in names:
             self.memory[name][...] = 0xFF  # nothing that an earlier pass has left there may matter
         written = [self.memory[name] for name in ("round", "state", *dict.fromkeys((*names, *KEPT)))]
-        pages = [self.memory[name] for name in ("KV pages", "rope", "page table")]
-        constants = [*self.own.values(), *self.targets.values(), *self.requested, *pages]
+        constants = [*self.own.values(), *self.targets.values(), *self.requested, self.memory["rope"]]
+        pages = [self.memory[name] for name in ("KV pages", "page table")]
         # What begin has written, kernels behind the first that waits for its end may read before they wait.
         begin, *others = launches
-        emulation.run_launches(self.kernels, [begin], sequence * 100, written, constants)
-        begun = [*constants, self.memory["round"]]
+        emulation.run_launches(self.kernels, [begin], sequence * 100, written, constants, pages)
+        earlier = [*pages, self.memory["round"]]
         written = [area for area in written if area is not self.memory["round"]]
-        emulation.run_launches(self.kernels, others, sequence * 100 + 1, written, begun)
+        emulation.run_launches(self.kernels, others, sequence * 100 + 1, written, constants, earlier)
         after = State.from_buffer(self.memory["state"])
         assert (after.sequence, after.token, after.position, after.stopped) == (sequence + 1, 0, 0, 1)
         result: RoundResult = self.results[sequence % ROUND_SLOTS]

@@ -116,11 +116,11 @@ def read_chunk(head: Any, tokens: Sequence[int], position: int, cancelled: bool 
     for area in written:
         area[...] = 0xFF
     begin, *others = head.passes.chunk()
-    pages = [head.memory[name] for name in ("KV pages", "rope", "page table")]
-    constants = [*head.own.values(), *head.targets.values(), *head.requested, *pages]
-    begun = [head.memory[name] for name in ("round", CHUNK)]
-    emulation.run_launches(head.kernels, [begin], seed * 100, [*written, *begun, head.memory["state"]], constants)
-    emulation.run_launches(head.kernels, others, seed * 100 + 1, [*written, head.memory["state"]], [*constants, *begun])
+    constants = [*head.own.values(), *head.targets.values(), *head.requested, head.memory["rope"]]
+    pages = [head.memory[name] for name in ("KV pages", "page table")]
+    begun, written = [head.memory[name] for name in ("round", CHUNK)], [*written, head.memory["state"]]
+    emulation.run_launches(head.kernels, [begin], seed * 100, [*written, *begun], constants, pages)
+    emulation.run_launches(head.kernels, others, seed * 100 + 1, written, constants, [*pages, *begun])
     result = RoundResult.from_buffer_copy(head.results[slot])
     assert (result.sequence, result.count) == (sequence, 0)
     return result
@@ -256,14 +256,14 @@ class Head:
         reads_taps = any(launch.kernel == "ull_eagle_taps" for launch in launches)
         own_names = (EAGLE_INPUT, *((EAGLE_TAPS, EAGLE_STATES) if reads_taps else ()))
         written = [self.memory[name] for name in (*names, *own_names)]
-        pages = [self.memory[name] for name in ("KV pages", "rope", "page table")]
-        constants = [*self.own.values(), *self.targets.values(), *self.requested, *pages]
+        constants = [*self.own.values(), *self.targets.values(), *self.requested, self.memory["rope"]]
+        pages = [self.memory[name] for name in ("KV pages", "page table")]
         # What begin has written, kernels behind the first that waits for its end may read before they wait.
         first, *others = launches
-        emulation.run_launches(self.kernels, [first], seed * 100, written, constants)
-        begun = [*constants, self.memory["round"]]
+        emulation.run_launches(self.kernels, [first], seed * 100, written, constants, pages)
+        earlier = [*pages, self.memory["round"]]
         written = [area for area in written if area is not self.memory["round"]]
-        emulation.run_launches(self.kernels, others, seed * 100 + 1, written, begun)
+        emulation.run_launches(self.kernels, others, seed * 100 + 1, written, constants, earlier)
         after = State.from_buffer(self.memory["state"])
         assert (after.sequence, after.token, after.position) == (sequence + 1, 0, 0)
         result: RoundResult = self.results[sequence % ROUND_SLOTS]

@@ -111,9 +111,11 @@ class _Launch(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         ("written", ctypes.POINTER(_Region)),
         ("constants", ctypes.POINTER(_Region)),
+        ("earlier", ctypes.POINTER(_Region)),
         ("host_reads", ctypes.POINTER(_Region)),
         ("written_count", ctypes.c_int32),
         ("constant_count", ctypes.c_int32),
+        ("earlier_count", ctypes.c_int32),
         ("host_read_count", ctypes.c_int32),
     ]
 
@@ -156,20 +158,21 @@ class Kernels:
         seed: int = 0,
         predecessor_writes: Sequence[NDArray[Any]] = (),
         constants: Sequence[NDArray[Any]] = (),
+        earlier: Sequence[NDArray[Any]] = (),
         host_reads: Sequence[NDArray[Any]] = (),
     ) -> None:
         """Runs one launch to its end; `seed` orders blocks and threads. KernelError says what went wrong, and where.
 
         `predecessor_writes`: each block reads these arrays as 0xFF bytes until it has called wait_for_predecessor().
-        Kernels that report their accesses (see `build`) may load nothing but `constants` before that: weights, and
-        behind embed what begin and earlier rounds wrote (see `ull.gpu.rounds`); and what they store in `host_reads`, if
-        they tell the host so, they must have stored before they do.
+        Kernels that report their accesses (see `build`) may load nothing before that but `constants`, such as weights,
+        and, past L1, `earlier`: behind embed what begin and earlier rounds wrote (see `ull.gpu.rounds`). What they
+        store in `host_reads`, if they tell the host so, they must have stored before they do.
         """
         if ctypes.sizeof(params) != self.params_bytes.get(name, ctypes.sizeof(params)):
             raise KernelError(
                 f"{name} takes {self.params_bytes[name]} bytes of parameters, not {ctypes.sizeof(params)}"
             )
-        lists = (predecessor_writes, constants, host_reads)
+        lists = (predecessor_writes, constants, earlier, host_reads)
         regions = [(_Region * len(arrays))(*((pointer(array), array.nbytes) for array in arrays)) for arrays in lists]
         launch = _Launch(
             *(name.encode(), *grid, threads, shared_bytes, ctypes.addressof(params), seed),
@@ -210,6 +213,7 @@ def run_launches(
     seed: int = 0,
     predecessor_writes: Sequence[NDArray[Any]] = (),
     constants: Sequence[NDArray[Any]] = (),
+    earlier: Sequence[NDArray[Any]] = (),
     host_reads: Sequence[NDArray[Any]] = (),
     after: Callable[[Launch], None] = lambda launch: None,
 ) -> None:
@@ -224,6 +228,7 @@ def run_launches(
             seed=seed + number,
             predecessor_writes=predecessor_writes,
             constants=constants,
+            earlier=earlier,
             host_reads=host_reads,
         )
         after(launch)

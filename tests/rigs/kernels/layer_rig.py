@@ -155,8 +155,8 @@ class Layers:
         # The pages are of earlier rounds, and begin has ended before the first of these launches: what those wrote may
         # be read before the wait, also by bulk copies.
         written = [memory[name] for name in ("residual", "qkv", "attention", "mlp", "normed", "partial sums")]
-        earlier = [memory[name] for name in ("layer parameters", "round", "page table", "KV pages", "rope")]
-        constants = [*self.tensors.values(), *earlier]
+        earlier = [memory[name] for name in ("round", "page table", "KV pages")]
+        constants = [*self.tensors.values(), *(memory[name] for name in ("layer parameters", "rope"))]
         self.prefetched.clear()
 
         def hear(launch: Launch) -> None:
@@ -169,6 +169,7 @@ class Layers:
             seed * 1000,
             written,
             constants,
+            earlier,
             after=hear,
         )
         result = {name: memory[name].tobytes() for name in COMPARED}

@@ -209,10 +209,12 @@ class Layer:
         """[count, N] and the tolerance of each element."""
         return self.expected_of((self.normed if self.norms else self.inputs)[:count], self.residual[:count])
 
-    def expected_of(self, x: NDArray[Any], residual: NDArray[np.float32]) -> tuple[Floats, Floats]:
+    def expected_of(
+        self, x: NDArray[Any], residual: NDArray[np.float32], off: float = linear_layers.SINGLE
+    ) -> tuple[Floats, Floats]:
         """The same for activations [count, K] and the residual [count, H] that the output is added to, if it is."""
         scale = self.scale / np.float32(MLP_SCALE) if self.name == "down" else self.scale
-        exact, tolerance = linear_layers.product(self.weights, scale, self.bias, x)
+        exact, tolerance = linear_layers.product(self.weights, scale, self.bias, x, off)
         if self.name == "gate_up":
             inner = self.rows // 2
             gate, up = exact[:, :inner], exact[:, inner:]

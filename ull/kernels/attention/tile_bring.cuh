@@ -107,9 +107,12 @@ ULL_DEVICE void bring_tiles(const Params& params, int kv_head, int first, int en
                             const Ring& ring) {
   const int last = end - 1;
   const auto* pool = static_cast<const unsigned char*>(params.page_pool) + params.layer_offset + kv_head * kKvHeadBytes;
-  const auto keys_of = [&](int32_t page) { return pool + int64_t{page} * params.page_bytes; };
-  const auto page_of = [&](int tile) { return params.pages[smaller(tile, last)]; };
-  int32_t page = page_of(first), next_page = page_of(first + 1);
+  const auto keys_of = [&](uint32_t page) { return pool + int64_t{page} * params.page_bytes; };
+  const auto page_of = [&](int tile) {  // past L1: it may be before the wait for the predecessor
+    const int at = smaller(tile, last);
+    return word_of(arch::load_global(params.pages + at / kSplitTiles * kSplitTiles), at % kSplitTiles);
+  };
+  uint32_t page = page_of(first), next_page = page_of(first + 1);
   KeyTile keys;
   ValueTile values;
   load_tile(keys, keys_of(page));
