@@ -64,6 +64,7 @@ class Figures:
     threads: int
     shared_bytes: int | None  # dynamic
     blocks: int | None  # that fit on a multiprocessor
+    word_stores: int  # instructions that store a word or less to global memory
 
     @property
     def per_byte(self) -> float | None:
@@ -137,6 +138,7 @@ def figures_of(source: Path, arch: str, launches: dict[str, Launch], fast: bool 
             threads=threads,
             shared_bytes=launch and launch.shared_bytes,
             blocks=launch and Free().room(needs(use.registers, threads, launch.shared_bytes)),
+            word_stores=code.word_stores(),
         )
     return found
 
@@ -191,6 +193,7 @@ def worse(kernel: str, now: dict[str, Any], before: dict[str, Any], same_compile
     compare("instructions per byte of weights", _per_byte, lambda was: was * (1 + share))
     compare("bytes of code", lambda row: row["code_bytes"], lambda was: was + max(16 * few, 2 * share * was))
     compare("bytes not in flight", lambda row: _negative(row["bytes_in_flight"]), lambda was: was)
+    compare("stores of a word", lambda row: row["word_stores"], lambda was: was + (0 if same_compiler else few))
     compare("blocks that do not fit", lambda row: _negative(row["blocks"]), lambda was: was)
     return problems
 

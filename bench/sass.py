@@ -51,6 +51,11 @@ class Code:
         found = (i for i in range(start, len(self.instructions)) if self.instructions[i].name.startswith(name))
         return next(found, None)
 
+    def word_stores(self) -> int:
+        """Stores to global memory of four bytes or fewer."""
+        stores = [one.name for one in self.instructions if one.name.startswith("STG")]
+        return sum(not name.endswith((".64", ".128")) for name in stores)
+
     def from_wait_to_mma(self) -> tuple[int, int] | None:
         """Instructions, and barriers of the block among them, from griddepcontrol.wait to the first mma behind it.
 

@@ -99,6 +99,20 @@ def test_weights_are_on_their_way_beside_the_kernel_before(arch: str, tile: int)
     assert in_one_place(rows[f"ull_gate_up_{tile}"], rows[f"ull_down_{tile}"])
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("tile", [tile for tile in LINEAR_TILES if tile <= 32])
+def test_a_norms_blocks_fit_between_two_layers(arch: str, tile: int) -> None:
+    """Where they do not, the layer behind cannot come to where one lies before the layer before ends there."""
+    rows = COMMITTED["models"][arch]
+    norms = [rows[f"ull_norm_{tile}"]] * (2 if tile >= 16 else 1)
+    if norms[0]["grid"] is None:
+        return
+    for before, behind in (("o", "gate_up"), ("down", "qkv"), ("down", "head")):
+        fits = in_one_place(rows[f"ull_{before}_{tile}"], *norms, rows[f"ull_{behind}_{tile}"])
+        # A row of 8192 is too long for the few registers that are left, but for those beside qkv's.
+        assert fits or (arch == "llama-3.3-70b" and tile == 32), (before, behind)
+
+
 def in_one_place(*kernels: dict[str, Any]) -> bool:
     """Whether there is room for a block of each on one multiprocessor."""
     return fit_together(*(needs(kernel["registers"], kernel["threads"], kernel["shared_bytes"]) for kernel in kernels))
@@ -138,15 +152,18 @@ CODE = """
 .text.ull_b:
         /*0000*/                   HMMA.16816.F32 R4, R1, R5, R4 ;
         /*0010*/                   ACQBULK ;
-        /*0020*/                   EXIT ;
+        /*0020*/                   STG.E.128 desc[UR4][R2.64], R8 ;
+        /*0030*/               @P0 STG.E desc[UR4][R2.64+0x10], R8 ;
+        /*0040*/                   EXIT ;
 """
 
 
 def test_machine_code_is_read() -> None:
     kernels = sass.parse(CODE)
     a, b = kernels["ull_a"], kernels["ull_b"]
-    assert (a.nbytes, b.nbytes) == (12 * 16, 3 * 16)
+    assert (a.nbytes, b.nbytes) == (12 * 16, 5 * 16)
     assert (a.index("ACQBULK"), a.from_wait_to_mma(), b.from_wait_to_mma()) == (1, (3, 1), None)
+    assert (a.word_stores(), b.word_stores()) == (0, 1)
     # The inner loop is that of .L_x_1: it lies within .L_x_4's, and what jumps back to .L_x_2 does so from outside.
     assert sass.weight_loop(a, 1) == sass.Loop(5, 2 * 2 * 32)
     assert sass.weight_loop(b, 1) is None
@@ -190,6 +207,7 @@ FIGURES = asdict(
         threads=256,
         shared_bytes=114688,
         blocks=2,
+        word_stores=8,
     )
 )
 WORSE = {
@@ -202,6 +220,7 @@ WORSE = {
     "loop_instructions": (142, 150),
     "bytes_in_flight": (98304, 81920),
     "blocks": (3, 1),
+    "word_stores": (8, 25),
 }
 
 

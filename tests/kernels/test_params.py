@@ -123,5 +123,5 @@ def test_a_change_of_what_host_and_kernels_share_raises_the_interface() -> None:
     ]
     constants = [(name, getattr(params, name)) for name in sorted(CONSTANTS) if name != "INTERFACE"]
     digest = hashlib.sha256(repr((layout, constants)).encode()).hexdigest()[:16]
-    assert (params.INTERFACE, DEVICE_INTERFACE) == (11, 11)
+    assert (params.INTERFACE, DEVICE_INTERFACE) == (12, 12)
     assert digest == "a06f7a05a7645989"

@@ -93,7 +93,8 @@ class FusedForward:
         linears, name = self._linears(tokens), f"layers.{layer}"
         tile = linears.tile
         attended = self._attended(layer, tokens)
-        o = linear.o(model.hidden, tile, blocks, attended[-1].shared_bytes)
+        grid, shared_bytes = attended[-1].grid, attended[-1].shared_bytes
+        o = linear.o(model.hidden, tile, blocks, grid[0] * grid[1], shared_bytes)
         gate_up = linears.normalised(
             "gate_up",
             f"{name}.gate_up",

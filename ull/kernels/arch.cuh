@@ -416,6 +416,13 @@ ULL_DEVICE Vector4 load_global(const void* address) {
 ULL_DEVICE Vector4 load_shared(const void* address) { return *static_cast<const Vector4*>(address); }
 ULL_DEVICE void store_shared(void* address, const Vector4& value) { *static_cast<Vector4*>(address) = value; }
 ULL_DEVICE void store_global(void* address, const Vector4& value) { *static_cast<Vector4*>(address) = value; }
+// If `stores`. Of an assignment behind a condition the compiler may make four, a word each.
+ULL_DEVICE void store_global_if(bool stores, void* address, const Vector4& value) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n@p st.global.v4.u32 [%1], {%2,%3,%4,%5};\n}" ::"r"(uint32_t{stores}),
+      "l"(address), "r"(value.word[0]), "r"(value.word[1]), "r"(value.word[2]), "r"(value.word[3])
+      : "memory");
+}
 
 ULL_DEVICE uint32_t atomic_add(uint32_t* address, uint32_t value) { return atomicAdd(address, value); }
 ULL_DEVICE uint64_t atomic_add(uint64_t* address, uint64_t value) {

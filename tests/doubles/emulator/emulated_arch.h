@@ -252,6 +252,9 @@ inline void store_shared(void* address, const Vector4& value, ULL_SITE_PARAMETER
 inline void store_global(void* address, const Vector4& value, ULL_SITE_PARAMETERS) {
   store_shared(address, value, file, line);
 }
+inline void store_global_if(bool stores, void* address, const Vector4& value, ULL_SITE_PARAMETERS) {
+  if (stores) store_global(address, value, file, line);
+}
 
 template <typename T>
 ULL_UNSEEN inline T change_atomically(T* address, T (*change)(T old, T value), T value) {

@@ -210,7 +210,7 @@ class Cache:
         sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.kv_bits, self.context, tile)
         if shape.together and is_split(tile):
             self._attend_pages(params, attention.of_pages(*sizes, self.blocks * shape.kv_heads), qkv, state)
-        blocks = self.blocks * shape.kv_heads
+        blocks = self.blocks * shape.kv_heads + shape.kv_heads - 1  # as many as can be left over
         grid, threads, shared = attention.attention(*sizes, blocks, warpgroups=shape.together)
         reads_early = not self.begin_overlaps
         self.kernels.run(

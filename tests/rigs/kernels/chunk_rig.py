@@ -265,7 +265,8 @@ class ChunkLayer:
 
     def expected(self, count: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """[count, N] of fast products, and the tolerance of each element."""
-        off = 2.0**-11 if emulation.ON_DEVICE else linear_layers.SINGLE  # a product keeps 13 bits behind its largest term
+        # A chip's product keeps 13 bits behind its largest term.
+        off = 2.0**-11 if emulation.ON_DEVICE else linear_layers.SINGLE
         return self.layer.expected_of(read_as_fast(self.inputs[:count]), self.residual[:count], off)
 
     def by_rounds(self, count: int) -> NDArray[Any]:

@@ -118,7 +118,7 @@ class Layer:
 
     def geometry(self, tile: int, multiprocessors: int) -> linear.Geometry:
         if self.name in ("o", "down"):
-            return linear.o(self.rows, tile, multiprocessors, 0)
+            return linear.o(self.rows, tile, multiprocessors, 0, 0)
         size = self.rows // 2 if self.name == "gate_up" else self.rows
         geometry: linear.Geometry = getattr(linear, self.name)(size, tile, multiprocessors)
         return geometry

@@ -48,8 +48,11 @@ def attention(
     useful = splits(context) * _parts(rows, _M_TILE)
     blocks = max(_parts(rows, part_rows), min(useful, most))
     nbytes = _shared_bytes(part_rows, step_rows, head_dim, kv_bits, tile)
-    if few:  # on every multiprocessor: see linear.py
+    # On every multiprocessor: see linear.py.
+    if few:
         return (everywhere(blocks * kv_heads, multiprocessors), 1), THREADS, max(nbytes, ALONE_BYTES)
+    if tile == 8 and not wide:
+        return (everywhere(blocks * kv_heads, multiprocessors), 1), THREADS, nbytes
     return (blocks, kv_heads), THREADS, nbytes
 
 

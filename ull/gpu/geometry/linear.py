@@ -11,6 +11,10 @@ behind it, whose blocks come when all of those are there, only one fits beside e
 - what comes behind a norm: qkv, gate_up and the head; then down is behind such a layer;
 - attention of 16 and 32 tokens by warpgroups, for the small kernel before it; then o is behind that.
 
+Behind a qkv that asks for more, attention of up to 8 tokens lies as though it did: one of its blocks beside each of
+qkv's, if no two fit there and its grid has one for every multiprocessor. So o is behind that, too, and leaves room for
+the gate_up of a norm.
+
 From 16 tokens on a layer of few rows (qkv, o, down) is split along K as well: it writes the sums of its slices to
 `LinearParams.partial`, and `ull_qkv_sum_{tile}` or the next `ull_norm_{tile}` finishes it.
 """
@@ -27,9 +31,12 @@ LINEAR_TILES = (1, 2, 4, *TILES)  # few tokens have variants of their own
 NARROW_TILE = 8  # most tokens of linear_narrow.cuh
 THREADS = 256
 NARROW_BYTES = 110 * 1024 + 768  # two blocks on a multiprocessor
-# One, and beside it one of NARROW_BYTES and two of a norm: it has 228 KB and keeps 1 KB for each block.
+# A multiprocessor has 228 KB, which it deals out by 128 bytes, and keeps 1 KB for each block. One of these fits on it,
+# and beside it one of NARROW_BYTES and one of a norm; or one of BESIDE_NORM_BYTES and two of a norm.
 ALONE_BYTES = 113 * 1024 + 128
+BESIDE_NORM_BYTES = NARROW_BYTES - 128
 WIDE_BYTES = 224 * 1024
+_MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
 STAGED_LIMIT = 36 * 1024  # most activations that a block of linear_narrow.cuh keeps in shared memory
 NORM_CLUSTER = 4  # `kNormCluster` of norm.cu
 LINE_WORDS = 32
@@ -62,7 +69,9 @@ def norm(tile: int) -> Geometry:
 
 def qkv(width: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_qkv_{tile}`: `width` rows of queries, keys and values."""
-    return _split(width, tile, multiprocessors, NARROW_BYTES) if is_split(tile) else _narrow(width, multiprocessors)
+    if is_split(tile):
+        return _split(width, tile, multiprocessors, BESIDE_NORM_BYTES)
+    return _narrow(width, multiprocessors)
 
 
 def qkv_sum(width: int, tile: int) -> Geometry:
@@ -70,9 +79,13 @@ def qkv_sum(width: int, tile: int) -> Geometry:
     return (tile, round_up(width, 1024) // 1024), THREADS, 0
 
 
-def o(hidden: int, tile: int, multiprocessors: int, attention_bytes: int) -> Geometry:
-    """`ull_o_{tile}`, behind attention whose blocks have so much shared memory."""
-    return _everywhere(hidden, tile, multiprocessors, _bytes_behind(attention_bytes))
+def o(hidden: int, tile: int, multiprocessors: int, attention_blocks: int, attention_bytes: int) -> Geometry:
+    """`ull_o_{tile}`, behind attention of so many blocks with so much shared memory each."""
+    beside_qkv = norms_apart(hidden, tile) and not is_split(tile) and attention_blocks == multiprocessors
+    free = _MULTIPROCESSOR_BYTES - (ALONE_BYTES + _RESERVED_BYTES)
+    if beside_qkv and free < 2 * (attention_bytes + _RESERVED_BYTES) <= 2 * free:
+        return _everywhere(hidden, tile, multiprocessors, NARROW_BYTES)
+    return _everywhere(hidden, tile, multiprocessors, _bytes_behind(attention_bytes, tile))
 
 
 def gate_up(intermediate: int, tile: int, multiprocessors: int) -> Geometry:
@@ -85,7 +98,7 @@ def gate_up(intermediate: int, tile: int, multiprocessors: int) -> Geometry:
 
 def down(hidden: int, tile: int, multiprocessors: int, gate_up_bytes: int) -> Geometry:
     """`ull_down_{tile}`, behind gate_up, whose blocks have so much shared memory."""
-    return _everywhere(hidden, tile, multiprocessors, _bytes_behind(gate_up_bytes))
+    return _everywhere(hidden, tile, multiprocessors, _bytes_behind(gate_up_bytes, tile))
 
 
 def head(vocabulary: int, tile: int, multiprocessors: int) -> Geometry:
@@ -122,7 +135,7 @@ def eagle_fc(hidden: int, tile: int, multiprocessors: int) -> Geometry:
 
 def dflash_kv(rows: int, tile: int, multiprocessors: int) -> Geometry:
     """`ull_dflash_kv_{tile}`: `rows` of a layer's keys and values, for tiles of 16 and more."""
-    return _split(rows, tile, multiprocessors, NARROW_BYTES)
+    return _split(rows, tile, multiprocessors, BESIDE_NORM_BYTES)
 
 
 def dflash_store(kv_heads: int, head_dim: int, entries: int) -> Geometry:
@@ -169,12 +182,14 @@ def _narrow(rows: int, multiprocessors: int) -> Geometry:
 def _wide(rows: int, tile: int, multiprocessors: int) -> Geometry:
     """`WidePlan` that keeps its sums in registers."""
     blocks = _in_clusters(min(multiprocessors, _row_tiles(rows)), tile)
-    return (blocks, 1), THREADS, NARROW_BYTES if tile <= 32 else WIDE_BYTES
+    return (blocks, 1), THREADS, BESIDE_NORM_BYTES if tile <= 32 else WIDE_BYTES
 
 
-def _bytes_behind(before: int) -> int:
+def _bytes_behind(before: int, tile: int) -> int:
     """Of a block whose kernel comes behind one with blocks of `before`, on every multiprocessor."""
-    return NARROW_BYTES if before == ALONE_BYTES else ALONE_BYTES
+    if before != ALONE_BYTES:
+        return ALONE_BYTES
+    return BESIDE_NORM_BYTES if is_split(tile) else NARROW_BYTES
 
 
 def everywhere(blocks: int, multiprocessors: int) -> int:

@@ -101,15 +101,17 @@ ULL_DEVICE void store_tile(unsigned char* slot, ValueTile& tile, int position, c
 
 // Brings tiles [first, end) of a kv head, of which there is at least one. By the four warps of a warpgroup. Each part's
 // registers are loaded again as soon as it is stored, and behind the fence, which may wait for loads: so the next
-// tile's keys come while values are stored, and its values while keys are. kOfChunk: tiles may reach the chunk.
+// tile's keys come while values are stored, and its values while keys are. kOfChunk: tiles may reach the chunk, for
+// whose predecessor the warps have waited; else they have not.
 template <bool kOfChunk, typename Params, typename Ring>
 ULL_DEVICE void bring_tiles(const Params& params, int kv_head, int first, int end, const ChunkExtent& chunk,
                             const Ring& ring) {
   const int last = end - 1;
   const auto* pool = static_cast<const unsigned char*>(params.page_pool) + params.layer_offset + kv_head * kKvHeadBytes;
   const auto keys_of = [&](uint32_t page) { return pool + int64_t{page} * params.page_bytes; };
-  const auto page_of = [&](int tile) {  // past L1: it may be before the wait for the predecessor
+  const auto page_of = [&](int tile) {
     const int at = smaller(tile, last);
+    if constexpr (kOfChunk) return static_cast<uint32_t>(params.pages[at]);
     return word_of(arch::load_global(params.pages + at / kSplitTiles * kSplitTiles), at % kSplitTiles);
   };
   uint32_t page = page_of(first), next_page = page_of(first + 1);

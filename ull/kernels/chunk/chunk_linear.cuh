@@ -236,7 +236,7 @@ ULL_DEVICE void leave_apart(const ChunkLinearParams& params, int tile, int count
   for (int group = 0; group < kChunkGroups; ++group) {
     const Four four = quad(sums[group]);
     const int token = group * kGroupTokens + quad_token();
-    if (token < count) store_four(partial + token * Shape::kPaddedRows, four);
+    store_four_if(token < count, partial + token * Shape::kPaddedRows, four);
   }
 }
 
@@ -366,7 +366,7 @@ struct StoreChunkRows {
 #pragma unroll
     for (int group = 0; group < kChunkGroups; ++group) {
       const Four four = scaled(quad(sums[group]), rows, kUnit);
-      if (token + group * kGroupTokens < count) store_four(output + group * kGroupTokens * kStride, four);
+      store_four_if(token + group * kGroupTokens < count, output + group * kGroupTokens * kStride, four);
     }
   }
 };
@@ -396,7 +396,8 @@ struct AddChunkRows {
       for (int i = 0; i < kBatch; ++i) {
         const int group = first + i;
         const Four sum = added(load_four(before[i]), scaled(quad(sums[group]), rows, kUnit));
-        if (token + group * kGroupTokens < count) store_four(residual + group * kGroupTokens * kResidualStride, sum);
+        const bool stores = token + group * kGroupTokens < count;
+        store_four_if(stores, residual + group * kGroupTokens * kResidualStride, sum);
       }
     }
   }

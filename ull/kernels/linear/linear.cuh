@@ -13,9 +13,10 @@
 namespace ull::gpu {
 
 inline constexpr int kComputeWarps = 8;
-// Shared memory of a block: two fit on a multiprocessor, so that the next kernel's can fill their rings, and small
-// blocks beside them; or nearly all of it. See ull/gpu/geometry/linear.py.
+// Shared memory of a block: two fit on a multiprocessor, so that the next kernel's can fill their rings, and one small
+// block beside them, or two; or nearly all of it. See ull/gpu/geometry/linear.py.
 inline constexpr int kNarrowBytes = 110 * 1024 + 768;
+inline constexpr int kBesideNormBytes = kNarrowBytes - 128;
 inline constexpr int kWideBytes = 224 * 1024;
 inline constexpr int kBarrierBytes = sizeof(arch::Barrier);
 

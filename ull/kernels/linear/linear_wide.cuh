@@ -57,7 +57,7 @@ struct WidePlan {
   static constexpr int kSets = (kSplit ? 1 : 2) * kTokens / 16;
   static constexpr int kBlocks = kSets <= 2 ? 2 : 1;
   static constexpr int kBoundThreads = kSets == 4 ? 384 : kWideThreads;
-  static constexpr int kBytes = kSets <= 4 ? kNarrowBytes : kWideBytes;
+  static constexpr int kBytes = kSets <= 4 ? kBesideNormBytes : kWideBytes;
   static constexpr int kDepth =
       smaller(8, kBytes / (kComputeWarps * (kStageBytes + kBarrierBytes) + kTokenStageBytes + 2 * kBarrierBytes));
   static_assert(kDepth >= 2 && kDepth <= kComputeWarps);

@@ -9,8 +9,12 @@ namespace ull::gpu {
 
 inline constexpr int kNormCluster = 4;                                 // blocks of a token
 inline constexpr int kNormBlockThreads = kNormThreads / kNormCluster;  // each has the threads behind its rank's
-inline constexpr int kNormBlocks = 8;  // registers as if so many shared a multiprocessor: 128
-inline constexpr int kVectorsAtOnce = kNormVectors <= 4 ? 2 : 1;  // on their way together, within those
+// As if so many blocks shared a multiprocessor, a thread has 128 registers, or 80: gate_up's and the head's blocks of
+// 32 tokens leave no more of a quarter of it beside o's and down's.
+template <int kTokens>
+inline constexpr int kNormBlocks = kTokens == 32 && kNormVectors <= 4 ? 12 : 8;
+template <int kTokens>
+inline constexpr int kVectorsAtOnce = kNormVectors <= 4 && kTokens != 32 ? 2 : 1;  // on their way together
 inline constexpr int kNormSumBytes = kNormWarps * sizeof(float);
 
 template <int kTokens>
@@ -34,7 +38,7 @@ ULL_DEVICE void norm_token(const NormParams& params) {
   const KeepTaps<kTokens> keep(params.taps, params.round, count);
   RowShare row;
   if (kTokens > kGroupTokens && params.partial != nullptr) {
-    load_finished_row<kTreeTokens, kVectorsAtOnce>(params, row, token, thread);
+    load_finished_row<kTreeTokens, kVectorsAtOnce<kTokens>>(params, row, token, thread);
   } else {
     load_row(row, params.residual + token * kResidualStride, thread);
   }
@@ -60,17 +64,25 @@ ULL_DEVICE void norm_token(const NormParams& params) {
   }
 }
 
-ULL_ROW_CLUSTER_KERNEL(ull_norm_1, NormParams, kNormBlockThreads, kNormBlocks, kNormCluster) { norm_token<1>(params); }
-ULL_ROW_CLUSTER_KERNEL(ull_norm_2, NormParams, kNormBlockThreads, kNormBlocks, kNormCluster) { norm_token<2>(params); }
-ULL_ROW_CLUSTER_KERNEL(ull_norm_4, NormParams, kNormBlockThreads, kNormBlocks, kNormCluster) { norm_token<4>(params); }
-ULL_ROW_CLUSTER_KERNEL(ull_norm_8, NormParams, kNormBlockThreads, kNormBlocks, kNormCluster) { norm_token<8>(params); }
-ULL_ROW_CLUSTER_KERNEL(ull_norm_16, NormParams, kNormBlockThreads, kNormBlocks, kNormCluster) {
+ULL_ROW_CLUSTER_KERNEL(ull_norm_1, NormParams, kNormBlockThreads, kNormBlocks<1>, kNormCluster) {
+  norm_token<1>(params);
+}
+ULL_ROW_CLUSTER_KERNEL(ull_norm_2, NormParams, kNormBlockThreads, kNormBlocks<2>, kNormCluster) {
+  norm_token<2>(params);
+}
+ULL_ROW_CLUSTER_KERNEL(ull_norm_4, NormParams, kNormBlockThreads, kNormBlocks<4>, kNormCluster) {
+  norm_token<4>(params);
+}
+ULL_ROW_CLUSTER_KERNEL(ull_norm_8, NormParams, kNormBlockThreads, kNormBlocks<8>, kNormCluster) {
+  norm_token<8>(params);
+}
+ULL_ROW_CLUSTER_KERNEL(ull_norm_16, NormParams, kNormBlockThreads, kNormBlocks<16>, kNormCluster) {
   norm_token<16>(params);
 }
-ULL_ROW_CLUSTER_KERNEL(ull_norm_32, NormParams, kNormBlockThreads, kNormBlocks, kNormCluster) {
+ULL_ROW_CLUSTER_KERNEL(ull_norm_32, NormParams, kNormBlockThreads, kNormBlocks<32>, kNormCluster) {
   norm_token<32>(params);
 }
-ULL_ROW_CLUSTER_KERNEL(ull_norm_64, NormParams, kNormBlockThreads, kNormBlocks, kNormCluster) {
+ULL_ROW_CLUSTER_KERNEL(ull_norm_64, NormParams, kNormBlockThreads, kNormBlocks<64>, kNormCluster) {
   norm_token<64>(params);
 }
 

@@ -21,6 +21,9 @@ ULL_DEVICE arch::Vector4 bits_of(const Four& four) {
 }
 
 ULL_DEVICE void store_four(float* address, const Four& four) { arch::store_global(address, bits_of(four)); }
+ULL_DEVICE void store_four_if(bool stores, float* address, const Four& four) {
+  arch::store_global_if(stores, address, bits_of(four));
+}
 
 // Transposes 4 x 4: of the four lanes with the same t and g / 4, lane i gets element i of all. So the lane holds rows
 // quad_row() .. + 3 of token 2t + quad_token() of the group.
