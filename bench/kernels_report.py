@@ -35,7 +35,6 @@ TARGET = "sm_90a"
 ARCHS = ("llama-3.1-8b", "llama-3.2-1b", "llama-3.3-70b")
 RESULTS = ROOT / f"bench/results/kernels-{TARGET}.json"
 UPDATE = "look into it, or take the new figures over by `make kernels-report`"
-
 CONTEXT = 32768
 
 _ENTRY = re.compile(r"\.entry (\w+)\(")

@@ -3,8 +3,8 @@
 Where two blocks of a linear layer lie on one multiprocessor all others wait for those. Kernels follow one another by
 programmatic dependent launch: the blocks of one are dealt out when all of the kernel before have begun, each to a
 multiprocessor that has room for it (`occupancy.py`); a kernel's blocks end, in any order, when those of the kernel
-before have. Which multiprocessor gets a block stands in no document of the maker's, so there are several
-ways to deal. What a kernel needs is taken from the figures of `make kernels-report`, older ones too: `--figures FILE`.
+before have. Which multiprocessor gets a block stands in no document of the maker's, so there are several ways to deal.
+What a kernel needs is taken from the figures of `make kernels-report`, older ones too: `--figures FILE`.
 """
 
 from __future__ import annotations
