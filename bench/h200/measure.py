@@ -93,6 +93,7 @@ class Measurement:
         if "bundles" in self._steps:
             self._do("bundles", BUNDLES_S, build_bundles, self._archs)
         self._shapes(FIRST_STEPS)
+        self._client()
         for name, estimate_s in PROGRAMS.items():
             if name in self._steps and (HERE / f"{name}.py").exists():
                 command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(self._run.report.path)]
@@ -101,7 +102,6 @@ class Measurement:
         if "speculation" in self._steps and MIDDLE.arch in self._archs:
             name = f"{MIDDLE.arch}, an EAGLE head's acceptance replayed"
             self._do(name, SPECULATION_S, time_speculation, MIDDLE.arch, arch=MIDDLE.arch)
-        self._client()
         for shape, variant, lengths in FIRST_TOKENS:
             if "first-tokens" in self._steps and shape.arch in self._archs:
                 name = f"{shape.arch}, a client's first tokens, {variant or 'exact'}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -165,7 +166,7 @@ def correctness(report: Path) -> list[Step]:
         Step("engine", 30, 150, tests(engine, 2, by_file=True)),
         Step("memory", 30, 120, program("memory_checks.py", CACHE / "tiny-medusa.ull"), lacks=sanitizer),
         # Last, since their blocks wait for each other: for ever, if they wait in vain.
-        Step("persistent", 30, 150, measuring(report, ["persistent"])),
+        Step("persistent", 75, 150, measuring(report, ["persistent"])),  # below that it would be cut by measure.py
         Step("persistent-engine", 20, 60, tests(["tests/h200/test_persistent.py"])),
     ]
 
@@ -191,6 +192,15 @@ def steps_of(group: str, names: Sequence[str], report: Path) -> list[Step]:
     return [step for step in correctness(report) if step.name in names]
 
 
+def pack_traces(folder: Path) -> None:
+    """All traces and their pictures as one file: only so many come back from a machine that is lent."""
+    traces = sorted(CACHE.glob("trace-*"))
+    if traces:
+        with tarfile.open(folder / "traces.tar", "w") as packed:
+            for trace in traces:
+                packed.add(trace, trace.name)
+
+
 def main() -> int:
     copy = Path(sys.argv[1])
     try:
@@ -212,6 +222,7 @@ def main() -> int:
         for step in steps_of(group, names, report):
             session.do(step)
         failed |= session.failed
+    pack_traces(copy.parent)
     print(f"report in {copy}")
     return 1 if failed else 0
 

@@ -7,8 +7,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "correctness": ("build", "kernels", "pytorch", "engine", "memory", "persistent", "persistent-engine"),
     # How fast it is; measure.py says what each of them measures.
     "figures": (
-        *("bandwidth", "bundles", "rounds", "prefill", "trees-by-warps", "probes", "trace", "profiled"),
-        *("persistent-rounds", "speculation", "client", "first-tokens", "ahead"),
+        *("bandwidth", "bundles", "rounds", "prefill", "trees-by-warps", "client", "probes", "trace", "profiled"),
+        *("persistent-rounds", "speculation", "first-tokens", "ahead"),
     ),
 }
 

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from floor import kv_bytes, prompt_operations
 from journal import Report, Run
 from rich.console import Console
 from rounds import Times
-from run import Session, Step, begin, correctness
+from run import Session, Step, begin, correctness, pack_traces
 from shapes import FIRST_STEPS, LARGE, LAST_STEPS, MIDDLE, STEPS, repeats
 from steps import GROUPS, chosen
 from tables import (
@@ -517,6 +518,20 @@ def test_the_tests_that_steps_run_are_there(tmp_path: Path) -> None:
     assert not [name for name in named if not (ROOT / name).is_file()]
 
 
+def test_traces_come_back_as_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, out = tmp_path / "cache", tmp_path / "out"
+    for folder in (cache, out):
+        folder.mkdir()
+    monkeypatch.setattr("run.CACHE", cache)
+    pack_traces(out)
+    assert not list(out.iterdir()), "there are none"
+    for name in ("trace-16.json.gz", "trace-16.png", "report.json"):
+        (cache / name).write_text(name)
+    pack_traces(out)
+    with tarfile.open(out / "traces.tar") as packed:
+        assert packed.getnames() == ["trace-16.json.gz", "trace-16.png"]
+
+
 def test_a_report_of_other_sources_is_put_aside(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     begin(path, "one")
@@ -590,7 +605,7 @@ def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Run
 def test_figures_come_in_the_order_of_their_worth(figures: Callable[[], Run]) -> None:
     run = figures()
     names = measured(run, set(GROUPS["figures"]))
-    assert names[:8] == [
+    assert names[:9] == [
         "bandwidth",
         "bundles",
         "llama-3.1-8b, T = 1/16/64 at 128",
@@ -598,12 +613,13 @@ def test_figures_come_in_the_order_of_their_worth(figures: Callable[[], Run]) ->
         "llama-3.1-8b, T = 1/16/32/64 at 128/8192, by each warp alone",
         "llama-3.2-1b, T = 1/16/64 at 128",
         "llama-3.3-70b, T = 1 at 128",
+        "client, llama-3.1-8b",
         "probes",  # and no trace: there is no such file
     ]
-    client = names.index("client, llama-3.1-8b")
-    assert names[client - 1] == "llama-3.1-8b, an EAGLE head's acceptance replayed"
-    assert names[client - 2] == "llama-3.1-8b, one kernel for all layers" and "32000" not in " ".join(names[:client])
-    assert names[client + 1 : client + 6] == [
+    replayed = names.index("llama-3.1-8b, an EAGLE head's acceptance replayed")
+    assert names[replayed - 1] == "llama-3.1-8b, one kernel for all layers"
+    assert "32000" not in " ".join(names[:replayed])
+    assert names[replayed + 1 : replayed + 6] == [
         "llama-3.1-8b, a client's first tokens, fast",
         "llama-3.1-8b, a client's first tokens, eagle",
         "llama-3.3-70b, a client's first tokens, exact",

@@ -181,6 +181,18 @@ def test_only_constants_are_read_before_the_wait(kernels: emulation.Kernels, see
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_clusters_barrier_orders_those_that_meet_and_its_start_does_not(
+    kernels: emulation.Kernels, seed: int
+) -> None:
+    source, output = numbers(1), aligned(128, np.uint32)
+    launch: dict[str, Any] = {"grid": (1, 2), "threads": 64, "shared_bytes": 64, "seed": seed}
+    kernels.run("meet_cluster", params=Probe(pointer(source), pointer(output), 0, 0), **launch)
+    assert (output == source[0]).all()
+    with pytest.raises(KernelError, match="a race at shared"):
+        kernels.run("meet_cluster", params=Probe(pointer(source), pointer(output), 0, 1), **launch)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_what_earlier_kernels_wrote_is_read_past_l1_before_the_wait(kernels: emulation.Kernels, seed: int) -> None:
     source, output = numbers(65), aligned(64, np.uint32)
     run(kernels, "load_early", source, output, 3, seed, earlier=[source[:4]])

@@ -119,7 +119,7 @@ def test_norm_is_exact(model: str, tile: int, together: bool) -> None:
         norm_weight=pointer(layer.norm_weight),
         normed=pointer(output),
     )
-    layer.launch(f"norm_{tile}", linear.norm(tile), params, 1, [round_, layer.residual])
+    layer.launch(f"norm_{tile}", linear.norm(tile), params, 1, round_, [layer.residual])
     rows = linear_layers.unpack_activations(output, layer.columns)
     np.testing.assert_array_equal(rows[:count], layer.normed[:count])
     assert np.isnan(rows[count:].astype(np.float32)).all()

@@ -78,10 +78,11 @@ class Head(Layer):
         geometry: Any,
         params: layout.LinearParams,
         seed: int,
+        begun: NDArray[Any],
         written: list[NDArray[Any]],
     ) -> None:
         params.maxima = pointer(self.maxima)
-        super().launch(kernel, geometry, params, seed, written)
+        super().launch(kernel, geometry, params, seed, begun, written)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -110,10 +110,17 @@ ULL_DEVICE int cluster_rank() {
 }
 // All threads of all blocks of the cluster meet, the lanes of a warp together, except those that have ended. What came
 // before it is seen behind it, as with block_barrier(). It stands
-// - behind fence_barrier_init(), before another block of the cluster may arrive on an mbarrier or copy to the block;
+// - behind fence_barrier_init(), before another block of the cluster may arrive on an mbarrier or copy to the block,
+//   where cluster_start() is not enough;
 // - at the end of a block that has not waited for all that others send it, arrivals too: these must not come later.
 ULL_DEVICE void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The same at the start of a kernel, behind fence_barrier_init(): of what came before it mbarriers alone are seen
+// behind it, initialised. It waits for no store on its way to memory, as cluster_barrier() does.
+ULL_DEVICE void cluster_start() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 

@@ -6,7 +6,7 @@ namespace ull::emulator {
 
 namespace {
 
-// `last`: the thread that came last, if it did not end instead.
+// `last`: the thread that came last, if it did not end instead. Threads that meet at cluster_start() are not ordered.
 void release_cluster(Thread* last) {
   Block& first = block_of_rank(0);
   first.at_cluster = 0;
@@ -16,11 +16,11 @@ void release_cluster(Thread* last) {
     for (int i = 0; i < grid.threads; ++i) {
       Thread& thread = block_of_rank(rank).thread[i];
       if (thread.wait != Wait::kCluster) continue;
-      met.push_back(&thread);
+      if (thread.meets_in_order) met.push_back(&thread);
       wake(thread);
     }
   }
-  if (last != nullptr) met.push_back(last);
+  if (last != nullptr && last->meets_in_order) met.push_back(last);
   blocks_meet(met);
 }
 
@@ -49,7 +49,8 @@ std::string place_in(const Block& owner, const void* shared) {
 
 int cluster_rank() { return (grid.in_row ? block->x : block->y) % grid.cluster; }
 
-void meet_cluster(Site site) {
+void meet_cluster(bool in_order, Site site) {
+  self->meets_in_order = in_order;
   meet_warp(Collective::kClusterBarrier, site);
   if (++block_of_rank(0).at_cluster < live_in_cluster()) return suspend(Wait::kCluster, site);
   release_cluster(self);

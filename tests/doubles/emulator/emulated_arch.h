@@ -104,7 +104,8 @@ inline void named_arrive(int id, int count, ULL_SITE_PARAMETERS) { emulator::arr
 inline void warp_barrier(ULL_SITE_PARAMETERS) { emulator::meet_warp(emulator::Collective::kWarpBarrier, ULL_SITE); }
 
 ULL_UNSEEN inline int cluster_rank() { return emulator::cluster_rank(); }
-inline void cluster_barrier(ULL_SITE_PARAMETERS) { emulator::meet_cluster(ULL_SITE); }
+inline void cluster_barrier(ULL_SITE_PARAMETERS) { emulator::meet_cluster(true, ULL_SITE); }
+inline void cluster_start(ULL_SITE_PARAMETERS) { emulator::meet_cluster(false, ULL_SITE); }
 
 template <int kWarps, int kStages, int kBytes>
 inline void remark_ring() {}

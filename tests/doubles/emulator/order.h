@@ -8,7 +8,8 @@
 // - An mbarrier's arrivals are releases, and waits for a phase acquire what had arrived.
 // - An atomic on global memory is relaxed: it releases what came before the thread's last fence_device(), and what it
 //   acquires counts from the thread's next one. So does what await_device() has seen; arrive_device() is a release.
-// - cluster_barrier() orders all threads that meet. An arrival on another block's mbarrier is a release of the block's
+// - cluster_barrier() orders all threads that meet, cluster_start() none. An arrival on another block's mbarrier is a
+// release of the block's
 //   scope, as in arch.cuh: who waits for it knows that loads of shared memory, and products, have ended. Of stores it
 //   knows nothing, and it passes nothing on.
 // - Nothing else passes from block to block: what another block has stored may be seen in any order, or never.

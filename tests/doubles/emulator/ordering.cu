@@ -172,6 +172,19 @@ ULL_KERNEL(store_bytes, ProbeParams, 64, 1) {
   static_cast<uint8_t*>(params.output)[params.fault == 1 ? me / 2 : me] = static_cast<uint8_t>(me);
 }
 
+// Each thread takes what the first one stored before the cluster met. Fault 1: it met at cluster_start().
+ULL_CLUSTER_KERNEL(meet_cluster, ProbeParams, 64, 2) {
+  auto* shared = reinterpret_cast<uint32_t*>(arch::shared_memory());
+  arch::wait_for_predecessor();
+  if (arch::thread() == 0) shared[0] = static_cast<const uint32_t*>(params.input)[0];
+  if (params.fault == 1) {
+    arch::cluster_start();
+  } else {
+    arch::cluster_barrier();
+  }
+  static_cast<uint32_t*>(params.output)[64 * arch::cluster_rank() + arch::thread()] = shared[0];
+}
+
 // Adds the first input to each. Faults: 1 thread 40 does not wait, though all others do; 2 the inputs are loaded before
 // the wait. 3 is none where the first four inputs are constants, or what an earlier kernel wrote: they come past L1.
 ULL_KERNEL(load_early, ProbeParams, 64, 1) {

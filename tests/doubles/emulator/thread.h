@@ -30,8 +30,9 @@ struct Thread {
   int index;  // in the block
   int lane;
   Warp* warp;
-  bool waited;  // has called wait_for_predecessor()
-  Wait wait;    // what it waits for, for messages; with:
+  bool waited;          // has called wait_for_predecessor()
+  bool meets_in_order;  // at a cluster's barrier
+  Wait wait;            // what it waits for, for messages; with:
   Site site;
   const uint64_t* barrier;  // kCopies: the mbarrier
   const uint32_t* count;    // kDevice: the arrivals that are awaited
@@ -88,7 +89,7 @@ Operand& my_operand();
 const Operand* meet_warp(Collective collective, Site site);
 void meet_barrier(int id, int count, Site site);
 void arrive_barrier(int id, int count, Site site);
-void meet_cluster(Site site);
+void meet_cluster(bool in_order, Site site);  // what came before it is seen behind it, or not
 void predecessor_complete(Site site);
 void arrive_device(uint32_t* count, uint32_t by);
 void await_device(const uint32_t* count, uint32_t at_least, Site site);

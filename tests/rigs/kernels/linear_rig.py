@@ -147,18 +147,24 @@ class Layer:
         else:
             params.output = pointer(output)
         geometry = self.geometry(tile, multiprocessors)
-        self.launch(f"{self.name}_{tile}", geometry, params, seed, [round_, activations, residual])
+        self.launch(f"{self.name}_{tile}", geometry, params, seed, round_, [activations, residual])
         if params.partial is not None:
-            self._finish(tile, params, [round_, partial], output, seed)
+            self._finish(tile, params, round_, [partial], output, seed)
         return output
 
     def _finish(
-        self, tile: int, params: LinearParams, written: list[NDArray[Any]], output: NDArray[Any], seed: int
+        self,
+        tile: int,
+        params: LinearParams,
+        begun: NDArray[Any],
+        written: list[NDArray[Any]],
+        output: NDArray[Any],
+        seed: int,
     ) -> None:
-        """What runs after a split layer. written: by it, or by what came before."""
+        """What runs after a split layer. begun: what begin wrote; written: by the layer, or by what came before."""
         if self.name == "qkv":
             params.output = pointer(output)
-            self.launch(f"qkv_sum_{tile}", linear.qkv_sum(self.rows, tile), params, seed, written)
+            self.launch(f"qkv_sum_{tile}", linear.qkv_sum(self.rows, tile), params, seed, begun, written)
             return
         normed = activation_buffer(self.rows, self.cores(tile))
         finish = NormParams(
@@ -171,13 +177,19 @@ class Layer:
             bias=params.bias,
             unit=1 / MLP_SCALE if self.name == "down" else 1,
         )
-        self.launch(f"norm_{tile}", linear.norm(tile), finish, seed, [*written, output])
+        self.launch(f"norm_{tile}", linear.norm(tile), finish, seed, begun, [*written, output])
         is_written = ~(output[:, 0] == UNWRITTEN)
         expected = linear_layers.normed(output[is_written][:, : self.rows], self.norm_weight, EPSILON)
         np.testing.assert_array_equal(linear_layers.unpack_activations(normed, self.rows)[is_written], expected)
 
     def launch(
-        self, kernel: str, geometry: linear.Geometry, params: ctypes.Structure, seed: int, hidden: list[NDArray[Any]]
+        self,
+        kernel: str,
+        geometry: linear.Geometry,
+        params: ctypes.Structure,
+        seed: int,
+        begun: NDArray[Any],
+        hidden: list[NDArray[Any]],
     ) -> None:
         grid, threads, shared_bytes = geometry
         self.kernels.run(
@@ -189,6 +201,7 @@ class Layer:
             seed=seed,
             predecessor_writes=hidden,
             constants=[*(part for part in self.packed if part is not None), self.norm_weight],
+            earlier=[begun],
         )
 
     def is_unwritten(self, rows: NDArray[Any]) -> bool:

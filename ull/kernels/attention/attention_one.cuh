@@ -363,6 +363,16 @@ class AttentionOfOne {
 #pragma unroll 1
     for (int unit = 0; unit < kValueUnits; ++unit) {
       const int position = first + unit * kValueUnit;
+      // A page that lies in the cache as a whole.
+      if (unit % kTileUnits == 0 && unit < kTileUnits * kCopiedTiles && position >= plan_.first_visible &&
+          position + kPageTokens <= plan_.base) {
+        arch::barrier_wait(arrived() + unit / kTileUnits, (split - share_.first_split) % 2);
+        rescale<kHalves>(sums.sum[0], corrections, unit / kTileUnits);
+        multiply_page<kHalves>(sums.sum[0], probabilities, Shared::kProbabilityRow, at(Shared::kValue),
+                               unit / kTileUnits);
+        unit += kTileUnits - 1;
+        continue;
+      }
       if (position > plan_.base || position + kValueUnit <= plan_.first_visible) continue;
       const int page = unit / kTileUnits;
       const bool comes = first + page * kPageTokens < plan_.base;  // from the page

@@ -87,6 +87,42 @@ ULL_DEVICE void multiply_page_values(float (&sum)[kValueTiles][4], const unsigne
   multiply_values(sum, probabilities, row_bytes, loaded, unit);
 }
 
+// The same of a page that lies in the cache as a whole, and that all rows see: what is loaded of its units is on its
+// way together.
+template <int kHalves = 2>
+ULL_DEVICE void multiply_page(float (&sum)[kValueTiles][4], const unsigned char* probabilities, int row_bytes,
+                              const unsigned char* values, int page) {
+  arch::Vector4 loaded[kTileUnits][kValueTiles], rows[kTileUnits][kKvProducts / 2][2] = {};
+#pragma unroll
+  for (int u = 0; u < kTileUnits; ++u) {
+    const int unit = page * kTileUnits + u;
+#pragma unroll
+    for (int n = 0; n < kValueTiles; ++n) loaded[u][n] = load_stored_value(values, n, unit);
+#pragma unroll
+    for (int m = 0; m < kKvProducts; m += 2) {
+      const unsigned char* at = probabilities + row_offset(kKvProducts, unit, arch::lane() % 4, m);
+#pragma unroll
+      for (int r = 0; r < kHalves; ++r) rows[u][m / 2][r] = arch::load_shared(at + 8 * r * row_bytes);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kTileUnits; ++u) {
+#pragma unroll
+    for (arch::Vector4& value : loaded[u]) prepare(value);
+#pragma unroll
+    for (int product = 0; product < kKvProducts; ++product) {
+      uint32_t a[4];
+      row_operand(a, rows[u][product / 2][0], rows[u][product / 2][1], product);
+#pragma unroll
+      for (int n = 0; n < kValueTiles; ++n) {
+        uint32_t b[2];
+        operand(b, loaded[u][n], product);
+        arch::mma(sum[n], a, b);
+      }
+    }
+  }
+}
+
 // The lane's values of a node at four positions from index `index` of its path on (below 0: from `paged`, the unit in
 // the pages; beyond the node's depth: 0), as operands.
 template <int kTile>

@@ -104,32 +104,36 @@ class ChunkRing {
       }
       arch::fence_barrier_init();
     }
-    arch::cluster_barrier();
+    arch::cluster_start();
   }
 
   ULL_DEVICE int stages() const { return stages_; }
   // The stage behind that slice.
   ULL_DEVICE int end_of(int slice) const { return stage_of(slice + 1) - begin_; }
 
-  // ---- by one thread: brings stages --------------------------------------------------------------------------------
+  // ---- by one thread of each of the four warps that bring stages: a copy takes one some 70 cycles to issue ---------
 
-  // Announces a stage and brings its weights, of the block's row tiles.
+  // Brings weights of a stage, of every fourth of the block's row tiles. The first thread announces it: what others
+  // have brought by then counts.
   ULL_DEVICE void bring_weights(const ChunkLinearParams& params, int stage) const {
-    const int slot = stage % Plan::kDepth, first = arch::block_y() * kChunkTiles;
+    const int slot = stage % Plan::kDepth, first = arch::block_y() * kChunkTiles, own = arch::warp() % 4;
     const int tiles = larger(smaller(kChunkTiles, Shape::kRowTiles - first), 0);
     arch::barrier_wait(empty_ + slot, (stage / Plan::kDepth + 1) % 2);  // at once the first time round
-    arch::barrier_arrive_expect(full_ + slot,
-                                static_cast<uint32_t>(Plan::kTokenStageBytes + tiles * Plan::kTileStageBytes));
+    if (own == 0) {
+      arch::barrier_arrive_expect(full_ + slot,
+                                  static_cast<uint32_t>(Plan::kTokenStageBytes + tiles * Plan::kTileStageBytes));
+    }
     const auto* weights = static_cast<const unsigned char*>(params.weights) +
                           (int64_t{first} * Shape::kSteps + (begin_ + stage) * Plan::kStageSteps) * Shape::kStepBytes;
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) {
+    for (int tile = own; tile < tiles; tile += 4) {
       arch::bulk_copy(weights_at(slot, tile), weights + int64_t{tile} * Shape::kSteps * Shape::kStepBytes,
                       Plan::kTileStageBytes, full_ + slot);
     }
   }
-  // Brings the block's share of an announced stage's activations, to all blocks of the cluster.
+  // By the last thread: the block's share of a stage's activations, to all blocks of the cluster.
   ULL_DEVICE void bring_activations(const ChunkLinearParams& params, int first_token, int stage) const {
+    if (arch::warp() % 4 != 3) return;
     const int slot = stage % Plan::kDepth, share = arch::cluster_rank() * Plan::kShareBytes;
     const auto* activations =
         static_cast<const unsigned char*>(params.activations) +
@@ -314,7 +318,7 @@ ULL_DEVICE void chunk_linear(const ChunkLinearParams& params) {
   const SliceRange range = slice_range(params, count, kMaySplit && !kFastPrefill);
   const ChunkRing<Plan> ring(arch::shared_memory(), range);
   const int first_token = range.first_token, early = smaller(Plan::kDepth, ring.stages());
-  const bool brings = arch::thread() == 128 * kWarpgroups && first_token < count;
+  const bool brings = arch::warp() >= 4 * kWarpgroups && arch::lane() == 0 && first_token < count;
   if (brings) {
     for (int stage = 0; stage < early; ++stage) ring.bring_weights(params, stage);
   }

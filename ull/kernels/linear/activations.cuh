@@ -51,7 +51,8 @@ ULL_HOST_DEVICE constexpr int chunk_index(int token, int column) {
          core_index<kChunkTile>(token % kChunkTile, column);
 }
 
-// round->count, from L2: an earlier kernel may write the Round while this one has already begun.
+// round->count, which begin() wrote. embed does not overlap with that, so what comes behind it may read it, past L1,
+// before it waits.
 ULL_DEVICE int token_count(const Round* round) {
   static_assert(ULL_OFFSETOF(Round, count) == 12);
   return static_cast<int>(arch::load_global(round).word[3]);

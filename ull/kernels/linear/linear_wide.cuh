@@ -101,7 +101,7 @@ class WideStream {
       arch::fence_barrier_init();
     }
     if constexpr (Plan::kCluster > 1) {
-      arch::cluster_barrier();
+      arch::cluster_start();
     } else {
       arch::block_barrier();
     }
@@ -293,8 +293,9 @@ ULL_DEVICE void linear_wide(const LinearParams& params) {
   WideStream<Plan> stream(params, arch::shared_memory());
   const Stream<Plan>& weights = stream.weights();
   weights.template fetch_ahead<kAhead>();
+  const int count = token_count(params.round);
   arch::wait_for_predecessor();
-  if (token_count(params.round) == 0) {
+  if (count == 0) {
     weights.drain();
     return;
   }
@@ -325,15 +326,16 @@ ULL_DEVICE void linear_wide(const LinearParams& params) {
     }
 
     const int slice = weights.slice(begin), tiles = weights.tiles(begin);
-    const int count = token_count(params.round);  // again: rather than hold it in a register
+    // Where registers are few it is loaded again, rather than held in one.
+    const int tokens_there = Plan::kBlocks == 2 ? count : token_count(params.round);
     if constexpr (!Plan::kSplit) totals.add(sums, slice == 0);
 #pragma unroll
     for (int r = 0; r < Plan::kWarpTiles; ++r) {
       const int tile = weights.tile(begin) + r * Plan::kTileStride;
       if constexpr (Plan::kSplit) {
-        if (r < tiles) store_slice<Plan>(params, slice, tile, count, sums.value[r]);
+        if (r < tiles) store_slice<Plan>(params, slice, tile, tokens_there, sums.value[r]);
       } else {
-        if (r < tiles && slice == kSlices - 1) Epilogue::finish_tile(params, tile, count, totals.value[r]);
+        if (r < tiles && slice == kSlices - 1) Epilogue::finish_tile(params, tile, tokens_there, totals.value[r]);
       }
     }
   }

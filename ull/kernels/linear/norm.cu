@@ -30,10 +30,10 @@ ULL_DEVICE void norm_token(const NormParams& params) {
   }
   RowShare weight;
   load_norm_weight(weight, params.norm_weight, thread);
-  arch::cluster_barrier();
-  arch::wait_for_predecessor();
+  arch::cluster_start();
   const int token = arch::block_x() / kNormCluster;
   const int count = token_count(params.round);
+  arch::wait_for_predecessor();
   if (token >= count) return;  // with the whole cluster
   const KeepTaps<kTokens> keep(params.taps, params.round, count);
   RowShare row;

@@ -33,8 +33,9 @@ ULL_DEVICE void qkv_sum(const LinearParams& params) {
   arch::release_dependents();
   const int token = arch::block_x();
   const int row = 4 * (arch::block_y() * kNormThreads + arch::thread());
+  const int count = token_count(params.round);
   arch::wait_for_predecessor();
-  if (token >= token_count(params.round) || row >= Qkv::kPaddedRows) return;
+  if (token >= count || row >= Qkv::kPaddedRows) return;
   SliceSums sums;
   sums.load<Qkv::kPaddedRows>(params.partial, token, row);
   const int item = row % kRowUnit / 4;
