@@ -54,28 +54,45 @@ ULL_DEVICE void rescale(float (&sum)[kValueTiles][4], const unsigned char* corre
   }
 }
 
-// probabilities: row g of the m-tile; values: the unit's, prepared; kHalves: 1 if nobody wants rows 8 to 15.
-template <int kHalves = 2>
-ULL_DEVICE void multiply_values(float (&sum)[kValueTiles][4], const unsigned char* probabilities, int row_bytes,
-                                const arch::Vector4 (&loaded)[kValueTiles], int unit) {
+// A unit's probabilities of rows g and g + 8, two products in each vector.
+struct UnitRows {
+  arch::Vector4 low[kKvProducts / 2];
+  arch::Vector4 high[kKvProducts / 2];
+};
+
+// probabilities: row g of the m-tile; kHalves: 1 if nobody wants rows 8 to 15.
+template <int kHalves>
+ULL_DEVICE UnitRows load_unit_rows(const unsigned char* probabilities, int row_bytes, int unit) {
+  UnitRows rows{};
 #pragma unroll
   for (int m = 0; m < kKvProducts; m += 2) {
     const unsigned char* at = probabilities + row_offset(kKvProducts, unit, arch::lane() % 4, m);
-    const arch::Vector4 low = arch::load_shared(at);
-    arch::Vector4 high{};
-    if constexpr (kHalves == 2) high = arch::load_shared(at + 8 * row_bytes);
+    rows.low[m / 2] = arch::load_shared(at);
+    if constexpr (kHalves == 2) rows.high[m / 2] = arch::load_shared(at + 8 * row_bytes);
+  }
+  return rows;
+}
+
+// values: the unit's, prepared.
+ULL_DEVICE void multiply_unit(float (&sum)[kValueTiles][4], const UnitRows& rows,
+                              const arch::Vector4 (&values)[kValueTiles]) {
 #pragma unroll
-    for (int product = m; product < m + 2; ++product) {
-      uint32_t a[4];
-      row_operand(a, low, high, product);
+  for (int product = 0; product < kKvProducts; ++product) {
+    uint32_t a[4];
+    row_operand(a, rows.low[product / 2], rows.high[product / 2], product);
 #pragma unroll
-      for (int n = 0; n < kValueTiles; ++n) {
-        uint32_t b[2];
-        operand(b, loaded[n], product);
-        arch::mma(sum[n], a, b);
-      }
+    for (int n = 0; n < kValueTiles; ++n) {
+      uint32_t b[2];
+      operand(b, values[n], product);
+      arch::mma(sum[n], a, b);
     }
   }
+}
+
+template <int kHalves = 2>
+ULL_DEVICE void multiply_values(float (&sum)[kValueTiles][4], const unsigned char* probabilities, int row_bytes,
+                                const arch::Vector4 (&values)[kValueTiles], int unit) {
+  multiply_unit(sum, load_unit_rows<kHalves>(probabilities, row_bytes, unit), values);
 }
 
 // The same of a unit that lies in the pages as a whole. values: of the split.
@@ -87,39 +104,24 @@ ULL_DEVICE void multiply_page_values(float (&sum)[kValueTiles][4], const unsigne
   multiply_values(sum, probabilities, row_bytes, loaded, unit);
 }
 
-// The same of a page that lies in the cache as a whole, and that all rows see: what is loaded of its units is on its
-// way together.
-template <int kHalves = 2>
+// The same of a page: what is loaded of all its units is on its way together.
+template <int kHalves>
 ULL_DEVICE void multiply_page(float (&sum)[kValueTiles][4], const unsigned char* probabilities, int row_bytes,
                               const unsigned char* values, int page) {
-  arch::Vector4 loaded[kTileUnits][kValueTiles], rows[kTileUnits][kKvProducts / 2][2] = {};
+  arch::Vector4 loaded[kTileUnits][kValueTiles];
+  UnitRows rows[kTileUnits];
 #pragma unroll
-  for (int u = 0; u < kTileUnits; ++u) {
-    const int unit = page * kTileUnits + u;
+  for (int i = 0; i < kTileUnits; ++i) {
+    const int unit = page * kTileUnits + i;
 #pragma unroll
-    for (int n = 0; n < kValueTiles; ++n) loaded[u][n] = load_stored_value(values, n, unit);
-#pragma unroll
-    for (int m = 0; m < kKvProducts; m += 2) {
-      const unsigned char* at = probabilities + row_offset(kKvProducts, unit, arch::lane() % 4, m);
-#pragma unroll
-      for (int r = 0; r < kHalves; ++r) rows[u][m / 2][r] = arch::load_shared(at + 8 * r * row_bytes);
-    }
+    for (int n = 0; n < kValueTiles; ++n) loaded[i][n] = load_stored_value(values, n, unit);
+    rows[i] = load_unit_rows<kHalves>(probabilities, row_bytes, unit);
   }
 #pragma unroll
-  for (int u = 0; u < kTileUnits; ++u) {
+  for (int i = 0; i < kTileUnits; ++i) {
 #pragma unroll
-    for (arch::Vector4& value : loaded[u]) prepare(value);
-#pragma unroll
-    for (int product = 0; product < kKvProducts; ++product) {
-      uint32_t a[4];
-      row_operand(a, rows[u][product / 2][0], rows[u][product / 2][1], product);
-#pragma unroll
-      for (int n = 0; n < kValueTiles; ++n) {
-        uint32_t b[2];
-        operand(b, loaded[u][n], product);
-        arch::mma(sum[n], a, b);
-      }
-    }
+    for (arch::Vector4& value : loaded[i]) prepare(value);
+    multiply_unit(sum, rows[i], loaded[i]);
   }
 }
 

@@ -26,8 +26,8 @@ namespace ull::gpu {
 
 inline constexpr int kWarpgroups = 2;
 inline constexpr int kChunkThreads = 128 * kWarpgroups + 128;  // a warpgroup brings what the others multiply,
-inline constexpr int kBringRegisters = 24;                     // and gives them registers
-inline constexpr int kMultiplyRegisters = 240;
+inline constexpr int kBringRegisters = 40;                     // and gives them registers
+inline constexpr int kMultiplyRegisters = 232;
 inline constexpr int kChunkTiles = 4 * kWarpgroups;  // row tiles of a block, one for each warp
 inline constexpr int kChunkGroups = kChunkTile / kGroupTokens;
 inline constexpr int kChunkCluster = 2;  // blocks of rows
