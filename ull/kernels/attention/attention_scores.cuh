@@ -143,27 +143,20 @@ ULL_DEVICE void choose_scores(float (&score)[4][4], const AttentionPlan& plan, i
   const unsigned char* shared = arch::shared_memory();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int node = smaller((row + 8 * r) / kGroup, kTile - 1);
+    const int node = (row + 8 * r) / kGroup;
     const int depth = reinterpret_cast<const int32_t*>(shared + Shared::kDepth)[node];
     const unsigned char* path = shared + Shared::kPath + node * kTreeTokens;
     const auto* own = reinterpret_cast<const float*>(tree_scores + 8 * r * Shared::kTreeScoreRow);
     int first_visible = window > 0 ? plan.base + (kBlock ? node : depth) - window + 1 : 0;
     if constexpr (kMayLack) first_visible = first_visible > plan.first_visible ? first_visible : plan.first_visible;
-    // The loads of four without a branch, so that they come together: of anything, where there is no such node.
 #pragma unroll
-    for (int first = 0; first < 8; first += 4) {
-      float on_path[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int index = position + first + i - plan.base;  // in the path
-        on_path[i] = own[path[index & (kTreeTokens - 1)] & (kTile - 1)];
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& s = score[(first + i) / 2][2 * r + (first + i) % 2];
-        const int index = position + first + i - plan.base;
-        if (index >= 0) s = on_path[i];
-        if (index > depth || position + first + i < first_visible) s = kMaskedScore;
+    for (int i = 0; i < 8; ++i) {
+      float& s = score[i / 2][2 * r + i % 2];
+      const int index = position + i - plan.base;  // in the path
+      if (index > depth || position + i < first_visible) {
+        s = kMaskedScore;
+      } else if (index >= 0) {
+        s = own[path[index]];
       }
     }
   }
