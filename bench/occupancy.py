@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from ull.gpu.geometry.linear import MULTIPROCESSOR_BYTES, RESERVED_BYTES
+
 MULTIPROCESSORS = 132  # of an H200
 QUARTERS = 4
 REGISTERS, WARPS = 65536 // QUARTERS, 64 // QUARTERS  # of a quarter
-SHARED_BYTES, RESERVED_BYTES = 233472, 1024  # of a multiprocessor; of these the system's own for each block
 BLOCKS = 32
 
 
@@ -37,7 +38,7 @@ class Free:
 
     registers: tuple[int, ...] = (REGISTERS,) * QUARTERS
     warps: tuple[int, ...] = (WARPS,) * QUARTERS
-    shared_bytes: int = SHARED_BYTES
+    shared_bytes: int = MULTIPROCESSOR_BYTES
     blocks: int = BLOCKS
 
     @functools.lru_cache(maxsize=1 << 16)  # noqa: B019

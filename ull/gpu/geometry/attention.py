@@ -48,10 +48,9 @@ def attention(
     useful = splits(context) * _parts(rows, _M_TILE)
     blocks = max(_parts(rows, part_rows), min(useful, most))
     nbytes = _shared_bytes(part_rows, step_rows, head_dim, kv_bits, tile)
-    # On every multiprocessor: see linear.py.
     if few:
-        return (everywhere(blocks * kv_heads, multiprocessors), 1), THREADS, max(nbytes, ALONE_BYTES)
-    if tile == 8 and not wide:
+        nbytes = max(nbytes, ALONE_BYTES)
+    if few or (tile == 8 and not wide):  # on every multiprocessor: see linear.py
         return (everywhere(blocks * kv_heads, multiprocessors), 1), THREADS, nbytes
     return (blocks, kv_heads), THREADS, nbytes
 

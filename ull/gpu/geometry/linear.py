@@ -31,12 +31,12 @@ LINEAR_TILES = (1, 2, 4, *TILES)  # few tokens have variants of their own
 NARROW_TILE = 8  # most tokens of linear_narrow.cuh
 THREADS = 256
 NARROW_BYTES = 110 * 1024 + 768  # two blocks on a multiprocessor
-# A multiprocessor has 228 KB, which it deals out by 128 bytes, and keeps 1 KB for each block. One of these fits on it,
-# and beside it one of NARROW_BYTES and one of a norm; or one of BESIDE_NORM_BYTES and two of a norm.
+MULTIPROCESSOR_BYTES, RESERVED_BYTES = 228 * 1024, 1024  # dealt out by 128 bytes; of these the system's for each block
+# One of these fits on a multiprocessor, and beside it one of NARROW_BYTES and one of a norm, or one of
+# BESIDE_NORM_BYTES and two of a norm.
 ALONE_BYTES = 113 * 1024 + 128
 BESIDE_NORM_BYTES = NARROW_BYTES - 128
 WIDE_BYTES = 224 * 1024
-_MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
 STAGED_LIMIT = 36 * 1024  # most activations that a block of linear_narrow.cuh keeps in shared memory
 NORM_CLUSTER = 4  # `kNormCluster` of norm.cu
 LINE_WORDS = 32
@@ -82,8 +82,8 @@ def qkv_sum(width: int, tile: int) -> Geometry:
 def o(hidden: int, tile: int, multiprocessors: int, attention_blocks: int, attention_bytes: int) -> Geometry:
     """`ull_o_{tile}`, behind attention of so many blocks with so much shared memory each."""
     beside_qkv = norms_apart(hidden, tile) and not is_split(tile) and attention_blocks == multiprocessors
-    free = _MULTIPROCESSOR_BYTES - (ALONE_BYTES + _RESERVED_BYTES)
-    if beside_qkv and free < 2 * (attention_bytes + _RESERVED_BYTES) <= 2 * free:
+    free = MULTIPROCESSOR_BYTES - (ALONE_BYTES + RESERVED_BYTES)
+    if beside_qkv and free < 2 * (attention_bytes + RESERVED_BYTES) <= 2 * free:
         return _everywhere(hidden, tile, multiprocessors, NARROW_BYTES)
     return _everywhere(hidden, tile, multiprocessors, _bytes_behind(attention_bytes, tile))
 
