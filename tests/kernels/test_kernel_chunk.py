@@ -24,7 +24,7 @@ from layer_rig import model_of
 from linear_rig import MODELS
 from ull.bundle import Precision
 from ull.gpu.geometry import chunk
-from ull.gpu.params import OK, PAGE_TOKENS, SPLIT_TOKENS, ChunkProbeParams
+from ull.gpu.params import CHUNK_TILE, OK, PAGE_TOKENS, SPLIT_TOKENS, ChunkProbeParams
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -229,10 +229,32 @@ def test_a_chunk_that_is_skipped_is_not_attended() -> None:
 def test_a_block_without_rows_brings_its_half_of_the_activations(name: str, model: str, blocks: int) -> None:
     """The last cluster's second one, where the blocks of rows are odd in number."""
     layer = ChunkLayer(name, model, seed=5, with_bias=False)
-    assert -(-layer.layer.rows // chunk.BLOCK_ROWS) == blocks
-    assert chunk.product(layer.layer.rows)[0][1] == blocks + 1
+    assert -(-layer.packed_rows // chunk.BLOCK_ROWS) == blocks
+    assert chunk.product(layer.packed_rows, 3)[0][1] == blocks + 1
     count = 130
     rows = layer.run(count, seed=6)
+    np.testing.assert_array_equal(rows[:count], layer.by_rounds(count))
+    assert layer.is_unwritten(rows[count:])
+
+
+HALVED = [
+    *[(name, model, 133, False, "all") for name in NAMES for model in MODELS],
+    *[(*layer, 133, False, "last") for layer in (("qkv", "even"), ("o", "long"), ("gate_up", "odd"))],
+    ("o", "long", 300, False, "last"),
+    ("o", "long", 100, True, "last"),
+    ("down", "even", 128, True, "all"),
+]
+
+
+@pytest.mark.parametrize(("name", "model", "count", "apart", "which"), HALVED)
+def test_blocks_of_64_rows_have_the_bits_of_rounds(name: str, model: str, count: int, apart: bool, which: str) -> None:
+    """They take the place of half as many that would leave half of the chip idle: of all blocks, or of the last."""
+    layer = ChunkLayer(name, model, seed=4, with_bias=name == "qkv" or model == "odd")
+    clusters, tiles = -(-layer.packed_rows // (chunk.CLUSTER * chunk.BLOCK_ROWS)), -(-count // CHUNK_TILE)
+    expected = range(1) if which == "all" else range(1, clusters)
+    # By the multiprocessors of a chip.
+    whole = {chip: chunk.whole_clusters(layer.packed_rows, chip, apart)[tiles - 1] for chip in range(2, 300)}
+    rows = layer.run(count, 5, apart, next(chip for chip, found in whole.items() if found in expected))
     np.testing.assert_array_equal(rows[:count], layer.by_rounds(count))
     assert layer.is_unwritten(rows[count:])
 

@@ -32,6 +32,7 @@ CONSTANTS = {  # Python's name: C++'s
     "SLICES": "kSlices",
     "TAP_SLOTS": "kTapSlots",
     "CHUNK_TOKENS": "kChunkTokens",
+    "CHUNK_PARTS": "kChunkParts",
     "CHUNK_TILE": "kChunkTile",
     "MOST_TAPS": "kMostTaps",
     "MLP_SCALE": "kMlpScale",
@@ -123,5 +124,5 @@ def test_a_change_of_what_host_and_kernels_share_raises_the_interface() -> None:
     ]
     constants = [(name, getattr(params, name)) for name in sorted(CONSTANTS) if name != "INTERFACE"]
     digest = hashlib.sha256(repr((layout, constants)).encode()).hexdigest()[:16]
-    assert (params.INTERFACE, DEVICE_INTERFACE) == (12, 12)
-    assert digest == "a06f7a05a7645989"
+    assert (params.INTERFACE, DEVICE_INTERFACE) == (13, 13)
+    assert digest == "cbbc1a7b3ebd5bfa"

@@ -70,6 +70,13 @@ def products_agree(driver: Driver, kernels: Kernels, stream: int) -> bool:
         driver.free(memory)
 
 
+def product(kernel: str, rows: int, multiprocessors: int, params: ChunkLinearParams) -> Launch:
+    """A linear layer of that many rows, with padding. Sets `params.whole`, which its grid is for."""
+    apart = params.partial is not None
+    params.whole = chunk.whole_clusters(rows, multiprocessors, apart)
+    return Launch(kernel, *chunk.product(rows, multiprocessors, apart), params)
+
+
 def store(sizes: Sizes, places: Places, layer: int) -> Launch:
     """What puts a layer's keys and values of a chunk, in `CHUNK_QKV`, into the pages."""
     region, tensor = places.region, places.tensor
@@ -91,7 +98,7 @@ class Chunks:
     """Builds them, for one model."""
 
     def __init__(self, sizes: Sizes, places: Places, multiprocessors: int) -> None:
-        self._sizes, self._places = sizes, places
+        self._sizes, self._places, self._multiprocessors = sizes, places, multiprocessors
         self._rounds = Rounds(sizes, places, multiprocessors)
 
     def launches(self) -> list[Launch]:
@@ -194,7 +201,7 @@ class Chunks:
         )
         if kernel in ("o", "down") and not self._sizes.fast_prefill:
             params.partial = region(CHUNK_PARTIAL)
-        return Launch(f"ull_chunk_{kernel}", *chunk.product(rows), params)
+        return product(f"ull_chunk_{kernel}", rows, self._multiprocessors, params)
 
     def _attention(self, layer: int) -> Launch:
         sizes, model, region, tensor = self._sizes, self._sizes.model, self._places.region, self._places.tensor

@@ -99,7 +99,8 @@ class DflashPasses:
             normed=region(CHUNK_NORMED),
         )
         norm = Launch("ull_chunk_norm", *chunk.norm(hidden), params)
-        shared, held = HeadChunk("dflash", self._sizes, self._places, self._rounds), self._target_sizes.taps
+        shared = HeadChunk("dflash", self._sizes, self._places, self._rounds, self._multiprocessors)
+        held = self._target_sizes.taps
         return shared.launches(self._head.taps, held, norm, CHUNK_NORMED, hidden)
 
     def block(self, tokens: int) -> list[Launch]:

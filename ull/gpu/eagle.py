@@ -102,7 +102,8 @@ class EaglePasses:
             input=region(CHUNK_INPUT),
         )
         of_entries = Launch("ull_eagle_chunk_input", *linear.eagle_row(CHUNK_TOKENS), params)
-        shared, held = HeadChunk("eagle", self._sizes, self._places, self._rounds), self._target_sizes.taps
+        shared = HeadChunk("eagle", self._sizes, self._places, self._rounds, self._multiprocessors)
+        held = self._target_sizes.taps
         return shared.launches(self._head.taps, held, of_entries, CHUNK_INPUT, 2 * self._sizes.model.hidden)
 
     def first(self) -> list[Launch]:

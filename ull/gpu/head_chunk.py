@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ull.bundle import DEVICE_STEP, round_up
-from ull.gpu.chunk import store
-from ull.gpu.geometry import chunk
+from ull.gpu.chunk import product, store
 from ull.gpu.launch import Launch
 from ull.gpu.memory import CHUNK, CHUNK_QKV, CHUNK_STATES, CHUNK_TAPS, Sizes
 from ull.gpu.params import CHUNK_TOKENS, ChunkLinearParams
@@ -47,8 +46,9 @@ class KvWeights:
 class HeadChunk:
     """Builds them. `kind`: "eagle" or "dflash", as its kernels are named."""
 
-    def __init__(self, kind: str, sizes: Sizes, places: Places, rounds: Rounds) -> None:
+    def __init__(self, kind: str, sizes: Sizes, places: Places, rounds: Rounds, multiprocessors: int) -> None:
         self._kind, self._sizes, self._places, self._rounds = kind, sizes, places, rounds
+        self._multiprocessors = multiprocessors
 
     def launches(
         self, layers: Sequence[int], held: Sequence[int], between: Launch, activations: str, columns: int
@@ -77,7 +77,7 @@ class HeadChunk:
             activations=region(CHUNK_TAPS),
             output=region(CHUNK_STATES),
         )
-        return Launch(f"ull_{self._kind}_chunk_fc", *chunk.product(self._sizes.model.hidden), params)
+        return product(f"ull_{self._kind}_chunk_fc", self._sizes.model.hidden, self._multiprocessors, params)
 
     def _keys_and_values(self, layer: int, activations: str, columns: int) -> list[Launch]:
         """A layer's, into the pages."""
@@ -91,5 +91,5 @@ class HeadChunk:
             activations=region(activations),
             output=region(CHUNK_QKV) + 4 * sizes.attention_width,  # where store finds them
         )
-        product = Launch(f"ull_{self._kind}_chunk_kv", *chunk.product(kv.rows), params)
-        return [product, store(sizes, self._places, layer)]
+        rows = product(f"ull_{self._kind}_chunk_kv", kv.rows, self._multiprocessors, params)
+        return [rows, store(sizes, self._places, layer)]

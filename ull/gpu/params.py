@@ -8,7 +8,7 @@ from ctypes import c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_voi
 from ull.bundle import MLP_SCALE as MLP_SCALE
 from ull.wire import MAX_TREE
 
-INTERFACE = 12
+INTERFACE = 13
 AWAITED = 1 << 63  # in a request's sequence: the round waits for the number alone
 TREE_TOKENS = MAX_TREE
 ROUND_SLOTS = 4
@@ -23,6 +23,7 @@ MOST_TAPS = 8
 TAP_SLOTS = 512
 CHUNK_TOKENS = 512
 CHUNK_TILE = 128
+CHUNK_PARTS = CHUNK_TOKENS // CHUNK_TILE
 SLICES = 8
 LAYER_LINEARS = 4
 PROMPTED, GENERATED = 1, 2  # in a word of the text's counts
@@ -467,6 +468,7 @@ class ChunkLinearParams(ctypes.Structure):
         ("output", c_void_p),
         ("token_scale", c_void_p),
         ("partial", c_void_p),
+        ("whole", c_int32 * CHUNK_PARTS),
     ]
 
 

@@ -8,20 +8,21 @@
 
 namespace ull::gpu {
 
-inline constexpr int kInterface = 12;        // raised with every change of what stands here: see device_layout.py
-inline constexpr int kTreeTokens = 64;       // nodes of the widest tree, root included
-inline constexpr int kRoundSlots = 4;        // mapped request and result blocks, used in turn
-inline constexpr int kStopTokens = 32;       // token ids that end a request
-inline constexpr int kBiases = 1024;         // logit biases of a request
-inline constexpr int kAlternatives = 20;     // alternatives reported per token
-inline constexpr int kMedusaRanks = 10;      // candidates that a Medusa head proposes
-inline constexpr int kPageTokens = 64;       // tokens per KV page
-inline constexpr int kMaskTokens = 128;      // a mask of tokens is padded to so many bits
-inline constexpr int kSplitTokens = 256;     // positions that one attention split covers, aligned; part of the numerics
-inline constexpr int kMostTaps = 8;          // layers whose residual a head reads
-inline constexpr int kTapSlots = 512;        // positions whose tapped rows of the residual are kept
-inline constexpr int kChunkTokens = 512;     // of a prompt, the most that one graph reads
-inline constexpr int kChunkTile = 128;       // of those, the tokens that a block multiplies
+inline constexpr int kInterface = 13;     // raised with every change of what stands here: see device_layout.py
+inline constexpr int kTreeTokens = 64;    // nodes of the widest tree, root included
+inline constexpr int kRoundSlots = 4;     // mapped request and result blocks, used in turn
+inline constexpr int kStopTokens = 32;    // token ids that end a request
+inline constexpr int kBiases = 1024;      // logit biases of a request
+inline constexpr int kAlternatives = 20;  // alternatives reported per token
+inline constexpr int kMedusaRanks = 10;   // candidates that a Medusa head proposes
+inline constexpr int kPageTokens = 64;    // tokens per KV page
+inline constexpr int kMaskTokens = 128;   // a mask of tokens is padded to so many bits
+inline constexpr int kSplitTokens = 256;  // positions that one attention split covers, aligned; part of the numerics
+inline constexpr int kMostTaps = 8;       // layers whose residual a head reads
+inline constexpr int kTapSlots = 512;     // positions whose tapped rows of the residual are kept
+inline constexpr int kChunkTokens = 512;  // of a prompt, the most that one graph reads
+inline constexpr int kChunkTile = 128;    // of those, the tokens that a block multiplies
+inline constexpr int kChunkParts = kChunkTokens / kChunkTile;
 inline constexpr int kSlices = 8;            // K slices of a linear layer; part of the numerics
 inline constexpr float kMlpScale = 0.0625F;  // silu(gate) * up is kept as f16 times this, for its range
 
@@ -491,6 +492,8 @@ struct ChunkLinearParams {
                              // I f16 activations
   const float* token_scale;  // fast: [kChunkTokens] of the activations; else null
   float* partial;            // o, down: where slices' sums of up to kChunkTile tokens stay apart; null: nowhere
+  int32_t whole[kChunkParts];  // of a chunk of i + 1 tiles: of so many clusters that share a tile the first ones have
+                               // blocks of 128 rows, those behind of 64
 };
 
 struct ChunkStoreParams {

@@ -20,7 +20,7 @@ from layer_rig import numbers_of, random_tensors
 from linear_layers import columns_of_step
 from linear_rig import ALL_MODELS, EPSILON, Layer, copied
 from ull.bundle import Forward, Model, Precision, device_macros, device_tensors
-from ull.gpu.chunk import Chunks
+from ull.gpu.chunk import Chunks, product
 from ull.gpu.fused import FusedForward
 from ull.gpu.geometry import chunk
 from ull.gpu.launch import Launch
@@ -176,10 +176,16 @@ class ChunkLayer:
     def rows(self) -> int:
         return self.layer.rows // 2 if self.name == "gate_up" else self.layer.rows
 
-    def run(self, count: int, seed: int = 0, apart: bool = False) -> NDArray[Any]:
+    @property
+    def packed_rows(self) -> int:
+        """Of the weights: gate_up's have padding."""
+        return 2 * linear_layers.round_up(self.rows, 8) if self.name == "gate_up" else self.rows
+
+    def run(self, count: int, seed: int = 0, apart: bool = False, multiprocessors: int = 3) -> NDArray[Any]:
         """[512, N] after a chunk of `count` tokens; what was not written is NaN, or UNWRITTEN.
 
-        `apart`: o or down may leave sums of slices, which the next norm adds.
+        `apart`: o or down may leave sums of slices, which the next norm adds. `multiprocessors`: which decides on how
+        many rows a block has.
         """
         layer, adds, state = self.layer, self.name in ("o", "down"), chunk_of(count)
         scales = aligned(CHUNK_TOKENS, np.float32)
@@ -206,14 +212,12 @@ class ChunkLayer:
         partial = aligned((SLICES, CHUNK_TILE, width), np.float32)
         if apart:
             params.partial = pointer(partial)
-        grid, threads, shared_bytes = chunk.product(
-            layer.rows if self.name != "gate_up" else weights_rows(weights, layer)
-        )
+        launch = product(f"ull_chunk_{self.name}", self.packed_rows, multiprocessors, params)
         self.kernels.run(
-            f"ull_chunk_{self.name}",
-            grid=grid,
-            threads=threads,
-            shared_bytes=shared_bytes,
+            launch.kernel,
+            grid=launch.grid,
+            threads=launch.threads,
+            shared_bytes=launch.shared_bytes,
             params=params,
             seed=seed,
             predecessor_writes=[activations, residual, scales],
@@ -287,11 +291,6 @@ class ChunkLayer:
         if self.name in ("o", "down"):
             return bool((rows == UNWRITTEN).all())
         return bool(np.isnan(rows.astype(np.float32)).all())
-
-
-def weights_rows(weights: NDArray[np.uint8], layer: Layer) -> int:
-    """Rows of gate_up with their padding."""
-    return 2 * linear_layers.round_up(layer.rows // 2, 8)
 
 
 def quantised_in_a_chunk(

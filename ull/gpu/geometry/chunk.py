@@ -5,10 +5,12 @@ The grids are for whole chunks; blocks of tokens that a chunk has not return at 
 
 from __future__ import annotations
 
+from functools import cache
+
 from ull.bundle import round_up
 from ull.gpu.geometry import linear
 from ull.gpu.geometry.attention import tile_ring_bytes
-from ull.gpu.params import CHUNK_TILE, CHUNK_TOKENS, SLICES
+from ull.gpu.params import CHUNK_PARTS, CHUNK_TILE, CHUNK_TOKENS, SLICES
 
 Geometry = tuple[tuple[int, int], int, int]  # grid, threads, bytes of shared memory
 
@@ -42,10 +44,31 @@ def store(kv_heads: int, head_dim: int) -> Geometry:
     return (CHUNK_TOKENS // STORE_TOKENS + 1, blocks), THREADS, 0
 
 
-def product(rows: int) -> Geometry:
-    """`ull_chunk_qkv`, `ull_chunk_o`, `ull_chunk_gate_up` and `ull_chunk_down`, by the rows of their matrix."""
-    blocks = round_up(rows, CLUSTER * BLOCK_ROWS) // BLOCK_ROWS
-    return (CHUNK_TOKENS // CHUNK_TILE, blocks), LINEAR_THREADS, linear.WIDE_BYTES
+@cache
+def whole_clusters(rows: int, multiprocessors: int, apart: bool = False) -> tuple[int, ...]:
+    """How many clusters, of a product of 1 .. CHUNK_PARTS tiles, have blocks of 128 rows; those behind have 64.
+
+    A block fills a multiprocessor. Where the last clusters leave half of the chip idle or more, twice as many take
+    their place, of half the work each. `apart`: a single tile's slices are shared out to CHUNK_PARTS columns.
+    """
+    clusters, at_once = -(-rows // (CLUSTER * BLOCK_ROWS)), max(multiprocessors // CLUSTER, 1)
+    whole = []
+    for columns in _columns(apart):
+        full = clusters * columns // at_once * at_once // columns
+        whole.append(full if 2 * (clusters - full) * columns <= at_once else clusters)
+    return tuple(whole)
+
+
+def product(rows: int, multiprocessors: int, apart: bool = False) -> Geometry:
+    """The linear layers of a chunk, by the rows of their matrix; `apart` as `whole_clusters` has it."""
+    clusters = -(-rows // (CLUSTER * BLOCK_ROWS))
+    wholes = whole_clusters(rows, multiprocessors, apart)
+    most = max(columns * (2 * clusters - whole) for columns, whole in zip(_columns(apart), wholes, strict=True))
+    return (CHUNK_PARTS, CLUSTER * -(-most // CHUNK_PARTS)), LINEAR_THREADS, linear.WIDE_BYTES
+
+
+def _columns(apart: bool) -> tuple[int, ...]:
+    return tuple(CHUNK_PARTS if apart and tiles == 1 else tiles for tiles in range(1, CHUNK_PARTS + 1))
 
 
 def attention(heads: int, kv_heads: int, head_dim: int) -> Geometry:

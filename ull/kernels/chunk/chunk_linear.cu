@@ -12,13 +12,13 @@ struct ActivateChunk {
   static constexpr bool kTogether = true;
   static constexpr bool kWhole = GateUp::kRowTiles % (kChunkCluster * kChunkTiles) == 0;  // every warp has a row tile
 
-  ULL_DEVICE static void finish(const ChunkLinearParams& params, int tile, int first_token, int count,
+  ULL_DEVICE static void finish(const ChunkLinearParams& params, const BlockShare& share, int count,
                                 const ChunkSums& sums) {
     constexpr int kSteps = round_up(kIntermediate, kColumnUnit) / kColumnUnit;
     static_assert(4 * kGateUpColumns == kColumnUnit);
-    const int warpgroup = arch::warp() / 4, step = tile / 4;
+    const int warpgroup = arch::warp() / 4, tile = share.own_tile(), step = tile / 4;
     unsigned char* staged = arch::shared_memory() + warpgroup * kChunkStepBytes;
-    arch::named_barrier(1, 128 * kWarpgroups);  // nobody multiplies any more
+    arch::named_barrier(1, 128 * share.warpgroups);  // nobody multiplies any more
     // A tile's pairs are one word of each row of 16 bytes: in quarter q word t ^ q, so that lanes meet in no bank.
     const int quarter = pair_column() / 2, word = arch::warp() % 4 ^ quarter;
     auto* own = reinterpret_cast<uint32_t*>(staged + quarter * kQuarterBytes + pair_token() * 16) + word;
@@ -29,9 +29,9 @@ struct ActivateChunk {
     }
     arch::named_barrier(2 + warpgroup, 128);
     const int token = arch::thread() % 128;
-    if (step >= kSteps || first_token + token >= count) return;
-    auto* output =
-        static_cast<uint16_t*>(params.output) + chunk_index<kIntermediate>(first_token + token, step * kColumnUnit);
+    if (step >= kSteps || share.first_token + token >= count) return;
+    auto* output = static_cast<uint16_t*>(params.output) +
+                   chunk_index<kIntermediate>(share.first_token + token, step * kColumnUnit);
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       const arch::Vector4 row = arch::load_shared(staged + q * kQuarterBytes + token * 16);

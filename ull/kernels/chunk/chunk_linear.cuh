@@ -1,6 +1,5 @@
 // y = W x of a chunk: a block computes 128 rows for 128 tokens, by two warpgroups of 64 rows each; a third brings
-// weights and activations through a ring of stages. Grid: x = tiles of tokens, y = blocks of rows, so that
-// blocks that run together read the same weights.
+// weights and activations through a ring of stages. Blocks that run together read the same weights (block_share).
 //
 // Two blocks of rows for the same tokens are a cluster: each brings half of every stage's activations, to both. A
 // block's stage of 128 columns is then 16 KiB of FP8 weights and 16 KiB of activations from L2, whose bandwidth bounds
@@ -11,12 +10,15 @@
 // a chain of products of 16 columns over the slice's steps (linear.cuh). The products are the warpgroup's instead of a
 // warp's; docs/gpu.md says why both add alike.
 //
-// A chunk of one tile of tokens leaves the blocks of all other tiles idle. Where the rows alone do not fill the chip (o
-// and down) these take a part of its slices each, whose sums stay apart until the next norm adds them.
+// Of o and down the rows alone do not fill the chip when a chunk has one tile of tokens: there each cluster takes a
+// part of the slices, whose sums stay apart until the next norm adds them.
 //
-// Not so where a bundle's prompts are read fast: there weights and activations are multiplied as the e4m3 that they are
-// stored as, 32 columns by a product. Every stage's sum is added to the total in f32, since those of e4m3 products keep
-// few bits. An output depends on neither its place nor what else the chunk holds.
+// Where the last blocks would leave half of the chip idle or more, blocks of 64 rows take their place, twice as many,
+// in which one warpgroup multiplies (ChunkLinearParams::whole).
+//
+// The sums are others where a bundle's prompts are read fast: there weights and activations are multiplied as the e4m3
+// that they are stored as, 32 columns by a product. Every stage's sum is added to the total in f32, since those of e4m3
+// products keep few bits. An output depends on neither its place nor what else the chunk holds.
 #pragma once
 
 #include "chunk/fast_activations.cuh"
@@ -31,21 +33,37 @@ inline constexpr int kMultiplyRegisters = 232;
 inline constexpr int kChunkTiles = 4 * kWarpgroups;  // row tiles of a block, one for each warp
 inline constexpr int kChunkGroups = kChunkTile / kGroupTokens;
 inline constexpr int kChunkCluster = 2;  // blocks of rows
-inline constexpr int kChunkParts = kChunkTokens / kChunkTile;
-static_assert(kSlices % kChunkParts == 0);
+static_assert(kSlices % kChunkParts == 0 && kWarpgroups == 2);
 
-// Which slices of which tokens a block multiplies.
-struct SliceRange {
+// What a block multiplies.
+struct BlockShare {
+  int first_tile, warpgroups;  // its row tiles, four for each warpgroup that multiplies
   int first_token;
   int first, end;  // slices
   bool apart;      // their sums are left in `partial`
+  bool idle;       // nothing, with its whole cluster
+  ULL_DEVICE int own_tile() const { return first_tile + arch::warp(); }
 };
 
-ULL_DEVICE SliceRange slice_range(const ChunkLinearParams& params, int count, bool may_split) {
-  const int x = arch::block_x();
-  if (!may_split || params.partial == nullptr || count > kChunkTile) return {x * kChunkTile, 0, kSlices, false};
+// The grid's first clusters, in the order in which they begin, have all the work: the same rows for all columns (tiles
+// of tokens, or parts of the slices), then the next rows.
+template <typename Shape>
+ULL_DEVICE BlockShare block_share(const ChunkLinearParams& params, int count, bool may_split) {
+  const int last_part = larger(count - 1, 0) / kChunkTile, whole = params.whole[last_part];
+  const bool apart = may_split && params.partial != nullptr && last_part == 0;
+  const int columns = apart ? kChunkParts : last_part + 1;
+  const int cluster = arch::block_x() + arch::grid_x() * (arch::block_y() / kChunkCluster);
+  const int rows = cluster / columns, column = cluster - rows * columns;
+  const int warpgroups = rows < whole ? kWarpgroups : kWarpgroups / 2;
+  const int cluster_tile = kChunkCluster * 4 * (kWarpgroups * smaller(rows, whole) + larger(rows - whole, 0));
   constexpr int kPart = kSlices / kChunkParts;
-  return {0, x * kPart, (x + 1) * kPart, true};
+  return {.first_tile = cluster_tile + 4 * warpgroups * arch::cluster_rank(),
+          .warpgroups = warpgroups,
+          .first_token = apart ? 0 : column * kChunkTile,
+          .first = apart ? column * kPart : 0,
+          .end = apart ? (column + 1) * kPart : kSlices,
+          .apart = apart,
+          .idle = count < 1 || cluster_tile >= Shape::kRowTiles};
 }
 
 template <typename Shape_>
@@ -90,17 +108,19 @@ class ChunkRing {
   using Shape = typename Plan::Shape;
 
   // By all threads of the cluster; the barriers are ready when it returns. Stages count from the range's first one.
-  ULL_DEVICE ChunkRing(unsigned char* shared, const SliceRange& range)
+  ULL_DEVICE ChunkRing(unsigned char* shared, const BlockShare& share)
       : shared_(shared),
-        begin_(range.apart ? stage_of(range.first) : 0),
-        stages_((range.apart ? stage_of(range.end) : Plan::kStages) - begin_),
+        first_tile_(share.first_tile),
+        tiles_(larger(smaller(4 * share.warpgroups, Shape::kRowTiles - share.first_tile), 0)),
+        begin_(share.apart ? stage_of(share.first) : 0),
+        stages_((share.apart ? stage_of(share.end) : Plan::kStages) - begin_),
         full_(reinterpret_cast<arch::Barrier*>(shared + Plan::kBarriersAt)),
         empty_(full_ + Plan::kDepth) {
     if (arch::thread() == 0) {
 #pragma unroll
       for (int i = 0; i < Plan::kDepth; ++i) {
         arch::barrier_init(full_ + i, 1);
-        arch::barrier_init(empty_ + i, kChunkCluster * 4 * kWarpgroups);
+        arch::barrier_init(empty_ + i, kChunkCluster * 4 * share.warpgroups);
       }
       arch::fence_barrier_init();
     }
@@ -116,17 +136,17 @@ class ChunkRing {
   // Brings weights of a stage, of every fourth of the block's row tiles. The first thread announces it: what others
   // have brought by then counts.
   ULL_DEVICE void bring_weights(const ChunkLinearParams& params, int stage) const {
-    const int slot = stage % Plan::kDepth, first = arch::block_y() * kChunkTiles, own = arch::warp() % 4;
-    const int tiles = larger(smaller(kChunkTiles, Shape::kRowTiles - first), 0);
+    const int slot = stage % Plan::kDepth, own = arch::warp() % 4;
     arch::barrier_wait(empty_ + slot, (stage / Plan::kDepth + 1) % 2);  // at once the first time round
     if (own == 0) {
       arch::barrier_arrive_expect(full_ + slot,
-                                  static_cast<uint32_t>(Plan::kTokenStageBytes + tiles * Plan::kTileStageBytes));
+                                  static_cast<uint32_t>(Plan::kTokenStageBytes + tiles_ * Plan::kTileStageBytes));
     }
-    const auto* weights = static_cast<const unsigned char*>(params.weights) +
-                          (int64_t{first} * Shape::kSteps + (begin_ + stage) * Plan::kStageSteps) * Shape::kStepBytes;
+    const auto* weights =
+        static_cast<const unsigned char*>(params.weights) +
+        (int64_t{first_tile_} * Shape::kSteps + (begin_ + stage) * Plan::kStageSteps) * Shape::kStepBytes;
 #pragma unroll 1
-    for (int tile = own; tile < tiles; tile += 4) {
+    for (int tile = own; tile < tiles_; tile += 4) {
       arch::bulk_copy(weights_at(slot, tile), weights + int64_t{tile} * Shape::kSteps * Shape::kStepBytes,
                       Plan::kTileStageBytes, full_ + slot);
     }
@@ -166,6 +186,7 @@ class ChunkRing {
   ULL_DEVICE static int stage_of(int slice) { return Shape::slice_begin(slice) / Plan::kStageSteps; }
 
   unsigned char* shared_;
+  int first_tile_, tiles_;
   int begin_, stages_;
   arch::Barrier* full_;
   arch::Barrier* empty_;
@@ -201,13 +222,13 @@ ULL_DEVICE void multiply_half(ChunkSums& sums, uint32_t (&a)[Plan::kHalfSteps][2
 
 // The sums of the warp's row tile for the block's tokens, slice by slice: take(slice, sums).
 template <typename Plan, typename Take>
-ULL_DEVICE void multiply_chunk(const ChunkRing<Plan>& ring, const SliceRange& range, const Take& take) {
+ULL_DEVICE void multiply_chunk(const ChunkRing<Plan>& ring, const BlockShare& share, const Take& take) {
   uint32_t a[Plan::kHalves][Plan::kHalfSteps][2][4];
   int stage = 0;
   if constexpr (trace::kStamps) ring.wait(stage);
   trace::mark(trace::kFirstUsed);
 #pragma unroll 1
-  for (int slice = range.first; slice < range.end; ++slice) {
+  for (int slice = share.first; slice < share.end; ++slice) {
     ChunkSums sums;
 #pragma unroll
     for (int i = 0; i < 4 * kChunkGroups; ++i) sums[i / 4][i % 4] = 0.0F;
@@ -308,22 +329,22 @@ ULL_DEVICE void scale_tokens(ChunkSums& sums, const float* token_scale) {
   }
 }
 
-// The kernel. Epilogue: finish(params, tile, first token, count, sums) of a warp's row tile, which there may not be if
-// the epilogue is kTogether: then all warps that multiply call it. kMaySplit: see above.
+// The kernel. Epilogue: finish(params, share, count, sums) of a warp's row tile, which there may not be if the epilogue
+// is kTogether: then all warps that multiply call it. kMaySplit: see above.
 template <typename Shape, typename Epilogue, bool kMaySplit = false>
 ULL_DEVICE void chunk_linear(const ChunkLinearParams& params) {
   using Plan = ChunkPlan<Shape>;
   arch::release_dependents();
   const int count = chunk_extent(params.chunk).count;
-  const SliceRange range = slice_range(params, count, kMaySplit && !kFastPrefill);
-  const ChunkRing<Plan> ring(arch::shared_memory(), range);
-  const int first_token = range.first_token, early = smaller(Plan::kDepth, ring.stages());
-  const bool brings = arch::warp() >= 4 * kWarpgroups && arch::lane() == 0 && first_token < count;
+  const BlockShare share = block_share<Shape>(params, count, kMaySplit && !kFastPrefill);
+  if (share.idle) return arch::wait_for_predecessor();
+  const ChunkRing<Plan> ring(arch::shared_memory(), share);
+  const int first_token = share.first_token, early = smaller(Plan::kDepth, ring.stages());
+  const bool brings = arch::warp() >= 4 * kWarpgroups && arch::lane() == 0;
   if (brings) {
     for (int stage = 0; stage < early; ++stage) ring.bring_weights(params, stage);
   }
   arch::wait_for_predecessor();
-  if (first_token >= count) return;  // with the whole cluster
   if (arch::warp() >= 4 * kWarpgroups) {
     arch::give_registers_up<kBringRegisters>();
     if (!brings) return;
@@ -336,7 +357,8 @@ ULL_DEVICE void chunk_linear(const ChunkLinearParams& params) {
     return;
   }
   arch::want_registers<kMultiplyRegisters>();
-  const int tile = arch::block_y() * kChunkTiles + arch::warp();
+  if (arch::warp() >= 4 * share.warpgroups) return;
+  const int tile = share.own_tile();
   ChunkSums totals;
   if constexpr (kFastPrefill) {
     multiply_chunk_fast<Plan>(ring, totals);
@@ -344,14 +366,14 @@ ULL_DEVICE void chunk_linear(const ChunkLinearParams& params) {
   } else {
 #pragma unroll
     for (int i = 0; i < 4 * kChunkGroups; ++i) totals[i / 4][i % 4] = -0.0F;  // which changes no bit of what is added
-    multiply_chunk<Plan>(ring, range, [&](int slice, const ChunkSums& sums) {
-      if (range.apart) return leave_apart<Shape>(params, tile, count, slice, sums);
+    multiply_chunk<Plan>(ring, share, [&](int slice, const ChunkSums& sums) {
+      if (share.apart) return leave_apart<Shape>(params, tile, count, slice, sums);
 #pragma unroll
       for (int i = 0; i < 4 * kChunkGroups; ++i) totals[i / 4][i % 4] += sums[i / 4][i % 4];
     });
   }
-  if (range.apart || (!Epilogue::kTogether && tile >= Shape::kRowTiles)) return;
-  Epilogue::finish(params, tile, first_token, count, totals);
+  if (share.apart || (!Epilogue::kTogether && tile >= Shape::kRowTiles)) return;
+  Epilogue::finish(params, share, count, totals);
 }
 
 // ---- epilogues ------------------------------------------------------------------------------------------------------
@@ -361,11 +383,11 @@ template <int kStride, int kUnit = 1>
 struct StoreChunkRows {
   static constexpr bool kTogether = false;
 
-  ULL_DEVICE static void finish(const ChunkLinearParams& params, int tile, int first_token, int count,
+  ULL_DEVICE static void finish(const ChunkLinearParams& params, const BlockShare& share, int count,
                                 const ChunkSums& sums) {
-    const int row = tile * kRowUnit + quad_row();
+    const int row = share.own_tile() * kRowUnit + quad_row();
     const RowScale rows = load_row_scale(params.scale, params.bias, row);
-    const int token = first_token + quad_token();
+    const int token = share.first_token + quad_token();
     float* output = static_cast<float*>(params.output) + int64_t{token} * kStride + row;
 #pragma unroll
     for (int group = 0; group < kChunkGroups; ++group) {
@@ -380,11 +402,11 @@ template <int kUnit>
 struct AddChunkRows {
   static constexpr bool kTogether = false;
 
-  ULL_DEVICE static void finish(const ChunkLinearParams& params, int tile, int first_token, int count,
+  ULL_DEVICE static void finish(const ChunkLinearParams& params, const BlockShare& share, int count,
                                 const ChunkSums& sums) {
-    const int row = tile * kRowUnit + quad_row();
+    const int row = share.own_tile() * kRowUnit + quad_row();
     const RowScale rows = load_row_scale(params.scale, params.bias, row);
-    const int token = first_token + quad_token();
+    const int token = share.first_token + quad_token();
     float* residual = static_cast<float*>(params.output) + int64_t{token} * kResidualStride + row;
     constexpr int kBatch = kChunkGroups / 2;  // groups whose residual is on its way together
 #pragma unroll
