@@ -29,6 +29,8 @@ template <int kTile>
 struct Attention {
   using Shared = AttentionShared<kTile>;
   static constexpr int kTiles = Shared::kStepTiles;
+  // The first split's keys become f16 before the wait. A DFlash head's kernel for few entries would spill.
+  static constexpr bool kPreparesEarly = !(kBlock && Shared::kNarrow);
 
   const AttentionParams& params;
   const AttentionPlan& plan;
@@ -53,6 +55,10 @@ struct Attention {
   ULL_DEVICE void load_split_keys(KeyFragment& keys, int split, const arch::Vector4& pages) const {
     if (!plan.in_pages(split * kSplitTokens + arch::warp() * kHalf, kHalf)) return;
     load_keys(keys, page_keys(word_of(pages, arch::warp() / 2)), arch::warp() % 2);
+  }
+
+  ULL_DEVICE void prepare_split(KeyFragment& keys, int split) const {
+    if (plan.in_pages(split * kSplitTokens + arch::warp() * kHalf, kHalf)) prepare(keys);
   }
 
   // Threads 0 to 3 ask for a page each, and for nothing where no node looks: `arrived` completes in every split.
@@ -154,6 +160,7 @@ struct Attention {
       if (step.start + page * kPageTokens < plan.base) {
         arch::barrier_wait(arrived() + page, (step.split - share.first_split) % 2);
       }
+      const bool whole = unit % kTileUnits == 0 && position + kPageTokens <= plan.base;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         if (!step.has(tile, 0)) continue;
@@ -161,13 +168,16 @@ struct Attention {
         if (unit % kTileUnits == 0) {
           rescale(sums.sum[tile], corrections + 16 * tile * 4 * kSplitTiles, unit / kTileUnits);
         }
-        if (position + kValueUnit <= plan.base) {
+        if (whole) {
+          multiply_page<2>(sums.sum[tile], rows, Shared::kProbabilityRow, values, page);
+        } else if (position + kValueUnit <= plan.base) {
           multiply_page_values(sums.sum[tile], rows, Shared::kProbabilityRow, values, unit);
         } else {
           multiply_path_values<kTile>(sums.sum[tile], rows, values, plan, share.row + step.row + 16 * tile, unit,
                                       position);
         }
       }
+      if (whole) unit += kTileUnits - 1;
     }
   }
 
@@ -199,14 +209,14 @@ struct Attention {
     prepare_heads<kTile>(params, plan, share, share.end_split * kSplitTokens > plan.base);
   }
 
-  // keys: loaded, of the first split.
+  // keys: loaded, of the first split; prepared, if kPreparesEarly.
   ULL_DEVICE void run(KeyFragment& keys) const {
 #pragma unroll 1
     for (int split = share.first_split; split < share.end_split; ++split) {
       const bool more = split + 1 < share.end_split;
       const arch::Vector4 pages = load_split_pages(params, more ? split + 1 : split);
       Step step{split, split * kSplitTokens, 0, share.rows};
-      if (plan.in_pages(step.start + arch::warp() * kHalf, kHalf)) prepare(keys);
+      if (!kPreparesEarly || split > share.first_split) prepare_split(keys, split);
 #pragma unroll 1
       for (; step.row < step.rows; step.row += Shared::kStepRows) {
         ScoreFragment<kTiles> scores{};
@@ -251,6 +261,7 @@ ULL_DEVICE void attend(const AttentionParams& params) {
   if (works) {
     block.request(keys, share.first_split == guess ? guessed : load_split_pages(params, share.first_split));
     if (arch::thread() == 0) *work = {plan, share};
+    if (Attention<kTile>::kPreparesEarly) block.prepare_split(keys, share.first_split);
     arch::block_barrier();
   }
   arch::wait_for_predecessor();

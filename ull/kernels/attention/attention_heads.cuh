@@ -106,48 +106,76 @@ ULL_DEVICE void store_tree(unsigned char* row, unsigned char* tree, const HeadPa
   }
 }
 
-// Queries of the block's rows; with_tree: also keys and values of all nodes, which one block publishes: the one of part
-// 0 that has the last split. Behind prepare_paths() and a barrier.
+// Heads of a thread whose loads are on their way together: as many as there are registers for.
 template <int kTile>
-ULL_DEVICE void prepare_heads(const AttentionParams& params, const AttentionPlan& plan, const AttentionShare& share,
-                              bool with_tree) {
+inline constexpr int kHeadsAtOnce = AttentionShared<kTile>::kNarrow ? (kQkNorm ? 1 : 2) : 4;
+
+// A head of the round, of which a lane has a part.
+template <int kTile>
+struct RoundHead {
   using Shared = AttentionShared<kTile>;
-  unsigned char* shared = arch::shared_memory();
-  const int part = arch::thread() % kHeadLanes;
-  const int heads = share.rows + (with_tree ? 2 * plan.count : 0);
-  const bool publishes = share.part == 0 && share.end_split == plan.end_split;
-#pragma unroll 1
-  for (int first = 0; first < heads; first += kAttentionThreads / kHeadLanes) {
-    const int head = first + arch::thread() / kHeadLanes;
-    const bool active = head < heads && part < kHeadParts;
-    const int own = head - share.rows;  // below 0: a query; then keys, then values
-    const bool is_value = own >= plan.count;
-    const int row = share.row + head;
-    const int node = own < 0 ? row / kGroup : is_value ? own - plan.count : own;
-    const int column = own < 0 ? share.kv_head * kGroup + row % kGroup
-                               : kHeads + share.kv_head + (is_value ? kKvHeads : 0);  // in heads
-    HeadPart x{};
-    if (active) x = load_head(params.qkv + static_cast<size_t>(node) * kQkvWidth + column * kHeadDim, part);
+
+  bool active, is_query, is_value;
+  int number, node;  // of the block's heads: its queries, then the keys of all nodes, then their values
+  HeadPart x;
+  HeadTurn turn;
+
+  ULL_DEVICE void load(const AttentionParams& params, const AttentionPlan& plan, const AttentionShare& share, int head,
+                       int heads, int part) {
+    const int own = head - share.rows, row = share.row + head;
+    number = head;
+    active = head < heads && part < kHeadParts;
+    is_query = own < 0;
+    is_value = own >= plan.count;
+    node = is_query ? row / kGroup : is_value ? own - plan.count : own;
+    x = {};
+    if (!active) return;
+    const int column = is_query ? share.kv_head * kGroup + row % kGroup
+                                : kHeads + share.kv_head + (is_value ? kKvHeads : 0);  // in heads
+    x = load_head(params.qkv + static_cast<size_t>(node) * kQkvWidth + column * kHeadDim, part);
+    if (is_value) return;
+    const auto* depths = reinterpret_cast<const int32_t*>(arch::shared_memory() + Shared::kDepth);
+    const int position = plan.base + (kBlock ? params.round->depths[node] : depths[node]);
+    turn = load_turn(params.rope + static_cast<size_t>(position) * kHeadDim, part);
+  }
+
+  // By all lanes of the warp. publishes: the block writes the tree.
+  ULL_DEVICE void store(const AttentionParams& params, const AttentionShare& share, bool publishes, int part) {
+    unsigned char* shared = arch::shared_memory();
     if constexpr (kQkNorm) {
       const float sum = square_sum(x);
-      if (active && !is_value) normalise_head(x, sum, load_head(own < 0 ? params.q_norm : params.k_norm, part));
+      if (active && !is_value) normalise_head(x, sum, load_head(is_query ? params.q_norm : params.k_norm, part));
     }
-    if (!active) continue;
-    if (!is_value) {
-      const auto* depths = reinterpret_cast<const int32_t*>(shared + Shared::kDepth);
-      const int position = plan.base + (kBlock ? params.round->depths[node] : depths[node]);
-      rotate_head(x, load_turn(params.rope + static_cast<size_t>(position) * kHeadDim, part));
-    }
-    if (own < 0) {
-      store_query(shared + Shared::kQuery + head * Shared::kHeadRow, x, part);
-      continue;
-    }
+    if (!active) return;
+    if (!is_value) rotate_head(x, turn);
+    if (is_query) return store_query(shared + Shared::kQuery + number * Shared::kHeadRow, x, part);
     const float inverse_scale =
         kKvBits == 8 ? arch::reciprocal(params.kv_scale[(is_value ? kKvHeads : 0) + share.kv_head]) : 1.0F;
     unsigned char* tree = static_cast<unsigned char*>(is_value ? params.tree_values : params.tree_keys) +
                           (share.kv_head * kTreeTokens + node) * kHeadDim * kKvBytes;
     store_tree(shared + (is_value ? Shared::kTreeValue : Shared::kTreeKey) + node * Shared::kHeadRow,
                publishes ? tree : nullptr, x, part, inverse_scale, is_value);
+  }
+};
+
+// Queries of the block's rows; with_tree: also keys and values of all nodes, which one block publishes: the one of part
+// 0 that has the last split. Behind prepare_paths() and a barrier.
+template <int kTile>
+ULL_DEVICE void prepare_heads(const AttentionParams& params, const AttentionPlan& plan, const AttentionShare& share,
+                              bool with_tree) {
+  constexpr int kAtOnce = kHeadsAtOnce<kTile>, kStride = kAttentionThreads / kHeadLanes;
+  const int own = arch::thread() / kHeadLanes, part = arch::thread() % kHeadLanes;
+  const int heads = share.rows + (with_tree ? 2 * plan.count : 0);
+  const bool publishes = share.part == 0 && share.end_split == plan.end_split;
+#pragma unroll 1
+  for (int first = 0; first < heads; first += kAtOnce * kStride) {
+    RoundHead<kTile> round_heads[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      round_heads[i].load(params, plan, share, first + i * kStride + own, heads, part);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) round_heads[i].store(params, share, publishes, part);
   }
 }
 

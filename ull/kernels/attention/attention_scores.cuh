@@ -145,19 +145,19 @@ ULL_DEVICE void choose_scores(float (&score)[4][4], const AttentionPlan& plan, i
   for (int r = 0; r < 2; ++r) {
     const int node = (row + 8 * r) / kGroup;
     const int depth = reinterpret_cast<const int32_t*>(shared + Shared::kDepth)[node];
-    const unsigned char* path = shared + Shared::kPath + node * kTreeTokens;
+    const unsigned char* path = shared + Shared::kPath + smaller(node, plan.count - 1) * kTreeTokens;
     const auto* own = reinterpret_cast<const float*>(tree_scores + 8 * r * Shared::kTreeScoreRow);
     int first_visible = window > 0 ? plan.base + (kBlock ? node : depth) - window + 1 : 0;
     if constexpr (kMayLack) first_visible = first_visible > plan.first_visible ? first_visible : plan.first_visible;
+    // Without a branch: what is loaded is on its way together.
+    float of_path[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) of_path[i] = own[path[larger(smaller(position + i - plan.base, depth), 0)]];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float& s = score[i / 2][2 * r + i % 2];
-      const int index = position + i - plan.base;  // in the path
-      if (index > depth || position + i < first_visible) {
-        s = kMaskedScore;
-      } else if (index >= 0) {
-        s = own[path[index]];
-      }
+      s = position + i >= plan.base ? of_path[i] : s;
+      s = position + i - plan.base > depth || position + i < first_visible ? kMaskedScore : s;
     }
   }
 }

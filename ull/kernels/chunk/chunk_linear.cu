@@ -18,12 +18,14 @@ struct ActivateChunk {
     static_assert(4 * kGateUpColumns == kColumnUnit);
     const int warpgroup = arch::warp() / 4, tile = share.own_tile(), step = tile / 4;
     unsigned char* staged = arch::shared_memory() + warpgroup * kChunkStepBytes;
+    GateUpScale scale{};
+    if (kWhole || tile < GateUp::kRowTiles) scale = load_gate_up_scale(params, tile, arch::lane() / 4);
     arch::named_barrier(1, 128 * share.warpgroups);  // nobody multiplies any more
     // A tile's pairs are one word of each row of 16 bytes: in quarter q word t ^ q, so that lanes meet in no bank.
     const int quarter = pair_column() / 2, word = arch::warp() % 4 ^ quarter;
     auto* own = reinterpret_cast<uint32_t*>(staged + quarter * kQuarterBytes + pair_token() * 16) + word;
     if (kWhole || tile < GateUp::kRowTiles) {
-      activate_pairs(params, tile, sums, [&](int group, uint32_t pair) { own[group * kCoreBytes / 4] = pair; });
+      activate_pairs(scale, sums, [&](int group, uint32_t pair) { own[group * kCoreBytes / 4] = pair; });
     } else {  // padding
       for (int group = 0; group < kChunkGroups; ++group) own[group * kCoreBytes / 4] = 0;
     }

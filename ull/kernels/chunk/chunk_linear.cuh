@@ -107,7 +107,7 @@ class ChunkRing {
  public:
   using Shape = typename Plan::Shape;
 
-  // By all threads of the cluster; the barriers are ready when it returns. Stages count from the range's first one.
+  // Stages count from the share's first one.
   ULL_DEVICE ChunkRing(unsigned char* shared, const BlockShare& share)
       : shared_(shared),
         first_tile_(share.first_tile),
@@ -115,7 +115,10 @@ class ChunkRing {
         begin_(share.apart ? stage_of(share.first) : 0),
         stages_((share.apart ? stage_of(share.end) : Plan::kStages) - begin_),
         full_(reinterpret_cast<arch::Barrier*>(shared + Plan::kBarriersAt)),
-        empty_(full_ + Plan::kDepth) {
+        empty_(full_ + Plan::kDepth) {}
+
+  // By all threads of the cluster; the barriers are ready when it returns.
+  ULL_DEVICE void start(const BlockShare& share) const {
     if (arch::thread() == 0) {
 #pragma unroll
       for (int i = 0; i < Plan::kDepth; ++i) {
@@ -337,14 +340,15 @@ ULL_DEVICE void chunk_linear(const ChunkLinearParams& params) {
   arch::release_dependents();
   const int count = chunk_extent(params.chunk).count;
   const BlockShare share = block_share<Shape>(params, count, kMaySplit && !kFastPrefill);
-  if (share.idle) return arch::wait_for_predecessor();
   const ChunkRing<Plan> ring(arch::shared_memory(), share);
   const int first_token = share.first_token, early = smaller(Plan::kDepth, ring.stages());
   const bool brings = arch::warp() >= 4 * kWarpgroups && arch::lane() == 0;
-  if (brings) {
-    for (int stage = 0; stage < early; ++stage) ring.bring_weights(params, stage);
+  if (!share.idle) {
+    ring.start(share);
+    for (int stage = 0; stage < early && brings; ++stage) ring.bring_weights(params, stage);
   }
   arch::wait_for_predecessor();
+  if (share.idle) return;
   if (arch::warp() >= 4 * kWarpgroups) {
     arch::give_registers_up<kBringRegisters>();
     if (!brings) return;

@@ -33,12 +33,11 @@ ULL_DEVICE float activated(const GateUpScale& scale, float gate, float up) {
   return silu(scaled(gate, scale.gate_scale, scale.gate_bias)) * scaled(up, scale.up_scale, scale.up_bias) * kMlpScale;
 }
 
-// A row tile's sums as pairs of columns: take(group, pair). A lane has gate and up of column g for tokens 2t, 2t + 1;
-// with its neighbour it makes the pair of columns 2 * (g / 2), + 1 of token 2t + g % 2. No branch stands here, so that
-// the groups' long chains of instructions run beside each other.
-template <int kGroups, typename Params, typename Take>
-ULL_DEVICE void activate_pairs(const Params& params, int tile, const float (&sums)[kGroups][4], const Take& take) {
-  const GateUpScale scale = load_gate_up_scale(params, tile, arch::lane() / 4);
+// A row tile's sums as pairs of columns: take(group, pair). scale: of the lane's column. A lane has gate and up of
+// column g for tokens 2t, 2t + 1; with its neighbour it makes the pair of columns 2 * (g / 2), + 1 of token 2t + g % 2.
+// No branch stands here, so that the groups' long chains of instructions run beside each other.
+template <int kGroups, typename Take>
+ULL_DEVICE void activate_pairs(const GateUpScale& scale, const float (&sums)[kGroups][4], const Take& take) {
   const bool odd = arch::lane() / 4 % 2 != 0;
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
@@ -72,12 +71,17 @@ struct GateUpEpilogue {
     pad<1, uint16_t>(params, tile, token, column);
   }
 
+  ULL_DEVICE static GateUpScale load_tile(const LinearParams& params, int tile) {
+    return load_gate_up_scale(params, tile, arch::lane() / 4);
+  }
+
   template <int kGroups>
-  ULL_DEVICE static void finish_tile(const LinearParams& params, int tile, int count, const float (&sums)[kGroups][4]) {
+  ULL_DEVICE static void finish_tile(const LinearParams& params, const GateUpScale& scale, int tile, int count,
+                                     const float (&sums)[kGroups][4]) {
     constexpr int kTokens = kGroups * kGroupTokens;
     const int column = tile * kGateUpColumns + pair_column();
     uint16_t* own = static_cast<uint16_t*>(params.output) + round_index<kTokens>(pair_token(), column);
-    activate_pairs(params, tile, sums, [&](int group, uint32_t pair) {
+    activate_pairs(scale, sums, [&](int group, uint32_t pair) {
       auto* to = reinterpret_cast<uint32_t*>(own + group * round_index<kTokens>(kGroupTokens, 0));
       if (pair_token() + group * kGroupTokens < count) *to = pair;
     });

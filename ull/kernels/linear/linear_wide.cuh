@@ -57,6 +57,8 @@ struct WidePlan {
   static constexpr int kSets = (kSplit ? 1 : 2) * kTokens / 16;
   static constexpr int kBlocks = kSets <= 2 ? 2 : 1;
   static constexpr int kBoundThreads = kSets == 4 ? 384 : kWideThreads;
+  // The rows' scales come while they are multiplied, but where a norm's block would find no registers beside this one.
+  static constexpr bool kScalesEarly = !kSplit && kSets != 4;
   static constexpr int kBytes = kSets <= 4 ? kBesideNormBytes : kWideBytes;
   static constexpr int kDepth =
       smaller(8, kBytes / (kComputeWarps * (kStageBytes + kBarrierBytes) + kTokenStageBytes + 2 * kBarrierBytes));
@@ -284,8 +286,8 @@ ULL_DEVICE void store_slice(const LinearParams& params, int slice, int tile, int
 #define ULL_WIDE_KERNEL(name, Plan) ULL_KERNEL(name, LinearParams, Plan::kBoundThreads, Plan::kBlocks)
 #endif
 
-// The kernel. Epilogue: finish_tile(params, tile, count, sums) of a row tile's groups; unused by split layers. kAhead:
-// see ahead.cuh.
+// The kernel. Epilogue: finish_tile(params, scale, tile, count, sums) of a row tile's groups, where scale is what
+// load_tile(params, tile) has loaded; unused by split layers. kAhead: see ahead.cuh.
 template <typename Plan, typename Epilogue, int kAhead = kAheadOfLongBytes>
 ULL_DEVICE void linear_wide(const LinearParams& params) {
   arch::release_dependents();
@@ -302,9 +304,17 @@ ULL_DEVICE void linear_wide(const LinearParams& params) {
   stream.fill_activations();
 
   Sums<Plan> totals;
+  typename Epilogue::Operands scales[Plan::kWarpTiles];
   for (int stage = 0; stage < weights.stages();) {
     Sums<Plan> sums{};
     const int begin = stage;
+    if constexpr (Plan::kScalesEarly) {
+#pragma unroll
+      for (int r = 0; r < Plan::kWarpTiles; ++r) {
+        const bool begins = weights.slice(begin) == 0 && r < weights.tiles(begin);
+        if (begins) scales[r] = Epilogue::load_tile(params, weights.tile(begin) + r * Plan::kTileStride);
+      }
+    }
 #pragma unroll 1
     for (; stage < begin + weights.kSliceStages; ++stage) {
       const unsigned char* place = weights.wait(stage);
@@ -335,7 +345,10 @@ ULL_DEVICE void linear_wide(const LinearParams& params) {
       if constexpr (Plan::kSplit) {
         if (r < tiles) store_slice<Plan>(params, slice, tile, tokens_there, sums.value[r]);
       } else {
-        if (r < tiles && slice == kSlices - 1) Epilogue::finish_tile(params, tile, tokens_there, totals.value[r]);
+        if (r < tiles && slice == kSlices - 1) {
+          if (!Plan::kScalesEarly) scales[r] = Epilogue::load_tile(params, tile);
+          Epilogue::finish_tile(params, scales[r], tile, tokens_there, totals.value[r]);
+        }
       }
     }
   }

@@ -113,21 +113,23 @@ ULL_DEVICE void load_finished_row(const Params& params, RowShare& row, int token
   for (int first = 0; first < kNormVectors; first += kAtOnce) {
     if (row_column(first, thread) < kHidden) {
       SliceSums sums[kAtOnce];
+      RowScale rows[kAtOnce];
       const auto is_there = [&](int i) {
         return i == 0 || (first + i < kNormVectors && row_column(first + i, thread) < kHidden);
       };
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int column = row_column(first + i, thread);
-        if (is_there(i)) sums[i].template load<kResidualStride, kTokens>(params.partial, token, column);
+        if (!is_there(i)) continue;
+        sums[i].template load<kResidualStride, kTokens>(params.partial, token, column);
+        rows[i] = load_row_scale(params.scale, params.bias, column);
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (!is_there(i)) continue;
         const int column = row_column(first + i, thread);
         arch::Vector4& vector = row.vector[first + i];
-        const RowScale rows = load_row_scale(params.scale, params.bias, column);
-        vector = bits_of(added(load_four(vector), scaled(sums[i].total(), rows, params.unit)));
+        vector = bits_of(added(load_four(vector), scaled(sums[i].total(), rows[i], params.unit)));
         arch::store_global(residual + column, vector);
       }
     }
@@ -151,10 +153,14 @@ struct StoreRows {
     store_four(row + tile * kRowUnit + 4 * item, scaled(sum(4 * item), operands, kUnit));
   }
 
+  ULL_DEVICE static RowScale load_tile(const LinearParams& params, int tile) {
+    return load(params, tile, 0, quad_row() / 4);
+  }
+
   template <int kGroups>
-  ULL_DEVICE static void finish_tile(const LinearParams& params, int tile, int count, const float (&sums)[kGroups][4]) {
+  ULL_DEVICE static void finish_tile(const LinearParams& params, const RowScale& rows, int tile, int count,
+                                     const float (&sums)[kGroups][4]) {
     const int item = quad_row() / 4;
-    const RowScale rows = load(params, tile, 0, item);
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       const Four four = quad(sums[group]);
