@@ -104,9 +104,14 @@ def test_smaller_blocks_at_the_end_of_a_chunks_product_never_make_it_longer(mult
 
 
 def test_qkv_of_a_whole_chunk_takes_less_than_two_waves() -> None:
-    """An 8B model's: 16 clusters of 24 for each of four tiles, of 66 at once, and 64 smaller ones, without any idle."""
+    """An 8B model's: 16 clusters of 24 for each of four tiles, of 66 at once, and 64 smaller ones, without any idle.
+
+    Read fast, it has no smaller blocks.
+    """
     assert chunk.whole_clusters(6144, 132) == (0, 24, 22, 16)
     assert chunk.product(6144, 132)[0] == (4, 64)
+    assert chunk.whole_clusters(6144, 132, fast=True) == (24, 24, 24, 24)
+    assert chunk.product(6144, 132, fast=True)[0] == (4, 48)
 
 
 def test_a_change_of_grids_raises_the_interface() -> None:

@@ -72,9 +72,9 @@ def products_agree(driver: Driver, kernels: Kernels, stream: int) -> bool:
 
 def product(kernel: str, rows: int, multiprocessors: int, params: ChunkLinearParams) -> Launch:
     """A linear layer of that many rows, with padding. Sets `params.whole`, which its grid is for."""
-    apart = params.partial is not None
-    params.whole = chunk.whole_clusters(rows, multiprocessors, apart)
-    return Launch(kernel, *chunk.product(rows, multiprocessors, apart), params)
+    kind = params.partial is not None, params.token_scale is not None
+    params.whole = chunk.whole_clusters(rows, multiprocessors, *kind)
+    return Launch(kernel, *chunk.product(rows, multiprocessors, *kind), params)
 
 
 def store(sizes: Sizes, places: Places, layer: int) -> Launch:

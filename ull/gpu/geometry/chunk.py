@@ -45,24 +45,25 @@ def store(kv_heads: int, head_dim: int) -> Geometry:
 
 
 @cache
-def whole_clusters(rows: int, multiprocessors: int, apart: bool = False) -> tuple[int, ...]:
+def whole_clusters(rows: int, multiprocessors: int, apart: bool = False, fast: bool = False) -> tuple[int, ...]:
     """How many clusters, of a product of 1 .. CHUNK_PARTS tiles, have blocks of 128 rows; those behind have 64.
 
     A block fills a multiprocessor. Where the last clusters leave half of the chip idle or more, twice as many take
-    their place, of half the work each. `apart`: a single tile's slices are shared out to CHUNK_PARTS columns.
+    their place, of half the work each; but not where prompts are read fast, since a warpgroup alone leaves the tensor
+    cores idle while it adds up each stage. `apart`: a single tile's slices are shared out to CHUNK_PARTS columns.
     """
     clusters, at_once = -(-rows // (CLUSTER * BLOCK_ROWS)), max(multiprocessors // CLUSTER, 1)
     whole = []
     for columns in _columns(apart):
         full = clusters * columns // at_once * at_once // columns
-        whole.append(full if 2 * (clusters - full) * columns <= at_once else clusters)
+        whole.append(full if not fast and 2 * (clusters - full) * columns <= at_once else clusters)
     return tuple(whole)
 
 
-def product(rows: int, multiprocessors: int, apart: bool = False) -> Geometry:
-    """The linear layers of a chunk, by the rows of their matrix; `apart` as `whole_clusters` has it."""
+def product(rows: int, multiprocessors: int, apart: bool = False, fast: bool = False) -> Geometry:
+    """The linear layers of a chunk, by the rows of their matrix; all as `whole_clusters` has it."""
     clusters = -(-rows // (CLUSTER * BLOCK_ROWS))
-    wholes = whole_clusters(rows, multiprocessors, apart)
+    wholes = whole_clusters(rows, multiprocessors, apart, fast)
     most = max(columns * (2 * clusters - whole) for columns, whole in zip(_columns(apart), wholes, strict=True))
     return (CHUNK_PARTS, CLUSTER * -(-most // CHUNK_PARTS)), LINEAR_THREADS, linear.WIDE_BYTES
 

@@ -14,7 +14,7 @@
 // part of the slices, whose sums stay apart until the next norm adds them.
 //
 // Where the last blocks would leave half of the chip idle or more, blocks of 64 rows take their place, twice as many,
-// in which one warpgroup multiplies (ChunkLinearParams::whole).
+// in which one warpgroup multiplies (ChunkLinearParams::whole). Not so where prompts are read fast.
 //
 // The sums are others where a bundle's prompts are read fast: there weights and activations are multiplied as the e4m3
 // that they are stored as, 32 columns by a product. Every stage's sum is added to the total in f32, since those of e4m3
