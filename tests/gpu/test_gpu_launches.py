@@ -17,6 +17,7 @@ from ull.bundle import DEVICE_INTERFACE, TOKEN_COUNTS, Precision
 from ull.errors import GpuError
 from ull.gpu import params
 from ull.gpu.capture import capture_graph
+from ull.gpu.chunk import Chunks
 from ull.gpu.forward import Recorder
 from ull.gpu.fused import FusedForward
 from ull.gpu.geometry import chunk
@@ -34,13 +35,22 @@ def driver() -> RecordingDriver:
     return RecordingDriver()
 
 
+# Regions lie at numbers that follow from their names.
+PLACES = Places(lambda name: sum(map(ord, name)), lambda name: None, HostBlocks(0, 0, 0, 0, 0, 0))
+
+
 def forward_of(
     arch: str, context: int = 4096, warpgroup_trees: bool = False, windows: Sequence[int] = (0,)
 ) -> FusedForward:
-    """For an H200; a layer for each window. Regions lie at numbers that follow from their names."""
+    """For an H200; a layer for each window."""
     model = structs.replace(shape_model(arch), layers=len(windows), windows=list(windows))
-    places = Places(lambda name: sum(map(ord, name)), lambda name: None, HostBlocks(0, 0, 0, 0, 0, 0))
-    return FusedForward(Sizes(model, Precision(), context, warpgroup_trees=warpgroup_trees), places, 132)
+    return FusedForward(Sizes(model, Precision(), context, warpgroup_trees=warpgroup_trees), PLACES, 132)
+
+
+def chunks_of(arch: str, fast: bool) -> Chunks:
+    """For an H200, of one layer."""
+    model = structs.replace(shape_model(arch), layers=1, windows=[0])
+    return Chunks(Sizes(model, Precision(), 4096, chunks=True, fast_prefill=fast), PLACES, 132)
 
 
 def test_each_layers_window_reaches_its_attention() -> None:
@@ -120,8 +130,12 @@ def test_a_change_of_grids_raises_the_interface() -> None:
     for warpgroup_trees, tokens in itertools.product((False, True), TOKEN_COUNTS):
         for one in forward_of("llama-3.1-8b", warpgroup_trees=warpgroup_trees).launches(tokens, True):
             launches.add((one.kernel, one.grid, one.threads, one.shared_bytes, warpgroup_trees))
-    digest = hashlib.sha256(repr(sorted(launches)).encode()).hexdigest()[:16]
-    assert (DEVICE_INTERFACE, digest) == (13, "5e49f188a8aa5bf3")
+    for fast in (False, True):
+        for one in chunks_of("llama-3.1-8b", fast).launches():
+            whole = tuple(getattr(one.params, "whole", ()))
+            launches.add((one.kernel, one.grid, one.threads, one.shared_bytes, fast, whole))
+    digest = hashlib.sha256(repr(sorted(map(repr, launches))).encode()).hexdigest()[:16]
+    assert (DEVICE_INTERFACE, digest) == (13, "3a9edffa0b89c761")
 
 
 def test_a_kernel_behind_the_work_of_others_waits_for_all_of_it(driver: RecordingDriver) -> None:

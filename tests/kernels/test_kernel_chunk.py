@@ -110,6 +110,12 @@ def test_a_chunk_of_any_length_has_the_bits_of_rounds(count: int) -> None:
     assert layer.is_unwritten(rows[count:])
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_chunk_that_is_skipped_is_not_multiplied(name: str) -> None:
+    layer = ChunkLayer(name, "even", seed=3, with_bias=False)
+    assert all(layer.is_unwritten(layer.run(0, multiprocessors=chip)) for chip in (3, 132))
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", ["o", "down"])
 def test_few_tokens_are_multiplied_by_all_blocks(name: str, model: str) -> None:
@@ -267,5 +273,6 @@ def test_a_cluster_takes_turns_in_every_order_of_threads() -> None:
     watched = ChunkLayer("gate_up", "held", seed=7, with_bias=False, reports=True)
     for seed in range(2):
         np.testing.assert_array_equal(watched.run(9, seed), expected)
+    np.testing.assert_array_equal(watched.run(9, multiprocessors=4), expected)  # in blocks of 64 rows
     apart = ChunkLayer("down", "even", seed=7, with_bias=False, reports=True)
     np.testing.assert_array_equal(apart.run(9, apart=True), ChunkLayer("down", "even", seed=7, with_bias=False).run(9))

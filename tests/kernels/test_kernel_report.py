@@ -69,6 +69,15 @@ def test_the_table_holds_the_kernels_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+def test_the_committed_grids_are_those_of_today(arch: str) -> None:
+    rows = COMMITTED["models"][arch]
+    for fast, suffix in ((False, ""), (True, "_fast")):
+        grids = {f"{kernel}{suffix}": list(launch.grid) for kernel, launch in launches_of(arch, fast).items()}
+        committed = {kernel: rows[kernel]["grid"] for kernel in grids if kernel in rows}
+        assert committed == {kernel: grids[kernel] for kernel in committed}, UPDATE
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("tile", LINEAR_TILES)
 def test_no_two_blocks_of_a_layer_lie_on_one_multiprocessor(arch: str, tile: int) -> None:
     """All others would wait for it. Whichever multiprocessor a block is given, of those that have room for it.
@@ -111,6 +120,16 @@ def test_a_norms_blocks_fit_between_two_layers(arch: str, tile: int) -> None:
         fits = in_one_place(rows[f"ull_{before}_{tile}"], *norms, rows[f"ull_{behind}_{tile}"])
         # A row of 8192 is too long for the few registers that are left, but for those beside qkv's.
         assert fits or (arch == "llama-3.3-70b" and tile == 32), (before, behind)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_norms_of_64_tokens_lie_beside_the_layer_behind(arch: str) -> None:
+    """No two layers fit there. A norm has more blocks than there are multiprocessors: two to most of them."""
+    rows = COMMITTED["models"][arch]
+    norm = rows["ull_norm_64"]
+    assert norm["grid"][0] > 132
+    for layer in ("qkv", "gate_up", "head"):
+        assert in_one_place(norm, norm, rows[f"ull_{layer}_64"]), layer
 
 
 def in_one_place(*kernels: dict[str, Any]) -> bool:

@@ -492,8 +492,8 @@ struct ChunkLinearParams {
                              // I f16 activations
   const float* token_scale;  // fast: [kChunkTokens] of the activations; else null
   float* partial;            // o, down: where slices' sums of up to kChunkTile tokens stay apart; null: nowhere
-  int32_t whole[kChunkParts];  // of a chunk of i + 1 tiles: of so many clusters that share a tile the first ones have
-                               // blocks of 128 rows, those behind of 64
+  int32_t whole[kChunkParts];  // of a chunk of i + 1 tiles: how many of a column's clusters have blocks of 128 rows,
+                               // the first ones; those behind have 64
 };
 
 struct ChunkStoreParams {

@@ -1,6 +1,6 @@
 """Geometry of the kernels that read a chunk of a prompt (`ull/kernels/chunk`), and the scratch that they share.
 
-The grids are for whole chunks; blocks of tokens that a chunk has not return at once. The results depend on neither.
+The grids are for chunks of any length; blocks that have nothing to do return at once. The results depend on neither.
 """
 
 from __future__ import annotations

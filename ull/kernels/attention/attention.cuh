@@ -29,7 +29,7 @@ template <int kTile>
 struct Attention {
   using Shared = AttentionShared<kTile>;
   static constexpr int kTiles = Shared::kStepTiles;
-  // The first split's keys become f16 before the wait. A DFlash head's kernel for few entries would spill.
+  // The first split's keys of bf16 become f16 before the wait. A DFlash head's kernel for few entries would spill.
   static constexpr bool kPreparesEarly = !(kBlock && Shared::kNarrow);
 
   const AttentionParams& params;
@@ -57,7 +57,7 @@ struct Attention {
     load_keys(keys, page_keys(word_of(pages, arch::warp() / 2)), arch::warp() % 2);
   }
 
-  ULL_DEVICE void prepare_split(KeyFragment& keys, int split) const {
+  ULL_DEVICE void prepare_split_keys(KeyFragment& keys, int split) const {
     if (plan.in_pages(split * kSplitTokens + arch::warp() * kHalf, kHalf)) prepare(keys);
   }
 
@@ -216,7 +216,7 @@ struct Attention {
       const bool more = split + 1 < share.end_split;
       const arch::Vector4 pages = load_split_pages(params, more ? split + 1 : split);
       Step step{split, split * kSplitTokens, 0, share.rows};
-      if (!kPreparesEarly || split > share.first_split) prepare_split(keys, split);
+      if (!kPreparesEarly || split > share.first_split) prepare_split_keys(keys, split);
 #pragma unroll 1
       for (; step.row < step.rows; step.row += Shared::kStepRows) {
         ScoreFragment<kTiles> scores{};
@@ -261,7 +261,7 @@ ULL_DEVICE void attend(const AttentionParams& params) {
   if (works) {
     block.request(keys, share.first_split == guess ? guessed : load_split_pages(params, share.first_split));
     if (arch::thread() == 0) *work = {plan, share};
-    if (Attention<kTile>::kPreparesEarly) block.prepare_split(keys, share.first_split);
+    if (Attention<kTile>::kPreparesEarly) block.prepare_split_keys(keys, share.first_split);
     arch::block_barrier();
   }
   arch::wait_for_predecessor();

@@ -53,9 +53,10 @@ ULL_DEVICE BlockShare block_share(const ChunkLinearParams& params, int count, bo
   const bool apart = may_split && params.partial != nullptr && last_part == 0;
   const int columns = apart ? kChunkParts : last_part + 1;
   const int cluster = arch::block_x() + arch::grid_x() * (arch::block_y() / kChunkCluster);
-  const int rows = cluster / columns, column = cluster - rows * columns;
-  const int warpgroups = rows < whole ? kWarpgroups : kWarpgroups / 2;
-  const int cluster_tile = kChunkCluster * 4 * (kWarpgroups * smaller(rows, whole) + larger(rows - whole, 0));
+  const int row_cluster = cluster / columns, column = cluster - row_cluster * columns;
+  const int warpgroups = row_cluster < whole ? kWarpgroups : kWarpgroups / 2;
+  const int cluster_tile =
+      kChunkCluster * 4 * (kWarpgroups * smaller(row_cluster, whole) + larger(row_cluster - whole, 0));
   constexpr int kPart = kSlices / kChunkParts;
   return {.first_tile = cluster_tile + 4 * warpgroups * arch::cluster_rank(),
           .warpgroups = warpgroups,
@@ -157,12 +158,12 @@ class ChunkRing {
   // By the last thread: the block's share of a stage's activations, to all blocks of the cluster.
   ULL_DEVICE void bring_activations(const ChunkLinearParams& params, int first_token, int stage) const {
     if (arch::warp() % 4 != 3) return;
-    const int slot = stage % Plan::kDepth, share = arch::cluster_rank() * Plan::kShareBytes;
+    const int slot = stage % Plan::kDepth, at = arch::cluster_rank() * Plan::kShareBytes;
     const auto* activations =
         static_cast<const unsigned char*>(params.activations) +
         (int64_t{first_token / kChunkTile} * Shape::kSteps + (begin_ + stage) * Plan::kStageSteps) *
             Plan::kTokensStepBytes;
-    arch::bulk_copy_multicast(tokens_at(slot) + share, activations + share, Plan::kShareBytes, full_ + slot,
+    arch::bulk_copy_multicast(tokens_at(slot) + at, activations + at, Plan::kShareBytes, full_ + slot,
                               (1U << kChunkCluster) - 1);
   }
 

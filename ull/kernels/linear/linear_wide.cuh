@@ -58,7 +58,7 @@ struct WidePlan {
   static constexpr int kBlocks = kSets <= 2 ? 2 : 1;
   static constexpr int kBoundThreads = kSets == 4 ? 384 : kWideThreads;
   // The rows' scales come while they are multiplied, but where a norm's block would find no registers beside this one.
-  static constexpr bool kScalesEarly = !kSplit && kSets != 4;
+  static constexpr bool kScalesEarly = !kSplit && kSets <= 2;
   static constexpr int kBytes = kSets <= 4 ? kBesideNormBytes : kWideBytes;
   static constexpr int kDepth =
       smaller(8, kBytes / (kComputeWarps * (kStageBytes + kBarrierBytes) + kTokenStageBytes + 2 * kBarrierBytes));
