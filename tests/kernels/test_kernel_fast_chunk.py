@@ -148,6 +148,7 @@ def left_by(rig: Prompt, base: int, cuts: list[int], seed: int = 0) -> dict[str,
     return rig.left()
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_prompt_leaves_the_same_bits_however_it_is_cut(name: str) -> None:
     """Keys, values and taps of every layer. They are near those of exact prefill, and not the same."""
