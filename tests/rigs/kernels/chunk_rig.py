@@ -40,6 +40,7 @@ from ull.gpu.memory import (
     rope_table,
 )
 from ull.gpu.params import (
+    CHUNK_PARTS,
     CHUNK_TILE,
     CHUNK_TOKENS,
     MLP_SCALE,
@@ -61,7 +62,7 @@ from ull.gpu.places import HostBlocks, Places
 from ull.gpu.rounds import Rounds
 
 NAMES = ("qkv", "o", "gate_up", "down")
-TILES = CHUNK_TOKENS // CHUNK_TILE
+TILES = CHUNK_PARTS
 UNWRITTEN = 54321.0  # in rows of the residual beyond the chunk's tokens
 
 

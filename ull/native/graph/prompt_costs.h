@@ -16,7 +16,7 @@ namespace ull::graph {
 
 class PromptCosts {
  public:
-  static constexpr int kTiles = gpu::kChunkTokens / gpu::kChunkTile;
+  static constexpr int kTiles = gpu::kChunkParts;
 
   // What a graph takes with so many tokens at position 0 and at `far`; 0: unknown.
   struct Measured {
