@@ -38,10 +38,14 @@ def kv_bytes_of(bundle: Bundle, context: int) -> int:
     return kv_bytes(bundle.manifest.model, bundle.manifest.precision.kv, context)
 
 
-def prompt_bytes(bundle: Bundle, parts: Sequence[range]) -> int:
-    """What a prompt must read that is read in such parts: the layers' weights, and the keys and values before each."""
+def prompt_bytes(bundle: Bundle, parts: Sequence[range], draws: bool = False) -> int:
+    """What a prompt must read that is read in such parts: the layers' weights, and the keys and values before each.
+
+    `draws`: and the lm_head, once.
+    """
     starts = [part.start for part in parts]
-    return len(starts) * layer_bytes(bundle) + sum(kv_bytes_of(bundle, start) for start in starts)
+    head = weight_bytes(bundle) - layer_bytes(bundle) if draws else 0
+    return len(starts) * layer_bytes(bundle) + head + sum(kv_bytes_of(bundle, start) for start in starts)
 
 
 def prompt_operations(model: Model, tokens: int) -> int:

@@ -177,7 +177,7 @@ class Measurement:
 
 def _subject(found: dict[str, Any]) -> tuple[Any, ...]:
     """What was measured: of a point, a prompt, a setting or a text, all that tells it from others of its kind."""
-    told = ("tree", "context", "wide", "tokens", "widest", "fast", "setting", "persistent", "name")
+    told = ("tree", "context", "wide", "tokens", "widest", "fast", "draws", "setting", "persistent", "name")
     return tuple(found.get(key) for key in (*told, "variant", "drafter"))
 
 

@@ -102,10 +102,12 @@ class RoundTimer:
         begins, ends = np.array(begin, dtype=np.int64), np.array(end, dtype=np.int64)
         return Times(np.diff(begins), begins[1:] - ends[:-1], ends - begins, elapsed_ms * 1e6 / rounds)
 
-    def time_prompt(self, tokens: int, prompts: int, warm_up: int = 1, widest: int = CHUNK_TOKENS) -> Prompts:
+    def time_prompt(
+        self, tokens: int, prompts: int, warm_up: int = 1, widest: int = CHUNK_TOKENS, draws: bool = False
+    ) -> Prompts:
         """`prompts` prompts of so many tokens from position 0 on, queued as the core queues them, one after another.
 
-        `widest`: the most tokens that are read at once; TREE_TOKENS is without chunks.
+        `widest`: the most tokens that are read at once; TREE_TOKENS is without chunks. `draws`: the last chunk draws.
         """
         text = made_up(tokens)
         device, host = [], []
@@ -116,7 +118,7 @@ class RoundTimer:
             for part in self._replay.parts(tokens, widest):
                 if len(pending) == ROUND_SLOTS:
                     self._replay.wait(pending.pop(0))
-                pending.append(self._replay.launch_part(text, part))
+                pending.append(self._replay.launch_part(text, part, draws and part.stop == tokens))
             for sequence in pending:
                 self._replay.wait(sequence)
             seen = time.perf_counter()

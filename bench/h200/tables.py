@@ -58,8 +58,8 @@ def checks(
         for prompt in prompts_of(result):
             # No limit was set for these: the bars are a client's.
             found.append(Check(f"{result['arch']} {name_of_prompt(prompt)}", prompt["median_ms"], "ms"))
-            way = (prompt["tokens"], prompt["widest"], bool(prompt.get("fast")))
-            if rate and result["arch"] == MIDDLE.arch and way == (2048, 512, False):
+            way = (prompt["tokens"], prompt["widest"], bool(prompt.get("fast")), bool(prompt.get("draws")))
+            if rate and result["arch"] == MIDDLE.arch and way == (2048, 512, False, False):
                 share = prompt["tflop_per_s"] * 1e12 / rate
                 found.append(Check("8B prefill of 2048, of the rate of products alone", share, "x", 0.6, 0.8, True))
         for text in result.get("speculation", []):
@@ -86,13 +86,18 @@ def name_of_tree(point: dict[str, Any]) -> str:
 
 def name_of_prompt(prompt: dict[str, Any]) -> str:
     """How it was read."""
-    return f"prefill of {prompt['tokens']} in parts of {prompt['widest']}{', fast' if prompt.get('fast') else ''}"
+    said = "".join(f", {word}" for key, word in (("fast", "fast"), ("draws", "and a draw")) if prompt.get(key))
+    return f"prefill of {prompt['tokens']} in parts of {prompt['widest']}{said}"
 
 
 def prompts_of(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """A model's prompts by their lengths, those that are read fast first, then the widest parts."""
+    """A model's prompts by their lengths: those that are read fast, the widest parts, those without a draw first."""
     prompts: list[dict[str, Any]] = result.get("prefill", [])
-    return sorted(prompts, key=lambda prompt: (prompt["tokens"], not prompt.get("fast"), -prompt["widest"]))
+
+    def place(prompt: dict[str, Any]) -> tuple[Any, ...]:
+        return prompt["tokens"], not prompt.get("fast"), -prompt["widest"], bool(prompt.get("draws"))
+
+    return sorted(prompts, key=place)
 
 
 def print_rounds(console: Console, report: dict[str, Any]) -> None:
@@ -135,7 +140,7 @@ def print_prompts(console: Console, shapes: list[dict[str, Any]]) -> None:
     """Prompts: the device's time for all passes, and what the memory and the tensor cores had of it."""
     table = Table(title="prefill: device time from the first pass to the end of the last one")
     times = ("p50 ms", "slowest ms", "tokens/s", "read GB", "floor ms", "of bandwidth", "TFLOP/s")
-    for column in ("model", "tokens", "at once", "FP8", *times):
+    for column in ("model", "tokens", "at once", "FP8", "draws", *times):
         table.add_column(column, justify="left" if column == "model" else "right")
     for result in shapes:
         for prompt in prompts_of(result):
@@ -144,6 +149,7 @@ def print_prompts(console: Console, shapes: list[dict[str, Any]]) -> None:
                 str(prompt["tokens"]),
                 str(prompt["widest"]),
                 "yes" if prompt.get("fast") else "no",
+                "yes" if prompt.get("draws") else "no",
                 f"{prompt['median_ms']:.3f}",
                 f"{prompt['slowest_ms']:.3f}",
                 f"{prompt['tokens_per_s']:,.0f}",

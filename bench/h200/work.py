@@ -154,18 +154,19 @@ def time_trees_by_warps(arch: str, points: Sequence[Point], rounds: int, bandwid
 
 
 def time_prompts(arch: str, lengths: Sequence[int], bandwidth: float) -> Iterator[Finding]:
-    """Prompts of these lengths, of one model: in chunks, beside that 64 tokens at a time, and read fast."""
-    for fast, ways in ((False, (CHUNK_TOKENS, TREE_TOKENS)), (True, (CHUNK_TOKENS,))):
+    """Prompts of these lengths, of one model: in chunks, the last of which may draw, 64 tokens at a time, and fast."""
+    exact = ((CHUNK_TOKENS, False), (CHUNK_TOKENS, True), (TREE_TOKENS, False))
+    for fast, ways in ((False, exact), (True, exact[:1])):
         bundle = open_bundle(build(arch, "fast" if fast else ""))
         with loaded(bundle) as program:
             timer = RoundTimer(program)
             for tokens in lengths:
                 operations = prompt_operations(bundle.manifest.model, tokens)
-                for widest in ways:
-                    prompts = timer.time_prompt(tokens, repeats(tokens), widest=widest)
-                    nbytes = prompt_bytes(bundle, list(program.replay().parts(tokens, widest)))
+                for widest, draws in ways:
+                    prompts = timer.time_prompt(tokens, repeats(tokens), widest=widest, draws=draws)
+                    nbytes = prompt_bytes(bundle, list(program.replay().parts(tokens, widest)), draws)
                     figures = prompt_row(prompts, tokens, nbytes, operations, bandwidth)
-                    yield {"prefill": {"widest": widest, "fast": fast, **figures}}
+                    yield {"prefill": {"widest": widest, "fast": fast, "draws": draws, **figures}}
             timer.drain()
 
 

@@ -308,11 +308,12 @@ def test_the_tables_take_any_part_of_a_report() -> None:
     point = {"tree": 1, "context": 128, **row(times([2_000_000, 2_000_000]), 7_000_000_000, 16_777_216, 32, 4e12)}
     still = {**point, "context": 8192, "timer_step_ns": None}
     prompt = {"widest": 512, **prompt_row(Prompts(np.array([51.0]), np.array([51.5])), 1024, 10**11, 10**13, 4e12)}
+    drawn = {**prompt, "draws": True, "median_ms": 52.5}
     compared = {"tokens": 64, "distinct": 60, "same": False}
     shape = {
         "arch": "llama-3.1-8b",
         "points": [point, still],
-        "prefill": [prompt],
+        "prefill": [drawn, prompt],
         "persistent_compared": compared,
     }
     console = Console(width=132, record=True, quiet=False)
@@ -324,6 +325,7 @@ def test_the_tables_take_any_part_of_a_report() -> None:
     text = said.get()
     for words in ("weights MB", "7000", "KV MB", " 17 ", "1024", "51.000", "DIFFERENT", "prefill of 1024", "two CUDA"):
         assert words in text, words
+    assert "prefill of 1024 in parts of 512, and a draw" in text and text.index("51.000") < text.index("52.500")
     with console.capture() as said:
         print_speculation(console, [{**shape, "speculation": [REPLAYED]}])
     for words in ("acceptance of published heads replayed", "code (HumanEval)", "4.87", "4.91", "0.8000", "3.00"):

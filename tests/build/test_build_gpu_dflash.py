@@ -234,6 +234,7 @@ def test_a_head_whose_bundle_lacks_them_reads_without_chunks(bundle: Bundle) -> 
     program = Program(older, Log(stream=io.StringIO()), driver=RecordingDriver())
     handed = program.handover["dflash"]
     assert handed["chunk"] == 0 and "chunks" not in handed and program.handover["chunk"] != 0
+    assert "last_chunk" not in handed and program.handover["last_chunk"] != 0
     assert not [name for name in program._plan.regions if name.startswith("dflash.chunk")]
     program.close()
 

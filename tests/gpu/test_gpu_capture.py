@@ -231,8 +231,8 @@ def test_a_prefill_has_neither_head_nor_sampler(program: Program, driver: Record
     assert names[:2] == ["ull_begin", "ull_embed"] and names[-3:] == ["ull_down_64", "ull_accept", "ull_commit"]
     assert names[2:6] == ["ull_norm_64", "ull_qkv_64", "ull_qkv_sum_64", "ull_attention_64"]
     assert names[6:8] == ["ull_o_64", "ull_norm_64"]
-    # The plain round, alone and in a burst, what draws again, and a chunk of a prompt.
-    assert len(driver.graphs) == len(TOKEN_COUNTS) + 1 + 2 + 2 + 1
+    # The plain round, alone and in a burst, what draws again, a chunk of a prompt, and one that draws.
+    assert len(driver.graphs) == len(TOKEN_COUNTS) + 1 + 2 + 2 + 1 + 1
 
 
 def test_what_draws_again_is_a_sampler_without_a_forward(program: Program, driver: RecordingDriver) -> None:
@@ -286,8 +286,8 @@ def test_every_pointer_names_the_beginning_of_what_it_means(program: Program, dr
     outputs = {"qkv": "qkv", "attention": "attention", "o": "residual", "gate_up": "mlp", "down": "residual"}
     inputs = {"qkv": "normed", "o": "attention", "gate_up": "normed", "down": "mlp", "head": "normed"}
     norms = {"qkv": "attn_norm", "gate_up": "mlp_norm"}
-    chunk = program.handover["chunk"]
-    for graph in (launches for handle, launches in driver.graphs.items() if handle != chunk):
+    chunks = [program.handover[name] for name in ("chunk", "last_chunk")]
+    for graph in (launches for handle, launches in driver.graphs.items() if handle not in chunks):
         layer = 0
         left = None  # the layer whose partial sums the next norm finishes
         for launch in graph:
@@ -653,6 +653,31 @@ def test_a_chunk_reads_a_prompt_layer_by_layer(program: Program, driver: Recordi
     weight_of = [launch.params.norm_weight for launch in graph if launch.kernel == "ull_chunk_norm"]
     names = [f"layers.{layer}.{norm}_norm" for layer in range(layers) for norm in ("attn", "mlp")]
     assert weight_of == [weights + image.offset(name) for name in names]
+
+
+def test_a_last_chunk_draws_as_a_round_of_one_token_does(program: Program, driver: RecordingDriver) -> None:
+    def same(launches: list[Launched]) -> list[tuple[str, tuple[int, int], bytes]]:
+        return [(launch.kernel, launch.grid, bytes(launch.params)) for launch in launches]
+
+    graph, chunk = driver.graphs[program.handover["last_chunk"]], driver.graphs[program.handover["chunk"]]
+    single = graph_of(program, driver, 1)
+    layers = len(chunk) - 1  # all but accept
+    assert same(graph[:layers]) == same(chunk[:layers])
+    last, *drawing = graph[layers:]
+    assert [launch.kernel for launch in drawing] == [
+        *("ull_head_1", "ull_sample_scan", "ull_sample_draw", "ull_sample_filter", "ull_accept")
+    ]
+    assert same(drawing) == same(single[-len(drawing) :])
+    assert [launch.overlaps for launch in graph] == [False, False, *[True] * (len(graph) - 2)]
+    assert (last.kernel, last.grid, last.params.normed) == ("ull_chunk_norm", (1, 1), None)
+    region = {name: program._arena.address(name) for name in program._plan.regions}
+    assert last.params.last == region["residual"] == drawing[0].params.residual
+    assert (last.params.residual, last.params.partial) == (region["chunk residual"], region["chunk partial sums"])
+    assert last.params.unit == 16.0
+    down = f"layers.{program.sizes.model.layers - 1}.down.scale"
+    assert last.params.scale == region["weights"] + (program._image.offset(down) or 0)
+    norms = [launch.params for launch in graph[:layers] if launch.kernel == "ull_chunk_norm"]
+    assert not any(params.last for params in norms)
 
 
 def test_where_nvml_is_missing_nobody_else_is_seen() -> None:

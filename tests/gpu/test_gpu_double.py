@@ -108,7 +108,7 @@ LONG = 3 * [*PROMPT, 2, 71, 828, 1500, 9, 33] * 6 + PROMPT  # 298 tokens
 
 
 def scenario_chunks(path: str) -> None:
-    """Tokens and logprobs behind LONG, read 64 tokens at a time and in a chunk."""
+    """Tokens and logprobs behind LONG, read 64 tokens at a time, in a chunk, and by last chunks of several lengths."""
     from ull.gpu.program import load
 
     program = load(open_bundle(path))
@@ -122,14 +122,21 @@ def scenario_chunks(path: str) -> None:
             rounds.prefill(LONG[:-1])
         results = rounds.decode(LONG[-1], place, ANSWER, top_logprobs=3)
         said.append([(item.tokens[0].token, item.tokens[0].logprob) for item in results])
+    for count in (len(LONG), 129, 100, 1):
+        first = len(LONG) - count
+        if first:
+            rounds.prefill(LONG[:first])
+        results = rounds.answer(LONG[first:], first, ANSWER, top_logprobs=3)
+        said.append([(item.tokens[0].token, item.tokens[0].logprob) for item in results])
     rounds.drain()
     program.close()
     print(json.dumps(said))
 
 
 def test_a_prompt_in_chunks_says_what_the_cpu_says(bundle: Path, emulated: Path, cpu_model: _native.CpuModel) -> None:
-    in_rounds, in_a_chunk = run("scenario_chunks", str(bundle), kernels=emulated, multiprocessors=4)
-    assert in_a_chunk == in_rounds
+    in_rounds, *others = run("scenario_chunks", str(bundle), kernels=emulated, multiprocessors=4)
+    in_a_chunk = others[0]
+    assert others == 5 * [in_rounds]
     expected = cpu_model.generate_greedy(np.array(LONG, np.int32), ANSWER).tolist()
     assert [token for token, _ in in_a_chunk] == expected
 
@@ -399,13 +406,13 @@ def scenario_bench_prefill(path: str) -> None:
 
 def test_the_benchmark_measures_prompts(bundle: Path, emulated: Path) -> None:
     found = run("scenario_bench_prefill", str(bundle), kernels=emulated, multiprocessors=4)
-    assert [(one["tokens"], one["widest"], one["fast"], one["prompts"]) for one in found] == [
-        *((64, 512, False, 1), (64, 64, False, 1)),
-        *((130, 512, False, 1), (130, 64, False, 1)),
-        *((64, 512, True, 1), (130, 512, True, 1)),
+    assert [(one["tokens"], one["widest"], one["fast"], one["draws"], one["prompts"]) for one in found] == [
+        *((64, 512, False, False, 1), (64, 512, False, True, 1), (64, 64, False, False, 1)),
+        *((130, 512, False, False, 1), (130, 512, False, True, 1), (130, 64, False, False, 1)),
+        *((64, 512, True, False, 1), (130, 512, True, False, 1)),
     ]
-    short, same, chunk, long = found[:4]
-    assert chunk["bytes"] == short["bytes"] == same["bytes"]
+    short, drawn, same, chunk, drawn_chunk, long = found[:6]
+    assert chunk["bytes"] == short["bytes"] == same["bytes"] < drawn["bytes"] == drawn_chunk["bytes"]
     assert long["bytes"] - 3 * short["bytes"] == 2 * 6 * 2 * 32 * 2 * (64 + 128)  # the cache before the later parts
     for prompt in found:
         assert min(prompt[key] for key in ("median_ms", "median_ms_seen_by_host", "tokens_per_s", "tflop_per_s")) > 0

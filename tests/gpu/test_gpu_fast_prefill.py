@@ -77,7 +77,7 @@ def scenario_cuts(path: str) -> None:
     from ull.gpu.program import load
 
     program = load(open_bundle(path))
-    assert program.handover["chunk"] == program.handover["prefill"] != 0
+    assert program.handover["chunk"] == program.handover["prefill"] != 0 == program.handover["last_chunk"]
     assert program.handover["reuse"] == "prompt"
     rounds, place, said = program.replay(), len(LONG) - 1, []
     for cuts in ([place], [1, 64, 200, place], [130, 131, place]):

@@ -49,7 +49,7 @@ def test_a_prompt_that_is_read_fast_leaves_the_same_bits_however_it_is_cut(tmp_p
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 def test_a_prompt_leaves_the_same_bits_in_chunks_and_in_rounds(tmp_path: Path, kv: str) -> None:
-    """Tokens and logprobs behind a prompt of more than one chunk, by the tiny engine."""
+    """Tokens and logprobs behind a prompt of more than one chunk, by the tiny engine; its last one may draw them."""
     from ull.gpu.program import load
 
     program = load(open_bundle(built(tmp_path, "--kv", kv)))
@@ -66,6 +66,10 @@ def test_a_prompt_leaves_the_same_bits_in_chunks_and_in_rounds(tmp_path: Path, k
                     rounds.wait(rounds.launch(part, first, PREFILL))
             results = rounds.decode(prompt[-1], TOKENS - 1, 16, top_logprobs=5)
             said.append([[(entry.token, entry.logprob) for entry in result.tokens[0].top[:5]] for result in results])
-        assert said[0] == said[1]
+        for last in (512, 100):
+            rounds.prefill(prompt[:-last])
+            results = rounds.answer(prompt[-last:], TOKENS - last, 16, top_logprobs=5)
+            said.append([[(entry.token, entry.logprob) for entry in result.tokens[0].top[:5]] for result in results])
+        assert said == 4 * said[:1]
     finally:
         program.close()

@@ -77,6 +77,20 @@ def test_a_prompt_leaves_the_same_bits_in_chunks_and_in_rounds(name: str, count:
     assert (rig.result().sequence, rig.result().status, rig.result().count) == (1, OK, 0)
 
 
+@pytest.mark.parametrize("count", [205, 70, 1])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_chunk_draws_what_a_round_of_its_last_token_would(name: str, count: int) -> None:
+    """Token and log-probabilities, logits, and what goes on behind them. Of 70 tokens down leaves sums of slices."""
+    rig = prompt(name)
+    found = []
+    for whole in (False, True):
+        rig.begin()
+        rig.draw(TOKENS[:count], 331, whole, seed=5)
+        found.append((rig.drawn(), rig.left()))
+    assert found[1] == found[0]
+    assert any(found[0][0]["logits"]) and any(found[0][0]["residual"])
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_rounds_behind_a_long_cache_leave_the_same_bits(name: str) -> None:
     """There they have a kernel of their own for what lies in the pages."""

@@ -80,6 +80,65 @@ def test_a_prefill_is_a_chain_whatever_the_parents_say(device: Device, count: in
     assert accepted(device) == list(range(count))
 
 
+@pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 511, 512])
+def test_a_chunk_is_a_round_of_its_first_tokens_or_draws_behind_its_last(device: Device, count: int) -> None:
+    tokens = [3000 - index for index in range(count)]
+    for mode in (layout.PREFILL, layout.TAKE):
+        draws = mode == layout.TAKE
+        fields = {"position": 640, "forced": count - 1 if draws else 0, "max_tokens": draws}
+        round_ = device.ask(mode, tokens, chunk=True, **fields)
+        chunk = device.chunk
+        assert (chunk.sequence, chunk.base, chunk.count) == (device.sequence, 640, count)
+        assert list(chunk.tokens[:count]) == tokens
+        assert (round_.sequence, round_.mode, round_.first_draw) == (device.sequence, mode, 0)
+        if not draws:
+            assert (round_.count, round_.base, round_.draws) == (min(count, 64), 640, 0)
+            result = device.draw([])
+            assert (result.status, result.count, device.state.stopped) == (layout.OK, 0, 1)
+            continue
+        assert (round_.count, round_.base, round_.draws) == (1, 640 + count - 1, 1)
+        assert (round_.tokens[0], round_.depths[0], round_.path[0][0]) == (tokens[-1], 0, 0)
+        assert emitted(device.draw([77])) == [77]
+        # A round of one token goes on from there.
+        state = device.state
+        assert (state.token, state.position, state.node, state.stopped) == (77, 640 + count, 0, 0)
+        assert emitted(device.go_on(78)) == [78] and device.round.base == 640 + count
+
+
+@pytest.mark.parametrize("count", [0, -1, 513, 2**31 - 1])
+@pytest.mark.parametrize("mode", [layout.PREFILL, layout.TAKE])
+def test_a_chunk_of_an_impossible_size_is_skipped(device: Device, mode: int, count: int) -> None:
+    round_ = device.ask(mode, [1], chunk=True, count=count)
+    assert (round_.count, device.chunk.count) == (0, 0)
+    assert device.draw([]).status == layout.SKIPPED
+
+
+def test_a_chunk_that_is_cancelled_or_no_chunk_s_is_skipped(device: Device) -> None:
+    device.ask(layout.CONTINUE, chunk=True)
+    assert (device.chunk.count, device.draw([]).status) == (0, layout.SKIPPED)
+    device.control.cancelled_through = device.sequence + 1
+    device.ask(layout.TAKE, [1, 2, 3], chunk=True)
+    assert (device.chunk.count, device.draw([]).status) == (0, layout.SKIPPED)
+
+
+def test_the_text_of_a_chunk_that_draws_ends_with_its_last_token(device: Device) -> None:
+    """To penalties its tokens are the prompt's, as those before it."""
+    prompt = [7, 8, 9, 7, 300, 301]
+    device.host_text[: len(prompt)] = prompt
+    wish = layout.Sampling(top_p=1.0, frequency_penalty=0.5, penalises=1)
+    fields = {"sampling": wish, "text": 5, "prompt_tokens": len(prompt), "max_tokens": 1}
+    for _ in range(2):  # also once more, as after an abort that came too late
+        device.ask(layout.TAKE, prompt[2:], chunk=True, position=2, forced=3, **fields)
+        assert device.state.counted == len(prompt)
+        expected = np.zeros_like(device.text_counts)
+        expected[prompt] = layout.PROMPTED
+        assert np.array_equal(device.text_counts, expected)
+        assert emitted(device.draw([42])) == [42]
+    device.ask(layout.CONTINUE, **fields)
+    expected[42] = layout.GENERATED
+    assert np.array_equal(device.text_counts, expected)
+
+
 @pytest.mark.parametrize(("bias_count", "page_count"), [(0, 0), (3, 4), (1024, 9)])
 def test_settings_are_copied_when_they_change(device: Device, bias_count: int, page_count: int) -> None:
     stops, pages = list(range(40, 72))[: bias_count % 33], list(range(10, 10 + page_count))

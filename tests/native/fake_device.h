@@ -163,8 +163,10 @@ class FakeDevice : public LateRequests {
     int wide_sizes = 4;                      // so many of them,
     std::array<int, kCostSizes> wide_us{};   // which take so much longer than the others behind 1,000 positions
     int prefill_us = 0;                      // and the prefill's graph,
-    int chunk_us = 0;                        // and that of a chunk
+    int chunk_us = 0;                        // and that of a chunk,
+    int drawing_us = 0;                      // and so much more one that draws
     bool chunks = false;                     // there is one
+    bool last_chunks = false;                // and one that draws
     bool fast = false;                       // which alone reads prompts
     bool has_plain = false;                  // there is a round of one token with the plain sampler
     int plain_us = 0;                        // which takes this long besides round_us
@@ -264,6 +266,7 @@ class FakeDevice : public LateRequests {
         program.prefill = program.chunk;
         program.reuse = Reuse::kPrompt;
       }
+      if (script_.last_chunks) program.last_chunk = reinterpret_cast<void*>(kLastChunk);
     }
     if (script_.redraws) {
       program.redraw = reinterpret_cast<void*>(kRedraw);
@@ -361,8 +364,8 @@ class FakeDevice : public LateRequests {
   static constexpr uintptr_t kSingles = 20, kBursts = 30;
   // The wide one's handle is another one's and this.
   static constexpr uintptr_t kWide = 40;
-  // What reads a prompt: up to 64 tokens, or a chunk.
-  static constexpr uintptr_t kPrefill = 100, kChunk = 101;
+  // What reads a prompt: up to 64 tokens, or a chunk, or one that draws.
+  static constexpr uintptr_t kPrefill = 100, kChunk = 101, kLastChunk = 102;
   // What draws again, once or up to 64 times.
   static constexpr uintptr_t kRedraw = 210, kRedraws = 211;
 
@@ -483,9 +486,12 @@ class FakeDevice : public LateRequests {
   }
   [[nodiscard]] static bool is_burst(int graph) { return graph >= static_cast<int>(kBursts) && graph < 100; }
   [[nodiscard]] int rounds_of(int graph) const { return is_burst(narrow(graph)) ? script_.burst_rounds : 1; }
+  [[nodiscard]] static bool is_chunk(int graph) {
+    return graph == static_cast<int>(kChunk) || graph == static_cast<int>(kLastChunk);
+  }
   // Nodes that a graph holds; 0: it is no round's.
   [[nodiscard]] static int nodes_of(int graph) {
-    if (graph == static_cast<int>(kChunk)) return gpu::kChunkTokens;
+    if (is_chunk(graph)) return gpu::kChunkTokens;
     return graph >= 100 ? 0 : graph >= static_cast<int>(kSingles) ? 1 : kCostTokens[graph - 1];
   }
   [[nodiscard]] static graph::Sampler sampler_of(int graph) {
@@ -498,6 +504,7 @@ class FakeDevice : public LateRequests {
   }
   [[nodiscard]] static int more_us(int graph, const Script& script) {
     if (graph == static_cast<int>(kPrefill)) return script.prefill_us;
+    if (graph == static_cast<int>(kLastChunk)) return script.chunk_us + script.drawing_us;
     if (graph >= 100) return graph == static_cast<int>(kChunk) ? script.chunk_us : 0;
     if (sampler_of(graph) == graph::Sampler::kPlain) return script.plain_us;
     if (sampler_of(graph) == graph::Sampler::kScan) return script.scan_us;
@@ -537,11 +544,15 @@ class FakeDevice : public LateRequests {
     if (request.sequence != sequence) std::abort();  // the block is not this round's
     const int forced = request.mode == gpu::RoundMode::kTake ? request.forced : 0;
     if (forced < 0 || (forced > 0 && forced >= request.count)) std::abort();
-    for (int i = 1; i <= forced; ++i) {
+    const bool prompts = request.mode == gpu::RoundMode::kPrefill, chunk = is_chunk(graph);
+    if (graph == static_cast<int>(kLastChunk) &&
+        (request.mode != gpu::RoundMode::kTake || forced != request.count - 1)) {
+      std::abort();
+    }
+    for (int i = 1; i <= forced && !chunk; ++i) {
       if (request.parents[i] != i - 1) std::abort();  // no chain
     }
-    if (graph < 100 && request.count > record.graph) std::abort();
-    const bool prompts = request.mode == gpu::RoundMode::kPrefill, chunk = graph == static_cast<int>(kChunk);
+    if ((graph < 100 || chunk) && request.count > record.graph) std::abort();
     if (graph >= static_cast<int>(kPrefill) && graph <= static_cast<int>(kChunk) && !prompts) std::abort();
     if (prompts) check_prompt(request, chunk ? gpu::kChunkTokens : gpu::kTreeTokens, script.context);
     const int32_t* tokens = chunk ? chunk_of(sequence) : request.tokens;
@@ -583,6 +594,11 @@ class FakeDevice : public LateRequests {
         redraw(request, result);
         record.emitted = result.count;
         if (result.count == 0) record.status = gpu::RoundStatus::kNotFinite;
+      } else if (chunk) {
+        record.prompt.assign(tokens, tokens + request.count);
+        verify_last(request, tokens, result);
+        std::fill_n(chunk_of(sequence), gpu::kChunkTokens, -1);
+        record.emitted = result.count;
       } else {
         verify(request, result, continues, forced);
         record.emitted = result.count;
@@ -689,6 +705,18 @@ class FakeDevice : public LateRequests {
     state_.token = result.tokens[result.count - 1].token;
     state_.position = hidden_position_ = base + result.count;
     result.stopped = state_.stopped;
+  }
+
+  // The tokens of a chunk, the last of which is a round of its own.
+  void verify_last(const gpu::RoundRequest& request, const int32_t* tokens, gpu::RoundResult& result) {
+    gpu::RoundRequest last = request;
+    last.count = 1;
+    last.position += request.forced;
+    last.tokens[0] = tokens[request.forced];
+    last.parents[0] = 0;
+    for (int i = 0; i < request.forced; ++i) cached(request.position + i) = tokens[i];
+    leave_taps(request.position, request.forced);
+    verify(last, result, /*continues=*/false, /*forced=*/0);
   }
 
   // Of positions whose tokens the pages hold.

@@ -126,6 +126,16 @@ struct GraphRig {
     return step;
   }
 
+  // The first round of a prompt whose last `forced` tokens it takes along; all before them are in the cache.
+  [[nodiscard]] RoundStep first_step(const std::vector<int32_t>& prompt, int forced, int max_tokens) {
+    RoundStep first = step(prompt, max_tokens);
+    first.position -= forced;
+    first.token = prompt[static_cast<size_t>(first.position)];
+    first.forced = forced;
+    first.prompt_tokens = prompt_tokens = static_cast<int32_t>(prompt.size());
+    return first;
+  }
+
   // One round of up to `most` tokens, perhaps aborted; what it emits goes behind `tokens`.
   Status advance(std::vector<int32_t>& tokens, int most, bool aborted = false) {
     if (const Status status = executor.start_round(step(tokens, most)); status != Status::kOk) return status;

@@ -49,12 +49,20 @@ struct HeadRig : GraphRig {
     return Status::kOk;
   }
 
-  // `count` tokens behind a text of which the caches hold the first `cached` positions.
-  Status answer(std::vector<int32_t>& text, int count, int cached = 0) {
+  // `count` tokens behind a text of which the caches hold the first `cached` positions, and the first round takes the
+  // last but one `forced` along.
+  Status answer(std::vector<int32_t>& text, int count, int cached = 0, int forced = 0) {
     prompt_tokens = static_cast<int>(text.size());
     drafted.cut(cached);
-    if (const Status status = read(text, cached, prompt_tokens - 1); status != Status::kOk) return status;
-    return decode(text, count);
+    if (const Status status = read(text, cached, prompt_tokens - 1 - forced); status != Status::kOk) return status;
+    if (forced == 0) return decode(text, count);
+    text.reserve(text.size() + 1);
+    if (const Status status = executor.start_round(first_step(text, forced, count)); status != Status::kOk) {
+      return status;
+    }
+    if (const Status status = finish(); status != Status::kOk) return status;
+    text.push_back(result.tokens[0].token);
+    return decode(text, count - 1);
   }
 
   void enter(const Sequence& sequence) {

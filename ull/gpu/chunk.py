@@ -1,8 +1,10 @@
 """The launches that read a chunk of a prompt, in order: pure lists, as `ull.gpu.rounds`.
 
     begin, embed, L x { norm, qkv, store, attention, o, norm, gate_up, down }, accept
+    begin, embed, L x { norm, qkv, store, attention, o, norm, gate_up, down }, norm, head, sample*, accept
 
-A chunk fills the cache and draws nothing. Its linear layers and its attention take all its tokens at once, on
+A chunk fills the cache. The second also draws what follows its last token, with the bits of a round of that token alone
+behind the others, which would read the weights once more. Linear layers and attention take all tokens at once, on
 warpgroups' products; attention finds each token's key and value in the pages, where `store` has put them. Each bit is
 what rounds of 64 tokens would make of it.
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 from ctypes import addressof, c_uint32
 
 from ull.gpu.driver import Driver
-from ull.gpu.fused import Unfinished
+from ull.gpu.fused import FusedForward, Unfinished
 from ull.gpu.geometry import chunk
 from ull.gpu.launch import Launch
 from ull.gpu.memory import (
@@ -34,6 +36,7 @@ from ull.gpu.memory import (
 )
 from ull.gpu.modules import Kernels
 from ull.gpu.params import (
+    CHUNK_TOKENS,
     MLP_SCALE,
     ChunkAttentionParams,
     ChunkEmbedParams,
@@ -101,17 +104,25 @@ class Chunks:
         self._sizes, self._places, self._multiprocessors = sizes, places, multiprocessors
         self._rounds = Rounds(sizes, places, multiprocessors)
 
-    def launches(self) -> list[Launch]:
+    def launches(self, draws: bool = False) -> list[Launch]:
+        """`draws`: behind the last token, for a model that reads prompts exactly."""
         layers = self._sizes.model.layers
-        last = self._down(layers - 1)
-        ending = [self._norm("norm", last, layers, normed=False)] if layers in self._sizes.taps else []
         # Keys and values are in the pages: as behind a round of one token nothing is committed.
         return [
             *self._opening(),
             *(launch for layer in range(layers) for launch in self._layer(layer)),
-            *ending,
-            *self._rounds.closing(1, draws=False),
+            *self._ending(draws),
+            *(FusedForward(self._sizes, self._places, self._multiprocessors).logits(1) if draws else []),
+            *self._rounds.closing(1, draws),
         ]
+
+    def _ending(self, draws: bool) -> list[Launch]:
+        """What keeps the residual that leaves the last layer: of all tokens if a head reads it, of the last to draw."""
+        layers = self._sizes.model.layers
+        if not draws and layers not in self._sizes.taps:
+            return []
+        row = self._places.region("residual") if draws else None
+        return [self._norm("norm", self._down(layers - 1), layers, normed=False, last=row)]
 
     def _opening(self) -> list[Launch]:
         """embed does not begin before begin has ended: see `Rounds.opening`."""
@@ -152,10 +163,17 @@ class Chunks:
         """What the layer's down leaves; nothing does before the first layer."""
         return None if layer < 0 else self._left(f"layers.{layer}.down", 1 / MLP_SCALE)
 
-    def _norm(self, weight: str, before: Unfinished | None, layer: int | None = None, normed: bool = True) -> Launch:
+    def _norm(
+        self,
+        weight: str,
+        before: Unfinished | None,
+        layer: int | None = None,
+        normed: bool = True,
+        last: int | None = None,
+    ) -> Launch:
         """`before`: what the layer before leaves. `layer`: whose input the residual is; heads may want it kept.
 
-        `normed`: the norm itself is wanted.
+        `normed`: the norm itself is wanted. `last`: where the last token's residual goes.
         """
         sizes, region, taps = self._sizes, self._places.region, None
         if layer in sizes.taps:
@@ -168,11 +186,13 @@ class Chunks:
             normed=region(CHUNK_QUANTISED if fast else CHUNK_NORMED) if normed else None,
             taps=taps,
             token_scale=self._scales,
+            last=last,
         )
         if before is not None:
             params.partial, params.unit = before.partial, before.unit
             params.scale, params.bias = before.scale, before.bias
-        return Launch("ull_chunk_norm", *chunk.norm(sizes.model.hidden, fast), params)
+        tokens = CHUNK_TOKENS if normed or taps else 1
+        return Launch("ull_chunk_norm", *chunk.norm(sizes.model.hidden, fast, tokens), params)
 
     def _quantised(self, activations: str, width: int) -> list[Launch]:
         """What makes e4m3 of f16 activations; nothing where the products take these."""

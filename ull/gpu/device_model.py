@@ -197,9 +197,11 @@ class PlacedModel:
         else:
             prefill = captures.round(sources[forward.prefill], TREE_TOKENS, draws=False)
             chunk = captures.chunk() if exact_chunks and agree else 0
+        draws = chunk != 0 and forward.reuse == "all" and not self.part.prefix  # nobody waits for a draft model's token
+        last_chunk = captures.chunk(draws=True) if draws else 0
         medusa = captures.heads() if self.sizes.medusa is not None else 0
         redraws = {} if self.part.prefix else {draws: captures.redraw(draws) for draws in REDRAWS}
-        return CapturedModel(self, rounds, singles, bursts, prefill, chunk, medusa, redraws, wide)
+        return CapturedModel(self, rounds, singles, bursts, prefill, chunk, last_chunk, medusa, redraws, wide)
 
     def _wide(self, captures: _Captures, sources: Mapping[str, ForwardSource]) -> WideRounds:
         begins = attention.wide_from(self.sizes.model.kv_heads, self.driver.info.multiprocessors)
@@ -246,9 +248,9 @@ class _Captures:
 
         return self._capture(record)
 
-    def chunk(self) -> int:
-        """A chunk of a prompt (CUgraphExec)."""
-        return self.capture_all(self._chunks.launches())
+    def chunk(self, draws: bool = False) -> int:
+        """A chunk of a prompt, which perhaps `draws` what follows (CUgraphExec)."""
+        return self.capture_all(self._chunks.launches(draws))
 
     def heads(self) -> int:
         """The Medusa heads behind a round (CUgraphExec)."""
@@ -298,6 +300,7 @@ class CapturedModel:
     bursts: dict[str, int]  # several of those in one graph
     prefill: int
     chunk: int  # 0: prompts are read by `prefill` alone
+    last_chunk: int  # one that draws what follows; 0: rounds do
     medusa: int  # 0: there are no heads
     redraws: dict[int, int]  # what draws again, by the most draws; a draft model's tokens nobody refuses: none
     wide: WideRounds | None  # None: no context is so long
@@ -316,6 +319,7 @@ class CapturedModel:
             "burst_rounds": BURST_ROUNDS if self.bursts else 0,
             "prefill": self.prefill,
             "chunk": self.chunk,
+            "last_chunk": self.last_chunk,
             "redraws": dict(self.redraws),
             "medusa": self.medusa,
             "medusa_heads": self.sizes.medusa.heads if self.sizes.medusa else 0,

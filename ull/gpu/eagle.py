@@ -50,10 +50,6 @@ class EagleForward(FusedForward):
         """From the layer's input to its keys and values, which attention stores."""
         return self._attended(0, tokens)
 
-    def logits(self, tokens: int) -> list[Launch]:
-        """The final norm, which keeps the residual for the next pass, and the head's own lm_head."""
-        return self._head(tokens)
-
     def fc(self, tokens: int) -> Launch:
         """Hidden states of entries that have taps; `tokens` 8 or 64."""
         geometry = linear.eagle_fc(self._sizes.model.hidden, tokens, self._multiprocessors)

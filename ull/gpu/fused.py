@@ -59,7 +59,21 @@ class FusedForward:
             layers = [self._all_layers()]
         else:
             layers = [launch for layer in range(self._sizes.model.layers) for launch in self._layer(layer, tokens)]
-        return layers + (self._head(tokens) if draws else self._last_tap(tokens))
+        return layers + (self.logits(tokens) if draws else self._last_tap(tokens))
+
+    def logits(self, tokens: int) -> list[Launch]:
+        """The final norm, which perhaps keeps the residual for a head, and the lm_head."""
+        model = self._sizes.model
+        linears = self._linears(tokens)
+        geometry = linear.head(model.vocabulary, linears.tile, self._multiprocessors)
+        tap = self._tap(model.layers, tokens)
+        if self._scans and tokens == 1:
+            return linears.normalised("head_scan", HEAD_SCAN, "norm", geometry, "logits", None, tap)
+        before = self._after_down(model.layers - 1, tokens)
+        launches = linears.normalised("head", "lm_head", "norm", geometry, "logits", before, tap)
+        if tokens == 1:
+            launches[-1].params.maxima = self._places.region("sampler") + sampling.MAXIMA_AT
+        return launches
 
     def layer_parameters(self) -> bytes:
         """`LayerParams` of every layer: what the kernels of its steps would be launched with."""
@@ -152,20 +166,6 @@ class FusedForward:
 
     def _linears(self, tokens: int) -> Linears:
         return Linears(self._places, self._sizes.model.hidden, tokens)
-
-    def _head(self, tokens: int) -> list[Launch]:
-        """The final norm and the lm_head."""
-        model = self._sizes.model
-        linears = self._linears(tokens)
-        geometry = linear.head(model.vocabulary, linears.tile, self._multiprocessors)
-        tap = self._tap(model.layers, tokens)
-        if self._scans and tokens == 1:
-            return linears.normalised("head_scan", HEAD_SCAN, "norm", geometry, "logits", None, tap)
-        before = self._after_down(model.layers - 1, tokens)
-        launches = linears.normalised("head", "lm_head", "norm", geometry, "logits", before, tap)
-        if tokens == 1:
-            launches[-1].params.maxima = self._places.region("sampler") + sampling.MAXIMA_AT
-        return launches
 
 
 class Linears:

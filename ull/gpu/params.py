@@ -8,7 +8,7 @@ from ctypes import c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_voi
 from ull.bundle import MLP_SCALE as MLP_SCALE
 from ull.wire import MAX_TREE
 
-INTERFACE = 13
+INTERFACE = 14
 AWAITED = 1 << 63  # in a request's sequence: the round waits for the number alone
 TREE_TOKENS = MAX_TREE
 ROUND_SLOTS = 4
@@ -419,6 +419,7 @@ class ChunkNormParams(ctypes.Structure):
         ("partial", c_void_p),
         ("scale", c_void_p),
         ("bias", c_void_p),
+        ("last", c_void_p),
         ("unit", c_float),
         ("padding", c_int32),
     ]

@@ -79,7 +79,8 @@ class Replay:
 
         `size` names the round's graph, which for a prefill fills the cache and leaves logits; default: the smallest
         that holds the tokens, or the prefill's own. CHUNK_TOKENS is that of a chunk, for a prefill of up to so many
-        tokens. `sampler`: of a round of one token. `wide`: the graph for a long cache; KeyError where there is none.
+        tokens, or for a round of them of which all but the last are forced. `sampler`: of a round of one token. `wide`:
+        the graph for a long cache; KeyError where there is none.
         """
         self._sequence += 1
         request = self._requests[self._sequence % ROUND_SLOTS]
@@ -150,14 +151,35 @@ class Replay:
             yield range(start, min(start + most, tokens))
             start += most
 
-    def launch_part(self, tokens: Sequence[int], part: range) -> int:
-        """Launches what reads these positions of a prompt, and returns its sequence number."""
+    def launch_part(self, tokens: Sequence[int], part: range, draws: bool = False) -> int:
+        """Launches what reads these positions of a prompt, and returns its sequence number.
+
+        `draws`: a chunk, and what follows its last token is drawn.
+        """
+        if draws:
+            return self._launch_last(tokens[part.start : part.stop], part.start)
         size = CHUNK_TOKENS if self._all_chunks or len(part) > TREE_TOKENS else None
         return self.launch(tokens[part.start : part.stop], part.start, PREFILL, size=size)
 
     def decode(self, token: int, position: int, count: int, **sampling: Any) -> list[RoundResult]:
         """`count` plain rounds, each launched before the last one is read."""
-        launched = [self.launch([token], position, TAKE, **sampling)]
+        return self._decode(self.launch([token], position, TAKE, **sampling), position, count, **sampling)
+
+    def answer(self, tokens: Sequence[int], start: int, count: int, **sampling: Any) -> list[RoundResult]:
+        """The end of a prompt, from position `start` on, as a chunk that draws, and `count` - 1 plain rounds behind it.
+
+        At most CHUNK_TOKENS tokens, of an engine whose "last_chunk" is not 0.
+        """
+        first = self._launch_last(tokens, start, **sampling)
+        return self._decode(first, start + len(tokens) - 1, count, **sampling)
+
+    def _launch_last(self, tokens: Sequence[int], start: int, **sampling: Any) -> int:
+        """Launches a prompt's last chunk, which draws what follows."""
+        return self.launch(tokens, start, TAKE, size=CHUNK_TOKENS, forced=len(tokens) - 1, max_tokens=1, **sampling)
+
+    def _decode(self, first: int, position: int, count: int, **sampling: Any) -> list[RoundResult]:
+        """The round `first`, whose last token stands at `position`, and `count` - 1 that continue it."""
+        launched = [first]
         results = []
         for index in range(count):
             if index + 1 < count:
@@ -193,7 +215,7 @@ class Replay:
         if mode == REDRAW:
             return int(self._handover["redraws"][size or 1])
         if size == CHUNK_TOKENS:
-            return int(self._handover["chunk"])
+            return int(self._handover["chunk" if mode == PREFILL else "last_chunk"])
         if size is None and mode == PREFILL:
             return int(self._handover["prefill"])
         graphs = held["graphs"]

@@ -8,7 +8,7 @@
 
 namespace ull::gpu {
 
-inline constexpr int kInterface = 13;     // raised with every change of what stands here: see device_layout.py
+inline constexpr int kInterface = 14;     // raised with every change of what stands here: see device_layout.py
 inline constexpr int kTreeTokens = 64;    // nodes of the widest tree, root included
 inline constexpr int kRoundSlots = 4;     // mapped request and result blocks, used in turn
 inline constexpr int kStopTokens = 32;    // token ids that end a request
@@ -78,7 +78,7 @@ struct alignas(64) RoundRequest {
   uint64_t sequence;  // from 1, one more each round
   RoundMode mode;
   int32_t count;       // nodes (kTake, kDflashNodes), prompt tokens (kPrefill), heads (kMedusa), draws (kRedraw) or
-                       // entries (of the other heads); 1 for kContinue
+                       // entries (of the other heads); 1 for kContinue; of a kTake whose graph reads a chunk: tokens
   int32_t position;    // of the root, of the first prompt token, or of the node that kRedraw draws behind; of heads
                        // (not kDflashNodes) -1: they are behind a round of which the host knows nothing yet
   int32_t max_tokens;  // emit at most this many
@@ -88,7 +88,8 @@ struct alignas(64) RoundRequest {
   uint32_t text;          // version of the host's text, of a request with penalties: the device reads a new one
   int32_t prompt_tokens;  // of the text: what follows them was generated
   int32_t forced;         // kTake: the first so many nodes, below `count`, are a chain of prompt tokens and accepted as
-                          // they are: the tree's root, from which on nodes are drawn, is the one behind them
+                          // they are: the tree's root, from which on nodes are drawn, is the one behind them. Of a
+                          // chunk: all but the last
   int32_t first;          // kEagle, kDflashBlock: the pages lack positions before it
   int32_t awaited;  // 1: nothing else here is to be believed before the round has waited; known when it is launched
   int32_t tokens[kTreeTokens];   // kRedraw: the tokens whose log-probabilities are wanted; or one draw, of a token -1:
@@ -102,8 +103,8 @@ struct alignas(64) RoundRequest {
 // Also in mapped host memory; `pages` follows as [context / kPageTokens] int32, then `text` as [context] int32: the
 // tokens up to the root of the round that brings a new version of it (its first draw, where tokens are forced). Then
 // `mask` as [V rounded up to kMaskTokens / 32] uint32: bit token % 32 of word token / 32 allows a token to a kRedraw.
-// Last `chunks` as [kRoundSlots][kChunkTokens] int32: the tokens of a kPrefill whose graph reads a chunk, and which
-// counts up to kChunkTokens.
+// Last `chunks` as [kRoundSlots][kChunkTokens] int32: the tokens of a kPrefill or a kTake whose graph reads a chunk,
+// and which counts up to kChunkTokens.
 struct alignas(64) HostControl {
   uint64_t cancelled_through;  // rounds up to this sequence are skipped
 };
@@ -444,12 +445,14 @@ struct ChunkNormParams {
   const Chunk* chunk;
   float* residual;           // [kChunkTokens, H]
   const float* norm_weight;  // [H]
-  void* normed;              // H activations (fast: e4m3); null: only the taps are wanted
+  void* normed;              // H activations (fast: e4m3); null: only the taps or `last` are wanted
   float* taps;               // this layer's rows of the ring; null: not tapped
   float* token_scale;        // fast: [kChunkTokens] written; else null
   const float* partial;      // of up to kChunkTile tokens: what o or down leave to be added to the residual first, as
   const float* scale;        // NormParams' [kSlices, kChunkTile, H]; null: nothing
   const float* bias;         // as NormParams'
+  float* last;               // [H]: the last token's row is kept here, the residual of a round that draws behind it; a
+                             // launch of one block looks at that token alone; null: nobody draws
   float unit;
   int32_t padding;
 };

@@ -98,6 +98,31 @@ TEST(what_is_forced_takes_no_rounds) {
   CHECK_EQ(engine.engine.stats().counters.completion_tokens, 34U);
 }
 
+// An executor that reads in parts of 16 wants the last one whole, and the 8 tokens that are forced behind the prompt
+// are of it.
+TEST(what_is_forced_belongs_to_the_last_part_of_a_prompt) {
+  const Rule rule = one_of({"forced: a", "forced: b"});
+  const std::pair<int, unsigned> cases[] = {{1, 0},  {2, 0},  {8, 0},  {9, 1}, {16, 1},
+                                            {24, 1}, {25, 2}, {40, 2}, {41, 3}};
+  for (const auto& [length, read_before] : cases) {
+    const Tokens prompt(static_cast<size_t>(length), 'x');
+    Submission request = Harness::request(1, prompt, 20);
+    request.constraint = std::make_shared<ScriptedConstraint>(rule);
+    const Result expected = drawn_one_by_one(request);
+    ScriptedExecutor::Options options = script(15, 1);
+    options.prefill_chunk = options.part = 16;
+    Harness engine(options);
+    request.constraint = std::make_shared<ScriptedConstraint>(rule);
+    engine.submit(request);
+    const Result& result = engine.wait(1);
+    check_same(result, expected);
+    CHECK_EQ(result.outcome.forced_tokens, 8);
+    engine.engine.stop();
+    CHECK_EQ(engine.engine.stats().counters.prefill_chunks, read_before);
+    CHECK_EQ(engine.engine.stats().counters.rounds, 1U);
+  }
+}
+
 TEST(stops_end_a_completion_in_the_middle_of_what_is_forced) {
   const Rule rule = one_of({"abc, then a long and fixed part, then x", "abc, then a long and fixed part, then y"});
   for (const std::string& stop : {std::string("fixed"), std::string("a"), std::string("n x"), std::string("n y")}) {

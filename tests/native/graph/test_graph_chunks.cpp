@@ -180,24 +180,28 @@ TEST(a_prompt_is_read_in_chunks_alone) {
 // The figures are of an H100 and an 8B model: of up to 128 tokens a chunk and a round of one token are cheaper than a
 // round of 64 behind another, or behind a chunk.
 TEST(a_first_round_takes_the_end_of_a_prompt_where_that_is_cheaper) {
+  using ull::graph::FirstRound;
   using ull::graph::PromptCosts;
+  const auto is_single = [](const PromptCosts& costs, int count, int start) {
+    return costs.first(count, start, /*last=*/0) == FirstRound::kSingle;
+  };
   const std::array<PromptCosts::Measured, PromptCosts::kTiles> chunks{
       {{5'000'000, 5'200'000}, {9'000'000, 0}, {12'500'000, 0}, {15'800'000, 16'300'000}}};
   const PromptCosts costs({5'300'000, 5'400'000}, chunks, 1024, {{5'800'000, 0}, {3'000'000, 0}, 0});
-  const auto single = [&](int count) { return costs.prefers_single(count, 0); };
+  const auto single = [&](int count) { return is_single(costs, count, 0); };
   CHECK(!single(1) && !single(64));                 // one round reads it all
   CHECK(single(65) && single(128) && single(129));  // 128 behind: one tile
   CHECK(!single(130) && !single(192));              // a tile less to read
   CHECK(single(193) && single(257));                // as many tiles either way
   CHECK(!single(258) && !single(512 + 64));         // nothing but chunks before the last 64
   CHECK(single(512 + 65) && single(1024 + 128));
-  CHECK(!PromptCosts().prefers_single(100, 0));
-  CHECK(!PromptCosts({5'300'000, 5'400'000}, chunks, 1024).prefers_single(100, 0));  // the rounds' costs are unknown
-  CHECK(!PromptCosts({5'300'000, 5'400'000}, chunks, 1024, {{2'500'000, 0}, {3'000'000, 0}, 0}).prefers_single(70, 0));
+  CHECK(!is_single(PromptCosts(), 100, 0));
+  CHECK(!is_single(PromptCosts({5'300'000, 5'400'000}, chunks, 1024), 100, 0));  // the rounds' costs are unknown
+  CHECK(!is_single(PromptCosts({5'300'000, 5'400'000}, chunks, 1024, {{2'500'000, 0}, {3'000'000, 0}, 0}), 70, 0));
   // Behind a long cache a round of many tokens takes longer than one of a single one does.
   const PromptCosts sloped({5'300'000, 5'400'000}, chunks, 1024,
                            {{5'800'000, 6'700'000}, {3'000'000, 3'100'000}, 1000});
-  CHECK(!sloped.prefers_single(130, 0) && sloped.prefers_single(130, 4000));
+  CHECK(!is_single(sloped, 130, 0) && is_single(sloped, 130, 4000));
 
   for (const int full_us : {1000, 40'000}) {
     ChunkRig rig({.graph_us = {0, 0, 0, 0, 0, 0, full_us}, .prefill_us = 4000, .chunk_us = 12'000});
@@ -205,6 +209,42 @@ TEST(a_first_round_takes_the_end_of_a_prompt_where_that_is_cheaper) {
     CHECK_EQ(most, 63);
     CHECK_EQ(rig.executor.first_forced(100, 0), full_us == 1000 ? most : 0);
     CHECK_EQ(rig.executor.first_forced(64, 0), most);
+  }
+}
+
+// The same, where a chunk may draw: in one pass over the weights where there would be two.
+TEST(a_last_chunk_draws_where_that_is_cheaper) {
+  using ull::graph::FirstRound;
+  using ull::graph::PromptCosts;
+  const std::array<PromptCosts::Measured, PromptCosts::kTiles> chunks{
+      {{5'000'000, 6'000'000}, {9'000'000, 0}, {12'500'000, 0}, {15'800'000, 17'300'000}}};
+  const PromptCosts costs({5'300'000, 5'400'000}, chunks, 1024,
+                          {{5'800'000, 5'900'000}, {3'000'000, 3'020'000}, 1024, 600'000});
+  const auto first = [&](int count, int start = 0) { return costs.first(count, start, (count - 1) % 512 + 1); };
+  for (const int count : {1, 64}) CHECK(first(count) == FirstRound::kFull);
+  for (const int count : {65, 128, 140, 300, 512, 577, 1024, 1100}) CHECK(first(count) == FirstRound::kChunk);
+  CHECK(first(129) == FirstRound::kSingle);                                      // a tile less to read
+  CHECK(first(513) == FirstRound::kSingle && first(540) != FirstRound::kChunk);  // what is left is no chunk
+  // Behind a long cache few tokens are no chunk, but many are.
+  CHECK(first(100, 2000) == FirstRound::kChunk && first(100, 16'000) != FirstRound::kChunk);
+  CHECK(first(512, 16'000) == FirstRound::kChunk);
+  // A vocabulary so large that the lm_head takes longer than reading the layers twice.
+  const PromptCosts dear({5'300'000, 5'400'000}, chunks, 1024, {{5'800'000, 0}, {3'000'000, 0}, 0, 8'000'000});
+  CHECK(dear.first(512, 0, 512) == FirstRound::kSingle);
+  // Nothing is known: whatever may be a chunk is one.
+  CHECK(PromptCosts().first(100, 0, 100) == FirstRound::kChunk);
+  CHECK(PromptCosts().first(513, 0, 1) == FirstRound::kFull && PromptCosts().first(100, 0, 0) == FirstRound::kFull);
+
+  FakeDevice::Script script{
+      .graph_us = {1000, 0, 0, 0, 0, 0, 5000}, .prefill_us = 4000, .chunk_us = 4000, .last_chunks = true};
+  for (const int drawing_us : {200, 40'000}) {
+    script.drawing_us = drawing_us;
+    ChunkRig rig(script);
+    CHECK_EQ(rig.executor.info().forced_tokens, kChunkTokens - 1);
+    CHECK_EQ(rig.executor.first_forced(200, 0), drawing_us == 200 ? 199 : 0);
+    CHECK_EQ(rig.executor.first_forced(700, 0), drawing_us == 200 ? 187 : 0);
+    CHECK_EQ(rig.executor.first_forced(1024, 0), drawing_us == 200 ? 511 : 0);
+    CHECK_EQ(rig.executor.first_forced(64, 0), 63);
   }
 }
 
@@ -291,6 +331,13 @@ TEST(programs_whose_chunk_cannot_be_are_refused) {
   refused(program, "chunks");
   program.chunk = nullptr;
   program.check();
+  program.last_chunk = target.program().chunk;
+  refused(program, "last_chunk");
+  program = target.program();
+  program.last_chunk = program.chunk;
+  program.check();
+  program.reuse = ull::Reuse::kNothing;
+  refused(program, "last_chunk");
   program = program_with_draft(target, draft);
   program.check();
   GraphProgram own = *program.draft;
@@ -546,14 +593,19 @@ TEST(a_draft_model_reads_a_chunk_in_rounds_of_its_own) {
 
 // A head that has read all of a prompt drafts from all of it: no tap is overwritten before it is read.
 TEST(heads_miss_nothing_between_chunks) {
-  for (const auto kind : {DrafterKind::kEagle, DrafterKind::kDflash}) {
-    HeadRig rig(kind, {}, chunked(), kAlways);
+  for (const auto& [kind, draws] : {std::pair{DrafterKind::kEagle, false},
+                                    {DrafterKind::kEagle, true},
+                                    {DrafterKind::kDflash, false},
+                                    {DrafterKind::kDflash, true}}) {
+    HeadRig rig(kind, {}, chunked({.last_chunks = draws}), kAlways);
+    if (draws) CHECK_EQ(rig.executor.info().forced_tokens, rig.executor.info().prefill_chunk - 1);
     CHECK_EQ(rig.executor.info().prefill_chunk, kind == DrafterKind::kEagle ? kTapSlots - 1 : kChunkTokens);
     for (const int length : {66, 513, 1025, 1900}) {
       rig.drafted = {};
       Tokens text = prompt_of(length, length);
       const Tokens expected = rig.model.continuation(text, 40);
-      CHECK(rig.answer(text, 40) == Status::kOk);
+      const int forced = draws ? std::min(length, rig.executor.info().prefill_chunk) - 1 : 0;
+      CHECK(rig.answer(text, 40, /*cached=*/0, forced) == Status::kOk);
       CHECK((Tokens{text.end() - 40, text.end()} == expected));
       CHECK_EQ(rig.result.accepted, rig.result.depth);
       const HeadRig::Passes passes = rig.passes();

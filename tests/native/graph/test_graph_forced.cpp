@@ -1,4 +1,5 @@
-// Rounds with forced tokens on the graph executor: a prompt's end and the first token in one pass over the weights.
+// Rounds with forced tokens on the graph executor: a prompt's end and the first token in one pass over the weights, be
+// it a round of all of them or a prompt's last chunk.
 #include <cmath>
 
 #include "graph_fixture.h"
@@ -19,16 +20,6 @@ using ull::test::HeldRound;
 using ull::test::prompt_of;
 using Tokens = std::vector<int32_t>;
 
-// The first round of a prompt whose last `forced` tokens it takes along; all before them are in the cache.
-ull::RoundStep first_step(GraphRig& rig, const Tokens& prompt, int forced, int max_tokens) {
-  ull::RoundStep step = rig.step(prompt, max_tokens);
-  step.position -= forced;
-  step.token = prompt[static_cast<size_t>(step.position)];
-  step.forced = forced;
-  step.prompt_tokens = rig.prompt_tokens = static_cast<int32_t>(prompt.size());
-  return step;
-}
-
 // Prefill, a first round with `forced` tokens and rounds after it: `count` tokens behind the prompt.
 Tokens complete(GraphRig& rig, const Tokens& prompt, int count, int forced) {
   rig.drafted.model = 0;
@@ -36,7 +27,7 @@ Tokens complete(GraphRig& rig, const Tokens& prompt, int count, int forced) {
   Tokens tokens = prompt;
   tokens.reserve(prompt.size() + 500);
   const int most = std::min(count, rig.executor.info().tokens_per_round);
-  CHECK(rig.executor.start_round(first_step(rig, tokens, forced, most)) == Status::kOk);
+  CHECK(rig.executor.start_round(rig.first_step(tokens, forced, most)) == Status::kOk);
   CHECK(rig.finish() == Status::kOk);
   CHECK(rig.result.count == 1 && rig.result.tree_tokens == 1 && rig.result.depth == 0 && rig.result.accepted == 0);
   CHECK(rig.result.drafter == DrafterKind::kNone);
@@ -76,6 +67,74 @@ TEST(a_short_prompt_takes_one_pass_over_the_weights) {
     CHECK(complete(rig, prompt, 1, most_forced(rig, prompt)) == rig.model.continuation(prompt, 1));
     CHECK_EQ(rig.rest().size(), static_cast<size_t>(passes));
   }
+}
+
+// What it takes along it reads as a chunk; the rest is as without.
+FakeDevice::Script last_chunks(FakeDevice::Script script = {}) {
+  script.context = 2048;
+  script.chunks = script.last_chunks = true;
+  return script;
+}
+
+TEST(more_than_a_round_holds_are_a_chunk) {
+  GraphRig rig(last_chunks());
+  CHECK_EQ(rig.executor.info().forced_tokens, 511);
+  for (const auto& [length, forced] : {std::pair{64, 63}, {65, 64}, {130, 129}, {512, 511}, {1000, 487}, {1100, 300}}) {
+    const Tokens prompt = prompt_of(length, length);
+    CHECK(complete(rig, prompt, 1, forced) == rig.model.continuation(prompt, 1));
+    const auto records = rig.rest();
+    CHECK_EQ(records.size(), static_cast<size_t>(1 + (length - forced + 510) / 512));
+    const FakeDevice::Record& last = records.back();
+    CHECK(last.mode == RoundMode::kTake && last.status == RoundStatus::kOk && last.emitted == 1);
+    CHECK_EQ(last.count, forced + 1);
+    CHECK_EQ(last.position, length - 1 - forced);
+    CHECK_EQ(last.graph, forced + 1 > 64 ? 512 : 64);
+    if (forced + 1 > 64) CHECK((last.prompt == Tokens{prompt.end() - 1 - forced, prompt.end()}));
+  }
+}
+
+// Behind a chunk that draws all goes on as behind a round of one token.
+TEST(what_follows_a_chunk_is_what_follows_a_round) {
+  const ull::LogitBias bans[] = {{4, -INFINITY}, {17, -INFINITY}};
+  for (int kind = 0; kind < 5; ++kind) {
+    GraphRig rig(last_chunks({.burst_rounds = kind == 4 ? 2 : 0}));
+    rig.sampling.seed = 5;
+    if (kind == 1) rig.sampling.temperature = 0.8F, rig.sampling.top_logprobs = 3;
+    if (kind == 2) rig.sampling.bias = bans, rig.sampling.bias_count = 2;
+    if (kind == 3) rig.sampling.frequency_penalty = 0.5F;
+    for (const int length : {65, 200, 512, 900}) {
+      const Tokens prompt = prompt_of(length, length);
+      const Tokens expected = rig.model.continuation(prompt, 70, rig.sampling);
+      CHECK(complete(rig, prompt, 70, std::min(length - 1, 511)) == expected);
+      CHECK_EQ(rig.result.tokens[0].top_count, kind == 1 ? 3 : 0);
+      const auto records = rig.rest();
+      CHECK_EQ(count_of(records, RoundMode::kContinue, RoundStatus::kOk), 69);
+    }
+  }
+  GraphRig rig(last_chunks());
+  const Tokens prompt = prompt_of(300);
+  rig.stops = {rig.model.continuation(prompt, 1)[0]};
+  CHECK(rig.executor.start_round(rig.first_step(prompt, 299, 10)) == Status::kOk);
+  CHECK(rig.finish() == Status::kOk);
+  CHECK_EQ(rig.result.tokens[0].token, rig.stops[0]);
+  CHECK_EQ(count_of(rig.rest(), RoundMode::kContinue, RoundStatus::kOk), 0);
+}
+
+// It is read while what comes before it may yet be under way, with a page table of its own.
+TEST(a_chunk_that_draws_waits_for_the_page_table) {
+  GraphRig rig(last_chunks());
+  HeldRound held(rig.device, /*more=*/2);
+  Tokens tokens = prompt_of(1);
+  for (const int most : {2, 100}) CHECK(rig.advance(tokens, most) == Status::kOk);
+  const uint64_t launched = rig.device.launched();
+  std::reverse(rig.pages.begin(), rig.pages.end());
+  const Tokens prompt = prompt_of(400, 5);
+  CHECK(rig.executor.start_round(rig.first_step(prompt, 399, 1)) == Status::kOk);
+  for (int i = 0; i < 1000; ++i) CHECK(rig.executor.poll(rig.result) == Status::kPending);
+  CHECK_EQ(rig.device.launched(), launched);
+  held.release();
+  CHECK(rig.finish() == Status::kOk);
+  CHECK_EQ(rig.result.tokens[0].token, rig.model.continuation(prompt, 1)[0]);
 }
 
 TEST(they_take_the_cheapest_graph) {
@@ -123,7 +182,7 @@ TEST(rounds_run_ahead_behind_them) {
   GraphRig rig;
   HeldRound held(rig.device);
   const Tokens prompt = prompt_of(60);
-  CHECK(rig.executor.start_round(first_step(rig, prompt, 59, 10)) == Status::kOk);
+  CHECK(rig.executor.start_round(rig.first_step(prompt, 59, 10)) == Status::kOk);
   CHECK(rig.executor.poll(rig.result) == Status::kPending);
   CHECK_EQ(rig.device.launched(), held.sequence() + 1);
   held.release();
@@ -137,7 +196,7 @@ TEST(a_continuation_is_not_taken_for_one_with_forced_tokens) {
   CHECK(rig.advance(tokens, 10) == Status::kOk);
   Tokens prompt = tokens;
   for (const int32_t token : {50, 51, 52}) prompt.push_back(token);
-  CHECK(rig.executor.start_round(first_step(rig, prompt, 3, 10)) == Status::kOk);
+  CHECK(rig.executor.start_round(rig.first_step(prompt, 3, 10)) == Status::kOk);
   CHECK(rig.finish() == Status::kOk);
   CHECK_EQ(rig.result.tokens[0].token, rig.model.continuation(prompt, 1)[0]);
 }
@@ -146,7 +205,7 @@ TEST(a_stop_behind_them_ends_the_device_s_rounds) {
   GraphRig rig;
   const Tokens prompt = prompt_of(30);
   rig.stops = {rig.model.continuation(prompt, 1)[0]};
-  CHECK(rig.executor.start_round(first_step(rig, prompt, 29, 10)) == Status::kOk);
+  CHECK(rig.executor.start_round(rig.first_step(prompt, 29, 10)) == Status::kOk);
   CHECK(rig.finish() == Status::kOk);
   CHECK_EQ(rig.result.tokens[0].token, rig.stops[0]);
   CHECK_EQ(count_of(rig.rest(), RoundMode::kContinue, RoundStatus::kOk), 0);
@@ -174,44 +233,65 @@ TEST(drafts_go_on_behind_them) {
   drafted(DrafterKind::kMedusa, medusa);
   GraphRig draft({}, always, FakeDevice::Script{.model = {.flaw = 4}});
   drafted(DrafterKind::kDraft, draft);
+  GraphRig behind_chunks(last_chunks({.medusa_heads = 4}), always);
+  drafted(DrafterKind::kMedusa, behind_chunks);
+  GraphRig missed(last_chunks(), always, FakeDevice::Script{.model = {.flaw = 4}, .context = 2048});
+  drafted(DrafterKind::kDraft, missed);
 }
 
 // They read the hidden state of the last token that was fed.
 TEST(heads_draft_right_behind_them) {
-  GraphRig rig({.medusa_heads = 3}, {.adaptive = false});
-  rig.speculation = DrafterKind::kMedusa;
-  Tokens tokens = prompt_of(50);
-  const Tokens expected = rig.model.continuation(tokens, 5);
-  CHECK(rig.executor.start_round(first_step(rig, tokens, 49, 20)) == Status::kOk);
-  CHECK(rig.finish() == Status::kOk);
-  tokens.push_back(rig.result.tokens[0].token);
-  CHECK(rig.advance(tokens, 20) == Status::kOk);
-  CHECK(rig.result.drafter == DrafterKind::kMedusa);
-  CHECK((Tokens{tokens.begin() + 50, tokens.end()} == expected));
-  const auto records = rig.rest();
-  REQUIRE(records.size() == 4);
-  CHECK(records[1].mode == RoundMode::kMedusa && records[1].emitted == 1);
-  CHECK(records[3].mode == RoundMode::kMedusa && records[3].emitted == 1);  // behind the round that they drafted
+  for (const int forced : {49, 149}) {
+    GraphRig rig(last_chunks({.medusa_heads = 3}), {.adaptive = false});
+    rig.speculation = DrafterKind::kMedusa;
+    Tokens tokens = prompt_of(forced + 1);
+    const Tokens expected = rig.model.continuation(tokens, 5);
+    CHECK(rig.executor.start_round(rig.first_step(tokens, forced, 20)) == Status::kOk);
+    CHECK(rig.finish() == Status::kOk);
+    tokens.push_back(rig.result.tokens[0].token);
+    CHECK(rig.advance(tokens, 20) == Status::kOk);
+    CHECK(rig.result.drafter == DrafterKind::kMedusa);
+    CHECK((Tokens{tokens.begin() + forced + 1, tokens.end()} == expected));
+    const auto records = rig.rest();
+    REQUIRE(records.size() == 4);
+    CHECK(records[1].mode == RoundMode::kMedusa && records[1].emitted == 1);
+    CHECK(records[3].mode == RoundMode::kMedusa && records[3].emitted == 1);  // behind the round that they drafted
+  }
 }
 
 TEST(an_aborted_one_can_be_run_again) {
-  for (const bool late : {false, true}) {  // it is skipped, or has run all the same and left its text behind
-    GraphRig rig;
-    rig.sampling.frequency_penalty = 0.5F;
-    const Tokens prompt = prompt_of(100);
-    const Tokens expected = rig.model.continuation(prompt, 20, rig.sampling);
-    CHECK(rig.prefill({prompt.begin(), prompt.begin() + 60}) == Status::kOk);
-    if (late) {
-      CHECK(rig.executor.start_round(first_step(rig, prompt, 39, 2)) == Status::kOk);
-      while (FakeDevice::driver().query(&rig.device) == ull::graph::kNotReady) std::this_thread::yield();
-      rig.executor.abort();
-      CHECK(rig.finish() == Status::kAborted);
-    } else {
-      AbortedRound aborted(rig.executor, rig.device, 0);
-      CHECK(rig.executor.start_round(first_step(rig, prompt, 39, 2)) == Status::kOk);
-      CHECK(rig.finish() == Status::kAborted);
+  for (const int forced : {39, 139}) {
+    for (const bool late : {false, true}) {  // it is skipped, or has run all the same and left its text behind
+      GraphRig rig(last_chunks());
+      rig.sampling.frequency_penalty = 0.5F;
+      const Tokens prompt = prompt_of(61 + forced);
+      const Tokens expected = rig.model.continuation(prompt, 20, rig.sampling);
+      CHECK(rig.prefill({prompt.begin(), prompt.begin() + 60}) == Status::kOk);
+      if (late) {
+        CHECK(rig.executor.start_round(rig.first_step(prompt, forced, 2)) == Status::kOk);
+        while (FakeDevice::driver().query(&rig.device) == ull::graph::kNotReady) std::this_thread::yield();
+        rig.executor.abort();
+        CHECK(rig.finish() == Status::kAborted);
+      } else {
+        AbortedRound aborted(rig.executor, rig.device, 0);
+        CHECK(rig.executor.start_round(rig.first_step(prompt, forced, 2)) == Status::kOk);
+        CHECK(rig.finish() == Status::kAborted);
+      }
+      CHECK(complete(rig, prompt, 20, forced) == expected);
     }
-    CHECK(complete(rig, prompt, 20, 39) == expected);
+  }
+}
+
+// Each way in which a round can fail ends the executor with what a round's failure says.
+TEST(a_chunk_that_draws_fails_as_a_round_does) {
+  for (const auto& [at, what] : {std::pair{&FakeDevice::Script::skipped_at, "an impossible answer to a round"},
+                                 std::pair{&FakeDevice::Script::not_finite_at, "a logit is not finite"}}) {
+    GraphRig rig(last_chunks());
+    rig.device.arm([&, at = at](FakeDevice::Script& script, uint64_t next) { script.*at = next; });
+    const Tokens prompt = prompt_of(200);
+    CHECK(rig.executor.start_round(rig.first_step(prompt, 199, 1)) == Status::kOk);
+    CHECK(rig.finish() == Status::kExecutorFailed);
+    CHECK(ull::test::says(rig.executor.failure(), what));
   }
 }
 
@@ -219,7 +299,7 @@ TEST(what_cannot_be_forced_is_refused) {
   GraphRig rig({.context = 128});
   const Tokens prompt = prompt_of(100);
   const auto refused = [&](auto change) {
-    ull::RoundStep step = first_step(rig, prompt, 10, 1);
+    ull::RoundStep step = rig.first_step(prompt, 10, 1);
     change(step);
     return rig.executor.start_round(step) == Status::kExecutorFailed;
   };

@@ -44,9 +44,11 @@ from ull.gpu.params import (
     CHUNK_TILE,
     CHUNK_TOKENS,
     MLP_SCALE,
+    OK,
     PREFILL,
     ROUND_SLOTS,
     SLICES,
+    TAKE,
     TREE_TOKENS,
     Chunk,
     ChunkAttentionParams,
@@ -54,8 +56,10 @@ from ull.gpu.params import (
     ChunkNormParams,
     ChunkQuantiseParams,
     HostControl,
+    Round,
     RoundRequest,
     RoundResult,
+    Sampling,
     State,
 )
 from ull.gpu.places import HostBlocks, Places
@@ -395,11 +399,15 @@ def attended_in_a_chunk(cache: Cache, rows: NDArray[np.float32], base: int, seed
 SOURCES = [
     *("begin", "accept", "commit", "embed", "attention", "attention_pages", "norm", "qkv", "output", "gate_up", "down"),
     *("chunk_embed", "chunk_norm", "chunk_store", "chunk_quantise", "chunk_linear", "chunk_attention"),
+    *("head", "sample", "filter"),
 ]
 
 
 class Prompt:
-    """A model that reads a prompt behind `base` random positions: in chunks, or by rounds of 64 tokens."""
+    """A model that reads a prompt behind `base` random positions: in chunks, or by rounds of 64 tokens.
+
+    It may also draw what follows: at the end of a chunk, or in a round of the last token.
+    """
 
     def __init__(
         self,
@@ -468,13 +476,27 @@ class Prompt:
             self.ask(tokens[first : first + TREE_TOKENS], base + first)
             self.run([*layers, *rounds.closing(TREE_TOKENS, False)], seed + first)
 
-    def ask(self, tokens: Sequence[int], base: int) -> None:
+    def draw(self, tokens: Sequence[int], base: int, whole: bool, seed: int = 0, multiprocessors: int = 3) -> None:
+        """Reads them, and draws what follows. `whole`: in one chunk; else by rounds, the last of one token."""
+        if whole:
+            self.ask(tokens, base, TAKE)
+            self.run(Chunks(self.sizes, self._places, multiprocessors).launches(draws=True), seed)
+            return
+        self.read(tokens[:-1], base, False, seed, multiprocessors)
+        rounds = Rounds(self.sizes, self._places, multiprocessors)
+        forward = FusedForward(self.sizes, self._places, multiprocessors)
+        self.ask(tokens[-1:], base + len(tokens) - 1, TAKE)
+        self.run([*rounds.opening(1), *forward.launches(1, True), *rounds.closing(1, True)], seed + len(tokens))
+
+    def ask(self, tokens: Sequence[int], base: int, mode: int = PREFILL) -> None:
         """Writes the next request, of prompt tokens."""
         self.sequence += 1
         slot = self.sequence % ROUND_SLOTS
         request = (RoundRequest * ROUND_SLOTS).from_buffer(self.host["requests"])[slot]
-        request.sequence, request.mode, request.count, request.position = self.sequence, PREFILL, len(tokens), base
-        request.setting, request.page_count = 1, self.sizes.table_pages
+        request.sequence, request.mode, request.count, request.position = self.sequence, mode, len(tokens), base
+        request.setting, request.page_count, request.max_tokens = 1, self.sizes.table_pages, 1
+        request.forced = len(tokens) - 1 if mode == TAKE else 0
+        request.sampling = Sampling(temperature=0.7, top_p=0.95, seed=11, top_logprobs=5)
         request.tokens[: min(len(tokens), TREE_TOKENS)] = tokens[:TREE_TOKENS]
         self.host["chunks"].view(np.int32).reshape(ROUND_SLOTS, -1)[slot, : len(tokens)] = tokens
 
@@ -502,6 +524,23 @@ class Prompt:
         result: RoundResult = (RoundResult * ROUND_SLOTS).from_buffer(self.host["results"])[self.sequence % ROUND_SLOTS]
         return result
 
+    def drawn(self) -> dict[str, Any]:
+        """What a draw leaves: its answer, and what rounds and heads behind it go on from."""
+        result, state = self.result(), State.from_buffer_copy(self.memory["state"])
+        state.sequence = 0  # of how many rounds it was
+        round_ = Round.from_buffer(self.memory["round"])
+        assert (result.status, result.count, round_.count, round_.draws) == (OK, 1, 1, 1)
+        logits = self.memory["logits"].view(np.float32)[: self.model.vocabulary]
+        residual = self.memory["residual"].view(np.float32)[: self.model.hidden]
+        return {
+            "token": bytes(result.tokens[0]),
+            "stopped": result.stopped,
+            "state": bytes(state),
+            "root": (round_.base, round_.tokens[0], round_.depths[0], round_.path[0][0]),
+            "logits": logits.tobytes(),
+            "residual": residual.tobytes(),
+        }
+
     def left(self) -> dict[str, bytes]:
         """What a prompt leaves for whoever comes behind it."""
         return {name: self.memory[name].tobytes() for name in ("KV pages", TAP_RING, "counters") if name in self.memory}
@@ -512,4 +551,5 @@ WRITTEN = (
     *(CHUNK_RESIDUAL, CHUNK_NORMED, CHUNK_QKV, CHUNK_ATTENTION, CHUNK_MLP),
     *(CHUNK_PARTIAL, CHUNK_QUANTISED, CHUNK_SCALES),
     *("residual", "normed", "qkv", "attention", "attention parts", "mlp", "partial sums"),
+    *("logits", "sampler"),
 )

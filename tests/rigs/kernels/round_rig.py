@@ -30,6 +30,8 @@ class Device:
         self.control: Any = self._memory(layout.HostControl)
         self.round: Any = self._memory(layout.Round)
         self.state: Any = self._memory(layout.State)
+        self.chunk: Any = self._memory(layout.Chunk)
+        self.host_chunks = aligned((layout.ROUND_SLOTS, layout.CHUNK_TOKENS), np.int32)
         self.host_pages = aligned(PAGES + PAGES % 2, np.int32)
         self.pages = aligned(PAGES, np.int32, -1)
         self.host_text = aligned(CONTEXT, np.int32)
@@ -46,7 +48,7 @@ class Device:
 
     def _memory(self, kind: type[Any]) -> Any:
         memory = aligned(ctypes.sizeof(kind), np.uint8)
-        if kind in (layout.Round, layout.State):
+        if kind in (layout.Round, layout.State, layout.Chunk):
             self.device_memory.append(memory)
         if kind in (layout.RoundRequest * layout.ROUND_SLOTS, layout.HostControl):
             self.requested.append(memory)
@@ -64,9 +66,10 @@ class Device:
         biases: Sequence[tuple[int, float]] = (),
         pages: Sequence[int] = (),
         before: Callable[[], None] = lambda: None,
+        chunk: bool = False,
         **fields: Any,
     ) -> Any:
-        """Writes the next request, calls `before` and runs begin(); -> the round."""
+        """Writes the next request, calls `before` and runs begin(), perhaps of a `chunk`; -> the round."""
         self.sequence += 1
         request = self.requests[self.sequence % layout.ROUND_SLOTS]
         ctypes.memset(ctypes.addressof(request), 0xFF, ctypes.sizeof(request))  # what a mode does not need
@@ -74,8 +77,9 @@ class Device:
         request.max_tokens, request.setting, request.sampling.penalises = 65, 1, 0
         if mode != layout.CONTINUE:
             request.count, request.position = len(tokens), 0
-            request.tokens[: len(tokens)] = tokens
-        if mode in (layout.TAKE, layout.REDRAW):
+            to = self.host_chunks[self.sequence % layout.ROUND_SLOTS] if chunk else request.tokens
+            to[: len(tokens)] = tokens
+        if mode in (layout.TAKE, layout.REDRAW) and not chunk:
             request.parents[: len(tokens)] = parents[: len(tokens)]
         request.page_count, request.stop_count = len(pages), len(stops)
         self.host_pages[: len(pages)] = pages
@@ -87,8 +91,9 @@ class Device:
             request.biases[i] = layout.LogitBias(token, bias)
         self.counters[...] = 5
         ctypes.memset(ctypes.addressof(self.round), 0xFF, ctypes.sizeof(layout.Round))
+        ctypes.memset(ctypes.addressof(self.chunk), 0xFF, ctypes.sizeof(layout.Chunk))
         before()
-        self._run("ull_begin", launches.begin(), self._begin_params())
+        self._run("ull_begin_chunk" if chunk else "ull_begin", launches.begin(), self._begin_params())
         assert not self.counters.any()
         return self.round
 
@@ -98,7 +103,7 @@ class Device:
             *map(pointer, (self.host_pages, self.pages, self.counters, self.host_text, self.text, self.text_counts)),
             *map(pointer, (self.host_mask, self.mask)),
             *(None, None),  # it drafts for nobody
-            *(None, None),  # and reads no chunks
+            *(pointer(self.host_chunks), ctypes.addressof(self.chunk)),
             *(self.counters.size, PAGES, CONTEXT),
         )
 

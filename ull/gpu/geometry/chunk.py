@@ -27,9 +27,9 @@ def embed(hidden: int) -> Geometry:
     return (-(-hidden // (8 * THREADS)), CHUNK_TOKENS), THREADS, 0
 
 
-def norm(hidden: int, fast: bool = False) -> Geometry:
+def norm(hidden: int, fast: bool = False, tokens: int = CHUNK_TOKENS) -> Geometry:
     """`ull_chunk_norm`: a block per token, which fast keeps the row until it knows the largest."""
-    return (CHUNK_TOKENS, 1), THREADS, 128 + (2 * round_up(hidden, 32) if fast else 0)
+    return (tokens, 1), THREADS, 128 + (2 * round_up(hidden, 32) if fast else 0)
 
 
 def quantise() -> Geometry:

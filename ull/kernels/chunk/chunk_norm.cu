@@ -1,5 +1,5 @@
 // RMSNorm of a chunk's tokens, by the plan of all norms, of few tokens after what the layer before left to be added.
-// One block per token.
+// One block per token; or one for the last token alone, whose residual a round then draws from.
 #include "chunk/fast_activations.cuh"
 #include "linear/rows.cuh"
 
@@ -80,8 +80,10 @@ ULL_KERNEL(ull_chunk_norm, ChunkNormParams, kNormThreads, kNormBlocks) {
   load_norm_weight(weight, params.norm_weight);
   const ChunkExtent chunk = chunk_extent(params.chunk);
   arch::wait_for_predecessor();
-  const int token = arch::block_x();
-  if (token >= chunk.count) return;
+  // Of prompts that are read fast the last token is a round's.
+  const bool alone = !kFastPrefill && arch::grid_x() == 1, draws = !kFastPrefill && params.last != nullptr;
+  const int last = chunk.count - 1, token = alone ? last : arch::block_x();
+  if (token < 0 || token >= chunk.count) return;
   NormedToken normed_token(params, token);
   norm_rows<1>(
       weight, 1, reinterpret_cast<float*>(arch::shared_memory()),
@@ -94,6 +96,7 @@ ULL_KERNEL(ull_chunk_norm, ChunkNormParams, kNormThreads, kNormBlocks) {
       },
       [&](int, int column, const arch::Vector2& four) { normed_token.take(column, four); },
       [&](int, int column, const arch::Vector4& four) {
+        if (draws && token == last && column < kHidden) arch::store_global(params.last + column, four);
         if constexpr (kTaps > 0) {
           if (params.taps == nullptr || column >= kHidden) return;
           const int64_t slot = (chunk.base + token) % kTapSlots;

@@ -239,11 +239,14 @@ ULL_DEVICE Task task_of(const BeginParams& params, const Shared& shared, const R
   return task;
 }
 
-// The same of a chunk.
+// The same of a chunk's round: of its first tokens, of which nobody asks more than how many there are, or of its last
+// one, which is drawn behind.
 ULL_DEVICE Task chunk_task(const Shared& shared, const RoundRequest& head) {
-  const bool skipped =
-      is_cancelled(shared, head) || head.mode != RoundMode::kPrefill || head.count < 1 || head.count > kChunkTokens;
-  return {skipped, head.count, head.position, true};
+  const bool draws = head.mode == RoundMode::kTake;
+  const bool skipped = is_cancelled(shared, head) || (head.mode != RoundMode::kPrefill && !draws) || head.count < 1 ||
+                       head.count > kChunkTokens;
+  if (draws) return {skipped, 1, head.position + head.count - 1, true};
+  return {skipped, clamp(head.count, kTreeTokens), head.position, true};
 }
 
 // The token of an entry that is made of a node that the target has accepted: the one behind that.
@@ -252,7 +255,7 @@ ULL_DEVICE int32_t token_behind(const BeginParams& params, int entry, int count)
   return entry + 1 < count ? target->tokens[target->accepted[entry + 1]] : params.target_state->token;
 }
 
-// A chunk's tokens and extent. `count` 0: it is skipped.
+// A chunk's tokens and extent, and the only node of a round that draws behind them. `count` 0: it is skipped.
 ULL_DEVICE void begin_chunk(const BeginParams& params, const RoundRequest& head, int slot, int count) {
   static_assert(kThreads == kChunkTokens);
   const int me = arch::thread();
@@ -265,19 +268,27 @@ ULL_DEVICE void begin_chunk(const BeginParams& params, const RoundRequest& head,
   if (2 * me < count) {  // the slot's tokens are aligned to 64 bytes; behind an odd last one stands an older one
     const auto* pairs = reinterpret_cast<const uint64_t*>(params.host_chunks + slot * kChunkTokens);
     const uint64_t pair = arch::load_acquire_system(pairs + me);
-    chunk->tokens[2 * me] = static_cast<int32_t>(pair);
-    chunk->tokens[2 * me + 1] = static_cast<int32_t>(pair >> 32);
+    const auto first = static_cast<int32_t>(pair), second = static_cast<int32_t>(pair >> 32);
+    chunk->tokens[2 * me] = first;
+    chunk->tokens[2 * me + 1] = second;
+    if (head.mode == RoundMode::kTake && (count - 1) / 2 == me) {
+      params.round->tokens[0] = count % 2 == 0 ? second : first;
+      params.round->depths[0] = params.round->path[0][0] = 0;
+    }
   }
 }
 
-// The first node that is drawn: what comes before it is forced. 0 where nothing is. Of heads: the first without taps.
+// The first node that is drawn: what comes before it is forced, but for a chunk's tokens, which are no nodes. 0 where
+// nothing is. Of heads: the first without taps.
+template <bool kChunk>
 ULL_DEVICE int first_draw(const RoundRequest& head, int count) {
+  if constexpr (kChunk) return 0;
   if (head.mode == RoundMode::kEagle) return head.position < 0 ? count : clamp(head.forced, count);
   if (head.mode == RoundMode::kDflashContext) return count;
   return head.mode == RoundMode::kTake ? clamp(head.forced, head.count - 1) : 0;
 }
 
-// The kernel. kChunk: of a chunk, which is a round of its first tokens to whoever ends it.
+// The kernel. kChunk: of a chunk, which is a round of a few of its tokens to whoever ends it.
 template <bool kChunk>
 ULL_DEVICE void begin(const BeginParams& params) {
   arch::release_dependents();
@@ -296,7 +307,7 @@ ULL_DEVICE void begin(const BeginParams& params) {
   const RoundRequest& head = shared.request(slot);
   const bool continues = head.mode == RoundMode::kContinue;
   const Task task = kChunk ? chunk_task(shared, head) : task_of(params, shared, head);
-  const int all = task.skipped ? 0 : task.count, count = clamp(all, kTreeTokens), me = arch::thread();
+  const int count = task.skipped ? 0 : task.count, me = arch::thread();
   Round* round = params.round;
   if (me == 0) {
     round->sequence = state.sequence;
@@ -306,12 +317,12 @@ ULL_DEVICE void begin(const BeginParams& params) {
     round->max_tokens = head.max_tokens;
     const bool is_head = head.mode == RoundMode::kMedusa || head.mode >= RoundMode::kEagle;
     round->draws = is_head || head.mode == RoundMode::kPrefill ? 0 : 1;
-    round->first_draw = task.skipped ? 0 : first_draw(head, count);
+    round->first_draw = task.skipped ? 0 : first_draw<kChunk>(head, count);
     if constexpr (kMayLack) round->first = head.first;
     round->begin_ns = begin_ns;
     params.state->sequence = state.sequence + 1;
   }
-  if constexpr (kChunk) begin_chunk(params, head, slot, all);
+  if constexpr (kChunk) begin_chunk(params, head, slot, task.skipped ? 0 : head.count);
   if (task.skipped) return;
   if constexpr (!kChunk) {
     if (me < count) round->tokens[me] = continues ? state.token : head.tokens[me];
@@ -329,7 +340,7 @@ ULL_DEVICE void begin(const BeginParams& params) {
   }
   if (head.setting != state.setting) copy_setting(params, params.requests[slot], head);
   if (head.sampling.penalises != 0 && head.mode != RoundMode::kPrefill) {
-    count_text(params, head, state, task.base + first_draw(head, count));
+    count_text(params, head, state, task.base + first_draw<kChunk>(head, count));
   }
 }
 

@@ -208,8 +208,9 @@ class Executor {
   // While no step is in flight. The pulse outlives the steps that follow; null: nobody wants to know.
   virtual void set_pulse(Pulse* pulse) noexcept { (void)pulse; }
   [[nodiscard]] virtual const ExecutorInfo& info() const noexcept = 0;
-  // Of the `count` tokens of a prompt that are to be read from position `start` on: how many of the last ones its first
-  // round is to take beside the one that it feeds, at most ExecutorInfo::forced_tokens. That changes no bit.
+  // Of the `count` tokens that are to be read from position `start` on, a prompt's and what is forced behind it: how
+  // many of the last ones its first round is to take beside the one that it feeds, at most ExecutorInfo::forced_tokens.
+  // That changes no bit.
   [[nodiscard]] virtual int first_forced(int count, int start) const noexcept {
     (void)count, (void)start;
     return info().forced_tokens;

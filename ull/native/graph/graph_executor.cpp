@@ -176,7 +176,16 @@ void GraphExecutor::advance() noexcept {
 }
 
 int GraphExecutor::first_forced(int count, int start) const noexcept {
-  return prompt_costs_.prefers_single(count, start) ? 0 : info_.forced_tokens;
+  const int last = program_.last_chunk != nullptr ? (count - 1) % info_.prefill_chunk + 1 : 0;
+  switch (prompt_costs_.first(count, start, last)) {
+    case FirstRound::kSingle:
+      return 0;
+    case FirstRound::kChunk:
+      return last - 1;
+    case FirstRound::kFull:
+      break;
+  }
+  return std::min(info_.forced_tokens, program_.most_nodes() - 1);
 }
 
 void GraphExecutor::launch_prompt() noexcept {
@@ -216,6 +225,16 @@ void GraphExecutor::fill_prompt(void* graph, const int32_t* tokens, int count, i
   }
 }
 
+void GraphExecutor::fill_last_chunk(const int32_t* tokens, int count, int position, int max_tokens) noexcept {
+  gpu::RoundRequest& request = queue_.next_request(program_.last_chunk);
+  request.mode = gpu::RoundMode::kTake;
+  request.count = count;
+  request.position = position;
+  request.max_tokens = max_tokens;
+  request.forced = count - 1;
+  std::copy_n(tokens, count, queue_.next_chunk());
+}
+
 void GraphExecutor::launch_tree() noexcept {
   const RoundStep& step = round_;
   const int root = root_of(step), pages = pages_for(root + step.max_tokens);
@@ -228,20 +247,25 @@ void GraphExecutor::launch_tree() noexcept {
   if (step.sampling->penalises()) text_.begin(root + 1);
   const DraftTree& tree = proposer_->tree();
   const int count = step.forced + tree.count();
-  void* graph = graphs_.round_for(count, step.position, *step.sampling, /*keeps_logits=*/step.constraint != nullptr);
-  gpu::RoundRequest& request = queue_.next_request(graph);
-  request.mode = gpu::RoundMode::kTake;
-  request.count = count;
-  request.position = step.position;
-  request.max_tokens = step.max_tokens;
-  if (step.forced > 0) {  // then the tree is its root alone, the last of them
-    request.forced = step.forced;
-    fill_chain(request, step.history + step.position, count);
+  void* graph = program_.last_chunk;
+  if (count > program_.most_nodes()) {
+    fill_last_chunk(step.history + step.position, count, step.position, step.max_tokens);
   } else {
-    std::copy_n(tree.tokens(), count, request.tokens);
-    std::copy_n(tree.parents(), count, request.parents);
+    graph = graphs_.round_for(count, step.position, *step.sampling, /*keeps_logits=*/step.constraint != nullptr);
+    gpu::RoundRequest& request = queue_.next_request(graph);
+    request.mode = gpu::RoundMode::kTake;
+    request.count = count;
+    request.position = step.position;
+    request.max_tokens = step.max_tokens;
+    if (step.forced > 0) {  // then the tree is its root alone, the last of them
+      request.forced = step.forced;
+      fill_chain(request, step.history + step.position, count);
+    } else {
+      std::copy_n(tree.tokens(), count, request.tokens);
+      std::copy_n(tree.parents(), count, request.parents);
+    }
   }
-  tags_.forget(step.position, step.forced + step.max_tokens);
+  tags_.forget(step.position, step.forced + std::min(step.max_tokens, tree.deepest() + 1));
   // A constraint may refuse what was drawn: what follows is then not behind what the device has accepted.
   const bool goes_on = step.constraint == nullptr && step.max_tokens > tree.deepest() + 1;
   foresight_.begin_round(/*foresees=*/goes_on && step.speculation != DrafterKind::kNone);

@@ -89,6 +89,8 @@ class GraphExecutor final : public Executor {
   void launch_prompt() noexcept;
   // The next request, of a graph that reads `count` tokens of a prompt from `position` on.
   void fill_prompt(void* graph, const int32_t* tokens, int count, int position) noexcept;
+  // The next request, of the graph that also draws behind them.
+  void fill_last_chunk(const int32_t* tokens, int count, int position, int max_tokens) noexcept;
   void launch_tree() noexcept;
   void launch_ahead() noexcept;
   void launch_scores() noexcept;

@@ -50,7 +50,8 @@ void GraphExecutor::prepare() {
   info_.weight_bytes = program_.weight_bytes;
   info_.kv_bytes = program_.kv_bytes;
   info_.reuse = program_.reuse;
-  info_.forced_tokens = program_.rounds_prefill() ? std::min(program_.most_nodes(), info_.context) - 1 : 0;
+  const int most_fed = program_.last_chunk != nullptr ? info_.prefill_chunk : program_.most_nodes();
+  info_.forced_tokens = program_.rounds_prefill() ? std::min(most_fed, info_.context) - 1 : 0;
   info_.copies_pages = program_.kv_pages != 0 && (program_.draft == nullptr || program_.draft->kv_pages != 0) &&
                        (program_.eagle == nullptr || program_.eagle->kv_pages != 0) &&
                        (program_.dflash == nullptr || program_.dflash->kv_pages != 0);
@@ -144,7 +145,13 @@ VerifyCosts GraphExecutor::measure() {
       return timed_prompt(program_.chunk, std::min(held, tiles * gpu::kChunkTile), position);
     };
     const int64_t one_ns = timed_chunk(1, 0), many_ns = one_ns < kMeasureNs ? timed_chunk(kTiles, 0) : kTiles * one_ns;
-    dearest_ns_ = std::max(dearest_ns_, many_ns);
+    int64_t drawing_ns = 0;  // what the last one takes more, however many tokens it has
+    if (program_.last_chunk != nullptr) {
+      const int count = std::min(held, gpu::kChunkTile);
+      drawing_ns = measure_graph(program_.last_chunk, gpu::RoundMode::kTake, count, 0, pages) - one_ns;
+      drawing_ns = std::max<int64_t>(drawing_ns, 0);
+    }
+    dearest_ns_ = std::max(dearest_ns_, many_ns + drawing_ns);
     const int behind = std::min(far, held - gpu::kChunkTokens);
     if (many_ns < kMeasureNs && behind > 0 && !program_.chunks_prefill()) {
       std::array<PromptCosts::Measured, kTiles> chunks;
@@ -152,8 +159,10 @@ VerifyCosts GraphExecutor::measure() {
       for (int tiles = 2; tiles < kTiles; ++tiles) chunks[static_cast<size_t>(tiles) - 1] = {timed_chunk(tiles, 0), 0};
       chunks.back() = {many_ns, timed_chunk(kTiles, behind)};
       const int64_t plain = single_ns[static_cast<int>(graphs_.plain())], single = plain > 0 ? plain : near_ns[0];
-      const PromptCosts::First first{
-          {near_ns[kCostSizes - 1], far_ns[kCostSizes - 1]}, {single, single + far_ns[0] - near_ns[0]}, far};
+      const PromptCosts::First first{{near_ns[kCostSizes - 1], far_ns[kCostSizes - 1]},
+                                     {single, single + far_ns[0] - near_ns[0]},
+                                     far,
+                                     drawing_ns};
       prompt_costs_ = {{prefill_ns, static_cast<int64_t>(prefill.at(behind))}, chunks, behind, first};
     }
   }
@@ -237,6 +246,8 @@ int64_t GraphExecutor::measure_graph(void* graph, gpu::RoundMode mode, int count
     }
     if (mode == gpu::RoundMode::kPrefill) {
       fill_prompt(graph, tokens, count, position);
+    } else if (graph == program_.last_chunk) {
+      fill_last_chunk(tokens, count, position, 1);
     } else {
       gpu::RoundRequest& request = queue_.next_request(graph);
       request.mode = mode;

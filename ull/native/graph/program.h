@@ -99,6 +99,9 @@ struct GraphProgram : RoundBlocks {
   // CUgraphExec, up to kTreeTokens prompt tokens, with the bits of `chunk`. `chunk` itself: every prompt token but the
   // last is read by it.
   void* prefill = nullptr;
+  // CUgraphExec, up to kChunkTokens prompt tokens (kTake): as `chunk`, and the round of the last one, which draws what
+  // follows, in one pass over the weights. null: there is none.
+  void* last_chunk = nullptr;
   void* medusa = nullptr;    // CUgraphExec of the Medusa heads; null: there are none
   void* redraw = nullptr;    // CUgraphExec of one draw more from a round's logits; null: there is none
   void* redraws = nullptr;   // and of up to kTreeTokens, where there is `redraw`

@@ -1,7 +1,7 @@
 // By what prompts are read: chunks, rounds of 64 tokens, and the first round, which may take the last 64 tokens with
-// it. The bits are the same. A chunk reads the weights once for up to 512 tokens, but its attention walks through the
-// pages with a block for so many of its tokens: behind a long cache a few tokens take about as long as many, where a
-// round shares the pages out to all blocks. And it takes as long as its whole tiles of 128 tokens.
+// it, or the last chunk. The bits are the same. A chunk reads the weights once for up to 512 tokens, but its attention
+// walks through the pages with a block for so many of its tokens: behind a long cache a few tokens take about as long
+// as many, where a round shares the pages out to all blocks. And it takes as long as its whole tiles of 128 tokens.
 #pragma once
 
 #include <algorithm>
@@ -14,6 +14,13 @@
 
 namespace ull::graph {
 
+// What draws the token behind a prompt.
+enum class FirstRound : uint8_t {
+  kSingle,  // a round of the prompt's last token
+  kFull,    // one of its last tokens, as many as a round holds
+  kChunk,   // its last chunk
+};
+
 class PromptCosts {
  public:
   static constexpr int kTiles = gpu::kChunkParts;
@@ -24,9 +31,11 @@ class PromptCosts {
     int64_t far_ns = 0;
   };
   // Rounds that draw the token behind a prompt: of kTreeTokens tokens, and of one. far: where they were measured, too.
+  // drawing_ns: what a chunk takes more that draws it.
   struct First {
     Measured full, single;
     int far = 0;
+    int64_t drawing_ns = 0;
   };
 
   // Nothing is known: whatever may be a chunk is one.
@@ -40,7 +49,8 @@ class PromptCosts {
         first_known_(first.full.near_ns > 0 && first.single.near_ns > 0),
         round_(line(round, far)),
         full_(line(first.full, first.far)),
-        single_(line(first.single, first.far)) {
+        single_(line(first.single, first.far)),
+        drawing_ns_(static_cast<double>(first.drawing_ns)) {
     const CostLine few = line(chunks.front(), far), many = line(chunks.back(), far);
     for (int i = 0; i < kTiles; ++i) {
       const Measured& chunk = chunks[static_cast<size_t>(i)];
@@ -57,13 +67,22 @@ class PromptCosts {
     return !known_ || chunk_ns(count, start) <= rounds_ns(count, start) + kLeastSavedNs;
   }
 
-  // Of the `count` tokens of a prompt that are to be read from position `start` on: whether its first round is to take
-  // the last one alone, and not the last kTreeTokens.
-  [[nodiscard]] bool prefers_single(int count, int start) const noexcept {
-    if (!known_ || !first_known_ || count <= gpu::kTreeTokens) return false;
+  // Of the `count` tokens of a prompt that are to be read from position `start` on. last: how many the last chunk has,
+  // behind which may be drawn; 0: there is none.
+  [[nodiscard]] FirstRound first(int count, int start, int last) const noexcept {
+    if (count <= gpu::kTreeTokens) return FirstRound::kFull;
     const int end = start + count;
-    const double full = read_ns(count - gpu::kTreeTokens, start) + full_.at(end - gpu::kTreeTokens);
-    return read_ns(count - 1, start) + single_.at(end - 1) + kLeastSavedNs < full;
+    const bool draws = last > gpu::kTreeTokens;
+    if (!known_ || !first_known_) return draws ? FirstRound::kChunk : FirstRound::kFull;
+    FirstRound best = FirstRound::kFull;
+    double least = read_ns(count - gpu::kTreeTokens, start) + full_.at(end - gpu::kTreeTokens);
+    if (const double single = read_ns(count - 1, start) + single_.at(end - 1); single + kLeastSavedNs < least) {
+      best = FirstRound::kSingle;
+      least = single;
+    }
+    if (!draws) return best;
+    const double chunk = read_ns(count - last, start) + chunk_ns(last, end - last) + drawing_ns_;
+    return chunk <= least + kLeastSavedNs ? FirstRound::kChunk : best;
   }
 
  private:
@@ -93,6 +112,7 @@ class PromptCosts {
 
   bool known_ = false, first_known_ = false;
   CostLine round_, full_, single_;
+  double drawing_ns_ = 0.0;
   std::array<CostLine, kTiles> chunks_;
 };
 

@@ -131,6 +131,7 @@ graph::GraphProgram graph_program(const nb::dict& dict) {
   if (dict.contains("burst_rounds")) program.burst_rounds = field<int>(dict, "burst_rounds");
   read_redraws(dict, program);
   program.prefill = address(dict, "prefill");
+  if (dict.contains("last_chunk")) program.last_chunk = address(dict, "last_chunk");
   read_blocks(dict, program);
   program.name = field<std::string>(dict, "name");
   program.library = field<std::string>(dict, "library");

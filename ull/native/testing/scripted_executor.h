@@ -35,6 +35,7 @@ class ScriptedExecutor : public Executor {
     bool restart_helps = false;        // after that
     Reuse reuse = Reuse::kAll;         // unless kAll, rounds write other values than prefill does
     int forced_tokens = 0;             // most prompt tokens that a round takes behind the first
+    int part = 0;                      // a first round takes what whole parts of so many leave; 0: as many as it may
     bool copies_pages = true;          // false: offers no start_copy()
     int score_nodes = kMaxTreeTokens;  // most nodes of a pass that scores, which takes round_ns; 0: offers none
     bool constraints = true;  // a token that a constraint refuses is drawn again, by a hash of the text before it
@@ -46,6 +47,9 @@ class ScriptedExecutor : public Executor {
   void prepare() override;
   void set_pulse(Pulse* pulse) noexcept override { pulse_ = pulse; }
   [[nodiscard]] const ExecutorInfo& info() const noexcept override { return info_; }
+  [[nodiscard]] int first_forced(int count, int start) const noexcept override {
+    return options_.part > 0 ? (count - 1) % options_.part : Executor::first_forced(count, start);
+  }
   [[nodiscard]] Status start_prefill(const PrefillStep& step) noexcept override;
   [[nodiscard]] Status start_round(const RoundStep& step) noexcept override;
   [[nodiscard]] Status start_copy(const CopyStep& step) noexcept override;
