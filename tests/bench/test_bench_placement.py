@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from conftest import ROOT
-from ull.gpu.geometry.linear import LINEAR_TILES
+from ull.gpu.geometry.linear import ALONE_BYTES, LINEAR_TILES
 
 sys.path.append(str(ROOT / "bench"))
 
@@ -48,6 +48,24 @@ def test_what_is_in_the_way_makes_two_blocks_share(deal: Deal) -> None:
 def test_a_kernel_that_never_fits_is_named() -> None:
     with pytest.raises(ValueError, match="large: its blocks do not all fit"):
         crowded([kernel("large", 1, 229)], DEALS["any"])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@each_deal
+def test_the_head_of_a_chunk_shares_no_multiprocessor_with_itself(arch: str, deal: Deal) -> None:
+    """Behind down, which fills a multiprocessor's memory, and the norm of the last token."""
+    down, norm, head = (ROWS[arch][f"ull_{name}"] for name in ("chunk_down", "chunk_norm", "head_1"))
+
+    def placed(head_bytes: int) -> dict[str, float]:
+        kernels = [
+            Kernel("down", 128, needs(down["registers"], 384, down["shared_bytes"])),
+            Kernel("norm", 1, needs(norm["registers"], 256, norm["shared_bytes"])),
+            Kernel("head", 132, needs(head["registers"], 256, head_bytes)),
+        ]
+        return crowded(kernels, deal)
+
+    assert not placed(max(head["shared_bytes"], ALONE_BYTES))
+    assert set(placed(head["shared_bytes"])) == {"head"}
 
 
 @pytest.mark.parametrize("arch", ARCHS)

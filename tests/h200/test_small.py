@@ -38,5 +38,10 @@ def test_every_graph_runs(tmp_path: Path) -> None:
         scored = rounds.wait(rounds.score([5, 6, 7], [39, 39, 38]))
         assert scored.count == 3 and all(token.logprob < 0 for token in scored.tokens[:3])
         assert len(rounds.decode(prompt[-1], 299, 8, temperature=0.8, seed=5)) == 8
+        for last in (200, 70):  # of 70 tokens o and down leave sums of slices
+            assert len(rounds.answer(prompt[-last:], 300 - last, 3, temperature=0.8, seed=5)) == 3
+        rounds.answer(prompt[-200:], 100, 1, temperature=0.8, seed=5)
+        redrawn = rounds.wait(rounds.redraw(0, 299, [77, 78], temperature=0.8, seed=5))
+        assert redrawn.count == 1 and redrawn.tokens[0].token in (77, 78)
     finally:
         program.close()

@@ -24,7 +24,8 @@ from layer_rig import model_of
 from linear_rig import MODELS
 from ull.bundle import Precision
 from ull.gpu.geometry import chunk
-from ull.gpu.params import CHUNK_TILE, OK, PAGE_TOKENS, SPLIT_TOKENS, ChunkProbeParams
+from ull.gpu.memory import CHUNK
+from ull.gpu.params import CHUNK_TILE, OK, PAGE_TOKENS, SKIPPED, SPLIT_TOKENS, ChunkProbeParams
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -89,6 +90,18 @@ def test_a_chunk_draws_what_a_round_of_its_last_token_would(name: str, count: in
         found.append((rig.drawn(), rig.left()))
     assert found[1] == found[0]
     assert any(found[0][0]["logits"]) and any(found[0][0]["residual"])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_chunk_that_is_skipped_draws_nothing(name: str) -> None:
+    rig = prompt(name)
+    rig.begin()
+    rig.cancel()
+    before = {region: memory.tobytes() for region, memory in rig.memory.items()}
+    rig.draw(TOKENS[:70], 331, whole=True)
+    assert (rig.result().status, rig.result().count) == (SKIPPED, 0)
+    changed = {region for region, memory in rig.memory.items() if memory.tobytes() != before[region]}
+    assert changed <= {"round", "state", CHUNK}  # what begin and the end of a round write
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -112,7 +112,7 @@ class Chunks:
             *self._opening(),
             *(launch for layer in range(layers) for launch in self._layer(layer)),
             *self._ending(draws),
-            *(FusedForward(self._sizes, self._places, self._multiprocessors).logits(1) if draws else []),
+            *(FusedForward(self._sizes, self._places, self._multiprocessors).logits(1, alone=True) if draws else []),
             *self._rounds.closing(1, draws),
         ]
 

@@ -197,8 +197,9 @@ class PlacedModel:
         else:
             prefill = captures.round(sources[forward.prefill], TREE_TOKENS, draws=False)
             chunk = captures.chunk() if exact_chunks and agree else 0
-        draws = chunk != 0 and forward.reuse == "all" and not self.part.prefix  # nobody waits for a draft model's token
-        last_chunk = captures.chunk(draws=True) if draws else 0
+        # Nobody waits for a draft model's token.
+        may_draw = chunk != 0 and forward.reuse == "all" and not self.part.prefix
+        last_chunk = captures.chunk(draws=True) if may_draw else 0
         medusa = captures.heads() if self.sizes.medusa is not None else 0
         redraws = {} if self.part.prefix else {draws: captures.redraw(draws) for draws in REDRAWS}
         return CapturedModel(self, rounds, singles, bursts, prefill, chunk, last_chunk, medusa, redraws, wide)

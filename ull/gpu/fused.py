@@ -61,11 +61,16 @@ class FusedForward:
             layers = [launch for layer in range(self._sizes.model.layers) for launch in self._layer(layer, tokens)]
         return layers + (self.logits(tokens) if draws else self._last_tap(tokens))
 
-    def logits(self, tokens: int) -> list[Launch]:
-        """The final norm, which perhaps keeps the residual for a head, and the lm_head."""
+    def logits(self, tokens: int, alone: bool = False) -> list[Launch]:
+        """The final norm, which perhaps keeps the residual for a head, and the lm_head.
+
+        `alone`: no two blocks of a head of one token may fit on a multiprocessor, since down's are not beside them.
+        """
         model = self._sizes.model
         linears = self._linears(tokens)
         geometry = linear.head(model.vocabulary, linears.tile, self._multiprocessors)
+        if alone:
+            geometry = linear.alone(geometry)
         tap = self._tap(model.layers, tokens)
         if self._scans and tokens == 1:
             return linears.normalised("head_scan", HEAD_SCAN, "norm", geometry, "logits", None, tap)

@@ -77,10 +77,11 @@ inline constexpr uint64_t kAwaited = uint64_t{1} << 63;
 struct alignas(64) RoundRequest {
   uint64_t sequence;  // from 1, one more each round
   RoundMode mode;
-  int32_t count;       // nodes (kTake, kDflashNodes), prompt tokens (kPrefill), heads (kMedusa), draws (kRedraw) or
-                       // entries (of the other heads); 1 for kContinue; of a kTake whose graph reads a chunk: tokens
-  int32_t position;    // of the root, of the first prompt token, or of the node that kRedraw draws behind; of heads
-                       // (not kDflashNodes) -1: they are behind a round of which the host knows nothing yet
+  int32_t count;     // nodes (kTake, kDflashNodes), prompt tokens (kPrefill), heads (kMedusa), draws (kRedraw) or
+                     // entries (of the other heads); 1 for kContinue; of a kTake whose graph reads a chunk: tokens
+  int32_t position;  // of the root, of the first token that is forced or a prompt's, or of the node that kRedraw draws
+                     // behind; of heads (not kDflashNodes) -1: they are behind a round of which the host knows
+                     // nothing yet
   int32_t max_tokens;  // emit at most this many
   uint32_t setting;    // version of sampling, biases, stops and pages: the device copies them when it changes
   int32_t page_count;

@@ -141,15 +141,17 @@ TEST(what_is_refused_is_drawn_again) {
   for (const auto& allows : {every_other, one_token}) {
     for (int turn = 0; turn < 4; ++turn) {
       // Every sampler, and bursts of rounds: what the rounds of others are queued as.
-      GraphRig rig({.has_plain = true, .has_scan = turn % 2 == 1, .burst_rounds = 2});
+      GraphRig rig(
+          {.chunks = true, .last_chunks = true, .has_plain = true, .has_scan = turn % 2 == 1, .burst_rounds = 2});
       rig.sampling.temperature = turn % 2 == 0 ? 0.0F : 0.7F;
       rig.sampling.seed = static_cast<uint64_t>(turn);
       if (turn >= 2 && allows == every_other) rig.sampling.bias_count = 2;
       rig.sampling.bias = biases;
       if (turn == 3) rig.sampling.presence_penalty = 0.5F;
-      const Tokens prompt = prompt_of(70, turn);
+      const Tokens prompt = prompt_of(170, turn);
       Rule rule(allows);
-      const Tokens said = complete(rig, rule, prompt, 120, turn == 2 ? 30 : 0);
+      constexpr int kForced[] = {0, 100, 30, 0};  // in a round, and in a chunk that draws
+      const Tokens said = complete(rig, rule, prompt, 120, kForced[turn]);
       CHECK(said == completion(rig.model, prompt, 120, rig.sampling, allows));
       CHECK(rule.masks > 20 && rule.masks <= 120);
       const auto records = rig.rest();

@@ -476,6 +476,10 @@ class Prompt:
             self.ask(tokens[first : first + TREE_TOKENS], base + first)
             self.run([*layers, *rounds.closing(TREE_TOKENS, False)], seed + first)
 
+    def cancel(self) -> None:
+        """Has the next round skipped."""
+        HostControl.from_buffer(self.host["control"]).cancelled_through = self.sequence + 1
+
     def draw(self, tokens: Sequence[int], base: int, whole: bool, seed: int = 0, multiprocessors: int = 3) -> None:
         """Reads them, and draws what follows. `whole`: in one chunk; else by rounds, the last of one token."""
         if whole:

@@ -28,7 +28,10 @@ def embed(hidden: int) -> Geometry:
 
 
 def norm(hidden: int, fast: bool = False, tokens: int = CHUNK_TOKENS) -> Geometry:
-    """`ull_chunk_norm`: a block per token, which fast keeps the row until it knows the largest."""
+    """`ull_chunk_norm`: a block per token, which fast keeps the row until it knows the largest.
+
+    A single one is of the last token.
+    """
     return (tokens, 1), THREADS, 128 + (2 * round_up(hidden, 32) if fast else 0)
 
 

@@ -8,7 +8,7 @@ behind it, whose blocks come when all of those are there, only one fits beside e
 
 - o and down. But where a norm of its own, a small kernel, stands between o and gate_up, that one's blocks may be on any
   multiprocessor when gate_up's come, and keep one of those away from it. So
-- what comes behind a norm: qkv, gate_up and the head; then down is behind such a layer;
+- what comes behind a norm: qkv, gate_up and the head, of a chunk that draws too; then down is behind such a layer;
 - attention of 16 and 32 tokens by warpgroups, for the small kernel before it; then o is behind that.
 
 Behind a qkv that asks for more, attention of up to 8 tokens lies as though it did: one of its blocks beside each of

@@ -5,7 +5,7 @@
 namespace ull {
 namespace {
 
-constexpr int kPending = 64;  // entries that may wait for a proposal
+constexpr int kPending = 64;  // fewer entries may wait for a proposal
 constexpr int kAnew = 16;     // entries that a proposal begins anew with: reading more would cost several rounds
 constexpr int kAwake = 32;  // rounds without a proposal after which it rests: fewer, so that one probe makes none wait
 constexpr int kSmallHole = 8;  // holes are passed over if what is held is so many times as long

@@ -1,10 +1,11 @@
 // A head that drafts from the target's own hidden states ("taps"), with a cache of its own in the target's pages: what
 // does not depend on where it runs. The taps of the newest positions lie in a ring (tap_tags.h); an entry of the cache
 // is made from the taps of its position, so that what has left the ring cannot be read any more. Entries are therefore
-// read as they come: with each chunk of a prompt, with each proposal, and, where a few rounds pass without one, before
-// the ring is full. A head that has not been asked for long rests: it reads nothing, since that would cost what
-// drafting is to win, and when it is asked again it begins anew with the newest positions. Where entries are missing,
-// then or of a prefix that was cached by requests that do not speculate, the head attends from behind them on.
+// read as they come: with each chunk of a prompt, with each proposal, and, where a few rounds pass without one or the
+// first round was a chunk, before the next round. A head that has not been asked for long rests: it reads nothing,
+// since that would cost what drafting is to win, and when it is asked again it begins anew with the newest positions.
+// Where entries are missing, then or of a prefix that was cached by requests that do not speculate, the head attends
+// from behind them on.
 #pragma once
 
 #include <atomic>

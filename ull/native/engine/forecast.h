@@ -51,7 +51,7 @@ class Forecast {
   EngineShared& shared_;
   const CachedPages& cached_;
   const int chunk_;   // of prefill
-  const int forced_;  // prompt tokens that a first round reads
+  const int forced_;  // most prompt tokens that a first round reads
   StepCosts costs_;
   std::vector<Work> works_;
 

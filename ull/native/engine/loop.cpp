@@ -192,9 +192,8 @@ bool EngineLoop::reserve(int32_t tokens) noexcept {
   return true;
 }
 
-// Puts all of the text but its last tokens into the cache; the next round feeds these, at least one, and of a prompt as
-// many as the executor wants of those that a round may take beside what is forced behind it. A pass that scores feeds
-// one.
+// Puts all of the text but its last tokens into the cache; the next round feeds these, at least one, and of a prompt
+// and what is forced behind it as many as the executor wants. A pass that scores feeds one.
 EngineLoop::Ending EngineLoop::prefill() noexcept {
   RequestSlot& request = *run_->request;
   Sequence& sequence = *run_->sequence;

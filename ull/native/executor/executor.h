@@ -80,7 +80,7 @@ struct ExecutorInfo {
   int64_t kv_bytes = 0;      // likewise
   int64_t drafter_weight_bytes = 0;  // the drafters' share of weight_bytes
   int64_t drafter_kv_bytes = 0;
-  int forced_tokens = 0;      // most RoundStep::forced; 0: prefill and rounds are different kernels
+  int forced_tokens = 0;  // most RoundStep::forced, whatever so many cost; 0: prefill and rounds are different kernels
   bool copies_pages = false;  // whether start_copy() is offered
   bool penalties = false;     // whether Sampling's penalties are applied
   bool constraints = false;   // whether RoundStep::constraint is applied

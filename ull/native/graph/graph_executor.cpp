@@ -247,8 +247,9 @@ void GraphExecutor::launch_tree() noexcept {
   if (step.sampling->penalises()) text_.begin(root + 1);
   const DraftTree& tree = proposer_->tree();
   const int count = step.forced + tree.count();
-  void* graph = program_.last_chunk;
-  if (count > program_.most_nodes()) {
+  void* graph = nullptr;
+  if (is_chunk(step)) {
+    graph = program_.last_chunk;
     fill_last_chunk(step.history + step.position, count, step.position, step.max_tokens);
   } else {
     graph = graphs_.round_for(count, step.position, *step.sampling, /*keeps_logits=*/step.constraint != nullptr);
@@ -422,12 +423,13 @@ Status GraphExecutor::finish_round(RoundResult& result) noexcept {
 // False if the answer is not one to the round that was asked for.
 bool GraphExecutor::copy_tokens(const gpu::RoundResult& answer, RoundResult& result) const noexcept {
   const DraftTree& tree = proposer_->tree();
+  const int nodes = is_chunk(round_) ? 1 : round_.forced + tree.count();
   if (answer.count < 1 || answer.count > std::min(round_.max_tokens, tree.deepest() + 1)) return false;
   int node = 0;
   for (int i = 0; i < answer.count; ++i) {
     const gpu::EmittedToken& from = answer.tokens[i];
     RoundToken& to = result.tokens[i];
-    if (!copy_token(from, info_.vocabulary, to) || from.node < 0 || from.node >= round_.forced + tree.count()) {
+    if (!copy_token(from, info_.vocabulary, to) || from.node < 0 || from.node >= nodes) {
       return false;
     }
     if (i == answer.count - 1) break;

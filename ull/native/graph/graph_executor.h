@@ -75,6 +75,8 @@ class GraphExecutor final : public Executor {
  private:
   enum class StepKind : uint8_t { kNone, kPrefill, kRound, kScores, kCopy };
 
+  // Whether a round's forced tokens are more than a round's graph holds.
+  [[nodiscard]] bool is_chunk(const RoundStep& step) const noexcept { return step.forced >= program_.most_nodes(); }
   [[nodiscard]] static const GraphOptions& checked(const GraphOptions& options, const GraphProgram& program);
   [[nodiscard]] bool valid(const int32_t* tokens, int count, int start) const noexcept;
   [[nodiscard]] bool valid(const RoundStep& step) const noexcept;
