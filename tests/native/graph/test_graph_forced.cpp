@@ -111,13 +111,6 @@ TEST(what_follows_a_chunk_is_what_follows_a_round) {
       CHECK_EQ(count_of(records, RoundMode::kContinue, RoundStatus::kOk), 69);
     }
   }
-  GraphRig rig(last_chunks());
-  const Tokens prompt = prompt_of(300);
-  rig.stops = {rig.model.continuation(prompt, 1)[0]};
-  CHECK(rig.executor.start_round(rig.first_step(prompt, 299, 10)) == Status::kOk);
-  CHECK(rig.finish() == Status::kOk);
-  CHECK_EQ(rig.result.tokens[0].token, rig.stops[0]);
-  CHECK_EQ(count_of(rig.rest(), RoundMode::kContinue, RoundStatus::kOk), 0);
 }
 
 // It is read while what comes before it may yet be under way, with a page table of its own.
@@ -202,13 +195,15 @@ TEST(a_continuation_is_not_taken_for_one_with_forced_tokens) {
 }
 
 TEST(a_stop_behind_them_ends_the_device_s_rounds) {
-  GraphRig rig;
-  const Tokens prompt = prompt_of(30);
-  rig.stops = {rig.model.continuation(prompt, 1)[0]};
-  CHECK(rig.executor.start_round(rig.first_step(prompt, 29, 10)) == Status::kOk);
-  CHECK(rig.finish() == Status::kOk);
-  CHECK_EQ(rig.result.tokens[0].token, rig.stops[0]);
-  CHECK_EQ(count_of(rig.rest(), RoundMode::kContinue, RoundStatus::kOk), 0);
+  for (const int forced : {29, 299}) {  // a round, and a chunk
+    GraphRig rig(last_chunks());
+    const Tokens prompt = prompt_of(forced + 1);
+    rig.stops = {rig.model.continuation(prompt, 1)[0]};
+    CHECK(rig.executor.start_round(rig.first_step(prompt, forced, 10)) == Status::kOk);
+    CHECK(rig.finish() == Status::kOk);
+    CHECK_EQ(rig.result.tokens[0].token, rig.stops[0]);
+    CHECK_EQ(count_of(rig.rest(), RoundMode::kContinue, RoundStatus::kOk), 0);
+  }
 }
 
 TEST(drafts_go_on_behind_them) {
