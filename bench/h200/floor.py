@@ -48,10 +48,13 @@ def prompt_bytes(bundle: Bundle, parts: Sequence[range], draws: bool = False) ->
     return len(starts) * layer_bytes(bundle) + head + sum(kv_bytes_of(bundle, start) for start in starts)
 
 
-def prompt_operations(model: Model, tokens: int) -> int:
-    """Multiplications and additions of a prompt: its matrix products, and causal attention within each window."""
+def prompt_operations(model: Model, tokens: int, behind: int = 0) -> int:
+    """Multiplications and additions of a prompt: its matrix products, and causal attention within each window.
+
+    `behind`: positions that are cached before it.
+    """
     attention_width = model.heads * model.head_dim
     qkv = (attention_width + 2 * model.kv_heads * model.head_dim) * model.hidden
     weights = model.layers * (qkv + attention_width * model.hidden + 3 * model.hidden * model.intermediate)
-    scores = sum(keys_seen(model, position + 1) for position in range(tokens))
+    scores = sum(keys_seen(model, position + 1) for position in range(behind, behind + tokens))
     return 2 * tokens * weights + 4 * attention_width * scores

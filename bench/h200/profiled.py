@@ -81,7 +81,8 @@ class Work:
 
 WORKS = (
     *(Work(1, 128), Work(1, 8192), Work(1, 8192, wide=True), Work(16, 8192), Work(64, 128), Work(64, 8192)),
-    *(Work(512, 0, chunk=True), Work(512, 7680, chunk=True), Work(128, 0, chunk=True)),
+    *(Work(512, 0, chunk=True), Work(512, 7680, chunk=True)),
+    *(Work(128, 0, chunk=True), Work(128, 7680, chunk=True)),
 )
 
 

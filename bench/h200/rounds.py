@@ -13,7 +13,7 @@ from stopwatch import Stopwatch
 from ull.bundle import Bundle
 from ull.gpu.params import CHUNK_TOKENS, ROUND_SLOTS
 from ull.gpu.program import Program, load
-from ull.gpu.replay import PATIENCE_S
+from ull.gpu.replay import PATIENCE_S, Replay
 from ull.gpu.rounds import FULL, PLAIN
 
 
@@ -32,6 +32,11 @@ def loaded(bundle: Bundle, persistent: bool = False) -> Iterator[Program]:
 def made_up(tokens: int) -> list[int]:
     """A text of so many tokens, which means nothing."""
     return [(7 * index + 11) % 1000 for index in range(tokens)]
+
+
+def parts_of(replay: Replay, tokens: int, widest: int, behind: int = 0) -> list[range]:
+    """How a prompt of so many tokens from position `behind` on is read: each part's positions."""
+    return [range(behind + part.start, behind + part.stop) for part in replay.parts(tokens, widest)]
 
 
 @dataclass(frozen=True)
@@ -103,22 +108,29 @@ class RoundTimer:
         return Times(np.diff(begins), begins[1:] - ends[:-1], ends - begins, elapsed_ms * 1e6 / rounds)
 
     def time_prompt(
-        self, tokens: int, prompts: int, warm_up: int = 1, widest: int = CHUNK_TOKENS, draws: bool = False
+        self,
+        tokens: int,
+        prompts: int,
+        warm_up: int = 1,
+        widest: int = CHUNK_TOKENS,
+        draws: bool = False,
+        behind: int = 0,
     ) -> Prompts:
-        """`prompts` prompts of so many tokens from position 0 on, queued as the core queues them, one after another.
+        """`prompts` prompts of so many tokens from position `behind` on, queued as the core queues them, one by one.
 
         `widest`: the most tokens that are read at once; TREE_TOKENS is without chunks. `draws`: the last chunk draws.
         """
-        text = made_up(tokens)
+        text = made_up(behind + tokens)
+        parts = parts_of(self._replay, tokens, widest, behind)
         device, host = [], []
         for index in range(warm_up + prompts):
             pending: list[int] = []
             began = time.perf_counter()
             self._stopwatch.start()
-            for part in self._replay.parts(tokens, widest):
+            for part in parts:
                 if len(pending) == ROUND_SLOTS:
                     self._replay.wait(pending.pop(0))
-                pending.append(self._replay.launch_part(text, part, draws and part.stop == tokens))
+                pending.append(self._replay.launch_part(text, part, draws and part.stop == len(text)))
             for sequence in pending:
                 self._replay.wait(sequence)
             seen = time.perf_counter()

@@ -69,7 +69,8 @@ class Step:
     @property
     def estimate_s(self) -> float:
         if self.prompts:
-            parts = sum((repeats(tokens) + 1) * -(-tokens // 64) for tokens in self.prompts)
+            lengths = (*self.prompts, *(tokens for tokens, _ in TURNS))
+            parts = sum((repeats(tokens) + 1) * -(-tokens // 64) for tokens in lengths)
             return self.shape.seconds(4 * parts)  # of 64 tokens, behind many in the end; in chunks a part of it
         runs = (len(self.points) or 2) + self.medusa
         return self.shape.seconds(runs * self.shape.rounds)
@@ -81,6 +82,7 @@ def repeats(tokens: int) -> int:
 
 
 PROMPTS = (128, 1024, 2048, 8192)
+TURNS = ((128, 2048), (128, 8192), (256, 8192))  # tokens of an agent's turn, and the cached ones before them
 FIRST_TOKEN_PROMPTS = (128, 1024, 8192)
 FIRST_TOKENS = (  # of a client, but for an exact engine's of 8B: shape, variant of its bundle, prompts
     (MIDDLE, "fast", FIRST_TOKEN_PROMPTS),

@@ -58,8 +58,9 @@ def checks(
         for prompt in prompts_of(result):
             # No limit was set for these: the bars are a client's.
             found.append(Check(f"{result['arch']} {name_of_prompt(prompt)}", prompt["median_ms"], "ms"))
-            way = (prompt["tokens"], prompt["widest"], bool(prompt.get("fast")), bool(prompt.get("draws")))
-            if rate and result["arch"] == MIDDLE.arch and way == (2048, 512, False, False):
+            fast, draws = bool(prompt.get("fast")), bool(prompt.get("draws"))
+            way = (prompt.get("behind", 0), prompt["tokens"], prompt["widest"], fast, draws)
+            if rate and result["arch"] == MIDDLE.arch and way == (0, 2048, 512, False, False):
                 share = prompt["tflop_per_s"] * 1e12 / rate
                 found.append(Check("8B prefill of 2048, of the rate of products alone", share, "x", 0.6, 0.8, True))
         for text in result.get("speculation", []):
@@ -87,15 +88,19 @@ def name_of_tree(point: dict[str, Any]) -> str:
 def name_of_prompt(prompt: dict[str, Any]) -> str:
     """How it was read."""
     said = "".join(f", {word}" for key, word in (("fast", "fast"), ("draws", "and a draw")) if prompt.get(key))
-    return f"prefill of {prompt['tokens']} in parts of {prompt['widest']}{said}"
+    behind = f" behind {prompt['behind']}" if prompt.get("behind") else ""
+    return f"prefill of {prompt['tokens']}{behind} in parts of {prompt['widest']}{said}"
 
 
 def prompts_of(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """A model's prompts by their lengths: those that are read fast, the widest parts, those without a draw first."""
+    """A model's prompts by what is cached before them, and by their lengths: those that are read fast, the widest
+    parts, those without a draw first.
+    """
     prompts: list[dict[str, Any]] = result.get("prefill", [])
 
     def place(prompt: dict[str, Any]) -> tuple[Any, ...]:
-        return prompt["tokens"], not prompt.get("fast"), -prompt["widest"], bool(prompt.get("draws"))
+        way = (not prompt.get("fast"), -prompt["widest"], bool(prompt.get("draws")))
+        return prompt.get("behind", 0), prompt["tokens"], *way
 
     return sorted(prompts, key=place)
 
@@ -140,13 +145,14 @@ def print_prompts(console: Console, shapes: list[dict[str, Any]]) -> None:
     """Prompts: the device's time for all passes, and what the memory and the tensor cores had of it."""
     table = Table(title="prefill: device time from the first pass to the end of the last one")
     times = ("p50 ms", "slowest ms", "tokens/s", "read GB", "floor ms", "of bandwidth", "TFLOP/s")
-    for column in ("model", "tokens", "at once", "FP8", "draws", *times):
+    for column in ("model", "tokens", "behind", "at once", "FP8", "draws", *times):
         table.add_column(column, justify="left" if column == "model" else "right")
     for result in shapes:
         for prompt in prompts_of(result):
             table.add_row(
                 result["arch"],
                 str(prompt["tokens"]),
+                str(prompt.get("behind", 0)),
                 str(prompt["widest"]),
                 "yes" if prompt.get("fast") else "no",
                 "yes" if prompt.get("draws") else "no",

@@ -21,8 +21,8 @@ from cores import client_cores
 from floor import kv_bytes_of, medusa_bytes, prompt_bytes, prompt_operations, weight_bytes
 from journal import Finding
 from replay import DRAFTER, TEXTS, replay, replaying
-from rounds import Prompts, RoundTimer, Times, loaded
-from shapes import FIRST_TOKEN_PROMPTS, MIDDLE, SHAPES, Point, at, repeats
+from rounds import Prompts, RoundTimer, Times, loaded, parts_of
+from shapes import FIRST_TOKEN_PROMPTS, MIDDLE, SHAPES, TURNS, Point, at, repeats
 from sources import ROOT
 from tables import PERSISTENT_CONTEXTS
 
@@ -153,20 +153,26 @@ def time_trees_by_warps(arch: str, points: Sequence[Point], rounds: int, bandwid
         timer.drain()
 
 
-def time_prompts(arch: str, lengths: Sequence[int], bandwidth: float) -> Iterator[Finding]:
-    """Prompts of these lengths, of one model: in chunks, the last of which may draw, 64 tokens at a time, and fast."""
+def time_prompts(
+    arch: str, lengths: Sequence[int], bandwidth: float, turns: Sequence[tuple[int, int]] = TURNS
+) -> Iterator[Finding]:
+    """Prompts of these lengths, of one model: in chunks, the last of which may draw, 64 tokens at a time, and fast.
+
+    Turns behind a long cache too, both ways.
+    """
     exact = ((CHUNK_TOKENS, False), (CHUNK_TOKENS, True), (TREE_TOKENS, False))
     for fast, ways in ((False, exact), (True, exact[:1])):
         bundle = open_bundle(build(arch, "fast" if fast else ""))
         with loaded(bundle) as program:
             timer = RoundTimer(program)
-            for tokens in lengths:
-                operations = prompt_operations(bundle.manifest.model, tokens)
+            for tokens, behind in (*((tokens, 0) for tokens in lengths), *turns):
+                operations = prompt_operations(bundle.manifest.model, tokens, behind)
                 for widest, draws in ways:
-                    prompts = timer.time_prompt(tokens, repeats(tokens), widest=widest, draws=draws)
-                    nbytes = prompt_bytes(bundle, list(program.replay().parts(tokens, widest)), draws)
+                    prompts = timer.time_prompt(tokens, repeats(tokens), widest=widest, draws=draws, behind=behind)
+                    nbytes = prompt_bytes(bundle, parts_of(program.replay(), tokens, widest, behind), draws)
                     figures = prompt_row(prompts, tokens, nbytes, operations, bandwidth)
-                    yield {"prefill": {"widest": widest, "fast": fast, "draws": draws, **figures}}
+                    way = {"widest": widest, "fast": fast, "draws": draws, "behind": behind}
+                    yield {"prefill": {**way, **figures}}
             timer.drain()
 
 

@@ -128,8 +128,9 @@ def test_prompts_of_8b_are_measured_before_anything_else_but_its_rounds() -> Non
     assert FIRST_STEPS[1].shape is MIDDLE and FIRST_STEPS[1].prompts == (128, 1024, 2048, 8192)
     assert [step.kind for step in FIRST_STEPS] == ["rounds", "prefill", "trees-by-warps", "rounds", "rounds"]
     assert [repeats(tokens) for tokens in (128, 1024, 2048, 8192)] == [20, 16, 8, 3]
-    # 12 s to load; 21 x 2, 17 x 16, 9 x 32 and 4 x 128 parts of 2.24 ms, each taken for six times that long
-    assert FIRST_STEPS[1].estimate_s == pytest.approx(12 + (42 + 272 + 288 + 512) * 4 * 2.24e-3 * 1.5)
+    # 12 s to load; 21 x 2, 17 x 16, 9 x 32 and 4 x 128 parts of 2.24 ms, each taken for six times that long, and of
+    # turns twice 21 x 2 and 21 x 4
+    assert FIRST_STEPS[1].estimate_s == pytest.approx(12 + (42 + 272 + 288 + 512 + 168) * 4 * 2.24e-3 * 1.5)
 
 
 REPLAYED = {
@@ -309,11 +310,12 @@ def test_the_tables_take_any_part_of_a_report() -> None:
     still = {**point, "context": 8192, "timer_step_ns": None}
     prompt = {"widest": 512, **prompt_row(Prompts(np.array([51.0]), np.array([51.5])), 1024, 10**11, 10**13, 4e12)}
     drawn = {**prompt, "draws": True, "median_ms": 52.5}
+    turn = {**prompt, "tokens": 128, "behind": 8192, "median_ms": 6.875}
     compared = {"tokens": 64, "distinct": 60, "same": False}
     shape = {
         "arch": "llama-3.1-8b",
         "points": [point, still],
-        "prefill": [drawn, prompt],
+        "prefill": [turn, drawn, prompt],
         "persistent_compared": compared,
     }
     console = Console(width=132, record=True, quiet=False)
@@ -326,6 +328,7 @@ def test_the_tables_take_any_part_of_a_report() -> None:
     for words in ("weights MB", "7000", "KV MB", " 17 ", "1024", "51.000", "DIFFERENT", "prefill of 1024", "two CUDA"):
         assert words in text, words
     assert "prefill of 1024 in parts of 512, and a draw" in text and text.index("51.000") < text.index("52.500")
+    assert "prefill of 128 behind 8192 in parts of 512" in text and text.index("52.500") < text.index("6.875")
     with console.capture() as said:
         print_speculation(console, [{**shape, "speculation": [REPLAYED]}])
     for words in ("acceptance of published heads replayed", "code (HumanEval)", "4.87", "4.91", "0.8000", "3.00"):

@@ -396,24 +396,27 @@ def test_the_benchmark_measures_one_kernel_for_all_layers(bundle: Path, emulated
 
 
 def scenario_bench_prefill(path: str) -> None:
-    """Prompts of two lengths, those that are read fast too, whose engine is the other one here."""
+    """Prompts of two lengths, and a turn, those that are read fast too, whose engine is the other one here."""
     import work
 
     work.build = lambda arch, variant: Path(path)
     work.repeats = lambda tokens: 1
-    print(json.dumps([finding["prefill"] for finding in work.time_prompts("tiny", (64, 130), 4e12)]))
+    print(json.dumps([finding["prefill"] for finding in work.time_prompts("tiny", (64, 130), 4e12, [(66, 128)])]))
 
 
 def test_the_benchmark_measures_prompts(bundle: Path, emulated: Path) -> None:
     found = run("scenario_bench_prefill", str(bundle), kernels=emulated, multiprocessors=4)
-    assert [(one["tokens"], one["widest"], one["fast"], one["draws"], one["prompts"]) for one in found] == [
-        *((64, 512, False, False, 1), (64, 512, False, True, 1), (64, 64, False, False, 1)),
-        *((130, 512, False, False, 1), (130, 512, False, True, 1), (130, 64, False, False, 1)),
-        *((64, 512, True, False, 1), (130, 512, True, False, 1)),
+    assert {one["prompts"] for one in found} == {1}
+    assert [(one["tokens"], one["behind"], one["widest"], one["fast"], one["draws"]) for one in found] == [
+        *((64, 0, 512, False, False), (64, 0, 512, False, True), (64, 0, 64, False, False)),
+        *((130, 0, 512, False, False), (130, 0, 512, False, True), (130, 0, 64, False, False)),
+        *((66, 128, 512, False, False), (66, 128, 512, False, True), (66, 128, 64, False, False)),
+        *((64, 0, 512, True, False), (130, 0, 512, True, False), (66, 128, 512, True, False)),
     ]
-    short, drawn, same, chunk, drawn_chunk, long = found[:6]
+    short, drawn, same, chunk, drawn_chunk, long, turn = found[:7]
     assert chunk["bytes"] == short["bytes"] == same["bytes"] < drawn["bytes"] == drawn_chunk["bytes"]
     assert long["bytes"] - 3 * short["bytes"] == 2 * 6 * 2 * 32 * 2 * (64 + 128)  # the cache before the later parts
+    assert turn["bytes"] - chunk["bytes"] == 2 * 6 * 2 * 32 * 2 * 128
     for prompt in found:
         assert min(prompt[key] for key in ("median_ms", "median_ms_seen_by_host", "tokens_per_s", "tflop_per_s")) > 0
 

@@ -113,6 +113,24 @@ def test_smaller_blocks_at_the_end_of_a_chunks_product_never_make_it_longer(mult
     assert gained > 0
 
 
+def results_of(first: int, end: int) -> int:
+    """What a block leaves of splits [first, end): each before a whole span, and the spans."""
+    apart = min(-first % 8, end - first)
+    return apart + -(-(end - first - apart) // 8)
+
+
+def test_there_is_room_for_what_blocks_leave_that_share_a_chunks_splits_out() -> None:
+    """However many they are, and whichever split a window begins in; and for little more."""
+    for splits in range(4, 140):
+        most = 0
+        for first, lanes in itertools.product(range(min(8, splits - 3)), range(2, 33)):
+            per_lane = -(-(splits - 1 - first) // lanes)
+            starts = [*range(first, splits - 1, per_lane), splits]
+            assert 2 < len(starts) <= lanes + 1
+            most = max(most, *(results_of(start, end) for start, end in itertools.pairwise(starts)))
+        assert most <= chunk.attention_results(256 * splits) <= most + 2, splits
+
+
 def test_qkv_of_a_whole_chunk_takes_less_than_two_waves() -> None:
     """An 8B model's: 16 clusters of 24 for each of four tiles, of 66 at once, and 64 smaller ones, without any idle.
 
@@ -135,7 +153,7 @@ def test_a_change_of_grids_raises_the_interface() -> None:
             whole = tuple(getattr(one.params, "whole", ()))
             launches.add((one.kernel, one.grid, one.threads, one.shared_bytes, fast, whole))
     digest = hashlib.sha256(repr(sorted(map(repr, launches))).encode()).hexdigest()[:16]
-    assert (DEVICE_INTERFACE, digest) == (14, "843c23ac73c5fa20")
+    assert (DEVICE_INTERFACE, digest) == (15, "dfed4dc8d0c4ed60")
 
 
 def test_a_kernel_behind_the_work_of_others_waits_for_all_of_it(driver: RecordingDriver) -> None:

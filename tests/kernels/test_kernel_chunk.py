@@ -25,7 +25,7 @@ from linear_rig import MODELS
 from ull.bundle import Precision
 from ull.gpu.geometry import chunk
 from ull.gpu.memory import CHUNK
-from ull.gpu.params import CHUNK_TILE, OK, PAGE_TOKENS, SKIPPED, SPLIT_TOKENS, ChunkProbeParams
+from ull.gpu.params import CHUNK_TILE, CHUNK_TOKENS, OK, PAGE_TOKENS, SKIPPED, SPLIT_TOKENS, ChunkProbeParams
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -209,6 +209,28 @@ def test_attention_of_a_chunk_has_the_bits_of_rounds(name: str) -> None:
         assert np.isnan(output[count:]).all(), "rows beyond the chunk's tokens were written"
 
 
+SHARED = [  # base, tokens, window, blocks that each part of the rows may have
+    *((766, 2, 0, 2), (768, 40, 0, 2), (1000, 70, 0, 3), (1023, 1, 0, 4), (2100, 20, 0, 3), (2048, 65, 2000, 4)),
+    *((2303, 150, 0, 2), (1900, 30, 1100, 3), (3000, 100, 0, 2), (4600, 24, 0, 4)),
+]
+
+
+@pytest.mark.parametrize("name", ATTENTION_SHAPES)
+def test_blocks_that_share_a_chunks_splits_out_leave_the_bits_of_rounds(name: str) -> None:
+    """Of lanes that begin within a span or with one, and of rows that look at nothing of a lane's."""
+    shape = ATTENTION_SHAPES[name]
+    group = shape.heads // shape.kv_heads
+    for seed, (base, count, window, lanes) in enumerate(SHARED):
+        cache, rows = cache_of(shape, base, count, window)
+        expected = attended_by_rounds(cache, rows[base:], base)
+        parts = -(-count * group // chunk.ATTENTION_ROWS)
+        blocks = min(lanes * parts, CHUNK_TOKENS * group // chunk.ATTENTION_ROWS)
+        assert blocks >= 2 * parts
+        output = attended_in_a_chunk(cache, rows[base:], base, seed, blocks * shape.kv_heads, is_shared=base > 766)
+        assert np.array_equal(output[:count].view(np.uint16), expected.view(np.uint16)), (base, count, window, lanes)
+        assert np.isnan(output[count:]).all(), "rows beyond the chunk's tokens were written"
+
+
 @pytest.mark.parametrize(("base", "window"), [(0, 0), (331, 0), (331, 290)])
 @pytest.mark.parametrize("name", ATTENTION_SHAPES)
 def test_attention_of_a_chunk_matches_the_reference(name: str, base: int, window: int) -> None:
@@ -225,12 +247,14 @@ def test_attention_of_a_chunk_is_the_same_in_every_order_of_threads(name: str) -
     """Where the kernel reports its loads and stores, and nothing of the predecessor's is read early."""
     if emulation.ON_DEVICE or emulation.SANITIZE:
         pytest.skip("the emulator alone sees it, and not beside AddressSanitizer")
-    base, count = 200, 100
-    cache, rows = cache_of(WATCHED_SHAPES[name], base, count, window=150)
-    expected = attended_by_rounds(cache, rows[base:], base)
-    for seed in range(5):
-        output = attended_in_a_chunk(cache, rows[base:], base, seed)
-        assert np.array_equal(output[:count].view(np.uint16), expected.view(np.uint16)), seed
+    for base, count, window, lanes in ((200, 100, 150, 1), (800, 50, 0, 2)):
+        shape = WATCHED_SHAPES[name]
+        cache, rows = cache_of(shape, base, count, window)
+        expected = attended_by_rounds(cache, rows[base:], base)
+        blocks = lanes * -(-count * shape.heads // chunk.ATTENTION_ROWS)
+        for seed in range(5):
+            output = attended_in_a_chunk(cache, rows[base:], base, seed, blocks, is_shared=lanes > 1)
+            assert np.array_equal(output[:count].view(np.uint16), expected.view(np.uint16)), (base, seed)
 
 
 @pytest.mark.parametrize("kv_bits", [16, 8])

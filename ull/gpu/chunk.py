@@ -234,8 +234,12 @@ class Chunks:
             page_pool=region("KV pages"),
             kv_scale=tensor(f"layers.{layer}.kv_scale"),
             output=region(CHUNK_ATTENTION),
+            partial=region("attention parts"),
+            counters=region("counters") + 4 * sizes.chunk_counter,
             page_bytes=sizes.page_bytes,
             layer_offset=layer * sizes.layer_page_bytes,
             window=model.windows[layer],
+            blocks=chunk.shared_blocks(model.heads, model.kv_heads, self._multiprocessors),
+            results=chunk.attention_results(sizes.context),
         )
         return Launch("ull_chunk_attention", *chunk.attention(model.heads, model.kv_heads, model.head_dim), params)

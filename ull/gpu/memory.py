@@ -116,7 +116,8 @@ class Sizes:
         self.medusa_counter = self.plain_counter + 1
         self.eagle_counter = self.medusa_counter + (medusa.heads if medusa else 0)
         self.dflash_counter = self.eagle_counter + (EAGLE_WIDTH if eagle else 0)
-        self.counter_count = self.dflash_counter + (MAX_DFLASH_BLOCK if dflash else 0)
+        self.chunk_counter = self.dflash_counter + (MAX_DFLASH_BLOCK if dflash else 0)
+        self.counter_count = self.chunk_counter + (chunk.attention_counter_count(model.heads) if chunks else 0)
 
     @property
     def kv_bytes(self) -> int:
@@ -157,7 +158,10 @@ def reserve_model(plan: ArenaPlan, sizes: Sizes, prefix: str = "") -> None:
     reserve("attention", 2 * TREE_TOKENS * round_up(sizes.attention_width, _COLUMN_UNIT))
     reserve("mlp", 2 * TREE_TOKENS * round_up(model.intermediate, _COLUMN_UNIT))
     reserve("logits", 4 * TREE_TOKENS * round_up(model.vocabulary, _ROW_UNIT))
-    reserve("attention parts", attention.partial_bytes(model.heads, model.head_dim, sizes.context))
+    parts = attention.partial_bytes(model.heads, model.head_dim, sizes.context)
+    if sizes.chunks and not sizes.eagle and not sizes.dflash:  # whose chunks have no attention
+        parts = max(parts, chunk.attention_partial_bytes(model.heads, model.head_dim, sizes.context))
+    reserve("attention parts", parts)
     reserve("sampler", sampling.SCRATCH_BYTES)
     if sizes.chunks:
         reserve(CHUNK, ctypes.sizeof(Chunk))

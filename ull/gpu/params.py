@@ -8,7 +8,7 @@ from ctypes import c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_voi
 from ull.bundle import MLP_SCALE as MLP_SCALE
 from ull.wire import MAX_TREE
 
-INTERFACE = 14
+INTERFACE = 15
 AWAITED = 1 << 63  # in a request's sequence: the round waits for the number alone
 TREE_TOKENS = MAX_TREE
 ROUND_SLOTS = 4
@@ -497,9 +497,13 @@ class ChunkAttentionParams(ctypes.Structure):
         ("page_pool", c_void_p),
         ("kv_scale", c_void_p),
         ("output", c_void_p),
+        ("partial", c_void_p),
+        ("counters", c_void_p),
         ("page_bytes", c_int64),
         ("layer_offset", c_int64),
         ("window", c_int32),
+        ("blocks", c_int32),
+        ("results", c_int32),
         ("padding", c_int32),
     ]
 

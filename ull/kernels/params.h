@@ -8,7 +8,7 @@
 
 namespace ull::gpu {
 
-inline constexpr int kInterface = 14;     // raised with every change of what stands here: see device_layout.py
+inline constexpr int kInterface = 15;     // raised with every change of what stands here: see device_layout.py
 inline constexpr int kTreeTokens = 64;    // nodes of the widest tree, root included
 inline constexpr int kRoundSlots = 4;     // mapped request and result blocks, used in turn
 inline constexpr int kStopTokens = 32;    // token ids that end a request
@@ -521,9 +521,13 @@ struct ChunkAttentionParams {
   const void* page_pool;  // as AttentionParams', with every token's key and value
   const float* kv_scale;  // as AttentionParams'
   void* output;           // A f16 activations
+  float* partial;         // what blocks leave that share splits out: chunk_attention_plan.cuh
+  uint32_t* counters;     // [kv_heads][4 * group][8] warps that have finished
   int64_t page_bytes;
   int64_t layer_offset;  // bytes of this layer within a page
   int32_t window;        // sliding window in tokens; 0: all
+  int32_t blocks;        // of a kv head that run at once, at most the grid's: among so many splits are shared out
+  int32_t results;       // that a block leaves at most
   int32_t padding;
 };
 

@@ -137,13 +137,16 @@ TEST(a_few_tokens_behind_a_long_cache_are_no_chunk) {
   using Chunks = std::array<PromptCosts::Measured, PromptCosts::kTiles>;
   const auto costs_of = [](const PromptCosts::Measured& round, const PromptCosts::Measured& few,
                            const PromptCosts::Measured& many, int far) {
-    const int64_t each = (many.near_ns - few.near_ns) / 3;
-    const Chunks chunks{few, {few.near_ns + each, 0}, {few.near_ns + 2 * each, 0}, many};
+    Chunks chunks;
+    for (int i = 0; i < PromptCosts::kTiles; ++i) {
+      const auto between = [&](int64_t first, int64_t last) { return first + (last - first) * i / 3; };
+      chunks[static_cast<size_t>(i)] = {between(few.near_ns, many.near_ns), between(few.far_ns, many.far_ns)};
+    }
     return PromptCosts(round, chunks, far);
   };
   const PromptCosts unknown, unmeasured = costs_of({3'000'000, 3'100'000}, {0, 0}, {12'000'000, 12'500'000}, 1024);
   CHECK(unknown.prefers_chunk(65, 100'000) && unmeasured.prefers_chunk(65, 100'000));
-  // A chunk's attention takes as long for 128 tokens as for 512; what a round's takes more is little.
+  // A chunk's attention takes as long for 128 tokens as for 512 there; what a round's takes more is little.
   const PromptCosts costs = costs_of({3'000'000, 3'050'000}, {3'500'000, 4'500'000}, {12'000'000, 13'000'000}, 1024);
   CHECK(costs.prefers_chunk(100, 0) && costs.prefers_chunk(100, 2000));
   CHECK(!costs.prefers_chunk(100, 4000) && !costs.prefers_chunk(65, 4000));
@@ -153,6 +156,12 @@ TEST(a_few_tokens_behind_a_long_cache_are_no_chunk) {
   const PromptCosts shrinking =
       costs_of({3'000'000, 2'900'000}, {3'500'000, 3'400'000}, {12'000'000, 11'000'000}, 1024);
   CHECK(flat.prefers_chunk(100, 100'000) && shrinking.prefers_chunk(100, 100'000));
+  // Each number of tiles has a line of its own: blocks share out the pages of one or two, and of more they do not.
+  const Chunks shared{
+      {{3'500'000, 3'600'000}, {6'500'000, 6'700'000}, {9'500'000, 16'000'000}, {12'000'000, 18'500'000}}};
+  const PromptCosts uneven({3'000'000, 3'050'000}, shared, 1024);
+  CHECK(uneven.prefers_chunk(128, 1024) && uneven.prefers_chunk(256, 1024));
+  CHECK(!uneven.prefers_chunk(257, 1024) && uneven.prefers_chunk(512, 1024));
 }
 
 // Where a chunk has other bits than rounds: however long a prompt is, so that its bits do not depend on how it is cut.
@@ -186,7 +195,7 @@ TEST(a_first_round_takes_the_end_of_a_prompt_where_that_is_cheaper) {
     return costs.first(count, start, /*last=*/0) == FirstRound::kSingle;
   };
   const std::array<PromptCosts::Measured, PromptCosts::kTiles> chunks{
-      {{5'000'000, 5'200'000}, {9'000'000, 0}, {12'500'000, 0}, {15'800'000, 16'300'000}}};
+      {{5'000'000, 5'200'000}, {9'000'000, 9'300'000}, {12'500'000, 12'900'000}, {15'800'000, 16'300'000}}};
   const PromptCosts costs({5'300'000, 5'400'000}, chunks, 1024, {{5'800'000, 0}, {3'000'000, 0}, 0});
   const auto single = [&](int count) { return is_single(costs, count, 0); };
   CHECK(!single(1) && !single(64));                 // one round reads it all
@@ -217,7 +226,7 @@ TEST(a_last_chunk_draws_where_that_is_cheaper) {
   using ull::graph::FirstRound;
   using ull::graph::PromptCosts;
   const std::array<PromptCosts::Measured, PromptCosts::kTiles> chunks{
-      {{5'000'000, 6'000'000}, {9'000'000, 0}, {12'500'000, 0}, {15'800'000, 17'300'000}}};
+      {{5'000'000, 6'000'000}, {9'000'000, 10'100'000}, {12'500'000, 13'800'000}, {15'800'000, 17'300'000}}};
   const PromptCosts costs({5'300'000, 5'400'000}, chunks, 1024,
                           {{5'800'000, 5'900'000}, {3'000'000, 3'020'000}, 1024, 600'000});
   const auto first = [&](int count, int start = 0) { return costs.first(count, start, (count - 1) % 512 + 1); };

@@ -45,6 +45,7 @@ from ull.gpu.params import (
     CHUNK_TOKENS,
     MLP_SCALE,
     OK,
+    PAGE_TOKENS,
     PREFILL,
     ROUND_SLOTS,
     SLICES,
@@ -360,12 +361,24 @@ def attended_by_rounds(cache: Cache, rows: NDArray[np.float32], base: int) -> ND
     return np.concatenate(rounds)
 
 
-def attended_in_a_chunk(cache: Cache, rows: NDArray[np.float32], base: int, seed: int = 0) -> NDArray[np.float16]:
-    """[512, A]: the same of a chunk, whose keys and values are in the pages; what was not written is NaN."""
+def attended_in_a_chunk(
+    cache: Cache,
+    rows: NDArray[np.float32],
+    base: int,
+    seed: int = 0,
+    multiprocessors: int = 1,
+    is_shared: bool = False,
+) -> NDArray[np.float16]:
+    """[512, A]: the same of a chunk, whose keys and values are in the pages; what was not written is NaN.
+
+    `multiprocessors`: as many blocks may share splits out; `is_shared`: some do, and leave results to be merged.
+    """
     shape, state = cache.shape, chunk_of(len(rows), base)
     qkv = aligned((CHUNK_TOKENS, shape.width), np.float32)
     qkv[: len(rows)] = rows
     output = activation_buffer(shape.heads * shape.head_dim)
+    counters = aligned(chunk.attention_counter_count(shape.heads), np.uint32, 0)
+    partial = aligned(chunk.attention_partial_bytes(shape.heads, shape.head_dim, cache.context) // 4, np.float32)
     params = ChunkAttentionParams(
         chunk=pointer(state),
         qkv=pointer(qkv),
@@ -378,9 +391,13 @@ def attended_in_a_chunk(cache: Cache, rows: NDArray[np.float32], base: int, seed
         page_bytes=cache.pool[0].nbytes,
         layer_offset=cache.layer * cache.pool[0, 0].nbytes,
         window=cache.window,
+        partial=pointer(partial),
+        counters=pointer(counters),
+        blocks=chunk.shared_blocks(shape.heads, shape.kv_heads, multiprocessors),
+        results=chunk.attention_results(cache.context),
     )
     grid, threads, shared_bytes = chunk.attention(shape.heads, shape.kv_heads, shape.head_dim)
-    pages = cache.pool.tobytes()
+    before, pages = cache.pool.tobytes(), [cache.pool[page] for page in cache.table]
     cache.kernels.run(
         "ull_chunk_attention",
         grid=grid,
@@ -388,11 +405,12 @@ def attended_in_a_chunk(cache: Cache, rows: NDArray[np.float32], base: int, seed
         shared_bytes=shared_bytes,
         params=params,
         seed=seed,
-        predecessor_writes=[qkv, cache.pool],
+        predecessor_writes=[qkv, *pages[base // PAGE_TOKENS :]],
         constants=cache.constants,
-        earlier=[state, cache.table],
+        earlier=[state, cache.table, *pages[: base // PAGE_TOKENS]],
     )
-    assert cache.pool.tobytes() == pages
+    assert cache.pool.tobytes() == before and not counters.any()
+    assert np.isnan(partial).all() != is_shared
     return unpack_activations(output, shape.heads * shape.head_dim)
 
 

@@ -17,6 +17,7 @@ THREADS = 256
 COMMIT_THREADS = 128
 PAGE_ROWS = 64  # `kPageRows` and `kFewestPageSplits` of attention_plan.cuh
 FEWEST_PAGE_SPLITS = 4
+SPAN_SPLITS = 8  # `kSpanSplits`
 _MOST_WIDE = 8  # the largest tile of which two blocks fit; wider rounds have `ull_attention_pages`
 _M_TILE = 16  # rows of a tensor core product
 

@@ -9,7 +9,7 @@ from functools import cache
 
 from ull.bundle import round_up
 from ull.gpu.geometry import linear
-from ull.gpu.geometry.attention import tile_ring_bytes
+from ull.gpu.geometry.attention import SPAN_SPLITS, splits, tile_ring_bytes
 from ull.gpu.params import CHUNK_PARTS, CHUNK_TILE, CHUNK_TOKENS, SLICES
 
 Geometry = tuple[tuple[int, int], int, int]  # grid, threads, bytes of shared memory
@@ -77,9 +77,39 @@ def _columns(apart: bool) -> tuple[int, ...]:
 
 def attention(heads: int, kv_heads: int, head_dim: int) -> Geometry:
     """`ull_chunk_attention`: `kChunkAttentionBytes` of chunk_attention_plan.cuh."""
-    rows = CHUNK_TOKENS * (heads // kv_heads)
-    kept = 2 * (4 * ATTENTION_ROWS * head_dim)  # rows of a span and of those before it, f32
-    return (rows // ATTENTION_ROWS, kv_heads), LINEAR_THREADS, tile_ring_bytes(head_dim) + kept
+    kept = 2 * _rows_bytes(head_dim)  # of a span and of those before it
+    return (_attention_blocks(heads // kv_heads), kv_heads), LINEAR_THREADS, tile_ring_bytes(head_dim) + kept
+
+
+def shared_blocks(heads: int, kv_heads: int, multiprocessors: int) -> int:
+    """`ChunkAttentionParams.blocks`: a block fills a multiprocessor."""
+    return max(1, min(_attention_blocks(heads // kv_heads), multiprocessors // kv_heads))
+
+
+def attention_results(context: int) -> int:
+    """`ChunkAttentionParams.results`: one for each split before a whole span, and one for each span behind that."""
+    most = -(-(splits(context) - 1) // 2) + 1  # splits of a lane, of at least two
+    apart = min(most, SPAN_SPLITS - 1)
+    return apart + -(-(most - apart) // SPAN_SPLITS)
+
+
+def attention_partial_bytes(heads: int, head_dim: int, context: int) -> int:
+    """`ChunkAttentionParams.partial`: outputs and statistics of each block's eight warps."""
+    return _attention_blocks(heads) * attention_results(context) * _rows_bytes(head_dim)
+
+
+def attention_counter_count(heads: int) -> int:
+    """`ChunkAttentionParams.counters` of 32 bits; zero before the first launch, and left so by each."""
+    return _attention_blocks(heads) * ATTENTION_ROWS // 16
+
+
+def _rows_bytes(head_dim: int) -> int:
+    """Of a block's rows: outputs, f32, and statistics, as much as eight dimensions."""
+    return ATTENTION_ROWS // 16 * 512 * (head_dim // 8 + 1)
+
+
+def _attention_blocks(heads: int) -> int:
+    return CHUNK_TOKENS * heads // ATTENTION_ROWS
 
 
 def probe(multiprocessors: int) -> Geometry:

@@ -101,8 +101,9 @@ ULL_DEVICE void store_tile(unsigned char* slot, ValueTile& tile, int position, c
 
 // Brings tiles [first, end) of a kv head, of which there is at least one. By the four warps of a warpgroup. Each part's
 // registers are loaded again as soon as it is stored, and behind the fence, which may wait for loads: so the next
-// tile's keys come while values are stored, and its values while keys are. kOfChunk: tiles may reach the chunk, for
-// whose predecessor the warps have waited; else they have not.
+// tile's keys come while values are stored, and its values while keys are. Before the wait for the predecessor: it does
+// not write what is cached. kOfChunk: tiles may reach the chunk, whose keys and values it does write. Before the first
+// of them is loaded, the warps wait.
 template <bool kOfChunk, typename Params, typename Ring>
 ULL_DEVICE void bring_tiles(const Params& params, int kv_head, int first, int end, const ChunkExtent& chunk,
                             const Ring& ring) {
@@ -111,9 +112,10 @@ ULL_DEVICE void bring_tiles(const Params& params, int kv_head, int first, int en
   const auto keys_of = [&](uint32_t page) { return pool + int64_t{page} * params.page_bytes; };
   const auto page_of = [&](int tile) {
     const int at = smaller(tile, last);
-    if constexpr (kOfChunk) return static_cast<uint32_t>(params.pages[at]);
     return word_of(arch::load_global(params.pages + at / kSplitTiles * kSplitTiles), at % kSplitTiles);
   };
+  const int reaching = kOfChunk ? chunk.base / kPageTokens : end;  // the first tile that has positions of the chunk
+  if (kOfChunk && first >= reaching) arch::wait_for_predecessor();
   uint32_t page = page_of(first), next_page = page_of(first + 1);
   KeyTile keys;
   ValueTile values;
@@ -127,6 +129,7 @@ ULL_DEVICE void bring_tiles(const Params& params, int kv_head, int first, int en
     ring.wait_empty(item);
     store_tile(ring.slot(item), keys);
     ring.publish(item);
+    if (kOfChunk && tile + 1 == reaching) arch::wait_for_predecessor();
     load_tile(keys, keys_of(page));
     ring.wait_empty(item + 1);
     if (kOfChunk && position + kPageTokens > chunk.base) {

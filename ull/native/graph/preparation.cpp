@@ -155,9 +155,10 @@ VerifyCosts GraphExecutor::measure() {
     const int behind = std::min(far, held - gpu::kChunkTokens);
     if (many_ns < kMeasureNs && behind > 0 && !program_.chunks_prefill()) {
       std::array<PromptCosts::Measured, kTiles> chunks;
-      chunks.front() = {one_ns, timed_chunk(1, behind)};
-      for (int tiles = 2; tiles < kTiles; ++tiles) chunks[static_cast<size_t>(tiles) - 1] = {timed_chunk(tiles, 0), 0};
-      chunks.back() = {many_ns, timed_chunk(kTiles, behind)};
+      for (int tiles = 1; tiles <= kTiles; ++tiles) {
+        const int64_t chunk_ns = tiles == 1 ? one_ns : tiles == kTiles ? many_ns : timed_chunk(tiles, 0);
+        chunks[static_cast<size_t>(tiles) - 1] = {chunk_ns, timed_chunk(tiles, behind)};
+      }
       const int64_t plain = single_ns[static_cast<int>(graphs_.plain())], single = plain > 0 ? plain : near_ns[0];
       const PromptCosts::First first{{near_ns[kCostSizes - 1], far_ns[kCostSizes - 1]},
                                      {single, single + far_ns[0] - near_ns[0]},

@@ -1,7 +1,7 @@
 // By what prompts are read: chunks, rounds of 64 tokens, and the first round, which may take the last 64 tokens with
-// it, or the last chunk. The bits are the same. A chunk reads the weights once for up to 512 tokens, but its attention
-// walks through the pages with a block for so many of its tokens: behind a long cache a few tokens take about as long
-// as many, where a round shares the pages out to all blocks. And it takes as long as its whole tiles of 128 tokens.
+// it, or the last chunk. The bits are the same. A chunk reads the weights once for up to 512 tokens, but it takes as
+// long as its whole tiles of 128. How much longer it takes behind a cache depends on how many tiles those are: of few
+// tokens several blocks share the pages out, of many one walks through them for so many of the tokens.
 #pragma once
 
 #include <algorithm>
@@ -40,8 +40,7 @@ class PromptCosts {
 
   // Nothing is known: whatever may be a chunk is one.
   PromptCosts() = default;
-  // round: of kTreeTokens tokens; chunks: of 1, 2, .. tiles, where `far` of those between the first and the last may be
-  // unknown. far: 0: no position was.
+  // round: of kTreeTokens tokens; chunks: of 1, 2, .. tiles. far: 0: no position was.
   PromptCosts(const Measured& round, const std::array<Measured, kTiles>& chunks, int far) noexcept
       : PromptCosts(round, chunks, far, First{}) {}
   PromptCosts(const Measured& round, const std::array<Measured, kTiles>& chunks, int far, const First& first) noexcept
@@ -51,13 +50,9 @@ class PromptCosts {
         full_(line(first.full, first.far)),
         single_(line(first.single, first.far)),
         drawing_ns_(static_cast<double>(first.drawing_ns)) {
-    const CostLine few = line(chunks.front(), far), many = line(chunks.back(), far);
-    for (int i = 0; i < kTiles; ++i) {
-      const Measured& chunk = chunks[static_cast<size_t>(i)];
-      CostLine& own = chunks_[static_cast<size_t>(i)] = line(chunk, far);
-      if (chunk.far_ns == 0)
-        own.position_ns = few.position_ns + (many.position_ns - few.position_ns) * i / (kTiles - 1);
-      known_ = known_ && chunk.near_ns > 0;
+    for (size_t i = 0; i < chunks.size(); ++i) {
+      chunks_[i] = line(chunks[i], far);
+      known_ = known_ && chunks[i].near_ns > 0;
     }
   }
 
