@@ -649,6 +649,9 @@ def test_a_chunk_reads_a_prompt_layer_by_layer(program: Program, driver: Recordi
             assert launched.k_norm == weights + image.offset(f"layers.{layer}.k_norm")
             assert launched.kv_scale == weights + image.offset(f"layers.{layer}.kv_scale")
             assert launched.layer_offset == layer * program.sizes.layer_page_bytes
+        if kernel == "attention":
+            counters = region["counters"] + 4 * program.sizes.chunk_counter
+            assert (launched.partial, launched.counters) == (region["attention parts"], counters)
         layer += kernel == "down"
     weight_of = [launch.params.norm_weight for launch in graph if launch.kernel == "ull_chunk_norm"]
     names = [f"layers.{layer}.{norm}_norm" for layer in range(layers) for norm in ("attn", "mlp")]

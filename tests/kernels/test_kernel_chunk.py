@@ -25,7 +25,7 @@ from linear_rig import MODELS
 from ull.bundle import Precision
 from ull.gpu.geometry import chunk
 from ull.gpu.memory import CHUNK
-from ull.gpu.params import CHUNK_TILE, CHUNK_TOKENS, OK, PAGE_TOKENS, SKIPPED, SPLIT_TOKENS, ChunkProbeParams
+from ull.gpu.params import CHUNK_TILE, OK, PAGE_TOKENS, SKIPPED, SPLIT_TOKENS, ChunkProbeParams
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -105,14 +105,16 @@ def test_a_chunk_that_is_skipped_draws_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_rounds_behind_a_long_cache_leave_the_same_bits(name: str) -> None:
-    """There they have a kernel of their own for what lies in the pages."""
+def test_behind_a_long_cache_chunks_and_rounds_leave_the_same_bits(name: str) -> None:
+    """There rounds have a kernel of their own for what lies in the pages, and blocks of a chunk share it out."""
     rig, left = prompt(name, context=1536), []
-    for whole in (False, True):
+    for whole, multiprocessors in ((False, 3), (True, 3), (True, 12)):
         rig.begin()
-        rig.read(TOKENS[:90], 1131, whole)
+        parts = rig.memory["attention parts"].tobytes()
+        rig.read(TOKENS[:90], 1131, whole, multiprocessors=multiprocessors)
         left.append(rig.left())
-    assert left[0] == left[1]
+        assert (rig.memory["attention parts"].tobytes() == parts) == (whole and multiprocessors == 3)
+    assert left[0] == left[1] == left[2]
     assert rig.launched["ull_attention_pages"] == 2 * rig.model.layers
 
 
@@ -211,22 +213,27 @@ def test_attention_of_a_chunk_has_the_bits_of_rounds(name: str) -> None:
 
 SHARED = [  # base, tokens, window, blocks that each part of the rows may have
     *((766, 2, 0, 2), (768, 40, 0, 2), (1000, 70, 0, 3), (1023, 1, 0, 4), (2100, 20, 0, 3), (2048, 65, 2000, 4)),
-    *((2303, 150, 0, 2), (1900, 30, 1100, 3), (3000, 100, 0, 2), (4600, 24, 0, 4)),
+    *((2303, 150, 0, 2), (1900, 30, 1100, 3), (3000, 100, 0, 2), (4600, 24, 0, 4), (700, 100, 0, 2)),
 ]
+
+
+def parts_of(shape: Shape, count: int) -> int:
+    """Of a kv head's rows, each of as many as a block has."""
+    return -(-count * (shape.heads // shape.kv_heads) // chunk.ATTENTION_ROWS)
 
 
 @pytest.mark.parametrize("name", ATTENTION_SHAPES)
 def test_blocks_that_share_a_chunks_splits_out_leave_the_bits_of_rounds(name: str) -> None:
-    """Of lanes that begin within a span or with one, and of rows that look at nothing of a lane's."""
+    """Of lanes that begin within a span or with one, of rows that look at nothing of a lane's, beside parts of one."""
     shape = ATTENTION_SHAPES[name]
-    group = shape.heads // shape.kv_heads
+    most, _ = chunk.attention(shape.heads, shape.kv_heads, shape.head_dim)[0]
     for seed, (base, count, window, lanes) in enumerate(SHARED):
         cache, rows = cache_of(shape, base, count, window)
         expected = attended_by_rounds(cache, rows[base:], base)
-        parts = -(-count * group // chunk.ATTENTION_ROWS)
-        blocks = min(lanes * parts, CHUNK_TOKENS * group // chunk.ATTENTION_ROWS)
-        assert blocks >= 2 * parts
-        output = attended_in_a_chunk(cache, rows[base:], base, seed, blocks * shape.kv_heads, is_shared=base > 766)
+        blocks = min(lanes * parts_of(shape, count), most)
+        assert blocks >= 2 * parts_of(shape, count)
+        multiprocessors, is_shared = blocks * shape.kv_heads, base + count > 3 * SPLIT_TOKENS
+        output = attended_in_a_chunk(cache, rows[base:], base, seed, multiprocessors, is_shared)
         assert np.array_equal(output[:count].view(np.uint16), expected.view(np.uint16)), (base, count, window, lanes)
         assert np.isnan(output[count:]).all(), "rows beyond the chunk's tokens were written"
 
@@ -247,11 +254,11 @@ def test_attention_of_a_chunk_is_the_same_in_every_order_of_threads(name: str) -
     """Where the kernel reports its loads and stores, and nothing of the predecessor's is read early."""
     if emulation.ON_DEVICE or emulation.SANITIZE:
         pytest.skip("the emulator alone sees it, and not beside AddressSanitizer")
-    for base, count, window, lanes in ((200, 100, 150, 1), (800, 50, 0, 2)):
+    for base, count, window, lanes in ((0, 70, 0, 1), (200, 100, 30, 1), (800, 50, 0, 2)):
         shape = WATCHED_SHAPES[name]
         cache, rows = cache_of(shape, base, count, window)
         expected = attended_by_rounds(cache, rows[base:], base)
-        blocks = lanes * -(-count * shape.heads // chunk.ATTENTION_ROWS)
+        blocks = lanes * parts_of(shape, count) * shape.kv_heads
         for seed in range(5):
             output = attended_in_a_chunk(cache, rows[base:], base, seed, blocks, is_shared=lanes > 1)
             assert np.array_equal(output[:count].view(np.uint16), expected.view(np.uint16)), (base, seed)

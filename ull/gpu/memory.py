@@ -117,7 +117,9 @@ class Sizes:
         self.eagle_counter = self.medusa_counter + (medusa.heads if medusa else 0)
         self.dflash_counter = self.eagle_counter + (EAGLE_WIDTH if eagle else 0)
         self.chunk_counter = self.dflash_counter + (MAX_DFLASH_BLOCK if dflash else 0)
-        self.counter_count = self.chunk_counter + (chunk.attention_counter_count(model.heads) if chunks else 0)
+        self.chunks_attend = chunks and eagle is None and dflash is None  # heads' chunks do not
+        chunk_counters = chunk.attention_counter_count(model.heads) if self.chunks_attend else 0
+        self.counter_count = self.chunk_counter + chunk_counters
 
     @property
     def kv_bytes(self) -> int:
@@ -159,7 +161,7 @@ def reserve_model(plan: ArenaPlan, sizes: Sizes, prefix: str = "") -> None:
     reserve("mlp", 2 * TREE_TOKENS * round_up(model.intermediate, _COLUMN_UNIT))
     reserve("logits", 4 * TREE_TOKENS * round_up(model.vocabulary, _ROW_UNIT))
     parts = attention.partial_bytes(model.heads, model.head_dim, sizes.context)
-    if sizes.chunks and not sizes.eagle and not sizes.dflash:  # whose chunks have no attention
+    if sizes.chunks_attend:
         parts = max(parts, chunk.attention_partial_bytes(model.heads, model.head_dim, sizes.context))
     reserve("attention parts", parts)
     reserve("sampler", sampling.SCRATCH_BYTES)

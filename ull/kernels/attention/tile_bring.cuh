@@ -101,9 +101,9 @@ ULL_DEVICE void store_tile(unsigned char* slot, ValueTile& tile, int position, c
 
 // Brings tiles [first, end) of a kv head, of which there is at least one. By the four warps of a warpgroup. Each part's
 // registers are loaded again as soon as it is stored, and behind the fence, which may wait for loads: so the next
-// tile's keys come while values are stored, and its values while keys are. Before the wait for the predecessor: it does
-// not write what is cached. kOfChunk: tiles may reach the chunk, whose keys and values it does write. Before the first
-// of them is loaded, the warps wait.
+// tile's keys come while values are stored, and its values while keys are. What is cached may be brought before the
+// wait for the predecessor, which does not write it. kOfChunk: tiles may reach the chunk, whose keys and values it does
+// write; before the first of these tiles is loaded, the warps wait.
 template <bool kOfChunk, typename Params, typename Ring>
 ULL_DEVICE void bring_tiles(const Params& params, int kv_head, int first, int end, const ChunkExtent& chunk,
                             const Ring& ring) {

@@ -9,7 +9,7 @@
 //
 // Every output is what ull_attention_64 makes of it, bit for bit: the same products in the same order, the same splits
 // and spans (attention_plan.cuh). Tiles that a row does not see are left out or masked. Both are the same: such a tile
-// adds zeros, and its corrections and weights are 1.
+// adds zeros (if its values are numbers), and its corrections and weights are 1.
 #pragma once
 
 #include "attention/tile_rows.cuh"
@@ -49,7 +49,7 @@ struct ChunkShare {
   int window;
   int first_split;  // that the part looks at, and the last
   int last_split;
-  int per_lane;  // splits of a lane; the last one has one more, that of the part's last position
+  int per_lane;  // splits of a lane; the last one has what is left, at most one more
   int lanes;
   int lane;  // the block's own
 

@@ -1,7 +1,7 @@
 // By what prompts are read: chunks, rounds of 64 tokens, and the first round, which may take the last 64 tokens with
 // it, or the last chunk. The bits are the same. A chunk reads the weights once for up to 512 tokens, but it takes as
 // long as its whole tiles of 128. How much longer it takes behind a cache depends on how many tiles those are: of few
-// tokens several blocks share the pages out, of many one walks through them for so many of the tokens.
+// tokens blocks share the pages out, of many each walks through all of them.
 #pragma once
 
 #include <algorithm>
