@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -139,9 +140,11 @@ def test_a_long_prompt_says_the_same(bundles: dict[str, Path], start: Start) -> 
         likely = client.generate(prompts[0], max_tokens=0, prompt_logprobs=True).result().prompt_logprobs
     daemon = start("--set", "engine.watchdog_ms=120000", launch_ms=0)
     with Client(daemon.url) as client:
-        with client.generate(prompts[1], max_tokens=1) as stream:  # before it has answered
-            stream.cancel()
-            assert stream.result().finish_reason == "cancelled"
+        for seconds in (0.0, 0.5):  # before its chunk begins, and while that runs, which takes longer here than 2 s
+            with client.generate(prompts[1], max_tokens=1) as stream:
+                time.sleep(seconds)
+                stream.cancel()
+                assert stream.result().finish_reason == "cancelled"
         cold = client.generate(prompts[0], max_tokens=0, prompt_logprobs=True).result().prompt_logprobs
         assert cold is not None and likely is not None and cold[0] is None
         assert cold[1:] == pytest.approx(likely[1:], abs=0.05)  # 16-bit activations

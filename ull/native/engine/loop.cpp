@@ -12,8 +12,11 @@
 namespace ull {
 namespace {
 
-constexpr int64_t kAbortGraceNs = 2'000'000'000;  // an executor that ignores abort() for longer has failed
-constexpr uint32_t kPollsPerLook = 64;            // polls of a pending step between two looks at clock and commands
+// An executor that ignores abort() for longer has failed: the first, and as many of its dearest passes, which is more
+// than a chunk of a prompt takes, where one that has begun cannot be stopped.
+constexpr int64_t kAbortGraceNs = 2'000'000'000;
+constexpr int kAbortPasses = 16;
+constexpr uint32_t kPollsPerLook = 64;  // polls of a pending step between two looks at clock and commands
 
 constexpr int64_t kFastRoundNs = 20'000;  // of rounds that are faster ...
 constexpr int kFastRounds = 16;           // ... one in so many is learnt from
@@ -30,6 +33,7 @@ EngineLoop::EngineLoop(EngineShared& shared, Executor& executor, const Vocabular
       schedule_(shared.slots, options.aging_ns) {
   // A round may feed what later requests are to find in the cache only where it writes what a prefill would.
   const ExecutorInfo& info = executor.info();
+  abort_grace_ns_ = kAbortGraceNs + kAbortPasses * *std::ranges::max_element(info.verify_ns);
   if (info.reuse == Reuse::kAll) most_forced_ = info.forced_tokens;
   forced_.resize(static_cast<size_t>(most_forced_));
 }
@@ -468,7 +472,7 @@ Status EngineLoop::wait_for_step() noexcept {
       executor_.abort();
       aborted_ns = now;
     }
-    if (aborted_ns != 0 && now - aborted_ns > kAbortGraceNs) return Status::kExecutorFailed;
+    if (aborted_ns != 0 && now - aborted_ns > abort_grace_ns_) return Status::kExecutorFailed;
   }
 }
 

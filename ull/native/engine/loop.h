@@ -135,6 +135,7 @@ class EngineLoop final : private Pulse {
   Run* run_ = nullptr;                 // what is worked on, of these
   int32_t most_forced_ = 0;            // tokens that a round may take behind the first
   std::vector<int32_t> forced_;        // [most_forced_] what a constraint forces
+  int64_t abort_grace_ns_ = 0;         // how long an aborted step may still take
   RoundResult result_;
   EngineCounters counters_;
   StepCosts costs_;
