@@ -23,7 +23,7 @@ from ull.errors import BundleError, GpuError
 from ull.gpu import checks, params
 from ull.gpu.arena import REGION_ALIGNMENT, ArenaPlan
 from ull.gpu.driver import Driver
-from ull.gpu.geometry import sampling
+from ull.gpu.geometry import chunk, sampling
 from ull.gpu.memory import Sizes, plan_memory, rope_table
 from ull.gpu.program import Program
 from ull.gpu.rounds import BURST_ROUNDS
@@ -358,6 +358,10 @@ def test_counters_are_nobody_elses(program: Program, driver: RecordingDriver) ->
             spans.append((launch.params.counters, program.sizes.attention_counters))
         elif isinstance(launch.params, params.CommitParams | params.PlainParams):
             spans.append((launch.params.counters, 1))
+    chunks = [launch.params for launch in driver.graphs[program.handover["chunk"]]]
+    of_chunks = {each.counters for each in chunks if isinstance(each, params.ChunkAttentionParams)}
+    spans.extend((counters, chunk.attention_counter_count(program.sizes.model.heads)) for counters in of_chunks)
+    assert len(of_chunks) == 1  # of one layer after another
     spans.sort()
     assert spans[0][0] == begin.counters
     for (start, count), (following, _) in itertools.pairwise(spans):
