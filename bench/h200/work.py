@@ -158,7 +158,7 @@ def time_prompts(
 ) -> Iterator[Finding]:
     """Prompts of these lengths, of one model: in chunks, the last of which may draw, 64 tokens at a time, and fast.
 
-    Turns behind a long cache too, both ways.
+    And `turns`: so many tokens behind so many that are cached.
     """
     exact = ((CHUNK_TOKENS, False), (CHUNK_TOKENS, True), (TREE_TOKENS, False))
     for fast, ways in ((False, exact), (True, exact[:1])):

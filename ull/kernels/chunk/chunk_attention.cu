@@ -80,7 +80,7 @@ ULL_KERNEL(ull_chunk_attention, ChunkAttentionParams, kChunkAttentionThreads, 1)
   arch::wait_for_predecessor();
   if (!has_rows) return;
   arch::want_registers<kRowRegisters>();
-  const int warp = arch::shuffle(arch::warp(), 0);  // so the compiler sees that all lanes have the same addresses
+  const int warp = arch::shuffle(arch::warp(), 0);  // so the compiler sees that all lanes agree
   if (share.row + warp / 4 * kWarpgroupRows >= share.rows) return pass_tiles(ring, tiles);
   ChunkRows rows(params, share);
   RowOutputs outputs;
