@@ -227,6 +227,39 @@ TEST(an_executor_that_ignores_abort_has_failed) {
   CHECK_EQ(std::string_view(engine.engine.health()), "failed");
 }
 
+// Its passes are slow, as it says, and none of them ends before its time.
+class SlowExecutor : public ull::ScriptedExecutor {
+ public:
+  SlowExecutor()
+      : ScriptedExecutor({.vocabulary = 128, .prefill_token_ns = 160 * kMillisecond, .ignore_abort = true}) {}
+  void prepare() override {
+    ScriptedExecutor::prepare();
+    info_ = ScriptedExecutor::info();
+    info_.verify_ns[0] = 200 * kMillisecond;
+  }
+  [[nodiscard]] const ull::ExecutorInfo& info() const noexcept override { return info_; }
+
+ private:
+  ull::ExecutorInfo info_;
+};
+
+TEST(an_aborted_step_may_take_as_long_as_the_executor_is_slow) {
+  const ull::test::AsciiVocabulary vocabulary;
+  SlowExecutor executor;
+  ull::Engine engine(executor, vocabulary.path(), {});
+  engine.start();
+  const auto request = Harness::request(1, kPrompt, 3);  // a chunk of 2.4 s
+  (void)engine.submit(request);
+  while (executor.steps() == 0) std::this_thread::yield();
+  CHECK(engine.cancel(request.identity, 1));
+  ull::EngineEvent event;
+  while (!engine.shared().events.try_pop(event)) std::this_thread::yield();
+  CHECK(event.final);
+  CHECK(engine.shared().slot(event.slot).outcome.reason == FinishReason::kCancelled);
+  while (std::string_view(engine.health()) == "stalled") std::this_thread::yield();  // until the watchdog looks again
+  CHECK_EQ(std::string_view(engine.health()), "ok");
+}
+
 TEST(stop_ends_everything) {
   for (const bool hanging : {false, true}) {
     Harness engine({.tokens = ids("a"), .round_ns = kMillisecond, .hang_step = hanging ? 2 : -1});
