@@ -22,7 +22,7 @@ Finding = dict[str, Any]
 Take = Callable[[Finding], None]
 
 NOTES = ("failures", "cut", "skipped")
-PATIENCE = 4.0  # times its estimate that a step may take
+PATIENCE = 4.0  # times its estimate that a step may take, if it does not say otherwise
 POLL_S = 0.05
 GRACE_S = 5.0  # that a process has to end its own children
 
@@ -76,11 +76,13 @@ class Run:
     def fits(self, estimate_s: float) -> bool:
         return estimate_s <= self._deadline - time.monotonic()
 
-    def step(self, name: str, estimate_s: float, arguments: Sequence[str], take: Take) -> None:
+    def step(
+        self, name: str, estimate_s: float, arguments: Sequence[str], take: Take, patience: float = PATIENCE
+    ) -> None:
         """Gives each finding to `take` and saves the report after it; a failure is noted and costs nothing else."""
         if (left := self._begin(name, estimate_s)) is None:
             return
-        limit_s = min(left, PATIENCE * estimate_s)
+        limit_s = min(left, patience * estimate_s)
         failed = False
 
         def save(finding: Finding) -> None:

@@ -15,11 +15,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from journal import NOTES, Finding, Report, Run, write_findings
+from journal import NOTES, PATIENCE, Finding, Report, Run, write_findings
 from rich.console import Console
 from shapes import CLIENT_ROUNDS, FIRST_STEPS, FIRST_TOKENS, LAST_STEPS, MIDDLE, SHAPES, SMALL, STEPS, Step
 from steps import GROUPS, chosen
 from tables import (
+    DATASHEET,
     checks,
     headline,
     name_of_prompt,
@@ -58,6 +59,7 @@ from report import environment
 HERE = Path(__file__).parent
 COMMAND = (sys.executable, __file__, "--findings")  # of a step's process
 DATASHEET_BANDWIDTH = 4.8e12  # bytes per second; where ours was not measured
+CLIENT_PATIENCE = 2.0  # times its estimate: it is what most others wait behind
 BUNDLES_S, BANDWIDTH_S, COMPARISON_S, AHEAD_S = 40.0, 15.0, 60.0, 120.0  # estimates
 FIRST_TOKENS_S = 30.0
 SPECULATION_S = 60.0  # 12 s to load, and 39 requests of 512 tokens, 18 of them without drafts
@@ -94,32 +96,42 @@ class Measurement:
             self._do("bundles", BUNDLES_S, build_bundles, self._archs)
         self._shapes(FIRST_STEPS)
         self._client()
-        for name, estimate_s in PROGRAMS.items():
-            if name in self._steps and (HERE / f"{name}.py").exists():
-                command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(self._run.report.path)]
-                self._run.program(name, estimate_s, command)
-        self._shapes(STEPS)
+        self._first_tokens()
+        self._program("probes")
         if "speculation" in self._steps and MIDDLE.arch in self._archs:
             name = f"{MIDDLE.arch}, an EAGLE head's acceptance replayed"
             self._do(name, SPECULATION_S, time_speculation, MIDDLE.arch, arch=MIDDLE.arch)
-        for shape, variant, lengths in FIRST_TOKENS:
-            if "first-tokens" in self._steps and shape.arch in self._archs:
-                name = f"{shape.arch}, a client's first tokens, {variant or 'exact'}"
-                self._do(name, FIRST_TOKENS_S, time_first_tokens, shape.arch, variant, lengths, arch=shape.arch)
+        self._shapes(STEPS)
+        # What is no row of docs/figures.md's table.
+        self._program("trace")
+        self._program("profiled")
         if "ahead" in self._steps and MIDDLE.arch in self._archs:
             name = f"{MIDDLE.arch}, weights ahead"
             self._do(name, AHEAD_S, time_ahead, MIDDLE.arch, MIDDLE.rounds, arch=MIDDLE.arch)
         self._shapes(LAST_STEPS)
+
+    def _program(self, name: str) -> None:
+        if name in self._steps and (HERE / f"{name}.py").exists():
+            command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(self._run.report.path)]
+            self._run.program(name, PROGRAMS[name], command)
 
     def _client(self) -> None:
         shapes = [shape for shape in (MIDDLE, SMALL) if shape.arch in self._archs]
         if "client" in self._steps and shapes:
             fitting = (shape for shape in shapes if self._run.fits(shape.seconds(CLIENT_ROUNDS)))
             shape = next(fitting, shapes[-1])
-            self._do(f"client, {shape.arch}", shape.seconds(CLIENT_ROUNDS), time_client, shape.arch, CLIENT_ROUNDS)
+            estimate_s = shape.seconds(CLIENT_ROUNDS)
+            arguments = (shape.arch, CLIENT_ROUNDS)
+            self._do(f"client, {shape.arch}", estimate_s, time_client, *arguments, patience=CLIENT_PATIENCE)
+
+    def _first_tokens(self) -> None:
+        for shape, variant, lengths in FIRST_TOKENS:
+            if "first-tokens" in self._steps and shape.arch in self._archs:
+                name = f"{shape.arch}, a client's first tokens, {variant or 'exact'}"
+                self._do(name, FIRST_TOKENS_S, time_first_tokens, shape.arch, variant, lengths, arch=shape.arch)
 
     def _shapes(self, steps: Sequence[Step]) -> None:
-        bandwidth = max(self.found.get("read_bandwidth", {}).values(), default=DATASHEET_BANDWIDTH)
+        _, bandwidth = self._bandwidth()
         for step in steps:
             arch, rounds = step.shape.arch, step.shape.rounds
             if arch not in self._archs or step.kind not in self._steps:
@@ -133,19 +145,34 @@ class Measurement:
                 work = (time_prompts, arch, step.prompts, bandwidth)
             self._do(step.name, step.estimate_s, *work, arch=arch)
 
+    def _bandwidth(self) -> tuple[str, float]:
+        """What floors are reckoned with: how it was measured, or the datasheet, and bytes per second."""
+        known = self.found.get("read_bandwidth") or {DATASHEET: DATASHEET_BANDWIDTH}
+        return max(known.items(), key=lambda one: one[1])
+
     def _do(
-        self, name: str, estimate_s: float, work: Callable[..., Iterator[Finding]], *arguments: Any, arch: str = ""
+        self,
+        name: str,
+        estimate_s: float,
+        work: Callable[..., Iterator[Finding]],
+        *arguments: Any,
+        arch: str = "",
+        patience: float = PATIENCE,
     ) -> None:
         command = ["--work", work.__name__, "--arguments", json.dumps(arguments)]
-        self._run.step(name, estimate_s, command, lambda finding: self._take(arch, finding))
+        self._run.step(name, estimate_s, command, lambda finding: self._take(arch, finding), patience)
 
     def _take(self, arch: str, finding: Finding) -> None:
         """Puts a finding where the report has its place, and says what it is if it is a figure."""
         ((key, value),) = finding.items()
+        if isinstance(value, dict) and value.keys() & {"floor_ms", "floor_us"}:
+            value["floor_from"], _ = self._bandwidth()
         if key == "gpu":
             self.found["environment"]["gpu"] = value
         elif key == "about":
             self._shape(arch).update(value)
+        elif key == "client":
+            self._keep_client(value)
         elif key in ("drafts", "persistent_compared"):
             self._shape(arch)[key] = value
         elif key in ("ahead", "speculation", "first_token"):
@@ -167,6 +194,14 @@ class Measurement:
         known[:] = [one for one in known if _subject(one) != _subject(value)]
         known.append(value)
 
+    def _keep_client(self, value: dict[str, Any]) -> None:
+        """Adds to what is known of the same model: first tokens by the prompt's length, or the gaps between tokens."""
+        known = self.found.get("client", {})
+        if known.get("arch") != value["arch"]:
+            known = {}
+        first = known.get("first_token_ms", {}) | value.get("first_token_ms", {})
+        self.found["client"] = known | value | {"first_token_ms": first}
+
     def _shape(self, arch: str) -> dict[str, Any]:
         shapes: list[dict[str, Any]] = self.found["shapes"]
         if (found := next((shape for shape in shapes if shape["arch"] == arch), None)) is None:
@@ -177,7 +212,7 @@ class Measurement:
 
 def _subject(found: dict[str, Any]) -> tuple[Any, ...]:
     """What was measured: of a point, a prompt, a setting or a text, all that tells it from others of its kind."""
-    told = ("tree", "context", "wide", "tokens", "widest", "fast", "draws", "setting", "persistent", "name")
+    told = ("tree", "context", "wide", "tokens", "behind", "widest", "fast", "draws", "setting", "persistent", "name")
     return tuple(found.get(key) for key in (*told, "variant", "drafter"))
 
 

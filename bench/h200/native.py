@@ -1,4 +1,4 @@
-"""The native core for `make h200`: compiled where it will run, or the module that `make h200-wheels` has made.
+"""The native core for `make h200`: the module that `make h200-wheels` has made, or compiled where it will run.
 
 python bench/h200/native.py BUILD LOG    # status 0 once ull/ holds a module of these sources; the compiler's log is LOG
 """
@@ -71,20 +71,23 @@ def is_made(folder: Path, wanted: str) -> bool:
 def main() -> int:
     build, log = map(Path, sys.argv[1:])
     build.mkdir(parents=True, exist_ok=True)
-    if is_made(build, stamp()):
-        print("the native module was compiled before")
-        place(build)
-    elif compile_module(build, log):
-        (build / STAMP).write_text(stamp())
-        place(build)
-    elif is_made(PREBUILT, prebuilt_stamp()):
+    made = {
+        "the native module was compiled before": (build, stamp()),
+        "the native module is the one in .wheels/": (PREBUILT, prebuilt_stamp()),
+    }
+    for said, (folder, wanted) in made.items():
+        if is_made(folder, wanted):
+            place(folder)
+            if not (complaint := loads()):
+                print(said)
+                return 0
+            print(f"{said}, which does not load: {complaint}")
+    if not compile_module(build, log):
         print(*log.read_text().split("\n")[-40:], sep="\n")
-        print("the native module did not compile: going on with the one in .wheels/")
-        place(PREBUILT)
-    else:
-        print(*log.read_text().split("\n")[-40:], sep="\n")
-        print("the native module did not compile, and .wheels/ holds none of these sources: run `make h200-wheels`")
+        print("the native module did not compile, and .wheels/ holds none that will do: run `make h200-wheels`")
         return 1
+    (build / STAMP).write_text(stamp())
+    place(build)
     if complaint := loads():
         print(f"the native module does not load: {complaint}")
         return 1

@@ -5,6 +5,7 @@ run.sh says how it is called. Nothing here needs more than Python: what the mach
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -23,6 +24,7 @@ CACHE = ROOT / ".cache/h200"
 SECONDS = {"correctness": 330.0, "figures": 450.0}  # a machine is lent for 15 minutes, two starts of it among them
 REFUSED = 75  # exit status of a step that this machine does not let run
 STARTING_S = 15.0  # of a pytest: until its first test runs
+KERNEL_TEST_S = 40.0  # that a kernel's test may take, NVRTC's time included
 
 
 @dataclass(frozen=True)
@@ -119,14 +121,17 @@ def measuring(report: Path, steps: Sequence[str]) -> Callable[[float], list[str]
     return command
 
 
-def tests(paths: Sequence[str], processes: int = 1, by_file: bool = False) -> Callable[[float], list[str]]:
-    """pytest, which with its plugin ends tests that hang, and says what failed in time."""
+def tests(
+    paths: Sequence[str], processes: int = 1, by_file: bool = False, test_s: float = math.inf
+) -> Callable[[float], list[str]]:
+    """pytest, which with its plugin ends tests that take longer than `test_s`, and says what failed in time."""
 
     def command(limit_s: float) -> list[str]:
         options = ["-q", "--no-header", "-p", "no:cacheprovider", "--tb=short"]
         if _imports("pytest_timeout"):
             limit = max(limit_s - STARTING_S, 10.0)
-            options += [f"--timeout={limit - 5:.0f}", "--timeout-method=thread", f"--session-timeout={limit:.0f}"]
+            one_s = min(limit - 5, test_s)
+            options += [f"--timeout={one_s:.0f}", "--timeout-method=thread", f"--session-timeout={limit:.0f}"]
         if processes > 1 and _imports("xdist"):
             # xdist would wait for ever for what a process that has crashed had left.
             options += ["-n", str(processes), "--max-worker-restart", "0", *(["--dist", "loadfile"] if by_file else [])]
@@ -151,17 +156,17 @@ def preparation(report: Path, log: Path) -> list[Step]:
 
 
 def correctness(report: Path) -> list[Step]:
-    names = ("linear", "attention", "attention_pages", "sampling", "redraw", "medusa", "rounds", "chunk")
+    names = ("linear", "attention", "attention_pages", "sampling", "plain", "redraw", "medusa", "rounds", "chunk")
     files = [*(f"kernel_{name}" for name in names), "kernel_fast_chunk", "warpgroup", "clusters"]
+    on_device = {"ULL_KERNELS": "device"}
     kernels = [f"tests/kernels/test_{name}.py" for name in files]
     engine = [f"tests/h200/test_{name}.py" for name in ("engine", "chunks", "small")]
     torch = "" if _imports("torch") and _imports("transformers") else "PyTorch or transformers is not on this machine"
     sanitizer = "" if shutil.which("compute-sanitizer") else "compute-sanitizer is not on this machine"
     return [
-        Step(
-            *("kernels", 30, 140, tests(["tests/h200/test_dependent_launch.py", *kernels], processes=8)),
-            environment={"ULL_KERNELS": "device"},
-        ),
+        # Alone: beside others' launches a kernel that reads too early may come too late.
+        Step("early-reads", 20, 45, tests(["tests/h200/test_dependent_launch.py"]), environment=on_device),
+        Step("kernels", 30, 140, tests(kernels, processes=8, test_s=KERNEL_TEST_S), environment=on_device),
         Step("pytorch", 40, 200, tests(["tests/h200/test_reference.py"]), lacks=torch),
         Step("engine", 30, 150, tests(engine, 2, by_file=True)),
         Step("memory", 30, 120, program("memory_checks.py", CACHE / "tiny-medusa.ull"), lacks=sanitizer),
@@ -193,12 +198,17 @@ def steps_of(group: str, names: Sequence[str], report: Path) -> list[Step]:
 
 
 def pack_traces(folder: Path) -> None:
-    """All traces and their pictures as one file: only so many come back from a machine that is lent."""
-    traces = sorted(CACHE.glob("trace-*"))
-    if traces:
-        with tarfile.open(folder / "traces.tar", "w") as packed:
-            for trace in traces:
-                packed.add(trace, trace.name)
+    """All traces and their pictures as two files, the chunk's apart.
+
+    A machine that is lent gives back 8 files of 16 MiB each at most.
+    """
+    chunk = sorted(CACHE.glob("trace-*-chunk.*"))
+    rounds = sorted(set(CACHE.glob("trace-*")) - set(chunk))
+    for name, traces in (("traces.tar", rounds), ("trace-chunk.tar", chunk)):
+        if traces:
+            with tarfile.open(folder / name, "w") as packed:
+                for trace in traces:
+                    packed.add(trace, trace.name)
 
 
 def main() -> int:

@@ -13,8 +13,8 @@
 # ULL_COMMIT names the commit where the tree came without its history.
 # PYTHON (python3): one with PyTorch, if there is one.
 #
-# The first argument is where the report goes (default: report.json in $OUT or .cache/h200), with run.log, build.log and
-# traces.tar beside it. Status 1 if anything failed, 2 for a step that there is not.
+# The first argument is where the report goes (default: report.json in $OUT or .cache/h200), with run.log, build.log,
+# traces.tar and trace-chunk.tar beside it. Status 1 if anything failed, 2 for a step that there is not.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 

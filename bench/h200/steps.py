@@ -4,11 +4,13 @@ from __future__ import annotations
 
 GROUPS: dict[str, tuple[str, ...]] = {
     # Whether it is right: the chip against NumPy, PyTorch, the CPU executor and itself.
-    "correctness": ("build", "kernels", "pytorch", "engine", "memory", "persistent", "persistent-engine"),
+    "correctness": (
+        *("build", "early-reads", "kernels", "pytorch", "engine", "memory", "persistent", "persistent-engine"),
+    ),
     # How fast it is; measure.py says what each of them measures.
     "figures": (
-        *("bandwidth", "bundles", "rounds", "prefill", "trees-by-warps", "client", "probes", "trace", "profiled"),
-        *("persistent-rounds", "speculation", "first-tokens", "ahead"),
+        *("bandwidth", "bundles", "rounds", "prefill", "trees-by-warps", "client", "first-tokens", "probes"),
+        *("speculation", "persistent-rounds", "trace", "profiled", "ahead"),
     ),
 }
 

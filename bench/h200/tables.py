@@ -22,6 +22,7 @@ FIRST_TOKEN_OF = {  # and of other engines, by model and variant
 }
 PERSISTENT_CONTEXTS = (128, 8192)  # at which graph + PDL and one kernel for all layers are compared, for T = 1
 MICROSECONDS_PER_LAYER = (11.6, 5.0)  # must, goal
+DATASHEET = "datasheet"  # where a floor is from, if not from a bandwidth that was measured
 
 
 def plain(result: dict[str, Any]) -> dict[str, Any] | None:
@@ -51,9 +52,16 @@ def checks(
         found.append(Check(f"{arch} above the floor", above, "us per layer", *MICROSECONDS_PER_LAYER))
         found.append(Check(f"{arch} round to round", base["gap_us"]["p50"], "us", 10.0, 2.0))
         for tree, must, goal in ((16, 1.12, 1.05), (64, 1.35, 1.2)):
-            if arch == MIDDLE.arch and (point := find(result["points"], tree, 128)):
-                share = point["median_ms"] / base["median_ms"]
+            if arch == MIDDLE.arch and (share := _of_one_token(result["points"], tree)):
                 found.append(Check(f"8B verify T={tree}", share, "x of T=1", must, goal))
+            if share := _of_one_token(result.get("by_warps", []), tree):
+                found.append(Check(f"{arch} verify T={tree}, by each warp alone", share, "x of T=1", must, goal))
+        if one_kernel := find(result.get("persistent", []), 1, 128):
+            share = one_kernel["median_ms"] / base["median_ms"]
+            found.append(Check(f"{arch} T=1, one kernel for all layers", share, "x of the chain"))
+        if drafts := result.get("drafts"):
+            share = drafts["busy_us"]["p50"] / 1e3 / base["median_ms"]
+            found.append(Check(f"{arch}, {drafts['heads']} Medusa heads", share, "x of T=1"))
     for result in shapes:
         for prompt in prompts_of(result):
             # No limit was set for these: the bars are a client's.
@@ -72,12 +80,19 @@ def checks(
             name = f"{result['arch']}, {variant}, {first['drafter']}: a client's first token behind {tokens}"
             found.append(Check(name, first["p50"], "ms", *limits))
     if client:
-        times = client["inter_token_us"]
-        found.append(Check("client ITL p99.9 / p50", times["p99.9"] / times["p50"], "x", 1.10, 1.02))
+        times = client.get("inter_token_us", {})
+        if "p99.9" in times:
+            found.append(Check("client ITL p99.9 / p50", times["p99.9"] / times["p50"], "x", 1.10, 1.02))
         for tokens, seen in client.get("first_token_ms", {}).items():
             limits = FIRST_TOKEN_MS.get(tokens, ()) if client["arch"] == MIDDLE.arch else ()
             found.append(Check(f"client's first token behind {tokens}", seen["p50"], "ms", *limits))
     return found
+
+
+def _of_one_token(points: list[dict[str, Any]], tree: int) -> float | None:
+    """A tree's round relative to one token's of the same process, both behind 128."""
+    point, one = find(points, tree, 128), find(points, 1, 128)
+    return point["median_ms"] / one["median_ms"] if point and one else None
 
 
 def name_of_tree(point: dict[str, Any]) -> str:
@@ -109,6 +124,8 @@ def print_rounds(console: Console, report: dict[str, Any]) -> None:
     """Every point, beside the bandwidth that its floor comes from."""
     for name, value in report.get("read_bandwidth", {}).items():
         console.print(f"read bandwidth by {name}: {value / 1e12:.3f} TB/s")
+    if any(point.get("floor_from") == DATASHEET for result in report["shapes"] for point in result["points"]):
+        console.print(f"floors by the {DATASHEET}'s bandwidth: none was measured before them")
     table = Table(title="rounds: device time from one round's start to the next one's")
     columns = (
         *("model", "T", "context", "p50 ms", "p99 ms", "mean ms", "weights MB", "KV MB", "floor ms", "of bandwidth"),
@@ -252,12 +269,12 @@ def print_speculation(console: Console, shapes: list[dict[str, Any]]) -> None:
 def print_first_tokens(console: Console, shapes: list[dict[str, Any]]) -> None:
     """A client's first tokens by how its daemon's engine reads prompts, and who reads them along."""
     table = Table(title="a client's first token")
-    for column in ("model", "engine", "drafter", "prompt", "p50 ms", "p99 ms", "prompts"):
+    for column in ("model", "engine", "drafter", "prompt", "p50 ms", "slowest ms", "prompts"):
         table.add_column(column, justify="left" if column in ("model", "engine", "drafter") else "right")
     for result in shapes:
         for found in result.get("first_token", []):
             about = (result["arch"], found["variant"], found["drafter"], str(found["tokens"]))
-            table.add_row(*about, f"{found['p50']:.3f}", f"{found['p99']:.3f}", str(found["samples"]))
+            table.add_row(*about, f"{found['p50']:.3f}", f"{found['max']:.3f}", str(found["samples"]))
     if table.row_count:
         console.print(table)
 

@@ -341,7 +341,8 @@ def trace_bundle(bundle: Bundle, folder: Path, label: str, sizes: Sequence[int] 
                 continue
             position = 0 if is_chunk else POSITION
             records = tracer.trace(tokens, position)
-            found = save(records, code.kernels() if code else [], folder, f"{label}-{tokens}")
+            name = f"{label}-{tokens}{'-chunk' if is_chunk else ''}"
+            found = save(records, code.kernels() if code else [], folder, name)
             yield {"model": label, "tokens": tokens, "position": position, **found}
     except BaseException:
         traced.abandon()  # a device that has failed may never answer

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import shutil
 import sys
 import time
@@ -14,15 +12,14 @@ from typing import Any
 
 import ahead
 import numpy as np
-import zmq
 from bandwidth import read_bandwidth
 from bundles import build_once
-from cores import client_cores
+from cores import placed_client
 from floor import kv_bytes_of, medusa_bytes, prompt_bytes, prompt_operations, weight_bytes
 from journal import Finding
 from replay import DRAFTER, TEXTS, replay, replaying
 from rounds import Prompts, RoundTimer, Times, loaded, parts_of
-from shapes import FIRST_TOKEN_PROMPTS, MIDDLE, SHAPES, TURNS, Point, at, repeats
+from shapes import CLIENT_PROMPTS, FIRST_TOKENS, MIDDLE, SHAPES, TURNS, Point, at, repeats
 from sources import ROOT
 from tables import PERSISTENT_CONTEXTS
 
@@ -32,10 +29,12 @@ from ull.bundle import Bundle, open_bundle
 from ull.client.sync import Client
 from ull.gpu import driver
 from ull.gpu.params import CHUNK_TOKENS, TREE_TOKENS, RoundResult
-from ull.spawn import DaemonProcess
 
 CACHE = ROOT / ".cache/h200"
 COMPARED_PROMPT, COMPARED_TOKENS, COMPARED_TOP = 150, 64, 5  # two pages and more; logprobs beside each token
+REQUEST_GAPS = 400  # of a client's request: what its cache grows by adds 1% to a round
+FEWEST_FIRST_TOKENS = 7  # of one length
+FEWEST_SAMPLES = {"p99": 100, "p99.9": 1000}  # from which on a percentile says something
 
 
 VARIANTS = {  # of a bundle: without heads, but for the EAGLE-3 head
@@ -100,8 +99,9 @@ def build_bundles(archs: Sequence[str]) -> Iterator[Finding]:
     started = time.monotonic()
     wanted = [(arch, "") for arch in archs]
     wanted += [(MIDDLE.arch, variant) for variant in VARIANTS if MIDDLE.arch in archs]
+    wanted += [(shape.arch, variant) for shape, variant, _ in FIRST_TOKENS if shape.arch in archs]
     with ThreadPoolExecutor() as pool:
-        for bundle in [pool.submit(build, *one) for one in wanted]:
+        for bundle in [pool.submit(build, *one) for one in dict.fromkeys(wanted)]:
             bundle.result()
     yield {"bundles_s": time.monotonic() - started}
 
@@ -156,12 +156,12 @@ def time_trees_by_warps(arch: str, points: Sequence[Point], rounds: int, bandwid
 def time_prompts(
     arch: str, lengths: Sequence[int], bandwidth: float, turns: Sequence[tuple[int, int]] = TURNS
 ) -> Iterator[Finding]:
-    """Prompts of these lengths, of one model: in chunks, the last of which may draw, 64 tokens at a time, and fast.
+    """Prompts of these lengths, of one model: in chunks, the last of which may draw, read fast or exactly, and in 64s.
 
     And `turns`: so many tokens behind so many that are cached.
     """
     exact = ((CHUNK_TOKENS, False), (CHUNK_TOKENS, True), (TREE_TOKENS, False))
-    for fast, ways in ((False, exact), (True, exact[:1])):
+    for fast, ways in ((False, exact), (True, exact[:2])):
         bundle = open_bundle(build(arch, "fast" if fast else ""))
         with loaded(bundle) as program:
             timer = RoundTimer(program)
@@ -220,72 +220,66 @@ def compare_persistent(arch: str, prompt_tokens: int, count: int) -> Iterator[Fi
 
 
 def time_client(arch: str, rounds: int) -> Iterator[Finding]:
-    """What a client on an ipc socket sees: gaps between tokens over so many plain rounds, and first tokens."""
-    gaps: list[float] = []
-    first: dict[str, Any] = {}
-    cores = client_cores(sorted(os.sched_getaffinity(0)))
-    os.sched_setaffinity(0, cores.daemon)  # the daemon inherits it
-    with DaemonProcess(build(arch), arguments=cores.arguments, ready_timeout=300.0) as daemon, zmq.Context() as context:
-        os.sched_setaffinity(0, cores.client_libzmq)  # its threads are started here and stay
-        context.socket(zmq.PAIR).close()
-        os.sched_setaffinity(0, cores.client)
-        gc.freeze()  # a full collection of what was imported takes 20 ms
-        with Client(daemon.url, context=context) as client:
-            placement = client.info().executor["placement"]
-            while len(gaps) < rounds:
-                last = 0
-                for _ in client.generate([1, 2, 3, 4], max_tokens=2000, speculate="none", ignore_eos=True):
-                    now = time.perf_counter_ns()
-                    if last:
-                        gaps.append((now - last) / 1e3)
-                    last = now
-            vocabulary = open_bundle(build(arch)).manifest.model.vocabulary
-            for tokens in FIRST_TOKEN_PROMPTS:
-                times = first_tokens_ms(client, tokens, repeats(tokens), vocabulary)
-                first[str(tokens)] = percentiles(times["none"])
-    seen = {"inter_token_us": percentiles(gaps[:rounds]), "first_token_ms": first}
-    yield {"client": {"arch": arch, **seen, "placement": placement}}
+    """What a client on an ipc socket sees: first tokens, then the gaps between tokens over so many plain rounds."""
+    bundle = build(arch)
+    with placed_client(bundle) as (client, placement):
+        about = {"arch": arch, "placement": placement}
+        for tokens in CLIENT_PROMPTS:
+            times = first_tokens_ms(client, tokens, vocabulary_of(bundle))
+            yield {"client": {**about, "first_token_ms": {str(tokens): spread(times["none"])}}}
+        gaps: list[float] = []
+        while len(gaps) < rounds:
+            options = {"max_tokens": REQUEST_GAPS + 1, "speculate": "none", "ignore_eos": True}
+            seen_ns = [time.perf_counter_ns() for _ in client.generate([1, 2, 3, 4], **options)]
+            gaps += (np.diff(seen_ns) / 1e3).tolist()
+        yield {"client": {**about, "inter_token_us": spread(gaps[:rounds])}}
 
 
 def first_tokens_ms(
-    client: Client, tokens: int, prompts: int, vocabulary: int, drafters: Sequence[str] = ("none",)
+    client: Client, tokens: int, vocabulary: int, drafters: Sequence[str] = ("none",)
 ) -> dict[str, list[float]]:
     """From the request to its first token, by drafter, of prompts that begin like no other before.
 
-    So nothing of them is cached. The drafters take turns.
+    So nothing of them is cached. The drafters take turns; what the first turn took does not count.
     """
     generator, times = np.random.default_rng(tokens), {drafter: list[float]() for drafter in drafters}
-    for _ in range(prompts):
+    for _ in range(1 + max(FEWEST_FIRST_TOKENS, repeats(tokens))):
         for drafter, of_drafter in times.items():
             prompt = generator.integers(2, vocabulary, tokens).tolist()
             sent = time.perf_counter_ns()
             with client.generate(prompt, max_tokens=1, speculate=drafter, ignore_eos=True) as stream:
                 next(stream)
                 of_drafter.append((time.perf_counter_ns() - sent) / 1e6)
-    return times
+    return {drafter: of_drafter[1:] for drafter, of_drafter in times.items()}
 
 
 def time_first_tokens(arch: str, variant: str, lengths: Sequence[int]) -> Iterator[Finding]:
-    """First tokens of a client whose daemon has an engine of that variant; of "eagle" where the head reads along, too.
-
-    A head that is right about nothing goes on to do so.
-    """
-    bundle, always = build(arch, variant), ["--set", "speculation.adaptive=false"]
-    vocabulary = open_bundle(bundle).manifest.model.vocabulary
+    """First tokens of a client whose daemon has an engine of that variant; of "eagle" with the head, too."""
+    bundle = build(arch, variant)
     drafters = (DRAFTER, "none") if variant == DRAFTER else ("none",)
-    with DaemonProcess(bundle, arguments=always, ready_timeout=300.0) as daemon, Client(daemon.url) as client:
+    with placed_client(bundle) as (client, placement):
         for tokens in lengths:
-            for drafter, times in first_tokens_ms(client, tokens, repeats(tokens), vocabulary, drafters).items():
-                about = {"variant": variant or "exact", "drafter": drafter, "tokens": tokens}
-                yield {"first_token": {**about, **percentiles(times)}}
+            for drafter, times in first_tokens_ms(client, tokens, vocabulary_of(bundle), drafters).items():
+                about = {"variant": variant or "exact", "drafter": drafter, "tokens": tokens, "placement": placement}
+                yield {"first_token": {**about, **spread(times)}}
+
+
+def spread(samples: Sequence[float]) -> dict[str, float]:
+    """Their percentiles, but for those that so few samples say nothing of."""
+    found = percentiles(samples)
+    return {name: value for name, value in found.items() if found["samples"] >= FEWEST_SAMPLES.get(name, 0)}
+
+
+def vocabulary_of(bundle: Path) -> int:
+    return open_bundle(bundle).manifest.model.vocabulary
 
 
 def time_speculation(arch: str) -> Iterator[Finding]:
     """A daemon's tokens with an EAGLE-3 head whose acceptance is others', and without: of each kind of text."""
-    vocabulary = open_bundle(build(arch, "eagle")).manifest.model.vocabulary
-    with replaying(build(arch, "eagle"), ready_timeout=300.0) as client:
+    bundle = build(arch, "eagle")
+    with replaying(bundle, ready_timeout=300.0) as client:
         for number in range(len(TEXTS)):
-            yield {"speculation": replay(client, number, vocabulary)}
+            yield {"speculation": replay(client, number, vocabulary_of(bundle))}
 
 
 def time_ahead(arch: str, rounds: int) -> Iterator[Finding]:

@@ -1,11 +1,14 @@
 """bench/h200 without a GPU: what a run that fails, hangs or runs out of time leaves behind."""
 
+import contextlib
+import functools
 import json
+import os
 import re
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +23,13 @@ sys.path.append(str(ROOT / "bench/h200"))
 import measure
 import numpy as np
 import work
-from cores import client_cores
+from cores import client_cores, placed_client
 from floor import kv_bytes, prompt_operations
 from journal import Report, Run
 from rich.console import Console
-from rounds import Times
+from rounds import Prompts, Times
 from run import Session, Step, begin, correctness, pack_traces
-from shapes import FIRST_STEPS, LARGE, LAST_STEPS, MIDDLE, STEPS, repeats
+from shapes import CLIENT_ROUNDS, FIRST_STEPS, LARGE, LAST_STEPS, MIDDLE, STEPS, repeats
 from steps import GROUPS, chosen
 from tables import (
     checks,
@@ -40,7 +43,7 @@ from tables import (
     print_speculation,
     print_trees,
 )
-from work import first_tokens_ms, prompt_row, row
+from work import FEWEST_FIRST_TOKENS, first_tokens_ms, prompt_row, row
 
 import report as bench_report
 from ull.bundle import Model, Rope
@@ -94,6 +97,12 @@ def test_a_step_that_fails_hangs_or_dies_keeps_what_it_found(start: Start) -> No
     assert saved(run) == {"a": 1, "b": 2, "failures": failures}
 
 
+def test_a_step_may_have_less_patience_than_others(start: Start) -> None:
+    run = start(60)
+    run.step("step", 0.5, ["hang"], run.report.found.update, patience=2.0)
+    assert saved(run) == {"failures": ["step: did not end within 1 s"]}
+
+
 def test_what_has_no_time_left_is_cut(start: Start) -> None:
     run = start(3)
     run.step("long", 60, ['{"a": 1}'], run.report.found.update)
@@ -126,7 +135,7 @@ def test_large_contexts_are_cut_before_the_points_of_the_issue() -> None:
 
 def test_prompts_of_8b_are_measured_before_anything_else_but_its_rounds() -> None:
     assert FIRST_STEPS[1].shape is MIDDLE and FIRST_STEPS[1].prompts == (128, 1024, 2048, 8192)
-    assert [step.kind for step in FIRST_STEPS] == ["rounds", "prefill", "trees-by-warps", "rounds", "rounds"]
+    assert [step.kind for step in FIRST_STEPS] == ["rounds", "prefill", "rounds", "rounds", "trees-by-warps"]
     assert [repeats(tokens) for tokens in (128, 1024, 2048, 8192)] == [20, 16, 8, 3]
     # 12 s to load; 21 x 2, 17 x 16, 9 x 32 and 4 x 128 parts of 2.24 ms, each taken for six times that long, and of
     # turns twice 21 x 2 and 21 x 4
@@ -169,8 +178,23 @@ def test_a_part_of_the_points_is_checked() -> None:
     assert headline([]) == "nothing was measured"
 
 
-def test_each_thread_on_a_token_s_way_has_a_core_of_its_own() -> None:
-    cores = client_cores(range(2, 18))
+def test_what_the_tables_rows_relate_is_stored() -> None:
+    one = {"tree": 1, "context": 128, "median_ms": 2.0, "us_per_layer_above_floor": 4.0, "gap_us": {"p50": 1.0}}
+    warps = [{**one, "median_ms": 2.5}, {**one, "tree": 16, "median_ms": 3.0}, {**one, "tree": 64, "median_ms": 3.0}]
+    drafts = {"heads": 4, "busy_us": {"p50": 500.0}}
+    one_kernel = [{**one, "context": 8192, "median_ms": 3.0}, {**one, "median_ms": 2.2}]
+    shape = {"arch": "llama-3.1-8b", "points": [one], "by_warps": warps, "persistent": one_kernel, "drafts": drafts}
+    found = {check.name: (check.value, check.must) for check in checks([shape], None) if check.unit.startswith("x of")}
+    assert found == {
+        "llama-3.1-8b verify T=16, by each warp alone": (pytest.approx(1.2), 1.12),
+        "llama-3.1-8b verify T=64, by each warp alone": (pytest.approx(1.2), 1.35),
+        "llama-3.1-8b T=1, one kernel for all layers": (pytest.approx(1.1), None),
+        "llama-3.1-8b, 4 Medusa heads": (pytest.approx(0.25), None),
+    }
+
+
+def test_each_thread_on_a_token_s_way_has_a_core_of_its_own(tmp_path: Path) -> None:
+    cores = client_cores(range(2, 18), tmp_path)
     options = _overrides(parser().parse_args(["X.ull", *cores.arguments]))
     config = parse_config("", options)
     daemon = place(
@@ -179,8 +203,21 @@ def test_each_thread_on_a_token_s_way_has_a_core_of_its_own() -> None:
     assert (daemon.engine, daemon.io) == (17, 16)
     assert (cores.client, cores.client_libzmq, daemon.others) == ({15}, {14}, set(range(2, 14)))
     assert (config.engine.idle, config.io.idle) == ("spin", "spin")
-    few = client_cores([0, 1, 2])
+    few = client_cores([0, 1, 2], tmp_path)
     assert few.daemon == few.client == few.client_libzmq == {0, 1, 2} and few.arguments == []
+
+
+def test_no_two_of_them_are_on_one_physical_core(tmp_path: Path) -> None:
+    for cpu in range(16):
+        told = tmp_path / f"cpu{cpu}/topology/thread_siblings_list"
+        told.parent.mkdir(parents=True)
+        told.write_text(f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}\n")
+    cores = client_cores(range(16), tmp_path)
+    assert cores.arguments[:2] == ["--cores", "14,12"]
+    assert (cores.client, cores.client_libzmq) == ({10}, {8})
+    assert cores.daemon == {14, 12, *range(8)}  # the other CPUs of these four cores idle
+    assert client_cores(range(8), tmp_path).arguments == []  # four cores are too few
+    assert client_cores([1, 3, 5, 7, 9], tmp_path).arguments[:2] == ["--cores", "9,7"]
 
 
 def test_the_commit_needs_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,16 +310,83 @@ def test_a_prompts_share_of_the_products_rate_is_checked_where_both_are_known() 
 WAYS = ((1024, 512), (2048, 64), (2048, 512))  # prompts, and the most of their tokens that are read at once
 
 
-def test_first_tokens_are_a_clients_and_held_against_8bs_limits(spawn: Spawn) -> None:
+def test_first_tokens_are_a_clients_and_held_against_8bs_limits(spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "repeats", lambda tokens: 3)
     daemon = spawn(script={"tokens": [65]})
     with Client(daemon.url) as client:
-        (seen,) = first_tokens_ms(client, 20, 3, 100).values()
-        assert len(seen) == 3 and min(seen) > 0
+        (seen,) = first_tokens_ms(client, 20, 100).values()
+        assert len(seen) == FEWEST_FIRST_TOKENS == 7 and min(seen) > 0
+        assert client.stats().requests["accepted"] == 8, "the first does not count"
     found = {"arch": "llama-3.1-8b", "inter_token_us": {"p99.9": 1.0, "p50": 1.0}}
     found["first_token_ms"] = {"128": {"p50": 7.0}, "1024": {"p50": 31.0}, "64": {"p50": 9.0}}
     verdicts = {check.name: check.ok for check in checks([], found)}
     assert verdicts["client's first token behind 128"] and not verdicts["client's first token behind 1024"]
     assert {check.must for check in checks([], found) if check.name.endswith(" 64")} == {None}
+
+
+def test_percentiles_that_few_samples_say_nothing_of_are_left_out() -> None:
+    names = {
+        count: set(work.spread([1.0] * count)) - {"p50", "p90", "max", "samples"} for count in (7, 99, 100, 999, 1000)
+    }
+    assert names == {7: set(), 99: set(), 100: {"p99"}, 999: {"p99"}, 1000: {"p99", "p99.9"}}
+
+
+@pytest.fixture
+def scripted(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every engine is a script, whatever it is of."""
+    monkeypatch.setenv("ULL_TEST_SCRIPT", json.dumps({"tokens": [65], "context": 2048}))
+    command = [sys.executable, str(ROOT / "tests/rigs/daemons/scripted_daemon.py")]
+    monkeypatch.setattr(work, "build", lambda arch, variant="": tiny_bundle)
+    monkeypatch.setattr(work, "placed_client", functools.partial(placed_client, command=command))
+
+
+@pytest.mark.usefixtures("scripted")
+def test_a_clients_first_tokens_come_before_its_gaps_and_all_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed = os.sched_getaffinity(0)
+    assert work.CLIENT_PROMPTS == (128, 1024, 1060, 8192)
+    monkeypatch.setattr(work, "CLIENT_PROMPTS", (128, 1060))
+    asked, generate = list[int](), Client.generate
+
+    def noted(client: Client, prompt: Any, **options: Any) -> Any:
+        asked.append(options["max_tokens"])
+        return generate(client, prompt, **options)
+
+    monkeypatch.setattr(Client, "generate", noted)
+    found = [finding["client"] for finding in work.time_client("llama-3.1-8b", 500)]
+    assert os.sched_getaffinity(0) == allowed
+    assert [list(one.get("first_token_ms", ["gaps"])) for one in found] == [["128"], ["1060"], ["gaps"]]
+    assert all(one["placement"]["adaptive"] is False and "computing" in one["placement"] for one in found)
+    assert found[-1]["inter_token_us"]["samples"] == 500
+    assert set(asked) == {1, 401}, "a cache that grows makes rounds longer"
+    report = Report(tmp_path / "report.json")
+    measurement = measure.Measurement(Run(report, 1e6, []), ["llama-3.1-8b"], ())
+    for one in found[:-1]:
+        measurement._take("", {"client": one})
+        assert not [check for check in checks([], report.found["client"]) if "ITL" in check.name]
+    measurement._take("", {"client": found[-1]})
+    kept = report.found["client"]
+    assert list(kept["first_token_ms"]) == ["128", "1060"] and kept["inter_token_us"]["samples"] == 500
+    limits = {check.name.split()[-1]: check.must for check in checks([], kept) if "first token" in check.name}
+    assert limits == {"128": 8.0, "1060": None}
+    measurement._take("", {"client": {"arch": "llama-3.2-1b", "inter_token_us": {}}})
+    assert report.found["client"]["first_token_ms"] == {}, "those of another model"
+
+
+@pytest.mark.usefixtures("scripted")
+def test_first_tokens_of_other_engines_are_a_client_s_in_the_same_place() -> None:
+    (fast,) = (finding["first_token"] for finding in work.time_first_tokens("llama-3.1-8b", "fast", [128]))
+    client = next(work.time_client("llama-3.1-8b", 1))["client"]
+    assert fast["placement"] == client["placement"] and (fast["variant"], fast["samples"]) == ("fast", 20)
+    assert set(fast) >= {"p50", "max"} and "p99" not in fast
+
+
+def test_bundles_of_first_tokens_are_built_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[tuple[str, str]] = []
+    monkeypatch.setattr(work, "build", lambda arch, variant="": built.append((arch, variant)))
+    list(work.build_bundles(["llama-3.1-8b", "llama-3.3-70b"]))
+    assert len(built) == len(set(built)) == 6 and ("llama-3.3-70b", "fast") in built
 
 
 def test_a_timer_that_does_not_move_ends_no_run() -> None:
@@ -293,8 +397,6 @@ def test_a_timer_that_does_not_move_ends_no_run() -> None:
 
 
 def test_the_figures_of_a_prompt() -> None:
-    from rounds import Prompts
-
     prompts = Prompts(np.array([50.0, 52.0, 51.0]), np.array([50.5, 52.5, 51.5]))
     found = prompt_row(prompts, 1024, nbytes=102_000_000_000, operations=14_280_000_000_000, bandwidth=4e12)
     assert (found["median_ms"], found["slowest_ms"], found["median_ms_seen_by_host"]) == (51.0, 52.0, 51.5)
@@ -304,8 +406,6 @@ def test_the_figures_of_a_prompt() -> None:
 
 
 def test_the_tables_take_any_part_of_a_report() -> None:
-    from rounds import Prompts
-
     point = {"tree": 1, "context": 128, **row(times([2_000_000, 2_000_000]), 7_000_000_000, 16_777_216, 32, 4e12)}
     still = {**point, "context": 8192, "timer_step_ns": None}
     prompt = {"widest": 512, **prompt_row(Prompts(np.array([51.0]), np.array([51.5])), 1024, 10**11, 10**13, 4e12)}
@@ -333,7 +433,7 @@ def test_the_tables_take_any_part_of_a_report() -> None:
         print_speculation(console, [{**shape, "speculation": [REPLAYED]}])
     for words in ("acceptance of published heads replayed", "code (HumanEval)", "4.87", "4.91", "0.8000", "3.00"):
         assert words in said.get(), words
-    first = {"variant": "fast", "drafter": "none", "tokens": 1024, "p50": 19.25, "p99": 34.5, "samples": 16}
+    first = {"variant": "fast", "drafter": "none", "tokens": 1024, "p50": 19.25, "max": 34.5, "samples": 16}
     with console.capture() as said:
         print_first_tokens(console, [{**shape, "first_token": [first]}])
     assert "19.250" in said.get() and "34.500" in said.get()
@@ -392,6 +492,47 @@ def test_behind_a_long_cache_points_are_measured_both_ways(tmp_path: Path, monke
     assert "1, wide" in said.get()
 
 
+def test_every_prompt_and_every_turn_stays_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = SimpleNamespace(manifest=SimpleNamespace(model=None))
+    timer = SimpleNamespace(
+        time_prompt=lambda *_, **__: Prompts(np.array([50.0]), np.array([51.0])), drain=lambda: None
+    )
+    doubles: dict[str, Any] = {
+        "build": lambda *_: tmp_path,
+        "open_bundle": lambda path: bundle,
+        "RoundTimer": lambda program: timer,
+        "loaded": lambda bundle: contextlib.nullcontext(SimpleNamespace(replay=lambda: None)),
+        "parts_of": lambda *_: [],
+        "prompt_bytes": lambda *_: 10**9,
+        "prompt_operations": lambda *_: 10**12,
+    }
+    for name, double in doubles.items():
+        monkeypatch.setattr(work, name, double)
+    report = Report(tmp_path / "report.json")
+    measurement = measure.Measurement(Run(report, 1e6, []), ["llama-3.1-8b"], ())
+    found = list(work.time_prompts("llama-3.1-8b", FIRST_STEPS[1].prompts, 4e12))
+    for _ in range(2):
+        for finding in found:
+            measurement._take("llama-3.1-8b", finding)
+    assert len(report.found["shapes"][0]["prefill"]) == len(found) == (4 + 3) * (3 + 2)
+
+
+def test_a_floor_says_where_its_bandwidth_is_from(tmp_path: Path) -> None:
+    point = {"tree": 1, "context": 128, **row(times([2_000_000, 2_000_000]), 7_000_000_000, 16_777_216, 32, 4e12)}
+    report, console = Report(tmp_path / "report.json"), Console(width=240)
+    measurement = measure.Measurement(Run(report, 1e6, []), ["llama-3.1-8b"], ())
+    said = []
+    for measured_before in ({}, {"bulk copies": 4.1e12, "16-byte loads": 4.0e12}):
+        report.found["read_bandwidth"] = measured_before
+        measurement._take("llama-3.1-8b", {"points": dict(point)})
+        measurement._take("llama-3.1-8b", {"drafts": {"floor_us": 1.0}})
+        with console.capture() as text:
+            print_rounds(console, report.found)
+        shape = report.found["shapes"][0]
+        said.append((shape["points"][0]["floor_from"], shape["drafts"]["floor_from"], "datasheet" in text.get()))
+    assert said == [("datasheet", "datasheet", True), ("bulk copies", "bulk copies", False)]
+
+
 # ---- the steps ------------------------------------------------------------------------------------------------------
 
 
@@ -400,7 +541,9 @@ def test_steps_are_chosen_by_name_and_by_group() -> None:
     assert chosen(" correctness ") == {"correctness": GROUPS["correctness"]}
     assert chosen("prefill,kernels, pytorch") == {"correctness": ("kernels", "pytorch"), "figures": ("prefill",)}
     assert chosen("figures,client") == {"figures": GROUPS["figures"]}
-    with pytest.raises(ValueError, match=r"no step prefil, x; there are correctness \(build, kernels, .*figures \("):
+    with pytest.raises(
+        ValueError, match=r"no step prefil, x; there are correctness \(build, early-reads, .*figures \("
+    ):
         chosen("prefil,kernels,x")
 
 
@@ -523,18 +666,43 @@ def test_the_tests_that_steps_run_are_there(tmp_path: Path) -> None:
     assert not [name for name in named if not (ROOT / name).is_file()]
 
 
-def test_traces_come_back_as_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_hangs_costs_less_than_its_step(tmp_path: Path) -> None:
+    steps = {one.name: one for one in correctness(tmp_path / "report.json")}
+    assert set(steps) == set(GROUPS["correctness"]) - {"build"}
+    for name, limit_s in (("early-reads", 45), ("kernels", 140)):
+        step = steps[name]
+        assert step.limit_s == limit_s and step.environment == {"ULL_KERNELS": "device"}
+    assert steps["early-reads"].command(45)[-1:] == ["tests/h200/test_dependent_launch.py"]
+    command = steps["kernels"].command(140)
+    assert "--timeout=40" in command and "--session-timeout=125" in command
+    assert "tests/kernels/test_kernel_plain.py" in command and "tests/h200/test_dependent_launch.py" not in command
+    assert "--timeout=120" in steps["engine"].command(140)
+
+
+def test_traces_come_back_as_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, out = tmp_path / "cache", tmp_path / "out"
     for folder in (cache, out):
         folder.mkdir()
     monkeypatch.setattr("run.CACHE", cache)
     pack_traces(out)
     assert not list(out.iterdir()), "there are none"
-    for name in ("trace-16.json.gz", "trace-16.png", "report.json"):
+    for name in (
+        "trace-x-16.json.gz",
+        "trace-x-16.png",
+        "trace-x-512-chunk.json.gz",
+        "trace-x-512-chunk.png",
+        "report.json",
+    ):
         (cache / name).write_text(name)
     pack_traces(out)
-    with tarfile.open(out / "traces.tar") as packed:
-        assert packed.getnames() == ["trace-16.json.gz", "trace-16.png"]
+    found = {}
+    for path in out.iterdir():
+        with tarfile.open(path) as packed:
+            found[path.name] = packed.getnames()
+    assert found == {  # beside report.json, run.log and build.log
+        "traces.tar": ["trace-x-16.json.gz", "trace-x-16.png"],
+        "trace-chunk.tar": ["trace-x-512-chunk.json.gz", "trace-x-512-chunk.png"],
+    }
 
 
 def test_a_report_of_other_sources_is_put_aside(tmp_path: Path) -> None:
@@ -603,6 +771,7 @@ def measured(run: Run, steps: set[str]) -> list[str]:
 @pytest.fixture
 def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Run]:
     (tmp_path / "probes.py").write_text(PROBES)
+    (tmp_path / "trace.py").write_text("")
     monkeypatch.setattr(measure, "HERE", tmp_path)
     return lambda: Run(Report(tmp_path / "report.json"), 1e6, [sys.executable, "-S", "-c", WORK])
 
@@ -610,27 +779,27 @@ def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Run
 def test_figures_come_in_the_order_of_their_worth(figures: Callable[[], Run]) -> None:
     run = figures()
     names = measured(run, set(GROUPS["figures"]))
-    assert names[:9] == [
+    assert names[:18] == [
         "bandwidth",
         "bundles",
         "llama-3.1-8b, T = 1/16/64 at 128",
         "llama-3.1-8b, prefill of 128/1024/2048/8192 tokens",
-        "llama-3.1-8b, T = 1/16/32/64 at 128/8192, by each warp alone",
         "llama-3.2-1b, T = 1/16/64 at 128",
         "llama-3.3-70b, T = 1 at 128",
+        "llama-3.1-8b, T = 1/16/32/64 at 128/8192, by each warp alone",
         "client, llama-3.1-8b",
-        "probes",  # and no trace: there is no such file
-    ]
-    replayed = names.index("llama-3.1-8b, an EAGLE head's acceptance replayed")
-    assert names[replayed - 1] == "llama-3.1-8b, one kernel for all layers"
-    assert "32000" not in " ".join(names[:replayed])
-    assert names[replayed + 1 : replayed + 6] == [
         "llama-3.1-8b, a client's first tokens, fast",
         "llama-3.1-8b, a client's first tokens, eagle",
         "llama-3.3-70b, a client's first tokens, exact",
         "llama-3.3-70b, a client's first tokens, fast",
+        "probes",
+        "llama-3.1-8b, an EAGLE head's acceptance replayed",
+        "llama-3.1-8b, one kernel for all layers",
+        "llama-3.1-8b, T = 2/4/8/32 at 128",  # and Medusa heads
+        "trace",  # and no profile: there is no such file
         "llama-3.1-8b, weights ahead",
     ]
+    assert "32000" not in " ".join(names[:18]) and STEPS[-1].medusa
     assert names[-1] == "llama-3.3-70b, one kernel for all layers"
     found = saved(run)
     assert found["probes"] == {"empty": 1.5} and found["failures"] == found["cut"] == []
@@ -642,6 +811,23 @@ def test_figures_come_in_the_order_of_their_worth(figures: Callable[[], Run]) ->
     firsts = [(first["variant"], first["tokens"]) for first in shapes["llama-3.1-8b"]["first_token"]]
     assert firsts == [(variant, tokens) for variant in ("fast", "eagle") for tokens in (128, 1024, 8192)]
     assert [first["variant"] for first in shapes["llama-3.3-70b"]["first_token"]] == ["exact", "fast"]
+
+
+def test_a_client_that_hangs_costs_no_more_than_twice_its_estimate(
+    figures: Callable[[], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: dict[str, float] = {}
+
+    def follow(command: Any, arguments: Sequence[str], limit_s: float, take: Any) -> int:
+        limits[arguments[1]] = limit_s
+        if arguments[1] == "time_reading":
+            take({"gpu": {"name": "double"}})
+        return 0
+
+    monkeypatch.setattr("journal._follow_findings", follow)
+    measured(figures(), {"client", "speculation"})
+    assert limits["time_client"] == 2 * MIDDLE.seconds(CLIENT_ROUNDS)
+    assert limits["time_speculation"] == 4 * measure.SPECULATION_S
 
 
 def test_single_steps_add_to_what_is_there(figures: Callable[[], Run]) -> None:

@@ -135,6 +135,7 @@ def placed(tree: Path) -> dict[str, str]:
 
 def test_the_module_is_compiled_once_for_its_sources(tree: Path) -> None:
     write_cmake(tree)
+    (tree / ".wheels/_native.sources").write_text("other sources")
     (tree / "ull/_native.other.so").write_text("of another Python")
     assert native.main() == 0 and placed(tree) == {"_native.test.so": "compiled here"}
     calls = (tree / "calls").read_text()
@@ -144,15 +145,22 @@ def test_the_module_is_compiled_once_for_its_sources(tree: Path) -> None:
     assert native.main() == 0 and len((tree / "calls").read_text().splitlines()) == 4
 
 
-def test_a_module_of_the_same_sources_takes_its_place(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_module_of_the_same_sources_is_not_compiled_again(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_cmake(tree, status=1)
     assert native.main() == 0 and placed(tree) == {"_native.abi3.so": "prebuilt"}
-    assert "did not compile: going on with the one in .wheels/" in capsys.readouterr().out
+    assert "the one in .wheels/" in capsys.readouterr().out and not (tree / "calls").exists()
     (tree / "ull/native/core.cpp").write_text("int b;\n")
-    assert native.main() == 1 and "none of these sources: run `make h200-wheels`" in capsys.readouterr().out
+    assert native.main() == 1 and "holds none that will do: run `make h200-wheels`" in capsys.readouterr().out
 
 
-def test_a_machine_without_cmake_takes_it_too(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_does_not_load_is_compiled_here(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_cmake(tree)
+    complaints = ["ImportError: no such glibc", ""]
+    monkeypatch.setattr(native, "loads", lambda: complaints.pop(0))
+    assert native.main() == 0 and placed(tree) == {"_native.test.so": "compiled here"}
+
+
+def test_a_machine_without_cmake_takes_it_if_it_loads(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
     assert native.main() == 0 and placed(tree) == {"_native.abi3.so": "prebuilt"}
     monkeypatch.setattr(native, "loads", lambda: "ImportError: no such glibc")

@@ -190,6 +190,9 @@ def test_each_size_is_a_trace_of_its_own(bundle: Path, stamping: Path, tmp_path:
     assert (many["model"], many["tokens"], many["position"]) == ("tiny", 65, 0)
     assert "qkv_2" in few["kernels_us"] and "chunk_qkv" in many["kernels_us"]
     assert {path.name for path in tmp_path.iterdir()} == {*few["files"], *many["files"]}
+    assert (
+        few["files"][0] == "trace-tiny-2.json.gz" and many["files"][0] == "trace-tiny-65-chunk.json.gz"
+    )  # packed apart
 
 
 def check_png(data: bytes) -> np.ndarray:

@@ -17,6 +17,8 @@ from compilers import disassembles
 from conftest import ROOT
 from early_reader import COUNT, read
 from emulation import aligned, pointer
+from round_rig import Device
+from ull.gpu.params import PREFILL, TAKE
 from ull_build.code.kernels import compile_file
 
 sys.path.append(str(ROOT / "bench"))
@@ -77,10 +79,30 @@ def scenario_launches() -> None:
     print(json.dumps([int((poisoned == 0xFFFFFFFF).sum()), len(found)]))
 
 
-def test_inputs_are_poisoned_until_the_predecessor_has_written_them() -> None:
-    library = emulation.build_library([device_kernels.PREDECESSOR])
+def on_the_double(scenario: str, *sources: Any) -> Any:
+    library = emulation.build_library(sources)
     environment = {**driver_double.environment(library), "ULL_KERNELS": "device"}
-    program = "import test_device_kernels as t; t.scenario_launches()"
+    program = f"import test_device_kernels as t; t.{scenario}()"
     result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout.splitlines()[-1]) == [COUNT, COUNT]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_inputs_are_poisoned_until_the_predecessor_has_written_them() -> None:
+    assert on_the_double("scenario_launches", device_kernels.PREDECESSOR) == [COUNT, COUNT]
+
+
+ROUND = ("begin.cu", "accept.cu")
+
+
+def scenario_round() -> None:
+    """What the host and a round's kernels share, all of which the device must be given."""
+    device = Device(emulation.build(ROUND))
+    device.ask(TAKE, [7], pages=[2])
+    result = device.draw([9])
+    device.ask(PREFILL, range(100), pages=[2, 3], chunk=True)
+    print(json.dumps([result.count, result.tokens[0].token, device.chunk.count]))
+
+
+def test_a_round_finds_all_that_it_shares_with_the_host() -> None:
+    assert on_the_double("scenario_round", *ROUND, device_kernels.PREDECESSOR) == [1, 9, 100]

@@ -40,6 +40,7 @@ SPIN_NS = 200_000
 BLOCKS = {  # parameter -> what it points to, where a test gives a ctypes object
     "round": layout.Round,
     "state": layout.State,
+    "chunk": layout.Chunk,
     "requests": layout.RoundRequest * layout.ROUND_SLOTS,
     "results": layout.RoundResult * layout.ROUND_SLOTS,
     "control": layout.HostControl,
