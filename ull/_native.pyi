@@ -113,6 +113,7 @@ class GraphExecutor(Executor):
         program: dict[str, Any],
         *,
         watchdog_ms: int = 2000,
+        prefill_chunk: int = 512,
         drafter: Drafter = "none",
         max_tree: int = 64,
         adaptive: bool = True,

@@ -38,6 +38,7 @@ def test_it_is_loaded_served_and_given_back(gpu: Any) -> None:
         "engine.kv_pages=40",
         "engine.persistent=true",
         "engine.watchdog_ms=1500",
+        "engine.prefill_chunk=256",
         "speculation.adaptive=false",
     ]
     daemon = gpu(*[word for argument in arguments for word in ("--set", argument)])
@@ -52,6 +53,7 @@ def test_it_is_loaded_served_and_given_back(gpu: Any) -> None:
         {
             "call": "execute",
             "watchdog_ms": 1500,
+            "prefill_chunk": 256,
             "drafter": "suffix",
             "max_tree": 16,
             "adaptive": False,

@@ -411,7 +411,8 @@ def test_the_benchmark_measures_prompts(bundle: Path, emulated: Path) -> None:
         *((64, 0, 512, False, False), (64, 0, 512, False, True), (64, 0, 64, False, False)),
         *((130, 0, 512, False, False), (130, 0, 512, False, True), (130, 0, 64, False, False)),
         *((66, 128, 512, False, False), (66, 128, 512, False, True), (66, 128, 64, False, False)),
-        *((64, 0, 512, True, False), (130, 0, 512, True, False), (66, 128, 512, True, False)),
+        *((64, 0, 512, True, False), (64, 0, 512, True, True), (130, 0, 512, True, False)),
+        *((130, 0, 512, True, True), (66, 128, 512, True, False), (66, 128, 512, True, True)),
     ]
     short, drawn, same, chunk, drawn_chunk, long, turn = found[:7]
     assert chunk["bytes"] == short["bytes"] == same["bytes"] < drawn["bytes"] == drawn_chunk["bytes"]

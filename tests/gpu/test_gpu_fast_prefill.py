@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from double_daemons import complete, daemons
 from ull.bundle import open_bundle
 from ull.client.sync import Client
 from ull.errors import RequestError
-from ull.gpu.params import CHUNK_TOKENS, PREFILL
+from ull.gpu.params import CHUNK_TOKENS, PREFILL, RoundResult
 from ull.spawn import DaemonProcess
 from ull_build.build import build
 from ull_build.progress import Reporter
@@ -73,31 +74,38 @@ def run(scenario: str, bundle: Path, emulated: str) -> Any:
 
 
 def scenario_cuts(path: str) -> None:
-    """Tokens and logprobs behind LONG, however it is cut, and behind rounds, whose bits are others."""
+    """Tokens and logprobs behind LONG, however it is cut, and where rounds read its last token or all of it."""
     from ull.gpu.program import load
 
     program = load(open_bundle(path))
-    assert program.handover["chunk"] == program.handover["prefill"] != 0 == program.handover["last_chunk"]
+    assert program.handover["chunk"] == program.handover["prefill"] != 0
+    assert program.handover["last_chunk"] not in (0, program.handover["chunk"])
     assert program.handover["reuse"] == "prompt"
     rounds, place, said = program.replay(), len(LONG) - 1, []
-    for cuts in ([place], [1, 64, 200, place], [130, 131, place]):
-        for first, end in zip([0, *cuts[:-1]], cuts, strict=True):
-            rounds.wait(rounds.launch(LONG[first:end], first, PREFILL, size=CHUNK_TOKENS))
-        results = rounds.decode(LONG[-1], place, ANSWER, top_logprobs=3)
+
+    def keep(results: list[RoundResult]) -> None:
         said.append([(item.tokens[0].token, item.tokens[0].logprob) for item in results])
+
+    for cuts in ([], [1, 64, 200], [130, 131], [place]):
+        for first, end in itertools.pairwise([0, *cuts]):
+            rounds.wait(rounds.launch(LONG[first:end], first, PREFILL, size=CHUNK_TOKENS))
+        last = cuts[-1] if cuts else 0
+        keep(rounds.answer(LONG[last:], last, ANSWER, top_logprobs=3))
+    rounds.prefill(LONG[:place])
+    keep(rounds.decode(LONG[-1], place, ANSWER, top_logprobs=3))
     rounds.prefill(LONG[:40])  # what a core does with a short prompt: by the same graph
     rounds.logits(LONG[:place])
-    results = rounds.decode(LONG[-1], place, ANSWER, top_logprobs=3)
-    said.append([(item.tokens[0].token, item.tokens[0].logprob) for item in results])
+    keep(rounds.decode(LONG[-1], place, ANSWER, top_logprobs=3))
     rounds.drain()
     program.close()
     print(json.dumps(said))
 
 
 def test_a_prompt_says_the_same_however_it_is_cut(bundle: Path, emulated: str) -> None:
-    whole, *cut, exact = run("scenario_cuts", bundle, emulated)
-    assert cut == [whole, whole] and whole != exact
-    assert whole[0][1] == pytest.approx(exact[0][1], abs=0.3)  # FP8 activations
+    whole, *cut, last_by_a_round, exact = run("scenario_cuts", bundle, emulated)
+    assert cut == [whole, whole, whole]
+    for other in (last_by_a_round, exact):
+        assert other != whole and whole[0][1] == pytest.approx(other[0][1], abs=0.3)  # FP8 activations
 
 
 def scenario_quality(path: str) -> None:
@@ -142,6 +150,15 @@ def test_a_daemon_serves_prompts_that_are_read_fast(bundle: Path, cpu_bundle: Pa
                     assert complete(client, text, **options | {"speculate": drafter}) == tokens
             again = client.generate(text, max_tokens=1).result()
             assert again.usage.cached_tokens == again.usage.prompt_tokens - 1  # the first round feeds the last one
+            assert again.token_ids == first.token_ids
+            # The first token is drawn under a grammar, or where labels are weighed, by a chunk and by a round.
+            exact_answer = {"json_schema": {"enum": ["buy", "sell"]}, "max_tokens": 8}
+            said = {
+                client.generate(text, **exact_answer, speculate=drafter).result().text for drafter in ("none", "eagle")
+            }
+            assert len(said) == 1 and json.loads(said.pop()) in ("buy", "sell")
+            choice = client.generate(text, choices=["buy", "sell"]).result().choice
+            assert choice is not None and choice.label in ("buy", "sell")
             # Another turn: a cold daemon says the same behind all of it.
             warm = complete(client, longer)
             drafted = client.generate(longer, max_tokens=16, ignore_eos=True, speculate="eagle").result()
@@ -155,7 +172,9 @@ def test_a_daemon_serves_prompts_that_are_read_fast(bundle: Path, cpu_bundle: Pa
                 client.generate(text, max_tokens=0, prompt_logprobs=True).result()
             assert refused.value.field == "prompt_logprobs"
         assert daemon.stop() == 0
-        daemon = serve(bundle, environment, "--set", "engine.watchdog_ms=120000", "--set", "engine.prefix_cache=false")
+        cold = ("--set", "engine.watchdog_ms=120000", "--set", "engine.prefix_cache=false")
+        daemon = serve(bundle, environment, *cold, "--set", "engine.prefill_chunk=100")
         with Client(daemon.url) as client:
             assert complete(client, longer) == warm
+            assert client.stats().engine["prefill_chunks"] > 2
         assert daemon.stop() == 0

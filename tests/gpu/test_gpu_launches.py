@@ -149,11 +149,11 @@ def test_a_change_of_grids_raises_the_interface() -> None:
         for one in forward_of("llama-3.1-8b", warpgroup_trees=warpgroup_trees).launches(tokens, True):
             launches.add((one.kernel, one.grid, one.threads, one.shared_bytes, warpgroup_trees))
     for fast in (False, True):
-        for one in chunks_of("llama-3.1-8b", fast).launches(draws=not fast):
+        for one in chunks_of("llama-3.1-8b", fast).launches(draws=True):
             whole = tuple(getattr(one.params, "whole", ()))
             launches.add((one.kernel, one.grid, one.threads, one.shared_bytes, fast, whole))
     digest = hashlib.sha256(repr(sorted(map(repr, launches))).encode()).hexdigest()[:16]
-    assert (DEVICE_INTERFACE, digest) == (15, "dfed4dc8d0c4ed60")
+    assert (DEVICE_INTERFACE, digest) == (16, "d25df4de9bc792e0")
 
 
 def test_a_kernel_behind_the_work_of_others_waits_for_all_of_it(driver: RecordingDriver) -> None:

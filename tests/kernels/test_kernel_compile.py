@@ -68,6 +68,7 @@ MACROS = device_macros(TINY, Precision())
 TOGETHER = Forward(tree_products="warpgroup")  # as engines for an H200 are
 SCAN_SOURCES = sorted(set(kernel_sources(HEAD_SCAN_KERNELS)) - set(kernel_sources(ROUND_KERNELS)))
 CHUNK_SOURCES = sorted(set(kernel_sources(CHUNK_KERNELS)) - set(kernel_sources(ROUND_KERNELS)))
+LARGE = {"llama-3.3-70b": (shape_model("llama-3.3-70b"), Precision(kv="fp8"))}  # of what its shape changes most
 _TREES = ("attention", "down", "gate_up", "head", "norm", "output", "qkv")  # what of them the products of trees change
 TREE_SOURCES = [source for source in kernel_sources() if source.stem in _TREES]
 MEDUSA_SOURCES = sorted(set(kernel_sources(MEDUSA_KERNELS)) - set(kernel_sources(ROUND_KERNELS)))
@@ -105,6 +106,14 @@ def test_every_kernel_compiles_without_spills(name: str, source: Path) -> None:
     assert_products_stay_in_flight(compiled, or_wait=name == "tiny")  # slices of odd lengths have branches among them
 
 
+@pytest.mark.parametrize("source", [*TREE_SOURCES, *kernel_sources(PAGES_KERNELS)], ids=lambda path: path.name)
+@pytest.mark.parametrize("name", LARGE)
+def test_trees_of_a_large_model_compile_without_spills(name: str, source: Path) -> None:
+    compiled = compile_file(source, device_macros(*LARGE[name], forward=TOGETHER))
+    assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
+    assert_products_stay_in_flight(compiled)
+
+
 @pytest.mark.parametrize("source", TREE_SOURCES, ids=lambda path: path.name)
 def test_trees_of_warps_compile_without_spills(source: Path) -> None:
     """As draft models and heads have them, and engines beside plans."""
@@ -114,10 +123,10 @@ def test_trees_of_warps_compile_without_spills(source: Path) -> None:
 
 
 @pytest.mark.parametrize("source", CHUNK_SOURCES, ids=lambda path: path.name)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS | LARGE)
 def test_a_chunks_products_stay_in_flight(name: str, source: Path) -> None:
     """And no spills."""
-    compiled = compile_file(source, device_macros(*MODELS[name]))
+    compiled = compile_file(source, device_macros(*(MODELS | LARGE)[name]))
     assert set(compiled.kernels) <= CHUNK_KERNELS
     assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
     assert_products_stay_in_flight(compiled)

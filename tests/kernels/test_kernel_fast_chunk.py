@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import ml_dtypes
@@ -142,7 +143,7 @@ def prompt(name: str, fast: bool) -> Prompt:
 def left_by(rig: Prompt, base: int, cuts: list[int], seed: int = 0) -> dict[str, bytes]:
     """What a prompt behind `base` positions leaves, read in chunks that end there."""
     rig.begin()
-    for first, end in zip([0, *cuts[:-1]], cuts, strict=True):
+    for first, end in itertools.pairwise([0, *cuts]):
         rig.read(TOKENS[first:end], base + first, whole=True, seed=seed + first)
         assert (rig.result().status, rig.result().count) == (OK, 0)
     return rig.left()
@@ -160,3 +161,24 @@ def test_a_prompt_leaves_the_same_bits_however_it_is_cut(name: str) -> None:
     if name == "small":
         pages = [np.frombuffer(held["KV pages"], ml_dtypes.bfloat16).astype(np.float32) for held in (left, exact)]
         assert 0 < np.linalg.norm(pages[0] - pages[1]) < 0.05 * np.linalg.norm(pages[1])
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_chunk_draws_the_same_however_its_prompt_is_cut(name: str) -> None:
+    """Token, log-probabilities and logits, and what goes on behind them. They are near those behind exact prefill."""
+    rig, base, end = prompt(name, True), 331, 205
+    left = left_by(rig, base, [end])
+    found = []
+    for cuts in ([], [180], [77, end - 1]):
+        left_by(rig, base, cuts)
+        before = cuts[-1] if cuts else 0
+        rig.draw(TOKENS[before:end], base + before, whole=True, seed=5)
+        found.append(rig.drawn())
+        assert rig.left() == left
+    assert found[1] == found[0] and found[2] == found[0]
+    exact = prompt(name, False)
+    exact.begin()
+    exact.draw(TOKENS[:end], base, whole=True)
+    logits = [np.frombuffer(one["logits"], np.float32) for one in (found[0], exact.drawn())]
+    assert 0 < np.linalg.norm(logits[0] - logits[1]) < 0.2 * np.linalg.norm(logits[1])

@@ -18,7 +18,7 @@ from ull.bundle.tensor_file import TensorEntry, TensorShape
 
 # Of ull/kernels/params.h and of the kernels' grids (ull/gpu/geometry): cubins of another one do not understand what the
 # core tells them.
-DEVICE_INTERFACE = 15
+DEVICE_INTERFACE = 16
 DEVICE_TILE_ROWS = 16
 DEVICE_STEP = 32  # columns
 DEVICE_ALIGNMENT = 128  # bytes: a cache line of the GPU

@@ -255,7 +255,8 @@ class FastPrefill(Struct, frozen=True, forbid_unknown_fields=True):
     """What it costs that prompts are read fast; Quality's own text is read exactly.
 
     Measured on the CPU, all of the text has FP8 inputs in every linear but the lm_head, the token that predicts too:
-    that loses more than answers do. On a GPU all is read fast but the last 1 to 64 tokens before each prediction.
+    that loses more than answers do, but for the sums of FP8 products, which keep fewer bits on a chip. On a GPU all is
+    read fast but the last 1 to 64 tokens before each prediction; of a prompt all is.
     """
 
     perplexity: Positive

@@ -92,13 +92,14 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     prefill_chunk: Annotated[
         int,
         _key(
-            "most prompt tokens put into the KV cache in one step of the cpu executor; a layer's activations of as "
-            "many stay allocated: about 50 bytes per token and unit of the hidden size",
+            "most prompt tokens put into the KV cache in one step, which a cancel or a more urgent request waits for; "
+            "0: 512 on a GPU, the most that it takes there (best whole 128s), and 256 on the cpu, where a layer's "
+            "activations of as many stay allocated: about 50 bytes per token and unit of the hidden size",
             "tokens",
-            ge=1,
+            ge=0,
             le=65536,
         ),
-    ] = 256
+    ] = 0
     kv_pages: Annotated[
         int,
         _key(

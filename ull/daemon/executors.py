@@ -13,6 +13,8 @@ from ull.errors import ConfigError
 from ull.log import Log
 from ull.wire import MAX_TREE
 
+PREFILL_CHUNK = {"cpu": 256, "gpu": 512}  # tokens, unless the configuration says how many
+
 
 def open_executor(
     bundle: Bundle,
@@ -74,7 +76,7 @@ def _cpu_executor(
         spec,
         threads=threads,
         cores=list(cores),
-        prefill_chunk=engine.prefill_chunk,
+        prefill_chunk=engine.prefill_chunk or PREFILL_CHUNK["cpu"],
         pages=engine.kv_pages or None,
         isa=engine.isa,
         speculate="none" if speculation is None else speculation.default,
@@ -109,6 +111,7 @@ def _graph_executor(
     executor = _native.GraphExecutor(
         program.handover,
         watchdog_ms=engine.watchdog_ms,
+        prefill_chunk=engine.prefill_chunk or PREFILL_CHUNK["gpu"],
         drafter=drafter,
         max_tree=MAX_TREE if speculation is None else speculation.max_tree,
         adaptive=config.speculation.adaptive,

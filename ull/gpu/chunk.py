@@ -49,7 +49,7 @@ from ull.gpu.params import (
 from ull.gpu.places import Places
 from ull.gpu.rounds import Rounds
 
-PROBE_ROUNDS = 32  # of each block; a round compares 512 sums of 8 products each
+PROBE_ROUNDS = 2  # of each block; a round compares 64 sums for each token of a tile, and for 8, of 8 products each
 
 
 def products_agree(driver: Driver, kernels: Kernels, stream: int) -> bool:
@@ -105,7 +105,7 @@ class Chunks:
         self._rounds = Rounds(sizes, places, multiprocessors)
 
     def launches(self, draws: bool = False) -> list[Launch]:
-        """`draws`: behind the last token, for a model that reads prompts exactly."""
+        """`draws`: behind the last token."""
         layers = self._sizes.model.layers
         # Keys and values are in the pages: as behind a round of one token nothing is committed.
         return [

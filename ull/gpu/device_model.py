@@ -197,8 +197,8 @@ class PlacedModel:
         else:
             prefill = captures.round(sources[forward.prefill], TREE_TOKENS, draws=False)
             chunk = captures.chunk() if exact_chunks and agree else 0
-        # Nobody waits for a draft model's token.
-        may_draw = chunk != 0 and forward.reuse == "all" and not self.part.prefix
+        # Nobody waits for a draft model's token. Where rounds have other bits than this chunk, they read no prompt.
+        may_draw = chunk != 0 and (forward.reuse == "all" or chunk == prefill) and not self.part.prefix
         last_chunk = captures.chunk(draws=True) if may_draw else 0
         medusa = captures.heads() if self.sizes.medusa is not None else 0
         redraws = {} if self.part.prefix else {draws: captures.redraw(draws) for draws in REDRAWS}

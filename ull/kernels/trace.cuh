@@ -93,6 +93,7 @@ ULL_TRACED void begin() {
 
 template <typename Owner>
 ULL_TRACED void leave_record(uint32_t kernel, const Owner* owner) {
+  arch::warp_barrier();  // where lanes have ended apart
   arch::block_barrier();
   mark(kEnd);
   if (arch::thread() != 0) return;

@@ -218,21 +218,37 @@ TEST(a_round_takes_no_prompt_where_it_writes_other_values) {
   }
 }
 
+// Unless the one that ends a prompt writes what a prefill would: it takes a chunk.
+TEST(the_round_that_ends_a_prompt_takes_a_chunk_where_it_prefills) {
+  for (const ull::Reuse reuse : {ull::Reuse::kPrompt, ull::Reuse::kNothing}) {
+    Harness engine({.tokens = alphabet(), .prefill_chunk = 10, .reuse = reuse, .prefill_draws = true});
+    for (const auto& [length, steps] : {std::pair{1, 1}, {10, 1}, {11, 2}, {27, 3}, {31, 4}}) {
+      const int64_t before = engine.executor.steps();
+      const auto id = static_cast<uint64_t>(length);
+      const std::vector<int32_t> prompt(static_cast<size_t>(length), length);
+      engine.submit(Harness::request(id, prompt, 4));
+      CHECK_EQ(engine.wait(id).tokens.size(), 4U);
+      CHECK_EQ(engine.executor.steps() - before, steps + 3);
+    }
+  }
+}
+
 // The executor's rounds write other values than its prefill: what they wrote must never serve a later request, and all
 // that a prefill wrote may.
-TEST(only_what_prefill_wrote_is_reused_where_rounds_differ) {
+void only_what_prefill_wrote_is_reused(bool prefill_draws) {
   const auto prompt = [](int count) {
     std::vector<int32_t> tokens;
     for (int i = 0; i < count; ++i) tokens.push_back(i * 7 % 128);
     return tokens;
   };
-  Harness cold({.from_past = true, .context = 1024, .reuse = ull::Reuse::kNothing});
+  Harness cold({.from_past = true, .context = 1024, .reuse = ull::Reuse::kNothing, .prefill_draws = prefill_draws});
   Harness warm({.from_past = true,
                 .tokens_per_round = 5,
                 .context = 1024,
                 .page_count = 40,
                 .prefill_chunk = 33,
-                .reuse = ull::Reuse::kPrompt});
+                .reuse = ull::Reuse::kPrompt,
+                .prefill_draws = prefill_draws});
   uint64_t id = 0;
   const auto cached_of = [&](const std::vector<int32_t>& tokens) {
     ++id;
@@ -251,6 +267,10 @@ TEST(only_what_prefill_wrote_is_reused_where_rounds_differ) {
   CHECK_EQ(cached_of(prompt(1)), 0);
   CHECK_EQ(cached_of(turn), 270);
   CHECK_EQ(cold.engine.stats().counters.sessions, 0U);
+}
+
+TEST(only_what_prefill_wrote_is_reused_where_rounds_differ) {
+  for (const bool prefill_draws : {false, true}) only_what_prefill_wrote_is_reused(prefill_draws);
 }
 
 // Two conversations that together fill the pool: neither may be evicted for pages that a round could not need.

@@ -266,6 +266,30 @@ TEST(a_step_takes_no_more_than_a_chunk) {
   CHECK(rig.finish() == Status::kOk);
 }
 
+// A cancel and more urgent requests wait for a step: who wants them sooner has shorter ones.
+TEST(steps_may_be_shorter_than_a_chunk) {
+  for (const auto& [fast, most] : {std::pair{false, 128}, {false, 20}, {true, 100}, {true, 4000}}) {
+    GraphOptions options;
+    options.prefill_chunk = most;
+    ChunkRig rig({.last_chunks = true, .fast = fast}, options);
+    const int step = std::min(most, kChunkTokens), forced = std::max(step, fast ? 0 : ull::kMaxTreeTokens) - 1;
+    CHECK_EQ(rig.executor.info().prefill_chunk, step);
+    CHECK_EQ(rig.executor.info().prompt_forced(), forced);
+    for (const int length : {1, 64, 65, 200, 700}) {
+      const int first = rig.executor.first_forced(length, 0);
+      CHECK(first >= 0 && (first <= forced || length <= ull::kMaxTreeTokens));
+      if (fast) CHECK_EQ(first, (length - 1) % step);
+      const Tokens prompt = prompt_of(length, length);
+      CHECK(rig.complete(prompt, 5) == rig.model.continuation(prompt, 5));
+      for (const FakeDevice::Record& record : rig.rest()) CHECK(record.count <= std::max(step, ull::kMaxTreeTokens));
+    }
+  }
+  FakeDevice device(chunked());
+  GraphOptions none;
+  none.prefill_chunk = 0;
+  CHECK_THROWS(GraphExecutor(device.program(), FakeDevice::driver(), none), std::invalid_argument);
+}
+
 TEST(a_context_may_be_shorter_than_a_chunk) {
   for (const int context : {20, 64, 128, 300}) {
     FakeDevice::Script script{.context = context};
@@ -347,6 +371,8 @@ TEST(programs_whose_chunk_cannot_be_are_refused) {
   program.check();
   program.reuse = ull::Reuse::kNothing;
   refused(program, "last_chunk");
+  program.prefill = program.chunk;  // no round reads prompts
+  program.check();
   program = program_with_draft(target, draft);
   program.check();
   GraphProgram own = *program.draft;

@@ -93,6 +93,52 @@ TEST(more_than_a_round_holds_are_a_chunk) {
   }
 }
 
+// Where chunks alone read prompts, since they have other bits than rounds, one that draws reads their end, however
+// short it is.
+FakeDevice::Script fast_chunks(FakeDevice::Script script = {}) {
+  script.fast = true;
+  return last_chunks(script);
+}
+
+TEST(a_prompt_that_chunks_alone_read_ends_in_one) {
+  for (const DrafterKind speculation : {DrafterKind::kNone, DrafterKind::kSuffix, DrafterKind::kMedusa}) {
+    GraphRig rig(fast_chunks({.model = {100, 5}, .medusa_heads = 3}), {.adaptive = false});
+    CHECK(rig.executor.info().reuse == ull::Reuse::kPrompt && rig.executor.info().prefill_draws);
+    CHECK(rig.executor.info().forced_tokens == 0 && rig.executor.info().prompt_forced() == 511);
+    rig.speculation = speculation;
+    for (const int length : {1, 2, 64, 65, 300, 512, 513, 1100}) {
+      const Tokens prompt = prompt_of(length, length);
+      const int forced = rig.executor.first_forced(length, 0);
+      CHECK_EQ(forced, (length - 1) % 512);
+      CHECK(complete(rig, prompt, 40, forced) == rig.model.continuation(prompt, 40));
+      const auto records = rig.rest();
+      const auto parts = static_cast<size_t>((length + 511) / 512);
+      REQUIRE(records.size() > parts);
+      for (size_t i = 0; i < records.size(); ++i) {
+        CHECK_EQ(records[i].graph == 512, i < parts);
+        CHECK_EQ(records[i].mode == RoundMode::kPrefill, i + 1 < parts);
+      }
+      const FakeDevice::Record& last = records[parts - 1];
+      CHECK(last.mode == RoundMode::kTake && last.position == length - 1 - forced && last.emitted == 1);
+      CHECK((last.prompt == Tokens{prompt.end() - 1 - forced, prompt.end()}));
+    }
+  }
+}
+
+// What is queued behind one request would feed the same token at the same position, but as a round.
+TEST(a_continuation_is_not_taken_for_the_end_of_a_prompt_that_chunks_alone_read) {
+  GraphRig rig(fast_chunks());
+  Tokens tokens = prompt_of(1);
+  rig.prompt_tokens = 1;
+  CHECK(rig.advance(tokens, 10) == Status::kOk);
+  CHECK(rig.executor.start_round(rig.first_step(tokens, 0, 10)) == Status::kOk);
+  CHECK(rig.finish() == Status::kOk);
+  CHECK_EQ(rig.result.tokens[0].token, rig.model.continuation(tokens, 1)[0]);
+  int chunks = 0;
+  for (const FakeDevice::Record& record : rig.rest()) chunks += record.graph == 512 ? 1 : 0;
+  CHECK_EQ(chunks, 2);
+}
+
 // Behind a chunk that draws all goes on as behind a round of one token.
 TEST(what_follows_a_chunk_is_what_follows_a_round) {
   const ull::LogitBias bans[] = {{4, -INFINITY}, {17, -INFINITY}};
@@ -287,6 +333,20 @@ TEST(a_chunk_that_draws_fails_as_a_round_does) {
     CHECK(rig.executor.start_round(rig.first_step(prompt, 199, 1)) == Status::kOk);
     CHECK(rig.finish() == Status::kExecutorFailed);
     CHECK(ull::test::says(rig.executor.failure(), what));
+  }
+}
+
+TEST(nothing_is_forced_but_a_prompt_s_end_where_chunks_alone_read_it) {
+  GraphRig rig(fast_chunks());
+  const Tokens prompt = prompt_of(600);
+  for (const int forced : {0, 1, 63, 64, 511, 512}) {
+    for (const bool ends : {true, false}) {
+      ull::RoundStep step = rig.first_step(prompt, forced, 1);
+      if (!ends) --step.prompt_tokens;
+      const bool taken = rig.executor.start_round(step) == Status::kOk;
+      CHECK_EQ(taken, forced == 0 || (ends && forced < 512));
+      if (taken) CHECK(rig.finish() == Status::kOk);
+    }
   }
 }
 

@@ -113,8 +113,8 @@ def _attention_blocks(heads: int) -> int:
 
 
 def probe(multiprocessors: int) -> Geometry:
-    """`ull_chunk_probe`: a warpgroup on each multiprocessor, and the operands of eight products."""
-    return (multiprocessors, 1), 128, 8 * 256
+    """`ull_chunk_probe`: a warpgroup on each multiprocessor, and the operands of eight products for a tile's tokens."""
+    return (multiprocessors, 1), 128, 8 * 32 * CHUNK_TILE
 
 
 def activation_bytes(width: int) -> int:

@@ -137,6 +137,12 @@ class ChunkRing {
 
   // ---- by one thread of each of the four warps that bring stages: a copy takes one some 70 cycles to issue ---------
 
+  // Whether this one has anything to bring. Nobody waits for one that has not: if it waited for a slot to become empty,
+  // the ring could go round twice meanwhile, and it would wait for ever.
+  ULL_DEVICE bool has_share() const {
+    const int own = arch::warp() % 4;
+    return own == 0 || own == 3 || own < tiles_;
+  }
   // Brings weights of a stage, of every fourth of the block's row tiles. The first thread announces it: what others
   // have brought by then counts.
   ULL_DEVICE void bring_weights(const ChunkLinearParams& params, int stage) const {
@@ -352,7 +358,7 @@ ULL_DEVICE void chunk_linear(const ChunkLinearParams& params) {
   if (share.idle) return;
   if (arch::warp() >= 4 * kWarpgroups) {
     arch::give_registers_up<kBringRegisters>();
-    if (!brings) return;
+    if (!brings || !ring.has_share()) return;
     arch::fence_bulk_sources();
     for (int stage = 0; stage < early; ++stage) ring.bring_activations(params, first_token, stage);
     for (int stage = early; stage < ring.stages(); ++stage) {

@@ -80,8 +80,7 @@ ULL_KERNEL(ull_chunk_norm, ChunkNormParams, kNormThreads, kNormBlocks) {
   load_norm_weight(weight, params.norm_weight);
   const ChunkExtent chunk = chunk_extent(params.chunk);
   arch::wait_for_predecessor();
-  // Of prompts that are read fast the last token is a round's.
-  const bool alone = !kFastPrefill && arch::grid_x() == 1, draws = !kFastPrefill && params.last != nullptr;
+  const bool alone = arch::grid_x() == 1, draws = params.last != nullptr;
   const int last = chunk.count - 1, token = alone ? last : arch::block_x();
   if (token < 0 || token >= chunk.count) return;
   NormedToken normed_token(params, token);

@@ -62,8 +62,9 @@ Status Proposer::prefill(const PrefillStep& step, const std::atomic<bool>& abort
   return Status::kOk;
 }
 
-Status Proposer::propose(const RoundStep& step, const DraftContext& now) noexcept {
+Status Proposer::propose(const RoundStep& step, const DraftContext& now, bool reads) noexcept {
   start_ns_ = monotonic_ns();
+  reads_ = reads || step.forced > 0;
   const Status status = choose(step, now);
   proposed_ns_ = monotonic_ns();
   return status;
@@ -77,7 +78,7 @@ Status Proposer::choose(const RoundStep& step, const DraftContext& now) noexcept
   limits_.depth = std::min({step.max_tokens - 1, room, kMaxTreeTokens - 1});
   limits_.nodes = std::min({step.max_tree > 0 ? step.max_tree : kMaxTreeTokens, kMaxTreeTokens, options_.most_nodes});
   tree_.reset(step.token, options_.vocabulary, limits_.nodes, limits_.depth);
-  if (step.forced > 0 || step.speculation == DrafterKind::kNone || step.history == nullptr || limits_.depth < 1 ||
+  if (reads_ || step.speculation == DrafterKind::kNone || step.history == nullptr || limits_.depth < 1 ||
       limits_.nodes < 2) {
     return Status::kOk;
   }
@@ -146,12 +147,12 @@ Status Proposer::catch_up(Drafter& drafter, const DraftContext& now, DrafterKind
 
 void Proposer::learn(const RoundStep& step, const RoundResult& result) noexcept {
   if (step.rehearsal) return;
-  // A round without speculation is recorded too: it tells what plain ones take. One with forced tokens does not.
+  // A round without speculation is recorded too: it tells what plain ones take. One that reads a prompt's end does not.
   if (chosen_.drafter != nullptr) {
     chosen_.plan.count = tree_.count();  // a drafter may have had less to propose than was planned
     chosen_.plan.depth = proposed_.deepest();
   }
-  if (step.forced == 0) {
+  if (!reads_) {
     planner_.record(chosen_.drafter, chosen_.drafter == nullptr ? nullptr : &chosen_.plan, limits_,
                     {result.count, static_cast<double>(monotonic_ns() - start_ns_),
                      static_cast<double>(proposed_ns_ - start_ns_), chosen_.payer, chosen_.confidence});

@@ -38,8 +38,9 @@ class Proposer {
   // After the target's prefill of a chunk. kOk, kAborted or kExecutorFailed.
   [[nodiscard]] Status prefill(const PrefillStep& step, const std::atomic<bool>& abort) noexcept;
 
-  // Begins a round: fills tree(), with the root alone for a plain one. kOk, kAborted or kExecutorFailed.
-  [[nodiscard]] Status propose(const RoundStep& step, const DraftContext& now) noexcept;
+  // Begins a round: fills tree(), with the root alone for a plain one, and for one that `reads` a prompt's end: what
+  // that takes says nothing of others. kOk, kAborted or kExecutorFailed.
+  [[nodiscard]] Status propose(const RoundStep& step, const DraftContext& now, bool reads = false) noexcept;
   [[nodiscard]] const DraftTree& tree() const noexcept { return tree_; }
   // Who proposed it; kNone: a plain round.
   [[nodiscard]] DrafterKind drafter() const noexcept {
@@ -101,6 +102,7 @@ class Proposer {
   Option chosen_;
   Planner::Limits limits_{};
   int64_t start_ns_ = 0;     // moved on by what catching up took
+  bool reads_ = false;       // the round reads a prompt's end
   int64_t proposed_ns_ = 0;  // when propose() returned
 
   // What the suffix drafter would have drafted in plain rounds, followed for its statistics alone.

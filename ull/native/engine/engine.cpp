@@ -149,7 +149,7 @@ void Engine::warm_up() {
     costs.learn_prefill(count, 0, monotonic_ns() - began);
   }
   const Sampling greedy;
-  if (const int32_t forced = std::min(info.forced_tokens, position); forced > 0) {
+  if (const int32_t forced = std::min(info.prompt_forced(), position); forced > 0) {
     finish(executor_.start_round({.token = history[0],
                                   .position = 0,
                                   .pages = pages.data(),

@@ -20,14 +20,16 @@ Forecast::Forecast(EngineShared& shared, const CachedPages& cached, const Execut
     : shared_(shared),
       cached_(cached),
       chunk_(info.prefill_chunk),
-      forced_(info.reuse == Reuse::kAll ? info.forced_tokens : 0) {
+      forced_(info.prompt_forced()),
+      prefill_draws_(info.prefill_draws) {
   works_.reserve(shared.slots + 1);
 }
 
 Forecast::Work Forecast::work_of(const RequestSlot& request, int from, bool begun) const noexcept {
   Work work{.request = &request, .begun = begun, .due_ns = request.deadline_ns != 0 ? request.deadline_ns : kNever};
   const int prompt = request.prompt_tokens;
-  if (from < prompt - 1 || (request.max_tokens == 0 && from < prompt)) {
+  const bool reads_last = prefill_draws_ && request.choices == nullptr;  // whatever comes before it
+  if (from < prompt - 1 || ((reads_last || request.max_tokens == 0) && from < prompt)) {
     // The last tokens of the prompt, where a round reads several, are read at the price of a chunk.
     const StepCosts::Estimate prefill = costs_.prefill(from, prompt, chunk_);
     work.first_ns += prefill.ns;
@@ -51,7 +53,7 @@ Forecast::Work Forecast::work_of(const RequestSlot& request, int from, bool begu
   }
   const int completed = std::max(0, from + 1 - prompt);
   const int left = std::max(0, request.max_tokens - completed);
-  const bool read_with_first_round = forced_ > 0 && from < prompt - 1;
+  const bool read_with_first_round = from < prompt - (reads_last ? 0 : 1) && forced_ > 0;
   const int rounds_for = std::max(0, left - (read_with_first_round ? 1 : 0));
   const StepCosts::Estimate decode = costs_.decode(request.speculation, std::max(from, prompt), rounds_for);
   const StepCosts::Estimate first = costs_.round(request.speculation, std::max(from, prompt));

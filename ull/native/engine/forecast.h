@@ -50,8 +50,9 @@ class Forecast {
 
   EngineShared& shared_;
   const CachedPages& cached_;
-  const int chunk_;   // of prefill
-  const int forced_;  // most prompt tokens that a first round reads
+  const int chunk_;           // of prefill
+  const int forced_;          // most prompt tokens that a first round reads beside the last one
+  const bool prefill_draws_;  // whether it reads that one, too, as a chunk does
   StepCosts costs_;
   std::vector<Work> works_;
 

@@ -204,7 +204,7 @@ EngineLoop::Ending EngineLoop::prefill() noexcept {
   const int32_t chunk = executor_.info().prefill_chunk;
   const bool scores = request.choices != nullptr || request.prompt_logprobs != nullptr;
   const int32_t behind = look_ahead(most_forced_), left = run_->text_tokens() + behind - sequence.size();
-  const int32_t wanted = std::min(executor_.first_forced(left, sequence.size()), most_forced_);
+  const int32_t wanted = std::min(executor_.first_forced(left, sequence.size()), executor_.info().prompt_forced());
   const int32_t forced = run_->completed == 0 && !scores ? std::max(wanted - behind, 0) : 0;
   const int32_t end = request.max_tokens > 0 ? run_->text_tokens() - 1 - forced : request.prompt_tokens;
   int64_t now = monotonic_ns();

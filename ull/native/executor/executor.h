@@ -81,6 +81,9 @@ struct ExecutorInfo {
   int64_t drafter_weight_bytes = 0;  // the drafters' share of weight_bytes
   int64_t drafter_kv_bytes = 0;
   int forced_tokens = 0;  // most RoundStep::forced, whatever so many cost; 0: prefill and rounds are different kernels
+  // Whether the round that feeds a prompt's last token reads it, and up to prefill_chunk - 1 tokens before it, as a
+  // prefill does that draws behind them, though other rounds write other values.
+  bool prefill_draws = false;
   bool copies_pages = false;  // whether start_copy() is offered
   bool penalties = false;     // whether Sampling's penalties are applied
   bool constraints = false;   // whether RoundStep::constraint is applied
@@ -93,6 +96,11 @@ struct ExecutorInfo {
   int64_t verify_ns[kCostSizes] = {};    // a forward pass over kCostTokens[i] tree nodes and their logits; 0: unknown
   int64_t draft_ns[kDrafterKinds] = {};  // one proposal of one token by each drafter; 0: unknown
 
+  // Most RoundStep::forced of the round that feeds a prompt's last token.
+  [[nodiscard]] int prompt_forced() const noexcept {
+    if (prefill_draws) return prefill_chunk - 1;
+    return reuse == Reuse::kAll ? forced_tokens : 0;
+  }
   // Whether a pass may go over tokens that stand in the cache, and leave it as it was.
   [[nodiscard]] bool scores_prompts() const noexcept { return score_nodes > 0 && reuse == Reuse::kAll; }
 };
@@ -126,7 +134,8 @@ struct PrefillStep {
 // A round with `forced` tokens feeds these behind `token`, as a chain, and emits the one token that follows the last of
 // them, at position + forced + 1: one pass over the weights for a prompt's end and its first token. It drafts nothing
 // (count 1, tree_tokens 1, accepted 0), and its bits are those of a prefill of [position, position + forced) and a
-// plain round.
+// plain round. Where ExecutorInfo::prefill_draws, the round that feeds the prompt's last token is such a one whether
+// tokens are forced or not, with the bits of a prefill.
 struct RoundStep {
   int32_t token;
   int32_t position;  // position of `token`; the emitted tokens stand at position + forced + 1, ...
@@ -141,7 +150,7 @@ struct RoundStep {
   int32_t stop_count = 0;
   int32_t prompt_tokens = 0;  // of the history; what follows them was generated
   bool rehearsal = false;     // not a client's: the drafter drafts whether that pays or not, and nothing is learnt
-  int32_t forced = 0;         // 0 .. ExecutorInfo::forced_tokens: tokens at history[position + 1 ..]
+  int32_t forced = 0;  // 0 .. ExecutorInfo::forced_tokens, or prompt_forced(): tokens at history[position + 1 ..]
   // Of a request that has one (only where ExecutorInfo::constraints says so): it has taken the completion up to and
   // with the last forced token. A round that is kOk has had it take the tokens that it emits, each of which it allows:
   // see constraint.h for the draw. After kAborted it stands where it stood; kExecutorFailed with constraint->failure()
@@ -209,11 +218,12 @@ class Executor {
   virtual void set_pulse(Pulse* pulse) noexcept { (void)pulse; }
   [[nodiscard]] virtual const ExecutorInfo& info() const noexcept = 0;
   // Of the `count` tokens that are to be read from position `start` on, a prompt's and what is forced behind it: how
-  // many of the last ones its first round is to take beside the one that it feeds, at most ExecutorInfo::forced_tokens.
+  // many of the last ones its first round is to take beside the one that it feeds. More than
+  // ExecutorInfo::prompt_forced() are as good as that.
   // That changes no bit.
   [[nodiscard]] virtual int first_forced(int count, int start) const noexcept {
     (void)count, (void)start;
-    return info().forced_tokens;
+    return info().prompt_forced();
   }
   [[nodiscard]] virtual Status start_prefill(const PrefillStep& step) noexcept = 0;
   [[nodiscard]] virtual Status start_round(const RoundStep& step) noexcept = 0;

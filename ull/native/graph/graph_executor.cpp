@@ -9,12 +9,6 @@
 #include "graph/requests.h"
 
 namespace ull::graph {
-namespace {
-
-// The position of the token behind which a round's tokens come: the last one forced.
-int root_of(const RoundStep& step) noexcept { return step.position + step.forced; }
-
-}  // namespace
 
 GraphExecutor::GraphExecutor(GraphProgram program, const Driver& driver, const GraphOptions& options)
     : program_((program.check(), std::move(program))),
@@ -29,6 +23,7 @@ GraphExecutor::GraphExecutor(GraphProgram program, const Driver& driver, const G
 
 const GraphOptions& GraphExecutor::checked(const GraphOptions& options, const GraphProgram& program) {
   if (options.watchdog_ms < 1) throw std::invalid_argument("watchdog_ms: must be positive");
+  if (options.prefill_chunk < 1) throw std::invalid_argument("prefill_chunk: must be positive");
   if (options.max_tree < 1 || options.max_tree > kMaxTreeTokens) {
     throw std::invalid_argument("max_tree: must be 1 to " + std::to_string(kMaxTreeTokens));
   }
@@ -60,8 +55,9 @@ bool GraphExecutor::valid(const RoundStep& step) const noexcept {
   if (step.forced == 0) {
     return valid(&step.token, 1, step.position) && !(step.sampling->penalises() && step.history == nullptr);
   }
+  const int most = ends_prompt(step) ? info_.prompt_forced() : info_.forced_tokens;
   // To penalties, what is forced is the prompt's.
-  return step.forced > 0 && step.forced <= info_.forced_tokens && step.position >= 0 && step.history != nullptr &&
+  return step.forced > 0 && step.forced <= most && step.position >= 0 && step.history != nullptr &&
          !(step.sampling->penalises() && root_of(step) >= step.prompt_tokens) &&
          valid(step.history + step.position, step.forced + 1, step.position);
 }
@@ -110,7 +106,7 @@ Status GraphExecutor::start_round(const RoundStep& step) noexcept {
                          .abort = &abort_,
                          .prompt_tokens = step.prompt_tokens};
   // A draft that was aborted leaves the round to be ended where it is polled.
-  if (proposer_->propose(step, now) == Status::kExecutorFailed) {
+  if (proposer_->propose(step, now, is_chunk(step)) == Status::kExecutorFailed) {
     return queue_.fail("a drafter has failed", /*restart_helps=*/true);
   }
   const bool adopted = proposer_->tree().count() == 1 && ahead_is(step);
@@ -157,8 +153,9 @@ void GraphExecutor::drop_ahead() noexcept {
 
 // Whether the round that is queued does just what this step asks for.
 bool GraphExecutor::ahead_is(const RoundStep& step) noexcept {
-  return ahead_ != 0 && step.constraint == nullptr && step.forced == 0 && ahead_position_ == step.position &&
-         ahead_token_ == step.token && setting_.holds(*step.sampling, step.stops, step.stop_count) &&
+  if (step.forced > 0 || is_chunk(step)) return false;
+  return ahead_ != 0 && step.constraint == nullptr && ahead_position_ == step.position && ahead_token_ == step.token &&
+         setting_.holds(*step.sampling, step.stops, step.stop_count) &&
          setting_.holds(step.pages, pages_for(step.position + 1)) && text_is(step);
 }
 
@@ -177,6 +174,7 @@ void GraphExecutor::advance() noexcept {
 
 int GraphExecutor::first_forced(int count, int start) const noexcept {
   const int last = program_.last_chunk != nullptr ? (count - 1) % info_.prefill_chunk + 1 : 0;
+  if (program_.prefill_draws()) return last - 1;
   switch (prompt_costs_.first(count, start, last)) {
     case FirstRound::kSingle:
       return 0;

@@ -39,6 +39,7 @@ namespace ull::graph {
 
 struct GraphOptions {
   int64_t watchdog_ms = 2000;                // without an answer for longer, the device has failed
+  int prefill_chunk = gpu::kChunkTokens;     // most prompt tokens of a step
   DrafterKind drafter = DrafterKind::kNone;  // of requests that name none
   int max_tree = kMaxTreeTokens;             // of requests that set none
   bool adaptive = true;                      // false: always the widest tree that is allowed
@@ -75,8 +76,16 @@ class GraphExecutor final : public Executor {
  private:
   enum class StepKind : uint8_t { kNone, kPrefill, kRound, kScores, kCopy };
 
-  // Whether a round's forced tokens are more than a round's graph holds.
-  [[nodiscard]] bool is_chunk(const RoundStep& step) const noexcept { return step.forced >= program_.most_nodes(); }
+  // Whether it is for the graph of a prompt's last chunk: its forced tokens are more than a round's graph holds, or a
+  // prompt ends with it that chunks alone read.
+  [[nodiscard]] bool is_chunk(const RoundStep& step) const noexcept {
+    return step.forced >= program_.most_nodes() || ends_prompt(step);
+  }
+  [[nodiscard]] bool ends_prompt(const RoundStep& step) const noexcept {
+    return program_.prefill_draws() && step.history != nullptr && root_of(step) + 1 == step.prompt_tokens;
+  }
+  // The position of the token behind which a round's tokens come: the last one forced.
+  [[nodiscard]] static int root_of(const RoundStep& step) noexcept { return step.position + step.forced; }
   [[nodiscard]] static const GraphOptions& checked(const GraphOptions& options, const GraphProgram& program);
   [[nodiscard]] bool valid(const int32_t* tokens, int count, int start) const noexcept;
   [[nodiscard]] bool valid(const RoundStep& step) const noexcept;

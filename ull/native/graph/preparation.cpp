@@ -44,14 +44,15 @@ void GraphExecutor::prepare() {
   info_.vocabulary = program_.vocabulary;
   info_.context = program_.context_tokens;
   info_.page_count = program_.page_count;
-  info_.prefill_chunk = prefill_chunk(program_);
+  info_.prefill_chunk = std::min(options_.prefill_chunk, prefill_chunk(program_));
   // At least a plain round and the continuations behind it.
   info_.tokens_per_round = std::max({program_.most_nodes(), 2, 1 + program_.burst_rounds});
   info_.weight_bytes = program_.weight_bytes;
   info_.kv_bytes = program_.kv_bytes;
   info_.reuse = program_.reuse;
-  const int most_fed = program_.last_chunk != nullptr ? info_.prefill_chunk : program_.most_nodes();
+  const int most_fed = std::max(program_.last_chunk != nullptr ? info_.prefill_chunk : 0, program_.most_nodes());
   info_.forced_tokens = program_.rounds_prefill() ? std::min(most_fed, info_.context) - 1 : 0;
+  info_.prefill_draws = program_.prefill_draws();
   info_.copies_pages = program_.kv_pages != 0 && (program_.draft == nullptr || program_.draft->kv_pages != 0) &&
                        (program_.eagle == nullptr || program_.eagle->kv_pages != 0) &&
                        (program_.dflash == nullptr || program_.dflash->kv_pages != 0);
@@ -163,7 +164,8 @@ VerifyCosts GraphExecutor::measure() {
       const PromptCosts::First first{{near_ns[kCostSizes - 1], far_ns[kCostSizes - 1]},
                                      {single, single + far_ns[0] - near_ns[0]},
                                      far,
-                                     drawing_ns};
+                                     drawing_ns,
+                                     info_.prefill_chunk};
       prompt_costs_ = {{prefill_ns, static_cast<int64_t>(prefill.at(behind))}, chunks, behind, first};
     }
   }

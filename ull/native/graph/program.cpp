@@ -70,8 +70,8 @@ void GraphProgram::check() const {
   require(prefill != nullptr, "prefill: must be the handle of a graph");
   require(!chunks_prefill() || !rounds_prefill(),
           "reuse: rounds have other bits than a chunk that alone reads prompts");
-  require(last_chunk == nullptr || (chunk != nullptr && rounds_prefill()),
-          "last_chunk: there is no chunk, or rounds have other bits");
+  require(last_chunk == nullptr || chunks_prefill() || (chunk != nullptr && rounds_prefill()),
+          "last_chunk: there is no chunk, or rounds have other bits and read prompts too");
   RoundBlocks::check();
   require((redraw == nullptr) == (redraws == nullptr), "redraws: must be the handles of two graphs, or none");
   if (redraw != nullptr) require_block(mask, "mask");

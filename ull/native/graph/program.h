@@ -96,8 +96,8 @@ struct GraphProgram : RoundBlocks {
   SingleGraphs singles[kSamplers] = {};  // by Sampler; kFull's round is rounds[0], and null here
   int burst_rounds = 0;                  // 0: there are no bursts
   WideGraphs wide;
-  // CUgraphExec, up to kTreeTokens prompt tokens, with the bits of `chunk`. `chunk` itself: every prompt token but the
-  // last is read by it.
+  // CUgraphExec, up to kTreeTokens prompt tokens, with the bits of `chunk`. `chunk` itself: chunks alone read prompts,
+  // and where there is `last_chunk` it reads their last token.
   void* prefill = nullptr;
   // CUgraphExec, up to kChunkTokens prompt tokens (kTake): as `chunk`, and the round of the last one, which draws what
   // follows, in one pass over the weights. null: there is none.
@@ -132,6 +132,8 @@ struct GraphProgram : RoundBlocks {
   [[nodiscard]] bool rounds_prefill() const noexcept { return reuse == Reuse::kAll; }
   // Whether no other graph reads prompts than `chunk`.
   [[nodiscard]] bool chunks_prefill() const noexcept { return chunk != nullptr && chunk == prefill; }
+  // Whether such a prompt's last token is read by `last_chunk`, too.
+  [[nodiscard]] bool prefill_draws() const noexcept { return chunks_prefill() && last_chunk != nullptr; }
 
  private:
   void check_wide() const;

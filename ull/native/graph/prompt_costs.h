@@ -31,11 +31,12 @@ class PromptCosts {
     int64_t far_ns = 0;
   };
   // Rounds that draw the token behind a prompt: of kTreeTokens tokens, and of one. far: where they were measured, too.
-  // drawing_ns: what a chunk takes more that draws it.
+  // drawing_ns: what a chunk takes more that draws it. widest: most tokens that the steps before it read.
   struct First {
     Measured full, single;
     int far = 0;
     int64_t drawing_ns = 0;
+    int widest = gpu::kChunkTokens;
   };
 
   // Nothing is known: whatever may be a chunk is one.
@@ -49,7 +50,8 @@ class PromptCosts {
         round_(line(round, far)),
         full_(line(first.full, first.far)),
         single_(line(first.single, first.far)),
-        drawing_ns_(static_cast<double>(first.drawing_ns)) {
+        drawing_ns_(static_cast<double>(first.drawing_ns)),
+        widest_(first.widest) {
     for (size_t i = 0; i < chunks.size(); ++i) {
       chunks_[i] = line(chunks[i], far);
       known_ = known_ && chunks[i].near_ns > 0;
@@ -97,7 +99,7 @@ class PromptCosts {
   [[nodiscard]] double read_ns(int count, int start) const noexcept {
     double sum = 0.0;
     for (int part = 0; count > 0; count -= part, start += part) {
-      part = std::min(count, gpu::kChunkTokens);
+      part = std::min(count, widest_);
       const bool in_chunk = part > gpu::kTreeTokens && prefers_chunk(part, start);
       if (!in_chunk) part = std::min(part, gpu::kTreeTokens);
       sum += in_chunk ? chunk_ns(part, start) : round_.at(start);
@@ -108,6 +110,7 @@ class PromptCosts {
   bool known_ = false, first_known_ = false;
   CostLine round_, full_, single_;
   double drawing_ns_ = 0.0;
+  int widest_ = gpu::kChunkTokens;
   std::array<CostLine, kTiles> chunks_;
 };
 

@@ -160,12 +160,13 @@ void bind_graph(nb::module_& m) {
   nb::class_<graph::GraphExecutor, Executor>(m, "GraphExecutor", "The executor that replays captured CUDA graphs.")
       .def(
           "__init__",
-          [](graph::GraphExecutor* self, const nb::dict& program, int64_t watchdog_ms, const std::string& drafter,
-             int max_tree, bool adaptive, std::shared_ptr<PastOutputs> past_outputs,
+          [](graph::GraphExecutor* self, const nb::dict& program, int64_t watchdog_ms, int prefill_chunk,
+             const std::string& drafter, int max_tree, bool adaptive, std::shared_ptr<PastOutputs> past_outputs,
              const ReplayedTables& replayed_acceptance) {
             graph::GraphProgram checked = graph_program(program);
             const graph::GraphOptions options{
                 .watchdog_ms = watchdog_ms,
+                .prefill_chunk = prefill_chunk,
                 .drafter = drafter_named(drafter),
                 .max_tree = max_tree,
                 .adaptive = adaptive,
@@ -174,10 +175,13 @@ void bind_graph(nb::module_& m) {
             const graph::Driver driver = graph::load_driver(checked.library);
             new (self) graph::GraphExecutor(std::move(checked), driver, options);
           },
-          "program"_a, nb::kw_only(), "watchdog_ms"_a = 2000, "drafter"_a = "none", "max_tree"_a = kMaxTreeTokens,
-          "adaptive"_a = true, "past_outputs"_a.none() = nb::none(), "replayed_acceptance"_a = ReplayedTables(),
+          "program"_a, nb::kw_only(), "watchdog_ms"_a = 2000, "prefill_chunk"_a = gpu::kChunkTokens,
+          "drafter"_a = "none", "max_tree"_a = kMaxTreeTokens, "adaptive"_a = true,
+          "past_outputs"_a.none() = nb::none(), "replayed_acceptance"_a = ReplayedTables(),
           "`program`: the hand-over of ull.gpu: handles and addresses, which must stay valid until the engine has "
-          "stopped. Its device must not have run a round yet. `drafter`, `max_tree`: of requests that name none. "
+          "stopped. Its device must not have run a round yet. `prefill_chunk`: most tokens of a prompt that a step "
+          "reads, "
+          "512 at the most. `drafter`, `max_tree`: of requests that name none. "
           "adaptive=False drafts the widest tree allowed in every round, whether that pays or not. `past_outputs`: the "
           "suffix drafter's, beside the request's own text. `replayed_acceptance`: for measurements, as of the cpu "
           "executor. ValueError names the field at fault, RuntimeError what the driver lacks.");

@@ -54,6 +54,7 @@ void ScriptedExecutor::prepare() {
   info_.tokens_per_round = options_.tokens_per_round;
   info_.reuse = options_.reuse;
   info_.forced_tokens = options_.forced_tokens;
+  info_.prefill_draws = options_.prefill_draws;
   info_.copies_pages = options_.copies_pages;
   info_.score_nodes = options_.score_nodes;
   info_.constraints = options_.constraints;
@@ -133,16 +134,21 @@ Status ScriptedExecutor::poll(RoundResult& result) noexcept {
   return Status::kOk;
 }
 
+bool ScriptedExecutor::ends_prompt() const noexcept {
+  return options_.prefill_draws && round_.position + round_.forced + 1 == round_.prompt_tokens;
+}
+
 Status ScriptedExecutor::give_round(RoundResult& result) noexcept {
   for (int i = 0; i < round_.forced; ++i)
     cached(round_.pages, round_.position + i) = round_.history[round_.position + i];
   const int32_t last = round_.position + round_.forced;  // position of the last token that is fed
-  const int most = round_.forced > 0 ? 1 : std::min(options_.tokens_per_round, round_.max_tokens);
+  const bool prefills = ends_prompt(), writes_alike = prefills || options_.reuse == Reuse::kAll;
+  const int most = round_.forced > 0 || prefills ? 1 : std::min(options_.tokens_per_round, round_.max_tokens);
   int32_t token = round_.forced > 0 ? round_.history[last] : round_.token;
   result.count = 0;
   for (int i = 0; i < most; ++i) {
     const int position = last + i;
-    cached(round_.pages, position) = options_.reuse == Reuse::kAll ? token : token + options_.vocabulary;
+    cached(round_.pages, position) = writes_alike ? token : token + options_.vocabulary;
     token = next_token(round_.pages, position + 1);
     if (round_.constraint != nullptr && !round_.constraint->take(token)) {
       token = allowed_token(round_.pages, position + 1, *round_.constraint);

@@ -35,6 +35,7 @@ class ScriptedExecutor : public Executor {
     bool restart_helps = false;        // after that
     Reuse reuse = Reuse::kAll;         // unless kAll, rounds write other values than prefill does
     int forced_tokens = 0;             // most prompt tokens that a round takes behind the first
+    bool prefill_draws = false;        // the round that ends a prompt writes what prefill does, whatever `reuse` says
     int part = 0;                      // a first round takes what whole parts of so many leave; 0: as many as it may
     bool copies_pages = true;          // false: offers no start_copy()
     int score_nodes = kMaxTreeTokens;  // most nodes of a pass that scores, which takes round_ns; 0: offers none
@@ -91,6 +92,8 @@ class ScriptedExecutor : public Executor {
   [[nodiscard]] int32_t next_token(const int32_t* pages, int position) noexcept;
   [[nodiscard]] int32_t allowed_token(const int32_t* pages, int position, TokenConstraint& constraint) noexcept;
   [[nodiscard]] uint32_t hash_of_past(const int32_t* pages, int position) noexcept;
+  // Whether the round in flight reads a prompt's end as prefill does.
+  [[nodiscard]] bool ends_prompt() const noexcept;
   [[nodiscard]] Status give_round(RoundResult& result) noexcept;
   void give_scores() noexcept;
   [[nodiscard]] bool stands_in_cache(const ScoreStep& step) noexcept;
