@@ -30,6 +30,13 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(number, handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a chip nothing takes as long as on the emulator: `make h200` says how long a test may take there."""
+    if os.environ.get("ULL_KERNELS") == "device":
+        for item in items:
+            item.own_markers = [marker for marker in item.own_markers if marker.name != "timeout"]
+
+
 @pytest.fixture(scope="session")
 def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """engines/tiny.toml, built without its evaluation."""

@@ -32,7 +32,7 @@ class Cores:
 def client_cores(available: Sequence[int], topology: Path = TOPOLOGY) -> Cores:
     """The last physical cores of those that `available` CPUs are of; where there are too few, everything runs anywhere.
 
-    Nobody runs on the other CPUs of these cores. Where `topology` says nothing of them each CPU is a core.
+    Nobody is put on the other CPUs of these cores. Where `topology` says nothing of them each CPU is a core.
     """
     cores = physical_cores(available, topology)
     if len(cores) < _NEEDED:

@@ -198,6 +198,8 @@ class Measurement:
         """Adds to what is known of the same model: first tokens by the prompt's length, or the gaps between tokens."""
         known = self.found.get("client", {})
         if known.get("arch") != value["arch"]:
+            if known.get("arch") == MIDDLE.arch:
+                return  # whose bars they are
             known = {}
         first = known.get("first_token_ms", {}) | value.get("first_token_ms", {})
         self.found["client"] = known | value | {"first_token_ms": first}

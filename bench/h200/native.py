@@ -60,7 +60,9 @@ def loads() -> str:
     """What this Python says when it loads the module; "" if all is well."""
     command = [sys.executable, "-c", "import ull._native"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return "" if result.returncode == 0 else result.stderr.strip().split("\n")[-1]
+    if result.returncode == 0:
+        return ""
+    return result.stderr.strip().split("\n")[-1] or f"it ends with status {result.returncode}"
 
 
 def is_made(folder: Path, wanted: str) -> bool:

@@ -24,7 +24,7 @@ CACHE = ROOT / ".cache/h200"
 SECONDS = {"correctness": 330.0, "figures": 450.0}  # a machine is lent for 15 minutes, two starts of it among them
 REFUSED = 75  # exit status of a step that this machine does not let run
 STARTING_S = 15.0  # of a pytest: until its first test runs
-KERNEL_TEST_S = 40.0  # that a kernel's test may take, NVRTC's time included
+KERNEL_TEST_S = 75.0  # that a kernel's test may take, NVRTC's time included
 
 
 @dataclass(frozen=True)

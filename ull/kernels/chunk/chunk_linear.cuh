@@ -349,7 +349,7 @@ ULL_DEVICE void chunk_linear(const ChunkLinearParams& params) {
   const BlockShare share = block_share<Shape>(params, count, kMaySplit && !kFastPrefill);
   const ChunkRing<Plan> ring(arch::shared_memory(), share);
   const int first_token = share.first_token, early = smaller(Plan::kDepth, ring.stages());
-  const bool brings = arch::warp() >= 4 * kWarpgroups && arch::lane() == 0;
+  const bool brings = arch::warp() >= 4 * kWarpgroups && arch::lane() == 0 && ring.has_share();
   if (!share.idle) {
     ring.start(share);
     for (int stage = 0; stage < early && brings; ++stage) ring.bring_weights(params, stage);
@@ -358,7 +358,7 @@ ULL_DEVICE void chunk_linear(const ChunkLinearParams& params) {
   if (share.idle) return;
   if (arch::warp() >= 4 * kWarpgroups) {
     arch::give_registers_up<kBringRegisters>();
-    if (!brings || !ring.has_share()) return;
+    if (!brings) return;
     arch::fence_bulk_sources();
     for (int stage = 0; stage < early; ++stage) ring.bring_activations(params, first_token, stage);
     for (int stage = early; stage < ring.stages(); ++stage) {

@@ -53,7 +53,7 @@ Forecast::Work Forecast::work_of(const RequestSlot& request, int from, bool begu
   }
   const int completed = std::max(0, from + 1 - prompt);
   const int left = std::max(0, request.max_tokens - completed);
-  const bool read_with_first_round = from < prompt - (reads_last ? 0 : 1) && forced_ > 0;
+  const bool read_with_first_round = reads_last ? from < prompt : from < prompt - 1 && forced_ > 0;
   const int rounds_for = std::max(0, left - (read_with_first_round ? 1 : 0));
   const StepCosts::Estimate decode = costs_.decode(request.speculation, std::max(from, prompt), rounds_for);
   const StepCosts::Estimate first = costs_.round(request.speculation, std::max(from, prompt));
@@ -103,8 +103,9 @@ Expected Forecast::of(const RequestSlot& request, int64_t now) noexcept {
   for (const Work& work : works_) {
     if (work.request->priority <= request.priority || !(work.begun || idle)) continue;
     const int reached = work.request->reached.load(std::memory_order_relaxed);
-    const bool reads = reached < work.request->prompt_tokens - 1;
     const Choices* choices = work.request->choices.get();
+    const bool reads_last = prefill_draws_ && choices == nullptr;
+    const bool reads = reached < work.request->prompt_tokens - (reads_last ? 0 : 1);
     const PromptLogprobs* prompt = work.request->prompt_logprobs.get();
     StepCosts::Estimate step = reads ? costs_.prefill(reached, reached + chunk_, chunk_)
                                : prompt != nullptr && !prompt->scored()

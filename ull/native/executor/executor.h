@@ -82,7 +82,7 @@ struct ExecutorInfo {
   int64_t drafter_kv_bytes = 0;
   int forced_tokens = 0;  // most RoundStep::forced, whatever so many cost; 0: prefill and rounds are different kernels
   // Whether the round that feeds a prompt's last token reads it, and up to prefill_chunk - 1 tokens before it, as a
-  // prefill does that draws behind them, though other rounds write other values.
+  // prefill does that draws behind them, though other rounds write other values. It must say history and prompt_tokens.
   bool prefill_draws = false;
   bool copies_pages = false;  // whether start_copy() is offered
   bool penalties = false;     // whether Sampling's penalties are applied

@@ -180,11 +180,10 @@ void bind_graph(nb::module_& m) {
           "past_outputs"_a.none() = nb::none(), "replayed_acceptance"_a = ReplayedTables(),
           "`program`: the hand-over of ull.gpu: handles and addresses, which must stay valid until the engine has "
           "stopped. Its device must not have run a round yet. `prefill_chunk`: most tokens of a prompt that a step "
-          "reads, "
-          "512 at the most. `drafter`, `max_tree`: of requests that name none. "
-          "adaptive=False drafts the widest tree allowed in every round, whether that pays or not. `past_outputs`: the "
-          "suffix drafter's, beside the request's own text. `replayed_acceptance`: for measurements, as of the cpu "
-          "executor. ValueError names the field at fault, RuntimeError what the driver lacks.");
+          "reads, 512 at the most. `drafter`, `max_tree`: of requests that name none. adaptive=False drafts the widest "
+          "tree allowed in every round, whether that pays or not. `past_outputs`: the suffix drafter's, beside the "
+          "request's own text. `replayed_acceptance`: for measurements, as of the cpu executor. ValueError names the "
+          "field at fault, RuntimeError what the driver lacks.");
 }
 
 }  // namespace ull::module
