@@ -13,7 +13,7 @@ from ull.errors import ConfigError
 from ull.log import Log
 from ull.wire import MAX_TREE
 
-PREFILL_CHUNK = {"cpu": 256, "gpu": 512}  # tokens, unless the configuration says how many
+CPU_PREFILL_CHUNK = 256  # tokens, unless the configuration says how many
 
 
 def open_executor(
@@ -76,7 +76,7 @@ def _cpu_executor(
         spec,
         threads=threads,
         cores=list(cores),
-        prefill_chunk=engine.prefill_chunk or PREFILL_CHUNK["cpu"],
+        prefill_chunk=engine.prefill_chunk or CPU_PREFILL_CHUNK,
         pages=engine.kv_pages or None,
         isa=engine.isa,
         speculate="none" if speculation is None else speculation.default,
@@ -96,6 +96,7 @@ def _graph_executor(
 ) -> _native.Executor:
     """Weights, kernels and captured graphs on the device, and what replays them."""
     engine, speculation = config.engine, bundle.manifest.speculation
+    from ull.gpu.params import CHUNK_TOKENS
     from ull.gpu.program import Program  # cuda-python is installed only where there is a GPU
 
     program = Program(
@@ -111,7 +112,7 @@ def _graph_executor(
     executor = _native.GraphExecutor(
         program.handover,
         watchdog_ms=engine.watchdog_ms,
-        prefill_chunk=engine.prefill_chunk or PREFILL_CHUNK["gpu"],
+        prefill_chunk=engine.prefill_chunk or CHUNK_TOKENS,
         drafter=drafter,
         max_tree=MAX_TREE if speculation is None else speculation.max_tree,
         adaptive=config.speculation.adaptive,

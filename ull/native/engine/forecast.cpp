@@ -25,10 +25,14 @@ Forecast::Forecast(EngineShared& shared, const CachedPages& cached, const Execut
   works_.reserve(shared.slots + 1);
 }
 
+bool Forecast::reads_last_token(const RequestSlot& request) const noexcept {
+  return prefill_draws_ && request.choices == nullptr;
+}
+
 Forecast::Work Forecast::work_of(const RequestSlot& request, int from, bool begun) const noexcept {
   Work work{.request = &request, .begun = begun, .due_ns = request.deadline_ns != 0 ? request.deadline_ns : kNever};
   const int prompt = request.prompt_tokens;
-  const bool reads_last = prefill_draws_ && request.choices == nullptr;  // whatever comes before it
+  const bool reads_last = reads_last_token(request);
   if (from < prompt - 1 || ((reads_last || request.max_tokens == 0) && from < prompt)) {
     // The last tokens of the prompt, where a round reads several, are read at the price of a chunk.
     const StepCosts::Estimate prefill = costs_.prefill(from, prompt, chunk_);
@@ -104,8 +108,7 @@ Expected Forecast::of(const RequestSlot& request, int64_t now) noexcept {
     if (work.request->priority <= request.priority || !(work.begun || idle)) continue;
     const int reached = work.request->reached.load(std::memory_order_relaxed);
     const Choices* choices = work.request->choices.get();
-    const bool reads_last = prefill_draws_ && choices == nullptr;
-    const bool reads = reached < work.request->prompt_tokens - (reads_last ? 0 : 1);
+    const bool reads = reached < work.request->prompt_tokens - (reads_last_token(*work.request) ? 0 : 1);
     const PromptLogprobs* prompt = work.request->prompt_logprobs.get();
     StepCosts::Estimate step = reads ? costs_.prefill(reached, reached + chunk_, chunk_)
                                : prompt != nullptr && !prompt->scored()

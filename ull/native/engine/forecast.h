@@ -42,6 +42,8 @@ class Forecast {
     double margin_ns = 0;
   };
 
+  // Whether its first round reads the prompt's last token as a chunk does, whatever stands in the cache before it.
+  [[nodiscard]] bool reads_last_token(const RequestSlot& request) const noexcept;
   // What is left of a request of which the first `from` tokens are in the KV cache.
   [[nodiscard]] Work work_of(const RequestSlot& request, int from, bool begun) const noexcept;
   void collect(const RequestSlot* except) noexcept;

@@ -309,7 +309,7 @@ EngineLoop::Ending EngineLoop::accept_round(const RoundStep& step) noexcept {
       costs_.learn_round(request.speculation, result_.count, step.position, cycle);
       unlearnt_rounds_ = cycle < kFastRoundNs ? kFastRounds : 1;
     }
-  } else if (step.forced > 0 || (executor_.info().prefill_draws && step.position + 1 == step.prompt_tokens)) {
+  } else if (step.forced > 0 || (executor_.info().prefill_draws && step.ends_prompt())) {
     costs_.learn_prefill(step.forced + 1, step.position, now - run_->step_ns);
   }
   run_->last_round_ns = now;

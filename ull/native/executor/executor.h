@@ -156,6 +156,11 @@ struct RoundStep {
   // see constraint.h for the draw. After kAborted it stands where it stood; kExecutorFailed with constraint->failure()
   // set is the constraint's failure, and the executor goes on.
   TokenConstraint* constraint = nullptr;
+
+  // The position of the token behind which the emitted ones stand: the last one that is fed.
+  [[nodiscard]] int32_t root() const noexcept { return position + forced; }
+  // Whether that is the prompt's last token.
+  [[nodiscard]] bool ends_prompt() const noexcept { return root() + 1 == prompt_tokens; }
 };
 
 // One token of which a ScoreStep wants to know how likely it is.

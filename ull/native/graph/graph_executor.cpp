@@ -58,7 +58,7 @@ bool GraphExecutor::valid(const RoundStep& step) const noexcept {
   const int most = ends_prompt(step) ? info_.prompt_forced() : info_.forced_tokens;
   // To penalties, what is forced is the prompt's.
   return step.forced > 0 && step.forced <= most && step.position >= 0 && step.history != nullptr &&
-         !(step.sampling->penalises() && root_of(step) >= step.prompt_tokens) &&
+         !(step.sampling->penalises() && step.root() >= step.prompt_tokens) &&
          valid(step.history + step.position, step.forced + 1, step.position);
 }
 
@@ -161,7 +161,7 @@ bool GraphExecutor::ahead_is(const RoundStep& step) noexcept {
 
 // Whether penalties look at the text that the device has.
 bool GraphExecutor::text_is(const RoundStep& step) noexcept {
-  return !step.sampling->penalises() || text_.holds(step.history, root_of(step) + 1, step.prompt_tokens);
+  return !step.sampling->penalises() || text_.holds(step.history, step.root() + 1, step.prompt_tokens);
 }
 
 void GraphExecutor::advance() noexcept {
@@ -235,7 +235,7 @@ void GraphExecutor::fill_last_chunk(const int32_t* tokens, int count, int positi
 
 void GraphExecutor::launch_tree() noexcept {
   const RoundStep& step = round_;
-  const int root = root_of(step), pages = pages_for(root + step.max_tokens);
+  const int root = step.root(), pages = pages_for(root + step.max_tokens);
   if (!queue_.has_slot()) return;
   if (!setting_.holds(*step.sampling, step.stops, step.stop_count) || !setting_.holds(step.pages, pages)) {
     if (!queue_.setting_is_free(setting_)) return;
@@ -306,8 +306,8 @@ void GraphExecutor::launch_scores() noexcept {
 // The pages are there: the step's cover its root + max_tokens - 1.
 void GraphExecutor::launch_ahead() noexcept {
   const RoundStep& step = round_;
-  const int position = root_of(step) + 1;
-  const int pages = pages_for(root_of(step) + step.max_tokens);
+  const int position = step.root() + 1;
+  const int pages = pages_for(step.root() + step.max_tokens);
   if (proposer_->tree().count() > 1 || step.speculation != DrafterKind::kNone || step.max_tokens < 2) return;
   if (step.constraint != nullptr) return;
   if (position >= info_.context) return;
@@ -373,7 +373,7 @@ Status GraphExecutor::finish_prefill() noexcept {
 // Of what the round fed: all but the token that it emitted last.
 void GraphExecutor::keep_taps(const RoundResult& result) noexcept {
   if (tags_.capacity() == 0) return;
-  const int32_t root = root_of(round_);
+  const int32_t root = round_.root();
   const auto put = [&](int32_t position, int32_t token) {
     tags_.put(position, token, round_.pages[position / kPageTokens]);
   };
@@ -414,7 +414,7 @@ Status GraphExecutor::finish_round(RoundResult& result) noexcept {
   if (answer.stopped != 0) foresight_.stop();
   if (round_.speculation != DrafterKind::kNone) proposer_->learn(round_, result);
   ahead_token_ = result.tokens[result.count - 1].token;
-  ahead_position_ = answer.stopped != 0 ? -1 : root_of(round_) + result.count;
+  ahead_position_ = answer.stopped != 0 ? -1 : round_.root() + result.count;
   return Status::kOk;
 }
 

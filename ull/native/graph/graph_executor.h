@@ -82,10 +82,8 @@ class GraphExecutor final : public Executor {
     return step.forced >= program_.most_nodes() || ends_prompt(step);
   }
   [[nodiscard]] bool ends_prompt(const RoundStep& step) const noexcept {
-    return program_.prefill_draws() && step.history != nullptr && root_of(step) + 1 == step.prompt_tokens;
+    return program_.prefill_draws() && step.history != nullptr && step.ends_prompt();
   }
-  // The position of the token behind which a round's tokens come: the last one forced.
-  [[nodiscard]] static int root_of(const RoundStep& step) noexcept { return step.position + step.forced; }
   [[nodiscard]] static const GraphOptions& checked(const GraphOptions& options, const GraphProgram& program);
   [[nodiscard]] bool valid(const int32_t* tokens, int count, int start) const noexcept;
   [[nodiscard]] bool valid(const RoundStep& step) const noexcept;

@@ -134,15 +134,12 @@ Status ScriptedExecutor::poll(RoundResult& result) noexcept {
   return Status::kOk;
 }
 
-bool ScriptedExecutor::ends_prompt() const noexcept {
-  return options_.prefill_draws && round_.position + round_.forced + 1 == round_.prompt_tokens;
-}
-
 Status ScriptedExecutor::give_round(RoundResult& result) noexcept {
   for (int i = 0; i < round_.forced; ++i)
     cached(round_.pages, round_.position + i) = round_.history[round_.position + i];
-  const int32_t last = round_.position + round_.forced;  // position of the last token that is fed
-  const bool prefills = ends_prompt(), writes_alike = prefills || options_.reuse == Reuse::kAll;
+  const int32_t last = round_.root();
+  const bool prefills = options_.prefill_draws && round_.ends_prompt(),
+             writes_alike = prefills || options_.reuse == Reuse::kAll;
   const int most = round_.forced > 0 || prefills ? 1 : std::min(options_.tokens_per_round, round_.max_tokens);
   int32_t token = round_.forced > 0 ? round_.history[last] : round_.token;
   result.count = 0;

@@ -92,8 +92,6 @@ class ScriptedExecutor : public Executor {
   [[nodiscard]] int32_t next_token(const int32_t* pages, int position) noexcept;
   [[nodiscard]] int32_t allowed_token(const int32_t* pages, int position, TokenConstraint& constraint) noexcept;
   [[nodiscard]] uint32_t hash_of_past(const int32_t* pages, int position) noexcept;
-  // Whether the round in flight reads a prompt's end as prefill does.
-  [[nodiscard]] bool ends_prompt() const noexcept;
   [[nodiscard]] Status give_round(RoundResult& result) noexcept;
   void give_scores() noexcept;
   [[nodiscard]] bool stands_in_cache(const ScoreStep& step) noexcept;
