@@ -541,7 +541,8 @@ def _read_texts(settings: Settings, tokenizer: CheckpointTokenizer, model: Model
     evaluation = calibration = None
     if settings.evaluate:
         evaluation = read_text(settings.eval_text, tokenizer, settings.eval_tokens, model.context)
-    observes = settings.evaluate and not settings.on_cpu and not settings.evaluates_on_gpu
+    has_ranges = not settings.on_cpu or settings.precision.kv == "fp8"
+    observes = settings.evaluate and has_ranges and not settings.evaluates_on_gpu
     if calibrates or observes or settings.forward.has_plans:
         path, most = settings.calibration_text, settings.calibration_tokens
         calibration = read_text(path, tokenizer, most, model.context, CALIBRATION)
@@ -578,7 +579,7 @@ def _write_files(
     settings, checkpoint = inputs.settings, inputs.checkpoint
     title, path = f"weights to {settings.precision.weights}", staging / WEIGHTS_FILE
     if settings.on_cpu:
-        packer = CpuPacker(settings.precision)
+        packer = CpuPacker(settings.precision, None if observation is None else observation.keys_values)
         weights, errors = convert_stage(title, reporter, checkpoint, packer, path, inputs.drafters)
     else:
         scaled = {} if activations is None else activations.scaled
@@ -624,7 +625,8 @@ def _measure(
         return None, None
     limit = settings.max_perplexity_increase
     original = evaluator.original(texts.evaluation)
-    quality = measure_quality(evaluator, texts.evaluation, original, errors, limit, settings.forward.reads_fast)
+    fast, fp8_pages = settings.forward.reads_fast, settings.precision.kv == "fp8"
+    quality = measure_quality(evaluator, texts.evaluation, original, errors, limit, fast, fp8_pages)
     linears = _fp8_inputs(settings, model)
     if not linears or observation is None or texts.calibration is None:
         return quality, None

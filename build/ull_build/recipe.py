@@ -198,7 +198,11 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         ),
     ] = False
     kv: Annotated[
-        Literal["bf16", "fp8", "f32"], Meta(description="format of the KV cache; f32 on cpu only, fp8 on GPUs only")
+        Literal["bf16", "fp8", "f32"],
+        Meta(
+            description="format of the KV cache; f32 on cpu only, where fp8 says what it says on a GPU, and takes as "
+            "much memory as bf16"
+        ),
     ] = "bf16"
     context: Annotated[
         int | None, Meta(description="tokens a session may hold; default: the model's max_position_embeddings")
@@ -345,8 +349,6 @@ def _check_target(recipe: Recipe, origin: str) -> None:
             raise RecipeError(f'{origin}: evaluate_on "gpu" is for GPU targets', field="evaluate_on")
         if forward.has_plans:
             raise RecipeError(f'{origin}: forward "tensorrt" needs a GPU: --target sm_90a', field="forward")
-        if recipe.kv == "fp8":
-            raise RecipeError(f'{origin}: kv "fp8" is for GPU targets; the cpu keeps "bf16" or "f32"', field="kv")
         return
     if recipe.evaluate_on == "gpu" and (forward.has_plans or recipe.kv == "fp8"):
         what = "TensorRT's FP8 activations" if forward.has_plans else "FP8 pages"

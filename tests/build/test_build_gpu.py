@@ -46,8 +46,9 @@ from ull_build.shapes import SHAPES, shape_model
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.source.drafters import SpeculationSettings
 from ull_build.tensorrt.weights import SegmentWeights
+from ull_build.weights.kv_scale import kv_scales
 from ull_build.weights.pack_cpu import unpack_tiles
-from ull_build.weights.pack_gpu import kv_scales, pack_blocks, unpack_blocks
+from ull_build.weights.pack_gpu import pack_blocks, unpack_blocks
 from ull_build.weights.quantise import round_to_bf16, scale_rows, unscale_rows
 from weights_files import read_weights
 
@@ -414,15 +415,24 @@ def test_a_calibrated_bundle_for_a_gpu(checkpoint: Path, tmp_path: Path) -> None
 
 
 def test_the_quality_is_measured_by_the_cpu(tmp_path: Path) -> None:
+    """Of the weights, and of the pages, that the engine has: the same engine for the CPU has the same figures."""
     pytest.importorskip("ull._native")
     path = write_checkpoint(tmp_path / "model", config=DIMENSIONS)
-    options = {"eval_tokens": 64, "max_perplexity_increase": 10.0}
-    on_device = built(path, tmp_path / "device.ull", evaluate=True, **options)
-    host = build(Settings(path, tmp_path / "host.ull", "x", **options)).manifest.quality
-    quality = on_device.manifest.quality
-    assert quality is not None and host is not None
-    assert quality.perplexity_quantised == host.perplexity_quantised
-    assert {item.name for item in quality.tensors} >= {"layers.0.qkv.weight", "lm_head.weight"}
+    options = {"eval_tokens": 64, "calibration_tokens": 64, "max_perplexity_increase": 10.0}
+    measured = []
+    for kv in ("bf16", "fp8"):
+        on_device = built(path, tmp_path / f"{kv}.ull", evaluate=True, kv=kv, **options)
+        settings = Settings(path, tmp_path / f"host-{kv}.ull", "x", precision=Precision(kv=kv), **options)
+        host = open_bundle(build(settings).path)
+        quality = on_device.manifest.quality
+        assert quality is not None and host.manifest.quality is not None
+        assert quality.perplexity_quantised == host.manifest.quality.perplexity_quantised
+        assert {item.name for item in quality.tensors} >= {"layers.0.qkv.weight", "lm_head.weight"}
+        assert ("layers.0.kv_scale" in host.tensors) == (kv == "fp8")
+        measured.append(quality.perplexity_quantised)
+    assert measured[0] != measured[1]
+    scales = [read_weights(bundle.weights_path)["layers.1.kv_scale"][:4] for bundle in (on_device, host)]
+    assert scales[0].tolist() == scales[1].tolist() and len(set(scales[0].tolist())) > 1
     assert sorted(file.name for file in on_device.path.iterdir()) == [
         "code",
         "manifest.json",
@@ -536,7 +546,6 @@ LOVELACE = {  # a GPU on which our kernels of the layers do not run
         ),
         ({"medusa": {"heads": "m"}, "forward": {"decode": "tensorrt"}}, "medusa", "ull's own decode"),
         ({"kv": "f32"}, "kv", 'keeps "bf16" or "fp8"'),
-        ({"target": "cpu", "kv": "fp8"}, "kv", 'the cpu keeps "bf16" or "f32"'),
         ({"target": "sm_100"}, "target", '"sm_90a" \\(an H100, H200 or GH200\\)'),
         ({"target": "sm_75"}, "target", '"sm_100a" \\(a B200 or GB200\\)'),
         ({"precision": "f32"}, "precision", "precision"),

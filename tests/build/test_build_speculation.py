@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from checkpoints import head_tensors, tokenizer_json, write_checkpoint, write_json
+from head_checkpoints import write_dflash, write_eagle
 from manifests import change_manifest, read_manifest_json, write_manifest_json
 from torch_files import Call, Name, tensor_call, write_torch
 from ull.bundle import Bundle, Precision, open_bundle
@@ -294,6 +295,35 @@ def test_a_draft_model_is_stored_like_a_target(target: Path, tmp_path: Path, arc
     for key, value in spec["draft"].items():
         assert np.array_equal(value, own[key]), key
     assert bundle.manifest.speculation is not None and bundle.manifest.speculation.max_tree == 16
+
+
+def test_what_drafts_for_fp8_pages(target: Path, tmp_path: Path) -> None:
+    """A draft model has them too, heads have not; an answer is the same with each as without."""
+    native = pytest.importorskip("ull._native")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 512}
+    drafters: dict[str, Any] = {
+        "draft": write_checkpoint(tmp_path / "draft", "qwen2", config=sizes, seed=3),
+        "eagle": write_eagle(tmp_path / "eagle"),
+        "dflash": write_dflash(tmp_path / "dflash"),
+    }
+    speculation = SpeculationSettings(**drafters)
+    options: dict[str, Any] = {"eval_tokens": 64, "calibration_tokens": 64, "max_perplexity_increase": 10.0}
+    options |= {"allow_weak_drafter": True, "speculation": speculation, "precision": Precision(kv="fp8")}
+    bundle = open_bundle(build(Settings(target, tmp_path / "x.ull", "x", **options)).path)
+    assert {name for name in bundle.tensors if "kv_scale" in name} == {
+        *("layers.0.kv_scale", "layers.1.kv_scale", "draft.layers.0.kv_scale")
+    }
+    described = bundle.manifest.speculation
+    assert described is not None and described.draft is not None and described.draft.precision.kv == "fp8"
+    for head in (described.eagle, described.dflash):
+        assert head is not None and head.precision == Precision(kv="bf16")
+    rig = native.SpeculationRig(bundle.native_spec(), adaptive=False)
+    prompt = np.arange(3, 90, dtype=np.int32)
+    plain, *others = (rig.decode(prompt, 30, {"seed": 5, "temperature": 0.7}, name) for name in ("none", *drafters))
+    for said, name in zip(others, drafters, strict=True):
+        assert said["tokens"] == plain["tokens"] and {entry[0] for entry in said["rounds"][:-1]} >= {name}
+    wide = native.SpeculationRig(bundle.native_spec(kv="bf16")).decode(prompt, 30, {"logprobs": 0})
+    assert wide["logprobs"] != rig.decode(prompt, 30, {"logprobs": 0})["logprobs"]
 
 
 def test_refused_draft_models(target: Path, tmp_path: Path) -> None:

@@ -31,12 +31,12 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 TARGETS = {
     "llama": (Dims(), Medusa(), Dims(layers=1, seed=5)),
     "fp8": (
-        Dims(weights="fp8", lm_head="bf16", kv="bf16", windows=(0, 40)),
+        Dims(weights="fp8", lm_head="bf16", kv="fp8", windows=(0, 40)),
         Medusa(heads=4, layers=2, version="1"),
-        Dims(hidden=40, layers=1, heads=3, kv_heads=1, head_dim=20, vocabulary=90, weights="fp8", lm_head="bf16"),
+        Dims(40, layers=1, heads=3, kv_heads=1, head_dim=20, vocabulary=90, weights="fp8", lm_head="bf16", kv="fp8"),
     ),
     "qwen": (
-        Dims(bias=True, qk_norm=True, heads=6, kv_heads=2, tied=False, vocabulary=131),
+        Dims(bias=True, qk_norm=True, heads=6, kv_heads=2, tied=False, vocabulary=131, kv="bf16"),
         Medusa(heads=2, precision="bf16", version="1"),
         Dims(bias=True, vocabulary=160, context=640, seed=9),  # vocabulary padded further
     ),

@@ -63,7 +63,7 @@ class Dims:
     weights: str = "f32"  # f32, bf16 or fp8
     lm_head: str = "f32"
     embedding: str = "f32"
-    kv: str = "f32"
+    kv: str = "f32"  # f32, bf16 or fp8
     seed: int = 0
     spread: float = 1.0  # of attention scores and MLP activations
 
@@ -107,6 +107,7 @@ class Layer:
     bias: dict[str, np.ndarray] = field(default_factory=dict)
     q_norm: np.ndarray | None = None
     k_norm: np.ndarray | None = None
+    kv_scale: np.ndarray | None = None  # [2, kv_heads]
 
 
 def quantise_fp8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -118,6 +119,11 @@ def quantise_fp8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     small = np.abs(scaled) < smallest
     scaled = np.where(small, np.where(np.abs(scaled) < smallest / 2, 0.0, np.copysign(smallest, scaled)), scaled)
     return np.clip(scaled, -448, 448).astype(FP8), scale
+
+
+def round_in(scale: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The nearest E4M3 numbers times `scale`, +-448 of it at most."""
+    return np.clip(values / scale, -448, 448).astype(np.float32).astype(FP8).astype(np.float64) * scale
 
 
 def pad_rows(rows: np.ndarray) -> np.ndarray:
@@ -247,6 +253,10 @@ class RandomModel:
         if d.qk_norm:
             layer.q_norm = self._vector(prefix + "q_norm", 1.0 + 0.1 * normal(d.head_dim))
             layer.k_norm = self._vector(prefix + "k_norm", 1.0 + 0.1 * normal(d.head_dim))
+        if d.kv == "fp8":  # the last head's values saturate
+            layer.kv_scale = 2.0 ** self.random.integers(-6, 3, (2, d.kv_heads))
+            layer.kv_scale[1, -1] = 2.0**-10
+            self.tensors[prefix + "kv_scale"] = pad_vector(layer.kv_scale.reshape(-1).astype(np.float32))
         return layer
 
     def add_medusa(self, medusa: Medusa) -> list[Callable[[np.ndarray], np.ndarray]]:
@@ -405,6 +415,8 @@ class RandomModel:
             k, v = tap(f"{name}.keys", k), tap(f"{name}.values", v)
             if d.kv == "bf16":
                 k, v = k.astype(BF16).astype(np.float64), v.astype(BF16).astype(np.float64)
+            if layer.kv_scale is not None:
+                k, v = (round_in(scale[:, None], x) for scale, x in zip(layer.kv_scale, (k, v), strict=True))
             k, v = k.repeat(group, axis=1), v.repeat(group, axis=1)
             scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(d.head_dim)
             distance = positions[:, None] - positions[None]

@@ -6,6 +6,8 @@ The executor reads linear weights in row tiles of 32: `[tiles, K, 32]`, so that 
 
 from __future__ import annotations
 
+import msgspec
+
 from ull.bundle.manifest import DflashHead, EagleHead, MedusaHeads, Model, Precision, Speculation, embedding_is_shared
 from ull.bundle.tensor_file import ITEM_BYTES, TensorShape
 
@@ -48,6 +50,7 @@ class _Plan:
 
     def __init__(self, precision: Precision) -> None:
         self.small = "F32" if precision.weights == "f32" else "BF16"
+        self.kv = precision.kv
         self.tensors: dict[str, TensorShape] = {}
 
     def vector(self, name: str, length: int) -> None:
@@ -79,10 +82,17 @@ class _Plan:
         if model.qk_norm:
             self.vector(f"{prefix}.q_norm", model.head_dim)
             self.vector(f"{prefix}.k_norm", model.head_dim)
+        if self.kv == "fp8":
+            self.number(f"{prefix}.kv_scale", "F32", 2 * model.kv_heads)
         self.linear(f"{prefix}.o", tile_count(model.hidden), attention, stored)
         self.vector(f"{prefix}.mlp_norm", model.hidden)
         self.linear(f"{prefix}.gate_up", 2 * tile_count(model.intermediate), model.hidden, stored)
         self.linear(f"{prefix}.down", tile_count(model.hidden), model.intermediate, stored)
+
+
+def host_head_precision(precision: Precision) -> Precision:
+    """How the CPU executor stores a head that drafts for a model of that precision: its keys and values are not FP8."""
+    return msgspec.structs.replace(precision, kv="bf16") if precision.kv == "fp8" else precision
 
 
 def expected_tensors(

@@ -465,7 +465,6 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
             _require(self.code is None and not self.random_weights, 'target "cpu" takes no `code` or `random_weights`')
             _require(self.forward == FUSED, 'target "cpu" takes no `forward`')
             _require(self.activations is None, 'target "cpu" takes no `activations`: its own are float32')
-            _require(self.precision.kv != "fp8", '`precision.kv` fp8 is not supported on target "cpu"')
         else:
             self._check_device()
         for token in (*self.tokens.eos, *([] if self.tokens.bos is None else [self.tokens.bos])):

@@ -26,16 +26,11 @@ def original_precision(checkpoint: Checkpoint) -> Precision:
     return ORIGINAL_BF16 if checkpoint.is_bf16 else ORIGINAL_F32
 
 
-def cpu_precision(precision: Precision) -> Precision:
-    """What the CPU executor evaluates in place of a GPU's weights: the same FP8 codes, or bf16 for f16."""
-    return msgspec.structs.replace(precision, kv="bf16")
-
-
 def evaluation_bytes(checkpoint: Checkpoint, precision: Precision, on_cpu: bool) -> int:
     """Disk space that an Evaluator takes."""
     plans = [plan_weights(checkpoint, CpuPacker(original_precision(checkpoint)))]
     if not on_cpu:
-        plans.append(plan_weights(checkpoint, CpuPacker(cpu_precision(precision))))
+        plans.append(plan_weights(checkpoint, CpuPacker(precision)))
     return sum(shape.nbytes for plan in plans for shape in plan.values())
 
 
@@ -44,7 +39,8 @@ class Evaluator:
 
     Each is converted when it is first needed, into `directory`, and removed at the end of the context. `weights` are
     the bundle's own where the CPU executor takes them: complete before the first run of the quantised ones. None: the
-    bundle is packed for a GPU, and the same codes are packed once more. Every method raises BuildError.
+    bundle is packed for a GPU, and the same codes are packed once more, or bf16 for f16; FP8 pages get the scales of
+    what was observed before. Every method raises BuildError.
     """
 
     def __init__(
@@ -62,6 +58,7 @@ class Evaluator:
         self._threads = threads or len(os.sched_getaffinity(0))
         self._original_path = directory / "original.safetensors"
         self._packed_path = directory / "evaluated.safetensors"
+        self._keys_values: Mapping[str, NDArray[np.float32]] | None = None
 
     def __enter__(self) -> Evaluator:
         return self
@@ -92,7 +89,9 @@ class Evaluator:
         """What runs through the unquantised model."""
         spec = self._original  # converted, where need be, in a stage of its own
         with self._reporter.stage("observe activations", len(text.tokens), "tokens") as advance:
-            return observe(spec, text, self._threads, _steps(len(text.tokens), advance))
+            observation = observe(spec, text, self._threads, _steps(len(text.tokens), advance))
+        self._keys_values = observation.keys_values
+        return observation
 
     def logits(self, tokens: Sequence[int], input_scales: Mapping[str, float] | None = None) -> NDArray[np.float32]:
         """The quantised weights' logits after each token, [tokens, V], with FP8 activations as in `quantised`."""
@@ -112,10 +111,9 @@ class Evaluator:
     def _quantised(self) -> dict[str, Any]:
         if self._weights is not None:
             return self._spec(self._weights, self._precision.kv)
-        precision = cpu_precision(self._precision)
-        packer = CpuPacker(precision)
+        packer = CpuPacker(self._precision, self._keys_values)
         convert_stage("packed for the cpu", self._reporter, self._checkpoint, packer, self._packed_path)
-        return self._spec(self._packed_path, precision.kv)
+        return self._spec(self._packed_path, self._precision.kv)
 
     def _spec(self, path: Path, kv: str) -> dict[str, Any]:
         return native_spec(self._model, path, read_tensor_file(path), self._model.context, kv)
@@ -148,19 +146,21 @@ def measure_quality(
     errors: list[TensorError],
     limit: float,
     fast_prefill: bool = False,
+    fp8_pages: bool = False,
 ) -> Quality:
     """Compares the quantised weights with the `original` ones' predictions. Raises BuildError above the `limit`.
 
-    `fast_prefill`: of prompts that are read fast, too.
+    `fast_prefill`: of prompts that are read fast, too. `fp8_pages`: the evaluator keeps keys and values in them.
     """
     quantised = evaluator.quantised(text)
+    lossless = 'kv = "bf16" or precision = "bf16"' if fp8_pages else 'precision = "bf16"'
     quality = Quality(
         eval_text=text.name,
         eval_tokens=text.predictions,
         window=text.window,
         perplexity_original=original.perplexity,
         perplexity_quantised=quantised.perplexity,
-        perplexity_increase=check_quality(original, quantised, limit),
+        perplexity_increase=check_quality(original, quantised, limit, instead=lossless),
         top1_agreement=original.agreement(quantised),
         limit=limit,
         tensors=errors,

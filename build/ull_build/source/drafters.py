@@ -23,6 +23,7 @@ from ull.bundle import (
     Speculation,
     Target,
     device_head_precision,
+    host_head_precision,
 )
 from ull.errors import CheckpointError
 from ull.wire import MAX_TREE, Drafter
@@ -104,7 +105,7 @@ def describe(
     target: Target = "cpu",
 ) -> Speculation:
     """The manifest's account of speculation, without code."""
-    draft, of_heads = None, precision if target == "cpu" else device_head_precision(precision)
+    draft, of_heads = None, (host_head_precision if target == "cpu" else device_head_precision)(precision)
     if drafters.draft is not None:
         sizes = msgspec.structs.replace(drafters.draft.model, tokenizer_vocabulary=model.tokenizer_vocabulary)
         draft = DraftModel(model=sizes, precision=precision)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -19,9 +20,11 @@ from ull.bundle import (
     dflash_tensors,
     eagle_tensors,
     expected_tensors,
+    host_head_precision,
     medusa_tensors,
 )
 from ull_build.source.checkpoint import Checkpoint
+from ull_build.weights.kv_scale import own_kv_scales
 from ull_build.weights.packer import PackedRows
 from ull_build.weights.quantise import as_stored, complete_rows, dequantise_rows, from_bf16, to_bf16
 
@@ -50,12 +53,12 @@ def unpack_tiles(tiles: NDArray[Any]) -> NDArray[Any]:
 
 
 class CpuPacker:
-    """Stores a model as the CPU executor reads it: a Packer."""
+    """Stores a model as the CPU executor reads it: a Packer. `keys_values`: as GpuPacker's."""
 
     tile_rows = gate_rows = TILE_ROWS
 
-    def __init__(self, precision: Precision) -> None:
-        self._precision = precision
+    def __init__(self, precision: Precision, keys_values: Mapping[str, NDArray[np.float32]] | None = None) -> None:
+        self._precision, self._keys_values = precision, keys_values
 
     def tensors(self, model: Model) -> dict[str, TensorShape]:
         return expected_tensors(model, self._precision)
@@ -64,11 +67,11 @@ class CpuPacker:
         return medusa_tensors(model, self._precision, heads)
 
     def head_tensors(self, model: Model, head: EagleHead | DflashHead) -> dict[str, TensorShape]:
-        stored = msgspec.structs.replace(head, precision=self._precision)
+        stored = msgspec.structs.replace(head, precision=host_head_precision(self._precision))
         return eagle_tensors(model, stored) if isinstance(stored, EagleHead) else dflash_tensors(model, stored)
 
     def for_draft(self) -> CpuPacker:
-        return self
+        return CpuPacker(self._precision)  # nobody observed it
 
     def rows(
         self, stem: str, rows: NDArray[np.float32], dtype: str, stored: NDArray[np.uint8] | None = None
@@ -84,5 +87,5 @@ class CpuPacker:
     def vector(self, name: str, values: NDArray[np.float32], shape: TensorShape) -> NDArray[Any]:
         return as_stored(np.pad(values, (0, shape.shape[0] - len(values))), shape.dtype)
 
-    def own_values(self, checkpoint: Checkpoint, name: str) -> None:
-        return None
+    def own_values(self, checkpoint: Checkpoint, name: str) -> NDArray[np.float32] | None:
+        return own_kv_scales(checkpoint, name, self._keys_values)

@@ -28,10 +28,10 @@ from ull.bundle import (
 )
 from ull_build.source.checkpoint import Checkpoint
 from ull_build.weights.head_scan import scan_rows
+from ull_build.weights.kv_scale import own_kv_scales
 from ull_build.weights.mlp_scale import scale_rows_of
-from ull_build.weights.names import bias_sources
 from ull_build.weights.packer import PackedRows
-from ull_build.weights.quantise import FP8_MAX, complete_rows, dequantise_rows, round_to_bf16, scale_rows, unscale_rows
+from ull_build.weights.quantise import complete_rows, dequantise_rows, round_to_bf16, scale_rows, unscale_rows
 
 # A row of a tile is 8 h + g, a column of a step 8 t + 4 j + 2 p + e. Lane 4 g + t holds both rows g of a tile and
 # eight columns, which the matrix instructions j = 0 and 1 take, in the order p, h, e of their operand registers.
@@ -122,31 +122,4 @@ class GpuPacker:
         return scale_rows_of(name, np.pad(exact, (0, shape.shape[0] - len(exact))), self._scaled)
 
     def own_values(self, checkpoint: Checkpoint, name: str) -> NDArray[np.float32] | None:
-        layer, _, kind = name.rpartition(".")
-        if kind != "kv_scale":
-            return None
-        return kv_scales(checkpoint, layer, None if self._keys_values is None else self._keys_values[f"{layer}.kv"])
-
-
-def kv_scales(checkpoint: Checkpoint, layer: str, observed: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-    """Scale of each KV head's keys, then values, in FP8 pages: a power of two, [2 * kv_heads].
-
-    Room for twice the largest ones `observed` [2 * kv_heads], the smallest power that gives it. Where nothing was
-    observed: 1 reaches +-448, far beyond the keys and values of a model without biases. A projection's bias can be
-    larger, and it is in every key: then the scale leaves room for twice that.
-    """
-    model = checkpoint.model
-    if observed is not None:
-        return _with_room_for_twice(np.where(observed > 0, observed, FP8_MAX / 2))
-    sources = bias_sources(checkpoint, f"{layer}.qkv.bias")
-    if not sources or model.qk_norm:  # a norm takes the bias's size away
-        return np.ones(2 * model.kv_heads, np.float32)
-    biases = np.concatenate([checkpoint.vector(source) for source in sources[1:]])
-    largest = np.abs(biases).reshape(2 * model.kv_heads, model.head_dim).max(axis=1)
-    return np.maximum(_with_room_for_twice(np.maximum(largest, np.float32(1.0))), np.float32(1.0))
-
-
-def _with_room_for_twice(largest: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The smallest powers of two, float32, that reach 2 * largest (all positive) with E4M3's 448."""
-    powers = np.ceil(np.log2(2.0 * largest.astype(np.float64) / FP8_MAX))
-    return np.asarray(np.ldexp(1.0, np.clip(powers, -126, 127).astype(np.int64)), np.float32)
+        return own_kv_scales(checkpoint, name, self._keys_values)

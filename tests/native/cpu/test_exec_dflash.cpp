@@ -242,6 +242,8 @@ TEST(bad_heads_are_refused_by_name) {
   CHECK_EQ(refusal({.own_embedding = true}, [](DflashSpec& spec) { spec.model.hidden = 96; }),
            "dflash.own_lm_head: must be true where dflash.hidden is not the target's hidden");
   CHECK_EQ(refusal({}, [](DflashSpec& spec) { spec.model.heads = 0; }), "dflash.heads: must be a multiple of kv_heads");
+  CHECK_EQ(refusal({}, [](DflashSpec& spec) { spec.model.kv_format = Format::kF8; }),
+           "dflash.kv_dtype: must be bf16 or f32");
   CHECK_EQ(refusal({}, [](DflashSpec& spec) { spec.taps.clear(); }),
            "dflash.taps: must name 1 layer or more, of 2^24 values together");
   CHECK_EQ(refusal({}, [](DflashSpec& spec) { spec.taps = {4}; }),

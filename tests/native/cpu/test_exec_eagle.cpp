@@ -594,6 +594,8 @@ TEST(bad_heads_are_refused_by_name) {
            "eagle.head_dim: must be even, 2 to 1024");
   CHECK_EQ(refusal(plain, [](EagleSpec& spec) { spec.model.layers = 2, spec.model.windows = {0, 0}; }),
            "eagle.layers: must be 1");
+  CHECK_EQ(refusal(plain, [](EagleSpec& spec) { spec.model.kv_format = Format::kF8; }),
+           "eagle.kv_dtype: must be bf16 or f32");
   CHECK_EQ(refusal(plain, [](EagleSpec& spec) { spec.model.context = 511; }),
            "eagle.context: must not be shorter than the target's");
   CHECK_EQ(refusal(plain, [](EagleSpec& spec) { spec.taps = {}; }),

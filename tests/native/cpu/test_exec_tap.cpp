@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "check.h"
+#include "cpu/e4m3.h"
 #include "cpu/offline/evaluate.h"
 #include "cpu/offline/fake_quantiser.h"
 #include "cpu/offline/observe.h"

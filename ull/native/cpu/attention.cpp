@@ -89,7 +89,9 @@ void Attention::write_cache(Scratch& scratch, const AttentionStep& step, int tok
   prepare_head(scratch, key, step.key_norm, position);
   const int page = step.tree == nullptr ? step.pages[position / kPageKeys] : cache_.tree_page();
   const int slot = step.tree == nullptr ? position % kPageKeys : step.node(token);
-  cache_.write(page, step.cache_layer, kv_head, slot, scratch.head.data(), value);
+  KvScale scale;
+  if (step.kv_scale != nullptr) scale = {step.kv_scale[kv_head], step.kv_scale[spec_.kv_heads + kv_head]};
+  cache_.write(page, step.cache_layer, kv_head, slot, scratch.head.data(), value, scale);
 }
 
 void Attention::attend(Scratch& scratch, const AttentionStep& step, int kv_head, int row, int count) const noexcept {

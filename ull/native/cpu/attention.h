@@ -32,11 +32,12 @@ struct AttentionStep {
   int start;             // position of the first token
   const int32_t* pages;  // page table
   int cache_layer;
-  int window;               // tokens a query sees, itself included; 0: all
-  const float* query_norm;  // [head_dim] or null
-  const float* key_norm;    // [head_dim] or null
-  Panels panels;            // of the chunk
-  float* out;               // packed activations [panels][heads * head_dim]
+  int window;                       // tokens a query sees, itself included; 0: all
+  const float* query_norm;          // [head_dim] or null
+  const float* key_norm;            // [head_dim] or null
+  const float* kv_scale = nullptr;  // [2 * kv_heads] of keys, then values, or null: see KvScale
+  Panels panels;                    // of the chunk
+  float* out;                       // packed activations [panels][heads * head_dim]
   float out_scale;
   const TreePaths* tree;  // null: the tokens follow one another
   int first_node = 0;     // of a tree: token i is node first_node + i; the nodes before it are in the tree page

@@ -1,5 +1,8 @@
 // The KV pages of all sequences, one pool allocated and touched at construction (layout: kv/page_layout.h). Behind them
 // may lie one more, the tree page: slot i holds node i of the draft tree that is being verified.
+//
+// A model whose pages are FP8 on a GPU has them in bf16 here, each number rounded to what FP8 would hold: an E4M3
+// number times a power of two, which bf16 holds as it is.
 #pragma once
 
 #include <bit>
@@ -9,6 +12,7 @@
 
 #include "base/aligned.h"
 #include "base/allocation.h"
+#include "cpu/e4m3.h"
 #include "cpu/kernels/kernels.h"
 #include "kv/page_layout.h"
 
@@ -19,6 +23,16 @@ namespace ull::cpu {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   if ((bits & 0x7FFFFFFFU) > 0x7F800000U) return static_cast<uint16_t>(bits >> 16 | 0x40U);
   return static_cast<uint16_t>((bits + 0x7FFFU + (bits >> 16 & 1U)) >> 16);
+}
+
+// The units in which FP8 pages keep a head's keys and values, powers of two; 0: they are kept as they are.
+struct KvScale {
+  float key = 0.0F;
+  float value = 0.0F;
+};
+
+[[nodiscard]] inline float kept_in(float scale, float value) noexcept {
+  return scale == 0.0F ? value : round_to_e4m3(value / scale) * scale;
 }
 
 class KvCache {
@@ -97,17 +111,17 @@ class KvCache {
   }
 
   // Stores one token's key and value ([head_dim] each) in slot `slot` (0..63) of a page.
-  void write(int page, int layer, int kv_head, int slot, const float* key, const float* value) noexcept {
+  void write(int page, int layer, int kv_head, int slot, const float* key, const float* value, KvScale scale) noexcept {
     uint8_t* keys_to = pool_.data() + layout_.key_offset(page, layer, kv_head);
     uint8_t* values_to = pool_.data() + layout_.value_offset(page, layer, kv_head);
     const int tile = slot / PageLayout::kTile;
     const int position = layout_.tile_position(slot % PageLayout::kTile);
     for (int d = 0; d < layout_.head_dim; ++d) {
-      put(keys_to, (tile * layout_.head_dim + d) * PageLayout::kTile + position, key[d]);
+      put(keys_to, (tile * layout_.head_dim + d) * PageLayout::kTile + position, kept_in(scale.key, key[d]));
       put(values_to,
           (d / PageLayout::kTile * PageLayout::kTokens + slot) * PageLayout::kTile +
               layout_.tile_position(d % PageLayout::kTile),
-          value[d]);
+          kept_in(scale.value, value[d]));
     }
   }
 

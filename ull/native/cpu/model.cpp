@@ -21,7 +21,7 @@ ModelSpec validated(ModelSpec spec, const ModelOptions& options) {
 
 PageLayout page_layout(const ModelSpec& spec, const ModelOptions& options) {
   return {options.cache_layers > 0 ? options.cache_layers : spec.layers, spec.kv_heads, spec.head_dim,
-          format_bytes(spec.kv_format)};
+          format_bytes(spec.page_format())};
 }
 
 const float* tile_of(const AlignedArray<float>& values, int tile) {
@@ -38,8 +38,8 @@ Model::Model(ModelSpec spec, const ModelOptions& options, std::shared_ptr<Thread
       chunk_(options.chunk),
       weights_(spec_, options.storage),
       team_(team != nullptr ? std::move(team) : std::make_shared<ThreadTeam>(options.threads, options.cores)),
-      cache_(page_layout(spec_, options), options.pages > 0 ? options.pages : pages_for(spec_.context), spec_.kv_format,
-             options.trees),
+      cache_(page_layout(spec_, options), options.pages > 0 ? options.pages : pages_for(spec_.context),
+             spec_.page_format(), options.trees),
       attention_(spec_, kernels_, cache_, *team_, spec_.context),
       qkv_stride_((spec_.qkv_rows() + kTileRows - 1) / kTileRows * kTileRows),
       taps_(options.taps) {
@@ -257,6 +257,7 @@ AttentionStep Model::attention_step(int index) noexcept {
           .window = spec_.windows[static_cast<size_t>(index)],
           .query_norm = data_or_null(weights.query_norm),
           .key_norm = data_or_null(weights.key_norm),
+          .kv_scale = data_or_null(weights.kv_scale),
           .panels = panels_,
           .out = mixed_.data(),
           .out_scale = weights.output.input_scale(),

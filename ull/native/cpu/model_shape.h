@@ -46,11 +46,11 @@ struct ModelSpec {
   int context = 0;     // tokens a sequence may hold
   float rms_epsilon = 0.0F;
   bool qk_norm = false;
-  Format kv_format = Format::kBf16;
-  std::vector<float> inv_freq;    // [head_dim / 2] radians per position, rope scaling applied
-  float attention_factor = 1.0F;  // on cosines and sines of the rotary embedding
-  std::vector<int> windows;       // [layers] tokens a query sees, itself included; 0: all
-  std::string path;               // weights.safetensors
+  Format kv_format = Format::kBf16;  // kF8: as a GPU's FP8 pages hold them (kv_cache.h), with layers.I.kv_scale
+  std::vector<float> inv_freq;       // [head_dim / 2] radians per position, rope scaling applied
+  float attention_factor = 1.0F;     // on cosines and sines of the rotary embedding
+  std::vector<int> windows;          // [layers] tokens a query sees, itself included; 0: all
+  std::string path;                  // weights.safetensors
   std::map<std::string, TensorInfo> tensors;
   bool body = false;  // the layers and final norm of a head: embedding and lm_head may be missing
   // What a bundle may add for speculative decoding; null: it does not.
@@ -63,6 +63,7 @@ struct ModelSpec {
   [[nodiscard]] int kv_rows() const noexcept { return kv_heads * head_dim; }
   [[nodiscard]] int qkv_rows() const noexcept { return query_rows() + 2 * kv_rows(); }
   [[nodiscard]] int group() const noexcept { return heads / kv_heads; }
+  [[nodiscard]] Format page_format() const noexcept { return kv_format == Format::kF8 ? Format::kBf16 : kv_format; }
 };
 
 // An EAGLE-3 head. `model`: its own dimensions, one layer, `vocabulary` the rows of its lm_head; names of tensors

@@ -36,6 +36,7 @@ void validate_eagle(const ModelSpec& target) {
   require(!has_drafters(spec.model), "eagle: must not have drafters of its own");
   validate_as("eagle", spec.model);
   require(spec.model.layers == 1, "eagle.layers: must be 1");
+  require(spec.model.kv_format != Format::kF8, "eagle.kv_dtype: must be bf16 or f32");
   require(spec.model.hidden <= kMaxDimension / 2, "eagle.hidden: must be at most 2^23");
   require(spec.model.context >= target.context, "eagle.context: must not be shorter than the target's");
   require(!spec.taps.empty() && spec.taps.size() <= static_cast<size_t>(kMaxDimension / target.hidden),
@@ -53,6 +54,7 @@ void validate_dflash(const ModelSpec& target) {
   const DflashSpec& spec = *target.dflash;
   require(!has_drafters(spec.model), "dflash: must not have drafters of its own");
   validate_as("dflash", spec.model);
+  require(spec.model.kv_format != Format::kF8, "dflash.kv_dtype: must be bf16 or f32");
   require(!spec.taps.empty() && spec.taps.size() <= static_cast<size_t>(kMaxDimension / target.hidden),
           "dflash.taps: must name 1 layer or more, of 2^24 values together");
   for (const int layer : spec.taps) {
@@ -76,6 +78,19 @@ void validate_dflash(const ModelSpec& target) {
           "dflash.confidence_reads_markov: must be false without a confidence head or a Markov term");
 }
 
+AlignedArray<float> powers_of_two(TensorLoader& load, const std::string& name, int length) {
+  AlignedArray<float> values = load.vector(name, length, /*allow_bf16=*/false);
+  for (int i = 0; i < length; ++i) {
+    int exponent = 0;
+    const float value = values[static_cast<size_t>(i)];
+    if (!std::isfinite(value) || std::frexp(value, &exponent) != 0.5F) {
+      throw std::invalid_argument("tensor " + name + ": " + std::to_string(value) + " at " + std::to_string(i) +
+                                  " is not a power of two");
+    }
+  }
+  return values;
+}
+
 }  // namespace
 
 void validate(const ModelSpec& spec) {
@@ -90,7 +105,6 @@ void validate(const ModelSpec& spec) {
   require(sane(spec.vocabulary), "vocabulary: must be 1 to 2^24");
   require(sane(spec.context), "context: must be 1 to 2^24 tokens");
   require(spec.rms_epsilon >= 0.0F && spec.rms_epsilon < 1.0F, "rms_epsilon: must be in [0, 1)");
-  require(spec.kv_format != Format::kF8, "kv_dtype: must be bf16 or f32");
   require(spec.inv_freq.size() == static_cast<size_t>(spec.head_dim / 2), "inv_freq: must hold head_dim / 2 values");
   require(std::isfinite(spec.attention_factor) && spec.attention_factor > 0.0F,
           "attention_factor: must be above 0 and finite");
@@ -121,6 +135,7 @@ ModelWeights::ModelWeights(const ModelSpec& spec, WeightStorage storage) : hidde
       layer.query_norm = load.vector(prefix + "q_norm", spec.head_dim, true);
       layer.key_norm = load.vector(prefix + "k_norm", spec.head_dim, true);
     }
+    if (spec.kv_format == Format::kF8) layer.kv_scale = powers_of_two(load, prefix + "kv_scale", 2 * spec.kv_heads);
     layer.qkv = load.matrix(prefix + "qkv", spec.qkv_rows(), spec.hidden);
     layer.output = load.matrix(prefix + "o", spec.hidden, spec.query_rows());
     const int half = (spec.intermediate + kTileRows - 1) / kTileRows * kTileRows;

@@ -16,6 +16,7 @@ struct LayerWeights {
   AlignedArray<float> mlp_norm;        // [hidden]
   AlignedArray<float> query_norm;      // [head_dim] or empty
   AlignedArray<float> key_norm;        // [head_dim] or empty
+  AlignedArray<float> kv_scale;        // [2 * kv_heads] of FP8 keys, then values, or empty
   Matrix qkv;                          // rows: query heads, key heads, value heads
   Matrix output;                       // [hidden, heads * head_dim]
   Matrix gate_up;                      // tiles alternate: 32 gate rows, the 32 up rows that belong to them

@@ -9,7 +9,7 @@ namespace ull::module {
 namespace {
 
 cpu::Format format_named(const std::string& owner, const std::string& dtype) {
-  if (dtype == "F8_E4M3") return cpu::Format::kF8;
+  if (dtype == "F8_E4M3" || dtype == "fp8") return cpu::Format::kF8;
   if (dtype == "BF16" || dtype == "bf16") return cpu::Format::kBf16;
   if (dtype == "F32" || dtype == "f32" || dtype == "I32") return cpu::Format::kF32;  // I32: four bytes an item too
   throw std::invalid_argument(owner + ": dtype \"" + dtype + "\" is unknown");

@@ -1,7 +1,11 @@
 #include "cpu/offline/fake_quantiser.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <stdexcept>
+
+#include "cpu/e4m3.h"
 
 namespace ull::cpu {
 
