@@ -56,6 +56,14 @@ class Products(ctypes.Structure):
     ]
 
 
+class Swizzled(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("a", "image", "sums")),
+        ("layout", ctypes.c_uint64),
+        *((name, ctypes.c_int32) for name in ("pieces", "steps", "step_bytes", "overwritten")),
+    ]
+
+
 class Fault(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("a", "b", "c")),
@@ -201,6 +209,77 @@ def test_the_order_of_threads_changes_nothing(kernels: emulation.Kernels) -> Non
     assert len({multiplied(kernels, a, b, "apart", seed)[1].tobytes() for seed in SEEDS}) == 1
 
 
+# ---- swizzles --------------------------------------------------------------------------------------------------------
+
+SWIZZLES = {128: 1, 64: 2, 32: 3}  # bytes of a row: the descriptor's bits 62 and 63
+
+
+def places(columns: int, row_bytes: int) -> NDArray[np.intp]:
+    """Where the 16-byte pieces of swizzled rows lie, in pieces: [column, piece], from the pictures of the PTX ISA.
+
+    Of 8 columns in a line of 128 bytes each, a column's pieces are exchanged by its number; of shorter rows two or four
+    columns share a line, and it is the line's number, of as many bits as a row's pieces need.
+    """
+    pieces, lines = row_bytes // 16, 128 // row_bytes
+    column, piece = np.indices((columns, pieces))
+    return np.asarray(column * pieces + (piece ^ column // lines % pieces), np.intp)
+
+
+def swizzled_sums(
+    kernels: emulation.Kernels,
+    a: NDArray[np.float16],
+    b: NDArray[np.float16],
+    row_bytes: int,
+    overwritten: tuple[int, int] | None = None,
+) -> NDArray[np.float32]:
+    """1 + the products' sum, of b in swizzled rows, or for 0 in core matrices; `overwritten`: column and piece."""
+    steps, columns, _ = b.shape
+    if row_bytes:
+        assert row_bytes == 32 * steps
+        at = places(columns, row_bytes)
+        image = aligned((at.size, 8), np.float16)
+        image[at] = b.transpose(1, 0, 2).reshape(columns, -1, 8)
+        k_stride, n_stride, step_bytes = 16, 8 * row_bytes, 32  # the first is not looked at
+    else:
+        image = aligned((2 * steps * columns, 8), np.float16)
+        image[...] = b.reshape(steps, columns, 2, 8).transpose(0, 2, 1, 3).reshape(-1, 8)
+        k_stride, n_stride, step_bytes = 16 * columns, 128, 32 * columns
+    sums = aligned((64, columns), np.float32, 1.0)
+    layout = k_stride >> 4 << 16 | n_stride >> 4 << 32 | SWIZZLES.get(row_bytes, 0) << 62
+    piece = -1 if overwritten is None else int(places(columns, row_bytes)[overwritten])
+    kernels.run(
+        "swizzled_products_4",
+        grid=(1, 1),
+        threads=128,
+        shared_bytes=image.nbytes + 1024,
+        params=Swizzled(*map(pointer, (a, image, sums)), layout, len(image), steps, step_bytes, piece),
+    )
+    return sums
+
+
+@pytest.mark.parametrize("row_bytes", SWIZZLES)
+def test_swizzled_operands_are_read_as_others(kernels: emulation.Kernels, row_bytes: int) -> None:
+    """No kernel of ull has them; whoever writes one finds them here as the chip takes them."""
+    a, b = operands(4, 1, row_bytes // 32, seed=row_bytes)
+    expected = swizzled_sums(kernels, a, b, 0)
+    exact = 1 + np.einsum("srk,sck->rc", a.astype(np.float64), b.astype(np.float64))
+    np.testing.assert_allclose(expected, exact, rtol=1e-3, atol=1e-3)
+    np.testing.assert_array_equal(swizzled_sums(kernels, a, b, row_bytes).view(np.uint32), expected.view(np.uint32))
+
+
+@on_the_emulator
+@pytest.mark.parametrize("row_bytes", SWIZZLES)
+def test_a_swizzled_operand_must_not_change_in_flight(kernels: emulation.Kernels, row_bytes: int) -> None:
+    """The first product reads each row's first two pieces, wherever they lie, and none of the others."""
+    a, b = operands(4, 1, row_bytes // 32, seed=1)
+    for piece in range(row_bytes // 16):
+        if piece < 2:
+            with pytest.raises(KernelError, match=r"b of the product at .*, which was in flight until here"):
+                swizzled_sums(kernels, a, b, row_bytes, overwritten=(13, piece))
+        else:
+            swizzled_sums(kernels, a, b, row_bytes, overwritten=(13, piece))
+
+
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +329,8 @@ def test_right_kernels_are_right_where_they_report(reporting: emulation.Kernels,
     a, b = operands(16, 2, 2, seed)
     by_warps, by_warpgroup = multiplied(reporting, a, b, "halves of k side by side", seed)
     np.testing.assert_array_equal(by_warpgroup.view(np.uint32), by_warps.view(np.uint32))
+    a, b = operands(4, 1, 2, seed)
+    np.testing.assert_array_equal(swizzled_sums(reporting, a, b, 64), swizzled_sums(reporting, a, b, 0))
 
 
 def told_fault(kernels: emulation.Kernels, kernel: str, fault: int, seed: int) -> str:
@@ -364,9 +445,11 @@ def test_a_stage_that_is_refilled_too_early_is_told_in_every_order(reporting: em
         fault_of(5, "core matrices every 64 bytes along k and 256 along n overlap"),
         fault_of(6, "core matrices every 128 bytes along k and 0 along n overlap"),
         fault_of(7, r"reads shared \+ 0 to shared \+ 1072, outside the block's 1040 bytes"),
-        fault_of(8, "the descriptor 0x40000.*must be 0"),
+        fault_of(8, "rows of 128 bytes, swizzled, every 256 bytes along n: must be a multiple of 1024"),
         fault_of(9, "the descriptor 0x00040.*must be 0"),
         fault_of(10, "the descriptor 0x00000.*8000: .*must be 0"),
+        fault_of(11, r"rows of 32 bytes, swizzled, at shared \+ 32: their first 8 must begin at a multiple of 256"),
+        fault_of(12, r"reads shared \+ 0 to shared \+ 2048, outside the block's 1040 bytes"),
     ],
 )
 def test_operands_that_cannot_be_described_are_told(faulty: emulation.Kernels, fault: int, message: str) -> None:
@@ -403,7 +486,7 @@ def test_all_threads_of_a_warpgroup_come(
 def test_the_compiler_makes_products_of_warpgroups_that_do_not_wait_for_each_other() -> None:
     """Where it cannot keep them in flight, it says in its log that it serializes them."""
     compiled = compile_file(EMULATOR / "warpgroup.cu", {})
-    assert len(compiled.functions) == 9
+    assert len(compiled.functions) == 10
     assert all((use.stack, use.spills) == (0, 0) for use in compiled.functions.values())
     assert "serialized" not in compiled.log
     for name, code in sass.disassemble(compiled.cubin).items():

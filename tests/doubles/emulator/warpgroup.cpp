@@ -245,9 +245,10 @@ void add_product(Factors factors, bool begins, const float* c, const CoreMatrice
   product.accumulator->site = site;
   ++product.accumulator->products;
   product.first_b.resize(static_cast<size_t>(b.groups) * 2 * kCoreBytes);
-  for (int i = 0; i < 2 * b.groups; ++i) {
-    memcpy(&product.first_b[static_cast<size_t>(i) * kCoreBytes], b.core(i / 2, i % 2), kCoreBytes);
-    if (reports) find_stores(b.core(i / 2, i % 2), kCoreBytes, product.stores);
+  const auto bytes = static_cast<uint32_t>(b.piece_bytes());
+  for (int i = 0; i < b.pieces(); ++i) {
+    memcpy(&product.first_b[static_cast<size_t>(i) * bytes], b.piece(i), bytes);
+    if (reports) find_stores(b.piece(i), bytes, product.stores);
   }
 }
 
@@ -289,11 +290,12 @@ void require_operands(const Product& product, Site site) {
     fail_at(site, "lane %d has changed a of the product at %s, which was in flight until here", lane,
             told(product.site).c_str());
   }
-  for (int i = 0; i < 2 * product.b.groups; ++i) {
-    const unsigned char* core = product.b.core(i / 2, i % 2);
-    if (memcmp(core, &product.first_b[static_cast<size_t>(i) * kCoreBytes], kCoreBytes) == 0) continue;
+  const auto bytes = static_cast<size_t>(product.b.piece_bytes());
+  for (int i = 0; i < product.b.pieces(); ++i) {
+    const unsigned char* piece = product.b.piece(i);
+    if (memcmp(piece, &product.first_b[static_cast<size_t>(i) * bytes], bytes) == 0) continue;
     fail_at(site, "b of the product at %s, which was in flight until here, has changed: at shared + %td to + %td",
-            told(product.site).c_str(), core - block->shared, core + kCoreBytes - block->shared);
+            told(product.site).c_str(), piece - block->shared, piece + bytes - block->shared);
   }
 }
 
@@ -345,9 +347,9 @@ void compute(const Product& product) {
 // Keeps in mind that the warp's last finish stands behind a product that has read there.
 void remember_reader(WarpState& warp, const CoreMatrices& b) {
   if (warp.readers.empty()) warp.readers.resize(grid.shared_bytes / kRowBytes);
-  for (int i = 0; i < 2 * b.groups; ++i) {
-    const auto row = static_cast<size_t>(b.core(i / 2, i % 2) - block->shared) / kRowBytes;
-    for (size_t j = 0; j < kCoreBytes / kRowBytes; ++j) {
+  for (int i = 0; i < b.pieces(); ++i) {
+    const auto row = static_cast<size_t>(b.piece(i) - block->shared) / kRowBytes;
+    for (int j = 0; j < b.piece_bytes() / kRowBytes; ++j) {
       warp.readers[row + j] = static_cast<uint32_t>(warp.finishes.size());
     }
   }

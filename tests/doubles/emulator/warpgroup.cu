@@ -161,7 +161,49 @@ ULL_DEVICE void multiply_e4m3(const ProductParams& params) {
   store_sums(sums, params.by_warpgroup);
 }
 
+struct SwizzledParams {
+  const uint16_t* a;           // [steps, 64, 16] f16
+  const arch::Vector4* image;  // b of all steps as it lies in shared memory, from a multiple of 1024 on
+  float* sums;                 // [64, 32]
+  uint64_t layout;             // of descriptors: strides and swizzle
+  int32_t pieces;              // of the image, 16 bytes each
+  int32_t steps, step_bytes;   // from a step's b to the next one's
+  int32_t overwritten;         // piece that is, by itself negated, while the first product is in flight; -1: none
+};
+
+ULL_DEVICE void multiply_swizzled(const SwizzledParams& params) {
+  constexpr uint32_t kUnit = 1024;  // of the largest pattern
+  unsigned char* shared = arch::shared_memory();
+  shared += (kUnit - arch::shared_address(shared) % kUnit) % kUnit;
+  for (int i = arch::thread(); i < params.pieces; i += arch::threads()) {
+    arch::store_shared(shared + 16 * i, params.image[i]);
+  }
+  arch::fence_bulk_copies();
+  arch::block_barrier();
+  float sums[4][4];
+  load_sums(sums, params.sums);
+#pragma unroll 1
+  for (int step = 0; step < params.steps; ++step) {
+    uint32_t a[4];
+    load_a(a, params.a + (step * 64 + arch::warp() * 16) * 16);
+    arch::warpgroup_fence();
+    arch::warpgroup_mma(sums, a, params.layout | arch::core_matrices(shared + step * params.step_bytes, 0, 0));
+    arch::warpgroup_commit();
+    if (step == 0 && params.overwritten >= 0 && arch::thread() == 0) {
+      arch::Vector4 piece = params.image[params.overwritten];
+      for (uint32_t& word : piece.word) word = ~word;
+      arch::store_shared(shared + 16 * params.overwritten, piece);
+    }
+    arch::warpgroup_wait<0>(sums);
+  }
+  store_sums(sums, params.sums);
+}
+
 #if ULL_WARPGROUP_MMA
+ULL_KERNEL(swizzled_products_4, SwizzledParams, 128, 1) {
+  arch::wait_for_predecessor();
+  multiply_swizzled(params);
+}
 ULL_KERNEL(e4m3_products_1, ProductParams, 128, 1) {
   arch::wait_for_predecessor();
   multiply_e4m3<1>(params);

@@ -162,7 +162,8 @@ ULL_KERNEL(stored_product, FaultParams, 128, 1) {
 
 // A product without its wait for the warps' other half: faults of descriptors and of the block. Faults: 1 k_stride is
 // no multiple of 16; 2 n_stride is too large; 3 the address is not aligned; 4 nor in shared memory; 5 core matrices
-// overlap along k; 6 along n; 7 the last one lies outside; 8 a swizzle; 9 a base offset; 10 bit 15.
+// overlap along k; 6 along n; 7 the last one lies outside; 8 swizzled patterns overlap along n; 9 a base offset; 10 bit
+// 15; 11 a swizzled row is not the pattern's first; 12 the last pattern lies outside.
 ULL_KERNEL(described_product, FaultParams, 128, 1) {
   arch::wait_for_predecessor();
   const unsigned char* shared = arch::shared_memory();
@@ -170,10 +171,11 @@ ULL_KERNEL(described_product, FaultParams, 128, 1) {
   Sums sums;
   clear(sums);
   uint32_t a[4] = {};
-  const unsigned char* first = fault == 3 ? shared + 8 : fault == 4 ? shared - 16 : shared;
+  const unsigned char* first = fault == 3 ? shared + 8 : fault == 4 ? shared - 16 : fault == 11 ? shared + 32 : shared;
   const uint32_t k_stride = fault == 1 ? 136 : fault == 5 ? 64 : 128;
-  const uint32_t n_stride = fault == 2 ? 1U << 18 : fault == 6 ? 0 : fault == 7 ? 272 : 256;
-  const uint64_t more = fault == 8 ? 1ULL << 62 : fault == 9 ? 1ULL << 50 : fault == 10 ? 1ULL << 15 : 0;
+  const uint32_t n_stride = fault == 2 ? 1U << 18 : fault == 6 ? 0 : fault == 7 ? 272 : fault == 12 ? 512 : 256;
+  const uint64_t swizzle = fault == 8 ? 1 : fault == 12 ? 2 : fault == 11 ? 3 : 0;
+  const uint64_t more = swizzle << 62 | (fault == 9 ? 1ULL << 50 : fault == 10 ? 1ULL << 15 : 0);
   const uint64_t b = arch::core_matrices(first, k_stride, n_stride) | more;
   arch::warpgroup_fence();
   arch::warpgroup_mma(sums, a, b);
